@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared by all tests: rows written as CSVs, and the real entry point run as a subprocess."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "train_grpo.py"
+# Variables that a test run inherits: nothing that could be a setting.
+CLEAN = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "XDG_CACHE_HOME", "TMPDIR") if name in os.environ}
+CLEAN |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+RENDERED = "<|start|>system<|message|>Reasoning: low<|end|><|start|>user<|message|>{}<|end|><|start|>assistant"
+
+
+def run_script(
+    *arguments: str, cwd: Path = ROOT, timeout: int = 280, **settings: object
+) -> subprocess.CompletedProcess:
+    """`python train_grpo.py` as a user runs it, with settings in the environment."""
+    environ = CLEAN | {name: str(value) for name, value in settings.items()}
+    command = [sys.executable, str(SCRIPT), *arguments]
+    return subprocess.run(command, env=environ, cwd=cwd, capture_output=True, text=True, timeout=timeout)
+
+
+def write_csv(path: Path, header: Sequence[str], rows: Sequence[Sequence[object]]) -> Path:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([header, *rows])
+    return path
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture
+def good_csv(tmp_path: Path) -> Path:
+    """Twelve valid rows with two actions, rendered prompts and a column of the user's own."""
+    rows = [[RENDERED.format(f"question {i}"), i / 20, 1 - i / 20, f"note {i}"] for i in range(12)]
+    return write_csv(tmp_path / "good.csv", ["prompt", "reward_action_0", "reward_action_1", "note"], rows)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the tiny model, made once per session (or found in the user's cache)."""
+    import make_model
+
+    return make_model.build_tiny()
+
+
+Environment = Callable[..., Mapping[str, str]]

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewards: what counts as an answer, and what it is worth. Run: python -m pytest tests/test_rewards.py"""
+
+from __future__ import annotations
+
+import doctest
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import rewards
+from rewards import assistant_turn, final_channel, parse_action
+
+PROMPT = "<|start|>user<|message|>Choose [0] to [3]<|end|><|start|>assistant"
+THINK = "<|channel|>analysis<|message|>Is it [1] or [2]?"
+FINAL = "<|start|>assistant<|channel|>final<|message|>"
+
+ANSWERS = [  # (completion as the model wrote it, action, reason)
+    (f"{THINK}<|end|>{FINAL}[3]<|return|>", 3, "reasoning, then the final channel"),
+    ("<|channel|>final<|message|>[0]<|return|>", 0, "straight to the final channel"),
+    (f"{THINK}<|end|>{FINAL}[2]", 2, "cut off right after the answer: it stands there"),
+    (f"{THINK}<|end|>{FINAL}I choose [2].<|return|>", 2, "words around it"),
+    (f"{THINK}<|end|>{FINAL}[2] ... [2]<|return|>", 2, "the same action twice"),
+    (f"{THINK}<|end|>{FINAL}[ 1 ]\n<|return|>", 1, "spaces inside"),
+    (f"{THINK}<|end|><|start|>assistant<|channel|>final <|constrain|>json<|message|>[1]<|return|>", 1, "content type"),
+    (f"{FINAL}[0]<|end|>{FINAL}[1]<|return|>", 1, "the last final message counts"),
+    ("<|channel|>final<|message|>[1]<|return|><|endoftext|><|endoftext|>", 1, "padding behind"),
+]
+NO_ANSWERS = [
+    (THINK, "cut off while reasoning"),
+    (f"{THINK} So [2].<|end|>", "[k] only inside the reasoning"),
+    (f"{THINK}<|end|>{FINAL}", "the final channel is empty"),
+    (f"{THINK}<|end|>{FINAL}[2", "cut off inside the answer"),
+    (f"{THINK}<|end|>{FINAL}2<|return|>", "no brackets"),
+    (f"{THINK}<|end|>{FINAL}[4]<|return|>", "no such action"),
+    (f"{THINK}<|end|>{FINAL}[-1]<|return|>", "negative"),
+    (f"{THINK}<|end|>{FINAL}[1.5]<|return|>", "fraction"),
+    (f"{THINK}<|end|>{FINAL}[0] or [1]<|return|>", "two actions named"),
+    (f"{THINK}<|end|>{FINAL}[0][1][2][3]<|return|>", "all actions named: hedging must not pay"),
+    (f"{THINK} The answer: assistantfinal[2]", "the words of a channel, without its tokens"),
+    ("assistantfinal[2]", "not a single token of the format (real completions keep theirs)"),
+    ("[2]", "no channel at all"),
+    ("<|channel|>commentary<|message|>[2]<|end|>", "another channel"),
+    ("<|channel|>finally<|message|>[2]<|end|>", "a channel that begins alike"),
+    ("", "nothing"),
+]
+STRIPPED = [
+    ("analysisWe weigh [0] and [1].assistantfinal[0]", 0, "glued channels"),
+    ("analysisIt says assistantfinal[1] there.assistantfinal[0]", 0, "the last one counts"),
+    ("final[2]", 2, "no reasoning"),
+    ("analysis[1] is best, so [1]", None, "never reached the final channel"),
+    ("analysis The final answer is [1]", None, "the word alone"),
+]
+
+
+@pytest.mark.parametrize(("text", "action", "reason"), ANSWERS)
+def test_answers(text, action, reason):
+    assert parse_action(assistant_turn(PROMPT, text)) == action, reason
+
+
+@pytest.mark.parametrize(("text", "reason"), NO_ANSWERS)
+def test_no_answers(text, reason):
+    assert parse_action(assistant_turn(PROMPT, text)) is None, reason
+
+
+@pytest.mark.parametrize(("text", "action", "reason"), STRIPPED)
+def test_text_without_special_tokens(text, action, reason):
+    assert parse_action(text) == action, reason
+
+
+def test_a_prompt_may_open_the_final_channel_itself():
+    assert parse_action(assistant_turn(PROMPT + "<|channel|>final<|message|>", "[2]<|return|>")) == 2
+
+
+@given(st.text(), st.integers(1, 12))
+def test_any_text_parses_to_an_action_in_range_or_none(text, actions):
+    action = parse_action(assistant_turn(PROMPT, text), actions)
+    assert action is None or 0 <= action < actions
+
+
+@given(st.text(alphabet=st.characters(blacklist_characters="<|[]")), st.integers(0, 3))
+def test_reasoning_never_changes_the_answer(reasoning, action):
+    text = f"<|channel|>analysis<|message|>{reasoning} [1] [2]<|end|>{FINAL}[{action}]<|return|>"
+    assert parse_action(text) == action
+    assert final_channel(text) == f"[{action}]"
+
+
+TABLE = {"reward_action_0": [0.1, 0.1, 0.7], "reward_action_1": [0.9, 0.9, 0.7]}
+TEXTS = ["assistantfinal[1]", "analysis so [1]", "assistantfinal[0]"]
+
+
+def test_action_reward():
+    assert rewards.action(TEXTS, **TABLE) == [0.9, 0.0, 0.7]
+    assert rewards.action(TEXTS, invalid_reward=-1.0, **TABLE) == [0.9, -1.0, 0.7]
+    assert math.isnan(rewards.action(TEXTS, invalid_reward=math.nan, **TABLE)[1])
+
+
+def test_best_reward_counts_ties():
+    assert rewards.best(TEXTS, **TABLE) == [1.0, 0.0, 1.0]
+
+
+def test_format_looks_at_the_form_alone():
+    assert rewards.format([*TEXTS, "assistantfinal [3] \n", "assistantfinal[1] because"]) == [1.0, 0.0, 1.0, 1.0, 0.0]
+
+
+def test_rows_of_different_width():
+    columns = {"reward_action_0": [0.1, 0.2], "reward_action_1": [0.3, 0.4], "reward_action_2": [None, 0.5]}
+    assert rewards.reward_rows(columns) == [[0.1, 0.3], [0.2, 0.4, 0.5]]
+    assert rewards.action(["assistantfinal[2]", "assistantfinal[2]"], **columns) == [0.0, 0.5]
+
+
+@given(st.lists(st.lists(st.floats(0, 1), min_size=4, max_size=4), min_size=1, max_size=20))
+def test_baselines_are_ordered(rows):
+    result = rewards.baselines(rows)
+    assert result["random"] <= result["constant"] + 1e-9 <= result["oracle"] + 2e-9
+    assert result["constant_action"] in range(4)
+
+
+def test_doctests():
+    assert doctest.testmod(rewards).failed == 0
+    assert doctest.testmod(rewards).attempted >= 10

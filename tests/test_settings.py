@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings: parsing, limits, near misses, help. Run: python -m pytest tests/test_settings.py"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import pytest
+from conftest import CLEAN, ROOT, run_script
+from hypothesis import given
+from hypothesis import strategies as st
+
+import train_grpo
+from train_grpo import FIELDS, Settings, load_settings, nearest_setting, parse_value, show
+
+ACCEPTED = [
+    ("TOTAL_STEPS", "7", 7, "plain integer"),
+    ("TOTAL_STEPS", " 7 ", 7, "spaces around"),
+    ("LEARNING_RATE", "1e-4", 1e-4, "scientific notation"),
+    ("OVERWRITE", "yes", True, "a word for true"),
+    ("OVERWRITE", "OFF", False, "a word for false, upper case"),
+    ("MICRO_BATCH", "auto", None, "auto is None"),
+    ("MICRO_BATCH", "4", 4, "a number where auto is possible"),
+    ("LOSS_TYPE", "BNPO", "bnpo", "choices ignore case"),
+    ("INVALID_REWARD", "nan", math.nan, "nan is allowed here"),
+    ("INVALID_REWARD", "-0.5", -0.5, "negative penalty"),
+    ("PROMPT_DATE", "2024-02-29", "2024-02-29", "leap day"),
+    ("SEED", "0", 0, "lower limit"),
+]
+REFUSED = [
+    ("TOTAL_STEPS", "7.5", "whole number", "fraction"),
+    ("TOTAL_STEPS", "0", "at least 1", "below the limit"),
+    ("TOTAL_STEPS", "", "whole number", "empty"),
+    ("TOTAL_STEPS", "auto", "whole number", "auto where there is none"),
+    ("LEARNING_RATE", "nan", "finite", "nan"),
+    ("LEARNING_RATE", "0", "above 0", "exclusive limit"),
+    ("LEARNING_RATE", "fast", "a number", "word"),
+    ("OVERWRITE", "2", "1 or 0", "not a boolean"),
+    ("NUM_GENERATIONS", "1", "at least 2", "a group of one compares nothing"),
+    ("TOP_P", "1.01", "at most 1", "no probability"),
+    ("LOSS_TYPE", "bpno", "nearest: bnpo", "transposed"),
+    ("PROMPT_DATE", "2025-02-30", "a date", "no such day"),
+    ("PROMPT_DATE", "today", "a date", "word"),
+    ("MICRO_BATCH", "automatic", "whole number", "neither auto nor a number"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "value", "reason"), ACCEPTED, ids=lambda v: str(v))
+def test_accepted(name, text, value, reason):
+    parsed = parse_value(name, text)
+    assert type(parsed) is type(value), reason
+    assert parsed == value or (math.isnan(parsed) and math.isnan(value)), reason
+
+
+@pytest.mark.parametrize(("name", "text", "message", "reason"), REFUSED, ids=lambda v: str(v))
+def test_refused(name, text, message, reason):
+    with pytest.raises(ValueError, match=message):
+        parse_value(name, text)
+    settings, _, problems = load_settings({name: text})
+    assert len(problems) == 1 and problems[0].startswith(f"{name}: "), reason
+    assert getattr(settings, name) == FIELDS[name].default, "a bad value leaves the default, so that checks go on"
+
+
+NEAR = [
+    ("LEARING_RATE", "LEARNING_RATE"), ("learning_rate", "LEARNING_RATE"), ("LEARNINGRATE", "LEARNING_RATE"),
+    ("TOTAL_STEP", "TOTAL_STEPS"), ("NUM_GENERATION", "NUM_GENERATIONS"), ("MAX_STEPS", "TOTAL_STEPS"),
+    ("LORA_RANK", "LORA_R"), ("MAX_COMPLETION_LENGTH", "MAX_COMPLETION_LEN"), ("ATTN_IMLP", "ATTN_IMPL"), ("LR", "LEARNING_RATE"),
+]  # fmt: skip
+STRANGERS = [
+    "PATH", "HOME", "SPEED", "DATE", "DATE_FORMAT", "SHELL", "TERM", "LANG", "DATABASE", "VLLM_USE_V1", "HF_HOME",
+    "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "WANDB_PROJECT", "META", "MODEL_PATH", "HOSTNAME", "LOGNAME",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("variable", "setting"), NEAR)
+def test_near_misses_name_the_setting(variable, setting):
+    assert nearest_setting(variable) == setting
+    _, _, problems = load_settings({variable: "1"})
+    assert len(problems) == 1 and variable in problems[0] and f"nearest is {setting}" in problems[0]
+    assert not load_settings({variable: "1", "IGNORE_VARS": variable})[2]
+
+
+@pytest.mark.parametrize("variable", STRANGERS)
+def test_other_programs_variables_are_left_alone(variable):
+    assert nearest_setting(variable) is None
+
+
+def test_all_problems_at_once():
+    _, _, problems = load_settings({"SEED": "x", "TOP_P": "2", "TOTL_STEPS": "1", "PATH": "/bin"})
+    assert [p.split(":")[0] for p in problems] == ["TOP_P", "SEED", "TOTL_STEPS"]
+
+
+def test_defaults_are_the_design_cards_run():
+    s, sources, problems = load_settings({})
+    assert not problems and set(sources.values()) == {"default"}
+    assert (s.MODEL_ID, s.LORA_R, s.LORA_ALPHA, s.LORA_TARGETS) == ("openai/gpt-oss-20b", 4, 8.0, "all-linear")
+    assert (s.LOSS_TYPE, s.LOSS_IMPL, s.PROMPTS_PER_STEP, s.NUM_GENERATIONS) == ("bnpo", "liger", 12, 8)
+    assert s.GRADIENT_CHECKPOINTING and s.completions_per_step == 96
+
+
+def test_tiny_has_defaults_of_its_own_which_the_environment_overrides():
+    s, sources, _ = load_settings({"MODEL_ID": "tiny", "LORA_R": "2"})
+    assert (s.LEARNING_RATE, sources["LEARNING_RATE"]) == (FIELDS["LEARNING_RATE"].metadata["tiny"], "tiny")
+    assert (s.LORA_R, sources["LORA_R"]) == (2, "environment")
+
+
+@given(st.sampled_from(sorted(FIELDS)), st.text(max_size=20))
+def test_any_text_is_a_value_or_a_problem_never_an_exception(name, text):
+    settings, _, problems = load_settings({name: text})
+    assert isinstance(settings, Settings)
+    assert all(p.startswith(name) for p in problems)
+
+
+@pytest.mark.parametrize("name", sorted(FIELDS))
+def test_every_default_survives_being_written_out_and_read_back(name):
+    for value in (FIELDS[name].default, FIELDS[name].metadata["tiny"]):
+        if value is not None or FIELDS[name].type.endswith("None"):
+            assert parse_value(name, show(value)) == value
+
+
+def test_help_names_every_setting_without_a_heavy_import():
+    done = run_script("--help")
+    assert done.returncode == 0 and not done.stderr
+    for name, spec in FIELDS.items():
+        assert f"  {name}={show(spec.default) or '(empty)'}" in done.stdout
+        assert spec.metadata["text"] in done.stdout
+        assert spec.metadata["text"].endswith("."), "one sentence"
+
+
+def test_check_imports_nothing_heavy(good_csv):
+    code = (
+        "import sys, train_grpo; code = train_grpo.main(['--check']);"
+        "heavy = {'torch', 'transformers', 'trl', 'vllm', 'datasets', 'peft', 'pandas'} & set(sys.modules);"
+        "assert not heavy, heavy; sys.exit(code)"
+    )
+    environ = CLEAN | {"MODEL_ID": "tiny", "DATA": str(good_csv), "OUTPUT_DIR": str(good_csv.parent / "run")}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Nothing was started" in done.stdout and not (good_csv.parent / "run").exists()
+
+
+def test_unknown_options_are_refused():
+    done = run_script("--chekc", MODEL_ID="tiny")
+    assert done.returncode == 2 and "--chekc: no such option" in done.stderr
+    done = run_script("TOTAL_STEPS=5", MODEL_ID="tiny")
+    assert done.returncode == 2 and "TOTAL_STEPS=5 python train_grpo.py" in done.stderr
+
+
+def test_settings_are_one_line_each():
+    source = (ROOT / "train_grpo.py").read_text(encoding="utf-8").splitlines()
+    for name in FIELDS:
+        assert (
+            sum(line.startswith(f"    {name}: ") and "= knob(" in line and line.endswith(")") for line in source) == 1
+        )
+
+
+def test_aliases_point_at_settings():
+    assert set(train_grpo.ALIASES.values()) <= set(FIELDS)
+    assert not set(train_grpo.ALIASES) & set(FIELDS)
