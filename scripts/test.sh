@@ -1,0 +1,72 @@
+#!/usr/bin/env bash
+set -euo pipefail
+
+usage() {
+    cat <<'HELP'
+Usage: bash scripts/test.sh [--setup-only] [pytest's arguments]
+
+Makes the CPU environment if it is not there (scripts/setup.sh --cpu), adds the test tools of pyproject.toml, and runs
+all tests and rewards.py's doctests. With file names under tests/, or rewards.py, it runs only those.
+
+  bash scripts/test.sh                        everything
+  bash scripts/test.sh -m 'not slow' -x       whatever pytest takes
+  bash scripts/test.sh tests/test_rewards.py  one file
+  bash scripts/test.sh --setup-only           make the environment, run nothing
+
+VENV=DIR chooses the environment's folder (.venv; .venv-cpu where .venv holds the GPU set).
+HELP
+}
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+setup_only=no
+case "${1:-}" in
+    --help | -h)
+        usage
+        exit 0
+        ;;
+    --setup-only)
+        setup_only=yes
+        shift
+        ;;
+esac
+
+# The tests are written for the CPU set's versions, and a GPU environment is not to be changed for their sake.
+if [ -z "${VENV:-}" ]; then
+    VENV=.venv
+    if grep -q '^gpu' .venv/.setup-stamp 2>/dev/null; then VENV=.venv-cpu; fi
+fi
+export VENV
+bash scripts/setup.sh --cpu
+python=$(cd "$VENV/bin" && pwd)/python
+
+# pip learned to read dependency groups in 25.1; reading them here works with every pip.
+tools=$("$python" -c '
+import tomllib
+with open("pyproject.toml", "rb") as file:
+    print(*tomllib.load(file)["dependency-groups"]["test"])
+')
+if [ "$(cat "$VENV/.test-stamp" 2>/dev/null || true)" != "$tools" ]; then
+    echo "test: installing $tools"
+    # shellcheck disable=SC2086 # a list of words
+    "$python" -m pip install --quiet --disable-pip-version-check $tools
+    echo "$tools" >"$VENV/.test-stamp"
+fi
+[ "$setup_only" = no ] || exit 0
+
+# No test may depend on the network, and a hub that answers slowly must not slow them down.
+export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+# The models in the tests are tiny: more threads than this cost more than they bring.
+if [ -z "${OMP_NUM_THREADS:-}" ]; then
+    cores=$(nproc)
+    OMP_NUM_THREADS=$((cores < 4 ? cores : 4))
+fi
+export OMP_NUM_THREADS
+
+targets=(tests rewards.py)
+for argument in "$@"; do
+    case "$argument" in
+        tests | tests/* | ./tests/* | rewards.py | rewards.py::*) targets=() ;;
+    esac
+done
+# One pytest for both, so that its last line counts everything.
+exec "$python" -m pytest --doctest-modules ${targets[@]+"${targets[@]}"} "$@"

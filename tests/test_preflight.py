@@ -1,0 +1,382 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Preflight: choices, memory plan, machine, packages, run directory. Run: python -m pytest tests/test_preflight.py"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from conftest import CLEAN, RENDERED, ROOT, run_script, write_csv
+from hypothesis import given
+from hypothesis import strategies as st
+
+import train_grpo
+from train_grpo import REAL_CONFIG, Machine, ModelFiles, Problems, Row, Settings
+
+H100 = Machine("NVIDIA H100 80GB HBM3", 1, 79.6, 79.0, 110.0, 16, "x86_64")
+CPU = Machine(ram_free=20.0, cores=2, arch="x86_64")
+
+
+def only(problems):
+    assert len(problems) == 1, problems
+    return problems[0]
+
+
+# ---- Choices ---------------------------------------------------------------------------------------------------------
+
+
+def test_attention_choice_says_why():
+    assert train_grpo.choose_attention("auto", cuda=False)[0] == "eager"
+    assert train_grpo.choose_attention("flex_attention", cuda=True) == ("flex_attention", "set by ATTN_IMPL")
+    for cuda in (False, True):
+        assert len(train_grpo.choose_attention("auto", cuda)[1]) > 20
+
+
+def test_clip_range_choice():
+    assert train_grpo.choose_epsilon_high(Settings(EPSILON=0.1))[0] == 0.1
+    assert train_grpo.choose_epsilon_high(Settings(EPSILON_HIGH=0.3))[0] == 0.3
+    assert train_grpo.choose_epsilon_high(Settings(LOSS_TYPE="cispo"))[0] == 5.0
+
+
+def test_parameter_count_of_the_real_model():
+    """20.9 billion parameters, as the model card says; 38.96 GiB in BF16, as measured on a GPU."""
+    counts = train_grpo.count_parameters(REAL_CONFIG)
+    assert counts["total"] == 20_914_757_184
+    assert counts["total"] * 2 / train_grpo.GIB == pytest.approx(38.96, abs=0.01)
+    assert sum(counts[k] for k in ("experts", "attention", "embeddings")) < counts["total"]
+
+
+def test_parameter_count_is_transformers_own(tiny):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = json.loads((tiny / "config.json").read_text(encoding="utf-8"))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny))
+    assert train_grpo.count_parameters(config)["total"] == model.num_parameters()
+
+
+def plan(machine=H100, prompt_len=940, **changes):
+    return train_grpo.plan_memory(Settings(**changes), REAL_CONFIG, machine, prompt_len, "eager")
+
+
+def test_default_run_fits_an_80_gb_gpu():
+    chosen = plan()
+    assert chosen.peak < H100.gpu_free and chosen.weights == pytest.approx(38.96, abs=0.01)
+    assert 96 % chosen.micro_batch == 0 and 96 % chosen.generation_batch == 0
+    assert "96" in chosen.micro_batch_reason and "79.0 GiB" in chosen.micro_batch_reason
+
+
+def test_plan_obeys_and_grows():
+    assert plan(MICRO_BATCH=2).micro_batch == 2 and plan(MICRO_BATCH=2).micro_batch_reason == "set by MICRO_BATCH"
+    assert plan(MICRO_BATCH=4).learning > plan(MICRO_BATCH=2).learning
+    assert plan(MAX_COMPLETION_LEN=512).micro_batch >= plan(MAX_COMPLETION_LEN=4000).micro_batch
+    assert plan(GRADIENT_CHECKPOINTING=False, MICRO_BATCH=1).learning > 2 * plan(MICRO_BATCH=1).learning
+    small = plan(dataclasses.replace(H100, gpu_free=45.0))
+    assert small.micro_batch <= plan().micro_batch and small.generation_batch < plan().generation_batch
+
+
+@given(st.integers(1, 30), st.integers(2, 16), st.floats(1, 200))
+def test_planned_batches_always_divide(prompts, generations, free):
+    machine = dataclasses.replace(H100, gpu_free=free)
+    chosen = plan(machine, PROMPTS_PER_STEP=prompts, NUM_GENERATIONS=generations)
+    assert prompts * generations % chosen.micro_batch == 0
+    assert prompts * generations % chosen.generation_batch == 0
+
+
+def test_lora_size_is_pefts_own(tiny):
+    from peft import get_peft_model
+
+    config = json.loads((tiny / "config.json").read_text(encoding="utf-8"))
+    settings = Settings(MODEL_ID="tiny", LORA_R=3)
+    model = get_peft_model(train_grpo.load_model(str(tiny), config, "eager"), train_grpo.lora_config(settings))
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    adapter = train_grpo.plan_memory(settings, config, CPU, 100, "eager").adapter
+    assert adapter * train_grpo.GIB == pytest.approx(trainable * 16)
+
+
+# ---- Settings against each other and the machine ---------------------------------------------------------------------
+
+CONFLICTS = [
+    ({"MICRO_BATCH": 7}, CPU, ["MICRO_BATCH: 7 does not divide", "12 x 8 = 96", "nearest that does is 6"]),
+    ({"GENERATION_BATCH": 5}, CPU, ["GENERATION_BATCH: 5 does not divide", "nearest that does is 4"]),
+    ({"ATTN_IMPL": "flex"}, H100, ["'flex' is unknown", "flex_attention"]),
+    ({"ATTN_IMPL": "flex_attention"}, CPU, ["needs a GPU"]),
+    ({"LOSS_TYPE": "luspo"}, CPU, ["LOSS_IMPL=trl"]),
+    ({"REPORT_TO": "mlflow"}, CPU, ["'mlflow' is unknown"]),
+    ({"USE_VLLM": True}, CPU, ["needs a GPU"]),
+    ({}, dataclasses.replace(H100, gpus=2), ["2 GPUs are visible", "CUDA_VISIBLE_DEVICES=0"]),
+]
+
+
+@pytest.mark.parametrize(("changes", "machine", "messages"), CONFLICTS, ids=lambda v: str(v)[:40])
+def test_conflicts(changes, machine, messages):
+    problems = Problems()
+    train_grpo.check_settings(Settings(**changes), None, machine, problems)
+    for message in messages:
+        assert message in only(problems)
+
+
+def test_vllm_is_refused_for_an_mxfp4_checkpoint_with_the_reason():
+    problems = Problems()
+    train_grpo.check_settings(Settings(USE_VLLM=True), REAL_CONFIG, H100, problems)
+    assert "MXFP4" in only(problems) and "USE_VLLM=0" in only(problems)
+
+
+def machine_problems(machine, **changes):
+    problems = Problems()
+    settings = Settings(**changes)
+    files = ModelFiles(Path("/nowhere"), dict(REAL_CONFIG))
+    plan = train_grpo.plan_memory(settings, REAL_CONFIG, machine, 940, "eager")
+    train_grpo.check_machine(settings, files, machine, plan, problems)
+    return [p for p in problems if not p.startswith("HF_HOME")]
+
+
+def test_machine(tmp_path, monkeypatch):
+    out = str(tmp_path / "run")
+    assert not machine_problems(H100, OUTPUT_DIR=out)
+    assert "no GPU is visible" in only(machine_problems(CPU, OUTPUT_DIR=out))
+    assert "MODEL_ID=tiny" in only(machine_problems(CPU, OUTPUT_DIR=out))
+    small = dataclasses.replace(H100, gpu="NVIDIA L4", gpu_total=22.5, gpu_free=22.0)
+    problem = only(machine_problems(small, OUTPUT_DIR=out))
+    assert "GPU NVIDIA L4" in problem and "22 of 22 GiB are free" in problem and "rent a larger one" in problem
+    monkeypatch.setattr(train_grpo.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 2**20})())
+    assert f"OUTPUT_DIR={out}" in only(machine_problems(H100, OUTPUT_DIR=out))
+
+
+def test_missing_download_space_names_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setattr(train_grpo.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 5 * 2**30})())
+    problems = Problems()
+    plan = train_grpo.plan_memory(Settings(), REAL_CONFIG, H100, 940, "eager")
+    train_grpo.check_machine(Settings(OUTPUT_DIR=str(tmp_path / "r")), ModelFiles(None, {}), H100, plan, problems)
+    assert f"HF_HOME={tmp_path / 'hf'}" in only(problems) and "13.8 GiB" in only(problems)
+
+
+# ---- Packages --------------------------------------------------------------------------------------------------------
+
+GOOD_VERSIONS = {name: oldest for name, (oldest, _) in train_grpo.TESTED.items()}
+
+
+def package_problems(versions, **changes):
+    problems = Problems()
+    train_grpo.check_packages(Settings(**changes), versions, problems)
+    return problems
+
+
+def test_packages():
+    assert not package_problems(GOOD_VERSIONS)
+    assert "trl: the package is not installed" in only(package_problems(GOOD_VERSIONS | {"trl": None}))
+    for version in ("1.15.9", "1.17.0"):
+        problem = only(package_problems(GOOD_VERSIONS | {"trl": version}))
+        assert f"trl: version {version} is outside the tested range (from 1.16, below 1.17)" in problem
+        assert not package_problems(GOOD_VERSIONS | {"trl": version}, ALLOW_UNTESTED=True)
+    assert not package_problems(GOOD_VERSIONS | {"torch": "2.11.0+cu130"})
+    for name in ("flash_attention_2", "flash_attention_3", "flash_attention_4"):
+        problem = only(package_problems(GOOD_VERSIONS, ATTN_IMPL=name))
+        assert "is not installed" in problem and "docs/install.md" in problem
+
+
+def test_this_environment_is_inside_the_tested_range():
+    assert not package_problems(train_grpo.installed_versions(train_grpo.TESTED))
+
+
+# ---- Reward functions ------------------------------------------------------------------------------------------------
+
+ROW = Row("d.csv", 1, (("user", "x"),), (0.0, 1.0), {})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("actoin", "nearest: action"),
+        ("action=high", "weight 'high' of 'action' is not a number"),
+        ("action=inf", "not finite"),
+        ("", "no reward function"),
+        ("action,action=2", "named twice"),
+        ("nowhere:score", "cannot be loaded: ModuleNotFoundError"),
+        ("my_broken:score", "SyntaxError"),
+        ("my_rewards:scroe", "AttributeError"),
+        ("my_rewards:NUMBER", "is no function"),
+    ],
+)
+def test_bad_rewards(text, message, tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text("NUMBER = 3\n\ndef score(completions, **columns):\n    return [0.0]\n")
+    (tmp_path / "my_broken.py").write_text("def score(:\n")
+    monkeypatch.chdir(tmp_path)
+    problems = Problems()
+    train_grpo.check_rewards(Settings(REWARDS=text), [ROW], problems)
+    assert message in only(problems) and only(problems).startswith("REWARDS")
+
+
+def test_rewards_of_ones_own_need_no_columns(tmp_path, monkeypatch):
+    (tmp_path / "own_rewards.py").write_text(
+        "def score(completions, **columns):\n    return [1.0] * len(completions)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    bare, problems = dataclasses.replace(ROW, rewards=()), Problems()
+    assert train_grpo.check_rewards(Settings(REWARDS="own_rewards:score=2,format"), [bare], problems) == [
+        ("own_rewards:score", 2.0),
+        ("format", 1.0),
+    ]
+    assert not problems
+    train_grpo.check_rewards(Settings(), [bare], problems)
+    assert "d.csv, columns: there is no column reward_action_0" in only(problems)
+
+
+# ---- Model files -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model_id", "message"),
+    [("./nowhere", "neither a folder nor a Hub id"), ("nowhere", "neither a folder"), ("a/b/c", "neither a folder")],
+)
+def test_unknown_models(model_id, message):
+    problems = Problems()
+    assert train_grpo.find_model(model_id, problems) is None
+    assert message in only(problems)
+
+
+def test_folders_that_are_no_gpt_oss(tmp_path):
+    problems = Problems()
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    train_grpo.find_model(str(tmp_path), problems)
+    assert "model_type 'llama'" in only(problems)
+    problems.clear()
+    (tmp_path / "config.json").write_text("{")
+    train_grpo.find_model(str(tmp_path), problems)
+    assert "cannot be read" in only(problems)
+    problems.clear()
+    (tmp_path / "config.json").write_text(json.dumps(REAL_CONFIG))
+    train_grpo.find_model(str(tmp_path), problems)
+    assert "tokenizer.json is missing" in only(problems)
+
+
+# ---- Prompts too long, and everything at once ------------------------------------------------------------------------
+
+
+def test_long_prompts_are_named(tiny, tmp_path):
+    rows = [[RENDERED.format("short"), 0, 1], [RENDERED.format("long " * 300), 0, 1]]
+    path = write_csv(tmp_path / "long.csv", ["prompt", "reward_action_0", "reward_action_1"], rows)
+    environ = {"MODEL_ID": "tiny", "DATA": str(path), "OUTPUT_DIR": str(tmp_path / "run"), "EVAL_SAMPLES": "0"}
+    check = train_grpo.preflight(CLEAN | environ | {"PROMPTS_PER_STEP": "2"}, CPU)
+    problem = only(check.problems)
+    assert f"{path}, row 2: the prompt has" in problem and "MAX_PROMPT_LEN is 256" in problem
+    needed = problem.split("MAX_PROMPT_LEN=")[1].rstrip(".")
+    assert not train_grpo.preflight(CLEAN | environ | {"MAX_PROMPT_LEN": needed}, CPU).problems
+    assert only(train_grpo.preflight(CLEAN | environ | {"MAX_PROMPT_LEN": str(int(needed) - 1)}, CPU).problems)
+
+
+def test_everything_at_once_exits_2_and_writes_nothing(tmp_path):
+    bad = write_csv(tmp_path / "bad.csv", ["prompt", "reward_action_0", "reward_action_1"], [["x", "a", 1]])
+    done = run_script(
+        MODEL_ID="./nowhere", DATA=f"{bad},{tmp_path}/none.csv", LEARING_RATE=1, SEED="x", MICRO_BATCH=7, REWARDS="actoin",
+        REPORT_TO="mlflow", OUTPUT_DIR=tmp_path / "run",
+    )  # fmt: skip
+    assert done.returncode == 2
+    for words in (
+        "LEARING_RATE",
+        "SEED: 'x'",
+        "MICRO_BATCH: 7",
+        "'actoin'",
+        "mlflow",
+        "./nowhere",
+        "none.csv",
+        "column reward_action_0: 'a'",
+    ):
+        assert words in done.stderr, words
+    assert "8 problems" in done.stderr and "Traceback" not in done.stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.csv"]
+
+
+def test_the_real_model_without_a_gpu_is_one_clear_answer(tmp_path):
+    done = run_script(OUTPUT_DIR=tmp_path / "run", IGNORE_VARS="")
+    assert done.returncode == 2
+    assert "no GPU is visible, and openai/gpt-oss-20b needs one" in done.stderr and "MODEL_ID=tiny" in done.stderr
+
+
+# ---- Run directory ---------------------------------------------------------------------------------------------------
+
+
+def run_dir(tmp_path, **changes):
+    """A folder as an interrupted run leaves it, with a whole checkpoint at step 4 and a torn one at step 6."""
+    settings = dataclasses.replace(Settings(OUTPUT_DIR=str(tmp_path / "run"), TOTAL_STEPS=8), **changes)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    record = {"settings": dataclasses.asdict(settings), "data_sha256": train_grpo.data_fingerprint([ROW])}
+    (folder / "settings.json").write_text(json.dumps(record))
+    for step, names in ((2, train_grpo.CHECKPOINT_FILES), (4, train_grpo.CHECKPOINT_FILES), (6, ("optimizer.pt",))):
+        (folder / f"checkpoint-{step}").mkdir()
+        for name in names:
+            (folder / f"checkpoint-{step}" / name).write_text("{}")
+    return settings, folder
+
+
+def inspect(settings, rows=(ROW,)):
+    problems = Problems()
+    return train_grpo.inspect_run(settings, rows, problems), problems
+
+
+def test_a_fresh_folder(tmp_path):
+    state, problems = inspect(Settings(OUTPUT_DIR=str(tmp_path / "new" / "run")))
+    assert not problems and not state.exists and state.checkpoint is None
+
+
+def test_an_interrupted_run_continues_from_its_last_whole_checkpoint(tmp_path):
+    settings, folder = run_dir(tmp_path)
+    state, problems = inspect(settings)
+    assert not problems and (state.step, state.checkpoint) == (4, folder / "checkpoint-4")
+    (folder / "checkpoint-4" / "trainer_state.json").write_text("{")
+    assert inspect(settings)[0].step == 2, "a torn state file does not count"
+
+
+def test_what_may_not_continue(tmp_path):
+    settings, folder = run_dir(tmp_path)
+    change = dataclasses.replace
+    assert "RESUME=never" in only(inspect(change(settings, RESUME="never"))[1])
+    assert not inspect(change(settings, TOTAL_STEPS=20, SAVE_STEPS=3))[1], "a longer run is the same run"
+    assert "LEARNING_RATE: the run in" in only(inspect(change(settings, LEARNING_RATE=1e-6))[1])
+    assert "5e-05" in only(inspect(change(settings, LEARNING_RATE=1e-6))[1])
+    assert "started on other rows" in only(inspect(settings, [dataclasses.replace(ROW, rewards=(1.0, 0.0))])[1])
+    (folder / "adapter_model.safetensors").write_text("x")
+    assert "complete (4 of 4 steps)" in only(inspect(change(settings, TOTAL_STEPS=4))[1])
+    assert not inspect(change(settings, TOTAL_STEPS=4, OVERWRITE=True))[1]
+
+
+def test_folders_of_others_are_never_touched(tmp_path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    for overwrite in (False, True):
+        problem = only(inspect(Settings(OUTPUT_DIR=str(tmp_path), OVERWRITE=overwrite))[1])
+        assert "no run of this script" in problem
+    assert "not a folder" in only(inspect(Settings(OUTPUT_DIR=str(tmp_path / "thesis.txt")))[1])
+
+
+def test_trimming_a_log(tmp_path):
+    path = tmp_path / "completions.csv"
+    path.write_text('step,completion\n1,"two\nlines"\n2,b\n3,c\n3,"torn off', encoding="utf-8")
+    assert train_grpo.trim_csv(path, 2) == 2
+    assert path.read_text(encoding="utf-8") == 'step,completion\n1,"two\nlines"\n2,b\n'
+    assert (tmp_path / "completions.superseded.csv").read_text(encoding="utf-8") == "3,c\n3,torn off\n"
+    assert train_grpo.trim_csv(path, 2) == 0 and train_grpo.trim_csv(tmp_path / "none.csv", 1) == 0
+
+
+def test_parse_rate_warnings():
+    warn = train_grpo.parse_rate_warning
+    assert warn([0.1] * 4) is None, "too early to say"
+    assert "only 0.10" in warn([0.1] * 5)
+    assert warn([0.95] * 30) is None
+    assert "fell to 0.70" in warn([0.95] * 10 + [0.7] * 5)
+    assert warn([0.95] * 10 + [0.90] * 5) is None, "noise"
+    assert warn([0.2] * 5 + [0.9] * 5) is None, "rising"
+
+
+def test_requirements_are_inside_the_tested_ranges():
+    for name in ("requirements.txt", "requirements-cpu.txt"):
+        for line in (ROOT / name).read_text(encoding="utf-8").splitlines():
+            package, equals, version = line.split("#")[0].strip().partition("==")
+            if equals and package in train_grpo.TESTED:
+                oldest, untested = train_grpo.TESTED[package]
+                key = train_grpo.version_key
+                assert key(oldest) <= key(version) < key(untested), f"{name}: {line}"

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real entry point, run as a user runs it. Run: python -m pytest tests/test_run.py"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+from conftest import CLEAN, ROOT, SCRIPT, read_csv, run_script
+
+import train_grpo
+
+SETTINGS = {
+    "MODEL_ID": "tiny", "TOTAL_STEPS": 6, "SAVE_STEPS": 2, "PROMPTS_PER_STEP": 3, "NUM_GENERATIONS": 4, "EVAL_SAMPLES": 0,
+    "DATA": "data/tes_heldout_compact.csv", "SEED": 5,
+}  # fmt: skip
+LOGGED = [name for name in train_grpo.METRICS if not name.endswith(("_s", "time"))]
+
+
+@pytest.fixture(scope="session")
+def whole_run(tiny, tmp_path_factory) -> Path:
+    """Six steps without an interruption, with an evaluation before and after."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    done = run_script(**SETTINGS | {"OUTPUT_DIR": folder, "EVAL_SAMPLES": 1})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Held-out mean reward" in done.stdout and "complete: 6 steps" in done.stdout
+    return folder
+
+
+def adapter(folder: Path):
+    from safetensors.torch import load_file
+
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def test_what_a_run_leaves(whole_run):
+    names = {p.name for p in whole_run.iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "chat_template.jinja", "training.log",
+            "metrics.csv", "completions.csv", "settings.json", "versions.json", "evaluation.json", "checkpoint-6"} <= names  # fmt: skip
+    metrics, completions = read_csv(whole_run / "metrics.csv"), read_csv(whole_run / "completions.csv")
+    assert list(metrics[0]) == list(train_grpo.METRICS) and list(completions[0]) == list(train_grpo.COMPLETIONS)
+    assert [row["step"] for row in metrics] == list("123456")
+    assert [row["step"] for row in completions] == [str(step) for step in range(1, 7) for _ in range(12)]
+    record = json.loads((whole_run / "settings.json").read_text())
+    assert (
+        record["settings"]["SEED"] == 5 and record["sources"]["LORA_R"] == "tiny" and record["choices"]["attention"][1]
+    )
+    assert json.loads((whole_run / "versions.json").read_text())["trl"]
+    log = (whole_run / "training.log").read_text()
+    assert "step 6/6" in log and "Settings" in log and "Traceback" not in log
+    assert not list(whole_run.rglob("*.tmp"))
+
+
+def test_rows_agree_with_the_csv_and_with_each_other(whole_run):
+    """Each logged completion against its source row: group, action, reward; and the metrics against the completions."""
+    source = read_csv(ROOT / SETTINGS["DATA"])
+    completions, metrics = read_csv(whole_run / "completions.csv"), read_csv(whole_run / "metrics.csv")
+    for row in completions:
+        origin = source[int(row["prompt_id"].split(":")[1]) - 1]
+        values = [float(origin[f"reward_action_{k}"]) for k in range(4)]
+        assert int(row["best_action"]) == values.index(max(values))
+        expected = values[int(row["parsed_action"])] if row["parsed_action"] else 0.0
+        assert float(row["reward"]) == pytest.approx(expected, rel=1e-5)
+        assert row["completion"].endswith(("<|return|>", "<|endoftext|>", "<|call|>")) != (row["truncated"] == "1")
+    for metric in metrics:
+        mine = [row for row in completions if row["step"] == metric["step"]]
+        assert [row["prompt_id"] for row in mine] == [mine[i - i % 4]["prompt_id"] for i in range(12)], "groups of four"
+        mean = sum(float(row["reward"]) for row in mine) / 12
+        assert float(metric["reward"]) == pytest.approx(mean, abs=1e-5)
+        assert float(metric["parse_rate"]) == pytest.approx(sum(r["parsed_action"] != "" for r in mine) / 12, abs=1e-5)
+        assert float(metric["clipped_ratio"]) == pytest.approx(sum(r["truncated"] == "1" for r in mine) / 12, abs=1e-5)
+        assert float(metric["tokens_mean"]) == pytest.approx(sum(int(r["tokens"]) for r in mine) / 12, rel=1e-5)
+        assert float(metric["rollout_s"]) + float(metric["learn_s"]) <= float(metric["step_s"]) + 1e-3
+    order = list(train_grpo.prompt_order(len(source), 5, 18))
+    assert [int(r["prompt_id"].split(":")[1]) - 1 for r in completions[::4]] == order
+
+
+def test_evaluation_is_beside_its_baselines(whole_run):
+    result = json.loads((whole_run / "evaluation.json").read_text())
+    assert 0 < result["random"] < result["constant"] < result["oracle"] < 1
+    for part in ("before", "after"):
+        assert 0 <= result[part]["reward"] <= result["oracle"] and result[part]["parse_rate"] > 0.8
+
+
+def test_the_zip_holds_everything_but_optimizer_states(whole_run):
+    with zipfile.ZipFile(whole_run.with_name("run.zip")) as archive:
+        assert archive.testzip() is None
+        inside = set(archive.namelist())
+    on_disk = {str(p.relative_to(whole_run.parent)) for p in whole_run.rglob("*") if p.is_file()}
+    left_out = {Path(name).name for name in on_disk - inside}
+    assert left_out == {"optimizer.pt", "scheduler.pt", "rng_state.pth"}
+    assert inside <= on_disk and "run/checkpoint-6/adapter_model.safetensors" in inside
+
+
+def test_the_adapter_loads_with_peft_and_changes_the_model(whole_run, tiny):
+    import torch
+    from peft import PeftModel
+
+    config = json.loads((tiny / "config.json").read_text())
+    base = train_grpo.load_model(str(tiny), config, "eager")
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        before = base(ids).logits
+        after = PeftModel.from_pretrained(base, str(whole_run))(ids).logits
+    assert (after - before).abs().max() > 1e-3
+
+
+def test_a_finished_run_is_not_touched(whole_run):
+    before = {p: p.stat().st_mtime_ns for p in whole_run.rglob("*")}
+    done = run_script(**SETTINGS | {"OUTPUT_DIR": whole_run})
+    assert done.returncode == 2 and "complete (6 of 6 steps)" in done.stderr
+    done = run_script(**SETTINGS | {"OUTPUT_DIR": whole_run, "TOTAL_STEPS": 8, "LEARNING_RATE": "1e-5"})
+    assert done.returncode == 2 and "LEARNING_RATE: the run in" in done.stderr
+    assert {p: p.stat().st_mtime_ns for p in whole_run.rglob("*")} == before
+
+
+def start(folder: Path, **settings: object) -> subprocess.Popen:
+    environ = CLEAN | {k: str(v) for k, v in (SETTINGS | {"OUTPUT_DIR": folder} | settings).items()}
+    return subprocess.Popen([sys.executable, str(SCRIPT)], env=environ, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
+
+
+def wait_for_step(folder: Path, step: int) -> None:
+    deadline = time.time() + 200
+    while time.time() < deadline:
+        path = folder / "metrics.csv"
+        if path.exists() and any(line.startswith(f"{step},") for line in path.read_text().splitlines()):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} was never logged")
+
+
+def assert_same_run(folder: Path, whole: Path) -> None:
+    """Every row that does not measure time is what the uninterrupted run wrote, and so is the adapter, bit for bit."""
+    import torch
+
+    assert (folder / "completions.csv").read_bytes() == (whole / "completions.csv").read_bytes()
+    one, two = read_csv(folder / "metrics.csv"), read_csv(whole / "metrics.csv")
+    assert [[r[n] for n in LOGGED if n != "rollout_tokens_per_s"] for r in one] == [[r[n] for n in LOGGED if n != "rollout_tokens_per_s"] for r in two]  # fmt: skip
+    mine, theirs = adapter(folder), adapter(whole)
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_sigterm_saves_and_the_same_command_continues(whole_run, tmp_path):
+    folder = tmp_path / "run"
+    process = start(folder)
+    wait_for_step(folder, 1)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode == 143, output
+    assert "interrupted at step" in output and (tmp_path / "run.zip").exists()
+    step, checkpoint = train_grpo.last_checkpoint(folder)
+    assert 1 <= step < 6 and checkpoint and (folder / "adapter_model.safetensors").exists()
+    done = run_script(**SETTINGS | {"OUTPUT_DIR": folder})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"continuing from step {step}" in done.stdout
+    assert_same_run(folder, whole_run)
+
+
+def test_a_killed_run_continues_without_repeating_or_losing_rows(whole_run, tmp_path):
+    """Killed after step 3 with its last checkpoint at 2, and the checkpoint and logs torn as a crash may tear them."""
+    folder = tmp_path / "run"
+    process = start(folder)
+    wait_for_step(folder, 3)
+    process.kill()
+    process.communicate()
+    assert train_grpo.last_checkpoint(folder)[0] == 2
+    shutil.copytree(folder / "checkpoint-2", folder / "checkpoint-4", dirs_exist_ok=True)
+    os.truncate(folder / "checkpoint-4" / "trainer_state.json", 40)
+    with (folder / "completions.csv").open("a") as file:
+        file.write('4,tes_heldout_compact:7,"<|channel|>final<|mess')
+    done = run_script(**SETTINGS | {"OUTPUT_DIR": folder})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "continuing from step 2" in done.stdout
+    assert_same_run(folder, whole_run)
+    superseded = (folder / "completions.superseded.csv").read_text()
+    assert superseded.count("\n3,") + superseded.startswith("3,") == 12 and "4,tes_heldout_compact:7" in superseded
+
+
+def test_overwrite_starts_anew_with_a_users_own_reward(tmp_path, whole_run):
+    """OVERWRITE=1, TRL's loss, a module of the user's own, NaN for invalid answers: another run in the same folder."""
+    folder = tmp_path / "run"
+    shutil.copytree(whole_run, folder)
+    (tmp_path / "mine.py").write_text(
+        "def short(completions, *, truncated, prompts, completion_ids, timestamp, **columns):\n"
+        "    assert all(c.startswith('<|start|>assistant') for c in completions) and len(timestamp) == len(prompts)\n"
+        "    return [None if cut else 1 / len(ids) for cut, ids in zip(truncated, completion_ids)]\n"
+    )
+    done = run_script(
+        cwd=tmp_path,
+        **SETTINGS | {"OUTPUT_DIR": folder, "OVERWRITE": 1, "TOTAL_STEPS": 1, "REWARDS": "mine:short=2,action", "LOSS_IMPL": "trl",
+                      "INVALID_REWARD": "nan", "SAVE_STEPS": 1, "MICRO_BATCH": 4, "GENERATION_BATCH": 6, "BETA": 0.1},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    metrics = read_csv(folder / "metrics.csv")
+    assert len(metrics) == 1 and metrics[0]["entropy"] and metrics[0]["kl"], "TRL's head computes the entropy"
+    assert not (folder / "checkpoint-6").exists()
+    for row in read_csv(folder / "completions.csv"):
+        if row["truncated"] == "0" and row["parsed_action"]:
+            assert float(row["reward"]) > 2 / int(row["tokens"])
+
+
+def test_an_error_in_a_users_reward_is_named_and_logged(tmp_path, tiny):
+    (tmp_path / "broken.py").write_text("def score(completions, **columns):\n    return 1 / 0\n")
+    folder = tmp_path / "run"
+    done = run_script(cwd=tmp_path, **SETTINGS | {"OUTPUT_DIR": folder, "REWARDS": "broken:score"})
+    assert done.returncode == 1
+    for text in (done.stdout, (folder / "training.log").read_text()):
+        assert "REWARDS: broken:score raised ZeroDivisionError" in text
