@@ -317,7 +317,10 @@ def choose_attention(requested: str, cuda: bool) -> tuple[str, str]:
         return requested, "set by ATTN_IMPL"
     if not cuda:
         return "eager", "no GPU: eager is the only implementation with attention sinks on a CPU"
-    return "eager", "exact sinks for every shape and no compilation; flex_attention is faster where shapes repeat"
+    return (
+        "eager",
+        "exact sinks at any shape; flex_attention compiles anew for each length and was slower in docs/results/",
+    )
 
 
 def choose_epsilon_high(settings: Settings) -> tuple[float, str]:
@@ -1748,12 +1751,21 @@ class Bar:
             )
 
 
+class TerminalHandler(logging.StreamHandler):
+    """Writes above the progress bar instead of through it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from tqdm import tqdm
+
+        tqdm.write(self.format(record), file=sys.stdout)
+
+
 def start_logging(folder: Path) -> None:
     """Log to the terminal and to training.log; libraries' messages and Python's warnings go there as well."""
     formatter = logging.Formatter("%(asctime)s %(levelname).1s %(name)s: %(message)s", "%H:%M:%S")
     root = logging.getLogger()
     root.setLevel(logging.WARNING)
-    for handler in (logging.StreamHandler(sys.stdout), logging.FileHandler(folder / "training.log", encoding="utf-8")):
+    for handler in (TerminalHandler(), logging.FileHandler(folder / "training.log", encoding="utf-8")):
         handler.setFormatter(formatter)
         root.addHandler(handler)
     log.setLevel(logging.INFO)

@@ -2,7 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure the project on the machine it runs on, and write the figures as JSON.
 
+    python scripts/bench.py demo --out docs/results/demo-cpu.json --figure docs/demo.png
     python scripts/bench.py main --model checkpoints/full --data 'days/*.csv' --out docs/results/main-h100.json
+
+`demo` runs train_grpo.py on the tiny model for seeds 1 to 3 and records held-out reward before and after training.
 
 `main` runs train_grpo.py's own `main()` in this process (so that every weight can be compared before and after) for a
 few steps of 4 prompts x 4 completions x 128 tokens, and records time per phase, peak memory, how many adapter tensors
@@ -82,6 +85,67 @@ def write(path: Path, figures: list[dict[str, Any]], command: str | None = None)
 
 def figure(name: str, value: float, unit: str, note: str = "") -> dict[str, Any]:
     return {"name": name, "value": value, "unit": unit, "note": note}
+
+
+# ---- demo: the tiny model on three seeds -----------------------------------------------------------------------------
+
+
+def bench_demo(options: argparse.Namespace) -> int:
+    """Held-out reward before and after training on the tiny model, three seeds; exit code 1 unless each seed gains."""
+    runs, figures, gains = [], [], []
+    for seed in (1, 2, 3):
+        run = Path(options.run) / f"seed-{seed}"
+        environ = os.environ | {
+            "MODEL_ID": "tiny", "SEED": str(seed), "OUTPUT_DIR": str(run), "OVERWRITE": "1", "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        started = time.perf_counter()
+        subprocess.run([sys.executable, str(ROOT / "train_grpo.py")], env=environ, check=True)
+        seconds = time.perf_counter() - started
+        result = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))
+        before, after = result["before"], result["after"]
+        runs.append((run, result))
+        gains.append(after["reward"] - before["reward"])
+        figures += [
+            figure(f"seed{seed}_before", before["reward"], "reward", "held-out mean reward, sampled"),
+            figure(f"seed{seed}_after", after["reward"], "reward", "the same prompts after training"),
+            figure(f"seed{seed}_parse_rate_after", after["parse_rate"], "share"),
+            figure(f"seed{seed}_total_s", seconds, "s", "process start to zip, model already made"),
+        ]
+    figures += [figure(name, runs[0][1][name], "reward", "held-out rows") for name in ("random", "constant", "oracle")]
+    plot_runs(runs, Path(options.figure))
+    write(Path(options.out), figures)
+    return int(min(gains) <= 0)
+
+
+def plot_runs(runs: list[tuple[Path, dict[str, Any]]], path: Path) -> None:
+    """Reward of the sampled completions over the steps, one line a seed, with what other policies earn beside it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    plot, axes = plt.subplots(figsize=(7.2, 3.6), dpi=160)
+    for (run, result), colour in zip(runs, ("#0b6e99", "#d9730d", "#448361"), strict=False):
+        with (run / "metrics.csv").open(newline="", encoding="utf-8") as file:
+            rewards = [float(row["reward"]) for row in csv.DictReader(file)]
+        smooth = [
+            sum(rewards[max(0, i - 9) : i + 1]) / len(rewards[max(0, i - 9) : i + 1]) for i in range(len(rewards))
+        ]
+        steps = range(1, len(rewards) + 1)
+        axes.plot(steps, rewards, color=colour, alpha=0.18, linewidth=0.8)
+        label = f"{run.name.replace('-', ' ')}: held-out {result['before']['reward']:.2f} to {result['after']['reward']:.2f}"
+        axes.plot(steps, smooth, color=colour, linewidth=1.8, label=label)
+    last = len(rewards)
+    for name, text in (("oracle", "oracle"), ("constant", "best constant action"), ("random", "random action")):
+        value = runs[0][1][name]
+        axes.axhline(value, color="#555555", linewidth=0.8, linestyle=(0, (4, 3)))
+        axes.text(last * 1.01, value, f"{text} {value:.2f}", va="center", fontsize=8, color="#333333")
+    axes.set(xlabel="optimizer step", ylabel="mean reward", xlim=(1, last), ylim=(0.2, 0.8))
+    axes.legend(loc="lower right", fontsize=8, frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    plot.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    plot.savefig(path, metadata={"Software": None})
 
 
 # ---- main: the whole path, weights compared before and after ---------------------------------------------------------
@@ -175,8 +239,12 @@ def main() -> int:
     one.add_argument("--attention", default="auto")
     one.add_argument("--micro-batch", type=int, default=4)
     one.add_argument("--rewards", default="action,bench:noise")
+    one = commands.add_parser("demo", help="the tiny model on three seeds, on the CPU")
+    one.add_argument("--out", required=True, help="JSON to write")
+    one.add_argument("--figure", required=True, help="PNG to write")
+    one.add_argument("--run", default="runs/bench-demo", help="folder of the three runs; deleted first")
     options = parser.parse_args()
-    return bench_main(options)
+    return {"main": bench_main, "demo": bench_demo}[options.command](options)
 
 
 if __name__ == "__main__":

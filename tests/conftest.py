@@ -17,6 +17,8 @@ SCRIPT = ROOT / "train_grpo.py"
 # Variables that a test run inherits: nothing that could be a setting.
 CLEAN = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "XDG_CACHE_HOME", "TMPDIR") if name in os.environ}
 CLEAN |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": ""}
+# More threads than free cores make the tiny model's many small operations wait for each other.
+CLEAN |= {"OMP_NUM_THREADS": "1"}
 
 RENDERED = "<|start|>system<|message|>Reasoning: low<|end|><|start|>user<|message|>{}<|end|><|start|>assistant"
 

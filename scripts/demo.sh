@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# The whole path on a machine without a GPU: environment, tiny model, 150 GRPO steps, held-out reward, zip.
+#   bash scripts/demo.sh              about a minute of training on two CPU cores, after the install
+#   SEED=2 bash scripts/demo.sh       settings pass through (docs/settings.md)
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+# A GPU environment is left alone: the demo is the CPU path.
+if [ -z "${VENV:-}" ]; then
+    VENV=.venv
+    if grep -q '^gpu' .venv/.setup-stamp 2>/dev/null; then VENV=.venv-cpu; fi
+fi
+export VENV
+bash scripts/setup.sh --cpu
+
+export MODEL_ID=tiny OUTPUT_DIR=${OUTPUT_DIR:-runs/demo}
+# The demo may be run again and again: only its own default folder is overwritten without being asked.
+if [ "$OUTPUT_DIR" = runs/demo ]; then export OVERWRITE=${OVERWRITE:-1}; fi
+# The tiny model is all small operations: more threads mostly wait for each other.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_VISIBLE_DEVICES=""
+SECONDS=0
+"$VENV/bin/python" train_grpo.py
+echo "demo: model, training and evaluation took $SECONDS s; the adapter is in $OUTPUT_DIR, the download in $OUTPUT_DIR.zip"
