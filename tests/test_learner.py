@@ -222,3 +222,22 @@ def test_truncation_agrees_with_trl(tiny, tmp_path):
     assert len(stop) >= 2, "gpt-oss ends a turn with <|return|> or <|call|>"
     assert not any(trainer.is_truncated([5, token]) for token in (*stop, pad))
     assert trainer.is_truncated([*stop, 5])
+
+
+def test_sampling_is_a_function_of_the_step(tiny, tmp_path):
+    """The same step samples the same completions whatever was drawn before it, another step other ones."""
+    import torch
+
+    trainer = make(tiny, tmp_path, TEMPERATURE=3.0)
+    trainer.model.eval()
+    prompts = trainer.processing_class(text=[row.prompt for row in trainer.run.rows])["input_ids"]
+
+    def sample(step):
+        trainer.state.global_step = step
+        torch.rand(step + 1)
+        return trainer._generate_single_turn(prompts, None, {}, 1)[0]
+
+    first, second, again = sample(0), sample(1), sample(0)
+    assert first == again != second
+    trainer.run.plan = dataclasses.replace(trainer.run.plan, generation_batch=2)
+    assert [len(ids) for ids in sample(0)] and len(sample(0)) == 4, "in two parts"
