@@ -279,6 +279,11 @@ FLASH_PACKAGES = {
     "flash_attention_4": ("flash-attn-4", "pip install flash-attn-4"),
 }
 
+# Their plain kernels know no attention sinks (https://github.com/huggingface/transformers/pull/42736).
+NO_SINKS = ("flash_attention_2", "flash_attention_3")
+# What `all-linear` finds in a gpt-oss: router and experts are raw parameters.
+LINEAR_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -522,6 +527,18 @@ def check_settings(settings: Settings, config: Mapping[str, Any] | None, machine
         problems.add(
             "ATTN_IMPL", f"{settings.ATTN_IMPL} needs a GPU and none is visible", "Set ATTN_IMPL=eager (or auto)"
         )
+    if settings.ATTN_IMPL in NO_SINKS:
+        what = f"transformers has no {settings.ATTN_IMPL} with gpt-oss's attention sinks and would load a Hub kernel in its place"
+        fix = "Set ATTN_IMPL=auto, flex_attention or eager, or name a Hub kernel yourself"
+        problems.add("ATTN_IMPL", what, fix)
+    targets = [name.strip() for name in settings.LORA_TARGETS.split(",") if name.strip()]
+    for target in targets if targets != ["all-linear"] else ():
+        if target not in LINEAR_MODULES:
+            near = difflib.get_close_matches(target, LINEAR_MODULES, 1)
+            what = f"{target!r} is no linear module of gpt-oss" + (f", the nearest is {near[0]}" if near else "")
+            problems.add("LORA_TARGETS", what, f"Use all-linear, or some of {', '.join(LINEAR_MODULES)}")
+    if not targets:
+        problems.add("LORA_TARGETS", "it names no module", f"Use all-linear, or some of {', '.join(LINEAR_MODULES)}")
     if settings.LOSS_IMPL == "liger" and settings.LOSS_TYPE == "luspo":
         problems.add(
             "LOSS_TYPE",
@@ -1204,7 +1221,7 @@ def lora_config(settings: Settings) -> Any:
     """PEFT's LoRA on the modules of LORA_TARGETS. `all-linear` finds q, k, v and o: the experts are no linear modules."""
     from peft import LoraConfig
 
-    targets: str | list[str] = settings.LORA_TARGETS
+    targets: str | list[str] = settings.LORA_TARGETS.strip()
     if targets != "all-linear":
         targets = [name.strip() for name in targets.split(",") if name.strip()]
     return LoraConfig(
@@ -1600,6 +1617,9 @@ def trim_csv(path: Path, last_step: int) -> int:
     return len(dropped)
 
 
+WARN_EVERY = 10  # steps between two warnings about the same thing
+
+
 def parse_rate_warning(history: Sequence[float]) -> str | None:
     """A sentence when answers stop parsing: the last 5 steps against the best 5 steps so far. None while all is well."""
     if len(history) < 5:
@@ -1631,7 +1651,9 @@ class RunContext:
         self.rollout_tokens = 0
         self.rollout: dict[str, float] = {}
         self.step_started = self.step_seconds = 0.0
-        self.parse_history: list[float] = []
+        with (self.folder / "metrics.csv").open(newline="", encoding="utf-8") as file:  # of a resumed run
+            self.parse_history = [float(row["parse_rate"]) for row in csv.DictReader(file)]
+        self.warned_at = -WARN_EVERY
         self.stop_signal = 0
         self.last: dict[str, Any] = {}
 
@@ -1685,7 +1707,8 @@ class RunContext:
         message = "step %d/%d: reward %s, parse rate %.2f, clipped %.2f, %.0f tokens, %.1f s (rollout %.1f, learn %.1f)"
         reward, total = formatted["reward"] or "nan", self.settings.TOTAL_STEPS
         log.info(message, step, total, reward, row["parse_rate"], row["clipped_ratio"], row["tokens_mean"], row["step_s"], row["rollout_s"], row["learn_s"])  # fmt: skip
-        if warning := parse_rate_warning(self.parse_history):
+        if step - self.warned_at >= WARN_EVERY and (warning := parse_rate_warning(self.parse_history)):
+            self.warned_at = step
             log.warning(warning)
 
 
@@ -1770,6 +1793,9 @@ def start_logging(folder: Path) -> None:
         root.addHandler(handler)
     log.setLevel(logging.INFO)
     logging.captureWarnings(True)
+    # INVALID_REWARD=nan makes TRL print a whole row, prompt included, at every step: parse_rate says it shorter.
+    unscorable = "All reward functions returned None"
+    logging.getLogger("trl.trainer.grpo_trainer").addFilter(lambda record: unscorable not in record.getMessage())
     sys.excepthook = lambda kind, error, trace: log.critical("the run failed", exc_info=(kind, error, trace))
 
 

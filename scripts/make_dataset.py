@@ -30,6 +30,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from rewards import baselines
+
 # ---- Settings -------------------------------------------------------------------------------------------------------
 
 HOURS = tuple(range(8, 18))  # decision hours of a day: 08:00 to 17:00, the building closes at 18:00
@@ -725,26 +728,7 @@ def file_name(stem: str, prompt: str) -> str:
     return f"tes_{stem}.csv" if prompt == "full" else f"tes_{stem}_compact.csv"
 
 
-# ---- Baselines ------------------------------------------------------------------------------------------------------
-
-
-def baselines(rewards: np.ndarray) -> dict[str, float]:
-    """Mean rewards that a trained policy is compared with; `rewards` has shape (N, K), a row for each state.
-
-    Keys: rows, random (all actions alike), best_constant and best_constant_action (the same action in every row, the
-    best such), oracle (the best action of each row). Raises ValueError where the shape is wrong or a number is missing.
-    """
-    rewards = np.asarray(rewards, float)
-    if rewards.ndim != 2 or not rewards.size or not np.isfinite(rewards).all():
-        raise ValueError(f"rewards must be finite with shape (N, K), N and K at least 1; got shape {rewards.shape}")
-    means = rewards.mean(axis=0)
-    return {
-        "rows": len(rewards),
-        "random": float(rewards.mean()),
-        "best_constant": float(means.max()),
-        "best_constant_action": int(means.argmax()),
-        "oracle": float(rewards.max(axis=1).mean()),
-    }
+# ---- Summary --------------------------------------------------------------------------------------------------------
 
 
 def summary(texts: dict[str, str]) -> str:
@@ -759,14 +743,14 @@ def summary(texts: dict[str, str]) -> str:
         if not columns:
             continue
         try:
-            made = baselines(np.array([[float(row[c]) for c in columns] for row in table]))
+            made = baselines([[float(row[c]) for c in columns] for row in table])
             best = np.bincount([int(row["optimal_action"]) for row in table], minlength=len(columns))
         except (KeyError, TypeError, ValueError) as error:
             raise ProfileError([f"{name}: is not a file of this program: {error!r}; make it again"]) from None
-        constant = f"{made['best_constant']:.3f} ([{made['best_constant_action']}])"
+        constant = f"{made['constant']:.3f} ([{made['constant_action']}])"
         share = "/".join(f"{100 * n / len(table):.0f}%" for n in best)
         lines.append(
-            f"{name:<{width}} {made['rows']:>5} {made['random']:>7.3f} {constant:>14} {made['oracle']:>7.3f}  {share}"
+            f"{name:<{width}} {len(table):>5} {made['random']:>7.3f} {constant:>14} {made['oracle']:>7.3f}  {share}"
         )
     return "\n".join(lines)
 

@@ -337,6 +337,8 @@ def config_dict(shape: Shape, token_ids: dict[str, int]) -> dict[str, Any]:
         "sliding_window": shape.sliding_window,
         "swiglu_limit": 7.0,
         "tie_word_embeddings": False,
+        # As in the official file. Without it transformers takes a local tokenizer for one of Mistral's, and warns.
+        "transformers_version": "4.55.0.dev0",
         "use_cache": True,
         "vocab_size": shape.vocab,
     }

@@ -14,7 +14,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
-SHELL_SCRIPTS = ["scripts/setup.sh", "scripts/test.sh", ".ci/run"]
+SHELL_SCRIPTS = ["scripts/demo.sh", "scripts/setup.sh", "scripts/test.sh", ".ci/run"]
 TOP_LEVEL = {
     "LICENSE",
     "README.md",

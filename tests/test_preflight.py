@@ -104,6 +104,10 @@ CONFLICTS = [
     ({"GENERATION_BATCH": 5}, CPU, ["GENERATION_BATCH: 5 does not divide", "nearest that does is 4"]),
     ({"ATTN_IMPL": "flex"}, H100, ["'flex' is unknown", "flex_attention"]),
     ({"ATTN_IMPL": "flex_attention"}, CPU, ["needs a GPU"]),
+    ({"ATTN_IMPL": "flash_attention_2"}, H100, ["attention sinks", "flex_attention or eager"]),
+    ({"LORA_TARGETS": "q_proj, v_porj"}, CPU, ["'v_porj' is no linear module", "nearest is v_proj"]),
+    ({"LORA_TARGETS": "q_proj,all-linear"}, CPU, ["'all-linear' is no linear module"]),
+    ({"LORA_TARGETS": ","}, CPU, ["names no module"]),
     ({"LOSS_TYPE": "luspo"}, CPU, ["LOSS_IMPL=trl"]),
     ({"REPORT_TO": "mlflow"}, CPU, ["'mlflow' is unknown"]),
     ({"USE_VLLM": True}, CPU, ["needs a GPU"]),
@@ -117,6 +121,13 @@ def test_conflicts(changes, machine, messages):
     train_grpo.check_settings(Settings(**changes), None, machine, problems)
     for message in messages:
         assert message in only(problems)
+
+
+def test_lora_targets_that_exist():
+    for targets in ("all-linear", " all-linear ", "q_proj", "q_proj, o_proj"):
+        problems = Problems()
+        train_grpo.check_settings(Settings(LORA_TARGETS=targets), None, CPU, problems)
+        assert not problems
 
 
 def test_vllm_is_refused_for_an_mxfp4_checkpoint_with_the_reason():
@@ -252,6 +263,28 @@ def test_folders_that_are_no_gpt_oss(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(REAL_CONFIG))
     train_grpo.find_model(str(tmp_path), problems)
     assert "tokenizer.json is missing" in only(problems)
+
+
+def test_a_model_of_the_hub_is_taken_from_its_cache(tiny, tmp_path):
+    """The layout that huggingface_hub keeps; offline, so that nothing but the cache can answer."""
+    repository = tmp_path / "hf" / "hub" / "models--someone--small-gpt-oss"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0123abc")
+    (repository / "snapshots").mkdir()
+    (repository / "snapshots" / "0123abc").symlink_to(tiny)
+    settings = {
+        "HF_HOME": tmp_path / "hf", "MODEL_ID": "someone/small-gpt-oss", "DATA": "data/tes_train_compact.csv",
+        "OUTPUT_DIR": tmp_path / "run", "MAX_COMPLETION_LEN": 8, "TOTAL_STEPS": 1, "PROMPTS_PER_STEP": 2,
+        "NUM_GENERATIONS": 2, "IGNORE_VARS": "",
+    }  # fmt: skip
+    done = run_script(**settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (
+        json.loads((tmp_path / "run" / "adapter_config.json").read_text())["base_model_name_or_path"]
+        == "someone/small-gpt-oss"
+    )
+    done = run_script("--check", **settings | {"MODEL_ID": "someone/other"})
+    assert done.returncode == 2 and "someone/other is not in the cache and cannot be fetched" in done.stderr
 
 
 # ---- Prompts too long, and everything at once ------------------------------------------------------------------------
