@@ -11,7 +11,8 @@ Settings are environment variables. The file reads in the order in which a run p
 data, model, rollouts, learner, logging, main. Nothing heavy is imported before the preflight has passed.
 
 Exit codes: 0 the run is complete, 2 the input must be mended (all problems are listed), 130 or 143 interrupted after
-a checkpoint was saved (the same command continues it), 1 anything else.
+a checkpoint was saved (the same command continues it), 3 vLLM and the trainer do not agree (the parity gate), 4 vLLM
+failed (the same command continues from the last checkpoint), 1 anything else.
 
 What is simplified: one process and one GPU; one optimizer step per rollout, so the policy ratio is 1 until the first
 update of a step and clipping never acts; no reward model, only functions (rewards.py).
@@ -24,6 +25,7 @@ import contextlib
 import csv
 import dataclasses
 import difflib
+import gc
 import glob
 import hashlib
 import importlib
@@ -85,7 +87,14 @@ class Settings:
     SCALE_REWARDS: str = knob("Rewards", "group", "", "Divide advantages by the standard deviation of the group, of the batch, or not at all.", choices=("group", "batch", "none"))
     MASK_TRUNCATED: bool = knob("Rewards", False, "", "Leave completions that met MAX_COMPLETION_LEN out of the loss (bad length then costs nothing).")
 
-    USE_VLLM: bool = knob("Rollouts", False, "", "Generate with vLLM beside the trainer (BF16 checkpoints only, see docs/rollouts.md) instead of transformers.")
+    USE_VLLM: bool | None = knob("Rollouts", None, "", "Generate with vLLM beside the trainer (MXFP4 weights, asleep while learning) instead of transformers; `auto`: on a GPU.")
+    ROLLOUT_SYNC: str = knob("Rollouts", "merge", "", "How vLLM gets the adapter: `merge` pushes merged attention weights, `lora` loads it natively.", choices=("merge", "lora"))
+    VLLM_GPU_MEM: float | None = knob("Rollouts", None, "share", "vLLM's share of the whole GPU while awake; `auto` plans it from one step's key-value cache and the free memory.", above=0, high=0.95)
+    VLLM_EAGER: bool = knob("Rollouts", False, "", "Run vLLM without compilation and CUDA graphs: starts faster, generates slower, needs no compiler.")
+    IS_CORRECTION: str = knob("Rollouts", "token_truncate", "", "Importance-sampling correction of vLLM's probabilities, TRL's modes, or `none`.", choices=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "none"))
+    IS_CLIP_MAX: float = knob("Rollouts", 3.0, "ratio", "Importance ratios are truncated or masked above this.", above=1)
+    PARITY: str = knob("Rollouts", "on", "", "Compare vLLM's log-probs with the trainer's before the first step, and stop (exit code 3) where they differ.", choices=("on", "off"))
+    PARITY_LIMIT: float = knob("Rollouts", 0.05, "nats", "Largest mean difference of log-probs that the parity gate accepts.", above=0)
     PROMPTS_PER_STEP: int = knob("Rollouts", 12, "prompts", "Prompts per optimizer step.", tiny=8, low=1)
     NUM_GENERATIONS: int = knob("Rollouts", 8, "completions", "Completions per prompt: the group that advantages compare.", low=2)
     GENERATION_BATCH: int | None = knob("Rollouts", None, "completions", "Completions that transformers generates at once; `auto` plans it from the free memory.", low=1)
@@ -299,6 +308,25 @@ class Machine:
 
 
 @dataclass(frozen=True)
+class EnginePlan:
+    """What vLLM gets beside the trainer; sizes in GiB."""
+
+    weights: float
+    scratch: float
+    cache: float
+    cache_reason: str
+    cache_least: float
+    asleep: float
+    max_model_len: int
+    max_num_seqs: int
+    capture_sizes: tuple[int, ...]
+
+    @property
+    def awake(self) -> float:
+        return self.weights + self.scratch + self.cache
+
+
+@dataclass(frozen=True)
 class Plan:
     """What a run of these settings needs, in GiB, and how it is cut into passes."""
 
@@ -310,10 +338,12 @@ class Plan:
     micro_batch_reason: str
     generation_batch: int
     generation_batch_reason: str
+    engine: EnginePlan | None = None
 
     @property
     def peak(self) -> float:
-        return self.weights + self.adapter + max(self.generation, self.learning)
+        rollout, asleep = (self.engine.awake, self.engine.asleep) if self.engine else (self.generation, 0.0)
+        return self.weights + self.adapter + max(rollout, self.learning + asleep)
 
 
 def choose_attention(requested: str, cuda: bool) -> tuple[str, str]:
@@ -326,6 +356,22 @@ def choose_attention(requested: str, cuda: bool) -> tuple[str, str]:
         "eager",
         "exact sinks at any shape; flex_attention compiles anew for each length and was slower in docs/results/",
     )
+
+
+def choose_rollouts(requested: bool | None, gpus: int, tiny: bool, vllm: str | None) -> tuple[bool, str]:
+    """(whether vLLM generates, reason)."""
+    if requested is not None:
+        return requested, "set by USE_VLLM"
+    if not gpus:
+        return False, "no GPU: transformers generates"
+    if tiny:
+        return False, "the tiny model is made for CPUs: transformers generates"
+    if vllm is None:
+        return (
+            False,
+            "vLLM IS NOT INSTALLED: transformers generates, some 50 times slower (bash scripts/setup.sh --gpu)",
+        )
+    return True, "a GPU and vLLM are there"
 
 
 def choose_epsilon_high(settings: Settings) -> tuple[float, str]:
@@ -349,14 +395,85 @@ def count_parameters(config: Mapping[str, Any]) -> dict[str, int]:
     return {"total": total, "experts": layers * moe, "attention": layers * attention, "embeddings": embeddings}
 
 
+KV_BLOCK = 16  # tokens per block of vLLM's key-value cache
+BATCHED_TOKENS = 8192  # tokens of one prefill pass of vLLM
+ASLEEP_GIB = 2.1  # left on the GPU by a sleeping engine (measured: CUDA graphs, workspaces, loaded kernels)
+
+
+def capture_sizes(most: int) -> tuple[int, ...]:
+    """Batch sizes that get a CUDA graph: decode batches shrink from `most` to 1 as completions end, and a batch runs in
+    the next larger graph, so steps of about an eighth waste little and cost few captures (96 gets 13).
+
+    >>> capture_sizes(20)
+    (1, 2, 4, 8, 16, 20)
+    """
+    sizes, size = {most}, 1
+    while size < most:
+        sizes.add(size)
+        size += size if size < 8 else 2 ** max(3, int(math.log2(size)) - 2)
+    return tuple(sorted(sizes))
+
+
+def plan_engine(
+    settings: Settings, config: Mapping[str, Any], machine: Machine, prompt_len: int, trainer: float, checkpoint: float
+) -> EnginePlan:
+    """vLLM's memory beside a trainer of `trainer` GiB, for a `checkpoint` of that many GiB on disk.
+
+    The cache of one step: vLLM keeps full and sliding layers in one group each, and both draw blocks of KV_BLOCK tokens
+    from one pool (vllm/v1/core/kv_cache_utils.py). The whole blocks of a prompt are shared by its completions; a sliding
+    layer keeps its window, plus what two prefill passes have in flight.
+    """
+    kinds = config.get("layer_types") or ["sliding_attention", "full_attention"] * (config["num_hidden_layers"] // 2)
+    layers = max(kinds.count("full_attention"), kinds.count("sliding_attention"), 1)
+    block = layers * KV_BLOCK * 2 * config["num_key_value_heads"] * config["head_dim"] * 2 / GIB
+    window, length = config.get("sliding_window") or 0, prompt_len + settings.MAX_COMPLETION_LEN
+    whole, shared = -(-length // KV_BLOCK), prompt_len // KV_BLOCK
+    sliding = min(whole, -(-(window + 1) // KV_BLOCK) + 1)
+    in_flight = 2 * BATCHED_TOKENS // KV_BLOCK
+    prompts, group = settings.PROMPTS_PER_STEP, settings.NUM_GENERATIONS
+    wanted = (1 + in_flight + prompts * (shared + group * (whole - shared + sliding))) * block
+    least = (2 + whole + min(whole, -(-window // KV_BLOCK) + in_flight)) * block
+    # Kernels pad the experts by up to a tenth of their bytes.
+    weights = checkpoint * 1.08
+    inner = config["num_experts_per_tok"] * 3 * config["intermediate_size"] + 8 * config["hidden_size"]
+    seqs = settings.completions_per_step
+    # Activations of a prefill pass, three float32 copies of a decode step's logits, graphs.
+    scratch = (BATCHED_TOKENS * inner * 2 + seqs * config["vocab_size"] * 4 * 3) / GIB + 0.5
+    if settings.VLLM_GPU_MEM is None:
+        room, where = (
+            machine.gpu_free * 0.95 - trainer - weights - scratch,
+            "95% of the free memory, beside the trainer",
+        )
+    else:
+        room, where = (
+            machine.gpu_total * settings.VLLM_GPU_MEM - weights - scratch,
+            f"VLLM_GPU_MEM={settings.VLLM_GPU_MEM:g}",
+        )
+    cache = max(min(max(wanted, least), room), 0.0)
+    reason = (
+        f"one step: {prompts} prompts of {prompt_len} tokens x {group} completions of {settings.MAX_COMPLETION_LEN}"
+    )
+    if cache < wanted:
+        reason += (
+            f"; {where} leaves {cache / wanted:.0%} of the {wanted:.1f} GiB they may need, the rest waits its turn"
+        )
+    return EnginePlan(weights, scratch, cache, reason, least, ASLEEP_GIB, length, seqs, capture_sizes(seqs))
+
+
 def plan_memory(
-    settings: Settings, config: Mapping[str, Any], machine: Machine, prompt_len: int, attention: str
+    settings: Settings,
+    config: Mapping[str, Any],
+    machine: Machine,
+    prompt_len: int,
+    attention: str,
+    engine_checkpoint: float | None = None,
 ) -> Plan:
     """Memory of a run and, from it, MICRO_BATCH and GENERATION_BATCH where they are `auto`.
 
     An estimate from shapes: BF16 weights and activations, float32 adapter with gradients and two AdamW moments,
     checkpointed layer inputs plus one layer in full (attention scores, four experts per token) while learning, and the
-    key-value cache plus one layer of prefill while generating. `prompt_len` is the longest prompt in tokens.
+    key-value cache plus one layer of prefill while generating. `prompt_len` is the longest prompt in tokens;
+    `engine_checkpoint` the size in GiB of the checkpoint that vLLM loads, None where transformers generates.
     """
     layers, hidden, heads = config["num_hidden_layers"], config["hidden_size"], config["num_attention_heads"]
     head, kv, top = config["head_dim"], config["num_key_value_heads"], config["num_experts_per_tok"]
@@ -384,12 +501,17 @@ def plan_memory(
         )
         return (cache + prefill + rows * config["vocab_size"] * 4 * 3) / GIB
 
+    engine = None
+    if engine_checkpoint is not None:
+        engine = plan_engine(settings, config, machine, prompt_len, weights + adapter, engine_checkpoint)
     total = settings.completions_per_step
     # Ten percent stay free for fragmentation and CUDA's own context; a CPU plans with half of what is free.
     room = (machine.gpu_free * 0.9 if machine.gpus else machine.ram_free * 0.5) - weights - adapter
     where = (
         f"{machine.gpu_free:.1f} GiB free on the GPU" if machine.gpus else f"{machine.ram_free:.1f} GiB of free memory"
     )
+
+    room -= engine.asleep if engine else 0.0
 
     def largest(need: Callable[[int], float], most: int) -> int:
         sizes = [n for n in range(1, min(total, most) + 1) if total % n == 0]
@@ -409,7 +531,7 @@ def plan_memory(
         chunk_reason = (
             f"largest divisor of {total} whose cache and prefill ({generation(chunk):.1f} GiB) fit in {where}"
         )
-    return Plan(weights, adapter, generation(chunk), learning(micro), micro, micro_reason, chunk, chunk_reason)
+    return Plan(weights, adapter, generation(chunk), learning(micro), micro, micro_reason, chunk, chunk_reason, engine)
 
 
 # ---- Preflight: every check that needs no training -------------------------------------------------------------------
@@ -426,6 +548,7 @@ TESTED = {
     "liger-kernel": ("0.8.5", "0.9"),
     "huggingface_hub": ("1.33", "1.34"),
 }
+TESTED_VLLM = {"vllm": ("0.26", "0.27")}  # only where vLLM generates
 REAL_MODEL = "openai/gpt-oss-20b"
 # config.json of openai/gpt-oss-20b, as far as the plan needs it before anything was downloaded.
 REAL_CONFIG = {
@@ -485,9 +608,11 @@ def installed_versions(names: Iterable[str]) -> dict[str, str | None]:
     return versions
 
 
-def check_packages(settings: Settings, versions: Mapping[str, str | None], problems: Problems) -> None:
+def check_packages(
+    settings: Settings, versions: Mapping[str, str | None], problems: Problems, use_vllm: bool = False
+) -> None:
     """Every package is there in a tested version; the chosen FlashAttention is installed."""
-    for name, (oldest, untested) in TESTED.items():
+    for name, (oldest, untested) in (TESTED | (TESTED_VLLM if use_vllm else {})).items():
         version = versions.get(name)
         if version is None:
             problems.add(
@@ -496,8 +621,6 @@ def check_packages(settings: Settings, versions: Mapping[str, str | None], probl
         elif not version_key(oldest) <= version_key(version) < version_key(untested) and not settings.ALLOW_UNTESTED:
             fix = "Run `bash scripts/setup.sh` for the tested set, or set ALLOW_UNTESTED=1"
             problems.add(name, f"version {version} is outside the tested range (from {oldest}, below {untested})", fix)
-    if settings.USE_VLLM and installed_versions(["vllm"])["vllm"] is None:
-        problems.add("USE_VLLM", "vLLM is not installed", "Run `bash scripts/setup.sh --gpu`, or set USE_VLLM=0")
     package, install = FLASH_PACKAGES.get(settings.ATTN_IMPL, (None, None))
     if package and installed_versions([package])[package] is None:
         problems.add(
@@ -534,6 +657,11 @@ def check_settings(settings: Settings, config: Mapping[str, Any] | None, machine
     targets = [name.strip() for name in settings.LORA_TARGETS.split(",") if name.strip()]
     for target in targets if targets != ["all-linear"] else ():
         if target not in LINEAR_MODULES:
+            if any(word in target for word in ("expert", "mlp", "gate_up", "down_proj", "router")):
+                what = f"{target!r}: LoRA on experts and router is refused, as vLLM's MXFP4 experts could not follow it"
+                fix = f"Train the attention: all-linear, or some of {', '.join(LINEAR_MODULES)}"
+                problems.add("LORA_TARGETS", what, fix)
+                continue
             near = difflib.get_close_matches(target, LINEAR_MODULES, 1)
             what = f"{target!r} is no linear module of gpt-oss" + (f", the nearest is {near[0]}" if near else "")
             problems.add("LORA_TARGETS", what, f"Use all-linear, or some of {', '.join(LINEAR_MODULES)}")
@@ -552,9 +680,11 @@ def check_settings(settings: Settings, config: Mapping[str, Any] | None, machine
             problems.add("REPORT_TO", f"{tracker} is not installed", f"pip install {tracker}, or set REPORT_TO=none")
     if settings.USE_VLLM and not machine.gpus:
         problems.add("USE_VLLM", "vLLM beside the trainer needs a GPU and none is visible", "Set USE_VLLM=0")
-    if settings.USE_VLLM and config and config.get("quantization_config"):
-        what = "TRL pushes BF16 experts into an engine that holds this checkpoint's MXFP4 weights and dies (docs/rollouts.md)"
-        problems.add("USE_VLLM", what, "Set USE_VLLM=0, or use a BF16 checkpoint")
+    if settings.USE_VLLM is not False and settings.TEMPERATURE > 2 and machine.gpus:
+        problems.add("TEMPERATURE", "vLLM takes at most 2", "Lower it, or set USE_VLLM=0")
+    sequence = settings.IS_CORRECTION.startswith("sequence")
+    if settings.LOSS_TYPE == "vespo" and sequence:
+        problems.add("IS_CORRECTION", "vespo corrects sequences itself", "Set token_truncate or token_mask")
     if machine.gpus > 1:
         fix = "Make one visible, e.g. CUDA_VISIBLE_DEVICES=0"
         problems.add("CUDA_VISIBLE_DEVICES", f"{machine.gpus} GPUs are visible, this script uses one", fix)
@@ -707,6 +837,17 @@ def check_machine(
             what = f"the run needs about {plan.peak:.0f} GiB ({parts}) and {machine.gpu_free:.0f} of {machine.gpu_total:.0f} GiB are free"
             fix = "Lower MAX_COMPLETION_LEN, MICRO_BATCH or GENERATION_BATCH, free the GPU (nvidia-smi names its users), or rent a larger one"
             problems.add(f"GPU {machine.gpu}", what, fix)
+        if engine := plan.engine:
+            if engine.cache < engine.cache_least:
+                what = (
+                    f"vLLM needs at least {engine.weights + engine.scratch + engine.cache_least:.1f} GiB beside the "
+                    f"trainer's {plan.weights + plan.adapter:.1f} ({engine.cache_reason})"
+                )
+                fix = "Lower MAX_COMPLETION_LEN or PROMPTS_PER_STEP, leave VLLM_GPU_MEM to auto, or set USE_VLLM=0"
+                problems.add("VLLM_GPU_MEM", what, fix)
+            if engine.weights + 2 > machine.ram_free:
+                what = f"the sleeping engine keeps {engine.weights:.1f} GiB in host memory, {machine.ram_free:.1f} GiB are free"
+                problems.add("memory", what, "Free memory, take a machine with more of it, or set USE_VLLM=0")
     elif plan.weights > 4:
         what = f"no GPU is visible, and {settings.MODEL_ID} needs one ({plan.weights:.0f} GiB of BF16 weights)"
         problems.add("MODEL_ID", what, "Run on a machine with an 80 GB GPU, or try MODEL_ID=tiny, which needs none")
@@ -991,7 +1132,8 @@ def prompt_order(rows: int, seed: int, count: int) -> Iterator[int]:
 # What a resumed run may change: everything else would make it a different run.
 MAY_CHANGE = {
     "TOTAL_STEPS", "SAVE_STEPS", "SAVE_TOTAL_LIMIT", "REPORT_TO", "RESUME", "OVERWRITE", "EVAL_DATA", "EVAL_SAMPLES",
-    "OUTPUT_DIR", "IGNORE_VARS", "ALLOW_UNTESTED", "GENERATION_BATCH", "ATTN_IMPL", "DATA",
+    "OUTPUT_DIR", "IGNORE_VARS", "ALLOW_UNTESTED", "GENERATION_BATCH", "ATTN_IMPL", "DATA", "VLLM_GPU_MEM", "VLLM_EAGER",
+    "PARITY", "PARITY_LIMIT",
 }  # fmt: skip
 CHECKPOINT_FILES = ("trainer_state.json", "adapter_model.safetensors", "optimizer.pt", "scheduler.pt")
 
@@ -1088,6 +1230,7 @@ class Preflight:
     eval_rows: list[Row]
     reward_specs: list[tuple[str, float]]
     attention: tuple[str, str]
+    rollouts: tuple[bool, str]
     plan: Plan | None
     run: RunState
 
@@ -1096,8 +1239,9 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Pre
     """Every check that needs no training; all problems are collected, and nothing is written."""
     settings, sources, problems = load_settings(environ)
     machine = machine or read_machine()
-    versions = installed_versions(TESTED)
-    check_packages(settings, versions, problems)
+    versions = installed_versions([*TESTED, *TESTED_VLLM])
+    rollouts = choose_rollouts(settings.USE_VLLM, machine.gpus, settings.MODEL_ID == "tiny", versions["vllm"])
+    check_packages(settings, versions, problems, rollouts[0])
     files = find_model(settings.MODEL_ID, problems)
     check_settings(settings, files.config if files else None, machine, problems)
     rows = read_rows("DATA", settings.DATA, problems)
@@ -1115,14 +1259,24 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Pre
     attention, plan, longest = choose_attention(settings.ATTN_IMPL, machine.gpus > 0), None, 0
     if files and files.tokenizer:
         rows, longest = render_rows(settings, rows, files, problems)
-        eval_rows, _ = render_rows(settings, eval_rows, files, problems)
+        eval_rows, longest_eval = render_rows(settings, eval_rows, files, problems)
+        longest = max(longest, longest_eval)
     if files:
-        plan = plan_memory(settings, files.config, machine, longest or settings.MAX_PROMPT_LEN, attention[0])
+        checkpoint = checkpoint_gib(files) if rollouts[0] and machine.gpus else None
+        plan = plan_memory(
+            settings, files.config, machine, longest or settings.MAX_PROMPT_LEN, attention[0], checkpoint
+        )
     check_machine(settings, files, machine, plan, problems)
     problems[:] = dict.fromkeys(problems)
     return Preflight(
-        settings, sources, problems, machine, versions, files, rows, eval_rows, specs, attention, plan, run
+        settings, sources, problems, machine, versions, files, rows, eval_rows, specs, attention, rollouts, plan, run
     )
+
+
+def checkpoint_gib(files: ModelFiles) -> float:
+    """Size of the checkpoint's weights in GiB; of the official one where nothing was downloaded yet."""
+    sizes = [path.stat().st_size for path in files.folder.glob("*.safetensors")] if files.folder else []
+    return sum(sizes) / GIB if sizes else DOWNLOAD_GIB
 
 
 def banner(check: Preflight) -> str:
@@ -1140,15 +1294,28 @@ def banner(check: Preflight) -> str:
         f"  length        {s.TOTAL_STEPS} steps, {passes:.1f} passes over the rows",
         f"  rewards       {', '.join(f'{name} x {weight:g}' for name, weight in check.reward_specs)}",
         f"  attention     {check.attention[0]}: {check.attention[1]}",
+        f"  rollouts      {'vLLM' if check.rollouts[0] else 'transformers'}: {check.rollouts[1]}",
         f"  clip range    {s.EPSILON:g} below, {choose_epsilon_high(s)[0]:g} above: {choose_epsilon_high(s)[1]}",
     ]
     if plan := check.plan:
         lines += [
             f"  MICRO_BATCH   {plan.micro_batch}: {plan.micro_batch_reason}",
-            f"  GENERATION_BATCH {plan.generation_batch}: {plan.generation_batch_reason}",
-            f"  memory        weights {plan.weights:.2f} + adapter {plan.adapter:.2f} + the larger of generation "
-            f"{plan.generation:.2f} and learning {plan.learning:.2f} = {plan.peak:.2f} GiB (estimate)",
         ]
+        if engine := plan.engine:
+            lines += [
+                f"  vLLM awake    weights {engine.weights:.1f} + scratch {engine.scratch:.1f} + cache {engine.cache:.1f} = "
+                f"{engine.awake:.1f} GiB; cache for {engine.cache_reason}",
+                f"  vLLM asleep   {engine.asleep:.1f} GiB on the GPU, {engine.weights:.1f} GiB of host memory; "
+                f"graphs for batches of {', '.join(map(str, engine.capture_sizes))}",
+            ]
+            rollout = f"vLLM awake {engine.awake:.2f} and learning {plan.learning:.2f} + asleep {engine.asleep:.2f}"
+        else:
+            lines.append(f"  GENERATION_BATCH {plan.generation_batch}: {plan.generation_batch_reason}")
+            rollout = f"generation {plan.generation:.2f} and learning {plan.learning:.2f}"
+        lines.append(
+            f"  memory        weights {plan.weights:.2f} + adapter {plan.adapter:.2f} + the larger of {rollout} = "
+            f"{plan.peak:.2f} GiB (estimate)"
+        )
     else:
         lines.append(
             "  model         the tiny model is made at the first start (under a minute); prompts are measured then"
@@ -1178,6 +1345,7 @@ def prepare_run(check: Preflight) -> None:
         "sources": check.sources,
         "choices": {
             "attention": check.attention,
+            "rollouts": check.rollouts,
             "epsilon_high": choose_epsilon_high(s),
             "plan": dataclasses.asdict(check.plan) if check.plan else None,
         },
@@ -1300,9 +1468,13 @@ class Rollouts:
 
         run, started = self.run, time.perf_counter()
         arguments = (images, multimodal_fields, num_generations, has_tool_images)
-        torch.manual_seed(sampling_seed(run.settings.SEED, self.state.global_step, run.stream))
-        if self.use_vllm:
-            completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *arguments)
+        stream = "train" if run.stream == "train" else "evaluation"
+        torch.manual_seed(sampling_seed(run.settings.SEED, self.state.global_step, stream))
+        if run.engine is not None:
+            policy = self.accelerator.unwrap_model(self.model)
+            completion_ids, logprobs = run.engine.rollout(
+                policy, prompt_ids, torch.initial_seed(), run.stream != "base"
+            )
         else:
             completion_ids, logprobs = [], None
             with attention_of(self.model, "eager"):
@@ -1376,6 +1548,485 @@ def reward_callable(name: str, settings: Settings) -> Callable[..., Sequence[flo
 
     reward.__name__ = name.rpartition(":")[2]
     return reward
+
+
+# ---- Rollout engine: vLLM beside the trainer, asleep while it learns ------------------------------------------------
+
+# Every touch of vLLM stands in this section. TRL as shipped builds its own engine and pushes every merged BF16 weight,
+# which an engine with MXFP4 experts refuses (docs/rollouts.md), so TRL is built without vLLM and told `use_vllm` later.
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM takes as max_lora_rank
+KEEP_BYTES = 32 * 2**20  # larger allocations hold experts and embeddings, which never change
+VLLM_SWITCHES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+# vLLM redirects these for its own compilation; the trainer's kernels must not follow.
+COMPILER_VARIABLES = ("TORCHINDUCTOR_COMPILE_THREADS", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+
+
+class EngineError(RuntimeError):
+    """vLLM failed in a way from which this process cannot recover; the last checkpoint can."""
+
+
+class ParityError(RuntimeError):
+    """vLLM and the trainer give different log-probs for the same adapter."""
+
+
+@contextlib.contextmanager
+def engine_faults(doing: str, advice: str) -> Iterator[None]:
+    """Say what the engine was doing and what helps. An in-process vLLM must not be used again after an exception."""
+    try:
+        yield
+    except EngineError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[0][:300]
+        raise EngineError(f"{doing} failed ({type(error).__name__}: {reason}). {advice}") from error
+
+
+def engine_arguments(settings: Settings, plan: EnginePlan, model_path: str, gpu_total: float) -> dict[str, Any]:
+    """Arguments of `vllm.LLM`: one engine in this process, MXFP4 weights as in the checkpoint, room as planned."""
+    s = settings
+    arguments: dict[str, Any] = {
+        "model": model_path,
+        "dtype": "bfloat16",
+        "skip_tokenizer_init": True,  # token ids in, token ids out
+        "generation_config": "vllm",  # no sampling defaults and no stop tokens but those of each request
+        "enable_sleep_mode": True,
+        "max_model_len": plan.max_model_len,
+        "max_num_seqs": plan.max_num_seqs,
+        "max_num_batched_tokens": BATCHED_TOKENS,
+        "kv_cache_memory_bytes": int(plan.cache * GIB),
+        # vLLM refuses to start unless this share of the GPU is free, even where the line above replaces it.
+        "gpu_memory_utilization": max(0.01, min(0.9, plan.awake / gpu_total)),
+        "logprobs_mode": "processed_logprobs",  # after temperature: what the importance correction compares
+        "enable_prefix_caching": True,  # the completions of a prompt share it
+        "enable_flashinfer_autotune": False,  # costs seconds of start-up for kernels that gpt-oss does not use
+        "enforce_eager": s.VLLM_EAGER,
+        "disable_log_stats": True,
+        "seed": s.SEED,
+    }
+    if not s.VLLM_EAGER:
+        # Decoding is what repeats; prefill runs compiled without a graph. One capture per size: every request carries
+        # the adapter, so no second set without it.
+        arguments["compilation_config"] = {
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": list(plan.capture_sizes),
+            "cudagraph_specialize_lora": False,
+        }
+    if s.ROLLOUT_SYNC == "lora":
+        # Without the list of modules, router and every expert would get LoRA buffers and kernels too.
+        rank = min((rank for rank in LORA_RANKS if rank >= s.LORA_R), default=LORA_RANKS[-1])
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
+        arguments["lora_target_modules"] = ["qkv_proj", "o_proj"]
+    return arguments
+
+
+def start_engine(settings: Settings, plan: EnginePlan, model_path: str, stop_token_ids: Sequence[int]) -> Engine:
+    """Start vLLM beside the loaded trainer and put it to sleep."""
+    import torch
+
+    started = time.perf_counter()
+    kept = {name: os.environ.get(name) for name in COMPILER_VARIABLES}
+    for name, value in VLLM_SWITCHES.items():
+        os.environ.setdefault(name, value)
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory / GIB
+    advice = "`--check` prints the plan; VLLM_EAGER=1 needs no compiler, USE_VLLM=0 no vLLM"
+    try:
+        with engine_faults("starting the engine", advice):
+            from vllm import LLM, SamplingParams
+            from vllm.lora.request import LoRARequest
+
+            llm = LLM(**engine_arguments(settings, plan, model_path, total))
+            keep_weights_asleep(llm)
+    finally:
+        for name, value in kept.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+    engine = Engine(llm, SamplingParams, LoRARequest, settings, stop_token_ids)
+    before = torch.cuda.mem_get_info()[0]
+    engine.sleep()
+    freed = (torch.cuda.mem_get_info()[0] - before) / GIB
+    log.info("vLLM: started and asleep after %.0f s, %.1f GiB freed", time.perf_counter() - started, freed)
+    return engine
+
+
+def keep_weights_asleep(llm: Any) -> None:
+    """A sleep backend for vLLM that copies weights which never change to host memory once instead of at every sleep.
+
+    vLLM's own copies all of them each time, into pinned buffers rounded up to powers of two (some 24 GiB for 14). Sleep
+    backends are pluggable (vllm/device_allocator/sleep_mode_backend.py); which one is taken is read at the first sleep.
+    """
+    import torch
+    from vllm.device_allocator import get_mem_allocator_instance
+    from vllm.device_allocator.cumem import create_and_map, libcudart, unmap_and_release
+    from vllm.device_allocator.sleep_mode_backend import SleepModeBackend, SleepModeBackendFactory
+
+    class KeepBackend(SleepModeBackend):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept: dict[int, Any] = {}
+
+        def suspend(self, level: int = 1) -> None:
+            if level != 1:
+                raise ValueError("only level 1: level 2 discards the weights, and waking would generate garbage")
+            self._state = "SUSPENDED"
+            for pointer, data in get_mem_allocator_instance().pointer_to_data.items():
+                size = data.handle[1]
+                if data.tag == "weights" and pointer not in self.kept:
+                    if size >= KEEP_BYTES:
+                        # Exactly `size` bytes, touched by all cores, then pinned.
+                        backup = torch.zeros(size, dtype=torch.uint8)
+                        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(backup.data_ptr(), size, 0)))
+                        self.kept[pointer] = backup
+                    else:  # attention weights, LoRA buffers: written between two sleeps
+                        backup = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+                        data.cpu_backup_tensor = backup
+                    libcudart.cudaMemcpy(backup.data_ptr(), pointer, size)
+                unmap_and_release(data.handle)
+                data.is_asleep = True
+            torch.cuda.empty_cache()
+
+        def resume(self, tags: list[str] | None = None) -> None:
+            self._state = "RESUMING"
+            for pointer, data in get_mem_allocator_instance().pointer_to_data.items():
+                if not data.is_asleep or (tags is not None and data.tag not in tags):
+                    continue
+                create_and_map(data.handle)
+                data.is_asleep = False
+                backup = self.kept.get(pointer, data.cpu_backup_tensor)
+                if backup is not None:
+                    libcudart.cudaMemcpy(pointer, backup.data_ptr(), data.handle[1])
+                    data.cpu_backup_tensor = None
+            self._state = "RUNNING"
+
+        @classmethod
+        def preserves_communicators(cls) -> bool:
+            return True
+
+    module = sys.modules[__name__]
+    module.KeepBackend = KeepBackend  # vLLM looks the class up by module and name
+    SleepModeBackendFactory.register_backend("keep", __name__, "KeepBackend")
+    llm.llm_engine.vllm_config.model_config.sleep_mode_backend = "keep"  # not an engine argument in 0.26
+
+
+def lora_layers(policy: Any) -> dict[str, Any]:
+    """PEFT's name of every adapted linear layer -> the layer."""
+    return {
+        name: module
+        for name, module in policy.named_modules()
+        if "default" in getattr(module, "lora_A", {}) and hasattr(module, "get_base_layer")
+    }
+
+
+def adapter_tensors(policy: Any, active: bool = True) -> dict[str, Any]:
+    """The adapter as vLLM reads it: BF16 on the CPU, the scale multiplied into B in float32 (one rounding); B is zero
+    where the adapter is not `active`."""
+    import torch
+
+    tensors = {}
+    for name, layer in lora_layers(policy).items():
+        b = layer.lora_B["default"].weight.detach().float() * (layer.scaling["default"] if active else 0.0)
+        a = layer.lora_A["default"].weight.detach()
+        tensors[f"{name}.lora_A.weight"] = a.to("cpu", torch.bfloat16).contiguous()
+        tensors[f"{name}.lora_B.weight"] = b.to("cpu", torch.bfloat16).contiguous()
+    return tensors
+
+
+def merged_weights(policy: Any, active: bool = True) -> Iterator[tuple[str, Any]]:
+    """(name in the checkpoint, W + scale * B @ A) of every adapted layer, out of place in float32, rounded once.
+
+    The base is only read: PEFT's merge_adapter works in place and drifts (https://github.com/huggingface/trl/issues/6688).
+    """
+    import torch
+
+    with torch.no_grad():
+        for name, layer in lora_layers(policy).items():
+            weight = layer.get_base_layer().weight
+            merged = weight
+            if active:
+                a, b = layer.lora_A["default"].weight.float(), layer.lora_B["default"].weight.float()
+                merged = torch.addmm(weight.float(), b, a, alpha=layer.scaling["default"]).to(weight.dtype)
+            yield name.removeprefix("base_model.model.") + ".weight", merged
+
+
+def push_weights(model: Any, merged: Iterable[tuple[str, Any]]) -> None:
+    """Copy merged attention weights into vLLM's GptOss: q, k, v are the rows of `attn.qkv_proj.weight`, in that order."""
+    parameters = {name.replace(".base_layer.", "."): value for name, value in model.named_parameters()}
+    for name, weight in merged:
+        stem, _, kind = name.removesuffix(".weight").rpartition(".")
+        stem = stem.replace(".self_attn", ".attn")
+        if kind == "o_proj":
+            target = parameters[f"{stem}.o_proj.weight"].data
+        else:  # query rows first, then as many key rows as value rows
+            packed, rows = parameters[f"{stem}.qkv_proj.weight"].data, weight.shape[0]
+            start = {"q_proj": 0, "k_proj": len(packed) - 2 * rows, "v_proj": len(packed) - rows}[kind]
+            target = packed[start : start + rows]
+        if target.shape != weight.shape:
+            raise ValueError(f"{name}: {tuple(weight.shape)} does not fit the engine's {tuple(target.shape)}")
+        target.copy_(weight)
+
+
+class Engine:
+    """One vLLM in this process: awake for rollouts, asleep (level 1) while the trainer learns.
+
+    It holds no state of the adapter that could be stale: `rollout` wakes it, hands the current adapter over, generates
+    and lets it sleep, every time. `sampling` and `lora_request` are vLLM's SamplingParams and LoRARequest, passed in so
+    that tests can put a stub in vLLM's place.
+    """
+
+    def __init__(self, llm: Any, sampling: Any, lora_request: Any, settings: Settings, stop_token_ids: Sequence[int]):
+        self.llm, self.sampling, self.lora_request, self.settings = llm, sampling, lora_request, settings
+        self.stop_token_ids = list(stop_token_ids)
+        shared = Path("/dev/shm")
+        self.folder = (
+            shared if shared.is_dir() else Path(os.environ.get("TMPDIR", "/tmp"))
+        ) / f"train_grpo-{os.getpid()}"
+        self.handovers = 0
+        self.request: Any = None  # the native adapter that the engine holds
+        self.current = False  # whether an adapter was handed over since the engine woke
+        self.asleep = False
+        self.seconds = dict.fromkeys(("wake", "handover", "generate", "sleep"), 0.0)
+
+    @contextlib.contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - started
+
+    def wake(self) -> None:
+        """Weights and cache back onto the GPU. torch gives its free blocks back first: the engine maps memory past its
+        allocator and gets no second try (https://github.com/vllm-project/vllm/issues/15254)."""
+        if not self.asleep:
+            return
+        advice = "The GPU is too full beside the trainer: lower MICRO_BATCH, MAX_COMPLETION_LEN or VLLM_GPU_MEM"
+        with self.timed("wake"), engine_faults("waking the engine", advice):
+            empty_cache()
+            self.llm.wake_up()
+        self.asleep, self.current = False, False
+
+    def sleep(self) -> None:
+        """Weights to host memory, the cache dropped (and with it the prefix cache)."""
+        if self.asleep:
+            return
+        advice = "Host memory may be short: the engine keeps its weights there"
+        with self.timed("sleep"), engine_faults("putting the engine to sleep", advice):
+            self.llm.sleep(level=1)
+        self.asleep, self.current = True, False
+
+    def hand_over(self, policy: Any, active: bool = True) -> None:
+        """Give the awake engine the adapter as it is now (or one of zeros). A native adapter gets an id and a name that
+        were never used: vLLM loads an id once, and keys its prefix cache by the name."""
+        if self.asleep:
+            raise EngineError("the adapter was handed to a sleeping engine, whose buffers are not there")
+        with self.timed("handover"), engine_faults("handing the adapter over", "Try the other ROLLOUT_SYNC"):
+            if self.settings.ROLLOUT_SYNC == "lora":
+                self.handovers += 1
+                path = self.write_adapter(policy, active)
+                self.request = self.lora_request(f"adapter-{self.handovers}", self.handovers, str(path))
+                if not self.llm.llm_engine.add_lora(self.request):
+                    raise RuntimeError(f"the engine did not take {path}")
+            else:
+                # Called in the worker, which is this process: tensors pass by reference.
+                self.llm.apply_model(lambda model: push_weights(model, merged_weights(policy, active)))
+                self.llm.reset_prefix_cache()  # it was computed with other weights
+        self.current = True
+
+    def write_adapter(self, policy: Any, active: bool) -> Path:
+        """Write the adapter as PEFT would, with alpha = r because B carries the scale."""
+        from safetensors.torch import save_file
+
+        tensors = adapter_tensors(policy, active)
+        modules = sorted({name.split(".")[-3] for name in tensors})
+        rank = self.settings.LORA_R
+        config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules, "bias": "none"}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+        save_file(tensors, self.folder / "adapter_model.safetensors")
+        return self.folder
+
+    def generate(
+        self, prompt_ids: Sequence[Sequence[int]], seed: int, max_tokens: int | None = None
+    ) -> tuple[list[list[int]], list[list[float | None]]]:
+        """One completion for each row (a prompt stands there once for each of its completions), in order.
+
+        Returns completion ids, a stop token included, and the log-prob of each sampled token after temperature. `seed`
+        sets torch's generator, from which vLLM draws in this process: a generator for each request would cost a kernel
+        for each sequence and token.
+        """
+        import torch
+
+        if self.asleep or not self.current:
+            raise EngineError("generating needs the engine awake and the current adapter handed over")
+        s = self.settings
+        parameters = self.sampling(
+            n=1, temperature=s.TEMPERATURE, top_p=s.TOP_P, max_tokens=max_tokens or s.MAX_COMPLETION_LEN, logprobs=0,
+            flat_logprobs=True, stop_token_ids=self.stop_token_ids, detokenize=False,
+        )  # fmt: skip
+        with self.timed("generate"), engine_faults("generating", "Run the same command again: it continues"):
+            torch.manual_seed(seed)
+            outputs = [output.outputs[0] for output in self._run(prompt_ids, parameters)]
+            ids = [list(output.token_ids) for output in outputs]
+            values = [[None if math.isnan(v) else v for v in output.logprobs.logprobs] for output in outputs]
+            if [len(row) for row in ids] != [len(row) for row in values]:
+                raise RuntimeError("the engine gave another number of log-probs than of tokens")
+        return ids, values
+
+    def score(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probs of tokens 1..N-1 of each row, at temperature 1 whatever TEMPERATURE is. Keep rows short: vLLM holds
+        float32 logits of a whole row."""
+        parameters = self.sampling(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        with engine_faults("scoring", "PARITY=off skips the gate"):
+            outputs = self._run(rows, parameters)
+            return [
+                [position[token].logprob for token, position in zip(row[1:], output.prompt_logprobs[1:], strict=True)]
+                for row, output in zip(rows, outputs, strict=True)
+            ]
+
+    def _run(self, rows: Sequence[Sequence[int]], parameters: Any) -> list[Any]:
+        prompts = [{"prompt_token_ids": list(row)} for row in rows]
+        collecting = gc.isenabled()
+        gc.disable()  # a rollout makes millions of small objects, none of them garbage yet
+        try:
+            outputs = self.llm.generate(prompts, parameters, use_tqdm=False, lora_request=self.request)
+        finally:
+            if collecting:
+                gc.enable()
+        if len(outputs) != len(prompts):
+            raise RuntimeError(f"the engine returned {len(outputs)} of {len(prompts)} requests")
+        return outputs
+
+    def rollout(
+        self, policy: Any, prompt_ids: Sequence[Sequence[int]], seed: int, active: bool = True
+    ) -> tuple[list[list[int]], list[list[float | None]]]:
+        """Wake, hand the current adapter over, generate, sleep."""
+        self.wake()
+        self.hand_over(policy, active)
+        result = self.generate(prompt_ids, seed)
+        self.sleep()
+        return result
+
+
+def empty_cache() -> None:
+    """Give the free blocks of torch's allocator back to the driver."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+PARITY_PROMPTS, PARITY_TOKENS, PARITY_SAMPLED = 4, 256, 32  # prompts, fixed tokens of each, sampled tokens of each
+PARITY_STRENGTH = 0.3  # of the test adapter: norm of its update against the norm of the weight
+
+
+def parity_gate(trainer: Any) -> None:
+    """Stop before the first step unless vLLM and the trainer give the same log-probs for the same adapter.
+
+    The adapter of a fresh run is zero and would prove nothing, so a strong random one takes its place for the test.
+    Fixed tokens test the engine's prefill, sampled ones its decoding; both again after a sleep. The control is the
+    trainer with its adapter switched off: if that agreed as well, the comparison could not see an adapter at all.
+
+    Raises ParityError. Prints mean and maximum of |difference| in nats.
+    """
+    import torch
+
+    run, engine = trainer.run, trainer.run.engine
+    if run.settings.PARITY == "off":
+        log.warning(boxed("PARITY=off: nothing checks that vLLM generates with the adapter that is trained"))
+        return
+    policy = trainer.accelerator.unwrap_model(trainer.model)
+    layers = lora_layers(policy)
+    kept = {name: layer.lora_B["default"].weight.detach().clone() for name, layer in layers.items()}
+    training = trainer.model.training
+    trainer.model.eval()
+    rows = trainer.processing_class(text=[row.prompt for row in run.rows[:PARITY_PROMPTS]])["input_ids"]
+    fixed = [row[:PARITY_TOKENS] for row in rows]
+    try:
+        generator = torch.Generator().manual_seed(run.settings.SEED)
+        with torch.no_grad():
+            for layer in layers.values():
+                weight, a, b = (
+                    layer.get_base_layer().weight,
+                    layer.lora_A["default"].weight,
+                    layer.lora_B["default"].weight,
+                )
+                b.copy_(torch.randn(b.shape, generator=generator))
+                update = (b.float() @ a.float()).norm() * layer.scaling["default"]
+                b.mul_(PARITY_STRENGTH * weight.float().norm() / update)
+        for when in ("before the first step", "after a sleep"):
+            engine.wake()
+            engine.hand_over(policy)
+            scored = engine.score(fixed)
+            ids, values = engine.generate(rows, run.settings.SEED, PARITY_SAMPLED)
+            engine.sleep()
+            temperature = run.settings.TEMPERATURE
+            for kind, sequences, first, theirs, t in (
+                ("fixed tokens", fixed, [1] * len(fixed), scored, 1.0),
+                (
+                    "sampled tokens",
+                    [p + c for p, c in zip(rows, ids, strict=True)],
+                    list(map(len, rows)),
+                    values,
+                    temperature,
+                ),
+            ):
+                theirs = torch.tensor([v for row in theirs for v in row], dtype=torch.float32)
+                ours = score_tokens(trainer, sequences, first, t)
+                with policy.disable_adapter():
+                    control = score_tokens(trainer, sequences, first, t)
+                difference, without = (theirs - ours).abs(), (theirs - control).abs().mean().item()
+                mean, largest = difference.mean().item(), difference.max().item()
+                log.info(
+                    "parity %s, %s: mean %.4f, max %.3f nats; control (adapter off) %.4f",
+                    when,
+                    kind,
+                    mean,
+                    largest,
+                    without,
+                )
+                run.parity.append({"when": when, "kind": kind, "mean": mean, "max": largest, "control_mean": without})
+                if problem := parity_problem(mean, without, run.settings.PARITY_LIMIT):
+                    raise ParityError(f"{when}, {kind}: {problem}")
+    finally:
+        with torch.no_grad():
+            for name, layer in layers.items():
+                layer.lora_B["default"].weight.copy_(kept[name])
+        trainer.model.train(training)
+
+
+def parity_problem(mean: float, control: float, limit: float) -> str | None:
+    """Why log-probs that differ by `mean` nats, and by `control` without the adapter, are not good enough; or None."""
+    if not mean <= limit:
+        return (
+            f"vLLM and trainer differ by {mean:.4f} nats a token on average, PARITY_LIMIT is {limit:g}. Try the other "
+            "ROLLOUT_SYNC, ATTN_IMPL=eager or VLLM_EAGER=1; USE_VLLM=0 generates with transformers"
+        )
+    if control < 2 * mean:
+        return (
+            f"switching the adapter off changes the difference only from {mean:.4f} to {control:.4f} nats, so it cannot be "
+            "told whether vLLM uses the adapter. Try the other ROLLOUT_SYNC, or PARITY=off if this is expected"
+        )
+    return None
+
+
+def score_tokens(trainer: Any, rows: Sequence[Sequence[int]], first: Sequence[int], temperature: float) -> Any:
+    """The trainer's log-probs of tokens `first[i]`.. of each row, one after the other, float32 on the CPU."""
+    import torch
+
+    base = trainer.accelerator.unwrap_model(trainer.model).get_base_model()
+    scores = []
+    for row, start in zip(rows, first, strict=True):
+        ids = torch.tensor([row], device=base.device)
+        with torch.no_grad(), trainer.accelerator.autocast():
+            hidden = base.model(input_ids=ids, use_cache=False).last_hidden_state[0, start - 1 : -1]
+            logits = base.get_output_embeddings()(hidden).float() / temperature
+        scores.append(logits.log_softmax(-1).gather(1, ids[0, start:, None])[:, 0].cpu())
+    return torch.cat(scores)
+
+
+def boxed(text: str) -> str:
+    """A warning that is seen: a degraded run must not look like a normal one."""
+    bar = "=" * (len(text) + 4)
+    return f"\n{bar}\n| {text} |\n{bar}"
 
 
 # ---- Learner ---------------------------------------------------------------------------------------------------------
@@ -1493,9 +2144,11 @@ def grpo_config(settings: Settings, plan: Plan, cuda: bool) -> Any:
         # gpt-oss's config carries a load-balancing coefficient that TRL would silently add to the loss
         # (https://github.com/huggingface/trl/issues/7248).
         router_aux_loss_coef=0.0,
-        use_vllm=s.USE_VLLM,
-        vllm_mode="colocate",
-        vllm_enable_sleep_mode=True,
+        # The engine is our own (see "Rollout engine"): TRL only corrects for the difference of its log-probs.
+        use_vllm=False,
+        vllm_importance_sampling_correction=s.IS_CORRECTION != "none",
+        vllm_importance_sampling_mode="token_truncate" if s.IS_CORRECTION == "none" else s.IS_CORRECTION,
+        vllm_importance_sampling_clip_max=s.IS_CLIP_MAX,
         bf16=True,
         use_cpu=not cuda,
         gradient_checkpointing=s.GRADIENT_CHECKPOINTING,
@@ -1556,7 +2209,13 @@ METRICS = {
     "kl": ("nats", "Mean KL estimate (k3) against the base model; empty while BETA is 0."),
     "entropy": ("nats", "Mean entropy of the next-token distribution; only LOSS_IMPL=trl computes it."),
     "clip_fraction": ("share", "Tokens whose policy ratio left the clip range."),
-    "rollout_s": ("s", "Time to generate the completions."),
+    "logp_diff_mean": ("nats", "Mean difference of the log-probs of vLLM and trainer on the sampled tokens; empty without vLLM."),
+    "logp_diff_max": ("nats", "Largest such difference."),
+    "is_ratio_mean": ("", "Mean importance ratio after IS_CORRECTION; 1 where the two agree."),
+    "rollout_s": ("s", "Time to generate the completions, vLLM's waking, hand-over and sleeping included."),
+    "wake_s": ("s", "Part of it: waking vLLM."),
+    "handover_s": ("s", "Part of it: handing the adapter to vLLM."),
+    "sleep_s": ("s", "Part of it: putting vLLM to sleep."),
     "reward_s": ("s", "Time to decode and score them."),
     "learn_s": ("s", "Rest of the step: forward, backward, optimizer."),
     "step_s": ("s", "Whole step."),
@@ -1647,7 +2306,10 @@ class RunContext:
         self.metrics = CsvLog(self.folder / "metrics.csv", METRICS)
         self.completions = CsvLog(self.folder / "completions.csv", COMPLETIONS)
         self.seconds = {"rollout": 0.0, "reward": 0.0}
-        self.stream = "train"
+        self.stream = "train"  # or `evaluation`, or `base`: an evaluation without the adapter
+        self.engine: Engine | None = None
+        self.parity: list[dict[str, Any]] = []
+        self.started = time.time()
         self.rollout_tokens = 0
         self.rollout: dict[str, float] = {}
         self.step_started = self.step_seconds = 0.0
@@ -1693,6 +2355,13 @@ class RunContext:
             "kl": logs.get("kl"),
             "entropy": logs.get("entropy"),
             "clip_fraction": logs.get("clip_ratio/region_mean"),
+            "logp_diff_mean": logs.get("sampling/sampling_logp_difference/mean"),
+            "logp_diff_max": logs.get("sampling/sampling_logp_difference/max"),
+            "is_ratio_mean": logs.get("sampling/importance_sampling_ratio/mean"),
+            **{
+                f"{name}_s": self.engine.seconds[name] if self.engine else None
+                for name in ("wake", "handover", "sleep")
+            },
             "rollout_s": seconds["rollout"],
             "reward_s": seconds["reward"],
             "learn_s": self.step_seconds - sum(seconds.values()),
@@ -1815,19 +2484,22 @@ def write_zip(folder: Path) -> Path:
 # ---- Evaluation on held-out prompts ----------------------------------------------------------------------------------
 
 
-def evaluate(trainer: Any, rows: Sequence[Row], samples: int) -> dict[str, float]:
+def evaluate(trainer: Any, rows: Sequence[Row], samples: int, base: bool = False) -> dict[str, float]:
     """Mean CSV reward of `samples` completions for each held-out row, with an unparseable answer counted as 0.
 
     Generated as the rollouts are (same engine, temperature and length), from the same seed before and after training.
+    `base`: without the adapter.
     """
     run = trainer.run
     sampled = [row for row in rows for _ in range(samples)]
     prompt_ids = trainer.processing_class(text=[row.prompt for row in sampled])["input_ids"]
-    was_training, run.stream, step = trainer.model.training, "evaluation", trainer.state.global_step
+    was_training, step = trainer.model.training, trainer.state.global_step
+    run.stream = "base" if base else "evaluation"
     trainer.model.eval()
     trainer.state.global_step = 0  # the seed of the evaluation, before as after
     try:
-        completion_ids, _ = trainer._generate_single_turn(prompt_ids, None, {}, samples)
+        with trainer.model.disable_adapter() if base else contextlib.nullcontext():
+            completion_ids, _ = trainer._generate_single_turn(prompt_ids, None, {}, samples)
     finally:
         run.stream, trainer.state.global_step = "train", step
         trainer.model.train(was_training)
@@ -1910,7 +2582,6 @@ def run(check: Preflight) -> int:
     )
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    import torch
     import transformers
 
     transformers.utils.logging.disable_default_handler()
@@ -1930,6 +2601,27 @@ def run(check: Preflight) -> int:
 
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, lambda number, frame: on_signal(context, number))
+    try:
+        if check.rollouts[0]:
+            context.engine = start_engine(s, check.plan.engine, model_path, trainer.eos_token_ids)
+            trainer.use_vllm = True  # from here TRL asks for log-probs of the rollouts and corrects with them
+            parity_gate(trainer)
+        return train(check, context, trainer)
+    except ParityError as error:
+        log.critical("PARITY: %s", error)
+        return 3
+    except EngineError as error:
+        log.critical("vLLM: %s", error)
+        write_zip(context.folder)
+        return 4
+    finally:
+        if context.engine is not None:
+            shutil.rmtree(context.engine.folder, ignore_errors=True)
+
+
+def train(check: Preflight, context: RunContext, trainer: Any) -> int:
+    """Evaluation, training, evaluation, and what the run leaves."""
+    s, tokenizer = check.settings, trainer.processing_class
     evaluation = context.folder / "evaluation.json"
     results: dict[str, Any] = {}
     if check.eval_rows:
@@ -1937,8 +2629,7 @@ def run(check: Preflight) -> int:
         with contextlib.suppress(OSError, ValueError, KeyError):  # a resumed run keeps what was measured at its start
             results["before"] = json.loads(evaluation.read_text(encoding="utf-8"))["before"]
         if "before" not in results:
-            with trainer.model.disable_adapter():
-                results["before"] = evaluate(trainer, check.eval_rows, s.EVAL_SAMPLES)
+            results["before"] = evaluate(trainer, check.eval_rows, s.EVAL_SAMPLES, base=True)
             report_evaluation(evaluation, results)
             log.info("held-out reward before training: %.3f", results["before"]["reward"])
 
@@ -1956,12 +2647,10 @@ def run(check: Preflight) -> int:
         results["after"] = evaluate(trainer, check.eval_rows, s.EVAL_SAMPLES)
         log.info("\n%s\n", report_evaluation(evaluation, results))
     archive = write_zip(context.folder)
-    peak = f", GPU peak {torch.cuda.max_memory_reserved() / GIB:.1f} GiB" if torch.cuda.is_available() else ""
     log.info(
-        "complete: %d steps in %.0f s%s. Adapter: %s, download: %s",
+        "complete: %d steps in %.0f s. Adapter: %s, download: %s",
         trainer.state.global_step,
-        time.time() - started,
-        peak,
+        time.time() - context.started,
         context.folder,
         archive,
     )
