@@ -7,6 +7,12 @@
 
 `demo` runs train_grpo.py on the tiny model for seeds 1 to 3 and records held-out reward before and after training.
 
+    python scripts/bench.py rollout --model checkpoints/full --data 'days/*.csv' --out docs/results/rollout-h100.json
+
+`rollout` measures vLLM beside the trainer in three child processes that each run train_grpo.py's own `main()`: one that
+fills the compile caches, one at 12 prompts x 8 completions x 512 tokens (with transformers' generate on the same prompts
+beside it), one at 16 completions x 2,300 tokens.
+
 `main` runs train_grpo.py's own `main()` in this process (so that every weight can be compared before and after) for a
 few steps of 4 prompts x 4 completions x 128 tokens, and records time per phase, peak memory, how many adapter tensors
 moved and how many elements of the base weights changed (0, or the run is broken and the exit code is 1).
@@ -156,9 +162,47 @@ def noise(completions: list[str], **columns: Any) -> list[float]:
     return [int(hashlib.sha256(text.encode()).hexdigest()[:8], 16) / 0xFFFFFFFF for text in completions]
 
 
-def bench_main(options: argparse.Namespace) -> int:
+def run_in_process(settings: dict[str, str]) -> dict[str, Any]:
+    """`train_grpo.main()` in this process with `settings`; keeps a copy of every base weight and the trainer.
+
+    Returns {"code", "total_s", "load_s", "parameters": [(parameter, copy)], "trainer"}.
+    """
     import train_grpo
 
+    os.environ.update(settings)
+    seen: dict[str, Any] = {}
+    load_model, make_trainer = train_grpo.load_model, train_grpo.make_trainer
+
+    def load_and_keep(*arguments: Any) -> Any:
+        started = time.perf_counter()
+        model = load_model(*arguments)
+        seen["load_s"] = time.perf_counter() - started
+        seen["parameters"] = [(p, p.detach().to("cpu", copy=True)) for p in model.parameters()]
+        return model
+
+    def make_and_keep(*arguments: Any) -> Any:
+        seen["trainer"] = make_trainer(*arguments)
+        return seen["trainer"]
+
+    train_grpo.load_model, train_grpo.make_trainer = load_and_keep, make_and_keep
+    started = time.perf_counter()
+    seen["code"] = train_grpo.main([])
+    seen["total_s"] = time.perf_counter() - started
+    return seen
+
+
+def changed_elements(parameters: list[tuple[Any, Any]]) -> int:
+    """Elements that differ bit for bit. By identity, not by name: PEFT renames the modules that it wraps."""
+    import torch
+
+    changed = 0
+    for parameter, before in parameters:
+        now, then = (t.contiguous().view(torch.uint8) for t in (parameter.detach(), before.to(parameter.device)))
+        changed += int((now != then).view(-1, parameter.element_size()).any(dim=1).sum())
+    return changed
+
+
+def bench_main(options: argparse.Namespace) -> int:
     run = Path(options.run).absolute()
     settings = {
         "MODEL_ID": str(options.model), "DATA": options.data, "USE_VLLM": "0", "PROMPTS_PER_STEP": "4",
@@ -166,33 +210,14 @@ def bench_main(options: argparse.Namespace) -> int:
         "SAVE_TOTAL_LIMIT": "99", "OUTPUT_DIR": str(run), "OVERWRITE": "1", "ATTN_IMPL": options.attention,
         "MICRO_BATCH": str(options.micro_batch), "REWARDS": options.rewards,
     }  # fmt: skip
-    os.environ.update(settings)
-    loaded: dict[str, Any] = {}
-    load_model = train_grpo.load_model
+    loaded = run_in_process(settings)
+    if loaded["code"]:
+        return loaded["code"]
+    total = loaded["total_s"]
+    changed = changed_elements(loaded["parameters"])
 
-    def load_and_keep(*arguments: Any) -> Any:
-        started = time.perf_counter()
-        model = load_model(*arguments)
-        loaded["load_s"] = time.perf_counter() - started
-        loaded["model"] = model
-        loaded["parameters"] = [(p, p.detach().to("cpu", copy=True)) for p in model.parameters()]
-        return model
-
-    train_grpo.load_model = load_and_keep
-    started = time.perf_counter()
-    code = train_grpo.main([])
-    if code:
-        return code
-    total = time.perf_counter() - started
-
-    import torch
     from safetensors.torch import load_file
 
-    # By identity, not by name: PEFT renames the modules that it wraps.
-    changed = 0
-    for parameter, before in loaded["parameters"]:
-        now, then = (t.contiguous().view(torch.uint8) for t in (parameter.detach(), before.to(parameter.device)))
-        changed += int((now != then).view(-1, parameter.element_size()).any(dim=1).sum())
     elements = sum(p.numel() for p, _ in loaded["parameters"])
     first = load_file(run / "checkpoint-1" / "adapter_model.safetensors")
     last = load_file(run / "adapter_model.safetensors")
@@ -227,6 +252,158 @@ def bench_main(options: argparse.Namespace) -> int:
     return int(changed != 0 or moved == 0)
 
 
+# ---- rollout: vLLM beside the trainer --------------------------------------------------------------------------------
+
+
+def process_start() -> float:
+    """When this process started, in seconds since the epoch (Linux)."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    boot = float(Path("/proc/uptime").read_text().split()[0])
+    return time.time() - boot + ticks / os.sysconf("SC_CLK_TCK")
+
+
+class FirstRollout(Exception):
+    """Ends the child that only fills the caches."""
+
+
+def rollout_child(options: argparse.Namespace) -> int:
+    """One child of `bench_rollout`: runs the entry point with its engine watched, and writes what it saw as JSON."""
+    import torch
+
+    import train_grpo
+
+    seen: dict[str, Any] = {"rollouts": []}
+    rollout, start_engine = train_grpo.Engine.rollout, train_grpo.start_engine
+    born = process_start()
+
+    def watched_start(*arguments: Any) -> Any:
+        before = torch.cuda.mem_get_info()[0]
+        engine = start_engine(*arguments)
+        train_grpo.empty_cache()
+        seen["asleep_gib"] = (before - torch.cuda.mem_get_info()[0]) / 2**30
+        seen["start_engine_done_s"] = time.time() - born
+        return engine
+
+    def watched_rollout(self: Any, policy: Any, prompt_ids: Any, *arguments: Any, **named: Any) -> Any:
+        seen.setdefault("start_to_rollout_s", time.time() - born)
+        result = rollout(self, policy, prompt_ids, *arguments, **named)
+        seen["rollouts"].append({"tokens": sum(map(len, result[0])), "sequences": len(result[0]), **self.seconds})
+        seen["prompt_ids"] = [list(ids) for ids in prompt_ids]
+        if options.child == "warm":
+            raise FirstRollout
+        return result
+
+    train_grpo.start_engine, train_grpo.Engine.rollout = watched_start, watched_rollout
+    prompts, tokens = {"warm": (12, 512), "short": (12, 512), "long": (2, 2300)}[options.child]
+    run = Path(options.run).absolute()
+    settings = {
+        "MODEL_ID": str(options.model), "DATA": options.data, "USE_VLLM": "1", "PROMPTS_PER_STEP": str(prompts),
+        "NUM_GENERATIONS": "8", "MAX_COMPLETION_LEN": str(tokens), "TOTAL_STEPS": "3" if options.child == "short" else "2",
+        "SAVE_STEPS": "9", "OUTPUT_DIR": str(run), "OVERWRITE": "1", "REWARDS": "action,bench:noise",
+        "ROLLOUT_SYNC": options.sync,
+    }  # fmt: skip
+    try:
+        finished = run_in_process(settings)
+    except FirstRollout:
+        finished = {"code": 0}
+    if finished["code"]:
+        return finished["code"]
+    if options.child != "warm":
+        seen["base_changed_elements"] = changed_elements(finished["parameters"])
+        with (run / "metrics.csv").open(newline="", encoding="utf-8") as file:
+            seen["steps"] = list(csv.DictReader(file))
+        trainer = finished["trainer"]
+        seen["parity"] = trainer.run.parity
+    if options.child == "short":
+        seen["hf"] = hf_generate(trainer, seen["prompt_ids"][:16], 128)
+    Path(options.out).write_text(json.dumps(seen), encoding="utf-8")
+    return 0
+
+
+def hf_generate(trainer: Any, prompt_ids: list[list[int]], tokens: int) -> dict[str, float]:
+    """transformers' generate on the same prompts, in the process and on the GPU that vLLM just used."""
+    import torch
+
+    import train_grpo
+
+    policy = trainer.accelerator.unwrap_model(trainer.model)
+    policy.eval()
+    longest, pad = max(map(len, prompt_ids)), trainer.processing_class.pad_token_id
+    ids = torch.tensor([[pad] * (longest - len(row)) + row for row in prompt_ids], device=policy.device)
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    with torch.no_grad(), train_grpo.attention_of(policy, "eager"), torch.autocast("cuda", torch.bfloat16):
+        output = policy.generate(
+            input_ids=ids,
+            attention_mask=(ids != pad).long(),
+            do_sample=True,
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+        )
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - started
+    return {"tokens": output[:, longest:].numel(), "seconds": seconds, "sequences": len(prompt_ids)}
+
+
+def bench_rollout(options: argparse.Namespace) -> int:
+    """Three children, then the figures. Exit code 1 where a base weight changed."""
+    results: dict[str, Any] = {}
+    for child in ("warm", "short", "long"):
+        out = Path(options.run).absolute().with_name(f"rollout-{child}.json")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        command = [
+            sys.executable,
+            __file__,
+            "rollout",
+            "--child",
+            child,
+            "--model",
+            options.model,
+            "--data",
+            options.data,
+        ]
+        command += ["--out", str(out), "--run", options.run, "--sync", options.sync]
+        done = subprocess.run(command, check=False)
+        if done.returncode or not out.exists():
+            print(f"child {child} ended with exit code {done.returncode}", file=sys.stderr)
+            return done.returncode or 1
+        results[child] = json.loads(out.read_text(encoding="utf-8"))
+    short, long = results["short"], results["long"]
+    later = short["rollouts"][1:]
+    speeds = [one["tokens"] / one["generate"] for one in later]
+    hf = short["hf"]["tokens"] / short["hf"]["seconds"]
+
+    def mean(name: str) -> float:
+        return sum(one[name] for one in later) / len(later)
+
+    worst = max(short["parity"], key=lambda one: one["mean"])
+    step = long["steps"][-1]
+    figures = [
+        figure("rollout_tok_s", sum(speeds) / len(speeds), "tokens/s", f"96 x 512 tokens, adapter on, {options.sync}; mean of {len(speeds)} after the first; prefill of 12 prompts included"),
+        figure("rollout_first_tok_s", short["rollouts"][0]["tokens"] / short["rollouts"][0]["generate"], "tokens/s", "the first rollout of the process"),
+        figure("hf_generate_tok_s", hf, "tokens/s", "transformers' generate, 16 of the same prompts x 128 tokens, same process"),
+        figure("speedup", sum(speeds) / len(speeds) / hf, "x", "the two above"),
+        figure("handover_s", mean("handover"), "s", f"ROLLOUT_SYNC={options.sync}"),
+        figure("sleep_s", mean("sleep"), "s", "after the first"),
+        figure("wake_s", mean("wake"), "s", "after the first"),
+        figure("asleep_gib", short["asleep_gib"], "GiB", "GPU memory that the sleeping engine holds, by the driver"),
+        figure("start_to_rollout_s", short["start_to_rollout_s"], "s", "process start to first rollout, warm caches; parity gate included"),
+        figure("start_cold_s", results["warm"]["start_to_rollout_s"], "s", "the same with empty compile caches"),
+        figure("long_rollout_s", long["rollouts"][-1]["generate"], "s", f"{long['rollouts'][-1]['sequences']} completions, {long['rollouts'][-1]['tokens']} tokens in all"),
+        figure("long_step_s", float(step["step_s"]), "s", "the whole step of those completions"),
+        figure("long_learn_s", float(step["learn_s"]), "s", "its learning"),
+        figure("short_step_s", float(short["steps"][-1]["step_s"]), "s", "the whole step of 96 x 512"),
+        figure("short_learn_s", float(short["steps"][-1]["learn_s"]), "s", "its learning"),
+        figure("parity_mean", worst["mean"], "nats", "worst of fixed and sampled tokens, before and after a sleep"),
+        figure("parity_max", max(one["max"] for one in short["parity"]), "nats"),
+        figure("parity_control_mean", min(one["control_mean"] for one in short["parity"]), "nats", "smallest with the trainer's adapter off"),
+        figure("run_logp_diff_mean", float(short["steps"][-1]["logp_diff_mean"]), "nats", "sampled tokens of the last training step"),
+        figure("base_changed_elements", short["base_changed_elements"] + long["base_changed_elements"], "", "base weights of the trainer, bit for bit"),
+    ]  # fmt: skip
+    write(Path(options.out), figures, f"python scripts/bench.py rollout --sync {options.sync}")
+    return int(short["base_changed_elements"] + long["base_changed_elements"] != 0)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -239,11 +416,20 @@ def main() -> int:
     one.add_argument("--attention", default="auto")
     one.add_argument("--micro-batch", type=int, default=4)
     one.add_argument("--rewards", default="action,bench:noise")
+    one = commands.add_parser("rollout", help="vLLM beside the trainer")
+    one.add_argument("--model", required=True, help="checkpoint folder or Hub id")
+    one.add_argument("--data", required=True, help="training CSVs")
+    one.add_argument("--out", required=True, help="JSON to write")
+    one.add_argument("--run", default="runs/bench-rollout", help="OUTPUT_DIR of the runs; deleted first")
+    one.add_argument("--sync", default="merge", choices=("merge", "lora"), help="ROLLOUT_SYNC")
+    one.add_argument("--child", choices=("warm", "short", "long"), help=argparse.SUPPRESS)
     one = commands.add_parser("demo", help="the tiny model on three seeds, on the CPU")
     one.add_argument("--out", required=True, help="JSON to write")
     one.add_argument("--figure", required=True, help="PNG to write")
     one.add_argument("--run", default="runs/bench-demo", help="folder of the three runs; deleted first")
     options = parser.parse_args()
+    if options.command == "rollout":
+        return rollout_child(options) if options.child else bench_rollout(options)
     return {"main": bench_main, "demo": bench_demo}[options.command](options)
 
 

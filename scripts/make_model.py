@@ -509,25 +509,55 @@ O200K_IDS = {
     "<|message|>": 200008,
     "<|call|>": 200012,
 }
-WEIGHT_STD = 0.02  # gpt-oss's initializer_range
-# Sixteen equally likely e2m1 codes have a root mean square of 2.926. Scales of 2**-8 and 2**-7, the larger one for 69%
-# of the blocks, bring that to 0.020.
-RANDOM_SCALE_BYTE, RANDOM_SCALE_SHARE = 119, 0.688
+# Standard deviations of the random weights, chosen so that rounding stays rounding. With 0.02 everywhere (gpt-oss's
+# initializer_range) the model is chaotic: experts write as much into the residual stream as all there is, the fourth and
+# the fifth expert of a token are often nearly tied, so a rounding error swaps them and grows from layer to layer. Two
+# exact BF16 implementations then disagree by 0.3 to 0.5 nats a token, more than any bug one would look for. So experts
+# write little (a swap changes little), attention writes more (an adapter on it must show), router scores are spread (the
+# fourth expert weighs little), and embeddings are large against what one layer adds. docs/models.md has the figures.
+# Matrices: times 1 / sqrt(fan-in), so that other widths behave alike.
+MATRIX_GAIN = {
+    "q_proj": 0.75,  # attention scores N(0, 1), with YaRN's factor of 1.81 on them: neither flat nor one-hot
+    "k_proj": 0.75,
+    "v_proj": 1.0,
+    "o_proj": 0.5,
+    "router": 3.0,
+    "gate_up_proj": 1.0,
+    "down_proj": 0.1,
+    "lm_head": 1.5,  # logits N(0, 1.5**2): sampled tokens vary, entropy is 1.1 nats below that of even chances
+}
+EMBEDDING_STD, SINK_STD, BIAS_STD = 1.0, 1.0, 0.02
+E2M1_RMS = math.sqrt(sum(value**2 for value in E2M1) / len(E2M1))  # 2.926, of equally likely codes
 
 
 def random_tensor(spec: TensorSpec, generator: torch.Generator) -> torch.Tensor:
-    """Noise for one tensor of a full-size checkpoint, made on the generator's device; norms are ones, sinks N(0, 1)."""
+    """Noise for one tensor of a full-size checkpoint, made on the generator's device; norms are ones.
+
+    An expert's blocks are even random codes. Its scales are two neighbouring powers of two, the larger one as often as
+    the standard deviation of `MATRIX_GAIN` needs.
+    """
     import torch
 
     device = generator.device
-    if spec.name.endswith("_blocks"):
+    *_, module, last = spec.name.split(".")
+    if last.endswith("_blocks"):
         return torch.randint(0, 256, spec.shape, dtype=torch.uint8, device=device, generator=generator)
-    if spec.name.endswith("_scales"):
-        larger = torch.rand(spec.shape, device=device, generator=generator) < RANDOM_SCALE_SHARE
-        return larger.to(torch.uint8) + RANDOM_SCALE_BYTE
+    if last.endswith("_scales"):
+        scale = MATRIX_GAIN[last.removesuffix("_scales")] / math.sqrt(spec.shape[-1] * BLOCK) / E2M1_RMS
+        exponent = math.floor(math.log2(scale))
+        share = ((scale / 2.0**exponent) ** 2 - 1) / 3  # the mean of squares: (1 - share) * 1 + share * 4
+        larger = torch.rand(spec.shape, device=device, generator=generator) < share
+        return larger.to(torch.uint8) + (E8M0_BIAS + exponent)
     if "norm" in spec.name:
         return torch.ones(spec.shape, dtype=torch.bfloat16, device=device)
-    std = 1.0 if spec.name.endswith("sinks") else WEIGHT_STD
+    if last == "sinks":
+        std = SINK_STD
+    elif last.endswith("bias"):
+        std = BIAS_STD
+    elif module == "embed_tokens":
+        std = EMBEDDING_STD
+    else:
+        std = MATRIX_GAIN[module] / math.sqrt(spec.shape[-1])
     return torch.empty(spec.shape, dtype=torch.bfloat16, device=device).normal_(0.0, std, generator=generator)
 
 

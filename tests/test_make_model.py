@@ -266,10 +266,12 @@ def test_rope_reaches_transformers(small: Path) -> None:
 def test_random_weights_are_sane(small: Path) -> None:
     tensors = stored(small)
     for n in range(SMALL.layers):
-        name = f"model.layers.{n}.mlp.experts.gate_up_proj"
-        assert mm.dequantize_mxfp4(tensors[f"{name}_blocks"], tensors[f"{name}_scales"]).std().item() == pytest.approx(
-            0.02, rel=0.05
-        )
+        for part, fan_in in (("gate_up_proj", SMALL.hidden), ("down_proj", SMALL.intermediate)):
+            name = f"model.layers.{n}.mlp.experts.{part}"
+            std = mm.dequantize_mxfp4(tensors[f"{name}_blocks"], tensors[f"{name}_scales"]).std().item()
+            assert std == pytest.approx(mm.MATRIX_GAIN[part] / fan_in**0.5, rel=0.05)
+        std = tensors[f"model.layers.{n}.self_attn.o_proj.weight"].float().std().item()
+        assert std == pytest.approx(0.5 / (SMALL.heads * SMALL.head_dim) ** 0.5, rel=0.05)
     assert len(list(small.glob("*.safetensors"))) > 1
     with torch.no_grad():
         logits = load(small)(torch.arange(40).unsqueeze(0)).logits
