@@ -512,7 +512,7 @@ O200K_IDS = {
 # Standard deviations of the random weights, chosen so that rounding stays rounding. With 0.02 everywhere (gpt-oss's
 # initializer_range) the model is chaotic: experts write as much into the residual stream as all there is, the fourth and
 # the fifth expert of a token are often nearly tied, so a rounding error swaps them and grows from layer to layer. Two
-# exact BF16 implementations then disagree by 0.3 to 0.5 nats a token, more than any bug one would look for. So experts
+# exact BF16 implementations then disagree by 0.25 to 0.5 nats a token, which hides most bugs. So experts
 # write little (a swap changes little), attention writes more (an adapter on it must show), router scores are spread (the
 # fourth expert weighs little), and embeddings are large against what one layer adds. docs/models.md has the figures.
 # Matrices: times 1 / sqrt(fan-in), so that other widths behave alike.
