@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stub of vLLM on the CPU that keeps its contract, so that the rollout engine is tested without a GPU.
+
+What it keeps of vLLM 0.26 (files of that version in brackets):
+- a copy of the model of its own, which changes only by `apply_model` and `add_lora`;
+- packed attention weights under vLLM's names: `model.layers.N.attn.qkv_proj.weight`, rows of q, k, v, and `attn.o_proj`
+  (model_executor/models/gpt_oss.py), with `.base_layer.` in them where LoRA is enabled;
+- adapters: loaded once for an integer id, only one held, scale alpha / r, refused for a rank above `max_lora_rank`, a
+  bias or an unknown module (lora/worker_manager.py, lora/peft_helper.py);
+- sampling from torch's global generator; log-probs after temperature; the stop token is part of a completion; log-probs
+  of prompts ignore the temperature (v1/worker/gpu_model_runner.py);
+- a prefix cache keyed by the adapter's name (v1/core/kv_cache_utils.py), emptied by sleep and `reset_prefix_cache`.
+
+What is stricter: vLLM hangs when it generates asleep, and returns wrong text where its prefix cache is stale; the stub
+raises. What it leaves out: speed, memory, CUDA graphs, kernels.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+import train_grpo
+
+PACKED = ("q_proj", "k_proj", "v_proj")
+
+
+@dataclass
+class StubSampling:
+    """vLLM's SamplingParams, as far as the engine uses it; an unknown argument is a TypeError there too."""
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_tokens: int = 16
+    logprobs: int | None = None
+    flat_logprobs: bool = False
+    prompt_logprobs: int | None = None
+    stop_token_ids: list[int] = field(default_factory=list)
+    detokenize: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature <= 2:
+            raise ValueError(f"temperature must be in [0, 2], got {self.temperature}")
+
+
+@dataclass(frozen=True)
+class StubLoRARequest:
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+    def __post_init__(self) -> None:
+        if self.lora_int_id < 1:
+            raise ValueError(f"id must be > 0, got {self.lora_int_id}")
+
+
+class StubLLM:
+    """vLLM's LLM on the model in `folder`. `calls` lists what was asked of it, in order.
+
+    To break it: `shift` and `noise` (standard deviation) are added to the log-probs it reports, `ignore_adapter` makes
+    it generate with the base, and `fail` maps the name of a call to (number of the call from 1, exception to raise).
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        enable_lora: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+        max_lora_rank: int = 16,
+        lora_target_modules: Sequence[str] = ("qkv_proj", "o_proj"),
+        max_model_len: int = 4096,
+    ):
+        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+        # The trainer's seed must not depend on whether an engine was built.
+        with torch.random.fork_rng(devices=[]):
+            self.model = train_grpo.load_model(str(folder), config, "eager").to(dtype).eval().requires_grad_(False)
+        self.enable_lora, self.max_lora_rank, self.targets = enable_lora, max_lora_rank, tuple(lora_target_modules)
+        self.max_model_len = max_model_len
+        self.asleep = False
+        self.calls: list[str] = []
+        self.requests: list[Any] = []
+        self.shift = self.noise = 0.0
+        self.noise_generator = torch.Generator().manual_seed(0)
+        self.ignore_adapter = False
+        self.fail: dict[str, tuple[int, BaseException]] = {}
+        self.loaded: dict[int, dict[str, tuple[Any, Any]]] = {}  # int id -> module -> (A, scaled B)
+        self.active: dict[str, tuple[Any, Any]] = {}
+        self.prefix_cache: dict[str | None, tuple[Any, ...]] = {}  # adapter's name -> weights that filled it
+        self.llm_engine = SimpleNamespace(add_lora=self.add_lora)
+        self.packed: dict[str, torch.nn.Parameter] = {}
+        self._pack()
+
+    def _pack(self) -> None:
+        """Put q, k and v into one tensor, of which the model's own become views, and hook LoRA into all four."""
+        middle = "base_layer." if self.enable_lora else ""
+        for number, layer in enumerate(self.model.model.layers):
+            attention, stem = layer.self_attn, f"model.layers.{number}"
+            projections = [getattr(attention, name) for name in PACKED]
+            packed = torch.nn.Parameter(torch.cat([p.weight for p in projections]), requires_grad=False)
+            rows = [p.weight.shape[0] for p in projections]
+            for projection, part in zip(projections, packed.data.split(rows), strict=True):
+                projection.weight.data = part
+            self.packed[f"{stem}.attn.qkv_proj.{middle}weight"] = packed
+            self.packed[f"{stem}.attn.o_proj.{middle}weight"] = attention.o_proj.weight
+            for name in (*PACKED, "o_proj"):
+                getattr(attention, name).register_forward_hook(self._adapt(f"{stem}.self_attn.{name}"))
+
+    def _adapt(self, module: str):
+        def hook(_, inputs, output):
+            if module not in self.active or self.ignore_adapter:
+                return None
+            a, b = self.active[module]
+            return output + inputs[0] @ a.T @ b.T
+
+        return hook
+
+    def _called(self, name: str, awake: bool = True) -> None:
+        self.calls.append(name)
+        number, error = self.fail.get(name, (0, None))
+        if error is not None and self.calls.count(name) == number:
+            raise error
+        if awake and self.asleep:
+            raise RuntimeError(f"{name} on a sleeping engine")
+
+    def sleep(self, level: int = 1) -> None:
+        self._called("sleep")
+        if level != 1:
+            raise ValueError("level 2 discards the weights")
+        self.asleep = True
+        self.prefix_cache.clear()
+
+    def wake_up(self) -> None:
+        self._called("wake_up", awake=False)
+        self.asleep = False
+
+    def apply_model(self, function: Any) -> list[Any]:
+        self._called("apply_model")
+        if not self.ignore_adapter:
+            others = [("model.embedding.weight", self.model.model.embed_tokens.weight)]
+            parameters = [*others, *self.packed.items()]
+            return [function(SimpleNamespace(named_parameters=lambda: iter(parameters)))]
+        return [None]
+
+    def reset_prefix_cache(self) -> bool:
+        self._called("reset_prefix_cache")
+        self.prefix_cache.clear()
+        return True
+
+    def add_lora(self, request: StubLoRARequest) -> bool:
+        self._called("add_lora")
+        if not self.enable_lora:
+            raise RuntimeError("LoRA is not enabled")
+        if request.lora_int_id not in self.loaded:  # an id that was seen is never read again
+            self.loaded = {request.lora_int_id: self._load(Path(request.lora_path))}
+        return True
+
+    def _load(self, folder: Path) -> dict[str, tuple[Any, Any]]:
+        for name in ("adapter_config.json", "adapter_model.safetensors"):
+            if not (folder / name).is_file():
+                raise ValueError(f"Loading lora {folder} failed: No adapter found for {folder}")
+        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        tensors = load_file(folder / "adapter_model.safetensors")
+        if config["r"] > self.max_lora_rank or config["bias"] != "none" or config.get("use_dora"):
+            raise ValueError(f"the adapter is refused: {config}")
+        adapter, known = {}, dict(self.model.named_modules())
+        for name in sorted(tensors):
+            module, _, kind = name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".")
+            if module not in known or kind not in ("lora_A", "lora_B"):
+                raise ValueError(f"{name} is unsupported LoRA weight")
+            leaf = module.rpartition(".")[2]
+            if kind == "lora_B" or ("qkv_proj" if leaf in PACKED else leaf) not in self.targets:
+                continue  # modules outside the list are dropped without a word
+            a, b = tensors[name], tensors[name.replace("lora_A", "lora_B")]
+            if a.shape[0] != config["r"] or b.shape[1] != config["r"]:
+                raise ValueError(f"{name} has another rank than {config['r']}")
+            dtype = self.model.dtype
+            adapter[module] = (a.to(dtype), (b * (config["lora_alpha"] / config["r"])).to(dtype))
+        return adapter
+
+    def generate(self, prompts: Sequence[Any], sampling_params: StubSampling, use_tqdm: bool = True, lora_request: Any = None):  # fmt: skip
+        self._called("generate")
+        self.requests.append(lora_request)
+        self.active = {}
+        if lora_request is not None:
+            if lora_request.lora_int_id not in self.loaded:
+                self.add_lora(lora_request)
+            self.active = self.loaded[lora_request.lora_int_id]
+        name = lora_request.lora_name if lora_request else None
+        weights = (id(self.active) if lora_request else 0, *(float(p.double().sum()) for p in self.packed.values()))
+        if self.prefix_cache.setdefault(name, weights) != weights:
+            raise RuntimeError(f"the prefix cache of {name} was filled with other weights")
+        rows = [list(prompt["prompt_token_ids"]) for prompt in prompts]
+        for row in rows:
+            if not 0 < len(row) <= self.max_model_len:
+                raise ValueError(f"a prompt of {len(row)} tokens, max_model_len is {self.max_model_len}")
+        with torch.no_grad():
+            if sampling_params.prompt_logprobs is not None:
+                return [self._score(row) for row in rows]
+            return self._sample(rows, sampling_params)
+
+    def _report(self, values: torch.Tensor) -> list[float]:
+        noise = torch.randn(values.shape, generator=self.noise_generator) * self.noise
+        return (values.float() + self.shift + noise).tolist()
+
+    def _score(self, row: list[int]) -> Any:
+        ids = torch.tensor([row])
+        logits = self.model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+        values = self._report(logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0])
+        positions = [{token: SimpleNamespace(logprob=v)} for token, v in zip(row[1:], values, strict=True)]
+        return SimpleNamespace(prompt_logprobs=[None, *positions], outputs=[SimpleNamespace(token_ids=[0])])
+
+    def _sample(self, rows: Sequence[list[int]], parameters: StubSampling) -> list[Any]:
+        """All rows in one batch, padded on the left, token by token."""
+        longest, done, stop = max(map(len, rows)), [False] * len(rows), set(parameters.stop_token_ids)
+        ids = torch.tensor([[0] * (longest - len(row)) + list(row) for row in rows])
+        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+        places = (mask.cumsum(1) - 1).clamp(min=0)
+        tokens, values, cache = [[] for _ in rows], [[] for _ in rows], None
+        for _ in range(parameters.max_tokens):
+            output = self.model(
+                input_ids=ids, attention_mask=mask, position_ids=places, past_key_values=cache, use_cache=True
+            )
+            cache = output.past_key_values
+            logps = (output.logits[:, -1].float() / parameters.temperature).log_softmax(-1)
+            if parameters.top_p < 1:
+                ordered, order = logps.exp().sort(descending=True)
+                dropped = (ordered.cumsum(1) - ordered > parameters.top_p).gather(1, order.argsort())
+                logps = logps.masked_fill(dropped, -torch.inf).log_softmax(-1)
+            ids = torch.multinomial(logps.exp(), 1)
+            reported = self._report(logps.gather(1, ids)[:, 0])
+            for i, token in enumerate(ids[:, 0].tolist()):
+                if not done[i]:
+                    tokens[i].append(token)
+                    values[i].append(reported[i])
+                    done[i] = token in stop
+            if all(done):
+                break
+            mask = torch.cat([mask, torch.ones(len(rows), 1, dtype=mask.dtype)], 1)
+            places = places[:, -1:] + 1
+        return [
+            SimpleNamespace(
+                prompt_logprobs=None,
+                outputs=[SimpleNamespace(token_ids=t, logprobs=self._logprobs(t, v, parameters))],
+            )
+            for t, v in zip(tokens, values, strict=True)
+        ]
+
+    @staticmethod
+    def _logprobs(tokens: list[int], values: list[float], parameters: StubSampling) -> Any:
+        if parameters.logprobs is None:
+            return None
+        if parameters.flat_logprobs:
+            return SimpleNamespace(logprobs=values)
+        return [{token: SimpleNamespace(logprob=v)} for token, v in zip(tokens, values, strict=True)]

@@ -1,0 +1,933 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rollout engine with a stub in vLLM's place (tests/stub_vllm.py). Run: python -m pytest tests/test_engine.py"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import signal
+import sys
+import zipfile
+
+import pytest
+from conftest import read_csv
+from hypothesis import given
+from hypothesis import strategies as st
+from stub_vllm import StubLLM, StubLoRARequest, StubSampling
+from test_learner import BOTH, loss_and_gradients, make
+
+import train_grpo
+from train_grpo import (
+    REAL_CONFIG,
+    Engine,
+    EngineError,
+    Machine,
+    ModelFiles,
+    ParityError,
+    Problems,
+    Settings,
+    capture_sizes,
+)
+
+H100 = Machine("NVIDIA H100 80GB HBM3", 1, 79.6, 79.0, 110.0, 16, "x86_64")
+SYNCS = ("merge", "lora")
+EXACT = 2e-4  # nats: both sides compute in float32, in another order
+
+
+def only(problems):
+    assert len(problems) == 1, problems
+    return problems[0]
+
+
+@pytest.fixture
+def build(tiny, tmp_path):
+    """A trainer in float32 without autocast and, in `trainer.run.engine`, a stub of the same precision beside it."""
+    engines = []
+
+    def build(**changes):
+        import torch
+
+        trainer = make(tiny, tmp_path, **changes)
+        trainer.accelerator.state._mixed_precision = "no"
+        trainer.accelerator.native_amp = False
+        settings = trainer.run.settings
+        stub = StubLLM(tiny, enable_lora=settings.ROLLOUT_SYNC == "lora", dtype=torch.float32)
+        engine = Engine(stub, StubSampling, StubLoRARequest, settings, trainer.eos_token_ids)
+        engine.sleep()
+        stub.calls.clear()
+        engines.append(engine)
+        trainer.run.engine, trainer.use_vllm = engine, True
+        trainer.model.eval()
+        return trainer
+
+    yield build
+    for engine in engines:
+        shutil.rmtree(engine.folder, ignore_errors=True)
+
+
+def set_adapter(trainer, seed, strength=0.1):
+    """A random adapter whose values BF16 holds exactly, so that vLLM's copy of it is exact too."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in trainer.model.named_parameters():
+        if "lora_" in name:
+            scale = strength if "lora_B" in name else 0.2
+            parameter.data = (torch.randn(parameter.shape, generator=generator) * scale).bfloat16().float()
+
+
+def prompts_of(trainer):
+    return trainer.processing_class(text=[row.prompt for row in trainer.run.rows])["input_ids"]
+
+
+def trainer_logps(trainer, prompts, completions, temperature=1.0):
+    rows = [list(p) + list(c) for p, c in zip(prompts, completions, strict=True)]
+    return train_grpo.score_tokens(trainer, rows, list(map(len, prompts)), temperature)
+
+
+def flat(rows):
+    import torch
+
+    return torch.tensor([value for row in rows for value in row])
+
+
+def digest(model, adapter=False):
+    import torch
+
+    return {
+        name: hashlib.sha256(p.detach().contiguous().view(torch.uint8).numpy()).hexdigest()
+        for name, p in model.named_parameters()
+        if ("lora_" in name) == adapter
+    }
+
+
+# ---- The engine uses the adapter that is trained ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("targets", ["all-linear", "k_proj,o_proj", "q_proj"])
+@pytest.mark.parametrize("sync", SYNCS)
+def test_rollouts_are_sampled_from_the_policy(build, sync, targets):
+    """Log-probs of sampled tokens and of given ones, with a temperature, against the trainer's; and without adapter."""
+    trainer = build(ROLLOUT_SYNC=sync, LORA_TARGETS=targets, TEMPERATURE=0.7)
+    set_adapter(trainer, 1)
+    policy, engine, prompts = trainer.model, trainer.run.engine, prompts_of(trainer)
+    ids, values = engine.rollout(policy, prompts, seed=4)
+    assert [len(row) for row in values] == [len(row) for row in ids] and all(1 <= len(row) <= 8 for row in ids)
+    stops = [[token in trainer.eos_token_ids for token in row] for row in ids]
+    assert any(row[-1] for row in stops) and not any(any(row[:-1]) for row in stops), "a stop token ends, and stays"
+    ours = trainer_logps(trainer, prompts, ids, 0.7)
+    assert (flat(values) - ours).abs().max() < EXACT
+    assert (flat(values) - trainer_logps(trainer, prompts, ids, 1.0)).abs().max() > 10 * EXACT, "temperature counts"
+    with policy.disable_adapter():
+        without = trainer_logps(trainer, prompts, ids, 0.7)
+        fixed = train_grpo.score_tokens(trainer, prompts, [1] * len(prompts), 1.0)
+    assert (ours - without).abs().max() > 50 * EXACT, "the adapter must matter, or the test above proves nothing"
+    base_ids, base_values = engine.rollout(policy, prompts, seed=4, active=False)
+    with policy.disable_adapter():
+        assert (flat(base_values) - trainer_logps(trainer, prompts, base_ids, 0.7)).abs().max() < EXACT
+    for active in (True, False):
+        engine.wake()
+        engine.hand_over(policy, active)
+        expected = train_grpo.score_tokens(trainer, prompts, [1] * len(prompts), 1.0) if active else fixed
+        assert (flat(engine.score(prompts)) - expected).abs().max() < EXACT
+        assert (flat(engine.score(prompts)) - (fixed if active else expected + 1)).abs().max() > 50 * EXACT
+        engine.sleep()
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_every_rollout_uses_the_adapter_of_that_moment(build, sync):
+    """Three adapters, three rollouts, and after each sleep what the engine holds is not trusted."""
+    trainer = build(ROLLOUT_SYNC=sync)
+    engine, prompts, before = trainer.run.engine, prompts_of(trainer), None
+    for seed in (1, 2, 3):
+        set_adapter(trainer, seed)
+        ids, values = engine.rollout(trainer.model, prompts, seed=0)
+        assert (flat(values) - trainer_logps(trainer, prompts, ids)).abs().max() < EXACT, f"adapter {seed}"
+        engine.wake()
+        engine.hand_over(trainer.model)
+        scored = flat(engine.score(prompts))
+        engine.sleep()
+        assert before is None or (scored - before).abs().max() > 50 * EXACT, "another adapter, other log-probs"
+        before = scored
+    set_adapter(trainer, 1)
+    engine.wake()
+    engine.hand_over(trainer.model)
+    engine.score(prompts)
+    set_adapter(trainer, 2)
+    engine.hand_over(trainer.model)  # without a sleep, which would have emptied the prefix cache
+    expected = train_grpo.score_tokens(trainer, prompts, [1] * len(prompts), 1.0)
+    assert (flat(engine.score(prompts)) - expected).abs().max() < EXACT
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_hand_overs_leave_the_policy_bit_for_bit(build, sync):
+    trainer = build(ROLLOUT_SYNC=sync)
+    set_adapter(trainer, 1)
+    base, adapter = digest(trainer.model), digest(trainer.model, adapter=True)
+    engine = trainer.run.engine
+    engine.wake()
+    for i in range(30):
+        engine.hand_over(trainer.model, active=i % 3 > 0)
+    engine.hand_over(trainer.model)
+    assert digest(trainer.model) == base and digest(trainer.model, adapter=True) == adapter
+    prompts = prompts_of(trainer)
+    expected = train_grpo.score_tokens(trainer, prompts, [1] * len(prompts), 1.0)
+    assert (flat(engine.score(prompts)) - expected).abs().max() < EXACT, "no drift on the engine's side either"
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_order_of_a_rollout(build, sync):
+    trainer = build(ROLLOUT_SYNC=sync)
+    engine, prompts = trainer.run.engine, prompts_of(trainer)
+    handing = ["add_lora"] if sync == "lora" else ["apply_model", "reset_prefix_cache"]
+    for _ in range(2):
+        engine.rollout(trainer.model, prompts, seed=1)
+    assert engine.llm.calls == ["wake_up", *handing, "generate", "sleep"] * 2
+    assert engine.asleep and all(engine.seconds[name] > 0 for name in ("wake", "handover", "generate", "sleep"))
+    engine.sleep()
+    assert engine.llm.calls.count("sleep") == 2, "sleeping twice is once"
+    if sync == "lora":
+        one, two = engine.llm.requests
+        assert one.lora_int_id != two.lora_int_id and one.lora_name != two.lora_name
+    else:
+        assert engine.llm.requests == [None, None]
+
+
+def test_what_is_written_for_vllm_is_pefts_format(build):
+    import torch
+    from safetensors.torch import load_file
+
+    trainer = build(ROLLOUT_SYNC="lora")
+    set_adapter(trainer, 1)
+    folder = trainer.run.engine.write_adapter(trainer.model, active=True)
+    config, tensors = json.loads((folder / "adapter_config.json").read_text()), load_file(folder / "adapter_model.safetensors")  # fmt: skip
+    assert config["lora_alpha"] == config["r"] == 4 and config["bias"] == "none", "B carries the scale"
+    assert config["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    state = {n.replace(".default", ""): p for n, p in trainer.model.named_parameters() if "lora_" in n}
+    assert set(tensors) == set(state) and {t.dtype for t in tensors.values()} == {torch.bfloat16}
+    for name, parameter in state.items():
+        assert torch.equal(tensors[name].float(), parameter.detach() * (2.0 if "lora_B" in name else 1.0))
+    off = load_file(trainer.run.engine.write_adapter(trainer.model, active=False) / "adapter_model.safetensors")
+    assert not any(t.any() for n, t in off.items() if "lora_B" in n)
+
+
+def test_merged_weights_are_rounded_once_and_refused_where_they_do_not_fit(build):
+    import torch
+
+    trainer = build()
+    set_adapter(trainer, 1)
+    names = [name for name, _ in train_grpo.merged_weights(trainer.model)]
+    assert names[0] == "model.layers.0.self_attn.q_proj.weight" and len(names) == 8
+    layer = next(iter(train_grpo.lora_layers(trainer.model).values()))
+    layer.get_base_layer().weight.data = layer.get_base_layer().weight.data.bfloat16()
+    _, merged = next(train_grpo.merged_weights(trainer.model))
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    exact = layer.get_base_layer().weight.double() + 2.0 * b.double() @ a.double()
+    assert merged.dtype == torch.bfloat16 and torch.equal(merged, exact.float().bfloat16())
+    engine = trainer.run.engine
+    engine.wake()
+    with pytest.raises(ValueError, match="q_proj.weight: .* does not fit"):
+        engine.llm.apply_model(lambda m: train_grpo.push_weights(m, [(names[0], torch.zeros(500, 64))]))
+    with pytest.raises(ValueError, match="o_proj.weight: .* does not fit"):
+        engine.llm.apply_model(lambda m: train_grpo.push_weights(m, [(names[3], torch.zeros(8, 8))]))
+
+
+def test_a_seed_is_a_rollout(build):
+    import torch
+
+    trainer = build(TEMPERATURE=2.0)
+    engine, prompts = trainer.run.engine, prompts_of(trainer)
+    first = engine.rollout(trainer.model, prompts, seed=7)
+    torch.rand(5)
+    assert engine.rollout(trainer.model, prompts, seed=7) == first
+    assert engine.rollout(trainer.model, prompts, seed=8)[0] != first[0]
+    trainer.state.global_step = 3
+    one, two = (trainer._generate_single_turn(prompts, None, {}, 1) for _ in range(2))
+    trainer.state.global_step = 4
+    other = trainer._generate_single_turn(prompts, None, {}, 1)
+    assert one == two and one[0] != other[0], "the step is the seed"
+    assert [len(v) for v in one[1]] == [len(c) for c in one[0]], "TRL gets the log-probs"
+
+
+def test_an_evaluation_of_the_base_leaves_the_adapter_out(build):
+    trainer = build()
+    set_adapter(trainer, 1)
+    prompts = prompts_of(trainer)
+    trainer.run.stream = "base"
+    ids, values = trainer._generate_single_turn(prompts, None, {}, 1)
+    with trainer.model.disable_adapter():
+        assert (flat(values) - trainer_logps(trainer, prompts, ids)).abs().max() < EXACT
+    assert (flat(values) - trainer_logps(trainer, prompts, ids)).abs().max() > 10 * EXACT
+
+
+def test_generating_needs_an_awake_engine_with_the_adapter(build):
+    trainer = build()
+    engine, prompts = trainer.run.engine, prompts_of(trainer)
+    with pytest.raises(EngineError, match="awake"):
+        engine.generate(prompts, 1)
+    with pytest.raises(EngineError, match="sleeping"):
+        engine.hand_over(trainer.model)
+    engine.wake()
+    with pytest.raises(EngineError, match="handed over"):
+        engine.generate(prompts, 1)
+    engine.hand_over(trainer.model)
+    engine.sleep()
+    engine.wake()
+    with pytest.raises(EngineError, match="handed over"):
+        engine.generate(prompts, 1)
+    assert "generate" not in engine.llm.calls
+
+
+def test_a_missing_log_prob_is_none_for_trl(build):
+    trainer = build()
+    trainer.run.engine.llm.shift = math.nan
+    ids, values = trainer.run.engine.rollout(trainer.model, prompts_of(trainer), seed=1)
+    assert values == [[None] * len(row) for row in ids]
+
+
+# ---- Faults ----------------------------------------------------------------------------------------------------------
+
+
+def test_faults_name_what_failed_and_what_helps(build):
+    import torch
+
+    def broken(call, error, **changes):
+        trainer = build(**changes)
+        trainer.run.engine.llm.fail[call] = (1, error)
+        with pytest.raises(EngineError) as caught:
+            trainer.run.engine.rollout(trainer.model, prompts_of(trainer), seed=1)
+        assert caught.value.__cause__ is error
+        return str(caught.value)
+
+    message = broken("wake_up", torch.OutOfMemoryError("CUDA out of memory"))
+    assert "waking" in message and "OutOfMemoryError" in message and "MICRO_BATCH" in message
+    message = broken("generate", RuntimeError("an illegal memory access\nlong trace"))
+    assert "generating failed (RuntimeError: an illegal memory access)" in message and "it continues" in message
+    assert "host memory" in broken("sleep", MemoryError()).lower()
+    assert "ROLLOUT_SYNC" in broken("apply_model", KeyError("attn"))
+    assert "ROLLOUT_SYNC" in broken("add_lora", ValueError("rank"), ROLLOUT_SYNC="lora")
+
+
+def test_an_adapter_that_the_engine_does_not_load_is_an_error(build, monkeypatch):
+    trainer = build(ROLLOUT_SYNC="lora")
+    engine, write = trainer.run.engine, Engine.write_adapter
+
+    def lose(self, policy, active):
+        folder = write(self, policy, active)
+        (folder / "adapter_model.safetensors").unlink()
+        return folder
+
+    engine.wake()
+    engine.hand_over(trainer.model)
+    monkeypatch.setattr(Engine, "write_adapter", lose)
+    with pytest.raises(EngineError, match="No adapter found"):
+        engine.hand_over(trainer.model)
+    monkeypatch.undo()
+    monkeypatch.setattr(engine.llm.llm_engine, "add_lora", lambda request: False)
+    with pytest.raises(EngineError, match="did not take"):
+        engine.hand_over(trainer.model)
+
+
+def test_answers_that_do_not_match_the_requests_are_errors(build, monkeypatch):
+    trainer = build()
+    engine, prompts = trainer.run.engine, prompts_of(trainer)
+    engine.wake()
+    engine.hand_over(trainer.model)
+    whole = engine.llm.generate
+    monkeypatch.setattr(engine.llm, "generate", lambda *a, **k: whole(*a, **k)[1:])
+    with pytest.raises(EngineError, match="3 of 4"):
+        engine.generate(prompts, 1)
+
+    def shorter(*arguments, **keywords):
+        outputs = whole(*arguments, **keywords)
+        outputs[0].outputs[0].logprobs.logprobs.pop()
+        return outputs
+
+    monkeypatch.setattr(engine.llm, "generate", shorter)
+    with pytest.raises(EngineError, match="number of log-probs"):
+        engine.generate(prompts, 1)
+
+
+# ---- Parity gate -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize("agrees", [True, False])
+def test_the_gate_restores_the_adapter(build, sync, agrees):
+    trainer = build(ROLLOUT_SYNC=sync, TEMPERATURE=0.9)
+    set_adapter(trainer, 5)
+    engine = trainer.run.engine
+    engine.llm.ignore_adapter = not agrees
+    before = digest(trainer.model), digest(trainer.model, adapter=True)
+    trainer.model.train()
+    if agrees:
+        train_grpo.parity_gate(trainer)
+        assert engine.asleep and len(trainer.run.parity) == 4
+        assert {(p["when"], p["kind"]) for p in trainer.run.parity} == {
+            (when, kind) for when in ("before the first step", "after a sleep") for kind in ("fixed tokens", "sampled tokens")
+        }  # fmt: skip
+        bound = 0.02 if sync == "lora" else 1e-4  # the gate's adapter is rounded to BF16 on its way
+        assert all(p["mean"] < bound and p["control_mean"] > 2 * p["mean"] for p in trainer.run.parity)
+        assert trainer.run.parity[0]["control_mean"] > 0.1, "the test adapter is strong"
+        assert engine.llm.calls.count("wake_up") == engine.llm.calls.count("sleep") == 2
+    else:
+        with pytest.raises(ParityError, match="ROLLOUT_SYNC.*ATTN_IMPL=eager.*USE_VLLM=0"):
+            train_grpo.parity_gate(trainer)
+    assert (digest(trainer.model), digest(trainer.model, adapter=True)) == before
+    assert trainer.model.training
+
+
+def test_the_gate_sees_what_is_wrong(build):
+    """Each fault alone; the same trainer without a fault passes."""
+    trainer = build()
+    stub = trainer.run.engine.llm
+    for fault, value in (("noise", 0.2), ("shift", 0.1), ("shift", math.nan)):
+        setattr(stub, fault, value)
+        with pytest.raises(
+            ParityError, match=r"before the first step, fixed tokens: .* differ by (0\.[0-9]+|nan) nats"
+        ):
+            train_grpo.parity_gate(trainer)
+        trainer.run.engine.sleep()
+        setattr(stub, fault, 0.0)
+    train_grpo.parity_gate(trainer)
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_the_gate_is_not_satisfied_by_a_wide_limit(build, sync):
+    trainer = build(ROLLOUT_SYNC=sync, PARITY_LIMIT=50.0)
+    trainer.run.engine.llm.ignore_adapter = True
+    with pytest.raises(ParityError, match="cannot be told whether vLLM uses the adapter"):
+        train_grpo.parity_gate(trainer)
+
+
+def test_the_gate_sees_faults_in_decoding_alone(build, monkeypatch):
+    """An engine whose prefill is right and whose decoding is not, as with wrong CUDA graphs."""
+    trainer = build()
+    stub = trainer.run.engine.llm
+    sample = stub._sample
+
+    def shifted(*arguments):
+        stub.shift = 0.1
+        try:
+            return sample(*arguments)
+        finally:
+            stub.shift = 0.0
+
+    monkeypatch.setattr(stub, "_sample", shifted)
+    with pytest.raises(ParityError, match="before the first step, sampled tokens"):
+        train_grpo.parity_gate(trainer)
+
+
+def test_certain_samples_are_no_failure(build):
+    """A model that is sure of every sampled token shows no adapter there; the fixed tokens do. (Low temperature, and
+    differences of a fifth of PARITY_LIMIT.)"""
+    trainer = build(TEMPERATURE=0.05)
+    trainer.run.engine.llm.noise = 0.012
+    train_grpo.parity_gate(trainer)
+
+
+def test_missing_log_probs_of_samples_are_a_parity_error(build, monkeypatch):
+    trainer = build()
+    stub = trainer.run.engine.llm
+    monkeypatch.setattr(stub, "_logprobs", lambda t, v, p: type("Flat", (), {"logprobs": [math.nan] * len(v)})())
+    with pytest.raises(ParityError, match="sampled tokens"):
+        train_grpo.parity_gate(trainer)
+
+
+def test_the_gate_sees_an_engine_that_breaks_when_it_sleeps(build, monkeypatch):
+    trainer = build()
+    stub = trainer.run.engine.llm
+    wake = stub.wake_up
+
+    def wake_up():
+        wake()
+        if stub.calls.count("wake_up") == 2:
+            stub.model.model.norm.weight.mul_(0.5)
+
+    monkeypatch.setattr(stub, "wake_up", wake_up)
+    with pytest.raises(ParityError, match="after a sleep, fixed tokens"):
+        train_grpo.parity_gate(trainer)
+
+
+def test_a_gate_that_is_off_says_so(build, caplog):
+    trainer = build(PARITY="off")
+    with caplog.at_level(logging.WARNING, "train_grpo"):
+        train_grpo.parity_gate(trainer)
+    assert "| PARITY=off" in caplog.text and "======" in caplog.text and not trainer.run.engine.llm.calls
+    lines = train_grpo.boxed("text").strip().splitlines()
+    assert len(lines) == 3 and len({len(line) for line in lines}) == 1
+
+
+@pytest.mark.parametrize(
+    ("mean", "control", "limit", "words"),
+    [
+        (0.014, 0.2, 0.05, None),
+        (0.05, 0.2, 0.05, None),
+        (0.01, 0.02, 0.05, None),
+        (0.051, 0.2, 0.05, "PARITY_LIMIT is 0.05"),
+        (0.051, 0.2, 0.06, None),
+        (math.nan, 0.2, 0.05, "PARITY_LIMIT"),
+        (math.inf, 0.2, 0.05, "PARITY_LIMIT"),
+        (0.01, 0.019, 0.05, "cannot be told"),
+        (0.01, 0.01, 0.05, "cannot be told"),
+    ],
+)
+def test_parity_problem(mean, control, limit, words):
+    problem = train_grpo.parity_problem(mean, control, limit)
+    assert problem is None if words is None else words in problem
+
+
+# ---- Importance sampling reaches the loss ----------------------------------------------------------------------------
+
+
+def scored_batch(trainer):
+    """A step's batch as TRL makes it, with the advantages replaced by ones that are not zero."""
+    import torch
+
+    set_adapter(trainer, 1)
+    trainer.model.train()
+    rows = [0, 0, 1, 1]
+    inputs = trainer._generate_and_score_completions([{"prompt": trainer.run.rows[i].prompt, "row": i} for i in rows])
+    inputs["advantages"] = torch.tensor([1.3, -0.7, 0.4, -2.0])
+    return inputs
+
+
+@pytest.mark.parametrize(
+    ("mode", "shift", "ratio"),
+    [
+        ("token_truncate", 0.0, 1.0),
+        ("token_truncate", -0.7, math.exp(0.7)),
+        ("token_truncate", -2.0, 2.5),
+        ("token_mask", -0.7, math.exp(0.7)),
+        ("token_mask", -2.0, 0.0),
+        ("none", -0.7, None),
+    ],
+)
+def test_importance_ratios_reach_the_loss(build, mode, shift, ratio):
+    """The stub reports log-probs that are off by `shift`: the gradient is scaled by the ratio, truncated at 2.5."""
+    trainer = build(IS_CORRECTION=mode, IS_CLIP_MAX=2.5)
+    trainer.run.engine.llm.shift = shift
+    inputs = scored_batch(trainer)
+    mask = inputs["completion_mask"].bool()
+    if ratio is None:
+        assert "importance_sampling_ratio" not in inputs
+        ratio = 1.0
+    else:
+        assert (inputs["importance_sampling_ratio"][mask] - ratio).abs().max() < 1e-3
+        logged = trainer._metrics["train"]
+        assert logged["sampling/sampling_logp_difference/mean"] == [pytest.approx(abs(shift), abs=1e-3)]
+        assert logged["sampling/importance_sampling_ratio/mean"] == [pytest.approx(ratio, abs=1e-3)]
+    plain = {name: value for name, value in inputs.items() if name != "importance_sampling_ratio"}
+    loss, gradient = loss_and_gradients(trainer, inputs, "liger")
+    uncorrected, expected = loss_and_gradients(trainer, plain, "liger")
+    assert expected.norm() > 1e-3 and abs(uncorrected) > 1e-3
+    assert loss == pytest.approx(ratio * uncorrected, rel=2e-3, abs=1e-7)
+    assert (gradient - ratio * expected).norm() < 2e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("loss_type", BOTH)
+def test_both_losses_use_the_ratios_alike(build, loss_type):
+    """Another ratio for each token, which moves the gradient, and TRL's own loss agrees."""
+    trainer = build(LOSS_TYPE=loss_type)
+    trainer.run.engine.llm.noise = 0.5
+    inputs = scored_batch(trainer)
+    trl_loss, trl_gradient = loss_and_gradients(trainer, inputs, "trl")
+    liger_loss, liger_gradient = loss_and_gradients(trainer, inputs, "liger")
+    assert liger_loss == pytest.approx(trl_loss, rel=1e-3, abs=1e-6)
+    assert (liger_gradient - trl_gradient).norm() < 2e-3 * trl_gradient.norm()
+    if loss_type != "vespo":
+        plain = {name: value for name, value in inputs.items() if name != "importance_sampling_ratio"}
+        _, uncorrected = loss_and_gradients(trainer, plain, "liger")
+        assert (liger_gradient - uncorrected).norm() > 0.02 * uncorrected.norm()
+
+
+# ---- The whole path --------------------------------------------------------------------------------------------------
+
+RUN = {
+    "MODEL_ID": "tiny", "USE_VLLM": "1", "TOTAL_STEPS": "4", "SAVE_STEPS": "1", "PROMPTS_PER_STEP": "3", "SEED": "5",
+    "NUM_GENERATIONS": "4", "EVAL_SAMPLES": "0", "DATA": "data/tes_heldout_compact.csv", "LEARNING_RATE": "1e-2",
+}  # fmt: skip
+
+
+class Run:
+    """`train_grpo.main` in this process on a machine that claims a GPU and vLLM, with a stub in vLLM's place."""
+
+    def __init__(self, monkeypatch, folder, tiny):
+        self.monkeypatch, self.folder, self.tiny, self.stubs = monkeypatch, folder, tiny, []
+
+    def __call__(self, prepare=lambda stub: None, **settings):
+        versions = train_grpo.installed_versions
+        with self.monkeypatch.context() as patch:
+            for name in set(os.environ) & set(train_grpo.FIELDS):
+                patch.delenv(name)
+            patch.setenv("TOKENIZERS_PARALLELISM", "false")
+            for name, value in (RUN | {"OUTPUT_DIR": str(self.folder)} | settings).items():
+                patch.setenv(name, str(value))
+            patch.setattr(sys, "argv", ["train_grpo.py"])
+            patch.setattr(train_grpo, "read_machine", lambda: H100)
+            patch.setattr(train_grpo, "installed_versions", lambda names: versions(names) | {"vllm": "0.26.0"})
+
+            def start_engine(settings, plan, model_path, stop_token_ids):
+                arguments = train_grpo.engine_arguments(settings, plan, model_path, H100.gpu_total)
+                keep = {k: v for k, v in arguments.items() if "lora" in k and k.startswith(("enable", "max_lora_r"))}
+                stub = StubLLM(arguments["model"], max_model_len=arguments["max_model_len"], **keep)
+                prepare(stub)
+                self.stubs.append(stub)
+                engine = Engine(stub, StubSampling, StubLoRARequest, settings, stop_token_ids)
+                engine.sleep()
+                return engine
+
+            patch.setattr(train_grpo, "start_engine", start_engine)
+            return train_grpo.main([])
+
+    def read(self, name):
+        return (self.folder / name).read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def quiet():
+    """Put back what a run changes in its process."""
+    root, trl = logging.getLogger(), logging.getLogger("trl.trainer.grpo_trainer")
+    handlers, level, filters, hook = list(root.handlers), root.level, list(trl.filters), sys.excepthook
+    own = train_grpo.log.level
+    signals = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for handler in [h for h in root.handlers if h not in handlers]:
+        root.removeHandler(handler)
+        handler.close()
+    root.setLevel(level)
+    train_grpo.log.setLevel(own)
+    trl.filters[:], sys.excepthook = filters, hook
+    logging.captureWarnings(False)
+    for name, handler in signals.items():
+        signal.signal(name, handler)
+
+
+@pytest.fixture
+def start(monkeypatch, tmp_path, tiny, quiet):
+    return lambda name="run": Run(monkeypatch, tmp_path / name, tiny)
+
+
+def adapter(folder):
+    from safetensors.torch import load_file
+
+    return load_file(folder / "adapter_model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def straight():
+    """What an uninterrupted run of four steps left: filled by the first test that needs it, kept for the others."""
+    return {}
+
+
+@pytest.fixture
+def whole(straight, start):
+    if not straight:
+        run = start("whole")
+        code = run()
+        straight.update(code=code, metrics=read_csv(run.folder / "metrics.csv"), completions=run.read("completions.csv"),
+                        log=run.read("training.log"), adapter=adapter(run.folder), calls=run.stubs[0].calls,
+                        record=json.loads(run.read("settings.json")))  # fmt: skip
+    return straight
+
+
+def test_a_run_with_vllm(whole):
+    assert whole["code"] == 0 and [row["step"] for row in whole["metrics"]] == list("1234")
+    for row in whole["metrics"]:
+        assert 0 < float(row["logp_diff_mean"]) < 0.02 and float(row["is_ratio_mean"]) == pytest.approx(1, abs=0.02)
+        assert float(row["logp_diff_max"]) >= float(row["logp_diff_mean"])
+        assert float(row["clipped_ratio"]) < 0.5, "completions end at the stop tokens"
+        for name in ("wake_s", "handover_s", "sleep_s"):
+            assert 0 <= float(row[name]) <= float(row["rollout_s"])
+        assert float(row["handover_s"]) > 0
+    assert whole["record"]["choices"]["rollouts"] == [True, "set by USE_VLLM"]
+    engine = whole["record"]["choices"]["plan"]["engine"]
+    assert engine["max_num_seqs"] == 12 and engine["capture_sizes"] == [1, 2, 4, 8, 12]
+    for words in ("parity before the first step, fixed tokens", "parity after a sleep, sampled tokens", "complete: 4"):
+        assert words in whole["log"]
+    assert "vLLM awake" in whole["log"] and "Traceback" not in whole["log"]
+    # The sleep of the start, two rounds of the gate, four steps: never two rollouts for one step.
+    gate = ["wake_up", "apply_model", "reset_prefix_cache", "generate", "generate", "sleep"]
+    step = ["wake_up", "apply_model", "reset_prefix_cache", "generate", "sleep"]
+    assert whole["calls"] == ["sleep", *gate * 2, *step * 4]
+
+
+def assert_like(whole, folder):
+    import torch
+
+    assert (folder / "completions.csv").read_text(encoding="utf-8") == whole["completions"]
+    names = [n for n in train_grpo.METRICS if not n.endswith(("_s", "time"))]
+    rows = read_csv(folder / "metrics.csv")
+    assert [[r[n] for n in names] for r in rows] == [[r[n] for n in names] for r in whole["metrics"]]
+    mine = adapter(folder)
+    assert all(torch.equal(mine[name], tensor) for name, tensor in whole["adapter"].items())
+    assert any(t.any() for n, t in mine.items() if "lora_B" in n)
+
+
+def test_a_resumed_run_generates_what_the_whole_one_did(whole, start):
+    run = start()
+    assert run(TOTAL_STEPS=2) == 0
+    assert run(TOTAL_STEPS=4) == 0
+    assert "continuing from step 2" in run.read("training.log")
+    assert_like(whole, run.folder)
+
+
+def test_a_dying_engine_leaves_a_run_that_continues(whole, start):
+    """The gate calls generate four times, so the seventh call is step 3: exit 4, zip, checkpoint 2, then the rest."""
+    run = start()
+
+    def die(stub):
+        stub.fail["generate"] = (7, RuntimeError("an illegal memory access was encountered"))
+
+    assert run(die) == 4
+    log = run.read("training.log")
+    assert "vLLM: generating failed (RuntimeError: an illegal memory access" in log and "it continues" in log
+    with zipfile.ZipFile(run.folder.with_name("run.zip")) as archive:
+        assert archive.testzip() is None and "run/checkpoint-2/adapter_model.safetensors" in archive.namelist()
+    assert train_grpo.last_checkpoint(run.folder)[0] == 2
+    assert run() == 0
+    assert_like(whole, run.folder)
+
+
+def test_a_run_with_the_native_adapter_and_an_evaluation(start, tmp_path, tiny):
+    """Before and after training with vLLM, the first without adapter; another seed or mode is another run."""
+    rows = (train_grpo.ROOT / RUN["DATA"]).read_text(encoding="utf-8").splitlines()[:4]
+    held_out = tmp_path / "held_out.csv"
+    held_out.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    run = start()
+    assert run(ROLLOUT_SYNC="lora", TEMPERATURE=1.5, TOTAL_STEPS=1, EVAL_SAMPLES=2, EVAL_DATA=held_out) == 0
+    assert not Engine(None, None, None, None, []).folder.exists(), "nothing stays in shared memory"
+    result = json.loads(run.read("evaluation.json"))
+    assert 0 <= result["before"]["reward"] <= result["oracle"] and 0 <= result["after"]["reward"] <= result["oracle"]
+    calls, requests = run.stubs[0].calls, run.stubs[0].requests
+    assert calls[-12:] == ["wake_up", "add_lora", "generate", "sleep"] * 3, "before, step 1, after"
+    assert len({r.lora_int_id for r in requests}) == len({r.lora_name for r in requests}) == 5
+    assert float(read_csv(run.folder / "metrics.csv")[0]["logp_diff_mean"]) < 0.02
+    assert run(ROLLOUT_SYNC="merge", TEMPERATURE=1.5, TOTAL_STEPS=2) == 2, "a resumed run may not change how it samples"
+
+
+def test_a_run_stops_where_vllm_and_trainer_do_not_agree(start, capfd):
+    run = start()
+    assert run(lambda stub: setattr(stub, "ignore_adapter", True)) == 3
+    log = run.read("training.log")
+    assert "PARITY: before the first step, fixed tokens: vLLM and trainer differ" in log and "ROLLOUT_SYNC" in log
+    assert len(run.read("metrics.csv").splitlines()) == 1, "no step was made"
+    assert run(PARITY="off", TOTAL_STEPS="1", IS_CORRECTION="none", OVERWRITE="1") == 0
+    assert "| PARITY=off" in run.read("training.log")
+    row = read_csv(run.folder / "metrics.csv")[0]
+    assert row["logp_diff_mean"] == row["is_ratio_mean"] == "" and row["handover_s"]
+
+
+def test_a_start_that_fails_is_told(start, monkeypatch):
+    run = start()
+
+    def broken(stub):
+        raise EngineError("starting the engine failed (ValueError: no room). VLLM_EAGER=1 ...")
+
+    assert run(broken) == 4
+    assert "vLLM: starting the engine failed" in run.read("training.log")
+
+
+# ---- Plan ------------------------------------------------------------------------------------------------------------
+
+FILES = ModelFiles(None, dict(REAL_CONFIG))
+
+
+def plan(machine=H100, prompt_len=930, **changes):
+    return train_grpo.plan_memory(
+        Settings(**changes), REAL_CONFIG, machine, prompt_len, "eager", train_grpo.DOWNLOAD_GIB
+    )
+
+
+def machine_problems(machine, tmp_path, **changes):
+    problems, settings = Problems(), Settings(OUTPUT_DIR=str(tmp_path / "run"), **changes)
+    train_grpo.check_machine(settings, FILES, machine, plan(machine, **changes), problems)
+    return [p for p in problems if not p.startswith("HF_HOME")]
+
+
+@pytest.mark.parametrize(("completion", "gib"), [(512, 2.1), (4000, 9.8)])
+def test_cache_of_a_step(completion, gib):
+    """12 prompts of 930 tokens x 8 completions, counted by hand from vLLM's blocks of 16 tokens x 12 layers."""
+    engine = plan(MAX_COMPLETION_LEN=completion).engine
+    block = 12 * 16 * 2 * 8 * 64 * 2
+    whole = -(-(930 + completion) // 16)
+    assert engine.cache * train_grpo.GIB == pytest.approx(block * (1 + 1024 + 12 * (58 + 8 * (whole - 58 + 10))))
+    assert engine.cache == pytest.approx(gib, abs=0.1) and "the rest waits" not in engine.cache_reason
+    assert engine.max_model_len == 930 + completion and engine.max_num_seqs == 96
+    assert 13.8 < engine.weights < 16 and engine.scratch > 0.5
+    assert f"12 prompts of 930 tokens x 8 completions of {completion}" in engine.cache_reason
+
+
+def test_the_real_run_fits_beside_the_trainer(tmp_path):
+    chosen = plan()
+    assert chosen.peak < H100.gpu_free and not machine_problems(H100, tmp_path)
+    engine = chosen.engine
+    assert chosen.peak == pytest.approx(
+        chosen.weights + chosen.adapter + max(engine.awake, chosen.learning + engine.asleep)
+    )
+    assert engine.awake == pytest.approx(engine.weights + engine.scratch + engine.cache)
+    without = train_grpo.plan_memory(Settings(), REAL_CONFIG, H100, 930, "eager")
+    assert without.engine is None and chosen.micro_batch <= without.micro_batch
+
+
+def test_a_share_and_little_room_shrink_the_cache():
+    wanted, small = plan().engine, plan(VLLM_GPU_MEM=0.25).engine
+    assert small.cache == pytest.approx(79.6 * 0.25 - small.weights - small.scratch) and small.cache < wanted.cache
+    assert "VLLM_GPU_MEM=0.25 leaves" in small.cache_reason and "waits its turn" in small.cache_reason
+    assert plan(VLLM_GPU_MEM=0.5).engine.cache == wanted.cache, "more than a step needs is not taken"
+    tight = plan(dataclasses.replace(H100, gpu_free=62.0)).engine
+    assert 0 < tight.cache < wanted.cache and "beside the trainer" in tight.cache_reason
+
+
+def test_what_does_not_fit_is_told(tmp_path):
+    problem = only(machine_problems(H100, tmp_path, VLLM_GPU_MEM=0.1))
+    assert problem.startswith("VLLM_GPU_MEM: vLLM needs at least") and "MAX_COMPLETION_LEN" in problem
+    assert "VLLM_GPU_MEM to auto" in problem and "USE_VLLM=0" in problem
+    full = machine_problems(dataclasses.replace(H100, gpu_free=50.0), tmp_path)
+    assert any(p.startswith("VLLM_GPU_MEM") for p in full)
+    problem = only(machine_problems(dataclasses.replace(H100, ram_free=12.0), tmp_path))
+    assert problem.startswith("memory: the sleeping engine keeps") and "12.0 GiB are free" in problem
+
+
+def test_capture_sizes_golden():
+    assert capture_sizes(96) == (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96)
+    assert capture_sizes(1) == (1,) and capture_sizes(12) == (1, 2, 4, 8, 12)
+
+
+@given(st.integers(1, 4096))
+def test_capture_sizes(most):
+    sizes = capture_sizes(most)
+    assert list(sizes) == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == most
+    # A batch runs in the next larger graph: at most twice its size, and at most a quarter more from 32 on.
+    for size, larger in zip(sizes, sizes[1:], strict=False):
+        assert larger <= 2 * size and (size < 32 or larger <= size * 1.25)
+    assert len(sizes) <= 5 + 4 * max(1, math.log2(most))
+
+
+@pytest.mark.parametrize(
+    ("requested", "gpus", "tiny", "vllm", "uses", "words"),
+    [
+        (True, 0, True, None, True, "set by USE_VLLM"),
+        (False, 1, False, "0.26.0", False, "set by USE_VLLM"),
+        (None, 0, False, "0.26.0", False, "no GPU"),
+        (None, 1, True, "0.26.0", False, "tiny"),
+        (None, 1, False, None, False, "NOT INSTALLED"),
+        (None, 1, False, "0.26.0", True, "a GPU and vLLM"),
+    ],
+)
+def test_choose_rollouts(requested, gpus, tiny, vllm, uses, words):
+    chosen, reason = train_grpo.choose_rollouts(requested, gpus, tiny, vllm)
+    assert chosen is uses and words in reason
+
+
+def test_engine_arguments():
+    def arguments(**changes):
+        settings = Settings(**changes)
+        return train_grpo.engine_arguments(settings, plan(**changes).engine, "/model", 79.6)
+
+    merge = arguments(SEED=7)
+    engine = plan().engine
+    assert merge["model"] == "/model" and merge["dtype"] == "bfloat16" and merge["seed"] == 7
+    assert "quantization" not in merge, "MXFP4 as the checkpoint says"
+    assert merge["enable_sleep_mode"] and merge["logprobs_mode"] == "processed_logprobs"
+    assert merge["generation_config"] == "vllm" and merge["skip_tokenizer_init"]
+    assert merge["kv_cache_memory_bytes"] == int(engine.cache * train_grpo.GIB)
+    assert merge["gpu_memory_utilization"] == pytest.approx(engine.awake / 79.6)
+    assert merge["max_model_len"] == 4930 and merge["max_num_seqs"] == 96 and merge["enforce_eager"] is False
+    assert not {name for name in merge if "lora" in name}
+    compilation = merge["compilation_config"]
+    assert compilation["cudagraph_capture_sizes"] == list(capture_sizes(96))
+    assert compilation["cudagraph_mode"] == "FULL_DECODE_ONLY" and not compilation["cudagraph_specialize_lora"]
+    lora = arguments(ROLLOUT_SYNC="lora")
+    assert {k: v for k, v in lora.items() if k not in merge} == {
+        "enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": 8,
+        "lora_target_modules": ["qkv_proj", "o_proj"],
+    }  # fmt: skip
+    ranks = {r: arguments(ROLLOUT_SYNC="lora", LORA_R=r)["max_lora_rank"] for r in (1, 2, 8, 9, 16, 200)}
+    assert ranks == {1: 1, 2: 8, 8: 8, 9: 16, 16: 16, 200: 256}
+    eager = arguments(VLLM_EAGER=True)
+    assert eager["enforce_eager"] is True and "compilation_config" not in eager
+
+
+def settings_problems(machine=H100, **changes):
+    problems = Problems()
+    train_grpo.check_settings(Settings(**changes), REAL_CONFIG, machine, problems)
+    return problems
+
+
+@pytest.mark.parametrize("target", ["gate_up_proj", "mlp.experts.down_proj", "router", "experts"])
+def test_adapters_on_experts_are_refused_with_what_works(target):
+    problem = only(settings_problems(LORA_TARGETS=f"q_proj,{target}"))
+    assert repr(target) in problem and "MXFP4 experts" in problem and "all-linear" in problem and "q_proj" in problem
+
+
+def test_settings_that_vllm_refuses():
+    assert not settings_problems(USE_VLLM=True) and not settings_problems(TEMPERATURE=2.0)
+    assert "vLLM takes at most 2" in only(settings_problems(TEMPERATURE=2.1))
+    assert "vLLM takes at most 2" in only(settings_problems(TEMPERATURE=2.1, USE_VLLM=True))
+    assert not settings_problems(TEMPERATURE=2.1, USE_VLLM=False)
+    assert not settings_problems(Machine(ram_free=20.0), TEMPERATURE=2.1)
+    assert "vespo" in only(settings_problems(LOSS_TYPE="vespo", IS_CORRECTION="sequence_mask"))
+    assert not settings_problems(LOSS_TYPE="vespo")
+
+
+def test_untested_versions_of_vllm_are_refused_where_it_is_used():
+    good = {name: oldest for name, (oldest, _) in train_grpo.TESTED.items()}
+
+    def problems(version, uses, **changes):
+        found = Problems()
+        train_grpo.check_packages(Settings(**changes), good | {"vllm": version}, found, uses)
+        return found
+
+    assert not problems("0.26.0", True) and not problems("0.26.3+cu130", True)
+    for version in ("0.25.9", "0.27.0"):
+        assert f"vllm: version {version} is outside the tested range" in only(problems(version, True))
+        assert not problems(version, False) and not problems(version, True, ALLOW_UNTESTED=True)
+    assert "vllm: the package is not installed" in only(problems(None, True))
+    assert not problems(None, False)
+
+
+# ---- Hook points -----------------------------------------------------------------------------------------------------
+
+
+USES_OF_VLLM = {
+    "__init__", "_generate_single_turn", "_generate_and_score_completions", "_compute_loss", "_tool_call_loop", "_generate",
+}  # fmt: skip
+
+
+def test_trl_still_asks_use_vllm_where_we_set_it():
+    """`trainer.use_vllm = True` after the constructor: TRL must read the attribute, and need nothing else of its own."""
+    from trl import GRPOTrainer
+
+    constructor = inspect.getsource(GRPOTrainer.__init__)
+    assert "self.use_vllm = args.use_vllm" in constructor
+    scoring = inspect.getsource(GRPOTrainer._generate_and_score_completions)
+    assert scoring.count("self.use_vllm and self.vllm_importance_sampling_correction") >= 3
+    assert "self.vllm_generation" not in scoring and "_last_loaded_step" not in scoring
+    assert "sampling_per_token_logps_list" in scoring and 'float("nan") if x is None' in scoring
+    for name in ("correction", "mode", "clip_max", "clip_min"):
+        assert re.search(rf"self\.vllm_importance_sampling_{name} = args\.", constructor)
+    functions = inspect.getmembers(GRPOTrainer, inspect.isfunction)
+    uses = {name for name, function in functions if "self.use_vllm" in inspect.getsource(function)}
+    assert uses == USES_OF_VLLM, "read the new ones: what do they need that our engine lacks?"
+
+
+@pytest.mark.parametrize("mode", train_grpo.FIELDS["IS_CORRECTION"].metadata["choices"])
+def test_trl_accepts_every_correction(mode, tmp_path):
+    import trl
+    from trl.trainer import grpo_trainer
+
+    names = {f.name for f in dataclasses.fields(trl.GRPOConfig)}
+    assert {f"vllm_importance_sampling_{n}" for n in ("correction", "mode", "clip_max", "clip_min")} <= names
+    settings = Settings(OUTPUT_DIR=str(tmp_path), IS_CORRECTION=mode, IS_CLIP_MAX=2.0)
+    config = train_grpo.grpo_config(settings, train_grpo.Plan(0, 0, 0, 0, 8, "", 8, ""), cuda=False)
+    assert config.vllm_importance_sampling_correction is (mode != "none") and config.use_vllm is False
+    assert config.vllm_importance_sampling_clip_max == 2.0 and config.vllm_importance_sampling_clip_min is None
+    assert mode == "none" or f'"{config.vllm_importance_sampling_mode}"' in inspect.getsource(grpo_trainer)
