@@ -30,7 +30,7 @@ from typing import Any
 _END = r"<\|(?:end|return|call|start|channel|endoftext)\|>"
 _FINAL = re.compile(rf"<\|channel\|>\s*final\b(?:(?!{_END}|<\|message\|>).)*<\|message\|>(.*?)(?={_END}|\Z)", re.DOTALL)
 _MARKER = re.compile(r"<\|(?:start|channel|message|end|return|call)\|>")
-_ACTION = re.compile(r"\[\s*([0-9]+)\s*\]")
+_ACTION = re.compile(r"\[\s*([0-9]{1,6})\s*\]")
 
 
 def final_channel(text: str) -> str | None:

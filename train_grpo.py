@@ -30,6 +30,7 @@ import glob
 import hashlib
 import importlib
 import importlib.metadata
+import inspect
 import io
 import json
 import logging
@@ -79,7 +80,7 @@ class Settings:
     EVAL_DATA: str = knob("Data", "data/tes_heldout.csv", "", "Held-out CSVs for the evaluation before and after training.", tiny="data/tes_heldout_compact.csv")
     EVAL_SAMPLES: int = knob("Data", 0, "completions", "Completions per held-out prompt, before and after training; 0 skips the evaluation.", tiny=8, low=0)
     REASONING_EFFORT: str = knob("Data", "medium", "", "Reasoning effort that the chat template writes into prompts which are not rendered yet.", tiny="low", choices=("low", "medium", "high"))
-    PROMPT_DATE: str = knob("Data", "2025-11-06", "date", "Current date that the chat template writes, fixed so that a resumed run sees the same prompts.", pattern=r"\d{4}-\d{2}-\d{2}")
+    PROMPT_DATE: str = knob("Data", "2025-11-06", "date", "Current date that the chat template writes, fixed so that a resumed run sees the same prompts.", date=True)
     MAX_PROMPT_LEN: int = knob("Data", 2048, "tokens", "Longest prompt that is accepted; a longer one is an error, never cut.", tiny=256, low=1)
 
     REWARDS: str = knob("Rewards", "action", "", "Reward functions with optional weights, `name=weight,...`: action, best, format, or `module:function`.")
@@ -179,9 +180,9 @@ def parse_value(name: str, text: str) -> Any:
             raise ValueError(
                 f"expected one of {', '.join(spec['choices'])}" + (f"; nearest: {near[0]}" if near else "")
             )
-        if spec.get("pattern"):
+        if spec.get("date"):
             try:
-                time.strptime(value, "%Y-%m-%d")
+                return time.strftime("%Y-%m-%d", time.strptime(value, "%Y-%m-%d"))
             except ValueError:
                 raise ValueError("expected a date such as 2025-11-06") from None
         return value
@@ -728,12 +729,24 @@ def load_reward(name: str) -> Callable[..., Sequence[float | None]]:
     return found
 
 
-def check_rewards(settings: Settings, rows: Sequence[Row], problems: Problems) -> list[tuple[str, float]]:
-    """The reward functions exist, and the CSVs hold what they need. Returns (name, weight) of each."""
+def check_rewards(
+    settings: Settings, rows: Sequence[Row], problems: Problems, chosen: bool = False
+) -> list[tuple[str, float]]:
+    """The reward functions exist, and the CSVs hold what they need. Returns (name, weight) of each.
+
+    `chosen`: INVALID_REWARD was set by the user, who may well want it above the worst reward.
+    """
     try:
         specs = reward_specs(settings.REWARDS)
         for name, _ in specs:
-            load_reward(name)
+            function = load_reward(name)
+            columns = {key for row in rows for key in reward_columns(row, len(row.rewards))}
+            given = dict.fromkeys(columns | {"prompts", "completion_ids", "truncated", "trainer_state"})
+            try:
+                inspect.signature(function).bind([], **given)
+            except TypeError as error:
+                if rows:
+                    raise ValueError(f"{name!r} cannot be called with (completions, **columns): {error}") from None
     except ValueError as error:
         problems.add("REWARDS", str(error), "Write e.g. REWARDS=action,format=0.1 or REWARDS=my_module:my_function")
         return []
@@ -744,6 +757,12 @@ def check_rewards(settings: Settings, rows: Sequence[Row], problems: Problems) -
                 "there is no column reward_action_0, reward_action_1, ...",
                 "Add one per action, or choose other REWARDS",
             )
+    worst = min((min(row.rewards) for row in rows if row.rewards), default=settings.INVALID_REWARD)
+    if worst < settings.INVALID_REWARD and not chosen and any(name == "action" for name, _ in specs):
+        what = (
+            f"an answer that cannot be parsed scores {settings.INVALID_REWARD:g}, more than the lowest reward {worst:g}"
+        )
+        problems.add("INVALID_REWARD", what, f"Set INVALID_REWARD={worst:g} or lower, so that garbage never pays")
     return specs
 
 
@@ -764,7 +783,7 @@ def find_model(model_id: str, problems: Problems) -> ModelFiles | None:
         import make_model
 
         folder = make_model.tiny_path()
-        if not folder.exists():
+        if not all((folder / name).is_file() for name in ("model.safetensors", "tokenizer.json", "config.json")):
             return None
     elif Path(model_id).is_dir():
         folder = Path(model_id)
@@ -803,6 +822,13 @@ def find_model(model_id: str, problems: Problems) -> ModelFiles | None:
             f"MODEL_ID={model_id}", "tokenizer.json is missing", "Add the tokenizer to the checkpoint's folder"
         )
         return None
+    if Path(model_id).is_dir():
+        shards = {"model.safetensors"}
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
+            shards = set(index["weight_map"].values())
+        for name in sorted(name for name in shards if not (folder / name).is_file()):
+            problems.add(f"MODEL_ID={model_id}", f"{name} is missing", "Copy the whole checkpoint, weights included")
     return ModelFiles(folder, config, template, folder / "tokenizer.json")
 
 
@@ -815,7 +841,10 @@ def fetch_small_files(model_id: str, problems: Problems) -> Path | None:
         return None  # check_packages names the missing package
     try:
         try:
-            return Path(snapshot_download(model_id, allow_patterns=list(MODEL_FILES), local_files_only=True))
+            cached = Path(snapshot_download(model_id, allow_patterns=list(MODEL_FILES), local_files_only=True))
+            if all((cached / name).exists() for name in ("config.json", "tokenizer.json")):
+                return cached
+            raise LocalEntryNotFoundError("the cache holds only a part of it")
         except LocalEntryNotFoundError:
             return Path(snapshot_download(model_id, allow_patterns=list(MODEL_FILES)))
     except Exception as error:  # offline, no such repository, no access: the user needs the same answer
@@ -833,7 +862,10 @@ def check_machine(
         return
     if machine.gpus:
         if plan.peak > machine.gpu_free:
-            parts = f"weights {plan.weights:.1f}, adapter {plan.adapter:.1f}, generation {plan.generation:.1f}, learning {plan.learning:.1f}"
+            rollout = f"generation {plan.generation:.1f}"
+            if plan.engine:
+                rollout = f"vLLM awake {plan.engine.awake:.1f} and asleep {plan.engine.asleep:.1f}"
+            parts = f"weights {plan.weights:.1f}, adapter {plan.adapter:.1f}, {rollout}, learning {plan.learning:.1f}"
             what = f"the run needs about {plan.peak:.0f} GiB ({parts}) and {machine.gpu_free:.0f} of {machine.gpu_total:.0f} GiB are free"
             fix = "Lower MAX_COMPLETION_LEN, MICRO_BATCH or GENERATION_BATCH, free the GPU (nvidia-smi names its users), or rent a larger one"
             problems.add(f"GPU {machine.gpu}", what, fix)
@@ -880,9 +912,9 @@ def existing_parent(path: Path) -> Path:
 
 # ---- Data: CSVs to rendered prompts ----------------------------------------------------------------------------------
 
-REWARD_COLUMN = re.compile(r"reward_action_(\d+)")
-# Keyword arguments that TRL itself passes to reward functions: a CSV column of that name goes by `csv_NAME`.
-TRL_ARGUMENTS = {"prompt", "prompts", "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments", "truncated"}  # fmt: skip
+REWARD_COLUMN = re.compile(r"reward_action_(0|[1-9]\d*)")
+# Keyword arguments that TRL and this script themselves pass to reward functions: a CSV column of that name goes by `csv_NAME`.
+RESERVED_ARGUMENTS = {"prompt", "prompts", "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments", "truncated", "prompt_id", "invalid_reward"}  # fmt: skip
 SHOWN = 20  # problems listed per file: the rest is counted
 
 
@@ -975,6 +1007,9 @@ def read_csv(path: Path, problems: Problems) -> list[Row]:
             f"column {name!r} stands there twice" if name else "a column has no name",
             "Name every column once",
         )
+    if len(header) == 1 and (";" in header[0] or "\t" in header[0]):
+        problems.add(f"{path}, header", "its cells are separated by semicolons or tabs", "Save it with commas")
+        return []
     if "prompt" not in header and "user" not in header:
         near = difflib.get_close_matches("prompt", header, 1, 0.6)
         mine.add(
@@ -1135,6 +1170,7 @@ MAY_CHANGE = {
     "OUTPUT_DIR", "IGNORE_VARS", "ALLOW_UNTESTED", "GENERATION_BATCH", "ATTN_IMPL", "DATA", "VLLM_GPU_MEM", "VLLM_EAGER",
     "PARITY", "PARITY_LIMIT",
 }  # fmt: skip
+COMPLETE = "complete.json"  # the very last file that a run writes, after its zip
 CHECKPOINT_FILES = ("trainer_state.json", "adapter_model.safetensors", "optimizer.pt", "scheduler.pt")
 
 
@@ -1146,6 +1182,7 @@ class RunState:
     step: int = 0
     checkpoint: Path | None = None
     exists: bool = False
+    choices: dict[str, Any] = field(default_factory=dict)
 
 
 def last_checkpoint(folder: Path) -> tuple[int, Path | None]:
@@ -1170,7 +1207,7 @@ def data_fingerprint(rows: Sequence[Row]) -> str:
 
 def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> RunState:
     """What is in OUTPUT_DIR, with a problem wherever this run must not go on there."""
-    folder = Path(settings.OUTPUT_DIR).expanduser()
+    folder = Path(settings.OUTPUT_DIR).expanduser().resolve()
     where, other = f"OUTPUT_DIR={settings.OUTPUT_DIR}", "choose another OUTPUT_DIR"
     if not settings.OUTPUT_DIR.strip() or (folder.exists() and not folder.is_dir()):
         problems.add(
@@ -1179,7 +1216,12 @@ def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> 
         return RunState(folder)
     if not os.access(existing_parent(folder), os.W_OK):
         problems.add(where, f"{existing_parent(folder)} is not writable", "Choose a folder that is")
+    if folder.parent == folder or not os.access(existing_parent(folder.parent), os.W_OK):
+        problems.add(where, f"{folder}.zip could not be written beside it", "Choose a folder inside a writable one")
     if not folder.exists() or not any(folder.iterdir()):
+        archive = folder.with_name(folder.name + ".zip") if folder.name else folder
+        if archive.is_file() and not settings.OVERWRITE:
+            problems.add(where, f"{archive} of an earlier run is there", f"Move it away, set OVERWRITE=1, or {other}")
         return RunState(folder)
     try:
         before = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
@@ -1192,6 +1234,10 @@ def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> 
         )
         return RunState(folder)
     if settings.OVERWRITE:
+        used = {Path.cwd(), *(Path(row.file).resolve() for row in rows)}
+        used |= {Path(settings.MODEL_ID).resolve()} if Path(settings.MODEL_ID).exists() else set()
+        for path in sorted(path for path in used if path.is_relative_to(folder)):
+            problems.add("OVERWRITE", f"it would delete {path}, which this run needs", f"Move that away, or {other}")
         return RunState(folder, exists=True)
     step, checkpoint = last_checkpoint(folder)
     if settings.RESUME == "never":
@@ -1200,7 +1246,7 @@ def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> 
             f"it holds a run (last checkpoint: step {step}) and RESUME=never",
             f"Set OVERWRITE=1 to delete it, or {other}",
         )
-    elif step >= settings.TOTAL_STEPS and (folder / "adapter_model.safetensors").exists():
+    elif step >= settings.TOTAL_STEPS and (folder / COMPLETE).exists():
         fix = f"Raise TOTAL_STEPS to train on, set OVERWRITE=1 to delete it, or {other}"
         problems.add(where, f"it holds a run that is complete ({step} of {settings.TOTAL_STEPS} steps)", fix)
     for name, value in dataclasses.asdict(settings).items():
@@ -1213,7 +1259,7 @@ def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> 
             f"the run in {folder} was started on other rows",
             f"Restore the data to continue it, set OVERWRITE=1, or {other}",
         )
-    return RunState(folder, step, checkpoint, exists=True)
+    return RunState(folder, step, checkpoint, exists=True, choices=before.get("choices") or {})
 
 
 @dataclass(frozen=True)
@@ -1254,7 +1300,7 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Pre
                 "Add them, or set EVAL_SAMPLES=0",
             )
             break
-    specs = check_rewards(settings, rows, problems)
+    specs = check_rewards(settings, rows, problems, sources["INVALID_REWARD"] == "environment")
     run = inspect_run(settings, rows, problems)
     attention, plan, longest = choose_attention(settings.ATTN_IMPL, machine.gpus > 0), None, 0
     if files and files.tokenizer:
@@ -1266,6 +1312,16 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Pre
         plan = plan_memory(
             settings, files.config, machine, longest or settings.MAX_PROMPT_LEN, attention[0], checkpoint
         )
+    if run.checkpoint and plan:  # what `auto` chose stays: other batches would sample and weight differently
+        recorded = run.choices.get("plan") or {}
+        for name in ("micro_batch", "generation_batch"):
+            if recorded.get(name) and getattr(settings, name.upper()) is None:
+                again = {name: recorded[name], f"{name}_reason": "as the run was started"}
+                plan = dataclasses.replace(plan, **again)
+        engine, reason = run.choices.get("rollouts") or rollouts
+        if engine != rollouts[0]:
+            what = f"the run in {run.folder} was started with USE_VLLM={int(engine)}, now it is {int(rollouts[0])}"
+            problems.add("USE_VLLM", f"{what} ({rollouts[1]})", f"Set USE_VLLM={int(engine)} to continue it")
     check_machine(settings, files, machine, plan, problems)
     problems[:] = dict.fromkeys(problems)
     return Preflight(
@@ -1359,6 +1415,19 @@ def prepare_run(check: Preflight) -> None:
     write_text(folder / "versions.json", json.dumps(versions, indent=2) + "\n")
 
 
+def lock_run(folder: Path) -> Any:
+    """An open lock file beside OUTPUT_DIR, held until this process ends; None where another process holds it."""
+    import fcntl
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = folder.with_name(f".{folder.name}.lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return None
+    return lock
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
     temporary = path.with_name(path.name + ".tmp")
@@ -1426,6 +1495,17 @@ def attention_of(model: Any, implementation: str) -> Iterator[None]:
         base.set_attn_implementation(before)
 
 
+@contextlib.contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Without dropout for a while."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
 def sampling_seed(seed: int, step: int, stream: str) -> int:
     """Seed of one generation: a function of SEED and the step, so that a resumed run samples what it would have."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{stream}/{step}".encode()).digest()[:8], "big") >> 1
@@ -1477,7 +1557,7 @@ class Rollouts:
             )
         else:
             completion_ids, logprobs = [], None
-            with attention_of(self.model, "eager"):
+            with attention_of(self.model, "eager"), evaluating(self.model):
                 for start in range(0, len(prompt_ids), run.plan.generation_batch):
                     chunk = prompt_ids[start : start + run.plan.generation_batch]
                     completion_ids += super()._generate_single_turn(chunk, *arguments)[0]
@@ -1503,9 +1583,9 @@ class Rollouts:
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         started = time.perf_counter()
         read = self.read_completions([self.run.rows[x["row"]] for x in inputs], completion_ids_list)
-        width = max(len(row.rewards) for row in self.run.rows)
+        width = self.run.actions
         enriched = [
-            {"prompt": prompt, "truncated": one.truncated} | reward_columns(one.row, width)
+            {"prompt": prompt, "truncated": one.truncated} | self.run.empty_columns | reward_columns(one.row, width)
             for prompt, one in zip(prompts, read, strict=True)
         ]
         turns = [rewards.assistant_turn(one.row.prompt, one.text) for one in read]
@@ -1531,7 +1611,7 @@ class Completion:
 def reward_columns(row: Row, actions: int) -> dict[str, Any]:
     """The columns of a row as keyword arguments of a reward function; a file with fewer actions is filled with None."""
     columns = {f"reward_action_{k}": None for k in range(actions)}
-    columns |= {(f"csv_{name}" if name in TRL_ARGUMENTS else name): value for name, value in row.columns.items()}
+    columns |= {(f"csv_{name}" if name in RESERVED_ARGUMENTS else name): value for name, value in row.columns.items()}
     return columns | {"prompt_id": row.id}
 
 
@@ -1540,11 +1620,37 @@ def reward_callable(name: str, settings: Settings) -> Callable[..., Sequence[flo
     function = load_reward(name)
     options = {"invalid_reward": settings.INVALID_REWARD} if name in ("action", "best") else {}
 
-    def reward(completions: list[str], **columns: Any) -> Sequence[float | None]:
-        try:
-            return function(completions, **options, **columns)
-        except Exception as error:
-            raise RuntimeError(f"REWARDS: {name} raised {type(error).__name__}: {error}") from error
+    def failed(reason: str) -> RuntimeError:
+        return RuntimeError(f"REWARDS: {name} {reason}")
+
+    def checked(values: Any, count: int) -> list[float | None]:
+        if not isinstance(values, Sequence) and not hasattr(values, "tolist"):
+            raise failed(f"returned {type(values).__name__}, not a list of numbers")
+        values = values.tolist() if hasattr(values, "tolist") else list(values)
+        if len(values) != count:
+            raise failed(f"returned {len(values)} rewards for {count} completions")
+        for value in values:
+            if value is not None and not (isinstance(value, (int, float)) and not math.isinf(value)):
+                raise failed(f"returned {value!r}, which is neither a finite number nor None")
+        return values
+
+    if inspect.iscoroutinefunction(function):
+
+        async def reward(completions: list[str], **columns: Any) -> list[float | None]:
+            try:
+                values = await function(completions, **(columns | options))
+            except Exception as error:
+                raise failed(f"raised {type(error).__name__}: {error}") from error
+            return checked(values, len(completions))
+
+    else:
+
+        def reward(completions: list[str], **columns: Any) -> list[float | None]:
+            try:
+                values = function(completions, **(columns | options))
+            except Exception as error:
+                raise failed(f"raised {type(error).__name__}: {error}") from error
+            return checked(values, len(completions))
 
     reward.__name__ = name.rpartition(":")[2]
     return reward
@@ -2133,7 +2239,7 @@ def grpo_config(settings: Settings, plan: Plan, cuda: bool) -> Any:
     trackers = [name.strip() for name in s.REPORT_TO.split(",") if name.strip() not in ("", "none")]
     accumulation = s.completions_per_step // plan.micro_batch
     return GRPOConfig(
-        output_dir=str(Path(s.OUTPUT_DIR).expanduser()),
+        output_dir=str(Path(s.OUTPUT_DIR).expanduser().resolve()),
         per_device_train_batch_size=plan.micro_batch,
         gradient_accumulation_steps=accumulation,
         steps_per_generation=accumulation,
@@ -2248,6 +2354,15 @@ COMPLETIONS = {
 }
 
 
+def write_rows(file: Any, rows: Iterable[Sequence[Any]]) -> None:
+    """CSV rows ending in a line feed. Python's writer leaves a lone carriage return unquoted then, and the row would
+    read back as two: such rows are quoted whole."""
+    plain = csv.writer(file, lineterminator="\n")
+    quoted = csv.writer(file, lineterminator="\n", quoting=csv.QUOTE_ALL)
+    for row in rows:
+        (quoted if any("\r" in str(cell) for cell in row) else plain).writerow(row)
+
+
 class CsvLog:
     """A CSV that grows row by row; each row is flushed, so that a killed run keeps what it had."""
 
@@ -2255,12 +2370,11 @@ class CsvLog:
         self.columns = list(columns)
         fresh = not path.exists() or not path.stat().st_size
         self.file = path.open("a", newline="", encoding="utf-8")
-        self.writer = csv.writer(self.file, lineterminator="\n")
         if fresh:
             self.write([dict(zip(self.columns, self.columns, strict=True))])
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        self.writer.writerows([row[name] for name in self.columns] for row in rows)
+        write_rows(self.file, ([row[name] for name in self.columns] for row in rows))
         self.file.flush()
 
 
@@ -2281,10 +2395,10 @@ def trim_csv(path: Path, last_step: int) -> int:
                 (kept if whole and int(cells[0]) <= last_step else dropped).append(cells)
     if dropped:
         with path.with_name(path.stem + ".superseded.csv").open("a", newline="", encoding="utf-8") as file:
-            csv.writer(file, lineterminator="\n").writerows(dropped)
+            write_rows(file, dropped)
         temporary = path.with_name(path.name + ".tmp")
         with temporary.open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file, lineterminator="\n").writerows(kept)
+            write_rows(file, kept)
         os.replace(temporary, path)
     return len(dropped)
 
@@ -2318,6 +2432,9 @@ class RunContext:
         self.settings, self.rows, self.plan, self.folder = check.settings, rows, plan, check.run.folder
         self.metrics = CsvLog(self.folder / "metrics.csv", METRICS)
         self.completions = CsvLog(self.folder / "completions.csv", COMPLETIONS)
+        # TRL asks the first completion for the columns: every row gets those of every file.
+        self.actions = max(len(row.rewards) for row in rows)
+        self.empty_columns = {name: None for row in rows for name in reward_columns(row, self.actions)}
         self.seconds = {"rollout": 0.0, "reward": 0.0}
         self.stream = "train"  # or `evaluation`, or `base`: an evaluation without the adapter
         self.engine: Engine | None = None
@@ -2416,6 +2533,9 @@ class Watch:
     def __init__(self, run: RunContext):
         self.run = run
 
+    def on_train_begin(self, args, state, control, **kwargs):
+        state.save_steps = args.save_steps  # a resumed run may change it; the Trainer takes the checkpoint's
+
     def on_step_begin(self, args, state, control, **kwargs):
         import torch
 
@@ -2498,7 +2618,8 @@ def write_zip(folder: Path) -> Path:
 
 
 def evaluate(trainer: Any, rows: Sequence[Row], samples: int, base: bool = False) -> dict[str, float]:
-    """Mean CSV reward of `samples` completions for each held-out row, with an unparseable answer counted as 0.
+    """Mean CSV reward of `samples` completions for each held-out row. An answer that cannot be parsed counts as
+    INVALID_REWARD, or as the row's lowest reward where that is nan.
 
     Generated as the rollouts are (same engine, temperature and length), from the same seed before and after training.
     `base`: without the adapter.
@@ -2517,7 +2638,13 @@ def evaluate(trainer: Any, rows: Sequence[Row], samples: int, base: bool = False
         run.stream, trainer.state.global_step = "train", step
         trainer.model.train(was_training)
     read = trainer.read_completions(sampled, completion_ids)
-    values = [0.0 if one.action is None else one.row.rewards[one.action] for one in read]
+    invalid = run.settings.INVALID_REWARD
+    values = [
+        (min(one.row.rewards) if math.isnan(invalid) else invalid)
+        if one.action is None
+        else one.row.rewards[one.action]
+        for one in read
+    ]
     return {"reward": math.fsum(values) / len(values), **completion_rates(read)}
 
 
@@ -2576,7 +2703,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(check: Preflight) -> int:
     """Train: everything from here on may take time, memory and a GPU."""
-    s, started = check.settings, time.time()
+    s = check.settings
     model_path = s.MODEL_ID
     if check.files is None:  # `tiny` before its first use: make it, then repeat the checks that needed its tokenizer
         import make_model
@@ -2588,6 +2715,18 @@ def run(check: Preflight) -> int:
             return fail(check.problems)
     if s.MODEL_ID == "tiny":
         model_path = str(check.files.folder)
+    lock = lock_run(check.run.folder)
+    if lock is None:
+        return fail(
+            [f"OUTPUT_DIR={s.OUTPUT_DIR}: another process is writing there. Wait for it, or choose another OUTPUT_DIR"]
+        )
+    with contextlib.closing(lock):
+        return launch(check, model_path)
+
+
+def launch(check: Preflight, model_path: str) -> int:
+    """Load the model, start the engine, train. Exit code of the run."""
+    s, started = check.settings, time.time()
     prepare_run(check)
     start_logging(check.run.folder)
     log.info("\n%s\n", banner(check)) if check.run.checkpoint is None else log.info(
@@ -2639,8 +2778,11 @@ def train(check: Preflight, context: RunContext, trainer: Any) -> int:
     results: dict[str, Any] = {}
     if check.eval_rows:
         results = rewards.baselines([row.rewards for row in check.eval_rows])
+        results |= {"samples": s.EVAL_SAMPLES, "data_sha256": data_fingerprint(check.eval_rows)}
         with contextlib.suppress(OSError, ValueError, KeyError):  # a resumed run keeps what was measured at its start
-            results["before"] = json.loads(evaluation.read_text(encoding="utf-8"))["before"]
+            earlier = json.loads(evaluation.read_text(encoding="utf-8"))
+            if all(earlier[name] == results[name] for name in ("samples", "data_sha256")):
+                results["before"] = earlier["before"]
         if "before" not in results:
             results["before"] = evaluate(trainer, check.eval_rows, s.EVAL_SAMPLES, base=True)
             report_evaluation(evaluation, results)
@@ -2660,6 +2802,7 @@ def train(check: Preflight, context: RunContext, trainer: Any) -> int:
         results["after"] = evaluate(trainer, check.eval_rows, s.EVAL_SAMPLES)
         log.info("\n%s\n", report_evaluation(evaluation, results))
     archive = write_zip(context.folder)
+    write_text(context.folder / COMPLETE, json.dumps({"steps": trainer.state.global_step}) + "\n")
     log.info(
         "complete: %d steps in %.0f s. Adapter: %s, download: %s",
         trainer.state.global_step,

@@ -66,6 +66,7 @@ REFUSED = [  # (bytes of the file, what the problem must name, reason)
     (b"promt,reward_action_0,reward_action_1\nx,1,2\n", ["neither a `prompt` nor a `user`", "should 'promt' be `prompt`"], "mistyped column"),
     (b"user,reward_action_0,reward_action_2\nx,1,2\n", ["reward_action_1 is missing"], "gap in the actions"),
     (b"user,reward_action_1,reward_action_2\nx,1,2\n", ["reward_action_0 is missing"], "actions from 1"),
+    (b"user;reward_action_0;reward_action_1\nx;1;2\n", ["semicolons"], "a spreadsheet's own CSV"),
     (b"user,reward_action_0\nx,1\n", ["only one action"], "one action"),
     (b"user,user,reward_action_0,reward_action_1\nx,y,1,2\n", ["'user' stands there twice"], "column twice"),
     (b"user,reward_action_0,reward_action_1\nx,1,2\ny,abc,2\n", ["row 2 (line 3), column reward_action_0: 'abc'"], "word for a number"),

@@ -470,7 +470,10 @@ def test_a_gate_that_is_off_says_so(build, caplog):
     [
         (0.014, 0.2, 0.05, None),
         (0.05, 0.2, 0.05, None),
-        (0.01, 0.02, 0.05, None),
+        (0.01, 0.021, 0.05, None),
+        (0.01, None, 0.05, None),
+        (0.0, 0.0, 0.05, "cannot be told"),
+        (0.0, math.nan, 0.05, "cannot be told"),
         (0.051, 0.2, 0.05, "PARITY_LIMIT is 0.05"),
         (0.051, 0.2, 0.06, None),
         (math.nan, 0.2, 0.05, "PARITY_LIMIT"),

@@ -373,9 +373,90 @@ def test_what_may_not_continue(tmp_path):
     assert "LEARNING_RATE: the run in" in only(inspect(change(settings, LEARNING_RATE=1e-6))[1])
     assert "5e-05" in only(inspect(change(settings, LEARNING_RATE=1e-6))[1])
     assert "started on other rows" in only(inspect(settings, [dataclasses.replace(ROW, rewards=(1.0, 0.0))])[1])
-    (folder / "adapter_model.safetensors").write_text("x")
+    assert not inspect(change(settings, TOTAL_STEPS=4))[1], (
+        "every step, but not the last file: evaluation and zip are owed"
+    )
+    (folder / train_grpo.COMPLETE).write_text("{}")
     assert "complete (4 of 4 steps)" in only(inspect(change(settings, TOTAL_STEPS=4))[1])
     assert not inspect(change(settings, TOTAL_STEPS=4, OVERWRITE=True))[1]
+
+
+def test_overwrite_never_deletes_what_the_run_needs(tmp_path):
+    settings, folder = run_dir(tmp_path, OVERWRITE=True)
+    inside = dataclasses.replace(ROW, file=str(folder / "mine.csv"))
+    assert f"it would delete {folder / 'mine.csv'}" in only(inspect(settings, [inside])[1])
+
+
+def test_a_zip_of_an_earlier_run_is_not_overwritten(tmp_path):
+    (tmp_path / "run.zip").write_text("precious")
+    assert "run.zip of an earlier run is there" in only(inspect(Settings(OUTPUT_DIR=str(tmp_path / "run")))[1])
+    assert not inspect(Settings(OUTPUT_DIR=str(tmp_path / "run"), OVERWRITE=True))[1]
+
+
+def test_a_run_folder_has_one_writer(tmp_path):
+    import subprocess
+    import sys
+
+    lock = train_grpo.lock_run(tmp_path / "run")
+    code = f"import train_grpo, pathlib; print(train_grpo.lock_run(pathlib.Path({str(tmp_path / 'run')!r})))"
+    other = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert lock is not None and other.stdout.strip() == "None"
+    lock.close()
+    assert "None" not in subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout
+
+
+def test_garbage_must_not_pay(tmp_path):
+    row = dataclasses.replace(ROW, rewards=(-3.0, -1.0))
+    problems = Problems()
+    train_grpo.check_rewards(Settings(), [row], problems)
+    assert "more than the lowest reward -3" in only(problems) and "INVALID_REWARD=-3" in only(problems)
+    problems.clear()
+    train_grpo.check_rewards(Settings(INVALID_REWARD=-3.0), [row], problems)
+    train_grpo.check_rewards(Settings(), [row], problems, chosen=True)
+    train_grpo.check_rewards(Settings(REWARDS="best"), [row], problems)
+    assert not problems
+
+
+def test_logs_survive_carriage_returns(tmp_path):
+    path = tmp_path / "completions.csv"
+    written = [{"step": 1, "completion": "a\rb"}, {"step": 2, "completion": 'c\r\n"d"'}]
+    train_grpo.CsvLog(path, ["step", "completion"]).write(written)
+    assert train_grpo.trim_csv(path, 1) == 1
+    with path.open(newline="", encoding="utf-8") as file:
+        assert list(train_grpo.csv.reader(file)) == [["step", "completion"], ["1", "a\rb"]]
+
+
+REWARD_RESULTS = [
+    ("[1, None, 0.5]", None), ("[True, 0, 1]", None), ("__import__('numpy').ones(3)", None),
+    ("[1, 2]", "returned 2 rewards for 3"), ("None", "returned NoneType"), ("['a', 1, 2]", "returned 'a'"),
+    ("[1, 2, float('inf')]", "returned inf"), ("[1 / 0]", "raised ZeroDivisionError"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("result", "message"), REWARD_RESULTS)
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_what_a_reward_may_return(result, message, kind, tmp_path, monkeypatch):
+    import asyncio
+
+    name = f"returns_{abs(hash((result, kind)))}"
+    (tmp_path / f"{name}.py").write_text(f"{kind} score(completions, **columns):\n    return {result}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    reward = train_grpo.reward_callable(f"{name}:score", Settings())
+    call = (lambda: asyncio.run(reward(["a", "b", "c"]))) if kind != "def" else (lambda: reward(["a", "b", "c"]))
+    if message is None:
+        assert len(call()) == 3
+    else:
+        with pytest.raises(RuntimeError, match=f"REWARDS: {name}:score {message}"):
+            call()
+
+
+def test_a_reward_that_cannot_be_called_is_found_before_the_run(tmp_path, monkeypatch):
+    (tmp_path / "narrow.py").write_text("def score(completions):\n    return [0.0]\n")
+    monkeypatch.chdir(tmp_path)
+    problems = Problems()
+    train_grpo.check_rewards(Settings(REWARDS="narrow:score"), [ROW], problems)
+    assert "cannot be called with (completions, **columns)" in only(problems)
 
 
 def test_folders_of_others_are_never_touched(tmp_path):

@@ -45,6 +45,7 @@ NO_ANSWERS = [
     ("<|channel|>commentary<|message|>[2]<|end|>", "another channel"),
     ("<|channel|>finally<|message|>[2]<|end|>", "a channel that begins alike"),
     ("", "nothing"),
+    (f"{FINAL}[" + "1" * 5000 + "]", "a number that Python refuses to read"),
 ]
 STRIPPED = [
     ("analysisWe weigh [0] and [1].assistantfinal[0]", 0, "glued channels"),

@@ -96,7 +96,7 @@ def test_the_zip_holds_everything_but_optimizer_states(whole_run):
         inside = set(archive.namelist())
     on_disk = {str(p.relative_to(whole_run.parent)) for p in whole_run.rglob("*") if p.is_file()}
     left_out = {Path(name).name for name in on_disk - inside}
-    assert left_out == {"optimizer.pt", "scheduler.pt", "rng_state.pth"}
+    assert left_out == {"optimizer.pt", "scheduler.pt", "rng_state.pth", train_grpo.COMPLETE}
     assert inside <= on_disk and "run/checkpoint-6/adapter_model.safetensors" in inside
 
 
@@ -182,6 +182,48 @@ def test_a_killed_run_continues_without_repeating_or_losing_rows(whole_run, tmp_
     assert_same_run(folder, whole_run)
     superseded = (folder / "completions.superseded.csv").read_text()
     assert superseded.count("\n3,") + superseded.startswith("3,") == 12 and "4,tes_heldout_compact:7" in superseded
+
+
+def test_a_run_killed_after_its_last_step_is_finished_by_the_same_command(whole_run, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole_run, folder)
+    for name in (train_grpo.COMPLETE, "evaluation.json", "adapter_model.safetensors"):
+        (folder / name).unlink()
+    done = run_script(**SETTINGS | {"OUTPUT_DIR": folder, "EVAL_SAMPLES": 1})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "run.zip").exists() and "Held-out mean reward" in done.stdout
+    assert json.loads((folder / "evaluation.json").read_text()) == json.loads(
+        (whole_run / "evaluation.json").read_text()
+    )
+    assert_same_run(folder, whole_run)
+
+
+def test_files_with_other_columns_and_actions_train_together(tmp_path, tiny):
+    """TRL takes the columns from the first completion of a step: whichever file it comes from, all must be there."""
+    rows = ["user,reward_action_0,reward_action_1,zone"] + [f"hour {i},0.1,0.9,north" for i in range(3)]
+    (tmp_path / "a.csv").write_text("\n".join(rows))
+    rows = ["user,reward_action_0,reward_action_1,reward_action_2,prompt_id,invalid_reward"]
+    (tmp_path / "b.csv").write_text("\n".join(rows + [f"hour {i},0.1,0.9,0.5,mine,7" for i in range(3)]))
+    (tmp_path / "own.py").write_text(
+        "def score(completions, *, zone, csv_prompt_id, prompt_id, csv_invalid_reward, **columns):\n"
+        "    for z, theirs, ours in zip(zone, csv_prompt_id, prompt_id):\n"
+        "        assert (z == 'north') == ours.startswith('a:') and (theirs == 'mine') == ours.startswith('b:')\n"
+        "    return [float(len(c)) for c in completions]\n"
+    )
+    done = run_script(
+        cwd=tmp_path,
+        **SETTINGS
+        | {
+            "OUTPUT_DIR": "out put/ü",
+            "DATA": "a.csv,b.csv",
+            "REWARDS": "action,own:score=0.1",
+            "TOTAL_STEPS": 3,
+            "SAVE_STEPS": 9,
+        },
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    ids = {row["prompt_id"][0] for row in read_csv(tmp_path / "out put" / "ü" / "completions.csv")}
+    assert ids == {"a", "b"} and (tmp_path / "out put" / "ü.zip").exists()
 
 
 def test_overwrite_starts_anew_with_a_users_own_reward(tmp_path, whole_run):

@@ -27,6 +27,7 @@ ACCEPTED = [
     ("INVALID_REWARD", "nan", math.nan, "nan is allowed here"),
     ("INVALID_REWARD", "-0.5", -0.5, "negative penalty"),
     ("PROMPT_DATE", "2024-02-29", "2024-02-29", "leap day"),
+    ("PROMPT_DATE", "2025-1-6", "2025-01-06", "normalized: the same day is the same prompt"),
     ("SEED", "0", 0, "lower limit"),
 ]
 REFUSED = [
