@@ -398,7 +398,7 @@ def count_parameters(config: Mapping[str, Any]) -> dict[str, int]:
 
 KV_BLOCK = 16  # tokens per block of vLLM's key-value cache
 BATCHED_TOKENS = 8192  # tokens of one prefill pass of vLLM
-ASLEEP_GIB = 2.1  # left on the GPU by a sleeping engine (measured: CUDA graphs, workspaces, loaded kernels)
+ASLEEP_GIB = 2.1  # left on the GPU by a sleeping engine and the CUDA context: graphs, workspaces, kernels (measured)
 
 
 def capture_sizes(most: int) -> tuple[int, ...]:
@@ -1759,8 +1759,7 @@ def start_engine(settings: Settings, plan: EnginePlan, model_path: str, stop_tok
 def keep_weights_asleep(llm: Any) -> None:
     """A sleep backend for vLLM that copies weights which never change to host memory once instead of at every sleep.
 
-    vLLM's own copies all of them each time, into pinned buffers rounded up to powers of two (some 24 GiB for 14). Sleep
-    backends are pluggable (vllm/device_allocator/sleep_mode_backend.py); which one is taken is read at the first sleep.
+    vLLM's own copies all of them each time (0.3 s against 0.06 s on an H100). Sleep backends are pluggable (vllm/device_allocator/sleep_mode_backend.py); which one is taken is read at the first sleep.
     """
     import torch
     from vllm.device_allocator import get_mem_allocator_instance
