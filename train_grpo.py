@@ -1759,7 +1759,8 @@ def start_engine(settings: Settings, plan: EnginePlan, model_path: str, stop_tok
 def keep_weights_asleep(llm: Any) -> None:
     """A sleep backend for vLLM that copies weights which never change to host memory once instead of at every sleep.
 
-    vLLM's own copies all of them each time (0.3 s against 0.06 s on an H100). Sleep backends are pluggable (vllm/device_allocator/sleep_mode_backend.py); which one is taken is read at the first sleep.
+    vLLM's own copies all of them each time (0.3 s against 0.06 s on an H100). Sleep backends are pluggable
+    (vllm/device_allocator/sleep_mode_backend.py); which one is taken is read at the first sleep.
     """
     import torch
     from vllm.device_allocator import get_mem_allocator_instance
@@ -2708,7 +2709,7 @@ def run(check: Preflight) -> int:
         import make_model
 
         print("\nMaking the tiny model (once, under a minute) ...", flush=True)
-        make_model.build_tiny()
+        make_model.build_tiny(force=make_model.tiny_path().exists())  # a damaged one is made again
         check = preflight(os.environ)
         if check.problems:
             return fail(check.problems)
@@ -2728,9 +2729,10 @@ def launch(check: Preflight, model_path: str) -> int:
     s, started = check.settings, time.time()
     prepare_run(check)
     start_logging(check.run.folder)
-    log.info("\n%s\n", banner(check)) if check.run.checkpoint is None else log.info(
-        "continuing from step %d", check.run.step
-    )
+    if check.run.checkpoint is None:
+        log.info("\n%s\n", banner(check))
+    else:
+        log.info("continuing from step %d", check.run.step)
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import transformers

@@ -256,3 +256,25 @@ def test_an_error_in_a_users_reward_is_named_and_logged(tmp_path, tiny):
     assert done.returncode == 1
     for text in (done.stdout, (folder / "training.log").read_text()):
         assert "REWARDS: broken:score raised ZeroDivisionError" in text
+
+
+def test_a_damaged_tiny_model_is_made_again(tiny, tmp_path, monkeypatch):
+    """The check of its files sends a damaged one back to the maker, which is told to replace it."""
+    import make_model
+
+    damaged = tmp_path / "tiny"
+    shutil.copytree(tiny, damaged)
+    (damaged / "model.safetensors").unlink()
+    forced = []
+
+    def rebuild(force=False):
+        forced.append(force)
+        shutil.copy(tiny / "model.safetensors", damaged)
+        return damaged
+
+    monkeypatch.setattr(make_model, "tiny_path", lambda: damaged)
+    monkeypatch.setattr(make_model, "build_tiny", rebuild)
+    monkeypatch.setattr(train_grpo, "launch", lambda check, model_path: 0 if model_path == str(damaged) else 1)
+    for name, value in (SETTINGS | {"OUTPUT_DIR": tmp_path / "run"}).items():
+        monkeypatch.setenv(name, str(value))
+    assert train_grpo.main([]) == 0 and forced == [True]
