@@ -146,6 +146,11 @@ ALIASES = {
 }  # fmt: skip
 
 
+def listed(text: str) -> list[str]:
+    """The parts of a comma-separated setting, without spaces around them and without empty ones."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
 class Problems(list[str]):
     """What is wrong with the input: collected, so that the user mends everything in one go."""
 
@@ -655,7 +660,7 @@ def check_settings(settings: Settings, config: Mapping[str, Any] | None, machine
         what = f"transformers has no {settings.ATTN_IMPL} with gpt-oss's attention sinks and would load a Hub kernel in its place"
         fix = "Set ATTN_IMPL=auto, flex_attention or eager, or name a Hub kernel yourself"
         problems.add("ATTN_IMPL", what, fix)
-    targets = [name.strip() for name in settings.LORA_TARGETS.split(",") if name.strip()]
+    targets = listed(settings.LORA_TARGETS)
     for target in targets if targets != ["all-linear"] else ():
         if target not in LINEAR_MODULES:
             if any(word in target for word in ("expert", "mlp", "gate_up", "down_proj", "router")):
@@ -674,7 +679,7 @@ def check_settings(settings: Settings, config: Mapping[str, Any] | None, machine
             "Liger's luspo divides by the number of tokens where TRL's does not",
             "Set LOSS_IMPL=trl for luspo",
         )
-    for tracker in filter(None, (name.strip() for name in settings.REPORT_TO.split(","))):
+    for tracker in listed(settings.REPORT_TO):
         if tracker not in ("none", "wandb", "tensorboard", "trackio"):
             problems.add("REPORT_TO", f"{tracker!r} is unknown", "Use none, wandb, tensorboard or trackio")
         elif tracker != "none" and installed_versions([tracker])[tracker] is None:
@@ -694,7 +699,7 @@ def check_settings(settings: Settings, config: Mapping[str, Any] | None, machine
 def reward_specs(text: str) -> list[tuple[str, float]]:
     """(name, weight) of each reward function in `REWARDS`; raises ValueError for what is not `name` or `name=weight`."""
     specs = []
-    for part in filter(None, (part.strip() for part in text.split(","))):
+    for part in listed(text):
         name, equals, weight = part.partition("=")
         try:
             specs.append((name.strip(), float(weight) if equals else 1.0))
@@ -937,7 +942,7 @@ class Row:
 def find_files(setting: str, text: str, problems: Problems) -> list[Path]:
     """The files that a setting names: paths or globs, relative to the current folder or else to this script's."""
     found: list[Path] = []
-    for part in filter(None, (part.strip() for part in text.split(","))):
+    for part in listed(text):
         candidates = [Path(part).expanduser(), ROOT / part]
         matches = next(([c] for c in candidates if c.is_file()), None)
         matches = matches or next(
@@ -1185,6 +1190,11 @@ class RunState:
     choices: dict[str, Any] = field(default_factory=dict)
 
 
+def run_folder(settings: Settings) -> Path:
+    """OUTPUT_DIR as an absolute path without links, so that the zip has a place beside it."""
+    return Path(settings.OUTPUT_DIR).expanduser().resolve()
+
+
 def last_checkpoint(folder: Path) -> tuple[int, Path | None]:
     """Step and folder of the last complete checkpoint: one that was cut off while it was written does not count."""
     found = []
@@ -1207,7 +1217,7 @@ def data_fingerprint(rows: Sequence[Row]) -> str:
 
 def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> RunState:
     """What is in OUTPUT_DIR, with a problem wherever this run must not go on there."""
-    folder = Path(settings.OUTPUT_DIR).expanduser().resolve()
+    folder = run_folder(settings)
     where, other = f"OUTPUT_DIR={settings.OUTPUT_DIR}", "choose another OUTPUT_DIR"
     if not settings.OUTPUT_DIR.strip() or (folder.exists() and not folder.is_dir()):
         problems.add(
@@ -1460,7 +1470,7 @@ def lora_config(settings: Settings) -> Any:
 
     targets: str | list[str] = settings.LORA_TARGETS.strip()
     if targets != "all-linear":
-        targets = [name.strip() for name in targets.split(",") if name.strip()]
+        targets = listed(targets)
     return LoraConfig(
         r=settings.LORA_R,
         lora_alpha=settings.LORA_ALPHA,
@@ -2236,10 +2246,10 @@ def grpo_config(settings: Settings, plan: Plan, cuda: bool) -> Any:
     from trl import GRPOConfig
 
     s = settings
-    trackers = [name.strip() for name in s.REPORT_TO.split(",") if name.strip() not in ("", "none")]
+    trackers = [name for name in listed(s.REPORT_TO) if name != "none"]
     accumulation = s.completions_per_step // plan.micro_batch
     return GRPOConfig(
-        output_dir=str(Path(s.OUTPUT_DIR).expanduser().resolve()),
+        output_dir=str(run_folder(s)),
         per_device_train_batch_size=plan.micro_batch,
         gradient_accumulation_steps=accumulation,
         steps_per_generation=accumulation,
@@ -2627,16 +2637,14 @@ def evaluate(trainer: Any, rows: Sequence[Row], samples: int, base: bool = False
     run = trainer.run
     sampled = [row for row in rows for _ in range(samples)]
     prompt_ids = trainer.processing_class(text=[row.prompt for row in sampled])["input_ids"]
-    was_training, step = trainer.model.training, trainer.state.global_step
+    step = trainer.state.global_step
     run.stream = "base" if base else "evaluation"
-    trainer.model.eval()
     trainer.state.global_step = 0  # the seed of the evaluation, before as after
     try:
-        with trainer.model.disable_adapter() if base else contextlib.nullcontext():
+        with evaluating(trainer.model), trainer.model.disable_adapter() if base else contextlib.nullcontext():
             completion_ids, _ = trainer._generate_single_turn(prompt_ids, None, {}, samples)
     finally:
         run.stream, trainer.state.global_step = "train", step
-        trainer.model.train(was_training)
     read = trainer.read_completions(sampled, completion_ids)
     invalid = run.settings.INVALID_REWARD
     values = [
