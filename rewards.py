@@ -19,6 +19,7 @@ NaN leaves a completion out of its group's mean and gives it no advantage (docs/
 from __future__ import annotations
 
 import math
+import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -173,3 +174,100 @@ def baselines(rows: Sequence[Sequence[float]]) -> dict[str, float]:
         "constant_action": best_action(means),
         "oracle": math.fsum(max(row) for row in rows) / len(rows),
     }
+
+
+# ---- What an evaluation says, and how sure it is ---------------------------------------------------------------------
+
+RESAMPLES, RESAMPLING_SEED = 2000, 20250106
+
+
+def bootstrap_interval(
+    values: Sequence[float], weights: Sequence[float] | None = None, level: float = 0.95
+) -> tuple[float, float]:
+    """Percentile bootstrap interval of sum(values) / sum(weights) over clusters, one value and one weight of each.
+
+    Without weights it is the mean of the clusters. What belongs together (the completions of a prompt, the hours of a
+    window) must be one cluster: drawn singly it would look surer than it is. The seed is fixed, so the same figures
+    always give the same interval. Resamples whose weights sum to 0 or less are left out.
+    Source: B. Efron, R. J. Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13.
+
+    Raises ValueError without a cluster, or where the weights are not as many as the values or never sum above 0.
+
+    >>> bootstrap_interval([0.5, 0.5, 0.5])
+    (0.5, 0.5)
+    >>> low, high = bootstrap_interval([0.0, 1.0] * 50)
+    >>> 0.38 < low < 0.42 and 0.58 < high < 0.62
+    True
+    >>> bootstrap_interval([3.0, 9.0], [1.0, 3.0])
+    (3.0, 3.0)
+    """
+    count = len(values)
+    if not count or (weights is not None and len(weights) != count):
+        raise ValueError(f"{count} values and {count if weights is None else len(weights)} weights make no interval")
+    generator, means = random.Random(RESAMPLING_SEED), []
+    for _ in range(RESAMPLES):
+        if weights is None:
+            means.append(sum(generator.choices(values, k=count)) / count)
+            continue
+        drawn = generator.choices(range(count), k=count)
+        if (total := sum(weights[i] for i in drawn)) > 0:
+            means.append(sum(values[i] for i in drawn) / total)
+    if not means:
+        raise ValueError("the weights never sum to more than 0")
+    means.sort()
+    ends = ((1 - level) / 2 * (len(means) - 1), (1 + level) / 2 * (len(means) - 1))
+    return tuple(means[int(at)] + (at - int(at)) * (means[math.ceil(at)] - means[int(at)]) for at in ends)
+
+
+def score_answers(
+    rows: Sequence[Sequence[float]], answers: Sequence[Sequence[int | None]], invalid_reward: float = 0.0
+) -> dict[str, Any]:
+    """What the answers to N prompts are worth: mean reward, regret and parse rate with 95% intervals over prompts.
+
+    rows: rewards by prompt and action, (N, K); answers: the actions answered to each prompt, None where there was none,
+    which scores `invalid_reward`, or the row's lowest reward where that is nan. Regret is the row's highest reward minus
+    the answer's. `reward_by_prompt` is each prompt's mean, for `paired_difference`.
+    Raises ValueError without prompts or where a prompt has no answer.
+
+    >>> made = score_answers([[0.0, 1.0], [0.6, 0.4]], [[1, None], [0, 0]])
+    >>> made["reward"], round(made["regret"], 6), made["parse_rate"], made["action_counts"], made["unparsed"]
+    (0.55, 0.25, 0.75, [2, 1], 1)
+    """
+    if not rows or len(rows) != len(answers) or not all(answers):
+        raise ValueError("every prompt needs at least one answer")
+    made: dict[str, list[float]] = {"reward": [], "regret": [], "parse_rate": []}
+    best_named = 0
+    for row, mine in zip(rows, answers, strict=True):
+        lost = min(row) if math.isnan(invalid_reward) else invalid_reward
+        mean = math.fsum(lost if k is None else row[k] for k in mine) / len(mine)
+        made["reward"].append(mean)
+        made["regret"].append(max(row) - mean)
+        made["parse_rate"].append(sum(k is not None for k in mine) / len(mine))
+        best_named += sum(k is not None and row[k] == max(row) for k in mine)
+    result: dict[str, Any] = {}
+    # Weighted by the number of answers, so that the figures are means over completions whatever their distribution.
+    weights = None if len({len(mine) for mine in answers}) == 1 else [float(len(mine)) for mine in answers]
+    for name, values in made.items():
+        sums = values if weights is None else [v * w for v, w in zip(values, weights, strict=True)]
+        low, high = bootstrap_interval(sums, weights)
+        mean = math.fsum(sums) / (len(rows) if weights is None else math.fsum(weights))
+        result |= {name: mean, f"{name}_low": low, f"{name}_high": high}
+    named = [k for mine in answers for k in mine if k is not None]
+    count = sum(map(len, answers))
+    return result | {
+        "best_action_rate": best_named / count,
+        "action_counts": [named.count(k) for k in range(max(map(len, rows)))],
+        "unparsed": count - len(named),
+        "reward_by_prompt": [round(value, 9) for value in made["reward"]],
+    }
+
+
+def paired_difference(before: Sequence[float], after: Sequence[float]) -> dict[str, float]:
+    """Mean of after - before over the same prompts, with a 95% interval: a prompt that is hard for both cancels out.
+
+    >>> paired_difference([0.1, 0.9], [0.2, 1.0])
+    {'reward': 0.1, 'reward_low': 0.1, 'reward_high': 0.1}
+    """
+    changes = [round(b - a, 9) for a, b in zip(before, after, strict=True)]
+    low, high = bootstrap_interval(changes)
+    return {"reward": math.fsum(changes) / len(changes), "reward_low": low, "reward_high": high}

@@ -21,10 +21,12 @@ update of a step and clipping never acts; no reward model, only functions (rewar
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import csv
 import dataclasses
 import difflib
+import functools
 import gc
 import glob
 import hashlib
@@ -70,7 +72,8 @@ class Settings:
 
     # fmt: off
     MODEL_ID: str = knob("Model", "openai/gpt-oss-20b", "", "Hub id, local folder, or `tiny`: a gpt-oss of 0.2M parameters made on first use.")
-    ATTN_IMPL: str = knob("Model", "auto", "", "Attention of the learner: `auto`, `eager`, `flex_attention`, `flash_attention_2`, `flash_attention_3`, `flash_attention_4`, or a Hub kernel (`kernels-community/...`).")
+    ATTN_IMPL: str = knob("Model", "auto", "", "Attention of the learner: `auto`, `torch_flash` (FlashAttention 2 as torch ships it), `flash_attention_2`, `flash_attention_3`, `flash_attention_4`, `flex_attention`, `eager`, or a Hub kernel (`kernels-community/...`).")
+    EXPERTS: str | None = knob("Model", "bf16", "", "The learner's experts on the GPU: `bf16` dequantized once, `mxfp4` packed (a third of the memory) and dequantized layer by layer, `auto` by the memory plan.", choices=("bf16", "mxfp4"))
     LORA_R: int = knob("Model", 4, "rank", "Rank of the LoRA adapter.", tiny=8, low=1)
     LORA_ALPHA: float = knob("Model", 8.0, "", "LoRA scale: updates are multiplied by LORA_ALPHA / LORA_R.", tiny=16.0, above=0)
     LORA_TARGETS: str = knob("Model", "all-linear", "", "`all-linear` (q, k, v and o projections) or a comma-separated list of module names.")
@@ -78,7 +81,8 @@ class Settings:
 
     DATA: str = knob("Data", "data/tes_train.csv", "", "Training CSVs: files or globs, separated by commas.", tiny="data/tes_train_compact.csv")
     EVAL_DATA: str = knob("Data", "data/tes_heldout.csv", "", "Held-out CSVs for the evaluation before and after training.", tiny="data/tes_heldout_compact.csv")
-    EVAL_SAMPLES: int = knob("Data", 0, "completions", "Completions per held-out prompt, before and after training; 0 skips the evaluation.", tiny=8, low=0)
+    EVAL_SAMPLES: int = knob("Data", 4, "completions", "Completions per held-out prompt, and passes through the closed loop, before and after training; 0 skips both.", tiny=8, low=0)
+    EVAL_PROFILE: str = knob("Data", "data/profile_heldout.csv", "", "Hourly profiles for the closed loop before and after training; it runs where the held-out prompts are the TES plant's; empty skips it.")
     REASONING_EFFORT: str = knob("Data", "medium", "", "Reasoning effort that the chat template writes into prompts which are not rendered yet.", tiny="low", choices=("low", "medium", "high"))
     PROMPT_DATE: str = knob("Data", "2025-11-06", "date", "Current date that the chat template writes, fixed so that a resumed run sees the same prompts.", date=True)
     MAX_PROMPT_LEN: int = knob("Data", 2048, "tokens", "Longest prompt that is accepted; a longer one is an error, never cut.", tiny=256, low=1)
@@ -98,7 +102,7 @@ class Settings:
     PARITY_LIMIT: float = knob("Rollouts", 0.05, "nats", "Largest mean difference of log-probs that the parity gate accepts.", above=0)
     PROMPTS_PER_STEP: int = knob("Rollouts", 12, "prompts", "Prompts per optimizer step.", tiny=8, low=1)
     NUM_GENERATIONS: int = knob("Rollouts", 8, "completions", "Completions per prompt: the group that advantages compare.", low=2)
-    GENERATION_BATCH: int | None = knob("Rollouts", None, "completions", "Completions that transformers generates at once; `auto` plans it from the free memory.", low=1)
+    GENERATION_BATCH: int | None = knob("Rollouts", None, "completions", "Completions that transformers generates at once; must divide PROMPTS_PER_STEP x NUM_GENERATIONS; `auto` plans it from the free memory.", low=1)
     MAX_COMPLETION_LEN: int = knob("Rollouts", 4000, "tokens", "Longest completion; one that meets it counts as truncated.", tiny=12, low=1)
     TEMPERATURE: float = knob("Rollouts", 1.0, "", "Sampling temperature of the rollouts; the loss uses the same.", above=0, high=10)
     TOP_P: float = knob("Rollouts", 1.0, "probability", "Nucleus sampling; below 1 the sampled and the trained distribution differ.", above=0, high=1)
@@ -109,10 +113,11 @@ class Settings:
     WARMUP_STEPS: int = knob("Learner", 0, "steps", "Steps over which the learning rate rises from 0.", low=0)
     WEIGHT_DECAY: float = knob("Learner", 0.0, "", "AdamW's weight decay.", low=0)
     MAX_GRAD_NORM: float = knob("Learner", 1.0, "norm", "Gradients are scaled down to this norm.", above=0)
-    MICRO_BATCH: int | None = knob("Learner", None, "completions", "Completions per forward and backward pass; must divide PROMPTS_PER_STEP x NUM_GENERATIONS; `auto` plans it.", low=1)
+    MICRO_BATCH: int | None = knob("Learner", None, "completions", "Completions of MAX_COMPLETION_LEN that fit into one forward and backward pass (shorter ones: more of them); a matter of memory, never of what is learned; `auto` plans it.", low=1)
+    PACKING: str | None = knob("Learner", None, "", "`prefix` computes a prompt once for all its completions, `none` once for each; `auto`: prefix where the attention supports it.", choices=("prefix", "none"))
     GRADIENT_CHECKPOINTING: bool = knob("Learner", True, "", "Recompute activations in the backward pass: much less memory, about a third more time.", tiny=False)
     LOSS_TYPE: str = knob("Learner", "bnpo", "", "GRPO variant, TRL's names.", choices=("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo"))
-    LOSS_IMPL: str = knob("Learner", "liger", "", "`liger`: Liger's chunked fused-linear loss; `trl`: TRL's own fused head.", choices=("liger", "trl"))
+    LOSS_IMPL: str = knob("Learner", "liger", "", "`liger`: Liger's GRPO loss over chunked log-probs; `trl`: TRL's, the same to five digits.", choices=("liger", "trl"))
     BETA: float = knob("Learner", 0.0, "", "Weight of the KL penalty against the base model; 0 saves a forward pass.", low=0)
     EPSILON: float = knob("Learner", 0.2, "", "Lower clip range of the policy ratio.", above=0)
     EPSILON_HIGH: float | None = knob("Learner", None, "", "Upper clip range; `auto` is EPSILON, 5.0 for cispo.", above=0)
@@ -288,14 +293,14 @@ def help_text() -> str:
 # ---- Choices: pure functions that return what they chose, and why ----------------------------------------------------
 
 GIB = 2**30
+# ATTN_IMPL -> (distribution, how to install it). What transformers would take in their place knows no sinks in its backward
+# pass (https://github.com/huggingface/transformers/pull/42736); see "Attention".
 FLASH_PACKAGES = {
     "flash_attention_2": ("flash-attn", "bash scripts/setup.sh --flash-attn"),
     "flash_attention_3": ("flash-attn-3", "build it from the `hopper` folder of the flash-attention repository"),
     "flash_attention_4": ("flash-attn-4", "pip install flash-attn-4"),
 }
-
-# Their plain kernels know no attention sinks (https://github.com/huggingface/transformers/pull/42736).
-NO_SINKS = ("flash_attention_2", "flash_attention_3")
+ATTENTION = ("torch_flash", *FLASH_PACKAGES, "flex_attention", "eager")
 # What `all-linear` finds in a gpt-oss: router and experts are raw parameters.
 LINEAR_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -311,6 +316,7 @@ class Machine:
     ram_free: float = 0.0
     cores: int = 1
     arch: str = ""
+    capability: float = 0.0  # CUDA compute capability: 8.0 is Ampere, 9.0 Hopper, 10.0 Blackwell
 
 
 @dataclass(frozen=True)
@@ -352,15 +358,46 @@ class Plan:
         return self.weights + self.adapter + max(rollout, self.learning + asleep)
 
 
-def choose_attention(requested: str, cuda: bool) -> tuple[str, str]:
-    """(attention implementation of the learner, reason). Generation by transformers always uses eager attention."""
+def choose_attention(requested: str, gpus: int, capability: float, installed: Iterable[str]) -> tuple[str, str]:
+    """(attention implementation of the learner, reason), given the installed distributions. All are exact with sinks;
+    generation by transformers always uses eager attention."""
     if requested != "auto":
         return requested, "set by ATTN_IMPL"
-    if not cuda:
+    if not gpus:
         return "eager", "no GPU: eager is the only implementation with attention sinks on a CPU"
+    if "flash-attn-3" in installed and 9 <= capability < 10:
+        return "flash_attention_3", "flash-attn-3 is installed, the fastest on a Hopper card"
+    if "flash-attn-4" in installed and capability >= 10:
+        return "flash_attention_4", "flash-attn-4 is installed, made for Blackwell cards"
+    return "torch_flash", "FlashAttention 2 as torch ships it, nothing to install; exact with sinks at any shape"
+
+
+def choose_packing(requested: str | None, attention: str, gpus: int) -> tuple[str, str]:
+    """(`prefix` or `none`, reason)."""
+    if requested is not None:
+        return requested, "set by PACKING"
+    if attention == "eager" and gpus:
+        return "none", "eager attention holds all scores of a row: shorter rows need less memory"
+    if attention not in ATTENTION:
+        return "none", f"{attention} takes padded rows only"
+    return "prefix", "a prompt is computed once for all its completions"
+
+
+def choose_experts(requested: str | None, mxfp4: bool, bf16: Plan, packed: Plan, free: float) -> tuple[str, str]:
+    """(`bf16` or `mxfp4`, reason), given the plans with either and the free memory in GiB."""
+    if requested is not None:
+        return requested, "set by EXPERTS"
+    if not mxfp4:
+        return "bf16", "the checkpoint has no MXFP4 experts"
+    if (
+        bf16.peak <= free
+        and (not bf16.engine or bf16.engine.cache >= packed.engine.cache)
+        and bf16.micro_batch >= packed.micro_batch
+    ):
+        return "bf16", f"all fits ({bf16.peak:.0f} of {free:.0f} GiB) with nothing to unpack"
     return (
-        "eager",
-        "exact sinks at any shape; flex_attention compiles anew for each length and was slower in docs/results/",
+        "mxfp4",
+        f"bf16 would need {bf16.peak:.0f} GiB for passes of {bf16.micro_batch} completions, packed it is {packed.peak:.0f} for {packed.micro_batch}",
     )
 
 
@@ -401,6 +438,7 @@ def count_parameters(config: Mapping[str, Any]) -> dict[str, int]:
     return {"total": total, "experts": layers * moe, "attention": layers * attention, "embeddings": embeddings}
 
 
+PASS_TOKENS = 70_000  # tokens of a forward and backward pass beyond which more tokens gain nothing
 KV_BLOCK = 16  # tokens per block of vLLM's key-value cache
 BATCHED_TOKENS = 8192  # tokens of one prefill pass of vLLM
 ASLEEP_GIB = 2.1  # left on the GPU by a sleeping engine and the CUDA context: graphs, workspaces, kernels (measured)
@@ -473,31 +511,44 @@ def plan_memory(
     prompt_len: int,
     attention: str,
     engine_checkpoint: float | None = None,
+    packing: str = "none",
+    experts: str = "bf16",
 ) -> Plan:
     """Memory of a run and, from it, MICRO_BATCH and GENERATION_BATCH where they are `auto`.
 
-    An estimate from shapes: BF16 weights and activations, float32 adapter with gradients and two AdamW moments,
-    checkpointed layer inputs plus one layer in full (attention scores, four experts per token) while learning, and the
-    key-value cache plus one layer of prefill while generating. `prompt_len` is the longest prompt in tokens;
+    An estimate from shapes: BF16 weights (experts of 4.25 bits and one layer unpacked with `mxfp4`) and activations,
+    float32 adapter with gradients and two AdamW moments, checkpointed layer inputs plus one layer in full while learning,
+    and the key-value cache plus one layer of prefill while generating. `prompt_len` is the longest prompt in tokens;
     `engine_checkpoint` the size in GiB of the checkpoint that vLLM loads, None where transformers generates.
     """
     layers, hidden, heads = config["num_hidden_layers"], config["hidden_size"], config["num_attention_heads"]
     head, kv, top = config["head_dim"], config["num_key_value_heads"], config["num_experts_per_tok"]
+    inner = config["intermediate_size"]
     length = prompt_len + settings.MAX_COMPLETION_LEN
     q_and_kv = (heads + 2 * kv) * head
     weights = count_parameters(config)["total"] * 2 / GIB
+    matrices = config["num_local_experts"] * 3 * hidden * inner  # of one layer's experts
+    if experts == "mxfp4":
+        weights += matrices * (layers * (4.25 / 8 - 2) + 2) / GIB
     lora_parameters = layers * settings.LORA_R * (3 * hidden + q_and_kv + heads * head + hidden)
     adapter = lora_parameters * 16 / GIB
 
     def learning(rows: int) -> float:
-        tokens = rows * length
-        scores = rows * heads * length**2 * 2 * 6 if attention == "eager" else 0
-        per_token = 2 * (8 * hidden + 4 * q_and_kv + top * (4 * config["intermediate_size"] + 2 * hidden) * 2)
+        share = packing == "prefix"
+        tokens = bucket(pass_tokens(settings, rows, prompt_len, share))
+        longest = (
+            bucket(prompt_len + min(rows, settings.NUM_GENERATIONS) * settings.MAX_COMPLETION_LEN) if share else length
+        )
+        scores = tokens * longest * heads * 2 * 6 if attention == "eager" else 0
+        # Bytes of a token in one layer's backward pass: its experts' two products with their gradients; queries, keys,
+        # values; norms in float32. The head has its turn before: states, their gradient, one tile of logits.
+        per_token = 2 * top * (4 * inner + 3 * hidden) + 8 * q_and_kv + 16 * hidden
         kept = (
             tokens * hidden * 2 * layers if settings.GRADIENT_CHECKPOINTING else (tokens * per_token + scores) * layers
         )
-        head_chunk = min(tokens, 2048) * min(config["vocab_size"], 4096) * 4 * 4 + tokens * hidden * 4 * 2
-        return (kept + tokens * per_token + scores + head_chunk) / GIB
+        scored = rows * settings.MAX_COMPLETION_LEN
+        head_need = min(scored, 4096) * min(config["vocab_size"], HEAD_TILE) * 2 + (tokens * 2 + scored * 8) * hidden
+        return (kept + max(tokens * per_token + scores, head_need)) / GIB + 0.1
 
     def generation(rows: int) -> float:
         window = min(length, config.get("sliding_window") or length)
@@ -523,14 +574,16 @@ def plan_memory(
         sizes = [n for n in range(1, min(total, most) + 1) if total % n == 0]
         return max((n for n in sizes if need(n) <= room), default=1)
 
-    # Beyond 8 sequences of real length a pass is no faster, only larger; tiny sequences are all overhead.
-    most = 64 if length * hidden < 100_000 else 8
+    # Beyond this a pass is no faster, only larger: its products are large enough, and the unpacking of experts is spread
+    # over enough tokens.
+    most = max(1, PASS_TOKENS // length) if length * hidden >= 100_000 else 64
     micro, micro_reason = settings.MICRO_BATCH, "set by MICRO_BATCH"
     if micro is None:
         micro = largest(learning, most)
         micro_reason = (
             f"largest divisor of {total} up to {most} whose {learning(micro):.1f} GiB fit beside the weights in {where}"
         )
+    micro = min(micro, total)
     chunk, chunk_reason = settings.GENERATION_BATCH, "set by GENERATION_BATCH"
     if chunk is None:
         chunk = largest(generation, total)
@@ -584,7 +637,7 @@ def read_machine() -> Machine:
     }
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None or visible.strip() not in ("", "-1"):
-        query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits"]
+        query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free,compute_cap", "--format=csv,noheader,nounits"]
         if visible:
             query.append(f"--id={visible}")
         with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
@@ -593,8 +646,9 @@ def read_machine() -> Machine:
                 .stdout.strip()
                 .splitlines()
             )
-            name, total, free = (cell.strip() for cell in lines[0].split(","))
+            name, total, free, capability = (cell.strip() for cell in lines[0].split(","))
             facts |= {"gpu": name, "gpus": len(lines), "gpu_total": int(total) / 1024, "gpu_free": int(free) / 1024}
+            facts["capability"] = float(capability)
     return Machine(**facts)
 
 
@@ -638,13 +692,13 @@ def check_packages(
 
 def check_settings(settings: Settings, config: Mapping[str, Any] | None, machine: Machine, problems: Problems) -> None:
     """Settings that contradict each other or the machine."""
-    total, micro, chunk = settings.completions_per_step, settings.MICRO_BATCH, settings.GENERATION_BATCH
-    for name, size in (("MICRO_BATCH", micro), ("GENERATION_BATCH", chunk)):
+    total, chunk = settings.completions_per_step, settings.GENERATION_BATCH
+    for name, size in (("GENERATION_BATCH", chunk),):
         if size and total % size:
             near = min((n for n in range(1, total + 1) if total % n == 0), key=lambda n: (abs(n - size), n))
             product = f"PROMPTS_PER_STEP x NUM_GENERATIONS = {settings.PROMPTS_PER_STEP} x {settings.NUM_GENERATIONS} = {total}"
             problems.add(name, f"{size} does not divide {product}", f"The nearest that does is {near}")
-    known = ("auto", "eager", "flex_attention", *FLASH_PACKAGES)
+    known = ("auto", *ATTENTION)
     if settings.ATTN_IMPL not in known and "/" not in settings.ATTN_IMPL:
         near = difflib.get_close_matches(settings.ATTN_IMPL, known, 1) or ["auto"]
         problems.add(
@@ -656,10 +710,20 @@ def check_settings(settings: Settings, config: Mapping[str, Any] | None, machine
         problems.add(
             "ATTN_IMPL", f"{settings.ATTN_IMPL} needs a GPU and none is visible", "Set ATTN_IMPL=eager (or auto)"
         )
-    if settings.ATTN_IMPL in NO_SINKS:
-        what = f"transformers has no {settings.ATTN_IMPL} with gpt-oss's attention sinks and would load a Hub kernel in its place"
-        fix = "Set ATTN_IMPL=auto, flex_attention or eager, or name a Hub kernel yourself"
-        problems.add("ATTN_IMPL", what, fix)
+    if machine.gpus and 0 < machine.capability < 8:
+        what = f"{machine.gpu} has compute capability {machine.capability:g}, BF16 and FlashAttention need 8.0"
+        problems.add("GPU", what, "Take an A100, L40S, H100, GH200 or a newer card")
+    if settings.ATTN_IMPL == "flash_attention_3" and machine.gpus and not 9 <= (machine.capability or 9) < 10:
+        problems.add("ATTN_IMPL", f"flash_attention_3 is made for Hopper, not for {machine.gpu}", "Set ATTN_IMPL=auto")
+    if settings.PACKING == "prefix" and settings.ATTN_IMPL not in known:
+        problems.add(
+            "PACKING",
+            f"{settings.ATTN_IMPL} takes padded rows only",
+            f"Set PACKING=auto, or ATTN_IMPL to one of {', '.join(ATTENTION)}",
+        )
+    quantized = ((config or {}).get("quantization_config") or {}).get("quant_method") == "mxfp4"
+    if settings.EXPERTS == "mxfp4" and config and not quantized:
+        problems.add("EXPERTS", f"{settings.MODEL_ID} has no MXFP4 experts", "Set EXPERTS=bf16")
     targets = listed(settings.LORA_TARGETS)
     for target in targets if targets != ["all-linear"] else ():
         if target not in LINEAR_MODULES:
@@ -1172,7 +1236,8 @@ def prompt_order(rows: int, seed: int, count: int) -> Iterator[int]:
 # What a resumed run may change: everything else would make it a different run.
 MAY_CHANGE = {
     "TOTAL_STEPS", "SAVE_STEPS", "SAVE_TOTAL_LIMIT", "REPORT_TO", "RESUME", "OVERWRITE", "EVAL_DATA", "EVAL_SAMPLES",
-    "OUTPUT_DIR", "IGNORE_VARS", "ALLOW_UNTESTED", "GENERATION_BATCH", "ATTN_IMPL", "DATA", "VLLM_GPU_MEM", "VLLM_EAGER",
+    "EVAL_PROFILE",
+    "OUTPUT_DIR", "IGNORE_VARS", "ALLOW_UNTESTED", "GENERATION_BATCH", "MICRO_BATCH", "PACKING", "EXPERTS", "ATTN_IMPL", "DATA", "VLLM_GPU_MEM", "VLLM_EAGER",
     "PARITY", "PARITY_LIMIT",
 }  # fmt: skip
 COMPLETE = "complete.json"  # the very last file that a run writes, after its zip
@@ -1286,9 +1351,12 @@ class Preflight:
     eval_rows: list[Row]
     reward_specs: list[tuple[str, float]]
     attention: tuple[str, str]
+    packing: tuple[str, str]
+    experts: tuple[str, str]
     rollouts: tuple[bool, str]
     plan: Plan | None
     run: RunState
+    closed_loop: ClosedLoop
 
 
 def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Preflight:
@@ -1312,19 +1380,34 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Pre
             break
     specs = check_rewards(settings, rows, problems, sources["INVALID_REWARD"] == "environment")
     run = inspect_run(settings, rows, problems)
-    attention, plan, longest = choose_attention(settings.ATTN_IMPL, machine.gpus > 0), None, 0
+    flash = installed_versions(package for package, _ in FLASH_PACKAGES.values())
+    installed = [name for name, version in flash.items() if version]
+    attention = choose_attention(settings.ATTN_IMPL, machine.gpus, machine.capability, installed)
+    packing = choose_packing(settings.PACKING, attention[0], machine.gpus)
+    experts, plan, longest = (settings.EXPERTS or "bf16", "the model is not there yet"), None, 0
     if files and files.tokenizer:
         rows, longest = render_rows(settings, rows, files, problems)
         eval_rows, longest_eval = render_rows(settings, eval_rows, files, problems)
         longest = max(longest, longest_eval)
     if files:
         checkpoint = checkpoint_gib(files) if rollouts[0] and machine.gpus else None
-        plan = plan_memory(
-            settings, files.config, machine, longest or settings.MAX_PROMPT_LEN, attention[0], checkpoint
+        shapes = (
+            settings,
+            files.config,
+            machine,
+            longest or settings.MAX_PROMPT_LEN,
+            attention[0],
+            checkpoint,
+            packing[0],
         )
-    if run.checkpoint and plan:  # what `auto` chose stays: other batches would sample and weight differently
+        plans = {kind: plan_memory(*shapes, kind) for kind in ("bf16", "mxfp4")}
+        quantized = (files.config.get("quantization_config") or {}).get("quant_method") == "mxfp4"
+        free = machine.gpu_free if machine.gpus else machine.ram_free
+        experts = choose_experts(settings.EXPERTS, quantized, *plans.values(), free)
+        plan = plans[experts[0]]
+    if run.checkpoint and plan:  # what `auto` chose stays: other batches would sample differently
         recorded = run.choices.get("plan") or {}
-        for name in ("micro_batch", "generation_batch"):
+        for name in ("generation_batch",):
             if recorded.get(name) and getattr(settings, name.upper()) is None:
                 again = {name: recorded[name], f"{name}_reason": "as the run was started"}
                 plan = dataclasses.replace(plan, **again)
@@ -1332,11 +1415,14 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Pre
         if engine != rollouts[0]:
             what = f"the run in {run.folder} was started with USE_VLLM={int(engine)}, now it is {int(rollouts[0])}"
             problems.add("USE_VLLM", f"{what} ({rollouts[1]})", f"Set USE_VLLM={int(engine)} to continue it")
+    chosen = sources["EVAL_PROFILE"] == "environment"
+    closed_loop = plan_closed_loop(settings, eval_rows, rollouts[0], chosen, problems)
     check_machine(settings, files, machine, plan, problems)
     problems[:] = dict.fromkeys(problems)
     return Preflight(
-        settings, sources, problems, machine, versions, files, rows, eval_rows, specs, attention, rollouts, plan, run
-    )
+        settings, sources, problems, machine, versions, files, rows, eval_rows, specs, attention, packing, experts,
+        rollouts, plan, run, closed_loop,
+    )  # fmt: skip
 
 
 def checkpoint_gib(files: ModelFiles) -> float:
@@ -1360,7 +1446,10 @@ def banner(check: Preflight) -> str:
         f"  length        {s.TOTAL_STEPS} steps, {passes:.1f} passes over the rows",
         f"  rewards       {', '.join(f'{name} x {weight:g}' for name, weight in check.reward_specs)}",
         f"  attention     {check.attention[0]}: {check.attention[1]}",
+        f"  packing       {check.packing[0]}: {check.packing[1]}",
+        f"  experts       {check.experts[0]}: {check.experts[1]}",
         f"  rollouts      {'vLLM' if check.rollouts[0] else 'transformers'}: {check.rollouts[1]}",
+        f"  closed loop   {'on' if check.closed_loop.prompt else 'off'}: {check.closed_loop.reason}",
         f"  clip range    {s.EPSILON:g} below, {choose_epsilon_high(s)[0]:g} above: {choose_epsilon_high(s)[1]}",
     ]
     if plan := check.plan:
@@ -1411,6 +1500,8 @@ def prepare_run(check: Preflight) -> None:
         "sources": check.sources,
         "choices": {
             "attention": check.attention,
+            "packing": check.packing,
+            "experts": check.experts,
             "rollouts": check.rollouts,
             "epsilon_high": choose_epsilon_high(s),
             "plan": dataclasses.asdict(check.plan) if check.plan else None,
@@ -1445,18 +1536,723 @@ def write_text(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
+# ---- Attention: exact with gpt-oss's sinks, over rows that share a prompt -------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """How the tokens of one pass lie in memory, and what each of them attends to.
+
+    R rows of T tokens, padded at their ends. A row holds groups one after the other; a group is a prompt and, behind it,
+    its completions: each of them attends to the prompt and, causally, to itself, as if it stood alone. Kernels take a
+    single row (R = 1) with keys gathered for each segment (a prompt or a completion); eager and flex attention a mask.
+    """
+
+    ids: Any  # (R, T) int64
+    positions: Any  # (R, T) int64, counted from the group's start of each prompt
+    group: Any  # (R, T) int32, -1 for padding
+    segment: Any  # (R, T) int32, 0 for the prompt, 1.. for its completions, -1 for padding
+    queries: int  # real tokens of a single row, all at its front
+    keys: Any  # (K,) int64: place of each gathered key
+    query_starts: Any  # (S + 1,) int32
+    key_starts: Any  # (S + 1,) int32
+    longest_query: int
+    longest_key: int
+    before: Any  # (N,) int64: place of the state that predicts each completion token
+    targets: Any  # (N,) int64: those tokens
+    rows: Any  # (N,) int64: the completion that each of them belongs to
+    columns: Any  # (N,) int64: its place in the completion
+
+
+def bucket(length: int) -> int:
+    """`length` rounded up to at most an eighth more, so that few shapes occur: compiled attention compiles once for
+    each, and torch's allocator reuses its blocks.
+
+    >>> bucket(5), bucket(100), bucket(1000), bucket(5026)
+    (32, 128, 1024, 5120)
+    """
+    step = max(32, 2 ** (max(length - 1, 1).bit_length() - 4))
+    return -(-length // step) * step
+
+
+def make_layout(
+    prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], share: bool, one_row: bool, device: Any
+) -> Layout:
+    """The layout of some completions, each with its prompt (both as token ids): equal prompts stand there once if they
+    `share`; all groups stand in one row, or each in a row of its own."""
+    import torch
+
+    groups: dict[Any, list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        groups.setdefault(tuple(prompt) if share else i, []).append(i)
+    lines = [list(groups.values())] if one_row else [[members] for members in groups.values()]
+    sizes = [sum(len(prompts[m[0]]) + sum(len(completions[i]) for i in m) for m in line) for line in lines]
+    width = bucket(max(sizes))
+    shape = (len(lines), width)
+    ids, positions = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+    group, segment = (torch.full(shape, -1, dtype=torch.int32) for _ in range(2))
+    keys, starts, key_starts, longest, longest_key = [], [0], [0], 0, 0
+    before, targets, rows, columns = [], [], [], []
+    for r, line in enumerate(lines):
+        at = 0
+        for g, members in enumerate(line):
+            prompt = prompts[members[0]]
+            first = r * width + at
+            for number, i in enumerate([None, *members]):
+                tokens = prompt if i is None else completions[i]
+                place = slice(at, at + len(tokens))
+                ids[r, place] = torch.tensor(tokens, dtype=torch.int64)
+                offset = 0 if i is None else len(prompt)
+                positions[r, place] = torch.arange(offset, offset + len(tokens))
+                group[r, place], segment[r, place] = g, number
+                own = torch.arange(r * width + at, r * width + at + len(tokens))
+                if i is not None:
+                    keys.append(torch.arange(first, first + len(prompt)))
+                    before.append(torch.cat([own.new_tensor([first + len(prompt) - 1]), own])[: len(tokens)])
+                    targets.append(ids[r, place])
+                    rows.append(torch.full((len(tokens),), i))
+                    columns.append(torch.arange(len(tokens)))
+                keys.append(own)
+                at += len(tokens)
+                starts.append(starts[-1] + len(tokens))
+                key_starts.append(key_starts[-1] + offset + len(tokens))
+                longest, longest_key = max(longest, len(tokens)), max(longest_key, offset + len(tokens))
+
+    def put(tensor: Any) -> Any:
+        return tensor.to(device, non_blocking=True)
+
+    return Layout(
+        put(ids), put(positions), put(group), put(segment), sizes[0], put(torch.cat(keys)),
+        put(torch.tensor(starts, dtype=torch.int32)), put(torch.tensor(key_starts, dtype=torch.int32)), longest,
+        longest_key, put(torch.cat(before)), put(torch.cat(targets)), put(torch.cat(rows)), put(torch.cat(columns)),
+    )  # fmt: skip
+
+
+def may_attend(layout: Layout, window: int | None) -> Any:
+    """(R, T, T) bool: what each token attends to. Padding attends to padding, so that no row of scores is empty."""
+    group, segment, position = layout.group, layout.segment, layout.positions
+    distance = position[:, :, None] - position[:, None, :]
+    allowed = (group[:, :, None] == group[:, None, :]) & (distance >= 0)
+    allowed &= (segment[:, :, None] == segment[:, None, :]) | (segment[:, None, :] == 0)
+    return allowed if window is None else allowed & (distance < window)
+
+
+def attention_masks(layout: Layout, attention: str, window: int, dtype: Any) -> Any:
+    """What the model gets as `attention_mask`: a dictionary by layer type, as GptOssModel takes it, or for a Hub kernel
+    the (R, T) mask of real tokens, from which transformers makes its own."""
+    import torch
+
+    kinds = {"full_attention": None, "sliding_attention": window}
+    if attention in KERNELS:
+        return dict.fromkeys(kinds, layout)
+    if attention == "flex_attention":
+        return {kind: flex_mask(layout, size) for kind, size in kinds.items()}
+    if attention == "eager":
+        lowest = torch.finfo(dtype).min
+        return {
+            kind: torch.where(may_attend(layout, size)[:, None], 0.0, lowest).to(dtype) for kind, size in kinds.items()
+        }
+    return (layout.segment >= 0).long()
+
+
+def hidden_states(model: Any, layout: Layout, attention: str) -> Any:
+    """States of the base `model` (without its head) that predict the completion tokens of `layout`: (N, hidden)."""
+    masks = attention_masks(layout, attention, model.config.sliding_window, model.dtype)
+    states = model.model(
+        input_ids=layout.ids, position_ids=layout.positions, attention_mask=masks, use_cache=False
+    ).last_hidden_state
+    return states.flatten(0, 1)[layout.before]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A flash kernel over sequences that lie one behind the other, causal, aligned at their ends, without sinks.
+
+    forward(q, k, v, starts_q, starts_k, longest_q, longest_k, scale, window) -> (out, lse) and
+    backward(dout, q, k, v, out, lse, ... the same) -> (dq, dk, dv). q, out (Tq, Hq, D); k, v (Tk, Hkv, D); starts (S + 1,)
+    int32; lse (Hq, Tq) float32, natural logarithm; window None, or how many keys a query looks back on, its own included.
+    """
+
+    forward: Callable[..., tuple[Any, Any]]
+    backward: Callable[..., tuple[Any, Any, Any]]
+
+
+def left_of(window: int | None) -> int:
+    """window_size_left of the kernels: keys before the query's own; -1 is no limit."""
+    return -1 if window is None else window - 1
+
+
+def torch_flash_forward(q, k, v, starts_q, starts_k, longest_q, longest_k, scale, window):
+    import torch
+
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, starts_q, starts_k, longest_q, longest_k, 0.0, True, False, scale=scale, window_size_left=left_of(window), window_size_right=0
+    )  # fmt: skip
+    return out, lse
+
+
+def torch_flash_backward(dout, q, k, v, out, lse, starts_q, starts_k, longest_q, longest_k, scale, window):
+    import torch
+
+    # The random state is read only with dropout; its type and shape are those of torch.nn.attention.varlen.
+    random_state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+    return torch.ops.aten._flash_attention_backward(
+        dout, q, k, v, out, lse.contiguous(), starts_q, starts_k, longest_q, longest_k, 0.0, True, random_state, unused,
+        scale=scale, window_size_left=left_of(window), window_size_right=0,
+    )  # fmt: skip
+
+
+def flash2_forward(q, k, v, starts_q, starts_k, longest_q, longest_k, scale, window):
+    from flash_attn.flash_attn_interface import _flash_attn_varlen_forward  # 2.7.0 or newer
+
+    out, lse, *_ = _flash_attn_varlen_forward(
+        q, k, v, starts_q, starts_k, longest_q, longest_k, dropout_p=0.0, softmax_scale=scale, causal=True,
+        window_size_left=left_of(window), window_size_right=0,
+    )  # fmt: skip
+    return out, lse
+
+
+def flash2_backward(dout, q, k, v, out, lse, starts_q, starts_k, longest_q, longest_k, scale, window):
+    from flash_attn.flash_attn_interface import _flash_attn_varlen_backward
+
+    dq, dk, dv = new_gradients(q, k, v)
+    _flash_attn_varlen_backward(
+        dout, q, k, v, out, lse.contiguous(), dq, dk, dv, starts_q, starts_k, longest_q, longest_k, dropout_p=0.0,
+        softmax_scale=scale, causal=True, window_size_left=left_of(window), window_size_right=0, softcap=0.0,
+        alibi_slopes=None, deterministic=False,
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+def flash3_operators() -> Any:
+    """FlashAttention 3's torch operators: their argument names hold since May 2025, those of its Python functions do not."""
+    import flash_attn_3._C  # noqa: F401  registers them
+    import torch
+
+    return torch.ops.flash_attn_3
+
+
+def flash3_forward(q, k, v, starts_q, starts_k, longest_q, longest_k, scale, window):
+    # Arguments that have no default in older builds.
+    absent = ("k_new", "v_new", "q_v", "out", "cu_seqlens_k_new", "seqused_q", "seqused_k", "page_table", "kv_batch_idx",
+              "leftpad_k", "rotary_cos", "rotary_sin", "seqlens_rotary", "q_descale", "k_descale", "v_descale")  # fmt: skip
+    out, lse, *_ = flash3_operators().fwd(
+        q, k, v, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, max_seqlen_q=longest_q, max_seqlen_k=longest_k,
+        softmax_scale=scale, is_causal=True, window_size_left=left_of(window), window_size_right=0, num_splits=1,
+        **dict.fromkeys(absent),
+    )  # fmt: skip
+    return out, lse
+
+
+def flash3_backward(dout, q, k, v, out, lse, starts_q, starts_k, longest_q, longest_k, scale, window):
+    dq, dk, dv = new_gradients(q, k, v)  # builds return different tuples, all of them fill what is passed in
+    flash3_operators().bwd(
+        dout, q, k, v, out, lse.contiguous(), dq=dq, dk=dk, dv=dv, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k,
+        seqused_q=None, seqused_k=None, max_seqlen_q=longest_q, max_seqlen_k=longest_k, softmax_scale=scale,
+        is_causal=True, window_size_left=left_of(window), window_size_right=0, deterministic=False,
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+def flash4_mask(window: int | None) -> dict[str, Any]:
+    # None, not -1, is "no limit" here, and causal excludes a left bound: a window is given by both bounds.
+    return {"causal": True} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+
+
+def flash4_forward(q, k, v, starts_q, starts_k, longest_q, longest_k, scale, window):
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    out, lse, *_ = _flash_attn_fwd(
+        q, k, v, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, max_seqlen_q=longest_q, max_seqlen_k=longest_k,
+        softmax_scale=scale, return_lse=True, **flash4_mask(window),
+    )  # fmt: skip
+    return out, lse
+
+
+def flash4_backward(dout, q, k, v, out, lse, starts_q, starts_k, longest_q, longest_k, scale, window):
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    return _flash_attn_bwd(
+        q, k, v, out, dout, lse, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, max_seqlen_q=longest_q,
+        max_seqlen_k=longest_k, softmax_scale=scale, **flash4_mask(window),
+    )[:3]  # fmt: skip
+
+
+def new_gradients(*tensors: Any) -> list[Any]:
+    return [tensor.new_empty(tensor.shape) for tensor in tensors]
+
+
+KERNELS = {
+    "torch_flash": Kernel(torch_flash_forward, torch_flash_backward),
+    "flash_attention_2": Kernel(flash2_forward, flash2_backward),
+    "flash_attention_3": Kernel(flash3_forward, flash3_backward),
+    "flash_attention_4": Kernel(flash4_forward, flash4_backward),
+}
+
+
+def install_attention(attention: str) -> str:
+    """Register this script's attention with transformers; returns the name under which a model finds it.
+
+    https://huggingface.co/docs/transformers/attention_interface
+    """
+    from transformers import AttentionInterface
+
+    if attention in KERNELS:
+        # Not under its own name: transformers would look for a kernel on the Hub (see `NO_SINKS`).
+        name = "sinks_" + attention.replace("flash_attention_", "kernel_").replace("torch_flash", "kernel_torch")
+        AttentionInterface.register(name, functools.partial(kernel_attention, attention))
+        return name
+    if attention == "flex_attention":
+        AttentionInterface.register("sinks_flex", flex_sinks)
+        return "sinks_flex"
+    return attention
+
+
+def kernel_attention(
+    name, module, query, key, value, attention_mask, scaling, sliding_window=None, s_aux=None, **kwargs
+):
+    """transformers' attention interface over a flash kernel: `query` (1, Hq, T, D), `key` and `value` (1, Hkv, T, D),
+    `attention_mask` a Layout, `s_aux` the sinks (Hq,). Returns (1, T, Hq, D)."""
+    if not isinstance(attention_mask, Layout):
+        raise TypeError(f"{name}: rows of the learner come with a Layout, got {type(attention_mask).__name__}")
+    flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
+    out = sink_attention()(*flat, s_aux, attention_mask, KERNELS[name], scaling, sliding_window)
+    return out.unsqueeze(0), None
+
+
+@functools.cache
+def sink_attention() -> Callable[..., Any]:
+    """Attention with sinks from a flash kernel without: apply(q, k, v, sink, layout, kernel, scale, window), q (T, Hq, D),
+    k and v (T, Hkv, D), sink (Hq,). Exact in q, k, v and sink.
+
+    A sink is one more score in the softmax's denominator, with a value of 0. With lse' = logaddexp(lse, sink) and
+    out' = out * exp(lse - lse'), the kernel's own backward, given (out', lse'), computes P' = exp(S - lse') and
+    dS = P' * (dP - rowsum(dout * out')): just what the wider softmax has. What remains is dsink, the same formula at the
+    sink's own score: -sum over rows of exp(sink - lse') * rowsum(dout * out').
+    """
+    import torch
+
+    class SinkAttention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v, sink, layout, kernel, scale, window):
+            n, keys = layout.queries, layout.keys
+            shape = layout.query_starts, layout.key_starts, layout.longest_query, layout.longest_key, scale, window
+            out, lse = kernel.forward(q[:n], k[keys], v[keys], *shape)
+            total = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])  # (Hq, n)
+            out = (out * (lse - total).exp().T[..., None]).to(q.dtype)
+            ctx.save_for_backward(q, k, v, sink, out, total)
+            ctx.rest = layout, kernel, shape
+            return torch.cat([out, out.new_zeros(len(q) - n, *out.shape[1:])]) if n < len(q) else out
+
+        @staticmethod
+        def backward(ctx, gradient):
+            q, k, v, sink, out, total = ctx.saved_tensors
+            layout, kernel, shape = ctx.rest
+            n, keys = layout.queries, layout.keys
+            gradient = gradient[:n].contiguous()
+            dq, dk, dv = kernel.backward(gradient, q[:n], k[keys], v[keys], out, total, *shape)
+            dq = torch.cat([dq, dq.new_zeros(len(q) - n, *dq.shape[1:])]) if n < len(q) else dq
+            # A prompt's key has a gradient from each of its completions: added up in float32.
+            wide = torch.promote_types(k.dtype, torch.float32)
+            dk, dv = (
+                torch.zeros(k.shape, dtype=wide, device=k.device).index_add_(0, keys, d.to(wide)) for d in (dk, dv)
+            )
+            dsink = None
+            if ctx.needs_input_grad[3]:
+                rows = (gradient.to(wide) * out.to(wide)).sum(-1).T  # (Hq, n)
+                dsink = -((sink.to(total.dtype)[:, None] - total).exp() * rows).sum(1).to(sink.dtype)
+            return dq, dk.to(k.dtype), dv.to(v.dtype), dsink, None, None, None, None
+
+    return SinkAttention.apply
+
+
+def flex_sinks(module, query, key, value, attention_mask, scaling, s_aux=None, **kwargs):
+    """transformers' attention interface over flex attention, the sinks applied in float32 (transformers' own rounds the
+    log-sum-exp to BF16 first). Shapes as in `kernel_attention`, `attention_mask` a BlockMask."""
+    import torch
+
+    # Past its recompile limit torch would silently take an unfused version that holds T x T scores.
+    with torch._dynamo.config.patch(recompile_limit=FLEX_SHAPES, fail_on_recompile_limit_hit=True):
+        out, lse = compiled_flex()(
+            query, key, value, block_mask=attention_mask, scale=scaling, enable_gqa=True, return_lse=True
+        )
+    out = (out.float() * torch.sigmoid(lse - s_aux.float()[None, :, None])[..., None]).to(query.dtype)
+    return out.transpose(1, 2), None
+
+
+FLEX_SHAPES = 64  # compiled versions: `bucket` makes 8 lengths an octave, for each of the two layer types
+
+
+@functools.cache
+def compiled_flex() -> Callable[..., Any]:
+    import torch
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+
+
+@functools.cache
+def flex_rule(length: int, window: int | None, device: str) -> tuple[Callable[..., Any], Any]:
+    """(mask function, its (3, T) buffer of group, segment, position). Kept for each length: a new function would be
+    compiled anew."""
+    import torch
+
+    table = torch.zeros(3, length, dtype=torch.int32, device=device)
+
+    def rule(batch, head, q, k):
+        distance = table[2, q] - table[2, k]
+        allowed = (table[0, q] == table[0, k]) & (distance >= 0)
+        allowed = allowed & ((table[1, q] == table[1, k]) | (table[1, k] == 0))
+        return allowed if window is None else allowed & (distance < window)
+
+    return rule, table
+
+
+def flex_mask(layout: Layout, window: int | None) -> Any:
+    """The BlockMask of a single row. It holds until the next layout of the same length is laid over its buffer."""
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    length, device = layout.ids.shape[1], layout.ids.device
+    rule, table = flex_rule(length, window, str(device))
+    table.copy_(torch.stack([layout.group[0], layout.segment[0], layout.positions[0].int()]))
+    return create_block_mask(rule, None, None, length, length, device=device)
+
+
+# ---- Experts: fused, and optionally kept in MXFP4 --------------------------------------------------------------------
+
+# The values are those of transformers' grouped_mm experts bit by bit: the same matrix products, and in between the same
+# roundings to BF16, in two kernels instead of some twenty passes over memory. No gradient is computed for the weights.
+GATE_ALPHA, GATE_LIMIT = 1.702, 7.0  # gpt-oss's clamped SwiGLU
+
+
+def install_experts() -> str:
+    """Register this script's experts with transformers; returns their name.
+
+    https://huggingface.co/docs/transformers/experts_interface
+    """
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register("frozen_experts", experts_forward)
+    return "frozen_experts"
+
+
+def experts_forward(module, hidden_states, top_k_index, top_k_weights):
+    """transformers' experts interface: `hidden_states` (N, H), `top_k_index` and `top_k_weights` (N, k) -> (N, H)."""
+    hidden_states = hidden_states.to(module.gate_up_proj_bias.dtype)
+    return frozen_experts()(hidden_states, top_k_index, top_k_weights, module)
+
+
+def expert_weights(module: Any, name: str) -> Any:
+    """(E, in, out) weights of `gate_up_proj` or `down_proj`: a parameter, or unpacked for the moment."""
+    if hasattr(module, name):
+        return getattr(module, name)
+    unpacked = unpack_mxfp4(getattr(module, f"{name}_blocks"), getattr(module, f"{name}_scales"))
+    return unpacked.to(module.gate_up_proj_bias.dtype)
+
+
+@functools.cache
+def frozen_experts() -> Callable[..., Any]:
+    """apply(hidden (N, H), index (N, k), weights (N, k), module): differentiable in `hidden` and `weights`."""
+    import torch
+
+    class FrozenExperts(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, hidden, index, weights, module):
+            count = module.gate_up_proj_bias.shape[0]
+            expert, order = index.flatten().sort()  # (S,), S = N * k: token-expert pairs, by expert
+            place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+            ends = torch.searchsorted(expert, torch.arange(count, device=expert.device), right=True).int()
+            gate_up = expert_weights(module, "gate_up_proj")
+            raw = grouped_mm(hidden[order // index.shape[1]], gate_up, ends)  # (S, 2I)
+            active = activation(raw, module.gate_up_proj_bias, expert)
+            down = expert_weights(module, "down_proj")
+            out = grouped_mm(active, down, ends)  # (S, H)
+            bias = module.down_proj_bias
+            ctx.save_for_backward(raw, out, gate_up, down, module.gate_up_proj_bias, bias, expert, place, ends, weights)  # fmt: skip
+            return combine(out, bias, expert, place, weights, index.shape[1])
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raw, out, gate_up, down, gate_up_bias, bias, expert, place, ends, weights = ctx.saved_tensors
+            spread, d_weights = combine_backward(gradient.contiguous(), out, bias, expert, place, weights)
+            d_raw = activation_backward(grouped_mm(spread, down.transpose(1, 2), ends), raw, gate_up_bias, expert)
+            d_hidden = grouped_mm(d_raw, gate_up.transpose(1, 2), ends)
+            return combine(d_hidden, None, expert, place, None, weights.shape[1]), None, d_weights, None
+
+    return FrozenExperts.apply
+
+
+def grouped_mm(rows: Any, weights: Any, ends: Any) -> Any:
+    """(S, in) rows, sorted by expert, times (E, in, out) weights; `ends` (E,) int32 is where each expert's rows end."""
+    import torch
+
+    return torch.nn.functional.grouped_mm(rows, weights, offs=ends)
+
+
+def activation(raw: Any, bias: Any, expert: Any) -> Any:
+    """gpt-oss's gate: `raw` (S, 2I) interleaved gate and up, `bias` (E, 2I), `expert` (S,) -> (S, I)."""
+    import torch
+
+    if raw.is_cuda:
+        out = raw.new_empty(len(raw), raw.shape[1] // 2)
+        launch_rows(expert_kernels().activation, len(raw), out.shape[1], raw, bias, expert, out, limit=GATE_LIMIT, alpha=GATE_ALPHA)  # fmt: skip
+        return out
+    gate_up = raw + bias[expert]
+    gate, up = gate_up[..., ::2].clamp(max=GATE_LIMIT), gate_up[..., 1::2].clamp(-GATE_LIMIT, GATE_LIMIT)
+    return (up + 1) * (gate * torch.sigmoid(gate * GATE_ALPHA))
+
+
+def activation_backward(gradient: Any, raw: Any, bias: Any, expert: Any) -> Any:
+    """Gradient of `activation` with respect to `raw`: (S, I) -> (S, 2I)."""
+    import torch
+
+    out = torch.empty_like(raw)
+    if raw.is_cuda:
+        launch_rows(expert_kernels().activation_backward, len(raw), gradient.shape[1], raw, bias, expert, gradient, out, limit=GATE_LIMIT, alpha=GATE_ALPHA)  # fmt: skip
+        return out
+    gate_up = raw + bias[expert]
+    gate, up = gate_up[..., ::2].clamp(max=GATE_LIMIT), gate_up[..., 1::2].clamp(-GATE_LIMIT, GATE_LIMIT)
+    sigmoid = torch.sigmoid(gate * GATE_ALPHA)
+    slope = sigmoid * (1 + GATE_ALPHA * gate * (1 - sigmoid))
+    out[..., ::2] = gradient * (up + 1) * slope * (gate_up[..., ::2] <= GATE_LIMIT)
+    out[..., 1::2] = gradient * gate * sigmoid * (gate_up[..., 1::2].abs() <= GATE_LIMIT)
+    return out
+
+
+def combine(rows: Any, bias: Any, expert: Any, place: Any, weights: Any, pairs: int) -> Any:
+    """(S, H) expert outputs, sorted by expert, to (N, H) tokens: plus `bias` (E, H), times `weights` (N, k), summed in
+    float32 over the k = `pairs` of a token; `place` (S,) is where each pair stands. Plain sums where both are None."""
+    if rows.is_cuda:
+        out = rows.new_empty(len(place) // pairs, rows.shape[1])
+        launch_rows(expert_kernels().combine, len(out), rows.shape[1], rows, bias, expert, place, weights, out, pairs=pairs)  # fmt: skip
+        return out
+    out = (rows if bias is None else rows + bias[expert])[place]
+    out = out if weights is None else out * weights.flatten()[:, None]
+    return out.view(-1, pairs, rows.shape[1]).sum(1).to(rows.dtype)
+
+
+def combine_backward(gradient: Any, rows: Any, bias: Any, expert: Any, place: Any, weights: Any) -> tuple[Any, Any]:
+    """Gradients of `combine` with respect to `rows` (S, H) and `weights` (N, k), given that of its result (N, H)."""
+    import torch
+
+    spread, pairs = torch.empty_like(rows), weights.shape[1]
+    if rows.is_cuda:
+        d_weights = torch.empty_like(weights)
+        launch_rows(expert_kernels().combine_backward, len(rows), rows.shape[1], gradient, rows, bias, expert, place, weights, spread, d_weights, pairs=pairs)  # fmt: skip
+        return spread, d_weights
+    wide = gradient.repeat_interleave(pairs, 0)
+    spread[place] = (wide * weights.flatten()[:, None]).to(rows.dtype)
+    return spread, (wide * (rows + bias[expert])[place]).sum(-1).view_as(weights).to(weights.dtype)
+
+
+def unpack_mxfp4(blocks: Any, scales: Any) -> Any:
+    """(E, in, out) BF16 weights of `blocks` (E, out, in / 32, 16) and `scales` (E, out, in / 32), exactly: pairs of e2m1
+    codes, the first in the low bits, and powers of two with a bias of 127 (OCP Microscaling Formats 1.0)."""
+    import torch
+
+    if blocks.is_cuda:
+        import triton
+
+        out = torch.empty(*blocks.shape[:2], blocks.shape[2] * 32, dtype=torch.bfloat16, device=blocks.device)
+        groups = scales.numel()
+        expert_kernels().unpack[(triton.cdiv(groups, 128),)](blocks, scales, out, groups, BLOCK=128, num_warps=4)
+        return out.transpose(1, 2)
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    return convert_moe_packed_tensors(blocks, scales)
+
+
+def launch_rows(kernel: Any, rows: int, columns: int, *tensors: Any, **constants: Any) -> None:
+    """Start a kernel with one program for each row."""
+    if rows:
+        width = 1 << (columns - 1).bit_length()
+        kernel[(rows,)](*tensors, columns, BLOCK=width, num_warps=8 if width >= 1024 else 1, **constants)
+
+
+@functools.cache
+def expert_kernels() -> Any:
+    """The Triton kernels, compiled when a GPU first needs them. Each has a twin in plain torch above, which a test holds
+    against it in Triton's interpreter."""
+    global triton, tl, round_to, load_gate_up, e2m1  # kernels find what they call among globals
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def round_to(x, like):
+        return x.to(like.dtype.element_ty).to(tl.float32)
+
+    @triton.jit
+    def load_gate_up(raw, bias, row, expert, columns, BLOCK: tl.constexpr):
+        at = tl.arange(0, 2 * BLOCK)
+        mask = at < 2 * columns
+        both = tl.load(raw + row * 2 * columns + at, mask, 0.0).to(tl.float32)
+        both += tl.load(bias + expert * 2 * columns + at, mask, 0.0).to(tl.float32)
+        return tl.split(tl.reshape(round_to(both, raw), (BLOCK, 2)))
+
+    @triton.jit
+    def activation(raw, bias, expert, out, columns, limit: tl.constexpr, alpha: tl.constexpr, BLOCK: tl.constexpr):
+        row = tl.program_id(0).to(tl.int64)
+        gate, up = load_gate_up(raw, bias, row, tl.load(expert + row), columns, BLOCK)
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        sigmoid = round_to(1 / (1 + tl.exp(-round_to(gate * alpha, raw))), raw)
+        value = round_to(up + 1, raw) * round_to(gate * sigmoid, raw)
+        at = tl.arange(0, BLOCK)
+        tl.store(out + row * columns + at, value.to(out.dtype.element_ty), at < columns)
+
+    @triton.jit
+    def activation_backward(raw, bias, expert, gradient, out, columns, limit: tl.constexpr, alpha: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+        row = tl.program_id(0).to(tl.int64)
+        gate_raw, up_raw = load_gate_up(raw, bias, row, tl.load(expert + row), columns, BLOCK)
+        gate = tl.minimum(gate_raw, limit)
+        up = tl.minimum(tl.maximum(up_raw, -limit), limit)
+        sigmoid = 1 / (1 + tl.exp(-gate * alpha))
+        at = tl.arange(0, BLOCK)
+        d = tl.load(gradient + row * columns + at, at < columns, 0.0).to(tl.float32)
+        d_gate = tl.where(gate_raw <= limit, d * (up + 1) * sigmoid * (1 + alpha * gate * (1 - sigmoid)), 0.0)
+        d_up = tl.where(tl.abs(up_raw) <= limit, d * gate * sigmoid, 0.0)
+        both = tl.reshape(tl.join(d_gate, d_up), (2 * BLOCK,))
+        at = tl.arange(0, 2 * BLOCK)
+        tl.store(out + row * 2 * columns + at, both.to(out.dtype.element_ty), at < 2 * columns)
+
+    @triton.jit
+    def combine(rows, bias, expert, place, weights, out, columns, pairs: tl.constexpr, BLOCK: tl.constexpr):
+        token = tl.program_id(0).to(tl.int64)
+        at = tl.arange(0, BLOCK)
+        mask = at < columns
+        total = tl.zeros((BLOCK,), tl.float32)
+        for pair in tl.static_range(pairs):
+            row = tl.load(place + token * pairs + pair)
+            value = tl.load(rows + row * columns + at, mask, 0.0).to(tl.float32)
+            if bias is not None:
+                value += tl.load(bias + tl.load(expert + row) * columns + at, mask, 0.0).to(tl.float32)
+                value = round_to(value, rows)
+            if weights is not None:
+                # Rounded as the product would be: to BF16, unless the weights are wider.
+                value = round_to(value * tl.load(weights + token * pairs + pair).to(tl.float32), weights)
+            total += value
+        if weights is not None:
+            total = round_to(total, weights)
+        tl.store(out + token * columns + at, total.to(out.dtype.element_ty), mask)
+
+    @triton.jit
+    def combine_backward(gradient, rows, bias, expert, place, weights, spread, d_weights, columns, pairs: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+        pair = tl.program_id(0).to(tl.int64)
+        row = tl.load(place + pair)
+        at = tl.arange(0, BLOCK)
+        mask = at < columns
+        d = tl.load(gradient + pair // pairs * columns + at, mask, 0.0).to(tl.float32)
+        value = tl.load(rows + row * columns + at, mask, 0.0).to(tl.float32)
+        value += tl.load(bias + tl.load(expert + row) * columns + at, mask, 0.0).to(tl.float32)
+        tl.store(d_weights + pair, tl.sum(d * value, 0).to(d_weights.dtype.element_ty))
+        scaled = d * tl.load(weights + pair).to(tl.float32)
+        tl.store(spread + row * columns + at, scaled.to(spread.dtype.element_ty), mask)
+
+    @triton.jit
+    def unpack(blocks, scales, out, groups, BLOCK: tl.constexpr):
+        group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = group < groups
+        scale = tl.load(scales + group, inside, 0).to(tl.int32)
+        # 2 ** (scale - 127) by its bits; that of 0 is subnormal.
+        power = tl.where(scale == 0, 1 << 22, scale << 23).to(tl.float32, bitcast=True)[:, None]
+        byte = tl.arange(0, 16)[None, :]
+        code = tl.load(blocks + group[:, None] * 16 + byte, inside[:, None], 0).to(tl.int32)
+        low, high = e2m1(code & 15) * power, e2m1(code >> 4) * power
+        both = tl.reshape(tl.join(low, high), (BLOCK, 32))
+        at = group[:, None] * 32 + tl.arange(0, 32)[None, :]
+        tl.store(out + at, both.to(out.dtype.element_ty), inside[:, None])
+
+    @triton.jit
+    def e2m1(code):
+        exponent, half = (code >> 1) & 3, (code & 1).to(tl.float32) * 0.5
+        value = tl.where(exponent == 0, half, (1 + half) * (1 << tl.maximum(exponent - 1, 0)).to(tl.float32))
+        return tl.where(code >= 8, -value, value)
+
+    return argparse.Namespace(
+        activation=activation, activation_backward=activation_backward, combine=combine,
+        combine_backward=combine_backward, unpack=unpack,
+    )  # fmt: skip
+
+
+def packed_experts(config: Any) -> Any:
+    """A stand-in for a layer's GptOssExperts that keeps the checkpoint's own tensors, under their own names."""
+    import torch
+
+    count, hidden, inner = config.num_local_experts, config.hidden_size, config.intermediate_size
+
+    class PackedExperts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, rows, columns in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):
+                self.register_buffer(f"{name}_blocks", torch.empty(count, rows, columns // 32, 16, dtype=torch.uint8))
+                self.register_buffer(f"{name}_scales", torch.empty(count, rows, columns // 32, dtype=torch.uint8))
+                bias = torch.empty(count, rows, dtype=torch.bfloat16)
+                self.register_parameter(f"{name}_bias", torch.nn.Parameter(bias, requires_grad=False))
+
+        def forward(self, hidden_states, router_indices=None, routing_weights=None):
+            return experts_forward(self, hidden_states, router_indices, routing_weights)
+
+    return PackedExperts()
+
+
+def load_packed(model_path: str, attention: str, device: Any) -> Any:
+    """The model with its experts as they are in the checkpoint, everything else as `from_pretrained` has it.
+
+    transformers' own MXFP4 path computes with kernels that have no backward pass, so the module is exchanged.
+    """
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    config = AutoConfig.from_pretrained(model_path)
+    del config.quantization_config
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
+        for layer in model.model.layers:
+            layer.mlp.experts = packed_experts(config)
+    wanted, found = model.state_dict(), set()
+    for shard in sorted(Path(model_path).glob("*.safetensors")):
+        tensors = load_file(shard, device=str(device))
+        for name in tensors.keys() & wanted.keys():
+            tensors[name] = tensors[name].to(wanted[name].dtype)
+        found |= set(tensors)
+        unknown = model.load_state_dict(tensors, strict=False, assign=True).unexpected_keys
+        if unknown:
+            raise ValueError(f"{shard}: {unknown[0]} is no part of a gpt-oss in MXFP4. Set EXPERTS=bf16")
+    model.tie_weights()
+    missing = sorted(
+        wanted.keys() - found - {"lm_head.weight"} if config.tie_word_embeddings else wanted.keys() - found
+    )
+    if missing:
+        raise ValueError(
+            f"{model_path}: {missing[0]} is missing ({len(missing)} tensors). Download it again, or set EXPERTS=bf16"
+        )
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)
+    model.generation_config = GenerationConfig.from_pretrained(model_path)
+    return model.eval().requires_grad_(False)
+
+
 # ---- Model -----------------------------------------------------------------------------------------------------------
 
 
-def load_model(model_path: str, config: Mapping[str, Any], attention: str) -> Any:
-    """The base model in BF16 on the GPU, or on the CPU where there is none; MXFP4 experts are dequantized.
+def load_model(model_path: str, config: Mapping[str, Any], attention: str, experts: str = "bf16") -> Any:
+    """The base model in BF16 on the GPU, or on the CPU where there is none, with this script's attention and experts.
 
-    Source: https://huggingface.co/docs/transformers/quantization/mxfp4 (`Mxfp4Config(dequantize=True)`).
+    MXFP4 experts are dequantized (`Mxfp4Config(dequantize=True)`,
+    https://huggingface.co/docs/transformers/quantization/mxfp4), or stay packed with `experts` = `mxfp4`.
     """
     import torch
     from transformers import AutoModelForCausalLM, Mxfp4Config
 
-    options: dict[str, Any] = {"dtype": torch.bfloat16, "attn_implementation": attention}
+    name, device = install_attention(attention), torch.device("cuda", 0) if torch.cuda.is_available() else "cpu"
+    if experts == "mxfp4":
+        return load_packed(model_path, name, device)
+    options: dict[str, Any] = {
+        "dtype": torch.bfloat16,
+        "attn_implementation": name,
+        "experts_implementation": install_experts(),
+    }
     if (config.get("quantization_config") or {}).get("quant_method") == "mxfp4":
         options["quantization_config"] = Mxfp4Config(dequantize=True)
     if torch.cuda.is_available():
@@ -1965,7 +2761,7 @@ class Engine:
         self,
         prompt_ids: Sequence[Sequence[int]],
         seed: int,
-        max_tokens: int | None = None,
+        max_tokens: int | Sequence[int] | None = None,
         top_p: float | None = None,
     ) -> tuple[list[list[int]], list[list[float | None]]]:
         """One completion for each row (a prompt stands there once for each of its completions), in order.
@@ -1978,11 +2774,14 @@ class Engine:
 
         if self.asleep or not self.current:
             raise EngineError("generating needs the engine awake and the current adapter handed over")
-        s = self.settings
-        parameters = self.sampling(
-            n=1, temperature=s.TEMPERATURE, top_p=top_p or s.TOP_P, max_tokens=max_tokens or s.MAX_COMPLETION_LEN, logprobs=0,
-            flat_logprobs=True, stop_token_ids=self.stop_token_ids, detokenize=False,
-        )  # fmt: skip
+        s, most = self.settings, max_tokens or self.settings.MAX_COMPLETION_LEN
+        parameters = [
+            self.sampling(
+                n=1, temperature=s.TEMPERATURE, top_p=top_p or s.TOP_P, max_tokens=tokens, logprobs=0, flat_logprobs=True,
+                stop_token_ids=self.stop_token_ids, detokenize=False,
+            )
+            for tokens in ([most] * len(prompt_ids) if isinstance(most, int) else most)
+        ]  # fmt: skip
         advice = "Run the same command again: it continues"
         with self.timed("generate"), engine_faults("generating", advice), no_collection():
             torch.manual_seed(seed)
@@ -2142,13 +2941,12 @@ def score_tokens(trainer: Any, rows: Sequence[Sequence[int]], first: Sequence[in
     import torch
 
     base = trainer.accelerator.unwrap_model(trainer.model).get_base_model()
-    scores = []
+    attention, scores = trainer.run.attention, []
     for row, start in zip(rows, first, strict=True):
-        ids = torch.tensor([row], device=base.device)
+        layout = make_layout([row[:start]], [row[start:]], True, attention in ONE_ROW, base.device)
         with torch.no_grad(), trainer.accelerator.autocast():
-            hidden = base.model(input_ids=ids, use_cache=False).last_hidden_state[0, start - 1 : -1]
-            logits = base.get_output_embeddings()(hidden).float() / temperature
-        scores.append(logits.log_softmax(-1).gather(1, ids[0, start:, None])[:, 0].cpu())
+            logits = base.get_output_embeddings()(hidden_states(base, layout, attention)).float() / temperature
+        scores.append(logits.log_softmax(-1).gather(1, layout.targets[:, None])[:, 0].cpu())
     return torch.cat(scores)
 
 
@@ -2160,79 +2958,218 @@ def boxed(text: str) -> str:
 
 # ---- Learner ---------------------------------------------------------------------------------------------------------
 
-# Liger divides these by the tokens of the whole generation batch itself; TRL's accumulation factor is in there already.
-TOKEN_NORMALIZED = ("dapo", "cispo", "vespo")
+# Attention that takes all groups of a pass in one row; the others take one row for each.
+ONE_ROW = (*KERNELS, "flex_attention")
+
+
+def cut_passes(
+    prompts: Sequence[Any], lengths: Sequence[tuple[int, int]], most_tokens: int, share: bool
+) -> list[list[int]]:
+    """Which completions go through the model together: indices by pass, at most `most_tokens` tokens in each (or a single
+    completion that has more). `lengths` are those of prompt and completion; equal `prompts` are computed once a pass if
+    they `share`.
+
+    >>> cut_passes("aab", [(10, 5), (10, 5), (10, 5)], most_tokens=20, share=True)
+    [[0, 1], [2]]
+    """
+    passes: list[list[int]] = []
+    used, present = 0, set()
+    # Groups stay together, in the order of their first completions.
+    first = {prompt: i for i, prompt in reversed(list(enumerate(prompts)))}
+    for i in sorted(range(len(prompts)), key=lambda i: (first[prompts[i]], i)):
+        prompt, completion = lengths[i]
+        need = completion + (0 if share and prompts[i] in present else prompt)
+        if not passes or used + need > most_tokens:
+            passes.append([])
+            used, present, need = 0, set(), prompt + completion
+        passes[-1].append(i)
+        used += need
+        present.add(prompts[i])
+    return passes
+
+
+def pass_tokens(settings: Settings, micro_batch: int, prompt_len: int, share: bool) -> int:
+    """Tokens of the largest pass: `micro_batch` completions of MAX_COMPLETION_LEN with their prompts.
+
+    >>> pass_tokens(Settings(NUM_GENERATIONS=8, MAX_COMPLETION_LEN=100), 16, 50, share=True)
+    1700
+    """
+    prompts = -(-micro_batch // settings.NUM_GENERATIONS) if share else micro_batch
+    return prompts * prompt_len + micro_batch * settings.MAX_COMPLETION_LEN
+
+
+def importance_ratio(logps: Any, sampled: Any, mask: Any, mode: str, most: float) -> Any:
+    """pi / mu for the policy's log-probs (B, C) and those with which the engine sampled (NaN: unknown, ratio 1), as TRL
+    computes it: truncated at `most`, or 0 above it, by token (B, C) or by sequence (B, 1)."""
+    difference = ((logps - sampled) * mask).nan_to_num(nan=0.0)
+    if mode.startswith("sequence"):
+        difference = difference.sum(-1, keepdim=True)
+    ratio = difference.exp()
+    return ratio.clamp(max=most) if mode.endswith("truncate") else ratio.masked_fill(ratio > most, 0.0)
 
 
 class Learner:
-    """Part of the trainer: Liger's chunked GRPO loss in place of TRL's, with the same value and the same gradient.
+    """Part of the trainer: one step's completions in few dense passes, with Liger's (or TRL's) loss of the step as a whole.
 
-    Mixed into TRL's GRPOTrainer by `make_trainer`, over `_compute_loss`. TRL dropped its own use of Liger's loss in
-    1.13 for a fused head of its own (`LOSS_IMPL=trl`); both hold logits for a tile of tokens and vocabulary at a time.
+    Mixed into TRL's GRPOTrainer by `make_trainer`, over `training_step` (a documented hook of the Trainer) and
+    `_get_per_token_logps_and_entropies` (for the KL term's reference), with TRL's `_compute_loss` or Liger's loss at the
+    end. Nothing is computed twice: a prompt once for its completions, no padding, and no pass for old log-probs, as there
+    is one optimizer step a rollout: they are the current ones.
+
+    However the step is cut into passes, the loss and its gradient are those of the whole batch.
     """
 
     run: RunContext
 
-    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
-        """Loss of one micro-batch: `prompt_ids` (B, P), `completion_ids` (B, C), their masks, `advantages` (B,)."""
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        """Rollout, rewards, then forward and backward of each pass. Returns the step's loss."""
+        model.train()
+        batch = self._prepare_inputs(inputs)
+        self._step += 1
+        started = time.perf_counter()
+        loss = self.learn(model, batch)
+        self._metrics["train"]["step_time"].append(time.perf_counter() - started)
+        return loss
+
+    def learn(self, model: Any, batch: dict[str, Any]) -> Any:
+        """Gradients of the loss of `batch`: `prompt_ids` (B, P), `completion_ids` (B, C), their masks, `advantages` (B,),
+        and where they are known `sampling_per_token_logps` and `ref_per_token_logps` (B, C)."""
         import torch
 
-        if self.run.settings.LOSS_IMPL == "trl":
-            return super()._compute_loss(model, inputs)
-        base = self.accelerator.unwrap_model(model).get_base_model()
-        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)  # (B, P + C)
-        attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-        length, mask = inputs["completion_ids"].size(1), inputs["completion_mask"]
-        with self.accelerator.autocast():
-            hidden = base.model(input_ids=ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
-        head = base.get_output_embeddings()
-        loss, metrics = self.liger_loss()(
-            hidden[:, -length - 1 : -1],  # the state before each completion token, (B, C, H)
-            head.weight,
-            inputs["completion_ids"],
-            mask,
-            inputs["advantages"],
-            bias=head.bias,
-            ref_per_token_logps=inputs.get("ref_per_token_logps"),
-            old_per_token_logps=inputs.get("old_per_token_logps"),
-            vllm_is_ratio=inputs.get("importance_sampling_ratio"),
-            num_items_in_batch=inputs["num_items_in_batch"],
-        )
-        mode = "train" if self.model.training else "eval"
-        if self.beta:
-            self._metrics[mode]["kl"].append(metrics[0].item())
-        self._metrics[mode]["clip_ratio/region_mean"].append(metrics[-1].item())
-        if self.loss_type in TOKEN_NORMALIZED or mode == "eval":
-            return loss
-        return loss / self.current_gradient_accumulation_steps
+        total, mask = torch.zeros((), device=batch["completion_ids"].device), batch["completion_mask"]
+        logps = torch.full(mask.shape, math.nan, device=mask.device)
+        ratios = torch.ones(mask.shape, device=mask.device)
+        sums: collections.Counter[str] = collections.Counter()
+        for rows, layout in self.passes(batch):
+            with self.accelerator.autocast():
+                states = hidden_states(self.base_model_of(model), layout, self.run.attention)
+                leaf = states.detach().requires_grad_()  # head and loss first: their memory is free before the rest
+                found, entropy = self.head(leaf, layout.targets)
+            part = {
+                name: value[rows] if torch.is_tensor(value) and value.ndim else value for name, value in batch.items()
+            }
+            padded = padded_like(part["completion_mask"], layout, found)
+            logps[rows] = padded.detach()
+            if (
+                sampled := part.get("sampling_per_token_logps")
+            ) is not None and self.run.settings.IS_CORRECTION != "none":
+                s = self.run.settings
+                ratio = importance_ratio(
+                    padded.detach(), sampled, part["completion_mask"], s.IS_CORRECTION, s.IS_CLIP_MAX
+                )
+                part["importance_sampling_ratio"], ratios[rows] = ratio, ratio.expand_as(padded)
+            loss, metrics = self.pass_loss(model, part, batch, padded, entropy, layout)
+            loss.backward()
+            states.backward(leaf.grad)
+            total += loss.detach()
+            sums.update(metrics)
+        self.record_learning(batch, logps, ratios, sums)
+        return total
 
-    def liger_loss(self) -> Any:
-        """Liger's fused linear GRPO loss with this run's settings (arXiv:2410.10989)."""
-        if getattr(self, "_liger_loss", None) is None:
-            from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+    def base_model_of(self, model: Any) -> Any:
+        return self.accelerator.unwrap_model(model).get_base_model()
 
-            self._liger_loss = LigerFusedLinearGRPOLoss(
-                beta=self.beta,
-                # The loss math after the chunked projection is a few elementwise operations: compiling it would cost
-                # more than it saves, and hosts without a C compiler could not run.
-                compiled=False,
-                use_ref_model=self.beta != 0.0,
-                epsilon_low=self.epsilon_low,
-                epsilon_high=self.epsilon_high,
-                loss_type=self.loss_type,
-                max_completion_length=self.max_completion_length,
-                importance_sampling_level=self.importance_sampling_level,
-                sapo_temperature_pos=self.args.sapo_temperature_pos,
-                sapo_temperature_neg=self.args.sapo_temperature_neg,
-                temperature=self.temperature,
-                delta=self.args.delta,
-                use_bias_correction_kl=self.args.use_bias_correction_kl,
-                vespo_k_pos=self.args.vespo_k_pos,
-                vespo_lambda_pos=self.args.vespo_lambda_pos,
-                vespo_k_neg=self.args.vespo_k_neg,
-                vespo_lambda_neg=self.args.vespo_lambda_neg,
-            )
-        return self._liger_loss
+    def passes(self, batch: Mapping[str, Any]) -> Iterator[tuple[Any, Layout]]:
+        """(indices of some completions, their layout), together all of `batch`."""
+        import torch
+
+        s, share, attention = self.run.settings, self.run.packing == "prefix", self.run.attention
+        prompts, completions = (
+            [ids[kept.bool()].tolist() for ids, kept in zip(batch[f"{kind}_ids"].cpu(), batch[f"{kind}_mask"].cpu(), strict=True)]
+            for kind in ("prompt", "completion")
+        )  # fmt: skip
+        lengths = [(len(p), len(c)) for p, c in zip(prompts, completions, strict=True)]
+        most = pass_tokens(s, self.run.plan.micro_batch, max(p for p, _ in lengths), share)
+        device = batch["completion_ids"].device
+        for rows in cut_passes([tuple(prompt) for prompt in prompts], lengths, most, share):
+            chosen = [prompts[i] for i in rows], [completions[i] for i in rows]
+            yield torch.tensor(rows, device=device), make_layout(*chosen, share, attention in ONE_ROW, device)
+
+    def head(self, states: Any, targets: Any) -> tuple[Any, Any]:
+        """Log-probs and entropies (N,) of `targets` (N,) after `states` (N, hidden). Logits are held for one tile of tokens
+        and vocabulary at a time. TRL's kernel for either loss: Liger's own streams several float32 copies of each tile
+        through memory, and a step of 12 x 8 x 512 tokens took 6.4 s with it, 5.2 s with TRL's (docs/log.md)."""
+        from trl.kernels import ChunkedLogProbFunction
+
+        head = self.base_model_of(self.model).get_output_embeddings()
+        return ChunkedLogProbFunction.apply(
+            states, head.weight, head.bias, targets, self.temperature, HEAD_TILE, None, 1.0, ("entropy",)
+        )[:2]
+
+    def pass_loss(
+        self, model: Any, part: dict[str, Any], batch: Mapping[str, Any], logps: Any, entropy: Any, layout: Layout
+    ) -> tuple[Any, dict[str, float]]:
+        """This pass's share of the loss of `batch`, and sums over its tokens for the logs. `logps` (b, C)."""
+        from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOFunction
+
+        mask, ratio = part["completion_mask"], part.get("importance_sampling_ratio")
+        if self.run.settings.LOSS_IMPL == "liger":
+            a = self.args
+            loss, metrics = LigerFusedLinearGRPOFunction.ppo_loss_fn(
+                logps, mask, part["advantages"], batch["completion_mask"],  # normalized by the whole step's tokens
+                ref_per_token_logps=part.get("ref_per_token_logps"), old_per_token_logps=part.get("old_per_token_logps"),
+                epsilon_low=self.epsilon_low, epsilon_high=self.epsilon_high, beta=self.beta, loss_type=self.loss_type,
+                max_completion_length=self.max_completion_length, importance_sampling_level=self.importance_sampling_level,
+                sapo_temperature_pos=a.sapo_temperature_pos, sapo_temperature_neg=a.sapo_temperature_neg,
+                vllm_is_ratio=ratio, delta=a.delta, use_bias_correction_kl=a.use_bias_correction_kl,
+                vespo_k_pos=a.vespo_k_pos, vespo_lambda_pos=a.vespo_lambda_pos, vespo_k_neg=a.vespo_k_neg,
+                vespo_lambda_neg=a.vespo_lambda_neg, num_items_in_batch=batch["num_items_in_batch"],
+            )  # fmt: skip
+            names = ("kl", "clip_ratio/region_mean") if self.beta else ("clip_ratio/region_mean",)
+            sums = {name: value.item() for name, value in zip(names, metrics, strict=True)}
+            return loss, sums | {"entropy": (entropy.detach().sum() / batch["completion_mask"].sum()).item()}
+        # TRL's loss takes log-probs from `_get_per_token_logps_and_entropies` and normalizes by the completions it is given.
+        # Its own correction is off; as the ratio is never negative, advantages by token are the same thing.
+        self.ready = logps, padded_like(mask, layout, entropy), None
+        if ratio is not None and self.loss_type != "vespo":
+            part["advantages"] = part["advantages"][:, None] * ratio
+        before = {name: len(values) for name, values in self._metrics["train"].items()}
+        try:
+            loss = super()._compute_loss(model, part)
+        finally:
+            self.ready = None
+        tokens, whole = mask.sum().clamp(min=1), batch["completion_mask"].sum().clamp(min=1)
+        fresh = {
+            name: values.pop() for name, values in self._metrics["train"].items() if len(values) > before.get(name, 0)
+        }
+        share = {"bnpo": tokens / whole}.get(self.loss_type, len(mask) / len(batch["completion_mask"]))
+        weighted = {name: value * (tokens / whole).item() for name, value in fresh.items() if name in TOKEN_MEANS}
+        return loss if self.loss_type in TOKEN_NORMALIZED else loss * share, weighted
+
+    def _get_per_token_logps_and_entropies(
+        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False, **kwargs
+    ):
+        """Log-probs (B, C) of the last `logits_to_keep` tokens: those at hand in `pass_loss`, or those of the reference."""
+        import torch
+
+        if getattr(self, "ready", None) is not None:
+            return self.ready
+        keep = logits_to_keep
+        batch = {
+            "prompt_ids": input_ids[:, :-keep], "prompt_mask": attention_mask[:, :-keep],
+            "completion_ids": input_ids[:, -keep:], "completion_mask": attention_mask[:, -keep:],
+        }  # fmt: skip
+        logps = input_ids.new_zeros(batch["completion_ids"].shape, dtype=torch.float32)
+        for rows, layout in self.passes(batch):
+            with self.accelerator.autocast():
+                found, _ = self.head(
+                    hidden_states(self.base_model_of(model), layout, self.run.attention), layout.targets
+                )
+            logps[rows] = padded_like(batch["completion_mask"][rows], layout, found)
+        return logps, None, None
+
+    def record_learning(self, batch: Mapping[str, Any], logps: Any, ratios: Any, sums: Mapping[str, float]) -> None:
+        """The step's means under TRL's names, and how far the engine's log-probs are from the trainer's."""
+        metrics, mask = self._metrics["train"], batch["completion_mask"].bool()
+        for name, value in sums.items():
+            metrics[name].append(value)
+        if (sampled := batch.get("sampling_per_token_logps")) is not None:
+            difference = (logps - sampled).abs()
+            difference = difference[mask & ~difference.isnan()]
+            if difference.numel():
+                metrics["sampling/sampling_logp_difference/mean"].append(difference.mean().item())
+                metrics["sampling/sampling_logp_difference/max"].append(difference.max().item())
+            metrics["sampling/importance_sampling_ratio/mean"].append(ratios[mask].mean().item())
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL merges its metrics into `logs`; a training step's become a row of metrics.csv."""
@@ -2241,18 +3178,30 @@ class Learner:
             self.run.record_step(self.state.global_step, logs)
 
 
+HEAD_TILE = 32768  # vocabulary of one tile of logits, as in TRL
+# TRL and Liger divide these by the tokens of the whole step; the other losses are means over completions, or over the
+# tokens of what they are given (bnpo).
+TOKEN_NORMALIZED = ("dapo", "cispo", "vespo")
+TOKEN_MEANS = ("kl", "entropy", "clip_ratio/region_mean")  # TRL's means over tokens that go into metrics.csv
+
+
+def padded_like(mask: Any, layout: Layout, values: Any) -> Any:
+    """`values` (N,) of the layout's completion tokens as (b, C), zero beyond each completion; differentiable."""
+    return values.new_zeros(mask.shape).index_put((layout.rows, layout.columns), values)
+
+
 def grpo_config(settings: Settings, plan: Plan, cuda: bool) -> Any:
     """TRL's configuration of this run."""
     from trl import GRPOConfig
 
     s = settings
     trackers = [name for name in listed(s.REPORT_TO) if name != "none"]
-    accumulation = s.completions_per_step // plan.micro_batch
     return GRPOConfig(
         output_dir=str(run_folder(s)),
-        per_device_train_batch_size=plan.micro_batch,
-        gradient_accumulation_steps=accumulation,
-        steps_per_generation=accumulation,
+        # TRL sees the step's completions as one batch; `Learner.training_step` cuts it into passes.
+        per_device_train_batch_size=s.completions_per_step,
+        gradient_accumulation_steps=1,
+        steps_per_generation=1,
         num_generations=s.NUM_GENERATIONS,
         max_completion_length=s.MAX_COMPLETION_LEN,
         temperature=s.TEMPERATURE,
@@ -2273,11 +3222,10 @@ def grpo_config(settings: Settings, plan: Plan, cuda: bool) -> Any:
         # gpt-oss's config carries a load-balancing coefficient that TRL would silently add to the loss
         # (https://github.com/huggingface/trl/issues/7248).
         router_aux_loss_coef=0.0,
-        # The engine is our own (see "Rollout engine"): TRL only corrects for the difference of its log-probs.
+        # The engine is our own (see "Rollout engine"), and so is the correction for its log-probs: TRL's needs a whole
+        # forward pass before the loss (see `Learner`).
         use_vllm=False,
-        vllm_importance_sampling_correction=s.IS_CORRECTION != "none",
-        vllm_importance_sampling_mode="token_truncate" if s.IS_CORRECTION == "none" else s.IS_CORRECTION,
-        vllm_importance_sampling_clip_max=s.IS_CLIP_MAX,
+        vllm_importance_sampling_correction=False,
         bf16=True,
         use_cpu=not cuda,
         gradient_checkpointing=s.GRADIENT_CHECKPOINTING,
@@ -2313,6 +3261,7 @@ def make_trainer(check: Preflight, run: RunContext, model: Any, tokenizer: Any) 
         peft_config=lora_config(check.settings),
         callbacks=[type("Watch", (Watch, TrainerCallback), {})(run)],
     )
+    trainer.current_gradient_accumulation_steps = 1  # the Trainer sets it when it trains, losses ask for it before
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(type("Bar", (Bar, ProgressCallback), {})(run))
     return trainer
@@ -2336,7 +3285,7 @@ METRICS = {
     "grad_norm": ("norm", "Norm of the adapter's gradient before it is limited to MAX_GRAD_NORM."),
     "learning_rate": ("", "AdamW's learning rate of this step."),
     "kl": ("nats", "Mean KL estimate (k3) against the base model; empty while BETA is 0."),
-    "entropy": ("nats", "Mean entropy of the next-token distribution; only LOSS_IMPL=trl computes it."),
+    "entropy": ("nats", "Mean entropy of the next-token distribution over the completions' tokens."),
     "clip_fraction": ("share", "Tokens whose policy ratio left the clip range."),
     "logp_diff_mean": ("nats", "Mean difference of the log-probs of vLLM and trainer on the sampled tokens; empty without vLLM."),
     "logp_diff_max": ("nats", "Largest such difference."),
@@ -2440,6 +3389,7 @@ class RunContext:
 
     def __init__(self, check: Preflight, rows: list[Row], plan: Plan):
         self.settings, self.rows, self.plan, self.folder = check.settings, rows, plan, check.run.folder
+        self.attention, self.packing = check.attention[0], check.packing[0]
         self.metrics = CsvLog(self.folder / "metrics.csv", METRICS)
         self.completions = CsvLog(self.folder / "completions.csv", COMPLETIONS)
         # TRL asks the first completion for the columns: every row gets those of every file.
@@ -2627,46 +3577,185 @@ def write_zip(folder: Path) -> Path:
 # ---- Evaluation on held-out prompts ----------------------------------------------------------------------------------
 
 
-def evaluate(trainer: Any, rows: Sequence[Row], samples: int, base: bool = False) -> dict[str, float]:
-    """Mean CSV reward of `samples` completions for each held-out row. An answer that cannot be parsed counts as
-    INVALID_REWARD, or as the row's lowest reward where that is nan.
+CLOSED_LOOP = "closed_loop.json"
 
-    Generated as the rollouts are (same engine, temperature and length), from the same seed before and after training.
-    `base`: without the adapter.
-    """
-    run = trainer.run
-    sampled = [row for row in rows for _ in range(samples)]
-    prompt_ids = trainer.processing_class(text=[row.prompt for row in sampled])["input_ids"]
-    step = trainer.state.global_step
+
+def complete(trainer: Any, prompts: Sequence[str], samples: int, base: bool, step: int = 0) -> list[list[int]]:
+    """Token ids of one completion for each prompt, generated as the rollouts are (same engine, temperature and length).
+    The seed is that of `step`, before as after training. `base`: without the adapter."""
+    run, now = trainer.run, trainer.state.global_step
+    prompt_ids = trainer.processing_class(text=list(prompts))["input_ids"]
     run.stream = "base" if base else "evaluation"
-    trainer.state.global_step = 0  # the seed of the evaluation, before as after
+    trainer.state.global_step = step
     try:
         with evaluating(trainer.model), trainer.model.disable_adapter() if base else contextlib.nullcontext():
-            completion_ids, _ = trainer._generate_single_turn(prompt_ids, None, {}, samples)
+            return trainer._generate_single_turn(prompt_ids, None, {}, samples)[0]
     finally:
-        run.stream, trainer.state.global_step = "train", step
-    read = trainer.read_completions(sampled, completion_ids)
-    invalid = run.settings.INVALID_REWARD
-    values = [
-        (min(one.row.rewards) if math.isnan(invalid) else invalid)
-        if one.action is None
-        else one.row.rewards[one.action]
-        for one in read
-    ]
-    return {"reward": math.fsum(values) / len(values), **completion_rates(read)}
+        run.stream, trainer.state.global_step = "train", now
+
+
+def evaluate(trainer: Any, rows: Sequence[Row], samples: int, base: bool = False) -> dict[str, Any]:
+    """What `samples` completions for each held-out row are worth by the CSV: `rewards.score_answers` and their lengths.
+    An answer that cannot be parsed counts as INVALID_REWARD, or as the row's lowest reward where that is nan."""
+    sampled = [row for row in rows for _ in range(samples)]
+    read = trainer.read_completions(sampled, complete(trainer, [row.prompt for row in sampled], samples, base))
+    answers = [[one.action for one in read[start : start + samples]] for start in range(0, len(read), samples)]
+    scores = rewards.score_answers([row.rewards for row in rows], answers, trainer.run.settings.INVALID_REWARD)
+    rates = completion_rates(read)
+    return scores | {name: rates[name] for name in ("clipped_ratio", "tokens_mean", "tokens_max")}
 
 
 def report_evaluation(path: Path, results: Mapping[str, Any]) -> str:
     """Write evaluation.json; returns the table that the run prints last."""
     write_text(path, json.dumps(results, indent=2) + "\n")
-    lines = ["Held-out mean reward", f"  random action         {results['random']:.3f}"]
+    lines = ["Held-out mean reward, 95% interval over prompts", f"  random action         {results['random']:.3f}"]
     lines.append(f"  best constant action  {results['constant']:.3f}   (always [{results['constant_action']}])")
     for name in ("before", "after"):
         if result := results.get(name):
             lines.append(
-                f"  {name + ' training':<21} {result['reward']:.3f}   (parse rate {result['parse_rate']:.2f}, best action {result['best_action_rate']:.2f})"
+                f"  {name + ' training':<21} {result['reward']:.3f}   {result['reward_low']:.3f} to "
+                f"{result['reward_high']:.3f}   (regret {result['regret']:.3f}, parse rate {result['parse_rate']:.2f}, "
+                f"best action {result['best_action_rate']:.2f})"
             )
-    return "\n".join([*lines, f"  oracle                {results['oracle']:.3f}"])
+    lines.append(f"  oracle                {results['oracle']:.3f}")
+    if change := results.get("difference"):
+        lines.append(
+            f"  after - before       {change['reward']:+.3f}   {change['reward_low']:+.3f} to {change['reward_high']:+.3f}"
+        )
+    return "\n".join(lines)
+
+
+def measure_rewards(check: Preflight, trainer: Any, base: bool) -> None:
+    """evaluation.json: held-out reward before training (`base`) or after it, beside what other policies earn. A resumed
+    run keeps what was measured at its start."""
+    path = check.run.folder / "evaluation.json"
+    results: dict[str, Any] = rewards.baselines([row.rewards for row in check.eval_rows])
+    results |= {"samples": check.settings.EVAL_SAMPLES, "data_sha256": data_fingerprint(check.eval_rows)}
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+        same = all(earlier[name] == results[name] for name in ("samples", "data_sha256"))
+        if same and len(earlier["before"]["reward_by_prompt"]) == len(check.eval_rows):
+            results["before"] = earlier["before"]
+    if "before" not in results:
+        results["before"] = evaluate(trainer, check.eval_rows, check.settings.EVAL_SAMPLES, base=True)
+    if not base:
+        results["after"] = evaluate(trainer, check.eval_rows, check.settings.EVAL_SAMPLES)
+        scores = (results[name]["reward_by_prompt"] for name in ("before", "after"))
+        results["difference"] = rewards.paired_difference(*scores)
+    table = report_evaluation(path, results)
+    if base:
+        log.info("held-out reward before training: %.3f", results["before"]["reward"])
+    else:
+        log.info("\n%s\n", table)
+
+
+def script(name: str) -> Any:
+    """A module of scripts/, imported when it is needed."""
+    if str(ROOT / "scripts") not in sys.path:
+        sys.path.insert(0, str(ROOT / "scripts"))
+    return importlib.import_module(name)
+
+
+@dataclass(frozen=True)
+class ClosedLoop:
+    """Whether the closed loop runs: `prompt` is `full` or `compact`, or empty where it does not. And with which windows:
+    `cases` of scripts/evaluate.py."""
+
+    prompt: str
+    reason: str
+    profiles: tuple[str, ...] = ()
+    cases: tuple[Any, ...] = ()
+
+
+def choose_closed_loop(settings: Settings, kind: str | None, engine: bool, chosen: bool) -> tuple[bool, str]:
+    """(whether the closed loop runs, reason). `kind` of the held-out prompts: full, compact, or None for other ones;
+    `engine`: vLLM generates; `chosen`: EVAL_PROFILE was set by the user."""
+    if not settings.EVAL_SAMPLES:
+        return False, "EVAL_SAMPLES=0"
+    if not settings.EVAL_PROFILE.strip():
+        return False, "EVAL_PROFILE is empty"
+    if kind is None:
+        return False, "the held-out prompts are not those of the plant in scripts/make_dataset.py"
+    if settings.MODEL_ID != "tiny" and not engine and not chosen:
+        return False, "30 hours one after the other take transformers too long; set EVAL_PROFILE to run it nevertheless"
+    return True, f"the held-out prompts are the plant's ({kind})"
+
+
+def plan_closed_loop(
+    settings: Settings, rows: Sequence[Row], engine: bool, chosen: bool, problems: Problems
+) -> ClosedLoop:
+    """Choose, and read the profiles; their problems are added."""
+    kind = None
+    if settings.EVAL_SAMPLES and settings.EVAL_PROFILE.strip() and rows:
+        kind = script("evaluate").prompt_kind([row.messages for row in rows])
+    runs, reason = choose_closed_loop(settings, kind, engine, chosen)
+    if not runs:
+        return ClosedLoop("", reason)
+    paths, cases = find_files("EVAL_PROFILE", settings.EVAL_PROFILE, problems), []
+    for path in paths:
+        try:
+            cases += script("evaluate").read_cases(path)
+        except script("make_dataset").ProfileError as error:
+            problems += [f"EVAL_PROFILE: {line}" for line in error.problems]
+    passes = f"{len(cases)} windows x {settings.EVAL_SAMPLES} passes"
+    profiles = tuple(script("evaluate").shown_path(path) for path in paths)
+    return ClosedLoop(kind if cases else "", f"{reason}, {passes}", profiles, tuple(cases))
+
+
+def measure_closed_loop(check: Preflight, trainer: Any, base: bool) -> None:
+    """closed_loop.json: the base model or the trained adapter controls the plant through the windows of EVAL_PROFILE. A
+    resumed run keeps the base model's; a run that is asked to end does not wait for it."""
+    s, run, problems, started = check.settings, trainer.run, Problems(), time.perf_counter()
+    chosen = check.sources["EVAL_PROFILE"] == "environment"
+    plan = plan_closed_loop(s, check.eval_rows, check.rollouts[0], chosen, problems)
+    for problem in problems:  # a file that changed since the checks
+        log.warning("%s", problem)
+    if not plan.prompt:
+        log.info("no closed loop: %s", plan.reason)
+        return
+    loop, path, name = script("evaluate"), check.run.folder / CLOSED_LOOP, "base" if base else "trained"
+    record = loop.new_record(plan.cases, plan.profiles, s.EVAL_SAMPLES, False, loop.sampling_of(s, plan.prompt))
+    loop.keep_models(record, path, ("base",))
+    render_prompt = loop.renderer(
+        plan.prompt,
+        lambda messages: render(check.files.template, messages, s.REASONING_EFFORT, s.PROMPT_DATE),
+    )
+
+    def ask(prompts: Sequence[str], samples: int, hour: int) -> list[str]:
+        if run.stop_signal:
+            raise InterruptedError
+        # Step 0 is the held-out rows' seed.
+        ids = complete(trainer, [p for p in prompts for _ in range(samples)], samples, base, hour + 1)
+        return trainer.processing_class.batch_decode(ids, skip_special_tokens=False)
+
+    try:
+        if name not in record["totals"]:
+            loop.run_model(record, name, plan.cases, ask, render_prompt)
+    except InterruptedError:
+        log.warning("the closed loop was left: the run is asked to end")
+        return
+    loop.write_record(record, path)
+    regret = record["totals"][name]["regret_percent"]
+    shown = "" if regret is None else f": regret {regret:.1f} % of the optimum's CO2"
+    log.info("closed loop, %s model%s (%.1f s)", name, shown, time.perf_counter() - started)
+    if not base:
+        log.info("\n%s\n", loop.table(record))
+
+
+def measure(check: Preflight, trainer: Any, base: bool) -> None:
+    """Both evaluations, of the base model (`base`) or of the trained adapter; none where EVAL_SAMPLES is 0."""
+    if check.eval_rows:
+        measure_rewards(check, trainer, base)
+        measure_closed_loop(check, trainer, base)
+
+
+def write_report(folder: Path) -> None:
+    """report.html of scripts/report.py. A report that fails must not fail the run."""
+    try:
+        script("report").write_report(folder)
+    except Exception as error:
+        again = f"python scripts/report.py {folder}"
+        log.warning("no report was written (%s: %s); try again with: %s", type(error).__name__, error, again)
 
 
 # ---- Main ------------------------------------------------------------------------------------------------------------
@@ -2748,7 +3837,7 @@ def launch(check: Preflight, model_path: str) -> int:
     transformers.utils.logging.disable_default_handler()
     transformers.utils.logging.enable_propagation()
     tokenizer = load_tokenizer(model_path)
-    model = load_model(model_path, check.files.config, check.attention[0])
+    model = load_model(model_path, check.files.config, check.attention[0], check.experts[0])
     log.info(
         "model: %.2fM parameters on %s, loaded after %.0f s",
         model.num_parameters() / 1e6,
@@ -2765,7 +3854,6 @@ def launch(check: Preflight, model_path: str) -> int:
     try:
         if check.rollouts[0]:
             context.engine = start_engine(s, check.plan.engine, model_path, trainer.eos_token_ids)
-            trainer.use_vllm = True  # from here TRL asks for log-probs of the rollouts and corrects with them
             parity_gate(trainer)
         return train(check, context, trainer)
     except ParityError as error:
@@ -2773,6 +3861,7 @@ def launch(check: Preflight, model_path: str) -> int:
         return 3
     except EngineError as error:
         log.critical("vLLM: %s", error)
+        write_report(context.folder)
         write_zip(context.folder)
         return 4
     finally:
@@ -2782,35 +3871,20 @@ def launch(check: Preflight, model_path: str) -> int:
 
 def train(check: Preflight, context: RunContext, trainer: Any) -> int:
     """Evaluation, training, evaluation, and what the run leaves."""
-    s, tokenizer = check.settings, trainer.processing_class
-    evaluation = context.folder / "evaluation.json"
-    results: dict[str, Any] = {}
-    if check.eval_rows:
-        results = rewards.baselines([row.rewards for row in check.eval_rows])
-        results |= {"samples": s.EVAL_SAMPLES, "data_sha256": data_fingerprint(check.eval_rows)}
-        with contextlib.suppress(OSError, ValueError, KeyError):  # a resumed run keeps what was measured at its start
-            earlier = json.loads(evaluation.read_text(encoding="utf-8"))
-            if all(earlier[name] == results[name] for name in ("samples", "data_sha256")):
-                results["before"] = earlier["before"]
-        if "before" not in results:
-            results["before"] = evaluate(trainer, check.eval_rows, s.EVAL_SAMPLES, base=True)
-            report_evaluation(evaluation, results)
-            log.info("held-out reward before training: %.3f", results["before"]["reward"])
-
+    measure(check, trainer, base=True)
     trainer.train(resume_from_checkpoint=str(check.run.checkpoint) if check.run.checkpoint else None)
 
     trainer.save_model(str(context.folder))
-    tokenizer.save_pretrained(str(context.folder))
+    trainer.processing_class.save_pretrained(str(context.folder))
+    if not context.stop_signal:
+        measure(check, trainer, base=False)
+    write_report(context.folder)
+    archive = write_zip(context.folder)
     if context.stop_signal:
-        archive = write_zip(context.folder)
         log.warning(
             "interrupted at step %d; the same command continues. So far: %s", trainer.state.global_step, archive
         )
         return 128 + context.stop_signal
-    if check.eval_rows:
-        results["after"] = evaluate(trainer, check.eval_rows, s.EVAL_SAMPLES)
-        log.info("\n%s\n", report_evaluation(evaluation, results))
-    archive = write_zip(context.folder)
     write_text(context.folder / COMPLETE, json.dumps({"steps": trainer.state.global_step}) + "\n")
     log.info(
         "complete: %d steps in %.0f s. Adapter: %s, download: %s",

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the parts of the documentation that the code already knows, so that no fact stands in two places.
 
-python scripts/make_docs.py             write docs/settings.md, docs/metrics.md and the table in README.md
+python scripts/make_docs.py             write docs/settings.md, docs/metrics.md, the tables in docs/report.md and README.md
 python scripts/make_docs.py --check     change nothing; exit code 1 and the file's name where one is out of date
 """
 
@@ -16,6 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+import report  # noqa: E402
 
 import train_grpo  # noqa: E402
 
@@ -113,7 +115,12 @@ def readme_md() -> str:
     return between(text, "rollout figures", figures_table("rollout-h100.json", ROLLOUT_FIGURES))
 
 
-GENERATED: dict[str, Callable[[], str]] = {"docs/settings.md": settings_md, "docs/metrics.md": metrics_md, "README.md": readme_md}  # fmt: skip
+def report_md() -> str:
+    """docs/report.md with the glossary of its figures renewed."""
+    return between((ROOT / "docs" / "report.md").read_text(encoding="utf-8"), "report figures", report.figures_md())
+
+
+GENERATED: dict[str, Callable[[], str]] = {"docs/settings.md": settings_md, "docs/metrics.md": metrics_md, "docs/report.md": report_md, "README.md": readme_md}  # fmt: skip
 
 
 def main() -> int:

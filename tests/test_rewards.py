@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import doctest
 import math
+import random
 
 import pytest
 from hypothesis import given
@@ -117,6 +118,60 @@ def test_baselines_are_ordered(rows):
     result = rewards.baselines(rows)
     assert result["random"] <= result["constant"] + 1e-9 <= result["oracle"] + 2e-9
     assert result["constant_action"] in range(4)
+
+
+def test_an_interval_covers_the_true_mean_as_often_as_it_says():
+    """Clusters of 60 prompts with a common shift of each: 95% of the intervals hold the mean, give or take."""
+    generator, covered = random.Random(3), 0
+    for _ in range(60):
+        low, high = rewards.bootstrap_interval([generator.gauss(0.5, 0.2) for _ in range(60)])
+        assert 0.05 < high - low < 0.15
+        covered += low <= 0.5 <= high
+    assert 51 <= covered <= 60
+
+
+def test_prompts_are_resampled_and_not_their_completions():
+    """Sixteen equal answers to a prompt are one observation: the interval is that of the prompts alone."""
+    rows, singles = [[0.0, 1.0]] * 20, [[k % 2] for k in range(20)]
+    one, many = (rewards.score_answers(rows, [mine * n for mine in singles]) for n in (1, 16))
+    assert (one["reward_low"], one["reward_high"]) == (many["reward_low"], many["reward_high"])
+    assert one["reward_high"] - one["reward_low"] > 0.35
+    again = rewards.score_answers(rows, singles)
+    assert again == one, "the seed is fixed"
+
+
+def test_a_pairing_cancels_what_the_prompts_have_in_common():
+    before = [k / 20 for k in range(20)]
+    after = [value + 0.1 for value in before]
+    change = rewards.paired_difference(before, after)
+    assert change == {name: pytest.approx(0.1) for name in ("reward", "reward_low", "reward_high")}
+    with pytest.raises(ValueError):
+        rewards.paired_difference(before, after[1:])
+
+
+def test_unreadable_answers_score_what_they_are_said_to():
+    rows, answers = [[0.2, 0.8], [0.4, 0.1]], [[None, 1], [None, 0]]
+    for invalid, mean in ((0.0, (0.8 + 0.4) / 4), (-1.0, (0.8 + 0.4 - 2) / 4), (math.nan, (0.8 + 0.4 + 0.2 + 0.1) / 4)):
+        made = rewards.score_answers(rows, answers, invalid)
+        assert made["reward"] == pytest.approx(mean) and made["regret"] == pytest.approx(0.6 - mean)
+        assert made["unparsed"] == 2 and made["action_counts"] == [1, 1] and made["best_action_rate"] == 0.5
+
+
+def test_prompts_with_different_numbers_of_answers_count_by_their_answers():
+    made = rewards.score_answers([[0.0, 1.0], [0.0, 1.0]], [[1, 1, 1], [0]])
+    assert made["reward"] == 0.75 and made["reward_by_prompt"] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(("rows", "answers"), [([], []), ([[1.0, 0.0]], [[]]), ([[1.0, 0.0]], [])])
+def test_an_evaluation_of_nothing_is_an_error(rows, answers):
+    with pytest.raises(ValueError, match="every prompt needs"):
+        rewards.score_answers(rows, answers)
+
+
+def test_weights_without_a_sum_are_an_error():
+    for values, weights in (([], None), ([1.0], [1.0, 2.0]), ([1.0], [0.0])):
+        with pytest.raises(ValueError):
+            rewards.bootstrap_interval(values, weights)
 
 
 def test_doctests():

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A flash kernel in plain torch, with the interface of train_grpo.Kernel: for tests on a CPU, in any float type."""
+
+from __future__ import annotations
+
+import torch
+
+
+def widened(x):
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def sequences(q, k, starts_q, starts_k, window):
+    """Per sequence: slices of the queries and of the keys, and the mask (queries, keys), True where a query sees a key."""
+    starts_q, starts_k = starts_q.tolist(), starts_k.tolist()
+    for i in range(len(starts_q) - 1):
+        rows, cols = slice(starts_q[i], starts_q[i + 1]), slice(starts_k[i], starts_k[i + 1])
+        n_q, n_k = starts_q[i + 1] - starts_q[i], starts_k[i + 1] - starts_k[i]
+        # Distance from each key forward to the query; the last query stands at the last key.
+        distance = torch.arange(n_q, device=q.device)[:, None] + (n_k - n_q) - torch.arange(n_k, device=q.device)
+        yield rows, cols, (distance >= 0) & (distance < (window or n_k + 1))
+
+
+def scores_of(q, k, visible, scale):
+    """(Hq, queries, keys), -inf where masked; the keys' heads are repeated for their group of query heads."""
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    return (torch.einsum("qhd,khd->hqk", q, k) * scale).masked_fill(~visible, -torch.inf)
+
+
+def reference_forward(q, k, v, starts_q, starts_k, longest_q, longest_k, scale, window):
+    """Plain torch; inner arithmetic in float32, or float64 for float64 input, and lse of that dtype."""
+    wide_q, wide_k, wide_v = (widened(x) for x in (q, k, v))
+    out = torch.zeros_like(wide_q)
+    lse = wide_q.new_full((q.shape[1], q.shape[0]), -torch.inf)
+    for rows, cols, visible in sequences(q, k, starts_q, starts_k, window):
+        scores = scores_of(wide_q[rows], wide_k[cols], visible, scale)
+        lse[:, rows] = scores.logsumexp(-1)
+        values = wide_v[cols].repeat_interleave(q.shape[1] // v.shape[1], 1)
+        out[rows] = torch.einsum("hqk,khd->qhd", (scores - lse[:, rows, None]).exp(), values)
+    return out.to(q.dtype), lse
+
+
+def reference_backward(dout, q, k, v, out, lse, starts_q, starts_k, longest_q, longest_k, scale, window):
+    """The kernels' own formula: probabilities from the lse passed in, rowsum(dout * out) from the out passed in.
+
+    Unlike autograd through the scores it therefore stays right for an out and lse that a sink was folded into.
+    """
+    wide_q, wide_k, wide_v, wide_dout, wide_out = (widened(x) for x in (q, k, v, dout, out))
+    group = q.shape[1] // k.shape[1]
+    dq, dk, dv = (torch.zeros_like(x) for x in (wide_q, wide_k, wide_v))
+    delta = (wide_dout * wide_out).sum(-1).T[..., None]  # (Hq, Tq, 1)
+    for rows, cols, visible in sequences(q, k, starts_q, starts_k, window):
+        p = (scores_of(wide_q[rows], wide_k[cols], visible, scale) - lse[:, rows, None]).exp()
+        dp = torch.einsum("qhd,khd->hqk", wide_dout[rows], wide_v[cols].repeat_interleave(group, 1))
+        ds = p * (dp - delta[:, rows]) * scale
+        dq[rows] = torch.einsum("hqk,khd->qhd", ds, wide_k[cols].repeat_interleave(group, 1))
+        # Each key head collects the gradients of its group of query heads.
+        dk[cols] += torch.einsum("hqk,qhd->khd", ds, wide_q[rows]).unflatten(1, (-1, group)).sum(2)
+        dv[cols] += torch.einsum("hqk,qhd->khd", p, wide_dout[rows]).unflatten(1, (-1, group)).sum(2)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of scripts/prove.py: kernels of the warm-up, shortened rows, small vocabulary, collected figures, a small proof.
+
+    python -m pytest tests/test_prove.py
+
+Under two minutes on one CPU core, most of it the small proof. No network, no GPU.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import make_model as mm
+import prove
+import pytest
+import torch
+from conftest import CLEAN, ROOT
+
+SHAPE = mm.Shape(
+    layers=4, hidden=64, intermediate=64, experts=4, experts_per_token=2, heads=4, kv_heads=2, head_dim=32, vocab=592,
+    sliding_window=12,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[tuple]:
+    return prove.warmup_rows((7, 2, "full"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """The tiny model's: a full prompt takes more of its tokens than o200k's, but only numbers differ between prompts."""
+    return prove.load_tokenizer(None)[0]
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tokenizer, rows) -> prove.Vocabulary:
+    return prove.Vocabulary(tokenizer, {i for row in prove.encode(tokenizer, rows) for i in row}, 592)
+
+
+@pytest.fixture(scope="module")
+def placed(tokenizer, rows, vocabulary) -> prove.Rows:
+    encoded = prove.encode(tokenizer, rows)
+    made = prove.place(encoded, rows, vocabulary, "cpu")
+    made.head, made.tail = prove.shared_ends([row[: -len(vocabulary.answer)] for row in encoded])
+    return made
+
+
+@pytest.fixture
+def model(vocabulary):
+    torch.manual_seed(0)
+    return prove.new_model(SHAPE, vocabulary)
+
+
+def test_kernels_equal_transformers_in_values_and_gradients(model, vocabulary):
+    """Sinks, sliding window, grouped heads and experts against transformers' eager path, float32."""
+    ids = torch.randint(vocabulary.rest, (2, 40), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(40).expand(2, -1)
+    direction = torch.randn(SHAPE.hidden, generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.sinks.uniform_(-3, 3)
+            layer.mlp.router.weight.mul_(20)
+    results = []
+    for fast in (False, True):
+        model.zero_grad()
+        if fast:
+            with prove.fast_kernels(model):
+                hidden = prove.forward(model, ids, positions)
+                (hidden * direction).sum().backward()
+        else:
+            hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+            (hidden * direction).sum().backward()
+        results.append(
+            (hidden.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        )
+    (slow, slow_gradients), (fast, fast_gradients) = results
+    torch.testing.assert_close(fast, slow, atol=2e-5, rtol=1e-4)
+    assert slow_gradients.keys() == fast_gradients.keys()
+    for name, gradient in slow_gradients.items():
+        scale = gradient.abs().max().item()
+        torch.testing.assert_close(fast_gradients[name], gradient, atol=1e-4 * scale + 1e-6, rtol=1e-3, msg=name)
+
+
+def test_kernels_are_given_back(model):
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    forward = GptOssExperts.forward
+    with pytest.raises(RuntimeError), prove.fast_kernels(model):
+        raise RuntimeError
+    assert model.config._attn_implementation == "eager"
+    assert GptOssExperts.forward is forward
+
+
+def test_initial_heads_look_back_by_their_distance(model, vocabulary):
+    ids = torch.randint(vocabulary.rest, (1, 30), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        attentions = model(input_ids=ids, output_attentions=True, use_cache=False).attentions[0]
+    for head in range(SHAPE.heads):
+        distance = prove.HEAD_DISTANCES[0][head]
+        looked = attentions[0, head, 20:].argmax(-1)
+        assert (torch.arange(20, 30) - looked == distance).float().mean() >= 0.8  # content has a say too
+
+
+def test_a_focused_row_keeps_numbers_answer_and_positions(placed, vocabulary):
+    answer = len(vocabulary.answer)
+    picked = torch.arange(len(placed))
+    ids, positions, valid = placed.batch(picked, answer, True)
+    whole, _, lengths = placed.batch(picked, answer, False)
+    assert valid.max() == lengths.max() - placed.head - placed.tail + 3 * prove.KEPT_TAIL
+    for n in range(len(placed)):
+        kept = int(valid[n])
+        assert positions[n, 0] == placed.head - prove.KEPT_TAIL
+        assert (positions[n, 1:kept] > positions[n, : kept - 1]).all()
+        assert (ids[n, :kept] == whole[n, positions[n, :kept]]).all()
+        assert ids[n, kept - answer : kept].tolist() == vocabulary.answer
+        end = int(lengths[n]) - answer - placed.tail
+        assert set(range(placed.head, end)) <= set(positions[n, :kept].tolist())
+
+
+def test_a_focused_row_hides_what_the_window_hides(placed, vocabulary):
+    """The sliding window counts positions of the whole prompt: tokens behind the gap do not see those before it."""
+    _, positions, valid = placed.batch(torch.arange(1), len(vocabulary.answer), True)
+    made = prove.masks(positions, 12, torch.float32)
+    last = int(valid[0]) - 1
+    assert (made["sliding_attention"][0, 0, last, : positions.shape[1]] == 0).sum() == 12
+    assert (made["full_attention"][0, 0, last, : positions.shape[1]] == 0).sum() == last + 1
+    assert (made["sliding_attention"][0, 0, :, positions.shape[1]] == 0).all()  # the sink
+
+
+def test_the_checkpoint_answers_as_the_small_vocabulary_does(tokenizer, rows, model):
+    """Tokens that stand for themselves get the same probability from all 592 rows; the rest share theirs."""
+    seen = {i for row in prove.encode(tokenizer, rows[:1]) for i in row}
+    few = prove.Vocabulary(tokenizer, seen, 592)
+    assert 100 < few.others < 592
+    torch.manual_seed(3)
+    model = prove.new_model(SHAPE, few)
+    tensors = prove.checkpoint_tensors(model, {}, few, 592, 0)
+    assert tensors["lm_head.weight"].shape == (592, 64) and tensors["lm_head.weight"].dtype == torch.bfloat16
+    hidden = torch.randn(5, 64)
+    small = prove.log_probs(model, hidden, few.others)
+    full = (hidden @ tensors["lm_head.weight"].float().T).log_softmax(-1)
+    torch.testing.assert_close(full[:, few.ids], small[:, :-1], atol=0.02, rtol=0)
+    torch.testing.assert_close(small.exp().sum(-1), torch.ones(5))
+
+
+def test_readings_of_a_committed_row():
+    with (ROOT / "data" / "tes_train.csv").open(newline="", encoding="utf-8") as file:
+        prompt = next(csv.DictReader(file))["prompt"]
+    found = dict(zip(prove.QUANTITIES, prove.readings(prompt), strict=True))
+    assert found["hour"] == 0 and found["stored"] == 48 and found["load"] == 44.6 and found["co2"] == 0.358
+    assert found["next_low"] == 0.412 and found["later_low"] == 0.173 and found["rank"] == 8
+    assert math.isclose(found["later_load"], 48.8 + 50.4 + 51.0 + 49.7 + 55.2 + 57.3 + 55.8 + 51.7 + 59.4)
+    assert prove.readings("hour 8 store 16") is None
+
+
+def test_warm_up_rows_differ_from_all_others():
+    """Neither warm-up nor probe rows share a prompt with each other or with the data of the run."""
+    scale = dataclasses.replace(prove.SCALES["mid"], train_windows=2, heldout_windows=2)
+    warm = {prompt for prompt, _, _ in prove.warmup_rows((prove.WARMUP_SEED, 3, "full"))}
+    probe = {prompt for prompt, _, _ in prove.warmup_rows((prove.PROBE_SEED, 3, "full"))}
+    assert len(warm) == 90 and not warm & probe
+    assert scale.windows + prove.WARMUP_SEED < 2**32 and prove.PROBE_SEED + scale.probe_windows < prove.WARMUP_SEED
+
+
+def policies(base: float, trained: float, unserved: float = 0.0) -> dict:
+    """A closed_loop.json of three windows in which the two models emit so many kg, and the trained one leaves load."""
+    windows = []
+    for n in range(3):
+        after = {"co2_kg": trained, "priced_kg": trained + n + 10 * unserved}
+        windows.append(
+            {"policies": {"base": {"mean": {"co2_kg": base, "priced_kg": base + 2 * n}}, "trained": {"mean": after}}}
+        )
+    totals = {
+        name: {"co2_kg": 3 * kg, "unserved_kwh": 0.0, "regret_percent": kg}
+        for name, kg in (("base", base), ("trained", trained))
+    }
+    return {"windows": windows, "totals": totals}
+
+
+def finished(out: Path, gain: tuple[float, float, float], plant: dict) -> Path:
+    run = out / "run"
+    run.mkdir(parents=True)
+    reward, low, high = gain
+    evaluation = {
+        "random": 0.25, "constant": 0.5, "oracle": 0.7, "before": {"reward": 0.4, "parse_rate": 0.9},
+        "after": {"reward": 0.4 + reward, "parse_rate": 1.0},
+        "difference": {"reward": reward, "reward_low": low, "reward_high": high},
+    }  # fmt: skip
+    (run / "evaluation.json").write_text(json.dumps(evaluation))
+    (run / "closed_loop.json").write_text(json.dumps(plant))
+    (run / "report.html").write_text("<html>")
+    (out / "command.txt").write_text("MODEL_ID=m python train_grpo.py\n")
+    return out
+
+
+@pytest.mark.parametrize(
+    ("gain", "plant", "code"),
+    [
+        ((0.1, 0.05, 0.15), policies(10, 8), 0),
+        ((0.1, -0.01, 0.21), policies(10, 8), 1),  # within its interval
+        ((0.1, 0.05, 0.15), policies(10, 11), 1),
+        ((0.1, 0.05, 0.15), policies(10, 8, unserved=5.0), 1),  # saved by leaving load unserved
+    ],
+)
+def test_collect_judges_by_intervals(tmp_path, monkeypatch, gain, plant, code):
+    monkeypatch.setenv("BENCH_COMMIT", "abc")
+    out = finished(tmp_path / "proof", gain, plant)
+    results = tmp_path / "results" / "proof.json"
+    assert prove.main(["--out", str(out), "--stage", "collect", "--results", str(results)]) == code
+    record = json.loads(results.read_text())
+    assert record["commit"] == "abc" and "train_grpo.py" in record["command"]
+    named = {one["name"]: one["value"] for one in record["figures"]}
+    assert named["reward_gain"] == gain[0] and named["co2_kg_trained"] == plant["totals"]["trained"]["co2_kg"]
+    assert (results.parent / "proof-report.html").is_file()
+
+
+def test_collect_without_a_run_says_what_to_do(tmp_path, capsys):
+    assert prove.main(["--out", str(tmp_path), "--stage", "collect"]) == 2
+    assert "--stage train" in capsys.readouterr().err
+
+
+def test_full_prompts_need_a_tokenizer(tmp_path, capsys):
+    assert prove.main(["--out", str(tmp_path), "--stage", "make"]) == 2
+    assert "--tokenizer" in capsys.readouterr().err
+
+
+def test_settings_on_the_command_line_win(tmp_path):
+    options = prove.parse_args(["--out", str(tmp_path), "--set", "LEARNING_RATE=1e-3", "--set", "TOTAL_STEPS=7"])
+    settings = prove.run_settings(options, prove.SCALES["mid"])
+    assert settings["LEARNING_RATE"] == "1e-3" and settings["TOTAL_STEPS"] == "7" and settings["USE_VLLM"] == "1"
+    import train_grpo
+
+    _, _, problems = train_grpo.load_settings(settings)
+    assert not problems
+    with pytest.raises(SystemExit):
+        prove.parse_args(["--out", "x", "--set", "nonsense"])
+
+
+def test_the_mid_shape_suits_the_kernels():
+    shape = prove.SCALES["mid"].shape
+    assert shape.hidden % 256 == 0 and shape.intermediate % 128 == 0 and shape.head_dim == 64
+    assert shape.vocab == 201088 and shape.sliding_window == 128
+    assert 3e7 < mm.parameter_count(shape) - 2 * shape.vocab * shape.hidden < 9e7
+
+
+@pytest.mark.slow
+def test_a_small_proof_from_model_to_figures(tmp_path):
+    """All stages on a CPU. Four steps need not improve anything: the exit code may be 0 or 1, the files must be there."""
+    out, results = tmp_path / "proof", tmp_path / "proof.json"
+    command = [sys.executable, str(ROOT / "scripts" / "prove.py"), "--out", str(out), "--scale", "small"]
+    done = subprocess.run(
+        [*command, "--results", str(results)], env=CLEAN, cwd=tmp_path, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    mm.check_checkpoint(out / "model")
+    warmup = json.loads((out / "model" / "warmup.json").read_text())
+    stages = warmup["stages"]
+    assert stages["stored"]["parse_rate"] > 0.5
+    assert abs(warmup["loaded"]["reward"] - stages["stored"]["reward"]) < 0.05  # some of the rows, BF16 throughout
+    named = {one["name"]: one["value"] for one in json.loads(results.read_text())["figures"]}
+    assert {"reward_before", "reward_after", "parse_rate_after", "warmup_reward_rounded", "train_s"} <= named.keys()
+    assert named["steps"] == 4
+    # What is complete is not repeated.
+    before = (out / "model" / "warmup.json").stat().st_mtime_ns
+    again = subprocess.run(
+        [*command, "--stage", "make"], env=CLEAN, cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert again.returncode == 0 and (out / "model" / "warmup.json").stat().st_mtime_ns == before
