@@ -3298,7 +3298,7 @@ METRICS = {
     "learn_s": ("s", "Rest of the step: forward, backward, optimizer."),
     "step_s": ("s", "Whole step."),
     "rollout_tokens_per_s": ("tokens/s", "Generated tokens per second of rollout."),
-    "gpu_peak_gib": ("GiB", "Most GPU memory allocated during the step; empty without a GPU."),
+    "gpu_peak_gib": ("GiB", "Most GPU memory by torch's count during the step, a sleeping vLLM's weights included (they are not on the GPU then); empty without a GPU."),
 }  # fmt: skip
 # Every column of completions.csv, in order.
 COMPLETIONS = {

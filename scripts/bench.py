@@ -13,6 +13,12 @@
 fills the compile caches, one at 12 prompts x 8 completions x 512 tokens (with transformers' generate on the same prompts
 beside it), one at 16 completions x 2,300 tokens.
 
+    python scripts/bench.py step --model checkpoints/full --data 'days/*.csv' --lengths completions.csv --out docs/results/step-h100.json
+
+`step` measures learning beside TRL's padded path in one process, on the same rollouts, and with packed experts while all
+but 40 GiB of the card is occupied. W1 is 12 prompts x 8 completions x 512 tokens, W2 96 completions with the lengths of
+the CSV, W3 its first 16.
+
 `main` runs train_grpo.py's own `main()` in this process (so that every weight can be compared before and after) for a
 few steps of 4 prompts x 4 completions x 128 tokens, and records time per phase, peak memory, how many adapter tensors
 moved and how many elements of the base weights changed (0, or the run is broken and the exit code is 1).
@@ -23,16 +29,20 @@ The JSON holds `command, machine, date, versions, commit, figures: [{name, value
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import datetime
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -210,7 +220,7 @@ def changed_elements(parameters: list[tuple[Any, Any]]) -> int:
 def bench_main(options: argparse.Namespace) -> int:
     run = Path(options.run).absolute()
     settings = {
-        "MODEL_ID": str(options.model), "DATA": options.data, "USE_VLLM": "0", "PROMPTS_PER_STEP": "4",
+        "MODEL_ID": str(options.model), "DATA": options.data, "USE_VLLM": "0", "EVAL_SAMPLES": "0", "PROMPTS_PER_STEP": "4",
         "NUM_GENERATIONS": "4", "MAX_COMPLETION_LEN": "128", "TOTAL_STEPS": str(options.steps), "SAVE_STEPS": "1",
         "SAVE_TOTAL_LIMIT": "99", "OUTPUT_DIR": str(run), "OVERWRITE": "1", "ATTN_IMPL": options.attention,
         "MICRO_BATCH": str(options.micro_batch), "REWARDS": options.rewards,
@@ -316,7 +326,7 @@ def rollout_child(options: argparse.Namespace) -> int:
     settings = {
         "MODEL_ID": str(options.model), "DATA": options.data, "USE_VLLM": "1", "PROMPTS_PER_STEP": str(prompts),
         "NUM_GENERATIONS": "8", "MAX_COMPLETION_LEN": str(tokens), "TOTAL_STEPS": "3" if options.child == "short" else "1",
-        "SAVE_STEPS": "9", "OUTPUT_DIR": str(run), "OVERWRITE": "1", "REWARDS": "action,bench:noise",
+        "SAVE_STEPS": "9", "OUTPUT_DIR": str(run), "OVERWRITE": "1", "REWARDS": "action,bench:noise", "EVAL_SAMPLES": "0",
         "ROLLOUT_SYNC": options.sync,
     }  # fmt: skip
     try:
@@ -421,6 +431,308 @@ def bench_rollout(options: argparse.Namespace) -> int:
     return int(short["base_changed_elements"] + long["base_changed_elements"] != 0)
 
 
+# ---- step: this learner beside TRL's padded path ---------------------------------------------------------------------
+
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense BF16, from the data sheets
+
+
+def floor_seconds(config: dict[str, Any], distinct: int, scored: int) -> float:
+    """Time of the arithmetic alone at the card's peak: three products (forward, recomputed forward, gradient of the input;
+    weights are frozen) for each of `distinct` tokens, and the head for the `scored` ones."""
+    import torch
+
+    import train_grpo
+
+    parts = train_grpo.count_parameters(config)
+    active = parts["attention"] + parts["experts"] * config["num_experts_per_tok"] / config["num_local_experts"]
+    name = torch.cuda.get_device_name(0)
+    peak = next((value for key, value in PEAK_FLOPS.items() if key in name), math.nan)
+    return 6 * (active * distinct + config["vocab_size"] * config["hidden_size"] * scored) / peak
+
+
+def padded_batch(trainer: Any, lengths: list[int], group: int, prompts: Any = None) -> dict[str, Any]:
+    """A step's batch as TRL pads it, with random completions of these lengths behind the run's first prompts."""
+    import torch
+
+    rows = trainer.processing_class(text=[row.prompt for row in trainer.run.rows[: len(lengths) // group]])["input_ids"]
+    width, longest = max(map(len, rows)), max(lengths)
+    generator, shape = torch.Generator().manual_seed(0), (len(lengths), max(lengths))
+    batch = {name: torch.zeros(len(lengths), width, dtype=torch.long) for name in ("prompt_ids", "prompt_mask")}
+    batch["completion_ids"] = torch.randint(0, 199_000, shape, generator=generator)
+    batch["completion_mask"] = (torch.arange(longest)[None] < torch.tensor(lengths)[:, None]).long()
+    for i in range(len(lengths)):
+        row = rows[i // group]
+        batch["prompt_ids"][i, width - len(row) :] = torch.tensor(row)
+        batch["prompt_mask"][i, width - len(row) :] = 1
+    batch["advantages"] = torch.randn(len(lengths), generator=generator)
+    batch["num_items_in_batch"] = torch.tensor(float(sum(lengths)))
+    return {name: value.cuda() for name, value in batch.items()}
+
+
+def trl_learning(trainer: Any, batch: dict[str, Any], micro: int, least: int | None = None) -> dict[str, Any]:
+    """TRL's own padded path on `batch`: the pass for old log-probs that it makes beside vLLM, then loss and backward of
+    micro-batches of `micro`. Returns seconds and the log-probs. `least`: only so many micro-batches, to warm up."""
+    import torch
+    from trl import GRPOTrainer
+
+    ours = trainer.__class__
+    trainer.__class__ = GRPOTrainer
+    model, keep = trainer.model, batch["completion_ids"].size(1)
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    count = len(ids) if least is None else micro * least
+    trainer.current_gradient_accumulation_steps = max(count // micro, 1)
+    try:
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        with torch.no_grad():
+            logps = trainer._get_per_token_logps_and_entropies(
+                model, ids[:count], mask[:count], keep, batch_size=micro
+            )[0]
+        for i in range(0, count, micro):
+            part = {k: v[i : i + micro] if v.ndim else v for k, v in batch.items()}
+            trainer._compute_loss(model, part | {"old_per_token_logps": logps[i : i + micro]}).backward()
+        torch.cuda.synchronize()
+        return {"seconds": time.perf_counter() - started, "logps": logps}
+    finally:
+        trainer.__class__, trainer.current_gradient_accumulation_steps = ours, 1
+        trainer._metrics["train"].clear()
+        model.zero_grad(set_to_none=True)
+
+
+def our_learning(trainer: Any, batch: dict[str, Any], repeats: int = 2) -> dict[str, float]:
+    """Seconds of `Learner.learn` (the last of `repeats`) and the most memory that torch allocated beyond what was there."""
+    import torch
+
+    for _ in range(repeats):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        trainer.learn(trainer.model, batch)
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
+        trainer.model.zero_grad(set_to_none=True)
+    trainer._metrics["train"].clear()
+    return {"seconds": seconds, "peak_gib": (torch.cuda.max_memory_allocated() - before) / 2**30}
+
+
+def real_lengths(path: Path, model: str) -> list[int]:
+    """Tokens of the `completion` column of a CSV, in the model's vocabulary."""
+    from tokenizers import Tokenizer
+
+    csv.field_size_limit(2**31 - 1)
+    tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
+    with path.open(newline="", encoding="utf-8") as file:
+        return [len(tokenizer.encode(row["completion"]).ids) for row in csv.DictReader(file)]
+
+
+class PeakMemory(threading.Thread):
+    """Samples the driver's count of used GPU memory, ballast of other processes left out."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        import torch
+
+        self.before = torch.cuda.mem_get_info()
+        self.peak, self.running = 0.0, True
+        self.start()
+
+    def run(self) -> None:
+        import torch
+
+        while self.running:
+            self.peak = max(self.peak, (self.before[0] - torch.cuda.mem_get_info()[0]) / 2**30)
+            time.sleep(0.05)
+
+
+def step_child(options: argparse.Namespace) -> int:
+    """One child of `bench_step`: three steps of W1 through the entry point; with BF16 experts also TRL's path, W2 and W3."""
+    import torch
+
+    import train_grpo
+
+    tokens, seen = 512, {"child": options.child}
+    generate, most = train_grpo.Engine.generate, "4000" if options.child == "bf16" else str(tokens)
+
+    def generate_w1(self: Any, prompt_ids: Any, seed: int, max_tokens: Any = None, **named: Any) -> Any:
+        return generate(self, prompt_ids, seed, max_tokens or tokens, **named)
+
+    train_grpo.Engine.generate = generate_w1
+    learn = train_grpo.Learner.learn
+
+    def learn_and_keep(self: Any, model: Any, batch: dict[str, Any]) -> Any:
+        seen["batch"] = batch
+        return learn(self, model, batch)
+
+    train_grpo.Learner.learn = learn_and_keep
+    memory = PeakMemory()
+    run = Path(options.run).absolute()
+    settings = {
+        "MODEL_ID": str(options.model), "DATA": options.data, "USE_VLLM": "1", "PROMPTS_PER_STEP": "12",
+        "NUM_GENERATIONS": "8", "MAX_COMPLETION_LEN": most, "TOTAL_STEPS": "3", "SAVE_STEPS": "9", "EVAL_SAMPLES": "0",
+        "OUTPUT_DIR": str(run), "OVERWRITE": "1", "REWARDS": "action,bench:noise", "EXPERTS": options.child,
+    }  # fmt: skip
+    os.environ.update(settings)
+    make_trainer = train_grpo.make_trainer
+
+    def make_and_keep(*arguments: Any) -> Any:
+        seen["trainer"] = make_trainer(*arguments)
+        return seen["trainer"]
+
+    train_grpo.make_trainer = make_and_keep
+    code = train_grpo.main([])
+    memory.running = False
+    train_grpo.Learner.learn = learn
+    if code:
+        return code
+    trainer, batch = seen.pop("trainer"), seen.pop("batch")
+    config = json.loads((Path(options.model) / "config.json").read_text(encoding="utf-8"))
+    plan = json.loads((run / "settings.json").read_text(encoding="utf-8"))["choices"]["plan"]
+    engine = plan["engine"]
+    awake = engine["weights"] + engine["scratch"] + engine["cache"]
+    planned = plan["weights"] + plan["adapter"] + max(awake, plan["learning"] + engine["asleep"])
+    with (run / "metrics.csv").open(newline="", encoding="utf-8") as file:
+        seen["steps"] = list(csv.DictReader(file))
+    seen |= {"job_peak_gib": memory.peak, "planned_gib": planned, "micro_batch": plan["micro_batch"]}
+    out = Path(options.out)
+
+    def keep() -> None:  # after each part: what was measured is not lost with a part that fails
+        out.write_text(json.dumps(seen), encoding="utf-8")
+
+    trainer.model.train()
+    seen["w1"] = our_learning(trainer, batch)
+    prompts = batch["prompt_mask"].sum(1)[:: trainer.num_generations].sum().item()
+    scored = int(batch["completion_mask"].sum().item())
+    seen["w1_floor_s"] = floor_seconds(config, prompts + scored, scored)
+    keep()
+    if options.child == "mxfp4":
+        return 0
+    base = trainer.accelerator.unwrap_model(trainer.model).get_base_model()
+    lengths = real_lengths(Path(options.lengths), options.model)
+    ragged = [lengths[i % len(lengths)] for i in range(96)]
+    w2 = padded_batch(trainer, ragged, 8)
+    seen["w2"] = our_learning(trainer, w2)
+    seen["w2_mean"], seen["w2_max"] = sum(ragged) / 96, max(ragged)
+    keep()
+    # W3: rollout and learning of the first sixteen of those completions, two prompts.
+    run_engine, w3 = trainer.run.engine, padded_batch(trainer, lengths[:16], 8)
+    rows = [ids[mask.bool()].tolist() for ids, mask in zip(w3["prompt_ids"], w3["prompt_mask"], strict=True)]
+    our_learning(trainer, w3, 1)
+    started = time.perf_counter()
+    run_engine.wake()
+    run_engine.hand_over(trainer.accelerator.unwrap_model(trainer.model))
+    generate(run_engine, rows, 1, lengths[:16])
+    run_engine.sleep()
+    seen["w3_rollout_s"] = time.perf_counter() - started
+    seen["w3_learn_s"] = our_learning(trainer, w3, 1)["seconds"]
+    keep()
+    with torch.no_grad():
+        ours = trainer._get_per_token_logps_and_entropies(trainer.model, *joined(batch))[0]
+        shifted = {**batch, **{k: batch[k].roll(trainer.num_generations * 3, 0) for k in ("prompt_ids", "prompt_mask")}}
+        wrong = trainer._get_per_token_logps_and_entropies(trainer.model, *joined(shifted))[0]
+    base.set_attn_implementation("flex_attention")
+    base.set_experts_implementation("grouped_mm")
+    trl_learning(trainer, batch, 8, least=1)
+    theirs = trl_learning(trainer, batch, 8)
+    seen["w1_trl_s"] = theirs["seconds"]
+    keep()
+    four = trl_learning(trainer, batch, 4, least=2)["logps"]
+    mask = batch["completion_mask"].bool()
+    seen["logp_difference"] = (ours - theirs["logps"]).abs()[mask].mean().item()
+    seen["logp_wrong_prompt"] = (wrong - theirs["logps"]).abs()[mask].mean().item()
+    seen["logp_batching"] = (four - theirs["logps"][:8]).abs()[mask[:8]].mean().item()
+    keep()
+    try:
+        trl_learning(trainer, w2, 4, least=1)
+        seen["w2_trl_s"] = trl_learning(trainer, w2, 4)["seconds"]
+    except torch.OutOfMemoryError as error:
+        seen["w2_trl_error"] = str(error).splitlines()[0][:200]
+    keep()
+    return 0
+
+
+def joined(batch: dict[str, Any]) -> tuple[Any, Any, int]:
+    """(ids (B, P + C), mask, C) of a padded batch."""
+    import torch
+
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    return ids, torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1), batch["completion_ids"].size(1)
+
+
+def bench_step(options: argparse.Namespace) -> int:
+    """Two children, BF16 and packed experts; with the packed ones all but 40 GiB of the card is occupied."""
+    results = {}
+    for child in ("bf16", "mxfp4"):
+        out = Path(options.run).absolute().with_name(f"step-{child}.json")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, __file__, "step", "--child", child, "--model", options.model, "--data", options.data]
+        command += ["--lengths", options.lengths, "--out", str(out), "--run", options.run]
+        occupied = contextlib.nullcontext() if child == "bf16" else ballast(40.0)
+        with occupied:
+            code = subprocess.run(command, check=False).returncode
+        if not out.exists():
+            print(f"child {child} ended with exit code {code}", file=sys.stderr)
+            return code or 1
+        results[child] = json.loads(out.read_text(encoding="utf-8"))
+    one, packed = results["bf16"], results["mxfp4"]
+    later = one["steps"][1:]
+
+    def mean(name: str) -> float:
+        return sum(float(step[name]) for step in later) / len(later)
+
+    error = {child: seen["planned_gib"] / seen["job_peak_gib"] - 1 for child, seen in results.items()}
+    figures = [
+        figure("w1_step_s", mean("step_s"), "s", "12 x 8 completions of 512 tokens, the whole step: mean of steps 2 and 3 of a run"),
+        figure("w1_rollout_s", mean("rollout_s"), "s", "its rollout, hand-over, waking and sleeping included"),
+        figure("rollout_tok_s", mean("rollout_tokens_per_s"), "tokens/s", "tokens by that time"),
+        figure("w1_learn_s", one["w1"]["seconds"], "s", f"its learning alone, in passes of up to {one['micro_batch']} completions of 4,000"),
+        figure("w1_floor_s", one["w1_floor_s"], "s", "the arithmetic alone at the card's dense BF16 peak"),
+        figure("w1_floor_ratio", one["w1"]["seconds"] / one["w1_floor_s"], "x", "learning against it"),
+        figure("w2_learn_s", one["w2"]["seconds"], "s", f"96 completions, mean {one['w2_mean']:.0f}, longest {one['w2_max']} tokens, with their prompts"),
+        figure("w2_peak_gib", one["w2"]["peak_gib"], "GiB", "allocated beyond weights and sleeping engine"),
+        figure("w3_step_s", one["w3_rollout_s"] + one["w3_learn_s"], "s", "16 completions of that kind: rollout and learning"),
+        figure("w3_rollout_s", one["w3_rollout_s"], "s", "waking, hand-over and sleeping included"),
+        figure("w3_learn_s", one["w3_learn_s"], "s"),
+        figure("w1_job_peak_mxfp4_gib", packed["job_peak_gib"], "GiB", "EXPERTS=mxfp4, all but 40 GiB of the card occupied; by the driver, engine and CUDA context included"),
+        figure("w1_learn_mxfp4_s", packed["w1"]["seconds"], "s", f"EXPERTS=mxfp4, passes of up to {packed['micro_batch']} completions"),
+        figure("job_peak_bf16_gib", one["job_peak_gib"], "GiB", "EXPERTS=bf16, MAX_COMPLETION_LEN=4000"),
+        figure("plan_error_bf16", error["bf16"], "share", "plan of --check against that peak"),
+        figure("plan_error_mxfp4", error["mxfp4"], "share", "the same with EXPERTS=mxfp4"),
+    ]  # fmt: skip
+    if "w1_trl_s" in one:
+        figures += [
+            figure("w1_learn_trl_s", one["w1_trl_s"], "s", "TRL's padded path on the same rollouts in the same process: flex attention, old log-probs, micro-batches of 8"),
+            figure("w1_speedup", one["w1_trl_s"] / one["w1"]["seconds"], "x", "learning against it"),
+            figure("logp_difference", one["logp_difference"], "nats", "mean over tokens, this learner against TRL's path"),
+            figure("logp_batching", one["logp_batching"], "nats", "TRL's path against itself with micro-batches of 4"),
+            figure("logp_wrong_prompt", one["logp_wrong_prompt"], "nats", "this learner with other rows' prompts against TRL's path"),
+        ]  # fmt: skip
+    if "w2_trl_s" in one:
+        figures.append(figure("w2_learn_trl_s", one["w2_trl_s"], "s", "TRL's padded path, micro-batches of 4"))
+        figures.append(figure("w2_speedup", one["w2_trl_s"] / one["w2"]["seconds"], "x", "learning against it"))
+    write(Path(options.out), figures, "python scripts/bench.py step --lengths real_completions.csv")
+    return 0
+
+
+@contextlib.contextmanager
+def ballast(leave_gib: float) -> Iterator[None]:
+    """Another process holds the GPU's memory but for `leave_gib`."""
+    code = (
+        "import sys, torch; free = torch.cuda.mem_get_info()[0]; "
+        f"held = torch.empty(max(0, int(torch.cuda.mem_get_info()[0] - {leave_gib} * 2**30)), dtype=torch.uint8, device='cuda'); "
+        "print('held', flush=True); sys.stdin.read()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        process.stdout.readline()
+        yield
+    finally:
+        process.stdin.close()
+        process.wait()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -440,6 +752,13 @@ def main() -> int:
     one.add_argument("--run", default="runs/bench-rollout", help="OUTPUT_DIR of the runs; deleted first")
     one.add_argument("--sync", default="merge", choices=("merge", "lora"), help="ROLLOUT_SYNC")
     one.add_argument("--child", choices=("warm", "short", "long"), help=argparse.SUPPRESS)
+    one = commands.add_parser("step", help="the learner beside TRL's padded path")
+    one.add_argument("--model", required=True, help="checkpoint folder")
+    one.add_argument("--data", required=True, help="training CSVs")
+    one.add_argument("--lengths", required=True, help="CSV whose `completion` column gives the lengths of W2 and W3")
+    one.add_argument("--out", required=True, help="JSON to write")
+    one.add_argument("--run", default="runs/bench-step", help="OUTPUT_DIR of the runs; deleted first")
+    one.add_argument("--child", choices=("bf16", "mxfp4"), help=argparse.SUPPRESS)
     one = commands.add_parser("demo", help="the tiny model on three seeds, on the CPU")
     one.add_argument("--out", required=True, help="JSON to write")
     one.add_argument("--figure", required=True, help="PNG to write")
@@ -447,6 +766,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.command == "rollout":
         return rollout_child(options) if options.child else bench_rollout(options)
+    if options.command == "step":
+        return step_child(options) if options.child else bench_step(options)
     return {"main": bench_main, "demo": bench_demo}[options.command](options)
 
 

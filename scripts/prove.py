@@ -100,12 +100,12 @@ SCALES = {
         lr=1e-3,
         soften_lr=3e-4,
         train_windows=40,
-        heldout_windows=12,
+        heldout_windows=16,
         settings=COMMON
         | {
             "USE_VLLM": "1", "PARITY": "on", "LOSS_IMPL": "liger", "PROMPTS_PER_STEP": "32", "NUM_GENERATIONS": "8",
-            "MAX_COMPLETION_LEN": "24", "TOTAL_STEPS": "80", "LEARNING_RATE": "5e-4", "LORA_R": "16", "LORA_ALPHA": "32",
-            "SAVE_STEPS": "40",
+            "MAX_COMPLETION_LEN": "24", "TOTAL_STEPS": "100", "LEARNING_RATE": "5e-4", "LORA_R": "16", "LORA_ALPHA": "32",
+            "SAVE_STEPS": "50",
         },
     ),
     "small": Scale(
@@ -241,7 +241,7 @@ def write_data(folder: Path, scale: Scale) -> None:
 class Vocabulary:
     """The tokens that prompts, answers and numbers use, numbered anew; all others share one embedding while training.
 
-    With 201,088 embeddings, of which some 1,700 are ever seen, most of the warm-up would go into rows that no gradient
+    With 201,088 embeddings, of which some 1,400 are ever seen, most of the warm-up would go into rows that no gradient
     reaches. The last number, `rest`, stands for every other token; its probability is theirs together.
     """
 
@@ -294,7 +294,7 @@ class Rows:
         return ids, source, valid
 
 
-def shared_ends(rows: Sequence[Sequence[int]]) -> tuple[int, int]:
+def shared_ends(rows: Sequence[np.ndarray]) -> tuple[int, int]:
     """How many tokens all rows begin with, and how many they end with."""
     shortest = min(map(len, rows))
     table = np.array([row[:shortest] for row in rows])
@@ -303,17 +303,18 @@ def shared_ends(rows: Sequence[Sequence[int]]) -> tuple[int, int]:
     return (int(part[0]) if len(part) else shortest for part in (same, same_end))
 
 
-def encode(tokenizer: Any, rows: Sequence[tuple], chunk: int = 8192) -> list[list[int]]:
+def encode(tokenizer: Any, rows: Sequence[tuple], chunk: int = 8192) -> list[np.ndarray]:
     """Token ids of each row's prompt and answer (action 0)."""
     answer = tokenizer.encode(f"{mm.ANSWER_BEFORE}0{mm.ANSWER_AFTER}").ids
     made = []
     for start in range(0, len(rows), chunk):
         texts = [prompt for prompt, _, _ in rows[start : start + chunk]]
-        made += [encoding.ids + answer for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
+        encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
+        made += [np.array(encoding.ids + answer, np.int32) for encoding in encodings]
     return made
 
 
-def place(encoded: Sequence[Sequence[int]], rows: Sequence[tuple], vocabulary: Vocabulary, device: str) -> Rows:
+def place(encoded: Sequence[np.ndarray], rows: Sequence[tuple], vocabulary: Vocabulary, device: str) -> Rows:
     """Rows on a device; ids become numbers of the vocabulary there."""
     import torch
 
@@ -783,14 +784,17 @@ def make(options: argparse.Namespace, scale: Scale, log: Callable[[str], None]) 
     token_ids = mm.special_token_ids(tokenizer_json, shape.vocab)
     mm.require_space(model_dir, mm.checkpoint_bytes(shape) + 64 * 2**20)
 
-    # Workers start before CUDA does.
+    # Workers start before CUDA does, and before the tokenizer's threads.
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
     train_rows = make_rows(WARMUP_SEED, scale.windows, scale.prompt)
     probe_rows = make_rows(PROBE_SEED, scale.probe_windows, scale.prompt)
     log(f"{len(train_rows)} + {len(probe_rows)} rows made, {time.perf_counter() - started:.0f} s")
     encoded, probe_encoded = encode(tokenizer, train_rows), encode(tokenizer, probe_rows)
     with (options.out / "data" / "tes_train.csv").open(newline="", encoding="utf-8") as file:
         own = [(rendered(row, n), None, None) for n, row in enumerate(csv.DictReader(file))]
-    used = {i for rows in (encoded, probe_encoded, encode(tokenizer, own)) for row in rows for i in set(row)}
+    used = {
+        int(i) for rows in (encoded, probe_encoded, encode(tokenizer, own)) for i in np.unique(np.concatenate(rows))
+    }
     vocabulary = Vocabulary(tokenizer, used, shape.vocab)
     rows = place(encoded, train_rows, vocabulary, options.device)
     probe = place(probe_encoded, probe_rows, vocabulary, options.device)
@@ -852,7 +856,7 @@ REFERENCES = ("random", "best_constant", "oracle")
 def read_back(
     directory: Path,
     rows: Sequence[tuple],
-    encoded: Sequence[Sequence[int]],
+    encoded: Sequence[np.ndarray],
     vocabulary: Vocabulary,
     device: str,
     limit: int = 120,
@@ -881,10 +885,10 @@ def read_back(
 
     with torch.no_grad():
         for n in picked:
-            logp = score(encoded[n], len(answer))
+            logp = score(encoded[n].tolist(), len(answer))
             around = logp[fixed, torch.tensor(answer, device=device)[fixed]].sum()
             p.append((logp[place_, actions] + around).exp().cpu())
-        texts = [row[:256] for row in encoded[:4]]
+        texts = [row[:256].tolist() for row in encoded[:4]]
 
         def text() -> torch.Tensor:
             scored = [
@@ -953,13 +957,8 @@ def train(options: argparse.Namespace, scale: Scale, log: Callable[[str], None])
     command = command_line(settings)
     (options.out / "command.txt").write_text(command + "\n", encoding="utf-8")
     log(command)
-    absolute = settings | {
-        name: str(Path(value).absolute())
-        for name, value in settings.items()
-        if value.startswith(str(options.out)) and name not in dict(options.set)
-    }
     started = time.perf_counter()
-    code = subprocess.run([sys.executable, str(ROOT / "train_grpo.py")], env=os.environ | absolute, cwd=ROOT).returncode
+    code = subprocess.run([sys.executable, str(ROOT / "train_grpo.py")], env=os.environ | settings).returncode
     (options.out / "train_seconds.txt").write_text(f"{time.perf_counter() - started:.1f}\n", encoding="utf-8")
     log(f"train_grpo.py ended with exit code {code} after {time.perf_counter() - started:.0f} s")
     return code

@@ -10,7 +10,6 @@ import json
 import logging
 import math
 import os
-import re
 import shutil
 import signal
 import sys
@@ -63,7 +62,7 @@ def build(tiny, tmp_path):
         engine.sleep()
         stub.calls.clear()
         engines.append(engine)
-        trainer.run.engine, trainer.use_vllm = engine, True
+        trainer.run.engine = engine
         trainer.model.eval()
         return trainer
 
@@ -510,7 +509,8 @@ def scored_batch(trainer):
         ("token_truncate", -2.0, 2.5),
         ("token_mask", -0.7, math.exp(0.7)),
         ("token_mask", -2.0, 0.0),
-        ("none", -0.7, None),
+        ("sequence_truncate", 0.0, 1.0),
+        ("none", -0.7, 1.0),
     ],
 )
 def test_importance_ratios_reach_the_loss(build, mode, shift, ratio):
@@ -518,18 +518,16 @@ def test_importance_ratios_reach_the_loss(build, mode, shift, ratio):
     trainer = build(IS_CORRECTION=mode, IS_CLIP_MAX=2.5)
     trainer.run.engine.llm.shift = shift
     inputs = scored_batch(trainer)
-    mask = inputs["completion_mask"].bool()
-    if ratio is None:
-        assert "importance_sampling_ratio" not in inputs
-        ratio = 1.0
-    else:
-        assert (inputs["importance_sampling_ratio"][mask] - ratio).abs().max() < 1e-3
-        logged = trainer._metrics["train"]
-        assert logged["sampling/sampling_logp_difference/mean"] == [pytest.approx(abs(shift), abs=1e-3)]
-        assert logged["sampling/importance_sampling_ratio/mean"] == [pytest.approx(ratio, abs=1e-3)]
-    plain = {name: value for name, value in inputs.items() if name != "importance_sampling_ratio"}
-    loss, gradient = loss_and_gradients(trainer, inputs, "liger")
+    assert "importance_sampling_ratio" not in inputs, "TRL's correction is off"
+    assert inputs["old_per_token_logps"] is None if "old_per_token_logps" in inputs else True
+    plain = {name: value for name, value in inputs.items() if name != "sampling_per_token_logps"}
     uncorrected, expected = loss_and_gradients(trainer, plain, "liger")
+    logged = trainer._metrics["train"]
+    logged.clear()
+    loss, gradient = loss_and_gradients(trainer, inputs, "liger")
+    assert logged["sampling/sampling_logp_difference/mean"] == [pytest.approx(abs(shift), abs=1e-3)]
+    assert logged["sampling/sampling_logp_difference/max"] == [pytest.approx(abs(shift), abs=1e-3)]
+    assert logged["sampling/importance_sampling_ratio/mean"] == [pytest.approx(ratio, abs=1e-3)]
     assert expected.norm() > 1e-3 and abs(uncorrected) > 1e-3
     assert loss == pytest.approx(ratio * uncorrected, rel=2e-3, abs=1e-7)
     assert (gradient - ratio * expected).norm() < 2e-3 * expected.norm()
@@ -537,18 +535,28 @@ def test_importance_ratios_reach_the_loss(build, mode, shift, ratio):
 
 @pytest.mark.parametrize("loss_type", BOTH)
 def test_both_losses_use_the_ratios_alike(build, loss_type):
-    """Another ratio for each token, which moves the gradient, and TRL's own loss agrees."""
+    """Another ratio for each token, which moves the gradient, and plain TRL agrees."""
     trainer = build(LOSS_TYPE=loss_type)
     trainer.run.engine.llm.noise = 0.5
     inputs = scored_batch(trainer)
-    trl_loss, trl_gradient = loss_and_gradients(trainer, inputs, "trl")
-    liger_loss, liger_gradient = loss_and_gradients(trainer, inputs, "liger")
-    assert liger_loss == pytest.approx(trl_loss, rel=1e-3, abs=1e-6)
-    assert (liger_gradient - trl_gradient).norm() < 2e-3 * trl_gradient.norm()
-    if loss_type != "vespo":
-        plain = {name: value for name, value in inputs.items() if name != "importance_sampling_ratio"}
-        _, uncorrected = loss_and_gradients(trainer, plain, "liger")
-        assert (liger_gradient - uncorrected).norm() > 0.02 * uncorrected.norm()
+    expected_loss, expected = loss_and_gradients(trainer, inputs, "plain")
+    for implementation in ("trl", "liger"):
+        loss, gradient = loss_and_gradients(trainer, inputs, implementation)
+        assert loss == pytest.approx(expected_loss, rel=1e-3, abs=1e-6)
+        assert (gradient - expected).norm() < 2e-3 * expected.norm()
+    plain = {name: value for name, value in inputs.items() if name != "sampling_per_token_logps"}
+    _, uncorrected = loss_and_gradients(trainer, plain, "liger")
+    assert (gradient - uncorrected).norm() > 0.02 * uncorrected.norm()
+
+
+def test_a_step_learns_from_the_engines_log_probs(build):
+    """Through TRL's own loop: rollout, rewards, `training_step`; the step's parity and ratio are in its metrics."""
+    trainer = build(TOTAL_STEPS=1)
+    trainer.run.engine.llm.shift = -0.3
+    trainer.train()
+    (row,) = read_csv(trainer.run.folder / "metrics.csv")
+    assert float(row["logp_diff_mean"]) == pytest.approx(0.3, abs=1e-3)
+    assert float(row["is_ratio_mean"]) == pytest.approx(math.exp(0.3), abs=1e-2)
 
 
 # ---- The whole path --------------------------------------------------------------------------------------------------
@@ -556,6 +564,7 @@ def test_both_losses_use_the_ratios_alike(build, loss_type):
 RUN = {
     "MODEL_ID": "tiny", "USE_VLLM": "1", "TOTAL_STEPS": "4", "SAVE_STEPS": "1", "PROMPTS_PER_STEP": "3", "SEED": "5",
     "NUM_GENERATIONS": "4", "EVAL_SAMPLES": "0", "DATA": "data/tes_heldout_compact.csv", "LEARNING_RATE": "1e-2",
+    "ATTN_IMPL": "eager", "EVAL_PROFILE": "",
 }  # fmt: skip
 
 
@@ -725,7 +734,7 @@ def test_a_run_stops_where_vllm_and_trainer_do_not_agree(start, capfd):
     assert run(PARITY="off", TOTAL_STEPS="1", IS_CORRECTION="none", OVERWRITE="1") == 0
     assert "| PARITY=off" in run.read("training.log")
     row = read_csv(run.folder / "metrics.csv")[0]
-    assert row["logp_diff_mean"] == row["is_ratio_mean"] == "" and row["handover_s"]
+    assert float(row["logp_diff_mean"]) > 0 and float(row["is_ratio_mean"]) == 1 and row["handover_s"]
 
 
 def test_a_start_that_fails_is_told(start, monkeypatch):
@@ -900,37 +909,38 @@ def test_untested_versions_of_vllm_are_refused_where_it_is_used():
 # ---- Hook points -----------------------------------------------------------------------------------------------------
 
 
-USES_OF_VLLM = {
-    "__init__", "_generate_single_turn", "_generate_and_score_completions", "_compute_loss", "_tool_call_loop", "_generate",
-}  # fmt: skip
-
-
-def test_trl_still_asks_use_vllm_where_we_set_it():
-    """`trainer.use_vllm = True` after the constructor: TRL must read the attribute, and need nothing else of its own."""
+def test_trl_leaves_vllm_and_its_correction_to_us():
+    """With use_vllm off TRL must still pass on the log-probs that `_generate_single_turn` returns, and compute none."""
     from trl import GRPOTrainer
 
-    constructor = inspect.getsource(GRPOTrainer.__init__)
-    assert "self.use_vllm = args.use_vllm" in constructor
     scoring = inspect.getsource(GRPOTrainer._generate_and_score_completions)
     assert scoring.count("self.use_vllm and self.vllm_importance_sampling_correction") >= 3
-    assert "self.vllm_generation" not in scoring and "_last_loaded_step" not in scoring
     assert "sampling_per_token_logps_list" in scoring and 'float("nan") if x is None' in scoring
-    for name in ("correction", "mode", "clip_max", "clip_min"):
-        assert re.search(rf"self\.vllm_importance_sampling_{name} = args\.", constructor)
-    functions = inspect.getmembers(GRPOTrainer, inspect.isfunction)
-    uses = {name for name, function in functions if "self.use_vllm" in inspect.getsource(function)}
-    assert uses == USES_OF_VLLM, "read the new ones: what do they need that our engine lacks?"
+    assert 'output["sampling_per_token_logps"]' in scoring
 
 
 @pytest.mark.parametrize("mode", train_grpo.FIELDS["IS_CORRECTION"].metadata["choices"])
-def test_trl_accepts_every_correction(mode, tmp_path):
-    import trl
-    from trl.trainer import grpo_trainer
-
-    names = {f.name for f in dataclasses.fields(trl.GRPOConfig)}
-    assert {f"vllm_importance_sampling_{n}" for n in ("correction", "mode", "clip_max", "clip_min")} <= names
+def test_no_correction_is_left_to_trl(mode, tmp_path):
     settings = Settings(OUTPUT_DIR=str(tmp_path), IS_CORRECTION=mode, IS_CLIP_MAX=2.0)
     config = train_grpo.grpo_config(settings, train_grpo.Plan(0, 0, 0, 0, 8, "", 8, ""), cuda=False)
-    assert config.vllm_importance_sampling_correction is (mode != "none") and config.use_vllm is False
-    assert config.vllm_importance_sampling_clip_max == 2.0 and config.vllm_importance_sampling_clip_min is None
-    assert mode == "none" or f'"{config.vllm_importance_sampling_mode}"' in inspect.getsource(grpo_trainer)
+    assert config.vllm_importance_sampling_correction is False and config.use_vllm is False
+    assert config.per_device_train_batch_size == settings.completions_per_step
+    assert config.gradient_accumulation_steps == config.steps_per_generation == 1
+
+
+def test_importance_ratio():
+    import torch
+
+    logps, sampled = torch.zeros(2, 3), torch.tensor([[-1.0, math.nan, 0.5], [-0.5, -0.5, 9.0]])
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    e = math.exp
+    golden = {
+        "token_truncate": [[2.0, 1, e(-0.5)], [e(0.5), e(0.5), 1]],
+        "token_mask": [[0.0, 1, e(-0.5)], [e(0.5), e(0.5), 1]],
+        "sequence_truncate": [[e(0.5)], [2.0]],
+        "sequence_mask": [[e(0.5)], [0.0]],
+    }
+    for mode, expected in golden.items():
+        found = train_grpo.importance_ratio(logps, sampled, mask, mode, 2.0)
+        torch.testing.assert_close(found, torch.tensor(expected), msg=mode)
+    assert set(golden) | {"none"} == set(train_grpo.FIELDS["IS_CORRECTION"].metadata["choices"])

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The learner: Liger's loss against TRL's, and every hook into TRL. Run: python -m pytest tests/test_learner.py"""
+"""The learner: its loss and gradient against plain TRL's however a step is cut, and every hook into TRL. Run: python -m pytest tests/test_learner.py"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import inspect
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -28,15 +30,25 @@ def make(tiny, folder, **changes):
     rows = [Row("t.csv", i + 1, (("rendered", p),), (0.1, 0.2, 0.3, 0.4), {f"reward_action_{k}": k / 10 for k in range(4)}, p) for i, p in enumerate(prompts)]  # fmt: skip
     plan = Plan(0, 0, 0, 0, settings.MICRO_BATCH or 2, "test", 4, "test")
     check = SimpleNamespace(
-        settings=settings, reward_specs=[("action", 1.0)], run=RunState(folder), rows=rows, plan=plan
-    )
+        settings=settings, reward_specs=[("action", 1.0)], run=RunState(folder), rows=rows, plan=plan,
+        attention=("eager", "test"), packing=("prefix", "test"), closed_loop=None,
+    )  # fmt: skip
     model = train_grpo.load_model(str(tiny), files.config, "eager").float()
     context = train_grpo.RunContext(check, rows, plan)
     return train_grpo.make_trainer(check, context, model, train_grpo.load_tokenizer(str(tiny)))
 
 
-def batch(trainer, beta=0.0, old=False):
-    """A micro-batch of two completions of different length with random adapter weights, so that nothing is zero."""
+def plain_float32(trainer):
+    """Leave autocast out, so that two ways to the same number can be told apart from rounding."""
+    trainer.args.bf16 = False
+    trainer.accelerator.state._mixed_precision = "no"
+    trainer.accelerator.native_amp = False
+    return trainer
+
+
+def batch(trainer, beta=0.0, old=False, sampled=False):
+    """A step of two prompts with two completions each, all of different lengths, with random adapter weights, so that
+    nothing is zero."""
     import torch
 
     generator = torch.Generator().manual_seed(1)
@@ -46,64 +58,183 @@ def batch(trainer, beta=0.0, old=False):
     vocabulary = trainer.model.config.vocab_size
     ids = lambda *shape: torch.randint(3, vocabulary, shape, generator=generator)  # noqa: E731
     inputs = {
-        "prompt_ids": ids(2, 12),
-        "prompt_mask": torch.tensor([[0] * 3 + [1] * 9, [1] * 12]),
-        "completion_ids": ids(2, 7),
-        "completion_mask": torch.tensor([[1] * 7, [1] * 4 + [0] * 3]),
-        "advantages": torch.tensor([1.3, -0.7]),
+        "prompt_ids": ids(2, 12).repeat_interleave(2, 0),
+        "prompt_mask": torch.tensor([[0] * 3 + [1] * 9] * 2 + [[1] * 12] * 2),
+        "completion_ids": ids(4, 7),
+        "completion_mask": torch.tensor([[1] * n + [0] * (7 - n) for n in (7, 4, 2, 6)]),
+        "advantages": torch.tensor([1.3, -0.7, -1.1, 0.4]),
         "num_items_in_batch": torch.tensor(23),
     }
-    near = policy_logps(trainer, inputs)  # policy, old policy and reference differ, but not absurdly
+    near = policy_logps(trainer, inputs)  # policy, old policy, engine and reference differ, but not absurdly
+    noise = lambda: near + torch.randn(4, 7, generator=generator) * 0.2  # noqa: E731
     if old:
-        inputs["old_per_token_logps"] = near + torch.randn(2, 7, generator=generator) * 0.2
+        inputs["old_per_token_logps"] = noise()
     if beta:
-        inputs["ref_per_token_logps"] = near + torch.randn(2, 7, generator=generator) * 0.2
+        inputs["ref_per_token_logps"] = noise()
+    if sampled:
+        inputs["sampling_per_token_logps"] = noise() - 0.3
+        inputs["sampling_per_token_logps"][0, 2] = math.nan
     return inputs
 
 
+@contextlib.contextmanager
+def plain_trl(trainer):
+    """The trainer without any of this file's methods."""
+    from trl import GRPOTrainer
+
+    ours = trainer.__class__
+    trainer.__class__ = GRPOTrainer
+    try:
+        yield trainer
+    finally:
+        trainer.__class__ = ours
+
+
 def policy_logps(trainer, inputs):
-    """Log-probs of the completion tokens by TRL's own head, without gradient, (B, C)."""
+    """Log-probs of the completion tokens by TRL's own head over padded rows, without gradient, (B, C)."""
     import torch
 
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
-    with torch.no_grad():
+    with torch.no_grad(), plain_trl(trainer):
         return trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, inputs["completion_ids"].size(1))[0]
 
 
-def loss_and_gradients(trainer, inputs, implementation):
+def loss_and_gradients(trainer, inputs, implementation, micro_batch=None, packing=None):
+    """(loss, all gradients as one vector) of a step: by `learn` with LOSS_IMPL `liger` or `trl`, or with `plain` by TRL
+    alone, from padded rows. An importance ratio for TRL comes from its own definition."""
     import torch
 
-    trainer.run.settings = dataclasses.replace(trainer.run.settings, LOSS_IMPL=implementation)
+    run, s = trainer.run, trainer.run.settings
     trainer.model.train()
     trainer.model.zero_grad()
-    trainer.current_gradient_accumulation_steps = 2
-    loss = trainer._compute_loss(trainer.model, inputs)
-    loss.backward()
+    inputs = dict(inputs)
+    if implementation == "plain":
+        sampled = inputs.pop("sampling_per_token_logps", None)
+        if sampled is not None and s.IS_CORRECTION != "none":
+            difference = (policy_logps(trainer, inputs) - sampled) * inputs["completion_mask"]
+            difference[difference.isnan()] = 0.0
+            if s.IS_CORRECTION.startswith("sequence"):
+                difference = difference.sum(-1, keepdim=True)
+            ratio = difference.exp()
+            above = torch.full_like(ratio, s.IS_CLIP_MAX if s.IS_CORRECTION.endswith("truncate") else 0.0)
+            inputs["importance_sampling_ratio"] = torch.where(ratio > s.IS_CLIP_MAX, above, ratio)
+            trainer.use_vllm = trainer.vllm_importance_sampling_correction = True
+        try:
+            with plain_trl(trainer):
+                loss = trainer._compute_loss(trainer.model, inputs)
+        finally:
+            trainer.use_vllm = trainer.vllm_importance_sampling_correction = False
+        loss.backward()
+    else:
+        run.settings = dataclasses.replace(s, LOSS_IMPL=implementation)
+        before = run.plan, run.packing
+        run.plan = dataclasses.replace(run.plan, micro_batch=micro_batch or run.plan.micro_batch)
+        run.packing = packing or run.packing
+        try:
+            loss = trainer.learn(trainer.model, inputs)
+        finally:
+            run.plan, run.packing = before
     gradients = [p.grad.flatten() for p in trainer.model.parameters() if p.requires_grad]
     return loss.item(), torch.cat(gradients)
 
 
-@pytest.mark.parametrize("case", ["on-policy", "off-policy", "kl"])
+CASES = {
+    "on-policy": {},
+    "off-policy": {"old": True},
+    "kl": {"old": True, "beta": 0.1},
+    "engine": {"sampled": True},
+    "engine and kl": {"sampled": True, "beta": 0.1},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("loss_type", BOTH)
-def test_liger_and_trl_agree(tiny, tmp_path, loss_type, case):
-    """Loss and gradient of both implementations, float32, with a policy ratio away from 1 and with a KL term."""
-    changes = {"LOSS_TYPE": loss_type, "BETA": 0.1 if case == "kl" else 0.0, "TEMPERATURE": 0.8}
-    trainer = make(tiny, tmp_path, **changes)
-    trainer.args.bf16 = False
-    trainer.accelerator.state._mixed_precision = "no"
-    trainer.accelerator.native_amp = False
-    inputs = batch(trainer, changes["BETA"], old=case != "on-policy")
-    trl_loss, trl_gradient = loss_and_gradients(trainer, inputs, "trl")
-    liger_loss, liger_gradient = loss_and_gradients(trainer, inputs, "liger")
-    assert trl_gradient.norm() > 1e-4, "a gradient of nothing proves nothing"
-    assert liger_loss == pytest.approx(trl_loss, rel=1e-4, abs=1e-6)
-    assert ((liger_gradient - trl_gradient).norm() / trl_gradient.norm()).item() < 1e-3
+def test_any_cut_and_both_losses_agree_with_plain_trl(tiny, tmp_path, loss_type, case):
+    """Float32; policy ratios away from 1, a KL term, the engine's log-probs: however the step is cut into passes."""
+    trainer = plain_float32(
+        make(tiny, tmp_path, LOSS_TYPE=loss_type, BETA=CASES[case].get("beta", 0.0), TEMPERATURE=0.8)
+    )
+    inputs = batch(trainer, **CASES[case])
+    expected_loss, expected = loss_and_gradients(trainer, inputs, "plain")
+    assert expected.norm() > 1e-4, "a gradient of nothing proves nothing"
+    for implementation in ("liger", "trl"):
+        for packing in ("prefix", "none"):
+            for micro_batch in (1, 2, 3, 4):
+                cut = f"{implementation}, {packing}, {micro_batch}"
+                loss, gradient = loss_and_gradients(trainer, inputs, implementation, micro_batch, packing)
+                # vespo's weight of a sequence, w^k e^(-lambda w), multiplies the rounding of its summed log-probs.
+                assert loss == pytest.approx(expected_loss, rel=5e-4 if loss_type == "vespo" else 1e-4, abs=3e-6), cut
+                assert ((gradient - expected).norm() / expected.norm()).item() < 1e-4, cut
+
+
+@pytest.mark.parametrize("mode", train_grpo.FIELDS["IS_CORRECTION"].metadata["choices"])
+def test_corrections_agree_with_plain_trl(tiny, tmp_path, mode):
+    """A limit that some tokens and sequences exceed, and others do not."""
+    trainer = plain_float32(make(tiny, tmp_path, IS_CORRECTION=mode, IS_CLIP_MAX=4.0 if "seq" in mode else 1.3))
+    inputs = batch(trainer, sampled=True)
+    expected_loss, expected = loss_and_gradients(trainer, inputs, "plain")
+    for implementation in ("liger", "trl"):
+        loss, gradient = loss_and_gradients(trainer, inputs, implementation, 2)
+        assert loss == pytest.approx(expected_loss, rel=1e-4, abs=1e-6)
+        assert ((gradient - expected).norm() / expected.norm()).item() < 1e-4
+
+
+@pytest.mark.parametrize("implementation", ["liger", "trl"])
+@pytest.mark.parametrize("masked", [[0], [2, 3], [0, 1, 2, 3]])
+@pytest.mark.parametrize("loss_type", BOTH)
+def test_masked_completions(tiny, tmp_path, loss_type, masked, implementation):
+    """MASK_TRUNCATED leaves completions without any token, in the end all of them."""
+    import torch
+
+    trainer = plain_float32(make(tiny, tmp_path, LOSS_TYPE=loss_type))
+    inputs = batch(trainer, sampled=True)
+    inputs["completion_mask"][masked] = 0
+    expected_loss, expected = loss_and_gradients(trainer, inputs, "plain")
+    for micro_batch in (1, 2, 4):
+        loss, gradient = loss_and_gradients(trainer, inputs, implementation, micro_batch)
+        assert loss == pytest.approx(expected_loss, rel=1e-4, abs=1e-6)
+        assert torch.isfinite(gradient).all() and (gradient - expected).norm() <= 1e-4 * expected.norm()
+
+
+def test_reference_log_probs_are_those_of_trl(tiny, tmp_path):
+    """What TRL asks for the KL term, with and without the adapter."""
+    import torch
+
+    trainer = plain_float32(make(tiny, tmp_path, TEMPERATURE=0.8))
+    inputs = batch(trainer)
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+    kept, found = inputs["completion_mask"].bool(), []
+    for context in (contextlib.nullcontext, trainer.model.disable_adapter):
+        with context(), torch.no_grad():
+            ours = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 7)[0]
+            torch.testing.assert_close(ours[kept], policy_logps(trainer, inputs)[kept], rtol=1e-4, atol=1e-5)
+            found.append(ours[kept])
+    assert (found[0] - found[1]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(("micro_batch", "passes"), [(4, 1), (2, 2), (1, 4)])
+def test_micro_batch_cuts(tiny, tmp_path, micro_batch, passes):
+    """Every completion once, whatever the cut; completions of full length, so that MICRO_BATCH is exact."""
+    trainer = make(tiny, tmp_path)
+    inputs = batch(trainer)
+    generated = torch_full(inputs, 8)
+    trainer.run.plan = dataclasses.replace(trainer.run.plan, micro_batch=micro_batch)
+    cut = [rows.tolist() for rows, _ in trainer.passes(generated)]
+    assert sorted(sum(cut, [])) == [0, 1, 2, 3] and len(cut) >= passes
+
+
+def torch_full(inputs, length):
+    """The same step with completions that all have `length` tokens."""
+    import torch
+
+    ids = torch.cat([inputs["completion_ids"], inputs["completion_ids"]], 1)[:, :length]
+    return inputs | {"completion_ids": ids, "completion_mask": torch.ones_like(ids)}
 
 
 def test_luspo_is_refused_with_liger_because_the_two_differ(tiny, tmp_path):
-    trainer = make(tiny, tmp_path, LOSS_TYPE="luspo")
-    trainer.accelerator.native_amp = False
+    trainer = plain_float32(make(tiny, tmp_path, LOSS_TYPE="luspo"))
     inputs = batch(trainer, old=True)
     trl_loss, _ = loss_and_gradients(trainer, inputs, "trl")
     liger_loss, _ = loss_and_gradients(trainer, inputs, "liger")
@@ -137,11 +268,11 @@ def test_an_update_raises_the_probability_of_what_was_rewarded(tiny, tmp_path):
 
     trainer = make(tiny, tmp_path)
     inputs = batch(trainer)
-    inputs["advantages"] = torch.tensor([1.0, -1.0])
+    inputs["advantages"] = torch.tensor([1.0, -1.0, 1.0, -1.0])
 
     def margin():
-        first, second = (policy_logps(trainer, inputs) * inputs["completion_mask"]).sum(1).tolist()
-        return first - second
+        summed = (policy_logps(trainer, inputs) * inputs["completion_mask"]).sum(1)
+        return (summed * inputs["advantages"]).sum().item()
 
     before = margin()
     loss_and_gradients(trainer, inputs, "liger")
@@ -163,38 +294,71 @@ HOOKS = {
         "has_tool_images",
     ],
     "_calculate_rewards": ["self", "inputs", "prompts", "completions", "completion_ids_list"],
-    "_compute_loss": ["self", "model", "inputs"],
+    "training_step": ["self", "model", "inputs", "num_items_in_batch"],
+    "_get_per_token_logps_and_entropies": [
+        "self",
+        "model",
+        "input_ids",
+        "attention_mask",
+        "logits_to_keep",
+        "batch_size",
+        "compute_entropy",
+    ],
     "log": ["self", "logs", "start_time"],
 }
+TAKES_MORE = ("_get_per_token_logps_and_entropies",)  # arguments for images, which ours takes as **kwargs
 
 
 @pytest.mark.parametrize("name", HOOKS)
 def test_hook_points_of_trl_have_not_moved(name):
     from trl import GRPOTrainer
 
-    assert list(inspect.signature(getattr(GRPOTrainer, name)).parameters) == HOOKS[name]
-    ours = getattr(train_grpo.Rollouts, name, None) or getattr(train_grpo.Learner, name)
-    assert list(inspect.signature(ours).parameters) == HOOKS[name]
+    theirs = list(inspect.signature(getattr(GRPOTrainer, name)).parameters)
+    ours = list(inspect.signature(getattr(train_grpo.Rollouts, name, None) or getattr(train_grpo.Learner, name)).parameters)  # fmt: skip
+    if name in TAKES_MORE:
+        assert ours.pop() == "kwargs" and len(theirs) > len(ours)
+        theirs = theirs[: len(ours)]
+    assert theirs == ours == HOOKS[name]
+
+
+def test_trls_loss_is_called_as_it_is_declared():
+    from trl import GRPOTrainer
+
+    assert list(inspect.signature(GRPOTrainer._compute_loss).parameters) == ["self", "model", "inputs"]
+    source = inspect.getsource(GRPOTrainer._compute_loss)
+    assert "self._get_per_token_logps_and_entropies(" in source and "old_per_token_logps is None" in source
+    assert not hasattr(train_grpo.Learner, "_compute_loss") and not hasattr(train_grpo.Rollouts, "_compute_loss")
+
+
+def test_the_trainer_still_takes_steps_through_training_step():
+    from transformers import Trainer
+    from trl import GRPOTrainer
+
+    assert "self.training_step(model, inputs, num_items_in_batch)" in inspect.getsource(Trainer)
+    step = inspect.getsource(Trainer.training_step)
+    assert "self._prepare_inputs(inputs)" in step and "model.train()" in step
+    own = inspect.getsource(GRPOTrainer.training_step)
+    assert "self._step += 1" in own and '_metrics["train"]["step_time"]' in own, "what ours does in its place"
 
 
 def test_trl_still_calls_its_hooks():
     from trl import GRPOTrainer
 
     source = {name: inspect.getsource(getattr(GRPOTrainer, name)) for name in (
-        "_generate", "_generate_and_score_completions", "compute_loss", "get_train_dataloader", "_prepare_inputs")}  # fmt: skip
+        "_generate", "_generate_and_score_completions", "get_train_dataloader", "_prepare_inputs")}  # fmt: skip
     assert "self._generate_single_turn(" in source["_generate"]
     assert (
         "self._calculate_rewards(inputs, prompts, completions, completion_ids_list)"
         in source["_generate_and_score_completions"]
     )
-    assert "self._compute_loss(model, inputs)" in source["compute_loss"]
+    assert "self._generate_and_score_completions(" in source["_prepare_inputs"]
     assert "self._get_train_sampler" in source["get_train_dataloader"]
     for key in (
         "num_items_in_batch",
         "completion_mask",
         "advantages",
-        "old_per_token_logps",
-        "importance_sampling_ratio",
+        "ref_per_token_logps",
+        "sampling_per_token_logps",
     ):
         assert f'"{key}"' in source["_generate_and_score_completions"]
 

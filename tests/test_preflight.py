@@ -27,11 +27,57 @@ def only(problems):
 # ---- Choices ---------------------------------------------------------------------------------------------------------
 
 
-def test_attention_choice_says_why():
-    assert train_grpo.choose_attention("auto", cuda=False)[0] == "eager"
-    assert train_grpo.choose_attention("flex_attention", cuda=True) == ("flex_attention", "set by ATTN_IMPL")
-    for cuda in (False, True):
-        assert len(train_grpo.choose_attention("auto", cuda)[1]) > 20
+@pytest.mark.parametrize(
+    ("requested", "gpus", "capability", "installed", "chosen"),
+    [
+        ("auto", 0, 0.0, (), "eager"),
+        ("auto", 0, 0.0, ("flash-attn-3", "flash-attn-4"), "eager"),
+        ("auto", 1, 9.0, (), "torch_flash"),
+        ("auto", 1, 9.0, ("flash-attn", "flash-attn-4"), "torch_flash"),
+        ("auto", 1, 9.0, ("flash-attn-3",), "flash_attention_3"),
+        ("auto", 1, 8.9, ("flash-attn-3",), "torch_flash"),
+        ("auto", 1, 10.0, ("flash-attn-3",), "torch_flash"),
+        ("auto", 1, 10.0, ("flash-attn-3", "flash-attn-4"), "flash_attention_4"),
+        ("flex_attention", 1, 9.0, ("flash-attn-3",), "flex_attention"),
+    ],
+)
+def test_attention_choice_says_why(requested, gpus, capability, installed, chosen):
+    attention, reason = train_grpo.choose_attention(requested, gpus, capability, installed)
+    assert attention == chosen and len(reason) > 10
+    assert (reason == "set by ATTN_IMPL") is (requested != "auto")
+
+
+@pytest.mark.parametrize(
+    ("requested", "attention", "gpus", "chosen"),
+    [
+        (None, "torch_flash", 1, "prefix"),
+        (None, "flex_attention", 1, "prefix"),
+        (None, "eager", 0, "prefix"),
+        (None, "eager", 1, "none"),
+        (None, "kernels-community/vllm-flash-attn3", 1, "none"),
+        ("none", "torch_flash", 1, "none"),
+        ("prefix", "eager", 1, "prefix"),
+    ],
+)
+def test_packing_choice(requested, attention, gpus, chosen):
+    packing, reason = train_grpo.choose_packing(requested, attention, gpus)
+    assert packing == chosen and (reason == "set by PACKING") is (requested is not None)
+
+
+def test_experts_choice():
+    """BF16 where it fits with passes and cache as large as with packed experts."""
+    wide, packed = plan(), plan_with(experts="mxfp4")
+    assert packed.weights == pytest.approx(wide.weights - 24 * 32 * 3 * 2880**2 * (2 - 4.25 / 8) / train_grpo.GIB
+                                           + 32 * 3 * 2880**2 * 2 / train_grpo.GIB)  # fmt: skip
+    choose = train_grpo.choose_experts
+    same = dataclasses.replace(packed, micro_batch=wide.micro_batch)
+    assert choose(None, True, wide, same, 79.0)[0] == "bf16"
+    assert choose(None, True, wide, same, wide.peak - 1)[0] == "mxfp4"
+    larger = dataclasses.replace(packed, micro_batch=wide.micro_batch + 1)
+    kind, reason = choose(None, True, wide, larger, 79.0)
+    assert kind == "mxfp4" and f"passes of {wide.micro_batch}" in reason
+    assert choose(None, False, wide, larger, 1.0)[0] == "bf16"
+    assert choose("bf16", True, wide, larger, 1.0) == ("bf16", "set by EXPERTS")
 
 
 def test_clip_range_choice():
@@ -60,6 +106,10 @@ def test_parameter_count_is_transformers_own(tiny):
 
 def plan(machine=H100, prompt_len=940, **changes):
     return train_grpo.plan_memory(Settings(**changes), REAL_CONFIG, machine, prompt_len, "eager")
+
+
+def plan_with(machine=H100, prompt_len=940, **options):
+    return train_grpo.plan_memory(Settings(), REAL_CONFIG, machine, prompt_len, "torch_flash", **options)
 
 
 def test_default_run_fits_an_80_gb_gpu():
@@ -100,11 +150,13 @@ def test_lora_size_is_pefts_own(tiny):
 # ---- Settings against each other and the machine ---------------------------------------------------------------------
 
 CONFLICTS = [
-    ({"MICRO_BATCH": 7}, CPU, ["MICRO_BATCH: 7 does not divide", "12 x 8 = 96", "nearest that does is 6"]),
-    ({"GENERATION_BATCH": 5}, CPU, ["GENERATION_BATCH: 5 does not divide", "nearest that does is 4"]),
+    ({"GENERATION_BATCH": 5}, CPU, ["GENERATION_BATCH: 5 does not divide", "12 x 8 = 96", "nearest that does is 4"]),
     ({"ATTN_IMPL": "flex"}, H100, ["'flex' is unknown", "flex_attention"]),
     ({"ATTN_IMPL": "flex_attention"}, CPU, ["needs a GPU"]),
-    ({"ATTN_IMPL": "flash_attention_2"}, H100, ["attention sinks", "flex_attention or eager"]),
+    ({"ATTN_IMPL": "torch_flash"}, CPU, ["needs a GPU"]),
+    ({"ATTN_IMPL": "flash_attention_3"}, dataclasses.replace(H100, capability=8.0), ["made for Hopper"]),
+    ({"ATTN_IMPL": "org/kernel", "PACKING": "prefix"}, H100, ["PACKING: org/kernel takes padded rows only"]),
+    ({}, dataclasses.replace(H100, capability=7.5), ["GPU: ", "compute capability 7.5"]),
     ({"LORA_TARGETS": "q_proj, v_porj"}, CPU, ["'v_porj' is no linear module", "nearest is v_proj"]),
     ({"LORA_TARGETS": "q_proj,all-linear"}, CPU, ["'all-linear' is no linear module"]),
     ({"LORA_TARGETS": ","}, CPU, ["names no module"]),
@@ -175,6 +227,12 @@ def package_problems(versions, **changes):
     problems = Problems()
     train_grpo.check_packages(Settings(**changes), versions, problems)
     return problems
+
+
+def test_packed_experts_need_a_checkpoint_that_has_them():
+    problems, config = Problems(), {k: v for k, v in REAL_CONFIG.items() if k != "quantization_config"}
+    train_grpo.check_settings(Settings(EXPERTS="mxfp4"), config, CPU, problems)
+    assert "has no MXFP4 experts" in only(problems)
 
 
 def test_packages():
@@ -275,7 +333,7 @@ def test_a_model_of_the_hub_is_taken_from_its_cache(tiny, tmp_path):
     settings = {
         "HF_HOME": tmp_path / "hf", "MODEL_ID": "someone/small-gpt-oss", "DATA": "data/tes_train_compact.csv",
         "OUTPUT_DIR": tmp_path / "run", "MAX_COMPLETION_LEN": 8, "TOTAL_STEPS": 1, "PROMPTS_PER_STEP": 2,
-        "NUM_GENERATIONS": 2, "IGNORE_VARS": "",
+        "NUM_GENERATIONS": 2, "IGNORE_VARS": "", "EVAL_SAMPLES": 0,
     }  # fmt: skip
     done = run_script(**settings)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -305,14 +363,14 @@ def test_long_prompts_are_named(tiny, tmp_path):
 def test_everything_at_once_exits_2_and_writes_nothing(tmp_path):
     bad = write_csv(tmp_path / "bad.csv", ["prompt", "reward_action_0", "reward_action_1"], [["x", "a", 1]])
     done = run_script(
-        MODEL_ID="./nowhere", DATA=f"{bad},{tmp_path}/none.csv", LEARING_RATE=1, SEED="x", MICRO_BATCH=7, REWARDS="actoin",
+        MODEL_ID="./nowhere", DATA=f"{bad},{tmp_path}/none.csv", LEARING_RATE=1, SEED="x", GENERATION_BATCH=7, REWARDS="actoin",
         REPORT_TO="mlflow", OUTPUT_DIR=tmp_path / "run",
     )  # fmt: skip
     assert done.returncode == 2
     for words in (
         "LEARING_RATE",
         "SEED: 'x'",
-        "MICRO_BATCH: 7",
+        "GENERATION_BATCH: 7",
         "'actoin'",
         "mlflow",
         "./nowhere",

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fused and packed experts: against transformers' own, and the Triton kernels (interpreted) against plain torch.
+
+Run: python -m pytest tests/test_experts.py
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import CLEAN, ROOT
+
+import train_grpo
+
+KERNELS = """
+import torch, triton
+import train_grpo as t
+
+K = t.expert_kernels()
+torch.manual_seed(0)
+E, H, I, N, k = 4, 48, 40, 13, 3
+S = N * k
+index = torch.stack([torch.randperm(E)[:k] for _ in range(N)])
+expert, order = index.flatten().sort()
+place = torch.empty_like(order).scatter_(0, order, torch.arange(S))
+
+
+def near(what, ours, plain):
+    torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5, msg=lambda text: what + ": " + text)
+
+
+raw, bias, gradient = torch.randn(S, 2 * I) * 6, torch.randn(E, 2 * I), torch.randn(S, I)
+out, wide = torch.full((S, I), torch.nan), torch.full((S, 2 * I), torch.nan)
+limits = dict(limit=t.GATE_LIMIT, alpha=t.GATE_ALPHA)
+t.launch_rows(K.activation, S, I, raw, bias, expert, out, **limits)
+near("activation", out, t.activation(raw, bias, expert))
+t.launch_rows(K.activation_backward, S, I, raw, bias, expert, gradient, wide, **limits)
+near("activation_backward", wide, t.activation_backward(gradient, raw, bias, expert))
+
+rows, bias, weights, gradient = torch.randn(S, H), torch.randn(E, H), torch.rand(N, k), torch.randn(N, H)
+out = torch.full((N, H), torch.nan)
+t.launch_rows(K.combine, N, H, rows, bias, expert, place, weights, out, pairs=k)
+near("combine", out, t.combine(rows, bias, expert, place, weights, k))
+out.fill_(torch.nan)
+t.launch_rows(K.combine, N, H, rows, None, expert, place, None, out, pairs=k)
+near("combine without weights", out, t.combine(rows, None, expert, place, None, k))
+spread, d_weights = torch.full_like(rows, torch.nan), torch.full_like(weights, torch.nan)
+t.launch_rows(K.combine_backward, S, H, gradient, rows, bias, expert, place, weights, spread, d_weights, pairs=k)
+for name, ours, plain in zip(("rows", "weights"), (spread, d_weights),
+                             t.combine_backward(gradient, rows, bias, expert, place, weights)):
+    near("combine_backward " + name, ours, plain)
+
+blocks = torch.randint(0, 256, (E, 6, 2, 16), dtype=torch.uint8)
+scales = torch.randint(100, 150, (E, 6, 2), dtype=torch.uint8)
+out, groups = torch.empty(E, 6, 64, dtype=torch.bfloat16), scales.numel()
+K.unpack[(triton.cdiv(groups, 128),)](blocks, scales, out, groups, BLOCK=128, num_warps=4)
+assert torch.equal(out.transpose(1, 2), t.unpack_mxfp4(blocks, scales)), "unpack"
+print("all equal")
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_kernels_equal_plain_torch():
+    """In Triton's interpreter, which must be chosen before triton is imported."""
+    environ = CLEAN | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", KERNELS], env=environ, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0 and "all equal" in done.stdout, done.stdout + done.stderr
+
+
+def config_of(tiny):
+    return json.loads((tiny / "config.json").read_text(encoding="utf-8"))
+
+
+def load(tiny, experts):
+    return train_grpo.load_model(str(tiny), config_of(tiny), "eager", experts)
+
+
+def routed(module, tokens=17, top=4, seed=0, dtype=torch.float32):
+    """hidden (N, H), index (N, k), weights (N, k) for one layer's experts; one expert gets no token."""
+    g = torch.Generator().manual_seed(seed)
+    count, hidden = module.gate_up_proj_bias.shape[0], module.down_proj_bias.shape[1]
+    top = min(top, count - 1)
+    index = torch.stack([torch.randperm(count - 1, generator=g)[:top] for _ in range(tokens)])
+    states = (torch.randn(tokens, hidden, generator=g) * 3).to(dtype).requires_grad_()
+    weights = torch.rand(tokens, top, generator=g).softmax(-1).to(dtype).requires_grad_()
+    return states, index, weights
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_frozen_experts_equal_transformers_grouped_mm(tiny, dtype):
+    """The forward pass bit by bit; gradients of states and weights, in float32 to rounding."""
+    from transformers.integrations.moe import grouped_mm_experts_forward
+
+    module = load(tiny, "bf16").model.layers[0].mlp.experts.to(dtype)
+    module.requires_grad_(False)
+    with torch.no_grad():  # the tiny model's biases are zero, or near it
+        g = torch.Generator().manual_seed(5)
+        for bias in (module.gate_up_proj_bias, module.down_proj_bias):
+            bias.copy_(torch.randn(bias.shape, generator=g))
+        module.gate_up_proj.mul_(8)  # so that the clamps at the gate's limit count
+    states, index, weights = routed(module, dtype=dtype)
+    ours = train_grpo.frozen_experts()(states, index, weights, module)
+    theirs = grouped_mm_experts_forward(module, states, index, weights)
+    assert torch.equal(ours, theirs)
+    gradient = torch.randn_like(ours)
+    found, expected = (torch.autograd.grad(x, (states, weights), gradient) for x in (ours, theirs))
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == b.dtype == dtype
+        assert ((a - b).norm() / b.norm()).item() < (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+def test_packed_experts_equal_unpacked_ones(tiny):
+    wide, packed = (load(tiny, kind).model.layers[0].mlp.experts for kind in ("bf16", "mxfp4"))
+    for name in ("gate_up_proj", "down_proj"):
+        assert torch.equal(train_grpo.expert_weights(packed, name), train_grpo.expert_weights(wide, name))
+    states, index, weights = routed(wide, dtype=torch.bfloat16)
+    apply = train_grpo.frozen_experts()
+    with torch.no_grad():
+        assert torch.equal(apply(states, index, weights, packed), apply(states, index, weights, wide))
+
+
+def test_unpack_equals_the_one_that_made_the_model():
+    """Every code with every scale that BF16 holds, and the layout that transformers computes with: (E, in, out)."""
+    import make_model
+
+    g = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (3, 6, 2, 16), generator=g, dtype=torch.uint8)
+    scales = torch.randint(10, 240, (3, 6, 2), generator=g, dtype=torch.uint8)
+    found = train_grpo.unpack_mxfp4(blocks, scales)
+    expected = make_model.dequantize_mxfp4(blocks, scales)
+    expected = expected if expected.shape == found.shape else expected.transpose(1, 2)
+    assert found.shape == (3, 64, 6) and found.dtype == torch.bfloat16
+    assert torch.equal(found.float(), expected.float())
+
+
+def test_load_packed_equals_from_pretrained_in_all_but_the_experts(tiny):
+    wide, packed = (load(tiny, kind).state_dict() for kind in ("bf16", "mxfp4"))
+    names = {n for n in wide if "mlp.experts" not in n}
+    assert names == {n for n in packed if "mlp.experts" not in n} and len(names) > 10
+    for name in names:
+        assert packed[name].dtype == wide[name].dtype and torch.equal(packed[name], wide[name]), name
+    experts = [p for n, p in packed.items() if n.endswith(("_blocks", "_scales"))]
+    assert experts and {p.dtype for p in experts} == {torch.uint8}
+    model = load(tiny, "mxfp4")
+    assert not model.training and not any(p.requires_grad for p in model.parameters())
+    assert not any(p.is_meta for p in (*model.parameters(), *model.buffers()))
+    assert model.generation_config.eos_token_id == load(tiny, "bf16").generation_config.eos_token_id
+
+
+def damaged(tiny, folder, change):
+    """A copy of the tiny model whose first shard went through `change`."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(tiny, folder)
+    shard = sorted(folder.glob("*.safetensors"))[0]
+    tensors = load_file(shard)
+    change(tensors)
+    save_file(tensors, shard, {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.experts.down_proj_scales", "model.norm.weight"])
+def test_a_missing_tensor_is_named(tiny, tmp_path, name):
+    folder = damaged(tiny, tmp_path / "model", lambda tensors: tensors.pop(name))
+    with pytest.raises(ValueError, match=f"{name} is missing .1 tensors.*EXPERTS=bf16"):
+        train_grpo.load_packed(str(folder), "eager", "cpu")
+
+
+def test_an_unknown_tensor_is_named(tiny, tmp_path):
+    folder = damaged(tiny, tmp_path / "model", lambda tensors: tensors.update(extra=torch.zeros(1)))
+    with pytest.raises(ValueError, match="extra is no part of a gpt-oss in MXFP4"):
+        train_grpo.load_packed(str(folder), "eager", "cpu")
