@@ -1798,7 +1798,7 @@ def install_attention(attention: str) -> str:
     from transformers import AttentionInterface
 
     if attention in KERNELS:
-        # Not under its own name: transformers would look for a kernel on the Hub (see `NO_SINKS`).
+        # Not under its own name: transformers would look for a kernel on the Hub in its place.
         name = "sinks_" + attention.replace("flash_attention_", "kernel_").replace("torch_flash", "kernel_torch")
         AttentionInterface.register(name, functools.partial(kernel_attention, attention))
         return name

@@ -185,7 +185,7 @@ class StubLLM:
             adapter[module] = (a.to(dtype), (b * (config["lora_alpha"] / config["r"])).to(dtype))
         return adapter
 
-    def generate(self, prompts: Sequence[Any], sampling_params: StubSampling, use_tqdm: bool = True, lora_request: Any = None):  # fmt: skip
+    def generate(self, prompts: Sequence[Any], sampling_params: Any, use_tqdm: bool = True, lora_request: Any = None):  # fmt: skip
         self._called("generate")
         self.requests.append(lora_request)
         self.active = {}
@@ -202,9 +202,12 @@ class StubLLM:
             if not 0 < len(row) <= self.max_model_len:
                 raise ValueError(f"a prompt of {len(row)} tokens, max_model_len is {self.max_model_len}")
         with torch.no_grad():
-            if sampling_params.prompt_logprobs is not None:
+            each = sampling_params if isinstance(sampling_params, list) else [sampling_params] * len(rows)
+            if len(each) != len(rows):
+                raise ValueError(f"{len(rows)} prompts with {len(each)} sampling parameters")
+            if each[0].prompt_logprobs is not None:
                 return [self._score(row) for row in rows]
-            return self._sample(rows, sampling_params)
+            return self._sample(rows, each)
 
     def _report(self, values: torch.Tensor) -> list[float]:
         noise = torch.randn(values.shape, generator=self.noise_generator) * self.noise
@@ -217,14 +220,15 @@ class StubLLM:
         positions = [{token: SimpleNamespace(logprob=v)} for token, v in zip(row[1:], values, strict=True)]
         return SimpleNamespace(prompt_logprobs=[None, *positions], outputs=[SimpleNamespace(token_ids=[0])])
 
-    def _sample(self, rows: Sequence[list[int]], parameters: StubSampling) -> list[Any]:
+    def _sample(self, rows: Sequence[list[int]], each: Sequence[StubSampling]) -> list[Any]:
         """All rows in one batch, padded on the left, token by token."""
+        parameters = each[0]  # they differ in max_tokens alone
         longest, done, stop = max(map(len, rows)), [False] * len(rows), set(parameters.stop_token_ids)
         ids = torch.tensor([[0] * (longest - len(row)) + list(row) for row in rows])
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
         places = (mask.cumsum(1) - 1).clamp(min=0)
         tokens, values, cache = [[] for _ in rows], [[] for _ in rows], None
-        for _ in range(parameters.max_tokens):
+        for _ in range(max(one.max_tokens for one in each)):
             output = self.model(
                 input_ids=ids, attention_mask=mask, position_ids=places, past_key_values=cache, use_cache=True
             )
@@ -240,7 +244,7 @@ class StubLLM:
                 if not done[i]:
                     tokens[i].append(token)
                     values[i].append(reported[i])
-                    done[i] = token in stop
+                    done[i] = token in stop or len(tokens[i]) == each[i].max_tokens
             if all(done):
                 break
             mask = torch.cat([mask, torch.ones(len(rows), 1, dtype=mask.dtype)], 1)
