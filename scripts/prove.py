@@ -79,6 +79,7 @@ class Scale:
     format_weight: float = 0.5  # of the loss on the fixed tokens of the answer against the loss on the action
     text_weight: float = 0.2  # ... on the prompt's own tokens
     reading_weight: float = 2.0  # ... on the quantities that a linear probe reads from a middle layer
+    short_weight: float = 4.0  # how much more often a row is drawn whose storage cannot carry the load of the hour
 
 
 COMMON = {"EVAL_SAMPLES": "8", "SEED": "1"}
@@ -272,6 +273,13 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @property
+    def short(self) -> torch.Tensor:
+        """Which rows have less energy stored than the hour's load, ``[N]``; none where that is not known."""
+        if self.readings is None:
+            return self.lengths < 0
+        return self.readings[:, QUANTITIES.index("short")] > 0
 
     def batch(self, picked: torch.Tensor, answer: int, focus: bool) -> tuple[torch.Tensor, ...]:
         """(token numbers, positions, valid tokens in each row) of some rows, each ``[rows, columns]`` or ``[rows]``.
@@ -558,7 +566,8 @@ def figures(
 ) -> dict[str, float]:
     """What sampling at temperature 1 gives in expectation, from probabilities; the keys are those of make_model.py.
 
-    ``parse_rate``, ``reward`` (an unparseable answer counts 0), ``greedy``, ``random``, ``best_constant``, ``oracle``.
+    ``parse_rate``, ``reward`` (an unparseable answer counts 0), ``greedy``, ``random``, ``best_constant``, ``oracle``;
+    with full prompts also ``short``, the reward in hours whose load exceeds the stored energy, over their oracle's.
     """
     import torch
 
@@ -575,7 +584,11 @@ def figures(
             around = logp[:, fixed, wanted].sum(-1)
             chosen.append((logp[:, vocabulary.place, vocabulary.actions] + around.unsqueeze(-1)).exp())
     p, rewards = torch.cat(chosen), rows.rewards[:count]
-    return {
+    short = rows.short[:count]
+    found = (
+        {"short": ((p * rewards).sum(-1)[short].mean() / rewards.amax(-1)[short].mean()).item()} if short.any() else {}
+    )
+    return found | {
         "parse_rate": p.sum(-1).mean().item(),
         "reward": (p * rewards).sum(-1).mean().item(),
         "greedy": rewards.gather(1, p.argmax(-1, keepdim=True)).mean().item(),
@@ -592,7 +605,7 @@ def describe(found: Mapping[str, float]) -> str:
     return (
         f"reward {found['reward']:.3f} greedy {found['greedy']:.3f} parse {found['parse_rate']:.3f} (random "
         f"{found['random']:.3f} constant {found['best_constant']:.3f} oracle {found['oracle']:.3f})"
-    )
+    ) + (f" short {found['short']:.2f}" if "short" in found else "")
 
 
 class Clock:
@@ -635,6 +648,7 @@ def warm_up(
         probe_head = torch.nn.Linear(model.config.hidden_size, len(QUANTITIES)).to(device)
     clock = Clock(scale.seconds, scale.steps)
     seen = {"tokens": 0, "rows": 0, "said": 0.0}
+    chance = torch.where(rows.short, scale.short_weight, 1.0)
 
     def phase(name: str, end: float, lr: float, targets: torch.Tensor, focus_until: float) -> None:
         parameters = [p for p in model.parameters() if p.requires_grad]
@@ -649,7 +663,7 @@ def warm_up(
             for group in optimizer.param_groups:
                 group["lr"] = lr * rise * (0.05 + 0.95 * (1 + math.cos(math.pi * done)) / 2)
             focus = clock.progress < focus_until
-            picked = torch.randint(len(rows), (scale.batch,), device=device, generator=generator)
+            picked = torch.multinomial(chance, scale.batch, replacement=True, generator=generator)
             ids, positions, valid = rows.batch(picked, answer, focus)
             ids = ids.long()
             # The action's token is visible to the tokens behind it: show them all four.
