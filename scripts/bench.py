@@ -9,9 +9,9 @@
 
     python scripts/bench.py rollout --model checkpoints/full --data 'days/*.csv' --out docs/results/rollout-h100.json
 
-`rollout` measures vLLM beside the trainer in three child processes that each run train_grpo.py's own `main()`: one that
-fills the compile caches, one at 12 prompts x 8 completions x 512 tokens (with transformers' generate on the same prompts
-beside it), one at 16 completions x 2,300 tokens.
+`rollout` measures vLLM beside the trainer in two child processes that each run train_grpo.py's own `main()`: one that
+fills the compile caches (`--warm-caches` leaves it out), and one that trains three steps of 12 prompts x 8 completions x
+512 tokens, lets transformers' generate complete the same prompts, and ends with 16 completions x 2,300 tokens.
 
     python scripts/bench.py step --model checkpoints/full --data 'days/*.csv' --lengths completions.csv --out docs/results/step-h100.json
 
@@ -321,12 +321,12 @@ def rollout_child(options: argparse.Namespace) -> int:
         return result
 
     train_grpo.start_engine, train_grpo.Engine.rollout = watched_start, watched_rollout
-    prompts, tokens = {"warm": (12, 512), "short": (12, 512), "long": (2, 2300)}[options.child]
+    generate = limit_completions(512)
     run = Path(options.run).absolute()
     settings = {
-        "MODEL_ID": str(options.model), "DATA": options.data, "USE_VLLM": "1", "PROMPTS_PER_STEP": str(prompts),
-        "NUM_GENERATIONS": "8", "MAX_COMPLETION_LEN": str(tokens), "TOTAL_STEPS": "3" if options.child == "short" else "1",
-        "SAVE_STEPS": "9", "OUTPUT_DIR": str(run), "OVERWRITE": "1", "REWARDS": "action,bench:noise", "EVAL_SAMPLES": "0",
+        "MODEL_ID": str(options.model), "DATA": options.data, "USE_VLLM": "1", "PROMPTS_PER_STEP": "12",
+        "NUM_GENERATIONS": "8", "MAX_COMPLETION_LEN": str(LONG_TOKENS), "TOTAL_STEPS": "3", "SAVE_STEPS": "9",
+        "OUTPUT_DIR": str(run), "OVERWRITE": "1", "REWARDS": "action,bench:noise", "EVAL_SAMPLES": "0",
         "ROLLOUT_SYNC": options.sync,
     }  # fmt: skip
     try:
@@ -335,16 +335,52 @@ def rollout_child(options: argparse.Namespace) -> int:
         finished = {"code": 0}
     if finished["code"]:
         return finished["code"]
-    if options.child != "warm":
-        seen["base_changed_elements"] = changed_elements(finished["parameters"])
+    if options.child == "short":
         with (run / "metrics.csv").open(newline="", encoding="utf-8") as file:
             seen["steps"] = list(csv.DictReader(file))
         trainer = finished["trainer"]
         seen["parity"] = trainer.run.parity
-    if options.child == "short":
+        Path(options.out).write_text(json.dumps(seen), encoding="utf-8")
         seen["hf"] = hf_generate(trainer, seen["prompt_ids"][:16], 128)
+        trainer.model.train()
+        seen["long"] = given_step(trainer, generate, [LONG_TOKENS] * 16)
+        seen["base_changed_elements"] = changed_elements(finished["parameters"])
     Path(options.out).write_text(json.dumps(seen), encoding="utf-8")
     return 0
+
+
+LONG_TOKENS = 2300
+
+
+def limit_completions(tokens: int) -> Any:
+    """Let the engine's completions end after `tokens`, whatever MAX_COMPLETION_LEN is; returns the method without it."""
+    import train_grpo
+
+    generate = train_grpo.Engine.generate
+
+    def limited(self: Any, prompt_ids: Any, seed: int, max_tokens: Any = None, **named: Any) -> Any:
+        return generate(self, prompt_ids, seed, max_tokens or tokens, **named)
+
+    train_grpo.Engine.generate = limited
+    return generate
+
+
+def given_step(trainer: Any, generate: Any, lengths: list[int]) -> dict[str, float]:
+    """Seconds of a step whose completions have these lengths, eight to a prompt: waking, hand-over, generation, sleep,
+    and learning from completions of these lengths (the second of two times)."""
+    engine, batch = trainer.run.engine, padded_batch(trainer, lengths, 8)
+    rows = [ids[mask.bool()].tolist() for ids, mask in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)]
+    started = time.perf_counter()
+    engine.wake()
+    engine.hand_over(trainer.accelerator.unwrap_model(trainer.model))
+    completions, _ = generate(engine, rows, 1, lengths)
+    engine.sleep()
+    rollout = time.perf_counter() - started
+    learn = our_learning(trainer, batch)["seconds"]
+    return {
+        "generate": engine.seconds["generate"], "rollout": rollout, "learn": learn, "sequences": len(completions),
+        "tokens": sum(map(len, completions)),
+    }  # fmt: skip
 
 
 def hf_generate(trainer: Any, prompt_ids: list[list[int]], tokens: int) -> dict[str, float]:
@@ -373,9 +409,9 @@ def hf_generate(trainer: Any, prompt_ids: list[list[int]], tokens: int) -> dict[
 
 
 def bench_rollout(options: argparse.Namespace) -> int:
-    """Three children, then the figures. Exit code 1 where a base weight changed."""
+    """Two children, then the figures. Exit code 1 where a base weight changed."""
     results: dict[str, Any] = {}
-    for child in ("warm", "short", "long"):
+    for child in ("short",) if options.warm_caches else ("warm", "short"):
         out = Path(options.run).absolute().with_name(f"rollout-{child}.json")
         out.parent.mkdir(parents=True, exist_ok=True)
         command = [
@@ -395,7 +431,8 @@ def bench_rollout(options: argparse.Namespace) -> int:
             print(f"child {child} ended with exit code {done.returncode}", file=sys.stderr)
             return done.returncode or 1
         results[child] = json.loads(out.read_text(encoding="utf-8"))
-    short, long = results["short"], results["long"]
+    short = results["short"]
+    long = short["long"]
     later = short["rollouts"][1:]
     speeds = [one["tokens"] / one["generate"] for one in later]
     hf = short["hf"]["tokens"] / short["hf"]["seconds"]
@@ -404,7 +441,6 @@ def bench_rollout(options: argparse.Namespace) -> int:
         return sum(one[name] for one in later) / len(later)
 
     worst = max(short["parity"], key=lambda one: one["mean"])
-    step = long["steps"][-1]
     figures = [
         figure("rollout_tok_s", sum(speeds) / len(speeds), "tokens/s", f"96 x 512 tokens, adapter on, {options.sync}; mean of {len(speeds)} after the first; prefill of 12 prompts included"),
         figure("rollout_first_tok_s", short["rollouts"][0]["tokens"] / short["rollouts"][0]["generate"], "tokens/s", "the first rollout of the process"),
@@ -415,20 +451,29 @@ def bench_rollout(options: argparse.Namespace) -> int:
         figure("wake_s", mean("wake"), "s", "after the first"),
         figure("asleep_gib", short["asleep_gib"], "GiB", "GPU memory that the sleeping engine holds, by the driver"),
         figure("start_to_rollout_s", short["start_to_rollout_s"], "s", "process start to first rollout, warm caches; parity gate included, the bench's copy of the weights left out"),
-        figure("start_cold_s", results["warm"]["start_to_rollout_s"], "s", "the same with empty compile caches"),
-        figure("long_rollout_s", long["rollouts"][-1]["generate"], "s", f"{long['rollouts'][-1]['sequences']} completions, {long['rollouts'][-1]['tokens']} tokens in all"),
-        figure("long_step_s", float(step["step_s"]), "s", "the whole step of those completions"),
-        figure("long_learn_s", float(step["learn_s"]), "s", "its learning"),
+        figure("long_rollout_s", long["generate"], "s", f"{long['sequences']} completions, {long['tokens']} tokens in all"),
+        figure("long_step_s", long["rollout"] + long["learn"], "s", "rollout, hand-over, waking and sleeping, and learning from as many tokens"),
+        figure("long_learn_s", long["learn"], "s", "its learning"),
         figure("short_step_s", float(short["steps"][-1]["step_s"]), "s", "the whole step of 96 x 512"),
         figure("short_learn_s", float(short["steps"][-1]["learn_s"]), "s", "its learning"),
         figure("parity_mean", worst["mean"], "nats", "worst of fixed and sampled tokens, before and after a sleep"),
         figure("parity_max", max(one["max"] for one in short["parity"]), "nats"),
         figure("parity_control_mean", min(one["control_mean"] for one in short["parity"]), "nats", "smallest with the trainer's adapter off"),
         figure("run_logp_diff_mean", float(short["steps"][-1]["logp_diff_mean"]), "nats", "sampled tokens of the last training step"),
-        figure("base_changed_elements", short["base_changed_elements"] + long["base_changed_elements"], "", "base weights of the trainer, bit for bit"),
+        figure("base_changed_elements", short["base_changed_elements"], "", "base weights of the trainer, bit for bit"),
     ]  # fmt: skip
-    write(Path(options.out), figures, f"python scripts/bench.py rollout --sync {options.sync}")
-    return int(short["base_changed_elements"] + long["base_changed_elements"] != 0)
+    if "warm" in results:
+        figures.append(
+            figure(
+                "start_cold_s",
+                results["warm"]["start_to_rollout_s"],
+                "s",
+                "start to first rollout with empty compile caches",
+            )
+        )
+    flag = " --warm-caches" * options.warm_caches
+    write(Path(options.out), figures, f"python scripts/bench.py rollout --sync {options.sync}{flag}")
+    return int(short["base_changed_elements"] != 0)
 
 
 # ---- step: this learner beside TRL's padded path ---------------------------------------------------------------------
@@ -554,12 +599,7 @@ def step_child(options: argparse.Namespace) -> int:
     import train_grpo
 
     tokens, seen = 512, {"child": options.child}
-    generate, most = train_grpo.Engine.generate, "4000" if options.child == "bf16" else str(tokens)
-
-    def generate_w1(self: Any, prompt_ids: Any, seed: int, max_tokens: Any = None, **named: Any) -> Any:
-        return generate(self, prompt_ids, seed, max_tokens or tokens, **named)
-
-    train_grpo.Engine.generate = generate_w1
+    generate, most = limit_completions(tokens), "4000" if options.child == "bf16" else str(tokens)
     learn = train_grpo.Learner.learn
 
     def learn_and_keep(self: Any, model: Any, batch: dict[str, Any]) -> Any:
@@ -617,16 +657,10 @@ def step_child(options: argparse.Namespace) -> int:
     seen["w2_mean"], seen["w2_max"] = sum(ragged) / 96, max(ragged)
     keep()
     # W3: rollout and learning of the first sixteen of those completions, two prompts.
-    run_engine, w3 = trainer.run.engine, padded_batch(trainer, lengths[:16], 8)
-    rows = [ids[mask.bool()].tolist() for ids, mask in zip(w3["prompt_ids"], w3["prompt_mask"], strict=True)]
-    our_learning(trainer, w3, 1)
-    started = time.perf_counter()
-    run_engine.wake()
-    run_engine.hand_over(trainer.accelerator.unwrap_model(trainer.model))
-    generate(run_engine, rows, 1, lengths[:16])
-    run_engine.sleep()
-    seen["w3_rollout_s"] = time.perf_counter() - started
-    seen["w3_learn_s"] = our_learning(trainer, w3, 1)["seconds"]
+    w3 = given_step(trainer, generate, lengths[:16])
+    seen["w3_rollout_s"], seen["w3_learn_s"] = w3["rollout"], w3["learn"]
+    seen["long_peak_gib"] = our_learning(trainer, padded_batch(trainer, [4000] * 16, 8), 1)["peak_gib"]
+    seen["long_logits_gib"] = 16 * 4000 * config["vocab_size"] * 4 / 2**30
     keep()
     with torch.no_grad():
         ours = trainer._get_per_token_logps_and_entropies(trainer.model, *joined(batch))[0]
@@ -692,6 +726,8 @@ def bench_step(options: argparse.Namespace) -> int:
         figure("w1_floor_ratio", one["w1"]["seconds"] / one["w1_floor_s"], "x", "learning against it"),
         figure("w2_learn_s", one["w2"]["seconds"], "s", f"96 completions, mean {one['w2_mean']:.0f}, longest {one['w2_max']} tokens, with their prompts"),
         figure("w2_peak_gib", one["w2"]["peak_gib"], "GiB", "allocated beyond weights and sleeping engine"),
+        figure("long_learn_peak_gib", one["long_peak_gib"], "GiB", "16 completions of 4,000 tokens in one pass, allocated beyond weights and sleeping engine"),
+        figure("long_logits_gib", one["long_logits_gib"], "GiB", "what their logits would take in float32, and are never held in"),
         figure("w3_step_s", one["w3_rollout_s"] + one["w3_learn_s"], "s", "16 completions of that kind: rollout and learning"),
         figure("w3_rollout_s", one["w3_rollout_s"], "s", "waking, hand-over and sleeping included"),
         figure("w3_learn_s", one["w3_learn_s"], "s"),
@@ -751,7 +787,10 @@ def main() -> int:
     one.add_argument("--out", required=True, help="JSON to write")
     one.add_argument("--run", default="runs/bench-rollout", help="OUTPUT_DIR of the runs; deleted first")
     one.add_argument("--sync", default="merge", choices=("merge", "lora"), help="ROLLOUT_SYNC")
-    one.add_argument("--child", choices=("warm", "short", "long"), help=argparse.SUPPRESS)
+    one.add_argument(
+        "--warm-caches", action="store_true", help="the compile caches are filled: do not start once for them"
+    )
+    one.add_argument("--child", choices=("warm", "short"), help=argparse.SUPPRESS)
     one = commands.add_parser("step", help="the learner beside TRL's padded path")
     one.add_argument("--model", required=True, help="checkpoint folder")
     one.add_argument("--data", required=True, help="training CSVs")
