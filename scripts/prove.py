@@ -71,15 +71,17 @@ class Scale:
     batch: int
     lr: float
     soften_lr: float
-    train_windows: int  # of the rows for GRPO
+    train_windows: int  # of the rows for GRPO ...
+    short_windows: int  # ... and these, of which only the rows that leave no choice but to heat are kept
     heldout_windows: int
     settings: Mapping[str, str] = field(default_factory=dict)  # of train_grpo.py
     sharpness: float = 0.25  # phase 2's targets are the rewards to this power ...
-    uniform: float = 0.1  # ... and this share of the probability is spread evenly
+    uniform: float = 0.02  # ... and this share of the probability is spread evenly
     format_weight: float = 0.5  # of the loss on the fixed tokens of the answer against the loss on the action
     text_weight: float = 0.2  # ... on the prompt's own tokens
     reading_weight: float = 2.0  # ... on the quantities that a linear probe reads from a middle layer
-    short_weight: float = 4.0  # how much more often a row is drawn whose storage cannot carry the load of the hour
+    short_weight: float = 8.0  # how much more often a row is drawn whose storage cannot carry the load of the hour ...
+    near_weight: float = 3.0  # ... and one whose storage could by less than NEAR_KWH: the other side of the boundary
 
 
 COMMON = {"EVAL_SAMPLES": "8", "SEED": "1"}
@@ -92,21 +94,22 @@ SCALES = {
         ),
         prompt="full",
         windows=3000,
-        probe_windows=20,
-        seconds=280,
+        probe_windows=60,
+        seconds=200,
         steps=100_000,
         focus=0.45,
         soften=0.2,
         batch=64,
         lr=1e-3,
         soften_lr=3e-4,
-        train_windows=40,
+        train_windows=80,
+        short_windows=400,
         heldout_windows=16,
         settings=COMMON
         | {
             "USE_VLLM": "1", "PARITY": "on", "LOSS_IMPL": "liger", "PROMPTS_PER_STEP": "32", "NUM_GENERATIONS": "8",
-            "MAX_COMPLETION_LEN": "24", "TOTAL_STEPS": "100", "LEARNING_RATE": "5e-4", "LORA_R": "16", "LORA_ALPHA": "32",
-            "SAVE_STEPS": "50",
+            "MAX_COMPLETION_LEN": "24", "TOTAL_STEPS": "200", "LEARNING_RATE": "5e-4", "LORA_R": "16", "LORA_ALPHA": "32",
+            "SAVE_STEPS": "100",
         },
     ),
     "small": Scale(
@@ -122,6 +125,7 @@ SCALES = {
         lr=4e-3,
         soften_lr=1e-3,
         train_windows=10,
+        short_windows=10,
         heldout_windows=4,
         settings=COMMON
         | {
@@ -133,6 +137,8 @@ SCALES = {
 }  # fmt: skip
 
 WARMUP_SEED, PROBE_SEED, DATA_SEED = 40_000, 30_000, 20_000  # of days; a window's own number is added to the first two
+NEAR_KWH = 40.0
+NO_CHOICE = 1e-12  # reward of action 0 below which it leaves load unserved: more than emissions alone can cost
 KEPT_TAIL = 8  # tokens of a prompt's end that a focused row keeps
 PAD_TO = 8  # columns; attention kernels want aligned masks
 LARGEST_NUMBER = 999  # the o200k tokenizer has a token for every run of one to three digits
@@ -220,14 +226,23 @@ def make_rows(seed: int, windows: int, kind: str) -> list[tuple[str, list[float]
 
 
 def write_data(folder: Path, scale: Scale) -> None:
-    """The CSVs of the run: training rows, held-out rows, and the hourly profile of the held-out windows."""
+    """The CSVs of the run: training rows, held-out rows, and the hourly profile of the held-out windows.
+
+    A trained policy keeps the storage emptier than the trajectories that rows come from, so hours whose load nothing
+    but the heat pump can carry are rare in the rows and common in the plant (docs/evaluation.md): more of them are added.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    for stem, stream, count, start, energy in (
-        ("train", ds.TRAIN_STREAM, scale.train_windows, ds.TRAIN_START, None),
-        ("heldout", ds.HELDOUT_STREAM, scale.heldout_windows, ds.HELDOUT_START, ds.START_KWH),
-    ):
-        made = ds.synthetic_windows(DATA_SEED, stream, count, start)
-        rows = [row for window, rng in made for row in ds.window_rows(window, rng, scale.prompt, energy)]
+
+    def rows_of(seed: int, stream: int, count: int, start: date, energy: float | None) -> list[dict[str, Any]]:
+        made = ds.synthetic_windows(seed, stream, count, start)
+        return [row for window, rng in made for row in ds.window_rows(window, rng, scale.prompt, energy)]
+
+    train = rows_of(DATA_SEED, ds.TRAIN_STREAM, scale.train_windows, ds.TRAIN_START, None)
+    for row in rows_of(DATA_SEED + 1, ds.TRAIN_STREAM, scale.short_windows, ds.TRAIN_START, None):
+        if row["reward_action_0"] < NO_CHOICE:
+            train.append(row)
+    heldout = rows_of(DATA_SEED, ds.HELDOUT_STREAM, scale.heldout_windows, ds.HELDOUT_START, ds.START_KWH)
+    for stem, rows in (("train", train), ("heldout", heldout)):
         (folder / f"tes_{stem}.csv").write_bytes(ds.rows_csv(rows).encode())
     days = [ds.HELDOUT_START + timedelta(weeks=i) for i in range(scale.heldout_windows)]
     blocks = [
@@ -275,11 +290,11 @@ class Rows:
         return len(self.ids)
 
     @property
-    def short(self) -> torch.Tensor:
-        """Which rows have less energy stored than the hour's load, ``[N]``; none where that is not known."""
-        if self.readings is None:
-            return self.lengths < 0
-        return self.readings[:, QUANTITIES.index("short")] > 0
+    def deficit(self) -> torch.Tensor:
+        """kWh by which the hour's load exceeds the stored energy, negative where it does not, ``[N]``."""
+        if self.readings is None:  # not known
+            return self.rewards.new_full((len(self),), -math.inf)
+        return self.readings[:, QUANTITIES.index("load")] - self.readings[:, QUANTITIES.index("stored")]
 
     def batch(self, picked: torch.Tensor, answer: int, focus: bool) -> tuple[torch.Tensor, ...]:
         """(token numbers, positions, valid tokens in each row) of some rows, each ``[rows, columns]`` or ``[rows]``.
@@ -567,7 +582,7 @@ def figures(
     """What sampling at temperature 1 gives in expectation, from probabilities; the keys are those of make_model.py.
 
     ``parse_rate``, ``reward`` (an unparseable answer counts 0), ``greedy``, ``random``, ``best_constant``, ``oracle``;
-    with full prompts also ``short``, the reward in hours whose load exceeds the stored energy, over their oracle's.
+    with full prompts also ``unserved``, the probability of an action that leaves load unserved, in hours that have one.
     """
     import torch
 
@@ -584,10 +599,8 @@ def figures(
             around = logp[:, fixed, wanted].sum(-1)
             chosen.append((logp[:, vocabulary.place, vocabulary.actions] + around.unsqueeze(-1)).exp())
     p, rewards = torch.cat(chosen), rows.rewards[:count]
-    short = rows.short[:count]
-    found = (
-        {"short": ((p * rewards).sum(-1)[short].mean() / rewards.amax(-1)[short].mean()).item()} if short.any() else {}
-    )
+    bad = torch.tensor(ds.Plant().outputs_kw, device=p.device) < rows.deficit[:count, None]
+    found = {"unserved": ((p * bad).sum() / bad.any(-1).sum()).item()} if bad.any() else {}
     return found | {
         "parse_rate": p.sum(-1).mean().item(),
         "reward": (p * rewards).sum(-1).mean().item(),
@@ -605,7 +618,7 @@ def describe(found: Mapping[str, float]) -> str:
     return (
         f"reward {found['reward']:.3f} greedy {found['greedy']:.3f} parse {found['parse_rate']:.3f} (random "
         f"{found['random']:.3f} constant {found['best_constant']:.3f} oracle {found['oracle']:.3f})"
-    ) + (f" short {found['short']:.2f}" if "short" in found else "")
+    ) + (f" unserved {found['unserved']:.3f}" if "unserved" in found else "")
 
 
 class Clock:
@@ -648,7 +661,8 @@ def warm_up(
         probe_head = torch.nn.Linear(model.config.hidden_size, len(QUANTITIES)).to(device)
     clock = Clock(scale.seconds, scale.steps)
     seen = {"tokens": 0, "rows": 0, "said": 0.0}
-    chance = torch.where(rows.short, scale.short_weight, 1.0)
+    chance = torch.where(rows.deficit > -NEAR_KWH, scale.near_weight, 1.0)
+    chance = torch.where(rows.deficit > 0, scale.short_weight, chance)
 
     def phase(name: str, end: float, lr: float, targets: torch.Tensor, focus_until: float) -> None:
         parameters = [p for p in model.parameters() if p.requires_grad]
@@ -832,6 +846,10 @@ def make(options: argparse.Namespace, scale: Scale, log: Callable[[str], None]) 
     packed, stages = warm_up(model, rows, probe, vocabulary, scale, options.seed, log)
     if stages["stored"]["reward"] < stages["stored"]["random"] + 0.03:
         log("WARNING: the warm-up reads hardly anything: GRPO will have little to sharpen (more --warmup-seconds?)")
+    if stages["stored"].get("unserved", 0.0) > 0.05:
+        log(
+            "WARNING: the model does not tell hours with too little storage from others: GRPO would make the plant worse"
+        )
 
     tensors = checkpoint_tensors(model, packed, vocabulary, shape.vocab, options.seed)
     with mm.new_directory(model_dir, force=True) as directory:

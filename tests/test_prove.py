@@ -172,6 +172,37 @@ def test_warm_up_rows_differ_from_all_others():
     assert scale.windows + prove.WARMUP_SEED < 2**32 and prove.PROBE_SEED + scale.probe_windows < prove.WARMUP_SEED
 
 
+def test_rows_without_a_choice_are_added_to_the_training_rows_alone(tmp_path):
+    scale = dataclasses.replace(prove.SCALES["mid"], train_windows=2, short_windows=6, heldout_windows=2)
+    prove.write_data(tmp_path, scale)
+
+    def read(name: str) -> list[list[float]]:
+        with (tmp_path / name).open(newline="", encoding="utf-8") as file:
+            return [[float(row["reward_action_0"]), *prove.readings(row["prompt"])] for row in csv.DictReader(file)]
+
+    train, heldout = read("tes_train.csv"), read("tes_heldout.csv")
+    assert len(heldout) == 60 and len(train) > 65
+    stored, load = (1 + prove.QUANTITIES.index(name) for name in ("stored", "load"))
+    for row in train[60:]:  # the prompt rounds what is stored
+        assert row[0] < prove.NO_CHOICE and row[load] > row[stored] - 1
+    assert any(row[0] >= prove.NO_CHOICE for row in train[:60])
+
+
+def test_figures_count_what_leaves_load_unserved(placed, vocabulary, model, monkeypatch):
+    """A model that answers each action alike: in hours that actions leave load unserved, those have 1/4 each."""
+    count = len(placed)
+    even = torch.full((count, len(vocabulary.answer), vocabulary.rest + 1), 0.0)
+    even[:, vocabulary.place, vocabulary.actions] = math.log(0.25)
+    monkeypatch.setattr(prove, "forward", lambda model, ids, positions: ids)
+    monkeypatch.setattr(prove, "at_answer", lambda hidden, valid, answer: hidden)
+    monkeypatch.setattr(prove, "log_probs", lambda model, hidden, others: even[: len(hidden)])
+    found = prove.figures(model, placed, vocabulary)
+    lacking = [[output < d for output in (0, 100 / 3, 200 / 3, 100)] for d in placed.deficit.tolist()]
+    hours = [sum(row) / 4 for row in lacking if any(row)]
+    assert len(hours) > 1 and math.isclose(found["unserved"], sum(hours) / len(hours), rel_tol=1e-5)
+    assert "unserved" not in prove.figures(model, dataclasses.replace(placed, readings=None), vocabulary)
+
+
 def policies(base: float, trained: float, unserved: float = 0.0) -> dict:
     """A closed_loop.json of three windows in which the two models emit so many kg, and the trained one leaves load."""
     windows = []
