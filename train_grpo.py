@@ -21,6 +21,7 @@ update of a step and clipping never acts; no reward model, only functions (rewar
 from __future__ import annotations
 
 import argparse
+import bisect
 import collections
 import contextlib
 import csv
@@ -351,16 +352,29 @@ class Plan:
     generation_batch: int
     generation_batch_reason: str
     engine: EnginePlan | None = None
+    prompt_len: int = 0  # of the longest prompt, in tokens
+    # (largest value that fits the card or 0, what stops the next one), with all else as set; None on a CPU.
+    largest_length: tuple[int, str] | None = None
+    largest_micro_batch: tuple[int, str] | None = None
+
+    @property
+    def rollout_peak(self) -> float:
+        return self.weights + self.adapter + (self.engine.awake if self.engine else self.generation)
+
+    @property
+    def learning_peak(self) -> float:
+        return self.weights + self.adapter + self.learning + (self.engine.asleep if self.engine else 0.0)
 
     @property
     def peak(self) -> float:
-        rollout, asleep = (self.engine.awake, self.engine.asleep) if self.engine else (self.generation, 0.0)
-        return self.weights + self.adapter + max(rollout, self.learning + asleep)
+        return max(self.rollout_peak, self.learning_peak)
 
 
 def choose_attention(requested: str, gpus: int, capability: float, installed: Iterable[str]) -> tuple[str, str]:
-    """(attention implementation of the learner, reason), given the installed distributions. All are exact with sinks;
-    generation by transformers always uses eager attention."""
+    """(attention implementation of the learner, reason), given the installed distributions. All are exact with sinks, but
+    for Hub kernels, where the reason says what is not known; generation by transformers always uses eager attention."""
+    if "/" in requested:
+        return requested, f"set by ATTN_IMPL; {hub_kernel_doubt(requested)}"
     if requested != "auto":
         return requested, "set by ATTN_IMPL"
     if not gpus:
@@ -370,6 +384,31 @@ def choose_attention(requested: str, gpus: int, capability: float, installed: It
     if "flash-attn-4" in installed and capability >= 10:
         return "flash_attention_4", "flash-attn-4 is installed, made for Blackwell cards"
     return "torch_flash", "FlashAttention 2 as torch ships it, nothing to install; exact with sinks at any shape"
+
+
+# The Hub kernels that transformers takes for a gpt-oss (GptOssPreTrainedModel._compatible_flash_implementations): it loads
+# the first in the place of any other whose name has "flash" in it.
+HUB_FLASH = ("kernels-community/vllm-flash-attn3", "kernels-community/metal-flash-sdpa")
+
+
+def hub_kernel_doubt(kernel: str) -> str:
+    """What is not known about a Hub kernel that learns a gpt-oss. That of vllm-flash-attn3:
+    https://huggingface.co/kernels-community/vllm-flash-attn3/discussions/3"""
+    if kernel == HUB_FLASH[0]:
+        return "its forward pass takes the attention sinks, its backward pass is not known to handle them"
+    if "flash" in kernel and kernel not in HUB_FLASH:
+        return (
+            f"for a gpt-oss transformers loads {HUB_FLASH[0]} in its place, whose backward pass is not known to handle "
+            "attention sinks"
+        )
+    return "neither its forward nor its backward pass is known to handle attention sinks"
+
+
+def attention_warning(attention: str) -> str | None:
+    """What a run with this attention has to be warned about, if anything."""
+    if "/" not in attention:
+        return None
+    return f"ATTN_IMPL={attention}: its gradients may be wrong (attention sinks). Use ATTN_IMPL=torch_flash"
 
 
 def choose_packing(requested: str | None, attention: str, gpus: int) -> tuple[str, str]:
@@ -438,6 +477,8 @@ def count_parameters(config: Mapping[str, Any]) -> dict[str, int]:
     return {"total": total, "experts": layers * moe, "attention": layers * attention, "embeddings": embeddings}
 
 
+# Ten percent stay free for fragmentation and CUDA's own context; a CPU plans with half of what is free.
+GPU_SHARE, CPU_SHARE = 0.9, 0.5
 PASS_TOKENS = 70_000  # tokens of a forward and backward pass beyond which more tokens gain nothing
 KV_BLOCK = 16  # tokens per block of vLLM's key-value cache
 BATCHED_TOKENS = 8192  # tokens of one prefill pass of vLLM
@@ -563,8 +604,7 @@ def plan_memory(
     if engine_checkpoint is not None:
         engine = plan_engine(settings, config, machine, prompt_len, weights + adapter, engine_checkpoint)
     total = settings.completions_per_step
-    # Ten percent stay free for fragmentation and CUDA's own context; a CPU plans with half of what is free.
-    room = (machine.gpu_free * 0.9 if machine.gpus else machine.ram_free * 0.5) - weights - adapter
+    room = (machine.gpu_free * GPU_SHARE if machine.gpus else machine.ram_free * CPU_SHARE) - weights - adapter
     where = (
         f"{machine.gpu_free:.1f} GiB free on the GPU" if machine.gpus else f"{machine.ram_free:.1f} GiB of free memory"
     )
@@ -591,7 +631,68 @@ def plan_memory(
         chunk_reason = (
             f"largest divisor of {total} whose cache and prefill ({generation(chunk):.1f} GiB) fit in {where}"
         )
-    return Plan(weights, adapter, generation(chunk), learning(micro), micro, micro_reason, chunk, chunk_reason, engine)
+    return Plan(
+        weights, adapter, generation(chunk), learning(micro), micro, micro_reason, chunk, chunk_reason, engine, prompt_len
+    )  # fmt: skip
+
+
+def misfit(plan: Plan, machine: Machine) -> str:
+    """Why a plan does not fit into GPU_SHARE of the GPU's free memory, or '' where it does."""
+    free, engine = machine.gpu_free, plan.engine
+    if engine and engine.cache < engine.cache_least:
+        return f"vLLM would have {engine.cache:.1f} GiB of cache, one completion may need {engine.cache_least:.1f}"
+    # vLLM's own plan leaves a margin; a share of the GPU that was set by hand may leave none.
+    for what, need, share in (
+        (f"learning in passes of {plan.micro_batch}", plan.learning_peak, GPU_SHARE),
+        ("the rollout", plan.rollout_peak, 1.0 if engine else GPU_SHARE),
+    ):
+        if need > free * share:
+            return f"{what} would need {need:.1f} GiB, {share:.0%} of what is free are {free * share:.1f}"
+    return ""
+
+
+def largest_that_fits(misfit: Callable[[int], str], most: int) -> tuple[int, str]:
+    """(largest n up to `most` whose `misfit` is empty, or 0; that of n + 1, '' for n = `most`). What does not fit must
+    not fit with more either.
+
+    >>> largest_that_fits(lambda n: f"{n} > 5" if n > 5 else "", 100)
+    (5, '6 > 5')
+    """
+    most = max(most, 0)
+    largest = bisect.bisect_left(range(1, most + 1), True, key=lambda n: bool(misfit(n)))
+    return largest, misfit(largest + 1) if largest < most else ""
+
+
+def find_limits(
+    settings: Settings,
+    config: Mapping[str, Any],
+    machine: Machine,
+    prompt_len: int,
+    planned: Callable[[Settings], Plan],
+) -> tuple[tuple[int, str], tuple[int, str]]:
+    """Largest MAX_COMPLETION_LEN and largest MICRO_BATCH that fit the GPU, each with all else as set and with what stops
+    the next one. `planned(settings)` is the smallest plan that EXPERTS leaves to choose from."""
+
+    def stops(**change: int) -> str:
+        return misfit(planned(dataclasses.replace(settings, **change)), machine)
+
+    positions, total = config["max_position_embeddings"], settings.completions_per_step
+    length, reason = largest_that_fits(lambda n: stops(MAX_COMPLETION_LEN=n), positions - prompt_len)
+    what = f"; with {length + 1} {reason}" if length else f": {reason}"
+    if not reason:
+        what = f"; the model has {positions} positions, the longest prompt takes {prompt_len}"
+    size, reason = largest_that_fits(lambda n: stops(MICRO_BATCH=n), total)
+    how = (f"; with {size + 1} {reason}" if size else f": {reason}") if reason else ", the whole step"
+    return (length, what), (size, how)
+
+
+def limit_text(name: str, limit: tuple[int, str]) -> str:
+    """One limit of a plan in words.
+
+    >>> limit_text("MICRO_BATCH", (96, ", the whole step")), limit_text("MICRO_BATCH", (0, ": learning would ..."))
+    ('MICRO_BATCH=96, the whole step', 'no MICRO_BATCH: learning would ...')
+    """
+    return (f"{name}={limit[0]}" if limit[0] else f"no {name}") + limit[1]
 
 
 # ---- Preflight: every check that needs no training -------------------------------------------------------------------
@@ -614,7 +715,7 @@ REAL_MODEL = "openai/gpt-oss-20b"
 REAL_CONFIG = {
     "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24, "head_dim": 64,
     "num_attention_heads": 64, "num_key_value_heads": 8, "num_local_experts": 32, "num_experts_per_tok": 4,
-    "vocab_size": 201088, "sliding_window": 128, "quantization_config": {"quant_method": "mxfp4"},
+    "vocab_size": 201088, "sliding_window": 128, "max_position_embeddings": 131072, "quantization_config": {"quant_method": "mxfp4"},
 }  # fmt: skip
 MODEL_FILES = (
     "config.json",
@@ -689,6 +790,9 @@ def check_packages(
             f"{settings.ATTN_IMPL} needs {package}, which is not installed",
             f"Install it ({install}; see docs/install.md)",
         )
+    if "/" in settings.ATTN_IMPL and installed_versions(["kernels"])["kernels"] is None:
+        what = f"{settings.ATTN_IMPL} is loaded by the kernels package, which is not installed"
+        problems.add("ATTN_IMPL", what, "Run `bash scripts/setup.sh --gpu`, or set ATTN_IMPL=auto")
 
 
 def check_settings(settings: Settings, config: Mapping[str, Any] | None, machine: Machine, problems: Problems) -> None:
@@ -930,6 +1034,11 @@ def check_machine(
     """The GPU is there and large enough, and so is the disk."""
     if plan is None or files is None:
         return
+    positions = files.config.get("max_position_embeddings", math.inf)
+    if plan.prompt_len + settings.MAX_COMPLETION_LEN > positions:
+        what = f"after a prompt of {plan.prompt_len} tokens, {settings.MAX_COMPLETION_LEN} are more than the model's {positions} positions"
+        room = positions - plan.prompt_len
+        problems.add("MAX_COMPLETION_LEN", what, f"Set it to {room} or lower" if room > 0 else "Shorten the prompts")
     if machine.gpus:
         if plan.peak > machine.gpu_free:
             rollout = f"generation {plan.generation:.1f}"
@@ -937,8 +1046,10 @@ def check_machine(
                 rollout = f"vLLM awake {plan.engine.awake:.1f} and asleep {plan.engine.asleep:.1f}"
             parts = f"weights {plan.weights:.1f}, adapter {plan.adapter:.1f}, {rollout}, learning {plan.learning:.1f}"
             what = f"the run needs about {plan.peak:.0f} GiB ({parts}) and {machine.gpu_free:.0f} of {machine.gpu_total:.0f} GiB are free"
-            fix = "Lower MAX_COMPLETION_LEN, MICRO_BATCH or GENERATION_BATCH, free the GPU (nvidia-smi names its users), or rent a larger one"
-            problems.add(f"GPU {machine.gpu}", what, fix)
+            quantized = files.config.get("quantization_config") and settings.EXPERTS == "bf16"
+            fix = "Set EXPERTS=mxfp4, lower" if quantized else "Lower"
+            fix += " MAX_COMPLETION_LEN, MICRO_BATCH or GENERATION_BATCH, free the GPU (nvidia-smi names its users), or rent a larger one"
+            problems.add(f"GPU {machine.gpu}", what, fix + largest_values(plan))
         if engine := plan.engine:
             if engine.cache < engine.cache_least:
                 what = (
@@ -946,7 +1057,7 @@ def check_machine(
                     f"trainer's {plan.weights + plan.adapter:.1f} ({engine.cache_reason})"
                 )
                 fix = "Lower MAX_COMPLETION_LEN or PROMPTS_PER_STEP, leave VLLM_GPU_MEM to auto, or set USE_VLLM=0"
-                problems.add("VLLM_GPU_MEM", what, fix)
+                problems.add("VLLM_GPU_MEM", what, fix + largest_values(plan))
             if engine.weights + 2 > machine.ram_free:
                 what = f"the sleeping engine keeps {engine.weights:.1f} GiB in host memory, {machine.ram_free:.1f} GiB are free"
                 problems.add("memory", what, "Free memory, take a machine with more of it, or set USE_VLLM=0")
@@ -970,6 +1081,15 @@ def check_machine(
                 f"{purpose} need {need:.1f} GiB and {free:.1f} GiB are free",
                 f"Free space, or point {name} to a larger disk",
             )
+
+
+def largest_values(plan: Plan) -> str:
+    """The limits of a plan as the end of an advice; empty where they were not looked for."""
+    if not plan.largest_length:
+        return ""
+    limits = {"MAX_COMPLETION_LEN": plan.largest_length[0], "MICRO_BATCH": plan.largest_micro_batch[0]}
+    fitting = [f"{name}={value}" for name, value in limits.items() if value] or [f"no {' and no '.join(limits)}"]
+    return f". With all else as set, {' or '.join(fitting)} fits"
 
 
 def existing_parent(path: Path) -> Path:
@@ -1406,6 +1526,12 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Pre
         free = machine.gpu_free if machine.gpus else machine.ram_free
         experts = choose_experts(settings.EXPERTS, quantized, *plans.values(), free)
         plan = plans[experts[0]]
+        if machine.gpus:
+            kind = "mxfp4" if settings.EXPERTS is None and quantized else experts[0]
+            length, size = find_limits(
+                settings, files.config, machine, plan.prompt_len, lambda s: plan_memory(s, *shapes[1:], kind)
+            )
+            plan = dataclasses.replace(plan, largest_length=length, largest_micro_batch=size)
     if run.checkpoint and plan:  # what `auto` chose stays: other batches would sample differently
         recorded = run.choices.get("plan") or {}
         for name in ("generation_batch",):
@@ -1472,6 +1598,9 @@ def banner(check: Preflight) -> str:
             f"  memory        weights {plan.weights:.2f} + adapter {plan.adapter:.2f} + the larger of {rollout} = "
             f"{plan.peak:.2f} GiB (estimate)"
         )
+        for name, limit in (("MAX_COMPLETION_LEN", plan.largest_length), ("MICRO_BATCH", plan.largest_micro_batch)):
+            if limit:
+                lines.append(f"  largest       {limit_text(name, limit)}")
     else:
         lines.append(
             "  model         the tiny model is made at the first start (under a minute); prompts are measured then"
@@ -1480,6 +1609,8 @@ def banner(check: Preflight) -> str:
     if check.run.exists and s.OVERWRITE:
         state = "DELETES the run that is there (OVERWRITE=1)"
     lines.append(f"  OUTPUT_DIR    {check.run.folder}: {state}")
+    if warning := attention_warning(check.attention[0]):
+        lines.append(boxed(warning))
     return "\n".join(lines)
 
 

@@ -167,6 +167,46 @@ def test_a_very_low_sink_is_no_sink_and_a_high_one_takes_all():
     assert high.abs().max() == 0
 
 
+def test_gradients_of_a_prompts_keys_are_added_up_in_float32(monkeypatch):
+    """On a GPU a BF16 sum of many completions would stop growing; on a CPU torch adds in float32 whatever the type."""
+    seen, add = [], torch.Tensor.index_add_
+    monkeypatch.setattr(torch.Tensor, "index_add_", lambda x, *rest: seen.append(x.dtype) or add(x, *rest))
+    layout = layout_of()
+    inputs = tensors(layout, torch.bfloat16)
+    sink_attention()(*inputs, layout, REFERENCE, SCALE, None).sum().backward()
+    assert seen == [torch.float32] * 2 and inputs[1].grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_flex_masks_and_sinks(monkeypatch, window):
+    """Without a GPU flex attention has no gradient: dense attention stands in for it, through the same BlockMask."""
+    from torch.nn.attention.flex_attention import create_mask
+
+    def dense(query, key, value, block_mask, scale, enable_gqa, return_lse):
+        length = query.shape[2]
+        mask = create_mask(block_mask.mask_mod, None, None, length, length, device="cpu")
+        key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
+        scores = (scale * query @ key.transpose(2, 3)).masked_fill(~mask, -torch.inf)
+        assert enable_gqa and return_lse
+        return scores.softmax(-1) @ value, scores.logsumexp(-1)
+
+    monkeypatch.setattr(train_grpo, "compiled_flex", lambda: dense)
+    layout = layout_of()
+    block_mask = train_grpo.flex_mask(layout, window)
+    length = layout.ids.shape[1]
+    assert torch.equal(
+        create_mask(block_mask.mask_mod, None, None, length, length, device="cpu")[0, 0], may_attend(layout, window)[0]
+    )
+    *inputs, sink = tensors(layout)
+    rows = [x.transpose(0, 1)[None] for x in inputs]
+    found = train_grpo.flex_sinks(None, *rows, block_mask, SCALE, s_aux=sink)[0][0, : layout.queries]
+    expected = sinks_by_softmax(*inputs, sink, layout, window)[: layout.queries]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    dout = torch.randn_like(found)
+    for a, b in zip(*(torch.autograd.grad(x, (*inputs, sink), dout) for x in (found, expected)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
 # ---- Layouts ---------------------------------------------------------------------------------------------------------
 
 TOKENS = st.lists(st.integers(1, 9), min_size=1, max_size=7)
@@ -209,6 +249,14 @@ def test_every_token_sees_what_it_would_in_its_own_row(pool, data, share, one_ro
                 last = len(keys) - n + row
                 kernel[starts[s] + row, keys[max(0, last + 1 - (window or width)) : last + 1]] = True
         assert torch.equal(kernel, mask[0, : layout.queries])
+
+
+@given(st.integers(1, 200_000))
+def test_buckets_are_few_and_waste_little(length):
+    """Compiled attention is bounded by FLEX_SHAPES only if an octave has at most 8 of them."""
+    size = train_grpo.bucket(length)
+    eighth = max(32, 2 ** ((length - 1).bit_length() - 1) // 8) if length > 1 else 32
+    assert size % eighth == 0 and 0 <= size - length < eighth
 
 
 def test_prompts_are_shared_only_where_they_are_equal():

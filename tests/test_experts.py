@@ -57,10 +57,16 @@ for name, ours, plain in zip(("rows", "weights"), (spread, d_weights),
     near("combine_backward " + name, ours, plain)
 
 blocks = torch.randint(0, 256, (E, 6, 2, 16), dtype=torch.uint8)
-scales = torch.randint(100, 150, (E, 6, 2), dtype=torch.uint8)
-out, groups = torch.empty(E, 6, 64, dtype=torch.bfloat16), scales.numel()
-K.unpack[(triton.cdiv(groups, 128),)](blocks, scales, out, groups, BLOCK=128, num_warps=4)
-assert torch.equal(out.transpose(1, 2), t.unpack_mxfp4(blocks, scales)), "unpack"
+blocks[0, 0] = torch.arange(16) * 17  # each code in the low and in the high bits
+# Ordinary scales, and the extreme ones, where 2 ** -127 is subnormal. These in float32, as the interpreter's rounding to
+# BF16 knows no subnormal values. Compared by their bits, so that -0 counts.
+for dtype, lowest, highest in ((torch.bfloat16, 100, 150), (torch.float32, 0, 3), (torch.float32, 248, 253)):
+    scales = torch.randint(lowest, highest, (E, 6, 2), dtype=torch.uint8)
+    scales[0, 0] = lowest
+    out, groups = torch.empty(E, 6, 64, dtype=dtype), scales.numel()
+    K.unpack[(triton.cdiv(groups, 128),)](blocks, scales, out, groups, BLOCK=128, num_warps=4)
+    plain = t.unpack_mxfp4(blocks, scales).transpose(1, 2).to(dtype).contiguous()
+    assert torch.equal(out.view(torch.int16), plain.view(torch.int16)), f"unpack, scales from {lowest}"
 print("all equal")
 """
 
@@ -113,6 +119,18 @@ def test_frozen_experts_equal_transformers_grouped_mm(tiny, dtype):
     for a, b in zip(found, expected, strict=True):
         assert a.dtype == b.dtype == dtype
         assert ((a - b).norm() / b.norm()).item() < (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+def test_activation_backward_is_that_of_autograd():
+    """On both sides of each clamp and at its limit; far below, where the slope is almost nothing, gates are not clamped."""
+    grid = torch.tensor([-20, -7.5, -7, -6.5, -1, 0, 0.3, 6.5, 7, 7.5, 20], dtype=torch.float64)
+    raw = torch.cartesian_prod(grid, grid).flatten()[None].requires_grad_()  # interleaved gate and up
+    bias, expert = torch.zeros(1, raw.shape[1], dtype=torch.float64), torch.zeros(1, dtype=torch.long)
+    gradient = torch.linspace(-2, 2, raw.shape[1] // 2, dtype=torch.float64)[None]
+    (expected,) = torch.autograd.grad(train_grpo.activation(raw, bias, expert), raw, gradient)
+    found = train_grpo.activation_backward(gradient, raw.detach(), bias, expert)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
+    assert not found[0, ::2][raw[0, ::2] > 7].any() and not found[0, 1::2][raw[0, 1::2].abs() > 7].any()
 
 
 def test_packed_experts_equal_unpacked_ones(tiny):

@@ -12,6 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import RENDERED
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
 import train_grpo
 from train_grpo import Plan, Problems, Row, RunState, Settings
@@ -168,6 +171,39 @@ def test_any_cut_and_both_losses_agree_with_plain_trl(tiny, tmp_path, loss_type,
                 assert ((gradient - expected).norm() / expected.norm()).item() < 1e-4, cut
 
 
+def test_logged_means_are_those_of_the_whole_step(tiny, tmp_path):
+    """KL, entropy and clip ratio, means over tokens, whatever the cut; completions have 7, 4, 2 and 6 of them."""
+    trainer = plain_float32(make(tiny, tmp_path, BETA=0.1, TEMPERATURE=0.8))
+    inputs = batch(trainer, old=True, beta=0.1)
+    metrics = trainer._metrics["train"]
+    loss_and_gradients(trainer, inputs, "plain")
+    expected = {name: metrics[name][-1] for name in train_grpo.TOKEN_MEANS}
+    assert len(set(expected.values())) == 3 and all(expected.values()), expected
+    for implementation in ("liger", "trl"):
+        for micro_batch in (1, 2, 3, 4):
+            metrics.clear()
+            loss_and_gradients(trainer, inputs, implementation, micro_batch)
+            found = {name: metrics[name] for name in expected}
+            assert found == {name: [pytest.approx(value, rel=1e-4)] for name, value in expected.items()}, micro_batch
+
+
+def test_the_logged_mismatch_is_over_known_tokens_only(tiny, tmp_path):
+    """Not over padding, nor over the token whose engine log-prob is unknown; its ratio counts as 1."""
+    trainer = plain_float32(make(tiny, tmp_path, IS_CORRECTION="token_truncate", IS_CLIP_MAX=1.3))
+    inputs, metrics = batch(trainer, sampled=True), trainer._metrics["train"]
+    mask = inputs["completion_mask"].bool()
+    difference = (policy_logps(trainer, inputs) - inputs["sampling_per_token_logps"])[mask]
+    known = difference[~difference.isnan()]
+    assert len(known) == len(difference) - 1 == 18
+    for micro_batch in (1, 2, 4):
+        metrics.clear()
+        loss_and_gradients(trainer, inputs, "liger", micro_batch)
+        for name, value in (("mean", known.abs().mean()), ("max", known.abs().max())):
+            assert metrics[f"sampling/sampling_logp_difference/{name}"] == [pytest.approx(value.item(), rel=1e-4)]
+        mean = (known.exp().clamp(max=1.3).sum().item() + 1) / 19
+        assert metrics["sampling/importance_sampling_ratio/mean"] == [pytest.approx(mean, rel=1e-4)]
+
+
 @pytest.mark.parametrize("mode", train_grpo.FIELDS["IS_CORRECTION"].metadata["choices"])
 def test_corrections_agree_with_plain_trl(tiny, tmp_path, mode):
     """A limit that some tokens and sequences exceed, and others do not."""
@@ -214,15 +250,62 @@ def test_reference_log_probs_are_those_of_trl(tiny, tmp_path):
     assert (found[0] - found[1]).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize(("micro_batch", "passes"), [(4, 1), (2, 2), (1, 4)])
-def test_micro_batch_cuts(tiny, tmp_path, micro_batch, passes):
-    """Every completion once, whatever the cut; completions of full length, so that MICRO_BATCH is exact."""
+@pytest.mark.parametrize("packing", ["prefix", "none"])
+@pytest.mark.parametrize(
+    ("micro_batch", "expected"),
+    [(1, [[0], [1], [2], [3]]), (2, [[0, 1], [2, 3]]), (3, [[0, 1, 2], [3]]), (4, [[0, 1, 2, 3]])],
+)
+def test_micro_batch_cuts(tiny, tmp_path, micro_batch, expected, packing):
+    """Completions of full length, so that MICRO_BATCH is exact; each pass holds its own tokens and no others."""
     trainer = make(tiny, tmp_path)
-    inputs = batch(trainer)
-    generated = torch_full(inputs, 8)
-    trainer.run.plan = dataclasses.replace(trainer.run.plan, micro_batch=micro_batch)
-    cut = [rows.tolist() for rows, _ in trainer.passes(generated)]
-    assert sorted(sum(cut, [])) == [0, 1, 2, 3] and len(cut) >= passes
+    inputs = torch_full(batch(trainer), 8)
+    trainer.run.plan, trainer.run.packing = dataclasses.replace(trainer.run.plan, micro_batch=micro_batch), packing
+    cut = list(trainer.passes(inputs))
+    assert [rows.tolist() for rows, _ in cut] == expected
+    prompt = [9, 9, 12, 12]
+    for rows, layout in cut:
+        chosen = rows.tolist()
+        own = [prompt[i] for i in chosen]
+        prompts = sum(own) if packing == "none" else sum(set(own))
+        assert (layout.segment >= 0).sum() == prompts + 8 * len(chosen)
+        completions = inputs["completion_ids"][rows]
+        assert layout.targets.tolist() == completions[layout.rows, layout.columns].tolist()
+        assert len(layout.targets) == completions.numel()
+
+
+@hypothesis_settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), min_size=1, max_size=12),
+    st.integers(1, 60),
+    st.booleans(),
+)
+def test_cut_passes(drawn, most, share):
+    """Every completion once, groups together; a pass is full when the next completion would not have fitted."""
+    prompt_lengths = (5, 1, 12, 7)
+    prompts, lengths = [p for p, _ in drawn], [(prompt_lengths[p], c) for p, c in drawn]
+    cut = train_grpo.cut_passes(prompts, lengths, most, share)
+
+    def tokens(rows):
+        asked = [prompts[i] for i in rows]
+        return sum(prompt_lengths[p] for p in (set(asked) if share else asked)) + sum(lengths[i][1] for i in rows)
+
+    order = sum(cut, [])
+    assert order == sorted(range(len(prompts)), key=lambda i: (prompts.index(prompts[i]), i))
+    assert all(rows and (tokens(rows) <= most or len(rows) == 1) for rows in cut)
+    for rows, following in zip(cut, cut[1:], strict=False):
+        assert tokens([*rows, following[0]]) > most
+
+
+def test_padded_like_puts_each_value_in_its_place():
+    """Zero beyond each completion, and a gradient for every value."""
+    import torch
+
+    layout = train_grpo.make_layout([[1, 2], [3]], [[4, 5, 6], [7]], True, True, "cpu")
+    values = torch.arange(1.0, 5.0).requires_grad_()
+    padded = train_grpo.padded_like(torch.zeros(2, 4, dtype=torch.long), layout, values)
+    assert padded.tolist() == [[1, 2, 3, 0], [4, 0, 0, 0]]
+    (padded * padded).sum().backward()
+    assert values.grad.tolist() == [2, 4, 6, 8]
 
 
 def torch_full(inputs, length):

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import dataclasses
+import doctest
 import json
 from pathlib import Path
 
 import pytest
 from conftest import CLEAN, RENDERED, ROOT, run_script, write_csv
 from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 import train_grpo
@@ -45,6 +47,42 @@ def test_attention_choice_says_why(requested, gpus, capability, installed, chose
     attention, reason = train_grpo.choose_attention(requested, gpus, capability, installed)
     assert attention == chosen and len(reason) > 10
     assert (reason == "set by ATTN_IMPL") is (requested != "auto")
+    assert train_grpo.attention_warning(attention) is None
+
+
+@pytest.mark.parametrize(
+    ("kernel", "words"),
+    [
+        ("kernels-community/vllm-flash-attn3", ["forward pass takes", "backward pass is not known to handle"]),
+        ("kernels-community/flash-attn2", ["loads kernels-community/vllm-flash-attn3 in its place", "not known"]),
+        ("kernels-community/vllm-flash-attn3@v1", ["loads kernels-community/vllm-flash-attn3 in its place"]),
+        ("kernels-community/metal-flash-sdpa", ["neither its forward nor its backward pass is known"]),
+        ("someone/sink-attention", ["neither its forward nor its backward pass is known"]),
+    ],
+)
+def test_hub_kernels_pass_with_what_is_not_known(kernel, words):
+    attention, reason = train_grpo.choose_attention(kernel, 1, 9.0, ())
+    assert attention == kernel and reason.startswith("set by ATTN_IMPL; ") and "sinks" in reason
+    assert all(word in reason for word in words), reason
+    warning = train_grpo.attention_warning(kernel)
+    assert f"ATTN_IMPL={kernel}" in warning and "may be wrong" in warning and "ATTN_IMPL=torch_flash" in warning
+
+
+def test_transformers_still_exchanges_hub_kernels_as_the_doubt_says(monkeypatch):
+    """For a gpt-oss it takes any name with `flash` in it for its first compatible one, and no other."""
+    from transformers import GptOssForCausalLM, modeling_utils
+
+    assert GptOssForCausalLM._compatible_flash_implementations == [
+        train_grpo.HUB_FLASH[0], "flash_attention_4", train_grpo.HUB_FLASH[1]]  # fmt: skip
+    loaded = []
+    monkeypatch.setattr(modeling_utils, "lazy_import_flash_attention", lambda name, **more: loaded.append(name))
+    model = GptOssForCausalLM.__new__(GptOssForCausalLM)
+    asked = ("kernels-community/flash-attn2", *train_grpo.HUB_FLASH, "someone/sink-attention")
+    for name in asked:
+        GptOssForCausalLM._check_and_adjust_attn_implementation(model, name)
+    assert loaded == [train_grpo.HUB_FLASH[0], *asked[1:]]
+    for name, taken in zip(asked, loaded, strict=True):
+        assert ("in its place" in train_grpo.hub_kernel_doubt(name)) is (name != taken)
 
 
 @pytest.mark.parametrize(
@@ -145,6 +183,162 @@ def test_lora_size_is_pefts_own(tiny):
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     adapter = train_grpo.plan_memory(settings, config, CPU, 100, "eager").adapter
     assert adapter * train_grpo.GIB == pytest.approx(trainable * 16)
+
+
+# ---- The largest values that fit -------------------------------------------------------------------------------------
+
+
+def plans_of(kinds, config=REAL_CONFIG, machine=H100, prompt_len=940, checkpoint=None, attention="torch_flash"):
+    packing = train_grpo.choose_packing(None, attention, 1)[0]
+    return lambda changed: [
+        train_grpo.plan_memory(changed, config, machine, prompt_len, attention, checkpoint, packing, kind)
+        for kind in kinds
+    ]
+
+
+def accepted(settings, plans, machine):
+    """As the preflight decides: the experts' choice, then the check of the machine."""
+    two = plans(settings)
+    kind = train_grpo.choose_experts(None, len(two) > 1, two[0], two[-1], machine.gpu_free)[0]
+    problems = Problems()
+    files = ModelFiles(None, dict(REAL_CONFIG))
+    train_grpo.check_machine(settings, files, machine, two[-1] if kind == "mxfp4" else two[0], problems)
+    return not [p for p in problems if p.startswith(("GPU ", "VLLM_GPU_MEM", "MAX_COMPLETION_LEN"))]
+
+
+@hypothesis_settings(max_examples=60, deadline=None)
+@given(
+    free=st.floats(14, 140), micro=st.sampled_from([None, 1, 7, 96]), length=st.sampled_from([64, 4000, 20_000]),
+    kinds=st.sampled_from([["bf16"], ["mxfp4"], ["bf16", "mxfp4"]]), checkpoint=st.sampled_from([None, 13.8]),
+    attention=st.sampled_from(["torch_flash", "eager"]), share=st.sampled_from([None, 0.3]),
+    generation=st.sampled_from([None, 24]), prompt_len=st.integers(1, 3000),
+)  # fmt: skip
+def test_the_largest_values_fit_are_accepted_and_the_next_do_not(
+    free, micro, length, kinds, checkpoint, attention, share, generation, prompt_len
+):
+    machine = dataclasses.replace(H100, gpu_free=free)
+    settings = Settings(MICRO_BATCH=micro, MAX_COMPLETION_LEN=length, VLLM_GPU_MEM=share, GENERATION_BATCH=generation)
+    plans = plans_of(kinds, machine=machine, prompt_len=prompt_len, checkpoint=checkpoint, attention=attention)
+    limits = train_grpo.find_limits(settings, REAL_CONFIG, machine, prompt_len, lambda s: plans(s)[-1])
+    for name, most, (value, reason) in zip(
+        ("MAX_COMPLETION_LEN", "MICRO_BATCH"), (131072 - prompt_len, 96), limits, strict=True
+    ):
+        assert 0 <= value <= most and reason
+        fits = {
+            n: any(not train_grpo.misfit(plan, machine) for plan in plans(dataclasses.replace(settings, **{name: n})))
+            for n in (1, value // 2, value, value + 1, value + 50, 2 * value + 1)
+            if 1 <= n <= most
+        }
+        assert fits == {n: n <= value for n in fits}, "fits up to the named value and not beyond"
+        if value:
+            assert accepted(dataclasses.replace(settings, **{name: value}), plans, machine)
+        assert f"with {value + 1} " in reason or value in (0, most)
+
+
+def test_what_limits_a_completion():
+    """Memory, one completion in vLLM's cache, or the positions of the model; and MICRO_BATCH=auto shrinks for it."""
+
+    def find(free, kind="bf16", checkpoint=None, **changes):
+        machine = dataclasses.replace(H100, gpu_free=free)
+        plans = plans_of([kind], machine=machine, checkpoint=checkpoint)
+        return train_grpo.find_limits(Settings(**changes), REAL_CONFIG, machine, 940, lambda s: plans(s)[0])
+
+    (length, reason), _ = find(79.0)
+    assert length > 60_000 and "learning in passes of 1 would need" in reason and reason.endswith("free are 71.1")
+    fixed, reason = find(79.0, MICRO_BATCH=8)[0]
+    assert 8 * 940 < fixed < length / 4 and "passes of 8" in reason
+    (length, reason), (size, whole) = find(139.0, "mxfp4", MAX_COMPLETION_LEN=100)
+    assert (length, size) == (131072 - 940, 96) and "the model has 131072 positions" in reason
+    assert whole == ", the whole step"
+    (length, reason), _ = find(79.0, checkpoint=13.8, VLLM_GPU_MEM=0.212)
+    assert 0 < length < 131072 - 940 and "one completion may need" in reason
+    (length, why), (size, reason) = find(30.0)
+    assert (length, size) == (0, 0) and why.startswith(": learning in passes of 1") and reason.startswith(": learning")
+
+
+def test_while_learning_the_sleeping_engine_takes_its_part():
+    chosen = plans_of(["bf16"], checkpoint=13.8)(Settings(MICRO_BATCH=24))[0]
+    assert chosen.learning_peak == pytest.approx(
+        chosen.weights + chosen.adapter + chosen.learning + train_grpo.ASLEEP_GIB
+    )
+    assert chosen.peak == chosen.learning_peak > chosen.rollout_peak
+
+
+@pytest.fixture
+def real_size(tiny, tmp_path):
+    """Settings for a checkpoint of the real size, without its weights, on a machine whose nvidia-smi shows an H100."""
+    folder, tools = tmp_path / "model", tmp_path / "bin"
+    folder.mkdir()
+    tools.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (tiny / name).exists():
+            (folder / name).write_bytes((tiny / name).read_bytes())
+    (folder / "config.json").write_text(json.dumps(REAL_CONFIG))
+    (folder / "model.safetensors").touch()
+    (tools / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA H100 80GB HBM3, 81559, 80896, 9.0'\n")
+    (tools / "nvidia-smi").chmod(0o755)
+    return {
+        "MODEL_ID": folder, "DATA": "data/tes_train_compact.csv", "EVAL_SAMPLES": 0, "USE_VLLM": 0, "CUDA_VISIBLE_DEVICES": "0",
+        "PATH": f"{tools}:{CLEAN['PATH']}", "OUTPUT_DIR": tmp_path / "run", "IGNORE_VARS": "",
+    }  # fmt: skip
+
+
+def printed(done, title):
+    return [line.split(maxsplit=1)[1] for line in done.stdout.splitlines() if line.split()[:1] == [title]]
+
+
+def test_check_names_the_largest_values(real_size):
+    done = run_script("--check", **real_size)
+    assert done.returncode == 0, done.stdout + done.stderr
+    # By hand: 76 tokens of prompt; a bucket holds 81,920 tokens and the next one 90,112. A token takes 2 x 2,880 x 24 bytes
+    # of kept states and 248,320 of one layer's backward pass, so 90,112 of them 32.4 GiB beside 39.1 of everything else.
+    assert printed(done, "largest") == [
+        "MAX_COMPLETION_LEN=81844; with 81845 learning in passes of 1 would need 71.5 GiB, 90% of what is free are 71.1",
+        "MICRO_BATCH=20; with 21 learning in passes of 21 would need 71.5 GiB, 90% of what is free are 71.1",
+    ]
+    auto, packed = (printed(run_script("--check", **real_size, EXPERTS=kind), "largest") for kind in ("auto", "mxfp4"))
+    assert auto == packed != printed(done, "largest"), "with EXPERTS=auto the experts may be packed to make room"
+    done = run_script("--check", **real_size, MICRO_BATCH=60)
+    assert done.returncode == 2, done.stdout
+    assert "With all else as set, MAX_COMPLETION_LEN=" in done.stderr and " or MICRO_BATCH=" in done.stderr
+    fits = done.stderr.split("With all else as set, ")[1].split(" fits")[0].split(" or ")
+    for setting in fits:
+        name, value = setting.split("=")
+        done = run_script("--check", **real_size | {"MICRO_BATCH": 60, name: value})
+        assert done.returncode == 0 and f"{setting};" in done.stdout, done.stdout + done.stderr
+    done = run_script("--check", **real_size, MAX_COMPLETION_LEN=131072)
+    assert "are more than the model's 131072 positions. Set it to" in done.stderr
+
+
+def test_where_nothing_fits_the_refusal_says_so():
+    machine, problems = dataclasses.replace(H100, gpu_free=30.0), Problems()
+    plans = plans_of(["bf16"], machine=machine)
+    length, size = train_grpo.find_limits(Settings(), REAL_CONFIG, machine, 940, lambda s: plans(s)[0])
+    chosen = dataclasses.replace(plans(Settings())[0], largest_length=length, largest_micro_batch=size)
+    train_grpo.check_machine(Settings(), ModelFiles(None, dict(REAL_CONFIG)), machine, chosen, problems)
+    problem = next(p for p in problems if p.startswith("GPU "))
+    assert problem.endswith("With all else as set, no MAX_COMPLETION_LEN and no MICRO_BATCH fits")
+    assert "Set EXPERTS=mxfp4, lower MAX_COMPLETION_LEN" in problem
+
+
+def test_a_cpu_has_no_limits_to_name(tiny):
+    environ = {"MODEL_ID": "tiny", "EVAL_SAMPLES": "0"}
+    check = train_grpo.preflight(CLEAN | environ, CPU)
+    assert check.plan.largest_length is check.plan.largest_micro_batch is None
+    assert "largest " not in [line.split()[0] for line in train_grpo.banner(check).splitlines() if line.split()]
+
+
+def test_check_warns_of_a_hub_kernel(real_size, tmp_path):
+    kernel = "kernels-community/vllm-flash-attn3"
+    done = run_script("--check", **real_size, ATTN_IMPL=kernel)
+    assert done.returncode == 2 and f"{kernel} is loaded by the kernels package, which is not installed" in done.stderr
+    (tmp_path / "site" / "kernels-0.16.2.dist-info").mkdir(parents=True)
+    (tmp_path / "site" / "kernels-0.16.2.dist-info" / "METADATA").write_text("Name: kernels\nVersion: 0.16.2\n")
+    done = run_script("--check", **real_size, ATTN_IMPL=kernel, PYTHONPATH=tmp_path / "site")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"| {train_grpo.attention_warning(kernel)} |" in done.stdout
+    assert "backward pass is not known to handle" in only(printed(done, "attention"))
+    assert "its gradients may be wrong" not in run_script("--check", **real_size).stdout
 
 
 # ---- Settings against each other and the machine ---------------------------------------------------------------------
@@ -552,3 +746,8 @@ def test_requirements_are_inside_the_tested_ranges():
                 oldest, untested = train_grpo.TESTED[package]
                 key = train_grpo.version_key
                 assert key(oldest) <= key(version) < key(untested), f"{name}: {line}"
+
+
+def test_doctests():
+    failed, attempted = doctest.testmod(train_grpo)
+    assert failed == 0 and attempted >= 6
