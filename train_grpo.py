@@ -3962,6 +3962,8 @@ def launch(check: Preflight, model_path: str) -> int:
         log.info("\n%s\n", banner(check))
     else:
         log.info("continuing from step %d", check.run.step)
+        if warning := attention_warning(check.attention[0]):
+            log.warning("%s", boxed(warning))
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import transformers

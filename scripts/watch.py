@@ -24,6 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import report
+
+try:
+    import rich  # noqa: F401
+except ImportError:
+    sys.exit("error: watch.py draws with rich, which is not installed. Run: pip install -r requirements.txt")
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
