@@ -38,6 +38,7 @@ import io
 import json
 import logging
 import math
+import netrc
 import os
 import platform
 import random
@@ -47,6 +48,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.parse
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -795,6 +797,34 @@ def check_packages(
         problems.add("ATTN_IMPL", what, "Run `bash scripts/setup.sh --gpu`, or set ATTN_IMPL=auto")
 
 
+def check_trackers(settings: Settings, environ: Mapping[str, str], problems: Problems) -> None:
+    """The trackers are known, installed and logged in: wandb would raise after the model was loaded."""
+    for tracker in listed(settings.REPORT_TO):
+        if tracker not in ("none", "wandb", "tensorboard", "trackio"):
+            problems.add("REPORT_TO", f"{tracker!r} is unknown", "Use none, wandb, tensorboard or trackio")
+        elif tracker != "none" and installed_versions([tracker])[tracker] is None:
+            problems.add("REPORT_TO", f"{tracker} is not installed", f"pip install {tracker}, or set REPORT_TO=none")
+        elif tracker == "wandb" and not wandb_can_start(environ):
+            problems.add(
+                "REPORT_TO", "wandb has no API key", "Run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline"
+            )
+
+
+def wandb_can_start(environ: Mapping[str, str]) -> bool:
+    """Whether wandb needs no key or finds one: in the environment or in the netrc file that `wandb login` writes."""
+    if environ.get("WANDB_MODE", "online") != "online" or environ.get("WANDB_DISABLED"):
+        return True
+    if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    home = Path(environ.get("HOME", "~")).expanduser()
+    paths = [Path(environ["NETRC"])] if environ.get("NETRC") else [home / ".netrc", home / "_netrc"]
+    host = urllib.parse.urlsplit(environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    for path in paths:
+        with contextlib.suppress(OSError, netrc.NetrcParseError):
+            return netrc.netrc(path).authenticators(host) is not None
+    return False
+
+
 def check_settings(settings: Settings, config: Mapping[str, Any] | None, machine: Machine, problems: Problems) -> None:
     """Settings that contradict each other or the machine."""
     total, chunk = settings.completions_per_step, settings.GENERATION_BATCH
@@ -848,11 +878,6 @@ def check_settings(settings: Settings, config: Mapping[str, Any] | None, machine
             "Liger's luspo divides by the number of tokens where TRL's does not",
             "Set LOSS_IMPL=trl for luspo",
         )
-    for tracker in listed(settings.REPORT_TO):
-        if tracker not in ("none", "wandb", "tensorboard", "trackio"):
-            problems.add("REPORT_TO", f"{tracker!r} is unknown", "Use none, wandb, tensorboard or trackio")
-        elif tracker != "none" and installed_versions([tracker])[tracker] is None:
-            problems.add("REPORT_TO", f"{tracker} is not installed", f"pip install {tracker}, or set REPORT_TO=none")
     if settings.USE_VLLM and not machine.gpus:
         problems.add("USE_VLLM", "vLLM beside the trainer needs a GPU and none is visible", "Set USE_VLLM=0")
     if settings.USE_VLLM is not False and settings.TEMPERATURE > 2 and machine.gpus:
@@ -1489,6 +1514,7 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Pre
     check_packages(settings, versions, problems, rollouts[0])
     files = find_model(settings.MODEL_ID, problems)
     check_settings(settings, files.config if files else None, machine, problems)
+    check_trackers(settings, environ, problems)
     rows = read_rows("DATA", settings.DATA, problems)
     eval_rows = read_rows("EVAL_DATA", settings.EVAL_DATA, problems) if settings.EVAL_SAMPLES else []
     for row in eval_rows:
@@ -3367,6 +3393,7 @@ def grpo_config(settings: Settings, plan: Plan, cuda: bool) -> Any:
         save_steps=s.SAVE_STEPS,
         save_total_limit=s.SAVE_TOTAL_LIMIT,
         report_to=trackers or "none",
+        run_name=run_folder(s).name,
         seed=s.SEED,
         data_seed=s.SEED,
         dataloader_pin_memory=cuda,

@@ -355,7 +355,6 @@ CONFLICTS = [
     ({"LORA_TARGETS": "q_proj,all-linear"}, CPU, ["'all-linear' is no linear module"]),
     ({"LORA_TARGETS": ","}, CPU, ["names no module"]),
     ({"LOSS_TYPE": "luspo"}, CPU, ["LOSS_IMPL=trl"]),
-    ({"REPORT_TO": "mlflow"}, CPU, ["'mlflow' is unknown"]),
     ({"USE_VLLM": True}, CPU, ["needs a GPU"]),
     ({}, dataclasses.replace(H100, gpus=2), ["2 GPUs are visible", "CUDA_VISIBLE_DEVICES=0"]),
 ]
@@ -367,6 +366,33 @@ def test_conflicts(changes, machine, messages):
     train_grpo.check_settings(Settings(**changes), None, machine, problems)
     for message in messages:
         assert message in only(problems)
+
+
+def test_trackers_are_known_and_installed(monkeypatch):
+    problems = Problems()
+    train_grpo.check_trackers(Settings(REPORT_TO="mlflow"), {}, problems)
+    assert "'mlflow' is unknown" in only(problems)
+    monkeypatch.setattr(train_grpo, "installed_versions", dict.fromkeys)
+    problems = Problems()
+    train_grpo.check_trackers(Settings(REPORT_TO="tensorboard, none"), {}, problems)
+    assert "tensorboard is not installed" in only(problems)
+
+
+def test_wandb_is_logged_in_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(train_grpo, "installed_versions", lambda names: dict.fromkeys(names, "1"))
+    home = {"HOME": str(tmp_path)}
+    problems = Problems()
+    train_grpo.check_trackers(Settings(REPORT_TO="trackio,wandb"), home, problems)
+    assert "wandb has no API key" in only(problems) and "WANDB_MODE=offline" in only(problems)
+    for variable in ({"WANDB_API_KEY": "k"}, {"WANDB_MODE": "offline"}, {"WANDB_DISABLED": "true"}):
+        assert train_grpo.wandb_can_start(home | variable)
+    assert not train_grpo.wandb_can_start(home | {"WANDB_MODE": "online"})
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password secret\n")
+    assert train_grpo.wandb_can_start(home)
+    assert not train_grpo.wandb_can_start(home | {"WANDB_BASE_URL": "https://wandb.example.org/"})
+    assert not train_grpo.wandb_can_start(home | {"NETRC": str(tmp_path / "none")})
+    (tmp_path / ".netrc").write_text("machine\n")  # torn
+    assert not train_grpo.wandb_can_start(home)
 
 
 def test_lora_targets_that_exist():
