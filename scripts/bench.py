@@ -711,7 +711,14 @@ def bench_step(options: argparse.Namespace) -> int:
             print(f"child {child} ended with exit code {code}", file=sys.stderr)
             return code or 1
         results[child] = json.loads(out.read_text(encoding="utf-8"))
-    one, packed = results["bf16"], results["mxfp4"]
+        # After each child: what was measured is not lost when the machine is given back during the next one.
+        write(Path(options.out), step_figures(results), "python scripts/bench.py step --lengths real_completions.csv")
+    return 0
+
+
+def step_figures(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """Figures of the children that have ended: `bf16`, then `mxfp4`."""
+    one, packed = results["bf16"], results.get("mxfp4")
     later = one["steps"][1:]
 
     def mean(name: str) -> float:
@@ -737,12 +744,16 @@ def bench_step(options: argparse.Namespace) -> int:
         figure("w3_step_s", one["w3_rollout_s"] + one["w3_learn_s"], "s", "16 completions of that kind: rollout and learning"),
         figure("w3_rollout_s", one["w3_rollout_s"], "s", "waking, hand-over and sleeping included"),
         figure("w3_learn_s", one["w3_learn_s"], "s"),
-        figure("w1_job_peak_mxfp4_gib", packed["job_peak_gib"], "GiB", "EXPERTS=mxfp4, all but 40 GiB of the card occupied; by the driver, engine and CUDA context included"),
-        figure("w1_learn_mxfp4_s", packed["w1"]["seconds"], "s", f"EXPERTS=mxfp4, passes of up to {packed['micro_batch']} completions"),
         figure("job_peak_bf16_gib", one["job_peak_gib"], "GiB", "EXPERTS=bf16, MAX_COMPLETION_LEN=4000"),
         figure("plan_error_bf16", error["bf16"], "share", "plan of --check against that peak"),
-        figure("plan_error_mxfp4", error["mxfp4"], "share", "the same with EXPERTS=mxfp4"),
     ]  # fmt: skip
+    if packed:
+        figures += [
+            figure("w1_job_peak_mxfp4_gib", packed["job_peak_gib"], "GiB", "EXPERTS=mxfp4, all but 40 GiB of the card occupied; by the driver, engine and CUDA context included"),
+            figure("w1_learn_mxfp4_s", packed["w1"]["seconds"], "s", f"EXPERTS=mxfp4, passes of up to {packed['micro_batch']} completions"),
+            figure("mxfp4_ratio", packed["w1"]["seconds"] / one["w1"]["seconds"], "x", "learning against EXPERTS=bf16"),
+            figure("plan_error_mxfp4", error["mxfp4"], "share", "the same with EXPERTS=mxfp4"),
+        ]  # fmt: skip
     if "w1_trl_s" in one:
         figures += [
             figure("w1_learn_trl_s", one["w1_trl_s"], "s", "TRL's padded path on the same rollouts in the same process: flex attention, old log-probs, micro-batches of 8"),
@@ -754,8 +765,7 @@ def bench_step(options: argparse.Namespace) -> int:
     if "w2_trl_s" in one:
         figures.append(figure("w2_learn_trl_s", one["w2_trl_s"], "s", "TRL's padded path, micro-batches of 4"))
         figures.append(figure("w2_speedup", one["w2_trl_s"] / one["w2"]["seconds"], "x", "learning against it"))
-    write(Path(options.out), figures, "python scripts/bench.py step --lengths real_completions.csv")
-    return 0
+    return figures
 
 
 @contextlib.contextmanager
