@@ -320,6 +320,7 @@ class Machine:
     cores: int = 1
     arch: str = ""
     capability: float = 0.0  # CUDA compute capability: 8.0 is Ampere, 9.0 Hopper, 10.0 Blackwell
+    compiler: str = "gcc"  # of C, as Triton finds it; empty where there is none
 
 
 @dataclass(frozen=True)
@@ -738,6 +739,7 @@ def read_machine() -> Machine:
         "ram_free": locals().get("ram", 0.0),
         "cores": os.cpu_count() or 1,
         "arch": platform.machine(),
+        "compiler": os.environ.get("CC") or next(filter(shutil.which, ("gcc", "clang", "cc")), ""),
     }
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None or visible.strip() not in ("", "-1"):
@@ -1065,6 +1067,9 @@ def check_machine(
         room = positions - plan.prompt_len
         problems.add("MAX_COMPLETION_LEN", what, f"Set it to {room} or lower" if room > 0 else "Shorten the prompts")
     if machine.gpus:
+        if not machine.compiler:
+            what = "there is none, and the kernels of learner and engine are written in Triton, which needs one"
+            problems.add("C compiler", what, "apt install build-essential, or name one in CC")
         if plan.peak > machine.gpu_free:
             rollout = f"generation {plan.generation:.1f}"
             if plan.engine:

@@ -277,6 +277,7 @@ def real_size(tiny, tmp_path):
     (folder / "model.safetensors").touch()
     (tools / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA H100 80GB HBM3, 81559, 80896, 9.0'\n")
     (tools / "nvidia-smi").chmod(0o755)
+    (tools / "gcc").symlink_to("/bin/true")
     return {
         "MODEL_ID": folder, "DATA": "data/tes_train_compact.csv", "EVAL_SAMPLES": 0, "USE_VLLM": 0, "CUDA_VISIBLE_DEVICES": "0",
         "PATH": f"{tools}:{CLEAN['PATH']}", "OUTPUT_DIR": tmp_path / "run", "IGNORE_VARS": "",
@@ -425,8 +426,19 @@ def test_machine(tmp_path, monkeypatch):
     small = dataclasses.replace(H100, gpu="NVIDIA L4", gpu_total=22.5, gpu_free=22.0)
     problem = only(machine_problems(small, OUTPUT_DIR=out))
     assert "GPU NVIDIA L4" in problem and "22 of 22 GiB are free" in problem and "rent a larger one" in problem
+    bare = dataclasses.replace(H100, compiler="")
+    assert "C compiler: there is none" in only(machine_problems(bare, OUTPUT_DIR=out))
     monkeypatch.setattr(train_grpo.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 2**20})())
     assert f"OUTPUT_DIR={out}" in only(machine_problems(H100, OUTPUT_DIR=out))
+
+
+def test_the_compiler_is_the_one_that_triton_takes(monkeypatch):
+    for found, compiler in ((("clang", "cc"), "clang"), (("gcc", "clang"), "gcc"), ((), "")):
+        monkeypatch.setattr(train_grpo.shutil, "which", lambda name, found=found: name if name in found else None)
+        monkeypatch.delenv("CC", raising=False)
+        assert train_grpo.read_machine().compiler == compiler
+        monkeypatch.setenv("CC", "tcc")
+        assert train_grpo.read_machine().compiler == "tcc"
 
 
 def test_missing_download_space_names_the_cache(tmp_path, monkeypatch):
