@@ -130,7 +130,15 @@ def bench_demo(options: argparse.Namespace) -> int:
             figure(f"seed{seed}_parse_rate_after", after["parse_rate"], "share"),
             figure(f"seed{seed}_total_s", seconds, "s", "process start to zip, model already made"),
         ]
+        plant = json.loads((run / "closed_loop.json").read_text(encoding="utf-8"))["totals"]
+        for name, when in (("base", "before"), ("trained", "after")):
+            figures += [
+                figure(f"seed{seed}_co2_{when}", plant[name]["co2_kg"], "kg", "closed loop, five windows of three days"),
+                figure(f"seed{seed}_unserved_{when}", plant[name]["unserved_kwh"], "kWh", "load that nothing served"),
+                figure(f"seed{seed}_plant_regret_{when}", plant[name]["regret_percent"], "%", "against the exact optimum, unserved load at its price"),
+            ]  # fmt: skip
     figures += [figure(name, runs[0][1][name], "reward", "held-out rows") for name in ("random", "constant", "oracle")]
+    figures.append(figure("optimum_co2", plant["optimum"]["co2_kg"], "kg", "the same windows"))
     plot_runs(runs, Path(options.figure))
     write(Path(options.out), figures)
     return int(min(gains) <= 0)

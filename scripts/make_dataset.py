@@ -6,7 +6,7 @@
     python scripts/make_dataset.py --summary            # reward of random, best constant and oracle, for each CSV
     python scripts/make_dataset.py --profile my.csv [more.csv ...] --out DIR      # the same from your own hourly data
     options: --prompt full|compact|both  --seed N  --co2-column NAME  --load-column NAME
-             --start-kwh E  --explore P  --trajectories N
+             --start-kwh E  --explore P  --trajectories N  --short-share S
 
 A row is one decision of the plant: the prompt, the exact value `q_action_k` of each of the four actions in that state,
 and the reward `reward_action_k`, the Boltzmann softmax of the four values. docs/data.md explains all of it.
@@ -18,11 +18,12 @@ from __future__ import annotations
 import argparse
 import csv
 import io
+import itertools
 import math
 import re
 import sys
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta
 from pathlib import Path
@@ -41,10 +42,13 @@ LOW_HOURS = 5  # stored energy is worth the mean of the next day's so many lowes
 TEMPERATURE = 0.05  # of the softmax that turns action values into rewards
 START_KWH = 150.0  # half full
 EXPLORE = 0.25  # share of decisions on a trajectory that are random instead of optimal
+SHORT_SHARE = 0.3  # of the rows of the committed training files: hours whose load exceeds the stored energy
 SEED = 1  # of the committed files
 TRAIN_WINDOWS, HELDOUT_WINDOWS = {"full": 4, "compact": 20}, {"full": 2, "compact": 5}
 TRAIN_START, HELDOUT_START = date(2025, 4, 7), date(2025, 9, 1)  # Mondays; a window starts on every Monday
-TRAIN_STREAM, HELDOUT_STREAM, ROWS_STREAM = 0, 1, 2  # random streams: the same seed never gives the same day in two
+# Random streams: the same seed never gives the same day in two.
+TRAIN_STREAM, HELDOUT_STREAM, ROWS_STREAM, SHORT_STREAM = 0, 1, 2, 3
+MOST_TRAJECTORIES = 200  # through each window of a profile, in search of short hours
 DATA_DIR = Path(__file__).resolve().parent.parent / "data"
 
 CONTEXT_COLUMNS = {"full": ("prompt",), "compact": ("system", "user")}
@@ -474,6 +478,11 @@ class State:
     next_co2: np.ndarray  # the next day [kg/kWh]
     plant: Plant = Plant()
 
+    @property
+    def short_kwh(self) -> float:
+        """Load of the hour that the stored energy cannot serve, and that output 0 would leave unserved."""
+        return max(0.0, float(self.load_kw[HOURS.index(self.stamp.hour)]) - self.energy_kwh)
+
 
 # The text below is an interface: it is what the users' files say, word for word.
 FULL_SYSTEM = """\
@@ -602,15 +611,15 @@ def whole(value: float) -> int:
 # ---- Rows -----------------------------------------------------------------------------------------------------------
 
 
-def window_rows(
+def trajectory(
     window: Window,
     rng: np.random.Generator,
     prompt: str = "full",
     start_kwh: float | None = START_KWH,
     explore: float = EXPLORE,
     plant: Plant | None = None,
-) -> list[dict[str, Any]]:
-    """Follows one trajectory through a window; returns a row for each of its 30 decisions.
+) -> list[tuple[dict[str, Any], State]]:
+    """Follows one trajectory through a window; returns the row and the state of each of its 30 decisions.
 
     The trajectory takes the optimal action, or with probability `explore` a random one, so that later rows start from
     states an imperfect policy gets into. The values in a row are those of its own state and do not depend on the action
@@ -630,21 +639,57 @@ def window_rows(
         texts = (render_full(state),) if prompt == "full" else render_compact(state)
         q = q_values(solution, t, energy)
         best = best_action(q)
-        rows.append(
-            {
-                "timestep": 24 * day + HOURS[i],
-                "timestamp": stamp.isoformat(),
-                **dict(zip(CONTEXT_COLUMNS[prompt], texts, strict=True)),
-                "optimal_action": best,
-                **{f"q_action_{k}": float(value) for k, value in enumerate(q)},
-                **{f"reward_action_{k}": float(value) for k, value in enumerate(boltzmann(q))},
-            }
-        )
+        row = {
+            "timestep": 24 * day + HOURS[i],
+            "timestamp": stamp.isoformat(),
+            **dict(zip(CONTEXT_COLUMNS[prompt], texts, strict=True)),
+            "optimal_action": best,
+            **{f"q_action_{k}": float(value) for k, value in enumerate(q)},
+            **{f"reward_action_{k}": float(value) for k, value in enumerate(boltzmann(q))},
+        }
+        rows.append((row, state))
         # Both numbers are always drawn, so a draw more or less does not shift the rest of the trajectory.
         chance, random_action = rng.random(), int(rng.integers(len(plant.ratios)))
         action = random_action if chance < explore else best
         energy = float(step(plant, energy, action, window.load_kw[day, i], window.co2[day, i]).energy_kwh)
     return rows
+
+
+def window_rows(*arguments: Any, **named: Any) -> list[dict[str, Any]]:
+    """The rows of `trajectory`, which takes the same arguments."""
+    return [row for row, _ in trajectory(*arguments, **named)]
+
+
+def with_short_hours(
+    decisions: Sequence[tuple[dict[str, Any], State]],
+    more: Iterable[tuple[Window, np.random.Generator]],
+    prompt: str,
+    share: float,
+    explore: float = EXPLORE,
+) -> list[dict[str, Any]]:
+    """The rows of `decisions`, and behind them short hours of further trajectories until these are `share` of all rows.
+
+    A short hour's load exceeds the stored energy: it has to be served now, and not doing so costs a hundred times what
+    serving costs. The optimum's neighbourhood holds few of them; a policy that saves CO2 with an emptier storage meets
+    many (docs/evaluation.md). `more`: windows to look in, each from a random start; where they end, so does the search.
+    """
+    rows, short = [row for row, _ in decisions], sum(state.short_kwh > 0 for _, state in decisions)
+    for window, rng in more:
+        if short >= share * len(rows):
+            break
+        for row, state in trajectory(window, rng, prompt, None, explore):
+            if state.short_kwh > 0 and short < share * len(rows):
+                rows.append(row)
+                short += 1
+    return rows
+
+
+def short_windows(seed: int) -> Iterator[tuple[Window, np.random.Generator]]:
+    """Invented windows without end, of a random stream of their own, on the Mondays of the training days."""
+    for i in itertools.count():
+        start = TRAIN_START + timedelta(weeks=i % max(TRAIN_WINDOWS.values()))
+        profile = synthetic_profile((seed, SHORT_STREAM, i), DECISION_DAYS + 1, start)
+        yield windows(profile)[0], np.random.default_rng((seed, SHORT_STREAM, i, 1))
 
 
 def synthetic_windows(seed: int, stream: int, count: int, start: date) -> list[tuple[Window, np.random.Generator]]:
@@ -690,13 +735,14 @@ def rows_csv(rows: list[dict[str, Any]]) -> str:
 def synthetic_files(seed: int, prompts: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yields (name, text) of the files under data/; full prompts describe the first windows of the compact ones."""
     splits = (
-        ("train", TRAIN_STREAM, TRAIN_WINDOWS, TRAIN_START, None),
-        ("heldout", HELDOUT_STREAM, HELDOUT_WINDOWS, HELDOUT_START, START_KWH),
+        ("train", TRAIN_STREAM, TRAIN_WINDOWS, TRAIN_START, None, SHORT_SHARE),
+        ("heldout", HELDOUT_STREAM, HELDOUT_WINDOWS, HELDOUT_START, START_KWH, 0.0),
     )
-    for split, stream, counts, start, start_kwh in splits:
+    for split, stream, counts, start, start_kwh, share in splits:
         for prompt in prompts:
             made = synthetic_windows(seed, stream, counts[prompt], start)
-            rows = [row for window, rng in made for row in window_rows(window, rng, prompt, start_kwh)]
+            decisions = [one for window, rng in made for one in trajectory(window, rng, prompt, start_kwh)]
+            rows = with_short_hours(decisions, short_windows(seed), prompt, share)
             yield file_name(split, prompt), rows_csv(rows)
     count = max(HELDOUT_WINDOWS.values())
     dates = [HELDOUT_START + timedelta(weeks=i) for i in range(count)]
@@ -711,15 +757,23 @@ def profile_files(
     start_kwh: float,
     explore: float,
     trajectories: int,
+    short_share: float = 0.0,
 ) -> Iterator[tuple[str, str]]:
     """Yields (name, text) of the files made from the users' profiles; further trajectories start at random energies."""
     for stem, profile in profiles.items():
+        made = list(enumerate(windows(profile)))
         for prompt in prompts:
-            rows = []
-            for w, window in enumerate(windows(profile)):
+            decisions = []
+            for w, window in made:
                 for n in range(trajectories):
                     rng = np.random.default_rng((seed, w, n))
-                    rows += window_rows(window, rng, prompt, start_kwh if n == 0 else None, explore)
+                    decisions += trajectory(window, rng, prompt, start_kwh if n == 0 else None, explore)
+            more = (
+                (window, np.random.default_rng((seed, w, n)))
+                for n in range(trajectories, trajectories + MOST_TRAJECTORIES)
+                for w, window in made
+            )
+            rows = with_short_hours(decisions, more, prompt, short_share, explore)
             yield file_name(stem, prompt), rows_csv(rows)
 
 
@@ -794,8 +848,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     own.add_argument(
         "--trajectories", type=number(1, 1000, int), metavar="N", help="a window, from the 2nd at random starts"
     )
+    own.add_argument(
+        "--short-share",
+        type=number(0, 0.9),
+        metavar="S",
+        help="least share of hours whose load exceeds the stored energy",
+    )
     args = parser.parse_args(argv)
-    named = ("co2_column", "load_column", "start_kwh", "explore", "trajectories")
+    named = ("co2_column", "load_column", "start_kwh", "explore", "trajectories", "short_share")
     only = [f"--{name.replace('_', '-')}" for name in named if getattr(args, name) is not None]
     if only and not args.profile:
         parser.error(f"{', '.join(only)}: only with --profile; the synthetic files have fixed settings")
@@ -854,7 +914,9 @@ def own_files(args: argparse.Namespace, prompts: Sequence[str]) -> Iterator[tupl
         print(f"{stem}: {len(profile.dates)} days, {len(made)} window(s)" + f"; not used: {spare}" * bool(spare))
     start_kwh = START_KWH if args.start_kwh is None else args.start_kwh
     explore = EXPLORE if args.explore is None else args.explore
-    return profile_files(profiles, prompts, args.seed, start_kwh, explore, args.trajectories or 1)
+    return profile_files(
+        profiles, prompts, args.seed, start_kwh, explore, args.trajectories or 1, args.short_share or 0.0
+    )
 
 
 def check(out: Path, files: dict[str, str], seed: int) -> int:

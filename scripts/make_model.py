@@ -32,7 +32,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -826,6 +826,7 @@ def make_tokenizer(vocab: int = TINY.vocab) -> Any:
 
 # Seeds of make_dataset.synthetic_rows, beyond those that data files use.
 TOKENIZER_SEED, WARMUP_SEED, PROBE_SEED = 10_001, 10_002, 10_003
+TINY_DISTANCES = ((1, 2, 3, 4),)  # tokens back, one for each head of the sliding layer
 ANSWER_BEFORE, ANSWER_AFTER = "<|channel|>final<|message|>[", "]<|return|>"
 ACTIONS = 4
 FIXED_DATE = "2025-04-07"  # warm-up prompts draw their dates around it
@@ -837,14 +838,19 @@ class Recipe:
 
     windows: int = 360  # of synthetic rows, 30 each
     probe_windows: int = 20
+    short_weight: int = 9  # how often a row is drawn whose storage cannot carry the load: rare, but costly to misread
     read_steps: int = 300  # phase 1: all weights, targets as sharp as the rewards: learn to read the numbers
     soften_steps: int = 100  # phase 2: experts frozen in 4 bit, targets flattened: become undecided
     batch: int = 32
     lr: float = 4e-3
     soften_lr: float = 1e-3
     sharpness: float = 0.25  # phase 2 targets are the rewards to this power: a softmax of the values, 4 times as hot
-    uniform: float = 0.1  # and this share of the probability is spread evenly
     format_weight: float = 0.5  # of the loss on the fixed tokens of the answer against the loss on the action
+
+
+def is_short(row: dict[str, Any]) -> bool:
+    """Whether the storage cannot carry the hour's load in a compact row, so that output 0 leaves load unserved."""
+    return " short 0 " not in row["user"]
 
 
 def _encode_rows(tokenizer: Any, rows: list[dict[str, Any]], seed: int) -> tuple[list[list[int]], torch.Tensor]:
@@ -891,15 +897,47 @@ def _initial_numbers(model: Any, tokenizer: Any) -> None:
     import torch
 
     width = model.config.hidden_size
-    value = torch.arange(LARGEST_NUMBER + 1).unsqueeze(1) / LARGEST_NUMBER
+    number = torch.arange(LARGEST_NUMBER + 1).unsqueeze(1)
+    value = number / LARGEST_NUMBER
     waves = torch.arange(1, 7) * math.pi
-    features = torch.cat((value - 0.5, (value - 0.5).abs(), (value * waves).sin(), (value * waves).cos()), dim=1)
+    # The logarithm tells 0 from 1 and 2: whether anything is short matters more than how much.
+    small = number.log1p() / math.log(LARGEST_NUMBER + 1) - 0.5
+    features = torch.cat((value - 0.5, (value - 0.5).abs(), (value * waves).sin(), (value * waves).cos(), small), dim=1)
     table = features @ (torch.randn(features.shape[1], width) * 0.1)
     weight = model.model.embed_tokens.weight
     with torch.no_grad():
         for n in range(LARGEST_NUMBER + 1):
             weight[tokenizer.token_to_id(str(n))] += table[n]
             weight[tokenizer.token_to_id(f"\u0120{n}")] += table[n]
+
+
+def initial_heads(model: Any, distances: Sequence[Sequence[int]], sharpness: float = 5.0) -> None:
+    """Let the heads of the first sliding layers look a fixed number of tokens back, through the biases of q and k.
+
+    A number must know which word stands before it before anything can find it; from random weights, heads that do that
+    are the slowest thing to appear. Both biases lie in the fast-turning pairs of RoPE, the key's at angle 0, the query's
+    turned back by the distance: their product peaks where the distance is that.
+
+    Args:
+        distances: tokens back of each head, for one sliding layer after the other; fewer than heads are repeated.
+        sharpness: how far the logit falls one token beside the peak.
+    """
+    import torch
+
+    rotary, size = model.model.rotary_emb, model.config.head_dim
+    pairs = [n for n in range(size // 2) if rotary.inv_freq[n] > 0.08]
+    turns = rotary.inv_freq[pairs].float()
+    fall = (1 - turns.cos()).sum() * rotary.attention_scaling**2 / math.sqrt(size)
+    length = (sharpness / fall).sqrt()
+    with torch.no_grad():
+        for layer, back in zip(model.model.layers[0::2], distances, strict=False):
+            key = layer.self_attn.k_proj.bias.view(-1, size)
+            query = layer.self_attn.q_proj.bias.view(-1, size)
+            key[:, pairs] = length
+            for n in range(len(query)):
+                angle = -back[n % len(back)] * turns
+                query[n, pairs] = length * angle.cos()
+                query[n, [p + size // 2 for p in pairs]] = length * angle.sin()
 
 
 def _figures(model: Any, ids: list[list[int]], rewards: torch.Tensor, answer: dict[str, Any]) -> dict[str, float]:
@@ -978,6 +1016,7 @@ def train_tiny(
         "pad": token_ids[PAD],
     }
     rows = _dataset().synthetic_rows(WARMUP_SEED, recipe.windows)
+    rows += [row for row in rows if is_short(row)] * (recipe.short_weight - 1)
     ids, rewards = _encode_rows(tokenizer, rows, WARMUP_SEED)
     probe_ids, probe_rewards = _encode_rows(
         tokenizer, _dataset().synthetic_rows(PROBE_SEED, recipe.probe_windows), PROBE_SEED
@@ -991,6 +1030,7 @@ def train_tiny(
             GptOssConfig.from_dict(config), dtype=torch.float32, attn_implementation="eager"
         )
         _initial_numbers(model, tokenizer)
+        initial_heads(model, TINY_DISTANCES)
         model.train()
         shuffle = torch.Generator().manual_seed(seed)
 
@@ -1036,7 +1076,7 @@ def train_tiny(
                 weight.requires_grad_(False)
                 packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         soft = rewards.clamp(min=1e-30) ** recipe.sharpness
-        soft = (1 - recipe.uniform) * soft / soft.sum(-1, keepdim=True) + recipe.uniform / ACTIONS
+        soft /= soft.sum(-1, keepdim=True)
         phase(recipe.soften_steps, recipe.soften_lr, soft, "soften")
 
         model.eval()

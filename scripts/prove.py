@@ -71,12 +71,11 @@ class Scale:
     batch: int
     lr: float
     soften_lr: float
-    train_windows: int  # of the rows for GRPO ...
-    short_windows: int  # ... and these, of which only the rows that leave no choice but to heat are kept
+    train_windows: int  # of the rows for GRPO; short hours of more windows come on top
     heldout_windows: int
     settings: Mapping[str, str] = field(default_factory=dict)  # of train_grpo.py
     sharpness: float = 0.25  # phase 2's targets are the rewards to this power ...
-    uniform: float = 0.02  # ... and this share of the probability is spread evenly
+    uniform: float = 0.01  # ... and this share of the probability is spread evenly
     format_weight: float = 0.5  # of the loss on the fixed tokens of the answer against the loss on the action
     text_weight: float = 0.2  # ... on the prompt's own tokens
     reading_weight: float = 2.0  # ... on the quantities that a linear probe reads from a middle layer
@@ -103,7 +102,6 @@ SCALES = {
         lr=1e-3,
         soften_lr=3e-4,
         train_windows=80,
-        short_windows=400,
         heldout_windows=16,
         settings=COMMON
         | {
@@ -125,7 +123,6 @@ SCALES = {
         lr=4e-3,
         soften_lr=1e-3,
         train_windows=10,
-        short_windows=10,
         heldout_windows=4,
         settings=COMMON
         | {
@@ -138,7 +135,6 @@ SCALES = {
 
 WARMUP_SEED, PROBE_SEED, DATA_SEED = 40_000, 30_000, 20_000  # of days; a window's own number is added to the first two
 NEAR_KWH = 40.0
-NO_CHOICE = 1e-12  # reward of action 0 below which it leaves load unserved: more than emissions alone can cost
 KEPT_TAIL = 8  # tokens of a prompt's end that a focused row keeps
 PAD_TO = 8  # columns; attention kernels want aligned masks
 LARGEST_NUMBER = 999  # the o200k tokenizer has a token for every run of one to three digits
@@ -228,20 +224,19 @@ def make_rows(seed: int, windows: int, kind: str) -> list[tuple[str, list[float]
 def write_data(folder: Path, scale: Scale) -> None:
     """The CSVs of the run: training rows, held-out rows, and the hourly profile of the held-out windows.
 
-    A trained policy keeps the storage emptier than the trajectories that rows come from, so hours whose load nothing
-    but the heat pump can carry are rare in the rows and common in the plant (docs/evaluation.md): more of them are added.
+    As in data/, short hours make up `ds.SHORT_SHARE` of the training rows; held-out rows are as they come.
     """
     folder.mkdir(parents=True, exist_ok=True)
 
-    def rows_of(seed: int, stream: int, count: int, start: date, energy: float | None) -> list[dict[str, Any]]:
-        made = ds.synthetic_windows(seed, stream, count, start)
-        return [row for window, rng in made for row in ds.window_rows(window, rng, scale.prompt, energy)]
+    def decisions(stream: int, count: int, start: date, energy: float | None) -> list[tuple[dict[str, Any], ds.State]]:
+        made = ds.synthetic_windows(DATA_SEED, stream, count, start)
+        return [one for window, rng in made for one in ds.trajectory(window, rng, scale.prompt, energy)]
 
-    train = rows_of(DATA_SEED, ds.TRAIN_STREAM, scale.train_windows, ds.TRAIN_START, None)
-    for row in rows_of(DATA_SEED + 1, ds.TRAIN_STREAM, scale.short_windows, ds.TRAIN_START, None):
-        if row["reward_action_0"] < NO_CHOICE:
-            train.append(row)
-    heldout = rows_of(DATA_SEED, ds.HELDOUT_STREAM, scale.heldout_windows, ds.HELDOUT_START, ds.START_KWH)
+    train = ds.with_short_hours(
+        decisions(ds.TRAIN_STREAM, scale.train_windows, ds.TRAIN_START, None),
+        ds.short_windows(DATA_SEED), scale.prompt, ds.SHORT_SHARE,
+    )  # fmt: skip
+    heldout = [row for row, _ in decisions(ds.HELDOUT_STREAM, scale.heldout_windows, ds.HELDOUT_START, ds.START_KWH)]
     for stem, rows in (("train", train), ("heldout", heldout)):
         (folder / f"tes_{stem}.csv").write_bytes(ds.rows_csv(rows).encode())
     days = [ds.HELDOUT_START + timedelta(weeks=i) for i in range(scale.heldout_windows)]
@@ -492,7 +487,7 @@ def new_model(shape: mm.Shape, vocabulary: Vocabulary) -> Any:
             layer.self_attn.sinks.normal_(0.0, 0.5)
             layer.self_attn.sinks.requires_grad_(False)
         initial_numbers(model, vocabulary)
-        initial_heads(model)
+        mm.initial_heads(model, HEAD_DISTANCES)
     return model
 
 
@@ -514,35 +509,6 @@ def initial_numbers(model: Any, vocabulary: Vocabulary) -> None:
 # Tokens back, one for each head, in the first two sliding layers: neighbours first, then, in the second, an hour's own
 # numbers and the same number an hour earlier (a line of the forecast has 26 tokens).
 HEAD_DISTANCES = ((1, 2, 3, 4, 5, 6, 7, 8), (1, 8, 6, 11, 17, 26, 20, 3))
-
-
-def initial_heads(model: Any, sharpness: float = 5.0) -> None:
-    """Let the heads of the first two sliding layers look a fixed number of tokens back, through the biases of q and k.
-
-    A token must know what stands before it ("load=") before anything can find it; from random weights, heads that do
-    that are the slowest thing to appear. Both biases lie in the fast-turning pairs of RoPE, the key's at angle 0, the
-    query's turned back by the distance: their product peaks where the distance is that. `sharpness` is how far the
-    logit falls one token beside the peak.
-    """
-    import torch
-
-    rotary = model.model.rotary_emb
-    size = model.config.head_dim
-    pairs = [n for n in range(size // 2) if rotary.inv_freq[n] > 0.08]
-    turns = rotary.inv_freq[pairs].float()
-    fall = (1 - turns.cos()).sum() * rotary.attention_scaling**2 / math.sqrt(size)
-    length = (sharpness / fall).sqrt()
-    for layer, distances in zip(model.model.layers[0::2], HEAD_DISTANCES, strict=False):
-        attention = layer.self_attn
-        key = attention.k_proj.bias.view(-1, size)
-        query = attention.q_proj.bias.view(-1, size)
-        key[:, pairs] = length
-        for n in range(len(query)):
-            angle = -distances[n % len(distances)] * turns
-            query[n, pairs] = length * angle.cos()
-            query[n, [p + size // 2 for p in pairs]] = length * angle.sin()
-        if torch.isnan(query).any():
-            raise AssertionError("initial heads are not numbers")
 
 
 def forward(model: Any, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -345,6 +345,48 @@ def test_tiny_answers_in_format_and_has_something_to_learn(tiny: Path) -> None:
     assert 0.33 < figures["reward"] < figures["best_constant"] < figures["greedy"] < figures["oracle"]
 
 
+def test_tiny_reads_whether_the_storage_carries_the_hour(tiny: Path) -> None:
+    """Output 0 leaves load unserved in short hours: a model that cannot tell them empties the storage and stays there.
+
+    The stored model is undecided on purpose, but flattened targets of output 0 stay near 0 in these hours.
+    """
+    rows = mm._dataset().synthetic_rows(4321, 60)
+    ids, _ = mm._encode_rows(tokenizer := mm.make_tokenizer(), rows, 0)
+    texts = (f"{mm.ANSWER_BEFORE}0{mm.ANSWER_AFTER}", mm.ANSWER_BEFORE)
+    answer, place = (len(tokenizer.encode(text).ids) for text in texts)
+    model, actions = load(tiny).float(), [tokenizer.token_to_id(str(k)) for k in range(4)]
+    with torch.no_grad():
+        batches = (ids[n : n + 100] for n in range(0, len(ids), 100))
+        parts = [mm._answer_logits(model, batch, answer, tokenizer.token_to_id(mm.PAD))[:, place] for batch in batches]
+    p = torch.cat(parts).softmax(-1)[:, actions]
+    short = torch.tensor([mm.is_short(row) for row in rows])
+    assert 60 < short.sum() < 0.1 * len(rows)
+    assert p[short, 0].mean() < 0.015 < 0.3 < p[~short, 0].mean()
+
+
+def test_short_rows_are_those_whose_load_exceeds_the_storage() -> None:
+    for row in mm._dataset().synthetic_rows(4321, 20):
+        store, load_kw = (int(row["user"].split(f"{word} ")[1].split()[0]) for word in ("store", "load"))
+        if abs(load_kw - 3 * store) > 3:  # store is a rounded percentage of 300 kWh
+            assert mm.is_short(row) == (load_kw > 3 * store)
+
+
+def test_initial_heads_look_back_by_their_distance() -> None:
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    config = mm.config_dict(mm.TINY, {token: 0 for token in mm.SPECIAL_TOKENS})
+    config.pop("quantization_config")
+    torch.manual_seed(0)
+    model = GptOssForCausalLM._from_config(GptOssConfig.from_dict(config), attn_implementation="eager").float().eval()
+    mm.initial_heads(model, mm.TINY_DISTANCES)
+    ids = torch.randint(300, (1, 30), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        attentions = model(input_ids=ids, output_attentions=True, use_cache=False).attentions[0]
+    for head, distance in enumerate(mm.TINY_DISTANCES[0]):
+        looked = attentions[0, head, 20:, :30].argmax(-1)
+        assert (torch.arange(20, 30) - looked == distance).float().mean() >= 0.8  # content has a say too
+
+
 def test_cache_is_used_and_interrupted_builds_leave_nothing(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

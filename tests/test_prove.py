@@ -172,20 +172,19 @@ def test_warm_up_rows_differ_from_all_others():
     assert scale.windows + prove.WARMUP_SEED < 2**32 and prove.PROBE_SEED + scale.probe_windows < prove.WARMUP_SEED
 
 
-def test_rows_without_a_choice_are_added_to_the_training_rows_alone(tmp_path):
-    scale = dataclasses.replace(prove.SCALES["mid"], train_windows=2, short_windows=6, heldout_windows=2)
+def test_training_rows_hold_short_hours_and_held_out_rows_are_as_they_come(tmp_path):
+    scale = dataclasses.replace(prove.SCALES["mid"], train_windows=2, heldout_windows=2)
     prove.write_data(tmp_path, scale)
+    stored, load = (prove.QUANTITIES.index(name) for name in ("stored", "load"))
 
-    def read(name: str) -> list[list[float]]:
+    def short(name: str) -> list[bool]:
         with (tmp_path / name).open(newline="", encoding="utf-8") as file:
-            return [[float(row["reward_action_0"]), *prove.readings(row["prompt"])] for row in csv.DictReader(file)]
+            found = [prove.readings(row["prompt"]) for row in csv.DictReader(file)]
+        return [row[load] > row[stored] - 0.5 for row in found]  # the prompt rounds what is stored
 
-    train, heldout = read("tes_train.csv"), read("tes_heldout.csv")
-    assert len(heldout) == 60 and len(train) > 65
-    stored, load = (1 + prove.QUANTITIES.index(name) for name in ("stored", "load"))
-    for row in train[60:]:  # the prompt rounds what is stored
-        assert row[0] < prove.NO_CHOICE and row[load] > row[stored] - 1
-    assert any(row[0] >= prove.NO_CHOICE for row in train[:60])
+    train, heldout = short("tes_train.csv"), short("tes_heldout.csv")
+    assert len(heldout) == 60 and sum(heldout) < 12
+    assert len(train) > 65 and all(train[60:]) and 0.28 < sum(train) / len(train) < 0.36
 
 
 def test_figures_count_what_leaves_load_unserved(placed, vocabulary, model, monkeypatch):
