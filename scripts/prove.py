@@ -602,6 +602,13 @@ class Clock:
         return min(1.0, max(self.elapsed / self.seconds, self.step / self.steps))
 
 
+def draw_weights(deficit: torch.Tensor, scale: Scale) -> torch.Tensor:
+    """How often each row is drawn, relative to others; `deficit` as `Rows.deficit`, ``[N]``."""
+    import torch
+
+    return torch.where(deficit > 0, scale.short_weight, torch.where(deficit > -NEAR_KWH, scale.near_weight, 1.0))
+
+
 def warm_up(
     model: Any, rows: Rows, probe: Rows, vocabulary: Vocabulary, scale: Scale, seed: int, log: Callable[[str], None]
 ) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, float]]]:
@@ -627,8 +634,7 @@ def warm_up(
         probe_head = torch.nn.Linear(model.config.hidden_size, len(QUANTITIES)).to(device)
     clock = Clock(scale.seconds, scale.steps)
     seen = {"tokens": 0, "rows": 0, "said": 0.0}
-    chance = torch.where(rows.deficit > -NEAR_KWH, scale.near_weight, 1.0)
-    chance = torch.where(rows.deficit > 0, scale.short_weight, chance)
+    chance = draw_weights(rows.deficit, scale)
 
     def phase(name: str, end: float, lr: float, targets: torch.Tensor, focus_until: float) -> None:
         parameters = [p for p in model.parameters() if p.requires_grad]

@@ -187,6 +187,12 @@ def test_training_rows_hold_short_hours_and_held_out_rows_are_as_they_come(tmp_p
     assert len(train) > 65 and all(train[60:]) and 0.28 < sum(train) / len(train) < 0.36
 
 
+def test_rows_near_the_boundary_are_drawn_more_often():
+    scale = dataclasses.replace(prove.SCALES["mid"], short_weight=8.0, near_weight=3.0)
+    deficit = torch.tensor([-math.inf, -100.0, -prove.NEAR_KWH, -1.0, 0.0, 0.1, 90.0])
+    assert prove.draw_weights(deficit, scale).tolist() == [1, 1, 1, 3, 3, 8, 8]
+
+
 def test_figures_count_what_leaves_load_unserved(placed, vocabulary, model, monkeypatch):
     """A model that answers each action alike: in hours that actions leave load unserved, those have 1/4 each."""
     count = len(placed)
