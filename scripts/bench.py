@@ -163,11 +163,11 @@ def plot_runs(runs: list[tuple[Path, dict[str, Any]]], path: Path) -> None:
         label = f"{run.name.replace('-', ' ')}: held-out {result['before']['reward']:.2f} to {result['after']['reward']:.2f}"
         axes.plot(steps, smooth, color=colour, linewidth=1.8, label=label)
     last = len(rewards)
-    for name, text in (("oracle", "oracle"), ("constant", "best constant action"), ("random", "random action")):
+    for name, text in (("oracle", "held-out: oracle"), ("constant", "best constant"), ("random", "random")):
         value = runs[0][1][name]
         axes.axhline(value, color="#555555", linewidth=0.8, linestyle=(0, (4, 3)))
         axes.text(last * 1.01, value, f"{text} {value:.2f}", va="center", fontsize=8, color="#333333")
-    axes.set(xlabel="optimizer step", ylabel="mean reward", xlim=(1, last), ylim=(0.2, 0.85))
+    axes.set(xlabel="optimizer step", ylabel="mean reward of the step's rows", xlim=(1, last), ylim=(0.2, 0.85))
     axes.legend(loc="lower right", bbox_to_anchor=(1, 0.1), fontsize=8, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     plot.tight_layout()
