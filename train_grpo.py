@@ -21,6 +21,7 @@ update of a step and clipping never acts; no reward model, only functions (rewar
 from __future__ import annotations
 
 import argparse
+import asyncio
 import bisect
 import collections
 import contextlib
@@ -48,6 +49,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 import urllib.parse
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -301,7 +303,7 @@ GIB = 2**30
 FLASH_PACKAGES = {
     "flash_attention_2": ("flash-attn", "bash scripts/setup.sh --flash-attn"),
     "flash_attention_3": ("flash-attn-3", "build it from the `hopper` folder of the flash-attention repository"),
-    "flash_attention_4": ("flash-attn-4", "pip install flash-attn-4"),
+    "flash_attention_4": ("flash-attn-4", "pip install --no-deps flash-attn-4==4.0.0b26 quack-kernels==0.6.1"),
 }
 ATTENTION = ("torch_flash", *FLASH_PACKAGES, "flex_attention", "eager")
 # What `all-linear` finds in a gpt-oss: router and experts are raw parameters.
@@ -372,6 +374,11 @@ class Plan:
     def peak(self) -> float:
         return max(self.rollout_peak, self.learning_peak)
 
+    @property
+    def needed(self) -> float:
+        """Free memory to ask for: a tenth of it stays free. vLLM's own plan leaves its margin."""
+        return max(self.rollout_peak / (1.0 if self.engine else GPU_SHARE), self.learning_peak / GPU_SHARE)
+
 
 def choose_attention(requested: str, gpus: int, capability: float, installed: Iterable[str]) -> tuple[str, str]:
     """(attention implementation of the learner, reason), given the installed distributions. All are exact with sinks, but
@@ -432,14 +439,14 @@ def choose_experts(requested: str | None, mxfp4: bool, bf16: Plan, packed: Plan,
     if not mxfp4:
         return "bf16", "the checkpoint has no MXFP4 experts"
     if (
-        bf16.peak <= free
+        bf16.needed <= free
         and (not bf16.engine or bf16.engine.cache >= packed.engine.cache)
         and bf16.micro_batch >= packed.micro_batch
     ):
         return "bf16", f"all fits ({bf16.peak:.0f} of {free:.0f} GiB) with nothing to unpack"
     return (
         "mxfp4",
-        f"bf16 would need {bf16.peak:.0f} GiB for passes of {bf16.micro_batch} completions, packed it is {packed.peak:.0f} for {packed.micro_batch}",
+        f"bf16 would need {bf16.needed:.0f} GiB free for passes of {bf16.micro_batch} completions, packed it is {packed.needed:.0f} for {packed.micro_batch}",
     )
 
 
@@ -480,6 +487,7 @@ def count_parameters(config: Mapping[str, Any]) -> dict[str, int]:
     return {"total": total, "experts": layers * moe, "attention": layers * attention, "embeddings": embeddings}
 
 
+VLLM_COLDEST = 0.01  # _MAX_TEMP of vllm/sampling_params.py: smaller temperatures are raised to it
 # Ten percent stay free for fragmentation and CUDA's own context; a CPU plans with half of what is free.
 GPU_SHARE, CPU_SHARE = 0.9, 0.5
 PASS_TOKENS = 70_000  # tokens of a forward and backward pass beyond which more tokens gain nothing
@@ -591,9 +599,11 @@ def plan_memory(
         kept = (
             tokens * hidden * 2 * layers if settings.GRADIENT_CHECKPOINTING else (tokens * per_token + scores) * layers
         )
+        # flex attention's mask is made in full before it is reduced to blocks; measured.
+        mask = 10.5 * tokens**2 if attention == "flex_attention" else 0
         scored = rows * settings.MAX_COMPLETION_LEN
         head_need = min(scored, 4096) * min(config["vocab_size"], HEAD_TILE) * 2 + (tokens * 2 + scored * 8) * hidden
-        return (kept + max(tokens * per_token + scores, head_need)) / GIB + 0.1
+        return max(kept + max(tokens * per_token + scores, head_need), mask) / GIB + 0.1
 
     def generation(rows: int) -> float:
         window = min(length, config.get("sliding_window") or length)
@@ -727,7 +737,22 @@ MODEL_FILES = (
     "tokenizer_config.json",
     "chat_template.jinja",
 )
-DOWNLOAD_GIB = 13.8  # the official checkpoint's safetensors
+DOWNLOAD_GIB = 12.9  # the official checkpoint's safetensors
+
+
+def cgroup_free(root: Path = Path("/sys/fs/cgroup")) -> float:
+    """GiB that a container's memory limit leaves (cgroup v2, or v1), page cache that can go counted as free; inf without
+    a limit. /proc/meminfo shows a container the memory of its host."""
+    for limit, used, cache in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            most = int((root / limit).read_text())  # "max" where there is none
+            now, stat = root / used, (root / used).with_name("memory.stat")
+            kept = dict(line.split() for line in stat.read_text().splitlines())[cache]
+            return max(0.0, (most - int(now.read_text()) + int(kept)) / GIB)
+    return math.inf
 
 
 def read_machine() -> Machine:
@@ -736,10 +761,12 @@ def read_machine() -> Machine:
         meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         ram = int(meminfo["MemAvailable"].split()[0]) / 2**20
     facts: dict[str, Any] = {
-        "ram_free": locals().get("ram", 0.0),
+        "ram_free": min(locals().get("ram", 0.0), cgroup_free()),
         "cores": os.cpu_count() or 1,
         "arch": platform.machine(),
-        "compiler": os.environ.get("CC") or next(filter(shutil.which, ("gcc", "clang", "cc")), ""),
+        "compiler": next(
+            filter(shutil.which, [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang", "cc"]), ""
+        ),
     }
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None or visible.strip() not in ("", "-1"):
@@ -884,6 +911,15 @@ def check_settings(settings: Settings, config: Mapping[str, Any] | None, machine
         problems.add("USE_VLLM", "vLLM beside the trainer needs a GPU and none is visible", "Set USE_VLLM=0")
     if settings.USE_VLLM is not False and settings.TEMPERATURE > 2 and machine.gpus:
         problems.add("TEMPERATURE", "vLLM takes at most 2", "Lower it, or set USE_VLLM=0")
+    if settings.USE_VLLM is not False and settings.TEMPERATURE < VLLM_COLDEST and machine.gpus:
+        what = f"vLLM samples no colder than {VLLM_COLDEST}, and the loss would be that of another temperature"
+        problems.add("TEMPERATURE", what, f"Set {VLLM_COLDEST} or more, or USE_VLLM=0")
+    if settings.ROLLOUT_SYNC == "lora" and max(LORA_RANKS) < settings.LORA_R:
+        what = f"vLLM takes adapters of rank {max(LORA_RANKS)} at most"
+        problems.add("LORA_R", what, "Lower it, or set ROLLOUT_SYNC=merge")
+    if settings.WARMUP_STEPS >= settings.TOTAL_STEPS:
+        what = f"the learning rate would rise over {settings.WARMUP_STEPS} steps, the run has {settings.TOTAL_STEPS}"
+        problems.add("WARMUP_STEPS", what, "Lower it, or raise TOTAL_STEPS")
     sequence = settings.IS_CORRECTION.startswith("sequence")
     if settings.LOSS_TYPE == "vespo" and sequence:
         problems.add("IS_CORRECTION", "vespo corrects sequences itself", "Set token_truncate or token_mask")
@@ -948,8 +984,13 @@ def check_rewards(
             except TypeError as error:
                 if rows:
                     raise ValueError(f"{name!r} cannot be called with (completions, **columns): {error}") from None
+            if ":" in name and rows:
+                try_reward(name, settings, rows[0], columns)
     except ValueError as error:
         problems.add("REWARDS", str(error), "Write e.g. REWARDS=action,format=0.1 or REWARDS=my_module:my_function")
+        return []
+    except RuntimeError as error:
+        problems.append(f"{error}. It was tried on the answer [0] to the first row of {rows[0].file}")
         return []
     if any(name in ("action", "best") for name, _ in specs):
         for file in sorted({row.file for row in rows if not row.rewards}):
@@ -965,6 +1006,22 @@ def check_rewards(
         )
         problems.add("INVALID_REWARD", what, f"Set INVALID_REWARD={worst:g} or lower, so that garbage never pays")
     return specs
+
+
+def try_reward(name: str, settings: Settings, row: Row, columns: Iterable[str]) -> None:
+    """Call a user's reward function once, as TRL would: a mistake in it costs a second here and an hour in a run. Columns
+    that the row's file does not have are None.
+
+    Raises RuntimeError, naming the function and what it raised or returned.
+    """
+    given = dict.fromkeys(columns, [None]) | {
+        key: [value] for key, value in reward_columns(row, len(row.rewards)).items()
+    }
+    given |= {"prompts": [row.prompt], "completion_ids": [[0]], "truncated": [False]}
+    given["trainer_state"] = types.SimpleNamespace(global_step=0, max_steps=settings.TOTAL_STEPS)
+    result = reward_callable(name, settings)(["<|start|>assistant<|channel|>final<|message|>[0]<|return|>"], **given)
+    if inspect.isawaitable(result):
+        asyncio.run(result)
 
 
 @dataclass(frozen=True)
@@ -1070,12 +1127,15 @@ def check_machine(
         if not machine.compiler:
             what = "there is none, and the kernels of learner and engine are written in Triton, which needs one"
             problems.add("C compiler", what, "apt install build-essential, or name one in CC")
-        if plan.peak > machine.gpu_free:
+        starved = plan.engine is not None and plan.engine.cache < plan.engine.cache_least  # said below
+        if plan.peak > machine.gpu_free or (misfit(plan, machine) and not starved):
             rollout = f"generation {plan.generation:.1f}"
             if plan.engine:
                 rollout = f"vLLM awake {plan.engine.awake:.1f} and asleep {plan.engine.asleep:.1f}"
             parts = f"weights {plan.weights:.1f}, adapter {plan.adapter:.1f}, {rollout}, learning {plan.learning:.1f}"
             what = f"the run needs about {plan.peak:.0f} GiB ({parts}) and {machine.gpu_free:.0f} of {machine.gpu_total:.0f} GiB are free"
+            if plan.peak <= machine.gpu_free:
+                what += ", a tenth of which is kept for what the plan does not see"
             quantized = files.config.get("quantization_config") and settings.EXPERTS == "bf16"
             fix = "Set EXPERTS=mxfp4, lower" if quantized else "Lower"
             fix += " MAX_COMPLETION_LEN, MICRO_BATCH or GENERATION_BATCH, free the GPU (nvidia-smi names its users), or rent a larger one"
@@ -1101,8 +1161,10 @@ def check_machine(
     # Adapter and its two AdamW moments in float32, per kept checkpoint, plus the final adapter, the logs and the zip.
     output = plan.adapter * (settings.SAVE_TOTAL_LIMIT + 2) + 0.2
     needs = {Path(settings.OUTPUT_DIR): (output, "OUTPUT_DIR", "checkpoints, logs and the zip")}
-    if settings.MODEL_ID == REAL_MODEL and not (files.folder and list(files.folder.glob("*.safetensors"))):
-        needs[home] = (DOWNLOAD_GIB, "HF_HOME", "the checkpoint's download")
+    if settings.MODEL_ID == REAL_MODEL:
+        found = sum(path.stat().st_size for path in files.folder.glob("*.safetensors")) / GIB if files.folder else 0.0
+        if found < DOWNLOAD_GIB - 0.2:  # nothing, or a part of it
+            needs[home] = (DOWNLOAD_GIB - found, "HF_HOME", "the checkpoint's download")
     for path, (need, name, purpose) in needs.items():
         free = shutil.disk_usage(existing_parent(path)).free / GIB
         if free < need:
@@ -1542,7 +1604,7 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Pre
         eval_rows, longest_eval = render_rows(settings, eval_rows, files, problems)
         longest = max(longest, longest_eval)
     if files:
-        checkpoint = checkpoint_gib(files) if rollouts[0] and machine.gpus else None
+        checkpoint = checkpoint_gib(settings.MODEL_ID, files) if rollouts[0] and machine.gpus else None
         shapes = (
             settings,
             files.config,
@@ -1583,10 +1645,13 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Pre
     )  # fmt: skip
 
 
-def checkpoint_gib(files: ModelFiles) -> float:
+def checkpoint_gib(model_id: str, files: ModelFiles) -> float:
     """Size of the checkpoint's weights in GiB; of the official one where nothing was downloaded yet."""
     sizes = [path.stat().st_size for path in files.folder.glob("*.safetensors")] if files.folder else []
-    return sum(sizes) / GIB if sizes else DOWNLOAD_GIB
+    found = sum(sizes) / GIB
+    if model_id == REAL_MODEL:  # a download may have broken off
+        return max(found, DOWNLOAD_GIB)
+    return found or DOWNLOAD_GIB
 
 
 def banner(check: Preflight) -> str:
@@ -1653,6 +1718,7 @@ def prepare_run(check: Preflight) -> None:
         folder.with_name(folder.name + ".zip").unlink(missing_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
     if check.run.exists and not s.OVERWRITE:
+        (folder / COMPLETE).unlink(missing_ok=True)  # TOTAL_STEPS was raised
         for path in folder.glob("checkpoint-*"):  # newer than the last complete one: cut off while it was written
             if int(re.sub(r"\D", "", path.name) or 0) > check.run.step:
                 shutil.rmtree(path)
@@ -2359,6 +2425,9 @@ def packed_experts(config: Any) -> Any:
     return PackedExperts()
 
 
+NOT_LOADED = ["original/*", "metal/*"]  # other forms of the same weights in the official repository
+
+
 def load_packed(model_path: str, attention: str, device: Any) -> Any:
     """The model with its experts as they are in the checkpoint, everything else as `from_pretrained` has it.
 
@@ -2374,8 +2443,13 @@ def load_packed(model_path: str, attention: str, device: Any) -> Any:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
         for layer in model.model.layers:
             layer.mlp.experts = packed_experts(config)
+    folder = Path(model_path)
+    if not folder.is_dir():  # a Hub id: the official repository holds the weights three times
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(model_path, allow_patterns="*.safetensors", ignore_patterns=NOT_LOADED))
     wanted, found = model.state_dict(), set()
-    for shard in sorted(Path(model_path).glob("*.safetensors")):
+    for shard in sorted(folder.glob("*.safetensors")):
         tensors = load_file(shard, device=str(device))
         for name in tensors.keys() & wanted.keys():
             tensors[name] = tensors[name].to(wanted[name].dtype)
@@ -3067,7 +3141,7 @@ def parity_gate(trainer: Any) -> None:
                 # A confident model samples tokens that no adapter changes: the control is asked of fixed ones alone.
                 control_mean = without if kind == "fixed tokens" else None
                 if problem := parity_problem(mean, control_mean, run.settings.PARITY_LIMIT):
-                    raise ParityError(f"{when}, {kind}: {problem}")
+                    raise ParityError(f"{when}, {kind}: {problem}. {bare_difference(trainer, fixed)}")
             with torch.no_grad():  # another adapter for the next round: an engine that kept the first one must be seen
                 for layer in layers.values():
                     layer.lora_B["default"].weight.neg_()
@@ -3076,6 +3150,22 @@ def parity_gate(trainer: Any) -> None:
             for name, layer in layers.items():
                 layer.lora_B["default"].weight.copy_(kept[name])
         trainer.model.train(training)
+
+
+def bare_difference(trainer: Any, fixed: Sequence[Sequence[int]]) -> str:
+    """How far engine and trainer are apart without any adapter: whether adapters are the matter at all."""
+    engine, policy = trainer.run.engine, trainer.accelerator.unwrap_model(trainer.model)
+    try:
+        engine.wake()
+        engine.hand_over(policy, active=False)
+        scored = [value for row in engine.score(fixed) for value in row]
+        engine.sleep()
+    except EngineError as error:
+        return f"Without an adapter they could not be compared: {error}"
+    with policy.disable_adapter():
+        ours = score_tokens(trainer, fixed, [1] * len(fixed), 1.0).tolist()
+    mean = sum(abs(a - b) for a, b in zip(scored, ours, strict=True)) / len(ours)
+    return f"Without any adapter, in both, the mean is {mean:.4f}: if that is as large, the two compute the model itself otherwise, and PARITY_LIMIT above it accepts that"
 
 
 PARITY_VISIBLE = 0.01  # nats: least effect of the test adapter that the gate must see
@@ -3861,7 +3951,7 @@ def plan_closed_loop(
             cases += script("evaluate").read_cases(path)
         except script("make_dataset").ProfileError as error:
             problems += [f"EVAL_PROFILE: {line}" for line in error.problems]
-    passes = f"{len(cases)} windows x {settings.EVAL_SAMPLES} passes"
+    passes = f"{len(cases)} windows x {settings.EVAL_SAMPLES} passes: 30 rollouts one after the other, before and after training"
     profiles = tuple(script("evaluate").shown_path(path) for path in paths)
     return ClosedLoop(kind if cases else "", f"{reason}, {passes}", profiles, tuple(cases))
 
@@ -3885,9 +3975,15 @@ def measure_closed_loop(check: Preflight, trainer: Any, base: bool) -> None:
         lambda messages: render(check.files.template, messages, s.REASONING_EFFORT, s.PROMPT_DATE),
     )
 
+    said = started
+
     def ask(prompts: Sequence[str], samples: int, hour: int) -> list[str]:
+        nonlocal said
         if run.stop_signal:
             raise InterruptedError
+        if time.perf_counter() - said > 30:
+            said = time.perf_counter()
+            log.info("closed loop, %s model: decision %d of 30", name, hour + 1)
         # Step 0 is the held-out rows' seed.
         ids = complete(trainer, [p for p in prompts for _ in range(samples)], samples, base, hour + 1)
         return trainer.processing_class.batch_decode(ids, skip_special_tokens=False)
@@ -3987,7 +4083,12 @@ def run(check: Preflight) -> int:
 
 def launch(check: Preflight, model_path: str) -> int:
     """Load the model, start the engine, train. Exit code of the run."""
+    import torch
+
     s, started = check.settings, time.time()
+    if check.machine.gpus and not torch.cuda.is_available():
+        what = f"{check.machine.gpu} is there, but torch {torch.__version__} does not see it"
+        return fail([f"torch: {what}. It needs driver 580 or newer and a build for CUDA: bash scripts/setup.sh"])
     prepare_run(check)
     start_logging(check.run.folder)
     if check.run.checkpoint is None:
@@ -4030,6 +4131,13 @@ def launch(check: Preflight, model_path: str) -> int:
         write_report(context.folder)
         write_zip(context.folder)
         return 4
+    except torch.OutOfMemoryError as error:
+        smaller = max(1, check.plan.micro_batch // 2)
+        log.critical("out of memory: %s", str(error).splitlines()[0])
+        log.critical("MICRO_BATCH=%d learns the same in smaller passes; with it, the same command continues", smaller)
+        write_report(context.folder)
+        write_zip(context.folder)
+        return 1
     finally:
         if context.engine is not None:
             shutil.rmtree(context.engine.folder, ignore_errors=True)
@@ -4047,9 +4155,8 @@ def train(check: Preflight, context: RunContext, trainer: Any) -> int:
     write_report(context.folder)
     archive = write_zip(context.folder)
     if context.stop_signal:
-        log.warning(
-            "interrupted at step %d; the same command continues. So far: %s", trainer.state.global_step, archive
-        )
+        again = "the same command" + " WITHOUT OVERWRITE=1" * check.settings.OVERWRITE
+        log.warning("interrupted at step %d; %s continues. So far: %s", trainer.state.global_step, again, archive)
         return 128 + context.stop_signal
     write_text(context.folder / COMPLETE, json.dumps({"steps": trainer.state.global_step}) + "\n")
     log.info(

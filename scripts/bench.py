@@ -672,7 +672,7 @@ def step_child(options: argparse.Namespace) -> int:
     w3 = given_step(trainer, generate, lengths[:16])
     seen["w3_rollout_s"], seen["w3_learn_s"] = w3["rollout"], w3["learn"]
     seen["long_peak_gib"] = our_learning(trainer, padded_batch(trainer, [4000] * 16, 8), 1)["peak_gib"]
-    seen["long_logits_gib"] = 16 * 4000 * config["vocab_size"] * 4 / 2**30
+    seen["long_logits_gib"] = min(16, plan["micro_batch"]) * 4000 * config["vocab_size"] * 4 / 2**30
     keep()
     w2 = padded_batch(trainer, ragged, 8)
     seen["w2"] = our_learning(trainer, w2, 1)  # its kernels are compiled by now
@@ -755,8 +755,8 @@ def step_figures(results: dict[str, Any]) -> list[dict[str, Any]]:
         figure("w1_floor_ratio", one["w1"]["seconds"] / one["w1_floor_s"], "x", "learning against it"),
         figure("w2_learn_s", one["w2"]["seconds"], "s", f"96 completions, mean {one['w2_mean']:.0f}, longest {one['w2_max']} tokens, with their prompts"),
         figure("w2_peak_gib", one["w2"]["peak_gib"], "GiB", "allocated beyond weights and sleeping engine"),
-        figure("long_learn_peak_gib", one["long_peak_gib"], "GiB", "16 completions of 4,000 tokens in one pass, allocated beyond weights and sleeping engine"),
-        figure("long_logits_gib", one["long_logits_gib"], "GiB", "what their logits would take in float32, and are never held in"),
+        figure("long_learn_peak_gib", one["long_peak_gib"], "GiB", f"16 completions of 4,000 tokens in passes of up to {one['micro_batch']}, allocated beyond weights and sleeping engine"),
+        figure("long_logits_gib", one["long_logits_gib"], "GiB", "what the logits of one such pass would take in float32"),
         figure("w3_step_s", one["w3_rollout_s"] + one["w3_learn_s"], "s", "16 completions of that kind: rollout and learning"),
         figure("w3_rollout_s", one["w3_rollout_s"], "s", "waking, hand-over and sleeping included"),
         figure("w3_learn_s", one["w3_learn_s"], "s"),

@@ -528,7 +528,7 @@ def shown_path(path: Path) -> str:
 
 # What the adapter's run recorded of its model and sampling; the rest belongs to the machine and comes from here.
 RECORDED = (
-    "MODEL_ID", "REASONING_EFFORT", "PROMPT_DATE", "MAX_COMPLETION_LEN", "TEMPERATURE", "TOP_P", "SEED", "DATA", "EVAL_DATA",
+    "MODEL_ID", "REASONING_EFFORT", "PROMPT_DATE", "MAX_COMPLETION_LEN", "TEMPERATURE", "TOP_P", "SEED", "DATA", "EVAL_DATA", "EVAL_SAMPLES",
 )  # fmt: skip
 
 
@@ -605,7 +605,9 @@ class VllmModel:
         s = dataclasses.replace(
             settings, ROLLOUT_SYNC="lora", LORA_R=rank, PROMPTS_PER_STEP=rows, NUM_GENERATIONS=1,
         )  # fmt: skip
-        plan = train_grpo.plan_engine(s, files.config, machine, prompt_len, 0.0, train_grpo.checkpoint_gib(files))
+        plan = train_grpo.plan_engine(
+            s, files.config, machine, prompt_len, 0.0, train_grpo.checkpoint_gib(settings.MODEL_ID, files)
+        )
         if plan.cache < plan.cache_least:
             need = plan.weights + plan.scratch + plan.cache_least
             raise train_grpo.EngineError(f"it needs {need:.1f} GiB of the GPU, {machine.gpu_free:.1f} are free")
@@ -654,7 +656,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", metavar="MODEL_ID", help="base model (default: the adapter's run's, or MODEL_ID)")
     profiles = ["data/profile_heldout.csv"]
     parser.add_argument("--profile", nargs="+", metavar="CSV", default=profiles, help="(default %(default)s)")
-    parser.add_argument("--samples", type=number(1, 1000, int), default=1, metavar="N", help="passes through each window, or with --vote answers an hour (default 1)")  # fmt: skip
+    parser.add_argument("--samples", type=number(1, 1000, int), metavar="N", help="passes through each window, or with --vote answers an hour (default: the run's EVAL_SAMPLES, else 1)")  # fmt: skip
     parser.add_argument("--vote", action="store_true", help="the majority of N answers decides each hour")
     parser.add_argument("--hours-limit", type=number(9, 24 * DECISION_DAYS, int), default=24 * DECISION_DAYS, metavar="H", help="only the first H hours of each window (default %(default)s)")  # fmt: skip
     parser.add_argument("--start-kwh", type=number(0, Plant().capacity_kwh), default=START_KWH, metavar="E", help="stored at the start (default %(default)g)")  # fmt: skip
@@ -665,7 +667,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.base_too and args.adapter is None:
         parser.error("--base-too: only with --adapter; without it the base model is what is evaluated")
-    if args.vote and args.samples == 1:
+    if args.vote and (args.samples == 1 or (args.samples is None and args.adapter is None)):
         parser.error("--vote: needs --samples of 2 or more, or there is nothing to count")
     return args
 
@@ -694,6 +696,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.model:
         environ["MODEL_ID"] = args.model
     settings, _, problems = train_grpo.load_settings(environ)
+    args.samples = args.samples or (settings.EVAL_SAMPLES if args.adapter else 0) or 1
     if args.adapter is not None:
         for name in ("adapter_config.json", "adapter_model.safetensors"):
             if not (args.adapter / name).is_file():

@@ -6,6 +6,8 @@ from __future__ import annotations
 import dataclasses
 import doctest
 import json
+import math
+import os
 from pathlib import Path
 
 import pytest
@@ -356,6 +358,9 @@ CONFLICTS = [
     ({"LORA_TARGETS": "q_proj,all-linear"}, CPU, ["'all-linear' is no linear module"]),
     ({"LORA_TARGETS": ","}, CPU, ["names no module"]),
     ({"LOSS_TYPE": "luspo"}, CPU, ["LOSS_IMPL=trl"]),
+    ({"WARMUP_STEPS": 100}, CPU, ["rise over 100 steps, the run has 100"]),
+    ({"TEMPERATURE": 0.005}, H100, ["no colder than 0.01", "USE_VLLM=0"]),
+    ({"ROLLOUT_SYNC": "lora", "LORA_R": 513}, H100, ["rank 512 at most", "ROLLOUT_SYNC=merge"]),
     ({"USE_VLLM": True}, CPU, ["needs a GPU"]),
     ({}, dataclasses.replace(H100, gpus=2), ["2 GPUs are visible", "CUDA_VISIBLE_DEVICES=0"]),
 ]
@@ -433,12 +438,28 @@ def test_machine(tmp_path, monkeypatch):
 
 
 def test_the_compiler_is_the_one_that_triton_takes(monkeypatch):
-    for found, compiler in ((("clang", "cc"), "clang"), (("gcc", "clang"), "gcc"), ((), "")):
+    for found, compiler in ((("clang", "cc", "tcc"), "clang"), (("gcc", "clang"), "gcc"), ((), "")):
         monkeypatch.setattr(train_grpo.shutil, "which", lambda name, found=found: name if name in found else None)
         monkeypatch.delenv("CC", raising=False)
         assert train_grpo.read_machine().compiler == compiler
         monkeypatch.setenv("CC", "tcc")
-        assert train_grpo.read_machine().compiler == "tcc"
+        assert train_grpo.read_machine().compiler == ("tcc" if "tcc" in found else "")
+
+
+def test_a_container_has_the_memory_of_its_limit(tmp_path):
+    assert train_grpo.cgroup_free(tmp_path) == math.inf
+    for name, text in (("memory.max", "max"), ("memory.current", f"{3 * 2**30}"), ("memory.stat", f"anon 5\ninactive_file {2**30}")):  # fmt: skip
+        (tmp_path / name).write_text(text + "\n")
+    assert train_grpo.cgroup_free(tmp_path) == math.inf
+    (tmp_path / "memory.max").write_text(f"{10 * 2**30}\n")
+    assert train_grpo.cgroup_free(tmp_path) == 8.0
+    (tmp_path / "memory.max").unlink()
+    old = tmp_path / "memory"
+    old.mkdir()
+    (old / "memory.limit_in_bytes").write_text(f"{4 * 2**30}\n")
+    (old / "memory.usage_in_bytes").write_text(f"{3 * 2**30}\n")
+    (old / "memory.stat").write_text("total_inactive_file 0\n")
+    assert train_grpo.cgroup_free(tmp_path) == 1.0
 
 
 def test_missing_download_space_names_the_cache(tmp_path, monkeypatch):
@@ -447,7 +468,20 @@ def test_missing_download_space_names_the_cache(tmp_path, monkeypatch):
     problems = Problems()
     plan = train_grpo.plan_memory(Settings(), REAL_CONFIG, H100, 940, "eager")
     train_grpo.check_machine(Settings(OUTPUT_DIR=str(tmp_path / "r")), ModelFiles(None, {}), H100, plan, problems)
-    assert f"HF_HOME={tmp_path / 'hf'}" in only(problems) and "13.8 GiB" in only(problems)
+    assert f"HF_HOME={tmp_path / 'hf'}" in only(problems) and "12.9 GiB" in only(problems)
+    # A download that broke off: what is there does not have to come again.
+    (tmp_path / "model-00000.safetensors").write_bytes(b"")
+    os.truncate(tmp_path / "model-00000.safetensors", 5 * 2**30)
+    problems = Problems()
+    files = ModelFiles(tmp_path, {})
+    train_grpo.check_machine(Settings(OUTPUT_DIR=str(tmp_path / "r")), files, H100, plan, problems)
+    assert "7.9 GiB" in only(problems)
+    assert train_grpo.checkpoint_gib(train_grpo.REAL_MODEL, files) == 12.9
+    assert train_grpo.checkpoint_gib("mine", files) == 5.0
+    os.truncate(tmp_path / "model-00000.safetensors", 13_761_264_768)
+    problems = Problems()
+    train_grpo.check_machine(Settings(OUTPUT_DIR=str(tmp_path / "r")), files, H100, plan, problems)
+    assert not problems
 
 
 # ---- Packages --------------------------------------------------------------------------------------------------------

@@ -250,12 +250,98 @@ def test_overwrite_starts_anew_with_a_users_own_reward(tmp_path, whole_run):
 
 
 def test_an_error_in_a_users_reward_is_named_and_logged(tmp_path, tiny):
-    (tmp_path / "broken.py").write_text("def score(completions, **columns):\n    return 1 / 0\n")
+    body = "def score(completions, **columns):\n    return [1.0] if len(completions) == 1 else 1 / 0\n"
+    (tmp_path / "broken.py").write_text(body)
     folder = tmp_path / "run"
     done = run_script(cwd=tmp_path, **SETTINGS | {"OUTPUT_DIR": folder, "REWARDS": "broken:score"})
     assert done.returncode == 1
     for text in (done.stdout, (folder / "training.log").read_text()):
         assert "REWARDS: broken:score raised ZeroDivisionError" in text
+
+
+def test_a_reward_that_always_fails_is_found_before_anything_starts(tmp_path, tiny):
+    for kind in ("def", "async def"):
+        (tmp_path / "broken.py").write_text(
+            f"{kind} score(completions, *, timestamp, **columns):\n    return timestamp[1]\n"
+        )
+        done = run_script(cwd=tmp_path, **SETTINGS | {"OUTPUT_DIR": tmp_path / "run", "REWARDS": "action,broken:score", "DATA": ROOT / SETTINGS["DATA"]})  # fmt: skip
+        assert done.returncode == 2 and not (tmp_path / "run").exists()
+        assert "REWARDS: broken:score raised IndexError" in done.stderr and "the first row of" in done.stderr
+
+
+def test_packed_experts_are_found_by_the_id_of_a_hub_model(tiny, tmp_path):
+    """In the Hub's cache, where the official repository holds its weights in other forms as well."""
+    cache = tmp_path / "hub" / "models--org--model"
+    snapshot = cache / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    for path in tiny.iterdir():
+        (snapshot / path.name).symlink_to(path)
+    (snapshot / "original").mkdir()
+    (snapshot / "original" / "model.safetensors").write_bytes(b"not to be read")
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("0" * 40)
+    settings = SETTINGS | {
+        "MODEL_ID": "org/model",
+        "EXPERTS": "mxfp4",
+        "OUTPUT_DIR": tmp_path / "run",
+        "TOTAL_STEPS": 1,
+    }
+    settings |= {"HF_HUB_CACHE": tmp_path / "hub", "MAX_COMPLETION_LEN": 12, "REASONING_EFFORT": "low", "LORA_R": 4}
+    done = run_script(**settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "experts       mxfp4" in done.stdout and "complete: 1 steps" in done.stdout
+
+
+def test_raising_the_steps_of_a_finished_run_makes_it_unfinished(whole_run, tmp_path):
+    """Interrupted after that, the same command continues it: nothing says any more that it is complete."""
+    folder = tmp_path / "run"
+    shutil.copytree(whole_run, folder)
+    process = start(folder, TOTAL_STEPS=40)
+    wait_for_step(folder, 7)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode == 130 and "the same command continues" in output
+    assert not (folder / train_grpo.COMPLETE).exists()
+
+
+def test_an_interrupted_run_with_overwrite_says_how_to_continue(tmp_path, tiny):
+    """The same command would delete it."""
+    folder = tmp_path / "run"
+    process = start(folder, OVERWRITE=1)
+    wait_for_step(folder, 1)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode == 130 and "the same command WITHOUT OVERWRITE=1 continues" in output
+
+
+def test_a_gpu_that_torch_does_not_see_is_said_before_anything_is_written(tiny, tmp_path):
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA H100 80GB HBM3, 81559, 80896, 9.0'\n")
+    (tools / "nvidia-smi").chmod(0o755)
+    (tools / "gcc").symlink_to("/bin/true")
+    settings = SETTINGS | {"OUTPUT_DIR": tmp_path / "run", "CUDA_VISIBLE_DEVICES": "0", "USE_VLLM": 0}
+    done = run_script(**settings | {"PATH": f"{tools}:{CLEAN['PATH']}"})
+    assert done.returncode == 2 and "does not see it" in done.stderr and "driver 580" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_out_of_memory_names_the_next_smaller_passes(tiny, tmp_path, monkeypatch):
+    import torch
+
+    def no_memory(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
+
+    for name, value in (CLEAN | {name: str(value) for name, value in SETTINGS.items()}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OUTPUT_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("MICRO_BATCH", "6")
+    monkeypatch.setattr(train_grpo, "train", no_memory)
+    monkeypatch.setattr(signal, "signal", lambda *arguments: None)
+    assert train_grpo.main([]) == 1
+    log = (tmp_path / "run" / "training.log").read_text()
+    assert "out of memory: CUDA out of memory. Tried" in log and "MICRO_BATCH=3" in log
+    assert (tmp_path / "run.zip").exists()
 
 
 def test_a_damaged_tiny_model_is_made_again(tiny, tmp_path, monkeypatch):
