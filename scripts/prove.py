@@ -106,7 +106,7 @@ SCALES = {
         settings=COMMON
         | {
             "USE_VLLM": "1", "PARITY": "on", "LOSS_IMPL": "liger", "PROMPTS_PER_STEP": "32", "NUM_GENERATIONS": "8",
-            "MAX_COMPLETION_LEN": "24", "TOTAL_STEPS": "200", "LEARNING_RATE": "5e-4", "LORA_R": "16", "LORA_ALPHA": "32",
+            "MAX_COMPLETION_LEN": "24", "TOTAL_STEPS": "200", "LEARNING_RATE": "3e-4", "LORA_R": "16", "LORA_ALPHA": "32",
             "SAVE_STEPS": "100",
         },
     ),
