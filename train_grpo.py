@@ -2396,7 +2396,7 @@ def expert_kernels() -> Any:
     def e2m1(code):
         exponent, half = (code >> 1) & 3, (code & 1).to(tl.float32) * 0.5
         value = tl.where(exponent == 0, half, (1 + half) * (1 << tl.maximum(exponent - 1, 0)).to(tl.float32))
-        return tl.where(code >= 8, -value, value)
+        return value * tl.where(code >= 8, -1.0, 1.0)  # -value is 0 - value in older Triton, which loses the sign of 0
 
     return argparse.Namespace(
         activation=activation, activation_backward=activation_backward, combine=combine,
