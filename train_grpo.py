@@ -4081,14 +4081,23 @@ def run(check: Preflight) -> int:
         return launch(check, model_path)
 
 
+def unseen_gpu(machine: Machine) -> str | None:
+    """Why the machine's GPU is of no use to torch, or None."""
+    import torch
+
+    if not machine.gpus or torch.cuda.is_available():
+        return None
+    what = f"{machine.gpu} is there, but torch {torch.__version__} does not see it"
+    return f"torch: {what}. It needs driver 580 or newer and a build for CUDA: bash scripts/setup.sh"
+
+
 def launch(check: Preflight, model_path: str) -> int:
     """Load the model, start the engine, train. Exit code of the run."""
     import torch
 
     s, started = check.settings, time.time()
-    if check.machine.gpus and not torch.cuda.is_available():
-        what = f"{check.machine.gpu} is there, but torch {torch.__version__} does not see it"
-        return fail([f"torch: {what}. It needs driver 580 or newer and a build for CUDA: bash scripts/setup.sh"])
+    if problem := unseen_gpu(check.machine):
+        return fail([problem])
     prepare_run(check)
     start_logging(check.run.folder)
     if check.run.checkpoint is None:
