@@ -1162,7 +1162,7 @@ def check_machine(
     output = plan.adapter * (settings.SAVE_TOTAL_LIMIT + 2) + 0.2
     needs = {Path(settings.OUTPUT_DIR): (output, "OUTPUT_DIR", "checkpoints, logs and the zip")}
     if settings.MODEL_ID == REAL_MODEL:
-        found = sum(path.stat().st_size for path in files.folder.glob("*.safetensors")) / GIB if files.folder else 0.0
+        found = downloaded_gib(files)
         if found < DOWNLOAD_GIB - 0.2:  # nothing, or a part of it
             needs[home] = (DOWNLOAD_GIB - found, "HF_HOME", "the checkpoint's download")
     for path, (need, name, purpose) in needs.items():
@@ -1645,10 +1645,14 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Pre
     )  # fmt: skip
 
 
+def downloaded_gib(files: ModelFiles) -> float:
+    """Size of the checkpoint's weights that are on this machine, in GiB."""
+    return sum(path.stat().st_size for path in files.folder.glob("*.safetensors")) / GIB if files.folder else 0.0
+
+
 def checkpoint_gib(model_id: str, files: ModelFiles) -> float:
     """Size of the checkpoint's weights in GiB; of the official one where nothing was downloaded yet."""
-    sizes = [path.stat().st_size for path in files.folder.glob("*.safetensors")] if files.folder else []
-    found = sum(sizes) / GIB
+    found = downloaded_gib(files)
     if model_id == REAL_MODEL:  # a download may have broken off
         return max(found, DOWNLOAD_GIB)
     return found or DOWNLOAD_GIB
@@ -3303,10 +3307,8 @@ class Learner:
             }
             padded = padded_like(part["completion_mask"], layout, found)
             logps[rows] = padded.detach()
-            if (
-                sampled := part.get("sampling_per_token_logps")
-            ) is not None and self.run.settings.IS_CORRECTION != "none":
-                s = self.run.settings
+            s, sampled = self.run.settings, part.get("sampling_per_token_logps")
+            if sampled is not None and s.IS_CORRECTION != "none":
                 ratio = importance_ratio(
                     padded.detach(), sampled, part["completion_mask"], s.IS_CORRECTION, s.IS_CLIP_MAX
                 )
@@ -3959,11 +3961,7 @@ def plan_closed_loop(
 def measure_closed_loop(check: Preflight, trainer: Any, base: bool) -> None:
     """closed_loop.json: the base model or the trained adapter controls the plant through the windows of EVAL_PROFILE. A
     resumed run keeps the base model's; a run that is asked to end does not wait for it."""
-    s, run, problems, started = check.settings, trainer.run, Problems(), time.perf_counter()
-    chosen = check.sources["EVAL_PROFILE"] == "environment"
-    plan = plan_closed_loop(s, check.eval_rows, check.rollouts[0], chosen, problems)
-    for problem in problems:  # a file that changed since the checks
-        log.warning("%s", problem)
+    s, run, plan, started = check.settings, trainer.run, check.closed_loop, time.perf_counter()
     if not plan.prompt:
         log.info("no closed loop: %s", plan.reason)
         return

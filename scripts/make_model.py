@@ -940,13 +940,28 @@ def initial_heads(model: Any, distances: Sequence[Sequence[int]], sharpness: flo
                 query[n, [p + size // 2 for p in pairs]] = length * angle.sin()
 
 
-def _figures(model: Any, ids: list[list[int]], rewards: torch.Tensor, answer: dict[str, Any]) -> dict[str, float]:
-    """What sampling at temperature 1 gives in expectation, exactly: probabilities instead of samples.
+def answer_figures(p: torch.Tensor, rewards: torch.Tensor) -> dict[str, float]:
+    """Figures of a policy that gives the actions of N rows the probabilities `p`, ``[N, actions]``, as `rewards`.
 
     Returns:
         ``parse_rate``: probability of an answer ``[k]`` in the final channel with k from 0 to 3;
         ``reward``: mean reward, an unparseable answer counting 0; ``greedy``: of the likeliest action;
         ``random``, ``best_constant``, ``oracle``: of reference policies on the same rows.
+    """
+    return {
+        "parse_rate": p.sum(-1).mean().item(),
+        "reward": (p * rewards).sum(-1).mean().item(),
+        "greedy": rewards.gather(1, p.argmax(-1, keepdim=True)).mean().item(),
+        "random": rewards.mean().item(),
+        "best_constant": rewards.mean(0).max().item(),
+        "oracle": rewards.amax(-1).mean().item(),
+    }
+
+
+def _figures(model: Any, ids: list[list[int]], rewards: torch.Tensor, answer: dict[str, Any]) -> dict[str, float]:
+    """What sampling at temperature 1 gives in expectation, exactly: probabilities instead of samples.
+
+    Returns: those of `answer_figures`.
     """
     import torch
 
@@ -959,15 +974,7 @@ def _figures(model: Any, ids: list[list[int]], rewards: torch.Tensor, answer: di
             format_logp = logp[:, fixed, torch.tensor(answer["ids"])[fixed]].sum(-1)
             # The tokens behind the action are taken from the run with action 0; the others' differ by a hair.
             chosen.append((logp[:, place, answer["actions"]] + format_logp.unsqueeze(-1)).exp())
-    p = torch.cat(chosen)
-    return {
-        "parse_rate": p.sum(-1).mean().item(),
-        "reward": (p * rewards).sum(-1).mean().item(),
-        "greedy": rewards.gather(1, p.argmax(-1, keepdim=True)).mean().item(),
-        "random": rewards.mean().item(),
-        "best_constant": rewards.mean(0).max().item(),
-        "oracle": rewards.amax(-1).mean().item(),
-    }
+    return answer_figures(torch.cat(chosen), rewards)
 
 
 def _expert_matrices(model: Any) -> Iterator[tuple[str, Any]]:

@@ -50,6 +50,8 @@ import bench  # noqa: E402
 import make_dataset as ds  # noqa: E402
 import make_model as mm  # noqa: E402
 
+from rewards import bootstrap_interval  # noqa: E402
+
 if TYPE_CHECKING:
     import torch
 
@@ -567,14 +569,7 @@ def figures(
     p, rewards = torch.cat(chosen), rows.rewards[:count]
     bad = torch.tensor(ds.Plant().outputs_kw, device=p.device) < rows.deficit[:count, None]
     found = {"unserved": ((p * bad).sum() / bad.any(-1).sum()).item()} if bad.any() else {}
-    return found | {
-        "parse_rate": p.sum(-1).mean().item(),
-        "reward": (p * rewards).sum(-1).mean().item(),
-        "greedy": rewards.gather(1, p.argmax(-1, keepdim=True)).mean().item(),
-        "random": rewards.mean().item(),
-        "best_constant": rewards.mean(0).max().item(),
-        "oracle": rewards.amax(-1).mean().item(),
-    }
+    return found | mm.answer_figures(p, rewards)
 
 
 # ---- Warm-up ---------------------------------------------------------------------------------------------------------
@@ -1010,7 +1005,8 @@ def plant_figures(found: Mapping[str, Any]) -> tuple[list[dict[str, Any]], bool]
     better = False
     for key, note in (("co2_kg", "emissions alone"), ("priced_kg", "and unserved load and storage at their price")):
         pairs = [[window["policies"][name]["mean"][key] for name in ("base", "trained")] for window in found["windows"]]
-        mean, low, high = paired_interval([before - after for before, after in pairs])
+        saved = [before - after for before, after in pairs]
+        mean, (low, high) = math.fsum(saved) / len(saved), bootstrap_interval(saved)
         better = low > 0  # the last one decides
         made += [
             bench.figure(f"{key}_saved", mean, "kg/window", f"base minus trained, {note}"),
@@ -1018,14 +1014,6 @@ def plant_figures(found: Mapping[str, Any]) -> tuple[list[dict[str, Any]], bool]
             bench.figure(f"{key}_saved_high", high, "kg/window", "95%, paired bootstrap over windows"),
         ]
     return made, better
-
-
-def paired_interval(differences: Sequence[float], draws: int = 10_000, seed: int = 0) -> tuple[float, float, float]:
-    """(mean, low, high) of differences: 95% percentile bootstrap."""
-    values = np.asarray(differences, float)
-    drawn = np.random.default_rng(seed).integers(len(values), size=(draws, len(values)))
-    low, high = np.percentile(values[drawn].mean(axis=1), [2.5, 97.5])
-    return float(values.mean()), float(low), float(high)
 
 
 def collect(options: argparse.Namespace, log: Callable[[str], None]) -> int:

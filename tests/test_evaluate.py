@@ -557,9 +557,8 @@ def test_vllm_gets_the_adapter_from_its_folder(run, tiny, monkeypatch, tmp_path)
 
 def test_a_run_that_is_asked_to_end_leaves_the_closed_loop(monkeypatch, tmp_path, caplog):
     plan = train_grpo.ClosedLoop("full", "", ("p.csv",), tuple(CASES))
-    monkeypatch.setattr(train_grpo, "plan_closed_loop", lambda *arguments: plan)
-    check = SimpleNamespace(settings=train_grpo.Settings(), run=SimpleNamespace(folder=tmp_path), rollouts=(True, ""),
-                            sources={"EVAL_PROFILE": "default"}, eval_rows=[], files=SimpleNamespace(template=""))  # fmt: skip
+    check = SimpleNamespace(settings=train_grpo.Settings(), run=SimpleNamespace(folder=tmp_path), closed_loop=plan,
+                            files=SimpleNamespace(template=""))  # fmt: skip
     trainer = SimpleNamespace(run=SimpleNamespace(stop_signal=0))
 
     def completions(*arguments):

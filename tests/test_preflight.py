@@ -267,22 +267,18 @@ def test_while_learning_the_sleeping_engine_takes_its_part():
 
 
 @pytest.fixture
-def real_size(tiny, tmp_path):
+def real_size(tiny, tmp_path, claimed_gpu):
     """Settings for a checkpoint of the real size, without its weights, on a machine whose nvidia-smi shows an H100."""
-    folder, tools = tmp_path / "model", tmp_path / "bin"
+    folder = tmp_path / "model"
     folder.mkdir()
-    tools.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         if (tiny / name).exists():
             (folder / name).write_bytes((tiny / name).read_bytes())
     (folder / "config.json").write_text(json.dumps(REAL_CONFIG))
     (folder / "model.safetensors").touch()
-    (tools / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA H100 80GB HBM3, 81559, 80896, 9.0'\n")
-    (tools / "nvidia-smi").chmod(0o755)
-    (tools / "gcc").symlink_to("/bin/true")
     return {
-        "MODEL_ID": folder, "DATA": "data/tes_train_compact.csv", "EVAL_SAMPLES": 0, "USE_VLLM": 0, "CUDA_VISIBLE_DEVICES": "0",
-        "PATH": f"{tools}:{CLEAN['PATH']}", "OUTPUT_DIR": tmp_path / "run", "IGNORE_VARS": "",
+        "MODEL_ID": folder, "DATA": "data/tes_train_compact.csv", "EVAL_SAMPLES": 0, "USE_VLLM": 0,
+        "OUTPUT_DIR": tmp_path / "run", "IGNORE_VARS": "", **claimed_gpu,
     }  # fmt: skip
 
 

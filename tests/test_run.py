@@ -314,14 +314,8 @@ def test_an_interrupted_run_with_overwrite_says_how_to_continue(tmp_path, tiny):
     assert process.returncode == 130 and "the same command WITHOUT OVERWRITE=1 continues" in output
 
 
-def test_a_gpu_that_torch_does_not_see_is_said_before_anything_is_written(tiny, tmp_path):
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    (tools / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA H100 80GB HBM3, 81559, 80896, 9.0'\n")
-    (tools / "nvidia-smi").chmod(0o755)
-    (tools / "gcc").symlink_to("/bin/true")
-    settings = SETTINGS | {"OUTPUT_DIR": tmp_path / "run", "CUDA_VISIBLE_DEVICES": "0", "USE_VLLM": 0}
-    done = run_script(**settings | {"PATH": f"{tools}:{CLEAN['PATH']}"})
+def test_a_gpu_that_torch_does_not_see_is_said_before_anything_is_written(tiny, tmp_path, claimed_gpu):
+    done = run_script(**SETTINGS | {"OUTPUT_DIR": tmp_path / "run", "USE_VLLM": 0} | claimed_gpu)
     assert done.returncode == 2 and "does not see it" in done.stderr and "driver 580" in done.stderr
     assert not (tmp_path / "run").exists()
 
