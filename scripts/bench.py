@@ -511,13 +511,13 @@ def floor_seconds(config: dict[str, Any], distinct: int, scored: int) -> float:
     return 6 * (active * distinct + config["vocab_size"] * config["hidden_size"] * scored) / peak
 
 
-def padded_batch(trainer: Any, lengths: list[int], group: int, prompts: Any = None) -> dict[str, Any]:
+def padded_batch(trainer: Any, lengths: list[int], group: int) -> dict[str, Any]:
     """A step's batch as TRL pads it, with random completions of these lengths behind the run's first prompts."""
     import torch
 
     rows = trainer.processing_class(text=[row.prompt for row in trainer.run.rows[: len(lengths) // group]])["input_ids"]
     width, longest = max(map(len, rows)), max(lengths)
-    generator, shape = torch.Generator().manual_seed(0), (len(lengths), max(lengths))
+    generator, shape = torch.Generator().manual_seed(0), (len(lengths), longest)
     batch = {name: torch.zeros(len(lengths), width, dtype=torch.long) for name in ("prompt_ids", "prompt_mask")}
     batch["completion_ids"] = torch.randint(0, 199_000, shape, generator=generator)
     batch["completion_mask"] = (torch.arange(longest)[None] < torch.tensor(lengths)[:, None]).long()
@@ -538,9 +538,7 @@ def trl_learning(trainer: Any, batch: dict[str, Any], micro: int, least: int | N
 
     ours = trainer.__class__
     trainer.__class__ = GRPOTrainer
-    model, keep = trainer.model, batch["completion_ids"].size(1)
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
-    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    model, (ids, mask, keep) = trainer.model, joined(batch)
     count = len(ids) if least is None else micro * least
     trainer.current_gradient_accumulation_steps = max(count // micro, 1)
     try:
@@ -677,7 +675,6 @@ def step_child(options: argparse.Namespace) -> int:
     w2 = padded_batch(trainer, ragged, 8)
     seen["w2"] = our_learning(trainer, w2, 1)  # its kernels are compiled by now
     seen["w2_mean"], seen["w2_max"] = sum(ragged) / 96, max(ragged)
-    keep()
     keep()
     with torch.no_grad():
         ours = trainer._get_per_token_logps_and_entropies(trainer.model, *joined(batch))[0]

@@ -24,7 +24,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from datetime import time as clock
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ for folder in (str(ROOT), str(ROOT / "scripts")):
         sys.path.insert(0, folder)
 
 import make_dataset  # noqa: E402
-from make_dataset import DECISION_DAYS, HOURS, START_KWH, Plant, State, Window  # noqa: E402
+from make_dataset import DECISION_DAYS, HOURS, START_KWH, Plant, State, Window, state_at  # noqa: E402
 
 import rewards  # noqa: E402
 
@@ -114,14 +113,6 @@ def closed_loop(
         steps.append((actions, plant.outputs_kw[actions], energy, after.emissions_kg, after.unserved_kwh))
     columns = (np.stack(column, axis=1) for column in zip(*steps, strict=True))
     return Trace(*columns, safe=safe, start_kwh=start_kwh)
-
-
-def state_at(window: Window, plant: Plant, t: int, energy_kwh: float) -> State:
-    """What the prompt of decision t tells: the same as `make_dataset.window_rows` puts into the CSVs."""
-    day, i = divmod(t, len(HOURS))
-    stamp = datetime.combine(window.dates[day], clock(HOURS[i]))
-    today, after = (window.load_kw[day], window.co2[day]), (window.load_kw[day + 1], window.co2[day + 1])
-    return State(stamp, float(energy_kwh), *today, *after, plant)
 
 
 def end_price(window: Window, plant: Plant, decisions: int = DECISIONS) -> float:

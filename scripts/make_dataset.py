@@ -484,6 +484,14 @@ class State:
         return max(0.0, float(self.load_kw[HOURS.index(self.stamp.hour)]) - self.energy_kwh)
 
 
+def state_at(window: Window, plant: Plant, t: int, energy_kwh: float) -> State:
+    """What the prompt of decision t of a window tells, in the CSVs as in the closed loop."""
+    day, i = divmod(t, len(HOURS))
+    stamp = datetime.combine(window.dates[day], time(HOURS[i]))
+    today, after = (window.load_kw[day], window.co2[day]), (window.load_kw[day + 1], window.co2[day + 1])
+    return State(stamp, float(energy_kwh), *today, *after, plant)
+
+
 # The text below is an interface: it is what the users' files say, word for word.
 FULL_SYSTEM = """\
 You are ChatGPT, a large language model trained by OpenAI.
@@ -633,15 +641,13 @@ def trajectory(
     rows = []
     for t in range(DECISION_DAYS * len(HOURS)):
         day, i = divmod(t, len(HOURS))
-        stamp = datetime.combine(window.dates[day], time(HOURS[i]))
-        today, after = (window.load_kw[day], window.co2[day]), (window.load_kw[day + 1], window.co2[day + 1])
-        state = State(stamp, energy, *today, *after, plant)
+        state = state_at(window, plant, t, energy)
         texts = (render_full(state),) if prompt == "full" else render_compact(state)
         q = q_values(solution, t, energy)
         best = best_action(q)
         row = {
             "timestep": 24 * day + HOURS[i],
-            "timestamp": stamp.isoformat(),
+            "timestamp": state.stamp.isoformat(),
             **dict(zip(CONTEXT_COLUMNS[prompt], texts, strict=True)),
             "optimal_action": best,
             **{f"q_action_{k}": float(value) for k, value in enumerate(q)},
