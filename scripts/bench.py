@@ -358,6 +358,7 @@ def rollout_child(options: argparse.Namespace) -> int:
         seen["parity"] = trainer.run.parity
         Path(options.out).write_text(json.dumps(seen), encoding="utf-8")
         seen["hf"] = hf_generate(trainer, seen["prompt_ids"][:16], 128)
+        seen["hf_all"] = hf_generate(trainer, seen["prompt_ids"], 64)
         trainer.model.train()
         seen["long"] = given_step(trainer, generate, [LONG_TOKENS] * 16)
         seen["base_changed_elements"] = changed_elements(finished["parameters"])
@@ -400,13 +401,15 @@ def given_step(trainer: Any, generate: Any, lengths: list[int]) -> dict[str, flo
 
 
 def hf_generate(trainer: Any, prompt_ids: list[list[int]], tokens: int) -> dict[str, float]:
-    """transformers' generate on the same prompts, in the process and on the GPU that vLLM just used."""
+    """transformers' generate on the same prompts, with its own attention and experts, on the GPU that vLLM just used."""
     import torch
 
     import train_grpo
 
     policy = trainer.accelerator.unwrap_model(trainer.model)
     policy.eval()
+    base, ours = policy.get_base_model(), policy.config._experts_implementation
+    base.set_experts_implementation("grouped_mm")  # what transformers takes by itself
     longest, pad = max(map(len, prompt_ids)), trainer.processing_class.pad_token_id
     ids = torch.tensor([[pad] * (longest - len(row)) + row for row in prompt_ids], device=policy.device)
     torch.cuda.synchronize()
@@ -421,6 +424,7 @@ def hf_generate(trainer: Any, prompt_ids: list[list[int]], tokens: int) -> dict[
         )
     torch.cuda.synchronize()
     seconds = time.perf_counter() - started
+    base.set_experts_implementation(ours)
     return {"tokens": output[:, longest:].numel(), "seconds": seconds, "sequences": len(prompt_ids)}
 
 
@@ -451,7 +455,8 @@ def bench_rollout(options: argparse.Namespace) -> int:
     long = short["long"]
     later = short["rollouts"][1:]
     speeds = [one["tokens"] / one["generate"] for one in later]
-    hf = short["hf"]["tokens"] / short["hf"]["seconds"]
+    hf, hf_all = (short[name]["tokens"] / short[name]["seconds"] for name in ("hf", "hf_all"))
+    found = "caches as found" if options.warm_caches else "warm caches"
 
     def mean(name: str) -> float:
         return sum(one[name] for one in later) / len(later)
@@ -462,11 +467,13 @@ def bench_rollout(options: argparse.Namespace) -> int:
         figure("rollout_first_tok_s", short["rollouts"][0]["tokens"] / short["rollouts"][0]["generate"], "tokens/s", "the first rollout of the process"),
         figure("hf_generate_tok_s", hf, "tokens/s", "transformers' generate, 16 of the same prompts x 128 tokens, same process"),
         figure("speedup", sum(speeds) / len(speeds) / hf, "x", "the two above"),
+        figure("hf_generate_all_tok_s", hf_all, "tokens/s", f"the same with all {short['hf_all']['sequences']} at once x 64 tokens"),
+        figure("speedup_all", sum(speeds) / len(speeds) / hf_all, "x", "rollout_tok_s by that"),
         figure("handover_s", mean("handover"), "s", f"ROLLOUT_SYNC={options.sync}"),
         figure("sleep_s", mean("sleep"), "s", "after the first"),
         figure("wake_s", mean("wake"), "s", "after the first"),
         figure("asleep_gib", short["asleep_gib"], "GiB", "GPU memory that the sleeping engine holds, by the driver"),
-        figure("start_to_rollout_s", short["start_to_rollout_s"], "s", "process start to first rollout, warm caches; parity gate included, the bench's copy of the weights left out"),
+        figure("start_to_rollout_s", short["start_to_rollout_s"], "s", f"process start to first rollout, {found}; parity gate included, the bench's copy of the weights left out"),
         figure("long_rollout_s", long["generate"], "s", f"{long['sequences']} completions, {long['tokens']} tokens in all"),
         figure("long_step_s", long["rollout"] + long["learn"], "s", "rollout, hand-over, waking and sleeping, and learning from as many tokens"),
         figure("long_learn_s", long["learn"], "s", "its learning"),

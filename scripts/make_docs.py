@@ -29,7 +29,7 @@ ROLLOUT_FIGURES = {
     "sleep_s": "putting the engine to sleep",
     "wake_s": "waking it",
     "asleep_gib": "GPU memory that it holds asleep",
-    "start_to_rollout_s": "process start to first rollout, warm caches",
+    "start_to_rollout_s": "process start to first rollout, compile caches filled",
     "long_rollout_s": "16 completions x 2,300 tokens",
     "long_step_s": "the whole step of those",
     "short_step_s": "the whole step of the 96 x 512 tokens",
@@ -37,6 +37,7 @@ ROLLOUT_FIGURES = {
     "parity_control_mean": "the same with the trainer's adapter off",
     "base_changed_elements": "elements of the trainer's base weights that changed, of 20.9 billion",
 }
+ATTENTION_PARTS = ("out", "q", "k", "v", "sinks")
 # What a first real run decides; everything else has a default that fits the TES data.
 KEY_SETTINGS = (
     "MODEL_ID", "DATA", "TOTAL_STEPS", "PROMPTS_PER_STEP", "NUM_GENERATIONS", "MAX_COMPLETION_LEN", "LEARNING_RATE",
@@ -120,7 +121,33 @@ def report_md() -> str:
     return between((ROOT / "docs" / "report.md").read_text(encoding="utf-8"), "report figures", report.figures_md())
 
 
-GENERATED: dict[str, Callable[[], str]] = {"docs/settings.md": settings_md, "docs/metrics.md": metrics_md, "docs/report.md": report_md, "README.md": readme_md}  # fmt: skip
+def attention_table() -> str:
+    """Error against float64 and time of every attention in docs/results/attention-h100.json, worse of full and window."""
+    record = json.loads((ROOT / "docs" / "results" / "attention-h100.json").read_text(encoding="utf-8"))
+    figures = {one["name"]: one for one in record["figures"]}
+    rows = []
+    for key in figures:
+        if not key.endswith("_usable") or not figures[key]["value"]:
+            continue
+        name = key.removesuffix("_usable")
+        both = [
+            [figures[f"{name}_{layer}_{part}_error"]["value"] for layer in ("full", "window")]
+            for part in ATTENTION_PARTS
+        ]
+        times = [f"{figures[f'{name}_{layer}_ms']['value']:.2f} ms" for layer in ("full", "window")]
+        rows.append([f"`{name}`", figures[key]["note"], *(f"{max(pair):.4f}" for pair in both), *times])
+    header = ["", "package", "output", "q", "k", "v", "sinks", "full attention", "window of 128"]
+    source = f"`{record['command']}` on {record['machine'].split(';')[0]}, {record['date']}: [attention-h100.json](results/attention-h100.json)."
+    return table(header, rows) + f"\n\n{source}"
+
+
+def learner_md() -> str:
+    """docs/learner.md with its table of attention errors renewed."""
+    text = (ROOT / "docs" / "learner.md").read_text(encoding="utf-8")
+    return between(text, "attention figures", attention_table())
+
+
+GENERATED: dict[str, Callable[[], str]] = {"docs/settings.md": settings_md, "docs/metrics.md": metrics_md, "docs/report.md": report_md, "docs/learner.md": learner_md, "README.md": readme_md}  # fmt: skip
 
 
 def main() -> int:
