@@ -297,6 +297,36 @@ def test_cut_passes(drawn, most, share):
         assert tokens([*rows, following[0]]) > most
 
 
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_a_pass_waits_for_the_device_twice_and_a_layer_never(tiny, tmp_path, checkpointing):
+    """Values that the host reads: each of them drains a GPU's queue. Two are logged for a pass."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Reads(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            name = function.overloadpacket.__name__
+            indices = arguments[1] if name in ("index", "index_put", "index_put_") else ()
+            by_mask = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
+            self.count += by_mask or name in ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal")
+            return function(*arguments, **(options or {}))
+
+    trainer = make(tiny, tmp_path, GRADIENT_CHECKPOINTING=checkpointing)
+    inputs, found = batch(trainer, sampled=True), {}
+    trainer.model.train()
+    for passes, micro_batch in ((1, 4), (4, 1)):
+        trainer.run.plan = dataclasses.replace(trainer.run.plan, micro_batch=micro_batch)
+        trainer.run.packing = "none"
+        assert len(list(trainer.passes(inputs))) == passes
+        with Reads() as reads:
+            trainer.learn(trainer.model, inputs)
+        found[passes] = reads.count
+    assert trainer.model.config.num_hidden_layers > 1 and found[1] > 2, "it sees what is read"
+    assert found[4] - found[1] == 3 * 2, found
+
+
 def test_padded_like_puts_each_value_in_its_place():
     """Zero beyond each completion, and a gradient for every value."""
     import torch
@@ -369,6 +399,7 @@ def test_an_update_raises_the_probability_of_what_was_rewarded(tiny, tmp_path):
 
 HOOKS = {
     "_get_train_sampler": ["self", "dataset"],
+    "_tokenize_prompts": ["self", "prompts"],
     "_generate_single_turn": [
         "self",
         "prompt_ids",
@@ -431,6 +462,7 @@ def test_trl_still_calls_its_hooks():
     source = {name: inspect.getsource(getattr(GRPOTrainer, name)) for name in (
         "_generate", "_generate_and_score_completions", "get_train_dataloader", "_prepare_inputs")}  # fmt: skip
     assert "self._generate_single_turn(" in source["_generate"]
+    assert "self._tokenize_prompts(prompts)" in source["_generate"]
     assert (
         "self._calculate_rewards(inputs, prompts, completions, completion_ids_list)"
         in source["_generate_and_score_completions"]
@@ -445,6 +477,20 @@ def test_trl_still_calls_its_hooks():
         "sampling_per_token_logps",
     ):
         assert f'"{key}"' in source["_generate_and_score_completions"]
+
+
+def test_a_prompt_is_tokenized_once_for_all_its_completions(tiny, tmp_path):
+    """As TRL tokenizes them; in an evaluation too."""
+    trainer = make(tiny, tmp_path)
+    a, b = (row.prompt for row in trainer.run.rows[:2])
+    with plain_trl(trainer):
+        expected = trainer._tokenize_prompts([a, a, b, a])
+    tokenizer, asked = trainer.processing_class, []
+    trainer.processing_class = lambda text: asked.append(list(text)) or tokenizer(text=text)
+    assert trainer._tokenize_prompts([a, a, b, a]) == expected
+    trainer._generate_single_turn = lambda prompt_ids, *rest: (prompt_ids, None)
+    assert train_grpo.complete(trainer, [a, a, b, a], 2, base=False) == expected[0]
+    assert asked == [[a, b]] * 2
 
 
 def test_sampler_repeats_groups_and_batches():
