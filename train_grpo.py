@@ -490,7 +490,7 @@ def count_parameters(config: Mapping[str, Any]) -> dict[str, int]:
 VLLM_COLDEST = 0.01  # _MAX_TEMP of vllm/sampling_params.py: smaller temperatures are raised to it
 # Ten percent stay free for fragmentation and CUDA's own context; a CPU plans with half of what is free.
 GPU_SHARE, CPU_SHARE = 0.9, 0.5
-PASS_TOKENS = 70_000  # tokens of a forward and backward pass beyond which more tokens gain nothing
+PASS_TOKENS = 50_000  # tokens of a forward and backward pass beyond which more tokens gain nothing
 KV_BLOCK = 16  # tokens per block of vLLM's key-value cache
 BATCHED_TOKENS = 8192  # tokens of one prefill pass of vLLM
 ASLEEP_GIB = 2.1  # left on the GPU by a sleeping engine and the CUDA context: graphs, workspaces, kernels (measured)
@@ -586,8 +586,9 @@ def plan_memory(
     lora_parameters = layers * settings.LORA_R * (3 * hidden + q_and_kv + heads * head + hidden)
     adapter = lora_parameters * 16 / GIB
 
+    share = packing == "prefix"
+
     def learning(rows: int) -> float:
-        share = packing == "prefix"
         tokens = bucket(pass_tokens(settings, rows, prompt_len, share))
         longest = (
             bucket(prompt_len + min(rows, settings.NUM_GENERATIONS) * settings.MAX_COMPLETION_LEN) if share else length
@@ -628,9 +629,12 @@ def plan_memory(
         sizes = [n for n in range(1, min(total, most) + 1) if total % n == 0]
         return max((n for n in sizes if need(n) <= room), default=1)
 
-    # Beyond this a pass is no faster, only larger: its products are large enough, and the unpacking of experts is spread
-    # over enough tokens.
-    most = max(1, PASS_TOKENS // length) if length * hidden >= 100_000 else 64
+    # Beyond this a pass is no faster, only larger: its products are large enough, and the unpacking of experts and the
+    # start of some hundred kernels a layer are spread over enough tokens.
+    most = 64
+    if length * hidden >= 100_000:
+        sizes = [pass_tokens(settings, n, prompt_len, share) for n in range(1, total + 1)]
+        most = max(1, bisect.bisect_right(sizes, PASS_TOKENS))
     micro, micro_reason = settings.MICRO_BATCH, "set by MICRO_BATCH"
     if micro is None:
         micro = largest(learning, most)

@@ -168,6 +168,20 @@ def test_plan_obeys_and_grows():
     assert small.micro_batch <= plan().micro_batch and small.generation_batch < plan().generation_batch
 
 
+def test_a_pass_is_as_large_as_pays():
+    """By the tokens that it really computes: short completions of shared prompts go through together."""
+    for length in (24, 512, 4000):
+        for packing in ("prefix", "none"):
+            settings = Settings(PROMPTS_PER_STEP=32, NUM_GENERATIONS=8, MAX_COMPLETION_LEN=length)
+            arguments = settings, REAL_CONFIG, dataclasses.replace(H100, gpu_free=2000.0), 940, "torch_flash"
+            chosen = train_grpo.plan_memory(*arguments, packing=packing).micro_batch
+            share = packing == "prefix"
+            assert train_grpo.pass_tokens(settings, chosen, 940, share) <= train_grpo.PASS_TOKENS
+            larger = 2 * chosen  # 256 has no other divisors
+            assert larger > 256 or train_grpo.pass_tokens(settings, larger, 940, share) > train_grpo.PASS_TOKENS
+            assert chosen == {24: 256, 512: 64, 4000: 8}[length] or not share
+
+
 @given(st.integers(1, 30), st.integers(2, 16), st.floats(1, 200))
 def test_planned_batches_always_divide(prompts, generations, free):
     machine = dataclasses.replace(H100, gpu_free=free)
