@@ -114,7 +114,7 @@ class Settings:
 
     TOTAL_STEPS: int = knob("Learner", 100, "steps", "Optimizer steps of the whole run, resumed parts included.", tiny=150, low=1)
     LEARNING_RATE: float = knob("Learner", 5e-5, "", "Peak learning rate of AdamW.", tiny=1e-3, above=0)
-    LR_SCHEDULER: str = knob("Learner", "constant_with_warmup", "", "Learning-rate schedule.", choices=("constant", "constant_with_warmup", "linear", "cosine"))
+    LR_SCHEDULER: str = knob("Learner", "constant_with_warmup", "", "Learning-rate schedule.", tiny="linear", choices=("constant", "constant_with_warmup", "linear", "cosine"))
     WARMUP_STEPS: int = knob("Learner", 0, "steps", "Steps over which the learning rate rises from 0.", low=0)
     WEIGHT_DECAY: float = knob("Learner", 0.0, "", "AdamW's weight decay.", low=0)
     MAX_GRAD_NORM: float = knob("Learner", 1.0, "norm", "Gradients are scaled down to this norm.", above=0)

@@ -48,7 +48,7 @@ TRAIN_WINDOWS, HELDOUT_WINDOWS = {"full": 4, "compact": 20}, {"full": 2, "compac
 TRAIN_START, HELDOUT_START = date(2025, 4, 7), date(2025, 9, 1)  # Mondays; a window starts on every Monday
 # Random streams: the same seed never gives the same day in two.
 TRAIN_STREAM, HELDOUT_STREAM, ROWS_STREAM, SHORT_STREAM = 0, 1, 2, 3
-MOST_TRAJECTORIES = 200  # through each window of a profile, in search of short hours
+MOST_DRAWS = 200  # of short hours from each window of a profile
 DATA_DIR = Path(__file__).resolve().parent.parent / "data"
 
 CONTEXT_COLUMNS = {"full": ("prompt",), "compact": ("system", "user")}
@@ -220,11 +220,10 @@ class Window:
     co2: np.ndarray  # (4, 10) [kg/kWh]
     load_kw: np.ndarray  # (4, 10)
 
-    def solve(self, plant: Plant, **options: Any) -> Solution:
-        """Solves the decisions of the window; options as of `solve`."""
-        days = slice(0, DECISION_DAYS)
-        price = terminal_price(plant, self.co2[DECISION_DAYS])
-        return solve(plant, self.load_kw[days].ravel(), self.co2[days].ravel(), price, **options)
+    def solve(self, plant: Plant, first: int = 0, **options: Any) -> Solution:
+        """Solves the decisions of the window from number `first` on; options as of `solve`."""
+        load_kw, co2 = (values[:DECISION_DAYS].ravel()[first:] for values in (self.load_kw, self.co2))
+        return solve(plant, load_kw, co2, terminal_price(plant, self.co2[DECISION_DAYS]), **options)
 
 
 def windows(profile: Profile) -> list[Window]:
@@ -641,24 +640,51 @@ def trajectory(
     rows = []
     for t in range(DECISION_DAYS * len(HOURS)):
         day, i = divmod(t, len(HOURS))
-        state = state_at(window, plant, t, energy)
-        texts = (render_full(state),) if prompt == "full" else render_compact(state)
-        q = q_values(solution, t, energy)
-        best = best_action(q)
-        row = {
-            "timestep": 24 * day + HOURS[i],
-            "timestamp": state.stamp.isoformat(),
-            **dict(zip(CONTEXT_COLUMNS[prompt], texts, strict=True)),
-            "optimal_action": best,
-            **{f"q_action_{k}": float(value) for k, value in enumerate(q)},
-            **{f"reward_action_{k}": float(value) for k, value in enumerate(boltzmann(q))},
-        }
+        row, state = row_at(window, plant, t, energy, q_values(solution, t, energy), prompt)
         rows.append((row, state))
         # Both numbers are always drawn, so a draw more or less does not shift the rest of the trajectory.
         chance, random_action = rng.random(), int(rng.integers(len(plant.ratios)))
-        action = random_action if chance < explore else best
+        action = random_action if chance < explore else row["optimal_action"]
         energy = float(step(plant, energy, action, window.load_kw[day, i], window.co2[day, i]).energy_kwh)
     return rows
+
+
+def row_at(
+    window: Window, plant: Plant, t: int, energy_kwh: float, q: np.ndarray, prompt: str
+) -> tuple[dict[str, Any], State]:
+    """The row and the state of decision t of a window; q: the values of its K actions. Keys: see `trajectory`."""
+    state = state_at(window, plant, t, energy_kwh)
+    texts = (render_full(state),) if prompt == "full" else render_compact(state)
+    day, i = divmod(t, len(HOURS))
+    row = {
+        "timestep": 24 * day + HOURS[i],
+        "timestamp": state.stamp.isoformat(),
+        **dict(zip(CONTEXT_COLUMNS[prompt], texts, strict=True)),
+        "optimal_action": best_action(q),
+        **{f"q_action_{k}": float(value) for k, value in enumerate(q)},
+        **{f"reward_action_{k}": float(value) for k, value in enumerate(boltzmann(q))},
+    }
+    return row, state
+
+
+def short_hours(
+    window: Window, rng: np.random.Generator, prompt: str, plant: Plant | None = None
+) -> list[tuple[dict[str, Any], State]]:
+    """A short hour, row and state, for each decision hour of the day: on one of the three days, with too little stored.
+
+    The energies are random below the load, so hours without a load give none. Trajectories would give short hours of
+    the morning almost alone, and a policy trained on those empties the storage before the last load of the day.
+    """
+    plant = plant or Plant()
+    made = []
+    for i in range(len(HOURS)):
+        day, share = int(rng.integers(DECISION_DAYS)), rng.random()
+        load, t = window.load_kw[day, i], len(HOURS) * day + i
+        energy = math.floor(10 * share * load) / 10
+        if energy < load:
+            rest = window.solve(plant, t, start_kwh=energy, grid_kwh=None)
+            made.append(row_at(window, plant, t, energy, q_values(rest, 0, energy), prompt))
+    return made
 
 
 def window_rows(*arguments: Any, **named: Any) -> list[dict[str, Any]]:
@@ -671,20 +697,19 @@ def with_short_hours(
     more: Iterable[tuple[Window, np.random.Generator]],
     prompt: str,
     share: float,
-    explore: float = EXPLORE,
 ) -> list[dict[str, Any]]:
-    """The rows of `decisions`, and behind them short hours of further trajectories until these are `share` of all rows.
+    """The rows of `decisions`, and behind them `short_hours` until these are `share` of all rows.
 
     A short hour's load exceeds the stored energy: it has to be served now, and not doing so costs a hundred times what
     serving costs. The optimum's neighbourhood holds few of them; a policy that saves CO2 with an emptier storage meets
-    many (docs/evaluation.md). `more`: windows to look in, each from a random start; where they end, so does the search.
+    many (docs/evaluation.md). `more`: windows to take them from; where they end, so does the search.
     """
     rows, short = [row for row, _ in decisions], sum(state.short_kwh > 0 for _, state in decisions)
     for window, rng in more:
         if short >= share * len(rows):
             break
-        for row, state in trajectory(window, rng, prompt, None, explore):
-            if state.short_kwh > 0 and short < share * len(rows):
+        for row, _ in short_hours(window, rng, prompt):
+            if short < share * len(rows):
                 rows.append(row)
                 short += 1
     return rows
@@ -776,10 +801,10 @@ def profile_files(
                     decisions += trajectory(window, rng, prompt, start_kwh if n == 0 else None, explore)
             more = (
                 (window, np.random.default_rng((seed, w, n)))
-                for n in range(trajectories, trajectories + MOST_TRAJECTORIES)
+                for n in range(trajectories, trajectories + MOST_DRAWS)
                 for w, window in made
             )
-            rows = with_short_hours(decisions, more, prompt, short_share, explore)
+            rows = with_short_hours(decisions, more, prompt, short_share)
             yield file_name(stem, prompt), rows_csv(rows)
 
 

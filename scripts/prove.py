@@ -64,7 +64,7 @@ class Scale:
 
     shape: mm.Shape
     prompt: str  # full or compact, as make_dataset.py's
-    windows: int  # of warm-up rows, 30 rows each
+    windows: int  # of warm-up rows, 40 rows each
     probe_windows: int  # of rows on which the warm-up is measured
     seconds: float  # budget of the warm-up; the schedule follows whichever of the two budgets runs out first
     steps: int
@@ -81,8 +81,7 @@ class Scale:
     format_weight: float = 0.5  # of the loss on the fixed tokens of the answer against the loss on the action
     text_weight: float = 0.2  # ... on the prompt's own tokens
     reading_weight: float = 2.0  # ... on the quantities that a linear probe reads from a middle layer
-    short_weight: float = 8.0  # how much more often a row is drawn whose storage cannot carry the load of the hour ...
-    near_weight: float = 3.0  # ... and one whose storage could by less than NEAR_KWH: the other side of the boundary
+    near_weight: float = 3.0  # how much more often a row is drawn whose storage just carries the load of the hour
 
 
 COMMON = {"EVAL_SAMPLES": "8", "SEED": "1"}
@@ -94,7 +93,7 @@ SCALES = {
             layers=8, hidden=512, intermediate=384, experts=8, experts_per_token=4, heads=8, kv_heads=2, head_dim=64
         ),
         prompt="full",
-        windows=3000,
+        windows=2400,
         probe_windows=60,
         seconds=200,
         steps=100_000,
@@ -104,11 +103,12 @@ SCALES = {
         lr=1e-3,
         soften_lr=3e-4,
         train_windows=80,
-        heldout_windows=16,
+        heldout_windows=24,
         settings=COMMON
         | {
             "USE_VLLM": "1", "PARITY": "on", "LOSS_IMPL": "liger", "PROMPTS_PER_STEP": "32", "NUM_GENERATIONS": "8",
-            "MAX_COMPLETION_LEN": "24", "TOTAL_STEPS": "200", "LEARNING_RATE": "3e-4", "LORA_R": "16", "LORA_ALPHA": "32",
+            "MAX_COMPLETION_LEN": "24", "TOTAL_STEPS": "200", "LEARNING_RATE": "3e-4", "LR_SCHEDULER": "linear",
+            "LORA_R": "16", "LORA_ALPHA": "32",
             "SAVE_STEPS": "100",
         },
     ),
@@ -136,7 +136,7 @@ SCALES = {
 }  # fmt: skip
 
 WARMUP_SEED, PROBE_SEED, DATA_SEED = 40_000, 30_000, 20_000  # of days; a window's own number is added to the first two
-NEAR_KWH = 40.0
+NEAR_KWH = 40.0  # by which it does at most
 KEPT_TAIL = 8  # tokens of a prompt's end that a focused row keeps
 PAD_TO = 8  # columns; attention kernels want aligned masks
 LARGEST_NUMBER = 999  # the o200k tokenizer has a token for every run of one to three digits
@@ -198,16 +198,17 @@ def rendered(row: Mapping[str, Any], number: int) -> str:
 
 
 def warmup_rows(job: tuple[int, int, str]) -> list[tuple[str, list[float], list[float] | None]]:
-    """(prompt, rewards, readings) of every decision of `count` windows; job: (first seed, count, kind of prompt).
+    """(prompt, rewards, readings) of every decision of `count` windows and of ten short hours in each.
 
-    Every window has a seed of its own and one of a year's dates, so that no row repeats and dates mean nothing.
+    job: (first seed, count, kind of prompt). Every window has a seed of its own and one of a year's dates, so that no row repeats and dates mean nothing.
     """
     first, count, kind = job
     rows = []
     for seed in range(first, first + count):
         start = ds.TRAIN_START + timedelta(weeks=seed % 52)
         for window, rng in ds.synthetic_windows(seed, ds.ROWS_STREAM, 1, start):
-            for number, row in enumerate(ds.window_rows(window, rng, kind, None)):
+            decisions = ds.trajectory(window, rng, kind, None) + ds.short_hours(window, rng, kind)
+            for number, (row, _) in enumerate(decisions):
                 prompt = rendered(row, 31 * seed + number)
                 rewards = [row[f"reward_action_{k}"] for k in range(mm.ACTIONS)]
                 rows.append((prompt, rewards, readings(prompt)))
@@ -215,7 +216,7 @@ def warmup_rows(job: tuple[int, int, str]) -> list[tuple[str, list[float], list[
 
 
 def make_rows(seed: int, windows: int, kind: str) -> list[tuple[str, list[float], list[float] | None]]:
-    """`warmup_rows` on all cores: some 7 ms of one core for a window."""
+    """`warmup_rows` on all cores: some 40 ms of one core for a window."""
     if windows < 200:
         return warmup_rows((seed, windows, kind))
     jobs = [(seed + n, min(50, windows - n), kind) for n in range(0, windows, 50)]
@@ -601,7 +602,7 @@ def draw_weights(deficit: torch.Tensor, scale: Scale) -> torch.Tensor:
     """How often each row is drawn, relative to others; `deficit` as `Rows.deficit`, ``[N]``."""
     import torch
 
-    return torch.where(deficit > 0, scale.short_weight, torch.where(deficit > -NEAR_KWH, scale.near_weight, 1.0))
+    return torch.where((deficit > -NEAR_KWH) & (deficit <= 0), scale.near_weight, 1.0)
 
 
 def warm_up(

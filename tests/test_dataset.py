@@ -497,7 +497,26 @@ def test_short_hours_are_added_up_to_their_share() -> None:
         assert sum(kwh == 0 for kwh in added) <= 0.1 * len(added)  # less than half a kWh is told as 0
     # Where further windows end, so does the search.
     few = md.with_short_hours(decisions, itertools.islice(md.short_windows(5), 2), "compact", 0.9)
-    assert 90 < len(few) < 110
+    assert len(few) == 90 + 2 * len(md.HOURS)
+
+
+def test_short_hours_are_spread_over_the_day_and_exact() -> None:
+    """One for each hour: a trajectory hardly ever is short in the afternoon, a policy that empties the storage is."""
+    window, rng = next(md.short_windows(5))
+    made = md.short_hours(window, rng, "compact")
+    assert [state.stamp.hour for _, state in made] == list(md.HOURS)
+    assert all(state.short_kwh > 0 for _, state in made) and len({state.stamp.date() for _, state in made}) > 1
+    plant, grid = md.Plant(), window.solve(md.Plant(), grid_kwh=0.25)
+    for row, state in made:
+        t = len(md.HOURS) * window.dates.index(state.stamp.date()) + md.HOURS.index(state.stamp.hour)
+        assert row["timestep"] == 24 * (t // len(md.HOURS)) + state.stamp.hour
+        mine = [row[f"q_action_{k}"] for k in range(4)]
+        assert np.allclose(mine, md.q_values(grid, t, state.energy_kwh), atol=0.5)
+        served = [kw >= state.short_kwh for kw in plant.outputs_kw]
+        assert served[row["optimal_action"]] or not any(served)
+    # An hour without a load cannot be short.
+    idle = md.Window(window.dates, window.co2, np.where(np.arange(10) == 4, 0.0, window.load_kw))
+    assert [state.stamp.hour for _, state in md.short_hours(idle, rng, "full")] == [8, 9, 10, 11, 13, 14, 15, 16, 17]
 
 
 def test_check_passes_on_the_committed_files(capsys: pytest.CaptureFixture) -> None:

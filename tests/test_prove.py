@@ -168,7 +168,7 @@ def test_warm_up_rows_differ_from_all_others():
     scale = dataclasses.replace(prove.SCALES["mid"], train_windows=2, heldout_windows=2)
     warm = {prompt for prompt, _, _ in prove.warmup_rows((prove.WARMUP_SEED, 3, "full"))}
     probe = {prompt for prompt, _, _ in prove.warmup_rows((prove.PROBE_SEED, 3, "full"))}
-    assert len(warm) == 90 and not warm & probe
+    assert len(warm) == 120 and not warm & probe
     assert scale.windows + prove.WARMUP_SEED < 2**32 and prove.PROBE_SEED + scale.probe_windows < prove.WARMUP_SEED
 
 
@@ -188,9 +188,9 @@ def test_training_rows_hold_short_hours_and_held_out_rows_are_as_they_come(tmp_p
 
 
 def test_rows_near_the_boundary_are_drawn_more_often():
-    scale = dataclasses.replace(prove.SCALES["mid"], short_weight=8.0, near_weight=3.0)
+    scale = dataclasses.replace(prove.SCALES["mid"], near_weight=3.0)
     deficit = torch.tensor([-math.inf, -100.0, -prove.NEAR_KWH, -1.0, 0.0, 0.1, 90.0])
-    assert prove.draw_weights(deficit, scale).tolist() == [1, 1, 1, 3, 3, 8, 8]
+    assert prove.draw_weights(deficit, scale).tolist() == [1, 1, 1, 3, 3, 1, 1]
 
 
 def test_figures_count_what_leaves_load_unserved(placed, vocabulary, model, monkeypatch):
