@@ -1079,7 +1079,9 @@ def collect(options: argparse.Namespace, log: Callable[[str], None]) -> int:
         made.append(bench.figure("steps", len(steps), "steps"))
     record = options.out / "command.txt"
     command = record.read_text(encoding="utf-8").strip() if record.is_file() else "python scripts/prove.py"
-    bench.write(options.results, made, f"python scripts/prove.py, which ran: {command}")
+    command = command.replace(str(options.out.resolve()), "OUT")  # where it lay on this machine says nothing
+    how = f"python scripts/prove.py --scale {options.scale} --out OUT, which ran: {command}"
+    bench.write(options.results, made, how)
     report = run / "report.html"
     if report.is_file():
         shutil.copyfile(report, options.results.with_name(options.report_name))

@@ -235,7 +235,7 @@ def finished(out: Path, gain: tuple[float, float, float], plant: dict) -> Path:
     (run / "evaluation.json").write_text(json.dumps(evaluation))
     (run / "closed_loop.json").write_text(json.dumps(plant))
     (run / "report.html").write_text("<html>")
-    (out / "command.txt").write_text("MODEL_ID=m python train_grpo.py\n")
+    (out / "command.txt").write_text(f"MODEL_ID={out}/model python train_grpo.py\n")
     return out
 
 
@@ -254,7 +254,8 @@ def test_collect_judges_by_intervals(tmp_path, monkeypatch, gain, plant, code):
     results = tmp_path / "results" / "proof.json"
     assert prove.main(["--out", str(out), "--stage", "collect", "--results", str(results)]) == code
     record = json.loads(results.read_text())
-    assert record["commit"] == "abc" and "train_grpo.py" in record["command"]
+    assert record["commit"] == "abc"
+    assert "--scale mid --out OUT" in record["command"] and "MODEL_ID=OUT/model python train_grpo.py" in record["command"]
     named = {one["name"]: one["value"] for one in record["figures"]}
     assert named["reward_gain"] == gain[0] and named["co2_kg_trained"] == plant["totals"]["trained"]["co2_kg"]
     assert (results.parent / "proof-report.html").is_file()
