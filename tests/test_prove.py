@@ -255,7 +255,8 @@ def test_collect_judges_by_intervals(tmp_path, monkeypatch, gain, plant, code):
     assert prove.main(["--out", str(out), "--stage", "collect", "--results", str(results)]) == code
     record = json.loads(results.read_text())
     assert record["commit"] == "abc"
-    assert "--scale mid --out OUT" in record["command"] and "MODEL_ID=OUT/model python train_grpo.py" in record["command"]
+    assert "--scale mid --out OUT" in record["command"]
+    assert "MODEL_ID=OUT/model python train_grpo.py" in record["command"]
     named = {one["name"]: one["value"] for one in record["figures"]}
     assert named["reward_gain"] == gain[0] and named["co2_kg_trained"] == plant["totals"]["trained"]["co2_kg"]
     assert (results.parent / "proof-report.html").is_file()
