@@ -220,7 +220,8 @@ def rendered(row: Mapping[str, Any], number: int) -> str:
 def warmup_rows(job: tuple[int, int, str]) -> list[tuple[str, list[float], list[float] | None]]:
     """(prompt, rewards, readings) of every decision of `count` windows and of ten short hours in each.
 
-    job: (first seed, count, kind of prompt). Every window has a seed of its own and one of a year's dates, so that no row repeats and dates mean nothing.
+    job: (first seed, count, kind of prompt). Every window has a seed of its own and one of a year's dates, so that no row
+    repeats and dates mean nothing.
     """
     first, count, kind = job
     rows = []
