@@ -3967,7 +3967,7 @@ def plan_closed_loop(
             cases += script("evaluate").read_cases(path)
         except script("make_dataset").ProfileError as error:
             problems += [f"EVAL_PROFILE: {line}" for line in error.problems]
-    passes = f"{len(cases)} windows x {settings.EVAL_SAMPLES} passes: 30 rollouts one after the other, before and after training"
+    passes = f"{len(cases)} windows x {settings.EVAL_SAMPLES} passes: {script('evaluate').DECISIONS} rollouts one after the other, before and after training"
     profiles = tuple(script("evaluate").shown_path(path) for path in paths)
     return ClosedLoop(kind if cases else "", f"{reason}, {passes}", profiles, tuple(cases))
 
@@ -3995,7 +3995,7 @@ def measure_closed_loop(check: Preflight, trainer: Any, base: bool) -> None:
             raise InterruptedError
         if time.perf_counter() - said > 30:
             said = time.perf_counter()
-            log.info("closed loop, %s model: decision %d of 30", name, hour + 1)
+            log.info("closed loop, %s model: decision %d of %d", name, hour + 1, loop.DECISIONS)
         # Step 0 is the held-out rows' seed.
         ids = complete(trainer, [p for p in prompts for _ in range(samples)], samples, base, hour + 1)
         return trainer.processing_class.batch_decode(ids, skip_special_tokens=False)
@@ -4028,6 +4028,12 @@ def write_report(folder: Path) -> None:
     except Exception as error:
         again = f"python scripts/report.py {folder}"
         log.warning("no report was written (%s: %s); try again with: %s", type(error).__name__, error, again)
+
+
+def pack(folder: Path) -> Path:
+    """The run's report, then the zip that holds it with the rest; returns the zip's path."""
+    write_report(folder)
+    return write_zip(folder)
 
 
 # ---- Main ------------------------------------------------------------------------------------------------------------
@@ -4149,15 +4155,13 @@ def launch(check: Preflight, model_path: str) -> int:
         return 3
     except EngineError as error:
         log.critical("vLLM: %s", error)
-        write_report(context.folder)
-        write_zip(context.folder)
+        pack(context.folder)
         return 4
     except torch.OutOfMemoryError as error:
         smaller = max(1, check.plan.micro_batch // 2)
         log.critical("out of memory: %s", str(error).splitlines()[0])
         log.critical("MICRO_BATCH=%d learns the same in smaller passes; with it, the same command continues", smaller)
-        write_report(context.folder)
-        write_zip(context.folder)
+        pack(context.folder)
         return 1
     finally:
         if context.engine is not None:
@@ -4173,8 +4177,7 @@ def train(check: Preflight, context: RunContext, trainer: Any) -> int:
     trainer.processing_class.save_pretrained(str(context.folder))
     if not context.stop_signal:
         measure(check, trainer, base=False)
-    write_report(context.folder)
-    archive = write_zip(context.folder)
+    archive = pack(context.folder)
     if context.stop_signal:
         again = "the same command" + " WITHOUT OVERWRITE=1" * check.settings.OVERWRITE
         log.warning("interrupted at step %d; %s continues. So far: %s", trainer.state.global_step, again, archive)

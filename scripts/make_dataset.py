@@ -705,13 +705,10 @@ def with_short_hours(
     many (docs/evaluation.md). `more`: windows to take them from; where they end, so does the search.
     """
     rows, short = [row for row, _ in decisions], sum(state.short_kwh > 0 for _, state in decisions)
-    for window, rng in more:
-        if short >= share * len(rows):
-            break
-        for row, _ in short_hours(window, rng, prompt):
-            if short < share * len(rows):
-                rows.append(row)
-                short += 1
+    found = (row for window, rng in more for row, _ in short_hours(window, rng, prompt))
+    while short < share * len(rows) and (row := next(found, None)):
+        rows.append(row)
+        short += 1
     return rows
 
 

@@ -19,6 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import bench  # noqa: E402
 import report  # noqa: E402
 
 import train_grpo  # noqa: E402
@@ -40,7 +41,7 @@ ROLLOUT_FIGURES = {
     "parity_control_mean": "the same with the trainer's adapter off",
     "base_changed_elements": "elements of the trainer's base weights that changed, of 20.9 billion",
 }
-ATTENTION_PARTS, LAYERS = ("out", "q", "k", "v", "sinks"), ("full", "window")
+LAYERS = ("full", "window")  # of attention
 STEP_FIGURES = {
     "w1_step_s": "whole step, 12 x 8 x 512 tokens",
     "w1_learn_s": "its learning",
@@ -48,12 +49,12 @@ STEP_FIGURES = {
     "w1_floor_s": "the arithmetic alone at the card's peak",
     "w1_learn_mxfp4_s": "learning with `EXPERTS=mxfp4`",
     "w1_job_peak_mxfp4_gib": "peak of the whole job with `EXPERTS=mxfp4`, engine included, all but 40 GiB of the card occupied",
-    "w2_learn_s": "learning from 96 completions of 2,180 tokens on average, the longest 3,198",
+    "w2_learn_s": "learning from 96 completions of recorded lengths",
     "w2_learn_trl_s": "the same by TRL's padded path",
     "w3_step_s": "rollout and learning of 16 such completions",
     "w3_rollout_s": "of which the rollout takes",
-    "long_learn_peak_gib": "memory beyond the weights while learning from passes of 12 completions of 4,000 tokens",
-    "long_logits_gib": "what their logits alone would take in float32",
+    "long_learn_peak_gib": "memory beyond the weights while learning from completions of 4,000 tokens",
+    "long_logits_gib": "what the logits of one of its passes would take in float32",
     "logp_difference": "log-probs, mean difference to TRL's path",
     "logp_batching": "TRL's path against itself with other micro-batches",
     "logp_wrong_prompt": "the same with a wrong prompt",
@@ -152,10 +153,9 @@ def report_md() -> str:
 def attention_table() -> str:
     """Error against float64 and time of every attention in attention-h100.json, the worse of full and window."""
     figures, source = measured("attention-h100.json", "results")
-    rows = []
-    for name in [key.removesuffix("_usable") for key in figures if key.endswith("_usable") and figures[key]["value"]]:
-        value = {key: one["value"] for key, one in figures.items()}
-        errors = [max(value[f"{name}_{layer}_{part}_error"] for layer in LAYERS) for part in ATTENTION_PARTS]
+    value, rows = {key: one["value"] for key, one in figures.items()}, []
+    for name in [key.removesuffix("_usable") for key in value if key.endswith("_usable") and value[key]]:
+        errors = [max(value[f"{name}_{layer}_{part}_error"] for layer in LAYERS) for part in bench.PARTS]
         times = [value[f"{name}_{layer}_ms"] for layer in LAYERS]
         package = figures[f"{name}_usable"]["note"]
         rows.append([f"`{name}`", package, *(f"{e:.4f}" for e in errors), *(f"{ms:.2f} ms" for ms in times)])
