@@ -8,27 +8,20 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import importlib.util
 import io
 import itertools
 import math
 import re
 import shutil
-import sys
 from datetime import date, datetime, timedelta
 from pathlib import Path
 
+import make_dataset as md
 import numpy as np
 import pytest
+from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-ROOT = Path(__file__).resolve().parent.parent
-SPEC = importlib.util.spec_from_file_location("make_dataset", ROOT / "scripts" / "make_dataset.py")
-assert SPEC is not None and SPEC.loader is not None
-md = importlib.util.module_from_spec(SPEC)
-sys.modules["make_dataset"] = md  # dataclasses look their module up
-SPEC.loader.exec_module(md)
 
 PLANT = md.Plant()
 DATA = ROOT / "data"
