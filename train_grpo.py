@@ -3947,7 +3947,8 @@ def choose_closed_loop(settings: Settings, kind: str | None, engine: bool, chose
     if kind is None:
         return False, "the held-out prompts are not those of the plant in scripts/make_dataset.py"
     if settings.MODEL_ID != "tiny" and not engine and not chosen:
-        return False, "30 hours one after the other take transformers too long; set EVAL_PROFILE to run it nevertheless"
+        hours = script("evaluate").DECISIONS
+        return False, f"{hours} hours in turn take transformers too long; set EVAL_PROFILE to run it nevertheless"
     return True, f"the held-out prompts are the plant's ({kind})"
 
 
