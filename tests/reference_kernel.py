@@ -6,10 +6,6 @@ from __future__ import annotations
 import torch
 
 
-def widened(x):
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-
-
 def sequences(q, k, starts_q, starts_k, window):
     """Per sequence: slices of the queries and of the keys, and the mask (queries, keys), True where a query sees a key."""
     starts_q, starts_k = starts_q.tolist(), starts_k.tolist()
@@ -28,8 +24,8 @@ def scores_of(q, k, visible, scale):
 
 
 def reference_forward(q, k, v, starts_q, starts_k, longest_q, longest_k, scale, window):
-    """Plain torch; inner arithmetic in float32, or float64 for float64 input, and lse of that dtype."""
-    wide_q, wide_k, wide_v = (widened(x) for x in (q, k, v))
+    """Plain torch; inner arithmetic in float64, so that only what a kernel's caller rounds is rounded; lse at least float32."""
+    wide_q, wide_k, wide_v = (x.double() for x in (q, k, v))
     out = torch.zeros_like(wide_q)
     lse = wide_q.new_full((q.shape[1], q.shape[0]), -torch.inf)
     for rows, cols, visible in sequences(q, k, starts_q, starts_k, window):
@@ -37,7 +33,7 @@ def reference_forward(q, k, v, starts_q, starts_k, longest_q, longest_k, scale, 
         lse[:, rows] = scores.logsumexp(-1)
         values = wide_v[cols].repeat_interleave(q.shape[1] // v.shape[1], 1)
         out[rows] = torch.einsum("hqk,khd->qhd", (scores - lse[:, rows, None]).exp(), values)
-    return out.to(q.dtype), lse
+    return out.to(q.dtype), lse.to(torch.promote_types(q.dtype, torch.float32))
 
 
 def reference_backward(dout, q, k, v, out, lse, starts_q, starts_k, longest_q, longest_k, scale, window):
@@ -45,7 +41,7 @@ def reference_backward(dout, q, k, v, out, lse, starts_q, starts_k, longest_q, l
 
     Unlike autograd through the scores it therefore stays right for an out and lse that a sink was folded into.
     """
-    wide_q, wide_k, wide_v, wide_dout, wide_out = (widened(x) for x in (q, k, v, dout, out))
+    wide_q, wide_k, wide_v, wide_dout, wide_out = (x.double() for x in (q, k, v, dout, out))
     group = q.shape[1] // k.shape[1]
     dq, dk, dv = (torch.zeros_like(x) for x in (wide_q, wide_k, wide_v))
     delta = (wide_dout * wide_out).sum(-1).T[..., None]  # (Hq, Tq, 1)
