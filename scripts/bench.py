@@ -17,7 +17,8 @@ fills the compile caches (`--warm-caches` leaves it out), and one that trains th
 
 `step` measures learning beside TRL's padded path in one process, on the same rollouts, and with packed experts while all
 but 40 GiB of the card is occupied. W1 is 12 prompts x 8 completions x 512 tokens, W2 96 completions with the lengths of
-the CSV, W3 its first 16.
+the CSV, W3 its first 16. TRL's path takes most of the time: `--trl JSON` takes its figures from an earlier run, and each
+says from which. `--only bf16` or `--only mxfp4` runs one half and reads the other's last run in the same folder.
 
     python scripts/bench.py attention --out docs/results/attention-h100.json
 
@@ -683,6 +684,8 @@ def step_child(options: argparse.Namespace) -> int:
     seen["w2"] = our_learning(trainer, w2, 1)  # its kernels are compiled by now
     seen["w2_mean"], seen["w2_max"] = sum(ragged) / 96, max(ragged)
     keep()
+    if options.trl:
+        return 0
     with torch.no_grad():
         ours = trainer._get_per_token_logps_and_entropies(trainer.model, *joined(batch))[0]
         shifted = {**batch, **{k: batch[k].roll(trainer.num_generations * 3, 0) for k in ("prompt_ids", "prompt_mask")}}
@@ -724,16 +727,36 @@ def bench_step(options: argparse.Namespace) -> int:
         out.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, __file__, "step", "--child", child, "--model", options.model, "--data", options.data]
         command += ["--lengths", options.lengths, "--out", str(out), "--run", options.run]
-        occupied = contextlib.nullcontext() if child == "bf16" else ballast(40.0)
-        with occupied:
-            code = subprocess.run(command, check=False).returncode
+        command += ["--trl", options.trl] if options.trl else []
+        code = 0
+        if options.only in (None, child):
+            with contextlib.nullcontext() if child == "bf16" else ballast(40.0):
+                code = subprocess.run(command, check=False).returncode
+        elif child == "mxfp4" and not out.exists():
+            continue
         if not out.exists():
-            print(f"child {child} ended with exit code {code}", file=sys.stderr)
+            print(f"no {out}: child {child} has not run here, or ended with exit code {code}", file=sys.stderr)
             return code or 1
         results[child] = json.loads(out.read_text(encoding="utf-8"))
         # After each child: what was measured is not lost when the machine is given back during the next one.
-        write(Path(options.out), step_figures(results), "python scripts/bench.py step --lengths real_completions.csv")
+        figures = step_figures(results) + earlier_trl(options.trl)
+        write(Path(options.out), figures, "python scripts/bench.py step --lengths real_completions.csv")
     return 0
+
+
+TRL_FIGURES = (
+    "w1_learn_trl_s", "w1_speedup", "logp_difference", "logp_batching", "logp_wrong_prompt", "w2_learn_trl_s",
+    "w2_speedup",
+)  # fmt: skip
+
+
+def earlier_trl(path: str | None) -> list[dict[str, Any]]:
+    """What an earlier run of `step` found of TRL's path, and of this learner beside it; none without a path."""
+    if not path:
+        return []
+    run = json.loads(Path(path).read_text(encoding="utf-8"))
+    origin = f"; side by side in the run of commit {run['commit'][:7]}"
+    return [one | {"note": one["note"] + origin} for one in run["figures"] if one["name"] in TRL_FIGURES]
 
 
 def step_figures(results: dict[str, Any]) -> list[dict[str, Any]]:
@@ -1017,6 +1040,8 @@ def main() -> int:
     one.add_argument("--lengths", required=True, help="CSV whose `completion` column gives the lengths of W2 and W3")
     one.add_argument("--out", required=True, help="JSON to write")
     one.add_argument("--run", default="runs/bench-step", help="OUTPUT_DIR of the runs; deleted first")
+    one.add_argument("--trl", metavar="JSON", help="take the figures of TRL's path from this earlier result")
+    one.add_argument("--only", choices=("bf16", "mxfp4"), help="run this half; the other's last run is read")
     one.add_argument("--child", choices=("bf16", "mxfp4"), help=argparse.SUPPRESS)
     one = commands.add_parser("attention", help="the learner's attention against float64")
     one.add_argument("--out", required=True, help="JSON to write")

@@ -141,3 +141,17 @@ def test_float64_is_the_definition(window):
     expected = [out, *torch.autograd.grad(out, (q, k, v, sinks), gradient)]
     for ours, true in zip(bench.exact_attention(case, window, (q, k, v, sinks), gradient), expected, strict=True):
         torch.testing.assert_close(ours, true, rtol=1e-12, atol=1e-12)
+
+
+# ---- The step's figures ----------------------------------------------------------------------------------------------
+
+
+def test_figures_of_trls_path_come_from_an_earlier_run_and_say_so(tmp_path):
+    names = ["w1_step_s", "w1_learn_trl_s", "w2_speedup"]
+    figures = [{"name": name, "value": i, "unit": "s", "note": name} for i, name in enumerate(names)]
+    earlier = tmp_path / "step.json"
+    earlier.write_text(json.dumps({"commit": "0123456789abcdef", "figures": figures}))
+    found = bench.earlier_trl(str(earlier))
+    assert [(one["name"], one["value"]) for one in found] == [("w1_learn_trl_s", 1), ("w2_speedup", 2)]
+    assert found[0]["note"] == "w1_learn_trl_s; side by side in the run of commit 0123456"
+    assert bench.earlier_trl(None) == []

@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import sys
+import types
 import zipfile
 
 import pytest
@@ -909,6 +910,80 @@ def test_untested_versions_of_vllm_are_refused_where_it_is_used():
 
 
 # ---- Hook points -----------------------------------------------------------------------------------------------------
+
+
+ROUTER = """
+import triton
+import triton.language as tl
+
+@triton.jit
+def {kernel}(x, {one}: tl.constexpr, {rows}{constant}, n_rows, BLOCK: tl.constexpr):
+    tl.store(x + {one} * {rows}, n_rows)
+
+def {launcher}():
+    return {kernel}
+"""
+
+
+@pytest.fixture
+def router(tmp_path, monkeypatch):
+    """A function that puts modules with the names of vLLM's copy of triton_kernels in their place, and returns them."""
+    pytest.importorskip("triton")
+
+    def build(constant=": tl.constexpr", launcher="topk_forward"):
+        package = tmp_path / "triton_kernels"
+        package.mkdir()
+        (package / "__init__.py").touch()
+        names = {"kernel": "_topk_forward", "one": "stride_rm", "rows": "stride_rn", "launcher": launcher}
+        (package / "topk.py").write_text(ROUTER.format(constant=constant, **names))
+        names = {"kernel": "_sum_bitmatrix_rows", "one": "stride_bm", "rows": "stride_bn"}
+        (package / "tensor.py").write_text(ROUTER.format(constant=constant, launcher="sum_bitmatrix_rows", **names))
+        monkeypatch.syspath_prepend(tmp_path)
+        for name in ("triton_kernels", "triton_kernels.topk", "triton_kernels.tensor"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        utils = types.ModuleType("vllm.utils.import_utils")
+        utils.has_triton_kernels = lambda: True
+        for name in ("vllm", "vllm.utils"):
+            monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        monkeypatch.setitem(sys.modules, "vllm.utils.import_utils", utils)
+        from triton_kernels import tensor, topk
+
+        return topk, tensor, utils
+
+    yield build
+    for name in ("triton_kernels", "triton_kernels.topk", "triton_kernels.tensor"):
+        sys.modules.pop(name, None)
+
+
+def constants(kernel):
+    return [parameter.name for parameter in kernel.params if parameter.is_constexpr]
+
+
+def test_the_router_is_not_compiled_for_every_number_of_tokens(router, caplog):
+    topk, tensor, _ = router()
+    assert constants(topk._topk_forward) == ["stride_rm", "stride_rn", "BLOCK"]
+    train_grpo.compile_router_once()
+    assert constants(topk.topk_forward()) == ["stride_rm", "BLOCK"]
+    assert constants(tensor.sum_bitmatrix_rows()) == ["stride_bm", "BLOCK"]
+    kernel = topk.topk_forward()
+    train_grpo.compile_router_once()
+    assert topk.topk_forward() is kernel, "what is mended is left alone"
+    assert not caplog.records
+
+
+def test_a_router_that_upstream_mended_or_that_is_not_there_is_left_alone(router, caplog):
+    topk, tensor, utils = router(constant="")
+    before = topk.topk_forward(), tensor.sum_bitmatrix_rows()
+    train_grpo.compile_router_once()
+    utils.has_triton_kernels = lambda: False
+    train_grpo.compile_router_once()
+    assert (topk.topk_forward(), tensor.sum_bitmatrix_rows()) == before and not caplog.records
+
+
+def test_a_router_that_moved_is_a_warning(router, caplog):
+    router(launcher="forward")
+    train_grpo.compile_router_once()
+    assert "vLLM's router is not what it was" in only([record.getMessage() for record in caplog.records])
 
 
 def test_trl_leaves_vllm_and_its_correction_to_us():
