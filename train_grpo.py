@@ -2721,6 +2721,12 @@ def reward_callable(name: str, settings: Settings) -> Callable[..., Sequence[flo
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM takes as max_lora_rank
 KEEP_BYTES = 32 * 2**20  # larger allocations hold experts and embeddings, which never change
 VLLM_SWITCHES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+# Numbers of tokens in a prefill for which Triton compiles each kernel of vLLM's experts and router once. It compiles anew for
+# blocks of 16, 32, 64 and 128 rows (up to 135, 263, 519 tokens, and above), and where a number that it is passed turns
+# into a multiple of 16: the tokens, four or eight times as many, the blocks. A run meets all of that sooner or later.
+WARM_UP_TOKENS = (
+    72, 73, 101, 112, 136, 137, 160, 161, 265, 272, 301, 304, 521, 528, 912, 913, 1008, 1009,
+)  # fmt: skip
 # vLLM redirects these for its own compilation; the trainer's kernels must not follow.
 COMPILER_VARIABLES = ("TORCHINDUCTOR_COMPILE_THREADS", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
@@ -2808,10 +2814,13 @@ def start_engine(settings: Settings, plan: EnginePlan, model_path: str, stop_tok
             if value is not None:
                 os.environ[name] = value
     engine = Engine(llm, SamplingParams, LoRARequest, settings, stop_token_ids)
+    engine.warm_up(plan.max_model_len)
     before = torch.cuda.mem_get_info()[0]
     engine.sleep()
     freed = (torch.cuda.mem_get_info()[0] - before) / GIB
-    log.info("vLLM: started and asleep after %.0f s, %.1f GiB freed", time.perf_counter() - started, freed)
+    seconds = time.perf_counter() - started
+    note = f"{freed:.1f} GiB freed; {engine.seconds['warm_up']:.1f} s of it warm-up"
+    log.info("vLLM: started and asleep after %.0f s, %s", seconds, note)
     return engine
 
 
@@ -2978,13 +2987,24 @@ class Engine:
         self.request: Any = None  # the native adapter that the engine holds
         self.current = False  # whether an adapter was handed over since the engine woke
         self.asleep = False
-        self.seconds = dict.fromkeys(("wake", "handover", "generate", "sleep"), 0.0)
+        self.seconds = dict.fromkeys(("warm_up", "wake", "handover", "generate", "sleep"), 0.0)
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
         started = time.perf_counter()
         yield
         self.seconds[name] = time.perf_counter() - started
+
+    def warm_up(self, max_model_len: int) -> None:
+        """Meet every kernel of a prefill before the first rollout does: WARM_UP_TOKENS at a time, with the base weights.
+        What is compiled here is kept on disk, so the next start takes a second or two for it."""
+        with self.timed("warm_up"), engine_faults("warming up", "VLLM_EAGER=1 needs no compiler, USE_VLLM=0 no vLLM"):
+            once = self.sampling(temperature=0.0, max_tokens=1, detokenize=False)
+            for tokens in WARM_UP_TOKENS:
+                # No prefix of one size is cached for the next.
+                row = [(31 * i + tokens) % 1000 for i in range(tokens)]
+                rows = [row[i : i + max_model_len - 1] for i in range(0, tokens, max_model_len - 1)]
+                self._run(rows, [once] * len(rows))
 
     def wake(self) -> None:
         """Weights and cache back onto the GPU. torch gives its free blocks back first: the engine maps memory past its

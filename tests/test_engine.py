@@ -986,6 +986,54 @@ def test_a_router_that_moved_is_a_warning(router, caplog):
     assert "vLLM's router is not what it was" in only([record.getMessage() for record in caplog.records])
 
 
+def compiled_for(tokens):
+    """What Triton compiles vLLM 0.26's kernels of experts and router for, in a prefill of so many tokens: the block's rows
+    (opt_flags.py), and whether the numbers that they are passed are multiples of 16 (matmul_ogs.py, routing.py, topk.py,
+    reduce_bitmatrix.py of triton_kernels; 32 experts, 4 for each token)."""
+    pairs, up = 4 * tokens, lambda n, size: -(-n // size)
+    rows = max(16, min(128, 1 << (pairs // 32 - 1).bit_length()))
+    blocks = up(pairs - 32 + 1, rows) + 32 - 1
+    parts = 4 * up(tokens, 128)
+    multiple = lambda *numbers: tuple(n % 16 == 0 for n in numbers)  # noqa: E731
+    return {
+        ("first product", rows, multiple(tokens, blocks)),
+        ("second product", rows, multiple(pairs, blocks)),
+        ("memset", multiple(2 * pairs, up(tokens, 32), parts)),
+        ("routing", multiple(tokens, parts)),
+        ("top k", multiple(tokens)),
+        ("sums", multiple(tokens, parts)),
+    }
+
+
+def test_the_warm_up_meets_all_that_a_prefill_compiles():
+    kinds = {n: compiled_for(n) for n in range(33, train_grpo.BATCHED_TOKENS + 1)}
+    met = set().union(*map(kinds.get, train_grpo.WARM_UP_TOKENS))
+    missing = {n: kind - met for n, kind in kinds.items() if kind - met}
+    assert not missing, list(missing.items())[:3]
+    for n in train_grpo.WARM_UP_TOKENS:
+        others = set().union(*(kinds[other] for other in train_grpo.WARM_UP_TOKENS if other != n))
+        assert kinds[n] - others, f"{n} meets nothing that the others do not"
+
+
+@pytest.mark.parametrize("max_model_len", [4940, 200])
+def test_the_warm_up_prefills_its_numbers_of_tokens(max_model_len):
+    calls = []
+
+    class LLM:
+        def generate(self, prompts, parameters, use_tqdm, lora_request):
+            assert {(p.max_tokens, p.temperature) for p in parameters} == {(1, 0.0)}, "no draw, no decoding"
+            calls.append([row["prompt_token_ids"] for row in prompts])
+            return prompts
+
+    engine = Engine(LLM(), StubSampling, StubLoRARequest, Settings(), [])
+    engine.warm_up(max_model_len)
+    assert [sum(map(len, rows)) for rows in calls] == list(train_grpo.WARM_UP_TOKENS)
+    assert all(0 < len(row) < max_model_len for rows in calls for row in rows)
+    starts = [tuple(row[:16]) for rows in calls for row in rows]
+    assert len(set(starts)) == len(starts), "nothing is found in the prefix cache"
+    assert engine.seconds["warm_up"] > 0
+
+
 def test_trl_leaves_vllm_and_its_correction_to_us():
     """With use_vllm off TRL must still pass on the log-probs that `_generate_single_turn` returns, and compute none."""
     from trl import GRPOTrainer
