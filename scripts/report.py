@@ -940,7 +940,7 @@ figcaption b { color: #222; }
 table { border-collapse: collapse; font-size: .9375rem; font-variant-numeric: tabular-nums; }
 caption { text-align: left; caption-side: bottom; padding-top: .4rem; }
 .scroll + .small { margin-top: -.5rem; }
-th, td { padding: .35rem .7rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #e5e5e5; }
+th, td { padding: .35rem .4rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #e5e5e5; }
 th { font-weight: 600; } th:first-child, td:first-child { text-align: left; padding-left: 0; }
 .glossary td { white-space: normal; text-align: left; vertical-align: top; }
 .glossary th { text-align: left; }
