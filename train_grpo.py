@@ -3001,8 +3001,8 @@ class Engine:
         with self.timed("warm_up"), engine_faults("warming up", "VLLM_EAGER=1 needs no compiler, USE_VLLM=0 no vLLM"):
             once = self.sampling(temperature=0.0, max_tokens=1, detokenize=False)
             for tokens in WARM_UP_TOKENS:
-                # No prefix of one size is cached for the next.
-                row = [(31 * i + tokens) % 1000 for i in range(tokens)]
+                # Tokens of any vocabulary, and no prefix of one size that is cached for the next.
+                row = random.Random(tokens).choices(range(500), k=tokens)
                 rows = [row[i : i + max_model_len - 1] for i in range(0, tokens, max_model_len - 1)]
                 self._run(rows, [once] * len(rows))
 

@@ -1016,7 +1016,8 @@ def test_the_warm_up_meets_all_that_a_prefill_compiles():
 
 
 @pytest.mark.parametrize("max_model_len", [4940, 200])
-def test_the_warm_up_prefills_its_numbers_of_tokens(max_model_len):
+def test_the_warm_up_prefills_its_numbers_of_tokens(tiny, max_model_len):
+    vocabulary = json.loads((tiny / "config.json").read_text())["vocab_size"]
     calls = []
 
     class LLM:
@@ -1029,6 +1030,7 @@ def test_the_warm_up_prefills_its_numbers_of_tokens(max_model_len):
     engine.warm_up(max_model_len)
     assert [sum(map(len, rows)) for rows in calls] == list(train_grpo.WARM_UP_TOKENS)
     assert all(0 < len(row) < max_model_len for rows in calls for row in rows)
+    assert max(max(row) for rows in calls for row in rows) < vocabulary
     starts = [tuple(row[:16]) for rows in calls for row in rows]
     assert len(set(starts)) == len(starts), "nothing is found in the prefix cache"
     assert engine.seconds["warm_up"] > 0
