@@ -2837,8 +2837,8 @@ def compile_router_once() -> None:
 
         if not has_triton_kernels():
             return
-        from triton_kernels import tensor, topk
-
+        # By their full names: `from triton_kernels import topk` would load vLLM's copy under another name, a second time.
+        tensor, topk = map(importlib.import_module, ("triton_kernels.tensor", "triton_kernels.topk"))
         # The names as the two functions that launch the kernels see them.
         for launcher, name, stride in (
             (topk.topk_forward, "_topk_forward", "stride_rn"),

@@ -13,7 +13,6 @@ import os
 import shutil
 import signal
 import sys
-import types
 import zipfile
 
 import pytest
@@ -925,34 +924,54 @@ def {launcher}():
 """
 
 
+IMPORT_UTILS = """
+import sys
+
+def has_triton_kernels():
+    import vllm.third_party.triton_kernels as triton_kernels
+
+    sys.modules["triton_kernels"] = triton_kernels
+    return True
+"""
+
+
 @pytest.fixture
 def router(tmp_path, monkeypatch):
-    """A function that puts modules with the names of vLLM's copy of triton_kernels in their place, and returns them."""
+    """A function that puts a vLLM with a copy of triton_kernels in its place, and one that returns the modules that vLLM uses.
+
+    As in vLLM 0.26 the copy gets its second name from an alias, so a module of it can be loaded under either.
+    """
     pytest.importorskip("triton")
 
-    def build(constant=": tl.constexpr", launcher="topk_forward"):
-        package = tmp_path / "triton_kernels"
-        package.mkdir()
-        (package / "__init__.py").touch()
+    def forget():
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("vllm", "triton_kernels")]:
+            monkeypatch.delitem(sys.modules, name)
+
+    def build(constant=": tl.constexpr", launcher="topk_forward", there=True):
+        package = tmp_path / "vllm" / "third_party" / "triton_kernels"
+        package.mkdir(parents=True)
+        (tmp_path / "vllm" / "utils").mkdir()
+        for folder in (package, package.parent, tmp_path / "vllm", tmp_path / "vllm" / "utils"):
+            (folder / "__init__.py").touch()
+        text = IMPORT_UTILS if there else "def has_triton_kernels():\n    return False"
+        (tmp_path / "vllm" / "utils" / "import_utils.py").write_text(text)
         names = {"kernel": "_topk_forward", "one": "stride_rm", "rows": "stride_rn", "launcher": launcher}
         (package / "topk.py").write_text(ROUTER.format(constant=constant, **names))
         names = {"kernel": "_sum_bitmatrix_rows", "one": "stride_bm", "rows": "stride_bn"}
         (package / "tensor.py").write_text(ROUTER.format(constant=constant, launcher="sum_bitmatrix_rows", **names))
         monkeypatch.syspath_prepend(tmp_path)
-        for name in ("triton_kernels", "triton_kernels.topk", "triton_kernels.tensor"):
-            monkeypatch.delitem(sys.modules, name, raising=False)
-        utils = types.ModuleType("vllm.utils.import_utils")
-        utils.has_triton_kernels = lambda: True
-        for name in ("vllm", "vllm.utils"):
-            monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-        monkeypatch.setitem(sys.modules, "vllm.utils.import_utils", utils)
-        from triton_kernels import tensor, topk
+        forget()
 
-        return topk, tensor, utils
+        def used():
+            from triton_kernels.tensor import sum_bitmatrix_rows
+            from triton_kernels.topk import topk_forward
+
+            return topk_forward(), sum_bitmatrix_rows()
+
+        return used
 
     yield build
-    for name in ("triton_kernels", "triton_kernels.topk", "triton_kernels.tensor"):
-        sys.modules.pop(name, None)
+    forget()
 
 
 def constants(kernel):
@@ -960,24 +979,28 @@ def constants(kernel):
 
 
 def test_the_router_is_not_compiled_for_every_number_of_tokens(router, caplog):
-    topk, tensor, _ = router()
-    assert constants(topk._topk_forward) == ["stride_rm", "stride_rn", "BLOCK"]
+    used = router()
     train_grpo.compile_router_once()
-    assert constants(topk.topk_forward()) == ["stride_rm", "BLOCK"]
-    assert constants(tensor.sum_bitmatrix_rows()) == ["stride_bm", "BLOCK"]
-    kernel = topk.topk_forward()
+    assert [constants(kernel) for kernel in used()] == [["stride_rm", "BLOCK"], ["stride_bm", "BLOCK"]]
+    before = used()
     train_grpo.compile_router_once()
-    assert topk.topk_forward() is kernel, "what is mended is left alone"
+    assert used() == before, "what is mended is left alone"
     assert not caplog.records
 
 
-def test_a_router_that_upstream_mended_or_that_is_not_there_is_left_alone(router, caplog):
-    topk, tensor, utils = router(constant="")
-    before = topk.topk_forward(), tensor.sum_bitmatrix_rows()
+def test_a_router_that_upstream_mended_is_left_alone(router, caplog):
+    used = router(constant="")
     train_grpo.compile_router_once()
-    utils.has_triton_kernels = lambda: False
+    assert [kernel.fn.__module__ for kernel in used()] == ["triton_kernels.topk", "triton_kernels.tensor"]
+    before = used()
     train_grpo.compile_router_once()
-    assert (topk.topk_forward(), tensor.sum_bitmatrix_rows()) == before and not caplog.records
+    assert used() == before and not caplog.records
+
+
+def test_no_router_is_no_warning(router, caplog):
+    router(there=False)
+    train_grpo.compile_router_once()
+    assert not caplog.records and "triton_kernels" not in sys.modules
 
 
 def test_a_router_that_moved_is_a_warning(router, caplog):
