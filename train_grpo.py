@@ -2998,7 +2998,8 @@ class Engine:
     def warm_up(self, max_model_len: int) -> None:
         """Meet every kernel of a prefill before the first rollout does: WARM_UP_TOKENS at a time, with the base weights.
         What is compiled here is kept on disk, so the next start takes a second or two for it."""
-        with self.timed("warm_up"), engine_faults("warming up", "VLLM_EAGER=1 needs no compiler, USE_VLLM=0 no vLLM"):
+        # vLLM warns of every kernel that is compiled "during inference".
+        with self.timed("warm_up"), engine_faults("warming up", "USE_VLLM=0 needs no vLLM"), quiet("vllm"):
             once = self.sampling(temperature=0.0, max_tokens=1, detokenize=False)
             for tokens in WARM_UP_TOKENS:
                 # Tokens of any vocabulary, and no prefix of one size that is cached for the next.
@@ -3133,6 +3134,18 @@ def no_collection() -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
+
+
+@contextlib.contextmanager
+def quiet(name: str) -> Iterator[None]:
+    """Only errors from a library's logger."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def empty_cache() -> None:

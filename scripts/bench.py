@@ -618,21 +618,23 @@ def real_lengths(path: Path, model: str) -> list[int]:
 
 
 class PeakMemory(threading.Thread):
-    """Samples the driver's count of used GPU memory, ballast of other processes left out."""
+    """Samples the driver's count of used GPU memory in GiB, ballast of other processes left out; `peaks` by `phase()`."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
         import torch
 
         self.before = torch.cuda.mem_get_info()
-        self.peak, self.running = 0.0, True
+        self.peaks: dict[str, float] = {}
+        self.phase, self.running = lambda: "starting", True
         self.start()
 
     def run(self) -> None:
         import torch
 
         while self.running:
-            self.peak = max(self.peak, (self.before[0] - torch.cuda.mem_get_info()[0]) / 2**30)
+            phase, used = self.phase(), (self.before[0] - torch.cuda.mem_get_info()[0]) / 2**30
+            self.peaks[phase] = max(self.peaks.get(phase, 0.0), used)
             time.sleep(0.05)
 
 
@@ -661,13 +663,19 @@ def step_child(options: argparse.Namespace) -> int:
     os.environ.update(settings)
     make_trainer = train_grpo.make_trainer
 
+    def phase() -> str:
+        engine = seen["trainer"].run.engine
+        return "starting" if engine is None else "learning" if engine.asleep else "rollout"
+
     def make_and_keep(*arguments: Any) -> Any:
         seen["trainer"] = make_trainer(*arguments)
+        memory.phase = phase
         return seen["trainer"]
 
     train_grpo.make_trainer = make_and_keep
     code = train_grpo.main([])
     memory.running = False
+    memory.join()
     train_grpo.Learner.learn = learn
     if code:
         return code
@@ -679,7 +687,8 @@ def step_child(options: argparse.Namespace) -> int:
     planned = plan["weights"] + plan["adapter"] + max(awake, plan["learning"] + engine["asleep"])
     with (run / "metrics.csv").open(newline="", encoding="utf-8") as file:
         seen["steps"] = list(csv.DictReader(file))
-    seen |= {"job_peak_gib": memory.peak, "planned_gib": planned, "micro_batch": plan["micro_batch"]}
+    seen |= {"job_peaks_gib": memory.peaks, "planned_gib": planned, "micro_batch": plan["micro_batch"]}
+    seen["job_peak_gib"] = max(memory.peaks.values())
     out = Path(options.out)
 
     def keep() -> None:  # after each part: what was measured is not lost with a part that fails
@@ -809,7 +818,7 @@ def step_figures(results: dict[str, Any]) -> list[dict[str, Any]]:
         figure("w3_step_s", one["w3_rollout_s"] + one["w3_learn_s"], "s", "16 completions of that kind: rollout and learning"),
         figure("w3_rollout_s", one["w3_rollout_s"], "s", "waking, hand-over and sleeping included"),
         figure("w3_learn_s", one["w3_learn_s"], "s"),
-        figure("job_peak_bf16_gib", one["job_peak_gib"], "GiB", "EXPERTS=bf16, MAX_COMPLETION_LEN=4000"),
+        figure("job_peak_bf16_gib", one["job_peak_gib"], "GiB", "EXPERTS=bf16, MAX_COMPLETION_LEN=4000; " + ", ".join(f"{phase} {gib:.1f}" for phase, gib in one["job_peaks_gib"].items())),
         figure("plan_error_bf16", error["bf16"], "share", "plan of --check against that peak"),
     ]  # fmt: skip
     if packed:
