@@ -2720,10 +2720,11 @@ def reward_callable(name: str, settings: Settings) -> Callable[..., Sequence[flo
 # which an engine with MXFP4 experts refuses (docs/rollouts.md), so TRL is built without vLLM and told `use_vllm` later.
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM takes as max_lora_rank
 KEEP_BYTES = 32 * 2**20  # larger allocations hold experts and embeddings, which never change
-VLLM_SWITCHES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-# Numbers of tokens in a prefill for which Triton compiles each kernel of vLLM's experts and router once. It compiles anew for
-# blocks of 16, 32, 64 and 128 rows (up to 135, 263, 519 tokens, and above), and where a number that it is passed turns
-# into a multiple of 16: the tokens, four or eight times as many, the blocks. A run meets all of that sooner or later.
+# The level of logging is what TRL sets; below it vLLM warns of every kernel that the warm-up compiles.
+VLLM_SWITCHES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+# Numbers of tokens in a prefill for which Triton compiles each kernel of gpt-oss-20b's experts and router in vLLM once (from
+# 33 tokens up). It compiles anew for blocks of 16, 32, 64 and 128 rows (up to 135, 263, 519 tokens, and above), and where
+# a number that it is passed turns into a multiple of 16: the tokens, four or eight times as many, the blocks.
 WARM_UP_TOKENS = (
     72, 73, 101, 112, 136, 137, 160, 161, 265, 272, 301, 304, 521, 528, 912, 913, 1008, 1009,
 )  # fmt: skip
@@ -2848,7 +2849,7 @@ def compile_router_once() -> None:
             if "constexpr" in str(kernel.fn.__annotations__.get(stride)):
                 del kernel.fn.__annotations__[stride]
                 launcher.__globals__[name] = triton.jit(kernel.fn)
-    except (ImportError, AttributeError, KeyError) as error:
+    except Exception as error:  # without this repair a run is slower, no worse
         log.warning("vLLM's router is not what it was (%s): rollouts may stop for a second to compile", error)
 
 
@@ -2996,10 +2997,12 @@ class Engine:
         self.seconds[name] = time.perf_counter() - started
 
     def warm_up(self, max_model_len: int) -> None:
-        """Meet every kernel of a prefill before the first rollout does: WARM_UP_TOKENS at a time, with the base weights.
-        What is compiled here is kept on disk, so the next start takes a second or two for it."""
-        # vLLM warns of every kernel that is compiled "during inference".
-        with self.timed("warm_up"), engine_faults("warming up", "USE_VLLM=0 needs no vLLM"), quiet("vllm"):
+        """Meet what a prefill of gpt-oss-20b compiles before the first rollout does: WARM_UP_TOKENS at a time, with the base
+        weights. Triton keeps it on disk for the next start. A native adapter takes other kernels (Marlin's), which are
+        not compiled by number of tokens."""
+        if self.settings.ROLLOUT_SYNC == "lora":
+            return
+        with self.timed("warm_up"), engine_faults("warming up", "USE_VLLM=0 needs no vLLM"):
             once = self.sampling(temperature=0.0, max_tokens=1, detokenize=False)
             for tokens in WARM_UP_TOKENS:
                 # Tokens of any vocabulary, and no prefix of one size that is cached for the next.
@@ -3134,18 +3137,6 @@ def no_collection() -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
-
-
-@contextlib.contextmanager
-def quiet(name: str) -> Iterator[None]:
-    """Only errors from a library's logger."""
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def empty_cache() -> None:

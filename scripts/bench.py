@@ -379,11 +379,13 @@ def rollout_child(options: argparse.Namespace) -> int:
         seen["parity"] = trainer.run.parity
         Path(options.out).write_text(json.dumps(seen), encoding="utf-8")
         seen["hf"] = hf_generate(trainer, seen["prompt_ids"][:16], 128)
-        # With 96 rows transformers' eager attention wants more than is free.
-        seen["hf_many"] = hf_generate(trainer, seen["prompt_ids"][:48], 64)
         trainer.model.train()
         seen["long"] = given_step(trainer, generate, [LONG_TOKENS] * 16)
         seen["base_changed_elements"] = changed_elements(finished["parameters"])
+        Path(options.out).write_text(json.dumps(seen), encoding="utf-8")
+        # With 96 rows transformers' eager attention wants more than is free.
+        with contextlib.suppress(torch.OutOfMemoryError):
+            seen["hf_many"] = hf_generate(trainer, seen["prompt_ids"][:48], 64)
     Path(options.out).write_text(json.dumps(seen), encoding="utf-8")
     return 0
 
@@ -477,7 +479,7 @@ def bench_rollout(options: argparse.Namespace) -> int:
     long = short["long"]
     later = short["rollouts"][1:]
     speeds = [one["tokens"] / one["generate"] for one in later]
-    hf, hf_many = (short[name]["tokens"] / short[name]["seconds"] for name in ("hf", "hf_many"))
+    hf = short["hf"]["tokens"] / short["hf"]["seconds"]
     found = "caches as found" if options.warm_caches else "warm caches"
 
     def mean(name: str) -> float:
@@ -489,8 +491,6 @@ def bench_rollout(options: argparse.Namespace) -> int:
         figure("rollout_first_tok_s", short["rollouts"][0]["tokens"] / short["rollouts"][0]["generate"], "tokens/s", "the first rollout of the process"),
         figure("hf_generate_tok_s", hf, "tokens/s", "transformers' generate, 16 of the same prompts x 128 tokens, same process"),
         figure("speedup", sum(speeds) / len(speeds) / hf, "x", "the two above"),
-        figure("hf_generate_many_tok_s", hf_many, "tokens/s", f"the same with {short['hf_many']['sequences']} at once x 64 tokens"),
-        figure("speedup_many", sum(speeds) / len(speeds) / hf_many, "x", "rollout_tok_s by that"),
         figure("rollout_compiled", sum(len(one["compiled"]) for one in short["rollouts"]), "kernels", "compiled by Triton, or read from its cache, during the rollouts"),
         figure("handover_s", mean("handover"), "s", f"ROLLOUT_SYNC={options.sync}"),
         figure("sleep_s", mean("sleep"), "s", "after the first"),
@@ -508,6 +508,12 @@ def bench_rollout(options: argparse.Namespace) -> int:
         figure("run_logp_diff_mean", float(short["steps"][-1]["logp_diff_mean"]), "nats", "sampled tokens of the last training step"),
         figure("base_changed_elements", short["base_changed_elements"], "", "base weights of the trainer, bit for bit"),
     ]  # fmt: skip
+    if many := short.get("hf_many"):
+        rate = many["tokens"] / many["seconds"]
+        figures += [
+            figure("hf_generate_many_tok_s", rate, "tokens/s", f"transformers' generate with {many['sequences']} at once x 64 tokens"),
+            figure("speedup_many", sum(speeds) / len(speeds) / rate, "x", "rollout_tok_s by that"),
+        ]  # fmt: skip
     if "warm" in results:
         figures.append(
             figure(
@@ -618,7 +624,7 @@ def real_lengths(path: Path, model: str) -> list[int]:
 
 
 class PeakMemory(threading.Thread):
-    """Samples the driver's count of used GPU memory in GiB, ballast of other processes left out; `peaks` by `phase()`."""
+    """Samples the driver's count of used GPU memory in GiB, ballast of other processes left out; `peaks` by `phase`."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -626,14 +632,14 @@ class PeakMemory(threading.Thread):
 
         self.before = torch.cuda.mem_get_info()
         self.peaks: dict[str, float] = {}
-        self.phase, self.running = lambda: "starting", True
+        self.phase, self.running = "starting", True
         self.start()
 
     def run(self) -> None:
         import torch
 
         while self.running:
-            phase, used = self.phase(), (self.before[0] - torch.cuda.mem_get_info()[0]) / 2**30
+            phase, used = self.phase, (self.before[0] - torch.cuda.mem_get_info()[0]) / 2**30
             self.peaks[phase] = max(self.peaks.get(phase, 0.0), used)
             time.sleep(0.05)
 
@@ -644,7 +650,7 @@ def step_child(options: argparse.Namespace) -> int:
 
     import train_grpo
 
-    tokens, seen = 512, {"child": options.child}
+    tokens, seen = 512, {"child": options.child, "commit": commit()}
     generate, most = limit_completions(tokens), "4000" if options.child == "bf16" else str(tokens)
     learn = train_grpo.Learner.learn
 
@@ -663,20 +669,26 @@ def step_child(options: argparse.Namespace) -> int:
     os.environ.update(settings)
     make_trainer = train_grpo.make_trainer
 
-    def phase() -> str:
-        engine = seen["trainer"].run.engine
-        return "starting" if engine is None else "learning" if engine.asleep else "rollout"
-
     def make_and_keep(*arguments: Any) -> Any:
         seen["trainer"] = make_trainer(*arguments)
-        memory.phase = phase
         return seen["trainer"]
 
+    wake, sleep = train_grpo.Engine.wake, train_grpo.Engine.sleep
+
+    def watched_wake(self: Any) -> None:
+        memory.phase = "rollout"
+        wake(self)
+
+    def watched_sleep(self: Any) -> None:
+        sleep(self)
+        memory.phase = "learning"
+
     train_grpo.make_trainer = make_and_keep
+    train_grpo.Engine.wake, train_grpo.Engine.sleep = watched_wake, watched_sleep
     code = train_grpo.main([])
     memory.running = False
     memory.join()
-    train_grpo.Learner.learn = learn
+    train_grpo.Learner.learn, train_grpo.Engine.wake, train_grpo.Engine.sleep = learn, wake, sleep
     if code:
         return code
     trainer, batch = seen.pop("trainer"), seen.pop("batch")
@@ -752,26 +764,37 @@ def joined(batch: dict[str, Any]) -> tuple[Any, Any, int]:
 
 def bench_step(options: argparse.Namespace) -> int:
     """Two children, BF16 and packed experts; with the packed ones all but 40 GiB of the card is occupied."""
-    results = {}
+    results, flags = {}, ["--trl", options.trl] if options.trl else []
+    trl = earlier_trl(options.trl)
     for child in ("bf16", "mxfp4"):
         out = Path(options.run).absolute().with_name(f"step-{child}.json")
         out.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, __file__, "step", "--child", child, "--model", options.model, "--data", options.data]
-        command += ["--lengths", options.lengths, "--out", str(out), "--run", options.run]
-        command += ["--trl", options.trl] if options.trl else []
-        code = 0
         if options.only in (None, child):
+            out.unlink(missing_ok=True)
+            command = [sys.executable, __file__, "step", "--child", child, "--model", options.model]
+            command += ["--data", options.data, "--lengths", options.lengths, "--out", str(out), "--run", options.run]
             with contextlib.nullcontext() if child == "bf16" else ballast(40.0):
-                code = subprocess.run(command, check=False).returncode
+                code = subprocess.run(command + flags, check=False).returncode
+            if code:
+                print(f"child {child} ended with exit code {code}; {out} holds what it had measured", file=sys.stderr)
+                return code
         elif child == "mxfp4" and not out.exists():
             continue
         if not out.exists():
-            print(f"no {out}: child {child} has not run here, or ended with exit code {code}", file=sys.stderr)
-            return code or 1
+            print(f"no {out}: run --only {child} first", file=sys.stderr)
+            return 1
         results[child] = json.loads(out.read_text(encoding="utf-8"))
+        if results[child]["commit"] != commit():
+            print(f"{out} is of commit {results[child]['commit']}: run --only {child} again", file=sys.stderr)
+            return 1
         # After each child: what was measured is not lost when the machine is given back during the next one.
-        figures = step_figures(results) + earlier_trl(options.trl)
-        write(Path(options.out), figures, "python scripts/bench.py step --lengths real_completions.csv")
+        figures = step_figures(results)
+        measured = {one["name"] for one in figures}
+        figures += [one for one in trl if one["name"] not in measured]
+        told = " ".join(
+            ["python scripts/bench.py step --lengths real_completions.csv", *(["--trl JSON"] if trl else [])]
+        )
+        write(Path(options.out), figures, told)
     return 0
 
 
@@ -787,7 +810,11 @@ def earlier_trl(path: str | None) -> list[dict[str, Any]]:
         return []
     run = json.loads(Path(path).read_text(encoding="utf-8"))
     origin = f"; side by side in the run of commit {run['commit'][:7]}"
-    return [one | {"note": one["note"] + origin} for one in run["figures"] if one["name"] in TRL_FIGURES]
+    return [
+        one if "side by side" in one["note"] else one | {"note": one["note"] + origin}
+        for one in run["figures"]
+        if one["name"] in TRL_FIGURES
+    ]
 
 
 def step_figures(results: dict[str, Any]) -> list[dict[str, Any]]:
