@@ -6,9 +6,12 @@ Run: python -m pytest tests/test_bench.py
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import bench
 import pytest
@@ -155,3 +158,44 @@ def test_figures_of_trls_path_come_from_an_earlier_run_and_say_so(tmp_path):
     assert [(one["name"], one["value"]) for one in found] == [("w1_learn_trl_s", 1), ("w2_speedup", 2)]
     assert found[0]["note"] == "w1_learn_trl_s; side by side in the run of commit 0123456"
     assert bench.earlier_trl(None) == []
+
+
+@pytest.fixture
+def halves(tmp_path, monkeypatch):
+    """bench.py step with children that are pretended: a function of exit codes and options, which returns (code, result)."""
+    monkeypatch.setattr(bench, "ballast", lambda gib: contextlib.nullcontext())
+    monkeypatch.setattr(bench, "commit", lambda: "c1")
+    monkeypatch.setattr(bench, "step_figures", lambda results: [bench.figure(name, 1.0, "s") for name in results])
+    result = tmp_path / "step.json"
+
+    def run(codes, commit="c1", **options):
+        def child(command, check):
+            name = command[command.index("--child") + 1]
+            if not codes[name]:
+                out = command[command.index("--out") + 1]
+                Path(out).write_text(json.dumps({"commit": commit}))
+            return SimpleNamespace(returncode=codes[name])
+
+        monkeypatch.setattr(bench.subprocess, "run", child)
+        defaults = {"trl": None, "only": None, "model": "m", "data": "d", "lengths": "l"}
+        given = SimpleNamespace(**defaults | options, run=str(tmp_path / "run"), out=str(result))
+        code = bench.bench_step(given)
+        return code, [one["name"] for one in json.loads(result.read_text())["figures"]] if result.exists() else None
+
+    return run
+
+
+def test_the_halves_of_a_step_can_be_run_one_by_one(halves):
+    assert halves({"bf16": 0, "mxfp4": 0}) == (0, ["bf16", "mxfp4"])
+    assert halves({"bf16": 1, "mxfp4": 0}, only="mxfp4") == (0, ["bf16", "mxfp4"])
+
+
+def test_a_half_that_fails_publishes_nothing_old(halves):
+    assert halves({"bf16": 0, "mxfp4": 3}) == (3, ["bf16"])
+    assert halves({"bf16": 3, "mxfp4": 0}) == (3, ["bf16"]), "as it was before"
+    assert halves({"bf16": 0, "mxfp4": 0}, only="mxfp4")[0] == 1, "the other half is not there"
+
+
+def test_halves_of_two_commits_do_not_mix(halves, capsys):
+    assert halves({"bf16": 0, "mxfp4": 0}, commit="c0")[0] == 1
+    assert "is of commit c0: run --only bf16 again" in capsys.readouterr().err
