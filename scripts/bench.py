@@ -62,13 +62,15 @@ sys.path.insert(0, str(ROOT))
 
 
 def commit() -> str:
-    """The commit that is measured; `-dirty` where the tree differs from it. BENCH_COMMIT names it outside a checkout."""
+    """The commit that is measured; `-dirty` where the tree differs from it, results left out: a measurement writes them
+    while it goes on. BENCH_COMMIT names it outside a checkout."""
     if given := os.environ.get("BENCH_COMMIT"):
         return given
     git = ["git", "-C", str(ROOT)]
     try:
         name = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True).stdout
+        status = [*git, "status", "--porcelain", "--", ".", ":!docs/results"]
+        changed = subprocess.run(status, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return name + ("-dirty" if changed.strip() else "")
@@ -700,7 +702,6 @@ def step_child(options: argparse.Namespace) -> int:
     with (run / "metrics.csv").open(newline="", encoding="utf-8") as file:
         seen["steps"] = list(csv.DictReader(file))
     seen |= {"job_peaks_gib": memory.peaks, "planned_gib": planned, "micro_batch": plan["micro_batch"]}
-    seen["job_peak_gib"] = max(memory.peaks.values())
     out = Path(options.out)
 
     def keep() -> None:  # after each part: what was measured is not lost with a part that fails
@@ -791,10 +792,8 @@ def bench_step(options: argparse.Namespace) -> int:
         figures = step_figures(results)
         measured = {one["name"] for one in figures}
         figures += [one for one in trl if one["name"] not in measured]
-        told = " ".join(
-            ["python scripts/bench.py step --lengths real_completions.csv", *(["--trl JSON"] if trl else [])]
-        )
-        write(Path(options.out), figures, told)
+        flag = " --trl JSON" * bool(trl)
+        write(Path(options.out), figures, f"python scripts/bench.py step --lengths real_completions.csv{flag}")
     return 0
 
 
@@ -829,7 +828,8 @@ def step_figures(results: dict[str, Any]) -> list[dict[str, Any]]:
         96 * 512 / (float(step["rollout_s"]) - sum(float(step[name]) for name in ("wake_s", "handover_s", "sleep_s")))
         for step in later
     )
-    error = {child: seen["planned_gib"] / seen["job_peak_gib"] - 1 for child, seen in results.items()}
+    peak = {child: max(seen["job_peaks_gib"].values()) for child, seen in results.items()}
+    error = {child: seen["planned_gib"] / peak[child] - 1 for child, seen in results.items()}
     figures = [
         figure("w1_step_s", mean("step_s"), "s", "12 x 8 completions of 512 tokens, the whole step: mean of steps 2 and 3 of a run"),
         figure("w1_rollout_s", mean("rollout_s"), "s", "its rollout, hand-over, waking and sleeping included"),
@@ -845,12 +845,12 @@ def step_figures(results: dict[str, Any]) -> list[dict[str, Any]]:
         figure("w3_step_s", one["w3_rollout_s"] + one["w3_learn_s"], "s", "16 completions of that kind: rollout and learning"),
         figure("w3_rollout_s", one["w3_rollout_s"], "s", "waking, hand-over and sleeping included"),
         figure("w3_learn_s", one["w3_learn_s"], "s"),
-        figure("job_peak_bf16_gib", one["job_peak_gib"], "GiB", "EXPERTS=bf16, MAX_COMPLETION_LEN=4000; " + ", ".join(f"{phase} {gib:.1f}" for phase, gib in one["job_peaks_gib"].items())),
+        figure("job_peak_bf16_gib", peak["bf16"], "GiB", "EXPERTS=bf16, MAX_COMPLETION_LEN=4000; " + ", ".join(f"{phase} {gib:.1f}" for phase, gib in one["job_peaks_gib"].items())),
         figure("plan_error_bf16", error["bf16"], "share", "plan of --check against that peak"),
     ]  # fmt: skip
     if packed:
         figures += [
-            figure("w1_job_peak_mxfp4_gib", packed["job_peak_gib"], "GiB", "EXPERTS=mxfp4, all but 40 GiB of the card occupied; by the driver, engine and CUDA context included"),
+            figure("w1_job_peak_mxfp4_gib", peak["mxfp4"], "GiB", "EXPERTS=mxfp4, all but 40 GiB of the card occupied; by the driver, engine and CUDA context included"),
             figure("w1_learn_mxfp4_s", packed["w1"]["seconds"], "s", f"EXPERTS=mxfp4, passes of up to {packed['micro_batch']} completions"),
             figure("mxfp4_ratio", packed["w1"]["seconds"] / one["w1"]["seconds"], "x", "learning against EXPERTS=bf16"),
             figure("plan_error_mxfp4", error["mxfp4"], "share", "the same with EXPERTS=mxfp4"),

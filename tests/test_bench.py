@@ -146,6 +146,24 @@ def test_float64_is_the_definition(window):
         torch.testing.assert_close(ours, true, rtol=1e-12, atol=1e-12)
 
 
+def test_results_make_no_commit_dirty_and_code_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "ROOT", tmp_path)
+    monkeypatch.delenv("BENCH_COMMIT", raising=False)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    (tmp_path / "docs" / "results").mkdir(parents=True)
+    files = tmp_path / "code.py", tmp_path / "docs" / "results" / "one.json"
+    for path in files:
+        path.write_text("1")
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "a"]):
+        subprocess.run([*git, *command], check=True)
+    clean = bench.commit()
+    assert len(clean) == 40
+    files[1].write_text("2")
+    assert bench.commit() == clean
+    files[0].write_text("2")
+    assert bench.commit() == clean + "-dirty"
+
+
 # ---- The step's figures ----------------------------------------------------------------------------------------------
 
 
