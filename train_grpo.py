@@ -2439,7 +2439,8 @@ NOT_LOADED = ["original/*", "metal/*"]  # other forms of the same weights in the
 def load_packed(model_path: str, attention: str, device: Any) -> Any:
     """The model with its experts as they are in the checkpoint, everything else as `from_pretrained` has it.
 
-    transformers' own MXFP4 path computes with kernels that have no backward pass, so the module is exchanged.
+    transformers' own MXFP4 path computes with kernels that have no backward pass, so the module is exchanged. Raises
+    ValueError where the checkpoint holds other tensors.
     """
     import torch
     from safetensors.torch import load_file
@@ -2464,18 +2465,36 @@ def load_packed(model_path: str, attention: str, device: Any) -> Any:
         found |= set(tensors)
         unknown = model.load_state_dict(tensors, strict=False, assign=True).unexpected_keys
         if unknown:
-            raise ValueError(f"{shard}: {unknown[0]} is no part of a gpt-oss in MXFP4. Set EXPERTS=bf16")
+            raise ValueError(f"{shard}: {unknown[0]} is no part of a gpt-oss in MXFP4. Download the model again")
     model.tie_weights()
     missing = sorted(
         wanted.keys() - found - {"lm_head.weight"} if config.tie_word_embeddings else wanted.keys() - found
     )
     if missing:
-        raise ValueError(
-            f"{model_path}: {missing[0]} is missing ({len(missing)} tensors). Download it again, or set EXPERTS=bf16"
-        )
+        raise ValueError(f"{model_path}: {missing[0]} is missing ({len(missing)} tensors). Download the model again")
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)
     model.generation_config = GenerationConfig.from_pretrained(model_path)
     return model.eval().requires_grad_(False)
+
+
+def unpack_experts(model: Any) -> None:
+    """Dequantize what `load_packed` loaded to BF16, layer by layer, into the modules that transformers would have.
+
+    The values are those of `Mxfp4Config(dequantize=True)`. That way's temporaries leave torch's allocator in pieces, some
+    8 GiB on an H100, which vLLM cannot have while the trainer lives.
+    """
+    import torch
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    for layer in model.model.layers:
+        packed = layer.mlp.experts
+        with torch.device("meta"):
+            wide = GptOssExperts(model.config)
+        for name in ("gate_up_proj", "down_proj"):
+            setattr(wide, name, torch.nn.Parameter(expert_weights(packed, name), requires_grad=False))
+            setattr(wide, f"{name}_bias", getattr(packed, f"{name}_bias"))
+        layer.mlp.experts = wide.eval()
+    empty_cache()
 
 
 # ---- Model -----------------------------------------------------------------------------------------------------------
@@ -2484,25 +2503,24 @@ def load_packed(model_path: str, attention: str, device: Any) -> Any:
 def load_model(model_path: str, config: Mapping[str, Any], attention: str, experts: str = "bf16") -> Any:
     """The base model in BF16 on the GPU, or on the CPU where there is none, with this script's attention and experts.
 
-    MXFP4 experts are dequantized (`Mxfp4Config(dequantize=True)`,
-    https://huggingface.co/docs/transformers/quantization/mxfp4), or stay packed with `experts` = `mxfp4`.
+    MXFP4 experts are dequantized, or stay packed with `experts` = `mxfp4`.
     """
     import torch
-    from transformers import AutoModelForCausalLM, Mxfp4Config
+    from transformers import AutoModelForCausalLM
 
     name, device = install_attention(attention), torch.device("cuda", 0) if torch.cuda.is_available() else "cpu"
-    if experts == "mxfp4":
-        return load_packed(model_path, name, device)
-    options: dict[str, Any] = {
-        "dtype": torch.bfloat16,
-        "attn_implementation": name,
-        "experts_implementation": install_experts(),
-    }
     if (config.get("quantization_config") or {}).get("quant_method") == "mxfp4":
-        options["quantization_config"] = Mxfp4Config(dequantize=True)
-    if torch.cuda.is_available():
-        options["device_map"] = {"": 0}
-    return AutoModelForCausalLM.from_pretrained(model_path, **options)
+        model = load_packed(model_path, name, device)
+        if experts == "bf16":
+            unpack_experts(model)
+    else:
+        place = {"": device} if torch.cuda.is_available() else None
+        model = AutoModelForCausalLM.from_pretrained(
+            model_path, dtype=torch.bfloat16, attn_implementation=name, device_map=place
+        )
+    if experts == "bf16":
+        model.set_experts_implementation(install_experts())
+    return model
 
 
 def lora_config(settings: Settings) -> Any:
@@ -2803,9 +2821,13 @@ def start_engine(settings: Settings, plan: EnginePlan, model_path: str, stop_tok
     advice = "`--check` prints the plan; VLLM_EAGER=1 needs no compiler, USE_VLLM=0 no vLLM"
     try:
         with engine_faults("starting the engine", advice):
+            import triton
             from vllm import LLM, SamplingParams
             from vllm.lora.request import LoRARequest
 
+            # torch moves Triton's cache into its own, which vLLM keeps by settings, in a process that compiles but not in one
+            # that loads what was compiled: https://github.com/sgl-project/sglang-omni/issues/439
+            os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)
             compile_router_once()
             llm = LLM(**engine_arguments(settings, plan, model_path, total))
             keep_weights_asleep(llm)

@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 import zipfile
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from conftest import read_csv
@@ -976,6 +977,39 @@ def router(tmp_path, monkeypatch):
 
 def constants(kernel):
     return [parameter.name for parameter in kernel.params if parameter.is_constexpr]
+
+
+@pytest.mark.parametrize("own", [None, "/somewhere/else"])
+def test_triton_keeps_its_cache_where_the_next_start_looks(monkeypatch, own, tiny):
+    """torch would move it while vLLM starts; the trainer's own variables come back as they were."""
+    import torch
+    import triton
+
+    seen = {}
+
+    class LLM(StubLLM):
+        def __init__(self, model, **arguments):
+            seen.update(os.environ)
+            os.environ["TRITON_CACHE_DIR"] = "/moved"
+            super().__init__(model, max_model_len=arguments["max_model_len"])
+
+    vllm, request = ModuleType("vllm"), ModuleType("vllm.lora.request")
+    vllm.LLM, vllm.SamplingParams, request.LoRARequest = LLM, StubSampling, StubLoRARequest
+    for name, module in {"vllm": vllm, "vllm.lora": ModuleType("vllm.lora"), "vllm.lora.request": request}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    for name in ("compile_router_once", "keep_weights_asleep"):
+        monkeypatch.setattr(train_grpo, name, lambda *llm: None)
+    monkeypatch.setattr(Engine, "warm_up", lambda self, max_model_len: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    if own:
+        monkeypatch.setenv("TRITON_CACHE_DIR", own)
+    plan = train_grpo.EnginePlan(1, 1, 1, "", 1, 1, 2048, 8, (1, 8))
+    engine = train_grpo.start_engine(train_grpo.Settings(), plan, str(tiny), [])
+    assert engine.asleep
+    assert seen["TRITON_CACHE_DIR"] == (own or triton.knobs.cache.dir)
+    assert os.environ.get("TRITON_CACHE_DIR") == own
 
 
 def test_the_router_is_not_compiled_for_every_number_of_tokens(router, caplog):

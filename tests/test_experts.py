@@ -157,6 +157,30 @@ def test_unpack_equals_the_one_that_made_the_model():
     assert torch.equal(found.float(), expected.float())
 
 
+def test_unpacked_model_is_the_one_that_transformers_dequantizes(tiny):
+    """Every tensor bit by bit, its config and what it generates with."""
+    from transformers import AutoModelForCausalLM, Mxfp4Config
+
+    ours = load(tiny, "bf16")
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tiny, dtype=torch.bfloat16, attn_implementation="eager", quantization_config=Mxfp4Config(dequantize=True)
+    )
+    assert type(ours.model.layers[0].mlp.experts) is type(theirs.model.layers[0].mlp.experts)
+    expected = theirs.state_dict()
+    assert ours.state_dict().keys() == expected.keys() and len(expected) > 10
+    for name, tensor in ours.state_dict().items():
+        assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name]), name
+    assert ours.config.to_dict() == theirs.config.to_dict()
+    assert ours.generation_config.to_dict() == theirs.generation_config.to_dict()
+    assert (ours.name_or_path, ours.training) == (theirs.name_or_path, theirs.training)
+    ids = torch.arange(40)[None]
+    theirs.set_experts_implementation("grouped_mm")
+    with torch.no_grad():
+        assert torch.equal(ours(ids).logits, theirs(ids).logits)
+    ours.set_experts_implementation("grouped_mm")  # the new modules read the model's config
+    assert ours.model.layers[0].mlp.experts.config._experts_implementation == "grouped_mm"
+
+
 def test_load_packed_equals_from_pretrained_in_all_but_the_experts(tiny):
     wide, packed = (load(tiny, kind).state_dict() for kind in ("bf16", "mxfp4"))
     names = {n for n in wide if "mlp.experts" not in n}
@@ -183,10 +207,27 @@ def damaged(tiny, folder, change):
     return folder
 
 
+def test_blocks_and_scales_may_lie_in_different_files(tiny, tmp_path):
+    from safetensors.torch import save_file
+
+    scales = {}
+
+    def part(tensors):
+        for name in [name for name in tensors if name.endswith("_scales")]:
+            scales[name] = tensors.pop(name)
+
+    folder = damaged(tiny, tmp_path / "model", part)
+    save_file(scales, folder / "model-scales.safetensors", {"format": "pt"})
+    expected = load(tiny, "bf16").state_dict()
+    assert scales and all(
+        torch.equal(tensor, expected[name]) for name, tensor in load(folder, "bf16").state_dict().items()
+    )
+
+
 @pytest.mark.parametrize("name", ["model.layers.0.mlp.experts.down_proj_scales", "model.norm.weight"])
 def test_a_missing_tensor_is_named(tiny, tmp_path, name):
     folder = damaged(tiny, tmp_path / "model", lambda tensors: tensors.pop(name))
-    with pytest.raises(ValueError, match=f"{name} is missing .1 tensors.*EXPERTS=bf16"):
+    with pytest.raises(ValueError, match=f"{name} is missing .1 tensors.*Download the model again"):
         train_grpo.load_packed(str(folder), "eager", "cpu")
 
 
