@@ -4242,6 +4242,8 @@ def launch(check: Preflight, model_path: str) -> int:
     finally:
         if context.engine is not None:
             shutil.rmtree(context.engine.folder, ignore_errors=True)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():  # by vLLM; torch warns otherwise
+            torch.distributed.destroy_process_group()
 
 
 def train(check: Preflight, context: RunContext, trainer: Any) -> int:
