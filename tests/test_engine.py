@@ -664,7 +664,7 @@ def test_a_run_with_vllm(whole):
         assert float(row["handover_s"]) > 0
     assert whole["record"]["choices"]["rollouts"] == [True, "set by USE_VLLM"]
     engine = whole["record"]["choices"]["plan"]["engine"]
-    assert engine["max_num_seqs"] == 12 and engine["capture_sizes"] == [1, 2, 4, 8, 10, 12]
+    assert engine["max_num_seqs"] == 12 and engine["capture_sizes"] == list(range(1, 13))
     for words in ("parity before the first step, fixed tokens", "parity after a sleep, sampled tokens", "complete: 4"):
         assert words in whole["log"]
     assert "vLLM awake" in whole["log"] and "Traceback" not in whole["log"]
@@ -812,18 +812,19 @@ def test_what_does_not_fit_is_told(tmp_path):
 
 
 def test_capture_sizes_golden():
-    assert capture_sizes(96) == (1, 2, 4, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96)
-    assert capture_sizes(1) == (1,) and capture_sizes(12) == (1, 2, 4, 8, 10, 12)
+    assert capture_sizes(96) == (*range(1, 17), 20, 24, 28, 32, 40, 48, 56, 64, 80, 96)
+    assert capture_sizes(1) == (1,) and capture_sizes(12) == tuple(range(1, 13))
 
 
 @given(st.integers(1, 4096))
 def test_capture_sizes(most):
     sizes = capture_sizes(most)
     assert list(sizes) == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == most
-    # A batch runs in the next larger graph: at most twice its size, and at most a quarter more from 8 on.
-    for size, larger in zip(sizes, sizes[1:], strict=False):
-        assert larger <= 2 * size and (size < 8 or larger <= size * 1.25)
-    assert len(sizes) <= 5 + 4 * max(1, math.log2(most))
+    # A batch runs in the next larger graph: its own up to 16, at most a quarter more from there on.
+    assert sizes[:16] == tuple(range(1, min(most, 16) + 1))
+    for size, larger in zip(sizes[15:], sizes[16:], strict=False):
+        assert larger <= size * 1.25
+    assert len(sizes) <= 16 + 4 * max(0, math.log2(most) - 4) + 1
 
 
 @pytest.mark.parametrize(
@@ -925,6 +926,23 @@ def {launcher}():
 """
 
 
+EXPERTS = """
+import dataclasses
+
+@dataclasses.dataclass
+class OptFlags:
+    block_m: int
+    group_m: int
+    target_kernel_kwargs: dict
+
+def {chooser}(rows):
+    return OptFlags(rows, 8, {{"own": 1}})
+
+def matmul_ogs(rows):
+    return {chooser}(rows)
+"""
+
+
 IMPORT_UTILS = """
 import sys
 
@@ -948,7 +966,7 @@ def router(tmp_path, monkeypatch):
         for name in [name for name in sys.modules if name.partition(".")[0] in ("vllm", "triton_kernels")]:
             monkeypatch.delitem(sys.modules, name)
 
-    def build(constant=": tl.constexpr", launcher="topk_forward", there=True):
+    def build(constant=": tl.constexpr", launcher="topk_forward", there=True, chooser="make_opt_flags", capability=9):
         package = tmp_path / "vllm" / "third_party" / "triton_kernels"
         package.mkdir(parents=True)
         (tmp_path / "vllm" / "utils").mkdir()
@@ -960,6 +978,8 @@ def router(tmp_path, monkeypatch):
         (package / "topk.py").write_text(ROUTER.format(constant=constant, **names))
         names = {"kernel": "_sum_bitmatrix_rows", "one": "stride_bm", "rows": "stride_bn"}
         (package / "tensor.py").write_text(ROUTER.format(constant=constant, launcher="sum_bitmatrix_rows", **names))
+        (package / "matmul_ogs.py").write_text(EXPERTS.format(chooser=chooser))
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (capability, 0))
         monkeypatch.syspath_prepend(tmp_path)
         forget()
 
@@ -997,7 +1017,7 @@ def test_triton_keeps_its_cache_where_the_next_start_looks(monkeypatch, own, tin
     vllm.LLM, vllm.SamplingParams, request.LoRARequest = LLM, StubSampling, StubLoRARequest
     for name, module in {"vllm": vllm, "vllm.lora": ModuleType("vllm.lora"), "vllm.lora.request": request}.items():
         monkeypatch.setitem(sys.modules, name, module)
-    for name in ("compile_router_once", "keep_weights_asleep"):
+    for name in ("mend_kernels", "keep_weights_asleep"):
         monkeypatch.setattr(train_grpo, name, lambda *llm: None)
     monkeypatch.setattr(Engine, "warm_up", lambda self, max_model_len: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 2**30))
@@ -1014,33 +1034,58 @@ def test_triton_keeps_its_cache_where_the_next_start_looks(monkeypatch, own, tin
 
 def test_the_router_is_not_compiled_for_every_number_of_tokens(router, caplog):
     used = router()
-    train_grpo.compile_router_once()
+    train_grpo.mend_kernels()
     assert [constants(kernel) for kernel in used()] == [["stride_rm", "BLOCK"], ["stride_bm", "BLOCK"]]
     before = used()
-    train_grpo.compile_router_once()
+    train_grpo.mend_kernels()
     assert used() == before, "what is mended is left alone"
     assert not caplog.records
 
 
 def test_a_router_that_upstream_mended_is_left_alone(router, caplog):
     used = router(constant="")
-    train_grpo.compile_router_once()
+    train_grpo.mend_kernels()
     assert [kernel.fn.__module__ for kernel in used()] == ["triton_kernels.topk", "triton_kernels.tensor"]
     before = used()
-    train_grpo.compile_router_once()
+    train_grpo.mend_kernels()
     assert used() == before and not caplog.records
 
 
 def test_no_router_is_no_warning(router, caplog):
     router(there=False)
-    train_grpo.compile_router_once()
+    train_grpo.mend_kernels()
     assert not caplog.records and "triton_kernels" not in sys.modules
 
 
 def test_a_router_that_moved_is_a_warning(router, caplog):
     router(launcher="forward")
-    train_grpo.compile_router_once()
-    assert "vLLM's router is not what it was" in only([record.getMessage() for record in caplog.records])
+    train_grpo.mend_kernels()
+    message = only([record.getMessage() for record in caplog.records])
+    assert "vLLM's experts are not what they were (compile_router_once, " in message and "stop for a second" in message
+
+
+TUNED = (1, {"own": 1, "maxnreg": 128})
+
+
+@pytest.mark.parametrize(
+    ("capability", "rows", "flags"), [(9, 16, TUNED), (9, 32, (8, {"own": 1})), (10, 16, (8, {"own": 1}))]
+)
+def test_decoding_on_hopper_gets_its_own_flags(router, caplog, capability, rows, flags):
+    """Tiles of 16 rows, and nothing else about them changes; a second engine in the process tunes nothing twice."""
+    router(capability=capability)
+    train_grpo.mend_kernels()
+    train_grpo.mend_kernels()
+    from triton_kernels.matmul_ogs import OptFlags, matmul_ogs
+
+    assert matmul_ogs(rows) == OptFlags(rows, *flags) and not caplog.records
+    assert matmul_ogs.__globals__["make_opt_flags"].__name__ == "make_opt_flags"
+
+
+def test_experts_that_moved_are_a_warning(router, caplog):
+    router(chooser="choose_flags")
+    train_grpo.mend_kernels()
+    assert "tune_decoding, 'make_opt_flags'): rollouts take a little longer" in caplog.records[-1].getMessage()
+    assert len(caplog.records) == 1, "the router was mended all the same"
 
 
 def compiled_for(tokens):
