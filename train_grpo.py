@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import atexit
 import bisect
 import collections
 import contextlib
@@ -498,8 +499,8 @@ ASLEEP_GIB = 2.1  # left on the GPU by a sleeping engine and the CUDA context: g
 
 def capture_sizes(most: int) -> tuple[int, ...]:
     """Batch sizes that get a CUDA graph: decode batches shrink from `most` to 1 as completions end, and a batch runs in
-    the next larger graph, whose surplus rows load experts too: 10 sequences took 6.6 ms a step in a graph of 16 and 5.7
-    in their own. With all sizes up to 16, where most experts are idle, and steps of a quarter to an eighth beyond, 96 gets 26.
+    the next larger graph, whose surplus rows load experts too. So all sizes up to 16, where many experts are idle otherwise,
+    and steps of a quarter to an eighth beyond, where few are.
 
     >>> capture_sizes(20)
     (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 20)
@@ -2446,6 +2447,7 @@ def load_packed(model_path: str, attention: str, device: Any) -> Any:
     ValueError where the checkpoint holds other tensors.
     """
     import torch
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -2461,14 +2463,20 @@ def load_packed(model_path: str, attention: str, device: Any) -> Any:
 
         folder = Path(snapshot_download(model_path, allow_patterns="*.safetensors", ignore_patterns=NOT_LOADED))
     wanted, found = model.state_dict(), set()
-    for shard in sorted(folder.glob("*.safetensors")):
-        tensors = load_file(shard, device=str(device))
-        for name in tensors.keys() & wanted.keys():
-            tensors[name] = tensors[name].to(wanted[name].dtype)
+    for shard in sorted(folder.glob("model*.safetensors")):  # an adapter beside them is none of the model's
+        try:
+            tensors = load_file(shard, device=str(device))
+        except SafetensorError as error:
+            raise ValueError(f"{shard}: {error}. Download the model again") from error
+        for name, tensor in tensors.items():
+            if name not in wanted:
+                raise ValueError(f"{shard}: {name} is no part of a gpt-oss in MXFP4. Download the model again")
+            if tensor.shape != wanted[name].shape:
+                sizes = f"{tuple(tensor.shape)}, config.json makes it {tuple(wanted[name].shape)}"
+                raise ValueError(f"{shard}: {name} is {sizes}. Download the model again")
+            tensors[name] = tensor.to(wanted[name].dtype)
+        model.load_state_dict(tensors, strict=False, assign=True)
         found |= set(tensors)
-        unknown = model.load_state_dict(tensors, strict=False, assign=True).unexpected_keys
-        if unknown:
-            raise ValueError(f"{shard}: {unknown[0]} is no part of a gpt-oss in MXFP4. Download the model again")
     model.tie_weights()
     missing = sorted(
         wanted.keys() - found - {"lm_head.weight"} if config.tie_word_embeddings else wanted.keys() - found
@@ -2476,7 +2484,8 @@ def load_packed(model_path: str, attention: str, device: Any) -> Any:
     if missing:
         raise ValueError(f"{model_path}: {missing[0]} is missing ({len(missing)} tensors). Download the model again")
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)
-    model.generation_config = GenerationConfig.from_pretrained(model_path)
+    with contextlib.suppress(OSError):  # without such a file it stays what the config says
+        model.generation_config = GenerationConfig.from_pretrained(model_path)
     return model.eval().requires_grad_(False)
 
 
@@ -2484,7 +2493,8 @@ def unpack_experts(model: Any) -> None:
     """Dequantize what `load_packed` loaded to BF16, layer by layer, into the modules that transformers would have.
 
     The values are those of `Mxfp4Config(dequantize=True)`. That way's temporaries leave torch's allocator in pieces, some
-    8 GiB on an H100, which vLLM cannot have while the trainer lives.
+    8 GiB on an H100, which vLLM cannot have while the trainer lives. On a GPU the weights are transposed views, laid out as
+    in the checkpoint.
     """
     import torch
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -2497,7 +2507,8 @@ def unpack_experts(model: Any) -> None:
             setattr(wide, name, torch.nn.Parameter(expert_weights(packed, name), requires_grad=False))
             setattr(wide, f"{name}_bias", getattr(packed, f"{name}_bias"))
         layer.mlp.experts = wide.eval()
-    empty_cache()
+        del packed
+        empty_cache()
 
 
 # ---- Model -----------------------------------------------------------------------------------------------------------
@@ -2514,15 +2525,15 @@ def load_model(model_path: str, config: Mapping[str, Any], attention: str, exper
     name, device = install_attention(attention), torch.device("cuda", 0) if torch.cuda.is_available() else "cpu"
     if (config.get("quantization_config") or {}).get("quant_method") == "mxfp4":
         model = load_packed(model_path, name, device)
-        if experts == "bf16":
-            unpack_experts(model)
+        if experts == "mxfp4":
+            return model
+        unpack_experts(model)
     else:
         place = {"": device} if torch.cuda.is_available() else None
         model = AutoModelForCausalLM.from_pretrained(
             model_path, dtype=torch.bfloat16, attn_implementation=name, device_map=place
         )
-    if experts == "bf16":
-        model.set_experts_implementation(install_experts())
+    model.set_experts_implementation(install_experts())
     return model
 
 
@@ -2834,6 +2845,7 @@ def start_engine(settings: Settings, plan: EnginePlan, model_path: str, stop_tok
             mend_kernels()
             llm = LLM(**engine_arguments(settings, plan, model_path, total))
             keep_weights_asleep(llm)
+            atexit.register(close_process_group)
     finally:
         for name, value in kept.items():
             os.environ.pop(name, None)
@@ -2850,6 +2862,14 @@ def start_engine(settings: Settings, plan: EnginePlan, model_path: str, stop_tok
     return engine
 
 
+def close_process_group() -> None:
+    """Close what vLLM opened, at the very end: torch warns of it otherwise."""
+    import torch
+
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 def mend_kernels() -> None:
     """Repair vLLM's copy of triton_kernels before the engine compiles any of it. Where that fails a run is slower, no worse."""
     for mend, cost in (
@@ -2862,7 +2882,8 @@ def mend_kernels() -> None:
             if has_triton_kernels():
                 mend()
         except Exception as error:
-            log.warning("vLLM's experts are not what they were (%s, %s): rollouts %s", mend.__name__, error, cost)
+            what = "vLLM's experts are not what they were (%s: %r): rollouts %s. Nothing else changes"
+            log.warning(what, mend.__name__, error, cost)
 
 
 def compile_router_once() -> None:
@@ -2891,7 +2912,7 @@ def tune_decoding() -> None:
     """Let two blocks of the experts' products share a multiprocessor of a Hopper card while decoding: at most 128 registers a
     thread (the second product takes 129), and tiles in plain order. The same bits, 3 to 8% sooner with 1 to 96 sequences.
 
-    For tiles of 16 rows alone, which are those of up to 135 tokens: larger ones would spill. triton_kernels' own setter,
+    For tiles of 16 rows alone, with gpt-oss-20b those of up to 135 tokens: larger ones would spill. triton_kernels' own setter,
     update_opt_flags_constraints, knows neither the size nor these two flags.
     """
     import torch
@@ -4244,7 +4265,11 @@ def launch(check: Preflight, model_path: str) -> int:
     transformers.utils.logging.disable_default_handler()
     transformers.utils.logging.enable_propagation()
     tokenizer = load_tokenizer(model_path)
-    model = load_model(model_path, check.files.config, check.attention[0], check.experts[0])
+    try:
+        model = load_model(model_path, check.files.config, check.attention[0], check.experts[0])
+    except ValueError as error:
+        log.critical("model: %s", error)
+        return 1
     log.info(
         "model: %.2fM parameters on %s, loaded after %.0f s",
         model.num_parameters() / 1e6,
@@ -4279,8 +4304,6 @@ def launch(check: Preflight, model_path: str) -> int:
     finally:
         if context.engine is not None:
             shutil.rmtree(context.engine.folder, ignore_errors=True)
-        if torch.distributed.is_available() and torch.distributed.is_initialized():  # by vLLM; torch warns otherwise
-            torch.distributed.destroy_process_group()
 
 
 def train(check: Preflight, context: RunContext, trainer: Any) -> int:

@@ -1026,8 +1026,10 @@ def test_triton_keeps_its_cache_where_the_next_start_looks(monkeypatch, own, tin
     if own:
         monkeypatch.setenv("TRITON_CACHE_DIR", own)
     plan = train_grpo.EnginePlan(1, 1, 1, "", 1, 1, 2048, 8, (1, 8))
+    at_exit = []
+    monkeypatch.setattr("atexit.register", at_exit.append)
     engine = train_grpo.start_engine(train_grpo.Settings(), plan, str(tiny), [])
-    assert engine.asleep
+    assert engine.asleep and at_exit == [train_grpo.close_process_group]
     assert seen["TRITON_CACHE_DIR"] == (own or triton.knobs.cache.dir)
     assert os.environ.get("TRITON_CACHE_DIR") == own
 
@@ -1061,7 +1063,7 @@ def test_a_router_that_moved_is_a_warning(router, caplog):
     router(launcher="forward")
     train_grpo.mend_kernels()
     message = only([record.getMessage() for record in caplog.records])
-    assert "vLLM's experts are not what they were (compile_router_once, " in message and "stop for a second" in message
+    assert "vLLM's experts are not what they were (compile_router_once: " in message and "stop for a second" in message
 
 
 TUNED = (1, {"own": 1, "maxnreg": 128})
@@ -1084,7 +1086,9 @@ def test_decoding_on_hopper_gets_its_own_flags(router, caplog, capability, rows,
 def test_experts_that_moved_are_a_warning(router, caplog):
     router(chooser="choose_flags")
     train_grpo.mend_kernels()
-    assert "tune_decoding, 'make_opt_flags'): rollouts take a little longer" in caplog.records[-1].getMessage()
+    assert (
+        "tune_decoding: KeyError('make_opt_flags')): rollouts take a little longer" in caplog.records[-1].getMessage()
+    )
     assert len(caplog.records) == 1, "the router was mended all the same"
 
 
@@ -1176,3 +1180,13 @@ def test_importance_ratio():
         found = train_grpo.importance_ratio(logps, sampled, mask, mode, 2.0)
         torch.testing.assert_close(found, torch.tensor(expected), msg=mode)
     assert set(golden) | {"none"} == set(train_grpo.FIELDS["IS_CORRECTION"].metadata["choices"])
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_run_with_the_reason(start, monkeypatch):
+    def load_model(*arguments):
+        raise ValueError("model.safetensors: cut short. Download the model again")
+
+    monkeypatch.setattr(train_grpo, "load_model", load_model)
+    run = start()
+    assert run() == 1
+    assert "model: model.safetensors: cut short. Download the model again" in run.read("training.log")

@@ -231,7 +231,36 @@ def test_a_missing_tensor_is_named(tiny, tmp_path, name):
         train_grpo.load_packed(str(folder), "eager", "cpu")
 
 
-def test_an_unknown_tensor_is_named(tiny, tmp_path):
-    folder = damaged(tiny, tmp_path / "model", lambda tensors: tensors.update(extra=torch.zeros(1)))
-    with pytest.raises(ValueError, match="extra is no part of a gpt-oss in MXFP4"):
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda tensors: tensors.update(extra=torch.zeros(1)), "extra is no part of a gpt-oss in MXFP4"),
+        (
+            lambda tensors: tensors.update({"model.norm.weight": torch.zeros(7)}),
+            r"norm.weight is \(7,\), config.json makes",
+        ),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_named(tiny, tmp_path, change, words):
+    folder = damaged(tiny, tmp_path / "model", change)
+    with pytest.raises(ValueError, match=f"model.*safetensors: .*{words}.*Download the model again"):
         train_grpo.load_packed(str(folder), "eager", "cpu")
+
+
+def test_a_file_cut_short_is_named(tiny, tmp_path):
+    shutil.copytree(tiny, tmp_path / "model")
+    shard = sorted((tmp_path / "model").glob("*.safetensors"))[0]
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=f"{shard.name}: .*Download the model again"):
+        train_grpo.load_packed(str(tmp_path / "model"), "eager", "cpu")
+
+
+def test_what_else_lies_in_the_folder_and_what_does_not(tiny, tmp_path):
+    """An adapter beside the weights is not read; without generation_config.json stop tokens are those of config.json."""
+    from safetensors.torch import save_file
+
+    shutil.copytree(tiny, tmp_path / "model")
+    save_file({"lora_A": torch.zeros(1)}, tmp_path / "model" / "adapter_model.safetensors")
+    (tmp_path / "model" / "generation_config.json").unlink()
+    model = load(tmp_path / "model", "bf16")
+    assert model.generation_config.eos_token_id == config_of(tiny)["eos_token_id"]
