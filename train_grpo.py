@@ -100,8 +100,8 @@ class Settings:
 
     USE_VLLM: bool | None = knob("Rollouts", None, "", "Generate with vLLM beside the trainer (MXFP4 weights, asleep while learning) instead of transformers; `auto`: on a GPU.")
     ROLLOUT_SYNC: str = knob("Rollouts", "merge", "", "How vLLM gets the adapter: `merge` pushes merged attention weights, `lora` loads it natively.", choices=("merge", "lora"))
-    VLLM_GPU_MEM: float | None = knob("Rollouts", None, "share", "vLLM's share of the whole GPU while awake; `auto` plans it from one step's key-value cache and the free memory.", above=0, high=0.95)
-    VLLM_EAGER: bool = knob("Rollouts", False, "", "Run vLLM without compilation and CUDA graphs: starts faster, generates slower, needs no compiler.")
+    VLLM_GPU_MEM: float | None = knob("Rollouts", None, "share", "The most of the whole GPU that vLLM may take while awake; `auto` plans it from one step's key-value cache and the free memory.", above=0, high=0.95)
+    VLLM_EAGER: bool = knob("Rollouts", False, "", "Run vLLM without compilation and CUDA graphs: starts faster, generates slower (its kernels in Triton need a C compiler all the same).")
     IS_CORRECTION: str = knob("Rollouts", "token_truncate", "", "Importance-sampling correction of vLLM's probabilities, TRL's modes, or `none`.", choices=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "none"))
     IS_CLIP_MAX: float = knob("Rollouts", 3.0, "ratio", "Importance ratios are truncated or masked above this.", above=1)
     PARITY: str = knob("Rollouts", "on", "", "Compare vLLM's log-probs with the trainer's before the first step, and stop (exit code 3) where they differ.", choices=("on", "off"))
@@ -525,12 +525,15 @@ def plan_engine(
     layers = max(kinds.count("full_attention"), kinds.count("sliding_attention"), 1)
     block = layers * KV_BLOCK * 2 * config["num_key_value_heads"] * config["head_dim"] * 2 / GIB
     window, length = config.get("sliding_window") or 0, prompt_len + settings.MAX_COMPLETION_LEN
+    # Rounded up, as vLLM's compile cache knows it: another longest prompt is no reason to compile anew.
+    longest = max(length, min(-(-length // 1024) * 1024, config.get("max_position_embeddings", length)))
     whole, shared = -(-length // KV_BLOCK), prompt_len // KV_BLOCK
     sliding = min(whole, -(-(window + 1) // KV_BLOCK) + 1)
     in_flight = 2 * BATCHED_TOKENS // KV_BLOCK
     prompts, group = settings.PROMPTS_PER_STEP, settings.NUM_GENERATIONS
     wanted = (1 + in_flight + prompts * (shared + group * (whole - shared + sliding))) * block
-    least = (2 + whole + min(whole, -(-window // KV_BLOCK) + in_flight)) * block
+    most = -(-longest // KV_BLOCK)
+    least = (2 + most + min(most, -(-window // KV_BLOCK) + in_flight)) * block
     # Kernels pad the experts by up to a tenth of their bytes.
     weights = checkpoint * 1.08
     inner = config["num_experts_per_tok"] * 3 * config["intermediate_size"] + 8 * config["hidden_size"]
@@ -555,7 +558,7 @@ def plan_engine(
         reason += (
             f"; {where} leaves {cache / wanted:.0%} of the {wanted:.1f} GiB they may need, the rest waits its turn"
         )
-    return EnginePlan(weights, scratch, cache, reason, least, ASLEEP_GIB, length, seqs, capture_sizes(seqs))
+    return EnginePlan(weights, scratch, cache, reason, least, ASLEEP_GIB, longest, seqs, capture_sizes(seqs))
 
 
 def plan_memory(
@@ -2749,11 +2752,12 @@ def reward_callable(name: str, settings: Settings) -> Callable[..., Sequence[flo
 # ---- Rollout engine: vLLM beside the trainer, asleep while it learns ------------------------------------------------
 
 # Every touch of vLLM stands in this section. TRL as shipped builds its own engine and pushes every merged BF16 weight,
-# which an engine with MXFP4 experts refuses (docs/rollouts.md), so TRL is built without vLLM and told `use_vllm` later.
+# which an engine with MXFP4 experts refuses (docs/rollouts.md), so TRL is built without vLLM (`grpo_config`). What is
+# overridden of TRL are methods of its trainer: see Rollouts, Learner and `make_trainer`, which puts them together.
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM takes as max_lora_rank
 KEEP_BYTES = 32 * 2**20  # larger allocations hold experts and embeddings, which never change
 # The level of logging is what TRL sets; below it vLLM warns of every kernel that the warm-up compiles.
-VLLM_SWITCHES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+VLLM_SWITCHES = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 # Numbers of tokens in a prefill for which Triton compiles each kernel of gpt-oss-20b's experts and router in vLLM once (from
 # 33 tokens up). It compiles anew for blocks of 16, 32, 64 and 128 rows (up to 135, 263, 519 tokens, and above), and where
 # a number that it is passed turns into a multiple of 16: the tokens, four or eight times as many, the blocks.
@@ -2830,9 +2834,10 @@ def start_engine(settings: Settings, plan: EnginePlan, model_path: str, stop_tok
     kept = {name: os.environ.get(name) for name in COMPILER_VARIABLES}
     for name, value in VLLM_SWITCHES.items():
         os.environ.setdefault(name, value)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in another process neither weights nor the seed would reach it
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory / GIB
-    advice = "`--check` prints the plan; VLLM_EAGER=1 needs no compiler, USE_VLLM=0 no vLLM"
+    advice = "`--check` prints the plan; VLLM_EAGER=1 compiles less, USE_VLLM=0 does without vLLM"
     try:
         with engine_faults("starting the engine", advice):
             import triton
@@ -3127,6 +3132,11 @@ class Engine:
                 # Called in the worker, which is this process: tensors pass by reference.
                 self.llm.apply_model(lambda model: push_weights(model, merged_weights(policy, active)))
                 self.llm.reset_prefix_cache()  # it was computed with other weights
+        self.current = True
+
+    def use_adapter(self, folder: Path | None) -> None:
+        """Generate with an adapter that PEFT saved, or with none, until the engine sleeps; needs ROLLOUT_SYNC=lora."""
+        self.request = self.lora_request("adapter", 1, str(folder.resolve())) if folder else None
         self.current = True
 
     def write_adapter(self, policy: Any, active: bool) -> Path:

@@ -110,6 +110,11 @@ def write(path: Path, figures: list[dict[str, Any]], command: str | None = None)
     print(f"written: {path}")
 
 
+def shown(kind: str, *flags: str) -> str:
+    """The command of a measurement that needs a checkpoint, without the paths of the machine it ran on."""
+    return " ".join(["python scripts/bench.py", kind, "--model CHECKPOINT --data CSVS --out JSON", *flags])
+
+
 def figure(name: str, value: float, unit: str, note: str = "") -> dict[str, Any]:
     return {"name": name, "value": value, "unit": unit, "note": note}
 
@@ -326,16 +331,25 @@ def rollout_child(options: argparse.Namespace) -> int:
 
     seen: dict[str, Any] = {"rollouts": []}
     rollout, start_engine = train_grpo.Engine.rollout, train_grpo.start_engine
+    hand_over = train_grpo.Engine.hand_over
     born = process_start()
 
+    def free() -> float:
+        train_grpo.empty_cache()
+        return torch.cuda.mem_get_info()[0] / 2**30
+
     def watched_start(*arguments: Any) -> Any:
-        train_grpo.empty_cache()
-        before = torch.cuda.mem_get_info()[0]
+        seen["free_before_gib"] = free()
         engine = start_engine(*arguments)
-        train_grpo.empty_cache()
-        seen["asleep_gib"] = (before - torch.cuda.mem_get_info()[0]) / 2**30
+        seen["asleep_gib"] = seen["free_before_gib"] - free()
         seen["start_engine_done_s"] = time.time() - born
         return engine
+
+    def watched_hand_over(self: Any, *arguments: Any, **named: Any) -> None:
+        started = time.perf_counter()
+        hand_over(self, *arguments, **named)
+        torch.cuda.synchronize()
+        self.seconds["handover"] = time.perf_counter() - started
 
     def watched_rollout(self: Any, policy: Any, prompt_ids: Any, *arguments: Any, **named: Any) -> Any:
         # Without the bench's own copy of the base weights, which no user's run makes.
@@ -360,6 +374,7 @@ def rollout_child(options: argparse.Namespace) -> int:
         return result
 
     train_grpo.start_engine, train_grpo.Engine.rollout = watched_start, watched_rollout
+    train_grpo.Engine.hand_over = watched_hand_over
     generate = limit_completions(512)
     run = Path(options.run).absolute()
     settings = {
@@ -379,6 +394,10 @@ def rollout_child(options: argparse.Namespace) -> int:
             seen["steps"] = list(csv.DictReader(file))
         trainer = finished["trainer"]
         seen["parity"] = trainer.run.parity
+        seen["asleep_later_gib"] = seen["free_before_gib"] - free()
+        policy = trainer.accelerator.unwrap_model(trainer.model)
+        twice = [rollout(trainer.run.engine, policy, seen["prompt_ids"], 7)[0] for _ in range(2)]
+        seen["alike"] = sum(one == other for one, other in zip(*twice, strict=True))
         Path(options.out).write_text(json.dumps(seen), encoding="utf-8")
         seen["hf"] = hf_generate(trainer, seen["prompt_ids"][:16], 128)
         trainer.model.train()
@@ -497,7 +516,9 @@ def bench_rollout(options: argparse.Namespace) -> int:
         figure("handover_s", mean("handover"), "s", f"ROLLOUT_SYNC={options.sync}"),
         figure("sleep_s", mean("sleep"), "s", "after the first"),
         figure("wake_s", mean("wake"), "s", "after the first"),
-        figure("asleep_gib", short["asleep_gib"], "GiB", "GPU memory that the sleeping engine holds, by the driver"),
+        figure("asleep_gib", short["asleep_gib"], "GiB", "GPU memory that the sleeping engine holds before the first rollout, by the driver"),
+        figure("asleep_later_gib", short["asleep_later_gib"], "GiB", "the same after three steps, with what trainer and libraries took meanwhile"),
+        figure("same_seed_alike", short["alike"], "completions", f"of {short['rollouts'][0]['sequences']}: the same rollout twice, with one seed"),
         figure("start_to_rollout_s", short["start_to_rollout_s"], "s", f"process start to first rollout, {found}; parity gate included, the bench's copy of the weights left out"),
         figure("long_rollout_s", long["generate"], "s", f"{long['sequences']} completions, {long['tokens']} tokens in all"),
         figure("long_step_s", long["rollout"] + long["learn"], "s", "rollout, hand-over, waking and sleeping, and learning from as many tokens"),
@@ -525,8 +546,8 @@ def bench_rollout(options: argparse.Namespace) -> int:
                 "start to first rollout with empty compile caches",
             )
         )
-    flag = " --warm-caches" * options.warm_caches
-    write(Path(options.out), figures, f"python scripts/bench.py rollout --sync {options.sync}{flag}")
+    flags = ["--sync", options.sync, *["--warm-caches"] * options.warm_caches]
+    write(Path(options.out), figures, shown("rollout", *flags))
     return int(short["base_changed_elements"] != 0)
 
 
@@ -792,8 +813,8 @@ def bench_step(options: argparse.Namespace) -> int:
         figures = step_figures(results)
         measured = {one["name"] for one in figures}
         figures += [one for one in trl if one["name"] not in measured]
-        flag = " --trl JSON" * bool(trl)
-        write(Path(options.out), figures, f"python scripts/bench.py step --lengths real_completions.csv{flag}")
+        flags = ["--lengths", "real_completions.csv", *["--trl", "JSON"] * bool(trl)]
+        write(Path(options.out), figures, shown("step", *flags))
     return 0
 
 

@@ -610,10 +610,7 @@ class VllmModel:
     def ask(self, prompts: Sequence[str], samples: int, seed: int, base: bool = False) -> list[str]:
         """`samples` completions of each prompt, special tokens included, in the order of the prompts."""
         rows = [prompt for prompt in prompts for _ in range(samples)]
-        self.engine.request = None
-        if self.adapter is not None and not base:
-            self.engine.request = self.engine.lora_request("adapter", 1, str(self.adapter.resolve()))
-        self.engine.current = True
+        self.engine.use_adapter(None if base else self.adapter)
         ids, _ = self.engine.generate(self.tokenizer(text=rows)["input_ids"], seed)
         return self.tokenizer.batch_decode(ids)
 

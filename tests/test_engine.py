@@ -775,7 +775,7 @@ def test_cache_of_a_step(completion, gib):
     whole = -(-(930 + completion) // 16)
     assert engine.cache * train_grpo.GIB == pytest.approx(block * (1 + 1024 + 12 * (58 + 8 * (whole - 58 + 10))))
     assert engine.cache == pytest.approx(gib, abs=0.1) and "the rest waits" not in engine.cache_reason
-    assert engine.max_model_len == 930 + completion and engine.max_num_seqs == 96
+    assert 0 <= engine.max_model_len - 930 - completion < 1024 and engine.max_num_seqs == 96
     assert 13.8 < engine.weights < 16 and engine.scratch > 0.5
     assert f"12 prompts of 930 tokens x 8 completions of {completion}" in engine.cache_reason
 
@@ -856,7 +856,7 @@ def test_engine_arguments():
     assert merge["generation_config"] == "vllm" and merge["skip_tokenizer_init"]
     assert merge["kv_cache_memory_bytes"] == int(engine.cache * train_grpo.GIB)
     assert merge["gpu_memory_utilization"] == pytest.approx(engine.awake / 79.6)
-    assert merge["max_model_len"] == 4930 and merge["max_num_seqs"] == 96 and merge["enforce_eager"] is False
+    assert merge["max_model_len"] == 5120 and merge["max_num_seqs"] == 96 and merge["enforce_eager"] is False
     assert not {name for name in merge if "lora" in name}
     compilation = merge["compilation_config"]
     assert compilation["cudagraph_capture_sizes"] == list(capture_sizes(96))
@@ -1029,7 +1029,7 @@ def test_triton_keeps_its_cache_where_the_next_start_looks(monkeypatch, own, tin
     at_exit = []
     monkeypatch.setattr("atexit.register", at_exit.append)
     engine = train_grpo.start_engine(train_grpo.Settings(), plan, str(tiny), [])
-    assert engine.asleep and at_exit == [train_grpo.close_process_group]
+    assert engine.asleep and train_grpo.close_process_group in at_exit
     assert seen["TRITON_CACHE_DIR"] == (own or triton.knobs.cache.dir)
     assert os.environ.get("TRITON_CACHE_DIR") == own
 
