@@ -591,7 +591,8 @@ def padded_batch(trainer: Any, lengths: list[int], group: int) -> dict[str, Any]
 
 def trl_learning(trainer: Any, batch: dict[str, Any], micro: int, least: int | None = None) -> dict[str, Any]:
     """TRL's own padded path on `batch`: the pass for old log-probs that it makes beside vLLM, then loss and backward of
-    micro-batches of `micro`. Returns seconds and the log-probs. `least`: only so many micro-batches, to warm up."""
+    micro-batches of `micro`. Returns seconds (in all, and of that pass), log-probs, the adapter's gradient in one piece and the
+    most memory that torch allocated meanwhile. `least`: only so many micro-batches, to warm up."""
     import torch
     from trl import GRPOTrainer
 
@@ -601,21 +602,84 @@ def trl_learning(trainer: Any, batch: dict[str, Any], micro: int, least: int | N
     count = len(ids) if least is None else micro * least
     trainer.current_gradient_accumulation_steps = max(count // micro, 1)
     try:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
         torch.cuda.synchronize()
         started = time.perf_counter()
         with torch.no_grad():
             logps = trainer._get_per_token_logps_and_entropies(
                 model, ids[:count], mask[:count], keep, batch_size=micro
             )[0]
+        torch.cuda.synchronize()
+        old = time.perf_counter() - started
         for i in range(0, count, micro):
             part = {k: v[i : i + micro] if v.ndim else v for k, v in batch.items()}
             trainer._compute_loss(model, part | {"old_per_token_logps": logps[i : i + micro]}).backward()
         torch.cuda.synchronize()
-        return {"seconds": time.perf_counter() - started, "logps": logps}
+        seconds, peak = time.perf_counter() - started, (torch.cuda.max_memory_allocated() - before) / 2**30
+        return {
+            "seconds": seconds, "old_seconds": old, "logps": logps, "gradient": adapter_gradient(model), "peak_gib": peak
+        }  # fmt: skip
     finally:
         trainer.__class__, trainer.current_gradient_accumulation_steps = ours, 1
         trainer._metrics["train"].clear()
         model.zero_grad(set_to_none=True)
+
+
+def adapter_gradient(model: Any) -> Any:
+    """The gradient of all that learns, in one float32 vector."""
+    import torch
+
+    return torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None])
+
+
+def compare_gradients(trainer: Any, batch: dict[str, Any], attention: str = "flex_attention") -> dict[str, float]:
+    """Relative differences (2-norm of the difference by the 2-norm) of the adapter's gradient on the first two groups of
+    `batch`: this learner against TRL's path, TRL's with micro-batches of 4 against 8, and this learner with the prompts exchanged.
+
+    Every completion counts to its last column, so that TRL's mean over a micro-batch is the same however it is cut; the
+    importance correction, which TRL applies beside its own vLLM alone, is left out of both. Leaves the model with `attention`
+    and transformers' experts, as TRL's path needs it.
+    """
+    import torch
+
+    rows = 2 * trainer.num_generations
+    part = {k: v[:rows] if v.ndim else v for k, v in batch.items() if torch.is_tensor(v) and "sampling" not in k}
+    part["completion_mask"] = torch.ones_like(part["completion_mask"])
+    part["num_items_in_batch"] = part["completion_mask"].sum().float()
+    wrong = {**part, **{k: part[k].roll(trainer.num_generations, 0) for k in ("prompt_ids", "prompt_mask")}}
+    ours = []
+    for one in (part, wrong):
+        trainer.learn(trainer.model, one)
+        ours.append(adapter_gradient(trainer.model))
+        trainer.model.zero_grad(set_to_none=True)
+    trainer._metrics["train"].clear()
+    base = trainer.accelerator.unwrap_model(trainer.model).get_base_model()
+    base.set_attn_implementation(attention)
+    base.set_experts_implementation("grouped_mm")
+    theirs, four = (trl_learning(trainer, part, micro)["gradient"] for micro in (8, 4))
+
+    def apart(one: Any) -> float:
+        return ((one - theirs).norm() / theirs.norm()).item()
+
+    return {"difference": apart(ours[0]), "batching": apart(four), "wrong_prompt": apart(ours[1])}
+
+
+def head_peak(trainer: Any, tokens: int) -> float:
+    """GiB that log-probs of `tokens` tokens and their backward pass take beyond the states."""
+    import torch
+
+    base = trainer.accelerator.unwrap_model(trainer.model).get_base_model()
+    states = torch.randn(tokens, base.config.hidden_size, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    targets = torch.randint(0, base.config.vocab_size, (tokens,), device="cuda")
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with trainer.accelerator.autocast():
+        found, _ = trainer.head(base, states, targets)
+    found.sum().backward()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**30
 
 
 def our_learning(trainer: Any, batch: dict[str, Any], repeats: int = 2) -> dict[str, float]:
@@ -743,7 +807,11 @@ def step_child(options: argparse.Namespace) -> int:
     w3 = given_step(trainer, generate, lengths[:16])
     seen["w3_rollout_s"], seen["w3_learn_s"] = w3["rollout"], w3["learn"]
     seen["long_peak_gib"] = our_learning(trainer, padded_batch(trainer, [4000] * 16, 8), 1)["peak_gib"]
-    seen["long_logits_gib"] = min(16, plan["micro_batch"]) * 4000 * config["vocab_size"] * 4 / 2**30
+    scored = min(16, plan["micro_batch"]) * 4000
+    seen["long_logits_gib"], seen["long_head_gib"] = (
+        scored * config["vocab_size"] * 2 / 2**30,
+        head_peak(trainer, scored),
+    )
     keep()
     w2 = padded_batch(trainer, ragged, 8)
     seen["w2"] = our_learning(trainer, w2, 1)  # its kernels are compiled by now
@@ -755,11 +823,12 @@ def step_child(options: argparse.Namespace) -> int:
         ours = trainer._get_per_token_logps_and_entropies(trainer.model, *joined(batch))[0]
         shifted = {**batch, **{k: batch[k].roll(trainer.num_generations * 3, 0) for k in ("prompt_ids", "prompt_mask")}}
         wrong = trainer._get_per_token_logps_and_entropies(trainer.model, *joined(shifted))[0]
-    base.set_attn_implementation("flex_attention")
-    base.set_experts_implementation("grouped_mm")
+    seen["gradients"] = compare_gradients(trainer, batch)
     trl_learning(trainer, batch, 8, least=1)
     theirs = trl_learning(trainer, batch, 8)
-    seen["w1_trl_s"] = theirs["seconds"]
+    seen["w1_trl_s"], seen["w1_trl_old_s"], seen["w1_trl_peak_gib"] = (
+        theirs[name] for name in ("seconds", "old_seconds", "peak_gib")
+    )
     keep()
     four = trl_learning(trainer, batch, 4, least=2)["logps"]
     mask = batch["completion_mask"].bool()
@@ -819,8 +888,8 @@ def bench_step(options: argparse.Namespace) -> int:
 
 
 TRL_FIGURES = (
-    "w1_learn_trl_s", "w1_speedup", "logp_difference", "logp_batching", "logp_wrong_prompt", "w2_learn_trl_s",
-    "w2_speedup",
+    "w1_learn_trl_s", "w1_speedup", "w1_trl_old_logps_s", "w1_trl_peak_gib", "gradient_difference", "gradient_batching",
+    "gradient_wrong_prompt", "logp_difference", "logp_batching", "logp_wrong_prompt", "w2_learn_trl_s", "w2_speedup",
 )  # fmt: skip
 
 
@@ -849,21 +918,29 @@ def step_figures(results: dict[str, Any]) -> list[dict[str, Any]]:
         96 * 512 / (float(step["rollout_s"]) - sum(float(step[name]) for name in ("wake_s", "handover_s", "sleep_s")))
         for step in later
     )
+    # What a step has besides: rewards, clipping, the optimizer, logging; of 96 completions, so rather more than W3's.
+    rest = mean("step_s") - mean("rollout_s") - one["w1"]["seconds"]
     peak = {child: max(seen["job_peaks_gib"].values()) for child, seen in results.items()}
     error = {child: seen["planned_gib"] / peak[child] - 1 for child, seen in results.items()}
     figures = [
         figure("w1_step_s", mean("step_s"), "s", "12 x 8 completions of 512 tokens, the whole step: mean of steps 2 and 3 of a run"),
         figure("w1_rollout_s", mean("rollout_s"), "s", "its rollout, hand-over, waking and sleeping included"),
+        figure("w1_wake_s", mean("wake_s"), "s", "of that"),
+        figure("w1_handover_s", mean("handover_s"), "s", "of that"),
+        figure("w1_sleep_s", mean("sleep_s"), "s", "of that"),
+        figure("w1_reward_s", mean("reward_s"), "s", "decoding and scoring the completions"),
         figure("rollout_tok_s", mean("rollout_tokens_per_s"), "tokens/s", "tokens by that time"),
         figure("generate_tok_s", generated / len(later), "tokens/s", "the same without hand-over, waking and sleeping"),
         figure("w1_learn_s", one["w1"]["seconds"], "s", f"its learning alone, in passes of up to {one['micro_batch']} completions of 4,000"),
+        figure("w1_learn_peak_gib", one["w1"]["peak_gib"], "GiB", "allocated beyond weights and sleeping engine"),
         figure("w1_floor_s", one["w1_floor_s"], "s", "the arithmetic alone at the card's dense BF16 peak"),
         figure("w1_floor_ratio", one["w1"]["seconds"] / one["w1_floor_s"], "x", "learning against it"),
         figure("w2_learn_s", one["w2"]["seconds"], "s", f"96 completions, mean {one['w2_mean']:.0f}, longest {one['w2_max']} tokens, with their prompts"),
         figure("w2_peak_gib", one["w2"]["peak_gib"], "GiB", "allocated beyond weights and sleeping engine"),
         figure("long_learn_peak_gib", one["long_peak_gib"], "GiB", f"16 completions of 4,000 tokens in passes of up to {one['micro_batch']}, allocated beyond weights and sleeping engine"),
-        figure("long_logits_gib", one["long_logits_gib"], "GiB", "what the logits of one such pass would take in float32"),
-        figure("w3_step_s", one["w3_rollout_s"] + one["w3_learn_s"], "s", "16 completions of that kind: rollout and learning"),
+        figure("long_head_gib", one["long_head_gib"], "GiB", "of that, what the log-probs of one such pass and their backward take beyond the states"),
+        figure("long_logits_gib", one["long_logits_gib"], "GiB", "what the logits of one such pass would take in BF16"),
+        figure("w3_step_s", one["w3_rollout_s"] + one["w3_learn_s"] + rest, "s", f"16 completions of that kind: rollout, learning, and the {rest:.2f} s that a step of W1 has besides"),
         figure("w3_rollout_s", one["w3_rollout_s"], "s", "waking, hand-over and sleeping included"),
         figure("w3_learn_s", one["w3_learn_s"], "s"),
         figure("job_peak_bf16_gib", peak["bf16"], "GiB", "EXPERTS=bf16, MAX_COMPLETION_LEN=4000; " + ", ".join(f"{phase} {gib:.1f}" for phase, gib in one["job_peaks_gib"].items())),
@@ -880,6 +957,11 @@ def step_figures(results: dict[str, Any]) -> list[dict[str, Any]]:
         figures += [
             figure("w1_learn_trl_s", one["w1_trl_s"], "s", "TRL's padded path on the same rollouts in the same process: flex attention, old log-probs, micro-batches of 8"),
             figure("w1_speedup", one["w1_trl_s"] / one["w1"]["seconds"], "x", "learning against it"),
+            figure("w1_trl_old_logps_s", one["w1_trl_old_s"], "s", "of that, the pass for old log-probs"),
+            figure("w1_trl_peak_gib", one["w1_trl_peak_gib"], "GiB", "allocated beyond weights and sleeping engine"),
+            figure("gradient_difference", one["gradients"]["difference"], "share", "adapter's gradient on 16 of the completions, this learner against TRL's path: 2-norm of the difference by the 2-norm"),
+            figure("gradient_batching", one["gradients"]["batching"], "share", "TRL's path with micro-batches of 4 against 8"),
+            figure("gradient_wrong_prompt", one["gradients"]["wrong_prompt"], "share", "this learner with the prompts exchanged against TRL's path"),
             figure("logp_difference", one["logp_difference"], "nats", "mean over tokens, this learner against TRL's path"),
             figure("logp_batching", one["logp_batching"], "nats", "TRL's path against itself with micro-batches of 4"),
             figure("logp_wrong_prompt", one["logp_wrong_prompt"], "nats", "this learner with other rows' prompts against TRL's path"),

@@ -217,3 +217,49 @@ def test_a_half_that_fails_publishes_nothing_old(halves):
 def test_halves_of_two_commits_do_not_mix(halves, capsys):
     assert halves({"bf16": 0, "mxfp4": 0}, commit="c0")[0] == 1
     assert "is of commit c0: run --only bf16 again" in capsys.readouterr().err
+
+
+def test_figures_of_a_step_carry_the_names_that_are_asked_for():
+    step = dict.fromkeys(
+        ("step_s", "rollout_s", "wake_s", "handover_s", "sleep_s", "reward_s", "rollout_tokens_per_s"), "1"
+    )
+    step |= {"rollout_s": "5", "step_s": "10.5"}
+    one = {
+        "steps": [step] * 3, "w1": {"seconds": 5.0, "peak_gib": 9.0}, "micro_batch": 12, "w1_floor_s": 1.0,
+        "job_peaks_gib": {"starting": 60.0, "rollout": 64.0}, "planned_gib": 62.0,
+    }  # fmt: skip
+    wide = one | {
+        "w2": {"seconds": 17.0, "peak_gib": 19.0}, "w2_mean": 2180.0, "w2_max": 3198, "long_peak_gib": 19.0,
+        "long_logits_gib": 18.0, "long_head_gib": 2.0, "w3_rollout_s": 20.0, "w3_learn_s": 3.0, "w1_trl_s": 25.0,
+        "w1_trl_old_s": 6.0, "w1_trl_peak_gib": 30.0, "w2_trl_s": 73.0, "logp_difference": 0.01, "logp_batching": 0.01,
+        "logp_wrong_prompt": 0.1, "gradients": {"difference": 0.01, "batching": 0.01, "wrong_prompt": 1.0},
+    }  # fmt: skip
+    figures = {figure["name"]: figure for figure in bench.step_figures({"bf16": wide, "mxfp4": one})}
+    asked = """w1_step_s, w1_learn_s, w1_learn_trl_s, w1_floor_s, w2_learn_s, w2_learn_trl_s, w2_peak_gib, w3_step_s,
+        w1_job_peak_mxfp4_gib, w1_learn_mxfp4_s, plan_error_bf16, plan_error_mxfp4"""
+    assert {name.strip() for name in asked.split(",")} <= set(figures)
+    assert figures["w3_step_s"]["value"] == pytest.approx(20 + 3 + 0.5), "a step has its rewards and optimizer too"
+    assert figures["plan_error_bf16"]["value"] == pytest.approx(62 / 64 - 1)
+    assert set(bench.TRL_FIGURES) <= set(figures)
+
+
+def test_gradients_are_compared_with_trls(tiny, tmp_path, monkeypatch):
+    """In float32 on a CPU this learner's are TRL's, and other prompts give others."""
+    from test_learner import batch, make, plain_float32
+
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    for name in ("memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    trainer = plain_float32(make(tiny, tmp_path, LOSS_TYPE="bnpo"))
+    found = bench.compare_gradients(trainer, batch(trainer, sampled=True), "eager")
+    assert found["difference"] < 1e-4 and found["batching"] < 1e-4 and found["wrong_prompt"] > 0.1
+    assert not any(parameter.grad is not None for parameter in trainer.model.parameters())
+
+
+def test_the_shown_command_is_complete():
+    """What the README prints can be run with one's own paths: every option that is required is in it."""
+    for kind, flags in (("rollout", ["--sync", "merge"]), ("step", ["--lengths", "real_completions.csv"])):
+        words = bench.shown(kind, *flags).split()[1:]
+        done = subprocess.run([sys.executable, *words, "--no-such-option"], cwd=ROOT, capture_output=True, text=True)
+        assert "unrecognized arguments: --no-such-option" in done.stderr

@@ -264,3 +264,36 @@ def test_what_else_lies_in_the_folder_and_what_does_not(tiny, tmp_path):
     (tmp_path / "model" / "generation_config.json").unlink()
     model = load(tmp_path / "model", "bf16")
     assert model.generation_config.eos_token_id == config_of(tiny)["eos_token_id"]
+
+
+def test_without_checkpointing_every_layer_stays_unpacked_and_the_plan_knows(tiny):
+    """What autograd keeps of packed experts beyond what it keeps of BF16 ones, which are there anyway."""
+    kept = {}
+    for kind in ("bf16", "mxfp4"):
+        model = load(tiny, kind).requires_grad_(False)
+        parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        sizes = {}
+
+        def keep(tensor, parameters=parameters, sizes=sizes):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in parameters:
+                sizes[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        states = torch.randn(1, 20, model.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            output = model.model(inputs_embeds=states).last_hidden_state
+        kept[kind] = sum(sizes.values())
+        del output
+    config = config_of(tiny)
+    matrices = config["num_local_experts"] * 3 * config["hidden_size"] * config["intermediate_size"]
+    assert kept["mxfp4"] - kept["bf16"] == config["num_hidden_layers"] * matrices * 2
+
+    def learning(checkpointing, experts):
+        settings = train_grpo.Settings(GRADIENT_CHECKPOINTING=checkpointing, MICRO_BATCH=1)
+        machine = train_grpo.Machine()
+        return train_grpo.plan_memory(settings, config, machine, 50, "eager", experts=experts).learning
+
+    extra = (config["num_hidden_layers"] - 1) * matrices * 2 / train_grpo.GIB  # one layer is in the weights already
+    assert learning(False, "mxfp4") - learning(False, "bf16") == pytest.approx(extra)
+    assert learning(True, "mxfp4") == learning(True, "bf16")
