@@ -800,7 +800,6 @@ def step_child(options: argparse.Namespace) -> int:
     keep()
     if options.child == "mxfp4":
         return 0
-    base = trainer.accelerator.unwrap_model(trainer.model).get_base_model()
     lengths = real_lengths(Path(options.lengths), options.model)
     ragged = [lengths[i % len(lengths)] for i in range(96)]
     # W3: rollout and learning of the first sixteen of those completions, two prompts.
@@ -809,7 +808,7 @@ def step_child(options: argparse.Namespace) -> int:
     seen["long_peak_gib"] = our_learning(trainer, padded_batch(trainer, [4000] * 16, 8), 1)["peak_gib"]
     scored = min(16, plan["micro_batch"]) * 4000
     seen["long_logits_gib"], seen["long_head_gib"] = (
-        scored * config["vocab_size"] * 2 / 2**30,
+        scored * config["vocab_size"] * 4 / 2**30,
         head_peak(trainer, scored),
     )
     keep()
@@ -939,7 +938,7 @@ def step_figures(results: dict[str, Any]) -> list[dict[str, Any]]:
         figure("w2_peak_gib", one["w2"]["peak_gib"], "GiB", "allocated beyond weights and sleeping engine"),
         figure("long_learn_peak_gib", one["long_peak_gib"], "GiB", f"16 completions of 4,000 tokens in passes of up to {one['micro_batch']}, allocated beyond weights and sleeping engine"),
         figure("long_head_gib", one["long_head_gib"], "GiB", "of that, what the log-probs of one such pass and their backward take beyond the states"),
-        figure("long_logits_gib", one["long_logits_gib"], "GiB", "what the logits of one such pass would take in BF16"),
+        figure("long_logits_gib", one["long_logits_gib"], "GiB", "what the logits of one such pass would take in float32; half of it in BF16"),
         figure("w3_step_s", one["w3_rollout_s"] + one["w3_learn_s"] + rest, "s", f"16 completions of that kind: rollout, learning, and the {rest:.2f} s that a step of W1 has besides"),
         figure("w3_rollout_s", one["w3_rollout_s"], "s", "waking, hand-over and sleeping included"),
         figure("w3_learn_s", one["w3_learn_s"], "s"),
