@@ -303,7 +303,7 @@ GIB = 2**30
 # pass (https://github.com/huggingface/transformers/pull/42736); see "Attention".
 FLASH_PACKAGES = {
     "flash_attention_2": ("flash-attn", "bash scripts/setup.sh --flash-attn"),
-    "flash_attention_3": ("flash-attn-3", "build it from the `hopper` folder of the flash-attention repository"),
+    "flash_attention_3": ("flash-attn-3", "build it from source, for Hopper cards"),
     "flash_attention_4": ("flash-attn-4", "pip install --no-deps flash-attn-4==4.0.0b26 quack-kernels==0.6.1"),
 }
 ATTENTION = ("torch_flash", *FLASH_PACKAGES, "flex_attention", "eager")
@@ -391,7 +391,8 @@ def choose_attention(requested: str, gpus: int, capability: float, installed: It
     if not gpus:
         return "eager", "no GPU: eager is the only implementation with attention sinks on a CPU"
     if "flash-attn-3" in installed and 9 <= capability < 10:
-        return "flash_attention_3", "flash-attn-3 is installed, the fastest on a Hopper card"
+        known = "on an H100 no faster than torch_flash at 2,083 tokens"  # docs/results/attention-h100.json
+        return "flash_attention_3", f"flash-attn-3 is installed, made for Hopper cards; {known}"
     if "flash-attn-4" in installed and capability >= 10:
         return "flash_attention_4", "flash-attn-4 is installed, made for Blackwell cards"
     return "torch_flash", "FlashAttention 2 as torch ships it, nothing to install; exact with sinks at any shape"
@@ -439,11 +440,8 @@ def choose_experts(requested: str | None, mxfp4: bool, bf16: Plan, packed: Plan,
         return requested, "set by EXPERTS"
     if not mxfp4:
         return "bf16", "the checkpoint has no MXFP4 experts"
-    if (
-        bf16.needed <= free
-        and (not bf16.engine or bf16.engine.cache >= packed.engine.cache)
-        and bf16.micro_batch >= packed.micro_batch
-    ):
+    roomy = (not bf16.engine or bf16.engine.cache >= packed.engine.cache) and bf16.micro_batch >= packed.micro_batch
+    if bf16.needed <= free and (roomy or packed.needed > free):
         return "bf16", f"all fits ({bf16.peak:.0f} of {free:.0f} GiB) with nothing to unpack"
     return (
         "mxfp4",
@@ -604,6 +602,8 @@ def plan_memory(
         kept = (
             tokens * hidden * 2 * layers if settings.GRADIENT_CHECKPOINTING else (tokens * per_token + scores) * layers
         )
+        if experts == "mxfp4" and not settings.GRADIENT_CHECKPOINTING:  # every layer's stay unpacked until its backward
+            kept += (layers - 1) * matrices * 2
         # flex attention's mask is made in full before it is reduced to blocks; measured.
         mask = 10.5 * tokens**2 if attention == "flex_attention" else 0
         scored = rows * settings.MAX_COMPLETION_LEN
@@ -731,6 +731,7 @@ TESTED = {
     "huggingface_hub": ("1.33", "1.34"),
 }
 TESTED_VLLM = {"vllm": ("0.26", "0.27")}  # only where vLLM generates
+FLASH_ATTN_OLDEST = "2.7.0"  # the functions that the adapter calls took other arguments before
 REAL_MODEL = "openai/gpt-oss-20b"
 # config.json of openai/gpt-oss-20b, as far as the plan needs it before anything was downloaded.
 REAL_CONFIG = {
@@ -823,12 +824,13 @@ def check_packages(
             fix = "Run `bash scripts/setup.sh` for the tested set, or set ALLOW_UNTESTED=1"
             problems.add(name, f"version {version} is outside the tested range (from {oldest}, below {untested})", fix)
     package, install = FLASH_PACKAGES.get(settings.ATTN_IMPL, (None, None))
-    if package and installed_versions([package])[package] is None:
-        problems.add(
-            "ATTN_IMPL",
-            f"{settings.ATTN_IMPL} needs {package}, which is not installed",
-            f"Install it ({install}; see docs/install.md)",
-        )
+    version = installed_versions([package])[package] if package else None
+    fix = f"Install it ({install}; see docs/install.md)"
+    if package and version is None:
+        problems.add("ATTN_IMPL", f"{settings.ATTN_IMPL} needs {package}, which is not installed", fix)
+    elif package == "flash-attn" and version_key(version) < version_key(FLASH_ATTN_OLDEST):
+        what = f"{settings.ATTN_IMPL} needs flash-attn {FLASH_ATTN_OLDEST} or newer, {version} is installed"
+        problems.add("ATTN_IMPL", what, fix)
     if "/" in settings.ATTN_IMPL and installed_versions(["kernels"])["kernels"] is None:
         what = f"{settings.ATTN_IMPL} is loaded by the kernels package, which is not installed"
         problems.add("ATTN_IMPL", what, "Run `bash scripts/setup.sh --gpu`, or set ATTN_IMPL=auto")
@@ -887,6 +889,9 @@ def check_settings(settings: Settings, config: Mapping[str, Any] | None, machine
         problems.add("GPU", what, "Take an A100, L40S, H100, GH200 or a newer card")
     if settings.ATTN_IMPL == "flash_attention_3" and machine.gpus and not 9 <= (machine.capability or 9) < 10:
         problems.add("ATTN_IMPL", f"flash_attention_3 is made for Hopper, not for {machine.gpu}", "Set ATTN_IMPL=auto")
+    if settings.ATTN_IMPL == "flash_attention_4" and machine.gpus and 0 < machine.capability < 9:
+        what = f"flash_attention_4 needs compute capability 9.0, {machine.gpu} has {machine.capability:g}"
+        problems.add("ATTN_IMPL", what, "Set ATTN_IMPL=auto")
     if settings.PACKING == "prefix" and settings.ATTN_IMPL not in known:
         problems.add(
             "PACKING",
@@ -1121,9 +1126,15 @@ def fetch_small_files(model_id: str, problems: Problems) -> Path | None:
 
 
 def check_machine(
-    settings: Settings, files: ModelFiles | None, machine: Machine, plan: Plan | None, problems: Problems
+    settings: Settings,
+    files: ModelFiles | None,
+    machine: Machine,
+    plan: Plan | None,
+    problems: Problems,
+    planned: Callable[[Settings, Machine], Plan],
+    resumed: bool = False,
 ) -> None:
-    """The GPU is there and large enough, and so is the disk."""
+    """The GPU is there and large enough, and so is the disk. `planned` and `resumed` as in `propose`."""
     if plan is None or files is None:
         return
     positions = files.config.get("max_position_embeddings", math.inf)
@@ -1135,30 +1146,31 @@ def check_machine(
         if not machine.compiler:
             what = "there is none, and the kernels of learner and engine are written in Triton, which needs one"
             problems.add("C compiler", what, "apt install build-essential, or name one in CC")
-        starved = plan.engine is not None and plan.engine.cache < plan.engine.cache_least  # said below
-        if plan.peak > machine.gpu_free or (misfit(plan, machine) and not starved):
-            rollout = f"generation {plan.generation:.1f}"
-            if plan.engine:
-                rollout = f"vLLM awake {plan.engine.awake:.1f} and asleep {plan.engine.asleep:.1f}"
-            parts = f"weights {plan.weights:.1f}, adapter {plan.adapter:.1f}, {rollout}, learning {plan.learning:.1f}"
-            what = f"the run needs about {plan.peak:.0f} GiB ({parts}) and {machine.gpu_free:.0f} of {machine.gpu_total:.0f} GiB are free"
-            if plan.peak <= machine.gpu_free:
-                what += ", a tenth of which is kept for what the plan does not see"
-            quantized = files.config.get("quantization_config") and settings.EXPERTS == "bf16"
-            fix = "Set EXPERTS=mxfp4, lower" if quantized else "Lower"
-            fix += " MAX_COMPLETION_LEN, MICRO_BATCH or GENERATION_BATCH, free the GPU (nvidia-smi names its users), or rent a larger one"
-            problems.add(f"GPU {machine.gpu}", what, fix + largest_values(plan))
-        if engine := plan.engine:
-            if engine.cache < engine.cache_least:
+        engine = plan.engine
+        if misfit(plan, machine):
+            free = f"{machine.gpu_free:.0f} of {machine.gpu_total:.0f} GiB are free"
+            if engine and engine.cache < engine.cache_least:
+                name = "VLLM_GPU_MEM"
                 what = (
                     f"vLLM needs at least {engine.weights + engine.scratch + engine.cache_least:.1f} GiB beside the "
-                    f"trainer's {plan.weights + plan.adapter:.1f} ({engine.cache_reason})"
+                    f"trainer's {plan.weights + plan.adapter:.1f} and {free} ({engine.cache_reason})"
                 )
-                fix = "Lower MAX_COMPLETION_LEN or PROMPTS_PER_STEP, leave VLLM_GPU_MEM to auto, or set USE_VLLM=0"
-                problems.add("VLLM_GPU_MEM", what, fix + largest_values(plan))
-            if engine.weights + 2 > machine.ram_free:
-                what = f"the sleeping engine keeps {engine.weights:.1f} GiB in host memory, {machine.ram_free:.1f} GiB are free"
-                problems.add("memory", what, "Free memory, take a machine with more of it, or set USE_VLLM=0")
+            else:
+                name, rollout = f"GPU {machine.gpu}", f"generation {plan.generation:.1f}"
+                if engine:
+                    rollout = f"vLLM awake {engine.awake:.1f} and asleep {engine.asleep:.1f}"
+                parts = (
+                    f"weights {plan.weights:.1f}, adapter {plan.adapter:.1f}, {rollout}, learning {plan.learning:.1f}"
+                )
+                what = f"the run needs about {plan.peak:.0f} GiB ({parts}) and {free}"
+                if plan.peak <= machine.gpu_free:
+                    what += ", a tenth of which is kept for what the plan does not see"
+            problems.add(name, what, propose(settings, files.config, machine, planned, resumed))
+        if engine and engine.weights + 2 > machine.ram_free:
+            what = f"the sleeping engine keeps {engine.weights:.1f} GiB in host memory, {machine.ram_free:.1f} GiB are free"
+            without = planned(dataclasses.replace(settings, USE_VLLM=False), machine)
+            fix = ", or set USE_VLLM=0" if not resumed and not misfit(without, machine) else ""
+            problems.add("memory", what, f"Free memory, take a machine with more of it{fix}")
     elif plan.weights > 4:
         what = f"no GPU is visible, and {settings.MODEL_ID} needs one ({plan.weights:.0f} GiB of BF16 weights)"
         problems.add("MODEL_ID", what, "Run on a machine with an 80 GB GPU, or try MODEL_ID=tiny, which needs none")
@@ -1183,13 +1195,68 @@ def check_machine(
             )
 
 
-def largest_values(plan: Plan) -> str:
-    """The limits of a plan as the end of an advice; empty where they were not looked for."""
-    if not plan.largest_length:
-        return ""
-    limits = {"MAX_COMPLETION_LEN": plan.largest_length[0], "MICRO_BATCH": plan.largest_micro_batch[0]}
-    fitting = [f"{name}={value}" for name, value in limits.items() if value] or [f"no {' and no '.join(limits)}"]
-    return f". With all else as set, {' or '.join(fitting)} fits"
+def propose(
+    settings: Settings,
+    config: Mapping[str, Any],
+    machine: Machine,
+    planned: Callable[[Settings, Machine], Plan],
+    resumed: bool = False,
+) -> str:
+    """The advice for a run that does not fit the GPU: every setting that alone makes it fit, best first; else the few that
+    do together; else how much memory is missing. `planned(settings, machine)` is the plan that is refused, for any
+    settings and machine; a `resumed` run may change only some settings."""
+
+    def stops(on: Machine = machine, **change: Any) -> str:
+        return misfit(planned(dataclasses.replace(settings, **change), on), on)
+
+    def least_free(**change: Any) -> int:  # GiB
+        return bisect.bisect_left(
+            range(10_000), True, key=lambda n: not stops(dataclasses.replace(machine, gpu_free=n), **change)
+        )
+
+    quantized = (config.get("quantization_config") or {}).get("quant_method") == "mxfp4"
+    by_hand = settings.MICRO_BATCH or settings.GENERATION_BATCH
+    levers = {  # best first; `...` is a number to lower as little as will do
+        "VLLM_GPU_MEM": None,
+        "EXPERTS": "mxfp4" if quantized else settings.EXPERTS,
+        "GRADIENT_CHECKPOINTING": True,
+        "GENERATION_BATCH": None,
+        "MAX_COMPLETION_LEN": ...,
+        "MICRO_BATCH": ... if settings.MICRO_BATCH else None,
+        # A batch that was set by hand is what to lower, and need not go into the completions of fewer prompts.
+        "PROMPTS_PER_STEP": settings.PROMPTS_PER_STEP if by_hand else ...,
+        "USE_VLLM": False,
+    }
+    levers = {n: v for n, v in levers.items() if v != getattr(settings, n) and (not resumed or n in MAY_CHANGE)}
+
+    def smallest(names: Iterable[str]) -> dict[str, Any]:
+        return {name: 1 if levers[name] is ... else levers[name] for name in names}
+
+    def written(names: Iterable[str]) -> str:
+        change = smallest(names)
+        for name in change:
+            if levers[name] is ...:
+                most = getattr(settings, name)
+                change[name] = largest_that_fits(lambda n, name=name: stops(**change | {name: n}), most)[0]
+        return " and ".join(f"{name}={show(value)}" for name, value in change.items())
+
+    if alone := [written([name]) for name in levers if not stops(**smallest([name]))]:
+        if alone[0] == "VLLM_GPU_MEM=auto":
+            larger = (n / 100 for n in range(int(settings.VLLM_GPU_MEM * 100) + 1, 96))
+            alone[1:1] = [f"VLLM_GPU_MEM={share:g}" for share in larger if not stops(VLLM_GPU_MEM=share)][:1]
+        advice = f"With all else as set, {' or '.join(alone)} fits"
+    elif not stops(**smallest(levers)):
+        names = list(levers)
+        for name in reversed(levers):
+            rest = [other for other in names if other != name]
+            names = names if stops(**smallest(rest)) else rest
+        advice = f"With all else as set, {written(names)} fit together"
+    else:
+        least = least_free(**smallest(levers))
+        advice = f"No setting helps on this GPU: the smallest run needs {least} GiB free, {least - machine.gpu_free:.1f} more than there are"
+    if (needed := least_free()) <= machine.gpu_total:
+        return f"{advice}. Or free {needed - machine.gpu_free:.1f} GiB more of the GPU (nvidia-smi names its users)"
+    return advice if alone else f"{advice}. Or rent a larger GPU"
 
 
 def existing_parent(path: Path) -> Path:
@@ -1611,27 +1678,23 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Pre
         rows, longest = render_rows(settings, rows, files, problems)
         eval_rows, longest_eval = render_rows(settings, eval_rows, files, problems)
         longest = max(longest, longest_eval)
+    quantized = bool(files) and (files.config.get("quantization_config") or {}).get("quant_method") == "mxfp4"
+    checkpoint = checkpoint_gib(settings.MODEL_ID, files) if files and rollouts[0] and machine.gpus else None
+
+    def choose_plan(s: Settings, on: Machine = machine) -> tuple[tuple[str, str], Plan]:
+        shapes = s, files.config, on, longest or s.MAX_PROMPT_LEN, attention[0]
+        engine = None if s.USE_VLLM is False else checkpoint
+        plans = {kind: plan_memory(*shapes, engine, packing[0], kind) for kind in ("bf16", "mxfp4")}
+        chosen = choose_experts(s.EXPERTS, quantized, *plans.values(), on.gpu_free if on.gpus else on.ram_free)
+        return chosen, plans[chosen[0]]
+
+    def planned(s: Settings, on: Machine = machine) -> Plan:
+        return choose_plan(s, on)[1]
+
     if files:
-        checkpoint = checkpoint_gib(settings.MODEL_ID, files) if rollouts[0] and machine.gpus else None
-        shapes = (
-            settings,
-            files.config,
-            machine,
-            longest or settings.MAX_PROMPT_LEN,
-            attention[0],
-            checkpoint,
-            packing[0],
-        )
-        plans = {kind: plan_memory(*shapes, kind) for kind in ("bf16", "mxfp4")}
-        quantized = (files.config.get("quantization_config") or {}).get("quant_method") == "mxfp4"
-        free = machine.gpu_free if machine.gpus else machine.ram_free
-        experts = choose_experts(settings.EXPERTS, quantized, *plans.values(), free)
-        plan = plans[experts[0]]
+        experts, plan = choose_plan(settings)
         if machine.gpus:
-            kind = "mxfp4" if settings.EXPERTS is None and quantized else experts[0]
-            length, size = find_limits(
-                settings, files.config, machine, plan.prompt_len, lambda s: plan_memory(s, *shapes[1:], kind)
-            )
+            length, size = find_limits(settings, files.config, machine, plan.prompt_len, planned)
             plan = dataclasses.replace(plan, largest_length=length, largest_micro_batch=size)
     if run.checkpoint and plan:  # what `auto` chose stays: other batches would sample differently
         recorded = run.choices.get("plan") or {}
@@ -1645,7 +1708,7 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Pre
             problems.add("USE_VLLM", f"{what} ({rollouts[1]})", f"Set USE_VLLM={int(engine)} to continue it")
     chosen = sources["EVAL_PROFILE"] == "environment"
     closed_loop = plan_closed_loop(settings, eval_rows, rollouts[0], chosen, problems)
-    check_machine(settings, files, machine, plan, problems)
+    check_machine(settings, files, machine, plan, problems, planned, run.checkpoint is not None)
     problems[:] = dict.fromkeys(problems)
     return Preflight(
         settings, sources, problems, machine, versions, files, rows, eval_rows, specs, attention, packing, experts,
@@ -1915,10 +1978,12 @@ class Kernel:
     forward(q, k, v, starts_q, starts_k, longest_q, longest_k, scale, window) -> (out, lse) and
     backward(dout, q, k, v, out, lse, ... the same) -> (dq, dk, dv). q, out (Tq, Hq, D); k, v (Tk, Hkv, D); starts (S + 1,)
     int32; lse (Hq, Tq) float32, natural logarithm; window None, or how many keys a query looks back on, its own included.
+    load() imports the two functions of the package that they call; with torch's own there is nothing to import.
     """
 
     forward: Callable[..., tuple[Any, Any]]
     backward: Callable[..., tuple[Any, Any, Any]]
+    load: Callable[[], tuple[Callable[..., Any], Callable[..., Any]]] | None = None
 
 
 def left_of(window: int | None) -> int:
@@ -1946,10 +2011,14 @@ def torch_flash_backward(dout, q, k, v, out, lse, starts_q, starts_k, longest_q,
     )  # fmt: skip
 
 
-def flash2_forward(q, k, v, starts_q, starts_k, longest_q, longest_k, scale, window):
-    from flash_attn.flash_attn_interface import _flash_attn_varlen_forward  # 2.7.0 or newer
+def flash2_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    from flash_attn.flash_attn_interface import _flash_attn_varlen_backward, _flash_attn_varlen_forward
 
-    out, lse, *_ = _flash_attn_varlen_forward(
+    return _flash_attn_varlen_forward, _flash_attn_varlen_backward
+
+
+def flash2_forward(q, k, v, starts_q, starts_k, longest_q, longest_k, scale, window):
+    out, lse, *_ = flash2_functions()[0](
         q, k, v, starts_q, starts_k, longest_q, longest_k, dropout_p=0.0, softmax_scale=scale, causal=True,
         window_size_left=left_of(window), window_size_right=0,
     )  # fmt: skip
@@ -1957,10 +2026,8 @@ def flash2_forward(q, k, v, starts_q, starts_k, longest_q, longest_k, scale, win
 
 
 def flash2_backward(dout, q, k, v, out, lse, starts_q, starts_k, longest_q, longest_k, scale, window):
-    from flash_attn.flash_attn_interface import _flash_attn_varlen_backward
-
     dq, dk, dv = new_gradients(q, k, v)
-    _flash_attn_varlen_backward(
+    flash2_functions()[1](
         dout, q, k, v, out, lse.contiguous(), dq, dk, dv, starts_q, starts_k, longest_q, longest_k, dropout_p=0.0,
         softmax_scale=scale, causal=True, window_size_left=left_of(window), window_size_right=0, softcap=0.0,
         alibi_slopes=None, deterministic=False,
@@ -1968,19 +2035,19 @@ def flash2_backward(dout, q, k, v, out, lse, starts_q, starts_k, longest_q, long
     return dq, dk, dv
 
 
-def flash3_operators() -> Any:
+def flash3_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """FlashAttention 3's torch operators: their argument names hold since May 2025, those of its Python functions do not."""
     import flash_attn_3._C  # noqa: F401  registers them
     import torch
 
-    return torch.ops.flash_attn_3
+    return torch.ops.flash_attn_3.fwd, torch.ops.flash_attn_3.bwd
 
 
 def flash3_forward(q, k, v, starts_q, starts_k, longest_q, longest_k, scale, window):
     # Arguments that have no default in older builds.
     absent = ("k_new", "v_new", "q_v", "out", "cu_seqlens_k_new", "seqused_q", "seqused_k", "page_table", "kv_batch_idx",
               "leftpad_k", "rotary_cos", "rotary_sin", "seqlens_rotary", "q_descale", "k_descale", "v_descale")  # fmt: skip
-    out, lse, *_ = flash3_operators().fwd(
+    out, lse, *_ = flash3_functions()[0](
         q, k, v, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, max_seqlen_q=longest_q, max_seqlen_k=longest_k,
         softmax_scale=scale, is_causal=True, window_size_left=left_of(window), window_size_right=0, num_splits=1,
         **dict.fromkeys(absent),
@@ -1990,12 +2057,20 @@ def flash3_forward(q, k, v, starts_q, starts_k, longest_q, longest_k, scale, win
 
 def flash3_backward(dout, q, k, v, out, lse, starts_q, starts_k, longest_q, longest_k, scale, window):
     dq, dk, dv = new_gradients(q, k, v)  # builds return different tuples, all of them fill what is passed in
-    flash3_operators().bwd(
+    flash3_functions()[1](
         dout, q, k, v, out, lse.contiguous(), dq=dq, dk=dk, dv=dv, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k,
         seqused_q=None, seqused_k=None, max_seqlen_q=longest_q, max_seqlen_k=longest_k, softmax_scale=scale,
         is_causal=True, window_size_left=left_of(window), window_size_right=0, deterministic=False,
     )  # fmt: skip
     return dq, dk, dv
+
+
+def flash4_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    # Its own `learnable_sink` stays unused: before 4.0.0b26 the backward pass returned no gradient of it, and folding the
+    # sink in keeps one formula for all kernels, which scripts/bench.py holds to float64.
+    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+
+    return _flash_attn_fwd, _flash_attn_bwd
 
 
 def flash4_mask(window: int | None) -> dict[str, Any]:
@@ -2004,9 +2079,7 @@ def flash4_mask(window: int | None) -> dict[str, Any]:
 
 
 def flash4_forward(q, k, v, starts_q, starts_k, longest_q, longest_k, scale, window):
-    from flash_attn.cute.interface import _flash_attn_fwd
-
-    out, lse, *_ = _flash_attn_fwd(
+    out, lse, *_ = flash4_functions()[0](
         q, k, v, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, max_seqlen_q=longest_q, max_seqlen_k=longest_k,
         softmax_scale=scale, return_lse=True, **flash4_mask(window),
     )  # fmt: skip
@@ -2014,9 +2087,7 @@ def flash4_forward(q, k, v, starts_q, starts_k, longest_q, longest_k, scale, win
 
 
 def flash4_backward(dout, q, k, v, out, lse, starts_q, starts_k, longest_q, longest_k, scale, window):
-    from flash_attn.cute.interface import _flash_attn_bwd
-
-    return _flash_attn_bwd(
+    return flash4_functions()[1](
         q, k, v, out, dout, lse, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, max_seqlen_q=longest_q,
         max_seqlen_k=longest_k, softmax_scale=scale, **flash4_mask(window),
     )[:3]  # fmt: skip
@@ -2028,10 +2099,24 @@ def new_gradients(*tensors: Any) -> list[Any]:
 
 KERNELS = {
     "torch_flash": Kernel(torch_flash_forward, torch_flash_backward),
-    "flash_attention_2": Kernel(flash2_forward, flash2_backward),
-    "flash_attention_3": Kernel(flash3_forward, flash3_backward),
-    "flash_attention_4": Kernel(flash4_forward, flash4_backward),
+    "flash_attention_2": Kernel(flash2_forward, flash2_backward, flash2_functions),
+    "flash_attention_3": Kernel(flash3_forward, flash3_backward, flash3_functions),
+    "flash_attention_4": Kernel(flash4_forward, flash4_backward, flash4_functions),
 }
+
+
+def unusable_attention(attention: str) -> str | None:
+    """Why the package of this attention cannot be used although its metadata is there, or None. Imports it."""
+    package, install = FLASH_PACKAGES.get(attention, (None, None))
+    if package is None:
+        return None
+    try:
+        KERNELS[attention].load()
+    except Exception as error:  # a missing module, a missing function, a library built for another torch
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        fix = f"Install it again ({install}; see docs/install.md), or set ATTN_IMPL=torch_flash"
+        return f"ATTN_IMPL: {attention} was chosen, but {package} cannot be used ({text}). {fix}"
+    return None
 
 
 def install_attention(attention: str) -> str:
@@ -2116,15 +2201,24 @@ def flex_sinks(module, query, key, value, attention_mask, scaling, s_aux=None, *
     import torch
 
     # Past its recompile limit torch would silently take an unfused version that holds T x T scores.
-    with torch._dynamo.config.patch(recompile_limit=FLEX_SHAPES, fail_on_recompile_limit_hit=True):
-        out, lse = compiled_flex()(
-            query, key, value, block_mask=attention_mask, scale=scaling, enable_gqa=True, return_lse=True
-        )
+    limits = {"recompile_limit": FLEX_VERSIONS, "accumulated_recompile_limit": FLEX_VERSIONS}
+    try:
+        with torch._dynamo.config.patch(**limits, fail_on_recompile_limit_hit=True):
+            out, lse = compiled_flex()(
+                query, key, value, block_mask=attention_mask, scale=scaling, enable_gqa=True, return_lse=True
+            )
+    except torch._dynamo.exc.FailOnRecompileLimitHit as error:
+        what = f"flex attention has {FLEX_VERSIONS} compiled versions, a row of {query.shape[2]} tokens needs one more"
+        why = "unfused attention is not taken in its place"
+        raise RuntimeError(f"{what}, and {why}. ATTN_IMPL=torch_flash needs no compilation") from error
     out = (out.float() * torch.sigmoid(lse - s_aux.float()[None, :, None])[..., None]).to(query.dtype)
     return out.transpose(1, 2), None
 
 
-FLEX_SHAPES = 64  # compiled versions: `bucket` makes 8 lengths an octave, for each of the two layer types
+FLEX_TOKENS = 2**18  # of a pass: 50,000 are a large one
+# The compiled versions that can occur: of each length, for both layer types, with gradients and without; and the very first
+# a second time, as it holds a warning of torch's that comes once.
+FLEX_VERSIONS = 2 * 2 * len({bucket(length) for length in range(32, FLEX_TOKENS + 1, 32)}) + 1
 
 
 @functools.cache
@@ -4258,7 +4352,7 @@ def launch(check: Preflight, model_path: str) -> int:
     import torch
 
     s, started = check.settings, time.time()
-    if problem := unseen_gpu(check.machine):
+    if problem := unseen_gpu(check.machine) or unusable_attention(check.attention[0]):
         return fail([problem])
     prepare_run(check)
     start_logging(check.run.folder)

@@ -253,7 +253,7 @@ def test_every_token_sees_what_it_would_in_its_own_row(pool, data, share, one_ro
 
 @given(st.integers(1, 200_000))
 def test_buckets_are_few_and_waste_little(length):
-    """Compiled attention is bounded by FLEX_SHAPES only if an octave has at most 8 of them."""
+    """Compiled attention is bounded by FLEX_VERSIONS only if an octave has at most 8 of them."""
     size = train_grpo.bucket(length)
     eighth = max(32, 2 ** ((length - 1).bit_length() - 1) // 8) if length > 1 else 32
     assert size % eighth == 0 and 0 <= size - length < eighth

