@@ -11,6 +11,7 @@ all tests and rewards.py's doctests. With file names under tests/, or rewards.py
   bash scripts/test.sh                        everything
   bash scripts/test.sh -m 'not slow' -x       whatever pytest takes
   bash scripts/test.sh tests/test_rewards.py  one file
+  bash scripts/test.sh -n 0 --pdb             in one process
   bash scripts/test.sh --setup-only           make the environment, run nothing
 
 VENV=DIR chooses the environment's folder (.venv; .venv-cpu where .venv holds the GPU set).
@@ -64,5 +65,5 @@ for argument in "$@"; do
         tests | tests/* | ./tests/* | rewards.py | rewards.py::*) targets=() ;;
     esac
 done
-# One pytest for both, so that its last line counts everything.
-exec "$python" -m pytest --doctest-modules ${targets[@]+"${targets[@]}"} "$@"
+# One pytest for both, so that its last line counts everything; two processes, each with whole files.
+exec "$python" -m pytest -n 2 --dist loadfile --doctest-modules ${targets[@]+"${targets[@]}"} "$@"
