@@ -486,6 +486,11 @@ def count_parameters(config: Mapping[str, Any]) -> dict[str, int]:
     return {"total": total, "experts": layers * moe, "attention": layers * attention, "embeddings": embeddings}
 
 
+def has_mxfp4(config: Mapping[str, Any] | None) -> bool:
+    """Whether the experts of a checkpoint with this config.json are packed in MXFP4."""
+    return ((config or {}).get("quantization_config") or {}).get("quant_method") == "mxfp4"
+
+
 VLLM_COLDEST = 0.01  # _MAX_TEMP of vllm/sampling_params.py: smaller temperatures are raised to it
 # Ten percent stay free for fragmentation and CUDA's own context; a CPU plans with half of what is free.
 GPU_SHARE, CPU_SHARE = 0.9, 0.5
@@ -692,7 +697,7 @@ def find_limits(
     planned: Callable[[Settings], Plan],
 ) -> tuple[tuple[int, str], tuple[int, str]]:
     """Largest MAX_COMPLETION_LEN and largest MICRO_BATCH that fit the GPU, each with all else as set and with what stops
-    the next one. `planned(settings)` is the smallest plan that EXPERTS leaves to choose from."""
+    the next one. `planned(settings)` is the plan of a run with these settings."""
 
     def stops(**change: int) -> str:
         return misfit(planned(dataclasses.replace(settings, **change)), machine)
@@ -898,7 +903,7 @@ def check_settings(settings: Settings, config: Mapping[str, Any] | None, machine
             f"{settings.ATTN_IMPL} takes padded rows only",
             f"Set PACKING=auto, or ATTN_IMPL to one of {', '.join(ATTENTION)}",
         )
-    quantized = ((config or {}).get("quantization_config") or {}).get("quant_method") == "mxfp4"
+    quantized = has_mxfp4(config)
     if settings.EXPERTS == "mxfp4" and config and not quantized:
         problems.add("EXPERTS", f"{settings.MODEL_ID} has no MXFP4 experts", "Set EXPERTS=bf16")
     targets = listed(settings.LORA_TARGETS)
@@ -1214,11 +1219,10 @@ def propose(
             range(10_000), True, key=lambda n: not stops(dataclasses.replace(machine, gpu_free=n), **change)
         )
 
-    quantized = (config.get("quantization_config") or {}).get("quant_method") == "mxfp4"
     by_hand = settings.MICRO_BATCH or settings.GENERATION_BATCH
     levers = {  # best first; `...` is a number to lower as little as will do
         "VLLM_GPU_MEM": None,
-        "EXPERTS": "mxfp4" if quantized else settings.EXPERTS,
+        "EXPERTS": "mxfp4" if has_mxfp4(config) else settings.EXPERTS,
         "GRADIENT_CHECKPOINTING": True,
         "GENERATION_BATCH": None,
         "MAX_COMPLETION_LEN": ...,
@@ -1678,14 +1682,15 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Pre
         rows, longest = render_rows(settings, rows, files, problems)
         eval_rows, longest_eval = render_rows(settings, eval_rows, files, problems)
         longest = max(longest, longest_eval)
-    quantized = bool(files) and (files.config.get("quantization_config") or {}).get("quant_method") == "mxfp4"
     checkpoint = checkpoint_gib(settings.MODEL_ID, files) if files and rollouts[0] and machine.gpus else None
 
     def choose_plan(s: Settings, on: Machine = machine) -> tuple[tuple[str, str], Plan]:
         shapes = s, files.config, on, longest or s.MAX_PROMPT_LEN, attention[0]
         engine = None if s.USE_VLLM is False else checkpoint
         plans = {kind: plan_memory(*shapes, engine, packing[0], kind) for kind in ("bf16", "mxfp4")}
-        chosen = choose_experts(s.EXPERTS, quantized, *plans.values(), on.gpu_free if on.gpus else on.ram_free)
+        chosen = choose_experts(
+            s.EXPERTS, has_mxfp4(files.config), *plans.values(), on.gpu_free if on.gpus else on.ram_free
+        )
         return chosen, plans[chosen[0]]
 
     def planned(s: Settings, on: Machine = machine) -> Plan:
@@ -1755,9 +1760,8 @@ def banner(check: Preflight) -> str:
             f"  MICRO_BATCH   {plan.micro_batch}: {plan.micro_batch_reason}",
         ]
         if engine := plan.engine:
-            small = sum(
-                size == place for place, size in enumerate(engine.capture_sizes, 1)
-            )  # 1, 2, 3, ... without a gap
+            # How many stand there without a gap: 1, 2, 3, ...
+            small = sum(size == place for place, size in enumerate(engine.capture_sizes, 1))
             lines += [
                 f"  vLLM awake    weights {engine.weights:.1f} + scratch {engine.scratch:.1f} + cache {engine.cache:.1f} = "
                 f"{engine.awake:.1f} GiB; cache for {engine.cache_reason}",
@@ -2620,7 +2624,7 @@ def load_model(model_path: str, config: Mapping[str, Any], attention: str, exper
     from transformers import AutoModelForCausalLM
 
     name, device = install_attention(attention), torch.device("cuda", 0) if torch.cuda.is_available() else "cpu"
-    if (config.get("quantization_config") or {}).get("quant_method") == "mxfp4":
+    if has_mxfp4(config):
         model = load_packed(model_path, name, device)
         if experts == "mxfp4":
             return model

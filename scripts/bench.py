@@ -546,8 +546,8 @@ def bench_rollout(options: argparse.Namespace) -> int:
                 "start to first rollout with empty compile caches",
             )
         )
-    flags = ["--sync", options.sync, *["--warm-caches"] * options.warm_caches]
-    write(Path(options.out), figures, shown("rollout", *flags))
+    command = shown("rollout", f"--sync {options.sync}", *["--warm-caches"] * options.warm_caches)
+    write(Path(options.out), figures, command)
     return int(short["base_changed_elements"] != 0)
 
 
@@ -807,10 +807,8 @@ def step_child(options: argparse.Namespace) -> int:
     seen["w3_rollout_s"], seen["w3_learn_s"] = w3["rollout"], w3["learn"]
     seen["long_peak_gib"] = our_learning(trainer, padded_batch(trainer, [4000] * 16, 8), 1)["peak_gib"]
     scored = min(16, plan["micro_batch"]) * 4000
-    seen["long_logits_gib"], seen["long_head_gib"] = (
-        scored * config["vocab_size"] * 4 / 2**30,
-        head_peak(trainer, scored),
-    )
+    seen["long_logits_gib"] = scored * config["vocab_size"] * 4 / 2**30
+    seen["long_head_gib"] = head_peak(trainer, scored)
     keep()
     w2 = padded_batch(trainer, ragged, 8)
     seen["w2"] = our_learning(trainer, w2, 1)  # its kernels are compiled by now
@@ -825,9 +823,11 @@ def step_child(options: argparse.Namespace) -> int:
     seen["gradients"] = compare_gradients(trainer, batch)
     trl_learning(trainer, batch, 8, least=1)
     theirs = trl_learning(trainer, batch, 8)
-    seen["w1_trl_s"], seen["w1_trl_old_s"], seen["w1_trl_peak_gib"] = (
-        theirs[name] for name in ("seconds", "old_seconds", "peak_gib")
-    )
+    seen |= {
+        "w1_trl_s": theirs["seconds"],
+        "w1_trl_old_s": theirs["old_seconds"],
+        "w1_trl_peak_gib": theirs["peak_gib"],
+    }
     keep()
     four = trl_learning(trainer, batch, 4, least=2)["logps"]
     mask = batch["completion_mask"].bool()
@@ -881,8 +881,8 @@ def bench_step(options: argparse.Namespace) -> int:
         figures = step_figures(results)
         measured = {one["name"] for one in figures}
         figures += [one for one in trl if one["name"] not in measured]
-        flags = ["--lengths", "real_completions.csv", *["--trl", "JSON"] * bool(trl)]
-        write(Path(options.out), figures, shown("step", *flags))
+        command = shown("step", "--lengths real_completions.csv", *["--trl JSON"] * bool(trl))
+        write(Path(options.out), figures, command)
     return 0
 
 

@@ -32,8 +32,11 @@ def window_of(causal, left, right, unlimited=-1):
     return None if left == unlimited else left + 1
 
 
-def check_lengths(starts, longest):
-    assert starts.dtype == torch.int32 and longest == int(starts.diff().max())
+def shape_of(starts_q, starts_k, longest_q, longest_k, scale, window):
+    """What the reference kernel takes behind its tensors; the longest row is the longest."""
+    for starts, longest in ((starts_q, longest_q), (starts_k, longest_k)):
+        assert starts.dtype == torch.int32 and longest == int(starts.diff().max())
+    return starts_q, starts_k, longest_q, longest_k, scale, window
 
 
 def fill(places, values):
@@ -51,10 +54,8 @@ def flash2_stand_in():
     ):  # fmt: skip
         assert not (dropout_p or softcap or return_softmax)
         assert alibi_slopes is block_table is leftpad_k is seqused_k is None
-        check_lengths(cu_seqlens_q, max_seqlen_q)
-        check_lengths(cu_seqlens_k, max_seqlen_k)
         window = window_of(causal, window_size_left, window_size_right)
-        shape = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, window
+        shape = shape_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, window)
         return *reference_forward(q, k, v, *shape), torch.empty(0), torch.zeros(2)
 
     def _flash_attn_varlen_backward(
@@ -63,10 +64,8 @@ def flash2_stand_in():
     ):  # fmt: skip
         assert not (dropout_p or softcap or deterministic) and alibi_slopes is rng_state is None
         assert softmax_lse.is_contiguous()
-        check_lengths(cu_seqlens_q, max_seqlen_q)
-        check_lengths(cu_seqlens_k, max_seqlen_k)
         window = window_of(causal, window_size_left, window_size_right)
-        shape = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, window
+        shape = shape_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, window)
         fill((dq, dk, dv), reference_backward(dout, q, k, v, out, softmax_lse, *shape))
         return torch.zeros(1)
 
@@ -85,10 +84,8 @@ def flash3_stand_in():
         assert k_new is v_new is q_v is out is cu_seqlens_k_new is seqused_q is seqused_k is page_table is kv_batch_idx
         assert leftpad_k is rotary_cos is rotary_sin is seqlens_rotary is q_descale is k_descale is v_descale is None
         assert k_new is None and not (attention_chunk or softcap)
-        check_lengths(cu_seqlens_q, max_seqlen_q)
-        check_lengths(cu_seqlens_k, max_seqlen_k)
         window = window_of(is_causal, window_size_left, window_size_right)
-        shape = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, window
+        shape = shape_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, window)
         return *reference_forward(q, k, v, *shape), torch.empty(0), torch.empty(0)
 
     def bwd(
@@ -98,10 +95,8 @@ def flash3_stand_in():
     ):  # fmt: skip
         assert seqused_q is seqused_k is None and not (softcap or deterministic)
         assert softmax_lse.is_contiguous()
-        check_lengths(cu_seqlens_q, max_seqlen_q)
-        check_lengths(cu_seqlens_k, max_seqlen_k)
         window = window_of(is_causal, window_size_left, window_size_right)
-        shape = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, window
+        shape = shape_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, window)
         fill((dq, dk, dv), reference_backward(dout, q, k, v, out, softmax_lse, *shape))
         return (torch.zeros(1),) * 5
 
@@ -127,10 +122,8 @@ def flash4_stand_in():
         seqlen_k_per_split=None, disable_scheduler_metadata=False,
     ):  # fmt: skip
         assert qv is seqused_q is seqused_k is page_table is softcap is learnable_sink is score_mod is mask_mod is None
-        check_lengths(cu_seqlens_q, max_seqlen_q)
-        check_lengths(cu_seqlens_k, max_seqlen_k)
         window = mask_of(causal, window_size_left, window_size_right)
-        shape = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, window
+        shape = shape_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, window)
         found, sums = reference_forward(q, k, v, *shape)
         return found, sums if return_lse else None, None, None
 
@@ -145,10 +138,8 @@ def flash4_stand_in():
     ):  # fmt: skip
         assert seqused_q is seqused_k is score_mod is score_mod_bwd is mask_mod is dlse is learnable_sink is None
         assert not (softcap or deterministic)
-        check_lengths(cu_seqlens_q, max_seqlen_q)
-        check_lengths(cu_seqlens_k, max_seqlen_k)
         window = mask_of(causal, window_size_left, window_size_right)
-        shape = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, window
+        shape = shape_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, window)
         return reference_backward(dout, q, k, v, out, lse, *shape)
 
     return _flash_attn_fwd, _flash_attn_bwd
