@@ -33,13 +33,26 @@ ROLLOUT_FIGURES = {
     "sleep_s": "putting the engine to sleep",
     "wake_s": "waking it",
     "asleep_gib": "GPU memory that it holds asleep",
+    "asleep_later_gib": "the same after three steps, with what the trainer took meanwhile",
     "start_to_rollout_s": "process start to first rollout, compile caches filled",
+    "start_cold_s": "the same with empty compile caches",
     "long_rollout_s": "16 completions x 2,300 tokens",
     "long_step_s": "the whole step of those",
     "short_step_s": "the whole step of the 96 x 512 tokens",
+    "same_seed_alike": "the same rollout twice with one seed: equal completions, of 96",
     "parity_mean": "mean difference of log-probs, vLLM against trainer",
     "parity_control_mean": "the same with the trainer's adapter off",
     "base_changed_elements": "elements of the trainer's base weights that changed, of 20.9 billion",
+}
+# Those in which the two ways to hand the adapter over differ, or could.
+SYNC_FIGURES = {
+    "rollout_tok_s": "96 completions x 512 tokens",
+    "handover_s": "handing the adapter over",
+    "same_seed_alike": "the same rollout twice with one seed: equal completions, of 96",
+    "parity_mean": "mean difference of log-probs, vLLM against trainer",
+    "parity_control_mean": "the same with the trainer's adapter off",
+    "asleep_gib": "GPU memory that the engine holds asleep",
+    "long_rollout_s": "16 completions x 2,300 tokens",
 }
 LAYERS = ("full", "window")  # of attention
 STEP_FIGURES = {
@@ -54,10 +67,14 @@ STEP_FIGURES = {
     "w3_step_s": "rollout and learning of 16 such completions",
     "w3_rollout_s": "of which the rollout takes",
     "long_learn_peak_gib": "memory beyond the weights while learning from completions of 4,000 tokens",
+    "long_head_gib": "of that, what the log-probs of one pass take",
     "long_logits_gib": "what the logits of one of its passes would take in float32",
     "logp_difference": "log-probs, mean difference to TRL's path",
     "logp_batching": "TRL's path against itself with other micro-batches",
     "logp_wrong_prompt": "the same with a wrong prompt",
+    "gradient_difference": "gradients, difference to TRL's path",
+    "gradient_batching": "TRL's path against itself with other micro-batches",
+    "gradient_wrong_prompt": "the same with a wrong prompt",
     "plan_error_bf16": "plan of `--check` against the measured peak, less 1",
     "plan_error_mxfp4": "the same with `EXPERTS=mxfp4`",
 }
@@ -124,12 +141,16 @@ def measured(name: str, results: str) -> tuple[dict[str, dict[str, Any]], str]:
     return {one["name"]: one for one in record["figures"]}, source
 
 
+def in_words(figure: dict[str, Any]) -> str:
+    """Value and unit, with four digits or those before the point."""
+    value = figure["value"]
+    return f"{value:,.0f} {figure['unit']}" if value >= 1000 else f"{value:.4g} {figure['unit']}"
+
+
 def figures_table(name: str, wanted: dict[str, str], results: str = "docs/results") -> str:
     """The wanted figures that docs/results/NAME has, in words, and where they come from."""
     figures, source = measured(name, results)
-    rows = [
-        [text, f"{figures[key]['value']:,.4g} {figures[key]['unit']}"] for key, text in wanted.items() if key in figures
-    ]
+    rows = [[text, in_words(figures[key])] for key, text in wanted.items() if key in figures]
     return table(["measured", ""], rows) + f"\n\n{source}"
 
 
@@ -143,6 +164,18 @@ def readme_md() -> str:
     ]
     text = between(text, "key settings", table(["Setting", "Default", "Meaning"], rows))
     return between(text, "rollout figures", figures_table("rollout-h100.json", ROLLOUT_FIGURES))
+
+
+def sync_table() -> str:
+    """Both values of ROLLOUT_SYNC side by side, from the runs of `bench.py rollout` with each."""
+    (merge, one), (lora, other) = (measured(f"rollout-{kind}h100.json", "results") for kind in ("", "lora-"))
+    rows = [[text, in_words(merge[key]), in_words(lora[key])] for key, text in SYNC_FIGURES.items()]
+    return table(["measured", "`merge`", "`lora`"], rows) + f"\n\n{one}\n{other}"
+
+
+def rollouts_md() -> str:
+    """docs/rollouts.md with its table of measured figures renewed."""
+    return between((ROOT / "docs" / "rollouts.md").read_text(encoding="utf-8"), "sync figures", sync_table())
 
 
 def report_md() -> str:
@@ -170,7 +203,7 @@ def learner_md() -> str:
     return between(text, "attention figures", attention_table())
 
 
-GENERATED: dict[str, Callable[[], str]] = {"docs/settings.md": settings_md, "docs/metrics.md": metrics_md, "docs/report.md": report_md, "docs/learner.md": learner_md, "README.md": readme_md}  # fmt: skip
+GENERATED: dict[str, Callable[[], str]] = {"docs/settings.md": settings_md, "docs/metrics.md": metrics_md, "docs/report.md": report_md, "docs/learner.md": learner_md, "docs/rollouts.md": rollouts_md, "README.md": readme_md}  # fmt: skip
 
 
 def main() -> int:
