@@ -20,6 +20,11 @@ but 40 GiB of the card is occupied. W1 is 12 prompts x 8 completions x 512 token
 the CSV, W3 its first 16. TRL's path takes most of the time: `--trl JSON` takes its figures from an earlier run, and each
 says from which. `--only bf16` or `--only mxfp4` runs one half and reads the other's last run in the same folder.
 
+    python scripts/bench.py resume --model checkpoints/full --data 'days/*.csv' --out docs/results/resume-h100.json
+
+`resume` kills a run (SIGKILL) two steps after a checkpoint, gives the same command again, and counts the completions that the
+second process sampled just as the first had. Exit code 1 unless all of the step behind the checkpoint are alike.
+
     python scripts/bench.py attention --out docs/results/attention-h100.json
 
 `attention` compares every attention that the learner can use here with float64, over rows that share a prompt, and times
@@ -971,6 +976,72 @@ def step_figures(results: dict[str, Any]) -> list[dict[str, Any]]:
     return figures
 
 
+# ---- resume: a killed run beside its continuation --------------------------------------------------------------------
+
+RESUME_SAVE, RESUME_KILL, RESUME_TOTAL = 4, 6, 8  # steps: of the checkpoint, before SIGKILL, of the whole run
+
+
+def sampled_by_step(path: Path) -> dict[int, list[tuple[str, str, str]]]:
+    """(prompt_id, completion, tokens) of each row of a log of completions, by step; a row that is torn off is left out."""
+    import train_grpo
+
+    found: dict[int, list[tuple[str, str, str]]] = {}
+    with path.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file, fieldnames=list(train_grpo.COMPLETIONS)):  # what was superseded has no header
+            if row["truncated"] and row["step"] != "step":
+                found.setdefault(int(row["step"]), []).append((row["prompt_id"], row["completion"], row["tokens"]))
+    return found
+
+
+def bench_resume(options: argparse.Namespace) -> int:
+    """Exit code 1 where the step behind the checkpoint was sampled otherwise, or the run could not be killed in time."""
+    run = Path(options.run).absolute()
+    prompts, group = 4, 4
+    settings = {
+        "MODEL_ID": options.model, "DATA": options.data, "PROMPTS_PER_STEP": str(prompts), "NUM_GENERATIONS": str(group), "EVAL_SAMPLES": "0",
+        "MAX_COMPLETION_LEN": str(options.tokens), "TOTAL_STEPS": str(RESUME_TOTAL), "SAVE_STEPS": str(RESUME_SAVE),
+        "REWARDS": "action,bench:noise", "OUTPUT_DIR": str(run), "LR_SCHEDULER": "constant_with_warmup",
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")]),
+    }  # fmt: skip
+    command = [sys.executable, str(ROOT / "train_grpo.py")]
+    if run.exists():
+        print(f"bench: {run} is there already; delete it or name another with --run", file=sys.stderr)
+        return 2
+    process = subprocess.Popen(command, env=os.environ | settings)
+    log = run / "metrics.csv"
+    while process.poll() is None and not (log.exists() and log.read_bytes().count(b"\n") > RESUME_KILL):
+        time.sleep(0.02)
+    if process.poll() is not None:
+        print(f"bench: the run ended with exit code {process.returncode} before it could be killed", file=sys.stderr)
+        return 1
+    process.kill()
+    process.wait()
+    started = time.perf_counter()
+    code = subprocess.run(command, env=os.environ | settings, check=False).returncode
+    seconds = time.perf_counter() - started
+    if code:
+        print(f"bench: the run that goes on ended with exit code {code}", file=sys.stderr)
+        return code
+    first, again = (sampled_by_step(run / f"completions{kind}.csv") for kind in (".superseded", ""))
+    with log.open(newline="", encoding="utf-8") as file:
+        rows = len(list(csv.DictReader(file)))
+    alike = [
+        sum(a == b for a, b in zip(first.get(step, []), again[step], strict=False))
+        for step in range(RESUME_SAVE + 1, RESUME_KILL + 1)
+    ]
+    resumed = json.loads((run / "settings.json").read_text(encoding="utf-8"))["resumed_from_step"]
+    figures = [
+        figure("resumed_from_step", resumed, "steps", f"killed after step {RESUME_KILL}, a checkpoint every {RESUME_SAVE}"),
+        figure("completions_per_step", prompts * group, "completions"),
+        figure("next_step_alike", alike[0], "completions", "of the step behind the checkpoint, sampled as the killed process had"),
+        figure("later_step_alike", alike[1], "completions", "of the step after, whose adapter has had one more update in each process"),
+        figure("metrics_rows", rows, "rows", f"in metrics.csv at the end of {RESUME_TOTAL} steps"),
+        figure("second_process_s", seconds, "s", "the run that went on, from process start to zip"),
+    ]  # fmt: skip
+    write(Path(options.out), figures, shown("resume", f"--tokens {options.tokens}"))
+    return int(alike[0] != prompts * group or rows != RESUME_TOTAL)
+
+
 # ---- attention: every implementation against float64 ------------------------------------------------------------------
 
 # Largest relative error in the 2-norm, by the type of the inputs. BF16: five times its unit roundoff (2^-8). Eager attention,
@@ -1203,6 +1274,12 @@ def main() -> int:
     one.add_argument("--trl", metavar="JSON", help="take the figures of TRL's path from this earlier result")
     one.add_argument("--only", choices=("bf16", "mxfp4"), help="run this half; the other's last run is read")
     one.add_argument("--child", choices=("bf16", "mxfp4"), help=argparse.SUPPRESS)
+    one = commands.add_parser("resume", help="a killed run beside its continuation")
+    one.add_argument("--model", required=True, help="checkpoint folder, Hub id or `tiny`")
+    one.add_argument("--data", required=True, help="training CSVs")
+    one.add_argument("--out", required=True, help="JSON to write")
+    one.add_argument("--run", default="runs/bench-resume", help="OUTPUT_DIR of the run; must not exist")
+    one.add_argument("--tokens", type=int, default=256, help="MAX_COMPLETION_LEN")
     one = commands.add_parser("attention", help="the learner's attention against float64")
     one.add_argument("--out", required=True, help="JSON to write")
     one.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="on a CPU: eager, in float32")
@@ -1217,7 +1294,8 @@ def main() -> int:
         return rollout_child(options) if options.child else bench_rollout(options)
     if options.command == "step":
         return step_child(options) if options.child else bench_step(options)
-    return {"main": bench_main, "demo": bench_demo, "attention": bench_attention}[options.command](options)
+    programs = {"main": bench_main, "demo": bench_demo, "resume": bench_resume, "attention": bench_attention}
+    return programs[options.command](options)
 
 
 if __name__ == "__main__":
