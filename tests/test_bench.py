@@ -263,3 +263,29 @@ def test_the_shown_command_is_complete():
         words = bench.shown(kind, *flags).split()[1:]
         done = subprocess.run([sys.executable, *words, "--no-such-option"], cwd=ROOT, capture_output=True, text=True)
         assert "unrecognized arguments: --no-such-option" in done.stderr
+
+
+def test_a_killed_run_and_its_continuation_sample_alike(tmp_path, tiny):
+    out, data = tmp_path / "resume.json", ROOT / "data" / "tes_train_compact.csv"
+    command = [sys.executable, str(ROOT / "scripts" / "bench.py"), "resume", "--model", str(tiny), "--data", str(data)]
+    command += ["--tokens", "12", "--run", str(tmp_path / "run"), "--out", str(out)]
+    done = subprocess.run(command, env=CLEAN, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads(out.read_text(encoding="utf-8"))
+    found = values(record)
+    assert found["resumed_from_step"] == 4 and found["metrics_rows"] == 8
+    assert found["next_step_alike"] == found["later_step_alike"] == found["completions_per_step"] == 16
+    assert "--tokens 12" in record["command"] and str(tmp_path) not in record["command"]
+    # Once more: the folder is there already, and nothing is deleted.
+    again = subprocess.run(command, env=CLEAN, capture_output=True, text=True, timeout=100)
+    assert again.returncode == 2 and "is there already" in again.stderr and (tmp_path / "run.zip").exists()
+
+
+def test_other_completions_do_not_count_as_alike(tmp_path):
+    """A log with a header, and superseded rows without one, the last torn off."""
+    header = ",".join(train_grpo.COMPLETIONS)
+    (tmp_path / "a.csv").write_text(f'{header}\n5,d:1,"[1]\n",1,0.5,2,3,0\n5,d:1,[2],2,0.1,2,3,0\n')
+    (tmp_path / "b.csv").write_text('5,d:1,"[1]\n",1,0.5,2,3,0\n5,d:1,[3],2,0.1,2,3,0\n6,d:1,"tor')
+    one, other = (bench.sampled_by_step(tmp_path / name) for name in ("a.csv", "b.csv"))
+    assert one == {5: [("d:1", "[1]\n", "3"), ("d:1", "[2]", "3")]} and list(other) == [5]
+    assert [a == b for a, b in zip(one[5], other[5], strict=True)] == [True, False]
