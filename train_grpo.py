@@ -2550,7 +2550,7 @@ def load_packed(model_path: str, attention: str, device: Any) -> Any:
     import torch
     from safetensors import SafetensorError
     from safetensors.torch import load_file
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(model_path)
     del config.quantization_config
@@ -2585,9 +2585,18 @@ def load_packed(model_path: str, attention: str, device: Any) -> Any:
     if missing:
         raise ValueError(f"{model_path}: {missing[0]} is missing ({len(missing)} tensors). Download the model again")
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)
-    with contextlib.suppress(OSError):  # without such a file it stays what the config says
-        model.generation_config = GenerationConfig.from_pretrained(model_path)
+    model.generation_config = load_generation_config(model_path)
     return model.eval().requires_grad_(False)
+
+
+def load_generation_config(model_path: str) -> Any:
+    """The checkpoint's generation_config.json (its stop tokens); without such a file, what config.json says."""
+    from transformers import AutoConfig, GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(model_path)
+    except OSError:
+        return GenerationConfig.from_model_config(AutoConfig.from_pretrained(model_path))
 
 
 def unpack_experts(model: Any) -> None:

@@ -584,8 +584,6 @@ class VllmModel:
     ):
         import dataclasses
 
-        from transformers import GenerationConfig
-
         import train_grpo
 
         self.tokenizer = train_grpo.load_tokenizer(model_path)
@@ -602,7 +600,7 @@ class VllmModel:
         if plan.cache < plan.cache_least:
             need = plan.weights + plan.scratch + plan.cache_least
             raise train_grpo.EngineError(f"it needs {need:.1f} GiB of the GPU, {machine.gpu_free:.1f} are free")
-        eos = stop_tokens(GenerationConfig.from_pretrained(model_path).eos_token_id, self.tokenizer)
+        eos = stop_tokens(train_grpo.load_generation_config(model_path).eos_token_id, self.tokenizer)
         self.engine = train_grpo.start_engine(s, plan, model_path, eos)
         self.engine.wake()
         self.adapter, self.seed = adapter, s.SEED

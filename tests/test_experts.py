@@ -264,6 +264,9 @@ def test_what_else_lies_in_the_folder_and_what_does_not(tiny, tmp_path):
     (tmp_path / "model" / "generation_config.json").unlink()
     model = load(tmp_path / "model", "bf16")
     assert model.generation_config.eos_token_id == config_of(tiny)["eos_token_id"]
+    # evaluate.py's engine asks for them without a model
+    found = train_grpo.load_generation_config(str(tmp_path / "model"))
+    assert found.eos_token_id == config_of(tiny)["eos_token_id"]
 
 
 def test_without_checkpointing_every_layer_stays_unpacked_and_the_plan_knows(tiny):
