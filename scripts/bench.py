@@ -17,8 +17,8 @@ fills the compile caches (`--warm-caches` leaves it out), and one that trains th
 
 `step` measures learning beside TRL's padded path in one process, on the same rollouts, and with packed experts while all
 but 40 GiB of the card is occupied. W1 is 12 prompts x 8 completions x 512 tokens, W2 96 completions with the lengths of
-the CSV, W3 its first 16. TRL's path takes most of the time: `--trl JSON` takes its figures from an earlier run, and each
-says from which. `--only bf16` or `--only mxfp4` runs one half and reads the other's last run in the same folder.
+the CSV, W3 its first 16. `--only bf16` (seven minutes on an H100, most of them TRL's path) or `--only mxfp4` (two) runs one half
+and reads the other's last run in the same folder.
 
     python scripts/bench.py resume --model checkpoints/full --data 'days/*.csv' --out docs/results/resume-h100.json
 
@@ -819,8 +819,6 @@ def step_child(options: argparse.Namespace) -> int:
     seen["w2"] = our_learning(trainer, w2, 1)  # its kernels are compiled by now
     seen["w2_mean"], seen["w2_max"] = sum(ragged) / 96, max(ragged)
     keep()
-    if options.trl:
-        return 0
     with torch.no_grad():
         ours = trainer._get_per_token_logps_and_entropies(trainer.model, *joined(batch))[0]
         shifted = {**batch, **{k: batch[k].roll(trainer.num_generations * 3, 0) for k in ("prompt_ids", "prompt_mask")}}
@@ -845,6 +843,7 @@ def step_child(options: argparse.Namespace) -> int:
         seen["w2_trl_s"] = trl_learning(trainer, w2, 4)["seconds"]
     except torch.OutOfMemoryError as error:
         seen["w2_trl_error"] = str(error).splitlines()[0][:200]
+        print(f"bench: TRL's padded path does not fit W2: {seen['w2_trl_error']}", file=sys.stderr)
     keep()
     return 0
 
@@ -859,8 +858,7 @@ def joined(batch: dict[str, Any]) -> tuple[Any, Any, int]:
 
 def bench_step(options: argparse.Namespace) -> int:
     """Two children, BF16 and packed experts; with the packed ones all but 40 GiB of the card is occupied."""
-    results, flags = {}, ["--trl", options.trl] if options.trl else []
-    trl = earlier_trl(options.trl)
+    results: dict[str, Any] = {}
     for child in ("bf16", "mxfp4"):
         out = Path(options.run).absolute().with_name(f"step-{child}.json")
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -869,7 +867,7 @@ def bench_step(options: argparse.Namespace) -> int:
             command = [sys.executable, __file__, "step", "--child", child, "--model", options.model]
             command += ["--data", options.data, "--lengths", options.lengths, "--out", str(out), "--run", options.run]
             with contextlib.nullcontext() if child == "bf16" else ballast(40.0):
-                code = subprocess.run(command + flags, check=False).returncode
+                code = subprocess.run(command, check=False).returncode
             if code:
                 print(f"child {child} ended with exit code {code}; {out} holds what it had measured", file=sys.stderr)
                 return code
@@ -883,31 +881,8 @@ def bench_step(options: argparse.Namespace) -> int:
             print(f"{out} is of commit {results[child]['commit']}: run --only {child} again", file=sys.stderr)
             return 1
         # After each child: what was measured is not lost when the machine is given back during the next one.
-        figures = step_figures(results)
-        measured = {one["name"] for one in figures}
-        figures += [one for one in trl if one["name"] not in measured]
-        command = shown("step", "--lengths real_completions.csv", *["--trl JSON"] * bool(trl))
-        write(Path(options.out), figures, command)
+        write(Path(options.out), step_figures(results), shown("step", "--lengths real_completions.csv"))
     return 0
-
-
-TRL_FIGURES = (
-    "w1_learn_trl_s", "w1_speedup", "w1_trl_old_logps_s", "w1_trl_peak_gib", "gradient_difference", "gradient_batching",
-    "gradient_wrong_prompt", "logp_difference", "logp_batching", "logp_wrong_prompt", "w2_learn_trl_s", "w2_speedup",
-)  # fmt: skip
-
-
-def earlier_trl(path: str | None) -> list[dict[str, Any]]:
-    """What an earlier run of `step` found of TRL's path, and of this learner beside it; none without a path."""
-    if not path:
-        return []
-    run = json.loads(Path(path).read_text(encoding="utf-8"))
-    origin = f"; side by side in the run of commit {run['commit'][:7]}"
-    return [
-        one if "side by side" in one["note"] else one | {"note": one["note"] + origin}
-        for one in run["figures"]
-        if one["name"] in TRL_FIGURES
-    ]
 
 
 def step_figures(results: dict[str, Any]) -> list[dict[str, Any]]:
@@ -949,6 +924,16 @@ def step_figures(results: dict[str, Any]) -> list[dict[str, Any]]:
         figure("w3_learn_s", one["w3_learn_s"], "s"),
         figure("job_peak_bf16_gib", peak["bf16"], "GiB", "EXPERTS=bf16, MAX_COMPLETION_LEN=4000; " + ", ".join(f"{phase} {gib:.1f}" for phase, gib in one["job_peaks_gib"].items())),
         figure("plan_error_bf16", error["bf16"], "share", "plan of --check against that peak"),
+        figure("w1_learn_trl_s", one["w1_trl_s"], "s", "TRL's padded path on the same rollouts in the same process: flex attention, old log-probs, micro-batches of 8"),
+        figure("w1_speedup", one["w1_trl_s"] / one["w1"]["seconds"], "x", "learning against it"),
+        figure("w1_trl_old_logps_s", one["w1_trl_old_s"], "s", "of that, the pass for old log-probs"),
+        figure("w1_trl_peak_gib", one["w1_trl_peak_gib"], "GiB", "allocated beyond weights and sleeping engine"),
+        figure("gradient_difference", one["gradients"]["difference"], "share", "adapter's gradient on 16 of the completions, this learner against TRL's path: 2-norm of the difference by the 2-norm"),
+        figure("gradient_batching", one["gradients"]["batching"], "share", "TRL's path with micro-batches of 4 against 8"),
+        figure("gradient_wrong_prompt", one["gradients"]["wrong_prompt"], "share", "this learner with the prompts exchanged against TRL's path"),
+        figure("logp_difference", one["logp_difference"], "nats", "mean over tokens, this learner against TRL's path"),
+        figure("logp_batching", one["logp_batching"], "nats", "TRL's path against itself with micro-batches of 4"),
+        figure("logp_wrong_prompt", one["logp_wrong_prompt"], "nats", "this learner with other rows' prompts against TRL's path"),
     ]  # fmt: skip
     if packed:
         figures += [
@@ -956,19 +941,6 @@ def step_figures(results: dict[str, Any]) -> list[dict[str, Any]]:
             figure("w1_learn_mxfp4_s", packed["w1"]["seconds"], "s", f"EXPERTS=mxfp4, passes of up to {packed['micro_batch']} completions"),
             figure("mxfp4_ratio", packed["w1"]["seconds"] / one["w1"]["seconds"], "x", "learning against EXPERTS=bf16"),
             figure("plan_error_mxfp4", error["mxfp4"], "share", "the same with EXPERTS=mxfp4"),
-        ]  # fmt: skip
-    if "w1_trl_s" in one:
-        figures += [
-            figure("w1_learn_trl_s", one["w1_trl_s"], "s", "TRL's padded path on the same rollouts in the same process: flex attention, old log-probs, micro-batches of 8"),
-            figure("w1_speedup", one["w1_trl_s"] / one["w1"]["seconds"], "x", "learning against it"),
-            figure("w1_trl_old_logps_s", one["w1_trl_old_s"], "s", "of that, the pass for old log-probs"),
-            figure("w1_trl_peak_gib", one["w1_trl_peak_gib"], "GiB", "allocated beyond weights and sleeping engine"),
-            figure("gradient_difference", one["gradients"]["difference"], "share", "adapter's gradient on 16 of the completions, this learner against TRL's path: 2-norm of the difference by the 2-norm"),
-            figure("gradient_batching", one["gradients"]["batching"], "share", "TRL's path with micro-batches of 4 against 8"),
-            figure("gradient_wrong_prompt", one["gradients"]["wrong_prompt"], "share", "this learner with the prompts exchanged against TRL's path"),
-            figure("logp_difference", one["logp_difference"], "nats", "mean over tokens, this learner against TRL's path"),
-            figure("logp_batching", one["logp_batching"], "nats", "TRL's path against itself with micro-batches of 4"),
-            figure("logp_wrong_prompt", one["logp_wrong_prompt"], "nats", "this learner with other rows' prompts against TRL's path"),
         ]  # fmt: skip
     if "w2_trl_s" in one:
         figures.append(figure("w2_learn_trl_s", one["w2_trl_s"], "s", "TRL's padded path, micro-batches of 4"))
@@ -1271,7 +1243,6 @@ def main() -> int:
     one.add_argument("--lengths", required=True, help="CSV whose `completion` column gives the lengths of W2 and W3")
     one.add_argument("--out", required=True, help="JSON to write")
     one.add_argument("--run", default="runs/bench-step", help="OUTPUT_DIR of the runs; deleted first")
-    one.add_argument("--trl", metavar="JSON", help="take the figures of TRL's path from this earlier result")
     one.add_argument("--only", choices=("bf16", "mxfp4"), help="run this half; the other's last run is read")
     one.add_argument("--child", choices=("bf16", "mxfp4"), help=argparse.SUPPRESS)
     one = commands.add_parser("resume", help="a killed run beside its continuation")

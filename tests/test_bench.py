@@ -167,17 +167,6 @@ def test_results_make_no_commit_dirty_and_code_does(tmp_path, monkeypatch):
 # ---- The step's figures ----------------------------------------------------------------------------------------------
 
 
-def test_figures_of_trls_path_come_from_an_earlier_run_and_say_so(tmp_path):
-    names = ["w1_step_s", "w1_learn_trl_s", "w2_speedup"]
-    figures = [{"name": name, "value": i, "unit": "s", "note": name} for i, name in enumerate(names)]
-    earlier = tmp_path / "step.json"
-    earlier.write_text(json.dumps({"commit": "0123456789abcdef", "figures": figures}))
-    found = bench.earlier_trl(str(earlier))
-    assert [(one["name"], one["value"]) for one in found] == [("w1_learn_trl_s", 1), ("w2_speedup", 2)]
-    assert found[0]["note"] == "w1_learn_trl_s; side by side in the run of commit 0123456"
-    assert bench.earlier_trl(None) == []
-
-
 @pytest.fixture
 def halves(tmp_path, monkeypatch):
     """bench.py step with children that are pretended: a function of exit codes and options, which returns (code, result)."""
@@ -195,7 +184,7 @@ def halves(tmp_path, monkeypatch):
             return SimpleNamespace(returncode=codes[name])
 
         monkeypatch.setattr(bench.subprocess, "run", child)
-        defaults = {"trl": None, "only": None, "model": "m", "data": "d", "lengths": "l"}
+        defaults = {"only": None, "model": "m", "data": "d", "lengths": "l"}
         given = SimpleNamespace(**defaults | options, run=str(tmp_path / "run"), out=str(result))
         code = bench.bench_step(given)
         return code, [one["name"] for one in json.loads(result.read_text())["figures"]] if result.exists() else None
@@ -240,7 +229,7 @@ def test_figures_of_a_step_carry_the_names_that_are_asked_for():
     assert {name.strip() for name in asked.split(",")} <= set(figures)
     assert figures["w3_step_s"]["value"] == pytest.approx(20 + 3 + 0.5), "a step has its rewards and optimizer too"
     assert figures["plan_error_bf16"]["value"] == pytest.approx(62 / 64 - 1)
-    assert set(bench.TRL_FIGURES) <= set(figures)
+    assert {"w1_speedup", "w2_speedup", "gradient_difference", "logp_wrong_prompt"} <= set(figures)
 
 
 def test_gradients_are_compared_with_trls(tiny, tmp_path, monkeypatch):
