@@ -1174,7 +1174,7 @@ def check_machine(
         if engine and engine.weights + 2 > machine.ram_free:
             what = f"the sleeping engine keeps {engine.weights:.1f} GiB in host memory, {machine.ram_free:.1f} GiB are free"
             without = planned(dataclasses.replace(settings, USE_VLLM=False), machine)
-            fix = ", or set USE_VLLM=0" if not resumed and not misfit(without, machine) else ""
+            fix = "" if misfit(without, machine) else ", or set USE_VLLM=0"
             problems.add("memory", what, f"Free memory, take a machine with more of it{fix}")
     elif plan.weights > 4:
         what = f"no GPU is visible, and {settings.MODEL_ID} needs one ({plan.weights:.0f} GiB of BF16 weights)"
@@ -1525,12 +1525,13 @@ def prompt_order(rows: int, seed: int, count: int) -> Iterator[int]:
 
 # ---- Run directory: what is there, and what may be done with it -----------------------------------------------------
 
-# What a resumed run may change: everything else would make it a different run.
+# What a resumed run may change: everything else would make it a different run. How rollouts are generated may change, as what
+# fails there must not end a run; the importance ratios correct for the difference.
 MAY_CHANGE = {
     "TOTAL_STEPS", "SAVE_STEPS", "SAVE_TOTAL_LIMIT", "REPORT_TO", "RESUME", "OVERWRITE", "EVAL_DATA", "EVAL_SAMPLES",
     "EVAL_PROFILE",
     "OUTPUT_DIR", "IGNORE_VARS", "ALLOW_UNTESTED", "GENERATION_BATCH", "MICRO_BATCH", "PACKING", "EXPERTS", "ATTN_IMPL", "DATA", "VLLM_GPU_MEM", "VLLM_EAGER",
-    "PARITY", "PARITY_LIMIT",
+    "PARITY", "PARITY_LIMIT", "USE_VLLM", "ROLLOUT_SYNC",
 }  # fmt: skip
 COMPLETE = "complete.json"  # the very last file that a run writes, after its zip
 CHECKPOINT_FILES = ("trainer_state.json", "adapter_model.safetensors", "optimizer.pt", "scheduler.pt")
@@ -1702,15 +1703,17 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Pre
             length, size = find_limits(settings, files.config, machine, plan.prompt_len, planned)
             plan = dataclasses.replace(plan, largest_length=length, largest_micro_batch=size)
     if run.checkpoint and plan:  # what `auto` chose stays: other batches would sample differently
-        recorded = run.choices.get("plan") or {}
-        for name in ("generation_batch",):
-            if recorded.get(name) and getattr(settings, name.upper()) is None:
-                again = {name: recorded[name], f"{name}_reason": "as the run was started"}
-                plan = dataclasses.replace(plan, **again)
-        engine, reason = run.choices.get("rollouts") or rollouts
+        engine, _ = run.choices.get("rollouts") or rollouts
+        recorded = (run.choices.get("plan") or {}).get("generation_batch")
         if engine != rollouts[0]:
-            what = f"the run in {run.folder} was started with USE_VLLM={int(engine)}, now it is {int(rollouts[0])}"
-            problems.add("USE_VLLM", f"{what} ({rollouts[1]})", f"Set USE_VLLM={int(engine)} to continue it")
+            if settings.USE_VLLM is None:
+                what = f"the run in {run.folder} was started with USE_VLLM={int(engine)}, now it is {int(rollouts[0])}"
+                fix = f"Set USE_VLLM={int(engine)} to continue as before, USE_VLLM={int(rollouts[0])} to go on like this"
+                problems.add("USE_VLLM", f"{what} ({rollouts[1]})", fix)
+        elif recorded and settings.GENERATION_BATCH is None:
+            plan = dataclasses.replace(
+                plan, generation_batch=recorded, generation_batch_reason="as the run was started"
+            )
     chosen = sources["EVAL_PROFILE"] == "environment"
     closed_loop = plan_closed_loop(settings, eval_rows, rollouts[0], chosen, problems)
     check_machine(settings, files, machine, plan, problems, planned, run.checkpoint is not None)
@@ -3207,7 +3210,7 @@ class Engine:
         allocator and gets no second try (https://github.com/vllm-project/vllm/issues/15254)."""
         if not self.asleep:
             return
-        advice = "The GPU is too full beside the trainer: lower MICRO_BATCH, MAX_COMPLETION_LEN or VLLM_GPU_MEM"
+        advice = "The GPU is too full beside the trainer: lower MICRO_BATCH or VLLM_GPU_MEM, or set EXPERTS=mxfp4"
         with self.timed("wake"), engine_faults("waking the engine", advice):
             empty_cache()
             self.llm.wake_up()

@@ -713,7 +713,7 @@ def test_a_dying_engine_leaves_a_run_that_continues(whole, start):
 
 
 def test_a_run_with_the_native_adapter_and_an_evaluation(start, tmp_path, tiny):
-    """Before and after training with vLLM, the first without adapter; another seed or mode is another run."""
+    """Before and after training with vLLM, the first without adapter; continued with the other hand-over."""
     rows = (train_grpo.ROOT / RUN["DATA"]).read_text(encoding="utf-8").splitlines()[:4]
     held_out = tmp_path / "held_out.csv"
     held_out.write_text("\n".join(rows) + "\n", encoding="utf-8")
@@ -726,7 +726,22 @@ def test_a_run_with_the_native_adapter_and_an_evaluation(start, tmp_path, tiny):
     assert calls[-12:] == ["wake_up", "add_lora", "generate", "sleep"] * 3, "before, step 1, after"
     assert len({r.lora_int_id for r in requests}) == len({r.lora_name for r in requests}) == 5
     assert float(read_csv(run.folder / "metrics.csv")[0]["logp_diff_mean"]) < 0.02
-    assert run(ROLLOUT_SYNC="merge", TEMPERATURE=1.5, TOTAL_STEPS=2) == 2, "a resumed run may not change how it samples"
+    assert run(ROLLOUT_SYNC="merge", TEMPERATURE=1.4, TOTAL_STEPS=2) == 2, "a resumed run may not change what it samples"
+    assert run(ROLLOUT_SYNC="merge", TEMPERATURE=1.5, TOTAL_STEPS=2) == 0
+    assert len(read_csv(run.folder / "metrics.csv")) == 2
+
+
+def test_a_run_goes_on_without_vllm_where_that_is_said(start, capfd):
+    """`auto` alone does not change how rollouts are generated, say on a machine without a GPU."""
+    run = start()
+    assert run(TOTAL_STEPS=1) == 0
+    capfd.readouterr()
+    assert run(TOTAL_STEPS=2, USE_VLLM="auto") == 2
+    told = capfd.readouterr().err
+    assert "was started with USE_VLLM=1, now it is 0" in told and "USE_VLLM=0 to go on like this" in told
+    assert run(TOTAL_STEPS=2, USE_VLLM=0) == 0
+    assert [row["wake_s"] != "" for row in read_csv(run.folder / "metrics.csv")] == [True, False]
+    assert "as the run was started" not in run.read("training.log"), "GENERATION_BATCH=auto is planned anew"
 
 
 def test_a_run_stops_where_vllm_and_trainer_do_not_agree(start, capfd):
@@ -735,6 +750,8 @@ def test_a_run_stops_where_vllm_and_trainer_do_not_agree(start, capfd):
     log = run.read("training.log")
     assert "PARITY: before the first step, fixed tokens: vLLM and trainer differ" in log and "ROLLOUT_SYNC" in log
     assert len(run.read("metrics.csv").splitlines()) == 1, "no step was made"
+    # What exit code 3 names can be tried at once, in the same folder.
+    assert run(ROLLOUT_SYNC="lora", TOTAL_STEPS="1") == 0 and len(read_csv(run.folder / "metrics.csv")) == 1
     assert run(PARITY="off", TOTAL_STEPS="1", IS_CORRECTION="none", OVERWRITE="1") == 0
     assert "| PARITY=off" in run.read("training.log")
     row = read_csv(run.folder / "metrics.csv")[0]
@@ -823,7 +840,7 @@ def test_what_does_not_fit_is_told(tmp_path):
     little = dataclasses.replace(H100, ram_free=12.0)
     problem = only(machine_problems(little, tmp_path))
     assert problem.startswith("memory: the sleeping engine keeps") and "12.0 GiB are free" in problem
-    assert "USE_VLLM=0" in problem and "USE_VLLM" not in only(machine_problems(little, tmp_path, resumed=True))
+    assert "USE_VLLM=0" in problem
 
 
 def card(free, total=None):
@@ -834,7 +851,7 @@ def card(free, total=None):
     ("machine", "changes", "ways", "rest"),
     [
         (card(56.0, 79.6), {}, ["EXPERTS", "USE_VLLM"], "Or free 2.0 GiB more of the GPU"),
-        (card(56.0, 79.6), {"resumed": True}, ["EXPERTS"], "Or free 2.0 GiB more of the GPU"),
+        (card(56.0, 79.6), {"resumed": True}, ["EXPERTS", "USE_VLLM"], "Or free 2.0 GiB more of the GPU"),
         (H100, {"VLLM_GPU_MEM": 0.9, "MAX_COMPLETION_LEN": 12_000},
          ["VLLM_GPU_MEM", "EXPERTS", "MAX_COMPLETION_LEN", "PROMPTS_PER_STEP", "USE_VLLM"], ""),
         (H100, {"VLLM_GPU_MEM": 0.1}, ["VLLM_GPU_MEM", "VLLM_GPU_MEM", "USE_VLLM"], ""),
@@ -842,6 +859,8 @@ def card(free, total=None):
         (card(79.0), {"USE_VLLM": False, "GENERATION_BATCH": 96, "MAX_COMPLETION_LEN": 12_000}, ["GENERATION_BATCH"], ""),
         (card(60.0), {"GRADIENT_CHECKPOINTING": False},
          ["GRADIENT_CHECKPOINTING", "MAX_COMPLETION_LEN"], ""),
+        (H100, {"VLLM_GPU_MEM": 0.9, "MAX_COMPLETION_LEN": 12_000, "resumed": True},
+         ["VLLM_GPU_MEM", "EXPERTS", "USE_VLLM"], ""),
         (card(23.0), {"EXPERTS": "mxfp4"}, ["USE_VLLM"], ""),
         (card(23.0), {}, ["EXPERTS USE_VLLM"], "Or rent a larger GPU"),
         (card(40.0), {"MAX_COMPLETION_LEN": 60_000, "MICRO_BATCH": 8}, None, "Or rent a larger GPU"),
