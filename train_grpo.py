@@ -889,6 +889,11 @@ def check_settings(settings: Settings, config: Mapping[str, Any] | None, machine
         problems.add(
             "ATTN_IMPL", f"{settings.ATTN_IMPL} needs a GPU and none is visible", "Set ATTN_IMPL=eager (or auto)"
         )
+    if settings.ATTN_IMPL == "flex_attention":
+        for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):
+            if os.environ.get(name) == "1":
+                what = f"flex attention without compilation is unfused and holds all scores, and {name}=1 switches that off"
+                problems.add("ATTN_IMPL", what, f"Unset {name}, or set ATTN_IMPL=torch_flash, which needs none")
     if machine.gpus and 0 < machine.capability < 8:
         what = f"{machine.gpu} has compute capability {machine.capability:g}, BF16 and FlashAttention need 8.0"
         problems.add("GPU", what, "Take an A100, L40S, H100, GH200 or a newer card")

@@ -115,6 +115,14 @@ def write(path: Path, figures: list[dict[str, Any]], command: str | None = None)
     print(f"written: {path}")
 
 
+def file_system(path: str) -> str:
+    """Type of the file system that a path lies on, as Linux names it: ext4, tmpfs, ..."""
+    lines = (line.split() for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines())
+    mounts = {Path(line[1]): line[2] for line in lines}
+    whole = Path(path).resolve()
+    return next(mounts[place] for place in (whole, *whole.parents) if place in mounts)
+
+
 def shown(kind: str, *flags: str) -> str:
     """The command of a measurement that needs a checkpoint, without the paths of the machine it ran on."""
     return " ".join(["python scripts/bench.py", kind, "--model CHECKPOINT --data CSVS --out JSON", *flags])
@@ -434,13 +442,15 @@ def limit_completions(tokens: int) -> Any:
 
 def given_step(trainer: Any, generate: Any, lengths: list[int]) -> dict[str, float]:
     """Seconds of a step whose completions have these lengths, eight to a prompt: waking, hand-over, generation, sleep,
-    and learning from completions of these lengths (the second of two times)."""
+    and learning from completions of these lengths (the second of two times). No stop token ends one sooner."""
     engine, batch = trainer.run.engine, padded_batch(trainer, lengths, 8)
     rows = [ids[mask.bool()].tolist() for ids, mask in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)]
     started = time.perf_counter()
     engine.wake()
     engine.hand_over(trainer.accelerator.unwrap_model(trainer.model))
+    stop, engine.stop_token_ids = engine.stop_token_ids, []
     completions, _ = generate(engine, rows, 1, lengths)
+    engine.stop_token_ids = stop
     engine.sleep()
     rollout = time.perf_counter() - started
     learn = our_learning(trainer, batch)["seconds"]
@@ -524,7 +534,7 @@ def bench_rollout(options: argparse.Namespace) -> int:
         figure("asleep_gib", short["asleep_gib"], "GiB", "GPU memory that the sleeping engine holds before the first rollout, by the driver"),
         figure("asleep_later_gib", short["asleep_later_gib"], "GiB", "the same after three steps, with what trainer and libraries took meanwhile"),
         figure("same_seed_alike", short["alike"], "completions", f"of {short['rollouts'][0]['sequences']}: the same rollout twice, with one seed"),
-        figure("start_to_rollout_s", short["start_to_rollout_s"], "s", f"process start to first rollout, {found}; parity gate included, the bench's copy of the weights left out"),
+        figure("start_to_rollout_s", short["start_to_rollout_s"], "s", f"process start to first rollout, {found}, checkpoint on {file_system(options.model)}; parity gate included, the bench's copy of the weights left out"),
         figure("long_rollout_s", long["generate"], "s", f"{long['sequences']} completions, {long['tokens']} tokens in all"),
         figure("long_step_s", long["rollout"] + long["learn"], "s", "rollout, hand-over, waking and sleeping, and learning from as many tokens"),
         figure("long_learn_s", long["learn"], "s", "its learning"),
@@ -548,7 +558,7 @@ def bench_rollout(options: argparse.Namespace) -> int:
                 "start_cold_s",
                 results["warm"]["start_to_rollout_s"],
                 "s",
-                "start to first rollout with empty compile caches",
+                "the same in the machine's first process: compile caches as that found them",
             )
         )
     command = shown("rollout", f"--sync {options.sync}", *["--warm-caches"] * options.warm_caches)
@@ -716,13 +726,16 @@ def real_lengths(path: Path, model: str) -> list[int]:
 
 
 class PeakMemory(threading.Thread):
-    """Samples the driver's count of used GPU memory in GiB, ballast of other processes left out; `peaks` by `phase`."""
+    """Samples the driver's count of used GPU memory in GiB, ballast of other processes left out; `peaks` by `phase`.
+
+    Made before this process touches the GPU: what is free then is where it counts from, its own CUDA context included.
+    """
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        import torch
+        import train_grpo
 
-        self.before = torch.cuda.mem_get_info()
+        self.before = train_grpo.read_machine().gpu_free
         self.peaks: dict[str, float] = {}
         self.phase, self.running = "starting", True
         self.start()
@@ -731,7 +744,7 @@ class PeakMemory(threading.Thread):
         import torch
 
         while self.running:
-            phase, used = self.phase, (self.before[0] - torch.cuda.mem_get_info()[0]) / 2**30
+            phase, used = self.phase, self.before - torch.cuda.mem_get_info()[0] / 2**30
             self.peaks[phase] = max(self.peaks.get(phase, 0.0), used)
             time.sleep(0.05)
 
@@ -809,7 +822,7 @@ def step_child(options: argparse.Namespace) -> int:
     ragged = [lengths[i % len(lengths)] for i in range(96)]
     # W3: rollout and learning of the first sixteen of those completions, two prompts.
     w3 = given_step(trainer, generate, lengths[:16])
-    seen["w3_rollout_s"], seen["w3_learn_s"] = w3["rollout"], w3["learn"]
+    seen["w3_rollout_s"], seen["w3_learn_s"], seen["w3_tokens"] = w3["rollout"], w3["learn"], w3["tokens"]
     seen["long_peak_gib"] = our_learning(trainer, padded_batch(trainer, [4000] * 16, 8), 1)["peak_gib"]
     scored = min(16, plan["micro_batch"]) * 4000
     seen["long_logits_gib"] = scored * config["vocab_size"] * 4 / 2**30
@@ -894,7 +907,9 @@ def step_figures(results: dict[str, Any]) -> list[dict[str, Any]]:
         return sum(float(step[name]) for step in later) / len(later)
 
     generated = sum(
-        96 * 512 / (float(step["rollout_s"]) - sum(float(step[name]) for name in ("wake_s", "handover_s", "sleep_s")))
+        float(step["rollout_tokens_per_s"])
+        * float(step["rollout_s"])
+        / (float(step["rollout_s"]) - sum(float(step[name]) for name in ("wake_s", "handover_s", "sleep_s")))
         for step in later
     )
     # What a step has besides: rewards, clipping, the optimizer, logging; of 96 completions, so rather more than W3's.
@@ -919,7 +934,7 @@ def step_figures(results: dict[str, Any]) -> list[dict[str, Any]]:
         figure("long_learn_peak_gib", one["long_peak_gib"], "GiB", f"16 completions of 4,000 tokens in passes of up to {one['micro_batch']}, allocated beyond weights and sleeping engine"),
         figure("long_head_gib", one["long_head_gib"], "GiB", "of that, what the log-probs of one such pass and their backward take beyond the states"),
         figure("long_logits_gib", one["long_logits_gib"], "GiB", "what the logits of one such pass would take in float32; half of it in BF16"),
-        figure("w3_step_s", one["w3_rollout_s"] + one["w3_learn_s"] + rest, "s", f"16 completions of that kind: rollout, learning, and the {rest:.2f} s that a step of W1 has besides"),
+        figure("w3_step_s", one["w3_rollout_s"] + one["w3_learn_s"] + rest, "s", f"16 completions of that kind, {one['w3_tokens']} tokens in all: rollout, learning, and the {rest:.2f} s that a step of W1 has besides"),
         figure("w3_rollout_s", one["w3_rollout_s"], "s", "waking, hand-over and sleeping included"),
         figure("w3_learn_s", one["w3_learn_s"], "s"),
         figure("job_peak_bf16_gib", peak["bf16"], "GiB", "EXPERTS=bf16, MAX_COMPLETION_LEN=4000; " + ", ".join(f"{phase} {gib:.1f}" for phase, gib in one["job_peaks_gib"].items())),

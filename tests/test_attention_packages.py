@@ -314,3 +314,19 @@ def test_flex_limit_covers_every_row_of_a_run():
     """Both layer types, with gradients and without."""
     lengths = {train_grpo.bucket(length) for length in range(1, 2**17)}
     assert 4 * len(lengths) < train_grpo.FLEX_VERSIONS < 500
+
+
+@pytest.mark.parametrize("name", ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"])
+def test_flex_attention_without_compilation_is_refused(monkeypatch, name):
+    """torch would run it unfused, with scores in full, and tell it in a warning at most."""
+
+    def problems_of(**settings):
+        problems = train_grpo.Problems()
+        train_grpo.check_settings(train_grpo.Settings(**settings), None, H100, problems)
+        return problems
+
+    assert not problems_of(ATTN_IMPL="flex_attention")
+    monkeypatch.setenv(name, "1")
+    [problem] = problems_of(ATTN_IMPL="flex_attention")
+    assert f"{name}=1 switches that off" in problem and "ATTN_IMPL=torch_flash" in problem
+    assert not problems_of(ATTN_IMPL="torch_flash")

@@ -10,6 +10,7 @@ import contextlib
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -220,7 +221,7 @@ def test_figures_of_a_step_carry_the_names_that_are_asked_for():
     wide = one | {
         "w2": {"seconds": 17.0, "peak_gib": 19.0}, "w2_mean": 2180.0, "w2_max": 3198, "long_peak_gib": 19.0,
         "long_logits_gib": 18.0, "long_head_gib": 2.0, "w3_rollout_s": 20.0, "w3_learn_s": 3.0, "w1_trl_s": 25.0,
-        "w1_trl_old_s": 6.0, "w1_trl_peak_gib": 30.0, "w2_trl_s": 73.0, "logp_difference": 0.01, "logp_batching": 0.01,
+        "w1_trl_old_s": 6.0, "w1_trl_peak_gib": 30.0, "w3_tokens": 34_000, "w2_trl_s": 73.0, "logp_difference": 0.01, "logp_batching": 0.01,
         "logp_wrong_prompt": 0.1, "gradients": {"difference": 0.01, "batching": 0.01, "wrong_prompt": 1.0},
     }  # fmt: skip
     figures = {figure["name"]: figure for figure in bench.step_figures({"bf16": wide, "mxfp4": one})}
@@ -230,6 +231,20 @@ def test_figures_of_a_step_carry_the_names_that_are_asked_for():
     assert figures["w3_step_s"]["value"] == pytest.approx(20 + 3 + 0.5), "a step has its rewards and optimizer too"
     assert figures["plan_error_bf16"]["value"] == pytest.approx(62 / 64 - 1)
     assert {"w1_speedup", "w2_speedup", "gradient_difference", "logp_wrong_prompt"} <= set(figures)
+
+
+def test_a_peak_counts_from_what_was_free_before_the_process_came(monkeypatch):
+    """79 GiB free at first; the process's context alone takes half a GiB, and counts."""
+    monkeypatch.setattr(train_grpo, "read_machine", lambda: SimpleNamespace(gpu_free=79.0))
+    free = iter([78.5, 70.0, 60.0])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(next(free, 75.0) * 2**30), 80 * 2**30))
+    memory = bench.PeakMemory()
+    deadline = time.monotonic() + 10
+    while memory.peaks.get("starting", 0.0) < 19 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    memory.running = False
+    memory.join()
+    assert memory.peaks == {"starting": 19.0}
 
 
 def test_gradients_are_compared_with_trls(tiny, tmp_path, monkeypatch):

@@ -726,9 +726,22 @@ def test_a_run_with_the_native_adapter_and_an_evaluation(start, tmp_path, tiny):
     assert calls[-12:] == ["wake_up", "add_lora", "generate", "sleep"] * 3, "before, step 1, after"
     assert len({r.lora_int_id for r in requests}) == len({r.lora_name for r in requests}) == 5
     assert float(read_csv(run.folder / "metrics.csv")[0]["logp_diff_mean"]) < 0.02
-    assert run(ROLLOUT_SYNC="merge", TEMPERATURE=1.4, TOTAL_STEPS=2) == 2, "a resumed run may not change what it samples"
+    assert run(ROLLOUT_SYNC="merge", TEMPERATURE=1.4, TOTAL_STEPS=2) == 2, (
+        "a resumed run may not change what it samples"
+    )
     assert run(ROLLOUT_SYNC="merge", TEMPERATURE=1.5, TOTAL_STEPS=2) == 0
     assert len(read_csv(run.folder / "metrics.csv")) == 2
+
+
+def test_torch_gives_its_free_blocks_back_before_the_engine_wakes(build, monkeypatch):
+    """vLLM maps memory past torch's allocator, and nothing is tried a second time."""
+    engine, order = build().run.engine, []
+    engine.sleep()
+    monkeypatch.setattr(train_grpo, "empty_cache", lambda: order.append("empty_cache"))
+    wake_up = engine.llm.wake_up
+    monkeypatch.setattr(engine.llm, "wake_up", lambda *given: (order.append("wake_up"), wake_up(*given)))
+    engine.wake()
+    assert order == ["empty_cache", "wake_up"]
 
 
 def test_a_run_goes_on_without_vllm_where_that_is_said(start, capfd):
