@@ -10,9 +10,10 @@
 Settings are environment variables. The file reads in the order in which a run passes through it: settings, preflight,
 data, model, rollouts, learner, logging, main. Nothing heavy is imported before the preflight has passed.
 
-Exit codes: 0 the run is complete, 2 the input must be mended (all problems are listed), 130 or 143 interrupted after
-a checkpoint was saved (the same command continues it), 3 vLLM and the trainer do not agree (the parity gate), 4 vLLM
-failed (the same command continues from the last checkpoint), 1 anything else.
+Exit codes: 0 the run is complete, 2 the input must be mended (all problems are listed), 130, 143 or 129 interrupted by
+Ctrl-C, SIGTERM or a lost terminal (during training after a checkpoint was saved: the same command continues it), 3 vLLM
+and the trainer do not agree (the parity gate), 4 vLLM failed (the same command continues from the last checkpoint), 1
+anything else.
 
 What is simplified: one process and one GPU; one optimizer step per rollout, so the policy ratio is 1 until the first
 update of a step and clipping never acts; no reward model, only functions (rewards.py).
@@ -29,6 +30,7 @@ import contextlib
 import csv
 import dataclasses
 import difflib
+import errno
 import functools
 import gc
 import glob
@@ -37,6 +39,7 @@ import importlib
 import importlib.metadata
 import inspect
 import io
+import itertools
 import json
 import logging
 import math
@@ -45,10 +48,13 @@ import os
 import platform
 import random
 import re
+import select
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import types
 import urllib.parse
@@ -115,7 +121,7 @@ class Settings:
 
     TOTAL_STEPS: int = knob("Learner", 100, "steps", "Optimizer steps of the whole run, resumed parts included.", tiny=150, low=1)
     LEARNING_RATE: float = knob("Learner", 5e-5, "", "Peak learning rate of AdamW.", tiny=1e-3, above=0)
-    LR_SCHEDULER: str = knob("Learner", "constant_with_warmup", "", "Learning-rate schedule.", tiny="linear", choices=("constant", "constant_with_warmup", "linear", "cosine"))
+    LR_SCHEDULER: str = knob("Learner", "constant_with_warmup", "", "Learning-rate schedule; linear and cosine fall to 0 at TOTAL_STEPS, so the rate jumps up again where a finished run is given more steps.", tiny="linear", choices=("constant", "constant_with_warmup", "linear", "cosine"))
     WARMUP_STEPS: int = knob("Learner", 0, "steps", "Steps over which the learning rate rises from 0.", low=0)
     WEIGHT_DECAY: float = knob("Learner", 0.0, "", "AdamW's weight decay.", low=0)
     MAX_GRAD_NORM: float = knob("Learner", 1.0, "norm", "Gradients are scaled down to this norm.", above=0)
@@ -178,24 +184,29 @@ def show(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def choices(name: str) -> tuple[str, ...]:
+    """The words that setting `name` takes, `auto` first where it takes that; empty where it is no choice."""
+    words = FIELDS[name].metadata.get("choices", ())
+    return ("auto", *words) if words and FIELDS[name].type.endswith("| None") else words
+
+
 def parse_value(name: str, text: str) -> Any:
     """The value of setting `name` written as `text`; raises ValueError with a sentence on what is expected."""
     spec, kind, text = FIELDS[name].metadata, FIELDS[name].type, text.strip()
-    if kind.endswith("| None"):
+    optional = kind.endswith("| None")
+    if optional:
         if text.lower() == "auto":
             return None
         kind = kind.removesuffix("| None").strip()
     if kind == "bool":
         if text.lower() not in TRUE + FALSE:
-            raise ValueError("expected 1 or 0")
+            raise ValueError("expected auto, 1 or 0" if optional else "expected 1 or 0")
         return text.lower() in TRUE
     if kind == "str":
-        value = text.lower() if spec.get("choices") else text
-        if spec.get("choices") and value not in spec["choices"]:
-            near = difflib.get_close_matches(value, spec["choices"], 1)
-            raise ValueError(
-                f"expected one of {', '.join(spec['choices'])}" + (f"; nearest: {near[0]}" if near else "")
-            )
+        value, known = text.lower() if spec.get("choices") else text, choices(name)
+        if known and value not in known:
+            near = difflib.get_close_matches(value, known, 1)
+            raise ValueError(f"expected one of {', '.join(known)}" + (f"; nearest: {near[0]}" if near else ""))
         if spec.get("date"):
             try:
                 return time.strftime("%Y-%m-%d", time.strptime(value, "%Y-%m-%d"))
@@ -205,7 +216,8 @@ def parse_value(name: str, text: str) -> Any:
     try:
         value = int(text) if kind == "int" else float(text)
     except ValueError:
-        raise ValueError("expected a whole number" if kind == "int" else "expected a number") from None
+        expected = "expected a whole number" if kind == "int" else "expected a number"
+        raise ValueError(expected + " or auto" * optional) from None
     if not math.isfinite(value) and not (spec.get("nan") and math.isnan(value)):
         raise ValueError("expected a finite number" + (" or nan" if spec.get("nan") else ""))
     for limit, wrong, words in (
@@ -275,13 +287,24 @@ def settings_table() -> Iterator[tuple[str, str, str, str, str, str]]:
     """(group, name, default, default for tiny or '', unit and limits, sentence) of every setting, in order."""
     for name, spec in FIELDS.items():
         meta = spec.metadata
-        limits = [f"one of {', '.join(meta['choices'])}"] if meta.get("choices") else []
+        limits = [f"one of {', '.join(choices(name))}"] if choices(name) else []
         limits += [
             f"{sign} {show(meta[key])}" for key, sign in (("low", ">="), ("above", ">"), ("high", "<=")) if key in meta
         ]
-        unit = "; ".join(filter(None, ["0 or 1" if spec.type == "bool" else meta["unit"], *limits]))
+        flags = {"bool": "0 or 1", "bool | None": "auto, 0 or 1"}
+        unit = "; ".join(filter(None, [flags.get(spec.type, meta["unit"]), *limits]))
         tiny = "" if meta["tiny"] is None else show(meta["tiny"])
         yield meta["group"], name, show(spec.default) or "(empty)", tiny, unit, meta["text"]
+
+
+def unknown_option(word: str) -> str:
+    """The problem of a word on the command line that is no option, probably a setting."""
+    name, equals, value = word.lstrip("-").partition("=")
+    setting = nearest_setting(name)
+    if not (equals or setting):
+        return f"{word}: no such option. There are --help and --check"
+    example = f"{setting or name.upper().replace('-', '_')}={shlex.quote(value) if equals else '...'}"
+    return f"{word}: no such option. Settings are environment variables: {example} python train_grpo.py"
 
 
 def help_text() -> str:
@@ -437,7 +460,7 @@ def choose_packing(requested: str | None, attention: str, gpus: int) -> tuple[st
 def choose_experts(requested: str | None, mxfp4: bool, bf16: Plan, packed: Plan, free: float) -> tuple[str, str]:
     """(`bf16` or `mxfp4`, reason), given the plans with either and the free memory in GiB."""
     if requested is not None:
-        return requested, "set by EXPERTS"
+        return requested, "as EXPERTS says"
     if not mxfp4:
         return "bf16", "the checkpoint has no MXFP4 experts"
     roomy = (not bf16.engine or bf16.engine.cache >= packed.engine.cache) and bf16.micro_batch >= packed.micro_batch
@@ -1013,15 +1036,15 @@ def check_rewards(
         problems.add("REWARDS", str(error), "Write e.g. REWARDS=action,format=0.1 or REWARDS=my_module:my_function")
         return []
     except RuntimeError as error:
-        problems.append(f"{error}. It was tried on the answer [0] to the first row of {rows[0].file}")
+        problems.append(f"{error}. It was tried on the answers [0] and [1] to the first row of {rows[0].file}")
         return []
     if any(name in ("action", "best") for name, _ in specs):
-        for file in sorted({row.file for row in rows if not row.rewards}):
-            problems.add(
-                f"{file}, columns",
-                "there is no column reward_action_0, reward_action_1, ...",
-                "Add one per action, or choose other REWARDS",
-            )
+        for file, row in sorted({row.file: row for row in rows if not row.rewards}.items()):
+            problems.add(f"{file}, columns", no_actions(row), "Add one per action, or choose other REWARDS")
+    paid = [row for row in rows if row.rewards]
+    if paid and len(flat_rows(paid)) == len(paid) and {name for name, _ in specs} <= {"action", "best"}:
+        what = "every row pays all its actions the same, so there is nothing to learn"
+        problems.add("DATA", what, "Give better actions higher rewards, or choose other REWARDS")
     worst = min((min(row.rewards) for row in rows if row.rewards), default=settings.INVALID_REWARD)
     if worst < settings.INVALID_REWARD and not chosen and any(name == "action" for name, _ in specs):
         what = (
@@ -1031,18 +1054,28 @@ def check_rewards(
     return specs
 
 
+def no_actions(row: Row) -> str:
+    """What is wrong with a file that has no rewards, of which this is a row."""
+    return "there is no column reward_action_0, reward_action_1, ..." + near_column("reward_action_0", row.columns)
+
+
+def flat_rows(rows: Iterable[Row]) -> list[Row]:
+    """The rows whose actions all pay the same: answers to them cannot be told apart."""
+    return [row for row in rows if len(set(row.rewards)) == 1]
+
+
 def try_reward(name: str, settings: Settings, row: Row, columns: Iterable[str]) -> None:
-    """Call a user's reward function once, as TRL would: a mistake in it costs a second here and an hour in a run. Columns
-    that the row's file does not have are None.
+    """Call a user's reward function once, as TRL would: a mistake in it costs a second here and an hour in a run. With two
+    completions, so that one reward for all of them is a mistake. Columns that the row's file does not have are None.
 
     Raises RuntimeError, naming the function and what it raised or returned.
     """
-    given = dict.fromkeys(columns, [None]) | {
-        key: [value] for key, value in reward_columns(row, len(row.rewards)).items()
-    }
-    given |= {"prompts": [row.prompt], "completion_ids": [[0]], "truncated": [False]}
+    values = dict.fromkeys(columns) | reward_columns(row, len(row.rewards))
+    values |= {"prompts": row.prompt, "completion_ids": [0], "truncated": False}
+    given: dict[str, Any] = {key: [value, value] for key, value in values.items()}
     given["trainer_state"] = types.SimpleNamespace(global_step=0, max_steps=settings.TOTAL_STEPS)
-    result = reward_callable(name, settings)(["<|start|>assistant<|channel|>final<|message|>[0]<|return|>"], **given)
+    answers = [f"<|start|>assistant<|channel|>final<|message|>[{action}]<|return|>" for action in (0, 1)]
+    result = reward_callable(name, settings)(answers, **given)
     if inspect.isawaitable(result):
         asyncio.run(result)
 
@@ -1282,6 +1315,13 @@ REWARD_COLUMN = re.compile(r"reward_action_(0|[1-9]\d*)")
 # Keyword arguments that TRL and this script themselves pass to reward functions: a CSV column of that name goes by `csv_NAME`.
 RESERVED_ARGUMENTS = {"prompt", "prompts", "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments", "truncated", "prompt_id", "invalid_reward"}  # fmt: skip
 SHOWN = 20  # problems listed per file: the rest is counted
+# First bytes of files that are given in place of a CSV.
+FOREIGN = {
+    b"PK\x03\x04": "an Excel workbook or another zipped file",
+    b"\xd0\xcf\x11\xe0": "an Excel workbook (.xls)",
+    b"\xff\xfe": "text in UTF-16",
+    b"\xfe\xff": "text in UTF-16",
+}
 
 
 @dataclass(frozen=True)
@@ -1320,6 +1360,13 @@ def find_files(setting: str, text: str, problems: Problems) -> list[Path]:
     return found
 
 
+def near_column(name: str, header: Iterable[str]) -> str:
+    """A question in brackets that names the column which was probably meant to be `name`, or nothing."""
+    others = {column.lower(): column for column in header if not REWARD_COLUMN.fullmatch(column)}
+    near = difflib.get_close_matches(name, others, 1, 0.6)
+    return f" (should {others[near[0]]!r} be `{name}`?)" if near else ""
+
+
 def read_csv(path: Path, problems: Problems) -> list[Row]:
     """The rows of one CSV. Problems name the file, the row (1 is the first below the header), the column and the line.
 
@@ -1330,12 +1377,19 @@ def read_csv(path: Path, problems: Problems) -> list[Row]:
     mine = Problems()
     csv.field_size_limit(2**31 - 1)
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        content = path.read_bytes()
     except OSError as error:
         problems.add(str(path), f"cannot be read ({error.strerror})", "Check the path and its permissions")
         return []
+    for start, kind in FOREIGN.items():
+        if content.startswith(start):
+            fix = "Open it in a spreadsheet and save it as 'CSV UTF-8'"
+            problems.add(str(path), f"it is {kind}, not UTF-8 text", fix)
+            return []
+    try:
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line = path.read_bytes()[: error.start].count(b"\n") + 1
+        line = content[: error.start].count(b"\n") + 1
         problems.add(
             f"{path}, line {line}",
             f"byte {error.start} is not UTF-8",
@@ -1377,10 +1431,9 @@ def read_csv(path: Path, problems: Problems) -> list[Row]:
         problems.add(f"{path}, header", "its cells are separated by semicolons or tabs", "Save it with commas")
         return []
     if "prompt" not in header and "user" not in header:
-        near = difflib.get_close_matches("prompt", header, 1, 0.6)
         mine.add(
             f"{path}, header",
-            "there is neither a `prompt` nor a `user` column" + (f" (should {near[0]!r} be `prompt`?)" if near else ""),
+            "there is neither a `prompt` nor a `user` column" + near_column("prompt", header),
             "Add one of them; docs/data.md shows both forms",
         )
     actions = sorted(int(m[1]) for name in header if (m := REWARD_COLUMN.fullmatch(name)))
@@ -1388,12 +1441,15 @@ def read_csv(path: Path, problems: Problems) -> list[Row]:
         gap = next(k for k in range(len(actions) + 1) if k not in actions)
         mine.add(
             f"{path}, header",
-            f"reward_action_{gap} is missing beside {', '.join(f'reward_action_{k}' for k in actions)}",
+            f"reward_action_{gap} is missing beside {', '.join(f'reward_action_{k}' for k in actions)}"
+            + near_column(f"reward_action_{gap}", header),
             "Number the actions from 0 without a gap",
         )
     elif len(actions) == 1:
         mine.add(
-            f"{path}, header", "there is only one action, reward_action_0", "GRPO needs at least two actions to compare"
+            f"{path}, header",
+            "there is only one action, reward_action_0" + near_column("reward_action_1", header),
+            "GRPO needs at least two actions to compare",
         )
     if not records[1:]:
         mine.add(str(path), "there is no row below the header", "Add at least one row")
@@ -1539,7 +1595,8 @@ MAY_CHANGE = {
     "PARITY", "PARITY_LIMIT", "USE_VLLM", "ROLLOUT_SYNC",
 }  # fmt: skip
 COMPLETE = "complete.json"  # the very last file that a run writes, after its zip
-CHECKPOINT_FILES = ("trainer_state.json", "adapter_model.safetensors", "optimizer.pt", "scheduler.pt")
+ADAPTER = "adapter_model.safetensors"
+CHECKPOINT_FILES = ("trainer_state.json", ADAPTER, "optimizer.pt", "scheduler.pt")
 
 
 @dataclass(frozen=True)
@@ -1558,16 +1615,40 @@ def run_folder(settings: Settings) -> Path:
     return Path(settings.OUTPUT_DIR).expanduser().resolve()
 
 
+def checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """Step and folder of every checkpoint, whole or not, in order."""
+    steps = ((path.name.removeprefix("checkpoint-"), path) for path in folder.glob("checkpoint-*") if path.is_dir())
+    return sorted((int(step), path) for step, path in steps if step.isdigit())
+
+
+def was_written(path: Path) -> bool:
+    """Whether a checkpoint was written to its end, which is trainer_state.json, and still holds its adapter."""
+    with contextlib.suppress(ValueError, OSError):
+        json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
+        return (path / ADAPTER).is_file()
+    return False
+
+
 def last_checkpoint(folder: Path) -> tuple[int, Path | None]:
     """Step and folder of the last complete checkpoint: one that was cut off while it was written does not count."""
-    found = []
-    for path in folder.glob("checkpoint-*"):
-        step = path.name.removeprefix("checkpoint-")
-        if step.isdigit() and all((path / name).is_file() for name in CHECKPOINT_FILES):
-            with contextlib.suppress(ValueError, OSError):  # trainer_state.json is written last
-                json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
-                found.append((int(step), path))
-    return max(found, default=(0, None), key=lambda pair: pair[0])
+    for step, path in reversed(checkpoints(folder)):
+        if was_written(path) and all((path / name).is_file() for name in CHECKPOINT_FILES):
+            return step, path
+    return 0, None
+
+
+def unresumable(folder: Path, step: int) -> str | None:
+    """What training on from `step`, that of the last complete checkpoint, would replace although it is of a later step;
+    None where there is no such thing. An unpacked zip is like that, and a run whose checkpoints were deleted."""
+    steps = 0
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        steps = json.loads((folder / COMPLETE).read_text(encoding="utf-8"))["steps"]
+    if steps > step:
+        return f"a complete run of {steps} steps"
+    if not step and (folder / ADAPTER).is_file():  # no run leaves it without a checkpoint
+        return "a trained adapter"
+    stripped = [path.name for _, path in checkpoints(folder) if was_written(path)]
+    return f"the adapter of {stripped[-1]}" if stripped and not step else None
 
 
 def data_fingerprint(rows: Sequence[Row]) -> str:
@@ -1586,6 +1667,9 @@ def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> 
         problems.add(
             where, "it is not a folder" if settings.OUTPUT_DIR.strip() else "it is empty", "Name a folder for the run"
         )
+        return RunState(folder)
+    if not existing_parent(folder).is_dir():
+        problems.add(where, f"{existing_parent(folder)} is a file, not a folder", "Choose a place inside a folder")
         return RunState(folder)
     if not os.access(existing_parent(folder), os.W_OK):
         problems.add(where, f"{existing_parent(folder)} is not writable", "Choose a folder that is")
@@ -1607,9 +1691,14 @@ def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> 
         )
         return RunState(folder)
     if settings.OVERWRITE:
-        used = {Path.cwd(), *(Path(row.file).resolve() for row in rows)}
-        used |= {Path(settings.MODEL_ID).resolve()} if Path(settings.MODEL_ID).exists() else set()
-        for path in sorted(path for path in used if path.is_relative_to(folder)):
+        used = {Path.cwd(), *(Path(row.file) for row in rows)}
+        for name in ("DATA", "EVAL_DATA", "EVAL_PROFILE"):  # also those that this run has no use for
+            used.update(find_files(name, getattr(settings, name), Problems()))
+        used |= {Path(settings.MODEL_ID)} if Path(settings.MODEL_ID).exists() else set()
+        # The user's reward functions were imported, with all that they import.
+        files = (getattr(module, "__dict__", {}).get("__file__") for module in [*sys.modules.values()])
+        used |= {Path(file) for file in files if file}
+        for path in sorted(path for path in {path.resolve() for path in used} if path.is_relative_to(folder)):
             problems.add("OVERWRITE", f"it would delete {path}, which this run needs", f"Move that away, or {other}")
         return RunState(folder, exists=True)
     step, checkpoint = last_checkpoint(folder)
@@ -1619,6 +1708,14 @@ def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> 
             f"it holds a run (last checkpoint: step {step}) and RESUME=never",
             f"Set OVERWRITE=1 to delete it, or {other}",
         )
+    elif lost := unresumable(folder, step):
+        what = f"it holds {lost}, but not the optimizer state that it takes to continue (a run's zip has none)"
+        use = f"Use it as it is (python scripts/evaluate.py --adapter {shlex.quote(str(folder))})"
+        problems.add(where, what, f"{use}, set OVERWRITE=1 to delete it, or {other}")
+        return RunState(folder, exists=True)
+    elif step > settings.TOTAL_STEPS:
+        fix = f"Set TOTAL_STEPS={step} or higher, OVERWRITE=1 to delete that run, or {other}"
+        problems.add("TOTAL_STEPS", f"the run in {folder} has {step} steps, more than {settings.TOTAL_STEPS}", fix)
     elif step >= settings.TOTAL_STEPS and (folder / COMPLETE).exists():
         fix = f"Raise TOTAL_STEPS to train on, set OVERWRITE=1 to delete it, or {other}"
         problems.add(where, f"it holds a run that is complete ({step} of {settings.TOTAL_STEPS} steps)", fix)
@@ -1671,11 +1768,7 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Pre
     eval_rows = read_rows("EVAL_DATA", settings.EVAL_DATA, problems) if settings.EVAL_SAMPLES else []
     for row in eval_rows:
         if not row.rewards:
-            problems.add(
-                f"{row.file}, columns",
-                "there is no column reward_action_0, reward_action_1, ...",
-                "Add them, or set EVAL_SAMPLES=0",
-            )
+            problems.add(f"{row.file}, columns", no_actions(row), "Add them, or set EVAL_SAMPLES=0")
             break
     specs = check_rewards(settings, rows, problems, sources["INVALID_REWARD"] == "environment")
     run = inspect_run(settings, rows, problems)
@@ -1713,7 +1806,9 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Pre
         if engine != rollouts[0]:
             if settings.USE_VLLM is None:
                 what = f"the run in {run.folder} was started with USE_VLLM={int(engine)}, now it is {int(rollouts[0])}"
-                fix = f"Set USE_VLLM={int(engine)} to continue as before, USE_VLLM={int(rollouts[0])} to go on like this"
+                fix = (
+                    f"Set USE_VLLM={int(engine)} to continue as before, USE_VLLM={int(rollouts[0])} to go on like this"
+                )
                 problems.add("USE_VLLM", f"{what} ({rollouts[1]})", fix)
         elif recorded and settings.GENERATION_BATCH is None:
             plan = dataclasses.replace(
@@ -1794,10 +1889,31 @@ def banner(check: Preflight) -> str:
     state = f"continues from step {check.run.step}" if check.run.checkpoint else "starts at step 0"
     if check.run.exists and s.OVERWRITE:
         state = "DELETES the run that is there (OVERWRITE=1)"
+    if any(problem.startswith("OUTPUT_DIR=") for problem in check.problems):
+        state = "cannot be used, see below"
     lines.append(f"  OUTPUT_DIR    {check.run.folder}: {state}")
-    if warning := attention_warning(check.attention[0]):
-        lines.append(boxed(warning))
+    lines += map(boxed, filter(None, [attention_warning(check.attention[0]), *data_warnings(check)]))
     return "\n".join(lines)
+
+
+def data_warnings(check: Preflight) -> list[str]:
+    """What a run with these rows has to be warned about: rows that teach nothing, an evaluation that is not held out."""
+    warnings, rows, held_out = [], check.rows, check.eval_rows
+    flat = flat_rows(rows)
+    if 2 * len(flat) > len(rows) and any(name in ("action", "best") for name, _ in check.reward_specs):
+        first = f"the first is {flat[0].file}, row {flat[0].number}"
+        warnings.append(f"{len(flat)} of {len(rows)} rows pay all their actions the same and teach nothing; {first}")
+    shipped = FIELDS["DATA"].default, FIELDS["DATA"].metadata["tiny"]
+    own = check.sources["DATA"] == "environment" and check.settings.DATA not in shipped
+    if held_out and own and check.sources["EVAL_DATA"] != "environment":
+        demo = "rows and closed loop" if check.closed_loop.prompt else "rows"
+        what = f"Evaluated on the demo's {demo} ({check.settings.EVAL_DATA}), nothing held out from your DATA"
+        warnings.append(f"{what}: set EVAL_DATA='...', or EVAL_SAMPLES=0 to skip")
+    prompts = [{row.prompt or row.messages for row in part} for part in (rows, held_out)]
+    if shared := len(prompts[0] & prompts[1]):
+        what = f"{shared} of {len(prompts[1])} held-out prompts are in DATA as well"
+        warnings.append(f"{what}: what they score was trained, not held out. Take them out of one of the two")
+    return warnings
 
 
 def prepare_run(check: Preflight) -> None:
@@ -1809,9 +1925,9 @@ def prepare_run(check: Preflight) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if check.run.exists and not s.OVERWRITE:
         (folder / COMPLETE).unlink(missing_ok=True)  # TOTAL_STEPS was raised
-        for path in folder.glob("checkpoint-*"):  # newer than the last complete one: cut off while it was written
-            if int(re.sub(r"\D", "", path.name) or 0) > check.run.step:
-                shutil.rmtree(path)
+        for step, path in checkpoints(folder):
+            if step > check.run.step:  # most likely cut off while it was written
+                set_aside(path)
         for name in ("metrics.csv", "completions.csv"):
             trim_csv(folder / name, check.run.step)
     record = {
@@ -1833,6 +1949,16 @@ def prepare_run(check: Preflight) -> None:
     versions = {"python": platform.python_version()} | installed_versions([*TESTED, "vllm", "triton", "pandas"])
     write_text(folder / "settings.json", json.dumps(record, indent=2, allow_nan=True) + "\n")
     write_text(folder / "versions.json", json.dumps(versions, indent=2) + "\n")
+
+
+def set_aside(checkpoint: Path) -> None:
+    """Rename a checkpoint that cannot be continued to `superseded-checkpoint-N`: the Trainer neither counts nor deletes
+    it then. One without an adapter is deleted."""
+    if not (checkpoint / ADAPTER).is_file():
+        shutil.rmtree(checkpoint)
+        return
+    names = (f"superseded-{checkpoint.name}" + f".{count}" * (count > 1) for count in itertools.count(1))
+    checkpoint.rename(next(path for name in names if not (path := checkpoint.with_name(name)).exists()))
 
 
 def lock_run(folder: Path) -> Any:
@@ -3758,6 +3884,7 @@ def grpo_config(settings: Settings, plan: Plan, cuda: bool) -> Any:
         gradient_checkpointing=s.GRADIENT_CHECKPOINTING,
         gradient_checkpointing_kwargs={"use_reentrant": False},
         logging_steps=1,
+        disable_tqdm=not sys.stderr.isatty(),  # a file would be full of bars, and the lines of the steps tell all
         save_strategy="steps",
         save_steps=s.SAVE_STEPS,
         save_total_limit=s.SAVE_TOTAL_LIMIT,
@@ -3773,7 +3900,7 @@ def make_trainer(check: Preflight, run: RunContext, model: Any, tokenizer: Any) 
     """TRL's GRPOTrainer with this file's Rollouts and Learner over it."""
     import torch
     from datasets import Dataset
-    from transformers.trainer_callback import ProgressCallback, TrainerCallback
+    from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback
     from trl import GRPOTrainer
 
     trainer_class = type("Trainer", (Rollouts, Learner, GRPOTrainer), {"run": run})
@@ -3790,8 +3917,15 @@ def make_trainer(check: Preflight, run: RunContext, model: Any, tokenizer: Any) 
         callbacks=[type("Watch", (Watch, TrainerCallback), {})(run)],
     )
     trainer.current_gradient_accumulation_steps = 1  # the Trainer sets it when it trains, losses ask for it before
-    trainer.remove_callback(ProgressCallback)
-    trainer.add_callback(type("Bar", (Bar, ProgressCallback), {})(run))
+    trainer.remove_callback(PrinterCallback if trainer.args.disable_tqdm else ProgressCallback)
+    if not trainer.args.disable_tqdm:
+        trainer.add_callback(type("Bar", (Bar, ProgressCallback), {})(run))
+    # PEFT writes README.md into every folder that the adapter is saved in, with the path of the base model's files; TRL
+    # writes one into OUTPUT_DIR.
+    trainer.create_model_card = lambda **options: None
+    trainer.model.create_or_update_model_card = lambda folder: write_text(
+        Path(folder) / "README.md", model_card(check, trainer.state.global_step)
+    )
     return trainer
 
 
@@ -3912,6 +4046,23 @@ def parse_rate_warning(history: Sequence[float]) -> str | None:
     return None
 
 
+def reward_warning(history: Sequence[tuple[float, float]]) -> str | None:
+    """A sentence when steps teach nothing: the last one has no reward at all, or the last 5 have none that differ inside
+    a group. `history`: mean reward and zero_std_fraction of each step. None while all is well."""
+    if history and math.isnan(history[-1][0]):
+        return (
+            "the reward is nan: every completion of this step was left out, so it taught nothing. Look at completions.csv; "
+            "set INVALID_REWARD to a number, or mend the function in REWARDS that returns nan or None"
+        )
+    if len(history) >= 5 and all(share == 1 for _, share in history[-5:]):
+        return (
+            "all completions of each prompt got the same reward in the last 5 steps: nothing is learned. Look at "
+            "completions.csv: where they read alike, raise TEMPERATURE or NUM_GENERATIONS; where they do not, REWARDS or "
+            "the reward columns of DATA do not tell them apart"
+        )
+    return None
+
+
 class RunContext:
     """What the parts of the trainer share: rows, plan, timers and the logs of OUTPUT_DIR."""
 
@@ -3932,9 +4083,14 @@ class RunContext:
         self.rollout: dict[str, float] = {}
         self.step_started = self.step_seconds = 0.0
         with (self.folder / "metrics.csv").open(newline="", encoding="utf-8") as file:  # of a resumed run
-            self.parse_history = [float(row["parse_rate"]) for row in csv.DictReader(file)]
-        self.warned_at = -WARN_EVERY
+            rows_before = list(csv.DictReader(file))
+        self.parse_history = [float(row["parse_rate"]) for row in rows_before]
+        self.reward_history = [
+            (float(row["reward"] or "nan"), float(row["zero_std_fraction"] or "nan")) for row in rows_before
+        ]
+        self.warned_at: dict[Callable[..., Any], int] = {}
         self.stop_signal = 0
+        self.stop_at_once = True  # while there is nothing to lose: before training, and in the evaluation after it
         self.last: dict[str, Any] = {}
 
     def record_rollout(self, step: int, read: Sequence[Completion], totals: Sequence[float]) -> None:
@@ -3956,7 +4112,8 @@ class RunContext:
         self.rollout = completion_rates(read)
 
     def record_step(self, step: int, logs: Mapping[str, Any]) -> None:
-        """Write a step's row of metrics.csv and a line of training.log, and warn when answers stop parsing."""
+        """Write a step's row of metrics.csv and a line of training.log, and warn when answers stop parsing or rewards stop
+        teaching."""
         import torch
 
         seconds = {name: self.seconds[name] for name in self.seconds}
@@ -3994,9 +4151,13 @@ class RunContext:
         message = "step %d/%d: reward %s, parse rate %.2f, clipped %.2f, %.0f tokens, %.1f s (rollout %.1f, learn %.1f)"
         reward, total = formatted["reward"] or "nan", self.settings.TOTAL_STEPS
         log.info(message, step, total, reward, row["parse_rate"], row["clipped_ratio"], row["tokens_mean"], row["step_s"], row["rollout_s"], row["learn_s"])  # fmt: skip
-        if step - self.warned_at >= WARN_EVERY and (warning := parse_rate_warning(self.parse_history)):
-            self.warned_at = step
-            log.warning(warning)
+        self.reward_history.append(
+            tuple(math.nan if row[name] is None else row[name] for name in ("reward", "zero_std_fraction"))
+        )
+        for warn, history in ((parse_rate_warning, self.parse_history), (reward_warning, self.reward_history)):
+            if step - self.warned_at.get(warn, -WARN_EVERY) >= WARN_EVERY and (warning := warn(history)):
+                self.warned_at[warn] = step
+                log.warning(warning)
 
 
 def completion_rates(read: Sequence[Completion]) -> dict[str, float]:
@@ -4064,13 +4225,29 @@ class Bar:
             )
 
 
+def leave_terminal() -> None:
+    """Let what goes to stdout and stderr go nowhere where nobody reads it any more (a lost SSH session, a `| tee` that
+    ended): writing there raises OSError, which must not end a run or change its exit code."""
+    for stream in (1, 2):
+        poll = select.poll()
+        poll.register(stream, 0)  # errors and hang-ups are always reported
+        if poll.poll(0):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream)
+            os.close(nowhere)
+
+
 class TerminalHandler(logging.StreamHandler):
     """Writes above the progress bar instead of through it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         from tqdm import tqdm
 
-        tqdm.write(self.format(record), file=sys.stdout)
+        text = self.format(record)
+        try:
+            tqdm.write(text, file=sys.stdout)
+        except (OSError, RuntimeError):  # nobody reads, or a signal's message met another one: training.log has it
+            leave_terminal()
 
 
 def start_logging(folder: Path) -> None:
@@ -4078,7 +4255,9 @@ def start_logging(folder: Path) -> None:
     formatter = logging.Formatter("%(asctime)s %(levelname).1s %(name)s: %(message)s", "%H:%M:%S")
     root = logging.getLogger()
     root.setLevel(logging.WARNING)
-    for handler in (TerminalHandler(), logging.FileHandler(folder / "training.log", encoding="utf-8")):
+    file = logging.FileHandler(folder / "training.log", encoding="utf-8")
+    file.handleError = lambda record: None  # a full disk: what is written for the run itself fails, and says so once
+    for handler in (TerminalHandler(), file):
         handler.setFormatter(formatter)
         root.addHandler(handler)
     log.setLevel(logging.INFO)
@@ -4086,19 +4265,82 @@ def start_logging(folder: Path) -> None:
     # INVALID_REWARD=nan makes TRL print a whole row, prompt included, at every step: parse_rate says it shorter.
     unscorable = "All reward functions returned None"
     logging.getLogger("trl.trainer.grpo_trainer").addFilter(lambda record: unscorable not in record.getMessage())
-    sys.excepthook = lambda kind, error, trace: log.critical("the run failed", exc_info=(kind, error, trace))
+
+
+def model_card(check: Preflight, step: int) -> str:
+    """README.md of an adapter after `step` steps, as the Hub reads it (https://huggingface.co/docs/hub/model-cards).
+
+    A local base model is named after its folder, not after its path on this machine.
+    """
+    s = check.settings
+    local = s.MODEL_ID == "tiny" or Path(s.MODEL_ID).is_dir()
+    base = Path(s.MODEL_ID).resolve().name if local else s.MODEL_ID
+    base_model = "" if local else f"\nbase_model: {base}"
+    return f"""---
+library_name: peft
+pipeline_tag: text-generation
+tags: [grpo, lora]{base_model}
+---
+
+# {run_folder(s).name}
+
+A LoRA adapter for {base}, trained for {step} steps with GRPO ([paper](https://arxiv.org/abs/2402.03300)): rank {s.LORA_R}
+on {s.LORA_TARGETS}, {s.PROMPTS_PER_STEP} prompts a step with {s.NUM_GENERATIONS} completions each, rewards: {s.REWARDS}.
+The run's `settings.json` holds every setting, `versions.json` the packages' versions, `metrics.csv` each step.
+
+To load it, from the folder of this file{" and with the path of the base model's folder" if local else ""}:
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+base = AutoModelForCausalLM.from_pretrained("{base}", dtype="auto", device_map="auto")
+model = PeftModel.from_pretrained(base, ".")
+tokenizer = AutoTokenizer.from_pretrained(".")
+```
+"""
+
+
+def continuation(folder: Path, settings: Mapping[str, Any]) -> str:
+    """What the same command does with the run in `folder` that ended before it was complete."""
+    hinders = ["OVERWRITE=1"] if settings.get("OVERWRITE") else []
+    hinders += ["RESUME=never"] if settings.get("RESUME") == "never" else []
+    again = "the same command" + (f" WITHOUT {' and '.join(hinders)}" if hinders else "")
+    step, checkpoint = last_checkpoint(folder)
+    return f"{again} continues from step {step}" if checkpoint else f"{again} starts at step 0: no checkpoint was saved"
+
+
+def full_disk(error: BaseException, folder: Path) -> str | None:
+    """The disk that is full, where an exception or one that it came from says so; None for any other.
+
+    safetensors and torch.save raise no OSError (torch: `enforce fail at inline_container.cc`, for every failed write).
+    """
+    ours = f"OUTPUT_DIR={folder}"
+    places = {ours: str(folder)} | {name: name for name in (tempfile.gettempdir(), "/dev/shm") if Path(name).exists()}
+    full = [name for name, place in places.items() if shutil.disk_usage(place).free < 2**26]
+    cause: BaseException | None = error
+    while cause is not None:
+        said = getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+        said |= bool(re.search(r"No space left on device|Disk quota exceeded", str(cause)))
+        if said or (ours in full and "inline_container" in str(cause)):
+            return next(iter(full), ours)  # none: a quota, or space was freed in the meantime
+        cause = cause.__cause__ or cause.__context__
+    return None
 
 
 def write_zip(folder: Path) -> Path:
     """OUTPUT_DIR.zip beside OUTPUT_DIR: everything but optimizer states and half-written files, whole or not at all."""
     target = folder.with_name(folder.name + ".zip")
     temporary = target.with_name(target.name + ".tmp")
-    with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
-        for path in sorted(folder.rglob("*")):
-            state = path.name in ("optimizer.pt", "scheduler.pt") or path.name.startswith("rng_state")
-            if path.is_file() and not state and path.suffix != ".tmp":
-                archive.write(path, path.relative_to(folder.parent))
-    os.replace(temporary, target)
+    try:
+        with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+            for path in sorted(folder.rglob("*")):
+                state = path.name in ("optimizer.pt", "scheduler.pt") or path.name.startswith("rng_state")
+                if path.is_file() and not state and path.suffix != ".tmp":
+                    archive.write(path, path.relative_to(folder.parent))
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)  # a part of a zip would only fill a disk that is full already
     return target
 
 
@@ -4233,8 +4475,8 @@ def plan_closed_loop(
 
 def measure_closed_loop(check: Preflight, trainer: Any, base: bool) -> None:
     """closed_loop.json: the base model or the trained adapter controls the plant through the windows of EVAL_PROFILE. A
-    resumed run keeps the base model's; a run that is asked to end does not wait for it."""
-    s, run, plan, started = check.settings, trainer.run, check.closed_loop, time.perf_counter()
+    resumed run keeps the base model's."""
+    s, plan, started = check.settings, check.closed_loop, time.perf_counter()
     if not plan.prompt:
         log.info("no closed loop: %s", plan.reason)
         return
@@ -4250,8 +4492,6 @@ def measure_closed_loop(check: Preflight, trainer: Any, base: bool) -> None:
 
     def ask(prompts: Sequence[str], samples: int, hour: int) -> list[str]:
         nonlocal said
-        if run.stop_signal:
-            raise InterruptedError
         if time.perf_counter() - said > 30:
             said = time.perf_counter()
             log.info("closed loop, %s model: decision %d of %d", name, hour + 1, loop.DECISIONS)
@@ -4259,15 +4499,11 @@ def measure_closed_loop(check: Preflight, trainer: Any, base: bool) -> None:
         ids = complete(trainer, [p for p in prompts for _ in range(samples)], samples, base, hour + 1)
         return trainer.processing_class.batch_decode(ids, skip_special_tokens=False)
 
-    try:
-        if name not in record["totals"]:
-            loop.run_model(record, name, plan.cases, ask, render_prompt)
-    except InterruptedError:
-        log.warning("the closed loop was left: the run is asked to end")
-        return
+    if name not in record["totals"]:
+        loop.run_model(record, name, plan.cases, ask, render_prompt)
     loop.write_record(record, path)
     regret = record["totals"][name]["regret_percent"]
-    shown = "" if regret is None else f": regret {regret:.1f} % of the optimum's CO2"
+    shown = "" if regret is None else f": regret {regret:.1f} % of the optimum's priced CO2"
     log.info("closed loop, %s model%s (%.1f s)", name, shown, time.perf_counter() - started)
     if not base:
         log.info("\n%s\n", loop.table(record))
@@ -4318,21 +4554,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.help:
         print(help_text())
         return 0
-    problems = [
-        f"{word}: no such option. Settings are environment variables: {word.lstrip('-')} python train_grpo.py"
-        if "=" in word
-        else f"{word}: no such option. There are --help and --check"
-        for word in rest
-    ]
-    check = preflight(os.environ)
-    problems += check.problems
-    print(banner(check))
-    if problems:
-        return fail(problems)
-    if options.check:
-        print("\nEvery check passed. Nothing was started.")
-        return 0
-    return run(check)
+    problems = [unknown_option(word) for word in rest]
+    try:
+        check = preflight(os.environ)
+        problems += check.problems
+        print(banner(check))
+        if problems:
+            return fail(problems)
+        if options.check:
+            print("\nEvery check passed. Nothing was started.")
+            return 0
+        return run(check)
+    except KeyboardInterrupt:  # `launch` answers the later ones
+        print("\ninterrupted before the run began: nothing was written to OUTPUT_DIR", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def run(check: Preflight) -> int:
@@ -4369,14 +4604,46 @@ def unseen_gpu(machine: Machine) -> str | None:
 
 
 def launch(check: Preflight, model_path: str) -> int:
-    """Load the model, start the engine, train. Exit code of the run."""
+    """Make OUTPUT_DIR ready, then `load_and_train`. Exit code of the run, however it ends."""
     import torch
 
-    s, started = check.settings, time.time()
     if problem := unseen_gpu(check.machine) or unusable_attention(check.attention[0]):
         return fail([problem])
     prepare_run(check)
-    start_logging(check.run.folder)
+    folder, settings = check.run.folder, vars(check.settings)
+    start_logging(folder)
+    try:
+        return load_and_train(check, model_path)
+    except KeyboardInterrupt as stop:
+        log.warning("stopped at once; %s", continuation(folder, settings))
+        return 128 + (stop.args[0] if stop.args else signal.SIGINT)
+    except ParityError as error:
+        log.critical("PARITY: %s", error)
+        return 3
+    except EngineError as error:
+        log.critical("vLLM: %s", error)
+        pack(folder)
+        return 4
+    except torch.OutOfMemoryError as error:
+        way = "EXPERTS=mxfp4 takes less memory, or free some of the GPU; then the same command continues"
+        if smaller := check.plan.micro_batch // 2:
+            way = f"MICRO_BATCH={smaller} learns the same in smaller passes; with it, the same command continues"
+        log.critical("out of memory: %s", str(error).splitlines()[0])
+        log.critical(way)
+        pack(folder)
+        return 1
+    except Exception as error:
+        if disk := full_disk(error, folder):
+            log.critical("no space left on the disk of %s: free some, %s", disk, continuation(folder, settings))
+        else:
+            log.critical("the run failed", exc_info=True)
+            log.critical("when its cause is mended, %s", continuation(folder, settings))
+        return 1
+
+
+def load_and_train(check: Preflight, model_path: str) -> int:
+    """Load the model, start the engine, train. Exit code of a run that ends as it should, or is interrupted."""
+    s, started = check.settings, time.time()
     if check.run.checkpoint is None:
         log.info("\n%s\n", banner(check))
     else:
@@ -4406,26 +4673,14 @@ def launch(check: Preflight, model_path: str) -> int:
     trainable = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     log.info("adapter: %s trainable parameters on %s", f"{trainable:,}", s.LORA_TARGETS)
 
-    for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, lambda number, frame: on_signal(context, number))
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if name != signal.SIGHUP or signal.getsignal(name) != signal.SIG_IGN:  # nohup
+            signal.signal(name, lambda number, frame: on_signal(context, number))
     try:
         if check.rollouts[0]:
             context.engine = start_engine(s, check.plan.engine, model_path, trainer.eos_token_ids)
             parity_gate(trainer)
         return train(check, context, trainer)
-    except ParityError as error:
-        log.critical("PARITY: %s", error)
-        return 3
-    except EngineError as error:
-        log.critical("vLLM: %s", error)
-        pack(context.folder)
-        return 4
-    except torch.OutOfMemoryError as error:
-        smaller = max(1, check.plan.micro_batch // 2)
-        log.critical("out of memory: %s", str(error).splitlines()[0])
-        log.critical("MICRO_BATCH=%d learns the same in smaller passes; with it, the same command continues", smaller)
-        pack(context.folder)
-        return 1
     finally:
         if context.engine is not None:
             shutil.rmtree(context.engine.folder, ignore_errors=True)
@@ -4434,16 +4689,20 @@ def launch(check: Preflight, model_path: str) -> int:
 def train(check: Preflight, context: RunContext, trainer: Any) -> int:
     """Evaluation, training, evaluation, and what the run leaves."""
     measure(check, trainer, base=True)
+    context.stop_at_once = False
     trainer.train(resume_from_checkpoint=str(check.run.checkpoint) if check.run.checkpoint else None)
 
     trainer.save_model(str(context.folder))
     trainer.processing_class.save_pretrained(str(context.folder))
     if not context.stop_signal:
-        measure(check, trainer, base=False)
+        context.stop_at_once = True
+        with contextlib.suppress(KeyboardInterrupt):
+            measure(check, trainer, base=False)
+        context.stop_at_once = False
     archive = pack(context.folder)
     if context.stop_signal:
-        again = "the same command" + " WITHOUT OVERWRITE=1" * check.settings.OVERWRITE
-        log.warning("interrupted at step %d; %s continues. So far: %s", trainer.state.global_step, again, archive)
+        again = continuation(context.folder, vars(check.settings))
+        log.warning("interrupted at step %d; %s. So far: %s", trainer.state.global_step, again, archive)
         return 128 + context.stop_signal
     write_text(context.folder / COMPLETE, json.dumps({"steps": trainer.state.global_step}) + "\n")
     log.info(
@@ -4457,10 +4716,20 @@ def train(check: Preflight, context: RunContext, trainer: Any) -> int:
 
 
 def on_signal(context: RunContext, number: int) -> None:
-    """The first Ctrl-C or SIGTERM ends the run after the step and a checkpoint, the second one at once."""
-    if context.stop_signal:
-        raise KeyboardInterrupt
-    context.stop_signal = number
+    """While the run trains, the first Ctrl-C, SIGTERM or SIGHUP ends it after the step and a checkpoint, and the second one
+    at once; at any other time the first one does.
+
+    Raises KeyboardInterrupt(number) to end it. A second SIGHUP is ignored: shell and kernel both send one when a terminal
+    is lost.
+    """
+    if number == signal.SIGHUP:
+        leave_terminal()
+        if context.stop_signal:
+            return
+    at_once = context.stop_at_once or context.stop_signal
+    context.stop_signal, context.stop_at_once = context.stop_signal or number, False
+    if at_once:
+        raise KeyboardInterrupt(number)
     log.warning("signal %d: finishing this step and saving a checkpoint; once more ends the run at once", number)
 
 

@@ -5,7 +5,7 @@
     python scripts/evaluate.py --adapter runs/first                 # a trained adapter (settings from its run)
     python scripts/evaluate.py --adapter runs/first --base-too      # and its base model, on the same seeds
     python scripts/evaluate.py --model tiny                         # a base model
-    python scripts/evaluate.py --adapter runs/first --profile mydays/*.csv --samples 8 --vote
+    python scripts/evaluate.py --adapter runs/first --profile profiles/*.csv --samples 8 --vote
 
 Every window is three days of a profile (docs/data.md) from 150 kWh. All windows are asked in one batch an hour; the
 answer moves the plant, and the plant's new state makes the next prompt. docs/evaluation.md defines every figure.
@@ -15,6 +15,7 @@ Exit codes: 0 done, 2 bad input (every problem is named), 4 vLLM failed, 1 anyth
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import math
 import os
@@ -476,6 +477,18 @@ def write_record(record: Mapping[str, Any], path: Path) -> None:
     os.replace(temporary, path)
 
 
+def check_writable(path: Path, problems: Any) -> None:
+    """Add a problem where `write_record` could not write `path`. Tried, because permission bits do not tell all of it."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        temporary = path.with_name(path.name + ".tmp")
+        temporary.touch()
+        temporary.unlink()
+    except OSError as error:
+        problems.add(str(path), f"cannot be written: {error.strerror}", "Name another --out, in a folder that exists")
+
+
 def table(record: Mapping[str, Any]) -> str:
     """The totals for the terminal."""
     count, hours = len(record["windows"]), record["windows"][0]["hours"]
@@ -687,6 +700,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in ("adapter_config.json", "adapter_model.safetensors"):
             if not (args.adapter / name).is_file():
                 problems.add(f"--adapter {args.adapter}", f"{name} is not there", "Name a run's folder or a checkpoint")
+    out = args.out or (args.adapter or Path()) / "closed_loop.json"
+    if args.out or not problems:  # a folder that is no adapter's has been told already
+        check_writable(out, problems)
     cases: list[Case] = []
     paths: list[Path] = []
     for name in args.profile:  # a name with a comma is one file here, not two as in a setting
@@ -701,10 +717,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     use_vllm, why = train_grpo.choose_rollouts(
         settings.USE_VLLM, machine.gpus, settings.MODEL_ID == "tiny", versions["vllm"]
     )
-    if settings.MODEL_ID == "tiny":
+    if settings.MODEL_ID == "tiny" and not problems:
         import make_model
 
-        make_model.build_tiny()
+        try:
+            make_model.build_tiny()
+        except make_model.ModelError as error:
+            problems.append(f"MODEL_ID=tiny: {error}")
     # Without its adapter there is nothing to look up: the base model may be another one than the default.
     missing = any(problem.startswith("--adapter") for problem in problems)
     files = None if missing else train_grpo.find_model(settings.MODEL_ID, problems)
@@ -717,15 +736,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if kind == "compact" and files.template is None:
         problems.add(f"MODEL_ID={settings.MODEL_ID}", "it has no chat template", "Add chat_template.jinja, or --prompt full")  # fmt: skip
         return refuse(problems)
-    out = args.out or (args.adapter or Path()) / "closed_loop.json"
     sampling = sampling_of(settings, kind)
     profiles = [shown_path(path) for path in paths]
     record = new_record(cases, profiles, args.samples, args.vote, sampling, args.start_kwh, args.hours_limit)
     if not keep_models(record, out) and out.exists():
         problems.add(str(out), "it holds another evaluation (other windows, samples or settings)", "Name another --out")
-    elif not out.absolute().parent.is_dir():
-        problems.add(str(out), "its folder does not exist", "Make it, or name another --out")
-    if problems:
         return refuse(problems)
 
     render = renderer(

@@ -378,33 +378,39 @@ def read_profile(path: str | Path, co2_column: str | None = None, load_column: s
 
     Columns are found by name (English or Japanese) unless they are named here. Days must be complete in the decision
     hours; night hours may be missing. A file may hold several blocks of consecutive days, each of four days or more.
-    Raises ProfileError listing every problem with file, row (the header is row 1) and column.
+    Raises ProfileError listing every problem with file, row (1 is the first below the header), line and column.
     """
     path = Path(path)
     try:
-        rows = list(csv.reader(io.StringIO(decode(path.read_bytes()), newline="")))
+        reader = csv.reader(io.StringIO(decode(path.read_bytes()), newline=""))
+        rows, line = [], 1  # pairs of (line that the row begins in, cells)
+        for cells in reader:
+            rows.append((line, cells))
+            line = reader.line_num + 1
     except OSError as error:
         raise ProfileError([f"{path}: cannot be read: {error.strerror}"]) from None
     except (ValueError, csv.Error) as error:
         raise ProfileError([f"{path}: {error}"]) from None
-    if not rows or not any(cell.strip() for cell in rows[0]):
-        raise ProfileError([f"{path}: is empty; the first row must name the columns"])
-    if len(rows[0]) < 3:
-        raise ProfileError([f"{path}: row 1: only {len(rows[0])} column(s) {rows[0]}; separate three by commas"])
-    columns, problems = find_columns(rows[0], {"co2": co2_column, "load": load_column})
+    header = rows[0][1] if rows else []
+    if not any(cell.strip() for cell in header):
+        raise ProfileError([f"{path}: is empty; the first line must name the columns"])
+    if len(header) < 3:
+        raise ProfileError([f"{path}, header: only {len(header)} column(s) {header}; separate three by commas"])
+    columns, problems = find_columns(header, {"co2": co2_column, "load": load_column})
     if problems:
-        raise ProfileError([f"{path}: row 1: {problem}" for problem in problems])
+        raise ProfileError([f"{path}, header: {problem}" for problem in problems])
     if columns["co2"] == columns["load"]:
-        raise ProfileError([f"{path}: row 1: column {rows[0][columns['co2']]!r} cannot be both co2 and load"])
+        raise ProfileError([f"{path}, header: column {header[columns['co2']]!r} cannot be both co2 and load"])
 
     hours: dict[datetime, tuple[float, float]] = {}
-    seen: dict[datetime, int] = {}
+    seen: dict[datetime, str] = {}
     previous: datetime | None = None
-    for number, row in enumerate(rows[1:], start=2):
+    for number, (line, row) in enumerate(((line, row) for line, row in rows[1:] if row), start=1):
         if not any(cell.strip() for cell in row):
-            continue  # a blank line
-        if len(row) != len(rows[0]):
-            problems.append(f"{path}: row {number}: {len(row)} cells, the header has {len(rows[0])} columns")
+            continue  # empty cells, as spreadsheets leave them behind the table
+        here = f"row {number} (line {line})"
+        if len(row) != len(header):
+            problems.append(f"{path}, {here}: {len(row)} cells, the header has {len(header)} columns")
             continue
         stamp: datetime | None = None
         values = {}
@@ -416,15 +422,15 @@ def read_profile(path: str | Path, co2_column: str | None = None, load_column: s
                 else:
                     values[kind] = parse_number(text, kind, stamp.hour if stamp else None)
             except ValueError as error:
-                problems.append(f"{path}: row {number}, column {rows[0][columns[kind]]!r}: {text!r} {error}")
+                problems.append(f"{path}, {here}, column {header[columns[kind]]!r}: {text!r} {error}")
         if stamp is None:
             continue
-        where = f"{path}: row {number}, column {rows[0][columns['datetime']]!r}: '{stamp}'"
+        where = f"{path}, {here}, column {header[columns['datetime']]!r}: '{stamp}'"
         if stamp in seen:
-            problems.append(f"{where} is in row {seen[stamp]} already; keep one of them")
+            problems.append(f"{where} is in {seen[stamp]} already; keep one of them")
         elif previous is not None and stamp < previous:
             problems.append(f"{where} comes after '{previous}'; sort the rows by time")
-        seen.setdefault(stamp, number)
+        seen.setdefault(stamp, here)
         previous = stamp
         hours[stamp] = (values.get("co2", 0.0), values.get("load", 0.0))
 
@@ -864,7 +870,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     mode.add_argument("--summary", action="store_true", help="tabulate the files that exist, write nothing")
     mode.add_argument("--profile", nargs="+", metavar="CSV", help="your own hourly profiles instead of synthetic days")
     parser.add_argument("--out", metavar="DIR", help="where the files are (default data/; required with --profile)")
-    parser.add_argument("--prompt", choices=("full", "compact", "both"), default="both", help="(default %(default)s)")
+    parser.add_argument(
+        "--prompt", choices=("full", "compact", "both"), help="(default both, with --profile full: every hour once)"
+    )
     seed = number(0, 2**32 - 1, int)
     parser.add_argument("--seed", type=seed, default=SEED, help="of days and trajectories (default %(default)s)")
     own = parser.add_argument_group("with --profile")
@@ -889,6 +897,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"{', '.join(only)}: only with --profile; the synthetic files have fixed settings")
     if args.profile and args.out is None:
         parser.error("--profile needs --out DIR, so that your files do not mix with the synthetic ones")
+    if args.prompt is None:  # in both forms, a folder of your own files would train every hour twice
+        args.prompt = "full" if args.profile else "both"
     return args
 
 
@@ -924,8 +934,8 @@ def own_files(args: argparse.Namespace, prompts: Sequence[str]) -> Iterator[tupl
     profiles: dict[str, Profile] = {}
     problems: list[str] = []
     for path in map(Path, args.profile):
-        names = {file_name(path.stem, prompt) for prompt in CONTEXT_COLUMNS}
-        taken = names & {file_name(stem, prompt) for stem in profiles for prompt in CONTEXT_COLUMNS}
+        names = {file_name(path.stem, prompt) for prompt in prompts}
+        taken = names & {file_name(stem, prompt) for stem in profiles for prompt in prompts}
         if taken:
             problems.append(f"{path}: another profile makes {', '.join(sorted(taken))} too; rename one of them")
             continue

@@ -448,8 +448,8 @@ def require_space(where: Path, needed: int) -> None:
     free = shutil.disk_usage(existing).free
     if free < needed:
         raise ModelError(
-            f"{where} needs {needed / 2**30:.1f} GiB and {existing} has {free / 2**30:.1f} GiB free: "
-            "choose another --out, fewer --layers, or free some space"
+            f"{where} needs {needed / 2**30:.2f} GiB and {existing} has {free / 2**30:.2f} GiB free: "
+            "free some space, or choose another folder"
         )
 
 
@@ -471,9 +471,11 @@ def new_directory(out: Path, force: bool) -> Iterator[Path]:
     out = out.absolute()
     occupied = out.exists() and (not out.is_dir() or any(out.iterdir()))
     if occupied and not force:
-        raise ModelError(f"{out} exists and is not empty: choose another --out or pass --force")
+        raise ModelError(
+            f"{out} exists and is not empty: move it away, choose another folder, or use make_model.py --force"
+        )
     if occupied and not _is_checkpoint(out):
-        raise ModelError(f"{out} exists and holds no gpt-oss checkpoint, so --force does not replace it")
+        raise ModelError(f"{out} exists and holds no gpt-oss checkpoint, so it is not replaced: move it away")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", suffix=".tmp", dir=out.parent))
@@ -1158,17 +1160,18 @@ def build_tiny(
         log: takes progress lines.
 
     Raises:
-        ModelError: if the directory cannot be written.
+        ModelError: if the directory cannot be written; it says how to choose another.
     """
     path = tiny_path(cache_dir)
     if not force and _is_checkpoint(path):
         return path
     try:
         write_tiny(path, force=force, log=log)
-    except (ModelError, OSError):
+    except (ModelError, OSError) as error:
         # The rename fails if another process was faster; its model is the same.
         if force or not _is_checkpoint(path):
-            raise
+            where = "XDG_CACHE_HOME=/another/folder keeps the tiny model elsewhere"
+            raise ModelError(f"the tiny model cannot be made: {error}. {where}") from error
     return path
 
 

@@ -6,13 +6,15 @@
     python scripts/watch.py runs/first --once     one picture
 
 It only reads files, anew for each picture, so it can be started before the run, beside it or after it, on another
-machine that sees the folder, and it survives a run that is interrupted, resumed or made anew. Without a terminal it
-prints plain text, one picture a step. Exit codes: 0, or 2 where RUN_DIR is not a folder.
+machine that sees the folder, and it survives a run that is interrupted, resumed or made anew. Whether a process still
+runs is known from the lock beside the folder, where the file system shares locks (a local disk and NFS do). Without a
+terminal it prints plain text, one picture a step. Exit codes: 0, or 2 where RUN_DIR is not a folder.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import math
 import re
 import statistics
@@ -58,6 +60,7 @@ class State:
     evaluation: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     waiting: str = ""
+    stopped: str = ""  # what the same command does, where no process holds the run's lock and it is not complete
     written: float = math.nan  # when metrics.csv last grew [s since 1970]
     now: float = math.nan
 
@@ -85,7 +88,20 @@ def read_state(folder: Path, now: float | None = None) -> State:
     # A resumed run with more steps finds the complete.json of its first part: that one does not count.
     steps = report.number(report.read_json(folder / train_grpo.COMPLETE).get("steps"))
     found["complete"] = steps >= (found["total"] or 0)
+    if not found["complete"] and settings and not is_running(folder):
+        found["stopped"] = f"no process is running; {train_grpo.continuation(folder, settings)}"
     return State(**found)
+
+
+def is_running(folder: Path) -> bool:
+    """Whether a process holds the lock of the run (`train_grpo.lock_run`); true where that cannot be known."""
+    folder = folder.resolve()
+    try:
+        with folder.with_name(f".{folder.name}.lock").open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:  # held, or there is no lock file: a copy of a run, or one that has not started
+        return True
+    return False
 
 
 def read_warnings(path: Path) -> list[str]:
@@ -170,14 +186,16 @@ def frame(state: State, ascii_only: bool = False) -> RenderableType:
     if state.complete:
         title.append("  complete", style="green")
     if not state.rows:
-        title.append(f"  waiting: {state.waiting}", style="yellow")
+        title.append(f"  {state.stopped or f'waiting: {state.waiting}'}", style="yellow")
         return Group(title, *warning_lines(state))
 
     last, recent = state.rows[-1], state.rows[-RECENT:]
     blocks = ASCII_BLOCKS if ascii_only else BLOCKS
     ago = state.now - state.written
     progress = Text(f"{last['step']}/{state.total or '?'}")
-    if state.total and last["step"] >= state.total and not state.complete:
+    if state.stopped:
+        progress.append(f"   last step {report.duration(max(0.0, ago))} ago; {state.stopped}", style="yellow")
+    elif state.total and last["step"] >= state.total and not state.complete:
         progress.append(f"   every step is done {report.duration(max(0.0, ago))} ago: evaluation and saving")
     elif not state.complete:
         progress.append(
@@ -222,8 +240,8 @@ def follow(folder: Path, console: Console, every: float = 1.0) -> None:
         while True:
             state = read_state(folder)
             last = state.rows[-1]["step"] if state.rows else state.waiting
-            if (last, state.complete) != seen:
-                seen = last, state.complete
+            if (last, state.complete, state.stopped) != seen:
+                seen = last, state.complete, state.stopped
                 console.print(frame(state, ascii_only), "")
             if state.complete:
                 return

@@ -279,9 +279,9 @@ def as_csv(table: list[list[str]]) -> str:
 
 
 def changed(row: int, column: int, text: str) -> str:
-    """A good profile with one cell changed; row as the messages count them."""
+    """A good profile with one cell changed; row as the messages count them, 0 is the header."""
     table = profile_rows()
-    table[row - 1][column] = text
+    table[row][column] = text
     return as_csv(table)
 
 
@@ -295,33 +295,41 @@ def with_column(name: str, where: int = 3) -> str:
 
 
 GOOD = as_csv(profile_rows())
-NOON = 14  # row of 12:00 on the first day
+NOON = 13  # row of 12:00 on the first day
 # Each case: a file that is accepted and one that is not for a single reason, and what the message must name.
 PROFILES = {
-    "not a number": (changed(NOON, 2, "30"), changed(NOON, 2, "30 kW"), ("row 14", "'load'", "'30 kW'", "number")),
-    "digits apart": (changed(NOON, 2, "10"), changed(NOON, 2, "1_0"), ("row 14", "'load'", "number")),
-    "nan": (changed(NOON, 1, "0.3"), changed(NOON, 1, "nan"), ("row 14", "'co2'", "finite")),
-    "empty cell": (changed(NOON, 1, " 0.3 "), changed(NOON, 1, ""), ("row 14", "'co2'", "empty")),
-    "negative load": (changed(NOON, 2, "0"), changed(NOON, 2, "-0.1"), ("row 14", "'load'", "negative")),
-    "negative co2": (changed(NOON, 1, "0"), changed(NOON, 1, "-0.1"), ("row 14", "'co2'", "negative")),
-    "grams": (changed(NOON, 1, "0.456"), changed(NOON, 1, "456"), ("row 14", "'co2'", "1000")),
-    "load at night": (changed(4, 2, "0"), changed(4, 2, "5"), ("row 4", "'load'", "outside 08:00-17:00")),
+    "not a number": (
+        changed(NOON, 2, "30"),
+        changed(NOON, 2, "30 kW"),
+        ("row 13 (line 14)", "'load'", "'30 kW'", "number"),
+    ),
+    "digits apart": (changed(NOON, 2, "10"), changed(NOON, 2, "1_0"), ("row 13 (line 14)", "'load'", "number")),
+    "nan": (changed(NOON, 1, "0.3"), changed(NOON, 1, "nan"), ("row 13 (line 14)", "'co2'", "finite")),
+    "empty cell": (changed(NOON, 1, " 0.3 "), changed(NOON, 1, ""), ("row 13 (line 14)", "'co2'", "empty")),
+    "negative load": (changed(NOON, 2, "0"), changed(NOON, 2, "-0.1"), ("row 13 (line 14)", "'load'", "negative")),
+    "negative co2": (changed(NOON, 1, "0"), changed(NOON, 1, "-0.1"), ("row 13 (line 14)", "'co2'", "negative")),
+    "grams": (changed(NOON, 1, "0.456"), changed(NOON, 1, "456"), ("row 13 (line 14)", "'co2'", "1000")),
+    "load at night": (changed(3, 2, "0"), changed(3, 2, "5"), ("row 3 (line 4)", "'load'", "outside 08:00-17:00")),
     "half hours": (
         changed(NOON, 0, "2025/4/14 12:00"),
         changed(NOON, 0, "2025-04-14 12:30:00"),
-        ("row 14", "full hour", "12:00"),
+        ("row 13 (line 14)", "full hour", "12:00"),
     ),
-    "no datetime": (changed(NOON, 0, "2025-04-14T12:00"), changed(NOON, 0, "noon"), ("row 14", "'datetime'", "'noon'")),
+    "no datetime": (
+        changed(NOON, 0, "2025-04-14T12:00"),
+        changed(NOON, 0, "noon"),
+        ("row 13 (line 14)", "'datetime'", "'noon'"),
+    ),
     "utc offset": (
         changed(NOON, 0, "2025-04-14 12:00"),
         changed(NOON, 0, "2025-04-14 12:00+09:00"),
-        ("row 14", "UTC offset"),
+        ("row 13 (line 14)", "UTC offset"),
     ),
-    "duplicate": (GOOD, changed(NOON, 0, "2025-04-14 11:00:00"), ("row 14", "row 13", "12:00")),
+    "duplicate": (GOOD, changed(NOON, 0, "2025-04-14 11:00:00"), ("row 13 (line 14)", "row 12 (line 13)", "12:00")),
     "unsorted": (
         GOOD,
         as_csv([*profile_rows()[:13], *profile_rows()[14:12:-1], *profile_rows()[15:]]),
-        ("row 15", "sort"),
+        ("row 14 (line 15)", "sort"),
     ),
     "missing hour": (
         as_csv(profile_rows()[:4] + profile_rows()[5:]),
@@ -335,11 +343,11 @@ PROFILES = {
         as_csv(profile_rows(8)[:97] + profile_rows(8)[121:]),
         ("2025-04-19 to 2025-04-21", "3 consecutive"),
     ),
-    "extra cell": (GOOD, GOOD.replace("0.312,32.5\n", "0.312,32,5\n", 1), ("row 14", "4 cells", "3 columns")),
+    "extra cell": (GOOD, GOOD.replace("0.312,32.5\n", "0.312,32,5\n", 1), ("row 13 (line 14)", "4 cells", "3 columns")),
     "blank lines": (GOOD.replace("\n", "\n\n"), "\n" + GOOD, ("is empty",)),
     "empty file": (GOOD, "", ("is empty",)),
     "only a header": (GOOD, "datetime,co2,load\n", ("0 day(s)",)),
-    "semicolons": (GOOD, GOOD.replace(",", ";"), ("commas",)),
+    "semicolons": (GOOD, GOOD.replace(",", ";"), ("mine.csv, header", "commas")),
     "no co2 column": (renamed("datetime", "Grid ＣＯ₂ (kg)", "x_load"), renamed("datetime", "grid", "load"), ("co2",)),
     "no load column": (renamed("datetime", "co2", "demand"), renamed("datetime", "co2", "kWh"), ("--load-column",)),
     "no time column": (renamed("timestamp", "co2", "load"), renamed("t", "co2", "load"), ("datetime",)),
@@ -377,7 +385,10 @@ def test_all_problems_are_named_at_once(tmp_path: Path, capsys: pytest.CaptureFi
     profiles = [str(tmp_path / name) for name in ("a.csv", "b.csv", "c.csv")]
     assert md.main(["--profile", *profiles, "--out", str(tmp_path / "out")]) == 2
     message = capsys.readouterr().err
-    parts = ("row 10, column 'co2'", "row 11, column 'load'", "row 12, column 'datetime'", "2 day(s)", "c.csv: cannot")
+    parts = (
+        "a.csv, row 9 (line 10), column 'co2'", "row 10 (line 11), column 'load'", "row 11 (line 12), column 'datetime'",
+        "2 day(s)", "c.csv: cannot",
+    )  # fmt: skip
     assert all(part in message for part in parts), message
     assert not (tmp_path / "out").exists()
 
@@ -387,6 +398,23 @@ def test_a_long_list_of_problems_is_cut(tmp_path: Path, capsys: pytest.CaptureFi
     path.write_text(GOOD.replace(",0.3", ",?0.3"))
     assert md.main(["--profile", str(path), "--out", str(tmp_path)]) == 2
     assert "and 66 more problem(s)" in capsys.readouterr().err  # 96 hours, 30 shown
+
+
+def test_rows_are_counted_as_by_the_trainer(tmp_path: Path) -> None:
+    """Below the header and without blank lines; the line is where the row begins."""
+    import train_grpo
+
+    path = tmp_path / "mine.csv"
+    head = "datetime,co2,load,prompt,reward_action_0,reward_action_1\n"
+    day = '2025-04-14 0{}:00,0.3,{},"two\nlines",1,{}\n'
+    path.write_text(head + day.format(8, 1, 1) + "\n" + day.format(9, "x", "x"))
+    with pytest.raises(md.ProfileError) as caught:
+        md.read_profile(path)
+    problems = train_grpo.Problems()
+    train_grpo.read_csv(path, problems)
+    (mine,), (theirs,) = ([line for line in lines if "'x'" in line] for lines in (caught.value.problems, problems))
+    assert mine.startswith(f"{path}, row 2 (line 5), column 'load': 'x'"), mine
+    assert theirs.startswith(f"{path}, row 2 (line 5), column reward_action_1: 'x'"), theirs
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "cp932"])
@@ -559,7 +587,7 @@ def test_own_profiles(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     long.write_text(as_csv(profile_rows(9)))
     short.write_bytes(PROFILES["japanese"][0].encode("utf-8-sig"))
     out = tmp_path / "out"
-    options = ["--out", str(out), "--trajectories", "2", "--explore", "0", "--start-kwh", "120"]
+    options = ["--out", str(out), "--prompt", "both", "--trajectories", "2", "--explore", "0", "--start-kwh", "120"]
     assert md.main(["--profile", str(long), str(short), *options]) == 0
     report = capsys.readouterr().out
     assert "long: 9 days, 2 window(s); not used: ['2025-04-21', '2025-04-22']" in report
@@ -575,6 +603,16 @@ def test_own_profiles(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     rows, added = table(out / "tes_long_compact.csv"), table(more / "tes_long_compact.csv")
     assert added[:120] == rows and len(added) > 130
     assert sum(" short 0 " not in row["user"] for row in added) >= 0.35 * len(added)
+
+
+def test_a_folder_of_own_files_holds_every_hour_once(tmp_path: Path) -> None:
+    """DATA='DIR/*.csv' takes all of them; the repository's own files are in both forms by default."""
+    (tmp_path / "long.csv").write_text(as_csv(profile_rows(7)))
+    out = tmp_path / "out"
+    assert md.main(["--profile", str(tmp_path / "long.csv"), "--out", str(out)]) == 0
+    assert [path.name for path in out.iterdir()] == ["tes_long.csv"] and len(table(out / "tes_long.csv")) == 60
+    assert md.main(["--out", str(tmp_path / "both")]) == 0
+    assert sorted(path.name for path in (tmp_path / "both").glob("tes_*")) == sorted(FILES)
 
 
 @pytest.mark.parametrize(
@@ -600,7 +638,7 @@ def test_profiles_that_would_overwrite_each_other(tmp_path: Path, capsys: pytest
     for name in ("a.csv", "a_compact.csv"):
         (tmp_path / name).write_text(GOOD)
     profiles = [str(tmp_path / name) for name in ("a.csv", "a_compact.csv")]
-    assert md.main(["--profile", *profiles, "--out", str(tmp_path)]) == 2
+    assert md.main(["--profile", *profiles, "--prompt", "both", "--out", str(tmp_path)]) == 2
     assert "tes_a_compact.csv too; rename" in capsys.readouterr().err
 
 

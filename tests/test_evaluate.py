@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import doctest
+import errno
 import json
 import logging
 import math
+import os
 import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import evaluate as ev
@@ -343,7 +346,7 @@ def test_a_profile_of_the_users_own_without_nights(tmp_path):
     check_schema(record, set())
     shown = record["windows"][0]["co2_kg_per_kwh"]
     assert [v is None for v in shown] == [h % 24 not in HOURS for h in range(72)] and shown[32] == 0.38
-    with pytest.raises(make_dataset.ProfileError, match=r"july.csv: .*kg"):
+    with pytest.raises(make_dataset.ProfileError, match=r"july.csv, row 1 .*kg"):
         path.write_text("datetime,co2,load\n2025-07-01 08:00,410,3\n")
         ev.read_cases(path)
 
@@ -385,7 +388,7 @@ def test_the_plan_reads_the_profiles_and_names_their_problems(tmp_path, good_csv
     settings = dataclasses.replace(settings, EVAL_PROFILE=f"{tmp_path}/bad.csv,{tmp_path}/none.csv")
     assert not plan_closed_loop(settings, rows, True, False, problems).prompt
     text = "\n".join(problems)
-    assert "none.csv" in text and "bad.csv: row 2, column 'co2': '410' is more than 2 kg/kWh" in text
+    assert "none.csv" in text and "bad.csv, row 1 (line 2), column 'co2': '410' is more than 2 kg/kWh" in text
 
 
 def test_a_report_that_fails_does_not_fail_the_run(monkeypatch, tmp_path, caplog):
@@ -497,18 +500,49 @@ def test_the_command_evaluates_an_adapter_and_its_base(run, tmp_path):
         (("--vote",), "needs --samples"),
         (("--hours-limit", "8"), "'8' is not int from 9 to 72"),
         (("--model", "tiny", "--adapter", "docs", "--profile", "nowhere.csv", "README.md"),
-         "adapter_config.json is not there|no file matches 'nowhere.csv'|README.md: row 1"),
-        (("--model", "tiny", "--out", "nowhere/x.json"), "its folder does not exist"),
+         "adapter_config.json is not there|no file matches 'nowhere.csv'|README.md, header"),
+        (("--model", "tiny", "--out", "nowhere/x.json"), "nowhere/x.json: cannot be written: No such file or directory"),
+        (("--model", "tiny", "--out", "docs"), "docs: cannot be written: Is a directory"),
+        (("--model", "tiny", "--out", "README.md/x.json"), "README.md/x.json: cannot be written: Not a directory"),
     ],
 )  # fmt: skip
-def test_wrong_input_is_named(arguments, words, tiny, capsys, monkeypatch):
+def test_wrong_input_is_named(arguments, words, capsys, monkeypatch):
+    """And before anything takes time: the tiny model is not even made."""
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("make_model.build_tiny", lambda: pytest.fail("made"))
     try:
         code = ev.main(arguments)
     except SystemExit as error:
         code = error.code
     shown = capsys.readouterr().err
     assert code == 2 and all(part in shown for part in words.split("|")), shown
+
+
+def test_a_result_that_could_not_be_written_is_found_before_the_model_is_asked(tmp_path, capsys, monkeypatch):
+    """By trying: what root may not write (/sys) or a full disk refuses is in no permission bit."""
+    monkeypatch.setattr("make_model.build_tiny", lambda: pytest.fail("made"))
+    touch = Path.touch
+
+    def full(path, *arguments, **named):
+        if path.parent == tmp_path:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        touch(path, *arguments, **named)
+
+    monkeypatch.setattr(Path, "touch", full)
+    assert ev.main(["--model", "tiny", "--out", str(tmp_path / "x.json")]) == 2
+    assert f"{tmp_path / 'x.json'}: cannot be written: No space left" in capsys.readouterr().err
+    monkeypatch.setattr(Path, "touch", touch)
+    problems = Problems()
+    ev.check_writable(tmp_path / "x.json", problems)
+    assert not problems and not list(tmp_path.iterdir()), "and a trial leaves nothing"
+
+
+def test_a_tiny_model_that_cannot_be_made_is_told(tmp_path, capsys, monkeypatch):
+    (tmp_path / "train_grpo").write_text("in the way")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert ev.main(["--model", "tiny", "--out", str(tmp_path / "x.json")]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("MODEL_ID=tiny: the tiny model cannot be made") and "XDG_CACHE_HOME" in shown
 
 
 def test_another_evaluation_is_not_overwritten(run, capsys):
@@ -555,18 +589,21 @@ def test_vllm_gets_the_adapter_from_its_folder(run, tiny, monkeypatch, tmp_path)
         ev.VllmModel(settings, files, str(tiny), None, dataclasses.replace(machine, gpu_free=0.0), 120, 6)
 
 
-def test_a_run_that_is_asked_to_end_leaves_the_closed_loop(monkeypatch, tmp_path, caplog):
+def test_a_run_that_is_ended_in_the_closed_loop_leaves_no_part_of_it(monkeypatch, tmp_path):
     plan = train_grpo.ClosedLoop("full", "", ("p.csv",), tuple(CASES))
     check = SimpleNamespace(settings=train_grpo.Settings(), run=SimpleNamespace(folder=tmp_path), closed_loop=plan,
                             files=SimpleNamespace(template=""))  # fmt: skip
-    trainer = SimpleNamespace(run=SimpleNamespace(stop_signal=0))
+    asked = []
 
     def completions(*arguments):
-        trainer.run.stop_signal = 15  # while the first hour is generated
+        asked.append(len(arguments[1]))
+        if len(asked) == 2:
+            raise KeyboardInterrupt  # as train_grpo's handler of signals does
         return [[0]] * len(arguments[1])
 
     monkeypatch.setattr(train_grpo, "complete", completions)
-    trainer.processing_class = SimpleNamespace(batch_decode=lambda ids, **options: ["[0]"] * len(ids))
-    with caplog.at_level(logging.WARNING, "train_grpo"):
+    batch_decode = SimpleNamespace(batch_decode=lambda ids, **options: ["[0]"] * len(ids))
+    trainer = SimpleNamespace(run=SimpleNamespace(stop_signal=0), processing_class=batch_decode)
+    with pytest.raises(KeyboardInterrupt):
         train_grpo.measure_closed_loop(check, trainer, base=True)
-    assert "the closed loop was left" in caplog.text and not list(tmp_path.iterdir())
+    assert len(asked) == 2 and not list(tmp_path.iterdir())

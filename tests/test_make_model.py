@@ -17,6 +17,7 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -416,6 +417,27 @@ def test_cache_is_used_and_interrupted_builds_leave_nothing(
     assert (tmp_path / tiny.name / "warmup.json").read_bytes() == (tiny / "warmup.json").read_bytes()
 
 
+@pytest.mark.parametrize("reason", ["space", "file", "junk"])
+def test_what_keeps_the_cache_from_being_written_fits_every_caller(
+    reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """train_grpo.py and evaluate.py make the tiny model too and know no --out, --layers or --force."""
+    cache, told = tmp_path / "cache", "GiB free: free some space"
+    if reason == "space":
+        monkeypatch.setattr(mm.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
+    elif reason == "file":
+        cache.write_text("in the way")
+        told = f"cannot write beside {mm.tiny_path(cache)}"
+    else:
+        mm.tiny_path(cache).mkdir(parents=True)
+        (mm.tiny_path(cache) / "left").write_text("over")
+        told = "holds no gpt-oss checkpoint, so it is not replaced: move it away"
+    with pytest.raises(mm.ModelError) as caught:
+        mm.build_tiny(cache, force=reason == "junk")  # as train_grpo.py calls it where something is there
+    message = str(caught.value)
+    assert told in message and "XDG_CACHE_HOME" in message and "--" not in message, message
+
+
 def test_cache_location(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert mm.tiny_path().parent == tmp_path / "train_grpo"
@@ -459,7 +481,7 @@ def test_check_command(small: Path) -> None:
         (["full", "--out", "{tmp}/new", "--no-tokenizer", "--layers", "99999999"], "GiB free"),
         (["tiny", "--seed", "1"], "give --out with another --seed"),
         (["tiny", "--out", "{tmp}"], "exists and is not empty"),
-        (["tiny", "--out", "{tmp}", "--force"], "holds no gpt-oss checkpoint, so --force does not replace it"),
+        (["tiny", "--out", "{tmp}", "--force"], "holds no gpt-oss checkpoint, so it is not replaced"),
         (["tiny", "--out", "{tmp}/file/model"], "cannot write"),
         (["check", "{tmp}"], "holds no config.json of model_type gpt_oss"),
         ([], "required: command"),

@@ -8,6 +8,8 @@ import doctest
 import json
 import math
 import os
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -117,7 +119,7 @@ def test_experts_choice():
     kind, reason = choose(None, True, wide, larger, 79.0)
     assert kind == "mxfp4" and f"passes of {wide.micro_batch}" in reason
     assert choose(None, False, wide, larger, 1.0)[0] == "bf16"
-    assert choose("bf16", True, wide, larger, 1.0) == ("bf16", "set by EXPERTS")
+    assert choose("bf16", True, wide, larger, 1.0) == ("bf16", "as EXPERTS says")
 
 
 def test_clip_range_choice():
@@ -558,7 +560,104 @@ def test_rewards_of_ones_own_need_no_columns(tmp_path, monkeypatch):
     ]
     assert not problems
     train_grpo.check_rewards(Settings(), [bare], problems)
-    assert "d.csv, columns: there is no column reward_action_0" in only(problems)
+    assert "d.csv, columns: there is no column reward_action_0" in only(problems) and "should" not in only(problems)
+    problems.clear()
+    named = dataclasses.replace(bare, columns={"user": "x", "Reward_Action_0": "1", "Reward_Action_1": "0"})
+    train_grpo.check_rewards(Settings(), [named], problems)
+    assert "(should 'Reward_Action_0' be `reward_action_0`?)" in only(problems)
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ("PROMPT,reward_action_0,reward_action_1", "(should 'PROMPT' be `prompt`?)"),
+        ("user,reward_action_0,Reward Action 1", "(should 'Reward Action 1' be `reward_action_1`?)"),
+        ("user,reward_action_0,reward_action_2,reward-action-1", "(should 'reward-action-1' be `reward_action_1`?)"),
+        ("user,reward_action_0,reward_action_2", "beside reward_action_0, reward_action_2. Number"),
+    ],
+)
+def test_the_column_that_was_meant_is_named(tmp_path, header, message):
+    (tmp_path / "d.csv").write_text(f"{header}\n{'x,' * header.count(',')}1\n")
+    problems = Problems()
+    train_grpo.read_csv(tmp_path / "d.csv", problems)
+    assert message in only(problems)
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (b"PK\x03\x04\x14\0\x06\0[Content_Types].xml", "an Excel workbook"),
+        (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "an Excel workbook (.xls)"),
+        ("user,reward_action_0,reward_action_1\nx,1,2\n".encode("utf-16"), "text in UTF-16"),
+        ("\ufeffuser,reward_action_0,reward_action_1\nx,1,2\n".encode("utf-16-be"), "text in UTF-16"),
+    ],
+)
+def test_files_that_are_no_csv_are_called_by_their_name(tmp_path, content, kind):
+    (tmp_path / "d.csv").write_bytes(content)
+    problems = Problems()
+    assert not train_grpo.read_csv(tmp_path / "d.csv", problems)
+    assert f"d.csv: it is {kind}" in only(problems) and "save it as 'CSV UTF-8'" in only(problems)
+
+
+def test_rows_that_teach_nothing(tmp_path):
+    """Every action pays the same: a problem where all rows are like that, as long as nothing else is rewarded."""
+    flat = dataclasses.replace(ROW, rewards=(0.5, 0.5))
+
+    def problems(text, *rows):
+        found = Problems()
+        train_grpo.check_rewards(Settings(REWARDS=text), rows, found)
+        return found
+
+    for text in ("action", "best", "action=2,best"):
+        assert "every row pays all its actions the same" in only(problems(text, flat, flat))
+        assert not problems(text, flat, flat, ROW)
+    assert not problems("action,format", flat)
+    assert not problems("format", flat)
+
+
+# ---- Warnings --------------------------------------------------------------------------------------------------------
+
+
+def data_warnings(**environ):
+    check = train_grpo.preflight(CLEAN | {"MODEL_ID": "tiny"} | {k: str(v) for k, v in environ.items()}, CPU)
+    found = train_grpo.data_warnings(check)
+    assert all(train_grpo.boxed(text) in train_grpo.banner(check) for text in found)
+    return found
+
+
+def test_a_run_is_warned_of_flat_rows(tiny, tmp_path):
+    rows = [["first", 0, 1], ["second", 1, 1], ["third", 0.5, 0.5], ["fourth", 1, 0]]
+    names = ["user", "reward_action_0", "reward_action_1"]
+    half = write_csv(tmp_path / "half.csv", names, rows)
+    more = write_csv(tmp_path / "more.csv", names, rows[:3])
+    output = {"OUTPUT_DIR": tmp_path / "run", "EVAL_SAMPLES": 0}
+    assert not data_warnings(DATA=half, **output)
+    assert only(data_warnings(DATA=more, **output)) == (
+        f"2 of 3 rows pay all their actions the same and teach nothing; the first is {more}, row 2"
+    )
+    assert not data_warnings(DATA=more, REWARDS="format", **output)
+
+
+def test_a_run_is_warned_of_an_evaluation_on_the_demos_rows(tiny, tmp_path, good_csv):
+    output = {"OUTPUT_DIR": tmp_path / "run"}
+    assert not data_warnings(DATA="data/tes_train_compact.csv", **output), "the demo's own rows"
+    warning = only(data_warnings(DATA=good_csv, **output))
+    assert "Evaluated on the demo's rows and closed loop (data/tes_heldout_compact.csv), nothing held out" in warning
+    assert "EVAL_DATA='...'" in warning and "EVAL_SAMPLES=0" in warning
+    output["EVAL_PROFILE"] = ""
+    assert "closed loop" not in only(data_warnings(DATA=good_csv, **output))
+    assert not data_warnings(DATA=good_csv, EVAL_SAMPLES=0, **output)
+    assert not data_warnings(DATA=good_csv, EVAL_DATA="data/tes_heldout_compact.csv", **output)
+
+
+def test_a_run_is_warned_of_held_out_prompts_that_are_trained_on(tiny, tmp_path, good_csv):
+    other = write_csv(
+        tmp_path / "other.csv",
+        ["prompt", "reward_action_0", "reward_action_1"],
+        [[RENDERED.format(text), 0, 1] for text in ("question 3", "question 3", "question 7", "another")],
+    )
+    warning = only(data_warnings(DATA=good_csv, EVAL_DATA=other, OUTPUT_DIR=tmp_path / "run"))
+    assert warning.startswith("2 of 3 held-out prompts are in DATA as well")
 
 
 # ---- Model files -----------------------------------------------------------------------------------------------------
@@ -705,10 +804,122 @@ def test_what_may_not_continue(tmp_path):
     assert not inspect(change(settings, TOTAL_STEPS=4, OVERWRITE=True))[1]
 
 
+def test_a_run_that_reached_a_later_step_is_not_cut_short(tmp_path):
+    settings, _ = run_dir(tmp_path)
+    problem = only(inspect(dataclasses.replace(settings, TOTAL_STEPS=3))[1])
+    assert problem.startswith("TOTAL_STEPS: ") and "has 4 steps, more than 3. Set TOTAL_STEPS=4 or higher" in problem
+
+
+def strip(folder, *steps):
+    """What a zip leaves of checkpoints: no optimizer, no scheduler."""
+    for step in steps:
+        for name in ("optimizer.pt", "scheduler.pt"):
+            (folder / f"checkpoint-{step}" / name).unlink()
+
+
+UNRESUMABLE = [  # what the folder of `run_dir` lost or got, what the problem must name
+    ("an unpacked zip of an interrupted run", (2, 4), {"adapter_model.safetensors": ""}, "it holds a trained adapter, but"),
+    ("an unpacked zip of a failed run", (2, 4), {}, "it holds the adapter of checkpoint-4, but"),
+    ("a complete run whose checkpoints were deleted", None, {"complete.json": '{"steps": 8}'}, "it holds a complete run of 8 steps, but"),
+    ("a complete run whose last checkpoint was deleted", (), {"complete.json": '{"steps": 8}'}, "it holds a complete run of 8 steps, but"),
+    ("an adapter and nothing else", None, {"adapter_model.safetensors": ""}, "it holds a trained adapter, but"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("reason", "lost", "files", "message"), UNRESUMABLE, ids=[case[0] for case in UNRESUMABLE])
+def test_a_trained_adapter_that_cannot_be_trained_on_is_not_replaced(tmp_path, reason, lost, files, message):
+    settings, folder = run_dir(tmp_path)
+    if lost is None:
+        for path in folder.glob("checkpoint-*"):
+            shutil.rmtree(path)
+    else:
+        strip(folder, *lost)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    for changes in ({}, {"TOTAL_STEPS": 20}):
+        problem = only(inspect(dataclasses.replace(settings, **changes))[1])
+        assert problem.startswith(f"OUTPUT_DIR={folder}: {message}") and "OVERWRITE=1" in problem, reason
+        assert f"scripts/evaluate.py --adapter {folder})" in problem and "choose another OUTPUT_DIR" in problem
+    assert not inspect(dataclasses.replace(settings, OVERWRITE=True))[1]
+
+
+def test_what_may_continue_although_an_adapter_is_there(tmp_path):
+    settings, folder = run_dir(tmp_path)
+    (folder / "adapter_model.safetensors").touch()
+    assert not inspect(settings)[1], "interrupted: a whole checkpoint is there as well"
+    strip(folder, 4)
+    assert not inspect(settings)[1] and inspect(settings)[0].step == 2, "an earlier checkpoint is whole"
+    (folder / "complete.json").write_text('{"steps": 2}')
+    assert not inspect(settings)[1], "a complete run that is to train on"
+
+
+def test_a_run_without_a_whole_checkpoint_starts_anew(tmp_path):
+    """Killed before its first checkpoint, or while it was written: its state is written last."""
+    settings, folder = run_dir(tmp_path)
+    for step in (2, 4):
+        shutil.rmtree(folder / f"checkpoint-{step}")
+    (folder / "checkpoint-6" / "adapter_model.safetensors").touch()
+    for _ in range(2):
+        state, problems = inspect(settings)
+        assert not problems and state.exists and state.step == 0
+        (folder / "checkpoint-6" / "trainer_state.json").write_text("{")
+
+
+def test_no_checkpoint_with_an_adapter_is_deleted(tmp_path):
+    settings, folder = run_dir(tmp_path)
+    strip(folder, 4)
+    (folder / "checkpoint-4-mine").mkdir()
+    (folder / "superseded-checkpoint-4").mkdir()
+    check = train_grpo.preflight({"MODEL_ID": "./nowhere", "OUTPUT_DIR": str(folder)}, CPU)
+    state, problems = inspect(settings)
+    train_grpo.prepare_run(dataclasses.replace(check, settings=settings, run=state))
+    assert not problems and state.step == 2
+    assert sorted(path.name for path in folder.glob("*checkpoint-*")) == [
+        "checkpoint-2", "checkpoint-4-mine", "superseded-checkpoint-4", "superseded-checkpoint-4.2",
+    ]  # fmt: skip
+    assert (folder / "superseded-checkpoint-4.2" / "adapter_model.safetensors").is_file()
+
+
+def test_the_trainer_leaves_what_was_set_aside(tmp_path):
+    from transformers.trainer_utils import rotate_checkpoints
+
+    for step in range(1, 5):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    train_grpo.set_aside(tmp_path / "checkpoint-4")
+    assert not (tmp_path / "checkpoint-4").exists(), "no adapter: deleted"
+    (tmp_path / "checkpoint-1" / "adapter_model.safetensors").touch()
+    train_grpo.set_aside(tmp_path / "checkpoint-1")
+    rotate_checkpoints(output_dir=str(tmp_path), save_total_limit=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "superseded-checkpoint-1"]
+
+
 def test_overwrite_never_deletes_what_the_run_needs(tmp_path):
     settings, folder = run_dir(tmp_path, OVERWRITE=True)
     inside = dataclasses.replace(ROW, file=str(folder / "mine.csv"))
     assert f"it would delete {folder / 'mine.csv'}" in only(inspect(settings, [inside])[1])
+
+
+@pytest.mark.parametrize("name", ["DATA", "EVAL_DATA", "EVAL_PROFILE"])
+def test_overwrite_never_deletes_a_file_that_a_setting_names(tmp_path, name):
+    """Not even one that this run would not read (EVAL_SAMPLES=0)."""
+    settings, folder = run_dir(tmp_path, OVERWRITE=True, EVAL_SAMPLES=0)
+    (folder / "sub").mkdir()
+    (folder / "sub" / "mine.csv").touch()
+    changed = dataclasses.replace(settings, **{name: f"{folder}/*/mine.csv"})
+    assert f"it would delete {folder / 'sub' / 'mine.csv'}, which" in only(inspect(changed)[1])
+
+
+def test_overwrite_never_deletes_a_users_reward_function(tmp_path, monkeypatch):
+    settings, folder = run_dir(tmp_path, OVERWRITE=True, REWARDS="reward_inside:score")
+    (folder / "reward_inside.py").write_text(
+        "def score(completions, **columns):\n    return [0.0] * len(completions)\n"
+    )
+    monkeypatch.syspath_prepend(str(folder))
+    problems = Problems()
+    train_grpo.check_rewards(settings, [ROW], problems)
+    assert not problems
+    assert f"it would delete {folder / 'reward_inside.py'}, which" in only(inspect(settings)[1])
+    monkeypatch.delitem(sys.modules, "reward_inside")
 
 
 def test_a_zip_of_an_earlier_run_is_not_overwritten(tmp_path):
@@ -719,7 +930,6 @@ def test_a_zip_of_an_earlier_run_is_not_overwritten(tmp_path):
 
 def test_a_run_folder_has_one_writer(tmp_path):
     import subprocess
-    import sys
 
     lock = train_grpo.lock_run(tmp_path / "run")
     code = f"import train_grpo, pathlib; print(train_grpo.lock_run(pathlib.Path({str(tmp_path / 'run')!r})))"
@@ -775,6 +985,16 @@ def test_what_a_reward_may_return(result, message, kind, tmp_path, monkeypatch):
             call()
 
 
+def test_a_reward_that_returns_one_number_for_all_is_found_before_the_run(tmp_path, monkeypatch):
+    body = "def score(completions, *, prompt_id, reward_action_0, **columns):\n    return [sum(reward_action_0)]\n"
+    (tmp_path / "total.py").write_text(body)
+    monkeypatch.chdir(tmp_path)
+    row = dataclasses.replace(ROW, columns={"reward_action_0": 0.0, "reward_action_1": 1.0})
+    problems = Problems()
+    train_grpo.check_rewards(Settings(REWARDS="total:score"), [row], problems)
+    assert "REWARDS: total:score returned 1 rewards for 2 completions" in only(problems)
+
+
 def test_a_reward_that_cannot_be_called_is_found_before_the_run(tmp_path, monkeypatch):
     (tmp_path / "narrow.py").write_text("def score(completions):\n    return [0.0]\n")
     monkeypatch.chdir(tmp_path)
@@ -789,6 +1009,8 @@ def test_folders_of_others_are_never_touched(tmp_path):
         problem = only(inspect(Settings(OUTPUT_DIR=str(tmp_path), OVERWRITE=overwrite))[1])
         assert "no run of this script" in problem
     assert "not a folder" in only(inspect(Settings(OUTPUT_DIR=str(tmp_path / "thesis.txt")))[1])
+    problem = only(inspect(Settings(OUTPUT_DIR=str(tmp_path / "thesis.txt" / "a" / "b")))[1])
+    assert f"{tmp_path / 'thesis.txt'} is a file, not a folder" in problem
 
 
 def test_trimming_a_log(tmp_path):

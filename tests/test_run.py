@@ -122,6 +122,28 @@ def test_a_finished_run_is_not_touched(whole_run):
     assert {p: p.stat().st_mtime_ns for p in whole_run.rglob("*")} == before
 
 
+def contents(folder: Path) -> dict[Path, tuple[int, bytes]]:
+    return {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in folder.rglob("*") if p.is_file()}
+
+
+def test_an_unpacked_zip_and_a_run_without_its_checkpoints_are_not_touched(whole_run, tmp_path):
+    """The command that made them says what they are; it neither replaces the adapter nor deletes a checkpoint."""
+    with zipfile.ZipFile(whole_run.with_name("run.zip")) as archive:
+        archive.extractall(tmp_path)
+    shutil.copytree(whole_run, tmp_path / "small")
+    shutil.copy(whole_run.with_name("run.zip"), tmp_path / "small.zip")
+    for path in (tmp_path / "small").glob("checkpoint-*"):
+        shutil.rmtree(path)
+    before = contents(tmp_path)
+    for name, held in (("run", "a trained adapter"), ("small", "a complete run of 6 steps")):
+        for option in (["--check"], []):
+            done = run_script(*option, **SETTINGS | {"OUTPUT_DIR": tmp_path / name, "TOTAL_STEPS": 8})
+            assert done.returncode == 2 and f"it holds {held}, but not the optimizer state" in done.stderr, done.stderr
+            assert "cannot be used, see below" in done.stdout and "starts at step 0" not in done.stdout
+    after = contents(tmp_path)
+    assert after == before
+
+
 def start(folder: Path, **settings: object) -> subprocess.Popen:
     environ = CLEAN | {k: str(v) for k, v in (SETTINGS | {"OUTPUT_DIR": folder} | settings).items()}
     return subprocess.Popen([sys.executable, str(SCRIPT)], env=environ, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
@@ -182,6 +204,7 @@ def test_a_killed_run_continues_without_repeating_or_losing_rows(whole_run, tmp_
     assert_same_run(folder, whole_run)
     superseded = (folder / "completions.superseded.csv").read_text()
     assert superseded.count("\n3,") + superseded.startswith("3,") == 12 and "4,tes_heldout_compact:7" in superseded
+    assert (folder / "checkpoint-4" / "optimizer.pt").is_file() and (folder / "superseded-checkpoint-4").is_dir()
 
 
 def test_a_run_killed_after_its_last_step_is_finished_by_the_same_command(whole_run, tmp_path):
@@ -250,7 +273,7 @@ def test_overwrite_starts_anew_with_a_users_own_reward(tmp_path, whole_run):
 
 
 def test_an_error_in_a_users_reward_is_named_and_logged(tmp_path, tiny):
-    body = "def score(completions, **columns):\n    return [1.0] if len(completions) == 1 else 1 / 0\n"
+    body = "def score(completions, **columns):\n    return [1.0] * 2 if len(completions) == 2 else 1 / 0\n"
     (tmp_path / "broken.py").write_text(body)
     folder = tmp_path / "run"
     done = run_script(cwd=tmp_path, **SETTINGS | {"OUTPUT_DIR": folder, "REWARDS": "broken:score"})
@@ -262,7 +285,7 @@ def test_an_error_in_a_users_reward_is_named_and_logged(tmp_path, tiny):
 def test_a_reward_that_always_fails_is_found_before_anything_starts(tmp_path, tiny):
     for kind in ("def", "async def"):
         (tmp_path / "broken.py").write_text(
-            f"{kind} score(completions, *, timestamp, **columns):\n    return timestamp[1]\n"
+            f"{kind} score(completions, *, timestamp, **columns):\n    return timestamp[2]\n"
         )
         done = run_script(cwd=tmp_path, **SETTINGS | {"OUTPUT_DIR": tmp_path / "run", "REWARDS": "action,broken:score", "DATA": ROOT / SETTINGS["DATA"]})  # fmt: skip
         assert done.returncode == 2 and not (tmp_path / "run").exists()

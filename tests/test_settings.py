@@ -44,7 +44,11 @@ REFUSED = [
     ("LOSS_TYPE", "bpno", "nearest: bnpo", "transposed"),
     ("PROMPT_DATE", "2025-02-30", "a date", "no such day"),
     ("PROMPT_DATE", "today", "a date", "word"),
-    ("MICRO_BATCH", "automatic", "whole number", "neither auto nor a number"),
+    ("MICRO_BATCH", "automatic", "whole number or auto", "neither auto nor a number"),
+    ("VLLM_GPU_MEM", "half", "a number or auto", "the same of a share"),
+    ("EXPERTS", "fp8", "expected one of auto, bf16, mxfp4$", "auto is a choice"),
+    ("PACKING", "atuo", "expected one of auto, prefix, none; nearest: auto", "auto may be what was meant"),
+    ("USE_VLLM", "perhaps", "expected auto, 1 or 0", "auto beside a boolean"),
 ]
 
 
@@ -128,6 +132,12 @@ def test_help_names_every_setting_without_a_heavy_import():
         assert f"  {name}={show(spec.default) or '(empty)'}" in done.stdout
         assert spec.metadata["text"] in done.stdout
         assert spec.metadata["text"].endswith("."), "one sentence"
+    for line in (
+        "EXPERTS=bf16   [one of auto, bf16, mxfp4]",
+        "PACKING=auto   [one of auto, prefix, none]",
+        "USE_VLLM=auto   [auto, 0 or 1]",
+    ):
+        assert f"  {line}\n" in done.stdout
 
 
 def test_check_imports_nothing_heavy(good_csv):
@@ -147,6 +157,24 @@ def test_unknown_options_are_refused():
     assert done.returncode == 2 and "--chekc: no such option" in done.stderr
     done = run_script("TOTAL_STEPS=5", MODEL_ID="tiny")
     assert done.returncode == 2 and "TOTAL_STEPS=5 python train_grpo.py" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("word", "advice"),
+    [
+        ("--total-steps=5", ": TOTAL_STEPS=5 python"),
+        ("--total-stesp=5", ": TOTAL_STEPS=5 python"),
+        ("--max-steps=5", ": TOTAL_STEPS=5 python"),
+        ("--data=my days/*.csv", ": DATA='my days/*.csv' python"),
+        ("--total-steps", ": TOTAL_STEPS=... python"),
+        ("--not-known=1", ": NOT_KNOWN=1 python"),
+        ("--chekc", "There are --help and --check"),
+        ("5", "There are --help and --check"),
+    ],
+)
+def test_a_setting_given_as_an_option_is_named(word, advice):
+    assert train_grpo.unknown_option(word).startswith(f"{word}: no such option. ")
+    assert advice in train_grpo.unknown_option(word)
 
 
 def test_settings_are_one_line_each():

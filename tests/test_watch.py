@@ -133,6 +133,32 @@ def test_reader_waits_for_the_run(tmp_path):
     assert watch.read_state(folder).total is None
 
 
+def test_a_run_whose_process_is_gone_says_so(tmp_path):
+    """The lock tells, also before the first step; a complete run, and a copy without the lock, say nothing."""
+    folder = write_run(tmp_path / "run", [metrics_row(step) for step in range(1, 4)])
+    assert watch.read_state(folder).stopped == "", "no lock beside it"
+    lock = train_grpo.lock_run(folder)
+    assert watch.read_state(folder).stopped == "" and train_grpo.lock_run(folder) is None
+    lock.close()
+    words = "no process is running; the same command starts at step 0: no checkpoint was saved"
+    assert watch.read_state(folder).stopped == words
+    checkpoint = folder / "checkpoint-2"
+    checkpoint.mkdir()
+    for name in train_grpo.CHECKPOINT_FILES:
+        (checkpoint / name).write_text("{}")
+    words = "no process is running; the same command continues from step 2"
+    assert watch.read_state(folder).stopped == words
+    text = drawn(watch.read_state(folder), width=120)
+    assert words in text and "3/30" in text and "left" not in text
+    (folder / "metrics.csv").unlink()
+    assert words in drawn(watch.read_state(folder)) and "waiting" not in drawn(watch.read_state(folder))
+    (folder / train_grpo.COMPLETE).write_text('{"steps": 30}')
+    assert watch.read_state(folder).stopped == ""
+    lock = train_grpo.lock_run(folder)
+    assert lock, "watching does not keep the run from starting"
+    lock.close()
+
+
 def test_reader_follows_half_rows_truncation_and_a_new_run(tmp_path):
     folder = write_run(tmp_path / "run", [metrics_row(step) for step in range(1, 13)])
 
