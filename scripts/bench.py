@@ -332,8 +332,8 @@ def counted_compilations() -> Iterator[list[str]]:
         knobs.runtime.jit_post_compile_hook = before
 
 
-class FirstRollout(Exception):
-    """Ends the child that only fills the caches."""
+class FirstRollout(BaseException):
+    """Ends the child that only fills the caches. No Exception: those a run answers itself."""
 
 
 def rollout_child(options: argparse.Namespace) -> int:

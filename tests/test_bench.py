@@ -293,3 +293,19 @@ def test_other_completions_do_not_count_as_alike(tmp_path):
     one, other = (bench.sampled_by_step(tmp_path / name) for name in ("a.csv", "b.csv"))
     assert one == {5: [("d:1", "[1]\n", "3"), ("d:1", "[2]", "3")]} and list(other) == [5]
     assert [a == b for a, b in zip(one[5], other[5], strict=True)] == [True, False]
+
+
+def test_the_child_that_fills_the_caches_can_leave_a_run(monkeypatch, tmp_path):
+    """A run answers every Exception itself: what ends this child is none."""
+    check = SimpleNamespace(
+        machine=None, attention=("eager", ""), run=SimpleNamespace(folder=tmp_path), settings=train_grpo.Settings()
+    )
+    for name in ("unseen_gpu", "unusable_attention", "prepare_run", "start_logging"):
+        monkeypatch.setattr(train_grpo, name, lambda *given: None)
+
+    def leave(*given):
+        raise bench.FirstRollout
+
+    monkeypatch.setattr(train_grpo, "load_and_train", leave)
+    with pytest.raises(bench.FirstRollout):
+        train_grpo.launch(check, "model")
