@@ -4578,7 +4578,10 @@ def run(check: Preflight) -> int:
         import make_model
 
         print("\nMaking the tiny model (once, under a minute) ...", flush=True)
-        make_model.build_tiny(force=make_model.tiny_path().exists())  # a damaged one is made again
+        try:
+            make_model.build_tiny(force=make_model.tiny_path().exists())  # a damaged one is made again
+        except make_model.ModelError as error:
+            return fail([f"MODEL_ID=tiny: {error}"])
         check = preflight(os.environ)
         if check.problems:
             return fail(check.problems)

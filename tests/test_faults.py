@@ -378,3 +378,10 @@ def test_regret_of_the_closed_loop_is_named_as_the_page_defines_it(monkeypatch, 
     with caplog.at_level(logging.INFO, "train_grpo"):
         train_grpo.measure_closed_loop(check, SimpleNamespace(), base=True)
     assert "regret 12.3 % of the optimum's priced CO2" in caplog.text
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path):
+    done = run_script(**SETTINGS | {"OUTPUT_DIR": tmp_path / "run", "MODEL_ID": "tiny", "XDG_CACHE_HOME": "/dev/null"})
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "MODEL_ID=tiny: the tiny model cannot be made" in done.stderr and "XDG_CACHE_HOME=" in done.stderr
+    assert not (tmp_path / "run").exists()
