@@ -36,7 +36,7 @@ ROLLOUT_FIGURES = {
     "asleep_later_gib": "the same after three steps, with what the trainer took meanwhile",
     "start_to_rollout_s": "process start to first rollout, compile caches filled",
     "start_cold_s": "the same with empty compile caches",
-    "long_rollout_s": "16 completions x 2,300 tokens",
+    "long_rollout_s": "16 completions of up to 2,300 tokens",
     "long_step_s": "the whole step of those",
     "short_step_s": "the whole step of the 96 x 512 tokens",
     "same_seed_alike": "the same rollout twice with one seed: equal completions, of 96",
@@ -52,7 +52,7 @@ SYNC_FIGURES = {
     "parity_mean": "mean difference of log-probs, vLLM against trainer",
     "parity_control_mean": "the same with the trainer's adapter off",
     "asleep_gib": "GPU memory that the engine holds asleep",
-    "long_rollout_s": "16 completions x 2,300 tokens",
+    "long_rollout_s": "16 completions of up to 2,300 tokens",
 }
 LAYERS = ("full", "window")  # of attention
 STEP_FIGURES = {
