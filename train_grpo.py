@@ -184,20 +184,23 @@ def show(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def takes_auto(name: str) -> bool:
+    """Whether setting `name` takes `auto`, which is None as a value."""
+    return FIELDS[name].type.endswith("| None")
+
+
 def choices(name: str) -> tuple[str, ...]:
     """The words that setting `name` takes, `auto` first where it takes that; empty where it is no choice."""
     words = FIELDS[name].metadata.get("choices", ())
-    return ("auto", *words) if words and FIELDS[name].type.endswith("| None") else words
+    return ("auto", *words) if words and takes_auto(name) else words
 
 
 def parse_value(name: str, text: str) -> Any:
     """The value of setting `name` written as `text`; raises ValueError with a sentence on what is expected."""
-    spec, kind, text = FIELDS[name].metadata, FIELDS[name].type, text.strip()
-    optional = kind.endswith("| None")
-    if optional:
-        if text.lower() == "auto":
-            return None
-        kind = kind.removesuffix("| None").strip()
+    spec, text = FIELDS[name].metadata, text.strip()
+    kind, optional = FIELDS[name].type.removesuffix("| None").strip(), takes_auto(name)
+    if optional and text.lower() == "auto":
+        return None
     if kind == "bool":
         if text.lower() not in TRUE + FALSE:
             raise ValueError("expected auto, 1 or 0" if optional else "expected 1 or 0")
@@ -852,13 +855,13 @@ def check_packages(
             fix = "Run `bash scripts/setup.sh` for the tested set, or set ALLOW_UNTESTED=1"
             problems.add(name, f"version {version} is outside the tested range (from {oldest}, below {untested})", fix)
     package, install = FLASH_PACKAGES.get(settings.ATTN_IMPL, (None, None))
-    version = installed_versions([package])[package] if package else None
-    fix = f"Install it ({install}; see docs/install.md)"
-    if package and version is None:
-        problems.add("ATTN_IMPL", f"{settings.ATTN_IMPL} needs {package}, which is not installed", fix)
-    elif package == "flash-attn" and version_key(version) < version_key(FLASH_ATTN_OLDEST):
-        what = f"{settings.ATTN_IMPL} needs flash-attn {FLASH_ATTN_OLDEST} or newer, {version} is installed"
-        problems.add("ATTN_IMPL", what, fix)
+    if package:
+        version, fix = installed_versions([package])[package], f"Install it ({install}; see docs/install.md)"
+        if version is None:
+            problems.add("ATTN_IMPL", f"{settings.ATTN_IMPL} needs {package}, which is not installed", fix)
+        elif package == "flash-attn" and version_key(version) < version_key(FLASH_ATTN_OLDEST):
+            what = f"{settings.ATTN_IMPL} needs flash-attn {FLASH_ATTN_OLDEST} or newer, {version} is installed"
+            problems.add("ATTN_IMPL", what, fix)
     if "/" in settings.ATTN_IMPL and installed_versions(["kernels"])["kernels"] is None:
         what = f"{settings.ATTN_IMPL} is loaded by the kernels package, which is not installed"
         problems.add("ATTN_IMPL", what, "Run `bash scripts/setup.sh --gpu`, or set ATTN_IMPL=auto")
@@ -3390,7 +3393,7 @@ class Engine:
         config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules, "bias": "none"}
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
-        save_file(tensors, self.folder / "adapter_model.safetensors")
+        save_file(tensors, self.folder / ADAPTER)
         return self.folder
 
     def generate(
@@ -3917,8 +3920,10 @@ def make_trainer(check: Preflight, run: RunContext, model: Any, tokenizer: Any) 
         callbacks=[type("Watch", (Watch, TrainerCallback), {})(run)],
     )
     trainer.current_gradient_accumulation_steps = 1  # the Trainer sets it when it trains, losses ask for it before
-    trainer.remove_callback(PrinterCallback if trainer.args.disable_tqdm else ProgressCallback)
-    if not trainer.args.disable_tqdm:
+    if trainer.args.disable_tqdm:
+        trainer.remove_callback(PrinterCallback)
+    else:
+        trainer.remove_callback(ProgressCallback)
         trainer.add_callback(type("Bar", (Bar, ProgressCallback), {})(run))
     # PEFT writes README.md into every folder that the adapter is saved in, with the path of the base model's files; TRL
     # writes one into OUTPUT_DIR.

@@ -128,6 +128,13 @@ def shown(kind: str, *flags: str) -> str:
     return " ".join(["python scripts/bench.py", kind, "--model CHECKPOINT --data CSVS --out JSON", *flags])
 
 
+def steps_of(run: Path) -> list[dict[str, str]]:
+    """Rows of a run's metrics.csv as text by column."""
+    import report
+
+    return list(report.read_log(run / "metrics.csv"))
+
+
 def figure(name: str, value: float, unit: str, note: str = "") -> dict[str, Any]:
     return {"name": name, "value": value, "unit": unit, "note": note}
 
@@ -182,8 +189,7 @@ def plot_runs(runs: list[tuple[Path, dict[str, Any]]], path: Path) -> None:
 
     plot, axes = plt.subplots(figsize=(7.2, 3.6), dpi=160)
     for (run, result), colour in zip(runs, ("#0b6e99", "#d9730d", "#448361"), strict=False):
-        with (run / "metrics.csv").open(newline="", encoding="utf-8") as file:
-            rewards = [float(row["reward"]) for row in csv.DictReader(file)]
+        rewards = [float(row["reward"]) for row in steps_of(run)]
         smooth = [
             sum(rewards[max(0, i - 9) : i + 1]) / len(rewards[max(0, i - 9) : i + 1]) for i in range(len(rewards))
         ]
@@ -275,8 +281,7 @@ def bench_main(options: argparse.Namespace) -> int:
     last = load_file(run / "adapter_model.safetensors")
     moved = sum(bool((last[name] != first[name]).any()) for name in last)
     trained = sum(bool(last[name].any()) for name in last if "lora_B" in name)
-    with (run / "metrics.csv").open(newline="", encoding="utf-8") as file:
-        steps = list(csv.DictReader(file))
+    steps = steps_of(run)
     plan = json.loads((run / "settings.json").read_text(encoding="utf-8"))["choices"]["plan"]
     later = steps[1:] or steps  # the first step pays for compilation and caches
 
@@ -403,8 +408,7 @@ def rollout_child(options: argparse.Namespace) -> int:
     if finished["code"]:
         return finished["code"]
     if options.child == "short":
-        with (run / "metrics.csv").open(newline="", encoding="utf-8") as file:
-            seen["steps"] = list(csv.DictReader(file))
+        seen["steps"] = steps_of(run)
         trainer = finished["trainer"]
         seen["parity"] = trainer.run.parity
         seen["asleep_later_gib"] = seen["free_before_gib"] - free()
@@ -604,6 +608,23 @@ def padded_batch(trainer: Any, lengths: list[int], group: int) -> dict[str, Any]
     return {name: value.cuda() for name, value in batch.items()}
 
 
+@contextlib.contextmanager
+def weighed() -> Iterator[dict[str, float]]:
+    """Fills in `seconds` until the GPU has done what was asked of it meanwhile, and `peak_gib`, the most memory that torch
+    allocated beyond what was there."""
+    import torch
+
+    found: dict[str, float] = {}
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    yield found
+    torch.cuda.synchronize()
+    found["seconds"] = time.perf_counter() - started
+    found["peak_gib"] = (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
 def trl_learning(trainer: Any, batch: dict[str, Any], micro: int, least: int | None = None) -> dict[str, Any]:
     """TRL's own padded path on `batch`: the pass for old log-probs that it makes beside vLLM, then loss and backward of
     micro-batches of `micro`. Returns seconds (in all, and of that pass), log-probs, the adapter's gradient in one piece and the
@@ -617,24 +638,18 @@ def trl_learning(trainer: Any, batch: dict[str, Any], micro: int, least: int | N
     count = len(ids) if least is None else micro * least
     trainer.current_gradient_accumulation_steps = max(count // micro, 1)
     try:
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        with torch.no_grad():
-            logps = trainer._get_per_token_logps_and_entropies(
-                model, ids[:count], mask[:count], keep, batch_size=micro
-            )[0]
-        torch.cuda.synchronize()
-        old = time.perf_counter() - started
-        for i in range(0, count, micro):
-            part = {k: v[i : i + micro] if v.ndim else v for k, v in batch.items()}
-            trainer._compute_loss(model, part | {"old_per_token_logps": logps[i : i + micro]}).backward()
-        torch.cuda.synchronize()
-        seconds, peak = time.perf_counter() - started, (torch.cuda.max_memory_allocated() - before) / 2**30
-        return {
-            "seconds": seconds, "old_seconds": old, "logps": logps, "gradient": adapter_gradient(model), "peak_gib": peak
-        }  # fmt: skip
+        with weighed() as found:
+            started = time.perf_counter()
+            with torch.no_grad():
+                logps = trainer._get_per_token_logps_and_entropies(
+                    model, ids[:count], mask[:count], keep, batch_size=micro
+                )[0]
+            torch.cuda.synchronize()
+            old = time.perf_counter() - started
+            for i in range(0, count, micro):
+                part = {k: v[i : i + micro] if v.ndim else v for k, v in batch.items()}
+                trainer._compute_loss(model, part | {"old_per_token_logps": logps[i : i + micro]}).backward()
+        return found | {"old_seconds": old, "logps": logps, "gradient": adapter_gradient(model)}
     finally:
         trainer.__class__, trainer.current_gradient_accumulation_steps = ours, 1
         trainer._metrics["train"].clear()
@@ -688,13 +703,11 @@ def head_peak(trainer: Any, tokens: int) -> float:
     states = torch.randn(tokens, base.config.hidden_size, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     targets = torch.randint(0, base.config.vocab_size, (tokens,), device="cuda")
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    with trainer.accelerator.autocast():
-        found, _ = trainer.head(base, states, targets)
-    found.sum().backward()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**30
+    with weighed() as found:
+        with trainer.accelerator.autocast():
+            logps, _ = trainer.head(base, states, targets)
+        logps.sum().backward()
+    return found["peak_gib"]
 
 
 def our_learning(trainer: Any, batch: dict[str, Any], repeats: int = 2) -> dict[str, float]:
@@ -703,16 +716,11 @@ def our_learning(trainer: Any, batch: dict[str, Any], repeats: int = 2) -> dict[
 
     for _ in range(repeats):
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        trainer.learn(trainer.model, batch)
-        torch.cuda.synchronize()
-        seconds = time.perf_counter() - started
+        with weighed() as found:
+            trainer.learn(trainer.model, batch)
         trainer.model.zero_grad(set_to_none=True)
     trainer._metrics["train"].clear()
-    return {"seconds": seconds, "peak_gib": (torch.cuda.max_memory_allocated() - before) / 2**30}
+    return found
 
 
 def real_lengths(path: Path, model: str) -> list[int]:
@@ -802,8 +810,7 @@ def step_child(options: argparse.Namespace) -> int:
     engine = plan["engine"]
     awake = engine["weights"] + engine["scratch"] + engine["cache"]
     planned = plan["weights"] + plan["adapter"] + max(awake, plan["learning"] + engine["asleep"])
-    with (run / "metrics.csv").open(newline="", encoding="utf-8") as file:
-        seen["steps"] = list(csv.DictReader(file))
+    seen["steps"] = steps_of(run)
     seen |= {"job_peaks_gib": memory.peaks, "planned_gib": planned, "micro_batch": plan["micro_batch"]}
     out = Path(options.out)
 
@@ -1010,8 +1017,7 @@ def bench_resume(options: argparse.Namespace) -> int:
         print(f"bench: the run that goes on ended with exit code {code}", file=sys.stderr)
         return code
     first, again = (sampled_by_step(run / f"completions{kind}.csv") for kind in (".superseded", ""))
-    with log.open(newline="", encoding="utf-8") as file:
-        rows = len(list(csv.DictReader(file)))
+    rows = len(steps_of(run))
     alike = [
         sum(a == b for a, b in zip(first.get(step, []), again[step], strict=False))
         for step in range(RESUME_SAVE + 1, RESUME_KILL + 1)

@@ -32,7 +32,7 @@ ROLLOUT_FIGURES = {
     "handover_s": "handing the adapter over",
     "sleep_s": "putting the engine to sleep",
     "wake_s": "waking it",
-    "asleep_gib": "GPU memory that it holds asleep",
+    "asleep_gib": "GPU memory that the engine holds asleep",
     "asleep_later_gib": "the same after three steps, with what the trainer took meanwhile",
     "start_to_rollout_s": "process start to first rollout, compile caches filled",
     "start_cold_s": "the same with empty compile caches",
@@ -45,15 +45,9 @@ ROLLOUT_FIGURES = {
     "base_changed_elements": "elements of the trainer's base weights that changed, of 20.9 billion",
 }
 # Those in which the two ways to hand the adapter over differ, or could.
-SYNC_FIGURES = {
-    "rollout_tok_s": "96 completions x 512 tokens",
-    "handover_s": "handing the adapter over",
-    "same_seed_alike": "the same rollout twice with one seed: equal completions, of 96",
-    "parity_mean": "mean difference of log-probs, vLLM against trainer",
-    "parity_control_mean": "the same with the trainer's adapter off",
-    "asleep_gib": "GPU memory that the engine holds asleep",
-    "long_rollout_s": "16 completions of up to 2,300 tokens",
-}
+SYNC_FIGURES = (
+    "rollout_tok_s", "handover_s", "same_seed_alike", "parity_mean", "parity_control_mean", "asleep_gib", "long_rollout_s",
+)  # fmt: skip
 LAYERS = ("full", "window")  # of attention
 STEP_FIGURES = {
     "w1_step_s": "whole step, 12 x 8 x 512 tokens",
@@ -169,7 +163,7 @@ def readme_md() -> str:
 def sync_table() -> str:
     """Both values of ROLLOUT_SYNC side by side, from the runs of `bench.py rollout` with each."""
     (merge, one), (lora, other) = (measured(f"rollout-{kind}h100.json", "results") for kind in ("", "lora-"))
-    rows = [[text, in_words(merge[key]), in_words(lora[key])] for key, text in SYNC_FIGURES.items()]
+    rows = [[ROLLOUT_FIGURES[key], in_words(merge[key]), in_words(lora[key])] for key in SYNC_FIGURES]
     return table(["measured", "`merge`", "`lora`"], rows) + f"\n\n{one}\n{other}"
 
 

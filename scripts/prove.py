@@ -1069,8 +1069,7 @@ def collect(options: argparse.Namespace, log: Callable[[str], None]) -> int:
         made.append(bench.figure("train_s", float(seconds.read_text()), "s", "train_grpo.py from start to zip"))
     metrics = run / "metrics.csv"
     if metrics.is_file():
-        with metrics.open(newline="", encoding="utf-8") as file:
-            steps = [row for row in csv.DictReader(file) if row.get("reward")]
+        steps = [row for row in bench.steps_of(run) if row.get("reward")]
         for name, part in (("first", steps[:5]), ("last", steps[-5:])):
             mean = math.fsum(float(row["reward"]) for row in part) / len(part)
             made.append(bench.figure(f"train_reward_{name}5", mean, "reward", f"mean of the {name} 5 steps' rollouts"))

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import logging
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -56,6 +59,31 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import make_model
 
     return make_model.build_tiny()
+
+
+@pytest.fixture
+def quiet() -> Iterator[Callable[[], None]]:
+    """Puts back what a run changes in its process; a call closes the logs that were opened so far."""
+    import train_grpo
+
+    root, trl = logging.getLogger(), logging.getLogger("trl.trainer.grpo_trainer")
+    handlers, level, filters, own = list(root.handlers), root.level, list(trl.filters), train_grpo.log.level
+    signals = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+
+    def close_logs() -> None:
+        for handler in [h for h in root.handlers if h not in handlers]:
+            root.removeHandler(handler)
+            with contextlib.suppress(OSError):  # /dev/full
+                handler.close()
+
+    yield close_logs
+    close_logs()
+    root.setLevel(level)
+    train_grpo.log.setLevel(own)
+    trl.filters[:] = filters
+    logging.captureWarnings(False)
+    for name, handler in signals.items():
+        signal.signal(name, handler)
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import math
 import os
 import re
 import shutil
-import signal
 import sys
 import zipfile
 from types import ModuleType, SimpleNamespace
@@ -605,25 +604,6 @@ class Run:
 
     def read(self, name):
         return (self.folder / name).read_text(encoding="utf-8")
-
-
-@pytest.fixture
-def quiet():
-    """Put back what a run changes in its process."""
-    root, trl = logging.getLogger(), logging.getLogger("trl.trainer.grpo_trainer")
-    handlers, level, filters, hook = list(root.handlers), root.level, list(trl.filters), sys.excepthook
-    own = train_grpo.log.level
-    signals = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for handler in [h for h in root.handlers if h not in handlers]:
-        root.removeHandler(handler)
-        handler.close()
-    root.setLevel(level)
-    train_grpo.log.setLevel(own)
-    trl.filters[:], sys.excepthook = filters, hook
-    logging.captureWarnings(False)
-    for name, handler in signals.items():
-        signal.signal(name, handler)
 
 
 @pytest.fixture

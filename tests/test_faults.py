@@ -26,29 +26,6 @@ import train_grpo
 
 
 @pytest.fixture
-def quiet():
-    """Put back what a run changes in its process."""
-    root, trl = logging.getLogger(), logging.getLogger("trl.trainer.grpo_trainer")
-    handlers, level, filters, own = list(root.handlers), root.level, list(trl.filters), train_grpo.log.level
-    signals = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-
-    def close_logs() -> None:
-        for handler in [h for h in root.handlers if h not in handlers]:
-            root.removeHandler(handler)
-            with contextlib.suppress(OSError):  # /dev/full
-                handler.close()
-
-    yield close_logs
-    close_logs()
-    root.setLevel(level)
-    train_grpo.log.setLevel(own)
-    trl.filters[:] = filters
-    logging.captureWarnings(False)
-    for name, handler in signals.items():
-        signal.signal(name, handler)
-
-
-@pytest.fixture
 def run_here(monkeypatch, tmp_path, tiny, quiet):
     """A run in this process: (exit code, training.log)."""
     folder = tmp_path / "run"
