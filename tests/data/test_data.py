@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loader: what it takes, and how it refuses. Run: python -m pytest tests/test_data.py"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+
+import pytest
+from conftest import RENDERED, ROOT, write_csv
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from grpo.data.files import SHOWN, read_csv, read_rows
+from grpo.data.prompts import prompt_order, render
+from grpo.settings import Problems
+
+HEADER = ["prompt", "reward_action_0", "reward_action_1"]
+GOOD = [RENDERED.format("a"), "0.25", "0.75"]
+
+
+def load(path):
+    problems = Problems()
+    return read_csv(path, problems), problems
+
+
+def test_rendered_prompts_numbers_and_other_columns(good_csv):
+    rows, problems = load(good_csv)
+    assert not problems and len(rows) == 12
+    assert rows[3].id == "good:4" and rows[3].rewards == (0.15, 0.85)
+    assert rows[3].messages == (("rendered", RENDERED.format("question 3")),)
+    assert rows[3].columns["note"] == "note 3" and rows[3].columns["reward_action_0"] == 0.15
+
+
+ACCEPTED = [
+    (["prompt", "reward_action_0", "reward_action_1"], ["What now?", 0, 1], (("user", "What now?"),), "plain text is the user's message"),
+    (["system", "user", "reward_action_0", "reward_action_1"], ["Be brief.", "Go", 0, 1], (("system", "Be brief."), ("user", "Go")), "both columns"),
+    (["user", "reward_action_0", "reward_action_1"], ["Go", 0, 1], (("user", "Go"),), "no system column"),
+    (["system", "user", "reward_action_0", "reward_action_1"], ["", "Go", 0, 1], (("user", "Go"),), "an empty system cell"),
+    (["user", *[f"reward_action_{k}" for k in range(12)]], ["Go", *range(12)], (("user", "Go"),), "twelve actions"),
+    (["user", "reward_action_1", "reward_action_0"], ["Go", 0.5, 0.25], (("user", "Go"),), "columns in any order"),
+    (["user"], ["Go"], (("user", "Go"),), "no rewards: for functions of one's own"),
+    ([" user ", "reward_action_0", "reward_action_1"], ["Go", " 1e-3 ", "-2"], (("user", "Go"),), "spaces, exponents, signs"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("header", "row", "messages", "reason"), ACCEPTED, ids=lambda v: v if isinstance(v, str) else ""
+)
+def test_accepted(tmp_path, header, row, messages, reason):
+    rows, problems = load(write_csv(tmp_path / "d.csv", header, [row]))
+    assert not problems and rows[0].messages == messages, reason
+    assert len(rows[0].rewards) == sum("reward_action" in name for name in header)
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_fine(tmp_path):
+    path = tmp_path / "bom.csv"
+    path.write_bytes("\ufeffuser,reward_action_0,reward_action_1\r\nzähle,1,2\r\n".encode())
+    rows, problems = load(path)
+    assert not problems and rows[0].messages == (("user", "zähle"),) and rows[0].rewards == (1.0, 2.0)
+
+
+REFUSED = [  # (bytes of the file, what the problem must name, reason)
+    (b"", ["d.csv: it is empty"], "empty file"),
+    (b"prompt,reward_action_0,reward_action_1\n", ["no row below the header"], "header alone"),
+    (b"promt,reward_action_0,reward_action_1\nx,1,2\n", ["neither a `prompt` nor a `user`", "should 'promt' be `prompt`"], "mistyped column"),
+    (b"user,reward_action_0,reward_action_2\nx,1,2\n", ["reward_action_1 is missing"], "gap in the actions"),
+    (b"user,reward_action_1,reward_action_2\nx,1,2\n", ["reward_action_0 is missing"], "actions from 1"),
+    (b"user;reward_action_0;reward_action_1\nx;1;2\n", ["semicolons"], "a spreadsheet's own CSV"),
+    (b"user,reward_action_0\nx,1\n", ["only one action"], "one action"),
+    (b"user,user,reward_action_0,reward_action_1\nx,y,1,2\n", ["'user' stands there twice"], "column twice"),
+    (b"user,reward_action_0,reward_action_1\nx,1,2\ny,abc,2\n", ["row 2 (line 3), column reward_action_0: 'abc'"], "word for a number"),
+    (b"user,reward_action_0,reward_action_1\nx,1,\n", ["row 1 (line 2), column reward_action_1: the reward is missing"], "missing number"),
+    (b"user,reward_action_0,reward_action_1\nx,1,nan\n", ["'nan' is not a finite number"], "nan"),
+    (b"user,reward_action_0,reward_action_1\nx,1,inf\n", ["'inf' is not a finite number"], "infinity"),
+    (b"user,reward_action_0,reward_action_1\nx,\"1,5\",2\n", ["'1,5' is not"], "decimal comma"),
+    (b"user,reward_action_0,reward_action_1\nx,1\n", ["row 1 (line 2): it has 2 cells, the header has 3"], "short row"),
+    (b"user,reward_action_0,reward_action_1\nx,1,2,3\n", ["it has 4 cells"], "long row"),
+    (b"user,reward_action_0,reward_action_1\n ,1,2\n", ["column user: the prompt is empty"], "empty prompt"),
+    (b"user,reward_action_0,reward_action_1\n\"x,1,2\ny,1,2\n", ["broken CSV quoting", "from line 2"], "open quote"),
+    (b"user,reward_action_0,reward_action_1\n\"x\"y,1,2\n", ["broken CSV quoting"], "text behind a quote"),
+    (b"user,reward_action_0,reward_action_1\nok,1,2\n\xff,1,2\n", ["line 3: byte 44 is not UTF-8"], "another encoding"),
+    ("user,reward_action_0,reward_action_1\nx,1,2\n".encode("utf-16"), ["not UTF-8"], "UTF-16"),
+    (b"user,reward_action_0,reward_action_1\nx\0,1,2\n", ["line 2: it holds a NUL"], "NUL byte"),
+    (b"prompt,reward_action_0,reward_action_1\n<|start|>user<|message|>x<|end|>,1,2\n", ["must end where the assistant begins"], "rendered, but unfinished"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("content", "messages", "reason"), REFUSED, ids=[case[2] for case in REFUSED])
+def test_refused(tmp_path, content, messages, reason):
+    path = tmp_path / "d.csv"
+    path.write_bytes(content)
+    rows, problems = load(path)
+    assert not rows and len(problems) == 1, problems
+    assert str(path) in problems[0]
+    for message in messages:
+        assert message in problems[0], reason
+
+
+def test_every_bad_cell_is_listed_and_long_lists_are_cut(tmp_path):
+    _, problems = load(write_csv(tmp_path / "d.csv", HEADER, [GOOD, [GOOD[0], "x", "y"], [GOOD[0], "", 1]]))
+    assert [p.split(", ", 1)[1].split(":")[0] for p in problems] == [
+        "row 2 (line 3), column reward_action_0",
+        "row 2 (line 3), column reward_action_1",
+        "row 3 (line 4), column reward_action_0",
+    ]
+    _, problems = load(write_csv(tmp_path / "d.csv", HEADER, [[GOOD[0], "x", 1]] * 50))
+    assert len(problems) == SHOWN + 1 and "and 30 more" in problems[-1]
+
+
+def test_line_numbers_count_line_breaks_inside_cells(tmp_path):
+    rows = [["two\nlines", 1, 2], ["x", "bad", 2]]
+    _, problems = load(write_csv(tmp_path / "d.csv", ["user", *HEADER[1:]], rows))
+    assert "row 2 (line 4), column reward_action_0" in problems[0]
+
+
+def test_globs_lists_and_missing_files(tmp_path, good_csv, monkeypatch):
+    write_csv(tmp_path / "more.csv", HEADER, [GOOD])
+    problems = Problems()
+    assert len(read_rows("DATA", f"{tmp_path}/*.csv", problems)) == 13
+    assert len(read_rows("DATA", f"{good_csv}, {good_csv}", problems)) == 12, "a file named twice counts once"
+    assert not problems
+    assert not read_rows("DATA", f"{tmp_path}/none*.csv,{tmp_path}/no.csv", problems)
+    assert len(problems) == 2 and "none*.csv" in problems[0] and "no.csv" in problems[1]
+    monkeypatch.chdir(tmp_path)
+    assert len(read_rows("DATA", "data/tes_train_compact.csv", Problems())) > 100, (
+        "the project's own data from anywhere"
+    )
+
+
+def test_files_of_the_same_name_are_refused(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        write_csv(tmp_path / folder / "same.csv", HEADER, [GOOD])
+    problems = Problems()
+    read_rows("DATA", f"{tmp_path}/*/same.csv", problems)
+    assert len(problems) == 1 and "same name" in problems[0]
+
+
+CELL = st.text(alphabet=st.characters(blacklist_categories=("Cs",), blacklist_characters="\0\r"), max_size=30)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.lists(st.tuples(CELL.filter(str.strip), st.floats(-1e6, 1e6), st.floats(-1e6, 1e6)), min_size=1, max_size=8))
+def test_whatever_a_csv_writer_writes_is_read_back(tmp_path, rows):
+    path = write_csv(tmp_path / "any.csv", ["user", *HEADER[1:]], rows)
+    loaded, problems = load(path)
+    if not problems:
+        assert [(r.messages[-1][1], *r.rewards) for r in loaded] == [(u.strip(), a, b) for u, a, b in rows]
+    else:  # a prompt that happens to begin like a rendered one
+        assert any(u.strip().startswith("<|start|>") for u, _, _ in rows)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.binary(max_size=200))
+def test_any_bytes_give_rows_or_problems_never_an_exception(tmp_path, content):
+    path = tmp_path / "bytes.csv"
+    path.write_bytes(b"user,reward_action_0,reward_action_1\n" + content)
+    rows, problems = load(path)
+    assert bool(rows) != bool(problems)
+    assert all(math.isfinite(v) for row in rows for v in row.rewards)
+
+
+@given(st.integers(1, 40), st.integers(0, 5), st.integers(1, 120))
+def test_prompt_order_is_passes_over_all_rows(rows, seed, count):
+    order = list(prompt_order(rows, seed, count))
+    assert len(order) == count
+    for start in range(0, count - rows + 1, rows):
+        assert sorted(order[start : start + rows]) == list(range(rows)), "each pass sees every row once"
+    assert order == list(prompt_order(rows, seed, count + 7))[:count], "a longer run begins with the shorter one"
+
+
+def test_prompt_order_golden():
+    assert list(prompt_order(5, 42, 12)) == GOLDEN_ORDER
+
+
+GOLDEN_ORDER = [4, 1, 0, 3, 2, 0, 3, 1, 2, 4, 2, 0]
+
+
+def test_golden_of_the_projects_own_rows():
+    problems = Problems()
+    rows = read_rows("DATA", "data/tes_train_compact.csv", problems)
+    assert not problems
+    first = next(csv.DictReader(io.StringIO((ROOT / "data/tes_train_compact.csv").read_text(encoding="utf-8"))))
+    assert rows[0].messages == (("system", first["system"]), ("user", first["user"]))
+    assert rows[0].rewards == tuple(float(first[f"reward_action_{k}"]) for k in range(4))
+    assert rows[0].id == "tes_train_compact:1"
+    assert abs(sum(rows[0].rewards) - 1) < 1e-6
+
+
+TEMPLATE = (
+    "{%- for message in messages %}<|start|>{{ message['role'] }}<|message|>{{ message['content'] | trim }}"
+    "{{ {'é': 1} | tojson }}<|end|>\n{% if loop.last %}{% break %}{% endif %}{% endfor %}"
+    "{{ strftime_now('%Y-%m-%d') }} {{ reasoning_effort }}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+
+
+def test_rendering_is_transformers_own(tiny):
+    """Our renderer without torch against apply_chat_template, on a template that uses what templates use."""
+    import datetime
+
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    messages = [("system", "Be brief.  "), ("user", "ä <b> & 'x'\n\n  y")]
+    conversation = [{"role": role, "content": text} for role, text in messages]
+    moment = datetime.datetime(2025, 11, 6)
+    for template in (TEMPLATE, tokenizer.chat_template):
+        theirs = tokenizer.apply_chat_template(
+            conversation, chat_template=template, tokenize=False, add_generation_prompt=True,
+            reasoning_effort="high", strftime_now=moment.strftime,
+        )  # fmt: skip
+        assert render(template, messages, "high", "2025-11-06") == theirs
+        assert "2025-11-06" in theirs and "high" in theirs

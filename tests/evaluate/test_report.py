@@ -1,0 +1,473 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report of a run, from whatever a run has written. Run: python -m pytest tests/test_report.py"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import html.parser
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import report
+from conftest import ROOT
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from run_folders import EVALUATION, GPU, metrics_row, write_run
+
+from grpo.evaluate.figures import FIGURES, actions_figure, bins, moving_mean, phase_seconds
+from grpo.evaluate.page import render, write_report
+from grpo.evaluate.report import examples_section, figures_md, plant_verdict, reward_verdict
+from grpo.evaluate.run_data import (
+    SHORT,
+    Completions,
+    Example,
+    ReportError,
+    Run,
+    cut,
+    number,
+    read_completions,
+    read_metrics,
+)
+from grpo.run.logs import METRICS
+
+
+def completion_row(step: int, text: str = "[1]", **cells: object) -> dict[str, object]:
+    row = {"step": step, "prompt_id": "days:1", "completion": text, "parsed_action": 1, "reward": 0.5}
+    return row | {"best_action": 1, "tokens": 7, "truncated": 0} | cells
+
+
+def policy(actions: list[int | None], co2: float) -> dict[str, object]:
+    output = [0.0 if k is None else 100 * k / 3 for k in actions]
+    return {"actions": actions, "output_kw": output, "storage_kwh": [150.0] * len(actions), "co2_kg": [co2] * len(actions), "unserved_kwh": [0.0] * len(actions), "unparsed": 0}  # fmt: skip
+
+
+def closed_loop(windows: int = 1, names: tuple[str, ...] = ("base", "trained", "optimum", "always_0")) -> dict:
+    actions = [None] * 8 + [1] * 10 + [None] * 6
+    window = {
+        "name": "profile_heldout: 2025-09-01",
+        "start": "2025-09-01 00:00",
+        "hours": 72,
+        "load_kw": ([0.0] * 8 + [30.0] * 10 + [0.0] * 6) * 3,
+        "co2_kg_per_kwh": [None, *[0.4] * 71],
+        "policies": {name: policy(actions * 3, 1.0 + i) for i, name in enumerate(names)},
+    }
+    totals = {name: {"co2_kg": 100.0 + i, "unserved_kwh": 0.0, "storage_cycled_kwh": 5.0, "regret_percent": 20.0 - i, "regret_percent_low": 15.0, "regret_percent_high": 22.0, "unparsed": 1, "answers": 90} for i, name in enumerate(names)}  # fmt: skip
+    record = {"profiles": ["data/profile_heldout.csv"], "start_kwh": 150.0, "samples": 1, "vote": False}
+    record |= {"safe_action": 1, "safe_action_reason": "it serves most loads.", "windows": [window] * windows}
+    difference = {"regret_percent": -9.0, "regret_percent_low": -12.0, "regret_percent_high": -6.0}
+    return record | {"totals": totals, "difference": difference}
+
+
+class Page(html.parser.HTMLParser):
+    """Tags, attributes and text of a page."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags: list[str] = []
+        self.values: list[tuple[str, str | None]] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.values += attrs
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.words)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def coarse():
+    """Figures of few pixels: the tests look at what is there, not at how sharp it is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("grpo.evaluate.figures.DPI", 40)
+        yield
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory, coarse) -> Path:
+    """A complete GPU run with everything there is."""
+    metrics = [metrics_row(step, **GPU) for step in range(1, 31)]
+    samples = [
+        completion_row(1, "<|channel|>final<|message|>[1]<|return|>", reward=0.9),
+        completion_row(2, "bad", parsed_action=2, reward=0.05, prompt_id="days:2"),
+        completion_row(3, "no answer", parsed_action="", reward=0, prompt_id="days:3"),
+        completion_row(4, "long " * 2000, parsed_action="", reward=0, prompt_id="days:4", truncated=1),
+    ]
+    folder = tmp_path_factory.mktemp("runs") / "full"
+    write_run(folder, metrics, samples, evaluation=EVALUATION, closed_loop=closed_loop(4))
+    write_report(folder)
+    return folder
+
+
+def text_of(folder: Path) -> str:
+    return Page((folder / "report.html").read_text(encoding="utf-8")).text
+
+
+def test_page_is_self_contained(full):
+    page = Page((full / "report.html").read_text(encoding="utf-8"))
+    assert not {"script", "link", "iframe", "object", "form"} & set(page.tags)
+    sources = [value for name, value in page.values if name in ("src", "href", "srcset")]
+    assert sources and all(value.startswith("data:image/png;base64,") for value in sources)
+    assert "http" not in (full / "report.html").read_text(encoding="utf-8").replace("http-equiv", "")
+    assert ("content", "default-src 'none'; img-src data:; style-src 'unsafe-inline'") in page.values
+
+
+def test_every_figure_of_a_full_run_is_there_with_its_line(full):
+    page = (full / "report.html").read_text(encoding="utf-8")
+    figures = re.findall(r'<figure id="([^"]+)\.png"><img alt="[^"]+" src="data:image/png;base64,([^"]+)">\s*<figcaption><b>([^<]+)</b>([^<]*)', page)  # fmt: skip
+    assert len(figures) == page.count("<figure")
+    assert {re.sub(r"_\d+$", "", name) for name, *_ in figures} == set(FIGURES)
+    for name, data, title, line in figures:
+        wanted_title, wanted_line = FIGURES[re.sub(r"_\d+$", "", name)]
+        assert html.unescape(title) == wanted_title and html.unescape(line).strip().endswith(wanted_line)
+        assert base64.b64decode(data) == (full / "report" / f"{name}.png").read_bytes()
+    assert {path.stem for path in (full / "report").glob("*.png")} == {name for name, *_ in figures}
+
+
+def test_every_figure_has_one_line_in_the_glossary():
+    table = figures_md().splitlines()[2:]
+    assert len(table) == len(FIGURES)
+    for row, (title, line) in zip(table, FIGURES.values(), strict=True):
+        assert row.startswith(f"| {title} |") and row.endswith(f"| {line} |") and "\n" not in line and len(line) > 20
+    page = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
+    for name in FIGURES:
+        assert re.search(rf"^\| [^|]+ \| `{name}(_N)?\.png` \| \S[^|]+ \|$", page, re.MULTILINE), (
+            f"{name}: run scripts/make_docs.py"
+        )
+
+
+def test_sections_stand_in_order(full):
+    page = (full / "report.html").read_text(encoding="utf-8")
+    titles = re.findall(r"<h2>([^<]+)</h2>", page)
+    assert [title.split()[0].strip(",:") for title in titles] == ["Learning", "Time", "Actions", "Held-out", "Closed", "Completions", "Glossary"]  # fmt: skip
+    assert page.index('class="verdict"') < page.index("<h2>")
+    for column, (_, line) in METRICS.items():
+        assert f"<td>{column}</td>" in page and html.unescape(line) in html.unescape(page)
+
+
+def test_summary_names_the_figures(full):
+    text = text_of(full)
+    for words in ("30 of 30", "0.400 \u2192 0.600", "100 \u2192 101 kg", "before: 0.400 (0.370 to 0.430)", "optimum: 102 kg", "regret 20.0% (15.0 to 22.0)"):  # fmt: skip
+        assert words in text, words
+    assert "someone" not in text and "days.csv" in text  # no folders of the machine
+
+
+@pytest.mark.parametrize(
+    "low, high, words",
+    [
+        (0.1, 0.3, "improvement exceeds its confidence interval"),
+        (-0.1, 0.3, "contains zero"),
+        (-0.3, -0.1, "worse than the base model"),
+        (None, None, "nothing can be said about chance"),
+    ],
+)
+def test_verdict_on_the_reward(low, high, words):
+    difference = {"reward": 0.2, "reward_low": low, "reward_high": high}
+    run = Run(Path("x"), [], Completions(), {}, EVALUATION | {"difference": difference}, {})
+    assert words in reward_verdict(run)
+    assert ("exceeds" in reward_verdict(run)) == (low is not None and low > 0)
+
+
+@pytest.mark.parametrize(
+    "low, high, words",
+    [
+        (-12, -6, "improvement exceeds its confidence interval"),
+        (-12, 6, "contains zero"),
+        (6, 12, "worse, beyond"),
+        (None, None, "nothing can be said about chance"),
+    ],
+)
+def test_verdict_on_the_plant(low, high, words):
+    found = closed_loop()
+    found["difference"] |= {"regret_percent_low": low, "regret_percent_high": high}
+    run = Run(Path("x"), [], Completions(), {}, {}, found)
+    assert words in plant_verdict(run)
+    assert "unserved" not in plant_verdict(run)
+    found["totals"]["trained"]["unserved_kwh"] = 7.0
+    assert "Besides, 7.0 kWh of load stayed unserved" in plant_verdict(run)
+
+
+def test_verdict_mentions_the_best_constant_action():
+    run = Run(Path("x"), [], Completions(), {}, EVALUATION, {})
+    assert "It also beats the best constant action (0.500)" in reward_verdict(run)
+    run.evaluation = EVALUATION | {"constant": 0.65}
+    assert "It still earns less than the best constant action (0.650)" in reward_verdict(run)
+    run.evaluation = EVALUATION | {"constant": 0.6}
+    assert "constant" not in reward_verdict(run)
+
+
+# ---- Runs that are not complete --------------------------------------------------------------------------------------
+
+
+def test_run_without_a_step(tmp_path):
+    folder = write_run(tmp_path / "run", [])
+    write_report(folder)
+    text = text_of(folder)
+    assert "0 of 30" in text and "there is none so far" in text and "There are no completions yet" in text
+    assert "No step has ended yet" in text and "There is no evaluation on held-out prompts" in text
+    assert not list((folder / "report").glob("*.png"))
+
+
+def test_run_of_one_step(tmp_path):
+    folder = write_run(tmp_path / "run", [metrics_row(1, gpu_peak_gib=12.34)], [completion_row(1)])
+    write_report(folder)
+    text = text_of(folder)
+    assert "A curve needs two steps" in text and "GPU memory peak: 12.3 GiB" in text
+    assert {path.stem for path in (folder / "report").glob("*.png")} == {"phases", "actions"}
+
+
+def test_interrupted_run_has_no_evaluation_after(tmp_path):
+    before = {name: value for name, value in EVALUATION.items() if name not in ("after", "difference")}
+    folder = write_run(tmp_path / "run", [metrics_row(s) for s in (1, 2, 3)], evaluation=before)
+    write_report(folder)
+    text = text_of(folder)
+    assert "3 of 30" in text and "in progress, or interrupted" in text
+    assert "Whether training helped is not known yet" in text and "exceeds" not in text
+
+
+def test_what_is_missing_is_named_with_its_reason(tmp_path):
+    record = {"settings": {"TOTAL_STEPS": 3, "EVAL_SAMPLES": 0}, "resumed_from_step": 2}
+    folder = write_run(tmp_path / "run", [metrics_row(s) for s in (1, 2, 3)], [completion_row(1)], settings=record)
+    write_report(folder)
+    text = text_of(folder)
+    assert "Held-out prompts were not evaluated: EVAL_SAMPLES is 0" in text
+    assert f"Entropy is left out: no step has a value in `entropy`. {METRICS['entropy'][1]}" in text
+    assert "GPU memory is left out" in text and "there is no closed_loop.json" in text
+    assert "resumed from step 2" in text and "None to show: no action could be read" in text
+    assert "nan" not in text.replace("by NaN", "").replace("nan where", "")
+
+
+def test_nan_and_infinite_rewards(tmp_path):
+    metrics = [metrics_row(1, reward="nan"), metrics_row(2, reward=""), metrics_row(3, reward="inf", grad_norm="-inf")]
+    folder = write_run(tmp_path / "run", [*metrics, metrics_row(4)], [completion_row(1, reward="nan", parsed_action="")])  # fmt: skip
+    write_report(folder)
+    assert (folder / "report" / "reward.png").is_file()
+    assert "reward none" in text_of(folder)
+
+
+def test_row_that_is_half_written_is_left_out(tmp_path):
+    folder = write_run(tmp_path / "run", [metrics_row(1), metrics_row(2)], [completion_row(1), completion_row(2, "two\nlines")])  # fmt: skip
+    whole = (folder / "metrics.csv").read_bytes()
+    third = whole.splitlines(keepends=True)[-1].replace(b"2,2026", b"3,2026", 1)
+    for end in range(len(third) + 1):  # also where every cell is there, but the last may be cut
+        (folder / "metrics.csv").write_bytes(whole + third[:end])
+        assert [row["step"] for row in read_metrics(folder / "metrics.csv")] == [1, 2, 3][: 2 + (end == len(third))]  # fmt: skip
+    text = (folder / "completions.csv").read_bytes()
+    for end in range(text.index(b"[1]"), len(text)):
+        (folder / "completions.csv").write_bytes(text[:end])
+        assert read_completions(folder / "completions.csv").count == (end >= text.index(b"\n2,") + 1)
+
+
+def test_log_that_was_written_twice_for_a_step(tmp_path):
+    folder = write_run(tmp_path / "run", [metrics_row(2, reward=0.1), metrics_row(1), metrics_row(2, reward=0.2)])
+    assert [(row["step"], row["reward"]) for row in read_metrics(folder / "metrics.csv")] == [
+        (1, 0.31),
+        (2, 0.2),
+    ]
+
+
+def test_damaged_files_cost_their_section_only(tmp_path):
+    broken = closed_loop()
+    broken["windows"][0]["policies"]["base"]["co2_kg"] = [1.0]
+    folder = write_run(tmp_path / "run", [metrics_row(1), metrics_row(2)], evaluation=EVALUATION, closed_loop=broken)
+    write_report(folder)
+    assert "Closed loop is left out: its data is not as expected (ValueError: 1 values for 72 hours)" in text_of(folder)
+    assert (folder / "report" / "reward.png").is_file() and not (folder / "report" / "plant_1.png").exists()
+    (folder / "evaluation.json").write_text('{"before": 3')
+    (folder / "closed_loop.json").write_text('{"totals": [], "windows": {}, "difference": 1}')
+    (folder / "settings.json").write_text('{"settings": [], "machine": "m", "choices": {"rollouts": 1}}')
+    write_report(folder)
+    assert "Learning curves" in text_of(folder)
+
+
+def test_figures_of_an_earlier_report_are_removed_and_nothing_else(tmp_path):
+    folder = write_run(tmp_path / "run", [metrics_row(1), metrics_row(2)], closed_loop=closed_loop(3))
+    write_report(folder)
+    (folder / "report" / "mine.png").write_bytes(b"")
+    assert (folder / "report" / "plant_3.png").exists()
+    (folder / "closed_loop.json").write_text(json.dumps(closed_loop(1)))
+    write_report(folder)
+    assert {path.name for path in (folder / "report").glob("[mp]*.png")} == {"mine.png", "plant_1.png", "parse_rate.png", "phases.png"}  # fmt: skip
+
+
+# ---- Completions -----------------------------------------------------------------------------------------------------
+
+
+def examples_page(texts: list[str], prompt: str = "days:1") -> str:
+    found = Completions()
+    for i, text in enumerate(texts):
+        found.keep("best", Example(1, f"{prompt}{i}", "1", "1", 0.5, "7", False, cut(text), (0.0, i)))
+    found.count = len(texts)
+    run = Run(Path("x"), [], found, {}, {}, {})
+    return render(run, [examples_section(run)])
+
+
+PLAIN = Page(examples_page(["x"])).tags
+
+
+# What HTML turns into something else on reading is not part of the comparison.
+@given(st.text(max_size=200) | st.sampled_from(["<script>alert(1)</script>", "</pre><img src=x onerror=y>", "&lt;b&gt;", "{{ 7 * 7 }}", "{% raw %}", "<!--", "]]>", "\ud800", "\x00", "'\"><a href=//x>"]))  # fmt: skip
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_no_tag_of_a_completion_reaches_the_page(text):
+    page = examples_page([text], text)
+    tags = Page(page).tags
+    if len(cut(text)) <= SHORT and cut(text).count("\n") <= 4:
+        assert tags == PLAIN
+        assert f"{cut(text)}" in Page(page).text
+    else:
+        assert sorted(tags) == sorted([*PLAIN, "details", "summary"])
+    page.encode("utf-8", "replace")
+
+
+def test_markup_is_escaped_in_every_place_a_run_can_put_it(tmp_path):
+    evil = "<script>x</script>"
+    found = closed_loop(names=("base", "trained", "optimum", evil))
+    found["safe_action_reason"] = found["windows"][0]["name"] = found["profiles"][0] = found["windows"][0]["start"] = (
+        evil
+    )
+    names = ("MODEL_ID", "DATA", "EVAL_DATA", "REWARDS", "LORA_TARGETS", "LORA_R", "TOTAL_STEPS")
+    record = {"settings": dict.fromkeys(names, evil), "machine": {"gpu": evil}, "choices": {"rollouts": [True, evil]}}
+    folder = write_run(
+        tmp_path / f"run {evil.replace('/', '')}",
+        [metrics_row(1, time=evil), metrics_row(2, time=evil)],
+        [completion_row(1, evil, prompt_id=evil, parsed_action=evil, best_action=evil, tokens=evil)],
+        settings=record | {"resumed_from_step": evil},
+        evaluation=EVALUATION | {"samples": evil, "constant_action": evil},
+        closed_loop=found,
+    )
+    page = Page(write_report(folder).read_text(encoding="utf-8"))
+    assert "script" not in page.tags and page.text.count(evil) >= 12
+
+
+def test_huge_completions_are_cut_and_the_page_stays_small(tmp_path, monkeypatch):
+    monkeypatch.setattr("grpo.evaluate.figures.DPI", 200)
+    huge = "\U0001f600<b>" * 100_000  # also longer than a cell that Python's csv accepts by default
+    rows = [completion_row(step, huge, prompt_id=f"days:{step}", truncated=step % 2, parsed_action=step % 3 or "", reward=step / 40) for step in range(1, 31)]  # fmt: skip
+    folder = write_run(tmp_path / "run", [metrics_row(s, **GPU) for s in range(1, 31)], rows, evaluation=EVALUATION, closed_loop=closed_loop(9))  # fmt: skip
+    limit = csv.field_size_limit()
+    page = write_report(folder)
+    assert page.stat().st_size < 3_000_000 and csv.field_size_limit() == limit
+    assert "characters left out" in page.read_text(encoding="utf-8")
+
+
+def test_unicode_and_control_characters(tmp_path):
+    text = "\u51b7\u623f \x1b[31m\r\nline\u202eback [1]"
+    folder = write_run(tmp_path / "\u5b9f\u9a13", [metrics_row(1)], [completion_row(1, text, prompt_id="\u65e5:1")])
+    shown = text_of(folder) if write_report(folder) else ""
+    assert "\u51b7\u623f \ufffd[31m\nline\ufffdback [1]" in shown and "\u5b9f\u9a13: training report" in shown
+
+
+def test_examples_are_the_extremes_and_the_latest(tmp_path):
+    rows = [completion_row(step, f"text {step}", prompt_id=f"days:{step % 7}", reward=(step * 37 % 50) / 50) for step in range(1, 51)]  # fmt: skip
+    rows += [completion_row(51 + i, f"none {i}", prompt_id=f"days:{i}", parsed_action="", reward=0) for i in range(5)]
+    found = read_completions(write_run(tmp_path / "run", [], rows) / "completions.csv")
+    rewards = {kind: [one.reward for one in held] for kind, held in found.examples.items()}
+    best = {}
+    for row in rows[:50]:
+        best[row["prompt_id"]] = max(best.get(row["prompt_id"], -1), row["reward"])
+    assert rewards["best"] == sorted(best.values(), reverse=True)[:3]
+    assert rewards["worst"][0] == 0.0 and len({one.prompt_id for one in found.examples["worst"]}) == 3
+    assert [one.text for one in found.examples["unparsed"]] == ["none 4", "none 3", "none 2"]
+    assert found.examples["truncated"] == [] and found.count == 55
+
+
+# ---- Parts -----------------------------------------------------------------------------------------------------------
+
+
+def test_phases_add_up_to_the_step():
+    row = metrics_row(1, **GPU)
+    spent = phase_seconds(row)
+    assert spent == pytest.approx({"wake": 0.4, "handover": 0.1, "generation": 1.4, "sleep": 0.1, "reward": 0.1, "learn": 3})  # fmt: skip
+    assert math.fsum(spent.values()) == pytest.approx(row["step_s"])
+
+
+def test_numbers_are_finite_or_nan():
+    assert [number(value) for value in ("1.5", 2, "1e3")] == [1.5, 2.0, 1000.0]
+    assert all(math.isnan(number(value)) for value in ("", "inf", "-inf", "nan", None, "x", [], math.inf))
+
+
+def test_one_example_for_each_prompt():
+    found = Completions()
+    for rank, prompt in enumerate("aababbc"):
+        found.keep("best", Example(1, prompt, "", "", 0.0, "", False, str(rank), (float(rank), 1)))
+    assert [one.text for one in found.examples["best"]] == ["6", "5", "3"]
+
+
+def test_moving_mean_leaves_nan_out():
+    assert moving_mean([1.0, math.nan, 3.0, 5.0], 2) == [1.0, 1.0, 3.0, 4.0]
+    assert math.isnan(moving_mean([math.nan])[0])
+
+
+@given(st.integers(0, 300), st.integers(1, 50))
+def test_bars_hold_every_step_once(count, most):
+    bars = bins(range(count), most)
+    assert [step for bar in bars for step in bar] == list(range(count)) and len(bars) <= most
+    assert len({len(bar) for bar in bars[:-1]}) <= 1
+
+
+def test_many_actions_share_a_colour(tmp_path):
+    rows = [completion_row(1, parsed_action=k) for k in range(30)]
+    found = read_completions(write_run(tmp_path / "run", [], rows) / "completions.csv")
+    assert len(actions_figure(found).png) > 1000
+
+
+# ---- The program -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make, words", [(None, "no such folder"), ("folder", "no metrics.csv"), ("other", "no column `step`")])  # fmt: skip
+def test_clear_error_without_a_run(tmp_path, capsys, make, words):
+    folder = tmp_path / "run"
+    if make:
+        folder.mkdir()
+    if make == "other":
+        (folder / "metrics.csv").write_text("a,b\n1,2\n")
+    assert report.main([str(folder)]) == 2
+    assert words in capsys.readouterr().err
+    assert make is None or not (folder / "report.html").exists()
+
+
+def test_clear_error_where_nothing_can_be_written(tmp_path):
+    folder = write_run(tmp_path / "run", [metrics_row(1)])
+    (folder / "report").write_text("a file")
+    with pytest.raises(ReportError, match="cannot be written"):
+        write_report(folder)
+
+
+@pytest.mark.parametrize("package", ["matplotlib.style", "jinja2"])
+def test_clear_error_without_a_package(tmp_path, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    folder = write_run(tmp_path / "run", [metrics_row(1)])
+    with pytest.raises(ReportError, match="is missing: the report needs"):
+        write_report(folder)
+
+
+def test_neither_torch_nor_a_caller_s_matplotlib_is_touched(tmp_path):
+    folder = write_run(tmp_path / "run", [metrics_row(s, **GPU) for s in (1, 2, 3)])
+    code = f"""
+import sys
+sys.path.insert(0, {str(ROOT / "scripts")!r})
+import report
+assert "matplotlib" not in sys.modules
+import matplotlib
+matplotlib.rcParams["lines.linewidth"] = 9
+matplotlib.rcParams["axes.facecolor"] = "black"
+before = matplotlib.rcParams.copy()
+report.main([{str(folder)!r}])
+assert not {{"torch", "transformers", "matplotlib.pyplot"}} & set(sys.modules)
+assert matplotlib.rcParams.copy() == before
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.strip().endswith("MB)")

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step must not hold in memory nor compute twice, and packed experts from the logits to a resumed run.
+
+Run: python -m pytest tests/test_memory_and_passes.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+import pytest
+import torch
+from conftest import read_csv, run_script
+from expert_models import load
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from trainers import batch, loss_and_gradients, make, plain_float32
+
+TILE = 80  # of the tiny model's 592 tokens: seven tiles and a smaller one; equal to no other size of the model
+
+
+class Shapes(TorchDispatchMode):
+    """Shapes of all tensors that operations return, those of the backward pass included."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        result = function(*arguments, **(options or {}))
+        self.seen |= {tuple(tensor.shape) for tensor in tree_leaves(result) if torch.is_tensor(tensor)}
+        return result
+
+
+def full_logits(shapes, trainer):
+    """Those which hold the whole vocabulary for some tokens, flattened ones too; the head's own weight is none."""
+    vocabulary, hidden = trainer.base_model_of(trainer.model).get_output_embeddings().weight.shape
+    sizes = {shape: math.prod(shape) for shape in shapes.seen if sorted(shape) != sorted((vocabulary, hidden))}
+    return [shape for shape, size in sizes.items() if size and size % vocabulary == 0]
+
+
+def assert_tiled(shapes, trainer, inputs):
+    """Each pass has logits of TILE and of the rest of the vocabulary for its tokens, and none of the whole."""
+    assert not full_logits(shapes, trainer)
+    vocabulary = trainer.model.config.vocab_size
+    assert vocabulary > TILE and vocabulary % TILE
+    tokens = {len(layout.targets) for _, layout in trainer.passes(inputs)}
+    assert {(count, width) for count in tokens for width in (TILE, vocabulary % TILE)} <= shapes.seen
+
+
+@pytest.mark.parametrize("implementation", ["liger", "trl"])
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_learning_never_holds_the_logits_of_the_whole_vocabulary(tiny, tmp_path, monkeypatch, implementation, beta):
+    """In the forward nor in the backward pass, with autocast as a run has it; and tiles change no value."""
+    trainer = make(tiny, tmp_path, BETA=beta, TEMPERATURE=0.8)
+    inputs = batch(trainer, old=True, beta=beta, sampled=True)
+    with Shapes() as shapes:
+        loss_and_gradients(trainer, inputs, implementation, 2)
+    assert full_logits(shapes, trainer), "one tile holds the tiny vocabulary: it sees them where they are"
+
+    monkeypatch.setattr("grpo.learn.trainer.HEAD_TILE", TILE)
+    trainer.run.plan = dataclasses.replace(trainer.run.plan, micro_batch=2)
+    with Shapes() as shapes:
+        loss_and_gradients(trainer, inputs, implementation)
+    assert_tiled(shapes, trainer, inputs)
+
+    plain_float32(trainer)
+    tiled_loss, tiled = loss_and_gradients(trainer, inputs, implementation)
+    monkeypatch.undo()
+    loss, gradient = loss_and_gradients(trainer, inputs, implementation)
+    assert gradient.norm() > 1e-4, "a gradient of nothing proves nothing"
+    assert tiled_loss == pytest.approx(loss, rel=1e-5, abs=1e-6)
+    assert ((tiled - gradient).norm() / gradient.norm()).item() < 1e-5
+
+
+def test_the_reference_never_holds_the_logits_of_the_whole_vocabulary(tiny, tmp_path, monkeypatch):
+    """The pass for the KL term, as TRL asks for it; it would be old log-probs' pass as well."""
+    trainer = plain_float32(make(tiny, tmp_path, BETA=0.1, TEMPERATURE=0.8))
+    inputs = batch(trainer)
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+
+    def reference():
+        with torch.no_grad(), trainer.model.disable_adapter(), Shapes() as shapes:
+            return trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 7)[0], shapes
+
+    expected, shapes = reference()
+    assert full_logits(shapes, trainer) and (expected[inputs["completion_mask"].bool()] < 0).all()
+    monkeypatch.setattr("grpo.learn.trainer.HEAD_TILE", TILE)
+    found, shapes = reference()
+    assert_tiled(shapes, trainer, inputs)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["liger", "trl"])
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_a_step_computes_each_pass_once(tiny, tmp_path, beta, checkpointing, implementation):
+    """From the rollout's end to the optimizer: one forward pass of the model for each pass of the cut, and with a KL term
+    the reference's before them. A layer is computed once more where it is checkpointed, and not a third time."""
+    trainer = make(tiny, tmp_path, BETA=beta, GRADIENT_CHECKPOINTING=checkpointing, LOSS_IMPL=implementation, TOTAL_STEPS=1, MICRO_BATCH=1)  # fmt: skip
+    base = trainer.base_model_of(trainer.model)
+    forwards, layers, batches = [], [], []  # by call: whether it is in `learn`, and whether it is for a gradient
+    called = lambda calls: lambda *_: calls.append((bool(batches), torch.is_grad_enabled()))  # noqa: E731
+    base.model.register_forward_pre_hook(called(forwards))
+    base.model.layers[0].register_forward_pre_hook(called(layers))
+    generate, learn = trainer._generate_single_turn, trainer.learn
+
+    def generate_uncounted(*arguments):
+        result = generate(*arguments)
+        assert forwards and layers, "the hooks see a forward pass"
+        forwards.clear()
+        layers.clear()
+        return result
+
+    def learn_and_keep(model, inputs):
+        batches.append(inputs)
+        return learn(model, inputs)
+
+    trainer._generate_single_turn, trainer.learn = generate_uncounted, learn_and_keep
+    trainer.train()
+    (inputs,) = batches
+    passes = len(list(trainer.passes(inputs)))
+    assert passes > 1
+    reference = [(False, False)] * (passes if beta else 0)
+    assert forwards == reference + [(True, True)] * passes
+    assert layers == reference + [(True, True)] * passes * (2 if checkpointing else 1)
+
+
+def test_a_model_with_packed_experts_computes_the_same_logits(tiny):
+    """Bit by bit on the CPU, also the gradient that passes through all layers; longer than the sliding window."""
+
+    def logits_and_gradient(model):
+        ids = torch.randint(3, model.config.vocab_size, (2, 50), generator=torch.Generator().manual_seed(0))
+        embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
+        logits = model(inputs_embeds=embedded, use_cache=False).logits
+        logits.float().log_softmax(-1)[..., 7].sum().backward()
+        return logits.detach(), embedded.grad
+
+    wide, packed = load(tiny, "bf16"), load(tiny, "mxfp4")
+    assert wide.config.sliding_window < 50 and hasattr(packed.model.layers[-1].mlp.experts, "down_proj_blocks")
+    (logits, gradient), found = logits_and_gradient(wide), logits_and_gradient(packed)
+    assert gradient.norm() > 0
+    assert torch.equal(found[0], logits) and torch.equal(found[1], gradient)
+    packed.model.layers[-1].mlp.experts.down_proj_scales += 1
+    assert not torch.equal(logits_and_gradient(packed)[0], logits), "the experts count"
+
+
+def test_packed_experts_train_save_and_resume_as_unpacked_ones(tiny, tmp_path):
+    """Three steps in BF16 against one in MXFP4, one more after a resume, and a last one resumed in BF16: every checkpoint
+    and every completion is the same, byte for byte."""
+    settings = {
+        "MODEL_ID": "tiny", "SAVE_STEPS": 1, "PROMPTS_PER_STEP": 2, "NUM_GENERATIONS": 4, "EVAL_SAMPLES": 0,
+        "DATA": "data/tes_heldout_compact.csv", "SEED": 5, "LR_SCHEDULER": "constant",  # no function of TOTAL_STEPS
+        "PYTHONHASHSEED": 0,  # PEFT writes a set into adapter_config.json
+    }  # fmt: skip
+    whole, parts, sizes = tmp_path / "whole", tmp_path / "parts", {}
+    for folder, experts, steps in ((whole, "bf16", 3), (parts, "mxfp4", 1), (parts, "mxfp4", 2), (parts, "bf16", 3)):
+        done = run_script(**settings | {"OUTPUT_DIR": folder, "EXPERTS": experts, "TOTAL_STEPS": steps})
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"complete: {steps} steps" in done.stdout
+        assert (f"continuing from step {steps - 1}" in done.stdout) == (folder == parts and steps > 1)
+        assert f"experts       {experts}" in done.stdout
+        sizes.setdefault(experts, set()).add(re.search(r"model: ([\d.]+M) parameters", done.stdout)[1])
+    assert len(sizes["bf16"]) == len(sizes["mxfp4"]) == 1 and sizes["bf16"] != sizes["mxfp4"], "packed ones are buffers"
+    adapters = []
+    for name in ("checkpoint-1", "checkpoint-2", "checkpoint-3", "."):
+        files = ["adapter_model.safetensors", "adapter_config.json"] + ["optimizer.pt"] * (name != ".")
+        for file in files:
+            assert (parts / name / file).read_bytes() == (whole / name / file).read_bytes(), f"{name}/{file}"
+        adapters.append((whole / name / "adapter_model.safetensors").read_bytes())
+    assert len(set(adapters)) == 3, "each step moves the adapter"
+    assert (parts / "completions.csv").read_bytes() == (whole / "completions.csv").read_bytes()
+    assert {row["step"] for row in read_csv(whole / "completions.csv")} == set("123")

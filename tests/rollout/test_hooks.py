@@ -1,0 +1,518 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What train_grpo.py relies on in vLLM: every name, looked up in the source of the installed vLLM, which is read and never
+imported; and its sleep backend on a GPU of host buffers. Run: python -m pytest tests/test_hooks.py"""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+import textwrap
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from machines import H100
+from stub_vllm import SYNCS
+
+from grpo.preflight.choices import VLLM_COLDEST
+from grpo.preflight.hub import REAL_CONFIG
+from grpo.preflight.memory import LORA_RANKS, plan_memory
+from grpo.rollout.engine import VLLM_SWITCHES, Engine, engine_arguments, start_engine
+from grpo.rollout.vllm_patches import KEEP_BYTES, compile_router_once, keep_weights_asleep
+from grpo.settings import ROOT, Settings
+
+# ---- The source of vLLM ----------------------------------------------------------------------------------------------
+
+
+def top_level(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements of a module or class, those under `if` and `try` included, not those of functions and classes."""
+    for node in body:
+        yield node
+        if isinstance(node, (ast.If, ast.Try)):
+            handlers = [statement for handler in getattr(node, "handlers", ()) for statement in handler.body]
+            yield from top_level([*node.body, *handlers, *node.orelse])
+
+
+def names_of(node: ast.stmt) -> list[str]:
+    """What a statement defines: a class, a function, or variables."""
+    if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+class Source:
+    """The package in `root`, and its copy of triton_kernels under that name."""
+
+    def __init__(self, root: Path):
+        self.root = root
+
+    def path(self, module: str) -> Path:
+        package, _, rest = module.partition(".")
+        base = self.root / "third_party" / package if package == "triton_kernels" else self.root
+        stem = base.joinpath(*rest.split(".")) if rest else base
+        path = stem / "__init__.py" if stem.is_dir() else stem.with_name(stem.name + ".py")
+        assert path.is_file(), f"vLLM has no module {module}"
+        return path
+
+    def find(self, module: str, name: str) -> Definition:
+        """What `from module import name` gives; imports are followed."""
+        path = self.path(module)
+        statements = list(top_level(parsed(path).body))
+        for node in statements:
+            if name in names_of(node):
+                return Definition(self, module, node)
+        for node in statements:
+            for alias in node.names if isinstance(node, ast.ImportFrom) else ():
+                if (alias.asname or alias.name) == name:
+                    keep = module.split(".")
+                    keep = keep[: len(keep) - node.level + (path.name == "__init__.py")] if node.level else []
+                    return self.find(".".join([*keep, *filter(None, [node.module])]), alias.name)
+        raise AssertionError(f"{module} has no {name}")
+
+
+class Definition:
+    """A class, function or variable: where it stands, and its syntax tree."""
+
+    def __init__(self, source: Source, module: str, node: ast.stmt):
+        self.source, self.module, self.node = source, module, node
+
+    @property
+    def text(self) -> str:
+        return ast.unparse(self.node)
+
+    @property
+    def fields(self) -> list[str]:
+        """Annotated variables of a class: those of a dataclass or struct, in order."""
+        return [node.target.id for node in self.node.body if isinstance(node, ast.AnnAssign)]
+
+    def member(self, name: str) -> Definition:
+        """A method or class variable, the class's own or a base's."""
+        for node in top_level(self.node.body):
+            if name in names_of(node):
+                return Definition(self.source, self.module, node)
+        for base in self.node.bases:
+            try:
+                return self.source.find(self.module, ast.unparse(base)).member(name)
+            except AssertionError:
+                continue
+        raise AssertionError(f"{self.module}.{self.node.name} has no {name}")
+
+    def sets(self, *names: str) -> None:
+        """Assert that the methods of a class assign `self.name` for all `names`."""
+        found = set()
+        for node in ast.walk(self.node):
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            for target in targets:
+                parts = target.elts if isinstance(target, ast.Tuple) else [target]
+                found |= {ast.unparse(part) for part in parts if isinstance(part, ast.Attribute)}
+        missing = {f"self.{name}" for name in names} - found
+        assert not missing, f"{self.module}.{self.node.name} sets no {missing}"
+
+    @property
+    def signature(self) -> inspect.Signature:
+        """A function's, every default None."""
+        arguments = ast.parse(self.text).body[0].args
+        arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
+        arguments.kw_defaults = [default and ast.Constant(None) for default in arguments.kw_defaults]
+        scope: dict[str, Any] = {}
+        exec(f"from __future__ import annotations\ndef function({ast.unparse(arguments)}): ...", scope)
+        return inspect.signature(scope["function"])
+
+
+@pytest.fixture(scope="module")
+def vllm() -> Source:
+    spec = importlib.util.find_spec("vllm")  # of a package without dots: nothing is imported
+    # scripts/test.sh has an environment of its own without vLLM; scripts/setup.sh puts the GPU's beside it.
+    folders = spec.submodule_search_locations if spec else (ROOT / ".venv").glob("lib/python3.*/site-packages/vllm")
+    for folder in folders:
+        return Source(Path(folder))
+    pytest.skip("vLLM is neither installed nor in .venv: its source is what this test reads")
+
+
+ENGINE = ast.parse(textwrap.dedent(inspect.getsource(Engine)))
+
+
+def engine_calls(prefix: str) -> dict[str, list[tuple[int, set[str]]]]:
+    """What Engine calls under `prefix`: name -> (number of positional arguments, names of the others) of every call."""
+    calls: dict[str, list[tuple[int, set[str]]]] = {}
+    for node in ast.walk(ENGINE):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith(prefix):
+            form = len(node.args), {keyword.arg for keyword in node.keywords}
+            calls.setdefault(ast.unparse(node.func), []).append(form)
+    return calls
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("sync", SYNCS)
+def test_vllm_takes_the_engine_arguments(vllm, sync, eager):
+    """`LLM` passes what it does not name itself on to EngineArgs."""
+    settings = Settings(ROLLOUT_SYNC=sync, VLLM_EAGER=eager)
+    plan = plan_memory(settings, REAL_CONFIG, H100, 930, "eager", 12.9).engine
+    arguments = engine_arguments(settings, plan, "/model", H100.gpu_total)
+    init = vllm.find("vllm", "LLM").member("__init__")
+    named = {name for name, p in init.signature.parameters.items() if p.kind != p.VAR_KEYWORD}
+    call = next(n for n in ast.walk(init.node) if isinstance(n, ast.Call) and ast.unparse(n.func) == "EngineArgs")
+    assert None in {keyword.arg for keyword in call.keywords}, "LLM passes no **kwargs on"
+    passed_on = set(vllm.find("vllm", "EngineArgs").fields) - {keyword.arg for keyword in call.keywords}
+    assert not set(arguments) - named - passed_on
+    if not eager:
+        compilation = arguments["compilation_config"]
+        assert not set(compilation) - set(vllm.find("vllm.config.compilation", "CompilationConfig").fields)
+        vllm.find("vllm.config.compilation", "CUDAGraphMode").member(compilation["cudagraph_mode"])
+    assert repr(arguments["logprobs_mode"]) in vllm.find("vllm.config.model", "LogprobsMode").text
+
+
+def test_vllm_has_the_limits_that_preflight_holds(vllm):
+    ranks = vllm.find("vllm.config.lora", "MaxLoRARanks").node.value
+    assert ast.literal_eval(ranks.slice) == LORA_RANKS
+    coldest = vllm.find("vllm.sampling_params", "_MAX_TEMP").node.value
+    assert ast.literal_eval(coldest) == VLLM_COLDEST
+
+
+def test_vllm_reads_the_variables_that_are_set_for_it(vllm):
+    known = parsed(vllm.path("vllm.envs"))
+    read = {node.value for node in ast.walk(known) if isinstance(node, ast.Constant)}
+    assert read >= {*VLLM_SWITCHES, "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    assert '"VLLM_ENABLE_V1_MULTIPROCESSING"' in inspect.getsource(start_engine)
+
+
+def test_vllm_takes_the_calls_of_the_engine(vllm):
+    """Every call that Engine makes, as it stands in its source."""
+    llm = vllm.find("vllm", "LLM")
+    llm.sets("llm_engine")
+    calls = engine_calls("self.llm.")
+    used = {name.removeprefix("self.llm.") for name in calls}
+    assert used == {
+        "generate", "apply_model", "sleep", "wake_up", "reset_prefix_cache", "llm_engine.add_lora"
+    }  # fmt: skip
+    for name, forms in calls.items():
+        *owner, method = name.removeprefix("self.llm.").split(".")
+        function = (vllm.find("vllm.v1.engine.llm_engine", "LLMEngine") if owner else llm).member(method)
+        for positional, keywords in forms:
+            function.signature.bind(*[None] * (positional + 1), **dict.fromkeys(keywords))  # TypeError: it does not fit
+    assert "prompt_token_ids" in vllm.find("vllm", "TokensPrompt").fields
+
+
+def test_vllm_has_the_sampling_parameters_and_requests_of_the_engine(vllm):
+    (forms,) = engine_calls("self.sampling").values()
+    assert all(positional == 0 for positional, _ in forms)
+    names = set().union(*(keywords for _, keywords in forms))
+    assert {"n", "temperature", "top_p", "logprobs", "flat_logprobs", "prompt_logprobs", "stop_token_ids"} < names
+    assert not names - set(vllm.find("vllm", "SamplingParams").fields)
+    (forms,) = engine_calls("self.lora_request").values()
+    assert forms and all(form == (3, set()) for form in forms)
+    assert vllm.find("vllm.lora.request", "LoRARequest").fields[:3] == ["lora_name", "lora_int_id", "lora_path"]
+
+
+def test_vllm_has_the_outputs_that_the_engine_reads(vllm):
+    vllm.find("vllm", "RequestOutput").sets("outputs", "prompt_logprobs")
+    assert {"token_ids", "logprobs"} <= set(vllm.find("vllm", "CompletionOutput").fields)
+    assert "logprobs" in vllm.find("vllm.logprobs", "FlatLogprobs").fields
+    assert "logprob" in vllm.find("vllm.logprobs", "Logprob").fields
+
+
+def test_vllm_takes_a_sleep_backend(vllm):
+    """Of names: those of the base class that KeepBackend overrides and reads, of the registry, of the allocator."""
+    module = "vllm.device_allocator.sleep_mode_backend"
+    base, factory = vllm.find(module, "SleepModeBackend"), vllm.find(module, "SleepModeBackendFactory")
+    base.sets("_state")
+    assert all(repr(s) in vllm.find(module, "SleepModeState").text for s in ("RUNNING", "SUSPENDED", "RESUMING"))
+    base.member("suspend").signature.bind(None, level=1)
+    base.member("resume").signature.bind(None, tags=None)
+    base.member("preserves_communicators").signature.bind(None)
+    required = {
+        n.name for n in base.node.body if isinstance(n, ast.FunctionDef) and "@abstractmethod" in ast.unparse(n)
+    }
+    assert required == {"suspend", "resume"}
+    assert list(factory.member("register_backend").signature.parameters)[1:] == ["name", "module_path", "class_name"]
+    assert "model_config.sleep_mode_backend" in factory.member("create_backend").text
+    assert "sleep_mode_backend" in vllm.find("vllm.config", "ModelConfig").fields
+    assert "model_config" in vllm.find("vllm.config", "VllmConfig").fields
+    vllm.find("vllm.v1.engine.llm_engine", "LLMEngine").sets("vllm_config")
+
+    worker = vllm.find("vllm.v1.worker.gpu_worker", "Worker")
+    lazily = worker.member("_get_sleep_mode_backend").text
+    assert "is None" in lazily and "create_backend(" in lazily, "the backend is chosen at the first sleep"
+    for call, method in (("suspend(level)", "sleep"), ("resume(tags)", "wake_up")):
+        assert f"_get_sleep_mode_backend().{call}" in worker.member(method).text
+    assert "tag='weights'" in worker.member("load_model").text, "the tag of what is copied"
+
+
+def test_vllm_has_the_allocator_that_the_sleep_backend_reads(vllm):
+    vllm.find("vllm.device_allocator", "get_mem_allocator_instance").signature.bind()
+    data = vllm.find("vllm.device_allocator", "AllocationData")
+    assert {"handle", "tag", "cpu_backup_tensor", "is_asleep"} <= set(data.fields)
+    assert "tuple[int, int, int," in vllm.find("vllm.device_allocator", "HandleType").text, "handle[1] is the size"
+    cumem = "vllm.device_allocator.cumem"
+    allocator = vllm.find(cumem, "CuMemAllocator")
+    allocator.sets("pointer_to_data")
+    assert "size_in_bytes = handle[1]" in allocator.member("sleep").text
+    for name in ("create_and_map", "unmap_and_release"):
+        vllm.find(cumem, name).signature.bind("handle")
+    vllm.find(cumem, "libcudart")
+    library = vllm.find("vllm.distributed.device_communicators.cuda_wrapper", "CudaRTLibrary")
+    assert list(library.member("cudaMemcpy").signature.parameters)[1:] == ["dst", "src", "count"]
+
+
+ROUTER = (("topk", "topk_forward", "_topk_forward", "stride_rn"), ("tensor", "sum_bitmatrix_rows", "_sum_bitmatrix_rows", "stride_bn"))  # fmt: skip
+
+
+@pytest.mark.parametrize("module, launcher, kernel, stride", ROUTER)
+def test_vllm_has_the_router_kernels_that_are_patched(vllm, module, launcher, kernel, stride):
+    """The kernel under this name in the globals of the function that launches it, the stride a constant. Where vLLM has
+    a newer triton_kernels, the stride is none, and `compile_router_once` can go."""
+    patched = inspect.getsource(compile_router_once)
+    assert all(f'"{name}"' in patched for name in (f"triton_kernels.{module}", kernel, stride))
+    assert f"{module}.{launcher}," in patched
+    function = vllm.find(f"triton_kernels.{module}", launcher)
+    assert f"{kernel}[" in function.text
+    arguments = vllm.find(function.module, kernel).node.args
+    annotation = {a.arg: a.annotation for a in arguments.args}[stride]
+    assert annotation is not None and "constexpr" in ast.unparse(annotation)
+    vllm.find("vllm.utils.import_utils", "has_triton_kernels").signature.bind()
+
+
+def test_vllm_has_the_expert_flags_that_are_patched(vllm):
+    """`make_opt_flags` in the globals of `matmul_ogs`, which calls it by that name, and the flags' fields."""
+    function = vllm.find("triton_kernels.matmul_ogs", "matmul_ogs")
+    assert "= make_opt_flags(" in function.text and "**opt_flags.target_kernel_kwargs" in function.text
+    choose = vllm.find(function.module, "make_opt_flags")
+    flags = vllm.find(choose.module, "OptFlags")
+    assert {"block_m", "group_m", "target_kernel_kwargs"} <= set(flags.fields)
+    assert "dataclass" in map(ast.unparse, flags.node.decorator_list), "dataclasses.replace needs one"
+
+
+def test_vllm_has_the_attention_weights_that_are_pushed(vllm):
+    """`model.layers.N.attn.qkv_proj.weight`, q, k and v in this order, `attn.o_proj.weight`; with LoRA enabled,
+    `base_layer` in between."""
+    module = "vllm.model_executor.models.gpt_oss"
+    model = vllm.find(module, "GptOssForCausalLM")
+    model.sets("model")
+    vllm.find(module, "GptOssModel").sets("layers")
+    vllm.find(module, "TransformerBlock").sets("attn")
+    attention = vllm.find(module, "OAIAttention")
+    attention.sets("qkv_proj", "o_proj")
+    assert "self.qkv_proj = QKVParallelLinear(" in attention.text
+    packed = ast.literal_eval(model.member("packed_modules_mapping").node.value)
+    assert packed == {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    assert "'.self_attn.': '.attn.'" in model.member("hf_to_vllm_mapper").text
+    vllm.find("vllm.lora.layers.base_linear", "BaseLinearLayerWithLoRA").sets("base_layer")
+
+
+# ---- The sleep backend -----------------------------------------------------------------------------------------------
+
+KEEP = 4096  # bytes, in place of KEEP_BYTES
+BLOCKS = {  # name: (tag, bytes)
+    "experts": ("weights", KEEP),
+    "embedding": ("weights", KEEP + 100),
+    "qkv_proj": ("weights", KEEP - 1),
+    "lora buffer": ("weights", 64),
+    "cache": ("kv_cache", 2 * KEEP),
+    "small cache": ("kv_cache", 64),
+}
+LARGE, SMALL, CACHE = ({"experts", "embedding"}, {"qkv_proj", "lora buffer"}, {"cache", "small cache"})
+
+
+class FakeGPU:
+    """Blocks as vLLM's allocator lists them, each a host buffer. A block that is unmapped loses what it held, and as on
+    a GPU neither a copy nor a second unmapping may touch it. `copies` lists (to host or to gpu, block, bytes)."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.buffers = {name: torch.full((size,), i + 1, dtype=torch.uint8) for i, (name, (_, size)) in enumerate(BLOCKS.items())}  # fmt: skip
+        self.names = {buffer.data_ptr(): name for name, buffer in self.buffers.items()}
+        self.mapped = set(BLOCKS)
+        self.copies: list[tuple[str, str, int]] = []
+        self.registered: dict[int, int] = {}  # address of pinned host memory -> bytes
+        self.checked: list[int] = []
+        self.pinned: list[int] = []  # bytes of the host memory that torch pinned
+        self.emptied: list[set[str]] = []  # what was mapped when torch's cache was emptied
+        self.host_register_code = 0
+        self.pointer_to_data = {
+            pointer: SimpleNamespace(handle=(0, BLOCKS[name][1], pointer, 7), tag=BLOCKS[name][0], cpu_backup_tensor=None, is_asleep=False)
+            for pointer, name in self.names.items()
+        }  # fmt: skip
+
+    def cudaMemcpy(self, target: int, source: int, size: int) -> None:
+        direction = "host" if source in self.names else "gpu"
+        name = self.names[source if direction == "host" else target]
+        assert name in self.mapped and size == BLOCKS[name][1]
+        ctypes.memmove(target, source, size)
+        self.copies.append((direction, name, size))
+
+    def create_and_map(self, handle: tuple[int, int, int, int]) -> None:
+        name = self.names[handle[2]]
+        assert name not in self.mapped
+        self.mapped.add(name)
+
+    def unmap_and_release(self, handle: tuple[int, int, int, int]) -> None:
+        name = self.names[handle[2]]
+        self.mapped.remove(name)
+        self.buffers[name].fill_(255)
+
+    def host_register(self, pointer: int, size: int, flags: int) -> int:
+        self.registered[pointer] = size
+        return self.host_register_code
+
+    def copied(self, direction: str) -> set[str]:
+        """The blocks that were copied there since the last call, none of them twice."""
+        found = [name for way, name, _ in self.copies if way == direction]
+        self.copies = [copy for copy in self.copies if copy[0] != direction]
+        assert len(set(found)) == len(found)
+        return set(found)
+
+    def asleep(self) -> set[str]:
+        return {self.names[pointer] for pointer, data in self.pointer_to_data.items() if data.is_asleep}
+
+    def values(self) -> dict[str, int]:
+        """The value that fills each block; a block of several values is an error."""
+        values = {name: set(buffer.tolist()) for name, buffer in self.buffers.items()}
+        assert all(len(one) == 1 for one in values.values())
+        return {name: one.pop() for name, one in values.items()}
+
+
+class FakeSleepModeBackend(ABC):
+    def __init__(self) -> None:
+        self._state = "RUNNING"
+
+    @abstractmethod
+    def suspend(self, level: int = 1) -> None: ...
+
+    @abstractmethod
+    def resume(self, tags: list[str] | None = None) -> None: ...
+
+    @classmethod
+    def preserves_communicators(cls) -> bool:
+        return False
+
+
+@pytest.fixture
+def asleep(monkeypatch):
+    """(fake GPU, the backend that `keep_weights_asleep` registers), found as vLLM finds it."""
+    import torch
+
+    gpu, registry = FakeGPU(), {}
+    package, cumem, backends = (
+        ModuleType(f"vllm.device_allocator{name}") for name in ("", ".cumem", ".sleep_mode_backend")
+    )
+    package.get_mem_allocator_instance = lambda: gpu
+    cumem.libcudart, cumem.create_and_map, cumem.unmap_and_release = gpu, gpu.create_and_map, gpu.unmap_and_release
+    backends.SleepModeBackend = FakeSleepModeBackend
+    backends.SleepModeBackendFactory = SimpleNamespace(
+        register_backend=lambda name, module, class_name: registry.update({name: (module, class_name)})
+    )
+    for module in (package, cumem, backends):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    empty = torch.empty
+
+    def pinned(size, *, dtype, pin_memory=False):
+        gpu.pinned += [size] * pin_memory
+        return empty(size, dtype=dtype)
+
+    monkeypatch.setattr(torch, "empty", pinned)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=gpu.host_register))
+    monkeypatch.setattr(torch.cuda, "check_error", gpu.checked.append)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: gpu.emptied.append(set(gpu.mapped)))
+    monkeypatch.setattr("grpo.rollout.vllm_patches.KEEP_BYTES", KEEP)
+    monkeypatch.setattr("grpo.rollout.vllm_patches.KeepBackend", None, raising=False)  # and none after the test
+    config = SimpleNamespace(sleep_mode_backend="cumem")
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=SimpleNamespace(model_config=config)))
+    keep_weights_asleep(llm)
+    module, class_name = registry[config.sleep_mode_backend]
+    backend = getattr(importlib.import_module(module), class_name)()
+    assert isinstance(backend, FakeSleepModeBackend) and backend.preserves_communicators()
+    return gpu, backend
+
+
+def test_large_weights_are_copied_to_the_host_once(asleep):
+    """Small ones at every sleep, a cache never."""
+    gpu, backend = asleep
+    for expected in (LARGE | SMALL, SMALL, SMALL):
+        backend.suspend()
+        assert gpu.copied("host") == expected
+        backend.resume()
+        assert gpu.copied("gpu") == LARGE | SMALL
+
+
+def test_all_blocks_are_unmapped_asleep_and_mapped_awake(asleep):
+    gpu, backend = asleep
+    for _ in range(2):
+        backend.suspend(level=1)
+        assert not gpu.mapped and gpu.asleep() == set(BLOCKS) and backend._state == "SUSPENDED"
+        backend.resume()
+        assert gpu.mapped == set(BLOCKS) and not gpu.asleep() and backend._state == "RUNNING"
+    assert gpu.emptied == [set(), set()], "once a sleep, when nothing is mapped any more"
+
+
+def test_weights_come_back_as_they_were_when_they_slept(asleep):
+    """What was written into a small one between two sleeps is kept; a cache comes back with nothing of what it held."""
+    gpu, backend = asleep
+    before = gpu.values()
+    backend.suspend()
+    assert set(gpu.values().values()) == {255}, "asleep, nothing is left on the GPU"
+    for value in (71, 72):
+        backend.resume()
+        assert gpu.values() == before | dict.fromkeys(CACHE, 255)
+        assert all(data.cpu_backup_tensor is None for data in gpu.pointer_to_data.values()), "small copies are freed"
+        for name in SMALL:
+            gpu.buffers[name].fill_(value)
+            before[name] = value
+        backend.suspend()
+    backend.resume()
+    assert gpu.values() == before | dict.fromkeys(CACHE, 255)
+
+
+def test_waking_obeys_tags(asleep):
+    gpu, backend = asleep
+    backend.suspend()
+    backend.resume(["weights"])
+    assert gpu.mapped == LARGE | SMALL and gpu.asleep() == CACHE
+    assert gpu.copied("gpu") == LARGE | SMALL
+    backend.resume(["weights"])  # what is awake is left alone
+    assert gpu.asleep() == CACHE and not gpu.copied("gpu")
+    backend.resume(tags=["kv_cache"])
+    assert gpu.mapped == set(BLOCKS) and not gpu.asleep() and not gpu.copied("gpu")
+
+
+def test_level_2_is_refused_before_anything_is_lost(asleep):
+    gpu, backend = asleep
+    before = gpu.values()
+    with pytest.raises(ValueError, match="only level 1: level 2 discards the weights"):
+        backend.suspend(level=2)
+    assert gpu.values() == before and gpu.mapped == set(BLOCKS) and backend._state == "RUNNING"
+
+
+def test_host_copies_are_pinned(asleep):
+    """Those that are kept once, at their exact size, and what the registration returns is checked: 0, or an error of
+    CUDA; the others by torch at every sleep."""
+    gpu, backend = asleep
+    gpu.host_register_code = 5
+    for _ in range(2):
+        backend.suspend()
+        backend.resume()
+    assert sorted(gpu.registered.values()) == sorted(BLOCKS[name][1] for name in LARGE)
+    assert gpu.checked == [5, 5]
+    assert sorted(gpu.pinned) == sorted(2 * [BLOCKS[name][1] for name in SMALL])
+
+
+def test_weights_that_are_written_are_smaller_than_those_that_are_kept():
+    """Of gpt-oss-20b, in BF16: the largest that a hand-over writes, against the MXFP4 experts of one layer."""
+    c = REAL_CONFIG
+    qkv = c["hidden_size"] * (c["num_attention_heads"] + 2 * c["num_key_value_heads"]) * c["head_dim"] * 2
+    experts = c["num_local_experts"] * c["intermediate_size"] * c["hidden_size"] // 2
+    assert qkv < KEEP_BYTES < experts

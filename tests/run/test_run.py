@@ -1,0 +1,366 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real entry point, run as a user runs it. Run: python -m pytest tests/test_run.py"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import zipfile
+from pathlib import Path
+
+import pytest
+from conftest import CLEAN, ROOT, read_csv, run_script
+from runs import SETTINGS, start, wait_for_step
+
+import train_grpo
+from grpo.data.prompts import prompt_order
+from grpo.model.load import load_model
+from grpo.run.folder import COMPLETE, last_checkpoint
+from grpo.run.logs import COMPLETIONS, METRICS
+
+LOGGED = [name for name in METRICS if not name.endswith(("_s", "time"))]
+
+
+@pytest.fixture(scope="session")
+def whole_run(tiny, tmp_path_factory) -> Path:
+    """Six steps without an interruption, with an evaluation before and after."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    done = run_script(**SETTINGS | {"OUTPUT_DIR": folder, "EVAL_SAMPLES": 1})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Held-out mean reward" in done.stdout and "complete: 6 steps" in done.stdout
+    return folder
+
+
+def adapter(folder: Path):
+    from safetensors.torch import load_file
+
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def test_what_a_run_leaves(whole_run):
+    names = {p.name for p in whole_run.iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "chat_template.jinja", "training.log",
+            "metrics.csv", "completions.csv", "settings.json", "versions.json", "evaluation.json", "checkpoint-6"} <= names  # fmt: skip
+    metrics, completions = read_csv(whole_run / "metrics.csv"), read_csv(whole_run / "completions.csv")
+    assert list(metrics[0]) == list(METRICS) and list(completions[0]) == list(COMPLETIONS)
+    assert [row["step"] for row in metrics] == list("123456")
+    assert [row["step"] for row in completions] == [str(step) for step in range(1, 7) for _ in range(12)]
+    record = json.loads((whole_run / "settings.json").read_text())
+    assert (
+        record["settings"]["SEED"] == 5 and record["sources"]["LORA_R"] == "tiny" and record["choices"]["attention"][1]
+    )
+    assert json.loads((whole_run / "versions.json").read_text())["trl"]
+    log = (whole_run / "training.log").read_text()
+    assert "step 6/6" in log and "Settings" in log and "Traceback" not in log
+    assert not list(whole_run.rglob("*.tmp"))
+
+
+def test_rows_agree_with_the_csv_and_with_each_other(whole_run):
+    """Each logged completion against its source row: group, action, reward; and the metrics against the completions."""
+    source = read_csv(ROOT / SETTINGS["DATA"])
+    completions, metrics = read_csv(whole_run / "completions.csv"), read_csv(whole_run / "metrics.csv")
+    for row in completions:
+        origin = source[int(row["prompt_id"].split(":")[1]) - 1]
+        values = [float(origin[f"reward_action_{k}"]) for k in range(4)]
+        assert int(row["best_action"]) == values.index(max(values))
+        expected = values[int(row["parsed_action"])] if row["parsed_action"] else 0.0
+        assert float(row["reward"]) == pytest.approx(expected, rel=1e-5)
+        assert row["completion"].endswith(("<|return|>", "<|endoftext|>", "<|call|>")) != (row["truncated"] == "1")
+    for metric in metrics:
+        mine = [row for row in completions if row["step"] == metric["step"]]
+        assert [row["prompt_id"] for row in mine] == [mine[i - i % 4]["prompt_id"] for i in range(12)], "groups of four"
+        mean = sum(float(row["reward"]) for row in mine) / 12
+        assert float(metric["reward"]) == pytest.approx(mean, abs=1e-5)
+        assert float(metric["parse_rate"]) == pytest.approx(sum(r["parsed_action"] != "" for r in mine) / 12, abs=1e-5)
+        assert float(metric["clipped_ratio"]) == pytest.approx(sum(r["truncated"] == "1" for r in mine) / 12, abs=1e-5)
+        assert float(metric["tokens_mean"]) == pytest.approx(sum(int(r["tokens"]) for r in mine) / 12, rel=1e-5)
+        assert float(metric["rollout_s"]) + float(metric["learn_s"]) <= float(metric["step_s"]) + 1e-3
+    order = list(prompt_order(len(source), 5, 18))
+    assert [int(r["prompt_id"].split(":")[1]) - 1 for r in completions[::4]] == order
+
+
+def test_evaluation_is_beside_its_baselines(whole_run):
+    result = json.loads((whole_run / "evaluation.json").read_text())
+    assert 0 < result["random"] < result["constant"] < result["oracle"] < 1
+    for part in ("before", "after"):
+        assert 0 <= result[part]["reward"] <= result["oracle"] and result[part]["parse_rate"] > 0.8
+
+
+def test_the_zip_holds_everything_but_optimizer_states(whole_run):
+    with zipfile.ZipFile(whole_run.with_name("run.zip")) as archive:
+        assert archive.testzip() is None
+        inside = set(archive.namelist())
+    on_disk = {str(p.relative_to(whole_run.parent)) for p in whole_run.rglob("*") if p.is_file()}
+    left_out = {Path(name).name for name in on_disk - inside}
+    assert left_out == {"optimizer.pt", "scheduler.pt", "rng_state.pth", COMPLETE}
+    assert inside <= on_disk and "run/checkpoint-6/adapter_model.safetensors" in inside
+
+
+def test_the_adapter_loads_with_peft_and_changes_the_model(whole_run, tiny):
+    import torch
+    from peft import PeftModel
+
+    config = json.loads((tiny / "config.json").read_text())
+    base = load_model(str(tiny), config, "eager")
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        before = base(ids).logits
+        after = PeftModel.from_pretrained(base, str(whole_run))(ids).logits
+    assert (after - before).abs().max() > 1e-3
+
+
+def test_a_finished_run_is_not_touched(whole_run):
+    before = {p: p.stat().st_mtime_ns for p in whole_run.rglob("*")}
+    done = run_script(**SETTINGS | {"OUTPUT_DIR": whole_run})
+    assert done.returncode == 2 and "complete (6 of 6 steps)" in done.stderr
+    done = run_script(**SETTINGS | {"OUTPUT_DIR": whole_run, "TOTAL_STEPS": 8, "LEARNING_RATE": "1e-5"})
+    assert done.returncode == 2 and "LEARNING_RATE: the run in" in done.stderr
+    assert {p: p.stat().st_mtime_ns for p in whole_run.rglob("*")} == before
+
+
+def contents(folder: Path) -> dict[Path, tuple[int, bytes]]:
+    return {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in folder.rglob("*") if p.is_file()}
+
+
+def test_an_unpacked_zip_and_a_run_without_its_checkpoints_are_not_touched(whole_run, tmp_path):
+    """The command that made them says what they are; it neither replaces the adapter nor deletes a checkpoint."""
+    with zipfile.ZipFile(whole_run.with_name("run.zip")) as archive:
+        archive.extractall(tmp_path)
+    shutil.copytree(whole_run, tmp_path / "small")
+    shutil.copy(whole_run.with_name("run.zip"), tmp_path / "small.zip")
+    for path in (tmp_path / "small").glob("checkpoint-*"):
+        shutil.rmtree(path)
+    before = contents(tmp_path)
+    for name, held in (("run", "a trained adapter"), ("small", "a complete run of 6 steps")):
+        for option in (["--check"], []):
+            done = run_script(*option, **SETTINGS | {"OUTPUT_DIR": tmp_path / name, "TOTAL_STEPS": 8})
+            assert done.returncode == 2 and f"it holds {held}, but not the optimizer state" in done.stderr, done.stderr
+            assert "cannot be used, see below" in done.stdout and "starts at step 0" not in done.stdout
+    after = contents(tmp_path)
+    assert after == before
+
+
+def assert_same_run(folder: Path, whole: Path) -> None:
+    """Every row that does not measure time is what the uninterrupted run wrote, and so is the adapter, bit for bit."""
+    import torch
+
+    assert (folder / "completions.csv").read_bytes() == (whole / "completions.csv").read_bytes()
+    one, two = read_csv(folder / "metrics.csv"), read_csv(whole / "metrics.csv")
+    assert [[r[n] for n in LOGGED if n != "rollout_tokens_per_s"] for r in one] == [[r[n] for n in LOGGED if n != "rollout_tokens_per_s"] for r in two]  # fmt: skip
+    mine, theirs = adapter(folder), adapter(whole)
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_sigterm_saves_and_the_same_command_continues(whole_run, tmp_path):
+    folder = tmp_path / "run"
+    process = start(folder)
+    wait_for_step(folder, 1)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode == 143, output
+    assert "interrupted at step" in output and (tmp_path / "run.zip").exists()
+    step, checkpoint = last_checkpoint(folder)
+    assert 1 <= step < 6 and checkpoint and (folder / "adapter_model.safetensors").exists()
+    done = run_script(**SETTINGS | {"OUTPUT_DIR": folder})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"continuing from step {step}" in done.stdout
+    assert_same_run(folder, whole_run)
+
+
+def test_a_killed_run_continues_without_repeating_or_losing_rows(whole_run, tmp_path):
+    """Killed after step 3 with its last checkpoint at 2, and the checkpoint and logs torn as a crash may tear them."""
+    folder = tmp_path / "run"
+    process = start(folder)
+    wait_for_step(folder, 3)
+    process.kill()
+    process.communicate()
+    assert last_checkpoint(folder)[0] == 2
+    shutil.copytree(folder / "checkpoint-2", folder / "checkpoint-4", dirs_exist_ok=True)
+    os.truncate(folder / "checkpoint-4" / "trainer_state.json", 40)
+    with (folder / "completions.csv").open("a") as file:
+        file.write('4,tes_heldout_compact:7,"<|channel|>final<|mess')
+    done = run_script(**SETTINGS | {"OUTPUT_DIR": folder})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "continuing from step 2" in done.stdout
+    assert_same_run(folder, whole_run)
+    superseded = (folder / "completions.superseded.csv").read_text()
+    assert superseded.count("\n3,") + superseded.startswith("3,") == 12 and "4,tes_heldout_compact:7" in superseded
+    assert (folder / "checkpoint-4" / "optimizer.pt").is_file() and (folder / "superseded-checkpoint-4").is_dir()
+
+
+def test_a_run_killed_after_its_last_step_is_finished_by_the_same_command(whole_run, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole_run, folder)
+    for name in (COMPLETE, "evaluation.json", "adapter_model.safetensors"):
+        (folder / name).unlink()
+    done = run_script(**SETTINGS | {"OUTPUT_DIR": folder, "EVAL_SAMPLES": 1})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "run.zip").exists() and "Held-out mean reward" in done.stdout
+    assert json.loads((folder / "evaluation.json").read_text()) == json.loads(
+        (whole_run / "evaluation.json").read_text()
+    )
+    assert_same_run(folder, whole_run)
+
+
+def test_files_with_other_columns_and_actions_train_together(tmp_path, tiny):
+    """TRL takes the columns from the first completion of a step: whichever file it comes from, all must be there."""
+    rows = ["user,reward_action_0,reward_action_1,zone"] + [f"hour {i},0.1,0.9,north" for i in range(3)]
+    (tmp_path / "a.csv").write_text("\n".join(rows))
+    rows = ["user,reward_action_0,reward_action_1,reward_action_2,prompt_id,invalid_reward"]
+    (tmp_path / "b.csv").write_text("\n".join(rows + [f"hour {i},0.1,0.9,0.5,mine,7" for i in range(3)]))
+    (tmp_path / "own.py").write_text(
+        "def score(completions, *, zone, csv_prompt_id, prompt_id, csv_invalid_reward, **columns):\n"
+        "    for z, theirs, ours in zip(zone, csv_prompt_id, prompt_id):\n"
+        "        assert (z == 'north') == ours.startswith('a:') and (theirs == 'mine') == ours.startswith('b:')\n"
+        "    return [float(len(c)) for c in completions]\n"
+    )
+    done = run_script(
+        cwd=tmp_path,
+        **SETTINGS
+        | {
+            "OUTPUT_DIR": "out put/ü",
+            "DATA": "a.csv,b.csv",
+            "REWARDS": "action,own:score=0.1",
+            "TOTAL_STEPS": 3,
+            "SAVE_STEPS": 9,
+        },
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    ids = {row["prompt_id"][0] for row in read_csv(tmp_path / "out put" / "ü" / "completions.csv")}
+    assert ids == {"a", "b"} and (tmp_path / "out put" / "ü.zip").exists()
+
+
+def test_overwrite_starts_anew_with_a_users_own_reward(tmp_path, whole_run):
+    """OVERWRITE=1, TRL's loss, a module of the user's own, NaN for invalid answers: another run in the same folder."""
+    folder = tmp_path / "run"
+    shutil.copytree(whole_run, folder)
+    (tmp_path / "mine.py").write_text(
+        "def short(completions, *, truncated, prompts, completion_ids, timestamp, **columns):\n"
+        "    assert all(c.startswith('<|start|>assistant') for c in completions) and len(timestamp) == len(prompts)\n"
+        "    return [None if cut else 1 / len(ids) for cut, ids in zip(truncated, completion_ids)]\n"
+    )
+    done = run_script(
+        cwd=tmp_path,
+        **SETTINGS | {"OUTPUT_DIR": folder, "OVERWRITE": 1, "TOTAL_STEPS": 1, "REWARDS": "mine:short=2,action", "LOSS_IMPL": "trl",
+                      "INVALID_REWARD": "nan", "SAVE_STEPS": 1, "MICRO_BATCH": 4, "GENERATION_BATCH": 6, "BETA": 0.1},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    metrics = read_csv(folder / "metrics.csv")
+    assert len(metrics) == 1 and metrics[0]["entropy"] and metrics[0]["kl"], "TRL's head computes the entropy"
+    assert not (folder / "checkpoint-6").exists()
+    for row in read_csv(folder / "completions.csv"):
+        if row["truncated"] == "0" and row["parsed_action"]:
+            assert float(row["reward"]) > 2 / int(row["tokens"])
+
+
+def test_an_error_in_a_users_reward_is_named_and_logged(tmp_path, tiny):
+    body = "def score(completions, **columns):\n    return [1.0] * 2 if len(completions) == 2 else 1 / 0\n"
+    (tmp_path / "broken.py").write_text(body)
+    folder = tmp_path / "run"
+    done = run_script(cwd=tmp_path, **SETTINGS | {"OUTPUT_DIR": folder, "REWARDS": "broken:score"})
+    assert done.returncode == 1
+    for text in (done.stdout, (folder / "training.log").read_text()):
+        assert "REWARDS: broken:score raised ZeroDivisionError" in text
+
+
+def test_a_reward_that_always_fails_is_found_before_anything_starts(tmp_path, tiny):
+    for kind in ("def", "async def"):
+        (tmp_path / "broken.py").write_text(
+            f"{kind} score(completions, *, timestamp, **columns):\n    return timestamp[2]\n"
+        )
+        done = run_script(cwd=tmp_path, **SETTINGS | {"OUTPUT_DIR": tmp_path / "run", "REWARDS": "action,broken:score", "DATA": ROOT / SETTINGS["DATA"]})  # fmt: skip
+        assert done.returncode == 2 and not (tmp_path / "run").exists()
+        assert "REWARDS: broken:score raised IndexError" in done.stderr and "the first row of" in done.stderr
+
+
+def test_packed_experts_are_found_by_the_id_of_a_hub_model(tiny, tmp_path):
+    """In the Hub's cache, where the official repository holds its weights in other forms as well."""
+    cache = tmp_path / "hub" / "models--org--model"
+    snapshot = cache / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    for path in tiny.iterdir():
+        (snapshot / path.name).symlink_to(path)
+    (snapshot / "original").mkdir()
+    (snapshot / "original" / "model.safetensors").write_bytes(b"not to be read")
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("0" * 40)
+    settings = SETTINGS | {
+        "MODEL_ID": "org/model",
+        "EXPERTS": "mxfp4",
+        "OUTPUT_DIR": tmp_path / "run",
+        "TOTAL_STEPS": 1,
+    }
+    settings |= {"HF_HUB_CACHE": tmp_path / "hub", "MAX_COMPLETION_LEN": 12, "REASONING_EFFORT": "low", "LORA_R": 4}
+    done = run_script(**settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "experts       mxfp4" in done.stdout and "complete: 1 steps" in done.stdout
+
+
+def test_raising_the_steps_of_a_finished_run_makes_it_unfinished(whole_run, tmp_path):
+    """Interrupted after that, the same command continues it: nothing says any more that it is complete."""
+    folder = tmp_path / "run"
+    shutil.copytree(whole_run, folder)
+    process = start(folder, TOTAL_STEPS=40)
+    wait_for_step(folder, 7)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode == 130 and "the same command continues" in output
+    assert not (folder / COMPLETE).exists()
+
+
+def test_an_interrupted_run_with_overwrite_says_how_to_continue(tmp_path, tiny):
+    """The same command would delete it."""
+    folder = tmp_path / "run"
+    process = start(folder, OVERWRITE=1)
+    wait_for_step(folder, 1)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode == 130 and "the same command WITHOUT OVERWRITE=1 continues" in output
+
+
+def test_a_gpu_that_torch_does_not_see_is_said_before_anything_is_written(tiny, tmp_path, claimed_gpu):
+    done = run_script(**SETTINGS | {"OUTPUT_DIR": tmp_path / "run", "USE_VLLM": 0} | claimed_gpu)
+    assert done.returncode == 2 and "does not see it" in done.stderr and "driver 580" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_out_of_memory_names_the_next_smaller_passes(tiny, tmp_path, monkeypatch):
+    import torch
+
+    def no_memory(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
+
+    for name, value in (CLEAN | {name: str(value) for name, value in SETTINGS.items()}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OUTPUT_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("MICRO_BATCH", "6")
+    monkeypatch.setattr("train_grpo.train", no_memory)
+    monkeypatch.setattr(signal, "signal", lambda *arguments: None)
+    assert train_grpo.main([]) == 1
+    log = (tmp_path / "run" / "training.log").read_text()
+    assert "out of memory: CUDA out of memory. Tried" in log and "MICRO_BATCH=3" in log
+    assert (tmp_path / "run.zip").exists()
+
+
+def test_a_damaged_tiny_model_is_made_again(tiny, tmp_path, monkeypatch):
+    """The check of its files sends a damaged one back to the maker, which is told to replace it."""
+
+    damaged = tmp_path / "tiny"
+    shutil.copytree(tiny, damaged)
+    (damaged / "model.safetensors").unlink()
+    forced = []
+
+    def rebuild(force=False):
+        forced.append(force)
+        shutil.copy(tiny / "model.safetensors", damaged)
+        return damaged
+
+    monkeypatch.setattr("grpo.preflight.hub.tiny_path", lambda: damaged)
+    monkeypatch.setattr("train_grpo.tiny_path", lambda: damaged)
+    monkeypatch.setattr("grpo.model.tiny.build_tiny", rebuild)
+    monkeypatch.setattr("train_grpo.launch", lambda check, model_path: 0 if model_path == str(damaged) else 1)
+    for name, value in (SETTINGS | {"OUTPUT_DIR": tmp_path / "run"}).items():
+        monkeypatch.setenv(name, str(value))
+    assert train_grpo.main([]) == 0 and forced == [True]
