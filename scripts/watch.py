@@ -25,7 +25,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import report
+from grpo.evaluate.figures import PHASES, bins, moving_mean, phase_seconds, spread
+from grpo.evaluate.report import duration
+from grpo.evaluate.run_data import ReportError, number, part, read_json, read_metrics
+from grpo.run.folder import COMPLETE, continuation
 
 try:
     import rich  # noqa: F401
@@ -36,8 +39,6 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
-
-import train_grpo
 
 RECENT = 10  # steps that time left and the means are taken from
 WIDTH = 40  # cells of a sparkline
@@ -70,26 +71,26 @@ def read_state(folder: Path, now: float | None = None) -> State:
     meantime (rows dropped by a resumed run, a folder made anew) is simply what the next picture shows."""
     now = time.time() if now is None else now
     found: dict[str, Any] = {"folder": folder.absolute().name, "now": now}
-    settings = report.part(report.read_json(folder / "settings.json"), "settings")
+    settings = part(read_json(folder / "settings.json"), "settings")
     total = settings.get("TOTAL_STEPS")
     found["total"] = total if isinstance(total, int) and total > 0 else None
     try:
-        found["rows"] = report.read_metrics(folder / "metrics.csv")
+        found["rows"] = read_metrics(folder / "metrics.csv")
         found["written"] = (folder / "metrics.csv").stat().st_mtime
         if not found["rows"]:
             found["waiting"] = "the first step has not ended yet"
-    except report.ReportError as error:
+    except ReportError as error:
         found["waiting"] = str(error)
     except OSError:
         started = "the run is starting" if found["total"] else "there is no run in this folder yet"
         found["waiting"] = f"{started}: no metrics.csv"
-    found["evaluation"] = report.read_json(folder / "evaluation.json")
+    found["evaluation"] = read_json(folder / "evaluation.json")
     found["warnings"] = read_warnings(folder / "training.log")
     # A resumed run with more steps finds the complete.json of its first part: that one does not count.
-    steps = report.number(report.read_json(folder / train_grpo.COMPLETE).get("steps"))
+    steps = number(read_json(folder / COMPLETE).get("steps"))
     found["complete"] = steps >= (found["total"] or 0)
     if not found["complete"] and settings and not is_running(folder):
-        found["stopped"] = f"no process is running; {train_grpo.continuation(folder, settings)}"
+        found["stopped"] = f"no process is running; {continuation(folder, settings)}"
     return State(**found)
 
 
@@ -137,7 +138,7 @@ def sparkline(values: Sequence[float], width: int = WIDTH, blocks: str = BLOCKS)
     >>> sparkline([5, 5, math.nan], blocks="0123")
     '11 '
     """
-    bars = report.bins(range(len(values)), width) if values else []
+    bars = bins(range(len(values)), width) if values else []
     groups = [[values[i] for i in bar if not math.isnan(values[i])] for bar in bars]
     means = [math.fsum(group) / len(group) if group else math.nan for group in groups]
     finite = [value for value in means if not math.isnan(value)]
@@ -158,7 +159,7 @@ def shown(value: float, digits: str = ".3f", unit: str = "") -> str:
 
 def phases(row: dict[str, Any]) -> str:
     """Time per phase of a step; phases that took no time are left out."""
-    parts = [(report.PHASES[name][0], spent) for name, spent in report.phase_seconds(row).items() if spent]
+    parts = [(PHASES[name][0], spent) for name, spent in phase_seconds(row).items() if spent]
     return ", ".join(f"{label} {spent:.2g} s" if spent < 10 else f"{label} {spent:.0f} s" for label, spent in parts)
 
 
@@ -168,12 +169,12 @@ def evaluation_table(evaluation: dict[str, Any]) -> Table:
     for column in ("", "reward", "regret", "parse rate"):
         table.add_column(column, justify="left" if not column else "right", no_wrap=True)
     for key, label in (("random", "random"), ("constant", f"always [{evaluation.get('constant_action')}]")):
-        table.add_row(Text(label), report.spread(evaluation, key))
+        table.add_row(Text(label), spread(evaluation, key))
     for key, label in (("before", "before training"), ("after", "after training")):
-        if result := report.part(evaluation, key):
-            figures = [report.spread(result, name) for name in ("reward", "regret")]
-            table.add_row(label, *figures, shown(report.number(result.get("parse_rate")), ".2f"))
-    table.add_row("oracle", report.spread(evaluation, "oracle"))
+        if result := part(evaluation, key):
+            figures = [spread(result, name) for name in ("reward", "regret")]
+            table.add_row(label, *figures, shown(number(result.get("parse_rate")), ".2f"))
+    table.add_row("oracle", spread(evaluation, "oracle"))
     return table
 
 
@@ -194,17 +195,15 @@ def frame(state: State, ascii_only: bool = False) -> RenderableType:
     ago = state.now - state.written
     progress = Text(f"{last['step']}/{state.total or '?'}")
     if state.stopped:
-        progress.append(f"   last step {report.duration(max(0.0, ago))} ago; {state.stopped}", style="yellow")
+        progress.append(f"   last step {duration(max(0.0, ago))} ago; {state.stopped}", style="yellow")
     elif state.total and last["step"] >= state.total and not state.complete:
-        progress.append(f"   every step is done {report.duration(max(0.0, ago))} ago: evaluation and saving")
+        progress.append(f"   every step is done {duration(max(0.0, ago))} ago: evaluation and saving")
     elif not state.complete:
-        progress.append(
-            f"   left {report.duration(seconds_left(state))}   last step {report.duration(max(0.0, ago))} ago"
-        )
+        progress.append(f"   left {duration(seconds_left(state))}   last step {duration(max(0.0, ago))} ago")
     rewards, parses = ([row[name] for row in state.rows] for name in ("reward", "parse_rate"))
 
     def mean(column: str) -> float:
-        return report.moving_mean([row[column] for row in recent])[-1]
+        return moving_mean([row[column] for row in recent])[-1]
 
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
@@ -215,7 +214,7 @@ def frame(state: State, ascii_only: bool = False) -> RenderableType:
     table.add_row("", f"{shown(last['reward'])}   mean of the last {len(recent)}: {shown(mean('reward'))}   first: {shown(rewards[0])}")  # fmt: skip
     table.add_row("parse rate", Text(sparkline(parses, blocks=blocks)))
     table.add_row("", f"{shown(last['parse_rate'], '.2f')}   clipped {shown(last['clipped_ratio'], '.2f')}   length {shown(last['tokens_mean'], ',.0f')} tokens, longest {shown(last['tokens_max'], ',.0f')}")  # fmt: skip
-    speed = f"{shown(last['rollout_tokens_per_s'], ',.0f')} tokens/s in the rollout   step {report.duration(last['step_s'])}"
+    speed = f"{shown(last['rollout_tokens_per_s'], ',.0f')} tokens/s in the rollout   step {duration(last['step_s'])}"
     table.add_row("speed", speed)
     table.add_row("phases", phases(last) or "-")
     if peaks := known(state.rows, "gpu_peak_gib"):
@@ -223,7 +222,7 @@ def frame(state: State, ascii_only: bool = False) -> RenderableType:
     if mismatch := known(state.rows[-1:], "logp_diff_mean"):
         table.add_row("engine", f"differs from the trainer by {mismatch[0]:.4f} nats on average")
     parts: list[RenderableType] = [title, table, *warning_lines(state)]
-    if state.complete and report.part(state.evaluation, "before"):
+    if state.complete and part(state.evaluation, "before"):
         parts += [Text(), evaluation_table(state.evaluation)]
     return Group(*parts)
 

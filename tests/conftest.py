@@ -15,6 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from grpo.model.tiny import build_tiny
+from grpo.settings import log
+
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "train_grpo.py"
 # Variables that a test run inherits: nothing that could be a setting.
@@ -56,18 +59,16 @@ def good_csv(tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the tiny model, made once per session (or found in the user's cache)."""
-    import make_model
 
-    return make_model.build_tiny()
+    return build_tiny()
 
 
 @pytest.fixture
 def quiet() -> Iterator[Callable[[], None]]:
     """Puts back what a run changes in its process; a call closes the logs that were opened so far."""
-    import train_grpo
 
     root, trl = logging.getLogger(), logging.getLogger("trl.trainer.grpo_trainer")
-    handlers, level, filters, own = list(root.handlers), root.level, list(trl.filters), train_grpo.log.level
+    handlers, level, filters, own = list(root.handlers), root.level, list(trl.filters), log.level
     signals = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
 
     def close_logs() -> None:
@@ -79,7 +80,7 @@ def quiet() -> Iterator[Callable[[], None]]:
     yield close_logs
     close_logs()
     root.setLevel(level)
-    train_grpo.log.setLevel(own)
+    log.setLevel(own)
     trl.filters[:] = filters
     logging.captureWarnings(False)
     for name, handler in signals.items():

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-import train_grpo
+from grpo.model.load import load_model
 
 PACKED = ("q_proj", "k_proj", "v_proj")
 
@@ -81,7 +81,7 @@ class StubLLM:
         config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
         # The trainer's seed must not depend on whether an engine was built.
         with torch.random.fork_rng(devices=[]):
-            self.model = train_grpo.load_model(str(folder), config, "eager").to(dtype).eval().requires_grad_(False)
+            self.model = load_model(str(folder), config, "eager").to(dtype).eval().requires_grad_(False)
         self.enable_lora, self.max_lora_rank, self.targets = enable_lora, max_lora_rank, tuple(lora_target_modules)
         self.max_model_len = max_model_len
         self.asleep = False

@@ -14,8 +14,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_kernel import reference_backward, reference_forward
 
-import train_grpo
-from train_grpo import Kernel, make_layout, may_attend, sink_attention
+from grpo.model.attention import (
+    KERNELS,
+    ONE_ROW,
+    Kernel,
+    flex_mask,
+    flex_sinks,
+    hidden_states,
+    kernel_attention,
+    sink_attention,
+    torch_flash_backward,
+    torch_flash_forward,
+)
+from grpo.model.load import load_model
+from grpo.model.packing import make_layout, may_attend
+from grpo.preflight.memory import bucket
 
 REFERENCE = Kernel(reference_forward, reference_backward)
 HEADS, KEY_HEADS, DIM, SCALE = 4, 2, 8, 0.3
@@ -29,8 +42,8 @@ PROMPTS, COMPLETIONS = [[1, 2, 3], [1, 2, 3], [4]], [[5, 6], [7], [8, 9, 5]]
 @pytest.fixture
 def reference(monkeypatch):
     """The reference kernel as a choice of ATTN_IMPL."""
-    monkeypatch.setitem(train_grpo.KERNELS, "reference", REFERENCE)
-    monkeypatch.setattr(train_grpo, "ONE_ROW", (*train_grpo.ONE_ROW, "reference"))
+    monkeypatch.setitem(KERNELS, "reference", REFERENCE)
+    monkeypatch.setattr("grpo.learn.trainer.ONE_ROW", (*ONE_ROW, "reference"))
 
 
 def normal(*shape, generator, dtype=torch.float64):
@@ -190,16 +203,16 @@ def test_flex_masks_and_sinks(monkeypatch, window):
         assert enable_gqa and return_lse
         return scores.softmax(-1) @ value, scores.logsumexp(-1)
 
-    monkeypatch.setattr(train_grpo, "compiled_flex", lambda: dense)
+    monkeypatch.setattr("grpo.model.attention.compiled_flex", lambda: dense)
     layout = layout_of()
-    block_mask = train_grpo.flex_mask(layout, window)
+    block_mask = flex_mask(layout, window)
     length = layout.ids.shape[1]
     assert torch.equal(
         create_mask(block_mask.mask_mod, None, None, length, length, device="cpu")[0, 0], may_attend(layout, window)[0]
     )
     *inputs, sink = tensors(layout)
     rows = [x.transpose(0, 1)[None] for x in inputs]
-    found = train_grpo.flex_sinks(None, *rows, block_mask, SCALE, s_aux=sink)[0][0, : layout.queries]
+    found = flex_sinks(None, *rows, block_mask, SCALE, s_aux=sink)[0][0, : layout.queries]
     expected = sinks_by_softmax(*inputs, sink, layout, window)[: layout.queries]
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     dout = torch.randn_like(found)
@@ -223,7 +236,7 @@ def test_every_token_sees_what_it_would_in_its_own_row(pool, data, share, one_ro
     mask = may_attend(layout, window)
     width = layout.ids.shape[1]
     groups = len({tuple(p) for p in prompts}) if share else len(prompts)
-    assert layout.ids.shape[0] == (1 if one_row else groups) and width == train_grpo.bucket(width)
+    assert layout.ids.shape[0] == (1 if one_row else groups) and width == bucket(width)
     order = list(zip(layout.rows.tolist(), layout.columns.tolist(), strict=True))
     assert sorted(order) == [(i, c) for i, row in enumerate(completions) for c in range(len(row))]
     for place, target, (i, column) in zip(layout.before.tolist(), layout.targets.tolist(), order, strict=True):
@@ -254,7 +267,7 @@ def test_every_token_sees_what_it_would_in_its_own_row(pool, data, share, one_ro
 @given(st.integers(1, 200_000))
 def test_buckets_are_few_and_waste_little(length):
     """Compiled attention is bounded by FLEX_VERSIONS only if an octave has at most 8 of them."""
-    size = train_grpo.bucket(length)
+    size = bucket(length)
     eighth = max(32, 2 ** ((length - 1).bit_length() - 1) // 8) if length > 1 else 32
     assert size % eighth == 0 and 0 <= size - length < eighth
 
@@ -300,11 +313,11 @@ def test_the_model_equals_stock_transformers(tiny, stock, reference, attention, 
     """1e-5 on log-probs and on the gradient of every parameter but the experts': with any attention, layout, experts."""
     prompts, completions, expected, weights, gradients = stock
     config = {"quantization_config": {"quant_method": "mxfp4"}}
-    model = train_grpo.load_model(str(tiny), config, attention, experts).float()
+    model = load_model(str(tiny), config, attention, experts).float()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("experts" not in name)
     layout = make_layout(prompts, completions, share, one_row, "cpu")
-    logits = model.lm_head(train_grpo.hidden_states(model, layout, attention))
+    logits = model.lm_head(hidden_states(model, layout, attention))
     logps = logits.log_softmax(-1).gather(1, layout.targets[:, None])[:, 0]
     order = (layout.rows * 1000 + layout.columns).argsort()
     torch.testing.assert_close(logps[order], expected, rtol=2e-6, atol=1e-5)
@@ -317,7 +330,7 @@ def test_the_model_equals_stock_transformers(tiny, stock, reference, attention, 
 
 def test_a_row_without_a_layout_is_an_error(reference):
     with pytest.raises(TypeError, match="come with a Layout, got NoneType"):
-        train_grpo.kernel_attention("reference", None, *torch.zeros(3, 1, 1, 2, 4), None, 1.0)
+        kernel_attention("reference", None, *torch.zeros(3, 1, 1, 2, 4), None, 1.0)
 
 
 # ---- What torch's kernel is called ------------------------------------------------------------------------------------
@@ -358,8 +371,8 @@ def test_torch_flash_passes_its_arguments_in_that_order(monkeypatch, window):
     operators = type("Aten", (), {name: staticmethod(stand_in(name)) for name in POSITIONAL})
     monkeypatch.setattr(torch.ops, "aten", operators)
     q, k, v, out, dout, lse, sq, sk = (torch.full((1,), float(i)) for i in range(8))
-    train_grpo.torch_flash_forward(q, k, v, sq, sk, 5, 9, 0.5, window)
-    train_grpo.torch_flash_backward(dout, q, k, v, out, lse, sq, sk, 5, 9, 0.5, window)
+    torch_flash_forward(q, k, v, sq, sk, 5, 9, 0.5, window)
+    torch_flash_backward(dout, q, k, v, out, lse, sq, sk, 5, 9, 0.5, window)
     left = -1 if window is None else window - 1
     common = {"query": q, "key": k, "value": v, "cum_seq_q": sq, "cum_seq_k": sk, "max_q": 5, "max_k": 9, "dropout_p": 0.0,
               "is_causal": True, "scale": 0.5, "window_size_left": left, "window_size_right": 0}  # fmt: skip

@@ -18,8 +18,14 @@ from test_attention import LENGTHS, SCALE, packed
 from test_preflight import CPU, GOOD_VERSIONS, H100, package_problems
 
 import train_grpo
+from grpo.model.attention import FLEX_VERSIONS, KERNELS, flex_mask, flex_sinks, unusable_attention
+from grpo.model.packing import make_layout
+from grpo.preflight.checks import check_settings
+from grpo.preflight.machine import FLASH_PACKAGES, installed_versions
+from grpo.preflight.memory import bucket
+from grpo.settings import Problems, Settings
 
-FLASH = tuple(train_grpo.FLASH_PACKAGES)
+FLASH = tuple(FLASH_PACKAGES)
 
 # ---- Stand-ins -------------------------------------------------------------------------------------------------------
 # The arguments, their order and defaults are those of the packages (https://github.com/Dao-AILab/flash-attention): a call
@@ -173,7 +179,7 @@ def package(request, monkeypatch):
 @pytest.mark.parametrize("window", [None, 3])
 def test_adapters_call_their_packages_right(package, window):
     """Output, log-sum-exp and gradients are the reference's, those for an out and lse that a sink was folded into too."""
-    kernel = train_grpo.KERNELS[package]
+    kernel = KERNELS[package]
     q, k, v, shape = packed(torch.float32, LENGTHS)
     q, k, v, arguments = q.detach(), k.detach(), v.detach(), (*shape, window)
     out, lse = kernel.forward(q, k, v, *arguments)
@@ -199,12 +205,13 @@ class StartedError(Exception):
 def launched(monkeypatch, attention, machine=CPU):
     """launch() up to where it would write into the run's folder: its exit code."""
 
-    def stop(check):
+    def stop(*given):
         raise StartedError
 
-    monkeypatch.setattr(train_grpo, "unseen_gpu", lambda machine: None)
-    monkeypatch.setattr(train_grpo, "prepare_run", stop)
-    check = types.SimpleNamespace(settings=None, machine=machine, attention=(attention, "set by ATTN_IMPL"))
+    monkeypatch.setattr("grpo.model.load.unseen_gpu", lambda machine: None)
+    monkeypatch.setattr("train_grpo.run_record", lambda check: {})
+    monkeypatch.setattr("train_grpo.prepare_run", stop)
+    check = types.SimpleNamespace(run=None, settings=None, machine=machine, attention=(attention, "set by ATTN_IMPL"))
     return train_grpo.launch(check, "")
 
 
@@ -225,7 +232,7 @@ def test_metadata_without_a_module_ends_before_the_model_is_loaded(monkeypatch, 
     monkeypatch.setitem(sys.modules, module.split(".")[0], None)
     assert launched(monkeypatch, attention) == 2
     problem = capsys.readouterr().err
-    distribution, install = train_grpo.FLASH_PACKAGES[attention]
+    distribution, install = FLASH_PACKAGES[attention]
     for part in (f"ATTN_IMPL: {attention}", distribution, "ModuleNotFoundError", install, "ATTN_IMPL=torch_flash"):
         assert part in problem
 
@@ -238,14 +245,14 @@ def test_a_package_without_the_functions_is_named(monkeypatch, package, missing)
         monkeypatch.delattr(torch.ops.flash_attn_3, name)
     else:
         monkeypatch.delattr(sys.modules[module], name)
-    assert name in train_grpo.unusable_attention(package)
+    assert name in unusable_attention(package)
 
 
 @pytest.mark.parametrize("version", ["2.6.0", "2.6.3", "2.7.0", "2.8.3.post2"])
 def test_flash_attn_before_2_7_is_refused(monkeypatch, version):
-    known = train_grpo.installed_versions
+    known = installed_versions
     fake = lambda names: {n: version if n == "flash-attn" else known([n])[n] for n in names}  # noqa: E731
-    monkeypatch.setattr(train_grpo, "installed_versions", fake)
+    monkeypatch.setattr("grpo.preflight.machine.installed_versions", fake)
     problems = package_problems(GOOD_VERSIONS, ATTN_IMPL="flash_attention_2")
     if version.startswith("2.6"):
         assert len(problems) == 1 and f"2.7.0 or newer, {version} is installed" in problems[0]
@@ -259,9 +266,9 @@ def test_flash_attn_before_2_7_is_refused(monkeypatch, version):
 )
 def test_flash_attention_4_needs_a_hopper_card_or_a_newer_one(capability, refused):
     """A capability of 0 is one that could not be read."""
-    problems = train_grpo.Problems()
+    problems = Problems()
     machine = dataclasses.replace(H100, capability=capability)
-    train_grpo.check_settings(train_grpo.Settings(ATTN_IMPL="flash_attention_4"), None, machine, problems)
+    check_settings(Settings(ATTN_IMPL="flash_attention_4"), None, machine, problems)
     assert any("flash_attention_4 needs compute capability 9.0" in problem for problem in problems) is refused
 
 
@@ -278,14 +285,14 @@ def flex(monkeypatch):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True, backend=counter)
-    monkeypatch.setattr(train_grpo, "compiled_flex", lambda: compiled)
+    monkeypatch.setattr("grpo.model.attention.compiled_flex", lambda: compiled)
 
     def call(length, window):
-        layout = train_grpo.make_layout([[1] * 5], [[2] * (length - 5)], True, True, "cpu")
-        mask = train_grpo.flex_mask(layout, window)
+        layout = make_layout([[1] * 5], [[2] * (length - 5)], True, True, "cpu")
+        mask = flex_mask(layout, window)
         rows = [torch.randn(1, heads, layout.ids.shape[1], 16) for heads in (4, 2, 2)]
         with torch.no_grad():
-            train_grpo.flex_sinks(None, *rows, mask, SCALE, s_aux=torch.zeros(4))
+            flex_sinks(None, *rows, mask, SCALE, s_aux=torch.zeros(4))
         return counter.frame_count
 
     call(20, None)  # torch gives a warning in the first call, without which the same shape is compiled anew
@@ -301,7 +308,7 @@ def test_flex_compiles_once_for_each_bucket_and_layer_type(monkeypatch, flex):
 
 
 def test_flex_past_its_limit_says_what_to_do(monkeypatch, flex):
-    monkeypatch.setattr(train_grpo, "FLEX_VERSIONS", 3)
+    monkeypatch.setattr("grpo.model.attention.FLEX_VERSIONS", 3)
     # Another limit of torch's, over all versions of a function, would count as well.
     with torch._dynamo.config.patch(accumulated_recompile_limit=2):
         assert [flex(length, None) for length in (20, 40, 80)] == [1, 2, 3]
@@ -312,8 +319,8 @@ def test_flex_past_its_limit_says_what_to_do(monkeypatch, flex):
 
 def test_flex_limit_covers_every_row_of_a_run():
     """Both layer types, with gradients and without."""
-    lengths = {train_grpo.bucket(length) for length in range(1, 2**17)}
-    assert 4 * len(lengths) < train_grpo.FLEX_VERSIONS < 500
+    lengths = {bucket(length) for length in range(1, 2**17)}
+    assert 4 * len(lengths) < FLEX_VERSIONS < 500
 
 
 @pytest.mark.parametrize("name", ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"])
@@ -321,8 +328,8 @@ def test_flex_attention_without_compilation_is_refused(monkeypatch, name):
     """torch would run it unfused, with scores in full, and tell it in a warning at most."""
 
     def problems_of(**settings):
-        problems = train_grpo.Problems()
-        train_grpo.check_settings(train_grpo.Settings(**settings), None, H100, problems)
+        problems = Problems()
+        check_settings(Settings(**settings), None, H100, problems)
         return problems
 
     assert not problems_of(ATTN_IMPL="flex_attention")

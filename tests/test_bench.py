@@ -21,11 +21,21 @@ from conftest import CLEAN, ROOT
 from reference_kernel import reference_backward, reference_forward
 
 import train_grpo
+from grpo.measure import record as measure_record
+from grpo.measure.attention import PARTS, AttentionCase, exact_attention
+from grpo.measure.record import shown
+from grpo.measure.resume import sampled_by_step
+from grpo.measure.rollout import FirstRollout
+from grpo.measure.step import bench_step, compare_gradients, step_figures
+from grpo.measure.watched import PeakMemory
+from grpo.model.attention import KERNELS, Kernel
+from grpo.run.logs import COMPLETIONS
+from grpo.settings import Settings
 
 
 def run_attention(monkeypatch, tmp_path, *arguments, forward=reference_forward, backward=reference_backward):
     """(exit code, record or None) of `bench.py attention` in this process, with a kernel in place of torch's."""
-    monkeypatch.setitem(train_grpo.KERNELS, "torch_flash", train_grpo.Kernel(forward, backward))
+    monkeypatch.setitem(KERNELS, "torch_flash", Kernel(forward, backward))
     out = tmp_path / "attention.json"
     arguments = arguments or ("--only", "torch_flash")
     command = ["bench.py", "attention", "--device", "cpu", "--small", "--out", str(out), *arguments]
@@ -48,7 +58,7 @@ def test_it_runs_on_a_cpu(tmp_path):
     assert record["command"] == "python scripts/bench.py attention --device cpu --small"
     assert all(set(one) == {"name", "value", "unit", "note"} for one in record["figures"])
     found = values(record)
-    parts = {f"eager_{kind}_{part}_error" for kind in ("full", "window") for part in bench.PARTS}
+    parts = {f"eager_{kind}_{part}_error" for kind in ("full", "window") for part in PARTS}
     assert set(found) == parts | {"tokens", "error_bound", "eager_full_ms", "eager_window_ms", "eager_usable"}
     assert found["tokens"] == 44 and found["error_bound"] == 1e-5 and found["eager_usable"] == 1
     assert all(0 < found[name] < 1e-6 for name in parts) and found["eager_full_ms"] > 0
@@ -79,9 +89,9 @@ def not_a_number(*rest):
 
 WRONG = {
     "NaN": ({"backward": not_a_number}, "full", ["q", "k", "v"]),
-    "window": ({"forward": wider(reference_forward), "backward": wider(reference_backward)}, "window", bench.PARTS),
+    "window": ({"forward": wider(reference_forward), "backward": wider(reference_backward)}, "window", PARTS),
     "keys": ({"backward": forgets_the_group}, "full", ["k"]),
-    "sinks": ({"forward": knows_no_sink}, "full", bench.PARTS),
+    "sinks": ({"forward": knows_no_sink}, "full", PARTS),
 }
 
 
@@ -128,7 +138,7 @@ def test_unknown_names_and_a_missing_gpu_are_told(monkeypatch, tmp_path, capsys)
 @pytest.mark.parametrize("window", [None, 2])
 def test_float64_is_the_definition(window):
     """Against one query at a time over the keys that it may see, written out, and autograd through that."""
-    case = bench.AttentionCase(3, (2, 1), 2, 1, 4, 2)
+    case = AttentionCase(3, (2, 1), 2, 1, 4, 2)
     generator = torch.Generator().manual_seed(0)
     q, k, v, sinks = (
         torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -143,12 +153,12 @@ def test_float64_is_the_definition(window):
         rows.append(weights / (weights.sum(1) + sinks.exp())[:, None] @ v[seen, 0])
     out, gradient = torch.stack(rows), torch.randn(6, 2, 4, generator=generator, dtype=torch.float64)
     expected = [out, *torch.autograd.grad(out, (q, k, v, sinks), gradient)]
-    for ours, true in zip(bench.exact_attention(case, window, (q, k, v, sinks), gradient), expected, strict=True):
+    for ours, true in zip(exact_attention(case, window, (q, k, v, sinks), gradient), expected, strict=True):
         torch.testing.assert_close(ours, true, rtol=1e-12, atol=1e-12)
 
 
 def test_results_make_no_commit_dirty_and_code_does(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "ROOT", tmp_path)
+    monkeypatch.setattr("grpo.measure.record.ROOT", tmp_path)
     monkeypatch.delenv("BENCH_COMMIT", raising=False)
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c"]
     (tmp_path / "docs" / "results").mkdir(parents=True)
@@ -157,12 +167,12 @@ def test_results_make_no_commit_dirty_and_code_does(tmp_path, monkeypatch):
         path.write_text("1")
     for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "a"]):
         subprocess.run([*git, *command], check=True)
-    clean = bench.commit()
+    clean = measure_record.commit()
     assert len(clean) == 40
     files[1].write_text("2")
-    assert bench.commit() == clean
+    assert measure_record.commit() == clean
     files[0].write_text("2")
-    assert bench.commit() == clean + "-dirty"
+    assert measure_record.commit() == clean + "-dirty"
 
 
 # ---- The step's figures ----------------------------------------------------------------------------------------------
@@ -171,9 +181,11 @@ def test_results_make_no_commit_dirty_and_code_does(tmp_path, monkeypatch):
 @pytest.fixture
 def halves(tmp_path, monkeypatch):
     """bench.py step with children that are pretended: a function of exit codes and options, which returns (code, result)."""
-    monkeypatch.setattr(bench, "ballast", lambda gib: contextlib.nullcontext())
-    monkeypatch.setattr(bench, "commit", lambda: "c1")
-    monkeypatch.setattr(bench, "step_figures", lambda results: [bench.figure(name, 1.0, "s") for name in results])
+    monkeypatch.setattr("grpo.measure.step.ballast", lambda gib: contextlib.nullcontext())
+    monkeypatch.setattr("grpo.measure.step.commit", lambda: "c1")
+    monkeypatch.setattr(
+        "grpo.measure.step.step_figures", lambda results: [measure_record.figure(name, 1.0, "s") for name in results]
+    )
     result = tmp_path / "step.json"
 
     def run(codes, commit="c1", **options):
@@ -184,10 +196,10 @@ def halves(tmp_path, monkeypatch):
                 Path(out).write_text(json.dumps({"commit": commit}))
             return SimpleNamespace(returncode=codes[name])
 
-        monkeypatch.setattr(bench.subprocess, "run", child)
+        monkeypatch.setattr("subprocess.run", child)
         defaults = {"only": None, "model": "m", "data": "d", "lengths": "l"}
         given = SimpleNamespace(**defaults | options, run=str(tmp_path / "run"), out=str(result))
-        code = bench.bench_step(given)
+        code = bench_step(given)
         return code, [one["name"] for one in json.loads(result.read_text())["figures"]] if result.exists() else None
 
     return run
@@ -224,7 +236,7 @@ def test_figures_of_a_step_carry_the_names_that_are_asked_for():
         "w1_trl_old_s": 6.0, "w1_trl_peak_gib": 30.0, "w3_tokens": 34_000, "w2_trl_s": 73.0, "logp_difference": 0.01, "logp_batching": 0.01,
         "logp_wrong_prompt": 0.1, "gradients": {"difference": 0.01, "batching": 0.01, "wrong_prompt": 1.0},
     }  # fmt: skip
-    figures = {figure["name"]: figure for figure in bench.step_figures({"bf16": wide, "mxfp4": one})}
+    figures = {figure["name"]: figure for figure in step_figures({"bf16": wide, "mxfp4": one})}
     asked = """w1_step_s, w1_learn_s, w1_learn_trl_s, w1_floor_s, w2_learn_s, w2_learn_trl_s, w2_peak_gib, w3_step_s,
         w1_job_peak_mxfp4_gib, w1_learn_mxfp4_s, plan_error_bf16, plan_error_mxfp4"""
     assert {name.strip() for name in asked.split(",")} <= set(figures)
@@ -235,10 +247,10 @@ def test_figures_of_a_step_carry_the_names_that_are_asked_for():
 
 def test_a_peak_counts_from_what_was_free_before_the_process_came(monkeypatch):
     """79 GiB free at first; the process's context alone takes half a GiB, and counts."""
-    monkeypatch.setattr(train_grpo, "read_machine", lambda: SimpleNamespace(gpu_free=79.0))
+    monkeypatch.setattr("grpo.measure.watched.read_machine", lambda: SimpleNamespace(gpu_free=79.0))
     free = iter([78.5, 70.0, 60.0])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(next(free, 75.0) * 2**30), 80 * 2**30))
-    memory = bench.PeakMemory()
+    memory = PeakMemory()
     deadline = time.monotonic() + 10
     while memory.peaks.get("starting", 0.0) < 19 and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -256,7 +268,7 @@ def test_gradients_are_compared_with_trls(tiny, tmp_path, monkeypatch):
     for name in ("memory_allocated", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda: 0)
     trainer = plain_float32(make(tiny, tmp_path, LOSS_TYPE="bnpo"))
-    found = bench.compare_gradients(trainer, batch(trainer, sampled=True), "eager")
+    found = compare_gradients(trainer, batch(trainer, sampled=True), "eager")
     assert found["difference"] < 1e-4 and found["batching"] < 1e-4 and found["wrong_prompt"] > 0.1
     assert not any(parameter.grad is not None for parameter in trainer.model.parameters())
 
@@ -264,7 +276,7 @@ def test_gradients_are_compared_with_trls(tiny, tmp_path, monkeypatch):
 def test_the_shown_command_is_complete():
     """What the README prints can be run with one's own paths: every option that is required is in it."""
     for kind, flags in (("rollout", ["--sync", "merge"]), ("step", ["--lengths", "real_completions.csv"])):
-        words = bench.shown(kind, *flags).split()[1:]
+        words = shown(kind, *flags).split()[1:]
         done = subprocess.run([sys.executable, *words, "--no-such-option"], cwd=ROOT, capture_output=True, text=True)
         assert "unrecognized arguments: --no-such-option" in done.stderr
 
@@ -287,10 +299,10 @@ def test_a_killed_run_and_its_continuation_sample_alike(tmp_path, tiny):
 
 def test_other_completions_do_not_count_as_alike(tmp_path):
     """A log with a header, and superseded rows without one, the last torn off."""
-    header = ",".join(train_grpo.COMPLETIONS)
+    header = ",".join(COMPLETIONS)
     (tmp_path / "a.csv").write_text(f'{header}\n5,d:1,"[1]\n",1,0.5,2,3,0\n5,d:1,[2],2,0.1,2,3,0\n')
     (tmp_path / "b.csv").write_text('5,d:1,"[1]\n",1,0.5,2,3,0\n5,d:1,[3],2,0.1,2,3,0\n6,d:1,"tor')
-    one, other = (bench.sampled_by_step(tmp_path / name) for name in ("a.csv", "b.csv"))
+    one, other = (sampled_by_step(tmp_path / name) for name in ("a.csv", "b.csv"))
     assert one == {5: [("d:1", "[1]\n", "3"), ("d:1", "[2]", "3")]} and list(other) == [5]
     assert [a == b for a, b in zip(one[5], other[5], strict=True)] == [True, False]
 
@@ -298,14 +310,16 @@ def test_other_completions_do_not_count_as_alike(tmp_path):
 def test_the_child_that_fills_the_caches_can_leave_a_run(monkeypatch, tmp_path):
     """A run answers every Exception itself: what ends this child is none."""
     check = SimpleNamespace(
-        machine=None, attention=("eager", ""), run=SimpleNamespace(folder=tmp_path), settings=train_grpo.Settings()
+        machine=None, attention=("eager", ""), run=SimpleNamespace(folder=tmp_path), settings=Settings()
     )
-    for name in ("unseen_gpu", "unusable_attention", "prepare_run", "start_logging"):
+    for name in ("model.load.unseen_gpu", "model.attention.unusable_attention"):
+        monkeypatch.setattr(f"grpo.{name}", lambda *given: None)
+    for name in ("run_record", "prepare_run", "start_logging"):
         monkeypatch.setattr(train_grpo, name, lambda *given: None)
 
     def leave(*given):
-        raise bench.FirstRollout
+        raise FirstRollout
 
-    monkeypatch.setattr(train_grpo, "load_and_train", leave)
-    with pytest.raises(bench.FirstRollout):
+    monkeypatch.setattr("train_grpo.train", leave)
+    with pytest.raises(FirstRollout):
         train_grpo.launch(check, "model")

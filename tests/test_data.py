@@ -12,8 +12,9 @@ from conftest import RENDERED, ROOT, write_csv
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import train_grpo
-from train_grpo import Problems, prompt_order, read_csv, read_rows
+from grpo.data.files import SHOWN, read_csv, read_rows
+from grpo.data.prompts import prompt_order, render
+from grpo.settings import Problems
 
 HEADER = ["prompt", "reward_action_0", "reward_action_1"]
 GOOD = [RENDERED.format("a"), "0.25", "0.75"]
@@ -105,7 +106,7 @@ def test_every_bad_cell_is_listed_and_long_lists_are_cut(tmp_path):
         "row 3 (line 4), column reward_action_0",
     ]
     _, problems = load(write_csv(tmp_path / "d.csv", HEADER, [[GOOD[0], "x", 1]] * 50))
-    assert len(problems) == train_grpo.SHOWN + 1 and "and 30 more" in problems[-1]
+    assert len(problems) == SHOWN + 1 and "and 30 more" in problems[-1]
 
 
 def test_line_numbers_count_line_breaks_inside_cells(tmp_path):
@@ -210,5 +211,5 @@ def test_rendering_is_transformers_own(tiny):
             conversation, chat_template=template, tokenize=False, add_generation_prompt=True,
             reasoning_effort="high", strftime_now=moment.strftime,
         )  # fmt: skip
-        assert train_grpo.render(template, messages, "high", "2025-11-06") == theirs
+        assert render(template, messages, "high", "2025-11-06") == theirs
         assert "2025-11-06" in theirs and "high" in theirs

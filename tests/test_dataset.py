@@ -23,7 +23,36 @@ from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-PLANT = md.Plant()
+from grpo.data.files import read_csv
+from grpo.settings import Problems
+from grpo.tasks.tes.dataset import (
+    HELDOUT_STREAM,
+    ROWS_STREAM,
+    SEED,
+    short_hours,
+    short_windows,
+    synthetic_rows,
+    synthetic_windows,
+    trajectory,
+    window_rows,
+    with_short_hours,
+)
+from grpo.tasks.tes.plant import HOURS, Plant, best_action, boltzmann, q_values, solve, step
+from grpo.tasks.tes.profiles import (
+    HELDOUT_START,
+    TRAIN_START,
+    Profile,
+    ProfileError,
+    Window,
+    read_profile,
+    synthetic_profile,
+    to_csv,
+    windows,
+)
+from grpo.tasks.tes.prompts import State, render_compact, render_full
+from rewards import baselines
+
+PLANT = Plant()
 DATA = ROOT / "data"
 FILES = ("tes_train.csv", "tes_heldout.csv", "tes_train_compact.csv", "tes_heldout_compact.csv")
 
@@ -63,8 +92,8 @@ def test_values_equal_those_of_brute_force(hours: list[tuple[float, float]], ene
     price = low / 4.0 / 6.0
     expected = brute_force(energy, load, co2, price)
     for grid in (None, 0.5):  # with and without the even grid, a state that was asked for is exact
-        solution = md.solve(PLANT, load, co2, price, start_kwh=energy, grid_kwh=grid)
-        np.testing.assert_allclose(md.q_values(solution, 0, energy), expected, rtol=0, atol=1e-6)
+        solution = solve(PLANT, load, co2, price, start_kwh=energy, grid_kwh=grid)
+        np.testing.assert_allclose(q_values(solution, 0, energy), expected, rtol=0, atol=1e-6)
         assert np.interp(energy, solution.nodes[0], solution.values[0]) == pytest.approx(expected.max(), abs=1e-6)
 
 
@@ -72,34 +101,34 @@ def test_values_equal_those_of_brute_force(hours: list[tuple[float, float]], ene
 @given(st.lists(st.tuples(loads, intensities), min_size=4, max_size=4), energies, st.integers(0, 3))
 def test_values_stay_exact_along_a_trajectory(hours: list[tuple[float, float]], energy: float, action: int) -> None:
     load, co2 = np.array(hours).T
-    solution = md.solve(PLANT, load, co2, 0.01, start_kwh=energy, grid_kwh=None)
-    after = float(md.step(PLANT, energy, action, load[0], co2[0]).energy_kwh)
+    solution = solve(PLANT, load, co2, 0.01, start_kwh=energy, grid_kwh=None)
+    after = float(step(PLANT, energy, action, load[0], co2[0]).energy_kwh)
     expected = brute_force(after, load[1:], co2[1:], 0.01)
-    np.testing.assert_allclose(md.q_values(solution, 1, after), expected, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(q_values(solution, 1, after), expected, rtol=0, atol=1e-6)
 
 
 def test_even_grid_alone_is_close_on_typical_days() -> None:
-    window = md.windows(md.synthetic_profile(5, 4))[0]
+    window = windows(synthetic_profile(5, 4))[0]
     even = window.solve(PLANT, start_kwh=None, grid_kwh=0.05)
     for energy in (37.0, 150.0, 263.0):
         exact = window.solve(PLANT, start_kwh=energy, grid_kwh=None)
-        np.testing.assert_allclose(md.q_values(even, 0, energy), md.q_values(exact, 0, energy), rtol=0, atol=0.01)
+        np.testing.assert_allclose(q_values(even, 0, energy), q_values(exact, 0, energy), rtol=0, atol=0.01)
 
 
 def test_reachable_energies_stay_few_and_thinning_stays_close() -> None:
-    window = md.windows(md.synthetic_profile(6, 4))[0]
+    window = windows(synthetic_profile(6, 4))[0]
     exact = window.solve(PLANT, grid_kwh=None)
     assert all(nodes.size <= 10 * (t + 1) for t, nodes in enumerate(exact.nodes))
-    odd = md.Plant(ratios=(0.0, 0.317, 0.691, 1.0), capacity_kwh=287.3)  # no common divisor: the nodes would explode
+    odd = Plant(ratios=(0.0, 0.317, 0.691, 1.0), capacity_kwh=287.3)  # no common divisor: the nodes would explode
     full = window.solve(odd, grid_kwh=None, max_nodes=20000)
     thin = window.solve(odd, grid_kwh=None, max_nodes=1000)
     assert max(nodes.size for nodes in thin.nodes) <= 1000 < max(nodes.size for nodes in full.nodes)
-    np.testing.assert_allclose(md.q_values(thin, 0, 150.0), md.q_values(full, 0, 150.0), rtol=0, atol=0.02)
+    np.testing.assert_allclose(q_values(thin, 0, 150.0), q_values(full, 0, 150.0), rtol=0, atol=0.02)
 
 
 @given(energies, st.integers(0, 3), loads, intensities)
 def test_step_conserves_energy(energy: float, action: int, load: float, co2: float) -> None:
-    done = md.step(PLANT, energy, action, load, co2)
+    done = step(PLANT, energy, action, load, co2)
     output = 100.0 * action / 3.0
     served = load - done.unserved_kwh
     assert energy + output == pytest.approx(done.energy_kwh + served + done.lost_kwh, abs=1e-9)
@@ -111,7 +140,7 @@ def test_step_conserves_energy(energy: float, action: int, load: float, co2: flo
 
 
 def test_step_broadcasts_and_charges_for_the_scheduled_output() -> None:
-    done = md.step(PLANT, np.array([0.0, 300.0])[:, None], np.arange(4), 50.0, 0.4)
+    done = step(PLANT, np.array([0.0, 300.0])[:, None], np.arange(4), 50.0, 0.4)
     assert done.energy_kwh.shape == done.reward.shape == done.lost_kwh.shape == (2, 4)
     np.testing.assert_allclose(done.emissions_kg[0], done.emissions_kg[1])  # a full storage saves nothing
     np.testing.assert_allclose(done.emissions_kg[1], [0.0, 10 / 3, 20 / 3, 10.0])
@@ -119,8 +148,8 @@ def test_step_broadcasts_and_charges_for_the_scheduled_output() -> None:
 
 
 def test_end_is_worth_the_five_lowest_hours_of_the_next_day() -> None:
-    window = md.windows(md.synthetic_profile(7, 4))[0]
-    q = md.q_values(window.solve(PLANT), 29, 200.0)
+    window = windows(synthetic_profile(7, 4))[0]
+    q = q_values(window.solve(PLANT), 29, 200.0)
     load, co2 = float(window.load_kw[2, 9]), float(window.co2[2, 9])
     low = sum(sorted(window.co2[3])[:5]) / 5  # of the decision hours: nights do not count
     energy, cost = hour_by_hand(200.0, 0.0, load, co2)
@@ -134,7 +163,7 @@ def test_end_is_worth_the_five_lowest_hours_of_the_next_day() -> None:
 def test_solve_rejects_what_it_cannot_use(options: dict, reason: str) -> None:
     load = options.pop("load", np.ones(3))
     with pytest.raises(ValueError, match=reason):
-        md.solve(PLANT, load, np.ones(3), 0.01, **options)
+        solve(PLANT, load, np.ones(3), 0.01, **options)
 
 
 # ---- Rewards --------------------------------------------------------------------------------------------------------
@@ -144,55 +173,55 @@ def test_softmax_golden() -> None:
     q = np.array([-1.0, -1.05, -1.1, -1.0])  # differences of 0, 1, 2, 0 temperatures
     total = 2 + math.exp(-1) + math.exp(-2)
     expected = [1 / total, math.exp(-1) / total, math.exp(-2) / total, 1 / total]
-    np.testing.assert_allclose(md.boltzmann(q), expected, rtol=1e-12)
+    np.testing.assert_allclose(boltzmann(q), expected, rtol=1e-12)
     np.testing.assert_allclose(expected, [0.3995, 0.1470, 0.0541, 0.3995], atol=1e-4)
 
 
 def test_softmax_is_stable() -> None:
     with np.errstate(over="raise", invalid="raise"):
-        rewards = md.boltzmann(np.array([[-5000.0, 0.0, -5000.0, 0.0], [4000.0, 3999.0, -9e5, 0.0]]))
+        rewards = boltzmann(np.array([[-5000.0, 0.0, -5000.0, 0.0], [4000.0, 3999.0, -9e5, 0.0]]))
     np.testing.assert_allclose(rewards, [[0, 0.5, 0, 0.5], [1, 0, 0, 0]], atol=1e-8)
 
 
 def test_best_action_prefers_the_first_of_equals() -> None:
-    assert md.best_action(np.array([-1.0, -0.5, -0.5 + 1e-12, -2.0])) == 1
-    assert md.best_action(np.array([-1.0, -0.5, -0.5 + 1e-6, -2.0])) == 2
+    assert best_action(np.array([-1.0, -0.5, -0.5 + 1e-12, -2.0])) == 1
+    assert best_action(np.array([-1.0, -0.5, -0.5 + 1e-6, -2.0])) == 2
 
 
 # ---- Days and rows --------------------------------------------------------------------------------------------------
 
 
 def test_synthetic_days_are_seeded_and_plausible() -> None:
-    one, same, other = md.synthetic_profile(1, 8), md.synthetic_profile(1, 8), md.synthetic_profile(2, 8)
+    one, same, other = synthetic_profile(1, 8), synthetic_profile(1, 8), synthetic_profile(2, 8)
     assert np.array_equal(one.co2, same.co2) and np.array_equal(one.load_kw, same.load_kw)
     assert not np.array_equal(one.co2, other.co2)
     assert one.co2.min() >= 0.15 and one.co2.max() <= 0.6
     night = np.ones(24, bool)
-    night[list(md.HOURS)] = False
+    night[list(HOURS)] = False
     assert not one.load_kw[:, night].any() and (one.load_kw[:, ~night] > 0).all()
 
 
 def test_windows_share_the_next_day_and_never_span_a_gap() -> None:
-    profile = md.synthetic_profile(3, 15)
-    cut = md.windows(profile)
+    profile = synthetic_profile(3, 15)
+    cut = windows(profile)
     assert [w.dates[0] for w in cut] == [profile.dates[i] for i in (0, 3, 6, 9)]
     assert all(w.load_kw.shape == w.co2.shape == (4, 10) for w in cut)
     keep = [i for i in range(15) if i != 5]
-    gapped = md.Profile(tuple(profile.dates[i] for i in keep), profile.co2[keep], profile.load_kw[keep])
-    assert [w.dates[0] for w in md.windows(gapped)] == [profile.dates[i] for i in (0, 6, 9)]
-    for window in md.windows(gapped):
+    gapped = Profile(tuple(profile.dates[i] for i in keep), profile.co2[keep], profile.load_kw[keep])
+    assert [w.dates[0] for w in windows(gapped)] == [profile.dates[i] for i in (0, 6, 9)]
+    for window in windows(gapped):
         assert [(day - window.dates[0]).days for day in window.dates] == [0, 1, 2, 3]
 
 
 def test_rows_of_a_window() -> None:
-    window = md.windows(md.synthetic_profile(4, 4))[0]
-    full = md.window_rows(window, np.random.default_rng(0), "full")
-    compact = md.window_rows(window, np.random.default_rng(0), "compact")
+    window = windows(synthetic_profile(4, 4))[0]
+    full = window_rows(window, np.random.default_rng(0), "full")
+    compact = window_rows(window, np.random.default_rng(0), "compact")
     assert [row["timestep"] for row in full] == [*range(8, 18), *range(32, 42), *range(56, 66)]
     assert [row["q_action_0"] for row in full] == [row["q_action_0"] for row in compact]
-    assert [datetime.fromisoformat(row["timestamp"]).hour for row in full] == [*md.HOURS] * 3
+    assert [datetime.fromisoformat(row["timestamp"]).hour for row in full] == [*HOURS] * 3
     assert "energy [kWh]: 150\n" in full[0]["prompt"]
-    optimal = md.window_rows(window, np.random.default_rng(0), "full", explore=0.0)
+    optimal = window_rows(window, np.random.default_rng(0), "full", explore=0.0)
     # Along the optimum, the best value falls by what the hour cost: Bellman's equation between rows.
     for before, after in itertools.pairwise(optimal):
         best = max(before[f"q_action_{k}"] for k in range(4))
@@ -206,29 +235,29 @@ def test_rows_of_a_window() -> None:
 
 
 def test_synthetic_rows() -> None:
-    rows = md.synthetic_rows(3, 2)
-    assert len(rows) == 60 and rows == md.synthetic_rows(3, 2) and rows != md.synthetic_rows(4, 2)
-    assert rows[:30] == md.synthetic_rows(3, 1)
+    rows = synthetic_rows(3, 2)
+    assert len(rows) == 60 and rows == synthetic_rows(3, 2) and rows != synthetic_rows(4, 2)
+    assert rows[:30] == synthetic_rows(3, 1)
     for row in rows:
         assert isinstance(row["q_action_3"], float) and isinstance(row["reward_action_0"], float)
         assert sum(row[f"reward_action_{k}"] for k in range(4)) == pytest.approx(1)
     with pytest.raises(ValueError, match="seed must be"):
-        md.synthetic_rows(2**32, 1)
+        synthetic_rows(2**32, 1)
     committed = (DATA / "tes_train_compact.csv").read_text() + (DATA / "tes_heldout_compact.csv").read_text()
-    assert not any(row["user"] in committed for row in md.synthetic_rows(md.SEED, 2))
+    assert not any(row["user"] in committed for row in synthetic_rows(SEED, 2))
 
 
 # ---- Prompts --------------------------------------------------------------------------------------------------------
 
 
-def a_state(hour: int, energy: float = 150.0) -> md.State:
+def a_state(hour: int, energy: float = 150.0) -> State:
     """A state with numbers that can be told apart."""
     load, co2 = np.arange(20.0, 30.0), np.array([0.40, 0.35, 0.30, 0.25, 0.20, 0.21, 0.26, 0.31, 0.36, 0.41])
-    return md.State(datetime(2025, 4, 14, hour), energy, load, co2, load + 10, co2 + 0.1)
+    return State(datetime(2025, 4, 14, hour), energy, load, co2, load + 10, co2 + 0.1)
 
 
 def test_full_prompt() -> None:
-    text = md.render_full(a_state(9, 87.6))
+    text = render_full(a_state(9, 87.6))
     assert re.findall(r"<\|start\|>(\w+)", text) == ["system", "developer", "user", "assistant"]
     assert text.endswith("<|end|><|start|>assistant") and text.count("<|end|>") == 3 and text.count("←Now!!!") == 1
     assert "Current time [h]: 2025-04-14 09:00:00\n- Current TES energy [kWh]: 88\n" in text
@@ -238,25 +267,25 @@ def test_full_prompt() -> None:
 
 
 def test_compact_prompt() -> None:
-    system, user = md.render_compact(a_state(14))
+    system, user = render_compact(a_state(14))
     assert all(f"[{k}]" in system for k in range(4))
     assert user == (
         "hour 14 store 50 load 26 co2 26 next 34 gain 58 short 0 room 100 need 0 rank 0 ahead 31 36 41 loads 27 28 29"
     )
-    _, tight = md.render_compact(a_state(8, 6.0))
+    _, tight = render_compact(a_state(8, 6.0))
     assert "store 2 load 20 " in tight and " short 14 room 100 need 22 rank 8 " in tight
-    assert " room 20 " in md.render_compact(a_state(8, 300.0))[1]
-    assert " need 4 " in md.render_compact(a_state(8, 200.0))[1]  # 225 later, 200 - 20 left: 45 kWh
+    assert " room 20 " in render_compact(a_state(8, 300.0))[1]
+    assert " need 4 " in render_compact(a_state(8, 200.0))[1]  # 225 later, 200 - 20 left: 45 kWh
     flat = dataclasses.replace(a_state(8), co2=np.full(10, 0.3))
-    assert " rank 0 " in md.render_compact(flat)[1]  # equal is not lower
+    assert " rank 0 " in render_compact(flat)[1]  # equal is not lower
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(8, 17), energies, st.lists(st.tuples(st.floats(0, 500), st.floats(0, 2)), min_size=20, max_size=20))
 def test_compact_prompt_is_short_and_small(hour: int, energy: float, hours: list[tuple[float, float]]) -> None:
     load, co2 = np.array(hours).T
-    state = md.State(datetime(2025, 4, 14, hour), energy, load[:10], co2[:10], load[10:], co2[10:])
-    words = md.render_compact(state)[1].split()
+    state = State(datetime(2025, 4, 14, hour), energy, load[:10], co2[:10], load[10:], co2[10:])
+    words = render_compact(state)[1].split()
     assert len(words) <= 40 and all(word.isalnum() for word in words)
     assert all(0 <= int(word) <= 100 for word in words if word.isdigit())
 
@@ -270,7 +299,7 @@ def profile_rows(days: int = 4, hours: range = range(24)) -> list[list[str]]:
     for i in range(days):
         for hour in hours:
             stamp = datetime(2025, 4, 14, hour) + timedelta(days=i)
-            table.append([str(stamp), f"0.{300 + hour}", f"{20 + hour}.5" if hour in md.HOURS else "0.0"])
+            table.append([str(stamp), f"0.{300 + hour}", f"{20 + hour}.5" if hour in HOURS else "0.0"])
     return table
 
 
@@ -366,10 +395,10 @@ def test_profile_errors(name: str, tmp_path: Path) -> None:
     good, bad, parts = PROFILES[name]
     path = tmp_path / "mine.csv"
     path.write_text(good)
-    assert md.windows(md.read_profile(path))
+    assert windows(read_profile(path))
     path.write_text(bad)
-    with pytest.raises(md.ProfileError) as caught:
-        md.read_profile(path)
+    with pytest.raises(ProfileError) as caught:
+        read_profile(path)
     # A single reason gives a single message; a moved row is also missing where it was.
     days = 4 if name == "every morning" else 2
     assert len(caught.value.problems) <= days, caught.value.problems
@@ -402,16 +431,15 @@ def test_a_long_list_of_problems_is_cut(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_rows_are_counted_as_by_the_trainer(tmp_path: Path) -> None:
     """Below the header and without blank lines; the line is where the row begins."""
-    import train_grpo
 
     path = tmp_path / "mine.csv"
     head = "datetime,co2,load,prompt,reward_action_0,reward_action_1\n"
     day = '2025-04-14 0{}:00,0.3,{},"two\nlines",1,{}\n'
     path.write_text(head + day.format(8, 1, 1) + "\n" + day.format(9, "x", "x"))
-    with pytest.raises(md.ProfileError) as caught:
-        md.read_profile(path)
-    problems = train_grpo.Problems()
-    train_grpo.read_csv(path, problems)
+    with pytest.raises(ProfileError) as caught:
+        read_profile(path)
+    problems = Problems()
+    read_csv(path, problems)
     (mine,), (theirs,) = ([line for line in lines if "'x'" in line] for lines in (caught.value.problems, problems))
     assert mine.startswith(f"{path}, row 2 (line 5), column 'load': 'x'"), mine
     assert theirs.startswith(f"{path}, row 2 (line 5), column reward_action_1: 'x'"), theirs
@@ -423,7 +451,7 @@ def test_encodings(encoding: str, tmp_path: Path) -> None:
     # A byte order mark must not hide the plain name: the other time column would be as good.
     rows = with_column("time_of_use").replace("datetime,co2,load", "datetime,CO2排出係数[kg-CO2/kWh],冷房需要[kW]")
     path.write_bytes(rows.encode(encoding))
-    profile = md.read_profile(path)
+    profile = read_profile(path)
     assert profile.co2[0, 12] == 0.312 and profile.load_kw[3, 8] == 28.5 and profile.dates[0] == date(2025, 4, 14)
 
 
@@ -431,25 +459,25 @@ def test_encodings(encoding: str, tmp_path: Path) -> None:
 def test_wrong_encodings(raw: bytes, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_bytes(raw)
-    with pytest.raises(md.ProfileError, match=f"mine.csv.*{reason}.*save it"):
-        md.read_profile(path)
+    with pytest.raises(ProfileError, match=f"mine.csv.*{reason}.*save it"):
+        read_profile(path)
 
 
 def test_columns_by_name(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text(with_column("heating_load"))
-    assert md.read_profile(path, load_column="load").load_kw[0, 12] == 32.5
+    assert read_profile(path, load_column="load").load_kw[0, 12] == 32.5
     path.write_text(renamed("datetime", "a", "b"))
-    assert md.read_profile(path, "a", "b").co2[0, 12] == 0.312
+    assert read_profile(path, "a", "b").co2[0, 12] == 0.312
     for names, reason in ((("c", "b"), "no column named 'c'"), (("a", "a"), "both co2 and load")):
-        with pytest.raises(md.ProfileError, match=reason):
-            md.read_profile(path, *names)
+        with pytest.raises(ProfileError, match=reason):
+            read_profile(path, *names)
 
 
 def test_heldout_profile_reads_back(tmp_path: Path) -> None:
-    profile = md.read_profile(DATA / "profile_heldout.csv")
-    cut = md.windows(profile)
-    made = md.synthetic_windows(md.SEED, md.HELDOUT_STREAM, 5, md.HELDOUT_START)
+    profile = read_profile(DATA / "profile_heldout.csv")
+    cut = windows(profile)
+    made = synthetic_windows(SEED, HELDOUT_STREAM, 5, HELDOUT_START)
     assert len(cut) == 5
     for window, (expected, _) in zip(cut, made, strict=True):
         assert window.dates == expected.dates
@@ -478,7 +506,7 @@ def test_files_are_consistent(name: str, count: int) -> None:
     best = [int(row["optimal_action"]) for row in rows]
     np.testing.assert_allclose(q[np.arange(len(q)), best], q.max(axis=1), atol=1e-8)
     assert (DATA / name).stat().st_size < 700_000
-    made = md.baselines(rewards.tolist())
+    made = baselines(rewards.tolist())
     assert made["random"] == pytest.approx(0.25, abs=1e-6)
     assert made["random"] + 0.05 < made["constant"] < made["oracle"] - 0.1  # actions matter
     assert set(best) == {0, 1, 2, 3}
@@ -495,49 +523,49 @@ def test_train_and_heldout_share_nothing() -> None:
         {row["user"].split("ahead")[1] for row in rows if " hour 8 " in f" {row['user']}"} for rows in (train, heldout)
     ]
     assert len(days[0]) > 60 and len(days[1]) == 15 and not days[0] & days[1]
-    made = [md.synthetic_windows(md.SEED, stream, 20, md.TRAIN_START) for stream in range(3)]
-    made.append(list(itertools.islice(md.short_windows(md.SEED), 20)))
+    made = [synthetic_windows(SEED, stream, 20, TRAIN_START) for stream in range(3)]
+    made.append(list(itertools.islice(short_windows(SEED), 20)))
     days = [day.tobytes() for stream in made for window, _ in stream for day in window.co2]
     assert len(days) == len(set(days)) == 4 * 20 * 4
 
 
 def test_short_hours_are_added_up_to_their_share() -> None:
-    made = md.synthetic_windows(5, md.ROWS_STREAM, 3, md.TRAIN_START)
-    decisions = [one for window, rng in made for one in md.trajectory(window, rng, "compact", None)]
+    made = synthetic_windows(5, ROWS_STREAM, 3, TRAIN_START)
+    decisions = [one for window, rng in made for one in trajectory(window, rng, "compact", None)]
     first = [row for row, _ in decisions]
     short = sum(state.short_kwh > 0 for _, state in decisions)
     for row, (_, state) in zip(first, decisions, strict=True):
         assert abs(int(re.search(r"short (\d+)", row["user"])[1]) - min(100, state.short_kwh)) <= 0.5
     assert 0 < short < 0.2 * len(first)
     for share in (0.0, 0.25, 0.5):
-        rows = md.with_short_hours(decisions, md.short_windows(5), "compact", share)
-        assert rows[:90] == first and md.with_short_hours(decisions, md.short_windows(5), "compact", share) == rows
+        rows = with_short_hours(decisions, short_windows(5), "compact", share)
+        assert rows[:90] == first and with_short_hours(decisions, short_windows(5), "compact", share) == rows
         added = [int(re.search(r"short (\d+)", row["user"])[1]) for row in rows[90:]]
         count = short + len(added)
         assert bool(added) == (share > 0) and (not added or share <= count / len(rows) < share + 1 / len(rows))
         assert sum(kwh == 0 for kwh in added) <= 0.1 * len(added)  # less than half a kWh is told as 0
     # Where further windows end, so does the search.
-    few = md.with_short_hours(decisions, itertools.islice(md.short_windows(5), 2), "compact", 0.9)
-    assert len(few) == 90 + 2 * len(md.HOURS)
+    few = with_short_hours(decisions, itertools.islice(short_windows(5), 2), "compact", 0.9)
+    assert len(few) == 90 + 2 * len(HOURS)
 
 
 def test_short_hours_are_spread_over_the_day_and_exact() -> None:
     """One for each hour: a trajectory hardly ever is short in the afternoon, a policy that empties the storage is."""
-    window, rng = next(md.short_windows(5))
-    made = md.short_hours(window, rng, "compact")
-    assert [state.stamp.hour for _, state in made] == list(md.HOURS)
+    window, rng = next(short_windows(5))
+    made = short_hours(window, rng, "compact")
+    assert [state.stamp.hour for _, state in made] == list(HOURS)
     assert all(state.short_kwh > 0 for _, state in made) and len({state.stamp.date() for _, state in made}) > 1
-    plant, grid = md.Plant(), window.solve(md.Plant(), grid_kwh=0.25)
+    plant, grid = Plant(), window.solve(Plant(), grid_kwh=0.25)
     for row, state in made:
-        t = len(md.HOURS) * window.dates.index(state.stamp.date()) + md.HOURS.index(state.stamp.hour)
-        assert row["timestep"] == 24 * (t // len(md.HOURS)) + state.stamp.hour
+        t = len(HOURS) * window.dates.index(state.stamp.date()) + HOURS.index(state.stamp.hour)
+        assert row["timestep"] == 24 * (t // len(HOURS)) + state.stamp.hour
         mine = [row[f"q_action_{k}"] for k in range(4)]
-        assert np.allclose(mine, md.q_values(grid, t, state.energy_kwh), atol=0.5)
+        assert np.allclose(mine, q_values(grid, t, state.energy_kwh), atol=0.5)
         served = [kw >= state.short_kwh for kw in plant.outputs_kw]
         assert served[row["optimal_action"]] or not any(served)
     # An hour without a load cannot be short.
-    idle = md.Window(window.dates, window.co2, np.where(np.arange(10) == 4, 0.0, window.load_kw))
-    assert [state.stamp.hour for _, state in md.short_hours(idle, rng, "full")] == [8, 9, 10, 11, 13, 14, 15, 16, 17]
+    idle = Window(window.dates, window.co2, np.where(np.arange(10) == 4, 0.0, window.load_kw))
+    assert [state.stamp.hour for _, state in short_hours(idle, rng, "full")] == [8, 9, 10, 11, 13, 14, 15, 16, 17]
 
 
 def test_check_passes_on_the_committed_files(capsys: pytest.CaptureFixture) -> None:
@@ -561,7 +589,7 @@ def test_check_names_a_changed_file(name: str, tmp_path: Path, capsys: pytest.Ca
 
 
 def test_check_fails_for_another_seed(capsys: pytest.CaptureFixture) -> None:
-    assert md.main(["--check", "--seed", str(md.SEED + 1), "--prompt", "compact"]) == 1
+    assert md.main(["--check", "--seed", str(SEED + 1), "--prompt", "compact"]) == 1
     assert "profile_heldout.csv: differs" in capsys.readouterr().err
 
 
@@ -649,6 +677,6 @@ def test_output_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_csv_text_round_trips() -> None:
-    text = md.to_csv(("a", "b"), [["x\ny", 'say "hi", ok']])
+    text = to_csv(("a", "b"), [["x\ny", 'say "hi", ok']])
     assert list(csv.reader(io.StringIO(text, newline=""))) == [["a", "b"], ["x\ny", 'say "hi", ok']]
     assert "\r" not in text

@@ -10,7 +10,7 @@ import make_docs
 import pytest
 from conftest import ROOT
 
-import train_grpo
+from grpo.run.logs import COMPLETIONS, METRICS
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 RESULTS = sorted((ROOT / "docs" / "results").glob("*.json"))
@@ -47,5 +47,5 @@ def test_results_say_where_they_come_from(path):
 
 def test_every_column_has_a_glossary_line():
     glossary = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-    for name in [*train_grpo.METRICS, *train_grpo.COMPLETIONS]:
+    for name in [*METRICS, *COMPLETIONS]:
         assert re.search(rf"^\| `{name}` \| .* \| \S.+ \|$", glossary, re.MULTILINE), name

@@ -22,19 +22,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stub_vllm import StubLLM, StubLoRARequest, StubSampling
 from test_learner import BOTH, loss_and_gradients, make
+from trl import GRPOConfig
 
 import train_grpo
-from train_grpo import (
-    REAL_CONFIG,
+from grpo.learn.trainer import importance_ratio
+from grpo.preflight.checks import check_machine, check_settings
+from grpo.preflight.choices import choose_rollouts
+from grpo.preflight.hub import DOWNLOAD_GIB, REAL_CONFIG, ModelFiles
+from grpo.preflight.machine import GIB, TESTED, Machine, check_packages, installed_versions
+from grpo.preflight.memory import BATCHED_TOKENS, EnginePlan, capture_sizes, plan_memory
+from grpo.rollout import engine as rollout_engine
+from grpo.rollout.engine import (
+    WARM_UP_TOKENS,
     Engine,
     EngineError,
-    Machine,
-    ModelFiles,
-    ParityError,
-    Problems,
-    Settings,
-    capture_sizes,
+    close_process_group,
+    engine_arguments,
+    lora_layers,
+    merged_weights,
+    push_weights,
 )
+from grpo.rollout.parity import ParityError, parity_gate, parity_problem, score_tokens
+from grpo.rollout.vllm_patches import mend_kernels
+from grpo.run.folder import last_checkpoint
+from grpo.run.logs import METRICS, boxed
+from grpo.settings import FIELDS, ROOT, Problems, Settings, parse_value
 
 H100 = Machine("NVIDIA H100 80GB HBM3", 1, 79.6, 79.0, 110.0, 16, "x86_64")
 SYNCS = ("merge", "lora")
@@ -89,7 +101,7 @@ def prompts_of(trainer):
 
 def trainer_logps(trainer, prompts, completions, temperature=1.0):
     rows = [list(p) + list(c) for p, c in zip(prompts, completions, strict=True)]
-    return train_grpo.score_tokens(trainer, rows, list(map(len, prompts)), temperature)
+    return score_tokens(trainer, rows, list(map(len, prompts)), temperature)
 
 
 def flat(rows):
@@ -127,7 +139,7 @@ def test_rollouts_are_sampled_from_the_policy(build, sync, targets):
     assert (flat(values) - trainer_logps(trainer, prompts, ids, 1.0)).abs().max() > 10 * EXACT, "temperature counts"
     with policy.disable_adapter():
         without = trainer_logps(trainer, prompts, ids, 0.7)
-        fixed = train_grpo.score_tokens(trainer, prompts, [1] * len(prompts), 1.0)
+        fixed = score_tokens(trainer, prompts, [1] * len(prompts), 1.0)
     assert (ours - without).abs().max() > 50 * EXACT, "the adapter must matter, or the test above proves nothing"
     base_ids, base_values = engine.rollout(policy, prompts, seed=4, active=False)
     with policy.disable_adapter():
@@ -135,7 +147,7 @@ def test_rollouts_are_sampled_from_the_policy(build, sync, targets):
     for active in (True, False):
         engine.wake()
         engine.hand_over(policy, active)
-        expected = train_grpo.score_tokens(trainer, prompts, [1] * len(prompts), 1.0) if active else fixed
+        expected = score_tokens(trainer, prompts, [1] * len(prompts), 1.0) if active else fixed
         assert (flat(engine.score(prompts)) - expected).abs().max() < EXACT
         assert (flat(engine.score(prompts)) - (fixed if active else expected + 1)).abs().max() > 50 * EXACT
         engine.sleep()
@@ -162,7 +174,7 @@ def test_every_rollout_uses_the_adapter_of_that_moment(build, sync):
     engine.score(prompts)
     set_adapter(trainer, 2)
     engine.hand_over(trainer.model)  # without a sleep, which would have emptied the prefix cache
-    expected = train_grpo.score_tokens(trainer, prompts, [1] * len(prompts), 1.0)
+    expected = score_tokens(trainer, prompts, [1] * len(prompts), 1.0)
     assert (flat(engine.score(prompts)) - expected).abs().max() < EXACT
 
 
@@ -178,7 +190,7 @@ def test_hand_overs_leave_the_policy_bit_for_bit(build, sync):
     engine.hand_over(trainer.model)
     assert digest(trainer.model) == base and digest(trainer.model, adapter=True) == adapter
     prompts = prompts_of(trainer)
-    expected = train_grpo.score_tokens(trainer, prompts, [1] * len(prompts), 1.0)
+    expected = score_tokens(trainer, prompts, [1] * len(prompts), 1.0)
     assert (flat(engine.score(prompts)) - expected).abs().max() < EXACT, "no drift on the engine's side either"
 
 
@@ -223,20 +235,20 @@ def test_merged_weights_are_rounded_once_and_refused_where_they_do_not_fit(build
 
     trainer = build()
     set_adapter(trainer, 1)
-    names = [name for name, _ in train_grpo.merged_weights(trainer.model)]
+    names = [name for name, _ in merged_weights(trainer.model)]
     assert names[0] == "model.layers.0.self_attn.q_proj.weight" and len(names) == 8
-    layer = next(iter(train_grpo.lora_layers(trainer.model).values()))
+    layer = next(iter(lora_layers(trainer.model).values()))
     layer.get_base_layer().weight.data = layer.get_base_layer().weight.data.bfloat16()
-    _, merged = next(train_grpo.merged_weights(trainer.model))
+    _, merged = next(merged_weights(trainer.model))
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     exact = layer.get_base_layer().weight.double() + 2.0 * b.double() @ a.double()
     assert merged.dtype == torch.bfloat16 and torch.equal(merged, exact.float().bfloat16())
     engine = trainer.run.engine
     engine.wake()
     with pytest.raises(ValueError, match="q_proj.weight: .* does not fit"):
-        engine.llm.apply_model(lambda m: train_grpo.push_weights(m, [(names[0], torch.zeros(500, 64))]))
+        engine.llm.apply_model(lambda m: push_weights(m, [(names[0], torch.zeros(500, 64))]))
     with pytest.raises(ValueError, match="o_proj.weight: .* does not fit"):
-        engine.llm.apply_model(lambda m: train_grpo.push_weights(m, [(names[3], torch.zeros(8, 8))]))
+        engine.llm.apply_model(lambda m: push_weights(m, [(names[3], torch.zeros(8, 8))]))
 
 
 def test_a_seed_is_a_rollout(build):
@@ -368,7 +380,7 @@ def test_the_gate_restores_the_adapter(build, sync, agrees):
     before = digest(trainer.model), digest(trainer.model, adapter=True)
     trainer.model.train()
     if agrees:
-        train_grpo.parity_gate(trainer)
+        parity_gate(trainer)
         assert engine.asleep and len(trainer.run.parity) == 4
         assert {(p["when"], p["kind"]) for p in trainer.run.parity} == {
             (when, kind) for when in ("before the first step", "after a sleep") for kind in ("fixed tokens", "sampled tokens")
@@ -379,7 +391,7 @@ def test_the_gate_restores_the_adapter(build, sync, agrees):
         assert engine.llm.calls.count("wake_up") == engine.llm.calls.count("sleep") == 2
     else:
         with pytest.raises(ParityError, match="ROLLOUT_SYNC.*ATTN_IMPL=eager.*USE_VLLM=0"):
-            train_grpo.parity_gate(trainer)
+            parity_gate(trainer)
     assert (digest(trainer.model), digest(trainer.model, adapter=True)) == before
     assert trainer.model.training
 
@@ -393,10 +405,10 @@ def test_the_gate_sees_what_is_wrong(build):
         with pytest.raises(
             ParityError, match=r"before the first step, fixed tokens: .* differ by (0\.[0-9]+|nan) nats"
         ):
-            train_grpo.parity_gate(trainer)
+            parity_gate(trainer)
         trainer.run.engine.sleep()
         setattr(stub, fault, 0.0)
-    train_grpo.parity_gate(trainer)
+    parity_gate(trainer)
 
 
 @pytest.mark.parametrize("sync", SYNCS)
@@ -404,7 +416,7 @@ def test_the_gate_is_not_satisfied_by_a_wide_limit(build, sync):
     trainer = build(ROLLOUT_SYNC=sync, PARITY_LIMIT=50.0)
     trainer.run.engine.llm.ignore_adapter = True
     with pytest.raises(ParityError, match="cannot be told whether vLLM uses the adapter"):
-        train_grpo.parity_gate(trainer)
+        parity_gate(trainer)
 
 
 def test_the_gate_sees_faults_in_decoding_alone(build, monkeypatch):
@@ -422,7 +434,7 @@ def test_the_gate_sees_faults_in_decoding_alone(build, monkeypatch):
 
     monkeypatch.setattr(stub, "_sample", shifted)
     with pytest.raises(ParityError, match="before the first step, sampled tokens"):
-        train_grpo.parity_gate(trainer)
+        parity_gate(trainer)
 
 
 def test_certain_samples_are_no_failure(build):
@@ -430,7 +442,7 @@ def test_certain_samples_are_no_failure(build):
     differences of a fifth of PARITY_LIMIT.)"""
     trainer = build(TEMPERATURE=0.05)
     trainer.run.engine.llm.noise = 0.012
-    train_grpo.parity_gate(trainer)
+    parity_gate(trainer)
 
 
 def test_missing_log_probs_of_samples_are_a_parity_error(build, monkeypatch):
@@ -438,7 +450,7 @@ def test_missing_log_probs_of_samples_are_a_parity_error(build, monkeypatch):
     stub = trainer.run.engine.llm
     monkeypatch.setattr(stub, "_logprobs", lambda t, v, p: type("Flat", (), {"logprobs": [math.nan] * len(v)})())
     with pytest.raises(ParityError, match="sampled tokens"):
-        train_grpo.parity_gate(trainer)
+        parity_gate(trainer)
 
 
 def test_the_gate_sees_an_engine_that_breaks_when_it_sleeps(build, monkeypatch):
@@ -453,15 +465,15 @@ def test_the_gate_sees_an_engine_that_breaks_when_it_sleeps(build, monkeypatch):
 
     monkeypatch.setattr(stub, "wake_up", wake_up)
     with pytest.raises(ParityError, match="after a sleep, fixed tokens"):
-        train_grpo.parity_gate(trainer)
+        parity_gate(trainer)
 
 
 def test_a_gate_that_is_off_says_so(build, caplog):
     trainer = build(PARITY="off")
     with caplog.at_level(logging.WARNING, "train_grpo"):
-        train_grpo.parity_gate(trainer)
+        parity_gate(trainer)
     assert "| PARITY=off" in caplog.text and "======" in caplog.text and not trainer.run.engine.llm.calls
-    lines = train_grpo.boxed("text").strip().splitlines()
+    lines = boxed("text").strip().splitlines()
     assert len(lines) == 3 and len({len(line) for line in lines}) == 1
 
 
@@ -483,7 +495,7 @@ def test_a_gate_that_is_off_says_so(build, caplog):
     ],
 )
 def test_parity_problem(mean, control, limit, words):
-    problem = train_grpo.parity_problem(mean, control, limit)
+    problem = parity_problem(mean, control, limit)
     assert problem is None if words is None else words in problem
 
 
@@ -577,20 +589,22 @@ class Run:
         self.monkeypatch, self.folder, self.tiny, self.stubs = monkeypatch, folder, tiny, []
 
     def __call__(self, prepare=lambda stub: None, **settings):
-        versions = train_grpo.installed_versions
+        versions = installed_versions
         with self.monkeypatch.context() as patch:
-            for name in set(os.environ) & set(train_grpo.FIELDS):
+            for name in set(os.environ) & set(FIELDS):
                 patch.delenv(name)
             patch.setenv("TOKENIZERS_PARALLELISM", "false")
             for name, value in (RUN | {"OUTPUT_DIR": str(self.folder)} | settings).items():
                 patch.setenv(name, str(value))
             patch.setattr(sys, "argv", ["train_grpo.py"])
-            patch.setattr(train_grpo, "read_machine", lambda: H100)
-            patch.setattr(train_grpo, "unseen_gpu", lambda machine: None)
-            patch.setattr(train_grpo, "installed_versions", lambda names: versions(names) | {"vllm": "0.26.0"})
+            patch.setattr("grpo.preflight.checks.read_machine", lambda: H100)
+            patch.setattr("grpo.model.load.unseen_gpu", lambda machine: None)
+            patch.setattr(
+                "grpo.preflight.checks.installed_versions", lambda names: versions(names) | {"vllm": "0.26.0"}
+            )
 
             def start_engine(settings, plan, model_path, stop_token_ids):
-                arguments = train_grpo.engine_arguments(settings, plan, model_path, H100.gpu_total)
+                arguments = engine_arguments(settings, plan, model_path, H100.gpu_total)
                 keep = {k: v for k, v in arguments.items() if "lora" in k and k.startswith(("enable", "max_lora_r"))}
                 stub = StubLLM(arguments["model"], max_model_len=arguments["max_model_len"], **keep)
                 prepare(stub)
@@ -599,7 +613,7 @@ class Run:
                 engine.sleep()
                 return engine
 
-            patch.setattr(train_grpo, "start_engine", start_engine)
+            patch.setattr("grpo.rollout.engine.start_engine", start_engine)
             return train_grpo.main([])
 
     def read(self, name):
@@ -659,7 +673,7 @@ def assert_like(whole, folder):
     import torch
 
     assert (folder / "completions.csv").read_text(encoding="utf-8") == whole["completions"]
-    names = [n for n in train_grpo.METRICS if not n.endswith(("_s", "time"))]
+    names = [n for n in METRICS if not n.endswith(("_s", "time"))]
     rows = read_csv(folder / "metrics.csv")
     assert [[r[n] for n in names] for r in rows] == [[r[n] for n in names] for r in whole["metrics"]]
     mine = adapter(folder)
@@ -687,14 +701,14 @@ def test_a_dying_engine_leaves_a_run_that_continues(whole, start):
     assert "vLLM: generating failed (RuntimeError: an illegal memory access" in log and "it continues" in log
     with zipfile.ZipFile(run.folder.with_name("run.zip")) as archive:
         assert archive.testzip() is None and "run/checkpoint-2/adapter_model.safetensors" in archive.namelist()
-    assert train_grpo.last_checkpoint(run.folder)[0] == 2
+    assert last_checkpoint(run.folder)[0] == 2
     assert run() == 0
     assert_like(whole, run.folder)
 
 
 def test_a_run_with_the_native_adapter_and_an_evaluation(start, tmp_path, tiny):
     """Before and after training with vLLM, the first without adapter; continued with the other hand-over."""
-    rows = (train_grpo.ROOT / RUN["DATA"]).read_text(encoding="utf-8").splitlines()[:4]
+    rows = (ROOT / RUN["DATA"]).read_text(encoding="utf-8").splitlines()[:4]
     held_out = tmp_path / "held_out.csv"
     held_out.write_text("\n".join(rows) + "\n", encoding="utf-8")
     run = start()
@@ -717,7 +731,7 @@ def test_torch_gives_its_free_blocks_back_before_the_engine_wakes(build, monkeyp
     """vLLM maps memory past torch's allocator, and nothing is tried a second time."""
     engine, order = build().run.engine, []
     engine.sleep()
-    monkeypatch.setattr(train_grpo, "empty_cache", lambda: order.append("empty_cache"))
+    monkeypatch.setattr("grpo.rollout.engine.empty_cache", lambda: order.append("empty_cache"))
     wake_up = engine.llm.wake_up
     monkeypatch.setattr(engine.llm, "wake_up", lambda *given: (order.append("wake_up"), wake_up(*given)))
     engine.wake()
@@ -767,23 +781,21 @@ FILES = ModelFiles(None, dict(REAL_CONFIG))
 
 
 def plan(machine=H100, prompt_len=930, **changes):
-    return train_grpo.plan_memory(
-        Settings(**changes), REAL_CONFIG, machine, prompt_len, "eager", train_grpo.DOWNLOAD_GIB
-    )
+    return plan_memory(Settings(**changes), REAL_CONFIG, machine, prompt_len, "eager", DOWNLOAD_GIB)
 
 
 def planned(settings, machine):
     """As the preflight plans 930 tokens of prompt with EXPERTS and USE_VLLM as set."""
-    checkpoint = None if settings.USE_VLLM is False else train_grpo.DOWNLOAD_GIB
+    checkpoint = None if settings.USE_VLLM is False else DOWNLOAD_GIB
     kind = settings.EXPERTS or "mxfp4"
-    return train_grpo.plan_memory(
+    return plan_memory(
         settings, REAL_CONFIG, machine, 930, "torch_flash", checkpoint, settings.PACKING or "prefix", kind
     )
 
 
 def machine_problems(machine, tmp_path, files=FILES, resumed=False, **changes):
     problems, settings = Problems(), Settings(OUTPUT_DIR=str(tmp_path / "run"), **changes)
-    train_grpo.check_machine(settings, files, machine, planned(settings, machine), problems, planned, resumed)
+    check_machine(settings, files, machine, planned(settings, machine), problems, planned, resumed)
     return [p for p in problems if not p.startswith("HF_HOME")]
 
 
@@ -799,7 +811,7 @@ def test_cache_of_a_step(completion, gib):
     engine = plan(MAX_COMPLETION_LEN=completion).engine
     block = 12 * 16 * 2 * 8 * 64 * 2
     whole = -(-(930 + completion) // 16)
-    assert engine.cache * train_grpo.GIB == pytest.approx(block * (1 + 1024 + 12 * (58 + 8 * (whole - 58 + 10))))
+    assert engine.cache * GIB == pytest.approx(block * (1 + 1024 + 12 * (58 + 8 * (whole - 58 + 10))))
     assert engine.cache == pytest.approx(gib, abs=0.1) and "the rest waits" not in engine.cache_reason
     assert 0 <= engine.max_model_len - 930 - completion < 1024 and engine.max_num_seqs == 96
     assert 13.8 < engine.weights < 16 and engine.scratch > 0.5
@@ -814,7 +826,7 @@ def test_the_real_run_fits_beside_the_trainer(tmp_path):
         chosen.weights + chosen.adapter + max(engine.awake, chosen.learning + engine.asleep)
     )
     assert engine.awake == pytest.approx(engine.weights + engine.scratch + engine.cache)
-    without = train_grpo.plan_memory(Settings(), REAL_CONFIG, H100, 930, "eager")
+    without = plan_memory(Settings(), REAL_CONFIG, H100, 930, "eager")
     assert without.engine is None and chosen.micro_batch <= without.micro_batch
 
 
@@ -881,7 +893,7 @@ def test_a_refusal_names_what_fits_and_nothing_else(tmp_path, machine, changes, 
 
 
 def parsed(way):
-    return {name: train_grpo.parse_value(name, value) for name, value in way.items()}
+    return {name: parse_value(name, value) for name, value in way.items()}
 
 
 def test_where_no_setting_helps_the_missing_memory_is_told(tmp_path):
@@ -925,14 +937,14 @@ def test_capture_sizes(most):
     ],
 )
 def test_choose_rollouts(requested, gpus, tiny, vllm, uses, words):
-    chosen, reason = train_grpo.choose_rollouts(requested, gpus, tiny, vllm)
+    chosen, reason = choose_rollouts(requested, gpus, tiny, vllm)
     assert chosen is uses and words in reason
 
 
 def test_engine_arguments():
     def arguments(**changes):
         settings = Settings(**changes)
-        return train_grpo.engine_arguments(settings, plan(**changes).engine, "/model", 79.6)
+        return engine_arguments(settings, plan(**changes).engine, "/model", 79.6)
 
     merge = arguments(SEED=7)
     engine = plan().engine
@@ -940,7 +952,7 @@ def test_engine_arguments():
     assert "quantization" not in merge, "MXFP4 as the checkpoint says"
     assert merge["enable_sleep_mode"] and merge["logprobs_mode"] == "processed_logprobs"
     assert merge["generation_config"] == "vllm" and merge["skip_tokenizer_init"]
-    assert merge["kv_cache_memory_bytes"] == int(engine.cache * train_grpo.GIB)
+    assert merge["kv_cache_memory_bytes"] == int(engine.cache * GIB)
     assert merge["gpu_memory_utilization"] == pytest.approx(engine.awake / 79.6)
     assert merge["max_model_len"] == 5120 and merge["max_num_seqs"] == 96 and merge["enforce_eager"] is False
     assert not {name for name in merge if "lora" in name}
@@ -960,7 +972,7 @@ def test_engine_arguments():
 
 def settings_problems(machine=H100, **changes):
     problems = Problems()
-    train_grpo.check_settings(Settings(**changes), REAL_CONFIG, machine, problems)
+    check_settings(Settings(**changes), REAL_CONFIG, machine, problems)
     return problems
 
 
@@ -981,11 +993,11 @@ def test_settings_that_vllm_refuses():
 
 
 def test_untested_versions_of_vllm_are_refused_where_it_is_used():
-    good = {name: oldest for name, (oldest, _) in train_grpo.TESTED.items()}
+    good = {name: oldest for name, (oldest, _) in TESTED.items()}
 
     def problems(version, uses, **changes):
         found = Problems()
-        train_grpo.check_packages(Settings(**changes), good | {"vllm": version}, found, uses)
+        check_packages(Settings(**changes), good | {"vllm": version}, found, uses)
         return found
 
     assert not problems("0.26.0", True) and not problems("0.26.3+cu130", True)
@@ -1112,43 +1124,43 @@ def test_triton_keeps_its_cache_where_the_next_start_looks(monkeypatch, own, tin
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     if own:
         monkeypatch.setenv("TRITON_CACHE_DIR", own)
-    plan = train_grpo.EnginePlan(1, 1, 1, "", 1, 1, 2048, 8, (1, 8))
+    plan = EnginePlan(1, 1, 1, "", 1, 1, 2048, 8, (1, 8))
     at_exit = []
     monkeypatch.setattr("atexit.register", at_exit.append)
-    engine = train_grpo.start_engine(train_grpo.Settings(), plan, str(tiny), [])
-    assert engine.asleep and train_grpo.close_process_group in at_exit
+    engine = rollout_engine.start_engine(Settings(), plan, str(tiny), [])
+    assert engine.asleep and close_process_group in at_exit
     assert seen["TRITON_CACHE_DIR"] == (own or triton.knobs.cache.dir)
     assert os.environ.get("TRITON_CACHE_DIR") == own
 
 
 def test_the_router_is_not_compiled_for_every_number_of_tokens(router, caplog):
     used = router()
-    train_grpo.mend_kernels()
+    mend_kernels()
     assert [constants(kernel) for kernel in used()] == [["stride_rm", "BLOCK"], ["stride_bm", "BLOCK"]]
     before = used()
-    train_grpo.mend_kernels()
+    mend_kernels()
     assert used() == before, "what is mended is left alone"
     assert not caplog.records
 
 
 def test_a_router_that_upstream_mended_is_left_alone(router, caplog):
     used = router(constant="")
-    train_grpo.mend_kernels()
+    mend_kernels()
     assert [kernel.fn.__module__ for kernel in used()] == ["triton_kernels.topk", "triton_kernels.tensor"]
     before = used()
-    train_grpo.mend_kernels()
+    mend_kernels()
     assert used() == before and not caplog.records
 
 
 def test_no_router_is_no_warning(router, caplog):
     router(there=False)
-    train_grpo.mend_kernels()
+    mend_kernels()
     assert not caplog.records and "triton_kernels" not in sys.modules
 
 
 def test_a_router_that_moved_is_a_warning(router, caplog):
     router(launcher="forward")
-    train_grpo.mend_kernels()
+    mend_kernels()
     message = only([record.getMessage() for record in caplog.records])
     assert "vLLM's experts are not what they were (compile_router_once: " in message and "stop for a second" in message
 
@@ -1162,8 +1174,8 @@ TUNED = (1, {"own": 1, "maxnreg": 128})
 def test_decoding_on_hopper_gets_its_own_flags(router, caplog, capability, rows, flags):
     """Tiles of 16 rows, and nothing else about them changes; a second engine in the process tunes nothing twice."""
     router(capability=capability)
-    train_grpo.mend_kernels()
-    train_grpo.mend_kernels()
+    mend_kernels()
+    mend_kernels()
     from triton_kernels.matmul_ogs import OptFlags, matmul_ogs
 
     assert matmul_ogs(rows) == OptFlags(rows, *flags) and not caplog.records
@@ -1172,7 +1184,7 @@ def test_decoding_on_hopper_gets_its_own_flags(router, caplog, capability, rows,
 
 def test_experts_that_moved_are_a_warning(router, caplog):
     router(chooser="choose_flags")
-    train_grpo.mend_kernels()
+    mend_kernels()
     assert (
         "tune_decoding: KeyError('make_opt_flags')): rollouts take a little longer" in caplog.records[-1].getMessage()
     )
@@ -1199,12 +1211,12 @@ def compiled_for(tokens):
 
 
 def test_the_warm_up_meets_all_that_a_prefill_compiles():
-    kinds = {n: compiled_for(n) for n in range(33, train_grpo.BATCHED_TOKENS + 1)}
-    met = set().union(*map(kinds.get, train_grpo.WARM_UP_TOKENS))
+    kinds = {n: compiled_for(n) for n in range(33, BATCHED_TOKENS + 1)}
+    met = set().union(*map(kinds.get, WARM_UP_TOKENS))
     missing = {n: kind - met for n, kind in kinds.items() if kind - met}
     assert not missing, list(missing.items())[:3]
-    for n in train_grpo.WARM_UP_TOKENS:
-        others = set().union(*(kinds[other] for other in train_grpo.WARM_UP_TOKENS if other != n))
+    for n in WARM_UP_TOKENS:
+        others = set().union(*(kinds[other] for other in WARM_UP_TOKENS if other != n))
         assert kinds[n] - others, f"{n} meets nothing that the others do not"
 
 
@@ -1221,7 +1233,7 @@ def test_the_warm_up_prefills_its_numbers_of_tokens(tiny, max_model_len):
 
     engine = Engine(LLM(), StubSampling, StubLoRARequest, Settings(), [])
     engine.warm_up(max_model_len)
-    assert [sum(map(len, rows)) for rows in calls] == list(train_grpo.WARM_UP_TOKENS)
+    assert [sum(map(len, rows)) for rows in calls] == list(WARM_UP_TOKENS)
     assert all(0 < len(row) < max_model_len for rows in calls for row in rows)
     assert max(max(row) for rows in calls for row in rows) < vocabulary
     starts = [tuple(row[:16]) for rows in calls for row in rows]
@@ -1242,10 +1254,10 @@ def test_trl_leaves_vllm_and_its_correction_to_us():
     assert 'output["sampling_per_token_logps"]' in scoring
 
 
-@pytest.mark.parametrize("mode", train_grpo.FIELDS["IS_CORRECTION"].metadata["choices"])
+@pytest.mark.parametrize("mode", FIELDS["IS_CORRECTION"].metadata["choices"])
 def test_no_correction_is_left_to_trl(mode, tmp_path):
     settings = Settings(OUTPUT_DIR=str(tmp_path), IS_CORRECTION=mode, IS_CLIP_MAX=2.0)
-    config = train_grpo.grpo_config(settings, train_grpo.Plan(0, 0, 0, 0, 8, "", 8, ""), cuda=False)
+    config = GRPOConfig(**train_grpo.grpo_options(settings, cuda=False))
     assert config.vllm_importance_sampling_correction is False and config.use_vllm is False
     assert config.per_device_train_batch_size == settings.completions_per_step
     assert config.gradient_accumulation_steps == config.steps_per_generation == 1
@@ -1264,16 +1276,16 @@ def test_importance_ratio():
         "sequence_mask": [[e(0.5)], [0.0]],
     }
     for mode, expected in golden.items():
-        found = train_grpo.importance_ratio(logps, sampled, mask, mode, 2.0)
+        found = importance_ratio(logps, sampled, mask, mode, 2.0)
         torch.testing.assert_close(found, torch.tensor(expected), msg=mode)
-    assert set(golden) | {"none"} == set(train_grpo.FIELDS["IS_CORRECTION"].metadata["choices"])
+    assert set(golden) | {"none"} == set(FIELDS["IS_CORRECTION"].metadata["choices"])
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_run_with_the_reason(start, monkeypatch):
     def load_model(*arguments):
         raise ValueError("model.safetensors: cut short. Download the model again")
 
-    monkeypatch.setattr(train_grpo, "load_model", load_model)
+    monkeypatch.setattr("grpo.model.load.load_model", load_model)
     run = start()
     assert run() == 1
     assert "model: model.safetensors: cut short. Download the model again" in run.read("training.log")

@@ -21,21 +21,54 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import evaluate as ev
-import make_dataset
 import numpy as np
 import pytest
 from conftest import CLEAN, ROOT, run_script
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from make_dataset import HOURS, Plant
 
 import train_grpo
-from train_grpo import Problems, choose_closed_loop, plan_closed_loop
+from grpo.data import prompts as data_prompts
+from grpo.data.files import read_csv
+from grpo.data.prompts import render_rows
+from grpo.evaluate.models import VllmModel, recorded_settings
+from grpo.evaluate.plant import measure_closed_loop
+from grpo.preflight.choices import ClosedLoop, choose_closed_loop, plan_closed_loop
+from grpo.preflight.hub import find_model
+from grpo.preflight.machine import Machine
+from grpo.rollout.engine import Engine, EngineError, engine_arguments
+from grpo.settings import Problems, Settings, load_settings
+from grpo.tasks.tes.closed_loop import (
+    RULES,
+    ModelPolicy,
+    always,
+    charge_when_clean,
+    closed_loop,
+    end_price,
+    follow_the_load,
+    optimum,
+    priced_kg,
+    safe_action,
+)
+from grpo.tasks.tes.dataset import rows_csv, window_rows
+from grpo.tasks.tes.plant import HOURS, Plant, solve
+from grpo.tasks.tes.profiles import ProfileError
+from grpo.tasks.tes.prompts import prompt_kind, render_full, renderer, state_at
+from grpo.tasks.tes.record import (
+    add_policy,
+    check_writable,
+    keep_models,
+    new_record,
+    read_cases,
+    run_model,
+    table,
+    write_record,
+)
 
 PLANT = Plant()
 PROFILE = ROOT / "data" / "profile_heldout.csv"
-CASES = ev.read_cases(PROFILE)
+CASES = read_cases(PROFILE)
 WINDOWS = [case.window for case in CASES]
 ACTIONS = st.lists(st.lists(st.integers(0, 3), min_size=30, max_size=30), min_size=1, max_size=1)
 
@@ -52,11 +85,11 @@ def replay(rows):
 @pytest.mark.parametrize("start", (0.0, 150.0, 300.0))
 @pytest.mark.parametrize("decisions", (30, 10, 17))
 def test_the_best_action_of_the_exact_values_reproduces_the_optimum(start, decisions):
-    trace = ev.closed_loop(WINDOWS, PLANT, ev.optimum(WINDOWS, PLANT, start, decisions), start, decisions)
-    for priced, window in zip(ev.priced_kg(trace, WINDOWS, PLANT), WINDOWS, strict=True):
-        price = ev.end_price(window, PLANT, decisions) / PLANT.cost_scale
+    trace = closed_loop(WINDOWS, PLANT, optimum(WINDOWS, PLANT, start, decisions), start, decisions)
+    for priced, window in zip(priced_kg(trace, WINDOWS, PLANT), WINDOWS, strict=True):
+        price = end_price(window, PLANT, decisions) / PLANT.cost_scale
         load, co2 = window.load_kw.ravel()[:decisions], window.co2.ravel()[:decisions]
-        solution = make_dataset.solve(PLANT, load, co2, price, start_kwh=start, grid_kwh=None)
+        solution = solve(PLANT, load, co2, price, start_kwh=start, grid_kwh=None)
         value = np.interp(start, solution.nodes[0], solution.values[0])
         assert priced == pytest.approx(-PLANT.cost_scale * value + start * PLANT.cost_scale * price, abs=1e-6)
 
@@ -64,13 +97,13 @@ def test_the_best_action_of_the_exact_values_reproduces_the_optimum(start, decis
 @pytest.mark.parametrize(("decisions", "day"), ((30, 3), (10, 1), (11, 2), (1, 1)))
 def test_what_is_left_is_priced_by_the_day_after_the_last_decision(decisions, day):
     low5 = sum(sorted(WINDOWS[0].co2[day].tolist())[:5]) / 5
-    assert ev.end_price(WINDOWS[0], PLANT, decisions) == pytest.approx(low5 / 4)
+    assert end_price(WINDOWS[0], PLANT, decisions) == pytest.approx(low5 / 4)
 
 
 @pytest.mark.parametrize("action", range(4))
 def test_always_the_same_equals_a_simulation_by_hand(action):
     """Plain numbers and branches, not make_dataset.step."""
-    trace = ev.closed_loop(WINDOWS, PLANT, ev.always(action))
+    trace = closed_loop(WINDOWS, PLANT, always(action))
     for w, window in enumerate(WINDOWS):
         energy, output, cycled = 150.0, 100.0 * action / 3, 0.0
         for t in range(30):
@@ -89,57 +122,57 @@ def test_always_the_same_equals_a_simulation_by_hand(action):
         assert trace.cycled_kwh[w] == pytest.approx(cycled, abs=1e-6)
         low5 = sum(sorted(window.co2[3].tolist())[:5]) / 5
         expected = trace.co2_kg[w].sum() + 10 * trace.unserved_kwh[w].sum() - (energy - 150.0) * low5 / 4
-        assert ev.priced_kg(trace, WINDOWS, PLANT)[w] == pytest.approx(expected)
+        assert priced_kg(trace, WINDOWS, PLANT)[w] == pytest.approx(expected)
 
 
 @given(ACTIONS)
 @hypothesis_settings(max_examples=30, deadline=None)
 def test_nothing_beats_the_optimum(rows):
-    best = ev.closed_loop(WINDOWS[:1], PLANT, ev.optimum(WINDOWS[:1], PLANT, 150.0))
-    other = ev.closed_loop(WINDOWS[:1], PLANT, replay(rows))
-    assert ev.priced_kg(best, WINDOWS, PLANT)[0] <= ev.priced_kg(other, WINDOWS[:1], PLANT)[0] + 1e-6
+    best = closed_loop(WINDOWS[:1], PLANT, optimum(WINDOWS[:1], PLANT, 150.0))
+    other = closed_loop(WINDOWS[:1], PLANT, replay(rows))
+    assert priced_kg(best, WINDOWS, PLANT)[0] <= priced_kg(other, WINDOWS[:1], PLANT)[0] + 1e-6
 
 
 def test_serving_nothing_or_emptying_the_storage_does_not_look_good():
     priced = {}
-    for name, policy in {"nothing": ev.always(0), "rule": ev.charge_when_clean, "load": ev.follow_the_load}.items():
-        priced[name] = ev.priced_kg(ev.closed_loop(WINDOWS, PLANT, policy), WINDOWS, PLANT)
+    for name, policy in {"nothing": always(0), "rule": charge_when_clean, "load": follow_the_load}.items():
+        priced[name] = priced_kg(closed_loop(WINDOWS, PLANT, policy), WINDOWS, PLANT)
     assert (priced["nothing"] > 5 * priced["load"]).all() and (priced["rule"] < priced["load"]).all()
     # The same emissions with less left in the storage cost more.
-    trace = ev.closed_loop(WINDOWS, PLANT, ev.follow_the_load)
+    trace = closed_loop(WINDOWS, PLANT, follow_the_load)
     emptied = dataclasses.replace(trace, storage_kwh=trace.storage_kwh - 20.0)
-    assert (ev.priced_kg(emptied, WINDOWS, PLANT) > ev.priced_kg(trace, WINDOWS, PLANT)).all()
+    assert (priced_kg(emptied, WINDOWS, PLANT) > priced_kg(trace, WINDOWS, PLANT)).all()
 
 
 def test_rules_do_what_they_say():
-    follow = ev.closed_loop(WINDOWS, PLANT, ev.follow_the_load)
+    follow = closed_loop(WINDOWS, PLANT, follow_the_load)
     assert follow.unserved_kwh.max() == 0 and follow.cycled_kwh.max() == 0
     loads = np.stack([w.load_kw[:3].ravel() for w in WINDOWS])
     below = np.where(follow.actions > 0, PLANT.outputs_kw[follow.actions - 1], -1)
     assert (follow.output_kw >= loads).all() and (below < loads).all(), "the smallest output that is enough"
-    clean = ev.closed_loop(WINDOWS, PLANT, ev.charge_when_clean)
+    clean = closed_loop(WINDOWS, PLANT, charge_when_clean)
     assert clean.unserved_kwh.max() == 0 and clean.cycled_kwh.min() > 100
     dirty = np.stack([(w.co2[:3] > np.median(w.co2[:3], axis=1, keepdims=True)).ravel() for w in WINDOWS])
     assert clean.output_kw[dirty].mean() < 0.5 * clean.output_kw[~dirty].mean()
 
 
 def test_an_unreadable_answer_takes_the_safe_action_and_is_counted():
-    assert ev.safe_action(PLANT) == 3
+    assert safe_action(PLANT) == 3
     rows = [[0] * 30 for _ in WINDOWS]
     rows[1] = [None] * 30
     rows[2][4] = None
-    trace = ev.closed_loop(WINDOWS, PLANT, replay(rows))
+    trace = closed_loop(WINDOWS, PLANT, replay(rows))
     assert trace.safe.tolist() == [0, 30, 1, 0, 0]
     assert trace.actions[1].tolist() == [3] * 30 and trace.actions[2, 4] == 3 and trace.actions[0].max() == 0
     assert trace.unserved_kwh[1].max() == 0
-    most = ev.closed_loop(WINDOWS, PLANT, ev.always(3)).co2_kg.sum(axis=1)
+    most = closed_loop(WINDOWS, PLANT, always(3)).co2_kg.sum(axis=1)
     assert trace.co2_kg[1].sum() == pytest.approx(most[1]), "no answer emits the most"
 
 
 @pytest.mark.parametrize("bad", ([4] * 5, [-1] * 5, [0] * 4))
 def test_a_policy_that_breaks_the_rules_is_an_error(bad):
     with pytest.raises(ValueError, match="the policy gave"):
-        ev.closed_loop(WINDOWS, PLANT, lambda states: bad)
+        closed_loop(WINDOWS, PLANT, lambda states: bad)
 
 
 # ---- Prompts and answers ---------------------------------------------------------------------------------------------
@@ -151,37 +184,35 @@ def test_prompts_are_those_of_the_dataset(kind, tiny, tmp_path):
     read and rendered by the trainer from the CSV."""
     rng = np.random.default_rng(0)
     path = tmp_path / "rows.csv"
-    path.write_text(
-        make_dataset.rows_csv([r for w in WINDOWS for r in make_dataset.window_rows(w, rng, kind, 150.0, 0)])
-    )
+    path.write_text(rows_csv([r for w in WINDOWS for r in window_rows(w, rng, kind, 150.0, 0)]))
     problems = Problems()
-    files, settings = train_grpo.find_model("tiny", problems), train_grpo.Settings(MODEL_ID="tiny", MAX_PROMPT_LEN=9999)
-    rows, _ = train_grpo.render_rows(settings, train_grpo.read_csv(path, problems), files, problems)
-    assert not problems and ev.prompt_kind([row.messages for row in rows]) == kind
+    files, settings = find_model("tiny", problems), Settings(MODEL_ID="tiny", MAX_PROMPT_LEN=9999)
+    rows, _ = render_rows(settings, read_csv(path, problems), files, problems)
+    assert not problems and prompt_kind([row.messages for row in rows]) == kind
     effort, date = settings.REASONING_EFFORT, settings.PROMPT_DATE
-    render = ev.renderer(kind, lambda messages: train_grpo.render(files.template, messages, effort, date))
-    seen, best = [], ev.optimum(WINDOWS, PLANT, 150.0)
+    render = renderer(kind, lambda messages: data_prompts.render(files.template, messages, effort, date))
+    seen, best = [], optimum(WINDOWS, PLANT, 150.0)
 
     def policy(states):
         seen.append([render(state) for state in states])
         return best(states)
 
-    ev.closed_loop(WINDOWS, PLANT, policy)
+    closed_loop(WINDOWS, PLANT, policy)
     assert [prompt for window in zip(*seen, strict=True) for prompt in window] == [row.prompt for row in rows]
 
 
 def test_which_plant_the_prompts_are_of():
     def kind(name, edit=lambda text: text):
-        rows = train_grpo.read_csv(ROOT / "data" / name, Problems())[:3]
-        return ev.prompt_kind([[(role, edit(text)) for role, text in row.messages] for row in rows])
+        rows = read_csv(ROOT / "data" / name, Problems())[:3]
+        return prompt_kind([[(role, edit(text)) for role, text in row.messages] for row in rows])
 
     assert kind("tes_heldout.csv") == "full" and kind("tes_heldout_compact.csv") == "compact"
     assert kind("tes_heldout.csv", lambda text: text.replace("capacity [kWh]: 300.0", "capacity [kWh]: 500.0")) is None
     assert kind("tes_heldout.csv", lambda text: text.replace("Reasoning: medium", "Reasoning: high")) is None
     assert kind("tes_heldout_compact.csv", lambda text: text.replace("store", "tank")) is None
-    assert ev.prompt_kind([(("user", "hour 8 store 50 load 31 co2 41"),)]) is None
-    both = [train_grpo.read_csv(ROOT / "data" / n, Problems())[0].messages for n in ("tes_heldout.csv", "tes_heldout_compact.csv")]  # fmt: skip
-    assert ev.prompt_kind(both) is None and ev.prompt_kind([]) is None
+    assert prompt_kind([(("user", "hour 8 store 50 load 31 co2 41"),)]) is None
+    both = [read_csv(ROOT / "data" / n, Problems())[0].messages for n in ("tes_heldout.csv", "tes_heldout_compact.csv")]  # fmt: skip
+    assert prompt_kind(both) is None and prompt_kind([]) is None
 
 
 def test_votes_and_unreadable_answers():
@@ -192,16 +223,16 @@ def test_votes_and_unreadable_answers():
         asked.append((list(prompts), samples, hour))
         return [f"<|channel|>final<|message|>{answer}<|return|>" for prompt in prompts for answer in answers[prompt[0]]]
 
-    policy = ev.ModelPolicy(ask, lambda state: f"{state}<|start|>assistant", 3)
+    policy = ModelPolicy(ask, lambda state: f"{state}<|start|>assistant", 3)
     with pytest.raises(AttributeError):
         policy(["a"])  # a state knows its plant
     states = [type("Named", (), {"plant": PLANT, "__str__": lambda self, n=name: n})() for name in "abc"]
-    policy = ev.ModelPolicy(ask, lambda state: f"{state}<|start|>assistant", 3)
+    policy = ModelPolicy(ask, lambda state: f"{state}<|start|>assistant", 3)
     assert policy(states) == [2, 3, None] and policy(states) == [2, 3, None]
     assert policy.unparsed.tolist() == [0, 4, 6] and policy.answers == 18
     assert [hour for _, _, hour in asked[1:]] == [0, 1]
     with pytest.raises(ValueError, match="2 completions came back for 1 prompts x 3"):
-        ev.ModelPolicy(lambda *_: ["", ""], str, 3)(states[:1])
+        ModelPolicy(lambda *_: ["", ""], str, 3)(states[:1])
 
 
 # ---- The record ------------------------------------------------------------------------------------------------------
@@ -211,13 +242,13 @@ TOTALS = {"co2_kg", "unserved_kwh", "storage_cycled_kwh", "priced_kg", "regret_p
 
 
 def record_of(cases=CASES, samples=1, vote=False, hours=72, **sampling):
-    return ev.new_record(cases, ["p.csv"], samples, vote, sampling, hours=hours)
+    return new_record(cases, ["p.csv"], samples, vote, sampling, hours=hours)
 
 
 def check_schema(record, models, hours=72):
     """What docs/evaluation.md and the report expect of closed_loop.json."""
     json.loads(json.dumps(record, allow_nan=False))
-    names = {*models, "optimum", *ev.RULES}
+    names = {*models, "optimum", *RULES}
     assert {
         "profiles",
         "start_kwh",
@@ -257,8 +288,8 @@ def oracle_ask(seen=None, unparsed_at=()):
 
 def test_the_record_adds_up():
     record = record_of(samples=2)
-    ev.run_model(record, "base", CASES, oracle_ask(), make_dataset.render_full)
-    ev.run_model(record, "trained", CASES, oracle_ask(unparsed_at=(3, 4)), make_dataset.render_full)
+    run_model(record, "base", CASES, oracle_ask(), render_full)
+    run_model(record, "trained", CASES, oracle_ask(unparsed_at=(3, 4)), render_full)
     check_schema(record, {"base", "trained"})
     totals = record["totals"]
     assert list(totals)[:3] == ["base", "trained", "optimum"]
@@ -274,15 +305,15 @@ def test_the_record_adds_up():
     gap = totals["trained"]["regret_percent"] - totals["base"]["regret_percent"]
     assert change["regret_percent"] == pytest.approx(gap, abs=1e-4)
     assert change["regret_percent_low"] <= change["regret_percent"] <= change["regret_percent_high"]
-    text = ev.table(record)
+    text = table(record)
     assert "follow_the_load" in text and "20 of 300" in text and "trained against base" in text
 
 
 def test_passes_are_averaged_and_the_first_is_shown():
     record = record_of(CASES[:2])
     rows = [[0] * 30, [1] * 30, [3] * 30, [3] * 30]  # pass 1 of both windows, then pass 2
-    trace = ev.closed_loop(WINDOWS[:2] * 2, PLANT, replay(rows))
-    ev.add_policy(record, "base", WINDOWS[:2], trace, [1, 2, 3, 4], answers=120)
+    trace = closed_loop(WINDOWS[:2] * 2, PLANT, replay(rows))
+    add_policy(record, "base", WINDOWS[:2], trace, [1, 2, 3, 4], answers=120)
     first, second = record["windows"]
     shown = [a for a in first["policies"]["base"]["actions"] if a is not None]
     assert (
@@ -304,7 +335,7 @@ def test_a_vote_decides_each_hour():
         assert samples == 3 and len(prompts) == 3
         return [f"<|channel|>final<|message|>[{k}]<|return|>" for _ in prompts for k in (2, 0, 2)]
 
-    ev.run_model(record, "base", CASES[:3], ask, make_dataset.render_full)
+    run_model(record, "base", CASES[:3], ask, render_full)
     mine, rule = (record["totals"][name] for name in ("base", "always_2"))
     assert mine["co2_kg"] == rule["co2_kg"] and mine["answers"] == 3 * 3 * 30
 
@@ -320,19 +351,19 @@ def test_what_a_file_holds_of_the_models_is_kept_only_if_it_is_the_same_measurem
     path = tmp_path / "closed_loop.json"
     record = record_of(seed=1)
     for name in ("base", "trained"):
-        ev.run_model(record, name, CASES, oracle_ask(), make_dataset.render_full)
-    ev.write_record(record, path)
+        run_model(record, name, CASES, oracle_ask(), render_full)
+    write_record(record, path)
     again = record_of(seed=1)
-    assert ev.keep_models(again, path) and again == record
+    assert keep_models(again, path) and again == record
     again = record_of(seed=1)
-    assert ev.keep_models(again, path, ("base",)) and "trained" not in again["totals"] and "base" in again["totals"]
+    assert keep_models(again, path, ("base",)) and "trained" not in again["totals"] and "base" in again["totals"]
     changed = [dataclasses.replace(CASES[0], co2=CASES[0].co2 + 0.1), *CASES[1:]]
     for other in (record_of(seed=2), record_of(CASES[:4], seed=1), record_of(samples=2, seed=1), record_of(changed, seed=1)):  # fmt: skip
-        assert not ev.keep_models(other, path) and "base" not in other["totals"]
-    assert not ev.keep_models(record_of(), tmp_path / "none.json")
+        assert not keep_models(other, path) and "base" not in other["totals"]
+    assert not keep_models(record_of(), tmp_path / "none.json")
     for broken in ("", "[]", "{", '{"windows": 3}'):
         path.write_text(broken)
-        assert not ev.keep_models(record_of(seed=1), path)
+        assert not keep_models(record_of(seed=1), path)
 
 
 def test_a_profile_of_the_users_own_without_nights(tmp_path):
@@ -340,15 +371,15 @@ def test_a_profile_of_the_users_own_without_nights(tmp_path):
     lines += [f"{0.3 + 0.01 * h},2025/07/0{d} {h}:00,{20 + h}" for d in range(1, 5) for h in range(8, 18)]
     path = tmp_path / "july.csv"
     path.write_bytes("\n".join(lines).encode("cp932"))
-    (case,) = ev.read_cases(path)
+    (case,) = read_cases(path)
     assert case.name == "july: 2025-07-01"
     record = record_of([case])
     check_schema(record, set())
     shown = record["windows"][0]["co2_kg_per_kwh"]
     assert [v is None for v in shown] == [h % 24 not in HOURS for h in range(72)] and shown[32] == 0.38
-    with pytest.raises(make_dataset.ProfileError, match=r"july.csv, row 1 .*kg"):
+    with pytest.raises(ProfileError, match=r"july.csv, row 1 .*kg"):
         path.write_text("datetime,co2,load\n2025-07-01 08:00,410,3\n")
-        ev.read_cases(path)
+        read_cases(path)
 
 
 def test_doctests():
@@ -371,18 +402,18 @@ def test_doctests():
     ],
 )
 def test_whether_the_closed_loop_runs(change, kind, engine, chosen, runs, words):
-    result = choose_closed_loop(dataclasses.replace(train_grpo.Settings(), **change), kind, engine, chosen)
+    result = choose_closed_loop(dataclasses.replace(Settings(), **change), kind, engine, chosen)
     assert result[0] is runs and words in result[1]
 
 
 def test_the_plan_reads_the_profiles_and_names_their_problems(tmp_path, good_csv):
     problems = Problems()
-    settings = dataclasses.replace(train_grpo.Settings(), EVAL_PROFILE="data/profile_heldout.csv")
-    rows = train_grpo.read_csv(ROOT / "data" / "tes_heldout.csv", problems)
+    settings = dataclasses.replace(Settings(), EVAL_PROFILE="data/profile_heldout.csv")
+    rows = read_csv(ROOT / "data" / "tes_heldout.csv", problems)
     plan = plan_closed_loop(settings, rows, True, False, problems)
     assert plan.prompt == "full" and len(plan.cases) == 5 and plan.profiles == ("data/profile_heldout.csv",)
     assert not problems and "5 windows x 4 passes" in plan.reason
-    other = plan_closed_loop(settings, train_grpo.read_csv(good_csv, problems), True, True, problems)
+    other = plan_closed_loop(settings, read_csv(good_csv, problems), True, True, problems)
     assert not other.prompt and "not those of the plant" in other.reason and not problems
     (tmp_path / "bad.csv").write_text("datetime,co2,load\n2025-07-01 08:00,410,3\n")
     settings = dataclasses.replace(settings, EVAL_PROFILE=f"{tmp_path}/bad.csv,{tmp_path}/none.csv")
@@ -395,11 +426,10 @@ def test_a_report_that_fails_does_not_fail_the_run(monkeypatch, tmp_path, caplog
     def broken(folder):
         raise ZeroDivisionError("no rows")
 
-    for module in (SimpleNamespace(write_report=broken), SimpleNamespace()):
-        monkeypatch.setattr(train_grpo, "script", lambda name, module=module: module)
-        with caplog.at_level(logging.WARNING, "train_grpo"):
-            train_grpo.write_report(tmp_path)
-    assert "ZeroDivisionError: no rows" in caplog.text and "AttributeError" in caplog.text
+    monkeypatch.setattr("grpo.evaluate.page.write_report", broken)
+    with caplog.at_level(logging.WARNING, "train_grpo"):
+        train_grpo.write_archive(tmp_path)
+    assert "ZeroDivisionError: no rows" in caplog.text and (tmp_path.with_name(tmp_path.name + ".zip")).exists()
     assert "scripts/report.py" in caplog.text
 
 
@@ -533,7 +563,7 @@ def test_a_result_that_could_not_be_written_is_found_before_the_model_is_asked(t
     assert f"{tmp_path / 'x.json'}: cannot be written: No space left" in capsys.readouterr().err
     monkeypatch.setattr(Path, "touch", touch)
     problems = Problems()
-    ev.check_writable(tmp_path / "x.json", problems)
+    check_writable(tmp_path / "x.json", problems)
     assert not problems and not list(tmp_path.iterdir()), "and a trial leaves nothing"
 
 
@@ -561,37 +591,37 @@ def test_vllm_gets_the_adapter_from_its_folder(run, tiny, monkeypatch, tmp_path)
     shutil.copytree(run.folder, folder, ignore=shutil.ignore_patterns("checkpoint-*"))
     weights = load_file(folder / "adapter_model.safetensors")
     save_file({n: 50 * t if "lora_B" in n else t for n, t in weights.items()}, folder / "adapter_model.safetensors")
-    machine = train_grpo.Machine("H100", 1, 79.0, 78.0, 100.0, 16, "x86_64")
+    machine = Machine("H100", 1, 79.0, 78.0, 100.0, 16, "x86_64")
     stubs = []
 
     def start_engine(settings, plan, model_path, stop_token_ids):
-        arguments = train_grpo.engine_arguments(settings, plan, model_path, machine.gpu_total)
+        arguments = engine_arguments(settings, plan, model_path, machine.gpu_total)
         keep = {k: v for k, v in arguments.items() if "lora" in k and k.startswith(("enable", "max_lora_r"))}
         stubs.append(StubLLM(arguments["model"], max_model_len=arguments["max_model_len"], **keep))
-        engine = train_grpo.Engine(stubs[0], StubSampling, StubLoRARequest, settings, stop_token_ids)
+        engine = Engine(stubs[0], StubSampling, StubLoRARequest, settings, stop_token_ids)
         engine.sleep()
         return engine
 
-    monkeypatch.setattr(train_grpo, "start_engine", start_engine)
-    environ = ev.recorded_settings(folder, {"LORA_R": "1"})
-    settings, _, problems = train_grpo.load_settings(environ)
-    files = train_grpo.find_model("tiny", problems)
+    monkeypatch.setattr("grpo.evaluate.models.start_engine", start_engine)
+    environ = recorded_settings(folder, {"LORA_R": "1"})
+    settings, _, problems = load_settings(environ)
+    files = find_model("tiny", problems)
     assert not problems and settings.SEED == 5
-    model = ev.VllmModel(settings, files, str(tiny), folder, machine, 120, 6)
-    render = ev.renderer("compact", lambda m: train_grpo.render(files.template, m, "low", "2025-11-06"))
-    prompts = [render(ev.state_at(window, PLANT, 0, 150.0)) for window in WINDOWS[:3]]
+    model = VllmModel(settings, files, str(tiny), folder, machine, 120, 6)
+    render = renderer("compact", lambda m: data_prompts.render(files.template, m, "low", "2025-11-06"))
+    prompts = [render(state_at(window, PLANT, 0, 150.0)) for window in WINDOWS[:3]]
     base, trained = model.ask(prompts, 2, 7, base=True), model.ask(prompts, 2, 7)
     assert len(base) == len(trained) == 6 and base != trained
     assert [request and request.lora_path for request in stubs[0].requests] == [None, str(folder.resolve())]
     assert stubs[0].calls == ["sleep", "wake_up", "generate", "generate", "add_lora"], "awake from the start on"
     assert all(text.startswith("<|channel|>final") for text in base)
-    with pytest.raises(train_grpo.EngineError, match="of the GPU"):
-        ev.VllmModel(settings, files, str(tiny), None, dataclasses.replace(machine, gpu_free=0.0), 120, 6)
+    with pytest.raises(EngineError, match="of the GPU"):
+        VllmModel(settings, files, str(tiny), None, dataclasses.replace(machine, gpu_free=0.0), 120, 6)
 
 
 def test_a_run_that_is_ended_in_the_closed_loop_leaves_no_part_of_it(monkeypatch, tmp_path):
-    plan = train_grpo.ClosedLoop("full", "", ("p.csv",), tuple(CASES))
-    check = SimpleNamespace(settings=train_grpo.Settings(), run=SimpleNamespace(folder=tmp_path), closed_loop=plan,
+    plan = ClosedLoop("full", "", ("p.csv",), tuple(CASES))
+    check = SimpleNamespace(settings=Settings(), run=SimpleNamespace(folder=tmp_path), closed_loop=plan,
                             files=SimpleNamespace(template=""))  # fmt: skip
     asked = []
 
@@ -601,9 +631,9 @@ def test_a_run_that_is_ended_in_the_closed_loop_leaves_no_part_of_it(monkeypatch
             raise KeyboardInterrupt  # as train_grpo's handler of signals does
         return [[0]] * len(arguments[1])
 
-    monkeypatch.setattr(train_grpo, "complete", completions)
+    monkeypatch.setattr("grpo.evaluate.plant.complete", completions)
     batch_decode = SimpleNamespace(batch_decode=lambda ids, **options: ["[0]"] * len(ids))
     trainer = SimpleNamespace(run=SimpleNamespace(stop_signal=0), processing_class=batch_decode)
     with pytest.raises(KeyboardInterrupt):
-        train_grpo.measure_closed_loop(check, trainer, base=True)
+        measure_closed_loop(check, trainer, base=True)
     assert len(asked) == 2 and not list(tmp_path.iterdir())

@@ -16,7 +16,12 @@ import pytest
 import torch
 from conftest import CLEAN, ROOT
 
-import train_grpo
+from grpo.model.experts import activation, activation_backward, expert_weights, frozen_experts, unpack_mxfp4
+from grpo.model.gptoss_format import dequantize_mxfp4
+from grpo.model.load import load_generation_config, load_model, load_packed
+from grpo.preflight.machine import GIB, Machine
+from grpo.preflight.memory import plan_memory
+from grpo.settings import Settings
 
 KERNELS = """
 import torch, triton
@@ -84,7 +89,7 @@ def config_of(tiny):
 
 
 def load(tiny, experts):
-    return train_grpo.load_model(str(tiny), config_of(tiny), "eager", experts)
+    return load_model(str(tiny), config_of(tiny), "eager", experts)
 
 
 def routed(module, tokens=17, top=4, seed=0, dtype=torch.float32):
@@ -111,7 +116,7 @@ def test_frozen_experts_equal_transformers_grouped_mm(tiny, dtype):
             bias.copy_(torch.randn(bias.shape, generator=g))
         module.gate_up_proj.mul_(8)  # so that the clamps at the gate's limit count
     states, index, weights = routed(module, dtype=dtype)
-    ours = train_grpo.frozen_experts()(states, index, weights, module)
+    ours = frozen_experts()(states, index, weights, module)
     theirs = grouped_mm_experts_forward(module, states, index, weights)
     assert torch.equal(ours, theirs)
     gradient = torch.randn_like(ours)
@@ -127,8 +132,8 @@ def test_activation_backward_is_that_of_autograd():
     raw = torch.cartesian_prod(grid, grid).flatten()[None].requires_grad_()  # interleaved gate and up
     bias, expert = torch.zeros(1, raw.shape[1], dtype=torch.float64), torch.zeros(1, dtype=torch.long)
     gradient = torch.linspace(-2, 2, raw.shape[1] // 2, dtype=torch.float64)[None]
-    (expected,) = torch.autograd.grad(train_grpo.activation(raw, bias, expert), raw, gradient)
-    found = train_grpo.activation_backward(gradient, raw.detach(), bias, expert)
+    (expected,) = torch.autograd.grad(activation(raw, bias, expert), raw, gradient)
+    found = activation_backward(gradient, raw.detach(), bias, expert)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
     assert not found[0, ::2][raw[0, ::2] > 7].any() and not found[0, 1::2][raw[0, 1::2].abs() > 7].any()
 
@@ -136,22 +141,21 @@ def test_activation_backward_is_that_of_autograd():
 def test_packed_experts_equal_unpacked_ones(tiny):
     wide, packed = (load(tiny, kind).model.layers[0].mlp.experts for kind in ("bf16", "mxfp4"))
     for name in ("gate_up_proj", "down_proj"):
-        assert torch.equal(train_grpo.expert_weights(packed, name), train_grpo.expert_weights(wide, name))
+        assert torch.equal(expert_weights(packed, name), expert_weights(wide, name))
     states, index, weights = routed(wide, dtype=torch.bfloat16)
-    apply = train_grpo.frozen_experts()
+    apply = frozen_experts()
     with torch.no_grad():
         assert torch.equal(apply(states, index, weights, packed), apply(states, index, weights, wide))
 
 
 def test_unpack_equals_the_one_that_made_the_model():
     """Every code with every scale that BF16 holds, and the layout that transformers computes with: (E, in, out)."""
-    import make_model
 
     g = torch.Generator().manual_seed(0)
     blocks = torch.randint(0, 256, (3, 6, 2, 16), generator=g, dtype=torch.uint8)
     scales = torch.randint(10, 240, (3, 6, 2), generator=g, dtype=torch.uint8)
-    found = train_grpo.unpack_mxfp4(blocks, scales)
-    expected = make_model.dequantize_mxfp4(blocks, scales)
+    found = unpack_mxfp4(blocks, scales)
+    expected = dequantize_mxfp4(blocks, scales)
     expected = expected if expected.shape == found.shape else expected.transpose(1, 2)
     assert found.shape == (3, 64, 6) and found.dtype == torch.bfloat16
     assert torch.equal(found.float(), expected.float())
@@ -228,7 +232,7 @@ def test_blocks_and_scales_may_lie_in_different_files(tiny, tmp_path):
 def test_a_missing_tensor_is_named(tiny, tmp_path, name):
     folder = damaged(tiny, tmp_path / "model", lambda tensors: tensors.pop(name))
     with pytest.raises(ValueError, match=f"{name} is missing .1 tensors.*Download the model again"):
-        train_grpo.load_packed(str(folder), "eager", "cpu")
+        load_packed(str(folder), "eager", "cpu")
 
 
 @pytest.mark.parametrize(
@@ -244,7 +248,7 @@ def test_a_missing_tensor_is_named(tiny, tmp_path, name):
 def test_a_tensor_that_does_not_fit_is_named(tiny, tmp_path, change, words):
     folder = damaged(tiny, tmp_path / "model", change)
     with pytest.raises(ValueError, match=f"model.*safetensors: .*{words}.*Download the model again"):
-        train_grpo.load_packed(str(folder), "eager", "cpu")
+        load_packed(str(folder), "eager", "cpu")
 
 
 def test_a_file_cut_short_is_named(tiny, tmp_path):
@@ -252,7 +256,7 @@ def test_a_file_cut_short_is_named(tiny, tmp_path):
     shard = sorted((tmp_path / "model").glob("*.safetensors"))[0]
     shard.write_bytes(shard.read_bytes()[:-100])
     with pytest.raises(ValueError, match=f"{shard.name}: .*Download the model again"):
-        train_grpo.load_packed(str(tmp_path / "model"), "eager", "cpu")
+        load_packed(str(tmp_path / "model"), "eager", "cpu")
 
 
 def test_what_else_lies_in_the_folder_and_what_does_not(tiny, tmp_path):
@@ -265,7 +269,7 @@ def test_what_else_lies_in_the_folder_and_what_does_not(tiny, tmp_path):
     model = load(tmp_path / "model", "bf16")
     assert model.generation_config.eos_token_id == config_of(tiny)["eos_token_id"]
     # evaluate.py's engine asks for them without a model
-    found = train_grpo.load_generation_config(str(tmp_path / "model"))
+    found = load_generation_config(str(tmp_path / "model"))
     assert found.eos_token_id == config_of(tiny)["eos_token_id"]
 
 
@@ -293,10 +297,10 @@ def test_without_checkpointing_every_layer_stays_unpacked_and_the_plan_knows(tin
     assert kept["mxfp4"] - kept["bf16"] == config["num_hidden_layers"] * matrices * 2
 
     def learning(checkpointing, experts):
-        settings = train_grpo.Settings(GRADIENT_CHECKPOINTING=checkpointing, MICRO_BATCH=1)
-        machine = train_grpo.Machine()
-        return train_grpo.plan_memory(settings, config, machine, 50, "eager", experts=experts).learning
+        settings = Settings(GRADIENT_CHECKPOINTING=checkpointing, MICRO_BATCH=1)
+        machine = Machine()
+        return plan_memory(settings, config, machine, 50, "eager", experts=experts).learning
 
-    extra = (config["num_hidden_layers"] - 1) * matrices * 2 / train_grpo.GIB  # one layer is in the weights already
+    extra = (config["num_hidden_layers"] - 1) * matrices * 2 / GIB  # one layer is in the weights already
     assert learning(False, "mxfp4") - learning(False, "bf16") == pytest.approx(extra)
     assert learning(True, "mxfp4") == learning(True, "bf16")

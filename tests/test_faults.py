@@ -10,9 +10,11 @@ import logging
 import math
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
 from pathlib import Path
@@ -23,6 +25,15 @@ from conftest import CLEAN, ROOT, SCRIPT, run_script
 from test_run import SETTINGS, start, wait_for_step
 
 import train_grpo
+from grpo import settings
+from grpo.evaluate import heldout
+from grpo.evaluate.plant import measure_closed_loop
+from grpo.preflight.choices import ClosedLoop
+from grpo.run.archive import model_card
+from grpo.run.folder import COMPLETE, full_disk, last_checkpoint
+from grpo.run.logs import CsvLog, reward_warning, start_logging
+from grpo.run.signals import StopRequest
+from grpo.settings import Settings, load_settings
 
 
 @pytest.fixture
@@ -61,7 +72,7 @@ def test_a_hang_up_saves_and_the_same_command_continues(tiny, tmp_path):
     process = start(folder, TOTAL_STEPS=40, SAVE_STEPS=99)
     wait_for_step(folder, 1)
     output = interrupted(process, signal.SIGHUP)
-    step, checkpoint = train_grpo.last_checkpoint(folder)
+    step, checkpoint = last_checkpoint(folder)
     assert checkpoint and f"the same command continues from step {step}" in output and (tmp_path / "run.zip").exists()
 
 
@@ -84,7 +95,7 @@ def test_a_lost_terminal_does_not_keep_the_run_from_saving(tiny, tmp_path):
     os.close(terminal)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 129
-    step, checkpoint = train_grpo.last_checkpoint(folder)
+    step, checkpoint = last_checkpoint(folder)
     log = (folder / "training.log").read_text(encoding="utf-8")
     assert checkpoint and (tmp_path / "run.zip").exists()
     assert f"the same command continues from step {step}" in log and "Traceback" not in log
@@ -96,7 +107,7 @@ def test_a_reader_that_is_gone_does_not_end_the_run(tiny, tmp_path):
     process = start(folder, TOTAL_STEPS=30, PYTHONUNBUFFERED="")  # what Python cannot flush at its end is exit code 120
     wait_for_step(folder, 1)
     process.stdout.close()
-    assert process.wait(timeout=200) == 0 and (folder / train_grpo.COMPLETE).exists()
+    assert process.wait(timeout=200) == 0 and (folder / COMPLETE).exists()
 
 
 def test_nohup_keeps_the_run_alive(tiny, tmp_path):
@@ -112,13 +123,14 @@ def test_nohup_keeps_the_run_alive(tiny, tmp_path):
 
 def test_a_second_hang_up_is_ignored_and_a_second_ctrl_c_is_not():
     """Shell and kernel both send SIGHUP."""
-    context = SimpleNamespace(stop_signal=0, stop_at_once=False)
-    train_grpo.on_signal(context, signal.SIGHUP)
-    train_grpo.on_signal(context, signal.SIGHUP)
-    assert context.stop_signal == signal.SIGHUP
+    request = StopRequest()
+    request.at_once = False
+    request.receive(signal.SIGHUP)
+    request.receive(signal.SIGHUP)
+    assert request.signal == signal.SIGHUP
     with pytest.raises(KeyboardInterrupt) as stop:
-        train_grpo.on_signal(context, signal.SIGINT)
-    assert stop.value.args == (signal.SIGINT,) and context.stop_signal == signal.SIGHUP
+        request.receive(signal.SIGINT)
+    assert stop.value.args == (signal.SIGINT,) and request.signal == signal.SIGHUP
 
 
 def test_a_second_ctrl_c_ends_the_run_with_one_line(tiny, tmp_path):
@@ -151,14 +163,14 @@ def test_ctrl_c_in_the_evaluation_before_training_ends_it_there(run_here, monkey
         time.sleep(5)
         raise AssertionError("the signal did not end it")
 
-    monkeypatch.setattr(train_grpo, "evaluate", evaluate)
+    monkeypatch.setattr("grpo.evaluate.heldout.evaluate", evaluate)
     code, log = run_here(EVAL_SAMPLES=1, RESUME="never")
     assert code == 130 and asked == [1] and "finishing this step" not in log and "step 1/" not in log
     assert "stopped at once; the same command WITHOUT RESUME=never starts at step 0: no checkpoint was saved" in log
 
 
 def test_ctrl_c_in_the_evaluation_after_training_leaves_the_zip(run_here, monkeypatch, tmp_path):
-    real = train_grpo.evaluate
+    real = heldout.evaluate
 
     def evaluate(trainer, rows, samples, base=False):
         if base:
@@ -167,10 +179,10 @@ def test_ctrl_c_in_the_evaluation_after_training_leaves_the_zip(run_here, monkey
         time.sleep(5)
         raise AssertionError("the signal did not end it")
 
-    monkeypatch.setattr(train_grpo, "evaluate", evaluate)
+    monkeypatch.setattr("grpo.evaluate.heldout.evaluate", evaluate)
     code, log = run_here(EVAL_SAMPLES=1, TOTAL_STEPS=2)
     assert code == 143 and "interrupted at step 2; the same command continues from step 2" in log
-    assert (tmp_path / "run.zip").exists() and not (tmp_path / "run" / train_grpo.COMPLETE).exists()
+    assert (tmp_path / "run.zip").exists() and not (tmp_path / "run" / COMPLETE).exists()
 
 
 @pytest.mark.parametrize("moment", ["preflight", "launch"])
@@ -212,11 +224,11 @@ def test_a_full_disk_is_named(run_here, monkeypatch, tmp_path, moment):
     with monkeypatch.context() as patch:
         if moment == "optimizer":
             patch.setattr(torch, "save", failing(torch.save, torchs))
-            patch.setattr(train_grpo.shutil, "disk_usage", lambda place: SimpleNamespace(total=1 << 40, used=1, free=0 if place == str(folder) else 1 << 40))  # fmt: skip
+            patch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(total=1 << 40, used=1, free=0 if place == str(folder) else 1 << 40))  # fmt: skip
         elif moment == "adapter":
             patch.setattr(PeftModel, "save_pretrained", failing(PeftModel.save_pretrained, rusts))
         elif moment == "metrics":
-            patch.setattr(train_grpo.CsvLog, "write", failing(train_grpo.CsvLog.write, full))
+            patch.setattr(CsvLog, "write", failing(CsvLog.write, full))
         else:
             patch.setattr(zipfile.ZipFile, "write", failing(zipfile.ZipFile.write, full))
         # SAVE_STEPS=2, so that the last step is the second checkpoint.
@@ -231,32 +243,30 @@ def test_a_full_disk_is_named(run_here, monkeypatch, tmp_path, moment):
 
 def test_which_errors_are_a_full_disk(monkeypatch, tmp_path):
     def usage(**free):
-        places = {str(tmp_path): free.get("ours", 1 << 40), train_grpo.tempfile.gettempdir(): free.get("temporary", 1 << 40)}  # fmt: skip
-        monkeypatch.setattr(
-            train_grpo.shutil, "disk_usage", lambda place: SimpleNamespace(free=places.get(str(place), 1 << 40))
-        )
+        places = {str(tmp_path): free.get("ours", 1 << 40), tempfile.gettempdir(): free.get("temporary", 1 << 40)}  # fmt: skip
+        monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=places.get(str(place), 1 << 40)))
 
     written = RuntimeError("[enforce fail at inline_container.cc:668] . unexpected pos 64 vs 0")
     full, ours = OSError(errno.ENOSPC, "x"), f"OUTPUT_DIR={tmp_path}"
     usage(ours=0)
-    assert train_grpo.full_disk(written, tmp_path) == ours and train_grpo.full_disk(full, tmp_path) == ours
-    assert train_grpo.full_disk(ValueError("a mistake, and the disk is full"), tmp_path) is None
+    assert full_disk(written, tmp_path) == ours and full_disk(full, tmp_path) == ours
+    assert full_disk(ValueError("a mistake, and the disk is full"), tmp_path) is None
     usage(temporary=0)
-    assert train_grpo.full_disk(written, tmp_path) is None, "not where checkpoints are written"
-    assert train_grpo.full_disk(full, tmp_path) == train_grpo.tempfile.gettempdir()
+    assert full_disk(written, tmp_path) is None, "not where checkpoints are written"
+    assert full_disk(full, tmp_path) == tempfile.gettempdir()
     usage()
-    assert train_grpo.full_disk(OSError(errno.EDQUOT, "x"), tmp_path) == ours
-    assert train_grpo.full_disk(OSError(errno.ENOENT, "x"), tmp_path) is None
+    assert full_disk(OSError(errno.EDQUOT, "x"), tmp_path) == ours
+    assert full_disk(OSError(errno.ENOENT, "x"), tmp_path) is None
     wrapped = RuntimeError("REWARDS: mine raised")
     wrapped.__cause__ = full
-    assert train_grpo.full_disk(wrapped, tmp_path) == ours
+    assert full_disk(wrapped, tmp_path) == ours
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_a_full_disk_under_training_log_prints_no_traceback(tmp_path, capfd, quiet):
     (tmp_path / "training.log").symlink_to("/dev/full")
-    train_grpo.start_logging(tmp_path)
-    train_grpo.log.info("one line")
+    start_logging(tmp_path)
+    settings.log.info("one line")
     out, err = capfd.readouterr()
     assert out.endswith("one line\n") and "Logging error" not in err
 
@@ -280,7 +290,7 @@ def test_any_other_error_ends_with_what_the_same_command_does(run_here, monkeypa
 
 
 def test_reward_warnings():
-    warn = train_grpo.reward_warning
+    warn = reward_warning
     equal, fine = (0.5, 1.0), (0.5, 0.9)
     assert warn([]) is None and warn([equal] * 4) is None, "too early to say"
     for words in ("nothing is learned", "TEMPERATURE", "NUM_GENERATIONS", "completions.csv"):
@@ -326,16 +336,16 @@ def test_the_model_card(run_here, monkeypatch, tmp_path, tiny):
     monkeypatch.chdir(tmp_path / "run")
     found: dict = {}
     exec(code.replace(', device_map="auto"', ""), found)
-    assert found["model"].peft_config["default"].r == train_grpo.load_settings({"MODEL_ID": "tiny"})[0].LORA_R
+    assert found["model"].peft_config["default"].r == load_settings({"MODEL_ID": "tiny"})[0].LORA_R
 
 
 def test_the_model_card_names_a_hub_model_and_a_folder(tmp_path):
-    card = train_grpo.model_card(SimpleNamespace(settings=train_grpo.Settings()), 7)
+    card = model_card(SimpleNamespace(settings=Settings()), 7)
     header = card.split("---\n")[1]
     assert "base_model: openai/gpt-oss-20b\n" in header and "library_name: peft\n" in header
     assert 'from_pretrained("openai/gpt-oss-20b"' in card and "trained for 7 steps" in card
     (tmp_path / "mine").mkdir()
-    card = train_grpo.model_card(SimpleNamespace(settings=train_grpo.Settings(MODEL_ID=str(tmp_path / "mine"))), 7)
+    card = model_card(SimpleNamespace(settings=Settings(MODEL_ID=str(tmp_path / "mine"))), 7)
     assert str(tmp_path) not in card and 'from_pretrained("mine"' in card and "base_model:" not in card
 
 
@@ -346,14 +356,13 @@ def test_redirected_output_has_no_progress_bars(tiny, tmp_path):
 
 
 def test_regret_of_the_closed_loop_is_named_as_the_page_defines_it(monkeypatch, tmp_path, caplog):
-    loop = train_grpo.script("evaluate")
     record = {"totals": {"base": {"regret_percent": 12.34}}}
-    monkeypatch.setattr(loop, "new_record", lambda *arguments: record)
-    monkeypatch.setattr(loop, "write_record", lambda record, path: path.write_text(json.dumps(record)))
-    check = SimpleNamespace(settings=train_grpo.Settings(), run=SimpleNamespace(folder=tmp_path), files=None,
-                            closed_loop=train_grpo.ClosedLoop("full", "", ("p.csv",), ()))  # fmt: skip
+    monkeypatch.setattr("grpo.evaluate.plant.new_record", lambda *arguments: record)
+    monkeypatch.setattr("grpo.evaluate.plant.write_record", lambda record, path: path.write_text(json.dumps(record)))
+    check = SimpleNamespace(settings=Settings(), run=SimpleNamespace(folder=tmp_path), files=None,
+                            closed_loop=ClosedLoop("full", "", ("p.csv",), ()))  # fmt: skip
     with caplog.at_level(logging.INFO, "train_grpo"):
-        train_grpo.measure_closed_loop(check, SimpleNamespace(), base=True)
+        measure_closed_loop(check, SimpleNamespace(), base=True)
     assert "regret 12.3 % of the optimum's priced CO2" in caplog.text
 
 

@@ -21,8 +21,12 @@ from typing import Any
 import pytest
 from test_engine import H100, SYNCS
 
-import train_grpo
-from train_grpo import REAL_CONFIG, Settings
+from grpo.preflight.choices import VLLM_COLDEST
+from grpo.preflight.hub import REAL_CONFIG
+from grpo.preflight.memory import LORA_RANKS, plan_memory
+from grpo.rollout.engine import VLLM_SWITCHES, Engine, engine_arguments, start_engine
+from grpo.rollout.vllm_patches import KEEP_BYTES, compile_router_once, keep_weights_asleep
+from grpo.settings import ROOT, Settings
 
 # ---- The source of vLLM ----------------------------------------------------------------------------------------------
 
@@ -132,17 +136,13 @@ class Definition:
 def vllm() -> Source:
     spec = importlib.util.find_spec("vllm")  # of a package without dots: nothing is imported
     # scripts/test.sh has an environment of its own without vLLM; scripts/setup.sh puts the GPU's beside it.
-    folders = (
-        spec.submodule_search_locations
-        if spec
-        else (train_grpo.ROOT / ".venv").glob("lib/python3.*/site-packages/vllm")
-    )
+    folders = spec.submodule_search_locations if spec else (ROOT / ".venv").glob("lib/python3.*/site-packages/vllm")
     for folder in folders:
         return Source(Path(folder))
     pytest.skip("vLLM is neither installed nor in .venv: its source is what this test reads")
 
 
-ENGINE = ast.parse(textwrap.dedent(inspect.getsource(train_grpo.Engine)))
+ENGINE = ast.parse(textwrap.dedent(inspect.getsource(Engine)))
 
 
 def engine_calls(prefix: str) -> dict[str, list[tuple[int, set[str]]]]:
@@ -160,8 +160,8 @@ def engine_calls(prefix: str) -> dict[str, list[tuple[int, set[str]]]]:
 def test_vllm_takes_the_engine_arguments(vllm, sync, eager):
     """`LLM` passes what it does not name itself on to EngineArgs."""
     settings = Settings(ROLLOUT_SYNC=sync, VLLM_EAGER=eager)
-    plan = train_grpo.plan_memory(settings, REAL_CONFIG, H100, 930, "eager", 12.9).engine
-    arguments = train_grpo.engine_arguments(settings, plan, "/model", H100.gpu_total)
+    plan = plan_memory(settings, REAL_CONFIG, H100, 930, "eager", 12.9).engine
+    arguments = engine_arguments(settings, plan, "/model", H100.gpu_total)
     init = vllm.find("vllm", "LLM").member("__init__")
     named = {name for name, p in init.signature.parameters.items() if p.kind != p.VAR_KEYWORD}
     call = next(n for n in ast.walk(init.node) if isinstance(n, ast.Call) and ast.unparse(n.func) == "EngineArgs")
@@ -177,16 +177,16 @@ def test_vllm_takes_the_engine_arguments(vllm, sync, eager):
 
 def test_vllm_has_the_limits_that_preflight_holds(vllm):
     ranks = vllm.find("vllm.config.lora", "MaxLoRARanks").node.value
-    assert ast.literal_eval(ranks.slice) == train_grpo.LORA_RANKS
+    assert ast.literal_eval(ranks.slice) == LORA_RANKS
     coldest = vllm.find("vllm.sampling_params", "_MAX_TEMP").node.value
-    assert ast.literal_eval(coldest) == train_grpo.VLLM_COLDEST
+    assert ast.literal_eval(coldest) == VLLM_COLDEST
 
 
 def test_vllm_reads_the_variables_that_are_set_for_it(vllm):
     known = parsed(vllm.path("vllm.envs"))
     read = {node.value for node in ast.walk(known) if isinstance(node, ast.Constant)}
-    assert read >= {*train_grpo.VLLM_SWITCHES, "VLLM_ENABLE_V1_MULTIPROCESSING"}
-    assert '"VLLM_ENABLE_V1_MULTIPROCESSING"' in inspect.getsource(train_grpo.start_engine)
+    assert read >= {*VLLM_SWITCHES, "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    assert '"VLLM_ENABLE_V1_MULTIPROCESSING"' in inspect.getsource(start_engine)
 
 
 def test_vllm_takes_the_calls_of_the_engine(vllm):
@@ -274,7 +274,7 @@ ROUTER = (("topk", "topk_forward", "_topk_forward", "stride_rn"), ("tensor", "su
 def test_vllm_has_the_router_kernels_that_are_patched(vllm, module, launcher, kernel, stride):
     """The kernel under this name in the globals of the function that launches it, the stride a constant. Where vLLM has
     a newer triton_kernels, the stride is none, and `compile_router_once` can go."""
-    patched = inspect.getsource(train_grpo.compile_router_once)
+    patched = inspect.getsource(compile_router_once)
     assert all(f'"{name}"' in patched for name in (f"triton_kernels.{module}", kernel, stride))
     assert f"{module}.{launcher}," in patched
     function = vllm.find(f"triton_kernels.{module}", launcher)
@@ -427,11 +427,11 @@ def asleep(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=gpu.host_register))
     monkeypatch.setattr(torch.cuda, "check_error", gpu.checked.append)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: gpu.emptied.append(set(gpu.mapped)))
-    monkeypatch.setattr(train_grpo, "KEEP_BYTES", KEEP)
-    monkeypatch.setattr(train_grpo, "KeepBackend", None, raising=False)  # and none after the test
+    monkeypatch.setattr("grpo.rollout.vllm_patches.KEEP_BYTES", KEEP)
+    monkeypatch.setattr("grpo.rollout.vllm_patches.KeepBackend", None, raising=False)  # and none after the test
     config = SimpleNamespace(sleep_mode_backend="cumem")
     llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=SimpleNamespace(model_config=config)))
-    train_grpo.keep_weights_asleep(llm)
+    keep_weights_asleep(llm)
     module, class_name = registry[config.sleep_mode_backend]
     backend = getattr(importlib.import_module(module), class_name)()
     assert isinstance(backend, FakeSleepModeBackend) and backend.preserves_communicators()
@@ -514,4 +514,4 @@ def test_weights_that_are_written_are_smaller_than_those_that_are_kept():
     c = REAL_CONFIG
     qkv = c["hidden_size"] * (c["num_attention_heads"] + 2 * c["num_key_value_heads"]) * c["head_dim"] * 2
     experts = c["num_local_experts"] * c["intermediate_size"] * c["hidden_size"] // 2
-    assert qkv < train_grpo.KEEP_BYTES < experts
+    assert qkv < KEEP_BYTES < experts

@@ -8,16 +8,31 @@ import dataclasses
 import hashlib
 import inspect
 import math
-from types import SimpleNamespace
 
 import pytest
 from conftest import RENDERED, read_csv
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from peft import LoraConfig
+from trl import GRPOConfig
 
 import train_grpo
-from train_grpo import Plan, Problems, Row, RunState, Settings
+from grpo.data.files import Row
+from grpo.data.prompts import PromptSampler, prompt_order, sampling_seed
+from grpo.data.scoring import reward_callable
+from grpo.evaluate.heldout import complete
+from grpo.learn import trainer
+from grpo.learn.context import RunContext
+from grpo.learn.trainer import TOKEN_MEANS, Rollouts, Trainer
+from grpo.model.load import load_model, load_tokenizer
+from grpo.model.packing import cut_passes, make_layout, padded_like
+from grpo.preflight.checks import check_settings
+from grpo.preflight.hub import find_model
+from grpo.preflight.machine import Machine
+from grpo.preflight.memory import Plan
+from grpo.run.signals import StopRequest
+from grpo.settings import FIELDS, Problems, Settings
 
 BOTH = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo")
 
@@ -28,17 +43,16 @@ def make(tiny, folder, **changes):
         Settings(MODEL_ID="tiny", OUTPUT_DIR=str(folder), PROMPTS_PER_STEP=2, NUM_GENERATIONS=2, MAX_COMPLETION_LEN=8,
                  TOTAL_STEPS=2, LORA_R=4, SEED=3), **changes,
     )  # fmt: skip
-    files = train_grpo.find_model("tiny", Problems())
+    files = find_model("tiny", Problems())
     prompts = [RENDERED.format(f"hour {8 + i} store 50 load 30") for i in range(4)]
     rows = [Row("t.csv", i + 1, (("rendered", p),), (0.1, 0.2, 0.3, 0.4), {f"reward_action_{k}": k / 10 for k in range(4)}, p) for i, p in enumerate(prompts)]  # fmt: skip
     plan = Plan(0, 0, 0, 0, settings.MICRO_BATCH or 2, "test", 4, "test")
-    check = SimpleNamespace(
-        settings=settings, reward_specs=[("action", 1.0)], run=RunState(folder), rows=rows, plan=plan,
-        attention=("eager", "test"), packing=("prefix", "test"), closed_loop=None,
+    model = load_model(str(tiny), files.config, "eager").float()
+    context = RunContext(settings, rows, plan, folder, "eager", "prefix", StopRequest())
+    return Trainer(
+        context, model, load_tokenizer(str(tiny)), LoraConfig(**train_grpo.lora_options(settings)),
+        GRPOConfig(**train_grpo.grpo_options(settings, cuda=False)), [reward_callable("action", settings)],
     )  # fmt: skip
-    model = train_grpo.load_model(str(tiny), files.config, "eager").float()
-    context = train_grpo.RunContext(check, rows, plan)
-    return train_grpo.make_trainer(check, context, model, train_grpo.load_tokenizer(str(tiny)))
 
 
 def plain_float32(trainer):
@@ -178,7 +192,7 @@ def test_logged_means_are_those_of_the_whole_step(tiny, tmp_path):
     inputs = batch(trainer, old=True, beta=0.1)
     metrics = trainer._metrics["train"]
     loss_and_gradients(trainer, inputs, "plain")
-    expected = {name: metrics[name][-1] for name in train_grpo.TOKEN_MEANS}
+    expected = {name: metrics[name][-1] for name in TOKEN_MEANS}
     assert len(set(expected.values())) == 3 and all(expected.values()), expected
     for implementation in ("liger", "trl"):
         for micro_batch in (1, 2, 3, 4):
@@ -205,7 +219,7 @@ def test_the_logged_mismatch_is_over_known_tokens_only(tiny, tmp_path):
         assert metrics["sampling/importance_sampling_ratio/mean"] == [pytest.approx(mean, rel=1e-4)]
 
 
-@pytest.mark.parametrize("mode", train_grpo.FIELDS["IS_CORRECTION"].metadata["choices"])
+@pytest.mark.parametrize("mode", FIELDS["IS_CORRECTION"].metadata["choices"])
 def test_corrections_agree_with_plain_trl(tiny, tmp_path, mode):
     """A limit that some tokens and sequences exceed, and others do not."""
     trainer = plain_float32(make(tiny, tmp_path, IS_CORRECTION=mode, IS_CLIP_MAX=4.0 if "seq" in mode else 1.3))
@@ -284,7 +298,7 @@ def test_cut_passes(drawn, most, share):
     """Every completion once, groups together; a pass is full when the next completion would not have fitted."""
     prompt_lengths = (5, 1, 12, 7)
     prompts, lengths = [p for p, _ in drawn], [(prompt_lengths[p], c) for p, c in drawn]
-    cut = train_grpo.cut_passes(prompts, lengths, most, share)
+    cut = cut_passes(prompts, lengths, most, share)
 
     def tokens(rows):
         asked = [prompts[i] for i in rows]
@@ -331,9 +345,9 @@ def test_padded_like_puts_each_value_in_its_place():
     """Zero beyond each completion, and a gradient for every value."""
     import torch
 
-    layout = train_grpo.make_layout([[1, 2], [3]], [[4, 5, 6], [7]], True, True, "cpu")
+    layout = make_layout([[1, 2], [3]], [[4, 5, 6], [7]], True, True, "cpu")
     values = torch.arange(1.0, 5.0).requires_grad_()
-    padded = train_grpo.padded_like(torch.zeros(2, 4, dtype=torch.long), layout, values)
+    padded = padded_like(torch.zeros(2, 4, dtype=torch.long), layout, values)
     assert padded.tolist() == [[1, 2, 3, 0], [4, 0, 0, 0]]
     (padded * padded).sum().backward()
     assert values.grad.tolist() == [2, 4, 6, 8]
@@ -354,7 +368,7 @@ def test_luspo_is_refused_with_liger_because_the_two_differ(tiny, tmp_path):
     liger_loss, _ = loss_and_gradients(trainer, inputs, "liger")
     assert liger_loss != pytest.approx(trl_loss, rel=5e-3), "they agree now: lift the refusal in check_settings"
     problems = Problems()
-    train_grpo.check_settings(Settings(LOSS_TYPE="luspo"), None, train_grpo.Machine(), problems)
+    check_settings(Settings(LOSS_TYPE="luspo"), None, Machine(), problems)
     assert any(p.startswith("LOSS_TYPE") for p in problems)
 
 
@@ -429,7 +443,7 @@ def test_hook_points_of_trl_have_not_moved(name):
     from trl import GRPOTrainer
 
     theirs = list(inspect.signature(getattr(GRPOTrainer, name)).parameters)
-    ours = list(inspect.signature(getattr(train_grpo.Rollouts, name, None) or getattr(train_grpo.Learner, name)).parameters)  # fmt: skip
+    ours = list(inspect.signature(getattr(Rollouts, name, None) or getattr(trainer.Trainer, name)).parameters)  # fmt: skip
     if name in TAKES_MORE:
         assert ours.pop() == "kwargs" and len(theirs) > len(ours)
         theirs = theirs[: len(ours)]
@@ -442,7 +456,7 @@ def test_trls_loss_is_called_as_it_is_declared():
     assert list(inspect.signature(GRPOTrainer._compute_loss).parameters) == ["self", "model", "inputs"]
     source = inspect.getsource(GRPOTrainer._compute_loss)
     assert "self._get_per_token_logps_and_entropies(" in source and "old_per_token_logps is None" in source
-    assert not hasattr(train_grpo.Learner, "_compute_loss") and not hasattr(train_grpo.Rollouts, "_compute_loss")
+    assert not hasattr(trainer.Trainer, "_compute_loss") and not hasattr(Rollouts, "_compute_loss")
 
 
 def test_the_trainer_still_takes_steps_through_training_step():
@@ -489,24 +503,22 @@ def test_a_prompt_is_tokenized_once_for_all_its_completions(tiny, tmp_path):
     trainer.processing_class = lambda text: asked.append(list(text)) or tokenizer(text=text)
     assert trainer._tokenize_prompts([a, a, b, a]) == expected
     trainer._generate_single_turn = lambda prompt_ids, *rest: (prompt_ids, None)
-    assert train_grpo.complete(trainer, [a, a, b, a], 2, base=False) == expected[0]
+    assert complete(trainer, [a, a, b, a], 2, base=False) == expected[0]
     assert asked == [[a, b]] * 2
 
 
 def test_sampler_repeats_groups_and_batches():
-    sampler = train_grpo.PromptSampler(rows=5, seed=0, steps=3, prompts=2, generations=3, repeats=2)
+    sampler = PromptSampler(rows=5, seed=0, steps=3, prompts=2, generations=3, repeats=2)
     drawn = list(sampler)
     assert len(drawn) == len(sampler) == 36
-    order = list(train_grpo.prompt_order(5, 0, 6))
+    order = list(prompt_order(5, 0, 6))
     for step in range(3):
         a, b = order[2 * step : 2 * step + 2]
         assert drawn[12 * step : 12 * (step + 1)] == [a, a, a, b, b, b] * 2
 
 
 def test_sampling_seed_depends_on_seed_step_and_stream():
-    seeds = {
-        train_grpo.sampling_seed(s, n, stream) for s in (1, 2) for n in (0, 1) for stream in ("train", "evaluation")
-    }
+    seeds = {sampling_seed(s, n, stream) for s in (1, 2) for n in (0, 1) for stream in ("train", "evaluation")}
     assert len(seeds) == 8 and all(0 <= seed < 2**63 for seed in seeds)
 
 

@@ -18,8 +18,6 @@ from test_learner import batch, loss_and_gradients, make, plain_float32
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import train_grpo
-
 TILE = 80  # of the tiny model's 592 tokens: seven tiles and a smaller one; equal to no other size of the model
 
 
@@ -62,7 +60,7 @@ def test_learning_never_holds_the_logits_of_the_whole_vocabulary(tiny, tmp_path,
         loss_and_gradients(trainer, inputs, implementation, 2)
     assert full_logits(shapes, trainer), "one tile holds the tiny vocabulary: it sees them where they are"
 
-    monkeypatch.setattr(train_grpo, "HEAD_TILE", TILE)
+    monkeypatch.setattr("grpo.learn.trainer.HEAD_TILE", TILE)
     trainer.run.plan = dataclasses.replace(trainer.run.plan, micro_batch=2)
     with Shapes() as shapes:
         loss_and_gradients(trainer, inputs, implementation)
@@ -90,7 +88,7 @@ def test_the_reference_never_holds_the_logits_of_the_whole_vocabulary(tiny, tmp_
 
     expected, shapes = reference()
     assert full_logits(shapes, trainer) and (expected[inputs["completion_mask"].bool()] < 0).all()
-    monkeypatch.setattr(train_grpo, "HEAD_TILE", TILE)
+    monkeypatch.setattr("grpo.learn.trainer.HEAD_TILE", TILE)
     found, shapes = reference()
     assert_tiled(shapes, trainer, inputs)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

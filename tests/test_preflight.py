@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import doctest
 import json
@@ -17,9 +18,40 @@ from conftest import CLEAN, RENDERED, ROOT, run_script, write_csv
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from peft import LoraConfig
 
 import train_grpo
-from train_grpo import REAL_CONFIG, Machine, ModelFiles, Problems, Row, Settings
+from grpo.data.files import Row, data_fingerprint, read_csv
+from grpo.data.scoring import check_rewards, reward_callable
+from grpo.model.load import load_model
+from grpo.preflight import checks
+from grpo.preflight.checks import banner, check_machine, check_settings, preflight
+from grpo.preflight.choices import (
+    HUB_FLASH,
+    attention_warning,
+    choose_attention,
+    choose_epsilon_high,
+    choose_experts,
+    choose_packing,
+    hub_kernel_doubt,
+)
+from grpo.preflight.hub import REAL_CONFIG, REAL_MODEL, ModelFiles, checkpoint_gib, count_parameters, find_model
+from grpo.preflight.machine import (
+    GIB,
+    TESTED,
+    Machine,
+    cgroup_free,
+    check_packages,
+    check_trackers,
+    installed_versions,
+    read_machine,
+    version_key,
+    wandb_can_start,
+)
+from grpo.preflight.memory import ASLEEP_GIB, PASS_TOKENS, find_limits, misfit, pass_tokens, plan_memory
+from grpo.run.folder import CHECKPOINT_FILES, COMPLETE, inspect_run, lock_run, prepare_run, set_aside, trim_csv
+from grpo.run.logs import CsvLog, boxed, parse_rate_warning
+from grpo.settings import Problems, Settings
 
 H100 = Machine("NVIDIA H100 80GB HBM3", 1, 79.6, 79.0, 110.0, 16, "x86_64")
 CPU = Machine(ram_free=20.0, cores=2, arch="x86_64")
@@ -48,10 +80,10 @@ def only(problems):
     ],
 )
 def test_attention_choice_says_why(requested, gpus, capability, installed, chosen):
-    attention, reason = train_grpo.choose_attention(requested, gpus, capability, installed)
+    attention, reason = choose_attention(requested, gpus, capability, installed)
     assert attention == chosen and len(reason) > 10
     assert (reason == "set by ATTN_IMPL") is (requested != "auto")
-    assert train_grpo.attention_warning(attention) is None
+    assert attention_warning(attention) is None
 
 
 @pytest.mark.parametrize(
@@ -65,10 +97,10 @@ def test_attention_choice_says_why(requested, gpus, capability, installed, chose
     ],
 )
 def test_hub_kernels_pass_with_what_is_not_known(kernel, words):
-    attention, reason = train_grpo.choose_attention(kernel, 1, 9.0, ())
+    attention, reason = choose_attention(kernel, 1, 9.0, ())
     assert attention == kernel and reason.startswith("set by ATTN_IMPL; ") and "sinks" in reason
     assert all(word in reason for word in words), reason
-    warning = train_grpo.attention_warning(kernel)
+    warning = attention_warning(kernel)
     assert f"ATTN_IMPL={kernel}" in warning and "may be wrong" in warning and "ATTN_IMPL=torch_flash" in warning
 
 
@@ -77,16 +109,16 @@ def test_transformers_still_exchanges_hub_kernels_as_the_doubt_says(monkeypatch)
     from transformers import GptOssForCausalLM, modeling_utils
 
     assert GptOssForCausalLM._compatible_flash_implementations == [
-        train_grpo.HUB_FLASH[0], "flash_attention_4", train_grpo.HUB_FLASH[1]]  # fmt: skip
+        HUB_FLASH[0], "flash_attention_4", HUB_FLASH[1]]  # fmt: skip
     loaded = []
     monkeypatch.setattr(modeling_utils, "lazy_import_flash_attention", lambda name, **more: loaded.append(name))
     model = GptOssForCausalLM.__new__(GptOssForCausalLM)
-    asked = ("kernels-community/flash-attn2", *train_grpo.HUB_FLASH, "someone/sink-attention")
+    asked = ("kernels-community/flash-attn2", *HUB_FLASH, "someone/sink-attention")
     for name in asked:
         GptOssForCausalLM._check_and_adjust_attn_implementation(model, name)
-    assert loaded == [train_grpo.HUB_FLASH[0], *asked[1:]]
+    assert loaded == [HUB_FLASH[0], *asked[1:]]
     for name, taken in zip(asked, loaded, strict=True):
-        assert ("in its place" in train_grpo.hub_kernel_doubt(name)) is (name != taken)
+        assert ("in its place" in hub_kernel_doubt(name)) is (name != taken)
 
 
 @pytest.mark.parametrize(
@@ -102,16 +134,16 @@ def test_transformers_still_exchanges_hub_kernels_as_the_doubt_says(monkeypatch)
     ],
 )
 def test_packing_choice(requested, attention, gpus, chosen):
-    packing, reason = train_grpo.choose_packing(requested, attention, gpus)
+    packing, reason = choose_packing(requested, attention, gpus)
     assert packing == chosen and (reason == "set by PACKING") is (requested is not None)
 
 
 def test_experts_choice():
     """BF16 where it fits with passes and cache as large as with packed experts."""
     wide, packed = plan(), plan_with(experts="mxfp4")
-    assert packed.weights == pytest.approx(wide.weights - 24 * 32 * 3 * 2880**2 * (2 - 4.25 / 8) / train_grpo.GIB
-                                           + 32 * 3 * 2880**2 * 2 / train_grpo.GIB)  # fmt: skip
-    choose = train_grpo.choose_experts
+    assert packed.weights == pytest.approx(wide.weights - 24 * 32 * 3 * 2880**2 * (2 - 4.25 / 8) / GIB
+                                           + 32 * 3 * 2880**2 * 2 / GIB)  # fmt: skip
+    choose = choose_experts
     same = dataclasses.replace(packed, micro_batch=wide.micro_batch)
     assert choose(None, True, wide, same, 79.0)[0] == "bf16"
     assert choose(None, True, wide, same, wide.peak - 1)[0] == "mxfp4"
@@ -123,16 +155,16 @@ def test_experts_choice():
 
 
 def test_clip_range_choice():
-    assert train_grpo.choose_epsilon_high(Settings(EPSILON=0.1))[0] == 0.1
-    assert train_grpo.choose_epsilon_high(Settings(EPSILON_HIGH=0.3))[0] == 0.3
-    assert train_grpo.choose_epsilon_high(Settings(LOSS_TYPE="cispo"))[0] == 5.0
+    assert choose_epsilon_high(Settings(EPSILON=0.1))[0] == 0.1
+    assert choose_epsilon_high(Settings(EPSILON_HIGH=0.3))[0] == 0.3
+    assert choose_epsilon_high(Settings(LOSS_TYPE="cispo"))[0] == 5.0
 
 
 def test_parameter_count_of_the_real_model():
     """20.9 billion parameters, as the model card says; 38.96 GiB in BF16, as measured on a GPU."""
-    counts = train_grpo.count_parameters(REAL_CONFIG)
+    counts = count_parameters(REAL_CONFIG)
     assert counts["total"] == 20_914_757_184
-    assert counts["total"] * 2 / train_grpo.GIB == pytest.approx(38.96, abs=0.01)
+    assert counts["total"] * 2 / GIB == pytest.approx(38.96, abs=0.01)
     assert sum(counts[k] for k in ("experts", "attention", "embeddings")) < counts["total"]
 
 
@@ -143,15 +175,15 @@ def test_parameter_count_is_transformers_own(tiny):
     config = json.loads((tiny / "config.json").read_text(encoding="utf-8"))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny))
-    assert train_grpo.count_parameters(config)["total"] == model.num_parameters()
+    assert count_parameters(config)["total"] == model.num_parameters()
 
 
 def plan(machine=H100, prompt_len=940, **changes):
-    return train_grpo.plan_memory(Settings(**changes), REAL_CONFIG, machine, prompt_len, "eager")
+    return plan_memory(Settings(**changes), REAL_CONFIG, machine, prompt_len, "eager")
 
 
 def plan_with(machine=H100, prompt_len=940, **options):
-    return train_grpo.plan_memory(Settings(), REAL_CONFIG, machine, prompt_len, "torch_flash", **options)
+    return plan_memory(Settings(), REAL_CONFIG, machine, prompt_len, "torch_flash", **options)
 
 
 def test_default_run_fits_an_80_gb_gpu():
@@ -176,11 +208,11 @@ def test_a_pass_is_as_large_as_pays():
         for packing in ("prefix", "none"):
             settings = Settings(PROMPTS_PER_STEP=32, NUM_GENERATIONS=8, MAX_COMPLETION_LEN=length)
             arguments = settings, REAL_CONFIG, dataclasses.replace(H100, gpu_free=2000.0), 940, "torch_flash"
-            chosen = train_grpo.plan_memory(*arguments, packing=packing).micro_batch
+            chosen = plan_memory(*arguments, packing=packing).micro_batch
             share = packing == "prefix"
-            assert train_grpo.pass_tokens(settings, chosen, 940, share) <= train_grpo.PASS_TOKENS
+            assert pass_tokens(settings, chosen, 940, share) <= PASS_TOKENS
             larger = 2 * chosen  # 256 has no other divisors
-            assert larger > 256 or train_grpo.pass_tokens(settings, larger, 940, share) > train_grpo.PASS_TOKENS
+            assert larger > 256 or pass_tokens(settings, larger, 940, share) > PASS_TOKENS
             assert chosen == {24: 256, 512: 64, 4000: 8}[length] or not share
 
 
@@ -197,31 +229,30 @@ def test_lora_size_is_pefts_own(tiny):
 
     config = json.loads((tiny / "config.json").read_text(encoding="utf-8"))
     settings = Settings(MODEL_ID="tiny", LORA_R=3)
-    model = get_peft_model(train_grpo.load_model(str(tiny), config, "eager"), train_grpo.lora_config(settings))
+    model = get_peft_model(load_model(str(tiny), config, "eager"), LoraConfig(**train_grpo.lora_options(settings)))
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    adapter = train_grpo.plan_memory(settings, config, CPU, 100, "eager").adapter
-    assert adapter * train_grpo.GIB == pytest.approx(trainable * 16)
+    adapter = plan_memory(settings, config, CPU, 100, "eager").adapter
+    assert adapter * GIB == pytest.approx(trainable * 16)
 
 
 # ---- The largest values that fit -------------------------------------------------------------------------------------
 
 
 def plans_of(kinds, config=REAL_CONFIG, machine=H100, prompt_len=940, checkpoint=None, attention="torch_flash"):
-    packing = train_grpo.choose_packing(None, attention, 1)[0]
+    packing = choose_packing(None, attention, 1)[0]
     return lambda changed: [
-        train_grpo.plan_memory(changed, config, machine, prompt_len, attention, checkpoint, packing, kind)
-        for kind in kinds
+        plan_memory(changed, config, machine, prompt_len, attention, checkpoint, packing, kind) for kind in kinds
     ]
 
 
 def accepted(settings, plans, machine):
     """As the preflight decides: the experts' choice, then the check of the machine."""
     two = plans(settings)
-    kind = train_grpo.choose_experts(None, len(two) > 1, two[0], two[-1], machine.gpu_free)[0]
+    kind = choose_experts(None, len(two) > 1, two[0], two[-1], machine.gpu_free)[0]
     problems = Problems()
     files = ModelFiles(None, dict(REAL_CONFIG))
     plan = two[-1] if kind == "mxfp4" else two[0]
-    train_grpo.check_machine(settings, files, machine, plan, problems, lambda changed, machine: plans(changed)[-1])
+    check_machine(settings, files, machine, plan, problems, lambda changed, machine: plans(changed)[-1])
     return not [p for p in problems if p.startswith(("GPU ", "VLLM_GPU_MEM", "MAX_COMPLETION_LEN"))]
 
 
@@ -238,13 +269,13 @@ def test_the_largest_values_fit_are_accepted_and_the_next_do_not(
     machine = dataclasses.replace(H100, gpu_free=free)
     settings = Settings(MICRO_BATCH=micro, MAX_COMPLETION_LEN=length, VLLM_GPU_MEM=share, GENERATION_BATCH=generation)
     plans = plans_of(kinds, machine=machine, prompt_len=prompt_len, checkpoint=checkpoint, attention=attention)
-    limits = train_grpo.find_limits(settings, REAL_CONFIG, machine, prompt_len, lambda s: plans(s)[-1])
+    limits = find_limits(settings, REAL_CONFIG, machine, prompt_len, lambda s: plans(s)[-1])
     for name, most, (value, reason) in zip(
         ("MAX_COMPLETION_LEN", "MICRO_BATCH"), (131072 - prompt_len, 96), limits, strict=True
     ):
         assert 0 <= value <= most and reason
         fits = {
-            n: any(not train_grpo.misfit(plan, machine) for plan in plans(dataclasses.replace(settings, **{name: n})))
+            n: any(not misfit(plan, machine) for plan in plans(dataclasses.replace(settings, **{name: n})))
             for n in (1, value // 2, value, value + 1, value + 50, 2 * value + 1)
             if 1 <= n <= most
         }
@@ -260,7 +291,7 @@ def test_what_limits_a_completion():
     def find(free, kind="bf16", checkpoint=None, **changes):
         machine = dataclasses.replace(H100, gpu_free=free)
         plans = plans_of([kind], machine=machine, checkpoint=checkpoint)
-        return train_grpo.find_limits(Settings(**changes), REAL_CONFIG, machine, 940, lambda s: plans(s)[0])
+        return find_limits(Settings(**changes), REAL_CONFIG, machine, 940, lambda s: plans(s)[0])
 
     (length, reason), _ = find(79.0)
     assert length > 60_000 and "learning in passes of 1 would need" in reason and reason.endswith("free are 71.1")
@@ -277,9 +308,7 @@ def test_what_limits_a_completion():
 
 def test_while_learning_the_sleeping_engine_takes_its_part():
     chosen = plans_of(["bf16"], checkpoint=13.8)(Settings(MICRO_BATCH=24))[0]
-    assert chosen.learning_peak == pytest.approx(
-        chosen.weights + chosen.adapter + chosen.learning + train_grpo.ASLEEP_GIB
-    )
+    assert chosen.learning_peak == pytest.approx(chosen.weights + chosen.adapter + chosen.learning + ASLEEP_GIB)
     assert chosen.peak == chosen.learning_peak > chosen.rollout_peak
 
 
@@ -328,9 +357,9 @@ def test_check_names_the_largest_values(real_size):
 
 def test_a_cpu_has_no_limits_to_name(tiny):
     environ = {"MODEL_ID": "tiny", "EVAL_SAMPLES": "0"}
-    check = train_grpo.preflight(CLEAN | environ, CPU)
+    check = preflight(CLEAN | environ, CPU)
     assert check.plan.largest_length is check.plan.largest_micro_batch is None
-    assert "largest " not in [line.split()[0] for line in train_grpo.banner(check).splitlines() if line.split()]
+    assert "largest " not in [line.split()[0] for line in banner(check).splitlines() if line.split()]
 
 
 def test_check_warns_of_a_hub_kernel(real_size, tmp_path):
@@ -341,7 +370,7 @@ def test_check_warns_of_a_hub_kernel(real_size, tmp_path):
     (tmp_path / "site" / "kernels-0.16.2.dist-info" / "METADATA").write_text("Name: kernels\nVersion: 0.16.2\n")
     done = run_script("--check", **real_size, ATTN_IMPL=kernel, PYTHONPATH=tmp_path / "site")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"| {train_grpo.attention_warning(kernel)} |" in done.stdout
+    assert f"| {attention_warning(kernel)} |" in done.stdout
     assert "backward pass is not known to handle" in only(printed(done, "attention"))
     assert "its gradients may be wrong" not in run_script("--check", **real_size).stdout
 
@@ -371,48 +400,48 @@ CONFLICTS = [
 @pytest.mark.parametrize(("changes", "machine", "messages"), CONFLICTS, ids=lambda v: str(v)[:40])
 def test_conflicts(changes, machine, messages):
     problems = Problems()
-    train_grpo.check_settings(Settings(**changes), None, machine, problems)
+    check_settings(Settings(**changes), None, machine, problems)
     for message in messages:
         assert message in only(problems)
 
 
 def test_trackers_are_known_and_installed(monkeypatch):
     problems = Problems()
-    train_grpo.check_trackers(Settings(REPORT_TO="mlflow"), {}, problems)
+    check_trackers(Settings(REPORT_TO="mlflow"), {}, problems)
     assert "'mlflow' is unknown" in only(problems)
-    monkeypatch.setattr(train_grpo, "installed_versions", dict.fromkeys)
+    monkeypatch.setattr("grpo.preflight.machine.installed_versions", dict.fromkeys)
     problems = Problems()
-    train_grpo.check_trackers(Settings(REPORT_TO="tensorboard, none"), {}, problems)
+    check_trackers(Settings(REPORT_TO="tensorboard, none"), {}, problems)
     assert "tensorboard is not installed" in only(problems)
 
 
 def test_wandb_is_logged_in_before_anything_starts(tmp_path, monkeypatch):
-    monkeypatch.setattr(train_grpo, "installed_versions", lambda names: dict.fromkeys(names, "1"))
+    monkeypatch.setattr("grpo.preflight.machine.installed_versions", lambda names: dict.fromkeys(names, "1"))
     home = {"HOME": str(tmp_path)}
     problems = Problems()
-    train_grpo.check_trackers(Settings(REPORT_TO="trackio,wandb"), home, problems)
+    check_trackers(Settings(REPORT_TO="trackio,wandb"), home, problems)
     assert "wandb has no API key" in only(problems) and "WANDB_MODE=offline" in only(problems)
     for variable in ({"WANDB_API_KEY": "k"}, {"WANDB_MODE": "offline"}, {"WANDB_DISABLED": "true"}):
-        assert train_grpo.wandb_can_start(home | variable)
-    assert not train_grpo.wandb_can_start(home | {"WANDB_MODE": "online"})
+        assert wandb_can_start(home | variable)
+    assert not wandb_can_start(home | {"WANDB_MODE": "online"})
     (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password secret\n")
-    assert train_grpo.wandb_can_start(home)
-    assert not train_grpo.wandb_can_start(home | {"WANDB_BASE_URL": "https://wandb.example.org/"})
-    assert not train_grpo.wandb_can_start(home | {"NETRC": str(tmp_path / "none")})
+    assert wandb_can_start(home)
+    assert not wandb_can_start(home | {"WANDB_BASE_URL": "https://wandb.example.org/"})
+    assert not wandb_can_start(home | {"NETRC": str(tmp_path / "none")})
     (tmp_path / ".netrc").write_text("machine\n")  # torn
-    assert not train_grpo.wandb_can_start(home)
+    assert not wandb_can_start(home)
 
 
 def test_lora_targets_that_exist():
     for targets in ("all-linear", " all-linear ", "q_proj", "q_proj, o_proj"):
         problems = Problems()
-        train_grpo.check_settings(Settings(LORA_TARGETS=targets), None, CPU, problems)
+        check_settings(Settings(LORA_TARGETS=targets), None, CPU, problems)
         assert not problems
 
 
 def test_vllm_is_accepted_for_an_mxfp4_checkpoint():
     problems = Problems()
-    train_grpo.check_settings(Settings(USE_VLLM=True), REAL_CONFIG, H100, problems)
+    check_settings(Settings(USE_VLLM=True), REAL_CONFIG, H100, problems)
     assert not problems
 
 
@@ -420,8 +449,8 @@ def machine_problems(machine, **changes):
     problems = Problems()
     settings = Settings(**changes)
     files = ModelFiles(Path("/nowhere"), dict(REAL_CONFIG))
-    planned = lambda settings, machine: train_grpo.plan_memory(settings, REAL_CONFIG, machine, 940, "eager")  # noqa: E731
-    train_grpo.check_machine(settings, files, machine, planned(settings, machine), problems, planned)
+    planned = lambda settings, machine: plan_memory(settings, REAL_CONFIG, machine, 940, "eager")  # noqa: E731
+    check_machine(settings, files, machine, planned(settings, machine), problems, planned)
     return [p for p in problems if not p.startswith("HF_HOME")]
 
 
@@ -435,71 +464,71 @@ def test_machine(tmp_path, monkeypatch):
     assert "GPU NVIDIA L4" in problem and "22 of 22 GiB are free" in problem and "rent a larger GPU" in problem
     bare = dataclasses.replace(H100, compiler="")
     assert "C compiler: there is none" in only(machine_problems(bare, OUTPUT_DIR=out))
-    monkeypatch.setattr(train_grpo.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 2**20})())
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 2**20})())
     assert f"OUTPUT_DIR={out}" in only(machine_problems(H100, OUTPUT_DIR=out))
 
 
 def test_the_compiler_is_the_one_that_triton_takes(monkeypatch):
     for found, compiler in ((("clang", "cc", "tcc"), "clang"), (("gcc", "clang"), "gcc"), ((), "")):
-        monkeypatch.setattr(train_grpo.shutil, "which", lambda name, found=found: name if name in found else None)
+        monkeypatch.setattr(shutil, "which", lambda name, found=found: name if name in found else None)
         monkeypatch.delenv("CC", raising=False)
-        assert train_grpo.read_machine().compiler == compiler
+        assert read_machine().compiler == compiler
         monkeypatch.setenv("CC", "tcc")
-        assert train_grpo.read_machine().compiler == ("tcc" if "tcc" in found else "")
+        assert read_machine().compiler == ("tcc" if "tcc" in found else "")
 
 
 def test_a_container_has_the_memory_of_its_limit(tmp_path):
-    assert train_grpo.cgroup_free(tmp_path) == math.inf
+    assert cgroup_free(tmp_path) == math.inf
     for name, text in (("memory.max", "max"), ("memory.current", f"{3 * 2**30}"), ("memory.stat", f"anon 5\ninactive_file {2**30}")):  # fmt: skip
         (tmp_path / name).write_text(text + "\n")
-    assert train_grpo.cgroup_free(tmp_path) == math.inf
+    assert cgroup_free(tmp_path) == math.inf
     (tmp_path / "memory.max").write_text(f"{10 * 2**30}\n")
-    assert train_grpo.cgroup_free(tmp_path) == 8.0
+    assert cgroup_free(tmp_path) == 8.0
     (tmp_path / "memory.max").unlink()
     old = tmp_path / "memory"
     old.mkdir()
     (old / "memory.limit_in_bytes").write_text(f"{4 * 2**30}\n")
     (old / "memory.usage_in_bytes").write_text(f"{3 * 2**30}\n")
     (old / "memory.stat").write_text("total_inactive_file 0\n")
-    assert train_grpo.cgroup_free(tmp_path) == 1.0
+    assert cgroup_free(tmp_path) == 1.0
 
 
 def test_missing_download_space_names_the_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.setattr(train_grpo.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 5 * 2**30})())
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 5 * 2**30})())
     problems = Problems()
-    plan = train_grpo.plan_memory(Settings(), REAL_CONFIG, H100, 940, "eager")
-    train_grpo.check_machine(Settings(OUTPUT_DIR=str(tmp_path / "r")), ModelFiles(None, {}), H100, plan, problems, None)
+    plan = plan_memory(Settings(), REAL_CONFIG, H100, 940, "eager")
+    check_machine(Settings(OUTPUT_DIR=str(tmp_path / "r")), ModelFiles(None, {}), H100, plan, problems, None)
     assert f"HF_HOME={tmp_path / 'hf'}" in only(problems) and "12.9 GiB" in only(problems)
     # A download that broke off: what is there does not have to come again.
     (tmp_path / "model-00000.safetensors").write_bytes(b"")
     os.truncate(tmp_path / "model-00000.safetensors", 5 * 2**30)
     problems = Problems()
     files = ModelFiles(tmp_path, {})
-    train_grpo.check_machine(Settings(OUTPUT_DIR=str(tmp_path / "r")), files, H100, plan, problems, None)
+    check_machine(Settings(OUTPUT_DIR=str(tmp_path / "r")), files, H100, plan, problems, None)
     assert "7.9 GiB" in only(problems)
-    assert train_grpo.checkpoint_gib(train_grpo.REAL_MODEL, files) == 12.9
-    assert train_grpo.checkpoint_gib("mine", files) == 5.0
+    assert checkpoint_gib(REAL_MODEL, files) == 12.9
+    assert checkpoint_gib("mine", files) == 5.0
     os.truncate(tmp_path / "model-00000.safetensors", 13_761_264_768)
     problems = Problems()
-    train_grpo.check_machine(Settings(OUTPUT_DIR=str(tmp_path / "r")), files, H100, plan, problems, None)
+    check_machine(Settings(OUTPUT_DIR=str(tmp_path / "r")), files, H100, plan, problems, None)
     assert not problems
 
 
 # ---- Packages --------------------------------------------------------------------------------------------------------
 
-GOOD_VERSIONS = {name: oldest for name, (oldest, _) in train_grpo.TESTED.items()}
+GOOD_VERSIONS = {name: oldest for name, (oldest, _) in TESTED.items()}
 
 
 def package_problems(versions, **changes):
     problems = Problems()
-    train_grpo.check_packages(Settings(**changes), versions, problems)
+    check_packages(Settings(**changes), versions, problems)
     return problems
 
 
 def test_packed_experts_need_a_checkpoint_that_has_them():
     problems, config = Problems(), {k: v for k, v in REAL_CONFIG.items() if k != "quantization_config"}
-    train_grpo.check_settings(Settings(EXPERTS="mxfp4"), config, CPU, problems)
+    check_settings(Settings(EXPERTS="mxfp4"), config, CPU, problems)
     assert "has no MXFP4 experts" in only(problems)
 
 
@@ -517,7 +546,7 @@ def test_packages():
 
 
 def test_this_environment_is_inside_the_tested_range():
-    assert not package_problems(train_grpo.installed_versions(train_grpo.TESTED))
+    assert not package_problems(installed_versions(TESTED))
 
 
 # ---- Reward functions ------------------------------------------------------------------------------------------------
@@ -544,7 +573,7 @@ def test_bad_rewards(text, message, tmp_path, monkeypatch):
     (tmp_path / "my_broken.py").write_text("def score(:\n")
     monkeypatch.chdir(tmp_path)
     problems = Problems()
-    train_grpo.check_rewards(Settings(REWARDS=text), [ROW], problems)
+    check_rewards(Settings(REWARDS=text), [ROW], problems)
     assert message in only(problems) and only(problems).startswith("REWARDS")
 
 
@@ -554,16 +583,16 @@ def test_rewards_of_ones_own_need_no_columns(tmp_path, monkeypatch):
     )
     monkeypatch.chdir(tmp_path)
     bare, problems = dataclasses.replace(ROW, rewards=()), Problems()
-    assert train_grpo.check_rewards(Settings(REWARDS="own_rewards:score=2,format"), [bare], problems) == [
+    assert check_rewards(Settings(REWARDS="own_rewards:score=2,format"), [bare], problems) == [
         ("own_rewards:score", 2.0),
         ("format", 1.0),
     ]
     assert not problems
-    train_grpo.check_rewards(Settings(), [bare], problems)
+    check_rewards(Settings(), [bare], problems)
     assert "d.csv, columns: there is no column reward_action_0" in only(problems) and "should" not in only(problems)
     problems.clear()
     named = dataclasses.replace(bare, columns={"user": "x", "Reward_Action_0": "1", "Reward_Action_1": "0"})
-    train_grpo.check_rewards(Settings(), [named], problems)
+    check_rewards(Settings(), [named], problems)
     assert "(should 'Reward_Action_0' be `reward_action_0`?)" in only(problems)
 
 
@@ -579,7 +608,7 @@ def test_rewards_of_ones_own_need_no_columns(tmp_path, monkeypatch):
 def test_the_column_that_was_meant_is_named(tmp_path, header, message):
     (tmp_path / "d.csv").write_text(f"{header}\n{'x,' * header.count(',')}1\n")
     problems = Problems()
-    train_grpo.read_csv(tmp_path / "d.csv", problems)
+    read_csv(tmp_path / "d.csv", problems)
     assert message in only(problems)
 
 
@@ -595,7 +624,7 @@ def test_the_column_that_was_meant_is_named(tmp_path, header, message):
 def test_files_that_are_no_csv_are_called_by_their_name(tmp_path, content, kind):
     (tmp_path / "d.csv").write_bytes(content)
     problems = Problems()
-    assert not train_grpo.read_csv(tmp_path / "d.csv", problems)
+    assert not read_csv(tmp_path / "d.csv", problems)
     assert f"d.csv: it is {kind}" in only(problems) and "save it as 'CSV UTF-8'" in only(problems)
 
 
@@ -605,7 +634,7 @@ def test_rows_that_teach_nothing(tmp_path):
 
     def problems(text, *rows):
         found = Problems()
-        train_grpo.check_rewards(Settings(REWARDS=text), rows, found)
+        check_rewards(Settings(REWARDS=text), rows, found)
         return found
 
     for text in ("action", "best", "action=2,best"):
@@ -619,9 +648,9 @@ def test_rows_that_teach_nothing(tmp_path):
 
 
 def data_warnings(**environ):
-    check = train_grpo.preflight(CLEAN | {"MODEL_ID": "tiny"} | {k: str(v) for k, v in environ.items()}, CPU)
-    found = train_grpo.data_warnings(check)
-    assert all(train_grpo.boxed(text) in train_grpo.banner(check) for text in found)
+    check = preflight(CLEAN | {"MODEL_ID": "tiny"} | {k: str(v) for k, v in environ.items()}, CPU)
+    found = checks.data_warnings(check)
+    assert all(boxed(text) in banner(check) for text in found)
     return found
 
 
@@ -669,22 +698,22 @@ def test_a_run_is_warned_of_held_out_prompts_that_are_trained_on(tiny, tmp_path,
 )
 def test_unknown_models(model_id, message):
     problems = Problems()
-    assert train_grpo.find_model(model_id, problems) is None
+    assert find_model(model_id, problems) is None
     assert message in only(problems)
 
 
 def test_folders_that_are_no_gpt_oss(tmp_path):
     problems = Problems()
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    train_grpo.find_model(str(tmp_path), problems)
+    find_model(str(tmp_path), problems)
     assert "model_type 'llama'" in only(problems)
     problems.clear()
     (tmp_path / "config.json").write_text("{")
-    train_grpo.find_model(str(tmp_path), problems)
+    find_model(str(tmp_path), problems)
     assert "cannot be read" in only(problems)
     problems.clear()
     (tmp_path / "config.json").write_text(json.dumps(REAL_CONFIG))
-    train_grpo.find_model(str(tmp_path), problems)
+    find_model(str(tmp_path), problems)
     assert "tokenizer.json is missing" in only(problems)
 
 
@@ -717,12 +746,12 @@ def test_long_prompts_are_named(tiny, tmp_path):
     rows = [[RENDERED.format("short"), 0, 1], [RENDERED.format("long " * 300), 0, 1]]
     path = write_csv(tmp_path / "long.csv", ["prompt", "reward_action_0", "reward_action_1"], rows)
     environ = {"MODEL_ID": "tiny", "DATA": str(path), "OUTPUT_DIR": str(tmp_path / "run"), "EVAL_SAMPLES": "0"}
-    check = train_grpo.preflight(CLEAN | environ | {"PROMPTS_PER_STEP": "2"}, CPU)
+    check = preflight(CLEAN | environ | {"PROMPTS_PER_STEP": "2"}, CPU)
     problem = only(check.problems)
     assert f"{path}, row 2: the prompt has" in problem and "MAX_PROMPT_LEN is 256" in problem
     needed = problem.split("MAX_PROMPT_LEN=")[1].rstrip(".")
-    assert not train_grpo.preflight(CLEAN | environ | {"MAX_PROMPT_LEN": needed}, CPU).problems
-    assert only(train_grpo.preflight(CLEAN | environ | {"MAX_PROMPT_LEN": str(int(needed) - 1)}, CPU).problems)
+    assert not preflight(CLEAN | environ | {"MAX_PROMPT_LEN": needed}, CPU).problems
+    assert only(preflight(CLEAN | environ | {"MAX_PROMPT_LEN": str(int(needed) - 1)}, CPU).problems)
 
 
 def test_everything_at_once_exits_2_and_writes_nothing(tmp_path):
@@ -761,9 +790,9 @@ def run_dir(tmp_path, **changes):
     settings = dataclasses.replace(Settings(OUTPUT_DIR=str(tmp_path / "run"), TOTAL_STEPS=8), **changes)
     folder = tmp_path / "run"
     folder.mkdir()
-    record = {"settings": dataclasses.asdict(settings), "data_sha256": train_grpo.data_fingerprint([ROW])}
+    record = {"settings": dataclasses.asdict(settings), "data_sha256": data_fingerprint([ROW])}
     (folder / "settings.json").write_text(json.dumps(record))
-    for step, names in ((2, train_grpo.CHECKPOINT_FILES), (4, train_grpo.CHECKPOINT_FILES), (6, ("optimizer.pt",))):
+    for step, names in ((2, CHECKPOINT_FILES), (4, CHECKPOINT_FILES), (6, ("optimizer.pt",))):
         (folder / f"checkpoint-{step}").mkdir()
         for name in names:
             (folder / f"checkpoint-{step}" / name).write_text("{}")
@@ -772,7 +801,7 @@ def run_dir(tmp_path, **changes):
 
 def inspect(settings, rows=(ROW,)):
     problems = Problems()
-    return train_grpo.inspect_run(settings, rows, problems), problems
+    return inspect_run(settings, rows, problems), problems
 
 
 def test_a_fresh_folder(tmp_path):
@@ -799,7 +828,7 @@ def test_what_may_not_continue(tmp_path):
     assert not inspect(change(settings, TOTAL_STEPS=4))[1], (
         "every step, but not the last file: evaluation and zip are owed"
     )
-    (folder / train_grpo.COMPLETE).write_text("{}")
+    (folder / COMPLETE).write_text("{}")
     assert "complete (4 of 4 steps)" in only(inspect(change(settings, TOTAL_STEPS=4))[1])
     assert not inspect(change(settings, TOTAL_STEPS=4, OVERWRITE=True))[1]
 
@@ -870,9 +899,9 @@ def test_no_checkpoint_with_an_adapter_is_deleted(tmp_path):
     strip(folder, 4)
     (folder / "checkpoint-4-mine").mkdir()
     (folder / "superseded-checkpoint-4").mkdir()
-    check = train_grpo.preflight({"MODEL_ID": "./nowhere", "OUTPUT_DIR": str(folder)}, CPU)
+    check = preflight({"MODEL_ID": "./nowhere", "OUTPUT_DIR": str(folder)}, CPU)
     state, problems = inspect(settings)
-    train_grpo.prepare_run(dataclasses.replace(check, settings=settings, run=state))
+    prepare_run(dataclasses.replace(check, settings=settings, run=state))
     assert not problems and state.step == 2
     assert sorted(path.name for path in folder.glob("*checkpoint-*")) == [
         "checkpoint-2", "checkpoint-4-mine", "superseded-checkpoint-4", "superseded-checkpoint-4.2",
@@ -885,10 +914,10 @@ def test_the_trainer_leaves_what_was_set_aside(tmp_path):
 
     for step in range(1, 5):
         (tmp_path / f"checkpoint-{step}").mkdir()
-    train_grpo.set_aside(tmp_path / "checkpoint-4")
+    set_aside(tmp_path / "checkpoint-4")
     assert not (tmp_path / "checkpoint-4").exists(), "no adapter: deleted"
     (tmp_path / "checkpoint-1" / "adapter_model.safetensors").touch()
-    train_grpo.set_aside(tmp_path / "checkpoint-1")
+    set_aside(tmp_path / "checkpoint-1")
     rotate_checkpoints(output_dir=str(tmp_path), save_total_limit=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "superseded-checkpoint-1"]
 
@@ -916,7 +945,7 @@ def test_overwrite_never_deletes_a_users_reward_function(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(str(folder))
     problems = Problems()
-    train_grpo.check_rewards(settings, [ROW], problems)
+    check_rewards(settings, [ROW], problems)
     assert not problems
     assert f"it would delete {folder / 'reward_inside.py'}, which" in only(inspect(settings)[1])
     monkeypatch.delitem(sys.modules, "reward_inside")
@@ -931,8 +960,8 @@ def test_a_zip_of_an_earlier_run_is_not_overwritten(tmp_path):
 def test_a_run_folder_has_one_writer(tmp_path):
     import subprocess
 
-    lock = train_grpo.lock_run(tmp_path / "run")
-    code = f"import train_grpo, pathlib; print(train_grpo.lock_run(pathlib.Path({str(tmp_path / 'run')!r})))"
+    lock = lock_run(tmp_path / "run")
+    code = f"import pathlib; from grpo.run.folder import lock_run; print(lock_run(pathlib.Path({str(tmp_path / 'run')!r})))"
     other = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert lock is not None and other.stdout.strip() == "None"
     lock.close()
@@ -942,22 +971,22 @@ def test_a_run_folder_has_one_writer(tmp_path):
 def test_garbage_must_not_pay(tmp_path):
     row = dataclasses.replace(ROW, rewards=(-3.0, -1.0))
     problems = Problems()
-    train_grpo.check_rewards(Settings(), [row], problems)
+    check_rewards(Settings(), [row], problems)
     assert "more than the lowest reward -3" in only(problems) and "INVALID_REWARD=-3" in only(problems)
     problems.clear()
-    train_grpo.check_rewards(Settings(INVALID_REWARD=-3.0), [row], problems)
-    train_grpo.check_rewards(Settings(), [row], problems, chosen=True)
-    train_grpo.check_rewards(Settings(REWARDS="best"), [row], problems)
+    check_rewards(Settings(INVALID_REWARD=-3.0), [row], problems)
+    check_rewards(Settings(), [row], problems, chosen=True)
+    check_rewards(Settings(REWARDS="best"), [row], problems)
     assert not problems
 
 
 def test_logs_survive_carriage_returns(tmp_path):
     path = tmp_path / "completions.csv"
     written = [{"step": 1, "completion": "a\rb"}, {"step": 2, "completion": 'c\r\n"d"'}]
-    train_grpo.CsvLog(path, ["step", "completion"]).write(written)
-    assert train_grpo.trim_csv(path, 1) == 1
+    CsvLog(path, ["step", "completion"]).write(written)
+    assert trim_csv(path, 1) == 1
     with path.open(newline="", encoding="utf-8") as file:
-        assert list(train_grpo.csv.reader(file)) == [["step", "completion"], ["1", "a\rb"]]
+        assert list(csv.reader(file)) == [["step", "completion"], ["1", "a\rb"]]
 
 
 REWARD_RESULTS = [
@@ -976,7 +1005,7 @@ def test_what_a_reward_may_return(result, message, kind, tmp_path, monkeypatch):
     (tmp_path / f"{name}.py").write_text(f"{kind} score(completions, **columns):\n    return {result}\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    reward = train_grpo.reward_callable(f"{name}:score", Settings())
+    reward = reward_callable(f"{name}:score", Settings())
     call = (lambda: asyncio.run(reward(["a", "b", "c"]))) if kind != "def" else (lambda: reward(["a", "b", "c"]))
     if message is None:
         assert len(call()) == 3
@@ -991,7 +1020,7 @@ def test_a_reward_that_returns_one_number_for_all_is_found_before_the_run(tmp_pa
     monkeypatch.chdir(tmp_path)
     row = dataclasses.replace(ROW, columns={"reward_action_0": 0.0, "reward_action_1": 1.0})
     problems = Problems()
-    train_grpo.check_rewards(Settings(REWARDS="total:score"), [row], problems)
+    check_rewards(Settings(REWARDS="total:score"), [row], problems)
     assert "REWARDS: total:score returned 1 rewards for 2 completions" in only(problems)
 
 
@@ -999,7 +1028,7 @@ def test_a_reward_that_cannot_be_called_is_found_before_the_run(tmp_path, monkey
     (tmp_path / "narrow.py").write_text("def score(completions):\n    return [0.0]\n")
     monkeypatch.chdir(tmp_path)
     problems = Problems()
-    train_grpo.check_rewards(Settings(REWARDS="narrow:score"), [ROW], problems)
+    check_rewards(Settings(REWARDS="narrow:score"), [ROW], problems)
     assert "cannot be called with (completions, **columns)" in only(problems)
 
 
@@ -1016,14 +1045,14 @@ def test_folders_of_others_are_never_touched(tmp_path):
 def test_trimming_a_log(tmp_path):
     path = tmp_path / "completions.csv"
     path.write_text('step,completion\n1,"two\nlines"\n2,b\n3,c\n3,"torn off', encoding="utf-8")
-    assert train_grpo.trim_csv(path, 2) == 2
+    assert trim_csv(path, 2) == 2
     assert path.read_text(encoding="utf-8") == 'step,completion\n1,"two\nlines"\n2,b\n'
     assert (tmp_path / "completions.superseded.csv").read_text(encoding="utf-8") == "3,c\n3,torn off\n"
-    assert train_grpo.trim_csv(path, 2) == 0 and train_grpo.trim_csv(tmp_path / "none.csv", 1) == 0
+    assert trim_csv(path, 2) == 0 and trim_csv(tmp_path / "none.csv", 1) == 0
 
 
 def test_parse_rate_warnings():
-    warn = train_grpo.parse_rate_warning
+    warn = parse_rate_warning
     assert warn([0.1] * 4) is None, "too early to say"
     assert "only 0.10" in warn([0.1] * 5)
     assert warn([0.95] * 30) is None
@@ -1036,9 +1065,9 @@ def test_requirements_are_inside_the_tested_ranges():
     for name in ("requirements.txt", "requirements-cpu.txt"):
         for line in (ROOT / name).read_text(encoding="utf-8").splitlines():
             package, equals, version = line.split("#")[0].strip().partition("==")
-            if equals and package in train_grpo.TESTED:
-                oldest, untested = train_grpo.TESTED[package]
-                key = train_grpo.version_key
+            if equals and package in TESTED:
+                oldest, untested = TESTED[package]
+                key = version_key
                 assert key(oldest) <= key(version) < key(untested), f"{name}: {line}"
 
 

@@ -16,13 +16,45 @@ import subprocess
 import sys
 from pathlib import Path
 
-import make_model as mm
 import prove
 import pytest
 import torch
 from conftest import CLEAN, ROOT
 
-SHAPE = mm.Shape(
+from grpo.measure import proof_model
+from grpo.measure.proof import run_settings
+from grpo.measure.proof_data import (
+    KEPT_TAIL,
+    NEAR_KWH,
+    PROBE_SEED,
+    QUANTITIES,
+    SCALES,
+    WARMUP_SEED,
+    Rows,
+    Vocabulary,
+    encode,
+    place,
+    readings,
+    shared_ends,
+    warmup_rows,
+    write_data,
+)
+from grpo.measure.proof_model import (
+    HEAD_DISTANCES,
+    checkpoint_tensors,
+    draw_weights,
+    fast_kernels,
+    figures,
+    load_tokenizer,
+    log_probs,
+    masks,
+    new_model,
+)
+from grpo.model.gptoss_format import Shape, parameter_count
+from grpo.model.random_weights import check_checkpoint
+from grpo.settings import load_settings
+
+SHAPE = Shape(
     layers=4, hidden=64, intermediate=64, experts=4, experts_per_token=2, heads=4, kv_heads=2, head_dim=32, vocab=592,
     sliding_window=12,
 )  # fmt: skip
@@ -30,32 +62,32 @@ SHAPE = mm.Shape(
 
 @pytest.fixture(scope="module")
 def rows() -> list[tuple]:
-    return prove.warmup_rows((7, 2, "full"))
+    return warmup_rows((7, 2, "full"))
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
     """The tiny model's: a full prompt takes more of its tokens than o200k's, but only numbers differ between prompts."""
-    return prove.load_tokenizer(None)[0]
+    return load_tokenizer(None)[0]
 
 
 @pytest.fixture(scope="module")
-def vocabulary(tokenizer, rows) -> prove.Vocabulary:
-    return prove.Vocabulary(tokenizer, {int(i) for row in prove.encode(tokenizer, rows) for i in row}, 592)
+def vocabulary(tokenizer, rows) -> Vocabulary:
+    return Vocabulary(tokenizer, {int(i) for row in encode(tokenizer, rows) for i in row}, 592)
 
 
 @pytest.fixture(scope="module")
-def placed(tokenizer, rows, vocabulary) -> prove.Rows:
-    encoded = prove.encode(tokenizer, rows)
-    made = prove.place(encoded, rows, vocabulary, "cpu")
-    made.head, made.tail = prove.shared_ends([row[: -len(vocabulary.answer)] for row in encoded])
+def placed(tokenizer, rows, vocabulary) -> Rows:
+    encoded = encode(tokenizer, rows)
+    made = place(encoded, rows, vocabulary, "cpu")
+    made.head, made.tail = shared_ends([row[: -len(vocabulary.answer)] for row in encoded])
     return made
 
 
 @pytest.fixture
 def model(vocabulary):
     torch.manual_seed(0)
-    return prove.new_model(SHAPE, vocabulary)
+    return new_model(SHAPE, vocabulary)
 
 
 def test_kernels_equal_transformers_in_values_and_gradients(model, vocabulary):
@@ -71,8 +103,8 @@ def test_kernels_equal_transformers_in_values_and_gradients(model, vocabulary):
     for fast in (False, True):
         model.zero_grad()
         if fast:
-            with prove.fast_kernels(model):
-                hidden = prove.forward(model, ids, positions)
+            with fast_kernels(model):
+                hidden = proof_model.forward(model, ids, positions)
                 (hidden * direction).sum().backward()
         else:
             hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
@@ -92,7 +124,7 @@ def test_kernels_are_given_back(model):
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
     forward = GptOssExperts.forward
-    with pytest.raises(RuntimeError), prove.fast_kernels(model):
+    with pytest.raises(RuntimeError), fast_kernels(model):
         raise RuntimeError
     assert model.config._attn_implementation == "eager"
     assert GptOssExperts.forward is forward
@@ -103,7 +135,7 @@ def test_initial_heads_look_back_by_their_distance(model, vocabulary):
     with torch.no_grad():
         attentions = model(input_ids=ids, output_attentions=True, use_cache=False).attentions[0]
     for head in range(SHAPE.heads):
-        distance = prove.HEAD_DISTANCES[0][head]
+        distance = HEAD_DISTANCES[0][head]
         looked = attentions[0, head, 20:].argmax(-1)
         assert (torch.arange(20, 30) - looked == distance).float().mean() >= 0.8  # content has a say too
 
@@ -113,10 +145,10 @@ def test_a_focused_row_keeps_numbers_answer_and_positions(placed, vocabulary):
     picked = torch.arange(len(placed))
     ids, positions, valid = placed.batch(picked, answer, True)
     whole, _, lengths = placed.batch(picked, answer, False)
-    assert valid.max() == lengths.max() - placed.head - placed.tail + 3 * prove.KEPT_TAIL
+    assert valid.max() == lengths.max() - placed.head - placed.tail + 3 * KEPT_TAIL
     for n in range(len(placed)):
         kept = int(valid[n])
-        assert positions[n, 0] == placed.head - prove.KEPT_TAIL
+        assert positions[n, 0] == placed.head - KEPT_TAIL
         assert (positions[n, 1:kept] > positions[n, : kept - 1]).all()
         assert (ids[n, :kept] == whole[n, positions[n, :kept]]).all()
         assert ids[n, kept - answer : kept].tolist() == vocabulary.answer
@@ -127,9 +159,9 @@ def test_a_focused_row_keeps_numbers_answer_and_positions(placed, vocabulary):
 def test_a_focused_row_hides_what_the_window_hides(placed, vocabulary):
     """The sliding window counts positions of the whole prompt: tokens behind the gap do not see those before it."""
     _, positions, valid = placed.batch(torch.arange(1), len(vocabulary.answer), True)
-    made = prove.masks(positions, 12, torch.float32)
+    made = masks(positions, 12, torch.float32)
     last = int(valid[0]) - 1
-    behind = last + 1 - len(vocabulary.answer) - prove.KEPT_TAIL
+    behind = last + 1 - len(vocabulary.answer) - KEPT_TAIL
     assert positions[0, behind] > positions[0, behind - 1] + 12
     assert (made["sliding_attention"][0, 0, last, : positions.shape[1]] == 0).sum() == 12
     assert (made["sliding_attention"][0, 0, behind, : positions.shape[1]] == 0).sum() == 1
@@ -139,15 +171,15 @@ def test_a_focused_row_hides_what_the_window_hides(placed, vocabulary):
 
 def test_the_checkpoint_answers_as_the_small_vocabulary_does(tokenizer, rows, model):
     """Tokens that stand for themselves get the same probability from all 592 rows; the rest share theirs."""
-    seen = {int(i) for row in prove.encode(tokenizer, rows[:1]) for i in row}
-    few = prove.Vocabulary(tokenizer, seen, 592)
+    seen = {int(i) for row in encode(tokenizer, rows[:1]) for i in row}
+    few = Vocabulary(tokenizer, seen, 592)
     assert 100 < few.others < 592
     torch.manual_seed(3)
-    model = prove.new_model(SHAPE, few)
-    tensors = prove.checkpoint_tensors(model, {}, few, 592, 0)
+    model = new_model(SHAPE, few)
+    tensors = checkpoint_tensors(model, {}, few, 592, 0)
     assert tensors["lm_head.weight"].shape == (592, 64) and tensors["lm_head.weight"].dtype == torch.bfloat16
     hidden = torch.randn(5, 64)
-    small = prove.log_probs(model, hidden, few.others)
+    small = log_probs(model, hidden, few.others)
     full = (hidden @ tensors["lm_head.weight"].float().T).log_softmax(-1)
     torch.testing.assert_close(full[:, few.ids], small[:, :-1], atol=0.02, rtol=0)
     torch.testing.assert_close(small.exp().sum(-1), torch.ones(5))
@@ -156,30 +188,30 @@ def test_the_checkpoint_answers_as_the_small_vocabulary_does(tokenizer, rows, mo
 def test_readings_of_a_committed_row():
     with (ROOT / "data" / "tes_train.csv").open(newline="", encoding="utf-8") as file:
         prompt = next(csv.DictReader(file))["prompt"]
-    found = dict(zip(prove.QUANTITIES, prove.readings(prompt), strict=True))
+    found = dict(zip(QUANTITIES, readings(prompt), strict=True))
     assert found["hour"] == 0 and found["stored"] == 48 and found["load"] == 44.6 and found["co2"] == 0.358
     assert found["next_low"] == 0.412 and found["later_low"] == 0.173 and found["rank"] == 8
     assert math.isclose(found["later_load"], 48.8 + 50.4 + 51.0 + 49.7 + 55.2 + 57.3 + 55.8 + 51.7 + 59.4)
-    assert prove.readings("hour 8 store 16") is None
+    assert readings("hour 8 store 16") is None
 
 
 def test_warm_up_rows_differ_from_all_others():
     """Neither warm-up nor probe rows share a prompt with each other or with the data of the run."""
-    scale = dataclasses.replace(prove.SCALES["mid"], train_windows=2, heldout_windows=2)
-    warm = {prompt for prompt, _, _ in prove.warmup_rows((prove.WARMUP_SEED, 3, "full"))}
-    probe = {prompt for prompt, _, _ in prove.warmup_rows((prove.PROBE_SEED, 3, "full"))}
+    scale = dataclasses.replace(SCALES["mid"], train_windows=2, heldout_windows=2)
+    warm = {prompt for prompt, _, _ in warmup_rows((WARMUP_SEED, 3, "full"))}
+    probe = {prompt for prompt, _, _ in warmup_rows((PROBE_SEED, 3, "full"))}
     assert len(warm) == 120 and not warm & probe
-    assert scale.windows + prove.WARMUP_SEED < 2**32 and prove.PROBE_SEED + scale.probe_windows < prove.WARMUP_SEED
+    assert scale.windows + WARMUP_SEED < 2**32 and PROBE_SEED + scale.probe_windows < WARMUP_SEED
 
 
 def test_training_rows_hold_short_hours_and_held_out_rows_are_as_they_come(tmp_path):
-    scale = dataclasses.replace(prove.SCALES["mid"], train_windows=2, heldout_windows=2)
-    prove.write_data(tmp_path, scale)
-    stored, load = (prove.QUANTITIES.index(name) for name in ("stored", "load"))
+    scale = dataclasses.replace(SCALES["mid"], train_windows=2, heldout_windows=2)
+    write_data(tmp_path, scale)
+    stored, load = (QUANTITIES.index(name) for name in ("stored", "load"))
 
     def short(name: str) -> list[bool]:
         with (tmp_path / name).open(newline="", encoding="utf-8") as file:
-            found = [prove.readings(row["prompt"]) for row in csv.DictReader(file)]
+            found = [readings(row["prompt"]) for row in csv.DictReader(file)]
         return [row[load] > row[stored] - 0.5 for row in found]  # the prompt rounds what is stored
 
     train, heldout = short("tes_train.csv"), short("tes_heldout.csv")
@@ -188,9 +220,9 @@ def test_training_rows_hold_short_hours_and_held_out_rows_are_as_they_come(tmp_p
 
 
 def test_rows_near_the_boundary_are_drawn_more_often():
-    scale = dataclasses.replace(prove.SCALES["mid"], near_weight=3.0)
-    deficit = torch.tensor([-math.inf, -100.0, -prove.NEAR_KWH, -1.0, 0.0, 0.1, 90.0])
-    assert prove.draw_weights(deficit, scale).tolist() == [1, 1, 1, 3, 3, 1, 1]
+    scale = dataclasses.replace(SCALES["mid"], near_weight=3.0)
+    deficit = torch.tensor([-math.inf, -100.0, -NEAR_KWH, -1.0, 0.0, 0.1, 90.0])
+    assert draw_weights(deficit, scale).tolist() == [1, 1, 1, 3, 3, 1, 1]
 
 
 def test_figures_count_what_leaves_load_unserved(placed, vocabulary, model, monkeypatch):
@@ -198,14 +230,14 @@ def test_figures_count_what_leaves_load_unserved(placed, vocabulary, model, monk
     count = len(placed)
     even = torch.full((count, len(vocabulary.answer), vocabulary.rest + 1), 0.0)
     even[:, vocabulary.place, vocabulary.actions] = math.log(0.25)
-    monkeypatch.setattr(prove, "forward", lambda model, ids, positions: ids)
-    monkeypatch.setattr(prove, "at_answer", lambda hidden, valid, answer: hidden)
-    monkeypatch.setattr(prove, "log_probs", lambda model, hidden, others: even[: len(hidden)])
-    found = prove.figures(model, placed, vocabulary)
+    monkeypatch.setattr("grpo.measure.proof_model.forward", lambda model, ids, positions: ids)
+    monkeypatch.setattr("grpo.measure.proof_model.at_answer", lambda hidden, valid, answer: hidden)
+    monkeypatch.setattr("grpo.measure.proof_model.log_probs", lambda model, hidden, others: even[: len(hidden)])
+    found = figures(model, placed, vocabulary)
     lacking = [[output < d for output in (0, 100 / 3, 200 / 3, 100)] for d in placed.deficit.tolist()]
     hours = [sum(row) / 4 for row in lacking if any(row)]
     assert len(hours) > 1 and math.isclose(found["unserved"], sum(hours) / len(hours), rel_tol=1e-5)
-    assert "unserved" not in prove.figures(model, dataclasses.replace(placed, readings=None), vocabulary)
+    assert "unserved" not in figures(model, dataclasses.replace(placed, readings=None), vocabulary)
 
 
 def policies(base: float, trained: float, unserved: float = 0.0) -> dict:
@@ -274,21 +306,20 @@ def test_full_prompts_need_a_tokenizer(tmp_path, capsys):
 
 def test_settings_on_the_command_line_win(tmp_path):
     options = prove.parse_args(["--out", str(tmp_path), "--set", "LEARNING_RATE=1e-3", "--set", "TOTAL_STEPS=7"])
-    settings = prove.run_settings(options, prove.SCALES["mid"])
+    settings = run_settings(options, SCALES["mid"])
     assert settings["LEARNING_RATE"] == "1e-3" and settings["TOTAL_STEPS"] == "7" and settings["USE_VLLM"] == "1"
-    import train_grpo
 
-    _, _, problems = train_grpo.load_settings(settings)
+    _, _, problems = load_settings(settings)
     assert not problems
     with pytest.raises(SystemExit):
         prove.parse_args(["--out", "x", "--set", "nonsense"])
 
 
 def test_the_mid_shape_suits_the_kernels():
-    shape = prove.SCALES["mid"].shape
+    shape = SCALES["mid"].shape
     assert shape.hidden % 256 == 0 and shape.intermediate % 128 == 0 and shape.head_dim == 64
     assert shape.vocab == 201088 and shape.sliding_window == 128
-    assert 3e7 < mm.parameter_count(shape) - 2 * shape.vocab * shape.hidden < 9e7
+    assert 3e7 < parameter_count(shape) - 2 * shape.vocab * shape.hidden < 9e7
 
 
 @pytest.mark.slow
@@ -300,7 +331,7 @@ def test_a_small_proof_from_model_to_figures(tmp_path):
         [*command, "--results", "proof.json"], env=CLEAN, cwd=tmp_path, capture_output=True, text=True, timeout=280
     )
     assert done.returncode in (0, 1), done.stdout + done.stderr
-    mm.check_checkpoint(out / "model")
+    check_checkpoint(out / "model")
     warmup = json.loads((out / "model" / "warmup.json").read_text())
     stages = warmup["stages"]
     assert stages["stored"]["parse_rate"] > 0.5

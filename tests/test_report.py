@@ -19,7 +19,21 @@ from conftest import ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import train_grpo
+from grpo.evaluate.figures import FIGURES, actions_figure, bins, moving_mean, phase_seconds
+from grpo.evaluate.page import render, write_report
+from grpo.evaluate.report import examples_section, figures_md, plant_verdict, reward_verdict
+from grpo.evaluate.run_data import (
+    SHORT,
+    Completions,
+    Example,
+    ReportError,
+    Run,
+    cut,
+    number,
+    read_completions,
+    read_metrics,
+)
+from grpo.run.logs import COMPLETIONS, METRICS, CsvLog
 
 EVAL = {"reward": 0.4, "reward_low": 0.37, "reward_high": 0.43, "regret": 0.3, "regret_low": 0.27, "regret_high": 0.33, "parse_rate": 0.99, "parse_rate_low": 0.98, "parse_rate_high": 1.0, "best_action_rate": 0.5, "clipped_ratio": 0.01, "tokens_mean": 7.0, "tokens_max": 12, "action_counts": [5, 2, 2, 1], "unparsed": 1}  # fmt: skip
 EVALUATION = {
@@ -35,7 +49,7 @@ EVALUATION = {
 
 
 def metrics_row(step: int, **cells: object) -> dict[str, object]:
-    row = dict.fromkeys(train_grpo.METRICS, "") | {"step": step, "time": f"2026-01-01T00:00:{step % 60:02}Z"}
+    row = dict.fromkeys(METRICS, "") | {"step": step, "time": f"2026-01-01T00:00:{step % 60:02}Z"}
     row |= {"reward": 0.3 + step / 100, "parse_rate": 0.9, "best_action_rate": 0.5, "clipped_ratio": 0.1, "tokens_mean": 50, "tokens_max": 99, "zero_std_fraction": 0.1, "rollout_s": 2, "reward_s": 0.1, "learn_s": 3, "step_s": 5.1, "rollout_tokens_per_s": 900}  # fmt: skip
     return row | cells
 
@@ -73,9 +87,9 @@ def closed_loop(windows: int = 1, names: tuple[str, ...] = ("base", "trained", "
 def write_run(folder: Path, metrics: list[dict], completions: list[dict] | None = None, **files: dict) -> Path:
     """A run's folder with the logs as the run writes them, and JSON files by their names."""
     folder.mkdir(parents=True, exist_ok=True)
-    train_grpo.CsvLog(folder / "metrics.csv", train_grpo.METRICS).write(metrics)
+    CsvLog(folder / "metrics.csv", METRICS).write(metrics)
     if completions is not None:
-        train_grpo.CsvLog(folder / "completions.csv", train_grpo.COMPLETIONS).write(completions)
+        CsvLog(folder / "completions.csv", COMPLETIONS).write(completions)
     record = {"settings": {"TOTAL_STEPS": 30, "MODEL_ID": "tiny", "DATA": "/home/someone/days.csv", "EVAL_SAMPLES": 8, "PROMPTS_PER_STEP": 8, "NUM_GENERATIONS": 8}, "machine": {"gpu": "", "cores": 2}}  # fmt: skip
     for name, content in ({"settings": record} | files).items():
         (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
@@ -109,7 +123,7 @@ class Page(html.parser.HTMLParser):
 def coarse():
     """Figures of few pixels: the tests look at what is there, not at how sharp it is."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "DPI", 40)
+        patch.setattr("grpo.evaluate.figures.DPI", 40)
         yield
 
 
@@ -125,7 +139,7 @@ def full(tmp_path_factory, coarse) -> Path:
     ]
     folder = tmp_path_factory.mktemp("runs") / "full"
     write_run(folder, metrics, samples, evaluation=EVALUATION, closed_loop=closed_loop(4))
-    report.write_report(folder)
+    write_report(folder)
     return folder
 
 
@@ -146,21 +160,21 @@ def test_every_figure_of_a_full_run_is_there_with_its_line(full):
     page = (full / "report.html").read_text(encoding="utf-8")
     figures = re.findall(r'<figure id="([^"]+)\.png"><img alt="[^"]+" src="data:image/png;base64,([^"]+)">\s*<figcaption><b>([^<]+)</b>([^<]*)', page)  # fmt: skip
     assert len(figures) == page.count("<figure")
-    assert {re.sub(r"_\d+$", "", name) for name, *_ in figures} == set(report.FIGURES)
+    assert {re.sub(r"_\d+$", "", name) for name, *_ in figures} == set(FIGURES)
     for name, data, title, line in figures:
-        wanted_title, wanted_line = report.FIGURES[re.sub(r"_\d+$", "", name)]
+        wanted_title, wanted_line = FIGURES[re.sub(r"_\d+$", "", name)]
         assert html.unescape(title) == wanted_title and html.unescape(line).strip().endswith(wanted_line)
         assert base64.b64decode(data) == (full / "report" / f"{name}.png").read_bytes()
     assert {path.stem for path in (full / "report").glob("*.png")} == {name for name, *_ in figures}
 
 
 def test_every_figure_has_one_line_in_the_glossary():
-    table = report.figures_md().splitlines()[2:]
-    assert len(table) == len(report.FIGURES)
-    for row, (title, line) in zip(table, report.FIGURES.values(), strict=True):
+    table = figures_md().splitlines()[2:]
+    assert len(table) == len(FIGURES)
+    for row, (title, line) in zip(table, FIGURES.values(), strict=True):
         assert row.startswith(f"| {title} |") and row.endswith(f"| {line} |") and "\n" not in line and len(line) > 20
     page = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
-    for name in report.FIGURES:
+    for name in FIGURES:
         assert re.search(rf"^\| [^|]+ \| `{name}(_N)?\.png` \| \S[^|]+ \|$", page, re.MULTILINE), (
             f"{name}: run scripts/make_docs.py"
         )
@@ -171,7 +185,7 @@ def test_sections_stand_in_order(full):
     titles = re.findall(r"<h2>([^<]+)</h2>", page)
     assert [title.split()[0].strip(",:") for title in titles] == ["Learning", "Time", "Actions", "Held-out", "Closed", "Completions", "Glossary"]  # fmt: skip
     assert page.index('class="verdict"') < page.index("<h2>")
-    for column, (_, line) in train_grpo.METRICS.items():
+    for column, (_, line) in METRICS.items():
         assert f"<td>{column}</td>" in page and html.unescape(line) in html.unescape(page)
 
 
@@ -193,9 +207,9 @@ def test_summary_names_the_figures(full):
 )
 def test_verdict_on_the_reward(low, high, words):
     difference = {"reward": 0.2, "reward_low": low, "reward_high": high}
-    run = report.Run(Path("x"), [], report.Completions(), {}, EVALUATION | {"difference": difference}, {})
-    assert words in report.reward_verdict(run)
-    assert ("exceeds" in report.reward_verdict(run)) == (low is not None and low > 0)
+    run = Run(Path("x"), [], Completions(), {}, EVALUATION | {"difference": difference}, {})
+    assert words in reward_verdict(run)
+    assert ("exceeds" in reward_verdict(run)) == (low is not None and low > 0)
 
 
 @pytest.mark.parametrize(
@@ -210,20 +224,20 @@ def test_verdict_on_the_reward(low, high, words):
 def test_verdict_on_the_plant(low, high, words):
     found = closed_loop()
     found["difference"] |= {"regret_percent_low": low, "regret_percent_high": high}
-    run = report.Run(Path("x"), [], report.Completions(), {}, {}, found)
-    assert words in report.plant_verdict(run)
-    assert "unserved" not in report.plant_verdict(run)
+    run = Run(Path("x"), [], Completions(), {}, {}, found)
+    assert words in plant_verdict(run)
+    assert "unserved" not in plant_verdict(run)
     found["totals"]["trained"]["unserved_kwh"] = 7.0
-    assert "Besides, 7.0 kWh of load stayed unserved" in report.plant_verdict(run)
+    assert "Besides, 7.0 kWh of load stayed unserved" in plant_verdict(run)
 
 
 def test_verdict_mentions_the_best_constant_action():
-    run = report.Run(Path("x"), [], report.Completions(), {}, EVALUATION, {})
-    assert "It also beats the best constant action (0.500)" in report.reward_verdict(run)
+    run = Run(Path("x"), [], Completions(), {}, EVALUATION, {})
+    assert "It also beats the best constant action (0.500)" in reward_verdict(run)
     run.evaluation = EVALUATION | {"constant": 0.65}
-    assert "It still earns less than the best constant action (0.650)" in report.reward_verdict(run)
+    assert "It still earns less than the best constant action (0.650)" in reward_verdict(run)
     run.evaluation = EVALUATION | {"constant": 0.6}
-    assert "constant" not in report.reward_verdict(run)
+    assert "constant" not in reward_verdict(run)
 
 
 # ---- Runs that are not complete --------------------------------------------------------------------------------------
@@ -231,7 +245,7 @@ def test_verdict_mentions_the_best_constant_action():
 
 def test_run_without_a_step(tmp_path):
     folder = write_run(tmp_path / "run", [])
-    report.write_report(folder)
+    write_report(folder)
     text = text_of(folder)
     assert "0 of 30" in text and "there is none so far" in text and "There are no completions yet" in text
     assert "No step has ended yet" in text and "There is no evaluation on held-out prompts" in text
@@ -240,7 +254,7 @@ def test_run_without_a_step(tmp_path):
 
 def test_run_of_one_step(tmp_path):
     folder = write_run(tmp_path / "run", [metrics_row(1, gpu_peak_gib=12.34)], [completion_row(1)])
-    report.write_report(folder)
+    write_report(folder)
     text = text_of(folder)
     assert "A curve needs two steps" in text and "GPU memory peak: 12.3 GiB" in text
     assert {path.stem for path in (folder / "report").glob("*.png")} == {"phases", "actions"}
@@ -249,7 +263,7 @@ def test_run_of_one_step(tmp_path):
 def test_interrupted_run_has_no_evaluation_after(tmp_path):
     before = {name: value for name, value in EVALUATION.items() if name not in ("after", "difference")}
     folder = write_run(tmp_path / "run", [metrics_row(s) for s in (1, 2, 3)], evaluation=before)
-    report.write_report(folder)
+    write_report(folder)
     text = text_of(folder)
     assert "3 of 30" in text and "in progress, or interrupted" in text
     assert "Whether training helped is not known yet" in text and "exceeds" not in text
@@ -258,10 +272,10 @@ def test_interrupted_run_has_no_evaluation_after(tmp_path):
 def test_what_is_missing_is_named_with_its_reason(tmp_path):
     record = {"settings": {"TOTAL_STEPS": 3, "EVAL_SAMPLES": 0}, "resumed_from_step": 2}
     folder = write_run(tmp_path / "run", [metrics_row(s) for s in (1, 2, 3)], [completion_row(1)], settings=record)
-    report.write_report(folder)
+    write_report(folder)
     text = text_of(folder)
     assert "Held-out prompts were not evaluated: EVAL_SAMPLES is 0" in text
-    assert f"Entropy is left out: no step has a value in `entropy`. {train_grpo.METRICS['entropy'][1]}" in text
+    assert f"Entropy is left out: no step has a value in `entropy`. {METRICS['entropy'][1]}" in text
     assert "GPU memory is left out" in text and "there is no closed_loop.json" in text
     assert "resumed from step 2" in text and "None to show: no action could be read" in text
     assert "nan" not in text.replace("by NaN", "").replace("nan where", "")
@@ -270,7 +284,7 @@ def test_what_is_missing_is_named_with_its_reason(tmp_path):
 def test_nan_and_infinite_rewards(tmp_path):
     metrics = [metrics_row(1, reward="nan"), metrics_row(2, reward=""), metrics_row(3, reward="inf", grad_norm="-inf")]
     folder = write_run(tmp_path / "run", [*metrics, metrics_row(4)], [completion_row(1, reward="nan", parsed_action="")])  # fmt: skip
-    report.write_report(folder)
+    write_report(folder)
     assert (folder / "report" / "reward.png").is_file()
     assert "reward none" in text_of(folder)
 
@@ -281,16 +295,16 @@ def test_row_that_is_half_written_is_left_out(tmp_path):
     third = whole.splitlines(keepends=True)[-1].replace(b"2,2026", b"3,2026", 1)
     for end in range(len(third) + 1):  # also where every cell is there, but the last may be cut
         (folder / "metrics.csv").write_bytes(whole + third[:end])
-        assert [row["step"] for row in report.read_metrics(folder / "metrics.csv")] == [1, 2, 3][: 2 + (end == len(third))]  # fmt: skip
+        assert [row["step"] for row in read_metrics(folder / "metrics.csv")] == [1, 2, 3][: 2 + (end == len(third))]  # fmt: skip
     text = (folder / "completions.csv").read_bytes()
     for end in range(text.index(b"[1]"), len(text)):
         (folder / "completions.csv").write_bytes(text[:end])
-        assert report.read_completions(folder / "completions.csv").count == (end >= text.index(b"\n2,") + 1)
+        assert read_completions(folder / "completions.csv").count == (end >= text.index(b"\n2,") + 1)
 
 
 def test_log_that_was_written_twice_for_a_step(tmp_path):
     folder = write_run(tmp_path / "run", [metrics_row(2, reward=0.1), metrics_row(1), metrics_row(2, reward=0.2)])
-    assert [(row["step"], row["reward"]) for row in report.read_metrics(folder / "metrics.csv")] == [
+    assert [(row["step"], row["reward"]) for row in read_metrics(folder / "metrics.csv")] == [
         (1, 0.31),
         (2, 0.2),
     ]
@@ -300,23 +314,23 @@ def test_damaged_files_cost_their_section_only(tmp_path):
     broken = closed_loop()
     broken["windows"][0]["policies"]["base"]["co2_kg"] = [1.0]
     folder = write_run(tmp_path / "run", [metrics_row(1), metrics_row(2)], evaluation=EVALUATION, closed_loop=broken)
-    report.write_report(folder)
+    write_report(folder)
     assert "Closed loop is left out: its data is not as expected (ValueError: 1 values for 72 hours)" in text_of(folder)
     assert (folder / "report" / "reward.png").is_file() and not (folder / "report" / "plant_1.png").exists()
     (folder / "evaluation.json").write_text('{"before": 3')
     (folder / "closed_loop.json").write_text('{"totals": [], "windows": {}, "difference": 1}')
     (folder / "settings.json").write_text('{"settings": [], "machine": "m", "choices": {"rollouts": 1}}')
-    report.write_report(folder)
+    write_report(folder)
     assert "Learning curves" in text_of(folder)
 
 
 def test_figures_of_an_earlier_report_are_removed_and_nothing_else(tmp_path):
     folder = write_run(tmp_path / "run", [metrics_row(1), metrics_row(2)], closed_loop=closed_loop(3))
-    report.write_report(folder)
+    write_report(folder)
     (folder / "report" / "mine.png").write_bytes(b"")
     assert (folder / "report" / "plant_3.png").exists()
     (folder / "closed_loop.json").write_text(json.dumps(closed_loop(1)))
-    report.write_report(folder)
+    write_report(folder)
     assert {path.name for path in (folder / "report").glob("[mp]*.png")} == {"mine.png", "plant_1.png", "parse_rate.png", "phases.png"}  # fmt: skip
 
 
@@ -324,12 +338,12 @@ def test_figures_of_an_earlier_report_are_removed_and_nothing_else(tmp_path):
 
 
 def examples_page(texts: list[str], prompt: str = "days:1") -> str:
-    found = report.Completions()
+    found = Completions()
     for i, text in enumerate(texts):
-        found.keep("best", report.Example(1, f"{prompt}{i}", "1", "1", 0.5, "7", False, report.cut(text), (0.0, i)))
+        found.keep("best", Example(1, f"{prompt}{i}", "1", "1", 0.5, "7", False, cut(text), (0.0, i)))
     found.count = len(texts)
-    run = report.Run(Path("x"), [], found, {}, {}, {})
-    return report.render(run, [report.examples_section(run)])
+    run = Run(Path("x"), [], found, {}, {}, {})
+    return render(run, [examples_section(run)])
 
 
 PLAIN = Page(examples_page(["x"])).tags
@@ -341,9 +355,9 @@ PLAIN = Page(examples_page(["x"])).tags
 def test_no_tag_of_a_completion_reaches_the_page(text):
     page = examples_page([text], text)
     tags = Page(page).tags
-    if len(report.cut(text)) <= report.SHORT and report.cut(text).count("\n") <= 4:
+    if len(cut(text)) <= SHORT and cut(text).count("\n") <= 4:
         assert tags == PLAIN
-        assert f"{report.cut(text)}" in Page(page).text
+        assert f"{cut(text)}" in Page(page).text
     else:
         assert sorted(tags) == sorted([*PLAIN, "details", "summary"])
     page.encode("utf-8", "replace")
@@ -365,17 +379,17 @@ def test_markup_is_escaped_in_every_place_a_run_can_put_it(tmp_path):
         evaluation=EVALUATION | {"samples": evil, "constant_action": evil},
         closed_loop=found,
     )
-    page = Page(report.write_report(folder).read_text(encoding="utf-8"))
+    page = Page(write_report(folder).read_text(encoding="utf-8"))
     assert "script" not in page.tags and page.text.count(evil) >= 12
 
 
 def test_huge_completions_are_cut_and_the_page_stays_small(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "DPI", 200)
+    monkeypatch.setattr("grpo.evaluate.figures.DPI", 200)
     huge = "\U0001f600<b>" * 100_000  # also longer than a cell that Python's csv accepts by default
     rows = [completion_row(step, huge, prompt_id=f"days:{step}", truncated=step % 2, parsed_action=step % 3 or "", reward=step / 40) for step in range(1, 31)]  # fmt: skip
     folder = write_run(tmp_path / "run", [metrics_row(s, **GPU) for s in range(1, 31)], rows, evaluation=EVALUATION, closed_loop=closed_loop(9))  # fmt: skip
     limit = csv.field_size_limit()
-    page = report.write_report(folder)
+    page = write_report(folder)
     assert page.stat().st_size < 3_000_000 and csv.field_size_limit() == limit
     assert "characters left out" in page.read_text(encoding="utf-8")
 
@@ -383,14 +397,14 @@ def test_huge_completions_are_cut_and_the_page_stays_small(tmp_path, monkeypatch
 def test_unicode_and_control_characters(tmp_path):
     text = "\u51b7\u623f \x1b[31m\r\nline\u202eback [1]"
     folder = write_run(tmp_path / "\u5b9f\u9a13", [metrics_row(1)], [completion_row(1, text, prompt_id="\u65e5:1")])
-    shown = text_of(folder) if report.write_report(folder) else ""
+    shown = text_of(folder) if write_report(folder) else ""
     assert "\u51b7\u623f \ufffd[31m\nline\ufffdback [1]" in shown and "\u5b9f\u9a13: training report" in shown
 
 
 def test_examples_are_the_extremes_and_the_latest(tmp_path):
     rows = [completion_row(step, f"text {step}", prompt_id=f"days:{step % 7}", reward=(step * 37 % 50) / 50) for step in range(1, 51)]  # fmt: skip
     rows += [completion_row(51 + i, f"none {i}", prompt_id=f"days:{i}", parsed_action="", reward=0) for i in range(5)]
-    found = report.read_completions(write_run(tmp_path / "run", [], rows) / "completions.csv")
+    found = read_completions(write_run(tmp_path / "run", [], rows) / "completions.csv")
     rewards = {kind: [one.reward for one in held] for kind, held in found.examples.items()}
     best = {}
     for row in rows[:50]:
@@ -406,39 +420,39 @@ def test_examples_are_the_extremes_and_the_latest(tmp_path):
 
 def test_phases_add_up_to_the_step():
     row = metrics_row(1, **GPU)
-    spent = report.phase_seconds(row)
+    spent = phase_seconds(row)
     assert spent == pytest.approx({"wake": 0.4, "handover": 0.1, "generation": 1.4, "sleep": 0.1, "reward": 0.1, "learn": 3})  # fmt: skip
     assert math.fsum(spent.values()) == pytest.approx(row["step_s"])
 
 
 def test_numbers_are_finite_or_nan():
-    assert [report.number(value) for value in ("1.5", 2, "1e3")] == [1.5, 2.0, 1000.0]
-    assert all(math.isnan(report.number(value)) for value in ("", "inf", "-inf", "nan", None, "x", [], math.inf))
+    assert [number(value) for value in ("1.5", 2, "1e3")] == [1.5, 2.0, 1000.0]
+    assert all(math.isnan(number(value)) for value in ("", "inf", "-inf", "nan", None, "x", [], math.inf))
 
 
 def test_one_example_for_each_prompt():
-    found = report.Completions()
+    found = Completions()
     for rank, prompt in enumerate("aababbc"):
-        found.keep("best", report.Example(1, prompt, "", "", 0.0, "", False, str(rank), (float(rank), 1)))
+        found.keep("best", Example(1, prompt, "", "", 0.0, "", False, str(rank), (float(rank), 1)))
     assert [one.text for one in found.examples["best"]] == ["6", "5", "3"]
 
 
 def test_moving_mean_leaves_nan_out():
-    assert report.moving_mean([1.0, math.nan, 3.0, 5.0], 2) == [1.0, 1.0, 3.0, 4.0]
-    assert math.isnan(report.moving_mean([math.nan])[0])
+    assert moving_mean([1.0, math.nan, 3.0, 5.0], 2) == [1.0, 1.0, 3.0, 4.0]
+    assert math.isnan(moving_mean([math.nan])[0])
 
 
 @given(st.integers(0, 300), st.integers(1, 50))
 def test_bars_hold_every_step_once(count, most):
-    bars = report.bins(range(count), most)
+    bars = bins(range(count), most)
     assert [step for bar in bars for step in bar] == list(range(count)) and len(bars) <= most
     assert len({len(bar) for bar in bars[:-1]}) <= 1
 
 
 def test_many_actions_share_a_colour(tmp_path):
     rows = [completion_row(1, parsed_action=k) for k in range(30)]
-    found = report.read_completions(write_run(tmp_path / "run", [], rows) / "completions.csv")
-    assert len(report.actions_figure(found).png) > 1000
+    found = read_completions(write_run(tmp_path / "run", [], rows) / "completions.csv")
+    assert len(actions_figure(found).png) > 1000
 
 
 # ---- The program -----------------------------------------------------------------------------------------------------
@@ -459,16 +473,16 @@ def test_clear_error_without_a_run(tmp_path, capsys, make, words):
 def test_clear_error_where_nothing_can_be_written(tmp_path):
     folder = write_run(tmp_path / "run", [metrics_row(1)])
     (folder / "report").write_text("a file")
-    with pytest.raises(report.ReportError, match="cannot be written"):
-        report.write_report(folder)
+    with pytest.raises(ReportError, match="cannot be written"):
+        write_report(folder)
 
 
 @pytest.mark.parametrize("package", ["matplotlib.style", "jinja2"])
 def test_clear_error_without_a_package(tmp_path, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
     folder = write_run(tmp_path / "run", [metrics_row(1)])
-    with pytest.raises(report.ReportError, match="is missing: the report needs"):
-        report.write_report(folder)
+    with pytest.raises(ReportError, match="is missing: the report needs"):
+        write_report(folder)
 
 
 def test_neither_torch_nor_a_caller_s_matplotlib_is_touched(tmp_path):

@@ -17,12 +17,16 @@ import pytest
 from conftest import CLEAN, ROOT, SCRIPT, read_csv, run_script
 
 import train_grpo
+from grpo.data.prompts import prompt_order
+from grpo.model.load import load_model
+from grpo.run.folder import COMPLETE, last_checkpoint
+from grpo.run.logs import COMPLETIONS, METRICS
 
 SETTINGS = {
     "MODEL_ID": "tiny", "TOTAL_STEPS": 6, "SAVE_STEPS": 2, "PROMPTS_PER_STEP": 3, "NUM_GENERATIONS": 4, "EVAL_SAMPLES": 0,
     "DATA": "data/tes_heldout_compact.csv", "SEED": 5,
 }  # fmt: skip
-LOGGED = [name for name in train_grpo.METRICS if not name.endswith(("_s", "time"))]
+LOGGED = [name for name in METRICS if not name.endswith(("_s", "time"))]
 
 
 @pytest.fixture(scope="session")
@@ -46,7 +50,7 @@ def test_what_a_run_leaves(whole_run):
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "chat_template.jinja", "training.log",
             "metrics.csv", "completions.csv", "settings.json", "versions.json", "evaluation.json", "checkpoint-6"} <= names  # fmt: skip
     metrics, completions = read_csv(whole_run / "metrics.csv"), read_csv(whole_run / "completions.csv")
-    assert list(metrics[0]) == list(train_grpo.METRICS) and list(completions[0]) == list(train_grpo.COMPLETIONS)
+    assert list(metrics[0]) == list(METRICS) and list(completions[0]) == list(COMPLETIONS)
     assert [row["step"] for row in metrics] == list("123456")
     assert [row["step"] for row in completions] == [str(step) for step in range(1, 7) for _ in range(12)]
     record = json.loads((whole_run / "settings.json").read_text())
@@ -79,7 +83,7 @@ def test_rows_agree_with_the_csv_and_with_each_other(whole_run):
         assert float(metric["clipped_ratio"]) == pytest.approx(sum(r["truncated"] == "1" for r in mine) / 12, abs=1e-5)
         assert float(metric["tokens_mean"]) == pytest.approx(sum(int(r["tokens"]) for r in mine) / 12, rel=1e-5)
         assert float(metric["rollout_s"]) + float(metric["learn_s"]) <= float(metric["step_s"]) + 1e-3
-    order = list(train_grpo.prompt_order(len(source), 5, 18))
+    order = list(prompt_order(len(source), 5, 18))
     assert [int(r["prompt_id"].split(":")[1]) - 1 for r in completions[::4]] == order
 
 
@@ -96,7 +100,7 @@ def test_the_zip_holds_everything_but_optimizer_states(whole_run):
         inside = set(archive.namelist())
     on_disk = {str(p.relative_to(whole_run.parent)) for p in whole_run.rglob("*") if p.is_file()}
     left_out = {Path(name).name for name in on_disk - inside}
-    assert left_out == {"optimizer.pt", "scheduler.pt", "rng_state.pth", train_grpo.COMPLETE}
+    assert left_out == {"optimizer.pt", "scheduler.pt", "rng_state.pth", COMPLETE}
     assert inside <= on_disk and "run/checkpoint-6/adapter_model.safetensors" in inside
 
 
@@ -105,7 +109,7 @@ def test_the_adapter_loads_with_peft_and_changes_the_model(whole_run, tiny):
     from peft import PeftModel
 
     config = json.loads((tiny / "config.json").read_text())
-    base = train_grpo.load_model(str(tiny), config, "eager")
+    base = load_model(str(tiny), config, "eager")
     ids = torch.arange(3, 20)[None]
     with torch.no_grad():
         before = base(ids).logits
@@ -178,7 +182,7 @@ def test_sigterm_saves_and_the_same_command_continues(whole_run, tmp_path):
     output, _ = process.communicate(timeout=100)
     assert process.returncode == 143, output
     assert "interrupted at step" in output and (tmp_path / "run.zip").exists()
-    step, checkpoint = train_grpo.last_checkpoint(folder)
+    step, checkpoint = last_checkpoint(folder)
     assert 1 <= step < 6 and checkpoint and (folder / "adapter_model.safetensors").exists()
     done = run_script(**SETTINGS | {"OUTPUT_DIR": folder})
     assert done.returncode == 0, done.stdout + done.stderr
@@ -193,7 +197,7 @@ def test_a_killed_run_continues_without_repeating_or_losing_rows(whole_run, tmp_
     wait_for_step(folder, 3)
     process.kill()
     process.communicate()
-    assert train_grpo.last_checkpoint(folder)[0] == 2
+    assert last_checkpoint(folder)[0] == 2
     shutil.copytree(folder / "checkpoint-2", folder / "checkpoint-4", dirs_exist_ok=True)
     os.truncate(folder / "checkpoint-4" / "trainer_state.json", 40)
     with (folder / "completions.csv").open("a") as file:
@@ -210,7 +214,7 @@ def test_a_killed_run_continues_without_repeating_or_losing_rows(whole_run, tmp_
 def test_a_run_killed_after_its_last_step_is_finished_by_the_same_command(whole_run, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(whole_run, folder)
-    for name in (train_grpo.COMPLETE, "evaluation.json", "adapter_model.safetensors"):
+    for name in (COMPLETE, "evaluation.json", "adapter_model.safetensors"):
         (folder / name).unlink()
     done = run_script(**SETTINGS | {"OUTPUT_DIR": folder, "EVAL_SAMPLES": 1})
     assert done.returncode == 0, done.stdout + done.stderr
@@ -324,7 +328,7 @@ def test_raising_the_steps_of_a_finished_run_makes_it_unfinished(whole_run, tmp_
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=100)
     assert process.returncode == 130 and "the same command continues" in output
-    assert not (folder / train_grpo.COMPLETE).exists()
+    assert not (folder / COMPLETE).exists()
 
 
 def test_an_interrupted_run_with_overwrite_says_how_to_continue(tmp_path, tiny):
@@ -353,7 +357,7 @@ def test_out_of_memory_names_the_next_smaller_passes(tiny, tmp_path, monkeypatch
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("OUTPUT_DIR", str(tmp_path / "run"))
     monkeypatch.setenv("MICRO_BATCH", "6")
-    monkeypatch.setattr(train_grpo, "train", no_memory)
+    monkeypatch.setattr("train_grpo.train", no_memory)
     monkeypatch.setattr(signal, "signal", lambda *arguments: None)
     assert train_grpo.main([]) == 1
     log = (tmp_path / "run" / "training.log").read_text()
@@ -363,7 +367,6 @@ def test_out_of_memory_names_the_next_smaller_passes(tiny, tmp_path, monkeypatch
 
 def test_a_damaged_tiny_model_is_made_again(tiny, tmp_path, monkeypatch):
     """The check of its files sends a damaged one back to the maker, which is told to replace it."""
-    import make_model
 
     damaged = tmp_path / "tiny"
     shutil.copytree(tiny, damaged)
@@ -375,9 +378,10 @@ def test_a_damaged_tiny_model_is_made_again(tiny, tmp_path, monkeypatch):
         shutil.copy(tiny / "model.safetensors", damaged)
         return damaged
 
-    monkeypatch.setattr(make_model, "tiny_path", lambda: damaged)
-    monkeypatch.setattr(make_model, "build_tiny", rebuild)
-    monkeypatch.setattr(train_grpo, "launch", lambda check, model_path: 0 if model_path == str(damaged) else 1)
+    monkeypatch.setattr("grpo.preflight.hub.tiny_path", lambda: damaged)
+    monkeypatch.setattr("train_grpo.tiny_path", lambda: damaged)
+    monkeypatch.setattr("grpo.model.tiny.build_tiny", rebuild)
+    monkeypatch.setattr("train_grpo.launch", lambda check, model_path: 0 if model_path == str(damaged) else 1)
     for name, value in (SETTINGS | {"OUTPUT_DIR": tmp_path / "run"}).items():
         monkeypatch.setenv(name, str(value))
     assert train_grpo.main([]) == 0 and forced == [True]

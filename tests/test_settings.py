@@ -12,8 +12,7 @@ from conftest import CLEAN, ROOT, run_script
 from hypothesis import given
 from hypothesis import strategies as st
 
-import train_grpo
-from train_grpo import FIELDS, Settings, load_settings, nearest_setting, parse_value, show
+from grpo.settings import ALIASES, FIELDS, Settings, load_settings, nearest_setting, parse_value, show, unknown_option
 
 ACCEPTED = [
     ("TOTAL_STEPS", "7", 7, "plain integer"),
@@ -173,8 +172,8 @@ def test_unknown_options_are_refused():
     ],
 )
 def test_a_setting_given_as_an_option_is_named(word, advice):
-    assert train_grpo.unknown_option(word).startswith(f"{word}: no such option. ")
-    assert advice in train_grpo.unknown_option(word)
+    assert unknown_option(word).startswith(f"{word}: no such option. ")
+    assert advice in unknown_option(word)
 
 
 def test_settings_are_one_line_each():
@@ -186,5 +185,5 @@ def test_settings_are_one_line_each():
 
 
 def test_aliases_point_at_settings():
-    assert set(train_grpo.ALIASES.values()) <= set(FIELDS)
-    assert not set(train_grpo.ALIASES) & set(FIELDS)
+    assert set(ALIASES.values()) <= set(FIELDS)
+    assert not set(ALIASES) & set(FIELDS)

@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 from test_report import EVALUATION, GPU, metrics_row, write_run
 
-import train_grpo
+from grpo.run.folder import CHECKPOINT_FILES, COMPLETE, lock_run, trim_csv, write_text
+from grpo.run.logs import METRICS, CsvLog
 
 SCRIPT = ROOT / "scripts" / "watch.py"
 
@@ -37,9 +38,7 @@ def drawn(state: watch.State, width: int = 100, ascii_only: bool = False) -> str
 def state_of(rows: list[dict], **values: object) -> watch.State:
     """A state of rows as read_metrics gives them, 12 s after the last one."""
     texts = [{name: str(cell) for name, cell in row.items()} for row in rows]
-    read = [
-        {name: watch.report.number(cell) for name, cell in row.items()} | {"step": int(row["step"])} for row in texts
-    ]
+    read = [{name: watch.number(cell) for name, cell in row.items()} | {"step": int(row["step"])} for row in texts]
     defaults = {"folder": "first", "total": 30, "written": 1000.0, "now": 1012.0}
     return watch.State(rows=read, **(defaults | values))
 
@@ -78,7 +77,7 @@ def test_frame_of_a_cpu_run_leaves_the_gpu_out():
 
 
 def test_frame_with_nothing_known():
-    row = dict.fromkeys(train_grpo.METRICS, "") | {"step": 1}
+    row = dict.fromkeys(METRICS, "") | {"step": 1}
     text = drawn(state_of([row], total=None, written=math.nan))
     assert "1/?" in text and "left -" in text and "nan" not in text
     assert "waiting: no metrics.csv" in drawn(watch.State("x", waiting="no metrics.csv"))
@@ -137,14 +136,14 @@ def test_a_run_whose_process_is_gone_says_so(tmp_path):
     """The lock tells, also before the first step; a complete run, and a copy without the lock, say nothing."""
     folder = write_run(tmp_path / "run", [metrics_row(step) for step in range(1, 4)])
     assert watch.read_state(folder).stopped == "", "no lock beside it"
-    lock = train_grpo.lock_run(folder)
-    assert watch.read_state(folder).stopped == "" and train_grpo.lock_run(folder) is None
+    lock = lock_run(folder)
+    assert watch.read_state(folder).stopped == "" and lock_run(folder) is None
     lock.close()
     words = "no process is running; the same command starts at step 0: no checkpoint was saved"
     assert watch.read_state(folder).stopped == words
     checkpoint = folder / "checkpoint-2"
     checkpoint.mkdir()
-    for name in train_grpo.CHECKPOINT_FILES:
+    for name in CHECKPOINT_FILES:
         (checkpoint / name).write_text("{}")
     words = "no process is running; the same command continues from step 2"
     assert watch.read_state(folder).stopped == words
@@ -152,9 +151,9 @@ def test_a_run_whose_process_is_gone_says_so(tmp_path):
     assert words in text and "3/30" in text and "left" not in text
     (folder / "metrics.csv").unlink()
     assert words in drawn(watch.read_state(folder)) and "waiting" not in drawn(watch.read_state(folder))
-    (folder / train_grpo.COMPLETE).write_text('{"steps": 30}')
+    (folder / COMPLETE).write_text('{"steps": 30}')
     assert watch.read_state(folder).stopped == ""
-    lock = train_grpo.lock_run(folder)
+    lock = lock_run(folder)
     assert lock, "watching does not keep the run from starting"
     lock.close()
 
@@ -169,9 +168,9 @@ def test_reader_follows_half_rows_truncation_and_a_new_run(tmp_path):
     with path.open("a") as file:
         file.write("13,2026-01-01T00")
     assert steps() == list(range(1, 13))
-    train_grpo.trim_csv(path, 10)  # as a resumed run does
+    trim_csv(path, 10)  # as a resumed run does
     assert steps() == list(range(1, 11))
-    train_grpo.CsvLog(path, train_grpo.METRICS).write([metrics_row(11, reward=0.99)])
+    CsvLog(path, METRICS).write([metrics_row(11, reward=0.99)])
     assert steps() == list(range(1, 12)) and watch.read_state(folder).rows[-1]["reward"] == 0.99
     path.write_bytes(b"")
     assert steps() == []
@@ -183,9 +182,9 @@ def test_reader_follows_half_rows_truncation_and_a_new_run(tmp_path):
 
 def test_complete_of_an_earlier_part_does_not_count(tmp_path):
     folder = write_run(tmp_path / "run", [metrics_row(20)])
-    (folder / train_grpo.COMPLETE).write_text('{"steps": 20}\n')
+    (folder / COMPLETE).write_text('{"steps": 20}\n')
     assert not watch.read_state(folder).complete  # resumed with TOTAL_STEPS=30
-    (folder / train_grpo.COMPLETE).write_text('{"steps": 30}\n')
+    (folder / COMPLETE).write_text('{"steps": 30}\n')
     assert watch.read_state(folder).complete
 
 
@@ -243,7 +242,7 @@ def test_follow_survives_a_new_run_and_ends_when_it_is_complete(tmp_path, termin
     write_run(folder, [metrics_row(step) for step in range(1, 31)], evaluation=EVALUATION)
     wait_for("30/30")
     assert "Held-out" not in output.getvalue()
-    train_grpo.write_text(folder / train_grpo.COMPLETE, json.dumps({"steps": 30}))
+    write_text(folder / COMPLETE, json.dumps({"steps": 30}))
     watching.join(20)
     assert not watching.is_alive() and "Held-out reward" in output.getvalue()
 

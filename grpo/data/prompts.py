@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TODO"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import random
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from grpo.data.files import SHOWN, Row
+from grpo.settings import Problems, Settings
+
+
+def render(template: str, messages: Sequence[tuple[str, str]], effort: str, date: str) -> str:
+    """A conversation rendered by a Hugging Face chat template, up to where the assistant begins.
+
+    The same sandbox, options and helpers as transformers' own renderer (a test compares the two), which would cost an
+    import of torch. gpt-oss's template writes today's date; here it gets `date`, so that a prompt never changes.
+    """
+    from jinja2 import TemplateError
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = lambda x, ensure_ascii=False, **kwargs: json.dumps(
+        x, ensure_ascii=ensure_ascii, **kwargs
+    )
+    environment.globals["raise_exception"] = raise_exception
+    moment = time.strptime(date, "%Y-%m-%d")
+    environment.globals["strftime_now"] = lambda form: time.strftime(form, moment)
+    conversation = [{"role": role, "content": text} for role, text in messages]
+    return environment.from_string(template).render(
+        messages=conversation, add_generation_prompt=True, reasoning_effort=effort
+    )
+
+
+def render_rows(
+    settings: Settings, rows: Sequence[Row], template: str | None, tokenizer: Path, problems: Problems
+) -> tuple[list[Row], int]:
+    """The rows with their prompts rendered, and the longest prompt in tokens; prompts over MAX_PROMPT_LEN are problems."""
+    from tokenizers import Tokenizer
+
+    rendered = []
+    for row in rows:
+        if row.messages[0][0] == "rendered":
+            prompt = row.messages[0][1]
+        elif template is None:
+            problems.add(
+                f"MODEL_ID={settings.MODEL_ID}",
+                f"it has no chat template, and {row.file} holds prompts that are not rendered",
+                "Add chat_template.jinja to the model, or give rendered prompts",
+            )
+            return list(rows), 0
+        else:
+            prompt = render(template, row.messages, settings.REASONING_EFFORT, settings.PROMPT_DATE)
+        rendered.append(dataclasses.replace(row, prompt=prompt))
+    encodings = Tokenizer.from_file(str(tokenizer)).encode_batch([row.prompt for row in rendered])
+    lengths = [len(encoding.ids) for encoding in encodings]
+    long = [(row, n) for row, n in zip(rendered, lengths, strict=True) if n > settings.MAX_PROMPT_LEN]
+    for row, n in long[:SHOWN]:
+        what = f"the prompt has {n} tokens, MAX_PROMPT_LEN is {settings.MAX_PROMPT_LEN}"
+        problems.add(f"{row.file}, row {row.number}", what, f"Shorten it, or set MAX_PROMPT_LEN={max(lengths)}")
+    if len(long) > SHOWN:
+        problems.add(
+            "MAX_PROMPT_LEN", f"{len(long) - SHOWN} more prompts are too long", f"The longest has {max(lengths)} tokens"
+        )
+    return rendered, max(lengths, default=0)
+
+
+def prompt_order(rows: int, seed: int, count: int) -> Iterator[int]:
+    """The first `count` row indices of an endless stream of shuffled passes over `rows` rows.
+
+    A function of `seed` alone: a resumed run continues the stream where it was, also in a later pass, which a sampler
+    that shuffles once per epoch cannot (https://github.com/huggingface/trl/issues/7040). No row is ever left over.
+    """
+    done = 0
+    for cycle in range(math.ceil(count / rows)):
+        order = list(range(rows))
+        random.Random(f"{seed}/{cycle}").shuffle(order)
+        yield from order[: count - done]
+        done += len(order)
+
+
+def sampling_seed(seed: int, step: int, stream: str) -> int:
+    """Seed of one generation: a function of SEED and the step, so that a resumed run samples what it would have."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{stream}/{step}".encode()).digest()[:8], "big") >> 1
+
+
+class PromptSampler:
+    """Row indices for TRL's dataloader: each step's prompts, every one `generations` times in a row, and the whole
+    batch `repeats` times (TRL draws the generation batch anew for each micro-batch and uses the first)."""
+
+    def __init__(self, rows: int, seed: int, steps: int, prompts: int, generations: int, repeats: int):
+        self.rows, self.seed, self.steps = rows, seed, steps
+        self.prompts, self.generations, self.repeats = prompts, generations, repeats
+
+    def __len__(self) -> int:
+        return self.steps * self.prompts * self.generations * self.repeats
+
+    def __iter__(self) -> Iterator[int]:
+        order = prompt_order(self.rows, self.seed, self.steps * self.prompts)
+        for _ in range(self.steps):
+            batch = [next(order) for _ in range(self.prompts)]
+            for _ in range(self.repeats):
+                yield from (row for row in batch for _ in range(self.generations))

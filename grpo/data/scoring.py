@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TODO"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import importlib.metadata
+import inspect
+import math
+import sys
+import types
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import rewards
+from grpo.data.files import Row, flat_rows, no_actions, reward_columns
+from grpo.settings import Problems, Settings, listed
+
+
+def reward_specs(text: str) -> list[tuple[str, float]]:
+    """(name, weight) of each reward function in `REWARDS`; raises ValueError for what is not `name` or `name=weight`."""
+    specs = []
+    for part in listed(text):
+        name, equals, weight = part.partition("=")
+        try:
+            specs.append((name.strip(), float(weight) if equals else 1.0))
+        except ValueError:
+            raise ValueError(f"weight {weight!r} of {name!r} is not a number") from None
+        if not math.isfinite(specs[-1][1]):
+            raise ValueError(f"weight {weight!r} of {name!r} is not finite")
+    if not specs:
+        raise ValueError("no reward function is named")
+    if len({name for name, _ in specs}) < len(specs):
+        raise ValueError("a reward function is named twice")
+    return specs
+
+
+def load_reward(name: str) -> Callable[..., Sequence[float | None]]:
+    """The reward function `name` of rewards.py, or `module:function` from the current folder; raises ValueError."""
+    if name in rewards.REWARD_FUNCTIONS:
+        return rewards.REWARD_FUNCTIONS[name]
+    module, colon, function = name.partition(":")
+    if not colon:
+        near = difflib.get_close_matches(name, rewards.REWARD_FUNCTIONS, 1)
+        known = ", ".join(rewards.REWARD_FUNCTIONS)
+        raise ValueError(f"{name!r} is unknown (there are {known}" + (f"; nearest: {near[0]}" if near else "") + ")")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except Exception as error:  # whatever the user's module raises while it is imported is the answer to give
+        raise ValueError(f"{name!r} cannot be loaded: {type(error).__name__}: {error}") from None
+    if not callable(found):
+        raise ValueError(f"{name!r} is no function")
+    return found
+
+
+def check_rewards(
+    settings: Settings, rows: Sequence[Row], problems: Problems, chosen: bool = False
+) -> list[tuple[str, float]]:
+    """The reward functions exist, and the CSVs hold what they need. Returns (name, weight) of each.
+
+    `chosen`: INVALID_REWARD was set by the user, who may well want it above the worst reward.
+    """
+    try:
+        specs = reward_specs(settings.REWARDS)
+        for name, _ in specs:
+            function = load_reward(name)
+            columns = {key for row in rows for key in reward_columns(row, len(row.rewards))}
+            given = dict.fromkeys(columns | {"prompts", "completion_ids", "truncated", "trainer_state"})
+            try:
+                inspect.signature(function).bind([], **given)
+            except TypeError as error:
+                if rows:
+                    raise ValueError(f"{name!r} cannot be called with (completions, **columns): {error}") from None
+            if ":" in name and rows:
+                try_reward(name, settings, rows[0], columns)
+    except ValueError as error:
+        problems.add("REWARDS", str(error), "Write e.g. REWARDS=action,format=0.1 or REWARDS=my_module:my_function")
+        return []
+    except RuntimeError as error:
+        problems.append(f"{error}. It was tried on the answers [0] and [1] to the first row of {rows[0].file}")
+        return []
+    if any(name in ("action", "best") for name, _ in specs):
+        for file, row in sorted({row.file: row for row in rows if not row.rewards}.items()):
+            problems.add(f"{file}, columns", no_actions(row), "Add one per action, or choose other REWARDS")
+    paid = [row for row in rows if row.rewards]
+    if paid and len(flat_rows(paid)) == len(paid) and {name for name, _ in specs} <= {"action", "best"}:
+        what = "every row pays all its actions the same, so there is nothing to learn"
+        problems.add("DATA", what, "Give better actions higher rewards, or choose other REWARDS")
+    worst = min((min(row.rewards) for row in rows if row.rewards), default=settings.INVALID_REWARD)
+    if worst < settings.INVALID_REWARD and not chosen and any(name == "action" for name, _ in specs):
+        what = (
+            f"an answer that cannot be parsed scores {settings.INVALID_REWARD:g}, more than the lowest reward {worst:g}"
+        )
+        problems.add("INVALID_REWARD", what, f"Set INVALID_REWARD={worst:g} or lower, so that garbage never pays")
+    return specs
+
+
+def try_reward(name: str, settings: Settings, row: Row, columns: Iterable[str]) -> None:
+    """Call a user's reward function once, as TRL would: a mistake in it costs a second here and an hour in a run. With two
+    completions, so that one reward for all of them is a mistake. Columns that the row's file does not have are None.
+
+    Raises RuntimeError, naming the function and what it raised or returned.
+    """
+    values = dict.fromkeys(columns) | reward_columns(row, len(row.rewards))
+    values |= {"prompts": row.prompt, "completion_ids": [0], "truncated": False}
+    given: dict[str, Any] = {key: [value, value] for key, value in values.items()}
+    given["trainer_state"] = types.SimpleNamespace(global_step=0, max_steps=settings.TOTAL_STEPS)
+    answers = [f"<|start|>assistant<|channel|>final<|message|>[{action}]<|return|>" for action in (0, 1)]
+    result = reward_callable(name, settings)(answers, **given)
+    if inspect.isawaitable(result):
+        asyncio.run(result)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One completion as rewards and logs see it."""
+
+    row: Row
+    text: str
+    action: int | None
+    tokens: int
+    truncated: bool
+
+
+def reward_callable(name: str, settings: Settings) -> Callable[..., Sequence[float | None]]:
+    """A reward function as TRL calls it: named for the logs, given INVALID_REWARD, its errors named."""
+    function = load_reward(name)
+    options = {"invalid_reward": settings.INVALID_REWARD} if name in ("action", "best") else {}
+
+    def failed(reason: str) -> RuntimeError:
+        return RuntimeError(f"REWARDS: {name} {reason}")
+
+    def checked(values: Any, count: int) -> list[float | None]:
+        if not isinstance(values, Sequence) and not hasattr(values, "tolist"):
+            raise failed(f"returned {type(values).__name__}, not a list of numbers")
+        values = values.tolist() if hasattr(values, "tolist") else list(values)
+        if len(values) != count:
+            raise failed(f"returned {len(values)} rewards for {count} completions")
+        for value in values:
+            if value is not None and not (isinstance(value, (int, float)) and not math.isinf(value)):
+                raise failed(f"returned {value!r}, which is neither a finite number nor None")
+        return values
+
+    if inspect.iscoroutinefunction(function):
+
+        async def reward(completions: list[str], **columns: Any) -> list[float | None]:
+            try:
+                values = await function(completions, **(columns | options))
+            except Exception as error:
+                raise failed(f"raised {type(error).__name__}: {error}") from error
+            return checked(values, len(completions))
+
+    else:
+
+        def reward(completions: list[str], **columns: Any) -> list[float | None]:
+            try:
+                values = function(completions, **(columns | options))
+            except Exception as error:
+                raise failed(f"raised {type(error).__name__}: {error}") from error
+            return checked(values, len(completions))
+
+    reward.__name__ = name.rpartition(":")[2]
+    return reward
+
+
+def completion_rates(read: Sequence[Completion]) -> dict[str, float]:
+    """Parse rate, best-action rate, clipped ratio and lengths of some completions."""
+    count = len(read)
+    return {
+        "parse_rate": sum(one.action is not None for one in read) / count,
+        "best_action_rate": sum(
+            one.action is not None and bool(one.row.rewards) and one.row.rewards[one.action] == max(one.row.rewards)
+            for one in read
+        )
+        / count,
+        "clipped_ratio": sum(one.truncated for one in read) / count,
+        "tokens_mean": sum(one.tokens for one in read) / count,
+        "tokens_max": max(one.tokens for one in read),
+    }

@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TODO"""
+
+from __future__ import annotations
+
+import collections
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOFunction
+from peft import LoraConfig
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from trl import GRPOConfig, GRPOTrainer
+from trl.kernels import ChunkedLogProbFunction
+
+import rewards
+from grpo.data.files import Row, reward_columns
+from grpo.data.prompts import PromptSampler, sampling_seed
+from grpo.data.scoring import Completion
+from grpo.learn.callbacks import Bar, Watch
+from grpo.learn.context import RunContext
+from grpo.model.attention import ONE_ROW, attention_of, hidden_states
+from grpo.model.load import evaluating
+from grpo.model.packing import Layout, cut_passes, make_layout, padded_like
+from grpo.preflight.memory import HEAD_TILE, pass_tokens
+from grpo.run.archive import model_card
+from grpo.run.folder import write_text
+
+
+class Rollouts(GRPOTrainer):
+    """Part of the trainer: which prompts, how they are completed, and what the completions are worth.
+
+    Overrides these methods of TRL's GRPOTrainer (tests hold their signatures):
+    `_get_train_sampler`, `_tokenize_prompts`, `_generate_single_turn`, `_calculate_rewards`.
+    """
+
+    def __init__(
+        self,
+        run: RunContext,
+        model: Any,
+        tokenizer: Any,
+        lora: LoraConfig,
+        config: GRPOConfig,
+        rewards: list[Callable[..., Any]],
+    ):
+        self.run = run
+        super().__init__(
+            model=model,
+            reward_funcs=rewards,
+            args=config,
+            # Only the index travels through TRL: the columns are looked up where they are needed.
+            train_dataset=Dataset.from_dict(
+                {"prompt": [row.prompt for row in run.rows], "row": list(range(len(run.rows)))}
+            ),
+            processing_class=tokenizer,
+            peft_config=lora,
+            callbacks=[Watch(run)],
+        )
+        self.current_gradient_accumulation_steps = 1  # the Trainer sets it when it trains, losses ask for it before
+        if self.args.disable_tqdm:
+            self.remove_callback(PrinterCallback)
+        else:
+            self.remove_callback(ProgressCallback)
+            self.add_callback(Bar(run))
+        # PEFT writes README.md into every folder that the adapter is saved in, with the path of the base model's files.
+        self.model.create_or_update_model_card = lambda folder: write_text(
+            Path(folder) / "README.md", model_card(run.settings, self.state.global_step)
+        )
+
+    def create_model_card(self, *arguments: Any, **options: Any) -> None:
+        """TRL writes one into OUTPUT_DIR; PEFT's place has this project's."""
+
+    def _get_train_sampler(self, dataset: Any = None) -> PromptSampler:
+        s, repeats = self.run.settings, self.args.steps_per_generation * self.num_iterations
+        return PromptSampler(len(self.run.rows), s.SEED, s.TOTAL_STEPS, s.PROMPTS_PER_STEP, s.NUM_GENERATIONS, repeats)
+
+    def _tokenize_prompts(self, prompts: list):
+        """Each prompt once, however many completions it gets: 256 prompts of 890 tokens take a third of a second."""
+        different = list(dict.fromkeys(prompts))
+        prompt_ids, *rest = super()._tokenize_prompts(different)
+        ids_of = dict(zip(different, prompt_ids, strict=True))
+        return [ids_of[prompt] for prompt in prompts], *rest
+
+    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
+
+        run, started = self.run, time.perf_counter()
+        arguments = (images, multimodal_fields, num_generations, has_tool_images)
+        stream = "train" if run.stream == "train" else "evaluation"
+        torch.manual_seed(sampling_seed(run.settings.SEED, self.state.global_step, stream))
+        if run.engine is not None:
+            policy = self.accelerator.unwrap_model(self.model)
+            completion_ids, logprobs = run.engine.rollout(
+                policy, prompt_ids, torch.initial_seed(), run.stream != "base"
+            )
+        else:
+            completion_ids, logprobs = [], None
+            with attention_of(self.model, "eager"), evaluating(self.model):
+                for start in range(0, len(prompt_ids), run.plan.generation_batch):
+                    chunk = prompt_ids[start : start + run.plan.generation_batch]
+                    completion_ids += super()._generate_single_turn(chunk, *arguments)[0]
+        run.seconds["rollout"] += time.perf_counter() - started
+        run.rollout_tokens = sum(map(len, completion_ids))
+        return completion_ids, logprobs
+
+    def is_truncated(self, ids: Sequence[int]) -> bool:
+        """Whether a completion ended without a stop token: the same rule as TRL's clipped ratio and mask."""
+        return ids[-1] not in (*self.eos_token_ids, self._tokenizer.pad_token_id)
+
+    def read_completions(self, rows: Sequence[Row], completion_ids: Sequence[Sequence[int]]) -> list[Completion]:
+        """What the completions of `rows` say, decoded with their special tokens."""
+        texts = self._tokenizer.batch_decode(list(completion_ids), skip_special_tokens=False)
+        return [
+            Completion(
+                row, text, rewards.parse_action(rewards.assistant_turn(row.prompt, text), len(row.rewards) or 10**9),
+                len(ids), self.is_truncated(ids),
+            )
+            for row, text, ids in zip(rows, texts, completion_ids, strict=True)
+        ]  # fmt: skip
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        started = time.perf_counter()
+        read = self.read_completions([self.run.rows[x["row"]] for x in inputs], completion_ids_list)
+        width = self.run.actions
+        enriched = [
+            {"prompt": prompt, "truncated": one.truncated} | self.run.empty_columns | reward_columns(one.row, width)
+            for prompt, one in zip(prompts, read, strict=True)
+        ]
+        turns = [rewards.assistant_turn(one.row.prompt, one.text) for one in read]
+        per_function = super()._calculate_rewards(enriched, prompts, turns, completion_ids_list)
+        weights = self.reward_weights.to(per_function.device)
+        totals = (per_function * weights).nansum(dim=1).masked_fill(per_function.isnan().all(dim=1), math.nan)
+        self.run.record_rollout(self.state.global_step + 1, read, totals.tolist())
+        self.run.seconds["reward"] += time.perf_counter() - started
+        return per_function
+
+
+def importance_ratio(logps: Any, sampled: Any, mask: Any, mode: str, most: float) -> Any:
+    """pi / mu for the policy's log-probs (B, C) and those with which the engine sampled (NaN: unknown, ratio 1), as TRL
+    computes it: truncated at `most`, or 0 above it, by token (B, C) or by sequence (B, 1)."""
+    difference = ((logps - sampled) * mask).nan_to_num(nan=0.0)
+    if mode.startswith("sequence"):
+        difference = difference.sum(-1, keepdim=True)
+    ratio = difference.exp()
+    return ratio.clamp(max=most) if mode.endswith("truncate") else ratio.masked_fill(ratio > most, 0.0)
+
+
+class Trainer(Rollouts):
+    """Part of the trainer: one step's completions in few dense passes, with Liger's (or TRL's) loss of the step as a whole.
+
+    Overrides `training_step` (a documented hook of the Trainer) and
+    `_get_per_token_logps_and_entropies` (for the KL term's reference), with TRL's `_compute_loss` or Liger's loss at the
+    end. Nothing is computed twice: a prompt once for its completions, no padding, and no pass for old log-probs, as there
+    is one optimizer step a rollout: they are the current ones.
+
+    However the step is cut into passes, the loss and its gradient are those of the whole batch.
+    """
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        """Rollout, rewards, then forward and backward of each pass. Returns the step's loss."""
+        model.train()
+        batch = self._prepare_inputs(inputs)
+        self._step += 1
+        started = time.perf_counter()
+        loss = self.learn(model, batch)
+        self._metrics["train"]["step_time"].append(time.perf_counter() - started)
+        return loss
+
+    def learn(self, model: Any, batch: dict[str, Any]) -> Any:
+        """Gradients of the loss of `batch`: `prompt_ids` (B, P), `completion_ids` (B, C), their masks, `advantages` (B,),
+        and where they are known `sampling_per_token_logps` and `ref_per_token_logps` (B, C)."""
+
+        total, mask = torch.zeros((), device=batch["completion_ids"].device), batch["completion_mask"]
+        logps = torch.full(mask.shape, math.nan, device=mask.device)
+        ratios = torch.ones(mask.shape, device=mask.device)
+        sums: collections.Counter[str] = collections.Counter()
+        base = self.base_model_of(model)
+        for rows, layout in self.passes(batch):
+            with self.accelerator.autocast():
+                states = hidden_states(base, layout, self.run.attention)
+                leaf = states.detach().requires_grad_()  # head and loss first: their memory is free before the rest
+                found, entropy = self.head(base, leaf, layout.targets)
+            part = {
+                name: value[rows] if torch.is_tensor(value) and value.ndim else value for name, value in batch.items()
+            }
+            padded = padded_like(part["completion_mask"], layout, found)
+            logps[rows] = padded.detach()
+            s, sampled = self.run.settings, part.get("sampling_per_token_logps")
+            if sampled is not None and s.IS_CORRECTION != "none":
+                ratio = importance_ratio(
+                    padded.detach(), sampled, part["completion_mask"], s.IS_CORRECTION, s.IS_CLIP_MAX
+                )
+                part["importance_sampling_ratio"], ratios[rows] = ratio, ratio.expand_as(padded)
+            loss, metrics = self.pass_loss(model, part, batch, padded, entropy, layout)
+            loss.backward()
+            states.backward(leaf.grad)
+            total += loss.detach()
+            sums.update(metrics)
+        self.record_learning(batch, logps, ratios, sums)
+        return total
+
+    def base_model_of(self, model: Any) -> Any:
+        return self.accelerator.unwrap_model(model).get_base_model()
+
+    def passes(self, batch: Mapping[str, Any]) -> Iterator[tuple[Any, Layout]]:
+        """(indices of some completions, their layout), together all of `batch`."""
+
+        s, share, attention = self.run.settings, self.run.packing == "prefix", self.run.attention
+        tokens = []
+        for kind in ("prompt", "completion"):
+            ids, kept = batch[f"{kind}_ids"].cpu(), batch[f"{kind}_mask"].cpu().bool()
+            tokens.append([row.tolist() for row in ids[kept].split(kept.sum(1).tolist())])
+        prompts, completions = tokens
+        numbers: dict[Any, int] = {}  # a number stands for equal prompts, whose tokens are so compared once
+        number = [numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts]
+        lengths = [(len(p), len(c)) for p, c in zip(prompts, completions, strict=True)]
+        most = pass_tokens(s, self.run.plan.micro_batch, max(p for p, _ in lengths), share)
+        device = batch["completion_ids"].device
+        for rows in cut_passes(number, lengths, most, share):
+            chosen = [prompts[i] for i in rows], [completions[i] for i in rows]
+            yield torch.tensor(rows, device=device), make_layout(*chosen, share, attention in ONE_ROW, device)
+
+    def head(self, base: Any, states: Any, targets: Any) -> tuple[Any, Any]:
+        """Log-probs and entropies (N,) of `targets` (N,) after `states` (N, hidden) of `base`. Logits are held for one tile
+        of tokens and vocabulary at a time. TRL's kernel for either loss: Liger's own streams several float32 copies of each tile
+        through memory, and a step of 12 x 8 x 512 tokens took 6.4 s with it, 5.2 s with TRL's (docs/log.md)."""
+
+        head = base.get_output_embeddings()
+        return ChunkedLogProbFunction.apply(
+            states, head.weight, head.bias, targets, self.temperature, HEAD_TILE, None, 1.0, ("entropy",)
+        )[:2]
+
+    def pass_loss(
+        self, model: Any, part: dict[str, Any], batch: Mapping[str, Any], logps: Any, entropy: Any, layout: Layout
+    ) -> tuple[Any, dict[str, float]]:
+        """This pass's share of the loss of `batch`, and sums over its tokens for the logs. `logps` (b, C)."""
+
+        mask, ratio = part["completion_mask"], part.get("importance_sampling_ratio")
+        if self.run.settings.LOSS_IMPL == "liger":
+            a = self.args
+            loss, metrics = LigerFusedLinearGRPOFunction.ppo_loss_fn(
+                logps, mask, part["advantages"], batch["completion_mask"],  # normalized by the whole step's tokens
+                ref_per_token_logps=part.get("ref_per_token_logps"), old_per_token_logps=part.get("old_per_token_logps"),
+                epsilon_low=self.epsilon_low, epsilon_high=self.epsilon_high, beta=self.beta, loss_type=self.loss_type,
+                max_completion_length=self.max_completion_length, importance_sampling_level=self.importance_sampling_level,
+                sapo_temperature_pos=a.sapo_temperature_pos, sapo_temperature_neg=a.sapo_temperature_neg,
+                vllm_is_ratio=ratio, delta=a.delta, use_bias_correction_kl=a.use_bias_correction_kl,
+                vespo_k_pos=a.vespo_k_pos, vespo_lambda_pos=a.vespo_lambda_pos, vespo_k_neg=a.vespo_k_neg,
+                vespo_lambda_neg=a.vespo_lambda_neg, num_items_in_batch=batch["num_items_in_batch"],
+            )  # fmt: skip
+            names = ("kl", "clip_ratio/region_mean") if self.beta else ("clip_ratio/region_mean",)
+            sums = {name: value.item() for name, value in zip(names, metrics, strict=True)}
+            return loss, sums | {"entropy": (entropy.detach().sum() / batch["completion_mask"].sum()).item()}
+        # TRL's loss takes log-probs from `_get_per_token_logps_and_entropies` and normalizes by the completions it is given.
+        # Its own correction is off; as the ratio is never negative, advantages by token are the same thing.
+        self.ready = logps, padded_like(mask, layout, entropy), None
+        if ratio is not None and self.loss_type != "vespo":
+            part["advantages"] = part["advantages"][:, None] * ratio
+        before = {name: len(values) for name, values in self._metrics["train"].items()}
+        try:
+            loss = super()._compute_loss(model, part)
+        finally:
+            self.ready = None
+        tokens, whole = mask.sum().clamp(min=1), batch["completion_mask"].sum().clamp(min=1)
+        fresh = {
+            name: values.pop() for name, values in self._metrics["train"].items() if len(values) > before.get(name, 0)
+        }
+        share = {"bnpo": tokens / whole}.get(self.loss_type, len(mask) / len(batch["completion_mask"]))
+        weighted = {name: value * (tokens / whole).item() for name, value in fresh.items() if name in TOKEN_MEANS}
+        return loss if self.loss_type in TOKEN_NORMALIZED else loss * share, weighted
+
+    def _get_per_token_logps_and_entropies(
+        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False, **kwargs
+    ):
+        """Log-probs (B, C) of the last `logits_to_keep` tokens: those at hand in `pass_loss`, or those of the reference."""
+
+        if getattr(self, "ready", None) is not None:
+            return self.ready
+        keep = logits_to_keep
+        batch = {
+            "prompt_ids": input_ids[:, :-keep], "prompt_mask": attention_mask[:, :-keep],
+            "completion_ids": input_ids[:, -keep:], "completion_mask": attention_mask[:, -keep:],
+        }  # fmt: skip
+        logps = input_ids.new_zeros(batch["completion_ids"].shape, dtype=torch.float32)
+        base = self.base_model_of(model)
+        for rows, layout in self.passes(batch):
+            with self.accelerator.autocast():
+                found, _ = self.head(base, hidden_states(base, layout, self.run.attention), layout.targets)
+            logps[rows] = padded_like(batch["completion_mask"][rows], layout, found)
+        return logps, None, None
+
+    def record_learning(self, batch: Mapping[str, Any], logps: Any, ratios: Any, sums: Mapping[str, float]) -> None:
+        """The step's means under TRL's names, and how far the engine's log-probs are from the trainer's."""
+        metrics, mask = self._metrics["train"], batch["completion_mask"].bool()
+        for name, value in sums.items():
+            metrics[name].append(value)
+        if (sampled := batch.get("sampling_per_token_logps")) is not None:
+            difference = (logps - sampled).abs()
+            difference = difference[mask & ~difference.isnan()]
+            if difference.numel():
+                metrics["sampling/sampling_logp_difference/mean"].append(difference.mean().item())
+                metrics["sampling/sampling_logp_difference/max"].append(difference.max().item())
+            metrics["sampling/importance_sampling_ratio/mean"].append(ratios[mask].mean().item())
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """TRL merges its metrics into `logs`; a training step's become a row of metrics.csv."""
+        super().log(logs, start_time)
+        if "loss" in logs and self.model.training:
+            self.run.record_step(self.state.global_step, logs)
+
+
+# TRL and Liger divide these by the tokens of the whole step; the other losses are means over completions, or over the
+# tokens of what they are given (bnpo).
+TOKEN_NORMALIZED = ("dapo", "cispo", "vespo")
+TOKEN_MEANS = ("kl", "entropy", "clip_ratio/region_mean")  # TRL's means over tokens that go into metrics.csv

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TODO"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from grpo.preflight.machine import GIB
+from grpo.settings import ROOT, Problems
+
+
+def count_parameters(config: Mapping[str, Any]) -> dict[str, int]:
+    """Parameters of a gpt-oss by part, from its config.json."""
+    hidden, layers, head = config["hidden_size"], config["num_hidden_layers"], config["head_dim"]
+    q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    experts, inner = config["num_local_experts"], config["intermediate_size"]
+    attention = hidden * (q + 2 * kv) + (q + 2 * kv) + q * hidden + hidden + config["num_attention_heads"]
+    moe = experts * (3 * hidden * inner + 2 * inner + hidden) + experts * (hidden + 1)
+    embeddings = config["vocab_size"] * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    total = layers * (attention + moe + 2 * hidden) + embeddings + hidden
+    return {"total": total, "experts": layers * moe, "attention": layers * attention, "embeddings": embeddings}
+
+
+def has_mxfp4(config: Mapping[str, Any] | None) -> bool:
+    """Whether the experts of a checkpoint with this config.json are packed in MXFP4."""
+    return ((config or {}).get("quantization_config") or {}).get("quant_method") == "mxfp4"
+
+
+REAL_MODEL = "openai/gpt-oss-20b"
+# config.json of openai/gpt-oss-20b, as far as the plan needs it before anything was downloaded.
+REAL_CONFIG = {
+    "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24, "head_dim": 64,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "num_local_experts": 32, "num_experts_per_tok": 4,
+    "vocab_size": 201088, "sliding_window": 128, "max_position_embeddings": 131072, "quantization_config": {"quant_method": "mxfp4"},
+}  # fmt: skip
+MODEL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
+DOWNLOAD_GIB = 12.9  # the official checkpoint's safetensors
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The small files of a model: its folder (None before `tiny` was built), config.json, template, tokenizer.json."""
+
+    folder: Path | None
+    config: dict[str, Any]
+    template: str | None = None
+    tokenizer: Path | None = None
+
+
+def find_model(model_id: str, problems: Problems) -> ModelFiles | None:
+    """The model's small files: of a local folder, of the built `tiny`, or of the Hub (its cache first)."""
+    if model_id == "tiny":
+        sys.path.insert(0, str(ROOT / "scripts"))
+
+        folder = tiny_path()
+        if not all((folder / name).is_file() for name in ("model.safetensors", "tokenizer.json", "config.json")):
+            return None
+    elif Path(model_id).is_dir():
+        folder = Path(model_id)
+    elif model_id.startswith((".", "/", "~")) or len(model_id.split("/")) != 2:
+        problems.add(
+            "MODEL_ID",
+            f"{model_id!r} is neither a folder nor a Hub id",
+            f"Use {REAL_MODEL}, tiny, or an existing folder",
+        )
+        return None
+    else:
+        folder = fetch_small_files(model_id, problems)
+        if folder is None:
+            return ModelFiles(None, dict(REAL_CONFIG)) if model_id == REAL_MODEL else None
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        missing = [key for key in REAL_CONFIG if key not in config and key != "quantization_config"]
+        if config.get("model_type") != "gpt_oss" or missing:
+            what = f"config.json says model_type {config.get('model_type')!r}" + (
+                f" and lacks {', '.join(missing)}" if missing else ""
+            )
+            problems.add(f"MODEL_ID={model_id}", what, "This script trains gpt-oss models (model_type gpt_oss)")
+            return None
+        template = None
+        if (folder / "chat_template.jinja").exists():
+            template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        elif (folder / "tokenizer_config.json").exists():
+            template = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
+    except (OSError, ValueError) as error:
+        problems.add(
+            f"MODEL_ID={model_id}", f"its files cannot be read ({error})", "Download or build the checkpoint again"
+        )
+        return None
+    if not (folder / "tokenizer.json").exists():
+        problems.add(
+            f"MODEL_ID={model_id}", "tokenizer.json is missing", "Add the tokenizer to the checkpoint's folder"
+        )
+        return None
+    if Path(model_id).is_dir():
+        shards = {"model.safetensors"}
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
+            shards = set(index["weight_map"].values())
+        for name in sorted(name for name in shards if not (folder / name).is_file()):
+            problems.add(f"MODEL_ID={model_id}", f"{name} is missing", "Copy the whole checkpoint, weights included")
+    return ModelFiles(folder, config, template, folder / "tokenizer.json")
+
+
+def fetch_small_files(model_id: str, problems: Problems) -> Path | None:
+    """Config, tokenizer and template of a Hub model, from the cache or by a download of some 28 MB."""
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
+    except ImportError:
+        return None  # check_packages names the missing package
+    try:
+        try:
+            cached = Path(snapshot_download(model_id, allow_patterns=list(MODEL_FILES), local_files_only=True))
+            if all((cached / name).exists() for name in ("config.json", "tokenizer.json")):
+                return cached
+            raise LocalEntryNotFoundError("the cache holds only a part of it")
+        except LocalEntryNotFoundError:
+            return Path(snapshot_download(model_id, allow_patterns=list(MODEL_FILES)))
+    except Exception as error:  # offline, no such repository, no access: the user needs the same answer
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        fix = "Check the name, the network and `hf auth login`, or set MODEL_ID to a local folder or to tiny"
+        problems.add("MODEL_ID", f"{model_id} is not in the cache and cannot be fetched ({reason[:200]})", fix)
+        return None
+
+
+def downloaded_gib(files: ModelFiles) -> float:
+    """Size of the checkpoint's weights that are on this machine, in GiB."""
+    return sum(path.stat().st_size for path in files.folder.glob("*.safetensors")) / GIB if files.folder else 0.0
+
+
+def checkpoint_gib(model_id: str, files: ModelFiles) -> float:
+    """Size of the checkpoint's weights in GiB; of the official one where nothing was downloaded yet."""
+    found = downloaded_gib(files)
+    if model_id == REAL_MODEL:  # a download may have broken off
+        return max(found, DOWNLOAD_GIB)
+    return found or DOWNLOAD_GIB
+
+
+def _is_checkpoint(path: Path) -> bool:
+    try:
+        return json.loads((path / "config.json").read_text(encoding="utf-8"))["model_type"] == "gpt_oss"
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+TINY_SOURCES = {
+    "tasks/tes": ("plant", "profiles", "prompts", "dataset"),
+    "model": ("gptoss_format", "tiny_warmup", "tiny"),
+}
+
+
+@cache
+def recipe_hash() -> str:
+    """Twelve hex digits that change with everything that the tiny model is made from."""
+    digest = hashlib.sha256()
+    for folder, names in TINY_SOURCES.items():
+        for name in names:
+            digest.update((ROOT / "grpo" / folder / f"{name}.py").read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def tiny_path(cache_dir: Path | None = None) -> Path:
+    """Where `build_tiny` keeps the model: ``$XDG_CACHE_HOME/train_grpo/tiny-<hash>``, or under ``~/.cache``."""
+    if cache_dir is None:
+        # The XDG specification says to ignore a relative path.
+        base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        cache_dir = (base if base.is_absolute() else Path.home() / ".cache") / "train_grpo"
+    return Path(cache_dir) / f"tiny-{recipe_hash()}"

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TODO"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import math
+import netrc
+import os
+import platform
+import re
+import shutil
+import subprocess
+import urllib.parse
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo.settings import Problems, Settings, listed
+
+GIB = 2**30
+# ATTN_IMPL -> (distribution, how to install it). What transformers would take in their place knows no sinks in its backward
+# pass (https://github.com/huggingface/transformers/pull/42736); see "Attention".
+FLASH_PACKAGES = {
+    "flash_attention_2": ("flash-attn", "bash scripts/setup.sh --flash-attn"),
+    "flash_attention_3": ("flash-attn-3", "build it from source, for Hopper cards"),
+    "flash_attention_4": ("flash-attn-4", "pip install --no-deps flash-attn-4==4.0.0b26 quack-kernels==0.6.1"),
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the run has to work with; sizes in GiB, 0 GPUs on a CPU machine."""
+
+    gpu: str = ""
+    gpus: int = 0
+    gpu_total: float = 0.0
+    gpu_free: float = 0.0
+    ram_free: float = 0.0
+    cores: int = 1
+    arch: str = ""
+    capability: float = 0.0  # CUDA compute capability: 8.0 is Ampere, 9.0 Hopper, 10.0 Blackwell
+    compiler: str = "gcc"  # of C, as Triton finds it; empty where there is none
+
+
+# Distribution -> [oldest tested, first untested). tests/test_packaging.py holds the pins of both requirements files
+# against this table. Hooks into TRL's internals (see Learner) are the reason for the narrow ranges.
+TESTED = {
+    "torch": ("2.11", "2.14"),
+    "transformers": ("5.17", "5.18"),
+    "trl": ("1.16", "1.17"),
+    "peft": ("0.21", "0.22"),
+    "accelerate": ("1.15", "1.16"),
+    "datasets": ("5.2", "5.3"),
+    "liger-kernel": ("0.8.5", "0.9"),
+    "huggingface_hub": ("1.33", "1.34"),
+}
+TESTED_VLLM = {"vllm": ("0.26", "0.27")}  # only where vLLM generates
+FLASH_ATTN_OLDEST = "2.7.0"  # the functions that the adapter calls took other arguments before
+
+
+def cgroup_free(root: Path = Path("/sys/fs/cgroup")) -> float:
+    """GiB that a container's memory limit leaves (cgroup v2, or v1), page cache that can go counted as free; inf without
+    a limit. /proc/meminfo shows a container the memory of its host."""
+    for limit, used, cache in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            most = int((root / limit).read_text())  # "max" where there is none
+            now, stat = root / used, (root / used).with_name("memory.stat")
+            kept = dict(line.split() for line in stat.read_text().splitlines())[cache]
+            return max(0.0, (most - int(now.read_text()) + int(kept)) / GIB)
+    return math.inf
+
+
+def read_machine() -> Machine:
+    """This machine: its visible GPUs by nvidia-smi, free memory by /proc/meminfo, cores."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        ram = int(meminfo["MemAvailable"].split()[0]) / 2**20
+    facts: dict[str, Any] = {
+        "ram_free": min(locals().get("ram", 0.0), cgroup_free()),
+        "cores": os.cpu_count() or 1,
+        "arch": platform.machine(),
+        "compiler": next(
+            filter(shutil.which, [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang", "cc"]), ""
+        ),
+    }
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or visible.strip() not in ("", "-1"):
+        query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free,compute_cap", "--format=csv,noheader,nounits"]
+        if visible:
+            query.append(f"--id={visible}")
+        with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
+            lines = (
+                subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+                .stdout.strip()
+                .splitlines()
+            )
+            name, total, free, capability = (cell.strip() for cell in lines[0].split(","))
+            facts |= {"gpu": name, "gpus": len(lines), "gpu_total": int(total) / 1024, "gpu_free": int(free) / 1024}
+            facts["capability"] = float(capability)
+    return Machine(**facts)
+
+
+def version_key(version: str) -> tuple[int, ...]:
+    """Leading numbers of a version, comparable: 2.11.0+cu130 -> (2, 11, 0)."""
+    return tuple(int(part) for part in re.match(r"[\d.]*", version).group().split(".") if part)
+
+
+def installed_versions(names: Iterable[str]) -> dict[str, str | None]:
+    """Installed version of each distribution, None where it is missing. Imports nothing."""
+    versions: dict[str, str | None] = {}
+    for name in names:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    return versions
+
+
+def check_packages(
+    settings: Settings, versions: Mapping[str, str | None], problems: Problems, use_vllm: bool = False
+) -> None:
+    """Every package is there in a tested version; the chosen FlashAttention is installed."""
+    for name, (oldest, untested) in (TESTED | (TESTED_VLLM if use_vllm else {})).items():
+        version = versions.get(name)
+        if version is None:
+            problems.add(
+                name, "the package is not installed", "Run `bash scripts/setup.sh` and activate its environment"
+            )
+        elif not version_key(oldest) <= version_key(version) < version_key(untested) and not settings.ALLOW_UNTESTED:
+            fix = "Run `bash scripts/setup.sh` for the tested set, or set ALLOW_UNTESTED=1"
+            problems.add(name, f"version {version} is outside the tested range (from {oldest}, below {untested})", fix)
+    package, install = FLASH_PACKAGES.get(settings.ATTN_IMPL, (None, None))
+    if package:
+        version, fix = installed_versions([package])[package], f"Install it ({install}; see docs/install.md)"
+        if version is None:
+            problems.add("ATTN_IMPL", f"{settings.ATTN_IMPL} needs {package}, which is not installed", fix)
+        elif package == "flash-attn" and version_key(version) < version_key(FLASH_ATTN_OLDEST):
+            what = f"{settings.ATTN_IMPL} needs flash-attn {FLASH_ATTN_OLDEST} or newer, {version} is installed"
+            problems.add("ATTN_IMPL", what, fix)
+    if "/" in settings.ATTN_IMPL and installed_versions(["kernels"])["kernels"] is None:
+        what = f"{settings.ATTN_IMPL} is loaded by the kernels package, which is not installed"
+        problems.add("ATTN_IMPL", what, "Run `bash scripts/setup.sh --gpu`, or set ATTN_IMPL=auto")
+
+
+def check_trackers(settings: Settings, environ: Mapping[str, str], problems: Problems) -> None:
+    """The trackers are known, installed and logged in: wandb would raise after the model was loaded."""
+    for tracker in listed(settings.REPORT_TO):
+        if tracker not in ("none", "wandb", "tensorboard", "trackio"):
+            problems.add("REPORT_TO", f"{tracker!r} is unknown", "Use none, wandb, tensorboard or trackio")
+        elif tracker != "none" and installed_versions([tracker])[tracker] is None:
+            problems.add("REPORT_TO", f"{tracker} is not installed", f"pip install {tracker}, or set REPORT_TO=none")
+        elif tracker == "wandb" and not wandb_can_start(environ):
+            problems.add(
+                "REPORT_TO", "wandb has no API key", "Run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline"
+            )
+
+
+def wandb_can_start(environ: Mapping[str, str]) -> bool:
+    """Whether wandb needs no key or finds one: in the environment or in the netrc file that `wandb login` writes."""
+    if environ.get("WANDB_MODE", "online") != "online" or environ.get("WANDB_DISABLED"):
+        return True
+    if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    home = Path(environ.get("HOME", "~")).expanduser()
+    paths = [Path(environ["NETRC"])] if environ.get("NETRC") else [home / ".netrc", home / "_netrc"]
+    host = urllib.parse.urlsplit(environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    for path in paths:
+        with contextlib.suppress(OSError, netrc.NetrcParseError):
+            return netrc.netrc(path).authenticators(host) is not None
+    return False

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TODO"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from pathlib import Path
+
+from grpo.run.folder import run_folder
+from grpo.settings import Settings
+
+
+def model_card(s: Settings, step: int) -> str:
+    """README.md of an adapter after `step` steps, as the Hub reads it (https://huggingface.co/docs/hub/model-cards).
+
+    A local base model is named after its folder, not after its path on this machine.
+    """
+    local = s.MODEL_ID == "tiny" or Path(s.MODEL_ID).is_dir()
+    base = Path(s.MODEL_ID).resolve().name if local else s.MODEL_ID
+    base_model = "" if local else f"\nbase_model: {base}"
+    return f"""---
+library_name: peft
+pipeline_tag: text-generation
+tags: [grpo, lora]{base_model}
+---
+
+# {run_folder(s).name}
+
+A LoRA adapter for {base}, trained for {step} steps with GRPO ([paper](https://arxiv.org/abs/2402.03300)): rank {s.LORA_R}
+on {s.LORA_TARGETS}, {s.PROMPTS_PER_STEP} prompts a step with {s.NUM_GENERATIONS} completions each, rewards: {s.REWARDS}.
+The run's `settings.json` holds every setting, `versions.json` the packages' versions, `metrics.csv` each step.
+
+To load it, from the folder of this file{" and with the path of the base model's folder" if local else ""}:
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+base = AutoModelForCausalLM.from_pretrained("{base}", dtype="auto", device_map="auto")
+model = PeftModel.from_pretrained(base, ".")
+tokenizer = AutoTokenizer.from_pretrained(".")
+```
+"""
+
+
+def write_zip(folder: Path) -> Path:
+    """OUTPUT_DIR.zip beside OUTPUT_DIR: everything but optimizer states and half-written files, whole or not at all."""
+    target = folder.with_name(folder.name + ".zip")
+    temporary = target.with_name(target.name + ".tmp")
+    try:
+        with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+            for path in sorted(folder.rglob("*")):
+                state = path.name in ("optimizer.pt", "scheduler.pt") or path.name.startswith("rng_state")
+                if path.is_file() and not state and path.suffix != ".tmp":
+                    archive.write(path, path.relative_to(folder.parent))
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)  # a part of a zip would only fill a disk that is full already
+    return target

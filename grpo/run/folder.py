@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TODO"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import dataclasses
+import errno
+import itertools
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpo.data.files import Row, data_fingerprint, find_files
+from grpo.settings import Problems, Settings, show
+
+
+def existing_parent(path: Path) -> Path:
+    """The nearest folder above `path` (or itself) that exists."""
+    path = path.expanduser().absolute()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+# What a resumed run may change: everything else would make it a different run. How rollouts are generated may change, as what
+# fails there must not end a run; the importance ratios correct for the difference.
+MAY_CHANGE = {
+    "TOTAL_STEPS", "SAVE_STEPS", "SAVE_TOTAL_LIMIT", "REPORT_TO", "RESUME", "OVERWRITE", "EVAL_DATA", "EVAL_SAMPLES",
+    "EVAL_PROFILE",
+    "OUTPUT_DIR", "IGNORE_VARS", "ALLOW_UNTESTED", "GENERATION_BATCH", "MICRO_BATCH", "PACKING", "EXPERTS", "ATTN_IMPL", "DATA", "VLLM_GPU_MEM", "VLLM_EAGER",
+    "PARITY", "PARITY_LIMIT", "USE_VLLM", "ROLLOUT_SYNC",
+}  # fmt: skip
+COMPLETE = "complete.json"  # the very last file that a run writes, after its zip
+ADAPTER = "adapter_model.safetensors"
+CHECKPOINT_FILES = ("trainer_state.json", ADAPTER, "optimizer.pt", "scheduler.pt")
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What OUTPUT_DIR holds: the step and folder of its last complete checkpoint (0 and None for a fresh run)."""
+
+    folder: Path
+    step: int = 0
+    checkpoint: Path | None = None
+    exists: bool = False
+    choices: dict[str, Any] = field(default_factory=dict)
+
+
+def run_folder(settings: Settings) -> Path:
+    """OUTPUT_DIR as an absolute path without links, so that the zip has a place beside it."""
+    return Path(settings.OUTPUT_DIR).expanduser().resolve()
+
+
+def checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """Step and folder of every checkpoint, whole or not, in order."""
+    steps = ((path.name.removeprefix("checkpoint-"), path) for path in folder.glob("checkpoint-*") if path.is_dir())
+    return sorted((int(step), path) for step, path in steps if step.isdigit())
+
+
+def was_written(path: Path) -> bool:
+    """Whether a checkpoint was written to its end, which is trainer_state.json, and still holds its adapter."""
+    with contextlib.suppress(ValueError, OSError):
+        json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
+        return (path / ADAPTER).is_file()
+    return False
+
+
+def last_checkpoint(folder: Path) -> tuple[int, Path | None]:
+    """Step and folder of the last complete checkpoint: one that was cut off while it was written does not count."""
+    for step, path in reversed(checkpoints(folder)):
+        if was_written(path) and all((path / name).is_file() for name in CHECKPOINT_FILES):
+            return step, path
+    return 0, None
+
+
+def unresumable(folder: Path, step: int) -> str | None:
+    """What training on from `step`, that of the last complete checkpoint, would replace although it is of a later step;
+    None where there is no such thing. An unpacked zip is like that, and a run whose checkpoints were deleted."""
+    steps = 0
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        steps = json.loads((folder / COMPLETE).read_text(encoding="utf-8"))["steps"]
+    if steps > step:
+        return f"a complete run of {steps} steps"
+    if not step and (folder / ADAPTER).is_file():  # no run leaves it without a checkpoint
+        return "a trained adapter"
+    stripped = [path.name for _, path in checkpoints(folder) if was_written(path)]
+    return f"the adapter of {stripped[-1]}" if stripped and not step else None
+
+
+def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> RunState:
+    """What is in OUTPUT_DIR, with a problem wherever this run must not go on there."""
+    folder = run_folder(settings)
+    where, other = f"OUTPUT_DIR={settings.OUTPUT_DIR}", "choose another OUTPUT_DIR"
+    if not settings.OUTPUT_DIR.strip() or (folder.exists() and not folder.is_dir()):
+        problems.add(
+            where, "it is not a folder" if settings.OUTPUT_DIR.strip() else "it is empty", "Name a folder for the run"
+        )
+        return RunState(folder)
+    if not existing_parent(folder).is_dir():
+        problems.add(where, f"{existing_parent(folder)} is a file, not a folder", "Choose a place inside a folder")
+        return RunState(folder)
+    if not os.access(existing_parent(folder), os.W_OK):
+        problems.add(where, f"{existing_parent(folder)} is not writable", "Choose a folder that is")
+    if folder.parent == folder or not os.access(existing_parent(folder.parent), os.W_OK):
+        problems.add(where, f"{folder}.zip could not be written beside it", "Choose a folder inside a writable one")
+    if not folder.exists() or not any(folder.iterdir()):
+        archive = folder.with_name(folder.name + ".zip") if folder.name else folder
+        if archive.is_file() and not settings.OVERWRITE:
+            problems.add(where, f"{archive} of an earlier run is there", f"Move it away, set OVERWRITE=1, or {other}")
+        return RunState(folder)
+    try:
+        before = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
+        old, fingerprint = before["settings"], before["data_sha256"]
+    except (OSError, ValueError, KeyError, TypeError):
+        problems.add(
+            where,
+            "it holds files, but no run of this script (no readable settings.json)",
+            f"Empty it yourself, or {other}",
+        )
+        return RunState(folder)
+    if settings.OVERWRITE:
+        used = {Path.cwd(), *(Path(row.file) for row in rows)}
+        for name in ("DATA", "EVAL_DATA", "EVAL_PROFILE"):  # also those that this run has no use for
+            used.update(find_files(name, getattr(settings, name), Problems()))
+        used |= {Path(settings.MODEL_ID)} if Path(settings.MODEL_ID).exists() else set()
+        # The user's reward functions were imported, with all that they import.
+        files = (getattr(module, "__dict__", {}).get("__file__") for module in [*sys.modules.values()])
+        used |= {Path(file) for file in files if file}
+        for path in sorted(path for path in {path.resolve() for path in used} if path.is_relative_to(folder)):
+            problems.add("OVERWRITE", f"it would delete {path}, which this run needs", f"Move that away, or {other}")
+        return RunState(folder, exists=True)
+    step, checkpoint = last_checkpoint(folder)
+    if settings.RESUME == "never":
+        problems.add(
+            where,
+            f"it holds a run (last checkpoint: step {step}) and RESUME=never",
+            f"Set OVERWRITE=1 to delete it, or {other}",
+        )
+    elif lost := unresumable(folder, step):
+        what = f"it holds {lost}, but not the optimizer state that it takes to continue (a run's zip has none)"
+        use = f"Use it as it is (python scripts/evaluate.py --adapter {shlex.quote(str(folder))})"
+        problems.add(where, what, f"{use}, set OVERWRITE=1 to delete it, or {other}")
+        return RunState(folder, exists=True)
+    elif step > settings.TOTAL_STEPS:
+        fix = f"Set TOTAL_STEPS={step} or higher, OVERWRITE=1 to delete that run, or {other}"
+        problems.add("TOTAL_STEPS", f"the run in {folder} has {step} steps, more than {settings.TOTAL_STEPS}", fix)
+    elif step >= settings.TOTAL_STEPS and (folder / COMPLETE).exists():
+        fix = f"Raise TOTAL_STEPS to train on, set OVERWRITE=1 to delete it, or {other}"
+        problems.add(where, f"it holds a run that is complete ({step} of {settings.TOTAL_STEPS} steps)", fix)
+    for name, value in dataclasses.asdict(settings).items():
+        if name not in MAY_CHANGE and name in old and show(old[name]) != show(value):
+            fix = f"Set {name}={show(old[name])} to continue it, OVERWRITE=1 to delete it, or {other}"
+            problems.add(name, f"the run in {folder} was started with {show(old[name])}, now it is {show(value)}", fix)
+    if rows and fingerprint != data_fingerprint(rows):
+        problems.add(
+            "DATA",
+            f"the run in {folder} was started on other rows",
+            f"Restore the data to continue it, set OVERWRITE=1, or {other}",
+        )
+    return RunState(folder, step, checkpoint, exists=True, choices=before.get("choices") or {})
+
+
+def prepare_run(run: RunState, settings: Settings, record: Mapping[str, Any], versions: Mapping[str, Any]) -> None:
+    """Make OUTPUT_DIR ready: delete what OVERWRITE=1 allows, drop what a resumed run will write again. `record` and
+    `versions` become settings.json and versions.json."""
+    folder = run.folder
+    if run.exists and settings.OVERWRITE:
+        shutil.rmtree(folder)
+        folder.with_name(folder.name + ".zip").unlink(missing_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    if run.exists and not settings.OVERWRITE:
+        (folder / COMPLETE).unlink(missing_ok=True)  # TOTAL_STEPS was raised
+        for step, path in checkpoints(folder):
+            if step > run.step:  # most likely cut off while it was written
+                set_aside(path)
+        for name in ("metrics.csv", "completions.csv"):
+            trim_csv(folder / name, run.step)
+    write_text(folder / "settings.json", json.dumps(record, indent=2, allow_nan=True) + "\n")
+    write_text(folder / "versions.json", json.dumps(versions, indent=2) + "\n")
+
+
+def set_aside(checkpoint: Path) -> None:
+    """Rename a checkpoint that cannot be continued to `superseded-checkpoint-N`: the Trainer neither counts nor deletes
+    it then. One without an adapter is deleted."""
+    if not (checkpoint / ADAPTER).is_file():
+        shutil.rmtree(checkpoint)
+        return
+    names = (f"superseded-{checkpoint.name}" + f".{count}" * (count > 1) for count in itertools.count(1))
+    checkpoint.rename(next(path for name in names if not (path := checkpoint.with_name(name)).exists()))
+
+
+def lock_run(folder: Path) -> Any:
+    """An open lock file beside OUTPUT_DIR, held until this process ends; None where another process holds it."""
+    import fcntl
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = folder.with_name(f".{folder.name}.lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return None
+    return lock
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def write_rows(file: Any, rows: Iterable[Sequence[Any]]) -> None:
+    """CSV rows ending in a line feed. Python's writer leaves a lone carriage return unquoted then, and the row would
+    read back as two: such rows are quoted whole."""
+    plain = csv.writer(file, lineterminator="\n")
+    quoted = csv.writer(file, lineterminator="\n", quoting=csv.QUOTE_ALL)
+    for row in rows:
+        (quoted if any("\r" in str(cell) for cell in row) else plain).writerow(row)
+
+
+def trim_csv(path: Path, last_step: int) -> int:
+    """Drop the rows after `last_step` from a log (they will be written again), and a row that was cut off.
+
+    Returns how many were dropped. What is dropped is kept beside it in NAME.superseded.csv: nothing written is lost.
+    """
+    if not path.exists():
+        return 0
+    kept, dropped = [], []
+    with path.open(newline="", encoding="utf-8", errors="replace") as file:
+        for number, cells in enumerate(csv.reader(line.replace("\0", "") for line in file)):
+            if number == 0:
+                kept.append(cells)
+            else:
+                whole = len(cells) == len(kept[0]) and cells[0].isdigit()
+                (kept if whole and int(cells[0]) <= last_step else dropped).append(cells)
+    if dropped:
+        with path.with_name(path.stem + ".superseded.csv").open("a", newline="", encoding="utf-8") as file:
+            write_rows(file, dropped)
+        temporary = path.with_name(path.name + ".tmp")
+        with temporary.open("w", newline="", encoding="utf-8") as file:
+            write_rows(file, kept)
+        os.replace(temporary, path)
+    return len(dropped)
+
+
+def continuation(folder: Path, settings: Mapping[str, Any]) -> str:
+    """What the same command does with the run in `folder` that ended before it was complete."""
+    hinders = ["OVERWRITE=1"] if settings.get("OVERWRITE") else []
+    hinders += ["RESUME=never"] if settings.get("RESUME") == "never" else []
+    again = "the same command" + (f" WITHOUT {' and '.join(hinders)}" if hinders else "")
+    step, checkpoint = last_checkpoint(folder)
+    return f"{again} continues from step {step}" if checkpoint else f"{again} starts at step 0: no checkpoint was saved"
+
+
+def full_disk(error: BaseException, folder: Path) -> str | None:
+    """The disk that is full, where an exception or one that it came from says so; None for any other.
+
+    safetensors and torch.save raise no OSError (torch: `enforce fail at inline_container.cc`, for every failed write).
+    """
+    ours = f"OUTPUT_DIR={folder}"
+    places = {ours: str(folder)} | {name: name for name in (tempfile.gettempdir(), "/dev/shm") if Path(name).exists()}
+    full = [name for name, place in places.items() if shutil.disk_usage(place).free < 2**26]
+    cause: BaseException | None = error
+    while cause is not None:
+        said = getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+        said |= bool(re.search(r"No space left on device|Disk quota exceeded", str(cause)))
+        if said or (ours in full and "inline_container" in str(cause)):
+            return next(iter(full), ours)  # none: a quota, or space was freed in the meantime
+        cause = cause.__cause__ or cause.__context__
+    return None

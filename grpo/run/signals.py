@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a run is asked to end: the first Ctrl-C, SIGTERM or SIGHUP while it trains, or any later one."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+from grpo.run.logs import leave_terminal
+from grpo.settings import log
+
+
+class StopRequest:
+    """While the run trains, the first Ctrl-C, SIGTERM or SIGHUP ends it after the step and a checkpoint, and the second one
+    at once; at any other time the first one does."""
+
+    def __init__(self) -> None:
+        self.signal = 0  # number of the signal that asked for the end; 0: none did
+        self.at_once = True  # while there is nothing to lose: before training, and in the evaluation after it
+
+    def listen(self) -> None:
+        """Take the three signals over. A SIGHUP that `nohup` ignores stays ignored."""
+        for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if name != signal.SIGHUP or signal.getsignal(name) != signal.SIG_IGN:
+                signal.signal(name, self.receive)
+
+    def receive(self, number: int, frame: FrameType | None = None) -> None:
+        """Answer a signal. Raises KeyboardInterrupt(number) to end the run at once. A second SIGHUP is ignored: shell and
+        kernel both send one when a terminal is lost."""
+        if number == signal.SIGHUP:
+            leave_terminal()
+            if self.signal:
+                return
+        at_once = self.at_once or self.signal
+        self.signal, self.at_once = self.signal or number, False
+        if at_once:
+            raise KeyboardInterrupt(number)
+        log.warning("signal %d: finishing this step and saving a checkpoint; once more ends the run at once", number)

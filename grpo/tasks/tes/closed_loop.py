@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TODO"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+import rewards
+from grpo.tasks.tes.plant import (
+    DECISION_DAYS,
+    HOURS,
+    START_KWH,
+    Plant,
+    best_action,
+    q_values,
+    solve,
+    step,
+    terminal_price,
+)
+from grpo.tasks.tes.profiles import Window
+from grpo.tasks.tes.prompts import State, state_at
+
+DECISIONS = DECISION_DAYS * len(HOURS)
+RULES = ("always_0", "always_1", "always_2", "always_3", "follow_the_load", "charge_when_clean")
+Policy = Callable[[Sequence[State]], Sequence[int | None]]  # one action for each state; None: no answer could be read
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a policy did in W windows over T decisions; arrays of shape (W, T) unless noted."""
+
+    actions: np.ndarray  # int
+    output_kw: np.ndarray  # thermal output of the heat pump
+    storage_kwh: np.ndarray  # after the hour
+    co2_kg: np.ndarray
+    unserved_kwh: np.ndarray
+    safe: np.ndarray  # (W,) decisions that the safe action took, as the policy gave none
+    start_kwh: float
+
+    @property
+    def cycled_kwh(self) -> np.ndarray:
+        """Energy taken out of the storage over the window, (W,)."""
+        before = np.concatenate([np.full((len(self.storage_kwh), 1), self.start_kwh), self.storage_kwh[:, :-1]], axis=1)
+        return np.maximum(before - self.storage_kwh, 0.0).sum(axis=1)
+
+
+def safe_action(plant: Plant) -> int:
+    """The action for an answer that cannot be read: full output.
+
+    It serves every load that the plant can serve at all, whatever the storage holds, so unserved load never grows by an
+    unreadable answer; and no action emits more, so writing none never pays.
+
+    >>> safe_action(Plant())
+    3
+    """
+    return int(np.argmax(plant.outputs_kw))
+
+
+SAFE_REASON = "full output: serves the load whatever the storage holds, and emits the most, so no answer never pays"
+
+
+def closed_loop(
+    windows: Sequence[Window],
+    plant: Plant,
+    policy: Policy,
+    start_kwh: float = START_KWH,
+    decisions: int = DECISIONS,
+) -> Trace:
+    """Runs W windows side by side for their first `decisions` decision hours; `policy` gets the W states of an hour and
+    returns W actions. Night hours change nothing (no load, output 0) and are left out, as in `make_dataset.solve`.
+
+    Raises ValueError where the policy returns another number of actions, or one that the plant does not have.
+    """
+    energy = np.full(len(windows), float(start_kwh))
+    steps: list[tuple[np.ndarray, ...]] = []
+    safe = np.zeros(len(windows), dtype=int)
+    for t in range(decisions):
+        day, i = divmod(t, len(HOURS))
+        chosen = list(policy([state_at(w, plant, t, e) for w, e in zip(windows, energy, strict=True)]))
+        if len(chosen) != len(windows):
+            raise ValueError(f"the policy gave {len(chosen)} actions for {len(windows)} states")
+        safe += [action is None for action in chosen]
+        actions = np.array([safe_action(plant) if action is None else action for action in chosen], dtype=int)
+        if actions.size and not (actions.min() >= 0 and actions.max() < len(plant.ratios)):
+            raise ValueError(f"the policy gave actions {sorted(set(actions.tolist()))}, the plant has {plant.ratios}")
+        load, co2 = (np.array([getattr(w, name)[day, i] for w in windows]) for name in ("load_kw", "co2"))
+        after = step(plant, energy, actions, load, co2)
+        energy = after.energy_kwh
+        steps.append((actions, plant.outputs_kw[actions], energy, after.emissions_kg, after.unserved_kwh))
+    columns = (np.stack(column, axis=1) for column in zip(*steps, strict=True))
+    return Trace(*columns, safe=safe, start_kwh=start_kwh)
+
+
+def end_price(window: Window, plant: Plant, decisions: int = DECISIONS) -> float:
+    """Worth of a kWh that is left at the end [kg CO2]: making it in the cheapest hours of the day after."""
+    following = math.ceil(decisions / len(HOURS))
+    return terminal_price(plant, window.co2[following]) * plant.cost_scale
+
+
+def priced_kg(trace: Trace, windows: Sequence[Window], plant: Plant) -> np.ndarray:
+    """The plant's own objective of `make_dataset.solve` in kg CO2, shape (W,): emissions, plus 10 kg for each unserved
+    kWh, minus the worth of what the storage gained. Nobody looks good by serving nothing or by emptying the storage."""
+    price = np.array([end_price(window, plant, trace.actions.shape[1]) for window in windows])
+    gained = trace.storage_kwh[:, -1] - trace.start_kwh
+    return trace.co2_kg.sum(axis=1) + plant.unserved_kg_per_kwh * trace.unserved_kwh.sum(axis=1) - gained * price
+
+
+def always(action: int) -> Policy:
+    """The same action in every hour."""
+    return lambda states: [action] * len(states)
+
+
+def follow_the_load(states: Sequence[State]) -> list[int]:
+    """The smallest output that serves the load alone, full output where none does: the storage is not used."""
+    return [first_output(s.plant, s.load_kw[s.stamp.hour - HOURS[0]]) for s in states]
+
+
+def charge_when_clean(states: Sequence[State]) -> list[int]:
+    """In hours whose CO2 intensity is at most the median of the day's: the largest output whose surplus still fits into
+    the storage. In the others: the smallest output with which the storage serves the rest."""
+    actions = []
+    for s in states:
+        now = s.stamp.hour - HOURS[0]
+        action = first_output(s.plant, s.load_kw[now] - s.energy_kwh)
+        if s.co2[now] <= np.median(s.co2):
+            fits = s.energy_kwh + s.plant.outputs_kw - s.load_kw[now] <= s.plant.capacity_kwh + 1e-9
+            action = max(action, int(np.flatnonzero(fits)[-1]) if fits.any() else 0)
+        actions.append(action)
+    return actions
+
+
+def first_output(plant: Plant, needed_kw: float) -> int:
+    """The first action whose output is at least `needed_kw`, the last where none is."""
+    enough = np.flatnonzero(plant.outputs_kw >= needed_kw - 1e-9)
+    return int(enough[0]) if enough.size else len(plant.ratios) - 1
+
+
+def optimum(windows: Sequence[Window], plant: Plant, start_kwh: float, decisions: int = DECISIONS) -> Policy:
+    """The exact optimum of each window (`make_dataset.solve`), for one pass through them from `start_kwh`."""
+    solutions = []
+    for window in windows:
+        load, co2 = window.load_kw.ravel()[:decisions], window.co2.ravel()[:decisions]
+        price = end_price(window, plant, decisions) / plant.cost_scale
+        solutions.append(solve(plant, load, co2, price, start_kwh=start_kwh, grid_kwh=None))
+    hours = iter(range(decisions))
+
+    def policy(states: Sequence[State]) -> list[int]:
+        t = next(hours)
+        pairs = zip(solutions, states, strict=True)
+        return [best_action(q_values(one, t, s.energy_kwh)) for one, s in pairs]
+
+    return policy
+
+
+def majority(answers: Sequence[int | None]) -> int | None:
+    """The action that most answers name; of equally frequent ones the one that was named first. None without any.
+
+    >>> [majority([2, None, 1, 2]), majority([None, 3, 0]), majority([None, None])]
+    [2, 3, None]
+    """
+    counts = Counter(answer for answer in answers if answer is not None)
+    return counts.most_common(1)[0][0] if counts else None
+
+
+class ModelPolicy:
+    """A model as a policy: prompts out of states, completions, parsed actions.
+
+    ask(prompts, samples, hour): `samples` completions of each prompt, in the order of the prompts. `votes`: answers to
+    each state, of which the majority counts. `unparsed` counts answers by state, shape (W,).
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[Sequence[str], int, int], Sequence[str]],
+        render: Callable[[State], str],
+        votes: int = 1,
+    ):
+        self.ask, self.render, self.votes = ask, render, votes
+        self.hour = self.answers = 0
+        self.unparsed: np.ndarray | None = None
+
+    def __call__(self, states: Sequence[State]) -> list[int | None]:
+        prompts = [self.render(state) for state in states]
+        texts = self.ask(prompts, self.votes, self.hour)
+        if len(texts) != len(prompts) * self.votes:
+            raise ValueError(f"{len(texts)} completions came back for {len(prompts)} prompts x {self.votes}")
+        chosen, unparsed = [], []
+        for n, (state, prompt) in enumerate(zip(states, prompts, strict=True)):
+            mine = texts[n * self.votes : (n + 1) * self.votes]
+            actions = len(state.plant.ratios)
+            answers = [rewards.parse_action(rewards.assistant_turn(prompt, text), actions) for text in mine]
+            chosen.append(majority(answers))
+            unparsed.append(answers.count(None))
+        self.unparsed = np.array(unparsed) + (0 if self.unparsed is None else self.unparsed)
+        self.answers += len(texts)
+        self.hour += 1
+        return chosen
+
+
+def decisions_in(hours: int) -> int:
+    """Decision hours among the first `hours` hours of a window.
+
+    >>> [decisions_in(hours) for hours in (8, 9, 24, 34, 72)]
+    [0, 1, 10, 12, 30]
+    """
+    return sum(hour % 24 in HOURS for hour in range(hours))

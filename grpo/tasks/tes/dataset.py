@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TODO"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import date, timedelta
+from typing import Any
+
+import numpy as np
+
+from grpo.settings import ROOT
+from grpo.tasks.tes.plant import DECISION_DAYS, HOURS, START_KWH, Plant, best_action, boltzmann, q_values, step
+from grpo.tasks.tes.profiles import (
+    HELDOUT_START,
+    TRAIN_START,
+    Profile,
+    ProfileError,
+    Window,
+    profile_csv,
+    synthetic_profile,
+    to_csv,
+    windows,
+)
+from grpo.tasks.tes.prompts import State, render_compact, render_full, state_at
+from rewards import baselines
+
+EXPLORE = 0.25  # share of decisions on a trajectory that are random instead of optimal
+SHORT_SHARE = 0.3  # of the rows of the committed training files: hours whose load exceeds the stored energy
+SEED = 1  # of the committed files
+TRAIN_WINDOWS, HELDOUT_WINDOWS = {"full": 4, "compact": 20}, {"full": 2, "compact": 5}
+# Random streams: the same seed never gives the same day in two.
+TRAIN_STREAM, HELDOUT_STREAM, ROWS_STREAM, SHORT_STREAM = 0, 1, 2, 3
+MOST_DRAWS = 200  # of short hours from each window of a profile
+DATA_DIR = ROOT / "data"
+CONTEXT_COLUMNS = {"full": ("prompt",), "compact": ("system", "user")}
+KEY_COLUMNS = ("timestep", "timestamp")
+
+
+def trajectory(
+    window: Window,
+    rng: np.random.Generator,
+    prompt: str = "full",
+    start_kwh: float | None = START_KWH,
+    explore: float = EXPLORE,
+    plant: Plant | None = None,
+) -> list[tuple[dict[str, Any], State]]:
+    """Follows one trajectory through a window; returns the row and the state of each of its 30 decisions.
+
+    The trajectory takes the optimal action, or with probability `explore` a random one, so that later rows start from
+    states an imperfect policy gets into. The values in a row are those of its own state and do not depend on the action
+    taken. start_kwh None draws the start from 0 to the capacity. The same rng state gives the same trajectory for both
+    prompts. Keys: timestep (hours since the first day's midnight), timestamp, the prompt's columns, optimal_action,
+    q_action_k, reward_action_k (floats).
+    """
+    plant = plant or Plant()
+    energy = round(float(rng.uniform(0.0, plant.capacity_kwh)), 1) if start_kwh is None else start_kwh
+    solution = window.solve(plant, start_kwh=energy, grid_kwh=None)
+    rows = []
+    for t in range(DECISION_DAYS * len(HOURS)):
+        day, i = divmod(t, len(HOURS))
+        row, state = row_at(window, plant, t, energy, q_values(solution, t, energy), prompt)
+        rows.append((row, state))
+        # Both numbers are always drawn, so a draw more or less does not shift the rest of the trajectory.
+        chance, random_action = rng.random(), int(rng.integers(len(plant.ratios)))
+        action = random_action if chance < explore else row["optimal_action"]
+        energy = float(step(plant, energy, action, window.load_kw[day, i], window.co2[day, i]).energy_kwh)
+    return rows
+
+
+def row_at(
+    window: Window, plant: Plant, t: int, energy_kwh: float, q: np.ndarray, prompt: str
+) -> tuple[dict[str, Any], State]:
+    """The row and the state of decision t of a window; q: the values of its K actions. Keys: see `trajectory`."""
+    state = state_at(window, plant, t, energy_kwh)
+    texts = (render_full(state),) if prompt == "full" else render_compact(state)
+    day, i = divmod(t, len(HOURS))
+    row = {
+        "timestep": 24 * day + HOURS[i],
+        "timestamp": state.stamp.isoformat(),
+        **dict(zip(CONTEXT_COLUMNS[prompt], texts, strict=True)),
+        "optimal_action": best_action(q),
+        **{f"q_action_{k}": float(value) for k, value in enumerate(q)},
+        **{f"reward_action_{k}": float(value) for k, value in enumerate(boltzmann(q))},
+    }
+    return row, state
+
+
+def short_hours(
+    window: Window, rng: np.random.Generator, prompt: str, plant: Plant | None = None
+) -> list[tuple[dict[str, Any], State]]:
+    """A short hour, row and state, for each decision hour of the day: on one of the three days, with too little stored.
+
+    The energies are random below the load, so hours without a load give none. Trajectories would give short hours of
+    the morning almost alone, and a policy trained on those empties the storage before the last load of the day.
+    """
+    plant = plant or Plant()
+    made = []
+    for i in range(len(HOURS)):
+        day, share = int(rng.integers(DECISION_DAYS)), rng.random()
+        load, t = window.load_kw[day, i], len(HOURS) * day + i
+        energy = math.floor(10 * share * load) / 10
+        if energy < load:
+            rest = window.solve(plant, t, start_kwh=energy, grid_kwh=None)
+            made.append(row_at(window, plant, t, energy, q_values(rest, 0, energy), prompt))
+    return made
+
+
+def window_rows(*arguments: Any, **named: Any) -> list[dict[str, Any]]:
+    """The rows of `trajectory`, which takes the same arguments."""
+    return [row for row, _ in trajectory(*arguments, **named)]
+
+
+def with_short_hours(
+    decisions: Sequence[tuple[dict[str, Any], State]],
+    more: Iterable[tuple[Window, np.random.Generator]],
+    prompt: str,
+    share: float,
+) -> list[dict[str, Any]]:
+    """The rows of `decisions`, and behind them `short_hours` until these are `share` of all rows.
+
+    A short hour's load exceeds the stored energy: it has to be served now, and not doing so costs a hundred times what
+    serving costs. The optimum's neighbourhood holds few of them; a policy that saves CO2 with an emptier storage meets
+    many (docs/evaluation.md). `more`: windows to take them from; where they end, so does the search.
+    """
+    rows, short = [row for row, _ in decisions], sum(state.short_kwh > 0 for _, state in decisions)
+    found = (row for window, rng in more for row, _ in short_hours(window, rng, prompt))
+    while short < share * len(rows) and (row := next(found, None)):
+        rows.append(row)
+        short += 1
+    return rows
+
+
+def short_windows(seed: int) -> Iterator[tuple[Window, np.random.Generator]]:
+    """Invented windows without end, of a random stream of their own, on the Mondays of the training days."""
+    for i in itertools.count():
+        start = TRAIN_START + timedelta(weeks=i % max(TRAIN_WINDOWS.values()))
+        profile = synthetic_profile((seed, SHORT_STREAM, i), DECISION_DAYS + 1, start)
+        yield windows(profile)[0], np.random.default_rng((seed, SHORT_STREAM, i, 1))
+
+
+def synthetic_windows(seed: int, stream: int, count: int, start: date) -> list[tuple[Window, np.random.Generator]]:
+    """Makes `count` windows of invented days, one on each Monday from `start`, with a generator for each trajectory."""
+    made = []
+    for i in range(count):
+        profile = synthetic_profile((seed, stream, i), DECISION_DAYS + 1, start + timedelta(weeks=i))
+        made.append((windows(profile)[0], np.random.default_rng((seed, stream, i, 1))))
+    return made
+
+
+def synthetic_rows(seed: int, windows: int) -> list[dict[str, Any]]:
+    """Makes 30 compact rows for each of `windows` windows (system, user, q_action_k, reward_action_k as floats, ...).
+
+    The days come from a random stream of their own, so no seed repeats the days of the files under data/. A window
+    takes some 5 ms. Raises ValueError for a seed outside 0 to 2**32 - 1, where streams could overlap.
+    """
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed must be from 0 to 2**32 - 1, got {seed}")
+    made = synthetic_windows(seed, ROWS_STREAM, windows, TRAIN_START)
+    return [row for window, rng in made for row in window_rows(window, rng, "compact", None)]
+
+
+def rows_csv(rows: list[dict[str, Any]]) -> str:
+    """Writes rows of `window_rows` as CSV text; eight decimals, so that all machines write the same bytes."""
+    columns = list(rows[0])
+    cells = [[f"{row[c]:.8f}" if isinstance(row[c], float) else row[c] for c in columns] for row in rows]
+    return to_csv(columns, cells)
+
+
+def synthetic_files(seed: int, prompts: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yields (name, text) of the files under data/; full prompts describe the first windows of the compact ones."""
+    splits = (
+        ("train", TRAIN_STREAM, TRAIN_WINDOWS, TRAIN_START, None, SHORT_SHARE),
+        ("heldout", HELDOUT_STREAM, HELDOUT_WINDOWS, HELDOUT_START, START_KWH, 0.0),
+    )
+    for split, stream, counts, start, start_kwh, share in splits:
+        for prompt in prompts:
+            made = synthetic_windows(seed, stream, counts[prompt], start)
+            decisions = [one for window, rng in made for one in trajectory(window, rng, prompt, start_kwh)]
+            rows = with_short_hours(decisions, short_windows(seed), prompt, share)
+            yield file_name(split, prompt), rows_csv(rows)
+    count = max(HELDOUT_WINDOWS.values())
+    dates = [HELDOUT_START + timedelta(weeks=i) for i in range(count)]
+    blocks = [synthetic_profile((seed, HELDOUT_STREAM, i), DECISION_DAYS + 1, day) for i, day in enumerate(dates)]
+    yield "profile_heldout.csv", profile_csv(blocks)
+
+
+def profile_files(
+    profiles: dict[str, Profile],
+    prompts: Sequence[str],
+    seed: int,
+    start_kwh: float,
+    explore: float,
+    trajectories: int,
+    short_share: float = 0.0,
+) -> Iterator[tuple[str, str]]:
+    """Yields (name, text) of the files made from the users' profiles; further trajectories start at random energies."""
+    for stem, profile in profiles.items():
+        made = list(enumerate(windows(profile)))
+        for prompt in prompts:
+            decisions = []
+            for w, window in made:
+                for n in range(trajectories):
+                    rng = np.random.default_rng((seed, w, n))
+                    decisions += trajectory(window, rng, prompt, start_kwh if n == 0 else None, explore)
+            more = (
+                (window, np.random.default_rng((seed, w, n)))
+                for n in range(trajectories, trajectories + MOST_DRAWS)
+                for w, window in made
+            )
+            rows = with_short_hours(decisions, more, prompt, short_share)
+            yield file_name(stem, prompt), rows_csv(rows)
+
+
+def file_name(stem: str, prompt: str) -> str:
+    """Name of a data file: the split or the profile's stem, and a suffix for the compact prompt."""
+    return f"tes_{stem}.csv" if prompt == "full" else f"tes_{stem}_compact.csv"
+
+
+def summary(texts: dict[str, str]) -> str:
+    """Tabulates the baselines of data files (name -> CSV text); files without reward columns are left out."""
+    width = max(map(len, texts), default=0)
+    lines = [
+        f"{'file':<{width}} {'rows':>5} {'random':>7} {'best constant':>14} {'oracle':>7}  optimal actions 0/1/2/3"
+    ]
+    for name, text in texts.items():
+        table = list(csv.DictReader(io.StringIO(text, newline="")))
+        columns = sorted(c for c in (table[0] if table else {}) if c.startswith("reward_action_"))
+        if not columns:
+            continue
+        try:
+            made = baselines([[float(row[c]) for c in columns] for row in table])
+            best = np.bincount([int(row["optimal_action"]) for row in table], minlength=len(columns))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ProfileError([f"{name}: is not a file of this program: {error!r}; make it again"]) from None
+        constant = f"{made['constant']:.3f} ([{made['constant_action']}])"
+        share = "/".join(f"{100 * n / len(table):.0f}%" for n in best)
+        lines.append(
+            f"{name:<{width}} {len(table):>5} {made['random']:>7.3f} {constant:>14} {made['oracle']:>7.3f}  {share}"
+        )
+    return "\n".join(lines)
+
+
+def number(low: float, high: float, kind: type = float) -> Any:
+    """Makes an argparse type: a finite number from low to high."""
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {kind.__name__} from {low:g} to {high:g}")
+        return value
+
+    return parse

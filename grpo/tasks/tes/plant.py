@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TODO"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+HOURS = tuple(range(8, 18))  # decision hours of a day: 08:00 to 17:00, the building closes at 18:00
+DECISION_DAYS = 3  # days decided on in a window; one more day follows it and prices what is left in the storage
+LOW_HOURS = 5  # stored energy is worth the mean of the next day's so many lowest intensities in decision hours
+TEMPERATURE = 0.05  # of the softmax that turns action values into rewards
+START_KWH = 150.0  # half full
+
+
+@dataclass(frozen=True)
+class Plant:
+    """An air-source heat pump (ASHP) with a thermal storage behind it."""
+
+    rated_kw: float = 100.0  # thermal output at ratio 1 [kW]
+    cop: float = 4.0  # thermal output / electricity [-]
+    capacity_kwh: float = 300.0  # of the storage [kWh thermal]
+    ratios: tuple[float, ...] = (0.0, 1 / 3, 2 / 3, 1.0)  # output ratio of each action [-]
+    unserved_kg_per_kwh: float = 10.0  # penalty on load that nothing serves [kg CO2 / kWh thermal]
+    cost_scale: float = 6.0  # kg CO2 in one unit of cost
+
+    @property
+    def outputs_kw(self) -> np.ndarray:
+        """Thermal output of each action [kW], shape (K,)."""
+        return self.rated_kw * np.asarray(self.ratios)
+
+
+class Step(NamedTuple):
+    """What one hour did; every field has the broadcast shape of the inputs of `step`."""
+
+    energy_kwh: np.ndarray  # stored after the hour
+    reward: np.ndarray  # minus the hourly cost
+    emissions_kg: np.ndarray  # CO2 of the electricity
+    unserved_kwh: np.ndarray  # load that neither heat pump nor storage served
+    lost_kwh: np.ndarray  # surplus that did not fit into the storage
+
+
+def step(plant: Plant, energy_kwh: Any, action: Any, load_kw: Any, co2_kg_per_kwh: Any) -> Step:
+    """Runs the plant for one hour; all arguments broadcast against each other.
+
+    The heat pump serves the load first, then the storage does. Surplus charges the storage up to its capacity, the rest
+    is lost. Electricity follows the scheduled output, so heat that is lost costs as much as heat that is used.
+    """
+    output = plant.outputs_kw[action]
+    balance = energy_kwh + (output - load_kw)  # one-hour steps: kW and kWh have the same number
+    energy = np.clip(balance, 0.0, plant.capacity_kwh)
+    unserved = np.maximum(-balance, 0.0)
+    lost = np.maximum(balance - plant.capacity_kwh, 0.0)
+    emissions = output / plant.cop * co2_kg_per_kwh
+    reward = -(emissions + plant.unserved_kg_per_kwh * unserved) / plant.cost_scale
+    return Step(*np.broadcast_arrays(energy, reward, emissions, unserved, lost))
+
+
+def low_co2(co2_kg_per_kwh: np.ndarray) -> float:
+    """Mean of the `LOW_HOURS` lowest CO2 intensities of one day's decision hours [kg/kWh]; shape (10,)."""
+    return float(np.mean(np.sort(co2_kg_per_kwh)[:LOW_HOURS]))
+
+
+def terminal_price(plant: Plant, next_co2: np.ndarray) -> float:
+    """Value of a stored kWh after the last decision: the cost of making it in the next day's cheapest hours."""
+    return low_co2(next_co2) / plant.cop / plant.cost_scale
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Optimal values of T decisions; index t is the time before decision t, index T the end."""
+
+    plant: Plant
+    load_kw: np.ndarray  # (T,)
+    co2: np.ndarray  # (T,) [kg/kWh]
+    nodes: tuple[np.ndarray, ...]  # T + 1 ascending arrays of storage energies [kWh]
+    values: tuple[np.ndarray, ...]  # T + 1 arrays: the best reward to come from each node
+
+
+def solve(
+    plant: Plant,
+    load_kw: np.ndarray,
+    co2_kg_per_kwh: np.ndarray,
+    price_per_kwh: float,
+    start_kwh: float | Sequence[float] | np.ndarray | None = START_KWH,
+    grid_kwh: float | None = 0.5,
+    max_nodes: int = 4096,
+) -> Solution:
+    """Dynamic programming backwards over T decisions (night hours change nothing, so they are left out).
+
+    load_kw, co2_kg_per_kwh: shape (T,). price_per_kwh: value of a kWh that is left at the end.
+
+    An even grid alone is not exact: where a low output just fails to serve a load, the value falls by up to 10/6 per
+    kWh within a fraction of a kWh, and interpolation smears that over a cell. So the grid of each hour also holds every
+    energy that can be reached from `start_kwh`. The successors of such a node are nodes themselves, hence the values
+    there are exact. They stay few because the outputs and the capacity are multiples of 100/3 kWh: an energy is
+    determined by its last visit to an empty or full storage and by the thirds put in since, at most 10 (t + 1) in all.
+    A plant whose nodes exceed `max_nodes` in an hour gets them thinned, which is inexact again by less than a cell.
+
+    start_kwh: one energy or several; None leaves the even grid alone. grid_kwh: spacing of the even grid, which serves
+    states that `start_kwh` does not lead to; None leaves the reachable energies alone (fast, exact for those only).
+    Raises ValueError where the shapes differ or no nodes are asked for.
+    """
+    load, co2 = np.asarray(load_kw, float), np.asarray(co2_kg_per_kwh, float)
+    if load.ndim != 1 or load.shape != co2.shape:
+        raise ValueError(f"load_kw {load.shape} and co2_kg_per_kwh {co2.shape} must both have shape (T,)")
+    if start_kwh is None and grid_kwh is None:
+        raise ValueError("give start_kwh, grid_kwh or both: there is no energy to solve for")
+    actions = np.arange(len(plant.ratios))[:, None]
+    cells = 1 if grid_kwh is None else math.ceil(plant.capacity_kwh / grid_kwh)
+    even = np.empty(0) if grid_kwh is None else np.linspace(0.0, plant.capacity_kwh, cells + 1)
+
+    # Forward: what can be reached.
+    reached = np.empty(0) if start_kwh is None else distinct(np.atleast_1d(np.asarray(start_kwh, float)))
+    nodes = [np.union1d(reached, even)]
+    for t in range(load.size):
+        reached = distinct(step(plant, reached, actions, load[t], co2[t]).energy_kwh.ravel())
+        if reached.size > max_nodes:
+            reached = reached[np.linspace(0, reached.size - 1, max_nodes).round().astype(int)]
+        nodes.append(np.union1d(reached, even))
+
+    # Backward: values. A successor that is a node is met up to rounding, and interpolation is continuous there.
+    values = [price_per_kwh * nodes[-1]]
+    for t in reversed(range(load.size)):
+        after = step(plant, nodes[t], actions, load[t], co2[t])
+        values.append((after.reward + np.interp(after.energy_kwh, nodes[t + 1], values[-1])).max(axis=0))
+    return Solution(plant, load, co2, tuple(nodes), tuple(reversed(values)))
+
+
+def distinct(energies: np.ndarray) -> np.ndarray:
+    """Sorts energies and drops repeats, also those that differ by rounding errors only; shape (N,) to (<= N,)."""
+    energies = np.sort(energies)
+    return energies[np.diff(energies, prepend=-np.inf) > 1e-7]
+
+
+def q_values(solution: Solution, t: int, energy_kwh: float | np.ndarray) -> np.ndarray:
+    """Value of each action at decision t from `energy_kwh` (any shape S) and optimal afterwards; shape S + (K,)."""
+    energy = np.asarray(energy_kwh, float)[..., None]
+    actions = np.arange(len(solution.plant.ratios))
+    after = step(solution.plant, energy, actions, solution.load_kw[t], solution.co2[t])
+    return after.reward + np.interp(after.energy_kwh, solution.nodes[t + 1], solution.values[t + 1])
+
+
+def best_action(q: np.ndarray) -> int:
+    """Index of the largest of K action values; of equal ones (to 1e-9) the first, which uses the least electricity."""
+    return int(np.flatnonzero(q >= q.max() - 1e-9)[0])
+
+
+def boltzmann(q: np.ndarray, temperature: float = TEMPERATURE) -> np.ndarray:
+    """Softmax of action values over the last axis; the largest is subtracted first, so nothing overflows."""
+    weights = np.exp((q - q.max(axis=-1, keepdims=True)) / temperature)
+    return weights / weights.sum(axis=-1, keepdims=True)

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TODO"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date, datetime, time, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from grpo.tasks.tes.plant import DECISION_DAYS, HOURS, Plant, Solution, solve, terminal_price
+
+TRAIN_START, HELDOUT_START = date(2025, 4, 7), date(2025, 9, 1)  # Mondays; a window starts on every Monday
+PROFILE_COLUMNS = ("datetime", "co2_kg_per_kwh", "load_kw")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Hourly data of D days in ascending order; days may be left out between blocks of consecutive ones."""
+
+    dates: tuple[date, ...]  # D
+    co2: np.ndarray  # (D, 24) [kg/kWh]; NaN where the file has no such night hour
+    load_kw: np.ndarray  # (D, 24)
+
+
+@dataclass(frozen=True)
+class Window:
+    """`DECISION_DAYS` consecutive days to decide on and the day after them; decision hours only."""
+
+    dates: tuple[date, ...]  # 4
+    co2: np.ndarray  # (4, 10) [kg/kWh]
+    load_kw: np.ndarray  # (4, 10)
+
+    def solve(self, plant: Plant, first: int = 0, **options: Any) -> Solution:
+        """Solves the decisions of the window from number `first` on; options as of `solve`."""
+        load_kw, co2 = (values[:DECISION_DAYS].ravel()[first:] for values in (self.load_kw, self.co2))
+        return solve(plant, load_kw, co2, terminal_price(plant, self.co2[DECISION_DAYS]), **options)
+
+
+def windows(profile: Profile) -> list[Window]:
+    """Cuts a profile into windows of three days plus the next; that next day starts the following window.
+
+    A block of N consecutive days gives (N - 1) // 3 windows; the days left over at its end are not used.
+    """
+    spans = []
+    first = 0
+    while first + DECISION_DAYS < len(profile.dates):
+        last = first + DECISION_DAYS
+        if (profile.dates[last] - profile.dates[first]).days == DECISION_DAYS:
+            spans.append(slice(first, last + 1))
+            first = last
+        else:  # a day is missing within: start behind the gap
+            gaps = (i for i in range(first, last) if (profile.dates[i + 1] - profile.dates[i]).days != 1)
+            first = next(gaps) + 1
+    hours = slice(HOURS[0], HOURS[-1] + 1)
+    return [Window(profile.dates[s], profile.co2[s, hours], profile.load_kw[s, hours]) for s in spans]
+
+
+def synthetic_profile(seed: int | Sequence[int], days: int, start: date = TRAIN_START) -> Profile:
+    """Makes `days` consecutive days of invented weather.
+
+    CO2 intensity: a level of the week, a solar dip around noon whose depth follows the sky of the day (from overcast to
+    clear), a morning and an evening peak; 0.15 to 0.6 kg/kWh. Cooling load: a level of the day, about 10 to 60 kW with
+    some persistence, an afternoon slope, sometimes an early closing, hourly noise; zero outside the decision hours.
+    Values are rounded as a data file would (0.001 kg/kWh, 0.1 kW).
+    """
+    rng = np.random.default_rng(seed)
+    hour = np.arange(24)
+    co2, load = np.empty((days, 24)), np.zeros((days, 24))
+    base = rng.uniform(0.36, 0.50)
+    level = rng.uniform(10.0, 60.0)
+    for day in range(days):
+        base = np.clip(base + rng.normal(0.0, 0.02), 0.33, 0.53)
+        sky = rng.uniform(0.0, 1.0)  # 0 overcast, 1 clear
+        noon, width = rng.uniform(11.0, 13.5), rng.uniform(2.2, 3.5)
+        dip = (0.02 + 0.26 * sky) * np.exp(-(((hour - noon) / width) ** 2) / 2)
+        morning = rng.uniform(0.0, 0.03) * np.exp(-(((hour - 7.5) / 1.5) ** 2) / 2)
+        evening = rng.uniform(0.01, 0.06) * np.exp(-(((hour - 18.5) / 2.0) ** 2) / 2)
+        co2[day] = np.clip(base - dip + morning + evening + rng.normal(0.0, 0.006, 24), 0.15, 0.6)
+
+        level = 0.3 * level + 0.7 * rng.uniform(8.0, 62.0)
+        slope = rng.uniform(-0.02, 0.04) * (hour - 12.5)
+        early_closing = np.where((hour >= 16) & (rng.random() < 0.1), 0.5, 1.0)
+        shape = (1.0 + slope) * early_closing * rng.normal(1.0, 0.08, 24)
+        load[day, HOURS] = np.clip(level * shape, 2.0, 90.0)[list(HOURS)]
+    dates = tuple(start + timedelta(days=day) for day in range(days))
+    return Profile(dates, co2.round(3), load.round(1))
+
+
+class ProfileError(ValueError):
+    """A profile that cannot be used; `problems` lists everything that is wrong with it, one line each."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+# What a header may be called, after NFKC normalisation (full-width letters, subscript 2) and lowercasing.
+COLUMN_PATTERNS = {
+    "datetime": r"date|time|日時",
+    "co2": r"co2|carbon",
+    "load": r"load|cool|demand|\[kw\]|冷房|需要",
+}
+DATETIME_FORMATS = ("%Y/%m/%d %H:%M", "%Y/%m/%d %H:%M:%S")  # beside ISO 8601: what spreadsheets write
+
+
+def find_columns(header: list[str], chosen: dict[str, str | None]) -> tuple[dict[str, int], list[str]]:
+    """Finds the datetime, co2 and load columns in a header; returns their positions and what is wrong with it."""
+    found: dict[str, int] = {}
+    problems = []
+    plain = [unicodedata.normalize("NFKC", name).strip().lower() for name in header]
+    for kind, pattern in COLUMN_PATTERNS.items():
+        name = chosen.get(kind)
+        if name is not None:
+            matches = [i for i, column in enumerate(header) if column.strip() == name.strip()]
+            if not matches:
+                problems.append(f"no column named {name!r} (asked for with --{kind}-column); the header has {header}")
+        else:
+            others = {i for other, i in found.items() if other != kind}
+            others |= {i for i, column in enumerate(header) if column in (chosen.get("co2"), chosen.get("load"))}
+            matches = [i for i, column in enumerate(plain) if i not in others and re.search(pattern, column)]
+            if kind == "datetime":  # the plain name wins over, say, time_of_use
+                matches = [i for i in matches if plain[i] == kind] or matches
+            if not matches:
+                advice = f"or name it with --{kind}-column" if kind != "datetime" else "one row an hour"
+                problems.append(
+                    f"no {kind} column: a header should contain one of {pattern}, {advice}; it has {header}"
+                )
+        if len(matches) > 1:
+            names = [header[i] for i in matches]
+            advice = f"choose one with --{kind}-column" if kind != "datetime" else "rename the others"
+            problems.append(f"{len(matches)} columns could be the {kind} column: {names}; {advice}")
+        if matches:
+            found[kind] = matches[0]
+    return found, problems
+
+
+def parse_datetime(text: str) -> datetime:
+    """Reads the start of an hour in local time; raises ValueError with what is wrong."""
+    stamp = None
+    for parse in (datetime.fromisoformat, *(lambda s, f=f: datetime.strptime(s, f) for f in DATETIME_FORMATS)):
+        try:
+            stamp = parse(text)
+            break
+        except ValueError:
+            continue
+    if stamp is None:
+        raise ValueError("is not a date and time; write it like 2025-04-14 08:00:00")
+    if stamp.tzinfo is not None:
+        raise ValueError("has a UTC offset; write the plant's local time without one")
+    if (stamp.minute, stamp.second, stamp.microsecond) != (0, 0, 0):
+        raise ValueError("is not a full hour; give hourly means, one row an hour")
+    return stamp
+
+
+def parse_number(text: str, kind: str, hour: int | None) -> float:
+    """Reads a CO2 intensity or a load; raises ValueError with what is wrong."""
+    if not text:
+        raise ValueError("is empty; fill it in")
+    try:
+        value = float(text) if "_" not in text else math.nan  # Python would read 1_0 as 10
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError("is not a finite number; fill it in, with a decimal point and no unit")
+    if value < 0:
+        raise ValueError("is negative; it must be 0 or more")
+    if kind == "co2" and value > 2.0:
+        raise ValueError("is more than 2 kg/kWh; divide by 1000 if it is in g/kWh")
+    if kind == "load" and value > 0 and hour is not None and hour not in HOURS:
+        raise ValueError(f"is a load outside {HOURS[0]:02d}:00-{HOURS[-1]:02d}:00, which is not simulated; set it to 0")
+    return value
+
+
+def decode(raw: bytes) -> str:
+    """Decodes a CSV in UTF-8 (with or without byte order mark) or CP932; raises ValueError with what to do."""
+    if raw.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in raw:
+        raise ValueError("is not UTF-8 text (UTF-16 or binary); save it as a CSV in UTF-8")
+    for encoding in ("utf-8-sig", "cp932"):
+        try:
+            return raw.decode(encoding)
+        except UnicodeDecodeError:
+            continue
+    raise ValueError("is neither UTF-8 nor CP932 (Shift JIS); save it as a CSV in UTF-8")
+
+
+def read_profile(path: str | Path, co2_column: str | None = None, load_column: str | None = None) -> Profile:
+    """Reads hourly data from a CSV with a datetime, a CO2 intensity [kg/kWh] and a cooling load [kW] column.
+
+    Columns are found by name (English or Japanese) unless they are named here. Days must be complete in the decision
+    hours; night hours may be missing. A file may hold several blocks of consecutive days, each of four days or more.
+    Raises ProfileError listing every problem with file, row (1 is the first below the header), line and column.
+    """
+    path = Path(path)
+    try:
+        reader = csv.reader(io.StringIO(decode(path.read_bytes()), newline=""))
+        rows, line = [], 1  # pairs of (line that the row begins in, cells)
+        for cells in reader:
+            rows.append((line, cells))
+            line = reader.line_num + 1
+    except OSError as error:
+        raise ProfileError([f"{path}: cannot be read: {error.strerror}"]) from None
+    except (ValueError, csv.Error) as error:
+        raise ProfileError([f"{path}: {error}"]) from None
+    header = rows[0][1] if rows else []
+    if not any(cell.strip() for cell in header):
+        raise ProfileError([f"{path}: is empty; the first line must name the columns"])
+    if len(header) < 3:
+        raise ProfileError([f"{path}, header: only {len(header)} column(s) {header}; separate three by commas"])
+    columns, problems = find_columns(header, {"co2": co2_column, "load": load_column})
+    if problems:
+        raise ProfileError([f"{path}, header: {problem}" for problem in problems])
+    if columns["co2"] == columns["load"]:
+        raise ProfileError([f"{path}, header: column {header[columns['co2']]!r} cannot be both co2 and load"])
+
+    hours: dict[datetime, tuple[float, float]] = {}
+    seen: dict[datetime, str] = {}
+    previous: datetime | None = None
+    for number, (line, row) in enumerate(((line, row) for line, row in rows[1:] if row), start=1):
+        if not any(cell.strip() for cell in row):
+            continue  # empty cells, as spreadsheets leave them behind the table
+        here = f"row {number} (line {line})"
+        if len(row) != len(header):
+            problems.append(f"{path}, {here}: {len(row)} cells, the header has {len(header)} columns")
+            continue
+        stamp: datetime | None = None
+        values = {}
+        for kind in ("datetime", "co2", "load"):
+            text = row[columns[kind]].strip()
+            try:
+                if kind == "datetime":
+                    stamp = parse_datetime(text)
+                else:
+                    values[kind] = parse_number(text, kind, stamp.hour if stamp else None)
+            except ValueError as error:
+                problems.append(f"{path}, {here}, column {header[columns[kind]]!r}: {text!r} {error}")
+        if stamp is None:
+            continue
+        where = f"{path}, {here}, column {header[columns['datetime']]!r}: '{stamp}'"
+        if stamp in seen:
+            problems.append(f"{where} is in {seen[stamp]} already; keep one of them")
+        elif previous is not None and stamp < previous:
+            problems.append(f"{where} comes after '{previous}'; sort the rows by time")
+        seen.setdefault(stamp, here)
+        previous = stamp
+        hours[stamp] = (values.get("co2", 0.0), values.get("load", 0.0))
+
+    dates = sorted({stamp.date() for stamp in seen})
+    for day in dates:
+        missing = [f"{hour:02d}:00" for hour in HOURS if datetime.combine(day, time(hour)) not in seen]
+        if missing:
+            problems.append(f"{path}: {day}: no row for {' '.join(missing)}; every day needs each decision hour")
+    starts = [i for i, day in enumerate(dates) if i == 0 or (day - dates[i - 1]).days != 1] + [len(dates)]
+    needed = DECISION_DAYS + 1
+    if len(dates) < needed:
+        problems.append(f"{path}: {len(dates)} day(s); at least {needed} are needed (three to decide on, one after)")
+    else:
+        for start, end in zip(starts, starts[1:], strict=False):
+            if end - start < needed:
+                gap = "add the days missing around them or take these out"
+                span = f"{dates[start]} to {dates[end - 1]}"
+                problems.append(f"{path}: {span}: {end - start} consecutive day(s), {needed} are needed; {gap}")
+    if problems:
+        raise ProfileError(problems)
+    table = np.full((len(dates), 24, 2), np.nan)
+    index = {day: i for i, day in enumerate(dates)}
+    for stamp, pair in hours.items():
+        table[index[stamp.date()], stamp.hour] = pair
+    return Profile(tuple(dates), table[..., 0], table[..., 1])
+
+
+def profile_csv(profiles: Sequence[Profile]) -> str:
+    """Writes profiles as one CSV, the way `read_profile` reads it back."""
+    rows = []
+    for profile in profiles:
+        for day, co2, load in zip(profile.dates, profile.co2, profile.load_kw, strict=True):
+            for hour in range(24):
+                rows.append([datetime.combine(day, time(hour)), f"{co2[hour]:.3f}", f"{load[hour]:.1f}"])
+    return to_csv(PROFILE_COLUMNS, rows)
+
+
+def to_csv(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Writes a table as CSV text with plain line feeds."""
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(rows)
+    return text.getvalue()
