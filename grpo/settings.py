@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO"""
+"""The table of settings: one line each, read from environment variables, with hints for typos."""
 
 from __future__ import annotations
 

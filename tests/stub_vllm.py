@@ -264,3 +264,6 @@ class StubLLM:
         if parameters.flat_logprobs:
             return SimpleNamespace(logprobs=values)
         return [{token: SimpleNamespace(logprob=v)} for token, v in zip(tokens, values, strict=True)]
+
+
+SYNCS = ("merge", "lora")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO"""
+"""Users' CSVs to rows. Every problem names file, row, column and line."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO"""
+"""Rows to rendered prompts, and the order in which a run asks them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO"""
+"""Reward functions: found, checked before the run, and called as TRL calls them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO"""
+"""Held-out reward before and after training."""
 
 from __future__ import annotations
 

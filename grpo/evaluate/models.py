@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO"""
+"""A model without a trainer, for scripts/evaluate.py."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO"""
+"""report.html: one page without network or scripts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO"""
+"""The sections of a run's report."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO"""
+"""What a run's folder holds, read for its report."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO"""
+"""What happens around each step: timing, stopping, the progress bar."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO"""
+"""TRL's GRPOTrainer with this project's rollouts and learner."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO"""
+"""The learner's attention against float64."""
 
 from __future__ import annotations
 

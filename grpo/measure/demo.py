@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO"""
+"""The tiny model on three seeds."""
 
 from __future__ import annotations
 

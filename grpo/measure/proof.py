@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO"""
+"""The proof's run and the collection of its figures."""
 
 from __future__ import annotations
 

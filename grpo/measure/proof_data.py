@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO"""
+"""The proof's scales, rows and vocabulary."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO"""
+"""The proof's mid-size model and its warm-up."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO"""
+"""What every measurement says about itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from grpo.evaluate.report import read_log
+from grpo.evaluate.run_data import read_log
 from grpo.settings import ROOT
 
 BENCH = ROOT / "scripts" / "bench.py"

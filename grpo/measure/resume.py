@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO"""
+"""A killed run beside its continuation."""
 
 from __future__ import annotations
 

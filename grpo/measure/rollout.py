@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO"""
+"""vLLM beside the trainer."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO"""
+"""This learner beside TRL's padded path."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO"""
+"""A run in this process with its trainer and engine watched."""
 
 from __future__ import annotations
 

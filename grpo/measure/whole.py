@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO"""
+"""The whole path for a few steps, weights compared before and after."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO"""
+"""Attention, exact with gpt-oss's sinks, over rows that share a prompt."""
 
 from __future__ import annotations
 

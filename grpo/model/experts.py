@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO"""
+"""gpt-oss's experts: fused, frozen, and optionally kept in MXFP4."""
 
 from __future__ import annotations
 

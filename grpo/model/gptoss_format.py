@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO"""
+"""gpt-oss's checkpoint format: MXFP4, chat template, config, tensors, safetensors."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO"""
+"""Loading: the model in BF16 or with packed experts, the tokenizer."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO"""
+"""Completions that share a prompt, packed into dense rows."""
 
 from __future__ import annotations
 

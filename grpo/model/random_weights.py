@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO"""
+"""A full-size checkpoint of random weights, and the check of any checkpoint."""
 
 from __future__ import annotations
 

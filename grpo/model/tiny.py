@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO"""
+"""The tiny model: made once, kept in the user's cache."""
 
 from __future__ import annotations
 

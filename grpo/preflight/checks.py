@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO"""
+"""Every check that needs no training, and the plan of the run in words."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO"""
+"""Automatic choices: pure functions that return what they chose, and why."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO"""
+"""The small files of a model: of a folder, of the Hub, or of `tiny`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO"""
+"""The machine and its packages, read without importing anything heavy."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO"""
+"""How much memory a run takes, and the batch sizes that follow from it."""
 
 from __future__ import annotations
 

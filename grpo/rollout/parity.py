@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO"""
+"""The train/inference mismatch check: vLLM's log-probs against the trainer's."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO"""
+"""What is changed inside vLLM, with the upstream issue beside each."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO"""
+"""What a run leaves to download: the zip, and the adapter's model card."""
 
 from __future__ import annotations
 

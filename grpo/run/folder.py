@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO"""
+"""The folder of a run: what is there, and what may be done with it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO"""
+"""What a run writes while it goes on: tables of columns, CSVs row by row, training.log."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO"""
+"""A policy runs the plant hour by hour: rules, the optimum, or a model."""
 
 from __future__ import annotations
 

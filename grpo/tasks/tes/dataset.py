@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO"""
+"""Rows to learn from: decisions along trajectories through the plant's days."""
 
 from __future__ import annotations
 

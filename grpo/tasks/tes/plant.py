@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO"""
+"""The thermal energy storage (TES) plant: one hour of it, and the exact optimum."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO"""
+"""Hourly profiles of CO2 intensity and cooling load: read from CSVs, or invented."""
 
 from __future__ import annotations
 

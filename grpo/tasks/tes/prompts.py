@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO"""
+"""What a prompt tells of the plant before a decision."""
 
 from __future__ import annotations
 

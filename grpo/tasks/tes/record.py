@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO"""
+"""closed_loop.json: what each policy did in each window, and the totals."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ from grpo.model.tiny_warmup import (
 from grpo.preflight.hub import recipe_hash, tiny_path
 from grpo.tasks.tes.dataset import synthetic_rows
 
-SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "make_model.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "make_model.py"
 sys.path.insert(0, str(SCRIPT.parent))
 
 import make_model as mm  # noqa: E402

@@ -7,14 +7,12 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 import zipfile
 from pathlib import Path
 
 import pytest
-from conftest import CLEAN, ROOT, SCRIPT, read_csv, run_script
+from conftest import CLEAN, ROOT, read_csv, run_script
+from runs import SETTINGS, start, wait_for_step
 
 import train_grpo
 from grpo.data.prompts import prompt_order
@@ -22,10 +20,6 @@ from grpo.model.load import load_model
 from grpo.run.folder import COMPLETE, last_checkpoint
 from grpo.run.logs import COMPLETIONS, METRICS
 
-SETTINGS = {
-    "MODEL_ID": "tiny", "TOTAL_STEPS": 6, "SAVE_STEPS": 2, "PROMPTS_PER_STEP": 3, "NUM_GENERATIONS": 4, "EVAL_SAMPLES": 0,
-    "DATA": "data/tes_heldout_compact.csv", "SEED": 5,
-}  # fmt: skip
 LOGGED = [name for name in METRICS if not name.endswith(("_s", "time"))]
 
 
@@ -146,21 +140,6 @@ def test_an_unpacked_zip_and_a_run_without_its_checkpoints_are_not_touched(whole
             assert "cannot be used, see below" in done.stdout and "starts at step 0" not in done.stdout
     after = contents(tmp_path)
     assert after == before
-
-
-def start(folder: Path, **settings: object) -> subprocess.Popen:
-    environ = CLEAN | {k: str(v) for k, v in (SETTINGS | {"OUTPUT_DIR": folder} | settings).items()}
-    return subprocess.Popen([sys.executable, str(SCRIPT)], env=environ, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
-
-
-def wait_for_step(folder: Path, step: int) -> None:
-    deadline = time.time() + 200
-    while time.time() < deadline:
-        path = folder / "metrics.csv"
-        if path.exists() and any(line.startswith(f"{step},") for line in path.read_text().splitlines()):
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"step {step} was never logged")
 
 
 def assert_same_run(folder: Path, whole: Path) -> None:

@@ -261,7 +261,7 @@ def test_a_peak_counts_from_what_was_free_before_the_process_came(monkeypatch):
 
 def test_gradients_are_compared_with_trls(tiny, tmp_path, monkeypatch):
     """In float32 on a CPU this learner's are TRL's, and other prompts give others."""
-    from test_learner import batch, make, plain_float32
+    from trainers import batch, make, plain_float32
 
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)

@@ -21,7 +21,7 @@ from conftest import CLEAN, ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from test_report import EVALUATION, GPU, metrics_row, write_run
+from run_folders import EVALUATION, GPU, metrics_row, write_run
 
 from grpo.run.folder import CHECKPOINT_FILES, COMPLETE, lock_run, trim_csv, write_text
 from grpo.run.logs import METRICS, CsvLog

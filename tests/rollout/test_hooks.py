@@ -19,7 +19,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from test_engine import H100, SYNCS
+from machines import H100
+from stub_vllm import SYNCS
 
 from grpo.preflight.choices import VLLM_COLDEST
 from grpo.preflight.hub import REAL_CONFIG

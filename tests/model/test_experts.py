@@ -7,7 +7,6 @@ Run: python -m pytest tests/test_experts.py
 from __future__ import annotations
 
 import importlib.util
-import json
 import shutil
 import subprocess
 import sys
@@ -15,10 +14,11 @@ import sys
 import pytest
 import torch
 from conftest import CLEAN, ROOT
+from expert_models import config_of, load
 
 from grpo.model.experts import activation, activation_backward, expert_weights, frozen_experts, unpack_mxfp4
 from grpo.model.gptoss_format import dequantize_mxfp4
-from grpo.model.load import load_generation_config, load_model, load_packed
+from grpo.model.load import load_generation_config, load_packed
 from grpo.preflight.machine import GIB, Machine
 from grpo.preflight.memory import plan_memory
 from grpo.settings import Settings
@@ -82,14 +82,6 @@ def test_kernels_equal_plain_torch():
     environ = CLEAN | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", KERNELS], env=environ, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0 and "all equal" in done.stdout, done.stdout + done.stderr
-
-
-def config_of(tiny):
-    return json.loads((tiny / "config.json").read_text(encoding="utf-8"))
-
-
-def load(tiny, experts):
-    return load_model(str(tiny), config_of(tiny), "eager", experts)
 
 
 def routed(module, tokens=17, top=4, seed=0, dtype=torch.float32):

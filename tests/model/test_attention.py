@@ -12,12 +12,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packed_rows import DIM, HEADS, KEY_HEADS, REFERENCE, SCALE, normal, packed
 from reference_kernel import reference_backward, reference_forward
 
 from grpo.model.attention import (
     KERNELS,
     ONE_ROW,
-    Kernel,
     flex_mask,
     flex_sinks,
     hidden_states,
@@ -30,10 +30,6 @@ from grpo.model.load import load_model
 from grpo.model.packing import make_layout, may_attend
 from grpo.preflight.memory import bucket
 
-REFERENCE = Kernel(reference_forward, reference_backward)
-HEADS, KEY_HEADS, DIM, SCALE = 4, 2, 8, 0.3
-# (queries, keys) of each packed sequence: as many keys as queries, keys of a prefix before them, a single query.
-LENGTHS = [(5, 5), (3, 9), (1, 6), (7, 7)]
 WINDOWS = [None, 1, 3, 100]
 # Two completions share a prompt, a third has its own; lengths down to one token.
 PROMPTS, COMPLETIONS = [[1, 2, 3], [1, 2, 3], [4]], [[5, 6], [7], [8, 9, 5]]
@@ -44,19 +40,6 @@ def reference(monkeypatch):
     """The reference kernel as a choice of ATTN_IMPL."""
     monkeypatch.setitem(KERNELS, "reference", REFERENCE)
     monkeypatch.setattr("grpo.learn.trainer.ONE_ROW", (*ONE_ROW, "reference"))
-
-
-def normal(*shape, generator, dtype=torch.float64):
-    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-
-
-def packed(dtype=torch.float64, lengths=LENGTHS, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    starts_q, starts_k = (torch.tensor([0, *n]).cumsum(0).int() for n in zip(*lengths, strict=True))
-    q = normal(int(starts_q[-1]), HEADS, DIM, generator=g, dtype=dtype)
-    k, v = (normal(int(starts_k[-1]), KEY_HEADS, DIM, generator=g, dtype=dtype) for _ in range(2))
-    longest_q, longest_k = (max(n) for n in zip(*lengths, strict=True))
-    return q, k, v, (starts_q, starts_k, longest_q, longest_k, SCALE)
 
 
 def one_query(q, keys, values, sink):

@@ -20,8 +20,8 @@ import pytest
 from conftest import read_csv
 from hypothesis import given
 from hypothesis import strategies as st
-from stub_vllm import StubLLM, StubLoRARequest, StubSampling
-from test_learner import BOTH, loss_and_gradients, make
+from stub_vllm import SYNCS, StubLLM, StubLoRARequest, StubSampling
+from trainers import BOTH, loss_and_gradients, make
 from trl import GRPOConfig
 
 import train_grpo
@@ -49,7 +49,6 @@ from grpo.run.logs import METRICS, boxed
 from grpo.settings import FIELDS, ROOT, Problems, Settings, parse_value
 
 H100 = Machine("NVIDIA H100 80GB HBM3", 1, 79.6, 79.0, 110.0, 16, "x86_64")
-SYNCS = ("merge", "lora")
 EXACT = 2e-4  # nats: both sides compute in float32, in another order
 
 

@@ -18,6 +18,7 @@ from conftest import CLEAN, RENDERED, ROOT, run_script, write_csv
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from machines import CPU, GOOD_VERSIONS, H100, package_problems
 from peft import LoraConfig
 
 import train_grpo
@@ -39,9 +40,7 @@ from grpo.preflight.hub import REAL_CONFIG, REAL_MODEL, ModelFiles, checkpoint_g
 from grpo.preflight.machine import (
     GIB,
     TESTED,
-    Machine,
     cgroup_free,
-    check_packages,
     check_trackers,
     installed_versions,
     read_machine,
@@ -52,9 +51,6 @@ from grpo.preflight.memory import ASLEEP_GIB, PASS_TOKENS, find_limits, misfit, 
 from grpo.run.folder import CHECKPOINT_FILES, COMPLETE, inspect_run, lock_run, prepare_run, set_aside, trim_csv
 from grpo.run.logs import CsvLog, boxed, parse_rate_warning
 from grpo.settings import Problems, Settings
-
-H100 = Machine("NVIDIA H100 80GB HBM3", 1, 79.6, 79.0, 110.0, 16, "x86_64")
-CPU = Machine(ram_free=20.0, cores=2, arch="x86_64")
 
 
 def only(problems):
@@ -516,14 +512,6 @@ def test_missing_download_space_names_the_cache(tmp_path, monkeypatch):
 
 
 # ---- Packages --------------------------------------------------------------------------------------------------------
-
-GOOD_VERSIONS = {name: oldest for name, (oldest, _) in TESTED.items()}
-
-
-def package_problems(versions, **changes):
-    problems = Problems()
-    check_packages(Settings(**changes), versions, problems)
-    return problems
 
 
 def test_packed_experts_need_a_checkpoint_that_has_them():

@@ -13,10 +13,10 @@ import re
 import pytest
 import torch
 from conftest import read_csv, run_script
-from test_experts import load
-from test_learner import batch, loss_and_gradients, make, plain_float32
+from expert_models import load
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from trainers import batch, loss_and_gradients, make, plain_float32
 
 TILE = 80  # of the tiny model's 592 tokens: seven tiles and a smaller one; equal to no other size of the model
 

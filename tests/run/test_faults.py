@@ -22,7 +22,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import CLEAN, ROOT, SCRIPT, run_script
-from test_run import SETTINGS, start, wait_for_step
+from runs import SETTINGS, start, wait_for_step
 
 import train_grpo
 from grpo import settings

@@ -13,9 +13,9 @@ import types
 
 import pytest
 import torch
+from machines import CPU, GOOD_VERSIONS, H100, package_problems
+from packed_rows import LENGTHS, SCALE, packed
 from reference_kernel import reference_backward, reference_forward
-from test_attention import LENGTHS, SCALE, packed
-from test_preflight import CPU, GOOD_VERSIONS, H100, package_problems
 
 import train_grpo
 from grpo.model.attention import FLEX_VERSIONS, KERNELS, flex_mask, flex_sinks, unusable_attention

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Machines and package versions that tests pretend to have."""
+
+from __future__ import annotations
+
+from grpo.preflight.machine import (
+    TESTED,
+    Machine,
+    check_packages,
+)
+from grpo.settings import Problems, Settings
+
+H100 = Machine("NVIDIA H100 80GB HBM3", 1, 79.6, 79.0, 110.0, 16, "x86_64")
+
+
+CPU = Machine(ram_free=20.0, cores=2, arch="x86_64")
+
+
+GOOD_VERSIONS = {name: oldest for name, (oldest, _) in TESTED.items()}
+
+
+def package_problems(versions, **changes):
+    problems = Problems()
+    check_packages(Settings(**changes), versions, problems)
+    return problems

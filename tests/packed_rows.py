@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packed rows for tests of attention."""
+
+from __future__ import annotations
+
+import torch
+from reference_kernel import reference_backward, reference_forward
+
+from grpo.model.attention import (
+    Kernel,
+)
+
+REFERENCE = Kernel(reference_forward, reference_backward)
+
+
+HEADS, KEY_HEADS, DIM, SCALE = 4, 2, 8, 0.3
+
+
+# (queries, keys) of each packed sequence: as many keys as queries, keys of a prefix before them, a single query.
+LENGTHS = [(5, 5), (3, 9), (1, 6), (7, 7)]
+
+
+def normal(*shape, generator, dtype=torch.float64):
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+
+def packed(dtype=torch.float64, lengths=LENGTHS, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    starts_q, starts_k = (torch.tensor([0, *n]).cumsum(0).int() for n in zip(*lengths, strict=True))
+    q = normal(int(starts_q[-1]), HEADS, DIM, generator=g, dtype=dtype)
+    k, v = (normal(int(starts_k[-1]), KEY_HEADS, DIM, generator=g, dtype=dtype) for _ in range(2))
+    longest_q, longest_k = (max(n) for n in zip(*lengths, strict=True))
+    return q, k, v, (starts_q, starts_k, longest_q, longest_k, SCALE)
