@@ -162,7 +162,7 @@ def train(check: Preflight, model_path: str) -> int:
     from grpo.learn.trainer import Trainer
     from grpo.model.load import load_model, load_tokenizer
     from grpo.rollout.engine import start_engine
-    from grpo.rollout.parity import parity_gate
+    from grpo.rollout.parity import check_mismatch
 
     s, started, folder = check.settings, time.time(), check.run.folder
     if check.run.checkpoint is None:
@@ -195,7 +195,7 @@ def train(check: Preflight, model_path: str) -> int:
     try:
         if check.rollouts[0]:
             context.engine = start_engine(s, check.plan.engine, model_path, trainer.eos_token_ids)
-            parity_gate(trainer)
+            check_mismatch(trainer)
         measure(check, trainer, base=True)
         stop.at_once = False
         trainer.train(resume_from_checkpoint=str(check.run.checkpoint) if check.run.checkpoint else None)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from trainers import BOTH, batch, loss_and_gradients, make, plain_float32, plain_trl, policy_logps
 
 from grpo.data.prompts import PromptSampler, prompt_order, sampling_seed
-from grpo.evaluate.heldout import complete
+from grpo.evaluate.heldout import generate_completions
 from grpo.learn import trainer
 from grpo.learn.trainer import TOKEN_MEANS, Rollouts
 from grpo.model.packing import cut_passes, make_layout, padded_like
@@ -371,7 +371,7 @@ def test_a_prompt_is_tokenized_once_for_all_its_completions(tiny, tmp_path):
     trainer.processing_class = lambda text: asked.append(list(text)) or tokenizer(text=text)
     assert trainer._tokenize_prompts([a, a, b, a]) == expected
     trainer._generate_single_turn = lambda prompt_ids, *rest: (prompt_ids, None)
-    assert complete(trainer, [a, a, b, a], 2, base=False) == expected[0]
+    assert generate_completions(trainer, [a, a, b, a], 2, base=False) == expected[0]
     assert asked == [[a, b]] * 2
 
 
