@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 from conftest import read_csv
-from stub_vllm import set_adapter, trainer_with_engine
+from engines import set_adapter, trainer_with_engine
 from trainers import BOTH, loss_and_gradients
 from trl import GRPOConfig, GRPOTrainer
 
@@ -26,8 +26,6 @@ def build(tiny, tmp_path):
 
 def scored_batch(trainer):
     """A step's batch as TRL makes it, with the advantages replaced by ones that are not zero."""
-    import torch
-
     set_adapter(trainer, 1)
     trainer.model.train()
     rows = [0, 0, 1, 1]
@@ -96,8 +94,6 @@ def test_a_step_learns_from_the_engines_log_probs(build):
 
 def test_trl_leaves_vllm_and_its_correction_to_us():
     """With use_vllm off TRL must still pass on the log-probs that `_generate_single_turn` returns, and compute none."""
-    from trl import GRPOTrainer
-
     scoring = inspect.getsource(GRPOTrainer._generate_and_score_completions)
     assert scoring.count("self.use_vllm and self.vllm_importance_sampling_correction") >= 3
     assert "sampling_per_token_logps_list" in scoring and 'float("nan") if x is None' in scoring
@@ -114,8 +110,6 @@ def test_no_correction_is_left_to_trl(mode, tmp_path):
 
 
 def test_importance_ratio():
-    import torch
-
     logps, sampled = torch.zeros(2, 3), torch.tensor([[-1.0, math.nan, 0.5], [-0.5, -0.5, 9.0]])
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
     e = math.exp

@@ -41,9 +41,9 @@ def test_cache_of_a_step(completion, gib):
     assert f"12 prompts of 930 tokens x 8 completions of {completion}" in engine.cache_reason
 
 
-def test_the_real_run_fits_beside_the_trainer(tmp_path):
+def test_the_real_run_fits_beside_the_trainer():
     chosen = plan()
-    assert chosen.peak < H100.gpu_free and not machine_problems(H100, tmp_path)
+    assert chosen.peak < H100.gpu_free
     engine = chosen.engine
     assert chosen.peak == pytest.approx(
         chosen.weights + chosen.adapter + max(engine.awake, chosen.learning + engine.asleep)

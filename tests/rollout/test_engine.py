@@ -13,14 +13,14 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 import triton
+from engines import EXACT, apart, prompts_of, set_adapter, trainer_logps, trainer_with_engine
 from machines import H100
-from stub_vllm import EXACT, SYNCS, StubLLM, StubLoRARequest, StubSampling, flat, prompts_of, set_adapter, trainer_logps, trainer_with_engine
+from stub_vllm import SYNCS, StubLLM, StubLoRARequest, StubSampling
 
 from grpo.preflight.hub import DOWNLOAD_GIB, REAL_CONFIG
 from grpo.preflight.machine import GIB
 from grpo.preflight.memory import BATCHED_TOKENS, EnginePlan, capture_sizes, plan_memory
-from grpo.rollout import engine as rollout_engine
-from grpo.rollout.engine import WARM_UP_TOKENS, Engine, EngineError, engine_arguments
+from grpo.rollout.engine import WARM_UP_TOKENS, Engine, EngineError, engine_arguments, start_engine
 from grpo.rollout.vllm_patches import close_process_group
 from grpo.settings import Settings
 
@@ -49,8 +49,6 @@ def test_order_of_a_rollout(build, sync):
 
 
 def test_a_seed_is_a_rollout(build):
-    import torch
-
     trainer = build(TEMPERATURE=2.0)
     engine, prompts = trainer.run.engine, prompts_of(trainer)
     first = engine.rollout(trainer.model, prompts, seed=7)
@@ -72,8 +70,8 @@ def test_an_evaluation_of_the_base_leaves_the_adapter_out(build):
     trainer.run.stream = "base"
     ids, values = trainer._generate_single_turn(prompts, None, {}, 1)
     with trainer.model.disable_adapter():
-        assert (flat(values) - trainer_logps(trainer, prompts, ids)).abs().max() < EXACT
-    assert (flat(values) - trainer_logps(trainer, prompts, ids)).abs().max() > 10 * EXACT
+        assert apart(values, trainer_logps(trainer, prompts, ids)) < EXACT
+    assert apart(values, trainer_logps(trainer, prompts, ids)) > 10 * EXACT
 
 
 def test_generating_needs_an_awake_engine_with_the_adapter(build):
@@ -81,15 +79,15 @@ def test_generating_needs_an_awake_engine_with_the_adapter(build):
     engine, prompts = trainer.run.engine, prompts_of(trainer)
     with pytest.raises(EngineError, match="awake"):
         engine.generate(prompts, 1)
-    with pytest.raises(EngineError, match="sleeping"):
-        engine.hand_over(trainer.model)
+    with pytest.raises(EngineError, match="sleeping engine"):
+        engine.sync_weights(trainer.model)
     engine.wake()
-    with pytest.raises(EngineError, match="handed over"):
+    with pytest.raises(EngineError, match="synced"):
         engine.generate(prompts, 1)
-    engine.hand_over(trainer.model)
+    engine.sync_weights(trainer.model)
     engine.sleep()
     engine.wake()
-    with pytest.raises(EngineError, match="handed over"):
+    with pytest.raises(EngineError, match="synced"):
         engine.generate(prompts, 1)
     assert "generate" not in engine.llm.calls
 
@@ -112,31 +110,30 @@ def test_torch_gives_its_free_blocks_back_before_the_engine_wakes(build, monkeyp
     assert order == ["empty_cache", "wake_up"]
 
 
-def test_faults_name_what_failed_and_what_helps(build):
-    import torch
-
-    def broken(call, error, **changes):
-        trainer = build(**changes)
-        trainer.run.engine.llm.fail[call] = (1, error)
-        with pytest.raises(EngineError) as caught:
-            trainer.run.engine.rollout(trainer.model, prompts_of(trainer), seed=1)
-        assert caught.value.__cause__ is error
-        return str(caught.value)
-
-    message = broken("wake_up", torch.OutOfMemoryError("CUDA out of memory"))
-    assert "waking" in message and "OutOfMemoryError" in message and "MICRO_BATCH" in message
-    message = broken("generate", RuntimeError("an illegal memory access\nlong trace"))
-    assert "generating failed (RuntimeError: an illegal memory access)" in message and "it continues" in message
-    assert "host memory" in broken("sleep", MemoryError()).lower()
-    assert "ROLLOUT_SYNC" in broken("apply_model", KeyError("attn"))
-    assert "ROLLOUT_SYNC" in broken("add_lora", ValueError("rank"), ROLLOUT_SYNC="lora")
+@pytest.mark.parametrize(
+    ("sync", "call", "error", "words"),
+    [
+        ("merge", "wake_up", torch.OutOfMemoryError("CUDA out of memory"), ["waking", "OutOfMemoryError", "MICRO_BATCH"]),
+        ("merge", "generate", RuntimeError("an illegal memory access\nlong trace"),
+         ["generating failed (RuntimeError: an illegal memory access). ", "it continues"]),
+        ("merge", "sleep", MemoryError(), ["Host memory"]),
+        ("merge", "apply_model", KeyError("attn"), ["weight sync", "ROLLOUT_SYNC"]),
+        ("lora", "add_lora", ValueError("rank"), ["weight sync", "ROLLOUT_SYNC"]),
+    ],
+)  # fmt: skip
+def test_faults_name_what_failed_and_what_helps(build, sync, call, error, words):
+    trainer = build(ROLLOUT_SYNC=sync)
+    trainer.run.engine.llm.fail[call] = (1, error)
+    with pytest.raises(EngineError) as caught:
+        trainer.run.engine.rollout(trainer.model, prompts_of(trainer), seed=1)
+    assert caught.value.__cause__ is error and all(word in str(caught.value) for word in words)
 
 
 def test_answers_that_do_not_match_the_requests_are_errors(build, monkeypatch):
     trainer = build()
     engine, prompts = trainer.run.engine, prompts_of(trainer)
     engine.wake()
-    engine.hand_over(trainer.model)
+    engine.sync_weights(trainer.model)
     whole = engine.llm.generate
     monkeypatch.setattr(engine.llm, "generate", lambda *a, **k: whole(*a, **k)[1:])
     with pytest.raises(EngineError, match="3 of 4"):
@@ -154,11 +151,10 @@ def test_answers_that_do_not_match_the_requests_are_errors(build, monkeypatch):
 
 def test_engine_arguments():
     def arguments(**changes):
-        settings = Settings(**changes)
-        return engine_arguments(settings, plan(**changes).engine, "/model", 79.6)
+        plan = plan_memory(Settings(**changes), REAL_CONFIG, H100, 930, "eager", DOWNLOAD_GIB).engine
+        return plan, engine_arguments(Settings(**changes), plan, "/model", 79.6)
 
-    merge = arguments(SEED=7)
-    engine = plan().engine
+    engine, merge = arguments(SEED=7)
     assert merge["model"] == "/model" and merge["dtype"] == "bfloat16" and merge["seed"] == 7
     assert "quantization" not in merge, "MXFP4 as the checkpoint says"
     assert merge["enable_sleep_mode"] and merge["logprobs_mode"] == "processed_logprobs"
@@ -170,23 +166,20 @@ def test_engine_arguments():
     compilation = merge["compilation_config"]
     assert compilation["cudagraph_capture_sizes"] == list(capture_sizes(96))
     assert compilation["cudagraph_mode"] == "FULL_DECODE_ONLY" and not compilation["cudagraph_specialize_lora"]
-    lora = arguments(ROLLOUT_SYNC="lora")
+    _, lora = arguments(ROLLOUT_SYNC="lora")
     assert {k: v for k, v in lora.items() if k not in merge} == {
         "enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": 8,
         "lora_target_modules": ["qkv_proj", "o_proj"],
     }  # fmt: skip
-    ranks = {r: arguments(ROLLOUT_SYNC="lora", LORA_R=r)["max_lora_rank"] for r in (1, 2, 8, 9, 16, 200)}
+    ranks = {r: arguments(ROLLOUT_SYNC="lora", LORA_R=r)[1]["max_lora_rank"] for r in (1, 2, 8, 9, 16, 200)}
     assert ranks == {1: 1, 2: 8, 8: 8, 9: 16, 16: 16, 200: 256}
-    eager = arguments(VLLM_EAGER=True)
+    _, eager = arguments(VLLM_EAGER=True)
     assert eager["enforce_eager"] is True and "compilation_config" not in eager
 
 
 @pytest.mark.parametrize("own", [None, "/somewhere/else"])
 def test_triton_keeps_its_cache_where_the_next_start_looks(monkeypatch, own, tiny):
     """torch would move it while vLLM starts; the trainer's own variables come back as they were."""
-    import torch
-    import triton
-
     seen = {}
 
     class LLM(StubLLM):
@@ -199,8 +192,8 @@ def test_triton_keeps_its_cache_where_the_next_start_looks(monkeypatch, own, tin
     vllm.LLM, vllm.SamplingParams, request.LoRARequest = LLM, StubSampling, StubLoRARequest
     for name, module in {"vllm": vllm, "vllm.lora": ModuleType("vllm.lora"), "vllm.lora.request": request}.items():
         monkeypatch.setitem(sys.modules, name, module)
-    for name in ("mend_kernels", "keep_weights_asleep"):
-        monkeypatch.setattr(train_grpo, name, lambda *llm: None)
+    for name in ("patch_kernels", "keep_weights_asleep"):
+        monkeypatch.setattr(f"grpo.rollout.engine.{name}", lambda *llm: None)
     monkeypatch.setattr(Engine, "warm_up", lambda self, max_model_len: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 2**30))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
@@ -210,7 +203,7 @@ def test_triton_keeps_its_cache_where_the_next_start_looks(monkeypatch, own, tin
     plan = EnginePlan(1, 1, 1, "", 1, 1, 2048, 8, (1, 8))
     at_exit = []
     monkeypatch.setattr("atexit.register", at_exit.append)
-    engine = rollout_engine.start_engine(Settings(), plan, str(tiny), [])
+    engine = start_engine(Settings(), plan, str(tiny), [])
     assert engine.asleep and close_process_group in at_exit
     assert seen["TRITON_CACHE_DIR"] == (own or triton.knobs.cache.dir)
     assert os.environ.get("TRITON_CACHE_DIR") == own

@@ -15,7 +15,6 @@ import torch
 from grpo.preflight.hub import REAL_CONFIG
 from grpo.rollout.vllm_patches import keep_weights_asleep
 
-
 KEEP = 4096  # bytes, in place of KEEP_BYTES
 
 
@@ -37,8 +36,6 @@ class FakeGPU:
     a GPU neither a copy nor a second unmapping may touch it. `copies` lists (to host or to gpu, block, bytes)."""
 
     def __init__(self) -> None:
-        import torch
-
         self.buffers = {name: torch.full((size,), i + 1, dtype=torch.uint8) for i, (name, (_, size)) in enumerate(BLOCKS.items())}  # fmt: skip
         self.names = {buffer.data_ptr(): name for name, buffer in self.buffers.items()}
         self.mapped = set(BLOCKS)
@@ -109,8 +106,6 @@ class FakeSleepModeBackend(ABC):
 @pytest.fixture
 def asleep(monkeypatch):
     """(fake GPU, the backend that `keep_weights_asleep` registers), found as vLLM finds it."""
-    import torch
-
     gpu, registry = FakeGPU(), {}
     package, cumem, backends = (
         ModuleType(f"vllm.device_allocator{name}") for name in ("", ".cumem", ".sleep_mode_backend")
@@ -133,15 +128,17 @@ def asleep(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=gpu.host_register))
     monkeypatch.setattr(torch.cuda, "check_error", gpu.checked.append)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: gpu.emptied.append(set(gpu.mapped)))
-    monkeypatch.setattr("grpo.rollout.vllm_patches.KEEP_BYTES", KEEP)
-    monkeypatch.setattr("grpo.rollout.vllm_patches.KeepBackend", None, raising=False)  # and none after the test
     config = SimpleNamespace(sleep_mode_backend="cumem")
     llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=SimpleNamespace(model_config=config)))
     keep_weights_asleep(llm)
-    module, class_name = registry[config.sleep_mode_backend]
-    backend = getattr(importlib.import_module(module), class_name)()
+    path, class_name = registry[config.sleep_mode_backend]
+    module = importlib.import_module(path)
+    gpu.keep_bytes = module.KEEP_BYTES
+    monkeypatch.setattr(module, "KEEP_BYTES", KEEP)
+    backend = getattr(module, class_name)()
     assert isinstance(backend, FakeSleepModeBackend) and backend.preserves_communicators()
-    return gpu, backend
+    yield gpu, backend
+    del sys.modules[path]  # it holds the fakes
 
 
 def test_large_weights_are_copied_to_the_host_once(asleep):
@@ -215,9 +212,9 @@ def test_host_copies_are_pinned(asleep):
     assert sorted(gpu.pinned) == sorted(2 * [BLOCKS[name][1] for name in SMALL])
 
 
-def test_weights_that_are_written_are_smaller_than_those_that_are_kept():
-    """Of gpt-oss-20b, in BF16: the largest that a hand-over writes, against the MXFP4 experts of one layer."""
+def test_weights_that_are_written_are_smaller_than_those_that_are_kept(asleep):
+    """Of gpt-oss-20b, in BF16: the largest that a weight sync writes, against the MXFP4 experts of one layer."""
     c = REAL_CONFIG
     qkv = c["hidden_size"] * (c["num_attention_heads"] + 2 * c["num_key_value_heads"]) * c["head_dim"] * 2
     experts = c["num_local_experts"] * c["intermediate_size"] * c["hidden_size"] // 2
-    assert qkv < KEEP_BYTES < experts
+    assert qkv < asleep[0].keep_bytes < experts

@@ -9,7 +9,6 @@ import pytest
 
 from grpo.rollout.vllm_patches import patch_kernels
 
-
 ROUTER = """
 import triton
 import triton.language as tl
@@ -57,7 +56,6 @@ def router(tmp_path, monkeypatch):
 
     As in vLLM 0.26 the copy gets its second name from an alias, so a module of it can be loaded under either.
     """
-    pytest.importorskip("triton")
 
     def forget():
         for name in [name for name in sys.modules if name.partition(".")[0] in ("vllm", "triton_kernels")]:
@@ -99,33 +97,33 @@ def constants(kernel):
 
 def test_the_router_is_not_compiled_for_every_number_of_tokens(router, caplog):
     used = router()
-    mend_kernels()
+    patch_kernels()
     assert [constants(kernel) for kernel in used()] == [["stride_rm", "BLOCK"], ["stride_bm", "BLOCK"]]
     before = used()
-    mend_kernels()
-    assert used() == before, "what is mended is left alone"
+    patch_kernels()
+    assert used() == before, "what is patched is left alone"
     assert not caplog.records
 
 
-def test_a_router_that_upstream_mended_is_left_alone(router, caplog):
+def test_a_router_that_upstream_repaired_is_left_alone(router, caplog):
     used = router(constant="")
-    mend_kernels()
+    patch_kernels()
     assert [kernel.fn.__module__ for kernel in used()] == ["triton_kernels.topk", "triton_kernels.tensor"]
     before = used()
-    mend_kernels()
+    patch_kernels()
     assert used() == before and not caplog.records
 
 
 def test_no_router_is_no_warning(router, caplog):
     router(there=False)
-    mend_kernels()
+    patch_kernels()
     assert not caplog.records and "triton_kernels" not in sys.modules
 
 
 def test_a_router_that_moved_is_a_warning(router, caplog):
     router(launcher="forward")
-    mend_kernels()
-    message = only([record.getMessage() for record in caplog.records])
+    patch_kernels()
+    (message,) = [record.getMessage() for record in caplog.records]
     assert "vLLM's experts are not what they were (compile_router_once: " in message and "stop for a second" in message
 
 
@@ -138,8 +136,8 @@ TUNED = (1, {"own": 1, "maxnreg": 128})
 def test_decoding_on_hopper_gets_its_own_flags(router, caplog, capability, rows, flags):
     """Tiles of 16 rows, and nothing else about them changes; a second engine in the process tunes nothing twice."""
     router(capability=capability)
-    mend_kernels()
-    mend_kernels()
+    patch_kernels()
+    patch_kernels()
     from triton_kernels.matmul_ogs import OptFlags, matmul_ogs
 
     assert matmul_ogs(rows) == OptFlags(rows, *flags) and not caplog.records
@@ -148,8 +146,8 @@ def test_decoding_on_hopper_gets_its_own_flags(router, caplog, capability, rows,
 
 def test_experts_that_moved_are_a_warning(router, caplog):
     router(chooser="choose_flags")
-    mend_kernels()
+    patch_kernels()
     assert (
         "tune_decoding: KeyError('make_opt_flags')): rollouts take a little longer" in caplog.records[-1].getMessage()
     )
-    assert len(caplog.records) == 1, "the router was mended all the same"
+    assert len(caplog.records) == 1, "the router was patched all the same"

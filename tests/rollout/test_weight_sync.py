@@ -105,7 +105,7 @@ def test_merged_weights_are_rounded_once_and_refused_where_they_do_not_fit(build
     trainer.run.engine.wake()
     for name, shape in ((names[0], (500, 64)), (names[3], (8, 8))):
         with pytest.raises(ValueError, match=f"{name}: .* does not fit"):
-            trainer.run.engine.llm.apply_model(lambda m, one=(name, torch.zeros(shape)): push_weights(m, [one]))
+            trainer.run.engine.llm.apply_model(functools.partial(push_weights, merged=[(name, torch.zeros(shape))]))
 
 
 def test_an_adapter_that_the_engine_does_not_load_is_an_error(build, monkeypatch):

@@ -22,7 +22,6 @@ from grpo.run.folder import last_checkpoint
 from grpo.run.logs import METRICS
 from grpo.settings import FIELDS, ROOT
 
-
 RUN = {
     "MODEL_ID": "tiny", "USE_VLLM": "1", "TOTAL_STEPS": "4", "SAVE_STEPS": "1", "PROMPTS_PER_STEP": "3", "SEED": "5",
     "NUM_GENERATIONS": "4", "EVAL_SAMPLES": "0", "DATA": "data/tes_heldout_compact.csv", "LEARNING_RATE": "1e-2",
@@ -75,8 +74,6 @@ def start(monkeypatch, tmp_path, tiny, quiet):
 
 
 def adapter(folder):
-    from safetensors.torch import load_file
-
     return load_file(folder / "adapter_model.safetensors")
 
 
@@ -119,8 +116,6 @@ def test_a_run_with_vllm(whole):
 
 
 def assert_like(whole, folder):
-    import torch
-
     assert (folder / "completions.csv").read_text(encoding="utf-8") == whole["completions"]
     names = [n for n in METRICS if not n.endswith(("_s", "time"))]
     rows = read_csv(folder / "metrics.csv")
