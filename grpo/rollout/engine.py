@@ -215,12 +215,17 @@ class Engine:
             )
             for tokens in ([most] * len(prompt_ids) if isinstance(most, int) else most)
         ]  # fmt: skip
-        advice = "Run the same command again: it continues"
-        with self.timed("generate"), engine_faults("generating", advice), no_collection():
+        with self.timed("generate"), engine_faults("generating", "Run the same command again: it continues"):
             torch.manual_seed(seed)
-            outputs = [output.outputs[0] for output in self._run(prompt_ids, parameters)]
-            ids = [list(output.token_ids) for output in outputs]
-            values = [[None if math.isnan(v) else v for v in output.logprobs.logprobs] for output in outputs]
+            # A rollout makes millions of small objects, none of them garbage yet, and a collection visits every object of
+            # every library, up to half a second each.
+            gc.disable()
+            try:
+                outputs = [output.outputs[0] for output in self._run(prompt_ids, parameters)]
+                ids = [list(output.token_ids) for output in outputs]
+                values = [[None if math.isnan(v) else v for v in output.logprobs.logprobs] for output in outputs]
+            finally:
+                gc.enable()
             if [len(row) for row in ids] != [len(row) for row in values]:
                 raise RuntimeError("the engine gave another number of log-probs than of tokens")
         return ids, values
@@ -252,16 +257,3 @@ class Engine:
         result = self.generate(prompt_ids, seed)
         self.sleep()
         return result
-
-
-@contextlib.contextmanager
-def no_collection() -> Iterator[None]:
-    """Python's garbage collector waits: a rollout makes millions of small objects, none of them garbage yet, and a
-    collection visits every object of every library, up to half a second each."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
