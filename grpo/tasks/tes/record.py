@@ -20,14 +20,10 @@ from grpo.tasks.tes import profiles as tes_profiles
 from grpo.tasks.tes.closed_loop import (
     RULES,
     SAFE_REASON,
-    ModelPolicy,
-    Policy,
     Trace,
-    always,
-    charge_when_clean,
     closed_loop,
     decisions_in,
-    follow_the_load,
+    model_policy,
     optimum,
     priced_kg,
     safe_action,
@@ -104,9 +100,7 @@ def new_record(
         ],
         "totals": {},
     }
-    rules: dict[str, Policy] = {f"always_{k}": always(k) for k in range(len(plant.ratios))}
-    rules |= {"follow_the_load": follow_the_load, "charge_when_clean": charge_when_clean}
-    for name, policy in {"optimum": optimum(windows, plant, start_kwh, decisions), **rules}.items():
+    for name, policy in {"optimum": optimum(windows, plant, start_kwh, decisions), **RULES}.items():
         add_policy(record, name, windows, closed_loop(windows, plant, policy, start_kwh, decisions))
     return record
 
@@ -217,12 +211,13 @@ def run_model(
 ) -> None:
     """Let a model run through the cases and put it into the record as `name`, base or trained. With `vote`, `samples`
     answers decide each hour; without, every window is run `samples` times, all of them side by side."""
-    samples, vote, hours = record["samples"], record["vote"], record["windows"][0]["hours"]
+    samples, hours = record["samples"], record["windows"][0]["hours"]
+    votes, passes = (samples, 1) if record["vote"] else (1, samples)
     windows = [case.window for case in cases]
-    policy = ModelPolicy(ask, render, samples if vote else 1)
-    passes = windows * (1 if vote else samples)
-    trace = closed_loop(passes, Plant(), policy, record["start_kwh"], decisions_in(hours))
-    add_policy(record, name, windows, trace, policy.unparsed, policy.answers)
+    unparsed = np.zeros(len(windows) * passes, int)
+    policy = model_policy(ask, render, votes, unparsed)
+    trace = closed_loop(windows * passes, Plant(), policy, record["start_kwh"], decisions_in(hours))
+    add_policy(record, name, windows, trace, unparsed, votes * trace.actions.size)
 
 
 def write_record(record: Mapping[str, Any], path: Path) -> None:
