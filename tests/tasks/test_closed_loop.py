@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import doctest
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,12 +22,12 @@ from grpo.preflight.hub import find_model
 from grpo.settings import Problems, Settings
 from grpo.tasks.tes import closed_loop as loop
 from grpo.tasks.tes.closed_loop import (
-    ModelPolicy,
     always,
     charge_when_clean,
     closed_loop,
     end_price,
     follow_the_load,
+    model_policy,
     optimum,
     priced_kg,
     safe_action,
@@ -109,17 +110,6 @@ def test_nothing_beats_the_optimum(rows):
     assert priced_kg(best, WINDOWS, PLANT)[0] <= priced_kg(other, WINDOWS[:1], PLANT)[0] + 1e-6
 
 
-def test_serving_nothing_or_emptying_the_storage_does_not_look_good():
-    priced = {}
-    for name, policy in {"nothing": always(0), "rule": charge_when_clean, "load": follow_the_load}.items():
-        priced[name] = priced_kg(closed_loop(WINDOWS, PLANT, policy), WINDOWS, PLANT)
-    assert (priced["nothing"] > 5 * priced["load"]).all() and (priced["rule"] < priced["load"]).all()
-    # The same emissions with less left in the storage cost more.
-    trace = closed_loop(WINDOWS, PLANT, follow_the_load)
-    emptied = dataclasses.replace(trace, storage_kwh=trace.storage_kwh - 20.0)
-    assert (priced_kg(emptied, WINDOWS, PLANT) > priced_kg(trace, WINDOWS, PLANT)).all()
-
-
 def test_rules_do_what_they_say():
     follow = closed_loop(WINDOWS, PLANT, follow_the_load)
     assert follow.unserved_kwh.max() == 0 and follow.cycled_kwh.max() == 0
@@ -190,29 +180,25 @@ def test_which_plant_the_prompts_are_of():
 
 def test_votes_and_unreadable_answers():
     answers = {"a": ["[2]", "[1]", "[2]"], "b": ["no", "[0] or [1]", "[3]"], "c": ["", "no", "[7]"]}
-    asked = []
+    asked, unparsed = [], np.zeros(3, int)
 
     def ask(prompts, samples, hour):
-        asked.append((list(prompts), samples, hour))
+        asked.append((samples, hour))
         return [f"<|channel|>final<|message|>{answer}<|return|>" for prompt in prompts for answer in answers[prompt[0]]]
 
-    policy = ModelPolicy(ask, lambda state: f"{state}<|start|>assistant", 3)
-    with pytest.raises(AttributeError):
-        policy(["a"])  # a state knows its plant
-    states = [type("Named", (), {"plant": PLANT, "__str__": lambda self, n=name: n})() for name in "abc"]
-    policy = ModelPolicy(ask, lambda state: f"{state}<|start|>assistant", 3)
+    states = [SimpleNamespace(plant=PLANT, name=name) for name in "abc"]
+    policy = model_policy(ask, lambda state: f"{state.name}<|start|>assistant", 3, unparsed)
     assert policy(states) == [2, 3, None] and policy(states) == [2, 3, None]
-    assert policy.unparsed.tolist() == [0, 4, 6] and policy.answers == 18
-    assert [hour for _, _, hour in asked[1:]] == [0, 1]
+    assert unparsed.tolist() == [0, 4, 6] and asked == [(3, 0), (3, 1)]
     with pytest.raises(ValueError, match="2 completions came back for 1 prompts x 3"):
-        ModelPolicy(lambda *_: ["", ""], str, 3)(states[:1])
+        model_policy(lambda *_: ["", ""], str, 3, unparsed)(states[:1])
 
 
 def record_of(cases=CASES, samples=1, vote=False, hours=72, **sampling):
     return new_record(cases, ["p.csv"], samples, vote, sampling, hours=hours)
 
 
-def oracle_ask(seen=None, unparsed_at=()):
+def oracle_ask(unparsed_at=()):
     """A model that answers [1], and nothing readable in some hours."""
 
     def ask(prompts, samples, hour):
@@ -252,9 +238,8 @@ def test_passes_are_averaged_and_the_first_is_shown():
     add_policy(record, "base", WINDOWS[:2], trace, [1, 2, 3, 4], answers=120)
     first, second = record["windows"]
     shown = [a for a in first["policies"]["base"]["actions"] if a is not None]
-    assert (
-        shown == [0] * 30 and first["policies"]["base"]["unparsed"] == 4 and second["policies"]["base"]["unparsed"] == 6
-    )
+    unparsed = [entry["policies"]["base"]["unparsed"] for entry in record["windows"]]
+    assert shown == [0] * 30 and unparsed == [4, 6]
     for entry, one in ((first, "always_0"), (second, "always_1")):
         for key, value in entry["policies"]["base"]["mean"].items():
             mean = (entry["policies"][one]["mean"][key] + entry["policies"]["always_3"]["mean"][key]) / 2
