@@ -53,7 +53,7 @@ from grpo.preflight.machine import (
 )
 from grpo.preflight.memory import LORA_RANKS, Plan, find_limits, limit_text, misfit, plan_memory, propose
 from grpo.run.folder import RunState, existing_parent, inspect_run
-from grpo.run.logs import boxed
+from grpo.run.logs import banner_text
 from grpo.settings import FIELDS, Problems, Settings, listed, load_settings, show
 
 
@@ -356,7 +356,7 @@ def banner(check: Preflight) -> str:
     if any(problem.startswith("OUTPUT_DIR=") for problem in check.problems):
         state = "cannot be used, see below"
     lines.append(f"  OUTPUT_DIR    {check.run.folder}: {state}")
-    lines += map(boxed, filter(None, [attention_warning(check.attention[0]), *data_warnings(check)]))
+    lines += map(banner_text, filter(None, [attention_warning(check.attention[0]), *data_warnings(check)]))
     return "\n".join(lines)
 
 

@@ -114,6 +114,13 @@ def choose_epsilon_high(settings: Settings) -> tuple[float, str]:
     return settings.EPSILON, "EPSILON on both sides"
 
 
+def choose_loss(loss_type: str) -> tuple[str, str]:
+    """(`liger` or `trl`, reason)."""
+    if loss_type == "luspo":
+        return "trl", "Liger's luspo divides by the number of tokens where TRL's does not"
+    return "liger", "over chunked log-probs"
+
+
 VLLM_COLDEST = 0.01  # _MAX_TEMP of vllm/sampling_params.py: smaller temperatures are raised to it
 
 
