@@ -192,6 +192,9 @@ def train(preflight_result: Preflight, model_path: str) -> int:
         config=GRPOConfig(**grpo_options(s, torch.cuda.is_available())),
         rewards=[reward_callable(name, s) for name, _ in preflight_result.reward_specs],
     )
+    trainable = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    log.info("adapter: %s trainable parameters on %s", f"{trainable:,}", s.LORA_TARGETS)
+
     stop.listen()
     try:
         if preflight_result.rollouts[0]:
