@@ -17,6 +17,7 @@ from grpo.data.scoring import reward_callable
 from grpo.learn.context import RunContext
 from grpo.learn.trainer import Trainer
 from grpo.model.load import load_model, load_tokenizer
+from grpo.preflight.choices import choose_loss
 from grpo.preflight.hub import find_model
 from grpo.preflight.memory import Plan
 from grpo.run.signals import StopRequest
@@ -36,7 +37,9 @@ def make(tiny, folder, **changes):
     rows = [Row("t.csv", i + 1, (("rendered", p),), (0.1, 0.2, 0.3, 0.4), {f"reward_action_{k}": k / 10 for k in range(4)}, p) for i, p in enumerate(prompts)]  # fmt: skip
     plan = Plan(0, 0, 0, 0, settings.MICRO_BATCH or 2, "test", 4, "test")
     model = load_model(str(tiny), files.config, "eager").float()
-    context = RunContext(settings, rows, plan, folder, "eager", "prefix", StopRequest())
+    context = RunContext(
+        settings, rows, plan, folder, "eager", "prefix", choose_loss(settings.LOSS_TYPE)[0], StopRequest()
+    )
     return Trainer(
         context, model, load_tokenizer(str(tiny)), LoraConfig(**train_grpo.lora_options(settings)),
         GRPOConfig(**train_grpo.grpo_options(settings, cuda=False)), [reward_callable("action", settings)],
@@ -106,7 +109,7 @@ def policy_logps(trainer, inputs):
 
 
 def loss_and_gradients(trainer, inputs, implementation, micro_batch=None, packing=None):
-    """(loss, all gradients as one vector) of a step: by `learn` with LOSS_IMPL `liger` or `trl`, or with `plain` by TRL
+    """(loss, all gradients as one vector) of a step: by `learn` with Liger's loss (`liger`) or TRL's (`trl`), or with `plain` by TRL
     alone, from padded rows. An importance ratio for TRL comes from its own definition."""
     import torch
 
@@ -132,13 +135,12 @@ def loss_and_gradients(trainer, inputs, implementation, micro_batch=None, packin
             trainer.use_vllm = trainer.vllm_importance_sampling_correction = False
         loss.backward()
     else:
-        run.settings = dataclasses.replace(s, LOSS_IMPL=implementation)
-        before = run.plan, run.packing
+        before = run.plan, run.packing, run.loss_impl
         run.plan = dataclasses.replace(run.plan, micro_batch=micro_batch or run.plan.micro_batch)
-        run.packing = packing or run.packing
+        run.packing, run.loss_impl = packing or run.packing, implementation
         try:
             loss = trainer.learn(trainer.model, inputs)
         finally:
-            run.plan, run.packing = before
+            run.plan, run.packing, run.loss_impl = before
     gradients = [p.grad.flatten() for p in trainer.model.parameters() if p.requires_grad]
     return loss.item(), torch.cat(gradients)

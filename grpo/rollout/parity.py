@@ -12,7 +12,7 @@ import torch
 from grpo.model.attention import ONE_ROW, hidden_states
 from grpo.model.packing import make_layout
 from grpo.rollout.engine import EngineError, lora_layers
-from grpo.run.logs import boxed
+from grpo.run.logs import banner_text
 from grpo.settings import log
 
 
@@ -36,7 +36,7 @@ def parity_gate(trainer: Any) -> None:
 
     run, engine = trainer.run, trainer.run.engine
     if run.settings.PARITY == "off":
-        log.warning(boxed("PARITY=off: nothing checks that vLLM generates with the adapter that is trained"))
+        log.warning(banner_text("PARITY=off: nothing checks that vLLM generates with the adapter that is trained"))
         return
     policy = trainer.accelerator.unwrap_model(trainer.model)
     layers = lora_layers(policy)

@@ -45,7 +45,7 @@ from grpo.rollout.engine import (
 from grpo.rollout.parity import ParityError, parity_gate, parity_problem, score_tokens
 from grpo.rollout.vllm_patches import mend_kernels
 from grpo.run.folder import last_checkpoint
-from grpo.run.logs import METRICS, boxed
+from grpo.run.logs import METRICS, banner_text
 from grpo.settings import FIELDS, ROOT, Problems, Settings, parse_value
 
 H100 = Machine("NVIDIA H100 80GB HBM3", 1, 79.6, 79.0, 110.0, 16, "x86_64")
@@ -472,7 +472,7 @@ def test_a_gate_that_is_off_says_so(build, caplog):
     with caplog.at_level(logging.WARNING, "train_grpo"):
         parity_gate(trainer)
     assert "| PARITY=off" in caplog.text and "======" in caplog.text and not trainer.run.engine.llm.calls
-    lines = boxed("text").strip().splitlines()
+    lines = banner_text("text").strip().splitlines()
     assert len(lines) == 3 and len({len(line) for line in lines}) == 1
 
 
