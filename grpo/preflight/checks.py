@@ -269,7 +269,8 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Pre
     attention = choose_attention(settings.ATTN_IMPL, machine.gpus, machine.capability, installed)
     packing = choose_packing(settings.PACKING, attention[0], machine.gpus)
     experts, plan, longest = (settings.EXPERTS or "bf16", "the model is not there yet"), None, 0
-    if files and files.tokenizer:
+    ready = all(versions[name] for name in TESTED)  # tokenizers and numpy come with these packages
+    if ready and files and files.tokenizer:
         rows, longest = render_rows(settings, rows, files.template, files.tokenizer, problems)
         eval_rows, longest_eval = render_rows(settings, eval_rows, files.template, files.tokenizer, problems)
         longest = max(longest, longest_eval)
@@ -287,8 +288,10 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Pre
         check_machine(
             settings, files, machine, plan, problems, functools.partial(planned, **shapes), run.checkpoint is not None
         )
-    chosen = sources["EVAL_PROFILE"] == "environment"
-    closed_loop = plan_closed_loop(settings, eval_rows, rollouts[0], chosen, problems)
+    closed_loop = ClosedLoop("", "packages are missing")
+    if ready:
+        chosen = sources["EVAL_PROFILE"] == "environment"
+        closed_loop = plan_closed_loop(settings, eval_rows, rollouts[0], chosen, problems)
     problems[:] = dict.fromkeys(problems)
     return Preflight(
         settings, sources, problems, machine, versions, files, rows, eval_rows, specs, attention, packing, experts,

@@ -148,13 +148,12 @@ def plan_closed_loop(
     settings: Settings, rows: Sequence[Row], engine: bool, chosen: bool, problems: Problems
 ) -> ClosedLoop:
     """Choose, and read the profiles; their problems are added."""
-    try:  # late: where packages are missing, `check_packages` is to say so
-        from grpo.tasks.tes.closed_loop import DECISIONS
-        from grpo.tasks.tes.profiles import ProfileError
-        from grpo.tasks.tes.prompts import prompt_kind
-        from grpo.tasks.tes.record import read_cases, shown_path
-    except ImportError as error:
-        return ClosedLoop("", f"{error}")
+    # Late: where packages are missing, numpy too, `check_packages` is to say so.
+    from grpo.tasks.tes.closed_loop import DECISIONS
+    from grpo.tasks.tes.profiles import ProfileError
+    from grpo.tasks.tes.prompts import prompt_kind
+    from grpo.tasks.tes.record import read_cases, shown_path
+
     kind = None
     if settings.EVAL_SAMPLES and settings.EVAL_PROFILE.strip() and rows:
         kind = prompt_kind([row.messages for row in rows])
