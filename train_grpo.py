@@ -36,7 +36,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo.data.scoring import reward_callable, reward_specs
-from grpo.preflight.checks import Preflight, banner, preflight, run_record, run_versions
+from grpo.preflight.banner import banner
+from grpo.preflight.checks import Preflight, preflight, run_record, run_versions
 from grpo.preflight.choices import attention_warning, choose_epsilon_high, choose_loss
 from grpo.preflight.hub import tiny_path
 from grpo.run.archive import write_zip

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo.data.files import Row, data_fingerprint, find_files
 from grpo.run.logs import trim_csv
-from grpo.settings import Problems, Settings, show
+from grpo.settings import MAY_CHANGE, Problems, Settings, show
 
 if TYPE_CHECKING:
     from filelock import FileLock
@@ -35,14 +35,6 @@ def existing_parent(path: Path) -> Path:
     return path
 
 
-# What a resumed run may change: everything else would make it a different run. How rollouts are generated may change, as what
-# fails there must not end a run; the importance ratios correct for the difference.
-MAY_CHANGE = {
-    "TOTAL_STEPS", "SAVE_STEPS", "SAVE_TOTAL_LIMIT", "REPORT_TO", "RESUME", "OVERWRITE", "EVAL_DATA", "EVAL_SAMPLES",
-    "EVAL_PROFILE",
-    "OUTPUT_DIR", "IGNORE_VARS", "ALLOW_UNTESTED", "GENERATION_BATCH", "MICRO_BATCH", "PACKING", "EXPERTS", "ATTN_IMPL", "DATA", "VLLM_GPU_MEM", "VLLM_EAGER",
-    "PARITY", "PARITY_LIMIT", "USE_VLLM", "ROLLOUT_SYNC",
-}  # fmt: skip
 COMPLETE = "complete.json"  # the very last file that a run writes, after its zip
 ADAPTER = "adapter_model.safetensors"
 CHECKPOINT_FILES = ("trainer_state.json", ADAPTER, "optimizer.pt", "scheduler.pt")
