@@ -24,9 +24,9 @@ from grpo.data.prompts import PromptSampler, sampling_seed
 from grpo.data.scoring import Completion
 from grpo.learn.callbacks import Bar, Watch
 from grpo.learn.context import RunContext
-from grpo.model.attention import ONE_ROW, attention_of, hidden_states
+from grpo.model.attention import KERNELS, attention_of, hidden_states
 from grpo.model.load import evaluating
-from grpo.model.packing import Layout, cut_passes, make_layout, padded_like
+from grpo.model.packing import PackedBatch, cut_micro_batches, pack_batch, padded_like
 from grpo.preflight.memory import HEAD_TILE, pass_tokens
 from grpo.run.archive import model_card
 from grpo.run.folder import write_text
@@ -206,7 +206,7 @@ class Trainer(Rollouts):
     def base_model_of(self, model: Any) -> Any:
         return self.accelerator.unwrap_model(model).get_base_model()
 
-    def passes(self, batch: Mapping[str, Any]) -> Iterator[tuple[Any, Layout]]:
+    def passes(self, batch: Mapping[str, Any]) -> Iterator[tuple[Any, PackedBatch]]:
         """(indices of some completions, their layout), together all of `batch`."""
 
         s, share, attention = self.run.settings, self.run.packing == "prefix", self.run.attention
@@ -220,9 +220,9 @@ class Trainer(Rollouts):
         lengths = [(len(p), len(c)) for p, c in zip(prompts, completions, strict=True)]
         most = pass_tokens(s, self.run.plan.micro_batch, max(p for p, _ in lengths), share)
         device = batch["completion_ids"].device
-        for rows in cut_passes(number, lengths, most, share):
+        for rows in cut_micro_batches(number, lengths, most, share):
             chosen = [prompts[i] for i in rows], [completions[i] for i in rows]
-            yield torch.tensor(rows, device=device), make_layout(*chosen, share, attention in ONE_ROW, device)
+            yield torch.tensor(rows, device=device), pack_batch(*chosen, share, attention in KERNELS, device)
 
     def head(self, base: Any, states: Any, targets: Any) -> tuple[Any, Any]:
         """Log-probs and entropies (N,) of `targets` (N,) after `states` (N, hidden) of `base`. Logits are held for one tile
@@ -235,7 +235,7 @@ class Trainer(Rollouts):
         )[:2]
 
     def pass_loss(
-        self, model: Any, part: dict[str, Any], batch: Mapping[str, Any], logps: Any, entropy: Any, layout: Layout
+        self, model: Any, part: dict[str, Any], batch: Mapping[str, Any], logps: Any, entropy: Any, layout: PackedBatch
     ) -> tuple[Any, dict[str, float]]:
         """This pass's share of the loss of `batch`, and sums over its tokens for the logs. `logps` (b, C)."""
 

@@ -19,7 +19,7 @@ from grpo.data.prompts import PromptSampler, prompt_order, sampling_seed
 from grpo.evaluate.heldout import complete
 from grpo.learn import trainer
 from grpo.learn.trainer import TOKEN_MEANS, Rollouts
-from grpo.model.packing import cut_passes, make_layout, padded_like
+from grpo.model.packing import cut_micro_batches, pack_batch, padded_like
 from grpo.preflight.checks import check_settings
 from grpo.preflight.machine import Machine
 from grpo.settings import FIELDS, Problems, Settings
@@ -166,7 +166,7 @@ def test_cut_passes(drawn, most, share):
     """Every completion once, groups together; a pass is full when the next completion would not have fitted."""
     prompt_lengths = (5, 1, 12, 7)
     prompts, lengths = [p for p, _ in drawn], [(prompt_lengths[p], c) for p, c in drawn]
-    cut = cut_passes(prompts, lengths, most, share)
+    cut = cut_micro_batches(prompts, lengths, most, share)
 
     def tokens(rows):
         asked = [prompts[i] for i in rows]
@@ -213,7 +213,7 @@ def test_padded_like_puts_each_value_in_its_place():
     """Zero beyond each completion, and a gradient for every value."""
     import torch
 
-    layout = make_layout([[1, 2], [3]], [[4, 5, 6], [7]], True, True, "cpu")
+    layout = pack_batch([[1, 2], [3]], [[4, 5, 6], [7]], True, True, "cpu")
     values = torch.arange(1.0, 5.0).requires_grad_()
     padded = padded_like(torch.zeros(2, 4, dtype=torch.long), layout, values)
     assert padded.tolist() == [[1, 2, 3, 0], [4, 0, 0, 0]]
