@@ -26,7 +26,8 @@ def attention_masks(
         return dict.fromkeys(windows, batch)
     if attention == "eager":
         allowed = {kind: may_attend(batch, size)[:, None] for kind, size in windows.items()}  # (R, 1, T, T)
-        return {kind: torch.where(mask, 0.0, torch.finfo(dtype).min).to(dtype) for kind, mask in allowed.items()}
+        lowest = torch.finfo(dtype).min
+        return {kind: torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, lowest) for kind, mask in allowed.items()}
     return (batch.segment >= 0).long()
 
 
