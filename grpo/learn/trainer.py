@@ -25,9 +25,9 @@ from grpo.data.prompts import PromptSampler, sampling_seed
 from grpo.data.scoring import Completion
 from grpo.learn.callbacks import ProgressBar, StepTimerCallback
 from grpo.learn.context import RunContext
-from grpo.model.attention import ONE_ROW, attention_of, hidden_states
+from grpo.model.attention import KERNELS, attention_of, hidden_states
 from grpo.model.load import evaluating
-from grpo.model.packing import Layout, cut_passes, make_layout, padded_like
+from grpo.model.packing import PackedBatch, cut_micro_batches, pack_batch, padded_like
 from grpo.preflight.memory import HEAD_TILE, pass_tokens
 from grpo.run.archive import model_card
 from grpo.run.folder import write_text
@@ -189,15 +189,15 @@ class Trainer(GRPOTrainer):
         logps = torch.full(mask.shape, math.nan, device=mask.device)
         ratios = torch.ones(mask.shape, device=mask.device)
         sums: collections.Counter[str] = collections.Counter()
-        for rows, layout in self.micro_batches(batch):
+        for rows, packed in self.micro_batches(batch):
             with self.accelerator.autocast():
-                states = hidden_states(base, layout, self.run.attention)
+                states = hidden_states(base, packed, self.run.attention)
                 leaf = states.detach().requires_grad_()  # head and loss first: their memory is free before the rest
-                found, entropy = self.compute_logps(base, leaf, layout.targets)
+                found, entropy = self.compute_logps(base, leaf, packed.targets)
             part = {
                 name: value[rows] if torch.is_tensor(value) and value.ndim else value for name, value in batch.items()
             }
-            found, entropy = (padded_like(part["completion_mask"], layout, values) for values in (found, entropy))
+            found, entropy = (padded_like(part["completion_mask"], packed, values) for values in (found, entropy))
             policy, sampled = found.detach(), part.get("sampling_per_token_logps")
             logps[rows] = policy
             if sampled is not None and s.IS_CORRECTION != "none":
@@ -216,8 +216,8 @@ class Trainer(GRPOTrainer):
         """The gpt-oss inside of PEFT's and accelerate's wrappers."""
         return self.accelerator.unwrap_model(model).get_base_model()
 
-    def micro_batches(self, batch: Mapping[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, Layout]]:
-        """Indices (b,) of some completions and their layout, one micro-batch after the other: together all of `batch`."""
+    def micro_batches(self, batch: Mapping[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, PackedBatch]]:
+        """Indices (b,) of some completions and these packed, one micro-batch after the other: together all of `batch`."""
         s, share, attention = self.run.settings, self.run.packing == "prefix", self.run.attention
         tokens = []
         for kind in ("prompt", "completion"):
@@ -229,9 +229,9 @@ class Trainer(GRPOTrainer):
         lengths = [(len(p), len(c)) for p, c in zip(prompts, completions, strict=True)]
         most = pass_tokens(s, self.run.plan.micro_batch, max(p for p, _ in lengths), share)
         device = batch["completion_ids"].device
-        for rows in cut_passes(number, lengths, most, share):
+        for rows in cut_micro_batches(number, lengths, most, share):
             chosen = [prompts[i] for i in rows], [completions[i] for i in rows]
-            yield torch.tensor(rows, device=device), make_layout(*chosen, share, attention in ONE_ROW, device)
+            yield torch.tensor(rows, device=device), pack_batch(*chosen, share, attention in KERNELS, device)
 
     def compute_logps(
         self, base: PreTrainedModel, states: torch.Tensor, targets: torch.Tensor
@@ -308,10 +308,10 @@ class Trainer(GRPOTrainer):
         }  # fmt: skip
         logps = input_ids.new_zeros(batch["completion_ids"].shape, dtype=torch.float32)
         base = self.base_model_of(model)
-        for rows, layout in self.micro_batches(batch):
+        for rows, packed in self.micro_batches(batch):
             with self.accelerator.autocast():
-                found, _ = self.compute_logps(base, hidden_states(base, layout, self.run.attention), layout.targets)
-            logps[rows] = padded_like(batch["completion_mask"][rows], layout, found)
+                found, _ = self.compute_logps(base, hidden_states(base, packed, self.run.attention), packed.targets)
+            logps[rows] = padded_like(batch["completion_mask"][rows], packed, found)
         return logps, None, None
 
     def record_learning(

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from grpo.model.attention import ONE_ROW, hidden_states
-from grpo.model.packing import make_layout
+from grpo.model.attention import KERNELS, hidden_states
+from grpo.model.packing import pack_batch
 from grpo.rollout.engine import EngineError, lora_layers
 from grpo.run.logs import banner_text
 from grpo.settings import log
@@ -135,7 +135,7 @@ def score_tokens(trainer: Any, rows: Sequence[Sequence[int]], first: Sequence[in
     base = trainer.accelerator.unwrap_model(trainer.model).get_base_model()
     attention, scores = trainer.run.attention, []
     for row, start in zip(rows, first, strict=True):
-        layout = make_layout([row[:start]], [row[start:]], True, attention in ONE_ROW, base.device)
+        layout = pack_batch([row[:start]], [row[start:]], True, attention in KERNELS, base.device)
         with torch.no_grad(), trainer.accelerator.autocast():
             logits = base.get_output_embeddings()(hidden_states(base, layout, attention)).float() / temperature
         scores.append(logits.log_softmax(-1).gather(1, layout.targets[:, None])[:, 0].cpu())

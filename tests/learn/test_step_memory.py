@@ -43,7 +43,7 @@ def assert_tiled(shapes, trainer, inputs):
     assert not full_logits(shapes, trainer)
     vocabulary = trainer.model.config.vocab_size
     assert vocabulary > TILE and vocabulary % TILE
-    tokens = {len(layout.targets) for _, layout in trainer.micro_batches(inputs)}
+    tokens = {len(packed.targets) for _, packed in trainer.micro_batches(inputs)}
     assert {(count, width) for count in tokens for width in (TILE, vocabulary % TILE)} <= shapes.seen
 
 

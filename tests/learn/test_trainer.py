@@ -22,7 +22,7 @@ from trl import GRPOTrainer
 from grpo.data.prompts import PromptSampler, prompt_order, sampling_seed
 from grpo.evaluate.heldout import complete
 from grpo.learn.trainer import TOKEN_MEANS, Trainer
-from grpo.model.packing import cut_passes
+from grpo.model.packing import cut_micro_batches
 from grpo.preflight.choices import choose_loss
 from grpo.settings import FIELDS
 
@@ -145,14 +145,14 @@ def test_micro_batch_cuts(tiny, tmp_path, micro_batch, expected, packing):
     cut = list(trainer.micro_batches(inputs))
     assert [rows.tolist() for rows, _ in cut] == expected
     prompt = [9, 9, 12, 12]
-    for rows, layout in cut:
+    for rows, packed in cut:
         chosen = rows.tolist()
         own = [prompt[i] for i in chosen]
         prompts = sum(own) if packing == "none" else sum(set(own))
-        assert (layout.segment >= 0).sum() == prompts + 8 * len(chosen)
+        assert (packed.segment >= 0).sum() == prompts + 8 * len(chosen)
         completions = inputs["completion_ids"][rows]
-        assert layout.targets.tolist() == completions[layout.rows, layout.columns].tolist()
-        assert len(layout.targets) == completions.numel()
+        assert packed.targets.tolist() == completions[packed.rows, packed.columns].tolist()
+        assert len(packed.targets) == completions.numel()
 
 
 @hypothesis_settings(deadline=None)
@@ -161,11 +161,11 @@ def test_micro_batch_cuts(tiny, tmp_path, micro_batch, expected, packing):
     st.integers(1, 60),
     st.booleans(),
 )
-def test_cut_passes(drawn, most, share):
+def test_cut_micro_batches(drawn, most, share):
     """Every completion once, groups together; a pass is full when the next completion would not have fitted."""
     prompt_lengths = (5, 1, 12, 7)
     prompts, lengths = [p for p, _ in drawn], [(prompt_lengths[p], c) for p, c in drawn]
-    cut = cut_passes(prompts, lengths, most, share)
+    cut = cut_micro_batches(prompts, lengths, most, share)
 
     def tokens(rows):
         asked = [prompts[i] for i in rows]
