@@ -166,7 +166,7 @@ def train(preflight_result: Preflight, model_path: str) -> int:
     from grpo.learn.trainer import Trainer
     from grpo.model.load import load_model, load_tokenizer
     from grpo.rollout.engine import start_engine
-    from grpo.rollout.parity import parity_gate
+    from grpo.rollout.parity import check_mismatch
 
     s, state, plan, started = preflight_result.settings, preflight_result.run, preflight_result.plan, time.time()
     folder, attention, packing = state.folder, preflight_result.attention[0], preflight_result.packing[0]
@@ -200,7 +200,7 @@ def train(preflight_result: Preflight, model_path: str) -> int:
     try:
         if preflight_result.rollouts[0]:
             context.engine = start_engine(s, plan.engine, model_path, trainer.eos_token_ids)
-            parity_gate(trainer)
+            check_mismatch(trainer)
         measure(preflight_result, trainer, base=True)
         stop.at_once = False
         trainer.train(resume_from_checkpoint=str(state.checkpoint) if state.checkpoint else None)

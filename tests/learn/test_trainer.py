@@ -20,7 +20,7 @@ from trainers import BOTH, batch, loss_and_gradients, make, plain_float32, plain
 from trl import GRPOTrainer
 
 from grpo.data.prompts import PromptSampler, prompt_order, sampling_seed
-from grpo.evaluate.heldout import complete
+from grpo.evaluate.heldout import generate_completions
 from grpo.learn.trainer import TOKEN_MEANS, Trainer
 from grpo.model.packing import cut_micro_batches
 from grpo.preflight.choices import choose_loss
@@ -325,7 +325,7 @@ def test_a_prompt_is_tokenized_once_for_all_its_completions(tiny, tmp_path):
     trainer.processing_class = lambda text: asked.append(list(text)) or tokenizer(text=text)
     assert trainer._tokenize_prompts([a, a, b, a]) == expected
     trainer._generate_single_turn = lambda prompt_ids, *rest: (prompt_ids, None)
-    assert complete(trainer, [a, a, b, a], 2, base=False) == expected[0]
+    assert generate_completions(trainer, [a, a, b, a], 2, base=False) == expected[0]
     assert asked == [[a, b]] * 2
 
 

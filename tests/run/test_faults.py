@@ -222,10 +222,9 @@ def test_regret_of_the_closed_loop_is_named_as_the_page_defines_it(monkeypatch, 
     record = {"totals": {"base": {"regret_percent": 12.34}}}
     monkeypatch.setattr("grpo.evaluate.plant.new_record", lambda *arguments: record)
     monkeypatch.setattr("grpo.evaluate.plant.write_record", lambda record, path: path.write_text(json.dumps(record)))
-    check = SimpleNamespace(settings=Settings(), run=SimpleNamespace(folder=tmp_path), files=None,
-                            closed_loop=ClosedLoop("full", "", ("p.csv",), ()))  # fmt: skip
+    trainer = SimpleNamespace(run=SimpleNamespace(settings=Settings(), folder=tmp_path))
     with caplog.at_level(logging.INFO, "train_grpo"):
-        measure_closed_loop(check, SimpleNamespace(), base=True)
+        measure_closed_loop(trainer, ClosedLoop("full", "", ("p.csv",), ()), "", base=True)
     assert "regret 12.3 % of the optimum's priced CO2" in caplog.text
 
 
