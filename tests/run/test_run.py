@@ -82,13 +82,6 @@ def test_rows_agree_with_the_csv_and_with_each_other(whole_run):
     assert [int(r["prompt_id"].split(":")[1]) - 1 for r in completions[::4]] == order
 
 
-def test_evaluation_is_beside_its_baselines(whole_run):
-    result = json.loads((whole_run / "evaluation.json").read_text())
-    assert 0 < result["random"] < result["constant"] < result["oracle"] < 1
-    for part in ("before", "after"):
-        assert 0 <= result[part]["reward"] <= result["oracle"] and result[part]["parse_rate"] > 0.8
-
-
 def test_the_zip_holds_everything_but_optimizer_states(whole_run):
     with zipfile.ZipFile(whole_run.with_name("run.zip")) as archive:
         assert archive.testzip() is None
@@ -108,26 +101,15 @@ def test_a_finished_run_is_not_touched(whole_run):
     assert {p: p.stat().st_mtime_ns for p in whole_run.rglob("*")} == before
 
 
-def contents(folder: Path) -> dict[Path, tuple[int, bytes]]:
-    return {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in folder.rglob("*") if p.is_file()}
-
-
-def test_an_unpacked_zip_and_a_run_without_its_checkpoints_are_not_touched(whole_run, tmp_path):
-    """The command that made them says what they are; it neither replaces the adapter nor deletes a checkpoint."""
+def test_an_unpacked_zip_is_not_touched(whole_run, tmp_path):
+    """The command that made it says what it is; it neither replaces the adapter nor deletes a checkpoint."""
     with zipfile.ZipFile(whole_run.with_name("run.zip")) as archive:
         archive.extractall(tmp_path)
-    shutil.copytree(whole_run, tmp_path / "small")
-    shutil.copy(whole_run.with_name("run.zip"), tmp_path / "small.zip")
-    for path in (tmp_path / "small").glob("checkpoint-*"):
-        shutil.rmtree(path)
-    before = contents(tmp_path)
-    for name, held in (("run", "a trained adapter"), ("small", "a complete run of 6 steps")):
-        for option in (["--check"], []):
-            done = run_script(*option, **SETTINGS | {"OUTPUT_DIR": tmp_path / name, "TOTAL_STEPS": 8})
-            assert done.returncode == 2 and f"it holds {held}, but not the optimizer state" in done.stderr, done.stderr
-            assert "cannot be used, see below" in done.stdout and "starts at step 0" not in done.stdout
-    after = contents(tmp_path)
-    assert after == before
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    done = run_script(**SETTINGS | {"OUTPUT_DIR": tmp_path / "run", "TOTAL_STEPS": 8})
+    assert done.returncode == 2 and "it holds a trained adapter, but not the optimizer state" in done.stderr
+    assert "cannot be used, see below" in done.stdout and "starts at step 0" not in done.stdout
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def assert_same_run(folder: Path, whole: Path) -> None:
