@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import difflib
-import importlib.metadata
+import importlib
 import inspect
 import math
 import sys
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,9 +94,8 @@ def check_rewards(
         problems.add("DATA", what, "Give better actions higher rewards, or choose other REWARDS")
     worst = min((min(row.rewards) for row in rows if row.rewards), default=settings.INVALID_REWARD)
     if worst < settings.INVALID_REWARD and not chosen and any(name == "action" for name, _ in specs):
-        what = (
-            f"an answer that cannot be parsed scores {settings.INVALID_REWARD:g}, more than the lowest reward {worst:g}"
-        )
+        scores = f"an answer that cannot be parsed scores {settings.INVALID_REWARD:g}"
+        what = f"{scores}, more than the lowest reward {worst:g}"
         problems.add("INVALID_REWARD", what, f"Set INVALID_REWARD={worst:g} or lower, so that garbage never pays")
     return specs
 
@@ -127,58 +127,59 @@ class Completion:
     truncated: bool
 
 
+@contextlib.contextmanager
+def naming(name: str) -> Iterator[None]:
+    """What a reward function raises, as a RuntimeError that names it."""
+    try:
+        yield
+    except Exception as error:
+        raise RuntimeError(f"REWARDS: {name} raised {type(error).__name__}: {error}") from error
+
+
+def checked_rewards(name: str, values: Any, count: int) -> list[float | None]:
+    """What reward function `name` returned for `count` completions, as a list; raises RuntimeError for what is none."""
+    wrong = None
+    if not isinstance(values, Sequence) and not hasattr(values, "tolist"):
+        raise RuntimeError(f"REWARDS: {name} returned {type(values).__name__}, not a list of numbers")
+    values = values.tolist() if hasattr(values, "tolist") else list(values)
+    if len(values) != count:
+        wrong = f"{len(values)} rewards for {count} completions"
+    for value in values:
+        if value is not None and not (isinstance(value, (int, float)) and not math.isinf(value)):
+            wrong = wrong or f"{value!r}, which is neither a finite number nor None"
+    if wrong:
+        raise RuntimeError(f"REWARDS: {name} returned {wrong}")
+    return values
+
+
 def reward_callable(name: str, settings: Settings) -> Callable[..., Sequence[float | None]]:
     """A reward function as TRL calls it: named for the logs, given INVALID_REWARD, its errors named."""
     function = load_reward(name)
     options = {"invalid_reward": settings.INVALID_REWARD} if name in ("action", "best") else {}
 
-    def failed(reason: str) -> RuntimeError:
-        return RuntimeError(f"REWARDS: {name} {reason}")
+    def reward(completions: list[str], **columns: Any) -> list[float | None]:
+        with naming(name):
+            values = function(completions, **(columns | options))
+        return checked_rewards(name, values, len(completions))
 
-    def checked(values: Any, count: int) -> list[float | None]:
-        if not isinstance(values, Sequence) and not hasattr(values, "tolist"):
-            raise failed(f"returned {type(values).__name__}, not a list of numbers")
-        values = values.tolist() if hasattr(values, "tolist") else list(values)
-        if len(values) != count:
-            raise failed(f"returned {len(values)} rewards for {count} completions")
-        for value in values:
-            if value is not None and not (isinstance(value, (int, float)) and not math.isinf(value)):
-                raise failed(f"returned {value!r}, which is neither a finite number nor None")
-        return values
+    async def reward_later(completions: list[str], **columns: Any) -> list[float | None]:
+        with naming(name):
+            values = await function(completions, **(columns | options))
+        return checked_rewards(name, values, len(completions))
 
-    if inspect.iscoroutinefunction(function):
-
-        async def reward(completions: list[str], **columns: Any) -> list[float | None]:
-            try:
-                values = await function(completions, **(columns | options))
-            except Exception as error:
-                raise failed(f"raised {type(error).__name__}: {error}") from error
-            return checked(values, len(completions))
-
-    else:
-
-        def reward(completions: list[str], **columns: Any) -> list[float | None]:
-            try:
-                values = function(completions, **(columns | options))
-            except Exception as error:
-                raise failed(f"raised {type(error).__name__}: {error}") from error
-            return checked(values, len(completions))
-
-    reward.__name__ = name.rpartition(":")[2]
-    return reward
+    called = reward_later if inspect.iscoroutinefunction(function) else reward
+    called.__name__ = name.rpartition(":")[2]
+    return called
 
 
 def completion_rates(read: Sequence[Completion]) -> dict[str, float]:
     """Parse rate, best-action rate, clipped ratio and lengths of some completions."""
-    count = len(read)
+    answered = [one for one in read if one.action is not None]
+    best = [one for one in answered if one.row.rewards and one.row.rewards[one.action] == max(one.row.rewards)]
     return {
-        "parse_rate": sum(one.action is not None for one in read) / count,
-        "best_action_rate": sum(
-            one.action is not None and bool(one.row.rewards) and one.row.rewards[one.action] == max(one.row.rewards)
-            for one in read
-        )
-        / count,
-        "clipped_ratio": sum(one.truncated for one in read) / count,
-        "tokens_mean": sum(one.tokens for one in read) / count,
+        "parse_rate": len(answered) / len(read),
+        "best_action_rate": len(best) / len(read),
+        "clipped_ratio": sum(one.truncated for one in read) / len(read),
+        "tokens_mean": sum(one.tokens for one in read) / len(read),
         "tokens_max": max(one.tokens for one in read),
     }

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from grpo.model.attention import ONE_ROW, hidden_states
+from grpo.model.attention import KERNELS, hidden_states
 from grpo.model.load import evaluating
-from grpo.model.packing import make_layout
+from grpo.model.packing import pack_batch
 from grpo.rollout.engine import EngineError
 from grpo.rollout.weight_sync import lora_layers
-from grpo.run.logs import boxed
+from grpo.run.logs import banner_text
 from grpo.settings import log
 
 
@@ -41,7 +41,7 @@ def check_mismatch(trainer: Any) -> None:
     """
     run, engine = trainer.run, trainer.run.engine
     if run.settings.PARITY == "off":
-        log.warning(boxed("PARITY=off: nothing checks that vLLM generates with the adapter that is trained"))
+        log.warning(banner_text("PARITY=off: nothing checks that vLLM generates with the adapter that is trained"))
         return
     policy = trainer.accelerator.unwrap_model(trainer.model)
     prompts = trainer.processing_class(text=[row.prompt for row in run.rows[:PARITY_PROMPTS]])["input_ids"]
@@ -147,8 +147,8 @@ def score_tokens(trainer: Any, rows: Sequence[Sequence[int]], first: Sequence[in
     base = trainer.accelerator.unwrap_model(trainer.model).get_base_model()
     attention, scores = trainer.run.attention, []
     for row, start in zip(rows, first, strict=True):
-        layout = make_layout([row[:start]], [row[start:]], True, attention in ONE_ROW, base.device)
+        packed = pack_batch([row[:start]], [row[start:]], True, attention in KERNELS, base.device)
         with torch.no_grad(), trainer.accelerator.autocast():
-            logits = base.get_output_embeddings()(hidden_states(base, layout, attention)).float() / temperature
-        scores.append(logits.log_softmax(-1).gather(1, layout.targets[:, None])[:, 0].cpu())
+            logits = base.get_output_embeddings()(hidden_states(base, packed, attention)).float() / temperature
+        scores.append(logits.log_softmax(-1).gather(1, packed.targets[:, None])[:, 0].cpu())
     return torch.cat(scores)

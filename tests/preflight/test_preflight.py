@@ -48,8 +48,8 @@ from grpo.preflight.machine import (
     wandb_can_start,
 )
 from grpo.preflight.memory import ASLEEP_GIB, PASS_TOKENS, find_limits, misfit, pass_tokens, plan_memory
-from grpo.run.folder import CHECKPOINT_FILES, COMPLETE, inspect_run, lock_run, prepare_run, set_aside, trim_csv
-from grpo.run.logs import CsvLog, boxed, parse_rate_warning
+from grpo.run.folder import CHECKPOINT_FILES, COMPLETE, inspect_run, lock_run, prepare_run, retire_checkpoint
+from grpo.run.logs import CsvLog, banner_text, parse_rate_warning, trim_csv
 from grpo.settings import Problems, Settings
 
 
@@ -638,7 +638,7 @@ def test_rows_that_teach_nothing(tmp_path):
 def data_warnings(**environ):
     check = preflight(CLEAN | {"MODEL_ID": "tiny"} | {k: str(v) for k, v in environ.items()}, CPU)
     found = checks.data_warnings(check)
-    assert all(boxed(text) in banner(check) for text in found)
+    assert all(banner_text(text) in banner(check) for text in found)
     return found
 
 
@@ -902,10 +902,10 @@ def test_the_trainer_leaves_what_was_set_aside(tmp_path):
 
     for step in range(1, 5):
         (tmp_path / f"checkpoint-{step}").mkdir()
-    set_aside(tmp_path / "checkpoint-4")
+    retire_checkpoint(tmp_path / "checkpoint-4")
     assert not (tmp_path / "checkpoint-4").exists(), "no adapter: deleted"
     (tmp_path / "checkpoint-1" / "adapter_model.safetensors").touch()
-    set_aside(tmp_path / "checkpoint-1")
+    retire_checkpoint(tmp_path / "checkpoint-1")
     rotate_checkpoints(output_dir=str(tmp_path), save_total_limit=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "superseded-checkpoint-1"]
 
@@ -952,7 +952,7 @@ def test_a_run_folder_has_one_writer(tmp_path):
     code = f"import pathlib; from grpo.run.folder import lock_run; print(lock_run(pathlib.Path({str(tmp_path / 'run')!r})))"
     other = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert lock is not None and other.stdout.strip() == "None"
-    lock.close()
+    lock.release()
     assert "None" not in subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout
 
 

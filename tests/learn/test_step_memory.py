@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step must not hold in memory nor compute twice, and packed experts from the logits to a resumed run.
-
-Run: python -m pytest tests/test_memory_and_passes.py
-"""
+"""What a step must not hold in memory nor compute twice, and packed experts from the logits to a resumed run."""
 
 from __future__ import annotations
 
@@ -46,7 +43,7 @@ def assert_tiled(shapes, trainer, inputs):
     assert not full_logits(shapes, trainer)
     vocabulary = trainer.model.config.vocab_size
     assert vocabulary > TILE and vocabulary % TILE
-    tokens = {len(layout.targets) for _, layout in trainer.passes(inputs)}
+    tokens = {len(packed.targets) for _, packed in trainer.micro_batches(inputs)}
     assert {(count, width) for count in tokens for width in (TILE, vocabulary % TILE)} <= shapes.seen
 
 
@@ -100,7 +97,8 @@ def test_the_reference_never_holds_the_logits_of_the_whole_vocabulary(tiny, tmp_
 def test_a_step_computes_each_pass_once(tiny, tmp_path, beta, checkpointing, implementation):
     """From the rollout's end to the optimizer: one forward pass of the model for each pass of the cut, and with a KL term
     the reference's before them. A layer is computed once more where it is checkpointed, and not a third time."""
-    trainer = make(tiny, tmp_path, BETA=beta, GRADIENT_CHECKPOINTING=checkpointing, LOSS_IMPL=implementation, TOTAL_STEPS=1, MICRO_BATCH=1)  # fmt: skip
+    trainer = make(tiny, tmp_path, BETA=beta, GRADIENT_CHECKPOINTING=checkpointing, TOTAL_STEPS=1, MICRO_BATCH=1)
+    trainer.run.loss_impl = implementation
     base = trainer.base_model_of(trainer.model)
     forwards, layers, batches = [], [], []  # by call: whether it is in `learn`, and whether it is for a gradient
     called = lambda calls: lambda *_: calls.append((bool(batches), torch.is_grad_enabled()))  # noqa: E731
@@ -122,7 +120,7 @@ def test_a_step_computes_each_pass_once(tiny, tmp_path, beta, checkpointing, imp
     trainer._generate_single_turn, trainer.learn = generate_uncounted, learn_and_keep
     trainer.train()
     (inputs,) = batches
-    passes = len(list(trainer.passes(inputs)))
+    passes = len(list(trainer.micro_batches(inputs)))
     assert passes > 1
     reference = [(False, False)] * (passes if beta else 0)
     assert forwards == reference + [(True, True)] * passes
