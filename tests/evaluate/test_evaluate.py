@@ -22,9 +22,8 @@ from safetensors.torch import load_file, save_file
 from stub_vllm import StubLLM, StubLoRARequest, StubSampling
 
 import train_grpo
-from grpo.evaluate.models import VllmModel
 from grpo.evaluate.plant import measure_closed_loop
-from grpo.evaluate.standalone import recorded_settings
+from grpo.evaluate.standalone import VllmModel, recorded_settings
 from grpo.preflight.choices import ClosedLoop
 from grpo.preflight.hub import find_model
 from grpo.preflight.machine import Machine
@@ -85,7 +84,7 @@ def test_a_run_leaves_both_evaluations(run):
 
 
 def test_a_resumed_run_keeps_what_was_measured_before_it(run, tmp_path):
-    """Marked figures stay where they belong to the start, and are made anew where they belong to the end."""
+    """Marked figures stay where they belong to the start, and are measured again where they belong to the end."""
     folder = tmp_path / "run"
     shutil.copytree(run.folder, folder)
     result, record = read(folder, "evaluation.json"), read(folder, "closed_loop.json")
@@ -199,7 +198,7 @@ def test_vllm_gets_the_adapter_from_its_folder(run, tiny, monkeypatch, tmp_path)
         engine.sleep()
         return engine
 
-    monkeypatch.setattr("grpo.evaluate.models.start_engine", start_engine)
+    monkeypatch.setattr("grpo.evaluate.standalone.start_engine", start_engine)
     environ = recorded_settings(folder, {"LORA_R": "1"})
     settings, _, problems = load_settings(environ)
     files = find_model("tiny", problems)

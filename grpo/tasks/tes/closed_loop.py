@@ -28,6 +28,8 @@ from grpo.tasks.tes.prompts import State, state_at
 
 DECISIONS = DECISION_DAYS * len(HOURS)
 Policy = Callable[[Sequence[State]], Sequence[int | None]]  # one action for each state; None: no answer could be read
+# ask(prompts, samples, hour): `samples` completions of each prompt, in the order of the prompts
+Ask = Callable[[Sequence[str], int, int], Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -65,14 +67,10 @@ SAFE_REASON = "full output: serves the load whatever the storage holds, and emit
 
 
 def closed_loop(
-    windows: Sequence[Window],
-    plant: Plant,
-    policy: Policy,
-    start_kwh: float = START_KWH,
-    decisions: int = DECISIONS,
+    windows: Sequence[Window], plant: Plant, policy: Policy, start_kwh: float = START_KWH, decisions: int = DECISIONS
 ) -> Trace:
     """Runs W windows side by side for their first `decisions` decision hours; `policy` gets the W states of an hour and
-    returns W actions. Night hours change nothing (no load, output 0) and are left out, as in `make_dataset.solve`.
+    returns W actions. Night hours change nothing (no load, output 0) and are left out, as in `plant.solve`.
 
     Raises ValueError where the policy returns another number of actions, or one that the plant does not have.
     """
@@ -103,7 +101,7 @@ def end_price(window: Window, plant: Plant, decisions: int = DECISIONS) -> float
 
 
 def priced_kg(trace: Trace, windows: Sequence[Window], plant: Plant) -> np.ndarray:
-    """The plant's own objective of `make_dataset.solve` in kg CO2, shape (W,): emissions, plus 10 kg for each unserved
+    """The plant's own objective of `plant.solve` in kg CO2, shape (W,): emissions, plus 10 kg for each unserved
     kWh, minus the worth of what the storage gained. Nobody looks good by serving nothing or by emptying the storage."""
     price = np.array([end_price(window, plant, trace.actions.shape[1]) for window in windows])
     gained = trace.storage_kwh[:, -1] - trace.start_kwh
@@ -145,7 +143,7 @@ RULES |= {"follow_the_load": follow_the_load, "charge_when_clean": charge_when_c
 
 
 def optimum(windows: Sequence[Window], plant: Plant, start_kwh: float, decisions: int = DECISIONS) -> Policy:
-    """The exact optimum of each window (`make_dataset.solve`), for one pass through them from `start_kwh`."""
+    """The exact optimum of each window (`plant.solve`), for one pass through them from `start_kwh`."""
     solutions = []
     for window in windows:
         load, co2 = window.load_kw.ravel()[:decisions], window.co2.ravel()[:decisions]
@@ -171,17 +169,9 @@ def majority(answers: Sequence[int | None]) -> int | None:
     return counts.most_common(1)[0][0] if counts else None
 
 
-def model_policy(
-    ask: Callable[[Sequence[str], int, int], Sequence[str]],
-    render: Callable[[State], str],
-    votes: int,
-    unparsed: np.ndarray,
-) -> Policy:
-    """A model as a policy: prompts out of states, completions, parsed actions.
-
-    ask(prompts, samples, hour): `samples` completions of each prompt, in the order of the prompts. `votes`: answers to
-    each state, of which the majority counts. Answers that cannot be read are counted into `unparsed`, shape (W,).
-    """
+def model_policy(ask: Ask, render: Callable[[State], str], votes: int, unparsed: np.ndarray) -> Policy:
+    """A model as a policy: prompts out of states, completions, parsed actions. `votes`: answers to each state, of which
+    the majority counts. Answers that cannot be read are counted into `unparsed`, shape (W,)."""
     hours = itertools.count()
 
     def policy(states: Sequence[State]) -> list[int | None]:

@@ -20,6 +20,7 @@ from grpo.tasks.tes import profiles as tes_profiles
 from grpo.tasks.tes.closed_loop import (
     RULES,
     SAFE_REASON,
+    Ask,
     Trace,
     closed_loop,
     decisions_in,
@@ -30,6 +31,7 @@ from grpo.tasks.tes.closed_loop import (
 )
 from grpo.tasks.tes.plant import DECISION_DAYS, HOURS, START_KWH, Plant
 from grpo.tasks.tes.profiles import Window, read_profile
+from grpo.tasks.tes.prompts import State
 
 MODELS = ("base", "trained")
 LEAST_WINDOWS = 3  # fewer give no interval: a bootstrap over two windows says nothing
@@ -45,7 +47,7 @@ class Case:
 
 
 def read_cases(path: Path, co2_column: str | None = None, load_column: str | None = None) -> list[Case]:
-    """The windows of a profile CSV. Raises make_dataset.ProfileError with every problem of the file."""
+    """The windows of a profile CSV. Raises ProfileError with every problem of the file."""
     profile = read_profile(path, co2_column, load_column)
     index = {day: i for i, day in enumerate(profile.dates)}
     cases = []
@@ -113,7 +115,7 @@ def add_policy(
     unparsed: Sequence[int] | None = None,
     answers: int = 0,
 ) -> None:
-    """Put a policy into the record and compute the totals anew.
+    """Put a policy into the record and compute the totals again.
 
     trace: of all windows, or of all windows as often as each was run (pass by pass): the hours that are kept are the
     first pass's, `mean` and the totals are means over the passes. unparsed: answers that could not be read, by row of
@@ -207,7 +209,7 @@ def keep_models(record: dict[str, Any], path: Path, names: Sequence[str] = MODEL
 
 
 def run_model(
-    record: dict[str, Any], name: str, cases: Sequence[Case], ask: Callable[..., Sequence[str]], render: Any
+    record: dict[str, Any], name: str, cases: Sequence[Case], ask: Ask, render: Callable[[State], str]
 ) -> None:
     """Let a model run through the cases and put it into the record as `name`, base or trained. With `vote`, `samples`
     answers decide each hour; without, every window is run `samples` times, all of them side by side."""
