@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 import importlib
 import sys
-from abc import ABC, abstractmethod
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -88,19 +87,9 @@ class FakeGPU:
         return {name: one.pop() for name, one in values.items()}
 
 
-class FakeSleepModeBackend(ABC):
+class FakeSleepModeBackend:
     def __init__(self) -> None:
         self._state = "RUNNING"
-
-    @abstractmethod
-    def suspend(self, level: int = 1) -> None: ...
-
-    @abstractmethod
-    def resume(self, tags: list[str] | None = None) -> None: ...
-
-    @classmethod
-    def preserves_communicators(cls) -> bool:
-        return False
 
 
 @pytest.fixture
