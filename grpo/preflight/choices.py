@@ -67,23 +67,31 @@ def choose_experts(requested: str | None, mxfp4: bool, bf16: Plan, quantized: Pl
     return "mxfp4", f"bf16 would need {wide}, mxfp4 needs {quantized.needed:.0f} for {quantized.micro_batch}"
 
 
-def plan_run(
-    settings: Settings,
-    machine: Machine,
-    *,
-    config: Mapping[str, Any],
-    prompt_len: int,
-    attention: str,
-    packing: str,
-    checkpoint: float | None,
-) -> tuple[tuple[str, str], Plan]:
-    """What `choose_experts` chooses, and the plan with it. `checkpoint`: GiB of it where vLLM may generate, else None."""
-    engine = None if settings.USE_VLLM is False else checkpoint
-    shapes = settings, config, machine, prompt_len, attention, engine, packing
-    plans = {experts: plan_memory(*shapes, experts) for experts in ("bf16", "mxfp4")}
-    free = machine.gpu_free if machine.gpus else machine.ram_free
-    chosen = choose_experts(settings.EXPERTS, has_mxfp4(config), *plans.values(), free)
-    return chosen, plans[chosen[0]]
+@dataclass(frozen=True)
+class Shapes:
+    """What the plan of a run depends on besides its settings; `checkpoint` is its GiB where vLLM may generate."""
+
+    config: Mapping[str, Any]
+    machine: Machine
+    prompt_len: int
+    attention: str
+    packing: str
+    checkpoint: float | None
+
+    def plans(self, settings: Settings) -> dict[str, Plan]:
+        """The plan with each kind of experts."""
+        engine = None if settings.USE_VLLM is False else self.checkpoint
+        shapes = self.config, self.machine, self.prompt_len, self.attention, engine, self.packing
+        return {experts: plan_memory(settings, *shapes, experts) for experts in ("bf16", "mxfp4")}
+
+    def choose_experts(self, settings: Settings) -> tuple[str, str]:
+        """(experts, reason)."""
+        free = self.machine.gpu_free if self.machine.gpus else self.machine.ram_free
+        return choose_experts(settings.EXPERTS, has_mxfp4(self.config), *self.plans(settings).values(), free)
+
+    def plan(self, settings: Settings) -> Plan:
+        """The plan with the experts that are chosen."""
+        return self.plans(settings)[self.choose_experts(settings)[0]]
 
 
 def choose_rollouts(requested: bool | None, gpus: int, tiny: bool, vllm: str | None) -> tuple[bool, str]:

@@ -66,6 +66,14 @@ class Plan:
         """Free memory to ask for: a tenth of it stays free. vLLM's own plan leaves its margin."""
         return max(self.rollout_peak / (1.0 if self.engine else GPU_SHARE), self.learning_peak / GPU_SHARE)
 
+    @property
+    def parts(self) -> str:
+        """What the peak is made of, in words."""
+        rollout = f"generation {self.generation:.2f} and learning {self.learning:.2f}"
+        if engine := self.engine:
+            rollout = f"vLLM awake {engine.awake:.2f} and learning {self.learning:.2f} + asleep {engine.asleep:.2f}"
+        return f"weights {self.weights:.2f} + adapter {self.adapter:.2f} + the larger of {rollout}"
+
 
 # Ten percent stay free for fragmentation and CUDA's own context; a CPU plans with half of what is free.
 GPU_SHARE, CPU_SHARE = 0.9, 0.5
@@ -262,16 +270,16 @@ def memory_advice(
     settings: Settings,
     config: Mapping[str, Any],
     machine: Machine,
-    planned: Callable[[Settings, Machine], Plan],
+    planned: Callable[[Settings], Plan],
     resumed: bool = False,
 ) -> str:
     """What to change where a run does not fit the GPU: each setting that alone makes it fit, else all that need less.
 
-    `planned(settings, machine)` is the plan for any settings and machine; a `resumed` run may change only some settings.
+    `planned(settings)` is the plan for any settings; a `resumed` run may change only some of them.
     """
 
     def stops(**changes: Any) -> str:
-        return memory_shortfall(planned(dataclasses.replace(settings, **changes), machine), machine)
+        return memory_shortfall(planned(dataclasses.replace(settings, **changes)), machine)
 
     smaller = {"VLLM_GPU_MEM": None, "GRADIENT_CHECKPOINTING": True, "GENERATION_BATCH": None, "MICRO_BATCH": None}
     smaller |= {"EXPERTS": "mxfp4"} if has_mxfp4(config) else {}

@@ -17,6 +17,7 @@ from peft import LoraConfig, get_peft_model
 import train_grpo
 from grpo.model.load import load_model
 from grpo.preflight import memory
+from grpo.preflight.choices import Shapes
 from grpo.preflight.hub import REAL_CONFIG
 from grpo.preflight.machine import GIB
 from grpo.preflight.memory import (
@@ -110,11 +111,8 @@ def test_while_learning_the_sleeping_engine_takes_its_part():
 # ---- Advice ----------------------------------------------------------------------------------------------------------
 
 
-def planned(settings, machine):
-    """As the preflight plans 930 tokens of prompt with EXPERTS and USE_VLLM as set."""
-    checkpoint = None if settings.USE_VLLM is False else 12.9
-    kind = settings.EXPERTS or "mxfp4"
-    return plan_memory(settings, REAL_CONFIG, machine, 930, "torch_flash", checkpoint, "prefix", kind)
+def planner(machine):
+    return Shapes(REAL_CONFIG, machine, 930, "torch_flash", "prefix", 12.9).plan
 
 
 @pytest.mark.parametrize(
@@ -132,8 +130,8 @@ def planned(settings, machine):
 )
 def test_a_refusal_names_what_alone_fits(free, changes, resumed, alone):
     machine, settings = dataclasses.replace(H100, gpu_free=free), Settings(**changes)
-    assert memory_shortfall(planned(settings, machine), machine)
-    advice = memory_advice(settings, REAL_CONFIG, machine, planned, resumed)
+    assert memory_shortfall(planner(machine)(settings), machine)
+    advice = memory_advice(settings, REAL_CONFIG, machine, planner(machine), resumed)
     named = re.findall(r"([A-Z_]+)=(\w+)", advice)
     if not alone:
         assert "together if need be: EXPERTS=mxfp4, USE_VLLM=0" in advice
@@ -142,19 +140,21 @@ def test_a_refusal_names_what_alone_fits(free, changes, resumed, alone):
         assert [name for name, _ in named] == alone and advice.endswith(" fits")
         for name, value in named:
             changed = dataclasses.replace(settings, **{name: parse_value(name, value)})
-            assert not memory_shortfall(planned(changed, machine), machine), name
+            assert not memory_shortfall(planner(machine)(changed), machine), name
     assert not resumed or {name for name, _ in named} <= MAY_CHANGE
 
 
 def test_where_no_setting_helps_it_says_so():
     machine = dataclasses.replace(H100, gpu_free=12.0)
-    assert "No setting helps on this GPU" in memory_advice(Settings(), REAL_CONFIG, machine, planned)
+    assert "No setting helps on this GPU" in memory_advice(Settings(), REAL_CONFIG, machine, planner(machine))
     bf16 = {name: value for name, value in REAL_CONFIG.items() if name != "quantization_config"}
     machine = dataclasses.replace(H100, gpu_free=30.0)
-    assert "EXPERTS" in memory_advice(Settings(), REAL_CONFIG, machine, planned)
-    assert "No setting helps" in memory_advice(Settings(), bf16, machine, planned), "no MXFP4 experts to quantize to"
+    assert "EXPERTS" in memory_advice(Settings(), REAL_CONFIG, machine, planner(machine))
+    assert "No setting helps" in memory_advice(Settings(), bf16, machine, planner(machine)), (
+        "no MXFP4 experts to quantize to"
+    )
     machine, kept = dataclasses.replace(H100, gpu_free=60.0), Settings(GRADIENT_CHECKPOINTING=False)
-    advice = memory_advice(kept, REAL_CONFIG, machine, planned, resumed=True)
+    advice = memory_advice(kept, REAL_CONFIG, machine, planner(machine), resumed=True)
     assert "No setting helps" in advice, "a resumed run may not change GRADIENT_CHECKPOINTING"
 
 
