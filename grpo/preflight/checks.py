@@ -9,7 +9,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from grpo.preflight.choices import (
     LINEAR_MODULES,
     VLLM_COLDEST,
     ClosedLoop,
-    Shapes,
     choose_attention,
     choose_epsilon_high,
     choose_loss,
@@ -50,7 +49,7 @@ from grpo.preflight.machine import (
     installed_versions,
     read_machine,
 )
-from grpo.preflight.memory import LORA_RANKS, Plan, memory_advice, memory_shortfall
+from grpo.preflight.memory import LORA_RANKS, Plan, Shapes, memory_advice, memory_shortfall
 from grpo.run.folder import RunState, existing_parent, inspect_run
 from grpo.settings import Problems, Settings, listed, load_settings
 
@@ -130,20 +129,14 @@ def check_settings(settings: Settings, config: Mapping[str, Any] | None, machine
         problems.add("CUDA_VISIBLE_DEVICES", f"{machine.gpus} GPUs are visible, this program uses one", fix)
 
 
-def check_memory(
-    settings: Settings,
-    config: Mapping[str, Any],
-    machine: Machine,
-    planned: Callable[[Settings], Plan],
-    problems: Problems,
-    resumed: bool = False,
-) -> None:
-    """The model has as many positions, and the machine as much memory, as the run takes. `planned` and `resumed` as in
-    `memory_advice`."""
-    plan = planned(settings)
-    engine, room = plan.engine, config["max_position_embeddings"] - plan.prompt_len
+def check_memory(settings: Settings, shapes: Shapes, problems: Problems, resumed: bool = False) -> None:
+    """The model has as many positions, and the machine as much memory, as the run takes; a `resumed` run may change only
+    some settings to take less."""
+    plan, machine = shapes.plan(settings), shapes.machine
+    engine, positions = plan.engine, shapes.config["max_position_embeddings"]
+    room = positions - plan.prompt_len
     if room < settings.MAX_COMPLETION_LEN:
-        what = f"{settings.MAX_COMPLETION_LEN} are more than the model's {config['max_position_embeddings']} positions"
+        what = f"{settings.MAX_COMPLETION_LEN} are more than the model's {positions} positions"
         fix = f"Set it to {room} or lower" if room > 0 else "Shorten the prompts"
         problems.add("MAX_COMPLETION_LEN", f"after a prompt of {plan.prompt_len} tokens, {what}", fix)
     if machine.gpus:
@@ -153,7 +146,7 @@ def check_memory(
         if shortfall := memory_shortfall(plan, machine):
             name = "VLLM_GPU_MEM" if engine and engine.cache < engine.cache_least else f"GPU {machine.gpu}"
             what = f"{machine.gpu_free:.0f} of {machine.gpu_total:.0f} GiB are free, and {shortfall} ({plan.parts})"
-            problems.add(name, what, memory_advice(settings, config, machine, planned, resumed))
+            problems.add(name, what, memory_advice(settings, shapes, resumed))
     elif plan.weights > 4:
         what = f"no GPU is visible, and {settings.MODEL_ID} needs one ({plan.weights:.0f} GiB of BF16 weights)"
         problems.add("MODEL_ID", what, "Run on a machine with an 80 GB GPU, or try MODEL_ID=tiny, which needs none")
@@ -162,7 +155,7 @@ def check_memory(
         problems.add("memory", what, "Lower MICRO_BATCH or MAX_COMPLETION_LEN")
     if engine and engine.weights + 2 > machine.ram_free:
         what = f"the sleeping engine keeps {engine.weights:.1f} GiB in host memory, {machine.ram_free:.1f} GiB are free"
-        without = memory_shortfall(planned(dataclasses.replace(settings, USE_VLLM=False)), machine)
+        without = memory_shortfall(shapes.plan(dataclasses.replace(settings, USE_VLLM=False)), machine)
         fix = "Free memory, take a machine with more of it"
         problems.add("memory", what, fix if without else f"{fix}, or set USE_VLLM=0")
 
@@ -252,7 +245,7 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Pre
         experts, plan = shapes.choose_experts(settings), shapes.plan(settings)
         if run.checkpoint:
             plan = keep_choices(settings, rollouts, plan, run, problems)
-        check_memory(settings, files.config, machine, shapes.plan, problems, run.checkpoint is not None)
+        check_memory(settings, shapes, problems, run.checkpoint is not None)
         check_disk(settings, files, plan.adapter, problems)
     closed_loop = ClosedLoop("", "packages are missing")
     if ready:

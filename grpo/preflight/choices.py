@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from grpo.data.files import Row, find_files
-from grpo.preflight.hub import has_mxfp4
-from grpo.preflight.machine import FLASH_PACKAGES, Machine
-from grpo.preflight.memory import Plan, plan_memory
+from grpo.preflight.machine import FLASH_PACKAGES
 from grpo.settings import Problems, Settings
 
 ATTENTION = ("torch_flash", *FLASH_PACKAGES, "eager")
@@ -51,47 +49,6 @@ def choose_packing(requested: str | None, attention: str, gpus: int) -> tuple[st
     if attention not in ATTENTION:
         return "none", f"{attention} takes padded rows only"
     return "prefix", "a prompt is computed once for all its completions"
-
-
-def choose_experts(requested: str | None, mxfp4: bool, bf16: Plan, quantized: Plan, free: float) -> tuple[str, str]:
-    """(`bf16` or `mxfp4`, reason), given the plans with either and the free memory in GiB."""
-    if requested is not None:
-        return requested, "as EXPERTS says"
-    if not mxfp4:
-        return "bf16", "the checkpoint has no MXFP4 experts"
-    same_cache = not bf16.engine or bf16.engine.cache >= quantized.engine.cache
-    roomy = same_cache and bf16.micro_batch >= quantized.micro_batch
-    if bf16.needed <= free and (roomy or quantized.needed > free):
-        return "bf16", f"all fits ({bf16.peak:.0f} of {free:.0f} GiB) with nothing to dequantize"
-    wide = f"{bf16.needed:.0f} GiB free for micro-batches of {bf16.micro_batch} completions"
-    return "mxfp4", f"bf16 would need {wide}, mxfp4 needs {quantized.needed:.0f} for {quantized.micro_batch}"
-
-
-@dataclass(frozen=True)
-class Shapes:
-    """What the plan of a run depends on besides its settings; `checkpoint` is its GiB where vLLM may generate."""
-
-    config: Mapping[str, Any]
-    machine: Machine
-    prompt_len: int
-    attention: str
-    packing: str
-    checkpoint: float | None
-
-    def plans(self, settings: Settings) -> dict[str, Plan]:
-        """The plan with each kind of experts."""
-        engine = None if settings.USE_VLLM is False else self.checkpoint
-        shapes = self.config, self.machine, self.prompt_len, self.attention, engine, self.packing
-        return {experts: plan_memory(settings, *shapes, experts) for experts in ("bf16", "mxfp4")}
-
-    def choose_experts(self, settings: Settings) -> tuple[str, str]:
-        """(experts, reason)."""
-        free = self.machine.gpu_free if self.machine.gpus else self.machine.ram_free
-        return choose_experts(settings.EXPERTS, has_mxfp4(self.config), *self.plans(settings).values(), free)
-
-    def plan(self, settings: Settings) -> Plan:
-        """The plan with the experts that are chosen."""
-        return self.plans(settings)[self.choose_experts(settings)[0]]
 
 
 def choose_rollouts(requested: bool | None, gpus: int, tiny: bool, vllm: str | None) -> tuple[bool, str]:

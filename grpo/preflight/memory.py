@@ -6,7 +6,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,13 +152,7 @@ def queries_keys_values(config: Mapping[str, Any]) -> int:
 
 
 def learning_gib(
-    settings: Settings,
-    config: Mapping[str, Any],
-    prompt_len: int,
-    rows: int,
-    attention: str,
-    share: bool = False,
-    experts: str = "bf16",
+    settings: Settings, config: Mapping[str, Any], prompt_len: int, rows: int, attention: str, share: bool, experts: str
 ) -> float:
     """GiB that a micro-batch of `rows` completions takes beside the weights, forward and backward."""
     layers, hidden, top = config["num_hidden_layers"], config["hidden_size"], config["num_experts_per_tok"]
@@ -266,29 +260,62 @@ def memory_shortfall(plan: Plan, machine: Machine) -> str:
     return ""
 
 
-def memory_advice(
-    settings: Settings,
-    config: Mapping[str, Any],
-    machine: Machine,
-    planned: Callable[[Settings], Plan],
-    resumed: bool = False,
-) -> str:
-    """What to change where a run does not fit the GPU: each setting that alone makes it fit, else all that need less.
+def choose_experts(requested: str | None, mxfp4: bool, bf16: Plan, quantized: Plan, free: float) -> tuple[str, str]:
+    """(`bf16` or `mxfp4`, reason), given the plans with either and the free memory in GiB."""
+    if requested is not None:
+        return requested, "as EXPERTS says"
+    if not mxfp4:
+        return "bf16", "the checkpoint has no MXFP4 experts"
+    same_cache = not bf16.engine or bf16.engine.cache >= quantized.engine.cache
+    roomy = same_cache and bf16.micro_batch >= quantized.micro_batch
+    if bf16.needed <= free and (roomy or quantized.needed > free):
+        return "bf16", f"all fits ({bf16.peak:.0f} of {free:.0f} GiB) with nothing to dequantize"
+    wide = f"{bf16.needed:.0f} GiB free for micro-batches of {bf16.micro_batch} completions"
+    return "mxfp4", f"bf16 would need {wide}, mxfp4 needs {quantized.needed:.0f} for {quantized.micro_batch}"
 
-    `planned(settings)` is the plan for any settings; a `resumed` run may change only some of them.
-    """
+
+@dataclass(frozen=True)
+class Shapes:
+    """What the plan of a run depends on besides its settings; `checkpoint` is its GiB where vLLM may generate."""
+
+    config: Mapping[str, Any]
+    machine: Machine
+    prompt_len: int
+    attention: str
+    packing: str
+    checkpoint: float | None
+
+    def plans(self, settings: Settings) -> dict[str, Plan]:
+        """The plan with each kind of experts."""
+        engine = None if settings.USE_VLLM is False else self.checkpoint
+        shapes = self.config, self.machine, self.prompt_len, self.attention, engine, self.packing
+        return {experts: plan_memory(settings, *shapes, experts) for experts in ("bf16", "mxfp4")}
+
+    def choose_experts(self, settings: Settings) -> tuple[str, str]:
+        """(experts, reason)."""
+        free = self.machine.gpu_free if self.machine.gpus else self.machine.ram_free
+        return choose_experts(settings.EXPERTS, has_mxfp4(self.config), *self.plans(settings).values(), free)
+
+    def plan(self, settings: Settings) -> Plan:
+        """The plan with the experts that are chosen."""
+        return self.plans(settings)[self.choose_experts(settings)[0]]
+
+
+def memory_advice(settings: Settings, shapes: Shapes, resumed: bool) -> str:
+    """What to change where a run does not fit the GPU: each setting that alone makes it fit, else all that need less; a
+    `resumed` run may change only some."""
 
     def stops(**changes: Any) -> str:
-        return memory_shortfall(planned(dataclasses.replace(settings, **changes)), machine)
+        return memory_shortfall(shapes.plan(dataclasses.replace(settings, **changes)), shapes.machine)
 
     smaller = {"VLLM_GPU_MEM": None, "GRADIENT_CHECKPOINTING": True, "GENERATION_BATCH": None, "MICRO_BATCH": None}
-    smaller |= {"EXPERTS": "mxfp4"} if has_mxfp4(config) else {}
+    smaller |= {"EXPERTS": "mxfp4"} if has_mxfp4(shapes.config) else {}
     smaller |= {"USE_VLLM": False}
     smaller = {n: v for n, v in smaller.items() if v != getattr(settings, n) and (not resumed or n in MAY_CHANGE)}
     words = {name: f"{name}={show(value)}" for name, value in smaller.items()}
-    length = {} if resumed else {"MAX_COMPLETION_LEN": 1}
     if alone := [words[name] for name, value in smaller.items() if not stops(**{name: value})]:
         return f"With all else as set, {' or '.join(alone)} fits"
+    length = {} if resumed else {"MAX_COMPLETION_LEN": 1}
     if stops(**smaller | length):
         return (
             "No setting helps on this GPU: free some of its memory (nvidia-smi names its users), or rent a larger one"

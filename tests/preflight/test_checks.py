@@ -15,8 +15,8 @@ from machines import CPU, H100, only
 
 from grpo.preflight import checks
 from grpo.preflight.checks import check_disk, check_memory, check_settings, preflight, run_record
-from grpo.preflight.choices import Shapes
 from grpo.preflight.hub import REAL_CONFIG, ModelFiles
+from grpo.preflight.memory import Shapes
 from grpo.run.folder import RunState
 from grpo.settings import Problems, Settings
 
@@ -65,13 +65,13 @@ def test_mxfp4_is_for_a_checkpoint_that_has_it():
 # ---- Memory and disk -------------------------------------------------------------------------------------------------
 
 
-def planner(machine, checkpoint=None):
-    return Shapes(REAL_CONFIG, machine, 940, "torch_flash", "prefix", checkpoint).plan
+def shapes_on(machine, checkpoint=None):
+    return Shapes(REAL_CONFIG, machine, 940, "torch_flash", "prefix", checkpoint)
 
 
 def memory_problems(machine, checkpoint=None, resumed=False, **changes):
     problems = Problems()
-    check_memory(Settings(**changes), REAL_CONFIG, machine, planner(machine, checkpoint), problems, resumed)
+    check_memory(Settings(**changes), shapes_on(machine, checkpoint), problems, resumed)
     return problems
 
 
@@ -163,7 +163,7 @@ def test_long_prompts_are_named(tiny, tmp_path):
 
 
 def test_a_resumed_run_keeps_what_auto_chose(tmp_path):
-    plan, run = planner(H100)(Settings()), RunState(tmp_path, 4, tmp_path, True, {"rollouts": [False, ""], "plan": {"generation_batch": 6}})  # fmt: skip
+    plan, run = shapes_on(H100).plan(Settings()), RunState(tmp_path, 4, tmp_path, True, {"rollouts": [False, ""], "plan": {"generation_batch": 6}})  # fmt: skip
     problems = Problems()
     kept = checks.keep_choices(Settings(), (False, ""), plan, run, problems)
     assert (kept.generation_batch, kept.generation_batch_reason) == (6, "as the run was started") and not problems

@@ -9,16 +9,14 @@ import pytest
 from machines import CPU, H100
 
 from grpo.preflight.choices import (
-    Shapes,
     attention_warning,
     choose_attention,
     choose_epsilon_high,
-    choose_experts,
     choose_loss,
     choose_packing,
 )
 from grpo.preflight.hub import REAL_CONFIG
-from grpo.preflight.memory import plan_memory
+from grpo.preflight.memory import Shapes, choose_experts, plan_memory
 from grpo.settings import FIELDS, Settings
 
 

@@ -17,12 +17,12 @@ from peft import LoraConfig, get_peft_model
 import train_grpo
 from grpo.model.load import load_model
 from grpo.preflight import memory
-from grpo.preflight.choices import Shapes
 from grpo.preflight.hub import REAL_CONFIG
 from grpo.preflight.machine import GIB
 from grpo.preflight.memory import (
     ASLEEP_GIB,
     MICRO_BATCH_TOKENS,
+    Shapes,
     memory_advice,
     memory_shortfall,
     pass_tokens,
@@ -111,8 +111,8 @@ def test_while_learning_the_sleeping_engine_takes_its_part():
 # ---- Advice ----------------------------------------------------------------------------------------------------------
 
 
-def planner(machine):
-    return Shapes(REAL_CONFIG, machine, 930, "torch_flash", "prefix", 12.9).plan
+def shapes_on(machine, config=REAL_CONFIG):
+    return Shapes(config, machine, 930, "torch_flash", "prefix", 12.9)
 
 
 @pytest.mark.parametrize(
@@ -130,8 +130,8 @@ def planner(machine):
 )
 def test_a_refusal_names_what_alone_fits(free, changes, resumed, alone):
     machine, settings = dataclasses.replace(H100, gpu_free=free), Settings(**changes)
-    assert memory_shortfall(planner(machine)(settings), machine)
-    advice = memory_advice(settings, REAL_CONFIG, machine, planner(machine), resumed)
+    assert memory_shortfall(shapes_on(machine).plan(settings), machine)
+    advice = memory_advice(settings, shapes_on(machine), resumed)
     named = re.findall(r"([A-Z_]+)=(\w+)", advice)
     if not alone:
         assert "together if need be: EXPERTS=mxfp4, USE_VLLM=0" in advice
@@ -140,21 +140,21 @@ def test_a_refusal_names_what_alone_fits(free, changes, resumed, alone):
         assert [name for name, _ in named] == alone and advice.endswith(" fits")
         for name, value in named:
             changed = dataclasses.replace(settings, **{name: parse_value(name, value)})
-            assert not memory_shortfall(planner(machine)(changed), machine), name
+            assert not memory_shortfall(shapes_on(machine).plan(changed), machine), name
     assert not resumed or {name for name, _ in named} <= MAY_CHANGE
 
 
 def test_where_no_setting_helps_it_says_so():
     machine = dataclasses.replace(H100, gpu_free=12.0)
-    assert "No setting helps on this GPU" in memory_advice(Settings(), REAL_CONFIG, machine, planner(machine))
+    assert "No setting helps on this GPU" in memory_advice(Settings(), shapes_on(machine), False)
     bf16 = {name: value for name, value in REAL_CONFIG.items() if name != "quantization_config"}
     machine = dataclasses.replace(H100, gpu_free=30.0)
-    assert "EXPERTS" in memory_advice(Settings(), REAL_CONFIG, machine, planner(machine))
-    assert "No setting helps" in memory_advice(Settings(), bf16, machine, planner(machine)), (
+    assert "EXPERTS" in memory_advice(Settings(), shapes_on(machine), False)
+    assert "No setting helps" in memory_advice(Settings(), shapes_on(machine, bf16), False), (
         "no MXFP4 experts to quantize to"
     )
     machine, kept = dataclasses.replace(H100, gpu_free=60.0), Settings(GRADIENT_CHECKPOINTING=False)
-    advice = memory_advice(kept, REAL_CONFIG, machine, planner(machine), resumed=True)
+    advice = memory_advice(kept, shapes_on(machine), resumed=True)
     assert "No setting helps" in advice, "a resumed run may not change GRADIENT_CHECKPOINTING"
 
 
