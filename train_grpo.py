@@ -166,7 +166,7 @@ def train(preflight_result: Preflight, model_path: str) -> int:
     from grpo.learn.trainer import Trainer
     from grpo.model.load import load_model, load_tokenizer
     from grpo.rollout.engine import start_engine
-    from grpo.rollout.parity import parity_gate
+    from grpo.rollout.parity import check_mismatch
 
     s, state, plan, started = preflight_result.settings, preflight_result.run, preflight_result.plan, time.time()
     folder, attention, packing = state.folder, preflight_result.attention[0], preflight_result.packing[0]
@@ -193,13 +193,16 @@ def train(preflight_result: Preflight, model_path: str) -> int:
         config=GRPOConfig(**grpo_options(s, torch.cuda.is_available())),
         rewards=[reward_callable(name, s) for name, _ in preflight_result.reward_specs],
     )
+    trainable = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    log.info("adapter: %s trainable parameters on %s", f"{trainable:,}", s.LORA_TARGETS)
+
     stop.listen()
     try:
         if preflight_result.rollouts[0]:
             context.engine = start_engine(s, plan.engine, model_path, trainer.eos_token_ids)
-            parity_gate(trainer)
+            check_mismatch(trainer)
         measure(preflight_result, trainer, base=True)
-        stop.at_once = False
+        stop.at_once = False  # from here on a signal waits for the end of its step and a checkpoint
         trainer.train(resume_from_checkpoint=str(state.checkpoint) if state.checkpoint else None)
         trainer.save_model(str(folder))
         tokenizer.save_pretrained(str(folder))
@@ -249,7 +252,7 @@ def grpo_options(s: Settings, cuda: bool) -> dict[str, Any]:
     trackers = [name for name in listed(s.REPORT_TO) if name != "none"]
     return {
         "output_dir": str(run_folder(s)),
-        # TRL sees the step's completions as one batch; `Trainer.training_step` cuts it into passes.
+        # TRL sees the step's completions as one batch; `Trainer.training_step` cuts it into micro-batches.
         "per_device_train_batch_size": s.completions_per_step,
         "gradient_accumulation_steps": 1,
         "steps_per_generation": 1,

@@ -14,6 +14,7 @@ import torch
 from datasets import Dataset
 from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOFunction
 from peft import LoraConfig
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -25,9 +26,9 @@ from grpo.data.prompts import PromptSampler, sampling_seed
 from grpo.data.scoring import Completion
 from grpo.learn.callbacks import ProgressBar, StepTimerCallback
 from grpo.learn.context import RunContext
-from grpo.model.attention import ONE_ROW, attention_of, hidden_states
+from grpo.model.attention import KERNELS, attention_of, hidden_states
 from grpo.model.load import evaluating
-from grpo.model.packing import Layout, cut_passes, make_layout, padded_like
+from grpo.model.packing import PackedBatch, cut_micro_batches, pack_batch, padded_like
 from grpo.preflight.memory import HEAD_TILE, pass_tokens
 from grpo.run.archive import model_card
 from grpo.run.folder import write_text
@@ -45,11 +46,10 @@ TOKEN_MEANS = ("kl", "entropy", "clip_ratio/region_mean")  # those of them that 
 # TRL and Liger divide these losses by the tokens of the whole step; the others are means over completions, or over the
 # tokens of what they are given (bnpo).
 TOKEN_NORMALIZED = ("dapo", "cispo", "vespo")
+Batch = dict[str, Tensor]  # what TRL hands over for a step, or some of its rows
 
 
-def importance_ratio(
-    logps: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor, mode: str, most: float
-) -> torch.Tensor:
+def importance_ratio(logps: Tensor, sampled: Tensor, mask: Tensor, mode: str, most: float) -> Tensor:
     """pi / mu for the policy's log-probs (B, C) and those with which the engine sampled (NaN: unknown, ratio 1), as TRL
     computes it: truncated at `most`, or 0 above it, by token (B, C) or by sequence (B, 1)."""
     difference = ((logps - sampled) * mask).nan_to_num(nan=0.0)
@@ -89,13 +89,7 @@ class Trainer(GRPOTrainer):
         # Only the index travels through TRL: the columns are looked up where they are needed.
         dataset = Dataset.from_dict({"prompt": [row.prompt for row in run.rows], "row": list(range(len(run.rows)))})
         super().__init__(
-            model=model,
-            reward_funcs=rewards,
-            args=config,
-            train_dataset=dataset,
-            processing_class=tokenizer,
-            peft_config=lora,
-            callbacks=[self.timer],
+            model, rewards, config, dataset, processing_class=tokenizer, peft_config=lora, callbacks=[self.timer]
         )
         self.current_gradient_accumulation_steps = 1  # the Trainer sets it when it trains, losses ask for it before
         if self.args.disable_tqdm:
@@ -169,9 +163,7 @@ class Trainer(GRPOTrainer):
             self.run_log.write_completions(self.state.global_step + 1, read, totals.tolist())
         return per_function
 
-    def training_step(
-        self, model: torch.nn.Module, inputs: Any, num_items_in_batch: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Rollout, rewards, then forward and backward of each micro-batch. Returns the step's loss, a scalar."""
         model.train()
         batch = self._prepare_inputs(inputs)
@@ -181,7 +173,7 @@ class Trainer(GRPOTrainer):
         self._metrics["train"]["step_time"].append(time.perf_counter() - started)
         return loss
 
-    def learn(self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def learn(self, model: torch.nn.Module, batch: Batch) -> Tensor:
         """Gradients of the loss of `batch`: `prompt_ids` (B, P), `completion_ids` (B, C), their masks, `advantages` (B,),
         and where they are known `sampling_per_token_logps` and `ref_per_token_logps` (B, C). Returns the loss, a scalar."""
         s, base, mask = self.run.settings, self.base_model_of(model), batch["completion_mask"]
@@ -189,22 +181,22 @@ class Trainer(GRPOTrainer):
         logps = torch.full(mask.shape, math.nan, device=mask.device)
         ratios = torch.ones(mask.shape, device=mask.device)
         sums: collections.Counter[str] = collections.Counter()
-        for rows, layout in self.micro_batches(batch):
+        for rows, packed in self.micro_batches(batch):
             with self.accelerator.autocast():
-                states = hidden_states(base, layout, self.run.attention)
+                states = hidden_states(base, packed, self.run.attention)
                 leaf = states.detach().requires_grad_()  # head and loss first: their memory is free before the rest
-                found, entropy = self.compute_logps(base, leaf, layout.targets)
+                found, entropy = self.compute_logps(base, leaf, packed.targets)
             part = {
                 name: value[rows] if torch.is_tensor(value) and value.ndim else value for name, value in batch.items()
             }
-            found, entropy = (padded_like(part["completion_mask"], layout, values) for values in (found, entropy))
+            found, entropy = (padded_like(part["completion_mask"], packed, values) for values in (found, entropy))
             policy, sampled = found.detach(), part.get("sampling_per_token_logps")
             logps[rows] = policy
             if sampled is not None and s.IS_CORRECTION != "none":
                 ratio = importance_ratio(policy, sampled, part["completion_mask"], s.IS_CORRECTION, s.IS_CLIP_MAX)
                 part["importance_sampling_ratio"], ratios[rows] = ratio, ratio.expand_as(policy)
-            share = self.liger_loss if self.run.loss_impl == "liger" else self.trl_loss
-            loss, metrics = share(model, part, batch, found, entropy)
+            share_of_loss = self.liger_loss if self.run.loss_impl == "liger" else self.trl_loss
+            loss, metrics = share_of_loss(part, batch, found, entropy)
             loss.backward()
             states.backward(leaf.grad)
             total += loss.detach()
@@ -216,8 +208,8 @@ class Trainer(GRPOTrainer):
         """The gpt-oss inside of PEFT's and accelerate's wrappers."""
         return self.accelerator.unwrap_model(model).get_base_model()
 
-    def micro_batches(self, batch: Mapping[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, Layout]]:
-        """Indices (b,) of some completions and their layout, one micro-batch after the other: together all of `batch`."""
+    def micro_batches(self, batch: Batch) -> Iterator[tuple[Tensor, PackedBatch]]:
+        """Indices (b,) of some completions and these packed, one micro-batch after the other: together all of `batch`."""
         s, share, attention = self.run.settings, self.run.packing == "prefix", self.run.attention
         tokens = []
         for kind in ("prompt", "completion"):
@@ -229,13 +221,11 @@ class Trainer(GRPOTrainer):
         lengths = [(len(p), len(c)) for p, c in zip(prompts, completions, strict=True)]
         most = pass_tokens(s, self.run.plan.micro_batch, max(p for p, _ in lengths), share)
         device = batch["completion_ids"].device
-        for rows in cut_passes(number, lengths, most, share):
+        for rows in cut_micro_batches(number, lengths, most, share):
             chosen = [prompts[i] for i in rows], [completions[i] for i in rows]
-            yield torch.tensor(rows, device=device), make_layout(*chosen, share, attention in ONE_ROW, device)
+            yield torch.tensor(rows, device=device), pack_batch(*chosen, share, attention in KERNELS, device)
 
-    def compute_logps(
-        self, base: PreTrainedModel, states: torch.Tensor, targets: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def compute_logps(self, base: PreTrainedModel, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies (N,) of `targets` (N,) after `states` (N, hidden) of `base`. Logits are held for one tile
         of tokens and vocabulary at a time. TRL's kernel for either loss: Liger's own streams several float32 copies of each
         tile through memory, and a step of 12 x 8 x 512 tokens took 6.4 s with it, 5.2 s with TRL's (docs/log.md)."""
@@ -244,14 +234,7 @@ class Trainer(GRPOTrainer):
             states, head.weight, head.bias, targets, self.temperature, HEAD_TILE, None, 1.0, ("entropy",)
         )[:2]
 
-    def liger_loss(
-        self,
-        model: torch.nn.Module,
-        part: dict[str, torch.Tensor],
-        batch: Mapping[str, torch.Tensor],
-        logps: torch.Tensor,
-        entropy: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, float]]:
+    def liger_loss(self, part: Batch, batch: Batch, logps: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, float]]:
         """The share of the loss of `batch` that its `part` has, from log-probs and entropies (b, C), and sums for the logs."""
         a, whole = self.args, batch["completion_mask"]
         loss, metrics = LigerFusedLinearGRPOFunction.ppo_loss_fn(
@@ -269,14 +252,7 @@ class Trainer(GRPOTrainer):
         sums = {name: value.item() for name, value in zip(names, metrics, strict=True)}
         return loss, sums | {"entropy": (entropy.detach().sum() / whole.sum()).item()}
 
-    def trl_loss(
-        self,
-        model: torch.nn.Module,
-        part: dict[str, torch.Tensor],
-        batch: Mapping[str, torch.Tensor],
-        logps: torch.Tensor,
-        entropy: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, float]]:
+    def trl_loss(self, part: Batch, batch: Batch, logps: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, float]]:
         """As `liger_loss`. TRL takes log-probs from `_get_per_token_logps_and_entropies` and normalizes by the completions it
         is given. Its own correction is off; as the ratio is never negative, advantages by token are the same thing."""
         ratio, mask, whole = part.get("importance_sampling_ratio"), part["completion_mask"], batch["completion_mask"]
@@ -286,7 +262,7 @@ class Trainer(GRPOTrainer):
         before = {name: len(values) for name, values in logged.items()}
         self.ready = logps, entropy, None
         try:
-            loss = super()._compute_loss(model, part)
+            loss = super()._compute_loss(self.model, part)
         finally:
             self.ready = None
         fresh = {name: values.pop() for name, values in logged.items() if len(values) > before.get(name, 0)}
@@ -308,19 +284,13 @@ class Trainer(GRPOTrainer):
         }  # fmt: skip
         logps = input_ids.new_zeros(batch["completion_ids"].shape, dtype=torch.float32)
         base = self.base_model_of(model)
-        for rows, layout in self.micro_batches(batch):
+        for rows, packed in self.micro_batches(batch):
             with self.accelerator.autocast():
-                found, _ = self.compute_logps(base, hidden_states(base, layout, self.run.attention), layout.targets)
-            logps[rows] = padded_like(batch["completion_mask"][rows], layout, found)
+                found, _ = self.compute_logps(base, hidden_states(base, packed, self.run.attention), packed.targets)
+            logps[rows] = padded_like(batch["completion_mask"][rows], packed, found)
         return logps, None, None
 
-    def record_learning(
-        self,
-        batch: Mapping[str, torch.Tensor],
-        logps: torch.Tensor,
-        ratios: torch.Tensor,
-        sums: Mapping[str, float],
-    ) -> None:
+    def record_learning(self, batch: Batch, logps: Tensor, ratios: Tensor, sums: Mapping[str, float]) -> None:
         """The step's means under TRL's names, and how far the engine's log-probs are from the trainer's `logps` (B, C)."""
         metrics, mask = self._metrics["train"], batch["completion_mask"].bool()
         for name, value in sums.items():
