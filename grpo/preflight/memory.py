@@ -156,7 +156,10 @@ def learning_gib(
 ) -> float:
     """GiB that a micro-batch of `rows` completions takes beside the weights, forward and backward."""
     layers, hidden, top = config["num_hidden_layers"], config["hidden_size"], config["num_experts_per_tok"]
-    tokens, longest = bucket(pass_tokens(settings, rows, prompt_len, share)), prompt_len + settings.MAX_COMPLETION_LEN
+    tokens, longest = (
+        bucket(micro_batch_tokens(settings, rows, prompt_len, share)),
+        prompt_len + settings.MAX_COMPLETION_LEN,
+    )
     if share:
         longest = bucket(prompt_len + min(rows, settings.NUM_GENERATIONS) * settings.MAX_COMPLETION_LEN)
     scores = tokens * longest * config["num_attention_heads"] * 2 * 6 if attention == "eager" else 0
@@ -226,7 +229,7 @@ def plan_memory(
     # of some hundred kernels a layer are spread over enough tokens.
     most = 64
     if (prompt_len + settings.MAX_COMPLETION_LEN) * hidden >= 100_000:
-        sizes = [pass_tokens(settings, n, prompt_len, share) for n in range(1, total + 1)]
+        sizes = [micro_batch_tokens(settings, n, prompt_len, share) for n in range(1, total + 1)]
         most = max(1, bisect.bisect_right(sizes, MICRO_BATCH_TOKENS))
     divisors = [n for n in range(1, total + 1) if total % n == 0]
     micro, micro_reason = settings.MICRO_BATCH, "set by MICRO_BATCH"
@@ -334,10 +337,10 @@ def bucket(length: int) -> int:
     return -(-length // step) * step
 
 
-def pass_tokens(settings: Settings, micro_batch: int, prompt_len: int, share: bool) -> int:
+def micro_batch_tokens(settings: Settings, micro_batch: int, prompt_len: int, share: bool) -> int:
     """Tokens of the largest micro-batch: `micro_batch` completions of MAX_COMPLETION_LEN with their prompts.
 
-    >>> pass_tokens(Settings(NUM_GENERATIONS=8, MAX_COMPLETION_LEN=100), 16, 50, share=True)
+    >>> micro_batch_tokens(Settings(NUM_GENERATIONS=8, MAX_COMPLETION_LEN=100), 16, 50, share=True)
     1700
     """
     prompts = -(-micro_batch // settings.NUM_GENERATIONS) if share else micro_batch

@@ -25,7 +25,7 @@ from grpo.preflight.memory import (
     Shapes,
     memory_advice,
     memory_shortfall,
-    pass_tokens,
+    micro_batch_tokens,
     plan_memory,
 )
 from grpo.settings import MAY_CHANGE, Settings, parse_value
@@ -79,9 +79,9 @@ def test_a_micro_batch_is_as_large_as_pays():
             arguments = settings, REAL_CONFIG, dataclasses.replace(H100, gpu_free=2000.0), 940, "torch_flash"
             chosen = plan_memory(*arguments, packing=packing).micro_batch
             share = packing == "prefix"
-            assert pass_tokens(settings, chosen, 940, share) <= MICRO_BATCH_TOKENS
+            assert micro_batch_tokens(settings, chosen, 940, share) <= MICRO_BATCH_TOKENS
             larger = 2 * chosen  # 256 has no other divisors
-            assert larger > 256 or pass_tokens(settings, larger, 940, share) > MICRO_BATCH_TOKENS
+            assert larger > 256 or micro_batch_tokens(settings, larger, 940, share) > MICRO_BATCH_TOKENS
             assert chosen == {24: 256, 512: 64, 4000: 8}[length] or not share
 
 
