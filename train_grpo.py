@@ -202,7 +202,7 @@ def train(preflight_result: Preflight, model_path: str) -> int:
             context.engine = start_engine(s, plan.engine, model_path, trainer.eos_token_ids)
             check_mismatch(trainer)
         measure(preflight_result, trainer, base=True)
-        stop.at_once = False
+        stop.at_once = False  # from here on a signal waits for the end of its step and a checkpoint
         trainer.train(resume_from_checkpoint=str(state.checkpoint) if state.checkpoint else None)
         trainer.save_model(str(folder))
         tokenizer.save_pretrained(str(folder))
@@ -252,7 +252,7 @@ def grpo_options(s: Settings, cuda: bool) -> dict[str, Any]:
     trackers = [name for name in listed(s.REPORT_TO) if name != "none"]
     return {
         "output_dir": str(run_folder(s)),
-        # TRL sees the step's completions as one batch; `Trainer.training_step` cuts it into passes.
+        # TRL sees the step's completions as one batch; `Trainer.training_step` cuts it into micro-batches.
         "per_device_train_batch_size": s.completions_per_step,
         "gradient_accumulation_steps": 1,
         "steps_per_generation": 1,

@@ -33,13 +33,6 @@ REWARD_COLUMN = re.compile(r"reward_action_(0|[1-9]\d*)")
 # Keyword arguments that TRL and this script themselves pass to reward functions: a CSV column of that name goes by `csv_NAME`.
 RESERVED_ARGUMENTS = {"prompt", "prompts", "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments", "truncated", "prompt_id", "invalid_reward"}  # fmt: skip
 SHOWN = 20  # problems listed per file: the rest is counted
-# First bytes of files that are given in place of a CSV.
-FOREIGN = {
-    b"PK\x03\x04": "an Excel workbook or another zipped file",
-    b"\xd0\xcf\x11\xe0": "an Excel workbook (.xls)",
-    b"\xff\xfe": "text in UTF-16",
-    b"\xfe\xff": "text in UTF-16",
-}
 
 
 @dataclass(frozen=True)
@@ -91,15 +84,11 @@ def read_text(path: Path) -> str:
         content = path.read_bytes()
     except OSError as error:
         raise UnreadableFile(path, f"cannot be read ({error.strerror})", "Check the path and its permissions") from None
-    for start, kind in FOREIGN.items():
-        if content.startswith(start):
-            fix = "Open it in a spreadsheet and save it as 'CSV UTF-8'"
-            raise UnreadableFile(path, f"it is {kind}, not UTF-8 text", fix)
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         where = f"{path}, line {content[: error.start].count(bytes([10])) + 1}"
-        fix = "Save the file as UTF-8 (in a spreadsheet: 'CSV UTF-8')"
+        fix = "Save the file as UTF-8 (a workbook or UTF-16: open it in a spreadsheet and save it as 'CSV UTF-8')"
         raise UnreadableFile(where, f"byte {error.start} is not UTF-8", fix) from None
     before, null, _ = text.partition("\0")
     if null:

@@ -11,7 +11,7 @@ import inspect
 import math
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,16 +69,9 @@ def check_rewards(
     try:
         specs = reward_specs(settings.REWARDS)
         for name, _ in specs:
-            function = load_reward(name)
-            columns = {key for row in rows for key in reward_columns(row, len(row.rewards))}
-            given = dict.fromkeys(columns | {"prompts", "completion_ids", "truncated", "trainer_state"})
-            try:
-                inspect.signature(function).bind([], **given)
-            except TypeError as error:
-                if rows:
-                    raise ValueError(f"{name!r} cannot be called with (completions, **columns): {error}") from None
+            load_reward(name)
             if ":" in name and rows:
-                try_reward(name, settings, rows[0], columns)
+                try_reward(name, settings, rows)
     except ValueError as error:
         problems.add("REWARDS", str(error), "Write e.g. REWARDS=action,format=0.1 or REWARDS=my_module:my_function")
         return []
@@ -100,14 +93,15 @@ def check_rewards(
     return specs
 
 
-def try_reward(name: str, settings: Settings, row: Row, columns: Iterable[str]) -> None:
+def try_reward(name: str, settings: Settings, rows: Sequence[Row]) -> None:
     """Call a user's reward function once, as TRL would: a mistake in it costs a second here and an hour in a run. With two
-    completions, so that one reward for all of them is a mistake. Columns that the row's file does not have are None.
+    completions, so that one reward for all of them is a mistake. Columns that only other files have are None.
 
     Raises RuntimeError, naming the function and what it raised or returned.
     """
-    values = dict.fromkeys(columns) | reward_columns(row, len(row.rewards))
-    values |= {"prompts": row.prompt, "completion_ids": [0], "truncated": False}
+    values = {key: None for row in rows for key in reward_columns(row, len(row.rewards))}
+    values |= reward_columns(rows[0], len(rows[0].rewards))
+    values |= {"prompts": rows[0].prompt, "completion_ids": [0], "truncated": False}
     given: dict[str, Any] = {key: [value, value] for key, value in values.items()}
     given["trainer_state"] = types.SimpleNamespace(global_step=0, max_steps=settings.TOTAL_STEPS)
     answers = [f"<|start|>assistant<|channel|>final<|message|>[{action}]<|return|>" for action in (0, 1)]
@@ -138,17 +132,15 @@ def naming(name: str) -> Iterator[None]:
 
 def checked_rewards(name: str, values: Any, count: int) -> list[float | None]:
     """What reward function `name` returned for `count` completions, as a list; raises RuntimeError for what is none."""
-    wrong = None
+    returned = f"REWARDS: {name} returned"
     if not isinstance(values, Sequence) and not hasattr(values, "tolist"):
-        raise RuntimeError(f"REWARDS: {name} returned {type(values).__name__}, not a list of numbers")
+        raise RuntimeError(f"{returned} {type(values).__name__}, not a list of numbers")
     values = values.tolist() if hasattr(values, "tolist") else list(values)
     if len(values) != count:
-        wrong = f"{len(values)} rewards for {count} completions"
+        raise RuntimeError(f"{returned} {len(values)} rewards for {count} completions")
     for value in values:
         if value is not None and not (isinstance(value, (int, float)) and not math.isinf(value)):
-            wrong = wrong or f"{value!r}, which is neither a finite number nor None"
-    if wrong:
-        raise RuntimeError(f"REWARDS: {name} returned {wrong}")
+            raise RuntimeError(f"{returned} {value!r}, which is neither a finite number nor None")
     return values
 
 

@@ -29,7 +29,7 @@ from grpo.learn.context import RunContext
 from grpo.model.attention import KERNELS, attention_of, hidden_states
 from grpo.model.load import evaluating
 from grpo.model.packing import PackedBatch, cut_micro_batches, pack_batch, padded_like
-from grpo.preflight.memory import HEAD_TILE, pass_tokens
+from grpo.preflight.memory import HEAD_TILE, micro_batch_tokens
 from grpo.run.archive import model_card
 from grpo.run.folder import write_text
 from grpo.run.logs import RunLog
@@ -219,7 +219,7 @@ class Trainer(GRPOTrainer):
         numbers: dict[tuple[int, ...], int] = {}  # a number stands for equal prompts, whose tokens are so compared once
         number = [numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts]
         lengths = [(len(p), len(c)) for p, c in zip(prompts, completions, strict=True)]
-        most = pass_tokens(s, self.run.plan.micro_batch, max(p for p, _ in lengths), share)
+        most = micro_batch_tokens(s, self.run.plan.micro_batch, max(p for p, _ in lengths), share)
         device = batch["completion_ids"].device
         for rows in cut_micro_batches(number, lengths, most, share):
             chosen = [prompts[i] for i in rows], [completions[i] for i in rows]

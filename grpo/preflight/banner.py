@@ -66,12 +66,9 @@ def memory_facts(plan: Plan) -> Iterator[tuple[str, str]]:
         graphs = ", ".join([f"1 to {small}", *map(str, engine.capture_sizes[small:])])
         asleep = f"{engine.asleep:.1f} GiB on the GPU, {engine.weights:.1f} GiB of host memory"
         yield "vLLM asleep", f"{asleep}; graphs for batches of {graphs}"
-        rollout = f"vLLM awake {engine.awake:.2f} and learning {plan.learning:.2f} + asleep {engine.asleep:.2f}"
     else:
         yield "GENERATION_BATCH", f"{plan.generation_batch}: {plan.generation_batch_reason}"
-        rollout = f"generation {plan.generation:.2f} and learning {plan.learning:.2f}"
-    parts = f"weights {plan.weights:.2f} + adapter {plan.adapter:.2f} + the larger of {rollout}"
-    yield "memory", f"{parts} = {plan.peak:.2f} GiB (estimate)"
+    yield "memory", f"{plan.parts} = {plan.peak:.2f} GiB (estimate)"
 
 
 def data_warnings(preflight_result: Preflight) -> list[str]:

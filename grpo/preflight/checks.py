@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
-import math
 import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,6 @@ from grpo.preflight.choices import (
     choose_packing,
     choose_rollouts,
     plan_closed_loop,
-    plan_run,
 )
 from grpo.preflight.hub import (
     DOWNLOAD_GIB,
@@ -52,7 +49,7 @@ from grpo.preflight.machine import (
     installed_versions,
     read_machine,
 )
-from grpo.preflight.memory import LORA_RANKS, Plan, memory_advice, memory_shortfall
+from grpo.preflight.memory import LORA_RANKS, Plan, Shapes, memory_advice, memory_shortfall
 from grpo.run.folder import RunState, existing_parent, inspect_run
 from grpo.settings import Problems, Settings, listed, load_settings
 
@@ -132,74 +129,47 @@ def check_settings(settings: Settings, config: Mapping[str, Any] | None, machine
         problems.add("CUDA_VISIBLE_DEVICES", f"{machine.gpus} GPUs are visible, this program uses one", fix)
 
 
-def check_gpu(
-    settings: Settings,
-    files: ModelFiles,
-    machine: Machine,
-    plan: Plan,
-    problems: Problems,
-    planned: Callable[[Settings, Machine], Plan],
-    resumed: bool,
-) -> None:
-    """The plan fits the GPU and, with vLLM asleep, the host's memory. Arguments as those of `check_machine`."""
-    engine, free = plan.engine, f"{machine.gpu_free:.0f} of {machine.gpu_total:.0f} GiB are free"
-    if not machine.compiler:
-        what = "there is none, and the kernels of learner and engine are written in Triton, which needs one"
-        problems.add("C compiler", what, "apt install build-essential, or name one in CC")
-    if memory_shortfall(plan, machine):
-        if engine and engine.cache < engine.cache_least:
-            name, least = "VLLM_GPU_MEM", engine.weights + engine.scratch + engine.cache_least
-            beside = f"beside the trainer's {plan.weights + plan.adapter:.1f}"
-            what = f"vLLM needs at least {least:.1f} GiB {beside} and {free} ({engine.cache_reason})"
-        else:
-            name, rollout = f"GPU {machine.gpu}", f"generation {plan.generation:.1f}"
-            if engine:
-                rollout = f"vLLM awake {engine.awake:.1f} and asleep {engine.asleep:.1f}"
-            parts = f"weights {plan.weights:.1f}, adapter {plan.adapter:.1f}, {rollout}, learning {plan.learning:.1f}"
-            what = f"the run needs about {plan.peak:.0f} GiB ({parts}) and {free}"
-            if plan.peak <= machine.gpu_free:
-                what += ", a tenth of which is kept for what the plan does not see"
-        problems.add(name, what, memory_advice(settings, files.config, machine, planned, resumed))
-    if engine and engine.weights + 2 > machine.ram_free:
-        what = f"the sleeping engine keeps {engine.weights:.1f} GiB in host memory, {machine.ram_free:.1f} GiB are free"
-        without = planned(dataclasses.replace(settings, USE_VLLM=False), machine)
-        fix = "" if memory_shortfall(without, machine) else ", or set USE_VLLM=0"
-        problems.add("memory", what, f"Free memory, take a machine with more of it{fix}")
-
-
-def check_machine(
-    settings: Settings,
-    files: ModelFiles | None,
-    machine: Machine,
-    plan: Plan | None,
-    problems: Problems,
-    planned: Callable[[Settings, Machine], Plan],
-    resumed: bool = False,
-) -> None:
-    """The GPU is there and large enough, and so is the disk. `planned` and `resumed` as in `memory_advice`."""
-    if plan is None or files is None:
-        return
-    room = files.config.get("max_position_embeddings", math.inf) - plan.prompt_len
+def check_memory(settings: Settings, shapes: Shapes, problems: Problems, resumed: bool = False) -> None:
+    """The model has as many positions, and the machine as much memory, as the run takes; a `resumed` run may change only
+    some settings to take less."""
+    plan, machine = shapes.plan(settings), shapes.machine
+    engine, positions = plan.engine, shapes.config["max_position_embeddings"]
+    room = positions - plan.prompt_len
     if room < settings.MAX_COMPLETION_LEN:
-        what = f"{settings.MAX_COMPLETION_LEN} are more than the model's {room + plan.prompt_len} positions"
+        what = f"{settings.MAX_COMPLETION_LEN} are more than the model's {positions} positions"
         fix = f"Set it to {room} or lower" if room > 0 else "Shorten the prompts"
         problems.add("MAX_COMPLETION_LEN", f"after a prompt of {plan.prompt_len} tokens, {what}", fix)
     if machine.gpus:
-        check_gpu(settings, files, machine, plan, problems, planned, resumed)
+        if not machine.compiler:
+            what = "there is none, and the kernels of learner and engine are written in Triton, which needs one"
+            problems.add("C compiler", what, "apt install build-essential, or name one in CC")
+        if shortfall := memory_shortfall(plan, machine):
+            name = "VLLM_GPU_MEM" if engine and engine.cache < engine.cache_least else f"GPU {machine.gpu}"
+            what = f"{machine.gpu_free:.0f} of {machine.gpu_total:.0f} GiB are free, and {shortfall} ({plan.parts})"
+            problems.add(name, what, memory_advice(settings, shapes, resumed))
     elif plan.weights > 4:
         what = f"no GPU is visible, and {settings.MODEL_ID} needs one ({plan.weights:.0f} GiB of BF16 weights)"
         problems.add("MODEL_ID", what, "Run on a machine with an 80 GB GPU, or try MODEL_ID=tiny, which needs none")
     elif plan.peak > machine.ram_free > 0:
         what = f"the run needs about {plan.peak:.1f} GiB of memory and {machine.ram_free:.1f} GiB are free"
         problems.add("memory", what, "Lower MICRO_BATCH or MAX_COMPLETION_LEN")
+    if engine and engine.weights + 2 > machine.ram_free:
+        what = f"the sleeping engine keeps {engine.weights:.1f} GiB in host memory, {machine.ram_free:.1f} GiB are free"
+        without = memory_shortfall(shapes.plan(dataclasses.replace(settings, USE_VLLM=False)), machine)
+        fix = "Free memory, take a machine with more of it"
+        problems.add("memory", what, fix if without else f"{fix}, or set USE_VLLM=0")
+
+
+def check_disk(settings: Settings, files: ModelFiles, adapter: float, problems: Problems) -> None:
+    """The disks have room for what the run writes, with an adapter of `adapter` GiB, and for what it downloads."""
     # Adapter and its two AdamW moments in float32, per kept checkpoint, plus the final adapter, the logs and the zip.
-    output = plan.adapter * (settings.SAVE_TOTAL_LIMIT + 2) + 0.2
-    needs = [("OUTPUT_DIR", Path(settings.OUTPUT_DIR), output, "checkpoints, logs and the zip")]
-    missing = DOWNLOAD_GIB - downloaded_gib(files)
-    if settings.MODEL_ID == REAL_MODEL and missing > 0.2:  # nothing is there, or a part of it
-        home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
-        needs.append(("HF_HOME", home, missing, "the checkpoint's download"))
-    for name, path, need, purpose in needs:
+    output = adapter * (settings.SAVE_TOTAL_LIMIT + 2) + 0.2
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    download = DOWNLOAD_GIB - downloaded_gib(files) if settings.MODEL_ID == REAL_MODEL else 0.0
+    for name, path, need, purpose in (
+        ("OUTPUT_DIR", Path(settings.OUTPUT_DIR), output, "checkpoints, logs and the zip"),
+        ("HF_HOME", home, download if download > 0.2 else 0.0, "the checkpoint's download"),
+    ):
         free = shutil.disk_usage(existing_parent(path)).free / GIB
         if free < need:
             what = f"{purpose} need {need:.1f} GiB and {free:.1f} GiB are free"
@@ -214,7 +184,6 @@ class Preflight:
     sources: dict[str, str]
     problems: Problems
     machine: Machine
-    versions: dict[str, str | None]
     files: ModelFiles | None
     rows: list[Row]
     eval_rows: list[Row]
@@ -226,11 +195,6 @@ class Preflight:
     plan: Plan | None
     run: RunState
     closed_loop: ClosedLoop
-
-
-def planned(settings: Settings, machine: Machine, **shapes: Any) -> Plan:
-    """The plan of a run with these settings on this machine; `shapes` as in `plan_run`."""
-    return plan_run(settings, machine, **shapes)[1]
 
 
 def keep_choices(settings: Settings, rollouts: tuple[bool, str], plan: Plan, run: RunState, problems: Problems) -> Plan:
@@ -275,26 +239,21 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Pre
         eval_rows, longest_eval = render_rows(settings, eval_rows, files.template, files.tokenizer, problems)
         longest = max(longest, longest_eval)
     if files:
-        shapes = {
-            "config": files.config,
-            "prompt_len": longest or settings.MAX_PROMPT_LEN,
-            "attention": attention[0],
-            "packing": packing[0],
-            "checkpoint": checkpoint_gib(settings.MODEL_ID, files) if rollouts[0] and machine.gpus else None,
-        }
-        experts, plan = plan_run(settings, machine, **shapes)
+        checkpoint = checkpoint_gib(settings.MODEL_ID, files) if rollouts[0] and machine.gpus else None
+        prompt_len = longest or settings.MAX_PROMPT_LEN
+        shapes = Shapes(files.config, machine, prompt_len, attention[0], packing[0], checkpoint)
+        experts, plan = shapes.choose_experts(settings), shapes.plan(settings)
         if run.checkpoint:
             plan = keep_choices(settings, rollouts, plan, run, problems)
-        check_machine(
-            settings, files, machine, plan, problems, functools.partial(planned, **shapes), run.checkpoint is not None
-        )
+        check_memory(settings, shapes, problems, run.checkpoint is not None)
+        check_disk(settings, files, plan.adapter, problems)
     closed_loop = ClosedLoop("", "packages are missing")
     if ready:
         chosen = sources["EVAL_PROFILE"] == "environment"
         closed_loop = plan_closed_loop(settings, eval_rows, rollouts[0], chosen, problems)
     problems[:] = dict.fromkeys(problems)
     return Preflight(
-        settings, sources, problems, machine, versions, files, rows, eval_rows, specs, attention, packing, experts,
+        settings, sources, problems, machine, files, rows, eval_rows, specs, attention, packing, experts,
         rollouts, plan, run, closed_loop,
     )  # fmt: skip
 
@@ -305,10 +264,7 @@ def run_record(preflight_result: Preflight) -> dict[str, Any]:
         "settings": dataclasses.asdict(preflight_result.settings),
         "sources": preflight_result.sources,
         "choices": {
-            "attention": preflight_result.attention,
-            "packing": preflight_result.packing,
-            "experts": preflight_result.experts,
-            "rollouts": preflight_result.rollouts,
+            **{name: getattr(preflight_result, name) for name in ("attention", "packing", "experts", "rollouts")},
             "loss": choose_loss(preflight_result.settings.LOSS_TYPE),
             "epsilon_high": choose_epsilon_high(preflight_result.settings),
             "plan": dataclasses.asdict(preflight_result.plan) if preflight_result.plan else None,

@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from grpo.data.files import Row, find_files
-from grpo.preflight.hub import has_mxfp4
-from grpo.preflight.machine import FLASH_PACKAGES, Machine
-from grpo.preflight.memory import Plan, plan_memory
+from grpo.preflight.machine import FLASH_PACKAGES
 from grpo.settings import Problems, Settings
 
 ATTENTION = ("torch_flash", *FLASH_PACKAGES, "eager")
@@ -51,39 +49,6 @@ def choose_packing(requested: str | None, attention: str, gpus: int) -> tuple[st
     if attention not in ATTENTION:
         return "none", f"{attention} takes padded rows only"
     return "prefix", "a prompt is computed once for all its completions"
-
-
-def choose_experts(requested: str | None, mxfp4: bool, bf16: Plan, quantized: Plan, free: float) -> tuple[str, str]:
-    """(`bf16` or `mxfp4`, reason), given the plans with either and the free memory in GiB."""
-    if requested is not None:
-        return requested, "as EXPERTS says"
-    if not mxfp4:
-        return "bf16", "the checkpoint has no MXFP4 experts"
-    same_cache = not bf16.engine or bf16.engine.cache >= quantized.engine.cache
-    roomy = same_cache and bf16.micro_batch >= quantized.micro_batch
-    if bf16.needed <= free and (roomy or quantized.needed > free):
-        return "bf16", f"all fits ({bf16.peak:.0f} of {free:.0f} GiB) with nothing to dequantize"
-    wide = f"{bf16.needed:.0f} GiB free for micro-batches of {bf16.micro_batch} completions"
-    return "mxfp4", f"bf16 would need {wide}, mxfp4 needs {quantized.needed:.0f} for {quantized.micro_batch}"
-
-
-def plan_run(
-    settings: Settings,
-    machine: Machine,
-    *,
-    config: Mapping[str, Any],
-    prompt_len: int,
-    attention: str,
-    packing: str,
-    checkpoint: float | None,
-) -> tuple[tuple[str, str], Plan]:
-    """What `choose_experts` chooses, and the plan with it. `checkpoint`: GiB of it where vLLM may generate, else None."""
-    engine = None if settings.USE_VLLM is False else checkpoint
-    shapes = settings, config, machine, prompt_len, attention, engine, packing
-    plans = {experts: plan_memory(*shapes, experts) for experts in ("bf16", "mxfp4")}
-    free = machine.gpu_free if machine.gpus else machine.ram_free
-    chosen = choose_experts(settings.EXPERTS, has_mxfp4(config), *plans.values(), free)
-    return chosen, plans[chosen[0]]
 
 
 def choose_rollouts(requested: bool | None, gpus: int, tiny: bool, vllm: str | None) -> tuple[bool, str]:

@@ -58,7 +58,7 @@ class ModelFiles:
 
 
 def find_model(model_id: str, problems: Problems) -> ModelFiles | None:
-    """The model's small files: of a local folder, of the built `tiny` (None before), or of the Hub (its cache first)."""
+    """The model's small files: of a local folder, of the built `tiny` (None before), or of the Hub."""
     if model_id == "tiny":
         folder = tiny_path()
         if not all((folder / name).is_file() for name in ("model.safetensors", "tokenizer.json", "config.json")):
@@ -117,15 +117,11 @@ def missing_shards(folder: Path) -> list[str]:
 
 
 def fetch_small_files(model_id: str, problems: Problems) -> Path | None:
-    """Config, tokenizer and template of a Hub model, from the cache or by a download of some 28 MB."""
+    """Config, tokenizer and template of a Hub model: some 28 MB, or the cache where they are there or the Hub is not."""
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
         return None  # check_packages names the missing package
-    with contextlib.suppress(OSError, ValueError):  # not in the cache, or no valid name
-        cached = Path(snapshot_download(model_id, allow_patterns=MODEL_FILES, local_files_only=True))
-        if all((cached / name).exists() for name in ("config.json", "tokenizer.json")):
-            return cached
     try:
         return Path(snapshot_download(model_id, allow_patterns=MODEL_FILES))
     except Exception as error:  # offline, no such repository, no access: the user needs the same answer

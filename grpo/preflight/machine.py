@@ -152,10 +152,8 @@ def wandb_can_start(environ: Mapping[str, str]) -> bool:
     enough = ("WANDB_DISABLED", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
     if environ.get("WANDB_MODE", "online") != "online" or any(environ.get(name) for name in enough):
         return True
-    home = Path(environ.get("HOME", "~")).expanduser()
-    paths = [Path(environ["NETRC"])] if environ.get("NETRC") else [home / ".netrc", home / "_netrc"]
+    path = environ.get("NETRC") or Path(environ.get("HOME", "~")).expanduser() / ".netrc"
     host = urllib.parse.urlsplit(environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    for path in paths:
-        with contextlib.suppress(OSError, netrc.NetrcParseError):
-            return netrc.netrc(path).authenticators(host) is not None
+    with contextlib.suppress(OSError, netrc.NetrcParseError):
+        return netrc.netrc(path).authenticators(host) is not None
     return False

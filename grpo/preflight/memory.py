@@ -6,7 +6,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,14 @@ class Plan:
     def needed(self) -> float:
         """Free memory to ask for: a tenth of it stays free. vLLM's own plan leaves its margin."""
         return max(self.rollout_peak / (1.0 if self.engine else GPU_SHARE), self.learning_peak / GPU_SHARE)
+
+    @property
+    def parts(self) -> str:
+        """What the peak is made of, in words."""
+        rollout = f"generation {self.generation:.2f} and learning {self.learning:.2f}"
+        if engine := self.engine:
+            rollout = f"vLLM awake {engine.awake:.2f} and learning {self.learning:.2f} + asleep {engine.asleep:.2f}"
+        return f"weights {self.weights:.2f} + adapter {self.adapter:.2f} + the larger of {rollout}"
 
 
 # Ten percent stay free for fragmentation and CUDA's own context; a CPU plans with half of what is free.
@@ -144,17 +152,14 @@ def queries_keys_values(config: Mapping[str, Any]) -> int:
 
 
 def learning_gib(
-    settings: Settings,
-    config: Mapping[str, Any],
-    prompt_len: int,
-    rows: int,
-    attention: str,
-    share: bool = False,
-    experts: str = "bf16",
+    settings: Settings, config: Mapping[str, Any], prompt_len: int, rows: int, attention: str, share: bool, experts: str
 ) -> float:
     """GiB that a micro-batch of `rows` completions takes beside the weights, forward and backward."""
     layers, hidden, top = config["num_hidden_layers"], config["hidden_size"], config["num_experts_per_tok"]
-    tokens, longest = bucket(pass_tokens(settings, rows, prompt_len, share)), prompt_len + settings.MAX_COMPLETION_LEN
+    tokens, longest = (
+        bucket(micro_batch_tokens(settings, rows, prompt_len, share)),
+        prompt_len + settings.MAX_COMPLETION_LEN,
+    )
     if share:
         longest = bucket(prompt_len + min(rows, settings.NUM_GENERATIONS) * settings.MAX_COMPLETION_LEN)
     scores = tokens * longest * config["num_attention_heads"] * 2 * 6 if attention == "eager" else 0
@@ -224,7 +229,7 @@ def plan_memory(
     # of some hundred kernels a layer are spread over enough tokens.
     most = 64
     if (prompt_len + settings.MAX_COMPLETION_LEN) * hidden >= 100_000:
-        sizes = [pass_tokens(settings, n, prompt_len, share) for n in range(1, total + 1)]
+        sizes = [micro_batch_tokens(settings, n, prompt_len, share) for n in range(1, total + 1)]
         most = max(1, bisect.bisect_right(sizes, MICRO_BATCH_TOKENS))
     divisors = [n for n in range(1, total + 1) if total % n == 0]
     micro, micro_reason = settings.MICRO_BATCH, "set by MICRO_BATCH"
@@ -258,29 +263,62 @@ def memory_shortfall(plan: Plan, machine: Machine) -> str:
     return ""
 
 
-def memory_advice(
-    settings: Settings,
-    config: Mapping[str, Any],
-    machine: Machine,
-    planned: Callable[[Settings, Machine], Plan],
-    resumed: bool = False,
-) -> str:
-    """What to change where a run does not fit the GPU: each setting that alone makes it fit, else all that need less.
+def choose_experts(requested: str | None, mxfp4: bool, bf16: Plan, quantized: Plan, free: float) -> tuple[str, str]:
+    """(`bf16` or `mxfp4`, reason), given the plans with either and the free memory in GiB."""
+    if requested is not None:
+        return requested, "as EXPERTS says"
+    if not mxfp4:
+        return "bf16", "the checkpoint has no MXFP4 experts"
+    same_cache = not bf16.engine or bf16.engine.cache >= quantized.engine.cache
+    roomy = same_cache and bf16.micro_batch >= quantized.micro_batch
+    if bf16.needed <= free and (roomy or quantized.needed > free):
+        return "bf16", f"all fits ({bf16.peak:.0f} of {free:.0f} GiB) with nothing to dequantize"
+    wide = f"{bf16.needed:.0f} GiB free for micro-batches of {bf16.micro_batch} completions"
+    return "mxfp4", f"bf16 would need {wide}, mxfp4 needs {quantized.needed:.0f} for {quantized.micro_batch}"
 
-    `planned(settings, machine)` is the plan for any settings and machine; a `resumed` run may change only some settings.
-    """
+
+@dataclass(frozen=True)
+class Shapes:
+    """What the plan of a run depends on besides its settings; `checkpoint` is its GiB where vLLM may generate."""
+
+    config: Mapping[str, Any]
+    machine: Machine
+    prompt_len: int
+    attention: str
+    packing: str
+    checkpoint: float | None
+
+    def plans(self, settings: Settings) -> dict[str, Plan]:
+        """The plan with each kind of experts."""
+        engine = None if settings.USE_VLLM is False else self.checkpoint
+        shapes = self.config, self.machine, self.prompt_len, self.attention, engine, self.packing
+        return {experts: plan_memory(settings, *shapes, experts) for experts in ("bf16", "mxfp4")}
+
+    def choose_experts(self, settings: Settings) -> tuple[str, str]:
+        """(experts, reason)."""
+        free = self.machine.gpu_free if self.machine.gpus else self.machine.ram_free
+        return choose_experts(settings.EXPERTS, has_mxfp4(self.config), *self.plans(settings).values(), free)
+
+    def plan(self, settings: Settings) -> Plan:
+        """The plan with the experts that are chosen."""
+        return self.plans(settings)[self.choose_experts(settings)[0]]
+
+
+def memory_advice(settings: Settings, shapes: Shapes, resumed: bool) -> str:
+    """What to change where a run does not fit the GPU: each setting that alone makes it fit, else all that need less; a
+    `resumed` run may change only some."""
 
     def stops(**changes: Any) -> str:
-        return memory_shortfall(planned(dataclasses.replace(settings, **changes), machine), machine)
+        return memory_shortfall(shapes.plan(dataclasses.replace(settings, **changes)), shapes.machine)
 
     smaller = {"VLLM_GPU_MEM": None, "GRADIENT_CHECKPOINTING": True, "GENERATION_BATCH": None, "MICRO_BATCH": None}
-    smaller |= {"EXPERTS": "mxfp4"} if has_mxfp4(config) else {}
+    smaller |= {"EXPERTS": "mxfp4"} if has_mxfp4(shapes.config) else {}
     smaller |= {"USE_VLLM": False}
     smaller = {n: v for n, v in smaller.items() if v != getattr(settings, n) and (not resumed or n in MAY_CHANGE)}
     words = {name: f"{name}={show(value)}" for name, value in smaller.items()}
-    length = {} if resumed else {"MAX_COMPLETION_LEN": 1}
     if alone := [words[name] for name, value in smaller.items() if not stops(**{name: value})]:
         return f"With all else as set, {' or '.join(alone)} fits"
+    length = {} if resumed else {"MAX_COMPLETION_LEN": 1}
     if stops(**smaller | length):
         return (
             "No setting helps on this GPU: free some of its memory (nvidia-smi names its users), or rent a larger one"
@@ -299,10 +337,10 @@ def bucket(length: int) -> int:
     return -(-length // step) * step
 
 
-def pass_tokens(settings: Settings, micro_batch: int, prompt_len: int, share: bool) -> int:
+def micro_batch_tokens(settings: Settings, micro_batch: int, prompt_len: int, share: bool) -> int:
     """Tokens of the largest micro-batch: `micro_batch` completions of MAX_COMPLETION_LEN with their prompts.
 
-    >>> pass_tokens(Settings(NUM_GENERATIONS=8, MAX_COMPLETION_LEN=100), 16, 50, share=True)
+    >>> micro_batch_tokens(Settings(NUM_GENERATIONS=8, MAX_COMPLETION_LEN=100), 16, 50, share=True)
     1700
     """
     prompts = -(-micro_batch // settings.NUM_GENERATIONS) if share else micro_batch

@@ -46,9 +46,9 @@ METRICS = {
     "logp_diff_mean": ("nats", "Mean difference of the log-probs of vLLM and trainer on the sampled tokens; empty without vLLM."),
     "logp_diff_max": ("nats", "Largest such difference."),
     "is_ratio_mean": ("", "Mean importance ratio after IS_CORRECTION; 1 where the two agree."),
-    "rollout_s": ("s", "Time to generate the completions, vLLM's waking, hand-over and sleeping included."),
+    "rollout_s": ("s", "Time to generate the completions, vLLM's waking, weight sync and sleeping included."),
     "wake_s": ("s", "Part of it: waking vLLM."),
-    "handover_s": ("s", "Part of it: handing the adapter to vLLM."),
+    "handover_s": ("s", "Part of it: weight sync, the adapter to vLLM."),
     "sleep_s": ("s", "Part of it: putting vLLM to sleep."),
     "reward_s": ("s", "Time to decode and score them."),
     "learn_s": ("s", "Rest of the step: forward, backward, optimizer."),
@@ -145,7 +145,7 @@ def reward_warning(history: Sequence[tuple[float, float]]) -> str | None:
     if history and math.isnan(history[-1][0]):
         return (
             "the reward is nan: every completion of this step was left out, so it taught nothing. Look at completions.csv; "
-            "set INVALID_REWARD to a number, or mend the function in REWARDS that returns nan or None"
+            "set INVALID_REWARD to a number, or fix the function in REWARDS that returns nan or None"
         )
     if len(history) >= 5 and all(share == 1 for _, share in history[-5:]):
         return (

@@ -81,7 +81,8 @@ REFUSED = [  # (bytes of the file, what the problem must name, reason)
     (b"user,reward_action_0,reward_action_1\n\"x,1,2\ny,1,2\n", ["broken CSV quoting", "from line 2"], "open quote"),
     (b"user,reward_action_0,reward_action_1\n\"x\"y,1,2\n", ["broken CSV quoting"], "text behind a quote"),
     (b"user,reward_action_0,reward_action_1\nok,1,2\n\xff,1,2\n", ["line 3: byte 44 is not UTF-8"], "another encoding"),
-    ("user,reward_action_0,reward_action_1\nx,1,2\n".encode("utf-16"), ["not UTF-8"], "UTF-16"),
+    ("user,reward_action_0,reward_action_1\nx,1,2\n".encode("utf-16"), ["line 1: byte 0 is not UTF-8", "save it as 'CSV UTF-8'"], "UTF-16"),
+    (b"PK\x03\x04\x14\0\x06\0[Content_Types].xml\xad\x92", ["is not UTF-8", "a workbook"], "an Excel workbook"),
     (b"user,reward_action_0,reward_action_1\nx\0,1,2\n", ["line 2: it holds a NUL"], "NUL byte"),
     (b"prompt,reward_action_0,reward_action_1\n<|start|>user<|message|>x<|end|>,1,2\n", ["must end where the assistant begins"], "rendered, but unfinished"),
 ]  # fmt: skip
@@ -187,19 +188,3 @@ def test_the_column_that_was_meant_is_named(tmp_path, header, message):
     problems = Problems()
     read_csv(tmp_path / "d.csv", problems)
     assert message in only(problems)
-
-
-@pytest.mark.parametrize(
-    ("content", "kind"),
-    [
-        (b"PK\x03\x04\x14\0\x06\0[Content_Types].xml", "an Excel workbook"),
-        (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "an Excel workbook (.xls)"),
-        ("user,reward_action_0,reward_action_1\nx,1,2\n".encode("utf-16"), "text in UTF-16"),
-        ("\ufeffuser,reward_action_0,reward_action_1\nx,1,2\n".encode("utf-16-be"), "text in UTF-16"),
-    ],
-)
-def test_files_that_are_no_csv_are_called_by_their_name(tmp_path, content, kind):
-    (tmp_path / "d.csv").write_bytes(content)
-    problems = Problems()
-    assert not read_csv(tmp_path / "d.csv", problems)
-    assert f"d.csv: it is {kind}" in only(problems) and "save it as 'CSV UTF-8'" in only(problems)

@@ -124,7 +124,7 @@ def test_a_reward_that_cannot_be_called_is_found_before_the_run(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     problems = Problems()
     check_rewards(Settings(REWARDS="narrow:score"), [ROW], problems)
-    assert "cannot be called with (completions, **columns)" in only(problems)
+    assert "narrow:score raised TypeError: score() got an unexpected keyword argument" in only(problems)
 
 
 def test_rates_of_completions():

@@ -39,7 +39,7 @@ def full_logits(shapes, trainer):
 
 
 def assert_tiled(shapes, trainer, inputs):
-    """Each pass has logits of TILE and of the rest of the vocabulary for its tokens, and none of the whole."""
+    """Each micro-batch has logits of TILE and of the rest of the vocabulary for its tokens, and none of the whole."""
     assert not full_logits(shapes, trainer)
     vocabulary = trainer.model.config.vocab_size
     assert vocabulary > TILE and vocabulary % TILE
@@ -94,8 +94,8 @@ def test_the_reference_never_holds_the_logits_of_the_whole_vocabulary(tiny, tmp_
 @pytest.mark.parametrize("implementation", ["liger", "trl"])
 @pytest.mark.parametrize("checkpointing", [True, False])
 @pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_a_step_computes_each_pass_once(tiny, tmp_path, beta, checkpointing, implementation):
-    """From the rollout's end to the optimizer: one forward pass of the model for each pass of the cut, and with a KL term
+def test_a_step_computes_each_micro_batch_once(tiny, tmp_path, beta, checkpointing, implementation):
+    """From the rollout's end to the optimizer: one forward pass of the model for each micro-batch, and with a KL term
     the reference's before them. A layer is computed once more where it is checkpointed, and not a third time."""
     trainer = make(tiny, tmp_path, BETA=beta, GRADIENT_CHECKPOINTING=checkpointing, TOTAL_STEPS=1, MICRO_BATCH=1)
     trainer.run.loss_impl = implementation
@@ -120,11 +120,11 @@ def test_a_step_computes_each_pass_once(tiny, tmp_path, beta, checkpointing, imp
     trainer._generate_single_turn, trainer.learn = generate_uncounted, learn_and_keep
     trainer.train()
     (inputs,) = batches
-    passes = len(list(trainer.micro_batches(inputs)))
-    assert passes > 1
-    reference = [(False, False)] * (passes if beta else 0)
-    assert forwards == reference + [(True, True)] * passes
-    assert layers == reference + [(True, True)] * passes * (2 if checkpointing else 1)
+    count = len(list(trainer.micro_batches(inputs)))
+    assert count > 1
+    reference = [(False, False)] * (count if beta else 0)
+    assert forwards == reference + [(True, True)] * count
+    assert layers == reference + [(True, True)] * count * (2 if checkpointing else 1)
 
 
 def test_a_model_with_packed_experts_computes_the_same_logits(tiny):

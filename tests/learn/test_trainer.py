@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import inspect
 import itertools
 
@@ -137,7 +136,7 @@ def test_reference_log_probs_are_those_of_trl(tiny, tmp_path):
     [(1, [[0], [1], [2], [3]]), (2, [[0, 1], [2, 3]]), (3, [[0, 1, 2], [3]]), (4, [[0, 1, 2, 3]])],
 )
 def test_micro_batch_cuts(tiny, tmp_path, micro_batch, expected, packing):
-    """Completions of full length, so that MICRO_BATCH is exact; each pass holds its own tokens and no others."""
+    """Completions of full length, so that MICRO_BATCH is exact; each micro-batch holds its own tokens and no others."""
     trainer = make(tiny, tmp_path)
     inputs = torch_full(batch(trainer), 8)
     trainer.run.plan, trainer.run.packing = dataclasses.replace(trainer.run.plan, micro_batch=micro_batch), packing
@@ -161,7 +160,7 @@ def test_micro_batch_cuts(tiny, tmp_path, micro_batch, expected, packing):
     st.booleans(),
 )
 def test_cut_micro_batches(drawn, most, share):
-    """Every completion once, groups together; a pass is full when the next completion would not have fitted."""
+    """Every completion once, groups together; one is full when the next completion would not have fitted."""
     prompt_lengths = (5, 1, 12, 7)
     prompts, lengths = [p for p, _ in drawn], [(prompt_lengths[p], c) for p, c in drawn]
     cut = cut_micro_batches(prompts, lengths, most, share)
@@ -179,7 +178,7 @@ def test_cut_micro_batches(drawn, most, share):
 
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_a_micro_batch_waits_for_the_device_twice_and_a_layer_never(tiny, tmp_path, checkpointing):
-    """Values that the host reads: each of them drains a GPU's queue. Two are logged for a pass."""
+    """Values that the host reads: each of them drains a GPU's queue. Two are logged for a micro-batch."""
 
     class Reads(TorchDispatchMode):
         count = 0
@@ -194,13 +193,13 @@ def test_a_micro_batch_waits_for_the_device_twice_and_a_layer_never(tiny, tmp_pa
     trainer = make(tiny, tmp_path, GRADIENT_CHECKPOINTING=checkpointing)
     inputs, found = batch(trainer, sampled=True), {}
     trainer.model.train()
-    for passes, micro_batch in ((1, 4), (4, 1)):
+    for count, micro_batch in ((1, 4), (4, 1)):
         trainer.run.plan = dataclasses.replace(trainer.run.plan, micro_batch=micro_batch)
         trainer.run.packing = "none"
-        assert len(list(trainer.micro_batches(inputs))) == passes
+        assert len(list(trainer.micro_batches(inputs))) == count
         with Reads() as reads:
             trainer.learn(trainer.model, inputs)
-        found[passes] = reads.count
+        found[count] = reads.count
     assert trainer.model.config.num_hidden_layers > 1 and found[1] > 2, "it sees what is read"
     assert found[4] - found[1] == 3 * 2, found
 
@@ -220,19 +219,13 @@ def test_luspo_takes_trls_loss_because_ligers_differs(tiny, tmp_path):
 
 
 def test_a_step_moves_the_adapter_and_no_base_weight(tiny, tmp_path):
-    def digest(trainer, adapter):
-        state = {n: p for n, p in trainer.model.named_parameters() if ("lora_" in n) == adapter}
-        return {
-            n: hashlib.sha256(p.detach().contiguous().view(torch.uint8).numpy()).hexdigest() for n, p in state.items()
-        }
-
     trainer = make(tiny, tmp_path, LEARNING_RATE=1e-2, PROMPTS_PER_STEP=4, NUM_GENERATIONS=4)
-    base, adapter = digest(trainer, False), digest(trainer, True)
+    before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
     trainer.train()
-    assert digest(trainer, False) == base
-    moved = [n for n, h in digest(trainer, True).items() if h != adapter[n]]
-    assert len(moved) >= len(adapter) / 2, "every lora_B has a gradient in the first step"
-    assert {n.split(".")[-4] for n in adapter} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    moved = {name for name, parameter in trainer.model.named_parameters() if not torch.equal(parameter, before[name])}
+    assert moved <= {name for name in before if "lora_" in name}
+    assert {name for name in before if "lora_B" in name} <= moved, "every lora_B has a gradient in the first step"
+    assert {name.split(".")[-4] for name in moved} == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
 HOOKS = {

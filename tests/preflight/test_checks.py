@@ -8,16 +8,15 @@ import json
 import os
 import shutil
 import types
-from pathlib import Path
 
 import pytest
 from conftest import CLEAN, RENDERED, run_script, write_csv
 from machines import CPU, H100, only
 
 from grpo.preflight import checks
-from grpo.preflight.checks import check_machine, check_settings, preflight, run_record
+from grpo.preflight.checks import check_disk, check_memory, check_settings, preflight, run_record
 from grpo.preflight.hub import REAL_CONFIG, ModelFiles
-from grpo.preflight.memory import plan_memory
+from grpo.preflight.memory import Shapes
 from grpo.run.folder import RunState
 from grpo.settings import Problems, Settings
 
@@ -66,49 +65,56 @@ def test_mxfp4_is_for_a_checkpoint_that_has_it():
 # ---- Memory and disk -------------------------------------------------------------------------------------------------
 
 
-def planned(settings, machine):
-    return plan_memory(settings, REAL_CONFIG, machine, 940, "torch_flash", experts=settings.EXPERTS or "bf16")
+def shapes_on(machine, checkpoint=None):
+    return Shapes(REAL_CONFIG, machine, 940, "torch_flash", "prefix", checkpoint)
 
 
-def machine_problems(machine, **changes):
-    problems, settings = Problems(), Settings(**changes)
-    files = ModelFiles(Path("/nowhere"), dict(REAL_CONFIG))
-    check_machine(settings, files, machine, planned(settings, machine), problems, planned)
-    return [p for p in problems if not p.startswith("HF_HOME")]
+def memory_problems(machine, checkpoint=None, resumed=False, **changes):
+    problems = Problems()
+    check_memory(Settings(**changes), shapes_on(machine, checkpoint), problems, resumed)
+    return problems
 
 
-def test_machine(tmp_path, monkeypatch):
-    out = str(tmp_path / "run")
-    assert not machine_problems(H100, OUTPUT_DIR=out)
-    assert "no GPU is visible" in only(machine_problems(CPU, OUTPUT_DIR=out))
-    assert "MODEL_ID=tiny" in only(machine_problems(CPU, OUTPUT_DIR=out))
+def test_memory():
+    assert not memory_problems(H100) and not memory_problems(H100, 12.9)
+    assert "no GPU is visible" in only(memory_problems(CPU)) and "MODEL_ID=tiny" in only(memory_problems(CPU))
     small = dataclasses.replace(H100, gpu="NVIDIA L4", gpu_total=22.5, gpu_free=22.0)
-    problem = only(machine_problems(small, OUTPUT_DIR=out))
-    assert "GPU NVIDIA L4: the run needs about" in problem and "weights 39.0" in problem
-    assert "22 of 22 GiB are free" in problem and "EXPERTS=mxfp4 fits" in problem
-    bare = dataclasses.replace(H100, compiler="")
-    assert "C compiler: there is none" in only(machine_problems(bare, OUTPUT_DIR=out))
-    problem = only(machine_problems(H100, OUTPUT_DIR=out, MAX_COMPLETION_LEN=131_072 - 939, MICRO_BATCH=1)[:1])
+    problem = only(memory_problems(small))
+    assert problem.startswith("GPU NVIDIA L4: 22 of 22 GiB are free, and learning in micro-batches of 1 would need 4")
+    assert "weights 38.96 + adapter" in problem and "EXPERTS=mxfp4 fits" in problem
+    assert "C compiler: there is none" in only(memory_problems(dataclasses.replace(H100, compiler="")))
+    problem = memory_problems(H100, MAX_COMPLETION_LEN=131_072 - 939)[0]
     assert f"more than the model's 131072 positions. Set it to {131_072 - 940} or lower" in problem
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=2**20))
-    assert f"OUTPUT_DIR={out}" in only(machine_problems(H100, OUTPUT_DIR=out))
 
 
-def test_missing_download_space_names_the_cache(tmp_path, monkeypatch):
+def test_vllm_needs_memory_beside_the_trainer_and_on_the_host():
+    problem = only(memory_problems(dataclasses.replace(H100, gpu_free=50.0), 12.9))
+    assert problem.startswith("VLLM_GPU_MEM: 50 of 80 GiB are free, and vLLM would have 0.0 GiB of cache")
+    problem = only(memory_problems(dataclasses.replace(H100, ram_free=12.0), 12.9))
+    assert problem.startswith("memory: the sleeping engine keeps") and "12.0 GiB are free" in problem
+    assert "USE_VLLM=0" in problem
+
+
+def test_disk_space(tmp_path, monkeypatch):
     """What is there of a download that broke off does not have to come again."""
+    settings = Settings(OUTPUT_DIR=str(tmp_path / "run"))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=5 * 2**30))
-    settings, plan = Settings(OUTPUT_DIR=str(tmp_path / "r")), planned(Settings(), H100)
-    for size, message in ((None, "12.9 GiB"), (5 * 2**30, "7.9 GiB"), (13_761_264_768, None)):
-        problems, files = Problems(), ModelFiles(tmp_path if size else None, {})
-        if size:
-            (tmp_path / "model.safetensors").touch()
-            os.truncate(tmp_path / "model.safetensors", size)
-        check_machine(settings, files, H100, plan, problems, planned)
-        if message:
-            assert f"HF_HOME={tmp_path / 'hf'}" in only(problems) and message in only(problems)
-        else:
-            assert not problems
+
+    def problems(free, files):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=free))
+        found = Problems()
+        check_disk(settings, files, 0.1, found)
+        return found
+
+    full = problems(2**20, ModelFiles(None, {}))
+    assert full[0].startswith(f"OUTPUT_DIR={tmp_path / 'run'}: checkpoints, logs and the zip need 0.7 GiB")
+    problem = only(problems(5 * 2**30, ModelFiles(None, {})))
+    assert problem.startswith(f"HF_HOME={tmp_path / 'hf'}: ") and "12.9 GiB" in problem
+    (tmp_path / "model.safetensors").touch()
+    os.truncate(tmp_path / "model.safetensors", 5 * 2**30)
+    assert "7.9 GiB" in only(problems(5 * 2**30, ModelFiles(tmp_path, {})))
+    os.truncate(tmp_path / "model.safetensors", 13_761_264_768)
+    assert not problems(5 * 2**30, ModelFiles(tmp_path, {}))
 
 
 # ---- The whole preflight ---------------------------------------------------------------------------------------------
@@ -157,7 +163,7 @@ def test_long_prompts_are_named(tiny, tmp_path):
 
 
 def test_a_resumed_run_keeps_what_auto_chose(tmp_path):
-    plan, run = planned(Settings(), H100), RunState(tmp_path, 4, tmp_path, True, {"rollouts": [False, ""], "plan": {"generation_batch": 6}})  # fmt: skip
+    plan, run = shapes_on(H100).plan(Settings()), RunState(tmp_path, 4, tmp_path, True, {"rollouts": [False, ""], "plan": {"generation_batch": 6}})  # fmt: skip
     problems = Problems()
     kept = checks.keep_choices(Settings(), (False, ""), plan, run, problems)
     assert (kept.generation_batch, kept.generation_batch_reason) == (6, "as the run was started") and not problems

@@ -12,13 +12,11 @@ from grpo.preflight.choices import (
     attention_warning,
     choose_attention,
     choose_epsilon_high,
-    choose_experts,
     choose_loss,
     choose_packing,
-    plan_run,
 )
 from grpo.preflight.hub import REAL_CONFIG
-from grpo.preflight.memory import plan_memory
+from grpo.preflight.memory import Shapes, choose_experts, plan_memory
 from grpo.settings import FIELDS, Settings
 
 
@@ -77,15 +75,14 @@ def test_experts_choice():
 
 
 def test_the_plan_is_that_of_the_chosen_experts():
-    def chosen(machine, **changes):
-        shapes = {"config": REAL_CONFIG, "prompt_len": 940, "attention": "torch_flash", "packing": "prefix"}
-        return plan_run(Settings(**changes), machine, **shapes, checkpoint=12.9)
+    def shapes(machine):
+        return Shapes(REAL_CONFIG, machine, 940, "torch_flash", "prefix", 12.9)
 
-    (kind, _), plan = chosen(dataclasses.replace(H100, gpu_free=50.0), EXPERTS=None)
-    assert kind == "mxfp4" and plan.weights < 20 and plan.engine
-    assert chosen(H100)[1].weights > 38
-    assert chosen(H100, USE_VLLM=False)[1].engine is None
-    assert chosen(CPU, EXPERTS=None)[0][0] == "mxfp4", "a CPU plans with its own free memory"
+    small = shapes(dataclasses.replace(H100, gpu_free=50.0))
+    assert small.choose_experts(Settings(EXPERTS=None))[0] == "mxfp4"
+    assert small.plan(Settings(EXPERTS=None)).weights < 20 and small.plan(Settings()).weights > 38
+    assert small.plan(Settings()).engine and small.plan(Settings(USE_VLLM=False)).engine is None
+    assert shapes(CPU).choose_experts(Settings(EXPERTS=None))[0] == "mxfp4", "a CPU plans with its own free memory"
 
 
 def test_loss_choice():

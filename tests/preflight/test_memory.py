@@ -22,9 +22,10 @@ from grpo.preflight.machine import GIB
 from grpo.preflight.memory import (
     ASLEEP_GIB,
     MICRO_BATCH_TOKENS,
+    Shapes,
     memory_advice,
     memory_shortfall,
-    pass_tokens,
+    micro_batch_tokens,
     plan_memory,
 )
 from grpo.settings import MAY_CHANGE, Settings, parse_value
@@ -78,9 +79,9 @@ def test_a_micro_batch_is_as_large_as_pays():
             arguments = settings, REAL_CONFIG, dataclasses.replace(H100, gpu_free=2000.0), 940, "torch_flash"
             chosen = plan_memory(*arguments, packing=packing).micro_batch
             share = packing == "prefix"
-            assert pass_tokens(settings, chosen, 940, share) <= MICRO_BATCH_TOKENS
+            assert micro_batch_tokens(settings, chosen, 940, share) <= MICRO_BATCH_TOKENS
             larger = 2 * chosen  # 256 has no other divisors
-            assert larger > 256 or pass_tokens(settings, larger, 940, share) > MICRO_BATCH_TOKENS
+            assert larger > 256 or micro_batch_tokens(settings, larger, 940, share) > MICRO_BATCH_TOKENS
             assert chosen == {24: 256, 512: 64, 4000: 8}[length] or not share
 
 
@@ -110,11 +111,8 @@ def test_while_learning_the_sleeping_engine_takes_its_part():
 # ---- Advice ----------------------------------------------------------------------------------------------------------
 
 
-def planned(settings, machine):
-    """As the preflight plans 930 tokens of prompt with EXPERTS and USE_VLLM as set."""
-    checkpoint = None if settings.USE_VLLM is False else 12.9
-    kind = settings.EXPERTS or "mxfp4"
-    return plan_memory(settings, REAL_CONFIG, machine, 930, "torch_flash", checkpoint, "prefix", kind)
+def shapes_on(machine, config=REAL_CONFIG):
+    return Shapes(config, machine, 930, "torch_flash", "prefix", 12.9)
 
 
 @pytest.mark.parametrize(
@@ -132,8 +130,8 @@ def planned(settings, machine):
 )
 def test_a_refusal_names_what_alone_fits(free, changes, resumed, alone):
     machine, settings = dataclasses.replace(H100, gpu_free=free), Settings(**changes)
-    assert memory_shortfall(planned(settings, machine), machine)
-    advice = memory_advice(settings, REAL_CONFIG, machine, planned, resumed)
+    assert memory_shortfall(shapes_on(machine).plan(settings), machine)
+    advice = memory_advice(settings, shapes_on(machine), resumed)
     named = re.findall(r"([A-Z_]+)=(\w+)", advice)
     if not alone:
         assert "together if need be: EXPERTS=mxfp4, USE_VLLM=0" in advice
@@ -142,19 +140,21 @@ def test_a_refusal_names_what_alone_fits(free, changes, resumed, alone):
         assert [name for name, _ in named] == alone and advice.endswith(" fits")
         for name, value in named:
             changed = dataclasses.replace(settings, **{name: parse_value(name, value)})
-            assert not memory_shortfall(planned(changed, machine), machine), name
+            assert not memory_shortfall(shapes_on(machine).plan(changed), machine), name
     assert not resumed or {name for name, _ in named} <= MAY_CHANGE
 
 
 def test_where_no_setting_helps_it_says_so():
     machine = dataclasses.replace(H100, gpu_free=12.0)
-    assert "No setting helps on this GPU" in memory_advice(Settings(), REAL_CONFIG, machine, planned)
+    assert "No setting helps on this GPU" in memory_advice(Settings(), shapes_on(machine), False)
     bf16 = {name: value for name, value in REAL_CONFIG.items() if name != "quantization_config"}
     machine = dataclasses.replace(H100, gpu_free=30.0)
-    assert "EXPERTS" in memory_advice(Settings(), REAL_CONFIG, machine, planned)
-    assert "No setting helps" in memory_advice(Settings(), bf16, machine, planned), "no MXFP4 experts to quantize to"
+    assert "EXPERTS" in memory_advice(Settings(), shapes_on(machine), False)
+    assert "No setting helps" in memory_advice(Settings(), shapes_on(machine, bf16), False), (
+        "no MXFP4 experts to quantize to"
+    )
     machine, kept = dataclasses.replace(H100, gpu_free=60.0), Settings(GRADIENT_CHECKPOINTING=False)
-    advice = memory_advice(kept, REAL_CONFIG, machine, planned, resumed=True)
+    advice = memory_advice(kept, shapes_on(machine), resumed=True)
     assert "No setting helps" in advice, "a resumed run may not change GRADIENT_CHECKPOINTING"
 
 

@@ -194,7 +194,7 @@ def test_files_with_other_columns_and_actions_train_together(tmp_path, tiny):
     assert ids == {"a", "b"} and (tmp_path / "out put" / "ü.zip").exists()
 
 
-def test_overwrite_starts_anew_with_a_users_own_reward(tmp_path, whole_run):
+def test_overwrite_starts_again_with_a_users_own_reward(tmp_path, whole_run):
     """OVERWRITE=1, TRL's loss, a module of the user's own, NaN for invalid answers: another run in the same folder."""
     folder = tmp_path / "run"
     shutil.copytree(whole_run, folder)
