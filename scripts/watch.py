@@ -95,7 +95,7 @@ def read_state(folder: Path, now: float | None = None) -> State:
 
 
 def is_running(folder: Path) -> bool:
-    """Whether a process holds the lock of the run (`train_grpo.lock_run`); true where that cannot be known."""
+    """Whether a process holds the lock of the run (`grpo.run.folder.lock_run`); true where that cannot be known."""
     folder = folder.resolve()
     try:
         with folder.with_name(f".{folder.name}.lock").open("rb") as lock:

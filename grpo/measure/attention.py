@@ -18,7 +18,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import ALL_ATTENTION_FUNCTIONS
 
 from grpo.measure.record import figure, package_version, write
 from grpo.model.attention import attention_masks, install_attention
-from grpo.model.packing import make_layout
+from grpo.model.packing import pack_batch
 from grpo.preflight.choices import ATTENTION
 from grpo.preflight.machine import FLASH_PACKAGES
 
@@ -119,7 +119,7 @@ def bench_attention(options: argparse.Namespace) -> int:
     generator = torch.Generator().manual_seed(0)
     # Which tokens they are does not matter here: what attends to what is a matter of places.
     prompts = [list(range(case.prompt))] * len(case.completions)
-    layout = make_layout(prompts, [list(range(n)) for n in case.completions], True, True, device)
+    layout = pack_batch(prompts, [list(range(n)) for n in case.completions], True, True, device)
     tokens, width = case.prompt + sum(case.completions), layout.ids.shape[1]
 
     def normal(*shape: int) -> Any:

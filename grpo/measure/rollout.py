@@ -39,7 +39,7 @@ def rollout_child(options: argparse.Namespace) -> int:
 
     seen: dict[str, Any] = {"rollouts": []}
     rollout, start_engine = Engine.rollout, rollout_engine.start_engine
-    hand_over = Engine.hand_over
+    hand_over = Engine.sync_weights
     born = process_start()
 
     def free() -> float:
@@ -82,7 +82,7 @@ def rollout_child(options: argparse.Namespace) -> int:
         return result
 
     rollout_engine.start_engine, Engine.rollout = watched_start, watched_rollout
-    Engine.hand_over = watched_hand_over
+    Engine.sync_weights = watched_hand_over
     generate = limit_completions(512)
     run = Path(options.run).absolute()
     settings = {

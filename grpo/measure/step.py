@@ -124,7 +124,7 @@ def head_peak(trainer: Any, tokens: int) -> float:
     torch.cuda.empty_cache()
     with weighed() as found:
         with trainer.accelerator.autocast():
-            logps, _ = trainer.head(base, states, targets)
+            logps, _ = trainer.compute_logps(base, states, targets)
         logps.sum().backward()
     return found["peak_gib"]
 

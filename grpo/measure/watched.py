@@ -117,7 +117,7 @@ def given_step(trainer: Any, generate: Any, lengths: list[int]) -> dict[str, flo
     rows = [ids[mask.bool()].tolist() for ids, mask in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)]
     started = time.perf_counter()
     engine.wake()
-    engine.hand_over(trainer.accelerator.unwrap_model(trainer.model))
+    engine.sync_weights(trainer.accelerator.unwrap_model(trainer.model))
     stop, engine.stop_token_ids = engine.stop_token_ids, []
     completions, _ = generate(engine, rows, 1, lengths)
     engine.stop_token_ids = stop

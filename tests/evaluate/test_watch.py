@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 from run_folders import EVALUATION, GPU, metrics_row, write_run
 
-from grpo.run.folder import CHECKPOINT_FILES, COMPLETE, lock_run, trim_csv, write_text
-from grpo.run.logs import METRICS, CsvLog
+from grpo.run.folder import CHECKPOINT_FILES, COMPLETE, lock_run, write_text
+from grpo.run.logs import METRICS, CsvLog, trim_csv
 
 SCRIPT = ROOT / "scripts" / "watch.py"
 
@@ -138,7 +138,7 @@ def test_a_run_whose_process_is_gone_says_so(tmp_path):
     assert watch.read_state(folder).stopped == "", "no lock beside it"
     lock = lock_run(folder)
     assert watch.read_state(folder).stopped == "" and lock_run(folder) is None
-    lock.close()
+    lock.release()
     words = "no process is running; the same command starts at step 0: no checkpoint was saved"
     assert watch.read_state(folder).stopped == words
     checkpoint = folder / "checkpoint-2"
@@ -155,7 +155,7 @@ def test_a_run_whose_process_is_gone_says_so(tmp_path):
     assert watch.read_state(folder).stopped == ""
     lock = lock_run(folder)
     assert lock, "watching does not keep the run from starting"
-    lock.close()
+    lock.release()
 
 
 def test_reader_follows_half_rows_truncation_and_a_new_run(tmp_path):
