@@ -30,8 +30,11 @@ def flat_rows(rows: Iterable[Row]) -> list[Row]:
 
 
 REWARD_COLUMN = re.compile(r"reward_action_(0|[1-9]\d*)")
-# Keyword arguments that TRL and this script themselves pass to reward functions: a CSV column of that name goes by `csv_NAME`.
-RESERVED_ARGUMENTS = {"prompt", "prompts", "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments", "truncated", "prompt_id", "invalid_reward"}  # fmt: skip
+# Keyword arguments that TRL and this project give to reward functions: a CSV column of that name goes by `csv_NAME`.
+RESERVED_ARGUMENTS = {
+    "prompt", "prompts", "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric",
+    "environments", "truncated", "prompt_id", "invalid_reward",
+}  # fmt: skip
 SHOWN = 20  # problems listed per file: the rest is counted
 
 

@@ -156,10 +156,8 @@ def learning_gib(
 ) -> float:
     """GiB that a micro-batch of `rows` completions takes beside the weights, forward and backward."""
     layers, hidden, top = config["num_hidden_layers"], config["hidden_size"], config["num_experts_per_tok"]
-    tokens, longest = (
-        bucket(micro_batch_tokens(settings, rows, prompt_len, share)),
-        prompt_len + settings.MAX_COMPLETION_LEN,
-    )
+    tokens = bucket(micro_batch_tokens(settings, rows, prompt_len, share))
+    longest = prompt_len + settings.MAX_COMPLETION_LEN
     if share:
         longest = bucket(prompt_len + min(rows, settings.NUM_GENERATIONS) * settings.MAX_COMPLETION_LEN)
     scores = tokens * longest * config["num_attention_heads"] * 2 * 6 if attention == "eager" else 0

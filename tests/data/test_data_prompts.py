@@ -13,11 +13,11 @@ from grpo.data.prompts import prompt_order, render
 
 
 @given(st.integers(1, 40), st.integers(0, 5), st.integers(1, 120))
-def test_prompt_order_is_passes_over_all_rows(rows, seed, count):
+def test_every_epoch_asks_every_row_once(rows, seed, count):
     order = list(prompt_order(rows, seed, count))
     assert len(order) == count
     for start in range(0, count - rows + 1, rows):
-        assert sorted(order[start : start + rows]) == list(range(rows)), "each pass sees every row once"
+        assert sorted(order[start : start + rows]) == list(range(rows)), "each epoch sees every row once"
     assert order == list(prompt_order(rows, seed, count + 7))[:count], "a longer run begins with the shorter one"
 
 
