@@ -28,8 +28,9 @@ from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from grpo.model.checkpoint import check_checkpoint
 from grpo.model.gptoss_format import GPT_OSS_20B, ModelError
-from grpo.model.random_weights import check_checkpoint, write_full
+from grpo.model.random_weights import write_full
 from grpo.model.tiny import build_tiny, write_tiny
 
 # Command line
