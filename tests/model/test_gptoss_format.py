@@ -8,18 +8,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2.exceptions import TemplateError
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GptOssConfig, GptOssForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from grpo.model.checkpoint import checkpoint_bytes
 from grpo.model.gptoss_format import (
     E2M1,
     GPT_OSS_20B,
+    TINY,
     TINY_SYSTEM,
     ModelError,
     chat_template,
     config_dict,
     generation_config_dict,
+    quantize_experts,
     quantize_mxfp4,
 )
 from grpo.model.random_weights import O200K_IDS
@@ -78,6 +80,20 @@ def test_low_bits_hold_the_even_element() -> None:
 def test_quantizer_refuses(weight: torch.Tensor, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         quantize_mxfp4(weight)
+
+
+def test_quantized_experts_are_those_that_the_model_computes_with() -> None:
+    model = GptOssForCausalLM(GptOssConfig.from_dict(config_dict(TINY)))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    quantized = quantize_experts(model)
+    for name, parameter in model.named_parameters():
+        if f"{name}_blocks" in quantized:
+            stored = convert_moe_packed_tensors(quantized.pop(f"{name}_blocks"), quantized.pop(f"{name}_scales"))
+            assert torch.equal(parameter, stored.float()) and not parameter.requires_grad
+            assert 0 < (parameter - before[name]).norm() / before[name].norm() < 0.2
+        else:
+            assert torch.equal(parameter, before[name]) and parameter.requires_grad
+    assert not quantized
 
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 or 2?"}]

@@ -59,11 +59,6 @@ def test_tokenizer_is_the_same_every_time(tokenizer) -> None:
     assert make_tokenizer().to_str() == tokenizer.to_str()
 
 
-def test_prompts_are_short(tokenizer) -> None:
-    ids, _ = encode_rows(tokenizer, synthetic_rows(4321, 5), 0)
-    assert max(map(len, ids)) < 100
-
-
 def test_special_tokens_of_the_tokenizer(tiny: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny)
     assert (tokenizer.eos_token, tokenizer.pad_token, tokenizer.padding_side) == ("<|return|>", "<|endoftext|>", "left")
@@ -104,7 +99,7 @@ def test_tiny_reads_whether_the_storage_carries_the_hour(tiny: Path, tokenizer) 
     """
     rows = synthetic_rows(4321, 60)
     ids, _ = encode_rows(tokenizer, rows, 0)
-    answer, model = Answer.of(tokenizer), load(tiny, "bf16")
+    answer, model = Answer.of(tokenizer), load(tiny, "bf16").float()
     with torch.no_grad():
         p = torch.cat([answer.log_probs(model, ids[n : n + 100])[0] for n in range(0, len(ids), 100)]).exp()
     short = torch.tensor([is_short(row) for row in rows])
