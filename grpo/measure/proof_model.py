@@ -42,27 +42,27 @@ from grpo.measure.proof_data import (
     shared_ends,
     write_data,
 )
+from grpo.model.checkpoint import (
+    checkpoint_bytes,
+    new_directory,
+    read_tokenizer,
+    require_space,
+    special_token_ids,
+    write_checkpoint,
+    write_json,
+)
 from grpo.model.gptoss_format import (
     GPT_OSS_20B,
-    SPECIAL_TOKENS,
     TINY,
     TINY_SYSTEM,
     ModelError,
     Shape,
     chat_template,
-    checkpoint_bytes,
     config_dict,
-    dequantize_mxfp4,
-    generation_config_dict,
-    parameter_count,
-    quantize_mxfp4,
-    tensor_specs,
-    tokenizer_config_dict,
-    write_json,
-    write_weights,
+    quantize_experts,
 )
-from grpo.model.random_weights import _read_tokenizer, check_checkpoint, new_directory, require_space, special_token_ids
-from grpo.model.tiny_warmup import ACTIONS, _expert_matrices, answer_figures, initial_heads, make_tokenizer
+from grpo.model.tiny_warmup import ACTIONS, answer_figures, initial_heads, make_tokenizer
+from grpo.preflight.hub import count_parameters
 from grpo.tasks.tes.plant import Plant
 
 
@@ -167,7 +167,7 @@ def new_model(shape: Shape, vocabulary: Vocabulary) -> Any:
     """A gpt-oss in float32 with the vocabulary's size, and initial weights from which reading is learned quickly."""
 
     size = vocabulary.rest + 1
-    config = config_dict(replace(shape, vocab=size), dict.fromkeys(SPECIAL_TOKENS, 0))
+    config = config_dict(replace(shape, vocab=size))
     config.pop("quantization_config")
     config |= {"pad_token_id": None, "eos_token_id": None}
     model = GptOssForCausalLM._from_config(
@@ -384,18 +384,12 @@ def warm_up(
                     raise ModelError("the warm-up's loss is not finite: try a smaller --lr")
 
     stages = {}
-    packed = {}
     try:
         with fast_kernels(model):
             phase("read", 1 - scale.soften, scale.lr, rows.rewards, scale.focus)
             stages["read"] = figures(model, probe, vocabulary)
             log(f"after reading:  {describe(stages['read'])}")
-            with torch.no_grad():
-                for name, weight in _expert_matrices(model):
-                    blocks, scales = quantize_mxfp4(weight.transpose(1, 2))
-                    weight.copy_(dequantize_mxfp4(blocks, scales).transpose(1, 2))
-                    weight.requires_grad_(False)
-                    packed |= {f"{name}_blocks": blocks.cpu(), f"{name}_scales": scales.cpu()}
+            packed = quantize_experts(model)
             stages["rounded"] = figures(model, probe, vocabulary)
             log(f"after rounding: {describe(stages['rounded'])}")
             soft = rows.rewards.clamp(min=1e-30) ** scale.sharpness
@@ -438,11 +432,9 @@ def checkpoint_tensors(
     return tensors | dict(packed)
 
 
-def load_tokenizer(folder: Path | None) -> tuple[Any, bytes]:
-    """(tokenizer, bytes of its tokenizer.json): the one in `folder`, or the tiny model's own."""
-
-    text = _read_tokenizer(folder) if folder else make_tokenizer(TINY.vocab).to_str().encode()
-    return Tokenizer.from_str(text.decode()), text
+def load_tokenizer(folder: Path | None) -> Tokenizer:
+    """The tokenizer in `folder`, or the tiny model's own."""
+    return read_tokenizer(folder) if folder else make_tokenizer(TINY.vocab)
 
 
 def make(options: argparse.Namespace, scale: Scale, log: Callable[[str], None]) -> None:
@@ -455,9 +447,9 @@ def make(options: argparse.Namespace, scale: Scale, log: Callable[[str], None]) 
     write_data(options.out / "data", scale)
     if options.tokenizer is None and scale.prompt == "full":
         raise ModelError("full prompts need --tokenizer DIR with tokenizer.json (o200k with Harmony's tokens)")
-    tokenizer, tokenizer_json = load_tokenizer(options.tokenizer)
+    tokenizer = load_tokenizer(options.tokenizer)
     shape = replace(scale.shape, vocab=(TINY if options.tokenizer is None else GPT_OSS_20B).vocab)
-    token_ids = special_token_ids(tokenizer_json, shape.vocab)
+    token_ids = special_token_ids(tokenizer, shape.vocab)
     require_space(model_dir, checkpoint_bytes(shape) + 64 * 2**20)
 
     # Workers start before CUDA does, and before the tokenizer's threads.
@@ -488,7 +480,7 @@ def make(options: argparse.Namespace, scale: Scale, log: Callable[[str], None]) 
     )
     torch.manual_seed(options.seed)
     model = new_model(shape, vocabulary).to(options.device)
-    total = parameter_count(shape)
+    total = count_parameters(config_dict(shape))["total"]
     body = total - 2 * shape.vocab * shape.hidden
     log(f"{total:,} parameters, {body:,} besides the embeddings")
     packed, stages = warm_up(model, rows, probe, vocabulary, scale, options.seed, log)
@@ -501,14 +493,8 @@ def make(options: argparse.Namespace, scale: Scale, log: Callable[[str], None]) 
 
     tensors = checkpoint_tensors(model, packed, vocabulary, shape.vocab, options.seed)
     with new_directory(model_dir, force=True) as directory:
-        write_weights(directory, tensor_specs(shape), lambda spec: tensors[spec.name])
-        write_json(directory / "config.json", config_dict(shape, token_ids))
-        write_json(directory / "generation_config.json", generation_config_dict(token_ids))
-        write_json(directory / "tokenizer_config.json", tokenizer_config_dict())
-        (directory / "tokenizer.json").write_bytes(tokenizer_json)
         template = chat_template() if scale.prompt == "full" else chat_template(*TINY_SYSTEM)
-        (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
-        check_checkpoint(directory)
+        write_checkpoint(directory, shape, token_ids, lambda name, like: tensors[name], tokenizer, template)
         seconds = time.perf_counter() - started
         record = {
             "parameters": total,

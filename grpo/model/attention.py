@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,8 +44,8 @@ def hidden_states(model: PreTrainedModel, batch: PackedBatch, attention: str) ->
 class Kernel:
     """A flash kernel over sequences that lie one behind the other, causal, aligned at their ends, without sinks.
 
-    forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, window) -> (out, lse) and
-    backward(dout, q, k, v, out, lse, ... the same) -> (dq, dk, dv). q, out (Tq, Hq, D); k, v (Tk, Hkv, D); cu_seqlens
+    forward(q, k, v, *shape) -> (out, lse) and backward(dout, q, k, v, out, lse, *shape) -> (dq, dk, dv), where shape is
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, window. q, out (Tq, Hq, D); k, v (Tk, Hkv, D); cu_seqlens
     (S + 1,) int32; lse (Hq, Tq) float32, natural logarithm; window None, or how many keys a query looks back on, its own
     included. load() imports the two functions of the package that they call; with torch's own there is nothing to import.
     """
@@ -55,28 +55,29 @@ class Kernel:
     load: Callable[[], tuple[Callable[..., Any], Callable[..., Any]]] | None = None
 
 
-def left_of(window: int | None) -> int:
-    """window_size_left of the kernels: keys before the query's own; -1 is no limit."""
-    return -1 if window is None else window - 1
+SEQLENS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
 
-def torch_flash_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, window):
+def sides(window: int | None) -> dict[str, int]:
+    """How many keys before and behind its own a query sees; -1 is no limit."""
+    return {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
+
+
+def torch_flash_forward(q, k, v, *shape):
+    *seqlens, scale, window = shape
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, True, False, scale=scale,
-        window_size_left=left_of(window), window_size_right=0,
-    )  # fmt: skip
+        q, k, v, *seqlens, 0.0, True, False, scale=scale, **sides(window)
+    )
     return out, lse
 
 
-def torch_flash_backward(
-    dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, window
-):
+def torch_flash_backward(dout, q, k, v, out, lse, *shape):
+    *seqlens, scale, window = shape
     # The random state is read only with dropout; its type and shape are those of torch.nn.attention.varlen.
-    random_state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+    state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     return torch.ops.aten._flash_attention_backward(
-        dout, q, k, v, out, lse.contiguous(), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, True,
-        random_state, unused, scale=scale, window_size_left=left_of(window), window_size_right=0,
-    )  # fmt: skip
+        dout, q, k, v, out, lse.contiguous(), *seqlens, 0.0, True, state, unused, scale=scale, **sides(window)
+    )
 
 
 def flash2_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -85,22 +86,20 @@ def flash2_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return _flash_attn_varlen_forward, _flash_attn_varlen_backward
 
 
-def flash2_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, window):
-    out, lse, *_ = flash2_functions()[0](
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=scale, causal=True,
-        window_size_left=left_of(window), window_size_right=0,
-    )  # fmt: skip
+def flash2_forward(q, k, v, *shape):
+    *seqlens, scale, window = shape
+    rest = {"dropout_p": 0.0, "softmax_scale": scale, "causal": True}
+    out, lse, *_ = flash2_functions()[0](q, k, v, *seqlens, **rest, **sides(window))
     return out, lse
 
 
-def flash2_backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, window):
-    dq, dk, dv = new_gradients(q, k, v)
-    flash2_functions()[1](
-        dout, q, k, v, out, lse.contiguous(), dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
-        softmax_scale=scale, causal=True, window_size_left=left_of(window), window_size_right=0, softcap=0.0,
-        alibi_slopes=None, deterministic=False,
-    )  # fmt: skip
-    return dq, dk, dv
+def flash2_backward(dout, q, k, v, out, lse, *shape):
+    *seqlens, scale, window = shape
+    gradients = [x.new_empty(x.shape) for x in (q, k, v)]
+    rest = {"dropout_p": 0.0, "softmax_scale": scale, "causal": True}
+    rest |= {"softcap": 0.0, "alibi_slopes": None, "deterministic": False}
+    flash2_functions()[1](dout, q, k, v, out, lse.contiguous(), *gradients, *seqlens, **rest, **sides(window))
+    return gradients
 
 
 def flash3_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -110,25 +109,22 @@ def flash3_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return torch.ops.flash_attn_3.fwd, torch.ops.flash_attn_3.bwd
 
 
-def flash3_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, window):
+def flash3_forward(q, k, v, *shape):
+    *seqlens, scale, window = shape
     # Arguments that have no default in older builds.
     absent = ("k_new", "v_new", "q_v", "out", "cu_seqlens_k_new", "seqused_q", "seqused_k", "page_table", "kv_batch_idx",
               "leftpad_k", "rotary_cos", "rotary_sin", "seqlens_rotary", "q_descale", "k_descale", "v_descale")  # fmt: skip
-    out, lse, *_ = flash3_functions()[0](
-        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-        softmax_scale=scale, is_causal=True, window_size_left=left_of(window), window_size_right=0, num_splits=1,
-        **dict.fromkeys(absent),
-    )  # fmt: skip
+    rest = dict(zip(SEQLENS, seqlens, strict=True)) | dict.fromkeys(absent) | sides(window)
+    out, lse, *_ = flash3_functions()[0](q, k, v, softmax_scale=scale, is_causal=True, num_splits=1, **rest)
     return out, lse
 
 
-def flash3_backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, window):
-    dq, dk, dv = new_gradients(q, k, v)  # builds return different tuples, all of them fill what is passed in
-    flash3_functions()[1](
-        dout, q, k, v, out, lse.contiguous(), dq=dq, dk=dk, dv=dv, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-        seqused_q=None, seqused_k=None, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, softmax_scale=scale,
-        is_causal=True, window_size_left=left_of(window), window_size_right=0, deterministic=False,
-    )  # fmt: skip
+def flash3_backward(dout, q, k, v, out, lse, *shape):
+    *seqlens, scale, window = shape
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))  # builds return different tuples, all of them fill these
+    rest = dict(zip(SEQLENS, seqlens, strict=True)) | {"seqused_q": None, "seqused_k": None} | sides(window)
+    rest |= {"softmax_scale": scale, "is_causal": True, "deterministic": False}
+    flash3_functions()[1](dout, q, k, v, out, lse.contiguous(), dq=dq, dk=dk, dv=dv, **rest)
     return dq, dk, dv
 
 
@@ -140,28 +136,20 @@ def flash4_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return _flash_attn_fwd, _flash_attn_bwd
 
 
-def flash4_mask(window: int | None) -> dict[str, Any]:
+def flash4_arguments(shape: Sequence[Any]) -> dict[str, Any]:
+    *seqlens, scale, window = shape
     # None, not -1, is "no limit" here, and causal excludes a left bound: a window is given by both bounds.
-    return {"causal": True} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+    mask = {"causal": True} if window is None else sides(window)
+    return dict(zip(SEQLENS, seqlens, strict=True)) | {"softmax_scale": scale} | mask
 
 
-def flash4_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, window):
-    out, lse, *_ = flash4_functions()[0](
-        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-        softmax_scale=scale, return_lse=True, **flash4_mask(window),
-    )  # fmt: skip
+def flash4_forward(q, k, v, *shape):
+    out, lse, *_ = flash4_functions()[0](q, k, v, return_lse=True, **flash4_arguments(shape))
     return out, lse
 
 
-def flash4_backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, window):
-    return flash4_functions()[1](
-        q, k, v, out, dout, lse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k, softmax_scale=scale, **flash4_mask(window),
-    )[:3]  # fmt: skip
-
-
-def new_gradients(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    return [tensor.new_empty(tensor.shape) for tensor in tensors]
+def flash4_backward(dout, q, k, v, out, lse, *shape):
+    return flash4_functions()[1](q, k, v, out, dout, lse, **flash4_arguments(shape))[:3]
 
 
 KERNELS = {

@@ -151,7 +151,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 TINY_SOURCES = {
     "tasks/tes": ("plant", "profiles", "prompts", "dataset"),
-    "model": ("gptoss_format", "tiny_warmup", "tiny"),
+    "model": ("gptoss_format", "checkpoint", "tiny_warmup", "tiny"),
 }
 
 

@@ -50,8 +50,9 @@ from grpo.measure.proof_model import (
     masks,
     new_model,
 )
-from grpo.model.gptoss_format import Shape, parameter_count
-from grpo.model.random_weights import check_checkpoint
+from grpo.model.checkpoint import check_checkpoint
+from grpo.model.gptoss_format import Shape, config_dict
+from grpo.preflight.hub import count_parameters
 from grpo.settings import load_settings
 
 SHAPE = Shape(
@@ -68,7 +69,7 @@ def rows() -> list[tuple]:
 @pytest.fixture(scope="module")
 def tokenizer():
     """The tiny model's: a full prompt takes more of its tokens than o200k's, but only numbers differ between prompts."""
-    return load_tokenizer(None)[0]
+    return load_tokenizer(None)
 
 
 @pytest.fixture(scope="module")
@@ -319,7 +320,7 @@ def test_the_mid_shape_suits_the_kernels():
     shape = SCALES["mid"].shape
     assert shape.hidden % 256 == 0 and shape.intermediate % 128 == 0 and shape.head_dim == 64
     assert shape.vocab == 201088 and shape.sliding_window == 128
-    assert 3e7 < parameter_count(shape) - 2 * shape.vocab * shape.hidden < 9e7
+    assert 3e7 < count_parameters(config_dict(shape))["total"] - 2 * shape.vocab * shape.hidden < 9e7
 
 
 @pytest.mark.slow

@@ -194,39 +194,22 @@ def test_adapters_call_their_packages_right(package, window):
 # ---- Broken packages -------------------------------------------------------------------------------------------------
 
 
-class StartedError(Exception):
-    """Nothing held the run back."""
-
-
-def launched(monkeypatch, attention, machine=CPU):
-    """launch() up to where it would write into the run's folder: its exit code."""
-
-    def stop(*given):
-        raise StartedError
-
-    monkeypatch.setattr("grpo.model.load.unseen_gpu", lambda machine: None)
-    monkeypatch.setattr("train_grpo.run_record", lambda check: {})
-    monkeypatch.setattr("train_grpo.prepare_run", stop)
-    check = types.SimpleNamespace(run=None, settings=None, machine=machine, attention=(attention, "set by ATTN_IMPL"))
-    return train_grpo.launch(check, "")
-
-
-def test_a_usable_package_lets_the_run_start(monkeypatch, package):
-    with pytest.raises(StartedError):
-        launched(monkeypatch, package)
+def test_usable_packages_have_no_problem(package):
+    assert unusable_attention(package) is None
 
 
 @pytest.mark.parametrize("attention", ["torch_flash", "eager", "org/kernel"])
-def test_other_attention_imports_nothing(monkeypatch, attention):
-    with pytest.raises(StartedError):
-        launched(monkeypatch, attention)
+def test_other_attention_imports_nothing(attention):
+    assert unusable_attention(attention) is None
 
 
 @pytest.mark.parametrize("attention", FLASH)
 def test_metadata_without_a_module_ends_before_the_model_is_loaded(monkeypatch, capsys, attention):
     module, _ = STAND_INS[attention]
     monkeypatch.setitem(sys.modules, module.split(".")[0], None)
-    assert launched(monkeypatch, attention) == 2
+    monkeypatch.setattr("grpo.model.load.unseen_gpu", lambda machine: None)
+    check = types.SimpleNamespace(run=None, settings=None, machine=CPU, attention=(attention, "set by ATTN_IMPL"))
+    assert train_grpo.launch(check, "") == 2
     problem = capsys.readouterr().err
     distribution, install = FLASH_PACKAGES[attention]
     for part in (f"ATTN_IMPL: {attention}", distribution, "ModuleNotFoundError", install, "ATTN_IMPL=torch_flash"):
@@ -244,7 +227,7 @@ def test_a_package_without_the_functions_is_named(monkeypatch, package, missing)
     assert name in unusable_attention(package)
 
 
-@pytest.mark.parametrize("version", ["2.6.0", "2.6.3", "2.7.0", "2.8.3.post2"])
+@pytest.mark.parametrize("version", ["2.6.3", "2.7.0"])
 def test_flash_attn_before_2_7_is_refused(monkeypatch, version):
     known = installed_versions
     fake = lambda names: {n: version if n == "flash-attn" else known([n])[n] for n in names}  # noqa: E731
