@@ -22,7 +22,6 @@ from grpo.evaluate.figures import (
     policy,
 )
 from grpo.evaluate.run_data import HELDOUT_HEADER, KINDS, Run, duration, heldout_rows, interval, number, part, spread
-from grpo.run.logs import METRICS
 
 MOST_WINDOWS = 3  # of the closed loop that get a figure
 
@@ -47,17 +46,14 @@ class Section:
 
 
 def add_curves(section: Section, run: Run, curves: dict[str, tuple[str, list[str]]]) -> None:
-    """The learning curves that have values; a sentence for each that has none."""
+    """The learning curves that have values; a sentence names the others."""
     if len(run.metrics) < 2:
         section.missing.append(f"A curve needs two steps, and there {'is one' if run.steps else 'is none'} so far.")
         return
-    for file, (title, columns) in curves.items():
-        if run.metrics[columns].notna().any(axis=None):
-            section.pictures.append(curve(run.metrics, file))
-        else:
-            listed = " and ".join(f"`{column}`" for column in columns)
-            what = f"{title} is left out: no step has a value in {listed}."
-            section.missing.append(f"{what} {METRICS[columns[0]][1]}")
+    known = {file: run.metrics[columns].notna().any(axis=None) for file, (_, columns) in curves.items()}
+    section.pictures += [curve(run.metrics, file) for file in curves if known[file]]
+    if none := [title for file, (title, _) in curves.items() if not known[file]]:
+        section.missing.append(f"Left out, because no step has a value: {', '.join(none)}.")
 
 
 def curves_section(run: Run) -> Section:
