@@ -107,9 +107,8 @@ def plant_section(run: Run) -> Section:
         return section
     windows, totals, samples = found["windows"], found["totals"], found.get("samples", 1)
     asked = f"the majority of {samples} sampled answers" if found.get("vote") else "one sampled answer"
-    means = f" Every window was run {samples} times: drawn is the first, the table has means." * (
-        samples != 1 and not found.get("vote")
-    )
+    passes = 1 if found.get("vote") else samples
+    means = f" Every window was run {passes} times: drawn is the first, the table has means." * (passes != 1)
     drawn = f" Drawn are the first {MOST_WINDOWS}." * (len(windows) > MOST_WINDOWS)
     section.notes.append(
         f"Windows: {len(windows)}, of {short(', '.join(map(str, found.get('profiles') or [])))}, with "
@@ -230,10 +229,9 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
     if models := [one for name in ("base", "trained") if (one := part(run.closed_loop, "totals", name))]:
         optimum = number(part(run.closed_loop, "totals", "optimum").get("co2_kg"))
         # Cooling nothing emits nothing: the CO2 must not be read without the load that stayed unserved.
-        note = f"optimum {optimum:,.0f} kg; unserved load {over(models, 'unserved_kwh', ',.0f')} kWh"
-        found.append(("CO2 in closed loop", over(models, "co2_kg", ",.0f") + " kg", note))
+        note = f"unserved load {over(models, 'unserved_kwh', ',.0f')} kWh; regret {over(models, 'regret_percent', ',.1f')} %"
         found.append(
-            ("Regret in closed loop", over(models, "regret_percent", ",.1f") + " %", "cost above the optimum's")
+            ("CO2 in closed loop", over(models, "co2_kg", ",.0f") + " kg", f"{note}; optimum {optimum:,.0f} kg")
         )
     rewards = run.metrics["reward"].dropna()
     if len(rewards) >= 2 * MEAN_OF:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Following a run in the terminal. Run: python -m pytest tests/test_watch.py"""
+"""Following a run in the terminal. Run: python -m pytest tests/evaluate/test_watch.py"""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import threading
 import time
 from pathlib import Path
 
+import pandas
 import pytest
 import watch
 from conftest import CLEAN, ROOT
@@ -29,18 +30,17 @@ from grpo.run.logs import METRICS, CsvLog
 SCRIPT = ROOT / "scripts" / "watch.py"
 
 
-def drawn(state: watch.State, width: int = 100, ascii_only: bool = False) -> str:
+def drawn(state: watch.State, width: int = 100) -> str:
     console = Console(file=io.StringIO(), width=width, force_terminal=False)
-    console.print(watch.frame(state, ascii_only))
+    console.print(watch.frame(state))
     return console.file.getvalue()
 
 
 def state_of(rows: list[dict], **values: object) -> watch.State:
     """A state of rows as read_metrics gives them, 12 s after the last one."""
-    texts = [{name: str(cell) for name, cell in row.items()} for row in rows]
-    read = [{name: watch.number(cell) for name, cell in row.items()} | {"step": int(row["step"])} for row in texts]
+    read = [{name: watch.number(cell) for name, cell in row.items()} for row in rows]
     defaults = {"folder": "first", "total": 30, "written": 1000.0, "now": 1012.0}
-    return watch.State(rows=read, **(defaults | values))
+    return watch.State(metrics=pandas.DataFrame(read, columns=list(METRICS)), **(defaults | values))
 
 
 # ---- The picture: a pure function of the state -----------------------------------------------------------------------
@@ -49,20 +49,16 @@ def state_of(rows: list[dict], **values: object) -> watch.State:
 def test_frame_shows_what_a_run_is_doing():
     rows = [metrics_row(step, **GPU, step_s=10 if step > 5 else 1000) for step in range(1, 21)]
     text = drawn(state_of(rows, warnings=["12:00:00 W train_grpo: parse rate fell"]))
-    for words in ("first", "20/30", "left 1:40 min", "last step 12.0 s ago", "0.500   mean of the last 10: 0.455   first: 0.310", "0.90   clipped 0.10", "900 tokens/s", "GPU memory", "61.5 GiB", "generation 1.4 s", "hand-over 0.1 s", "differs from the trainer by 0.0200 nats", "W train_grpo: parse rate fell"):  # fmt: skip
+    for words in ("first", "20/30", "left 0:01:40", "last step 12.0 s ago", "0.500   mean of the last 10: 0.455", "0.90   clipped 0.10", "900 tokens/s", "GPU memory", "61.5 GiB", "generation 1.4 s", "handover 0.1 s", "differ by 0.0200 nats", "W train_grpo: parse rate fell"):  # fmt: skip
         assert words in text, (words, text)
-    assert watch.sparkline([row["reward"] for row in state_of(rows).rows]) in text
+    assert watch.sparkline(state_of(rows).metrics["reward"]) in text
     assert "complete" not in text and "Held-out" not in text
 
 
 def test_frame_of_a_complete_run_ends_with_the_evaluation():
     text = drawn(state_of([metrics_row(30)], complete=True, evaluation=EVALUATION), width=80)
-    assert "first  complete" in text and "left" not in text
-    assert (
-        "0.600 (0.570 to 0.630)" in text
-        and "always [0]" in text
-        and text.rstrip().splitlines()[-1].startswith("oracle")
-    )
+    assert "30/30   complete" in text and "left" not in text and "0.600 (0.570 to 0.630)" in text
+    assert "best constant action [0]" in text and text.rstrip().splitlines()[-1].startswith("oracle")
     assert "Held-out" not in drawn(state_of([metrics_row(30)], complete=True))  # EVAL_SAMPLES=0
 
 
@@ -86,19 +82,12 @@ def test_frame_with_nothing_known():
 def test_frame_takes_markup_from_files_as_text():
     state = state_of([metrics_row(1)], folder="[bold]run[/bold]", warnings=["[red]x[/red] [/]"], evaluation=EVALUATION | {"constant_action": "[/]"}, complete=True)  # fmt: skip
     text = drawn(state)
-    assert "[bold]run[/bold]" in text and "[red]x[/red] [/]" in text and "always [[/]]" in text
-
-
-def test_frame_without_block_characters():
-    state = state_of([metrics_row(step) for step in range(1, 11)])
-    blocks = drawn(state, ascii_only=True).splitlines()
-    line = next(line for line in blocks if line.startswith("reward"))
-    assert line.isascii() and line.split()[1] == "_.--~=++*#"
+    assert "[bold]run[/bold]" in text and "[red]x[/red] [/]" in text and "action [[/]]" in text
 
 
 @given(st.lists(st.floats(-1e6, 1e6) | st.just(math.nan), max_size=200), st.integers(1, 60))
 def test_sparkline_fits_and_keeps_the_order(values, width):
-    line = watch.sparkline(values, width)
+    line = watch.sparkline(pandas.Series(values, dtype=float), width)
     assert len(line) <= min(width, len(values)) and set(line) <= set(watch.BLOCKS + " ")
     if len(values) <= width:
         for a, b in zip(range(len(values)), range(1, len(values)), strict=False):
@@ -125,7 +114,7 @@ def test_reader_waits_for_the_run(tmp_path):
     (folder / "metrics.csv").unlink()
     assert "the run is starting" in watch.read_state(folder).waiting
     (folder / "metrics.csv").write_text("half a he")
-    assert watch.read_state(folder).waiting
+    assert watch.read_state(folder).waiting == "the first step has not ended yet"
     (folder / "metrics.csv").write_text("a,b\n")
     assert "no column `step`" in watch.read_state(folder).waiting
     (folder / "settings.json").write_text('{"settings": {"TOTAL')
@@ -162,7 +151,7 @@ def test_reader_follows_half_rows_truncation_and_a_new_run(tmp_path):
     folder = write_run(tmp_path / "run", [metrics_row(step) for step in range(1, 13)])
 
     def steps() -> list[int]:
-        return [row["step"] for row in watch.read_state(folder).rows]
+        return list(watch.read_state(folder).metrics.get("step", []))
 
     path = folder / "metrics.csv"
     with path.open("a") as file:
@@ -171,7 +160,7 @@ def test_reader_follows_half_rows_truncation_and_a_new_run(tmp_path):
     trim_csv(path, 10)  # as a resumed run does
     assert steps() == list(range(1, 11))
     CsvLog(path, METRICS).write([metrics_row(11, reward=0.99)])
-    assert steps() == list(range(1, 12)) and watch.read_state(folder).rows[-1]["reward"] == 0.99
+    assert steps() == list(range(1, 12)) and watch.read_state(folder).metrics["reward"].iloc[-1] == 0.99
     path.write_bytes(b"")
     assert steps() == []
     shutil.rmtree(folder)
@@ -216,10 +205,16 @@ def test_once_prints_plain_text_into_a_pipe_of_any_encoding(tmp_path):
         assert b"2/30" in found.stdout and b"\x1b" not in found.stdout
 
 
-def test_a_file_is_no_folder(tmp_path):
+def test_a_file_is_no_folder(tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    found = run_watch(tmp_path / "file")
-    assert found.returncode == 2 and b"is not a folder" in found.stderr
+    assert watch.main([str(tmp_path / "file")]) == 2 and "is not a folder" in capsys.readouterr().err
+
+
+def test_it_starts_without_torch():
+    heavy = "{'torch', 'transformers', 'matplotlib'}"
+    code = f"import sys; sys.path.insert(0, 'scripts'); import watch; assert not {heavy} & set(sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, env=CLEAN)
+    assert not found.returncode, found.stderr
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -244,7 +239,7 @@ def test_follow_survives_a_new_run_and_ends_when_it_is_complete(tmp_path, termin
     assert "Held-out" not in output.getvalue()
     write_text(folder / COMPLETE, json.dumps({"steps": 30}))
     watching.join(20)
-    assert not watching.is_alive() and "Held-out reward" in output.getvalue()
+    assert not watching.is_alive() and "Held-out prompts" in output.getvalue()
 
 
 def test_ctrl_c_ends_it_cleanly(tmp_path):
