@@ -15,6 +15,7 @@ from pathlib import Path
 import pandas
 import pytest
 import report
+import train_grpo
 from conftest import ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -408,6 +409,14 @@ def test_clear_error_where_nothing_can_be_written(tmp_path):
     (folder / "report").write_text("a file")
     with pytest.raises(ReportError, match="cannot be written"):
         write_report(folder)
+
+
+@pytest.mark.parametrize("package", ["matplotlib.style", "jinja2"])
+def test_a_run_without_a_package_of_the_report_is_complete(tmp_path, monkeypatch, caplog, package):
+    monkeypatch.delitem(sys.modules, "grpo.evaluate.page")
+    monkeypatch.setitem(sys.modules, package, None)
+    train_grpo.write_archive(write_run(tmp_path / "run", [metrics_row(1)]))
+    assert "no report was written (ModuleNotFoundError" in caplog.text and (tmp_path / "run.zip").is_file()
 
 
 def test_neither_torch_nor_a_caller_s_matplotlib_is_touched(tmp_path):
