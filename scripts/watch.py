@@ -52,6 +52,7 @@ WIDTH = 40  # cells of a sparkline
 BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 # What start_logging writes: `12:07:54 W train_grpo: ...`, of a warning, an error or a critical message.
 WARNING = re.compile(r"^\d\d:\d\d:\d\d [WEC] ")
+DONE = "complete"
 WARNINGS = 4  # lines shown
 LONGEST = 300  # characters of one
 TAIL = 1 << 16  # bytes of training.log that are searched for them
@@ -59,18 +60,15 @@ TAIL = 1 << 16  # bytes of training.log that are searched for them
 
 @dataclass(frozen=True)
 class State:
-    """What a picture shows, read at `now` [s since 1970]; `waiting` says why there are no steps yet."""
+    """What a picture shows. `said`: what hinders the next step, if anything; `ago`: seconds since the last one."""
 
     folder: str
     metrics: pandas.DataFrame = field(default_factory=pandas.DataFrame)
     total: int | None = None
-    complete: bool = False
+    said: str = ""
+    ago: float = math.nan
     evaluation: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
-    waiting: str = ""
-    stopped: str = ""  # what the same command does, where no process holds the run's lock and it is not complete
-    written: float = math.nan  # when metrics.csv last grew [s since 1970]
-    now: float = math.nan
 
     @property
     def step(self) -> int:
@@ -81,24 +79,25 @@ def read_state(folder: Path) -> State:
     """Everything that the files say now. Nothing is remembered between two calls, so whatever happened to them in the
     meantime (rows dropped by a resumed run, a folder made again) is simply what the next picture shows."""
     settings = part(read_json(folder / "settings.json"), "settings")
-    total = settings.get("TOTAL_STEPS")
-    found: dict[str, Any] = {"total": total if isinstance(total, int) and total > 0 else None}
+    total = number(settings.get("TOTAL_STEPS"))
+    found: dict[str, Any] = {"total": int(total) if total > 0 else None}
+    said = "waiting: the first step has not ended yet"
     try:
         found["metrics"] = read_metrics(folder / "metrics.csv")
-        found["written"] = (folder / "metrics.csv").stat().st_mtime
-        found["waiting"] = "the first step has not ended yet"
+        found["ago"] = max(0.0, time.time() - (folder / "metrics.csv").stat().st_mtime)
+        if len(found["metrics"]):
+            said = "every step is done: evaluation and saving" if found["metrics"]["step"].max() >= total else ""
     except ReportError as error:
-        found["waiting"] = str(error)
+        said = f"waiting: {error}"
     except OSError:
-        started = "the run is starting" if found["total"] else "there is no run in this folder yet"
-        found["waiting"] = f"{started}: no metrics.csv"
-    found["evaluation"] = read_json(folder / "evaluation.json")
-    found["warnings"] = read_warnings(folder / "training.log")
+        said = f"waiting: {'the run is starting' if found['total'] else 'there is no run in this folder yet'}: no metrics.csv"
     # A resumed run with more steps finds the complete.json of its first part: that one does not count.
-    found["complete"] = number(read_json(folder / COMPLETE).get("steps")) >= (found["total"] or 0)
-    if not found["complete"] and settings and not is_running(folder):
-        found["stopped"] = f"no process is running; {continuation(folder, settings)}"
-    return State(folder.absolute().name, now=time.time(), **found)
+    if number(read_json(folder / COMPLETE).get("steps")) >= (found["total"] or 0):
+        said = DONE
+    elif settings and not is_running(folder):
+        said = f"no process is running; {continuation(folder, settings)}"
+    evaluation, warnings = read_json(folder / "evaluation.json"), read_warnings(folder / "training.log")
+    return State(folder.absolute().name, said=said, evaluation=evaluation, warnings=warnings, **found)
 
 
 def is_running(folder: Path) -> bool:
@@ -144,57 +143,38 @@ def shown(value: float, digits: str = ".3f") -> str:
     return "-" if math.isnan(value) else f"{value:{digits}}"
 
 
-def progress(state: State) -> Text:
-    """How far the run is, and how it goes on."""
-    ago = duration(max(0.0, state.now - state.written))
-    if state.complete:
-        text, style = "complete", "green"
-    elif state.stopped:
-        text, style = f"last step {ago} ago; {state.stopped}", "yellow"
-    elif state.total and state.step >= state.total:
-        text, style = f"every step is done {ago} ago: evaluation and saving", ""
-    else:
-        text, style = f"left {duration(seconds_left(state))}   last step {ago} ago", ""
-    return Text(f"{state.step}/{state.total or '?'}   ").append(text, style)
-
-
 def frame(state: State) -> RenderableType:
     """One picture of the run. Every text from a file is put in as Text: rich's markup in it means nothing."""
     title = Text(state.folder, style="bold")
     warnings = [Text(line, style="yellow") for line in state.warnings]
     if not state.step:
-        title.append(f"  {state.stopped or f'waiting: {state.waiting}'}", style="yellow")
-        return Group(title, *warnings)
+        return Group(title.append(f"  {state.said}", style="yellow"), *warnings)
+    ago = f"   last step {duration(state.ago)} ago" * (state.said != DONE)
     metrics, last = state.metrics, state.metrics.iloc[-1]
-    spent = phase_seconds(metrics.tail(1)).iloc[0]
+    spent = ", ".join(f"{name} {s:.1f} s" for name, s in phase_seconds(metrics.tail(1)).iloc[0].items() if s)
     recent = metrics["reward"].tail(RECENT)
     lines = [
         ("step", ProgressBar(total=state.total or state.step, completed=state.step, width=WIDTH)),
-        ("", progress(state)),
+        ("", Text(f"{state.step}/{state.total or '?'}   {state.said or f'left {duration(seconds_left(state))}'}{ago}")),
         ("reward", sparkline(metrics["reward"])),
         ("", f"{shown(last['reward'])}   mean of the last {len(recent)}: {shown(recent.mean())}"),
         ("parse rate", sparkline(metrics["parse_rate"])),
         ("", f"{shown(last['parse_rate'], '.2f')}   clipped {shown(last['clipped_ratio'], '.2f')}"),
         ("length", f"{shown(last['tokens_mean'], ',.0f')} tokens, longest {shown(last['tokens_max'], ',.0f')}"),
         ("speed", f"{shown(last['rollout_tokens_per_s'], ',.0f')} tokens/s in the rollout"),
-        (
-            "time",
-            f"step {duration(last['step_s'])}: " + ", ".join(f"{name} {s:.1f} s" for name, s in spent.items() if s),
-        ),
+        ("time", f"step {duration(last['step_s'])}: {spent}"),
     ]
     if not math.isnan(last["gpu_peak_gib"]):
         most = metrics["gpu_peak_gib"].max()
         lines.append(("GPU memory", f"{last['gpu_peak_gib']:.1f} GiB   most so far {most:.1f} GiB"))
     if not math.isnan(last["logp_diff_mean"]):
-        lines.append(
-            ("mismatch", f"log-probs of vLLM and trainer differ by {last['logp_diff_mean']:.4f} nats on average")
-        )
+        lines.append(("mismatch", f"{last['logp_diff_mean']:.4f} nats on average between vLLM and trainer"))
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     for label, line in lines:
         table.add_row(label, line)
     parts: list[RenderableType] = [title, table, *warnings]
-    if state.complete and part(state.evaluation, "before"):
+    if state.said == DONE and part(state.evaluation, "before"):
         heldout = Table(box=None, pad_edge=False, title="Held-out prompts", title_justify="left")
         for column in HELDOUT_HEADER[:3]:
             heldout.add_column(column, no_wrap=True)
@@ -213,10 +193,10 @@ def follow(folder: Path, console: Console, every: float = 1.0) -> None:
             state = read_state(folder)
             if live:
                 live.update(frame(state), refresh=True)
-            elif (new := (state.step or state.waiting, state.complete, state.stopped)) != seen:
+            elif (state.step, state.said) != seen:
                 console.print(frame(state), "")
-                seen = new
-            if state.complete:
+            seen = state.step, state.said
+            if state.said == DONE:
                 return
             time.sleep(every)
 

@@ -15,12 +15,12 @@ from pathlib import Path
 import pandas
 import pytest
 import report
-import train_grpo
 from conftest import ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from run_folders import EVALUATION, GPU, metrics_row, write_run
 
+import train_grpo
 from grpo.evaluate.figures import FILES, actions_figure, bars, stacked
 from grpo.evaluate.page import render, write_report
 from grpo.evaluate.report import examples_section, plant_verdict, reward_verdict

@@ -39,7 +39,7 @@ def drawn(state: watch.State, width: int = 100) -> str:
 def state_of(rows: list[dict], **values: object) -> watch.State:
     """A state of rows as read_metrics gives them, 12 s after the last one."""
     read = [{name: watch.number(cell) for name, cell in row.items()} for row in rows]
-    defaults = {"folder": "first", "total": 30, "written": 1000.0, "now": 1012.0}
+    defaults = {"folder": "first", "total": 30, "ago": 12.0}
     return watch.State(metrics=pandas.DataFrame(read, columns=list(METRICS)), **(defaults | values))
 
 
@@ -49,22 +49,22 @@ def state_of(rows: list[dict], **values: object) -> watch.State:
 def test_frame_shows_what_a_run_is_doing():
     rows = [metrics_row(step, **GPU, step_s=10 if step > 5 else 1000) for step in range(1, 21)]
     text = drawn(state_of(rows, warnings=["12:00:00 W train_grpo: parse rate fell"]))
-    for words in ("first", "20/30", "left 0:01:40", "last step 12.0 s ago", "0.500   mean of the last 10: 0.455", "0.90   clipped 0.10", "900 tokens/s", "GPU memory", "61.5 GiB", "generation 1.4 s", "handover 0.1 s", "differ by 0.0200 nats", "W train_grpo: parse rate fell"):  # fmt: skip
+    for words in ("first", "20/30", "left 0:01:40", "last step 12.0 s ago", "0.500   mean of the last 10: 0.455", "0.90   clipped 0.10", "900 tokens/s", "GPU memory", "61.5 GiB", "generation 1.4 s", "handover 0.1 s", "0.0200 nats", "W train_grpo: parse rate fell"):  # fmt: skip
         assert words in text, (words, text)
     assert watch.sparkline(state_of(rows).metrics["reward"]) in text
     assert "complete" not in text and "Held-out" not in text
 
 
 def test_frame_of_a_complete_run_ends_with_the_evaluation():
-    text = drawn(state_of([metrics_row(30)], complete=True, evaluation=EVALUATION), width=80)
+    text = drawn(state_of([metrics_row(30)], said=watch.DONE, evaluation=EVALUATION), width=80)
     assert "30/30   complete" in text and "left" not in text and "0.600 (0.570 to 0.630)" in text
     assert "best constant action [0]" in text and text.rstrip().splitlines()[-1].startswith("oracle")
-    assert "Held-out" not in drawn(state_of([metrics_row(30)], complete=True))  # EVAL_SAMPLES=0
+    assert "Held-out" not in drawn(state_of([metrics_row(30)], said=watch.DONE))  # EVAL_SAMPLES=0
 
 
 def test_frame_between_the_last_step_and_the_end():
-    text = drawn(state_of([metrics_row(30)]))
-    assert "every step is done 12.0 s ago" in text and "left" not in text
+    text = drawn(state_of([metrics_row(30)], said="every step is done: evaluation and saving"))
+    assert "evaluation and saving   last step 12.0 s ago" in text and "left" not in text
 
 
 def test_frame_of_a_cpu_run_leaves_the_gpu_out():
@@ -74,13 +74,13 @@ def test_frame_of_a_cpu_run_leaves_the_gpu_out():
 
 def test_frame_with_nothing_known():
     row = dict.fromkeys(METRICS, "") | {"step": 1}
-    text = drawn(state_of([row], total=None, written=math.nan))
+    text = drawn(state_of([row], total=None, ago=math.nan))
     assert "1/?" in text and "left -" in text and "nan" not in text
-    assert "waiting: no metrics.csv" in drawn(watch.State("x", waiting="no metrics.csv"))
+    assert "waiting: no metrics.csv" in drawn(watch.State("x", said="waiting: no metrics.csv"))
 
 
 def test_frame_takes_markup_from_files_as_text():
-    state = state_of([metrics_row(1)], folder="[bold]run[/bold]", warnings=["[red]x[/red] [/]"], evaluation=EVALUATION | {"constant_action": "[/]"}, complete=True)  # fmt: skip
+    state = state_of([metrics_row(1)], folder="[bold]run[/bold]", warnings=["[red]x[/red] [/]"], evaluation=EVALUATION | {"constant_action": "[/]"}, said=watch.DONE)  # fmt: skip
     text = drawn(state)
     assert "[bold]run[/bold]" in text and "[red]x[/red] [/]" in text and "action [[/]]" in text
 
@@ -107,16 +107,16 @@ def test_time_left_follows_recent_steps():
 
 def test_reader_waits_for_the_run(tmp_path):
     folder = tmp_path / "run"
-    assert "there is no run in this folder yet" in watch.read_state(folder).waiting
+    assert "there is no run in this folder yet" in watch.read_state(folder).said
     write_run(folder, [])
     state = watch.read_state(folder)
-    assert state.waiting == "the first step has not ended yet" and state.total == 30 and not state.complete
+    assert state.said == "waiting: the first step has not ended yet" and state.total == 30
     (folder / "metrics.csv").unlink()
-    assert "the run is starting" in watch.read_state(folder).waiting
+    assert "the run is starting" in watch.read_state(folder).said
     (folder / "metrics.csv").write_text("half a he")
-    assert watch.read_state(folder).waiting == "the first step has not ended yet"
+    assert watch.read_state(folder).said == "waiting: the first step has not ended yet"
     (folder / "metrics.csv").write_text("a,b\n")
-    assert "no column `step`" in watch.read_state(folder).waiting
+    assert "no column `step`" in watch.read_state(folder).said
     (folder / "settings.json").write_text('{"settings": {"TOTAL')
     assert watch.read_state(folder).total is None
 
@@ -124,24 +124,24 @@ def test_reader_waits_for_the_run(tmp_path):
 def test_a_run_whose_process_is_gone_says_so(tmp_path):
     """The lock tells, also before the first step; a complete run, and a copy without the lock, say nothing."""
     folder = write_run(tmp_path / "run", [metrics_row(step) for step in range(1, 4)])
-    assert watch.read_state(folder).stopped == "", "no lock beside it"
+    assert "no process" not in watch.read_state(folder).said, "no lock beside it"
     lock = lock_run(folder)
-    assert watch.read_state(folder).stopped == "" and lock_run(folder) is None
+    assert "no process" not in watch.read_state(folder).said and lock_run(folder) is None
     lock.close()
     words = "no process is running; the same command starts at step 0: no checkpoint was saved"
-    assert watch.read_state(folder).stopped == words
+    assert watch.read_state(folder).said == words
     checkpoint = folder / "checkpoint-2"
     checkpoint.mkdir()
     for name in CHECKPOINT_FILES:
         (checkpoint / name).write_text("{}")
     words = "no process is running; the same command continues from step 2"
-    assert watch.read_state(folder).stopped == words
+    assert watch.read_state(folder).said == words
     text = drawn(watch.read_state(folder), width=120)
     assert words in text and "3/30" in text and "left" not in text
     (folder / "metrics.csv").unlink()
     assert words in drawn(watch.read_state(folder)) and "waiting" not in drawn(watch.read_state(folder))
     (folder / COMPLETE).write_text('{"steps": 30}')
-    assert watch.read_state(folder).stopped == ""
+    assert "no process" not in watch.read_state(folder).said
     lock = lock_run(folder)
     assert lock, "watching does not keep the run from starting"
     lock.close()
@@ -164,7 +164,7 @@ def test_reader_follows_half_rows_truncation_and_a_new_run(tmp_path):
     path.write_bytes(b"")
     assert steps() == []
     shutil.rmtree(folder)
-    assert watch.read_state(folder).waiting
+    assert watch.read_state(folder).said
     write_run(folder, [metrics_row(1)])
     assert steps() == [1]
 
@@ -172,9 +172,9 @@ def test_reader_follows_half_rows_truncation_and_a_new_run(tmp_path):
 def test_complete_of_an_earlier_part_does_not_count(tmp_path):
     folder = write_run(tmp_path / "run", [metrics_row(20)])
     (folder / COMPLETE).write_text('{"steps": 20}\n')
-    assert not watch.read_state(folder).complete  # resumed with TOTAL_STEPS=30
+    assert watch.read_state(folder).said != watch.DONE  # resumed with TOTAL_STEPS=30
     (folder / COMPLETE).write_text('{"steps": 30}\n')
-    assert watch.read_state(folder).complete
+    assert watch.read_state(folder).said == watch.DONE
 
 
 def test_warnings_are_the_last_ones_and_harmless(tmp_path):
