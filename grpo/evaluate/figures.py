@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from grpo.evaluate.run_data import interval, number, part, phase_seconds
+from grpo.evaluate.run_data import PHASES, interval, number, part, phase_seconds
 from grpo.run.logs import METRICS
 
 MEAN_OF = 10  # steps in a moving mean
@@ -45,8 +45,7 @@ POLICIES = {
     "trained": ("trained", "#0072B2", "-"),
     "optimum": ("optimum", "#009E73", "--"),
 }
-PHASE_COLOURS = {"wake": 4, "handover": 6, "generation": 0, "sleep": 3, "reward": 2, "learn": 1}  # of PALETTE
-PHASE_LABELS = {"handover": "weight sync"}
+PHASE_LABELS = {"handover": "weight sync"}  # else as in metrics.csv
 STYLE = {
     "font.size": 9.5,
     "axes.spines.top": False,
@@ -148,7 +147,7 @@ def stacked(layers: pandas.DataFrame, colours: Sequence[str], label: str) -> Axe
 def phases_figure(metrics: pandas.DataFrame) -> Picture:
     spent = phase_seconds(metrics).set_index(metrics["step"])
     spent = spent.loc[:, spent.any()]
-    axes = stacked(spent.rename(columns=PHASE_LABELS), [PALETTE[PHASE_COLOURS[name]] for name in spent], "s per step")
+    axes = stacked(spent.rename(columns=PHASE_LABELS), [PALETTE[PHASES.index(name)] for name in spent], "s per step")
     return picture(axes, "phases", "Time per phase", "Seconds of a step by phase, stacked; several steps share a bar in a long run.")  # fmt: skip
 
 

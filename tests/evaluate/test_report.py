@@ -231,7 +231,7 @@ def test_nan_and_infinite_rewards(tmp_path):
     folder = write_run(tmp_path / "run", [*metrics, metrics_row(4)], [completion_row(1, reward="nan", parsed_action="")])  # fmt: skip
     write_report(folder)
     assert (folder / "report" / "reward.png").is_file()
-    assert "reward none" in text_of(folder)
+    assert "reward none" in text_of(folder) and read_metrics(folder / "metrics.csv")["reward"].count() == 1
 
 
 def test_row_that_is_half_written_is_left_out(tmp_path):
