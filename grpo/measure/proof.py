@@ -23,38 +23,21 @@ from grpo.settings import ROOT
 from rewards import bootstrap_interval
 
 REWARDS = """
-heldout_random | reward |
-heldout_constant | reward |
-heldout_oracle | reward |
-reward_before | reward |
-reward_low_before | reward | 95% interval, bootstrap over prompts
-reward_high_before | reward | 95% interval, bootstrap over prompts
-regret_before | reward |
-parse_rate_before | share |
-best_action_rate_before | share |
-reward_after | reward |
-reward_low_after | reward | 95% interval, bootstrap over prompts
-reward_high_after | reward | 95% interval, bootstrap over prompts
-regret_after | reward |
-parse_rate_after | share |
-best_action_rate_after | share |
-reward_gain | reward | after minus before, paired by prompt
-reward_low_gain | reward | after minus before, paired by prompt
-reward_high_gain | reward | after minus before, paired by prompt
+heldout_random heldout_constant heldout_oracle reward_before regret_before reward_after regret_after | reward |
+reward_low_before reward_high_before reward_low_after reward_high_after | reward | 95% interval, bootstrap over prompts
+parse_rate_before best_action_rate_before parse_rate_after best_action_rate_after | share |
+reward_gain reward_low_gain reward_high_gain | reward | after minus before, paired by prompt
 """
-WARMUP = """
+OTHERS = """
 besides_embeddings | parameters |
 make_s | s | data, warm-up, checkpoint
 warmup_reward_read | reward | warm-up, expected when sampling, rows of its own, end of phase 1
-warmup_reward_rounded | reward | warm-up, expected when sampling, rows of its own, right after rounding the experts to MXFP4
-warmup_reward_stored | reward | warm-up, expected when sampling, rows of its own, end of phase 2, as stored
+warmup_reward_rounded | reward | the same, right after rounding the experts to MXFP4
+warmup_reward_stored | reward | the same, end of phase 2, as stored
 warmup_parse_rate | share |
 warmup_reward_loaded | reward | some of these rows
-"""
-RUN = """
 train_s | s | train_grpo.py from start to zip
-train_reward_first5 | reward | mean of the first 5 steps' rollouts
-train_reward_last5 | reward | mean of the last 5 steps' rollouts
+train_reward_first5 train_reward_last5 | reward | mean of the first or the last 5 steps' rollouts
 step_s | s | mean, without the first step
 steps | steps |
 """
@@ -130,26 +113,21 @@ def plant_figures(found: Mapping[str, Any]) -> tuple[list[dict[str, Any]], bool]
     return made, better
 
 
-def warmup_figures(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Figures of model/warmup.json; none where there is none."""
-    if not record:
-        return []
-    found = {f"warmup_reward_{name}": stage["reward"] for name, stage in record["stages"].items()}
-    found |= {"besides_embeddings": record["besides_embeddings"], "make_s": record["seconds"]}
-    found["warmup_parse_rate"] = record["stages"]["stored"]["parse_rate"]
-    return tabled(WARMUP, found | {"warmup_reward_loaded": record["loaded"]["reward"]})
-
-
-def run_figures(out: Path) -> list[dict[str, Any]]:
-    """Figures of the run's own files, as far as they are there."""
-    found, seconds = {}, out / "train_seconds.txt"
+def other_figures(out: Path) -> list[dict[str, Any]]:
+    """Figures of the warm-up and of the run's own files, as far as they are there."""
+    found, record, seconds = {}, read_json(out / "model" / "warmup.json"), out / "train_seconds.txt"
+    if record:
+        found |= {f"warmup_reward_{name}": stage["reward"] for name, stage in record["stages"].items()}
+        found |= {"besides_embeddings": record["besides_embeddings"], "make_s": record["seconds"]}
+        found["warmup_parse_rate"] = record["stages"]["stored"]["parse_rate"]
+        found["warmup_reward_loaded"] = record["loaded"]["reward"]
     if seconds.is_file():
         found["train_s"] = float(seconds.read_text())
     if (out / "run" / "metrics.csv").is_file():
         steps = steps_of(out / "run").dropna(subset=["reward"])
         found |= {"train_reward_first5": steps.reward[:5].mean(), "train_reward_last5": steps.reward[-5:].mean()}
         found |= {"step_s": steps.step_s[1:].mean(), "steps": len(steps)}
-    return tabled(RUN, found)
+    return tabled(OTHERS, found)
 
 
 def collect(options: argparse.Namespace, log: Log) -> int:
@@ -165,7 +143,7 @@ def collect(options: argparse.Namespace, log: Log) -> int:
         made += more
     else:
         log(f"NOTE: {run / 'closed_loop.json'} holds no base and trained model: closed loop not collected")
-    made += warmup_figures(read_json(options.out / "model" / "warmup.json")) + run_figures(options.out)
+    made += other_figures(options.out)
     record = options.out / "command.txt"
     command = record.read_text(encoding="utf-8").strip() if record.is_file() else "python scripts/prove.py"
     command = command.replace(str(options.out.resolve()), "OUT")  # where it lay on this machine says nothing

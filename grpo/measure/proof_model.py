@@ -7,7 +7,7 @@ import argparse
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -216,21 +216,6 @@ def describe(found: Mapping[str, float]) -> str:
     return " ".join(f"{name} {found[name]:.3f}" for name in names)
 
 
-class Clock:
-    """How far the warm-up is, 0 to 1: by the seconds or by the steps, whichever is further."""
-
-    def __init__(self, seconds: float, steps: int) -> None:
-        self.seconds, self.steps, self.step, self.started = seconds, steps, 0, time.perf_counter()
-
-    @property
-    def elapsed(self) -> float:
-        return time.perf_counter() - self.started
-
-    @property
-    def progress(self) -> float:
-        return min(1.0, max(self.elapsed / self.seconds, self.step / self.steps))
-
-
 class WarmUp:
     """Supervised training in two phases, read and soften, as the tiny model's; docs/proof.md says what and why.
 
@@ -244,7 +229,16 @@ class WarmUp:
         self.probe = torch.nn.Linear(model.config.hidden_size, READINGS).to(self.device)
         depth = 3 * len(model.model.layers) // 4
         self.middle = model.model.layers[depth if depth % 2 else depth - 1]  # it attends to everything
-        self.clock = Clock(scale.seconds, scale.steps)
+        self.step, self.started = 0, time.perf_counter()
+
+    @property
+    def elapsed(self) -> float:
+        return time.perf_counter() - self.started
+
+    @property
+    def progress(self) -> float:
+        """How far the warm-up is, 0 to 1: by the seconds or by the steps, whichever is further."""
+        return min(1.0, max(self.elapsed / self.scale.seconds, self.step / self.scale.steps))
 
     def loss(self, targets: torch.Tensor) -> torch.Tensor:
         """Loss of some rows drawn by their weights, with `targets` (N, actions) for the action's token."""
@@ -272,30 +266,30 @@ class WarmUp:
         reading = functional.smooth_l1_loss(read, rows.readings[picked])
         return action + FORMAT_WEIGHT * form + TEXT_WEIGHT * text + READING_WEIGHT * reading
 
-    def phase(self, end: float, lr: float, targets: torch.Tensor) -> Iterator[float]:
-        """Train until the clock's progress is `end`, with a cosine of the rate; yields the loss now and then.
+    def phase(self, end: float, lr: float, targets: torch.Tensor, log: Log) -> None:
+        """Train until the progress is `end`, with a cosine of the rate.
 
         Raises:
             ModelError: if the loss is not finite.
         """
         trained = [p for p in (*self.model.parameters(), *self.probe.parameters()) if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
-        clock, first_step, begin, said = self.clock, self.clock.step, self.clock.progress, self.clock.elapsed
-        while clock.progress < end:
-            done = (clock.progress - begin) / max(end - begin, 1e-9)
-            rise = min(1.0, (clock.step - first_step + 1) / 30)
+        first_step, begin, said = self.step, self.progress, self.elapsed
+        while self.progress < end:
+            done = (self.progress - begin) / max(end - begin, 1e-9)
+            rise = min(1.0, (self.step - first_step + 1) / 30)
             optimizer.param_groups[0]["lr"] = lr * rise * (0.05 + 0.95 * (1 + math.cos(math.pi * done)) / 2)
             loss = self.loss(targets)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(trained, 1.0)
             optimizer.step()
-            clock.step += 1
-            if clock.elapsed - said > min(20.0, clock.seconds / 12):
-                said = clock.elapsed
-                if not math.isfinite(loss.item()):
+            self.step += 1
+            if self.elapsed - said > min(20.0, self.scale.seconds / 12):
+                said = self.elapsed
+                log(f"{said:5.0f} s, step {self.step}: loss {loss.item():.3f}")
+                if not loss.isfinite():
                     raise ModelError("the warm-up's loss is not finite: try a smaller --lr")
-                yield loss.item()
 
     def round_experts(self) -> dict[str, torch.Tensor]:
         """Round the experts to MXFP4 and freeze them; their blocks and scales by their names in the checkpoint."""
@@ -324,20 +318,15 @@ def warm_up(
 
     def measure(stage: str) -> None:
         stages[stage] = figures(model, probe, answer)
-        log(f"{training.clock.elapsed:5.0f} s {stage}: {describe(stages[stage])}")
+        log(f"{training.elapsed:5.0f} s, step {training.step}, {stage}: {describe(stages[stage])}")
 
-    def train(name: str, *phase: Any) -> None:
-        for loss in training.phase(*phase):
-            found = describe(figures(model, probe, answer, 256))
-            log(f"{training.clock.elapsed:5.0f} s {name}, step {training.clock.step}: loss {loss:.3f}, {found}")
-
-    train("reading", 1 - scale.soften, scale.lr, rows.rewards)
+    training.phase(1 - scale.soften, scale.lr, rows.rewards, log)
     measure("read")
     stored = training.round_experts()
     measure("rounded")
     if stages["rounded"]["reward"] < stages["rounded"]["best_constant"]:
         log("WARNING: the warm-up reads hardly anything: GRPO will have little to choose by (more --warmup-seconds?)")
-    train("softening", 1.0, scale.soften_lr, even_targets(rows.rewards, scale))
+    training.phase(1.0, scale.soften_lr, even_targets(rows.rewards, scale), log)
     for name, parameter in model.named_parameters():
         if not name.endswith(BETWEEN):
             parameter.data = parameter.data.bfloat16().float()  # as the checkpoint holds it

@@ -20,6 +20,7 @@ import torch
 from grpo.settings import ROOT
 
 BENCH = ROOT / "scripts" / "bench.py"
+PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "liger-kernel", "triton", "vllm")
 NOISE = "grpo.measure.noise:noise"
 
 
@@ -64,10 +65,13 @@ def figure(name: str, value: float, unit: str, note: str = "") -> dict[str, Any]
 
 
 def tabled(table: str, found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Figures of a table with lines `name | unit | note`: those that `found` holds, in the table's order. A note may name
+    """Figures of a table with lines `names | unit | note`: those that `found` holds, in the table's order. A note may name
     other values of `found` in braces."""
-    rows = [[cell.strip() for cell in line.split("|")] for line in table.strip().splitlines()]
-    return [figure(name, found[name], unit, note.format(**found)) for name, unit, note in rows if name in found]
+    made = []
+    for line in table.strip().splitlines():
+        names, unit, note = (cell.strip() for cell in line.split("|"))
+        made += [figure(name, found[name], unit, note.format(**found)) for name in names.split() if name in found]
+    return made
 
 
 def write(path: Path, figures: list[dict[str, Any]], command: str | None = None) -> None:
@@ -76,7 +80,7 @@ def write(path: Path, figures: list[dict[str, Any]], command: str | None = None)
         "command": command or " ".join(["python", "scripts/bench.py", *sys.argv[1:]]),
         "machine": machine(),
         "date": datetime.date.today().isoformat(),
-        "versions": installed(*"torch transformers trl peft accelerate datasets liger-kernel triton vllm".split()),
+        "versions": installed(*PACKAGES),
         "commit": commit(),
         "figures": figures,
     }

@@ -6,9 +6,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pandas
 import psutil
@@ -27,7 +28,6 @@ from grpo.measure.watched import (
     watching,
     weighed,
 )
-from grpo.model import load
 from grpo.model.attention import attention_of
 from grpo.model.load import empty_cache
 from grpo.rollout import engine as rollout_engine
@@ -46,7 +46,7 @@ wake_s | s | after the first
 asleep_gib | GiB | GPU memory that the sleeping engine holds before the first rollout, by the driver
 asleep_later_gib | GiB | the same after three steps, with what trainer and libraries took meanwhile
 same_seed_alike | completions | of 96: the same rollout twice, with one seed
-start_to_rollout_s | s | process start to first rollout, {caches}, checkpoint on {disk}; mismatch check included, the bench's copy of the weights left out
+start_to_rollout_s | s | process start to first rollout, {caches}; mismatch check included, the bench's copy of the weights left out
 long_rollout_s | s | 16 completions, {long_tokens} tokens in all
 long_step_s | s | rollout, weight sync, waking and sleeping, and learning from as many tokens
 long_learn_s | s | its learning
@@ -64,51 +64,27 @@ start_cold_s | s | the same in the machine's first process: compile caches as th
 """
 
 
-class FirstRollout(BaseException):
-    """Ends the child that only fills the caches. No Exception: those a run answers itself."""
-
-
-@contextlib.contextmanager
-def counted_compilations() -> Iterator[list[str]]:
-    """Names of the kernels that Triton compiles meanwhile, or reads from its cache on disk."""
-    from triton import knobs  # no Triton on a CPU
-
-    before, names = knobs.runtime.jit_post_compile_hook, []
-
-    def hook(**event: Any) -> Any:
-        names.append(str(getattr(event.get("fn"), "name", event.get("fn"))))
-        return before(**event) if before else None
-
-    knobs.runtime.jit_post_compile_hook = hook
-    try:
-        yield names
-    finally:
-        knobs.runtime.jit_post_compile_hook = before
-
-
 def free_gib() -> float:
     empty_cache()
     return torch.cuda.mem_get_info()[0] / 2**30
 
 
 class RolloutWatch:
-    """Watches a run's start and its rollouts. `found` holds figures, `weights` (parameter, copy made after loading)."""
+    """Watches a run's start and its rollouts. `found` holds figures, `base` the frozen weights with copies from before."""
 
-    def __init__(self, first_only: bool) -> None:
-        self.born, self.copying, self.first_only = psutil.Process().create_time(), 0.0, first_only
+    def __init__(self) -> None:
+        self.born, self.copying, self.free = psutil.Process().create_time(), 0.0, 0.0
         self.found: dict[str, Any] = {}
         self.rollouts: list[dict[str, float]] = []
-        self.weights: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.base: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.prompt_ids: list[list[int]] = []
-
-    def load(self, load_model: Callable[..., torch.nn.Module], *given: Any) -> torch.nn.Module:
-        model, started = load_model(*given), time.perf_counter()
-        self.weights = [(p, p.detach().to("cpu", copy=True)) for p in model.parameters()]
-        self.copying = time.perf_counter() - started
-        return model
+        self.trainers: list[Trainer] = []
 
     def start(self, start_engine: Callable[..., Engine], *given: Any) -> Engine:
-        self.free = free_gib()
+        started, self.free = time.perf_counter(), free_gib()
+        frozen = [p.detach() for p in self.trainers[0].model.parameters() if not p.requires_grad]
+        self.base = [(p, p.to("cpu", copy=True)) for p in frozen]
+        self.copying = time.perf_counter() - started
         engine = start_engine(*given)
         self.found["asleep_gib"] = self.free - free_gib()
         return engine
@@ -118,35 +94,25 @@ class RolloutWatch:
             hand_over(engine, *given, **named)
         engine.seconds["handover"] = found["seconds"]
 
-    def rollout(
-        self, rollout: Callable[..., Any], engine: Engine, policy: Any, prompt_ids: Any, *given: Any, **named: Any
-    ) -> Any:
+    def rollout(self, rollout: Callable[..., Any], engine: Engine, policy: Any, prompts: Any, *given: Any) -> Any:
+        from triton import knobs  # no Triton on a CPU
+
         # Without the bench's own copy of the base weights, which no user's run makes.
         self.found.setdefault("start_to_rollout_s", time.time() - self.born - self.copying)
-        with counted_compilations() as compiled:
-            result = rollout(engine, policy, prompt_ids, *given, **named)
+        compiled: list[dict[str, Any]] = []
+        with mock.patch.object(knobs.runtime, "jit_post_compile_hook", lambda **event: compiled.append(event)):
+            result = rollout(engine, policy, prompts, *given)
         self.rollouts.append({"tokens": sum(map(len, result[0])), "compiled": len(compiled), **engine.seconds})
-        self.prompt_ids = [list(ids) for ids in prompt_ids]
-        if self.first_only:
-            raise FirstRollout
+        self.prompt_ids = [list(ids) for ids in prompts]
         return result
 
     def changed_elements(self) -> int:
-        """Elements that differ bit for bit. By identity, not by name: PEFT renames the modules that it wraps."""
+        """Elements of the base weights that differ bit for bit."""
         changed = 0
-        for parameter, before in self.weights:
-            now, then = (t.contiguous().view(torch.uint8) for t in (parameter.detach(), before.to(parameter.device)))
-            changed += int((now != then).view(-1, parameter.element_size()).any(dim=1).sum())
+        for weight, before in self.base:
+            now, then = (t.contiguous().view(torch.uint8) for t in (weight, before.to(weight.device)))
+            changed += int((now != then).view(-1, weight.element_size()).any(dim=1).sum())
         return changed
-
-    @contextlib.contextmanager
-    def on(self) -> Iterator[list[Trainer]]:
-        """Watch what is called meanwhile; the trainers that are made."""
-        with (
-            watching(load, "load_model", self.load), watching(rollout_engine, "start_engine", self.start),
-            watching(Engine, "hand_over", self.sync), watching(Engine, "rollout", self.rollout), kept_trainers() as made,
-        ):  # fmt: skip
-            yield made
 
 
 def hf_tokens_per_second(trainer: Trainer, prompt_ids: list[list[int]], tokens: int) -> float:
@@ -163,8 +129,9 @@ def hf_tokens_per_second(trainer: Trainer, prompt_ids: list[list[int]], tokens: 
     return len(prompt_ids) * tokens / found["seconds"]
 
 
-def after_the_run(watch: RolloutWatch, trainer: Trainer, run: Path) -> dict[str, Any]:
+def after_the_run(watch: RolloutWatch, run: Path) -> dict[str, Any]:
     """What the three steps and their trainer still tell: figures by name."""
+    trainer = watch.trainers[0]
     engine, policy = trainer.run.engine, trainer.accelerator.unwrap_model(trainer.model)
     rollouts, last, parity = (
         pandas.DataFrame(watch.rollouts),
@@ -205,32 +172,25 @@ def after_the_run(watch: RolloutWatch, trainer: Trainer, run: Path) -> dict[str,
 
 def rollout_child(options: argparse.Namespace) -> int:
     """One child of `bench_rollout`: runs the entry point with its engine watched, and writes what it found."""
-    watch = RolloutWatch(first_only=options.child == "warm")
+    watch, warm = RolloutWatch(), options.child == "warm"
     with completions_of(512):
-        try:
-            with watch.on() as trainers:
-                code = run_w1(options, MAX_COMPLETION_LEN=LONG_TOKENS, ROLLOUT_SYNC=options.sync)
-        except FirstRollout:
-            code = 0
-        else:
-            if code == 0:
-                watch.found |= after_the_run(watch, trainers[0], Path(options.run))
+        with (
+            kept_trainers() as watch.trainers, watching(rollout_engine, "start_engine", watch.start),
+            watching(Engine, "hand_over", watch.sync), watching(Engine, "rollout", watch.rollout),
+        ):  # fmt: skip
+            steps = {"TOTAL_STEPS": 1} if warm else {}
+            code = run_w1(options, MAX_COMPLETION_LEN=LONG_TOKENS, ROLLOUT_SYNC=options.sync, **steps)
+        if not (code or warm):
+            watch.found |= after_the_run(watch, Path(options.run))
     keep(options, watch.found)
     return code
-
-
-def file_system(path: str) -> str:
-    """Type of the file system that a path lies on, as Linux names it: ext4, tmpfs, ..."""
-    whole = Path(path).resolve()
-    mounts = [mount for mount in psutil.disk_partitions(all=True) if whole.is_relative_to(mount.mountpoint)]
-    return max(mounts, key=lambda mount: len(mount.mountpoint)).fstype
 
 
 def bench_rollout(options: argparse.Namespace) -> int:
     """Two children, then the figures. Exit code 1 where a base weight changed."""
     if options.child:
         return rollout_child(options)
-    found: dict[str, Any] = {"sync": options.sync, "disk": file_system(options.model)}
+    found: dict[str, Any] = {"sync": options.sync}
     for child in ("short",) if options.warm_caches else ("warm", "short"):
         if code := run_child(options, child):
             return code

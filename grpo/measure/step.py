@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from grpo.measure.record import commit, read_json, shown, steps_of, tabled, writ
 from grpo.measure.trl_path import compare_step, trl_learning
 from grpo.measure.watched import (
     PeakMemory,
-    ballast,
     child_result,
     completions_of,
     given_step,
@@ -34,9 +32,9 @@ from grpo.measure.watched import (
     weighed,
 )
 from grpo.preflight.hub import count_parameters
-from grpo.rollout.engine import Engine
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense BF16, from the data sheets
+LONGEST = 4000  # tokens of a completion
 STEP = """
 w1_step_s | s | 12 x 8 completions of 512 tokens, the whole step: mean of steps 2 and 3 of a run
 w1_rollout_s | s | its rollout, weight sync, waking and sleeping included
@@ -58,7 +56,7 @@ long_logits_gib | GiB | what the logits of one such micro-batch would take in fl
 w3_step_s | s | 16 completions of that kind, {w3_tokens} tokens in all: rollout, learning, and the {rest:.2f} s that a step of W1 has besides
 w3_rollout_s | s | waking, weight sync and sleeping included
 w3_learn_s | s |
-job_peak_bf16_gib | GiB | EXPERTS=bf16, MAX_COMPLETION_LEN=4000; {phases}
+job_peak_bf16_gib | GiB | EXPERTS=bf16, MAX_COMPLETION_LEN=4000; by the driver, engine and CUDA context included
 plan_error_bf16 | share | plan of --check against that peak
 w1_learn_trl_s | s | TRL's padded path on the same rollouts in the same process: flex attention, old log-probs, micro-batches of 8
 w1_speedup | x | learning against it
@@ -92,8 +90,8 @@ def floor_seconds(config: dict[str, Any], distinct: int, scored: int) -> float:
 def head_peak(trainer: Trainer, tokens: int) -> float:
     """GiB that log-probs of `tokens` tokens and their backward pass take beyond the states."""
     base = trainer.accelerator.unwrap_model(trainer.model).get_base_model()
-    states = torch.randn(tokens, base.config.hidden_size, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-    targets = torch.randint(0, base.config.vocab_size, (tokens,), device="cuda")
+    states = torch.randn(tokens, base.config.hidden_size, dtype=base.dtype, device=base.device, requires_grad=True)
+    targets = torch.randint(0, base.config.vocab_size, (tokens,), device=base.device)
     torch.cuda.empty_cache()
     with weighed() as found:
         with trainer.accelerator.autocast():
@@ -109,32 +107,10 @@ def real_lengths(path: Path, model: str) -> list[int]:
     return [len(encoding.ids) for encoding in tokenizer.encode_batch(list(texts))]
 
 
-@contextlib.contextmanager
-def watched_step(memory: PeakMemory) -> Iterator[tuple[list[Trainer], list[dict[str, torch.Tensor]]]]:
-    """(trainers that are made meanwhile, batches that are learned); `memory` counts rollout and learning apart."""
-    batches: list[dict[str, torch.Tensor]] = []
-
-    def learn(original: Callable[..., Any], trainer: Trainer, model: Any, batch: dict[str, torch.Tensor]) -> Any:
-        batches[:] = [batch]
-        return original(trainer, model, batch)
-
-    def wake(original: Callable[..., None], engine: Engine) -> None:
-        memory.phase = "rollout"
-        original(engine)
-
-    def sleep(original: Callable[..., None], engine: Engine) -> None:
-        original(engine)
-        memory.phase = "learning"
-
-    with watching(Trainer, "learn", learn), watching(Engine, "wake", wake), watching(Engine, "sleep", sleep):
-        with kept_trainers() as trainers, completions_of(512):
-            yield trainers, batches
-
-
-def run_figures(run: Path, memory: PeakMemory) -> dict[str, Any]:
-    """What the run's own files and the driver's count of memory tell."""
+def run_figures(run: Path, job_peak: float) -> dict[str, Any]:
+    """What the run's own files tell, and its plan beside the job's peak in GiB."""
     steps, plan = steps_of(run)[1:], read_json(run / "settings.json")["choices"]["plan"]
-    engine, job_peak = plan["engine"], max(memory.peaks.values())
+    engine = plan["engine"]
     awake = engine["weights"] + engine["scratch"] + engine["cache"]
     planned = plan["weights"] + plan["adapter"] + max(awake, plan["learning"] + engine["asleep"])
     names = ("step_s", "rollout_s", "wake_s", "handover_s", "sleep_s", "reward_s")
@@ -145,7 +121,6 @@ def run_figures(run: Path, memory: PeakMemory) -> dict[str, Any]:
         "generate_tok_s": (steps.rollout_tokens_per_s * steps.rollout_s / generating).mean(),
         "job_peak_gib": job_peak,
         "plan_error": planned / job_peak - 1,
-        "phases": ", ".join(f"{phase} {gib:.1f}" for phase, gib in memory.peaks.items()),
         "micro_batch": plan["micro_batch"],
     }
 
@@ -160,49 +135,59 @@ def w1_learning(trainer: Trainer, batch: dict[str, torch.Tensor], config: dict[s
 
 
 def other_lengths(trainer: Trainer, lengths: list[int], config: dict[str, Any]) -> dict[str, float]:
-    """W3 (rollout and learning of the first sixteen lengths, two prompts), 16 completions of 4,000 tokens, and W2."""
+    """W3 (rollout and learning of the first sixteen lengths, two prompts), 16 of the longest completions, and W2."""
     w3 = given_step(trainer, lengths[:16])
     found = {"w3_rollout_s": w3["rollout"], "w3_learn_s": w3["learn"], "w3_tokens": w3["tokens"]}
-    found["long_learn_peak_gib"] = our_learning(trainer, padded_batch(trainer, [4000] * 16), 1)["peak_gib"]
-    scored = min(16, trainer.run.plan.micro_batch) * 4000
+    found["long_learn_peak_gib"] = our_learning(trainer, padded_batch(trainer, [LONGEST] * 16), 1)["peak_gib"]
+    scored = min(16, trainer.run.plan.micro_batch) * LONGEST
     found |= {"long_logits_gib": scored * config["vocab_size"] * 4 / 2**30, "long_head_gib": head_peak(trainer, scored)}
-    ragged = w2_lengths(lengths)
-    w2 = our_learning(trainer, padded_batch(trainer, ragged), 1)  # its kernels are compiled by now
+    w2 = our_learning(trainer, padded_batch(trainer, ragged(lengths)), 1)  # its kernels are compiled by now
     found |= {"w2_learn_s": w2["seconds"], "w2_peak_gib": w2["peak_gib"]}
-    return found | {"w2_mean": sum(ragged) / len(ragged), "w2_max": max(ragged)}
+    return found | {"w2_mean": sum(ragged(lengths)) / 96, "w2_max": max(ragged(lengths))}
 
 
-def w2_lengths(lengths: list[int]) -> list[int]:
+def ragged(lengths: list[int]) -> list[int]:
+    """W2's 96 lengths."""
     return [lengths[i % len(lengths)] for i in range(96)]
 
 
 def step_child(options: argparse.Namespace) -> int:
     """One child of `bench_step`: three steps of W1 through the entry point; with BF16 experts also TRL's path, W2 and W3."""
-    full, found = options.child == "bf16", {"commit": commit()}
-    with PeakMemory() as memory, watched_step(memory) as (trainers, batches):
-        code = run_w1(options, MAX_COMPLETION_LEN=4000 if full else 512, EXPERTS=options.child)
+    full, found, batches = options.child == "bf16", {"commit": commit()}, []
+
+    def learn(original: Callable[..., Any], trainer: Trainer, model: Any, batch: dict[str, torch.Tensor]) -> Any:
+        batches[:] = [batch]
+        return original(trainer, model, batch)
+
+    with PeakMemory() as memory, watching(Trainer, "learn", learn), kept_trainers() as trainers, completions_of(512):
+        code = run_w1(options, MAX_COMPLETION_LEN=LONGEST if full else 512, EXPERTS=options.child)
     if code:
         return code
     (trainer,), (batch,) = trainers, batches
     config = read_json(Path(options.model) / "config.json")
     trainer.model.train()
-    found |= run_figures(Path(options.run), memory) | w1_learning(trainer, batch, config)
+    found |= run_figures(Path(options.run), memory.peak) | w1_learning(trainer, batch, config)
     keep(options, found)
     if not full:
         return 0
     lengths = real_lengths(Path(options.lengths), options.model)
-    found |= other_lengths(trainer, lengths, config)
-    keep(options, found)
-    found |= compare_step(trainer, batch)
-    keep(options, found)
+    for part in (lambda: other_lengths(trainer, lengths, config), lambda: compare_step(trainer, batch)):
+        found |= part()
+        keep(options, found)
     try:
-        w2 = padded_batch(trainer, w2_lengths(lengths))
+        w2 = padded_batch(trainer, ragged(lengths))
         trl_learning(trainer, w2, 4, least=1)
         found["w2_learn_trl_s"] = trl_learning(trainer, w2, 4)["seconds"]
     except torch.OutOfMemoryError as error:
         print(f"bench: TRL's padded path does not fit W2: {str(error).splitlines()[0][:200]}", file=sys.stderr)
     keep(options, found)
     return 0
+
+
+def occupy(leave_gib: float) -> torch.Tensor:
+    """All of the GPU's memory but for `leave_gib`, until the tensor is deleted."""
+    room = torch.cuda.mem_get_info()[0] - int(leave_gib * 2**30)
+    return torch.empty(max(0, room), dtype=torch.uint8, device="cuda")
 
 
 def bench_step(options: argparse.Namespace) -> int:
@@ -212,9 +197,11 @@ def bench_step(options: argparse.Namespace) -> int:
     results: dict[str, dict[str, Any]] = {}
     for child in ("bf16", "mxfp4"):
         if options.only in (None, child):
-            with contextlib.nullcontext() if child == "bf16" else ballast(40.0):
-                if code := run_child(options, child):
-                    return code
+            ballast = occupy(40.0) if child == "mxfp4" else None
+            code = run_child(options, child)
+            del ballast
+            if code:
+                return code
         result = read_json(child_result(options, child))
         if not result and child == "mxfp4":
             continue

@@ -12,6 +12,8 @@ from trl import GRPOTrainer
 from grpo.learn.trainer import Trainer
 from grpo.measure.watched import weighed
 
+ATTENTION = "flex_attention"  # of transformers, exact with sinks and the fastest of those that TRL's path can use
+
 
 def joined(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, int]:
     """(ids (B, P + C), mask (B, P + C), C) of a padded batch."""
@@ -58,22 +60,13 @@ def trl_learning(
         trainer._metrics["train"].clear()
 
 
-def use_trls_model(trainer: Trainer, attention: str = "flex_attention") -> None:
-    """Give the model an attention of transformers' and its experts, as TRL's path needs them."""
-    base = trainer.accelerator.unwrap_model(trainer.model).get_base_model()
-    base.set_attn_implementation(attention)
-    base.set_experts_implementation("grouped_mm")
-
-
-def compare_gradients(
-    trainer: Trainer, batch: dict[str, torch.Tensor], attention: str = "flex_attention"
-) -> dict[str, float]:
+def compare_gradients(trainer: Trainer, batch: dict[str, torch.Tensor]) -> dict[str, float]:
     """Relative differences (2-norm of the difference by the 2-norm) of the adapter's gradient on the first two groups of
     `batch`: this learner against TRL's path, TRL's with micro-batches of 4 against 8, and this learner with the prompts exchanged.
 
     Every completion counts to its last column, so that TRL's mean over a micro-batch is the same however it is cut; the
-    importance correction, which TRL applies beside its own vLLM alone, is left out of both. Leaves the model as TRL's path
-    needs it.
+    importance correction, which TRL applies beside its own vLLM alone, is left out of both. Leaves the model with
+    transformers' own attention and experts, as TRL's path needs it.
     """
     group = trainer.num_generations
     part = {k: v[: 2 * group] if v.ndim else v for k, v in batch.items() if torch.is_tensor(v) and "sampling" not in k}
@@ -84,7 +77,9 @@ def compare_gradients(
         trainer.learn(trainer.model, one)
         ours.append(adapter_gradient(trainer.model))
     trainer._metrics["train"].clear()
-    use_trls_model(trainer, attention)
+    base = trainer.accelerator.unwrap_model(trainer.model).get_base_model()
+    base.set_attn_implementation(ATTENTION)
+    base.set_experts_implementation("grouped_mm")
     theirs, four = (trl_learning(trainer, part, micro)["gradient"] for micro in (8, 4))
     found = zip(("difference", "wrong_prompt", "batching"), (*ours, four), strict=True)
     return {f"gradient_{name}": ((one - theirs).norm() / theirs.norm()).item() for name, one in found}

@@ -110,21 +110,18 @@ def weighed() -> Iterator[dict[str, float]]:
 
 
 class PeakMemory(threading.Thread):
-    """Samples the driver's count of used GPU memory in GiB, ballast of other processes left out; `peaks` by `phase`.
+    """Samples the driver's count of used GPU memory in GiB, that of other processes left out; `peak` is the most.
 
     Entered before this process touches the GPU: what is free then is where it counts from, its own CUDA context included.
     """
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.before = read_machine().gpu_free
-        self.peaks: dict[str, float] = {}
-        self.phase, self.ended = "starting", threading.Event()
+        self.before, self.peak, self.ended = read_machine().gpu_free, 0.0, threading.Event()
 
     def run(self) -> None:
         while not self.ended.wait(0.05):
-            phase, used = self.phase, self.before - torch.cuda.mem_get_info()[0] / 2**30
-            self.peaks[phase] = max(self.peaks.get(phase, 0.0), used)
+            self.peak = max(self.peak, self.before - torch.cuda.mem_get_info()[0] / 2**30)
 
     def __enter__(self) -> PeakMemory:
         self.start()
@@ -135,37 +132,20 @@ class PeakMemory(threading.Thread):
         self.join()
 
 
-@contextlib.contextmanager
-def ballast(leave_gib: float) -> Iterator[None]:
-    """Another process holds the GPU's memory but for `leave_gib`."""
-    code = (
-        "import sys, torch; torch.cuda.init(); "
-        f"room = int(torch.cuda.mem_get_info()[0] - {leave_gib} * 2**30); "
-        "held = torch.empty(max(0, room), dtype=torch.uint8, device='cuda'); print('held', flush=True); sys.stdin.read()"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        process.stdout.readline()
-        try:
-            yield
-        finally:
-            process.stdin.close()  # it reads to the end, and ends
-
-
 # ---- A step on given tokens ----
 
 
 def padded_batch(trainer: Trainer, lengths: list[int], group: int = 8) -> dict[str, torch.Tensor]:
     """A step's batch as TRL pads it, (B, P) and (B, C), with random completions of these lengths behind the run's first
     prompts, `group` to a prompt."""
-    rows = trainer.processing_class(text=[row.prompt for row in trainer.run.rows[: len(lengths) // group]])["input_ids"]
-    prompts = [torch.tensor(rows[i // group]) for i in range(len(lengths))]
-    ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_side="left")
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(p) for p in prompts], batch_first=True, padding_side="left")
+    rows = trainer.run.rows
+    prompts = [rows[i // group % len(rows)].prompt for i in range(len(lengths))]
+    padded = trainer.processing_class(text=prompts, padding=True, padding_side="left", return_tensors="pt")
     generator, shape = torch.Generator().manual_seed(0), (len(lengths), max(lengths))
     batch = {
-        "prompt_ids": ids,
-        "prompt_mask": mask,
-        "completion_ids": torch.randint(0, 199_000, shape, generator=generator),
+        "prompt_ids": padded["input_ids"],
+        "prompt_mask": padded["attention_mask"],
+        "completion_ids": torch.randint(0, trainer.model.config.vocab_size, shape, generator=generator),
         "completion_mask": (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long(),
         "advantages": torch.randn(len(lengths), generator=generator),
         "num_items_in_batch": torch.tensor(float(sum(lengths))),
