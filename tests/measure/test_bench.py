@@ -16,9 +16,9 @@ from unittest import mock
 import bench
 import pytest
 import torch
-from conftest import CLEAN, ROOT
+from conftest import CLEAN, RENDERED, ROOT
 from stub_vllm import StubLLM, StubLoRARequest, StubSampling
-from trainers import batch, make, plain_float32
+from trainers import make, plain_float32
 
 from grpo.measure import record, rollout, step, trl_path
 from grpo.measure.resume import sampled_by_step
@@ -53,12 +53,6 @@ def test_results_make_no_commit_dirty_and_code_does(tmp_path, monkeypatch):
     assert record.commit() == clean
     files[0].write_text("2")
     assert record.commit() == clean + "-dirty"
-
-
-def test_a_table_gives_what_was_found_in_its_order():
-    found = {"b": 2.0, "a": 1.0, "n": 7, "extra": 0}
-    made = record.tabled("a c b | s | of {n}\nd | GiB |", found)
-    assert made == [record.figure("a", 1.0, "s", "of 7"), record.figure("b", 2.0, "s", "of 7")]
 
 
 def test_a_peak_counts_from_what_was_free_before_the_process_came(monkeypatch):
@@ -104,6 +98,8 @@ def options(tiny, tmp_path, monkeypatch):
     triton = ModuleType("triton")
     triton.knobs = SimpleNamespace(runtime=SimpleNamespace(jit_post_compile_hook=None))
     monkeypatch.setitem(sys.modules, "triton", triton)
+    different = SimpleNamespace(format=lambda text: RENDERED.format(text.split()[1] * 20))
+    monkeypatch.setattr("trainers.RENDERED", different)  # so that a wrong prompt matters
     monkeypatch.setattr(trl_path, "ATTENTION", "eager")
     monkeypatch.setattr(step, "LONGEST", 8)
     monkeypatch.setattr(rollout, "LONG_TOKENS", 6)
@@ -145,43 +141,31 @@ def limited(monkeypatch, tokens):
         monkeypatch.setattr(module, "completions_of", lambda asked: completions_of({512: tokens}[asked]))
 
 
-def test_a_rollout_is_watched(options, monkeypatch):
+def test_a_rollout_is_watched_and_a_changed_base_weight_fails_it(options, monkeypatch, tmp_path):
     limited(monkeypatch, 6)
-    before = {name: getattr(Engine, name) for name in ("rollout", "generate", "wake")}
-    options.command, options.child = "rollout", "short"
+    main, before = options.main, {name: getattr(Engine, name) for name in ("rollout", "generate", "wake")}
+
+    def damaging(arguments):
+        with kept_trainers() as made:
+            code = main(arguments)
+        made[0].model.get_base_model().model.layers[0].input_layernorm.weight.data[3] += 1e-3
+        return code
+
+    options.main, options.command, options.child = damaging, "rollout", "short"
     assert rollout.bench_rollout(options) == 0
     assert before == {name: getattr(Engine, name) for name in before}, "nothing stays watched"
     found = record.read_json(Path(options.out))
     assert found["same_seed_alike"] == 16 and found["long_tokens"] == 16 * 6
     assert found["parity_mean"] == 0.2 and found["parity_max"] == 0.4 and found["parity_control_mean"] == 0.8
-    assert found["base_changed_elements"] == 0 and found["adapter_nonzero_lora_b"] > 0
+    assert found["base_changed_elements"] == 1 and found["adapter_nonzero_lora_b"] > 0
     assert found["rollout_compiled"] == 0 and found["rollout_tok_s"] > 0 and 0 < found["start_to_rollout_s"] < 10_000
-    made = {
-        one["name"]
-        for one in record.tabled(rollout.ROLLOUT, found | {"sync": "merge", "caches": "", "start_cold_s": 1})
-    }
-    assert names("rollout-h100.json") <= made, "names in docs/results are an interface"
-
-
-def test_a_base_weight_that_changes_fails_the_bench(options, monkeypatch, tmp_path):
-    """One bit of one weight, changed while the run goes on."""
-    limited(monkeypatch, 2)
-    main, trained = options.main, []
-
-    def damaging(arguments):
-        with kept_trainers() as made:
-            code = main(arguments)
-        trained.append(made[0].model.get_base_model().model.layers[0].input_layernorm.weight.data)
-        trained[0][3] += 1e-3
-        return code
-
-    options.main, options.command, options.child = damaging, "rollout", "short"
-    assert rollout.bench_rollout(options) == 0
-    assert record.read_json(Path(options.out))["base_changed_elements"] == 1
-    shutil.copy(options.out, child_result(options, "short"))
-    monkeypatch.setattr(rollout, "run_child", lambda options, child: 0)
-    options.child, options.out = None, str(tmp_path / "rollout.json")
-    assert rollout.bench_rollout(options) == 1 and values(Path(options.out))["base_changed_elements"] == 1
+    # The parent of both children.
+    parent = SimpleNamespace(**vars(options) | {"child": None, "warm_caches": False, "out": str(tmp_path / "r.json")})
+    monkeypatch.setattr(
+        rollout, "run_child", lambda given, child: int(not shutil.copy(options.out, child_result(given, child)))
+    )
+    assert rollout.bench_rollout(parent) == 1
+    assert names("rollout-h100.json") <= values(Path(parent.out)).keys(), "names in docs/results are an interface"
 
 
 def test_a_step_is_measured_beside_trls(options, monkeypatch):
@@ -193,7 +177,7 @@ def test_a_step_is_measured_beside_trls(options, monkeypatch):
     found = record.read_json(Path(options.out))
     for name in ("gradient", "logp"):
         assert found[f"{name}_difference"] < 1e-4 and found[f"{name}_batching"] < 1e-4
-        assert found[f"{name}_wrong_prompt"] > 3 * found[f"{name}_difference"], "prompts that differ in one number"
+        assert found[f"{name}_wrong_prompt"] > 1e-3
     assert found["job_peak_gib"] == 10 and found["plan_error"] == pytest.approx((8 + 1 + 6 + 0.5) / 10 - 1)
     assert found["w3_tokens"] == sum(step.real_lengths(Path(options.lengths), options.model)[i % 6] for i in range(6))
     packed = found | {"w1_learn_s": 2 * found["w1_learn_s"]}
@@ -202,13 +186,6 @@ def test_a_step_is_measured_beside_trls(options, monkeypatch):
     assert figures["mxfp4_ratio"] == 2
     besides = found["w1_step_s"] - found["w1_rollout_s"] - found["w1_learn_s"]
     assert figures["w3_step_s"] == pytest.approx(found["w3_rollout_s"] + found["w3_learn_s"] + besides)
-
-
-def test_gradients_from_a_wrong_prompt_are_far_off(options, tiny, tmp_path):
-    trainer = plain_float32(make(tiny, tmp_path, LOSS_TYPE="bnpo"))
-    found = trl_path.compare_gradients(trainer, batch(trainer, sampled=True))
-    assert found["gradient_difference"] < 1e-4 and found["gradient_wrong_prompt"] > 0.1
-    assert not any(parameter.grad is not None for parameter in trainer.model.parameters())
 
 
 def test_a_child_gets_the_options_and_an_old_result_does_not_count(tmp_path, monkeypatch):
