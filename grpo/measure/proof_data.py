@@ -16,18 +16,7 @@ from tokenizers import Tokenizer
 
 from grpo.model.gptoss_format import TINY, Shape
 from grpo.model.tiny_warmup import ACTIONS, ANSWER_AFTER, ANSWER_BEFORE, EFFORTS, FIXED_DATE
-from grpo.tasks.tes.dataset import (
-    HELDOUT_STREAM,
-    ROWS_STREAM,
-    SHORT_SHARE,
-    TRAIN_STREAM,
-    rows_csv,
-    short_hours,
-    short_windows,
-    synthetic_windows,
-    trajectory,
-    with_short_hours,
-)
+from grpo.tasks.tes import dataset
 from grpo.tasks.tes.plant import DECISION_DAYS, HOURS, START_KWH
 from grpo.tasks.tes.profiles import HELDOUT_START, TRAIN_START, profile_csv, synthetic_profile
 from grpo.tasks.tes.prompts import State, render_compact
@@ -125,19 +114,18 @@ def warmup_rows(job: tuple[int, int, str]) -> list[WarmupRow]:
     rows = []
     for seed in range(first, first + count):
         start = TRAIN_START + timedelta(weeks=seed % 52)
-        for window, rng in synthetic_windows(seed, ROWS_STREAM, 1, start):
-            decisions = trajectory(window, rng, kind, None) + short_hours(window, rng, kind)
+        for window, rng in dataset.synthetic_windows(seed, dataset.ROWS_STREAM, 1, start):
+            decisions = dataset.trajectory(window, rng, kind, None) + dataset.short_hours(window, rng, kind)
             rows += [warmup_row(*one, 31 * seed + number) for number, one in enumerate(decisions)]
     return rows
 
 
-def make_rows(seed: int, windows: int, kind: str) -> list[WarmupRow]:
-    """`warmup_rows` on all cores: some 40 ms of one core for a window."""
-    if windows < 200:
-        return warmup_rows((seed, windows, kind))
-    jobs = [(seed + n, min(50, windows - n), kind) for n in range(0, windows, 50)]
+def make_rows(scale: Scale) -> tuple[list[WarmupRow], list[WarmupRow]]:
+    """(rows to learn from, rows to measure on), made on all cores: some 40 ms of one core for a window."""
+    jobs = [(WARMUP_SEED + n, min(50, scale.windows - n), scale.prompt) for n in range(0, scale.windows, 50)]
     with ProcessPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        return [row for rows in pool.map(warmup_rows, jobs) for row in rows]
+        *made, probe = pool.map(warmup_rows, [*jobs, (PROBE_SEED, scale.probe_windows, scale.prompt)])
+    return [row for rows in made for row in rows], probe
 
 
 def write_data(folder: Path, scale: Scale) -> None:
@@ -148,18 +136,20 @@ def write_data(folder: Path, scale: Scale) -> None:
     folder.mkdir(parents=True, exist_ok=True)
 
     def decisions(stream: int, count: int, start: date, energy: float | None) -> list[tuple[dict[str, Any], State]]:
-        made = synthetic_windows(DATA_SEED, stream, count, start)
-        return [one for window, rng in made for one in trajectory(window, rng, scale.prompt, energy)]
+        made = dataset.synthetic_windows(DATA_SEED, stream, count, start)
+        return [one for window, rng in made for one in dataset.trajectory(window, rng, scale.prompt, energy)]
 
-    train = with_short_hours(
-        decisions(TRAIN_STREAM, scale.train_windows, TRAIN_START, None),
-        short_windows(DATA_SEED), scale.prompt, SHORT_SHARE,
+    train = dataset.with_short_hours(
+        decisions(dataset.TRAIN_STREAM, scale.train_windows, TRAIN_START, None),
+        dataset.short_windows(DATA_SEED), scale.prompt, dataset.SHORT_SHARE,
     )  # fmt: skip
-    heldout = [row for row, _ in decisions(HELDOUT_STREAM, scale.heldout_windows, HELDOUT_START, START_KWH)]
+    heldout = [row for row, _ in decisions(dataset.HELDOUT_STREAM, scale.heldout_windows, HELDOUT_START, START_KWH)]
     for stem, rows in (("train", train), ("heldout", heldout)):
-        (folder / f"tes_{stem}.csv").write_bytes(rows_csv(rows).encode())
+        (folder / f"tes_{stem}.csv").write_bytes(dataset.rows_csv(rows).encode())
     days = [HELDOUT_START + timedelta(weeks=i) for i in range(scale.heldout_windows)]
-    blocks = [synthetic_profile((DATA_SEED, HELDOUT_STREAM, i), DECISION_DAYS + 1, day) for i, day in enumerate(days)]
+    blocks = [
+        synthetic_profile((DATA_SEED, dataset.HELDOUT_STREAM, i), DECISION_DAYS + 1, day) for i, day in enumerate(days)
+    ]
     (folder / "profile_heldout.csv").write_bytes(profile_csv(blocks).encode())
 
 

@@ -19,36 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, GptOssConfig, GptOssForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from grpo.measure.proof_data import (
-    PROBE_SEED,
-    READINGS,
-    WARMUP_SEED,
-    Answer,
-    Log,
-    Rows,
-    Scale,
-    make_rows,
-    write_data,
-)
+from grpo.measure.proof_data import READINGS, Answer, Log, Rows, Scale, make_rows, write_data
 from grpo.measure.record import read_json
-from grpo.model.gptoss_format import (
-    GPT_OSS_20B,
-    TINY,
-    TINY_SYSTEM,
-    ModelError,
-    Shape,
-    chat_template,
-    checkpoint_bytes,
-    config_dict,
-    dequantize_mxfp4,
-    generation_config_dict,
-    parameter_count,
-    quantize_mxfp4,
-    tensor_specs,
-    tokenizer_config_dict,
-    write_json,
-    write_weights,
-)
+from grpo.model import gptoss_format as gptoss
 from grpo.model.load import load_model
 from grpo.model.random_weights import _read_tokenizer, check_checkpoint, new_directory, require_space, special_token_ids
 from grpo.model.tiny_warmup import ACTIONS, _expert_matrices, answer_figures, initial_heads, make_tokenizer
@@ -140,11 +113,11 @@ def masks(columns: int, window: int, dtype: torch.dtype, device: torch.device) -
     return made
 
 
-def new_model(shape: Shape, tokenizer: Tokenizer, token_ids: Mapping[str, int]) -> GptOssForCausalLM:
+def new_model(shape: gptoss.Shape, tokenizer: Tokenizer, token_ids: Mapping[str, int]) -> GptOssForCausalLM:
     """A gpt-oss in float32 with the fast layers, and initial weights from which reading is learned quickly."""
     AttentionInterface.register(FAST, fast_attention)
     ALL_EXPERTS_FUNCTIONS.register(FAST, fast_experts)
-    config = config_dict(shape, dict(token_ids))
+    config = gptoss.config_dict(shape, dict(token_ids))
     config.pop("quantization_config")
     model = GptOssForCausalLM._from_config(
         GptOssConfig.from_dict(config), dtype=torch.float32, attn_implementation=FAST, experts_implementation=FAST
@@ -289,15 +262,15 @@ class WarmUp:
                 said = self.elapsed
                 log(f"{said:5.0f} s, step {self.step}: loss {loss.item():.3f}")
                 if not loss.isfinite():
-                    raise ModelError("the warm-up's loss is not finite: try a smaller --lr")
+                    raise gptoss.ModelError("the warm-up's loss is not finite: try a smaller --lr")
 
     def round_experts(self) -> dict[str, torch.Tensor]:
         """Round the experts to MXFP4 and freeze them; their blocks and scales by their names in the checkpoint."""
         stored = {}
         with torch.no_grad():
             for name, weight in _expert_matrices(self.model):
-                blocks, scales = quantize_mxfp4(weight.transpose(1, 2))
-                weight.copy_(dequantize_mxfp4(blocks, scales).transpose(1, 2))
+                blocks, scales = gptoss.quantize_mxfp4(weight.transpose(1, 2))
+                weight.copy_(gptoss.dequantize_mxfp4(blocks, scales).transpose(1, 2))
                 weight.requires_grad_(False)
                 stored |= {f"{name}_blocks": blocks.cpu(), f"{name}_scales": scales.cpu()}
         return stored
@@ -337,7 +310,7 @@ def warm_up(
 
 def load_tokenizer(folder: Path | None) -> tuple[Tokenizer, bytes]:
     """(tokenizer, bytes of its tokenizer.json): the one in `folder`, or the tiny model's own."""
-    text = _read_tokenizer(folder) if folder else make_tokenizer(TINY.vocab).to_str().encode()
+    text = _read_tokenizer(folder) if folder else make_tokenizer(gptoss.TINY.vocab).to_str().encode()
     return Tokenizer.from_str(text.decode()), text
 
 
@@ -349,35 +322,31 @@ def make(options: argparse.Namespace, scale: Scale, log: Log) -> None:
     """
     started, model_dir = time.perf_counter(), options.out / "model"
     if options.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ModelError("--device cuda: PyTorch sees no GPU here; choose --device cpu --scale small")
+        raise gptoss.ModelError("--device cuda: PyTorch sees no GPU here; choose --device cpu --scale small")
     if options.tokenizer is None and scale.prompt == "full":
-        raise ModelError("full prompts need --tokenizer DIR with tokenizer.json (o200k with Harmony's tokens)")
+        raise gptoss.ModelError("full prompts need --tokenizer DIR with tokenizer.json (o200k with Harmony's tokens)")
     write_data(options.out / "data", scale)
     tokenizer, tokenizer_json = load_tokenizer(options.tokenizer)
-    shape = replace(scale.shape, vocab=(TINY if options.tokenizer is None else GPT_OSS_20B).vocab)
+    shape = replace(scale.shape, vocab=(gptoss.TINY if options.tokenizer is None else gptoss.GPT_OSS_20B).vocab)
     token_ids = special_token_ids(tokenizer_json, shape.vocab)
-    require_space(model_dir, checkpoint_bytes(shape) + 64 * 2**20)
+    require_space(model_dir, gptoss.checkpoint_bytes(shape) + 64 * 2**20)
     # Workers start before CUDA does, and before the tokenizer's threads.
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    made = [
-        make_rows(WARMUP_SEED, scale.windows, scale.prompt),
-        make_rows(PROBE_SEED, scale.probe_windows, scale.prompt),
-    ]
     answer = Answer(tokenizer)
-    rows, probe = (Rows(some, tokenizer, answer, options.device) for some in made)
+    rows, probe = (Rows(made, tokenizer, answer, options.device) for made in make_rows(scale))
     log(f"{len(rows)} + {len(probe)} rows of up to {rows.ids.shape[1]} tokens, {time.perf_counter() - started:.0f} s")
     torch.manual_seed(options.seed)
     model = new_model(shape, tokenizer, token_ids).to(options.device)
-    body = parameter_count(shape) - 2 * shape.vocab * shape.hidden
+    body = gptoss.parameter_count(shape) - 2 * shape.vocab * shape.hidden
     log(f"{body:,} parameters besides the embeddings")
     tensors, stages = warm_up(model, rows, probe, answer, scale, options.seed, log)
     with new_directory(model_dir, force=True) as directory:
-        write_weights(directory, tensor_specs(shape), lambda spec: tensors[spec.name])
-        write_json(directory / "config.json", config_dict(shape, token_ids))
-        write_json(directory / "generation_config.json", generation_config_dict(token_ids))
-        write_json(directory / "tokenizer_config.json", tokenizer_config_dict())
+        gptoss.write_weights(directory, gptoss.tensor_specs(shape), lambda spec: tensors[spec.name])
+        gptoss.write_json(directory / "config.json", gptoss.config_dict(shape, token_ids))
+        gptoss.write_json(directory / "generation_config.json", gptoss.generation_config_dict(token_ids))
+        gptoss.write_json(directory / "tokenizer_config.json", gptoss.tokenizer_config_dict())
         (directory / "tokenizer.json").write_bytes(tokenizer_json)
-        template = chat_template() if scale.prompt == "full" else chat_template(*TINY_SYSTEM)
+        template = gptoss.chat_template() if scale.prompt == "full" else gptoss.chat_template(*gptoss.TINY_SYSTEM)
         (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
         check_checkpoint(directory)
         loaded = load_model(str(directory), read_json(directory / "config.json"), "eager").to(options.device).eval()
@@ -388,6 +357,6 @@ def make(options: argparse.Namespace, scale: Scale, log: Log) -> None:
             "stages": stages,
             "loaded": figures(loaded, probe, answer, 120),
         }
-        write_json(directory / "warmup.json", record)
+        gptoss.write_json(directory / "warmup.json", record)
     log(f"loaded again: {describe(record['loaded'])}")
     log(f"{model_dir} written and checked, {time.perf_counter() - started:.0f} s")

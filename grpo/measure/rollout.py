@@ -16,18 +16,8 @@ import psutil
 import torch
 
 from grpo.learn.trainer import Trainer
+from grpo.measure import watched
 from grpo.measure.record import read_json, shown, steps_of, tabled, write
-from grpo.measure.watched import (
-    child_result,
-    completions_of,
-    given_step,
-    keep,
-    kept_trainers,
-    run_child,
-    run_w1,
-    watching,
-    weighed,
-)
 from grpo.model.attention import attention_of
 from grpo.model.load import empty_cache
 from grpo.rollout import engine as rollout_engine
@@ -90,7 +80,7 @@ class RolloutWatch:
         return engine
 
     def sync(self, hand_over: Callable[..., None], engine: Engine, *given: Any, **named: Any) -> None:
-        with weighed() as found:
+        with watched.weighed() as found:
             hand_over(engine, *given, **named)
         engine.seconds["handover"] = found["seconds"]
 
@@ -122,7 +112,12 @@ def hf_tokens_per_second(trainer: Trainer, prompt_ids: list[list[int]], tokens: 
     base.set_experts_implementation("grouped_mm")  # what transformers takes by itself
     batch = trainer.processing_class.pad({"input_ids": prompt_ids}, padding_side="left", return_tensors="pt")
     wanted = {"do_sample": True, "max_new_tokens": tokens, "min_new_tokens": tokens}
-    with weighed() as found, torch.no_grad(), attention_of(policy, "eager"), torch.autocast("cuda", torch.bfloat16):
+    with (
+        watched.weighed() as found,
+        torch.no_grad(),
+        attention_of(policy, "eager"),
+        torch.autocast("cuda", torch.bfloat16),
+    ):
         policy.generate(**batch.to(policy.device), **wanted)
     base.set_experts_implementation(ours)
     policy.train()
@@ -156,7 +151,7 @@ def after_the_run(watch: RolloutWatch, run: Path) -> dict[str, Any]:
     found["same_seed_alike"] = sum(one == other for one, other in zip(*twice, strict=True))
     found["hf_generate_tok_s"] = hf_tokens_per_second(trainer, watch.prompt_ids[:16], 128)
     found["speedup"] = found["rollout_tok_s"] / found["hf_generate_tok_s"]
-    long = given_step(trainer, [LONG_TOKENS] * 16)
+    long = watched.given_step(trainer, [LONG_TOKENS] * 16)
     found |= {"long_rollout_s": long["generate"], "long_learn_s": long["learn"], "long_tokens": long["tokens"]}
     found["long_step_s"] = long["rollout"] + long["learn"]
     found["base_changed_elements"] = watch.changed_elements()
@@ -173,16 +168,16 @@ def after_the_run(watch: RolloutWatch, run: Path) -> dict[str, Any]:
 def rollout_child(options: argparse.Namespace) -> int:
     """One child of `bench_rollout`: runs the entry point with its engine watched, and writes what it found."""
     watch, warm = RolloutWatch(), options.child == "warm"
-    with completions_of(512):
+    with watched.completions_of(512):
         with (
-            kept_trainers() as watch.trainers, watching(rollout_engine, "start_engine", watch.start),
-            watching(Engine, "hand_over", watch.sync), watching(Engine, "rollout", watch.rollout),
+            watched.kept_trainers() as watch.trainers, watched.intercept(rollout_engine, "start_engine", watch.start),
+            watched.intercept(Engine, "hand_over", watch.sync), watched.intercept(Engine, "rollout", watch.rollout),
         ):  # fmt: skip
             steps = {"TOTAL_STEPS": 1} if warm else {}
-            code = run_w1(options, MAX_COMPLETION_LEN=LONG_TOKENS, ROLLOUT_SYNC=options.sync, **steps)
+            code = watched.run_w1(options, MAX_COMPLETION_LEN=LONG_TOKENS, ROLLOUT_SYNC=options.sync, **steps)
         if not (code or warm):
             watch.found |= after_the_run(watch, Path(options.run))
-    keep(options, watch.found)
+    watched.keep(options, watch.found)
     return code
 
 
@@ -192,9 +187,9 @@ def bench_rollout(options: argparse.Namespace) -> int:
         return rollout_child(options)
     found: dict[str, Any] = {"sync": options.sync}
     for child in ("short",) if options.warm_caches else ("warm", "short"):
-        if code := run_child(options, child):
+        if code := watched.run_child(options, child):
             return code
-        found |= read_json(child_result(options, child))
+        found |= read_json(watched.child_result(options, child))
         if child == "warm":
             found["start_cold_s"] = found["start_to_rollout_s"]
     found["caches"] = "caches as found" if options.warm_caches else "warm caches"

@@ -15,22 +15,9 @@ import torch
 from tokenizers import Tokenizer
 
 from grpo.learn.trainer import Trainer
+from grpo.measure import watched
 from grpo.measure.record import commit, read_json, shown, steps_of, tabled, write
 from grpo.measure.trl_path import compare_step, trl_learning
-from grpo.measure.watched import (
-    PeakMemory,
-    child_result,
-    completions_of,
-    given_step,
-    keep,
-    kept_trainers,
-    our_learning,
-    padded_batch,
-    run_child,
-    run_w1,
-    watching,
-    weighed,
-)
 from grpo.preflight.hub import count_parameters
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense BF16, from the data sheets
@@ -93,7 +80,7 @@ def head_peak(trainer: Trainer, tokens: int) -> float:
     states = torch.randn(tokens, base.config.hidden_size, dtype=base.dtype, device=base.device, requires_grad=True)
     targets = torch.randint(0, base.config.vocab_size, (tokens,), device=base.device)
     torch.cuda.empty_cache()
-    with weighed() as found:
+    with watched.weighed() as found:
         with trainer.accelerator.autocast():
             logps, _ = trainer.head(base, states, targets)
         logps.sum().backward()
@@ -127,7 +114,7 @@ def run_figures(run: Path, job_peak: float) -> dict[str, Any]:
 
 def w1_learning(trainer: Trainer, batch: dict[str, torch.Tensor], config: dict[str, Any]) -> dict[str, float]:
     """Learning from W1's rollouts once more, alone, beside the arithmetic's floor."""
-    learning = our_learning(trainer, batch)
+    learning = watched.our_learning(trainer, batch)
     prompts = batch["prompt_mask"].sum(1)[:: trainer.num_generations].sum().item()
     scored = int(batch["completion_mask"].sum().item())
     floor = floor_seconds(config, prompts + scored, scored)
@@ -136,12 +123,16 @@ def w1_learning(trainer: Trainer, batch: dict[str, torch.Tensor], config: dict[s
 
 def other_lengths(trainer: Trainer, lengths: list[int], config: dict[str, Any]) -> dict[str, float]:
     """W3 (rollout and learning of the first sixteen lengths, two prompts), 16 of the longest completions, and W2."""
-    w3 = given_step(trainer, lengths[:16])
+    w3 = watched.given_step(trainer, lengths[:16])
     found = {"w3_rollout_s": w3["rollout"], "w3_learn_s": w3["learn"], "w3_tokens": w3["tokens"]}
-    found["long_learn_peak_gib"] = our_learning(trainer, padded_batch(trainer, [LONGEST] * 16), 1)["peak_gib"]
+    found["long_learn_peak_gib"] = watched.our_learning(trainer, watched.padded_batch(trainer, [LONGEST] * 16), 1)[
+        "peak_gib"
+    ]
     scored = min(16, trainer.run.plan.micro_batch) * LONGEST
     found |= {"long_logits_gib": scored * config["vocab_size"] * 4 / 2**30, "long_head_gib": head_peak(trainer, scored)}
-    w2 = our_learning(trainer, padded_batch(trainer, ragged(lengths)), 1)  # its kernels are compiled by now
+    w2 = watched.our_learning(
+        trainer, watched.padded_batch(trainer, ragged(lengths)), 1
+    )  # its kernels are compiled by now
     found |= {"w2_learn_s": w2["seconds"], "w2_peak_gib": w2["peak_gib"]}
     return found | {"w2_mean": sum(ragged(lengths)) / 96, "w2_max": max(ragged(lengths))}
 
@@ -159,28 +150,33 @@ def step_child(options: argparse.Namespace) -> int:
         batches[:] = [batch]
         return original(trainer, model, batch)
 
-    with PeakMemory() as memory, watching(Trainer, "learn", learn), kept_trainers() as trainers, completions_of(512):
-        code = run_w1(options, MAX_COMPLETION_LEN=LONGEST if full else 512, EXPERTS=options.child)
+    with (
+        watched.PeakMemory() as memory,
+        watched.intercept(Trainer, "learn", learn),
+        watched.kept_trainers() as trainers,
+        watched.completions_of(512),
+    ):
+        code = watched.run_w1(options, MAX_COMPLETION_LEN=LONGEST if full else 512, EXPERTS=options.child)
     if code:
         return code
     (trainer,), (batch,) = trainers, batches
     config = read_json(Path(options.model) / "config.json")
     trainer.model.train()
     found |= run_figures(Path(options.run), memory.peak) | w1_learning(trainer, batch, config)
-    keep(options, found)
+    watched.keep(options, found)
     if not full:
         return 0
     lengths = real_lengths(Path(options.lengths), options.model)
     for part in (lambda: other_lengths(trainer, lengths, config), lambda: compare_step(trainer, batch)):
         found |= part()
-        keep(options, found)
+        watched.keep(options, found)
     try:
-        w2 = padded_batch(trainer, ragged(lengths))
+        w2 = watched.padded_batch(trainer, ragged(lengths))
         trl_learning(trainer, w2, 4, least=1)
         found["w2_learn_trl_s"] = trl_learning(trainer, w2, 4)["seconds"]
     except torch.OutOfMemoryError as error:
         print(f"bench: TRL's padded path does not fit W2: {str(error).splitlines()[0][:200]}", file=sys.stderr)
-    keep(options, found)
+    watched.keep(options, found)
     return 0
 
 
@@ -198,16 +194,16 @@ def bench_step(options: argparse.Namespace) -> int:
     for child in ("bf16", "mxfp4"):
         if options.only in (None, child):
             ballast = occupy(40.0) if child == "mxfp4" else None
-            code = run_child(options, child)
+            code = watched.run_child(options, child)
             del ballast
             if code:
                 return code
-        result = read_json(child_result(options, child))
+        result = read_json(watched.child_result(options, child))
         if not result and child == "mxfp4":
             continue
         if result.get("commit") != commit():
             there = f"is of commit {result['commit']}" if result else "is not there"
-            print(f"{child_result(options, child)} {there}: run --only {child} first", file=sys.stderr)
+            print(f"{watched.child_result(options, child)} {there}: run --only {child} first", file=sys.stderr)
             return 1
         results[child] = result
         # After each child: what was measured is not lost when the machine is given back during the next one.

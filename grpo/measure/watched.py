@@ -25,7 +25,7 @@ from grpo.rollout.engine import Engine
 
 
 @contextlib.contextmanager
-def watching(owner: Any, name: str, watch: Callable[..., Any]) -> Iterator[None]:
+def intercept(owner: Any, name: str, watch: Callable[..., Any]) -> Iterator[None]:
     """Meanwhile a call of `owner.name`, a method or a module's function, becomes one of `watch`, which gets the original
     first and then the arguments."""
     original = getattr(owner, name)
@@ -42,7 +42,7 @@ def kept_trainers() -> Iterator[list[Trainer]]:
         init(trainer, *given, **named)
         made.append(trainer)
 
-    with watching(Trainer, "__init__", keep):
+    with intercept(Trainer, "__init__", keep):
         yield made
 
 
@@ -52,7 +52,7 @@ def completions_of(tokens: int) -> contextlib.AbstractContextManager[None]:
     def limited(generate: Any, engine: Engine, prompts: Any, seed: int, max_tokens: Any = None, **named: Any) -> Any:
         return generate(engine, prompts, seed, max_tokens or tokens, **named)
 
-    return watching(Engine, "generate", limited)
+    return intercept(Engine, "generate", limited)
 
 
 def run_w1(options: argparse.Namespace, **settings: object) -> int:

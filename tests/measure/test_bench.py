@@ -20,7 +20,7 @@ from conftest import CLEAN, RENDERED, ROOT
 from stub_vllm import StubLLM, StubLoRARequest, StubSampling
 from trainers import make, plain_float32
 
-from grpo.measure import record, rollout, step, trl_path
+from grpo.measure import record, rollout, step, trl_path, watched
 from grpo.measure.resume import sampled_by_step
 from grpo.measure.watched import PeakMemory, child_result, completions_of, kept_trainers, run_child
 from grpo.rollout import engine as rollout_engine
@@ -137,8 +137,7 @@ def options(tiny, tmp_path, monkeypatch):
 
 def limited(monkeypatch, tokens):
     """W1 with shorter completions: 512 tokens of the tiny model take a minute."""
-    for module in (rollout, step):
-        monkeypatch.setattr(module, "completions_of", lambda asked: completions_of({512: tokens}[asked]))
+    monkeypatch.setattr(watched, "completions_of", lambda asked: completions_of({512: tokens}[asked]))
 
 
 def test_a_rollout_is_watched_and_a_changed_base_weight_fails_it(options, monkeypatch, tmp_path):
@@ -162,7 +161,7 @@ def test_a_rollout_is_watched_and_a_changed_base_weight_fails_it(options, monkey
     # The parent of both children.
     parent = SimpleNamespace(**vars(options) | {"child": None, "warm_caches": False, "out": str(tmp_path / "r.json")})
     monkeypatch.setattr(
-        rollout, "run_child", lambda given, child: int(not shutil.copy(options.out, child_result(given, child)))
+        watched, "run_child", lambda given, child: int(not shutil.copy(options.out, child_result(given, child)))
     )
     assert rollout.bench_rollout(parent) == 1
     assert names("rollout-h100.json") <= values(Path(parent.out)).keys(), "names in docs/results are an interface"
@@ -220,7 +219,7 @@ def halves(tmp_path, monkeypatch):
                 child_result(options, child).write_text(json.dumps({"commit": commit}))
             return codes[child]
 
-        monkeypatch.setattr(step, "run_child", run_child)
+        monkeypatch.setattr(watched, "run_child", run_child)
         options = SimpleNamespace(command="step", child=None, only=only, run=str(tmp_path / "run"), out=str(result))
         return step.bench_step(options), list(values(result)) if result.exists() else None
 
