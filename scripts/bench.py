@@ -3,32 +3,23 @@
 """Measure the project on the machine it runs on, and write the figures as JSON.
 
     python scripts/bench.py demo --out docs/results/demo-cpu.json --figure docs/demo.png
-
-`demo` runs train_grpo.py on the tiny model for seeds 1 to 3 and records held-out reward before and after training.
-
+    python scripts/bench.py attention --out docs/results/attention-h100.json
     python scripts/bench.py rollout --model checkpoints/full --data 'days/*.csv' --out docs/results/rollout-h100.json
-
-`rollout` measures vLLM beside the trainer in two child processes that each run train_grpo.py's own `main()`: one that
-fills the compile caches (`--warm-caches` leaves it out), and one that trains three steps of 12 prompts x 8 completions x
-512 tokens, lets transformers' generate complete the same prompts, and ends with 16 completions x 2,300 tokens. Exit code 1
-where an element of the base weights changed.
-
+    python scripts/bench.py resume --model checkpoints/full --data 'days/*.csv' --out docs/results/resume-h100.json
     python scripts/bench.py step --model checkpoints/full --data 'days/*.csv' --lengths completions.csv --out docs/results/step-h100.json
 
+`demo` runs train_grpo.py on the tiny model for seeds 1 to 3 and records held-out reward before and after training.
+`attention` compares every attention that the learner can use here with float64, over rows that share a prompt, and times
+it. Exit code 1 if one is further off than its bound or raises; packages that are missing are named.
+`rollout` measures vLLM beside the trainer in two child processes that each run train_grpo.py's own `main()`: one step that
+fills the compile caches (`--warm-caches` leaves it out), then three steps of 12 prompts x 8 completions x 512 tokens, the
+same prompts by transformers' generate, and 16 completions x 2,300 tokens. Exit code 1 if a base weight has changed.
+`resume` kills a run (SIGKILL) two steps after a checkpoint, gives the same command again, and counts the completions that the
+second process sampled just as the first had. Exit code 1 unless all of the step behind the checkpoint are alike.
 `step` measures learning beside TRL's padded path in one process, on the same rollouts, and with packed experts while all
 but 40 GiB of the card is occupied. W1 is 12 prompts x 8 completions x 512 tokens, W2 96 completions with the lengths of
 the CSV, W3 its first 16. `--only bf16` (seven minutes on an H100, most of them TRL's path) or `--only mxfp4` (two) runs one half
 and reads the other's last run in the same folder.
-
-    python scripts/bench.py resume --model checkpoints/full --data 'days/*.csv' --out docs/results/resume-h100.json
-
-`resume` kills a run (SIGKILL) two steps after a checkpoint, gives the same command again, and counts the completions that the
-second process sampled just as the first had. Exit code 1 unless all of the step behind the checkpoint are alike.
-
-    python scripts/bench.py attention --out docs/results/attention-h100.json
-
-`attention` compares every attention that the learner can use here with float64, over rows that share a prompt, and times
-it. Exit code 1 if one is further off than its bound or raises; packages that are missing are named.
 
 The JSON holds `command, machine, date, versions, commit, figures: [{name, value, unit, note}]`.
 """

@@ -40,7 +40,7 @@ HEAD_DISTANCES = ((1, 2, 3, 4, 5, 6, 7, 8), (1, 8, 6, 11, 17, 26, 20, 3))
 # Weights of the loss beside the action's own: the fixed tokens of the answer, the prompt's tokens, the readings.
 FORMAT_WEIGHT, TEXT_WEIGHT, READING_WEIGHT = 0.5, 0.2, 2.0
 TEXT_TOKENS = 8  # of each prompt, drawn anew at every step: the text is always the same
-BETWEEN = ("experts.gate_up_proj", "experts.down_proj")  # stored in MXFP4
+EXPERT_WEIGHTS = ("experts.gate_up_proj", "experts.down_proj")  # stored in MXFP4
 
 
 def fast_attention(
@@ -178,9 +178,9 @@ def figures(model: GptOssForCausalLM, rows: Rows, answer: Answer, limit: int | N
     with torch.no_grad():
         for some in picked.split(64):
             ids, lengths = rows.batch(some.to(rows.ids.device))
-            logp = log_probs(model, at_answer(forward(model, ids), lengths, len(answer))).cpu()
+            logp = log_probs(model, at_answer(forward(model, ids), lengths, len(answer)))
             around = logp[:, answer.fixed, answer.ids[answer.fixed]].sum(-1)
-            found.append((logp[:, answer.place, answer.actions] + around.unsqueeze(-1)).exp())
+            found.append((logp[:, answer.place, answer.actions] + around.unsqueeze(-1)).exp().cpu())
     return answer_figures(torch.cat(found), rows.rewards[picked].cpu())
 
 
@@ -301,7 +301,7 @@ def warm_up(
         log("WARNING: the warm-up reads hardly anything: GRPO will have little to choose by (more --warmup-seconds?)")
     training.phase(1.0, scale.soften_lr, even_targets(rows.rewards, scale), log)
     for name, parameter in model.named_parameters():
-        if not name.endswith(BETWEEN):
+        if not name.endswith(EXPERT_WEIGHTS):
             parameter.data = parameter.data.bfloat16().float()  # as the checkpoint holds it
             stored[name] = parameter.detach().to("cpu", torch.bfloat16)
     measure("stored")

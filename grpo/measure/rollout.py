@@ -128,11 +128,8 @@ def after_the_run(watch: RolloutWatch, run: Path) -> dict[str, Any]:
     """What the three steps and their trainer still tell: figures by name."""
     trainer = watch.trainers[0]
     engine, policy = trainer.run.engine, trainer.accelerator.unwrap_model(trainer.model)
-    rollouts, last, parity = (
-        pandas.DataFrame(watch.rollouts),
-        steps_of(run).iloc[-1],
-        pandas.DataFrame(trainer.run.parity),
-    )
+    rollouts, parity = pandas.DataFrame(watch.rollouts), pandas.DataFrame(trainer.run.parity)
+    last = steps_of(run).iloc[-1]
     speed, later = rollouts.tokens / rollouts.generate, rollouts[1:]
     found = {
         "asleep_later_gib": watch.free - free_gib(),
@@ -157,9 +154,7 @@ def after_the_run(watch: RolloutWatch, run: Path) -> dict[str, Any]:
     found["base_changed_elements"] = watch.changed_elements()
     lora_b = [parameter for name, parameter in policy.named_parameters() if "lora_B" in name]
     found["adapter_nonzero_lora_b"] = sum(bool(parameter.any()) for parameter in lora_b)
-    with contextlib.suppress(
-        torch.OutOfMemoryError
-    ):  # with 96 rows transformers' eager attention wants more than is free
+    with contextlib.suppress(torch.OutOfMemoryError):  # with 96 rows its eager attention wants more than is free
         found["hf_generate_many_tok_s"] = hf_tokens_per_second(trainer, watch.prompt_ids[:48], 64)
         found["speedup_many"] = found["rollout_tok_s"] / found["hf_generate_many_tok_s"]
     return found

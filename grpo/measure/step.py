@@ -125,16 +125,14 @@ def other_lengths(trainer: Trainer, lengths: list[int], config: dict[str, Any]) 
     """W3 (rollout and learning of the first sixteen lengths, two prompts), 16 of the longest completions, and W2."""
     w3 = watched.given_step(trainer, lengths[:16])
     found = {"w3_rollout_s": w3["rollout"], "w3_learn_s": w3["learn"], "w3_tokens": w3["tokens"]}
-    found["long_learn_peak_gib"] = watched.our_learning(trainer, watched.padded_batch(trainer, [LONGEST] * 16), 1)[
-        "peak_gib"
-    ]
+    longest = watched.padded_batch(trainer, [LONGEST] * 16)
+    found["long_learn_peak_gib"] = watched.our_learning(trainer, longest, 1)["peak_gib"]
     scored = min(16, trainer.run.plan.micro_batch) * LONGEST
     found |= {"long_logits_gib": scored * config["vocab_size"] * 4 / 2**30, "long_head_gib": head_peak(trainer, scored)}
-    w2 = watched.our_learning(
-        trainer, watched.padded_batch(trainer, ragged(lengths)), 1
-    )  # its kernels are compiled by now
+    lengths = ragged(lengths)
+    w2 = watched.our_learning(trainer, watched.padded_batch(trainer, lengths), 1)  # its kernels are compiled by now
     found |= {"w2_learn_s": w2["seconds"], "w2_peak_gib": w2["peak_gib"]}
-    return found | {"w2_mean": sum(ragged(lengths)) / 96, "w2_max": max(ragged(lengths))}
+    return found | {"w2_mean": sum(lengths) / len(lengths), "w2_max": max(lengths)}
 
 
 def ragged(lengths: list[int]) -> list[int]:
