@@ -16,7 +16,7 @@ before and after, and writes them with the command as JSON; its exit code is 1 u
 A stage that is complete is not repeated (--force does). docs/proof.md explains the recipe.
 
 What is simplified: the model never reasons, and the features that it needs are there before GRPO starts. So this shows
-that rollouts, rewards, gradients, hand-over and evaluation work together, not how much gpt-oss-20b would gain.
+that rollouts, rewards, gradients, weight sync and evaluation work together, not how much gpt-oss-20b would gain.
 
 Exit codes: 0 done, 1 the run did not improve, 2 a usage error; those of train_grpo.py where it fails.
 """
@@ -25,18 +25,23 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from grpo.settings import ROOT
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from grpo.measure.proof import collect, read_json, stale, train
-from grpo.measure.proof_data import SCALES, Scale
-from grpo.measure.proof_model import make
-from grpo.model.gptoss_format import ModelError
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+# Fields of a Scale that an option changes.
+CHANGES = {
+    "seconds": ("--warmup-seconds", float, "budget of the warm-up (default: the scale's)"),
+    "steps": ("--warmup-steps", int, "budget in steps (default: the scale's)"),
+    "batch": ("--batch", int, "rows of a warm-up step"),
+    "windows": ("--windows", int, "of warm-up rows, 40 each"),
+    "probe_windows": ("--probe-windows", int, "of the rows on which the warm-up is measured"),
+    "lr": ("--lr", float, "learning rate of the warm-up's first phase"),
+    "sharpness": ("--sharpness", float, "of the softened targets: 0 says nothing, 1 is the reward"),
+    "uniform": ("--uniform", float, "share of the softened targets that is spread evenly: 1 knows the format alone"),
+}
 
 
 def setting(text: str) -> tuple[str, str]:
@@ -50,71 +55,31 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Prove that the path a user runs learns.", epilog="Examples and exit codes: top of this file."
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder of the proof: data/, model/, run/")
-    parser.add_argument("--scale", choices=tuple(SCALES), default="mid", help="(default %(default)s)")
-    parser.add_argument("--stage", choices=("make", "train", "collect", "all"), default="all")
-    parser.add_argument("--device", default="cpu", help="of the warm-up: cpu (default), cuda, cuda:1, ...")
-    parser.add_argument("--tokenizer", type=Path, help="folder with tokenizer.json or tokenizer.json.xz")
-    parser.add_argument("--warmup-seconds", type=float, help="budget of the warm-up (default: the scale's)")
-    parser.add_argument("--warmup-steps", type=int, help="budget in steps (default: the scale's)")
-    parser.add_argument("--batch", type=int, help="rows of a warm-up step")
-    parser.add_argument("--windows", type=int, help="of warm-up rows, 40 each")
-    parser.add_argument("--probe-windows", type=int, help="of the rows on which the warm-up is measured")
-    parser.add_argument("--lr", type=float, help="learning rate of the warm-up's first phase")
-    parser.add_argument("--sharpness", type=float, help="of the softened targets: 0 says nothing, 1 is the reward")
-    parser.add_argument(
-        "--uniform", type=float, help="share of the softened targets that is spread evenly: 1 knows the format alone"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of weights and warm-up (default %(default)s)")
-    parser.add_argument(
-        "--set", type=setting, action="append", default=[], metavar="NAME=VALUE", help="a setting of train_grpo.py"
-    )
-    parser.add_argument("--results", type=Path, default=ROOT / "docs/results/proof-h100.json", help="JSON to write")
-    parser.add_argument("--report-name", default="proof-report.html", help="of the report, beside the JSON")
-    parser.add_argument("--force", action="store_true", help="repeat stages that are complete")
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="folder of the proof: data/, model/, run/")
+    add("--scale", choices=("mid", "small", "cpu"), default="mid", help="(default %(default)s)")
+    add("--stage", choices=("make", "train", "collect", "all"), default="all")
+    add("--device", default="cpu", help="of the warm-up: cpu (default), cuda, cuda:1, ...")
+    add("--tokenizer", type=Path, help="folder with tokenizer.json or tokenizer.json.xz")
+    for name, (option, kind, text) in CHANGES.items():
+        add(option, type=kind, help=text, dest=name)
+    add("--seed", type=int, default=0, help="of weights and warm-up (default %(default)s)")
+    add("--set", type=setting, action="append", default=[], metavar="NAME=VALUE", help="a setting of train_grpo.py")
+    add("--results", type=Path, default=ROOT / "docs/results/proof-h100.json", help="JSON to write")
+    add("--report-name", default="proof-report.html", help="of the report, beside the JSON")
+    add("--force", action="store_true", help="repeat stages that are complete")
     return parser.parse_args(argv)
-
-
-def chosen_scale(options: argparse.Namespace) -> Scale:
-    """The scale with the command line's changes."""
-    changes = {
-        "seconds": options.warmup_seconds, "steps": options.warmup_steps, "batch": options.batch,
-        "windows": options.windows, "probe_windows": options.probe_windows, "lr": options.lr, "sharpness": options.sharpness,
-        "uniform": options.uniform,
-    }  # fmt: skip
-    return replace(SCALES[options.scale], **{name: value for name, value in changes.items() if value is not None})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse_args(argv)
-    scale = chosen_scale(options)
-    started = time.perf_counter()
+    # Late: --help needs no torch.
+    from grpo.measure.proof import prove
+    from grpo.measure.proof_data import SCALES
 
-    def log(line: str) -> None:
-        print(line, flush=True)
-
-    def wanted(stage: str, complete: bool) -> bool:
-        if options.stage == stage:
-            return options.force or not complete
-        return options.stage == "all" and (options.force or not complete)
-
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-        if wanted("make", (options.out / "model" / "warmup.json").is_file()):
-            make(options, scale, log)
-        trained = "after" in read_json(options.out / "run" / "evaluation.json") and not stale(options.out)
-        if wanted("train", trained):
-            code = train(options, scale, log)
-            if code:
-                return code
-        if options.stage in ("collect", "all"):
-            return collect(options, log)
-    except (ModelError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    finally:
-        log(f"{time.perf_counter() - started:.0f} s in all")
-    return 0
+    given = {name: getattr(options, name) for name in CHANGES}
+    changes = {name: value for name, value in given.items() if value is not None}
+    return prove(options, replace(SCALES[options.scale], **changes))
 
 
 if __name__ == "__main__":

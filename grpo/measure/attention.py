@@ -6,25 +6,24 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import statistics
 import sys
-import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import torch
+from torch.utils.benchmark import Timer
 from transformers.models.gpt_oss.modeling_gpt_oss import ALL_ATTENTION_FUNCTIONS, eager_attention_forward
 
-from grpo.measure.record import figure, package_version, write
+from grpo.measure.record import figure, installed, write
 from grpo.model.attention import attention_masks, install_attention
-from grpo.model.packing import pack_batch
+from grpo.model.packing import make_layout
 from grpo.preflight.choices import ATTENTION
 from grpo.preflight.machine import FLASH_PACKAGES
 
 # Largest relative error in the 2-norm, by the type of the inputs. BF16: five times its unit roundoff (2^-8). Eager attention,
 # which rounds scores and probabilities to BF16, comes to 0.006, and to 0.012 for sinks; a window that is off by one to 0.09.
-ERROR_BOUNDS = {"bfloat16": 0.02, "float32": 1e-5}
+ERROR_BOUNDS = {torch.bfloat16: 0.02, torch.float32: 1e-5}
 PARTS = ("out", "q", "k", "v", "sinks")
 
 
@@ -39,18 +38,28 @@ class AttentionCase:
     dim: int = 64
     window: int = 128
 
+    @property
+    def tokens(self) -> int:
+        return self.prompt + sum(self.completions)
+
+    @property
+    def windows(self) -> dict[str, int | None]:
+        """Of both kinds of layers."""
+        return {"full": None, "window": self.window}
+
 
 SMALL_CASE = AttentionCase(21, (12, 7, 3, 1), 4, 2, 16, 5)
 
 
-def exact_attention(case: AttentionCase, window: int | None, inputs: Any, gradient: Any) -> list[Any]:
+def exact_attention(
+    case: AttentionCase, window: int | None, inputs: Sequence[torch.Tensor], gradient: torch.Tensor
+) -> list[torch.Tensor]:
     """Output (n, Hq, D) and gradients of q (n, Hq, D), k and v (n, Hkv, D) and sinks (Hq,), all float64, for `inputs`
     (q, k, v, sinks) and the `gradient` (n, Hq, D) of the output.
 
     Softmax over scores in full, with the sink as one more column; n are the tokens without padding. It shares no code
     with the learner: tokens of a completion see the prompt's and, causally, their own.
     """
-
     q, k, v, sinks = (x.detach().double().requires_grad_() for x in inputs)
     lengths = torch.tensor([case.prompt, *case.completions])
     segment = torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(q.device)
@@ -72,38 +81,74 @@ def exact_attention(case: AttentionCase, window: int | None, inputs: Any, gradie
     return [out, *(x.grad for x in (q, k, v, sinks))]
 
 
-def learners_attention(attention: str, case: AttentionCase, layout: Any, inputs: Any, sliding: bool) -> Any:
-    """A call without arguments that returns what GptOssAttention gets from `attention` for `inputs` (q (1, Hq, T, D), k and
-    v (1, Hkv, T, D), sinks (Hq,)): (1, T, Hq, D)."""
+class Inputs:
+    """Random queries, keys, values and sinks for an attention of the learner: `given` (q (1, Hq, T, D), k and v
+    (1, Hkv, T, D), sinks (Hq,)), `gradient` (1, T, Hq, D) of the output, and the exact results of both kinds of layers."""
 
-    name = install_attention(attention)
-    function = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
-    q, k, v, sinks = inputs
-    masks = attention_masks(layout, attention, case.window, q.dtype)
-    mask = masks["sliding_attention" if sliding else "full_attention"]
-    module = SimpleNamespace(num_key_value_groups=case.heads // case.key_heads, sinks=sinks, training=True)
-    rest = {"scaling": 1 / math.sqrt(case.dim), "sliding_window": case.window if sliding else None, "s_aux": sinks}
-    return lambda: function(module, q, k, v, mask, dropout=0.0, **rest)[0]
+    def __init__(self, case: AttentionCase, dtype: torch.dtype, device: torch.device) -> None:
+        self.case, generator = case, torch.Generator().manual_seed(0)
+        # Which tokens they are does not matter here: what attends to what is a matter of places.
+        prompts = [list(range(case.prompt))] * len(case.completions)
+        self.batch = make_layout(prompts, [list(range(n)) for n in case.completions], True, True, device)
+        width, tokens = self.batch.ids.shape[1], case.tokens
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator).to(device, dtype)
+
+        # Sinks about as large as the log-sum-exp of a window's scores, so that leaving them out shows in every part.
+        sinks = (5 + torch.randn(case.heads, generator=generator)).to(device, dtype)
+        rows = [normal(width, n, case.dim) for n in (case.heads, case.key_heads, case.key_heads)]
+        self.given = [x.transpose(0, 1)[None].contiguous().requires_grad_() for x in rows] + [sinks.requires_grad_()]
+        self.gradient = normal(1, width, case.heads, case.dim)
+        self.gradient[:, tokens:] = 0  # nothing depends on padding
+        real = [*(x[:tokens] for x in rows), sinks]
+        self.exact = {k: exact_attention(case, n, real, self.gradient[0, :tokens]) for k, n in case.windows.items()}
+
+    def call(self, attention: str, kind: str) -> Callable[[], list[torch.Tensor]]:
+        """A call that returns what GptOssAttention gets from `attention`, (1, T, Hq, D), and the gradients of `given`."""
+        function = ALL_ATTENTION_FUNCTIONS.get_interface(install_attention(attention), eager_attention_forward)
+        case, (q, k, v, sinks) = self.case, self.given
+        masks = attention_masks(self.batch, attention, case.window, q.dtype)
+        mask = masks["full_attention" if kind == "full" else "sliding_attention"]
+        module = SimpleNamespace(num_key_value_groups=case.heads // case.key_heads, sinks=sinks, training=True)
+        rest = {"scaling": 1 / math.sqrt(case.dim), "sliding_window": case.windows[kind], "s_aux": sinks}
+
+        def both() -> list[torch.Tensor]:
+            out = function(module, q, k, v, mask, dropout=0.0, **rest)[0]
+            return [out, *torch.autograd.grad(out, self.given, self.gradient)]
+
+        return both
+
+    def errors(self, kind: str, found: Sequence[torch.Tensor]) -> dict[str, float]:
+        """Relative errors of what `call` returned; what padding got counts as error, but for its output."""
+        out, *gradients, sinks = (x.detach().double() for x in found)
+        rows, errors = [out[0, : self.case.tokens], *(g[0].transpose(0, 1) for g in gradients), sinks], {}
+        for part, ours, true in zip(PARTS, rows, self.exact[kind], strict=True):
+            difference = ours.clone()
+            difference[: len(true)] -= true
+            errors[part] = (difference.norm() / true.norm()).item()
+        return errors
 
 
-def milliseconds(call: Any, repeats: int = 9, passes: int = 5) -> float:
-    """Median over `repeats` of the time of one of `passes` calls in a row; the caller has warmed up."""
-
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    seconds = []
-    for _ in range(repeats):
-        wait()
-        started = time.perf_counter()
-        for _ in range(passes):
-            call()
-        wait()
-        seconds.append((time.perf_counter() - started) / passes)
-    return 1000 * statistics.median(seconds)
+def measure(attention: str, inputs: Inputs, bound: float, figures: list[dict], failed: list[str]) -> None:
+    """Add the figures of one attention, and what of it is out of bounds. It raises whatever the attention does."""
+    for kind in inputs.case.windows:
+        seen = "full attention" if kind == "full" else f"sliding window of {inputs.case.window}"
+        call = inputs.call(attention, kind)
+        for part, error in inputs.errors(kind, call()).items():
+            what = f"{'output' if part == 'out' else f'gradient of {part}'}, {seen}"
+            figures.append(figure(f"{attention}_{kind}_{part}_error", error, "relative", what))
+            if not error <= bound:  # NaN is out of bounds
+                failed.append(f"{attention}: {what}: error {error:.3g} exceeds {bound:.3g}")
+        took = 1000 * Timer("call()", globals={"call": call}).blocked_autorange(min_run_time=0.5).median
+        figures.append(figure(f"{attention}_{kind}_ms", took, "ms", f"forward and backward, {seen}"))
+    package, _ = FLASH_PACKAGES.get(attention, ("transformers" if attention == "eager" else "torch", ""))
+    version = installed(package).get(package, "of unknown version")
+    figures.append(figure(f"{attention}_usable", 1, "", f"{package} {version}"))
 
 
 def bench_attention(options: argparse.Namespace) -> int:
     """Error and time of every attention of the learner. Exit code 1 where one is out of bounds or raises, or none ran."""
-
     case, device = SMALL_CASE if options.small else AttentionCase(), torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         print("bench: no GPU here; use --device cpu --small", file=sys.stderr)
@@ -115,74 +160,31 @@ def bench_attention(options: argparse.Namespace) -> int:
         print(f"bench: --only: no {', '.join(unknown)}; use {', '.join(ATTENTION)}", file=sys.stderr)
         return 2
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    bound = ERROR_BOUNDS[str(dtype).removeprefix("torch.")]
-    generator = torch.Generator().manual_seed(0)
-    # Which tokens they are does not matter here: what attends to what is a matter of places.
-    prompts = [list(range(case.prompt))] * len(case.completions)
-    layout = pack_batch(prompts, [list(range(n)) for n in case.completions], True, True, device)
-    tokens, width = case.prompt + sum(case.completions), layout.ids.shape[1]
-
-    def normal(*shape: int) -> Any:
-        return torch.randn(shape, generator=generator).to(device, dtype)
-
-    # Sinks about as large as the log-sum-exp of a window's scores, so that leaving them out shows in every part.
-    sinks = (5 + torch.randn(case.heads, generator=generator)).to(device, dtype)
-    leaves = [normal(width, n, case.dim) for n in (case.heads, case.key_heads, case.key_heads)]
-    inputs = [x.transpose(0, 1)[None].contiguous().requires_grad_() for x in leaves] + [sinks.requires_grad_()]
-    gradient = normal(1, width, case.heads, case.dim)
-    gradient[:, tokens:] = 0  # nothing depends on padding
-    kinds = {"full": None, "window": case.window}
-    exact = {
-        kind: exact_attention(case, size, [*(x[:tokens] for x in leaves), sinks], gradient[0, :tokens])
-        for kind, size in kinds.items()
-    }
-    shape = f"{tokens} tokens: a prompt of {case.prompt} and completions of {', '.join(map(str, case.completions))}"
+    bound, inputs = ERROR_BOUNDS[dtype], Inputs(case, dtype, device)
+    shape = (
+        f"{case.tokens} tokens: a prompt of {case.prompt} and completions of {', '.join(map(str, case.completions))}"
+    )
+    heads = f"{case.heads} heads over {case.key_heads} of {case.dim}, {dtype}"
     figures = [
-        figure("tokens", tokens, "tokens", f"{shape}; {case.heads} heads over {case.key_heads} of {case.dim}, {dtype}"),
+        figure("tokens", case.tokens, "tokens", f"{shape}; {heads}"),
         figure("error_bound", bound, "relative", "largest error: 2-norm of the difference to float64 by the 2-norm of float64"),
     ]  # fmt: skip
-    failed, measured = [], []
-    flags = [*(["--device cpu"] * (device.type == "cpu")), *(["--small"] * options.small)]
+    flags = ["--device cpu"] * (device.type == "cpu") + ["--small"] * options.small
     flags += ["--only", *options.only] if options.only else []
-    command = " ".join(["python scripts/bench.py attention", *flags])  # without --out: a path of this machine
-    packages = {name: package for name, (package, _) in FLASH_PACKAGES.items()} | {"eager": "transformers"}
+    failed: list[str] = []
     for attention in chosen:
-        distribution = packages.get(attention, "torch")
         try:
-            for kind in kinds:
-                seen = "full attention" if kind == "full" else f"sliding window of {case.window}"
-                call = learners_attention(attention, case, layout, inputs, kind == "window")
-
-                def both(call: Any = call) -> Any:
-                    out = call()
-                    return [out, *torch.autograd.grad(out, inputs, gradient)]
-
-                out, *gradients = (x.detach().double() for x in both())
-                # Rows (T, H, D) as float64 has them; what padding got counts as error, but for its output.
-                found = [out[0, :tokens], *(g[0].transpose(0, 1) for g in gradients[:3]), gradients[3]]
-                for part, ours, true in zip(PARTS, found, exact[kind], strict=True):
-                    norm = true.norm()
-                    if len(ours) > len(true):
-                        true = torch.cat([true, true.new_zeros(len(ours) - len(true), *true.shape[1:])])
-                    error = ((ours - true).norm() / norm).item()
-                    what = "output" if part == "out" else f"gradient of {part}"
-                    figures.append(figure(f"{attention}_{kind}_{part}_error", error, "relative", f"{what}, {seen}"))
-                    if not error <= bound:  # NaN is out of bounds
-                        failed.append(f"{attention}: {what}, {seen}: error {error:.3g} exceeds {bound:.3g}")
-                took = milliseconds(both)
-                figures.append(figure(f"{attention}_{kind}_ms", took, "ms", f"forward and backward, {seen}"))
-            figures.append(figure(f"{attention}_usable", 1, "", f"{distribution} {package_version(distribution)}"))
-            measured.append(attention)
+            measure(attention, inputs, bound, figures, failed)
         except ImportError as error:
-            note = f"cannot be imported here: {error}"
-            figures.append(figure(f"{attention}_usable", 0, "", note))
+            figures.append(figure(f"{attention}_usable", 0, "", f"cannot be imported here: {error}"))
         except Exception as error:  # one that fails must not take the others' figures with it
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             figures.append(figure(f"{attention}_usable", 0, "", reason))
             failed.append(f"{attention}: {reason}")
-        # After each: what was measured is not lost when a kernel takes the process with it.
-        write(Path(options.out), figures, command)
-    if not measured:
+        # After each: what was measured is not lost when a kernel takes the process with it. The command without --out,
+        # which is a path of this machine.
+        write(Path(options.out), figures, " ".join(["python scripts/bench.py attention", *flags]))
+    if not any(one["value"] for one in figures if one["name"].endswith("_usable")):
         failed.append("no implementation could be measured")
     for line in failed:
         print(f"FAILED {line}", file=sys.stderr)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every measurement says about itself."""
+"""What every measurement says about itself, and how it is written."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pandas
 import torch
 
-from grpo.evaluate.run_data import read_log
 from grpo.settings import ROOT
 
 BENCH = ROOT / "scripts" / "bench.py"
+PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "liger-kernel", "triton", "vllm")
 NOISE = "grpo.measure.noise:noise"
 
 
@@ -27,19 +29,19 @@ def commit() -> str:
     while it goes on. BENCH_COMMIT names it outside a checkout."""
     if given := os.environ.get("BENCH_COMMIT"):
         return given
-    git = ["git", "-C", str(ROOT)]
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True, check=True).stdout.strip()
+
     try:
-        name = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        status = [*git, "status", "--porcelain", "--", ".", ":!docs/results"]
-        changed = subprocess.run(status, capture_output=True, text=True, check=True).stdout
+        changed = git("status", "--porcelain", "--", ".", ":!docs/results")
+        return git("rev-parse", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return name + ("-dirty" if changed.strip() else "")
 
 
 def machine() -> str:
     """Processor, memory and GPU in words."""
-
     gpu = "no GPU"
     if torch.cuda.is_available():
         facts = torch.cuda.get_device_properties(0)
@@ -47,19 +49,38 @@ def machine() -> str:
     return f"{gpu}; {os.cpu_count()} cores {platform.machine()}; Python {platform.python_version()}"
 
 
-def write(path: Path, figures: list[dict[str, Any]], command: str | None = None) -> None:
-    """The measurement as JSON, in the form of all files under docs/results/."""
-    versions = {}
-    for name in ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "liger-kernel", "triton", "vllm"):
+def installed(*distributions: str) -> dict[str, str]:
+    """Versions of the distributions that are installed, by name."""
+    found = {}
+    for name in distributions:
         try:
-            versions[name] = importlib.metadata.version(name)
+            found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
+    return found
+
+
+def figure(name: str, value: float, unit: str, note: str = "") -> dict[str, Any]:
+    return {"name": name, "value": value, "unit": unit, "note": note}
+
+
+def tabled(table: str, found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Figures of a table with lines `names | unit | note`: those that `found` holds, in the table's order. A note may name
+    other values of `found` in braces."""
+    made = []
+    for line in table.strip().splitlines():
+        names, unit, note = (cell.strip() for cell in line.split("|"))
+        made += [figure(name, found[name], unit, note.format(**found)) for name in names.split() if name in found]
+    return made
+
+
+def write(path: Path, figures: list[dict[str, Any]], command: str | None = None) -> None:
+    """The measurement as JSON, in the form of all files under docs/results/."""
     record = {
         "command": command or " ".join(["python", "scripts/bench.py", *sys.argv[1:]]),
         "machine": machine(),
         "date": datetime.date.today().isoformat(),
-        "versions": versions,
+        "versions": installed(*PACKAGES),
         "commit": commit(),
         "figures": figures,
     }
@@ -70,31 +91,16 @@ def write(path: Path, figures: list[dict[str, Any]], command: str | None = None)
     print(f"written: {path}")
 
 
-def file_system(path: str) -> str:
-    """Type of the file system that a path lies on, as Linux names it: ext4, tmpfs, ..."""
-    lines = (line.split() for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines())
-    mounts = {Path(line[1]): line[2] for line in lines}
-    whole = Path(path).resolve()
-    return next(mounts[place] for place in (whole, *whole.parents) if place in mounts)
-
-
 def shown(kind: str, *flags: str) -> str:
     """The command of a measurement that needs a checkpoint, without the paths of the machine it ran on."""
     return " ".join(["python scripts/bench.py", kind, "--model CHECKPOINT --data CSVS --out JSON", *flags])
 
 
-def steps_of(run: Path) -> list[dict[str, str]]:
-    """Rows of a run's metrics.csv as text by column."""
-
-    return list(read_log(run / "metrics.csv"))
-
-
-def figure(name: str, value: float, unit: str, note: str = "") -> dict[str, Any]:
-    return {"name": name, "value": value, "unit": unit, "note": note}
+def steps_of(run: Path) -> pandas.DataFrame:
+    """A run's metrics.csv, one row a step."""
+    return pandas.read_csv(run / "metrics.csv")
 
 
-def package_version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "of unknown version"
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, or an empty one where there is no such file."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

@@ -5,192 +5,189 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import subprocess
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pandas
+import psutil
 import torch
 
-from grpo.measure.record import BENCH, NOISE, figure, file_system, shown, steps_of, write
-from grpo.measure.watched import (
-    LONG_TOKENS,
-    changed_elements,
-    counted_compilations,
-    given_step,
-    hf_generate,
-    limit_completions,
-    process_start,
-    run_in_process,
-)
+from grpo.learn.trainer import Trainer
+from grpo.measure import watched
+from grpo.measure.record import read_json, shown, steps_of, tabled, write
+from grpo.model.attention import attention_of
 from grpo.model.load import empty_cache
 from grpo.rollout import engine as rollout_engine
 from grpo.rollout.engine import Engine
 
+LONG_TOKENS = 2300
+ROLLOUT = """
+rollout_tok_s | tokens/s | 96 x 512 tokens, adapter on, {sync}; mean of those after the first; prefill of 12 prompts included
+rollout_first_tok_s | tokens/s | the first rollout of the process
+hf_generate_tok_s | tokens/s | transformers' generate, 16 of the same prompts x 128 tokens, same process
+speedup | x | the two above
+rollout_compiled | kernels | compiled by Triton, or read from its cache, during the rollouts
+handover_s | s | ROLLOUT_SYNC={sync}
+sleep_s | s | after the first
+wake_s | s | after the first
+asleep_gib | GiB | GPU memory that the sleeping engine holds before the first rollout, by the driver
+asleep_later_gib | GiB | the same after three steps, with what trainer and libraries took meanwhile
+same_seed_alike | completions | of 96: the same rollout twice, with one seed
+start_to_rollout_s | s | process start to first rollout, {caches}; mismatch check included, the bench's copy of the weights left out
+long_rollout_s | s | 16 completions, {long_tokens} tokens in all
+long_step_s | s | rollout, weight sync, waking and sleeping, and learning from as many tokens
+long_learn_s | s | its learning
+short_step_s | s | the whole step of 96 x 512
+short_learn_s | s | its learning
+parity_mean | nats | worst of fixed and sampled tokens, before and after a sleep
+parity_max | nats |
+parity_control_mean | nats | smallest with the trainer's adapter off
+run_logp_diff_mean | nats | sampled tokens of the last training step
+base_changed_elements | | base weights of the trainer, bit for bit
+adapter_nonzero_lora_b | tensors | lora_B starts at 0: how many the three steps have moved
+hf_generate_many_tok_s | tokens/s | transformers' generate with 48 at once x 64 tokens
+speedup_many | x | rollout_tok_s by that
+start_cold_s | s | the same in the machine's first process: compile caches as that found them
+"""
 
-class FirstRollout(BaseException):
-    """Ends the child that only fills the caches. No Exception: those a run answers itself."""
+
+def free_gib() -> float:
+    empty_cache()
+    return torch.cuda.mem_get_info()[0] / 2**30
+
+
+class RolloutWatch:
+    """Watches a run's start and its rollouts. `found` holds figures, `base` the frozen weights with copies from before."""
+
+    def __init__(self) -> None:
+        self.born, self.copying, self.free = psutil.Process().create_time(), 0.0, 0.0
+        self.found: dict[str, Any] = {}
+        self.rollouts: list[dict[str, float]] = []
+        self.base: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.prompt_ids: list[list[int]] = []
+        self.trainers: list[Trainer] = []
+
+    def start(self, start_engine: Callable[..., Engine], *given: Any) -> Engine:
+        started, self.free = time.perf_counter(), free_gib()
+        frozen = [p.detach() for p in self.trainers[0].model.parameters() if not p.requires_grad]
+        self.base = [(p, p.to("cpu", copy=True)) for p in frozen]
+        self.copying = time.perf_counter() - started
+        engine = start_engine(*given)
+        self.found["asleep_gib"] = self.free - free_gib()
+        return engine
+
+    def sync(self, hand_over: Callable[..., None], engine: Engine, *given: Any, **named: Any) -> None:
+        with watched.weighed() as found:
+            hand_over(engine, *given, **named)
+        engine.seconds["handover"] = found["seconds"]
+
+    def rollout(self, rollout: Callable[..., Any], engine: Engine, policy: Any, prompts: Any, *given: Any) -> Any:
+        from triton import knobs  # no Triton on a CPU
+
+        # Without the bench's own copy of the base weights, which no user's run makes.
+        self.found.setdefault("start_to_rollout_s", time.time() - self.born - self.copying)
+        compiled: list[dict[str, Any]] = []
+        with mock.patch.object(knobs.runtime, "jit_post_compile_hook", lambda **event: compiled.append(event)):
+            result = rollout(engine, policy, prompts, *given)
+        self.rollouts.append({"tokens": sum(map(len, result[0])), "compiled": len(compiled), **engine.seconds})
+        self.prompt_ids = [list(ids) for ids in prompts]
+        return result
+
+    def changed_elements(self) -> int:
+        """Elements of the base weights that differ bit for bit."""
+        changed = 0
+        for weight, before in self.base:
+            now, then = (t.contiguous().view(torch.uint8) for t in (weight, before.to(weight.device)))
+            changed += int((now != then).view(-1, weight.element_size()).any(dim=1).sum())
+        return changed
+
+
+def hf_tokens_per_second(trainer: Trainer, prompt_ids: list[list[int]], tokens: int) -> float:
+    """transformers' generate on the same prompts, with its own attention and experts, on the GPU that vLLM just used."""
+    policy = trainer.accelerator.unwrap_model(trainer.model).eval()
+    base, ours = policy.get_base_model(), policy.config._experts_implementation
+    base.set_experts_implementation("grouped_mm")  # what transformers takes by itself
+    batch = trainer.processing_class.pad({"input_ids": prompt_ids}, padding_side="left", return_tensors="pt")
+    wanted = {"do_sample": True, "max_new_tokens": tokens, "min_new_tokens": tokens}
+    with (
+        watched.weighed() as found,
+        torch.no_grad(),
+        attention_of(policy, "eager"),
+        torch.autocast("cuda", torch.bfloat16),
+    ):
+        policy.generate(**batch.to(policy.device), **wanted)
+    base.set_experts_implementation(ours)
+    policy.train()
+    return len(prompt_ids) * tokens / found["seconds"]
+
+
+def after_the_run(watch: RolloutWatch, run: Path) -> dict[str, Any]:
+    """What the three steps and their trainer still tell: figures by name."""
+    trainer = watch.trainers[0]
+    engine, policy = trainer.run.engine, trainer.accelerator.unwrap_model(trainer.model)
+    rollouts, parity = pandas.DataFrame(watch.rollouts), pandas.DataFrame(trainer.run.parity)
+    last = steps_of(run).iloc[-1]
+    speed, later = rollouts.tokens / rollouts.generate, rollouts[1:]
+    found = {
+        "asleep_later_gib": watch.free - free_gib(),
+        "rollout_tok_s": speed[1:].mean(),
+        "rollout_first_tok_s": speed[0],
+        "rollout_compiled": int(rollouts.compiled.sum()),
+        **{f"{name}_s": later[name].mean() for name in ("handover", "sleep", "wake")},
+        "short_step_s": float(last.step_s),
+        "short_learn_s": float(last.learn_s),
+        "run_logp_diff_mean": float(last.logp_diff_mean),
+        "parity_mean": parity["mean"].max(),
+        "parity_max": parity["max"].max(),
+        "parity_control_mean": parity.control_mean.min(),
+    }
+    twice = [engine.rollout(policy, watch.prompt_ids, 7)[0] for _ in range(2)]
+    found["same_seed_alike"] = sum(one == other for one, other in zip(*twice, strict=True))
+    found["hf_generate_tok_s"] = hf_tokens_per_second(trainer, watch.prompt_ids[:16], 128)
+    found["speedup"] = found["rollout_tok_s"] / found["hf_generate_tok_s"]
+    long = watched.given_step(trainer, [LONG_TOKENS] * 16)
+    found |= {"long_rollout_s": long["generate"], "long_learn_s": long["learn"], "long_tokens": long["tokens"]}
+    found["long_step_s"] = long["rollout"] + long["learn"]
+    found["base_changed_elements"] = watch.changed_elements()
+    lora_b = [parameter for name, parameter in policy.named_parameters() if "lora_B" in name]
+    found["adapter_nonzero_lora_b"] = sum(bool(parameter.any()) for parameter in lora_b)
+    with contextlib.suppress(torch.OutOfMemoryError):  # with 96 rows its eager attention wants more than is free
+        found["hf_generate_many_tok_s"] = hf_tokens_per_second(trainer, watch.prompt_ids[:48], 64)
+        found["speedup_many"] = found["rollout_tok_s"] / found["hf_generate_many_tok_s"]
+    return found
 
 
 def rollout_child(options: argparse.Namespace) -> int:
-    """One child of `bench_rollout`: runs the entry point with its engine watched, and writes what it saw as JSON."""
-
-    seen: dict[str, Any] = {"rollouts": []}
-    rollout, start_engine = Engine.rollout, rollout_engine.start_engine
-    hand_over = Engine.sync_weights
-    born = process_start()
-
-    def free() -> float:
-        empty_cache()
-        return torch.cuda.mem_get_info()[0] / 2**30
-
-    def watched_start(*arguments: Any) -> Any:
-        seen["free_before_gib"] = free()
-        engine = start_engine(*arguments)
-        seen["asleep_gib"] = seen["free_before_gib"] - free()
-        seen["start_engine_done_s"] = time.time() - born
-        return engine
-
-    def watched_hand_over(self: Any, *arguments: Any, **named: Any) -> None:
-        started = time.perf_counter()
-        hand_over(self, *arguments, **named)
-        torch.cuda.synchronize()
-        self.seconds["handover"] = time.perf_counter() - started
-
-    def watched_rollout(self: Any, policy: Any, prompt_ids: Any, *arguments: Any, **named: Any) -> Any:
-        # Without the bench's own copy of the base weights, which no user's run makes.
-        seen.setdefault("start_to_rollout_s", time.time() - born - run_in_process.copy_s)
-        with counted_compilations() as compiled:
-            result = rollout(self, policy, prompt_ids, *arguments, **named)
-        query = ["nvidia-smi", "--query-gpu=clocks.sm,temperature.gpu", "--format=csv,noheader,nounits"]
-        clock, celsius = subprocess.run(query, capture_output=True, text=True).stdout.split(",")
-        seen["rollouts"].append(
-            {
-                "sm_mhz": float(clock),
-                "celsius": float(celsius),
-                "tokens": sum(map(len, result[0])),
-                "sequences": len(result[0]),
-                "compiled": sorted(compiled),
-                **self.seconds,
-            }
-        )
-        seen["prompt_ids"] = [list(ids) for ids in prompt_ids]
-        if options.child == "warm":
-            raise FirstRollout
-        return result
-
-    rollout_engine.start_engine, Engine.rollout = watched_start, watched_rollout
-    Engine.sync_weights = watched_hand_over
-    generate = limit_completions(512)
-    run = Path(options.run).absolute()
-    settings = {
-        "MODEL_ID": str(options.model), "DATA": options.data, "USE_VLLM": "1", "PROMPTS_PER_STEP": "12",
-        "NUM_GENERATIONS": "8", "MAX_COMPLETION_LEN": str(LONG_TOKENS), "TOTAL_STEPS": "3", "SAVE_STEPS": "9",
-        "OUTPUT_DIR": str(run), "OVERWRITE": "1", "REWARDS": f"action,{NOISE}", "EVAL_SAMPLES": "0",
-        "ROLLOUT_SYNC": options.sync,
-    }  # fmt: skip
-    try:
-        finished = run_in_process(options.main, settings)
-    except FirstRollout:
-        finished = {"code": 0}
-    if finished["code"]:
-        return finished["code"]
-    if options.child == "short":
-        seen["steps"] = steps_of(run)
-        trainer = finished["trainer"]
-        seen["parity"] = trainer.run.parity
-        seen["asleep_later_gib"] = seen["free_before_gib"] - free()
-        policy = trainer.accelerator.unwrap_model(trainer.model)
-        twice = [rollout(trainer.run.engine, policy, seen["prompt_ids"], 7)[0] for _ in range(2)]
-        seen["alike"] = sum(one == other for one, other in zip(*twice, strict=True))
-        Path(options.out).write_text(json.dumps(seen), encoding="utf-8")
-        seen["hf"] = hf_generate(trainer, seen["prompt_ids"][:16], 128)
-        trainer.model.train()
-        seen["long"] = given_step(trainer, generate, [LONG_TOKENS] * 16)
-        seen["base_changed_elements"] = changed_elements(finished["parameters"])
-        Path(options.out).write_text(json.dumps(seen), encoding="utf-8")
-        # With 96 rows transformers' eager attention wants more than is free.
-        with contextlib.suppress(torch.OutOfMemoryError):
-            seen["hf_many"] = hf_generate(trainer, seen["prompt_ids"][:48], 64)
-    Path(options.out).write_text(json.dumps(seen), encoding="utf-8")
-    return 0
+    """One child of `bench_rollout`: runs the entry point with its engine watched, and writes what it found."""
+    watch, warm = RolloutWatch(), options.child == "warm"
+    with watched.completions_of(512):
+        with (
+            watched.kept_trainers() as watch.trainers, watched.intercept(rollout_engine, "start_engine", watch.start),
+            watched.intercept(Engine, "hand_over", watch.sync), watched.intercept(Engine, "rollout", watch.rollout),
+        ):  # fmt: skip
+            steps = {"TOTAL_STEPS": 1} if warm else {}
+            code = watched.run_w1(options, MAX_COMPLETION_LEN=LONG_TOKENS, ROLLOUT_SYNC=options.sync, **steps)
+        if not (code or warm):
+            watch.found |= after_the_run(watch, Path(options.run))
+    watched.keep(options, watch.found)
+    return code
 
 
 def bench_rollout(options: argparse.Namespace) -> int:
     """Two children, then the figures. Exit code 1 where a base weight changed."""
-    results: dict[str, Any] = {}
+    if options.child:
+        return rollout_child(options)
+    found: dict[str, Any] = {"sync": options.sync}
     for child in ("short",) if options.warm_caches else ("warm", "short"):
-        out = Path(options.run).absolute().with_name(f"rollout-{child}.json")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        command = [
-            sys.executable,
-            str(BENCH),
-            "rollout",
-            "--child",
-            child,
-            "--model",
-            options.model,
-            "--data",
-            options.data,
-        ]
-        command += ["--out", str(out), "--run", options.run, "--sync", options.sync]
-        done = subprocess.run(command, check=False)
-        if done.returncode or not out.exists():
-            print(f"child {child} ended with exit code {done.returncode}", file=sys.stderr)
-            return done.returncode or 1
-        results[child] = json.loads(out.read_text(encoding="utf-8"))
-    short = results["short"]
-    long = short["long"]
-    later = short["rollouts"][1:]
-    speeds = [one["tokens"] / one["generate"] for one in later]
-    hf = short["hf"]["tokens"] / short["hf"]["seconds"]
-    found = "caches as found" if options.warm_caches else "warm caches"
-
-    def mean(name: str) -> float:
-        return sum(one[name] for one in later) / len(later)
-
-    worst = max(short["parity"], key=lambda one: one["mean"])
-    figures = [
-        figure("rollout_tok_s", sum(speeds) / len(speeds), "tokens/s", f"96 x 512 tokens, adapter on, {options.sync}; mean of {len(speeds)} after the first; prefill of 12 prompts included"),
-        figure("rollout_first_tok_s", short["rollouts"][0]["tokens"] / short["rollouts"][0]["generate"], "tokens/s", "the first rollout of the process"),
-        figure("hf_generate_tok_s", hf, "tokens/s", "transformers' generate, 16 of the same prompts x 128 tokens, same process"),
-        figure("speedup", sum(speeds) / len(speeds) / hf, "x", "the two above"),
-        figure("rollout_compiled", sum(len(one["compiled"]) for one in short["rollouts"]), "kernels", "compiled by Triton, or read from its cache, during the rollouts"),
-        figure("handover_s", mean("handover"), "s", f"ROLLOUT_SYNC={options.sync}"),
-        figure("sleep_s", mean("sleep"), "s", "after the first"),
-        figure("wake_s", mean("wake"), "s", "after the first"),
-        figure("asleep_gib", short["asleep_gib"], "GiB", "GPU memory that the sleeping engine holds before the first rollout, by the driver"),
-        figure("asleep_later_gib", short["asleep_later_gib"], "GiB", "the same after three steps, with what trainer and libraries took meanwhile"),
-        figure("same_seed_alike", short["alike"], "completions", f"of {short['rollouts'][0]['sequences']}: the same rollout twice, with one seed"),
-        figure("start_to_rollout_s", short["start_to_rollout_s"], "s", f"process start to first rollout, {found}, checkpoint on {file_system(options.model)}; parity gate included, the bench's copy of the weights left out"),
-        figure("long_rollout_s", long["generate"], "s", f"{long['sequences']} completions, {long['tokens']} tokens in all"),
-        figure("long_step_s", long["rollout"] + long["learn"], "s", "rollout, hand-over, waking and sleeping, and learning from as many tokens"),
-        figure("long_learn_s", long["learn"], "s", "its learning"),
-        figure("short_step_s", float(short["steps"][-1]["step_s"]), "s", "the whole step of 96 x 512"),
-        figure("short_learn_s", float(short["steps"][-1]["learn_s"]), "s", "its learning"),
-        figure("parity_mean", worst["mean"], "nats", "worst of fixed and sampled tokens, before and after a sleep"),
-        figure("parity_max", max(one["max"] for one in short["parity"]), "nats"),
-        figure("parity_control_mean", min(one["control_mean"] for one in short["parity"]), "nats", "smallest with the trainer's adapter off"),
-        figure("run_logp_diff_mean", float(short["steps"][-1]["logp_diff_mean"]), "nats", "sampled tokens of the last training step"),
-        figure("base_changed_elements", short["base_changed_elements"], "", "base weights of the trainer, bit for bit"),
-    ]  # fmt: skip
-    if many := short.get("hf_many"):
-        rate = many["tokens"] / many["seconds"]
-        figures += [
-            figure("hf_generate_many_tok_s", rate, "tokens/s", f"transformers' generate with {many['sequences']} at once x 64 tokens"),
-            figure("speedup_many", sum(speeds) / len(speeds) / rate, "x", "rollout_tok_s by that"),
-        ]  # fmt: skip
-    if "warm" in results:
-        figures.append(
-            figure(
-                "start_cold_s",
-                results["warm"]["start_to_rollout_s"],
-                "s",
-                "the same in the machine's first process: compile caches as that found them",
-            )
-        )
-    command = shown("rollout", f"--sync {options.sync}", *["--warm-caches"] * options.warm_caches)
-    write(Path(options.out), figures, command)
-    return int(short["base_changed_elements"] != 0)
+        if code := watched.run_child(options, child):
+            return code
+        found |= read_json(watched.child_result(options, child))
+        if child == "warm":
+            found["start_cold_s"] = found["start_to_rollout_s"]
+    found["caches"] = "caches as found" if options.warm_caches else "warm caches"
+    flags = ["--sync", options.sync, *["--warm-caches"] * options.warm_caches]
+    write(Path(options.out), tabled(ROLLOUT, found), shown("rollout", *flags))
+    return int(found["base_changed_elements"] != 0)

@@ -1,164 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench.py attention`: it runs on a CPU, its float64 is right, and it notices what it is there for.
-
-Run: python -m pytest tests/test_bench.py
-"""
+"""What every measurement writes, and `bench.py rollout`, `step` and `resume` with a stub in vLLM's place."""
 
 from __future__ import annotations
 
-import contextlib
 import json
+import os
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import bench
 import pytest
 import torch
-from conftest import CLEAN, ROOT
-from reference_kernel import reference_backward, reference_forward
+from conftest import CLEAN, RENDERED, ROOT
+from stub_vllm import StubLLM, StubLoRARequest, StubSampling
+from trainers import make, plain_float32
 
-import train_grpo
-from grpo.measure import record as measure_record
-from grpo.measure.attention import PARTS, AttentionCase, exact_attention
-from grpo.measure.record import shown
+from grpo.measure import record, rollout, step, trl_path, watched
 from grpo.measure.resume import sampled_by_step
-from grpo.measure.rollout import FirstRollout
-from grpo.measure.step import bench_step, compare_gradients, step_figures
-from grpo.measure.watched import PeakMemory
-from grpo.model.attention import KERNELS, Kernel
+from grpo.measure.watched import PeakMemory, child_result, completions_of, kept_trainers, run_child
+from grpo.rollout import engine as rollout_engine
+from grpo.rollout.engine import Engine
 from grpo.run.logs import COMPLETIONS
-from grpo.settings import Settings
 
 
-def run_attention(monkeypatch, tmp_path, *arguments, forward=reference_forward, backward=reference_backward):
-    """(exit code, record or None) of `bench.py attention` in this process, with a kernel in place of torch's."""
-    monkeypatch.setitem(KERNELS, "torch_flash", Kernel(forward, backward))
-    out = tmp_path / "attention.json"
-    arguments = arguments or ("--only", "torch_flash")
-    command = ["bench.py", "attention", "--device", "cpu", "--small", "--out", str(out), *arguments]
-    monkeypatch.setattr(sys, "argv", command)
-    code = bench.main()
-    return code, json.loads(out.read_text(encoding="utf-8")) if out.exists() else None
+def names(results: str) -> set[str]:
+    """Of the figures in docs/results."""
+    return {one["name"] for one in record.read_json(ROOT / "docs" / "results" / results)["figures"]}
 
 
-def values(record):
-    return {one["name"]: one["value"] for one in record["figures"]}
-
-
-def test_it_runs_on_a_cpu(tmp_path):
-    out = tmp_path / "attention.json"
-    command = [sys.executable, str(ROOT / "scripts" / "bench.py"), "attention", "--device", "cpu", "--small"]
-    done = subprocess.run([*command, "--out", str(out)], env=CLEAN, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    record = json.loads(out.read_text(encoding="utf-8"))
-    assert set(record) == {"command", "machine", "date", "versions", "commit", "figures"}
-    assert record["command"] == "python scripts/bench.py attention --device cpu --small"
-    assert all(set(one) == {"name", "value", "unit", "note"} for one in record["figures"])
-    found = values(record)
-    parts = {f"eager_{kind}_{part}_error" for kind in ("full", "window") for part in PARTS}
-    assert set(found) == parts | {"tokens", "error_bound", "eager_full_ms", "eager_window_ms", "eager_usable"}
-    assert found["tokens"] == 44 and found["error_bound"] == 1e-5 and found["eager_usable"] == 1
-    assert all(0 < found[name] < 1e-6 for name in parts) and found["eager_full_ms"] > 0
-
-
-def test_a_right_kernel_passes(monkeypatch, tmp_path):
-    code, record = run_attention(monkeypatch, tmp_path)
-    assert code == 0 and values(record)["torch_flash_window_sinks_error"] < 1e-6
-
-
-def wider(kernel):
-    return lambda *rest: kernel(*rest[:-1], rest[-1] and rest[-1] + 1)
-
-
-def forgets_the_group(*rest):
-    dq, dk, dv = reference_backward(*rest)
-    return dq, dk / 2, dv  # as if one of its two query heads were lost
-
-
-def knows_no_sink(*rest):
-    out, lse = reference_forward(*rest)
-    return out, lse + 1e4
-
-
-def not_a_number(*rest):
-    return tuple(x * torch.nan for x in reference_backward(*rest))
-
-
-WRONG = {
-    "NaN": ({"backward": not_a_number}, "full", ["q", "k", "v"]),
-    "window": ({"forward": wider(reference_forward), "backward": wider(reference_backward)}, "window", PARTS),
-    "keys": ({"backward": forgets_the_group}, "full", ["k"]),
-    "sinks": ({"forward": knows_no_sink}, "full", PARTS),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_kernel_does_not(monkeypatch, tmp_path, capsys, name):
-    kernel, kind, parts = WRONG[name]
-    code, record = run_attention(monkeypatch, tmp_path, **kernel)
-    found, errors = values(record), capsys.readouterr().err
-    assert code == 1 and "FAILED torch_flash" in errors
-    for part in parts:
-        assert not found[f"torch_flash_{kind}_{part}_error"] < 1e-3, part
-    if name == "window":
-        assert found["torch_flash_full_q_error"] < 1e-6, "full attention has no window"
-    if name == "keys":
-        assert found["torch_flash_full_v_error"] < 1e-6
-
-
-def test_a_kernel_that_raises_fails_and_leaves_the_others_figures(monkeypatch, tmp_path, capsys):
-    def raises(*rest):
-        raise RuntimeError("no kernel image\nis available")
-
-    code, record = run_attention(monkeypatch, tmp_path, "--only", "torch_flash", "eager", forward=raises)
-    assert code == 1 and "FAILED torch_flash: RuntimeError: no kernel image is available" in capsys.readouterr().err
-    assert values(record)["torch_flash_usable"] == 0 and values(record)["eager_usable"] == 1
-
-
-def test_a_missing_package_is_named_and_no_failure(monkeypatch, tmp_path, capsys):
-    monkeypatch.setitem(sys.modules, "flash_attn_3._C", None)
-    code, record = run_attention(monkeypatch, tmp_path, "--only", "flash_attention_3", "eager")
-    (missing,) = [one for one in record["figures"] if one["name"] == "flash_attention_3_usable"]
-    assert code == 0 and missing["value"] == 0 and "flash_attn_3" in missing["note"]
-    code, _ = run_attention(monkeypatch, tmp_path, "--only", "flash_attention_3")
-    assert code == 1 and "no implementation could be measured" in capsys.readouterr().err
-
-
-def test_unknown_names_and_a_missing_gpu_are_told(monkeypatch, tmp_path, capsys):
-    assert run_attention(monkeypatch, tmp_path, "--only", "flash")[0] == 2
-    assert "no flash; use torch_flash" in capsys.readouterr().err
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert run_attention(monkeypatch, tmp_path, "--device", "cuda")[0] == 2
-    assert "no GPU here" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("window", [None, 2])
-def test_float64_is_the_definition(window):
-    """Against one query at a time over the keys that it may see, written out, and autograd through that."""
-    case = AttentionCase(3, (2, 1), 2, 1, 4, 2)
-    generator = torch.Generator().manual_seed(0)
-    q, k, v, sinks = (
-        torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
-        for shape in ((6, 2, 4), (6, 1, 4), (6, 1, 4), (2,))
-    )
-    # Tokens 0 to 2 are the prompt, 3 and 4 one completion, 5 the other.
-    before = [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4], [0, 1, 2, 5]]
-    rows = []
-    for i, seen in enumerate(before):
-        seen = seen[-(window or 99) :]
-        weights = (q[i] @ k[seen, 0].T / 2).exp()
-        rows.append(weights / (weights.sum(1) + sinks.exp())[:, None] @ v[seen, 0])
-    out, gradient = torch.stack(rows), torch.randn(6, 2, 4, generator=generator, dtype=torch.float64)
-    expected = [out, *torch.autograd.grad(out, (q, k, v, sinks), gradient)]
-    for ours, true in zip(exact_attention(case, window, (q, k, v, sinks), gradient), expected, strict=True):
-        torch.testing.assert_close(ours, true, rtol=1e-12, atol=1e-12)
+def values(path: Path) -> dict[str, float]:
+    return {one["name"]: one["value"] for one in record.read_json(path)["figures"]}
 
 
 def test_results_make_no_commit_dirty_and_code_does(tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo.measure.record.ROOT", tmp_path)
+    monkeypatch.setattr(record, "ROOT", tmp_path)
     monkeypatch.delenv("BENCH_COMMIT", raising=False)
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c"]
     (tmp_path / "docs" / "results").mkdir(parents=True)
@@ -167,40 +47,181 @@ def test_results_make_no_commit_dirty_and_code_does(tmp_path, monkeypatch):
         path.write_text("1")
     for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "a"]):
         subprocess.run([*git, *command], check=True)
-    clean = measure_record.commit()
+    clean = record.commit()
     assert len(clean) == 40
     files[1].write_text("2")
-    assert measure_record.commit() == clean
+    assert record.commit() == clean
     files[0].write_text("2")
-    assert measure_record.commit() == clean + "-dirty"
+    assert record.commit() == clean + "-dirty"
 
 
-# ---- The step's figures ----------------------------------------------------------------------------------------------
+def test_a_peak_counts_from_what_was_free_before_the_process_came(monkeypatch):
+    """79 GiB free at first; the process's context alone takes half a GiB, and counts."""
+    monkeypatch.setattr("grpo.measure.watched.read_machine", lambda: SimpleNamespace(gpu_free=79.0))
+    free = iter([78.5, 60.0])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(next(free, 75.0) * 2**30), 80 * 2**30))
+    with PeakMemory() as memory:
+        deadline = time.monotonic() + 10
+        while memory.peak < 19 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert memory.peak == 19.0 and not memory.is_alive()
+
+
+def test_the_shown_command_is_complete():
+    """What the README prints can be run with one's own paths: every option that is required is in it."""
+    for kind, flags in (("rollout", ["--sync", "merge"]), ("step", ["--lengths", "real_completions.csv"])):
+        words = record.shown(kind, *flags).split()[1:]
+        done = subprocess.run([sys.executable, *words, "--no-such-option"], cwd=ROOT, capture_output=True, text=True)
+        assert "unrecognized arguments: --no-such-option" in done.stderr
+
+
+def test_help_needs_no_torch():
+    code = "import sys, runpy\ntry: runpy.run_path(sys.argv[0], run_name='__main__')\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
+    for name in ("bench.py", "prove.py"):
+        script = str(ROOT / "scripts" / name)
+        subprocess.run([sys.executable, "-c", f"import sys; sys.argv = [{script!r}, '--help']\n{code}"], check=True)
+
+
+# ---- A run in this process -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def options(tiny, tmp_path, monkeypatch):
+    """Options of a child, whose entry point trains the tiny model for three steps of 2 x 8 completions with a stub of vLLM;
+    what a GPU would say is pretended."""
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    for name, value in {"memory_allocated": 0, "max_memory_allocated": 2**30, "mem_get_info": (2**30, 2**31)}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an H100")
+    monkeypatch.setattr("grpo.measure.watched.read_machine", lambda: SimpleNamespace(gpu_free=11.0))
+    triton = ModuleType("triton")
+    triton.knobs = SimpleNamespace(runtime=SimpleNamespace(jit_post_compile_hook=None))
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    different = SimpleNamespace(format=lambda text: RENDERED.format(text.split()[1] * 20))
+    monkeypatch.setattr("trainers.RENDERED", different)  # so that a wrong prompt matters
+    monkeypatch.setattr(trl_path, "ATTENTION", "eager")
+    monkeypatch.setattr(step, "LONGEST", 8)
+    monkeypatch.setattr(rollout, "LONG_TOKENS", 6)
+    (tmp_path / "lengths.csv").write_text("completion\n" + "one two three\n" * 5 + '"hour 8\nload 30"\n')
+    engines, run = [], tmp_path / "run"
+
+    def start_engine(settings, plan, model_path, stop_token_ids):
+        stub = StubLLM(tiny, dtype=torch.float32)
+        engines.append(Engine(stub, StubSampling, StubLoRARequest, settings, stop_token_ids))
+        engines[-1].sleep()
+        return engines[-1]
+
+    monkeypatch.setattr(rollout_engine, "start_engine", start_engine)
+
+    def main(arguments):
+        assert os.environ["NUM_GENERATIONS"] == "8" and os.environ["OUTPUT_DIR"] == str(run)
+        run.mkdir()
+        trainer = make(tiny, run, NUM_GENERATIONS=8, MAX_COMPLETION_LEN=600, TOTAL_STEPS=3, LOSS_TYPE="bnpo")
+        plain_float32(trainer)
+        trainer.run.engine = rollout_engine.start_engine(trainer.run.settings, None, "", trainer.eos_token_ids)
+        trainer.run.engine.stop_token_ids = []  # every completion is as long as it may be
+        trainer.run.parity += [{"mean": m, "max": 2 * m, "control_mean": 1 - m} for m in (0.1, 0.2)]
+        trainer.train()
+        engine = {"weights": 2.0, "scratch": 1.0, "cache": 1.0, "asleep": 0.5}
+        plan = {"engine": engine, "weights": 8.0, "adapter": 1.0, "learning": 6.0, "micro_batch": 2}
+        (run / "settings.json").write_text(json.dumps({"choices": {"plan": plan}}))
+        return 0
+
+    given = {"model": str(tiny), "data": "d", "run": str(run), "out": str(tmp_path / "child.json"), "sync": "merge"}
+    with mock.patch.dict(os.environ):
+        yield SimpleNamespace(**given, lengths=str(tmp_path / "lengths.csv"), main=main, warm_caches=True, only=None)
+    for engine in engines:
+        shutil.rmtree(engine.folder, ignore_errors=True)
+
+
+def limited(monkeypatch, tokens):
+    """W1 with shorter completions: 512 tokens of the tiny model take a minute."""
+    monkeypatch.setattr(watched, "completions_of", lambda asked: completions_of({512: tokens}[asked]))
+
+
+def test_a_rollout_is_watched_and_a_changed_base_weight_fails_it(options, monkeypatch, tmp_path):
+    limited(monkeypatch, 6)
+    main, before = options.main, {name: getattr(Engine, name) for name in ("rollout", "generate", "wake")}
+
+    def damaging(arguments):
+        with kept_trainers() as made:
+            code = main(arguments)
+        made[0].model.get_base_model().model.layers[0].input_layernorm.weight.data[3] += 1e-3
+        return code
+
+    options.main, options.command, options.child = damaging, "rollout", "short"
+    assert rollout.bench_rollout(options) == 0
+    assert before == {name: getattr(Engine, name) for name in before}, "nothing stays watched"
+    found = record.read_json(Path(options.out))
+    assert found["same_seed_alike"] == 16 and found["long_tokens"] == 16 * 6
+    assert found["parity_mean"] == 0.2 and found["parity_max"] == 0.4 and found["parity_control_mean"] == 0.8
+    assert found["base_changed_elements"] == 1 and found["adapter_nonzero_lora_b"] > 0
+    assert found["rollout_compiled"] == 0 and found["rollout_tok_s"] > 0 and 0 < found["start_to_rollout_s"] < 10_000
+    # The parent of both children.
+    parent = SimpleNamespace(**vars(options) | {"child": None, "warm_caches": False, "out": str(tmp_path / "r.json")})
+    monkeypatch.setattr(
+        watched, "run_child", lambda given, child: int(not shutil.copy(options.out, child_result(given, child)))
+    )
+    assert rollout.bench_rollout(parent) == 1
+    assert names("rollout-h100.json") <= values(Path(parent.out)).keys(), "names in docs/results are an interface"
+
+
+def test_a_step_is_measured_beside_trls(options, monkeypatch):
+    """In float32 on a CPU this learner's gradients and log-probs are TRL's, and other prompts give others."""
+    limited(monkeypatch, 6)
+    monkeypatch.setattr(step, "ragged", lambda lengths: [lengths[i % len(lengths)] for i in range(24)])
+    options.command, options.child = "step", "bf16"
+    assert step.bench_step(options) == 0
+    found = record.read_json(Path(options.out))
+    for name in ("gradient", "logp"):
+        assert found[f"{name}_difference"] < 1e-4 and found[f"{name}_batching"] < 1e-4
+        assert found[f"{name}_wrong_prompt"] > 1e-3
+    assert found["job_peak_gib"] == 10 and found["plan_error"] == pytest.approx((8 + 1 + 6 + 0.5) / 10 - 1)
+    assert found["w3_tokens"] == sum(step.real_lengths(Path(options.lengths), options.model)[i % 6] for i in range(6))
+    packed = found | {"w1_learn_s": 2 * found["w1_learn_s"]}
+    figures = {one["name"]: one["value"] for one in step.step_figures({"bf16": found, "mxfp4": packed})}
+    assert names("step-h100.json") <= figures.keys(), "names in docs/results are an interface"
+    assert figures["mxfp4_ratio"] == 2
+    besides = found["w1_step_s"] - found["w1_rollout_s"] - found["w1_learn_s"]
+    assert figures["w3_step_s"] == pytest.approx(found["w3_rollout_s"] + found["w3_learn_s"] + besides)
+
+
+def test_a_child_gets_the_options_and_an_old_result_does_not_count(tmp_path, monkeypatch):
+    options = SimpleNamespace(command="step", model="m", data="d", lengths="l", run=str(tmp_path / "new" / "run"))
+    out, commands = child_result(options, "bf16"), []
+    out.parent.mkdir()
+    out.write_text("{}")
+    monkeypatch.setattr(
+        "subprocess.run", lambda command, check: commands.append(command) or SimpleNamespace(returncode=0)
+    )
+    assert run_child(options, "bf16") == 1, "it wrote nothing"
+    monkeypatch.setattr(sys, "argv", commands[0][1:])
+    given = bench.parse_args()
+    assert (given.command, given.child, given.out) == ("step", "bf16", str(out))
+    assert (given.model, given.data, given.lengths, given.run) == ("m", "d", "l", options.run)
+
+
+# ---- The halves of a step --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def halves(tmp_path, monkeypatch):
-    """bench.py step with children that are pretended: a function of exit codes and options, which returns (code, result)."""
-    monkeypatch.setattr("grpo.measure.step.ballast", lambda gib: contextlib.nullcontext())
-    monkeypatch.setattr("grpo.measure.step.commit", lambda: "c1")
-    monkeypatch.setattr(
-        "grpo.measure.step.step_figures", lambda results: [measure_record.figure(name, 1.0, "s") for name in results]
-    )
+    """bench.py step with children that are pretended: a function of exit codes and options, which returns (code, names)."""
+    monkeypatch.setattr(step, "occupy", lambda gib: None)
+    monkeypatch.setattr(step, "commit", lambda: "c1")
+    monkeypatch.setattr(step, "step_figures", lambda results: [record.figure(name, 1.0, "s") for name in results])
     result = tmp_path / "step.json"
 
-    def run(codes, commit="c1", **options):
-        def child(command, check):
-            name = command[command.index("--child") + 1]
-            if not codes[name]:
-                out = command[command.index("--out") + 1]
-                Path(out).write_text(json.dumps({"commit": commit}))
-            return SimpleNamespace(returncode=codes[name])
+    def run(codes, commit="c1", only=None):
+        def run_child(options, child):
+            if not codes[child]:
+                child_result(options, child).write_text(json.dumps({"commit": commit}))
+            return codes[child]
 
-        monkeypatch.setattr("subprocess.run", child)
-        defaults = {"only": None, "model": "m", "data": "d", "lengths": "l"}
-        given = SimpleNamespace(**defaults | options, run=str(tmp_path / "run"), out=str(result))
-        code = bench_step(given)
-        return code, [one["name"] for one in json.loads(result.read_text())["figures"]] if result.exists() else None
+        monkeypatch.setattr(watched, "run_child", run_child)
+        options = SimpleNamespace(command="step", child=None, only=only, run=str(tmp_path / "run"), out=str(result))
+        return step.bench_step(options), list(values(result)) if result.exists() else None
 
     return run
 
@@ -213,72 +234,16 @@ def test_the_halves_of_a_step_can_be_run_one_by_one(halves):
 def test_a_half_that_fails_publishes_nothing_old(halves):
     assert halves({"bf16": 0, "mxfp4": 3}) == (3, ["bf16"])
     assert halves({"bf16": 3, "mxfp4": 0}) == (3, ["bf16"]), "as it was before"
-    assert halves({"bf16": 0, "mxfp4": 0}, only="mxfp4")[0] == 1, "the other half is not there"
 
 
-def test_halves_of_two_commits_do_not_mix(halves, capsys):
+def test_halves_that_are_missing_or_of_another_commit_are_asked_for(halves, capsys):
+    assert halves({"bf16": 0, "mxfp4": 0}, only="mxfp4")[0] == 1
+    assert "is not there: run --only bf16 first" in capsys.readouterr().err
     assert halves({"bf16": 0, "mxfp4": 0}, commit="c0")[0] == 1
-    assert "is of commit c0: run --only bf16 again" in capsys.readouterr().err
+    assert "is of commit c0: run --only bf16 first" in capsys.readouterr().err
 
 
-def test_figures_of_a_step_carry_the_names_that_are_asked_for():
-    step = dict.fromkeys(
-        ("step_s", "rollout_s", "wake_s", "handover_s", "sleep_s", "reward_s", "rollout_tokens_per_s"), "1"
-    )
-    step |= {"rollout_s": "5", "step_s": "10.5"}
-    one = {
-        "steps": [step] * 3, "w1": {"seconds": 5.0, "peak_gib": 9.0}, "micro_batch": 12, "w1_floor_s": 1.0,
-        "job_peaks_gib": {"starting": 60.0, "rollout": 64.0}, "planned_gib": 62.0,
-    }  # fmt: skip
-    wide = one | {
-        "w2": {"seconds": 17.0, "peak_gib": 19.0}, "w2_mean": 2180.0, "w2_max": 3198, "long_peak_gib": 19.0,
-        "long_logits_gib": 18.0, "long_head_gib": 2.0, "w3_rollout_s": 20.0, "w3_learn_s": 3.0, "w1_trl_s": 25.0,
-        "w1_trl_old_s": 6.0, "w1_trl_peak_gib": 30.0, "w3_tokens": 34_000, "w2_trl_s": 73.0, "logp_difference": 0.01, "logp_batching": 0.01,
-        "logp_wrong_prompt": 0.1, "gradients": {"difference": 0.01, "batching": 0.01, "wrong_prompt": 1.0},
-    }  # fmt: skip
-    figures = {figure["name"]: figure for figure in step_figures({"bf16": wide, "mxfp4": one})}
-    asked = """w1_step_s, w1_learn_s, w1_learn_trl_s, w1_floor_s, w2_learn_s, w2_learn_trl_s, w2_peak_gib, w3_step_s,
-        w1_job_peak_mxfp4_gib, w1_learn_mxfp4_s, plan_error_bf16, plan_error_mxfp4"""
-    assert {name.strip() for name in asked.split(",")} <= set(figures)
-    assert figures["w3_step_s"]["value"] == pytest.approx(20 + 3 + 0.5), "a step has its rewards and optimizer too"
-    assert figures["plan_error_bf16"]["value"] == pytest.approx(62 / 64 - 1)
-    assert {"w1_speedup", "w2_speedup", "gradient_difference", "logp_wrong_prompt"} <= set(figures)
-
-
-def test_a_peak_counts_from_what_was_free_before_the_process_came(monkeypatch):
-    """79 GiB free at first; the process's context alone takes half a GiB, and counts."""
-    monkeypatch.setattr("grpo.measure.watched.read_machine", lambda: SimpleNamespace(gpu_free=79.0))
-    free = iter([78.5, 70.0, 60.0])
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(next(free, 75.0) * 2**30), 80 * 2**30))
-    memory = PeakMemory()
-    deadline = time.monotonic() + 10
-    while memory.peaks.get("starting", 0.0) < 19 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    memory.running = False
-    memory.join()
-    assert memory.peaks == {"starting": 19.0}
-
-
-def test_gradients_are_compared_with_trls(tiny, tmp_path, monkeypatch):
-    """In float32 on a CPU this learner's are TRL's, and other prompts give others."""
-    from trainers import batch, make, plain_float32
-
-    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
-        monkeypatch.setattr(torch.cuda, name, lambda: None)
-    for name in ("memory_allocated", "max_memory_allocated"):
-        monkeypatch.setattr(torch.cuda, name, lambda: 0)
-    trainer = plain_float32(make(tiny, tmp_path, LOSS_TYPE="bnpo"))
-    found = compare_gradients(trainer, batch(trainer, sampled=True), "eager")
-    assert found["difference"] < 1e-4 and found["batching"] < 1e-4 and found["wrong_prompt"] > 0.1
-    assert not any(parameter.grad is not None for parameter in trainer.model.parameters())
-
-
-def test_the_shown_command_is_complete():
-    """What the README prints can be run with one's own paths: every option that is required is in it."""
-    for kind, flags in (("rollout", ["--sync", "merge"]), ("step", ["--lengths", "real_completions.csv"])):
-        words = shown(kind, *flags).split()[1:]
-        done = subprocess.run([sys.executable, *words, "--no-such-option"], cwd=ROOT, capture_output=True, text=True)
-        assert "unrecognized arguments: --no-such-option" in done.stderr
+# ---- Resume ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_killed_run_and_its_continuation_sample_alike(tmp_path, tiny):
@@ -287,11 +252,11 @@ def test_a_killed_run_and_its_continuation_sample_alike(tmp_path, tiny):
     command += ["--tokens", "12", "--run", str(tmp_path / "run"), "--out", str(out)]
     done = subprocess.run(command, env=CLEAN, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
-    record = json.loads(out.read_text(encoding="utf-8"))
-    found = values(record)
+    found, text = values(out), record.read_json(out)["command"]
+    assert found.keys() == names("resume-h100.json")
     assert found["resumed_from_step"] == 4 and found["metrics_rows"] == 8
     assert found["next_step_alike"] == found["later_step_alike"] == found["completions_per_step"] == 16
-    assert "--tokens 12" in record["command"] and str(tmp_path) not in record["command"]
+    assert "--tokens 12" in text and str(tmp_path) not in text
     # Once more: the folder is there already, and nothing is deleted.
     again = subprocess.run(command, env=CLEAN, capture_output=True, text=True, timeout=100)
     assert again.returncode == 2 and "is there already" in again.stderr and (tmp_path / "run.zip").exists()
@@ -305,21 +270,3 @@ def test_other_completions_do_not_count_as_alike(tmp_path):
     one, other = (sampled_by_step(tmp_path / name) for name in ("a.csv", "b.csv"))
     assert one == {5: [("d:1", "[1]\n", "3"), ("d:1", "[2]", "3")]} and list(other) == [5]
     assert [a == b for a, b in zip(one[5], other[5], strict=True)] == [True, False]
-
-
-def test_the_child_that_fills_the_caches_can_leave_a_run(monkeypatch, tmp_path):
-    """A run answers every Exception itself: what ends this child is none."""
-    check = SimpleNamespace(
-        machine=None, attention=("eager", ""), run=SimpleNamespace(folder=tmp_path), settings=Settings()
-    )
-    for name in ("model.load.unseen_gpu", "model.attention.unusable_attention"):
-        monkeypatch.setattr(f"grpo.{name}", lambda *given: None)
-    for name in ("run_record", "prepare_run", "start_logging"):
-        monkeypatch.setattr(train_grpo, name, lambda *given: None)
-
-    def leave(*given):
-        raise FirstRollout
-
-    monkeypatch.setattr("train_grpo.train", leave)
-    with pytest.raises(FirstRollout):
-        train_grpo.launch(check, "model")
