@@ -133,7 +133,7 @@ HELDOUT_HEADER = ["", "Reward", "Regret", "Parse rate", "Best action", "Clipped"
 def heldout_rows(evaluation: Mapping[str, Any]) -> list[list[str]]:
     """The table of evaluation.json, below HELDOUT_HEADER: the model before and after training between its references."""
     rows = [["random action", spread(evaluation, "random")]]
-    rows.append([f"best constant action [{evaluation.get('constant_action')}]", spread(evaluation, "constant")])
+    rows.append([f"always [{evaluation.get('constant_action')}]", spread(evaluation, "constant")])
     for key, label in (("before", "base model"), ("after", "trained")):
         if found := part(evaluation, key):
             figures = [spread(found, name) for name in ("reward", "regret")]

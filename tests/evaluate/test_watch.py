@@ -58,7 +58,7 @@ def test_frame_shows_what_a_run_is_doing():
 def test_frame_of_a_complete_run_ends_with_the_evaluation():
     text = drawn(state_of([metrics_row(30)], said=watch.DONE, evaluation=EVALUATION), width=80)
     assert "30/30   complete" in text and "left" not in text and "0.600 (0.570 to 0.630)" in text
-    assert "best constant action [0]" in text and text.rstrip().splitlines()[-1].startswith("oracle")
+    assert "always [0]" in text and text.rstrip().splitlines()[-1].startswith("oracle")
     assert "Held-out" not in drawn(state_of([metrics_row(30)], said=watch.DONE))  # EVAL_SAMPLES=0
 
 
@@ -82,7 +82,7 @@ def test_frame_with_nothing_known():
 def test_frame_takes_markup_from_files_as_text():
     state = state_of([metrics_row(1)], folder="[bold]run[/bold]", warnings=["[red]x[/red] [/]"], evaluation=EVALUATION | {"constant_action": "[/]"}, said=watch.DONE)  # fmt: skip
     text = drawn(state)
-    assert "[bold]run[/bold]" in text and "[red]x[/red] [/]" in text and "action [[/]]" in text
+    assert "[bold]run[/bold]" in text and "[red]x[/red] [/]" in text and "always [[/]]" in text
 
 
 @given(st.lists(st.floats(-1e6, 1e6) | st.just(math.nan), max_size=200), st.integers(1, 60))
