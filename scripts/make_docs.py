@@ -18,10 +18,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from grpo.evaluate.report import figures_md
 from grpo.run.logs import COMPLETIONS, METRICS
 from grpo.settings import ROOT, settings_table
-
 
 ROLLOUT_FIGURES = {
     "rollout_tok_s": "vLLM, 96 completions x 512 tokens, prompts of about 930 tokens, adapter on",
@@ -178,7 +176,6 @@ GENERATED: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/rollouts.md": {"rollout figures": rollout_table},
     "docs/learner.md": {"step figures": step_table, "attention figures": attention_table},
-    "docs/report.md": {"report figures": figures_md},
 }
 
 
