@@ -20,9 +20,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from make_dataset import number
+
 from grpo.evaluate.standalone import InputError, evaluate_adapter
 from grpo.rollout.engine import EngineError
-from grpo.tasks.tes.dataset import number
 from grpo.tasks.tes.plant import DECISION_DAYS, START_KWH, Plant
 from grpo.tasks.tes.record import table
 
