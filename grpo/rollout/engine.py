@@ -31,6 +31,9 @@ WARM_UP_TOKENS = (
     72, 73, 101, 112, 136, 137, 160, 161, 265, 272, 301, 304, 521, 528, 912, 913, 1008, 1009,
 )  # fmt: skip
 
+Rows = Sequence[Sequence[int]]  # token ids
+Generated = tuple[list[list[int]], list[list[float | None]]]  # token ids of completions, a log-prob for each of them
+
 
 class EngineError(RuntimeError):
     """vLLM failed in a way from which this process cannot recover; the last checkpoint can."""
@@ -193,12 +196,8 @@ class Engine:
         self.current = True
 
     def generate(
-        self,
-        prompt_ids: Sequence[Sequence[int]],
-        seed: int,
-        max_tokens: int | Sequence[int] | None = None,
-        top_p: float | None = None,
-    ) -> tuple[list[list[int]], list[list[float | None]]]:
+        self, prompt_ids: Rows, seed: int, max_tokens: int | Sequence[int] | None = None, top_p: float | None = None
+    ) -> Generated:
         """One completion for each row (a prompt stands there once for each of its completions), in order.
 
         Returns completion ids, a stop token included, and the log-prob of each sampled token after temperature. `seed`
@@ -215,17 +214,22 @@ class Engine:
             )
             for tokens in ([most] * len(prompt_ids) if isinstance(most, int) else most)
         ]  # fmt: skip
-        advice = "Run the same command again: it continues"
-        with self.timed("generate"), engine_faults("generating", advice), no_collection():
+        with self.timed("generate"), engine_faults("generating", "Run the same command again: it continues"):
             torch.manual_seed(seed)
-            outputs = [output.outputs[0] for output in self._run(prompt_ids, parameters)]
-            ids = [list(output.token_ids) for output in outputs]
-            values = [[None if math.isnan(v) else v for v in output.logprobs.logprobs] for output in outputs]
+            # A rollout makes millions of small objects, none of them garbage yet, and a collection visits every object of
+            # every library, up to half a second each.
+            gc.disable()
+            try:
+                outputs = [output.outputs[0] for output in self._run(prompt_ids, parameters)]
+                ids = [list(output.token_ids) for output in outputs]
+                values = [[None if math.isnan(v) else v for v in output.logprobs.logprobs] for output in outputs]
+            finally:
+                gc.enable()
             if [len(row) for row in ids] != [len(row) for row in values]:
                 raise RuntimeError("the engine gave another number of log-probs than of tokens")
         return ids, values
 
-    def score(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+    def score(self, rows: Rows) -> list[list[float]]:
         """Log-probs of tokens 1..N-1 of each row, at temperature 1 whatever TEMPERATURE is. Keep rows short: vLLM holds
         float32 logits of a whole row."""
         parameters = self.sampling(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
@@ -236,32 +240,17 @@ class Engine:
                 for row, output in zip(rows, outputs, strict=True)
             ]
 
-    def _run(self, rows: Sequence[Sequence[int]], parameters: Any) -> list[Any]:
+    def _run(self, rows: Rows, parameters: Any) -> list[Any]:
         prompts = [{"prompt_token_ids": list(row)} for row in rows]
         outputs = self.llm.generate(prompts, parameters, use_tqdm=False, lora_request=self.request)
         if len(outputs) != len(prompts):
             raise RuntimeError(f"the engine returned {len(outputs)} of {len(prompts)} requests")
         return outputs
 
-    def rollout(
-        self, policy: torch.nn.Module, prompt_ids: Sequence[Sequence[int]], seed: int, active: bool = True
-    ) -> tuple[list[list[int]], list[list[float | None]]]:
+    def rollout(self, policy: torch.nn.Module, prompt_ids: Rows, seed: int, active: bool = True) -> Generated:
         """Wake, sync the weights, generate, sleep. Returns what `generate` does."""
         self.wake()
         self.sync_weights(policy, active)
         result = self.generate(prompt_ids, seed)
         self.sleep()
         return result
-
-
-@contextlib.contextmanager
-def no_collection() -> Iterator[None]:
-    """Python's garbage collector waits: a rollout makes millions of small objects, none of them garbage yet, and a
-    collection visits every object of every library, up to half a second each."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()

@@ -13,7 +13,7 @@ import torch
 from grpo.model.attention import KERNELS, hidden_states
 from grpo.model.load import evaluating
 from grpo.model.packing import pack_batch
-from grpo.rollout.engine import EngineError
+from grpo.rollout.engine import EngineError, Rows
 from grpo.rollout.weight_sync import lora_layers
 from grpo.run.logs import banner_text
 from grpo.settings import log
@@ -88,9 +88,9 @@ def compare(
     trainer: Any,
     when: str,
     kind: str,
-    rows: Sequence[Sequence[int]],
-    first: Sequence[int],
-    theirs: Sequence[Sequence[float | None]],
+    rows: Rows,
+    first: list[int],
+    theirs: Sequence[Sequence[Any]],
     temperature: float,
 ) -> str | None:
     """Log and record how far the engine's log-probs `theirs` of tokens `first[i]`.. of each row are from the trainer's;
@@ -109,7 +109,7 @@ def compare(
     return problem and f"{kind}: {problem}"
 
 
-def bare_difference(trainer: Any, fixed: Sequence[Sequence[int]]) -> str:
+def bare_difference(trainer: Any, fixed: Rows) -> str:
     """How far engine and trainer are apart without any adapter: whether adapters are the matter at all."""
     engine, policy = trainer.run.engine, trainer.accelerator.unwrap_model(trainer.model)
     try:
@@ -142,7 +142,7 @@ def parity_problem(mean: float, control: float | None, limit: float) -> str | No
     return None
 
 
-def score_tokens(trainer: Any, rows: Sequence[Sequence[int]], first: Sequence[int], temperature: float) -> torch.Tensor:
+def score_tokens(trainer: Any, rows: Rows, first: Sequence[int], temperature: float) -> torch.Tensor:
     """The trainer's log-probs of tokens `first[i]`.. of each row, one after the other: (N,), float32 on the CPU."""
     base = trainer.accelerator.unwrap_model(trainer.model).get_base_model()
     attention, scores = trainer.run.attention, []

@@ -17,6 +17,7 @@ from engines import EXACT, apart, prompts_of, set_adapter, trainer_logps, traine
 from machines import H100
 from stub_vllm import SYNCS, StubLLM, StubLoRARequest, StubSampling
 
+from grpo.evaluate.heldout import generate_completions
 from grpo.preflight.hub import DOWNLOAD_GIB, REAL_CONFIG
 from grpo.preflight.machine import GIB
 from grpo.preflight.memory import BATCHED_TOKENS, EnginePlan, capture_sizes, plan_memory
@@ -63,15 +64,17 @@ def test_a_seed_is_a_rollout(build):
     assert [len(v) for v in one[1]] == [len(c) for c in one[0]], "TRL gets the log-probs"
 
 
-def test_an_evaluation_of_the_base_leaves_the_adapter_out(build):
-    trainer = build()
+def test_an_evaluation_of_the_base_leaves_the_adapter_out(build, monkeypatch):
+    trainer, generated = build(), []
     set_adapter(trainer, 1)
-    prompts = prompts_of(trainer)
-    trainer.run.stream = "base"
-    ids, values = trainer._generate_single_turn(prompts, None, {}, 1)
+    engine, texts = trainer.run.engine, [row.prompt for row in trainer.run.rows]
+    rollout = engine.rollout
+    monkeypatch.setattr(engine, "rollout", lambda *given: generated.append(rollout(*given)) or generated[-1])
+    generate_completions(trainer, texts, 1, base=True)
+    ((ids, values),) = generated
     with trainer.model.disable_adapter():
-        assert apart(values, trainer_logps(trainer, prompts, ids)) < EXACT
-    assert apart(values, trainer_logps(trainer, prompts, ids)) > 10 * EXACT
+        assert apart(values, trainer_logps(trainer, prompts_of(trainer), ids)) < EXACT
+    assert apart(values, trainer_logps(trainer, prompts_of(trainer), ids)) > 10 * EXACT
 
 
 def test_generating_needs_an_awake_engine_with_the_adapter(build):
