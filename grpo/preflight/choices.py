@@ -131,7 +131,7 @@ def plan_closed_loop(
             cases += read_cases(path)
         except ProfileError as error:
             problems += [f"EVAL_PROFILE: {line}" for line in error.problems]
-    work = f"{len(cases)} windows x {settings.EVAL_SAMPLES} passes: {DECISIONS} rollouts one after the other"
+    work = f"{len(cases)} windows x {settings.EVAL_SAMPLES} runs: {DECISIONS} rollouts one after the other"
     profiles = tuple(shown_path(path) for path in paths)
     why = f"{reason}, {work}, before and after training"
     return ClosedLoop(kind if cases else "", why, profiles, tuple(cases))
