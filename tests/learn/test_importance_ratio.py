@@ -18,6 +18,8 @@ import train_grpo
 from grpo.learn.trainer import importance_ratio
 from grpo.settings import FIELDS, Settings
 
+pytestmark = pytest.mark.numeric
+
 
 @pytest.fixture
 def build(tiny, tmp_path):

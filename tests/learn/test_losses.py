@@ -8,6 +8,8 @@ import torch
 from trainers import batch, loss_and_gradients, make, plain_float32
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm, GptOssRotaryEmbedding
 
+pytestmark = pytest.mark.numeric
+
 # Loss and norm of its gradient: old policy, reference and engine all differ from the policy.
 GOLDEN = {
     "grpo": (0.27041355130434475, 4.437289373143276),

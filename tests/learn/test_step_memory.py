@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from trainers import batch, loss_and_gradients, make, plain_float32
 
+pytestmark = pytest.mark.numeric
+
 TILE = 80  # of the tiny model's 592 tokens: seven tiles and a smaller one; equal to no other size of the model
 
 
@@ -63,7 +65,7 @@ def test_learning_never_holds_the_logits_of_the_whole_vocabulary(tiny, tmp_path,
         loss_and_gradients(trainer, inputs, implementation)
     assert_tiled(shapes, trainer, inputs)
 
-    plain_float32(trainer)
+    inputs = batch(plain_float32(trainer), old=True, beta=beta, sampled=True)
     tiled_loss, tiled = loss_and_gradients(trainer, inputs, implementation)
     monkeypatch.undo()
     loss, gradient = loss_and_gradients(trainer, inputs, implementation)

@@ -47,6 +47,8 @@ from grpo.tasks.tes.dataset import synthetic_windows, trajectory
 from grpo.tasks.tes.plant import HOURS
 from grpo.tasks.tes.profiles import TRAIN_START
 
+pytestmark = pytest.mark.numeric
+
 SHAPE = Shape(
     layers=4, hidden=64, intermediate=64, experts=4, experts_per_token=2, heads=4, kv_heads=2, head_dim=32, vocab=592,
     sliding_window=12,

@@ -22,6 +22,8 @@ from grpo.model.attention import (
 from grpo.model.load import load_model
 from grpo.model.packing import pack_batch
 
+pytestmark = pytest.mark.numeric
+
 WINDOWS = [None, 1, 3, 100]
 # Two completions share a prompt, a third has its own; lengths down to one token.
 PROMPTS, COMPLETIONS = [[1, 2, 3], [1, 2, 3], [4]], [[5, 6], [7], [8, 9, 5]]

@@ -20,6 +20,8 @@ from grpo.preflight.machine import GIB, Machine
 from grpo.preflight.memory import plan_memory
 from grpo.settings import Settings
 
+pytestmark = pytest.mark.numeric
+
 KERNELS = """
 import torch, triton
 from grpo.model import expert_kernels as K, experts as t

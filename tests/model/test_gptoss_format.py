@@ -27,6 +27,8 @@ from grpo.model.gptoss_format import (
 from grpo.model.random_weights import O200K_IDS
 from grpo.preflight.hub import count_parameters
 
+pytestmark = pytest.mark.numeric
+
 
 def dequantized(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """What transformers reads, as float32 (..., K)."""

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo.model.packing import may_attend, pack_batch
 from grpo.preflight.memory import bucket
+
+pytestmark = pytest.mark.numeric
 
 TOKENS = st.lists(st.integers(1, 9), min_size=1, max_size=7)
 

@@ -32,6 +32,8 @@ from grpo.model.tiny_warmup import (
 from grpo.preflight.hub import recipe_hash, tiny_path
 from grpo.tasks.tes.dataset import synthetic_rows
 
+pytestmark = pytest.mark.numeric
+
 
 @pytest.fixture(scope="module")
 def tokenizer():
