@@ -300,9 +300,9 @@ def grpo_options(s: Settings, cuda: bool) -> dict[str, Any]:
 def write_archive(folder: Path) -> Path:
     """The run's report, then the zip that holds it with the rest; returns the zip's path. A report that fails must not fail
     the run."""
-    from grpo.evaluate.page import write_report
-
     try:
+        from grpo.evaluate.page import write_report  # inside: without matplotlib or jinja2 only the report is missing
+
         write_report(folder)
     except Exception as error:
         again = f"python scripts/report.py {folder}"
