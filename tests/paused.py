@@ -13,5 +13,6 @@ def hold(completions, *, trainer_state, **columns):
     folder = Path(os.environ["OUTPUT_DIR"])
     held = trainer_state.global_step + 1 == int(os.environ.get("HOLD_AT", "0"))
     while held and (folder / "metrics.csv").exists() and not folder.with_name("go").exists():  # not in the preflight
+        folder.with_name("held").touch()
         time.sleep(0.01)
     return [None] * len(completions)

@@ -29,9 +29,9 @@ def start(folder: Path, *before: str, **settings: object) -> subprocess.Popen:
 
 
 def start_held(folder: Path, step: int, *before: str, **settings: object) -> subprocess.Popen:
-    """A run that has done `step` steps and waits in the next one (see paused.py)."""
+    """A run that has done `step` steps, saved what it saves after them, and waits in the next one (see paused.py)."""
     process = start(folder, *before, HOLD_AT=step + 1, **settings)
-    wait_until(lambda: has_step(folder, step), process)
+    wait_until(folder.with_name("held").exists, process)
     return process
 
 
@@ -42,11 +42,6 @@ def go_on(folder: Path) -> None:
 def finish(process: subprocess.Popen) -> str:
     """The output of a run, once it has ended."""
     return process.communicate()[0]
-
-
-def has_step(folder: Path, step: int) -> bool:
-    path = folder / "metrics.csv"
-    return path.exists() and any(line.startswith(f"{step},") for line in path.read_text().splitlines())
 
 
 def has_line(path: Path, words: str) -> bool:

@@ -53,12 +53,7 @@ def make(tiny, folder, **changes):
 
 
 def plain_float32(trainer):
-    """No autocast and seeded base weights, so that two ways to the same number can be told apart from rounding: the
-    trained weights give log-probs down to -22, which float32 rounds four times as coarsely, and differ by machine."""
-    generator = torch.Generator().manual_seed(0)
-    for name, parameter in trainer.model.named_parameters():
-        if "lora_" not in name and parameter.is_floating_point():
-            parameter.data = (torch.randn(parameter.shape, generator=generator) * 0.1 + ("norm" in name)).to(parameter)
+    """Leave autocast out, so that two ways to the same number can be told apart from rounding."""
     trainer.args.bf16 = False
     trainer.accelerator.state._mixed_precision = "no"
     trainer.accelerator.native_amp = False

@@ -12,7 +12,7 @@ import time
 
 import pytest
 from conftest import CLEAN, ROOT, SCRIPT
-from runs import SETTINGS, environment, finish, go_on, has_line, has_step, start_held, wait_until
+from runs import SETTINGS, environment, finish, go_on, has_line, start_held, wait_until
 
 import train_grpo
 from grpo.run.folder import COMPLETE, last_checkpoint
@@ -54,7 +54,7 @@ def test_a_lost_terminal_does_not_keep_the_run_from_saving(tiny, tmp_path):
         os.chdir(ROOT)
         os.execve(sys.executable, [sys.executable, str(SCRIPT)], environment(folder, SAVE_STEPS=99, HOLD_AT=2))
     os.set_blocking(terminal, False)
-    while not has_step(folder, 1):
+    while not folder.with_name("held").exists():
         with contextlib.suppress(BlockingIOError):
             os.read(terminal, 1 << 16)
         time.sleep(0.01)
