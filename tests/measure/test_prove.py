@@ -33,6 +33,7 @@ from grpo.measure.proof_data import (
 from grpo.measure.proof_model import (
     HEAD_DISTANCES,
     WarmUp,
+    at_answer,
     even_targets,
     figures,
     forward,
@@ -115,6 +116,9 @@ def test_rows_end_in_their_answer(rows, tokenizer):
     assert all(row[n - len(answer) : n].tolist() == answer.ids.tolist() for row, n in zip(ids, lengths, strict=True))
     assert answer.ids[answer.place] == answer.actions[0] and answer.place not in answer.fixed
     assert rows.readings.mean(0).abs().max() < 1e-4
+    # What predicts a token stands before it.
+    before = at_answer(torch.arange(ids.shape[1]).expand(len(ids), -1)[..., None], lengths, len(answer))[..., 0]
+    assert (ids.gather(1, before + 1) == answer.ids).all()
 
 
 def test_readings_and_weights_are_those_of_the_state():
