@@ -44,11 +44,7 @@ def final_channel(text: str) -> str | None:
     '[2]'
     >>> final_channel("analysisMaybe [1] or [3].assistantfinal[3]")
     '[3]'
-    >>> final_channel("final[0]")
-    '[0]'
     >>> final_channel("<|channel|>analysis<|message|>I would say assistantfinal[2], but the tokens ran") is None
-    True
-    >>> final_channel("analysisThe best is [2]. Let me check") is None
     True
     """
     if _MARKER.search(text):
@@ -64,8 +60,6 @@ def assistant_turn(prompt: str, completion: str) -> str:
     """The completion with what the prompt already holds of the assistant's turn, so that a prompt which itself opens
     the final channel is understood, and a completion without any special token is never taken for stripped text.
 
-    >>> assistant_turn("<|start|>user<|message|>Go<|end|><|start|>assistant", "<|channel|>final<|message|>[1]<|return|>")
-    '<|start|>assistant<|channel|>final<|message|>[1]<|return|>'
     >>> parse_action(assistant_turn("...<|start|>assistant<|channel|>final<|message|>", "[3]<|return|>"))
     3
     """
@@ -80,8 +74,6 @@ def parse_action(text: str, actions: int = 4) -> int | None:
 
     >>> parse_action("<|channel|>final<|message|>[2]<|return|>")
     2
-    >>> parse_action("analysis[0] looks good, [1] too.assistantfinalI choose [1].")
-    1
     >>> [parse_action(f"assistantfinal{answer}") for answer in ("[0] or [1]", "[4]", "2", "[2", "")]
     [None, None, None, None, None]
     """
@@ -116,9 +108,8 @@ def action(completions: Sequence[str], *, invalid_reward: float = 0.0, **columns
     >>> action(["assistantfinal[1]", "analysis[1] it is", "assistantfinal[0]"], **table)
     [0.9, 0.0, 0.1]
     """
-    rows = reward_rows(columns)
-    answers = [parse_action(text, len(row)) for text, row in zip(completions, rows, strict=True)]
-    return [invalid_reward if k is None else row[k] for k, row in zip(answers, rows, strict=True)]
+    pairs = zip(completions, reward_rows(columns), strict=True)
+    return [invalid_reward if (k := parse_action(text, len(row))) is None else row[k] for text, row in pairs]
 
 
 def best(completions: Sequence[str], *, invalid_reward: float = 0.0, **columns: Any) -> list[float]:
@@ -128,9 +119,9 @@ def best(completions: Sequence[str], *, invalid_reward: float = 0.0, **columns: 
     >>> best(["assistantfinal[1]", "assistantfinal[0]"], **table)
     [1.0, 0.0]
     """
-    rows = reward_rows(columns)
-    answers = [parse_action(text, len(row)) for text, row in zip(completions, rows, strict=True)]
-    return [invalid_reward if k is None else float(row[k] == max(row)) for k, row in zip(answers, rows, strict=True)]
+    best_or_not = [[float(value == max(row)) for value in row] for row in reward_rows(columns)]
+    pairs = zip(completions, best_or_not, strict=True)
+    return [invalid_reward if (k := parse_action(text, len(row))) is None else row[k] for text, row in pairs]
 
 
 def format(completions: Sequence[str], **columns: Any) -> list[float]:
@@ -195,11 +186,6 @@ def bootstrap_interval(
 
     >>> bootstrap_interval([0.5, 0.5, 0.5])
     (0.5, 0.5)
-    >>> low, high = bootstrap_interval([0.0, 1.0] * 50)
-    >>> 0.38 < low < 0.42 and 0.58 < high < 0.62
-    True
-    >>> bootstrap_interval([3.0, 9.0], [1.0, 3.0])
-    (3.0, 3.0)
     """
     count = len(values)
     if not count or (weights is not None and len(weights) != count):

@@ -7,13 +7,15 @@
     MODEL_ID=tiny python train_grpo.py            the whole path on two CPU cores in minutes (model made on the spot)
     DATA='days/*.csv' python train_grpo.py        the real run, on one GPU with 80 GB
 
-Settings are environment variables. The file reads in the order in which a run passes through it: settings, preflight,
-data, model, rollouts, learner, logging, main. Nothing heavy is imported before the preflight has passed.
+Settings are environment variables. This file is the whole story: check, load gpt-oss-20b, attach the LoRA adapter, start
+vLLM asleep beside it, train with TRL's GRPOTrainer, evaluate, zip. How each of them is done lies in grpo/, in rooms that a
+run passes through in this order: settings, data, tasks, run, preflight, model, rollout, learn, evaluate (measure is for
+benchmarks). Nothing heavy is imported before the preflight has passed.
 
-Exit codes: 0 the run is complete, 2 the input must be mended (all problems are listed), 130, 143 or 129 interrupted by
+Exit codes: 0 the run is complete, 2 the input must be fixed (all problems are listed), 130, 143 or 129 interrupted by
 Ctrl-C, SIGTERM or a lost terminal (during training after a checkpoint was saved: the same command continues it), 3 vLLM
-and the trainer do not agree (the parity gate), 4 vLLM failed (the same command continues from the last checkpoint), 1
-anything else.
+and the trainer do not agree (the train/inference mismatch check), 4 vLLM failed (the same command continues from the last
+checkpoint), 1 anything else.
 
 What is simplified: one process and one GPU; one optimizer step per rollout, so the policy ratio is 1 until the first
 update of a step and clipping never acts; no reward model, only functions (rewards.py).
@@ -34,12 +36,13 @@ from pathlib import Path
 from typing import Any
 
 from grpo.data.scoring import reward_callable, reward_specs
-from grpo.preflight.checks import Preflight, banner, preflight, run_record, run_versions
-from grpo.preflight.choices import attention_warning, choose_epsilon_high
+from grpo.preflight.banner import banner
+from grpo.preflight.checks import Preflight, preflight, run_record, run_versions
+from grpo.preflight.choices import attention_warning, choose_epsilon_high, choose_loss
 from grpo.preflight.hub import tiny_path
 from grpo.run.archive import write_zip
 from grpo.run.folder import COMPLETE, continuation, full_disk, lock_run, prepare_run, run_folder, write_text
-from grpo.run.logs import boxed, start_logging
+from grpo.run.logs import banner_text, start_logging
 from grpo.run.signals import StopRequest
 from grpo.settings import Settings, help_text, listed, log, unknown_option
 
@@ -55,17 +58,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.help:
         print(help_text(__doc__))
         return 0
-    problems = [unknown_option(word) for word in rest]
     try:
-        check = preflight(os.environ)
-        problems += check.problems
-        print(banner(check))
+        preflight_result = preflight(os.environ)
+        problems = [unknown_option(word) for word in rest] + preflight_result.problems
+        print(banner(preflight_result))
         if problems:
             return fail(problems)
         if options.check:
             print("\nEvery check passed. Nothing was started.")
             return 0
-        return run(check)
+        return run(preflight_result)
     except KeyboardInterrupt:  # `launch` answers the later ones
         print("\ninterrupted before the run began: nothing was written to OUTPUT_DIR", file=sys.stderr)
         return 128 + signal.SIGINT
@@ -74,17 +76,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def fail(problems: Sequence[str]) -> int:
     """Print every problem; returns exit code 2."""
     plural = "one problem" if len(problems) == 1 else f"{len(problems)} problems"
-    print(f"\n{plural} to mend before the run can start:\n", file=sys.stderr)
+    print(f"\n{plural} to fix before the run can start:\n", file=sys.stderr)
     for number, problem in enumerate(problems, 1):
         print(f"  {number}. {problem}", file=sys.stderr)
     print("\nNothing was started and nothing was changed.", file=sys.stderr)
     return 2
 
 
-def run(check: Preflight) -> int:
+def run(preflight_result: Preflight) -> int:
     """Everything from here on may take time, memory and a GPU. Returns the exit code."""
-    s = check.settings
-    if check.files is None:  # `tiny` before its first use: make it, then repeat the checks that needed its tokenizer
+    s = preflight_result.settings
+    if preflight_result.files is None:  # `tiny` before its first use: make it, then repeat the checks that need it
         from grpo.model.gptoss_format import ModelError
         from grpo.model.tiny import build_tiny
 
@@ -93,62 +95,64 @@ def run(check: Preflight) -> int:
             build_tiny(force=tiny_path().exists())  # a damaged one is made again
         except ModelError as error:
             return fail([f"MODEL_ID=tiny: {error}"])
-        check = preflight(os.environ)
-        if check.problems:
-            return fail(check.problems)
-    lock = lock_run(check.run.folder)
+        preflight_result = preflight(os.environ)
+        if preflight_result.problems:
+            return fail(preflight_result.problems)
+    lock = lock_run(preflight_result.run.folder)
     if lock is None:
-        return fail(
-            [f"OUTPUT_DIR={s.OUTPUT_DIR}: another process is writing there. Wait for it, or choose another OUTPUT_DIR"]
-        )
-    with contextlib.closing(lock):
-        return launch(check, str(check.files.folder) if s.MODEL_ID == "tiny" else s.MODEL_ID)
+        what = "another process is writing there. Wait for it, or choose another OUTPUT_DIR"
+        return fail([f"OUTPUT_DIR={s.OUTPUT_DIR}: {what}"])
+    try:
+        return launch(preflight_result, str(preflight_result.files.folder) if s.MODEL_ID == "tiny" else s.MODEL_ID)
+    finally:
+        lock.release()
 
 
-def launch(check: Preflight, model_path: str) -> int:
+def launch(preflight_result: Preflight, model_path: str) -> int:
     """Make OUTPUT_DIR ready, then train. Returns the run's exit code, however it ends."""
-    import torch
+    import torch  # here and in `train`: the preflight has passed
 
     from grpo.model.attention import unusable_attention
     from grpo.model.load import unseen_gpu
     from grpo.rollout.engine import EngineError
     from grpo.rollout.parity import ParityError
 
-    if problem := unseen_gpu(check.machine) or unusable_attention(check.attention[0]):
+    if problem := unseen_gpu(preflight_result.machine) or unusable_attention(preflight_result.attention[0]):
         return fail([problem])
-    prepare_run(check.run, check.settings, run_record(check), run_versions())
-    folder, settings = check.run.folder, vars(check.settings)
-    start_logging(folder)
+    state, s = preflight_result.run, preflight_result.settings
+    prepare_run(state, s, run_record(preflight_result), run_versions())
+    start_logging(state.folder)
     try:
-        return train(check, model_path)
+        return train(preflight_result, model_path)
     except KeyboardInterrupt as stop:
-        log.warning("stopped at once; %s", continuation(folder, settings))
+        log.warning("stopped at once; %s", continuation(state.folder, vars(s)))
         return 128 + (stop.args[0] if stop.args else signal.SIGINT)
     except ParityError as error:
         log.critical("PARITY: %s", error)
         return 3
     except EngineError as error:
         log.critical("vLLM: %s", error)
-        write_archive(folder)
+        write_archive(state.folder)
         return 4
     except torch.OutOfMemoryError as error:
         way = "EXPERTS=mxfp4 takes less memory, or free some of the GPU; then the same command continues"
-        if smaller := check.plan.micro_batch // 2:
-            way = f"MICRO_BATCH={smaller} learns the same in smaller passes; with it, the same command continues"
+        if smaller := preflight_result.plan.micro_batch // 2:
+            way = f"MICRO_BATCH={smaller} learns the same in smaller micro-batches; with it, the same command continues"
         log.critical("out of memory: %s", str(error).splitlines()[0])
         log.critical(way)
-        write_archive(folder)
+        write_archive(state.folder)
         return 1
     except Exception as error:
-        if disk := full_disk(error, folder):
-            log.critical("no space left on the disk of %s: free some, %s", disk, continuation(folder, settings))
+        again = continuation(state.folder, vars(s))
+        if disk := full_disk(error, state.folder):
+            log.critical("no space left on the disk of %s: free some, %s", disk, again)
         else:
             log.critical("the run failed", exc_info=True)
-            log.critical("when its cause is mended, %s", continuation(folder, settings))
+            log.critical("when its cause is fixed, %s", again)
         return 1
 
 
-def train(check: Preflight, model_path: str) -> int:
+def train(preflight_result: Preflight, model_path: str) -> int:
     """Load gpt-oss, attach the LoRA adapter, start vLLM asleep beside it, train, evaluate, zip. Returns the exit code of a
     run that ends as it should, or is interrupted."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -162,49 +166,50 @@ def train(check: Preflight, model_path: str) -> int:
     from grpo.learn.trainer import Trainer
     from grpo.model.load import load_model, load_tokenizer
     from grpo.rollout.engine import start_engine
-    from grpo.rollout.parity import parity_gate
+    from grpo.rollout.parity import check_mismatch
 
-    s, started, folder = check.settings, time.time(), check.run.folder
-    if check.run.checkpoint is None:
-        log.info("\n%s\n", banner(check))
-    else:
-        log.info("continuing from step %d", check.run.step)
-        if warning := attention_warning(check.attention[0]):
-            log.warning("%s", boxed(warning))
+    s, state, plan, started = preflight_result.settings, preflight_result.run, preflight_result.plan, time.time()
+    folder, attention, packing = state.folder, preflight_result.attention[0], preflight_result.packing[0]
+    log_start(preflight_result)
     transformers.utils.logging.disable_default_handler()  # what transformers says goes into training.log
     transformers.utils.logging.enable_propagation()
+
     tokenizer = load_tokenizer(model_path)
     try:
-        model = load_model(model_path, check.files.config, check.attention[0], check.experts[0])
+        model = load_model(model_path, preflight_result.files.config, attention, preflight_result.experts[0])
     except ValueError as error:
         log.critical("model: %s", error)
         return 1
     size, seconds = model.num_parameters() / 1e6, time.time() - started
     log.info("model: %.2fM parameters on %s, loaded after %.0f s", size, model.device, seconds)
+
     stop = StopRequest()
-    context = RunContext(s, check.rows, check.plan, folder, check.attention[0], check.packing[0], stop)
+    context = RunContext(s, preflight_result.rows, plan, folder, attention, packing, choose_loss(s.LOSS_TYPE)[0], stop)
     trainer = Trainer(
         context,
         model=model,
         tokenizer=tokenizer,
         lora=LoraConfig(**lora_options(s)),
         config=GRPOConfig(**grpo_options(s, torch.cuda.is_available())),
-        rewards=[reward_callable(name, s) for name, _ in check.reward_specs],
+        rewards=[reward_callable(name, s) for name, _ in preflight_result.reward_specs],
     )
+    trainable = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    log.info("adapter: %s trainable parameters on %s", f"{trainable:,}", s.LORA_TARGETS)
+
     stop.listen()
     try:
-        if check.rollouts[0]:
-            context.engine = start_engine(s, check.plan.engine, model_path, trainer.eos_token_ids)
-            parity_gate(trainer)
-        measure(check, trainer, base=True)
-        stop.at_once = False
-        trainer.train(resume_from_checkpoint=str(check.run.checkpoint) if check.run.checkpoint else None)
+        if preflight_result.rollouts[0]:
+            context.engine = start_engine(s, plan.engine, model_path, trainer.eos_token_ids)
+            check_mismatch(trainer)
+        measure(preflight_result, trainer, base=True)
+        stop.at_once = False  # from here on a signal waits for the end of its step and a checkpoint
+        trainer.train(resume_from_checkpoint=str(state.checkpoint) if state.checkpoint else None)
         trainer.save_model(str(folder))
         tokenizer.save_pretrained(str(folder))
         if not stop.signal:
             stop.at_once = True
             with contextlib.suppress(KeyboardInterrupt):
-                measure(check, trainer, base=False)
+                measure(preflight_result, trainer, base=False)
             stop.at_once = False
         archive, steps = write_archive(folder), trainer.state.global_step
         if stop.signal:
@@ -212,12 +217,22 @@ def train(check: Preflight, model_path: str) -> int:
             log.warning("interrupted at step %d; %s. So far: %s", steps, again, archive)
             return 128 + stop.signal
         write_text(folder / COMPLETE, json.dumps({"steps": steps}) + "\n")
-        seconds = time.time() - context.started
+        seconds = time.time() - started
         log.info("complete: %d steps in %.0f s. Adapter: %s, download: %s", steps, seconds, folder, archive)
         return 0
     finally:
         if context.engine is not None:
             shutil.rmtree(context.engine.folder, ignore_errors=True)
+
+
+def log_start(preflight_result: Preflight) -> None:
+    """The banner of a new run into training.log; of a continued one, from where it goes on."""
+    if preflight_result.run.checkpoint is None:
+        log.info("\n%s\n", banner(preflight_result))
+        return
+    log.info("continuing from step %d", preflight_result.run.step)
+    if warning := attention_warning(preflight_result.attention[0]):
+        log.warning("%s", banner_text(warning))
 
 
 def lora_options(s: Settings) -> dict[str, Any]:
@@ -237,7 +252,7 @@ def grpo_options(s: Settings, cuda: bool) -> dict[str, Any]:
     trackers = [name for name in listed(s.REPORT_TO) if name != "none"]
     return {
         "output_dir": str(run_folder(s)),
-        # TRL sees the step's completions as one batch; `Trainer.training_step` cuts it into passes.
+        # TRL sees the step's completions as one batch; `Trainer.training_step` cuts it into micro-batches.
         "per_device_train_batch_size": s.completions_per_step,
         "gradient_accumulation_steps": 1,
         "steps_per_generation": 1,
@@ -285,9 +300,9 @@ def grpo_options(s: Settings, cuda: bool) -> dict[str, Any]:
 def write_archive(folder: Path) -> Path:
     """The run's report, then the zip that holds it with the rest; returns the zip's path. A report that fails must not fail
     the run."""
-    from grpo.evaluate.page import write_report
-
     try:
+        from grpo.evaluate.page import write_report  # inside: without matplotlib or jinja2 only the report is missing
+
         write_report(folder)
     except Exception as error:
         again = f"python scripts/report.py {folder}"

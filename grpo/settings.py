@@ -18,10 +18,14 @@ ROOT = Path(__file__).resolve().parents[1]
 log = logging.getLogger("train_grpo")
 
 
-def knob(group: str, default: Any, unit: str, text: str, *, tiny: Any = None, **limits: Any) -> Any:
+def setting(
+    group: str, default: Any, unit: str, text: str, *, tiny: Any = None, resume: bool = False, **limits: Any
+) -> Any:
     """One setting: its group in `--help`, default, unit, one sentence, the default for `MODEL_ID=tiny` where that
-    differs, and limits: `low`, `high` (both inclusive), `above` (exclusive), `choices`."""
-    return field(default=default, metadata={"group": group, "unit": unit, "text": text, "tiny": tiny, **limits})
+    differs, whether it may change when a run is resumed, and limits: `low`, `high` (both inclusive), `above`
+    (exclusive), `choices`."""
+    facts = {"group": group, "unit": unit, "text": text, "tiny": tiny, "resume": resume}
+    return field(default=default, metadata=facts | limits)
 
 
 @dataclass(frozen=True)
@@ -29,66 +33,65 @@ class Settings:
     """Every setting of a run, one line each; the name is the environment variable's. None means `auto`."""
 
     # fmt: off
-    MODEL_ID: str = knob("Model", "openai/gpt-oss-20b", "", "Hub id, local folder, or `tiny`: a gpt-oss of 0.2M parameters made on first use.")
-    ATTN_IMPL: str = knob("Model", "auto", "", "Attention of the learner: `auto`, `torch_flash` (FlashAttention 2 as torch ships it), `flash_attention_2`, `flash_attention_3`, `flash_attention_4`, `flex_attention`, `eager`, or a Hub kernel (`kernels-community/...`).")
-    EXPERTS: str | None = knob("Model", "bf16", "", "The learner's experts on the GPU: `bf16` dequantized once, `mxfp4` packed (a third of the memory) and dequantized layer by layer, `auto` by the memory plan.", choices=("bf16", "mxfp4"))
-    LORA_R: int = knob("Model", 4, "rank", "Rank of the LoRA adapter.", tiny=8, low=1)
-    LORA_ALPHA: float = knob("Model", 8.0, "", "LoRA scale: updates are multiplied by LORA_ALPHA / LORA_R.", tiny=16.0, above=0)
-    LORA_TARGETS: str = knob("Model", "all-linear", "", "`all-linear` (q, k, v and o projections) or a comma-separated list of module names.")
-    LORA_DROPOUT: float = knob("Model", 0.0, "share", "Dropout on the adapter's input while learning.", low=0, high=0.9)
+    MODEL_ID: str = setting("Model", "openai/gpt-oss-20b", "", "Hub id, local folder, or `tiny`: a gpt-oss of 0.2M parameters made on first use.")
+    ATTN_IMPL: str = setting("Model", "auto", "", "Attention of the learner: `auto`, `torch_flash` (FlashAttention 2 as torch ships it), `flash_attention_2`, `flash_attention_3`, `flash_attention_4`, `eager`, or a Hub kernel (`kernels-community/...`).", resume=True)
+    EXPERTS: str | None = setting("Model", "bf16", "", "The learner's experts on the GPU: `bf16` dequantized once, `mxfp4` quantized (a third of the memory) and dequantized layer by layer, `auto` by the memory plan.", choices=("bf16", "mxfp4"), resume=True)
+    LORA_R: int = setting("Model", 4, "rank", "Rank of the LoRA adapter.", tiny=8, low=1)
+    LORA_ALPHA: float = setting("Model", 8.0, "", "LoRA scale: updates are multiplied by LORA_ALPHA / LORA_R.", tiny=16.0, above=0)
+    LORA_TARGETS: str = setting("Model", "all-linear", "", "`all-linear` (q, k, v and o projections) or a comma-separated list of module names.")
+    LORA_DROPOUT: float = setting("Model", 0.0, "share", "Dropout on the adapter's input while learning.", low=0, high=0.9)
 
-    DATA: str = knob("Data", "data/tes_train.csv", "", "Training CSVs: files or globs, separated by commas.", tiny="data/tes_train_compact.csv")
-    EVAL_DATA: str = knob("Data", "data/tes_heldout.csv", "", "Held-out CSVs for the evaluation before and after training.", tiny="data/tes_heldout_compact.csv")
-    EVAL_SAMPLES: int = knob("Data", 4, "completions", "Completions per held-out prompt, and passes through the closed loop, before and after training; 0 skips both.", tiny=8, low=0)
-    EVAL_PROFILE: str = knob("Data", "data/profile_heldout.csv", "", "Hourly profiles for the closed loop before and after training; it runs where the held-out prompts are the TES plant's; empty skips it.")
-    REASONING_EFFORT: str = knob("Data", "medium", "", "Reasoning effort that the chat template writes into prompts which are not rendered yet.", tiny="low", choices=("low", "medium", "high"))
-    PROMPT_DATE: str = knob("Data", "2025-11-06", "date", "Current date that the chat template writes, fixed so that a resumed run sees the same prompts.", date=True)
-    MAX_PROMPT_LEN: int = knob("Data", 2048, "tokens", "Longest prompt that is accepted; a longer one is an error, never cut.", tiny=256, low=1)
+    DATA: str = setting("Data", "data/tes_train.csv", "", "Training CSVs: files or globs, separated by commas.", tiny="data/tes_train_compact.csv", resume=True)
+    EVAL_DATA: str = setting("Data", "data/tes_heldout.csv", "", "Held-out CSVs for the evaluation before and after training.", tiny="data/tes_heldout_compact.csv", resume=True)
+    EVAL_SAMPLES: int = setting("Data", 4, "completions", "Completions per held-out prompt, and runs through the closed loop, before and after training; 0 skips both.", tiny=8, low=0, resume=True)
+    EVAL_PROFILE: str = setting("Data", "data/profile_heldout.csv", "", "Hourly profiles for the closed loop before and after training; it runs where the held-out prompts are the TES plant's; empty skips it.", resume=True)
+    REASONING_EFFORT: str = setting("Data", "medium", "", "Reasoning effort that the chat template writes into prompts which are not rendered yet.", tiny="low", choices=("low", "medium", "high"))
+    PROMPT_DATE: str = setting("Data", "2025-11-06", "date", "Current date that the chat template writes, fixed so that a resumed run sees the same prompts.", date=True)
+    MAX_PROMPT_LEN: int = setting("Data", 2048, "tokens", "Longest prompt that is accepted; a longer one is an error, never cut.", tiny=256, low=1)
 
-    REWARDS: str = knob("Rewards", "action", "", "Reward functions with optional weights, `name=weight,...`: action, best, format, or `module:function`.")
-    INVALID_REWARD: float = knob("Rewards", 0.0, "reward", "Reward of an answer that cannot be parsed; `nan` leaves it out of its group.", nan=True)
-    SCALE_REWARDS: str = knob("Rewards", "group", "", "Divide advantages by the standard deviation of the group, of the batch, or not at all.", choices=("group", "batch", "none"))
-    MASK_TRUNCATED: bool = knob("Rewards", False, "", "Leave completions that met MAX_COMPLETION_LEN out of the loss (bad length then costs nothing).")
+    REWARDS: str = setting("Rewards", "action", "", "Reward functions with optional weights, `name=weight,...`: action, best, format, or `module:function`.")
+    INVALID_REWARD: float = setting("Rewards", 0.0, "reward", "Reward of an answer that cannot be parsed; `nan` leaves it out of its group.", nan=True)
+    SCALE_REWARDS: str = setting("Rewards", "group", "", "Divide advantages by the standard deviation of the group, of the batch, or not at all.", choices=("group", "batch", "none"))
+    MASK_TRUNCATED: bool = setting("Rewards", False, "", "Leave completions that met MAX_COMPLETION_LEN out of the loss (bad length then costs nothing).")
 
-    USE_VLLM: bool | None = knob("Rollouts", None, "", "Generate with vLLM beside the trainer (MXFP4 weights, asleep while learning) instead of transformers; `auto`: on a GPU.")
-    ROLLOUT_SYNC: str = knob("Rollouts", "merge", "", "How vLLM gets the adapter: `merge` pushes merged attention weights, `lora` loads it natively.", choices=("merge", "lora"))
-    VLLM_GPU_MEM: float | None = knob("Rollouts", None, "share", "The most of the whole GPU that vLLM may take while awake; `auto` plans it from one step's key-value cache and the free memory.", above=0, high=0.95)
-    VLLM_EAGER: bool = knob("Rollouts", False, "", "Run vLLM without compilation and CUDA graphs: starts faster, generates slower (its kernels in Triton need a C compiler all the same).")
-    IS_CORRECTION: str = knob("Rollouts", "token_truncate", "", "Importance-sampling correction of vLLM's probabilities, TRL's modes, or `none`.", choices=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "none"))
-    IS_CLIP_MAX: float = knob("Rollouts", 3.0, "ratio", "Importance ratios are truncated or masked above this.", above=1)
-    PARITY: str = knob("Rollouts", "on", "", "Compare vLLM's log-probs with the trainer's before the first step, and stop (exit code 3) where they differ.", choices=("on", "off"))
-    PARITY_LIMIT: float = knob("Rollouts", 0.05, "nats", "Largest mean difference of log-probs that the parity gate accepts.", above=0)
-    PROMPTS_PER_STEP: int = knob("Rollouts", 12, "prompts", "Prompts per optimizer step.", tiny=8, low=1)
-    NUM_GENERATIONS: int = knob("Rollouts", 8, "completions", "Completions per prompt: the group that advantages compare.", low=2)
-    GENERATION_BATCH: int | None = knob("Rollouts", None, "completions", "Completions that transformers generates at once; must divide PROMPTS_PER_STEP x NUM_GENERATIONS; `auto` plans it from the free memory.", low=1)
-    MAX_COMPLETION_LEN: int = knob("Rollouts", 4000, "tokens", "Longest completion; one that meets it counts as truncated.", tiny=12, low=1)
-    TEMPERATURE: float = knob("Rollouts", 1.0, "", "Sampling temperature of the rollouts; the loss uses the same.", above=0, high=10)
-    TOP_P: float = knob("Rollouts", 1.0, "probability", "Nucleus sampling; below 1 the sampled and the trained distribution differ.", above=0, high=1)
+    USE_VLLM: bool | None = setting("Rollouts", None, "", "Generate with vLLM beside the trainer (MXFP4 weights, asleep while learning) instead of transformers; `auto`: on a GPU.", resume=True)
+    ROLLOUT_SYNC: str = setting("Rollouts", "merge", "", "Weight sync, how vLLM gets the adapter: `merge` pushes merged attention weights, `lora` loads it natively.", choices=("merge", "lora"), resume=True)
+    VLLM_GPU_MEM: float | None = setting("Rollouts", None, "share", "The most of the whole GPU that vLLM may take while awake; `auto` plans it from one step's key-value cache and the free memory.", above=0, high=0.95, resume=True)
+    VLLM_EAGER: bool = setting("Rollouts", False, "", "Run vLLM without compilation and CUDA graphs: starts faster, generates slower (its kernels in Triton need a C compiler all the same).", resume=True)
+    IS_CORRECTION: str = setting("Rollouts", "token_truncate", "", "Importance-sampling correction of vLLM's probabilities, TRL's modes, or `none`.", choices=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "none"))
+    IS_CLIP_MAX: float = setting("Rollouts", 3.0, "ratio", "Importance ratios are truncated or masked above this.", above=1)
+    PARITY: str = setting("Rollouts", "on", "", "Train/inference mismatch check: compare vLLM's log-probs with the trainer's before the first step, and stop (exit code 3) where they differ.", choices=("on", "off"), resume=True)
+    PARITY_LIMIT: float = setting("Rollouts", 0.05, "nats", "Largest mean difference of log-probs that the mismatch check accepts.", above=0, resume=True)
+    PROMPTS_PER_STEP: int = setting("Rollouts", 12, "prompts", "Prompts per optimizer step.", tiny=8, low=1)
+    NUM_GENERATIONS: int = setting("Rollouts", 8, "completions", "Completions per prompt: the group that advantages compare.", low=2)
+    GENERATION_BATCH: int | None = setting("Rollouts", None, "completions", "Completions that transformers generates at once; must divide PROMPTS_PER_STEP x NUM_GENERATIONS; `auto` plans it from the free memory.", low=1, resume=True)
+    MAX_COMPLETION_LEN: int = setting("Rollouts", 4000, "tokens", "Longest completion; one that meets it counts as truncated.", tiny=12, low=1)
+    TEMPERATURE: float = setting("Rollouts", 1.0, "", "Sampling temperature of the rollouts; the loss uses the same.", above=0, high=10)
+    TOP_P: float = setting("Rollouts", 1.0, "probability", "Nucleus sampling; below 1 the sampled and the trained distribution differ.", above=0, high=1)
 
-    TOTAL_STEPS: int = knob("Learner", 100, "steps", "Optimizer steps of the whole run, resumed parts included.", tiny=150, low=1)
-    LEARNING_RATE: float = knob("Learner", 5e-5, "", "Peak learning rate of AdamW.", tiny=1e-3, above=0)
-    LR_SCHEDULER: str = knob("Learner", "constant_with_warmup", "", "Learning-rate schedule; linear and cosine fall to 0 at TOTAL_STEPS, so the rate jumps up again where a finished run is given more steps.", tiny="linear", choices=("constant", "constant_with_warmup", "linear", "cosine"))
-    WARMUP_STEPS: int = knob("Learner", 0, "steps", "Steps over which the learning rate rises from 0.", low=0)
-    WEIGHT_DECAY: float = knob("Learner", 0.0, "", "AdamW's weight decay.", low=0)
-    MAX_GRAD_NORM: float = knob("Learner", 1.0, "norm", "Gradients are scaled down to this norm.", above=0)
-    MICRO_BATCH: int | None = knob("Learner", None, "completions", "Completions of MAX_COMPLETION_LEN that fit into one forward and backward pass (shorter ones: more of them); a matter of memory, never of what is learned; `auto` plans it.", low=1)
-    PACKING: str | None = knob("Learner", None, "", "`prefix` computes a prompt once for all its completions, `none` once for each; `auto`: prefix where the attention supports it.", choices=("prefix", "none"))
-    GRADIENT_CHECKPOINTING: bool = knob("Learner", True, "", "Recompute activations in the backward pass: much less memory, about a third more time.", tiny=False)
-    LOSS_TYPE: str = knob("Learner", "bnpo", "", "GRPO variant, TRL's names.", choices=("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo"))
-    LOSS_IMPL: str = knob("Learner", "liger", "", "`liger`: Liger's GRPO loss over chunked log-probs; `trl`: TRL's, the same to five digits.", choices=("liger", "trl"))
-    BETA: float = knob("Learner", 0.0, "", "Weight of the KL penalty against the base model; 0 saves a forward pass.", low=0)
-    EPSILON: float = knob("Learner", 0.2, "", "Lower clip range of the policy ratio.", above=0)
-    EPSILON_HIGH: float | None = knob("Learner", None, "", "Upper clip range; `auto` is EPSILON, 5.0 for cispo.", above=0)
-    SEED: int = knob("Learner", 42, "", "Seed of prompt order, adapter initialization and sampling.", low=0, high=2**31 - 1)
+    TOTAL_STEPS: int = setting("Learner", 100, "steps", "Optimizer steps of the whole run, resumed parts included.", tiny=150, low=1, resume=True)
+    LEARNING_RATE: float = setting("Learner", 5e-5, "", "Peak learning rate of AdamW.", tiny=1e-3, above=0)
+    LR_SCHEDULER: str = setting("Learner", "constant_with_warmup", "", "Learning-rate schedule; linear and cosine fall to 0 at TOTAL_STEPS, so the rate jumps up again where a finished run is given more steps.", tiny="linear", choices=("constant", "constant_with_warmup", "linear", "cosine"))
+    WARMUP_STEPS: int = setting("Learner", 0, "steps", "Steps over which the learning rate rises from 0.", low=0)
+    WEIGHT_DECAY: float = setting("Learner", 0.0, "", "AdamW's weight decay.", low=0)
+    MAX_GRAD_NORM: float = setting("Learner", 1.0, "norm", "Gradients are scaled down to this norm.", above=0)
+    MICRO_BATCH: int | None = setting("Learner", None, "completions", "Completions of MAX_COMPLETION_LEN in one micro-batch (of shorter ones it takes more); a matter of memory, never of what is learned; `auto` plans it.", low=1, resume=True)
+    PACKING: str | None = setting("Learner", None, "", "`prefix` computes a prompt once for all its completions, `none` once for each; `auto`: prefix where the attention supports it.", choices=("prefix", "none"), resume=True)
+    GRADIENT_CHECKPOINTING: bool = setting("Learner", True, "", "Recompute activations in the backward pass: much less memory, about a third more time.", tiny=False)
+    LOSS_TYPE: str = setting("Learner", "bnpo", "", "GRPO variant, TRL's names; the loss is Liger's, for luspo TRL's own.", choices=("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo"))
+    BETA: float = setting("Learner", 0.0, "", "Weight of the KL penalty against the base model; 0 saves a forward pass.", low=0)
+    EPSILON: float = setting("Learner", 0.2, "", "Lower clip range of the policy ratio.", above=0)
+    EPSILON_HIGH: float | None = setting("Learner", None, "", "Upper clip range; `auto` is EPSILON, 5.0 for cispo.", above=0)
+    SEED: int = setting("Learner", 42, "", "Seed of prompt order, adapter initialization and sampling.", low=0, high=2**31 - 1)
 
-    OUTPUT_DIR: str = knob("Output", "runs/gpt-oss-20b", "", "Folder of the run; OUTPUT_DIR.zip is written beside it.", tiny="runs/tiny")
-    SAVE_STEPS: int = knob("Output", 10, "steps", "Steps between checkpoints.", tiny=50, low=1)
-    SAVE_TOTAL_LIMIT: int = knob("Output", 3, "checkpoints", "Checkpoints that are kept.", low=1)
-    RESUME: str = knob("Output", "auto", "", "`auto` continues an interrupted run in OUTPUT_DIR from its last checkpoint; `never` refuses to.", choices=("auto", "never"))
-    OVERWRITE: bool = knob("Output", False, "", "Delete the run that is in OUTPUT_DIR and start anew.")
-    REPORT_TO: str = knob("Output", "none", "", "Trackers of the Trainer, separated by commas: none, wandb, tensorboard, trackio.")
-    ALLOW_UNTESTED: bool = knob("Output", False, "", "Go on with package versions outside the tested range.")
-    IGNORE_VARS: str = knob("Output", "", "", "Variables of other programs that look like a mistyped setting, separated by commas.")
+    OUTPUT_DIR: str = setting("Output", "runs/gpt-oss-20b", "", "Folder of the run; OUTPUT_DIR.zip is written beside it.", tiny="runs/tiny", resume=True)
+    SAVE_STEPS: int = setting("Output", 10, "steps", "Steps between checkpoints.", tiny=50, low=1, resume=True)
+    SAVE_TOTAL_LIMIT: int = setting("Output", 3, "checkpoints", "Checkpoints that are kept.", low=1, resume=True)
+    RESUME: str = setting("Output", "auto", "", "`auto` continues an interrupted run in OUTPUT_DIR from its last checkpoint; `never` refuses to.", choices=("auto", "never"), resume=True)
+    OVERWRITE: bool = setting("Output", False, "", "Delete the run that is in OUTPUT_DIR and start again.", resume=True)
+    REPORT_TO: str = setting("Output", "none", "", "Trackers of the Trainer, separated by commas: none, wandb, tensorboard, trackio.", resume=True)
+    ALLOW_UNTESTED: bool = setting("Output", False, "", "Go on with package versions outside the tested range.", resume=True)
+    IGNORE_VARS: str = setting("Output", "", "", "Variables of other programs that look like a mistyped setting, separated by commas.", resume=True)
     # fmt: on
 
     @property
@@ -105,8 +108,14 @@ ALIASES = {
     "MICRO_BATCH_SIZE": "MICRO_BATCH", "PER_DEVICE_TRAIN_BATCH_SIZE": "MICRO_BATCH",
     "MAX_PROMPT_LENGTH": "MAX_PROMPT_LEN", "MAX_COMPLETION_LENGTH": "MAX_COMPLETION_LEN",
     "MAX_NEW_TOKENS": "MAX_COMPLETION_LEN", "ATTN_IMPLEMENTATION": "ATTN_IMPL", "ATTENTION": "ATTN_IMPL",
-    "TRAIN_DATA": "DATA", "DATASET": "DATA", "OUT_DIR": "OUTPUT_DIR", "KL_COEF": "BETA", "VLLM": "USE_VLLM",
+    "TRAIN_DATA": "DATA", "DATASET": "DATA", "OUT_DIR": "OUTPUT_DIR", "KL_COEF": "BETA", "VLLM": "USE_VLLM", "TOP_K": "TOP_P",
 }  # fmt: skip
+MAY_CHANGE = {name for name, spec in FIELDS.items() if spec.metadata["resume"]}
+# Settings and values that are gone -> what replaces them.
+REMOVED = {
+    "LOSS_IMPL": "Unset it: the loss is Liger's for every LOSS_TYPE, but for luspo, whose loss is TRL's own",
+    "ATTN_IMPL=flex_attention": "Set ATTN_IMPL=torch_flash (or auto), which replaces it",
+}
 
 
 def listed(text: str) -> list[str]:
@@ -115,7 +124,7 @@ def listed(text: str) -> list[str]:
 
 
 class Problems(list[str]):
-    """What is wrong with the input: collected, so that the user mends everything in one go."""
+    """What is wrong with the input: collected, so that the user fixes everything in one go."""
 
     def add(self, where: str, what: str, fix: str) -> None:
         self.append(f"{where}: {what}. {fix}")
@@ -179,35 +188,15 @@ def parse_value(name: str, text: str) -> Any:
     return value
 
 
-def edit_distance(a: str, b: str) -> int:
-    """Levenshtein distance that counts a swap of two neighbours as one edit (optimal string alignment)."""
-    rows = [list(range(len(b) + 1))]
-    for i, x in enumerate(a, 1):
-        rows.append([i])
-        for j, y in enumerate(b, 1):
-            cost = min(rows[i - 1][j] + 1, rows[i][j - 1] + 1, rows[i - 1][j - 1] + (x != y))
-            if i > 1 and j > 1 and x == b[j - 2] and y == a[i - 2]:
-                cost = min(cost, rows[i - 2][j - 2] + 1)
-            rows[i].append(cost)
-    return rows[-1][-1]
-
-
 def nearest_setting(variable: str) -> str | None:
     """The setting that an environment variable was probably meant to be, or None for somebody else's variable.
 
-    Short names tolerate no edit beyond their case (`SPEED` is not `SEED`), longer ones one in five letters, at most 2.
+    Short names are matched but for their case and underscores (`SPEED` is not `SEED`), longer ones if they are alike.
     """
     name = variable.upper().replace("-", "_")
-    if name in FIELDS or name in ALIASES:
-        return FIELDS[name].name if name in FIELDS else ALIASES[name]
-    squeezed = name.replace("_", "")
-    for setting in FIELDS:
-        allowed = min(2, len(setting) // 5)
-        if squeezed == setting.replace("_", "") or (
-            allowed and abs(len(name) - len(setting)) <= allowed and edit_distance(name, setting) <= allowed
-        ):
-            return setting
-    return None
+    known = ALIASES | {ours.replace("_", ""): ours for ours in FIELDS}
+    near = difflib.get_close_matches(name, [ours for ours in FIELDS if len(ours) > 4], 1, cutoff=0.83)
+    return known.get(name) or known.get(name.replace("_", "")) or (near[0] if near else None)
 
 
 def load_settings(environ: Mapping[str, str]) -> tuple[Settings, dict[str, str], Problems]:
@@ -218,15 +207,19 @@ def load_settings(environ: Mapping[str, str]) -> tuple[Settings, dict[str, str],
         values[name], sources[name] = spec.default, "default"
         if tiny and spec.metadata["tiny"] is not None:
             values[name], sources[name] = spec.metadata["tiny"], "tiny"
-        if (text := environ.get(name)) is not None:
+        text = environ.get(name)
+        if removed := REMOVED.get(f"{name}={text}".strip()):
+            problems.add(f"{name}={text}", "this value was removed", removed)
+        elif text is not None:
             try:
                 values[name], sources[name] = parse_value(name, text), "environment"
             except ValueError as error:
                 default = show(values[name])
                 problems.add(name, f"{text!r} is not accepted, {error}", f"Unset it for the default ({default})")
-    ignored = {name.strip() for name in values["IGNORE_VARS"].split(",")}
-    for variable in sorted(set(environ) - set(FIELDS) - ignored):
-        if meant := nearest_setting(variable):
+    for variable in sorted(set(environ) - set(FIELDS) - set(listed(values["IGNORE_VARS"]))):
+        if variable in REMOVED:
+            problems.add(variable, "this setting was removed", REMOVED[variable])
+        elif meant := nearest_setting(variable):
             fix = f"Write {meant}, or IGNORE_VARS={variable} if it belongs to another program"
             problems.add(variable, f"no such setting, the nearest is {meant}", fix)
     return Settings(**values), sources, problems
@@ -249,10 +242,10 @@ def settings_table() -> Iterator[tuple[str, str, str, str, str, str]]:
 def unknown_option(word: str) -> str:
     """The problem of a word on the command line that is no option, probably a setting."""
     name, equals, value = word.lstrip("-").partition("=")
-    setting = nearest_setting(name)
-    if not (equals or setting):
+    meant = nearest_setting(name)
+    if not (equals or meant):
         return f"{word}: no such option. There are --help and --check"
-    example = f"{setting or name.upper().replace('-', '_')}={shlex.quote(value) if equals else '...'}"
+    example = f"{meant or name.upper().replace('-', '_')}={shlex.quote(value) if equals else '...'}"
     return f"{word}: no such option. Settings are environment variables: {example} python train_grpo.py"
 
 

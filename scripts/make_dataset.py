@@ -16,20 +16,44 @@ Exit codes: 0 done, 1 `--check` found a difference, 2 bad input (every problem i
 from __future__ import annotations
 
 import argparse
+import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from grpo.tasks.tes.dataset import DATA_DIR, EXPLORE, SEED, file_name, number, profile_files, summary, synthetic_files
+from grpo.tasks.tes.dataset import (
+    DATA_DIR,
+    EXPLORE,
+    SEED,
+    differences,
+    profile_files,
+    read_profiles,
+    summary,
+    synthetic_files,
+)
 from grpo.tasks.tes.plant import START_KWH, Plant
-from grpo.tasks.tes.profiles import Profile, ProfileError, decode, read_profile, windows
+from grpo.tasks.tes.profiles import ProfileError, decode, windows
+
+
+def number(low: float, high: float, kind: type = float) -> Callable[[str], float]:
+    """An argparse type: a finite number from low to high."""
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {kind.__name__} from {low:g} to {high:g}")
+        return value
+
+    return parse
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Reads the command line; exits with code 2 on a wrong one."""
-    about, _, _ = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(description=about, allow_abbrev=False)
+    """Reads the command line; exits with code 2 on a wrong one. What is only for profiles lies in `own`, if given."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--check", action="store_true", help="regenerate and compare byte for byte, write nothing")
     mode.add_argument("--summary", action="store_true", help="tabulate the files that exist, write nothing")
@@ -40,26 +64,20 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     seed = number(0, 2**32 - 1, int)
     parser.add_argument("--seed", type=seed, default=SEED, help="of days and trajectories (default %(default)s)")
-    own = parser.add_argument_group("with --profile")
-    own.add_argument("--co2-column", metavar="NAME", help="CO2 intensity [kg/kWh], where names do not tell")
-    own.add_argument("--load-column", metavar="NAME", help="cooling load [kW], where names do not tell")
-    energy = number(0, Plant().capacity_kwh)
-    own.add_argument("--start-kwh", type=energy, metavar="E", help=f"stored at the start (default {START_KWH:g})")
-    own.add_argument("--explore", type=number(0, 1), metavar="P", help=f"share of random actions (default {EXPLORE})")
-    own.add_argument(
-        "--trajectories", type=number(1, 1000, int), metavar="N", help="a window, from the 2nd at random starts"
-    )
-    own.add_argument(
-        "--short-share",
-        type=number(0, 0.9),
-        metavar="S",
-        help="least share of hours whose load exceeds the stored energy",
-    )
+    group, energy = parser.add_argument_group("with --profile"), number(0, Plant().capacity_kwh)
+    own = [
+        group.add_argument("--co2-column", metavar="NAME", help="CO2 intensity [kg/kWh], where names do not tell"),
+        group.add_argument("--load-column", metavar="NAME", help="cooling load [kW], where names do not tell"),
+        group.add_argument("--start-kwh", type=energy, metavar="E", help=f"stored at first (default {START_KWH:g})"),
+        group.add_argument("--explore", type=number(0, 1), metavar="P", help=f"random actions (default {EXPLORE})"),
+        group.add_argument("--trajectories", type=number(1, 1000, int), metavar="N", help="a window (default 1)"),
+        group.add_argument("--short-share", type=number(0, 0.9), metavar="S", help="least share of short hours"),
+    ]
     args = parser.parse_args(argv)
-    named = ("co2_column", "load_column", "start_kwh", "explore", "trajectories", "short_share")
-    only = [f"--{name.replace('_', '-')}" for name in named if getattr(args, name) is not None]
-    if only and not args.profile:
-        parser.error(f"{', '.join(only)}: only with --profile; the synthetic files have fixed settings")
+    args.own = {one.dest: value for one in own if (value := getattr(args, one.dest)) is not None}
+    if args.own and not args.profile:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in args.own)
+        parser.error(f"{names}: only with --profile; the synthetic files have fixed settings")
     if args.profile and args.out is None:
         parser.error("--profile needs --out DIR, so that your files do not mix with the synthetic ones")
     if args.prompt is None:  # in both forms, a folder of your own files would train every hour twice
@@ -67,87 +85,51 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
-    args = parse_args(argv)
-    out = Path(args.out) if args.out else DATA_DIR
+def make(args: argparse.Namespace) -> dict[str, str]:
+    """The files that were asked for, name -> text."""
     prompts = ("full", "compact") if args.prompt == "both" else (args.prompt,)
-    try:
-        if args.summary:
-            return show(out)
-        files = dict(own_files(args, prompts) if args.profile else synthetic_files(args.seed, prompts))
-        if args.check:
-            return check(out, files, args.seed)
-        out.mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            (out / name).write_bytes(text.encode())
-    except ProfileError as error:
-        shown = error.problems[:30]
-        rest = len(error.problems) - len(shown)
-        print("\n".join(shown + [f"... and {rest} more problem(s)"] * bool(rest)), file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"{error.filename or out}: {error.strerror}; choose another --out", file=sys.stderr)
-        return 2
-    print(f"wrote {', '.join(files)} to {out}")
-    print(summary(files))
-    return 0
-
-
-def own_files(args: argparse.Namespace, prompts: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Reads all profiles before anything is made, so that one run names the problems of every file."""
-    profiles: dict[str, Profile] = {}
-    problems: list[str] = []
-    for path in map(Path, args.profile):
-        names = {file_name(path.stem, prompt) for prompt in prompts}
-        taken = names & {file_name(stem, prompt) for stem in profiles for prompt in prompts}
-        if taken:
-            problems.append(f"{path}: another profile makes {', '.join(sorted(taken))} too; rename one of them")
-            continue
-        try:
-            profiles[path.stem] = read_profile(path, args.co2_column, args.load_column)
-        except ProfileError as error:
-            problems += error.problems
-    if problems:
-        raise ProfileError(problems)
+    if not args.profile:
+        return dict(synthetic_files(args.seed, prompts))
+    columns = {name: args.own.pop(name, None) for name in ("co2_column", "load_column")}
+    profiles = read_profiles(map(Path, args.profile), prompts, **columns)
     for stem, profile in profiles.items():
         made = windows(profile)
         used = {day for window in made for day in window.dates}
         spare = [str(day) for day in profile.dates if day not in used]
         print(f"{stem}: {len(profile.dates)} days, {len(made)} window(s)" + f"; not used: {spare}" * bool(spare))
-    start_kwh = START_KWH if args.start_kwh is None else args.start_kwh
-    explore = EXPLORE if args.explore is None else args.explore
-    return profile_files(
-        profiles, prompts, args.seed, start_kwh, explore, args.trajectories or 1, args.short_share or 0.0
-    )
+    return dict(profile_files(profiles, prompts, args.seed, **args.own))
 
 
-def check(out: Path, files: dict[str, str], seed: int) -> int:
-    """Compares files with what they should hold; returns 1 and names those that differ."""
-    wrong = []
-    for name, text in files.items():
-        path = out / name
-        if not path.is_file():
-            wrong.append(f"{path}: missing")
-        elif (stored := path.read_bytes()) != text.encode():
-            at = next((i for i, (a, b) in enumerate(zip(stored, text.encode(), strict=False)) if a != b), None)
-            at = min(len(stored), len(text.encode())) if at is None else at
-            line = stored[:at].count(b"\n") + 1
-            wrong.append(f"{path}: differs from line {line} on")
-    if wrong:
-        print("\n".join(wrong), file=sys.stderr)
-        print(f"make them again with: python scripts/make_dataset.py --seed {seed} --out {out}", file=sys.stderr)
-        return 1
-    print(f"{len(files)} files in {out} are what seed {seed} gives")
-    return 0
-
-
-def show(out: Path) -> int:
-    """Tabulates the data files of a folder."""
-    paths = sorted(out.glob("tes_*.csv"))
-    if not paths:
-        raise ProfileError([f"{out}: no tes_*.csv in it; make them first or choose another --out"])
-    print(summary({path.name: decode(path.read_bytes()) for path in paths}))
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    args = parse_args(argv)
+    out = Path(args.out) if args.out else DATA_DIR
+    try:
+        if args.summary:
+            found = {path.name: decode(path.read_bytes()) for path in sorted(out.glob("tes_*.csv"))}
+            if not found:
+                raise ProfileError([f"{out}: no tes_*.csv in it; make them first or choose another --out"])
+            print(summary(found))
+            return 0
+        files = make(args)
+        if args.check:
+            if wrong := differences(out, files):
+                again = f"make them again with: python scripts/make_dataset.py --seed {args.seed} --out {out}"
+                print(*wrong, again, sep="\n", file=sys.stderr)
+                return 1
+            print(f"{len(files)} files in {out} are what seed {args.seed} gives")
+            return 0
+        out.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (out / name).write_bytes(text.encode())
+    except ProfileError as error:
+        shown, rest = error.problems[:30], len(error.problems[30:])
+        print(*shown, *[f"... and {rest} more problem(s)"] * bool(rest), sep="\n", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"{error.filename or out}: {error.strerror}; choose another --out", file=sys.stderr)
+        return 2
+    print(f"wrote {', '.join(files)} to {out}\n{summary(files)}")
     return 0
 
 

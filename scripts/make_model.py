@@ -24,15 +24,9 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from grpo.model.gptoss_format import GPT_OSS_20B, ModelError
-from grpo.model.random_weights import check_checkpoint, write_full
-from grpo.model.tiny import build_tiny, write_tiny
-
-# Command line
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -44,61 +38,55 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
     tiny = commands.add_parser("tiny", help="a trained toy model, a few hundred thousand parameters, under a minute")
     tiny.add_argument("--out", type=Path, help="directory to write (default: the user's cache directory)")
-    tiny.add_argument("--seed", type=int, help="of the weights and the warm-up (default 0; another one needs --out)")
+    tiny.add_argument("--seed", type=int, default=0, help="of the weights and the warm-up (another than 0 needs --out)")
     tiny.add_argument("--force", action="store_true", help="replace what is there")
 
     full = commands.add_parser("full", help="gpt-oss-20b's shapes with random weights, 12.8 GiB")
     full.add_argument("--out", type=Path, required=True, help="directory to write")
-    full.add_argument("--tokenizer", type=Path, help="directory with tokenizer.json or tokenizer.json.xz to copy")
-    full.add_argument("--no-tokenizer", action="store_true", help="write none; nothing can then render a prompt")
+    tokenizer = full.add_mutually_exclusive_group(required=True)
+    tokenizer.add_argument("--tokenizer", type=Path, help="directory with tokenizer.json or tokenizer.json.xz to copy")
+    tokenizer.add_argument("--no-tokenizer", action="store_true", help="write none; nothing can then render a prompt")
     full.add_argument("--device", default="cpu", help="where the noise is made: cpu (default), cuda, cuda:1, ...")
     full.add_argument("--seed", type=int, default=0, help="of the noise (default 0)")
-    full.add_argument("--layers", type=int, default=GPT_OSS_20B.layers, help="default 24, 0.45 GiB each")
+    full.add_argument("--layers", type=int, default=24, help="default 24, 0.45 GiB each")
     full.add_argument("--force", action="store_true", help="replace a checkpoint that is there")
 
     check = commands.add_parser("check", help="compare a checkpoint's tensors with what transformers expects")
-    check.add_argument("directory", type=Path)
+    check.add_argument("out", type=Path, metavar="directory")
 
     args = parser.parse_args(argv)
-    if args.command == "full" and (args.tokenizer is None) != args.no_tokenizer:
-        parser.error("full needs --tokenizer DIR or --no-tokenizer, and not both")
-    if args.command == "tiny" and args.seed not in (None, 0) and args.out is None:
+    if args.command == "tiny" and args.seed and args.out is None:
         parser.error("the cache keeps the model of seed 0: give --out with another --seed")
     return args
 
 
-def report(directory: Path) -> None:
-    """Print the result of `check_checkpoint`."""
-    found = check_checkpoint(directory)
-    print(
-        f"{directory}: {found['parameters']:,} parameters in {found['tensors']} tensors, {found['files']} file(s), "
-        f"{found['bytes']:,} bytes; names, types and shapes are what transformers expects"
-    )
-
-
 def main(argv: list[str] | None = None) -> int:
-    args = parse_args(argv)
-    start = time.perf_counter()
+    args, start = parse_args(argv), time.perf_counter()
+    # Late: torch takes seconds, which --help and a usage error need not.
+    from grpo.model.checkpoint import check_checkpoint
+    from grpo.model.gptoss_format import ModelError, Shape
+    from grpo.model.random_weights import write_full
+    from grpo.model.tiny import build_tiny, write_tiny
+
+    path = args.out
     try:
-        if args.command == "check":
-            report(args.directory)
-        elif args.command == "full":
-            write_full(
-                args.out, replace(GPT_OSS_20B, layers=args.layers), args.tokenizer, args.device, args.seed, args.force
-            )
-            report(args.out)
-        else:
-            if args.out is None:
-                path = build_tiny(force=args.force, log=print)
-            else:
-                path = args.out
-                write_tiny(path, args.seed or 0, args.force, log=print)
-            report(path)
-            figures = json.loads((path / "warmup.json").read_text(encoding="utf-8"))
+        if args.command == "full":
+            write_full(path, Shape(layers=args.layers), args.tokenizer, args.device, args.seed, args.force)
+        elif args.command == "tiny" and path is None:
+            path = build_tiny(force=args.force, log=print)
+        elif args.command == "tiny":
+            write_tiny(path, args.seed, args.force, log=print)
+        found = check_checkpoint(path)
+        print(
+            f"{path}: {found['parameters']:,} parameters in {found['tensors']} tensors, {found['files']} file(s), "
+            f"{found['bytes']:,} bytes; names, types and shapes are what transformers expects"
+        )
+        if args.command == "tiny":
             print(
-                f"sampled at temperature 1: parse rate {figures['parse_rate']:.3f}, mean reward {figures['reward']:.3f}"
-                f" (greedy {figures['greedy']:.3f}, random {figures['random']:.3f}, best constant "
-                f"{figures['best_constant']:.3f}, oracle {figures['oracle']:.3f})"
+                "sampled at temperature 1: parse rate {parse_rate:.3f}, mean reward {reward:.3f} (greedy {greedy:.3f}, "
+                "random {random:.3f}, best constant {best_constant:.3f}, oracle {oracle:.3f})".format(
+                    **json.loads((path / "warmup.json").read_text(encoding="utf-8"))
+                )
             )
     except (ModelError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

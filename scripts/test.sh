@@ -12,7 +12,7 @@ all tests and rewards.py's doctests. With file names under tests/, or rewards.py
   bash scripts/test.sh -m 'not slow' -x       whatever pytest takes
   bash scripts/test.sh tests/test_rewards.py  one file
   bash scripts/test.sh -n 0 --pdb             in one process
-  bash scripts/test.sh --setup-only           make the environment, run nothing
+  bash scripts/test.sh --setup-only           make the environment, print its Python, run nothing
 
 VENV=DIR chooses the environment's folder (.venv; .venv-cpu where .venv holds the GPU set).
 HELP
@@ -52,7 +52,10 @@ if [ "$(cat "$VENV/.test-stamp" 2>/dev/null || true)" != "$tools" ]; then
     "$python" -m pip install --quiet --disable-pip-version-check $tools
     echo "$tools" >"$VENV/.test-stamp"
 fi
-[ "$setup_only" = no ] || exit 0
+[ "$setup_only" = no ] || { echo "$python" && exit 0; }
+
+# Tests that read vLLM's source are skipped where it is not there; in CI they must run, so it is fetched (290 MiB, once).
+[ -z "${CI:-}" ] || "$python" tests/vllm_source.py
 
 # No test may depend on the network, and a hub that answers slowly must not slow them down.
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false

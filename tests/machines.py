@@ -1,25 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Machines and package versions that tests pretend to have."""
+"""Machines and package versions that tests pretend to have, and problems as they read them."""
 
 from __future__ import annotations
 
-from grpo.preflight.machine import (
-    TESTED,
-    Machine,
-    check_packages,
-)
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from grpo.preflight.machine import TESTED, Machine, check_packages
 from grpo.settings import Problems, Settings
 
 H100 = Machine("NVIDIA H100 80GB HBM3", 1, 79.6, 79.0, 110.0, 16, "x86_64")
-
-
 CPU = Machine(ram_free=20.0, cores=2, arch="x86_64")
-
-
 GOOD_VERSIONS = {name: oldest for name, (oldest, _) in TESTED.items()}
 
 
-def package_problems(versions, **changes):
+def only(problems: Sequence[str]) -> str:
+    """The one problem that there is."""
+    assert len(problems) == 1, problems
+    return problems[0]
+
+
+def package_problems(versions: Mapping[str, str | None], **changes: Any) -> Problems:
     problems = Problems()
     check_packages(Settings(**changes), versions, problems)
     return problems

@@ -6,16 +6,10 @@ from __future__ import annotations
 import torch
 from reference_kernel import reference_backward, reference_forward
 
-from grpo.model.attention import (
-    Kernel,
-)
+from grpo.model.attention import Kernel
 
 REFERENCE = Kernel(reference_forward, reference_backward)
-
-
 HEADS, KEY_HEADS, DIM, SCALE = 4, 2, 8, 0.3
-
-
 # (queries, keys) of each packed sequence: as many keys as queries, keys of a prefix before them, a single query.
 LENGTHS = [(5, 5), (3, 9), (1, 6), (7, 7)]
 
@@ -26,8 +20,8 @@ def normal(*shape, generator, dtype=torch.float64):
 
 def packed(dtype=torch.float64, lengths=LENGTHS, seed=0):
     g = torch.Generator().manual_seed(seed)
-    starts_q, starts_k = (torch.tensor([0, *n]).cumsum(0).int() for n in zip(*lengths, strict=True))
-    q = normal(int(starts_q[-1]), HEADS, DIM, generator=g, dtype=dtype)
-    k, v = (normal(int(starts_k[-1]), KEY_HEADS, DIM, generator=g, dtype=dtype) for _ in range(2))
-    longest_q, longest_k = (max(n) for n in zip(*lengths, strict=True))
-    return q, k, v, (starts_q, starts_k, longest_q, longest_k, SCALE)
+    queries, keys = zip(*lengths, strict=True)
+    cu_seqlens = [torch.tensor([0, *n]).cumsum(0).int() for n in (queries, keys)]
+    q = normal(sum(queries), HEADS, DIM, generator=g, dtype=dtype)
+    k, v = (normal(sum(keys), KEY_HEADS, DIM, generator=g, dtype=dtype) for _ in range(2))
+    return q, k, v, (*cu_seqlens, max(queries), max(keys), SCALE)

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A flash kernel in plain torch, with the interface of train_grpo.Kernel: for tests on a CPU, in any float type."""
+"""A flash kernel in plain torch, with the interface of attention.Kernel: for tests on a CPU, in any float type."""
 
 from __future__ import annotations
 
 import torch
 
 
-def sequences(q, k, starts_q, starts_k, window):
+def sequences(q, k, cu_seqlens_q, cu_seqlens_k, window):
     """Per sequence: slices of the queries and of the keys, and the mask (queries, keys), True where a query sees a key."""
-    starts_q, starts_k = starts_q.tolist(), starts_k.tolist()
-    for i in range(len(starts_q) - 1):
-        rows, cols = slice(starts_q[i], starts_q[i + 1]), slice(starts_k[i], starts_k[i + 1])
-        n_q, n_k = starts_q[i + 1] - starts_q[i], starts_k[i + 1] - starts_k[i]
+    cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for i in range(len(cu_seqlens_q) - 1):
+        rows, cols = slice(cu_seqlens_q[i], cu_seqlens_q[i + 1]), slice(cu_seqlens_k[i], cu_seqlens_k[i + 1])
+        n_q, n_k = cu_seqlens_q[i + 1] - cu_seqlens_q[i], cu_seqlens_k[i + 1] - cu_seqlens_k[i]
         # Distance from each key forward to the query; the last query stands at the last key.
         distance = torch.arange(n_q, device=q.device)[:, None] + (n_k - n_q) - torch.arange(n_k, device=q.device)
         yield rows, cols, (distance >= 0) & (distance < (window or n_k + 1))
@@ -23,12 +23,12 @@ def scores_of(q, k, visible, scale):
     return (torch.einsum("qhd,khd->hqk", q, k) * scale).masked_fill(~visible, -torch.inf)
 
 
-def reference_forward(q, k, v, starts_q, starts_k, longest_q, longest_k, scale, window):
+def reference_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, window):
     """Plain torch; inner arithmetic in float64, so that only what a kernel's caller rounds is rounded; lse at least float32."""
     wide_q, wide_k, wide_v = (x.double() for x in (q, k, v))
     out = torch.zeros_like(wide_q)
     lse = wide_q.new_full((q.shape[1], q.shape[0]), -torch.inf)
-    for rows, cols, visible in sequences(q, k, starts_q, starts_k, window):
+    for rows, cols, visible in sequences(q, k, cu_seqlens_q, cu_seqlens_k, window):
         scores = scores_of(wide_q[rows], wide_k[cols], visible, scale)
         lse[:, rows] = scores.logsumexp(-1)
         values = wide_v[cols].repeat_interleave(q.shape[1] // v.shape[1], 1)
@@ -36,7 +36,7 @@ def reference_forward(q, k, v, starts_q, starts_k, longest_q, longest_k, scale, 
     return out.to(q.dtype), lse.to(torch.promote_types(q.dtype, torch.float32))
 
 
-def reference_backward(dout, q, k, v, out, lse, starts_q, starts_k, longest_q, longest_k, scale, window):
+def reference_backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, window):
     """The kernels' own formula: probabilities from the lse passed in, rowsum(dout * out) from the out passed in.
 
     Unlike autograd through the scores it therefore stays right for an out and lse that a sink was folded into.
@@ -45,7 +45,7 @@ def reference_backward(dout, q, k, v, out, lse, starts_q, starts_k, longest_q, l
     group = q.shape[1] // k.shape[1]
     dq, dk, dv = (torch.zeros_like(x) for x in (wide_q, wide_k, wide_v))
     delta = (wide_dout * wide_out).sum(-1).T[..., None]  # (Hq, Tq, 1)
-    for rows, cols, visible in sequences(q, k, starts_q, starts_k, window):
+    for rows, cols, visible in sequences(q, k, cu_seqlens_q, cu_seqlens_k, window):
         p = (scores_of(wide_q[rows], wide_k[cols], visible, scale) - lse[:, rows, None]).exp()
         dp = torch.einsum("qhd,khd->hqk", wide_dout[rows], wide_v[cols].repeat_interleave(group, 1))
         ds = p * (dp - delta[:, rows]) * scale

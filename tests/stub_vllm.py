@@ -66,7 +66,8 @@ class StubLLM:
     """vLLM's LLM on the model in `folder`. `calls` lists what was asked of it, in order.
 
     To break it: `shift` and `noise` (standard deviation) are added to the log-probs it reports, `ignore_adapter` makes
-    it generate with the base, and `fail` maps the name of a call to (number of the call from 1, exception to raise).
+    it generate with the base, `keeps_first_adapter` with the first adapter that it got, and `fail` maps the name of a call
+    to (number of the call from 1, exception to raise).
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class StubLLM:
         self.requests: list[Any] = []
         self.shift = self.noise = 0.0
         self.noise_generator = torch.Generator().manual_seed(0)
-        self.ignore_adapter = False
+        self.ignore_adapter = self.keeps_first_adapter = False
         self.fail: dict[str, tuple[int, BaseException]] = {}
         self.loaded: dict[int, dict[str, tuple[Any, Any]]] = {}  # int id -> module -> (A, scaled B)
         self.active: dict[str, tuple[Any, Any]] = {}
@@ -143,7 +144,7 @@ class StubLLM:
 
     def apply_model(self, function: Any) -> list[Any]:
         self._called("apply_model")
-        if not self.ignore_adapter:
+        if not self.ignore_adapter and not (self.keeps_first_adapter and self.calls.count("apply_model") > 1):
             others = [("model.embedding.weight", self.model.model.embed_tokens.weight)]
             parameters = [*others, *self.packed.items()]
             return [function(SimpleNamespace(named_parameters=lambda: iter(parameters)))]
@@ -158,7 +159,9 @@ class StubLLM:
         self._called("add_lora")
         if not self.enable_lora:
             raise RuntimeError("LoRA is not enabled")
-        if request.lora_int_id not in self.loaded:  # an id that was seen is never read again
+        if self.keeps_first_adapter and self.loaded:
+            self.loaded[request.lora_int_id] = next(iter(self.loaded.values()))
+        elif request.lora_int_id not in self.loaded:  # an id that was seen is never read again
             self.loaded = {request.lora_int_id: self._load(Path(request.lora_path))}
         return True
 

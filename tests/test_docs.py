@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documentation: generated parts are current, links lead somewhere. Run: python -m pytest tests/test_docs.py"""
+"""Documentation: generated parts are current, links lead somewhere, and what the pages name is there.
+
+Run: python -m pytest tests/test_docs.py
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,30 @@ import make_docs
 import pytest
 from conftest import ROOT
 
+from grpo.data.files import read_rows
 from grpo.run.logs import COMPLETIONS, METRICS
+from grpo.settings import Problems, load_settings, settings_table
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+CURRENT = [page for page in PAGES if page.name != "log.md"]  # the log may name what was removed since
 RESULTS = sorted((ROOT / "docs" / "results").glob("*.json"))
+# Variables of other programs that the pages speak of, and one constant.
+NOT_SETTINGS = {
+    "FLASH_ATTENTION_FORCE_BUILD", "FLASH_ATTN_CUDA_ARCHS", "HF_HOME", "MATRIX_GAIN", "MAX_JOBS",
+    "TORCH_COMPILE_DISABLE", "TRITON_CACHE_DIR", "VENV", "VLLM_CACHE_ROOT", "WANDB_MODE", "WANDB_PROJECT",
+    "XDG_CACHE_HOME",
+}  # fmt: skip
+
+
+def fenced(text: str, language: str) -> list[str]:
+    """The code blocks of a page in this language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("name", make_docs.GENERATED)
 def test_generated_parts_are_current(name):
-    assert (ROOT / name).read_text(encoding="utf-8") == make_docs.GENERATED[name](), "run scripts/make_docs.py"
+    assert (ROOT / name).read_text(encoding="utf-8") == make_docs.renewed(name), "run scripts/make_docs.py"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
@@ -32,6 +50,51 @@ def test_links_lead_somewhere(page):
             headings = re.findall(r"^#+ (.+)$", linked.read_text(encoding="utf-8"), re.MULTILINE)
             anchors = {re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in headings}
             assert anchor in anchors, f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=lambda p: p.name)
+def test_named_files_are_there(page):
+    """Every file or folder of this repository that a page names, in prose or in a command."""
+    text = re.sub(r"https?://\S+", "", page.read_text(encoding="utf-8"))
+    named = set(re.findall(r"(?<![\w/.-])((?:grpo|scripts|tests|data|docs|\.ci)/[\w/.-]*\w)", text))
+    if not (ROOT / "grpo").exists():
+        named = {name for name in named if not name.startswith("grpo/")}
+    assert not [name for name in sorted(named) if not (ROOT / name).exists()]
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=lambda p: p.name)
+def test_named_settings_are_settings(page):
+    """A setting that was renamed or removed must not be offered any more, nor a value that is none of its choices."""
+    names = {name for _, name, *_ in settings_table()}
+    text = page.read_text(encoding="utf-8")
+    word = r"(?<![\w-])([A-Z][A-Z0-9]*_[A-Z0-9_]*[A-Z0-9]|(?<=`)[A-Z]{4,}(?=[`=]))(?:=([^\s`'\")]+))?(?!\w)"
+    for name, value in re.findall(word, text):
+        assert name in names | NOT_SETTINGS, name
+        if name in names and value and "..." not in value:
+            assert not load_settings({name: value})[2], (name, value)
+
+
+def test_the_readme_is_short():
+    lines = README.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 120 and max(len(line) for line in lines) <= 200
+
+
+def test_the_readme_has_the_two_commands_for_everybody():
+    commands = [line.split("#")[0].strip() for block in fenced(README.read_text(encoding="utf-8"), "bash") for line in block.splitlines()]  # fmt: skip
+    assert "bash scripts/demo.sh" in commands and "bash scripts/test.sh" in commands
+    assert "python train_grpo.py --check" in commands
+
+
+def test_the_readmes_csv_is_accepted(tmp_path):
+    """A header and three rows that the loader takes, and that teach something: no row pays all actions the same."""
+    (block,) = fenced(README.read_text(encoding="utf-8"), "csv")
+    path = tmp_path / "example.csv"
+    path.write_text(block, encoding="utf-8")
+    problems = Problems()
+    rows = read_rows("DATA", str(path), problems)
+    assert not problems and len(block.splitlines()) == 4 and len(rows) == 3
+    assert all(len(row.rewards) == 3 and len(set(row.rewards)) > 1 for row in rows)
+    assert all(row.messages[0][0] == "user" and "Answer [0]" in row.messages[0][1] for row in rows)
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda p: p.name)

@@ -7,16 +7,18 @@ import contextlib
 import dataclasses
 import math
 
+import torch
 from conftest import RENDERED
 from peft import LoraConfig
-from trl import GRPOConfig
+from trl import GRPOConfig, GRPOTrainer
 
 import train_grpo
 from grpo.data.files import Row
-from grpo.data.scoring import reward_callable
+from grpo.data.scoring import reward_callable, reward_specs
 from grpo.learn.context import RunContext
 from grpo.learn.trainer import Trainer
 from grpo.model.load import load_model, load_tokenizer
+from grpo.preflight.choices import choose_loss
 from grpo.preflight.hub import find_model
 from grpo.preflight.memory import Plan
 from grpo.run.signals import StopRequest
@@ -25,22 +27,29 @@ from grpo.settings import Problems, Settings
 BOTH = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo")
 
 
-def make(tiny, folder, **changes):
-    """A trainer on the tiny model over four rows, built as `run` builds it. Returns (trainer, base weights' hash)."""
-    settings = dataclasses.replace(
-        Settings(MODEL_ID="tiny", OUTPUT_DIR=str(folder), PROMPTS_PER_STEP=2, NUM_GENERATIONS=2, MAX_COMPLETION_LEN=8,
-                 TOTAL_STEPS=2, LORA_R=4, SEED=3), **changes,
-    )  # fmt: skip
-    files = find_model("tiny", Problems())
+def build(settings, tiny, folder):
+    """A trainer on the tiny model over four rows, built as `train_grpo.train` builds it."""
     prompts = [RENDERED.format(f"hour {8 + i} store 50 load 30") for i in range(4)]
-    rows = [Row("t.csv", i + 1, (("rendered", p),), (0.1, 0.2, 0.3, 0.4), {f"reward_action_{k}": k / 10 for k in range(4)}, p) for i, p in enumerate(prompts)]  # fmt: skip
+    columns = {f"reward_action_{k}": k / 10 for k in range(4)}
+    rows = [Row("t.csv", i + 1, (("rendered", p),), (0.1, 0.2, 0.3, 0.4), columns, p) for i, p in enumerate(prompts)]
     plan = Plan(0, 0, 0, 0, settings.MICRO_BATCH or 2, "test", 4, "test")
-    model = load_model(str(tiny), files.config, "eager").float()
-    context = RunContext(settings, rows, plan, folder, "eager", "prefix", StopRequest())
+    context = RunContext(
+        settings, rows, plan, folder, "eager", "prefix", choose_loss(settings.LOSS_TYPE)[0], StopRequest()
+    )
     return Trainer(
-        context, model, load_tokenizer(str(tiny)), LoraConfig(**train_grpo.lora_options(settings)),
-        GRPOConfig(**train_grpo.grpo_options(settings, cuda=False)), [reward_callable("action", settings)],
-    )  # fmt: skip
+        context,
+        load_model(str(tiny), find_model("tiny", Problems()).config, "eager").float(),
+        load_tokenizer(str(tiny)),
+        LoraConfig(**train_grpo.lora_options(settings)),
+        GRPOConfig(**train_grpo.grpo_options(settings, cuda=False)),
+        [reward_callable(name, settings) for name, _ in reward_specs(settings.REWARDS)],
+    )
+
+
+def make(tiny, folder, **changes):
+    """A trainer with few, short completions."""
+    small = {"PROMPTS_PER_STEP": 2, "NUM_GENERATIONS": 2, "MAX_COMPLETION_LEN": 8, "TOTAL_STEPS": 2, "SEED": 3}
+    return build(Settings(**{"MODEL_ID": "tiny", "OUTPUT_DIR": str(folder)} | small | changes), tiny, folder)
 
 
 def plain_float32(trainer):
@@ -51,16 +60,30 @@ def plain_float32(trainer):
     return trainer
 
 
-def batch(trainer, beta=0.0, old=False, sampled=False):
-    """A step of two prompts with two completions each, all of different lengths, with random adapter weights, so that
-    nothing is zero."""
-    import torch
+def uniform(generator, *shape):
+    """Numbers of mean 0 and variance 1 that are the same on every CPU: `randn`'s last bits depend on its instructions."""
+    return (torch.rand(shape, generator=generator, dtype=torch.float64) - 0.5) * 12**0.5
 
+
+def seed_weights(model):
+    """Weights that keep the size of what goes through them, log-probs around -6.5, and an adapter that is not zero: neither
+    depends on what a machine's training of the tiny model came to."""
     generator = torch.Generator().manual_seed(1)
-    for name, parameter in trainer.model.named_parameters():
-        if "lora_B" in name:
-            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
-    vocabulary = trainer.model.config.vocab_size
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            values = uniform(generator, *parameter.shape) * 0.1
+            if "norm" in name:
+                values += 1
+            elif "lora_B" not in name and parameter.ndim > 1:
+                values /= 0.1 if "embed" in name else 0.1 * parameter[..., 0].numel() ** 0.5
+            parameter.copy_(values)
+
+
+def batch(trainer, beta=0.0, old=False, sampled=False, near=None):
+    """A step of two prompts with two completions each, all of different lengths, on seeded weights. Where policy, old
+    policy, engine and reference differ, they do so around `near` (4, 7), which is the policy where it is left out."""
+    seed_weights(trainer.model)
+    generator, vocabulary = torch.Generator().manual_seed(1), trainer.model.config.vocab_size
     ids = lambda *shape: torch.randint(3, vocabulary, shape, generator=generator)  # noqa: E731
     inputs = {
         "prompt_ids": ids(2, 12).repeat_interleave(2, 0),
@@ -70,8 +93,8 @@ def batch(trainer, beta=0.0, old=False, sampled=False):
         "advantages": torch.tensor([1.3, -0.7, -1.1, 0.4]),
         "num_items_in_batch": torch.tensor(23),
     }
-    near = policy_logps(trainer, inputs)  # policy, old policy, engine and reference differ, but not absurdly
-    noise = lambda: near + torch.randn(4, 7, generator=generator) * 0.2  # noqa: E731
+    near = policy_logps(trainer, inputs) if near is None else near
+    noise = lambda: near + (uniform(generator, 4, 7) * 0.2).to(near.dtype)  # noqa: E731
     if old:
         inputs["old_per_token_logps"] = noise()
     if beta:
@@ -85,8 +108,6 @@ def batch(trainer, beta=0.0, old=False, sampled=False):
 @contextlib.contextmanager
 def plain_trl(trainer):
     """The trainer without any of this file's methods."""
-    from trl import GRPOTrainer
-
     ours = trainer.__class__
     trainer.__class__ = GRPOTrainer
     try:
@@ -97,8 +118,6 @@ def plain_trl(trainer):
 
 def policy_logps(trainer, inputs):
     """Log-probs of the completion tokens by TRL's own head over padded rows, without gradient, (B, C)."""
-    import torch
-
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
     with torch.no_grad(), plain_trl(trainer):
@@ -106,10 +125,8 @@ def policy_logps(trainer, inputs):
 
 
 def loss_and_gradients(trainer, inputs, implementation, micro_batch=None, packing=None):
-    """(loss, all gradients as one vector) of a step: by `learn` with LOSS_IMPL `liger` or `trl`, or with `plain` by TRL
+    """(loss, all gradients as one vector) of a step: by `learn` with Liger's loss (`liger`) or TRL's (`trl`), or with `plain` by TRL
     alone, from padded rows. An importance ratio for TRL comes from its own definition."""
-    import torch
-
     run, s = trainer.run, trainer.run.settings
     trainer.model.train()
     trainer.model.zero_grad()
@@ -132,13 +149,12 @@ def loss_and_gradients(trainer, inputs, implementation, micro_batch=None, packin
             trainer.use_vllm = trainer.vllm_importance_sampling_correction = False
         loss.backward()
     else:
-        run.settings = dataclasses.replace(s, LOSS_IMPL=implementation)
-        before = run.plan, run.packing
+        before = run.plan, run.packing, run.loss_impl
         run.plan = dataclasses.replace(run.plan, micro_batch=micro_batch or run.plan.micro_batch)
-        run.packing = packing or run.packing
+        run.packing, run.loss_impl = packing or run.packing, implementation
         try:
             loss = trainer.learn(trainer.model, inputs)
         finally:
-            run.plan, run.packing = before
+            run.plan, run.packing, run.loss_impl = before
     gradients = [p.grad.flatten() for p in trainer.model.parameters() if p.requires_grad]
     return loss.item(), torch.cat(gradients)

@@ -30,16 +30,12 @@ def flat_rows(rows: Iterable[Row]) -> list[Row]:
 
 
 REWARD_COLUMN = re.compile(r"reward_action_(0|[1-9]\d*)")
-# Keyword arguments that TRL and this script themselves pass to reward functions: a CSV column of that name goes by `csv_NAME`.
-RESERVED_ARGUMENTS = {"prompt", "prompts", "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments", "truncated", "prompt_id", "invalid_reward"}  # fmt: skip
+# Keyword arguments that TRL and this project give to reward functions: a CSV column of that name goes by `csv_NAME`.
+RESERVED_ARGUMENTS = {
+    "prompt", "prompts", "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric",
+    "environments", "truncated", "prompt_id", "invalid_reward",
+}  # fmt: skip
 SHOWN = 20  # problems listed per file: the rest is counted
-# First bytes of files that are given in place of a CSV.
-FOREIGN = {
-    b"PK\x03\x04": "an Excel workbook or another zipped file",
-    b"\xd0\xcf\x11\xe0": "an Excel workbook (.xls)",
-    b"\xff\xfe": "text in UTF-16",
-    b"\xfe\xff": "text in UTF-16",
-}
 
 
 @dataclass(frozen=True)
@@ -59,20 +55,16 @@ class Row:
 
 
 def find_files(setting: str, text: str, problems: Problems) -> list[Path]:
-    """The files that a setting names: paths or globs, relative to the current folder or else to this script's."""
+    """The files that a setting names: paths or globs, relative to the current folder or else to this project's."""
     found: list[Path] = []
     for part in listed(text):
-        candidates = [Path(part).expanduser(), ROOT / part]
-        matches = next(([c] for c in candidates if c.is_file()), None)
-        matches = matches or next(
-            (m for c in candidates if (m := sorted(map(Path, glob.glob(str(c), recursive=True))))), []
-        )
-        matches = [m for m in matches if m.is_file()]
+        places = [Path(part).expanduser(), ROOT / part]
+        ways = [[place] for place in places] + [sorted(map(Path, glob.glob(str(p), recursive=True))) for p in places]
+        matches = next((files for way in ways if (files := [path for path in way if path.is_file()])), [])
         if not matches:
-            problems.add(
-                setting, f"no file matches {part!r}", "Name existing CSV files or a glob such as 'days/*.csv' (quoted)"
-            )
-        found += [m for m in matches if m not in found]
+            fix = "Name existing CSV files or a glob such as 'days/*.csv' (quoted)"
+            problems.add(setting, f"no file matches {part!r}", fix)
+        found += [path for path in matches if path not in found]
     if not text.strip():
         problems.add(setting, "it is empty", "Name CSV files or a glob")
     return found
@@ -85,6 +77,96 @@ def near_column(name: str, header: Iterable[str]) -> str:
     return f" (should {others[near[0]]!r} be `{name}`?)" if near else ""
 
 
+class UnreadableFile(Exception):
+    """A file without a single row to look at; its arguments are those of `Problems.add`."""
+
+
+def read_text(path: Path) -> str:
+    """The text of a file in UTF-8, with or without a byte order mark. Raises UnreadableFile for anything else."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UnreadableFile(path, f"cannot be read ({error.strerror})", "Check the path and its permissions") from None
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        where = f"{path}, line {content[: error.start].count(bytes([10])) + 1}"
+        fix = "Save the file as UTF-8 (a workbook or UTF-16: open it in a spreadsheet and save it as 'CSV UTF-8')"
+        raise UnreadableFile(where, f"byte {error.start} is not UTF-8", fix) from None
+    before, null, _ = text.partition("\0")
+    if null:
+        fix = "Export the CSV again; UTF-16 must become UTF-8"
+        raise UnreadableFile(f"{path}, line {before.count(chr(10)) + 1}", "it holds a NUL byte", fix)
+    return text
+
+
+def read_records(path: Path) -> list[tuple[int, list[str]]]:
+    """(line that it begins in, cells) of the header and of every row; empty lines are none. Raises UnreadableFile."""
+    reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
+    records: list[tuple[int, list[str]]] = []
+    start = 1
+    try:
+        for cells in reader:
+            if cells:
+                records.append((start, cells))
+            start = reader.line_num + 1
+    except csv.Error as error:
+        where = f"{path}, row {len(records)} (from line {start})" if records else f"{path}, line {start}"
+        fix = "Close every quote, and double quotes inside a quoted cell"
+        raise UnreadableFile(where, f"broken CSV quoting ({error})", fix) from None
+    if not records:
+        raise UnreadableFile(path, "it is empty", "Give it a header and at least one row")
+    return records
+
+
+def check_header(path: Path, header: Sequence[str], problems: Problems) -> int:
+    """How many actions the columns name; problems where they cannot be those of a training file."""
+    where = f"{path}, header"
+    if len(header) == 1 and (";" in header[0] or "\t" in header[0]):
+        raise UnreadableFile(where, "its cells are separated by semicolons or tabs", "Save it with commas")
+    for name in sorted({name for name in header if header.count(name) > 1}):
+        what = f"column {name!r} stands there twice" if name else "a column has no name"
+        problems.add(where, what, "Name every column once")
+    if "prompt" not in header and "user" not in header:
+        what = "there is neither a `prompt` nor a `user` column" + near_column("prompt", header)
+        problems.add(where, what, "Add one of them; docs/data.md shows both forms")
+    actions = sorted(int(m[1]) for name in header if (m := REWARD_COLUMN.fullmatch(name)))
+    gap = next((k for k in range(len(actions)) if k not in actions), None)
+    if gap is not None:
+        what = f"reward_action_{gap} is missing beside {', '.join(f'reward_action_{k}' for k in actions)}"
+        near = near_column(f"reward_action_{gap}", header)
+        problems.add(where, what + near, "Number the actions from 0 without a gap")
+    elif len(actions) == 1:
+        what = "there is only one action, reward_action_0" + near_column("reward_action_1", header)
+        problems.add(where, what, "GRPO needs at least two actions to compare")
+    return len(actions)
+
+
+def read_row(where: str, columns: dict[str, Any], actions: int, problems: Problems) -> tuple[Any, list[float]]:
+    """Messages and rewards of a row; `columns` gets its rewards as numbers."""
+    rewards: list[float] = []
+    for name in (f"reward_action_{k}" for k in range(actions)):
+        cell = columns[name].strip()
+        try:
+            columns[name] = float(cell)
+            if not math.isfinite(columns[name]):
+                raise ValueError
+            rewards.append(columns[name])
+        except ValueError:
+            what = f"{cell!r} is not a finite number" if cell else "the reward is missing"
+            problems.add(f"{where}, column {name}", what, "Every action needs a number")
+    prompt, user, system = (columns.get(name, "").strip() for name in ("prompt", "user", "system"))
+    if not (prompt or user):
+        name = "prompt" if "prompt" in columns else "user"
+        problems.add(f"{where}, column {name}", "the prompt is empty", "Fill it in or remove the row")
+    if not prompt.startswith("<|start|>"):
+        return ((("system", system),) if system else ()) + (("user", prompt or user),), rewards
+    if not re.search(r"<\|start\|>assistant(?:<\|channel\|>[^<]*(?:<\|message\|>)?)?\Z", columns["prompt"]):
+        what, fix = "a rendered prompt must end where the assistant begins", "End it with <|start|>assistant"
+        problems.add(f"{where}, column prompt", what, fix)
+    return (("rendered", columns["prompt"]),), rewards
+
+
 def read_csv(path: Path, problems: Problems) -> list[Row]:
     """The rows of one CSV. Problems name the file, the row (1 is the first below the header), the column and the line.
 
@@ -92,128 +174,32 @@ def read_csv(path: Path, problems: Problems) -> list[Row]:
     message), or `user` with an optional `system`; `reward_action_0` .. `reward_action_{K-1}` with finite numbers, K >= 2,
     for the rewards that need them. Other columns pass through as text.
     """
-    mine = Problems()
+    mine, rows = Problems(), []
     csv.field_size_limit(2**31 - 1)
     try:
-        content = path.read_bytes()
-    except OSError as error:
-        problems.add(str(path), f"cannot be read ({error.strerror})", "Check the path and its permissions")
-        return []
-    for start, kind in FOREIGN.items():
-        if content.startswith(start):
-            fix = "Open it in a spreadsheet and save it as 'CSV UTF-8'"
-            problems.add(str(path), f"it is {kind}, not UTF-8 text", fix)
-            return []
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content[: error.start].count(b"\n") + 1
-        problems.add(
-            f"{path}, line {line}",
-            f"byte {error.start} is not UTF-8",
-            "Save the file as UTF-8 (in a spreadsheet: 'CSV UTF-8')",
-        )
-        return []
-    if "\0" in text:
-        problems.add(
-            f"{path}, line {text[: text.index(chr(0))].count(chr(10)) + 1}",
-            "it holds a NUL byte",
-            "Export the CSV again; UTF-16 must become UTF-8",
-        )
-        return []
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
-    records: list[tuple[int, int, list[str]]] = []
-    start = 1
-    try:
-        for cells in reader:
-            if cells:
-                records.append((len(records), start, cells))
-            start = reader.line_num + 1
-    except csv.Error as error:
-        where = f"{path}, row {len(records)} (from line {start})" if records else f"{path}, line {start}"
-        problems.add(
-            where, f"broken CSV quoting ({error})", "Close every quote, and double quotes inside a quoted cell"
-        )
+        (_, names), *records = read_records(path)
+        header = [name.strip() for name in names]
+        actions = check_header(path, header, mine)
+    except UnreadableFile as error:
+        problems.add(*error.args)
         return []
     if not records:
-        problems.add(str(path), "it is empty", "Give it a header and at least one row")
-        return []
-    header = [name.strip() for name in records[0][2]]
-    for name in sorted({name for name in header if header.count(name) > 1}):
-        mine.add(
-            f"{path}, header",
-            f"column {name!r} stands there twice" if name else "a column has no name",
-            "Name every column once",
-        )
-    if len(header) == 1 and (";" in header[0] or "\t" in header[0]):
-        problems.add(f"{path}, header", "its cells are separated by semicolons or tabs", "Save it with commas")
-        return []
-    if "prompt" not in header and "user" not in header:
-        mine.add(
-            f"{path}, header",
-            "there is neither a `prompt` nor a `user` column" + near_column("prompt", header),
-            "Add one of them; docs/data.md shows both forms",
-        )
-    actions = sorted(int(m[1]) for name in header if (m := REWARD_COLUMN.fullmatch(name)))
-    if actions and actions != list(range(len(actions))):
-        gap = next(k for k in range(len(actions) + 1) if k not in actions)
-        mine.add(
-            f"{path}, header",
-            f"reward_action_{gap} is missing beside {', '.join(f'reward_action_{k}' for k in actions)}"
-            + near_column(f"reward_action_{gap}", header),
-            "Number the actions from 0 without a gap",
-        )
-    elif len(actions) == 1:
-        mine.add(
-            f"{path}, header",
-            "there is only one action, reward_action_0" + near_column("reward_action_1", header),
-            "GRPO needs at least two actions to compare",
-        )
-    if not records[1:]:
         mine.add(str(path), "there is no row below the header", "Add at least one row")
-    rows: list[Row] = []
-    for number, line, cells in records[1:] if not mine else []:
+    for number, (line, cells) in enumerate(records if not mine else [], 1):
         where = f"{path}, row {number} (line {line})"
         if len(cells) != len(header):
-            mine.add(
-                where,
+            what, fix = (
                 f"it has {len(cells)} cells, the header has {len(header)}",
                 "Quote cells that hold commas or line breaks",
             )
+            mine.add(where, what, fix)
             continue
         columns: dict[str, Any] = dict(zip(header, cells, strict=True))
-        values = []
-        for k in actions:
-            cell = columns[f"reward_action_{k}"].strip()
-            try:
-                values.append(float(cell))
-                if not math.isfinite(values[-1]):
-                    raise ValueError
-            except ValueError:
-                what = "the reward is missing" if not cell else f"{cell!r} is not a finite number"
-                mine.add(f"{where}, column reward_action_{k}", what, "Every action needs a number")
-        columns |= {f"reward_action_{k}": value for k, value in zip(actions, values, strict=False)}
-        prompt, user, system = (columns.get(name, "").strip() for name in ("prompt", "user", "system"))
-        if not (prompt or user):
-            mine.add(
-                f"{where}, column {'prompt' if 'prompt' in header else 'user'}",
-                "the prompt is empty",
-                "Fill it in or remove the row",
-            )
-        if prompt.startswith("<|start|>"):
-            messages = (("rendered", columns["prompt"]),)
-            if not re.search(r"<\|start\|>assistant(?:<\|channel\|>[^<]*(?:<\|message\|>)?)?\Z", columns["prompt"]):
-                mine.add(
-                    f"{where}, column prompt",
-                    "a rendered prompt must end where the assistant begins",
-                    "End it with <|start|>assistant",
-                )
-        else:
-            messages = ((("system", system),) if system else ()) + (("user", prompt or user),)
-        rows.append(Row(str(path), number, messages, tuple(values), columns))
+        messages, rewards = read_row(where, columns, actions, mine)
+        rows.append(Row(str(path), number, messages, tuple(rewards), columns))
     problems += mine[:SHOWN]
     if len(mine) > SHOWN:
-        problems.add(str(path), f"and {len(mine) - SHOWN} more problems like these", "Mend the file and run again")
+        problems.add(str(path), f"and {len(mine) - SHOWN} more problems like these", "Fix the file and run again")
     return [] if mine else rows
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -22,6 +23,7 @@ def render(template: str, messages: Sequence[tuple[str, str]], effort: str, date
     The same sandbox, options and helpers as transformers' own renderer (a test compares the two), which would cost an
     import of torch. gpt-oss's template writes today's date; here it gets `date`, so that a prompt never changes.
     """
+    # Imported late, so that the preflight can name packages that are missing.
     from jinja2 import TemplateError
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -30,9 +32,7 @@ def render(template: str, messages: Sequence[tuple[str, str]], effort: str, date
         raise TemplateError(message)
 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = lambda x, ensure_ascii=False, **kwargs: json.dumps(
-        x, ensure_ascii=ensure_ascii, **kwargs
-    )
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = raise_exception
     moment = time.strptime(date, "%Y-%m-%d")
     environment.globals["strftime_now"] = lambda form: time.strftime(form, moment)
@@ -46,18 +46,16 @@ def render_rows(
     settings: Settings, rows: Sequence[Row], template: str | None, tokenizer: Path, problems: Problems
 ) -> tuple[list[Row], int]:
     """The rows with their prompts rendered, and the longest prompt in tokens; prompts over MAX_PROMPT_LEN are problems."""
-    from tokenizers import Tokenizer
+    from tokenizers import Tokenizer  # late, as above
 
     rendered = []
     for row in rows:
         if row.messages[0][0] == "rendered":
             prompt = row.messages[0][1]
         elif template is None:
-            problems.add(
-                f"MODEL_ID={settings.MODEL_ID}",
-                f"it has no chat template, and {row.file} holds prompts that are not rendered",
-                "Add chat_template.jinja to the model, or give rendered prompts",
-            )
+            what = f"it has no chat template, and {row.file} holds prompts that are not rendered"
+            fix = "Add chat_template.jinja to the model, or give rendered prompts"
+            problems.add(f"MODEL_ID={settings.MODEL_ID}", what, fix)
             return list(rows), 0
         else:
             prompt = render(template, row.messages, settings.REASONING_EFFORT, settings.PROMPT_DATE)
@@ -69,16 +67,15 @@ def render_rows(
         what = f"the prompt has {n} tokens, MAX_PROMPT_LEN is {settings.MAX_PROMPT_LEN}"
         problems.add(f"{row.file}, row {row.number}", what, f"Shorten it, or set MAX_PROMPT_LEN={max(lengths)}")
     if len(long) > SHOWN:
-        problems.add(
-            "MAX_PROMPT_LEN", f"{len(long) - SHOWN} more prompts are too long", f"The longest has {max(lengths)} tokens"
-        )
+        what = f"{len(long) - SHOWN} more prompts are too long"
+        problems.add("MAX_PROMPT_LEN", what, f"The longest has {max(lengths)} tokens")
     return rendered, max(lengths, default=0)
 
 
 def prompt_order(rows: int, seed: int, count: int) -> Iterator[int]:
-    """The first `count` row indices of an endless stream of shuffled passes over `rows` rows.
+    """The first `count` row indices of an endless stream that shuffles `rows` rows again and again.
 
-    A function of `seed` alone: a resumed run continues the stream where it was, also in a later pass, which a sampler
+    A function of `seed` alone: a resumed run continues the stream where it was, also in a later epoch, which a sampler
     that shuffles once per epoch cannot (https://github.com/huggingface/trl/issues/7040). No row is ever left over.
     """
     done = 0
@@ -96,7 +93,7 @@ def sampling_seed(seed: int, step: int, stream: str) -> int:
 
 class PromptSampler:
     """Row indices for TRL's dataloader: each step's prompts, every one `generations` times in a row, and the whole
-    batch `repeats` times (TRL draws the generation batch anew for each micro-batch and uses the first)."""
+    batch `repeats` times (TRL draws the generation batch again for each micro-batch and uses the first)."""
 
     def __init__(self, rows: int, seed: int, steps: int, prompts: int, generations: int, repeats: int):
         self.rows, self.seed, self.steps = rows, seed, steps

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import difflib
-import importlib.metadata
+import importlib
 import inspect
 import math
 import sys
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,16 +69,9 @@ def check_rewards(
     try:
         specs = reward_specs(settings.REWARDS)
         for name, _ in specs:
-            function = load_reward(name)
-            columns = {key for row in rows for key in reward_columns(row, len(row.rewards))}
-            given = dict.fromkeys(columns | {"prompts", "completion_ids", "truncated", "trainer_state"})
-            try:
-                inspect.signature(function).bind([], **given)
-            except TypeError as error:
-                if rows:
-                    raise ValueError(f"{name!r} cannot be called with (completions, **columns): {error}") from None
+            load_reward(name)
             if ":" in name and rows:
-                try_reward(name, settings, rows[0], columns)
+                try_reward(name, settings, rows)
     except ValueError as error:
         problems.add("REWARDS", str(error), "Write e.g. REWARDS=action,format=0.1 or REWARDS=my_module:my_function")
         return []
@@ -93,21 +87,21 @@ def check_rewards(
         problems.add("DATA", what, "Give better actions higher rewards, or choose other REWARDS")
     worst = min((min(row.rewards) for row in rows if row.rewards), default=settings.INVALID_REWARD)
     if worst < settings.INVALID_REWARD and not chosen and any(name == "action" for name, _ in specs):
-        what = (
-            f"an answer that cannot be parsed scores {settings.INVALID_REWARD:g}, more than the lowest reward {worst:g}"
-        )
+        scores = f"an answer that cannot be parsed scores {settings.INVALID_REWARD:g}"
+        what = f"{scores}, more than the lowest reward {worst:g}"
         problems.add("INVALID_REWARD", what, f"Set INVALID_REWARD={worst:g} or lower, so that garbage never pays")
     return specs
 
 
-def try_reward(name: str, settings: Settings, row: Row, columns: Iterable[str]) -> None:
+def try_reward(name: str, settings: Settings, rows: Sequence[Row]) -> None:
     """Call a user's reward function once, as TRL would: a mistake in it costs a second here and an hour in a run. With two
-    completions, so that one reward for all of them is a mistake. Columns that the row's file does not have are None.
+    completions, so that one reward for all of them is a mistake. Columns that only other files have are None.
 
     Raises RuntimeError, naming the function and what it raised or returned.
     """
-    values = dict.fromkeys(columns) | reward_columns(row, len(row.rewards))
-    values |= {"prompts": row.prompt, "completion_ids": [0], "truncated": False}
+    values = {key: None for row in rows for key in reward_columns(row, len(row.rewards))}
+    values |= reward_columns(rows[0], len(rows[0].rewards))
+    values |= {"prompts": rows[0].prompt, "completion_ids": [0], "truncated": False}
     given: dict[str, Any] = {key: [value, value] for key, value in values.items()}
     given["trainer_state"] = types.SimpleNamespace(global_step=0, max_steps=settings.TOTAL_STEPS)
     answers = [f"<|start|>assistant<|channel|>final<|message|>[{action}]<|return|>" for action in (0, 1)]
@@ -127,58 +121,57 @@ class Completion:
     truncated: bool
 
 
+@contextlib.contextmanager
+def naming(name: str) -> Iterator[None]:
+    """What a reward function raises, as a RuntimeError that names it."""
+    try:
+        yield
+    except Exception as error:
+        raise RuntimeError(f"REWARDS: {name} raised {type(error).__name__}: {error}") from error
+
+
+def checked_rewards(name: str, values: Any, count: int) -> list[float | None]:
+    """What reward function `name` returned for `count` completions, as a list; raises RuntimeError for what is none."""
+    returned = f"REWARDS: {name} returned"
+    if not isinstance(values, Sequence) and not hasattr(values, "tolist"):
+        raise RuntimeError(f"{returned} {type(values).__name__}, not a list of numbers")
+    values = values.tolist() if hasattr(values, "tolist") else list(values)
+    if len(values) != count:
+        raise RuntimeError(f"{returned} {len(values)} rewards for {count} completions")
+    for value in values:
+        if value is not None and not (isinstance(value, (int, float)) and not math.isinf(value)):
+            raise RuntimeError(f"{returned} {value!r}, which is neither a finite number nor None")
+    return values
+
+
 def reward_callable(name: str, settings: Settings) -> Callable[..., Sequence[float | None]]:
     """A reward function as TRL calls it: named for the logs, given INVALID_REWARD, its errors named."""
     function = load_reward(name)
     options = {"invalid_reward": settings.INVALID_REWARD} if name in ("action", "best") else {}
 
-    def failed(reason: str) -> RuntimeError:
-        return RuntimeError(f"REWARDS: {name} {reason}")
+    def reward(completions: list[str], **columns: Any) -> list[float | None]:
+        with naming(name):
+            values = function(completions, **(columns | options))
+        return checked_rewards(name, values, len(completions))
 
-    def checked(values: Any, count: int) -> list[float | None]:
-        if not isinstance(values, Sequence) and not hasattr(values, "tolist"):
-            raise failed(f"returned {type(values).__name__}, not a list of numbers")
-        values = values.tolist() if hasattr(values, "tolist") else list(values)
-        if len(values) != count:
-            raise failed(f"returned {len(values)} rewards for {count} completions")
-        for value in values:
-            if value is not None and not (isinstance(value, (int, float)) and not math.isinf(value)):
-                raise failed(f"returned {value!r}, which is neither a finite number nor None")
-        return values
+    async def reward_later(completions: list[str], **columns: Any) -> list[float | None]:
+        with naming(name):
+            values = await function(completions, **(columns | options))
+        return checked_rewards(name, values, len(completions))
 
-    if inspect.iscoroutinefunction(function):
-
-        async def reward(completions: list[str], **columns: Any) -> list[float | None]:
-            try:
-                values = await function(completions, **(columns | options))
-            except Exception as error:
-                raise failed(f"raised {type(error).__name__}: {error}") from error
-            return checked(values, len(completions))
-
-    else:
-
-        def reward(completions: list[str], **columns: Any) -> list[float | None]:
-            try:
-                values = function(completions, **(columns | options))
-            except Exception as error:
-                raise failed(f"raised {type(error).__name__}: {error}") from error
-            return checked(values, len(completions))
-
-    reward.__name__ = name.rpartition(":")[2]
-    return reward
+    called = reward_later if inspect.iscoroutinefunction(function) else reward
+    called.__name__ = name.rpartition(":")[2]
+    return called
 
 
 def completion_rates(read: Sequence[Completion]) -> dict[str, float]:
     """Parse rate, best-action rate, clipped ratio and lengths of some completions."""
-    count = len(read)
+    answered = [one for one in read if one.action is not None]
+    best = [one for one in answered if one.row.rewards and one.row.rewards[one.action] == max(one.row.rewards)]
     return {
-        "parse_rate": sum(one.action is not None for one in read) / count,
-        "best_action_rate": sum(
-            one.action is not None and bool(one.row.rewards) and one.row.rewards[one.action] == max(one.row.rewards)
-            for one in read
-        )
-        / count,
-        "clipped_ratio": sum(one.truncated for one in read) / count,
-        "tokens_mean": sum(one.tokens for one in read) / count,
+        "parse_rate": len(answered) / len(read),
+        "best_action_rate": len(best) / len(read),
+        "clipped_ratio": sum(one.truncated for one in read) / len(read),
+        "tokens_mean": sum(one.tokens for one in read) / len(read),
         "tokens_max": max(one.tokens for one in read),
     }

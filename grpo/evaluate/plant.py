@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from grpo.data.prompts import render
-from grpo.evaluate.heldout import complete, measure_rewards
+from grpo.evaluate.heldout import generate_completions, measure_rewards
 from grpo.learn.trainer import Trainer
 from grpo.preflight.checks import Preflight
+from grpo.preflight.choices import ClosedLoop
 from grpo.settings import log
 from grpo.tasks.tes.closed_loop import DECISIONS
 from grpo.tasks.tes.prompts import renderer
@@ -19,21 +19,17 @@ from grpo.tasks.tes.record import keep_models, new_record, run_model, sampling_o
 CLOSED_LOOP = "closed_loop.json"
 
 
-def measure_closed_loop(check: Preflight, trainer: Any, base: bool) -> None:
+def measure_closed_loop(trainer: Trainer, plan: ClosedLoop, template: str | None, base: bool) -> None:
     """closed_loop.json: the base model or the trained adapter controls the plant through the windows of EVAL_PROFILE. A
-    resumed run keeps the base model's."""
-    s, plan, started = check.settings, check.closed_loop, time.perf_counter()
+    resumed run keeps the base model's. `template`: the model's chat template."""
+    s, started = trainer.run.settings, time.perf_counter()
     if not plan.prompt:
         log.info("no closed loop: %s", plan.reason)
         return
-    path, name = check.run.folder / CLOSED_LOOP, "base" if base else "trained"
+    path, name = trainer.run.folder / CLOSED_LOOP, "base" if base else "trained"
     record = new_record(plan.cases, plan.profiles, s.EVAL_SAMPLES, False, sampling_of(s, plan.prompt))
     keep_models(record, path, ("base",))
-    render_prompt = renderer(
-        plan.prompt,
-        lambda messages: render(check.files.template, messages, s.REASONING_EFFORT, s.PROMPT_DATE),
-    )
-
+    render_state = renderer(plan.prompt, lambda turns: render(template, turns, s.REASONING_EFFORT, s.PROMPT_DATE))
     said = started
 
     def ask(prompts: Sequence[str], samples: int, hour: int) -> list[str]:
@@ -42,11 +38,11 @@ def measure_closed_loop(check: Preflight, trainer: Any, base: bool) -> None:
             said = time.perf_counter()
             log.info("closed loop, %s model: decision %d of %d", name, hour + 1, DECISIONS)
         # Step 0 is the held-out rows' seed.
-        ids = complete(trainer, [p for p in prompts for _ in range(samples)], samples, base, hour + 1)
+        ids = generate_completions(trainer, [p for p in prompts for _ in range(samples)], samples, base, hour + 1)
         return trainer.processing_class.batch_decode(ids, skip_special_tokens=False)
 
     if name not in record["totals"]:
-        run_model(record, name, plan.cases, ask, render_prompt)
+        run_model(record, name, plan.cases, ask, render_state)
     write_record(record, path)
     regret = record["totals"][name]["regret_percent"]
     shown = "" if regret is None else f": regret {regret:.1f} % of the optimum's priced CO2"
@@ -58,5 +54,5 @@ def measure_closed_loop(check: Preflight, trainer: Any, base: bool) -> None:
 def measure(check: Preflight, trainer: Trainer, base: bool) -> None:
     """Both evaluations, of the base model (`base`) or of the trained adapter; none where EVAL_SAMPLES is 0."""
     if check.eval_rows:
-        measure_rewards(check, trainer, base)
-        measure_closed_loop(check, trainer, base)
+        measure_rewards(trainer, check.eval_rows, base)
+        measure_closed_loop(trainer, check.closed_loop, check.files.template, base)

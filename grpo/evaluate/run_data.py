@@ -1,57 +1,85 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run's folder holds, read for its report."""
+"""What a run's folder holds, read for its report and for watching it, also while the run goes on writing."""
 
 from __future__ import annotations
 
 import contextlib
-import csv
 import json
 import math
 import re
-import sys
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from grpo.run.logs import METRICS
+import pandas
 
+from grpo.run.logs import COMPLETIONS, METRICS
+
+CHUNK = 2000  # rows of completions.csv in memory at a time
 EXAMPLES = 3  # completions shown of each kind
 HEAD, TAIL = 3000, 1500  # characters of a completion that are shown from its begin and its end
-SHORT = 300  # characters up to which a completion is not folded
+PHASES = ("wake", "handover", "generation", "sleep", "reward", "learn")  # of a step, in order
 
 
 class ReportError(RuntimeError):
     """There is nothing to report on, or nowhere to write; the message says what to do."""
 
 
-def read_log(path: Path) -> Iterator[dict[str, str]]:
-    """Whole rows of metrics.csv or completions.csv, as text by column, also while the run goes on writing.
-
-    A last row that is half written (no line end, or cells missing) is left out. Raises ReportError where the file is
-    not a log of this project.
-    """
-
-    def lines(file: Iterable[str]) -> Iterator[str]:
+def whole_rows(path: Path) -> int:
+    """Rows below the header that were written to their end; -1 without a whole header. Cells may hold line feeds."""
+    rows, quotes = -1, 0
+    with path.open("rb") as file:
         for line in file:
-            if line.endswith(("\n", "\r")):  # only the last can lack it
-                yield line.replace("\0", "")
+            quotes += line.count(b'"')
+            rows += quotes % 2 == 0 and line.endswith(b"\n")
+    return rows
 
-    limit = csv.field_size_limit(sys.maxsize)  # csv's own limit is 128 KiB a cell; a completion may be longer
+
+def read_log(path: Path, columns: Iterable[str]) -> Iterator[pandas.DataFrame]:
+    """Whole rows of metrics.csv or completions.csv, `CHUNK` at a time: `step` a whole number, all else text.
+
+    A last row that is half written is left out; columns that the file lacks (it is older) are empty. Raises ReportError
+    where the file is not a log of this project, OSError where it cannot be read.
+    """
+    rows = whole_rows(path)
+    options = {"dtype": str, "na_filter": False, "encoding_errors": "replace", "on_bad_lines": "skip"}
     try:
-        with path.open(newline="", encoding="utf-8", errors="replace") as file:
-            rows = csv.reader(lines(file))
-            header = next(rows, None)
-            if header is not None and "step" not in header:
-                raise ReportError(f"{path} has no column `step`: it is not a log of train_grpo.py")
-            for cells in rows:
-                if len(cells) == len(header) and cells[header.index("step")].isdigit():
-                    yield dict(zip(header, cells, strict=True))
-    except csv.Error as error:
+        if rows >= 0 and "step" not in pandas.read_csv(path, nrows=0, **options):
+            raise ReportError(f"{path} has no column `step`: it is not a log of train_grpo.py")
+        if rows > 0:
+            with pandas.read_csv(path, nrows=rows, chunksize=CHUNK, **options) as chunks:
+                for chunk in chunks:
+                    known = chunk[chunk["step"].str.fullmatch(r"\d{1,9}").astype(bool)]
+                    yield known.reindex(columns=list(columns), fill_value="").fillna("").astype({"step": int})
+    except ValueError as error:  # pandas' own errors are ValueErrors
         raise ReportError(f"{path} cannot be read as CSV ({error}); was it edited by another program?") from None
-    finally:
-        csv.field_size_limit(limit)
+
+
+def finite(values: pandas.Series) -> pandas.Series:
+    """Text as numbers; NaN for what is none or not finite."""
+    numbers = pandas.to_numeric(values, errors="coerce").astype(float)
+    return numbers.where(numbers.abs() < math.inf)
+
+
+def read_metrics(path: Path) -> pandas.DataFrame:
+    """metrics.csv, one row a step in their order; every column but `step` and `time` holds floats, NaN where it is empty.
+
+    Of two rows for one step the later counts. Raises as `read_log`.
+    """
+    found = pandas.concat([pandas.DataFrame(columns=list(METRICS), dtype=str), *read_log(path, METRICS)])
+    found = found.drop_duplicates("step", keep="last").astype({"step": int}).sort_values("step", ignore_index=True)
+    numbers = [name for name in METRICS if name not in ("step", "time")]
+    return found.assign(**{name: finite(found[name]) for name in numbers})
+
+
+def phase_seconds(metrics: pandas.DataFrame) -> pandas.DataFrame:
+    """Seconds of each step by phase, columns PHASES; what was not measured is 0. Generation is the rest of the rollout."""
+    spent = metrics[[f"{name}_s" for name in ("rollout", *PHASES) if name != "generation"]].fillna(0.0)
+    spent.columns = [name.removesuffix("_s") for name in spent]
+    generation = spent["rollout"] - spent["wake"] - spent["handover"] - spent["sleep"]
+    return spent.assign(generation=generation.clip(lower=0.0))[list(PHASES)]
 
 
 def number(value: Any) -> float:
@@ -61,18 +89,6 @@ def number(value: Any) -> float:
     except (TypeError, ValueError):
         return math.nan
     return result if math.isfinite(result) else math.nan
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Rows of metrics.csv in order of their steps: `step` a whole number, every other column but `time` a float.
-
-    Columns that the file lacks (it is older) are NaN. Of two rows for one step the later counts.
-    """
-    rows = {}
-    for cells in read_log(path):
-        row = {name: number(cells.get(name)) for name in METRICS}
-        rows[int(cells["step"])] = row | {"step": int(cells["step"]), "time": cells.get("time", "")}
-    return [rows[step] for step in sorted(rows)]
 
 
 def part(found: Any, *names: str) -> dict[str, Any]:
@@ -90,60 +106,60 @@ def read_json(path: Path) -> dict[str, Any]:
     return {}
 
 
-@dataclass(frozen=True)
-class Example:
-    """A completion that is shown; `text` is cut already."""
-
-    step: int
-    prompt_id: str
-    action: str
-    best_action: str
-    reward: float
-    tokens: str
-    truncated: bool
-    text: str
-    rank: tuple[float, int] = (0.0, 0)
-
-    @property
-    def folded(self) -> bool:
-        return len(self.text) > SHORT or self.text.count("\n") > 4
-
-    @property
-    def facts(self) -> str:
-        action = f"action [{self.action}]" if self.action else "no action"
-        best = f" (best [{self.best_action}])" if self.best_action else ""
-        reward = "none" if math.isnan(self.reward) else f"{self.reward:.3g}"
-        cut = ", truncated" if self.truncated else ""
-        return f"step {self.step}, prompt {self.prompt_id}: {action}{best}, reward {reward}, {self.tokens} tokens{cut}"
+def interval(result: Mapping[str, Any], name: str) -> tuple[float, float, float]:
+    """A figure and the ends of its 95% interval; NaN where they are missing."""
+    value, low, high = (number(result.get(name + end)) for end in ("", "_low", "_high"))
+    return value, low, high
 
 
+def spread(result: Mapping[str, Any], name: str, digits: str = ".3f", label: str = "") -> str:
+    """A figure with its 95% interval where there is one: `0.521 (0.480 to 0.560)`; `-` without the figure."""
+    value, low, high = interval(result, name)
+    if math.isnan(value):
+        return "-"
+    return f"{value:{digits}}" + ("" if math.isnan(low + high) else f" ({label}{low:{digits}} to {high:{digits}})")
+
+
+def duration(seconds: float) -> str:
+    """`6.7 s`, or `1:02:03` from a minute on; `-` where it is not known."""
+    if math.isnan(seconds):
+        return "-"
+    return f"{seconds:.1f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))
+
+
+HELDOUT_HEADER = ["", "Reward", "Regret", "Parse rate", "Best action", "Clipped", "Tokens"]
+
+
+def heldout_rows(evaluation: Mapping[str, Any]) -> list[list[str]]:
+    """The table of evaluation.json, below HELDOUT_HEADER: the model before and after training between its references."""
+    rows = [["random action", spread(evaluation, "random")]]
+    rows.append([f"best constant action [{evaluation.get('constant_action')}]", spread(evaluation, "constant")])
+    for key, label in (("before", "base model"), ("after", "trained")):
+        if found := part(evaluation, key):
+            figures = [spread(found, name) for name in ("reward", "regret")]
+            figures += [spread(found, name, ".2f") for name in ("parse_rate", "best_action_rate", "clipped_ratio")]
+            length = f"{number(found.get('tokens_mean')):,.0f}, {number(found.get('tokens_max')):,.0f}"
+            rows.append([label, *figures, length])
+    rows.append(["oracle", spread(evaluation, "oracle")])
+    return [row + [""] * (len(HELDOUT_HEADER) - len(row)) for row in rows]
+
+
+# Completions that the report shows: title, and the columns by which they rank, largest first. Recent steps come first.
 KINDS = {
-    "best": "Highest reward",
-    "worst": "Lowest reward of an answer that parses",
-    "unparsed": "No action could be read",
-    "truncated": "Truncated at MAX_COMPLETION_LEN",
+    "best": ("Highest reward", ["reward", "step"]),
+    "worst": ("Lowest reward of an answer that parses", ["lack", "step"]),
+    "unparsed": ("No action could be read", ["step"]),
+    "truncated": ("Truncated at MAX_COMPLETION_LEN", ["step"]),
 }
 
 
 @dataclass
 class Completions:
-    """What the report needs of completions.csv: actions by step ('' where none was named) and some examples."""
+    """What the report needs of completions.csv: actions by step ('' where none was named) and the rows to show."""
 
-    count: int = 0
-    actions: dict[int, Counter[str]] = field(default_factory=dict)
-    examples: dict[str, list[Example]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
-
-    def keep(self, kind: str, example: Example) -> None:
-        """Keep the example if it ranks among the first of its kind; one for each prompt."""
-        held = self.examples[kind]
-        rivals = [one for one in held if one.prompt_id == example.prompt_id] or (held if len(held) >= EXAMPLES else [])
-        lowest = min(rivals, key=lambda one: one.rank, default=None)
-        if lowest is not None:
-            if lowest.rank >= example.rank:
-                return
-            held.remove(lowest)
-        held.append(example)
-        held.sort(key=lambda one: one.rank, reverse=True)
+    count: int
+    actions: pandas.DataFrame  # how many completions: a row for each step, a column for each action
+    examples: dict[str, pandas.DataFrame]  # by their kind
 
 
 def cut(text: str) -> str:
@@ -152,33 +168,42 @@ def cut(text: str) -> str:
     if left_out > 0:
         text = f"{text[:HEAD]}\n[... {left_out:,} characters left out ...]\n{text[-TAIL:]}"
     text = text.replace("\r\n", "\n").replace("\r", "\n")
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]", "\ufffd", text)
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]", "\ufffd", text)
+
+
+def examples_of(rows: pandas.DataFrame) -> dict[str, pandas.DataFrame]:
+    """The first of every kind among rows of completions.csv, one for each prompt."""
+    reward = finite(rows["reward"])
+    rows = rows.assign(reward=reward, lack=-reward)
+    named, truncated = rows["parsed_action"] != "", rows["truncated"] == "1"
+    chosen = {
+        "best": reward.notna(),
+        # Data without reward columns names no actions at all: there every completion may be the worst.
+        "worst": reward.notna() & (named | (rows["best_action"] == "")),
+        "unparsed": ~named & ~truncated,
+        "truncated": truncated,
+    }
+    found = {}
+    for kind, (_, order) in KINDS.items():
+        ranked = rows[chosen[kind]].sort_values(order, ascending=False, kind="stable")
+        found[kind] = ranked.drop_duplicates("prompt_id").head(EXAMPLES)
+    return found
 
 
 def read_completions(path: Path) -> Completions:
-    """One pass over completions.csv, whatever its size; recent steps are preferred as examples."""
-    found = Completions()
-    if not path.is_file():
-        return found
-    for cells in read_log(path):
-        step, action, reward = int(cells["step"]), cells.get("parsed_action", ""), number(cells.get("reward"))
-        found.count += 1
-        found.actions.setdefault(step, Counter())[action] += 1
-        truncated, best = cells.get("truncated") == "1", cells.get("best_action", "")
-        ranks = {
-            "best": None if math.isnan(reward) else (reward, step),
-            # Data without reward columns names no actions at all: there every completion may be the worst.
-            "worst": (-reward, step) if not math.isnan(reward) and (action or not best) else None,
-            "unparsed": None if action or truncated else (0.0, step),
-            "truncated": (0.0, step) if truncated else None,
-        }
-        for kind, rank in ranks.items():
-            held = found.examples[kind]
-            if rank is not None and (len(held) < EXAMPLES or rank > held[-1].rank):
-                text = cut(cells.get("completion", ""))
-                prompt = cells.get("prompt_id", "")[:120]
-                found.keep(kind, Example(step, prompt, action, best, reward, cells.get("tokens", ""), truncated, text, rank))  # fmt: skip
-    return found
+    """One pass over completions.csv, whatever its size. Raises as `read_log`; a missing file is an empty one."""
+    count, counts, kept = 0, [], pandas.DataFrame(columns=list(COMPLETIONS), dtype=str)
+    for rows in read_log(path, COMPLETIONS) if path.is_file() else ():
+        count += len(rows)
+        counts.append(rows.groupby(["step", "parsed_action"]).size())
+        best = examples_of(pandas.concat([kept, rows]).reset_index(drop=True))
+        kept = pandas.concat(best.values()).sort_index().drop(columns="lack")
+        kept = kept[~kept.index.duplicated()]
+    found = examples_of(kept)
+    actions = pandas.concat(counts).groupby(level=[0, 1]).sum().unstack(fill_value=0) if counts else pandas.DataFrame()
+    return Completions(
+        count, actions, {kind: rows.assign(completion=rows["completion"].map(cut)) for kind, rows in found.items()}
+    )
 
 
 @dataclass
@@ -186,7 +211,7 @@ class Run:
     """Everything that a report is made of."""
 
     folder: Path
-    metrics: list[dict[str, Any]]
+    metrics: pandas.DataFrame
     completions: Completions
     record: dict[str, Any]  # settings.json
     evaluation: dict[str, Any]
@@ -198,15 +223,12 @@ class Run:
 
     @property
     def steps(self) -> int:
-        return self.metrics[-1]["step"] if self.metrics else 0
+        return int(self.metrics["step"].max()) if len(self.metrics) else 0
 
     @property
     def total(self) -> int | None:
         total = self.settings.get("TOTAL_STEPS")
         return total if isinstance(total, int) else None
-
-    def values(self, column: str) -> list[float]:
-        return [row[column] for row in self.metrics]
 
 
 def read_run(folder: Path) -> Run:

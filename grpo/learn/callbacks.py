@@ -3,47 +3,68 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
+from collections.abc import Iterator, Mapping
 
 import torch
 from transformers.trainer_callback import ProgressCallback, TrainerCallback
 
-from grpo.learn.context import RunContext
+from grpo.preflight.machine import GIB
+from grpo.run.signals import StopRequest
 
 
-class Watch(TrainerCallback):
-    """Callback: times each step, and stops after a checkpoint when the process is asked to end."""
+class StepTimerCallback(TrainerCallback):
+    """Times each step and its parts, and ends training after a checkpoint when the process is asked to end."""
 
-    def __init__(self, run: RunContext):
-        self.run = run
+    def __init__(self, stop: StopRequest):
+        self.stop = stop
+        self.parts = {"rollout": 0.0, "reward": 0.0}  # seconds of this step
+        self.started = self.seconds = 0.0
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Adds the time that the block takes to a part of the step."""
+        started = time.perf_counter()
+        yield
+        self.parts[name] += time.perf_counter() - started
+
+    def figures(self) -> dict[str, float | None]:
+        """Columns of metrics.csv: the times of the last step in seconds, and the most GPU memory in GiB."""
+        cuda = torch.cuda.is_available()
+        return {
+            **{f"{name}_s": seconds for name, seconds in self.parts.items()},
+            "learn_s": self.seconds - sum(self.parts.values()),
+            "step_s": self.seconds,
+            "gpu_peak_gib": torch.cuda.max_memory_allocated() / GIB if cuda else None,
+        }
 
     def on_train_begin(self, args, state, control, **kwargs):
         state.save_steps = args.save_steps  # a resumed run may change it; the Trainer takes the checkpoint's
 
     def on_step_begin(self, args, state, control, **kwargs):
-
-        self.run.seconds = dict.fromkeys(self.run.seconds, 0.0)
-        self.run.step_started = time.perf_counter()
+        self.parts = dict.fromkeys(self.parts, 0.0)
+        self.started = time.perf_counter()
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
 
     def on_step_end(self, args, state, control, **kwargs):
-
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self.run.step_seconds = time.perf_counter() - self.run.step_started
-        if self.run.stop.signal:
+        self.seconds = time.perf_counter() - self.started
+        if self.stop.signal:
             control.should_save = control.should_training_stop = True
         return control
 
 
-class Bar(ProgressCallback):
-    """The Trainer's progress bar with time left, showing reward and parse rate instead of every metric."""
+class ProgressBar(ProgressCallback):
+    """The Trainer's progress bar with time left, showing reward and parse rate (of `last`, a row of metrics.csv that is
+    filled in step by step) instead of every metric."""
 
-    def __init__(self, run: RunContext):
+    def __init__(self, last: Mapping[str, float | None]):
         super().__init__()
-        self.run = run
+        self.last = last
 
     def on_train_begin(self, args, state, control, **kwargs):
         super().on_train_begin(args, state, control, **kwargs)
@@ -52,8 +73,6 @@ class Bar(ProgressCallback):
         self.current_step = state.global_step
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if self.training_bar is not None and self.run.last:
-            self.training_bar.set_postfix(
-                reward=f"{math.nan if self.run.last['reward'] is None else self.run.last['reward']:.3f}",
-                parse=f"{self.run.last['parse_rate']:.2f}",
-            )
+        if self.training_bar is not None and self.last:
+            reward = math.nan if self.last["reward"] is None else self.last["reward"]
+            self.training_bar.set_postfix(reward=f"{reward:.3f}", parse=f"{self.last['parse_rate']:.2f}")

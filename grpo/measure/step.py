@@ -82,7 +82,7 @@ def head_peak(trainer: Trainer, tokens: int) -> float:
     torch.cuda.empty_cache()
     with watched.weighed() as found:
         with trainer.accelerator.autocast():
-            logps, _ = trainer.head(base, states, targets)
+            logps, _ = trainer.compute_logps(base, states, targets)
         logps.sum().backward()
     return found["peak_gib"]
 

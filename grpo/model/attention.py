@@ -1,84 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention, exact with gpt-oss's sinks, over rows that share a prompt."""
+"""Attention, exact with gpt-oss's sinks, over packed sequences that share a prompt."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
-from grpo.model.packing import Layout, may_attend
+from grpo.model.packing import PackedBatch, may_attend
 from grpo.preflight.machine import FLASH_PACKAGES
-from grpo.preflight.memory import bucket
 
 
-def attention_masks(layout: Layout, attention: str, window: int, dtype: Any) -> Any:
+def attention_masks(
+    batch: PackedBatch, attention: str, window: int, dtype: torch.dtype
+) -> dict[str, PackedBatch | torch.Tensor] | torch.Tensor:
     """What the model gets as `attention_mask`: a dictionary by layer type, as GptOssModel takes it, or for a Hub kernel
     the (R, T) mask of real tokens, from which transformers makes its own."""
-
-    kinds = {"full_attention": None, "sliding_attention": window}
+    windows = {"full_attention": None, "sliding_attention": window}
     if attention in KERNELS:
-        return dict.fromkeys(kinds, layout)
-    if attention == "flex_attention":
-        return {kind: flex_mask(layout, size) for kind, size in kinds.items()}
+        return dict.fromkeys(windows, batch)
     if attention == "eager":
+        allowed = {kind: may_attend(batch, size)[:, None] for kind, size in windows.items()}  # (R, 1, T, T)
         lowest = torch.finfo(dtype).min
-        return {
-            kind: torch.where(may_attend(layout, size)[:, None], 0.0, lowest).to(dtype) for kind, size in kinds.items()
-        }
-    return (layout.segment >= 0).long()
+        return {kind: torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, lowest) for kind, mask in allowed.items()}
+    return (batch.segment >= 0).long()
 
 
-def hidden_states(model: Any, layout: Layout, attention: str) -> Any:
-    """States of the base `model` (without its head) that predict the completion tokens of `layout`: (N, hidden)."""
-    masks = attention_masks(layout, attention, model.config.sliding_window, model.dtype)
+def hidden_states(model: PreTrainedModel, batch: PackedBatch, attention: str) -> torch.Tensor:
+    """States of the base `model` (without its head) that predict the completion tokens of `batch`: (N, hidden)."""
+    masks = attention_masks(batch, attention, model.config.sliding_window, model.dtype)
     states = model.model(
-        input_ids=layout.ids, position_ids=layout.positions, attention_mask=masks, use_cache=False
+        input_ids=batch.ids, position_ids=batch.positions, attention_mask=masks, use_cache=False
     ).last_hidden_state
-    return states.flatten(0, 1)[layout.before]
+    return states.flatten(0, 1)[batch.before]
 
 
 @dataclass(frozen=True)
 class Kernel:
     """A flash kernel over sequences that lie one behind the other, causal, aligned at their ends, without sinks.
 
-    forward(q, k, v, starts_q, starts_k, longest_q, longest_k, scale, window) -> (out, lse) and
-    backward(dout, q, k, v, out, lse, ... the same) -> (dq, dk, dv). q, out (Tq, Hq, D); k, v (Tk, Hkv, D); starts (S + 1,)
-    int32; lse (Hq, Tq) float32, natural logarithm; window None, or how many keys a query looks back on, its own included.
-    load() imports the two functions of the package that they call; with torch's own there is nothing to import.
+    forward(q, k, v, *shape) -> (out, lse) and backward(dout, q, k, v, out, lse, *shape) -> (dq, dk, dv), where shape is
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, window. q, out (Tq, Hq, D); k, v (Tk, Hkv, D); cu_seqlens
+    (S + 1,) int32; lse (Hq, Tq) float32, natural logarithm; window None, or how many keys a query looks back on, its own
+    included. load() imports the two functions of the package that they call; with torch's own there is nothing to import.
     """
 
-    forward: Callable[..., tuple[Any, Any]]
-    backward: Callable[..., tuple[Any, Any, Any]]
+    forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     load: Callable[[], tuple[Callable[..., Any], Callable[..., Any]]] | None = None
 
 
-def left_of(window: int | None) -> int:
-    """window_size_left of the kernels: keys before the query's own; -1 is no limit."""
-    return -1 if window is None else window - 1
+SEQLENS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
 
-def torch_flash_forward(q, k, v, starts_q, starts_k, longest_q, longest_k, scale, window):
+def sides(window: int | None) -> dict[str, int]:
+    """How many keys before and behind its own a query sees; -1 is no limit."""
+    return {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
+
+
+def torch_flash_forward(q, k, v, *shape):
+    *seqlens, scale, window = shape
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, starts_q, starts_k, longest_q, longest_k, 0.0, True, False, scale=scale, window_size_left=left_of(window), window_size_right=0
-    )  # fmt: skip
+        q, k, v, *seqlens, 0.0, True, False, scale=scale, **sides(window)
+    )
     return out, lse
 
 
-def torch_flash_backward(dout, q, k, v, out, lse, starts_q, starts_k, longest_q, longest_k, scale, window):
-
+def torch_flash_backward(dout, q, k, v, out, lse, *shape):
+    *seqlens, scale, window = shape
     # The random state is read only with dropout; its type and shape are those of torch.nn.attention.varlen.
-    random_state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+    state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     return torch.ops.aten._flash_attention_backward(
-        dout, q, k, v, out, lse.contiguous(), starts_q, starts_k, longest_q, longest_k, 0.0, True, random_state, unused,
-        scale=scale, window_size_left=left_of(window), window_size_right=0,
-    )  # fmt: skip
+        dout, q, k, v, out, lse.contiguous(), *seqlens, 0.0, True, state, unused, scale=scale, **sides(window)
+    )
 
 
 def flash2_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -87,22 +86,20 @@ def flash2_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return _flash_attn_varlen_forward, _flash_attn_varlen_backward
 
 
-def flash2_forward(q, k, v, starts_q, starts_k, longest_q, longest_k, scale, window):
-    out, lse, *_ = flash2_functions()[0](
-        q, k, v, starts_q, starts_k, longest_q, longest_k, dropout_p=0.0, softmax_scale=scale, causal=True,
-        window_size_left=left_of(window), window_size_right=0,
-    )  # fmt: skip
+def flash2_forward(q, k, v, *shape):
+    *seqlens, scale, window = shape
+    rest = {"dropout_p": 0.0, "softmax_scale": scale, "causal": True}
+    out, lse, *_ = flash2_functions()[0](q, k, v, *seqlens, **rest, **sides(window))
     return out, lse
 
 
-def flash2_backward(dout, q, k, v, out, lse, starts_q, starts_k, longest_q, longest_k, scale, window):
-    dq, dk, dv = new_gradients(q, k, v)
-    flash2_functions()[1](
-        dout, q, k, v, out, lse.contiguous(), dq, dk, dv, starts_q, starts_k, longest_q, longest_k, dropout_p=0.0,
-        softmax_scale=scale, causal=True, window_size_left=left_of(window), window_size_right=0, softcap=0.0,
-        alibi_slopes=None, deterministic=False,
-    )  # fmt: skip
-    return dq, dk, dv
+def flash2_backward(dout, q, k, v, out, lse, *shape):
+    *seqlens, scale, window = shape
+    gradients = [x.new_empty(x.shape) for x in (q, k, v)]
+    rest = {"dropout_p": 0.0, "softmax_scale": scale, "causal": True}
+    rest |= {"softcap": 0.0, "alibi_slopes": None, "deterministic": False}
+    flash2_functions()[1](dout, q, k, v, out, lse.contiguous(), *gradients, *seqlens, **rest, **sides(window))
+    return gradients
 
 
 def flash3_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -112,25 +109,22 @@ def flash3_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return torch.ops.flash_attn_3.fwd, torch.ops.flash_attn_3.bwd
 
 
-def flash3_forward(q, k, v, starts_q, starts_k, longest_q, longest_k, scale, window):
+def flash3_forward(q, k, v, *shape):
+    *seqlens, scale, window = shape
     # Arguments that have no default in older builds.
     absent = ("k_new", "v_new", "q_v", "out", "cu_seqlens_k_new", "seqused_q", "seqused_k", "page_table", "kv_batch_idx",
               "leftpad_k", "rotary_cos", "rotary_sin", "seqlens_rotary", "q_descale", "k_descale", "v_descale")  # fmt: skip
-    out, lse, *_ = flash3_functions()[0](
-        q, k, v, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, max_seqlen_q=longest_q, max_seqlen_k=longest_k,
-        softmax_scale=scale, is_causal=True, window_size_left=left_of(window), window_size_right=0, num_splits=1,
-        **dict.fromkeys(absent),
-    )  # fmt: skip
+    rest = dict(zip(SEQLENS, seqlens, strict=True)) | dict.fromkeys(absent) | sides(window)
+    out, lse, *_ = flash3_functions()[0](q, k, v, softmax_scale=scale, is_causal=True, num_splits=1, **rest)
     return out, lse
 
 
-def flash3_backward(dout, q, k, v, out, lse, starts_q, starts_k, longest_q, longest_k, scale, window):
-    dq, dk, dv = new_gradients(q, k, v)  # builds return different tuples, all of them fill what is passed in
-    flash3_functions()[1](
-        dout, q, k, v, out, lse.contiguous(), dq=dq, dk=dk, dv=dv, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k,
-        seqused_q=None, seqused_k=None, max_seqlen_q=longest_q, max_seqlen_k=longest_k, softmax_scale=scale,
-        is_causal=True, window_size_left=left_of(window), window_size_right=0, deterministic=False,
-    )  # fmt: skip
+def flash3_backward(dout, q, k, v, out, lse, *shape):
+    *seqlens, scale, window = shape
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))  # builds return different tuples, all of them fill these
+    rest = dict(zip(SEQLENS, seqlens, strict=True)) | {"seqused_q": None, "seqused_k": None} | sides(window)
+    rest |= {"softmax_scale": scale, "is_causal": True, "deterministic": False}
+    flash3_functions()[1](dout, q, k, v, out, lse.contiguous(), dq=dq, dk=dk, dv=dv, **rest)
     return dq, dk, dv
 
 
@@ -142,28 +136,20 @@ def flash4_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return _flash_attn_fwd, _flash_attn_bwd
 
 
-def flash4_mask(window: int | None) -> dict[str, Any]:
+def flash4_arguments(shape: Sequence[Any]) -> dict[str, Any]:
+    *seqlens, scale, window = shape
     # None, not -1, is "no limit" here, and causal excludes a left bound: a window is given by both bounds.
-    return {"causal": True} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+    mask = {"causal": True} if window is None else sides(window)
+    return dict(zip(SEQLENS, seqlens, strict=True)) | {"softmax_scale": scale} | mask
 
 
-def flash4_forward(q, k, v, starts_q, starts_k, longest_q, longest_k, scale, window):
-    out, lse, *_ = flash4_functions()[0](
-        q, k, v, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, max_seqlen_q=longest_q, max_seqlen_k=longest_k,
-        softmax_scale=scale, return_lse=True, **flash4_mask(window),
-    )  # fmt: skip
+def flash4_forward(q, k, v, *shape):
+    out, lse, *_ = flash4_functions()[0](q, k, v, return_lse=True, **flash4_arguments(shape))
     return out, lse
 
 
-def flash4_backward(dout, q, k, v, out, lse, starts_q, starts_k, longest_q, longest_k, scale, window):
-    return flash4_functions()[1](
-        q, k, v, out, dout, lse, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, max_seqlen_q=longest_q,
-        max_seqlen_k=longest_k, softmax_scale=scale, **flash4_mask(window),
-    )[:3]  # fmt: skip
-
-
-def new_gradients(*tensors: Any) -> list[Any]:
-    return [tensor.new_empty(tensor.shape) for tensor in tensors]
+def flash4_backward(dout, q, k, v, out, lse, *shape):
+    return flash4_functions()[1](q, k, v, out, dout, lse, **flash4_arguments(shape))[:3]
 
 
 KERNELS = {
@@ -189,37 +175,32 @@ def unusable_attention(attention: str) -> str | None:
 
 
 def install_attention(attention: str) -> str:
-    """Register this script's attention with transformers; returns the name under which a model finds it.
+    """Register this project's attention with transformers; returns the name under which a model finds it.
 
     https://huggingface.co/docs/transformers/attention_interface
     """
-
-    if attention in KERNELS:
-        # Not under its own name: transformers would look for a kernel on the Hub in its place.
-        name = "sinks_" + attention.replace("flash_attention_", "kernel_").replace("torch_flash", "kernel_torch")
-        AttentionInterface.register(name, functools.partial(kernel_attention, attention))
-        return name
-    if attention == "flex_attention":
-        AttentionInterface.register("sinks_flex", flex_sinks)
-        return "sinks_flex"
-    return attention
+    if attention not in KERNELS:
+        return attention
+    # Not under its own name: transformers would look for a kernel on the Hub in its place.
+    name = "sinks_" + attention.replace("flash_attention_", "kernel_").replace("torch_flash", "kernel_torch")
+    AttentionInterface.register(name, functools.partial(kernel_attention, attention))
+    return name
 
 
 def kernel_attention(
     name, module, query, key, value, attention_mask, scaling, sliding_window=None, s_aux=None, **kwargs
 ):
     """transformers' attention interface over a flash kernel: `query` (1, Hq, T, D), `key` and `value` (1, Hkv, T, D),
-    `attention_mask` a Layout, `s_aux` the sinks (Hq,). Returns (1, T, Hq, D)."""
-    if not isinstance(attention_mask, Layout):
-        raise TypeError(f"{name}: rows of the learner come with a Layout, got {type(attention_mask).__name__}")
+    `attention_mask` a PackedBatch, `s_aux` the sinks (Hq,). Returns (1, T, Hq, D)."""
+    if not isinstance(attention_mask, PackedBatch):
+        raise TypeError(f"{name}: rows of the learner come as a PackedBatch, got {type(attention_mask).__name__}")
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
-    out = sink_attention()(*flat, s_aux, attention_mask, KERNELS[name], scaling, sliding_window)
+    out = SinkAttention.apply(*flat, s_aux, attention_mask, KERNELS[name], scaling, sliding_window)
     return out.unsqueeze(0), None
 
 
-@functools.cache
-def sink_attention() -> Callable[..., Any]:
-    """Attention with sinks from a flash kernel without: apply(q, k, v, sink, layout, kernel, scale, window), q (T, Hq, D),
+class SinkAttention(torch.autograd.Function):
+    """Attention with sinks from a flash kernel without: apply(q, k, v, sink, batch, kernel, scale, window), q (T, Hq, D),
     k and v (T, Hkv, D), sink (Hq,). Exact in q, k, v and sink.
 
     A sink is one more score in the softmax's denominator, with a value of 0. With lse' = logaddexp(lse, sink) and
@@ -228,98 +209,40 @@ def sink_attention() -> Callable[..., Any]:
     sink's own score: -sum over rows of exp(sink - lse') * rowsum(dout * out').
     """
 
-    class SinkAttention(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, q, k, v, sink, layout, kernel, scale, window):
-            n, keys = layout.queries, layout.keys
-            shape = layout.query_starts, layout.key_starts, layout.longest_query, layout.longest_key, scale, window
-            out, lse = kernel.forward(q[:n], k[keys], v[keys], *shape)
-            total = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])  # (Hq, n)
-            out = (out * (lse - total).exp().T[..., None]).to(q.dtype)
-            ctx.save_for_backward(q, k, v, sink, out, total)
-            ctx.rest = layout, kernel, shape
-            return torch.cat([out, out.new_zeros(len(q) - n, *out.shape[1:])]) if n < len(q) else out
+    @staticmethod
+    def forward(ctx, q, k, v, sink, batch, kernel, scale, window):
+        n, keys = batch.queries, batch.keys
+        rest = batch.cu_seqlens_q, batch.cu_seqlens_k, batch.max_seqlen_q, batch.max_seqlen_k, scale, window
+        out, lse = kernel.forward(q[:n], k[keys], v[keys], *rest)
+        total = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])  # (Hq, n)
+        out = (out * (lse - total).exp().T[..., None]).to(q.dtype)
+        ctx.save_for_backward(q, k, v, sink, out, total)
+        ctx.batch, ctx.kernel, ctx.rest = batch, kernel, rest
+        return pad_rows(out, len(q))
 
-        @staticmethod
-        def backward(ctx, gradient):
-            q, k, v, sink, out, total = ctx.saved_tensors
-            layout, kernel, shape = ctx.rest
-            n, keys = layout.queries, layout.keys
-            gradient = gradient[:n].contiguous()
-            dq, dk, dv = kernel.backward(gradient, q[:n], k[keys], v[keys], out, total, *shape)
-            dq = torch.cat([dq, dq.new_zeros(len(q) - n, *dq.shape[1:])]) if n < len(q) else dq
-            # A prompt's key has a gradient from each of its completions: added up in float32.
-            wide = torch.promote_types(k.dtype, torch.float32)
-            dk, dv = (
-                torch.zeros(k.shape, dtype=wide, device=k.device).index_add_(0, keys, d.to(wide)) for d in (dk, dv)
-            )
-            dsink = None
-            if ctx.needs_input_grad[3]:
-                rows = (gradient.to(wide) * out.to(wide)).sum(-1).T  # (Hq, n)
-                dsink = -((sink.to(total.dtype)[:, None] - total).exp() * rows).sum(1).to(sink.dtype)
-            return dq, dk.to(k.dtype), dv.to(v.dtype), dsink, None, None, None, None
-
-    return SinkAttention.apply
+    @staticmethod
+    def backward(ctx, gradient):
+        q, k, v, sink, out, total = ctx.saved_tensors
+        n, keys = ctx.batch.queries, ctx.batch.keys
+        gradient = gradient[:n].contiguous()
+        dq, dk, dv = ctx.kernel.backward(gradient, q[:n], k[keys], v[keys], out, total, *ctx.rest)
+        # A prompt's key has a gradient from each of its completions: added up in float32.
+        wide = torch.promote_types(k.dtype, torch.float32)
+        dk, dv = (torch.zeros(k.shape, dtype=wide, device=k.device).index_add_(0, keys, d.to(wide)) for d in (dk, dv))
+        dsink = None
+        if ctx.needs_input_grad[3]:
+            rows = (gradient.to(wide) * out.to(wide)).sum(-1).T  # (Hq, n)
+            dsink = -((sink.to(total.dtype)[:, None] - total).exp() * rows).sum(1).to(sink.dtype)
+        return pad_rows(dq, len(q)), dk.to(k.dtype), dv.to(v.dtype), dsink, None, None, None, None
 
 
-def flex_sinks(module, query, key, value, attention_mask, scaling, s_aux=None, **kwargs):
-    """transformers' attention interface over flex attention, the sinks applied in float32 (transformers' own rounds the
-    log-sum-exp to BF16 first). Shapes as in `kernel_attention`, `attention_mask` a BlockMask."""
-
-    # Past its recompile limit torch would silently take an unfused version that holds T x T scores.
-    limits = {"recompile_limit": FLEX_VERSIONS, "accumulated_recompile_limit": FLEX_VERSIONS}
-    try:
-        with torch._dynamo.config.patch(**limits, fail_on_recompile_limit_hit=True):
-            out, lse = compiled_flex()(
-                query, key, value, block_mask=attention_mask, scale=scaling, enable_gqa=True, return_lse=True
-            )
-    except torch._dynamo.exc.FailOnRecompileLimitHit as error:
-        what = f"flex attention has {FLEX_VERSIONS} compiled versions, a row of {query.shape[2]} tokens needs one more"
-        why = "unfused attention is not taken in its place"
-        raise RuntimeError(f"{what}, and {why}. ATTN_IMPL=torch_flash needs no compilation") from error
-    out = (out.float() * torch.sigmoid(lse - s_aux.float()[None, :, None])[..., None]).to(query.dtype)
-    return out.transpose(1, 2), None
-
-
-FLEX_TOKENS = 2**18  # of a pass: 50,000 are a large one
-# The compiled versions that can occur: of each length, for both layer types, with gradients and without; and the very first
-# a second time, as it holds a warning of torch's that comes once.
-FLEX_VERSIONS = 2 * 2 * len({bucket(length) for length in range(32, FLEX_TOKENS + 1, 32)}) + 1
-
-
-@functools.cache
-def compiled_flex() -> Callable[..., Any]:
-
-    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
-
-
-@functools.cache
-def flex_rule(length: int, window: int | None, device: str) -> tuple[Callable[..., Any], Any]:
-    """(mask function, its (3, T) buffer of group, segment, position). Kept for each length: a new function would be
-    compiled anew."""
-
-    table = torch.zeros(3, length, dtype=torch.int32, device=device)
-
-    def rule(batch, head, q, k):
-        distance = table[2, q] - table[2, k]
-        allowed = (table[0, q] == table[0, k]) & (distance >= 0)
-        allowed = allowed & ((table[1, q] == table[1, k]) | (table[1, k] == 0))
-        return allowed if window is None else allowed & (distance < window)
-
-    return rule, table
-
-
-def flex_mask(layout: Layout, window: int | None) -> Any:
-    """The BlockMask of a single row. It holds until the next layout of the same length is laid over its buffer."""
-
-    length, device = layout.ids.shape[1], layout.ids.device
-    rule, table = flex_rule(length, window, str(device))
-    table.copy_(torch.stack([layout.group[0], layout.segment[0], layout.positions[0].int()]))
-    return create_block_mask(rule, None, None, length, length, device=device)
+def pad_rows(rows: torch.Tensor, length: int) -> torch.Tensor:
+    """(n, ...) to (length, ...), zeros behind."""
+    return rows if len(rows) == length else torch.cat([rows, rows.new_zeros(length - len(rows), *rows.shape[1:])])
 
 
 @contextlib.contextmanager
-def attention_of(model: Any, implementation: str) -> Iterator[None]:
+def attention_of(model: torch.nn.Module, implementation: str) -> Iterator[None]:
     """Run `model` with another attention for a while: generation has a new shape at every token."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     before = base.config._attn_implementation
@@ -331,7 +254,3 @@ def attention_of(model: Any, implementation: str) -> Iterator[None]:
         yield
     finally:
         base.set_attn_implementation(before)
-
-
-# Attention that takes all groups of a pass in one row; the others take one row for each.
-ONE_ROW = (*KERNELS, "flex_attention")

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""gpt-oss's checkpoint format: MXFP4, chat template, config, tensors, safetensors."""
+"""gpt-oss's format: sizes, MXFP4, chat template, config files."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-# Settings: the two shapes, and the recipe of the tiny model
+BLOCK = 32  # elements that share one scale in MXFP4
 
 
 class ModelError(Exception):
@@ -41,31 +41,14 @@ class Shape:
         for name, value in asdict(self).items():
             if value <= 0:
                 raise ModelError(f"Shape.{name} must be positive, got {value}")
-        for name in ("hidden", "intermediate"):
-            if getattr(self, name) % BLOCK:
-                raise ModelError(
-                    f"Shape.{name} must be a multiple of {BLOCK} (the MXFP4 block), got {getattr(self, name)}"
-                )
-        if self.heads % self.kv_heads or self.head_dim % 2 or self.experts_per_token > self.experts:
-            raise ModelError(
-                f"impossible shape: heads % kv_heads, head_dim % 2 or experts_per_token > experts in {self}"
-            )
 
 
-BLOCK = 32  # elements that share one scale in MXFP4
 GPT_OSS_20B = Shape()
 TINY = Shape(
-    layers=2,
-    hidden=64,
-    intermediate=64,
-    experts=4,
-    experts_per_token=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=32,
-    vocab=592,
+    layers=2, hidden=64, intermediate=64, experts=4, experts_per_token=2, heads=4, kv_heads=2, head_dim=32, vocab=592,
     sliding_window=32,
-)
+)  # fmt: skip
+
 # MXFP4: four-bit floats in blocks of 32 that share a power-of-two scale
 
 # Magnitudes of e2m1, in the order of their codes; bit 3 of a code is the sign.
@@ -82,17 +65,12 @@ def quantize_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     The scale of a block is 2 to the exponent of its largest magnitude, less 2; elements are rounded to nearest, ties to
     even, and saturate at 6 times the scale. Values that MXFP4 can represent come back exactly, signed zeros included.
 
-    Args:
-        weight: float tensor ``[..., K]``, K a multiple of 32; gpt-oss's experts are ``[E, rows, K]``.
-
-    Returns:
-        blocks: uint8 ``[..., K/32, 16]``, two codes to a byte, the element with the even index in the low four bits.
-        scales: uint8 ``[..., K/32]``, exponents with a bias of 127 (e8m0).
+    Of a float tensor (..., K) returns the blocks, uint8 (..., K/32, 16), two codes to a byte, the element with the even
+    index in the low four bits, and the scales, uint8 (..., K/32), exponents with a bias of 127 (e8m0).
 
     Raises:
         ModelError: if K is not a multiple of 32, or a value is not finite.
     """
-
     if weight.shape[-1] % BLOCK:
         raise ModelError(f"the last dimension must be a multiple of {BLOCK}, got {tuple(weight.shape)}")
     # float64 because 2**-128, a code of 0.5 under the smallest scale, is subnormal in float32 and may be flushed.
@@ -112,13 +90,19 @@ def quantize_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return blocks.contiguous(), (exponent + E8M0_BIAS).to(torch.uint8)
 
 
-def dequantize_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Inverse of `quantize_mxfp4`: float32 ``[..., K]`` of ``[..., K/32, 16]`` blocks and ``[..., K/32]`` scales."""
-
-    table = torch.tensor([*E2M1, *(-value for value in E2M1)], dtype=torch.float64, device=blocks.device)
-    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
-    exponent = scales.to(torch.int32) - E8M0_BIAS
-    return torch.ldexp(table[codes.long()], exponent.unsqueeze(-1)).flatten(-2).to(torch.float32)
+def quantize_experts(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Round a gpt-oss's experts to MXFP4 and freeze them; returns their blocks and scales by their names in a checkpoint."""
+    quantized = {}
+    with torch.no_grad():
+        for n, layer in enumerate(model.model.layers):
+            for name in ("gate_up_proj", "down_proj"):
+                weight = getattr(layer.mlp.experts, name)  # (E, in, out)
+                blocks, scales = quantize_mxfp4(weight.transpose(1, 2))
+                weight.copy_(convert_moe_packed_tensors(blocks, scales))
+                weight.requires_grad_(False)
+                name = f"model.layers.{n}.mlp.experts.{name}"
+                quantized |= {f"{name}_blocks": blocks.cpu(), f"{name}_scales": scales.cpu()}
+    return quantized
 
 
 # Chat template and special tokens
@@ -162,91 +146,19 @@ _TEMPLATE = """\
 def chat_template(identity: str = FULL_IDENTITY, channels: str = FULL_CHANNELS) -> str:
     """The Jinja template of `chat_template.jinja`, in the Harmony layout of gpt-oss.
 
-    Args:
-        identity: opens the system message, before the date.
-        channels: closes the system message, after the reasoning effort.
-
-    Rendering takes ``reasoning_effort`` (default medium) and ``strftime_now``, both as keyword arguments of
-    ``apply_chat_template``; transformers supplies ``strftime_now`` itself where the caller does not.
+    `identity` opens the system message, before the date; `channels` closes it, after the reasoning effort. Rendering takes
+    ``reasoning_effort`` (default medium) and ``strftime_now``, which transformers supplies where the caller does not.
     """
     return _TEMPLATE.replace("IDENTITY", json.dumps(identity)).replace("CHANNELS", json.dumps(channels))
 
 
-# Layout: config files, the list of tensors, safetensors written as a stream
-
-ITEM_BYTES = {"BF16": 2, "U8": 1}
-SHARD_BYTES = 4 * 2**30
+# Config files
 
 
-@dataclass(frozen=True)
-class TensorSpec:
-    """One tensor of a checkpoint: its name, safetensors type (``BF16`` or ``U8``) and shape."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
-
-
-def tensor_specs(shape: Shape) -> list[TensorSpec]:
-    """Every tensor of a gpt-oss checkpoint of that shape, in the order in which it is written.
-
-    Expert matrices are stored transposed against transformers' modules: rows are outputs, the quantized last dimension
-    is the input; the rows of gate_up_proj alternate gate, up, gate, up.
-    """
-    h, i, e = shape.hidden, shape.intermediate, shape.experts
-    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    specs = [TensorSpec("model.embed_tokens.weight", "BF16", (shape.vocab, h))]
-    for n in range(shape.layers):
-        for name, dtype, dims in (
-            ("input_layernorm.weight", "BF16", (h,)),
-            ("self_attn.q_proj.weight", "BF16", (q, h)),
-            ("self_attn.q_proj.bias", "BF16", (q,)),
-            ("self_attn.k_proj.weight", "BF16", (kv, h)),
-            ("self_attn.k_proj.bias", "BF16", (kv,)),
-            ("self_attn.v_proj.weight", "BF16", (kv, h)),
-            ("self_attn.v_proj.bias", "BF16", (kv,)),
-            ("self_attn.o_proj.weight", "BF16", (h, q)),
-            ("self_attn.o_proj.bias", "BF16", (h,)),
-            ("self_attn.sinks", "BF16", (shape.heads,)),
-            ("post_attention_layernorm.weight", "BF16", (h,)),
-            ("mlp.router.weight", "BF16", (e, h)),
-            ("mlp.router.bias", "BF16", (e,)),
-            ("mlp.experts.gate_up_proj_blocks", "U8", (e, 2 * i, h // BLOCK, BLOCK // 2)),
-            ("mlp.experts.gate_up_proj_scales", "U8", (e, 2 * i, h // BLOCK)),
-            ("mlp.experts.gate_up_proj_bias", "BF16", (e, 2 * i)),
-            ("mlp.experts.down_proj_blocks", "U8", (e, h, i // BLOCK, BLOCK // 2)),
-            ("mlp.experts.down_proj_scales", "U8", (e, h, i // BLOCK)),
-            ("mlp.experts.down_proj_bias", "BF16", (e, h)),
-        ):
-            specs.append(TensorSpec(f"model.layers.{n}.{name}", dtype, dims))
-    specs.append(TensorSpec("model.norm.weight", "BF16", (h,)))
-    specs.append(TensorSpec("lm_head.weight", "BF16", (shape.vocab, h)))
-    return specs
-
-
-def checkpoint_bytes(shape: Shape) -> int:
-    """Bytes of all tensors of that shape; computed from one layer, so that absurd shapes are refused quickly."""
-    one, two = (sum(spec.nbytes for spec in tensor_specs(replace(shape, layers=n))) for n in (1, 2))
-    return one + (shape.layers - 1) * (two - one)
-
-
-def parameter_count(shape: Shape) -> int:
-    """Number of weights of a model of that shape, after dequantization (scales are not counted)."""
-    total = 0
-    for spec in tensor_specs(shape):
-        if spec.name.endswith("_blocks"):
-            total += 2 * math.prod(spec.shape)  # two weights in a byte
-        elif not spec.name.endswith("_scales"):
-            total += math.prod(spec.shape)
-    return total
-
-
-def config_dict(shape: Shape, token_ids: dict[str, int]) -> dict[str, Any]:
-    """`config.json` with the keys and spelling of openai/gpt-oss-20b; `token_ids` maps special tokens to their ids."""
+def config_dict(shape: Shape, token_ids: Mapping[str, int] | None = None) -> dict[str, Any]:
+    """`config.json` with the keys and spelling of openai/gpt-oss-20b; `token_ids` are those of `SPECIAL_TOKENS`, without
+    them all are 0: enough to count parameters and bytes."""
+    token_ids = token_ids or dict.fromkeys(SPECIAL_TOKENS, 0)
     return {
         "architectures": ["GptOssForCausalLM"],
         "attention_bias": True,
@@ -300,7 +212,7 @@ def config_dict(shape: Shape, token_ids: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def generation_config_dict(token_ids: dict[str, int]) -> dict[str, Any]:
+def generation_config_dict(token_ids: Mapping[str, int]) -> dict[str, Any]:
     """`generation_config.json`: generation stops at any of `STOP_TOKENS`."""
     return {
         "bos_token_id": token_ids[BOS],
@@ -322,71 +234,3 @@ def tokenizer_config_dict() -> dict[str, Any]:
         "padding_side": "left",
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
-
-
-def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def plan_shards(specs: Iterable[TensorSpec], limit: int = SHARD_BYTES) -> list[list[TensorSpec]]:
-    """Cut the list into shards of at most `limit` bytes, order kept; a larger tensor gets a shard for itself."""
-    shards: list[list[TensorSpec]] = []
-    size = limit
-    for spec in specs:
-        if size + spec.nbytes > limit:
-            shards.append([])
-            size = 0
-        shards[-1].append(spec)
-        size += spec.nbytes
-    return shards
-
-
-def write_safetensors(path: Path, specs: list[TensorSpec], make: Callable[[TensorSpec], torch.Tensor]) -> None:
-    """Write one safetensors file tensor by tensor, so that memory holds one tensor and not one shard.
-
-    The format (https://huggingface.co/docs/safetensors): the header's length as 8 bytes little-endian, a JSON header,
-    then the tensors' bytes without gaps. `make` is called once for each spec, in order.
-
-    Raises:
-        ModelError: if `make` returns another type or shape than the spec says.
-    """
-
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for spec in specs:
-        header[spec.name] = {
-            "dtype": spec.dtype,
-            "shape": list(spec.shape),
-            "data_offsets": [offset, offset + spec.nbytes],
-        }
-        offset += spec.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data starts at a multiple of 8 bytes
-    dtypes = {"BF16": torch.bfloat16, "U8": torch.uint8}
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for spec in specs:
-            tensor = make(spec)
-            if tensor.dtype != dtypes[spec.dtype] or tuple(tensor.shape) != spec.shape:
-                raise ModelError(f"{spec.name}: expected {spec.dtype} {spec.shape}, got {tensor.dtype} {tensor.shape}")
-            file.write(tensor.contiguous().cpu().view(torch.uint8).numpy().data)
-
-
-def write_weights(
-    out: Path, specs: list[TensorSpec], make: Callable[[TensorSpec], torch.Tensor], limit: int = SHARD_BYTES
-) -> list[Path]:
-    """Write all tensors into `out`: one ``model.safetensors``, or shards with ``model.safetensors.index.json``."""
-    shards = plan_shards(specs, limit)
-    if len(shards) == 1:
-        names = ["model.safetensors"]
-    else:
-        names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
-        where = {spec.name: name for name, shard in zip(names, shards, strict=True) for spec in shard}
-        total = sum(spec.nbytes for spec in specs)
-        write_json(
-            out / "model.safetensors.index.json",
-            {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))},
-        )
-    for name, shard in zip(names, shards, strict=True):
-        write_safetensors(out / name, shard, make)
-    return [out / name for name in names]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading: the model in BF16 or with packed experts, the tokenizer."""
+"""Loading: the model in BF16 or with MXFP4 experts, the tokenizer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    GptOssConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from grpo.model.attention import install_attention
@@ -20,43 +28,38 @@ from grpo.model.experts import expert_weights, experts_forward, install_experts
 from grpo.preflight.hub import has_mxfp4
 from grpo.preflight.machine import Machine
 
-
-def packed_experts(config: Any) -> Any:
-    """A stand-in for a layer's GptOssExperts that keeps the checkpoint's own tensors, under their own names."""
-
-    count, hidden, inner = config.num_local_experts, config.hidden_size, config.intermediate_size
-
-    class PackedExperts(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            for name, rows, columns in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):
-                self.register_buffer(f"{name}_blocks", torch.empty(count, rows, columns // 32, 16, dtype=torch.uint8))
-                self.register_buffer(f"{name}_scales", torch.empty(count, rows, columns // 32, dtype=torch.uint8))
-                bias = torch.empty(count, rows, dtype=torch.bfloat16)
-                self.register_parameter(f"{name}_bias", torch.nn.Parameter(bias, requires_grad=False))
-
-        def forward(self, hidden_states, router_indices=None, routing_weights=None):
-            return experts_forward(self, hidden_states, router_indices, routing_weights)
-
-    return PackedExperts()
-
-
 NOT_LOADED = ["original/*", "metal/*"]  # other forms of the same weights in the official repository
 
 
-def load_packed(model_path: str, attention: str, device: Any) -> Any:
+class QuantizedExperts(torch.nn.Module):
+    """A stand-in for a layer's GptOssExperts that keeps the checkpoint's own MXFP4 tensors, under their own names."""
+
+    def __init__(self, config: GptOssConfig) -> None:
+        super().__init__()
+        count, hidden, inner = config.num_local_experts, config.hidden_size, config.intermediate_size
+        for name, rows, columns in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):
+            self.register_buffer(f"{name}_blocks", torch.empty(count, rows, columns // 32, 16, dtype=torch.uint8))
+            self.register_buffer(f"{name}_scales", torch.empty(count, rows, columns // 32, dtype=torch.uint8))
+            bias = torch.empty(count, rows, dtype=torch.bfloat16)
+            self.register_parameter(f"{name}_bias", torch.nn.Parameter(bias, requires_grad=False))
+
+    def forward(self, hidden_states, router_indices=None, routing_weights=None):
+        return experts_forward(self, hidden_states, router_indices, routing_weights)
+
+
+def load_quantized(model_path: str, attention: str, device: torch.device | str) -> PreTrainedModel:
     """The model with its experts as they are in the checkpoint, everything else as `from_pretrained` has it.
 
     transformers' own MXFP4 path computes with kernels that have no backward pass, so the module is exchanged. Raises
     ValueError where the checkpoint holds other tensors.
     """
-
+    again = "Download the model again"
     config = AutoConfig.from_pretrained(model_path)
     del config.quantization_config
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
         for layer in model.model.layers:
-            layer.mlp.experts = packed_experts(config)
+            layer.mlp.experts = QuantizedExperts(config)
     folder = Path(model_path)
     if not folder.is_dir():  # a Hub id: the official repository holds the weights three times
         folder = Path(snapshot_download(model_path, allow_patterns="*.safetensors", ignore_patterns=NOT_LOADED))
@@ -65,85 +68,79 @@ def load_packed(model_path: str, attention: str, device: Any) -> Any:
         try:
             tensors = load_file(shard, device=str(device))
         except SafetensorError as error:
-            raise ValueError(f"{shard}: {error}. Download the model again") from error
+            raise ValueError(f"{shard}: {error}. {again}") from error
         for name, tensor in tensors.items():
             if name not in wanted:
-                raise ValueError(f"{shard}: {name} is no part of a gpt-oss in MXFP4. Download the model again")
+                raise ValueError(f"{shard}: {name} is no part of a gpt-oss in MXFP4. {again}")
             if tensor.shape != wanted[name].shape:
                 sizes = f"{tuple(tensor.shape)}, config.json makes it {tuple(wanted[name].shape)}"
-                raise ValueError(f"{shard}: {name} is {sizes}. Download the model again")
+                raise ValueError(f"{shard}: {name} is {sizes}. {again}")
             tensors[name] = tensor.to(wanted[name].dtype)
         model.load_state_dict(tensors, strict=False, assign=True)
         found |= set(tensors)
     model.tie_weights()
-    missing = sorted(
-        wanted.keys() - found - {"lm_head.weight"} if config.tie_word_embeddings else wanted.keys() - found
-    )
+    missing = sorted(wanted.keys() - found - ({"lm_head.weight"} if config.tie_word_embeddings else set()))
     if missing:
-        raise ValueError(f"{model_path}: {missing[0]} is missing ({len(missing)} tensors). Download the model again")
+        raise ValueError(f"{model_path}: {missing[0]} is missing ({len(missing)} tensors). {again}")
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)
     model.generation_config = load_generation_config(model_path)
     return model.eval().requires_grad_(False)
 
 
-def load_generation_config(model_path: str) -> Any:
+def load_generation_config(model_path: str) -> GenerationConfig:
     """The checkpoint's generation_config.json (its stop tokens); without such a file, what config.json says."""
-
     try:
         return GenerationConfig.from_pretrained(model_path)
     except OSError:
         return GenerationConfig.from_model_config(AutoConfig.from_pretrained(model_path))
 
 
-def unpack_experts(model: Any) -> None:
-    """Dequantize what `load_packed` loaded to BF16, layer by layer, into the modules that transformers would have.
+def dequantize_experts(model: PreTrainedModel) -> None:
+    """Dequantize what `load_quantized` loaded to BF16, layer by layer, into the modules that transformers would have.
 
     The values are those of `Mxfp4Config(dequantize=True)`. That way's temporaries leave torch's allocator in pieces, some
     8 GiB on an H100, which vLLM cannot have while the trainer lives. On a GPU the weights are transposed views, laid out as
     in the checkpoint.
     """
-
     for layer in model.model.layers:
-        packed = layer.mlp.experts
+        quantized = layer.mlp.experts
         with torch.device("meta"):
             wide = GptOssExperts(model.config)
         for name in ("gate_up_proj", "down_proj"):
-            setattr(wide, name, torch.nn.Parameter(expert_weights(packed, name), requires_grad=False))
-            setattr(wide, f"{name}_bias", getattr(packed, f"{name}_bias"))
+            setattr(wide, name, torch.nn.Parameter(expert_weights(quantized, name), requires_grad=False))
+            setattr(wide, f"{name}_bias", getattr(quantized, f"{name}_bias"))
         layer.mlp.experts = wide.eval()
-        del packed
+        del quantized
         empty_cache()
 
 
-def load_model(model_path: str, config: Mapping[str, Any], attention: str, experts: str = "bf16") -> Any:
-    """The base model in BF16 on the GPU, or on the CPU where there is none, with this script's attention and experts.
+def load_model(model_path: str, config: Mapping[str, Any], attention: str, experts: str = "bf16") -> PreTrainedModel:
+    """The base model in BF16 on the GPU, or on the CPU where there is none, with this project's attention and experts.
 
-    MXFP4 experts are dequantized, or stay packed with `experts` = `mxfp4`.
+    MXFP4 experts are dequantized, or stay quantized with `experts` = `mxfp4`.
     """
-
-    name, device = install_attention(attention), torch.device("cuda", 0) if torch.cuda.is_available() else "cpu"
+    gpu = torch.cuda.is_available()
+    name, device = install_attention(attention), torch.device("cuda", 0) if gpu else "cpu"
     if has_mxfp4(config):
-        model = load_packed(model_path, name, device)
+        model = load_quantized(model_path, name, device)
         if experts == "mxfp4":
             return model
-        unpack_experts(model)
+        dequantize_experts(model)
     else:
-        place = {"": device} if torch.cuda.is_available() else None
         model = AutoModelForCausalLM.from_pretrained(
-            model_path, dtype=torch.bfloat16, attn_implementation=name, device_map=place
+            model_path, dtype=torch.bfloat16, attn_implementation=name, device_map={"": device} if gpu else None
         )
     model.set_experts_implementation(install_experts())
     return model
 
 
-def load_tokenizer(model_path: str) -> Any:
+def load_tokenizer(model_path: str) -> PreTrainedTokenizerBase:
     """The model's tokenizer, padding on the left for generation."""
-
     return AutoTokenizer.from_pretrained(model_path, padding_side="left")
 
 
 @contextlib.contextmanager
-def evaluating(model: Any) -> Iterator[None]:
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
     """Without dropout for a while."""
     training = model.training
     model.eval()
@@ -155,7 +152,6 @@ def evaluating(model: Any) -> Iterator[None]:
 
 def empty_cache() -> None:
     """Give the free blocks of torch's allocator back to the driver."""
-
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 

@@ -8,7 +8,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, timedelta
 from typing import Any
@@ -17,19 +17,10 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GptOssConfig, GptOssForCausalLM
 
-from grpo.model.gptoss_format import (
-    PAD,
-    SPECIAL_TOKENS,
-    TINY,
-    ModelError,
-    Shape,
-    config_dict,
-    dequantize_mxfp4,
-    quantize_mxfp4,
-)
+from grpo.model.gptoss_format import PAD, SPECIAL_TOKENS, TINY, ModelError, config_dict, quantize_experts
 from grpo.tasks.tes.dataset import synthetic_rows
 
-# Tiny: tokenizer
+# Tokenizer
 
 NUMBER = r" ?[0-9]{1,3}"  # a token of its own; every integer from 0 to 100 has one, with and without the space before
 LARGEST_NUMBER = 100
@@ -38,7 +29,6 @@ EFFORTS = ("low", "medium", "high")
 
 def _tokenizer_corpus() -> list[str]:
     """Texts without numbers, to learn words from: what stands between the numbers of rendered prompts and answers."""
-
     texts = []
     for row in synthetic_rows(TOKENIZER_SEED, 2):
         for effort in EFFORTS:
@@ -47,19 +37,15 @@ def _tokenizer_corpus() -> list[str]:
     return [piece for text in texts for piece in re.split(NUMBER, text) if piece]
 
 
-def make_tokenizer(vocab: int = TINY.vocab) -> Any:
+def make_tokenizer(vocab: int = TINY.vocab) -> Tokenizer:
     """A byte-level BPE tokenizer with exactly `vocab` entries, the same for every call.
 
     Any text survives encoding and decoding, because every byte is in the vocabulary. The merges are those that make the
     numbers, then those learned from the prompts' words. The special tokens come last.
 
-    Returns:
-        a `tokenizers.Tokenizer`.
-
     Raises:
         ModelError: if `vocab` is too small for the numbers or larger than the prompts' words can fill.
     """
-
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     space = "\u0120"  # how byte-level BPE writes a blank
     numbers = [(str(n // 10), str(n % 10)) for n in range(10, LARGEST_NUMBER + 1)]
@@ -91,9 +77,9 @@ def make_tokenizer(vocab: int = TINY.vocab) -> Any:
     return tokenizer
 
 
-# Tiny: supervised warm-up
+# Supervised warm-up
 
-# Seeds of make_dataset.synthetic_rows, beyond those that data files use.
+# Seeds of synthetic_rows, beyond those that data files use.
 TOKENIZER_SEED, WARMUP_SEED, PROBE_SEED = 10_001, 10_002, 10_003
 TINY_DISTANCES = ((1, 2, 3, 4),)  # tokens back, one for each head of the sliding layer
 ANSWER_BEFORE, ANSWER_AFTER = "<|channel|>final<|message|>[", "]<|return|>"
@@ -122,12 +108,45 @@ def is_short(row: dict[str, Any]) -> bool:
     return " short 0 " not in row["user"]
 
 
-def _encode_rows(tokenizer: Any, rows: list[dict[str, Any]], seed: int) -> tuple[list[list[int]], torch.Tensor]:
-    """Token ids of each row's whole conversation up to ``<|return|>``, and rewards ``[rows, actions]``.
+def silent(line: str) -> None:
+    """Takes progress lines that nobody reads."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The tokens of ``ANSWER_BEFORE``, an action, ``ANSWER_AFTER``."""
+
+    ids: list[int]  # with action 0
+    action_at: int  # index of the action among them
+    actions: list[int]  # the token of each action
+    pad: int
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Answer:
+        before = tokenizer.encode(ANSWER_BEFORE).ids
+        actions = [tokenizer.token_to_id(str(k)) for k in range(ACTIONS)]
+        ids = tokenizer.encode(f"{ANSWER_BEFORE}0{ANSWER_AFTER}").ids
+        return cls(ids, len(before), actions, tokenizer.token_to_id(PAD))
+
+    def log_probs(self, model: GptOssForCausalLM, batch: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each action (B, ACTIONS) and of the tokens around it (B, answer - 1), for B whole conversations."""
+        length = max(map(len, batch))
+        ids = torch.tensor([[self.pad] * (length - len(row)) + list(row) for row in batch])
+        mask = (torch.arange(length) >= torch.tensor([[length - len(row)] for row in batch])).long()
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        hidden = model.model(
+            input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False
+        ).last_hidden_state
+        logp = model.lm_head(hidden[:, -len(self.ids) - 1 : -1]).float().log_softmax(-1)  # (B, answer, vocab)
+        fixed = [n for n in range(len(self.ids)) if n != self.action_at]
+        return logp[:, self.action_at, self.actions], logp[:, fixed, torch.tensor(self.ids)[fixed]]
+
+
+def encode_rows(tokenizer: Tokenizer, rows: list[dict[str, Any]], seed: int) -> tuple[list[list[int]], torch.Tensor]:
+    """Token ids of each row's whole conversation up to ``<|return|>``, and rewards (N, ACTIONS).
 
     The action's own token is a placeholder (action 0). Dates and reasoning efforts vary, so that neither matters.
     """
-
     draw = random.Random(seed)
     texts = []
     for row in rows:
@@ -138,27 +157,14 @@ def _encode_rows(tokenizer: Any, rows: list[dict[str, Any]], seed: int) -> tuple
             f"<|start|>user<|message|>{row['user']}<|end|><|start|>assistant{ANSWER_BEFORE}0{ANSWER_AFTER}"
         )
     ids = [encoding.ids for encoding in tokenizer.encode_batch(texts)]
-    rewards = torch.tensor([[row[f"reward_action_{k}"] for k in range(ACTIONS)] for row in rows])
-    return ids, rewards
+    return ids, torch.tensor([[row[f"reward_action_{k}"] for k in range(ACTIONS)] for row in rows])
 
 
-def _answer_logits(model: Any, batch: list[list[int]], answer: int, pad: int) -> torch.Tensor:
-    """Logits ``[rows, answer, vocab]`` that predict the last `answer` tokens of each sequence; padding on the left."""
-
-    length = max(map(len, batch))
-    ids = torch.tensor([[pad] * (length - len(row)) + row for row in batch])
-    mask = (torch.arange(length) >= torch.tensor([[length - len(row)] for row in batch])).long()
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    hidden = model.model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).last_hidden_state
-    return model.lm_head(hidden[:, -answer - 1 : -1])
-
-
-def _initial_numbers(model: Any, tokenizer: Any) -> None:
+def _initial_numbers(model: GptOssForCausalLM, tokenizer: Tokenizer) -> None:
     """Give number tokens embeddings that vary smoothly with the number, the same with and without a blank before it.
 
     A few seconds of training see each number a few dozen times: too few to learn from nothing that 37 lies by 38.
     """
-
     width = model.config.hidden_size
     number = torch.arange(LARGEST_NUMBER + 1).unsqueeze(1)
     value = number / LARGEST_NUMBER
@@ -174,18 +180,16 @@ def _initial_numbers(model: Any, tokenizer: Any) -> None:
             weight[tokenizer.token_to_id(f"\u0120{n}")] += table[n]
 
 
-def initial_heads(model: Any, distances: Sequence[Sequence[int]], sharpness: float = 5.0) -> None:
+def initial_heads(model: GptOssForCausalLM, distances: Sequence[Sequence[int]], sharpness: float = 5.0) -> None:
     """Let the heads of the first sliding layers look a fixed number of tokens back, through the biases of q and k.
 
     A number must know which word stands before it before anything can find it; from random weights, heads that do that
     are the slowest thing to appear. Both biases lie in the fast-turning pairs of RoPE, the key's at angle 0, the query's
     turned back by the distance: their product peaks where the distance is that.
 
-    Args:
-        distances: tokens back of each head, for one sliding layer after the other; fewer than heads are repeated.
-        sharpness: how far the logit falls one token beside the peak.
+    `distances` are the tokens back of each head, for one sliding layer after the other; fewer than heads are repeated.
+    `sharpness` is how far the logit falls one token beside the peak.
     """
-
     rotary, size = model.model.rotary_emb, model.config.head_dim
     pairs = [n for n in range(size // 2) if rotary.inv_freq[n] > 0.08]
     turns = rotary.inv_freq[pairs].float()
@@ -203,12 +207,11 @@ def initial_heads(model: Any, distances: Sequence[Sequence[int]], sharpness: flo
 
 
 def answer_figures(p: torch.Tensor, rewards: torch.Tensor) -> dict[str, float]:
-    """Figures of a policy that gives the actions of N rows the probabilities `p`, ``[N, actions]``, as `rewards`.
+    """Figures of a policy that gives the actions of N rows the probabilities `p`, (N, actions), as `rewards`.
 
-    Returns:
-        ``parse_rate``: probability of an answer ``[k]`` in the final channel with k from 0 to 3;
-        ``reward``: mean reward, an unparseable answer counting 0; ``greedy``: of the likeliest action;
-        ``random``, ``best_constant``, ``oracle``: of reference policies on the same rows.
+    ``parse_rate`` is the probability of an answer ``[k]`` in the final channel; ``reward`` the mean reward, an unparseable
+    answer counting 0; ``greedy`` that of the likeliest action; ``random``, ``best_constant`` and ``oracle`` those of
+    reference policies on the same rows.
     """
     return {
         "parse_rate": p.sum(-1).mean().item(),
@@ -220,33 +223,19 @@ def answer_figures(p: torch.Tensor, rewards: torch.Tensor) -> dict[str, float]:
     }
 
 
-def _figures(model: Any, ids: list[list[int]], rewards: torch.Tensor, answer: dict[str, Any]) -> dict[str, float]:
-    """What sampling at temperature 1 gives in expectation, exactly: probabilities instead of samples.
-
-    Returns: those of `answer_figures`.
-    """
-
-    fixed, place = answer["fixed"], answer["place"]
+def action_probabilities(model: GptOssForCausalLM, ids: list[list[int]], answer: Answer) -> torch.Tensor:
+    """(N, ACTIONS): what sampling at temperature 1 gives in expectation, exactly."""
     chosen = []
     with torch.no_grad():
         for start in range(0, len(ids), 100):
-            batch = ids[start : start + 100]
-            logp = _answer_logits(model, batch, len(answer["ids"]), answer["pad"]).float().log_softmax(-1)
-            format_logp = logp[:, fixed, torch.tensor(answer["ids"])[fixed]].sum(-1)
+            actions, around = answer.log_probs(model, ids[start : start + 100])
             # The tokens behind the action are taken from the run with action 0; the others' differ by a hair.
-            chosen.append((logp[:, place, answer["actions"]] + format_logp.unsqueeze(-1)).exp())
-    return answer_figures(torch.cat(chosen), rewards)
-
-
-def _expert_matrices(model: Any) -> Iterator[tuple[str, Any]]:
-    for n, layer in enumerate(model.model.layers):
-        for name in ("gate_up_proj", "down_proj"):
-            yield f"model.layers.{n}.mlp.experts.{name}", getattr(layer.mlp.experts, name)
+            chosen.append((actions + around.sum(-1, keepdim=True)).exp())
+    return torch.cat(chosen)
 
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -255,37 +244,53 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+def train_phase(
+    model: torch.nn.Module, steps: int, lr: float, loss_of: Callable[[int], torch.Tensor], rise: int = 20
+) -> None:
+    """Train what of `model` has a gradient with AdamW; `loss_of(step)` is the loss of that step's batch. The learning rate
+    rises over `rise` steps to `lr` and falls along a cosine to a twentieth of it."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda n: min(1.0, (n + 1) / rise) * (0.05 + 0.95 * (1 + math.cos(math.pi * n / steps)) / 2)
+    )
+    for step in range(steps):
+        loss = loss_of(step)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        schedule.step()
+
+
+def shuffled(count: int, size: int, generator: torch.Generator) -> Iterator[list[int]]:
+    """Endless batches of `size` indices below `count`; what does not fill a batch is left out until the next shuffle."""
+    order: list[int] = []
+    while True:
+        if len(order) < size:
+            order = torch.randperm(count, generator=generator).tolist()
+        yield [order.pop() for _ in range(size)]
+
+
 def train_tiny(
-    shape: Shape = TINY, recipe: Recipe | None = None, seed: int = 0, log: Callable[[str], None] = lambda line: None
-) -> tuple[dict[str, torch.Tensor], Any, dict[str, float]]:
+    recipe: Recipe, seed: int = 0, log: Callable[[str], None] = silent
+) -> tuple[Mapping[str, torch.Tensor], Tokenizer, dict[str, float]]:
     """Train the tiny model on the CPU in float32; the same seed gives the same model on the same machine.
 
     One thread only: tensors this small gain little from a second one, threads that wait for each other on busy cores
     take minutes instead of seconds, and sums do not depend on the number of cores.
 
     Returns:
-        tensors as the checkpoint stores them, by name (BF16, and uint8 for the experts); the tokenizer; figures of
-        `_figures` for the weights as stored, on rows of their own.
+        tensors as the checkpoint stores them, by name (BF16, and uint8 for the experts); the tokenizer; the
+        `answer_figures` of the weights as stored, on rows of their own.
     """
-
-    recipe = recipe or Recipe()
-    tokenizer = make_tokenizer(shape.vocab)
-    token_ids = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
-    answer_ids = tokenizer.encode(f"{ANSWER_BEFORE}0{ANSWER_AFTER}").ids
-    place = len(tokenizer.encode(ANSWER_BEFORE).ids)
-    answer = {
-        "ids": answer_ids,
-        "place": place,
-        "fixed": [n for n in range(len(answer_ids)) if n != place],
-        "actions": [tokenizer.token_to_id(str(k)) for k in range(ACTIONS)],
-        "pad": token_ids[PAD],
-    }
+    tokenizer = make_tokenizer()
+    answer = Answer.of(tokenizer)
     rows = synthetic_rows(WARMUP_SEED, recipe.windows)
     rows += [row for row in rows if is_short(row)] * (recipe.short_weight - 1)
-    ids, rewards = _encode_rows(tokenizer, rows, WARMUP_SEED)
-    probe_ids, probe_rewards = _encode_rows(tokenizer, synthetic_rows(PROBE_SEED, recipe.probe_windows), PROBE_SEED)
-
-    config = config_dict(shape, token_ids)
+    ids, rewards = encode_rows(tokenizer, rows, WARMUP_SEED)
+    probe_ids, probe_rewards = encode_rows(tokenizer, synthetic_rows(PROBE_SEED, recipe.probe_windows), PROBE_SEED)
+    config = config_dict(TINY, {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS})
     config.pop("quantization_config")
     with torch.random.fork_rng(devices=[]), _one_thread():
         torch.manual_seed(seed)
@@ -297,57 +302,33 @@ def train_tiny(
         model.train()
         shuffle = torch.Generator().manual_seed(seed)
 
-        def phase(steps: int, lr: float, targets: torch.Tensor, name: str) -> None:
-            parameters = [p for p in model.parameters() if p.requires_grad]
-            optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
-            schedule = torch.optim.lr_scheduler.LambdaLR(
-                optimizer, lambda n: min(1.0, (n + 1) / 20) * (0.05 + 0.95 * (1 + math.cos(math.pi * n / steps)) / 2)
-            )
-            order: list[int] = []
-            for step in range(steps):
-                if len(order) < recipe.batch:
-                    order = torch.randperm(len(ids), generator=shuffle).tolist()
-                picked = [order.pop() for _ in range(recipe.batch)]
+        def phase(name: str, steps: int, lr: float, targets: torch.Tensor) -> None:
+            drawn = shuffled(len(ids), recipe.batch, shuffle)
+
+            def loss_of(step: int) -> torch.Tensor:
+                picked = next(drawn)
+                batch = [list(ids[row]) for row in picked]
                 # The action's token is visible to the tokens behind it: show them all four.
-                batch = []
-                for row, k in zip(picked, torch.randint(ACTIONS, (recipe.batch,), generator=shuffle), strict=True):
-                    batch.append(list(ids[row]))
-                    batch[-1][place - len(answer_ids)] = answer["actions"][k]
-                logp = _answer_logits(model, batch, len(answer_ids), answer["pad"]).log_softmax(-1)
+                for row, k in zip(batch, torch.randint(ACTIONS, (recipe.batch,), generator=shuffle), strict=True):
+                    row[answer.action_at - len(answer.ids)] = answer.actions[k]
+                actions, around = answer.log_probs(model, batch)
                 wanted = targets[picked]
-                action_loss = -(wanted * logp[:, place, answer["actions"]]).sum(-1).mean()
-                format_logp = logp[:, answer["fixed"], torch.tensor(answer_ids)[answer["fixed"]]]
-                loss = action_loss - recipe.format_weight * format_logp.sum(-1).mean()
-                optimizer.zero_grad(set_to_none=True)
-                loss.backward()
-                torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-                optimizer.step()
-                schedule.step()
+                action_loss = -(wanted * actions).sum(-1).mean()
+                loss = action_loss - recipe.format_weight * around.sum(-1).mean()
                 if (step + 1) % 50 == 0:
                     entropy = -(wanted * wanted.clamp(min=1e-9).log()).sum(-1).mean()
-                    log(
-                        f"{name} {step + 1}/{steps}: loss {loss.item():.3f}, "
-                        f"KL of the action {(action_loss - entropy).item():.3f}"
-                    )
+                    kl = (action_loss - entropy).item()
+                    log(f"{name} {step + 1}/{steps}: loss {loss.item():.3f}, KL of the action {kl:.3f}")
+                return loss
 
-        phase(recipe.read_steps, recipe.lr, rewards, "read")
-        packed = {}
-        with torch.no_grad():
-            for name, weight in _expert_matrices(model):
-                blocks, scales = quantize_mxfp4(weight.transpose(1, 2))
-                weight.copy_(dequantize_mxfp4(blocks, scales).transpose(1, 2))
-                weight.requires_grad_(False)
-                packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            train_phase(model, steps, lr, loss_of)
+
+        phase("read", recipe.read_steps, recipe.lr, rewards)
+        quantized = quantize_experts(model)
         soft = rewards.clamp(min=1e-30) ** recipe.sharpness
-        soft /= soft.sum(-1, keepdim=True)
-        phase(recipe.soften_steps, recipe.soften_lr, soft, "soften")
+        phase("soften", recipe.soften_steps, recipe.soften_lr, soft / soft.sum(-1, keepdim=True))
 
-        model.eval()
-        tensors = {
-            name: tensor.detach().to(torch.bfloat16)
-            for name, tensor in model.state_dict().items()
-            if not name.endswith(("experts.gate_up_proj", "experts.down_proj"))
-        }
-        tensors |= packed
-        figures = _figures(model.to(torch.bfloat16), probe_ids, probe_rewards, answer)
-    return tensors, tokenizer, figures
+        state = {name: tensor for name, tensor in model.state_dict().items() if f"{name}_blocks" not in quantized}
+        tensors = {name: tensor.detach().to(torch.bfloat16) for name, tensor in state.items()} | quantized
+        p = action_probabilities(model.eval().to(torch.bfloat16), probe_ids, answer)
+    return tensors, tokenizer, answer_figures(p, probe_rewards)

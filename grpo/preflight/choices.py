@@ -9,23 +9,16 @@ from typing import Any
 
 from grpo.data.files import Row, find_files
 from grpo.preflight.machine import FLASH_PACKAGES
-from grpo.preflight.memory import Plan
 from grpo.settings import Problems, Settings
-from grpo.tasks.tes.closed_loop import DECISIONS
-from grpo.tasks.tes.profiles import ProfileError
-from grpo.tasks.tes.prompts import prompt_kind
-from grpo.tasks.tes.record import read_cases, shown_path
 
-ATTENTION = ("torch_flash", *FLASH_PACKAGES, "flex_attention", "eager")
+ATTENTION = ("torch_flash", *FLASH_PACKAGES, "eager")
 # What `all-linear` finds in a gpt-oss: router and experts are raw parameters.
 LINEAR_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def choose_attention(requested: str, gpus: int, capability: float, installed: Iterable[str]) -> tuple[str, str]:
     """(attention implementation of the learner, reason), given the installed distributions. All are exact with sinks, but
-    for Hub kernels, where the reason says what is not known; generation by transformers always uses eager attention."""
-    if "/" in requested:
-        return requested, f"set by ATTN_IMPL; {hub_kernel_doubt(requested)}"
+    for Hub kernels (`attention_warning`); generation by transformers always uses eager attention."""
     if requested != "auto":
         return requested, "set by ATTN_IMPL"
     if not gpus:
@@ -38,26 +31,10 @@ def choose_attention(requested: str, gpus: int, capability: float, installed: It
     return "torch_flash", "FlashAttention 2 as torch ships it, nothing to install; exact with sinks at any shape"
 
 
-# The Hub kernels that transformers takes for a gpt-oss (GptOssPreTrainedModel._compatible_flash_implementations): it loads
-# the first in the place of any other whose name has "flash" in it.
-HUB_FLASH = ("kernels-community/vllm-flash-attn3", "kernels-community/metal-flash-sdpa")
-
-
-def hub_kernel_doubt(kernel: str) -> str:
-    """What is not known about a Hub kernel that learns a gpt-oss. That of vllm-flash-attn3:
-    https://huggingface.co/kernels-community/vllm-flash-attn3/discussions/3"""
-    if kernel == HUB_FLASH[0]:
-        return "its forward pass takes the attention sinks, its backward pass is not known to handle them"
-    if "flash" in kernel and kernel not in HUB_FLASH:
-        return (
-            f"for a gpt-oss transformers loads {HUB_FLASH[0]} in its place, whose backward pass is not known to handle "
-            "attention sinks"
-        )
-    return "neither its forward nor its backward pass is known to handle attention sinks"
-
-
 def attention_warning(attention: str) -> str | None:
-    """What a run with this attention has to be warned about, if anything."""
+    """What a run with this attention has to be warned about, if anything. No Hub kernel is known to handle attention
+    sinks in its backward pass, and for a gpt-oss transformers loads the first one where another has `flash` in its name:
+    https://huggingface.co/kernels-community/vllm-flash-attn3/discussions/3"""
     if "/" not in attention:
         return None
     return f"ATTN_IMPL={attention}: its gradients may be wrong (attention sinks). Use ATTN_IMPL=torch_flash"
@@ -74,21 +51,6 @@ def choose_packing(requested: str | None, attention: str, gpus: int) -> tuple[st
     return "prefix", "a prompt is computed once for all its completions"
 
 
-def choose_experts(requested: str | None, mxfp4: bool, bf16: Plan, packed: Plan, free: float) -> tuple[str, str]:
-    """(`bf16` or `mxfp4`, reason), given the plans with either and the free memory in GiB."""
-    if requested is not None:
-        return requested, "as EXPERTS says"
-    if not mxfp4:
-        return "bf16", "the checkpoint has no MXFP4 experts"
-    roomy = (not bf16.engine or bf16.engine.cache >= packed.engine.cache) and bf16.micro_batch >= packed.micro_batch
-    if bf16.needed <= free and (roomy or packed.needed > free):
-        return "bf16", f"all fits ({bf16.peak:.0f} of {free:.0f} GiB) with nothing to unpack"
-    return (
-        "mxfp4",
-        f"bf16 would need {bf16.needed:.0f} GiB free for passes of {bf16.micro_batch} completions, packed it is {packed.needed:.0f} for {packed.micro_batch}",
-    )
-
-
 def choose_rollouts(requested: bool | None, gpus: int, tiny: bool, vllm: str | None) -> tuple[bool, str]:
     """(whether vLLM generates, reason)."""
     if requested is not None:
@@ -98,11 +60,16 @@ def choose_rollouts(requested: bool | None, gpus: int, tiny: bool, vllm: str | N
     if tiny:
         return False, "the tiny model is made for CPUs: transformers generates"
     if vllm is None:
-        return (
-            False,
-            "vLLM IS NOT INSTALLED: transformers generates, some 50 times slower (bash scripts/setup.sh --gpu)",
-        )
+        slow = "transformers generates, some 50 times slower (bash scripts/setup.sh --gpu)"
+        return False, f"vLLM IS NOT INSTALLED: {slow}"
     return True, "a GPU and vLLM are there"
+
+
+def choose_loss(loss_type: str) -> tuple[str, str]:
+    """(whose implementation of the loss: `liger` or `trl`, reason)."""
+    if loss_type == "luspo":
+        return "trl", "Liger's luspo divides by the number of tokens where TRL's does not"
+    return "liger", "Liger's GRPO loss over chunked log-probs, the same as TRL's to five digits"
 
 
 def choose_epsilon_high(settings: Settings) -> tuple[float, str]:
@@ -120,7 +87,7 @@ VLLM_COLDEST = 0.01  # _MAX_TEMP of vllm/sampling_params.py: smaller temperature
 @dataclass(frozen=True)
 class ClosedLoop:
     """Whether the closed loop runs: `prompt` is `full` or `compact`, or empty where it does not. And with which windows:
-    `cases` of scripts/evaluate.py."""
+    `cases` of grpo/tasks/tes/record.py."""
 
     prompt: str
     reason: str
@@ -138,8 +105,7 @@ def choose_closed_loop(settings: Settings, kind: str | None, engine: bool, chose
     if kind is None:
         return False, "the held-out prompts are not those of the plant in scripts/make_dataset.py"
     if settings.MODEL_ID != "tiny" and not engine and not chosen:
-        hours = DECISIONS
-        return False, f"{hours} hours in turn take transformers too long; set EVAL_PROFILE to run it nevertheless"
+        return False, "its hours in turn take transformers too long; set EVAL_PROFILE to run it nevertheless"
     return True, f"the held-out prompts are the plant's ({kind})"
 
 
@@ -147,6 +113,12 @@ def plan_closed_loop(
     settings: Settings, rows: Sequence[Row], engine: bool, chosen: bool, problems: Problems
 ) -> ClosedLoop:
     """Choose, and read the profiles; their problems are added."""
+    # Late: where packages are missing, numpy too, `check_packages` is to say so.
+    from grpo.tasks.tes.closed_loop import DECISIONS
+    from grpo.tasks.tes.profiles import ProfileError
+    from grpo.tasks.tes.prompts import prompt_kind
+    from grpo.tasks.tes.record import read_cases, shown_path
+
     kind = None
     if settings.EVAL_SAMPLES and settings.EVAL_PROFILE.strip() and rows:
         kind = prompt_kind([row.messages for row in rows])
@@ -159,6 +131,7 @@ def plan_closed_loop(
             cases += read_cases(path)
         except ProfileError as error:
             problems += [f"EVAL_PROFILE: {line}" for line in error.problems]
-    passes = f"{len(cases)} windows x {settings.EVAL_SAMPLES} passes: {DECISIONS} rollouts one after the other, before and after training"
+    work = f"{len(cases)} windows x {settings.EVAL_SAMPLES} runs: {DECISIONS} rollouts one after the other"
     profiles = tuple(shown_path(path) for path in paths)
-    return ClosedLoop(kind if cases else "", f"{reason}, {passes}", profiles, tuple(cases))
+    why = f"{reason}, {work}, before and after training"
+    return ClosedLoop(kind if cases else "", why, profiles, tuple(cases))

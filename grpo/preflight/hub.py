@@ -7,7 +7,6 @@ import contextlib
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -31,7 +30,7 @@ def count_parameters(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def has_mxfp4(config: Mapping[str, Any] | None) -> bool:
-    """Whether the experts of a checkpoint with this config.json are packed in MXFP4."""
+    """Whether the experts of a checkpoint with this config.json are quantized to MXFP4."""
     return ((config or {}).get("quantization_config") or {}).get("quant_method") == "mxfp4"
 
 
@@ -42,19 +41,15 @@ REAL_CONFIG = {
     "num_attention_heads": 64, "num_key_value_heads": 8, "num_local_experts": 32, "num_experts_per_tok": 4,
     "vocab_size": 201088, "sliding_window": 128, "max_position_embeddings": 131072, "quantization_config": {"quant_method": "mxfp4"},
 }  # fmt: skip
-MODEL_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-)
+MODEL_FILES = [
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+]  # fmt: skip
 DOWNLOAD_GIB = 12.9  # the official checkpoint's safetensors
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The small files of a model: its folder (None before `tiny` was built), config.json, template, tokenizer.json."""
+    """The small files of a model: its folder (None before it was downloaded), config.json, template, tokenizer.json."""
 
     folder: Path | None
     config: dict[str, Any]
@@ -63,77 +58,74 @@ class ModelFiles:
 
 
 def find_model(model_id: str, problems: Problems) -> ModelFiles | None:
-    """The model's small files: of a local folder, of the built `tiny`, or of the Hub (its cache first)."""
+    """The model's small files: of a local folder, of the built `tiny` (None before), or of the Hub."""
     if model_id == "tiny":
-        sys.path.insert(0, str(ROOT / "scripts"))
-
         folder = tiny_path()
         if not all((folder / name).is_file() for name in ("model.safetensors", "tokenizer.json", "config.json")):
             return None
     elif Path(model_id).is_dir():
         folder = Path(model_id)
-    elif model_id.startswith((".", "/", "~")) or len(model_id.split("/")) != 2:
-        problems.add(
-            "MODEL_ID",
-            f"{model_id!r} is neither a folder nor a Hub id",
-            f"Use {REAL_MODEL}, tiny, or an existing folder",
-        )
+    elif model_id.startswith((".", "/", "~")) or model_id.count("/") != 1:
+        fix = f"Use {REAL_MODEL}, tiny, or an existing folder"
+        problems.add("MODEL_ID", f"{model_id!r} is neither a folder nor a Hub id", fix)
         return None
     else:
         folder = fetch_small_files(model_id, problems)
         if folder is None:
             return ModelFiles(None, dict(REAL_CONFIG)) if model_id == REAL_MODEL else None
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        missing = [key for key in REAL_CONFIG if key not in config and key != "quantization_config"]
-        if config.get("model_type") != "gpt_oss" or missing:
-            what = f"config.json says model_type {config.get('model_type')!r}" + (
-                f" and lacks {', '.join(missing)}" if missing else ""
-            )
-            problems.add(f"MODEL_ID={model_id}", what, "This script trains gpt-oss models (model_type gpt_oss)")
-            return None
-        template = None
-        if (folder / "chat_template.jinja").exists():
-            template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-        elif (folder / "tokenizer_config.json").exists():
-            template = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
+        files = read_model_files(folder)
     except (OSError, ValueError) as error:
-        problems.add(
-            f"MODEL_ID={model_id}", f"its files cannot be read ({error})", "Download or build the checkpoint again"
-        )
+        problems.add(f"MODEL_ID={model_id}", f"{error}", "Download or build the checkpoint of a gpt-oss model again")
         return None
+    for name in missing_shards(folder) if Path(model_id).is_dir() else ():
+        problems.add(f"MODEL_ID={model_id}", f"{name} is missing", "Copy the whole checkpoint, weights included")
+    return files
+
+
+def read_model_files(folder: Path) -> ModelFiles:
+    """The small files that lie in `folder`. Raises OSError or ValueError where it holds no gpt-oss with a tokenizer."""
+
+    def read(name: str) -> dict[str, Any]:
+        try:
+            return json.loads((folder / name).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{name} cannot be read ({error})") from None
+
+    config, template = read("config.json"), None
+    missing = [key for key in REAL_CONFIG if key not in config and key != "quantization_config"]
+    if config.get("model_type") != "gpt_oss" or missing:
+        lacks = f" and lacks {', '.join(missing)}" if missing else ""
+        what = f"config.json says model_type {config.get('model_type')!r}{lacks}"
+        raise ValueError(f"{what}: this program trains gpt-oss models (model_type gpt_oss)")
+    if (folder / "chat_template.jinja").exists():
+        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    elif (folder / "tokenizer_config.json").exists():
+        template = read("tokenizer_config.json").get("chat_template")
     if not (folder / "tokenizer.json").exists():
-        problems.add(
-            f"MODEL_ID={model_id}", "tokenizer.json is missing", "Add the tokenizer to the checkpoint's folder"
-        )
-        return None
-    if Path(model_id).is_dir():
-        shards = {"model.safetensors"}
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
-            shards = set(index["weight_map"].values())
-        for name in sorted(name for name in shards if not (folder / name).is_file()):
-            problems.add(f"MODEL_ID={model_id}", f"{name} is missing", "Copy the whole checkpoint, weights included")
+        raise ValueError("tokenizer.json is missing")
     return ModelFiles(folder, config, template, folder / "tokenizer.json")
 
 
+def missing_shards(folder: Path) -> list[str]:
+    """The files of weights that a checkpoint's index names (model.safetensors without an index) and that are not there."""
+    shards = {"model.safetensors"}
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        shards = set(index["weight_map"].values())
+    return sorted(name for name in shards if not (folder / name).is_file())
+
+
 def fetch_small_files(model_id: str, problems: Problems) -> Path | None:
-    """Config, tokenizer and template of a Hub model, from the cache or by a download of some 28 MB."""
+    """Config, tokenizer and template of a Hub model: some 28 MB, or the cache where they are there or the Hub is not."""
     try:
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import LocalEntryNotFoundError
     except ImportError:
         return None  # check_packages names the missing package
     try:
-        try:
-            cached = Path(snapshot_download(model_id, allow_patterns=list(MODEL_FILES), local_files_only=True))
-            if all((cached / name).exists() for name in ("config.json", "tokenizer.json")):
-                return cached
-            raise LocalEntryNotFoundError("the cache holds only a part of it")
-        except LocalEntryNotFoundError:
-            return Path(snapshot_download(model_id, allow_patterns=list(MODEL_FILES)))
+        return Path(snapshot_download(model_id, allow_patterns=MODEL_FILES))
     except Exception as error:  # offline, no such repository, no access: the user needs the same answer
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         fix = "Check the name, the network and `hf auth login`, or set MODEL_ID to a local folder or to tiny"
         problems.add("MODEL_ID", f"{model_id} is not in the cache and cannot be fetched ({reason[:200]})", fix)
         return None
@@ -147,9 +139,7 @@ def downloaded_gib(files: ModelFiles) -> float:
 def checkpoint_gib(model_id: str, files: ModelFiles) -> float:
     """Size of the checkpoint's weights in GiB; of the official one where nothing was downloaded yet."""
     found = downloaded_gib(files)
-    if model_id == REAL_MODEL:  # a download may have broken off
-        return max(found, DOWNLOAD_GIB)
-    return found or DOWNLOAD_GIB
+    return max(found, DOWNLOAD_GIB) if model_id == REAL_MODEL or not found else found  # a download may have broken off
 
 
 def _is_checkpoint(path: Path) -> bool:
@@ -161,7 +151,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 TINY_SOURCES = {
     "tasks/tes": ("plant", "profiles", "prompts", "dataset"),
-    "model": ("gptoss_format", "tiny_warmup", "tiny"),
+    "model": ("gptoss_format", "checkpoint", "tiny_warmup", "tiny"),
 }
 
 

@@ -22,7 +22,7 @@ from grpo.settings import Problems, Settings, listed
 
 GIB = 2**30
 # ATTN_IMPL -> (distribution, how to install it). What transformers would take in their place knows no sinks in its backward
-# pass (https://github.com/huggingface/transformers/pull/42736); see "Attention".
+# pass (https://github.com/huggingface/transformers/pull/42736); see grpo/model/attention.py.
 FLASH_PACKAGES = {
     "flash_attention_2": ("flash-attn", "bash scripts/setup.sh --flash-attn"),
     "flash_attention_3": ("flash-attn-3", "build it from source, for Hopper cards"),
@@ -46,7 +46,7 @@ class Machine:
 
 
 # Distribution -> [oldest tested, first untested). tests/test_packaging.py holds the pins of both requirements files
-# against this table. Hooks into TRL's internals (see Learner) are the reason for the narrow ranges.
+# against this table. Hooks into TRL's internals (grpo/learn) are the reason for the narrow ranges.
 TESTED = {
     "torch": ("2.11", "2.14"),
     "transformers": ("5.17", "5.18"),
@@ -63,7 +63,7 @@ FLASH_ATTN_OLDEST = "2.7.0"  # the functions that the adapter calls took other a
 
 def cgroup_free(root: Path = Path("/sys/fs/cgroup")) -> float:
     """GiB that a container's memory limit leaves (cgroup v2, or v1), page cache that can go counted as free; inf without
-    a limit. /proc/meminfo shows a container the memory of its host."""
+    a limit. psutil shows a container the memory of its host."""
     for limit, used, cache in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
@@ -77,29 +77,21 @@ def cgroup_free(root: Path = Path("/sys/fs/cgroup")) -> float:
 
 
 def read_machine() -> Machine:
-    """This machine: its visible GPUs by nvidia-smi, free memory by /proc/meminfo, cores."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        ram = int(meminfo["MemAvailable"].split()[0]) / 2**20
-    facts: dict[str, Any] = {
-        "ram_free": min(locals().get("ram", 0.0), cgroup_free()),
-        "cores": os.cpu_count() or 1,
-        "arch": platform.machine(),
-        "compiler": next(
-            filter(shutil.which, [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang", "cc"]), ""
-        ),
-    }
+    """This machine: its visible GPUs by nvidia-smi, free memory, cores, a C compiler."""
+    facts: dict[str, Any] = {"cores": os.cpu_count() or 1, "arch": platform.machine()}
+    with contextlib.suppress(ImportError):  # a missing package is for `check_packages` to name
+        import psutil
+
+        facts["ram_free"] = min(psutil.virtual_memory().available / GIB, cgroup_free())
+    compilers = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang", "cc"]
+    facts["compiler"] = next(filter(shutil.which, compilers), "")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None or visible.strip() not in ("", "-1"):
         query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free,compute_cap", "--format=csv,noheader,nounits"]
-        if visible:
-            query.append(f"--id={visible}")
+        query += [f"--id={visible}"] if visible else []
         with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
-            lines = (
-                subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
-                .stdout.strip()
-                .splitlines()
-            )
+            shown = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+            lines = shown.strip().splitlines()
             name, total, free, capability = (cell.strip() for cell in lines[0].split(","))
             facts |= {"gpu": name, "gpus": len(lines), "gpu_total": int(total) / 1024, "gpu_free": int(free) / 1024}
             facts["capability"] = float(capability)
@@ -113,12 +105,10 @@ def version_key(version: str) -> tuple[int, ...]:
 
 def installed_versions(names: Iterable[str]) -> dict[str, str | None]:
     """Installed version of each distribution, None where it is missing. Imports nothing."""
-    versions: dict[str, str | None] = {}
-    for name in names:
-        try:
+    versions: dict[str, str | None] = dict.fromkeys(names)
+    for name in versions:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
     return versions
 
 
@@ -127,25 +117,22 @@ def check_packages(
 ) -> None:
     """Every package is there in a tested version; the chosen FlashAttention is installed."""
     for name, (oldest, untested) in (TESTED | (TESTED_VLLM if use_vllm else {})).items():
-        version = versions.get(name)
+        version, fix = versions.get(name), "Run `bash scripts/setup.sh` and activate its environment"
         if version is None:
-            problems.add(
-                name, "the package is not installed", "Run `bash scripts/setup.sh` and activate its environment"
-            )
+            problems.add(name, "the package is not installed", fix)
         elif not version_key(oldest) <= version_key(version) < version_key(untested) and not settings.ALLOW_UNTESTED:
             fix = "Run `bash scripts/setup.sh` for the tested set, or set ALLOW_UNTESTED=1"
             problems.add(name, f"version {version} is outside the tested range (from {oldest}, below {untested})", fix)
-    package, install = FLASH_PACKAGES.get(settings.ATTN_IMPL, (None, None))
-    if package:
-        version, fix = installed_versions([package])[package], f"Install it ({install}; see docs/install.md)"
+    attention = settings.ATTN_IMPL
+    if package := "kernels" if "/" in attention else FLASH_PACKAGES.get(attention, ("", ""))[0]:
+        version = installed_versions([package])[package]
+        install = "bash scripts/setup.sh --gpu" if package == "kernels" else FLASH_PACKAGES[attention][1]
+        fix = f"Install it ({install}; see docs/install.md), or set ATTN_IMPL=auto"
         if version is None:
-            problems.add("ATTN_IMPL", f"{settings.ATTN_IMPL} needs {package}, which is not installed", fix)
+            problems.add("ATTN_IMPL", f"{attention} needs the package {package}, which is not installed", fix)
         elif package == "flash-attn" and version_key(version) < version_key(FLASH_ATTN_OLDEST):
-            what = f"{settings.ATTN_IMPL} needs flash-attn {FLASH_ATTN_OLDEST} or newer, {version} is installed"
+            what = f"{attention} needs flash-attn {FLASH_ATTN_OLDEST} or newer, {version} is installed"
             problems.add("ATTN_IMPL", what, fix)
-    if "/" in settings.ATTN_IMPL and installed_versions(["kernels"])["kernels"] is None:
-        what = f"{settings.ATTN_IMPL} is loaded by the kernels package, which is not installed"
-        problems.add("ATTN_IMPL", what, "Run `bash scripts/setup.sh --gpu`, or set ATTN_IMPL=auto")
 
 
 def check_trackers(settings: Settings, environ: Mapping[str, str], problems: Problems) -> None:
@@ -156,21 +143,17 @@ def check_trackers(settings: Settings, environ: Mapping[str, str], problems: Pro
         elif tracker != "none" and installed_versions([tracker])[tracker] is None:
             problems.add("REPORT_TO", f"{tracker} is not installed", f"pip install {tracker}, or set REPORT_TO=none")
         elif tracker == "wandb" and not wandb_can_start(environ):
-            problems.add(
-                "REPORT_TO", "wandb has no API key", "Run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline"
-            )
+            fix = "Run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline"
+            problems.add("REPORT_TO", "wandb has no API key", fix)
 
 
 def wandb_can_start(environ: Mapping[str, str]) -> bool:
     """Whether wandb needs no key or finds one: in the environment or in the netrc file that `wandb login` writes."""
-    if environ.get("WANDB_MODE", "online") != "online" or environ.get("WANDB_DISABLED"):
+    enough = ("WANDB_DISABLED", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
+    if environ.get("WANDB_MODE", "online") != "online" or any(environ.get(name) for name in enough):
         return True
-    if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    home = Path(environ.get("HOME", "~")).expanduser()
-    paths = [Path(environ["NETRC"])] if environ.get("NETRC") else [home / ".netrc", home / "_netrc"]
+    path = environ.get("NETRC") or Path(environ.get("HOME", "~")).expanduser() / ".netrc"
     host = urllib.parse.urlsplit(environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    for path in paths:
-        with contextlib.suppress(OSError, netrc.NetrcParseError):
-            return netrc.netrc(path).authenticators(host) is not None
+    with contextlib.suppress(OSError, netrc.NetrcParseError):
+        return netrc.netrc(path).authenticators(host) is not None
     return False

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import dataclasses
 import errno
 import itertools
@@ -15,13 +14,17 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo.data.files import Row, data_fingerprint, find_files
-from grpo.settings import Problems, Settings, show
+from grpo.run.logs import trim_csv
+from grpo.settings import MAY_CHANGE, Problems, Settings, show
+
+if TYPE_CHECKING:
+    from filelock import FileLock
 
 
 def existing_parent(path: Path) -> Path:
@@ -32,14 +35,6 @@ def existing_parent(path: Path) -> Path:
     return path
 
 
-# What a resumed run may change: everything else would make it a different run. How rollouts are generated may change, as what
-# fails there must not end a run; the importance ratios correct for the difference.
-MAY_CHANGE = {
-    "TOTAL_STEPS", "SAVE_STEPS", "SAVE_TOTAL_LIMIT", "REPORT_TO", "RESUME", "OVERWRITE", "EVAL_DATA", "EVAL_SAMPLES",
-    "EVAL_PROFILE",
-    "OUTPUT_DIR", "IGNORE_VARS", "ALLOW_UNTESTED", "GENERATION_BATCH", "MICRO_BATCH", "PACKING", "EXPERTS", "ATTN_IMPL", "DATA", "VLLM_GPU_MEM", "VLLM_EAGER",
-    "PARITY", "PARITY_LIMIT", "USE_VLLM", "ROLLOUT_SYNC",
-}  # fmt: skip
 COMPLETE = "complete.json"  # the very last file that a run writes, after its zip
 ADAPTER = "adapter_model.safetensors"
 CHECKPOINT_FILES = ("trainer_state.json", ADAPTER, "optimizer.pt", "scheduler.pt")
@@ -97,77 +92,80 @@ def unresumable(folder: Path, step: int) -> str | None:
     return f"the adapter of {stripped[-1]}" if stripped and not step else None
 
 
+OTHER = "choose another OUTPUT_DIR"
+
+
 def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> RunState:
     """What is in OUTPUT_DIR, with a problem wherever this run must not go on there."""
-    folder = run_folder(settings)
-    where, other = f"OUTPUT_DIR={settings.OUTPUT_DIR}", "choose another OUTPUT_DIR"
+    folder, where = run_folder(settings), f"OUTPUT_DIR={settings.OUTPUT_DIR}"
     if not settings.OUTPUT_DIR.strip() or (folder.exists() and not folder.is_dir()):
-        problems.add(
-            where, "it is not a folder" if settings.OUTPUT_DIR.strip() else "it is empty", "Name a folder for the run"
-        )
+        what = "it is not a folder" if settings.OUTPUT_DIR.strip() else "it is empty"
+        problems.add(where, what, "Name a folder for the run")
         return RunState(folder)
-    if not existing_parent(folder).is_dir():
-        problems.add(where, f"{existing_parent(folder)} is a file, not a folder", "Choose a place inside a folder")
+    parent = existing_parent(folder)
+    if not parent.is_dir():
+        problems.add(where, f"{parent} is a file, not a folder", "Choose a place inside a folder")
         return RunState(folder)
-    if not os.access(existing_parent(folder), os.W_OK):
-        problems.add(where, f"{existing_parent(folder)} is not writable", "Choose a folder that is")
+    if not os.access(parent, os.W_OK):
+        problems.add(where, f"{parent} is not writable", "Choose a folder that is")
     if folder.parent == folder or not os.access(existing_parent(folder.parent), os.W_OK):
         problems.add(where, f"{folder}.zip could not be written beside it", "Choose a folder inside a writable one")
     if not folder.exists() or not any(folder.iterdir()):
         archive = folder.with_name(folder.name + ".zip") if folder.name else folder
         if archive.is_file() and not settings.OVERWRITE:
-            problems.add(where, f"{archive} of an earlier run is there", f"Move it away, set OVERWRITE=1, or {other}")
+            problems.add(where, f"{archive} of an earlier run is there", f"Move it away, set OVERWRITE=1, or {OTHER}")
         return RunState(folder)
     try:
-        before = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
-        old, fingerprint = before["settings"], before["data_sha256"]
+        record = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
+        before, fingerprint = record["settings"], record["data_sha256"]
     except (OSError, ValueError, KeyError, TypeError):
-        problems.add(
-            where,
-            "it holds files, but no run of this script (no readable settings.json)",
-            f"Empty it yourself, or {other}",
-        )
+        what = "it holds files, but no run of this script (no readable settings.json)"
+        problems.add(where, what, f"Empty it yourself, or {OTHER}")
         return RunState(folder)
     if settings.OVERWRITE:
-        used = {Path.cwd(), *(Path(row.file) for row in rows)}
-        for name in ("DATA", "EVAL_DATA", "EVAL_PROFILE"):  # also those that this run has no use for
-            used.update(find_files(name, getattr(settings, name), Problems()))
-        used |= {Path(settings.MODEL_ID)} if Path(settings.MODEL_ID).exists() else set()
-        # The user's reward functions were imported, with all that they import.
-        files = (getattr(module, "__dict__", {}).get("__file__") for module in [*sys.modules.values()])
-        used |= {Path(file) for file in files if file}
-        for path in sorted(path for path in {path.resolve() for path in used} if path.is_relative_to(folder)):
-            problems.add("OVERWRITE", f"it would delete {path}, which this run needs", f"Move that away, or {other}")
+        for path in sorted(path for path in needed_files(settings, rows) if path.is_relative_to(folder)):
+            problems.add("OVERWRITE", f"it would delete {path}, which this run needs", f"Move that away, or {OTHER}")
         return RunState(folder, exists=True)
     step, checkpoint = last_checkpoint(folder)
-    if settings.RESUME == "never":
-        problems.add(
-            where,
-            f"it holds a run (last checkpoint: step {step}) and RESUME=never",
-            f"Set OVERWRITE=1 to delete it, or {other}",
-        )
-    elif lost := unresumable(folder, step):
+    if settings.RESUME != "never" and (lost := unresumable(folder, step)):
         what = f"it holds {lost}, but not the optimizer state that it takes to continue (a run's zip has none)"
         use = f"Use it as it is (python scripts/evaluate.py --adapter {shlex.quote(str(folder))})"
-        problems.add(where, what, f"{use}, set OVERWRITE=1 to delete it, or {other}")
+        problems.add(where, what, f"{use}, set OVERWRITE=1 to delete it, or {OTHER}")
         return RunState(folder, exists=True)
-    elif step > settings.TOTAL_STEPS:
-        fix = f"Set TOTAL_STEPS={step} or higher, OVERWRITE=1 to delete that run, or {other}"
-        problems.add("TOTAL_STEPS", f"the run in {folder} has {step} steps, more than {settings.TOTAL_STEPS}", fix)
-    elif step >= settings.TOTAL_STEPS and (folder / COMPLETE).exists():
-        fix = f"Raise TOTAL_STEPS to train on, set OVERWRITE=1 to delete it, or {other}"
-        problems.add(where, f"it holds a run that is complete ({step} of {settings.TOTAL_STEPS} steps)", fix)
-    for name, value in dataclasses.asdict(settings).items():
-        if name not in MAY_CHANGE and name in old and show(old[name]) != show(value):
-            fix = f"Set {name}={show(old[name])} to continue it, OVERWRITE=1 to delete it, or {other}"
-            problems.add(name, f"the run in {folder} was started with {show(old[name])}, now it is {show(value)}", fix)
+    check_resume(settings, folder, step, before, problems)
     if rows and fingerprint != data_fingerprint(rows):
-        problems.add(
-            "DATA",
-            f"the run in {folder} was started on other rows",
-            f"Restore the data to continue it, set OVERWRITE=1, or {other}",
-        )
-    return RunState(folder, step, checkpoint, exists=True, choices=before.get("choices") or {})
+        fix = f"Restore the data to continue it, set OVERWRITE=1, or {OTHER}"
+        problems.add("DATA", f"the run in {folder} was started on other rows", fix)
+    return RunState(folder, step, checkpoint, exists=True, choices=record.get("choices") or {})
+
+
+def check_resume(settings: Settings, folder: Path, step: int, before: Mapping[str, Any], problems: Problems) -> None:
+    """The run in `folder`, at `step` and with the settings `before`, may go on with these settings. A setting that there
+    is no longer hinders nothing."""
+    where, delete = f"OUTPUT_DIR={settings.OUTPUT_DIR}", f"OVERWRITE=1 to delete it, or {OTHER}"
+    if settings.RESUME == "never":
+        problems.add(where, f"it holds a run (last checkpoint: step {step}) and RESUME=never", f"Set {delete}")
+    elif step > settings.TOTAL_STEPS:
+        what = f"the run in {folder} has {step} steps, more than {settings.TOTAL_STEPS}"
+        problems.add("TOTAL_STEPS", what, f"Set TOTAL_STEPS={step} or higher, {delete}")
+    elif step >= settings.TOTAL_STEPS and (folder / COMPLETE).exists():
+        what = f"it holds a run that is complete ({step} of {settings.TOTAL_STEPS} steps)"
+        problems.add(where, what, f"Raise TOTAL_STEPS to train on, set {delete}")
+    for name, value in dataclasses.asdict(settings).items():
+        if name not in MAY_CHANGE and name in before and show(before[name]) != show(value):
+            what = f"the run in {folder} was started with {show(before[name])}, now it is {show(value)}"
+            problems.add(name, what, f"Set {name}={show(before[name])} to continue it, {delete}")
+
+
+def needed_files(settings: Settings, rows: Sequence[Row]) -> set[Path]:
+    """What this run reads and must not be deleted: data, model, the user's reward functions with all that they import, the
+    working folder."""
+    used = {Path.cwd(), *(Path(row.file) for row in rows)}
+    for name in ("DATA", "EVAL_DATA", "EVAL_PROFILE"):  # also those that this run has no use for
+        used.update(find_files(name, getattr(settings, name), Problems()))
+    used |= {Path(settings.MODEL_ID)} if Path(settings.MODEL_ID).exists() else set()
+    files = (getattr(module, "__dict__", {}).get("__file__") for module in [*sys.modules.values()])
+    return {path.resolve() for path in used | {Path(file) for file in files if file}}
 
 
 def prepare_run(run: RunState, settings: Settings, record: Mapping[str, Any], versions: Mapping[str, Any]) -> None:
@@ -182,14 +180,14 @@ def prepare_run(run: RunState, settings: Settings, record: Mapping[str, Any], ve
         (folder / COMPLETE).unlink(missing_ok=True)  # TOTAL_STEPS was raised
         for step, path in checkpoints(folder):
             if step > run.step:  # most likely cut off while it was written
-                set_aside(path)
+                retire_checkpoint(path)
         for name in ("metrics.csv", "completions.csv"):
             trim_csv(folder / name, run.step)
     write_text(folder / "settings.json", json.dumps(record, indent=2, allow_nan=True) + "\n")
     write_text(folder / "versions.json", json.dumps(versions, indent=2) + "\n")
 
 
-def set_aside(checkpoint: Path) -> None:
+def retire_checkpoint(checkpoint: Path) -> None:
     """Rename a checkpoint that cannot be continued to `superseded-checkpoint-N`: the Trainer neither counts nor deletes
     it then. One without an adapter is deleted."""
     if not (checkpoint / ADAPTER).is_file():
@@ -199,17 +197,15 @@ def set_aside(checkpoint: Path) -> None:
     checkpoint.rename(next(path for name in names if not (path := checkpoint.with_name(name)).exists()))
 
 
-def lock_run(folder: Path) -> Any:
-    """An open lock file beside OUTPUT_DIR, held until this process ends; None where another process holds it."""
-    import fcntl
+def lock_run(folder: Path) -> FileLock | None:
+    """A lock file beside OUTPUT_DIR, held until this process ends; None where another process holds it."""
+    from filelock import FileLock, Timeout  # late: where packages are missing, the preflight is to say so
 
     folder.parent.mkdir(parents=True, exist_ok=True)
-    lock = folder.with_name(f".{folder.name}.lock").open("w")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return None
-    return lock
+    lock = FileLock(folder.with_name(f".{folder.name}.lock"), blocking=False)
+    with contextlib.suppress(Timeout):
+        lock.acquire()
+    return lock if lock.is_locked else None
 
 
 def write_text(path: Path, text: str) -> None:
@@ -217,40 +213,6 @@ def write_text(path: Path, text: str) -> None:
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
-
-
-def write_rows(file: Any, rows: Iterable[Sequence[Any]]) -> None:
-    """CSV rows ending in a line feed. Python's writer leaves a lone carriage return unquoted then, and the row would
-    read back as two: such rows are quoted whole."""
-    plain = csv.writer(file, lineterminator="\n")
-    quoted = csv.writer(file, lineterminator="\n", quoting=csv.QUOTE_ALL)
-    for row in rows:
-        (quoted if any("\r" in str(cell) for cell in row) else plain).writerow(row)
-
-
-def trim_csv(path: Path, last_step: int) -> int:
-    """Drop the rows after `last_step` from a log (they will be written again), and a row that was cut off.
-
-    Returns how many were dropped. What is dropped is kept beside it in NAME.superseded.csv: nothing written is lost.
-    """
-    if not path.exists():
-        return 0
-    kept, dropped = [], []
-    with path.open(newline="", encoding="utf-8", errors="replace") as file:
-        for number, cells in enumerate(csv.reader(line.replace("\0", "") for line in file)):
-            if number == 0:
-                kept.append(cells)
-            else:
-                whole = len(cells) == len(kept[0]) and cells[0].isdigit()
-                (kept if whole and int(cells[0]) <= last_step else dropped).append(cells)
-    if dropped:
-        with path.with_name(path.stem + ".superseded.csv").open("a", newline="", encoding="utf-8") as file:
-            write_rows(file, dropped)
-        temporary = path.with_name(path.name + ".tmp")
-        with temporary.open("w", newline="", encoding="utf-8") as file:
-            write_rows(file, kept)
-        os.replace(temporary, path)
-    return len(dropped)
 
 
 def continuation(folder: Path, settings: Mapping[str, Any]) -> str:

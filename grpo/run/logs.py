@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run writes while it goes on: tables of columns, CSVs row by row, training.log."""
+"""What a run writes while it goes on: metrics.csv and completions.csv row by row, training.log, warnings."""
 
 from __future__ import annotations
 
+import csv
 import logging
 import math
 import os
 import select
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from grpo.run.folder import write_rows
+from grpo.data.scoring import Completion, completion_rates
 from grpo.settings import log
+from rewards import best_action
 
 
-def boxed(text: str) -> str:
+def banner_text(text: str) -> str:
     """A warning that is seen: a degraded run must not look like a normal one."""
     bar = "=" * (len(text) + 4)
     return f"\n{bar}\n| {text} |\n{bar}"
@@ -43,9 +46,9 @@ METRICS = {
     "logp_diff_mean": ("nats", "Mean difference of the log-probs of vLLM and trainer on the sampled tokens; empty without vLLM."),
     "logp_diff_max": ("nats", "Largest such difference."),
     "is_ratio_mean": ("", "Mean importance ratio after IS_CORRECTION; 1 where the two agree."),
-    "rollout_s": ("s", "Time to generate the completions, vLLM's waking, hand-over and sleeping included."),
+    "rollout_s": ("s", "Time to generate the completions, vLLM's waking, weight sync and sleeping included."),
     "wake_s": ("s", "Part of it: waking vLLM."),
-    "handover_s": ("s", "Part of it: handing the adapter to vLLM."),
+    "handover_s": ("s", "Part of it: weight sync, the adapter to vLLM."),
     "sleep_s": ("s", "Part of it: putting vLLM to sleep."),
     "reward_s": ("s", "Time to decode and score them."),
     "learn_s": ("s", "Rest of the step: forward, backward, optimizer."),
@@ -66,19 +69,52 @@ COMPLETIONS = {
 }
 
 
+def write_rows(file: TextIO, rows: Iterable[Sequence[Any]]) -> None:
+    """CSV rows ending in a line feed. Python's writer leaves a lone carriage return unquoted then, and the row would
+    read back as two: such rows are quoted whole."""
+    plain = csv.writer(file, lineterminator="\n")
+    quoted = csv.writer(file, lineterminator="\n", quoting=csv.QUOTE_ALL)
+    for row in rows:
+        (quoted if any("\r" in str(cell) for cell in row) else plain).writerow(row)
+
+
 class CsvLog:
     """A CSV that grows row by row; each row is flushed, so that a killed run keeps what it had."""
 
     def __init__(self, path: Path, columns: Iterable[str]):
         self.columns = list(columns)
-        fresh = not path.exists() or not path.stat().st_size
         self.file = path.open("a", newline="", encoding="utf-8")
-        if fresh:
+        if not path.stat().st_size:
             self.write([dict(zip(self.columns, self.columns, strict=True))])
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
         write_rows(self.file, ([row[name] for name in self.columns] for row in rows))
         self.file.flush()
+
+
+def trim_csv(path: Path, last_step: int) -> int:
+    """Drop the rows after `last_step` from a log (they will be written again), and a row that was cut off.
+
+    Returns how many were dropped. What is dropped is kept beside it in NAME.superseded.csv: nothing written is lost.
+    """
+    if not path.exists():
+        return 0
+    kept, dropped = [], []
+    with path.open(newline="", encoding="utf-8", errors="replace") as file:
+        for number, cells in enumerate(csv.reader(line.replace("\0", "") for line in file)):
+            if number == 0:
+                kept.append(cells)
+            else:
+                whole = len(cells) == len(kept[0]) and cells[0].isdigit()
+                (kept if whole and int(cells[0]) <= last_step else dropped).append(cells)
+    if dropped:
+        with path.with_name(path.stem + ".superseded.csv").open("a", newline="", encoding="utf-8") as file:
+            write_rows(file, dropped)
+        temporary = path.with_name(path.name + ".tmp")
+        with temporary.open("w", newline="", encoding="utf-8") as file:
+            write_rows(file, kept)
+        os.replace(temporary, path)
+    return len(dropped)
 
 
 WARN_EVERY = 10  # steps between two warnings about the same thing
@@ -109,7 +145,7 @@ def reward_warning(history: Sequence[tuple[float, float]]) -> str | None:
     if history and math.isnan(history[-1][0]):
         return (
             "the reward is nan: every completion of this step was left out, so it taught nothing. Look at completions.csv; "
-            "set INVALID_REWARD to a number, or mend the function in REWARDS that returns nan or None"
+            "set INVALID_REWARD to a number, or fix the function in REWARDS that returns nan or None"
         )
     if len(history) >= 5 and all(share == 1 for _, share in history[-5:]):
         return (
@@ -120,7 +156,61 @@ def reward_warning(history: Sequence[tuple[float, float]]) -> str | None:
     return None
 
 
-def leave_terminal() -> None:
+class RunLog:
+    """The logs of OUTPUT_DIR: a step's completions and metrics, its line in training.log, and a warning where answers stop
+    parsing or rewards stop teaching. A resumed run goes on with the history in metrics.csv."""
+
+    def __init__(self, folder: Path, total_steps: int):
+        self.metrics = CsvLog(folder / "metrics.csv", METRICS)
+        self.completions = CsvLog(folder / "completions.csv", COMPLETIONS)
+        self.total_steps = total_steps
+        self.rates: dict[str, float] = {}  # of the last completions
+        self.last: dict[str, Any] = {}  # the last row of metrics.csv
+        with (folder / "metrics.csv").open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+        self.parse_rates = [float(row["parse_rate"]) for row in rows]
+        self.rewards = [tuple(float(row[name] or "nan") for name in ("reward", "zero_std_fraction")) for row in rows]
+        self.warned_at: dict[Callable[..., Any], int] = {}
+
+    def write_completions(self, step: int, read: Sequence[Completion], totals: Sequence[float]) -> None:
+        """Write a step's completions, each with its weighted reward, and remember their rates."""
+        best = ["" if not one.row.rewards else best_action(one.row.rewards) for one in read]
+        self.completions.write(
+            {
+                "step": step,
+                "prompt_id": one.row.id,
+                "completion": one.text,
+                "parsed_action": "" if one.action is None else one.action,
+                "reward": f"{total:.6g}",
+                "best_action": k,
+                "tokens": one.tokens,
+                "truncated": int(one.truncated),
+            }
+            for one, total, k in zip(read, totals, best, strict=True)
+        )
+        self.rates = completion_rates(read)
+
+    def write_step(self, step: int, figures: Mapping[str, float | None]) -> None:
+        """Write a step's row: `figures` by column of METRICS, those of its completions come with `write_completions`."""
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        row = {"step": step, "time": now, **self.rates, **figures}
+        shown = {k: "" if v is None else f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()}
+        self.metrics.write([shown])
+        self.last.update(row)
+        log.info(
+            "step %d/%d: reward %s, parse rate %.2f, clipped %.2f, %.0f tokens, %.1f s (rollout %.1f, learn %.1f)",
+            step, self.total_steps, shown["reward"] or "nan",
+            *(row[name] for name in ("parse_rate", "clipped_ratio", "tokens_mean", "step_s", "rollout_s", "learn_s")),
+        )  # fmt: skip
+        self.parse_rates.append(row["parse_rate"])
+        self.rewards.append(tuple(float(shown[name] or "nan") for name in ("reward", "zero_std_fraction")))
+        for warn, history in ((parse_rate_warning, self.parse_rates), (reward_warning, self.rewards)):
+            if step - self.warned_at.get(warn, -WARN_EVERY) >= WARN_EVERY and (warning := warn(history)):
+                self.warned_at[warn] = step
+                log.warning(warning)
+
+
+def detach_closed_terminal() -> None:
     """Let what goes to stdout and stderr go nowhere where nobody reads it any more (a lost SSH session, a `| tee` that
     ended): writing there raises OSError, which must not end a run or change its exit code."""
     for stream in (1, 2):
@@ -136,13 +226,13 @@ class TerminalHandler(logging.StreamHandler):
     """Writes above the progress bar instead of through it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        from tqdm import tqdm
+        from tqdm import tqdm  # late: where packages are missing, the preflight is to say so
 
         text = self.format(record)
         try:
             tqdm.write(text, file=sys.stdout)
         except (OSError, RuntimeError):  # nobody reads, or a signal's message met another one: training.log has it
-            leave_terminal()
+            detach_closed_terminal()
 
 
 def start_logging(folder: Path) -> None:

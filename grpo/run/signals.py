@@ -6,7 +6,7 @@ from __future__ import annotations
 import signal
 from types import FrameType
 
-from grpo.run.logs import leave_terminal
+from grpo.run.logs import detach_closed_terminal
 from grpo.settings import log
 
 
@@ -28,7 +28,7 @@ class StopRequest:
         """Answer a signal. Raises KeyboardInterrupt(number) to end the run at once. A second SIGHUP is ignored: shell and
         kernel both send one when a terminal is lost."""
         if number == signal.SIGHUP:
-            leave_terminal()
+            detach_closed_terminal()
             if self.signal:
                 return
         at_once = self.at_once or self.signal

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of a run, from whatever a run has written. Run: python -m pytest tests/test_report.py"""
+"""The report of a run, from whatever a run has written. Run: python -m pytest tests/evaluate/test_report.py"""
 
 from __future__ import annotations
 
 import base64
-import csv
 import html.parser
 import json
 import math
@@ -13,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pandas
 import pytest
 import report
 from conftest import ROOT
@@ -20,21 +20,28 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from run_folders import EVALUATION, GPU, metrics_row, write_run
 
-from grpo.evaluate.figures import FIGURES, actions_figure, bins, moving_mean, phase_seconds
+import train_grpo
+from grpo.evaluate.figures import FILES, actions_figure, bars, stacked
 from grpo.evaluate.page import render, write_report
-from grpo.evaluate.report import examples_section, figures_md, plant_verdict, reward_verdict
+from grpo.evaluate.report import examples_section, plant_verdict, reward_verdict
 from grpo.evaluate.run_data import (
-    SHORT,
     Completions,
-    Example,
     ReportError,
     Run,
     cut,
+    duration,
     number,
+    phase_seconds,
     read_completions,
     read_metrics,
 )
 from grpo.run.logs import METRICS
+
+NO_METRICS, NO_COMPLETIONS = pandas.DataFrame(columns=list(METRICS)), Completions(0, pandas.DataFrame(), {})
+
+
+def run_of(evaluation: dict | None = None, found: dict | None = None, completions: Completions = NO_COMPLETIONS) -> Run:
+    return Run(Path("x"), NO_METRICS, completions, {}, evaluation or {}, found or {})
 
 
 def completion_row(step: int, text: str = "[1]", **cells: object) -> dict[str, object]:
@@ -126,26 +133,12 @@ def test_page_is_self_contained(full):
 
 def test_every_figure_of_a_full_run_is_there_with_its_line(full):
     page = (full / "report.html").read_text(encoding="utf-8")
-    figures = re.findall(r'<figure id="([^"]+)\.png"><img alt="[^"]+" src="data:image/png;base64,([^"]+)">\s*<figcaption><b>([^<]+)</b>([^<]*)', page)  # fmt: skip
-    assert len(figures) == page.count("<figure")
-    assert {re.sub(r"_\d+$", "", name) for name, *_ in figures} == set(FIGURES)
-    for name, data, title, line in figures:
-        wanted_title, wanted_line = FIGURES[re.sub(r"_\d+$", "", name)]
-        assert html.unescape(title) == wanted_title and html.unescape(line).strip().endswith(wanted_line)
+    figures = re.findall(r'<figure id="([^"]+)"><img alt="([^"]+)" src="data:image/png;base64,([^"]+)">\s*<figcaption><b>([^<]+)</b>([^<]*)', page)  # fmt: skip
+    assert len(figures) == page.count("<figure") == len(FILES) + 2  # three windows of the plant
+    for name, alt, data, title, line in figures:
+        assert re.sub(r"_\d+$", "", name) in FILES and alt == title and len(line) > 20
         assert base64.b64decode(data) == (full / "report" / f"{name}.png").read_bytes()
     assert {path.stem for path in (full / "report").glob("*.png")} == {name for name, *_ in figures}
-
-
-def test_every_figure_has_one_line_in_the_glossary():
-    table = figures_md().splitlines()[2:]
-    assert len(table) == len(FIGURES)
-    for row, (title, line) in zip(table, FIGURES.values(), strict=True):
-        assert row.startswith(f"| {title} |") and row.endswith(f"| {line} |") and "\n" not in line and len(line) > 20
-    page = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
-    for name in FIGURES:
-        assert re.search(rf"^\| [^|]+ \| `{name}(_N)?\.png` \| \S[^|]+ \|$", page, re.MULTILINE), (
-            f"{name}: run scripts/make_docs.py"
-        )
 
 
 def test_sections_stand_in_order(full):
@@ -159,7 +152,7 @@ def test_sections_stand_in_order(full):
 
 def test_summary_names_the_figures(full):
     text = text_of(full)
-    for words in ("30 of 30", "0.400 \u2192 0.600", "100 \u2192 101 kg", "before: 0.400 (0.370 to 0.430)", "optimum: 102 kg", "regret 20.0% (15.0 to 22.0)"):  # fmt: skip
+    for words in ("30 of 30", "0.400 \u2192 0.600", "100 \u2192 101 kg", "0.400 (0.370 to 0.430)", "unserved load 0 \u2192 0 kWh", "regret 20.0 \u2192 19.0 %", "20.0 (15.0 to 22.0)", "optimum 102 kg", "1 of 90"):  # fmt: skip
         assert words in text, words
     assert "someone" not in text and "days.csv" in text  # no folders of the machine
 
@@ -173,39 +166,23 @@ def test_summary_names_the_figures(full):
         (None, None, "nothing can be said about chance"),
     ],
 )
-def test_verdict_on_the_reward(low, high, words):
+def test_verdicts(low, high, words):
+    """Reward is better when it is higher, regret when it is lower."""
     difference = {"reward": 0.2, "reward_low": low, "reward_high": high}
-    run = Run(Path("x"), [], Completions(), {}, EVALUATION | {"difference": difference}, {})
-    assert words in reward_verdict(run)
-    assert ("exceeds" in reward_verdict(run)) == (low is not None and low > 0)
-
-
-@pytest.mark.parametrize(
-    "low, high, words",
-    [
-        (-12, -6, "improvement exceeds its confidence interval"),
-        (-12, 6, "contains zero"),
-        (6, 12, "worse, beyond"),
-        (None, None, "nothing can be said about chance"),
-    ],
-)
-def test_verdict_on_the_plant(low, high, words):
+    said = reward_verdict(run_of(EVALUATION | {"difference": difference}))
+    assert words in said and "+0.200" in said and ("95% interval" in said) == (low is not None)
     found = closed_loop()
-    found["difference"] |= {"regret_percent_low": low, "regret_percent_high": high}
-    run = Run(Path("x"), [], Completions(), {}, {}, found)
-    assert words in plant_verdict(run)
-    assert "unserved" not in plant_verdict(run)
+    found["difference"] |= {"regret_percent_low": high and -high, "regret_percent_high": low and -low}
+    said = plant_verdict(run_of(found=found))
+    assert words in said and "-9.0" in said and "unserved" not in said
     found["totals"]["trained"]["unserved_kwh"] = 7.0
-    assert "Besides, 7.0 kWh of load stayed unserved" in plant_verdict(run)
+    assert "Besides, 7.0 kWh of load stayed unserved" in plant_verdict(run_of(found=found))
 
 
-def test_verdict_mentions_the_best_constant_action():
-    run = Run(Path("x"), [], Completions(), {}, EVALUATION, {})
-    assert "It also beats the best constant action (0.500)" in reward_verdict(run)
-    run.evaluation = EVALUATION | {"constant": 0.65}
-    assert "It still earns less than the best constant action (0.650)" in reward_verdict(run)
-    run.evaluation = EVALUATION | {"constant": 0.6}
-    assert "constant" not in reward_verdict(run)
+@pytest.mark.parametrize("constant, words", [(0.5, "It also beats"), (0.65, "It still earns less"), (0.6, None)])
+def test_verdict_mentions_the_best_constant_action(constant, words):
+    said = reward_verdict(run_of(EVALUATION | {"constant": constant}))
+    assert f"{words} the best constant action" in said or (f"{words} than the best constant" in said) if words else "constant" not in said  # fmt: skip
 
 
 # ---- Runs that are not complete --------------------------------------------------------------------------------------
@@ -216,7 +193,7 @@ def test_run_without_a_step(tmp_path):
     write_report(folder)
     text = text_of(folder)
     assert "0 of 30" in text and "there is none so far" in text and "There are no completions yet" in text
-    assert "No step has ended yet" in text and "There is no evaluation on held-out prompts" in text
+    assert "There is no evaluation on held-out prompts" in text
     assert not list((folder / "report").glob("*.png"))
 
 
@@ -224,7 +201,7 @@ def test_run_of_one_step(tmp_path):
     folder = write_run(tmp_path / "run", [metrics_row(1, gpu_peak_gib=12.34)], [completion_row(1)])
     write_report(folder)
     text = text_of(folder)
-    assert "A curve needs two steps" in text and "GPU memory peak: 12.3 GiB" in text
+    assert text.count("A curve needs two steps, and there is one so far") == 2
     assert {path.stem for path in (folder / "report").glob("*.png")} == {"phases", "actions"}
 
 
@@ -243,8 +220,8 @@ def test_what_is_missing_is_named_with_its_reason(tmp_path):
     write_report(folder)
     text = text_of(folder)
     assert "Held-out prompts were not evaluated: EVAL_SAMPLES is 0" in text
-    assert f"Entropy is left out: no step has a value in `entropy`. {METRICS['entropy'][1]}" in text
-    assert "GPU memory is left out" in text and "there is no closed_loop.json" in text
+    assert "because no step has a value: Entropy, Train/inference mismatch." in text
+    assert "because no step has a value: GPU memory." in text and "there is no closed_loop.json" in text
     assert "resumed from step 2" in text and "None to show: no action could be read" in text
     assert "nan" not in text.replace("by NaN", "").replace("nan where", "")
 
@@ -254,7 +231,7 @@ def test_nan_and_infinite_rewards(tmp_path):
     folder = write_run(tmp_path / "run", [*metrics, metrics_row(4)], [completion_row(1, reward="nan", parsed_action="")])  # fmt: skip
     write_report(folder)
     assert (folder / "report" / "reward.png").is_file()
-    assert "reward none" in text_of(folder)
+    assert "reward none" in text_of(folder) and read_metrics(folder / "metrics.csv")["reward"].count() == 1
 
 
 def test_row_that_is_half_written_is_left_out(tmp_path):
@@ -263,7 +240,7 @@ def test_row_that_is_half_written_is_left_out(tmp_path):
     third = whole.splitlines(keepends=True)[-1].replace(b"2,2026", b"3,2026", 1)
     for end in range(len(third) + 1):  # also where every cell is there, but the last may be cut
         (folder / "metrics.csv").write_bytes(whole + third[:end])
-        assert [row["step"] for row in read_metrics(folder / "metrics.csv")] == [1, 2, 3][: 2 + (end == len(third))]  # fmt: skip
+        assert list(read_metrics(folder / "metrics.csv")["step"]) == [1, 2, 3][: 2 + (end == len(third))]  # fmt: skip
     text = (folder / "completions.csv").read_bytes()
     for end in range(text.index(b"[1]"), len(text)):
         (folder / "completions.csv").write_bytes(text[:end])
@@ -272,10 +249,7 @@ def test_row_that_is_half_written_is_left_out(tmp_path):
 
 def test_log_that_was_written_twice_for_a_step(tmp_path):
     folder = write_run(tmp_path / "run", [metrics_row(2, reward=0.1), metrics_row(1), metrics_row(2, reward=0.2)])
-    assert [(row["step"], row["reward"]) for row in read_metrics(folder / "metrics.csv")] == [
-        (1, 0.31),
-        (2, 0.2),
-    ]
+    assert read_metrics(folder / "metrics.csv")[["step", "reward"]].values.tolist() == [[1, 0.31], [2, 0.2]]
 
 
 def test_damaged_files_cost_their_section_only(tmp_path):
@@ -283,7 +257,7 @@ def test_damaged_files_cost_their_section_only(tmp_path):
     broken["windows"][0]["policies"]["base"]["co2_kg"] = [1.0]
     folder = write_run(tmp_path / "run", [metrics_row(1), metrics_row(2)], evaluation=EVALUATION, closed_loop=broken)
     write_report(folder)
-    assert "Closed loop is left out: its data is not as expected (ValueError: 1 values for 72 hours)" in text_of(folder)
+    assert "Closed loop is left out: its data is not as expected (ValueError: " in text_of(folder)
     assert (folder / "report" / "reward.png").is_file() and not (folder / "report" / "plant_1.png").exists()
     (folder / "evaluation.json").write_text('{"before": 3')
     (folder / "closed_loop.json").write_text('{"totals": [], "windows": {}, "difference": 1}')
@@ -305,38 +279,27 @@ def test_figures_of_an_earlier_report_are_removed_and_nothing_else(tmp_path):
 # ---- Completions -----------------------------------------------------------------------------------------------------
 
 
-def examples_page(texts: list[str], prompt: str = "days:1") -> str:
-    found = Completions()
-    for i, text in enumerate(texts):
-        found.keep("best", Example(1, f"{prompt}{i}", "1", "1", 0.5, "7", False, cut(text), (0.0, i)))
-    found.count = len(texts)
-    run = Run(Path("x"), [], found, {}, {}, {})
+def examples_page(text: str, prompt: str = "days:1") -> str:
+    row = completion_row(1, cut(text), prompt_id=prompt, parsed_action="1", truncated="0")
+    run = run_of(completions=Completions(1, pandas.DataFrame(), {"best": pandas.DataFrame([row], dtype=object)}))
     return render(run, [examples_section(run)])
 
 
-PLAIN = Page(examples_page(["x"])).tags
+PLAIN = Page(examples_page("x")).tags
 
 
 # What HTML turns into something else on reading is not part of the comparison.
 @given(st.text(max_size=200) | st.sampled_from(["<script>alert(1)</script>", "</pre><img src=x onerror=y>", "&lt;b&gt;", "{{ 7 * 7 }}", "{% raw %}", "<!--", "]]>", "\ud800", "\x00", "'\"><a href=//x>"]))  # fmt: skip
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_no_tag_of_a_completion_reaches_the_page(text):
-    page = examples_page([text], text)
-    tags = Page(page).tags
-    if len(cut(text)) <= SHORT and cut(text).count("\n") <= 4:
-        assert tags == PLAIN
-        assert f"{cut(text)}" in Page(page).text
-    else:
-        assert sorted(tags) == sorted([*PLAIN, "details", "summary"])
-    page.encode("utf-8", "replace")
+    page = Page(examples_page(text, text))
+    assert page.tags == PLAIN and cut(text) in page.text
 
 
 def test_markup_is_escaped_in_every_place_a_run_can_put_it(tmp_path):
     evil = "<script>x</script>"
     found = closed_loop(names=("base", "trained", "optimum", evil))
-    found["safe_action_reason"] = found["windows"][0]["name"] = found["profiles"][0] = found["windows"][0]["start"] = (
-        evil
-    )
+    found["safe_action_reason"] = found["windows"][0]["name"] = found["profiles"][0] = evil
     names = ("MODEL_ID", "DATA", "EVAL_DATA", "REWARDS", "LORA_TARGETS", "LORA_R", "TOTAL_STEPS")
     record = {"settings": dict.fromkeys(names, evil), "machine": {"gpu": evil}, "choices": {"rollouts": [True, evil]}}
     folder = write_run(
@@ -356,9 +319,9 @@ def test_huge_completions_are_cut_and_the_page_stays_small(tmp_path, monkeypatch
     huge = "\U0001f600<b>" * 100_000  # also longer than a cell that Python's csv accepts by default
     rows = [completion_row(step, huge, prompt_id=f"days:{step}", truncated=step % 2, parsed_action=step % 3 or "", reward=step / 40) for step in range(1, 31)]  # fmt: skip
     folder = write_run(tmp_path / "run", [metrics_row(s, **GPU) for s in range(1, 31)], rows, evaluation=EVALUATION, closed_loop=closed_loop(9))  # fmt: skip
-    limit = csv.field_size_limit()
+    monkeypatch.setattr("grpo.evaluate.run_data.CHUNK", 7)
     page = write_report(folder)
-    assert page.stat().st_size < 3_000_000 and csv.field_size_limit() == limit
+    assert page.stat().st_size < 3_000_000
     assert "characters left out" in page.read_text(encoding="utf-8")
 
 
@@ -369,26 +332,29 @@ def test_unicode_and_control_characters(tmp_path):
     assert "\u51b7\u623f \ufffd[31m\nline\ufffdback [1]" in shown and "\u5b9f\u9a13: training report" in shown
 
 
-def test_examples_are_the_extremes_and_the_latest(tmp_path):
+@pytest.mark.parametrize("chunk", [7, 1000])
+def test_examples_are_the_extremes_and_the_latest(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr("grpo.evaluate.run_data.CHUNK", chunk)
     rows = [completion_row(step, f"text {step}", prompt_id=f"days:{step % 7}", reward=(step * 37 % 50) / 50) for step in range(1, 51)]  # fmt: skip
     rows += [completion_row(51 + i, f"none {i}", prompt_id=f"days:{i}", parsed_action="", reward=0) for i in range(5)]
     found = read_completions(write_run(tmp_path / "run", [], rows) / "completions.csv")
-    rewards = {kind: [one.reward for one in held] for kind, held in found.examples.items()}
     best = {}
     for row in rows[:50]:
         best[row["prompt_id"]] = max(best.get(row["prompt_id"], -1), row["reward"])
-    assert rewards["best"] == sorted(best.values(), reverse=True)[:3]
-    assert rewards["worst"][0] == 0.0 and len({one.prompt_id for one in found.examples["worst"]}) == 3
-    assert [one.text for one in found.examples["unparsed"]] == ["none 4", "none 3", "none 2"]
-    assert found.examples["truncated"] == [] and found.count == 55
+    assert list(found.examples["best"]["reward"]) == sorted(best.values(), reverse=True)[:3]
+    worst = found.examples["worst"]
+    assert worst["reward"].iloc[0] == 0.0 and len(set(worst["prompt_id"])) == 3 and all(worst["parsed_action"] == "1")
+    assert list(found.examples["unparsed"]["completion"]) == ["none 4", "none 3", "none 2"]
+    assert found.examples["truncated"].empty and found.count == 55
+    assert found.actions.sum().to_dict() == {"": 5, "1": 50} and list(found.actions.index) == list(range(1, 56))
 
 
 # ---- Parts -----------------------------------------------------------------------------------------------------------
 
 
-def test_phases_add_up_to_the_step():
+def test_phases_add_up_to_the_step(tmp_path):
     row = metrics_row(1, **GPU)
-    spent = phase_seconds(row)
+    spent = phase_seconds(read_metrics(write_run(tmp_path / "run", [row]) / "metrics.csv")).iloc[0].to_dict()
     assert spent == pytest.approx({"wake": 0.4, "handover": 0.1, "generation": 1.4, "sleep": 0.1, "reward": 0.1, "learn": 3})  # fmt: skip
     assert math.fsum(spent.values()) == pytest.approx(row["step_s"])
 
@@ -398,29 +364,29 @@ def test_numbers_are_finite_or_nan():
     assert all(math.isnan(number(value)) for value in ("", "inf", "-inf", "nan", None, "x", [], math.inf))
 
 
-def test_one_example_for_each_prompt():
-    found = Completions()
-    for rank, prompt in enumerate("aababbc"):
-        found.keep("best", Example(1, prompt, "", "", 0.0, "", False, str(rank), (float(rank), 1)))
-    assert [one.text for one in found.examples["best"]] == ["6", "5", "3"]
-
-
-def test_moving_mean_leaves_nan_out():
-    assert moving_mean([1.0, math.nan, 3.0, 5.0], 2) == [1.0, 1.0, 3.0, 4.0]
-    assert math.isnan(moving_mean([math.nan])[0])
+@pytest.mark.parametrize("seconds, text", [(6.66, "6.7 s"), (245.2, "0:04:05"), (3723, "1:02:03"), (math.nan, "-")])
+def test_duration(seconds, text):
+    assert duration(seconds) == text
 
 
 @given(st.integers(0, 300), st.integers(1, 50))
 def test_bars_hold_every_step_once(count, most):
-    bars = bins(range(count), most)
-    assert [step for bar in bars for step in bar] == list(range(count)) and len(bars) <= most
-    assert len({len(bar) for bar in bars[:-1]}) <= 1
+    sizes = pandas.Series(bars(count, most)).value_counts(sort=False)
+    assert sizes.sum() == count and len(sizes) <= most and len(set(sizes.iloc[:-1])) <= 1
+
+
+def test_bars_are_means_over_their_steps_and_stack():
+    steps = pandas.RangeIndex(1, 81)
+    axes = stacked(pandas.DataFrame({"a": [float(step) for step in steps], "b": 1.0}, steps), ["red", "blue"], "s")
+    first, second = axes.containers
+    assert [bar.get_height() for bar in first][:2] == [1.5, 3.5] and len(first) == 40
+    assert (first[1].get_x(), first[1].get_width()) == (2.5, 2.0) and second[1].get_y() == 3.5
 
 
 def test_many_actions_share_a_colour(tmp_path):
     rows = [completion_row(1, parsed_action=k) for k in range(30)]
     found = read_completions(write_run(tmp_path / "run", [], rows) / "completions.csv")
-    assert len(actions_figure(found).png) > 1000
+    assert len(actions_figure(found.actions).png) > 1000
 
 
 # ---- The program -----------------------------------------------------------------------------------------------------
@@ -446,11 +412,11 @@ def test_clear_error_where_nothing_can_be_written(tmp_path):
 
 
 @pytest.mark.parametrize("package", ["matplotlib.style", "jinja2"])
-def test_clear_error_without_a_package(tmp_path, monkeypatch, package):
+def test_a_run_without_a_package_of_the_report_is_complete(tmp_path, monkeypatch, caplog, package):
+    monkeypatch.delitem(sys.modules, "grpo.evaluate.page")
     monkeypatch.setitem(sys.modules, package, None)
-    folder = write_run(tmp_path / "run", [metrics_row(1)])
-    with pytest.raises(ReportError, match="is missing: the report needs"):
-        write_report(folder)
+    train_grpo.write_archive(write_run(tmp_path / "run", [metrics_row(1)]))
+    assert "no report was written (ModuleNotFoundError" in caplog.text and (tmp_path / "run.zip").is_file()
 
 
 def test_neither_torch_nor_a_caller_s_matplotlib_is_touched(tmp_path):
@@ -458,9 +424,7 @@ def test_neither_torch_nor_a_caller_s_matplotlib_is_touched(tmp_path):
     code = f"""
 import sys
 sys.path.insert(0, {str(ROOT / "scripts")!r})
-import report
-assert "matplotlib" not in sys.modules
-import matplotlib
+import report, matplotlib
 matplotlib.rcParams["lines.linewidth"] = 9
 matplotlib.rcParams["axes.facecolor"] = "black"
 before = matplotlib.rcParams.copy()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Following a run in the terminal. Run: python -m pytest tests/test_watch.py"""
+"""Following a run in the terminal. Run: python -m pytest tests/evaluate/test_watch.py"""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import threading
 import time
 from pathlib import Path
 
+import pandas
 import pytest
 import watch
 from conftest import CLEAN, ROOT
@@ -23,24 +24,23 @@ from hypothesis import strategies as st
 from rich.console import Console
 from run_folders import EVALUATION, GPU, metrics_row, write_run
 
-from grpo.run.folder import CHECKPOINT_FILES, COMPLETE, lock_run, trim_csv, write_text
-from grpo.run.logs import METRICS, CsvLog
+from grpo.run.folder import CHECKPOINT_FILES, COMPLETE, lock_run, write_text
+from grpo.run.logs import METRICS, CsvLog, trim_csv
 
 SCRIPT = ROOT / "scripts" / "watch.py"
 
 
-def drawn(state: watch.State, width: int = 100, ascii_only: bool = False) -> str:
+def drawn(state: watch.State, width: int = 100) -> str:
     console = Console(file=io.StringIO(), width=width, force_terminal=False)
-    console.print(watch.frame(state, ascii_only))
+    console.print(watch.frame(state))
     return console.file.getvalue()
 
 
 def state_of(rows: list[dict], **values: object) -> watch.State:
     """A state of rows as read_metrics gives them, 12 s after the last one."""
-    texts = [{name: str(cell) for name, cell in row.items()} for row in rows]
-    read = [{name: watch.number(cell) for name, cell in row.items()} | {"step": int(row["step"])} for row in texts]
-    defaults = {"folder": "first", "total": 30, "written": 1000.0, "now": 1012.0}
-    return watch.State(rows=read, **(defaults | values))
+    read = [{name: watch.number(cell) for name, cell in row.items()} for row in rows]
+    defaults = {"folder": "first", "total": 30, "ago": 12.0}
+    return watch.State(metrics=pandas.DataFrame(read, columns=list(METRICS)), **(defaults | values))
 
 
 # ---- The picture: a pure function of the state -----------------------------------------------------------------------
@@ -49,26 +49,22 @@ def state_of(rows: list[dict], **values: object) -> watch.State:
 def test_frame_shows_what_a_run_is_doing():
     rows = [metrics_row(step, **GPU, step_s=10 if step > 5 else 1000) for step in range(1, 21)]
     text = drawn(state_of(rows, warnings=["12:00:00 W train_grpo: parse rate fell"]))
-    for words in ("first", "20/30", "left 1:40 min", "last step 12.0 s ago", "0.500   mean of the last 10: 0.455   first: 0.310", "0.90   clipped 0.10", "900 tokens/s", "GPU memory", "61.5 GiB", "generation 1.4 s", "hand-over 0.1 s", "differs from the trainer by 0.0200 nats", "W train_grpo: parse rate fell"):  # fmt: skip
+    for words in ("first", "20/30", "left 0:01:40", "last step 12.0 s ago", "0.500   mean of the last 10: 0.455", "0.90   clipped 0.10", "900 tokens/s", "GPU memory", "61.5 GiB", "generation 1.4 s", "handover 0.1 s", "0.0200 nats", "W train_grpo: parse rate fell"):  # fmt: skip
         assert words in text, (words, text)
-    assert watch.sparkline([row["reward"] for row in state_of(rows).rows]) in text
+    assert watch.sparkline(state_of(rows).metrics["reward"]) in text
     assert "complete" not in text and "Held-out" not in text
 
 
 def test_frame_of_a_complete_run_ends_with_the_evaluation():
-    text = drawn(state_of([metrics_row(30)], complete=True, evaluation=EVALUATION), width=80)
-    assert "first  complete" in text and "left" not in text
-    assert (
-        "0.600 (0.570 to 0.630)" in text
-        and "always [0]" in text
-        and text.rstrip().splitlines()[-1].startswith("oracle")
-    )
-    assert "Held-out" not in drawn(state_of([metrics_row(30)], complete=True))  # EVAL_SAMPLES=0
+    text = drawn(state_of([metrics_row(30)], said=watch.DONE, evaluation=EVALUATION), width=80)
+    assert "30/30   complete" in text and "left" not in text and "0.600 (0.570 to 0.630)" in text
+    assert "best constant action [0]" in text and text.rstrip().splitlines()[-1].startswith("oracle")
+    assert "Held-out" not in drawn(state_of([metrics_row(30)], said=watch.DONE))  # EVAL_SAMPLES=0
 
 
 def test_frame_between_the_last_step_and_the_end():
-    text = drawn(state_of([metrics_row(30)]))
-    assert "every step is done 12.0 s ago" in text and "left" not in text
+    text = drawn(state_of([metrics_row(30)], said="every step is done: evaluation and saving"))
+    assert "evaluation and saving   last step 12.0 s ago" in text and "left" not in text
 
 
 def test_frame_of_a_cpu_run_leaves_the_gpu_out():
@@ -78,27 +74,20 @@ def test_frame_of_a_cpu_run_leaves_the_gpu_out():
 
 def test_frame_with_nothing_known():
     row = dict.fromkeys(METRICS, "") | {"step": 1}
-    text = drawn(state_of([row], total=None, written=math.nan))
+    text = drawn(state_of([row], total=None, ago=math.nan))
     assert "1/?" in text and "left -" in text and "nan" not in text
-    assert "waiting: no metrics.csv" in drawn(watch.State("x", waiting="no metrics.csv"))
+    assert "waiting: no metrics.csv" in drawn(watch.State("x", said="waiting: no metrics.csv"))
 
 
 def test_frame_takes_markup_from_files_as_text():
-    state = state_of([metrics_row(1)], folder="[bold]run[/bold]", warnings=["[red]x[/red] [/]"], evaluation=EVALUATION | {"constant_action": "[/]"}, complete=True)  # fmt: skip
+    state = state_of([metrics_row(1)], folder="[bold]run[/bold]", warnings=["[red]x[/red] [/]"], evaluation=EVALUATION | {"constant_action": "[/]"}, said=watch.DONE)  # fmt: skip
     text = drawn(state)
-    assert "[bold]run[/bold]" in text and "[red]x[/red] [/]" in text and "always [[/]]" in text
-
-
-def test_frame_without_block_characters():
-    state = state_of([metrics_row(step) for step in range(1, 11)])
-    blocks = drawn(state, ascii_only=True).splitlines()
-    line = next(line for line in blocks if line.startswith("reward"))
-    assert line.isascii() and line.split()[1] == "_.--~=++*#"
+    assert "[bold]run[/bold]" in text and "[red]x[/red] [/]" in text and "action [[/]]" in text
 
 
 @given(st.lists(st.floats(-1e6, 1e6) | st.just(math.nan), max_size=200), st.integers(1, 60))
 def test_sparkline_fits_and_keeps_the_order(values, width):
-    line = watch.sparkline(values, width)
+    line = watch.sparkline(pandas.Series(values, dtype=float), width)
     assert len(line) <= min(width, len(values)) and set(line) <= set(watch.BLOCKS + " ")
     if len(values) <= width:
         for a, b in zip(range(len(values)), range(1, len(values)), strict=False):
@@ -118,16 +107,16 @@ def test_time_left_follows_recent_steps():
 
 def test_reader_waits_for_the_run(tmp_path):
     folder = tmp_path / "run"
-    assert "there is no run in this folder yet" in watch.read_state(folder).waiting
+    assert "there is no run in this folder yet" in watch.read_state(folder).said
     write_run(folder, [])
     state = watch.read_state(folder)
-    assert state.waiting == "the first step has not ended yet" and state.total == 30 and not state.complete
+    assert state.said == "waiting: the first step has not ended yet" and state.total == 30
     (folder / "metrics.csv").unlink()
-    assert "the run is starting" in watch.read_state(folder).waiting
+    assert "the run is starting" in watch.read_state(folder).said
     (folder / "metrics.csv").write_text("half a he")
-    assert watch.read_state(folder).waiting
+    assert watch.read_state(folder).said == "waiting: the first step has not ended yet"
     (folder / "metrics.csv").write_text("a,b\n")
-    assert "no column `step`" in watch.read_state(folder).waiting
+    assert "no column `step`" in watch.read_state(folder).said
     (folder / "settings.json").write_text('{"settings": {"TOTAL')
     assert watch.read_state(folder).total is None
 
@@ -135,34 +124,34 @@ def test_reader_waits_for_the_run(tmp_path):
 def test_a_run_whose_process_is_gone_says_so(tmp_path):
     """The lock tells, also before the first step; a complete run, and a copy without the lock, say nothing."""
     folder = write_run(tmp_path / "run", [metrics_row(step) for step in range(1, 4)])
-    assert watch.read_state(folder).stopped == "", "no lock beside it"
+    assert "no process" not in watch.read_state(folder).said, "no lock beside it"
     lock = lock_run(folder)
-    assert watch.read_state(folder).stopped == "" and lock_run(folder) is None
-    lock.close()
+    assert "no process" not in watch.read_state(folder).said and lock_run(folder) is None
+    lock.release()
     words = "no process is running; the same command starts at step 0: no checkpoint was saved"
-    assert watch.read_state(folder).stopped == words
+    assert watch.read_state(folder).said == words
     checkpoint = folder / "checkpoint-2"
     checkpoint.mkdir()
     for name in CHECKPOINT_FILES:
         (checkpoint / name).write_text("{}")
     words = "no process is running; the same command continues from step 2"
-    assert watch.read_state(folder).stopped == words
+    assert watch.read_state(folder).said == words
     text = drawn(watch.read_state(folder), width=120)
     assert words in text and "3/30" in text and "left" not in text
     (folder / "metrics.csv").unlink()
     assert words in drawn(watch.read_state(folder)) and "waiting" not in drawn(watch.read_state(folder))
     (folder / COMPLETE).write_text('{"steps": 30}')
-    assert watch.read_state(folder).stopped == ""
+    assert "no process" not in watch.read_state(folder).said
     lock = lock_run(folder)
     assert lock, "watching does not keep the run from starting"
-    lock.close()
+    lock.release()
 
 
 def test_reader_follows_half_rows_truncation_and_a_new_run(tmp_path):
     folder = write_run(tmp_path / "run", [metrics_row(step) for step in range(1, 13)])
 
     def steps() -> list[int]:
-        return [row["step"] for row in watch.read_state(folder).rows]
+        return list(watch.read_state(folder).metrics.get("step", []))
 
     path = folder / "metrics.csv"
     with path.open("a") as file:
@@ -171,11 +160,11 @@ def test_reader_follows_half_rows_truncation_and_a_new_run(tmp_path):
     trim_csv(path, 10)  # as a resumed run does
     assert steps() == list(range(1, 11))
     CsvLog(path, METRICS).write([metrics_row(11, reward=0.99)])
-    assert steps() == list(range(1, 12)) and watch.read_state(folder).rows[-1]["reward"] == 0.99
+    assert steps() == list(range(1, 12)) and watch.read_state(folder).metrics["reward"].iloc[-1] == 0.99
     path.write_bytes(b"")
     assert steps() == []
     shutil.rmtree(folder)
-    assert watch.read_state(folder).waiting
+    assert watch.read_state(folder).said
     write_run(folder, [metrics_row(1)])
     assert steps() == [1]
 
@@ -183,9 +172,9 @@ def test_reader_follows_half_rows_truncation_and_a_new_run(tmp_path):
 def test_complete_of_an_earlier_part_does_not_count(tmp_path):
     folder = write_run(tmp_path / "run", [metrics_row(20)])
     (folder / COMPLETE).write_text('{"steps": 20}\n')
-    assert not watch.read_state(folder).complete  # resumed with TOTAL_STEPS=30
+    assert watch.read_state(folder).said != watch.DONE  # resumed with TOTAL_STEPS=30
     (folder / COMPLETE).write_text('{"steps": 30}\n')
-    assert watch.read_state(folder).complete
+    assert watch.read_state(folder).said == watch.DONE
 
 
 def test_warnings_are_the_last_ones_and_harmless(tmp_path):
@@ -216,10 +205,16 @@ def test_once_prints_plain_text_into_a_pipe_of_any_encoding(tmp_path):
         assert b"2/30" in found.stdout and b"\x1b" not in found.stdout
 
 
-def test_a_file_is_no_folder(tmp_path):
+def test_a_file_is_no_folder(tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    found = run_watch(tmp_path / "file")
-    assert found.returncode == 2 and b"is not a folder" in found.stderr
+    assert watch.main([str(tmp_path / "file")]) == 2 and "is not a folder" in capsys.readouterr().err
+
+
+def test_it_starts_without_torch():
+    heavy = "{'torch', 'transformers', 'matplotlib'}"
+    code = f"import sys; sys.path.insert(0, 'scripts'); import watch; assert not {heavy} & set(sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, env=CLEAN)
+    assert not found.returncode, found.stderr
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -244,7 +239,7 @@ def test_follow_survives_a_new_run_and_ends_when_it_is_complete(tmp_path, termin
     assert "Held-out" not in output.getvalue()
     write_text(folder / COMPLETE, json.dumps({"steps": 30}))
     watching.join(20)
-    assert not watching.is_alive() and "Held-out reward" in output.getvalue()
+    assert not watching.is_alive() and "Held-out prompts" in output.getvalue()
 
 
 def test_ctrl_c_ends_it_cleanly(tmp_path):

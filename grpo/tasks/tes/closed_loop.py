@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,8 +27,9 @@ from grpo.tasks.tes.profiles import Window
 from grpo.tasks.tes.prompts import State, state_at
 
 DECISIONS = DECISION_DAYS * len(HOURS)
-RULES = ("always_0", "always_1", "always_2", "always_3", "follow_the_load", "charge_when_clean")
 Policy = Callable[[Sequence[State]], Sequence[int | None]]  # one action for each state; None: no answer could be read
+# ask(prompts, samples, hour): `samples` completions of each prompt, in the order of the prompts
+Ask = Callable[[Sequence[str], int, int], Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -65,14 +67,10 @@ SAFE_REASON = "full output: serves the load whatever the storage holds, and emit
 
 
 def closed_loop(
-    windows: Sequence[Window],
-    plant: Plant,
-    policy: Policy,
-    start_kwh: float = START_KWH,
-    decisions: int = DECISIONS,
+    windows: Sequence[Window], plant: Plant, policy: Policy, start_kwh: float = START_KWH, decisions: int = DECISIONS
 ) -> Trace:
     """Runs W windows side by side for their first `decisions` decision hours; `policy` gets the W states of an hour and
-    returns W actions. Night hours change nothing (no load, output 0) and are left out, as in `make_dataset.solve`.
+    returns W actions. Night hours change nothing (no load, output 0) and are left out, as in `plant.solve`.
 
     Raises ValueError where the policy returns another number of actions, or one that the plant does not have.
     """
@@ -103,7 +101,7 @@ def end_price(window: Window, plant: Plant, decisions: int = DECISIONS) -> float
 
 
 def priced_kg(trace: Trace, windows: Sequence[Window], plant: Plant) -> np.ndarray:
-    """The plant's own objective of `make_dataset.solve` in kg CO2, shape (W,): emissions, plus 10 kg for each unserved
+    """The plant's own objective of `plant.solve` in kg CO2, shape (W,): emissions, plus 10 kg for each unserved
     kWh, minus the worth of what the storage gained. Nobody looks good by serving nothing or by emptying the storage."""
     price = np.array([end_price(window, plant, trace.actions.shape[1]) for window in windows])
     gained = trace.storage_kwh[:, -1] - trace.start_kwh
@@ -140,8 +138,12 @@ def first_output(plant: Plant, needed_kw: float) -> int:
     return int(enough[0]) if enough.size else len(plant.ratios) - 1
 
 
+RULES: dict[str, Policy] = {f"always_{action}": always(action) for action in range(len(Plant().ratios))}
+RULES |= {"follow_the_load": follow_the_load, "charge_when_clean": charge_when_clean}
+
+
 def optimum(windows: Sequence[Window], plant: Plant, start_kwh: float, decisions: int = DECISIONS) -> Policy:
-    """The exact optimum of each window (`make_dataset.solve`), for one pass through them from `start_kwh`."""
+    """The exact optimum of each window (`plant.solve`), for one pass through them from `start_kwh`."""
     solutions = []
     for window in windows:
         load, co2 = window.load_kw.ravel()[:decisions], window.co2.ravel()[:decisions]
@@ -167,39 +169,25 @@ def majority(answers: Sequence[int | None]) -> int | None:
     return counts.most_common(1)[0][0] if counts else None
 
 
-class ModelPolicy:
-    """A model as a policy: prompts out of states, completions, parsed actions.
+def model_policy(ask: Ask, render: Callable[[State], str], votes: int, unparsed: np.ndarray) -> Policy:
+    """A model as a policy: prompts out of states, completions, parsed actions. `votes`: answers to each state, of which
+    the majority counts. Answers that cannot be read are counted into `unparsed`, shape (W,)."""
+    hours = itertools.count()
 
-    ask(prompts, samples, hour): `samples` completions of each prompt, in the order of the prompts. `votes`: answers to
-    each state, of which the majority counts. `unparsed` counts answers by state, shape (W,).
-    """
-
-    def __init__(
-        self,
-        ask: Callable[[Sequence[str], int, int], Sequence[str]],
-        render: Callable[[State], str],
-        votes: int = 1,
-    ):
-        self.ask, self.render, self.votes = ask, render, votes
-        self.hour = self.answers = 0
-        self.unparsed: np.ndarray | None = None
-
-    def __call__(self, states: Sequence[State]) -> list[int | None]:
-        prompts = [self.render(state) for state in states]
-        texts = self.ask(prompts, self.votes, self.hour)
-        if len(texts) != len(prompts) * self.votes:
-            raise ValueError(f"{len(texts)} completions came back for {len(prompts)} prompts x {self.votes}")
-        chosen, unparsed = [], []
+    def policy(states: Sequence[State]) -> list[int | None]:
+        prompts = [render(state) for state in states]
+        texts = ask(prompts, votes, next(hours))
+        if len(texts) != len(prompts) * votes:
+            raise ValueError(f"{len(texts)} completions came back for {len(prompts)} prompts x {votes}")
+        chosen = []
         for n, (state, prompt) in enumerate(zip(states, prompts, strict=True)):
-            mine = texts[n * self.votes : (n + 1) * self.votes]
-            actions = len(state.plant.ratios)
-            answers = [rewards.parse_action(rewards.assistant_turn(prompt, text), actions) for text in mine]
+            turns = [rewards.assistant_turn(prompt, text) for text in texts[n * votes : (n + 1) * votes]]
+            answers = [rewards.parse_action(turn, len(state.plant.ratios)) for turn in turns]
+            unparsed[n] += answers.count(None)
             chosen.append(majority(answers))
-            unparsed.append(answers.count(None))
-        self.unparsed = np.array(unparsed) + (0 if self.unparsed is None else self.unparsed)
-        self.answers += len(texts)
-        self.hour += 1
         return chosen
+
+    return policy
 
 
 def decisions_in(hours: int) -> int:

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 import io
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import date, timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from grpo.tasks.tes.profiles import (
     ProfileError,
     Window,
     profile_csv,
+    read_profile,
     synthetic_profile,
     to_csv,
     windows,
@@ -190,31 +191,50 @@ def synthetic_files(seed: int, prompts: Sequence[str]) -> Iterator[tuple[str, st
     yield "profile_heldout.csv", profile_csv(blocks)
 
 
+def read_profiles(paths: Iterable[Path], prompts: Sequence[str], **columns: str | None) -> dict[str, Profile]:
+    """Users' profiles by their file's stem; columns: as of `read_profile`.
+
+    Raises ProfileError with the problems of every file, before anything is made of any.
+    """
+    profiles: dict[str, Profile] = {}
+    problems: list[str] = []
+    for path in paths:
+        taken = {file_name(stem, prompt) for stem in profiles for prompt in prompts}
+        if doubled := sorted(taken & {file_name(path.stem, prompt) for prompt in prompts}):
+            problems.append(f"{path}: another profile makes {', '.join(doubled)} too; rename one of them")
+            continue
+        try:
+            profiles[path.stem] = read_profile(path, **columns)
+        except ProfileError as error:
+            problems += error.problems
+    if problems:
+        raise ProfileError(problems)
+    return profiles
+
+
 def profile_files(
     profiles: dict[str, Profile],
     prompts: Sequence[str],
     seed: int,
-    start_kwh: float,
-    explore: float,
-    trajectories: int,
+    start_kwh: float = START_KWH,
+    explore: float = EXPLORE,
+    trajectories: int = 1,
     short_share: float = 0.0,
 ) -> Iterator[tuple[str, str]]:
     """Yields (name, text) of the files made from the users' profiles; further trajectories start at random energies."""
-    for stem, profile in profiles.items():
-        made = list(enumerate(windows(profile)))
-        for prompt in prompts:
-            decisions = []
-            for w, window in made:
-                for n in range(trajectories):
-                    rng = np.random.default_rng((seed, w, n))
-                    decisions += trajectory(window, rng, prompt, start_kwh if n == 0 else None, explore)
-            more = (
-                (window, np.random.default_rng((seed, w, n)))
-                for n in range(trajectories, trajectories + MOST_DRAWS)
-                for w, window in made
-            )
-            rows = with_short_hours(decisions, more, prompt, short_share)
-            yield file_name(stem, prompt), rows_csv(rows)
+    for (stem, profile), prompt in itertools.product(profiles.items(), prompts):
+        decisions = []
+        made = windows(profile)
+        for w, window in enumerate(made):
+            for n in range(trajectories):
+                rng = np.random.default_rng((seed, w, n))
+                decisions += trajectory(window, rng, prompt, start_kwh if n == 0 else None, explore)
+        more = (
+            (window, np.random.default_rng((seed, w, n)))
+            for n in range(trajectories, trajectories + MOST_DRAWS)
+            for w, window in enumerate(made)
+        )
+        yield file_name(stem, prompt), rows_csv(with_short_hours(decisions, more, prompt, short_share))
 
 
 def file_name(stem: str, prompt: str) -> str:
@@ -222,12 +242,23 @@ def file_name(stem: str, prompt: str) -> str:
     return f"tes_{stem}.csv" if prompt == "full" else f"tes_{stem}_compact.csv"
 
 
+def differences(folder: Path, files: dict[str, str]) -> list[str]:
+    """What in a folder differs from files (name -> text), a line each."""
+    wrong = []
+    for path, text in ((folder / name, text) for name, text in files.items()):
+        if not path.is_file():
+            wrong.append(f"{path}: missing")
+        elif (stored := path.read_bytes()) != text.encode():
+            pairs = itertools.zip_longest(stored.split(b"\n"), text.encode().split(b"\n"))
+            line = next(number for number, (one, other) in enumerate(pairs, 1) if one != other)
+            wrong.append(f"{path}: differs from line {line} on")
+    return wrong
+
+
 def summary(texts: dict[str, str]) -> str:
     """Tabulates the baselines of data files (name -> CSV text); files without reward columns are left out."""
     width = max(map(len, texts), default=0)
-    lines = [
-        f"{'file':<{width}} {'rows':>5} {'random':>7} {'best constant':>14} {'oracle':>7}  optimal actions 0/1/2/3"
-    ]
+    lines = [f"{'file':<{width}}  rows  random  best constant  oracle  optimal actions 0/1/2/3"]
     for name, text in texts.items():
         table = list(csv.DictReader(io.StringIO(text, newline="")))
         columns = sorted(c for c in (table[0] if table else {}) if c.startswith("reward_action_"))
@@ -244,18 +275,3 @@ def summary(texts: dict[str, str]) -> str:
             f"{name:<{width}} {len(table):>5} {made['random']:>7.3f} {constant:>14} {made['oracle']:>7.3f}  {share}"
         )
     return "\n".join(lines)
-
-
-def number(low: float, high: float, kind: type = float) -> Any:
-    """Makes an argparse type: a finite number from low to high."""
-
-    def parse(text: str) -> float:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {kind.__name__} from {low:g} to {high:g}")
-        return value
-
-    return parse

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
+import itertools
 import math
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta
 from pathlib import Path
@@ -118,28 +120,27 @@ def find_columns(header: list[str], chosen: dict[str, str | None]) -> tuple[dict
     problems = []
     plain = [unicodedata.normalize("NFKC", name).strip().lower() for name in header]
     for kind, pattern in COLUMN_PATTERNS.items():
-        name = chosen.get(kind)
+        name, option = chosen.get(kind), f"--{kind}-column"
         if name is not None:
             matches = [i for i, column in enumerate(header) if column.strip() == name.strip()]
-            if not matches:
-                problems.append(f"no column named {name!r} (asked for with --{kind}-column); the header has {header}")
+            missing = f"no column named {name!r} (asked for with {option}); the header has {header}"
         else:
-            others = {i for other, i in found.items() if other != kind}
-            others |= {i for i, column in enumerate(header) if column in (chosen.get("co2"), chosen.get("load"))}
+            others = {*found.values(), *(i for i, column in enumerate(header) if column in chosen.values())}
             matches = [i for i, column in enumerate(plain) if i not in others and re.search(pattern, column)]
             if kind == "datetime":  # the plain name wins over, say, time_of_use
                 matches = [i for i in matches if plain[i] == kind] or matches
-            if not matches:
-                advice = f"or name it with --{kind}-column" if kind != "datetime" else "one row an hour"
-                problems.append(
-                    f"no {kind} column: a header should contain one of {pattern}, {advice}; it has {header}"
-                )
+            advice = "one row an hour" if kind == "datetime" else f"or name it with {option}"
+            missing = f"no {kind} column: a header should contain one of {pattern}, {advice}; it has {header}"
+        if not matches:
+            problems.append(missing)
+            continue
+        found[kind] = matches[0]
         if len(matches) > 1:
+            advice = "rename the others" if kind == "datetime" else f"choose one with {option}"
             names = [header[i] for i in matches]
-            advice = f"choose one with --{kind}-column" if kind != "datetime" else "rename the others"
             problems.append(f"{len(matches)} columns could be the {kind} column: {names}; {advice}")
-        if matches:
-            found[kind] = matches[0]
+    if not problems and found["co2"] == found["load"]:
+        problems.append(f"column {header[found['co2']]!r} cannot be both co2 and load")
     return found, problems
 
 
@@ -147,11 +148,8 @@ def parse_datetime(text: str) -> datetime:
     """Reads the start of an hour in local time; raises ValueError with what is wrong."""
     stamp = None
     for parse in (datetime.fromisoformat, *(lambda s, f=f: datetime.strptime(s, f) for f in DATETIME_FORMATS)):
-        try:
-            stamp = parse(text)
-            break
-        except ValueError:
-            continue
+        with contextlib.suppress(ValueError):
+            stamp = stamp or parse(text)
     if stamp is None:
         raise ValueError("is not a date and time; write it like 2025-04-14 08:00:00")
     if stamp.tzinfo is not None:
@@ -161,21 +159,20 @@ def parse_datetime(text: str) -> datetime:
     return stamp
 
 
-def parse_number(text: str, kind: str, hour: int | None) -> float:
+def parse_number(text: str, kind: str, stamp: datetime | None) -> float:
     """Reads a CO2 intensity or a load; raises ValueError with what is wrong."""
     if not text:
         raise ValueError("is empty; fill it in")
-    try:
-        value = float(text) if "_" not in text else math.nan  # Python would read 1_0 as 10
-    except ValueError:
-        value = math.nan
+    value = math.nan
+    with contextlib.suppress(ValueError):
+        value = float(text.replace("_", "?"))  # Python would read 1_0 as 10
     if not math.isfinite(value):
         raise ValueError("is not a finite number; fill it in, with a decimal point and no unit")
     if value < 0:
         raise ValueError("is negative; it must be 0 or more")
     if kind == "co2" and value > 2.0:
         raise ValueError("is more than 2 kg/kWh; divide by 1000 if it is in g/kWh")
-    if kind == "load" and value > 0 and hour is not None and hour not in HOURS:
+    if kind == "load" and value > 0 and stamp and stamp.hour not in HOURS:
         raise ValueError(f"is a load outside {HOURS[0]:02d}:00-{HOURS[-1]:02d}:00, which is not simulated; set it to 0")
     return value
 
@@ -185,11 +182,30 @@ def decode(raw: bytes) -> str:
     if raw.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in raw:
         raise ValueError("is not UTF-8 text (UTF-16 or binary); save it as a CSV in UTF-8")
     for encoding in ("utf-8-sig", "cp932"):
-        try:
+        with contextlib.suppress(UnicodeDecodeError):
             return raw.decode(encoding)
-        except UnicodeDecodeError:
-            continue
     raise ValueError("is neither UTF-8 nor CP932 (Shift JIS); save it as a CSV in UTF-8")
+
+
+def read_cells(path: Path) -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """The header of a CSV, and every row as (`row 1 (line 2)`, cells). Raises ProfileError."""
+    try:
+        reader = csv.reader(io.StringIO(decode(path.read_bytes()), newline=""))
+        header, rows = next(reader, []), []
+        line = reader.line_num + 1  # that the next row begins in
+        for cells in reader:
+            if cells:
+                rows.append((f"row {len(rows) + 1} (line {line})", cells))
+            line = reader.line_num + 1
+    except OSError as error:
+        raise ProfileError([f"{path}: cannot be read: {error.strerror}"]) from None
+    except (ValueError, csv.Error) as error:
+        raise ProfileError([f"{path}: {error}"]) from None
+    if not any(cell.strip() for cell in header):
+        raise ProfileError([f"{path}: is empty; the first line must name the columns"])
+    if len(header) < 3:
+        raise ProfileError([f"{path}, header: only {len(header)} column(s) {header}; separate three by commas"])
+    return header, rows
 
 
 def read_profile(path: str | Path, co2_column: str | None = None, load_column: str | None = None) -> Profile:
@@ -200,81 +216,64 @@ def read_profile(path: str | Path, co2_column: str | None = None, load_column: s
     Raises ProfileError listing every problem with file, row (1 is the first below the header), line and column.
     """
     path = Path(path)
-    try:
-        reader = csv.reader(io.StringIO(decode(path.read_bytes()), newline=""))
-        rows, line = [], 1  # pairs of (line that the row begins in, cells)
-        for cells in reader:
-            rows.append((line, cells))
-            line = reader.line_num + 1
-    except OSError as error:
-        raise ProfileError([f"{path}: cannot be read: {error.strerror}"]) from None
-    except (ValueError, csv.Error) as error:
-        raise ProfileError([f"{path}: {error}"]) from None
-    header = rows[0][1] if rows else []
-    if not any(cell.strip() for cell in header):
-        raise ProfileError([f"{path}: is empty; the first line must name the columns"])
-    if len(header) < 3:
-        raise ProfileError([f"{path}, header: only {len(header)} column(s) {header}; separate three by commas"])
+    header, rows = read_cells(path)
     columns, problems = find_columns(header, {"co2": co2_column, "load": load_column})
     if problems:
         raise ProfileError([f"{path}, header: {problem}" for problem in problems])
-    if columns["co2"] == columns["load"]:
-        raise ProfileError([f"{path}, header: column {header[columns['co2']]!r} cannot be both co2 and load"])
-
-    hours: dict[datetime, tuple[float, float]] = {}
+    hours: dict[datetime, dict[str, float]] = {}
     seen: dict[datetime, str] = {}
-    previous: datetime | None = None
-    for number, (line, row) in enumerate(((line, row) for line, row in rows[1:] if row), start=1):
+    for here, row in rows:
         if not any(cell.strip() for cell in row):
             continue  # empty cells, as spreadsheets leave them behind the table
-        here = f"row {number} (line {line})"
         if len(row) != len(header):
             problems.append(f"{path}, {here}: {len(row)} cells, the header has {len(header)} columns")
             continue
-        stamp: datetime | None = None
-        values = {}
-        for kind in ("datetime", "co2", "load"):
-            text = row[columns[kind]].strip()
+        stamp, values = None, {}
+        for kind, column in columns.items():  # datetime first
+            text = row[column].strip()
             try:
                 if kind == "datetime":
                     stamp = parse_datetime(text)
                 else:
-                    values[kind] = parse_number(text, kind, stamp.hour if stamp else None)
+                    values[kind] = parse_number(text, kind, stamp)
             except ValueError as error:
-                problems.append(f"{path}, {here}, column {header[columns[kind]]!r}: {text!r} {error}")
+                problems.append(f"{path}, {here}, column {header[column]!r}: {text!r} {error}")
         if stamp is None:
             continue
         where = f"{path}, {here}, column {header[columns['datetime']]!r}: '{stamp}'"
         if stamp in seen:
             problems.append(f"{where} is in {seen[stamp]} already; keep one of them")
-        elif previous is not None and stamp < previous:
+        elif hours and stamp < (previous := next(reversed(hours))):
             problems.append(f"{where} comes after '{previous}'; sort the rows by time")
         seen.setdefault(stamp, here)
-        previous = stamp
-        hours[stamp] = (values.get("co2", 0.0), values.get("load", 0.0))
-
-    dates = sorted({stamp.date() for stamp in seen})
-    for day in dates:
-        missing = [f"{hour:02d}:00" for hour in HOURS if datetime.combine(day, time(hour)) not in seen]
-        if missing:
-            problems.append(f"{path}: {day}: no row for {' '.join(missing)}; every day needs each decision hour")
-    starts = [i for i, day in enumerate(dates) if i == 0 or (day - dates[i - 1]).days != 1] + [len(dates)]
-    needed = DECISION_DAYS + 1
-    if len(dates) < needed:
-        problems.append(f"{path}: {len(dates)} day(s); at least {needed} are needed (three to decide on, one after)")
-    else:
-        for start, end in zip(starts, starts[1:], strict=False):
-            if end - start < needed:
-                gap = "add the days missing around them or take these out"
-                span = f"{dates[start]} to {dates[end - 1]}"
-                problems.append(f"{path}: {span}: {end - start} consecutive day(s), {needed} are needed; {gap}")
+        hours[stamp] = values
+    problems += [f"{path}: {problem}" for problem in day_problems(hours)]
     if problems:
         raise ProfileError(problems)
-    table = np.full((len(dates), 24, 2), np.nan)
+    dates = tuple(sorted({stamp.date() for stamp in hours}))
     index = {day: i for i, day in enumerate(dates)}
-    for stamp, pair in hours.items():
-        table[index[stamp.date()], stamp.hour] = pair
-    return Profile(tuple(dates), table[..., 0], table[..., 1])
+    table = np.full((2, len(dates), 24), np.nan)
+    for stamp, values in hours.items():
+        table[:, index[stamp.date()], stamp.hour] = values["co2"], values["load"]
+    return Profile(dates, *table)
+
+
+def day_problems(stamps: Collection[datetime]) -> list[str]:
+    """What hinders cutting the days of these hours into windows."""
+    dates, needed = sorted({stamp.date() for stamp in stamps}), DECISION_DAYS + 1
+    problems = []
+    for day in dates:
+        missing = [f"{hour:02d}:00" for hour in HOURS if datetime.combine(day, time(hour)) not in stamps]
+        if missing:
+            problems.append(f"{day}: no row for {' '.join(missing)}; every day needs each decision hour")
+    if len(dates) < needed:
+        return [*problems, f"{len(dates)} day(s); at least {needed} are needed (three to decide on, one after)"]
+    starts = [i for i, day in enumerate(dates) if i == 0 or (day - dates[i - 1]).days != 1] + [len(dates)]
+    for start, end in itertools.pairwise(starts):
+        if end - start < needed:
+            span = f"{dates[start]} to {dates[end - 1]}: {end - start} consecutive day(s), {needed} are needed"
+            problems.append(f"{span}; add the days missing around them or take these out")
+    return problems
 
 
 def profile_csv(profiles: Sequence[Profile]) -> str:

@@ -20,20 +20,18 @@ from grpo.tasks.tes import profiles as tes_profiles
 from grpo.tasks.tes.closed_loop import (
     RULES,
     SAFE_REASON,
-    ModelPolicy,
-    Policy,
+    Ask,
     Trace,
-    always,
-    charge_when_clean,
     closed_loop,
     decisions_in,
-    follow_the_load,
+    model_policy,
     optimum,
     priced_kg,
     safe_action,
 )
 from grpo.tasks.tes.plant import DECISION_DAYS, HOURS, START_KWH, Plant
 from grpo.tasks.tes.profiles import Window, read_profile
+from grpo.tasks.tes.prompts import State
 
 MODELS = ("base", "trained")
 LEAST_WINDOWS = 3  # fewer give no interval: a bootstrap over two windows says nothing
@@ -49,7 +47,7 @@ class Case:
 
 
 def read_cases(path: Path, co2_column: str | None = None, load_column: str | None = None) -> list[Case]:
-    """The windows of a profile CSV. Raises make_dataset.ProfileError with every problem of the file."""
+    """The windows of a profile CSV. Raises ProfileError with every problem of the file."""
     profile = read_profile(path, co2_column, load_column)
     index = {day: i for i, day in enumerate(profile.dates)}
     cases = []
@@ -59,17 +57,10 @@ def read_cases(path: Path, co2_column: str | None = None, load_column: str | Non
     return cases
 
 
-def hourly(values: np.ndarray, hours: int, night: str) -> list[Any]:
-    """Decision hours, shape (T,), as a list of all `hours` from midnight of the first day. Night hours get `night`:
-    "none", "zero", or "keep" for the value before (the first one's is the list's first)."""
-    filled: list[Any] = []
+def hourly(values: np.ndarray, hours: int, night: float | None) -> list[Any]:
+    """Decision hours, shape (T,), as a list of all `hours` from midnight of the first day, with `night` in the others."""
     decided = iter(values.tolist())
-    for hour in range(hours):
-        if hour % 24 in HOURS:
-            filled.append(tidy(next(decided)))
-        else:
-            filled.append({"none": None, "zero": 0.0, "keep": filled[-1] if filled else None}[night])
-    return filled
+    return [tidy(next(decided)) if hour % 24 in HOURS else night for hour in range(hours)]
 
 
 def tidy(value: Any) -> Any:
@@ -103,7 +94,7 @@ def new_record(
                 "name": case.name,
                 "start": f"{case.window.dates[0]} 00:00",
                 "hours": hours,
-                "load_kw": hourly(case.window.load_kw.ravel(), hours, "zero"),
+                "load_kw": hourly(case.window.load_kw.ravel(), hours, 0.0),
                 "co2_kg_per_kwh": [tidy(value) for value in case.co2[:hours].tolist()],
                 "policies": {},
             }
@@ -111,9 +102,7 @@ def new_record(
         ],
         "totals": {},
     }
-    rules: dict[str, Policy] = {f"always_{k}": always(k) for k in range(len(plant.ratios))}
-    rules |= {"follow_the_load": follow_the_load, "charge_when_clean": charge_when_clean}
-    for name, policy in {"optimum": optimum(windows, plant, start_kwh, decisions), **rules}.items():
+    for name, policy in {"optimum": optimum(windows, plant, start_kwh, decisions), **RULES}.items():
         add_policy(record, name, windows, closed_loop(windows, plant, policy, start_kwh, decisions))
     return record
 
@@ -126,7 +115,7 @@ def add_policy(
     unparsed: Sequence[int] | None = None,
     answers: int = 0,
 ) -> None:
-    """Put a policy into the record and compute the totals anew.
+    """Put a policy into the record and compute the totals again.
 
     trace: of all windows, or of all windows as often as each was run (pass by pass): the hours that are kept are the
     first pass's, `mean` and the totals are means over the passes. unparsed: answers that could not be read, by row of
@@ -137,23 +126,21 @@ def add_policy(
     unparsed = np.zeros(len(trace.actions), int) if unparsed is None else np.asarray(unparsed)
     priced = priced_kg(trace, list(windows) * passes, plant)
     for i, entry in enumerate(record["windows"]):
-        rows = slice(i, None, count)
-        storage = hourly(trace.storage_kwh[i], entry["hours"], "keep")
-        means = {
-            "co2_kg": trace.co2_kg[rows].sum(axis=1).mean(),
-            "unserved_kwh": trace.unserved_kwh[rows].sum(axis=1).mean(),
-            "storage_cycled_kwh": trace.cycled_kwh[rows].mean(),
-            "priced_kg": priced[rows].mean(),
-        }
+        rows, hours = slice(i, None, count), entry["hours"]
+        storage = [trace.start_kwh]  # a night keeps it
+        for value in hourly(trace.storage_kwh[i], hours, None):
+            storage.append(storage[-1] if value is None else value)
+        sums = {"co2_kg": trace.co2_kg.sum(axis=1), "unserved_kwh": trace.unserved_kwh.sum(axis=1),
+                "storage_cycled_kwh": trace.cycled_kwh, "priced_kg": priced}  # fmt: skip
         entry["policies"][name] = {
-            "actions": hourly(trace.actions[i], entry["hours"], "none"),
-            "output_kw": hourly(trace.output_kw[i], entry["hours"], "zero"),
-            "storage_kwh": [trace.start_kwh if value is None else value for value in storage],
-            "co2_kg": hourly(trace.co2_kg[i], entry["hours"], "zero"),
-            "unserved_kwh": hourly(trace.unserved_kwh[i], entry["hours"], "zero"),
+            "actions": hourly(trace.actions[i], hours, None),
+            "output_kw": hourly(trace.output_kw[i], hours, 0.0),
+            "storage_kwh": storage[1:],
+            "co2_kg": hourly(trace.co2_kg[i], hours, 0.0),
+            "unserved_kwh": hourly(trace.unserved_kwh[i], hours, 0.0),
             "unparsed": int(unparsed[rows].sum()),
             "answers": answers // count,
-            "mean": {key: tidy(float(value)) for key, value in means.items()},
+            "mean": {key: tidy(float(values[rows].mean())) for key, values in sums.items()},
         }
     add_totals(record)
 
@@ -197,39 +184,42 @@ def add_totals(record: dict[str, Any]) -> None:
 
 def keep_models(record: dict[str, Any], path: Path, names: Sequence[str] = MODELS) -> bool:
     """Take over what `path` holds of the models `names` if it is of the same windows, samples and settings; whether it
-    was.
-
-    A file that is not there, or cannot be read, is none of the same.
-    """
+    was. A file that is not there, or cannot be read, is none of the same."""
+    alike, asked = (
+        ("start_kwh", "samples", "vote", "safe_action", "sampling"),
+        ("name", "hours", "load_kw", "co2_kg_per_kwh"),
+    )
     try:
         earlier = json.loads(path.read_text(encoding="utf-8"))
-        mine = [[w[key] for key in ("name", "hours", "load_kw", "co2_kg_per_kwh")] for w in record["windows"]]
-        theirs = [[w[key] for key in ("name", "hours", "load_kw", "co2_kg_per_kwh")] for w in earlier["windows"]]
-        same = all(record[key] == earlier[key] for key in ("start_kwh", "samples", "vote", "safe_action", "sampling"))
-        if mine != theirs or not same:
+        mine, theirs = (
+            [[one[key] for key in alike], *([window[key] for key in asked] for window in one["windows"])]
+            for one in (record, earlier)
+        )
+        if mine != theirs:
             return False
         for name in names:
-            found = [w["policies"][name] for w in earlier["windows"] if name in w["policies"]]
-            if len(found) == len(mine):
+            found = [window["policies"].get(name) for window in earlier["windows"]]
+            if all(found):
                 for entry, policy in zip(record["windows"], found, strict=True):
                     entry["policies"][name] = policy
         add_totals(record)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
     return True
 
 
 def run_model(
-    record: dict[str, Any], name: str, cases: Sequence[Case], ask: Callable[..., Sequence[str]], render: Any
+    record: dict[str, Any], name: str, cases: Sequence[Case], ask: Ask, render: Callable[[State], str]
 ) -> None:
     """Let a model run through the cases and put it into the record as `name`, base or trained. With `vote`, `samples`
     answers decide each hour; without, every window is run `samples` times, all of them side by side."""
-    samples, vote, hours = record["samples"], record["vote"], record["windows"][0]["hours"]
+    samples, hours = record["samples"], record["windows"][0]["hours"]
+    votes, passes = (samples, 1) if record["vote"] else (1, samples)
     windows = [case.window for case in cases]
-    policy = ModelPolicy(ask, render, samples if vote else 1)
-    passes = windows * (1 if vote else samples)
-    trace = closed_loop(passes, Plant(), policy, record["start_kwh"], decisions_in(hours))
-    add_policy(record, name, windows, trace, policy.unparsed, policy.answers)
+    unparsed = np.zeros(len(windows) * passes, int)
+    policy = model_policy(ask, render, votes, unparsed)
+    trace = closed_loop(windows * passes, Plant(), policy, record["start_kwh"], decisions_in(hours))
+    add_policy(record, name, windows, trace, unparsed, votes * trace.actions.size)
 
 
 def write_record(record: Mapping[str, Any], path: Path) -> None:

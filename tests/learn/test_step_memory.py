@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step must not hold in memory nor compute twice, and packed experts from the logits to a resumed run.
-
-Run: python -m pytest tests/test_memory_and_passes.py
-"""
+"""What a step must not hold in memory nor compute twice, and packed experts from the logits to a resumed run."""
 
 from __future__ import annotations
 
@@ -42,11 +39,11 @@ def full_logits(shapes, trainer):
 
 
 def assert_tiled(shapes, trainer, inputs):
-    """Each pass has logits of TILE and of the rest of the vocabulary for its tokens, and none of the whole."""
+    """Each micro-batch has logits of TILE and of the rest of the vocabulary for its tokens, and none of the whole."""
     assert not full_logits(shapes, trainer)
     vocabulary = trainer.model.config.vocab_size
     assert vocabulary > TILE and vocabulary % TILE
-    tokens = {len(layout.targets) for _, layout in trainer.passes(inputs)}
+    tokens = {len(packed.targets) for _, packed in trainer.micro_batches(inputs)}
     assert {(count, width) for count in tokens for width in (TILE, vocabulary % TILE)} <= shapes.seen
 
 
@@ -97,10 +94,11 @@ def test_the_reference_never_holds_the_logits_of_the_whole_vocabulary(tiny, tmp_
 @pytest.mark.parametrize("implementation", ["liger", "trl"])
 @pytest.mark.parametrize("checkpointing", [True, False])
 @pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_a_step_computes_each_pass_once(tiny, tmp_path, beta, checkpointing, implementation):
-    """From the rollout's end to the optimizer: one forward pass of the model for each pass of the cut, and with a KL term
+def test_a_step_computes_each_micro_batch_once(tiny, tmp_path, beta, checkpointing, implementation):
+    """From the rollout's end to the optimizer: one forward pass of the model for each micro-batch, and with a KL term
     the reference's before them. A layer is computed once more where it is checkpointed, and not a third time."""
-    trainer = make(tiny, tmp_path, BETA=beta, GRADIENT_CHECKPOINTING=checkpointing, LOSS_IMPL=implementation, TOTAL_STEPS=1, MICRO_BATCH=1)  # fmt: skip
+    trainer = make(tiny, tmp_path, BETA=beta, GRADIENT_CHECKPOINTING=checkpointing, TOTAL_STEPS=1, MICRO_BATCH=1)
+    trainer.run.loss_impl = implementation
     base = trainer.base_model_of(trainer.model)
     forwards, layers, batches = [], [], []  # by call: whether it is in `learn`, and whether it is for a gradient
     called = lambda calls: lambda *_: calls.append((bool(batches), torch.is_grad_enabled()))  # noqa: E731
@@ -122,11 +120,11 @@ def test_a_step_computes_each_pass_once(tiny, tmp_path, beta, checkpointing, imp
     trainer._generate_single_turn, trainer.learn = generate_uncounted, learn_and_keep
     trainer.train()
     (inputs,) = batches
-    passes = len(list(trainer.passes(inputs)))
-    assert passes > 1
-    reference = [(False, False)] * (passes if beta else 0)
-    assert forwards == reference + [(True, True)] * passes
-    assert layers == reference + [(True, True)] * passes * (2 if checkpointing else 1)
+    count = len(list(trainer.micro_batches(inputs)))
+    assert count > 1
+    reference = [(False, False)] * (count if beta else 0)
+    assert forwards == reference + [(True, True)] * count
+    assert layers == reference + [(True, True)] * count * (2 if checkpointing else 1)
 
 
 def test_a_model_with_packed_experts_computes_the_same_logits(tiny):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loader: what it takes, and how it refuses. Run: python -m pytest tests/test_data.py"""
+"""The loader: what it takes, and how it refuses. Run: python -m pytest tests/data/test_files.py"""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 from conftest import RENDERED, ROOT, write_csv
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from machines import only
 
 from grpo.data.files import SHOWN, read_csv, read_rows
-from grpo.data.prompts import prompt_order, render
 from grpo.settings import Problems
 
 HEADER = ["prompt", "reward_action_0", "reward_action_1"]
@@ -81,7 +81,8 @@ REFUSED = [  # (bytes of the file, what the problem must name, reason)
     (b"user,reward_action_0,reward_action_1\n\"x,1,2\ny,1,2\n", ["broken CSV quoting", "from line 2"], "open quote"),
     (b"user,reward_action_0,reward_action_1\n\"x\"y,1,2\n", ["broken CSV quoting"], "text behind a quote"),
     (b"user,reward_action_0,reward_action_1\nok,1,2\n\xff,1,2\n", ["line 3: byte 44 is not UTF-8"], "another encoding"),
-    ("user,reward_action_0,reward_action_1\nx,1,2\n".encode("utf-16"), ["not UTF-8"], "UTF-16"),
+    ("user,reward_action_0,reward_action_1\nx,1,2\n".encode("utf-16"), ["line 1: byte 0 is not UTF-8", "save it as 'CSV UTF-8'"], "UTF-16"),
+    (b"PK\x03\x04\x14\0\x06\0[Content_Types].xml\xad\x92", ["is not UTF-8", "a workbook"], "an Excel workbook"),
     (b"user,reward_action_0,reward_action_1\nx\0,1,2\n", ["line 2: it holds a NUL"], "NUL byte"),
     (b"prompt,reward_action_0,reward_action_1\n<|start|>user<|message|>x<|end|>,1,2\n", ["must end where the assistant begins"], "rendered, but unfinished"),
 ]  # fmt: skip
@@ -162,22 +163,6 @@ def test_any_bytes_give_rows_or_problems_never_an_exception(tmp_path, content):
     assert all(math.isfinite(v) for row in rows for v in row.rewards)
 
 
-@given(st.integers(1, 40), st.integers(0, 5), st.integers(1, 120))
-def test_prompt_order_is_passes_over_all_rows(rows, seed, count):
-    order = list(prompt_order(rows, seed, count))
-    assert len(order) == count
-    for start in range(0, count - rows + 1, rows):
-        assert sorted(order[start : start + rows]) == list(range(rows)), "each pass sees every row once"
-    assert order == list(prompt_order(rows, seed, count + 7))[:count], "a longer run begins with the shorter one"
-
-
-def test_prompt_order_golden():
-    assert list(prompt_order(5, 42, 12)) == GOLDEN_ORDER
-
-
-GOLDEN_ORDER = [4, 1, 0, 3, 2, 0, 3, 1, 2, 4, 2, 0]
-
-
 def test_golden_of_the_projects_own_rows():
     problems = Problems()
     rows = read_rows("DATA", "data/tes_train_compact.csv", problems)
@@ -189,27 +174,17 @@ def test_golden_of_the_projects_own_rows():
     assert abs(sum(rows[0].rewards) - 1) < 1e-6
 
 
-TEMPLATE = (
-    "{%- for message in messages %}<|start|>{{ message['role'] }}<|message|>{{ message['content'] | trim }}"
-    "{{ {'é': 1} | tojson }}<|end|>\n{% if loop.last %}{% break %}{% endif %}{% endfor %}"
-    "{{ strftime_now('%Y-%m-%d') }} {{ reasoning_effort }}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ("PROMPT,reward_action_0,reward_action_1", "(should 'PROMPT' be `prompt`?)"),
+        ("user,reward_action_0,Reward Action 1", "(should 'Reward Action 1' be `reward_action_1`?)"),
+        ("user,reward_action_0,reward_action_2,reward-action-1", "(should 'reward-action-1' be `reward_action_1`?)"),
+        ("user,reward_action_0,reward_action_2", "beside reward_action_0, reward_action_2. Number"),
+    ],
 )
-
-
-def test_rendering_is_transformers_own(tiny):
-    """Our renderer without torch against apply_chat_template, on a template that uses what templates use."""
-    import datetime
-
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(tiny)
-    messages = [("system", "Be brief.  "), ("user", "ä <b> & 'x'\n\n  y")]
-    conversation = [{"role": role, "content": text} for role, text in messages]
-    moment = datetime.datetime(2025, 11, 6)
-    for template in (TEMPLATE, tokenizer.chat_template):
-        theirs = tokenizer.apply_chat_template(
-            conversation, chat_template=template, tokenize=False, add_generation_prompt=True,
-            reasoning_effort="high", strftime_now=moment.strftime,
-        )  # fmt: skip
-        assert render(template, messages, "high", "2025-11-06") == theirs
-        assert "2025-11-06" in theirs and "high" in theirs
+def test_the_column_that_was_meant_is_named(tmp_path, header, message):
+    (tmp_path / "d.csv").write_text(f"{header}\n{'x,' * header.count(',')}1\n")
+    problems = Problems()
+    read_csv(tmp_path / "d.csv", problems)
+    assert message in only(problems)

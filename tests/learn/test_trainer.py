@@ -1,28 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The learner: its loss and gradient against plain TRL's however a step is cut, and every hook into TRL. Run: python -m pytest tests/test_learner.py"""
+"""The trainer: its loss and gradient against plain TRL's however a step is cut, and every hook into TRL."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import inspect
+import itertools
 
 import pytest
+import torch
+import transformers
 from conftest import read_csv
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 from trainers import BOTH, batch, loss_and_gradients, make, plain_float32, plain_trl, policy_logps
+from trl import GRPOTrainer
 
 from grpo.data.prompts import PromptSampler, prompt_order, sampling_seed
-from grpo.evaluate.heldout import complete
-from grpo.learn import trainer
-from grpo.learn.trainer import TOKEN_MEANS, Rollouts
-from grpo.model.packing import cut_passes, make_layout, padded_like
-from grpo.preflight.checks import check_settings
-from grpo.preflight.machine import Machine
-from grpo.settings import FIELDS, Problems, Settings
+from grpo.evaluate.heldout import generate_completions
+from grpo.learn.trainer import TOKEN_MEANS, Trainer
+from grpo.model.packing import cut_micro_batches
+from grpo.preflight.choices import choose_loss
+from grpo.settings import FIELDS
 
 CASES = {
     "on-policy": {},
@@ -33,25 +35,25 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("loss_type", BOTH)
-def test_any_cut_and_both_losses_agree_with_plain_trl(tiny, tmp_path, loss_type, case):
-    """Float32; policy ratios away from 1, a KL term, the engine's log-probs: however the step is cut into passes."""
-    trainer = plain_float32(
-        make(tiny, tmp_path, LOSS_TYPE=loss_type, BETA=CASES[case].get("beta", 0.0), TEMPERATURE=0.8)
-    )
-    inputs = batch(trainer, **CASES[case])
-    expected_loss, expected = loss_and_gradients(trainer, inputs, "plain")
-    assert expected.norm() > 1e-4, "a gradient of nothing proves nothing"
-    for implementation in ("liger", "trl"):
-        for packing in ("prefix", "none"):
-            for micro_batch in (1, 2, 3, 4):
-                cut = f"{implementation}, {packing}, {micro_batch}"
-                loss, gradient = loss_and_gradients(trainer, inputs, implementation, micro_batch, packing)
-                # vespo's loss holds log-probs themselves, which nearly cancel: its rounding is theirs.
-                rounding = 1e-5 * policy_logps(trainer, inputs).abs().max().item() if loss_type == "vespo" else 3e-6
-                assert loss == pytest.approx(expected_loss, rel=1e-4, abs=rounding), cut
-                assert ((gradient - expected).norm() / expected.norm()).item() < 1e-4, cut
+@pytest.mark.parametrize("loss_type", [*BOTH, "luspo"])
+def test_any_cut_and_both_losses_agree_with_plain_trl(tiny, tmp_path, loss_type):
+    """Float32; policy ratios away from 1, a KL term, the engine's log-probs: however the step is cut into micro-batches."""
+    trainer = plain_float32(make(tiny, tmp_path, LOSS_TYPE=loss_type, TEMPERATURE=0.8))
+    # Liger's luspo is another one: `choose_loss` takes TRL's.
+    implementations = ("trl",) if loss_type == "luspo" else ("liger", "trl")
+    cuts = [("prefix", 1), ("prefix", 2), ("prefix", 3), ("prefix", 4), ("none", 3)]
+    for case, options in CASES.items():
+        trainer.beta = options.get("beta", 0.0)
+        inputs = batch(trainer, **options)
+        expected_loss, expected = loss_and_gradients(trainer, inputs, "plain")
+        assert expected.norm() > 1e-4, "a gradient of nothing proves nothing"
+        # vespo's loss holds log-probs themselves, which nearly cancel: its rounding is theirs.
+        rounding = 1e-5 * policy_logps(trainer, inputs).abs().max().item() if loss_type == "vespo" else 3e-6
+        for implementation, (packing, micro_batch) in itertools.product(implementations, cuts):
+            where = f"{case}, {implementation}, {packing}, {micro_batch}"
+            loss, gradient = loss_and_gradients(trainer, inputs, implementation, micro_batch, packing)
+            assert loss == pytest.approx(expected_loss, rel=1e-4, abs=rounding), where
+            assert ((gradient - expected).norm() / expected.norm()).item() < 1e-4, where
 
 
 def test_logged_means_are_those_of_the_whole_step(tiny, tmp_path):
@@ -99,27 +101,22 @@ def test_corrections_agree_with_plain_trl(tiny, tmp_path, mode):
         assert ((gradient - expected).norm() / expected.norm()).item() < 1e-4
 
 
-@pytest.mark.parametrize("implementation", ["liger", "trl"])
-@pytest.mark.parametrize("masked", [[0], [2, 3], [0, 1, 2, 3]])
 @pytest.mark.parametrize("loss_type", BOTH)
-def test_masked_completions(tiny, tmp_path, loss_type, masked, implementation):
+def test_masked_completions(tiny, tmp_path, loss_type):
     """MASK_TRUNCATED leaves completions without any token, in the end all of them."""
-    import torch
-
     trainer = plain_float32(make(tiny, tmp_path, LOSS_TYPE=loss_type))
-    inputs = batch(trainer, sampled=True)
-    inputs["completion_mask"][masked] = 0
-    expected_loss, expected = loss_and_gradients(trainer, inputs, "plain")
-    for micro_batch in (1, 2, 4):
-        loss, gradient = loss_and_gradients(trainer, inputs, implementation, micro_batch)
-        assert loss == pytest.approx(expected_loss, rel=1e-4, abs=1e-6)
-        assert torch.isfinite(gradient).all() and (gradient - expected).norm() <= 1e-4 * expected.norm()
+    for masked in ([0], [2, 3], [0, 1, 2, 3]):
+        inputs = batch(trainer, sampled=True)
+        inputs["completion_mask"][masked] = 0
+        expected_loss, expected = loss_and_gradients(trainer, inputs, "plain")
+        for implementation, micro_batch in itertools.product(("liger", "trl"), (1, 2, 4)):
+            loss, gradient = loss_and_gradients(trainer, inputs, implementation, micro_batch)
+            assert loss == pytest.approx(expected_loss, rel=1e-4, abs=1e-6), (masked, implementation, micro_batch)
+            assert torch.isfinite(gradient).all() and (gradient - expected).norm() <= 1e-4 * expected.norm()
 
 
 def test_reference_log_probs_are_those_of_trl(tiny, tmp_path):
     """What TRL asks for the KL term, with and without the adapter."""
-    import torch
-
     trainer = plain_float32(make(tiny, tmp_path, TEMPERATURE=0.8))
     inputs = batch(trainer)
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
@@ -139,21 +136,21 @@ def test_reference_log_probs_are_those_of_trl(tiny, tmp_path):
     [(1, [[0], [1], [2], [3]]), (2, [[0, 1], [2, 3]]), (3, [[0, 1, 2], [3]]), (4, [[0, 1, 2, 3]])],
 )
 def test_micro_batch_cuts(tiny, tmp_path, micro_batch, expected, packing):
-    """Completions of full length, so that MICRO_BATCH is exact; each pass holds its own tokens and no others."""
+    """Completions of full length, so that MICRO_BATCH is exact; each micro-batch holds its own tokens and no others."""
     trainer = make(tiny, tmp_path)
     inputs = torch_full(batch(trainer), 8)
     trainer.run.plan, trainer.run.packing = dataclasses.replace(trainer.run.plan, micro_batch=micro_batch), packing
-    cut = list(trainer.passes(inputs))
+    cut = list(trainer.micro_batches(inputs))
     assert [rows.tolist() for rows, _ in cut] == expected
     prompt = [9, 9, 12, 12]
-    for rows, layout in cut:
+    for rows, packed in cut:
         chosen = rows.tolist()
         own = [prompt[i] for i in chosen]
         prompts = sum(own) if packing == "none" else sum(set(own))
-        assert (layout.segment >= 0).sum() == prompts + 8 * len(chosen)
+        assert (packed.segment >= 0).sum() == prompts + 8 * len(chosen)
         completions = inputs["completion_ids"][rows]
-        assert layout.targets.tolist() == completions[layout.rows, layout.columns].tolist()
-        assert len(layout.targets) == completions.numel()
+        assert packed.targets.tolist() == completions[packed.rows, packed.columns].tolist()
+        assert len(packed.targets) == completions.numel()
 
 
 @hypothesis_settings(deadline=None)
@@ -162,11 +159,11 @@ def test_micro_batch_cuts(tiny, tmp_path, micro_batch, expected, packing):
     st.integers(1, 60),
     st.booleans(),
 )
-def test_cut_passes(drawn, most, share):
-    """Every completion once, groups together; a pass is full when the next completion would not have fitted."""
+def test_cut_micro_batches(drawn, most, share):
+    """Every completion once, groups together; one is full when the next completion would not have fitted."""
     prompt_lengths = (5, 1, 12, 7)
     prompts, lengths = [p for p, _ in drawn], [(prompt_lengths[p], c) for p, c in drawn]
-    cut = cut_passes(prompts, lengths, most, share)
+    cut = cut_micro_batches(prompts, lengths, most, share)
 
     def tokens(rows):
         asked = [prompts[i] for i in rows]
@@ -180,10 +177,8 @@ def test_cut_passes(drawn, most, share):
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])
-def test_a_pass_waits_for_the_device_twice_and_a_layer_never(tiny, tmp_path, checkpointing):
-    """Values that the host reads: each of them drains a GPU's queue. Two are logged for a pass."""
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
+def test_a_micro_batch_waits_for_the_device_twice_and_a_layer_never(tiny, tmp_path, checkpointing):
+    """Values that the host reads: each of them drains a GPU's queue. Two are logged for a micro-batch."""
 
     class Reads(TorchDispatchMode):
         count = 0
@@ -198,149 +193,81 @@ def test_a_pass_waits_for_the_device_twice_and_a_layer_never(tiny, tmp_path, che
     trainer = make(tiny, tmp_path, GRADIENT_CHECKPOINTING=checkpointing)
     inputs, found = batch(trainer, sampled=True), {}
     trainer.model.train()
-    for passes, micro_batch in ((1, 4), (4, 1)):
+    for count, micro_batch in ((1, 4), (4, 1)):
         trainer.run.plan = dataclasses.replace(trainer.run.plan, micro_batch=micro_batch)
         trainer.run.packing = "none"
-        assert len(list(trainer.passes(inputs))) == passes
+        assert len(list(trainer.micro_batches(inputs))) == count
         with Reads() as reads:
             trainer.learn(trainer.model, inputs)
-        found[passes] = reads.count
+        found[count] = reads.count
     assert trainer.model.config.num_hidden_layers > 1 and found[1] > 2, "it sees what is read"
     assert found[4] - found[1] == 3 * 2, found
 
 
-def test_padded_like_puts_each_value_in_its_place():
-    """Zero beyond each completion, and a gradient for every value."""
-    import torch
-
-    layout = make_layout([[1, 2], [3]], [[4, 5, 6], [7]], True, True, "cpu")
-    values = torch.arange(1.0, 5.0).requires_grad_()
-    padded = padded_like(torch.zeros(2, 4, dtype=torch.long), layout, values)
-    assert padded.tolist() == [[1, 2, 3, 0], [4, 0, 0, 0]]
-    (padded * padded).sum().backward()
-    assert values.grad.tolist() == [2, 4, 6, 8]
-
-
 def torch_full(inputs, length):
     """The same step with completions that all have `length` tokens."""
-    import torch
-
     ids = torch.cat([inputs["completion_ids"], inputs["completion_ids"]], 1)[:, :length]
     return inputs | {"completion_ids": ids, "completion_mask": torch.ones_like(ids)}
 
 
-def test_luspo_is_refused_with_liger_because_the_two_differ(tiny, tmp_path):
+def test_luspo_takes_trls_loss_because_ligers_differs(tiny, tmp_path):
     trainer = plain_float32(make(tiny, tmp_path, LOSS_TYPE="luspo"))
+    assert trainer.run.loss_impl == "trl" and choose_loss("bnpo")[0] == "liger"
     inputs = batch(trainer, old=True)
-    trl_loss, _ = loss_and_gradients(trainer, inputs, "trl")
-    liger_loss, _ = loss_and_gradients(trainer, inputs, "liger")
-    assert liger_loss != pytest.approx(trl_loss, rel=5e-3), "they agree now: lift the refusal in check_settings"
-    problems = Problems()
-    check_settings(Settings(LOSS_TYPE="luspo"), None, Machine(), problems)
-    assert any(p.startswith("LOSS_TYPE") for p in problems)
+    (trl, _), (liger, _) = (loss_and_gradients(trainer, inputs, name) for name in ("trl", "liger"))
+    assert liger != pytest.approx(trl, rel=5e-3), "they agree now: let choose_loss take Liger's for every loss"
 
 
 def test_a_step_moves_the_adapter_and_no_base_weight(tiny, tmp_path):
-    import torch
-
-    def digest(trainer, adapter):
-        state = {n: p for n, p in trainer.model.named_parameters() if ("lora_" in n) == adapter}
-        return {
-            n: hashlib.sha256(p.detach().contiguous().view(torch.uint8).numpy()).hexdigest() for n, p in state.items()
-        }
-
     trainer = make(tiny, tmp_path, LEARNING_RATE=1e-2, PROMPTS_PER_STEP=4, NUM_GENERATIONS=4)
-    base, adapter = digest(trainer, False), digest(trainer, True)
+    before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
     trainer.train()
-    assert digest(trainer, False) == base
-    moved = [n for n, h in digest(trainer, True).items() if h != adapter[n]]
-    assert len(moved) >= len(adapter) / 2, "every lora_B has a gradient in the first step"
-    assert {n.split(".")[-4] for n in adapter} == {"q_proj", "k_proj", "v_proj", "o_proj"}
-
-
-def test_an_update_raises_the_probability_of_what_was_rewarded(tiny, tmp_path):
-    """The sign of everything at once: advantage +1 on one completion, -1 on another, one step of gradient descent."""
-    import torch
-
-    trainer = make(tiny, tmp_path)
-    inputs = batch(trainer)
-    inputs["advantages"] = torch.tensor([1.0, -1.0, 1.0, -1.0])
-
-    def margin():
-        summed = (policy_logps(trainer, inputs) * inputs["completion_mask"]).sum(1)
-        return (summed * inputs["advantages"]).sum().item()
-
-    before = margin()
-    loss_and_gradients(trainer, inputs, "liger")
-    with torch.no_grad():
-        for p in trainer.model.parameters():
-            if p.requires_grad:
-                p -= 0.01 * p.grad / (p.grad.norm() + 1e-9)
-    assert margin() > before + 0.1
+    moved = {name for name, parameter in trainer.model.named_parameters() if not torch.equal(parameter, before[name])}
+    assert moved <= {name for name in before if "lora_" in name}
+    assert {name for name in before if "lora_B" in name} <= moved, "every lora_B has a gradient in the first step"
+    assert {name.split(".")[-4] for name in moved} == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
 HOOKS = {
-    "_get_train_sampler": ["self", "dataset"],
-    "_tokenize_prompts": ["self", "prompts"],
-    "_generate_single_turn": [
-        "self",
-        "prompt_ids",
-        "images",
-        "multimodal_fields",
-        "num_generations",
-        "has_tool_images",
-    ],
-    "_calculate_rewards": ["self", "inputs", "prompts", "completions", "completion_ids_list"],
-    "training_step": ["self", "model", "inputs", "num_items_in_batch"],
-    "_get_per_token_logps_and_entropies": [
-        "self",
-        "model",
-        "input_ids",
-        "attention_mask",
-        "logits_to_keep",
-        "batch_size",
-        "compute_entropy",
-    ],
-    "log": ["self", "logs", "start_time"],
+    "_get_train_sampler": "self dataset",
+    "_tokenize_prompts": "self prompts",
+    "_generate_single_turn": "self prompt_ids images multimodal_fields num_generations has_tool_images",
+    "_calculate_rewards": "self inputs prompts completions completion_ids_list",
+    "training_step": "self model inputs num_items_in_batch",
+    "_get_per_token_logps_and_entropies": (
+        "self model input_ids attention_mask logits_to_keep batch_size compute_entropy"
+    ),
+    "log": "self logs start_time",
 }
 TAKES_MORE = ("_get_per_token_logps_and_entropies",)  # arguments for images, which ours takes as **kwargs
 
 
 @pytest.mark.parametrize("name", HOOKS)
 def test_hook_points_of_trl_have_not_moved(name):
-    from trl import GRPOTrainer
-
     theirs = list(inspect.signature(getattr(GRPOTrainer, name)).parameters)
-    ours = list(inspect.signature(getattr(Rollouts, name, None) or getattr(trainer.Trainer, name)).parameters)  # fmt: skip
+    ours = list(inspect.signature(getattr(Trainer, name)).parameters)
     if name in TAKES_MORE:
         assert ours.pop() == "kwargs" and len(theirs) > len(ours)
         theirs = theirs[: len(ours)]
-    assert theirs == ours == HOOKS[name]
+    assert theirs == ours == HOOKS[name].split()
 
 
 def test_trls_loss_is_called_as_it_is_declared():
-    from trl import GRPOTrainer
-
     assert list(inspect.signature(GRPOTrainer._compute_loss).parameters) == ["self", "model", "inputs"]
     source = inspect.getsource(GRPOTrainer._compute_loss)
     assert "self._get_per_token_logps_and_entropies(" in source and "old_per_token_logps is None" in source
-    assert not hasattr(trainer.Trainer, "_compute_loss") and not hasattr(Rollouts, "_compute_loss")
+    assert Trainer._compute_loss is GRPOTrainer._compute_loss
 
 
 def test_the_trainer_still_takes_steps_through_training_step():
-    from transformers import Trainer
-    from trl import GRPOTrainer
-
-    assert "self.training_step(model, inputs, num_items_in_batch)" in inspect.getsource(Trainer)
-    step = inspect.getsource(Trainer.training_step)
+    assert "self.training_step(model, inputs, num_items_in_batch)" in inspect.getsource(transformers.Trainer)
+    step = inspect.getsource(transformers.Trainer.training_step)
     assert "self._prepare_inputs(inputs)" in step and "model.train()" in step
     own = inspect.getsource(GRPOTrainer.training_step)
     assert "self._step += 1" in own and '_metrics["train"]["step_time"]' in own, "what ours does in its place"
 
 
 def test_trl_still_calls_its_hooks():
-    from trl import GRPOTrainer
-
     source = {name: inspect.getsource(getattr(GRPOTrainer, name)) for name in (
         "_generate", "_generate_and_score_completions", "get_train_dataloader", "_prepare_inputs")}  # fmt: skip
     assert "self._generate_single_turn(" in source["_generate"]
@@ -371,7 +298,7 @@ def test_a_prompt_is_tokenized_once_for_all_its_completions(tiny, tmp_path):
     trainer.processing_class = lambda text: asked.append(list(text)) or tokenizer(text=text)
     assert trainer._tokenize_prompts([a, a, b, a]) == expected
     trainer._generate_single_turn = lambda prompt_ids, *rest: (prompt_ids, None)
-    assert complete(trainer, [a, a, b, a], 2, base=False) == expected[0]
+    assert generate_completions(trainer, [a, a, b, a], 2, base=False) == expected[0]
     assert asked == [[a, b]] * 2
 
 
@@ -388,14 +315,13 @@ def test_sampler_repeats_groups_and_batches():
 def test_sampling_seed_depends_on_seed_step_and_stream():
     seeds = {sampling_seed(s, n, stream) for s in (1, 2) for n in (0, 1) for stream in ("train", "evaluation")}
     assert len(seeds) == 8 and all(0 <= seed < 2**63 for seed in seeds)
+    assert sampling_seed(42, 3, "train") == 4227469195932316468
 
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_truncation_agrees_with_trl(tiny, tmp_path, masked):
     """TRL's clipped ratio, TRL's mask (MASK_TRUNCATED) and completions.csv call the same completions truncated: those that
     end with neither a stop token nor padding, however long they are. What is masked teaches nothing."""
-    import torch
-
     trainer = plain_float32(make(tiny, tmp_path, MASK_TRUNCATED=masked, PROMPTS_PER_STEP=4))
     pad = trainer._tokenizer.pad_token_id
     assert len(trainer.eos_token_ids) >= 2, "gpt-oss ends a turn with <|return|> or <|call|>"
@@ -428,8 +354,6 @@ def test_truncation_agrees_with_trl(tiny, tmp_path, masked):
 
 def test_sampling_is_a_function_of_the_step(tiny, tmp_path):
     """The same step samples the same completions whatever was drawn before it, another step other ones."""
-    import torch
-
     trainer = make(tiny, tmp_path, TEMPERATURE=3.0)
     trainer.model.eval()
     prompts = trainer.processing_class(text=[row.prompt for row in trainer.run.rows])["input_ids"]

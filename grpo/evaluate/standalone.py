@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model without a trainer, by transformers or by vLLM, controls the plant; for scripts/evaluate.py."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+
+from grpo.data.files import find_files, read_rows
+from grpo.data.prompts import render, sampling_seed
+from grpo.evaluate.plant import CLOSED_LOOP
+from grpo.model.gptoss_format import ModelError
+from grpo.model.load import load_generation_config, load_model, load_tokenizer
+from grpo.model.tiny import build_tiny
+from grpo.preflight.choices import choose_rollouts
+from grpo.preflight.hub import ModelFiles, checkpoint_gib, count_parameters, find_model
+from grpo.preflight.machine import GIB, Machine, installed_versions, read_machine
+from grpo.preflight.memory import plan_engine
+from grpo.rollout.engine import EngineError, start_engine
+from grpo.run.folder import ADAPTER
+from grpo.settings import Problems, Settings, load_settings, show
+from grpo.tasks.tes.plant import Plant
+from grpo.tasks.tes.profiles import ProfileError
+from grpo.tasks.tes.prompts import prompt_kind, renderer, state_at
+from grpo.tasks.tes.record import (
+    Case,
+    check_writable,
+    keep_models,
+    new_record,
+    read_cases,
+    run_model,
+    sampling_of,
+    shown_path,
+    write_record,
+)
+
+# What the adapter's run recorded of its model and sampling; the rest belongs to the machine and comes from here.
+RECORDED = (
+    "MODEL_ID", "REASONING_EFFORT", "PROMPT_DATE", "MAX_COMPLETION_LEN", "TEMPERATURE", "TOP_P", "SEED", "DATA", "EVAL_DATA", "EVAL_SAMPLES",
+)  # fmt: skip
+
+
+class InputError(ValueError):
+    """The input is wrong; `args` are the problems, each a sentence for the user."""
+
+
+def recorded_settings(adapter: Path | None, environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment with what settings.json of the adapter's folder (or of the run that a checkpoint lies in) says."""
+    for path in (adapter, adapter.resolve().parent) if adapter else ():
+        try:
+            found = json.loads((path / "settings.json").read_text(encoding="utf-8"))["settings"]
+            return dict(environ) | {name: show(found[name]) for name in RECORDED if name in found}
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return dict(environ)
+
+
+def read_profiles(options: argparse.Namespace, problems: Problems) -> tuple[list[str], list[Case]]:
+    """(the files that --profile names, for the record; their windows); what is wrong with them is added."""
+    paths: list[Path] = []
+    cases: list[Case] = []
+    for name in options.profile:  # a name with a comma is one file here, not two as in a setting
+        paths += [Path(name)] if Path(name).is_file() else find_files("--profile", name, problems)
+    for path in paths:
+        try:
+            cases += read_cases(path, options.co2_column, options.load_column)
+        except ProfileError as error:
+            problems += error.problems
+    return list(map(shown_path, paths)), cases
+
+
+def choose_prompt(requested: str, settings: Settings) -> tuple[str, str]:
+    """(renderer of the prompts, reason): what the run's held-out or training rows are, where they can be read."""
+    if requested != "auto":
+        return requested, "set by --prompt"
+    for name in ("EVAL_DATA", "DATA"):
+        rows = read_rows(name, getattr(settings, name), Problems())
+        if rows and (kind := prompt_kind([row.messages for row in rows])):
+            return kind, f"as in {name}"
+    kind = "compact" if settings.MODEL_ID == "tiny" else "full"
+    return kind, "the data of the run are not here, as the model needs"
+
+
+def check_model(settings: Settings, machine: Machine, problems: Problems) -> ModelFiles | None:
+    """The files of MODEL_ID (the tiny model is made where nothing else is wrong); its problems are added."""
+    if settings.MODEL_ID == "tiny" and not problems:
+        try:
+            build_tiny()
+        except ModelError as error:
+            problems.append(f"MODEL_ID=tiny: {error}")
+    # Without its adapter there is nothing to look up: the base model may be another one than the default.
+    if any(problem.startswith("--adapter") for problem in problems):
+        return None
+    files = find_model(settings.MODEL_ID, problems)
+    if files and not machine.gpus and count_parameters(files.config)["total"] * 2 / GIB > 4:
+        problems.add("--model", f"{settings.MODEL_ID} needs a GPU and none is visible", "Run it where there is one")
+    return files
+
+
+class TransformersModel:
+    """A model, with its adapter or without, that transformers generates with (eager attention: exact at any length)."""
+
+    def __init__(self, settings: Settings, model_path: str, config: Mapping[str, Any], adapter: Path | None):
+        self.settings, self.tokenizer = settings, load_tokenizer(model_path)
+        self.model = load_model(model_path, config, "eager").eval()
+        self.eos = stop_tokens(self.model.generation_config.eos_token_id, self.tokenizer)
+        if adapter is not None:
+            self.model = PeftModel.from_pretrained(self.model, str(adapter)).eval()
+
+    @torch.no_grad()
+    def ask(self, prompts: Sequence[str], samples: int, seed: int, base: bool = False) -> list[str]:
+        """`samples` completions of each prompt, special tokens included, in the order of the prompts."""
+        s = self.settings
+        rows = [prompt for prompt in prompts for _ in range(samples)]
+        chunk = s.GENERATION_BATCH or 64
+        texts: list[str] = []
+        torch.manual_seed(seed)
+        switch = getattr(self.model, "disable_adapter", None) if base else None
+        with switch() if switch else contextlib.nullcontext():
+            for start in range(0, len(rows), chunk):
+                batch = self.tokenizer(text=rows[start : start + chunk], padding=True, return_tensors="pt")
+                batch = batch.to(self.model.device)
+                ids = self.model.generate(
+                    **batch, do_sample=True, temperature=s.TEMPERATURE, top_p=s.TOP_P, top_k=0,
+                    max_new_tokens=s.MAX_COMPLETION_LEN, eos_token_id=self.eos, pad_token_id=self.tokenizer.pad_token_id,
+                )  # fmt: skip
+                completions = ids[:, batch["input_ids"].shape[1] :].tolist()
+                texts += self.tokenizer.batch_decode([until_stop(one, self.eos) for one in completions])
+        return texts
+
+
+class VllmModel:
+    """A model that vLLM generates with: MXFP4 weights, the adapter loaded natively from its folder (ROLLOUT_SYNC=lora's
+    way). There is no trainer beside it, so it stays awake. Raises EngineError."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        files: ModelFiles,
+        model_path: str,
+        adapter: Path | None,
+        machine: Machine,
+        prompt_len: int,
+        rows: int,
+    ):
+        self.tokenizer, self.adapter = load_tokenizer(model_path), adapter
+        rank = settings.LORA_R
+        if adapter is not None:
+            rank = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))["r"]
+        # The plan of a step serves for an hour: as many sequences as are asked at once, no trainer's memory.
+        s = dataclasses.replace(settings, ROLLOUT_SYNC="lora", LORA_R=rank, PROMPTS_PER_STEP=rows, NUM_GENERATIONS=1)
+        plan = plan_engine(s, files.config, machine, prompt_len, 0.0, checkpoint_gib(settings.MODEL_ID, files))
+        if plan.cache < plan.cache_least:
+            need = plan.weights + plan.scratch + plan.cache_least
+            raise EngineError(f"it needs {need:.1f} GiB of the GPU, {machine.gpu_free:.1f} are free")
+        eos = stop_tokens(load_generation_config(model_path).eos_token_id, self.tokenizer)
+        self.engine = start_engine(s, plan, model_path, eos)
+        self.engine.wake()
+
+    def ask(self, prompts: Sequence[str], samples: int, seed: int, base: bool = False) -> list[str]:
+        """`samples` completions of each prompt, special tokens included, in the order of the prompts."""
+        rows = [prompt for prompt in prompts for _ in range(samples)]
+        self.engine.use_adapter(None if base else self.adapter)
+        ids, _ = self.engine.generate(self.tokenizer(text=rows)["input_ids"], seed)
+        return self.tokenizer.batch_decode(ids)
+
+
+def stop_tokens(eos: int | Sequence[int] | None, tokenizer: Any) -> list[int]:
+    """The ids that end a completion, as TRL collects them: the generation config's and the tokenizer's."""
+    ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    return ids if tokenizer.eos_token_id in ids else [tokenizer.eos_token_id, *ids]
+
+
+def until_stop(ids: Sequence[int], stop: Sequence[int]) -> list[int]:
+    """A completion without the padding behind its stop token.
+
+    >>> until_stop([5, 6, 2, 0, 0], [2])
+    [5, 6, 2]
+    """
+    end = next((i for i, token in enumerate(ids) if token in stop), len(ids) - 1)
+    return list(ids[: end + 1])
+
+
+def refuse(problems: Sequence[str]) -> None:
+    """Raises InputError where there are problems."""
+    if problems:
+        raise InputError(*dict.fromkeys(problems))
+
+
+def evaluate_adapter(options: argparse.Namespace) -> tuple[dict[str, Any], Path]:
+    """Let the trained adapter or, without one, the base model (or both) control the plant, and write closed_loop.json.
+    `options` are those of scripts/evaluate.py. Returns (the record, its path).
+
+    Raises InputError before anything takes time, EngineError where vLLM fails.
+    """
+    adapter = options.adapter
+    environ = recorded_settings(adapter, os.environ) | ({"MODEL_ID": options.model} if options.model else {})
+    s, _, problems = load_settings(environ)
+    samples = options.samples or (s.EVAL_SAMPLES if adapter else 0) or 1
+    for name in ("adapter_config.json", ADAPTER) if adapter else ():
+        if not (adapter / name).is_file():
+            problems.add(f"--adapter {adapter}", f"{name} is not there", "Name a run's folder or a checkpoint")
+    path = options.out or (adapter or Path()) / CLOSED_LOOP
+    if options.out or not problems:  # a folder that is no adapter's has been told already
+        check_writable(path, problems)
+    profiles, cases = read_profiles(options, problems)
+    machine = read_machine()
+    files = check_model(s, machine, problems)
+    refuse(problems)
+    kind, reason = choose_prompt(options.prompt, s)
+    if kind == "compact" and files.template is None:
+        problems.add(f"MODEL_ID={s.MODEL_ID}", "it has no chat template", "Add chat_template.jinja, or --prompt full")
+        refuse(problems)
+    sampling = sampling_of(s, kind)
+    record = new_record(cases, profiles, samples, options.vote, sampling, options.start_kwh, options.hours_limit)
+    if not keep_models(record, path) and path.exists():
+        problems.add(
+            str(path), "it holds another evaluation (other windows, samples or settings)", "Name another --out"
+        )
+        refuse(problems)
+
+    vllm, tiny = installed_versions(["vllm"])["vllm"], s.MODEL_ID == "tiny"
+    use_vllm, why = choose_rollouts(s.USE_VLLM, machine.gpus, tiny, vllm)
+    way = f"{'vLLM' if use_vllm else 'transformers'}: {why}"
+    print(f"{s.MODEL_ID}, {kind} prompts ({reason}), {len(cases)} window(s) x {samples}, {way}", flush=True)
+    render_state = renderer(kind, lambda turns: render(files.template, turns, s.REASONING_EFFORT, s.PROMPT_DATE))
+    model_path = str(files.folder) if tiny else s.MODEL_ID
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if use_vllm:
+        # Room for the longest prompt: measured on the first hour, which lists the most, and a little more.
+        first = [render_state(state_at(case.window, Plant(), 0, options.start_kwh)) for case in cases]
+        longest = max(map(len, load_tokenizer(model_path)(text=first)["input_ids"])) + 32
+        model: Any = VllmModel(s, files, model_path, adapter, machine, longest, len(cases) * samples)
+    else:
+        model = TransformersModel(s, model_path, files.config, adapter)
+    for name in ("base", "trained") if options.base_too else ("trained" if adapter else "base",):
+        started = time.perf_counter()
+
+        def ask(prompts: Sequence[str], count: int, hour: int, base: bool = name == "base") -> list[str]:
+            # The same seeds as a run's own closed loop, and the same for both models.
+            return model.ask(prompts, count, sampling_seed(s.SEED, hour + 1, "evaluation"), base)
+
+        run_model(record, name, cases, ask, render_state)
+        write_record(record, path)
+        print(f"{name}: {time.perf_counter() - started:.1f} s", flush=True)
+    return record, path

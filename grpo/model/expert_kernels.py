@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton kernels of the experts. Imported only where tensors are on a GPU: a CPU needs no triton.
+
+Each kernel has a twin in plain torch in experts.py, which a test holds against it in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def round_to(x, like):
+    return x.to(like.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def load_gate_up(gate_up, bias, row, expert, columns, BLOCK: tl.constexpr):
+    at = tl.arange(0, 2 * BLOCK)
+    mask = at < 2 * columns
+    both = tl.load(gate_up + row * 2 * columns + at, mask, 0.0).to(tl.float32)
+    both += tl.load(bias + expert * 2 * columns + at, mask, 0.0).to(tl.float32)
+    return tl.split(tl.reshape(round_to(both, gate_up), (BLOCK, 2)))
+
+
+@triton.jit
+def activation(gate_up, bias, expert, out, columns, limit: tl.constexpr, alpha: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    gate, up = load_gate_up(gate_up, bias, row, tl.load(expert + row), columns, BLOCK)
+    gate = tl.minimum(gate, limit)
+    up = tl.minimum(tl.maximum(up, -limit), limit)
+    sigmoid = round_to(1 / (1 + tl.exp(-round_to(gate * alpha, gate_up))), gate_up)
+    value = round_to(up + 1, gate_up) * round_to(gate * sigmoid, gate_up)
+    at = tl.arange(0, BLOCK)
+    tl.store(out + row * columns + at, value.to(out.dtype.element_ty), at < columns)
+
+
+@triton.jit
+def activation_backward(gate_up, bias, expert, gradient, out, columns, limit: tl.constexpr, alpha: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    gate_in, up_in = load_gate_up(gate_up, bias, row, tl.load(expert + row), columns, BLOCK)
+    gate = tl.minimum(gate_in, limit)
+    up = tl.minimum(tl.maximum(up_in, -limit), limit)
+    sigmoid = 1 / (1 + tl.exp(-gate * alpha))
+    at = tl.arange(0, BLOCK)
+    d = tl.load(gradient + row * columns + at, at < columns, 0.0).to(tl.float32)
+    d_gate = tl.where(gate_in <= limit, d * (up + 1) * sigmoid * (1 + alpha * gate * (1 - sigmoid)), 0.0)
+    d_up = tl.where(tl.abs(up_in) <= limit, d * gate * sigmoid, 0.0)
+    both = tl.reshape(tl.join(d_gate, d_up), (2 * BLOCK,))
+    at = tl.arange(0, 2 * BLOCK)
+    tl.store(out + row * 2 * columns + at, both.to(out.dtype.element_ty), at < 2 * columns)
+
+
+@triton.jit
+def combine(rows, bias, expert, inverse, weights, out, columns, pairs: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    mask = at < columns
+    total = tl.zeros((BLOCK,), tl.float32)
+    for pair in tl.static_range(pairs):
+        row = tl.load(inverse + token * pairs + pair)
+        value = tl.load(rows + row * columns + at, mask, 0.0).to(tl.float32)
+        if bias is not None:
+            value += tl.load(bias + tl.load(expert + row) * columns + at, mask, 0.0).to(tl.float32)
+            value = round_to(value, rows)
+        if weights is not None:
+            # Rounded as the product would be: to BF16, unless the weights are wider.
+            value = round_to(value * tl.load(weights + token * pairs + pair).to(tl.float32), weights)
+        total += value
+    if weights is not None:
+        total = round_to(total, weights)
+    tl.store(out + token * columns + at, total.to(out.dtype.element_ty), mask)
+
+
+@triton.jit
+def combine_backward(gradient, rows, bias, expert, inverse, weights, spread, d_weights, columns, pairs: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    pair = tl.program_id(0).to(tl.int64)
+    row = tl.load(inverse + pair)
+    at = tl.arange(0, BLOCK)
+    mask = at < columns
+    d = tl.load(gradient + pair // pairs * columns + at, mask, 0.0).to(tl.float32)
+    value = tl.load(rows + row * columns + at, mask, 0.0).to(tl.float32)
+    value += tl.load(bias + tl.load(expert + row) * columns + at, mask, 0.0).to(tl.float32)
+    tl.store(d_weights + pair, tl.sum(d * value, 0).to(d_weights.dtype.element_ty))
+    scaled = d * tl.load(weights + pair).to(tl.float32)
+    tl.store(spread + row * columns + at, scaled.to(spread.dtype.element_ty), mask)
+
+
+@triton.jit
+def e2m1(code):
+    exponent, half = (code >> 1) & 3, (code & 1).to(tl.float32) * 0.5
+    value = tl.where(exponent == 0, half, (1 + half) * (1 << tl.maximum(exponent - 1, 0)).to(tl.float32))
+    return value * tl.where(code >= 8, -1.0, 1.0)  # -value is 0 - value in older Triton, which loses the sign of 0
+
+
+@triton.jit
+def dequantize(blocks, scales, out, groups, BLOCK: tl.constexpr):
+    group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = group < groups
+    scale = tl.load(scales + group, inside, 0).to(tl.int32)
+    # 2 ** (scale - 127) by its bits; that of 0 is subnormal.
+    power = tl.where(scale == 0, 1 << 22, scale << 23).to(tl.float32, bitcast=True)[:, None]
+    byte = tl.arange(0, 16)[None, :]
+    code = tl.load(blocks + group[:, None] * 16 + byte, inside[:, None], 0).to(tl.int32)
+    low, high = e2m1(code & 15) * power, e2m1(code >> 4) * power
+    both = tl.reshape(tl.join(low, high), (BLOCK, 32))
+    at = group[:, None] * 32 + tl.arange(0, 32)[None, :]
+    tl.store(out + at, both.to(out.dtype.element_ty), inside[:, None])

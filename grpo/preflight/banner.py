@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan of a run in words: what `--check` prints, and what a run begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from grpo.data.files import flat_rows
+from grpo.preflight.checks import Preflight
+from grpo.preflight.choices import attention_warning, choose_epsilon_high, choose_loss
+from grpo.preflight.memory import Plan
+from grpo.run.logs import banner_text
+from grpo.settings import FIELDS, show
+
+
+def banner(preflight_result: Preflight) -> str:
+    """The resolved settings with units and where each came from, the sizes derived from them, and every choice."""
+    settings, lines = preflight_result.settings, ["Settings"]
+    for name, spec in FIELDS.items():
+        value, unit = show(getattr(settings, name)), spec.metadata["unit"]
+        lines.append(f"  {name:<22} {value:<28} {unit:<12} {preflight_result.sources[name]}")
+    lines += ["", "This run", *(f"  {title:<13} {text}" for title, text in facts(preflight_result))]
+    warnings = [attention_warning(preflight_result.attention[0]), *data_warnings(preflight_result)]
+    return "\n".join([*lines, *map(banner_text, filter(None, warnings))])
+
+
+def facts(preflight_result: Preflight) -> Iterator[tuple[str, str]]:
+    """(title, text) of each line about the run itself."""
+    p, s, m, run = preflight_result, preflight_result.settings, preflight_result.machine, preflight_result.run
+    gpu = f"{m.gpu}, {m.gpu_free:.1f} of {m.gpu_total:.1f} GiB free" if m.gpus else "no GPU"
+    yield "machine", f"{gpu}; {m.cores} cores ({m.arch}), {m.ram_free:.1f} GiB of memory free"
+    yield "data", f"{len(p.rows)} training rows, {len(p.eval_rows)} held-out rows"
+    batch = f"{s.PROMPTS_PER_STEP} prompts x {s.NUM_GENERATIONS} generations"
+    yield "step", f"{batch} = {s.completions_per_step} completions"
+    epochs = s.TOTAL_STEPS * s.PROMPTS_PER_STEP / max(len(p.rows), 1)
+    yield "length", f"{s.TOTAL_STEPS} steps, {epochs:.1f} epochs over the rows"
+    yield "rewards", ", ".join(f"{name} x {weight:g}" for name, weight in p.reward_specs)
+    yield "attention", ": ".join(p.attention)
+    yield "packing", ": ".join(p.packing)
+    yield "experts", ": ".join(p.experts)
+    yield "loss", f"{s.LOSS_TYPE} by {': '.join(choose_loss(s.LOSS_TYPE))}"
+    yield "rollouts", f"{'vLLM' if p.rollouts[0] else 'transformers'}: {p.rollouts[1]}"
+    yield "closed loop", f"{'on' if p.closed_loop.prompt else 'off'}: {p.closed_loop.reason}"
+    high, reason = choose_epsilon_high(s)
+    yield "clip range", f"{s.EPSILON:g} below, {high:g} above: {reason}"
+    if p.plan:
+        yield from memory_facts(p.plan)
+    else:
+        yield "model", "the tiny model is made at the first start (under a minute); prompts are measured then"
+    state = f"continues from step {run.step}" if run.checkpoint else "starts at step 0"
+    if run.exists and s.OVERWRITE:
+        state = "DELETES the run that is there (OVERWRITE=1)"
+    if any(problem.startswith("OUTPUT_DIR=") for problem in p.problems):
+        state = "cannot be used, see below"
+    yield "OUTPUT_DIR", f"{run.folder}: {state}"
+
+
+def memory_facts(plan: Plan) -> Iterator[tuple[str, str]]:
+    """(title, text) of each line about memory and batch sizes."""
+    yield "MICRO_BATCH", f"{plan.micro_batch}: {plan.micro_batch_reason}"
+    if engine := plan.engine:
+        parts = f"weights {engine.weights:.1f} + scratch {engine.scratch:.1f} + cache {engine.cache:.1f}"
+        yield "vLLM awake", f"{parts} = {engine.awake:.1f} GiB; cache for {engine.cache_reason}"
+        # How many stand there without a gap: 1, 2, 3, ...
+        small = sum(size == place for place, size in enumerate(engine.capture_sizes, 1))
+        graphs = ", ".join([f"1 to {small}", *map(str, engine.capture_sizes[small:])])
+        asleep = f"{engine.asleep:.1f} GiB on the GPU, {engine.weights:.1f} GiB of host memory"
+        yield "vLLM asleep", f"{asleep}; graphs for batches of {graphs}"
+    else:
+        yield "GENERATION_BATCH", f"{plan.generation_batch}: {plan.generation_batch_reason}"
+    yield "memory", f"{plan.parts} = {plan.peak:.2f} GiB (estimate)"
+
+
+def data_warnings(preflight_result: Preflight) -> list[str]:
+    """What a run with these rows has to be warned about: rows that teach nothing, an evaluation that is not held out."""
+    warnings, rows, held_out = [], preflight_result.rows, preflight_result.eval_rows
+    flat = flat_rows(rows)
+    if 2 * len(flat) > len(rows) and any(name in ("action", "best") for name, _ in preflight_result.reward_specs):
+        first = f"the first is {flat[0].file}, row {flat[0].number}"
+        warnings.append(f"{len(flat)} of {len(rows)} rows pay all their actions the same and teach nothing; {first}")
+    shipped = FIELDS["DATA"].default, FIELDS["DATA"].metadata["tiny"]
+    own = preflight_result.sources["DATA"] == "environment" and preflight_result.settings.DATA not in shipped
+    if held_out and own and preflight_result.sources["EVAL_DATA"] != "environment":
+        demo = "rows and closed loop" if preflight_result.closed_loop.prompt else "rows"
+        what = (
+            f"Evaluated on the demo's {demo} ({preflight_result.settings.EVAL_DATA}), nothing held out from your DATA"
+        )
+        warnings.append(f"{what}: set EVAL_DATA='...', or EVAL_SAMPLES=0 to skip")
+    prompts = [{row.prompt or row.messages for row in part} for part in (rows, held_out)]
+    if shared := len(prompts[0] & prompts[1]):
+        what = f"{shared} of {len(prompts[1])} held-out prompts are in DATA as well"
+        warnings.append(f"{what}: what they score was trained, not held out. Take them out of one of the two")
+    return warnings

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reward functions: found, checked before the run, and called. Run: python -m pytest tests/data/test_scoring.py"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import pytest
+from machines import only
+
+from grpo.data.files import Row
+from grpo.data.scoring import Completion, check_rewards, completion_rates, reward_callable
+from grpo.settings import Problems, Settings
+
+ROW = Row("d.csv", 1, (("user", "x"),), (0.0, 1.0), {})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("actoin", "nearest: action"),
+        ("action=high", "weight 'high' of 'action' is not a number"),
+        ("action=inf", "not finite"),
+        ("", "no reward function"),
+        ("action,action=2", "named twice"),
+        ("nowhere:score", "cannot be loaded: ModuleNotFoundError"),
+        ("my_broken:score", "SyntaxError"),
+        ("my_rewards:scroe", "AttributeError"),
+        ("my_rewards:NUMBER", "is no function"),
+    ],
+)
+def test_bad_rewards(text, message, tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text("NUMBER = 3\n\ndef score(completions, **columns):\n    return [0.0]\n")
+    (tmp_path / "my_broken.py").write_text("def score(:\n")
+    monkeypatch.chdir(tmp_path)
+    problems = Problems()
+    check_rewards(Settings(REWARDS=text), [ROW], problems)
+    assert message in only(problems) and only(problems).startswith("REWARDS")
+
+
+def test_rewards_of_ones_own_need_no_columns(tmp_path, monkeypatch):
+    (tmp_path / "own_rewards.py").write_text(
+        "def score(completions, **columns):\n    return [1.0] * len(completions)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    bare, problems = dataclasses.replace(ROW, rewards=()), Problems()
+    assert check_rewards(Settings(REWARDS="own_rewards:score=2,format"), [bare], problems) == [
+        ("own_rewards:score", 2.0),
+        ("format", 1.0),
+    ]
+    assert not problems
+    check_rewards(Settings(), [bare], problems)
+    assert "d.csv, columns: there is no column reward_action_0" in only(problems) and "should" not in only(problems)
+    problems.clear()
+    named = dataclasses.replace(bare, columns={"user": "x", "Reward_Action_0": "1", "Reward_Action_1": "0"})
+    check_rewards(Settings(), [named], problems)
+    assert "(should 'Reward_Action_0' be `reward_action_0`?)" in only(problems)
+
+
+def test_rows_that_teach_nothing(tmp_path):
+    """Every action pays the same: a problem where all rows are like that, as long as nothing else is rewarded."""
+    flat = dataclasses.replace(ROW, rewards=(0.5, 0.5))
+
+    def problems(text, *rows):
+        found = Problems()
+        check_rewards(Settings(REWARDS=text), rows, found)
+        return found
+
+    for text in ("action", "best", "action=2,best"):
+        assert "every row pays all its actions the same" in only(problems(text, flat, flat))
+        assert not problems(text, flat, flat, ROW)
+    assert not problems("action,format", flat)
+    assert not problems("format", flat)
+
+
+def test_garbage_must_not_pay(tmp_path):
+    row = dataclasses.replace(ROW, rewards=(-3.0, -1.0))
+    problems = Problems()
+    check_rewards(Settings(), [row], problems)
+    assert "more than the lowest reward -3" in only(problems) and "INVALID_REWARD=-3" in only(problems)
+    problems.clear()
+    check_rewards(Settings(INVALID_REWARD=-3.0), [row], problems)
+    check_rewards(Settings(), [row], problems, chosen=True)
+    check_rewards(Settings(REWARDS="best"), [row], problems)
+    assert not problems
+
+
+REWARD_RESULTS = [
+    ("[1, None, 0.5]", None), ("[True, 0, 1]", None), ("__import__('numpy').ones(3)", None),
+    ("[1, 2]", "returned 2 rewards for 3"), ("None", "returned NoneType"), ("['a', 1, 2]", "returned 'a'"),
+    ("[1, 2, float('inf')]", "returned inf"), ("[1 / 0]", "raised ZeroDivisionError"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("result", "message"), REWARD_RESULTS)
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_what_a_reward_may_return(result, message, kind, tmp_path, monkeypatch):
+    name = f"returns_{abs(hash((result, kind)))}"
+    (tmp_path / f"{name}.py").write_text(f"{kind} score(completions, **columns):\n    return {result}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    reward = reward_callable(f"{name}:score", Settings())
+    call = (lambda: asyncio.run(reward(["a", "b", "c"]))) if kind != "def" else (lambda: reward(["a", "b", "c"]))
+    if message is None:
+        assert len(call()) == 3
+    else:
+        with pytest.raises(RuntimeError, match=f"REWARDS: {name}:score {message}"):
+            call()
+
+
+def test_a_reward_that_returns_one_number_for_all_is_found_before_the_run(tmp_path, monkeypatch):
+    body = "def score(completions, *, prompt_id, reward_action_0, **columns):\n    return [sum(reward_action_0)]\n"
+    (tmp_path / "total.py").write_text(body)
+    monkeypatch.chdir(tmp_path)
+    row = dataclasses.replace(ROW, columns={"reward_action_0": 0.0, "reward_action_1": 1.0})
+    problems = Problems()
+    check_rewards(Settings(REWARDS="total:score"), [row], problems)
+    assert "REWARDS: total:score returned 1 rewards for 2 completions" in only(problems)
+
+
+def test_a_reward_that_cannot_be_called_is_found_before_the_run(tmp_path, monkeypatch):
+    (tmp_path / "narrow.py").write_text("def score(completions):\n    return [0.0]\n")
+    monkeypatch.chdir(tmp_path)
+    problems = Problems()
+    check_rewards(Settings(REWARDS="narrow:score"), [ROW], problems)
+    assert "narrow:score raised TypeError: score() got an unexpected keyword argument" in only(problems)
+
+
+def test_rates_of_completions():
+    """Two of four answer, one of them the best action; one was cut off."""
+    answers = [(1, 10, False), (0, 20, False), (None, 30, True), (None, 40, False)]
+    read = [Completion(ROW, "", action, tokens, cut) for action, tokens, cut in answers]
+    rates = {"parse_rate": 0.5, "best_action_rate": 0.25, "clipped_ratio": 0.25, "tokens_mean": 25, "tokens_max": 40}
+    assert completion_rates(read) == rates

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trainers on the tiny model with a stub of vLLM beside them, and what both give for the same tokens."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from stub_vllm import StubLLM, StubLoRARequest, StubSampling
+from trainers import make, plain_float32
+
+from grpo.rollout.engine import Engine
+from grpo.rollout.parity import score_tokens
+
+EXACT = 2e-4  # nats: both sides compute in float32, in another order
+
+
+def trainer_with_engine(tiny, folder, **changes):
+    """A trainer in float32 without autocast and, in `trainer.run.engine`, a stub of the same precision, asleep."""
+    trainer = plain_float32(make(tiny, folder, **changes))
+    settings = trainer.run.settings
+    stub = StubLLM(tiny, enable_lora=settings.ROLLOUT_SYNC == "lora", dtype=torch.float32)
+    trainer.run.engine = Engine(stub, StubSampling, StubLoRARequest, settings, trainer.eos_token_ids)
+    trainer.run.engine.folder = folder / "adapter"
+    trainer.run.engine.sleep()
+    stub.calls.clear()
+    trainer.model.eval()
+    return trainer
+
+
+def set_adapter(trainer, seed, strength=0.1):
+    """A random adapter whose values BF16 holds exactly, so that vLLM's copy of it is exact too."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in trainer.model.named_parameters():
+        if "lora_" in name:
+            scale = strength if "lora_B" in name else 0.2
+            parameter.data = (torch.randn(parameter.shape, generator=generator) * scale).bfloat16().float()
+
+
+def prompts_of(trainer):
+    return trainer.processing_class(text=[row.prompt for row in trainer.run.rows])["input_ids"]
+
+
+def trainer_logps(trainer, prompts, completions, temperature=1.0):
+    rows = [list(p) + list(c) for p, c in zip(prompts, completions, strict=True)]
+    return score_tokens(trainer, rows, list(map(len, prompts)), temperature)
+
+
+def prompt_logps(trainer, prompts):
+    return score_tokens(trainer, prompts, [1] * len(prompts), 1.0)
+
+
+def apart(rows, values):
+    """The largest difference of the engine's log-probs, by row, from `values` (N,)."""
+    return (torch.tensor([value for row in rows for value in row]) - values).abs().max()
+
+
+def digest(model, adapter=False):
+    """A hash of each of the base's weights, or of the adapter's."""
+    return {
+        name: hashlib.sha256(p.detach().contiguous().view(torch.uint8).numpy()).hexdigest()
+        for name, p in model.named_parameters()
+        if ("lora_" in name) == adapter
+    }

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Golden losses: fixed completions and seeded weights in float64, the same on every CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from trainers import batch, loss_and_gradients, make, plain_float32
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm, GptOssRotaryEmbedding
+
+# Loss and norm of its gradient: old policy, reference and engine all differ from the policy.
+GOLDEN = {
+    "grpo": (0.27041355130434475, 4.437289373143276),
+    "bnpo": (-0.3119222275144599, 2.953171841553156),
+    "dr_grpo": (-0.1852038225867106, 1.7534457809221884),
+    "dapo": (-0.2576748835989016, 2.4395767386743468),
+    "cispo": (2.18909619837631, 3.178111808360986),
+    "sapo": (0.126670810138806, 3.7652852402975863),
+    "vespo": (-0.694915263385789, 0.7089649146499396),
+    "luspo": (-1.4816305806936845, 14.027566247377507),
+}
+
+
+def normalize(self, states):
+    return self.weight * states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+def rotate(self, x, position_ids):
+    steps = torch.arange(len(self.inv_freq), dtype=torch.float64)
+    angles = position_ids[..., None] * 100.0 ** (-steps / len(steps))
+    return angles.cos(), angles.sin()
+
+
+@pytest.fixture
+def exact(monkeypatch, tiny, tmp_path):
+    """A trainer without float32 anywhere: gpt-oss's norms, positions and experts and TRL's kernel for
+    log-probs are replaced."""
+    monkeypatch.setattr(GptOssRMSNorm, "forward", normalize)
+    monkeypatch.setattr(GptOssRotaryEmbedding, "forward", rotate)
+
+    def build(loss_type):
+        trainer = plain_float32(make(tiny, tmp_path, LOSS_TYPE=loss_type, BETA=0.1, TEMPERATURE=0.8, IS_CLIP_MAX=1.5))
+        trainer.model.double().get_base_model().set_experts_implementation("eager")
+
+        def compute_logps(base, states, targets):
+            logps = (base.get_output_embeddings()(states) / 0.8).log_softmax(-1)
+            return logps.gather(1, targets[:, None])[:, 0], -(logps.exp() * logps).sum(-1)
+
+        trainer.compute_logps = compute_logps
+        torch.set_default_dtype(torch.float64)
+        return trainer
+
+    yield build
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("loss_type", GOLDEN)
+def test_losses_are_the_golden_ones(exact, loss_type):
+    trainer = exact(loss_type)
+    inputs = batch(trainer, beta=0.1, old=True, sampled=True, near=torch.full((4, 7), -6.5))
+    for implementation in ("trl",) if loss_type == "luspo" else ("liger", "trl"):
+        loss, gradient = loss_and_gradients(trainer, inputs, implementation, 2)
+        assert (loss, gradient.norm().item()) == pytest.approx(GOLDEN[loss_type], rel=1e-9), implementation

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every setting that goes to TRL or PEFT, from the environment to the place where it is used in three real steps."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, read_csv
+from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOFunction
+from peft.tuners.lora import LoraLayer
+from trainers import build
+
+from grpo.data.prompts import prompt_order
+from grpo.learn import trainer
+from grpo.settings import FIELDS, load_settings, parse_value
+
+
+def varied(completions, **columns):
+    """Rewards that differ inside each group, so that their scale can be told."""
+    return [float(number**2) for number in range(len(completions))]
+
+
+def layers(run):
+    return {name: layer for name, layer in run.trainer.model.named_modules() if isinstance(layer, LoraLayer)}
+
+
+def each(run, value):
+    """What all LoRA layers have; a list of two where they differ."""
+    found = sorted({value(layer) for layer in layers(run).values()})
+    return found[0] if len(found) == 1 else found
+
+
+def reward_weights(run):
+    """REWARDS, where the logged rewards are what its weights make of its functions."""
+    rest = {round(float(row["reward"]) - 0.5 * (i % 6) ** 2, 4) for i, row in enumerate(run.completions)}
+    return "format=0.25,test_wiring:varied=0.5" if rest <= {0.0, 0.25} and 0.25 in rest else rest
+
+
+def reward_scale(run):
+    """SCALE_REWARDS, from what the loss got for the logged rewards of the first step, in whatever order."""
+    rewards = torch.tensor([float(row["reward"]) for row in run.completions[:6]]).view(2, 3)
+    scales = {"none": 1.0, "group": rewards.std(1, keepdim=True), "batch": rewards.std()}
+    found, centred = torch.cat(run.advantages)[:6].sort().values, rewards - rewards.mean(1, keepdim=True)
+    return [n for n, s in scales.items() if torch.allclose(found, (centred / s).flatten().sort().values, rtol=1e-2)]
+
+
+# What is set, and where it is seen at work. Steps have two prompts with three completions each.
+WIRING = {
+    "LORA_R": ("3", lambda run: each(run, lambda layer: layer.lora_A["default"].weight.shape[0])),
+    "LORA_ALPHA": ("7.5", lambda run: each(run, lambda layer: layer.scaling["default"] * 3)),
+    "LORA_DROPOUT": ("0.25", lambda run: each(run, lambda layer: layer.lora_dropout["default"].p)),
+    "LORA_TARGETS": ("q_proj,v_proj", lambda run: ",".join(sorted({name.split(".")[-1] for name in layers(run)}))),
+    "REWARDS": ("format=0.25,test_wiring:varied=0.5", reward_weights),
+    "SCALE_REWARDS": ("none", lambda run: "".join(reward_scale(run))),
+    "MASK_TRUNCATED": ("1", lambda run: run.trainer.mask_truncated_completions),
+    "PROMPTS_PER_STEP": ("2", lambda run: len({row["prompt_id"] for row in run.completions[:6]})),
+    "NUM_GENERATIONS": ("3", lambda run: len(run.completions) / 3 / 2),
+    "MAX_COMPLETION_LEN": ("9", lambda run: run.generation.max_new_tokens),
+    "TEMPERATURE": ("1.5", lambda run: run.generation.temperature),
+    "TOP_P": ("0.9", lambda run: run.generation.top_p),
+    "TOTAL_STEPS": ("3", lambda run: run.trainer.state.global_step),
+    "LEARNING_RATE": ("0.003", lambda run: max(run.rates)),
+    "WARMUP_STEPS": ("2", lambda run: run.rates.index(max(run.rates))),
+    "LR_SCHEDULER": ("cosine", lambda run: run.trainer.lr_scheduler.lr_lambdas[0].func.__name__.split("_")[2]),
+    "WEIGHT_DECAY": ("0.125", lambda run: run.decay),
+    "MAX_GRAD_NORM": ("0.01", lambda run: round(max(run.norms), 6)),
+    "GRADIENT_CHECKPOINTING": ("1", lambda run: run.trainer.model.is_gradient_checkpointing),
+    "LOSS_TYPE": ("dapo", lambda run: run.losses[0]["loss_type"]),
+    "BETA": ("0.02", lambda run: run.losses[0]["beta"]),
+    "EPSILON": ("0.15", lambda run: run.losses[0]["epsilon_low"]),
+    "EPSILON_HIGH": ("0.35", lambda run: run.losses[0]["epsilon_high"]),
+    "SEED": ("7", lambda run: run.trainer.args.seed if run.order == list(prompt_order(4, 7, 6)) else run.order),
+    "SAVE_STEPS": ("1", lambda run: run.state["save_steps"]),
+    "SAVE_TOTAL_LIMIT": ("2", lambda run: len(list(run.folder.glob("checkpoint-*")))),
+}
+# Those which are neither TRL's nor PEFT's, and the room that uses them.
+ELSEWHERE = {
+    "MODEL_ID": "preflight", "ATTN_IMPL": "preflight", "EXPERTS": "preflight", "MICRO_BATCH": "preflight",
+    "PACKING": "preflight", "USE_VLLM": "preflight", "GENERATION_BATCH": "preflight", "VLLM_GPU_MEM": "preflight",
+    "INVALID_REWARD": "data", "ROLLOUT_SYNC": "rollout", "VLLM_EAGER": "rollout", "PARITY": "rollout",
+    "PARITY_LIMIT": "rollout", "IS_CORRECTION": "learn", "IS_CLIP_MAX": "learn",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tiny, tmp_path_factory):
+    """Three steps, and what was seen of them."""
+    folder = tmp_path_factory.mktemp("wiring") / "run"
+    folder.mkdir()
+    environ = {name: text for name, (text, _) in WIRING.items()}
+    settings, sources, problems = load_settings(environ | {"MODEL_ID": "tiny", "OUTPUT_DIR": str(folder)})
+    assert not problems and all(sources[name] == "environment" for name in WIRING)
+    seen = SimpleNamespace(folder=folder, trainer=build(settings, tiny, folder), losses=[], rates=[], norms=[])
+    seen.advantages = []
+    seen.generation = seen.trainer.generation_config
+
+    def watch(optimizer, *_):
+        (seen.decay,) = {group["weight_decay"] for group in optimizer.param_groups if group["weight_decay"]} or {0.0}
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        seen.rates.append(optimizer.param_groups[0]["lr"])
+        seen.norms.append(torch.nn.utils.get_total_norm(gradients).item())
+
+    def loss(logps, mask, advantages, whole, **options):
+        seen.losses.append(options)
+        seen.advantages.append(advantages)
+        return real(logps, mask, advantages, whole, **options)
+
+    real, make_optimizer = LigerFusedLinearGRPOFunction.ppo_loss_fn, seen.trainer.create_optimizer
+
+    def create_optimizer(*arguments):
+        optimizer = make_optimizer(*arguments)
+        optimizer.register_step_pre_hook(watch)
+        return optimizer
+
+    seen.trainer.create_optimizer = create_optimizer
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer.LigerFusedLinearGRPOFunction, "ppo_loss_fn", loss)
+        seen.trainer.train()
+    seen.completions = read_csv(folder / "completions.csv")
+    seen.order = [int(row["prompt_id"].split(":")[1]) - 1 for row in seen.completions[::3]]
+    seen.state = json.loads((folder / "checkpoint-3" / "trainer_state.json").read_text())
+    return seen
+
+
+@pytest.mark.parametrize("name", WIRING)
+def test_a_setting_arrives_where_it_is_used(run, name):
+    text, found = WIRING[name]
+    value, field = parse_value(name, text), FIELDS[name]
+    tiny = field.metadata["tiny"]
+    assert value != (field.default if tiny is None else tiny), "a default proves nothing"
+    assert found(run) == (pytest.approx(value) if isinstance(value, float) else value)
+
+
+def test_every_setting_of_the_learner_has_its_place():
+    groups = ("Model", "Rewards", "Rollouts", "Learner")
+    wanted = {name for name, field in FIELDS.items() if field.metadata["group"] in groups}
+    assert wanted - WIRING.keys() - ELSEWHERE.keys() == set(), "add it to the one or the other"
+    assert not WIRING.keys() & ELSEWHERE.keys() and not ELSEWHERE.keys() - wanted
+    for name, room in ELSEWHERE.items():
+        assert any(f".{name}" in path.read_text(encoding="utf-8") for path in (ROOT / "grpo" / room).glob("*.py")), name
+
+
+def test_the_seed_is_that_of_the_adapter(tiny, tmp_path):
+    from trainers import make
+
+    def weights(seed):
+        torch.rand(seed)  # whatever was drawn before
+        model = make(tiny, tmp_path, SEED=seed).model
+        return torch.cat([p.flatten() for name, p in model.named_parameters() if "lora_A" in name])
+
+    first, second, again = weights(3), weights(4), weights(3)
+    assert torch.equal(first, again) and not torch.equal(first, second)

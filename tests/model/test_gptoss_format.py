@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""gpt-oss's format: MXFP4 as transformers reads it, config and chat template."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jinja2.exceptions import TemplateError
+from transformers import AutoTokenizer, GptOssConfig, GptOssForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from grpo.model.checkpoint import checkpoint_bytes
+from grpo.model.gptoss_format import (
+    E2M1,
+    GPT_OSS_20B,
+    TINY,
+    TINY_SYSTEM,
+    ModelError,
+    chat_template,
+    config_dict,
+    generation_config_dict,
+    quantize_experts,
+    quantize_mxfp4,
+)
+from grpo.model.random_weights import O200K_IDS
+from grpo.preflight.hub import count_parameters
+
+
+def dequantized(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """What transformers reads, as float32 (..., K)."""
+    rows = blocks.view(1, -1, *blocks.shape[-2:]), scales.view(1, -1, scales.shape[-1])
+    return convert_moe_packed_tensors(*rows).transpose(1, 2).float().reshape(*blocks.shape[:-2], -1)
+
+
+REPRESENTABLE = [sign * value for value in E2M1 for sign in (1.0, -1.0)]
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(st.lists(st.sampled_from(REPRESENTABLE), min_size=32, max_size=32), min_size=1, max_size=4),
+    st.integers(min_value=-110, max_value=120),
+)
+def test_representable_values_come_back_exactly_through_transformers(rows: list[list[float]], exponent: int) -> None:
+    weight = torch.ldexp(torch.tensor(rows), torch.tensor(exponent)).unsqueeze(0)  # [1, rows, 32]
+    blocks, scales = quantize_mxfp4(weight)
+    back = dequantized(blocks, scales)
+    assert torch.equal(back, weight) and torch.equal(torch.signbit(back), torch.signbit(weight))
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=64, max_size=64))
+def test_rounding_is_to_nearest_within_the_range_of_the_block(values: list[float]) -> None:
+    weight = torch.tensor(values, dtype=torch.float64)
+    blocks, scales = quantize_mxfp4(weight)
+    scale = torch.ldexp(torch.ones(2, dtype=torch.float64), scales.int() - 127).repeat_interleave(32)
+    grid = torch.tensor(REPRESENTABLE, dtype=torch.float64)
+    nearest = (weight[:, None] / scale[:, None] - grid).abs().amin(1) * scale
+    error = (dequantized(blocks, scales).double() - weight).abs()
+    assert torch.allclose(error, nearest, rtol=1e-6, atol=1e-37)
+    assert (weight.abs() < 8 * scale).all()  # the scale is not too small: only 6 to 8 saturates
+
+
+def test_ties_round_to_the_even_code() -> None:
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0] * 4)
+    back = dequantized(*quantize_mxfp4(ties))
+    assert back[:8].tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0]
+
+
+def test_low_bits_hold_the_even_element() -> None:
+    blocks, scales = quantize_mxfp4(torch.tensor([6.0, -0.5] + [0.0] * 30))
+    assert blocks[0, 0].item() == 0x97
+    assert scales.tolist() == [127]
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"), [(torch.zeros(2, 33), "multiple of 32"), (torch.full((32,), torch.nan), "NaN")]
+)
+def test_quantizer_refuses(weight: torch.Tensor, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        quantize_mxfp4(weight)
+
+
+def test_quantized_experts_are_those_that_the_model_computes_with() -> None:
+    model = GptOssForCausalLM(GptOssConfig.from_dict(config_dict(TINY)))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    quantized = quantize_experts(model)
+    for name, parameter in model.named_parameters():
+        if f"{name}_blocks" in quantized:
+            stored = convert_moe_packed_tensors(quantized.pop(f"{name}_blocks"), quantized.pop(f"{name}_scales"))
+            assert torch.equal(parameter, stored.float()) and not parameter.requires_grad
+            assert 0 < (parameter - before[name]).norm() / before[name].norm() < 0.2
+        else:
+            assert torch.equal(parameter, before[name]) and parameter.requires_grad
+    assert not quantized
+
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 or 2?"}]
+SYSTEM = "<|start|>system<|message|>{identity}Current date: 2026-01-02\n\nReasoning: {effort}{channels}<|end|>"
+REST = "<|start|>developer<|message|># Instructions\n\nBe brief.\n\n<|end|><|start|>user<|message|>1 or 2?<|end|>"
+IDENTITY = "You are ChatGPT, a large language model trained by OpenAI.\nKnowledge cutoff: 2024-06\n"
+CHANNELS = "\n\n# Valid channels: analysis, commentary, final. Channel must be included for every message."
+
+
+@pytest.mark.parametrize(
+    ("template", "identity", "channels"), [(chat_template(*TINY_SYSTEM), "", ""), (chat_template(), IDENTITY, CHANNELS)]
+)
+def test_template(tiny, template: str, identity: str, channels: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+
+    def render(*messages: dict[str, str], **kwargs) -> str:
+        kwargs |= {"tokenize": False, "strftime_now": lambda form: "2026-01-02", "chat_template": template}
+        return tokenizer.apply_chat_template(list(messages), **kwargs)
+
+    system = SYSTEM.format(identity=identity, effort="medium", channels=channels)
+    assert render(*MESSAGES, add_generation_prompt=True) == system + REST + "<|start|>assistant"
+    assert render(*MESSAGES, reasoning_effort="low") == system.replace("medium", "low") + REST
+    answer, final = {"role": "assistant", "content": "[1]"}, "<|start|>assistant<|channel|>final<|message|>[1]"
+    assert render(*MESSAGES, answer) == system + REST + final + "<|return|>"
+    developer = {"role": "developer", "content": "Be brief."}
+    again = render(developer, MESSAGES[1], answer, MESSAGES[1], add_generation_prompt=True)
+    assert again == f"{system}{REST}{final}<|end|><|start|>user<|message|>1 or 2?<|end|><|start|>assistant"
+    with pytest.raises(TemplateError, match="unknown role tool"):
+        render({"role": "tool", "content": ""})
+
+
+def test_config_is_gpt_oss_20bs() -> None:
+    config = config_dict(GPT_OSS_20B, O200K_IDS)
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    assert config["quantization_config"] == {"modules_to_not_convert": kept, "quant_method": "mxfp4"}
+    assert [config[key] for key in ("eos_token_id", "pad_token_id", "max_position_embeddings")] == [
+        200002, 199999, 131072,
+    ]  # fmt: skip
+    assert generation_config_dict(O200K_IDS)["eos_token_id"] == [200002, 199999, 200012]
+    # total_size in openai/gpt-oss-20b's model.safetensors.index.json, and its number of weights
+    assert checkpoint_bytes(GPT_OSS_20B) == 13_761_264_768
+    assert count_parameters(config)["total"] == 20_914_757_184

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loading: every tensor as transformers has it, and checkpoints that are damaged or come in other files."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from expert_models import config_of, load
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Mxfp4Config
+
+from grpo.model.load import load_generation_config, load_quantized
+
+
+def test_dequantized_model_is_the_one_that_transformers_dequantizes(tiny):
+    """Every tensor bit by bit, its config and what it generates with."""
+    ours = load(tiny, "bf16")
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tiny, dtype=torch.bfloat16, attn_implementation="eager", quantization_config=Mxfp4Config(dequantize=True)
+    )
+    assert type(ours.model.layers[0].mlp.experts) is type(theirs.model.layers[0].mlp.experts)
+    expected = theirs.state_dict()
+    assert ours.state_dict().keys() == expected.keys() and len(expected) > 10
+    for name, tensor in ours.state_dict().items():
+        assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name]), name
+    assert ours.config.to_dict() == theirs.config.to_dict()
+    assert ours.generation_config.to_dict() == theirs.generation_config.to_dict()
+    assert (ours.name_or_path, ours.training) == (theirs.name_or_path, theirs.training)
+    ids = torch.arange(40)[None]
+    theirs.set_experts_implementation("grouped_mm")
+    with torch.no_grad():
+        assert torch.equal(ours(ids).logits, theirs(ids).logits)
+    ours.set_experts_implementation("grouped_mm")  # the new modules read the model's config
+    assert ours.model.layers[0].mlp.experts.config._experts_implementation == "grouped_mm"
+
+
+def test_quantized_model_differs_in_the_experts_alone(tiny):
+    wide, model = load(tiny, "bf16"), load(tiny, "mxfp4")
+    expected, found = wide.state_dict(), model.state_dict()
+    names = {n for n in expected if "mlp.experts" not in n}
+    assert names == {n for n in found if "mlp.experts" not in n} and len(names) > 10
+    for name in names:
+        assert found[name].dtype == expected[name].dtype and torch.equal(found[name], expected[name]), name
+    experts = [p for n, p in found.items() if n.endswith(("_blocks", "_scales"))]
+    assert experts and {p.dtype for p in experts} == {torch.uint8}
+    assert not model.training and not any(p.requires_grad for p in model.parameters())
+    assert not any(p.is_meta for p in (*model.parameters(), *model.buffers()))
+    assert model.generation_config.eos_token_id == wide.generation_config.eos_token_id
+
+
+def damaged(tiny, folder, change):
+    """A copy of the tiny model whose first shard went through `change`."""
+    shutil.copytree(tiny, folder)
+    shard = sorted(folder.glob("*.safetensors"))[0]
+    tensors = load_file(shard)
+    change(tensors)
+    save_file(tensors, shard, {"format": "pt"})
+    return folder
+
+
+def test_blocks_and_scales_may_lie_in_different_files(tiny, tmp_path):
+    scales = {}
+
+    def part(tensors):
+        for name in [name for name in tensors if name.endswith("_scales")]:
+            scales[name] = tensors.pop(name)
+
+    folder = damaged(tiny, tmp_path / "model", part)
+    save_file(scales, folder / "model-scales.safetensors", {"format": "pt"})
+    expected = load(tiny, "bf16").state_dict()
+    assert scales and all(
+        torch.equal(tensor, expected[name]) for name, tensor in load(folder, "bf16").state_dict().items()
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop("model.norm.weight"), "model.norm.weight is missing .1 tensors"),
+        (lambda t: t.pop("model.layers.0.mlp.experts.down_proj_scales"), "down_proj_scales is missing .1 tensors"),
+        (lambda t: t.update(extra=torch.zeros(1)), "model.safetensors: extra is no part of a gpt-oss in MXFP4"),
+        (lambda t: t.update({"model.norm.weight": torch.zeros(7)}), r"norm.weight is \(7,\), config.json makes"),
+        (None, "model.safetensors: "),
+    ],
+    ids=["missing", "missing scales", "extra", "shape", "cut short"],
+)
+def test_what_is_wrong_with_a_checkpoint_is_named(tiny, tmp_path, change, words):
+    folder = damaged(tiny, tmp_path / "model", change or (lambda tensors: None))
+    if change is None:
+        shard = folder / "model.safetensors"
+        shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=f"{words}.*Download the model again"):
+        load_quantized(str(folder), "eager", "cpu")
+
+
+def test_what_else_lies_in_the_folder_and_what_does_not(tiny, tmp_path):
+    """An adapter beside the weights is not read; without generation_config.json stop tokens are those of config.json."""
+    shutil.copytree(tiny, tmp_path / "model")
+    save_file({"lora_A": torch.zeros(1)}, tmp_path / "model" / "adapter_model.safetensors")
+    (tmp_path / "model" / "generation_config.json").unlink()
+    model = load(tmp_path / "model", "bf16")
+    assert model.generation_config.eos_token_id == config_of(tiny)["eos_token_id"]
+    # evaluate.py's engine asks for them without a model
+    found = load_generation_config(str(tmp_path / "model"))
+    assert found.eos_token_id == config_of(tiny)["eos_token_id"]

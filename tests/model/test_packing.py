@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packing: what each token attends to, and how long rows get."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo.model.packing import may_attend, pack_batch
+from grpo.preflight.memory import bucket
+
+TOKENS = st.lists(st.integers(1, 9), min_size=1, max_size=7)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(TOKENS, min_size=1, max_size=3), st.data(), st.booleans(), st.booleans(), st.sampled_from([None, 1, 4]))
+def test_every_token_sees_what_it_would_in_its_own_row(pool, data, share, one_row, window):
+    """Brute force: the visible (token, position) pairs of every completion are those of prompt + completion alone, and
+    the gathered keys of a kernel's segments are the same places as the mask's."""
+    prompts = data.draw(st.lists(st.sampled_from(pool), min_size=1, max_size=5))
+    completions = [data.draw(st.lists(st.integers(10, 99), max_size=6)) for _ in prompts]
+    batch = pack_batch(prompts, completions, share, one_row, "cpu")
+    mask = may_attend(batch, window)
+    width = batch.ids.shape[1]
+    groups = len({tuple(p) for p in prompts}) if share else len(prompts)
+    assert batch.ids.shape[0] == (1 if one_row else groups) and width == bucket(width)
+    order = list(zip(batch.rows.tolist(), batch.columns.tolist(), strict=True))
+    assert sorted(order) == [(i, c) for i, row in enumerate(completions) for c in range(len(row))]
+    for place, target, (i, column) in zip(batch.before.tolist(), batch.targets.tolist(), order, strict=True):
+        alone = prompts[i] + completions[i]
+        at = len(prompts[i]) + column - 1  # place of the predicting token in its own row
+        assert target == alone[at + 1]
+        r, c = divmod(place, width)
+        assert batch.ids[r, c] == alone[at] and batch.positions[r, c] == at
+        seen = mask[r, c].nonzero().flatten()
+        pairs = sorted((batch.positions[r, j].item(), batch.ids[r, j].item()) for j in seen)
+        assert pairs == [(j, alone[j]) for j in range(at + 1) if window is None or at - j < window]
+    padding = batch.segment < 0
+    assert mask.any(-1).all(), "no row of scores is empty"
+    assert not (mask & (padding[:, :, None] != padding[:, None, :])).any()
+    if one_row:
+        kernel = torch.zeros(batch.queries, width, dtype=torch.bool)
+        starts, key_starts = batch.cu_seqlens_q.tolist(), batch.cu_seqlens_k.tolist()
+        assert starts[-1] == batch.queries == int((~padding).sum()) and key_starts[-1] == len(batch.keys)
+        for s in range(len(starts) - 1):
+            keys, n = batch.keys[key_starts[s] : key_starts[s + 1]], starts[s + 1] - starts[s]
+            assert n <= batch.max_seqlen_q and len(keys) <= batch.max_seqlen_k
+            for row in range(n):
+                last = len(keys) - n + row
+                kernel[starts[s] + row, keys[max(0, last + 1 - (window or width)) : last + 1]] = True
+        assert torch.equal(kernel, mask[0, : batch.queries])
+
+
+@given(st.integers(1, 200_000))
+def test_buckets_are_few_and_waste_little(length):
+    """At most 8 of them in an octave."""
+    size = bucket(length)
+    eighth = max(32, 2 ** ((length - 1).bit_length() - 1) // 8) if length > 1 else 32
+    assert size % eighth == 0 and 0 <= size - length < eighth
+
+
+def test_prompts_are_shared_only_where_they_are_equal():
+    prompts, completions = [[1, 2, 3], [1, 2, 3], [4]], [[5, 6], [7], [8, 9, 5]]
+    queries = [pack_batch(prompts, completions, share, True, "cpu").queries for share in (True, False)]
+    assert queries == [3 + 2 + 1 + 1 + 3, 3 + 2 + 3 + 1 + 1 + 3]

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of settings, memory and disk, and all of them at once. Run: python -m pytest tests/preflight/test_checks.py"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import types
+
+import pytest
+from conftest import CLEAN, RENDERED, run_script, write_csv
+from machines import CPU, H100, only
+
+from grpo.preflight import checks
+from grpo.preflight.checks import check_disk, check_memory, check_settings, preflight, run_record
+from grpo.preflight.hub import REAL_CONFIG, ModelFiles
+from grpo.preflight.memory import Shapes
+from grpo.run.folder import RunState
+from grpo.settings import Problems, Settings
+
+CONFLICTS = [
+    ({"GENERATION_BATCH": 5}, CPU, ["GENERATION_BATCH: 5 does not divide", "12 x 8 = 96", "nearest that does is 4"]),
+    ({"ATTN_IMPL": "torch_flahs"}, H100, ["'torch_flahs' is unknown, the nearest is torch_flash", "flash_attention_3"]),
+    ({"ATTN_IMPL": "torch_flash"}, CPU, ["needs a GPU"]),
+    ({"ATTN_IMPL": "flash_attention_3"}, dataclasses.replace(H100, capability=8.0), ["made for Hopper"]),
+    ({"ATTN_IMPL": "flash_attention_4"}, dataclasses.replace(H100, capability=8.9), ["needs compute capability 9.0"]),
+    ({"ATTN_IMPL": "org/kernel", "PACKING": "prefix"}, H100, ["PACKING: org/kernel takes padded rows only"]),
+    ({}, dataclasses.replace(H100, capability=7.5), ["GPU: ", "compute capability 7.5"]),
+    ({"LORA_TARGETS": "q_proj, v_porj"}, CPU, ["'v_porj' is no linear module", "nearest is v_proj"]),
+    ({"LORA_TARGETS": "q_proj,all-linear"}, CPU, ["'all-linear' is no linear module"]),
+    ({"LORA_TARGETS": ","}, CPU, ["names no module"]),
+    ({"WARMUP_STEPS": 100}, CPU, ["rise over 100 steps, the run has 100"]),
+    ({"TEMPERATURE": 0.005}, H100, ["no colder than 0.01", "USE_VLLM=0"]),
+    ({"ROLLOUT_SYNC": "lora", "LORA_R": 513}, H100, ["rank 512 at most", "ROLLOUT_SYNC=merge"]),
+    ({"USE_VLLM": True}, CPU, ["needs a GPU"]),
+    ({}, dataclasses.replace(H100, gpus=2), ["2 GPUs are visible", "CUDA_VISIBLE_DEVICES=0"]),
+]
+
+
+def settings_problems(machine, config=None, **changes):
+    problems = Problems()
+    check_settings(Settings(**changes), config, machine, problems)
+    return problems
+
+
+@pytest.mark.parametrize(("changes", "machine", "messages"), CONFLICTS, ids=lambda v: str(v)[:40])
+def test_conflicts(changes, machine, messages):
+    problem = only(settings_problems(machine, **changes))
+    assert all(message in problem for message in messages), problem
+
+
+@pytest.mark.parametrize("targets", ["all-linear", " all-linear ", "q_proj", "q_proj, o_proj"])
+def test_lora_targets_that_exist(targets):
+    assert not settings_problems(CPU, LORA_TARGETS=targets)
+
+
+def test_mxfp4_is_for_a_checkpoint_that_has_it():
+    assert not settings_problems(H100, REAL_CONFIG, USE_VLLM=True, EXPERTS="mxfp4")
+    config = {k: v for k, v in REAL_CONFIG.items() if k != "quantization_config"}
+    assert "has no MXFP4 experts" in only(settings_problems(CPU, config, EXPERTS="mxfp4"))
+
+
+# ---- Memory and disk -------------------------------------------------------------------------------------------------
+
+
+def shapes_on(machine, checkpoint=None):
+    return Shapes(REAL_CONFIG, machine, 940, "torch_flash", "prefix", checkpoint)
+
+
+def memory_problems(machine, checkpoint=None, resumed=False, **changes):
+    problems = Problems()
+    check_memory(Settings(**changes), shapes_on(machine, checkpoint), problems, resumed)
+    return problems
+
+
+def test_memory():
+    assert not memory_problems(H100) and not memory_problems(H100, 12.9)
+    assert "no GPU is visible" in only(memory_problems(CPU)) and "MODEL_ID=tiny" in only(memory_problems(CPU))
+    small = dataclasses.replace(H100, gpu="NVIDIA L4", gpu_total=22.5, gpu_free=22.0)
+    problem = only(memory_problems(small))
+    assert problem.startswith("GPU NVIDIA L4: 22 of 22 GiB are free, and learning in micro-batches of 1 would need 4")
+    assert "weights 38.96 + adapter" in problem and "EXPERTS=mxfp4 fits" in problem
+    assert "C compiler: there is none" in only(memory_problems(dataclasses.replace(H100, compiler="")))
+    problem = memory_problems(H100, MAX_COMPLETION_LEN=131_072 - 939)[0]
+    assert f"more than the model's 131072 positions. Set it to {131_072 - 940} or lower" in problem
+
+
+def test_vllm_needs_memory_beside_the_trainer_and_on_the_host():
+    problem = only(memory_problems(dataclasses.replace(H100, gpu_free=50.0), 12.9))
+    assert problem.startswith("VLLM_GPU_MEM: 50 of 80 GiB are free, and vLLM would have 0.0 GiB of cache")
+    problem = only(memory_problems(dataclasses.replace(H100, ram_free=12.0), 12.9))
+    assert problem.startswith("memory: the sleeping engine keeps") and "12.0 GiB are free" in problem
+    assert "USE_VLLM=0" in problem
+
+
+def test_disk_space(tmp_path, monkeypatch):
+    """What is there of a download that broke off does not have to come again."""
+    settings = Settings(OUTPUT_DIR=str(tmp_path / "run"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+
+    def problems(free, files):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=free))
+        found = Problems()
+        check_disk(settings, files, 0.1, found)
+        return found
+
+    full = problems(2**20, ModelFiles(None, {}))
+    assert full[0].startswith(f"OUTPUT_DIR={tmp_path / 'run'}: checkpoints, logs and the zip need 0.7 GiB")
+    problem = only(problems(5 * 2**30, ModelFiles(None, {})))
+    assert problem.startswith(f"HF_HOME={tmp_path / 'hf'}: ") and "12.9 GiB" in problem
+    (tmp_path / "model.safetensors").touch()
+    os.truncate(tmp_path / "model.safetensors", 5 * 2**30)
+    assert "7.9 GiB" in only(problems(5 * 2**30, ModelFiles(tmp_path, {})))
+    os.truncate(tmp_path / "model.safetensors", 13_761_264_768)
+    assert not problems(5 * 2**30, ModelFiles(tmp_path, {}))
+
+
+# ---- The whole preflight ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def real_size(tiny, tmp_path, claimed_gpu):
+    """Settings for a checkpoint of the real size, without its weights, on a machine whose nvidia-smi shows an H100."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).write_bytes((tiny / name).read_bytes())
+    (folder / "config.json").write_text(json.dumps(REAL_CONFIG))
+    (folder / "model.safetensors").touch()
+    return {
+        "MODEL_ID": folder, "DATA": "data/tes_train_compact.csv", "EVAL_SAMPLES": 0, "USE_VLLM": 0,
+        "OUTPUT_DIR": tmp_path / "run", "IGNORE_VARS": "", **claimed_gpu,
+    }  # fmt: skip
+
+
+def test_a_refusal_names_a_setting_that_fits(real_size):
+    done = run_script("--check", **real_size, MICRO_BATCH=60)
+    assert done.returncode == 2 and "With all else as set, MICRO_BATCH=auto fits" in done.stderr, done.stderr
+    done = run_script("--check", **real_size, MICRO_BATCH="auto")
+    assert done.returncode == 0 and "loss          bnpo by liger: " in done.stdout, done.stdout + done.stderr
+
+
+def test_check_warns_of_a_hub_kernel(real_size, tmp_path):
+    kernel = "kernels-community/vllm-flash-attn3"
+    (tmp_path / "site" / "kernels-0.16.2.dist-info").mkdir(parents=True)
+    (tmp_path / "site" / "kernels-0.16.2.dist-info" / "METADATA").write_text("Name: kernels\nVersion: 0.16.2\n")
+    done = run_script("--check", **real_size, ATTN_IMPL=kernel, PYTHONPATH=tmp_path / "site")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"| ATTN_IMPL={kernel}: its gradients may be wrong" in done.stdout
+
+
+def test_long_prompts_are_named(tiny, tmp_path):
+    rows = [[RENDERED.format("short"), 0, 1], [RENDERED.format("long " * 300), 0, 1]]
+    path = write_csv(tmp_path / "long.csv", ["prompt", "reward_action_0", "reward_action_1"], rows)
+    environ = {"MODEL_ID": "tiny", "DATA": str(path), "OUTPUT_DIR": str(tmp_path / "run"), "EVAL_SAMPLES": "0"}
+    problem = only(preflight(CLEAN | environ, CPU).problems)
+    assert f"{path}, row 2: the prompt has" in problem and "MAX_PROMPT_LEN is 256" in problem
+    needed = problem.split("MAX_PROMPT_LEN=")[1].rstrip(".")
+    assert not preflight(CLEAN | environ | {"MAX_PROMPT_LEN": needed}, CPU).problems
+    assert only(preflight(CLEAN | environ | {"MAX_PROMPT_LEN": str(int(needed) - 1)}, CPU).problems)
+
+
+def test_a_resumed_run_keeps_what_auto_chose(tmp_path):
+    plan, run = shapes_on(H100).plan(Settings()), RunState(tmp_path, 4, tmp_path, True, {"rollouts": [False, ""], "plan": {"generation_batch": 6}})  # fmt: skip
+    problems = Problems()
+    kept = checks.keep_choices(Settings(), (False, ""), plan, run, problems)
+    assert (kept.generation_batch, kept.generation_batch_reason) == (6, "as the run was started") and not problems
+    assert checks.keep_choices(Settings(GENERATION_BATCH=12), (False, ""), plan, run, problems) == plan
+    checks.keep_choices(Settings(), (True, "a GPU and vLLM are there"), plan, run, problems)
+    assert "was started with USE_VLLM=0, now it is 1" in only(problems)
+
+
+def test_what_a_run_records_can_be_written_as_json(tiny, tmp_path, good_csv):
+    environ = {"MODEL_ID": "tiny", "DATA": str(good_csv), "OUTPUT_DIR": str(tmp_path / "run")}
+    record = json.loads(json.dumps(run_record(preflight(CLEAN | environ, CPU))))
+    assert set(record) == {
+        "settings", "sources", "choices", "machine", "data_sha256", "command", "resumed_from_step",
+    }  # fmt: skip
+    assert record["choices"]["loss"][0] == "liger" and record["choices"]["plan"]["micro_batch"] >= 1
+
+
+def test_everything_at_once_exits_2_and_writes_nothing(tmp_path):
+    bad = write_csv(tmp_path / "bad.csv", ["prompt", "reward_action_0", "reward_action_1"], [["x", "a", 1]])
+    done = run_script(
+        MODEL_ID="./nowhere", DATA=f"{bad},{tmp_path}/none.csv", LEARING_RATE=1, SEED="x", GENERATION_BATCH=7, REWARDS="actoin",
+        REPORT_TO="mlflow", OUTPUT_DIR=tmp_path / "run",
+    )  # fmt: skip
+    assert done.returncode == 2
+    named = ("LEARING_RATE", "SEED: 'x'", "GENERATION_BATCH: 7", "'actoin'", "mlflow", "./nowhere", "none.csv")
+    for words in (*named, "column reward_action_0: 'a'"):
+        assert words in done.stderr, words
+    assert "8 problems" in done.stderr and "Traceback" not in done.stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.csv"]
+
+
+def test_the_real_model_without_a_gpu_is_one_clear_answer(tmp_path):
+    done = run_script(OUTPUT_DIR=tmp_path / "run", IGNORE_VARS="")
+    assert done.returncode == 2
+    assert "no GPU is visible, and openai/gpt-oss-20b needs one" in done.stderr and "MODEL_ID=tiny" in done.stderr

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The train/inference mismatch check against a stub of vLLM."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import re
+
+import pytest
+from engines import digest, set_adapter, trainer_with_engine
+from stub_vllm import SYNCS
+
+from grpo.rollout.parity import ParityError, check_mismatch, parity_problem
+
+
+@pytest.fixture
+def build(tiny, tmp_path):
+    return functools.partial(trainer_with_engine, tiny, tmp_path)
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize("agrees", [True, False])
+def test_the_check_restores_the_adapter(build, sync, agrees):
+    trainer = build(ROLLOUT_SYNC=sync, TEMPERATURE=0.9)
+    set_adapter(trainer, 5)
+    engine = trainer.run.engine
+    engine.llm.ignore_adapter = not agrees
+    before = digest(trainer.model), digest(trainer.model, adapter=True)
+    trainer.model.train()
+    if agrees:
+        check_mismatch(trainer)
+        assert [(p["when"], p["kind"]) for p in trainer.run.parity] == [
+            (when, kind) for when in ("before the first step", "after a sleep") for kind in ("fixed tokens", "sampled tokens")
+        ]  # fmt: skip
+        bound = 0.02 if sync == "lora" else 1e-4  # the test adapter is rounded to BF16 on its way
+        assert all(p["mean"] < bound and p["control_mean"] > 2 * p["mean"] for p in trainer.run.parity)
+        assert trainer.run.parity[0]["control_mean"] > 0.1, "the test adapter is strong"
+        assert engine.asleep and engine.llm.calls.count("wake_up") == engine.llm.calls.count("sleep") == 2
+    else:
+        with pytest.raises(ParityError, match="ROLLOUT_SYNC.*ATTN_IMPL=eager.*USE_VLLM=0"):
+            check_mismatch(trainer)
+    assert (digest(trainer.model), digest(trainer.model, adapter=True)) == before
+    assert trainer.model.training
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_an_engine_that_keeps_its_first_adapter_is_seen_after_a_sleep(build, sync):
+    """The engine takes the first adapter and generates with it for ever. Only another one in the second round shows it."""
+    trainer = build(ROLLOUT_SYNC=sync)
+    trainer.run.engine.llm.keeps_first_adapter = True
+    with pytest.raises(ParityError, match="^after a sleep, fixed tokens: vLLM and trainer differ"):
+        check_mismatch(trainer)
+    assert len(trainer.run.parity) == 3, "the first round passed"
+
+
+def breaks_in_decoding(stub, monkeypatch):
+    """As with wrong CUDA graphs: prefill is right."""
+    sample = stub._sample
+
+    def shifted(*arguments):
+        stub.shift = 0.1
+        try:
+            return sample(*arguments)
+        finally:
+            stub.shift = 0.0
+
+    monkeypatch.setattr(stub, "_sample", shifted)
+
+
+def breaks_in_its_sleep(stub, monkeypatch):
+    wake = stub.wake_up
+
+    def wake_up():
+        wake()
+        if stub.calls.count("wake_up") == 2:
+            stub.model.model.norm.weight.mul_(0.5)
+
+    monkeypatch.setattr(stub, "wake_up", wake_up)
+
+
+def leaves_samples_out(stub, monkeypatch):
+    monkeypatch.setattr(stub, "_logprobs", lambda t, v, p: type("Flat", (), {"logprobs": [math.nan] * len(v)})())
+
+
+@pytest.mark.parametrize(
+    ("fault", "seen"),
+    [
+        (lambda stub, _: setattr(stub, "noise", 0.2), "before the first step, fixed tokens: .* differ by 0"),
+        (lambda stub, _: setattr(stub, "shift", 0.1), "before the first step, fixed tokens: .* differ by 0"),
+        (lambda stub, _: setattr(stub, "shift", math.nan), "before the first step, fixed tokens: .* differ by nan"),
+        (breaks_in_decoding, "before the first step, sampled tokens"),
+        (leaves_samples_out, "before the first step, sampled tokens"),
+        (breaks_in_its_sleep, "after a sleep, fixed tokens"),
+    ],
+)
+def test_the_check_sees_what_is_wrong(build, monkeypatch, fault, seen):
+    trainer = build()
+    fault(trainer.run.engine.llm, monkeypatch)
+    with pytest.raises(ParityError) as caught:
+        check_mismatch(trainer)
+    assert re.match(seen, str(caught.value))
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_the_check_is_not_satisfied_by_a_wide_limit(build, sync):
+    trainer = build(ROLLOUT_SYNC=sync, PARITY_LIMIT=50.0)
+    trainer.run.engine.llm.ignore_adapter = True
+    with pytest.raises(ParityError, match="cannot be told whether vLLM uses the adapter"):
+        check_mismatch(trainer)
+
+
+def test_certain_samples_are_no_failure(build):
+    """A model that is sure of every sampled token shows no adapter there; the fixed tokens do. (Low temperature, and
+    differences of a fifth of PARITY_LIMIT.)"""
+    trainer = build(TEMPERATURE=0.05)
+    trainer.run.engine.llm.noise = 0.012
+    check_mismatch(trainer)
+
+
+def test_a_check_that_is_off_says_so(build, caplog):
+    trainer = build(PARITY="off")
+    with caplog.at_level(logging.WARNING, "train_grpo"):
+        check_mismatch(trainer)
+    assert "| PARITY=off" in caplog.text and "======" in caplog.text and not trainer.run.engine.llm.calls
+
+
+@pytest.mark.parametrize(
+    ("mean", "control", "limit", "words"),
+    [
+        (0.05, 0.2, 0.05, None),
+        (0.01, 0.021, 0.05, None),
+        (0.01, None, 0.05, None),
+        (0.0, 0.0, 0.05, "cannot be told"),
+        (0.0, math.nan, 0.05, "cannot be told"),
+        (0.01, 0.019, 0.05, "cannot be told"),
+        (0.051, 0.2, 0.05, "PARITY_LIMIT is 0.05"),
+        (0.051, 0.2, 0.06, None),
+        (math.nan, 0.2, 0.05, "PARITY_LIMIT"),
+        (math.inf, 0.2, 0.05, "PARITY_LIMIT"),
+    ],
+)
+def test_parity_problem(mean, control, limit, words):
+    problem = parity_problem(mean, control, limit)
+    assert problem is None if words is None else words in problem

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is changed in vLLM's copy of triton_kernels, on modules written for the test."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+from grpo.rollout.vllm_patches import patch_kernels
+
+ROUTER = """
+import triton
+import triton.language as tl
+
+@triton.jit
+def {kernel}(x, {one}: tl.constexpr, {rows}{constant}, n_rows, BLOCK: tl.constexpr):
+    tl.store(x + {one} * {rows}, n_rows)
+
+def {launcher}():
+    return {kernel}
+"""
+
+
+EXPERTS = """
+import dataclasses
+
+@dataclasses.dataclass
+class OptFlags:
+    block_m: int
+    group_m: int
+    target_kernel_kwargs: dict
+
+def {chooser}(rows):
+    return OptFlags(rows, 8, {{"own": 1}})
+
+def matmul_ogs(rows):
+    return {chooser}(rows)
+"""
+
+
+IMPORT_UTILS = """
+import sys
+
+def has_triton_kernels():
+    import vllm.third_party.triton_kernels as triton_kernels
+
+    sys.modules["triton_kernels"] = triton_kernels
+    return True
+"""
+
+
+@pytest.fixture
+def router(tmp_path, monkeypatch):
+    """A function that puts a vLLM with a copy of triton_kernels in its place, and one that returns the modules that vLLM uses.
+
+    As in vLLM 0.26 the copy gets its second name from an alias, so a module of it can be loaded under either.
+    """
+
+    def forget():
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("vllm", "triton_kernels")]:
+            monkeypatch.delitem(sys.modules, name)
+
+    def build(constant=": tl.constexpr", launcher="topk_forward", there=True, chooser="make_opt_flags", capability=9):
+        package = tmp_path / "vllm" / "third_party" / "triton_kernels"
+        package.mkdir(parents=True)
+        (tmp_path / "vllm" / "utils").mkdir()
+        for folder in (package, package.parent, tmp_path / "vllm", tmp_path / "vllm" / "utils"):
+            (folder / "__init__.py").touch()
+        text = IMPORT_UTILS if there else "def has_triton_kernels():\n    return False"
+        (tmp_path / "vllm" / "utils" / "import_utils.py").write_text(text)
+        names = {"kernel": "_topk_forward", "one": "stride_rm", "rows": "stride_rn", "launcher": launcher}
+        (package / "topk.py").write_text(ROUTER.format(constant=constant, **names))
+        names = {"kernel": "_sum_bitmatrix_rows", "one": "stride_bm", "rows": "stride_bn"}
+        (package / "tensor.py").write_text(ROUTER.format(constant=constant, launcher="sum_bitmatrix_rows", **names))
+        (package / "matmul_ogs.py").write_text(EXPERTS.format(chooser=chooser))
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (capability, 0))
+        monkeypatch.syspath_prepend(tmp_path)
+        forget()
+
+        def used():
+            from triton_kernels.tensor import sum_bitmatrix_rows
+            from triton_kernels.topk import topk_forward
+
+            return topk_forward(), sum_bitmatrix_rows()
+
+        return used
+
+    yield build
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("vllm", "triton_kernels")]:
+        del sys.modules[name]  # for good: monkeypatch would put them back
+
+
+def constants(kernel):
+    return [parameter.name for parameter in kernel.params if parameter.is_constexpr]
+
+
+def test_the_router_is_not_compiled_for_every_number_of_tokens(router, caplog):
+    used = router()
+    patch_kernels()
+    assert [constants(kernel) for kernel in used()] == [["stride_rm", "BLOCK"], ["stride_bm", "BLOCK"]]
+    before = used()
+    patch_kernels()
+    assert used() == before, "what is patched is left alone"
+    assert not caplog.records
+
+
+def test_a_router_that_upstream_repaired_is_left_alone(router, caplog):
+    used = router(constant="")
+    patch_kernels()
+    assert [kernel.fn.__module__ for kernel in used()] == ["triton_kernels.topk", "triton_kernels.tensor"]
+    assert not caplog.records
+
+
+def test_no_router_is_no_warning(router, caplog):
+    router(there=False)
+    patch_kernels()
+    assert not caplog.records and "triton_kernels" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("moved", "words"),
+    [
+        ({"launcher": "forward"}, r"compile_router_once: .*stop for a second"),
+        ({"chooser": "choose_flags"}, r"tune_decoding: KeyError\('make_opt_flags'\)\): rollouts take a little longer"),
+    ],
+)
+def test_what_moved_is_a_warning_and_the_other_is_patched_all_the_same(router, caplog, moved, words):
+    router(**moved)
+    patch_kernels()
+    (record,) = caplog.records
+    assert re.search("vLLM's experts are not what they were .*" + words, record.getMessage())
+
+
+TUNED = (1, {"own": 1, "maxnreg": 128})
+
+
+@pytest.mark.parametrize(
+    ("capability", "rows", "flags"), [(9, 16, TUNED), (9, 32, (8, {"own": 1})), (10, 16, (8, {"own": 1}))]
+)
+def test_decoding_on_hopper_gets_its_own_flags(router, caplog, capability, rows, flags):
+    """Tiles of 16 rows, and nothing else about them changes; a second engine in the process tunes nothing twice."""
+    router(capability=capability)
+    patch_kernels()
+    patch_kernels()
+    from triton_kernels.matmul_ogs import OptFlags, matmul_ogs
+
+    assert matmul_ogs(rows) == OptFlags(rows, *flags) and not caplog.records
+    assert matmul_ogs.__globals__["make_opt_flags"].__name__ == "make_opt_flags"

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine generates with the adapter that is trained."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import pytest
+import torch
+from engines import EXACT, apart, digest, prompt_logps, prompts_of, set_adapter, trainer_logps, trainer_with_engine
+from safetensors.torch import load_file
+from stub_vllm import SYNCS
+
+from grpo.rollout.engine import EngineError
+from grpo.rollout.weight_sync import lora_layers, merged_weights, push_weights, write_adapter
+
+
+@pytest.fixture
+def build(tiny, tmp_path):
+    return functools.partial(trainer_with_engine, tiny, tmp_path)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", "k_proj,o_proj", "q_proj"])
+@pytest.mark.parametrize("sync", SYNCS)
+def test_rollouts_are_sampled_from_the_policy(build, sync, targets):
+    """Log-probs of sampled tokens and of given ones, with a temperature, against the trainer's; and without adapter."""
+    trainer = build(ROLLOUT_SYNC=sync, LORA_TARGETS=targets, TEMPERATURE=0.7)
+    set_adapter(trainer, 1)
+    policy, engine, prompts = trainer.model, trainer.run.engine, prompts_of(trainer)
+    ids, values = engine.rollout(policy, prompts, seed=4)
+    assert [len(row) for row in values] == [len(row) for row in ids] and all(1 <= len(row) <= 8 for row in ids)
+    stops = [[token in trainer.eos_token_ids for token in row] for row in ids]
+    assert any(row[-1] for row in stops) and not any(any(row[:-1]) for row in stops), "a stop token ends, and stays"
+    assert apart(values, trainer_logps(trainer, prompts, ids, 0.7)) < EXACT
+    assert apart(values, trainer_logps(trainer, prompts, ids, 1.0)) > 10 * EXACT, "temperature counts"
+    with policy.disable_adapter():
+        assert apart(values, trainer_logps(trainer, prompts, ids, 0.7)) > 50 * EXACT, "the adapter must matter"
+    base_ids, base_values = engine.rollout(policy, prompts, seed=4, active=False)
+    adapted = prompt_logps(trainer, prompts)
+    with policy.disable_adapter():
+        assert apart(base_values, trainer_logps(trainer, prompts, base_ids, 0.7)) < EXACT
+        bare = prompt_logps(trainer, prompts)
+    for active, expected, other in ((True, adapted, bare), (False, bare, adapted)):
+        engine.wake()
+        engine.sync_weights(policy, active)
+        scored = engine.score(prompts)
+        assert apart(scored, expected) < EXACT and apart(scored, other) > 50 * EXACT
+        engine.sleep()
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_every_rollout_uses_the_adapter_of_that_moment(build, sync):
+    """Three adapters, three rollouts; and two syncs without a sleep, which would have emptied the prefix cache."""
+    trainer = build(ROLLOUT_SYNC=sync)
+    engine, prompts = trainer.run.engine, prompts_of(trainer)
+    for seed in (1, 2, 3):
+        set_adapter(trainer, seed)
+        ids, values = engine.rollout(trainer.model, prompts, seed=0)
+        assert apart(values, trainer_logps(trainer, prompts, ids)) < EXACT, f"adapter {seed}"
+    engine.wake()
+    for seed in (1, 2):
+        set_adapter(trainer, seed)
+        engine.sync_weights(trainer.model)
+        assert apart(engine.score(prompts), prompt_logps(trainer, prompts)) < EXACT
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_weight_syncs_leave_the_policy_bit_for_bit(build, sync):
+    trainer = build(ROLLOUT_SYNC=sync)
+    set_adapter(trainer, 1)
+    base, adapter = digest(trainer.model), digest(trainer.model, adapter=True)
+    engine, prompts = trainer.run.engine, prompts_of(trainer)
+    engine.wake()
+    for i in range(31):
+        engine.sync_weights(trainer.model, active=i % 3 == 0)
+    assert digest(trainer.model) == base and digest(trainer.model, adapter=True) == adapter
+    assert apart(engine.score(prompts), prompt_logps(trainer, prompts)) < EXACT, "no drift on the engine's side either"
+
+
+def test_what_is_written_for_vllm_is_pefts_format(build, tmp_path):
+    trainer = build(ROLLOUT_SYNC="lora")
+    set_adapter(trainer, 1)
+    write_adapter(trainer.model, tmp_path, 4)
+    config, tensors = json.loads((tmp_path / "adapter_config.json").read_text()), load_file(tmp_path / "adapter_model.safetensors")  # fmt: skip
+    assert config["lora_alpha"] == config["r"] == 4 and config["bias"] == "none", "B carries the scale"
+    assert config["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    state = {n.replace(".default", ""): p for n, p in trainer.model.named_parameters() if "lora_" in n}
+    assert set(tensors) == set(state) and {t.dtype for t in tensors.values()} == {torch.bfloat16}
+    for name, parameter in state.items():
+        assert torch.equal(tensors[name].float(), parameter.detach() * (2.0 if "lora_B" in name else 1.0))
+
+
+def test_merged_weights_are_rounded_once_and_refused_where_they_do_not_fit(build):
+    trainer = build()
+    set_adapter(trainer, 1)
+    names = [name for name, _ in merged_weights(trainer.model)]
+    assert names[0] == "model.layers.0.self_attn.q_proj.weight" and len(names) == 8
+    layer = next(iter(lora_layers(trainer.model).values()))
+    layer.get_base_layer().weight.data = layer.get_base_layer().weight.data.bfloat16()
+    _, merged = next(merged_weights(trainer.model))
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    exact = layer.get_base_layer().weight.double() + 2.0 * b.double() @ a.double()
+    assert merged.dtype == torch.bfloat16 and torch.equal(merged, exact.float().bfloat16())
+    trainer.run.engine.wake()
+    for name, shape in ((names[0], (500, 64)), (names[3], (8, 8))):
+        with pytest.raises(ValueError, match=f"{name}: .* does not fit"):
+            trainer.run.engine.llm.apply_model(functools.partial(push_weights, merged=[(name, torch.zeros(shape))]))
+
+
+def test_an_adapter_that_the_engine_does_not_load_is_an_error(build, monkeypatch):
+    trainer = build(ROLLOUT_SYNC="lora")
+    engine = trainer.run.engine
+    engine.wake()
+    with monkeypatch.context() as patch:
+        patch.setattr("grpo.rollout.engine.write_adapter", lambda *arguments: None)
+        with pytest.raises(EngineError, match="No adapter found"):
+            engine.sync_weights(trainer.model)
+    monkeypatch.setattr(engine.llm.llm_engine, "add_lora", lambda request: False)
+    with pytest.raises(EngineError, match="did not take"):
+        engine.sync_weights(trainer.model)

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder of a run: what may continue, what is never deleted. Run: python -m pytest tests/run/test_folder.py"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+from machines import only
+from transformers.trainer_utils import rotate_checkpoints
+
+from grpo.data.files import Row, data_fingerprint
+from grpo.data.scoring import check_rewards
+from grpo.run.folder import CHECKPOINT_FILES, COMPLETE, inspect_run, lock_run, prepare_run, retire_checkpoint
+from grpo.settings import Problems, Settings
+
+ROW = Row("d.csv", 1, (("user", "x"),), (0.0, 1.0), {})
+
+
+def run_dir(tmp_path, **changes):
+    """A folder as an interrupted run leaves it, with a whole checkpoint at step 4 and a torn one at step 6."""
+    settings = dataclasses.replace(Settings(OUTPUT_DIR=str(tmp_path / "run"), TOTAL_STEPS=8), **changes)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    record = {"settings": dataclasses.asdict(settings), "data_sha256": data_fingerprint([ROW])}
+    (folder / "settings.json").write_text(json.dumps(record))
+    for step, names in ((2, CHECKPOINT_FILES), (4, CHECKPOINT_FILES), (6, ("optimizer.pt",))):
+        (folder / f"checkpoint-{step}").mkdir()
+        for name in names:
+            (folder / f"checkpoint-{step}" / name).write_text("{}")
+    return settings, folder
+
+
+def inspect(settings, rows=(ROW,)):
+    problems = Problems()
+    return inspect_run(settings, rows, problems), problems
+
+
+def test_a_fresh_folder(tmp_path):
+    state, problems = inspect(Settings(OUTPUT_DIR=str(tmp_path / "new" / "run")))
+    assert not problems and not state.exists and state.checkpoint is None
+
+
+def test_an_interrupted_run_continues_from_its_last_whole_checkpoint(tmp_path):
+    settings, folder = run_dir(tmp_path)
+    state, problems = inspect(settings)
+    assert not problems and (state.step, state.checkpoint) == (4, folder / "checkpoint-4")
+    (folder / "checkpoint-4" / "trainer_state.json").write_text("{")
+    assert inspect(settings)[0].step == 2, "a torn state file does not count"
+
+
+def test_what_may_not_continue(tmp_path):
+    settings, folder = run_dir(tmp_path)
+    change = dataclasses.replace
+    assert "RESUME=never" in only(inspect(change(settings, RESUME="never"))[1])
+    assert not inspect(change(settings, TOTAL_STEPS=20, SAVE_STEPS=3))[1], "a longer run is the same run"
+    assert "LEARNING_RATE: the run in" in only(inspect(change(settings, LEARNING_RATE=1e-6))[1])
+    assert "5e-05" in only(inspect(change(settings, LEARNING_RATE=1e-6))[1])
+    assert "started on other rows" in only(inspect(settings, [dataclasses.replace(ROW, rewards=(1.0, 0.0))])[1])
+    assert not inspect(change(settings, TOTAL_STEPS=4))[1], (
+        "every step, but not the last file: evaluation and zip are owed"
+    )
+    (folder / COMPLETE).write_text("{}")
+    assert "complete (4 of 4 steps)" in only(inspect(change(settings, TOTAL_STEPS=4))[1])
+    assert not inspect(change(settings, TOTAL_STEPS=4, OVERWRITE=True))[1]
+
+
+def test_a_run_that_reached_a_later_step_is_not_cut_short(tmp_path):
+    settings, _ = run_dir(tmp_path)
+    problem = only(inspect(dataclasses.replace(settings, TOTAL_STEPS=3))[1])
+    assert problem.startswith("TOTAL_STEPS: ") and "has 4 steps, more than 3. Set TOTAL_STEPS=4 or higher" in problem
+
+
+def strip(folder, *steps):
+    """What a zip leaves of checkpoints: no optimizer, no scheduler."""
+    for step in steps:
+        for name in ("optimizer.pt", "scheduler.pt"):
+            (folder / f"checkpoint-{step}" / name).unlink()
+
+
+UNRESUMABLE = [  # what the folder of `run_dir` lost or got, what the problem must name
+    ("an unpacked zip of an interrupted run", (2, 4), {"adapter_model.safetensors": ""}, "it holds a trained adapter, but"),
+    ("an unpacked zip of a failed run", (2, 4), {}, "it holds the adapter of checkpoint-4, but"),
+    ("a complete run whose checkpoints were deleted", None, {"complete.json": '{"steps": 8}'}, "it holds a complete run of 8 steps, but"),
+    ("a complete run whose last checkpoint was deleted", (), {"complete.json": '{"steps": 8}'}, "it holds a complete run of 8 steps, but"),
+    ("an adapter and nothing else", None, {"adapter_model.safetensors": ""}, "it holds a trained adapter, but"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("reason", "lost", "files", "message"), UNRESUMABLE, ids=[case[0] for case in UNRESUMABLE])
+def test_a_trained_adapter_that_cannot_be_trained_on_is_not_replaced(tmp_path, reason, lost, files, message):
+    settings, folder = run_dir(tmp_path)
+    if lost is None:
+        for path in folder.glob("checkpoint-*"):
+            shutil.rmtree(path)
+    else:
+        strip(folder, *lost)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    for changes in ({}, {"TOTAL_STEPS": 20}):
+        problem = only(inspect(dataclasses.replace(settings, **changes))[1])
+        assert problem.startswith(f"OUTPUT_DIR={folder}: {message}") and "OVERWRITE=1" in problem, reason
+        assert f"scripts/evaluate.py --adapter {folder})" in problem and "choose another OUTPUT_DIR" in problem
+    assert not inspect(dataclasses.replace(settings, OVERWRITE=True))[1]
+
+
+def test_what_may_continue_although_an_adapter_is_there(tmp_path):
+    settings, folder = run_dir(tmp_path)
+    (folder / "adapter_model.safetensors").touch()
+    assert not inspect(settings)[1], "interrupted: a whole checkpoint is there as well"
+    strip(folder, 4)
+    assert not inspect(settings)[1] and inspect(settings)[0].step == 2, "an earlier checkpoint is whole"
+    (folder / "complete.json").write_text('{"steps": 2}')
+    assert not inspect(settings)[1], "a complete run that is to train on"
+
+
+def test_a_run_without_a_whole_checkpoint_starts_anew(tmp_path):
+    """Killed before its first checkpoint, or while it was written: its state is written last."""
+    settings, folder = run_dir(tmp_path)
+    for step in (2, 4):
+        shutil.rmtree(folder / f"checkpoint-{step}")
+    (folder / "checkpoint-6" / "adapter_model.safetensors").touch()
+    for _ in range(2):
+        state, problems = inspect(settings)
+        assert not problems and state.exists and state.step == 0
+        (folder / "checkpoint-6" / "trainer_state.json").write_text("{")
+
+
+def test_no_checkpoint_with_an_adapter_is_deleted(tmp_path):
+    settings, folder = run_dir(tmp_path)
+    strip(folder, 4)
+    (folder / "checkpoint-4-mine").mkdir()
+    (folder / "superseded-checkpoint-4").mkdir()
+    state, problems = inspect(settings)
+    prepare_run(state, settings, {}, {})
+    assert not problems and state.step == 2
+    assert sorted(path.name for path in folder.glob("*checkpoint-*")) == [
+        "checkpoint-2", "checkpoint-4-mine", "superseded-checkpoint-4", "superseded-checkpoint-4.2",
+    ]  # fmt: skip
+    assert (folder / "superseded-checkpoint-4.2" / "adapter_model.safetensors").is_file()
+
+
+def test_the_trainer_leaves_what_was_set_aside(tmp_path):
+    for step in range(1, 5):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    retire_checkpoint(tmp_path / "checkpoint-4")
+    assert not (tmp_path / "checkpoint-4").exists(), "no adapter: deleted"
+    (tmp_path / "checkpoint-1" / "adapter_model.safetensors").touch()
+    retire_checkpoint(tmp_path / "checkpoint-1")
+    rotate_checkpoints(output_dir=str(tmp_path), save_total_limit=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "superseded-checkpoint-1"]
+
+
+def test_overwrite_never_deletes_what_the_run_needs(tmp_path):
+    settings, folder = run_dir(tmp_path, OVERWRITE=True)
+    inside = dataclasses.replace(ROW, file=str(folder / "mine.csv"))
+    assert f"it would delete {folder / 'mine.csv'}" in only(inspect(settings, [inside])[1])
+
+
+@pytest.mark.parametrize("name", ["DATA", "EVAL_DATA", "EVAL_PROFILE"])
+def test_overwrite_never_deletes_a_file_that_a_setting_names(tmp_path, name):
+    """Not even one that this run would not read (EVAL_SAMPLES=0)."""
+    settings, folder = run_dir(tmp_path, OVERWRITE=True, EVAL_SAMPLES=0)
+    (folder / "sub").mkdir()
+    (folder / "sub" / "mine.csv").touch()
+    changed = dataclasses.replace(settings, **{name: f"{folder}/*/mine.csv"})
+    assert f"it would delete {folder / 'sub' / 'mine.csv'}, which" in only(inspect(changed)[1])
+
+
+def test_overwrite_never_deletes_a_users_reward_function(tmp_path, monkeypatch):
+    settings, folder = run_dir(tmp_path, OVERWRITE=True, REWARDS="reward_inside:score")
+    (folder / "reward_inside.py").write_text(
+        "def score(completions, **columns):\n    return [0.0] * len(completions)\n"
+    )
+    monkeypatch.syspath_prepend(str(folder))
+    problems = Problems()
+    check_rewards(settings, [ROW], problems)
+    assert not problems
+    assert f"it would delete {folder / 'reward_inside.py'}, which" in only(inspect(settings)[1])
+    monkeypatch.delitem(sys.modules, "reward_inside")
+
+
+def test_a_zip_of_an_earlier_run_is_not_overwritten(tmp_path):
+    (tmp_path / "run.zip").write_text("precious")
+    assert "run.zip of an earlier run is there" in only(inspect(Settings(OUTPUT_DIR=str(tmp_path / "run")))[1])
+    assert not inspect(Settings(OUTPUT_DIR=str(tmp_path / "run"), OVERWRITE=True))[1]
+
+
+def test_a_run_folder_has_one_writer(tmp_path):
+    lock = lock_run(tmp_path / "run")
+    code = f"import pathlib; from grpo.run.folder import lock_run; print(lock_run(pathlib.Path({str(tmp_path / 'run')!r})))"
+    other = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert lock is not None and other.stdout.strip() == "None"
+    lock.release()
+    assert "None" not in subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout
+
+
+def test_folders_of_others_are_never_touched(tmp_path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    for overwrite in (False, True):
+        problem = only(inspect(Settings(OUTPUT_DIR=str(tmp_path), OVERWRITE=overwrite))[1])
+        assert "no run of this script" in problem
+    assert "not a folder" in only(inspect(Settings(OUTPUT_DIR=str(tmp_path / "thesis.txt")))[1])
+    problem = only(inspect(Settings(OUTPUT_DIR=str(tmp_path / "thesis.txt" / "a" / "b")))[1])
+    assert f"{tmp_path / 'thesis.txt'} is a file, not a folder" in problem

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of the entry point with a stub in vLLM's place."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import zipfile
+
+import pytest
+import torch
+from conftest import read_csv
+from machines import H100
+from safetensors.torch import load_file
+from stub_vllm import StubLLM, StubLoRARequest, StubSampling
+
+import train_grpo
+from grpo.preflight.machine import installed_versions
+from grpo.rollout.engine import Engine, EngineError, engine_arguments
+from grpo.run.folder import last_checkpoint
+from grpo.run.logs import METRICS
+from grpo.settings import FIELDS, ROOT
+
+RUN = {
+    "MODEL_ID": "tiny", "USE_VLLM": "1", "TOTAL_STEPS": "4", "SAVE_STEPS": "1", "PROMPTS_PER_STEP": "3", "SEED": "5",
+    "NUM_GENERATIONS": "4", "EVAL_SAMPLES": "0", "DATA": "data/tes_heldout_compact.csv", "LEARNING_RATE": "1e-2",
+    "ATTN_IMPL": "eager", "EVAL_PROFILE": "", "LR_SCHEDULER": "constant",  # a run whose TOTAL_STEPS is raised stays the same
+    "PARITY_LIMIT": 0.15,  # BF16 on a model whose prompt tokens are as unlikely as 20 nats
+}  # fmt: skip
+
+
+class Run:
+    """`train_grpo.main` in this process on a machine that claims a GPU and vLLM, with a stub in vLLM's place."""
+
+    def __init__(self, monkeypatch, folder, tiny):
+        self.monkeypatch, self.folder, self.tiny, self.stubs = monkeypatch, folder, tiny, []
+
+    def __call__(self, prepare=lambda stub: None, **settings):
+        versions = installed_versions
+        with self.monkeypatch.context() as patch:
+            for name in set(os.environ) & set(FIELDS):
+                patch.delenv(name)
+            patch.setenv("TOKENIZERS_PARALLELISM", "false")
+            for name, value in (RUN | {"OUTPUT_DIR": str(self.folder)} | settings).items():
+                patch.setenv(name, str(value))
+            patch.setattr(sys, "argv", ["train_grpo.py"])
+            patch.setattr("grpo.preflight.checks.read_machine", lambda: H100)
+            patch.setattr("grpo.model.load.unseen_gpu", lambda machine: None)
+            patch.setattr(
+                "grpo.preflight.checks.installed_versions", lambda names: versions(names) | {"vllm": "0.26.0"}
+            )
+
+            def start_engine(settings, plan, model_path, stop_token_ids):
+                arguments = engine_arguments(settings, plan, model_path, H100.gpu_total)
+                keep = {k: v for k, v in arguments.items() if "lora" in k and k.startswith(("enable", "max_lora_r"))}
+                stub = StubLLM(arguments["model"], max_model_len=arguments["max_model_len"], **keep)
+                prepare(stub)
+                self.stubs.append(stub)
+                engine = Engine(stub, StubSampling, StubLoRARequest, settings, stop_token_ids)
+                engine.sleep()
+                return engine
+
+            patch.setattr("grpo.rollout.engine.start_engine", start_engine)
+            return train_grpo.main([])
+
+    def read(self, name):
+        return (self.folder / name).read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def start(monkeypatch, tmp_path, tiny, quiet):
+    return lambda name="run": Run(monkeypatch, tmp_path / name, tiny)
+
+
+def adapter(folder):
+    return load_file(folder / "adapter_model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def straight():
+    """What an uninterrupted run of four steps left: filled by the first test that needs it, kept for the others."""
+    return {}
+
+
+@pytest.fixture
+def whole(straight, start):
+    if not straight:
+        run = start("whole")
+        code = run()
+        straight.update(code=code, metrics=read_csv(run.folder / "metrics.csv"), completions=run.read("completions.csv"),
+                        log=run.read("training.log"), adapter=adapter(run.folder), calls=run.stubs[0].calls,
+                        record=json.loads(run.read("settings.json")))  # fmt: skip
+    return straight
+
+
+def test_a_run_with_vllm(whole):
+    assert whole["code"] == 0 and [row["step"] for row in whole["metrics"]] == list("1234")
+    for row in whole["metrics"]:
+        assert 0 < float(row["logp_diff_mean"]) < 0.02 and float(row["is_ratio_mean"]) == pytest.approx(1, abs=0.02)
+        assert float(row["logp_diff_max"]) >= float(row["logp_diff_mean"])
+        assert float(row["clipped_ratio"]) < 0.5, "completions end at the stop tokens"
+        for name in ("wake_s", "handover_s", "sleep_s"):
+            assert 0 <= float(row[name]) <= float(row["rollout_s"])
+        assert float(row["handover_s"]) > 0
+    assert whole["record"]["choices"]["rollouts"] == [True, "set by USE_VLLM"]
+    engine = whole["record"]["choices"]["plan"]["engine"]
+    assert engine["max_num_seqs"] == 12 and engine["capture_sizes"] == list(range(1, 13))
+    for words in ("parity before the first step, fixed tokens", "parity after a sleep, sampled tokens", "complete: 4"):
+        assert words in whole["log"]
+    assert "vLLM awake" in whole["log"] and "Traceback" not in whole["log"]
+    # The sleep of the start, two rounds of the mismatch check, four steps: never two rollouts for one step.
+    gate = ["wake_up", "apply_model", "reset_prefix_cache", "generate", "generate", "sleep"]
+    step = ["wake_up", "apply_model", "reset_prefix_cache", "generate", "sleep"]
+    assert whole["calls"] == ["sleep", *gate * 2, *step * 4]
+
+
+def assert_like(whole, folder):
+    assert (folder / "completions.csv").read_text(encoding="utf-8") == whole["completions"]
+    names = [n for n in METRICS if not n.endswith(("_s", "time"))]
+    rows = read_csv(folder / "metrics.csv")
+    assert [[r[n] for n in names] for r in rows] == [[r[n] for n in names] for r in whole["metrics"]]
+    mine = adapter(folder)
+    assert all(torch.equal(mine[name], tensor) for name, tensor in whole["adapter"].items())
+    assert any(t.any() for n, t in mine.items() if "lora_B" in n)
+
+
+def test_a_dying_engine_leaves_a_run_that_continues(whole, start):
+    """The mismatch check calls generate four times, so the seventh call is step 3: exit 4, zip, checkpoint 2, then the rest, as in the
+    uninterrupted run."""
+    run = start()
+
+    def die(stub):
+        stub.fail["generate"] = (7, RuntimeError("an illegal memory access was encountered"))
+
+    assert run(die) == 4
+    log = run.read("training.log")
+    assert "vLLM: generating failed (RuntimeError: an illegal memory access" in log and "it continues" in log
+    with zipfile.ZipFile(run.folder.with_name("run.zip")) as archive:
+        assert archive.testzip() is None and "run/checkpoint-2/adapter_model.safetensors" in archive.namelist()
+    assert last_checkpoint(run.folder)[0] == 2
+    assert run() == 0 and "continuing from step 2" in run.read("training.log")
+    assert_like(whole, run.folder)
+
+
+def test_a_run_with_the_native_adapter_and_an_evaluation(start, tmp_path, tiny):
+    """Before and after training with vLLM, the first without adapter; continued with the other weight sync."""
+    rows = (ROOT / RUN["DATA"]).read_text(encoding="utf-8").splitlines()[:4]
+    held_out = tmp_path / "held_out.csv"
+    held_out.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    run = start()
+    assert run(ROLLOUT_SYNC="lora", TEMPERATURE=1.5, TOTAL_STEPS=1, EVAL_SAMPLES=2, EVAL_DATA=held_out) == 0
+    assert not Engine(None, None, None, None, []).folder.exists(), "nothing stays in shared memory"
+    result = json.loads(run.read("evaluation.json"))
+    assert 0 <= result["before"]["reward"] <= result["oracle"] and 0 <= result["after"]["reward"] <= result["oracle"]
+    calls, requests = run.stubs[0].calls, run.stubs[0].requests
+    assert calls[-12:] == ["wake_up", "add_lora", "generate", "sleep"] * 3, "before, step 1, after"
+    assert len({r.lora_int_id for r in requests}) == len({r.lora_name for r in requests}) == 5
+    assert float(read_csv(run.folder / "metrics.csv")[0]["logp_diff_mean"]) < 0.02
+    assert run(ROLLOUT_SYNC="merge", TEMPERATURE=1.4, TOTAL_STEPS=2) == 2, (
+        "a resumed run may not change what it samples"
+    )
+    assert run(ROLLOUT_SYNC="merge", TEMPERATURE=1.5, TOTAL_STEPS=2) == 0
+    assert len(read_csv(run.folder / "metrics.csv")) == 2
+
+
+def test_a_run_goes_on_without_vllm_where_that_is_said(start, capfd):
+    """`auto` alone does not change how rollouts are generated, say on a machine without a GPU."""
+    run = start()
+    assert run(TOTAL_STEPS=1) == 0
+    capfd.readouterr()
+    assert run(TOTAL_STEPS=2, USE_VLLM="auto") == 2
+    told = capfd.readouterr().err
+    assert "was started with USE_VLLM=1, now it is 0" in told and "USE_VLLM=0 to go on like this" in told
+    assert run(TOTAL_STEPS=2, USE_VLLM=0) == 0
+    assert [row["wake_s"] != "" for row in read_csv(run.folder / "metrics.csv")] == [True, False]
+    assert "as the run was started" not in run.read("training.log"), "GENERATION_BATCH=auto is planned again"
+
+
+def test_a_run_stops_where_vllm_and_trainer_do_not_agree(start, capfd):
+    run = start()
+    assert run(lambda stub: setattr(stub, "ignore_adapter", True)) == 3
+    log = run.read("training.log")
+    assert "PARITY: before the first step, fixed tokens: vLLM and trainer differ" in log and "ROLLOUT_SYNC" in log
+    assert len(run.read("metrics.csv").splitlines()) == 1, "no step was made"
+    # What exit code 3 names can be tried at once, in the same folder.
+    assert run(ROLLOUT_SYNC="lora", TOTAL_STEPS="1") == 0 and len(read_csv(run.folder / "metrics.csv")) == 1
+    assert run(PARITY="off", TOTAL_STEPS="1", IS_CORRECTION="none", OVERWRITE="1") == 0
+    assert "| PARITY=off" in run.read("training.log")
+    row = read_csv(run.folder / "metrics.csv")[0]
+    assert float(row["logp_diff_mean"]) > 0 and float(row["is_ratio_mean"]) == 1 and row["handover_s"]
+
+
+def test_a_start_that_fails_is_told(start, monkeypatch):
+    run = start()
+
+    def broken(stub):
+        raise EngineError("starting the engine failed (ValueError: no room). VLLM_EAGER=1 ...")
+
+    assert run(broken) == 4
+    assert "vLLM: starting the engine failed" in run.read("training.log")
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_run_with_the_reason(start, monkeypatch):
+    def load_model(*arguments):
+        raise ValueError("model.safetensors: cut short. Download the model again")
+
+    monkeypatch.setattr("grpo.model.load.load_model", load_model)
+    run = start()
+    assert run() == 1
+    assert "model: model.safetensors: cut short. Download the model again" in run.read("training.log")

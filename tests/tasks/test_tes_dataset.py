@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows, the files under data/, and scripts/make_dataset.py. Run: python -m pytest tests/tasks/test_tes_dataset.py"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import re
+import shutil
+from datetime import datetime
+from pathlib import Path
+
+import make_dataset as md
+import numpy as np
+import pytest
+from conftest import ROOT
+from test_tes_profiles import GOOD, JAPANESE, as_csv, profile_rows
+
+from grpo.tasks.tes.dataset import (
+    ROWS_STREAM,
+    SEED,
+    short_hours,
+    short_windows,
+    synthetic_rows,
+    synthetic_windows,
+    trajectory,
+    window_rows,
+    with_short_hours,
+)
+from grpo.tasks.tes.plant import HOURS, Plant, q_values
+from grpo.tasks.tes.profiles import TRAIN_START, Window, synthetic_profile, windows
+from rewards import baselines
+
+DATA = ROOT / "data"
+NAMES = ("tes_train.csv", "tes_heldout.csv", "tes_train_compact.csv", "tes_heldout_compact.csv")
+
+
+def test_rows_of_a_window() -> None:
+    window = windows(synthetic_profile(4, 4))[0]
+    full = window_rows(window, np.random.default_rng(0), "full")
+    compact = window_rows(window, np.random.default_rng(0), "compact")
+    assert [row["timestep"] for row in full] == [*range(8, 18), *range(32, 42), *range(56, 66)]
+    assert [row["q_action_0"] for row in full] == [row["q_action_0"] for row in compact]
+    assert [datetime.fromisoformat(row["timestamp"]).hour for row in full] == [*HOURS] * 3
+    assert "energy [kWh]: 150\n" in full[0]["prompt"]
+    optimal = window_rows(window, np.random.default_rng(0), "full", explore=0.0)
+    # Along the optimum, the best value falls by what the hour cost: Bellman's equation between rows.
+    for before, after in itertools.pairwise(optimal):
+        best = max(before[f"q_action_{k}"] for k in range(4))
+        day, hour = divmod(before["timestep"], 24)
+        output = 100.0 * before["optimal_action"] / 3
+        load, co2 = window.load_kw[day, hour - 8], window.co2[day, hour - 8]
+        energy = float(re.search(r"energy \[kWh\]: (\d+)", before["prompt"])[1])
+        unserved = max(0.0, load - output - energy - 0.5)
+        assert unserved == 0  # on such days the optimum serves all load
+        assert best == pytest.approx(-output / 4 * co2 / 6 + max(after[f"q_action_{k}"] for k in range(4)), abs=1e-9)
+
+
+def test_synthetic_rows() -> None:
+    rows = synthetic_rows(3, 2)
+    assert len(rows) == 60 and rows == synthetic_rows(3, 2) and rows != synthetic_rows(4, 2)
+    assert rows[:30] == synthetic_rows(3, 1)
+    for row in rows:
+        assert isinstance(row["q_action_3"], float) and isinstance(row["reward_action_0"], float)
+        assert sum(row[f"reward_action_{k}"] for k in range(4)) == pytest.approx(1)
+    with pytest.raises(ValueError, match="seed must be"):
+        synthetic_rows(2**32, 1)
+    committed = (DATA / "tes_train_compact.csv").read_text() + (DATA / "tes_heldout_compact.csv").read_text()
+    assert not any(row["user"] in committed for row in synthetic_rows(SEED, 2))
+
+
+# ---- Files and command line -----------------------------------------------------------------------------------------
+
+
+def test_all_problems_are_named_at_once(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    table = profile_rows()
+    table[9][1], table[10][2], table[11][0] = "x", "-1", "never"
+    (tmp_path / "a.csv").write_text(as_csv(table))
+    (tmp_path / "b.csv").write_text(as_csv(profile_rows(2)))
+    profiles = [str(tmp_path / name) for name in ("a.csv", "b.csv", "c.csv")]
+    assert md.main(["--profile", *profiles, "--out", str(tmp_path / "out")]) == 2
+    message = capsys.readouterr().err
+    parts = (
+        "a.csv, row 9 (line 10), column 'co2'", "row 10 (line 11), column 'load'", "row 11 (line 12), column 'datetime'",
+        "2 day(s)", "c.csv: cannot",
+    )  # fmt: skip
+    assert all(part in message for part in parts), message
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_long_list_of_problems_is_cut(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(GOOD.replace(",0.3", ",?0.3"))
+    assert md.main(["--profile", str(path), "--out", str(tmp_path)]) == 2
+    assert "and 66 more problem(s)" in capsys.readouterr().err  # 96 hours, 30 shown
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize(("name", "count"), list(zip(NAMES, (155, 60, 815, 150), strict=True)))
+def test_files_are_consistent(name: str, count: int) -> None:
+    rows = table(DATA / name)
+    assert len(rows) == count
+    context = ["system", "user"] if "compact" in name else ["prompt"]
+    values = [f"{kind}_action_{k}" for kind in ("q", "reward") for k in range(4)]
+    assert list(rows[0]) == ["timestep", "timestamp", *context, "optimal_action", *values]
+    q = np.array([[float(row[f"q_action_{k}"]) for k in range(4)] for row in rows])
+    rewards = np.array([[float(row[f"reward_action_{k}"]) for k in range(4)] for row in rows])
+    weights = np.exp((q - q.max(axis=1, keepdims=True)) / 0.05)
+    np.testing.assert_allclose(rewards, weights / weights.sum(axis=1, keepdims=True), atol=1e-6)
+    best = [int(row["optimal_action"]) for row in rows]
+    np.testing.assert_allclose(q[np.arange(len(q)), best], q.max(axis=1), atol=1e-8)
+    assert (DATA / name).stat().st_size < 700_000
+    made = baselines(rewards.tolist())
+    assert made["random"] == pytest.approx(0.25, abs=1e-6)
+    assert made["random"] + 0.05 < made["constant"] < made["oracle"] - 0.1  # actions matter
+    assert set(best) == {0, 1, 2, 3}
+
+
+def test_train_and_heldout_share_nothing() -> None:
+    for suffix in ("", "_compact"):
+        train, heldout = (table(DATA / f"tes_{split}{suffix}.csv") for split in ("train", "heldout"))
+        assert not {row["timestamp"] for row in train} & {row["timestamp"] for row in heldout}
+        column = "user" if suffix else "prompt"
+        assert not {row[column] for row in train} & {row[column] for row in heldout}
+    # The numbers of a day, without its date and the storage: a compact row of 08:00 holds nearly all of them.
+    days = [
+        {row["user"].split("ahead")[1] for row in rows if " hour 8 " in f" {row['user']}"} for rows in (train, heldout)
+    ]
+    assert len(days[0]) > 60 and len(days[1]) == 15 and not days[0] & days[1]
+    made = [synthetic_windows(SEED, stream, 20, TRAIN_START) for stream in range(3)]
+    made.append(list(itertools.islice(short_windows(SEED), 20)))
+    days = [day.tobytes() for stream in made for window, _ in stream for day in window.co2]
+    assert len(days) == len(set(days)) == 4 * 20 * 4
+
+
+def test_short_hours_are_added_up_to_their_share() -> None:
+    made = synthetic_windows(5, ROWS_STREAM, 3, TRAIN_START)
+    decisions = [one for window, rng in made for one in trajectory(window, rng, "compact", None)]
+    first = [row for row, _ in decisions]
+    short = sum(state.short_kwh > 0 for _, state in decisions)
+    for row, (_, state) in zip(first, decisions, strict=True):
+        assert abs(int(re.search(r"short (\d+)", row["user"])[1]) - min(100, state.short_kwh)) <= 0.5
+    assert 0 < short < 0.2 * len(first)
+    for share in (0.0, 0.25, 0.5):
+        rows = with_short_hours(decisions, short_windows(5), "compact", share)
+        assert rows[:90] == first and with_short_hours(decisions, short_windows(5), "compact", share) == rows
+        added = [int(re.search(r"short (\d+)", row["user"])[1]) for row in rows[90:]]
+        count = short + len(added)
+        assert bool(added) == (share > 0) and (not added or share <= count / len(rows) < share + 1 / len(rows))
+        assert sum(kwh == 0 for kwh in added) <= 0.1 * len(added)  # less than half a kWh is told as 0
+    # Where further windows end, so does the search.
+    few = with_short_hours(decisions, itertools.islice(short_windows(5), 2), "compact", 0.9)
+    assert len(few) == 90 + 2 * len(HOURS)
+
+
+def test_short_hours_are_spread_over_the_day_and_exact() -> None:
+    """One for each hour: a trajectory hardly ever is short in the afternoon, a policy that empties the storage is."""
+    window, rng = next(short_windows(5))
+    made = short_hours(window, rng, "compact")
+    assert [state.stamp.hour for _, state in made] == list(HOURS)
+    assert all(state.short_kwh > 0 for _, state in made) and len({state.stamp.date() for _, state in made}) > 1
+    plant, grid = Plant(), window.solve(Plant(), grid_kwh=0.25)
+    for row, state in made:
+        t = len(HOURS) * window.dates.index(state.stamp.date()) + HOURS.index(state.stamp.hour)
+        assert row["timestep"] == 24 * (t // len(HOURS)) + state.stamp.hour
+        mine = [row[f"q_action_{k}"] for k in range(4)]
+        assert np.allclose(mine, q_values(grid, t, state.energy_kwh), atol=0.5)
+        served = [kw >= state.short_kwh for kw in plant.outputs_kw]
+        assert served[row["optimal_action"]] or not any(served)
+    # An hour without a load cannot be short.
+    idle = Window(window.dates, window.co2, np.where(np.arange(10) == 4, 0.0, window.load_kw))
+    assert [state.stamp.hour for _, state in short_hours(idle, rng, "full")] == [8, 9, 10, 11, 13, 14, 15, 16, 17]
+
+
+def test_check_passes_on_the_committed_files(capsys: pytest.CaptureFixture) -> None:
+    assert md.main(["--check"]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["tes_train_compact.csv", "profile_heldout.csv"])
+def test_check_names_a_changed_file(name: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    for path in DATA.glob("*.csv"):
+        shutil.copy(path, tmp_path / path.name)
+    stored = (tmp_path / name).read_bytes()
+    at = len(stored) // 2
+    (tmp_path / name).write_bytes(stored[:at] + bytes([stored[at] ^ 1]) + stored[at + 1 :])
+    assert md.main(["--check", "--out", str(tmp_path)]) == 1
+    message = capsys.readouterr().err
+    line = stored[:at].count(b"\n") + 1
+    assert f"{tmp_path / name}: differs from line {line} on" in message and message.count("differs") == 1
+    (tmp_path / name).unlink()
+    assert md.main(["--check", "--out", str(tmp_path)]) == 1
+    assert f"{name}: missing" in capsys.readouterr().err
+
+
+def test_summary_tells_the_rewards_of_the_files(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert md.main(["--summary"]) == 0
+    text = capsys.readouterr().out
+    for name in NAMES:
+        rows = table(DATA / name)
+        rewards = [[float(row[f"reward_action_{k}"]) for k in range(4)] for row in rows]
+        oracle = sum(map(max, rewards)) / len(rows)
+        constant = max(sum(column) / len(rows) for column in zip(*rewards, strict=True))
+        (line,) = (line for line in text.splitlines() if line.startswith(name + " "))
+        assert line.split()[1] == str(len(rows)) and f"{oracle:.3f}" in line and f"{constant:.3f} ([" in line
+    assert md.main(["--summary", "--out", str(tmp_path)]) == 2
+    assert "no tes_*.csv" in capsys.readouterr().err
+    (tmp_path / "tes_x.csv").write_text("prompt,optimal_action,reward_action_0\nhello,0,much\n")
+    assert md.main(["--summary", "--out", str(tmp_path)]) == 2
+    assert "tes_x.csv" in capsys.readouterr().err
+
+
+def test_own_profiles(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    long, short = tmp_path / "long.csv", tmp_path / "short.csv"
+    long.write_text(as_csv(profile_rows(9)))
+    short.write_bytes(JAPANESE.encode("utf-8-sig"))
+    out = tmp_path / "out"
+    options = ["--out", str(out), "--prompt", "both", "--trajectories", "2", "--explore", "0", "--start-kwh", "120"]
+    assert md.main(["--profile", str(long), str(short), *options]) == 0
+    report = capsys.readouterr().out
+    assert "long: 9 days, 2 window(s); not used: ['2025-04-21', '2025-04-22']" in report
+    names = ["tes_long.csv", "tes_long_compact.csv", "tes_short.csv", "tes_short_compact.csv"]
+    assert sorted(path.name for path in out.iterdir()) == names
+    assert [len(table(out / name)) for name in names] == [120, 120, 60, 60]
+    energies = re.findall(r"energy \[kWh\]: (\d+)", table(out / "tes_short.csv")[0]["prompt"])
+    assert energies == ["120"] and "energy [kWh]: 120\n" not in table(out / "tes_short.csv")[30]["prompt"]
+    assert "load=32.5 kW, co2=0.312 kg-CO2/kWh" in table(out / "tes_short.csv")[0]["prompt"]
+    # The same rows, and short hours behind them.
+    more = tmp_path / "more"
+    assert md.main(["--profile", str(long), "--out", str(more), *options[2:], "--short-share", "0.4"]) == 0
+    rows, added = table(out / "tes_long_compact.csv"), table(more / "tes_long_compact.csv")
+    assert added[:120] == rows and len(added) > 130
+    assert sum(" short 0 " not in row["user"] for row in added) >= 0.35 * len(added)
+
+
+def test_a_folder_of_own_files_holds_every_hour_once(tmp_path: Path) -> None:
+    """DATA='DIR/*.csv' takes all of them; the repository's own files are in both forms by default."""
+    (tmp_path / "long.csv").write_text(as_csv(profile_rows(7)))
+    out = tmp_path / "out"
+    assert md.main(["--profile", str(tmp_path / "long.csv"), "--out", str(out)]) == 0
+    assert [path.name for path in out.iterdir()] == ["tes_long.csv"] and len(table(out / "tes_long.csv")) == 60
+    assert md.main(["--out", str(tmp_path / "both")]) == 0
+    assert sorted(path.name for path in (tmp_path / "both").glob("tes_*")) == sorted(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--profile", "a.csv"], "--out"),
+        (["--explore", "0.1"], "--profile"),
+        (["--check", "--summary"], "not allowed"),
+        (["--seed", "-1"], "from 0"),
+        (["--seed", "x"], "'x'"),
+        (["--profile", "a.csv", "--out", "x", "--explore", "2"], "from 0 to 1"),
+        (["--profile", "a.csv", "--out", "x", "--start-kwh", "nan"], "from 0 to 300"),
+        (["--prompt", "long"], "long"),
+    ],
+)
+def test_wrong_command_lines(arguments: list[str], reason: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as caught:
+        md.main(arguments)
+    assert caught.value.code == 2 and reason in capsys.readouterr().err
+
+
+def test_profiles_that_would_overwrite_each_other(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    for name in ("a.csv", "a_compact.csv"):
+        (tmp_path / name).write_text(GOOD)
+    profiles = [str(tmp_path / name) for name in ("a.csv", "a_compact.csv")]
+    assert md.main(["--profile", *profiles, "--prompt", "both", "--out", str(tmp_path)]) == 2
+    assert "tes_a_compact.csv too; rename" in capsys.readouterr().err
+
+
+def test_output_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    assert md.main(["--out", str(tmp_path / "file")]) == 2
+    assert "choose another --out" in capsys.readouterr().err

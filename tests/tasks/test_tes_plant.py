@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plant and its optimum, the rewards made from it, and what prompts tell of it. Run: python -m pytest tests/tasks/test_tes_plant.py"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from datetime import datetime
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo.tasks.tes.plant import Plant, best_action, boltzmann, q_values, solve, step
+from grpo.tasks.tes.profiles import synthetic_profile, windows
+from grpo.tasks.tes.prompts import State, render_compact, render_full
+
+PLANT = Plant()
+
+loads = st.floats(0, 120, allow_subnormal=False)
+intensities = st.floats(0.1, 0.7, allow_subnormal=False)
+energies = st.floats(0, PLANT.capacity_kwh, allow_subnormal=False)
+
+
+def hour_by_hand(energy: float, output: float, load: float, co2: float) -> tuple[float, float]:
+    """One hour as the specification tells it, in branches and literals; returns energy after it and cost."""
+    from_pump = min(output, load)
+    from_storage = min(energy, load - from_pump)
+    unserved = load - from_pump - from_storage
+    charged = min(output - from_pump, 300.0 - (energy - from_storage))
+    return energy - from_storage + charged, (output / 4.0 * co2 + 10.0 * unserved) / 6.0
+
+
+def brute_force(energy: float, load: np.ndarray, co2: np.ndarray, price: float) -> np.ndarray:
+    """Value of each first action, by trying every sequence of actions."""
+    best = np.full(4, -math.inf)
+    for actions in itertools.product(range(4), repeat=len(load)):
+        at, total = energy, 0.0
+        for action, demand, intensity in zip(actions, load, co2, strict=True):
+            at, cost = hour_by_hand(at, 100.0 * action / 3.0, demand, intensity)
+            total -= cost
+        best[actions[0]] = max(best[actions[0]], total + price * at)
+    return best
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(loads, intensities), min_size=2, max_size=4), energies, intensities, st.integers(0, 3))
+def test_values_equal_those_of_brute_force(hours, energy, low, action) -> None:
+    """With and without the even grid, a state that was asked for is exact, and so are those that follow from it."""
+    load, co2 = np.array(hours).T
+    price = low / 4.0 / 6.0
+    after = float(step(PLANT, energy, action, load[0], co2[0]).energy_kwh)
+    first, second = brute_force(energy, load, co2, price), brute_force(after, load[1:], co2[1:], price)
+    for grid in (None, 0.5):
+        solution = solve(PLANT, load, co2, price, start_kwh=energy, grid_kwh=grid)
+        np.testing.assert_allclose(q_values(solution, 0, energy), first, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(q_values(solution, 1, after), second, rtol=0, atol=1e-6)
+
+
+def test_reachable_energies_stay_few_and_thinning_stays_close() -> None:
+    window = windows(synthetic_profile(6, 4))[0]
+    exact = window.solve(PLANT, grid_kwh=None)
+    assert all(nodes.size <= 10 * (t + 1) for t, nodes in enumerate(exact.nodes))
+    odd = Plant(ratios=(0.0, 0.317, 0.691, 1.0), capacity_kwh=287.3)  # no common divisor: the nodes would explode
+    full = window.solve(odd, grid_kwh=None, max_nodes=20000)
+    thin = window.solve(odd, grid_kwh=None, max_nodes=1000)
+    assert max(nodes.size for nodes in thin.nodes) <= 1000 < max(nodes.size for nodes in full.nodes)
+    np.testing.assert_allclose(q_values(thin, 0, 150.0), q_values(full, 0, 150.0), rtol=0, atol=0.02)
+
+
+@given(energies, st.integers(0, 3), loads, intensities)
+def test_step_conserves_energy(energy: float, action: int, load: float, co2: float) -> None:
+    done = step(PLANT, energy, action, load, co2)
+    output = 100.0 * action / 3.0
+    served = load - done.unserved_kwh
+    assert energy + output == pytest.approx(done.energy_kwh + served + done.lost_kwh, abs=1e-9)
+    assert 0 <= done.energy_kwh <= 300 and done.unserved_kwh >= 0 and done.lost_kwh >= 0 and served >= -1e-9
+    assert done.unserved_kwh == 0 or done.energy_kwh == 0  # nothing is left unserved while heat is stored
+    assert done.lost_kwh == 0 or done.energy_kwh == 300
+    by_hand = hour_by_hand(energy, output, load, co2)
+    assert (done.energy_kwh, -done.reward) == (pytest.approx(by_hand[0], abs=1e-9), pytest.approx(by_hand[1], abs=1e-9))
+
+
+def test_step_broadcasts_and_charges_for_the_scheduled_output() -> None:
+    done = step(PLANT, np.array([0.0, 300.0])[:, None], np.arange(4), 50.0, 0.4)
+    assert done.energy_kwh.shape == done.reward.shape == done.lost_kwh.shape == (2, 4)
+    np.testing.assert_allclose(done.emissions_kg[0], done.emissions_kg[1])  # a full storage saves nothing
+    np.testing.assert_allclose(done.emissions_kg[1], [0.0, 10 / 3, 20 / 3, 10.0])
+    assert done.lost_kwh[1, 3] == pytest.approx(50.0) and done.unserved_kwh[0, 0] == pytest.approx(50.0)
+
+
+def test_end_is_worth_the_five_lowest_hours_of_the_next_day() -> None:
+    window = windows(synthetic_profile(7, 4))[0]
+    q = q_values(window.solve(PLANT), 29, 200.0)
+    load, co2 = float(window.load_kw[2, 9]), float(window.co2[2, 9])
+    low = sum(sorted(window.co2[3])[:5]) / 5  # of the decision hours: nights do not count
+    energy, cost = hour_by_hand(200.0, 0.0, load, co2)
+    assert q[0] == pytest.approx(-cost + energy * low / 24, abs=1e-9)
+
+
+# ---- Rewards --------------------------------------------------------------------------------------------------------
+
+
+def test_softmax_golden() -> None:
+    q = np.array([-1.0, -1.05, -1.1, -1.0])  # differences of 0, 1, 2, 0 temperatures
+    total = 2 + math.exp(-1) + math.exp(-2)
+    expected = [1 / total, math.exp(-1) / total, math.exp(-2) / total, 1 / total]
+    np.testing.assert_allclose(boltzmann(q), expected, rtol=1e-12)
+    np.testing.assert_allclose(expected, [0.3995, 0.1470, 0.0541, 0.3995], atol=1e-4)
+
+
+def test_softmax_is_stable() -> None:
+    with np.errstate(over="raise", invalid="raise"):
+        rewards = boltzmann(np.array([[-5000.0, 0.0, -5000.0, 0.0], [4000.0, 3999.0, -9e5, 0.0]]))
+    np.testing.assert_allclose(rewards, [[0, 0.5, 0, 0.5], [1, 0, 0, 0]], atol=1e-8)
+
+
+def test_best_action_prefers_the_first_of_equals() -> None:
+    assert best_action(np.array([-1.0, -0.5, -0.5 + 1e-12, -2.0])) == 1
+    assert best_action(np.array([-1.0, -0.5, -0.5 + 1e-6, -2.0])) == 2
+
+
+# ---- Prompts --------------------------------------------------------------------------------------------------------
+
+
+def a_state(hour: int, energy: float = 150.0) -> State:
+    """A state with numbers that can be told apart."""
+    load, co2 = np.arange(20.0, 30.0), np.array([0.40, 0.35, 0.30, 0.25, 0.20, 0.21, 0.26, 0.31, 0.36, 0.41])
+    return State(datetime(2025, 4, 14, hour), energy, load, co2, load + 10, co2 + 0.1)
+
+
+def test_full_prompt() -> None:
+    text = render_full(a_state(9, 87.6))
+    assert re.findall(r"<\|start\|>(\w+)", text) == ["system", "developer", "user", "assistant"]
+    assert text.endswith("<|end|><|start|>assistant") and text.count("<|end|>") == 3 and text.count("←Now!!!") == 1
+    assert "Current time [h]: 2025-04-14 09:00:00\n- Current TES energy [kWh]: 88\n" in text
+    assert "  - 08:00: past hour -> omitted (state uses zero)\n  - 09:00: load=21.0 kW, co2=0.350 kg-CO2/kWh  ←" in text
+    assert "load_mean=34.5 kW" in text and "co2_low5_avg=0.344 kg" in text and "co2_min=0.300 kg" in text
+    assert "in {0, 1, 2, 3}" in text and "{" not in text.split("<|start|>user")[1]
+
+
+def test_compact_prompt() -> None:
+    system, user = render_compact(a_state(14))
+    assert all(f"[{k}]" in system for k in range(4))
+    assert user == (
+        "hour 14 store 50 load 26 co2 26 next 34 gain 58 short 0 room 100 need 0 rank 0 ahead 31 36 41 loads 27 28 29"
+    )
+    _, tight = render_compact(a_state(8, 6.0))
+    assert "store 2 load 20 " in tight and " short 14 room 100 need 22 rank 8 " in tight
+    assert " room 20 " in render_compact(a_state(8, 300.0))[1]
+    assert " need 4 " in render_compact(a_state(8, 200.0))[1]  # 225 later, 200 - 20 left: 45 kWh
+    flat = dataclasses.replace(a_state(8), co2=np.full(10, 0.3))
+    assert " rank 0 " in render_compact(flat)[1]  # equal is not lower
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(8, 17), energies, st.lists(st.tuples(st.floats(0, 500), st.floats(0, 2)), min_size=20, max_size=20))
+def test_compact_prompt_is_short_and_small(hour: int, energy: float, hours: list[tuple[float, float]]) -> None:
+    load, co2 = np.array(hours).T
+    state = State(datetime(2025, 4, 14, hour), energy, load[:10], co2[:10], load[10:], co2[10:])
+    words = render_compact(state)[1].split()
+    assert len(words) <= 40 and all(word.isalnum() for word in words)
+    assert all(0 <= int(word) <= 100 for word in words if word.isdigit())

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Users' hourly profiles and invented ones. Run: python -m pytest tests/tasks/test_tes_profiles.py"""
+
+from __future__ import annotations
+
+from datetime import date, datetime, timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+from grpo.data.files import read_csv
+from grpo.settings import Problems
+from grpo.tasks.tes.dataset import HELDOUT_STREAM, SEED, synthetic_windows
+from grpo.tasks.tes.plant import HOURS
+from grpo.tasks.tes.profiles import HELDOUT_START, Profile, ProfileError, read_profile, synthetic_profile, windows
+
+
+def profile_rows(days: int = 4, hours: range = range(24)) -> list[list[str]]:
+    """A good profile as a table: header, then a row an hour."""
+    table = [["datetime", "co2", "load"]]
+    for i in range(days):
+        for hour in hours:
+            stamp = datetime(2025, 4, 14, hour) + timedelta(days=i)
+            table.append([str(stamp), f"0.{300 + hour}", f"{20 + hour}.5" if hour in HOURS else "0.0"])
+    return table
+
+
+def as_csv(table: list[list[str]]) -> str:
+    return "".join(",".join(row) + "\n" for row in table)
+
+
+def changed(row: int, column: int, text: str) -> str:
+    """A good profile with one cell changed; row as the messages count them, 0 is the header."""
+    table = profile_rows()
+    table[row][column] = text
+    return as_csv(table)
+
+
+def renamed(*header: str) -> str:
+    return as_csv([list(header), *profile_rows()[1:]])
+
+
+def with_column(name: str, where: int = 3) -> str:
+    table = profile_rows()
+    return as_csv([row[:where] + [name if i == 0 else "1"] + row[where:] for i, row in enumerate(table)])
+
+
+GOOD = as_csv(profile_rows())
+JAPANESE = renamed("datetime", "CO2排出係数[kg-CO2/kWh]", "冷房需要[kW]")
+NOON = 13  # row of 12:00 on the first day
+AT_NOON = "row 13 (line 14)"
+# One cell of a good profile (row, column), a text that is accepted there and one that is not, and what the message says.
+CELLS = {
+    "not a number": (NOON, 2, "30", "30 kW", (AT_NOON, "'load'", "'30 kW'", "number")),
+    "digits apart": (NOON, 2, "10", "1_0", (AT_NOON, "'load'", "number")),
+    "nan": (NOON, 1, "0.3", "nan", (AT_NOON, "'co2'", "finite")),
+    "empty cell": (NOON, 1, " 0.3 ", "", (AT_NOON, "'co2'", "empty")),
+    "negative load": (NOON, 2, "0", "-0.1", (AT_NOON, "'load'", "negative")),
+    "negative co2": (NOON, 1, "0", "-0.1", (AT_NOON, "'co2'", "negative")),
+    "grams": (NOON, 1, "0.456", "456", (AT_NOON, "'co2'", "1000")),
+    "load at night": (3, 2, "0", "5", ("row 3 (line 4)", "'load'", "outside 08:00-17:00")),
+    "half hours": (NOON, 0, "2025/4/14 12:00", "2025-04-14 12:30:00", (AT_NOON, "full hour", "12:00")),
+    "no datetime": (NOON, 0, "2025-04-14T12:00", "noon", (AT_NOON, "'datetime'", "'noon'")),
+    "utc offset": (NOON, 0, "2025-04-14 12:00", "2025-04-14 12:00+09:00", (AT_NOON, "UTC offset")),
+    "duplicate": (NOON, 0, "2025-04-14 12:00", "2025-04-14 11:00:00", (AT_NOON, "row 12 (line 13)", "12:00")),
+}
+ROWS = profile_rows()
+SWAPPED = as_csv([*ROWS[:13], *ROWS[14:12:-1], *ROWS[15:]])
+# A whole file that is accepted and one that is not for a single reason, and what the message says.
+FILES = {
+    "unsorted": (GOOD, SWAPPED, ("row 14 (line 15)", "sort")),
+    "missing hour": (as_csv(ROWS[:4] + ROWS[5:]), as_csv(ROWS[:13] + ROWS[14:]), ("2025-04-14", "12:00")),
+    "every morning": (as_csv(profile_rows(hours=range(8, 18))), as_csv(profile_rows(hours=range(9, 18))), ("08:00",)),
+    "too few days": (GOOD, as_csv(profile_rows(3)), ("3 day(s)", "at least 4")),
+    "short block": (
+        as_csv(profile_rows(9)[:97] + profile_rows(9)[121:]),
+        as_csv(profile_rows(8)[:97] + profile_rows(8)[121:]),
+        ("2025-04-19 to 2025-04-21", "3 consecutive"),
+    ),
+    "extra cell": (GOOD, GOOD.replace("0.312,32.5\n", "0.312,32,5\n", 1), (AT_NOON, "4 cells", "3 columns")),
+    "blank lines": (GOOD.replace("\n", "\n\n"), "\n" + GOOD, ("is empty",)),
+    "only a header": (GOOD, "datetime,co2,load\n", ("0 day(s)",)),
+    "semicolons": (GOOD, GOOD.replace(",", ";"), ("mine.csv, header", "commas")),
+    "no co2 column": (renamed("datetime", "Grid ＣＯ₂ (kg)", "x_load"), renamed("datetime", "grid", "load"), ("co2",)),
+    "no load column": (renamed("datetime", "co2", "demand"), renamed("datetime", "co2", "kWh"), ("--load-column",)),
+    "no time column": (renamed("timestamp", "co2", "load"), renamed("t", "co2", "load"), ("datetime",)),
+    "two loads": (with_column("outdoor_degc"), with_column("heating_load"), ("'load'", "'heating_load'", "--load-c")),
+    "two co2s": (with_column("time_of_use"), with_column("CO2_lag"), ("'co2'", "'CO2_lag'", "--co2-column")),
+    "japanese": (JAPANESE, JAPANESE.replace("冷房需要[kW]", "CO2排出量[kg]"), ("CO2排出量[kg]", "--co2-column")),
+}
+FILES |= {
+    name: (changed(row, at, good), changed(row, at, bad), parts) for name, (row, at, good, bad, parts) in CELLS.items()
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_profile_errors(name: str, tmp_path: Path) -> None:
+    good, bad, parts = FILES[name]
+    path = tmp_path / "mine.csv"
+    path.write_text(good)
+    assert windows(read_profile(path))
+    path.write_text(bad)
+    with pytest.raises(ProfileError) as caught:
+        read_profile(path)
+    # A single reason gives a single message; a moved row is also missing where it was.
+    days = 4 if name == "every morning" else 2
+    assert len(caught.value.problems) <= days, caught.value.problems
+    message = str(caught.value)
+    assert all(part in message for part in (str(path), *parts)), message
+
+
+def test_rows_are_counted_as_by_the_trainer(tmp_path: Path) -> None:
+    """Below the header and without blank lines; the line is where the row begins."""
+
+    path = tmp_path / "mine.csv"
+    head = "datetime,co2,load,prompt,reward_action_0,reward_action_1\n"
+    day = '2025-04-14 0{}:00,0.3,{},"two\nlines",1,{}\n'
+    path.write_text(head + day.format(8, 1, 1) + "\n" + day.format(9, "x", "x"))
+    with pytest.raises(ProfileError) as caught:
+        read_profile(path)
+    problems = Problems()
+    read_csv(path, problems)
+    (mine,), (theirs,) = ([line for line in lines if "'x'" in line] for lines in (caught.value.problems, problems))
+    assert mine.startswith(f"{path}, row 2 (line 5), column 'load': 'x'"), mine
+    assert theirs.startswith(f"{path}, row 2 (line 5), column reward_action_1: 'x'"), theirs
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "cp932"])
+def test_encodings(encoding: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    # A byte order mark must not hide the plain name: the other time column would be as good.
+    rows = with_column("time_of_use").replace("datetime,co2,load", "datetime,CO2排出係数[kg-CO2/kWh],冷房需要[kW]")
+    path.write_bytes(rows.encode(encoding))
+    profile = read_profile(path)
+    assert profile.co2[0, 12] == 0.312 and profile.load_kw[3, 8] == 28.5 and profile.dates[0] == date(2025, 4, 14)
+
+
+@pytest.mark.parametrize(("raw", "reason"), [(GOOD.encode("utf-16"), "UTF-16"), (b"datetime,\x81\x20,x", "CP932")])
+def test_wrong_encodings(raw: bytes, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_bytes(raw)
+    with pytest.raises(ProfileError, match=f"mine.csv.*{reason}.*save it"):
+        read_profile(path)
+
+
+def test_columns_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text(with_column("heating_load"))
+    assert read_profile(path, load_column="load").load_kw[0, 12] == 32.5
+    path.write_text(renamed("datetime", "a", "b"))
+    assert read_profile(path, "a", "b").co2[0, 12] == 0.312
+    for names, reason in ((("c", "b"), "no column named 'c'"), (("a", "a"), "both co2 and load")):
+        with pytest.raises(ProfileError, match=reason):
+            read_profile(path, *names)
+
+
+def test_heldout_profile_reads_back() -> None:
+    profile = read_profile(ROOT / "data" / "profile_heldout.csv")
+    cut = windows(profile)
+    made = synthetic_windows(SEED, HELDOUT_STREAM, 5, HELDOUT_START)
+    assert len(cut) == 5
+    for window, (expected, _) in zip(cut, made, strict=True):
+        assert window.dates == expected.dates
+        assert np.array_equal(window.co2, expected.co2) and np.array_equal(window.load_kw, expected.load_kw)
+
+
+# ---- Days -----------------------------------------------------------------------------------------------------------
+
+
+def test_windows_share_the_next_day_and_never_span_a_gap() -> None:
+    profile = synthetic_profile(3, 15)
+    cut = windows(profile)
+    assert [w.dates[0] for w in cut] == [profile.dates[i] for i in (0, 3, 6, 9)]
+    assert all(w.load_kw.shape == w.co2.shape == (4, 10) for w in cut)
+    keep = [i for i in range(15) if i != 5]
+    gapped = Profile(tuple(profile.dates[i] for i in keep), profile.co2[keep], profile.load_kw[keep])
+    assert [w.dates[0] for w in windows(gapped)] == [profile.dates[i] for i in (0, 6, 9)]
+    for window in windows(gapped):
+        assert [(day - window.dates[0]).days for day in window.dates] == [0, 1, 2, 3]
