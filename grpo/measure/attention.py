@@ -17,7 +17,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import ALL_ATTENTION_FUNCTIONS
 
 from grpo.measure.record import figure, installed, write
 from grpo.model.attention import attention_masks, install_attention
-from grpo.model.packing import make_layout
+from grpo.model.packing import pack_batch
 from grpo.preflight.choices import ATTENTION
 from grpo.preflight.machine import FLASH_PACKAGES
 
@@ -89,7 +89,7 @@ class Inputs:
         self.case, generator = case, torch.Generator().manual_seed(0)
         # Which tokens they are does not matter here: what attends to what is a matter of places.
         prompts = [list(range(case.prompt))] * len(case.completions)
-        self.batch = make_layout(prompts, [list(range(n)) for n in case.completions], True, True, device)
+        self.batch = pack_batch(prompts, [list(range(n)) for n in case.completions], True, True, device)
         width, tokens = self.batch.ids.shape[1], case.tokens
 
         def normal(*shape: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer
 
 from grpo.model.gptoss_format import TINY, Shape
-from grpo.model.tiny_warmup import ACTIONS, ANSWER_AFTER, ANSWER_BEFORE, EFFORTS, FIXED_DATE
+from grpo.model.tiny_warmup import ACTIONS, EFFORTS, FIXED_DATE, Answer
 from grpo.tasks.tes import dataset
 from grpo.tasks.tes.plant import DECISION_DAYS, HOURS, START_KWH
 from grpo.tasks.tes.profiles import HELDOUT_START, TRAIN_START, profile_csv, synthetic_profile
@@ -153,27 +153,13 @@ def write_data(folder: Path, scale: Scale) -> None:
     (folder / "profile_heldout.csv").write_bytes(profile_csv(blocks).encode())
 
 
-class Answer:
-    """An answer's tokens in a tokenizer: `ids` (A,) with action 0, the `place` of the action in it, the other places
-    `fixed`, and the token of each action."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.ids = torch.tensor(tokenizer.encode(f"{ANSWER_BEFORE}0{ANSWER_AFTER}").ids)
-        self.place = len(tokenizer.encode(ANSWER_BEFORE).ids)
-        self.fixed = [n for n in range(len(self.ids)) if n != self.place]
-        self.actions = torch.tensor([tokenizer.token_to_id(str(k)) for k in range(ACTIONS)])
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-
 class Rows:
     """Warm-up rows on the device where they are used: `ids` (N, T) of prompt and answer, padded on the right, `lengths`
     (N,), `rewards` (N, actions), `readings` (N, R) with mean 0 and deviation 1, and `weights` (N,) for drawing them."""
 
     def __init__(self, rows: list[WarmupRow], tokenizer: Tokenizer, answer: Answer, device: str) -> None:
         encodings = tokenizer.encode_batch([row.prompt for row in rows], add_special_tokens=False)
-        made = [torch.cat([torch.tensor(encoding.ids), answer.ids]).int() for encoding in encodings]
+        made = [torch.tensor(encoding.ids + answer.ids, dtype=torch.int32) for encoding in encodings]
         self.ids = torch.nn.utils.rnn.pad_sequence(made, batch_first=True).to(device)
         self.lengths = torch.tensor([len(row) for row in made], device=device)
         self.rewards, readings, self.weights = (

@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,12 +18,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, GptOssConfig, GptOssForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from grpo.measure.proof_data import READINGS, Answer, Log, Rows, Scale, make_rows, write_data
+from grpo.measure.proof_data import READINGS, Log, Rows, Scale, make_rows, write_data
 from grpo.measure.record import read_json
+from grpo.model import checkpoint
 from grpo.model import gptoss_format as gptoss
 from grpo.model.load import load_model
-from grpo.model.random_weights import _read_tokenizer, check_checkpoint, new_directory, require_space, special_token_ids
-from grpo.model.tiny_warmup import ACTIONS, _expert_matrices, answer_figures, initial_heads, make_tokenizer
+from grpo.model.tiny_warmup import ACTIONS, Answer, answer_figures, initial_heads, make_tokenizer
+from grpo.preflight.hub import count_parameters
 
 PAD_KEYS = 8  # kernels want sizes that are multiples of it
 FAST = "prove"  # name of both fast layers in transformers
@@ -117,7 +117,7 @@ def new_model(shape: gptoss.Shape, tokenizer: Tokenizer, token_ids: Mapping[str,
     """A gpt-oss in float32 with the fast layers, and initial weights from which reading is learned quickly."""
     AttentionInterface.register(FAST, fast_attention)
     ALL_EXPERTS_FUNCTIONS.register(FAST, fast_experts)
-    config = gptoss.config_dict(shape, dict(token_ids))
+    config = gptoss.config_dict(shape, token_ids)
     config.pop("quantization_config")
     model = GptOssForCausalLM._from_config(
         GptOssConfig.from_dict(config), dtype=torch.float32, attn_implementation=FAST, experts_implementation=FAST
@@ -172,15 +172,23 @@ def at_answer(hidden: torch.Tensor, lengths: torch.Tensor, answer: int) -> torch
     return hidden.gather(1, index.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
 
 
+def answer_log_probs(
+    model: GptOssForCausalLM, hidden: torch.Tensor, lengths: torch.Tensor, answer: Answer
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs of each action (B, actions), and of the answer's other tokens together (B,)."""
+    logp = log_probs(model, at_answer(hidden, lengths, len(answer.ids)))
+    fixed = [n for n in range(len(answer.ids)) if n != answer.action_at]
+    return logp[:, answer.action_at, answer.actions], logp[:, fixed, torch.tensor(answer.ids)[fixed]].sum(-1)
+
+
 def figures(model: GptOssForCausalLM, rows: Rows, answer: Answer, limit: int | None = None) -> dict[str, float]:
     """What sampling at temperature 1 gives in expectation, from probabilities: `answer_figures` of up to `limit` rows."""
     picked, found = torch.arange(len(rows))[:: max(1, len(rows) // (limit or len(rows)))][:limit], []
     with torch.no_grad():
         for some in picked.split(64):
             ids, lengths = rows.batch(some.to(rows.ids.device))
-            logp = log_probs(model, at_answer(forward(model, ids), lengths, len(answer)))
-            around = logp[:, answer.fixed, answer.ids[answer.fixed]].sum(-1)
-            found.append((logp[:, answer.place, answer.actions] + around.unsqueeze(-1)).exp().cpu())
+            actions, around = answer_log_probs(model, forward(model, ids), lengths, answer)
+            found.append((actions + around.unsqueeze(-1)).exp().cpu())
     return answer_figures(torch.cat(found), rows.rewards[picked].cpu())
 
 
@@ -218,23 +226,24 @@ class WarmUp:
         rows, answer, size = self.rows, self.answer, self.scale.batch
         picked = torch.multinomial(rows.weights, size, replacement=True, generator=self.generator)
         ids, lengths = rows.batch(picked)
-        before = lengths - len(answer)
+        before = lengths - len(answer.ids)
         # The action's token is visible to the tokens behind it: show them all four.
         shown = torch.randint(ACTIONS, (size,), device=self.device, generator=self.generator)
-        ids.scatter_(1, (before + answer.place)[:, None], answer.actions.to(self.device)[shown, None])
+        ids.scatter_(
+            1, (before + answer.action_at)[:, None], torch.tensor(answer.actions, device=self.device)[shown, None]
+        )
         middle: list[torch.Tensor] = []
         hook = self.middle.register_forward_hook(lambda module, given, output: middle.append(output))
         hidden = forward(self.model, ids)
         hook.remove()
-        logp = log_probs(self.model, at_answer(hidden, lengths, len(answer)))
-        action = -(targets[picked] * logp[:, answer.place, answer.actions]).sum(-1).mean()
-        form = -logp[:, answer.fixed, answer.ids[answer.fixed]].sum(-1).mean()
+        actions, around = answer_log_probs(self.model, hidden, lengths, answer)
+        action, form = -(targets[picked] * actions).sum(-1).mean(), -around.mean()
         # Next tokens of the prompt at some places.
         at = torch.rand(size, TEXT_TOKENS, device=self.device, generator=self.generator)
         at = (at * (before - 1)[:, None]).long()
         states = hidden.gather(1, at.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
         text = -log_probs(self.model, states).gather(-1, ids.gather(1, at + 1).unsqueeze(-1)).mean()
-        state = at_answer(middle[0], lengths, len(answer))[:, answer.place].float()
+        state = at_answer(middle[0], lengths, len(answer.ids))[:, answer.action_at].float()
         read = self.probe(functional.rms_norm(state, state.shape[-1:]))
         reading = functional.smooth_l1_loss(read, rows.readings[picked])
         return action + FORMAT_WEIGHT * form + TEXT_WEIGHT * text + READING_WEIGHT * reading
@@ -264,17 +273,6 @@ class WarmUp:
                 if not loss.isfinite():
                     raise gptoss.ModelError("the warm-up's loss is not finite: try a smaller --lr")
 
-    def round_experts(self) -> dict[str, torch.Tensor]:
-        """Round the experts to MXFP4 and freeze them; their blocks and scales by their names in the checkpoint."""
-        stored = {}
-        with torch.no_grad():
-            for name, weight in _expert_matrices(self.model):
-                blocks, scales = gptoss.quantize_mxfp4(weight.transpose(1, 2))
-                weight.copy_(gptoss.dequantize_mxfp4(blocks, scales).transpose(1, 2))
-                weight.requires_grad_(False)
-                stored |= {f"{name}_blocks": blocks.cpu(), f"{name}_scales": scales.cpu()}
-        return stored
-
 
 def even_targets(rewards: torch.Tensor, scale: Scale) -> torch.Tensor:
     """Phase 2's targets (N, actions): a share `uniform` spread evenly, the rest by the rewards to the power `sharpness`."""
@@ -295,7 +293,7 @@ def warm_up(
 
     training.phase(1 - scale.soften, scale.lr, rows.rewards, log)
     measure("read")
-    stored = training.round_experts()
+    stored = gptoss.quantize_experts(model)
     measure("rounded")
     if stages["rounded"]["reward"] < stages["rounded"]["best_constant"]:
         log("WARNING: the warm-up reads hardly anything: GRPO will have little to choose by (more --warmup-seconds?)")
@@ -306,12 +304,6 @@ def warm_up(
             stored[name] = parameter.detach().to("cpu", torch.bfloat16)
     measure("stored")
     return stored, stages
-
-
-def load_tokenizer(folder: Path | None) -> tuple[Tokenizer, bytes]:
-    """(tokenizer, bytes of its tokenizer.json): the one in `folder`, or the tiny model's own."""
-    text = _read_tokenizer(folder) if folder else make_tokenizer(gptoss.TINY.vocab).to_str().encode()
-    return Tokenizer.from_str(text.decode()), text
 
 
 def make(options: argparse.Namespace, scale: Scale, log: Log) -> None:
@@ -326,29 +318,24 @@ def make(options: argparse.Namespace, scale: Scale, log: Log) -> None:
     if options.tokenizer is None and scale.prompt == "full":
         raise gptoss.ModelError("full prompts need --tokenizer DIR with tokenizer.json (o200k with Harmony's tokens)")
     write_data(options.out / "data", scale)
-    tokenizer, tokenizer_json = load_tokenizer(options.tokenizer)
+    tokenizer = checkpoint.read_tokenizer(options.tokenizer) if options.tokenizer else make_tokenizer(gptoss.TINY.vocab)
     shape = replace(scale.shape, vocab=(gptoss.TINY if options.tokenizer is None else gptoss.GPT_OSS_20B).vocab)
-    token_ids = special_token_ids(tokenizer_json, shape.vocab)
-    require_space(model_dir, gptoss.checkpoint_bytes(shape) + 64 * 2**20)
+    token_ids = checkpoint.special_token_ids(tokenizer, shape.vocab)
+    checkpoint.require_space(model_dir, checkpoint.checkpoint_bytes(shape) + 64 * 2**20)
     # Workers start before CUDA does, and before the tokenizer's threads.
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    answer = Answer(tokenizer)
+    answer = Answer.of(tokenizer)
     rows, probe = (Rows(made, tokenizer, answer, options.device) for made in make_rows(scale))
     log(f"{len(rows)} + {len(probe)} rows of up to {rows.ids.shape[1]} tokens, {time.perf_counter() - started:.0f} s")
     torch.manual_seed(options.seed)
     model = new_model(shape, tokenizer, token_ids).to(options.device)
-    body = gptoss.parameter_count(shape) - 2 * shape.vocab * shape.hidden
+    parts = count_parameters(gptoss.config_dict(shape))
+    body = parts["total"] - parts["embeddings"]
     log(f"{body:,} parameters besides the embeddings")
     tensors, stages = warm_up(model, rows, probe, answer, scale, options.seed, log)
-    with new_directory(model_dir, force=True) as directory:
-        gptoss.write_weights(directory, gptoss.tensor_specs(shape), lambda spec: tensors[spec.name])
-        gptoss.write_json(directory / "config.json", gptoss.config_dict(shape, token_ids))
-        gptoss.write_json(directory / "generation_config.json", gptoss.generation_config_dict(token_ids))
-        gptoss.write_json(directory / "tokenizer_config.json", gptoss.tokenizer_config_dict())
-        (directory / "tokenizer.json").write_bytes(tokenizer_json)
-        template = gptoss.chat_template() if scale.prompt == "full" else gptoss.chat_template(*gptoss.TINY_SYSTEM)
-        (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
-        check_checkpoint(directory)
+    template = gptoss.chat_template() if scale.prompt == "full" else gptoss.chat_template(*gptoss.TINY_SYSTEM)
+    with checkpoint.new_directory(model_dir, force=True) as directory:
+        checkpoint.write_checkpoint(directory, shape, token_ids, lambda name, like: tensors[name], tokenizer, template)
         loaded = load_model(str(directory), read_json(directory / "config.json"), "eager").to(options.device).eval()
         record = {
             "besides_embeddings": body,
@@ -357,6 +344,6 @@ def make(options: argparse.Namespace, scale: Scale, log: Log) -> None:
             "stages": stages,
             "loaded": figures(loaded, probe, answer, 120),
         }
-        gptoss.write_json(directory / "warmup.json", record)
+        checkpoint.write_json(directory / "warmup.json", record)
     log(f"loaded again: {describe(record['loaded'])}")
     log(f"{model_dir} written and checked, {time.perf_counter() - started:.0f} s")

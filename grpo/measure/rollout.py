@@ -79,9 +79,9 @@ class RolloutWatch:
         self.found["asleep_gib"] = self.free - free_gib()
         return engine
 
-    def sync(self, hand_over: Callable[..., None], engine: Engine, *given: Any, **named: Any) -> None:
+    def sync(self, sync_weights: Callable[..., None], engine: Engine, *given: Any, **named: Any) -> None:
         with watched.weighed() as found:
-            hand_over(engine, *given, **named)
+            sync_weights(engine, *given, **named)
         engine.seconds["handover"] = found["seconds"]
 
     def rollout(self, rollout: Callable[..., Any], engine: Engine, policy: Any, prompts: Any, *given: Any) -> Any:
@@ -166,7 +166,7 @@ def rollout_child(options: argparse.Namespace) -> int:
     with watched.completions_of(512):
         with (
             watched.kept_trainers() as watch.trainers, watched.intercept(rollout_engine, "start_engine", watch.start),
-            watched.intercept(Engine, "hand_over", watch.sync), watched.intercept(Engine, "rollout", watch.rollout),
+            watched.intercept(Engine, "sync_weights", watch.sync), watched.intercept(Engine, "rollout", watch.rollout),
         ):  # fmt: skip
             steps = {"TOTAL_STEPS": 1} if warm else {}
             code = watched.run_w1(options, MAX_COMPLETION_LEN=LONG_TOKENS, ROLLOUT_SYNC=options.sync, **steps)

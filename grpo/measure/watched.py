@@ -171,7 +171,7 @@ def given_step(trainer: Trainer, lengths: list[int]) -> dict[str, float]:
     prompts = [ids[mask.bool()].tolist() for ids, mask in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)]
     started = time.perf_counter()
     engine.wake()
-    engine.hand_over(trainer.accelerator.unwrap_model(trainer.model))
+    engine.sync_weights(trainer.accelerator.unwrap_model(trainer.model))
     with mock.patch.object(engine, "stop_token_ids", []):
         completions, _ = engine.generate(prompts, 1, lengths)
     engine.sleep()

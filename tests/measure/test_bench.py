@@ -102,7 +102,7 @@ def options(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr("trainers.RENDERED", different)  # so that a wrong prompt matters
     monkeypatch.setattr(trl_path, "ATTENTION", "eager")
     monkeypatch.setattr(step, "LONGEST", 8)
-    monkeypatch.setattr(rollout, "LONG_TOKENS", 6)
+    monkeypatch.setattr(rollout, "LONG_TOKENS", 9)
     (tmp_path / "lengths.csv").write_text("completion\n" + "one two three\n" * 5 + '"hour 8\nload 30"\n')
     engines, run = [], tmp_path / "run"
 
@@ -154,7 +154,7 @@ def test_a_rollout_is_watched_and_a_changed_base_weight_fails_it(options, monkey
     assert rollout.bench_rollout(options) == 0
     assert before == {name: getattr(Engine, name) for name in before}, "nothing stays watched"
     found = record.read_json(Path(options.out))
-    assert found["same_seed_alike"] == 16 and found["long_tokens"] == 16 * 6
+    assert found["same_seed_alike"] == 16 and found["long_tokens"] == 16 * 9
     assert found["parity_mean"] == 0.2 and found["parity_max"] == 0.4 and found["parity_control_mean"] == 0.8
     assert found["base_changed_elements"] == 1 and found["adapter_nonzero_lora_b"] > 0
     assert found["rollout_compiled"] == 0 and found["rollout_tok_s"] > 0 and 0 < found["start_to_rollout_s"] < 10_000

@@ -24,7 +24,6 @@ from grpo.measure.proof_data import (
     PROBE_SEED,
     SCALES,
     WARMUP_SEED,
-    Answer,
     Rows,
     warmup_row,
     warmup_rows,
@@ -33,15 +32,16 @@ from grpo.measure.proof_data import (
 from grpo.measure.proof_model import (
     HEAD_DISTANCES,
     WarmUp,
+    at_answer,
     even_targets,
     figures,
     forward,
-    load_tokenizer,
     log_probs,
     new_model,
 )
-from grpo.model.gptoss_format import SPECIAL_TOKENS, Shape
-from grpo.model.random_weights import check_checkpoint
+from grpo.model.checkpoint import check_checkpoint
+from grpo.model.gptoss_format import SPECIAL_TOKENS, TINY, Shape, quantize_experts
+from grpo.model.tiny_warmup import Answer, make_tokenizer
 from grpo.settings import load_settings
 from grpo.tasks.tes.dataset import synthetic_windows, trajectory
 from grpo.tasks.tes.plant import HOURS
@@ -58,12 +58,12 @@ SHAPE = Shape(
 @pytest.fixture(scope="module")
 def tokenizer():
     """The tiny model's: a full prompt takes more of its tokens than o200k's, but only numbers differ between prompts."""
-    return load_tokenizer(None)[0]
+    return make_tokenizer(TINY.vocab)
 
 
 @pytest.fixture(scope="module")
 def rows(tokenizer) -> Rows:
-    return Rows(warmup_rows((7, 2, "compact")), tokenizer, Answer(tokenizer), "cpu")
+    return Rows(warmup_rows((7, 2, "compact")), tokenizer, Answer.of(tokenizer), "cpu")
 
 
 @pytest.fixture
@@ -111,12 +111,14 @@ def test_initial_heads_look_back_by_their_distance(model):
 
 
 def test_rows_end_in_their_answer(rows, tokenizer):
-    answer = Answer(tokenizer)
+    answer = Answer.of(tokenizer)
     ids, lengths = rows.batch(torch.arange(len(rows)))
     assert ids.shape[1] % 8 == 0 and lengths.max() <= ids.shape[1]
-    assert all(row[n - len(answer) : n].tolist() == answer.ids.tolist() for row, n in zip(ids, lengths, strict=True))
-    assert answer.ids[answer.place] == answer.actions[0] and answer.place not in answer.fixed
+    assert all(row[n - len(answer.ids) : n].tolist() == answer.ids for row, n in zip(ids, lengths, strict=True))
     assert rows.readings.mean(0).abs().max() < 1e-4
+    # What predicts a token stands before it.
+    before = at_answer(torch.arange(ids.shape[1]).expand(len(ids), -1)[..., None], lengths, len(answer.ids))[..., 0]
+    assert (ids.gather(1, before + 1) == torch.tensor(answer.ids)).all()
 
 
 def test_readings_and_weights_are_those_of_the_state():
@@ -137,11 +139,11 @@ def test_readings_and_weights_are_those_of_the_state():
 def test_figures_are_what_sampling_earns(model, rows, tokenizer, monkeypatch):
     """A model that always ends its answer right and gives the actions 1/4 each earns what random actions do; one with half of
     its probability elsewhere earns half."""
-    answer = Answer(tokenizer)
-    even = torch.zeros(len(answer), SHAPE.vocab)
-    even[answer.place] = -math.inf
+    answer = Answer.of(tokenizer)
+    even = torch.zeros(len(answer.ids), SHAPE.vocab)
+    even[answer.action_at] = -math.inf
     for share in (1.0, 0.5):
-        even[answer.place, answer.actions] = math.log(0.25 * share)
+        even[answer.action_at, answer.actions] = math.log(0.25 * share)
         monkeypatch.setattr(
             "grpo.measure.proof_model.log_probs", lambda model, hidden: even.expand(len(hidden), -1, -1)
         )
@@ -152,7 +154,7 @@ def test_figures_are_what_sampling_earns(model, rows, tokenizer, monkeypatch):
 def test_the_warm_up_learns_targets_format_text_and_readings(model, rows, tokenizer):
     """Few steps on few rows: each part of the loss falls, experts are then what MXFP4 can say, and stay so."""
     scale = dataclasses.replace(SCALES["small"], batch=8, steps=40, seconds=1e6)
-    answer, lines = Answer(tokenizer), []
+    answer, lines = Answer.of(tokenizer), []
     training = WarmUp(model, rows, answer, scale, 0)
     before, probe = figures(model, rows, answer), training.probe.weight.clone()
     ids, lengths = rows.batch(torch.arange(8))
@@ -160,14 +162,14 @@ def test_the_warm_up_learns_targets_format_text_and_readings(model, rows, tokeni
     def text() -> float:
         with torch.no_grad():
             logp = log_probs(model, forward(model, ids)[:, :-1]).gather(-1, ids[:, 1:, None])[..., 0]
-        return -logp[:, : int(lengths.min()) - len(answer) - 1].mean().item()
+        return -logp[:, : int(lengths.min()) - len(answer.ids) - 1].mean().item()
 
     first = text()
     training.phase(0.9, scale.lr, rows.rewards, lines.append)
     after = figures(model, rows, answer)
     assert after["parse_rate"] > 10 * before["parse_rate"] and text() < first - 0.3
     assert not torch.equal(training.probe.weight, probe) and training.step == 36
-    stored = training.round_experts()
+    stored = quantize_experts(model)
     kept = model.model.layers[1].mlp.experts.down_proj.clone()
     training.phase(1.0, scale.soften_lr, even_targets(rows.rewards, scale), lines.append)
     assert torch.equal(model.model.layers[1].mlp.experts.down_proj, kept) and len(stored) == 16
