@@ -108,6 +108,14 @@ def test_while_learning_the_sleeping_engine_takes_its_part():
     assert chosen.peak == chosen.learning_peak > chosen.rollout_peak
 
 
+def test_a_tenth_of_the_gpu_stays_free():
+    chosen = plan_memory(Settings(MICRO_BATCH=8, GENERATION_BATCH=1), REAL_CONFIG, H100, 940, "torch_flash")
+    assert chosen.peak == chosen.learning_peak
+    for share, words in ((0.91, "learning in micro-batches of 8 would need"), (0.89, "")):
+        shortfall = memory_shortfall(chosen, dataclasses.replace(H100, gpu_free=chosen.peak / share))
+        assert shortfall.startswith(words) and bool(shortfall) is bool(words)
+
+
 # ---- Advice ----------------------------------------------------------------------------------------------------------
 
 
