@@ -78,10 +78,10 @@ def test_blocks_and_scales_may_lie_in_different_files(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda t: t.pop("model.norm.weight"), "model.norm.weight is missing .1 tensors"),
-        (lambda t: t.pop("model.layers.0.mlp.experts.down_proj_scales"), "down_proj_scales is missing .1 tensors"),
-        (lambda t: t.update(extra=torch.zeros(1)), "model.safetensors: extra is no part of a gpt-oss in MXFP4"),
-        (lambda t: t.update({"model.norm.weight": torch.zeros(7)}), r"norm.weight is \(7,\), config.json makes"),
+        (lambda t: t.pop("model.norm.weight"), 'Missing key.* "model.norm.weight"'),
+        (lambda t: t.pop("model.layers.0.mlp.experts.down_proj_scales"), "Missing key.*0.mlp.experts.down_proj_scales"),
+        (lambda t: t.update(extra=torch.zeros(1)), 'Unexpected key.* "extra"'),
+        (lambda t: t.update({"model.norm.weight": torch.zeros(7)}), r"size mismatch for model.norm.weight.*\[7\]"),
         (None, "model.safetensors: "),
     ],
     ids=["missing", "missing scales", "extra", "shape", "cut short"],
