@@ -64,14 +64,11 @@ def write_full(
     tokenizer: Path | None = None,
     device: str = "cpu",
     seed: int = 0,
-    force: bool = False,
+    force=False,
 ) -> Path:
     """Write a checkpoint with random weights to `out`, with the tokenizer in the directory `tokenizer`, or without one. The
     noise is made on `device`; a seed gives other noise on another kind of device. `force` replaces an existing checkpoint.
-
-    Raises:
-        ModelError: whatever keeps the checkpoint from being made, a device that is not there too.
-    """
+    Raises ModelError for whatever keeps it from being made, a device that is not there too."""
     # A smaller vocabulary has no such ids; the last ones stand in, so that generation still runs.
     words, ids = None, {token: min(n, shape.vocab - 1) for token, n in O200K_IDS.items()}
     if tokenizer is not None:

@@ -95,10 +95,6 @@ def test_same_seed_same_bytes(small: Path, tmp_path: Path) -> None:
     assert len(list(small.glob("*.safetensors"))) > 1
 
 
-def lose_a_shard(folder: Path) -> None:
-    next(folder.glob("*.safetensors")).unlink()
-
-
 def cut_short(folder: Path) -> None:
     path = next(folder.glob("*.safetensors"))
     os.truncate(path, path.stat().st_size - 1)
@@ -116,7 +112,10 @@ def bend_a_shape(folder: Path) -> None:
     ("damage", "message"),
     [
         (cut_short, "cannot read .*model-.*safetensors"),
-        (lose_a_shard, "missing: .*; model.safetensors.index.json does not say"),
+        (
+            lambda folder: next(folder.glob("*.safetensors")).unlink(),
+            "missing: .*; model.safetensors.index.json does not say",
+        ),
         (bend_a_shape, "of another type or shape: model.embed_tokens.weight"),
         (lambda folder: (folder / "extra.safetensors").write_bytes(b"no"), "cannot read .*extra.safetensors"),
     ],
