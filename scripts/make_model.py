@@ -28,12 +28,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+SIZES = """{path}: {parameters:,} parameters in {tensors} tensors, {files} file(s), {bytes:,} bytes; names, types and shapes \
+are what transformers expects"""
+FIGURES = """sampled at temperature 1: parse rate {parse_rate:.3f}, mean reward {reward:.3f} (greedy {greedy:.3f}, \
+random {random:.3f}, best constant {best_constant:.3f}, oracle {oracle:.3f})"""
+
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Make checkpoints in gpt-oss's exact format.",
-        epilog="Examples and exit codes: see the top of this file.",
-    )
+    epilog = "Examples and exit codes: see the top of this file."
+    parser = argparse.ArgumentParser(description="Make checkpoints in gpt-oss's exact format.", epilog=epilog)
     commands = parser.add_subparsers(dest="command", required=True)
 
     tiny = commands.add_parser("tiny", help="a trained toy model, a few hundred thousand parameters, under a minute")
@@ -72,22 +75,13 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.command == "full":
             write_full(path, Shape(layers=args.layers), args.tokenizer, args.device, args.seed, args.force)
-        elif args.command == "tiny" and path is None:
+        elif path is None:
             path = build_tiny(force=args.force, log=print)
         elif args.command == "tiny":
             write_tiny(path, args.seed, args.force, log=print)
-        found = check_checkpoint(path)
-        print(
-            f"{path}: {found['parameters']:,} parameters in {found['tensors']} tensors, {found['files']} file(s), "
-            f"{found['bytes']:,} bytes; names, types and shapes are what transformers expects"
-        )
+        print(SIZES.format(path=path, **check_checkpoint(path)))
         if args.command == "tiny":
-            print(
-                "sampled at temperature 1: parse rate {parse_rate:.3f}, mean reward {reward:.3f} (greedy {greedy:.3f}, "
-                "random {random:.3f}, best constant {best_constant:.3f}, oracle {oracle:.3f})".format(
-                    **json.loads((path / "warmup.json").read_text(encoding="utf-8"))
-                )
-            )
+            print(FIGURES.format(**json.loads((path / "warmup.json").read_text(encoding="utf-8"))))
     except (ModelError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

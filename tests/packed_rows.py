@@ -18,10 +18,11 @@ def normal(*shape, generator, dtype=torch.float64):
     return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
 
 
-def packed(dtype=torch.float64, lengths=LENGTHS, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    queries, keys = zip(*lengths, strict=True)
+def packed():
+    """q (Tq, Hq, D), k and v (Tk, Hkv, D) in float32, and what a kernel takes behind them, its window aside."""
+    g = torch.Generator().manual_seed(0)
+    queries, keys = zip(*LENGTHS, strict=True)
     cu_seqlens = [torch.tensor([0, *n]).cumsum(0).int() for n in (queries, keys)]
-    q = normal(sum(queries), HEADS, DIM, generator=g, dtype=dtype)
-    k, v = (normal(sum(keys), KEY_HEADS, DIM, generator=g, dtype=dtype) for _ in range(2))
+    q = torch.randn(sum(queries), HEADS, DIM, generator=g)
+    k, v = (torch.randn(sum(keys), KEY_HEADS, DIM, generator=g) for _ in range(2))
     return q, k, v, (*cu_seqlens, max(queries), max(keys), SCALE)

@@ -34,10 +34,8 @@ def attention_masks(
 def hidden_states(model: PreTrainedModel, batch: PackedBatch, attention: str) -> torch.Tensor:
     """States of the base `model` (without its head) that predict the completion tokens of `batch`: (N, hidden)."""
     masks = attention_masks(batch, attention, model.config.sliding_window, model.dtype)
-    states = model.model(
-        input_ids=batch.ids, position_ids=batch.positions, attention_mask=masks, use_cache=False
-    ).last_hidden_state
-    return states.flatten(0, 1)[batch.before]
+    out = model.model(input_ids=batch.ids, position_ids=batch.positions, attention_mask=masks, use_cache=False)
+    return out.last_hidden_state.flatten(0, 1)[batch.before]
 
 
 @dataclass(frozen=True)
@@ -55,20 +53,21 @@ class Kernel:
     load: Callable[[], tuple[Callable[..., Any], Callable[..., Any]]] | None = None
 
 
-SEQLENS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-
-
-def sides(window: int | None) -> dict[str, int]:
+def bounds(window: int | None) -> dict[str, int]:
     """How many keys before and behind its own a query sees; -1 is no limit."""
     return {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
 
 
+def keywords(shape: Sequence[Any]) -> dict[str, Any]:
+    """A kernel's `shape` by the names that the packages give its parts."""
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale")
+    return dict(zip(names, shape[:-1], strict=True)) | bounds(shape[-1])
+
+
 def torch_flash_forward(q, k, v, *shape):
     *seqlens, scale, window = shape
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, *seqlens, 0.0, True, False, scale=scale, **sides(window)
-    )
-    return out, lse
+    rest = {"scale": scale} | bounds(window)
+    return torch.ops.aten._flash_attention_forward(q, k, v, *seqlens, 0.0, True, False, **rest)[:2]
 
 
 def torch_flash_backward(dout, q, k, v, out, lse, *shape):
@@ -76,7 +75,7 @@ def torch_flash_backward(dout, q, k, v, out, lse, *shape):
     # The random state is read only with dropout; its type and shape are those of torch.nn.attention.varlen.
     state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     return torch.ops.aten._flash_attention_backward(
-        dout, q, k, v, out, lse.contiguous(), *seqlens, 0.0, True, state, unused, scale=scale, **sides(window)
+        dout, q, k, v, out, lse.contiguous(), *seqlens, 0.0, True, state, unused, scale=scale, **bounds(window)
     )
 
 
@@ -87,18 +86,13 @@ def flash2_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def flash2_forward(q, k, v, *shape):
-    *seqlens, scale, window = shape
-    rest = {"dropout_p": 0.0, "softmax_scale": scale, "causal": True}
-    out, lse, *_ = flash2_functions()[0](q, k, v, *seqlens, **rest, **sides(window))
-    return out, lse
+    return flash2_functions()[0](q, k, v, **keywords(shape), dropout_p=0.0, causal=True)[:2]
 
 
 def flash2_backward(dout, q, k, v, out, lse, *shape):
-    *seqlens, scale, window = shape
     gradients = [x.new_empty(x.shape) for x in (q, k, v)]
-    rest = {"dropout_p": 0.0, "softmax_scale": scale, "causal": True}
-    rest |= {"softcap": 0.0, "alibi_slopes": None, "deterministic": False}
-    flash2_functions()[1](dout, q, k, v, out, lse.contiguous(), *gradients, *seqlens, **rest, **sides(window))
+    rest = {"dropout_p": 0.0, "causal": True, "softcap": 0.0, "alibi_slopes": None, "deterministic": False}
+    flash2_functions()[1](dout, q, k, v, out, lse.contiguous(), *gradients, **keywords(shape), **rest)
     return gradients
 
 
@@ -110,22 +104,18 @@ def flash3_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def flash3_forward(q, k, v, *shape):
-    *seqlens, scale, window = shape
     # Arguments that have no default in older builds.
     absent = ("k_new", "v_new", "q_v", "out", "cu_seqlens_k_new", "seqused_q", "seqused_k", "page_table", "kv_batch_idx",
               "leftpad_k", "rotary_cos", "rotary_sin", "seqlens_rotary", "q_descale", "k_descale", "v_descale")  # fmt: skip
-    rest = dict(zip(SEQLENS, seqlens, strict=True)) | dict.fromkeys(absent) | sides(window)
-    out, lse, *_ = flash3_functions()[0](q, k, v, softmax_scale=scale, is_causal=True, num_splits=1, **rest)
-    return out, lse
+    rest = keywords(shape) | dict.fromkeys(absent)
+    return flash3_functions()[0](q, k, v, is_causal=True, num_splits=1, **rest)[:2]
 
 
 def flash3_backward(dout, q, k, v, out, lse, *shape):
-    *seqlens, scale, window = shape
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))  # builds return different tuples, all of them fill these
-    rest = dict(zip(SEQLENS, seqlens, strict=True)) | {"seqused_q": None, "seqused_k": None} | sides(window)
-    rest |= {"softmax_scale": scale, "is_causal": True, "deterministic": False}
-    flash3_functions()[1](dout, q, k, v, out, lse.contiguous(), dq=dq, dk=dk, dv=dv, **rest)
-    return dq, dk, dv
+    gradients = dict(zip(("dq", "dk", "dv"), (x.new_empty(x.shape) for x in (q, k, v)), strict=True))
+    rest = {"seqused_q": None, "seqused_k": None, "is_causal": True, "deterministic": False}
+    flash3_functions()[1](dout, q, k, v, out, lse.contiguous(), **gradients, **keywords(shape), **rest)
+    return tuple(gradients.values())  # builds return different tuples, all of them fill these
 
 
 def flash4_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -136,20 +126,18 @@ def flash4_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return _flash_attn_fwd, _flash_attn_bwd
 
 
-def flash4_arguments(shape: Sequence[Any]) -> dict[str, Any]:
-    *seqlens, scale, window = shape
+def flash4_keywords(shape: Sequence[Any]) -> dict[str, Any]:
     # None, not -1, is "no limit" here, and causal excludes a left bound: a window is given by both bounds.
-    mask = {"causal": True} if window is None else sides(window)
-    return dict(zip(SEQLENS, seqlens, strict=True)) | {"softmax_scale": scale} | mask
+    whole = {"causal": True, "window_size_left": None, "window_size_right": None}
+    return keywords(shape) | (whole if shape[-1] is None else {})
 
 
 def flash4_forward(q, k, v, *shape):
-    out, lse, *_ = flash4_functions()[0](q, k, v, return_lse=True, **flash4_arguments(shape))
-    return out, lse
+    return flash4_functions()[0](q, k, v, return_lse=True, **flash4_keywords(shape))[:2]
 
 
 def flash4_backward(dout, q, k, v, out, lse, *shape):
-    return flash4_functions()[1](q, k, v, out, dout, lse, **flash4_arguments(shape))[:3]
+    return flash4_functions()[1](q, k, v, out, dout, lse, **flash4_keywords(shape))[:3]
 
 
 KERNELS = {
@@ -162,9 +150,9 @@ KERNELS = {
 
 def unusable_attention(attention: str) -> str | None:
     """Why the package of this attention cannot be used although its metadata is there, or None. Imports it."""
-    package, install = FLASH_PACKAGES.get(attention, (None, None))
-    if package is None:
+    if attention not in FLASH_PACKAGES:
         return None
+    package, install = FLASH_PACKAGES[attention]
     try:
         KERNELS[attention].load()
     except Exception as error:  # a missing module, a missing function, a library built for another torch
@@ -246,9 +234,6 @@ def attention_of(model: torch.nn.Module, implementation: str) -> Iterator[None]:
     """Run `model` with another attention for a while: generation has a new shape at every token."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     before = base.config._attn_implementation
-    if before == implementation:
-        yield
-        return
     base.set_attn_implementation(implementation)
     try:
         yield

@@ -10,24 +10,26 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from transformers import AutoConfig, GptOssConfig, GptOssForCausalLM
 
 from grpo.model.gptoss_format import (
     BLOCK,
+    BOS,
+    PAD,
     SPECIAL_TOKENS,
+    STOP_TOKENS,
+    TOKENIZER_CONFIG,
     ModelError,
     Shape,
     config_dict,
-    generation_config_dict,
-    tokenizer_config_dict,
 )
 from grpo.preflight.hub import _is_checkpoint, count_parameters
 
@@ -40,10 +42,8 @@ def require_space(where: Path, needed: int) -> None:
     existing = next(parent for parent in (where.absolute(), *where.absolute().parents) if parent.exists())
     free = shutil.disk_usage(existing).free
     if free < needed:
-        raise ModelError(
-            f"{where} needs {needed / 2**30:.2f} GiB and {existing} has {free / 2**30:.2f} GiB free: "
-            "free some space, or choose another folder"
-        )
+        what = f"{where} needs {needed / 2**30:.2f} GiB and {existing} has {free / 2**30:.2f} GiB free"
+        raise ModelError(f"{what}: free some space, or choose another folder")
 
 
 @contextlib.contextmanager
@@ -57,9 +57,8 @@ def new_directory(out: Path, force: bool) -> Iterator[Path]:
     out = out.absolute()
     occupied = out.exists() and (not out.is_dir() or any(out.iterdir()))
     if occupied and not force:
-        raise ModelError(
-            f"{out} exists and is not empty: move it away, choose another folder, or use make_model.py --force"
-        )
+        fix = "move it away, choose another folder, or use make_model.py --force"
+        raise ModelError(f"{out} exists and is not empty: {fix}")
     if occupied and not _is_checkpoint(out):
         raise ModelError(f"{out} exists and holds no gpt-oss checkpoint, so it is not replaced: move it away")
     try:
@@ -71,12 +70,10 @@ def new_directory(out: Path, force: bool) -> Iterator[Path]:
         yield temporary
         temporary.chmod(0o755)  # mkdtemp's 0o700 would hide the model from other users
         if occupied:
-            old = temporary.with_suffix(".old")
-            os.replace(out, old)
-            os.replace(temporary, out)
+            os.replace(out, old := temporary.with_suffix(".old"))
+        os.replace(temporary, out)  # replaces an empty directory too
+        if occupied:
             shutil.rmtree(old)
-        else:
-            os.replace(temporary, out)  # replaces an empty directory too
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -99,66 +96,39 @@ def expected_tensors(config: GptOssConfig) -> dict[str, torch.Tensor]:
 
 
 def checkpoint_bytes(shape: Shape) -> int:
-    """Bytes of all tensors of that shape; computed from two small ones, so that absurd shapes are refused quickly."""
-    one, two = (
-        sum(t.nbytes for t in expected_tensors(GptOssConfig.from_dict(config_dict(replace(shape, layers=n)))).values())
-        for n in (1, 2)
-    )
-    return one + (shape.layers - 1) * (two - one)
+    """Bytes of all tensors of that shape: two a parameter, and 17 for each 32 of an expert's matrices."""
+    matrices = shape.layers * shape.experts * 3 * shape.hidden * shape.intermediate
+    return 2 * (count_parameters(config_dict(shape))["total"] - matrices) + matrices * 17 // 32
 
 
 def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-Make = Callable[[str, torch.Tensor], torch.Tensor]  # (name, a meta tensor of its type and shape) -> the tensor
-
-
-def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], make: Make) -> None:
-    """Write one safetensors file tensor by tensor: memory holds one of them, where the library's writer takes a whole file.
-
-    The format (https://huggingface.co/docs/safetensors): the header's length as 8 bytes little-endian, a JSON header,
-    then the tensors' bytes without gaps. Raises ModelError if `make` returns another type or shape.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, like in tensors.items():
-        start, end = end, end + like.nbytes
-        header[name] = {"dtype": DTYPES[like.dtype], "shape": list(like.shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data starts at a multiple of 8 bytes
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name, like in tensors.items():
-            tensor = make(name, like)
-            if (tensor.dtype, tensor.shape) != (like.dtype, like.shape):
-                wanted = f"{like.dtype} {tuple(like.shape)}"
-                raise ModelError(f"{name}: expected {wanted}, got {tensor.dtype} {tuple(tensor.shape)}")
-            file.write(tensor.contiguous().cpu().view(torch.uint8).numpy().data)
-
-
 def write_checkpoint(
     directory: Path,
     shape: Shape,
     token_ids: Mapping[str, int],
-    make: Make,
+    make: Callable[[str, torch.Tensor], torch.Tensor],
     tokenizer: Tokenizer | None,
     template: str,
-    shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Fill `directory` with a checkpoint whose tensors `make` supplies in order, and check it. Without a `tokenizer` the
-    chat `template` is left out too."""
+    """Fill `directory` with a checkpoint and check it. `make` supplies each tensor, in order, from its name and a meta tensor
+    of its type and shape; memory holds one shard. Without a `tokenizer` the chat `template` is left out too."""
     config = config_dict(shape, token_ids)
     write_json(directory / "config.json", config)
-    write_json(directory / "generation_config.json", generation_config_dict(token_ids))
+    stop = {"do_sample": True, "eos_token_id": [token_ids[token] for token in STOP_TOKENS]}
+    stop |= {"bos_token_id": token_ids[BOS], "pad_token_id": token_ids[PAD]}
+    write_json(directory / "generation_config.json", stop)
     if tokenizer is not None:
         tokenizer.save(str(directory / "tokenizer.json"))
-        write_json(directory / "tokenizer_config.json", tokenizer_config_dict())
+        write_json(directory / "tokenizer_config.json", TOKENIZER_CONFIG)
         (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
-    tensors = expected_tensors(GptOssConfig.from_dict(config))
-    split = split_torch_state_dict_into_shards(tensors, max_shard_size=shard_bytes)
+    expected = expected_tensors(GptOssConfig.from_dict(config))
+    split = split_torch_state_dict_into_shards(expected, max_shard_size=SHARD_BYTES)
     for filename, names in split.filename_to_tensors.items():
-        write_safetensors(directory / filename, {name: tensors[name] for name in names}, make)
+        shard = {name: make(name, expected[name]).contiguous() for name in names}
+        save_file(shard, directory / filename, {"format": "pt"})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         write_json(directory / "model.safetensors.index.json", index)
@@ -168,23 +138,18 @@ def write_checkpoint(
 def read_tokenizer(source: Path) -> Tokenizer:
     """The tokenizer.json or, compressed, tokenizer.json.xz in the directory `source`; raises ModelError if it is missing or
     cannot be read."""
-    plain, compressed = source / "tokenizer.json", source / "tokenizer.json.xz"
-    if not plain.is_file() and not compressed.is_file():
+    found = [path for path in (source / "tokenizer.json", source / "tokenizer.json.xz") if path.is_file()]
+    if not found:
         raise ModelError(f"{source} holds neither tokenizer.json nor tokenizer.json.xz")
     try:
-        return Tokenizer.from_buffer(
-            plain.read_bytes() if plain.is_file() else lzma.decompress(compressed.read_bytes())
-        )
+        data = found[0].read_bytes()
+        return Tokenizer.from_buffer(lzma.decompress(data) if found[0].suffix == ".xz" else data)
     except Exception as error:  # tokenizers raises nothing narrower
         raise ModelError(f"cannot read the tokenizer in {source}: {error}") from error
 
 
 def special_token_ids(tokenizer: Tokenizer, vocab: int) -> dict[str, int]:
-    """Ids of `SPECIAL_TOKENS`.
-
-    Raises:
-        ModelError: if one is missing, or the tokenizer has ids that a model with `vocab` embeddings lacks.
-    """
+    """Ids of `SPECIAL_TOKENS`. Raises ModelError if one is missing, or an id is beyond a model's `vocab` embeddings."""
     ids = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
     missing = [token for token, number in ids.items() if number is None]
     if missing:
@@ -219,19 +184,15 @@ def check_checkpoint(directory: Path) -> dict[str, int]:
             raise ModelError(f"cannot read {path}: {error}") from error
     tensors = expected_tensors(AutoConfig.from_pretrained(directory))
     expected = {name: (DTYPES[tensor.dtype], list(tensor.shape)) for name, tensor in tensors.items()}
-    problems = [
-        f"{len(names)} {what}: {', '.join(sorted(names)[:10])}"
-        for what, names in (
-            ("missing", expected.keys() - found.keys()),
-            ("unexpected", found.keys() - expected.keys()),
-            ("of another type or shape", {n for n in expected.keys() & found.keys() if expected[n] != found[n]}),
-        )
-        if names
-    ]
+    differences = {
+        "missing": expected.keys() - found.keys(),
+        "unexpected": found.keys() - expected.keys(),
+        "of another type or shape": {n for n in expected.keys() & found.keys() if expected[n] != found[n]},
+    }
+    problems = [f"{len(n)} {what}: {', '.join(sorted(n)[:10])}" for what, n in differences.items() if n]
     index = directory / "model.safetensors.index.json"
-    if len(files) > 1 and not index.is_file():
-        problems.append(f"{len(files)} shards and no {index.name}")
-    if index.is_file() and json.loads(index.read_text(encoding="utf-8")).get("weight_map") != where:
+    named = json.loads(index.read_text(encoding="utf-8")).get("weight_map") if index.is_file() else None
+    if named != where and (index.is_file() or len(files) > 1):
         problems.append(f"{index.name} does not say where the tensors are")
     if problems:
         raise ModelError(f"{directory} is not a complete gpt-oss checkpoint: " + "; ".join(problems))

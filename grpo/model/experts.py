@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import grouped_mm
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -15,23 +16,20 @@ GATE_ALPHA, GATE_LIMIT = 1.702, 7.0  # gpt-oss's clamped SwiGLU
 
 
 def install_experts() -> str:
-    """Register this project's experts with transformers; returns their name.
-
-    https://huggingface.co/docs/transformers/experts_interface
-    """
+    """Register this project's experts with transformers (huggingface.co/docs/transformers/experts_interface); their name."""
     ALL_EXPERTS_FUNCTIONS.register("frozen_experts", experts_forward)
     return "frozen_experts"
 
 
 def experts_forward(
-    module: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
+    module: torch.nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
     """transformers' experts interface: `hidden_states` (N, H), `top_k_index` and `top_k_weights` (N, k) -> (N, H)."""
     hidden_states = hidden_states.to(module.gate_up_proj_bias.dtype)
     return FrozenExperts.apply(hidden_states, top_k_index, top_k_weights, module)
 
 
-def expert_weights(module: torch.nn.Module, name: str) -> torch.Tensor:
+def expert_weights(module: torch.nn.Module, name: str) -> Tensor:
     """(E, in, out) weights of `gate_up_proj` or `down_proj`: a parameter, or dequantized for the moment."""
     if hasattr(module, name):
         return getattr(module, name)
@@ -56,16 +54,14 @@ class FrozenExperts(torch.autograd.Function):
         gate_up_bias, down_bias = module.gate_up_proj_bias, module.down_proj_bias
         gate_up = grouped_mm(hidden[order // top_k], gate_up_weights, offs=offs)  # (S, 2I)
         down = grouped_mm(activation(gate_up, gate_up_bias, expert), down_weights, offs=offs)  # (S, H)
-        ctx.save_for_backward(
-            gate_up, down, gate_up_weights, down_weights, gate_up_bias, down_bias, expert, inverse, offs, weights
-        )
+        saved = gate_up, down, gate_up_weights, down_weights, gate_up_bias, down_bias, expert, inverse, offs, weights
+        ctx.save_for_backward(*saved)
         return combine(down, down_bias, expert, inverse, weights, top_k)
 
     @staticmethod
     def backward(ctx, gradient):
-        gate_up, down, gate_up_weights, down_weights, gate_up_bias, down_bias, expert, inverse, offs, weights = (
-            ctx.saved_tensors
-        )
+        gate_up, down, gate_up_weights, down_weights, gate_up_bias, down_bias, *rest = ctx.saved_tensors
+        expert, inverse, offs, weights = rest
         d_down, d_weights = combine_backward(gradient.contiguous(), down, down_bias, expert, inverse, weights)
         d_active = grouped_mm(d_down, down_weights.transpose(1, 2), offs=offs)
         d_gate_up = activation_backward(d_active, gate_up, gate_up_bias, expert)
@@ -73,12 +69,12 @@ class FrozenExperts(torch.autograd.Function):
         return combine(d_hidden, None, expert, inverse, None, weights.shape[1]), None, d_weights, None
 
 
-def gate_and_up(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def gate_and_up(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """Gate and up (S, I), clamped, of interleaved ones (S, 2I)."""
     return gate_up[:, ::2].clamp(max=GATE_LIMIT), gate_up[:, 1::2].clamp(-GATE_LIMIT, GATE_LIMIT)
 
 
-def activation(gate_up: torch.Tensor, bias: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
+def activation(gate_up: Tensor, bias: Tensor, expert: Tensor) -> Tensor:
     """gpt-oss's gate: `gate_up` (S, 2I) interleaved, `bias` (E, 2I), `expert` (S,) -> (S, I)."""
     if gate_up.is_cuda:
         out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
@@ -88,9 +84,7 @@ def activation(gate_up: torch.Tensor, bias: torch.Tensor, expert: torch.Tensor) 
     return (up + 1) * (gate * torch.sigmoid(gate * GATE_ALPHA))
 
 
-def activation_backward(
-    gradient: torch.Tensor, gate_up: torch.Tensor, bias: torch.Tensor, expert: torch.Tensor
-) -> torch.Tensor:
+def activation_backward(gradient: Tensor, gate_up: Tensor, bias: Tensor, expert: Tensor) -> Tensor:
     """Gradient of `activation` with respect to `gate_up`: (S, I) -> (S, 2I)."""
     out = torch.empty_like(gate_up)
     if gate_up.is_cuda:
@@ -107,13 +101,8 @@ def activation_backward(
 
 
 def combine(
-    rows: torch.Tensor,
-    bias: torch.Tensor | None,
-    expert: torch.Tensor,
-    inverse: torch.Tensor,
-    weights: torch.Tensor | None,
-    pairs: int,
-) -> torch.Tensor:
+    rows: Tensor, bias: Tensor | None, expert: Tensor, inverse: Tensor, weights: Tensor | None, pairs: int
+) -> Tensor:
     """(S, H) expert outputs, sorted by expert, to (N, H) tokens: plus `bias` (E, H), times `weights` (N, k), summed in
     float32 over the k = `pairs` of a token; `inverse` (S,) is the inverse permutation: the row of each pair. Plain sums
     where both are None."""
@@ -127,13 +116,8 @@ def combine(
 
 
 def combine_backward(
-    gradient: torch.Tensor,
-    rows: torch.Tensor,
-    bias: torch.Tensor,
-    expert: torch.Tensor,
-    inverse: torch.Tensor,
-    weights: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    gradient: Tensor, rows: Tensor, bias: Tensor, expert: Tensor, inverse: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor]:
     """Gradients of `combine` with respect to `rows` (S, H) and `weights` (N, k), given that of its result (N, H)."""
     spread, pairs = torch.empty_like(rows), weights.shape[1]
     if rows.is_cuda:
@@ -146,7 +130,7 @@ def combine_backward(
     return spread, (wide * (rows + bias[expert])[inverse]).sum(-1).view_as(weights).to(weights.dtype)
 
 
-def dequantize_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     """(E, in, out) BF16 weights of `blocks` (E, out, in / 32, 16) and `scales` (E, out, in / 32), exactly: pairs of e2m1
     codes, the first in the low bits, and powers of two with a bias of 127 (OCP Microscaling Formats 1.0)."""
     if not blocks.is_cuda:
@@ -157,7 +141,7 @@ def dequantize_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor
     return out.transpose(1, 2)
 
 
-def launch_rows(kernel: Any, rows: int, columns: int, *tensors: torch.Tensor | None, **constants: float) -> None:
+def launch_rows(kernel: Any, rows: int, columns: int, *tensors: Tensor | None, **constants: float) -> None:
     """Start a kernel with one program for each row."""
     if rows:
         width = 1 << (columns - 1).bit_length()

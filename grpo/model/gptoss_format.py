@@ -93,31 +93,22 @@ def quantize_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def quantize_experts(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Round a gpt-oss's experts to MXFP4 and freeze them; returns their blocks and scales by their names in a checkpoint."""
     quantized = {}
-    with torch.no_grad():
-        for n, layer in enumerate(model.model.layers):
-            for name in ("gate_up_proj", "down_proj"):
-                weight = getattr(layer.mlp.experts, name)  # (E, in, out)
-                blocks, scales = quantize_mxfp4(weight.transpose(1, 2))
-                weight.copy_(convert_moe_packed_tensors(blocks, scales))
-                weight.requires_grad_(False)
-                name = f"model.layers.{n}.mlp.experts.{name}"
-                quantized |= {f"{name}_blocks": blocks.cpu(), f"{name}_scales": scales.cpu()}
+    for name, weight in model.named_parameters():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):  # (E, in, out)
+            blocks, scales = quantize_mxfp4(weight.transpose(1, 2))
+            weight.requires_grad_(False).copy_(convert_moe_packed_tensors(blocks, scales))
+            quantized |= {f"{name}_blocks": blocks.cpu(), f"{name}_scales": scales.cpu()}
     return quantized
 
 
 # Chat template and special tokens
 
-SPECIAL_TOKENS = (
-    "<|startoftext|>",
-    "<|endoftext|>",
-    "<|return|>",
-    "<|constrain|>",
-    "<|channel|>",
-    "<|start|>",
-    "<|end|>",
-    "<|message|>",
-    "<|call|>",
-)
+# Harmony's special tokens, with their ids in openai/gpt-oss-20b, for checkpoints without a tokenizer.
+O200K_IDS = {
+    "<|startoftext|>": 199998, "<|endoftext|>": 199999, "<|return|>": 200002, "<|constrain|>": 200003,
+    "<|channel|>": 200005, "<|start|>": 200006, "<|end|>": 200007, "<|message|>": 200008, "<|call|>": 200012,
+}  # fmt: skip
+SPECIAL_TOKENS = tuple(O200K_IDS)
 BOS, EOS, PAD = "<|startoftext|>", "<|return|>", "<|endoftext|>"
 STOP_TOKENS = ("<|return|>", "<|endoftext|>", "<|call|>")  # the order of gpt-oss-20b's generation_config.json
 TINY_SYSTEM = ("", "")  # nothing but date and effort, so that prompts stay short
@@ -144,21 +135,18 @@ _TEMPLATE = """\
 
 
 def chat_template(identity: str = FULL_IDENTITY, channels: str = FULL_CHANNELS) -> str:
-    """The Jinja template of `chat_template.jinja`, in the Harmony layout of gpt-oss.
-
-    `identity` opens the system message, before the date; `channels` closes it, after the reasoning effort. Rendering takes
-    ``reasoning_effort`` (default medium) and ``strftime_now``, which transformers supplies where the caller does not.
+    """`chat_template.jinja` in the Harmony layout of gpt-oss: `identity` opens the system message, before the date, and
+    `channels` closes it. Rendering takes ``reasoning_effort`` (default medium) and ``strftime_now`` (transformers has one).
     """
     return _TEMPLATE.replace("IDENTITY", json.dumps(identity)).replace("CHANNELS", json.dumps(channels))
 
 
-# Config files
-
-
 def config_dict(shape: Shape, token_ids: Mapping[str, int] | None = None) -> dict[str, Any]:
     """`config.json` with the keys and spelling of openai/gpt-oss-20b; `token_ids` are those of `SPECIAL_TOKENS`, without
-    them all are 0: enough to count parameters and bytes."""
+    them all are 0: enough to count parameters."""
     token_ids = token_ids or dict.fromkeys(SPECIAL_TOKENS, 0)
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    yarn = {"rope_type": "yarn", "factor": shape.rope_factor, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
     return {
         "architectures": ["GptOssForCausalLM"],
         "attention_bias": True,
@@ -182,24 +170,9 @@ def config_dict(shape: Shape, token_ids: Mapping[str, int] | None = None) -> dic
         "num_local_experts": shape.experts,
         "output_router_logits": False,
         "pad_token_id": token_ids[PAD],
-        "quantization_config": {
-            "modules_to_not_convert": [
-                "model.layers.*.self_attn",
-                "model.layers.*.mlp.router",
-                "model.embed_tokens",
-                "lm_head",
-            ],
-            "quant_method": "mxfp4",
-        },
+        "quantization_config": {"modules_to_not_convert": kept, "quant_method": "mxfp4"},
         "rms_norm_eps": 1e-05,
-        "rope_scaling": {
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "factor": shape.rope_factor,
-            "original_max_position_embeddings": shape.original_context,
-            "rope_type": "yarn",
-            "truncate": False,
-        },
+        "rope_scaling": yarn | {"original_max_position_embeddings": shape.original_context},
         "rope_theta": shape.rope_theta,
         "router_aux_loss_coef": 0.9,
         "sliding_window": shape.sliding_window,
@@ -212,25 +185,13 @@ def config_dict(shape: Shape, token_ids: Mapping[str, int] | None = None) -> dic
     }
 
 
-def generation_config_dict(token_ids: Mapping[str, int]) -> dict[str, Any]:
-    """`generation_config.json`: generation stops at any of `STOP_TOKENS`."""
-    return {
-        "bos_token_id": token_ids[BOS],
-        "do_sample": True,
-        "eos_token_id": [token_ids[token] for token in STOP_TOKENS],
-        "pad_token_id": token_ids[PAD],
-    }
-
-
-def tokenizer_config_dict() -> dict[str, Any]:
-    """`tokenizer_config.json`. Padding is on the left, as generation in batches needs."""
-    return {
-        "bos_token": BOS,
-        "clean_up_tokenization_spaces": False,
-        "eos_token": EOS,
-        "model_input_names": ["input_ids", "attention_mask"],
-        "model_max_length": 131072,
-        "pad_token": PAD,
-        "padding_side": "left",
-        "tokenizer_class": "PreTrainedTokenizerFast",
-    }
+TOKENIZER_CONFIG = {
+    "bos_token": BOS,
+    "clean_up_tokenization_spaces": False,
+    "eos_token": EOS,
+    "model_input_names": ["input_ids", "attention_mask"],
+    "model_max_length": 131072,
+    "pad_token": PAD,
+    "padding_side": "left",  # as generation in batches needs
+    "tokenizer_class": "PreTrainedTokenizerFast",
+}

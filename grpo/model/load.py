@@ -47,13 +47,12 @@ class QuantizedExperts(torch.nn.Module):
         return experts_forward(self, hidden_states, router_indices, routing_weights)
 
 
-def load_quantized(model_path: str, attention: str, device: torch.device | str) -> PreTrainedModel:
+def load_quantized(model_path: str, attention: str, device: str) -> PreTrainedModel:
     """The model with its experts as they are in the checkpoint, everything else as `from_pretrained` has it.
 
     transformers' own MXFP4 path computes with kernels that have no backward pass, so the module is exchanged. Raises
     ValueError where the checkpoint holds other tensors.
     """
-    again = "Download the model again"
     config = AutoConfig.from_pretrained(model_path)
     del config.quantization_config
     with torch.device("meta"):
@@ -63,25 +62,17 @@ def load_quantized(model_path: str, attention: str, device: torch.device | str) 
     folder = Path(model_path)
     if not folder.is_dir():  # a Hub id: the official repository holds the weights three times
         folder = Path(snapshot_download(model_path, allow_patterns="*.safetensors", ignore_patterns=NOT_LOADED))
-    wanted, found = model.state_dict(), set()
+    dtypes, tensors = {name: tensor.dtype for name, tensor in model.state_dict().items()}, {}
     for shard in sorted(folder.glob("model*.safetensors")):  # an adapter beside them is none of the model's
         try:
-            tensors = load_file(shard, device=str(device))
+            loaded = load_file(shard, device=device)
         except SafetensorError as error:
-            raise ValueError(f"{shard}: {error}. {again}") from error
-        for name, tensor in tensors.items():
-            if name not in wanted:
-                raise ValueError(f"{shard}: {name} is no part of a gpt-oss in MXFP4. {again}")
-            if tensor.shape != wanted[name].shape:
-                sizes = f"{tuple(tensor.shape)}, config.json makes it {tuple(wanted[name].shape)}"
-                raise ValueError(f"{shard}: {name} is {sizes}. {again}")
-            tensors[name] = tensor.to(wanted[name].dtype)
-        model.load_state_dict(tensors, strict=False, assign=True)
-        found |= set(tensors)
-    model.tie_weights()
-    missing = sorted(wanted.keys() - found - ({"lm_head.weight"} if config.tie_word_embeddings else set()))
-    if missing:
-        raise ValueError(f"{model_path}: {missing[0]} is missing ({len(missing)} tensors). {again}")
+            raise ValueError(f"{shard}: {error}. Download the model again") from error
+        tensors |= {name: tensor.to(dtypes.get(name, tensor.dtype)) for name, tensor in loaded.items()}
+    try:
+        model.load_state_dict(tensors, assign=True)
+    except RuntimeError as error:  # names every missing, unexpected or misshapen tensor
+        raise ValueError(f"{folder}: {' '.join(str(error).split())[:500]} ... Download the model again") from error
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)
     model.generation_config = load_generation_config(model_path)
     return model.eval().requires_grad_(False)
@@ -98,9 +89,8 @@ def load_generation_config(model_path: str) -> GenerationConfig:
 def dequantize_experts(model: PreTrainedModel) -> None:
     """Dequantize what `load_quantized` loaded to BF16, layer by layer, into the modules that transformers would have.
 
-    The values are those of `Mxfp4Config(dequantize=True)`. That way's temporaries leave torch's allocator in pieces, some
-    8 GiB on an H100, which vLLM cannot have while the trainer lives. On a GPU the weights are transposed views, laid out as
-    in the checkpoint.
+    The values are those of `Mxfp4Config(dequantize=True)`, whose temporaries leave torch's allocator in pieces: some 8 GiB
+    on an H100, which vLLM cannot have while the trainer lives. On a GPU the weights are transposed views.
     """
     for layer in model.model.layers:
         quantized = layer.mlp.experts
@@ -119,17 +109,15 @@ def load_model(model_path: str, config: Mapping[str, Any], attention: str, exper
 
     MXFP4 experts are dequantized, or stay quantized with `experts` = `mxfp4`.
     """
-    gpu = torch.cuda.is_available()
-    name, device = install_attention(attention), torch.device("cuda", 0) if gpu else "cpu"
+    name, device = install_attention(attention), "cuda:0" if torch.cuda.is_available() else "cpu"
     if has_mxfp4(config):
         model = load_quantized(model_path, name, device)
         if experts == "mxfp4":
             return model
         dequantize_experts(model)
     else:
-        model = AutoModelForCausalLM.from_pretrained(
-            model_path, dtype=torch.bfloat16, attn_implementation=name, device_map={"": device} if gpu else None
-        )
+        options = {"dtype": torch.bfloat16, "attn_implementation": name, "device_map": {"": device}}
+        model = AutoModelForCausalLM.from_pretrained(model_path, **options)
     model.set_experts_implementation(install_experts())
     return model
 

@@ -36,12 +36,11 @@ class PackedBatch:
     columns: torch.Tensor  # (N,) int64: its place in the completion
 
 
+Tokens = Sequence[int]
+
+
 def pack_batch(
-    prompts: Sequence[Sequence[int]],
-    completions: Sequence[Sequence[int]],
-    share: bool,
-    one_row: bool,
-    device: torch.device | str,
+    prompts: Sequence[Tokens], completions: Sequence[Tokens], share: bool, one_row: bool, device: torch.device | str
 ) -> PackedBatch:
     """Pack some completions, each with its prompt (both as token ids): equal prompts stand there once if they `share`;
     all groups stand in one row, or each in a row of its own. Indices count through all rows."""
@@ -73,17 +72,13 @@ def pack_batch(
                     rows.append(torch.full((n,), i))
                     columns.append(torch.arange(n))
                 at += n
-    lists = {"keys": keys, "before": before, "rows": rows, "columns": columns}
     tensors = {"ids": ids, "positions": positions, "group": group, "segment": segment, "targets": ids[segment > 0]}
+    lists = {"keys": keys, "before": before, "rows": rows, "columns": columns}
     tensors |= {name: torch.cat(parts) for name, parts in lists.items()}
     for name, lengths in (("cu_seqlens_q", lengths_q), ("cu_seqlens_k", lengths_k)):
         tensors[name] = torch.tensor(lengths).cumsum(0, dtype=torch.int32)
-    return PackedBatch(
-        queries=sizes[0],
-        max_seqlen_q=max(lengths_q),
-        max_seqlen_k=max(lengths_k),
-        **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()},
-    )
+    tensors = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+    return PackedBatch(queries=sizes[0], max_seqlen_q=max(lengths_q), max_seqlen_k=max(lengths_k), **tensors)
 
 
 def may_attend(batch: PackedBatch, window: int | None) -> torch.Tensor:

@@ -9,29 +9,9 @@ from pathlib import Path
 
 import torch
 
-from grpo.model.checkpoint import (
-    SHARD_BYTES,
-    checkpoint_bytes,
-    new_directory,
-    read_tokenizer,
-    require_space,
-    special_token_ids,
-    write_checkpoint,
-)
-from grpo.model.gptoss_format import BLOCK, E2M1, E8M0_BIAS, GPT_OSS_20B, ModelError, Shape, chat_template
+from grpo.model import checkpoint
+from grpo.model.gptoss_format import BLOCK, E2M1, E8M0_BIAS, GPT_OSS_20B, O200K_IDS, ModelError, Shape, chat_template
 
-# Ids of openai/gpt-oss-20b, for checkpoints without a tokenizer.
-O200K_IDS = {
-    "<|startoftext|>": 199998,
-    "<|endoftext|>": 199999,
-    "<|return|>": 200002,
-    "<|constrain|>": 200003,
-    "<|channel|>": 200005,
-    "<|start|>": 200006,
-    "<|end|>": 200007,
-    "<|message|>": 200008,
-    "<|call|>": 200012,
-}
 # Standard deviations of the random weights, chosen so that rounding stays rounding. With 0.02 everywhere (gpt-oss's
 # initializer_range) the model is chaotic: experts write as much into the residual stream as all there is, the fourth and
 # the fifth expert of a token are often nearly tied, so a rounding error swaps them and grows from layer to layer. Two
@@ -49,7 +29,6 @@ MATRIX_GAIN = {
     "down_proj": 0.1,
     "lm_head": 1.5,  # logits N(0, 1.5**2): sampled tokens vary, entropy is 1.1 nats below that of even chances
 }
-EMBEDDING_STD, SINK_STD, BIAS_STD = 1.0, 1.0, 0.02
 E2M1_RMS = math.sqrt(sum(value**2 for value in E2M1) / len(E2M1))  # 2.926, of equally likely codes
 
 
@@ -71,13 +50,10 @@ def random_tensor(name: str, like: torch.Tensor, generator: torch.Generator) -> 
         return larger.to(torch.uint8) + (E8M0_BIAS + exponent)
     if "norm" in name:
         return torch.ones(like.shape, dtype=torch.bfloat16, device=device)
-    if last == "sinks":
-        std = SINK_STD
-    elif last.endswith("bias"):
-        std = BIAS_STD
-    elif module == "embed_tokens":
-        std = EMBEDDING_STD
-    else:
+    std = 1.0  # of sinks and embeddings
+    if last.endswith("bias"):
+        std = 0.02
+    elif module in MATRIX_GAIN:
         std = MATRIX_GAIN[module] / math.sqrt(like.shape[-1])
     return torch.empty(like.shape, dtype=torch.bfloat16, device=device).normal_(0.0, std, generator=generator)
 
@@ -88,30 +64,22 @@ def write_full(
     tokenizer: Path | None = None,
     device: str = "cpu",
     seed: int = 0,
-    force: bool = False,
-    shard_bytes: int = SHARD_BYTES,
+    force=False,
 ) -> Path:
-    """Write a checkpoint with random weights to `out`; peak memory is the largest tensor (1.1 GiB for gpt-oss-20b).
-
-    `tokenizer` is a directory with tokenizer.json(.xz); None leaves the model without one. The noise is made on `device`; the
-    same seed gives other noise on another kind of device. `force` replaces an existing checkpoint.
-
-    Raises:
-        ModelError: see `new_directory`, `require_space`, `read_tokenizer`, `special_token_ids`, `check_checkpoint`; also
-            for a device that is not there.
-    """
+    """Write a checkpoint with random weights to `out`, with the tokenizer in the directory `tokenizer`, or without one. The
+    noise is made on `device`; a seed gives other noise on another kind of device. `force` replaces an existing checkpoint.
+    Raises ModelError for whatever keeps it from being made, a device that is not there too."""
+    # A smaller vocabulary has no such ids; the last ones stand in, so that generation still runs.
+    words, ids = None, {token: min(n, shape.vocab - 1) for token, n in O200K_IDS.items()}
     if tokenizer is not None:
-        words = read_tokenizer(tokenizer)
-        ids = special_token_ids(words, shape.vocab)
-    else:
-        # A smaller vocabulary has no such ids; the last ones stand in, so that generation still runs.
-        words, ids = None, {token: min(n, shape.vocab - 1) for token, n in O200K_IDS.items()}
-    require_space(out, checkpoint_bytes(shape) + 64 * 2**20)
+        words = checkpoint.read_tokenizer(tokenizer)
+        ids = checkpoint.special_token_ids(words, shape.vocab)
+    checkpoint.require_space(out, checkpoint.checkpoint_bytes(shape) + 64 * 2**20)
     try:
         generator = torch.Generator(device=device).manual_seed(seed)
     except RuntimeError as error:
         raise ModelError(f"--device {device} is not usable here: {str(error).splitlines()[0]}") from error
-    with new_directory(out, force) as directory:
+    with checkpoint.new_directory(out, force) as directory:
         make = partial(random_tensor, generator=generator)
-        write_checkpoint(directory, shape, ids, make, words, chat_template(), shard_bytes)
+        checkpoint.write_checkpoint(directory, shape, ids, make, words, chat_template())
     return out

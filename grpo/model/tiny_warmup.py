@@ -24,6 +24,7 @@ from grpo.tasks.tes.dataset import synthetic_rows
 
 NUMBER = r" ?[0-9]{1,3}"  # a token of its own; every integer from 0 to 100 has one, with and without the space before
 LARGEST_NUMBER = 100
+BLANK = "\u0120"  # how byte-level BPE writes it
 EFFORTS = ("low", "medium", "high")
 
 
@@ -38,40 +39,27 @@ def _tokenizer_corpus() -> list[str]:
 
 
 def make_tokenizer(vocab: int = TINY.vocab) -> Tokenizer:
-    """A byte-level BPE tokenizer with exactly `vocab` entries, the same for every call.
-
-    Any text survives encoding and decoding, because every byte is in the vocabulary. The merges are those that make the
-    numbers, then those learned from the prompts' words. The special tokens come last.
-
-    Raises:
-        ModelError: if `vocab` is too small for the numbers or larger than the prompts' words can fill.
-    """
+    """A byte-level BPE tokenizer with exactly `vocab` entries, the same for every call. The merges are those that make the
+    numbers, then those learned from the prompts' words; the special tokens come last. Raises ModelError if `vocab` is too
+    small for the numbers or larger than the prompts' words can fill."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    space = "\u0120"  # how byte-level BPE writes a blank
     numbers = [(str(n // 10), str(n % 10)) for n in range(10, LARGEST_NUMBER + 1)]
-    numbers += [(space, str(n)) for n in range(LARGEST_NUMBER + 1)]
+    numbers += [(BLANK, str(n)) for n in range(LARGEST_NUMBER + 1)]
     words = vocab - len(alphabet) - len(numbers) - len(SPECIAL_TOKENS)
     if words < 0:
         raise ModelError(f"a vocabulary of {vocab} cannot hold all bytes, numbers and special tokens")
 
     learner = Tokenizer(models.BPE())
-    learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    learner.train_from_iterator(
-        _tokenizer_corpus(),
-        trainers.BpeTrainer(vocab_size=len(alphabet) + words, initial_alphabet=alphabet, show_progress=False),
-    )
+    learner.pre_tokenizer = as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    sizes = {"vocab_size": len(alphabet) + words, "initial_alphabet": alphabet}
+    learner.train_from_iterator(_tokenizer_corpus(), trainers.BpeTrainer(**sizes, show_progress=False))
     learned = [tuple(pair) for pair in json.loads(learner.to_str())["model"]["merges"]]
     if len(learned) < words:
         raise ModelError(f"the prompts give {len(learned)} words, a vocabulary of {vocab} needs {words}")
     merges = numbers + learned
     entries = alphabet + ["".join(pair) for pair in merges]
     tokenizer = Tokenizer(models.BPE(vocab={entry: n for n, entry in enumerate(entries)}, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(NUMBER), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(NUMBER), "isolated"), as_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
     return tokenizer
@@ -108,10 +96,6 @@ def is_short(row: dict[str, Any]) -> bool:
     return " short 0 " not in row["user"]
 
 
-def silent(line: str) -> None:
-    """Takes progress lines that nobody reads."""
-
-
 @dataclass(frozen=True)
 class Answer:
     """The tokens of ``ANSWER_BEFORE``, an action, ``ANSWER_AFTER``."""
@@ -134,10 +118,9 @@ class Answer:
         ids = torch.tensor([[self.pad] * (length - len(row)) + list(row) for row in batch])
         mask = (torch.arange(length) >= torch.tensor([[length - len(row)] for row in batch])).long()
         positions = (mask.cumsum(1) - 1).clamp(min=0)
-        hidden = model.model(
-            input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False
-        ).last_hidden_state
-        logp = model.lm_head(hidden[:, -len(self.ids) - 1 : -1]).float().log_softmax(-1)  # (B, answer, vocab)
+        out = model.model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)
+        states = out.last_hidden_state[:, -len(self.ids) - 1 : -1]
+        logp = model.lm_head(states).float().log_softmax(-1)  # (B, answer, vocab)
         fixed = [n for n in range(len(self.ids)) if n != self.action_at]
         return logp[:, self.action_at, self.actions], logp[:, fixed, torch.tensor(self.ids)[fixed]]
 
@@ -177,18 +160,16 @@ def _initial_numbers(model: GptOssForCausalLM, tokenizer: Tokenizer) -> None:
     with torch.no_grad():
         for n in range(LARGEST_NUMBER + 1):
             weight[tokenizer.token_to_id(str(n))] += table[n]
-            weight[tokenizer.token_to_id(f"\u0120{n}")] += table[n]
+            weight[tokenizer.token_to_id(f"{BLANK}{n}")] += table[n]
 
 
 def initial_heads(model: GptOssForCausalLM, distances: Sequence[Sequence[int]], sharpness: float = 5.0) -> None:
-    """Let the heads of the first sliding layers look a fixed number of tokens back, through the biases of q and k.
+    """Let the heads of the first sliding layers look back by `distances`, the tokens of each head, layer after layer (fewer
+    than heads are repeated). `sharpness` is how far the logit falls one token beside the peak.
 
     A number must know which word stands before it before anything can find it; from random weights, heads that do that
-    are the slowest thing to appear. Both biases lie in the fast-turning pairs of RoPE, the key's at angle 0, the query's
-    turned back by the distance: their product peaks where the distance is that.
-
-    `distances` are the tokens back of each head, for one sliding layer after the other; fewer than heads are repeated.
-    `sharpness` is how far the logit falls one token beside the peak.
+    are the slowest thing to appear. The biases of q and k lie in the fast-turning pairs of RoPE, the key's at angle 0, the
+    query's turned back by the distance: their product peaks where the distance is that.
     """
     rotary, size = model.model.rotary_emb, model.config.head_dim
     pairs = [n for n in range(size // 2) if rotary.inv_freq[n] > 0.08]
@@ -234,26 +215,13 @@ def action_probabilities(model: GptOssForCausalLM, ids: list[list[int]], answer:
     return torch.cat(chosen)
 
 
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-def train_phase(
-    model: torch.nn.Module, steps: int, lr: float, loss_of: Callable[[int], torch.Tensor], rise: int = 20
-) -> None:
+def train_phase(model: torch.nn.Module, steps: int, lr: float, loss_of: Callable[[int], torch.Tensor]) -> None:
     """Train what of `model` has a gradient with AdamW; `loss_of(step)` is the loss of that step's batch. The learning rate
-    rises over `rise` steps to `lr` and falls along a cosine to a twentieth of it."""
+    rises over 20 steps to `lr` and falls along a cosine to a twentieth of it."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda n: min(1.0, (n + 1) / rise) * (0.05 + 0.95 * (1 + math.cos(math.pi * n / steps)) / 2)
-    )
+    factor = lambda n: min(1.0, (n + 1) / 20) * (0.05 + 0.95 * (1 + math.cos(math.pi * n / steps)) / 2)  # noqa: E731
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     for step in range(steps):
         loss = loss_of(step)
         optimizer.zero_grad(set_to_none=True)
@@ -273,16 +241,12 @@ def shuffled(count: int, size: int, generator: torch.Generator) -> Iterator[list
 
 
 def train_tiny(
-    recipe: Recipe, seed: int = 0, log: Callable[[str], None] = silent
+    recipe: Recipe, seed: int = 0, log: Callable[[str], None] | None = None
 ) -> tuple[Mapping[str, torch.Tensor], Tokenizer, dict[str, float]]:
     """Train the tiny model on the CPU in float32; the same seed gives the same model on the same machine.
 
-    One thread only: tensors this small gain little from a second one, threads that wait for each other on busy cores
-    take minutes instead of seconds, and sums do not depend on the number of cores.
-
-    Returns:
-        tensors as the checkpoint stores them, by name (BF16, and uint8 for the experts); the tokenizer; the
-        `answer_figures` of the weights as stored, on rows of their own.
+    Returns tensors as the checkpoint stores them, by name (BF16, and uint8 for the experts); the tokenizer; the
+    `answer_figures` of the weights as stored, on rows of their own.
     """
     tokenizer = make_tokenizer()
     answer = Answer.of(tokenizer)
@@ -292,11 +256,14 @@ def train_tiny(
     probe_ids, probe_rewards = encode_rows(tokenizer, synthetic_rows(PROBE_SEED, recipe.probe_windows), PROBE_SEED)
     config = config_dict(TINY, {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS})
     config.pop("quantization_config")
-    with torch.random.fork_rng(devices=[]), _one_thread():
+    with torch.random.fork_rng(devices=[]), contextlib.ExitStack() as stack:
+        # Tensors this small gain little from a second thread, threads that wait for each other on busy cores take minutes
+        # instead of seconds, and sums do not depend on the number of cores.
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
         torch.manual_seed(seed)
-        model = GptOssForCausalLM._from_config(
-            GptOssConfig.from_dict(config), dtype=torch.float32, attn_implementation="eager"
-        )
+        options = {"dtype": torch.float32, "attn_implementation": "eager"}
+        model = GptOssForCausalLM._from_config(GptOssConfig.from_dict(config), **options)
         _initial_numbers(model, tokenizer)
         initial_heads(model, TINY_DISTANCES)
         model.train()
@@ -312,13 +279,10 @@ def train_tiny(
                 for row, k in zip(batch, torch.randint(ACTIONS, (recipe.batch,), generator=shuffle), strict=True):
                     row[answer.action_at - len(answer.ids)] = answer.actions[k]
                 actions, around = answer.log_probs(model, batch)
-                wanted = targets[picked]
-                action_loss = -(wanted * actions).sum(-1).mean()
+                action_loss = -(targets[picked] * actions).sum(-1).mean()
                 loss = action_loss - recipe.format_weight * around.sum(-1).mean()
-                if (step + 1) % 50 == 0:
-                    entropy = -(wanted * wanted.clamp(min=1e-9).log()).sum(-1).mean()
-                    kl = (action_loss - entropy).item()
-                    log(f"{name} {step + 1}/{steps}: loss {loss.item():.3f}, KL of the action {kl:.3f}")
+                if log and (step + 1) % 50 == 0:
+                    log(f"{name} {step + 1}/{steps}: loss {loss.item():.3f}")
                 return loss
 
             train_phase(model, steps, lr, loss_of)

@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention with sinks over shared prompts: against its definition and stock transformers on padded rows.
-
-Run: python -m pytest tests/test_attention.py
-"""
+"""Attention with sinks over shared prompts: against its definition and stock transformers on padded rows."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from packed_rows import DIM, HEADS, KEY_HEADS, REFERENCE, SCALE, normal, packed
-from reference_kernel import reference_backward, reference_forward
+from packed_rows import DIM, HEADS, KEY_HEADS, REFERENCE, SCALE, normal
 
 from grpo.model.attention import (
     KERNELS,
@@ -36,26 +32,11 @@ def reference(monkeypatch):
 
 
 def one_query(q, keys, values, sink):
-    """Attention of one query (Hq, D) over keys and values (n, Hkv, D), from the definition: ((Hq, D), lse (Hq,))."""
+    """Attention of one query (Hq, D) over keys and values (n, Hkv, D), from the definition: (Hq, D)."""
     group = HEADS // KEY_HEADS
     scores = SCALE * torch.einsum("hd,nhd->hn", q, keys.repeat_interleave(group, 1))
-    logits = scores if sink is None else torch.cat([scores, sink[:, None]], 1)
-    weights = logits.softmax(1)[:, : len(keys)]
-    return torch.einsum("hn,nhd->hd", weights, values.repeat_interleave(group, 1)), scores.logsumexp(1)
-
-
-def by_softmax(q, k, v, cu_seqlens_q, cu_seqlens_k, window):
-    """Query by query, so that it shares no masking code with the reference."""
-    out, lse = [], []
-    for i in range(len(cu_seqlens_q) - 1):
-        n_q, n_k = int(cu_seqlens_q[i + 1] - cu_seqlens_q[i]), int(cu_seqlens_k[i + 1] - cu_seqlens_k[i])
-        for row in range(n_q):
-            last = n_k - n_q + row
-            seen = [int(cu_seqlens_k[i]) + j for j in range(n_k) if j <= last and (window is None or j > last - window)]
-            one = one_query(q[int(cu_seqlens_q[i]) + row], k[seen], v[seen], None)
-            out.append(one[0])
-            lse.append(one[1])
-    return torch.stack(out), torch.stack(lse).T
+    weights = torch.cat([scores, sink[:, None]], 1).softmax(1)[:, : len(keys)]
+    return torch.einsum("hn,nhd->hd", weights, values.repeat_interleave(group, 1))
 
 
 def visible(batch, window):
@@ -70,7 +51,7 @@ def visible(batch, window):
 
 
 def sinks_by_softmax(q, k, v, sink, batch, window):
-    rows = [one_query(q[i], k[seen], v[seen], sink)[0] for i, seen in enumerate(visible(batch, window))]
+    rows = [one_query(q[i], k[seen], v[seen], sink) for i, seen in enumerate(visible(batch, window))]
     return torch.cat([torch.stack(rows), q.new_zeros(len(q) - len(rows), HEADS, DIM)])
 
 
@@ -87,23 +68,6 @@ def batch_of(share=True):
 
 def error(a, b):
     return ((a - b).norm() / b.norm()).item()
-
-
-# ---- The reference kernel and the sinks ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("window", WINDOWS)
-def test_reference_equals_autograd_of_softmax(window):
-    q, k, v, rest = packed()
-    expected, expected_lse = by_softmax(q, k, v, *rest[:2], window)
-    with torch.no_grad():
-        out, lse = reference_forward(q, k, v, *rest, window)
-    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(lse, expected_lse, rtol=1e-12, atol=1e-12)
-    dout = torch.randn_like(out)
-    gradients = reference_backward(dout, q.detach(), k.detach(), v.detach(), out, lse, *rest, window)
-    for ours, autograd in zip(gradients, torch.autograd.grad(expected, (q, k, v), dout), strict=True):
-        torch.testing.assert_close(ours, autograd, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("share", [True, False])
@@ -144,9 +108,6 @@ def test_gradients_of_a_prompts_keys_are_added_up_in_float32(monkeypatch):
     inputs = tensors(batch, torch.bfloat16)
     SinkAttention.apply(*inputs, batch, REFERENCE, SCALE, None).sum().backward()
     assert seen == [torch.float32] * 2 and inputs[1].grad.dtype == torch.bfloat16
-
-
-# ---- The whole model -------------------------------------------------------------------------------------------------
 
 
 def by_expert(rows, weights, offs):
@@ -211,8 +172,6 @@ def test_a_row_that_is_not_packed_is_an_error(reference):
     with pytest.raises(TypeError, match="come as a PackedBatch, got NoneType"):
         kernel_attention("reference", None, *torch.zeros(3, 1, 1, 2, 4), None, 1.0)
 
-
-# ---- What torch's kernel is called ------------------------------------------------------------------------------------
 
 OPERATORS = ("_flash_attention_forward", "_flash_attention_backward")
 

@@ -27,12 +27,19 @@ SMALL = Shape(
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def small_shards():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("grpo.model.checkpoint.SHARD_BYTES", 100_000)
+        yield
+
+
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random checkpoint in several shards, with the tiny model's tokenizer from an .xz."""
     source = tmp_path_factory.mktemp("tokenizer")
     (source / "tokenizer.json.xz").write_bytes(lzma.compress(make_tokenizer().to_str().encode()))
-    return write_full(tmp_path_factory.mktemp("full") / "model", SMALL, source, shard_bytes=100_000)
+    return write_full(tmp_path_factory.mktemp("full") / "model", SMALL, source)
 
 
 def load(directory: Path):
@@ -79,17 +86,13 @@ def test_random_weights_are_sane(small: Path) -> None:
 
 
 def test_same_seed_same_bytes(small: Path, tmp_path: Path) -> None:
-    other = write_full(tmp_path / "again", SMALL, small, shard_bytes=100_000)
-    changed = write_full(tmp_path / "other", SMALL, small, seed=1, shard_bytes=100_000)
+    other = write_full(tmp_path / "again", SMALL, small)
+    changed = write_full(tmp_path / "other", SMALL, small, seed=1)
     names = sorted(path.name for path in small.iterdir())
     assert names == sorted(path.name for path in other.iterdir())
     assert all((small / name).read_bytes() == (other / name).read_bytes() for name in names)
     assert any((small / name).read_bytes() != (changed / name).read_bytes() for name in names)
     assert len(list(small.glob("*.safetensors"))) > 1
-
-
-def lose_a_shard(folder: Path) -> None:
-    next(folder.glob("*.safetensors")).unlink()
 
 
 def cut_short(folder: Path) -> None:
@@ -109,7 +112,10 @@ def bend_a_shape(folder: Path) -> None:
     ("damage", "message"),
     [
         (cut_short, "cannot read .*model-.*safetensors"),
-        (lose_a_shard, "missing: .*; model.safetensors.index.json does not say"),
+        (
+            lambda folder: next(folder.glob("*.safetensors")).unlink(),
+            "missing: .*; model.safetensors.index.json does not say",
+        ),
         (bend_a_shape, "of another type or shape: model.embed_tokens.weight"),
         (lambda folder: (folder / "extra.safetensors").write_bytes(b"no"), "cannot read .*extra.safetensors"),
     ],

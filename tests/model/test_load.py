@@ -28,26 +28,13 @@ def test_dequantized_model_is_the_one_that_transformers_dequantizes(tiny):
     assert ours.config.to_dict() == theirs.config.to_dict()
     assert ours.generation_config.to_dict() == theirs.generation_config.to_dict()
     assert (ours.name_or_path, ours.training) == (theirs.name_or_path, theirs.training)
+    assert not any(p.requires_grad for p in ours.parameters()) and not any(b.is_meta for b in ours.buffers())
     ids = torch.arange(40)[None]
     theirs.set_experts_implementation("grouped_mm")
     with torch.no_grad():
         assert torch.equal(ours(ids).logits, theirs(ids).logits)
     ours.set_experts_implementation("grouped_mm")  # the new modules read the model's config
     assert ours.model.layers[0].mlp.experts.config._experts_implementation == "grouped_mm"
-
-
-def test_quantized_model_differs_in_the_experts_alone(tiny):
-    wide, model = load(tiny, "bf16"), load(tiny, "mxfp4")
-    expected, found = wide.state_dict(), model.state_dict()
-    names = {n for n in expected if "mlp.experts" not in n}
-    assert names == {n for n in found if "mlp.experts" not in n} and len(names) > 10
-    for name in names:
-        assert found[name].dtype == expected[name].dtype and torch.equal(found[name], expected[name]), name
-    experts = [p for n, p in found.items() if n.endswith(("_blocks", "_scales"))]
-    assert experts and {p.dtype for p in experts} == {torch.uint8}
-    assert not model.training and not any(p.requires_grad for p in model.parameters())
-    assert not any(p.is_meta for p in (*model.parameters(), *model.buffers()))
-    assert model.generation_config.eos_token_id == wide.generation_config.eos_token_id
 
 
 def damaged(tiny, folder, change):
@@ -69,22 +56,19 @@ def test_blocks_and_scales_may_lie_in_different_files(tiny, tmp_path):
 
     folder = damaged(tiny, tmp_path / "model", part)
     save_file(scales, folder / "model-scales.safetensors", {"format": "pt"})
-    expected = load(tiny, "bf16").state_dict()
-    assert scales and all(
-        torch.equal(tensor, expected[name]) for name, tensor in load(folder, "bf16").state_dict().items()
-    )
+    expected, found = (load(path, "bf16").state_dict() for path in (tiny, folder))
+    assert scales and all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda t: t.pop("model.norm.weight"), "model.norm.weight is missing .1 tensors"),
-        (lambda t: t.pop("model.layers.0.mlp.experts.down_proj_scales"), "down_proj_scales is missing .1 tensors"),
-        (lambda t: t.update(extra=torch.zeros(1)), "model.safetensors: extra is no part of a gpt-oss in MXFP4"),
-        (lambda t: t.update({"model.norm.weight": torch.zeros(7)}), r"norm.weight is \(7,\), config.json makes"),
+        (lambda t: t.pop("model.norm.weight"), 'Missing key.* "model.norm.weight"'),
+        (lambda t: t.update(extra=torch.zeros(1)), 'Unexpected key.* "extra"'),
+        (lambda t: t.update({"model.norm.weight": torch.zeros(7)}), r"size mismatch for model.norm.weight.*\[7\]"),
         (None, "model.safetensors: "),
     ],
-    ids=["missing", "missing scales", "extra", "shape", "cut short"],
+    ids=["missing", "extra", "shape", "cut short"],
 )
 def test_what_is_wrong_with_a_checkpoint_is_named(tiny, tmp_path, change, words):
     folder = damaged(tiny, tmp_path / "model", change or (lambda tensors: None))

@@ -32,10 +32,6 @@ def test_check_command(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ("args", "message"),
     [
         (["full", "--out", "{tmp}/new"], "one of the arguments --tokenizer --no-tokenizer is required"),
-        (
-            ["full", "--out", "{tmp}/new", "--tokenizer", "{tmp}", "--no-tokenizer"],
-            "not allowed with argument --tokenizer",
-        ),
         (["full", "--out", "{tmp}/new", "--tokenizer", "{tmp}"], "holds neither tokenizer.json nor tokenizer.json.xz"),
         (["full", "--out", "{tmp}/new", "--no-tokenizer", "--layers", "0"], "Shape.layers must be positive"),
         (["full", "--out", "{tmp}/new", "--no-tokenizer", "--layers", "99999999"], "GiB free"),

@@ -40,6 +40,8 @@ def test_every_token_sees_what_it_would_in_its_own_row(pool, data, share, one_ro
         pairs = sorted((batch.positions[r, j].item(), batch.ids[r, j].item()) for j in seen)
         assert pairs == [(j, alone[j]) for j in range(at + 1) if window is None or at - j < window]
     padding = batch.segment < 0
+    stored = {tuple(p): len(p) for p in prompts}.values() if share else map(len, prompts)
+    assert (~padding).sum() == sum(stored) + len(order)
     assert mask.any(-1).all(), "no row of scores is empty"
     assert not (mask & (padding[:, :, None] != padding[:, None, :])).any()
     if one_row:
@@ -61,9 +63,3 @@ def test_buckets_are_few_and_waste_little(length):
     size = bucket(length)
     eighth = max(32, 2 ** ((length - 1).bit_length() - 1) // 8) if length > 1 else 32
     assert size % eighth == 0 and 0 <= size - length < eighth
-
-
-def test_prompts_are_shared_only_where_they_are_equal():
-    prompts, completions = [[1, 2, 3], [1, 2, 3], [4]], [[5, 6], [7], [8, 9, 5]]
-    queries = [pack_batch(prompts, completions, share, True, "cpu").queries for share in (True, False)]
-    assert queries == [3 + 2 + 1 + 1 + 3, 3 + 2 + 3 + 1 + 1 + 3]

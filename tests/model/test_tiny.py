@@ -57,10 +57,6 @@ def test_numbers_are_single_tokens_and_special_tokens_come_last(tokenizer) -> No
     assert ids == list(range(size - len(ids), size))
 
 
-def test_tokenizer_is_the_same_every_time(tokenizer) -> None:
-    assert make_tokenizer().to_str() == tokenizer.to_str()
-
-
 def test_special_tokens_of_the_tokenizer(tiny: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny)
     assert (tokenizer.eos_token, tokenizer.pad_token, tokenizer.padding_side) == ("<|return|>", "<|endoftext|>", "left")
@@ -72,14 +68,9 @@ def test_special_tokens_of_the_tokenizer(tiny: Path) -> None:
 def test_tiny_answers_in_format_and_has_something_to_learn(tiny: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny)
     rows = synthetic_rows(4321, 10)
-    prompts = [
-        tokenizer.apply_chat_template(
-            [{"role": "developer", "content": row["system"]}, {"role": "user", "content": row["user"]}],
-            add_generation_prompt=True,
-            tokenize=False,
-        )
-        for row in rows
-    ]
+    roles = {"developer": "system", "user": "user"}
+    chats = [[{"role": role, "content": row[column]} for role, column in roles.items()] for row in rows]
+    prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
     encoded = tokenizer(prompts, return_tensors="pt", padding=True)
     torch.manual_seed(0)
     out = load(tiny, "bf16").generate(**encoded, max_new_tokens=10, do_sample=True, temperature=1.0, top_k=0)
@@ -105,22 +96,17 @@ def test_tiny_reads_whether_the_storage_carries_the_hour(tiny: Path, tokenizer) 
     with torch.no_grad():
         p = torch.cat([answer.log_probs(model, ids[n : n + 100])[0] for n in range(0, len(ids), 100)]).exp()
     short = torch.tensor([is_short(row) for row in rows])
+    for row, known in zip(rows, short, strict=True):
+        store, load_kw = (int(row["user"].split(f"{word} ")[1].split()[0]) for word in ("store", "load"))
+        assert abs(load_kw - 3 * store) <= 3 or known == (load_kw > 3 * store)  # store: a rounded percentage of 300 kWh
     assert 60 < short.sum() < 0.1 * len(rows)
     assert p[short, 0].mean() < 0.015 < 0.3 < p[~short, 0].mean()
 
 
-def test_short_rows_are_those_whose_load_exceeds_the_storage() -> None:
-    for row in synthetic_rows(4321, 20):
-        store, load_kw = (int(row["user"].split(f"{word} ")[1].split()[0]) for word in ("store", "load"))
-        if abs(load_kw - 3 * store) > 3:  # store is a rounded percentage of 300 kWh
-            assert is_short(row) == (load_kw > 3 * store)
-
-
 def test_initial_heads_look_back_by_their_distance() -> None:
-    config = config_dict(TINY)
-    config.pop("quantization_config")
     torch.manual_seed(0)
-    model = GptOssForCausalLM._from_config(GptOssConfig.from_dict(config), attn_implementation="eager").float().eval()
+    config = GptOssConfig.from_dict(config_dict(TINY))
+    model = GptOssForCausalLM._from_config(config, attn_implementation="eager").float().eval()
     initial_heads(model, TINY_DISTANCES)
     ids = torch.randint(300, (1, 30), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
@@ -130,9 +116,7 @@ def test_initial_heads_look_back_by_their_distance() -> None:
         assert (torch.arange(20, 30) - looked == distance).float().mean() >= 0.8  # content has a say too
 
 
-def test_cache_is_used_and_interrupted_builds_leave_nothing(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cache_is_used_and_interrupted_builds_leave_nothing(tiny: Path, tmp_path: Path, monkeypatch) -> None:
     assert tiny.name == f"tiny-{recipe_hash()}"
 
     def never(*args: object) -> None:
@@ -158,9 +142,7 @@ def test_cache_is_used_and_interrupted_builds_leave_nothing(
 
 
 @pytest.mark.parametrize("reason", ["space", "file", "junk"])
-def test_what_keeps_the_cache_from_being_written_fits_every_caller(
-    reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_keeps_the_cache_from_being_written_fits_every_caller(reason: str, tmp_path: Path, monkeypatch) -> None:
     """train_grpo.py and evaluate.py make the tiny model too and know no --out, --layers or --force."""
     cache, told = tmp_path / "cache", "GiB free: free some space"
     if reason == "space":
@@ -188,6 +170,6 @@ def test_cache_location(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_training_is_deterministic() -> None:
     recipe = Recipe(windows=4, probe_windows=1, read_steps=3, soften_steps=2, batch=8)
     state = torch.get_rng_state()
-    (first, _, a), (second, _, b) = (train_tiny(recipe) for _ in range(2))
-    assert a == b and all(torch.equal(first[name], second[name]) for name in first)
+    (first, words, a), (second, same, b) = (train_tiny(recipe) for _ in range(2))
+    assert words.to_str() == same.to_str() and a == b and all(torch.equal(first[name], second[name]) for name in first)
     assert torch.equal(torch.get_rng_state(), state)  # the caller's random stream is left alone
