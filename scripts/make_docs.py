@@ -112,10 +112,10 @@ def in_words(figure: dict[str, Any]) -> str:
 def headline() -> str:
     """The README's sentence about speed and memory."""
     rollout, step = (
-        {key: one["value"] for key, one in measured(f"{name}-h100.json")[0].items()} for name in ("rollout", "step")
+        {key: one["value"] for key, one in measured(f"{name}-h200.json")[0].items()} for name in ("rollout", "step")
     )
     text = (
-        f"Measured on one H100 (80 GB): a step of 12 prompts x 8 completions x 512 tokens takes {step['w1_step_s']:.1f} s, "
+        f"Measured on one H200: a step of 12 prompts x 8 completions x 512 tokens takes {step['w1_step_s']:.1f} s, "
         f"{step['w1_learn_s']:.1f} s of it learning (TRL's padded path: {step['w1_learn_trl_s']:.1f} s); vLLM generates "
         f"{rollout['rollout_tok_s']:,.0f} tokens/s, {rollout['speedup_many']:.0f} times transformers' `generate`; with "
         f"`EXPERTS=mxfp4` the whole job peaks at {step['w1_job_peak_mxfp4_gib']:.0f} GiB "
@@ -136,7 +136,7 @@ def key_settings() -> str:
 
 def rollout_table() -> str:
     """Both values of ROLLOUT_SYNC side by side, from the runs of `bench.py rollout` with each."""
-    (merge, one), (lora, other) = (measured(f"rollout-{kind}h100.json") for kind in ("", "lora-"))
+    (merge, one), (lora, other) = map(measured, ("rollout-h200.json", "rollout-lora-h100.json"))
     rows = [
         [text, in_words(merge[key]), "" if key in ONLY_MERGE else in_words(lora[key])]
         for key, text in ROLLOUT_FIGURES.items()
@@ -146,7 +146,7 @@ def rollout_table() -> str:
 
 def step_table() -> str:
     """What a step takes in time and memory."""
-    figures, source = measured("step-h100.json")
+    figures, source = measured("step-h200.json")
     rows = [[text, in_words(figures[key])] for key, text in STEP_FIGURES.items()]
     return table(["measured", ""], rows) + f"\n\n{source}"
 
