@@ -24,7 +24,6 @@ from grpo.tasks.tes.dataset import (
     synthetic_rows,
     synthetic_windows,
     trajectory,
-    window_rows,
     with_short_hours,
 )
 from grpo.tasks.tes.plant import HOURS, Plant, q_values
@@ -37,13 +36,14 @@ NAMES = ("tes_train.csv", "tes_heldout.csv", "tes_train_compact.csv", "tes_heldo
 
 def test_rows_of_a_window() -> None:
     window = windows(synthetic_profile(4, 4))[0]
-    full = window_rows(window, np.random.default_rng(0), "full")
-    compact = window_rows(window, np.random.default_rng(0), "compact")
+    full, compact, optimal = (
+        [row for row, _ in trajectory(window, np.random.default_rng(0), prompt, explore=explore)]
+        for prompt, explore in (("full", 0.25), ("compact", 0.25), ("full", 0.0))
+    )
     assert [row["timestep"] for row in full] == [*range(8, 18), *range(32, 42), *range(56, 66)]
     assert [row["q_action_0"] for row in full] == [row["q_action_0"] for row in compact]
     assert [datetime.fromisoformat(row["timestamp"]).hour for row in full] == [*HOURS] * 3
     assert "energy [kWh]: 150\n" in full[0]["prompt"]
-    optimal = window_rows(window, np.random.default_rng(0), "full", explore=0.0)
     # Along the optimum, the best value falls by what the hour cost: Bellman's equation between rows.
     for before, after in itertools.pairwise(optimal):
         best = max(before[f"q_action_{k}"] for k in range(4))
@@ -132,7 +132,7 @@ def test_train_and_heldout_share_nothing() -> None:
     ]
     assert len(days[0]) > 60 and len(days[1]) == 15 and not days[0] & days[1]
     made = [synthetic_windows(SEED, stream, 20, TRAIN_START) for stream in range(3)]
-    made.append(list(itertools.islice(short_windows(SEED), 20)))
+    made.append(itertools.islice(short_windows(SEED), 20))
     days = [day.tobytes() for stream in made for window, _ in stream for day in window.co2]
     assert len(days) == len(set(days)) == 4 * 20 * 4
 
@@ -163,7 +163,8 @@ def test_short_hours_are_spread_over_the_day_and_exact() -> None:
     made = short_hours(window, rng, "compact")
     assert [state.stamp.hour for _, state in made] == list(HOURS)
     assert all(state.short_kwh > 0 for _, state in made) and len({state.stamp.date() for _, state in made}) > 1
-    plant, grid = Plant(), window.solve(Plant(), grid_kwh=0.25)
+    plant = Plant()
+    grid = window.solve(plant, start_kwh=np.linspace(0, plant.capacity_kwh, 61))
     for row, state in made:
         t = len(HOURS) * window.dates.index(state.stamp.date()) + HOURS.index(state.stamp.hour)
         assert row["timestep"] == 24 * (t // len(HOURS)) + state.stamp.hour
