@@ -111,10 +111,12 @@ def with_short_hours(
 def synthetic_windows(
     seed: int, stream: int, count: int | None, start: date
 ) -> Iterator[tuple[Window, np.random.Generator]]:
-    """`count` windows of invented days (None: without end), each on a Monday from `start` on, and a generator for what is
-    drawn in each."""
+    """`count` windows of invented days, one on each Monday from `start`, and a generator for what is drawn in each.
+
+    count None: without end, and the Mondays of the training days again and again.
+    """
     for i in itertools.count() if count is None else range(count):
-        monday = start + timedelta(weeks=i % max(TRAIN_WINDOWS.values()))
+        monday = start + timedelta(weeks=i if count is not None else i % max(TRAIN_WINDOWS.values()))
         profile = days.synthetic_profile((seed, stream, i), DECISION_DAYS + 1, monday)
         yield windows(profile)[0], np.random.default_rng((seed, stream, i, 1))
 
