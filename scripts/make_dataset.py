@@ -22,16 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from grpo.tasks.tes.dataset import (
-    DATA_DIR,
-    EXPLORE,
-    SEED,
-    differences,
-    profile_files,
-    read_profiles,
-    summary,
-    synthetic_files,
-)
+from grpo.tasks.tes import dataset
 from grpo.tasks.tes.plant import START_KWH, Plant
 from grpo.tasks.tes.profiles import ProfileError, decode, windows
 
@@ -59,17 +50,16 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     mode.add_argument("--summary", action="store_true", help="tabulate the files that exist, write nothing")
     mode.add_argument("--profile", nargs="+", metavar="CSV", help="your own hourly profiles instead of synthetic days")
     parser.add_argument("--out", metavar="DIR", help="where the files are (default data/; required with --profile)")
-    parser.add_argument(
-        "--prompt", choices=("full", "compact", "both"), help="(default both, with --profile full: every hour once)"
-    )
+    prompts, about = ("full", "compact", "both"), "(default both, with --profile full: every hour once)"
+    parser.add_argument("--prompt", choices=prompts, help=about)
     seed = number(0, 2**32 - 1, int)
-    parser.add_argument("--seed", type=seed, default=SEED, help="of days and trajectories (default %(default)s)")
+    parser.add_argument("--seed", type=seed, default=dataset.SEED, help="random seed (default %(default)s)")
     group, energy = parser.add_argument_group("with --profile"), number(0, Plant().capacity_kwh)
     own = [
         group.add_argument("--co2-column", metavar="NAME", help="CO2 intensity [kg/kWh], where names do not tell"),
         group.add_argument("--load-column", metavar="NAME", help="cooling load [kW], where names do not tell"),
         group.add_argument("--start-kwh", type=energy, metavar="E", help=f"stored at first (default {START_KWH:g})"),
-        group.add_argument("--explore", type=number(0, 1), metavar="P", help=f"random actions (default {EXPLORE})"),
+        group.add_argument("--explore", type=number(0, 1), metavar="P", help="share of random actions (default 0.25)"),
         group.add_argument("--trajectories", type=number(1, 1000, int), metavar="N", help="a window (default 1)"),
         group.add_argument("--short-share", type=number(0, 0.9), metavar="S", help="least share of short hours"),
     ]
@@ -89,31 +79,31 @@ def make(args: argparse.Namespace) -> dict[str, str]:
     """The files that were asked for, name -> text."""
     prompts = ("full", "compact") if args.prompt == "both" else (args.prompt,)
     if not args.profile:
-        return dict(synthetic_files(args.seed, prompts))
+        return dict(dataset.synthetic_files(args.seed, prompts))
     columns = {name: args.own.pop(name, None) for name in ("co2_column", "load_column")}
-    profiles = read_profiles(map(Path, args.profile), prompts, **columns)
+    profiles = dataset.read_profiles(map(Path, args.profile), prompts, **columns)
     for stem, profile in profiles.items():
         made = windows(profile)
         used = {day for window in made for day in window.dates}
         spare = [str(day) for day in profile.dates if day not in used]
         print(f"{stem}: {len(profile.dates)} days, {len(made)} window(s)" + f"; not used: {spare}" * bool(spare))
-    return dict(profile_files(profiles, prompts, args.seed, **args.own))
+    return dict(dataset.profile_files(profiles, prompts, args.seed, **args.own))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     args = parse_args(argv)
-    out = Path(args.out) if args.out else DATA_DIR
+    out = Path(args.out) if args.out else dataset.DATA_DIR
     try:
         if args.summary:
             found = {path.name: decode(path.read_bytes()) for path in sorted(out.glob("tes_*.csv"))}
             if not found:
                 raise ProfileError([f"{out}: no tes_*.csv in it; make them first or choose another --out"])
-            print(summary(found))
+            print(dataset.summary(found))
             return 0
         files = make(args)
         if args.check:
-            if wrong := differences(out, files):
+            if wrong := dataset.differences(out, files):
                 again = f"make them again with: python scripts/make_dataset.py --seed {args.seed} --out {out}"
                 print(*wrong, again, sep="\n", file=sys.stderr)
                 return 1
@@ -129,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"{error.filename or out}: {error.strerror}; choose another --out", file=sys.stderr)
         return 2
-    print(f"wrote {', '.join(files)} to {out}\n{summary(files)}")
+    print(f"wrote {', '.join(files)} to {out}\n{dataset.summary(files)}")
     return 0
 
 

@@ -111,9 +111,8 @@ def in_words(figure: dict[str, Any]) -> str:
 
 def headline() -> str:
     """The README's sentence about speed and memory."""
-    rollout, step = (
-        {key: one["value"] for key, one in measured(f"{name}-h200.json")[0].items()} for name in ("rollout", "step")
-    )
+    records = (measured(name)[0] for name in ("rollout-h200.json", "step-h200.json"))
+    rollout, step = ({key: one["value"] for key, one in record.items()} for record in records)
     text = (
         f"Measured on one H200: a step of 12 prompts x 8 completions x 512 tokens takes {step['w1_step_s']:.1f} s, "
         f"{step['w1_learn_s']:.1f} s of it learning (TRL's padded path: {step['w1_learn_trl_s']:.1f} s); vLLM generates "
@@ -126,21 +125,15 @@ def headline() -> str:
 
 def key_settings() -> str:
     """The README's table of the settings that a first run decides."""
-    rows = [
-        [f"`{name}`", f"`{default}`", meaning]
-        for _, name, default, _, _, meaning in settings_table()
-        if name in KEY_SETTINGS
-    ]
+    rows = [[f"`{row[1]}`", f"`{row[2]}`", row[5]] for row in settings_table() if row[1] in KEY_SETTINGS]
     return table(["Setting", "Default", "Meaning"], rows)
 
 
 def rollout_table() -> str:
     """Both values of ROLLOUT_SYNC side by side, from the runs of `bench.py rollout` with each."""
     (merge, one), (lora, other) = map(measured, ("rollout-h200.json", "rollout-lora-h100.json"))
-    rows = [
-        [text, in_words(merge[key]), "" if key in ONLY_MERGE else in_words(lora[key])]
-        for key, text in ROLLOUT_FIGURES.items()
-    ]
+    figures = [(text, merge[key], {} if key in ONLY_MERGE else lora[key]) for key, text in ROLLOUT_FIGURES.items()]
+    rows = [[text, in_words(a), in_words(b) if b else ""] for text, a, b in figures]
     return table(["measured", "`merge`", "`lora`"], rows) + f"\n\n{one}\n{other}"
 
 

@@ -34,17 +34,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from grpo.evaluate.run_data import (
-    HELDOUT_HEADER,
-    ReportError,
-    duration,
-    heldout_rows,
-    number,
-    part,
-    phase_seconds,
-    read_json,
-    read_metrics,
-)
+from grpo.evaluate import run_data
+from grpo.evaluate.run_data import duration, number, part, read_json
 from grpo.run.folder import COMPLETE, continuation
 
 RECENT = 10  # steps that time left and the means are taken from
@@ -83,11 +74,11 @@ def read_state(folder: Path) -> State:
     found: dict[str, Any] = {"total": int(total) if total > 0 else None}
     said = "waiting: the first step has not ended yet"
     try:
-        found["metrics"] = read_metrics(folder / "metrics.csv")
+        found["metrics"] = run_data.read_metrics(folder / "metrics.csv")
         found["ago"] = max(0.0, time.time() - (folder / "metrics.csv").stat().st_mtime)
         if len(found["metrics"]):
             said = "every step is done: evaluation and saving" if found["metrics"]["step"].max() >= total else ""
-    except ReportError as error:
+    except run_data.ReportError as error:
         said = f"waiting: {error}"
     except OSError:
         said = f"waiting: {'the run is starting' if found['total'] else 'there is no run in this folder yet'}: no metrics.csv"
@@ -151,7 +142,7 @@ def frame(state: State) -> RenderableType:
         return Group(title.append(f"  {state.said}", style="yellow"), *warnings)
     ago = f"   last step {duration(state.ago)} ago" * (state.said != DONE)
     metrics, last = state.metrics, state.metrics.iloc[-1]
-    spent = ", ".join(f"{name} {s:.1f} s" for name, s in phase_seconds(metrics.tail(1)).iloc[0].items() if s)
+    spent = ", ".join(f"{name} {s:.1f} s" for name, s in run_data.phase_seconds(metrics.tail(1)).iloc[0].items() if s)
     recent = metrics["reward"].tail(RECENT)
     lines = [
         ("step", ProgressBar(total=state.total or state.step, completed=state.step, width=WIDTH)),
@@ -176,9 +167,9 @@ def frame(state: State) -> RenderableType:
     parts: list[RenderableType] = [title, table, *warnings]
     if state.said == DONE and part(state.evaluation, "before"):
         heldout = Table(box=None, pad_edge=False, title="Held-out prompts", title_justify="left")
-        for column in HELDOUT_HEADER[:3]:
+        for column in run_data.HELDOUT_HEADER[:3]:
             heldout.add_column(column, no_wrap=True)
-        for row in heldout_rows(state.evaluation):
+        for row in run_data.heldout_rows(state.evaluation):
             heldout.add_row(*map(Text, row[:3]))
         parts += [Text(), heldout]
     return Group(*parts)

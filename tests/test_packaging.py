@@ -15,20 +15,8 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 SHELL_SCRIPTS = [*sorted(f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*.sh")), ".ci/run"]
-TOP_LEVEL = {
-    "LICENSE",
-    "README.md",
-    "data",
-    "docs",
-    "pyproject.toml",
-    "requirements-cpu.txt",
-    "requirements.txt",
-    "rewards.py",
-    "scripts",
-    "tests",
-    "grpo",
-    "train_grpo.py",
-}
+TOP_LEVEL = {"LICENSE", "README.md", "pyproject.toml", "requirements-cpu.txt", "requirements.txt", "rewards.py"}
+TOP_LEVEL |= {"data", "docs", "grpo", "scripts", "tests", "train_grpo.py"}
 # vLLM pins the GPU set's torch and torch pins its triton, so these two may differ; nothing else may.
 MAY_DIFFER = {"torch", "triton"}
 
@@ -46,65 +34,33 @@ def parse(lines):
     return found
 
 
-def requirements(name):
-    return parse((ROOT / name).read_text().splitlines())
+SETUP = (ROOT / "scripts/setup.sh").read_text()
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+GPU, CPU = (parse((ROOT / name).read_text().splitlines()) for name in ("requirements.txt", "requirements-cpu.txt"))
+TOOLS = parse(PYPROJECT["dependency-groups"]["test"])
 
 
-def pyproject():
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())
-
-
-def test_tools():
-    return parse(pyproject()["dependency-groups"]["test"])
-
-
-test_tools.__test__ = False  # a helper with an unlucky name
-
-STATED = {
-    "requirements.txt": lambda: requirements("requirements.txt"),
-    "requirements-cpu.txt": lambda: requirements("requirements-cpu.txt"),
-    "pyproject.toml": test_tools,
-}
-
-
-@pytest.mark.parametrize("source", STATED)
-def test_every_requirement_is_pinned(source):
-    found = STATED[source]()
+@pytest.mark.parametrize("found", [GPU, CPU, TOOLS])
+def test_every_requirement_is_pinned(found):
     assert found
-    for name, requirement in found.items():
+    for requirement in found.values():
         pins = [(part.operator, part.version) for part in requirement.specifier]
-        assert len(pins) == 1 and pins[0][0] == "==" and "*" not in pins[0][1], f"{name} in {source}: {requirement}"
+        assert len(pins) == 1 and pins[0][0] == "==" and "*" not in pins[0][1], requirement
 
 
-def test_both_sets_state_the_same_versions():
-    gpu, cpu = requirements("requirements.txt"), requirements("requirements-cpu.txt")
-    common = gpu.keys() & cpu.keys()
+def test_the_sets_are_in_step():
+    common = GPU.keys() & CPU.keys()
     assert {"transformers", "trl", "peft", "accelerate", "datasets"} <= common
-    differing = {name for name in common if gpu[name].specifier != cpu[name].specifier}
-    assert differing <= MAY_DIFFER
-
-
-def test_gpu_only_packages_stay_out_of_the_cpu_set():
-    cpu = requirements("requirements-cpu.txt")
-    assert not cpu.keys() & {"vllm", "kernels", "flash-attn"}
-
-
-def test_pyproject_repeats_no_requirement():
-    assert "dependencies" not in pyproject()["project"]
-    elsewhere = requirements("requirements.txt").keys() | requirements("requirements-cpu.txt").keys()
-    assert not test_tools().keys() & elsewhere
-
-
-def test_flash_attn_is_optional_and_pinned_once():
-    text = (ROOT / "requirements.txt").read_text()
-    assert len(re.findall(r"^# optional: flash-attn==\d\S*$", text, re.MULTILINE)) == 1
-    assert "flash-attn" not in requirements("requirements.txt")
+    assert {name for name in common if GPU[name].specifier != CPU[name].specifier} <= MAY_DIFFER
+    assert not CPU.keys() & {"vllm", "kernels", "flash-attn"}
+    assert "dependencies" not in PYPROJECT["project"] and not TOOLS.keys() & (GPU.keys() | CPU.keys())
+    optional = re.findall(r"^# optional: flash-attn==\d\S*$", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+    assert len(optional) == 1 and "flash-attn" not in GPU
 
 
 def test_python_range_is_the_same_everywhere():
-    script = (ROOT / "scripts/setup.sh").read_text()
-    accepted = re.search(r'^PYTHON_VERSIONS="([^"]*)"$', script, re.MULTILINE)[1].split()
-    stated = SpecifierSet(pyproject()["project"]["requires-python"])
+    accepted = re.search(r'^PYTHON_VERSIONS="([^"]*)"$', SETUP, re.MULTILINE)[1].split()
+    stated = SpecifierSet(PYPROJECT["project"]["requires-python"])
     assert [f"3.{minor}" for minor in range(30) if f"3.{minor}" in stated] == accepted
     assert f"{sys.version_info[0]}.{sys.version_info[1]}" in accepted
 
@@ -142,6 +98,7 @@ def project(tmp_path, monkeypatch):
 
 
 def run_setup(folder, *arguments, **settings):
+    """Runs setup.sh; a setting of None is taken out of the environment."""
     environment = {**os.environ, "PYTHON": sys.executable, **settings}
     environment = {name: value for name, value in environment.items() if value is not None}
     command = ["bash", str(folder / "scripts/setup.sh"), *arguments]
@@ -168,73 +125,52 @@ def fake_command(folder, name, script):
 def test_setup_chooses_the_set_by_nvidia_smi_and_checks_the_driver(project, nvidia_smi, chosen, warned):
     done = run_setup(project, "--dry-run", PATH=fake_command(project, "nvidia-smi", nvidia_smi))
     # What follows depends on this machine (compiler, headers, disk); the choice does not.
-    assert chosen in done.stdout
-    assert ("needs driver 580" in done.stderr) == warned
+    assert chosen in done.stdout and ("needs driver 580" in done.stderr) == warned
     assert not (project / ".venv").exists()
 
 
 def test_setup_help_names_every_exit_code(project):
     done = run_setup(project, "--help")
-    assert done.returncode == 0
-    script = (project / "scripts/setup.sh").read_text()
     described = done.stdout.split("Exit codes:")[1]
-    for code in {0, *map(int, re.findall(r"\bdie (\d)", script))}:
-        assert f"{code} " in described
+    codes = {0, *map(int, re.findall(r"\bdie (\d)", SETUP))}
+    assert done.returncode == 0 and not [code for code in codes if f"{code} " not in described]
+
+
+BARE = f'case "$*" in *ensurepip*) exit 1 ;; esac; exec {sys.executable} "$@"'
+OLD = dict.fromkeys(["python3", "python3.11", "python3.12", "python3.13"], "echo 3.8")
+FULL_DISK = {"df": "printf 'head\\nfs 9 9 1000000 9%% /\\n'"}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "settings", "code", "message"),
+    ("arguments", "settings", "commands", "code", "message"),
     [
-        (["--nonsense"], {}, 2, "unknown option"),
-        (["--cpu", "--gpu"], {}, 2, "exclude each other"),
-        (["--cpu", "--flash-attn"], {}, 2, "needs the GPU set"),
-        (["--cpu"], {"PYTHON": "/nonexistent/python"}, 3, "tried: /nonexistent/python"),
+        (["--nonsense"], {}, {}, 2, "unknown option"),
+        (["--cpu", "--gpu"], {}, {}, 2, "exclude each other"),
+        (["--cpu", "--flash-attn"], {}, {}, 2, "needs the GPU set"),
+        (["--cpu"], {"PYTHON": "/nonexistent/python"}, {}, 3, "tried: /nonexistent/python"),
+        (["--cpu"], {"PYTHON": None}, OLD, 3, "apt install python3.12"),
+        (["--cpu"], {"PYTHON": "bare-python"}, {"bare-python": BARE}, 3, f"apt install python3.{sys.version_info[1]}-venv"),
+        (["--cpu"], {}, FULL_DISK, 4, "not enough disk space"),
     ],
-)
-def test_setup_refuses_with_a_message(project, arguments, settings, code, message):
+)  # fmt: skip
+def test_setup_refuses_with_a_message(project, arguments, settings, commands, code, message):
+    for name, script in commands.items():
+        settings = settings | {"PATH": fake_command(project, name, script)}
     done = run_setup(project, *arguments, "--dry-run", **settings)
     assert (done.returncode, message in done.stderr) == (code, True), done.stderr
 
 
-def test_setup_names_what_to_install_where_no_python_fits(project):
-    for name in ["python3", "python3.11", "python3.12", "python3.13"]:
-        path = fake_command(project, name, "echo 3.8")
-    done = run_setup(project, "--cpu", "--dry-run", PATH=path, PYTHON=None)
-    assert done.returncode == 3
-    assert "apt install python3.12" in done.stderr
-
-
-def test_setup_names_the_package_where_ensurepip_is_missing(project):
-    fake_command(project, "bare-python", f'case "$*" in *ensurepip*) exit 1 ;; esac; exec {sys.executable} "$@"')
-    done = run_setup(project, "--cpu", "--dry-run", PYTHON=str(project / "bin/bare-python"))
-    assert done.returncode == 3
-    assert f"apt install python3.{sys.version_info[1]}-venv" in done.stderr
-
-
-def test_setup_stops_where_the_disk_is_full(project):
-    path = fake_command(project, "df", "printf 'head\\nfs 9 9 1000000 9%% /\\n'")
-    done = run_setup(project, "--cpu", "--dry-run", PATH=path)
-    assert done.returncode == 4
-    assert "not enough disk space" in done.stderr
-
-
-def test_setup_leaves_a_folder_it_did_not_make_alone(project):
+def test_setup_leaves_what_it_did_not_make_alone(project):
+    """Neither a folder of the user's nor, unasked, the environment of the other set is replaced."""
     precious = project / "mine" / "precious.txt"
     precious.parent.mkdir()
     precious.write_text("kept")
-    for extra in [[], ["--recreate"]]:
-        done = run_setup(project, "--cpu", *extra, VENV="mine")
-        assert done.returncode == 2
-        assert "was not made by this script" in done.stderr
-    assert precious.read_text() == "kept"
-
-
-def test_setup_does_not_replace_the_other_set_unasked(project):
     (project / ".venv").mkdir()
     (project / ".venv/.setup-stamp").write_text("gpu 0123\n")
-    done = run_setup(project, "--cpu")
-    assert done.returncode == 2
-    assert "--recreate" in done.stderr
+    for extra, venv, words in [([], "mine", "not made by this"), (["--recreate"], "mine", "not made by this"), ([], None, "--recreate")]:  # fmt: skip
+        done = run_setup(project, "--cpu", *extra, VENV=venv)
+        assert done.returncode == 2 and words in done.stderr
+    assert precious.read_text() == "kept"
 
 
 # A Python that installs nothing: it notes what pip and uv are asked for in $ASKED, and fails where $FAIL says.
@@ -265,9 +201,8 @@ def test_setup_looks_for_torchs_cpu_build_first(project, fail, expected, code):
     asked = project / "asked.txt"
     settings = {"PYTHON": str(project / "bin/no-python"), "ASKED": str(asked)}
     done = run_setup(project, "--cpu", FAIL=fail, **settings)
-    torch = requirements("requirements-cpu.txt")["torch"].specifier
-    uv = re.search(r"^UV_VERSION=(.*)$", (ROOT / "scripts/setup.sh").read_text(), re.MULTILINE)[1]
-    wanted = [line.replace("==T", str(torch)).replace("U", uv) for line in expected]
+    uv = re.search(r"^UV_VERSION=(.*)$", SETUP, re.MULTILINE)[1]
+    wanted = [line.replace("==T", str(CPU["torch"].specifier)).replace("U", uv) for line in expected]
     assert (done.returncode, asked.read_text().splitlines()) == (code, wanted), done.stderr
     assert ("CUDA build" in done.stderr) == (fail.count("|") == 1)
     # What broke off is taken up by the next run; what is finished is left alone until the set changes.

@@ -46,16 +46,8 @@ POLICIES = {
     "optimum": ("optimum", "#009E73", "--"),
 }
 PHASE_LABELS = {"handover": "weight sync"}  # else as in metrics.csv
-STYLE = {
-    "font.size": 9.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#E6E6E6",
-    "legend.frameon": False,
-    "legend.fontsize": 8.5,
-}
+STYLE = {"font.size": 9.5, "legend.fontsize": 8.5, "legend.frameon": False, "axes.axisbelow": True, "axes.grid": True}
+STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "grid.color": "#E6E6E6"}
 
 
 def policy(name: str) -> tuple[str, str, str]:
@@ -170,10 +162,9 @@ def actions_figure(counts: pandas.DataFrame) -> Picture:
 
 def heldout_figure(evaluation: Mapping[str, Any]) -> Picture:
     axes, labels = canvas(2.0)[0], []
-    names = {"random": "random", "constant": f"always [{evaluation.get('constant_action')}]", "oracle": "oracle"}
-    for (key, label), colour, style in zip(
-        names.items(), ("#999999", "#333333", "#009E73"), (":", "-.", "--"), strict=True
-    ):
+    looks = {"random": ("#999999", ":"), "constant": ("#333333", "-."), "oracle": ("#009E73", "--")}
+    for key, (colour, style) in looks.items():
+        label = f"always [{evaluation.get('constant_action')}]" if key == "constant" else key
         if not math.isnan(value := number(evaluation.get(key))):
             axes.axvline(value, color=colour, linestyle=style, label=label, linewidth=1.4)
     for key, who in (("after", "trained"), ("before", "base")):

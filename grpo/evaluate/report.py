@@ -9,18 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo.evaluate.figures import (
-    CURVES,
-    MEAN_OF,
-    MEMORY,
-    Picture,
-    actions_figure,
-    curve,
-    heldout_figure,
-    phases_figure,
-    plant_figure,
-    policy,
-)
+from grpo.evaluate import figures
+from grpo.evaluate.figures import MEAN_OF, Picture
 from grpo.evaluate.run_data import HELDOUT_HEADER, KINDS, Run, duration, heldout_rows, interval, number, part, spread
 
 MOST_WINDOWS = 3  # of the closed loop that get a figure
@@ -45,29 +35,23 @@ class Section:
     missing: list[str] = field(default_factory=list)
 
 
-def add_curves(section: Section, run: Run, curves: dict[str, tuple[str, list[str]]]) -> None:
+def curves_section(run: Run, curves: dict[str, tuple[str, list[str]]] = figures.CURVES) -> Section:
     """The learning curves that have values; a sentence names the others."""
+    section = Section("Learning curves", [f"Dots: steps; line: mean of the last {MEAN_OF}."])
     if len(run.metrics) < 2:
         section.missing.append(f"A curve needs two steps, and there {'is one' if run.steps else 'is none'} so far.")
-        return
+        return section
     known = {file: run.metrics[columns].notna().any(axis=None) for file, (_, columns) in curves.items()}
-    section.pictures += [curve(run.metrics, file) for file in curves if known[file]]
+    section.pictures += [figures.curve(run.metrics, file) for file in curves if known[file]]
     if none := [title for file, (title, _) in curves.items() if not known[file]]:
         section.missing.append(f"Left out, because no step has a value: {', '.join(none)}.")
-
-
-def curves_section(run: Run) -> Section:
-    section = Section("Learning curves", [f"Dots: steps; line: mean of the last {MEAN_OF}."])
-    add_curves(section, run, CURVES)
     return section
 
 
 def machine_section(run: Run) -> Section:
-    section = Section("Time and memory")
-    if len(run.metrics):
-        section.pictures.append(phases_figure(run.metrics))
-    add_curves(section, run, MEMORY)
-    return section
+    memory = curves_section(run, figures.MEMORY)
+    phases = [figures.phases_figure(run.metrics)] if len(run.metrics) else []
+    return Section("Time and memory", pictures=phases + memory.pictures, missing=memory.missing)
 
 
 def actions_section(run: Run) -> Section:
@@ -77,7 +61,7 @@ def actions_section(run: Run) -> Section:
     elif not any(run.completions.actions):
         section.missing.append("No completion names an action: the data has no actions, or no answer parses.")
     else:
-        section.pictures.append(actions_figure(run.completions.actions))
+        section.pictures.append(figures.actions_figure(run.completions.actions))
     return section
 
 
@@ -88,7 +72,7 @@ def heldout_section(run: Run) -> Section:
         return section
     if not part(found, "after"):
         section.missing.append("There is no evaluation after training: the run goes on, or was interrupted.")
-    section.pictures.append(heldout_figure(found))
+    section.pictures.append(figures.heldout_figure(found))
     text = f"{found.get('samples', '?')} completions for each prompt. In brackets: 95% intervals, bootstrap over prompts. Regret: the row's best reward minus the reward earned. Tokens: mean, longest."
     section.tables.append(Table(HELDOUT_HEADER, heldout_rows(found), text))
     return section
@@ -117,13 +101,13 @@ def plant_section(run: Run) -> Section:
         f"{str(found.get('safe_action_reason', 'no reason was recorded')).rstrip('.')}."
     )
     for index, window in enumerate(windows[:MOST_WINDOWS], 1):
-        section.pictures.append(plant_figure(window, number(found.get("start_kwh")), index))
+        section.pictures.append(figures.plant_figure(window, number(found.get("start_kwh")), index))
     rows = []
     for name in sorted(totals, key=lambda name: name not in ("base", "trained", "optimum")):
         one = totals[name]
         answers = f"{one['unparsed']} of {one['answers']}" if one.get("answers") else ""
-        figures = (f"{number(one.get(key)):,.1f}" for key in ("co2_kg", "unserved_kwh", "storage_cycled_kwh"))
-        rows.append([policy(name)[0], *figures, spread(one, "regret_percent", ",.1f"), answers])
+        values = (f"{number(one.get(key)):,.1f}" for key in ("co2_kg", "unserved_kwh", "storage_cycled_kwh"))
+        rows.append([figures.policy(name)[0], *values, spread(one, "regret_percent", ",.1f"), answers])
     header = ["", "CO2, kg", "Unserved, kWh", "Storage cycled, kWh", "Regret, %", "Unparsed"]
     text = "Totals over all windows. Regret: cost above the optimum's, in percent (docs/evaluation.md), with its 95% interval over windows where there are three or more. Little CO2 is worth nothing where load stays unserved."
     section.tables.append(Table(header, rows, text))
@@ -142,10 +126,9 @@ def examples_section(run: Run) -> Section:
             action = f"action [{row.parsed_action}]" if row.parsed_action else "no action"
             best = f" (best [{row.best_action}])" if row.best_action else ""
             reward = "none" if math.isnan(row.reward) else f"{row.reward:.3g}"
-            facts = (
-                f"step {row.step}, prompt {row.prompt_id[:120]}: {action}{best}, reward {reward}, {row.tokens} tokens"
-            )
-            section.examples[title].append((facts + ", truncated" * (row.truncated == "1"), row.completion))
+            tokens = f"{row.tokens} tokens" + ", truncated" * (row.truncated == "1")
+            line = f"step {row.step}, prompt {row.prompt_id[:120]}: {action}{best}, reward {reward}, {tokens}"
+            section.examples[title].append((line, row.completion))
     if not run.completions.count:
         section.missing.append("There are no completions yet.")
     else:
@@ -230,9 +213,8 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
         optimum = number(part(run.closed_loop, "totals", "optimum").get("co2_kg"))
         # Cooling nothing emits nothing: the CO2 must not be read without the load that stayed unserved.
         note = f"unserved load {over(models, 'unserved_kwh', ',.0f')} kWh; regret {over(models, 'regret_percent', ',.1f')} %"
-        found.append(
-            ("CO2 in closed loop", over(models, "co2_kg", ",.0f") + " kg", f"{note}; optimum {optimum:,.0f} kg")
-        )
+        note += f"; optimum {optimum:,.0f} kg"
+        found.append(("CO2 in closed loop", over(models, "co2_kg", ",.0f") + " kg", note))
     rewards = run.metrics["reward"].dropna()
     if len(rewards) >= 2 * MEAN_OF:
         means = [{"reward": ends.mean()} for ends in (rewards.head(MEAN_OF), rewards.tail(MEAN_OF))]

@@ -201,9 +201,8 @@ def read_completions(path: Path) -> Completions:
         kept = kept[~kept.index.duplicated()]
     found = examples_of(kept)
     actions = pandas.concat(counts).groupby(level=[0, 1]).sum().unstack(fill_value=0) if counts else pandas.DataFrame()
-    return Completions(
-        count, actions, {kind: rows.assign(completion=rows["completion"].map(cut)) for kind, rows in found.items()}
-    )
+    examples = {kind: rows.assign(completion=rows["completion"].map(cut)) for kind, rows in found.items()}
+    return Completions(count, actions, examples)
 
 
 @dataclass
@@ -236,12 +235,7 @@ def read_run(folder: Path) -> Run:
     if not folder.is_dir():
         raise ReportError(f"{folder}: no such folder. Name a run's OUTPUT_DIR")
     if not (folder / "metrics.csv").is_file():
-        raise ReportError(
-            f"{folder}: there is no metrics.csv. Name a run's OUTPUT_DIR, after the run has loaded its model"
-        )
-    return Run(
-        folder,
-        read_metrics(folder / "metrics.csv"),
-        read_completions(folder / "completions.csv"),
-        *(read_json(folder / f"{name}.json") for name in ("settings", "evaluation", "closed_loop")),
-    )
+        fix = "Name a run's OUTPUT_DIR, after the run has loaded its model"
+        raise ReportError(f"{folder}: there is no metrics.csv. {fix}")
+    records = (read_json(folder / f"{name}.json") for name in ("settings", "evaluation", "closed_loop"))
+    return Run(folder, read_metrics(folder / "metrics.csv"), read_completions(folder / "completions.csv"), *records)

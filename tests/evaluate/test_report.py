@@ -21,20 +21,11 @@ from hypothesis import strategies as st
 from run_folders import EVALUATION, GPU, metrics_row, write_run
 
 import train_grpo
+from grpo.evaluate import run_data
 from grpo.evaluate.figures import FILES, actions_figure, bars, stacked
 from grpo.evaluate.page import render, write_report
 from grpo.evaluate.report import examples_section, plant_verdict, reward_verdict
-from grpo.evaluate.run_data import (
-    Completions,
-    ReportError,
-    Run,
-    cut,
-    duration,
-    number,
-    phase_seconds,
-    read_completions,
-    read_metrics,
-)
+from grpo.evaluate.run_data import Completions, ReportError, Run, cut, read_completions, read_metrics
 from grpo.run.logs import METRICS
 
 NO_METRICS, NO_COMPLETIONS = pandas.DataFrame(columns=list(METRICS)), Completions(0, pandas.DataFrame(), {})
@@ -56,14 +47,9 @@ def policy(actions: list[int | None], co2: float) -> dict[str, object]:
 
 def closed_loop(windows: int = 1, names: tuple[str, ...] = ("base", "trained", "optimum", "always_0")) -> dict:
     actions = [None] * 8 + [1] * 10 + [None] * 6
-    window = {
-        "name": "profile_heldout: 2025-09-01",
-        "start": "2025-09-01 00:00",
-        "hours": 72,
-        "load_kw": ([0.0] * 8 + [30.0] * 10 + [0.0] * 6) * 3,
-        "co2_kg_per_kwh": [None, *[0.4] * 71],
-        "policies": {name: policy(actions * 3, 1.0 + i) for i, name in enumerate(names)},
-    }
+    policies = {name: policy(actions * 3, 1.0 + i) for i, name in enumerate(names)}
+    window = {"name": "profile_heldout: 2025-09-01", "start": "2025-09-01 00:00", "hours": 72, "policies": policies}
+    window |= {"load_kw": ([0.0] * 8 + [30.0] * 10 + [0.0] * 6) * 3, "co2_kg_per_kwh": [None, *[0.4] * 71]}
     totals = {name: {"co2_kg": 100.0 + i, "unserved_kwh": 0.0, "storage_cycled_kwh": 5.0, "regret_percent": 20.0 - i, "regret_percent_low": 15.0, "regret_percent_high": 22.0, "unparsed": 1, "answers": 90} for i, name in enumerate(names)}  # fmt: skip
     record = {"profiles": ["data/profile_heldout.csv"], "start_kwh": 150.0, "samples": 1, "vote": False}
     record |= {"safe_action": 1, "safe_action_reason": "it serves most loads.", "windows": [window] * windows}
@@ -76,9 +62,7 @@ class Page(html.parser.HTMLParser):
 
     def __init__(self, text: str):
         super().__init__()
-        self.tags: list[str] = []
-        self.values: list[tuple[str, str | None]] = []
-        self.words: list[str] = []
+        self.tags, self.values, self.text = [], [], ""
         self.feed(text)
         self.close()
 
@@ -87,11 +71,7 @@ class Page(html.parser.HTMLParser):
         self.values += attrs
 
     def handle_data(self, data):
-        self.words.append(data)
-
-    @property
-    def text(self) -> str:
-        return "".join(self.words)
+        self.text += data
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -118,7 +98,10 @@ def full(tmp_path_factory, coarse) -> Path:
     return folder
 
 
-def text_of(folder: Path) -> str:
+def text_of(folder: Path, write: bool = True) -> str:
+    """The text of the report, made anew."""
+    if write:
+        write_report(folder)
     return Page((folder / "report.html").read_text(encoding="utf-8")).text
 
 
@@ -151,21 +134,17 @@ def test_sections_stand_in_order(full):
 
 
 def test_summary_names_the_figures(full):
-    text = text_of(full)
+    text = text_of(full, write=False)
     for words in ("30 of 30", "0.400 \u2192 0.600", "100 \u2192 101 kg", "0.400 (0.370 to 0.430)", "unserved load 0 \u2192 0 kWh", "regret 20.0 \u2192 19.0 %", "20.0 (15.0 to 22.0)", "optimum 102 kg", "1 of 90"):  # fmt: skip
         assert words in text, words
     assert "someone" not in text and "days.csv" in text  # no folders of the machine
 
 
-@pytest.mark.parametrize(
-    "low, high, words",
-    [
-        (0.1, 0.3, "improvement exceeds its confidence interval"),
-        (-0.1, 0.3, "contains zero"),
-        (-0.3, -0.1, "worse than the base model"),
-        (None, None, "nothing can be said about chance"),
-    ],
-)
+VERDICTS = [(0.1, 0.3, "improvement exceeds its confidence interval"), (-0.1, 0.3, "contains zero")]
+VERDICTS += [(-0.3, -0.1, "worse than the base model"), (None, None, "nothing can be said about chance")]
+
+
+@pytest.mark.parametrize("low, high, words", VERDICTS)
 def test_verdicts(low, high, words):
     """Reward is better when it is higher, regret when it is lower."""
     difference = {"reward": 0.2, "reward_low": low, "reward_high": high}
@@ -188,50 +167,34 @@ def test_verdict_mentions_the_best_constant_action(constant, words):
 # ---- Runs that are not complete --------------------------------------------------------------------------------------
 
 
-def test_run_without_a_step(tmp_path):
-    folder = write_run(tmp_path / "run", [])
-    write_report(folder)
+SKIPPED = {"settings": {"TOTAL_STEPS": 3, "EVAL_SAMPLES": 0}, "resumed_from_step": 2}
+CUT_OFF = {name: value for name, value in EVALUATION.items() if name not in ("after", "difference")}
+CURVES = {"best_action_rate", "clipped_ratio", "length", "parse_rate", "reward", "zero_std", "phases"}
+
+
+@pytest.mark.parametrize(
+    "steps, completions, files, figures, words",
+    [
+        (0, 0, {}, set(), ["0 of 30", "there is none so far", "There are no completions yet", "There is no evaluation on held-out prompts"]),
+        (1, 1, {}, {"phases", "actions"}, ["A curve needs two steps, and there is one so far"]),
+        (3, 0, {"evaluation": CUT_OFF}, CURVES | {"heldout"}, ["3 of 30", "in progress, or interrupted", "Whether training helped is not known yet"]),
+        (3, 1, {"settings": SKIPPED}, CURVES | {"actions"}, ["Held-out prompts were not evaluated: EVAL_SAMPLES is 0", "because no step has a value: Entropy, Train/inference mismatch.", "because no step has a value: GPU memory.", "there is no closed_loop.json", "resumed from step 2", "None to show: no action could be read"]),
+    ],
+)  # fmt: skip
+def test_runs_that_are_not_complete(tmp_path, steps, completions, files, figures, words):
+    rows = [completion_row(step) for step in range(1, completions + 1)]
+    folder = write_run(tmp_path / "run", [metrics_row(s) for s in range(1, steps + 1)], rows, **files)
     text = text_of(folder)
-    assert "0 of 30" in text and "there is none so far" in text and "There are no completions yet" in text
-    assert "There is no evaluation on held-out prompts" in text
-    assert not list((folder / "report").glob("*.png"))
-
-
-def test_run_of_one_step(tmp_path):
-    folder = write_run(tmp_path / "run", [metrics_row(1, gpu_peak_gib=12.34)], [completion_row(1)])
-    write_report(folder)
-    text = text_of(folder)
-    assert text.count("A curve needs two steps, and there is one so far") == 2
-    assert {path.stem for path in (folder / "report").glob("*.png")} == {"phases", "actions"}
-
-
-def test_interrupted_run_has_no_evaluation_after(tmp_path):
-    before = {name: value for name, value in EVALUATION.items() if name not in ("after", "difference")}
-    folder = write_run(tmp_path / "run", [metrics_row(s) for s in (1, 2, 3)], evaluation=before)
-    write_report(folder)
-    text = text_of(folder)
-    assert "3 of 30" in text and "in progress, or interrupted" in text
-    assert "Whether training helped is not known yet" in text and "exceeds" not in text
-
-
-def test_what_is_missing_is_named_with_its_reason(tmp_path):
-    record = {"settings": {"TOTAL_STEPS": 3, "EVAL_SAMPLES": 0}, "resumed_from_step": 2}
-    folder = write_run(tmp_path / "run", [metrics_row(s) for s in (1, 2, 3)], [completion_row(1)], settings=record)
-    write_report(folder)
-    text = text_of(folder)
-    assert "Held-out prompts were not evaluated: EVAL_SAMPLES is 0" in text
-    assert "because no step has a value: Entropy, Train/inference mismatch." in text
-    assert "because no step has a value: GPU memory." in text and "there is no closed_loop.json" in text
-    assert "resumed from step 2" in text and "None to show: no action could be read" in text
+    assert [word for word in words if word not in text] == [] and "exceeds" not in text
+    assert {path.stem for path in (folder / "report").glob("*.png")} == figures
     assert "nan" not in text.replace("by NaN", "").replace("nan where", "")
 
 
 def test_nan_and_infinite_rewards(tmp_path):
     metrics = [metrics_row(1, reward="nan"), metrics_row(2, reward=""), metrics_row(3, reward="inf", grad_norm="-inf")]
     folder = write_run(tmp_path / "run", [*metrics, metrics_row(4)], [completion_row(1, reward="nan", parsed_action="")])  # fmt: skip
-    write_report(folder)
-    assert (folder / "report" / "reward.png").is_file()
-    assert "reward none" in text_of(folder) and read_metrics(folder / "metrics.csv")["reward"].count() == 1
+    assert "reward none" in text_of(folder) and (folder / "report" / "reward.png").is_file()
+    assert read_metrics(folder / "metrics.csv")["reward"].count() == 1
 
 
 def test_row_that_is_half_written_is_left_out(tmp_path):
@@ -256,13 +219,11 @@ def test_damaged_files_cost_their_section_only(tmp_path):
     broken = closed_loop()
     broken["windows"][0]["policies"]["base"]["co2_kg"] = [1.0]
     folder = write_run(tmp_path / "run", [metrics_row(1), metrics_row(2)], evaluation=EVALUATION, closed_loop=broken)
-    write_report(folder)
     assert "Closed loop is left out: its data is not as expected (ValueError: " in text_of(folder)
     assert (folder / "report" / "reward.png").is_file() and not (folder / "report" / "plant_1.png").exists()
     (folder / "evaluation.json").write_text('{"before": 3')
     (folder / "closed_loop.json").write_text('{"totals": [], "windows": {}, "difference": 1}')
     (folder / "settings.json").write_text('{"settings": [], "machine": "m", "choices": {"rollouts": 1}}')
-    write_report(folder)
     assert "Learning curves" in text_of(folder)
 
 
@@ -328,7 +289,7 @@ def test_huge_completions_are_cut_and_the_page_stays_small(tmp_path, monkeypatch
 def test_unicode_and_control_characters(tmp_path):
     text = "\u51b7\u623f \x1b[31m\r\nline\u202eback [1]"
     folder = write_run(tmp_path / "\u5b9f\u9a13", [metrics_row(1)], [completion_row(1, text, prompt_id="\u65e5:1")])
-    shown = text_of(folder) if write_report(folder) else ""
+    shown = text_of(folder)
     assert "\u51b7\u623f \ufffd[31m\nline\ufffdback [1]" in shown and "\u5b9f\u9a13: training report" in shown
 
 
@@ -338,10 +299,8 @@ def test_examples_are_the_extremes_and_the_latest(tmp_path, monkeypatch, chunk):
     rows = [completion_row(step, f"text {step}", prompt_id=f"days:{step % 7}", reward=(step * 37 % 50) / 50) for step in range(1, 51)]  # fmt: skip
     rows += [completion_row(51 + i, f"none {i}", prompt_id=f"days:{i}", parsed_action="", reward=0) for i in range(5)]
     found = read_completions(write_run(tmp_path / "run", [], rows) / "completions.csv")
-    best = {}
-    for row in rows[:50]:
-        best[row["prompt_id"]] = max(best.get(row["prompt_id"], -1), row["reward"])
-    assert list(found.examples["best"]["reward"]) == sorted(best.values(), reverse=True)[:3]
+    best = [max(row["reward"] for row in rows[:50] if row["prompt_id"] == f"days:{n}") for n in range(7)]
+    assert list(found.examples["best"]["reward"]) == sorted(best, reverse=True)[:3]
     worst = found.examples["worst"]
     assert worst["reward"].iloc[0] == 0.0 and len(set(worst["prompt_id"])) == 3 and all(worst["parsed_action"] == "1")
     assert list(found.examples["unparsed"]["completion"]) == ["none 4", "none 3", "none 2"]
@@ -354,19 +313,16 @@ def test_examples_are_the_extremes_and_the_latest(tmp_path, monkeypatch, chunk):
 
 def test_phases_add_up_to_the_step(tmp_path):
     row = metrics_row(1, **GPU)
-    spent = phase_seconds(read_metrics(write_run(tmp_path / "run", [row]) / "metrics.csv")).iloc[0].to_dict()
+    spent = run_data.phase_seconds(read_metrics(write_run(tmp_path / "run", [row]) / "metrics.csv")).iloc[0].to_dict()
     assert spent == pytest.approx({"wake": 0.4, "handover": 0.1, "generation": 1.4, "sleep": 0.1, "reward": 0.1, "learn": 3})  # fmt: skip
     assert math.fsum(spent.values()) == pytest.approx(row["step_s"])
 
 
-def test_numbers_are_finite_or_nan():
-    assert [number(value) for value in ("1.5", 2, "1e3")] == [1.5, 2.0, 1000.0]
-    assert all(math.isnan(number(value)) for value in ("", "inf", "-inf", "nan", None, "x", [], math.inf))
-
-
-@pytest.mark.parametrize("seconds, text", [(6.66, "6.7 s"), (245.2, "0:04:05"), (3723, "1:02:03"), (math.nan, "-")])
-def test_duration(seconds, text):
-    assert duration(seconds) == text
+def test_numbers_and_durations():
+    assert [run_data.number(value) for value in ("1.5", 2, "1e3")] == [1.5, 2.0, 1000.0]
+    assert all(math.isnan(run_data.number(value)) for value in ("", "inf", "-inf", "nan", None, "x", [], math.inf))
+    shown = [run_data.duration(seconds) for seconds in (6.66, 245.2, 3723, math.nan)]
+    assert shown == ["6.7 s", "0:04:05", "1:02:03", "-"]
 
 
 @given(st.integers(0, 300), st.integers(1, 50))
@@ -397,8 +353,7 @@ def test_clear_error_without_a_run(tmp_path, capsys, make, words):
     folder = tmp_path / "run"
     if make:
         folder.mkdir()
-    if make == "other":
-        (folder / "metrics.csv").write_text("a,b\n1,2\n")
+        (folder / ("metrics.csv" if make == "other" else "x.csv")).write_text("a,b\n1,2\n")
     assert report.main([str(folder)]) == 2
     assert words in capsys.readouterr().err
     assert make is None or not (folder / "report.html").exists()
@@ -422,8 +377,7 @@ def test_a_run_without_a_package_of_the_report_is_complete(tmp_path, monkeypatch
 def test_neither_torch_nor_a_caller_s_matplotlib_is_touched(tmp_path):
     folder = write_run(tmp_path / "run", [metrics_row(s, **GPU) for s in (1, 2, 3)])
     code = f"""
-import sys
-sys.path.insert(0, {str(ROOT / "scripts")!r})
+import sys; sys.path.insert(0, {str(ROOT / "scripts")!r})
 import report, matplotlib
 matplotlib.rcParams["lines.linewidth"] = 9
 matplotlib.rcParams["axes.facecolor"] = "black"

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from run_folders import EVALUATION, GPU, metrics_row, write_run
 
+from grpo.evaluate.run_data import number
 from grpo.run.folder import CHECKPOINT_FILES, COMPLETE, lock_run, write_text
 from grpo.run.logs import METRICS, CsvLog, trim_csv
 
@@ -38,7 +39,7 @@ def drawn(state: watch.State, width: int = 100) -> str:
 
 def state_of(rows: list[dict], **values: object) -> watch.State:
     """A state of rows as read_metrics gives them, 12 s after the last one."""
-    read = [{name: watch.number(cell) for name, cell in row.items()} for row in rows]
+    read = [{name: number(cell) for name, cell in row.items()} for row in rows]
     defaults = {"folder": "first", "total": 30, "ago": 12.0}
     return watch.State(metrics=pandas.DataFrame(read, columns=list(METRICS)), **(defaults | values))
 
@@ -55,28 +56,24 @@ def test_frame_shows_what_a_run_is_doing():
     assert "complete" not in text and "Held-out" not in text
 
 
-def test_frame_of_a_complete_run_ends_with_the_evaluation():
-    text = drawn(state_of([metrics_row(30)], said=watch.DONE, evaluation=EVALUATION), width=80)
-    assert "30/30   complete" in text and "left" not in text and "0.600 (0.570 to 0.630)" in text
-    assert "always [0]" in text and text.rstrip().splitlines()[-1].startswith("oracle")
-    assert "Held-out" not in drawn(state_of([metrics_row(30)], said=watch.DONE))  # EVAL_SAMPLES=0
+ENDED = {"said": watch.DONE, "evaluation": EVALUATION}
+SAVING = {"said": "every step is done: evaluation and saving"}
 
 
-def test_frame_between_the_last_step_and_the_end():
-    text = drawn(state_of([metrics_row(30)], said="every step is done: evaluation and saving"))
-    assert "evaluation and saving   last step 12.0 s ago" in text and "left" not in text
-
-
-def test_frame_of_a_cpu_run_leaves_the_gpu_out():
-    text = drawn(state_of([metrics_row(1)]))
-    assert "GPU" not in text and "nats" not in text and "wake" not in text and "nan" not in text
-
-
-def test_frame_with_nothing_known():
-    row = dict.fromkeys(METRICS, "") | {"step": 1}
-    text = drawn(state_of([row], total=None, ago=math.nan))
-    assert "1/?" in text and "left -" in text and "nan" not in text
-    assert "waiting: no metrics.csv" in drawn(watch.State("x", said="waiting: no metrics.csv"))
+@pytest.mark.parametrize(
+    "row, state, words, absent",
+    [
+        (metrics_row(30), ENDED, ["30/30   complete", "0.600 (0.570 to 0.630)", "always [0]", "oracle"], ["left"]),
+        (metrics_row(30), {"said": watch.DONE}, ["complete"], ["Held-out"]),  # EVAL_SAMPLES=0
+        (metrics_row(30), SAVING, ["evaluation and saving   last step 12.0 s ago"], ["left"]),
+        (metrics_row(1), {}, ["1/30"], ["GPU", "nats", "wake"]),  # a CPU run
+        (dict.fromkeys(METRICS, "") | {"step": 1}, {"total": None, "ago": math.nan}, ["1/?", "left -"], []),
+        (None, {"said": "waiting: no metrics.csv"}, ["waiting: no metrics.csv"], []),
+    ],
+)
+def test_frame_shows_what_is_known_and_no_more(row, state, words, absent):
+    text = drawn(state_of([row] if row else [], **state), width=80 if "evaluation" in state else 100)
+    assert not [word for word in words if word not in text] and not [word for word in [*absent, "nan"] if word in text]
 
 
 def test_frame_takes_markup_from_files_as_text():

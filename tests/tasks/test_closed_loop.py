@@ -32,7 +32,7 @@ from grpo.tasks.tes.closed_loop import (
     priced_kg,
     safe_action,
 )
-from grpo.tasks.tes.dataset import rows_csv, window_rows
+from grpo.tasks.tes.dataset import rows_csv, trajectory
 from grpo.tasks.tes.plant import HOURS, Plant, solve
 from grpo.tasks.tes.profiles import ProfileError
 from grpo.tasks.tes.prompts import prompt_kind, render_full, renderer
@@ -66,7 +66,7 @@ def test_the_best_action_of_the_exact_values_reproduces_the_optimum(start, decis
     for priced, window in zip(priced_kg(trace, WINDOWS, PLANT), WINDOWS, strict=True):
         price = end_price(window, PLANT, decisions) / PLANT.cost_scale
         load, co2 = window.load_kw.ravel()[:decisions], window.co2.ravel()[:decisions]
-        solution = solve(PLANT, load, co2, price, start_kwh=start, grid_kwh=None)
+        solution = solve(PLANT, load, co2, price, start_kwh=start)
         value = np.interp(start, solution.nodes[0], solution.values[0])
         assert priced == pytest.approx(-PLANT.cost_scale * value + start * PLANT.cost_scale * price, abs=1e-6)
 
@@ -147,7 +147,7 @@ def test_prompts_are_those_of_the_dataset(kind, tiny, tmp_path):
     read and rendered by the trainer from the CSV."""
     rng = np.random.default_rng(0)
     path = tmp_path / "rows.csv"
-    path.write_text(rows_csv([r for w in WINDOWS for r in window_rows(w, rng, kind, 150.0, 0)]))
+    path.write_text(rows_csv([row for w in WINDOWS for row, _ in trajectory(w, rng, kind, 150.0, 0)]))
     problems = Problems()
     files, settings = find_model("tiny", problems), Settings(MODEL_ID="tiny", MAX_PROMPT_LEN=9999)
     rows, _ = render_rows(settings, read_csv(path, problems), files.template, files.tokenizer, problems)

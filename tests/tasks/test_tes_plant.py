@@ -49,52 +49,45 @@ def brute_force(energy: float, load: np.ndarray, co2: np.ndarray, price: float) 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(loads, intensities), min_size=2, max_size=4), energies, intensities, st.integers(0, 3))
 def test_values_equal_those_of_brute_force(hours, energy, low, action) -> None:
-    """With and without the even grid, a state that was asked for is exact, and so are those that follow from it."""
+    """A state that was asked for is exact, and so are those that follow from it."""
     load, co2 = np.array(hours).T
     price = low / 4.0 / 6.0
     after = float(step(PLANT, energy, action, load[0], co2[0]).energy_kwh)
     first, second = brute_force(energy, load, co2, price), brute_force(after, load[1:], co2[1:], price)
-    for grid in (None, 0.5):
-        solution = solve(PLANT, load, co2, price, start_kwh=energy, grid_kwh=grid)
+    for start in (energy, [0.0, energy, 300.0]):
+        solution = solve(PLANT, load, co2, price, start)
         np.testing.assert_allclose(q_values(solution, 0, energy), first, rtol=0, atol=1e-6)
         np.testing.assert_allclose(q_values(solution, 1, after), second, rtol=0, atol=1e-6)
 
 
-def test_reachable_energies_stay_few_and_thinning_stays_close() -> None:
-    window = windows(synthetic_profile(6, 4))[0]
-    exact = window.solve(PLANT, grid_kwh=None)
-    assert all(nodes.size <= 10 * (t + 1) for t, nodes in enumerate(exact.nodes))
-    odd = Plant(ratios=(0.0, 0.317, 0.691, 1.0), capacity_kwh=287.3)  # no common divisor: the nodes would explode
-    full = window.solve(odd, grid_kwh=None, max_nodes=20000)
-    thin = window.solve(odd, grid_kwh=None, max_nodes=1000)
-    assert max(nodes.size for nodes in thin.nodes) <= 1000 < max(nodes.size for nodes in full.nodes)
-    np.testing.assert_allclose(q_values(thin, 0, 150.0), q_values(full, 0, 150.0), rtol=0, atol=0.02)
+def test_reachable_energies_stay_few() -> None:
+    nodes = windows(synthetic_profile(6, 4))[0].solve(PLANT).nodes
+    assert len(nodes) == 31 and all(reached.size <= 10 * (t + 1) for t, reached in enumerate(nodes))
 
 
 @given(energies, st.integers(0, 3), loads, intensities)
 def test_step_conserves_energy(energy: float, action: int, load: float, co2: float) -> None:
     done = step(PLANT, energy, action, load, co2)
     output = 100.0 * action / 3.0
-    served = load - done.unserved_kwh
-    assert energy + output == pytest.approx(done.energy_kwh + served + done.lost_kwh, abs=1e-9)
-    assert 0 <= done.energy_kwh <= 300 and done.unserved_kwh >= 0 and done.lost_kwh >= 0 and served >= -1e-9
+    lost = energy + output - done.energy_kwh - (load - done.unserved_kwh)
+    assert 0 <= done.energy_kwh <= 300 and done.unserved_kwh >= 0 and lost >= -1e-9
     assert done.unserved_kwh == 0 or done.energy_kwh == 0  # nothing is left unserved while heat is stored
-    assert done.lost_kwh == 0 or done.energy_kwh == 300
+    assert lost < 1e-9 or done.energy_kwh == 300
     by_hand = hour_by_hand(energy, output, load, co2)
     assert (done.energy_kwh, -done.reward) == (pytest.approx(by_hand[0], abs=1e-9), pytest.approx(by_hand[1], abs=1e-9))
 
 
 def test_step_broadcasts_and_charges_for_the_scheduled_output() -> None:
     done = step(PLANT, np.array([0.0, 300.0])[:, None], np.arange(4), 50.0, 0.4)
-    assert done.energy_kwh.shape == done.reward.shape == done.lost_kwh.shape == (2, 4)
+    assert done.energy_kwh.shape == done.reward.shape == done.unserved_kwh.shape == (2, 4)
     np.testing.assert_allclose(done.emissions_kg[0], done.emissions_kg[1])  # a full storage saves nothing
     np.testing.assert_allclose(done.emissions_kg[1], [0.0, 10 / 3, 20 / 3, 10.0])
-    assert done.lost_kwh[1, 3] == pytest.approx(50.0) and done.unserved_kwh[0, 0] == pytest.approx(50.0)
+    assert done.energy_kwh[1, 3] == 300.0 and done.unserved_kwh[0, 0] == pytest.approx(50.0)
 
 
 def test_end_is_worth_the_five_lowest_hours_of_the_next_day() -> None:
     window = windows(synthetic_profile(7, 4))[0]
-    q = q_values(window.solve(PLANT), 29, 200.0)
+    q = q_values(window.solve(PLANT, 29, start_kwh=200.0), 0, 200.0)
     load, co2 = float(window.load_kw[2, 9]), float(window.co2[2, 9])
     low = sum(sorted(window.co2[3])[:5]) / 5  # of the decision hours: nights do not count
     energy, cost = hour_by_hand(200.0, 0.0, load, co2)
@@ -104,15 +97,10 @@ def test_end_is_worth_the_five_lowest_hours_of_the_next_day() -> None:
 # ---- Rewards --------------------------------------------------------------------------------------------------------
 
 
-def test_softmax_golden() -> None:
+def test_softmax() -> None:
     q = np.array([-1.0, -1.05, -1.1, -1.0])  # differences of 0, 1, 2, 0 temperatures
-    total = 2 + math.exp(-1) + math.exp(-2)
-    expected = [1 / total, math.exp(-1) / total, math.exp(-2) / total, 1 / total]
-    np.testing.assert_allclose(boltzmann(q), expected, rtol=1e-12)
-    np.testing.assert_allclose(expected, [0.3995, 0.1470, 0.0541, 0.3995], atol=1e-4)
-
-
-def test_softmax_is_stable() -> None:
+    weights = np.exp([0.0, -1.0, -2.0, 0.0])
+    np.testing.assert_allclose(boltzmann(q), weights / weights.sum(), rtol=1e-12)
     with np.errstate(over="raise", invalid="raise"):
         rewards = boltzmann(np.array([[-5000.0, 0.0, -5000.0, 0.0], [4000.0, 3999.0, -9e5, 0.0]]))
     np.testing.assert_allclose(rewards, [[0, 0.5, 0, 0.5], [1, 0, 0, 0]], atol=1e-8)

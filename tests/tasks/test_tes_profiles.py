@@ -113,7 +113,6 @@ def test_profile_errors(name: str, tmp_path: Path) -> None:
 
 def test_rows_are_counted_as_by_the_trainer(tmp_path: Path) -> None:
     """Below the header and without blank lines; the line is where the row begins."""
-
     path = tmp_path / "mine.csv"
     head = "datetime,co2,load,prompt,reward_action_0,reward_action_1\n"
     day = '2025-04-14 0{}:00,0.3,{},"two\nlines",1,{}\n'
@@ -137,12 +136,12 @@ def test_encodings(encoding: str, tmp_path: Path) -> None:
     assert profile.co2[0, 12] == 0.312 and profile.load_kw[3, 8] == 28.5 and profile.dates[0] == date(2025, 4, 14)
 
 
-@pytest.mark.parametrize(("raw", "reason"), [(GOOD.encode("utf-16"), "UTF-16"), (b"datetime,\x81\x20,x", "CP932")])
-def test_wrong_encodings(raw: bytes, reason: str, tmp_path: Path) -> None:
+def test_wrong_encodings(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
-    path.write_bytes(raw)
-    with pytest.raises(ProfileError, match=f"mine.csv.*{reason}.*save it"):
-        read_profile(path)
+    for raw, reason in ((GOOD.encode("utf-16"), "UTF-16"), (b"datetime,\x81\x20,x", "CP932")):
+        path.write_bytes(raw)
+        with pytest.raises(ProfileError, match=f"mine.csv.*{reason}.*save it"):
+            read_profile(path)
 
 
 def test_columns_by_name(tmp_path: Path) -> None:

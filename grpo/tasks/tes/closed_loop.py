@@ -148,7 +148,7 @@ def optimum(windows: Sequence[Window], plant: Plant, start_kwh: float, decisions
     for window in windows:
         load, co2 = window.load_kw.ravel()[:decisions], window.co2.ravel()[:decisions]
         price = end_price(window, plant, decisions) / plant.cost_scale
-        solutions.append(solve(plant, load, co2, price, start_kwh=start_kwh, grid_kwh=None))
+        solutions.append(solve(plant, load, co2, price, start_kwh=start_kwh))
     hours = iter(range(decisions))
 
     def policy(states: Sequence[State]) -> list[int]:

@@ -15,19 +15,9 @@ from typing import Any
 import numpy as np
 
 from grpo.settings import ROOT
+from grpo.tasks.tes import profiles as days
 from grpo.tasks.tes.plant import DECISION_DAYS, HOURS, START_KWH, Plant, best_action, boltzmann, q_values, step
-from grpo.tasks.tes.profiles import (
-    HELDOUT_START,
-    TRAIN_START,
-    Profile,
-    ProfileError,
-    Window,
-    profile_csv,
-    read_profile,
-    synthetic_profile,
-    to_csv,
-    windows,
-)
+from grpo.tasks.tes.profiles import HELDOUT_START, TRAIN_START, Profile, ProfileError, Window, windows
 from grpo.tasks.tes.prompts import State, render_compact, render_full, state_at
 from rewards import baselines
 
@@ -40,17 +30,13 @@ TRAIN_STREAM, HELDOUT_STREAM, ROWS_STREAM, SHORT_STREAM = 0, 1, 2, 3
 MOST_DRAWS = 200  # of short hours from each window of a profile
 DATA_DIR = ROOT / "data"
 CONTEXT_COLUMNS = {"full": ("prompt",), "compact": ("system", "user")}
-KEY_COLUMNS = ("timestep", "timestamp")
+PLANT = Plant()
+Decision = tuple[dict[str, Any], State]  # a row of the CSV, and the state that its prompt tells
 
 
 def trajectory(
-    window: Window,
-    rng: np.random.Generator,
-    prompt: str = "full",
-    start_kwh: float | None = START_KWH,
-    explore: float = EXPLORE,
-    plant: Plant | None = None,
-) -> list[tuple[dict[str, Any], State]]:
+    window: Window, rng: np.random.Generator, prompt: str, start_kwh: float | None = START_KWH, explore: float = EXPLORE
+) -> list[Decision]:
     """Follows one trajectory through a window; returns the row and the state of each of its 30 decisions.
 
     The trajectory takes the optimal action, or with probability `explore` a random one, so that later rows start from
@@ -59,26 +45,22 @@ def trajectory(
     prompts. Keys: timestep (hours since the first day's midnight), timestamp, the prompt's columns, optimal_action,
     q_action_k, reward_action_k (floats).
     """
-    plant = plant or Plant()
-    energy = round(float(rng.uniform(0.0, plant.capacity_kwh)), 1) if start_kwh is None else start_kwh
-    solution = window.solve(plant, start_kwh=energy, grid_kwh=None)
-    rows = []
+    energy = round(float(rng.uniform(0.0, PLANT.capacity_kwh)), 1) if start_kwh is None else start_kwh
+    solution = window.solve(PLANT, start_kwh=energy)
+    decisions = []
     for t in range(DECISION_DAYS * len(HOURS)):
         day, i = divmod(t, len(HOURS))
-        row, state = row_at(window, plant, t, energy, q_values(solution, t, energy), prompt)
-        rows.append((row, state))
+        decisions.append(decision_at(window, t, energy, q_values(solution, t, energy), prompt))
         # Both numbers are always drawn, so a draw more or less does not shift the rest of the trajectory.
-        chance, random_action = rng.random(), int(rng.integers(len(plant.ratios)))
-        action = random_action if chance < explore else row["optimal_action"]
-        energy = float(step(plant, energy, action, window.load_kw[day, i], window.co2[day, i]).energy_kwh)
-    return rows
+        chance, random_action = rng.random(), int(rng.integers(len(PLANT.ratios)))
+        action = random_action if chance < explore else decisions[-1][0]["optimal_action"]
+        energy = float(step(PLANT, energy, action, window.load_kw[day, i], window.co2[day, i]).energy_kwh)
+    return decisions
 
 
-def row_at(
-    window: Window, plant: Plant, t: int, energy_kwh: float, q: np.ndarray, prompt: str
-) -> tuple[dict[str, Any], State]:
-    """The row and the state of decision t of a window; q: the values of its K actions. Keys: see `trajectory`."""
-    state = state_at(window, plant, t, energy_kwh)
+def decision_at(window: Window, t: int, energy_kwh: float, q: np.ndarray, prompt: str) -> Decision:
+    """Decision t of a window; q: the values of its K actions. Keys of the row: see `trajectory`."""
+    state = state_at(window, PLANT, t, energy_kwh)
     texts = (render_full(state),) if prompt == "full" else render_compact(state)
     day, i = divmod(t, len(HOURS))
     row = {
@@ -92,36 +74,25 @@ def row_at(
     return row, state
 
 
-def short_hours(
-    window: Window, rng: np.random.Generator, prompt: str, plant: Plant | None = None
-) -> list[tuple[dict[str, Any], State]]:
-    """A short hour, row and state, for each decision hour of the day: on one of the three days, with too little stored.
+def short_hours(window: Window, rng: np.random.Generator, prompt: str) -> list[Decision]:
+    """A short hour for each decision hour of the day: on one of the three days, with too little stored.
 
     The energies are random below the load, so hours without a load give none. Trajectories would give short hours of
     the morning almost alone, and a policy trained on those empties the storage before the last load of the day.
     """
-    plant = plant or Plant()
     made = []
     for i in range(len(HOURS)):
         day, share = int(rng.integers(DECISION_DAYS)), rng.random()
         load, t = window.load_kw[day, i], len(HOURS) * day + i
         energy = math.floor(10 * share * load) / 10
         if energy < load:
-            rest = window.solve(plant, t, start_kwh=energy, grid_kwh=None)
-            made.append(row_at(window, plant, t, energy, q_values(rest, 0, energy), prompt))
+            rest = window.solve(PLANT, t, start_kwh=energy)
+            made.append(decision_at(window, t, energy, q_values(rest, 0, energy), prompt))
     return made
 
 
-def window_rows(*arguments: Any, **named: Any) -> list[dict[str, Any]]:
-    """The rows of `trajectory`, which takes the same arguments."""
-    return [row for row, _ in trajectory(*arguments, **named)]
-
-
 def with_short_hours(
-    decisions: Sequence[tuple[dict[str, Any], State]],
-    more: Iterable[tuple[Window, np.random.Generator]],
-    prompt: str,
-    share: float,
+    decisions: Sequence[Decision], more: Iterable[tuple[Window, np.random.Generator]], prompt: str, share: float
 ) -> list[dict[str, Any]]:
     """The rows of `decisions`, and behind them `short_hours` until these are `share` of all rows.
 
@@ -137,21 +108,22 @@ def with_short_hours(
     return rows
 
 
+def synthetic_windows(
+    seed: int, stream: int, count: int | None, start: date
+) -> Iterator[tuple[Window, np.random.Generator]]:
+    """`count` windows of invented days, one on each Monday from `start`, and a generator for what is drawn in each.
+
+    count None: without end, and the Mondays of the training days again and again.
+    """
+    for i in itertools.count() if count is None else range(count):
+        monday = start + timedelta(weeks=i if count is not None else i % max(TRAIN_WINDOWS.values()))
+        profile = days.synthetic_profile((seed, stream, i), DECISION_DAYS + 1, monday)
+        yield windows(profile)[0], np.random.default_rng((seed, stream, i, 1))
+
+
 def short_windows(seed: int) -> Iterator[tuple[Window, np.random.Generator]]:
-    """Invented windows without end, of a random stream of their own, on the Mondays of the training days."""
-    for i in itertools.count():
-        start = TRAIN_START + timedelta(weeks=i % max(TRAIN_WINDOWS.values()))
-        profile = synthetic_profile((seed, SHORT_STREAM, i), DECISION_DAYS + 1, start)
-        yield windows(profile)[0], np.random.default_rng((seed, SHORT_STREAM, i, 1))
-
-
-def synthetic_windows(seed: int, stream: int, count: int, start: date) -> list[tuple[Window, np.random.Generator]]:
-    """Makes `count` windows of invented days, one on each Monday from `start`, with a generator for each trajectory."""
-    made = []
-    for i in range(count):
-        profile = synthetic_profile((seed, stream, i), DECISION_DAYS + 1, start + timedelta(weeks=i))
-        made.append((windows(profile)[0], np.random.default_rng((seed, stream, i, 1))))
-    return made
+    """Windows to take short hours from, without end, of a random stream of their own."""
+    return synthetic_windows(seed, SHORT_STREAM, None, TRAIN_START)
 
 
 def synthetic_rows(seed: int, windows: int) -> list[dict[str, Any]]:
@@ -163,14 +135,14 @@ def synthetic_rows(seed: int, windows: int) -> list[dict[str, Any]]:
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed must be from 0 to 2**32 - 1, got {seed}")
     made = synthetic_windows(seed, ROWS_STREAM, windows, TRAIN_START)
-    return [row for window, rng in made for row in window_rows(window, rng, "compact", None)]
+    return [row for window, rng in made for row, _ in trajectory(window, rng, "compact", None)]
 
 
 def rows_csv(rows: list[dict[str, Any]]) -> str:
-    """Writes rows of `window_rows` as CSV text; eight decimals, so that all machines write the same bytes."""
+    """Writes rows as CSV text; eight decimals, so that all machines write the same bytes."""
     columns = list(rows[0])
     cells = [[f"{row[c]:.8f}" if isinstance(row[c], float) else row[c] for c in columns] for row in rows]
-    return to_csv(columns, cells)
+    return days.to_csv(columns, cells)
 
 
 def synthetic_files(seed: int, prompts: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -185,10 +157,9 @@ def synthetic_files(seed: int, prompts: Sequence[str]) -> Iterator[tuple[str, st
             decisions = [one for window, rng in made for one in trajectory(window, rng, prompt, start_kwh)]
             rows = with_short_hours(decisions, short_windows(seed), prompt, share)
             yield file_name(split, prompt), rows_csv(rows)
-    count = max(HELDOUT_WINDOWS.values())
-    dates = [HELDOUT_START + timedelta(weeks=i) for i in range(count)]
-    blocks = [synthetic_profile((seed, HELDOUT_STREAM, i), DECISION_DAYS + 1, day) for i, day in enumerate(dates)]
-    yield "profile_heldout.csv", profile_csv(blocks)
+    dates = [HELDOUT_START + timedelta(weeks=i) for i in range(max(HELDOUT_WINDOWS.values()))]
+    blocks = [days.synthetic_profile((seed, HELDOUT_STREAM, i), DECISION_DAYS + 1, day) for i, day in enumerate(dates)]
+    yield "profile_heldout.csv", days.profile_csv(blocks)
 
 
 def read_profiles(paths: Iterable[Path], prompts: Sequence[str], **columns: str | None) -> dict[str, Profile]:
@@ -204,7 +175,7 @@ def read_profiles(paths: Iterable[Path], prompts: Sequence[str], **columns: str 
             problems.append(f"{path}: another profile makes {', '.join(doubled)} too; rename one of them")
             continue
         try:
-            profiles[path.stem] = read_profile(path, **columns)
+            profiles[path.stem] = days.read_profile(path, **columns)
         except ProfileError as error:
             problems += error.problems
     if problems:
@@ -223,17 +194,12 @@ def profile_files(
 ) -> Iterator[tuple[str, str]]:
     """Yields (name, text) of the files made from the users' profiles; further trajectories start at random energies."""
     for (stem, profile), prompt in itertools.product(profiles.items(), prompts):
-        decisions = []
-        made = windows(profile)
-        for w, window in enumerate(made):
-            for n in range(trajectories):
-                rng = np.random.default_rng((seed, w, n))
-                decisions += trajectory(window, rng, prompt, start_kwh if n == 0 else None, explore)
-        more = (
-            (window, np.random.default_rng((seed, w, n)))
-            for n in range(trajectories, trajectories + MOST_DRAWS)
-            for w, window in enumerate(made)
-        )
+        decisions, made = [], list(enumerate(windows(profile)))
+        for (w, window), n in itertools.product(made, range(trajectories)):
+            rng = np.random.default_rng((seed, w, n))
+            decisions += trajectory(window, rng, prompt, start_kwh if n == 0 else None, explore)
+        draws = itertools.product(range(trajectories, trajectories + MOST_DRAWS), made)
+        more = ((window, np.random.default_rng((seed, w, n))) for n, (w, window) in draws)
         yield file_name(stem, prompt), rows_csv(with_short_hours(decisions, more, prompt, short_share))
 
 

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -41,7 +39,6 @@ class Step(NamedTuple):
     reward: np.ndarray  # minus the hourly cost
     emissions_kg: np.ndarray  # CO2 of the electricity
     unserved_kwh: np.ndarray  # load that neither heat pump nor storage served
-    lost_kwh: np.ndarray  # surplus that did not fit into the storage
 
 
 def step(plant: Plant, energy_kwh: Any, action: Any, load_kw: Any, co2_kg_per_kwh: Any) -> Step:
@@ -54,15 +51,14 @@ def step(plant: Plant, energy_kwh: Any, action: Any, load_kw: Any, co2_kg_per_kw
     balance = energy_kwh + (output - load_kw)  # one-hour steps: kW and kWh have the same number
     energy = np.clip(balance, 0.0, plant.capacity_kwh)
     unserved = np.maximum(-balance, 0.0)
-    lost = np.maximum(balance - plant.capacity_kwh, 0.0)
     emissions = output / plant.cop * co2_kg_per_kwh
     reward = -(emissions + plant.unserved_kg_per_kwh * unserved) / plant.cost_scale
-    return Step(*np.broadcast_arrays(energy, reward, emissions, unserved, lost))
+    return Step(*np.broadcast_arrays(energy, reward, emissions, unserved))
 
 
-def low_co2(co2_kg_per_kwh: np.ndarray) -> float:
+def low_co2(co2: np.ndarray) -> float:
     """Mean of the `LOW_HOURS` lowest CO2 intensities of one day's decision hours [kg/kWh]; shape (10,)."""
-    return float(np.mean(np.sort(co2_kg_per_kwh)[:LOW_HOURS]))
+    return float(np.mean(np.sort(co2)[:LOW_HOURS]))
 
 
 def terminal_price(plant: Plant, next_co2: np.ndarray) -> float:
@@ -82,47 +78,26 @@ class Solution:
 
 
 def solve(
-    plant: Plant,
-    load_kw: np.ndarray,
-    co2_kg_per_kwh: np.ndarray,
-    price_per_kwh: float,
-    start_kwh: float | Sequence[float] | np.ndarray | None = START_KWH,
-    grid_kwh: float | None = 0.5,
-    max_nodes: int = 4096,
+    plant: Plant, load_kw: Any, co2_kg_per_kwh: Any, price_per_kwh: float, start_kwh: Any = START_KWH
 ) -> Solution:
     """Dynamic programming backwards over T decisions (night hours change nothing, so they are left out).
 
-    load_kw, co2_kg_per_kwh: shape (T,). price_per_kwh: value of a kWh that is left at the end.
+    load_kw, co2_kg_per_kwh: shape (T,). price_per_kwh: value of a kWh that is left at the end. start_kwh: one energy or
+    several, shape (S,). Raises ValueError where the shapes differ.
 
-    An even grid alone is not exact: where a low output just fails to serve a load, the value falls by up to 10/6 per
-    kWh within a fraction of a kWh, and interpolation smears that over a cell. So the grid of each hour also holds every
-    energy that can be reached from `start_kwh`. The successors of such a node are nodes themselves, hence the values
-    there are exact. They stay few because the outputs and the capacity are multiples of 100/3 kWh: an energy is
-    determined by its last visit to an empty or full storage and by the thirds put in since, at most 10 (t + 1) in all.
-    A plant whose nodes exceed `max_nodes` in an hour gets them thinned, which is inexact again by less than a cell.
-
-    start_kwh: one energy or several; None leaves the even grid alone. grid_kwh: spacing of the even grid, which serves
-    states that `start_kwh` does not lead to; None leaves the reachable energies alone (fast, exact for those only).
-    Raises ValueError where the shapes differ or no nodes are asked for.
+    An even grid of energies would not be exact: where a low output just fails to serve a load, the value falls by up to
+    10/6 per kWh within a fraction of a kWh, and interpolation smears that over a cell. So the nodes of each hour are the
+    energies that can be reached from `start_kwh`: their successors are nodes themselves, and the values there are exact.
+    They stay few because the outputs and the capacity are multiples of 100/3 kWh: an energy is determined by its last
+    visit to an empty or full storage and by the thirds put in since, at most 10 (t + 1) from one start.
     """
     load, co2 = np.asarray(load_kw, float), np.asarray(co2_kg_per_kwh, float)
     if load.ndim != 1 or load.shape != co2.shape:
         raise ValueError(f"load_kw {load.shape} and co2_kg_per_kwh {co2.shape} must both have shape (T,)")
-    if start_kwh is None and grid_kwh is None:
-        raise ValueError("give start_kwh, grid_kwh or both: there is no energy to solve for")
     actions = np.arange(len(plant.ratios))[:, None]
-    cells = 1 if grid_kwh is None else math.ceil(plant.capacity_kwh / grid_kwh)
-    even = np.empty(0) if grid_kwh is None else np.linspace(0.0, plant.capacity_kwh, cells + 1)
-
-    # Forward: what can be reached.
-    reached = np.empty(0) if start_kwh is None else distinct(np.atleast_1d(np.asarray(start_kwh, float)))
-    nodes = [np.union1d(reached, even)]
+    nodes = [distinct(np.atleast_1d(np.asarray(start_kwh, float)))]
     for t in range(load.size):
-        reached = distinct(step(plant, reached, actions, load[t], co2[t]).energy_kwh.ravel())
-        if reached.size > max_nodes:
-            reached = reached[np.linspace(0, reached.size - 1, max_nodes).round().astype(int)]
-        nodes.append(np.union1d(reached, even))
-
+        nodes.append(distinct(step(plant, nodes[t], actions, load[t], co2[t]).energy_kwh.ravel()))
     # Backward: values. A successor that is a node is met up to rounding, and interpolation is continuous there.
     values = [price_per_kwh * nodes[-1]]
     for t in reversed(range(load.size)):

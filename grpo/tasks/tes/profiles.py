@@ -21,7 +21,6 @@ import numpy as np
 from grpo.tasks.tes.plant import DECISION_DAYS, HOURS, Plant, Solution, solve, terminal_price
 
 TRAIN_START, HELDOUT_START = date(2025, 4, 7), date(2025, 9, 1)  # Mondays; a window starts on every Monday
-PROFILE_COLUMNS = ("datetime", "co2_kg_per_kwh", "load_kw")
 
 
 @dataclass(frozen=True)
@@ -52,8 +51,7 @@ def windows(profile: Profile) -> list[Window]:
 
     A block of N consecutive days gives (N - 1) // 3 windows; the days left over at its end are not used.
     """
-    spans = []
-    first = 0
+    spans, first = [], 0
     while first + DECISION_DAYS < len(profile.dates):
         last = first + DECISION_DAYS
         if (profile.dates[last] - profile.dates[first]).days == DECISION_DAYS:
@@ -77,8 +75,7 @@ def synthetic_profile(seed: int | Sequence[int], days: int, start: date = TRAIN_
     rng = np.random.default_rng(seed)
     hour = np.arange(24)
     co2, load = np.empty((days, 24)), np.zeros((days, 24))
-    base = rng.uniform(0.36, 0.50)
-    level = rng.uniform(10.0, 60.0)
+    base, level = rng.uniform(0.36, 0.50), rng.uniform(10.0, 60.0)
     for day in range(days):
         base = np.clip(base + rng.normal(0.0, 0.02), 0.33, 0.53)
         sky = rng.uniform(0.0, 1.0)  # 0 overcast, 1 clear
@@ -106,18 +103,13 @@ class ProfileError(ValueError):
 
 
 # What a header may be called, after NFKC normalisation (full-width letters, subscript 2) and lowercasing.
-COLUMN_PATTERNS = {
-    "datetime": r"date|time|日時",
-    "co2": r"co2|carbon",
-    "load": r"load|cool|demand|\[kw\]|冷房|需要",
-}
+COLUMN_PATTERNS = {"datetime": r"date|time|日時", "co2": r"co2|carbon", "load": r"load|cool|demand|\[kw\]|冷房|需要"}
 DATETIME_FORMATS = ("%Y/%m/%d %H:%M", "%Y/%m/%d %H:%M:%S")  # beside ISO 8601: what spreadsheets write
 
 
 def find_columns(header: list[str], chosen: dict[str, str | None]) -> tuple[dict[str, int], list[str]]:
     """Finds the datetime, co2 and load columns in a header; returns their positions and what is wrong with it."""
-    found: dict[str, int] = {}
-    problems = []
+    found, problems = {}, []
     plain = [unicodedata.normalize("NFKC", name).strip().lower() for name in header]
     for kind, pattern in COLUMN_PATTERNS.items():
         name, option = chosen.get(kind), f"--{kind}-column"
@@ -161,19 +153,19 @@ def parse_datetime(text: str) -> datetime:
 
 def parse_number(text: str, kind: str, stamp: datetime | None) -> float:
     """Reads a CO2 intensity or a load; raises ValueError with what is wrong."""
-    if not text:
-        raise ValueError("is empty; fill it in")
     value = math.nan
     with contextlib.suppress(ValueError):
         value = float(text.replace("_", "?"))  # Python would read 1_0 as 10
-    if not math.isfinite(value):
-        raise ValueError("is not a finite number; fill it in, with a decimal point and no unit")
-    if value < 0:
-        raise ValueError("is negative; it must be 0 or more")
-    if kind == "co2" and value > 2.0:
-        raise ValueError("is more than 2 kg/kWh; divide by 1000 if it is in g/kWh")
-    if kind == "load" and value > 0 and stamp and stamp.hour not in HOURS:
-        raise ValueError(f"is a load outside {HOURS[0]:02d}:00-{HOURS[-1]:02d}:00, which is not simulated; set it to 0")
+    at_night = kind == "load" and value > 0 and stamp and stamp.hour not in HOURS
+    wrong = {
+        "is empty; fill it in": not text,
+        "is not a finite number; fill it in, with a decimal point and no unit": not math.isfinite(value),
+        "is negative; it must be 0 or more": value < 0,
+        "is more than 2 kg/kWh; divide by 1000 if it is in g/kWh": kind == "co2" and value > 2.0,
+        f"is a load outside {HOURS[0]:02d}:00-{HOURS[-1]:02d}:00, which is not simulated; set it to 0": at_night,
+    }
+    if reason := next((reason for reason, is_so in wrong.items() if is_so), None):
+        raise ValueError(reason)
     return value
 
 
@@ -194,8 +186,7 @@ def read_cells(path: Path) -> tuple[list[str], list[tuple[str, list[str]]]]:
         header, rows = next(reader, []), []
         line = reader.line_num + 1  # that the next row begins in
         for cells in reader:
-            if cells:
-                rows.append((f"row {len(rows) + 1} (line {line})", cells))
+            rows += [(f"row {len(rows) + 1} (line {line})", cells)] if cells else []
             line = reader.line_num + 1
     except OSError as error:
         raise ProfileError([f"{path}: cannot be read: {error.strerror}"]) from None
@@ -215,13 +206,11 @@ def read_profile(path: str | Path, co2_column: str | None = None, load_column: s
     hours; night hours may be missing. A file may hold several blocks of consecutive days, each of four days or more.
     Raises ProfileError listing every problem with file, row (1 is the first below the header), line and column.
     """
-    path = Path(path)
-    header, rows = read_cells(path)
+    header, rows = read_cells(path := Path(path))
     columns, problems = find_columns(header, {"co2": co2_column, "load": load_column})
     if problems:
         raise ProfileError([f"{path}, header: {problem}" for problem in problems])
-    hours: dict[datetime, dict[str, float]] = {}
-    seen: dict[datetime, str] = {}
+    hours: dict[datetime, tuple[dict[str, float], str]] = {}  # what the hour's first row holds, and where it stands
     for here, row in rows:
         if not any(cell.strip() for cell in row):
             continue  # empty cells, as spreadsheets leave them behind the table
@@ -241,20 +230,18 @@ def read_profile(path: str | Path, co2_column: str | None = None, load_column: s
         if stamp is None:
             continue
         where = f"{path}, {here}, column {header[columns['datetime']]!r}: '{stamp}'"
-        if stamp in seen:
-            problems.append(f"{where} is in {seen[stamp]} already; keep one of them")
+        if stamp in hours:
+            problems.append(f"{where} is in {hours[stamp][1]} already; keep one of them")
         elif hours and stamp < (previous := next(reversed(hours))):
             problems.append(f"{where} comes after '{previous}'; sort the rows by time")
-        seen.setdefault(stamp, here)
-        hours[stamp] = values
+        hours.setdefault(stamp, (values, here))
     problems += [f"{path}: {problem}" for problem in day_problems(hours)]
     if problems:
         raise ProfileError(problems)
     dates = tuple(sorted({stamp.date() for stamp in hours}))
-    index = {day: i for i, day in enumerate(dates)}
     table = np.full((2, len(dates), 24), np.nan)
-    for stamp, values in hours.items():
-        table[:, index[stamp.date()], stamp.hour] = values["co2"], values["load"]
+    for stamp, (values, _) in hours.items():
+        table[:, dates.index(stamp.date()), stamp.hour] = values["co2"], values["load"]
     return Profile(dates, *table)
 
 
@@ -278,12 +265,12 @@ def day_problems(stamps: Collection[datetime]) -> list[str]:
 
 def profile_csv(profiles: Sequence[Profile]) -> str:
     """Writes profiles as one CSV, the way `read_profile` reads it back."""
-    rows = []
-    for profile in profiles:
-        for day, co2, load in zip(profile.dates, profile.co2, profile.load_kw, strict=True):
-            for hour in range(24):
-                rows.append([datetime.combine(day, time(hour)), f"{co2[hour]:.3f}", f"{load[hour]:.1f}"])
-    return to_csv(PROFILE_COLUMNS, rows)
+    days = (day for p in profiles for day in zip(p.dates, p.co2, p.load_kw, strict=True))
+    hours = (
+        (datetime.combine(day, time(hour)), co2[hour], load[hour]) for day, co2, load in days for hour in range(24)
+    )
+    rows = [[stamp, f"{co2:.3f}", f"{load:.1f}"] for stamp, co2, load in hours]
+    return to_csv(("datetime", "co2_kg_per_kwh", "load_kw"), rows)
 
 
 def to_csv(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

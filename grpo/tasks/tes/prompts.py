@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, time
@@ -109,13 +110,10 @@ COMPACT_SYSTEM = "Answer with one action: [0] [1] [2] [3]."
 
 def render_full(state: State) -> str:
     """Renders a state as a whole Harmony conversation that ends where the assistant starts to write."""
-    lines = []
-    for hour, load, co2 in zip(HOURS, state.load_kw, state.co2, strict=True):
-        if hour < state.stamp.hour:
-            lines.append(f"  - {hour:02d}:00: past hour -> omitted (state uses zero)")
-        else:
-            now = "  ←Now!!!" if hour == state.stamp.hour else ""
-            lines.append(f"  - {hour:02d}:00: load={load:.1f} kW, co2={co2:.3f} kg-CO2/kWh{now}")
+    lines = [f"  - {hour:02d}:00: past hour -> omitted (state uses zero)" for hour in HOURS if hour < state.stamp.hour]
+    for hour, load, co2 in list(zip(HOURS, state.load_kw, state.co2, strict=True))[len(lines) :]:
+        now = "  ←Now!!!" if hour == state.stamp.hour else ""
+        lines.append(f"  - {hour:02d}:00: load={load:.1f} kW, co2={co2:.3f} kg-CO2/kWh{now}")
     user = FULL_USER.format(
         stamp=state.stamp,
         energy=state.energy_kwh,
@@ -141,18 +139,19 @@ def render_compact(state: State) -> tuple[str, str]:
     """
     now = state.stamp.hour - HOURS[0]
     load, later_load, later_co2 = state.load_kw[now], state.load_kw[now + 1 :], state.co2[now + 1 :]
+    store, capacity = state.energy_kwh, state.plant.capacity_kwh
     next_co2, co2 = low_co2(state.next_co2), state.co2[now]
-    need = later_load.sum() - max(state.energy_kwh - load, 0.0)
-    words: list[str | int] = ["hour", state.stamp.hour]
-    words += ["store", whole(100 * state.energy_kwh / state.plant.capacity_kwh)]
-    words += ["load", whole(load), "co2", whole(100 * co2), "next", whole(100 * next_co2)]
-    words += ["gain", whole(50 + 100 * (next_co2 - co2))]
-    words += ["short", whole(load - state.energy_kwh)]
-    words += ["room", whole(load + state.plant.capacity_kwh - state.energy_kwh)]
-    words += ["need", whole(need / 10), "rank", int((later_co2 < co2).sum())]
-    words += ["ahead", *(whole(100 * value) for value in later_co2)]
-    words += ["loads", *(whole(value) for value in later_load)]
-    return COMPACT_SYSTEM, " ".join(map(str, words))
+    need = later_load.sum() - max(store - load, 0.0)
+    words = {"hour": state.stamp.hour, "store": 100 * store / capacity, "load": load, "co2": 100 * co2}
+    words |= {
+        "next": 100 * next_co2,
+        "gain": 50 + 100 * (next_co2 - co2),
+        "short": load - store,
+        "room": load + capacity - store,
+    }
+    words |= {"need": need / 10, "rank": (later_co2 < co2).sum(), "ahead": 100 * later_co2, "loads": later_load}
+    texts = (" ".join([word, *map(str, map(whole, np.atleast_1d(value)))]) for word, value in words.items())
+    return COMPACT_SYSTEM, " ".join(texts)
 
 
 def whole(value: float) -> int:
@@ -186,12 +185,5 @@ def renderer(kind: str, render: Callable[[Sequence[tuple[str, str]]], str]) -> C
     """State -> prompt, ready to generate from. render: the model's chat template, for prompts that need one."""
     if kind == "full":
         return render_full
-    cache: dict[tuple[str, str], str] = {}
-
-    def compact(state: State) -> str:
-        system, user = render_compact(state)
-        if (system, user) not in cache:  # a template takes longer than the tiny model's token
-            cache[system, user] = render((("system", system), ("user", user)))
-        return cache[system, user]
-
-    return compact
+    cached = functools.cache(render)  # a template takes longer than the tiny model's token
+    return lambda state: cached(tuple(zip(("system", "user"), render_compact(state), strict=True)))
