@@ -19,7 +19,6 @@ from typing import Any
 
 from grpo.settings import ROOT, Problems, listed
 
-
 REWARD_COLUMN = re.compile(r"reward_action_(0|[1-9]\d*)")
 # Keyword arguments that TRL and this project give to reward functions: a CSV column of that name goes by `csv_NAME`.
 RESERVED_ARGUMENTS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -128,9 +129,8 @@ def plan_engine(
     seqs = settings.completions_per_step
     # Activations of a prefill step, three float32 copies of a decode step's logits, graphs.
     scratch = (BATCHED_TOKENS * inner * 2 + seqs * config["vocab_size"] * 4 * 3) / GIB + 0.5
-    if settings.VLLM_GPU_MEM is None:
-        given, where = machine.gpu_free * 0.95 - trainer, "95% of the free memory, beside the trainer"
-    else:
+    given, where = machine.gpu_free * 0.95 - trainer, "95% of the free memory, beside the trainer"
+    if settings.VLLM_GPU_MEM is not None:
         given, where = machine.gpu_total * settings.VLLM_GPU_MEM, f"VLLM_GPU_MEM={settings.VLLM_GPU_MEM:g}"
     cache = max(min(max(wanted, least), given - weights - scratch), 0.0)
     completions = f"{group} completions of {settings.MAX_COMPLETION_LEN}"
@@ -152,7 +152,7 @@ def queries_keys_values(config: Mapping[str, Any]) -> int:
 
 
 def learning_gib(
-    settings: Settings, config: Mapping[str, Any], prompt_len: int, rows: int, attention: str, share: bool, experts: str
+    settings: Settings, config: Mapping[str, Any], prompt_len: int, attention: str, share: bool, experts: str, rows: int
 ) -> float:
     """GiB that a micro-batch of `rows` completions takes beside the weights, forward and backward."""
     layers, hidden, top = config["num_hidden_layers"], config["hidden_size"], config["num_experts_per_tok"]
@@ -164,9 +164,8 @@ def learning_gib(
     # Bytes of a token in one layer's backward pass: its experts' two products with their gradients; queries, keys,
     # values; norms in float32. The head has its turn before: states, their gradient, one tile of logits.
     per_token = 2 * top * (4 * config["intermediate_size"] + 3 * hidden) + 8 * queries_keys_values(config) + 16 * hidden
-    if settings.GRADIENT_CHECKPOINTING:
-        kept = tokens * hidden * 2 * layers
-    else:
+    kept = tokens * hidden * 2 * layers
+    if not settings.GRADIENT_CHECKPOINTING:
         kept = (tokens * per_token + scores) * layers
         if experts == "mxfp4":  # every layer's stay dequantized until its backward
             kept += (layers - 1) * experts_of_a_layer(config) * 2
@@ -217,14 +216,9 @@ def plan_memory(
     room = free * (GPU_SHARE if machine.gpus else CPU_SHARE) - weights - adapter - (engine.asleep if engine else 0.0)
     where = f"{free:.1f} GiB free on the GPU" if machine.gpus else f"{free:.1f} GiB of free memory"
 
-    def learning(rows: int) -> float:
-        return learning_gib(settings, config, prompt_len, rows, attention, share, experts)
-
-    def generation(rows: int) -> float:
-        return generation_gib(settings, config, prompt_len, rows)
-
-    # A larger micro-batch is no faster: its products are large enough, and the dequantization of experts and the start
-    # of some hundred kernels a layer are spread over enough tokens.
+    learning = functools.partial(learning_gib, settings, config, prompt_len, attention, share, experts)
+    generation = functools.partial(generation_gib, settings, config, prompt_len)
+    # A larger micro-batch is no faster: its products are large enough, and fixed costs are spread over enough tokens.
     most = 64
     if (prompt_len + settings.MAX_COMPLETION_LEN) * hidden >= 100_000:
         sizes = [micro_batch_tokens(settings, n, prompt_len, share) for n in range(1, total + 1)]
@@ -241,9 +235,8 @@ def plan_memory(
         chunk = max((n for n in divisors if generation(n) <= room), default=1)
         fit = f"whose cache and prefill ({generation(chunk):.1f} GiB) fit in {where}"
         chunk_reason = f"largest divisor of {total} {fit}"
-    return Plan(
-        weights, adapter, generation(chunk), learning(micro), micro, micro_reason, chunk, chunk_reason, engine, prompt_len
-    )  # fmt: skip
+    choice = micro, micro_reason, chunk, chunk_reason
+    return Plan(weights, adapter, generation(chunk), learning(micro), *choice, engine, prompt_len)
 
 
 def memory_shortfall(plan: Plan, machine: Machine) -> str:
@@ -252,10 +245,8 @@ def memory_shortfall(plan: Plan, machine: Machine) -> str:
     if engine and engine.cache < engine.cache_least:
         return f"vLLM would have {engine.cache:.1f} GiB of cache, one completion may need {engine.cache_least:.1f}"
     # vLLM's own plan leaves a margin; a share of the GPU that was set by hand may leave none.
-    for what, need, share in (
-        (f"learning in micro-batches of {plan.micro_batch}", plan.learning_peak, GPU_SHARE),
-        ("the rollout", plan.rollout_peak, 1.0 if engine else GPU_SHARE),
-    ):
+    learning = f"learning in micro-batches of {plan.micro_batch}", plan.learning_peak, GPU_SHARE
+    for what, need, share in (learning, ("the rollout", plan.rollout_peak, 1.0 if engine else GPU_SHARE)):
         if need > free * share:
             return f"{what} would need {need:.1f} GiB, {share:.0%} of what is free are {free * share:.1f}"
     return ""
@@ -310,17 +301,14 @@ def memory_advice(settings: Settings, shapes: Shapes, resumed: bool) -> str:
         return memory_shortfall(shapes.plan(dataclasses.replace(settings, **changes)), shapes.machine)
 
     smaller = {"VLLM_GPU_MEM": None, "GRADIENT_CHECKPOINTING": True, "GENERATION_BATCH": None, "MICRO_BATCH": None}
-    smaller |= {"EXPERTS": "mxfp4"} if has_mxfp4(shapes.config) else {}
-    smaller |= {"USE_VLLM": False}
+    smaller |= ({"EXPERTS": "mxfp4"} if has_mxfp4(shapes.config) else {}) | {"USE_VLLM": False}
     smaller = {n: v for n, v in smaller.items() if v != getattr(settings, n) and (not resumed or n in MAY_CHANGE)}
     words = {name: f"{name}={show(value)}" for name, value in smaller.items()}
     if alone := [words[name] for name, value in smaller.items() if not stops(**{name: value})]:
         return f"With all else as set, {' or '.join(alone)} fits"
     length = {} if resumed else {"MAX_COMPLETION_LEN": 1}
     if stops(**smaller | length):
-        return (
-            "No setting helps on this GPU: free some of its memory (nvidia-smi names its users), or rent a larger one"
-        )
+        return "No setting helps on this GPU: free some memory (nvidia-smi names its users), or rent a larger one"
     less = ", ".join([*words.values(), *(f"a lower {name}" for name in length)])
     return f"These need less memory, together if need be: {less}. Or rent a larger GPU"
 

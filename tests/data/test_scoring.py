@@ -20,8 +20,8 @@ ROW = Row("d.csv", 1, (("user", "x"),), (0.0, 1.0), {})
     ("text", "message"),
     [
         ("actoin", "nearest: action"),
-        ("action=high", "weight 'high' of 'action' is not a number"),
-        ("action=inf", "not finite"),
+        ("action=high", "weight 'high' of 'action' is not a finite number"),
+        ("action=inf", "not a finite number"),
         ("", "no reward function"),
         ("action,action=2", "named twice"),
         ("nowhere:score", "cannot be loaded: ModuleNotFoundError"),
