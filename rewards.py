@@ -25,8 +25,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-# ---- Harmony: which part of a completion is the answer ---------------------------------------------------------------
-
 # https://cookbook.openai.com/articles/openai-harmony: a message is <|channel|>NAME...<|message|>TEXT, closed by one of
 # the tokens below. What stands between the name and <|message|> may name a recipient or a content type.
 _END = r"<\|(?:end|return|call|start|channel|endoftext)\|>"
@@ -82,9 +80,6 @@ def parse_action(text: str, actions: int = 4) -> int | None:
     named = {int(digits) for digits in _ACTION.findall(answer)} if answer else set()
     action = named.pop() if len(named) == 1 else None
     return action if action is not None and action < actions else None
-
-
-# ---- Reward functions ------------------------------------------------------------------------------------------------
 
 
 def reward_rows(columns: Mapping[str, Sequence[Any]]) -> list[list[float]]:

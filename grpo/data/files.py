@@ -158,12 +158,11 @@ def read_row(where: str, columns: dict[str, Any], actions: int, problems: Proble
 
 
 def read_csv(path: Path, problems: Problems) -> list[Row]:
-    """The rows of one CSV. Problems name the file, the row (1 is the first below the header), the column and the line.
+    """The rows of one CSV; problems name the file, the row (1 is the first below the header), the column and the line.
 
     Accepted: a `prompt` column (rendered in Harmony, beginning with `<|start|>`, or plain text, taken as the user's
     message), or `user` with an optional `system`; `reward_action_0` .. `reward_action_{K-1}` with finite numbers, K >= 2,
-    for the rewards that need them. Other columns pass through as text.
-    """
+    for the rewards that need them. Other columns pass through as text."""
     mine, rows = Problems(), []
     csv.field_size_limit(2**31 - 1)
     try:

@@ -41,9 +41,9 @@ def reward_specs(text: str) -> list[tuple[str, float]]:
 
 def load_reward(name: str) -> Callable[..., Sequence[float | None]]:
     """The reward function `name` of rewards.py, or `module:function` from the current folder; raises ValueError."""
+    module, colon, function = name.partition(":")
     if name in rewards.REWARD_FUNCTIONS:
         return rewards.REWARD_FUNCTIONS[name]
-    module, colon, function = name.partition(":")
     if not colon:
         near = difflib.get_close_matches(name, rewards.REWARD_FUNCTIONS, 1)
         known = ", ".join(rewards.REWARD_FUNCTIONS)
@@ -63,9 +63,7 @@ def check_rewards(
     settings: Settings, rows: Sequence[Row], problems: Problems, chosen: bool = False
 ) -> list[tuple[str, float]]:
     """The reward functions exist, and the CSVs hold what they need. Returns (name, weight) of each.
-
-    `chosen`: INVALID_REWARD was set by the user, who may well want it above the worst reward.
-    """
+    `chosen`: INVALID_REWARD was set by the user, who may well want it above the worst reward."""
     try:
         specs = reward_specs(settings.REWARDS)
         for name, _ in specs:
@@ -78,17 +76,17 @@ def check_rewards(
     except RuntimeError as error:
         problems.append(f"{error}. It was tried on the answers [0] and [1] to the first row of {rows[0].file}")
         return []
-    if any(name in ("action", "best") for name, _ in specs):
+    names = {name for name, _ in specs}
+    if names & {"action", "best"}:
         for file, row in sorted({row.file: row for row in rows if not row.rewards}.items()):
             problems.add(f"{file}, columns", no_actions(row), "Add one per action, or choose other REWARDS")
     paid = [row for row in rows if row.rewards]
-    if paid and len(flat_rows(paid)) == len(paid) and {name for name, _ in specs} <= {"action", "best"}:
+    if paid and len(flat_rows(paid)) == len(paid) and names <= {"action", "best"}:
         what = "every row pays all its actions the same, so there is nothing to learn"
         problems.add("DATA", what, "Give better actions higher rewards, or choose other REWARDS")
-    worst = min((min(row.rewards) for row in rows if row.rewards), default=settings.INVALID_REWARD)
-    if worst < settings.INVALID_REWARD and not chosen and any(name == "action" for name, _ in specs):
-        scores = f"an answer that cannot be parsed scores {settings.INVALID_REWARD:g}"
-        what = f"{scores}, more than the lowest reward {worst:g}"
+    worst = min((min(row.rewards) for row in paid), default=settings.INVALID_REWARD)
+    if worst < settings.INVALID_REWARD and not chosen and "action" in names:
+        what = f"an unreadable answer scores {settings.INVALID_REWARD:g}, more than the lowest reward {worst:g}"
         problems.add("INVALID_REWARD", what, f"Set INVALID_REWARD={worst:g} or lower, so that garbage never pays")
     return specs
 

@@ -68,9 +68,7 @@ def check_lora(settings: Settings, problems: Problems) -> None:
     """LORA_TARGETS names modules that there are, and that vLLM can follow; so can it LORA_R."""
     targets = listed(settings.LORA_TARGETS)
     fix = f"Use all-linear, or some of {', '.join(LINEAR_MODULES)}"
-    for target in targets if targets != ["all-linear"] else ():
-        if target in LINEAR_MODULES:
-            continue
+    for target in [name for name in targets if name not in LINEAR_MODULES and targets != ["all-linear"]]:
         what = f"{target!r} is no linear module of gpt-oss{nearest(target, LINEAR_MODULES)}"
         if any(word in target for word in ("expert", "mlp", "gate_up", "down_proj", "router")):
             what = f"{target!r}: LoRA on experts and router is refused, as vLLM's MXFP4 experts could not follow it"
@@ -135,8 +133,9 @@ def check_memory(settings: Settings, shapes: Shapes, problems: Problems, resumed
     if engine and engine.weights + 2 > machine.ram_free:
         what = f"the sleeping engine keeps {engine.weights:.1f} GiB in host memory, {machine.ram_free:.1f} GiB are free"
         without = memory_shortfall(shapes.plan(dataclasses.replace(settings, USE_VLLM=False)), machine)
-        fix = "Free memory, take a machine with more of it"
-        problems.add("memory", what, fix if without else f"{fix}, or set USE_VLLM=0")
+        problems.add(
+            "memory", what, "Free some, or take a machine with more" + ("" if without else ", or set USE_VLLM=0")
+        )
 
 
 def check_disk(settings: Settings, files: ModelFiles, adapter: float, problems: Problems) -> None:

@@ -87,9 +87,8 @@ ASLEEP_GIB = 2.1  # left on the GPU by a sleeping engine and the CUDA context: g
 
 
 def capture_sizes(most: int) -> tuple[int, ...]:
-    """Batch sizes that get a CUDA graph: decode batches shrink from `most` to 1 as completions end, and a batch runs in
-    the next larger graph, whose surplus rows load experts too. So all sizes up to 16, where many experts are idle otherwise,
-    and steps of a quarter to an eighth beyond, where few are.
+    """Batch sizes that get a CUDA graph: a decode batch runs in the next larger graph, whose surplus rows load experts
+    too. So all sizes up to 16, where many experts are idle otherwise, and steps of a quarter to an eighth beyond.
 
     >>> capture_sizes(20)
     (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 20)
@@ -108,8 +107,7 @@ def plan_engine(
 
     The cache of one step: vLLM keeps full and sliding layers in one group each, and both draw blocks of KV_BLOCK tokens
     from one pool (vllm/v1/core/kv_cache_utils.py). The whole blocks of a prompt are shared by its completions; a sliding
-    layer keeps its window, plus what two prefill steps have in flight.
-    """
+    layer keeps its window, plus what two prefill steps have in flight."""
     kinds = config.get("layer_types") or ["sliding_attention", "full_attention"] * (config["num_hidden_layers"] // 2)
     layers = max(kinds.count("full_attention"), kinds.count("sliding_attention"), 1)
     block = layers * KV_BLOCK * 2 * config["num_key_value_heads"] * config["head_dim"] * 2 / GIB
@@ -141,14 +139,10 @@ def plan_engine(
     return EnginePlan(weights, scratch, cache, reason, least, ASLEEP_GIB, longest, seqs, capture_sizes(seqs))
 
 
-def experts_of_a_layer(config: Mapping[str, Any]) -> int:
-    """Elements of the matrices of one layer's experts."""
-    return config["num_local_experts"] * 3 * config["hidden_size"] * config["intermediate_size"]
-
-
-def queries_keys_values(config: Mapping[str, Any]) -> int:
-    """Elements of a token's queries, keys and values in one layer."""
-    return (config["num_attention_heads"] + 2 * config["num_key_value_heads"]) * config["head_dim"]
+def layer_sizes(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Elements, in one layer, of the experts' matrices and of a token's queries, keys and values."""
+    experts = config["num_local_experts"] * 3 * config["hidden_size"] * config["intermediate_size"]
+    return experts, (config["num_attention_heads"] + 2 * config["num_key_value_heads"]) * config["head_dim"]
 
 
 def learning_gib(
@@ -163,12 +157,12 @@ def learning_gib(
     scores = tokens * longest * config["num_attention_heads"] * 2 * 6 if attention == "eager" else 0
     # Bytes of a token in one layer's backward pass: its experts' two products with their gradients; queries, keys,
     # values; norms in float32. The head has its turn before: states, their gradient, one tile of logits.
-    per_token = 2 * top * (4 * config["intermediate_size"] + 3 * hidden) + 8 * queries_keys_values(config) + 16 * hidden
+    per_token = 2 * top * (4 * config["intermediate_size"] + 3 * hidden) + 8 * layer_sizes(config)[1] + 16 * hidden
     kept = tokens * hidden * 2 * layers
     if not settings.GRADIENT_CHECKPOINTING:
         kept = (tokens * per_token + scores) * layers
         if experts == "mxfp4":  # every layer's stay dequantized until its backward
-            kept += (layers - 1) * experts_of_a_layer(config) * 2
+            kept += (layers - 1) * layer_sizes(config)[0] * 2
     scored = rows * settings.MAX_COMPLETION_LEN
     head = min(scored, 4096) * min(config["vocab_size"], HEAD_TILE) * 2 + (tokens * 2 + scored * 8) * hidden
     return (kept + max(tokens * per_token + scores, head)) / GIB + 0.1
@@ -195,19 +189,16 @@ def plan_memory(
     packing: str = "none",
     experts: str = "bf16",
 ) -> Plan:
-    """Memory of a run and, from it, MICRO_BATCH and GENERATION_BATCH where they are `auto`.
-
-    An estimate from shapes: BF16 weights (experts of 4.25 bits and one layer dequantized with `mxfp4`) and activations,
+    """Memory of a run and, from it, MICRO_BATCH and GENERATION_BATCH where they are `auto`: an estimate from BF16 weights (experts of 4.25 bits and one layer dequantized with `mxfp4`) and activations,
     float32 adapter with gradients and two AdamW moments, checkpointed layer inputs plus one layer in full while learning,
     and the key-value cache plus one layer of prefill while generating. `prompt_len` is the longest prompt in tokens;
-    `engine_checkpoint` the size in GiB of the checkpoint that vLLM loads, None where transformers generates.
-    """
+    `engine_checkpoint` the size in GiB of the checkpoint that vLLM loads, None where transformers generates."""
     layers, hidden, share = config["num_hidden_layers"], config["hidden_size"], packing == "prefix"
     queries = config["num_attention_heads"] * config["head_dim"]
     weights = count_parameters(config)["total"] * 2 / GIB
     if experts == "mxfp4":
-        weights += experts_of_a_layer(config) * (layers * (4.25 / 8 - 2) + 2) / GIB
-    lora_parameters = layers * settings.LORA_R * (3 * hidden + queries_keys_values(config) + queries + hidden)
+        weights += layer_sizes(config)[0] * (layers * (4.25 / 8 - 2) + 2) / GIB
+    lora_parameters = layers * settings.LORA_R * (3 * hidden + layer_sizes(config)[1] + queries + hidden)
     adapter = lora_parameters * 16 / GIB
     engine = None
     if engine_checkpoint is not None:
@@ -294,8 +285,7 @@ class Shapes:
 
 
 def memory_advice(settings: Settings, shapes: Shapes, resumed: bool) -> str:
-    """What to change where a run does not fit the GPU: each setting that alone makes it fit, else all that need less; a
-    `resumed` run may change only some."""
+    """What to change where a run does not fit the GPU: each setting that alone makes it fit, else all that need less."""
 
     def stops(**changes: Any) -> str:
         return memory_shortfall(shapes.plan(dataclasses.replace(settings, **changes)), shapes.machine)
