@@ -18,13 +18,12 @@ NaN leaves a completion out of its group's mean and gives it no advantage (docs/
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-# ---- Harmony: which part of a completion is the answer ---------------------------------------------------------------
 
 # https://cookbook.openai.com/articles/openai-harmony: a message is <|channel|>NAME...<|message|>TEXT, closed by one of
 # the tokens below. What stands between the name and <|message|> may name a recipient or a content type.
@@ -83,22 +82,21 @@ def parse_action(text: str, actions: int = 4) -> int | None:
     return action if action is not None and action < actions else None
 
 
-# ---- Reward functions ------------------------------------------------------------------------------------------------
-
-
 def reward_rows(columns: Mapping[str, Sequence[Any]]) -> list[list[float]]:
     """Rewards by completion and action, shape (B, K), out of the columns `reward_action_0` .. `reward_action_{K-1}`.
-
     Files may differ in their number of actions: a row ends where its column is missing (None).
 
     >>> reward_rows({"reward_action_0": [0.1, 0.5], "reward_action_1": [0.9, 0.5], "day": [1, 2]})
     [[0.1, 0.9], [0.5, 0.5]]
     """
-    names = []
-    while (name := f"reward_action_{len(names)}") in columns:
-        names.append(name)
-    rows = zip(*(columns[name] for name in names), strict=True)
+    names = (f"reward_action_{k}" for k in itertools.count())
+    rows = zip(*(columns[name] for name in itertools.takewhile(columns.__contains__, names)), strict=True)
     return [[float(value) for value in row if value is not None] for row in rows]
+
+
+def _scores(completions: Sequence[str], rows: Sequence[Sequence[float]], invalid: float) -> list[float]:
+    pairs = zip(completions, rows, strict=True)
+    return [invalid if (k := parse_action(text, len(row))) is None else row[k] for text, row in pairs]
 
 
 def action(completions: Sequence[str], *, invalid_reward: float = 0.0, **columns: Any) -> list[float]:
@@ -108,8 +106,7 @@ def action(completions: Sequence[str], *, invalid_reward: float = 0.0, **columns
     >>> action(["assistantfinal[1]", "analysis[1] it is", "assistantfinal[0]"], **table)
     [0.9, 0.0, 0.1]
     """
-    pairs = zip(completions, reward_rows(columns), strict=True)
-    return [invalid_reward if (k := parse_action(text, len(row))) is None else row[k] for text, row in pairs]
+    return _scores(completions, reward_rows(columns), invalid_reward)
 
 
 def best(completions: Sequence[str], *, invalid_reward: float = 0.0, **columns: Any) -> list[float]:
@@ -120,8 +117,7 @@ def best(completions: Sequence[str], *, invalid_reward: float = 0.0, **columns: 
     [1.0, 0.0]
     """
     best_or_not = [[float(value == max(row)) for value in row] for row in reward_rows(columns)]
-    pairs = zip(completions, best_or_not, strict=True)
-    return [invalid_reward if (k := parse_action(text, len(row))) is None else row[k] for text, row in pairs]
+    return _scores(completions, best_or_not, invalid_reward)
 
 
 def format(completions: Sequence[str], **columns: Any) -> list[float]:
@@ -135,9 +131,6 @@ def format(completions: Sequence[str], **columns: Any) -> list[float]:
 
 
 REWARD_FUNCTIONS: dict[str, Callable[..., list[float]]] = {"action": action, "best": best, "format": format}
-
-
-# ---- What a reward is compared with ----------------------------------------------------------------------------------
 
 
 def best_action(row: Sequence[float]) -> int:
@@ -167,8 +160,6 @@ def baselines(rows: Sequence[Sequence[float]]) -> dict[str, float]:
     }
 
 
-# ---- What an evaluation says, and how sure it is ---------------------------------------------------------------------
-
 RESAMPLES, RESAMPLING_SEED = 2000, 20250106
 
 
@@ -180,21 +171,16 @@ def bootstrap_interval(
     Without weights it is the mean of the clusters. What belongs together (the completions of a prompt, the hours of a
     window) must be one cluster: drawn singly it would look surer than it is. The seed is fixed, so the same figures
     always give the same interval. Resamples whose weights sum to 0 or less are left out.
-    Source: B. Efron, R. J. Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13.
-
-    Raises ValueError without a cluster, or where the weights are not as many as the values or never sum above 0.
+    Source: B. Efron, R. J. Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13. Raises ValueError without a cluster, or where the weights are not as many as the values or never sum above 0.
 
     >>> bootstrap_interval([0.5, 0.5, 0.5])
     (0.5, 0.5)
     """
-    count = len(values)
-    if not count or (weights is not None and len(weights) != count):
-        raise ValueError(f"{count} values and {count if weights is None else len(weights)} weights make no interval")
+    count, weights = len(values), [1.0] * len(values) if weights is None else weights
+    if not count or len(weights) != count:
+        raise ValueError(f"{count} values and {len(weights)} weights make no interval")
     generator, means = random.Random(RESAMPLING_SEED), []
     for _ in range(RESAMPLES):
-        if weights is None:
-            means.append(sum(generator.choices(values, k=count)) / count)
-            continue
         drawn = generator.choices(range(count), k=count)
         if (total := sum(weights[i] for i in drawn)) > 0:
             means.append(sum(values[i] for i in drawn) / total)
@@ -212,8 +198,7 @@ def score_answers(
 
     rows: rewards by prompt and action, (N, K); answers: the actions answered to each prompt, None where there was none,
     which scores `invalid_reward`, or the row's lowest reward where that is nan. Regret is the row's highest reward minus
-    the answer's. `reward_by_prompt` is each prompt's mean, for `paired_difference`.
-    Raises ValueError without prompts or where a prompt has no answer.
+    the answer's. `reward_by_prompt` is each prompt's mean, for `paired_difference`. Raises ValueError without prompts or where a prompt has no answer.
 
     >>> made = score_answers([[0.0, 1.0], [0.6, 0.4]], [[1, None], [0, 0]])
     >>> made["reward"], round(made["regret"], 6), made["parse_rate"], made["action_counts"], made["unparsed"]
@@ -232,12 +217,11 @@ def score_answers(
         best_named += sum(k is not None and row[k] == max(row) for k in mine)
     result: dict[str, Any] = {}
     # Weighted by the number of answers, so that the figures are means over completions whatever their distribution.
-    weights = None if len({len(mine) for mine in answers}) == 1 else [float(len(mine)) for mine in answers]
+    weights = [len(mine) / max(map(len, answers)) for mine in answers]
     for name, values in made.items():
-        sums = values if weights is None else [v * w for v, w in zip(values, weights, strict=True)]
+        sums = [v * w for v, w in zip(values, weights, strict=True)]
         low, high = bootstrap_interval(sums, weights)
-        mean = math.fsum(sums) / (len(rows) if weights is None else math.fsum(weights))
-        result |= {name: mean, f"{name}_low": low, f"{name}_high": high}
+        result |= {name: math.fsum(sums) / math.fsum(weights), f"{name}_low": low, f"{name}_high": high}
     named = [k for mine in answers for k in mine if k is not None]
     count = sum(map(len, answers))
     return result | {

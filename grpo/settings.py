@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
+import itertools
 import logging
 import math
 import shlex
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import gt, le, lt
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +21,11 @@ ROOT = Path(__file__).resolve().parents[1]
 log = logging.getLogger("train_grpo")
 
 
-def setting(
-    group: str, default: Any, unit: str, text: str, *, tiny: Any = None, resume: bool = False, **limits: Any
-) -> Any:
-    """One setting: its group in `--help`, default, unit, one sentence, the default for `MODEL_ID=tiny` where that
-    differs, whether it may change when a run is resumed, and limits: `low`, `high` (both inclusive), `above`
-    (exclusive), `choices`."""
-    facts = {"group": group, "unit": unit, "text": text, "tiny": tiny, "resume": resume}
-    return field(default=default, metadata=facts | limits)
+def setting(group: str, default: Any, unit: str, text: str, **more: Any) -> Any:
+    """One setting: its group in `--help`, default, unit, one sentence; `tiny`: the default for `MODEL_ID=tiny` where
+    that differs; `resume`: it may change when a run is resumed; limits: `low`, `high` (inclusive), `above`, `choices`."""
+    facts = {"group": group, "unit": unit, "text": text, "tiny": None, "resume": False}
+    return field(default=default, metadata=facts | more)
 
 
 @dataclass(frozen=True)
@@ -132,11 +132,7 @@ class Problems(list[str]):
 
 def show(value: Any) -> str:
     """A setting's value as a user would write it: `auto` for None, 1 and 0 for booleans."""
-    if value is None:
-        return "auto"
-    if isinstance(value, bool):
-        return str(int(value))
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return "auto" if value is None else f"{value:g}" if isinstance(value, (float, bool)) else str(value)
 
 
 def takes_auto(name: str) -> bool:
@@ -160,17 +156,17 @@ def parse_value(name: str, text: str) -> Any:
         if text.lower() not in TRUE + FALSE:
             raise ValueError("expected auto, 1 or 0" if optional else "expected 1 or 0")
         return text.lower() in TRUE
-    if kind == "str":
-        value, known = text.lower() if spec.get("choices") else text, choices(name)
-        if known and value not in known:
-            near = difflib.get_close_matches(value, known, 1)
+    if known := choices(name):
+        if text.lower() not in known:
+            near = difflib.get_close_matches(text.lower(), known, 1)
             raise ValueError(f"expected one of {', '.join(known)}" + (f"; nearest: {near[0]}" if near else ""))
-        if spec.get("date"):
-            try:
-                return time.strftime("%Y-%m-%d", time.strptime(value, "%Y-%m-%d"))
-            except ValueError:
-                raise ValueError("expected a date such as 2025-11-06") from None
-        return value
+        return text.lower()
+    if spec.get("date"):
+        with contextlib.suppress(ValueError):
+            return time.strftime("%Y-%m-%d", time.strptime(text, "%Y-%m-%d"))
+        raise ValueError("expected a date such as 2025-11-06")
+    if kind == "str":
+        return text
     try:
         value = int(text) if kind == "int" else float(text)
     except ValueError:
@@ -178,21 +174,15 @@ def parse_value(name: str, text: str) -> Any:
         raise ValueError(expected + " or auto" * optional) from None
     if not math.isfinite(value) and not (spec.get("nan") and math.isnan(value)):
         raise ValueError("expected a finite number" + (" or nan" if spec.get("nan") else ""))
-    for limit, wrong, words in (
-        ("low", lambda low: value < low, "at least"),
-        ("above", lambda low: value <= low, "above"),
-        ("high", lambda high: value > high, "at most"),
-    ):
-        if limit in spec and wrong(spec[limit]):
+    for limit, words, wrong in (("low", "at least", lt), ("above", "above", le), ("high", "at most", gt)):
+        if limit in spec and wrong(value, spec[limit]):
             raise ValueError(f"must be {words} {show(spec[limit])}")
     return value
 
 
 def nearest_setting(variable: str) -> str | None:
-    """The setting that an environment variable was probably meant to be, or None for somebody else's variable.
-
-    Short names are matched but for their case and underscores (`SPEED` is not `SEED`), longer ones if they are alike.
-    """
+    """The setting that an environment variable was probably meant to be, or None for somebody else's variable. Short
+    names are matched but for their case and underscores (`SPEED` is not `SEED`), longer ones if they are alike."""
     name = variable.upper().replace("-", "_")
     known = ALIASES | {ours.replace("_", ""): ours for ours in FIELDS}
     near = difflib.get_close_matches(name, [ours for ours in FIELDS if len(ours) > 4], 1, cutoff=0.83)
@@ -229,10 +219,9 @@ def settings_table() -> Iterator[tuple[str, str, str, str, str, str]]:
     """(group, name, default, default for tiny or '', unit and limits, sentence) of every setting, in order."""
     for name, spec in FIELDS.items():
         meta = spec.metadata
+        signs = {"low": ">=", "above": ">", "high": "<="}
         limits = [f"one of {', '.join(choices(name))}"] if choices(name) else []
-        limits += [
-            f"{sign} {show(meta[key])}" for key, sign in (("low", ">="), ("above", ">"), ("high", "<=")) if key in meta
-        ]
+        limits += [f"{sign} {show(meta[key])}" for key, sign in signs.items() if key in meta]
         flags = {"bool": "0 or 1", "bool | None": "auto, 0 or 1"}
         unit = "; ".join(filter(None, [flags.get(spec.type, meta["unit"]), *limits]))
         tiny = "" if meta["tiny"] is None else show(meta["tiny"])
@@ -251,11 +240,10 @@ def unknown_option(word: str) -> str:
 
 def help_text(about: str) -> str:
     """The text of `--help`: what the program is `about`, and every setting, grouped."""
-    lines, group = [about.strip(), ""], None
-    for section, name, default, tiny, unit, text in settings_table():
-        if section != group:
-            lines += ["", f"{section}:"]
-            group = section
-        lines.append(f"  {name}={default}" + (f"   (tiny: {tiny})" if tiny else "") + (f"   [{unit}]" if unit else ""))
-        lines.append(f"      {text}")
+    lines = [about.strip(), ""]
+    for group, settings in itertools.groupby(settings_table(), lambda row: row[0]):
+        lines += ["", f"{group}:"]
+        for _, name, default, tiny, unit, text in settings:
+            more = (f"   (tiny: {tiny})" if tiny else "") + (f"   [{unit}]" if unit else "")
+            lines += [f"  {name}={default}{more}", f"      {text}"]
     return "\n".join(lines)

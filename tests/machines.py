@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo.preflight.machine import TESTED, Machine, check_packages
+from grpo.preflight.machine import TESTED, TESTED_VLLM, Machine, check_packages
 from grpo.settings import Problems, Settings
 
 H100 = Machine("NVIDIA H100 80GB HBM3", 1, 79.6, 79.0, 110.0, 16, "x86_64")
 CPU = Machine(ram_free=20.0, cores=2, arch="x86_64")
-GOOD_VERSIONS = {name: oldest for name, (oldest, _) in TESTED.items()}
+GOOD_VERSIONS = {name: oldest for name, (oldest, _) in (TESTED | TESTED_VLLM).items()}
 
 
 def only(problems: Sequence[str]) -> str:
@@ -20,7 +20,7 @@ def only(problems: Sequence[str]) -> str:
     return problems[0]
 
 
-def package_problems(versions: Mapping[str, str | None], **changes: Any) -> Problems:
+def package_problems(versions: Mapping[str, str | None], use_vllm: bool = False, **changes: Any) -> Problems:
     problems = Problems()
-    check_packages(Settings(**changes), versions, problems)
+    check_packages(Settings(**changes), versions, problems, use_vllm)
     return problems

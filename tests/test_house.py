@@ -19,7 +19,6 @@ ROOMS = [  # in the order of a run: each may import those above it; the entry an
     "rewards", "grpo.settings", "grpo.data", "grpo.tasks", "grpo.run", "grpo.preflight", "grpo.model", "grpo.rollout",
     "grpo.learn", "grpo.evaluate", "grpo.measure",
 ]  # fmt: skip
-LIGHT = ROOMS[: ROOMS.index("grpo.model")]
 HEAVY = {"torch", "transformers", "trl", "peft", "vllm", "liger_kernel", "datasets"}
 ENTRY = ROOT / "train_grpo.py"
 SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
@@ -27,7 +26,7 @@ FILES = [ROOT / "rewards.py", *sorted((ROOT / "grpo").rglob("*.py")), ENTRY, *SC
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 MODULES |= {path.stem: path for path in SCRIPTS}  # scripts/ is on the path of what runs there
 LONGEST_MODULE, LONGEST_FUNCTION = 450, 80
-LONG_FUNCTIONS: dict[str, str] = {}  # module.function -> why a cut would be worse
+FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
 
 
 @functools.cache
@@ -38,15 +37,9 @@ def tree_of(path: Path) -> ast.Module:
 def imports(path: Path, top: bool = False) -> Iterator[tuple[int, str]]:
     """(line, module) of every import of a file; only those outside functions with `top`. `from grpo.data import files`
     imports grpo.data.files."""
-    inside = {
-        id(node)
-        for function in ast.walk(tree_of(path))
-        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-        for node in ast.walk(function)
-    }
-    for node in ast.walk(tree_of(path)):
-        if top and id(node) in inside:
-            continue
+    functions = [node for node in ast.walk(tree_of(path)) if top and isinstance(node, FUNCTIONS)]
+    inside = {node for function in functions for node in ast.walk(function)}
+    for node in set(ast.walk(tree_of(path))) - inside:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -90,12 +83,9 @@ def test_no_modules_import_each_other_in_a_circle():
 
 
 def test_light_rooms_import_nothing_heavy():
-    found = []
-    for name, path in MODULES.items():
-        light = floor(name) is not None and floor(name) < len(LIGHT)
-        for line, target in imports(path, top=path == ENTRY) if light or path == ENTRY else ():
-            if target.partition(".")[0] in HEAVY:
-                found.append(f"{shown(path, line)}: {target}")
+    light = [path for name, path in MODULES.items() if floor(name) in range(ROOMS.index("grpo.model"))]
+    targets = [(path, *found) for path in [*light, ENTRY] for found in imports(path, top=path == ENTRY)]
+    found = [f"{shown(path, line)}: {target}" for path, line, target in targets if target.partition(".")[0] in HEAVY]
     assert not found, "\n".join(found)
 
 
@@ -122,19 +112,11 @@ def test_without_any_package_the_check_says_what_is_missing(tmp_path):
 
 
 def test_no_module_and_no_function_is_too_long():
-    long = [
-        f"{path.relative_to(ROOT)}: {count} lines"
-        for path in FILES
-        if (count := len(path.read_text(encoding="utf-8").splitlines())) > LONGEST_MODULE
-    ]
-    excused = set()
-    for name, path in MODULES.items():
+    long = []
+    for path in FILES:
+        if (count := len(path.read_text(encoding="utf-8").splitlines())) > LONGEST_MODULE:
+            long.append(f"{path.relative_to(ROOT)}: {count} lines")
         for node in ast.walk(tree_of(path)):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                count = node.end_lineno - node.lineno + 1
-                if count > LONGEST_FUNCTION and f"{name}.{node.name}" in LONG_FUNCTIONS:
-                    excused.add(f"{name}.{node.name}")
-                elif count > LONGEST_FUNCTION:
-                    long.append(f"{shown(path, node.lineno)}: {node.name} has {count} lines")
-    assert not long, "\n".join(dict.fromkeys(long))
-    assert excused == set(LONG_FUNCTIONS), "an exception that is needed no more"
+            if isinstance(node, FUNCTIONS) and (count := node.end_lineno - node.lineno + 1) > LONGEST_FUNCTION:
+                long.append(f"{shown(path, node.lineno)}: {node.name} has {count} lines")
+    assert not long, "\n".join(long)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rewards
-from rewards import assistant_turn, final_channel, parse_action
+from rewards import assistant_turn, parse_action
 
 PROMPT = "<|start|>user<|message|>Choose [0] to [3]<|end|><|start|>assistant"
 THINK = "<|channel|>analysis<|message|>Is it [1] or [2]?"
@@ -57,14 +57,9 @@ STRIPPED = [
 ]
 
 
-@pytest.mark.parametrize(("text", "action", "reason"), ANSWERS)
+@pytest.mark.parametrize(("text", "action", "reason"), ANSWERS + [(text, None, reason) for text, reason in NO_ANSWERS])
 def test_answers(text, action, reason):
     assert parse_action(assistant_turn(PROMPT, text)) == action, reason
-
-
-@pytest.mark.parametrize(("text", "reason"), NO_ANSWERS)
-def test_no_answers(text, reason):
-    assert parse_action(assistant_turn(PROMPT, text)) is None, reason
 
 
 @pytest.mark.parametrize(("text", "action", "reason"), STRIPPED)
@@ -72,21 +67,10 @@ def test_text_without_special_tokens(text, action, reason):
     assert parse_action(text) == action, reason
 
 
-def test_a_prompt_may_open_the_final_channel_itself():
-    assert parse_action(assistant_turn(PROMPT + "<|channel|>final<|message|>", "[2]<|return|>")) == 2
-
-
 @given(st.text(), st.integers(1, 12))
 def test_any_text_parses_to_an_action_in_range_or_none(text, actions):
     action = parse_action(assistant_turn(PROMPT, text), actions)
     assert action is None or 0 <= action < actions
-
-
-@given(st.text(alphabet=st.characters(blacklist_characters="<|[]")), st.integers(0, 3))
-def test_reasoning_never_changes_the_answer(reasoning, action):
-    text = f"<|channel|>analysis<|message|>{reasoning} [1] [2]<|end|>{FINAL}[{action}]<|return|>"
-    assert parse_action(text) == action
-    assert final_channel(text) == f"[{action}]"
 
 
 TABLE = {"reward_action_0": [0.1, 0.1, 0.7], "reward_action_1": [0.9, 0.9, 0.7]}
@@ -99,11 +83,8 @@ def test_action_reward():
     assert math.isnan(rewards.action(TEXTS, invalid_reward=math.nan, **TABLE)[1])
 
 
-def test_best_reward_counts_ties():
+def test_best_counts_ties_and_format_looks_at_the_form_alone():
     assert rewards.best(TEXTS, **TABLE) == [1.0, 0.0, 1.0]
-
-
-def test_format_looks_at_the_form_alone():
     assert rewards.format([*TEXTS, "assistantfinal [3] \n", "assistantfinal[1] because"]) == [1.0, 0.0, 1.0, 1.0, 0.0]
 
 
@@ -111,13 +92,6 @@ def test_rows_of_different_width():
     columns = {"reward_action_0": [0.1, 0.2], "reward_action_1": [0.3, 0.4], "reward_action_2": [None, 0.5]}
     assert rewards.reward_rows(columns) == [[0.1, 0.3], [0.2, 0.4, 0.5]]
     assert rewards.action(["assistantfinal[2]", "assistantfinal[2]"], **columns) == [0.0, 0.5]
-
-
-@given(st.lists(st.lists(st.floats(0, 1), min_size=4, max_size=4), min_size=1, max_size=20))
-def test_baselines_are_ordered(rows):
-    result = rewards.baselines(rows)
-    assert result["random"] <= result["constant"] + 1e-9 <= result["oracle"] + 2e-9
-    assert result["constant_action"] in range(4)
 
 
 def test_an_interval_covers_the_true_mean_as_often_as_it_says():
@@ -136,15 +110,15 @@ def test_prompts_are_resampled_and_not_their_completions():
     one, many = (rewards.score_answers(rows, [mine * n for mine in singles]) for n in (1, 16))
     assert (one["reward_low"], one["reward_high"]) == (many["reward_low"], many["reward_high"])
     assert one["reward_high"] - one["reward_low"] > 0.35
-    again = rewards.score_answers(rows, singles)
-    assert again == one, "the seed is fixed"
+    assert rewards.score_answers(rows, singles) == one, "the seed is fixed"
 
 
 def test_a_pairing_cancels_what_the_prompts_have_in_common():
     before = [k / 20 for k in range(20)]
     after = [value + 0.1 for value in before]
-    change = rewards.paired_difference(before, after)
-    assert change == {name: pytest.approx(0.1) for name in ("reward", "reward_low", "reward_high")}
+    assert rewards.paired_difference(before, after) == {
+        name: pytest.approx(0.1) for name in ("reward", "reward_low", "reward_high")
+    }
     with pytest.raises(ValueError):
         rewards.paired_difference(before, after[1:])
 
@@ -162,18 +136,15 @@ def test_prompts_with_different_numbers_of_answers_count_by_their_answers():
     assert made["reward"] == 0.75 and made["reward_by_prompt"] == [1.0, 0.0]
 
 
-@pytest.mark.parametrize(("rows", "answers"), [([], []), ([[1.0, 0.0]], [[]]), ([[1.0, 0.0]], [])])
-def test_an_evaluation_of_nothing_is_an_error(rows, answers):
-    with pytest.raises(ValueError, match="every prompt needs"):
-        rewards.score_answers(rows, answers)
-
-
-def test_weights_without_a_sum_are_an_error():
+def test_an_evaluation_of_nothing_is_an_error():
+    for rows, answers in (([], []), ([[1.0, 0.0]], [[]]), ([[1.0, 0.0]], [])):
+        with pytest.raises(ValueError, match="every prompt needs"):
+            rewards.score_answers(rows, answers)
     for values, weights in (([], None), ([1.0], [1.0, 2.0]), ([1.0], [0.0])):
         with pytest.raises(ValueError):
             rewards.bootstrap_interval(values, weights)
 
 
 def test_doctests():
-    assert doctest.testmod(rewards).failed == 0
-    assert doctest.testmod(rewards).attempted >= 8
+    failed, attempted = doctest.testmod(rewards)
+    assert failed == 0 and attempted >= 8

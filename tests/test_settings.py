@@ -8,8 +8,6 @@ import re
 
 import pytest
 from conftest import ROOT, run_script
-from hypothesis import given
-from hypothesis import strategies as st
 
 from grpo.settings import (
     ALIASES,
@@ -25,7 +23,6 @@ from grpo.settings import (
 )
 
 ACCEPTED = [
-    ("TOTAL_STEPS", "7", 7, "plain integer"),
     ("TOTAL_STEPS", " 7 ", 7, "spaces around"),
     ("LEARNING_RATE", "1e-4", 1e-4, "scientific notation"),
     ("OVERWRITE", "yes", True, "a word for true"),
@@ -46,17 +43,14 @@ REFUSED = [
     ("TOTAL_STEPS", "auto", "whole number", "auto where there is none"),
     ("LEARNING_RATE", "nan", "finite", "nan"),
     ("LEARNING_RATE", "0", "above 0", "exclusive limit"),
-    ("LEARNING_RATE", "fast", "a number", "word"),
     ("OVERWRITE", "2", "1 or 0", "not a boolean"),
     ("NUM_GENERATIONS", "1", "at least 2", "a group of one compares nothing"),
     ("TOP_P", "1.01", "at most 1", "no probability"),
     ("LOSS_TYPE", "bpno", "nearest: bnpo", "transposed"),
     ("PROMPT_DATE", "2025-02-30", "a date", "no such day"),
-    ("PROMPT_DATE", "today", "a date", "word"),
     ("MICRO_BATCH", "automatic", "whole number or auto", "neither auto nor a number"),
     ("VLLM_GPU_MEM", "half", "a number or auto", "the same of a share"),
     ("EXPERTS", "fp8", "expected one of auto, bf16, mxfp4$", "auto is a choice"),
-    ("PACKING", "atuo", "expected one of auto, prefix, none; nearest: auto", "auto may be what was meant"),
     ("USE_VLLM", "perhaps", "expected auto, 1 or 0", "auto beside a boolean"),
 ]
 
@@ -102,11 +96,6 @@ def test_other_programs_variables_are_left_alone(variable):
     assert nearest_setting(variable) is None
 
 
-def test_all_problems_at_once():
-    _, _, problems = load_settings({"SEED": "x", "TOP_P": "2", "TOTL_STEPS": "1", "PATH": "/bin"})
-    assert [p.split(":")[0] for p in problems] == ["TOP_P", "SEED", "TOTL_STEPS"]
-
-
 def test_defaults_are_the_design_cards_run():
     s, sources, problems = load_settings({})
     assert not problems and set(sources.values()) == {"default"}
@@ -119,13 +108,6 @@ def test_tiny_has_defaults_of_its_own_which_the_environment_overrides():
     s, sources, _ = load_settings({"MODEL_ID": "tiny", "LORA_R": "2"})
     assert (s.LEARNING_RATE, sources["LEARNING_RATE"]) == (FIELDS["LEARNING_RATE"].metadata["tiny"], "tiny")
     assert (s.LORA_R, sources["LORA_R"]) == (2, "environment")
-
-
-@given(st.sampled_from(sorted(FIELDS)), st.text(max_size=20))
-def test_any_text_is_a_value_or_a_problem_never_an_exception(name, text):
-    settings, _, problems = load_settings({name: text})
-    assert isinstance(settings, Settings)
-    assert all(p.startswith(name) for p in problems)
 
 
 @pytest.mark.parametrize("name", sorted(FIELDS))
@@ -142,34 +124,23 @@ def test_help_names_every_setting_without_a_heavy_import():
         assert f"  {name}={show(spec.default) or '(empty)'}" in done.stdout
         assert spec.metadata["text"] in done.stdout
         assert spec.metadata["text"].endswith("."), "one sentence"
-    for line in (
-        "EXPERTS=bf16   [one of auto, bf16, mxfp4]",
-        "PACKING=auto   [one of auto, prefix, none]",
-        "USE_VLLM=auto   [auto, 0 or 1]",
-    ):
+    for line in ("EXPERTS=bf16   [one of auto, bf16, mxfp4]", "USE_VLLM=auto   [auto, 0 or 1]"):
         assert f"  {line}\n" in done.stdout
 
 
 def test_unknown_options_are_refused():
-    done = run_script("--chekc", MODEL_ID="tiny")
-    assert done.returncode == 2 and "--chekc: no such option" in done.stderr
     done = run_script("TOTAL_STEPS=5", MODEL_ID="tiny")
     assert done.returncode == 2 and "TOTAL_STEPS=5 python train_grpo.py" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("word", "advice"),
-    [
-        ("--total-steps=5", ": TOTAL_STEPS=5 python"),
-        ("--total-stesp=5", ": TOTAL_STEPS=5 python"),
-        ("--max-steps=5", ": TOTAL_STEPS=5 python"),
-        ("--data=my days/*.csv", ": DATA='my days/*.csv' python"),
-        ("--total-steps", ": TOTAL_STEPS=... python"),
-        ("--not-known=1", ": NOT_KNOWN=1 python"),
-        ("--chekc", "There are --help and --check"),
-        ("5", "There are --help and --check"),
-    ],
-)
+OPTIONS = [
+    ("--total-stesp=5", ": TOTAL_STEPS=5 python"), ("--max-steps=5", ": TOTAL_STEPS=5 python"),
+    ("--data=my days/*.csv", ": DATA='my days/*.csv' python"), ("--total-steps", ": TOTAL_STEPS=... python"),
+    ("--not-known=1", ": NOT_KNOWN=1 python"), ("--chekc", "There are --help and --check"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("word", "advice"), OPTIONS)
 def test_a_setting_given_as_an_option_is_named(word, advice):
     assert unknown_option(word).startswith(f"{word}: no such option. ")
     assert advice in unknown_option(word)
@@ -185,14 +156,11 @@ def test_aliases_point_at_settings():
     assert not (set(ALIASES) | set(REMOVED)) & set(FIELDS)
 
 
-@pytest.mark.parametrize(
-    ("variable", "text", "words"),
-    [("LOSS_IMPL", "trl", "luspo"), ("LOSS_IMPL", "liger", "Unset it"), ("ATTN_IMPL", "flex_attention", "torch_flash")],
-)
-def test_what_was_removed_says_what_replaces_it(variable, text, words):
-    settings, _, problems = load_settings({variable: text})
-    assert len(problems) == 1 and problems[0].startswith(variable) and "was removed" in problems[0]
-    assert words in problems[0] and settings == Settings()
+def test_what_was_removed_says_what_replaces_it():
+    for variable, text, words in (("LOSS_IMPL", "trl", "luspo"), ("ATTN_IMPL", "flex_attention", "torch_flash")):
+        settings, _, problems = load_settings({variable: text})
+        assert len(problems) == 1 and problems[0].startswith(variable) and "was removed" in problems[0]
+        assert words in problems[0] and settings == Settings()
 
 
 def test_what_may_change_when_a_run_is_resumed():

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import difflib
 import glob
@@ -17,17 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from grpo.settings import ROOT, Problems, listed
-
-
-def no_actions(row: Row) -> str:
-    """What is wrong with a file that has no rewards, of which this is a row."""
-    return "there is no column reward_action_0, reward_action_1, ..." + near_column("reward_action_0", row.columns)
-
-
-def flat_rows(rows: Iterable[Row]) -> list[Row]:
-    """The rows whose actions all pay the same: answers to them cannot be told apart."""
-    return [row for row in rows if len(set(row.rewards)) == 1]
-
 
 REWARD_COLUMN = re.compile(r"reward_action_(0|[1-9]\d*)")
 # Keyword arguments that TRL and this project give to reward functions: a CSV column of that name goes by `csv_NAME`.
@@ -56,18 +46,18 @@ class Row:
 
 def find_files(setting: str, text: str, problems: Problems) -> list[Path]:
     """The files that a setting names: paths or globs, relative to the current folder or else to this project's."""
-    found: list[Path] = []
+    found: dict[Path, None] = {}
+    fix = "Name existing CSV files or a glob such as 'days/*.csv' (quoted)"
     for part in listed(text):
         places = [Path(part).expanduser(), ROOT / part]
         ways = [[place] for place in places] + [sorted(map(Path, glob.glob(str(p), recursive=True))) for p in places]
         matches = next((files for way in ways if (files := [path for path in way if path.is_file()])), [])
         if not matches:
-            fix = "Name existing CSV files or a glob such as 'days/*.csv' (quoted)"
             problems.add(setting, f"no file matches {part!r}", fix)
-        found += [path for path in matches if path not in found]
+        found |= dict.fromkeys(matches)
     if not text.strip():
-        problems.add(setting, "it is empty", "Name CSV files or a glob")
-    return found
+        problems.add(setting, "it is empty", fix)
+    return list(found)
 
 
 def near_column(name: str, header: Iterable[str]) -> str:
@@ -77,39 +67,41 @@ def near_column(name: str, header: Iterable[str]) -> str:
     return f" (should {others[near[0]]!r} be `{name}`?)" if near else ""
 
 
+def no_actions(row: Row) -> str:
+    """What is wrong with a file that has no rewards, of which this is a row."""
+    return "there is no column reward_action_0, reward_action_1, ..." + near_column("reward_action_0", row.columns)
+
+
+def flat_rows(rows: Iterable[Row]) -> list[Row]:
+    """The rows whose actions all pay the same: answers to them cannot be told apart."""
+    return [row for row in rows if len(set(row.rewards)) == 1]
+
+
 class UnreadableFile(Exception):
     """A file without a single row to look at; its arguments are those of `Problems.add`."""
 
 
-def read_text(path: Path) -> str:
-    """The text of a file in UTF-8, with or without a byte order mark. Raises UnreadableFile for anything else."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise UnreadableFile(path, f"cannot be read ({error.strerror})", "Check the path and its permissions") from None
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        where = f"{path}, line {content[: error.start].count(bytes([10])) + 1}"
-        fix = "Save the file as UTF-8 (a workbook or UTF-16: open it in a spreadsheet and save it as 'CSV UTF-8')"
-        raise UnreadableFile(where, f"byte {error.start} is not UTF-8", fix) from None
-    before, null, _ = text.partition("\0")
-    if null:
-        fix = "Export the CSV again; UTF-16 must become UTF-8"
-        raise UnreadableFile(f"{path}, line {before.count(chr(10)) + 1}", "it holds a NUL byte", fix)
-    return text
-
-
 def read_records(path: Path) -> list[tuple[int, list[str]]]:
-    """(line that it begins in, cells) of the header and of every row; empty lines are none. Raises UnreadableFile."""
-    reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
+    """(line that it begins in, cells) of the header and of every row of a CSV in UTF-8, with or without a byte order
+    mark; empty lines are none. Raises UnreadableFile."""
     records: list[tuple[int, list[str]]] = []
     start = 1
     try:
+        content = path.read_bytes()
+        reader = csv.reader(io.StringIO(content.decode("utf-8-sig"), newline=""), strict=True)
+        if b"\0" in content:
+            where = f"{path}, line {content.partition(bytes(1))[0].count(bytes([10])) + 1}"
+            raise UnreadableFile(where, "it holds a NUL byte", "Export the CSV again; UTF-16 must become UTF-8")
         for cells in reader:
             if cells:
                 records.append((start, cells))
             start = reader.line_num + 1
+    except OSError as error:
+        raise UnreadableFile(path, f"cannot be read ({error.strerror})", "Check the path and its permissions") from None
+    except UnicodeDecodeError as error:
+        where = f"{path}, line {content[: error.start].count(bytes([10])) + 1}"
+        fix = "Save the file as UTF-8 (a workbook or UTF-16: open it in a spreadsheet and save it as 'CSV UTF-8')"
+        raise UnreadableFile(where, f"byte {error.start} is not UTF-8", fix) from None
     except csv.Error as error:
         where = f"{path}, row {len(records)} (from line {start})" if records else f"{path}, line {start}"
         fix = "Close every quote, and double quotes inside a quoted cell"
@@ -142,19 +134,17 @@ def check_header(path: Path, header: Sequence[str], problems: Problems) -> int:
     return len(actions)
 
 
-def read_row(where: str, columns: dict[str, Any], actions: int, problems: Problems) -> tuple[Any, list[float]]:
+def read_row(where: str, columns: dict[str, Any], actions: int, problems: Problems) -> tuple[Any, tuple[float, ...]]:
     """Messages and rewards of a row; `columns` gets its rewards as numbers."""
-    rewards: list[float] = []
-    for name in (f"reward_action_{k}" for k in range(actions)):
-        cell = columns[name].strip()
-        try:
+    names = [f"reward_action_{k}" for k in range(actions)]
+    for name in names:
+        cell, columns[name] = columns[name].strip(), math.nan
+        with contextlib.suppress(ValueError):
             columns[name] = float(cell)
-            if not math.isfinite(columns[name]):
-                raise ValueError
-            rewards.append(columns[name])
-        except ValueError:
+        if not math.isfinite(columns[name]):
             what = f"{cell!r} is not a finite number" if cell else "the reward is missing"
             problems.add(f"{where}, column {name}", what, "Every action needs a number")
+    rewards = tuple(columns[name] for name in names)
     prompt, user, system = (columns.get(name, "").strip() for name in ("prompt", "user", "system"))
     if not (prompt or user):
         name = "prompt" if "prompt" in columns else "user"
@@ -168,12 +158,11 @@ def read_row(where: str, columns: dict[str, Any], actions: int, problems: Proble
 
 
 def read_csv(path: Path, problems: Problems) -> list[Row]:
-    """The rows of one CSV. Problems name the file, the row (1 is the first below the header), the column and the line.
+    """The rows of one CSV; problems name the file, the row (1 is the first below the header), the column and the line.
 
     Accepted: a `prompt` column (rendered in Harmony, beginning with `<|start|>`, or plain text, taken as the user's
     message), or `user` with an optional `system`; `reward_action_0` .. `reward_action_{K-1}` with finite numbers, K >= 2,
-    for the rewards that need them. Other columns pass through as text.
-    """
+    for the rewards that need them. Other columns pass through as text."""
     mine, rows = Problems(), []
     csv.field_size_limit(2**31 - 1)
     try:
@@ -188,15 +177,12 @@ def read_csv(path: Path, problems: Problems) -> list[Row]:
     for number, (line, cells) in enumerate(records if not mine else [], 1):
         where = f"{path}, row {number} (line {line})"
         if len(cells) != len(header):
-            what, fix = (
-                f"it has {len(cells)} cells, the header has {len(header)}",
-                "Quote cells that hold commas or line breaks",
-            )
-            mine.add(where, what, fix)
+            what = f"it has {len(cells)} cells, the header has {len(header)}"
+            mine.add(where, what, "Quote cells that hold commas or line breaks")
             continue
         columns: dict[str, Any] = dict(zip(header, cells, strict=True))
         messages, rewards = read_row(where, columns, actions, mine)
-        rows.append(Row(str(path), number, messages, tuple(rewards), columns))
+        rows.append(Row(str(path), number, messages, rewards, columns))
     problems += mine[:SHOWN]
     if len(mine) > SHOWN:
         problems.add(str(path), f"and {len(mine) - SHOWN} more problems like these", "Fix the file and run again")
@@ -207,20 +193,17 @@ def read_rows(setting: str, text: str, problems: Problems) -> list[Row]:
     """The rows of every file that a setting names."""
     rows = [row for path in find_files(setting, text, problems) for row in read_csv(path, problems)]
     names: dict[str, str] = {}
-    for row in rows:
-        if names.setdefault(Path(row.file).stem, row.file) != row.file:
+    for file in dict.fromkeys(row.file for row in rows):
+        if (other := names.setdefault(Path(file).stem, file)) != file:
             fix = "Rename one: rows are identified in the logs by file name and row"
-            problems.add(setting, f"{names[Path(row.file).stem]} and {row.file} have the same name", fix)
-            break
+            problems.add(setting, f"{other} and {file} have the same name", fix)
     return rows
 
 
 def data_fingerprint(rows: Sequence[Row]) -> str:
     """SHA-256 over everything that training sees of the rows, whatever their files are called."""
-    digest = hashlib.sha256()
-    for row in rows:
-        digest.update(json.dumps([row.messages, row.rewards, sorted(row.columns.items())], default=str).encode())
-    return digest.hexdigest()
+    seen = (json.dumps([row.messages, row.rewards, sorted(row.columns.items())], default=str) for row in rows)
+    return hashlib.sha256("".join(seen).encode()).hexdigest()
 
 
 def reward_columns(row: Row, actions: int) -> dict[str, Any]:

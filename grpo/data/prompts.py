@@ -6,8 +6,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
-import math
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -20,9 +20,8 @@ from grpo.settings import Problems, Settings
 def render(template: str, messages: Sequence[tuple[str, str]], effort: str, date: str) -> str:
     """A conversation rendered by a Hugging Face chat template, up to where the assistant begins.
 
-    The same sandbox, options and helpers as transformers' own renderer (a test compares the two), which would cost an
-    import of torch. gpt-oss's template writes today's date; here it gets `date`, so that a prompt never changes.
-    """
+    As transformers' own renderer does it (a test compares the two), which would cost an import of torch. gpt-oss's
+    template writes today's date; here it gets `date`, so that a prompt never changes."""
     # Imported late, so that the preflight can name packages that are missing.
     from jinja2 import TemplateError
     from jinja2.ext import loopcontrols
@@ -36,10 +35,8 @@ def render(template: str, messages: Sequence[tuple[str, str]], effort: str, date
     environment.globals["raise_exception"] = raise_exception
     moment = time.strptime(date, "%Y-%m-%d")
     environment.globals["strftime_now"] = lambda form: time.strftime(form, moment)
-    conversation = [{"role": role, "content": text} for role, text in messages]
-    return environment.from_string(template).render(
-        messages=conversation, add_generation_prompt=True, reasoning_effort=effort
-    )
+    given = {"messages": [{"role": role, "content": text} for role, text in messages], "reasoning_effort": effort}
+    return environment.from_string(template).render(**given, add_generation_prompt=True)
 
 
 def render_rows(
@@ -76,14 +73,11 @@ def prompt_order(rows: int, seed: int, count: int) -> Iterator[int]:
     """The first `count` row indices of an endless stream that shuffles `rows` rows again and again.
 
     A function of `seed` alone: a resumed run continues the stream where it was, also in a later epoch, which a sampler
-    that shuffles once per epoch cannot (https://github.com/huggingface/trl/issues/7040). No row is ever left over.
-    """
-    done = 0
-    for cycle in range(math.ceil(count / rows)):
+    that shuffles once per epoch cannot (https://github.com/huggingface/trl/issues/7040). No row is ever left over."""
+    for done in range(0, count, rows):
         order = list(range(rows))
-        random.Random(f"{seed}/{cycle}").shuffle(order)
+        random.Random(f"{seed}/{done // rows}").shuffle(order)
         yield from order[: count - done]
-        done += len(order)
 
 
 def sampling_seed(seed: int, step: int, stream: str) -> int:
@@ -105,6 +99,5 @@ class PromptSampler:
     def __iter__(self) -> Iterator[int]:
         order = prompt_order(self.rows, self.seed, self.steps * self.prompts)
         for _ in range(self.steps):
-            batch = [next(order) for _ in range(self.prompts)]
-            for _ in range(self.repeats):
-                yield from (row for row in batch for _ in range(self.generations))
+            batch = [row for row in itertools.islice(order, self.prompts) for _ in range(self.generations)]
+            yield from batch * self.repeats

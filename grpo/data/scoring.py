@@ -29,9 +29,9 @@ def reward_specs(text: str) -> list[tuple[str, float]]:
         try:
             specs.append((name.strip(), float(weight) if equals else 1.0))
         except ValueError:
-            raise ValueError(f"weight {weight!r} of {name!r} is not a number") from None
+            specs.append((name, math.nan))
         if not math.isfinite(specs[-1][1]):
-            raise ValueError(f"weight {weight!r} of {name!r} is not finite")
+            raise ValueError(f"weight {weight!r} of {name!r} is not a finite number")
     if not specs:
         raise ValueError("no reward function is named")
     if len({name for name, _ in specs}) < len(specs):
@@ -41,9 +41,9 @@ def reward_specs(text: str) -> list[tuple[str, float]]:
 
 def load_reward(name: str) -> Callable[..., Sequence[float | None]]:
     """The reward function `name` of rewards.py, or `module:function` from the current folder; raises ValueError."""
+    module, colon, function = name.partition(":")
     if name in rewards.REWARD_FUNCTIONS:
         return rewards.REWARD_FUNCTIONS[name]
-    module, colon, function = name.partition(":")
     if not colon:
         near = difflib.get_close_matches(name, rewards.REWARD_FUNCTIONS, 1)
         known = ", ".join(rewards.REWARD_FUNCTIONS)
@@ -52,7 +52,7 @@ def load_reward(name: str) -> Callable[..., Sequence[float | None]]:
         sys.path.insert(0, str(Path.cwd()))
     try:
         found = getattr(importlib.import_module(module), function)
-    except Exception as error:  # whatever the user's module raises while it is imported is the answer to give
+    except Exception as error:  # whatever the user's module raises is the answer to give
         raise ValueError(f"{name!r} cannot be loaded: {type(error).__name__}: {error}") from None
     if not callable(found):
         raise ValueError(f"{name!r} is no function")
@@ -63,9 +63,7 @@ def check_rewards(
     settings: Settings, rows: Sequence[Row], problems: Problems, chosen: bool = False
 ) -> list[tuple[str, float]]:
     """The reward functions exist, and the CSVs hold what they need. Returns (name, weight) of each.
-
-    `chosen`: INVALID_REWARD was set by the user, who may well want it above the worst reward.
-    """
+    `chosen`: INVALID_REWARD was set by the user, who may well want it above the worst reward."""
     try:
         specs = reward_specs(settings.REWARDS)
         for name, _ in specs:
@@ -78,17 +76,17 @@ def check_rewards(
     except RuntimeError as error:
         problems.append(f"{error}. It was tried on the answers [0] and [1] to the first row of {rows[0].file}")
         return []
-    if any(name in ("action", "best") for name, _ in specs):
+    names = {name for name, _ in specs}
+    if names & {"action", "best"}:
         for file, row in sorted({row.file: row for row in rows if not row.rewards}.items()):
             problems.add(f"{file}, columns", no_actions(row), "Add one per action, or choose other REWARDS")
     paid = [row for row in rows if row.rewards]
-    if paid and len(flat_rows(paid)) == len(paid) and {name for name, _ in specs} <= {"action", "best"}:
+    if paid and len(flat_rows(paid)) == len(paid) and names <= {"action", "best"}:
         what = "every row pays all its actions the same, so there is nothing to learn"
         problems.add("DATA", what, "Give better actions higher rewards, or choose other REWARDS")
-    worst = min((min(row.rewards) for row in rows if row.rewards), default=settings.INVALID_REWARD)
-    if worst < settings.INVALID_REWARD and not chosen and any(name == "action" for name, _ in specs):
-        scores = f"an answer that cannot be parsed scores {settings.INVALID_REWARD:g}"
-        what = f"{scores}, more than the lowest reward {worst:g}"
+    worst = min((min(row.rewards) for row in paid), default=settings.INVALID_REWARD)
+    if worst < settings.INVALID_REWARD and not chosen and "action" in names:
+        what = f"an unreadable answer scores {settings.INVALID_REWARD:g}, more than the lowest reward {worst:g}"
         problems.add("INVALID_REWARD", what, f"Set INVALID_REWARD={worst:g} or lower, so that garbage never pays")
     return specs
 
@@ -96,14 +94,12 @@ def check_rewards(
 def try_reward(name: str, settings: Settings, rows: Sequence[Row]) -> None:
     """Call a user's reward function once, as TRL would: a mistake in it costs a second here and an hour in a run. With two
     completions, so that one reward for all of them is a mistake. Columns that only other files have are None.
-
-    Raises RuntimeError, naming the function and what it raised or returned.
-    """
+    Raises RuntimeError, naming the function and what it raised or returned."""
     values = {key: None for row in rows for key in reward_columns(row, len(row.rewards))}
     values |= reward_columns(rows[0], len(rows[0].rewards))
     values |= {"prompts": rows[0].prompt, "completion_ids": [0], "truncated": False}
-    given: dict[str, Any] = {key: [value, value] for key, value in values.items()}
-    given["trainer_state"] = types.SimpleNamespace(global_step=0, max_steps=settings.TOTAL_STEPS)
+    state = types.SimpleNamespace(global_step=0, max_steps=settings.TOTAL_STEPS)
+    given = {key: [value, value] for key, value in values.items()} | {"trainer_state": state}
     answers = [f"<|start|>assistant<|channel|>final<|message|>[{action}]<|return|>" for action in (0, 1)]
     result = reward_callable(name, settings)(answers, **given)
     if inspect.isawaitable(result):
@@ -139,7 +135,7 @@ def checked_rewards(name: str, values: Any, count: int) -> list[float | None]:
     if len(values) != count:
         raise RuntimeError(f"{returned} {len(values)} rewards for {count} completions")
     for value in values:
-        if value is not None and not (isinstance(value, (int, float)) and not math.isinf(value)):
+        if value is not None and (not isinstance(value, (int, float)) or math.isinf(value)):
             raise RuntimeError(f"{returned} {value!r}, which is neither a finite number nor None")
     return values
 

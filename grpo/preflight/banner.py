@@ -35,9 +35,7 @@ def facts(preflight_result: Preflight) -> Iterator[tuple[str, str]]:
     epochs = s.TOTAL_STEPS * s.PROMPTS_PER_STEP / max(len(p.rows), 1)
     yield "length", f"{s.TOTAL_STEPS} steps, {epochs:.1f} epochs over the rows"
     yield "rewards", ", ".join(f"{name} x {weight:g}" for name, weight in p.reward_specs)
-    yield "attention", ": ".join(p.attention)
-    yield "packing", ": ".join(p.packing)
-    yield "experts", ": ".join(p.experts)
+    yield from ((name, ": ".join(getattr(p, name))) for name in ("attention", "packing", "experts"))
     yield "loss", f"{s.LOSS_TYPE} by {': '.join(choose_loss(s.LOSS_TYPE))}"
     yield "rollouts", f"{'vLLM' if p.rollouts[0] else 'transformers'}: {p.rollouts[1]}"
     yield "closed loop", f"{'on' if p.closed_loop.prompt else 'off'}: {p.closed_loop.reason}"
@@ -61,8 +59,7 @@ def memory_facts(plan: Plan) -> Iterator[tuple[str, str]]:
     if engine := plan.engine:
         parts = f"weights {engine.weights:.1f} + scratch {engine.scratch:.1f} + cache {engine.cache:.1f}"
         yield "vLLM awake", f"{parts} = {engine.awake:.1f} GiB; cache for {engine.cache_reason}"
-        # How many stand there without a gap: 1, 2, 3, ...
-        small = sum(size == place for place, size in enumerate(engine.capture_sizes, 1))
+        small = sum(size == place for place, size in enumerate(engine.capture_sizes, 1))  # 1, 2, 3, ... without a gap
         graphs = ", ".join([f"1 to {small}", *map(str, engine.capture_sizes[small:])])
         asleep = f"{engine.asleep:.1f} GiB on the GPU, {engine.weights:.1f} GiB of host memory"
         yield "vLLM asleep", f"{asleep}; graphs for batches of {graphs}"
@@ -73,21 +70,19 @@ def memory_facts(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def data_warnings(preflight_result: Preflight) -> list[str]:
     """What a run with these rows has to be warned about: rows that teach nothing, an evaluation that is not held out."""
-    warnings, rows, held_out = [], preflight_result.rows, preflight_result.eval_rows
+    p, warnings, rows, held_out = preflight_result, [], preflight_result.rows, preflight_result.eval_rows
     flat = flat_rows(rows)
-    if 2 * len(flat) > len(rows) and any(name in ("action", "best") for name, _ in preflight_result.reward_specs):
+    if 2 * len(flat) > len(rows) and any(name in ("action", "best") for name, _ in p.reward_specs):
         first = f"the first is {flat[0].file}, row {flat[0].number}"
         warnings.append(f"{len(flat)} of {len(rows)} rows pay all their actions the same and teach nothing; {first}")
     shipped = FIELDS["DATA"].default, FIELDS["DATA"].metadata["tiny"]
-    own = preflight_result.sources["DATA"] == "environment" and preflight_result.settings.DATA not in shipped
-    if held_out and own and preflight_result.sources["EVAL_DATA"] != "environment":
-        demo = "rows and closed loop" if preflight_result.closed_loop.prompt else "rows"
-        what = (
-            f"Evaluated on the demo's {demo} ({preflight_result.settings.EVAL_DATA}), nothing held out from your DATA"
-        )
+    own = p.sources["DATA"] == "environment" and p.settings.DATA not in shipped
+    if held_out and own and p.sources["EVAL_DATA"] != "environment":
+        demo = "rows and closed loop" if p.closed_loop.prompt else "rows"
+        what = f"Evaluated on the demo's {demo} ({p.settings.EVAL_DATA}), nothing held out from your DATA"
         warnings.append(f"{what}: set EVAL_DATA='...', or EVAL_SAMPLES=0 to skip")
-    prompts = [{row.prompt or row.messages for row in part} for part in (rows, held_out)]
-    if shared := len(prompts[0] & prompts[1]):
-        what = f"{shared} of {len(prompts[1])} held-out prompts are in DATA as well"
+    trained, asked = ({row.prompt or row.messages for row in part} for part in (rows, held_out))
+    if shared := len(trained & asked):
+        what = f"{shared} of {len(asked)} held-out prompts are in DATA as well"
         warnings.append(f"{what}: what they score was trained, not held out. Take them out of one of the two")
     return warnings

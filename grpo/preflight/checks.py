@@ -17,27 +17,9 @@ from typing import Any
 from grpo.data.files import Row, data_fingerprint, no_actions, read_rows
 from grpo.data.prompts import render_rows
 from grpo.data.scoring import check_rewards
-from grpo.preflight.choices import (
-    ATTENTION,
-    LINEAR_MODULES,
-    VLLM_COLDEST,
-    ClosedLoop,
-    choose_attention,
-    choose_epsilon_high,
-    choose_loss,
-    choose_packing,
-    choose_rollouts,
-    plan_closed_loop,
-)
-from grpo.preflight.hub import (
-    DOWNLOAD_GIB,
-    REAL_MODEL,
-    ModelFiles,
-    checkpoint_gib,
-    downloaded_gib,
-    find_model,
-    has_mxfp4,
-)
+from grpo.preflight import choices, hub
+from grpo.preflight.choices import ATTENTION, LINEAR_MODULES, VLLM_COLDEST, ClosedLoop
+from grpo.preflight.hub import ModelFiles
 from grpo.preflight.machine import (
     FLASH_PACKAGES,
     GIB,
@@ -62,20 +44,21 @@ def nearest(word: str, known: Sequence[str]) -> str:
 
 def check_attention(settings: Settings, machine: Machine, problems: Problems) -> None:
     """ATTN_IMPL is known, and the GPU can run it; PACKING goes with it."""
-    name, known = settings.ATTN_IMPL, ("auto", *ATTENTION)
+    name, known, gpu = settings.ATTN_IMPL, ("auto", *ATTENTION), machine.gpu
+    capability = machine.capability if machine.gpus else 0  # 0 where it is unknown too
+    has = f"{gpu} has compute capability {capability:g}"
     if name not in known and "/" not in name:
         what = f"{name!r} is unknown{nearest(name, known)}"
         problems.add("ATTN_IMPL", what, f"Use one of {', '.join(known)}, or a Hub kernel")
     if name not in ("auto", "eager") and not machine.gpus:
         problems.add("ATTN_IMPL", f"{name} needs a GPU and none is visible", "Set ATTN_IMPL=eager (or auto)")
-    if machine.gpus and 0 < machine.capability < 8:
-        what = f"{machine.gpu} has compute capability {machine.capability:g}, BF16 and FlashAttention need 8.0"
-        problems.add("GPU", what, "Take an A100, L40S, H100, GH200 or a newer card")
-    if name == "flash_attention_3" and machine.gpus and not 9 <= (machine.capability or 9) < 10:
-        problems.add("ATTN_IMPL", f"{name} is made for Hopper, not for {machine.gpu}", "Set ATTN_IMPL=auto")
-    if name == "flash_attention_4" and machine.gpus and 0 < machine.capability < 9:
-        what = f"{name} needs compute capability 9.0, {machine.gpu} has {machine.capability:g}"
-        problems.add("ATTN_IMPL", what, "Set ATTN_IMPL=auto")
+    if 0 < capability < 8:
+        fix = "Take an A100, L40S, H100, GH200 or a newer card"
+        problems.add("GPU", f"{has}, BF16 and FlashAttention need 8.0", fix)
+    if name == "flash_attention_3" and capability and not 9 <= capability < 10:
+        problems.add("ATTN_IMPL", f"{name} is made for Hopper, {has}", "Set ATTN_IMPL=auto")
+    if name == "flash_attention_4" and 0 < capability < 9:
+        problems.add("ATTN_IMPL", f"{name} needs compute capability 9.0, {has}", "Set ATTN_IMPL=auto")
     if settings.PACKING == "prefix" and name not in known:
         fix = f"Set PACKING=auto, or ATTN_IMPL to one of {', '.join(ATTENTION)}"
         problems.add("PACKING", f"{name} takes padded rows only", fix)
@@ -85,9 +68,7 @@ def check_lora(settings: Settings, problems: Problems) -> None:
     """LORA_TARGETS names modules that there are, and that vLLM can follow; so can it LORA_R."""
     targets = listed(settings.LORA_TARGETS)
     fix = f"Use all-linear, or some of {', '.join(LINEAR_MODULES)}"
-    for target in targets if targets != ["all-linear"] else ():
-        if target in LINEAR_MODULES:
-            continue
+    for target in [name for name in targets if name not in LINEAR_MODULES and targets != ["all-linear"]]:
         what = f"{target!r} is no linear module of gpt-oss{nearest(target, LINEAR_MODULES)}"
         if any(word in target for word in ("expert", "mlp", "gate_up", "down_proj", "router")):
             what = f"{target!r}: LoRA on experts and router is refused, as vLLM's MXFP4 experts could not follow it"
@@ -103,22 +84,19 @@ def check_settings(settings: Settings, config: Mapping[str, Any] | None, machine
     """Settings that contradict each other, the model's config.json or the machine."""
     total, chunk = settings.completions_per_step, settings.GENERATION_BATCH
     if chunk and total % chunk:
-        near = min((n for n in range(1, total + 1) if total % n == 0), key=lambda n: (abs(n - chunk), n))
+        near = min((n for n in range(1, total + 1) if total % n == 0), key=lambda n: abs(n - chunk))
         numbers = f"{settings.PROMPTS_PER_STEP} x {settings.NUM_GENERATIONS} = {total}"
         what = f"{chunk} does not divide PROMPTS_PER_STEP x NUM_GENERATIONS = {numbers}"
         problems.add("GENERATION_BATCH", what, f"The nearest that does is {near}")
     check_attention(settings, machine, problems)
     check_lora(settings, problems)
-    if settings.EXPERTS == "mxfp4" and config and not has_mxfp4(config):
+    if settings.EXPERTS == "mxfp4" and config and not hub.has_mxfp4(config):
         problems.add("EXPERTS", f"{settings.MODEL_ID} has no MXFP4 experts", "Set EXPERTS=bf16")
     if settings.USE_VLLM and not machine.gpus:
         problems.add("USE_VLLM", "vLLM beside the trainer needs a GPU and none is visible", "Set USE_VLLM=0")
-    if settings.USE_VLLM is not False and machine.gpus:
-        if settings.TEMPERATURE > 2:
-            problems.add("TEMPERATURE", "vLLM takes at most 2", "Lower it, or set USE_VLLM=0")
-        if settings.TEMPERATURE < VLLM_COLDEST:
-            what = f"vLLM samples no colder than {VLLM_COLDEST}, and the loss would be that of another temperature"
-            problems.add("TEMPERATURE", what, f"Set {VLLM_COLDEST} or more, or USE_VLLM=0")
+    if settings.USE_VLLM is not False and machine.gpus and not VLLM_COLDEST <= settings.TEMPERATURE <= 2:
+        what = f"vLLM samples no colder than {VLLM_COLDEST}, and vLLM takes at most 2"
+        problems.add("TEMPERATURE", what, "Set it between the two, or USE_VLLM=0")
     if settings.WARMUP_STEPS >= settings.TOTAL_STEPS:
         what = f"the learning rate would rise over {settings.WARMUP_STEPS} steps, the run has {settings.TOTAL_STEPS}"
         problems.add("WARMUP_STEPS", what, "Lower it, or raise TOTAL_STEPS")
@@ -130,8 +108,7 @@ def check_settings(settings: Settings, config: Mapping[str, Any] | None, machine
 
 
 def check_memory(settings: Settings, shapes: Shapes, problems: Problems, resumed: bool = False) -> None:
-    """The model has as many positions, and the machine as much memory, as the run takes; a `resumed` run may change only
-    some settings to take less."""
+    """The model has as many positions, and the machine as much memory, as the run takes, `resumed` or not."""
     plan, machine = shapes.plan(settings), shapes.machine
     engine, positions = plan.engine, shapes.config["max_position_embeddings"]
     room = positions - plan.prompt_len
@@ -156,8 +133,9 @@ def check_memory(settings: Settings, shapes: Shapes, problems: Problems, resumed
     if engine and engine.weights + 2 > machine.ram_free:
         what = f"the sleeping engine keeps {engine.weights:.1f} GiB in host memory, {machine.ram_free:.1f} GiB are free"
         without = memory_shortfall(shapes.plan(dataclasses.replace(settings, USE_VLLM=False)), machine)
-        fix = "Free memory, take a machine with more of it"
-        problems.add("memory", what, fix if without else f"{fix}, or set USE_VLLM=0")
+        problems.add(
+            "memory", what, "Free some, or take a machine with more" + ("" if without else ", or set USE_VLLM=0")
+        )
 
 
 def check_disk(settings: Settings, files: ModelFiles, adapter: float, problems: Problems) -> None:
@@ -165,7 +143,7 @@ def check_disk(settings: Settings, files: ModelFiles, adapter: float, problems: 
     # Adapter and its two AdamW moments in float32, per kept checkpoint, plus the final adapter, the logs and the zip.
     output = adapter * (settings.SAVE_TOTAL_LIMIT + 2) + 0.2
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
-    download = DOWNLOAD_GIB - downloaded_gib(files) if settings.MODEL_ID == REAL_MODEL else 0.0
+    download = hub.DOWNLOAD_GIB - hub.downloaded_gib(files) if settings.MODEL_ID == hub.REAL_MODEL else 0.0
     for name, path, need, purpose in (
         ("OUTPUT_DIR", Path(settings.OUTPUT_DIR), output, "checkpoints, logs and the zip"),
         ("HF_HOME", home, download if download > 0.2 else 0.0, "the checkpoint's download"),
@@ -201,12 +179,11 @@ def keep_choices(settings: Settings, rollouts: tuple[bool, str], plan: Plan, run
     """The plan of a resumed run with what `auto` chose at its start: other batches would sample differently."""
     engine, _ = run.choices.get("rollouts") or rollouts
     recorded = (run.choices.get("plan") or {}).get("generation_batch")
-    if engine != rollouts[0]:
-        if settings.USE_VLLM is None:
-            was, now = f"USE_VLLM={int(engine)}", f"USE_VLLM={int(rollouts[0])}"
-            what = f"the run in {run.folder} was started with {was}, now it is {int(rollouts[0])} ({rollouts[1]})"
-            problems.add("USE_VLLM", what, f"Set {was} to continue as before, {now} to go on like this")
-    elif recorded and settings.GENERATION_BATCH is None:
+    if engine != rollouts[0] and settings.USE_VLLM is None:
+        was, now = f"USE_VLLM={int(engine)}", f"USE_VLLM={int(rollouts[0])}"
+        what = f"the run in {run.folder} was started with {was}, now it is {int(rollouts[0])} ({rollouts[1]})"
+        problems.add("USE_VLLM", what, f"Set {was} to continue as before, {now} to go on like this")
+    elif engine == rollouts[0] and recorded and settings.GENERATION_BATCH is None:
         reason = "as the run was started"
         return dataclasses.replace(plan, generation_batch=recorded, generation_batch_reason=reason)
     return plan
@@ -217,9 +194,9 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Pre
     settings, sources, problems = load_settings(environ)
     machine = machine or read_machine()
     versions = installed_versions([*TESTED, *TESTED_VLLM])
-    rollouts = choose_rollouts(settings.USE_VLLM, machine.gpus, settings.MODEL_ID == "tiny", versions["vllm"])
+    rollouts = choices.choose_rollouts(settings.USE_VLLM, machine.gpus, settings.MODEL_ID == "tiny", versions["vllm"])
     check_packages(settings, versions, problems, rollouts[0])
-    files = find_model(settings.MODEL_ID, problems)
+    files = hub.find_model(settings.MODEL_ID, problems)
     check_settings(settings, files.config if files else None, machine, problems)
     check_trackers(settings, environ, problems)
     rows = read_rows("DATA", settings.DATA, problems)
@@ -230,8 +207,8 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Pre
     run = inspect_run(settings, rows, problems)
     flash = installed_versions(package for package, _ in FLASH_PACKAGES.values())
     installed = [name for name, version in flash.items() if version]
-    attention = choose_attention(settings.ATTN_IMPL, machine.gpus, machine.capability, installed)
-    packing = choose_packing(settings.PACKING, attention[0], machine.gpus)
+    attention = choices.choose_attention(settings.ATTN_IMPL, machine.gpus, machine.capability, installed)
+    packing = choices.choose_packing(settings.PACKING, attention[0], machine.gpus)
     experts, plan, longest = (settings.EXPERTS or "bf16", "the model is not there yet"), None, 0
     ready = all(versions[name] for name in TESTED)  # tokenizers and numpy come with these packages
     if ready and files and files.tokenizer:
@@ -239,7 +216,7 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Pre
         eval_rows, longest_eval = render_rows(settings, eval_rows, files.template, files.tokenizer, problems)
         longest = max(longest, longest_eval)
     if files:
-        checkpoint = checkpoint_gib(settings.MODEL_ID, files) if rollouts[0] and machine.gpus else None
+        checkpoint = hub.checkpoint_gib(settings.MODEL_ID, files) if rollouts[0] and machine.gpus else None
         prompt_len = longest or settings.MAX_PROMPT_LEN
         shapes = Shapes(files.config, machine, prompt_len, attention[0], packing[0], checkpoint)
         experts, plan = shapes.choose_experts(settings), shapes.plan(settings)
@@ -249,30 +226,26 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Pre
         check_disk(settings, files, plan.adapter, problems)
     closed_loop = ClosedLoop("", "packages are missing")
     if ready:
-        chosen = sources["EVAL_PROFILE"] == "environment"
-        closed_loop = plan_closed_loop(settings, eval_rows, rollouts[0], chosen, problems)
+        own_profile = sources["EVAL_PROFILE"] == "environment"
+        closed_loop = choices.plan_closed_loop(settings, eval_rows, rollouts[0], own_profile, problems)
     problems[:] = dict.fromkeys(problems)
-    return Preflight(
-        settings, sources, problems, machine, files, rows, eval_rows, specs, attention, packing, experts,
-        rollouts, plan, run, closed_loop,
-    )  # fmt: skip
+    chosen = attention, packing, experts, rollouts, plan, run, closed_loop
+    return Preflight(settings, sources, problems, machine, files, rows, eval_rows, specs, *chosen)
 
 
 def run_record(preflight_result: Preflight) -> dict[str, Any]:
     """settings.json of a run: every setting and where it came from, every choice and its reason."""
+    p, settings = preflight_result, preflight_result.settings
+    chosen = {name: getattr(p, name) for name in ("attention", "packing", "experts", "rollouts")}
+    chosen |= {"loss": choices.choose_loss(settings.LOSS_TYPE), "epsilon_high": choices.choose_epsilon_high(settings)}
     return {
-        "settings": dataclasses.asdict(preflight_result.settings),
-        "sources": preflight_result.sources,
-        "choices": {
-            **{name: getattr(preflight_result, name) for name in ("attention", "packing", "experts", "rollouts")},
-            "loss": choose_loss(preflight_result.settings.LOSS_TYPE),
-            "epsilon_high": choose_epsilon_high(preflight_result.settings),
-            "plan": dataclasses.asdict(preflight_result.plan) if preflight_result.plan else None,
-        },
-        "machine": dataclasses.asdict(preflight_result.machine),
-        "data_sha256": data_fingerprint(preflight_result.rows),
+        "settings": dataclasses.asdict(settings),
+        "sources": p.sources,
+        "choices": chosen | {"plan": dataclasses.asdict(p.plan) if p.plan else None},
+        "machine": dataclasses.asdict(p.machine),
+        "data_sha256": data_fingerprint(p.rows),
         "command": " ".join([Path(sys.executable).name, *sys.argv]),
-        "resumed_from_step": preflight_result.run.step,
+        "resumed_from_step": p.run.step,
     }
 
 

@@ -35,9 +35,8 @@ def attention_warning(attention: str) -> str | None:
     """What a run with this attention has to be warned about, if anything. No Hub kernel is known to handle attention
     sinks in its backward pass, and for a gpt-oss transformers loads the first one where another has `flash` in its name:
     https://huggingface.co/kernels-community/vllm-flash-attn3/discussions/3"""
-    if "/" not in attention:
-        return None
-    return f"ATTN_IMPL={attention}: its gradients may be wrong (attention sinks). Use ATTN_IMPL=torch_flash"
+    warning = f"ATTN_IMPL={attention}: its gradients may be wrong (attention sinks). Use ATTN_IMPL=torch_flash"
+    return warning if "/" in attention else None
 
 
 def choose_packing(requested: str | None, attention: str, gpus: int) -> tuple[str, str]:
@@ -59,9 +58,8 @@ def choose_rollouts(requested: bool | None, gpus: int, tiny: bool, vllm: str | N
         return False, "no GPU: transformers generates"
     if tiny:
         return False, "the tiny model is made for CPUs: transformers generates"
-    if vllm is None:
-        slow = "transformers generates, some 50 times slower (bash scripts/setup.sh --gpu)"
-        return False, f"vLLM IS NOT INSTALLED: {slow}"
+    if not vllm:
+        return False, "vLLM IS NOT INSTALLED: transformers generates, 50 times slower (scripts/setup.sh --gpu)"
     return True, "a GPU and vLLM are there"
 
 
@@ -119,9 +117,7 @@ def plan_closed_loop(
     from grpo.tasks.tes.prompts import prompt_kind
     from grpo.tasks.tes.record import read_cases, shown_path
 
-    kind = None
-    if settings.EVAL_SAMPLES and settings.EVAL_PROFILE.strip() and rows:
-        kind = prompt_kind([row.messages for row in rows])
+    kind = prompt_kind([row.messages for row in rows]) if rows else None
     runs, reason = choose_closed_loop(settings, kind, engine, chosen)
     if not runs:
         return ClosedLoop("", reason)
@@ -132,6 +128,5 @@ def plan_closed_loop(
         except ProfileError as error:
             problems += [f"EVAL_PROFILE: {line}" for line in error.problems]
     work = f"{len(cases)} windows x {settings.EVAL_SAMPLES} runs: {DECISIONS} rollouts one after the other"
-    profiles = tuple(shown_path(path) for path in paths)
     why = f"{reason}, {work}, before and after training"
-    return ClosedLoop(kind if cases else "", why, profiles, tuple(cases))
+    return ClosedLoop(kind if cases else "", why, tuple(map(shown_path, paths)), tuple(cases))

@@ -41,9 +41,7 @@ REAL_CONFIG = {
     "num_attention_heads": 64, "num_key_value_heads": 8, "num_local_experts": 32, "num_experts_per_tok": 4,
     "vocab_size": 201088, "sliding_window": 128, "max_position_embeddings": 131072, "quantization_config": {"quant_method": "mxfp4"},
 }  # fmt: skip
-MODEL_FILES = [
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
-]  # fmt: skip
+MODEL_FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.*"]
 DOWNLOAD_GIB = 12.9  # the official checkpoint's safetensors
 
 
@@ -83,16 +81,17 @@ def find_model(model_id: str, problems: Problems) -> ModelFiles | None:
     return files
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises OSError, and ValueError, which names the file, for what is none."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path.name} cannot be read ({error})") from None
+
+
 def read_model_files(folder: Path) -> ModelFiles:
     """The small files that lie in `folder`. Raises OSError or ValueError where it holds no gpt-oss with a tokenizer."""
-
-    def read(name: str) -> dict[str, Any]:
-        try:
-            return json.loads((folder / name).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{name} cannot be read ({error})") from None
-
-    config, template = read("config.json"), None
+    config, template = read_json(folder / "config.json"), None
     missing = [key for key in REAL_CONFIG if key not in config and key != "quantization_config"]
     if config.get("model_type") != "gpt_oss" or missing:
         lacks = f" and lacks {', '.join(missing)}" if missing else ""
@@ -101,7 +100,7 @@ def read_model_files(folder: Path) -> ModelFiles:
     if (folder / "chat_template.jinja").exists():
         template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
     elif (folder / "tokenizer_config.json").exists():
-        template = read("tokenizer_config.json").get("chat_template")
+        template = read_json(folder / "tokenizer_config.json").get("chat_template")
     if not (folder / "tokenizer.json").exists():
         raise ValueError("tokenizer.json is missing")
     return ModelFiles(folder, config, template, folder / "tokenizer.json")
@@ -111,8 +110,7 @@ def missing_shards(folder: Path) -> list[str]:
     """The files of weights that a checkpoint's index names (model.safetensors without an index) and that are not there."""
     shards = {"model.safetensors"}
     with contextlib.suppress(OSError, ValueError, KeyError):
-        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
-        shards = set(index["weight_map"].values())
+        shards = set(read_json(folder / "model.safetensors.index.json")["weight_map"].values())
     return sorted(name for name in shards if not (folder / name).is_file())
 
 
@@ -143,26 +141,20 @@ def checkpoint_gib(model_id: str, files: ModelFiles) -> float:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    try:
-        return json.loads((path / "config.json").read_text(encoding="utf-8"))["model_type"] == "gpt_oss"
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+    with contextlib.suppress(OSError, ValueError):
+        return read_json(path / "config.json").get("model_type") == "gpt_oss"
+    return False
 
 
-TINY_SOURCES = {
-    "tasks/tes": ("plant", "profiles", "prompts", "dataset"),
-    "model": ("gptoss_format", "checkpoint", "tiny_warmup", "tiny"),
-}
+TINY_SOURCES = [f"tasks/tes/{name}" for name in ("plant", "profiles", "prompts", "dataset")]
+TINY_SOURCES += [f"model/{name}" for name in ("gptoss_format", "checkpoint", "tiny_warmup", "tiny")]
 
 
 @cache
 def recipe_hash() -> str:
     """Twelve hex digits that change with everything that the tiny model is made from."""
-    digest = hashlib.sha256()
-    for folder, names in TINY_SOURCES.items():
-        for name in names:
-            digest.update((ROOT / "grpo" / folder / f"{name}.py").read_bytes())
-    return digest.hexdigest()[:12]
+    sources = b"".join((ROOT / "grpo" / f"{name}.py").read_bytes() for name in TINY_SOURCES)
+    return hashlib.sha256(sources).hexdigest()[:12]
 
 
 def tiny_path(cache_dir: Path | None = None) -> Path:

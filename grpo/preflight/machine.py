@@ -117,8 +117,8 @@ def check_packages(
 ) -> None:
     """Every package is there in a tested version; the chosen FlashAttention is installed."""
     for name, (oldest, untested) in (TESTED | (TESTED_VLLM if use_vllm else {})).items():
-        version, fix = versions.get(name), "Run `bash scripts/setup.sh` and activate its environment"
-        if version is None:
+        if (version := versions.get(name)) is None:
+            fix = "Run `bash scripts/setup.sh` and activate its environment"
             problems.add(name, "the package is not installed", fix)
         elif not version_key(oldest) <= version_key(version) < version_key(untested) and not settings.ALLOW_UNTESTED:
             fix = "Run `bash scripts/setup.sh` for the tested set, or set ALLOW_UNTESTED=1"
@@ -150,7 +150,7 @@ def check_trackers(settings: Settings, environ: Mapping[str, str], problems: Pro
 def wandb_can_start(environ: Mapping[str, str]) -> bool:
     """Whether wandb needs no key or finds one: in the environment or in the netrc file that `wandb login` writes."""
     enough = ("WANDB_DISABLED", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
-    if environ.get("WANDB_MODE", "online") != "online" or any(environ.get(name) for name in enough):
+    if environ.get("WANDB_MODE", "online") != "online" or any(map(environ.get, enough)):
         return True
     path = environ.get("NETRC") or Path(environ.get("HOME", "~")).expanduser() / ".netrc"
     host = urllib.parse.urlsplit(environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""

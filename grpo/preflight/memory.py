@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -86,9 +87,8 @@ ASLEEP_GIB = 2.1  # left on the GPU by a sleeping engine and the CUDA context: g
 
 
 def capture_sizes(most: int) -> tuple[int, ...]:
-    """Batch sizes that get a CUDA graph: decode batches shrink from `most` to 1 as completions end, and a batch runs in
-    the next larger graph, whose surplus rows load experts too. So all sizes up to 16, where many experts are idle otherwise,
-    and steps of a quarter to an eighth beyond, where few are.
+    """Batch sizes that get a CUDA graph: a decode batch runs in the next larger graph, whose surplus rows load experts
+    too. So all sizes up to 16, where many experts are idle otherwise, and steps of a quarter to an eighth beyond.
 
     >>> capture_sizes(20)
     (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 20)
@@ -107,8 +107,7 @@ def plan_engine(
 
     The cache of one step: vLLM keeps full and sliding layers in one group each, and both draw blocks of KV_BLOCK tokens
     from one pool (vllm/v1/core/kv_cache_utils.py). The whole blocks of a prompt are shared by its completions; a sliding
-    layer keeps its window, plus what two prefill steps have in flight.
-    """
+    layer keeps its window, plus what two prefill steps have in flight."""
     kinds = config.get("layer_types") or ["sliding_attention", "full_attention"] * (config["num_hidden_layers"] // 2)
     layers = max(kinds.count("full_attention"), kinds.count("sliding_attention"), 1)
     block = layers * KV_BLOCK * 2 * config["num_key_value_heads"] * config["head_dim"] * 2 / GIB
@@ -128,9 +127,8 @@ def plan_engine(
     seqs = settings.completions_per_step
     # Activations of a prefill step, three float32 copies of a decode step's logits, graphs.
     scratch = (BATCHED_TOKENS * inner * 2 + seqs * config["vocab_size"] * 4 * 3) / GIB + 0.5
-    if settings.VLLM_GPU_MEM is None:
-        given, where = machine.gpu_free * 0.95 - trainer, "95% of the free memory, beside the trainer"
-    else:
+    given, where = machine.gpu_free * 0.95 - trainer, "95% of the free memory, beside the trainer"
+    if settings.VLLM_GPU_MEM is not None:
         given, where = machine.gpu_total * settings.VLLM_GPU_MEM, f"VLLM_GPU_MEM={settings.VLLM_GPU_MEM:g}"
     cache = max(min(max(wanted, least), given - weights - scratch), 0.0)
     completions = f"{group} completions of {settings.MAX_COMPLETION_LEN}"
@@ -141,18 +139,14 @@ def plan_engine(
     return EnginePlan(weights, scratch, cache, reason, least, ASLEEP_GIB, longest, seqs, capture_sizes(seqs))
 
 
-def experts_of_a_layer(config: Mapping[str, Any]) -> int:
-    """Elements of the matrices of one layer's experts."""
-    return config["num_local_experts"] * 3 * config["hidden_size"] * config["intermediate_size"]
-
-
-def queries_keys_values(config: Mapping[str, Any]) -> int:
-    """Elements of a token's queries, keys and values in one layer."""
-    return (config["num_attention_heads"] + 2 * config["num_key_value_heads"]) * config["head_dim"]
+def layer_sizes(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Elements, in one layer, of the experts' matrices and of a token's queries, keys and values."""
+    experts = config["num_local_experts"] * 3 * config["hidden_size"] * config["intermediate_size"]
+    return experts, (config["num_attention_heads"] + 2 * config["num_key_value_heads"]) * config["head_dim"]
 
 
 def learning_gib(
-    settings: Settings, config: Mapping[str, Any], prompt_len: int, rows: int, attention: str, share: bool, experts: str
+    settings: Settings, config: Mapping[str, Any], prompt_len: int, attention: str, share: bool, experts: str, rows: int
 ) -> float:
     """GiB that a micro-batch of `rows` completions takes beside the weights, forward and backward."""
     layers, hidden, top = config["num_hidden_layers"], config["hidden_size"], config["num_experts_per_tok"]
@@ -163,13 +157,12 @@ def learning_gib(
     scores = tokens * longest * config["num_attention_heads"] * 2 * 6 if attention == "eager" else 0
     # Bytes of a token in one layer's backward pass: its experts' two products with their gradients; queries, keys,
     # values; norms in float32. The head has its turn before: states, their gradient, one tile of logits.
-    per_token = 2 * top * (4 * config["intermediate_size"] + 3 * hidden) + 8 * queries_keys_values(config) + 16 * hidden
-    if settings.GRADIENT_CHECKPOINTING:
-        kept = tokens * hidden * 2 * layers
-    else:
+    per_token = 2 * top * (4 * config["intermediate_size"] + 3 * hidden) + 8 * layer_sizes(config)[1] + 16 * hidden
+    kept = tokens * hidden * 2 * layers
+    if not settings.GRADIENT_CHECKPOINTING:
         kept = (tokens * per_token + scores) * layers
         if experts == "mxfp4":  # every layer's stay dequantized until its backward
-            kept += (layers - 1) * experts_of_a_layer(config) * 2
+            kept += (layers - 1) * layer_sizes(config)[0] * 2
     scored = rows * settings.MAX_COMPLETION_LEN
     head = min(scored, 4096) * min(config["vocab_size"], HEAD_TILE) * 2 + (tokens * 2 + scored * 8) * hidden
     return (kept + max(tokens * per_token + scores, head)) / GIB + 0.1
@@ -196,19 +189,16 @@ def plan_memory(
     packing: str = "none",
     experts: str = "bf16",
 ) -> Plan:
-    """Memory of a run and, from it, MICRO_BATCH and GENERATION_BATCH where they are `auto`.
-
-    An estimate from shapes: BF16 weights (experts of 4.25 bits and one layer dequantized with `mxfp4`) and activations,
+    """Memory of a run and, from it, MICRO_BATCH and GENERATION_BATCH where they are `auto`: an estimate from BF16 weights (experts of 4.25 bits and one layer dequantized with `mxfp4`) and activations,
     float32 adapter with gradients and two AdamW moments, checkpointed layer inputs plus one layer in full while learning,
     and the key-value cache plus one layer of prefill while generating. `prompt_len` is the longest prompt in tokens;
-    `engine_checkpoint` the size in GiB of the checkpoint that vLLM loads, None where transformers generates.
-    """
+    `engine_checkpoint` the size in GiB of the checkpoint that vLLM loads, None where transformers generates."""
     layers, hidden, share = config["num_hidden_layers"], config["hidden_size"], packing == "prefix"
     queries = config["num_attention_heads"] * config["head_dim"]
     weights = count_parameters(config)["total"] * 2 / GIB
     if experts == "mxfp4":
-        weights += experts_of_a_layer(config) * (layers * (4.25 / 8 - 2) + 2) / GIB
-    lora_parameters = layers * settings.LORA_R * (3 * hidden + queries_keys_values(config) + queries + hidden)
+        weights += layer_sizes(config)[0] * (layers * (4.25 / 8 - 2) + 2) / GIB
+    lora_parameters = layers * settings.LORA_R * (3 * hidden + layer_sizes(config)[1] + queries + hidden)
     adapter = lora_parameters * 16 / GIB
     engine = None
     if engine_checkpoint is not None:
@@ -217,14 +207,9 @@ def plan_memory(
     room = free * (GPU_SHARE if machine.gpus else CPU_SHARE) - weights - adapter - (engine.asleep if engine else 0.0)
     where = f"{free:.1f} GiB free on the GPU" if machine.gpus else f"{free:.1f} GiB of free memory"
 
-    def learning(rows: int) -> float:
-        return learning_gib(settings, config, prompt_len, rows, attention, share, experts)
-
-    def generation(rows: int) -> float:
-        return generation_gib(settings, config, prompt_len, rows)
-
-    # A larger micro-batch is no faster: its products are large enough, and the dequantization of experts and the start
-    # of some hundred kernels a layer are spread over enough tokens.
+    learning = functools.partial(learning_gib, settings, config, prompt_len, attention, share, experts)
+    generation = functools.partial(generation_gib, settings, config, prompt_len)
+    # A larger micro-batch is no faster: its products are large enough, and fixed costs are spread over enough tokens.
     most = 64
     if (prompt_len + settings.MAX_COMPLETION_LEN) * hidden >= 100_000:
         sizes = [micro_batch_tokens(settings, n, prompt_len, share) for n in range(1, total + 1)]
@@ -241,9 +226,8 @@ def plan_memory(
         chunk = max((n for n in divisors if generation(n) <= room), default=1)
         fit = f"whose cache and prefill ({generation(chunk):.1f} GiB) fit in {where}"
         chunk_reason = f"largest divisor of {total} {fit}"
-    return Plan(
-        weights, adapter, generation(chunk), learning(micro), micro, micro_reason, chunk, chunk_reason, engine, prompt_len
-    )  # fmt: skip
+    choice = micro, micro_reason, chunk, chunk_reason
+    return Plan(weights, adapter, generation(chunk), learning(micro), *choice, engine, prompt_len)
 
 
 def memory_shortfall(plan: Plan, machine: Machine) -> str:
@@ -252,10 +236,8 @@ def memory_shortfall(plan: Plan, machine: Machine) -> str:
     if engine and engine.cache < engine.cache_least:
         return f"vLLM would have {engine.cache:.1f} GiB of cache, one completion may need {engine.cache_least:.1f}"
     # vLLM's own plan leaves a margin; a share of the GPU that was set by hand may leave none.
-    for what, need, share in (
-        (f"learning in micro-batches of {plan.micro_batch}", plan.learning_peak, GPU_SHARE),
-        ("the rollout", plan.rollout_peak, 1.0 if engine else GPU_SHARE),
-    ):
+    learning = f"learning in micro-batches of {plan.micro_batch}", plan.learning_peak, GPU_SHARE
+    for what, need, share in (learning, ("the rollout", plan.rollout_peak, 1.0 if engine else GPU_SHARE)):
         if need > free * share:
             return f"{what} would need {need:.1f} GiB, {share:.0%} of what is free are {free * share:.1f}"
     return ""
@@ -303,24 +285,20 @@ class Shapes:
 
 
 def memory_advice(settings: Settings, shapes: Shapes, resumed: bool) -> str:
-    """What to change where a run does not fit the GPU: each setting that alone makes it fit, else all that need less; a
-    `resumed` run may change only some."""
+    """What to change where a run does not fit the GPU: each setting that alone makes it fit, else all that need less."""
 
     def stops(**changes: Any) -> str:
         return memory_shortfall(shapes.plan(dataclasses.replace(settings, **changes)), shapes.machine)
 
     smaller = {"VLLM_GPU_MEM": None, "GRADIENT_CHECKPOINTING": True, "GENERATION_BATCH": None, "MICRO_BATCH": None}
-    smaller |= {"EXPERTS": "mxfp4"} if has_mxfp4(shapes.config) else {}
-    smaller |= {"USE_VLLM": False}
+    smaller |= ({"EXPERTS": "mxfp4"} if has_mxfp4(shapes.config) else {}) | {"USE_VLLM": False}
     smaller = {n: v for n, v in smaller.items() if v != getattr(settings, n) and (not resumed or n in MAY_CHANGE)}
     words = {name: f"{name}={show(value)}" for name, value in smaller.items()}
     if alone := [words[name] for name, value in smaller.items() if not stops(**{name: value})]:
         return f"With all else as set, {' or '.join(alone)} fits"
     length = {} if resumed else {"MAX_COMPLETION_LEN": 1}
     if stops(**smaller | length):
-        return (
-            "No setting helps on this GPU: free some of its memory (nvidia-smi names its users), or rent a larger one"
-        )
+        return "No setting helps on this GPU: free some memory (nvidia-smi names its users), or rent a larger one"
     less = ", ".join([*words.values(), *(f"a lower {name}" for name in length)])
     return f"These need less memory, together if need be: {less}. Or rent a larger GPU"
 

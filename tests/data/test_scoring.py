@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 
 import pytest
@@ -13,43 +14,47 @@ from grpo.data.files import Row
 from grpo.data.scoring import Completion, check_rewards, completion_rates, reward_callable
 from grpo.settings import Problems, Settings
 
-ROW = Row("d.csv", 1, (("user", "x"),), (0.0, 1.0), {})
+ROW = Row("d.csv", 1, (("user", "x"),), (0.0, 1.0), {"reward_action_0": 0.0, "reward_action_1": 1.0})
+MY_REWARDS = """NUMBER = 3
+def score(completions, **columns): return [1.0] * len(completions)
+def total(completions, *, prompt_id, reward_action_0, **columns): return [sum(reward_action_0)]
+def narrow(completions): return [0.0]
+"""
+
+
+@pytest.fixture
+def my_rewards(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text(MY_REWARDS)
+    (tmp_path / "my_broken.py").write_text("def score(:\n")
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("actoin", "nearest: action"),
-        ("action=high", "weight 'high' of 'action' is not a number"),
-        ("action=inf", "not finite"),
+        ("action=high", "weight 'high' of 'action' is not a finite number"),
+        ("action=inf", "not a finite number"),
         ("", "no reward function"),
         ("action,action=2", "named twice"),
         ("nowhere:score", "cannot be loaded: ModuleNotFoundError"),
         ("my_broken:score", "SyntaxError"),
         ("my_rewards:scroe", "AttributeError"),
         ("my_rewards:NUMBER", "is no function"),
+        ("my_rewards:total", "my_rewards:total returned 1 rewards for 2 completions"),
+        ("my_rewards:narrow", "narrow raised TypeError: narrow() got an unexpected keyword argument"),
     ],
 )
-def test_bad_rewards(text, message, tmp_path, monkeypatch):
-    (tmp_path / "my_rewards.py").write_text("NUMBER = 3\n\ndef score(completions, **columns):\n    return [0.0]\n")
-    (tmp_path / "my_broken.py").write_text("def score(:\n")
-    monkeypatch.chdir(tmp_path)
+def test_bad_rewards(text, message, my_rewards):
     problems = Problems()
     check_rewards(Settings(REWARDS=text), [ROW], problems)
     assert message in only(problems) and only(problems).startswith("REWARDS")
 
 
-def test_rewards_of_ones_own_need_no_columns(tmp_path, monkeypatch):
-    (tmp_path / "own_rewards.py").write_text(
-        "def score(completions, **columns):\n    return [1.0] * len(completions)\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    bare, problems = dataclasses.replace(ROW, rewards=()), Problems()
-    assert check_rewards(Settings(REWARDS="own_rewards:score=2,format"), [bare], problems) == [
-        ("own_rewards:score", 2.0),
-        ("format", 1.0),
-    ]
-    assert not problems
+def test_rewards_of_ones_own_need_no_columns(my_rewards):
+    bare, problems = dataclasses.replace(ROW, rewards=(), columns={"user": "x"}), Problems()
+    specs = check_rewards(Settings(REWARDS="my_rewards:score=2,format"), [bare], problems)
+    assert specs == [("my_rewards:score", 2.0), ("format", 1.0)] and not problems
     check_rewards(Settings(), [bare], problems)
     assert "d.csv, columns: there is no column reward_action_0" in only(problems) and "should" not in only(problems)
     problems.clear()
@@ -58,7 +63,7 @@ def test_rewards_of_ones_own_need_no_columns(tmp_path, monkeypatch):
     assert "(should 'Reward_Action_0' be `reward_action_0`?)" in only(problems)
 
 
-def test_rows_that_teach_nothing(tmp_path):
+def test_rows_that_teach_nothing():
     """Every action pays the same: a problem where all rows are like that, as long as nothing else is rewarded."""
     flat = dataclasses.replace(ROW, rewards=(0.5, 0.5))
 
@@ -74,7 +79,7 @@ def test_rows_that_teach_nothing(tmp_path):
     assert not problems("format", flat)
 
 
-def test_garbage_must_not_pay(tmp_path):
+def test_garbage_must_not_pay():
     row = dataclasses.replace(ROW, rewards=(-3.0, -1.0))
     problems = Problems()
     check_rewards(Settings(), [row], problems)
@@ -101,30 +106,10 @@ def test_what_a_reward_may_return(result, message, kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     reward = reward_callable(f"{name}:score", Settings())
-    call = (lambda: asyncio.run(reward(["a", "b", "c"]))) if kind != "def" else (lambda: reward(["a", "b", "c"]))
-    if message is None:
-        assert len(call()) == 3
-    else:
-        with pytest.raises(RuntimeError, match=f"REWARDS: {name}:score {message}"):
-            call()
-
-
-def test_a_reward_that_returns_one_number_for_all_is_found_before_the_run(tmp_path, monkeypatch):
-    body = "def score(completions, *, prompt_id, reward_action_0, **columns):\n    return [sum(reward_action_0)]\n"
-    (tmp_path / "total.py").write_text(body)
-    monkeypatch.chdir(tmp_path)
-    row = dataclasses.replace(ROW, columns={"reward_action_0": 0.0, "reward_action_1": 1.0})
-    problems = Problems()
-    check_rewards(Settings(REWARDS="total:score"), [row], problems)
-    assert "REWARDS: total:score returned 1 rewards for 2 completions" in only(problems)
-
-
-def test_a_reward_that_cannot_be_called_is_found_before_the_run(tmp_path, monkeypatch):
-    (tmp_path / "narrow.py").write_text("def score(completions):\n    return [0.0]\n")
-    monkeypatch.chdir(tmp_path)
-    problems = Problems()
-    check_rewards(Settings(REWARDS="narrow:score"), [ROW], problems)
-    assert "narrow:score raised TypeError: score() got an unexpected keyword argument" in only(problems)
+    expected = pytest.raises(RuntimeError, match=f"REWARDS: {name}:score {message}")
+    with expected if message else contextlib.nullcontext():
+        result = reward(["a", "b", "c"])
+        assert len(result if kind == "def" else asyncio.run(result)) == 3
 
 
 def test_rates_of_completions():

@@ -8,62 +8,49 @@ import dataclasses
 import pytest
 from machines import CPU, H100
 
-from grpo.preflight.choices import (
-    attention_warning,
-    choose_attention,
-    choose_epsilon_high,
-    choose_loss,
-    choose_packing,
-)
+from grpo.preflight import choices
+from grpo.preflight.choices import choose_attention, choose_epsilon_high, choose_loss, choose_packing
 from grpo.preflight.hub import REAL_CONFIG
-from grpo.preflight.memory import Shapes, choose_experts, plan_memory
+from grpo.preflight.memory import Shapes, choose_experts
 from grpo.settings import FIELDS, Settings
 
+CHOSEN = [
+    ("auto", 0, 0.0, ("flash-attn-3", "flash-attn-4"), "eager"), ("auto", 1, 9.0, (), "torch_flash"),
+    ("auto", 1, 9.0, ("flash-attn", "flash-attn-4"), "torch_flash"), ("auto", 1, 9.0, ("flash-attn-3",), "flash_attention_3"),
+    ("auto", 1, 8.9, ("flash-attn-3",), "torch_flash"), ("auto", 1, 10.0, ("flash-attn-3",), "torch_flash"),
+    ("auto", 1, 10.0, ("flash-attn-3", "flash-attn-4"), "flash_attention_4"), ("eager", 1, 9.0, ("flash-attn-3",), "eager"),
+    ("org/kernel", 1, 9.0, (), "org/kernel"),
+]  # fmt: skip
 
-@pytest.mark.parametrize(
-    ("requested", "gpus", "capability", "installed", "chosen"),
-    [
-        ("auto", 0, 0.0, (), "eager"),
-        ("auto", 0, 0.0, ("flash-attn-3", "flash-attn-4"), "eager"),
-        ("auto", 1, 9.0, (), "torch_flash"),
-        ("auto", 1, 9.0, ("flash-attn", "flash-attn-4"), "torch_flash"),
-        ("auto", 1, 9.0, ("flash-attn-3",), "flash_attention_3"),
-        ("auto", 1, 8.9, ("flash-attn-3",), "torch_flash"),
-        ("auto", 1, 10.0, ("flash-attn-3",), "torch_flash"),
-        ("auto", 1, 10.0, ("flash-attn-3", "flash-attn-4"), "flash_attention_4"),
-        ("eager", 1, 9.0, ("flash-attn-3",), "eager"),
-        ("org/kernel", 1, 9.0, (), "org/kernel"),
-    ],
-)
+
+@pytest.mark.parametrize(("requested", "gpus", "capability", "installed", "chosen"), CHOSEN)
 def test_attention_choice_says_why(requested, gpus, capability, installed, chosen):
     attention, reason = choose_attention(requested, gpus, capability, installed)
     assert attention == chosen and len(reason) > 10
     assert (reason == "set by ATTN_IMPL") is (requested != "auto")
-    warning = attention_warning(attention) or ""
+    warning = choices.attention_warning(attention) or ""
     assert ("gradients may be wrong" in warning and f"ATTN_IMPL={chosen}" in warning) is ("/" in chosen)
 
 
-@pytest.mark.parametrize(
-    ("requested", "attention", "gpus", "chosen"),
-    [
-        (None, "torch_flash", 1, "prefix"),
-        (None, "eager", 0, "prefix"),
-        (None, "eager", 1, "none"),
-        (None, "kernels-community/vllm-flash-attn3", 1, "none"),
-        ("none", "torch_flash", 1, "none"),
-        ("prefix", "eager", 1, "prefix"),
-    ],
-)
+PACKED = [
+    (None, "torch_flash", 1, "prefix"), (None, "eager", 0, "prefix"), (None, "eager", 1, "none"),
+    (None, "org/kernel", 1, "none"), ("none", "torch_flash", 1, "none"), ("prefix", "eager", 1, "prefix"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("requested", "attention", "gpus", "chosen"), PACKED)
 def test_packing_choice(requested, attention, gpus, chosen):
     packing, reason = choose_packing(requested, attention, gpus)
     assert packing == chosen and (reason == "set by PACKING") is (requested is not None)
 
 
+def shapes(machine, checkpoint=12.9):
+    return Shapes(REAL_CONFIG, machine, 940, "torch_flash", "prefix", checkpoint)
+
+
 def test_experts_choice():
     """BF16 where it fits with micro-batches and cache as large as with quantized experts."""
-    wide, quantized = (
-        plan_memory(Settings(), REAL_CONFIG, H100, 940, "torch_flash", experts=kind) for kind in ("bf16", "mxfp4")
-    )
+    wide, quantized = shapes(H100, None).plans(Settings()).values()
     same = dataclasses.replace(quantized, micro_batch=wide.micro_batch)
     assert choose_experts(None, True, wide, same, 79.0)[0] == "bf16"
     assert choose_experts(None, True, wide, same, wide.peak - 1)[0] == "mxfp4"
@@ -75,9 +62,6 @@ def test_experts_choice():
 
 
 def test_the_plan_is_that_of_the_chosen_experts():
-    def shapes(machine):
-        return Shapes(REAL_CONFIG, machine, 940, "torch_flash", "prefix", 12.9)
-
     small = shapes(dataclasses.replace(H100, gpu_free=50.0))
     assert small.choose_experts(Settings(EXPERTS=None))[0] == "mxfp4"
     assert small.plan(Settings(EXPERTS=None)).weights < 20 and small.plan(Settings()).weights > 38

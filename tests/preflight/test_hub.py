@@ -21,7 +21,6 @@ def test_parameter_count_of_the_real_model():
     """20.9 billion parameters, as the model card says; 38.96 GiB in BF16, as measured on a GPU."""
     counts = count_parameters(REAL_CONFIG)
     assert counts["total"] == 20_914_757_184
-    assert counts["total"] * 2 / GIB == pytest.approx(38.96, abs=0.01)
     assert sum(counts[k] for k in ("experts", "attention", "embeddings")) < counts["total"]
 
 
@@ -39,15 +38,13 @@ def test_unknown_models(model_id):
     assert "neither a folder nor a Hub id" in only(problems)
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ('{"model_type": "llama"}', "model_type 'llama'"),
-        ('{"model_type": "gpt_oss"}', "and lacks hidden_size"),
-        ("{", "config.json cannot be read"),
-        (json.dumps(REAL_CONFIG), "tokenizer.json is missing"),
-    ],
-)
+FOLDERS = [
+    ('{"model_type": "llama"}', "model_type 'llama'"), ('{"model_type": "gpt_oss"}', "and lacks hidden_size"),
+    ("{", "config.json cannot be read"), (json.dumps(REAL_CONFIG), "tokenizer.json is missing"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "message"), FOLDERS)
 def test_folders_that_are_no_gpt_oss(tmp_path, config, message):
     problems = Problems()
     (tmp_path / "config.json").write_text(config)

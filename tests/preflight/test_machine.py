@@ -8,7 +8,6 @@ import shutil
 import types
 
 import psutil
-import pytest
 from conftest import ROOT
 from machines import GOOD_VERSIONS, only, package_problems
 
@@ -67,38 +66,26 @@ def test_a_container_has_the_memory_of_its_limit(tmp_path, monkeypatch):
 def test_packages():
     assert not package_problems(GOOD_VERSIONS)
     assert "trl: the package is not installed" in only(package_problems(GOOD_VERSIONS | {"trl": None}))
-    for version in ("1.15.9", "1.17.0"):
-        problem = only(package_problems(GOOD_VERSIONS | {"trl": version}))
-        assert f"trl: version {version} is outside the tested range (from 1.16, below 1.17)" in problem
-        assert not package_problems(GOOD_VERSIONS | {"trl": version}, ALLOW_UNTESTED=True)
+    for name, version, limits in (("trl", "1.15.9", "1.16, below 1.17"), ("vllm", "0.27.0", "0.26, below 0.27")):
+        problem = only(package_problems(GOOD_VERSIONS | {name: version}, True))
+        assert f"{name}: version {version} is outside the tested range (from {limits})" in problem
+        assert not package_problems(GOOD_VERSIONS | {name: version}, True, ALLOW_UNTESTED=True)
     assert not package_problems(GOOD_VERSIONS | {"torch": "2.11.0+cu130"})
+    assert "vllm: the package is not installed" in only(package_problems(GOOD_VERSIONS | {"vllm": None}, True))
+    assert not package_problems(GOOD_VERSIONS | {"vllm": None}), "only where vLLM generates"
+    assert not package_problems(installed_versions(TESTED)), "this environment"
 
 
-@pytest.mark.parametrize(
-    ("attention", "package"),
-    [
-        ("flash_attention_2", "flash-attn"),
-        ("flash_attention_3", "flash-attn-3"),
-        ("flash_attention_4", "flash-attn-4"),
-        ("org/kernel", "kernels"),
-    ],
-)
-def test_attention_needs_its_package(attention, package):
-    problem = only(package_problems(GOOD_VERSIONS, ATTN_IMPL=attention))
-    assert f"{attention} needs the package {package}, which is not installed" in problem
-    assert "docs/install.md" in problem
-
-
-def test_old_flash_attention_is_refused(monkeypatch):
+def test_attention_needs_its_package(monkeypatch):
+    flash = [("flash_attention_2", "flash-attn"), ("flash_attention_3", "flash-attn-3")]
+    for attention, package in [*flash, ("flash_attention_4", "flash-attn-4"), ("org/kernel", "kernels")]:
+        problem = only(package_problems(GOOD_VERSIONS, ATTN_IMPL=attention))
+        assert f"{attention} needs the package {package}, which is not installed" in problem
+        assert "docs/install.md" in problem
     for version, count in (("2.6.3", 1), ("2.7.0", 0)):
-        monkeypatch.setattr(
-            "grpo.preflight.machine.installed_versions", lambda names, v=version: dict.fromkeys(names, v)
-        )
+        found = dict.fromkeys(["flash-attn"], version)
+        monkeypatch.setattr("grpo.preflight.machine.installed_versions", lambda names, found=found: found)
         assert len(package_problems(GOOD_VERSIONS, ATTN_IMPL="flash_attention_2")) == count
-
-
-def test_this_environment_is_inside_the_tested_range():
-    assert not package_problems(installed_versions(TESTED))
 
 
 def test_requirements_are_inside_the_tested_ranges():

@@ -35,24 +35,17 @@ def plan(machine=H100, prompt_len=940, **changes):
     return plan_memory(Settings(**changes), REAL_CONFIG, machine, prompt_len, "eager")
 
 
-def test_default_run_fits_an_80_gb_gpu():
-    chosen = plan()
-    assert chosen.peak < H100.gpu_free and chosen.weights == pytest.approx(38.96, abs=0.01)
-    assert 96 % chosen.micro_batch == 0 and 96 % chosen.generation_batch == 0
-    assert "96" in chosen.micro_batch_reason and "79.0 GiB" in chosen.micro_batch_reason
-
-
 def test_quantized_experts_weigh_less():
     """4.25 bits instead of 16 for each, and one layer of 24 dequantized."""
-    wide, quantized = (
-        plan_memory(Settings(), REAL_CONFIG, H100, 940, "torch_flash", experts=kind) for kind in ("bf16", "mxfp4")
-    )
+    wide, quantized = shapes_on(H100).plans(Settings()).values()
     layer = 32 * 3 * 2880**2
     assert wide.weights - quantized.weights == pytest.approx(layer * (24 * (2 - 4.25 / 8) - 2) / GIB)
+    assert wide.weights == pytest.approx(38.96, abs=0.01)
 
 
 def test_plan_obeys_and_grows():
-    assert plan(MICRO_BATCH=2).micro_batch == 2 and plan(MICRO_BATCH=2).micro_batch_reason == "set by MICRO_BATCH"
+    assert (plan(MICRO_BATCH=2).micro_batch, plan(MICRO_BATCH=2).micro_batch_reason) == (2, "set by MICRO_BATCH")
+    assert plan().peak < H100.gpu_free, "the default run fits an 80 GB GPU"
     assert plan(MICRO_BATCH=4).learning > plan(MICRO_BATCH=2).learning
     assert plan(MAX_COMPLETION_LEN=512).micro_batch >= plan(MAX_COMPLETION_LEN=4000).micro_batch
     assert plan(GRADIENT_CHECKPOINTING=False, MICRO_BATCH=1).learning > 2 * plan(MICRO_BATCH=1).learning
@@ -63,9 +56,8 @@ def test_plan_obeys_and_grows():
 def test_learning_by_hand():
     """76 tokens of prompt and one completion of 81,844: a bucket of 81,920 tokens. A token takes 2 x 2,880 x 24 bytes of
     kept states and 248,320 of one layer's backward pass; beside them lie 39.1 GiB."""
-    chosen = plan_memory(
-        Settings(MAX_COMPLETION_LEN=81_844), REAL_CONFIG, H100, 76, "torch_flash", packing="prefix", experts="bf16"
-    )
+    settings = Settings(MAX_COMPLETION_LEN=81_844)
+    chosen = plan_memory(settings, REAL_CONFIG, H100, 76, "torch_flash", packing="prefix")
     assert chosen.micro_batch == 1
     assert chosen.learning == pytest.approx(81_920 * (2 * 2880 * 24 + 248_320) / GIB + 0.1)
     assert chosen.learning_peak == pytest.approx(chosen.learning + 39.0, abs=0.1)
@@ -73,16 +65,11 @@ def test_learning_by_hand():
 
 def test_a_micro_batch_is_as_large_as_pays():
     """By the tokens that it really computes: short completions of shared prompts go through together."""
-    for length in (24, 512, 4000):
-        for packing in ("prefix", "none"):
-            settings = Settings(PROMPTS_PER_STEP=32, NUM_GENERATIONS=8, MAX_COMPLETION_LEN=length)
-            arguments = settings, REAL_CONFIG, dataclasses.replace(H100, gpu_free=2000.0), 940, "torch_flash"
-            chosen = plan_memory(*arguments, packing=packing).micro_batch
-            share = packing == "prefix"
-            assert micro_batch_tokens(settings, chosen, 940, share) <= MICRO_BATCH_TOKENS
-            larger = 2 * chosen  # 256 has no other divisors
-            assert larger > 256 or micro_batch_tokens(settings, larger, 940, share) > MICRO_BATCH_TOKENS
-            assert chosen == {24: 256, 512: 64, 4000: 8}[length] or not share
+    for length, packing, most in ((24, "prefix", 256), (512, "prefix", 64), (4000, "prefix", 8), (512, "none", 32)):
+        settings = Settings(PROMPTS_PER_STEP=32, NUM_GENERATIONS=8, MAX_COMPLETION_LEN=length)
+        arguments = settings, REAL_CONFIG, dataclasses.replace(H100, gpu_free=2000.0), 940, "torch_flash"
+        assert plan_memory(*arguments, packing=packing).micro_batch == most
+        assert micro_batch_tokens(settings, most, 940, packing == "prefix") <= MICRO_BATCH_TOKENS
 
 
 @given(st.integers(1, 30), st.integers(2, 16), st.floats(1, 200))
@@ -116,26 +103,22 @@ def test_a_tenth_of_the_gpu_stays_free():
         assert shortfall.startswith(words) and bool(shortfall) is bool(words)
 
 
-# ---- Advice ----------------------------------------------------------------------------------------------------------
-
-
 def shapes_on(machine, config=REAL_CONFIG):
     return Shapes(config, machine, 930, "torch_flash", "prefix", 12.9)
 
 
-@pytest.mark.parametrize(
-    ("free", "changes", "resumed", "alone"),
-    [
-        (56.0, {}, False, ["EXPERTS", "USE_VLLM"]),
-        (56.0, {}, True, ["EXPERTS", "USE_VLLM"]),
-        (79.0, {"VLLM_GPU_MEM": 0.9, "MAX_COMPLETION_LEN": 12_000}, False, ["VLLM_GPU_MEM", "EXPERTS", "USE_VLLM"]),
-        (79.0, {"MICRO_BATCH": 60, "GENERATION_BATCH": 96}, False, ["MICRO_BATCH"]),
-        (79.0, {"USE_VLLM": False, "GENERATION_BATCH": 96, "MAX_COMPLETION_LEN": 12_000}, False, ["GENERATION_BATCH"]),
-        (60.0, {"GRADIENT_CHECKPOINTING": False}, False, ["GRADIENT_CHECKPOINTING"]),
-        (23.0, {}, False, []),
-        (23.0, {}, True, []),
-    ],
-)
+ADVICE = [
+    (56.0, {}, True, ["EXPERTS", "USE_VLLM"]),
+    (79.0, {"VLLM_GPU_MEM": 0.9, "MAX_COMPLETION_LEN": 12_000}, False, ["VLLM_GPU_MEM", "EXPERTS", "USE_VLLM"]),
+    (79.0, {"MICRO_BATCH": 60, "GENERATION_BATCH": 96}, False, ["MICRO_BATCH"]),
+    (79.0, {"USE_VLLM": False, "GENERATION_BATCH": 96, "MAX_COMPLETION_LEN": 12_000}, False, ["GENERATION_BATCH"]),
+    (60.0, {"GRADIENT_CHECKPOINTING": False}, False, ["GRADIENT_CHECKPOINTING"]),
+    (23.0, {}, False, []),
+    (23.0, {}, True, []),
+]
+
+
+@pytest.mark.parametrize(("free", "changes", "resumed", "alone"), ADVICE)
 def test_a_refusal_names_what_alone_fits(free, changes, resumed, alone):
     machine, settings = dataclasses.replace(H100, gpu_free=free), Settings(**changes)
     assert memory_shortfall(shapes_on(machine).plan(settings), machine)
@@ -153,17 +136,14 @@ def test_a_refusal_names_what_alone_fits(free, changes, resumed, alone):
 
 
 def test_where_no_setting_helps_it_says_so():
-    machine = dataclasses.replace(H100, gpu_free=12.0)
-    assert "No setting helps on this GPU" in memory_advice(Settings(), shapes_on(machine), False)
-    bf16 = {name: value for name, value in REAL_CONFIG.items() if name != "quantization_config"}
-    machine = dataclasses.replace(H100, gpu_free=30.0)
-    assert "EXPERTS" in memory_advice(Settings(), shapes_on(machine), False)
-    assert "No setting helps" in memory_advice(Settings(), shapes_on(machine, bf16), False), (
-        "no MXFP4 experts to quantize to"
-    )
-    machine, kept = dataclasses.replace(H100, gpu_free=60.0), Settings(GRADIENT_CHECKPOINTING=False)
-    advice = memory_advice(kept, shapes_on(machine), resumed=True)
-    assert "No setting helps" in advice, "a resumed run may not change GRADIENT_CHECKPOINTING"
+    bf16, kept = REAL_CONFIG | {"quantization_config": None}, Settings(GRADIENT_CHECKPOINTING=False)
+    for free, settings, config, resumed, reason in (
+        (12.0, Settings(), REAL_CONFIG, False, "too small"),
+        (30.0, Settings(), bf16, False, "no MXFP4 experts to quantize to"),
+        (60.0, kept, REAL_CONFIG, True, "a resumed run may not change GRADIENT_CHECKPOINTING"),
+    ):
+        shapes = shapes_on(dataclasses.replace(H100, gpu_free=free), config)
+        assert "No setting helps on this GPU" in memory_advice(settings, shapes, resumed), reason
 
 
 def test_doctests():
