@@ -22,20 +22,14 @@ def lora_layers(policy: torch.nn.Module) -> dict[str, torch.nn.Module]:
     }
 
 
-def adapter_tensors(policy: torch.nn.Module, active: bool = True) -> dict[str, torch.Tensor]:
-    """The adapter as vLLM reads it, A (r, in) and B (out, r): BF16 on the CPU, the scale multiplied into B in float32 (one
-    rounding). B is zero where the adapter is not `active`."""
+def write_adapter(policy: torch.nn.Module, folder: Path, rank: int, active: bool = True) -> None:
+    """Write the adapter as PEFT would, A (r, in) and B (out, r) in BF16, with alpha = r because B carries the scale,
+    multiplied in float32 (one rounding). B is zero where the adapter is not `active`."""
     tensors = {}
     for name, layer in lora_layers(policy).items():
         b = layer.lora_B["default"].weight.detach().float() * (layer.scaling["default"] if active else 0.0)
         for kind, weight in (("A", layer.lora_A["default"].weight.detach()), ("B", b)):
             tensors[f"{name}.lora_{kind}.weight"] = weight.to("cpu", torch.bfloat16).contiguous()
-    return tensors
-
-
-def write_adapter(policy: torch.nn.Module, folder: Path, rank: int, active: bool = True) -> None:
-    """Write the adapter as PEFT would, with alpha = r because B carries the scale."""
-    tensors = adapter_tensors(policy, active)
     modules = sorted({name.split(".")[-3] for name in tensors})
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules, "bias": "none"}
     folder.mkdir(parents=True, exist_ok=True)
