@@ -81,7 +81,8 @@ def breaks_in_its_sleep(stub, monkeypatch):
 
 
 def leaves_samples_out(stub, monkeypatch):
-    monkeypatch.setattr(stub, "_logprobs", lambda t, v, p: type("Flat", (), {"logprobs": [math.nan] * len(v)})())
+    whole = stub._logprobs
+    monkeypatch.setattr(stub, "_logprobs", lambda values: whole([math.nan] * len(values)))
 
 
 @pytest.mark.parametrize(
@@ -127,20 +128,13 @@ def test_a_check_that_is_off_says_so(build, caplog):
 
 
 @pytest.mark.parametrize(
-    ("mean", "control", "limit", "words"),
+    ("mean", "control", "words"),
     [
-        (0.05, 0.2, 0.05, None),
-        (0.01, 0.021, 0.05, None),
-        (0.01, None, 0.05, None),
-        (0.0, 0.0, 0.05, "cannot be told"),
-        (0.0, math.nan, 0.05, "cannot be told"),
-        (0.01, 0.019, 0.05, "cannot be told"),
-        (0.051, 0.2, 0.05, "PARITY_LIMIT is 0.05"),
-        (0.051, 0.2, 0.06, None),
-        (math.nan, 0.2, 0.05, "PARITY_LIMIT"),
-        (math.inf, 0.2, 0.05, "PARITY_LIMIT"),
+        (0.05, 0.2, None), (0.01, 0.021, None), (0.01, None, None), (0.0, 0.0, "cannot be told"),
+        (0.0, math.nan, "cannot be told"), (0.01, 0.019, "cannot be told"), (0.051, 0.2, "PARITY_LIMIT is 0.05"),
+        (math.nan, 0.2, "PARITY_LIMIT"), (math.inf, 0.2, "PARITY_LIMIT"),
     ],
-)
-def test_parity_problem(mean, control, limit, words):
-    problem = parity_problem(mean, control, limit)
+)  # fmt: skip
+def test_parity_problem(mean, control, words):
+    problem = parity_problem(mean, control, 0.05)
     assert problem is None if words is None else words in problem
