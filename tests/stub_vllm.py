@@ -2,17 +2,14 @@
 """A stub of vLLM on the CPU that keeps its contract, so that the rollout engine is tested without a GPU.
 
 What it keeps of vLLM 0.26 (files of that version in brackets):
-- a copy of the model of its own, which changes only by `apply_model` and `add_lora`;
-- packed attention weights under vLLM's names: `model.layers.N.attn.qkv_proj.weight`, rows of q, k, v, and `attn.o_proj`
-  (model_executor/models/gpt_oss.py), with `.base_layer.` in them where LoRA is enabled;
+- a copy of the model of its own, which changes only by `apply_model` and `add_lora`; packed attention weights under vLLM's
+  names (model_executor/models/gpt_oss.py), with `.base_layer.` in them where LoRA is enabled;
 - adapters: loaded once for an integer id, only one held, scale alpha / r, refused for a rank above `max_lora_rank`, a
   bias or an unknown module (lora/worker_manager.py, lora/peft_helper.py);
 - sampling from torch's global generator; log-probs after temperature; the stop token is part of a completion; log-probs
   of prompts ignore the temperature (v1/worker/gpu_model_runner.py);
 - a prefix cache keyed by the adapter's name (v1/core/kv_cache_utils.py), emptied by sleep and `reset_prefix_cache`.
-
-What is stricter: vLLM hangs when it generates asleep, and returns wrong text where its prefix cache is stale; the stub
-raises. What it leaves out: speed, memory, CUDA graphs, kernels.
+Stricter: vLLM hangs when it generates asleep, and returns wrong text where its prefix cache is stale; the stub raises.
 """
 
 from __future__ import annotations

@@ -141,9 +141,8 @@ class VllmModel:
             rank = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))["r"]
         # The plan of a step serves for an hour: as many sequences as are asked at once, no trainer's memory. The first hour
         # lists the most hours; a little more for longer numbers.
-        s = dataclasses.replace(
-            settings, ROLLOUT_SYNC="lora", LORA_R=rank, PROMPTS_PER_STEP=len(prompts), NUM_GENERATIONS=1
-        )
+        changes = {"ROLLOUT_SYNC": "lora", "LORA_R": rank, "PROMPTS_PER_STEP": len(prompts), "NUM_GENERATIONS": 1}
+        s = dataclasses.replace(settings, **changes)
         longest = max(map(len, self.tokenizer(text=prompts)["input_ids"])) + 32
         plan = plan_engine(s, files.config, machine, longest, 0.0, checkpoint_gib(settings.MODEL_ID, files))
         if plan.cache < plan.cache_least:
@@ -198,8 +197,8 @@ def evaluate_adapter(options: argparse.Namespace) -> tuple[dict[str, Any], Path]
             f"{path}: it holds another evaluation (other windows, samples or settings). Name another --out"
         )
 
-    vllm, tiny = installed_versions(["vllm"])["vllm"], s.MODEL_ID == "tiny"
-    use_vllm, why = choose_rollouts(s.USE_VLLM, machine.gpus, tiny, vllm)
+    tiny = s.MODEL_ID == "tiny"
+    use_vllm, why = choose_rollouts(s.USE_VLLM, machine.gpus, tiny, installed_versions(["vllm"])["vllm"])
     way = f"{'vLLM' if use_vllm else 'transformers'}: {why}"
     print(f"{s.MODEL_ID}, {kind} prompts ({reason}), {len(cases)} window(s) x {samples}, {way}", flush=True)
     render_state = renderer(kind, lambda turns: render(files.template, turns, s.REASONING_EFFORT, s.PROMPT_DATE))

@@ -88,9 +88,8 @@ def engine_arguments(settings: Settings, plan: EnginePlan, model_path: str, gpu_
 
 def start_engine(settings: Settings, plan: EnginePlan, model_path: str, stop_token_ids: Sequence[int]) -> Engine:
     """Start vLLM beside the loaded trainer and put it to sleep. Raises EngineError."""
-    started = time.perf_counter()
+    started, total = time.perf_counter(), torch.cuda.get_device_properties(0).total_memory / GIB
     torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(0).total_memory / GIB
     advice = "`--check` prints the plan; VLLM_EAGER=1 compiles less, USE_VLLM=0 does without vLLM"
     with engine_faults("starting the engine", advice), vllm_environment():
         from vllm import LLM, SamplingParams  # optional, and it reads its variables when it is imported
@@ -104,8 +103,7 @@ def start_engine(settings: Settings, plan: EnginePlan, model_path: str, stop_tok
     engine.warm_up(plan.max_model_len)
     before = torch.cuda.mem_get_info()[0]
     engine.sleep()
-    freed, warm_up = (torch.cuda.mem_get_info()[0] - before) / GIB, engine.seconds["warm_up"]
-    told = (time.perf_counter() - started, freed, warm_up)
+    told = (time.perf_counter() - started, (torch.cuda.mem_get_info()[0] - before) / GIB, engine.seconds["warm_up"])
     log.info("vLLM: started and asleep after %.0f s, %.1f GiB freed; %.1f s of it warm-up", *told)
     return engine
 

@@ -62,13 +62,10 @@ def push_weights(model: torch.nn.Module, merged: Iterable[tuple[str, torch.Tenso
     parameters = {name.replace(".base_layer.", "."): value for name, value in model.named_parameters()}
     for name, weight in merged:
         stem, _, kind = name.removesuffix(".weight").rpartition(".")
-        stem = stem.replace(".self_attn", ".attn")
-        if kind == "o_proj":
-            target = parameters[f"{stem}.o_proj.weight"].data
-        else:  # query rows first, then as many key rows as value rows
-            qkv, rows = parameters[f"{stem}.qkv_proj.weight"].data, weight.shape[0]
-            start = {"q_proj": 0, "k_proj": len(qkv) - 2 * rows, "v_proj": len(qkv) - rows}[kind]
-            target = qkv[start : start + rows]
+        stem, rows = stem.replace(".self_attn", ".attn"), len(weight)
+        # Query rows first, then as many key rows as value rows.
+        part = {"q_proj": slice(rows), "k_proj": slice(-2 * rows, -rows), "v_proj": slice(-rows, None)}.get(kind)
+        target = parameters[f"{stem}.{'qkv_proj' if part else kind}.weight"].data[part or slice(None)]
         if target.shape != weight.shape:
             raise ValueError(f"{name}: {tuple(weight.shape)} does not fit the engine's {tuple(target.shape)}")
         target.copy_(weight)

@@ -66,14 +66,11 @@ def test_a_run_leaves_both_evaluations(run):
     assert {"random", "constant", "constant_action", "oracle", "samples", "data_sha256", "before", "after", "difference"} == set(result)  # fmt: skip
     for part in (result["before"], result["after"]):
         assert set(part) == EVAL | {"reward_by_prompt"} and len(part["reward_by_prompt"]) == 12
-        for name in ("reward", "regret", "parse_rate"):
-            assert part[f"{name}_low"] <= part[name] + 1e-9 <= part[f"{name}_high"] + 2e-9
         assert part["reward"] + part["regret"] == pytest.approx(result["oracle"])
         assert sum(part["action_counts"]) + part["unparsed"] == 12 and len(part["action_counts"]) == 4
         assert part["parse_rate"] == pytest.approx(1 - part["unparsed"] / 12)
-    change = result["difference"]
-    assert change["reward"] == pytest.approx(result["after"]["reward"] - result["before"]["reward"])
-    assert change["reward_low"] <= change["reward"] <= change["reward_high"]
+    gain = result["after"]["reward"] - result["before"]["reward"]
+    assert result["difference"]["reward"] == pytest.approx(gain)
     record = read(run.folder, "closed_loop.json")
     check_schema(record, {"base", "trained"})
     assert record["profiles"] == ["days.csv"] and record["samples"] == 1 and record["vote"] is False

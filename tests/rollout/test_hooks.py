@@ -26,8 +26,6 @@ from grpo.rollout.engine import Engine, engine_arguments
 from grpo.rollout.vllm_patches import VLLM_SWITCHES, compile_router_once, vllm_environment
 from grpo.settings import ROOT, Settings
 
-# ---- The source of vLLM ----------------------------------------------------------------------------------------------
-
 
 def top_level(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
     """The statements of a module or class, those under `if` and `try` included, not those of functions and classes."""
@@ -69,9 +67,8 @@ class Source:
         """What `from module import name` gives; imports are followed."""
         path = self.path(module)
         statements = list(top_level(parsed(path).body))
-        for node in statements:
-            if name in names_of(node):
-                return Definition(self, module, node)
+        if found := next((node for node in statements if name in names_of(node)), None):
+            return Definition(self, module, found)
         for node in statements:
             for alias in node.names if isinstance(node, ast.ImportFrom) else ():
                 if (alias.asname or alias.name) == name:
@@ -98,9 +95,8 @@ class Definition:
 
     def member(self, name: str) -> Definition:
         """A method or class variable, the class's own or a base's."""
-        for node in top_level(self.node.body):
-            if name in names_of(node):
-                return Definition(self.source, self.module, node)
+        if found := next((node for node in top_level(self.node.body) if name in names_of(node)), None):
+            return Definition(self.source, self.module, found)
         for base in self.node.bases:
             try:
                 return self.source.find(self.module, ast.unparse(base)).member(name)
@@ -110,13 +106,8 @@ class Definition:
 
     def sets(self, *names: str) -> None:
         """Assert that the methods of a class assign `self.name` for all `names`."""
-        found = set()
-        for node in ast.walk(self.node):
-            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-            for target in targets:
-                parts = target.elts if isinstance(target, ast.Tuple) else [target]
-                found |= {ast.unparse(part) for part in parts if isinstance(part, ast.Attribute)}
-        missing = {f"self.{name}" for name in names} - found
+        written = [n for n in ast.walk(self.node) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)]
+        missing = {f"self.{name}" for name in names} - set(map(ast.unparse, written))
         assert not missing, f"{self.module}.{self.node.name} sets no {missing}"
 
     @property
@@ -158,10 +149,9 @@ def engine_calls(prefix: str) -> dict[str, list[tuple[int, set[str]]]]:
 
 
 def test_vllm_has_every_name_that_is_imported(vllm):
-    imports = [
-        n for path in (ROOT / "grpo").rglob("*.py") for n in ast.walk(parsed(path)) if isinstance(n, ast.ImportFrom)
-    ]
-    names = {(n.module, alias.name) for n in imports if (n.module or "").startswith("vllm") for alias in n.names}
+    nodes = [node for path in (ROOT / "grpo").rglob("*.py") for node in ast.walk(parsed(path))]
+    imports = [n for n in nodes if isinstance(n, ast.ImportFrom) and (n.module or "").startswith("vllm")]
+    names = {(n.module, alias.name) for n in imports for alias in n.names}
     assert {("vllm", "LLM"), ("vllm.device_allocator.cumem", "create_and_map")} < names
     for module, name in names:
         vllm.find(module, name)

@@ -22,6 +22,7 @@ from grpo.tasks.tes.plant import DECISION_DAYS, HOURS, START_KWH, Plant
 from grpo.tasks.tes.profiles import Window
 from grpo.tasks.tes.prompts import State
 
+Record = dict[str, Any]  # closed_loop.json
 MODELS = ("base", "trained")
 LEAST_WINDOWS = 3  # fewer give no interval: a bootstrap over two windows says nothing
 
@@ -38,11 +39,11 @@ class Case:
 def read_cases(path: Path, co2_column: str | None = None, load_column: str | None = None) -> list[Case]:
     """The windows of a profile CSV. Raises ProfileError with every problem of the file."""
     profile = tes_profiles.read_profile(path, co2_column, load_column)
-    index = {day: i for i, day in enumerate(profile.dates)}
     cases = []
     for window in tes_profiles.windows(profile):
-        days = [index[day] for day in window.dates[:DECISION_DAYS]]
-        cases.append(Case(f"{path.stem}: {window.dates[0]}", window, profile.co2[days].ravel()))
+        first = profile.dates.index(window.dates[0])
+        co2 = profile.co2[first : first + DECISION_DAYS].ravel()
+        cases.append(Case(f"{path.stem}: {window.dates[0]}", window, co2))
     return cases
 
 
@@ -67,10 +68,10 @@ def new_record(
     sampling: Mapping[str, Any],
     start_kwh: float = START_KWH,
     hours: int = 24 * DECISION_DAYS,
-) -> dict[str, Any]:
+) -> Record:
     """closed_loop.json with the rules and the optimum, before a model was asked. `sampling` says how it will be."""
     plant, windows, decisions = Plant(), [case.window for case in cases], loop.decisions_in(hours)
-    record: dict[str, Any] = {
+    record: Record = {
         "profiles": list(profiles),
         "start_kwh": start_kwh,
         "samples": samples,
@@ -92,17 +93,13 @@ def new_record(
         "totals": {},
     }
     for name, policy in {"optimum": loop.optimum(windows, plant, start_kwh, decisions), **loop.RULES}.items():
-        add_policy(record, name, windows, loop.closed_loop(windows, plant, policy, start_kwh, decisions))
+        trace = loop.closed_loop(windows, plant, policy, start_kwh, decisions)
+        add_policy(record, name, windows, trace, np.zeros(len(windows), int))
     return record
 
 
 def add_policy(
-    record: dict[str, Any],
-    name: str,
-    windows: Sequence[Window],
-    trace: loop.Trace,
-    unparsed: np.ndarray | None = None,
-    answers: int = 0,
+    record: Record, name: str, windows: Sequence[Window], trace: loop.Trace, unparsed: np.ndarray, answers: int = 0
 ) -> None:
     """Put a policy into the record and compute the totals again.
 
@@ -125,14 +122,14 @@ def add_policy(
             "storage_kwh": storage[1:],
             "co2_kg": hourly(trace.co2_kg[i], hours, 0.0),
             "unserved_kwh": hourly(trace.unserved_kwh[i], hours, 0.0),
-            "unparsed": 0 if unparsed is None else int(unparsed[rows].sum()),
+            "unparsed": int(unparsed[rows].sum()),
             "answers": answers // count,
             "mean": {key: tidy(float(values[rows].mean())) for key, values in sums.items()},
         }
     add_totals(record)
 
 
-def add_totals(record: dict[str, Any]) -> None:
+def add_totals(record: Record) -> None:
     """Totals over the windows, regret with its interval, and the difference of the two models, from `mean` alone."""
     entries = [entry["policies"] for entry in record["windows"]]
     priced = {name: [one[name]["mean"]["priced_kg"] for one in entries] for name in entries[0]}
@@ -159,7 +156,7 @@ def add_totals(record: dict[str, Any]) -> None:
         record["difference"] = regret("trained", "base")
 
 
-def keep_models(record: dict[str, Any], path: Path, names: Sequence[str] = MODELS) -> bool:
+def keep_models(record: Record, path: Path, names: Sequence[str] = MODELS) -> bool:
     """Take over what `path` holds of the models `names` if it is of the same windows, samples and settings; whether it
     was. A file that is not there, or cannot be read, is none of the same."""
 
@@ -179,9 +176,7 @@ def keep_models(record: dict[str, Any], path: Path, names: Sequence[str] = MODEL
     return True
 
 
-def run_model(
-    record: dict[str, Any], name: str, cases: Sequence[Case], ask: loop.Ask, render: Callable[[State], str]
-) -> None:
+def run_model(record: Record, name: str, cases: Sequence[Case], ask: loop.Ask, render: Callable[[State], str]) -> None:
     """Let a model run through the cases and put it into the record as `name`, base or trained. With `vote`, `samples`
     answers decide each hour; without, every window is run `samples` times, all of them side by side."""
     votes, passes = (record["samples"], 1) if record["vote"] else (1, record["samples"])
