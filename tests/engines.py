@@ -16,10 +16,12 @@ EXACT = 2e-4  # nats: both sides compute in float32, in another order
 
 
 def trainer_with_engine(tiny, folder, **changes):
-    """A trainer in float32 without autocast and, in `trainer.run.engine`, a stub of the same precision, asleep."""
+    """A trainer in float32 without autocast and, in `trainer.run.engine`, a stub with the same weights, asleep."""
     trainer = plain_float32(make(tiny, folder, **changes))
     settings = trainer.run.settings
     stub = StubLLM(tiny, enable_lora=settings.ROLLOUT_SYNC == "lora", dtype=torch.float32)
+    weights = trainer.model.get_base_model().state_dict()
+    stub.model.load_state_dict({n.replace(".base_layer", ""): w for n, w in weights.items() if "lora_" not in n})
     trainer.run.engine = Engine(stub, StubSampling, StubLoRARequest, settings, trainer.eos_token_ids)
     trainer.run.engine.folder = folder / "adapter"
     trainer.run.engine.sleep()
@@ -41,13 +43,12 @@ def prompts_of(trainer):
     return trainer.processing_class(text=[row.prompt for row in trainer.run.rows])["input_ids"]
 
 
-def trainer_logps(trainer, prompts, completions, temperature=1.0):
+def trainer_logps(trainer, prompts, completions=None, temperature=1.0):
+    """Of the completions' tokens, or where there are none of the prompts'."""
+    if completions is None:
+        return score_tokens(trainer, prompts, [1] * len(prompts), 1.0)
     rows = [list(p) + list(c) for p, c in zip(prompts, completions, strict=True)]
     return score_tokens(trainer, rows, list(map(len, prompts)), temperature)
-
-
-def prompt_logps(trainer, prompts):
-    return score_tokens(trainer, prompts, [1] * len(prompts), 1.0)
 
 
 def apart(rows, values):

@@ -2,17 +2,14 @@
 """A stub of vLLM on the CPU that keeps its contract, so that the rollout engine is tested without a GPU.
 
 What it keeps of vLLM 0.26 (files of that version in brackets):
-- a copy of the model of its own, which changes only by `apply_model` and `add_lora`;
-- packed attention weights under vLLM's names: `model.layers.N.attn.qkv_proj.weight`, rows of q, k, v, and `attn.o_proj`
-  (model_executor/models/gpt_oss.py), with `.base_layer.` in them where LoRA is enabled;
+- a copy of the model of its own, which changes only by `apply_model` and `add_lora`; packed attention weights under vLLM's
+  names (model_executor/models/gpt_oss.py), with `.base_layer.` in them where LoRA is enabled;
 - adapters: loaded once for an integer id, only one held, scale alpha / r, refused for a rank above `max_lora_rank`, a
   bias or an unknown module (lora/worker_manager.py, lora/peft_helper.py);
 - sampling from torch's global generator; log-probs after temperature; the stop token is part of a completion; log-probs
   of prompts ignore the temperature (v1/worker/gpu_model_runner.py);
 - a prefix cache keyed by the adapter's name (v1/core/kv_cache_utils.py), emptied by sleep and `reset_prefix_cache`.
-
-What is stricter: vLLM hangs when it generates asleep, and returns wrong text where its prefix cache is stale; the stub
-raises. What it leaves out: speed, memory, CUDA graphs, kernels.
+Stricter: vLLM hangs when it generates asleep, and returns wrong text where its prefix cache is stale; the stub raises.
 """
 
 from __future__ import annotations
@@ -28,7 +25,9 @@ import torch
 from safetensors.torch import load_file
 
 from grpo.model.load import load_model
+from grpo.rollout.engine import Engine, engine_arguments
 
+SYNCS = ("merge", "lora")
 PACKED = ("q_proj", "k_proj", "v_proj")
 
 
@@ -76,15 +75,13 @@ class StubLLM:
         enable_lora: bool = False,
         dtype: torch.dtype = torch.bfloat16,
         max_lora_rank: int = 16,
-        lora_target_modules: Sequence[str] = ("qkv_proj", "o_proj"),
         max_model_len: int = 4096,
     ):
         config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
         # The trainer's seed must not depend on whether an engine was built.
         with torch.random.fork_rng(devices=[]):
             self.model = load_model(str(folder), config, "eager").to(dtype).eval().requires_grad_(False)
-        self.enable_lora, self.max_lora_rank, self.targets = enable_lora, max_lora_rank, tuple(lora_target_modules)
-        self.max_model_len = max_model_len
+        self.enable_lora, self.max_lora_rank, self.max_model_len = enable_lora, max_lora_rank, max_model_len
         self.asleep = False
         self.calls: list[str] = []
         self.requests: list[Any] = []
@@ -145,9 +142,7 @@ class StubLLM:
     def apply_model(self, function: Any) -> list[Any]:
         self._called("apply_model")
         if not self.ignore_adapter and not (self.keeps_first_adapter and self.calls.count("apply_model") > 1):
-            others = [("model.embedding.weight", self.model.model.embed_tokens.weight)]
-            parameters = [*others, *self.packed.items()]
-            return [function(SimpleNamespace(named_parameters=lambda: iter(parameters)))]
+            function(SimpleNamespace(named_parameters=self.packed.items))
         return [None]
 
     def reset_prefix_cache(self) -> bool:
@@ -178,9 +173,8 @@ class StubLLM:
             module, _, kind = name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".")
             if module not in known or kind not in ("lora_A", "lora_B"):
                 raise ValueError(f"{name} is unsupported LoRA weight")
-            leaf = module.rpartition(".")[2]
-            if kind == "lora_B" or ("qkv_proj" if leaf in PACKED else leaf) not in self.targets:
-                continue  # modules outside the list are dropped without a word
+            if kind == "lora_B":
+                continue
             a, b = tensors[name], tensors[name.replace("lora_A", "lora_B")]
             if a.shape[0] != config["r"] or b.shape[1] != config["r"]:
                 raise ValueError(f"{name} has another rank than {config['r']}")
@@ -188,7 +182,7 @@ class StubLLM:
             adapter[module] = (a.to(dtype), (b * (config["lora_alpha"] / config["r"])).to(dtype))
         return adapter
 
-    def generate(self, prompts: Sequence[Any], sampling_params: Any, use_tqdm: bool = True, lora_request: Any = None):  # fmt: skip
+    def generate(self, prompts: Sequence[Any], sampling_params: Any, use_tqdm: bool = True, lora_request: Any = None):
         self._called("generate")
         self.requests.append(lora_request)
         self.active = {}
@@ -201,9 +195,8 @@ class StubLLM:
         if self.prefix_cache.setdefault(name, weights) != weights:
             raise RuntimeError(f"the prefix cache of {name} was filled with other weights")
         rows = [list(prompt["prompt_token_ids"]) for prompt in prompts]
-        for row in rows:
-            if not 0 < len(row) <= self.max_model_len:
-                raise ValueError(f"a prompt of {len(row)} tokens, max_model_len is {self.max_model_len}")
+        if not all(0 < len(row) <= self.max_model_len for row in rows):
+            raise ValueError(f"prompts of {[*map(len, rows)]} tokens, max_model_len is {self.max_model_len}")
         with torch.no_grad():
             each = sampling_params if isinstance(sampling_params, list) else [sampling_params] * len(rows)
             if len(each) != len(rows):
@@ -232,9 +225,8 @@ class StubLLM:
         places = (mask.cumsum(1) - 1).clamp(min=0)
         tokens, values, cache = [[] for _ in rows], [[] for _ in rows], None
         for _ in range(max(one.max_tokens for one in each)):
-            output = self.model(
-                input_ids=ids, attention_mask=mask, position_ids=places, past_key_values=cache, use_cache=True
-            )
+            given = {"input_ids": ids, "attention_mask": mask, "position_ids": places, "past_key_values": cache}
+            output = self.model(**given, use_cache=True)
             cache = output.past_key_values
             logps = (output.logits[:, -1].float() / parameters.temperature).log_softmax(-1)
             if parameters.top_p < 1:
@@ -252,21 +244,21 @@ class StubLLM:
                 break
             mask = torch.cat([mask, torch.ones(len(rows), 1, dtype=mask.dtype)], 1)
             places = places[:, -1:] + 1
-        return [
-            SimpleNamespace(
-                prompt_logprobs=None,
-                outputs=[SimpleNamespace(token_ids=t, logprobs=self._logprobs(t, v, parameters))],
-            )
-            for t, v in zip(tokens, values, strict=True)
+        outputs = [
+            SimpleNamespace(token_ids=t, logprobs=self._logprobs(v)) for t, v in zip(tokens, values, strict=True)
         ]
+        return [SimpleNamespace(prompt_logprobs=None, outputs=[one]) for one in outputs]
 
-    @staticmethod
-    def _logprobs(tokens: list[int], values: list[float], parameters: StubSampling) -> Any:
-        if parameters.logprobs is None:
-            return None
-        if parameters.flat_logprobs:
-            return SimpleNamespace(logprobs=values)
-        return [{token: SimpleNamespace(logprob=v)} for token, v in zip(tokens, values, strict=True)]
+    def _logprobs(self, values: list[float]) -> Any:
+        return SimpleNamespace(logprobs=values)  # as with flat_logprobs
 
 
-SYNCS = ("merge", "lora")
+def stub_engine(settings, plan, model_path, stop_token_ids, prepare=lambda stub: None) -> Engine:
+    """In place of `start_engine`: on a stub with the arguments that vLLM would get, asleep."""
+    arguments = engine_arguments(settings, plan, model_path, 79.6)
+    names = {"enable_lora", "max_lora_rank", "max_model_len"} & set(arguments)
+    stub = StubLLM(model_path, **{name: arguments[name] for name in names})
+    prepare(stub)
+    engine = Engine(stub, StubSampling, StubLoRARequest, settings, stop_token_ids)
+    engine.sleep()
+    return engine

@@ -50,15 +50,11 @@ def table(results: Mapping[str, Any]) -> str:
     lines = ["Held-out mean reward, 95% interval over prompts", f"  random action         {results['random']:.3f}"]
     lines.append(f"  best constant action  {results['constant']:.3f}   (always [{results['constant_action']}])")
     for name in ("before", "after"):
-        if one := results.get(name):
-            rates = f"regret {one['regret']:.3f}, parse rate {one['parse_rate']:.2f}, best action {one['best_action_rate']:.2f}"
-            interval = f"{one['reward_low']:.3f} to {one['reward_high']:.3f}"
-            lines.append(f"  {name + ' training':<21} {one['reward']:.3f}   {interval}   ({rates})")
+        row = "{reward:.3f}   {reward_low:.3f} to {reward_high:.3f}   (regret {regret:.3f}, parse rate {parse_rate:.2f}, best action {best_action_rate:.2f})"
+        lines.append(f"  {name + ' training':<21} " + row.format(**results[name]))
     lines.append(f"  oracle                {results['oracle']:.3f}")
-    if change := results.get("difference"):
-        interval = f"{change['reward_low']:+.3f} to {change['reward_high']:+.3f}"
-        lines.append(f"  after - before       {change['reward']:+.3f}   {interval}")
-    return "\n".join(lines)
+    row = "  after - before       {reward:+.3f}   {reward_low:+.3f} to {reward_high:+.3f}"
+    return "\n".join([*lines, row.format(**results["difference"])])
 
 
 def measure_rewards(trainer: Trainer, rows: Sequence[Row], base: bool) -> None:
@@ -74,12 +70,12 @@ def measure_rewards(trainer: Trainer, rows: Sequence[Row], base: bool) -> None:
             results["before"] = earlier["before"]
     if "before" not in results:
         results["before"] = evaluate(trainer, rows, samples, base=True)
-    if not base:
+    if base:
+        told = f"held-out reward before training: {results['before']['reward']:.3f}"
+    else:
         results["after"] = evaluate(trainer, rows, samples)
         scores = (results[name]["reward_by_prompt"] for name in ("before", "after"))
         results["difference"] = rewards.paired_difference(*scores)
+        told = f"\n{table(results)}\n"
     write_text(path, json.dumps(results, indent=2) + "\n")
-    if base:
-        log.info("held-out reward before training: %.3f", results["before"]["reward"])
-    else:
-        log.info("\n%s\n", table(results))
+    log.info("%s", told)

@@ -23,6 +23,7 @@ def measure_closed_loop(trainer: Trainer, plan: ClosedLoop, template: str | None
     """closed_loop.json: the base model or the trained adapter controls the plant through the windows of EVAL_PROFILE. A
     resumed run keeps the base model's. `template`: the model's chat template."""
     s, started = trainer.run.settings, time.perf_counter()
+    said = started
     if not plan.prompt:
         log.info("no closed loop: %s", plan.reason)
         return
@@ -30,7 +31,6 @@ def measure_closed_loop(trainer: Trainer, plan: ClosedLoop, template: str | None
     record = new_record(plan.cases, plan.profiles, s.EVAL_SAMPLES, False, sampling_of(s, plan.prompt))
     keep_models(record, path, ("base",))
     render_state = renderer(plan.prompt, lambda turns: render(template, turns, s.REASONING_EFFORT, s.PROMPT_DATE))
-    said = started
 
     def ask(prompts: Sequence[str], samples: int, hour: int) -> list[str]:
         nonlocal said

@@ -29,20 +29,10 @@ from grpo.preflight.memory import plan_engine
 from grpo.rollout.engine import EngineError, start_engine
 from grpo.run.folder import ADAPTER
 from grpo.settings import Problems, Settings, load_settings, show
+from grpo.tasks.tes import record as tes_record
 from grpo.tasks.tes.plant import Plant
 from grpo.tasks.tes.profiles import ProfileError
 from grpo.tasks.tes.prompts import prompt_kind, renderer, state_at
-from grpo.tasks.tes.record import (
-    Case,
-    check_writable,
-    keep_models,
-    new_record,
-    read_cases,
-    run_model,
-    sampling_of,
-    shown_path,
-    write_record,
-)
 
 # What the adapter's run recorded of its model and sampling; the rest belongs to the machine and comes from here.
 RECORDED = (
@@ -65,18 +55,17 @@ def recorded_settings(adapter: Path | None, environ: Mapping[str, str]) -> dict[
     return dict(environ)
 
 
-def read_profiles(options: argparse.Namespace, problems: Problems) -> tuple[list[str], list[Case]]:
+def read_profiles(options: argparse.Namespace, problems: Problems) -> tuple[list[str], list[tes_record.Case]]:
     """(the files that --profile names, for the record; their windows); what is wrong with them is added."""
-    paths: list[Path] = []
-    cases: list[Case] = []
+    paths, cases = [], []
     for name in options.profile:  # a name with a comma is one file here, not two as in a setting
         paths += [Path(name)] if Path(name).is_file() else find_files("--profile", name, problems)
     for path in paths:
         try:
-            cases += read_cases(path, options.co2_column, options.load_column)
+            cases += tes_record.read_cases(path, options.co2_column, options.load_column)
         except ProfileError as error:
             problems += error.problems
-    return list(map(shown_path, paths)), cases
+    return list(map(tes_record.shown_path, paths)), cases
 
 
 def choose_prompt(requested: str, settings: Settings) -> tuple[str, str]:
@@ -111,67 +100,62 @@ class TransformersModel:
     """A model, with its adapter or without, that transformers generates with (eager attention: exact at any length)."""
 
     def __init__(self, settings: Settings, model_path: str, config: Mapping[str, Any], adapter: Path | None):
-        self.settings, self.tokenizer = settings, load_tokenizer(model_path)
+        self.settings, self.tokenizer, self.adapter = settings, load_tokenizer(model_path), adapter
         self.model = load_model(model_path, config, "eager").eval()
         self.eos = stop_tokens(self.model.generation_config.eos_token_id, self.tokenizer)
         if adapter is not None:
             self.model = PeftModel.from_pretrained(self.model, str(adapter)).eval()
 
     @torch.no_grad()
-    def ask(self, prompts: Sequence[str], samples: int, seed: int, base: bool = False) -> list[str]:
-        """`samples` completions of each prompt, special tokens included, in the order of the prompts."""
-        s = self.settings
-        rows = [prompt for prompt in prompts for _ in range(samples)]
+    def ask(self, prompts: Sequence[str], seed: int, base: bool = False) -> list[str]:
+        """One completion of each prompt, special tokens included (behind the one that ends it, padding)."""
+        s, texts = self.settings, []
         chunk = s.GENERATION_BATCH or 64
-        texts: list[str] = []
         torch.manual_seed(seed)
-        switch = getattr(self.model, "disable_adapter", None) if base else None
-        with switch() if switch else contextlib.nullcontext():
-            for start in range(0, len(rows), chunk):
-                batch = self.tokenizer(text=rows[start : start + chunk], padding=True, return_tensors="pt")
-                batch = batch.to(self.model.device)
+        with self.model.disable_adapter() if base and self.adapter else contextlib.nullcontext():
+            for start in range(0, len(prompts), chunk):
+                batch = self.tokenizer(text=prompts[start : start + chunk], padding=True, return_tensors="pt")
                 ids = self.model.generate(
-                    **batch, do_sample=True, temperature=s.TEMPERATURE, top_p=s.TOP_P, top_k=0,
+                    **batch.to(self.model.device), do_sample=True, temperature=s.TEMPERATURE, top_p=s.TOP_P, top_k=0,
                     max_new_tokens=s.MAX_COMPLETION_LEN, eos_token_id=self.eos, pad_token_id=self.tokenizer.pad_token_id,
                 )  # fmt: skip
-                completions = ids[:, batch["input_ids"].shape[1] :].tolist()
-                texts += self.tokenizer.batch_decode([until_stop(one, self.eos) for one in completions])
+                texts += self.tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :])
         return texts
 
 
 class VllmModel:
     """A model that vLLM generates with: MXFP4 weights, the adapter loaded natively from its folder (ROLLOUT_SYNC=lora's
-    way). There is no trainer beside it, so it stays awake. Raises EngineError."""
+    way). There is no trainer beside it, so it stays awake. `prompts`: those of the first hour. Raises EngineError."""
 
     def __init__(
         self,
         settings: Settings,
         files: ModelFiles,
-        model_path: str,
+        path: str,
         adapter: Path | None,
         machine: Machine,
-        prompt_len: int,
-        rows: int,
+        prompts: list[str],
     ):
-        self.tokenizer, self.adapter = load_tokenizer(model_path), adapter
-        rank = settings.LORA_R
+        self.tokenizer, self.adapter, rank = load_tokenizer(path), adapter, settings.LORA_R
         if adapter is not None:
             rank = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))["r"]
-        # The plan of a step serves for an hour: as many sequences as are asked at once, no trainer's memory.
-        s = dataclasses.replace(settings, ROLLOUT_SYNC="lora", LORA_R=rank, PROMPTS_PER_STEP=rows, NUM_GENERATIONS=1)
-        plan = plan_engine(s, files.config, machine, prompt_len, 0.0, checkpoint_gib(settings.MODEL_ID, files))
+        # The plan of a step serves for an hour: as many sequences as are asked at once, no trainer's memory. The first hour
+        # lists the most hours; a little more for longer numbers.
+        changes = {"ROLLOUT_SYNC": "lora", "LORA_R": rank, "PROMPTS_PER_STEP": len(prompts), "NUM_GENERATIONS": 1}
+        s = dataclasses.replace(settings, **changes)
+        longest = max(map(len, self.tokenizer(text=prompts)["input_ids"])) + 32
+        plan = plan_engine(s, files.config, machine, longest, 0.0, checkpoint_gib(settings.MODEL_ID, files))
         if plan.cache < plan.cache_least:
             need = plan.weights + plan.scratch + plan.cache_least
             raise EngineError(f"it needs {need:.1f} GiB of the GPU, {machine.gpu_free:.1f} are free")
-        eos = stop_tokens(load_generation_config(model_path).eos_token_id, self.tokenizer)
-        self.engine = start_engine(s, plan, model_path, eos)
+        eos = stop_tokens(load_generation_config(path).eos_token_id, self.tokenizer)
+        self.engine = start_engine(s, plan, path, eos)
         self.engine.wake()
 
-    def ask(self, prompts: Sequence[str], samples: int, seed: int, base: bool = False) -> list[str]:
-        """`samples` completions of each prompt, special tokens included, in the order of the prompts."""
-        rows = [prompt for prompt in prompts for _ in range(samples)]
+    def ask(self, prompts: Sequence[str], seed: int, base: bool = False) -> list[str]:
+        """One completion of each prompt, special tokens included."""
         self.engine.use_adapter(None if base else self.adapter)
-        ids, _ = self.engine.generate(self.tokenizer(text=rows)["input_ids"], seed)
+        ids, _ = self.engine.generate(self.tokenizer(text=prompts)["input_ids"], seed)
         return self.tokenizer.batch_decode(ids)
 
 
@@ -179,22 +163,6 @@ def stop_tokens(eos: int | Sequence[int] | None, tokenizer: Any) -> list[int]:
     """The ids that end a completion, as TRL collects them: the generation config's and the tokenizer's."""
     ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
     return ids if tokenizer.eos_token_id in ids else [tokenizer.eos_token_id, *ids]
-
-
-def until_stop(ids: Sequence[int], stop: Sequence[int]) -> list[int]:
-    """A completion without the padding behind its stop token.
-
-    >>> until_stop([5, 6, 2, 0, 0], [2])
-    [5, 6, 2]
-    """
-    end = next((i for i, token in enumerate(ids) if token in stop), len(ids) - 1)
-    return list(ids[: end + 1])
-
-
-def refuse(problems: Sequence[str]) -> None:
-    """Raises InputError where there are problems."""
-    if problems:
-        raise InputError(*dict.fromkeys(problems))
 
 
 def evaluate_adapter(options: argparse.Namespace) -> tuple[dict[str, Any], Path]:
@@ -212,35 +180,33 @@ def evaluate_adapter(options: argparse.Namespace) -> tuple[dict[str, Any], Path]
             problems.add(f"--adapter {adapter}", f"{name} is not there", "Name a run's folder or a checkpoint")
     path = options.out or (adapter or Path()) / CLOSED_LOOP
     if options.out or not problems:  # a folder that is no adapter's has been told already
-        check_writable(path, problems)
+        tes_record.check_writable(path, problems)
     profiles, cases = read_profiles(options, problems)
     machine = read_machine()
     files = check_model(s, machine, problems)
-    refuse(problems)
     kind, reason = choose_prompt(options.prompt, s)
-    if kind == "compact" and files.template is None:
+    if files and kind == "compact" and files.template is None:
         problems.add(f"MODEL_ID={s.MODEL_ID}", "it has no chat template", "Add chat_template.jinja, or --prompt full")
-        refuse(problems)
-    sampling = sampling_of(s, kind)
-    record = new_record(cases, profiles, samples, options.vote, sampling, options.start_kwh, options.hours_limit)
-    if not keep_models(record, path) and path.exists():
-        problems.add(
-            str(path), "it holds another evaluation (other windows, samples or settings)", "Name another --out"
+    if problems:
+        raise InputError(*dict.fromkeys(problems))
+    sampling = tes_record.sampling_of(s, kind)
+    given = (samples, options.vote, sampling, options.start_kwh, options.hours_limit)
+    record = tes_record.new_record(cases, profiles, *given)
+    if not tes_record.keep_models(record, path) and path.exists():
+        raise InputError(
+            f"{path}: it holds another evaluation (other windows, samples or settings). Name another --out"
         )
-        refuse(problems)
 
-    vllm, tiny = installed_versions(["vllm"])["vllm"], s.MODEL_ID == "tiny"
-    use_vllm, why = choose_rollouts(s.USE_VLLM, machine.gpus, tiny, vllm)
+    tiny = s.MODEL_ID == "tiny"
+    use_vllm, why = choose_rollouts(s.USE_VLLM, machine.gpus, tiny, installed_versions(["vllm"])["vllm"])
     way = f"{'vLLM' if use_vllm else 'transformers'}: {why}"
     print(f"{s.MODEL_ID}, {kind} prompts ({reason}), {len(cases)} window(s) x {samples}, {way}", flush=True)
     render_state = renderer(kind, lambda turns: render(files.template, turns, s.REASONING_EFFORT, s.PROMPT_DATE))
     model_path = str(files.folder) if tiny else s.MODEL_ID
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if use_vllm:
-        # Room for the longest prompt: measured on the first hour, which lists the most, and a little more.
         first = [render_state(state_at(case.window, Plant(), 0, options.start_kwh)) for case in cases]
-        longest = max(map(len, load_tokenizer(model_path)(text=first)["input_ids"])) + 32
-        model: Any = VllmModel(s, files, model_path, adapter, machine, longest, len(cases) * samples)
+        model: Any = VllmModel(s, files, model_path, adapter, machine, first * samples)
     else:
         model = TransformersModel(s, model_path, files.config, adapter)
     for name in ("base", "trained") if options.base_too else ("trained" if adapter else "base",):
@@ -248,9 +214,10 @@ def evaluate_adapter(options: argparse.Namespace) -> tuple[dict[str, Any], Path]
 
         def ask(prompts: Sequence[str], count: int, hour: int, base: bool = name == "base") -> list[str]:
             # The same seeds as a run's own closed loop, and the same for both models.
-            return model.ask(prompts, count, sampling_seed(s.SEED, hour + 1, "evaluation"), base)
+            rows = [prompt for prompt in prompts for _ in range(count)]
+            return model.ask(rows, sampling_seed(s.SEED, hour + 1, "evaluation"), base)
 
-        run_model(record, name, cases, ask, render_state)
-        write_record(record, path)
+        tes_record.run_model(record, name, cases, ask, render_state)
+        tes_record.write_record(record, path)
         print(f"{name}: {time.perf_counter() - started:.1f} s", flush=True)
     return record, path

@@ -44,8 +44,6 @@ def engine_faults(doing: str, advice: str) -> Iterator[None]:
     """Say what the engine was doing and what helps. An in-process vLLM must not be used again after an exception."""
     try:
         yield
-    except EngineError:
-        raise
     except Exception as error:
         reason = (str(error).strip().splitlines() or [""])[0][:300]
         raise EngineError(f"{doing} failed ({type(error).__name__}: {reason}). {advice}") from error
@@ -90,9 +88,8 @@ def engine_arguments(settings: Settings, plan: EnginePlan, model_path: str, gpu_
 
 def start_engine(settings: Settings, plan: EnginePlan, model_path: str, stop_token_ids: Sequence[int]) -> Engine:
     """Start vLLM beside the loaded trainer and put it to sleep. Raises EngineError."""
-    started = time.perf_counter()
+    started, total = time.perf_counter(), torch.cuda.get_device_properties(0).total_memory / GIB
     torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(0).total_memory / GIB
     advice = "`--check` prints the plan; VLLM_EAGER=1 compiles less, USE_VLLM=0 does without vLLM"
     with engine_faults("starting the engine", advice), vllm_environment():
         from vllm import LLM, SamplingParams  # optional, and it reads its variables when it is imported
@@ -106,18 +103,15 @@ def start_engine(settings: Settings, plan: EnginePlan, model_path: str, stop_tok
     engine.warm_up(plan.max_model_len)
     before = torch.cuda.mem_get_info()[0]
     engine.sleep()
-    freed = (torch.cuda.mem_get_info()[0] - before) / GIB
-    note = f"{freed:.1f} GiB freed; {engine.seconds['warm_up']:.1f} s of it warm-up"
-    log.info("vLLM: started and asleep after %.0f s, %s", time.perf_counter() - started, note)
+    told = (time.perf_counter() - started, (torch.cuda.mem_get_info()[0] - before) / GIB, engine.seconds["warm_up"])
+    log.info("vLLM: started and asleep after %.0f s, %.1f GiB freed; %.1f s of it warm-up", *told)
     return engine
 
 
 class Engine:
-    """One vLLM in this process: awake for rollouts, asleep (level 1) while the trainer learns.
-
-    It holds no state of the adapter that could be stale: `rollout` wakes it, syncs the weights, generates and lets it
-    sleep, every time. `sampling` and `lora_request` are vLLM's SamplingParams and LoRARequest, passed in so that tests can
-    put a stub in vLLM's place. All methods that ask vLLM raise EngineError.
+    """One vLLM in this process: awake for rollouts, asleep (level 1) while the trainer learns. It holds no state of the
+    adapter that could be stale: `rollout` syncs the weights every time. `sampling` and `lora_request` are vLLM's
+    SamplingParams and LoRARequest, passed in so that tests can put a stub in vLLM's place. All that ask vLLM raise EngineError.
     """
 
     def __init__(self, llm: Any, sampling: Any, lora_request: Any, settings: Settings, stop_token_ids: Sequence[int]):
@@ -198,12 +192,9 @@ class Engine:
     def generate(
         self, prompt_ids: Rows, seed: int, max_tokens: int | Sequence[int] | None = None, top_p: float | None = None
     ) -> Generated:
-        """One completion for each row (a prompt stands there once for each of its completions), in order.
-
-        Returns completion ids, a stop token included, and the log-prob of each sampled token after temperature. `seed`
-        sets torch's generator, from which vLLM draws in this process: a generator for each request would cost a kernel
-        for each sequence and token.
-        """
+        """One completion for each row (a prompt stands there once for each of its completions), in order: ids, a stop token
+        included, and the log-prob of each sampled token after temperature. `seed` sets torch's generator, from which vLLM
+        draws in this process: a generator for each request would cost a kernel for each sequence and token."""
         if self.asleep or not self.current:
             raise EngineError("generating needs the engine awake and its weights synced")
         s, most = self.settings, max_tokens or self.settings.MAX_COMPLETION_LEN
@@ -225,7 +216,7 @@ class Engine:
                 values = [[None if math.isnan(v) else v for v in output.logprobs.logprobs] for output in outputs]
             finally:
                 gc.enable()
-            if [len(row) for row in ids] != [len(row) for row in values]:
+            if list(map(len, ids)) != list(map(len, values)):
                 raise RuntimeError("the engine gave another number of log-probs than of tokens")
         return ids, values
 

@@ -13,7 +13,7 @@ import torch
 from grpo.model.attention import KERNELS, hidden_states
 from grpo.model.load import evaluating
 from grpo.model.packing import pack_batch
-from grpo.rollout.engine import EngineError, Rows
+from grpo.rollout.engine import Rows
 from grpo.rollout.weight_sync import lora_layers
 from grpo.run.logs import banner_text
 from grpo.settings import log
@@ -40,26 +40,35 @@ def check_mismatch(trainer: Any) -> None:
     Raises ParityError. Prints mean and maximum of |difference| in nats.
     """
     run, engine = trainer.run, trainer.run.engine
-    if run.settings.PARITY == "off":
+    s = run.settings
+    if s.PARITY == "off":
         log.warning(banner_text("PARITY=off: nothing checks that vLLM generates with the adapter that is trained"))
         return
     policy = trainer.accelerator.unwrap_model(trainer.model)
     prompts = trainer.processing_class(text=[row.prompt for row in run.rows[:PARITY_PROMPTS]])["input_ids"]
     fixed = [row[:PARITY_TOKENS] for row in prompts]
-    with evaluating(trainer.model), strong_adapter(policy, run.settings.SEED) as matrices:
+    with evaluating(trainer.model), strong_adapter(policy, s.SEED) as matrices:
         for when in ("before the first step", "after a sleep"):
             engine.wake()
             engine.sync_weights(policy)
             scored = engine.score(fixed)
             # Without nucleus sampling, whose renormalized log-probs the trainer does not have.
-            ids, sampled = engine.generate(prompts, run.settings.SEED, PARITY_SAMPLED, top_p=1.0)
+            ids, sampled = engine.generate(prompts, s.SEED, PARITY_SAMPLED, top_p=1.0)
             engine.sleep()
-            problem = compare(trainer, when, "fixed tokens", fixed, [1] * len(fixed), scored, 1.0)
-            if not problem:
-                whole, starts = [p + c for p, c in zip(prompts, ids, strict=True)], list(map(len, prompts))
-                problem = compare(trainer, when, "sampled tokens", whole, starts, sampled, run.settings.TEMPERATURE)
-            if problem:
-                raise ParityError(f"{when}, {problem}. {bare_difference(trainer, fixed)}")
+            whole = [p + c for p, c in zip(prompts, ids, strict=True)]
+            for kind, theirs, *asked in (
+                ("fixed tokens", scored, fixed, [1] * len(fixed), 1.0),
+                ("sampled tokens", sampled, whole, list(map(len, prompts)), s.TEMPERATURE),
+            ):
+                found = differences(trainer, theirs, *asked)
+                mean, control = found["mean"], found["control_mean"]
+                shown = (when, kind, mean, found["max"], control)
+                log.info("parity %s, %s: mean %.4f, max %.3f nats; control (adapter off) %.4f", *shown)
+                run.parity.append({"when": when, "kind": kind} | found)
+                # A confident model samples tokens that no adapter changes: the control is asked of fixed ones alone.
+                problem = parity_problem(mean, control if kind == "fixed tokens" else None, s.PARITY_LIMIT)
+                if problem:
+                    raise ParityError(f"{when}, {kind}: {problem}. {bare_difference(trainer, fixed)}")
             with torch.no_grad():
                 for b in matrices:
                     b.neg_()
@@ -84,61 +93,35 @@ def strong_adapter(policy: torch.nn.Module, seed: int) -> Iterator[list[torch.Te
                 b.copy_(before)
 
 
-def compare(
-    trainer: Any,
-    when: str,
-    kind: str,
-    rows: Rows,
-    first: list[int],
-    theirs: Sequence[Sequence[Any]],
-    temperature: float,
-) -> str | None:
-    """Log and record how far the engine's log-probs `theirs` of tokens `first[i]`.. of each row are from the trainer's;
-    returns what is wrong with them, or None."""
+def differences(
+    trainer: Any, theirs: Sequence[Sequence[Any]], rows: Rows, first: Sequence[int], temperature: float
+) -> dict[str, float]:
+    """How far the engine's log-probs `theirs` of tokens `first[i]`.. of each row are from the trainer's, in nats: mean and
+    maximum, and the mean with the trainer's adapter switched off."""
     engines = torch.tensor([math.nan if v is None else v for row in theirs for v in row])
-    ours = score_tokens(trainer, rows, first, temperature)
+    ours = (engines - score_tokens(trainer, rows, first, temperature)).abs()
     with trainer.accelerator.unwrap_model(trainer.model).disable_adapter():
-        control = (engines - score_tokens(trainer, rows, first, temperature)).abs().mean().item()
-    difference = (engines - ours).abs()
-    mean, largest = difference.mean().item(), difference.max().item()
-    log.info("parity %s, %s: mean %.4f, max %.3f nats; control (adapter off) %.4f", when, kind, mean, largest, control)
-    trainer.run.parity.append({"when": when, "kind": kind, "mean": mean, "max": largest, "control_mean": control})
-    # A confident model samples tokens that no adapter changes: the control is asked of fixed ones alone.
-    asked = control if kind == "fixed tokens" else None
-    problem = parity_problem(mean, asked, trainer.run.settings.PARITY_LIMIT)
-    return problem and f"{kind}: {problem}"
+        control = (engines - score_tokens(trainer, rows, first, temperature)).abs()
+    return {"mean": ours.mean().item(), "max": ours.max().item(), "control_mean": control.mean().item()}
 
 
 def bare_difference(trainer: Any, fixed: Rows) -> str:
     """How far engine and trainer are apart without any adapter: whether adapters are the matter at all."""
-    engine, policy = trainer.run.engine, trainer.accelerator.unwrap_model(trainer.model)
-    try:
-        engine.wake()
-        engine.sync_weights(policy, active=False)
-        scored = torch.tensor([value for row in engine.score(fixed) for value in row])
-        engine.sleep()
-    except EngineError as error:
-        return f"Without an adapter they could not be compared: {error}"
-    with policy.disable_adapter():
-        mean = (scored - score_tokens(trainer, fixed, [1] * len(fixed), 1.0)).abs().mean().item()
+    engine = trainer.run.engine
+    engine.wake()
+    engine.sync_weights(trainer.accelerator.unwrap_model(trainer.model), active=False)
+    mean = differences(trainer, engine.score(fixed), fixed, [1] * len(fixed), 1.0)["control_mean"]
+    engine.sleep()
     return f"Without any adapter, in both, the mean is {mean:.4f}: if that is as large, the two compute the model itself otherwise, and PARITY_LIMIT above it accepts that"
 
 
 def parity_problem(mean: float, control: float | None, limit: float) -> str | None:
-    """Why log-probs that differ by `mean` nats, and by `control` without the adapter, are not good enough; or None.
-
-    `control` None: not asked for.
-    """
+    """Why log-probs that differ by `mean` nats, and by `control` (None: not asked for) without the adapter, are not good
+    enough; or None."""
     if not mean <= limit:
-        return (
-            f"vLLM and trainer differ by {mean:.4f} nats a token on average, PARITY_LIMIT is {limit:g}. Try the other "
-            "ROLLOUT_SYNC, ATTN_IMPL=eager or VLLM_EAGER=1; USE_VLLM=0 generates with transformers"
-        )
+        return f"vLLM and trainer differ by {mean:.4f} nats a token on average, PARITY_LIMIT is {limit:g}. Try the other ROLLOUT_SYNC, ATTN_IMPL=eager or VLLM_EAGER=1; USE_VLLM=0 generates with transformers"
     if control is not None and not control > max(2 * mean, PARITY_VISIBLE):
-        return (
-            f"switching the adapter off changes the difference only from {mean:.4f} to {control:.4f} nats, so it cannot be "
-            "told whether vLLM uses the adapter. Try the other ROLLOUT_SYNC, or PARITY=off if this is expected"
-        )
+        return f"switching the adapter off changes the difference only from {mean:.4f} to {control:.4f} nats, so it cannot be told whether vLLM uses the adapter. Try the other ROLLOUT_SYNC, or PARITY=off if this is expected"
     return None
 
 

@@ -43,10 +43,8 @@ def vllm_environment() -> Iterator[None]:
 
 def patch_kernels() -> None:
     """Repair vLLM's copy of triton_kernels before the engine compiles any of it. Where that fails a run is slower, no worse."""
-    for patch, cost in (
-        (compile_router_once, "may stop for a second to compile"),
-        (tune_decoding, "take a little longer"),
-    ):
+    costs = {compile_router_once: "may stop for a second to compile", tune_decoding: "take a little longer"}
+    for patch, cost in costs.items():
         try:
             from vllm.utils.import_utils import has_triton_kernels  # vLLM is optional
 
@@ -92,10 +90,8 @@ def tune_decoding() -> None:
     @functools.wraps(choose)
     def tuned(*arguments: Any, **named: Any) -> Any:
         flags = choose(*arguments, **named)
-        if flags.block_m != 16:
-            return flags
         kernel = {**flags.target_kernel_kwargs, "maxnreg": 128}
-        return dataclasses.replace(flags, group_m=1, target_kernel_kwargs=kernel)
+        return dataclasses.replace(flags, group_m=1, target_kernel_kwargs=kernel) if flags.block_m == 16 else flags
 
     scope["make_opt_flags"] = tuned
 
@@ -111,5 +107,5 @@ def keep_weights_asleep(llm: Any) -> None:
 
 def close_process_group() -> None:
     """Close what vLLM opened, at the very end: torch warns of it otherwise."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -22,20 +22,14 @@ def lora_layers(policy: torch.nn.Module) -> dict[str, torch.nn.Module]:
     }
 
 
-def adapter_tensors(policy: torch.nn.Module, active: bool = True) -> dict[str, torch.Tensor]:
-    """The adapter as vLLM reads it, A (r, in) and B (out, r): BF16 on the CPU, the scale multiplied into B in float32 (one
-    rounding). B is zero where the adapter is not `active`."""
+def write_adapter(policy: torch.nn.Module, folder: Path, rank: int, active: bool = True) -> None:
+    """Write the adapter as PEFT would, A (r, in) and B (out, r) in BF16, with alpha = r because B carries the scale,
+    multiplied in float32 (one rounding). B is zero where the adapter is not `active`."""
     tensors = {}
     for name, layer in lora_layers(policy).items():
         b = layer.lora_B["default"].weight.detach().float() * (layer.scaling["default"] if active else 0.0)
         for kind, weight in (("A", layer.lora_A["default"].weight.detach()), ("B", b)):
             tensors[f"{name}.lora_{kind}.weight"] = weight.to("cpu", torch.bfloat16).contiguous()
-    return tensors
-
-
-def write_adapter(policy: torch.nn.Module, folder: Path, rank: int, active: bool = True) -> None:
-    """Write the adapter as PEFT would, with alpha = r because B carries the scale."""
-    tensors = adapter_tensors(policy, active)
     modules = sorted({name.split(".")[-3] for name in tensors})
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules, "bias": "none"}
     folder.mkdir(parents=True, exist_ok=True)
@@ -68,13 +62,10 @@ def push_weights(model: torch.nn.Module, merged: Iterable[tuple[str, torch.Tenso
     parameters = {name.replace(".base_layer.", "."): value for name, value in model.named_parameters()}
     for name, weight in merged:
         stem, _, kind = name.removesuffix(".weight").rpartition(".")
-        stem = stem.replace(".self_attn", ".attn")
-        if kind == "o_proj":
-            target = parameters[f"{stem}.o_proj.weight"].data
-        else:  # query rows first, then as many key rows as value rows
-            qkv, rows = parameters[f"{stem}.qkv_proj.weight"].data, weight.shape[0]
-            start = {"q_proj": 0, "k_proj": len(qkv) - 2 * rows, "v_proj": len(qkv) - rows}[kind]
-            target = qkv[start : start + rows]
+        stem, rows = stem.replace(".self_attn", ".attn"), len(weight)
+        # Query rows first, then as many key rows as value rows.
+        part = {"q_proj": slice(rows), "k_proj": slice(-2 * rows, -rows), "v_proj": slice(-rows, None)}.get(kind)
+        target = parameters[f"{stem}.{'qkv_proj' if part else kind}.weight"].data[part or slice(None)]
         if target.shape != weight.shape:
             raise ValueError(f"{name}: {tuple(weight.shape)} does not fit the engine's {tuple(target.shape)}")
         target.copy_(weight)

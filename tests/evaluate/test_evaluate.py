@@ -13,23 +13,24 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import evaluate as ev
 import pytest
 from closed_loop_schema import check_schema
-from conftest import CLEAN, ROOT, run_script
+from conftest import CLEAN, RENDERED, ROOT, run_script
+from machines import H100
 from safetensors.torch import load_file, save_file
-from stub_vllm import StubLLM, StubLoRARequest, StubSampling
+from stub_vllm import stub_engine
 
 import train_grpo
 from grpo.evaluate.plant import measure_closed_loop
 from grpo.evaluate.standalone import VllmModel, recorded_settings
 from grpo.preflight.choices import ClosedLoop
 from grpo.preflight.hub import find_model
-from grpo.preflight.machine import Machine
-from grpo.rollout.engine import Engine, EngineError, engine_arguments
-from grpo.settings import Problems, Settings, load_settings
-from grpo.tasks.tes.record import check_writable, read_cases
+from grpo.rollout.engine import EngineError
+from grpo.settings import Settings, load_settings
+from grpo.tasks.tes.record import read_cases
 
 PROFILE = ROOT / "data" / "profile_heldout.csv"
 SETTINGS = {
@@ -65,14 +66,11 @@ def test_a_run_leaves_both_evaluations(run):
     assert {"random", "constant", "constant_action", "oracle", "samples", "data_sha256", "before", "after", "difference"} == set(result)  # fmt: skip
     for part in (result["before"], result["after"]):
         assert set(part) == EVAL | {"reward_by_prompt"} and len(part["reward_by_prompt"]) == 12
-        for name in ("reward", "regret", "parse_rate"):
-            assert part[f"{name}_low"] <= part[name] + 1e-9 <= part[f"{name}_high"] + 2e-9
         assert part["reward"] + part["regret"] == pytest.approx(result["oracle"])
         assert sum(part["action_counts"]) + part["unparsed"] == 12 and len(part["action_counts"]) == 4
         assert part["parse_rate"] == pytest.approx(1 - part["unparsed"] / 12)
-    change = result["difference"]
-    assert change["reward"] == pytest.approx(result["after"]["reward"] - result["before"]["reward"])
-    assert change["reward_low"] <= change["reward"] <= change["reward_high"]
+    gain = result["after"]["reward"] - result["before"]["reward"]
+    assert result["difference"]["reward"] == pytest.approx(gain)
     record = read(run.folder, "closed_loop.json")
     check_schema(record, {"base", "trained"})
     assert record["profiles"] == ["days.csv"] and record["samples"] == 1 and record["vote"] is False
@@ -102,15 +100,12 @@ def test_a_resumed_run_keeps_what_was_measured_before_it(run, tmp_path):
     assert "held-out reward before training: 0.123" in done.stdout
 
 
-def command(*arguments, **environ):
-    line = [sys.executable, str(ROOT / "scripts" / "evaluate.py"), *map(str, arguments)]
-    return subprocess.run(line, env=CLEAN | environ, cwd=ROOT, capture_output=True, text=True, timeout=200)
-
-
 def test_the_command_evaluates_an_adapter_and_its_base(run, tmp_path):
     """On the windows of the run, with its seeds: the figures of the run's own closed loop, at the same batches."""
     out = tmp_path / "out.json"
-    done = command("--adapter", run.folder / "checkpoint-2", "--base-too", "--profile", run.profile, "--out", out)
+    line = [sys.executable, "scripts/evaluate.py", "--adapter", run.folder / "checkpoint-2", "--base-too"]
+    line += ["--profile", run.profile, "--out", out]
+    done = subprocess.run(line, env=CLEAN, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "compact prompts (as in EVAL_DATA)" in done.stdout and "trained against base" in done.stdout
     record, own = json.loads(out.read_text()), read(run.folder, "closed_loop.json")
@@ -132,7 +127,6 @@ def test_the_command_evaluates_an_adapter_and_its_base(run, tmp_path):
          "adapter_config.json is not there|no file matches 'nowhere.csv'|README.md, header"),
         (("--model", "tiny", "--out", "nowhere/x.json"), "nowhere/x.json: cannot be written: No such file or directory"),
         (("--model", "tiny", "--out", "docs"), "docs: cannot be written: Is a directory"),
-        (("--model", "tiny", "--out", "README.md/x.json"), "README.md/x.json: cannot be written: Not a directory"),
     ],
 )  # fmt: skip
 def test_wrong_input_is_named(arguments, words, capsys, monkeypatch):
@@ -148,22 +142,18 @@ def test_wrong_input_is_named(arguments, words, capsys, monkeypatch):
 
 
 def test_a_result_that_could_not_be_written_is_found_before_the_model_is_asked(tmp_path, capsys, monkeypatch):
-    """By trying: what root may not write (/sys) or a full disk refuses is in no permission bit."""
+    """By trying: what root may not write (/sys) or a full disk refuses is in no permission bit. A trial leaves nothing."""
     monkeypatch.setattr("grpo.evaluate.standalone.build_tiny", lambda: pytest.fail("made"))
-    touch = Path.touch
 
     def full(path, *arguments, **named):
-        if path.parent == tmp_path:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        touch(path, *arguments, **named)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Path, "touch", full)
-    assert ev.main(["--model", "tiny", "--out", str(tmp_path / "x.json")]) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "touch", full)
+        assert ev.main(["--model", "tiny", "--out", str(tmp_path / "x.json")]) == 2
     assert f"{tmp_path / 'x.json'}: cannot be written: No space left" in capsys.readouterr().err
-    monkeypatch.setattr(Path, "touch", touch)
-    problems = Problems()
-    check_writable(tmp_path / "x.json", problems)
-    assert not problems and not list(tmp_path.iterdir()), "and a trial leaves nothing"
+    assert ev.main(["--model", "tiny", "--out", str(tmp_path / "x.json"), "--profile", "none.csv"]) == 2
+    assert "x.json" not in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 def test_a_tiny_model_that_cannot_be_made_is_told(tmp_path, capsys, monkeypatch):
@@ -187,55 +177,36 @@ def test_vllm_gets_the_adapter_from_its_folder(run, tiny, monkeypatch, tmp_path)
     shutil.copytree(run.folder, folder, ignore=shutil.ignore_patterns("checkpoint-*"))
     weights = load_file(folder / "adapter_model.safetensors")
     save_file({n: 50 * t if "lora_B" in n else t for n, t in weights.items()}, folder / "adapter_model.safetensors")
-    machine = Machine("H100", 1, 79.0, 78.0, 100.0, 16, "x86_64")
-    stubs = []
-
-    def start_engine(settings, plan, model_path, stop_token_ids):
-        arguments = engine_arguments(settings, plan, model_path, machine.gpu_total)
-        keep = {k: v for k, v in arguments.items() if "lora" in k and k.startswith(("enable", "max_lora_r"))}
-        stubs.append(StubLLM(arguments["model"], max_model_len=arguments["max_model_len"], **keep))
-        engine = Engine(stubs[0], StubSampling, StubLoRARequest, settings, stop_token_ids)
-        engine.sleep()
-        return engine
-
-    monkeypatch.setattr("grpo.evaluate.standalone.start_engine", start_engine)
-    environ = recorded_settings(folder, {"LORA_R": "1"})
-    settings, _, problems = load_settings(environ)
+    monkeypatch.setattr("grpo.evaluate.standalone.start_engine", stub_engine)
+    settings, _, problems = load_settings(recorded_settings(folder, {"LORA_R": "1"}))
     files = find_model("tiny", problems)
     assert not problems and settings.SEED == 5
-    model = VllmModel(settings, files, str(tiny), folder, machine, 120, 6)
-    prompts = [f"<|start|>user<|message|>hour 8 store {kwh} load 30<|end|><|start|>assistant" for kwh in (50, 100, 150)]
-    base, trained = model.ask(prompts, 2, 7, base=True), model.ask(prompts, 2, 7)
+    prompts = [RENDERED.format(f"hour 8 store {kwh} load 30") for kwh in (50, 100, 150) for _ in range(2)]
+    model = VllmModel(settings, files, str(tiny), folder, H100, prompts)
+    base, trained = model.ask(prompts, 7, base=True), model.ask(prompts, 7)
     assert len(base) == len(trained) == 6 and base != trained
-    assert [request and request.lora_path for request in stubs[0].requests] == [None, str(folder.resolve())]
-    assert stubs[0].calls == ["sleep", "wake_up", "generate", "generate", "add_lora"], "awake from the start on"
+    stub = model.engine.llm
+    assert [request and request.lora_path for request in stub.requests] == [None, str(folder.resolve())]
+    assert stub.calls == ["sleep", "wake_up", "generate", "generate", "add_lora"], "awake from the start on"
     assert all(text.startswith("<|channel|>final") for text in base)
     with pytest.raises(EngineError, match="of the GPU"):
-        VllmModel(settings, files, str(tiny), None, dataclasses.replace(machine, gpu_free=0.0), 120, 6)
+        VllmModel(settings, files, str(tiny), None, dataclasses.replace(H100, gpu_free=0.0), prompts)
 
 
 def test_a_run_that_is_ended_in_the_closed_loop_leaves_no_part_of_it(monkeypatch, tmp_path):
     plan = ClosedLoop("full", "", ("p.csv",), tuple(read_cases(PROFILE)))
-    asked = []
-
-    def completions(*arguments):
-        asked.append(len(arguments[1]))
-        if len(asked) == 2:
-            raise KeyboardInterrupt  # as train_grpo's handler of signals does
-        return [[0]] * len(arguments[1])
-
+    answers = [[[0]] * 20, KeyboardInterrupt]  # as train_grpo's handler of signals does
+    completions = mock.Mock(side_effect=answers)
     monkeypatch.setattr("grpo.evaluate.plant.generate_completions", completions)
     batch_decode = SimpleNamespace(batch_decode=lambda ids, **options: ["[0]"] * len(ids))
     trainer = SimpleNamespace(run=SimpleNamespace(settings=Settings(), folder=tmp_path), processing_class=batch_decode)
     with pytest.raises(KeyboardInterrupt):
         measure_closed_loop(trainer, plan, "", base=True)
-    assert len(asked) == 2 and not list(tmp_path.iterdir())
+    assert completions.call_count == 2 and not list(tmp_path.iterdir())
 
 
 def test_a_report_that_fails_does_not_fail_the_run(monkeypatch, tmp_path, caplog):
-    def broken(folder):
-        raise ZeroDivisionError("no rows")
-
+    broken = mock.Mock(side_effect=ZeroDivisionError("no rows"))
     monkeypatch.setattr("grpo.evaluate.page.write_report", broken)
     with caplog.at_level(logging.WARNING, "train_grpo"):
         train_grpo.write_archive(tmp_path)

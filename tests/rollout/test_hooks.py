@@ -26,8 +26,6 @@ from grpo.rollout.engine import Engine, engine_arguments
 from grpo.rollout.vllm_patches import VLLM_SWITCHES, compile_router_once, vllm_environment
 from grpo.settings import ROOT, Settings
 
-# ---- The source of vLLM ----------------------------------------------------------------------------------------------
-
 
 def top_level(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
     """The statements of a module or class, those under `if` and `try` included, not those of functions and classes."""
@@ -69,9 +67,8 @@ class Source:
         """What `from module import name` gives; imports are followed."""
         path = self.path(module)
         statements = list(top_level(parsed(path).body))
-        for node in statements:
-            if name in names_of(node):
-                return Definition(self, module, node)
+        if found := next((node for node in statements if name in names_of(node)), None):
+            return Definition(self, module, found)
         for node in statements:
             for alias in node.names if isinstance(node, ast.ImportFrom) else ():
                 if (alias.asname or alias.name) == name:
@@ -98,9 +95,8 @@ class Definition:
 
     def member(self, name: str) -> Definition:
         """A method or class variable, the class's own or a base's."""
-        for node in top_level(self.node.body):
-            if name in names_of(node):
-                return Definition(self.source, self.module, node)
+        if found := next((node for node in top_level(self.node.body) if name in names_of(node)), None):
+            return Definition(self.source, self.module, found)
         for base in self.node.bases:
             try:
                 return self.source.find(self.module, ast.unparse(base)).member(name)
@@ -110,13 +106,8 @@ class Definition:
 
     def sets(self, *names: str) -> None:
         """Assert that the methods of a class assign `self.name` for all `names`."""
-        found = set()
-        for node in ast.walk(self.node):
-            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-            for target in targets:
-                parts = target.elts if isinstance(target, ast.Tuple) else [target]
-                found |= {ast.unparse(part) for part in parts if isinstance(part, ast.Attribute)}
-        missing = {f"self.{name}" for name in names} - found
+        written = [n for n in ast.walk(self.node) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)]
+        missing = {f"self.{name}" for name in names} - set(map(ast.unparse, written))
         assert not missing, f"{self.module}.{self.node.name} sets no {missing}"
 
     @property
@@ -158,10 +149,9 @@ def engine_calls(prefix: str) -> dict[str, list[tuple[int, set[str]]]]:
 
 
 def test_vllm_has_every_name_that_is_imported(vllm):
-    imports = [
-        n for path in (ROOT / "grpo").rglob("*.py") for n in ast.walk(parsed(path)) if isinstance(n, ast.ImportFrom)
-    ]
-    names = {(n.module, alias.name) for n in imports if (n.module or "").startswith("vllm") for alias in n.names}
+    nodes = [node for path in (ROOT / "grpo").rglob("*.py") for node in ast.walk(parsed(path))]
+    imports = [n for n in nodes if isinstance(n, ast.ImportFrom) and (n.module or "").startswith("vllm")]
+    names = {(n.module, alias.name) for n in imports for alias in n.names}
     assert {("vllm", "LLM"), ("vllm.device_allocator.cumem", "create_and_map")} < names
     for module, name in names:
         vllm.find(module, name)
@@ -188,34 +178,26 @@ def test_vllm_takes_the_engine_arguments(vllm, sync, eager):
 
 
 def test_vllm_has_the_limits_that_preflight_holds(vllm):
-    ranks = vllm.find("vllm.config.lora", "MaxLoRARanks").node.value
-    assert ast.literal_eval(ranks.slice) == LORA_RANKS
-    coldest = vllm.find("vllm.sampling_params", "_MAX_TEMP").node.value
-    assert ast.literal_eval(coldest) == VLLM_COLDEST
+    assert ast.literal_eval(vllm.find("vllm.config.lora", "MaxLoRARanks").node.value.slice) == LORA_RANKS
+    assert ast.literal_eval(vllm.find("vllm.sampling_params", "_MAX_TEMP").node.value) == VLLM_COLDEST
 
 
 def test_vllm_reads_the_variables_that_are_set_for_it(vllm):
-    known = parsed(vllm.path("vllm.envs"))
-    read = {node.value for node in ast.walk(known) if isinstance(node, ast.Constant)}
+    read = {node.value for node in ast.walk(parsed(vllm.path("vllm.envs"))) if isinstance(node, ast.Constant)}
     assert read >= {*VLLM_SWITCHES, "VLLM_ENABLE_V1_MULTIPROCESSING"}
     assert '"VLLM_ENABLE_V1_MULTIPROCESSING"' in inspect.getsource(vllm_environment)
 
 
 def test_vllm_takes_the_calls_of_the_engine(vllm):
     """Every call that Engine makes, as it stands in its source."""
-    llm = vllm.find("vllm", "LLM")
-    llm.sets("llm_engine")
     calls = engine_calls("self.llm.")
     used = {name.removeprefix("self.llm.") for name in calls}
-    assert used == {
-        "generate", "apply_model", "sleep", "wake_up", "reset_prefix_cache", "llm_engine.add_lora"
-    }  # fmt: skip
+    assert used == {"generate", "apply_model", "sleep", "wake_up", "reset_prefix_cache", "llm_engine.add_lora"}
     for name, forms in calls.items():
         *owner, method = name.removeprefix("self.llm.").split(".")
-        function = (vllm.find("vllm.v1.engine.llm_engine", "LLMEngine") if owner else llm).member(method)
-        for positional, keywords in forms:
-            function.signature.bind(*[None] * (positional + 1), **dict.fromkeys(keywords))  # TypeError: it does not fit
-    assert "prompt_token_ids" in vllm.find("vllm", "TokensPrompt").fields
+        whole = vllm.find(*(("vllm.v1.engine.llm_engine", "LLMEngine") if owner else ("vllm", "LLM")))
+        for positional, keywords in forms:  # TypeError: it does not fit
+            whole.member(method).signature.bind(*[None] * (positional + 1), **dict.fromkeys(keywords))
 
 
 def test_vllm_has_the_sampling_parameters_and_requests_of_the_engine(vllm):
@@ -229,51 +211,65 @@ def test_vllm_has_the_sampling_parameters_and_requests_of_the_engine(vllm):
     assert vllm.find("vllm.lora.request", "LoRARequest").fields[:3] == ["lora_name", "lora_int_id", "lora_path"]
 
 
-def test_vllm_has_the_outputs_that_the_engine_reads(vllm):
-    vllm.find("vllm", "RequestOutput").sets("outputs", "prompt_logprobs")
-    assert {"token_ids", "logprobs"} <= set(vllm.find("vllm", "CompletionOutput").fields)
-    assert "logprobs" in vllm.find("vllm.logprobs", "FlatLogprobs").fields
-    assert "logprob" in vllm.find("vllm.logprobs", "Logprob").fields
+ALLOCATOR, BACKENDS = "vllm.device_allocator", "vllm.device_allocator.sleep_mode_backend"
+GPT_OSS, LLM_ENGINE = "vllm.model_executor.models.gpt_oss", "vllm.v1.engine.llm_engine"
+FIELDS = {  # that are read: of prompts and outputs, of the configuration, of the allocator
+    ("vllm", "TokensPrompt"): {"prompt_token_ids"}, ("vllm", "CompletionOutput"): {"token_ids", "logprobs"},
+    ("vllm.logprobs", "FlatLogprobs"): {"logprobs"}, ("vllm.logprobs", "Logprob"): {"logprob"},
+    ("vllm.config", "ModelConfig"): {"sleep_mode_backend"}, ("vllm.config", "VllmConfig"): {"model_config"},
+    (ALLOCATOR, "AllocationData"): {"handle", "tag", "cpu_backup_tensor", "is_asleep"},
+}  # fmt: skip
+ATTRIBUTES = {
+    ("vllm", "LLM"): ["llm_engine"], ("vllm", "RequestOutput"): ["outputs", "prompt_logprobs"],
+    (LLM_ENGINE, "LLMEngine"): ["vllm_config"], (BACKENDS, "SleepModeBackend"): ["_state"],
+    (f"{ALLOCATOR}.cumem", "CuMemAllocator"): ["pointer_to_data"],
+    # Pushed weights: model.layers.N.attn.qkv_proj.weight, attn.o_proj.weight; with LoRA, base_layer in between.
+    (GPT_OSS, "GptOssForCausalLM"): ["model"], (GPT_OSS, "GptOssModel"): ["layers"], (GPT_OSS, "TransformerBlock"): ["attn"],
+    (GPT_OSS, "OAIAttention"): ["qkv_proj", "o_proj"],
+    ("vllm.lora.layers.base_linear", "BaseLinearLayerWithLoRA"): ["base_layer"],
+}  # fmt: skip
+TEXTS = {
+    (BACKENDS, "SleepModeState"): ["'RUNNING'", "'SUSPENDED'", "'RESUMING'"],
+    (BACKENDS, "SleepModeBackendFactory.create_backend"): ["model_config.sleep_mode_backend"],
+    ("vllm.v1.worker.gpu_worker", "Worker._get_sleep_mode_backend"): [
+        "is None",
+        "create_backend(",
+    ],  # at the first sleep
+    ("vllm.v1.worker.gpu_worker", "Worker.sleep"): ["_get_sleep_mode_backend().suspend(level)"],
+    ("vllm.v1.worker.gpu_worker", "Worker.wake_up"): ["_get_sleep_mode_backend().resume(tags)"],
+    ("vllm.v1.worker.gpu_worker", "Worker.load_model"): ["tag='weights'"],  # the tag of what is copied
+    (ALLOCATOR, "HandleType"): ["tuple[int, int, int,"],
+    (f"{ALLOCATOR}.cumem", "CuMemAllocator.sleep"): ["size_in_bytes = handle[1]"],
+    (GPT_OSS, "OAIAttention"): ["self.qkv_proj = QKVParallelLinear("],
+    (GPT_OSS, "GptOssForCausalLM.packed_modules_mapping"): ["{'qkv_proj': ['q_proj', 'k_proj', 'v_proj']}"],
+    (GPT_OSS, "GptOssForCausalLM.hf_to_vllm_mapper"): ["'.self_attn.': '.attn.'"],
+}
+
+
+def test_vllm_has_what_is_read_and_relied_on(vllm):
+    for place, fields in FIELDS.items():
+        assert not fields - set(vllm.find(*place).fields), place
+    for place, names in ATTRIBUTES.items():
+        vllm.find(*place).sets(*names)
+    for (module, name), texts in TEXTS.items():
+        owner, _, member = name.partition(".")
+        found = vllm.find(module, owner)
+        text = found.member(member).text if member else found.text
+        assert all(one in text for one in texts), (module, name)
 
 
 def test_vllm_takes_a_sleep_backend(vllm):
-    """Of names: those of the base class that KeepBackend overrides and reads, of the registry, of the allocator."""
-    module = "vllm.device_allocator.sleep_mode_backend"
-    base, factory = vllm.find(module, "SleepModeBackend"), vllm.find(module, "SleepModeBackendFactory")
-    base.sets("_state")
-    assert all(repr(s) in vllm.find(module, "SleepModeState").text for s in ("RUNNING", "SUSPENDED", "RESUMING"))
+    """Of signatures: those of the base class that KeepBackend overrides, of the registry, of the allocator's functions."""
+    base, factory = vllm.find(BACKENDS, "SleepModeBackend"), vllm.find(BACKENDS, "SleepModeBackendFactory")
     base.member("suspend").signature.bind(None, level=1)
     base.member("resume").signature.bind(None, tags=None)
     base.member("preserves_communicators").signature.bind(None)
-    required = {
-        n.name for n in base.node.body if isinstance(n, ast.FunctionDef) and "@abstractmethod" in ast.unparse(n)
-    }
-    assert required == {"suspend", "resume"}
+    functions = [node for node in base.node.body if isinstance(node, ast.FunctionDef)]
+    assert {n.name for n in functions if "@abstractmethod" in ast.unparse(n)} == {"suspend", "resume"}
     assert list(factory.member("register_backend").signature.parameters)[1:] == ["name", "module_path", "class_name"]
-    assert "model_config.sleep_mode_backend" in factory.member("create_backend").text
-    assert "sleep_mode_backend" in vllm.find("vllm.config", "ModelConfig").fields
-    assert "model_config" in vllm.find("vllm.config", "VllmConfig").fields
-    vllm.find("vllm.v1.engine.llm_engine", "LLMEngine").sets("vllm_config")
-
-    worker = vllm.find("vllm.v1.worker.gpu_worker", "Worker")
-    lazily = worker.member("_get_sleep_mode_backend").text
-    assert "is None" in lazily and "create_backend(" in lazily, "the backend is chosen at the first sleep"
-    for call, method in (("suspend(level)", "sleep"), ("resume(tags)", "wake_up")):
-        assert f"_get_sleep_mode_backend().{call}" in worker.member(method).text
-    assert "tag='weights'" in worker.member("load_model").text, "the tag of what is copied"
-
-
-def test_vllm_has_the_allocator_that_the_sleep_backend_reads(vllm):
-    vllm.find("vllm.device_allocator", "get_mem_allocator_instance").signature.bind()
-    data = vllm.find("vllm.device_allocator", "AllocationData")
-    assert {"handle", "tag", "cpu_backup_tensor", "is_asleep"} <= set(data.fields)
-    assert "tuple[int, int, int," in vllm.find("vllm.device_allocator", "HandleType").text, "handle[1] is the size"
-    cumem = "vllm.device_allocator.cumem"
-    allocator = vllm.find(cumem, "CuMemAllocator")
-    allocator.sets("pointer_to_data")
-    assert "size_in_bytes = handle[1]" in allocator.member("sleep").text
+    vllm.find(ALLOCATOR, "get_mem_allocator_instance").signature.bind()
     for name in ("create_and_map", "unmap_and_release"):
-        vllm.find(cumem, name).signature.bind("handle")
+        vllm.find(f"{ALLOCATOR}.cumem", name).signature.bind("handle")
     library = vllm.find("vllm.distributed.device_communicators.cuda_wrapper", "CudaRTLibrary")
     assert list(library.member("cudaMemcpy").signature.parameters)[1:] == ["dst", "src", "count"]
 
@@ -304,20 +300,3 @@ def test_vllm_has_the_expert_flags_that_are_patched(vllm):
     flags = vllm.find(choose.module, "OptFlags")
     assert {"block_m", "group_m", "target_kernel_kwargs"} <= set(flags.fields)
     assert "dataclass" in map(ast.unparse, flags.node.decorator_list), "dataclasses.replace needs one"
-
-
-def test_vllm_has_the_attention_weights_that_are_pushed(vllm):
-    """`model.layers.N.attn.qkv_proj.weight`, q, k and v in this order, `attn.o_proj.weight`; with LoRA enabled,
-    `base_layer` in between."""
-    module = "vllm.model_executor.models.gpt_oss"
-    model = vllm.find(module, "GptOssForCausalLM")
-    model.sets("model")
-    vllm.find(module, "GptOssModel").sets("layers")
-    vllm.find(module, "TransformerBlock").sets("attn")
-    attention = vllm.find(module, "OAIAttention")
-    attention.sets("qkv_proj", "o_proj")
-    assert "self.qkv_proj = QKVParallelLinear(" in attention.text
-    packed = ast.literal_eval(model.member("packed_modules_mapping").node.value)
-    assert packed == {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
-    assert "'.self_attn.': '.attn.'" in model.member("hf_to_vllm_mapper").text
-    vllm.find("vllm.lora.layers.base_linear", "BaseLinearLayerWithLoRA").sets("base_layer")

@@ -15,65 +15,54 @@ from grpo.preflight.hub import REAL_CONFIG
 from grpo.rollout.vllm_patches import keep_weights_asleep
 
 KEEP = 4096  # bytes, in place of KEEP_BYTES
-
-
 BLOCKS = {  # name: (tag, bytes)
     "experts": ("weights", KEEP),
     "embedding": ("weights", KEEP + 100),
     "qkv_proj": ("weights", KEEP - 1),
     "lora buffer": ("weights", 64),
     "cache": ("kv_cache", 2 * KEEP),
-    "small cache": ("kv_cache", 64),
 }
-
-
-LARGE, SMALL, CACHE = ({"experts", "embedding"}, {"qkv_proj", "lora buffer"}, {"cache", "small cache"})
+LARGE, SMALL, CACHE = {"experts", "embedding"}, {"qkv_proj", "lora buffer"}, {"cache"}
 
 
 class FakeGPU:
     """Blocks as vLLM's allocator lists them, each a host buffer. A block that is unmapped loses what it held, and as on
-    a GPU neither a copy nor a second unmapping may touch it. `copies` lists (to host or to gpu, block, bytes)."""
+    a GPU neither a copy nor a second unmapping may touch it. `copies` lists the blocks copied to host and to gpu."""
 
     def __init__(self) -> None:
-        self.buffers = {name: torch.full((size,), i + 1, dtype=torch.uint8) for i, (name, (_, size)) in enumerate(BLOCKS.items())}  # fmt: skip
+        self.buffers = {n: torch.full((size,), i, dtype=torch.uint8) for i, (n, (_, size)) in enumerate(BLOCKS.items())}
         self.names = {buffer.data_ptr(): name for name, buffer in self.buffers.items()}
         self.mapped = set(BLOCKS)
-        self.copies: list[tuple[str, str, int]] = []
-        self.registered: dict[int, int] = {}  # address of pinned host memory -> bytes
-        self.checked: list[int] = []
-        self.pinned: list[int] = []  # bytes of the host memory that torch pinned
+        self.copies: dict[str, list[str]] = {"host": [], "gpu": []}
+        self.registered, self.checked, self.pinned = [], [], []  # bytes by CUDA, its codes, bytes by torch
         self.emptied: list[set[str]] = []  # what was mapped when torch's cache was emptied
-        self.host_register_code = 0
         self.pointer_to_data = {
-            pointer: SimpleNamespace(handle=(0, BLOCKS[name][1], pointer, 7), tag=BLOCKS[name][0], cpu_backup_tensor=None, is_asleep=False)
-            for pointer, name in self.names.items()
-        }  # fmt: skip
+            pointer: SimpleNamespace(handle=(0, size, pointer, 7), tag=tag, cpu_backup_tensor=None, is_asleep=False)
+            for pointer, (tag, size) in zip(self.names, BLOCKS.values(), strict=True)
+        }
 
     def cudaMemcpy(self, target: int, source: int, size: int) -> None:
         direction = "host" if source in self.names else "gpu"
         name = self.names[source if direction == "host" else target]
         assert name in self.mapped and size == BLOCKS[name][1]
         ctypes.memmove(target, source, size)
-        self.copies.append((direction, name, size))
+        self.copies[direction].append(name)
 
     def create_and_map(self, handle: tuple[int, int, int, int]) -> None:
-        name = self.names[handle[2]]
-        assert name not in self.mapped
-        self.mapped.add(name)
+        assert self.names[handle[2]] not in self.mapped
+        self.mapped.add(self.names[handle[2]])
 
     def unmap_and_release(self, handle: tuple[int, int, int, int]) -> None:
-        name = self.names[handle[2]]
-        self.mapped.remove(name)
-        self.buffers[name].fill_(255)
+        self.mapped.remove(self.names[handle[2]])
+        self.buffers[self.names[handle[2]]].fill_(255)
 
     def host_register(self, pointer: int, size: int, flags: int) -> int:
-        self.registered[pointer] = size
-        return self.host_register_code
+        self.registered.append(size)
+        return 5
 
     def copied(self, direction: str) -> set[str]:
         """The blocks that were copied there since the last call, none of them twice."""
-        found = [name for way, name, _ in self.copies if way == direction]
-        self.copies = [copy for copy in self.copies if copy[0] != direction]
+        found, self.copies[direction] = self.copies[direction], []
         assert len(set(found)) == len(found)
         return set(found)
 
@@ -82,9 +71,8 @@ class FakeGPU:
 
     def values(self) -> dict[str, int]:
         """The value that fills each block; a block of several values is an error."""
-        values = {name: set(buffer.tolist()) for name, buffer in self.buffers.items()}
-        assert all(len(one) == 1 for one in values.values())
-        return {name: one.pop() for name, one in values.items()}
+        assert all((buffer == buffer[0]).all() for buffer in self.buffers.values())
+        return {name: int(buffer[0]) for name, buffer in self.buffers.items()}
 
 
 class FakeSleepModeBackend:
@@ -96,15 +84,13 @@ class FakeSleepModeBackend:
 def asleep(monkeypatch):
     """(fake GPU, the backend that `keep_weights_asleep` registers), found as vLLM finds it."""
     gpu, registry = FakeGPU(), {}
-    package, cumem, backends = (
-        ModuleType(f"vllm.device_allocator{name}") for name in ("", ".cumem", ".sleep_mode_backend")
-    )
+    names = ("", ".cumem", ".sleep_mode_backend")
+    package, cumem, backends = (ModuleType(f"vllm.device_allocator{name}") for name in names)
     package.get_mem_allocator_instance = lambda: gpu
     cumem.libcudart, cumem.create_and_map, cumem.unmap_and_release = gpu, gpu.create_and_map, gpu.unmap_and_release
     backends.SleepModeBackend = FakeSleepModeBackend
-    backends.SleepModeBackendFactory = SimpleNamespace(
-        register_backend=lambda name, module, class_name: registry.update({name: (module, class_name)})
-    )
+    register = lambda name, *place: registry.update({name: place})  # noqa: E731
+    backends.SleepModeBackendFactory = SimpleNamespace(register_backend=register)
     for module in (package, cumem, backends):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     empty = torch.empty
@@ -130,32 +116,26 @@ def asleep(monkeypatch):
     del sys.modules[path]  # it holds the fakes
 
 
-def test_large_weights_are_copied_to_the_host_once(asleep):
-    """Small ones at every sleep, a cache never; asleep nothing is mapped."""
-    gpu, backend = asleep
-    for expected in (LARGE | SMALL, SMALL, SMALL):
-        backend.suspend(level=1)
-        assert gpu.copied("host") == expected
-        assert not gpu.mapped and gpu.asleep() == set(BLOCKS) and backend._state == "SUSPENDED"
-        backend.resume()
-        assert gpu.copied("gpu") == LARGE | SMALL
-        assert gpu.mapped == set(BLOCKS) and not gpu.asleep() and backend._state == "RUNNING"
-    assert gpu.emptied == [set()] * 3, "once a sleep, when nothing is mapped any more"
-
-
-def test_weights_come_back_as_they_were_when_they_slept(asleep):
-    """What was written into a small one between two sleeps is kept; a cache comes back with nothing of what it held."""
+def test_three_sleeps(asleep):
+    """Large weights are copied to the host once, small ones, which are written in between, at every sleep, a cache never. All
+    weights come back as they were when they slept; asleep nothing is mapped."""
     gpu, backend = asleep
     before = gpu.values()
-    for value in (71, 72, 73):
-        backend.suspend()
-        assert set(gpu.values().values()) == {255}, "asleep, nothing is left on the GPU"
+    for value, copied in ((71, LARGE | SMALL), (72, SMALL), (73, SMALL)):
+        backend.suspend(level=1)
+        assert gpu.copied("host") == copied and set(gpu.values().values()) == {255}
+        assert not gpu.mapped and gpu.asleep() == set(BLOCKS) and backend._state == "SUSPENDED"
         backend.resume()
-        assert gpu.values() == before | dict.fromkeys(CACHE, 255)
+        assert gpu.copied("gpu") == LARGE | SMALL and gpu.values() == before | dict.fromkeys(CACHE, 255)
+        assert gpu.mapped == set(BLOCKS) and not gpu.asleep() and backend._state == "RUNNING"
         assert all(data.cpu_backup_tensor is None for data in gpu.pointer_to_data.values()), "small copies are freed"
         for name in SMALL:
             gpu.buffers[name].fill_(value)
             before[name] = value
+    assert gpu.emptied == [set()] * 3, "once a sleep, when nothing is mapped any more"
+    # Pinned: those that are kept once, at their exact size, and what CUDA returns is checked; the others by torch.
+    assert sorted(gpu.registered) == sorted(BLOCKS[name][1] for name in LARGE) and gpu.checked == [5, 5]
+    assert sorted(gpu.pinned) == sorted(3 * [BLOCKS[name][1] for name in SMALL])
 
 
 def test_waking_obeys_tags(asleep):
@@ -176,19 +156,6 @@ def test_level_2_is_refused_before_anything_is_lost(asleep):
     with pytest.raises(ValueError, match="only level 1: level 2 discards the weights"):
         backend.suspend(level=2)
     assert gpu.values() == before and gpu.mapped == set(BLOCKS) and backend._state == "RUNNING"
-
-
-def test_host_copies_are_pinned(asleep):
-    """Those that are kept once, at their exact size, and what the registration returns is checked: 0, or an error of
-    CUDA; the others by torch at every sleep."""
-    gpu, backend = asleep
-    gpu.host_register_code = 5
-    for _ in range(2):
-        backend.suspend()
-        backend.resume()
-    assert sorted(gpu.registered.values()) == sorted(BLOCKS[name][1] for name in LARGE)
-    assert gpu.checked == [5, 5]
-    assert sorted(gpu.pinned) == sorted(2 * [BLOCKS[name][1] for name in SMALL])
 
 
 def test_weights_that_are_written_are_smaller_than_those_that_are_kept(asleep):

@@ -8,7 +8,7 @@ import json
 
 import pytest
 import torch
-from engines import EXACT, apart, digest, prompt_logps, prompts_of, set_adapter, trainer_logps, trainer_with_engine
+from engines import EXACT, apart, digest, prompts_of, set_adapter, trainer_logps, trainer_with_engine
 from safetensors.torch import load_file
 from stub_vllm import SYNCS
 
@@ -28,19 +28,20 @@ def test_rollouts_are_sampled_from_the_policy(build, sync, targets):
     trainer = build(ROLLOUT_SYNC=sync, LORA_TARGETS=targets, TEMPERATURE=0.7)
     set_adapter(trainer, 1)
     policy, engine, prompts = trainer.model, trainer.run.engine, prompts_of(trainer)
+    engine.stop_token_ids = list(range(0, 500, 5))
     ids, values = engine.rollout(policy, prompts, seed=4)
     assert [len(row) for row in values] == [len(row) for row in ids] and all(1 <= len(row) <= 8 for row in ids)
-    stops = [[token in trainer.eos_token_ids for token in row] for row in ids]
+    stops = [[token in engine.stop_token_ids for token in row] for row in ids]
     assert any(row[-1] for row in stops) and not any(any(row[:-1]) for row in stops), "a stop token ends, and stays"
     assert apart(values, trainer_logps(trainer, prompts, ids, 0.7)) < EXACT
     assert apart(values, trainer_logps(trainer, prompts, ids, 1.0)) > 10 * EXACT, "temperature counts"
     with policy.disable_adapter():
         assert apart(values, trainer_logps(trainer, prompts, ids, 0.7)) > 50 * EXACT, "the adapter must matter"
     base_ids, base_values = engine.rollout(policy, prompts, seed=4, active=False)
-    adapted = prompt_logps(trainer, prompts)
+    adapted = trainer_logps(trainer, prompts)
     with policy.disable_adapter():
         assert apart(base_values, trainer_logps(trainer, prompts, base_ids, 0.7)) < EXACT
-        bare = prompt_logps(trainer, prompts)
+        bare = trainer_logps(trainer, prompts)
     for active, expected, other in ((True, adapted, bare), (False, bare, adapted)):
         engine.wake()
         engine.sync_weights(policy, active)
@@ -62,7 +63,7 @@ def test_every_rollout_uses_the_adapter_of_that_moment(build, sync):
     for seed in (1, 2):
         set_adapter(trainer, seed)
         engine.sync_weights(trainer.model)
-        assert apart(engine.score(prompts), prompt_logps(trainer, prompts)) < EXACT
+        assert apart(engine.score(prompts), trainer_logps(trainer, prompts)) < EXACT
 
 
 @pytest.mark.parametrize("sync", SYNCS)
@@ -75,7 +76,7 @@ def test_weight_syncs_leave_the_policy_bit_for_bit(build, sync):
     for i in range(31):
         engine.sync_weights(trainer.model, active=i % 3 == 0)
     assert digest(trainer.model) == base and digest(trainer.model, adapter=True) == adapter
-    assert apart(engine.score(prompts), prompt_logps(trainer, prompts)) < EXACT, "no drift on the engine's side either"
+    assert apart(engine.score(prompts), trainer_logps(trainer, prompts)) < EXACT, "no drift on the engine's side either"
 
 
 def test_what_is_written_for_vllm_is_pefts_format(build, tmp_path):

@@ -13,11 +13,11 @@ import torch
 from conftest import read_csv
 from machines import H100
 from safetensors.torch import load_file
-from stub_vllm import StubLLM, StubLoRARequest, StubSampling
+from stub_vllm import stub_engine
 
 import train_grpo
 from grpo.preflight.machine import installed_versions
-from grpo.rollout.engine import Engine, EngineError, engine_arguments
+from grpo.rollout.engine import Engine
 from grpo.run.folder import last_checkpoint
 from grpo.run.logs import METRICS
 from grpo.settings import FIELDS, ROOT
@@ -33,8 +33,8 @@ RUN = {
 class Run:
     """`train_grpo.main` in this process on a machine that claims a GPU and vLLM, with a stub in vLLM's place."""
 
-    def __init__(self, monkeypatch, folder, tiny):
-        self.monkeypatch, self.folder, self.tiny, self.stubs = monkeypatch, folder, tiny, []
+    def __init__(self, monkeypatch, folder):
+        self.monkeypatch, self.folder, self.stubs = monkeypatch, folder, []
 
     def __call__(self, prepare=lambda stub: None, **settings):
         versions = installed_versions
@@ -47,18 +47,12 @@ class Run:
             patch.setattr(sys, "argv", ["train_grpo.py"])
             patch.setattr("grpo.preflight.checks.read_machine", lambda: H100)
             patch.setattr("grpo.model.load.unseen_gpu", lambda machine: None)
-            patch.setattr(
-                "grpo.preflight.checks.installed_versions", lambda names: versions(names) | {"vllm": "0.26.0"}
-            )
+            found = lambda names: versions(names) | {"vllm": "0.26.0"}  # noqa: E731
+            patch.setattr("grpo.preflight.checks.installed_versions", found)
 
-            def start_engine(settings, plan, model_path, stop_token_ids):
-                arguments = engine_arguments(settings, plan, model_path, H100.gpu_total)
-                keep = {k: v for k, v in arguments.items() if "lora" in k and k.startswith(("enable", "max_lora_r"))}
-                stub = StubLLM(arguments["model"], max_model_len=arguments["max_model_len"], **keep)
-                prepare(stub)
-                self.stubs.append(stub)
-                engine = Engine(stub, StubSampling, StubLoRARequest, settings, stop_token_ids)
-                engine.sleep()
+            def start_engine(*given):
+                engine = stub_engine(*given, prepare)
+                self.stubs.append(engine.llm)
                 return engine
 
             patch.setattr("grpo.rollout.engine.start_engine", start_engine)
@@ -70,58 +64,52 @@ class Run:
 
 @pytest.fixture
 def start(monkeypatch, tmp_path, tiny, quiet):
-    return lambda name="run": Run(monkeypatch, tmp_path / name, tiny)
-
-
-def adapter(folder):
-    return load_file(folder / "adapter_model.safetensors")
+    return lambda name="run": Run(monkeypatch, tmp_path / name)
 
 
 @pytest.fixture(scope="module")
 def straight():
-    """What an uninterrupted run of four steps left: filled by the first test that needs it, kept for the others."""
-    return {}
+    """An uninterrupted run of four steps: made by the first test that needs it, kept for the others."""
+    return []
 
 
 @pytest.fixture
 def whole(straight, start):
     if not straight:
-        run = start("whole")
-        code = run()
-        straight.update(code=code, metrics=read_csv(run.folder / "metrics.csv"), completions=run.read("completions.csv"),
-                        log=run.read("training.log"), adapter=adapter(run.folder), calls=run.stubs[0].calls,
-                        record=json.loads(run.read("settings.json")))  # fmt: skip
-    return straight
+        straight.append(start("whole"))
+        assert straight[0]() == 0
+    return straight[0]
 
 
 def test_a_run_with_vllm(whole):
-    assert whole["code"] == 0 and [row["step"] for row in whole["metrics"]] == list("1234")
-    for row in whole["metrics"]:
+    metrics, choices = read_csv(whole.folder / "metrics.csv"), json.loads(whole.read("settings.json"))["choices"]
+    assert [row["step"] for row in metrics] == list("1234")
+    for row in metrics:
         assert 0 < float(row["logp_diff_mean"]) < 0.02 and float(row["is_ratio_mean"]) == pytest.approx(1, abs=0.02)
         assert float(row["logp_diff_max"]) >= float(row["logp_diff_mean"])
         assert float(row["clipped_ratio"]) < 0.5, "completions end at the stop tokens"
         for name in ("wake_s", "handover_s", "sleep_s"):
             assert 0 <= float(row[name]) <= float(row["rollout_s"])
         assert float(row["handover_s"]) > 0
-    assert whole["record"]["choices"]["rollouts"] == [True, "set by USE_VLLM"]
-    engine = whole["record"]["choices"]["plan"]["engine"]
+    assert choices["rollouts"] == [True, "set by USE_VLLM"]
+    engine, log = choices["plan"]["engine"], whole.read("training.log")
     assert engine["max_num_seqs"] == 12 and engine["capture_sizes"] == list(range(1, 13))
-    for words in ("parity before the first step, fixed tokens", "parity after a sleep, sampled tokens", "complete: 4"):
-        assert words in whole["log"]
-    assert "vLLM awake" in whole["log"] and "Traceback" not in whole["log"]
+    for words in ("before the first step, fixed tokens", "after a sleep, sampled tokens", "complete: 4", "vLLM awake"):
+        assert words in log
+    assert "Traceback" not in log
     # The sleep of the start, two rounds of the mismatch check, four steps: never two rollouts for one step.
     gate = ["wake_up", "apply_model", "reset_prefix_cache", "generate", "generate", "sleep"]
     step = ["wake_up", "apply_model", "reset_prefix_cache", "generate", "sleep"]
-    assert whole["calls"] == ["sleep", *gate * 2, *step * 4]
+    assert whole.stubs[0].calls == ["sleep", *gate * 2, *step * 4]
 
 
-def assert_like(whole, folder):
-    assert (folder / "completions.csv").read_text(encoding="utf-8") == whole["completions"]
+def assert_like(whole, run):
+    assert run.read("completions.csv") == whole.read("completions.csv")
     names = [n for n in METRICS if not n.endswith(("_s", "time"))]
-    rows = read_csv(folder / "metrics.csv")
-    assert [[r[n] for n in names] for r in rows] == [[r[n] for n in names] for r in whole["metrics"]]
-    mine = adapter(folder)
-    assert all(torch.equal(mine[name], tensor) for name, tensor in whole["adapter"].items())
+    mine, theirs = ([[r[n] for n in names] for r in read_csv(one.folder / "metrics.csv")] for one in (run, whole))
+    assert mine == theirs
+    mine, theirs = (load_file(one.folder / "adapter_model.safetensors") for one in (run, whole))
+    assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.items())
     assert any(t.any() for n, t in mine.items() if "lora_B" in n)
 
 
@@ -140,7 +128,7 @@ def test_a_dying_engine_leaves_a_run_that_continues(whole, start):
         assert archive.testzip() is None and "run/checkpoint-2/adapter_model.safetensors" in archive.namelist()
     assert last_checkpoint(run.folder)[0] == 2
     assert run() == 0 and "continuing from step 2" in run.read("training.log")
-    assert_like(whole, run.folder)
+    assert_like(whole, run)
 
 
 def test_a_run_with_the_native_adapter_and_an_evaluation(start, tmp_path, tiny):
@@ -157,9 +145,7 @@ def test_a_run_with_the_native_adapter_and_an_evaluation(start, tmp_path, tiny):
     assert calls[-12:] == ["wake_up", "add_lora", "generate", "sleep"] * 3, "before, step 1, after"
     assert len({r.lora_int_id for r in requests}) == len({r.lora_name for r in requests}) == 5
     assert float(read_csv(run.folder / "metrics.csv")[0]["logp_diff_mean"]) < 0.02
-    assert run(ROLLOUT_SYNC="merge", TEMPERATURE=1.4, TOTAL_STEPS=2) == 2, (
-        "a resumed run may not change what it samples"
-    )
+    assert run(ROLLOUT_SYNC="merge", TEMPERATURE=1.4, TOTAL_STEPS=2) == 2, "no other samples after resuming"
     assert run(ROLLOUT_SYNC="merge", TEMPERATURE=1.5, TOTAL_STEPS=2) == 0
     assert len(read_csv(run.folder / "metrics.csv")) == 2
 
@@ -189,16 +175,6 @@ def test_a_run_stops_where_vllm_and_trainer_do_not_agree(start, capfd):
     assert "| PARITY=off" in run.read("training.log")
     row = read_csv(run.folder / "metrics.csv")[0]
     assert float(row["logp_diff_mean"]) > 0 and float(row["is_ratio_mean"]) == 1 and row["handover_s"]
-
-
-def test_a_start_that_fails_is_told(start, monkeypatch):
-    run = start()
-
-    def broken(stub):
-        raise EngineError("starting the engine failed (ValueError: no room). VLLM_EAGER=1 ...")
-
-    assert run(broken) == 4
-    assert "vLLM: starting the engine failed" in run.read("training.log")
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_run_with_the_reason(start, monkeypatch):

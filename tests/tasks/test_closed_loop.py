@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import doctest
 import math
 from types import SimpleNamespace
 
@@ -12,26 +11,12 @@ import numpy as np
 import pytest
 from closed_loop_schema import check_schema
 from conftest import ROOT
-from hypothesis import given
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
 
 from grpo.data.files import read_csv
 from grpo.data.prompts import render, render_rows
 from grpo.preflight.hub import find_model
 from grpo.settings import Problems, Settings
-from grpo.tasks.tes import closed_loop as loop
-from grpo.tasks.tes.closed_loop import (
-    always,
-    charge_when_clean,
-    closed_loop,
-    end_price,
-    follow_the_load,
-    model_policy,
-    optimum,
-    priced_kg,
-    safe_action,
-)
+from grpo.tasks.tes.closed_loop import RULES, closed_loop, end_price, model_policy, optimum, priced_kg
 from grpo.tasks.tes.dataset import rows_csv, trajectory
 from grpo.tasks.tes.plant import HOURS, Plant, solve
 from grpo.tasks.tes.profiles import ProfileError
@@ -39,18 +24,8 @@ from grpo.tasks.tes.prompts import prompt_kind, render_full, renderer
 from grpo.tasks.tes.record import add_policy, keep_models, new_record, read_cases, run_model, table, write_record
 
 PLANT = Plant()
-
-
-PROFILE = ROOT / "data" / "profile_heldout.csv"
-
-
-CASES = read_cases(PROFILE)
-
-
+CASES = read_cases(ROOT / "data" / "profile_heldout.csv")
 WINDOWS = [case.window for case in CASES]
-
-
-ACTIONS = st.lists(st.lists(st.integers(0, 3), min_size=30, max_size=30), min_size=1, max_size=1)
 
 
 def replay(rows):
@@ -79,8 +54,8 @@ def test_what_is_left_is_priced_by_the_day_after_the_last_decision(decisions, da
 
 @pytest.mark.parametrize("action", range(4))
 def test_always_the_same_equals_a_simulation_by_hand(action):
-    """Plain numbers and branches, not make_dataset.step."""
-    trace = closed_loop(WINDOWS, PLANT, always(action))
+    """Plain numbers and branches, not `plant.step`."""
+    trace = closed_loop(WINDOWS, PLANT, RULES[f"always_{action}"])
     for w, window in enumerate(WINDOWS):
         energy, output, cycled = 150.0, 100.0 * action / 3, 0.0
         for t in range(30):
@@ -102,43 +77,27 @@ def test_always_the_same_equals_a_simulation_by_hand(action):
         assert priced_kg(trace, WINDOWS, PLANT)[w] == pytest.approx(expected)
 
 
-@given(ACTIONS)
-@hypothesis_settings(max_examples=30, deadline=None)
-def test_nothing_beats_the_optimum(rows):
-    best = closed_loop(WINDOWS[:1], PLANT, optimum(WINDOWS[:1], PLANT, 150.0))
-    other = closed_loop(WINDOWS[:1], PLANT, replay(rows))
-    assert priced_kg(best, WINDOWS, PLANT)[0] <= priced_kg(other, WINDOWS[:1], PLANT)[0] + 1e-6
-
-
 def test_rules_do_what_they_say():
-    follow = closed_loop(WINDOWS, PLANT, follow_the_load)
+    follow = closed_loop(WINDOWS, PLANT, RULES["follow_the_load"])
     assert follow.unserved_kwh.max() == 0 and follow.cycled_kwh.max() == 0
     loads = np.stack([w.load_kw[:3].ravel() for w in WINDOWS])
     below = np.where(follow.actions > 0, PLANT.outputs_kw[follow.actions - 1], -1)
     assert (follow.output_kw >= loads).all() and (below < loads).all(), "the smallest output that is enough"
-    clean = closed_loop(WINDOWS, PLANT, charge_when_clean)
+    clean = closed_loop(WINDOWS, PLANT, RULES["charge_when_clean"])
     assert clean.unserved_kwh.max() == 0 and clean.cycled_kwh.min() > 100
     dirty = np.stack([(w.co2[:3] > np.median(w.co2[:3], axis=1, keepdims=True)).ravel() for w in WINDOWS])
     assert clean.output_kw[dirty].mean() < 0.5 * clean.output_kw[~dirty].mean()
 
 
-def test_an_unreadable_answer_takes_the_safe_action_and_is_counted():
-    assert safe_action(PLANT) == 3
+def test_an_unreadable_answer_takes_the_safe_action():
     rows = [[0] * 30 for _ in WINDOWS]
     rows[1] = [None] * 30
     rows[2][4] = None
     trace = closed_loop(WINDOWS, PLANT, replay(rows))
-    assert trace.safe.tolist() == [0, 30, 1, 0, 0]
     assert trace.actions[1].tolist() == [3] * 30 and trace.actions[2, 4] == 3 and trace.actions[0].max() == 0
     assert trace.unserved_kwh[1].max() == 0
-    most = closed_loop(WINDOWS, PLANT, always(3)).co2_kg.sum(axis=1)
+    most = closed_loop(WINDOWS, PLANT, RULES["always_3"]).co2_kg.sum(axis=1)
     assert trace.co2_kg[1].sum() == pytest.approx(most[1]), "no answer emits the most"
-
-
-@pytest.mark.parametrize("bad", ([4] * 5, [-1] * 5, [0] * 4))
-def test_a_policy_that_breaks_the_rules_is_an_error(bad):
-    with pytest.raises(ValueError, match="the policy gave"):
-        closed_loop(WINDOWS, PLANT, lambda states: bad)
 
 
 @pytest.mark.parametrize("kind", ("full", "compact"))
@@ -149,11 +108,10 @@ def test_prompts_are_those_of_the_dataset(kind, tiny, tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text(rows_csv([row for w in WINDOWS for row, _ in trajectory(w, rng, kind, 150.0, 0)]))
     problems = Problems()
-    files, settings = find_model("tiny", problems), Settings(MODEL_ID="tiny", MAX_PROMPT_LEN=9999)
-    rows, _ = render_rows(settings, read_csv(path, problems), files.template, files.tokenizer, problems)
+    files, s = find_model("tiny", problems), Settings(MODEL_ID="tiny", MAX_PROMPT_LEN=9999)
+    rows, _ = render_rows(s, read_csv(path, problems), files.template, files.tokenizer, problems)
     assert not problems and prompt_kind([row.messages for row in rows]) == kind
-    effort, date = settings.REASONING_EFFORT, settings.PROMPT_DATE
-    render_state = renderer(kind, lambda messages: render(files.template, messages, effort, date))
+    render_state = renderer(kind, lambda turns: render(files.template, turns, s.REASONING_EFFORT, s.PROMPT_DATE))
     seen, best = [], optimum(WINDOWS, PLANT, 150.0)
 
     def policy(states):
@@ -165,31 +123,41 @@ def test_prompts_are_those_of_the_dataset(kind, tiny, tmp_path):
 
 
 def test_which_plant_the_prompts_are_of():
-    def kind(name, edit=lambda text: text):
-        rows = read_csv(ROOT / "data" / name, Problems())[:3]
-        return prompt_kind([[(role, edit(text)) for role, text in row.messages] for row in rows])
+    names = ("tes_heldout.csv", "tes_heldout_compact.csv")
+    full, compact = ([row.messages for row in read_csv(ROOT / "data" / n, Problems())[:3]] for n in names)
 
-    assert kind("tes_heldout.csv") == "full" and kind("tes_heldout_compact.csv") == "compact"
-    assert kind("tes_heldout.csv", lambda text: text.replace("capacity [kWh]: 300.0", "capacity [kWh]: 500.0")) is None
-    assert kind("tes_heldout.csv", lambda text: text.replace("Reasoning: medium", "Reasoning: high")) is None
-    assert kind("tes_heldout_compact.csv", lambda text: text.replace("store", "tank")) is None
-    assert prompt_kind([(("user", "hour 8 store 50 load 31 co2 41"),)]) is None
-    both = [read_csv(ROOT / "data" / n, Problems())[0].messages for n in ("tes_heldout.csv", "tes_heldout_compact.csv")]  # fmt: skip
-    assert prompt_kind(both) is None and prompt_kind([]) is None
+    def edited(messages, old, new):
+        return [[(role, text.replace(old, new)) for role, text in one] for one in messages]
+
+    assert prompt_kind(full) == "full" and prompt_kind(compact) == "compact"
+    for other in (
+        edited(full, "capacity [kWh]: 300.0", "capacity [kWh]: 500.0"),
+        edited(full, "Reasoning: medium", "Reasoning: high"),
+        edited(compact, "store", "tank"),
+        [(("user", "hour 8 store 50 load 31 co2 41"),)],
+        [full[0], compact[0]],
+        [],
+    ):
+        assert prompt_kind(other) is None
 
 
 def test_votes_and_unreadable_answers():
-    answers = {"a": ["[2]", "[1]", "[2]"], "b": ["no", "[0] or [1]", "[3]"], "c": ["", "no", "[7]"]}
-    asked, unparsed = [], np.zeros(3, int)
+    answers = {
+        "a": ["[2]", "[1]", "[2]"],
+        "b": ["no", "[0] or [1]", "[3]"],
+        "c": ["", "no", "[7]"],
+        "d": ["[2]", "[0]", "no"],
+    }
+    asked, unparsed = [], np.zeros(4, int)
 
     def ask(prompts, samples, hour):
         asked.append((samples, hour))
         return [f"<|channel|>final<|message|>{answer}<|return|>" for prompt in prompts for answer in answers[prompt[0]]]
 
-    states = [SimpleNamespace(plant=PLANT, name=name) for name in "abc"]
+    states = [SimpleNamespace(plant=PLANT, name=name) for name in answers]
     policy = model_policy(ask, lambda state: f"{state.name}<|start|>assistant", 3, unparsed)
-    assert policy(states) == [2, 3, None] and policy(states) == [2, 3, None]
-    assert unparsed.tolist() == [0, 4, 6] and asked == [(3, 0), (3, 1)]
+    assert policy(states) == policy(states) == [2, 3, None, 2], "of equally frequent ones the first"
+    assert unparsed.tolist() == [0, 4, 6, 2] and asked == [(3, 0), (3, 1)]
     with pytest.raises(ValueError, match="2 completions came back for 1 prompts x 3"):
         model_policy(lambda *_: ["", ""], str, 3, unparsed)(states[:1])
 
@@ -198,29 +166,31 @@ def record_of(cases=CASES, samples=1, vote=False, hours=72, **sampling):
     return new_record(cases, ["p.csv"], samples, vote, sampling, hours=hours)
 
 
-def oracle_ask(unparsed_at=()):
-    """A model that answers [1], and nothing readable in some hours."""
+def answering(*answers, unparsed_at=()):
+    """A model that gives these answers to each prompt, and nothing readable in some hours."""
 
     def ask(prompts, samples, hour):
-        text = "hm" if hour in unparsed_at else "[1]"
-        return [f"<|channel|>final<|message|>{text}<|return|>"] * (len(prompts) * samples)
+        assert samples == len(answers)
+        each = ["hm"] if hour in unparsed_at else answers
+        return [f"<|channel|>final<|message|>{text}<|return|>" for _ in prompts for text in each]
 
     return ask
 
 
 def test_the_record_adds_up():
     record = record_of(samples=2)
-    run_model(record, "base", CASES, oracle_ask(), render_full)
-    run_model(record, "trained", CASES, oracle_ask(unparsed_at=(3, 4)), render_full)
+    run_model(record, "base", CASES, answering("[1]"), render_full)
+    run_model(record, "trained", CASES, answering("[1]", unparsed_at=(3, 4)), render_full)
     check_schema(record, {"base", "trained"})
     totals = record["totals"]
     assert list(totals)[:3] == ["base", "trained", "optimum"]
     for name, total in totals.items():
         for column in ("co2_kg", "unserved_kwh"):  # the passes of these models are all the same
-            assert total[column] == pytest.approx(sum(math.fsum(w["policies"][name][column]) for w in record["windows"]), abs=1e-3)  # fmt: skip
+            hours = math.fsum(value for window in record["windows"] for value in window["policies"][name][column])
+            assert total[column] == pytest.approx(hours, abs=1e-3)
         expected = 100 * (total["priced_kg"] / totals["optimum"]["priced_kg"] - 1)
         assert total["regret_percent"] == pytest.approx(expected, abs=1e-4)
-    assert {k: v for k, v in totals["base"].items() if k != "answers"} == {k: v for k, v in totals["always_1"].items() if k != "answers"}  # fmt: skip
+    assert totals["base"] | {"answers": 0} == totals["always_1"]
     assert totals["base"]["answers"] == 2 * 5 * 30 and totals["trained"]["unparsed"] == 2 * 5 * 2
     assert totals["optimum"]["regret_percent"] == 0 == totals["optimum"]["answers"]
     change = record["difference"]
@@ -235,7 +205,7 @@ def test_passes_are_averaged_and_the_first_is_shown():
     record = record_of(CASES[:2])
     rows = [[0] * 30, [1] * 30, [3] * 30, [3] * 30]  # pass 1 of both windows, then pass 2
     trace = closed_loop(WINDOWS[:2] * 2, PLANT, replay(rows))
-    add_policy(record, "base", WINDOWS[:2], trace, [1, 2, 3, 4], answers=120)
+    add_policy(record, "base", WINDOWS[:2], trace, np.arange(1, 5), answers=120)
     first, second = record["windows"]
     shown = [a for a in first["policies"]["base"]["actions"] if a is not None]
     unparsed = [entry["policies"]["base"]["unparsed"] for entry in record["windows"]]
@@ -251,12 +221,7 @@ def test_passes_are_averaged_and_the_first_is_shown():
 
 def test_a_vote_decides_each_hour():
     record = record_of(CASES[:3], samples=3, vote=True)
-
-    def ask(prompts, samples, hour):
-        assert samples == 3 and len(prompts) == 3
-        return [f"<|channel|>final<|message|>[{k}]<|return|>" for _ in prompts for k in (2, 0, 2)]
-
-    run_model(record, "base", CASES[:3], ask, render_full)
+    run_model(record, "base", CASES[:3], answering("[2]", "[0]", "[2]"), render_full)
     mine, rule = (record["totals"][name] for name in ("base", "always_2"))
     assert mine["co2_kg"] == rule["co2_kg"] and mine["answers"] == 3 * 3 * 30
 
@@ -272,15 +237,15 @@ def test_what_a_file_holds_of_the_models_is_kept_only_if_it_is_the_same_measurem
     path, cases = tmp_path / "closed_loop.json", CASES[:2]
     record = record_of(cases, seed=1)
     for name in ("base", "trained"):
-        run_model(record, name, cases, oracle_ask(), render_full)
+        run_model(record, name, cases, answering("[1]"), render_full)
     write_record(record, path)
     again = record_of(cases, seed=1)
     assert keep_models(again, path) and again == record
     again = record_of(cases, seed=1)
     assert keep_models(again, path, ("base",)) and "trained" not in again["totals"] and "base" in again["totals"]
     changed = [dataclasses.replace(cases[0], co2=cases[0].co2 + 0.1), cases[1]]
-    for others in ((cases, 1, {"seed": 2}), (cases[:1], 1, {"seed": 1}), (cases, 2, {"seed": 1}), (changed, 1, {"seed": 1})):  # fmt: skip
-        other = record_of(*others[:2], **others[2])
+    for others, samples, seed in ((cases, 1, 2), (cases[:1], 1, 1), (cases, 2, 1), (changed, 1, 1)):
+        other = record_of(others, samples, seed=seed)
         assert not keep_models(other, path) and "base" not in other["totals"]
     assert not keep_models(again, tmp_path / "none.json")
     for broken in ("", "[]", "{", '{"windows": 3}'):
@@ -302,7 +267,3 @@ def test_a_profile_of_the_users_own_without_nights(tmp_path):
     with pytest.raises(ProfileError, match=r"july.csv, row 1 .*kg"):
         path.write_text("datetime,co2,load\n2025-07-01 08:00,410,3\n")
         read_cases(path)
-
-
-def test_doctests():
-    assert doctest.testmod(loop) == (0, 3)

@@ -12,17 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 import rewards
-from grpo.tasks.tes.plant import (
-    DECISION_DAYS,
-    HOURS,
-    START_KWH,
-    Plant,
-    best_action,
-    q_values,
-    solve,
-    step,
-    terminal_price,
-)
+from grpo.tasks.tes import plant as tes
+from grpo.tasks.tes.plant import DECISION_DAYS, HOURS, START_KWH, Plant
 from grpo.tasks.tes.profiles import Window
 from grpo.tasks.tes.prompts import State, state_at
 
@@ -41,7 +32,6 @@ class Trace:
     storage_kwh: np.ndarray  # after the hour
     co2_kg: np.ndarray
     unserved_kwh: np.ndarray
-    safe: np.ndarray  # (W,) decisions that the safe action took, as the policy gave none
     start_kwh: float
 
     @property
@@ -52,14 +42,7 @@ class Trace:
 
 
 def safe_action(plant: Plant) -> int:
-    """The action for an answer that cannot be read: full output.
-
-    It serves every load that the plant can serve at all, whatever the storage holds, so unserved load never grows by an
-    unreadable answer; and no action emits more, so writing none never pays.
-
-    >>> safe_action(Plant())
-    3
-    """
+    """The action for an answer that cannot be read (why: SAFE_REASON)."""
     return int(np.argmax(plant.outputs_kw))
 
 
@@ -70,34 +53,23 @@ def closed_loop(
     windows: Sequence[Window], plant: Plant, policy: Policy, start_kwh: float = START_KWH, decisions: int = DECISIONS
 ) -> Trace:
     """Runs W windows side by side for their first `decisions` decision hours; `policy` gets the W states of an hour and
-    returns W actions. Night hours change nothing (no load, output 0) and are left out, as in `plant.solve`.
-
-    Raises ValueError where the policy returns another number of actions, or one that the plant does not have.
-    """
+    returns W actions. Night hours change nothing (no load, output 0) and are left out, as in `plant.solve`."""
     energy = np.full(len(windows), float(start_kwh))
     steps: list[tuple[np.ndarray, ...]] = []
-    safe = np.zeros(len(windows), dtype=int)
     for t in range(decisions):
         day, i = divmod(t, len(HOURS))
-        chosen = list(policy([state_at(w, plant, t, e) for w, e in zip(windows, energy, strict=True)]))
-        if len(chosen) != len(windows):
-            raise ValueError(f"the policy gave {len(chosen)} actions for {len(windows)} states")
-        safe += [action is None for action in chosen]
+        chosen = policy([state_at(w, plant, t, e) for w, e in zip(windows, energy, strict=True)])
         actions = np.array([safe_action(plant) if action is None else action for action in chosen], dtype=int)
-        if actions.size and not (actions.min() >= 0 and actions.max() < len(plant.ratios)):
-            raise ValueError(f"the policy gave actions {sorted(set(actions.tolist()))}, the plant has {plant.ratios}")
         load, co2 = (np.array([getattr(w, name)[day, i] for w in windows]) for name in ("load_kw", "co2"))
-        after = step(plant, energy, actions, load, co2)
+        after = tes.step(plant, energy, actions, load, co2)
         energy = after.energy_kwh
         steps.append((actions, plant.outputs_kw[actions], energy, after.emissions_kg, after.unserved_kwh))
-    columns = (np.stack(column, axis=1) for column in zip(*steps, strict=True))
-    return Trace(*columns, safe=safe, start_kwh=start_kwh)
+    return Trace(*(np.stack(column, axis=1) for column in zip(*steps, strict=True)), start_kwh=start_kwh)
 
 
 def end_price(window: Window, plant: Plant, decisions: int = DECISIONS) -> float:
     """Worth of a kWh that is left at the end [kg CO2]: making it in the cheapest hours of the day after."""
-    following = math.ceil(decisions / len(HOURS))
-    return terminal_price(plant, window.co2[following]) * plant.cost_scale
+    return tes.terminal_price(plant, window.co2[math.ceil(decisions / len(HOURS))]) * plant.cost_scale
 
 
 def priced_kg(trace: Trace, windows: Sequence[Window], plant: Plant) -> np.ndarray:
@@ -106,11 +78,6 @@ def priced_kg(trace: Trace, windows: Sequence[Window], plant: Plant) -> np.ndarr
     price = np.array([end_price(window, plant, trace.actions.shape[1]) for window in windows])
     gained = trace.storage_kwh[:, -1] - trace.start_kwh
     return trace.co2_kg.sum(axis=1) + plant.unserved_kg_per_kwh * trace.unserved_kwh.sum(axis=1) - gained * price
-
-
-def always(action: int) -> Policy:
-    """The same action in every hour."""
-    return lambda states: [action] * len(states)
 
 
 def follow_the_load(states: Sequence[State]) -> list[int]:
@@ -127,7 +94,7 @@ def charge_when_clean(states: Sequence[State]) -> list[int]:
         action = first_output(s.plant, s.load_kw[now] - s.energy_kwh)
         if s.co2[now] <= np.median(s.co2):
             fits = s.energy_kwh + s.plant.outputs_kw - s.load_kw[now] <= s.plant.capacity_kwh + 1e-9
-            action = max(action, int(np.flatnonzero(fits)[-1]) if fits.any() else 0)
+            action = max(action, int(np.flatnonzero(fits)[-1]))
         actions.append(action)
     return actions
 
@@ -138,7 +105,7 @@ def first_output(plant: Plant, needed_kw: float) -> int:
     return int(enough[0]) if enough.size else len(plant.ratios) - 1
 
 
-RULES: dict[str, Policy] = {f"always_{action}": always(action) for action in range(len(Plant().ratios))}
+RULES: dict[str, Policy] = {f"always_{k}": lambda states, k=k: [k] * len(states) for k in range(len(Plant().ratios))}
 RULES |= {"follow_the_load": follow_the_load, "charge_when_clean": charge_when_clean}
 
 
@@ -148,30 +115,20 @@ def optimum(windows: Sequence[Window], plant: Plant, start_kwh: float, decisions
     for window in windows:
         load, co2 = window.load_kw.ravel()[:decisions], window.co2.ravel()[:decisions]
         price = end_price(window, plant, decisions) / plant.cost_scale
-        solutions.append(solve(plant, load, co2, price, start_kwh=start_kwh))
+        solutions.append(tes.solve(plant, load, co2, price, start_kwh=start_kwh))
     hours = iter(range(decisions))
 
     def policy(states: Sequence[State]) -> list[int]:
         t = next(hours)
-        pairs = zip(solutions, states, strict=True)
-        return [best_action(q_values(one, t, s.energy_kwh)) for one, s in pairs]
+        values = (tes.q_values(one, t, s.energy_kwh) for one, s in zip(solutions, states, strict=True))
+        return [tes.best_action(q) for q in values]
 
     return policy
 
 
-def majority(answers: Sequence[int | None]) -> int | None:
-    """The action that most answers name; of equally frequent ones the one that was named first. None without any.
-
-    >>> [majority([2, None, 1, 2]), majority([None, 3, 0]), majority([None, None])]
-    [2, 3, None]
-    """
-    counts = Counter(answer for answer in answers if answer is not None)
-    return counts.most_common(1)[0][0] if counts else None
-
-
 def model_policy(ask: Ask, render: Callable[[State], str], votes: int, unparsed: np.ndarray) -> Policy:
     """A model as a policy: prompts out of states, completions, parsed actions. `votes`: answers to each state, of which
-    the majority counts. Answers that cannot be read are counted into `unparsed`, shape (W,)."""
+    the majority counts, or of equally frequent ones the first. Those that cannot be read are counted into `unparsed` (W,)."""
     hours = itertools.count()
 
     def policy(states: Sequence[State]) -> list[int | None]:
@@ -184,16 +141,13 @@ def model_policy(ask: Ask, render: Callable[[State], str], votes: int, unparsed:
             turns = [rewards.assistant_turn(prompt, text) for text in texts[n * votes : (n + 1) * votes]]
             answers = [rewards.parse_action(turn, len(state.plant.ratios)) for turn in turns]
             unparsed[n] += answers.count(None)
-            chosen.append(majority(answers))
+            counts = Counter(answer for answer in answers if answer is not None)
+            chosen.append(max(counts, key=counts.get, default=None))
         return chosen
 
     return policy
 
 
 def decisions_in(hours: int) -> int:
-    """Decision hours among the first `hours` hours of a window.
-
-    >>> [decisions_in(hours) for hours in (8, 9, 24, 34, 72)]
-    [0, 1, 10, 12, 30]
-    """
+    """Decision hours among the first `hours` hours of a window."""
     return sum(hour % 24 in HOURS for hour in range(hours))

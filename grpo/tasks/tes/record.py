@@ -16,23 +16,13 @@ import numpy as np
 
 import rewards
 from grpo.settings import ROOT
+from grpo.tasks.tes import closed_loop as loop
 from grpo.tasks.tes import profiles as tes_profiles
-from grpo.tasks.tes.closed_loop import (
-    RULES,
-    SAFE_REASON,
-    Ask,
-    Trace,
-    closed_loop,
-    decisions_in,
-    model_policy,
-    optimum,
-    priced_kg,
-    safe_action,
-)
 from grpo.tasks.tes.plant import DECISION_DAYS, HOURS, START_KWH, Plant
-from grpo.tasks.tes.profiles import Window, read_profile
+from grpo.tasks.tes.profiles import Window
 from grpo.tasks.tes.prompts import State
 
+Record = dict[str, Any]  # closed_loop.json
 MODELS = ("base", "trained")
 LEAST_WINDOWS = 3  # fewer give no interval: a bootstrap over two windows says nothing
 
@@ -48,12 +38,12 @@ class Case:
 
 def read_cases(path: Path, co2_column: str | None = None, load_column: str | None = None) -> list[Case]:
     """The windows of a profile CSV. Raises ProfileError with every problem of the file."""
-    profile = read_profile(path, co2_column, load_column)
-    index = {day: i for i, day in enumerate(profile.dates)}
+    profile = tes_profiles.read_profile(path, co2_column, load_column)
     cases = []
     for window in tes_profiles.windows(profile):
-        days = [index[day] for day in window.dates[:DECISION_DAYS]]
-        cases.append(Case(f"{path.stem}: {window.dates[0]}", window, profile.co2[days].ravel()))
+        first = profile.dates.index(window.dates[0])
+        co2 = profile.co2[first : first + DECISION_DAYS].ravel()
+        cases.append(Case(f"{path.stem}: {window.dates[0]}", window, co2))
     return cases
 
 
@@ -78,16 +68,16 @@ def new_record(
     sampling: Mapping[str, Any],
     start_kwh: float = START_KWH,
     hours: int = 24 * DECISION_DAYS,
-) -> dict[str, Any]:
+) -> Record:
     """closed_loop.json with the rules and the optimum, before a model was asked. `sampling` says how it will be."""
-    plant, windows, decisions = Plant(), [case.window for case in cases], decisions_in(hours)
-    record: dict[str, Any] = {
+    plant, windows, decisions = Plant(), [case.window for case in cases], loop.decisions_in(hours)
+    record: Record = {
         "profiles": list(profiles),
         "start_kwh": start_kwh,
         "samples": samples,
         "vote": vote,
-        "safe_action": safe_action(plant),
-        "safe_action_reason": SAFE_REASON,
+        "safe_action": loop.safe_action(plant),
+        "safe_action_reason": loop.SAFE_REASON,
         "sampling": dict(sampling),
         "windows": [
             {
@@ -102,29 +92,23 @@ def new_record(
         ],
         "totals": {},
     }
-    for name, policy in {"optimum": optimum(windows, plant, start_kwh, decisions), **RULES}.items():
-        add_policy(record, name, windows, closed_loop(windows, plant, policy, start_kwh, decisions))
+    for name, policy in {"optimum": loop.optimum(windows, plant, start_kwh, decisions), **loop.RULES}.items():
+        trace = loop.closed_loop(windows, plant, policy, start_kwh, decisions)
+        add_policy(record, name, windows, trace, np.zeros(len(windows), int))
     return record
 
 
 def add_policy(
-    record: dict[str, Any],
-    name: str,
-    windows: Sequence[Window],
-    trace: Trace,
-    unparsed: Sequence[int] | None = None,
-    answers: int = 0,
+    record: Record, name: str, windows: Sequence[Window], trace: loop.Trace, unparsed: np.ndarray, answers: int = 0
 ) -> None:
     """Put a policy into the record and compute the totals again.
 
-    trace: of all windows, or of all windows as often as each was run (pass by pass): the hours that are kept are the
-    first pass's, `mean` and the totals are means over the passes. unparsed: answers that could not be read, by row of
-    the trace; answers: all of them.
+    `trace` is of all windows as often as each was run, pass by pass: the hours that are kept are the first pass's, `mean`
+    and the totals are means over the passes. `unparsed` counts answers that could not be read by row of the trace;
+    `answers` are all of them.
     """
-    plant, count = Plant(), len(windows)
-    passes = len(trace.actions) // count
-    unparsed = np.zeros(len(trace.actions), int) if unparsed is None else np.asarray(unparsed)
-    priced = priced_kg(trace, list(windows) * passes, plant)
+    count = len(windows)
+    priced = loop.priced_kg(trace, list(windows) * (len(trace.actions) // count), Plant())
     for i, entry in enumerate(record["windows"]):
         rows, hours = slice(i, None, count), entry["hours"]
         storage = [trace.start_kwh]  # a night keeps it
@@ -145,80 +129,61 @@ def add_policy(
     add_totals(record)
 
 
-def add_totals(record: dict[str, Any]) -> None:
+def add_totals(record: Record) -> None:
     """Totals over the windows, regret with its interval, and the difference of the two models, from `mean` alone."""
-
-    def means(name: str, key: str) -> list[float]:
-        return [entry["policies"][name]["mean"][key] for entry in record["windows"]]
-
-    def interval(values: Sequence[float], weights: Sequence[float]) -> tuple[float | None, float | None]:
-        if len(values) < LEAST_WINDOWS or math.fsum(weights) <= 0:
-            return None, None
-        low, high = rewards.bootstrap_interval(values, weights)
-        return tidy(low), tidy(high)
-
     entries = [entry["policies"] for entry in record["windows"]]
-    best = means("optimum", "priced_kg")
+    priced = {name: [one[name]["mean"]["priced_kg"] for one in entries] for name in entries[0]}
+    best = priced["optimum"]
     scale = math.fsum(best)
-    order = [name for name in (*MODELS, "optimum", *RULES) if name in entries[0]]
+
+    def regret(mine: str, other: str) -> dict[str, float | None]:
+        above = [100 * (a - b) for a, b in zip(priced[mine], priced[other], strict=True)]
+        low = high = None
+        if len(best) >= LEAST_WINDOWS and scale > 0:
+            low, high = rewards.bootstrap_interval(above, best)
+        percent = math.fsum(above) / scale if scale > 0 else None
+        figures = {"regret_percent": percent, "regret_percent_low": low, "regret_percent_high": high}
+        return {name: tidy(value) for name, value in figures.items()}
+
     record["totals"] = {}
-    for name in order:
-        above = [100 * (mine - other) for mine, other in zip(means(name, "priced_kg"), best, strict=True)]
-        low, high = interval(above, best)
-        totals = {key: tidy(math.fsum(means(name, key))) for key in entries[0][name]["mean"]}
-        record["totals"][name] = totals | {
-            "regret_percent": tidy(math.fsum(above) / scale) if scale > 0 else None,
-            "regret_percent_low": low,
-            "regret_percent_high": high,
-            "unparsed": sum(policies[name]["unparsed"] for policies in entries),
-            "answers": sum(policies[name]["answers"] for policies in entries),
-        }
+    for name in [name for name in (*MODELS, "optimum", *loop.RULES) if name in priced]:
+        mine = [policies[name] for policies in entries]
+        sums = {key: tidy(math.fsum(one["mean"][key] for one in mine)) for key in mine[0]["mean"]}
+        counts = {key: sum(one[key] for one in mine) for key in ("unparsed", "answers")}
+        record["totals"][name] = sums | regret(name, "optimum") | counts
     record.pop("difference", None)
-    if all(name in entries[0] for name in MODELS):
-        pairs = zip(means("trained", "priced_kg"), means("base", "priced_kg"), strict=True)
-        change = [100 * (trained - base) for trained, base in pairs]
-        low, high = interval(change, best)
-        percent = tidy(math.fsum(change) / scale) if scale > 0 else None
-        record["difference"] = {"regret_percent": percent, "regret_percent_low": low, "regret_percent_high": high}
+    if priced.keys() >= set(MODELS):
+        record["difference"] = regret("trained", "base")
 
 
-def keep_models(record: dict[str, Any], path: Path, names: Sequence[str] = MODELS) -> bool:
+def keep_models(record: Record, path: Path, names: Sequence[str] = MODELS) -> bool:
     """Take over what `path` holds of the models `names` if it is of the same windows, samples and settings; whether it
     was. A file that is not there, or cannot be read, is none of the same."""
-    alike, asked = (
-        ("start_kwh", "samples", "vote", "safe_action", "sampling"),
-        ("name", "hours", "load_kw", "co2_kg_per_kwh"),
-    )
+
+    def asked(one: Mapping[str, Any]) -> list[Any]:
+        alike = [one[key] for key in ("start_kwh", "samples", "vote", "safe_action", "sampling")]
+        return alike + [w[key] for w in one["windows"] for key in ("name", "hours", "load_kw", "co2_kg_per_kwh")]
+
     try:
         earlier = json.loads(path.read_text(encoding="utf-8"))
-        mine, theirs = (
-            [[one[key] for key in alike], *([window[key] for key in asked] for window in one["windows"])]
-            for one in (record, earlier)
-        )
-        if mine != theirs:
+        if asked(record) != asked(earlier):
             return False
-        for name in names:
-            found = [window["policies"].get(name) for window in earlier["windows"]]
-            if all(found):
-                for entry, policy in zip(record["windows"], found, strict=True):
-                    entry["policies"][name] = policy
+        for entry, found in zip(record["windows"], earlier["windows"], strict=True):
+            entry["policies"] |= {name: found["policies"][name] for name in names if name in found["policies"]}
         add_totals(record)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
     return True
 
 
-def run_model(
-    record: dict[str, Any], name: str, cases: Sequence[Case], ask: Ask, render: Callable[[State], str]
-) -> None:
+def run_model(record: Record, name: str, cases: Sequence[Case], ask: loop.Ask, render: Callable[[State], str]) -> None:
     """Let a model run through the cases and put it into the record as `name`, base or trained. With `vote`, `samples`
     answers decide each hour; without, every window is run `samples` times, all of them side by side."""
-    samples, hours = record["samples"], record["windows"][0]["hours"]
-    votes, passes = (samples, 1) if record["vote"] else (1, samples)
-    windows = [case.window for case in cases]
+    votes, passes = (record["samples"], 1) if record["vote"] else (1, record["samples"])
+    windows, decisions = [case.window for case in cases], loop.decisions_in(record["windows"][0]["hours"])
     unparsed = np.zeros(len(windows) * passes, int)
-    policy = model_policy(ask, render, votes, unparsed)
-    trace = closed_loop(windows * passes, Plant(), policy, record["start_kwh"], decisions_in(hours))
+    policy = loop.model_policy(ask, render, votes, unparsed)
+    trace = loop.closed_loop(windows * passes, Plant(), policy, record["start_kwh"], decisions)
     add_policy(record, name, windows, trace, unparsed, votes * trace.actions.size)
 
 
@@ -244,25 +209,20 @@ def check_writable(path: Path, problems: Any) -> None:
 def table(record: Mapping[str, Any]) -> str:
     """The totals for the terminal."""
     count, hours = len(record["windows"]), record["windows"][0]["hours"]
-    plural = "" if count == 1 else "s"
-    lines = [
-        f"Closed loop, {count} window{plural} of {hours} hours from {record['start_kwh']:g} kWh",
-        f"  {'policy':<18} {'kg CO2':>8} {'unserved kWh':>13} {'cycled kWh':>11} {'regret':>9} {'95% interval':>20}  unparsed",
-    ]
+    row = "  {:<18} {:>8} {:>13} {:>11} {:>9} {:>20}  {}"
+    lines = [f"Closed loop, {count} window{'s' * (count != 1)} of {hours} hours from {record['start_kwh']:g} kWh"]
+    lines += [row.format("policy", "kg CO2", "unserved kWh", "cycled kWh", "regret", "95% interval", "unparsed")]
     for name, total in record["totals"].items():
-        regret = "" if total["regret_percent"] is None else f"{total['regret_percent']:.1f} %"
-        low, high = total["regret_percent_low"], total["regret_percent_high"]
-        interval = "" if low is None else f"{low:.1f} to {high:.1f}"
+        sums = [f"{total[key]:.1f}" for key in ("co2_kg", "unserved_kwh", "storage_cycled_kwh")]
+        regret, low, high = (total[f"regret_percent{end}"] for end in ("", "_low", "_high"))
+        shown = ["" if regret is None else f"{regret:.1f} %", "" if low is None else f"{low:.1f} to {high:.1f}"]
         unparsed = f"{total['unparsed']} of {total['answers']}" if total["answers"] else ""
-        lines.append(
-            f"  {name:<18} {total['co2_kg']:>8.1f} {total['unserved_kwh']:>13.1f} {total['storage_cycled_kwh']:>11.1f} "
-            f"{regret:>9} {interval:>20}  {unparsed}".rstrip()
-        )
+        lines.append(row.format(name, *sums, *shown, unparsed).rstrip())
     if change := record.get("difference"):
-        low, high = change["regret_percent_low"], change["regret_percent_high"]
+        regret, low, high = change.values()
         interval = "" if low is None else f", 95% interval {low:+.1f} to {high:+.1f}"
-        if change["regret_percent"] is not None:
-            lines.append(f"  trained against base: regret {change['regret_percent']:+.1f} points{interval}")
+        if regret is not None:
+            lines.append(f"  trained against base: regret {regret:+.1f} points{interval}")
     return "\n".join(lines)
 
 
