@@ -274,7 +274,7 @@ def grpo_options(s: Settings, cuda: bool) -> dict[str, Any]:
         "use_cpu": not cuda,
         "gradient_checkpointing_kwargs": {"use_reentrant": False},
         "logging_steps": 1,
-        "disable_tqdm": not sys.stderr.isatty(),  # a file would be full of bars, and the lines of the steps tell all
+        "disable_tqdm": True,  # the lines of the steps tell all; scripts/watch.py has a bar and the time left
         "save_strategy": "steps",
         "report_to": trackers or "none",
         "run_name": run_folder(s).name,

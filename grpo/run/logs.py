@@ -159,7 +159,6 @@ class RunLog:
         self.completions = CsvLog(folder / "completions.csv", COMPLETIONS)
         self.total_steps = total_steps
         self.rates: dict[str, float] = {}  # of the last completions
-        self.last: dict[str, Any] = {}  # the last row of metrics.csv
         with (folder / "metrics.csv").open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         self.parse_rates = [float(row["parse_rate"]) for row in rows]
@@ -189,7 +188,6 @@ class RunLog:
         row = {"step": step, "time": now, **self.rates, **figures}
         shown = {k: "" if v is None else f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()}
         self.metrics.write([shown])
-        self.last.update(row)
         log.info(
             "step %d/%d: reward %s, parse rate %.2f, clipped %.2f, %.0f tokens, %.1f s (rollout %.1f, learn %.1f)",
             step, self.total_steps, shown["reward"] or "nan",
@@ -215,27 +213,15 @@ def detach_closed_terminal() -> None:
             os.close(nowhere)
 
 
-class TerminalHandler(logging.StreamHandler):
-    """Writes above the progress bar instead of through it."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        from tqdm import tqdm  # late: where packages are missing, the preflight is to say so
-
-        text = self.format(record)
-        try:
-            tqdm.write(text, file=sys.stdout)
-        except (OSError, RuntimeError):  # nobody reads, or a signal's message met another one: training.log has it
-            detach_closed_terminal()
-
-
 def start_logging(folder: Path) -> None:
     """Log to the terminal and to training.log; libraries' messages and Python's warnings go there as well."""
     formatter = logging.Formatter("%(asctime)s %(levelname).1s %(name)s: %(message)s", "%H:%M:%S")
     root = logging.getLogger()
     root.setLevel(logging.WARNING)
-    file = logging.FileHandler(folder / "training.log", encoding="utf-8")
+    terminal, file = logging.StreamHandler(sys.stdout), logging.FileHandler(folder / "training.log", encoding="utf-8")
+    terminal.handleError = lambda record: detach_closed_terminal()  # nobody reads: training.log has it
     file.handleError = lambda record: None  # a full disk: what is written for the run itself fails, and says so once
-    for handler in (TerminalHandler(), file):
+    for handler in (terminal, file):
         handler.setFormatter(formatter)
         root.addHandler(handler)
     log.setLevel(logging.INFO)
