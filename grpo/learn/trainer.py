@@ -129,18 +129,14 @@ class Trainer(GRPOTrainer):
         self.rollout_tokens = sum(map(len, completion_ids))
         return completion_ids, logprobs
 
-    def is_truncated(self, ids: Sequence[int]) -> bool:
-        """Whether a completion ended without a stop token: the same rule as TRL's clipped ratio and mask."""
-        return ids[-1] not in (*self.eos_token_ids, self._tokenizer.pad_token_id)
-
     def read_completions(self, rows: Sequence[Row], completion_ids: Sequence[Sequence[int]]) -> list[Completion]:
-        """What the completions of `rows` say, decoded with their special tokens."""
-        read = []
+        """What the completions of `rows` say, decoded with their special tokens. Truncated is one that ended without a stop
+        token: the same rule as TRL's clipped ratio and mask."""
+        read, stops = [], (*self.eos_token_ids, self._tokenizer.pad_token_id)
         texts = self._tokenizer.batch_decode(list(completion_ids), skip_special_tokens=False)
         for row, text, ids in zip(rows, texts, completion_ids, strict=True):
-            turn = rewards.assistant_turn(row.prompt, text)
-            action = rewards.parse_action(turn, len(row.rewards) or 10**9)
-            read.append(Completion(row, text, action, len(ids), self.is_truncated(ids)))
+            action = rewards.parse_action(rewards.assistant_turn(row.prompt, text), len(row.rewards) or 10**9)
+            read.append(Completion(row, text, action, len(ids), ids[-1] not in stops))
         return read
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
