@@ -236,9 +236,7 @@ HOOKS = {
     "_generate_single_turn": "self prompt_ids images multimodal_fields num_generations has_tool_images",
     "_calculate_rewards": "self inputs prompts completions completion_ids_list",
     "training_step": "self model inputs num_items_in_batch",
-    "_get_per_token_logps_and_entropies": (
-        "self model input_ids attention_mask logits_to_keep batch_size compute_entropy"
-    ),
+    "_get_per_token_logps_and_entropies": "self model input_ids attention_mask logits_to_keep batch_size compute_entropy",
     "log": "self logs start_time",
 }
 TAKES_MORE = ("_get_per_token_logps_and_entropies",)  # arguments for images, which ours takes as **kwargs
@@ -254,40 +252,33 @@ def test_hook_points_of_trl_have_not_moved(name):
     assert theirs == ours == HOOKS[name].split()
 
 
-def test_trls_loss_is_called_as_it_is_declared():
-    assert list(inspect.signature(GRPOTrainer._compute_loss).parameters) == ["self", "model", "inputs"]
-    source = inspect.getsource(GRPOTrainer._compute_loss)
-    assert "self._get_per_token_logps_and_entropies(" in source and "old_per_token_logps is None" in source
-    assert Trainer._compute_loss is GRPOTrainer._compute_loss
+# What ours relies on in the source of TRL and transformers, beside the hooks' arguments.
+SOURCES = {
+    "_compute_loss": ("self._get_per_token_logps_and_entropies(", "old_per_token_logps is None"),
+    "training_step": ("self._step += 1", '_metrics["train"]["step_time"]'),  # what ours does in its place
+    "_generate": ("self._generate_single_turn(", "self._tokenize_prompts(prompts)"),
+    "_prepare_inputs": ("self._generate_and_score_completions(",),
+    "get_train_dataloader": ("self._get_train_sampler",),
+    "_generate_and_score_completions": (
+        "self._calculate_rewards(inputs, prompts, completions, completion_ids_list)", '"num_items_in_batch"',
+        '"completion_mask"', '"advantages"', '"ref_per_token_logps"', 'output["sampling_per_token_logps"]',
+        # With use_vllm off it must still pass on the engine's log-probs, and compute none.
+        "self.use_vllm and self.vllm_importance_sampling_correction", 'float("nan") if x is None',
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_trl_still_calls_its_hooks(name):
+    source = inspect.getsource(getattr(GRPOTrainer, name))
+    assert all(words in source for words in SOURCES[name])
 
 
 def test_the_trainer_still_takes_steps_through_training_step():
+    assert list(inspect.signature(GRPOTrainer._compute_loss).parameters) == ["self", "model", "inputs"]
     assert "self.training_step(model, inputs, num_items_in_batch)" in inspect.getsource(transformers.Trainer)
     step = inspect.getsource(transformers.Trainer.training_step)
     assert "self._prepare_inputs(inputs)" in step and "model.train()" in step
-    own = inspect.getsource(GRPOTrainer.training_step)
-    assert "self._step += 1" in own and '_metrics["train"]["step_time"]' in own, "what ours does in its place"
-
-
-def test_trl_still_calls_its_hooks():
-    source = {name: inspect.getsource(getattr(GRPOTrainer, name)) for name in (
-        "_generate", "_generate_and_score_completions", "get_train_dataloader", "_prepare_inputs")}  # fmt: skip
-    assert "self._generate_single_turn(" in source["_generate"]
-    assert "self._tokenize_prompts(prompts)" in source["_generate"]
-    assert (
-        "self._calculate_rewards(inputs, prompts, completions, completion_ids_list)"
-        in source["_generate_and_score_completions"]
-    )
-    assert "self._generate_and_score_completions(" in source["_prepare_inputs"]
-    assert "self._get_train_sampler" in source["get_train_dataloader"]
-    for key in (
-        "num_items_in_batch",
-        "completion_mask",
-        "advantages",
-        "ref_per_token_logps",
-        "sampling_per_token_logps",
-    ):
-        assert f'"{key}"' in source["_generate_and_score_completions"]
 
 
 def test_a_prompt_is_tokenized_once_for_all_its_completions(tiny, tmp_path):
