@@ -120,7 +120,7 @@ def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> 
         problems.add(where, what, f"Empty it yourself, or {OTHER}")
         return RunState(folder)
     if settings.OVERWRITE:
-        for path in sorted(path for path in needed_files(settings, rows) if path.is_relative_to(folder)):
+        for path in sorted(path for path in needed_files(settings) if path.is_relative_to(folder)):
             problems.add("OVERWRITE", f"it would delete {path}, which this run needs", f"Move that away, or {OTHER}")
         return RunState(folder, exists=True)
     step, checkpoint = last_checkpoint(folder)
@@ -154,10 +154,10 @@ def check_resume(settings: Settings, folder: Path, step: int, before: Mapping[st
             problems.add(name, what, f"Set {name}={show(before[name])} to continue it, {delete}")
 
 
-def needed_files(settings: Settings, rows: Sequence[Row]) -> set[Path]:
+def needed_files(settings: Settings) -> set[Path]:
     """What this run reads and must not be deleted: data, model, the user's reward functions with all that they import, the
     working folder."""
-    used = {Path.cwd(), *(Path(row.file) for row in rows)}
+    used = {Path.cwd()}
     for name in ("DATA", "EVAL_DATA", "EVAL_PROFILE"):  # also those that this run has no use for
         used.update(find_files(name, getattr(settings, name), Problems()))
     used |= {Path(settings.MODEL_ID)} if Path(settings.MODEL_ID).exists() else set()

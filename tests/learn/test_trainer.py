@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainers import BOTH, batch, loss_and_gradients, make, plain_float32, plain_trl, policy_logps
 from trl import GRPOTrainer
 
-from grpo.data.prompts import PromptSampler, prompt_order, sampling_seed
+from grpo.data.prompts import sampling_seed
 from grpo.evaluate.heldout import generate_completions
 from grpo.learn.trainer import TOKEN_MEANS, Trainer
 from grpo.model.packing import cut_micro_batches
@@ -140,19 +140,17 @@ def test_reference_log_probs_are_those_of_trl(tiny, tmp_path):
 def test_micro_batch_cuts(tiny, tmp_path, micro_batch, expected, packing):
     """Completions of full length, so that MICRO_BATCH is exact; each micro-batch holds its own tokens and no others."""
     trainer = make(tiny, tmp_path)
-    inputs = torch_full(batch(trainer), 8)
+    inputs = batch(trainer)
+    ids = torch.cat([inputs["completion_ids"]] * 2, 1)[:, :8]
+    inputs |= {"completion_ids": ids, "completion_mask": torch.ones_like(ids)}
     trainer.run.plan, trainer.run.packing = dataclasses.replace(trainer.run.plan, micro_batch=micro_batch), packing
     cut = list(trainer.micro_batches(inputs))
     assert [rows.tolist() for rows, _ in cut] == expected
-    prompt = [9, 9, 12, 12]
     for rows, packed in cut:
-        chosen = rows.tolist()
-        own = [prompt[i] for i in chosen]
-        prompts = sum(own) if packing == "none" else sum(set(own))
-        assert (packed.segment >= 0).sum() == prompts + 8 * len(chosen)
-        completions = inputs["completion_ids"][rows]
-        assert packed.targets.tolist() == completions[packed.rows, packed.columns].tolist()
-        assert len(packed.targets) == completions.numel()
+        own = [(9, 9, 12, 12)[i] for i in rows]
+        assert (packed.segment >= 0).sum() == sum(own if packing == "none" else set(own)) + 8 * len(rows)
+        assert packed.targets.tolist() == ids[rows][packed.rows, packed.columns].tolist()
+        assert len(packed.targets) == ids[rows].numel()
 
 
 @hypothesis_settings(deadline=None)
@@ -206,12 +204,6 @@ def test_a_micro_batch_waits_for_the_device_twice_and_a_layer_never(tiny, tmp_pa
         found[count] = reads.count
     assert trainer.model.config.num_hidden_layers > 1 and found[1] > 2, "it sees what is read"
     assert found[4] - found[1] == 3 * 2, found
-
-
-def torch_full(inputs, length):
-    """The same step with completions that all have `length` tokens."""
-    ids = torch.cat([inputs["completion_ids"], inputs["completion_ids"]], 1)[:, :length]
-    return inputs | {"completion_ids": ids, "completion_mask": torch.ones_like(ids)}
 
 
 def test_luspo_takes_trls_loss_because_ligers_differs(tiny, tmp_path):
@@ -295,16 +287,6 @@ def test_a_prompt_is_tokenized_once_for_all_its_completions(tiny, tmp_path):
     trainer._generate_single_turn = lambda prompt_ids, *rest: (prompt_ids, None)
     assert generate_completions(trainer, [a, a, b, a], 2, base=False) == expected[0]
     assert asked == [[a, b]] * 2
-
-
-def test_sampler_repeats_groups_and_batches():
-    sampler = PromptSampler(rows=5, seed=0, steps=3, prompts=2, generations=3, repeats=2)
-    drawn = list(sampler)
-    assert len(drawn) == len(sampler) == 36
-    order = list(prompt_order(5, 0, 6))
-    for step in range(3):
-        a, b = order[2 * step : 2 * step + 2]
-        assert drawn[12 * step : 12 * (step + 1)] == [a, a, a, b, b, b] * 2
 
 
 def test_sampling_seed_depends_on_seed_step_and_stream():
