@@ -76,10 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def fail(problems: Sequence[str]) -> int:
     """Print every problem; returns exit code 2."""
     plural = "one problem" if len(problems) == 1 else f"{len(problems)} problems"
-    print(f"\n{plural} to fix before the run can start:\n", file=sys.stderr)
-    for number, problem in enumerate(problems, 1):
-        print(f"  {number}. {problem}", file=sys.stderr)
-    print("\nNothing was started and nothing was changed.", file=sys.stderr)
+    listing = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
+    end = "Nothing was started and nothing was changed."
+    print(f"\n{plural} to fix before the run can start:\n\n{listing}\n\n{end}", file=sys.stderr)
     return 2
 
 
@@ -100,8 +99,9 @@ def run(preflight_result: Preflight) -> int:
             return fail(preflight_result.problems)
     lock = lock_run(preflight_result.run.folder)
     if lock is None:
-        what = "another process is writing there. Wait for it, or choose another OUTPUT_DIR"
-        return fail([f"OUTPUT_DIR={s.OUTPUT_DIR}: {what}"])
+        return fail(
+            [f"OUTPUT_DIR={s.OUTPUT_DIR}: another process is writing there. Wait for it, or choose another one"]
+        )
     try:
         return launch(preflight_result, str(preflight_result.files.folder) if s.MODEL_ID == "tiny" else s.MODEL_ID)
     finally:
@@ -170,7 +170,12 @@ def train(preflight_result: Preflight, model_path: str) -> int:
 
     s, state, plan, started = preflight_result.settings, preflight_result.run, preflight_result.plan, time.time()
     folder, attention, packing = state.folder, preflight_result.attention[0], preflight_result.packing[0]
-    log_start(preflight_result)
+    if state.checkpoint is None:
+        log.info("\n%s\n", banner(preflight_result))
+    else:
+        log.info("continuing from step %d", state.step)
+        if warning := attention_warning(attention):
+            log.warning("%s", banner_text(warning))
     transformers.utils.logging.disable_default_handler()  # what transformers says goes into training.log
     transformers.utils.logging.enable_propagation()
 
@@ -187,11 +192,11 @@ def train(preflight_result: Preflight, model_path: str) -> int:
     context = RunContext(s, preflight_result.rows, plan, folder, attention, packing, choose_loss(s.LOSS_TYPE)[0], stop)
     trainer = Trainer(
         context,
-        model=model,
-        tokenizer=tokenizer,
-        lora=LoraConfig(**lora_options(s)),
-        config=GRPOConfig(**grpo_options(s, torch.cuda.is_available())),
-        rewards=[reward_callable(name, s) for name, _ in preflight_result.reward_specs],
+        model,
+        tokenizer,
+        LoraConfig(**lora_options(s)),
+        GRPOConfig(**grpo_options(s, torch.cuda.is_available())),
+        [reward_callable(name, s) for name, _ in preflight_result.reward_specs],
     )
     trainable = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     log.info("adapter: %s trainable parameters on %s", f"{trainable:,}", s.LORA_TARGETS)
@@ -225,16 +230,6 @@ def train(preflight_result: Preflight, model_path: str) -> int:
             shutil.rmtree(context.engine.folder, ignore_errors=True)
 
 
-def log_start(preflight_result: Preflight) -> None:
-    """The banner of a new run into training.log; of a continued one, from where it goes on."""
-    if preflight_result.run.checkpoint is None:
-        log.info("\n%s\n", banner(preflight_result))
-        return
-    log.info("continuing from step %d", preflight_result.run.step)
-    if warning := attention_warning(preflight_result.attention[0]):
-        log.warning("%s", banner_text(warning))
-
-
 def lora_options(s: Settings) -> dict[str, Any]:
     """Arguments of PEFT's LoraConfig. `all-linear` finds q, k, v and o: the experts are no linear modules."""
     targets = s.LORA_TARGETS.strip()
@@ -247,30 +242,25 @@ def lora_options(s: Settings) -> dict[str, Any]:
     }
 
 
+# Settings that GRPOConfig knows by the same name.
+TRLS = ("NUM_GENERATIONS", "TEMPERATURE", "TOP_P", "LEARNING_RATE", "WARMUP_STEPS", "WEIGHT_DECAY", "MAX_GRAD_NORM", "BETA",
+        "LOSS_TYPE", "EPSILON", "SCALE_REWARDS", "GRADIENT_CHECKPOINTING", "SAVE_STEPS", "SAVE_TOTAL_LIMIT", "SEED")  # fmt: skip
+
+
 def grpo_options(s: Settings, cuda: bool) -> dict[str, Any]:
     """Arguments of TRL's GRPOConfig for this run."""
     trackers = [name for name in listed(s.REPORT_TO) if name != "none"]
     return {
+        **{name.lower(): getattr(s, name) for name in TRLS},
         "output_dir": str(run_folder(s)),
         # TRL sees the step's completions as one batch; `Trainer.training_step` cuts it into micro-batches.
         "per_device_train_batch_size": s.completions_per_step,
         "gradient_accumulation_steps": 1,
         "steps_per_generation": 1,
-        "num_generations": s.NUM_GENERATIONS,
         "max_completion_length": s.MAX_COMPLETION_LEN,
-        "temperature": s.TEMPERATURE,
-        "top_p": s.TOP_P,
         "max_steps": s.TOTAL_STEPS,
-        "learning_rate": s.LEARNING_RATE,
         "lr_scheduler_type": s.LR_SCHEDULER,
-        "warmup_steps": s.WARMUP_STEPS,
-        "weight_decay": s.WEIGHT_DECAY,
-        "max_grad_norm": s.MAX_GRAD_NORM,
-        "loss_type": s.LOSS_TYPE,
-        "beta": s.BETA,
-        "epsilon": s.EPSILON,
         "epsilon_high": choose_epsilon_high(s)[0],
-        "scale_rewards": s.SCALE_REWARDS,
         "mask_truncated_completions": s.MASK_TRUNCATED,
         "reward_weights": [weight for _, weight in reward_specs(s.REWARDS)],
         # gpt-oss's config carries a load-balancing coefficient that TRL would silently add to the loss
@@ -282,16 +272,12 @@ def grpo_options(s: Settings, cuda: bool) -> dict[str, Any]:
         "vllm_importance_sampling_correction": False,
         "bf16": True,
         "use_cpu": not cuda,
-        "gradient_checkpointing": s.GRADIENT_CHECKPOINTING,
         "gradient_checkpointing_kwargs": {"use_reentrant": False},
         "logging_steps": 1,
-        "disable_tqdm": not sys.stderr.isatty(),  # a file would be full of bars, and the lines of the steps tell all
+        "disable_tqdm": True,  # the lines of the steps tell all; scripts/watch.py has a bar and the time left
         "save_strategy": "steps",
-        "save_steps": s.SAVE_STEPS,
-        "save_total_limit": s.SAVE_TOTAL_LIMIT,
         "report_to": trackers or "none",
         "run_name": run_folder(s).name,
-        "seed": s.SEED,
         "data_seed": s.SEED,
         "dataloader_pin_memory": cuda,
     }

@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -29,13 +29,11 @@ CLEAN |= {"OMP_NUM_THREADS": "1"}
 RENDERED = "<|start|>system<|message|>Reasoning: low<|end|><|start|>user<|message|>{}<|end|><|start|>assistant"
 
 
-def run_script(
-    *arguments: str, cwd: Path = ROOT, timeout: int = 280, **settings: object
-) -> subprocess.CompletedProcess:
-    """`python train_grpo.py` as a user runs it, with settings in the environment."""
+def run_script(*arguments: str, cwd: Path = ROOT, **settings: object) -> subprocess.CompletedProcess:
+    """`python train_grpo.py` as a user runs it, with settings in the environment. pytest's own limit ends it."""
     environ = CLEAN | {name: str(value) for name, value in settings.items()}
     command = [sys.executable, str(SCRIPT), *arguments]
-    return subprocess.run(command, env=environ, cwd=cwd, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(command, env=environ, cwd=cwd, capture_output=True, text=True)
 
 
 def write_csv(path: Path, header: Sequence[str], rows: Sequence[Sequence[object]]) -> Path:
@@ -59,14 +57,12 @@ def good_csv(tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the tiny model, made once per session (or found in the user's cache)."""
-
     return build_tiny()
 
 
 @pytest.fixture
 def quiet() -> Iterator[Callable[[], None]]:
     """Puts back what a run changes in its process; a call closes the logs that were opened so far."""
-
     root, trl = logging.getLogger(), logging.getLogger("trl.trainer.grpo_trainer")
     handlers, level, filters, own = list(root.handlers), root.level, list(trl.filters), log.level
     signals = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
@@ -96,6 +92,3 @@ def claimed_gpu(tmp_path: Path) -> dict[str, str]:
     (tools / "nvidia-smi").chmod(0o755)
     (tools / "gcc").symlink_to("/bin/true")
     return {"PATH": f"{tools}:{CLEAN['PATH']}", "CUDA_VISIBLE_DEVICES": "0"}
-
-
-Environment = Callable[..., Mapping[str, str]]

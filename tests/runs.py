@@ -6,7 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from conftest import CLEAN, ROOT, SCRIPT
@@ -14,23 +14,23 @@ from conftest import CLEAN, ROOT, SCRIPT
 SETTINGS = {
     "MODEL_ID": "tiny", "TOTAL_STEPS": 6, "SAVE_STEPS": 2, "PROMPTS_PER_STEP": 3, "NUM_GENERATIONS": 4, "EVAL_SAMPLES": 0,
     "DATA": "data/tes_heldout_compact.csv", "SEED": 5, "REWARDS": "action,paused:hold", "PYTHONPATH": str(ROOT / "tests"),
+    "EVAL_DATA": ROOT / "tests/run/fixtures/rows.csv",  # four rows without a plant: the closed loop would take minutes
 }  # fmt: skip
+
+ASKED = "once more ends the run at once"
 
 
 def environment(folder: Path, **settings: object) -> dict[str, str]:
     return CLEAN | {name: str(value) for name, value in (SETTINGS | {"OUTPUT_DIR": folder} | settings).items()}
 
 
-def start(folder: Path, *before: str, **settings: object) -> subprocess.Popen:
-    """A run as a process; `before` is what stands before `python` on its command line."""
-    command: Sequence[str] = [*before, sys.executable, str(SCRIPT)]
-    return subprocess.Popen(command, env=environment(folder, **settings), cwd=ROOT, stdin=subprocess.DEVNULL,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
-
-
 def start_held(folder: Path, step: int, *before: str, **settings: object) -> subprocess.Popen:
-    """A run that has done `step` steps, saved what it saves after them, and waits in the next one (see paused.py)."""
-    process = start(folder, *before, HOLD_AT=step + 1, **settings)
+    """A run that has done `step` steps, saved what it saves after them, and waits in the next one (see paused.py);
+    `before` is what stands before `python` on its command line."""
+    process = subprocess.Popen(
+        [*before, sys.executable, str(SCRIPT)], env=environment(folder, HOLD_AT=step + 1, **settings), cwd=ROOT, text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
     wait_until(folder.with_name("held").exists, process)
     return process
 
@@ -44,8 +44,19 @@ def finish(process: subprocess.Popen) -> str:
     return process.communicate()[0]
 
 
-def has_line(path: Path, words: str) -> bool:
-    return path.exists() and words in path.read_text(encoding="utf-8")
+def has_line(folder: Path, words: str = ASKED) -> bool:
+    """Whether the run's training.log says these words."""
+    return words in (folder / "training.log").read_text(encoding="utf-8")
+
+
+def interrupted(process: subprocess.Popen, folder: Path, number: int) -> str:
+    """The output of a run that is asked to end in the step that it is held in, and may then go on with it."""
+    process.send_signal(number)
+    wait_until(lambda: has_line(folder), process)
+    go_on(folder)
+    output = finish(process)
+    assert process.returncode == 128 + number and "Traceback" not in output, output
+    return output
 
 
 def wait_until(true: Callable[[], bool], process: subprocess.Popen | None = None) -> None:

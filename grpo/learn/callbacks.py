@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens around each step: timing, stopping, the progress bar."""
+"""What happens around each step: timing, stopping."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
-from transformers.trainer_callback import ProgressCallback, TrainerCallback
+from transformers.trainer_callback import TrainerCallback
 
 from grpo.preflight.machine import GIB
 from grpo.run.signals import StopRequest
@@ -56,23 +55,3 @@ class StepTimerCallback(TrainerCallback):
         if self.stop.signal:
             control.should_save = control.should_training_stop = True
         return control
-
-
-class ProgressBar(ProgressCallback):
-    """The Trainer's progress bar with time left, showing reward and parse rate (of `last`, a row of metrics.csv that is
-    filled in step by step) instead of every metric."""
-
-    def __init__(self, last: Mapping[str, float | None]):
-        super().__init__()
-        self.last = last
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        super().on_train_begin(args, state, control, **kwargs)
-        # A resumed run begins where it was: else the time left is computed from steps that took none.
-        self.training_bar.initial = self.training_bar.n = self.training_bar.last_print_n = state.global_step
-        self.current_step = state.global_step
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if self.training_bar is not None and self.last:
-            reward = math.nan if self.last["reward"] is None else self.last["reward"]
-            self.training_bar.set_postfix(reward=f"{reward:.3f}", parse=f"{self.last['parse_rate']:.2f}")

@@ -16,7 +16,7 @@ from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOFunction
 from peft import LoraConfig
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_callback import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.kernels import ChunkedLogProbFunction
 
@@ -24,7 +24,7 @@ import rewards
 from grpo.data.files import Row, reward_columns
 from grpo.data.prompts import PromptSampler, sampling_seed
 from grpo.data.scoring import Completion
-from grpo.learn.callbacks import ProgressBar, StepTimerCallback
+from grpo.learn.callbacks import StepTimerCallback
 from grpo.learn.context import RunContext
 from grpo.model.attention import KERNELS, attention_of, hidden_states
 from grpo.model.load import evaluating
@@ -92,11 +92,7 @@ class Trainer(GRPOTrainer):
             model, rewards, config, dataset, processing_class=tokenizer, peft_config=lora, callbacks=[self.timer]
         )
         self.current_gradient_accumulation_steps = 1  # the Trainer sets it when it trains, losses ask for it before
-        if self.args.disable_tqdm:
-            self.remove_callback(PrinterCallback)
-        else:
-            self.remove_callback(ProgressCallback)
-            self.add_callback(ProgressBar(self.run_log.last))
+        self.remove_callback(PrinterCallback)  # training.log has a line for each step
         # PEFT writes README.md into every folder that the adapter is saved in, with the path of the base model's files.
         self.model.create_or_update_model_card = lambda folder: write_text(
             Path(folder) / "README.md", model_card(run.settings, self.state.global_step)
@@ -133,18 +129,14 @@ class Trainer(GRPOTrainer):
         self.rollout_tokens = sum(map(len, completion_ids))
         return completion_ids, logprobs
 
-    def is_truncated(self, ids: Sequence[int]) -> bool:
-        """Whether a completion ended without a stop token: the same rule as TRL's clipped ratio and mask."""
-        return ids[-1] not in (*self.eos_token_ids, self._tokenizer.pad_token_id)
-
     def read_completions(self, rows: Sequence[Row], completion_ids: Sequence[Sequence[int]]) -> list[Completion]:
-        """What the completions of `rows` say, decoded with their special tokens."""
-        read = []
+        """What the completions of `rows` say, decoded with their special tokens. Truncated is one that ended without a stop
+        token: the same rule as TRL's clipped ratio and mask."""
+        read, stops = [], (*self.eos_token_ids, self._tokenizer.pad_token_id)
         texts = self._tokenizer.batch_decode(list(completion_ids), skip_special_tokens=False)
         for row, text, ids in zip(rows, texts, completion_ids, strict=True):
-            turn = rewards.assistant_turn(row.prompt, text)
-            action = rewards.parse_action(turn, len(row.rewards) or 10**9)
-            read.append(Completion(row, text, action, len(ids), self.is_truncated(ids)))
+            action = rewards.parse_action(rewards.assistant_turn(row.prompt, text), len(row.rewards) or 10**9)
+            read.append(Completion(row, text, action, len(ids), ids[-1] not in stops))
         return read
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
@@ -236,17 +228,13 @@ class Trainer(GRPOTrainer):
 
     def liger_loss(self, part: Batch, batch: Batch, logps: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, float]]:
         """The share of the loss of `batch` that its `part` has, from log-probs and entropies (b, C), and sums for the logs."""
-        a, whole = self.args, batch["completion_mask"]
+        whole = batch["completion_mask"]
         loss, metrics = LigerFusedLinearGRPOFunction.ppo_loss_fn(
             logps, part["completion_mask"], part["advantages"], whole,  # normalized by the whole step's tokens
             ref_per_token_logps=part.get("ref_per_token_logps"), old_per_token_logps=part.get("old_per_token_logps"),
             epsilon_low=self.epsilon_low, epsilon_high=self.epsilon_high, beta=self.beta, loss_type=self.loss_type,
-            max_completion_length=self.max_completion_length, importance_sampling_level=self.importance_sampling_level,
-            sapo_temperature_pos=a.sapo_temperature_pos, sapo_temperature_neg=a.sapo_temperature_neg,
-            vllm_is_ratio=part.get("importance_sampling_ratio"), delta=a.delta,
-            use_bias_correction_kl=a.use_bias_correction_kl, vespo_k_pos=a.vespo_k_pos,
-            vespo_lambda_pos=a.vespo_lambda_pos, vespo_k_neg=a.vespo_k_neg, vespo_lambda_neg=a.vespo_lambda_neg,
-            num_items_in_batch=batch["num_items_in_batch"],
+            max_completion_length=self.max_completion_length, use_bias_correction_kl=self.args.use_bias_correction_kl,
+            vllm_is_ratio=part.get("importance_sampling_ratio"), num_items_in_batch=batch["num_items_in_batch"],
         )  # fmt: skip
         names = ("kl", "clip_ratio/region_mean") if self.beta else ("clip_ratio/region_mean",)
         sums = {name: value.item() for name, value in zip(names, metrics, strict=True)}

@@ -98,13 +98,10 @@ OTHER = "choose another OUTPUT_DIR"
 def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> RunState:
     """What is in OUTPUT_DIR, with a problem wherever this run must not go on there."""
     folder, where = run_folder(settings), f"OUTPUT_DIR={settings.OUTPUT_DIR}"
-    if not settings.OUTPUT_DIR.strip() or (folder.exists() and not folder.is_dir()):
-        what = "it is not a folder" if settings.OUTPUT_DIR.strip() else "it is empty"
-        problems.add(where, what, "Name a folder for the run")
-        return RunState(folder)
     parent = existing_parent(folder)
-    if not parent.is_dir():
-        problems.add(where, f"{parent} is a file, not a folder", "Choose a place inside a folder")
+    if not settings.OUTPUT_DIR.strip() or not parent.is_dir():
+        what = f"{parent} is a file, not a folder" if settings.OUTPUT_DIR.strip() else "it is empty"
+        problems.add(where, what, "Name a folder for the run")
         return RunState(folder)
     if not os.access(parent, os.W_OK):
         problems.add(where, f"{parent} is not writable", "Choose a folder that is")
@@ -123,7 +120,7 @@ def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> 
         problems.add(where, what, f"Empty it yourself, or {OTHER}")
         return RunState(folder)
     if settings.OVERWRITE:
-        for path in sorted(path for path in needed_files(settings, rows) if path.is_relative_to(folder)):
+        for path in sorted(path for path in needed_files(settings) if path.is_relative_to(folder)):
             problems.add("OVERWRITE", f"it would delete {path}, which this run needs", f"Move that away, or {OTHER}")
         return RunState(folder, exists=True)
     step, checkpoint = last_checkpoint(folder)
@@ -157,10 +154,10 @@ def check_resume(settings: Settings, folder: Path, step: int, before: Mapping[st
             problems.add(name, what, f"Set {name}={show(before[name])} to continue it, {delete}")
 
 
-def needed_files(settings: Settings, rows: Sequence[Row]) -> set[Path]:
+def needed_files(settings: Settings) -> set[Path]:
     """What this run reads and must not be deleted: data, model, the user's reward functions with all that they import, the
     working folder."""
-    used = {Path.cwd(), *(Path(row.file) for row in rows)}
+    used = {Path.cwd()}
     for name in ("DATA", "EVAL_DATA", "EVAL_PROFILE"):  # also those that this run has no use for
         used.update(find_files(name, getattr(settings, name), Problems()))
     used |= {Path(settings.MODEL_ID)} if Path(settings.MODEL_ID).exists() else set()
@@ -176,13 +173,12 @@ def prepare_run(run: RunState, settings: Settings, record: Mapping[str, Any], ve
         shutil.rmtree(folder)
         folder.with_name(folder.name + ".zip").unlink(missing_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
-    if run.exists and not settings.OVERWRITE:
-        (folder / COMPLETE).unlink(missing_ok=True)  # TOTAL_STEPS was raised
-        for step, path in checkpoints(folder):
-            if step > run.step:  # most likely cut off while it was written
-                retire_checkpoint(path)
-        for name in ("metrics.csv", "completions.csv"):
-            trim_csv(folder / name, run.step)
+    (folder / COMPLETE).unlink(missing_ok=True)  # TOTAL_STEPS was raised
+    for step, path in checkpoints(folder):
+        if step > run.step:  # most likely cut off while it was written
+            retire_checkpoint(path)
+    for name in ("metrics.csv", "completions.csv"):
+        trim_csv(folder / name, run.step)
     write_text(folder / "settings.json", json.dumps(record, indent=2, allow_nan=True) + "\n")
     write_text(folder / "versions.json", json.dumps(versions, indent=2) + "\n")
 
@@ -217,8 +213,7 @@ def write_text(path: Path, text: str) -> None:
 
 def continuation(folder: Path, settings: Mapping[str, Any]) -> str:
     """What the same command does with the run in `folder` that ended before it was complete."""
-    hinders = ["OVERWRITE=1"] if settings.get("OVERWRITE") else []
-    hinders += ["RESUME=never"] if settings.get("RESUME") == "never" else []
+    hinders = ["OVERWRITE=1"] * bool(settings.get("OVERWRITE")) + ["RESUME=never"] * (settings.get("RESUME") == "never")
     again = "the same command" + (f" WITHOUT {' and '.join(hinders)}" if hinders else "")
     step, checkpoint = last_checkpoint(folder)
     return f"{again} continues from step {step}" if checkpoint else f"{again} starts at step 0: no checkpoint was saved"

@@ -85,28 +85,24 @@ class CsvLog:
         self.columns = list(columns)
         self.file = path.open("a", newline="", encoding="utf-8")
         if not path.stat().st_size:
-            self.write([dict(zip(self.columns, self.columns, strict=True))])
+            self.write([{name: name for name in self.columns}])
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
         write_rows(self.file, ([row[name] for name in self.columns] for row in rows))
         self.file.flush()
 
 
-def trim_csv(path: Path, last_step: int) -> int:
-    """Drop the rows after `last_step` from a log (they will be written again), and a row that was cut off.
-
-    Returns how many were dropped. What is dropped is kept beside it in NAME.superseded.csv: nothing written is lost.
-    """
+def trim_csv(path: Path, last_step: int) -> None:
+    """Move the rows after `last_step` (they will be written again), and a row that was cut off, from a log that may be
+    missing to NAME.superseded.csv: nothing written is lost."""
     if not path.exists():
-        return 0
-    kept, dropped = [], []
+        return
+    kept: list[list[str]] = []
+    dropped: list[list[str]] = []
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
-        for number, cells in enumerate(csv.reader(line.replace("\0", "") for line in file)):
-            if number == 0:
-                kept.append(cells)
-            else:
-                whole = len(cells) == len(kept[0]) and cells[0].isdigit()
-                (kept if whole and int(cells[0]) <= last_step else dropped).append(cells)
+        for cells in csv.reader(line.replace("\0", "") for line in file):
+            whole = not kept or (len(cells) == len(kept[0]) and cells[0].isdigit() and int(cells[0]) <= last_step)
+            (kept if whole else dropped).append(cells)
     if dropped:
         with path.with_name(path.stem + ".superseded.csv").open("a", newline="", encoding="utf-8") as file:
             write_rows(file, dropped)
@@ -114,46 +110,44 @@ def trim_csv(path: Path, last_step: int) -> int:
         with temporary.open("w", newline="", encoding="utf-8") as file:
             write_rows(file, kept)
         os.replace(temporary, path)
-    return len(dropped)
 
 
 WARN_EVERY = 10  # steps between two warnings about the same thing
 
 
+UNLEARNED = (
+    "parse rate fell to {:.2f} over the last 5 steps, its best was {:.2f}: the answer format is being unlearned. Lower "
+    "LEARNING_RATE, keep INVALID_REWARD at 0 or below, or raise MAX_COMPLETION_LEN if the clipped ratio is high"
+)
+UNPARSED = (
+    "only {:.2f} of the answers parse: most of the reward signal is lost. Look at completions.csv; a high clipped ratio asks "
+    "for a larger MAX_COMPLETION_LEN or a lower REASONING_EFFORT"
+)
+NO_REWARD = (
+    "the reward is nan: every completion of this step was left out, so it taught nothing. Look at completions.csv; set "
+    "INVALID_REWARD to a number, or fix the function in REWARDS that returns nan or None"
+)
+EQUAL_REWARDS = (
+    "all completions of each prompt got the same reward in the last 5 steps: nothing is learned. Look at completions.csv: "
+    "where they read alike, raise TEMPERATURE or NUM_GENERATIONS; where they do not, REWARDS or the reward columns of DATA "
+    "do not tell them apart"
+)
+
+
 def parse_rate_warning(history: Sequence[float]) -> str | None:
     """A sentence when answers stop parsing: the last 5 steps against the best 5 steps so far. None while all is well."""
-    if len(history) < 5:
-        return None
     means = [sum(history[i : i + 5]) / 5 for i in range(len(history) - 4)]
-    if means[-1] < max(means) - 0.1:
-        return (
-            f"parse rate fell to {means[-1]:.2f} over the last 5 steps, its best was {max(means):.2f}: the answer format "
-            "is being unlearned. Lower LEARNING_RATE, keep INVALID_REWARD at 0 or below, or raise MAX_COMPLETION_LEN "
-            "if the clipped ratio is high"
-        )
-    if len(history) == 5 and means[-1] < 0.5:
-        return (
-            f"only {means[-1]:.2f} of the answers parse: most of the reward signal is lost. Look at completions.csv; a high "
-            "clipped ratio asks for a larger MAX_COMPLETION_LEN or a lower REASONING_EFFORT"
-        )
-    return None
+    if means and means[-1] < max(means) - 0.1:
+        return UNLEARNED.format(means[-1], max(means))
+    return UNPARSED.format(means[0]) if len(means) == 1 and means[0] < 0.5 else None
 
 
 def reward_warning(history: Sequence[tuple[float, float]]) -> str | None:
     """A sentence when steps teach nothing: the last one has no reward at all, or the last 5 have none that differ inside
     a group. `history`: mean reward and zero_std_fraction of each step. None while all is well."""
     if history and math.isnan(history[-1][0]):
-        return (
-            "the reward is nan: every completion of this step was left out, so it taught nothing. Look at completions.csv; "
-            "set INVALID_REWARD to a number, or fix the function in REWARDS that returns nan or None"
-        )
-    if len(history) >= 5 and all(share == 1 for _, share in history[-5:]):
-        return (
-            "all completions of each prompt got the same reward in the last 5 steps: nothing is learned. Look at "
-            "completions.csv: where they read alike, raise TEMPERATURE or NUM_GENERATIONS; where they do not, REWARDS or "
-            "the reward columns of DATA do not tell them apart"
-        )
-    return None
+        return NO_REWARD
+    return EQUAL_REWARDS if len(history) >= 5 and all(share == 1 for _, share in history[-5:]) else None
 
 
 class RunLog:
@@ -165,7 +159,6 @@ class RunLog:
         self.completions = CsvLog(folder / "completions.csv", COMPLETIONS)
         self.total_steps = total_steps
         self.rates: dict[str, float] = {}  # of the last completions
-        self.last: dict[str, Any] = {}  # the last row of metrics.csv
         with (folder / "metrics.csv").open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         self.parse_rates = [float(row["parse_rate"]) for row in rows]
@@ -174,7 +167,6 @@ class RunLog:
 
     def write_completions(self, step: int, read: Sequence[Completion], totals: Sequence[float]) -> None:
         """Write a step's completions, each with its weighted reward, and remember their rates."""
-        best = ["" if not one.row.rewards else best_action(one.row.rewards) for one in read]
         self.completions.write(
             {
                 "step": step,
@@ -182,11 +174,11 @@ class RunLog:
                 "completion": one.text,
                 "parsed_action": "" if one.action is None else one.action,
                 "reward": f"{total:.6g}",
-                "best_action": k,
+                "best_action": best_action(one.row.rewards) if one.row.rewards else "",
                 "tokens": one.tokens,
                 "truncated": int(one.truncated),
             }
-            for one, total, k in zip(read, totals, best, strict=True)
+            for one, total in zip(read, totals, strict=True)
         )
         self.rates = completion_rates(read)
 
@@ -196,7 +188,6 @@ class RunLog:
         row = {"step": step, "time": now, **self.rates, **figures}
         shown = {k: "" if v is None else f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()}
         self.metrics.write([shown])
-        self.last.update(row)
         log.info(
             "step %d/%d: reward %s, parse rate %.2f, clipped %.2f, %.0f tokens, %.1f s (rollout %.1f, learn %.1f)",
             step, self.total_steps, shown["reward"] or "nan",
@@ -222,27 +213,15 @@ def detach_closed_terminal() -> None:
             os.close(nowhere)
 
 
-class TerminalHandler(logging.StreamHandler):
-    """Writes above the progress bar instead of through it."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        from tqdm import tqdm  # late: where packages are missing, the preflight is to say so
-
-        text = self.format(record)
-        try:
-            tqdm.write(text, file=sys.stdout)
-        except (OSError, RuntimeError):  # nobody reads, or a signal's message met another one: training.log has it
-            detach_closed_terminal()
-
-
 def start_logging(folder: Path) -> None:
     """Log to the terminal and to training.log; libraries' messages and Python's warnings go there as well."""
     formatter = logging.Formatter("%(asctime)s %(levelname).1s %(name)s: %(message)s", "%H:%M:%S")
     root = logging.getLogger()
     root.setLevel(logging.WARNING)
-    file = logging.FileHandler(folder / "training.log", encoding="utf-8")
+    terminal, file = logging.StreamHandler(sys.stdout), logging.FileHandler(folder / "training.log", encoding="utf-8")
+    terminal.handleError = lambda record: detach_closed_terminal()  # nobody reads: training.log has it
     file.handleError = lambda record: None  # a full disk: what is written for the run itself fails, and says so once
-    for handler in (TerminalHandler(), file):
+    for handler in (terminal, file):
         handler.setFormatter(formatter)
         root.addHandler(handler)
     log.setLevel(logging.INFO)

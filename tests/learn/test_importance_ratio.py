@@ -4,19 +4,13 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 
 import pytest
 import torch
 from conftest import read_csv
 from engines import set_adapter, trainer_with_engine
-from trainers import BOTH, loss_and_gradients
-from trl import GRPOConfig, GRPOTrainer
-
-import train_grpo
-from grpo.learn.trainer import importance_ratio
-from grpo.settings import FIELDS, Settings
+from trainers import loss_and_gradients
 
 pytestmark = pytest.mark.numeric
 
@@ -68,22 +62,6 @@ def test_importance_ratios_reach_the_loss(build, mode, shift, ratio):
     assert (gradient - ratio * expected).norm() < 2e-3 * expected.norm()
 
 
-@pytest.mark.parametrize("loss_type", BOTH)
-def test_both_losses_use_the_ratios_alike(build, loss_type):
-    """Another ratio for each token, which moves the gradient, and plain TRL agrees."""
-    trainer = build(LOSS_TYPE=loss_type)
-    trainer.run.engine.llm.noise = 0.5
-    inputs = scored_batch(trainer)
-    expected_loss, expected = loss_and_gradients(trainer, inputs, "plain")
-    for implementation in ("trl", "liger"):
-        loss, gradient = loss_and_gradients(trainer, inputs, implementation)
-        assert loss == pytest.approx(expected_loss, rel=1e-3, abs=1e-6)
-        assert (gradient - expected).norm() < 2e-3 * expected.norm()
-    plain = {name: value for name, value in inputs.items() if name != "sampling_per_token_logps"}
-    _, uncorrected = loss_and_gradients(trainer, plain, "liger")
-    assert (gradient - uncorrected).norm() > 0.02 * uncorrected.norm()
-
-
 def test_a_step_learns_from_the_engines_log_probs(build):
     """Through TRL's own loop: rollout, rewards, `training_step`; the step's parity and ratio are in its metrics."""
     trainer = build(TOTAL_STEPS=1)
@@ -92,36 +70,3 @@ def test_a_step_learns_from_the_engines_log_probs(build):
     (row,) = read_csv(trainer.run.folder / "metrics.csv")
     assert float(row["logp_diff_mean"]) == pytest.approx(0.3, abs=1e-3)
     assert float(row["is_ratio_mean"]) == pytest.approx(math.exp(0.3), abs=1e-2)
-
-
-def test_trl_leaves_vllm_and_its_correction_to_us():
-    """With use_vllm off TRL must still pass on the log-probs that `_generate_single_turn` returns, and compute none."""
-    scoring = inspect.getsource(GRPOTrainer._generate_and_score_completions)
-    assert scoring.count("self.use_vllm and self.vllm_importance_sampling_correction") >= 3
-    assert "sampling_per_token_logps_list" in scoring and 'float("nan") if x is None' in scoring
-    assert 'output["sampling_per_token_logps"]' in scoring
-
-
-@pytest.mark.parametrize("mode", FIELDS["IS_CORRECTION"].metadata["choices"])
-def test_no_correction_is_left_to_trl(mode, tmp_path):
-    settings = Settings(OUTPUT_DIR=str(tmp_path), IS_CORRECTION=mode, IS_CLIP_MAX=2.0)
-    config = GRPOConfig(**train_grpo.grpo_options(settings, cuda=False))
-    assert config.vllm_importance_sampling_correction is False and config.use_vllm is False
-    assert config.per_device_train_batch_size == settings.completions_per_step
-    assert config.gradient_accumulation_steps == config.steps_per_generation == 1
-
-
-def test_importance_ratio():
-    logps, sampled = torch.zeros(2, 3), torch.tensor([[-1.0, math.nan, 0.5], [-0.5, -0.5, 9.0]])
-    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
-    e = math.exp
-    golden = {
-        "token_truncate": [[2.0, 1, e(-0.5)], [e(0.5), e(0.5), 1]],
-        "token_mask": [[0.0, 1, e(-0.5)], [e(0.5), e(0.5), 1]],
-        "sequence_truncate": [[e(0.5)], [2.0]],
-        "sequence_mask": [[e(0.5)], [0.0]],
-    }
-    for mode, expected in golden.items():
-        found = importance_ratio(logps, sampled, mask, mode, 2.0)
-        torch.testing.assert_close(found, torch.tensor(expected), msg=mode)
-    assert set(golden) | {"none"} == set(FIELDS["IS_CORRECTION"].metadata["choices"])

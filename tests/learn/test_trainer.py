@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainers import BOTH, batch, loss_and_gradients, make, plain_float32, plain_trl, policy_logps
 from trl import GRPOTrainer
 
-from grpo.data.prompts import PromptSampler, prompt_order, sampling_seed
+from grpo.data.prompts import sampling_seed
 from grpo.evaluate.heldout import generate_completions
 from grpo.learn.trainer import TOKEN_MEANS, Trainer
 from grpo.model.packing import cut_micro_batches
@@ -140,19 +140,17 @@ def test_reference_log_probs_are_those_of_trl(tiny, tmp_path):
 def test_micro_batch_cuts(tiny, tmp_path, micro_batch, expected, packing):
     """Completions of full length, so that MICRO_BATCH is exact; each micro-batch holds its own tokens and no others."""
     trainer = make(tiny, tmp_path)
-    inputs = torch_full(batch(trainer), 8)
+    inputs = batch(trainer)
+    ids = torch.cat([inputs["completion_ids"]] * 2, 1)[:, :8]
+    inputs |= {"completion_ids": ids, "completion_mask": torch.ones_like(ids)}
     trainer.run.plan, trainer.run.packing = dataclasses.replace(trainer.run.plan, micro_batch=micro_batch), packing
     cut = list(trainer.micro_batches(inputs))
     assert [rows.tolist() for rows, _ in cut] == expected
-    prompt = [9, 9, 12, 12]
     for rows, packed in cut:
-        chosen = rows.tolist()
-        own = [prompt[i] for i in chosen]
-        prompts = sum(own) if packing == "none" else sum(set(own))
-        assert (packed.segment >= 0).sum() == prompts + 8 * len(chosen)
-        completions = inputs["completion_ids"][rows]
-        assert packed.targets.tolist() == completions[packed.rows, packed.columns].tolist()
-        assert len(packed.targets) == completions.numel()
+        own = [(9, 9, 12, 12)[i] for i in rows]
+        assert (packed.segment >= 0).sum() == sum(own if packing == "none" else set(own)) + 8 * len(rows)
+        assert packed.targets.tolist() == ids[rows][packed.rows, packed.columns].tolist()
+        assert len(packed.targets) == ids[rows].numel()
 
 
 @hypothesis_settings(deadline=None)
@@ -198,18 +196,14 @@ def test_a_micro_batch_waits_for_the_device_twice_and_a_layer_never(tiny, tmp_pa
     for count, micro_batch in ((1, 4), (4, 1)):
         trainer.run.plan = dataclasses.replace(trainer.run.plan, micro_batch=micro_batch)
         trainer.run.packing = "none"
-        assert len(list(trainer.micro_batches(inputs))) == count
+        cut = list(Trainer.micro_batches(trainer, inputs))  # before they are counted: they are packed on the host
+        assert len(cut) == count
+        trainer.micro_batches = lambda batch, cut=cut: cut
         with Reads() as reads:
             trainer.learn(trainer.model, inputs)
         found[count] = reads.count
     assert trainer.model.config.num_hidden_layers > 1 and found[1] > 2, "it sees what is read"
     assert found[4] - found[1] == 3 * 2, found
-
-
-def torch_full(inputs, length):
-    """The same step with completions that all have `length` tokens."""
-    ids = torch.cat([inputs["completion_ids"], inputs["completion_ids"]], 1)[:, :length]
-    return inputs | {"completion_ids": ids, "completion_mask": torch.ones_like(ids)}
 
 
 def test_luspo_takes_trls_loss_because_ligers_differs(tiny, tmp_path):
@@ -236,9 +230,7 @@ HOOKS = {
     "_generate_single_turn": "self prompt_ids images multimodal_fields num_generations has_tool_images",
     "_calculate_rewards": "self inputs prompts completions completion_ids_list",
     "training_step": "self model inputs num_items_in_batch",
-    "_get_per_token_logps_and_entropies": (
-        "self model input_ids attention_mask logits_to_keep batch_size compute_entropy"
-    ),
+    "_get_per_token_logps_and_entropies": "self model input_ids attention_mask logits_to_keep batch_size compute_entropy",
     "log": "self logs start_time",
 }
 TAKES_MORE = ("_get_per_token_logps_and_entropies",)  # arguments for images, which ours takes as **kwargs
@@ -254,40 +246,33 @@ def test_hook_points_of_trl_have_not_moved(name):
     assert theirs == ours == HOOKS[name].split()
 
 
-def test_trls_loss_is_called_as_it_is_declared():
-    assert list(inspect.signature(GRPOTrainer._compute_loss).parameters) == ["self", "model", "inputs"]
-    source = inspect.getsource(GRPOTrainer._compute_loss)
-    assert "self._get_per_token_logps_and_entropies(" in source and "old_per_token_logps is None" in source
-    assert Trainer._compute_loss is GRPOTrainer._compute_loss
+# What ours relies on in the source of TRL and transformers, beside the hooks' arguments.
+SOURCES = {
+    "_compute_loss": ("self._get_per_token_logps_and_entropies(", "old_per_token_logps is None"),
+    "training_step": ("self._step += 1", '_metrics["train"]["step_time"]'),  # what ours does in its place
+    "_generate": ("self._generate_single_turn(", "self._tokenize_prompts(prompts)"),
+    "_prepare_inputs": ("self._generate_and_score_completions(",),
+    "get_train_dataloader": ("self._get_train_sampler",),
+    "_generate_and_score_completions": (
+        "self._calculate_rewards(inputs, prompts, completions, completion_ids_list)", '"num_items_in_batch"',
+        '"completion_mask"', '"advantages"', '"ref_per_token_logps"', 'output["sampling_per_token_logps"]',
+        # With use_vllm off it must still pass on the engine's log-probs, and compute none.
+        "self.use_vllm and self.vllm_importance_sampling_correction", 'float("nan") if x is None',
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_trl_still_calls_its_hooks(name):
+    source = inspect.getsource(getattr(GRPOTrainer, name))
+    assert all(words in source for words in SOURCES[name])
 
 
 def test_the_trainer_still_takes_steps_through_training_step():
+    assert list(inspect.signature(GRPOTrainer._compute_loss).parameters) == ["self", "model", "inputs"]
     assert "self.training_step(model, inputs, num_items_in_batch)" in inspect.getsource(transformers.Trainer)
     step = inspect.getsource(transformers.Trainer.training_step)
     assert "self._prepare_inputs(inputs)" in step and "model.train()" in step
-    own = inspect.getsource(GRPOTrainer.training_step)
-    assert "self._step += 1" in own and '_metrics["train"]["step_time"]' in own, "what ours does in its place"
-
-
-def test_trl_still_calls_its_hooks():
-    source = {name: inspect.getsource(getattr(GRPOTrainer, name)) for name in (
-        "_generate", "_generate_and_score_completions", "get_train_dataloader", "_prepare_inputs")}  # fmt: skip
-    assert "self._generate_single_turn(" in source["_generate"]
-    assert "self._tokenize_prompts(prompts)" in source["_generate"]
-    assert (
-        "self._calculate_rewards(inputs, prompts, completions, completion_ids_list)"
-        in source["_generate_and_score_completions"]
-    )
-    assert "self._generate_and_score_completions(" in source["_prepare_inputs"]
-    assert "self._get_train_sampler" in source["get_train_dataloader"]
-    for key in (
-        "num_items_in_batch",
-        "completion_mask",
-        "advantages",
-        "ref_per_token_logps",
-        "sampling_per_token_logps",
-    ):
-        assert f'"{key}"' in source["_generate_and_score_completions"]
 
 
 def test_a_prompt_is_tokenized_once_for_all_its_completions(tiny, tmp_path):
@@ -302,16 +287,6 @@ def test_a_prompt_is_tokenized_once_for_all_its_completions(tiny, tmp_path):
     trainer._generate_single_turn = lambda prompt_ids, *rest: (prompt_ids, None)
     assert generate_completions(trainer, [a, a, b, a], 2, base=False) == expected[0]
     assert asked == [[a, b]] * 2
-
-
-def test_sampler_repeats_groups_and_batches():
-    sampler = PromptSampler(rows=5, seed=0, steps=3, prompts=2, generations=3, repeats=2)
-    drawn = list(sampler)
-    assert len(drawn) == len(sampler) == 36
-    order = list(prompt_order(5, 0, 6))
-    for step in range(3):
-        a, b = order[2 * step : 2 * step + 2]
-        assert drawn[12 * step : 12 * (step + 1)] == [a, a, a, b, b, b] * 2
 
 
 def test_sampling_seed_depends_on_seed_step_and_stream():

@@ -13,12 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, read_csv, run_script
-from runs import SETTINGS, environment, finish, go_on, has_line, start_held, wait_until
-from safetensors.torch import load_file
+from runs import SETTINGS, environment, finish, interrupted, start_held
 
 import train_grpo
 from grpo.data.prompts import prompt_order
-from grpo.run.folder import COMPLETE, RunState, last_checkpoint, prepare_run
+from grpo.run.folder import ADAPTER, COMPLETE, RunState, last_checkpoint, prepare_run
 from grpo.run.logs import COMPLETIONS, METRICS
 from grpo.settings import Settings
 
@@ -36,10 +35,6 @@ def whole_run(tiny, tmp_path_factory) -> Path:
     return folder
 
 
-def adapter(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "adapter_model.safetensors")
-
-
 def test_what_a_run_leaves(whole_run):
     names = {p.name for p in whole_run.iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "chat_template.jinja", "training.log",
@@ -49,9 +44,7 @@ def test_what_a_run_leaves(whole_run):
     assert [row["step"] for row in metrics] == list("123456")
     assert [row["step"] for row in completions] == [str(step) for step in range(1, 7) for _ in range(12)]
     record = json.loads((whole_run / "settings.json").read_text())
-    assert (
-        record["settings"]["SEED"] == 5 and record["sources"]["LORA_R"] == "tiny" and record["choices"]["attention"][1]
-    )
+    assert record["settings"]["SEED"] == 5 and record["sources"]["LORA_R"] == "tiny" and record["choices"]["attention"]
     assert json.loads((whole_run / "versions.json").read_text())["trl"]
     log = (whole_run / "training.log").read_text()
     assert "step 6/6" in log and "Settings" in log and "Traceback" not in log
@@ -92,6 +85,18 @@ def test_the_zip_holds_everything_but_optimizer_states(whole_run):
     assert inside <= on_disk and "run/checkpoint-6/adapter_model.safetensors" in inside
 
 
+def test_the_model_card(whole_run, monkeypatch, tiny):
+    """In the run and in its checkpoints: no path of this machine, and the code in it loads the adapter."""
+    card, saved = ((whole_run / name / "README.md").read_text(encoding="utf-8") for name in ("", "checkpoint-6"))
+    assert card == saved and "for tiny, trained for 6 steps with GRPO" in card
+    assert "base_model" not in card and "None" not in card and str(tiny.parent) not in card
+    code = card.split("```python\n")[1].split("```")[0].replace('"tiny"', repr(str(tiny)))
+    monkeypatch.chdir(whole_run)
+    found: dict = {}
+    exec(code.replace(', device_map="auto"', ""), found)
+    assert all(p.abs().sum() > 0 for name, p in found["model"].named_parameters() if "lora_" in name)
+
+
 def test_a_finished_run_is_not_touched(whole_run):
     before = {p: p.stat().st_mtime_ns for p in whole_run.rglob("*")}
     done = run_script(**SETTINGS | {"OUTPUT_DIR": whole_run})
@@ -115,22 +120,14 @@ def test_an_unpacked_zip_is_not_touched(whole_run, tmp_path):
 def assert_same_run(folder: Path, whole: Path) -> None:
     """Every row that does not measure time is what the uninterrupted run wrote, and so is the adapter, bit for bit."""
     assert (folder / "completions.csv").read_bytes() == (whole / "completions.csv").read_bytes()
-    one, two = (
-        [{name: row[name] for name in LOGGED} for row in read_csv(run / "metrics.csv")] for run in (folder, whole)
-    )
+    one, two = ([[row[name] for name in LOGGED] for row in read_csv(run / "metrics.csv")] for run in (folder, whole))
     assert one == two
-    mine, theirs = adapter(folder), adapter(whole)
-    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    assert (folder / ADAPTER).read_bytes() == (whole / ADAPTER).read_bytes()
 
 
 def test_sigterm_saves_and_the_same_command_continues(whole_run, tmp_path):
     folder = tmp_path / "run"
-    process = start_held(folder, 2)
-    process.send_signal(signal.SIGTERM)
-    wait_until(lambda: has_line(folder / "training.log", "once more ends the run at once"), process)
-    go_on(folder)
-    output = finish(process)
-    assert process.returncode == 143 and "interrupted at step 3" in output, output
+    assert "interrupted at step 3" in interrupted(start_held(folder, 2), folder, signal.SIGTERM)
     assert (tmp_path / "run.zip").exists() and (folder / "adapter_model.safetensors").exists()
     done = run_script(**SETTINGS | {"OUTPUT_DIR": folder})
     assert done.returncode == 0, done.stdout + done.stderr
@@ -166,29 +163,24 @@ def test_a_run_killed_after_its_last_step_is_finished_by_the_same_command(whole_
     done = run_script(**SETTINGS | {"OUTPUT_DIR": folder, "EVAL_SAMPLES": 1})
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "run.zip").exists() and "Held-out mean reward" in done.stdout
-    assert json.loads((folder / "evaluation.json").read_text()) == json.loads(
-        (whole_run / "evaluation.json").read_text()
-    )
+    one, two = (json.loads((run / "evaluation.json").read_text()) for run in (folder, whole_run))
+    assert one == two
     assert_same_run(folder, whole_run)
 
 
 def test_files_with_other_columns_and_actions_train_together(tmp_path, tiny):
     """TRL takes the columns from the first completion of a step: whichever file it comes from, all must be there."""
-    rows = ["user,reward_action_0,reward_action_1,zone"] + [f"hour {i},0.1,0.9,north" for i in range(3)]
-    (tmp_path / "a.csv").write_text("\n".join(rows))
-    rows = ["user,reward_action_0,reward_action_1,reward_action_2,prompt_id,invalid_reward"]
-    (tmp_path / "b.csv").write_text("\n".join(rows + [f"hour {i},0.1,0.9,0.5,mine,7" for i in range(3)]))
+    (tmp_path / "a.csv").write_text("user,reward_action_0,reward_action_1,zone" + "\nhour,0.1,0.9,north" * 3)
+    header = "user,reward_action_0,reward_action_1,reward_action_2,prompt_id,invalid_reward"
+    (tmp_path / "b.csv").write_text(header + "\nhour,0.1,0.9,0.5,mine,7" * 3)
     (tmp_path / "own.py").write_text(
         "def score(completions, *, zone, csv_prompt_id, prompt_id, csv_invalid_reward, **columns):\n"
         "    for z, theirs, ours in zip(zone, csv_prompt_id, prompt_id):\n"
         "        assert (z == 'north') == ours.startswith('a:') and (theirs == 'mine') == ours.startswith('b:')\n"
         "    return [float(len(c)) for c in completions]\n"
     )
-    done = run_script(
-        cwd=tmp_path,
-        **SETTINGS
-        | {"OUTPUT_DIR": "out put/ü", "DATA": "a.csv,b.csv", "REWARDS": "action,own:score=0.1", "TOTAL_STEPS": 3},
-    )
+    changes = {"OUTPUT_DIR": "out put/ü", "DATA": "a.csv,b.csv", "REWARDS": "action,own:score=0.1", "TOTAL_STEPS": 3}
+    done = run_script(cwd=tmp_path, **SETTINGS | changes)
     assert done.returncode == 0, done.stdout + done.stderr
     ids = {row["prompt_id"][0] for row in read_csv(tmp_path / "out put" / "ü" / "completions.csv")}
     assert ids == {"a", "b"} and (tmp_path / "out put" / "ü.zip").exists()
@@ -203,11 +195,9 @@ def test_overwrite_starts_again_with_a_users_own_reward(tmp_path, whole_run):
         "    assert all(c.startswith('<|start|>assistant') for c in completions) and len(timestamp) == len(prompts)\n"
         "    return [None if cut else 1 / len(ids) for cut, ids in zip(truncated, completion_ids)]\n"
     )
-    done = run_script(
-        cwd=tmp_path,
-        **SETTINGS | {"OUTPUT_DIR": folder, "OVERWRITE": 1, "TOTAL_STEPS": 1, "REWARDS": "mine:short=2,action", "LOSS_TYPE": "luspo",
-                      "INVALID_REWARD": "nan", "SAVE_STEPS": 1, "MICRO_BATCH": 4, "GENERATION_BATCH": 6, "BETA": 0.1},
-    )  # fmt: skip
+    changes = {"OVERWRITE": 1, "TOTAL_STEPS": 1, "REWARDS": "mine:short=2,action", "LOSS_TYPE": "luspo", "BETA": 0.1,
+               "INVALID_REWARD": "nan", "SAVE_STEPS": 1, "MICRO_BATCH": 4, "GENERATION_BATCH": 6}  # fmt: skip
+    done = run_script(cwd=tmp_path, **SETTINGS | {"OUTPUT_DIR": folder} | changes)
     assert done.returncode == 0, done.stdout + done.stderr
     metrics = read_csv(folder / "metrics.csv")
     assert len(metrics) == 1 and metrics[0]["entropy"] and metrics[0]["kl"], "TRL's head computes the entropy"
@@ -218,13 +208,11 @@ def test_overwrite_starts_again_with_a_users_own_reward(tmp_path, whole_run):
 
 
 def test_a_reward_that_always_fails_is_found_before_anything_starts(tmp_path, tiny):
-    for kind in ("def", "async def"):
-        (tmp_path / "broken.py").write_text(
-            f"{kind} score(completions, *, timestamp, **columns):\n    return timestamp[2]\n"
-        )
-        done = run_script(cwd=tmp_path, **SETTINGS | {"OUTPUT_DIR": tmp_path / "run", "REWARDS": "action,broken:score", "DATA": ROOT / SETTINGS["DATA"]})  # fmt: skip
-        assert done.returncode == 2 and not (tmp_path / "run").exists()
-        assert "REWARDS: broken:score raised IndexError" in done.stderr and "the first row of" in done.stderr
+    (tmp_path / "broken.py").write_text("async def score(completions, **columns):\n    return completions[2]\n")
+    changes = {"OUTPUT_DIR": tmp_path / "run", "REWARDS": "action,broken:score", "DATA": ROOT / SETTINGS["DATA"]}
+    done = run_script(cwd=tmp_path, **SETTINGS | changes)
+    assert done.returncode == 2 and not (tmp_path / "run").exists()
+    assert "REWARDS: broken:score raised IndexError" in done.stderr and "the first row of" in done.stderr
 
 
 def test_packed_experts_are_found_by_the_id_of_a_hub_model(tiny, tmp_path):
@@ -238,14 +226,9 @@ def test_packed_experts_are_found_by_the_id_of_a_hub_model(tiny, tmp_path):
     (snapshot / "original" / "model.safetensors").write_bytes(b"not to be read")
     (cache / "refs").mkdir()
     (cache / "refs" / "main").write_text("0" * 40)
-    settings = SETTINGS | {
-        "MODEL_ID": "org/model",
-        "EXPERTS": "mxfp4",
-        "OUTPUT_DIR": tmp_path / "run",
-        "TOTAL_STEPS": 1,
-    }
-    settings |= {"HF_HUB_CACHE": tmp_path / "hub", "MAX_COMPLETION_LEN": 12, "REASONING_EFFORT": "low", "LORA_R": 4}
-    done = run_script(**settings)
+    settings = {"MODEL_ID": "org/model", "EXPERTS": "mxfp4", "OUTPUT_DIR": tmp_path / "run", "TOTAL_STEPS": 1,
+                "HF_HUB_CACHE": tmp_path / "hub", "MAX_COMPLETION_LEN": 12, "REASONING_EFFORT": "low"}  # fmt: skip
+    done = run_script(**SETTINGS | settings)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "experts       mxfp4" in done.stdout and "complete: 1 steps" in done.stdout
 
@@ -299,7 +282,6 @@ def test_out_of_memory_names_the_next_smaller_micro_batch(tiny, tmp_path, monkey
 
 def test_a_damaged_tiny_model_is_made_again(tiny, tmp_path, monkeypatch):
     """The check of its files sends a damaged one back to the maker, which is told to replace it."""
-
     damaged = tmp_path / "tiny"
     shutil.copytree(tiny, damaged)
     (damaged / "model.safetensors").unlink()

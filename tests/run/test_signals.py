@@ -11,38 +11,20 @@ import sys
 import time
 
 import pytest
-from conftest import CLEAN, ROOT, SCRIPT
-from runs import SETTINGS, environment, finish, go_on, has_line, start_held, wait_until
+from conftest import ROOT, SCRIPT
+from runs import ASKED, environment, finish, go_on, has_line, interrupted, start_held, wait_until
 
 import train_grpo
 from grpo.run.folder import COMPLETE, last_checkpoint
 from grpo.run.signals import StopRequest
 
-ASKED = "once more ends the run at once"
 
-
-def interrupted(process, folder, number):
-    """The output of a run that is asked to end in a step, and may then go on with it."""
-    process.send_signal(number)
-    wait_until(lambda: has_line(folder / "training.log", ASKED), process)
-    go_on(folder)
-    output = finish(process)
-    assert process.returncode == 128 + number and "Traceback" not in output, output
-    return output
-
-
-@pytest.mark.parametrize(
-    ("number", "settings", "again"),
-    [
-        (signal.SIGHUP, {"SAVE_STEPS": 99}, "the same command continues from step 2"),
-        (signal.SIGINT, {"OVERWRITE": 1}, "the same command WITHOUT OVERWRITE=1 continues from step 2"),
-    ],
-)
-def test_a_signal_ends_the_run_after_its_step(tiny, tmp_path, number, settings, again):
-    """SIGTERM: test_run.py. The same command would delete a run that was started with OVERWRITE=1."""
+def test_ctrl_c_ends_the_run_after_its_step(tiny, tmp_path):
+    """SIGTERM: test_run.py, SIGHUP: below. The same command would delete a run that was started with OVERWRITE=1."""
     folder = tmp_path / "run"
-    output = interrupted(start_held(folder, 1, **settings), folder, number)
-    assert again in output and last_checkpoint(folder)[0] == 2 and (tmp_path / "run.zip").exists()
+    output = interrupted(start_held(folder, 1, OVERWRITE=1), folder, signal.SIGINT)
+    assert "the same command WITHOUT OVERWRITE=1 continues from step 2" in output
+    assert last_checkpoint(folder)[0] == 2 and (tmp_path / "run.zip").exists()
 
 
 def test_a_lost_terminal_does_not_keep_the_run_from_saving(tiny, tmp_path):
@@ -59,7 +41,7 @@ def test_a_lost_terminal_does_not_keep_the_run_from_saving(tiny, tmp_path):
             os.read(terminal, 1 << 16)
         time.sleep(0.01)
     os.close(terminal)
-    wait_until(lambda: has_line(folder / "training.log", ASKED))
+    wait_until(lambda: has_line(folder))
     go_on(folder)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 129
@@ -68,23 +50,15 @@ def test_a_lost_terminal_does_not_keep_the_run_from_saving(tiny, tmp_path):
     assert "the same command continues from step 2" in log and "Traceback" not in log
 
 
-def test_a_reader_that_is_gone_does_not_end_the_run(tiny, tmp_path):
-    """`train_grpo.py | tee log`, and the reader ends."""
+def test_neither_nohup_nor_a_reader_that_is_gone_ends_the_run(tiny, tmp_path):
+    """`nohup train_grpo.py | tee log`, the terminal is closed and the reader ends."""
     folder = tmp_path / "run"
     # What Python cannot flush at its end is exit code 120.
-    process = start_held(folder, 1, TOTAL_STEPS=3, PYTHONUNBUFFERED="")
+    process = start_held(folder, 1, "nohup", TOTAL_STEPS=3, PYTHONUNBUFFERED="")
+    process.send_signal(signal.SIGHUP)
     process.stdout.close()
     go_on(folder)
-    assert process.wait() == 0 and (folder / COMPLETE).exists()
-
-
-def test_nohup_keeps_the_run_alive(tiny, tmp_path):
-    folder = tmp_path / "run"
-    process = start_held(folder, 1, "nohup", TOTAL_STEPS=3)
-    process.send_signal(signal.SIGHUP)
-    go_on(folder)
-    output = finish(process)
-    assert process.returncode == 0 and "complete: 3 steps" in output, output
+    assert process.wait() == 0 and (folder / COMPLETE).exists() and has_line(folder, "complete: 3 steps")
 
 
 def test_a_second_hang_up_is_ignored_and_a_second_ctrl_c_is_not():
@@ -104,7 +78,7 @@ def test_a_second_ctrl_c_ends_the_run_with_one_line(tiny, tmp_path):
     folder = tmp_path / "run"
     process = start_held(folder, 1, SAVE_STEPS=1)
     process.send_signal(signal.SIGINT)
-    wait_until(lambda: has_line(folder / "training.log", ASKED), process)
+    wait_until(lambda: has_line(folder), process)
     process.send_signal(signal.SIGINT)
     output = finish(process)
     assert process.returncode == 130 and "Traceback" not in output and "KeyboardInterrupt" not in output
@@ -117,8 +91,8 @@ def test_ctrl_c_before_the_run_begins_is_one_line(monkeypatch, tmp_path, capsys,
     def stop(*arguments):
         raise KeyboardInterrupt
 
-    for name, value in (CLEAN | SETTINGS | {"OUTPUT_DIR": tmp_path / "run"}).items():
-        monkeypatch.setenv(name, str(value))
+    for name, value in environment(tmp_path / "run").items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(train_grpo, moment, stop)
     assert train_grpo.main([]) == 130
     assert capsys.readouterr().err.strip() == "interrupted before the run began: nothing was written to OUTPUT_DIR"
