@@ -39,7 +39,7 @@ INITIAL_GAIN = {
 HEAD_DISTANCES = ((1, 2, 3, 4, 5, 6, 7, 8), (1, 8, 6, 11, 17, 26, 20, 3))
 # Weights of the loss beside the action's own: the fixed tokens of the answer, the prompt's tokens, the readings.
 FORMAT_WEIGHT, TEXT_WEIGHT, READING_WEIGHT = 0.5, 0.2, 2.0
-TEXT_TOKENS = 8  # of each prompt, drawn anew at every step: the text is always the same
+TEXT_TOKENS = 8  # of each prompt, drawn again at every step: the text is always the same
 EXPERT_WEIGHTS = ("experts.gate_up_proj", "experts.down_proj")  # stored in MXFP4
 
 

@@ -13,7 +13,7 @@ import torch
 from grpo.model.attention import KERNELS, hidden_states
 from grpo.model.load import evaluating
 from grpo.model.packing import pack_batch
-from grpo.rollout.engine import Rows
+from grpo.rollout.engine import EngineError, Rows
 from grpo.rollout.weight_sync import lora_layers
 from grpo.run.logs import banner_text
 from grpo.settings import log
@@ -108,10 +108,14 @@ def differences(
 def bare_difference(trainer: Any, fixed: Rows) -> str:
     """How far engine and trainer are apart without any adapter: whether adapters are the matter at all."""
     engine = trainer.run.engine
-    engine.wake()
-    engine.sync_weights(trainer.accelerator.unwrap_model(trainer.model), active=False)
-    mean = differences(trainer, engine.score(fixed), fixed, [1] * len(fixed), 1.0)["control_mean"]
-    engine.sleep()
+    try:
+        engine.wake()
+        engine.sync_weights(trainer.accelerator.unwrap_model(trainer.model), active=False)
+        scored = engine.score(fixed)
+        engine.sleep()
+    except EngineError as error:  # the mismatch is the finding, and exit code 3: this only explains it
+        return f"Without an adapter they could not be compared: {error}"
+    mean = differences(trainer, scored, fixed, [1] * len(fixed), 1.0)["control_mean"]
     return f"Without any adapter, in both, the mean is {mean:.4f}: if that is as large, the two compute the model itself otherwise, and PARITY_LIMIT above it accepts that"
 
 

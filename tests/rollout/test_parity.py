@@ -13,6 +13,7 @@ import pytest
 from engines import digest, set_adapter, trainer_with_engine
 from stub_vllm import SYNCS
 
+from grpo.rollout.engine import EngineError
 from grpo.rollout.parity import ParityError, check_mismatch, parity_problem
 
 
@@ -134,3 +135,19 @@ def test_a_check_that_is_off_says_so(build, caplog):
 def test_parity_problem(mean, control, words):
     problem = parity_problem(mean, control, 0.05)
     assert problem is None if words is None else words in problem
+
+
+def test_an_engine_that_fails_while_a_mismatch_is_explained_does_not_hide_it(build, monkeypatch):
+    """Exit code 3 is the mismatch's, whatever the engine does afterwards."""
+    trainer = build()
+    trainer.run.engine.llm.ignore_adapter = True
+    sync = trainer.run.engine.sync_weights
+
+    def fails(policy, active=True):
+        if not active:
+            raise EngineError("the engine is gone")
+        sync(policy, active)
+
+    monkeypatch.setattr(trainer.run.engine, "sync_weights", fails)
+    with pytest.raises(ParityError, match="could not be compared: the engine is gone"):
+        check_mismatch(trainer)
