@@ -5,7 +5,6 @@
     python scripts/bench.py demo --out docs/results/demo-cpu.json --figure docs/demo.png
     python scripts/bench.py attention --out docs/results/attention-h100.json
     python scripts/bench.py rollout --model checkpoints/full --data 'days/*.csv' --out docs/results/rollout-h100.json
-    python scripts/bench.py resume --model checkpoints/full --data 'days/*.csv' --out docs/results/resume-h100.json
     python scripts/bench.py step --model checkpoints/full --data 'days/*.csv' --lengths completions.csv --out docs/results/step-h100.json
 
 `demo` runs train_grpo.py on the tiny model for seeds 1 to 3 and records held-out reward before and after training.
@@ -14,8 +13,6 @@ it. Exit code 1 if one is further off than its bound or raises; packages that ar
 `rollout` measures vLLM beside the trainer in two child processes that each run train_grpo.py's own `main()`: one step that
 fills the compile caches (`--warm-caches` leaves it out), then three steps of 12 prompts x 8 completions x 512 tokens, the
 same prompts by transformers' generate, and 16 completions x 2,300 tokens. Exit code 1 if a base weight has changed.
-`resume` kills a run (SIGKILL) two steps after a checkpoint, gives the same command again, and counts the completions that the
-second process sampled just as the first had. Exit code 1 unless all of the step behind the checkpoint are alike.
 `step` measures learning beside TRL's padded path in one process, on the same rollouts, and with packed experts while all
 but 40 GiB of the card is occupied. W1 is 12 prompts x 8 completions x 512 tokens, W2 96 completions with the lengths of
 the CSV, W3 its first 16. `--only bf16` (seven minutes on an H100, most of them TRL's path) or `--only mxfp4` (two) runs one half
@@ -32,6 +29,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train_grpo
+from grpo.preflight.choices import ATTENTION
 
 
 def parse_args() -> argparse.Namespace:
@@ -44,7 +42,7 @@ def parse_args() -> argparse.Namespace:
         if run:
             one.add_argument("--run", default=f"runs/bench-{name}", help=run)
         if model:
-            one.add_argument("--model", required=True, help="checkpoint folder; for `resume` also `tiny` or a Hub id")
+            one.add_argument("--model", required=True, help="checkpoint folder")
             one.add_argument("--data", required=True, help="training CSVs")
         return one
 
@@ -58,12 +56,9 @@ def parse_args() -> argparse.Namespace:
     one.add_argument("--lengths", required=True, help="CSV whose `completion` column gives the lengths of W2 and W3")
     one.add_argument("--only", choices=("bf16", "mxfp4"), help="run this half; the other's last run is read")
     one.add_argument("--child", choices=("bf16", "mxfp4"), help=argparse.SUPPRESS)
-    one = command("resume", "a killed run beside its continuation", "OUTPUT_DIR of the run; must not exist")
-    one.add_argument("--tokens", type=int, default=256, help="MAX_COMPLETION_LEN")
     one = command("attention", "the learner's attention against float64", "", model=False)
-    one.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="on a CPU: eager, in float32")
-    one.add_argument("--small", action="store_true", help="tiny sizes")
-    one.add_argument("--only", nargs="+", metavar="ATTN_IMPL", help="these implementations only")
+    one.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="on a CPU: eager, small, in float32")
+    one.add_argument("--only", nargs="+", choices=ATTENTION, help="these implementations only")
     return parser.parse_args()
 
 
@@ -73,11 +68,10 @@ def main() -> int:
     # Late: --help needs no torch.
     from grpo.measure.attention import bench_attention
     from grpo.measure.demo import bench_demo
-    from grpo.measure.resume import bench_resume
     from grpo.measure.rollout import bench_rollout
     from grpo.measure.step import bench_step
 
-    benches = (bench_attention, bench_demo, bench_resume, bench_rollout, bench_step)
+    benches = (bench_attention, bench_demo, bench_rollout, bench_step)
     return {bench.__name__: bench for bench in benches}[f"bench_{options.command}"](options)
 
 

@@ -15,11 +15,11 @@ import torch
 from torch.utils.benchmark import Timer
 from transformers.models.gpt_oss.modeling_gpt_oss import ALL_ATTENTION_FUNCTIONS, eager_attention_forward
 
-from grpo.measure.record import figure, installed, write
+from grpo.measure.record import figure, write
 from grpo.model.attention import attention_masks, install_attention
 from grpo.model.packing import pack_batch
 from grpo.preflight.choices import ATTENTION
-from grpo.preflight.machine import FLASH_PACKAGES
+from grpo.preflight.machine import FLASH_PACKAGES, installed_versions
 
 # Largest relative error in the 2-norm, by the type of the inputs. BF16: five times its unit roundoff (2^-8). Eager attention,
 # which rounds scores and probabilities to BF16, comes to 0.006, and to 0.012 for sinks; a window that is off by one to 0.09.
@@ -41,11 +41,6 @@ class AttentionCase:
     @property
     def tokens(self) -> int:
         return self.prompt + sum(self.completions)
-
-    @property
-    def windows(self) -> dict[str, int | None]:
-        """Of both kinds of layers."""
-        return {"full": None, "window": self.window}
 
 
 SMALL_CASE = AttentionCase(21, (12, 7, 3, 1), 4, 2, 16, 5)
@@ -69,16 +64,12 @@ def exact_attention(
     visible = ((segment[:, None] == segment) | (segment == 0)) & (distance >= 0)
     if window is not None:
         visible &= distance < window
-    group, out = case.heads // case.key_heads, torch.zeros_like(q, requires_grad=False)
-    for head in range(case.key_heads):  # the scores of all heads at once would take gigabytes
-        heads = slice(head * group, (head + 1) * group)
-        scores = torch.einsum("qhd,kd->hqk", q[:, heads], k[:, head]) / math.sqrt(case.dim)
-        column = sinks[heads, None, None].expand(-1, len(q), 1)
-        weights = torch.cat([scores.masked_fill(~visible, -torch.inf), column], 2).softmax(2)[:, :, :-1]
-        part = torch.einsum("hqk,kd->qhd", weights, v[:, head])
-        part.backward(gradient[:, heads].double())
-        out[:, heads] = part.detach()
-    return [out, *(x.grad for x in (q, k, v, sinks))]
+    k_of_q, v_of_q = (x.repeat_interleave(case.heads // case.key_heads, 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k_of_q) / math.sqrt(case.dim)
+    column = sinks[:, None, None].expand(-1, len(q), 1)
+    weights = torch.cat([scores.masked_fill(~visible, -torch.inf), column], 2).softmax(2)[:, :, :-1]
+    out = torch.einsum("hqk,khd->qhd", weights, v_of_q)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v, sinks), gradient.double())]
 
 
 class Inputs:
@@ -87,6 +78,7 @@ class Inputs:
 
     def __init__(self, case: AttentionCase, dtype: torch.dtype, device: torch.device) -> None:
         self.case, generator = case, torch.Generator().manual_seed(0)
+        self.windows = {"full": None, "window": case.window}  # of both kinds of layers
         # Which tokens they are does not matter here: what attends to what is a matter of places.
         prompts = [list(range(case.prompt))] * len(case.completions)
         self.batch = pack_batch(prompts, [list(range(n)) for n in case.completions], True, True, device)
@@ -102,7 +94,7 @@ class Inputs:
         self.gradient = normal(1, width, case.heads, case.dim)
         self.gradient[:, tokens:] = 0  # nothing depends on padding
         real = [*(x[:tokens] for x in rows), sinks]
-        self.exact = {k: exact_attention(case, n, real, self.gradient[0, :tokens]) for k, n in case.windows.items()}
+        self.exact = {k: exact_attention(case, n, real, self.gradient[0, :tokens]) for k, n in self.windows.items()}
 
     def call(self, attention: str, kind: str) -> Callable[[], list[torch.Tensor]]:
         """A call that returns what GptOssAttention gets from `attention`, (1, T, Hq, D), and the gradients of `given`."""
@@ -111,7 +103,7 @@ class Inputs:
         masks = attention_masks(self.batch, attention, case.window, q.dtype)
         mask = masks["full_attention" if kind == "full" else "sliding_attention"]
         module = SimpleNamespace(num_key_value_groups=case.heads // case.key_heads, sinks=sinks, training=True)
-        rest = {"scaling": 1 / math.sqrt(case.dim), "sliding_window": case.windows[kind], "s_aux": sinks}
+        rest = {"scaling": 1 / math.sqrt(case.dim), "sliding_window": self.windows[kind], "s_aux": sinks}
 
         def both() -> list[torch.Tensor]:
             out = function(module, q, k, v, mask, dropout=0.0, **rest)[0]
@@ -132,7 +124,7 @@ class Inputs:
 
 def measure(attention: str, inputs: Inputs, bound: float, figures: list[dict], failed: list[str]) -> None:
     """Add the figures of one attention, and what of it is out of bounds. It raises whatever the attention does."""
-    for kind in inputs.case.windows:
+    for kind in inputs.windows:
         seen = "full attention" if kind == "full" else f"sliding window of {inputs.case.window}"
         call = inputs.call(attention, kind)
         for part, error in inputs.errors(kind, call()).items():
@@ -143,44 +135,36 @@ def measure(attention: str, inputs: Inputs, bound: float, figures: list[dict], f
         took = 1000 * Timer("call()", globals={"call": call}).blocked_autorange(min_run_time=0.5).median
         figures.append(figure(f"{attention}_{kind}_ms", took, "ms", f"forward and backward, {seen}"))
     package, _ = FLASH_PACKAGES.get(attention, ("transformers" if attention == "eager" else "torch", ""))
-    version = installed(package).get(package, "of unknown version")
+    version = installed_versions([package])[package] or "of unknown version"
     figures.append(figure(f"{attention}_usable", 1, "", f"{package} {version}"))
 
 
 def bench_attention(options: argparse.Namespace) -> int:
     """Error and time of every attention of the learner. Exit code 1 where one is out of bounds or raises, or none ran."""
-    case, device = SMALL_CASE if options.small else AttentionCase(), torch.device(options.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        print("bench: no GPU here; use --device cpu --small", file=sys.stderr)
+    cpu = options.device == "cpu"
+    if not (cpu or torch.cuda.is_available()):
+        print("bench: no GPU here; use --device cpu", file=sys.stderr)
         return 2
     # Packages last: one that breaks the CUDA context takes what follows with it.
     here = sorted(ATTENTION, key=lambda name: name in FLASH_PACKAGES)
-    chosen = options.only or (here if device.type == "cuda" else ["eager"])
-    if unknown := [name for name in chosen if name not in ATTENTION]:
-        print(f"bench: --only: no {', '.join(unknown)}; use {', '.join(ATTENTION)}", file=sys.stderr)
-        return 2
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    bound, inputs = ERROR_BOUNDS[dtype], Inputs(case, dtype, device)
-    shape = (
-        f"{case.tokens} tokens: a prompt of {case.prompt} and completions of {', '.join(map(str, case.completions))}"
-    )
+    case, dtype = (SMALL_CASE, torch.float32) if cpu else (AttentionCase(), torch.bfloat16)
+    bound, inputs = ERROR_BOUNDS[dtype], Inputs(case, dtype, torch.device(options.device))
+    sizes = f"a prompt of {case.prompt} and completions of {', '.join(map(str, case.completions))}"
     heads = f"{case.heads} heads over {case.key_heads} of {case.dim}, {dtype}"
     figures = [
-        figure("tokens", case.tokens, "tokens", f"{shape}; {heads}"),
+        figure("tokens", case.tokens, "tokens", f"{case.tokens} tokens: {sizes}; {heads}"),
         figure("error_bound", bound, "relative", "largest error: 2-norm of the difference to float64 by the 2-norm of float64"),
     ]  # fmt: skip
-    flags = ["--device cpu"] * (device.type == "cpu") + ["--small"] * options.small
-    flags += ["--only", *options.only] if options.only else []
+    flags = ["--device cpu"] * cpu + (["--only", *options.only] if options.only else [])
     failed: list[str] = []
-    for attention in chosen:
+    for attention in options.only or (["eager"] if cpu else here):
         try:
             measure(attention, inputs, bound, figures, failed)
-        except ImportError as error:
-            figures.append(figure(f"{attention}_usable", 0, "", f"cannot be imported here: {error}"))
         except Exception as error:  # one that fails must not take the others' figures with it
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             figures.append(figure(f"{attention}_usable", 0, "", reason))
-            failed.append(f"{attention}: {reason}")
+            if not isinstance(error, ImportError):  # a package that is not here is no failure
+                failed.append(f"{attention}: {reason}")
         # After each: what was measured is not lost when a kernel takes the process with it. The command without --out,
         # which is a path of this machine.
         write(Path(options.out), figures, " ".join(["python scripts/bench.py attention", *flags]))

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import json
 import os
 import platform
@@ -17,6 +16,7 @@ from typing import Any
 import pandas
 import torch
 
+from grpo.preflight.machine import installed_versions
 from grpo.settings import ROOT
 
 BENCH = ROOT / "scripts" / "bench.py"
@@ -49,17 +49,6 @@ def machine() -> str:
     return f"{gpu}; {os.cpu_count()} cores {platform.machine()}; Python {platform.python_version()}"
 
 
-def installed(*distributions: str) -> dict[str, str]:
-    """Versions of the distributions that are installed, by name."""
-    found = {}
-    for name in distributions:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def figure(name: str, value: float, unit: str, note: str = "") -> dict[str, Any]:
     return {"name": name, "value": value, "unit": unit, "note": note}
 
@@ -80,7 +69,7 @@ def write(path: Path, figures: list[dict[str, Any]], command: str | None = None)
         "command": command or " ".join(["python", "scripts/bench.py", *sys.argv[1:]]),
         "machine": machine(),
         "date": datetime.date.today().isoformat(),
-        "versions": installed(*PACKAGES),
+        "versions": {name: version for name, version in installed_versions(PACKAGES).items() if version},
         "commit": commit(),
         "figures": figures,
     }

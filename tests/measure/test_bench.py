@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every measurement writes, and `bench.py rollout`, `step` and `resume` with a stub in vLLM's place."""
+"""What every measurement writes, and `bench.py rollout` and `step` with a stub in vLLM's place."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ from unittest import mock
 import bench
 import pytest
 import torch
-from conftest import CLEAN, RENDERED, ROOT
+from conftest import RENDERED, ROOT
 from stub_vllm import StubLLM, StubLoRARequest, StubSampling
 from trainers import make, plain_float32
 
 from grpo.measure import record, rollout, step, trl_path, watched
-from grpo.measure.resume import sampled_by_step
 from grpo.measure.watched import PeakMemory, child_result, completions_of, kept_trainers, run_child
 from grpo.rollout import engine as rollout_engine
 from grpo.rollout.engine import Engine
-from grpo.run.logs import COMPLETIONS
 
 
 def names(results: str) -> set[str]:
@@ -241,32 +239,3 @@ def test_halves_that_are_missing_or_of_another_commit_are_asked_for(halves, caps
     assert "is not there: run --only bf16 first" in capsys.readouterr().err
     assert halves({"bf16": 0, "mxfp4": 0}, commit="c0")[0] == 1
     assert "is of commit c0: run --only bf16 first" in capsys.readouterr().err
-
-
-# ---- Resume ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_killed_run_and_its_continuation_sample_alike(tmp_path, tiny):
-    out, data = tmp_path / "resume.json", ROOT / "data" / "tes_train_compact.csv"
-    command = [sys.executable, str(ROOT / "scripts" / "bench.py"), "resume", "--model", str(tiny), "--data", str(data)]
-    command += ["--tokens", "12", "--run", str(tmp_path / "run"), "--out", str(out)]
-    done = subprocess.run(command, env=CLEAN, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found, text = values(out), record.read_json(out)["command"]
-    assert found.keys() == names("resume-h100.json")
-    assert found["resumed_from_step"] == 4 and found["metrics_rows"] == 8
-    assert found["next_step_alike"] == found["later_step_alike"] == found["completions_per_step"] == 16
-    assert "--tokens 12" in text and str(tmp_path) not in text
-    # Once more: the folder is there already, and nothing is deleted.
-    again = subprocess.run(command, env=CLEAN, capture_output=True, text=True, timeout=100)
-    assert again.returncode == 2 and "is there already" in again.stderr and (tmp_path / "run.zip").exists()
-
-
-def test_other_completions_do_not_count_as_alike(tmp_path):
-    """A log with a header, and superseded rows without one, the last torn off."""
-    header = ",".join(COMPLETIONS)
-    (tmp_path / "a.csv").write_text(f'{header}\n5,d:1,"[1]\n",1,0.5,2,3,0\n5,d:1,[2],2,0.1,2,3,0\n')
-    (tmp_path / "b.csv").write_text('5,d:1,"[1]\n",1,0.5,2,3,0\n5,d:1,[3],2,0.1,2,3,0\n6,d:1,"tor')
-    one, other = (sampled_by_step(tmp_path / name) for name in ("a.csv", "b.csv"))
-    assert one == {5: [("d:1", "[1]\n", "3"), ("d:1", "[2]", "3")]} and list(other) == [5]
-    assert [a == b for a, b in zip(one[5], other[5], strict=True)] == [True, False]
