@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +18,6 @@ import pandas
 
 from grpo.run.logs import COMPLETIONS, METRICS
 
-CHUNK = 2000  # rows of completions.csv in memory at a time
 EXAMPLES = 3  # completions shown of each kind
 HEAD, TAIL = 3000, 1500  # characters of a completion that are shown from its begin and its end
 PHASES = ("wake", "handover", "generation", "sleep", "reward", "learn")  # of a step, in order
@@ -27,34 +27,29 @@ class ReportError(RuntimeError):
     """There is nothing to report on, or nowhere to write; the message says what to do."""
 
 
-def whole_rows(path: Path) -> int:
-    """Rows below the header that were written to their end; -1 without a whole header. Cells may hold line feeds."""
-    rows, quotes = -1, 0
-    with path.open("rb") as file:
-        for line in file:
-            quotes += line.count(b'"')
-            rows += quotes % 2 == 0 and line.endswith(b"\n")
-    return rows
-
-
-def read_log(path: Path, columns: Iterable[str]) -> Iterator[pandas.DataFrame]:
-    """Whole rows of metrics.csv or completions.csv, `CHUNK` at a time: `step` a whole number, all else text.
+def read_log(path: Path, columns: Iterable[str]) -> pandas.DataFrame:
+    """metrics.csv or completions.csv: `step` a whole number, all else text.
 
     A last row that is half written is left out; columns that the file lacks (it is older) are empty. Raises ReportError
     where the file is not a log of this project, OSError where it cannot be read.
     """
-    rows = whole_rows(path)
+    data = path.read_bytes()
+    end = data.rfind(b"\n") + 1
+    quotes = data.count(b'"', 0, end)
+    while quotes % 2:  # this line feed is inside a cell: not the end of a row
+        line = data.rfind(b"\n", 0, end - 1) + 1
+        quotes, end = quotes - data.count(b'"', line, end), line
+    if not end:
+        return pandas.DataFrame(columns=list(columns), dtype=str).astype({"step": int})
     options = {"dtype": str, "na_filter": False, "encoding_errors": "replace", "on_bad_lines": "skip"}
     try:
-        if rows >= 0 and "step" not in pandas.read_csv(path, nrows=0, **options):
-            raise ReportError(f"{path} has no column `step`: it is not a log of train_grpo.py")
-        if rows > 0:
-            with pandas.read_csv(path, nrows=rows, chunksize=CHUNK, **options) as chunks:
-                for chunk in chunks:
-                    known = chunk[chunk["step"].str.fullmatch(r"\d{1,9}").astype(bool)]
-                    yield known.reindex(columns=list(columns), fill_value="").fillna("").astype({"step": int})
+        found = pandas.read_csv(io.BytesIO(data[:end]), **options)
     except ValueError as error:  # pandas' own errors are ValueErrors
         raise ReportError(f"{path} cannot be read as CSV ({error}); was it edited by another program?") from None
+    if "step" not in found:
+        raise ReportError(f"{path} has no column `step`: it is not a log of train_grpo.py")
+    known = found[found["step"].str.fullmatch(r"\d{1,9}").astype(bool)]
+    return known.reindex(columns=list(columns), fill_value="").fillna("").astype({"step": int})
 
 
 def finite(values: pandas.Series) -> pandas.Series:
@@ -68,8 +63,7 @@ def read_metrics(path: Path) -> pandas.DataFrame:
 
     Of two rows for one step the later counts. Raises as `read_log`.
     """
-    found = pandas.concat([pandas.DataFrame(columns=list(METRICS), dtype=str), *read_log(path, METRICS)])
-    found = found.drop_duplicates("step", keep="last").astype({"step": int}).sort_values("step", ignore_index=True)
+    found = read_log(path, METRICS).drop_duplicates("step", keep="last").sort_values("step", ignore_index=True)
     numbers = [name for name in METRICS if name not in ("step", "time")]
     return found.assign(**{name: finite(found[name]) for name in numbers})
 
@@ -186,23 +180,16 @@ def examples_of(rows: pandas.DataFrame) -> dict[str, pandas.DataFrame]:
     found = {}
     for kind, (_, order) in KINDS.items():
         ranked = rows[chosen[kind]].sort_values(order, ascending=False, kind="stable")
-        found[kind] = ranked.drop_duplicates("prompt_id").head(EXAMPLES)
+        shown = ranked.drop_duplicates("prompt_id").head(EXAMPLES)
+        found[kind] = shown.assign(completion=shown["completion"].map(cut))
     return found
 
 
 def read_completions(path: Path) -> Completions:
-    """One pass over completions.csv, whatever its size. Raises as `read_log`; a missing file is an empty one."""
-    count, counts, kept = 0, [], pandas.DataFrame(columns=list(COMPLETIONS), dtype=str)
-    for rows in read_log(path, COMPLETIONS) if path.is_file() else ():
-        count += len(rows)
-        counts.append(rows.groupby(["step", "parsed_action"]).size())
-        best = examples_of(pandas.concat([kept, rows]).reset_index(drop=True))
-        kept = pandas.concat(best.values()).sort_index().drop(columns="lack")
-        kept = kept[~kept.index.duplicated()]
-    found = examples_of(kept)
-    actions = pandas.concat(counts).groupby(level=[0, 1]).sum().unstack(fill_value=0) if counts else pandas.DataFrame()
-    examples = {kind: rows.assign(completion=rows["completion"].map(cut)) for kind, rows in found.items()}
-    return Completions(count, actions, examples)
+    """completions.csv, which is held in memory meanwhile. Raises as `read_log`; a missing file is an empty one."""
+    rows = read_log(path, COMPLETIONS) if path.is_file() else pandas.DataFrame(columns=list(COMPLETIONS), dtype=str)
+    actions = rows.groupby(["step", "parsed_action"]).size().unstack(fill_value=0)
+    return Completions(len(rows), actions, examples_of(rows))
 
 
 @dataclass

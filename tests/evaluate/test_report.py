@@ -280,7 +280,6 @@ def test_huge_completions_are_cut_and_the_page_stays_small(tmp_path, monkeypatch
     huge = "\U0001f600<b>" * 100_000  # also longer than a cell that Python's csv accepts by default
     rows = [completion_row(step, huge, prompt_id=f"days:{step}", truncated=step % 2, parsed_action=step % 3 or "", reward=step / 40) for step in range(1, 31)]  # fmt: skip
     folder = write_run(tmp_path / "run", [metrics_row(s, **GPU) for s in range(1, 31)], rows, evaluation=EVALUATION, closed_loop=closed_loop(9))  # fmt: skip
-    monkeypatch.setattr("grpo.evaluate.run_data.CHUNK", 7)
     page = write_report(folder)
     assert page.stat().st_size < 3_000_000
     assert "characters left out" in page.read_text(encoding="utf-8")
@@ -293,9 +292,7 @@ def test_unicode_and_control_characters(tmp_path):
     assert "\u51b7\u623f \ufffd[31m\nline\ufffdback [1]" in shown and "\u5b9f\u9a13: training report" in shown
 
 
-@pytest.mark.parametrize("chunk", [7, 1000])
-def test_examples_are_the_extremes_and_the_latest(tmp_path, monkeypatch, chunk):
-    monkeypatch.setattr("grpo.evaluate.run_data.CHUNK", chunk)
+def test_examples_are_the_extremes_and_the_latest(tmp_path):
     rows = [completion_row(step, f"text {step}", prompt_id=f"days:{step % 7}", reward=(step * 37 % 50) / 50) for step in range(1, 51)]  # fmt: skip
     rows += [completion_row(51 + i, f"none {i}", prompt_id=f"days:{i}", parsed_action="", reward=0) for i in range(5)]
     found = read_completions(write_run(tmp_path / "run", [], rows) / "completions.csv")
