@@ -46,7 +46,6 @@ WARNING = re.compile(r"^\d\d:\d\d:\d\d [WEC] ")
 DONE = "complete"
 WARNINGS = 4  # lines shown
 LONGEST = 300  # characters of one
-TAIL = 1 << 16  # bytes of training.log that are searched for them
 
 
 @dataclass(frozen=True)
@@ -94,22 +93,18 @@ def read_state(folder: Path) -> State:
 def is_running(folder: Path) -> bool:
     """Whether a process holds the run's lock (`grpo.run.folder.lock_run`); true where that cannot be known."""
     folder = folder.resolve()
-    try:
-        with folder.with_name(f".{folder.name}.lock").open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:  # held, or there is no lock file: a copy of a run, or one that has not started
-        return True
-    return False
+    # An error: it is held, or there is no lock file, as with a copy of a run or one that has not started.
+    with contextlib.suppress(OSError), folder.with_name(f".{folder.name}.lock").open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    return True
 
 
 def read_warnings(path: Path) -> list[str]:
     """The last warnings, errors and critical messages of training.log, their first lines, oldest first."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - TAIL))
-            lines = file.read().decode("utf-8", "replace").splitlines()
-    except OSError:
-        return []
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     lines = [line[:LONGEST] + " ..." * (len(line) > LONGEST) for line in lines if WARNING.match(line)]
     return [re.sub(r"[\x00-\x1f\x7f-\x9f]", " ", line) for line in lines[-WARNINGS:]]  # they would act on the terminal
 
@@ -160,19 +155,14 @@ def frame(state: State) -> RenderableType:
         lines.append(("GPU memory", f"{last['gpu_peak_gib']:.1f} GiB   most so far {most:.1f} GiB"))
     if not math.isnan(last["logp_diff_mean"]):
         lines.append(("mismatch", f"{last['logp_diff_mean']:.4f} nats on average between vLLM and trainer"))
+    if state.said == DONE and part(state.evaluation, "before"):
+        rows = run_data.heldout_rows(state.evaluation)
+        lines += [(Text(who), f"held-out reward {reward}") for who, reward, *_ in rows]
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     for label, line in lines:
         table.add_row(label, line)
-    parts: list[RenderableType] = [title, table, *warnings]
-    if state.said == DONE and part(state.evaluation, "before"):
-        heldout = Table(box=None, pad_edge=False, title="Held-out prompts", title_justify="left")
-        for column in run_data.HELDOUT_HEADER[:3]:
-            heldout.add_column(column, no_wrap=True)
-        for row in run_data.heldout_rows(state.evaluation):
-            heldout.add_row(*map(Text, row[:3]))
-        parts += [Text(), heldout]
-    return Group(*parts)
+    return Group(title, table, *warnings)
 
 
 def follow(folder: Path, console: Console, every: float = 1.0) -> None:

@@ -35,9 +35,9 @@ CURVES = {
     "zero_std": ("Groups without a signal", ["zero_std_fraction"]),
     "entropy": ("Entropy", ["entropy"]),
     "mismatch": ("Train/inference mismatch", ["logp_diff_mean", "logp_diff_max"]),
+    "gpu_memory": ("GPU memory", ["gpu_peak_gib"]),
 }
-MEMORY = {"gpu_memory": ("GPU memory", ["gpu_peak_gib"])}
-FILES = {*CURVES, *MEMORY, "phases", "actions", "heldout", "plant"}
+FILES = {*CURVES, "phases", "actions", "heldout", "plant"}
 # Colours: Okabe and Ito, distinguishable when colour-blind. A policy looks the same everywhere: name, colour, line.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 POLICIES = {
@@ -92,7 +92,7 @@ def step_axis(axes: Axes) -> None:
 
 def curve(metrics: pandas.DataFrame, file: str) -> Picture:
     """A learning curve, of which at least one column has a value."""
-    title, columns = (CURVES | MEMORY)[file]
+    title, columns = CURVES[file]
     axes, steps, values = canvas()[0], metrics["step"], metrics[columns]
     size = 4 if len(steps) < 300 else 2
     if len(columns) == 1:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,23 +36,18 @@ class Section:
     missing: list[str] = field(default_factory=list)
 
 
-def curves_section(run: Run, curves: dict[str, tuple[str, list[str]]] = figures.CURVES) -> Section:
-    """The learning curves that have values; a sentence names the others."""
-    section = Section("Learning curves", [f"Dots: steps; line: mean of the last {MEAN_OF}."])
+def curves_section(run: Run) -> Section:
+    """The learning curves that have values, where a sentence names the others, and the time of each phase."""
+    section = Section("Learning curves, time and memory", [f"Dots: steps; line: mean of the last {MEAN_OF}."])
+    known = {file: run.metrics[columns].notna().any(axis=None) for file, (_, columns) in figures.CURVES.items()}
     if len(run.metrics) < 2:
         section.missing.append(f"A curve needs two steps, and there {'is one' if run.steps else 'is none'} so far.")
-        return section
-    known = {file: run.metrics[columns].notna().any(axis=None) for file, (_, columns) in curves.items()}
-    section.pictures += [figures.curve(run.metrics, file) for file in curves if known[file]]
-    if none := [title for file, (title, _) in curves.items() if not known[file]]:
-        section.missing.append(f"Left out, because no step has a value: {', '.join(none)}.")
+    else:
+        section.pictures += [figures.curve(run.metrics, file) for file in known if known[file]]
+        if none := [title for file, (title, _) in figures.CURVES.items() if not known[file]]:
+            section.missing.append(f"Left out, because no step has a value: {', '.join(none)}.")
+    section.pictures += [figures.phases_figure(run.metrics)] if len(run.metrics) else []
     return section
-
-
-def machine_section(run: Run) -> Section:
-    memory = curves_section(run, figures.MEMORY)
-    phases = [figures.phases_figure(run.metrics)] if len(run.metrics) else []
-    return Section("Time and memory", pictures=phases + memory.pictures, missing=memory.missing)
 
 
 def actions_section(run: Run) -> Section:
@@ -137,7 +133,7 @@ def examples_section(run: Run) -> Section:
     return section
 
 
-SECTIONS = (curves_section, machine_section, actions_section, heldout_section, plant_section, examples_section)
+SECTIONS = (curves_section, actions_section, heldout_section, plant_section, examples_section)
 
 
 def guarded(make: Callable[[Run], Section], run: Run) -> Section:
@@ -235,10 +231,11 @@ def facts(run: Run) -> list[tuple[str, str]]:
     names = {"Model": "MODEL_ID", "Training data": "DATA", "Held-out data": "EVAL_DATA", "Rewards": "REWARDS"}
     found = [("Run", run.folder.resolve().name)]
     found += [(label, short(str(s[name]))) for label, name in names.items() if name in s]
-    if "PROMPTS_PER_STEP" in s and "NUM_GENERATIONS" in s:
-        found.append(("A step", f"{s['PROMPTS_PER_STEP']} prompts x {s['NUM_GENERATIONS']} completions of at most {s.get('MAX_COMPLETION_LEN', '?')} tokens"))  # fmt: skip
-    if "LORA_R" in s:
-        found.append(("Adapter", f"LoRA, rank {s['LORA_R']}, on {s.get('LORA_TARGETS', '?')}; learning rate {s.get('LEARNING_RATE', '?')}"))  # fmt: skip
+    if s:
+        known = defaultdict(lambda: "?", s)
+        step = "{PROMPTS_PER_STEP} prompts x {NUM_GENERATIONS} completions of at most {MAX_COMPLETION_LEN} tokens"
+        adapter = "LoRA, rank {LORA_R}, on {LORA_TARGETS}; learning rate {LEARNING_RATE}"
+        found += [("A step", step.format_map(known)), ("Adapter", adapter.format_map(known))]
     for name in ("rollouts", "attention", "packing", "experts"):
         if isinstance(chosen := choices.get(name), list) and len(chosen) == 2:
             word = {True: "vLLM", False: "transformers"}.get(chosen[0], chosen[0])

@@ -26,26 +26,21 @@ from grpo.rollout.engine import Engine
 LONG_TOKENS = 2300
 ROLLOUT = """
 rollout_tok_s | tokens/s | 96 x 512 tokens, adapter on, {sync}; mean of those after the first; prefill of 12 prompts included
-rollout_first_tok_s | tokens/s | the first rollout of the process
 hf_generate_tok_s | tokens/s | transformers' generate, 16 of the same prompts x 128 tokens, same process
 speedup | x | the two above
 rollout_compiled | kernels | compiled by Triton, or read from its cache, during the rollouts
 handover_s | s | ROLLOUT_SYNC={sync}
-sleep_s | s | after the first
-wake_s | s | after the first
+sleep_s wake_s | s | after the first
 asleep_gib | GiB | GPU memory that the sleeping engine holds before the first rollout, by the driver
 asleep_later_gib | GiB | the same after three steps, with what trainer and libraries took meanwhile
 same_seed_alike | completions | of 96: the same rollout twice, with one seed
 start_to_rollout_s | s | process start to first rollout, {caches}; mismatch check included, the bench's copy of the weights left out
 long_rollout_s | s | 16 completions, {long_tokens} tokens in all
 long_step_s | s | rollout, weight sync, waking and sleeping, and learning from as many tokens
-long_learn_s | s | its learning
 short_step_s | s | the whole step of 96 x 512
-short_learn_s | s | its learning
 parity_mean | nats | worst of fixed and sampled tokens, before and after a sleep
 parity_max | nats |
 parity_control_mean | nats | smallest with the trainer's adapter off
-run_logp_diff_mean | nats | sampled tokens of the last training step
 base_changed_elements | | base weights of the trainer, bit for bit
 adapter_nonzero_lora_b | tensors | lora_B starts at 0: how many the three steps have moved
 hf_generate_many_tok_s | tokens/s | transformers' generate with 48 at once x 64 tokens
@@ -129,17 +124,13 @@ def after_the_run(watch: RolloutWatch, run: Path) -> dict[str, Any]:
     trainer = watch.trainers[0]
     engine, policy = trainer.run.engine, trainer.accelerator.unwrap_model(trainer.model)
     rollouts, parity = pandas.DataFrame(watch.rollouts), pandas.DataFrame(trainer.run.parity)
-    last = steps_of(run).iloc[-1]
-    speed, later = rollouts.tokens / rollouts.generate, rollouts[1:]
+    later = rollouts[1:]
     found = {
         "asleep_later_gib": watch.free - free_gib(),
-        "rollout_tok_s": speed[1:].mean(),
-        "rollout_first_tok_s": speed[0],
+        "rollout_tok_s": (later.tokens / later.generate).mean(),
         "rollout_compiled": int(rollouts.compiled.sum()),
         **{f"{name}_s": later[name].mean() for name in ("handover", "sleep", "wake")},
-        "short_step_s": float(last.step_s),
-        "short_learn_s": float(last.learn_s),
-        "run_logp_diff_mean": float(last.logp_diff_mean),
+        "short_step_s": steps_of(run).step_s.iloc[-1],
         "parity_mean": parity["mean"].max(),
         "parity_max": parity["max"].max(),
         "parity_control_mean": parity.control_mean.min(),
@@ -149,8 +140,8 @@ def after_the_run(watch: RolloutWatch, run: Path) -> dict[str, Any]:
     found["hf_generate_tok_s"] = hf_tokens_per_second(trainer, watch.prompt_ids[:16], 128)
     found["speedup"] = found["rollout_tok_s"] / found["hf_generate_tok_s"]
     long = watched.given_step(trainer, [LONG_TOKENS] * 16)
-    found |= {"long_rollout_s": long["generate"], "long_learn_s": long["learn"], "long_tokens": long["tokens"]}
-    found["long_step_s"] = long["rollout"] + long["learn"]
+    found |= {"long_rollout_s": long["generate"], "long_step_s": long["rollout"] + long["learn"]}
+    found["long_tokens"] = long["tokens"]
     found["base_changed_elements"] = watch.changed_elements()
     lora_b = [parameter for name, parameter in policy.named_parameters() if "lora_B" in name]
     found["adapter_nonzero_lora_b"] = sum(bool(parameter.any()) for parameter in lora_b)

@@ -25,18 +25,12 @@ LONGEST = 4000  # tokens of a completion
 STEP = """
 w1_step_s | s | 12 x 8 completions of 512 tokens, the whole step: mean of steps 2 and 3 of a run
 w1_rollout_s | s | its rollout, weight sync, waking and sleeping included
-w1_wake_s | s | of that
-w1_handover_s | s | of that
-w1_sleep_s | s | of that
+w1_wake_s w1_handover_s w1_sleep_s | s | of that
 w1_reward_s | s | decoding and scoring the completions
 rollout_tok_s | tokens/s | tokens by that time
-generate_tok_s | tokens/s | the same without weight sync, waking and sleeping
 w1_learn_s | s | its learning alone, in micro-batches of up to {micro_batch} completions of 4,000
-w1_learn_peak_gib | GiB | allocated beyond weights and sleeping engine
 w1_floor_s | s | the arithmetic alone at the card's dense BF16 peak
-w1_floor_ratio | x | learning against it
 w2_learn_s | s | 96 completions, mean {w2_mean:.0f}, longest {w2_max} tokens, with their prompts
-w2_peak_gib | GiB | allocated beyond weights and sleeping engine
 long_learn_peak_gib | GiB | 16 completions of 4,000 tokens in micro-batches of up to {micro_batch}, allocated beyond weights and sleeping engine
 long_head_gib | GiB | of that, what the log-probs of one such micro-batch and their backward take beyond the states
 long_logits_gib | GiB | what the logits of one such micro-batch would take in float32; half of it in BF16
@@ -46,9 +40,6 @@ w3_learn_s | s |
 job_peak_bf16_gib | GiB | EXPERTS=bf16, MAX_COMPLETION_LEN=4000; by the driver, engine and CUDA context included
 plan_error_bf16 | share | plan of --check against that peak
 w1_learn_trl_s | s | TRL's padded path on the same rollouts in the same process: flex attention, old log-probs, micro-batches of 8
-w1_speedup | x | learning against it
-w1_trl_old_logps_s | s | of that, the pass for old log-probs
-w1_trl_peak_gib | GiB | allocated beyond weights and sleeping engine
 gradient_difference | share | adapter's gradient on 16 of the completions, this learner against TRL's path: 2-norm of the difference by the 2-norm
 gradient_batching | share | TRL's path with micro-batches of 4 against 8
 gradient_wrong_prompt | share | this learner with the prompts exchanged against TRL's path
@@ -57,10 +48,8 @@ logp_batching | nats | TRL's path against itself with micro-batches of 4
 logp_wrong_prompt | nats | this learner with other rows' prompts against TRL's path
 w1_job_peak_mxfp4_gib | GiB | EXPERTS=mxfp4, all but 40 GiB of the card occupied; by the driver, engine and CUDA context included
 w1_learn_mxfp4_s | s | EXPERTS=mxfp4, micro-batches of up to {micro_batch_mxfp4} completions
-mxfp4_ratio | x | learning against EXPERTS=bf16
 plan_error_mxfp4 | share | the same with EXPERTS=mxfp4
 w2_learn_trl_s | s | TRL's padded path, micro-batches of 4
-w2_speedup | x | learning against it
 """
 
 
@@ -101,11 +90,9 @@ def run_figures(run: Path, job_peak: float) -> dict[str, Any]:
     awake = engine["weights"] + engine["scratch"] + engine["cache"]
     planned = plan["weights"] + plan["adapter"] + max(awake, plan["learning"] + engine["asleep"])
     names = ("step_s", "rollout_s", "wake_s", "handover_s", "sleep_s", "reward_s")
-    generating = steps.rollout_s - steps.wake_s - steps.handover_s - steps.sleep_s
     return {
         **{f"w1_{name}": steps[name].mean() for name in names},
         "rollout_tok_s": steps.rollout_tokens_per_s.mean(),
-        "generate_tok_s": (steps.rollout_tokens_per_s * steps.rollout_s / generating).mean(),
         "job_peak_gib": job_peak,
         "plan_error": planned / job_peak - 1,
         "micro_batch": plan["micro_batch"],
@@ -114,11 +101,10 @@ def run_figures(run: Path, job_peak: float) -> dict[str, Any]:
 
 def w1_learning(trainer: Trainer, batch: dict[str, torch.Tensor], config: dict[str, Any]) -> dict[str, float]:
     """Learning from W1's rollouts once more, alone, beside the arithmetic's floor."""
-    learning = watched.our_learning(trainer, batch)
     prompts = batch["prompt_mask"].sum(1)[:: trainer.num_generations].sum().item()
     scored = int(batch["completion_mask"].sum().item())
     floor = floor_seconds(config, prompts + scored, scored)
-    return {"w1_learn_s": learning["seconds"], "w1_learn_peak_gib": learning["peak_gib"], "w1_floor_s": floor}
+    return {"w1_learn_s": watched.our_learning(trainer, batch)["seconds"], "w1_floor_s": floor}
 
 
 def other_lengths(trainer: Trainer, lengths: list[int], config: dict[str, Any]) -> dict[str, float]:
@@ -131,8 +117,7 @@ def other_lengths(trainer: Trainer, lengths: list[int], config: dict[str, Any]) 
     found |= {"long_logits_gib": scored * config["vocab_size"] * 4 / 2**30, "long_head_gib": head_peak(trainer, scored)}
     lengths = ragged(lengths)
     w2 = watched.our_learning(trainer, watched.padded_batch(trainer, lengths), 1)  # its kernels are compiled by now
-    found |= {"w2_learn_s": w2["seconds"], "w2_peak_gib": w2["peak_gib"]}
-    return found | {"w2_mean": sum(lengths) / len(lengths), "w2_max": max(lengths)}
+    return found | {"w2_learn_s": w2["seconds"], "w2_mean": sum(lengths) / len(lengths), "w2_max": max(lengths)}
 
 
 def ragged(lengths: list[int]) -> list[int]:
@@ -215,13 +200,8 @@ def step_figures(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     # What a step has besides: rewards, clipping, the optimizer, logging; of 96 completions, so rather more than W3's.
     found["rest"] = found["w1_step_s"] - found["w1_rollout_s"] - found["w1_learn_s"]
     found["w3_step_s"] = found["w3_rollout_s"] + found["w3_learn_s"] + found["rest"]
-    found["w1_floor_ratio"] = found["w1_learn_s"] / found["w1_floor_s"]
-    found["w1_speedup"] = found["w1_learn_trl_s"] / found["w1_learn_s"]
     found |= {"job_peak_bf16_gib": found["job_peak_gib"], "plan_error_bf16": found["plan_error"]}
     if packed:
         found |= {"w1_job_peak_mxfp4_gib": packed["job_peak_gib"], "plan_error_mxfp4": packed["plan_error"]}
         found |= {"w1_learn_mxfp4_s": packed["w1_learn_s"], "micro_batch_mxfp4": packed["micro_batch"]}
-        found["mxfp4_ratio"] = packed["w1_learn_s"] / found["w1_learn_s"]
-    if "w2_learn_trl_s" in found:
-        found["w2_speedup"] = found["w2_learn_trl_s"] / found["w2_learn_s"]
     return tabled(STEP, found)

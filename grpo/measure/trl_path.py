@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
@@ -37,24 +36,21 @@ def trl_learning(
     trainer: Trainer, batch: dict[str, torch.Tensor], micro: int, least: int | None = None
 ) -> dict[str, Any]:
     """TRL's own padded path on `batch`: the pass for old log-probs that it makes beside vLLM, then loss and backward of
-    micro-batches of `micro`. Returns `weighed`'s figures with `old_seconds` of that pass, `logps` (B, C) and the adapter's
-    `gradient` (N,). `least`: only so many micro-batches, to warm up."""
+    micro-batches of `micro`. Returns `weighed`'s figures with `logps` (B, C) of that pass and the adapter's `gradient` (N,).
+    `least`: only so many micro-batches, to warm up."""
     ours, model, (ids, mask, kept) = trainer.__class__, trainer.model, joined(batch)
     count = len(ids) if least is None else micro * least
     trainer.__class__, trainer.current_gradient_accumulation_steps = GRPOTrainer, max(count // micro, 1)
     try:
         with weighed() as found:
-            started = time.perf_counter()
             with torch.no_grad():
                 logps, *_ = trainer._get_per_token_logps_and_entropies(
                     model, ids[:count], mask[:count], kept, batch_size=micro
                 )
-            torch.cuda.synchronize()
-            old = time.perf_counter() - started
             for i in range(0, count, micro):
                 part = {name: value[i : i + micro] if value.ndim else value for name, value in batch.items()}
                 trainer._compute_loss(model, part | {"old_per_token_logps": logps[i : i + micro]}).backward()
-        return found | {"old_seconds": old, "logps": logps, "gradient": adapter_gradient(model)}
+        return found | {"logps": logps, "gradient": adapter_gradient(model)}
     finally:
         trainer.__class__, trainer.current_gradient_accumulation_steps = ours, 1
         trainer._metrics["train"].clear()
@@ -105,8 +101,6 @@ def compare_step(trainer: Trainer, batch: dict[str, torch.Tensor]) -> dict[str, 
 
     return found | {
         "w1_learn_trl_s": theirs["seconds"],
-        "w1_trl_old_logps_s": theirs["old_seconds"],
-        "w1_trl_peak_gib": theirs["peak_gib"],
         "logp_difference": apart(ours),
         "logp_batching": apart(four),
         "logp_wrong_prompt": apart(wrong),

@@ -127,7 +127,7 @@ def test_every_figure_of_a_full_run_is_there_with_its_line(full):
 def test_sections_stand_in_order(full):
     page = (full / "report.html").read_text(encoding="utf-8")
     titles = re.findall(r"<h2>([^<]+)</h2>", page)
-    assert [title.split()[0].strip(",:") for title in titles] == ["Learning", "Time", "Actions", "Held-out", "Closed", "Completions", "Glossary"]  # fmt: skip
+    assert [title.split()[0].strip(",:") for title in titles] == ["Learning", "Actions", "Held-out", "Closed", "Completions", "Glossary"]  # fmt: skip
     assert page.index('class="verdict"') < page.index("<h2>")
     for column, (_, line) in METRICS.items():
         assert f"<td>{column}</td>" in page and html.unescape(line) in html.unescape(page)
@@ -178,7 +178,7 @@ CURVES = {"best_action_rate", "clipped_ratio", "length", "parse_rate", "reward",
         (0, 0, {}, set(), ["0 of 30", "there is none so far", "There are no completions yet", "There is no evaluation on held-out prompts"]),
         (1, 1, {}, {"phases", "actions"}, ["A curve needs two steps, and there is one so far"]),
         (3, 0, {"evaluation": CUT_OFF}, CURVES | {"heldout"}, ["3 of 30", "in progress, or interrupted", "Whether training helped is not known yet"]),
-        (3, 1, {"settings": SKIPPED}, CURVES | {"actions"}, ["Held-out prompts were not evaluated: EVAL_SAMPLES is 0", "because no step has a value: Entropy, Train/inference mismatch.", "because no step has a value: GPU memory.", "there is no closed_loop.json", "resumed from step 2", "None to show: no action could be read"]),
+        (3, 1, {"settings": SKIPPED}, CURVES | {"actions"}, ["Held-out prompts were not evaluated: EVAL_SAMPLES is 0", "because no step has a value: Entropy, Train/inference mismatch, GPU memory.", "there is no closed_loop.json", "resumed from step 2", "None to show: no action could be read"]),
     ],
 )  # fmt: skip
 def test_runs_that_are_not_complete(tmp_path, steps, completions, files, figures, words):
