@@ -65,14 +65,10 @@ def parse_args() -> argparse.Namespace:
 def main() -> int:
     options = parse_args()
     options.main = train_grpo.main
-    # Late: --help needs no torch.
-    from grpo.measure.attention import bench_attention
-    from grpo.measure.demo import bench_demo
-    from grpo.measure.rollout import bench_rollout
-    from grpo.measure.step import bench_step
+    from grpo.measure import attention, demo, rollout, step  # late: --help needs no torch
 
-    benches = (bench_attention, bench_demo, bench_rollout, bench_step)
-    return {bench.__name__: bench for bench in benches}[f"bench_{options.command}"](options)
+    module = {"attention": attention, "demo": demo, "rollout": rollout, "step": step}[options.command]
+    return getattr(module, f"bench_{options.command}")(options)
 
 
 if __name__ == "__main__":

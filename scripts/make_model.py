@@ -35,8 +35,7 @@ random {random:.3f}, best constant {best_constant:.3f}, oracle {oracle:.3f})"""
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    epilog = "Examples and exit codes: see the top of this file."
-    parser = argparse.ArgumentParser(description="Make checkpoints in gpt-oss's exact format.", epilog=epilog)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
 
     tiny = commands.add_parser("tiny", help="a trained toy model, a few hundred thousand parameters, under a minute")

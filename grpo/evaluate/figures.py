@@ -47,7 +47,8 @@ POLICIES = {
 }
 PHASE_LABELS = {"handover": "weight sync"}  # else as in metrics.csv
 STYLE = {"font.size": 9.5, "legend.fontsize": 8.5, "legend.frameon": False, "axes.axisbelow": True, "axes.grid": True}
-STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "grid.color": "#E6E6E6"}
+STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "axes.formatter.useoffset": False}
+STYLE |= {"grid.color": "#E6E6E6"}
 
 
 def policy(name: str) -> tuple[str, str, str]:
@@ -93,19 +94,16 @@ def step_axis(axes: Axes) -> None:
 def curve(metrics: pandas.DataFrame, file: str) -> Picture:
     """A learning curve, of which at least one column has a value."""
     title, columns = CURVES[file]
-    axes, steps, values = canvas()[0], metrics["step"], metrics[columns]
-    size = 4 if len(steps) < 300 else 2
+    axes, values = canvas()[0], metrics.set_index("step")[columns]
     if len(columns) == 1:
-        axes.plot(steps, values, ".", color="#7FB2D6", markersize=size)
-        axes.plot(steps, values.rolling(MEAN_OF, min_periods=1).mean(), color=PALETTE[0])
+        axes.plot(values, ".", color="#7FB2D6", markersize=3)
+        axes.plot(values.rolling(MEAN_OF, min_periods=1).mean(), color=PALETTE[0])
     else:
         for column, colour in zip(columns, PALETTE, strict=False):
-            axes.plot(steps, values[column], ".-", color=colour, markersize=size, linewidth=1, label=column)
+            axes.plot(values[column], ".-", color=colour, markersize=3, linewidth=1, label=column)
     unit = METRICS[columns[0]][0]
     if file == "mismatch" and values.min(axis=None) > 0:
         axes.set_yscale("log")
-    else:
-        axes.ticklabel_format(axis="y", useOffset=False)
     if unit in ("share", "tokens", "GiB"):  # from 0, and as much above it as is needed
         top = max(0.1, 1.08 * values.max(axis=None))
         axes.set_ylim(-0.03 * top, top)
@@ -114,14 +112,9 @@ def curve(metrics: pandas.DataFrame, file: str) -> Picture:
     return picture(axes, file, title, " ".join(METRICS[name][1] for name in columns), 2)
 
 
-def bars(count: int, most: int = MOST_BARS) -> np.ndarray:
-    """The bar of each of `count` steps, shape (count,): at most `most` of equally many steps, the last may have fewer."""
-    return np.arange(count) // max(1, math.ceil(count / most))
-
-
 def stacked(layers: pandas.DataFrame, colours: Sequence[str], label: str) -> Axes:
-    """Bars over steps (the index of `layers`), one layer a column; steps of a long run share bars."""
-    bar = bars(len(layers))
+    """Bars over steps (the index of `layers`), one layer a column; as many steps share a bar as MOST_BARS asks for."""
+    bar = np.arange(len(layers)) // math.ceil(len(layers) / MOST_BARS)
     steps, heights = layers.index.to_series().groupby(bar), layers.groupby(bar).mean()
     left, width = steps.min() - 0.5, steps.max() - steps.min() + 1
     axes, bottom = canvas(3.1)[0], 0.0 * left

@@ -4,15 +4,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 import jinja2
 import matplotlib.style
 
 from grpo.evaluate.figures import FILES, STYLE
-from grpo.evaluate.report import SECTIONS, Section, facts, guarded, plant_verdict, reward_verdict, tiles
-from grpo.evaluate.run_data import ReportError, Run, read_run
+from grpo.evaluate.report import SECTIONS, facts, guarded, plant_verdict, reward_verdict, tiles
+from grpo.evaluate.run_data import ReportError, read_run
 from grpo.run.folder import write_text
 from grpo.run.logs import METRICS
 
@@ -20,18 +19,6 @@ from grpo.run.logs import METRICS
 TEMPLATES = jinja2.Environment(
     loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
 )
-
-
-def render(run: Run, sections: Sequence[Section]) -> str:
-    """The page of a run, whose sections were made before."""
-    return TEMPLATES.get_template("page.html").render(
-        name=run.folder.resolve().name,
-        verdicts=[sentence for sentence in (reward_verdict(run), plant_verdict(run)) if sentence],
-        tiles=tiles(run),
-        facts=facts(run),
-        sections=sections,
-        glossary=METRICS,
-    )
 
 
 def write_report(folder: Path) -> Path:
@@ -43,6 +30,14 @@ def write_report(folder: Path) -> Path:
     run = read_run(Path(folder))
     with matplotlib.style.context(["default", STYLE]):  # whatever style the caller or the user has set
         sections = [guarded(make, run) for make in SECTIONS]
+    text = TEMPLATES.get_template("page.html").render(
+        name=run.folder.resolve().name,
+        verdicts=[sentence for sentence in (reward_verdict(run), plant_verdict(run)) if sentence],
+        tiles=tiles(run),
+        facts=facts(run),
+        sections=sections,
+        glossary=METRICS,
+    )
     page, images = run.folder / "report.html", run.folder / "report"
     try:
         images.mkdir(exist_ok=True)
@@ -52,7 +47,7 @@ def write_report(folder: Path) -> Path:
         for picture in (picture for section in sections for picture in section.pictures):
             (images / f"{picture.file}.png").write_bytes(picture.png)
         # A lone surrogate in a JSON file cannot be written as UTF-8.
-        write_text(page, render(run, sections).encode("utf-8", "replace").decode("utf-8"))
+        write_text(page, text.encode("utf-8", "replace").decode("utf-8"))
     except OSError as error:
         raise ReportError(f"the report cannot be written to {run.folder}: {error.strerror or error}") from error
     return page

@@ -10,18 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pandas
+
 from grpo.evaluate import figures
 from grpo.evaluate.figures import MEAN_OF, Picture
-from grpo.evaluate.run_data import HELDOUT_HEADER, KINDS, Run, duration, heldout_rows, interval, number, part, spread
+from grpo.evaluate.run_data import HELDOUT_HEADER, Run, duration, heldout_rows, interval, number, part, spread
 
 MOST_WINDOWS = 3  # of the closed loop that get a figure
-
-
-@dataclass
-class Table:
-    header: list[str]
-    rows: list[list[str]]
-    text: str
 
 
 @dataclass
@@ -31,8 +26,10 @@ class Section:
     title: str
     notes: list[str] = field(default_factory=list)
     pictures: list[Picture] = field(default_factory=list)
-    tables: list[Table] = field(default_factory=list)
-    examples: dict[str, list[tuple[str, str]]] = field(default_factory=dict)  # by kind: one line about it, and its text
+    tables: list[tuple[list[str], list[list[str]], str]] = field(default_factory=list)  # header, rows, text below
+    examples: dict[str, pandas.DataFrame] = field(
+        default_factory=dict
+    )  # rows of completions.csv by what is shown of them
     missing: list[str] = field(default_factory=list)
 
 
@@ -70,7 +67,7 @@ def heldout_section(run: Run) -> Section:
         section.missing.append("There is no evaluation after training: the run goes on, or was interrupted.")
     section.pictures.append(figures.heldout_figure(found))
     text = f"{found.get('samples', '?')} completions for each prompt. In brackets: 95% intervals, bootstrap over prompts. Regret: the row's best reward minus the reward earned. Tokens: mean, longest."
-    section.tables.append(Table(HELDOUT_HEADER, heldout_rows(found), text))
+    section.tables.append((HELDOUT_HEADER, heldout_rows(found), text))
     return section
 
 
@@ -106,30 +103,17 @@ def plant_section(run: Run) -> Section:
         rows.append([figures.policy(name)[0], *values, spread(one, "regret_percent", ",.1f"), answers])
     header = ["", "CO2, kg", "Unserved, kWh", "Storage cycled, kWh", "Regret, %", "Unparsed"]
     text = "Totals over all windows. Regret: cost above the optimum's, in percent (docs/evaluation.md), with its 95% interval over windows where there are three or more. Little CO2 is worth nothing where load stays unserved."
-    section.tables.append(Table(header, rows, text))
+    section.tables.append((header, rows, text))
     return section
 
 
 def examples_section(run: Run) -> Section:
-    section, none = Section("Completions, good and bad"), []
-    for kind, rows in run.completions.examples.items():
-        title = KINDS[kind][0]
-        if rows.empty:
-            none.append(title[0].lower() + title[1:])
-            continue
-        section.examples[title] = []
-        for row in rows.itertuples():
-            action = f"action [{row.parsed_action}]" if row.parsed_action else "no action"
-            best = f" (best [{row.best_action}])" if row.best_action else ""
-            reward = "none" if math.isnan(row.reward) else f"{row.reward:.3g}"
-            tokens = f"{row.tokens} tokens" + ", truncated" * (row.truncated == "1")
-            line = f"step {row.step}, prompt {row.prompt_id[:120]}: {action}{best}, reward {reward}, {tokens}"
-            section.examples[title].append((line, row.completion))
+    section = Section("Completions, good and bad")
     if not run.completions.count:
         section.missing.append("There are no completions yet.")
-    else:
-        section.notes.append(f"Chosen from {run.completions.count:,} completions; of equal ones the latest are shown, one for each prompt.")  # fmt: skip
-        section.missing += [f"None to show: {', '.join(none)}."] if none else []
+        return section
+    section.notes.append(f"Chosen from {run.completions.count:,} completions; of equal ones the latest are shown, one for each prompt.")  # fmt: skip
+    section.examples = run.completions.examples
     return section
 
 
@@ -202,8 +186,8 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
 
     if part(run.evaluation, "before"):
         measured = [one for key in ("before", "after") if (one := part(run.evaluation, key))]
-        others = (("random", "random"), ("best constant", "constant"), ("oracle", "oracle"))
-        note = ", ".join(f"{label} {spread(run.evaluation, key)}" for label, key in others)
+        random, constant, oracle = (spread(run.evaluation, key) for key in ("random", "constant", "oracle"))
+        note = f"random {random}, best constant {constant}, oracle {oracle}"
         found.append(("Held-out reward", over(measured, "reward", ".3f"), note))
     if models := [one for name in ("base", "trained") if (one := part(run.closed_loop, "totals", name))]:
         optimum = number(part(run.closed_loop, "totals", "optimum").get("co2_kg"))
@@ -213,9 +197,8 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
         found.append(("CO2 in closed loop", over(models, "co2_kg", ",.0f") + " kg", note))
     rewards = run.metrics["reward"].dropna()
     if len(rewards) >= 2 * MEAN_OF:
-        means = [{"reward": ends.mean()} for ends in (rewards.head(MEAN_OF), rewards.tail(MEAN_OF))]
-        note = f"mean of the first {MEAN_OF} and of the last {MEAN_OF} steps"
-        found.append(("Reward while training", over(means, "reward", ".3f"), note))
+        value = f"{rewards.head(MEAN_OF).mean():.3f} \u2192 {rewards.tail(MEAN_OF).mean():.3f}"
+        found.append(("Reward while training", value, f"mean of the first {MEAN_OF} and of the last {MEAN_OF} steps"))
     return found
 
 

@@ -138,22 +138,13 @@ def heldout_rows(evaluation: Mapping[str, Any]) -> list[list[str]]:
     return [row + [""] * (len(HELDOUT_HEADER) - len(row)) for row in rows]
 
 
-# Completions that the report shows: title, and the columns by which they rank, largest first. Recent steps come first.
-KINDS = {
-    "best": ("Highest reward", ["reward", "step"]),
-    "worst": ("Lowest reward of an answer that parses", ["lack", "step"]),
-    "unparsed": ("No action could be read", ["step"]),
-    "truncated": ("Truncated at MAX_COMPLETION_LEN", ["step"]),
-}
-
-
 @dataclass
 class Completions:
     """What the report needs of completions.csv: actions by step ('' where none was named) and the rows to show."""
 
     count: int
     actions: pandas.DataFrame  # how many completions: a row for each step, a column for each action
-    examples: dict[str, pandas.DataFrame]  # by their kind
+    examples: dict[str, pandas.DataFrame]  # by what is shown of them
 
 
 def cut(text: str) -> str:
@@ -166,23 +157,20 @@ def cut(text: str) -> str:
 
 
 def examples_of(rows: pandas.DataFrame) -> dict[str, pandas.DataFrame]:
-    """The first of every kind among rows of completions.csv, one for each prompt."""
-    reward = finite(rows["reward"])
-    rows = rows.assign(reward=reward, lack=-reward)
+    """The first of every kind among rows of completions.csv, one for each prompt; of equal ones the latest."""
+    rows = rows.assign(reward=finite(rows["reward"])).sort_values("step", ascending=False, kind="stable")
     named, truncated = rows["parsed_action"] != "", rows["truncated"] == "1"
-    chosen = {
-        "best": reward.notna(),
-        # Data without reward columns names no actions at all: there every completion may be the worst.
-        "worst": reward.notna() & (named | (rows["best_action"] == "")),
-        "unparsed": ~named & ~truncated,
-        "truncated": truncated,
+    best = rows[rows["reward"].notna()].sort_values("reward", ascending=False, kind="stable")
+    # Data without reward columns names no actions at all: there every completion may be the worst.
+    worst = rows[rows["reward"].notna() & (named | (rows["best_action"] == ""))].sort_values("reward", kind="stable")
+    kinds = {
+        "Highest reward": best,
+        "Lowest reward of an answer that parses": worst,
+        "No action could be read": rows[~named & ~truncated],
+        "Truncated at MAX_COMPLETION_LEN": rows[truncated],
     }
-    found = {}
-    for kind, (_, order) in KINDS.items():
-        ranked = rows[chosen[kind]].sort_values(order, ascending=False, kind="stable")
-        shown = ranked.drop_duplicates("prompt_id").head(EXAMPLES)
-        found[kind] = shown.assign(completion=shown["completion"].map(cut))
-    return found
+    shown = {title: ranked.drop_duplicates("prompt_id").head(EXAMPLES) for title, ranked in kinds.items()}
+    return {title: few.assign(completion=few["completion"].map(cut)) for title, few in shown.items()}
 
 
 def read_completions(path: Path) -> Completions:
@@ -222,7 +210,6 @@ def read_run(folder: Path) -> Run:
     if not folder.is_dir():
         raise ReportError(f"{folder}: no such folder. Name a run's OUTPUT_DIR")
     if not (folder / "metrics.csv").is_file():
-        fix = "Name a run's OUTPUT_DIR, after the run has loaded its model"
-        raise ReportError(f"{folder}: there is no metrics.csv. {fix}")
+        raise ReportError(f"{folder}: no metrics.csv. Name a run's OUTPUT_DIR, after the run has loaded its model")
     records = (read_json(folder / f"{name}.json") for name in ("settings", "evaluation", "closed_loop"))
     return Run(folder, read_metrics(folder / "metrics.csv"), read_completions(folder / "completions.csv"), *records)

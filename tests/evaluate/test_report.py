@@ -16,16 +16,14 @@ import pandas
 import pytest
 import report
 from conftest import ROOT
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from run_folders import EVALUATION, GPU, metrics_row, write_run
 
 import train_grpo
 from grpo.evaluate import run_data
-from grpo.evaluate.figures import FILES, actions_figure, bars, stacked
-from grpo.evaluate.page import render, write_report
-from grpo.evaluate.report import examples_section, plant_verdict, reward_verdict
-from grpo.evaluate.run_data import Completions, ReportError, Run, cut, read_completions, read_metrics
+from grpo.evaluate.figures import FILES, actions_figure, stacked
+from grpo.evaluate.page import write_report
+from grpo.evaluate.report import plant_verdict, reward_verdict
+from grpo.evaluate.run_data import Completions, ReportError, Run, read_completions, read_metrics
 from grpo.run.logs import METRICS
 
 NO_METRICS, NO_COMPLETIONS = pandas.DataFrame(columns=list(METRICS)), Completions(0, pandas.DataFrame(), {})
@@ -133,9 +131,12 @@ def test_sections_stand_in_order(full):
         assert f"<td>{column}</td>" in page and html.unescape(line) in html.unescape(page)
 
 
+EXAMPLE = "step 2, prompt days:2: action [2] (best [1]), reward 0.05, 7 tokens\n"
+
+
 def test_summary_names_the_figures(full):
     text = text_of(full, write=False)
-    for words in ("30 of 30", "0.400 \u2192 0.600", "100 \u2192 101 kg", "0.400 (0.370 to 0.430)", "unserved load 0 \u2192 0 kWh", "regret 20.0 \u2192 19.0 %", "20.0 (15.0 to 22.0)", "optimum 102 kg", "1 of 90"):  # fmt: skip
+    for words in ("30 of 30", "0.400 \u2192 0.600", "100 \u2192 101 kg", "0.400 (0.370 to 0.430)", "unserved load 0 \u2192 0 kWh", "regret 20.0 \u2192 19.0 %", "20.0 (15.0 to 22.0)", "optimum 102 kg", "1 of 90", EXAMPLE):  # fmt: skip
         assert words in text, words
     assert "someone" not in text and "days.csv" in text  # no folders of the machine
 
@@ -178,7 +179,7 @@ CURVES = {"best_action_rate", "clipped_ratio", "length", "parse_rate", "reward",
         (0, 0, {}, set(), ["0 of 30", "there is none so far", "There are no completions yet", "There is no evaluation on held-out prompts"]),
         (1, 1, {}, {"phases", "actions"}, ["A curve needs two steps, and there is one so far"]),
         (3, 0, {"evaluation": CUT_OFF}, CURVES | {"heldout"}, ["3 of 30", "in progress, or interrupted", "Whether training helped is not known yet"]),
-        (3, 1, {"settings": SKIPPED}, CURVES | {"actions"}, ["Held-out prompts were not evaluated: EVAL_SAMPLES is 0", "because no step has a value: Entropy, Train/inference mismatch, GPU memory.", "there is no closed_loop.json", "resumed from step 2", "None to show: no action could be read"]),
+        (3, 1, {"settings": SKIPPED}, CURVES | {"actions"}, ["Held-out prompts were not evaluated: EVAL_SAMPLES is 0", "because no step has a value: Entropy, Train/inference mismatch, GPU memory.", "there is no closed_loop.json", "resumed from step 2", "None to show."]),
     ],
 )  # fmt: skip
 def test_runs_that_are_not_complete(tmp_path, steps, completions, files, figures, words):
@@ -240,25 +241,8 @@ def test_figures_of_an_earlier_report_are_removed_and_nothing_else(tmp_path):
 # ---- Completions -----------------------------------------------------------------------------------------------------
 
 
-def examples_page(text: str, prompt: str = "days:1") -> str:
-    row = completion_row(1, cut(text), prompt_id=prompt, parsed_action="1", truncated="0")
-    run = run_of(completions=Completions(1, pandas.DataFrame(), {"best": pandas.DataFrame([row], dtype=object)}))
-    return render(run, [examples_section(run)])
-
-
-PLAIN = Page(examples_page("x")).tags
-
-
-# What HTML turns into something else on reading is not part of the comparison.
-@given(st.text(max_size=200) | st.sampled_from(["<script>alert(1)</script>", "</pre><img src=x onerror=y>", "&lt;b&gt;", "{{ 7 * 7 }}", "{% raw %}", "<!--", "]]>", "\ud800", "\x00", "'\"><a href=//x>"]))  # fmt: skip
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_no_tag_of_a_completion_reaches_the_page(text):
-    page = Page(examples_page(text, text))
-    assert page.tags == PLAIN and cut(text) in page.text
-
-
 def test_markup_is_escaped_in_every_place_a_run_can_put_it(tmp_path):
-    evil = "<script>x</script>"
+    evil = "'\"><script>{{ 7 * 7 }}</script>"
     found = closed_loop(names=("base", "trained", "optimum", evil))
     found["safe_action_reason"] = found["windows"][0]["name"] = found["profiles"][0] = evil
     names = ("MODEL_ID", "DATA", "EVAL_DATA", "REWARDS", "LORA_TARGETS", "LORA_R", "TOTAL_STEPS")
@@ -297,11 +281,11 @@ def test_examples_are_the_extremes_and_the_latest(tmp_path):
     rows += [completion_row(51 + i, f"none {i}", prompt_id=f"days:{i}", parsed_action="", reward=0) for i in range(5)]
     found = read_completions(write_run(tmp_path / "run", [], rows) / "completions.csv")
     best = [max(row["reward"] for row in rows[:50] if row["prompt_id"] == f"days:{n}") for n in range(7)]
-    assert list(found.examples["best"]["reward"]) == sorted(best, reverse=True)[:3]
-    worst = found.examples["worst"]
+    highest, worst, unparsed, truncated = found.examples.values()
+    assert list(highest["reward"]) == sorted(best, reverse=True)[:3]
     assert worst["reward"].iloc[0] == 0.0 and len(set(worst["prompt_id"])) == 3 and all(worst["parsed_action"] == "1")
-    assert list(found.examples["unparsed"]["completion"]) == ["none 4", "none 3", "none 2"]
-    assert found.examples["truncated"].empty and found.count == 55
+    assert list(unparsed["completion"]) == ["none 4", "none 3", "none 2"]
+    assert truncated.empty and found.count == 55
     assert found.actions.sum().to_dict() == {"": 5, "1": 50} and list(found.actions.index) == list(range(1, 56))
 
 
@@ -320,12 +304,6 @@ def test_numbers_and_durations():
     assert all(math.isnan(run_data.number(value)) for value in ("", "inf", "-inf", "nan", None, "x", [], math.inf))
     shown = [run_data.duration(seconds) for seconds in (6.66, 245.2, 3723, math.nan)]
     assert shown == ["6.7 s", "0:04:05", "1:02:03", "-"]
-
-
-@given(st.integers(0, 300), st.integers(1, 50))
-def test_bars_hold_every_step_once(count, most):
-    sizes = pandas.Series(bars(count, most)).value_counts(sort=False)
-    assert sizes.sum() == count and len(sizes) <= most and len(set(sizes.iloc[:-1])) <= 1
 
 
 def test_bars_are_means_over_their_steps_and_stack():
