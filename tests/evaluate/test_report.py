@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import base64
-import html.parser
+import html
 import json
 import math
 import re
@@ -20,7 +20,7 @@ from run_folders import EVALUATION, GPU, metrics_row, write_run
 
 import train_grpo
 from grpo.evaluate import run_data
-from grpo.evaluate.figures import FILES, actions_figure, stacked
+from grpo.evaluate.figures import FILES, stacked
 from grpo.evaluate.page import write_report
 from grpo.evaluate.report import plant_verdict, reward_verdict
 from grpo.evaluate.run_data import Completions, ReportError, Run, read_completions, read_metrics
@@ -55,23 +55,6 @@ def closed_loop(windows: int = 1, names: tuple[str, ...] = ("base", "trained", "
     return record | {"totals": totals, "difference": difference}
 
 
-class Page(html.parser.HTMLParser):
-    """Tags, attributes and text of a page."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.tags, self.values, self.text = [], [], ""
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.values += attrs
-
-    def handle_data(self, data):
-        self.text += data
-
-
 @pytest.fixture(scope="module", autouse=True)
 def coarse():
     """Figures of few pixels: the tests look at what is there, not at how sharp it is."""
@@ -82,38 +65,39 @@ def coarse():
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory, coarse) -> Path:
-    """A complete GPU run with everything there is."""
+    """A complete GPU run with everything there is, and its report."""
     metrics = [metrics_row(step, **GPU) for step in range(1, 31)]
     samples = [
-        completion_row(1, "<|channel|>final<|message|>[1]<|return|>", reward=0.9),
+        completion_row(1, "\u51b7\u623f \x1b[31m\r\nline\u202eback <|message|>[1]<|return|>", reward=0.9),
         completion_row(2, "bad", parsed_action=2, reward=0.05, prompt_id="days:2"),
         completion_row(3, "no answer", parsed_action="", reward=0, prompt_id="days:3"),
-        completion_row(4, "long " * 2000, parsed_action="", reward=0, prompt_id="days:4", truncated=1),
+        completion_row(4, "long " * 200_000, parsed_action="", reward=0, prompt_id="days:4", truncated=1),
+        *[completion_row(5, parsed_action=action, prompt_id=f"more:{action}") for action in range(30)],
     ]
-    folder = tmp_path_factory.mktemp("runs") / "full"
+    folder = tmp_path_factory.mktemp("runs") / "\u5b9f\u9a13"
     write_run(folder, metrics, samples, evaluation=EVALUATION, closed_loop=closed_loop(4))
     write_report(folder)
     return folder
 
 
 def text_of(folder: Path, write: bool = True) -> str:
-    """The text of the report, made anew."""
-    if write:
-        write_report(folder)
-    return Page((folder / "report.html").read_text(encoding="utf-8")).text
+    """The text of the report, written again."""
+    page = write_report(folder) if write else folder / "report.html"
+    return html.unescape(re.sub(r"<[^>]+>", "", page.read_text(encoding="utf-8")))
 
 
-def test_page_is_self_contained(full):
-    page = Page((full / "report.html").read_text(encoding="utf-8"))
-    assert not {"script", "link", "iframe", "object", "form"} & set(page.tags)
-    sources = [value for name, value in page.values if name in ("src", "href", "srcset")]
-    assert sources and all(value.startswith("data:image/png;base64,") for value in sources)
-    assert "http" not in (full / "report.html").read_text(encoding="utf-8").replace("http-equiv", "")
-    assert ("content", "default-src 'none'; img-src data:; style-src 'unsafe-inline'") in page.values
-
-
-def test_every_figure_of_a_full_run_is_there_with_its_line(full):
+def test_the_page_of_a_full_run_is_one_file_with_every_part_in_order(full):
     page = (full / "report.html").read_text(encoding="utf-8")
+    assert not {"script", "link", "iframe", "object", "form"} & set(re.findall(r"<(\w+)", page))
+    sources = re.findall(r'(?:src|href|srcset)="([^"]*)', page)
+    assert sources and all(source.startswith("data:image/png;base64,") for source in sources)
+    assert "http" not in page.replace("http-equiv", "") and len(page) < 1_000_000
+    assert "content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'\"" in page
+    titles = re.findall(r"<h2>([^<]+)</h2>", page)
+    assert [title.split()[0].strip(",:") for title in titles] == ["Learning", "Actions", "Held-out", "Closed", "Completions", "Glossary"]  # fmt: skip
+    assert page.index('class="verdict"') < page.index("<h2>")
+    for column, (_, line) in METRICS.items():
+        assert f"<td>{column}</td>" in page and html.unescape(line) in html.unescape(page)
     figures = re.findall(r'<figure id="([^"]+)"><img alt="([^"]+)" src="data:image/png;base64,([^"]+)">\s*<figcaption><b>([^<]+)</b>([^<]*)', page)  # fmt: skip
     assert len(figures) == page.count("<figure") == len(FILES) + 2  # three windows of the plant
     for name, alt, data, title, line in figures:
@@ -122,22 +106,21 @@ def test_every_figure_of_a_full_run_is_there_with_its_line(full):
     assert {path.stem for path in (full / "report").glob("*.png")} == {name for name, *_ in figures}
 
 
-def test_sections_stand_in_order(full):
-    page = (full / "report.html").read_text(encoding="utf-8")
-    titles = re.findall(r"<h2>([^<]+)</h2>", page)
-    assert [title.split()[0].strip(",:") for title in titles] == ["Learning", "Actions", "Held-out", "Closed", "Completions", "Glossary"]  # fmt: skip
-    assert page.index('class="verdict"') < page.index("<h2>")
-    for column, (_, line) in METRICS.items():
-        assert f"<td>{column}</td>" in page and html.unescape(line) in html.unescape(page)
+SUMMARY = [
+    "30 of 30",
+    "0.400 \u2192 0.600",
+    "100 \u2192 101 kg",
+    "0.400 (0.370 to 0.430)",
+    "unserved load 0 \u2192 0 kWh",
+]
+SUMMARY += ["regret 20.0 \u2192 19.0 %", "20.0 (15.0 to 22.0)", "optimum 102 kg", "1 of 90", "characters left out"]
+SUMMARY += ["step 2, prompt days:2: action [2] (best [1]), reward 0.05, 7 tokens\n", "\u5b9f\u9a13: training report"]
+SUMMARY += ["\u51b7\u623f \ufffd[31m\nline\ufffdback <|message|>[1]"]
 
 
-EXAMPLE = "step 2, prompt days:2: action [2] (best [1]), reward 0.05, 7 tokens\n"
-
-
-def test_summary_names_the_figures(full):
+def test_summary_names_the_figures_and_completions_are_harmless(full):
     text = text_of(full, write=False)
-    for words in ("30 of 30", "0.400 \u2192 0.600", "100 \u2192 101 kg", "0.400 (0.370 to 0.430)", "unserved load 0 \u2192 0 kWh", "regret 20.0 \u2192 19.0 %", "20.0 (15.0 to 22.0)", "optimum 102 kg", "1 of 90", EXAMPLE):  # fmt: skip
-        assert words in text, words
+    assert [words for words in SUMMARY if words not in text] == []
     assert "someone" not in text and "days.csv" in text  # no folders of the machine
 
 
@@ -217,25 +200,21 @@ def test_log_that_was_written_twice_for_a_step(tmp_path):
 
 
 def test_damaged_files_cost_their_section_only(tmp_path):
-    broken = closed_loop()
-    broken["windows"][0]["policies"]["base"]["co2_kg"] = [1.0]
-    folder = write_run(tmp_path / "run", [metrics_row(1), metrics_row(2)], evaluation=EVALUATION, closed_loop=broken)
+    """Of an earlier report's figures those that are not made again go, and nothing else."""
+    found = closed_loop()
+    folder = write_run(tmp_path / "run", [metrics_row(1), metrics_row(2)], evaluation=EVALUATION, closed_loop=found)
+    write_report(folder)
+    (folder / "report" / "mine.png").write_bytes(b"")
+    assert (folder / "report" / "plant_1.png").exists()
+    found["windows"][0]["policies"]["base"]["co2_kg"] = [1.0]
+    (folder / "closed_loop.json").write_text(json.dumps(found))
     assert "Closed loop is left out: its data is not as expected (ValueError: " in text_of(folder)
-    assert (folder / "report" / "reward.png").is_file() and not (folder / "report" / "plant_1.png").exists()
+    left = {path.stem for path in (folder / "report").glob("*.png")}
+    assert {"mine", "reward"} < left and "plant_1" not in left
     (folder / "evaluation.json").write_text('{"before": 3')
     (folder / "closed_loop.json").write_text('{"totals": [], "windows": {}, "difference": 1}')
     (folder / "settings.json").write_text('{"settings": [], "machine": "m", "choices": {"rollouts": 1}}')
     assert "Learning curves" in text_of(folder)
-
-
-def test_figures_of_an_earlier_report_are_removed_and_nothing_else(tmp_path):
-    folder = write_run(tmp_path / "run", [metrics_row(1), metrics_row(2)], closed_loop=closed_loop(3))
-    write_report(folder)
-    (folder / "report" / "mine.png").write_bytes(b"")
-    assert (folder / "report" / "plant_3.png").exists()
-    (folder / "closed_loop.json").write_text(json.dumps(closed_loop(1)))
-    write_report(folder)
-    assert {path.name for path in (folder / "report").glob("[mp]*.png")} == {"mine.png", "plant_1.png", "parse_rate.png", "phases.png"}  # fmt: skip
 
 
 # ---- Completions -----------------------------------------------------------------------------------------------------
@@ -255,25 +234,8 @@ def test_markup_is_escaped_in_every_place_a_run_can_put_it(tmp_path):
         evaluation=EVALUATION | {"samples": evil, "constant_action": evil},
         closed_loop=found,
     )
-    page = Page(write_report(folder).read_text(encoding="utf-8"))
-    assert "script" not in page.tags and page.text.count(evil) >= 12
-
-
-def test_huge_completions_are_cut_and_the_page_stays_small(tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo.evaluate.figures.DPI", 200)
-    huge = "\U0001f600<b>" * 100_000  # also longer than a cell that Python's csv accepts by default
-    rows = [completion_row(step, huge, prompt_id=f"days:{step}", truncated=step % 2, parsed_action=step % 3 or "", reward=step / 40) for step in range(1, 31)]  # fmt: skip
-    folder = write_run(tmp_path / "run", [metrics_row(s, **GPU) for s in range(1, 31)], rows, evaluation=EVALUATION, closed_loop=closed_loop(9))  # fmt: skip
-    page = write_report(folder)
-    assert page.stat().st_size < 3_000_000
-    assert "characters left out" in page.read_text(encoding="utf-8")
-
-
-def test_unicode_and_control_characters(tmp_path):
-    text = "\u51b7\u623f \x1b[31m\r\nline\u202eback [1]"
-    folder = write_run(tmp_path / "\u5b9f\u9a13", [metrics_row(1)], [completion_row(1, text, prompt_id="\u65e5:1")])
-    shown = text_of(folder)
-    assert "\u51b7\u623f \ufffd[31m\nline\ufffdback [1]" in shown and "\u5b9f\u9a13: training report" in shown
+    assert text_of(folder).count(evil) >= 12
+    assert "<script" not in (folder / "report.html").read_text(encoding="utf-8")
 
 
 def test_examples_are_the_extremes_and_the_latest(tmp_path):
@@ -314,12 +276,6 @@ def test_bars_are_means_over_their_steps_and_stack():
     assert (first[1].get_x(), first[1].get_width()) == (2.5, 2.0) and second[1].get_y() == 3.5
 
 
-def test_many_actions_share_a_colour(tmp_path):
-    rows = [completion_row(1, parsed_action=k) for k in range(30)]
-    found = read_completions(write_run(tmp_path / "run", [], rows) / "completions.csv")
-    assert len(actions_figure(found.actions).png) > 1000
-
-
 # ---- The program -----------------------------------------------------------------------------------------------------
 
 
@@ -353,8 +309,9 @@ def test_neither_torch_nor_a_caller_s_matplotlib_is_touched(tmp_path):
     folder = write_run(tmp_path / "run", [metrics_row(s, **GPU) for s in (1, 2, 3)])
     code = f"""
 import sys; sys.path.insert(0, {str(ROOT / "scripts")!r})
+import watch
+assert not {{"torch", "transformers", "matplotlib"}} & set(sys.modules)
 import report, matplotlib
-matplotlib.rcParams["lines.linewidth"] = 9
 matplotlib.rcParams["axes.facecolor"] = "black"
 before = matplotlib.rcParams.copy()
 report.main([{str(folder)!r}])
@@ -362,5 +319,4 @@ assert not {{"torch", "transformers", "matplotlib.pyplot"}} & set(sys.modules)
 assert matplotlib.rcParams.copy() == before
 """
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.strip().endswith("MB)")
+    assert found.returncode == 0 and found.stdout.strip().endswith("MB)"), found.stderr
