@@ -34,18 +34,20 @@ def values(path: Path) -> dict[str, float]:
 def test_results_make_no_commit_dirty_and_code_does(tmp_path, monkeypatch):
     monkeypatch.setattr(record, "ROOT", tmp_path)
     monkeypatch.delenv("BENCH_COMMIT", raising=False)
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c"]
-    (tmp_path / "docs" / "results").mkdir(parents=True)
-    files = tmp_path / "code.py", tmp_path / "docs" / "results" / "one.json"
-    for path in files:
-        path.write_text("1")
-    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "a"]):
-        subprocess.run([*git, *command], check=True)
+    code, result = tmp_path / "code.py", tmp_path / "docs" / "results" / "one.json"
+    result.parent.mkdir(parents=True)
+    code.write_text("1")
+    result.write_text("1")
+    for command in (
+        ["init", "-q"],
+        ["add", "."],
+        ["-c", "user.name=a", "-c", "user.email=a@b.c", "commit", "-qm", "a"],
+    ):
+        subprocess.run(["git", "-C", tmp_path, *command], check=True)
     clean = record.commit()
-    assert len(clean) == 40
-    files[1].write_text("2")
-    assert record.commit() == clean
-    files[0].write_text("2")
+    result.write_text("2")
+    assert record.commit() == clean and len(clean) == 40
+    code.write_text("2")
     assert record.commit() == clean + "-dirty"
 
 
@@ -61,19 +63,23 @@ def test_a_peak_counts_from_what_was_free_before_the_process_came(monkeypatch):
     assert memory.peak == 19.0 and not memory.is_alive()
 
 
-def test_the_shown_command_is_complete():
-    """What the README prints can be run with one's own paths: every option that is required is in it."""
+def test_the_shown_command_is_complete(monkeypatch):
+    """What the pages print can be run with one's own paths: every option that is required is in it."""
     for kind, flags in (("rollout", ["--sync", "merge"]), ("step", ["--lengths", "real_completions.csv"])):
-        words = record.shown(kind, *flags).split()[1:]
-        done = subprocess.run([sys.executable, *words, "--no-such-option"], cwd=ROOT, capture_output=True, text=True)
-        assert "unrecognized arguments: --no-such-option" in done.stderr
+        monkeypatch.setattr(sys, "argv", record.shown(kind, *flags).split()[1:])
+        assert bench.parse_args().command == kind
 
 
 def test_help_needs_no_torch():
-    code = "import sys, runpy\ntry: runpy.run_path(sys.argv[0], run_name='__main__')\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
-    for name in ("bench.py", "prove.py"):
-        script = str(ROOT / "scripts" / name)
-        subprocess.run([sys.executable, "-c", f"import sys; sys.argv = [{script!r}, '--help']\n{code}"], check=True)
+    code = """
+import sys; sys.path.insert(0, "scripts"); sys.argv[1:] = ["--help"]
+import bench, prove
+for main in (bench.main, prove.main):
+    try: main()
+    except SystemExit: assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert not done.returncode and done.stdout.count("usage: ") == 2, done.stderr
 
 
 # ---- A run in this process -------------------------------------------------------------------------------------------
@@ -196,42 +202,29 @@ def test_a_child_gets_the_options_and_an_old_result_does_not_count(tmp_path, mon
     assert (given.model, given.data, given.lengths, given.run) == ("m", "d", "l", options.run)
 
 
-# ---- The halves of a step --------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def halves(tmp_path, monkeypatch):
-    """bench.py step with children that are pretended: a function of exit codes and options, which returns (code, names)."""
+def test_the_halves_of_a_step_can_be_run_one_by_one_and_publish_nothing_old(tmp_path, monkeypatch, capsys):
+    """With children that are pretended."""
     monkeypatch.setattr(step, "occupy", lambda gib: None)
     monkeypatch.setattr(step, "commit", lambda: "c1")
     monkeypatch.setattr(step, "step_figures", lambda results: [record.figure(name, 1.0, "s") for name in results])
     result = tmp_path / "step.json"
 
-    def run(codes, commit="c1", only=None):
+    def run(bf16, mxfp4, commit="c1", only=None):
         def run_child(options, child):
-            if not codes[child]:
+            code = {"bf16": bf16, "mxfp4": mxfp4}[child]
+            if not code:
                 child_result(options, child).write_text(json.dumps({"commit": commit}))
-            return codes[child]
+            return code
 
         monkeypatch.setattr(watched, "run_child", run_child)
         options = SimpleNamespace(command="step", child=None, only=only, run=str(tmp_path / "run"), out=str(result))
         return step.bench_step(options), list(values(result)) if result.exists() else None
 
-    return run
-
-
-def test_the_halves_of_a_step_can_be_run_one_by_one(halves):
-    assert halves({"bf16": 0, "mxfp4": 0}) == (0, ["bf16", "mxfp4"])
-    assert halves({"bf16": 1, "mxfp4": 0}, only="mxfp4") == (0, ["bf16", "mxfp4"])
-
-
-def test_a_half_that_fails_publishes_nothing_old(halves):
-    assert halves({"bf16": 0, "mxfp4": 3}) == (3, ["bf16"])
-    assert halves({"bf16": 3, "mxfp4": 0}) == (3, ["bf16"]), "as it was before"
-
-
-def test_halves_that_are_missing_or_of_another_commit_are_asked_for(halves, capsys):
-    assert halves({"bf16": 0, "mxfp4": 0}, only="mxfp4")[0] == 1
+    assert run(0, 0, only="mxfp4") == (1, None)
     assert "is not there: run --only bf16 first" in capsys.readouterr().err
-    assert halves({"bf16": 0, "mxfp4": 0}, commit="c0")[0] == 1
+    assert run(0, 0, commit="c0") == (1, None)
     assert "is of commit c0: run --only bf16 first" in capsys.readouterr().err
+    assert run(0, 0) == (0, ["bf16", "mxfp4"])
+    assert run(1, 0, only="mxfp4") == (0, ["bf16", "mxfp4"])
+    assert run(0, 3) == (3, ["bf16"])
+    assert run(3, 0) == (3, ["bf16"]), "as it was before"
