@@ -148,9 +148,6 @@ def test_verdict_mentions_the_best_constant_action(constant, words):
     assert f"{words} the best constant action" in said or (f"{words} than the best constant" in said) if words else "constant" not in said  # fmt: skip
 
 
-# ---- Runs that are not complete --------------------------------------------------------------------------------------
-
-
 SKIPPED = {"settings": {"TOTAL_STEPS": 3, "EVAL_SAMPLES": 0}, "resumed_from_step": 2}
 CUT_OFF = {name: value for name, value in EVALUATION.items() if name not in ("after", "difference")}
 CURVES = {"best_action_rate", "clipped_ratio", "length", "parse_rate", "reward", "zero_std", "phases"}
@@ -181,8 +178,9 @@ def test_nan_and_infinite_rewards(tmp_path):
     assert read_metrics(folder / "metrics.csv")["reward"].count() == 1
 
 
-def test_row_that_is_half_written_is_left_out(tmp_path):
-    folder = write_run(tmp_path / "run", [metrics_row(1), metrics_row(2)], [completion_row(1), completion_row(2, "two\nlines")])  # fmt: skip
+def test_row_that_is_half_written_is_left_out_and_of_two_the_later_counts(tmp_path):
+    folder = write_run(tmp_path / "run", [metrics_row(2), metrics_row(1), metrics_row(2, reward=0.2)], [completion_row(1), completion_row(2, "two\nlines")])  # fmt: skip
+    assert list(read_metrics(folder / "metrics.csv")["reward"]) == [0.31, 0.2]
     whole = (folder / "metrics.csv").read_bytes()
     third = whole.splitlines(keepends=True)[-1].replace(b"2,2026", b"3,2026", 1)
     for end in range(len(third) + 1):  # also where every cell is there, but the last may be cut
@@ -192,11 +190,6 @@ def test_row_that_is_half_written_is_left_out(tmp_path):
     for end in range(text.index(b"[1]"), len(text)):
         (folder / "completions.csv").write_bytes(text[:end])
         assert read_completions(folder / "completions.csv").count == (end >= text.index(b"\n2,") + 1)
-
-
-def test_log_that_was_written_twice_for_a_step(tmp_path):
-    folder = write_run(tmp_path / "run", [metrics_row(2, reward=0.1), metrics_row(1), metrics_row(2, reward=0.2)])
-    assert read_metrics(folder / "metrics.csv")[["step", "reward"]].values.tolist() == [[1, 0.31], [2, 0.2]]
 
 
 def test_damaged_files_cost_their_section_only(tmp_path):
@@ -215,9 +208,6 @@ def test_damaged_files_cost_their_section_only(tmp_path):
     (folder / "closed_loop.json").write_text('{"totals": [], "windows": {}, "difference": 1}')
     (folder / "settings.json").write_text('{"settings": [], "machine": "m", "choices": {"rollouts": 1}}')
     assert "Learning curves" in text_of(folder)
-
-
-# ---- Completions -----------------------------------------------------------------------------------------------------
 
 
 def test_markup_is_escaped_in_every_place_a_run_can_put_it(tmp_path):
@@ -251,9 +241,6 @@ def test_examples_are_the_extremes_and_the_latest(tmp_path):
     assert found.actions.sum().to_dict() == {"": 5, "1": 50} and list(found.actions.index) == list(range(1, 56))
 
 
-# ---- Parts -----------------------------------------------------------------------------------------------------------
-
-
 def test_phases_add_up_to_the_step(tmp_path):
     row = metrics_row(1, **GPU)
     spent = run_data.phase_seconds(read_metrics(write_run(tmp_path / "run", [row]) / "metrics.csv")).iloc[0].to_dict()
@@ -274,9 +261,6 @@ def test_bars_are_means_over_their_steps_and_stack():
     first, second = axes.containers
     assert [bar.get_height() for bar in first][:2] == [1.5, 3.5] and len(first) == 40
     assert (first[1].get_x(), first[1].get_width()) == (2.5, 2.0) and second[1].get_y() == 3.5
-
-
-# ---- The program -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make, words", [(None, "no such folder"), ("folder", "no metrics.csv"), ("other", "no column `step`")])  # fmt: skip

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pandas
 import pytest
@@ -42,9 +41,6 @@ def state_of(rows: list[dict], **values: object) -> watch.State:
     read = [{name: number(cell) for name, cell in row.items()} for row in rows]
     defaults = {"folder": "first", "total": 30, "ago": 12.0}
     return watch.State(metrics=pandas.DataFrame(read, columns=list(METRICS)), **(defaults | values))
-
-
-# ---- The picture: a pure function of the state -----------------------------------------------------------------------
 
 
 def test_frame_shows_what_a_run_is_doing():
@@ -90,16 +86,6 @@ def test_sparkline_fits_and_keeps_the_order(values, width):
         for a, b in zip(range(len(values)), range(1, len(values)), strict=False):
             if values[a] <= values[b]:
                 assert watch.BLOCKS.index(line[a]) <= watch.BLOCKS.index(line[b])
-
-
-def test_time_left_follows_recent_steps():
-    rows = [metrics_row(step, step_s=1000) for step in range(1, 13)] + [metrics_row(s, step_s=2) for s in range(13, 23)]
-    assert watch.seconds_left(state_of(rows)) == 8 * 2
-    assert watch.seconds_left(state_of(rows, total=10)) == 0
-    assert math.isnan(watch.seconds_left(state_of([])))
-
-
-# ---- Reading ---------------------------------------------------------------------------------------------------------
 
 
 def test_reader_waits_for_the_run(tmp_path):
@@ -156,24 +142,6 @@ def test_warnings_are_the_last_ones_and_harmless(tmp_path):
     assert [line.split(": ")[1] for line in found] == ["line 16", "line 18", "line 19", " [2Jred\u51b7"]
 
 
-# ---- The program -----------------------------------------------------------------------------------------------------
-
-
-def test_once_prints_plain_text_into_a_pipe_of_any_encoding(tmp_path):
-    folder = write_run(tmp_path / "run", [metrics_row(1), metrics_row(2)], evaluation=EVALUATION)
-    (folder / "training.log").write_text("12:00:00 W x: \u51b7" + "long " * 60, encoding="utf-8")
-    for encoding in ("utf-8", "ascii"):
-        command = [sys.executable, str(SCRIPT), str(folder), "--once"]
-        found = subprocess.run(command, capture_output=True, env=CLEAN | {"PYTHONIOENCODING": encoding})
-        assert found.returncode == 0, found.stderr
-        assert b"2/30" in found.stdout and b"\x1b" not in found.stdout
-
-
-def test_a_file_is_no_folder(tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    assert watch.main([str(tmp_path / "file")]) == 2 and "is not a folder" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("terminal", [False, True])
 def test_follow_survives_a_new_run_and_ends_when_it_is_complete(tmp_path, terminal):
     folder, output = tmp_path / "run", io.StringIO()
@@ -199,12 +167,23 @@ def test_follow_survives_a_new_run_and_ends_when_it_is_complete(tmp_path, termin
     assert not watching.is_alive() and "held-out reward" in output.getvalue()
 
 
-def test_ctrl_c_ends_it_cleanly(tmp_path):
-    folder = write_run(Path(tmp_path) / "run", [metrics_row(1)])
-    command = [sys.executable, str(SCRIPT), str(folder)]
-    with subprocess.Popen(command, env=CLEAN, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as watching:
-        while b"1/30" not in watching.stdout.readline():
+def test_once_shows_one_picture_and_a_file_is_no_folder(tmp_path, capsys):
+    folder = write_run(tmp_path / "run", [metrics_row(1), metrics_row(2)], evaluation=EVALUATION)
+    assert watch.main([str(folder), "--once"]) == 0 and capsys.readouterr().out.count("2/30") == 1
+    assert watch.main([str(folder / "metrics.csv")]) == 2 and "is not a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_it_prints_plain_text_into_a_pipe_until_ctrl_c(tmp_path, encoding):
+    folder = write_run(tmp_path / "run", [metrics_row(1)])
+    (folder / "training.log").write_text("12:00:00 W x: \u51b7" + "long " * 60, encoding="utf-8")
+    command, environ = [sys.executable, str(SCRIPT), str(folder)], CLEAN | {"PYTHONIOENCODING": encoding}
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as watching:
+        shown = b""
+        while b"long" not in shown:
             assert watching.poll() is None
+            shown += watching.stdout.readline()
         os.kill(watching.pid, signal.SIGINT)
         _, errors = watching.communicate(timeout=20)
+    assert b"1/30" in shown and b"\x1b" not in shown
     assert watching.returncode == 0 and b"the run goes on" in errors and b"Traceback" not in errors

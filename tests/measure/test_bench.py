@@ -22,7 +22,7 @@ from stub_vllm import StubLLM, StubLoRARequest, StubSampling
 from trainers import make, plain_float32
 
 from grpo.measure import record, rollout, step, trl_path, watched
-from grpo.measure.watched import PeakMemory, child_result, completions_of, kept_trainers, run_child
+from grpo.measure.watched import PeakMemory, child_result, completions_of, kept_trainers
 from grpo.rollout import engine as rollout_engine
 from grpo.rollout.engine import Engine
 
@@ -80,9 +80,6 @@ for main in (bench.main, prove.main):
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert not done.returncode and done.stdout.count("usage: ") == 2, done.stderr
-
-
-# ---- A run in this process -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -187,37 +184,26 @@ def test_a_step_is_measured_beside_trls(options, monkeypatch):
     assert figures["w3_step_s"] == pytest.approx(found["w3_rollout_s"] + found["w3_learn_s"] + besides)
 
 
-def test_a_child_gets_the_options_and_an_old_result_does_not_count(tmp_path, monkeypatch):
-    options = SimpleNamespace(command="step", model="m", data="d", lengths="l", run=str(tmp_path / "new" / "run"))
-    out, commands = child_result(options, "bf16"), []
-    out.parent.mkdir()
-    out.write_text("{}")
-    monkeypatch.setattr(
-        "subprocess.run", lambda command, check: commands.append(command) or SimpleNamespace(returncode=0)
-    )
-    assert run_child(options, "bf16") == 1, "it wrote nothing"
-    monkeypatch.setattr(sys, "argv", commands[0][1:])
-    given = bench.parse_args()
-    assert (given.command, given.child, given.out) == ("step", "bf16", str(out))
-    assert (given.model, given.data, given.lengths, given.run) == ("m", "d", "l", options.run)
-
-
 def test_the_halves_of_a_step_can_be_run_one_by_one_and_publish_nothing_old(tmp_path, monkeypatch, capsys):
-    """With children that are pretended."""
+    """With processes that are pretended, and get the options."""
+    monkeypatch.setenv("BENCH_COMMIT", "c1")
     monkeypatch.setattr(step, "occupy", lambda gib: None)
-    monkeypatch.setattr(step, "commit", lambda: "c1")
     monkeypatch.setattr(step, "step_figures", lambda results: [record.figure(name, 1.0, "s") for name in results])
+    given = {"model": "m", "data": "d", "lengths": "l", "run": str(tmp_path / "new" / "run")}
     result = tmp_path / "step.json"
 
     def run(bf16, mxfp4, commit="c1", only=None):
-        def run_child(options, child):
-            code = {"bf16": bf16, "mxfp4": mxfp4}[child]
-            if not code:
-                child_result(options, child).write_text(json.dumps({"commit": commit}))
-            return code
+        def process(command, check):
+            monkeypatch.setattr(sys, "argv", command[1:])
+            child = bench.parse_args()
+            assert given.items() <= vars(child).items() and child.command == "step"
+            code = {"bf16": bf16, "mxfp4": mxfp4}[child.child]
+            if not code and commit:
+                Path(child.out).write_text(json.dumps({"commit": commit}))
+            return SimpleNamespace(returncode=code)
 
-        monkeypatch.setattr(watched, "run_child", run_child)
-        options = SimpleNamespace(command="step", child=None, only=only, run=str(tmp_path / "run"), out=str(result))
+        monkeypatch.setattr("subprocess.run", process)
+        options = SimpleNamespace(command="step", child=None, only=only, out=str(result), **given)
         return step.bench_step(options), list(values(result)) if result.exists() else None
 
     assert run(0, 0, only="mxfp4") == (1, None)
@@ -227,4 +213,5 @@ def test_the_halves_of_a_step_can_be_run_one_by_one_and_publish_nothing_old(tmp_
     assert run(0, 0) == (0, ["bf16", "mxfp4"])
     assert run(1, 0, only="mxfp4") == (0, ["bf16", "mxfp4"])
     assert run(0, 3) == (3, ["bf16"])
-    assert run(3, 0) == (3, ["bf16"]), "as it was before"
+    assert run(3, 0) == run(3, 0, only="bf16") == (3, ["bf16"]), "as it was before"
+    assert run(0, 0, commit=None) == (1, ["bf16"]), "it wrote nothing, and the old result does not count"
