@@ -40,7 +40,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
     tiny = commands.add_parser("tiny", help="a trained toy model, a few hundred thousand parameters, under a minute")
     tiny.add_argument("--out", type=Path, help="directory to write (default: the user's cache directory)")
-    tiny.add_argument("--seed", type=int, default=0, help="of the weights and the warm-up (another than 0 needs --out)")
     tiny.add_argument("--force", action="store_true", help="replace what is there")
 
     full = commands.add_parser("full", help="gpt-oss-20b's shapes with random weights, 12.8 GiB")
@@ -56,10 +55,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     check = commands.add_parser("check", help="compare a checkpoint's tensors with what transformers expects")
     check.add_argument("out", type=Path, metavar="directory")
 
-    args = parser.parse_args(argv)
-    if args.command == "tiny" and args.seed and args.out is None:
-        parser.error("the cache keeps the model of seed 0: give --out with another --seed")
-    return args
+    return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -77,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
         elif path is None:
             path = build_tiny(force=args.force, log=print)
         elif args.command == "tiny":
-            write_tiny(path, args.seed, args.force, log=print)
+            write_tiny(path, force=args.force, log=print)
         print(SIZES.format(path=path, **check_checkpoint(path)))
         if args.command == "tiny":
             print(FIGURES.format(**json.loads((path / "warmup.json").read_text(encoding="utf-8"))))

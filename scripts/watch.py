@@ -156,8 +156,7 @@ def frame(state: State) -> RenderableType:
     if not math.isnan(last["logp_diff_mean"]):
         lines.append(("mismatch", f"{last['logp_diff_mean']:.4f} nats on average between vLLM and trainer"))
     if state.said == DONE and part(state.evaluation, "before"):
-        rows = run_data.heldout_rows(state.evaluation)
-        lines += [(Text(who), f"held-out reward {reward}") for who, reward, *_ in rows]
+        lines += [(Text(who), f"held-out reward {text}") for who, text, *_ in run_data.heldout_rows(state.evaluation)]
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     for label, line in lines:
