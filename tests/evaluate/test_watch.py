@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import pairwise
 
 import pandas
 import pytest
@@ -83,9 +84,7 @@ def test_sparkline_fits_and_keeps_the_order(values, width):
     line = watch.sparkline(pandas.Series(values, dtype=float), width)
     assert len(line) <= min(width, len(values)) and set(line) <= set(watch.BLOCKS + " ")
     if len(values) <= width:
-        for a, b in zip(range(len(values)), range(1, len(values)), strict=False):
-            if values[a] <= values[b]:
-                assert watch.BLOCKS.index(line[a]) <= watch.BLOCKS.index(line[b])
+        assert all(low <= high for (a, low), (b, high) in pairwise(zip(values, line, strict=True)) if a <= b)
 
 
 def test_reader_waits_for_the_run(tmp_path):

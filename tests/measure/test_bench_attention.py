@@ -89,9 +89,6 @@ def test_what_cannot_be_measured_leaves_the_others_figures(monkeypatch, tmp_path
     assert any("flash_attn_3" in one["note"] for one in record["figures"])
     assert run_attention(monkeypatch, tmp_path, "flash_attention_3")[0] == 1
     assert "no implementation could be measured" in capsys.readouterr().err
-
-
-def test_a_missing_gpu_is_told(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["bench.py", "attention", "--out", str(tmp_path / "attention.json")])
     assert bench.main() == 2 and "no GPU here" in capsys.readouterr().err
