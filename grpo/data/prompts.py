@@ -85,19 +85,9 @@ def sampling_seed(seed: int, step: int, stream: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{stream}/{step}".encode()).digest()[:8], "big") >> 1
 
 
-class PromptSampler:
-    """Row indices for TRL's dataloader: each step's prompts, every one `generations` times in a row, and the whole
-    batch `repeats` times (TRL draws the generation batch again for each micro-batch and uses the first)."""
-
-    def __init__(self, rows: int, seed: int, steps: int, prompts: int, generations: int, repeats: int):
-        self.rows, self.seed, self.steps = rows, seed, steps
-        self.prompts, self.generations, self.repeats = prompts, generations, repeats
-
-    def __len__(self) -> int:
-        return self.steps * self.prompts * self.generations * self.repeats
-
-    def __iter__(self) -> Iterator[int]:
-        order = prompt_order(self.rows, self.seed, self.steps * self.prompts)
-        for _ in range(self.steps):
-            batch = [row for row in itertools.islice(order, self.prompts) for _ in range(self.generations)]
-            yield from batch * self.repeats
+def step_rows(rows: int, seed: int, steps: int, prompts: int, generations: int, repeats: int) -> list[int]:
+    """Row indices of `steps` steps for TRL's dataloader: each step's prompts, every one `generations` times in a row, and
+    the whole batch `repeats` times (TRL draws the generation batch again for each micro-batch and uses the first)."""
+    order = prompt_order(rows, seed, steps * prompts)
+    batches = ([row for row in itertools.islice(order, prompts) for _ in range(generations)] for _ in range(steps))
+    return [row for batch in batches for row in batch * repeats]
