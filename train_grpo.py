@@ -38,11 +38,11 @@ from typing import Any
 from grpo.data.scoring import reward_callable, reward_specs
 from grpo.preflight.banner import banner
 from grpo.preflight.checks import Preflight, preflight, run_record, run_versions
-from grpo.preflight.choices import attention_warning, choose_epsilon_high, choose_loss
+from grpo.preflight.choices import choose_epsilon_high, choose_loss
 from grpo.preflight.hub import tiny_path
 from grpo.run.archive import write_zip
 from grpo.run.folder import COMPLETE, continuation, full_disk, lock_run, prepare_run, run_folder, write_text
-from grpo.run.logs import banner_text, start_logging
+from grpo.run.logs import start_logging
 from grpo.run.signals import StopRequest
 from grpo.settings import Settings, help_text, listed, log, unknown_option
 
@@ -170,12 +170,9 @@ def train(preflight_result: Preflight, model_path: str) -> int:
 
     s, state, plan, started = preflight_result.settings, preflight_result.run, preflight_result.plan, time.time()
     folder, attention, packing = state.folder, preflight_result.attention[0], preflight_result.packing[0]
-    if state.checkpoint is None:
-        log.info("\n%s\n", banner(preflight_result))
-    else:
+    log.info("\n%s\n", banner(preflight_result))
+    if state.checkpoint:
         log.info("continuing from step %d", state.step)
-        if warning := attention_warning(attention):
-            log.warning("%s", banner_text(warning))
     transformers.utils.logging.disable_default_handler()  # what transformers says goes into training.log
     transformers.utils.logging.enable_propagation()
 

@@ -11,7 +11,7 @@ import logging
 import math
 import shlex
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import gt, le, lt
 from pathlib import Path
@@ -135,6 +135,12 @@ def show(value: Any) -> str:
     return "auto" if value is None else f"{value:g}" if isinstance(value, (float, bool)) else str(value)
 
 
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The end of a sentence that names the word which was probably meant, or nothing."""
+    near = difflib.get_close_matches(word, list(known), 1)
+    return f"; the nearest is {near[0]}" if near else ""
+
+
 def takes_auto(name: str) -> bool:
     """Whether setting `name` takes `auto`, which is None as a value."""
     return FIELDS[name].type.endswith("| None")
@@ -158,8 +164,7 @@ def parse_value(name: str, text: str) -> Any:
         return text.lower() in TRUE
     if known := choices(name):
         if text.lower() not in known:
-            near = difflib.get_close_matches(text.lower(), known, 1)
-            raise ValueError(f"expected one of {', '.join(known)}" + (f"; nearest: {near[0]}" if near else ""))
+            raise ValueError(f"expected one of {', '.join(known)}{nearest(text.lower(), known)}")
         return text.lower()
     if spec.get("date"):
         with contextlib.suppress(ValueError):

@@ -6,7 +6,7 @@ usage() {
 Usage: bash scripts/test.sh [--setup-only] [pytest's arguments]
 
 Makes the CPU environment if it is not there (scripts/setup.sh --cpu), adds the test tools of pyproject.toml, and runs
-all tests and rewards.py's doctests. With file names under tests/, or rewards.py, it runs only those.
+all tests and rewards.py's doctests; with file names only those.
 
   bash scripts/test.sh                        everything
   bash scripts/test.sh -m 'not slow' -x       whatever pytest takes
@@ -62,11 +62,5 @@ export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 # The models in the tests are tiny: threads that wait for each other cost more than they bring, minutes on busy cores.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
-targets=(tests rewards.py)
-for argument in "$@"; do
-    case "$argument" in
-        tests | tests/* | ./tests/* | rewards.py | rewards.py::*) targets=() ;;
-    esac
-done
 # One pytest for both, so that its last line counts everything; two processes, each with whole files.
-exec "$python" -m pytest -n 2 --dist loadfile --doctest-modules ${targets[@]+"${targets[@]}"} "$@"
+exec "$python" -m pytest -n 2 --dist loadfile --doctest-modules "$@"

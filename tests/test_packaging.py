@@ -54,8 +54,6 @@ def test_the_sets_are_in_step():
     assert {name for name in common if GPU[name].specifier != CPU[name].specifier} <= MAY_DIFFER
     assert not CPU.keys() & {"vllm", "kernels", "flash-attn"}
     assert "dependencies" not in PYPROJECT["project"] and not TOOLS.keys() & (GPU.keys() | CPU.keys())
-    optional = re.findall(r"^# optional: flash-attn==\d\S*$", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
-    assert len(optional) == 1 and "flash-attn" not in GPU
 
 
 def test_python_range_is_the_same_everywhere():
@@ -146,7 +144,6 @@ FULL_DISK = {"df": "printf 'head\\nfs 9 9 1000000 9%% /\\n'"}
     [
         (["--nonsense"], {}, {}, 2, "unknown option"),
         (["--cpu", "--gpu"], {}, {}, 2, "exclude each other"),
-        (["--cpu", "--flash-attn"], {}, {}, 2, "needs the GPU set"),
         (["--cpu"], {"PYTHON": "/nonexistent/python"}, {}, 3, "tried: /nonexistent/python"),
         (["--cpu"], {"PYTHON": None}, OLD, 3, "apt install python3.12"),
         (["--cpu"], {"PYTHON": "bare-python"}, {"bare-python": BARE}, 3, f"apt install python3.{sys.version_info[1]}-venv"),

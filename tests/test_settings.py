@@ -46,7 +46,7 @@ REFUSED = [
     ("OVERWRITE", "2", "1 or 0", "not a boolean"),
     ("NUM_GENERATIONS", "1", "at least 2", "a group of one compares nothing"),
     ("TOP_P", "1.01", "at most 1", "no probability"),
-    ("LOSS_TYPE", "bpno", "nearest: bnpo", "transposed"),
+    ("LOSS_TYPE", "bpno", "the nearest is bnpo", "transposed"),
     ("PROMPT_DATE", "2025-02-30", "a date", "no such day"),
     ("MICRO_BATCH", "automatic", "whole number or auto", "neither auto nor a number"),
     ("VLLM_GPU_MEM", "half", "a number or auto", "the same of a share"),

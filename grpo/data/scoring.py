@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
 import importlib
 import inspect
 import math
@@ -17,7 +16,7 @@ from typing import Any
 
 import rewards
 from grpo.data.files import Row, flat_rows, no_actions, reward_columns
-from grpo.settings import Problems, Settings, listed
+from grpo.settings import Problems, Settings, listed, nearest
 
 
 def reward_specs(text: str) -> list[tuple[str, float]]:
@@ -44,9 +43,8 @@ def load_reward(name: str) -> Callable[..., Sequence[float | None]]:
     if name in rewards.REWARD_FUNCTIONS:
         return rewards.REWARD_FUNCTIONS[name]
     if not colon:
-        near = difflib.get_close_matches(name, rewards.REWARD_FUNCTIONS, 1)
-        known = ", ".join(rewards.REWARD_FUNCTIONS)
-        raise ValueError(f"{name!r} is unknown (there are {known}" + (f"; nearest: {near[0]}" if near else "") + ")")
+        known = rewards.REWARD_FUNCTIONS
+        raise ValueError(f"{name!r} is unknown (there are {', '.join(known)}{nearest(name, known)})")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:

@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 import platform
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,13 +32,7 @@ from grpo.preflight.machine import (
 )
 from grpo.preflight.memory import LORA_RANKS, Plan, Shapes, memory_advice, memory_shortfall
 from grpo.run.folder import RunState, existing_parent, inspect_run
-from grpo.settings import Problems, Settings, listed, load_settings
-
-
-def nearest(word: str, known: Sequence[str]) -> str:
-    """The end of a sentence that names the word which was probably meant, or nothing."""
-    near = difflib.get_close_matches(word, known, 1)
-    return f", the nearest is {near[0]}" if near else ""
+from grpo.settings import Problems, Settings, listed, load_settings, nearest
 
 
 def check_attention(settings: Settings, machine: Machine, problems: Problems) -> None:

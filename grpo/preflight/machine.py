@@ -24,7 +24,7 @@ GIB = 2**30
 # ATTN_IMPL -> (distribution, how to install it). What transformers would take in their place knows no sinks in its backward
 # pass (https://github.com/huggingface/transformers/pull/42736); see grpo/model/attention.py.
 FLASH_PACKAGES = {
-    "flash_attention_2": ("flash-attn", "bash scripts/setup.sh --flash-attn"),
+    "flash_attention_2": ("flash-attn", "build it from source"),
     "flash_attention_3": ("flash-attn-3", "build it from source, for Hopper cards"),
     "flash_attention_4": ("flash-attn-4", "pip install --no-deps flash-attn-4==4.0.0b26 quack-kernels==0.6.1"),
 }

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 
@@ -32,7 +31,7 @@ def my_rewards(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("actoin", "nearest: action"),
+        ("actoin", "the nearest is action"),
         ("action=high", "weight 'high' of 'action' is not a finite number"),
         ("action=inf", "not a finite number"),
         ("", "no reward function"),
@@ -108,8 +107,7 @@ def test_what_a_reward_may_return(result, message, kind, tmp_path, monkeypatch):
     reward = reward_callable(f"{name}:score", Settings())
     expected = pytest.raises(RuntimeError, match=f"REWARDS: {name}:score {message}")
     with expected if message else contextlib.nullcontext():
-        result = reward(["a", "b", "c"])
-        assert len(result if kind == "def" else asyncio.run(result)) == 3
+        assert len(reward(["a", "b", "c"])) == 3
 
 
 def test_rates_of_completions():

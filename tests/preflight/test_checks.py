@@ -22,7 +22,7 @@ from grpo.settings import Problems, Settings
 
 CONFLICTS = [
     ({"GENERATION_BATCH": 5}, CPU, ["GENERATION_BATCH: 5 does not divide", "12 x 8 = 96", "nearest that does is 4"]),
-    ({"ATTN_IMPL": "torch_flahs"}, H100, ["'torch_flahs' is unknown, the nearest is torch_flash", "flash_attention_3"]),
+    ({"ATTN_IMPL": "torch_flahs"}, H100, ["'torch_flahs' is unknown; the nearest is torch_flash", "flash_attention_3"]),
     ({"ATTN_IMPL": "torch_flash"}, CPU, ["needs a GPU"]),
     ({"ATTN_IMPL": "flash_attention_3"}, dataclasses.replace(H100, capability=8.0), ["made for Hopper"]),
     ({"ATTN_IMPL": "flash_attention_4"}, dataclasses.replace(H100, capability=8.9), ["needs compute capability 9.0"]),
