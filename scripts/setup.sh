@@ -111,15 +111,9 @@ if [ "$kind" = gpu ]; then
     elif ! [ "${driver%%.*}" -ge "$MIN_DRIVER" ] 2>/dev/null; then
         warn "the NVIDIA driver is $driver; torch here is built for CUDA 13, which needs driver $MIN_DRIVER or newer"
     fi
-    # With an older C library two packages have no wheel (llguidance on x86_64, pynvvideocodec on aarch64).
-    case "$(uname -m)" in
-        x86_64) min_glibc=2.31 ;;
-        aarch64) min_glibc=2.34 ;;
-        *) die 4 "the GPU set has wheels for x86_64 and aarch64 only, this machine is $(uname -m)" ;;
-    esac
+    # With an older C library packages have no wheel: llguidance below 2.31 on x86_64, pynvvideocodec below 2.34 on aarch64.
     glibc=$(getconf GNU_LIBC_VERSION 2>/dev/null | cut -d' ' -f2) || glibc="0 (another C library)"
-    printf '%s\n' "$min_glibc" "$glibc" | sort -CV ||
-        die 4 "the GPU set needs glibc $min_glibc or newer, this is $glibc (Ubuntu 22.04 is new enough)"
+    printf '%s\n' 2.34 "$glibc" | sort -CV || die 4 "the GPU set needs glibc 2.34 or newer (Ubuntu 22.04), this is $glibc"
     # Triton compiles a small C launcher at run time: without a compiler and Python's headers training dies minutes in.
     command -v gcc >/dev/null || command -v clang >/dev/null || die 4 "no C compiler: apt install build-essential"
     headers=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')

@@ -11,7 +11,6 @@ all tests and rewards.py's doctests; with file names only those.
   bash scripts/test.sh                        everything
   bash scripts/test.sh -m 'not slow' -x       whatever pytest takes
   bash scripts/test.sh tests/test_rewards.py  one file
-  bash scripts/test.sh -n 0 --pdb             in one process
   bash scripts/test.sh --setup-only           make the environment, print its Python, run nothing
 
 VENV=DIR chooses the environment's folder (.venv; .venv-cpu where .venv holds the GPU set).

@@ -3,15 +3,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
-from machines import CPU, H100
 
 from grpo.preflight import choices
 from grpo.preflight.choices import choose_attention, choose_epsilon_high, choose_loss, choose_packing
-from grpo.preflight.hub import REAL_CONFIG
-from grpo.preflight.memory import Shapes, choose_experts
 from grpo.settings import FIELDS, Settings
 
 CHOSEN = [
@@ -42,31 +37,6 @@ PACKED = [
 def test_packing_choice(requested, attention, gpus, chosen):
     packing, reason = choose_packing(requested, attention, gpus)
     assert packing == chosen and (reason == "set by PACKING") is (requested is not None)
-
-
-def shapes(machine, checkpoint=12.9):
-    return Shapes(REAL_CONFIG, machine, 940, "torch_flash", "prefix", checkpoint)
-
-
-def test_experts_choice():
-    """BF16 where it fits with micro-batches and cache as large as with quantized experts."""
-    wide, quantized = shapes(H100, None).plans(Settings()).values()
-    same = dataclasses.replace(quantized, micro_batch=wide.micro_batch)
-    assert choose_experts(None, True, wide, same, 79.0)[0] == "bf16"
-    assert choose_experts(None, True, wide, same, wide.peak - 1)[0] == "mxfp4"
-    larger = dataclasses.replace(quantized, micro_batch=wide.micro_batch + 1)
-    kind, reason = choose_experts(None, True, wide, larger, 79.0)
-    assert kind == "mxfp4" and f"micro-batches of {wide.micro_batch}" in reason
-    assert choose_experts(None, False, wide, larger, 1.0)[0] == "bf16"
-    assert choose_experts("bf16", True, wide, larger, 1.0) == ("bf16", "as EXPERTS says")
-
-
-def test_the_plan_is_that_of_the_chosen_experts():
-    small = shapes(dataclasses.replace(H100, gpu_free=50.0))
-    assert small.choose_experts(Settings(EXPERTS=None))[0] == "mxfp4"
-    assert small.plan(Settings(EXPERTS=None)).weights < 20 and small.plan(Settings()).weights > 38
-    assert small.plan(Settings()).engine and small.plan(Settings(USE_VLLM=False)).engine is None
-    assert shapes(CPU).choose_experts(Settings(EXPERTS=None))[0] == "mxfp4", "a CPU plans with its own free memory"
 
 
 def test_loss_choice():

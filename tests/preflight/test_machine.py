@@ -43,20 +43,12 @@ def test_the_gpu_that_nvidia_smi_shows(monkeypatch, claimed_gpu):
 
 
 def test_a_container_has_the_memory_of_its_limit(tmp_path, monkeypatch):
-    def write(folder, **files):
-        folder.mkdir(exist_ok=True)
-        for name, text in files.items():
-            (folder / name.replace("__", ".")).write_text(f"{text}\n")
-
     assert cgroup_free(tmp_path) == math.inf
-    write(tmp_path, memory__max="max", memory__current=3 * 2**30, memory__stat=f"anon 5\ninactive_file {2**30}")
-    assert cgroup_free(tmp_path) == math.inf
-    write(tmp_path, memory__max=10 * 2**30)
-    assert cgroup_free(tmp_path) == 8.0
-    (tmp_path / "memory.max").unlink()
-    old = {"memory__limit_in_bytes": 4 * 2**30, "memory__usage_in_bytes": 3 * 2**30}
-    write(tmp_path / "memory", **old, memory__stat="total_inactive_file 0")
-    assert cgroup_free(tmp_path) == 1.0
+    (tmp_path / "memory.current").write_text(f"{3 * 2**30}\n")
+    (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {2**30}\n")
+    for limit, free in (("max", math.inf), (10 * 2**30, 8.0)):
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+        assert cgroup_free(tmp_path) == free
     monkeypatch.setattr(psutil, "virtual_memory", lambda: types.SimpleNamespace(available=2 * 2**30))
     for limit, free in ((1.0, 1.0), (math.inf, 2.0)):
         monkeypatch.setattr("grpo.preflight.machine.cgroup_free", lambda limit=limit: limit)

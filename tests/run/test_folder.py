@@ -129,7 +129,7 @@ def test_no_checkpoint_with_an_adapter_is_deleted(tmp_path):
     (folder / "checkpoint-4-mine").mkdir()
     (folder / "superseded-checkpoint-4").mkdir()
     state, problems = inspect(settings)
-    prepare_run(state, settings, {}, {})
+    prepare_run(state, settings, {})
     assert not problems and state.step == 2
     assert sorted(path.name for path in folder.glob("*checkpoint-*")) == [
         "checkpoint-2", "checkpoint-4-mine", "superseded-checkpoint-4", "superseded-checkpoint-4.2",

@@ -230,13 +230,13 @@ def test_packed_experts_are_found_by_the_id_of_a_hub_model(tiny, tmp_path):
                 "HF_HUB_CACHE": tmp_path / "hub", "MAX_COMPLETION_LEN": 12, "REASONING_EFFORT": "low"}  # fmt: skip
     done = run_script(**SETTINGS | settings)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "experts       mxfp4" in done.stdout and "complete: 1 steps" in done.stdout
+    assert "EXPERTS                mxfp4" in done.stdout and "complete: 1 steps" in done.stdout
 
 
 def test_raising_the_steps_of_a_finished_run_makes_it_unfinished(tmp_path):
     """Ended after that, nothing says any more that it is complete."""
     (tmp_path / COMPLETE).write_text('{"steps": 6}')
-    prepare_run(RunState(tmp_path, 6, tmp_path / "checkpoint-6", exists=True), Settings(TOTAL_STEPS=8), {}, {})
+    prepare_run(RunState(tmp_path, 6, tmp_path / "checkpoint-6", exists=True), Settings(TOTAL_STEPS=8), {})
     assert not (tmp_path / COMPLETE).exists()
 
 
