@@ -6,14 +6,14 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
+from conftest import ROOT
+from machines import package_problems
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).resolve().parent.parent
 SHELL_SCRIPTS = [*sorted(f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*.sh")), ".ci/run"]
 # vLLM pins the GPU set's torch and torch pins its triton, so these two may differ; nothing else may.
 MAY_DIFFER = {"torch", "triton"}
@@ -52,6 +52,12 @@ def test_the_sets_are_in_step():
     assert {name for name in common if GPU[name].specifier != CPU[name].specifier} <= MAY_DIFFER
     assert not CPU.keys() & {"vllm", "kernels", "flash-attn"}
     assert "dependencies" not in PYPROJECT["project"] and not TOOLS.keys() & (GPU.keys() | CPU.keys())
+
+
+@pytest.mark.parametrize("found", [GPU, CPU])
+def test_the_pins_are_inside_the_tested_ranges(found):
+    pins = {requirement.name: next(iter(requirement.specifier)).version for requirement in found.values()}
+    assert not package_problems(pins, use_vllm="vllm" in pins)
 
 
 def test_python_range_is_the_same_everywhere():
