@@ -7,16 +7,7 @@ import pytest
 from conftest import ROOT
 
 from grpo.data.files import read_csv
-from grpo.preflight.choices import (
-    attention_warning,
-    choose_attention,
-    choose_closed_loop,
-    choose_epsilon_high,
-    choose_loss,
-    choose_packing,
-    choose_rollouts,
-    plan_closed_loop,
-)
+from grpo.preflight import choices
 from grpo.settings import FIELDS, Problems, Settings
 
 CHOSEN = [
@@ -30,10 +21,10 @@ CHOSEN = [
 
 @pytest.mark.parametrize(("requested", "gpus", "capability", "installed", "chosen"), CHOSEN)
 def test_attention_choice_says_why(requested, gpus, capability, installed, chosen):
-    attention, reason = choose_attention(requested, gpus, capability, installed)
+    attention, reason = choices.choose_attention(requested, gpus, capability, installed)
     assert attention == chosen and len(reason) > 10
     assert (reason == "set by ATTN_IMPL") is (requested != "auto")
-    warning = attention_warning(attention) or ""
+    warning = choices.attention_warning(attention) or ""
     assert ("gradients may be wrong" in warning and f"ATTN_IMPL={chosen}" in warning) is ("/" in chosen)
 
 
@@ -45,7 +36,7 @@ PACKED = [
 
 @pytest.mark.parametrize(("requested", "attention", "gpus", "chosen"), PACKED)
 def test_packing_choice(requested, attention, gpus, chosen):
-    packing, reason = choose_packing(requested, attention, gpus)
+    packing, reason = choices.choose_packing(requested, attention, gpus)
     assert packing == chosen and (reason == "set by PACKING") is (requested is not None)
 
 
@@ -58,20 +49,20 @@ ROLLOUTS = [
 
 @pytest.mark.parametrize(("requested", "gpus", "tiny", "vllm", "uses", "words"), ROLLOUTS)
 def test_choose_rollouts(requested, gpus, tiny, vllm, uses, words):
-    chosen, reason = choose_rollouts(requested, gpus, tiny, vllm)
+    chosen, reason = choices.choose_rollouts(requested, gpus, tiny, vllm)
     assert chosen is uses and words in reason
 
 
 def test_loss_choice():
     """Liger's loss for every type but the one that it normalizes otherwise."""
-    kinds = {name: choose_loss(name)[0] for name in FIELDS["LOSS_TYPE"].metadata["choices"]}
+    kinds = {name: choices.choose_loss(name)[0] for name in FIELDS["LOSS_TYPE"].metadata["choices"]}
     assert kinds == dict.fromkeys(kinds, "liger") | {"luspo": "trl"}
 
 
 def test_clip_range_choice():
-    assert choose_epsilon_high(Settings(EPSILON=0.1))[0] == 0.1
-    assert choose_epsilon_high(Settings(EPSILON_HIGH=0.3))[0] == 0.3
-    assert choose_epsilon_high(Settings(LOSS_TYPE="cispo"))[0] == 5.0
+    assert choices.choose_epsilon_high(Settings(EPSILON=0.1))[0] == 0.1
+    assert choices.choose_epsilon_high(Settings(EPSILON_HIGH=0.3))[0] == 0.3
+    assert choices.choose_epsilon_high(Settings(LOSS_TYPE="cispo"))[0] == 5.0
 
 
 CLOSED_LOOP = [
@@ -84,20 +75,20 @@ CLOSED_LOOP = [
 
 @pytest.mark.parametrize(("change", "kind", "engine", "chosen", "runs", "words"), CLOSED_LOOP)
 def test_whether_the_closed_loop_runs(change, kind, engine, chosen, runs, words):
-    result = choose_closed_loop(Settings(**change), kind, engine, chosen)
+    result = choices.choose_closed_loop(Settings(**change), kind, engine, chosen)
     assert result[0] is runs and words in result[1]
 
 
 def test_the_plan_reads_the_profiles_and_names_their_problems(tmp_path, good_csv):
     problems, settings = Problems(), Settings()
     rows = read_csv(ROOT / "data" / "tes_heldout.csv", problems)
-    plan = plan_closed_loop(settings, rows, True, False, problems)
+    plan = choices.plan_closed_loop(settings, rows, True, False, problems)
     assert plan.prompt == "full" and len(plan.cases) == 5 and plan.profiles == ("data/profile_heldout.csv",)
     assert not problems and "5 windows x 4 runs" in plan.reason
-    other = plan_closed_loop(settings, read_csv(good_csv, problems), True, True, problems)
+    other = choices.plan_closed_loop(settings, read_csv(good_csv, problems), True, True, problems)
     assert not other.prompt and "not those of the plant" in other.reason and not problems
     (tmp_path / "bad.csv").write_text("datetime,co2,load\n2025-07-01 08:00,410,3\n")
     settings = Settings(EVAL_PROFILE=f"{tmp_path}/bad.csv,{tmp_path}/none.csv")
-    assert not plan_closed_loop(settings, rows, True, False, problems).prompt
+    assert not choices.plan_closed_loop(settings, rows, True, False, problems).prompt
     text = "\n".join(problems)
     assert "none.csv" in text and "bad.csv, row 1 (line 2), column 'co2': '410' is more than 2 kg/kWh" in text

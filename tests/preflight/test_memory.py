@@ -16,24 +16,14 @@ from peft import LoraConfig, get_peft_model
 
 import train_grpo
 from grpo.model.load import load_model
+from grpo.preflight import memory
 from grpo.preflight.hub import DOWNLOAD_GIB, REAL_CONFIG
 from grpo.preflight.machine import GIB
-from grpo.preflight.memory import (
-    ASLEEP_GIB,
-    MICRO_BATCH_TOKENS,
-    Shapes,
-    bucket,
-    capture_sizes,
-    memory_advice,
-    memory_shortfall,
-    micro_batch_tokens,
-    plan_memory,
-)
 from grpo.settings import MAY_CHANGE, Settings, parse_value
 
 
 def plan(machine=H100, prompt_len=940, checkpoint=None, **changes):
-    return plan_memory(Settings(**changes), REAL_CONFIG, machine, prompt_len, "eager", checkpoint)
+    return memory.plan_memory(Settings(**changes), REAL_CONFIG, machine, prompt_len, "eager", checkpoint)
 
 
 def test_quantized_experts_weigh_less():
@@ -56,7 +46,7 @@ def test_learning_by_hand():
     """76 tokens of prompt and one completion of 81,844: a bucket of 81,920 tokens. A token takes 2 x 2,880 x 24 bytes of
     kept states and 248,320 of one layer's backward pass; beside them lie 39.1 GiB."""
     settings = Settings(MAX_COMPLETION_LEN=81_844)
-    chosen = plan_memory(settings, REAL_CONFIG, H100, 76, "torch_flash", packing="prefix")
+    chosen = memory.plan_memory(settings, REAL_CONFIG, H100, 76, "torch_flash", packing="prefix")
     assert chosen.micro_batch == 1
     assert chosen.learning == pytest.approx(81_920 * (2 * 2880 * 24 + 248_320) / GIB + 0.1)
     assert chosen.learning_peak == pytest.approx(chosen.learning + 39.0, abs=0.1)
@@ -67,8 +57,8 @@ def test_a_micro_batch_is_as_large_as_pays():
     for length, packing, most in ((24, "prefix", 256), (512, "prefix", 64), (4000, "prefix", 8), (512, "none", 32)):
         settings = Settings(PROMPTS_PER_STEP=32, NUM_GENERATIONS=8, MAX_COMPLETION_LEN=length)
         arguments = settings, REAL_CONFIG, dataclasses.replace(H100, gpu_free=2000.0), 940, "torch_flash"
-        assert plan_memory(*arguments, packing=packing).micro_batch == most
-        assert micro_batch_tokens(settings, most, 940, packing == "prefix") <= MICRO_BATCH_TOKENS
+        assert memory.plan_memory(*arguments, packing=packing).micro_batch == most
+        assert memory.micro_batch_tokens(settings, most, 940, packing == "prefix") <= memory.MICRO_BATCH_TOKENS
 
 
 @given(st.integers(1, 30), st.integers(2, 16), st.floats(1, 200))
@@ -84,21 +74,21 @@ def test_lora_size_is_pefts_own(tiny):
     settings = Settings(MODEL_ID="tiny", LORA_R=3)
     model = get_peft_model(load_model(str(tiny), config, "eager"), LoraConfig(**train_grpo.lora_options(settings)))
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    adapter = plan_memory(settings, config, CPU, 100, "eager").adapter
+    adapter = memory.plan_memory(settings, config, CPU, 100, "eager").adapter
     assert adapter * GIB == pytest.approx(trainable * 16)
 
 
 def test_a_tenth_of_the_gpu_stays_free_and_the_sleeping_engine_takes_its_part():
-    chosen = plan_memory(Settings(MICRO_BATCH=24), REAL_CONFIG, H100, 940, "torch_flash", 13.8, "prefix")
-    assert chosen.learning_peak == pytest.approx(chosen.weights + chosen.adapter + chosen.learning + ASLEEP_GIB)
+    chosen = memory.plan_memory(Settings(MICRO_BATCH=24), REAL_CONFIG, H100, 940, "torch_flash", 13.8, "prefix")
+    assert chosen.learning_peak == pytest.approx(chosen.weights + chosen.adapter + chosen.learning + memory.ASLEEP_GIB)
     assert chosen.peak == chosen.learning_peak > chosen.rollout_peak
     for share, words in ((0.91, "learning in micro-batches of 24 would need"), (0.89, "")):
-        shortfall = memory_shortfall(chosen, dataclasses.replace(H100, gpu_free=chosen.peak / share))
+        shortfall = memory.memory_shortfall(chosen, dataclasses.replace(H100, gpu_free=chosen.peak / share))
         assert shortfall.startswith(words) and bool(shortfall) is bool(words)
 
 
 def shapes_on(machine, config=REAL_CONFIG):
-    return Shapes(config, machine, 930, "torch_flash", "prefix", 12.9)
+    return memory.Shapes(config, machine, 930, "torch_flash", "prefix", 12.9)
 
 
 ADVICE = [
@@ -115,8 +105,8 @@ ADVICE = [
 @pytest.mark.parametrize(("free", "changes", "resumed", "alone"), ADVICE)
 def test_a_refusal_names_what_alone_fits(free, changes, resumed, alone):
     machine, settings = dataclasses.replace(H100, gpu_free=free), Settings(**changes)
-    assert memory_shortfall(shapes_on(machine).plan(settings), machine)
-    advice = memory_advice(settings, shapes_on(machine), resumed)
+    assert memory.memory_shortfall(shapes_on(machine).plan(settings), machine)
+    advice = memory.memory_advice(settings, shapes_on(machine), resumed)
     named = re.findall(r"([A-Z_]+)=(\w+)", advice)
     if not alone:
         assert "together if need be: EXPERTS=mxfp4, USE_VLLM=0" in advice
@@ -125,7 +115,7 @@ def test_a_refusal_names_what_alone_fits(free, changes, resumed, alone):
         assert [name for name, _ in named] == alone and advice.endswith(" fits")
         for name, value in named:
             changed = dataclasses.replace(settings, **{name: parse_value(name, value)})
-            assert not memory_shortfall(shapes_on(machine).plan(changed), machine), name
+            assert not memory.memory_shortfall(shapes_on(machine).plan(changed), machine), name
     assert not resumed or {name for name, _ in named} <= MAY_CHANGE
 
 
@@ -134,12 +124,12 @@ def test_where_no_setting_helps_it_says_so():
     cases = (12.0, Settings(), REAL_CONFIG, False), (30.0, Settings(), bf16, False), (60.0, kept, REAL_CONFIG, True)
     for free, settings, config, resumed in cases:  # too small; nothing to quantize to; a setting that may not change
         shapes = shapes_on(dataclasses.replace(H100, gpu_free=free), config)
-        assert "No setting helps on this GPU" in memory_advice(settings, shapes, resumed)
+        assert "No setting helps on this GPU" in memory.memory_advice(settings, shapes, resumed)
 
 
 def test_buckets_and_micro_batches_by_hand():
-    assert [bucket(n) for n in (5, 100, 1000, 5026)] == [32, 128, 1024, 5120]
-    assert micro_batch_tokens(Settings(NUM_GENERATIONS=8, MAX_COMPLETION_LEN=100), 16, 50, share=True) == 1700
+    assert [memory.bucket(n) for n in (5, 100, 1000, 5026)] == [32, 128, 1024, 5120]
+    assert memory.micro_batch_tokens(Settings(NUM_GENERATIONS=8, MAX_COMPLETION_LEN=100), 16, 50, share=True) == 1700
 
 
 def vllm_plan(machine=H100, **changes):
@@ -177,7 +167,7 @@ def test_a_share_and_little_room_shrink_the_cache():
 
 @given(st.integers(1, 4096))
 def test_capture_sizes(most):
-    sizes = capture_sizes(most)
+    sizes = memory.capture_sizes(most)
     assert list(sizes) == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == most
     # A batch runs in the next larger graph: its own up to 16, at most a quarter more from there on.
     assert sizes[:16] == tuple(range(1, min(most, 16) + 1))

@@ -17,7 +17,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import run_script
-from peft import PeftModel
 from runs import SETTINGS, environment
 from safetensors import SafetensorError
 
@@ -74,9 +73,9 @@ def test_a_signal_in_an_evaluation_ends_it_at_once(run_here, monkeypatch, tmp_pa
         assert (tmp_path / "run.zip").exists() and not (tmp_path / "run" / COMPLETE).exists()
 
 
-@pytest.mark.parametrize("moment", ["optimizer", "adapter", "zip"])
+@pytest.mark.parametrize("moment", ["optimizer", "zip"])
 def test_a_full_disk_is_named(run_here, monkeypatch, tmp_path, moment):
-    """At step 4, with a checkpoint at 2: what torch, safetensors and the system raise, and what the same command does."""
+    """At step 4, with a checkpoint at 2: what torch and the system raise, and what the same command does."""
     folder = tmp_path / "run"
 
     def failing(real, error):
@@ -89,13 +88,10 @@ def test_a_full_disk_is_named(run_here, monkeypatch, tmp_path, moment):
 
     full = OSError(errno.ENOSPC, "No space left on device")
     torchs = RuntimeError("[enforce fail at inline_container.cc:668] . unexpected pos 64 vs 0")
-    rusts = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
     with monkeypatch.context() as patch:
         if moment == "optimizer":
             patch.setattr(torch, "save", failing(torch.save, torchs))
             patch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(total=1 << 40, used=1, free=0 if place == str(folder) else 1 << 40))  # fmt: skip
-        elif moment == "adapter":
-            patch.setattr(PeftModel, "save_pretrained", failing(PeftModel.save_pretrained, rusts))
         else:
             patch.setattr(zipfile.ZipFile, "write", failing(zipfile.ZipFile.write, full))
         # SAVE_STEPS=2, so that the last step is the second checkpoint.
@@ -124,6 +120,8 @@ def test_which_errors_are_a_full_disk(monkeypatch, tmp_path):
     usage()
     assert full_disk(OSError(errno.EDQUOT, "x"), tmp_path) == ours
     assert full_disk(OSError(errno.ENOENT, "x"), tmp_path) is None
+    rusts = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    assert full_disk(rusts, tmp_path) == ours
     wrapped = RuntimeError("REWARDS: mine raised")
     wrapped.__cause__ = full
     assert full_disk(wrapped, tmp_path) == ours
@@ -136,6 +134,16 @@ def test_a_full_disk_under_training_log_prints_no_traceback(tmp_path, capfd, qui
     run_log.info("one line")
     out, err = capfd.readouterr()
     assert out.endswith("one line\n") and "Logging error" not in err
+
+
+def test_out_of_memory_names_the_next_smaller_micro_batch(run_here, monkeypatch, tmp_path):
+    def no_memory(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
+
+    monkeypatch.setattr("train_grpo.train", no_memory)
+    code, log = run_here(MICRO_BATCH=6)
+    assert code == 1 and "out of memory: CUDA out of memory. Tried" in log and "MICRO_BATCH=3" in log
+    assert (tmp_path / "run.zip").exists()
 
 
 def test_any_other_error_ends_with_what_the_same_command_does(run_here, user_module, tmp_path):

@@ -121,10 +121,12 @@ def test_no_checkpoint_with_an_adapter_is_deleted(tmp_path):
     settings, folder = run_dir(tmp_path)
     strip(folder, 4)
     (folder / "checkpoint-4-mine").mkdir()
+    (folder / COMPLETE).write_text('{"steps": 2}')
     (folder / "superseded-checkpoint-4").mkdir()
     state, problems = inspect(settings)
     prepare_run(state, settings, {})
     assert not problems and state.step == 2
+    assert not (folder / COMPLETE).exists(), "ended after this, nothing says any more that the run is complete"
     assert sorted(path.name for path in folder.glob("*checkpoint-*")) == [
         "checkpoint-2", "checkpoint-4-mine", "superseded-checkpoint-4", "superseded-checkpoint-4.2",
     ]  # fmt: skip

@@ -12,19 +12,11 @@ import time
 
 import pytest
 from conftest import ROOT, SCRIPT
-from runs import ASKED, environment, finish, go_on, has_line, interrupted, start_held, wait_until
+from runs import ASKED, environment, finish, go_on, has_line, start_held, wait_until
 
 import train_grpo
 from grpo.run.folder import COMPLETE, last_checkpoint
 from grpo.run.signals import StopRequest
-
-
-def test_ctrl_c_ends_the_run_after_its_step(tiny, tmp_path):
-    """SIGTERM: test_run.py, SIGHUP: below. The same command would delete a run that was started with OVERWRITE=1."""
-    folder = tmp_path / "run"
-    output = interrupted(start_held(folder, 1, OVERWRITE=1), folder, signal.SIGINT)
-    assert "the same command WITHOUT OVERWRITE=1 continues from step 2" in output
-    assert last_checkpoint(folder)[0] == 2 and (tmp_path / "run.zip").exists()
 
 
 def test_a_lost_terminal_does_not_keep_the_run_from_saving(tiny, tmp_path):
