@@ -20,14 +20,8 @@ HELP
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 setup_only=no
 case "${1:-}" in
-    --help | -h)
-        usage
-        exit 0
-        ;;
-    --setup-only)
-        setup_only=yes
-        shift
-        ;;
+    --help | -h) usage && exit 0 ;;
+    --setup-only) setup_only=yes && shift ;;
 esac
 
 # The tests are written for the CPU set's versions, and a GPU environment is not to be changed for their sake.

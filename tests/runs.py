@@ -62,9 +62,7 @@ def wait_until(true: Callable[[], bool], process: subprocess.Popen | None = None
 def assert_same_run(folder: Path, whole: Path) -> None:
     """Every row that does not measure time is what the uninterrupted run wrote, and so is the adapter, bit for bit."""
     assert (folder / "completions.csv").read_bytes() == (whole / "completions.csv").read_bytes()
-    one, two = (
-        [[row[name] for name in METRICS if not name.endswith(("_s", "time"))] for row in read_csv(run / "metrics.csv")]
-        for run in (folder, whole)
-    )
+    columns = [name for name in METRICS if not name.endswith(("_s", "time"))]
+    one, two = ([[row[name] for name in columns] for row in read_csv(run / "metrics.csv")] for run in (folder, whole))
     assert one == two
     assert (folder / ADAPTER).read_bytes() == (whole / ADAPTER).read_bytes()

@@ -27,7 +27,6 @@ CONFLICTS = [
     ({"ATTN_IMPL": "torch_flahs"}, H100, ["'torch_flahs' is unknown; the nearest is torch_flash", "flash_attention_3"]),
     ({"ATTN_IMPL": "torch_flash"}, CPU, ["needs a GPU"]),
     ({"ATTN_IMPL": "flash_attention_3"}, dataclasses.replace(H100, capability=8.0), ["made for Hopper"]),
-    ({"ATTN_IMPL": "flash_attention_4"}, dataclasses.replace(H100, capability=8.9), ["needs compute capability 9.0"]),
     ({"ATTN_IMPL": "org/kernel", "PACKING": "prefix"}, H100, ["PACKING: org/kernel takes padded rows only"]),
     ({}, dataclasses.replace(H100, capability=7.5), ["GPU: ", "compute capability 7.5"]),
     ({"TEMPERATURE": 2.1}, H100, ["takes at most 2"]),

@@ -81,9 +81,8 @@ def test_wandb_is_logged_in_before_anything_starts(tmp_path, monkeypatch):
     problems = Problems()
     machine.check_trackers(Settings(REPORT_TO="trackio,wandb"), home, problems)
     assert "wandb has no API key" in only(problems) and "WANDB_MODE=offline" in only(problems)
-    for variable in ({"WANDB_API_KEY": "k"}, {"WANDB_MODE": "offline"}, {"WANDB_DISABLED": "true"}):
-        assert machine.wandb_can_start(home | variable)
-    assert not machine.wandb_can_start(home | {"WANDB_MODE": "online"})
+    for variable, value in (("API_KEY", "k"), ("MODE", "offline"), ("DISABLED", "true"), ("MODE", "online")):
+        assert machine.wandb_can_start(home | {f"WANDB_{variable}": value}) is (value != "online")
     (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password secret\n")
     assert machine.wandb_can_start(home)
     assert not machine.wandb_can_start(home | {"WANDB_BASE_URL": "https://wandb.example.org/"})

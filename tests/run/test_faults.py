@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs that fail, or are ended while they evaluate, or learn nothing; what they say of it and what they leave."""
+"""Runs that fail, learn nothing, or are asked to end; what they say of it and what they leave."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import pty
 import shutil
 import signal
 import sys
@@ -16,15 +18,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import run_script
-from runs import SETTINGS, environment
+from conftest import ROOT, SCRIPT, run_script
+from runs import ASKED, SETTINGS, environment, finish, go_on, has_line, start_held, wait_until
 from safetensors import SafetensorError
 
 import train_grpo
 from grpo.evaluate import heldout
 from grpo.run.archive import model_card
-from grpo.run.folder import COMPLETE, full_disk
+from grpo.run.folder import COMPLETE, full_disk, last_checkpoint
 from grpo.run.logs import start_logging
+from grpo.run.signals import StopRequest
 from grpo.settings import Settings
 from grpo.settings import log as run_log
 
@@ -186,4 +189,76 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path):
     done = run_script(**SETTINGS | {"OUTPUT_DIR": tmp_path / "run", "MODEL_ID": "tiny", "XDG_CACHE_HOME": "/dev/null"})
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "MODEL_ID=tiny: the tiny model cannot be made" in done.stderr and "XDG_CACHE_HOME=" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_lost_terminal_does_not_keep_the_run_from_saving(tiny, tmp_path):
+    """The real thing: the run on a terminal of its own, whose other end is closed. Every write to it fails then, and the
+    kernel sends SIGHUP."""
+    folder = tmp_path / "run"
+    child, terminal = pty.fork()
+    if not child:
+        os.chdir(ROOT)
+        os.execve(sys.executable, [sys.executable, str(SCRIPT)], environment(folder, SAVE_STEPS=99, HOLD_AT=2))
+    os.set_blocking(terminal, False)
+    while not folder.with_name("held").exists():
+        with contextlib.suppress(BlockingIOError):
+            os.read(terminal, 1 << 16)
+        time.sleep(0.01)
+    os.close(terminal)
+    wait_until(lambda: has_line(folder))
+    go_on(folder)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 129
+    log = (folder / "training.log").read_text(encoding="utf-8")
+    assert last_checkpoint(folder)[0] == 2 and (tmp_path / "run.zip").exists()
+    assert "the same command continues from step 2" in log and "Traceback" not in log
+
+
+def test_neither_nohup_nor_a_reader_that_is_gone_ends_the_run(tiny, tmp_path):
+    """`nohup train_grpo.py | tee log`, the terminal is closed and the reader ends."""
+    folder = tmp_path / "run"
+    # What Python cannot flush at its end is exit code 120.
+    process = start_held(folder, 1, "nohup", TOTAL_STEPS=3, PYTHONUNBUFFERED="")
+    process.send_signal(signal.SIGHUP)
+    process.stdout.close()
+    go_on(folder)
+    assert process.wait() == 0 and (folder / COMPLETE).exists() and has_line(folder, "complete: 3 steps")
+
+
+def test_a_second_hang_up_is_ignored_and_a_second_ctrl_c_is_not():
+    """Shell and kernel both send SIGHUP."""
+    request = StopRequest()
+    request.at_once = False
+    request.receive(signal.SIGHUP)
+    request.receive(signal.SIGHUP)
+    assert request.signal == signal.SIGHUP
+    with pytest.raises(KeyboardInterrupt) as stop:
+        request.receive(signal.SIGINT)
+    assert stop.value.args == (signal.SIGINT,) and request.signal == signal.SIGHUP
+
+
+def test_a_second_ctrl_c_ends_the_run_with_one_line(tiny, tmp_path):
+    """Held in its second step, the run ends by nothing else."""
+    folder = tmp_path / "run"
+    process = start_held(folder, 1, SAVE_STEPS=1)
+    process.send_signal(signal.SIGINT)
+    wait_until(lambda: has_line(folder), process)
+    process.send_signal(signal.SIGINT)
+    output = finish(process)
+    assert process.returncode == 130 and "Traceback" not in output and "KeyboardInterrupt" not in output
+    assert output.rstrip().endswith("stopped at once; the same command continues from step 1")
+    assert len(output.split(ASKED)[1].split("\n")) <= 3
+
+
+@pytest.mark.parametrize("moment", ["preflight", "launch"])
+def test_ctrl_c_before_the_run_begins_is_one_line(monkeypatch, tmp_path, capsys, tiny, moment):
+    def stop(*arguments):
+        raise KeyboardInterrupt
+
+    for name, value in environment(tmp_path / "run").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(train_grpo, moment, stop)
+    assert train_grpo.main([]) == 130
+    assert capsys.readouterr().err.strip() == "interrupted before the run began: nothing was written to OUTPUT_DIR"
     assert not (tmp_path / "run").exists()

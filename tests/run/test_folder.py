@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a run: what may continue, what is never deleted. Run: python -m pytest tests/run/test_folder.py"""
+"""The folder of a run: what may continue, what is never deleted; its logs: rows that read back, warnings."""
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from transformers.trainer_utils import rotate_checkpoints
 from grpo.data.files import Row, data_fingerprint
 from grpo.data.scoring import load_reward
 from grpo.run.folder import CHECKPOINT_FILES, COMPLETE, inspect_run, lock_run, prepare_run, retire_checkpoint
+from grpo.run.logs import CsvLog, parse_rate_warning, reward_warning, trim_csv
 from grpo.settings import Problems, Settings
 
 ROW = Row("d.csv", 1, (("user", "x"),), (0.0, 1.0), {})
@@ -189,3 +192,47 @@ def test_folders_of_others_are_never_touched(tmp_path):
     for name in ("thesis.txt", "thesis.txt/a/b"):
         problem = only(inspect(Settings(OUTPUT_DIR=str(tmp_path / name)))[1])
         assert f"{tmp_path / 'thesis.txt'} is a file, not a folder" in problem
+
+
+def test_logs_survive_carriage_returns(tmp_path):
+    path = tmp_path / "completions.csv"
+    written = [{"step": 1, "completion": "a\rb"}, {"step": 2, "completion": 'c\r\n"d"'}]
+    CsvLog(path, ["step", "completion"]).write(written)
+    trim_csv(path, 1)
+    with path.open(newline="", encoding="utf-8") as file:
+        assert list(csv.reader(file)) == [["step", "completion"], ["1", "a\rb"]]
+
+
+def test_trimming_a_log(tmp_path):
+    path = tmp_path / "completions.csv"
+    path.write_text('step,completion\n1,"two\nlines"\n2,b\n3,c\n3,"torn off', encoding="utf-8")
+    trim_csv(path, 2)
+    assert path.read_text(encoding="utf-8") == 'step,completion\n1,"two\nlines"\n2,b\n'
+    assert (tmp_path / "completions.superseded.csv").read_text(encoding="utf-8") == "3,c\n3,torn off\n"
+    trim_csv(tmp_path / "none.csv", 1)
+
+
+EQUAL, FINE, NONE = (0.5, 1.0), (0.5, 0.9), (math.nan, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("warn", "history", "words"),
+    [
+        (parse_rate_warning, [0.1] * 4, None),
+        (parse_rate_warning, [0.1] * 5, "only 0.10"),
+        (parse_rate_warning, [0.95] * 30, None),
+        (parse_rate_warning, [0.95] * 10 + [0.7] * 5, "fell to 0.70"),
+        (parse_rate_warning, [0.95] * 10 + [0.90] * 5, None),
+        (parse_rate_warning, [0.2] * 5 + [0.9] * 5, None),
+        (reward_warning, [], None),
+        (reward_warning, [EQUAL] * 4, None),
+        (reward_warning, [FINE] * 3 + [EQUAL] * 5, "nothing is learned"),
+        (reward_warning, [EQUAL] * 9 + [FINE], None),
+        (reward_warning, [EQUAL] * 4 + [FINE] + [EQUAL] * 4, None),
+        (reward_warning, [FINE, NONE], "the reward is nan"),
+        (reward_warning, [NONE, FINE], None),
+    ],
+)
+def test_warnings(warn, history, words):
+    said = warn(history)
+    assert said is None if words is None else words in said

@@ -114,7 +114,7 @@ def test_an_unpacked_zip_is_not_touched(whole_run, tmp_path):
 
 
 def test_sigterm_saves_and_the_same_command_continues(whole_run, tmp_path):
-    """Any signal does: Ctrl-C and SIGHUP are in test_signals.py. The same command would delete this run."""
+    """Any signal does: Ctrl-C and SIGHUP are in test_faults.py. The same command would delete this run."""
     folder = tmp_path / "run"
     process = start_held(folder, 2, OVERWRITE=1)
     process.send_signal(signal.SIGTERM)
