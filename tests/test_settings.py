@@ -25,14 +25,12 @@ ACCEPTED = [
     ("TOTAL_STEPS", " 7 ", 7, "spaces around"),
     ("OVERWRITE", "yes", True, "a word for true"),
     ("OVERWRITE", "OFF", False, "a word for false, upper case"),
-    ("MICRO_BATCH", "4", 4, "a number where auto is possible"),
     ("LOSS_TYPE", "BNPO", "bnpo", "choices ignore case"),
     ("INVALID_REWARD", "nan", math.nan, "nan is allowed here"),
     ("PROMPT_DATE", "2024-02-29", "2024-02-29", "leap day"),
     ("PROMPT_DATE", "2025-1-6", "2025-01-06", "normalized: the same day is the same prompt"),
 ]
 REFUSED = [
-    ("TOTAL_STEPS", "0", "at least 1", "below the limit"),
     ("TOTAL_STEPS", "", "whole number", "empty"),
     ("LEARNING_RATE", "nan", "finite", "nan"),
     ("LEARNING_RATE", "0", "above 0", "exclusive limit"),

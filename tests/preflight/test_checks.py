@@ -152,8 +152,6 @@ def test_a_resumed_run_keeps_what_auto_chose(tmp_path):
     kept = checks.keep_choices(Settings(), (False, ""), plan, run, problems)
     assert (kept.generation_batch, kept.generation_batch_reason) == (6, "as the run was started") and not problems
     assert checks.keep_choices(Settings(GENERATION_BATCH=12), (False, ""), plan, run, problems) == plan
-    checks.keep_choices(Settings(), (True, "a GPU and vLLM are there"), plan, run, problems)
-    assert "was started with USE_VLLM=0, now it is 1" in only(problems)
 
 
 def test_everything_at_once_exits_2_and_writes_nothing(tmp_path):
