@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documentation: generated parts are current, links lead somewhere, and what the pages name is there.
-
-Run: python -m pytest tests/test_docs.py
-"""
+"""Documentation: generated parts are current, links lead somewhere, and what the pages name is there."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import itertools
 import json
 import random
 import time
@@ -85,9 +84,6 @@ def sampling_seed(seed: int, step: int, stream: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{stream}/{step}".encode()).digest()[:8], "big") >> 1
 
 
-def step_rows(rows: int, seed: int, steps: int, prompts: int, generations: int, repeats: int) -> list[int]:
-    """Row indices of `steps` steps for TRL's dataloader: each step's prompts, every one `generations` times in a row, and
-    the whole batch `repeats` times (TRL draws the generation batch again for each micro-batch and uses the first)."""
-    order = prompt_order(rows, seed, steps * prompts)
-    batches = ([row for row in itertools.islice(order, prompts) for _ in range(generations)] for _ in range(steps))
-    return [row for batch in batches for row in batch * repeats]
+def step_rows(rows: int, seed: int, count: int, generations: int) -> list[int]:
+    """Row indices for TRL's dataloader: the first `count` prompts of the stream, each `generations` times in a row."""
+    return [row for row in prompt_order(rows, seed, count) for _ in range(generations)]

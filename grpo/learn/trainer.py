@@ -102,8 +102,8 @@ class Trainer(GRPOTrainer):
         """TRL writes one into OUTPUT_DIR; PEFT's place has this project's."""
 
     def _get_train_sampler(self, dataset: Any = None) -> list[int]:
-        s, repeats = self.run.settings, self.args.steps_per_generation * self.num_iterations
-        return step_rows(len(self.run.rows), s.SEED, s.TOTAL_STEPS, s.PROMPTS_PER_STEP, s.NUM_GENERATIONS, repeats)
+        s = self.run.settings
+        return step_rows(len(self.run.rows), s.SEED, s.TOTAL_STEPS * s.PROMPTS_PER_STEP, s.NUM_GENERATIONS)
 
     def _tokenize_prompts(self, prompts: list):
         """Each prompt once, however many completions it gets: 256 prompts of 890 tokens take a third of a second."""
