@@ -37,14 +37,14 @@ from typing import Any
 
 from grpo.data.scoring import reward_callable, reward_specs
 from grpo.preflight.banner import banner
-from grpo.preflight.checks import Preflight, preflight, run_record, run_versions
-from grpo.preflight.choices import attention_warning, choose_epsilon_high, choose_loss
+from grpo.preflight.checks import Preflight, preflight, run_records
+from grpo.preflight.choices import choose_epsilon_high, choose_loss
 from grpo.preflight.hub import tiny_path
 from grpo.run.archive import write_zip
 from grpo.run.folder import COMPLETE, continuation, full_disk, lock_run, prepare_run, run_folder, write_text
-from grpo.run.logs import banner_text, start_logging
+from grpo.run.logs import start_logging
 from grpo.run.signals import StopRequest
-from grpo.settings import Settings, help_text, listed, log, unknown_option
+from grpo.settings import Settings, help_text, listed, log
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,16 +54,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--check", action="store_true")
-    options, rest = parser.parse_known_args(arguments)
+    options = parser.parse_args(arguments)
     if options.help:
         print(help_text(__doc__))
         return 0
     try:
         preflight_result = preflight(os.environ)
-        problems = [unknown_option(word) for word in rest] + preflight_result.problems
         print(banner(preflight_result))
-        if problems:
-            return fail(problems)
+        if preflight_result.problems:
+            return fail(preflight_result.problems)
         if options.check:
             print("\nEvery check passed. Nothing was started.")
             return 0
@@ -120,7 +119,7 @@ def launch(preflight_result: Preflight, model_path: str) -> int:
     if problem := unseen_gpu(preflight_result.machine) or unusable_attention(preflight_result.attention[0]):
         return fail([problem])
     state, s = preflight_result.run, preflight_result.settings
-    prepare_run(state, s, run_record(preflight_result), run_versions())
+    prepare_run(state, s, run_records(preflight_result))
     start_logging(state.folder)
     try:
         return train(preflight_result, model_path)
@@ -135,11 +134,11 @@ def launch(preflight_result: Preflight, model_path: str) -> int:
         write_archive(state.folder)
         return 4
     except torch.OutOfMemoryError as error:
-        way = "EXPERTS=mxfp4 takes less memory, or free some of the GPU; then the same command continues"
+        way = "EXPERTS=mxfp4 takes less memory, or free some of the GPU"
         if smaller := preflight_result.plan.micro_batch // 2:
-            way = f"MICRO_BATCH={smaller} learns the same in smaller micro-batches; with it, the same command continues"
+            way = f"MICRO_BATCH={smaller} learns the same in smaller micro-batches"
         log.critical("out of memory: %s", str(error).splitlines()[0])
-        log.critical(way)
+        log.critical("%s; then the same command continues", way)
         write_archive(state.folder)
         return 1
     except Exception as error:
@@ -170,18 +169,15 @@ def train(preflight_result: Preflight, model_path: str) -> int:
 
     s, state, plan, started = preflight_result.settings, preflight_result.run, preflight_result.plan, time.time()
     folder, attention, packing = state.folder, preflight_result.attention[0], preflight_result.packing[0]
-    if state.checkpoint is None:
-        log.info("\n%s\n", banner(preflight_result))
-    else:
+    log.info("\n%s\n", banner(preflight_result))
+    if state.checkpoint:
         log.info("continuing from step %d", state.step)
-        if warning := attention_warning(attention):
-            log.warning("%s", banner_text(warning))
     transformers.utils.logging.disable_default_handler()  # what transformers says goes into training.log
     transformers.utils.logging.enable_propagation()
 
     tokenizer = load_tokenizer(model_path)
     try:
-        model = load_model(model_path, preflight_result.files.config, attention, preflight_result.experts[0])
+        model = load_model(model_path, preflight_result.files.config, attention, s.EXPERTS)
     except ValueError as error:
         log.critical("model: %s", error)
         return 1

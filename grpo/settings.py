@@ -9,9 +9,8 @@ import difflib
 import itertools
 import logging
 import math
-import shlex
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import gt, le, lt
 from pathlib import Path
@@ -35,7 +34,7 @@ class Settings:
     # fmt: off
     MODEL_ID: str = setting("Model", "openai/gpt-oss-20b", "", "Hub id, local folder, or `tiny`: a gpt-oss of 0.2M parameters made on first use.")
     ATTN_IMPL: str = setting("Model", "auto", "", "Attention of the learner: `auto`, `torch_flash` (FlashAttention 2 as torch ships it), `flash_attention_2`, `flash_attention_3`, `flash_attention_4`, `eager`, or a Hub kernel (`kernels-community/...`).", resume=True)
-    EXPERTS: str | None = setting("Model", "bf16", "", "The learner's experts on the GPU: `bf16` dequantized once, `mxfp4` quantized (a third of the memory) and dequantized layer by layer, `auto` by the memory plan.", choices=("bf16", "mxfp4"), resume=True)
+    EXPERTS: str = setting("Model", "bf16", "", "The learner's experts on the GPU: `bf16` dequantized once, `mxfp4` quantized (a third of the memory) and dequantized layer by layer.", choices=("bf16", "mxfp4"), resume=True)
     LORA_R: int = setting("Model", 4, "rank", "Rank of the LoRA adapter.", tiny=8, low=1)
     LORA_ALPHA: float = setting("Model", 8.0, "", "LoRA scale: updates are multiplied by LORA_ALPHA / LORA_R.", tiny=16.0, above=0)
     LORA_TARGETS: str = setting("Model", "all-linear", "", "`all-linear` (q, k, v and o projections) or a comma-separated list of module names.")
@@ -114,6 +113,7 @@ MAY_CHANGE = {name for name, spec in FIELDS.items() if spec.metadata["resume"]}
 # Settings and values that are gone -> what replaces them.
 REMOVED = {
     "LOSS_IMPL": "Unset it: the loss is Liger's for every LOSS_TYPE, but for luspo, whose loss is TRL's own",
+    "EXPERTS=auto": "Set EXPERTS=bf16: where that does not fit the GPU, the refusal says so and names mxfp4",
     "ATTN_IMPL=flex_attention": "Set ATTN_IMPL=torch_flash (or auto), which replaces it",
 }
 
@@ -135,21 +135,22 @@ def show(value: Any) -> str:
     return "auto" if value is None else f"{value:g}" if isinstance(value, (float, bool)) else str(value)
 
 
-def takes_auto(name: str) -> bool:
-    """Whether setting `name` takes `auto`, which is None as a value."""
-    return FIELDS[name].type.endswith("| None")
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The end of a sentence that names the word which was probably meant, or nothing."""
+    near = difflib.get_close_matches(word, list(known), 1)
+    return f"; the nearest is {near[0]}" if near else ""
 
 
 def choices(name: str) -> tuple[str, ...]:
     """The words that setting `name` takes, `auto` first where it takes that; empty where it is no choice."""
     words = FIELDS[name].metadata.get("choices", ())
-    return ("auto", *words) if words and takes_auto(name) else words
+    return ("auto", *words) if words and FIELDS[name].type.endswith("| None") else words
 
 
 def parse_value(name: str, text: str) -> Any:
     """The value of setting `name` written as `text`; raises ValueError with a sentence on what is expected."""
     spec, text = FIELDS[name].metadata, text.strip()
-    kind, optional = FIELDS[name].type.removesuffix("| None").strip(), takes_auto(name)
+    kind, optional, _ = FIELDS[name].type.partition(" | None")
     if optional and text.lower() == "auto":
         return None
     if kind == "bool":
@@ -158,8 +159,7 @@ def parse_value(name: str, text: str) -> Any:
         return text.lower() in TRUE
     if known := choices(name):
         if text.lower() not in known:
-            near = difflib.get_close_matches(text.lower(), known, 1)
-            raise ValueError(f"expected one of {', '.join(known)}" + (f"; nearest: {near[0]}" if near else ""))
+            raise ValueError(f"expected one of {', '.join(known)}{nearest(text.lower(), known)}")
         return text.lower()
     if spec.get("date"):
         with contextlib.suppress(ValueError):
@@ -171,7 +171,7 @@ def parse_value(name: str, text: str) -> Any:
         value = int(text) if kind == "int" else float(text)
     except ValueError:
         expected = "expected a whole number" if kind == "int" else "expected a number"
-        raise ValueError(expected + " or auto" * optional) from None
+        raise ValueError(expected + (" or auto" if optional else "")) from None
     if not math.isfinite(value) and not (spec.get("nan") and math.isnan(value)):
         raise ValueError("expected a finite number" + (" or nan" if spec.get("nan") else ""))
     for limit, words, wrong in (("low", "at least", lt), ("above", "above", le), ("high", "at most", gt)):
@@ -226,16 +226,6 @@ def settings_table() -> Iterator[tuple[str, str, str, str, str, str]]:
         unit = "; ".join(filter(None, [flags.get(spec.type, meta["unit"]), *limits]))
         tiny = "" if meta["tiny"] is None else show(meta["tiny"])
         yield meta["group"], name, show(spec.default) or "(empty)", tiny, unit, meta["text"]
-
-
-def unknown_option(word: str) -> str:
-    """The problem of a word on the command line that is no option, probably a setting."""
-    name, equals, value = word.lstrip("-").partition("=")
-    meant = nearest_setting(name)
-    if not (equals or meant):
-        return f"{word}: no such option. There are --help and --check"
-    example = f"{meant or name.upper().replace('-', '_')}={shlex.quote(value) if equals else '...'}"
-    return f"{word}: no such option. Settings are environment variables: {example} python train_grpo.py"
 
 
 def help_text(about: str) -> str:

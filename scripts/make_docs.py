@@ -21,50 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.run.logs import COMPLETIONS, METRICS
 from grpo.settings import ROOT, settings_table
 
-ROLLOUT_FIGURES = {
-    "rollout_tok_s": "vLLM, 96 completions x 512 tokens, prompts of about 930 tokens, adapter on",
-    "hf_generate_tok_s": "transformers' generate, 16 of the same prompts x 128 tokens, same process",
-    "hf_generate_many_tok_s": "the same with 48 at once x 64 tokens",
-    "handover_s": "weight sync: the adapter into the engine",
-    "sleep_s": "putting the engine to sleep",
-    "wake_s": "waking it",
-    "asleep_gib": "GPU memory that the engine holds asleep",
-    "asleep_later_gib": "the same after three steps, with what the trainer took meanwhile",
-    "start_to_rollout_s": "process start to first rollout, compile caches filled",
-    "start_cold_s": "the same with empty compile caches",
-    "long_rollout_s": "16 completions of up to 2,300 tokens",
-    "long_step_s": "the whole step of those",
-    "short_step_s": "the whole step of the 96 x 512 tokens",
-    "same_seed_alike": "the same rollout twice with one seed: equal completions, of 96",
-    "parity_mean": "mean difference of log-probs, vLLM against trainer",
-    "parity_control_mean": "the same with the trainer's adapter off",
-    "base_changed_elements": "elements of the trainer's base weights that changed, of 20.9 billion",
-}
-# The run with ROLLOUT_SYNC=lora did not find its kernels in the caches, so its start is no figure to compare.
-ONLY_MERGE = ("start_to_rollout_s", "start_cold_s")
-STEP_FIGURES = {
-    "w1_step_s": "whole step, 12 x 8 x 512 tokens",
-    "w1_learn_s": "its learning",
-    "w1_learn_trl_s": "the same by TRL's padded path",
-    "w1_floor_s": "the arithmetic alone at the card's peak",
-    "w1_learn_mxfp4_s": "learning with `EXPERTS=mxfp4`",
-    "w1_job_peak_mxfp4_gib": "peak of the whole job with `EXPERTS=mxfp4`, engine included, all but 40 GiB of the card occupied",
-    "w2_learn_s": "learning from 96 completions of recorded lengths",
-    "w2_learn_trl_s": "the same by TRL's padded path",
-    "w3_step_s": "rollout and learning of 16 such completions",
-    "w3_rollout_s": "of which the rollout takes",
-    "long_learn_peak_gib": "memory beyond the weights while learning from completions of 4,000 tokens, 12 in a micro-batch",
-    "long_head_gib": "of that, the log-probs of one micro-batch and their backward pass",
-    "long_logits_gib": "what the logits of one micro-batch would take in float32",
-    "logp_difference": "log-probs, mean difference to TRL's path",
-    "logp_batching": "TRL's path against itself with other micro-batches",
-    "logp_wrong_prompt": "the same with a wrong prompt",
-    "gradient_difference": "gradients, difference to TRL's path",
-    "gradient_batching": "TRL's path against itself with other micro-batches",
-    "gradient_wrong_prompt": "the same with a wrong prompt",
-    "plan_error_bf16": "plan of `--check` against the measured peak, less 1",
-    "plan_error_mxfp4": "the same with `EXPERTS=mxfp4`",
-}
+ROLLOUT_RECORDS = {"`merge`, H200": "rollout-h200.json", "`lora`, H100": "rollout-lora-h100.json"}
 LAYERS = ("full", "window")  # of attention
 PARTS = ("out", "q", "k", "v", "sinks")  # whose errors were measured
 # What a first real run decides; everything else has a default that fits the TES data.
@@ -129,19 +86,14 @@ def key_settings() -> str:
     return table(["Setting", "Default", "Meaning"], rows)
 
 
-def rollout_table() -> str:
-    """Both values of ROLLOUT_SYNC side by side, from the runs of `bench.py rollout` with each."""
-    (merge, one), (lora, other) = map(measured, ("rollout-h200.json", "rollout-lora-h100.json"))
-    figures = [(text, merge[key], {} if key in ONLY_MERGE else lora[key]) for key, text in ROLLOUT_FIGURES.items()]
-    rows = [[text, in_words(a), in_words(b) if b else ""] for text, a, b in figures]
-    return table(["measured", "`merge`", "`lora`"], rows) + f"\n\n{one}\n{other}"
-
-
-def step_table() -> str:
-    """What a step takes in time and memory."""
-    figures, source = measured("step-h200.json")
-    rows = [[text, in_words(figures[key])] for key, text in STEP_FIGURES.items()]
-    return table(["measured", ""], rows) + f"\n\n{source}"
+def figures_table(records: Mapping[str, str]) -> str:
+    """Every figure of the first record and its value in each: files of docs/results/ by the heading of their column."""
+    found, sources = zip(*map(measured, records.values()), strict=True)
+    rows = [
+        [f"`{name}`", *(in_words(figures[name]) if name in figures else "" for figures in found), one["note"]]
+        for name, one in found[0].items()
+    ]
+    return table(["figure", *records, "what it is"], rows) + "\n\n" + "\n".join(sources)
 
 
 def attention_table() -> str:
@@ -167,8 +119,11 @@ GENERATED: dict[str, dict[str, Callable[[], str]]] = {
         "metrics.csv": functools.partial(columns_table, METRICS),
         "completions.csv": functools.partial(columns_table, COMPLETIONS),
     },
-    "docs/rollouts.md": {"rollout figures": rollout_table},
-    "docs/learner.md": {"step figures": step_table, "attention figures": attention_table},
+    "docs/rollouts.md": {"rollout figures": functools.partial(figures_table, ROLLOUT_RECORDS)},
+    "docs/learner.md": {
+        "step figures": functools.partial(figures_table, {"value": "step-h200.json"}),
+        "attention figures": attention_table,
+    },
 }
 
 

@@ -13,7 +13,7 @@ MIN_DRIVER=580
 
 usage() {
     cat <<'HELP'
-Usage: bash scripts/setup.sh [--cpu | --gpu] [--flash-attn] [--recreate] [--dry-run]
+Usage: bash scripts/setup.sh [--cpu | --gpu] [--recreate] [--dry-run]
 
 Makes a Python environment in .venv and installs the packages of requirements.txt (GPU) or requirements-cpu.txt (CPU).
 With neither --cpu nor --gpu it takes the GPU set when nvidia-smi finds a GPU. A second run with nothing changed does
@@ -21,7 +21,6 @@ nothing.
 
   --cpu          install the CPU set
   --gpu          install the GPU set, also where no GPU is seen (to prepare an image, say)
-  --flash-attn   GPU set, then build FlashAttention 2 from source (needs nvcc; can take an hour)
   --recreate     delete an environment that this script made before, and make a new one
   --dry-run      print the decisions and stop
   --help         print this text
@@ -29,10 +28,9 @@ nothing.
 Settings (environment variables):
   VENV=DIR       where to make the environment; a relative path is taken from the project's folder (.venv)
   PYTHON=FILE    the Python to use
-  MAX_JOBS=N     compilers at a time for FlashAttention 2 (its build takes one for each 9 GB of free memory)
 
 Exit codes: 0 done; 1 a package could not be installed; 2 wrong option, or a folder that this script will not touch;
-3 no fitting Python; 4 the system lacks something (disk space, C library, compiler, nvcc); 5 installed, but the check
+3 no fitting Python; 4 the system lacks something (disk space, C library, compiler); 5 installed, but the check
 afterwards failed.
 HELP
 }
@@ -45,21 +43,19 @@ die() {
 }
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-kind="" flash=no recreate=no dry_run=no
+kind="" recreate=no dry_run=no
 for option in "$@"; do
     case "$option" in
         --cpu | --gpu)
             [ "${kind:-${option#--}}" = "${option#--}" ] || die 2 "--cpu and --gpu exclude each other"
             kind=${option#--} reason="$option was given"
             ;;
-        --flash-attn) flash=yes ;;
         --recreate) recreate=yes ;;
         --dry-run) dry_run=yes ;;
         -h | --help) usage && exit 0 ;;
         *) usage >&2 && die 2 "unknown option '$option'" ;;
     esac
 done
-[ "$kind$flash" != cpuyes ] || die 2 "--flash-attn needs the GPU set"
 
 # --- which set, and is it there already? -------------------------------------------------------------------------------
 # nvidia-smi can be installed and still fail (no driver loaded), so it is run, not only looked for.
@@ -68,7 +64,6 @@ gpu=${gpus%%$'\n'*}
 if [ -z "$kind" ]; then
     kind=cpu reason="nvidia-smi finds no GPU"
     [ -z "$gpu" ] || kind=gpu reason="nvidia-smi reports $gpu"
-    [ "$flash" = no ] || kind=gpu reason="--flash-attn needs it"
 fi
 requirements=requirements.txt need_gb=$GPU_DISK_GB
 [ "$kind" = gpu ] || requirements=requirements-cpu.txt need_gb=$CPU_DISK_GB
@@ -79,11 +74,9 @@ say "set: $kind, from $requirements ($reason)"
 venv=${VENV:-.venv} stamp=${VENV:-.venv}/.setup-stamp
 have=$(cat "$stamp" 2>/dev/null) || have=""
 want="$kind $(sha256sum "$requirements" | cut -d' ' -f1)"
-current=no
 if [ "$recreate" = no ] && [ "$have" = "$want" ] && [ -x "$venv/bin/python" ]; then
     say "$venv is up to date with $requirements: nothing to do"
-    [ "$flash" = yes ] || exit 0
-    current=yes
+    exit 0
 elif [ -z "$have" ] && [ -n "$(ls -A "$venv" 2>/dev/null)" ]; then
     die 2 "$venv exists and was not made by this script: name another folder with VENV=DIR, or delete it"
 elif [ -n "$have" ] && [ "${have%% *}" != "$kind" ] && [ "$recreate" = no ]; then
@@ -118,15 +111,9 @@ if [ "$kind" = gpu ]; then
     elif ! [ "${driver%%.*}" -ge "$MIN_DRIVER" ] 2>/dev/null; then
         warn "the NVIDIA driver is $driver; torch here is built for CUDA 13, which needs driver $MIN_DRIVER or newer"
     fi
-    # With an older C library two packages have no wheel (llguidance on x86_64, pynvvideocodec on aarch64).
-    case "$(uname -m)" in
-        x86_64) min_glibc=2.31 ;;
-        aarch64) min_glibc=2.34 ;;
-        *) die 4 "the GPU set has wheels for x86_64 and aarch64 only, this machine is $(uname -m)" ;;
-    esac
+    # With an older C library packages have no wheel: llguidance below 2.31 on x86_64, pynvvideocodec below 2.34 on aarch64.
     glibc=$(getconf GNU_LIBC_VERSION 2>/dev/null | cut -d' ' -f2) || glibc="0 (another C library)"
-    printf '%s\n' "$min_glibc" "$glibc" | sort -CV ||
-        die 4 "the GPU set needs glibc $min_glibc or newer, this is $glibc (Ubuntu 22.04 is new enough)"
+    printf '%s\n' 2.34 "$glibc" | sort -CV || die 4 "the GPU set needs glibc 2.34 or newer (Ubuntu 22.04), this is $glibc"
     # Triton compiles a small C launcher at run time: without a compiler and Python's headers training dies minutes in.
     command -v gcc >/dev/null || command -v clang >/dev/null || die 4 "no C compiler: apt install build-essential"
     headers=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
@@ -140,60 +127,34 @@ say "disk: $free_gb GB free at $(cd "$place" && pwd), $need_gb GB asked for (env
 [ "$free_gb" -ge "$need_gb" ] || [ -n "$have" ] ||
     die 4 "not enough disk space: free some, or name a folder on another disk with VENV=DIR"
 
-if [ "$flash" = yes ]; then # what can be known about its build before anything is downloaded
-    flash_requirement=$(sed -n 's/^# optional: \(flash-attn==[^ ]*\)$/\1/p' requirements.txt)
-    [ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ] || command -v nvcc >/dev/null ||
-        die 4 "FlashAttention 2 is compiled here and needs nvcc: install the CUDA toolkit, or set CUDA_HOME"
-    # Its default is four GPU generations; compiling only for this one takes about a quarter of the time.
-    capability=$(cut -d, -f3 <<<"$gpu" | tr -d ' ')
-    [ -z "$capability" ] || export FLASH_ATTN_CUDA_ARCHS=${FLASH_ATTN_CUDA_ARCHS:-${capability%%.*}0}
-    say "flash-attn: $flash_requirement, GPU architectures ${FLASH_ATTN_CUDA_ARCHS:-its default}"
-fi
 [ "$dry_run" = no ] || { say "--dry-run: stopping before anything is made" && exit 0; }
 
 # --- the environment ---------------------------------------------------------------------------------------------------
 vpython=$venv/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 [ -t 1 ] || export PIP_QUIET=1
-if [ "$current" = no ]; then
-    if [ -n "$have" ] && { [ "$recreate" = yes ] || [ "$(python_version "$vpython")" != "$version" ]; }; then
-        say "environment: the $venv that is there is deleted"
-        rm -rf "$venv"
-    fi
-    say "environment: $venv"
-    mkdir -p "$venv"
-    echo "$kind incomplete" >"$stamp"
-    [ -x "$vpython" ] || "$python" -m venv "$venv" || die 3 "python -m venv failed: apt install python$version-venv"
-    if [ "$kind" = cpu ]; then
-        # "+cpu" is what pip finds where it has been told of PyTorch's CPU wheels; elsewhere uv fetches them.
-        torch=$(grep '^torch==' "$requirements")
-        "$vpython" -m pip install "$torch+cpu" 2>/dev/null ||
-            { "$vpython" -m pip install "uv==$UV_VERSION" &&
-                UV_HTTP_RETRIES=1 "$vpython" -m uv pip install --python "$vpython" --torch-backend cpu "$torch"; } ||
-            warn "torch's CPU build cannot be had; pip takes the CUDA build, which runs on a CPU as well but takes 3 GB more"
-    fi
-    "$vpython" -m pip install -r "$requirements" || die 1 "pip could not install $requirements (its messages are above)"
-
-    "$vpython" - "$kind" "$gpu" <<'CHECK' || die 5 "installed, but the check failed (its message is above)"
-import sys
-
-import torch
-
-kind, gpu = sys.argv[1:]
-device = "cuda" if kind == "gpu" and gpu else "cpu"
-if device == "cuda" and not torch.cuda.is_available():
-    sys.exit("torch sees no GPU although nvidia-smi does: the driver is probably older than the CUDA of this torch")
-assert float(torch.ones(2, 2, device=device).sum()) == 4.0
-print("setup: installed, and torch", torch.__version__, "works on:", torch.cuda.get_device_name() if device == "cuda" else device)
-CHECK
-    # The set stands: a FlashAttention build that fails below does not undo it.
-    echo "$want" >"$stamp"
+if [ -n "$have" ] && { [ "$recreate" = yes ] || [ "$(python_version "$vpython")" != "$version" ]; }; then
+    say "environment: the $venv that is there is deleted"
+    rm -rf "$venv"
 fi
-
-if [ "$flash" = yes ]; then
-    # No build isolation: it must be compiled against the torch installed above, so its build tools come first.
-    "$vpython" -m pip install wheel setuptools packaging psutil ninja || die 1 "the build tools could not be installed"
-    "$vpython" -m pip install --no-build-isolation "$flash_requirement" || die 1 "$flash_requirement did not build"
-    "$vpython" -c 'import flash_attn; print("setup: flash_attn", flash_attn.__version__)' || die 5 "flash_attn does not import"
+say "environment: $venv"
+mkdir -p "$venv"
+echo "$kind incomplete" >"$stamp"
+[ -x "$vpython" ] || "$python" -m venv "$venv" || die 3 "python -m venv failed: apt install python$version-venv"
+if [ "$kind" = cpu ]; then
+    # "+cpu" is what pip finds where it has been told of PyTorch's CPU wheels; elsewhere uv fetches them.
+    torch=$(grep '^torch==' "$requirements")
+    "$vpython" -m pip install "$torch+cpu" 2>/dev/null ||
+        { "$vpython" -m pip install "uv==$UV_VERSION" &&
+            UV_HTTP_RETRIES=1 "$vpython" -m uv pip install --python "$vpython" --torch-backend cpu "$torch"; } ||
+        warn "torch's CPU build cannot be had; pip takes the CUDA build, which runs on a CPU as well but takes 3 GB more"
 fi
+"$vpython" -m pip install -r "$requirements" || die 1 "pip could not install $requirements (its messages are above)"
+
+device=cpu
+[ "$kind" = cpu ] || [ -z "$gpu" ] || device=cuda
+"$vpython" -c 'import sys, torch; torch.ones(2, device=sys.argv[1]).sum().item(); print("setup: torch", torch.__version__)' "$device" ||
+    die 5 "installed, but torch does not work on $device (its message is above; cuda: is the driver too old for it?)"
+say "installed, and torch works on $device"
+echo "$want" >"$stamp"
 say "done in $SECONDS s; use it with:  source $venv/bin/activate"

@@ -6,12 +6,11 @@ usage() {
 Usage: bash scripts/test.sh [--setup-only] [pytest's arguments]
 
 Makes the CPU environment if it is not there (scripts/setup.sh --cpu), adds the test tools of pyproject.toml, and runs
-all tests and rewards.py's doctests. With file names under tests/, or rewards.py, it runs only those.
+all tests and rewards.py's doctests; with file names only those.
 
   bash scripts/test.sh                        everything
   bash scripts/test.sh -m 'not slow' -x       whatever pytest takes
   bash scripts/test.sh tests/test_rewards.py  one file
-  bash scripts/test.sh -n 0 --pdb             in one process
   bash scripts/test.sh --setup-only           make the environment, print its Python, run nothing
 
 VENV=DIR chooses the environment's folder (.venv; .venv-cpu where .venv holds the GPU set).
@@ -21,14 +20,8 @@ HELP
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 setup_only=no
 case "${1:-}" in
-    --help | -h)
-        usage
-        exit 0
-        ;;
-    --setup-only)
-        setup_only=yes
-        shift
-        ;;
+    --help | -h) usage && exit 0 ;;
+    --setup-only) setup_only=yes && shift ;;
 esac
 
 # The tests are written for the CPU set's versions, and a GPU environment is not to be changed for their sake.
@@ -62,11 +55,5 @@ export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 # The models in the tests are tiny: threads that wait for each other cost more than they bring, minutes on busy cores.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
-targets=(tests rewards.py)
-for argument in "$@"; do
-    case "$argument" in
-        tests | tests/* | ./tests/* | rewards.py | rewards.py::*) targets=() ;;
-    esac
-done
 # One pytest for both, so that its last line counts everything; two processes, each with whole files.
-exec "$python" -m pytest -n 2 --dist loadfile --doctest-modules ${targets[@]+"${targets[@]}"} "$@"
+exec "$python" -m pytest -n 2 --dist loadfile --doctest-modules "$@"

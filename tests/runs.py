@@ -9,7 +9,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from conftest import CLEAN, ROOT, SCRIPT
+from conftest import CLEAN, ROOT, SCRIPT, read_csv
+
+from grpo.run.folder import ADAPTER
+from grpo.run.logs import METRICS
 
 SETTINGS = {
     "MODEL_ID": "tiny", "TOTAL_STEPS": 6, "SAVE_STEPS": 2, "PROMPTS_PER_STEP": 3, "NUM_GENERATIONS": 4, "EVAL_SAMPLES": 0,
@@ -49,18 +52,17 @@ def has_line(folder: Path, words: str = ASKED) -> bool:
     return words in (folder / "training.log").read_text(encoding="utf-8")
 
 
-def interrupted(process: subprocess.Popen, folder: Path, number: int) -> str:
-    """The output of a run that is asked to end in the step that it is held in, and may then go on with it."""
-    process.send_signal(number)
-    wait_until(lambda: has_line(folder), process)
-    go_on(folder)
-    output = finish(process)
-    assert process.returncode == 128 + number and "Traceback" not in output, output
-    return output
-
-
 def wait_until(true: Callable[[], bool], process: subprocess.Popen | None = None) -> None:
     """Waits as long as the process lives: pytest's own limit ends what takes for ever."""
     while not true():
         assert process is None or process.poll() is None or true(), process.communicate()[0]
         time.sleep(0.02)
+
+
+def assert_same_run(folder: Path, whole: Path) -> None:
+    """Every row that does not measure time is what the uninterrupted run wrote, and so is the adapter, bit for bit."""
+    assert (folder / "completions.csv").read_bytes() == (whole / "completions.csv").read_bytes()
+    columns = [name for name in METRICS if not name.endswith(("_s", "time"))]
+    one, two = ([[row[name] for name in columns] for row in read_csv(run / "metrics.csv")] for run in (folder, whole))
+    assert one == two
+    assert (folder / ADAPTER).read_bytes() == (whole / ADAPTER).read_bytes()

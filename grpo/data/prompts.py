@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import itertools
 import json
 import random
 import time
@@ -85,19 +84,6 @@ def sampling_seed(seed: int, step: int, stream: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{stream}/{step}".encode()).digest()[:8], "big") >> 1
 
 
-class PromptSampler:
-    """Row indices for TRL's dataloader: each step's prompts, every one `generations` times in a row, and the whole
-    batch `repeats` times (TRL draws the generation batch again for each micro-batch and uses the first)."""
-
-    def __init__(self, rows: int, seed: int, steps: int, prompts: int, generations: int, repeats: int):
-        self.rows, self.seed, self.steps = rows, seed, steps
-        self.prompts, self.generations, self.repeats = prompts, generations, repeats
-
-    def __len__(self) -> int:
-        return self.steps * self.prompts * self.generations * self.repeats
-
-    def __iter__(self) -> Iterator[int]:
-        order = prompt_order(self.rows, self.seed, self.steps * self.prompts)
-        for _ in range(self.steps):
-            batch = [row for row in itertools.islice(order, self.prompts) for _ in range(self.generations)]
-            yield from batch * self.repeats
+def step_rows(rows: int, seed: int, count: int, generations: int) -> list[int]:
+    """Row indices for TRL's dataloader: the first `count` prompts of the stream, each `generations` times in a row."""
+    return [row for row in prompt_order(rows, seed, count) for _ in range(generations)]

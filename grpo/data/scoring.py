@@ -4,21 +4,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import difflib
 import importlib
 import inspect
 import math
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import rewards
 from grpo.data.files import Row, flat_rows, no_actions, reward_columns
-from grpo.settings import Problems, Settings, listed
+from grpo.settings import Problems, Settings, listed, nearest
 
 
 def reward_specs(text: str) -> list[tuple[str, float]]:
@@ -45,9 +43,8 @@ def load_reward(name: str) -> Callable[..., Sequence[float | None]]:
     if name in rewards.REWARD_FUNCTIONS:
         return rewards.REWARD_FUNCTIONS[name]
     if not colon:
-        near = difflib.get_close_matches(name, rewards.REWARD_FUNCTIONS, 1)
-        known = ", ".join(rewards.REWARD_FUNCTIONS)
-        raise ValueError(f"{name!r} is unknown (there are {known}" + (f"; nearest: {near[0]}" if near else "") + ")")
+        known = rewards.REWARD_FUNCTIONS
+        raise ValueError(f"{name!r} is unknown (there are {', '.join(known)}{nearest(name, known)})")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
@@ -101,9 +98,7 @@ def try_reward(name: str, settings: Settings, rows: Sequence[Row]) -> None:
     state = types.SimpleNamespace(global_step=0, max_steps=settings.TOTAL_STEPS)
     given = {key: [value, value] for key, value in values.items()} | {"trainer_state": state}
     answers = [f"<|start|>assistant<|channel|>final<|message|>[{action}]<|return|>" for action in (0, 1)]
-    result = reward_callable(name, settings)(answers, **given)
-    if inspect.isawaitable(result):
-        asyncio.run(result)
+    reward_callable(name, settings)(answers, **given)
 
 
 @dataclass(frozen=True)
@@ -115,15 +110,6 @@ class Completion:
     action: int | None
     tokens: int
     truncated: bool
-
-
-@contextlib.contextmanager
-def naming(name: str) -> Iterator[None]:
-    """What a reward function raises, as a RuntimeError that names it."""
-    try:
-        yield
-    except Exception as error:
-        raise RuntimeError(f"REWARDS: {name} raised {type(error).__name__}: {error}") from error
 
 
 def checked_rewards(name: str, values: Any, count: int) -> list[float | None]:
@@ -140,24 +126,21 @@ def checked_rewards(name: str, values: Any, count: int) -> list[float | None]:
     return values
 
 
-def reward_callable(name: str, settings: Settings) -> Callable[..., Sequence[float | None]]:
-    """A reward function as TRL calls it: named for the logs, given INVALID_REWARD, its errors named."""
+def reward_callable(name: str, settings: Settings) -> Callable[..., list[float | None]]:
+    """A reward function, `async` or not, as TRL calls it: named for the logs, given INVALID_REWARD, its errors named."""
     function = load_reward(name)
     options = {"invalid_reward": settings.INVALID_REWARD} if name in ("action", "best") else {}
 
     def reward(completions: list[str], **columns: Any) -> list[float | None]:
-        with naming(name):
+        try:
             values = function(completions, **(columns | options))
+            values = asyncio.run(values) if inspect.iscoroutine(values) else values
+        except Exception as error:
+            raise RuntimeError(f"REWARDS: {name} raised {type(error).__name__}: {error}") from error
         return checked_rewards(name, values, len(completions))
 
-    async def reward_later(completions: list[str], **columns: Any) -> list[float | None]:
-        with naming(name):
-            values = await function(completions, **(columns | options))
-        return checked_rewards(name, values, len(completions))
-
-    called = reward_later if inspect.iscoroutinefunction(function) else reward
-    called.__name__ = name.rpartition(":")[2]
-    return called
+    reward.__name__ = name.rpartition(":")[2]
+    return reward
 
 
 def completion_rates(read: Sequence[Completion]) -> dict[str, float]:

@@ -22,7 +22,7 @@ from trl.kernels import ChunkedLogProbFunction
 
 import rewards
 from grpo.data.files import Row, reward_columns
-from grpo.data.prompts import PromptSampler, sampling_seed
+from grpo.data.prompts import sampling_seed, step_rows
 from grpo.data.scoring import Completion
 from grpo.learn.callbacks import StepTimerCallback
 from grpo.learn.context import RunContext
@@ -101,9 +101,9 @@ class Trainer(GRPOTrainer):
     def create_model_card(self, *arguments: Any, **options: Any) -> None:
         """TRL writes one into OUTPUT_DIR; PEFT's place has this project's."""
 
-    def _get_train_sampler(self, dataset: Any = None) -> PromptSampler:
-        s, repeats = self.run.settings, self.args.steps_per_generation * self.num_iterations
-        return PromptSampler(len(self.run.rows), s.SEED, s.TOTAL_STEPS, s.PROMPTS_PER_STEP, s.NUM_GENERATIONS, repeats)
+    def _get_train_sampler(self, dataset: Any = None) -> list[int]:
+        s = self.run.settings
+        return step_rows(len(self.run.rows), s.SEED, s.TOTAL_STEPS * s.PROMPTS_PER_STEP, s.NUM_GENERATIONS)
 
     def _tokenize_prompts(self, prompts: list):
         """Each prompt once, however many completions it gets: 256 prompts of 890 tokens take a third of a second."""

@@ -35,7 +35,7 @@ def facts(preflight_result: Preflight) -> Iterator[tuple[str, str]]:
     epochs = s.TOTAL_STEPS * s.PROMPTS_PER_STEP / max(len(p.rows), 1)
     yield "length", f"{s.TOTAL_STEPS} steps, {epochs:.1f} epochs over the rows"
     yield "rewards", ", ".join(f"{name} x {weight:g}" for name, weight in p.reward_specs)
-    yield from ((name, ": ".join(getattr(p, name))) for name in ("attention", "packing", "experts"))
+    yield from ((name, ": ".join(getattr(p, name))) for name in ("attention", "packing"))
     yield "loss", f"{s.LOSS_TYPE} by {': '.join(choose_loss(s.LOSS_TYPE))}"
     yield "rollouts", f"{'vLLM' if p.rollouts[0] else 'transformers'}: {p.rollouts[1]}"
     yield "closed loop", f"{'on' if p.closed_loop.prompt else 'off'}: {p.closed_loop.reason}"

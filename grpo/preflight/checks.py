@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 import platform
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,13 +32,7 @@ from grpo.preflight.machine import (
 )
 from grpo.preflight.memory import LORA_RANKS, Plan, Shapes, memory_advice, memory_shortfall
 from grpo.run.folder import RunState, existing_parent, inspect_run
-from grpo.settings import Problems, Settings, listed, load_settings
-
-
-def nearest(word: str, known: Sequence[str]) -> str:
-    """The end of a sentence that names the word which was probably meant, or nothing."""
-    near = difflib.get_close_matches(word, known, 1)
-    return f", the nearest is {near[0]}" if near else ""
+from grpo.settings import Problems, Settings, listed, load_settings, nearest
 
 
 def check_attention(settings: Settings, machine: Machine, problems: Problems) -> None:
@@ -168,7 +161,6 @@ class Preflight:
     reward_specs: list[tuple[str, float]]
     attention: tuple[str, str]
     packing: tuple[str, str]
-    experts: tuple[str, str]
     rollouts: tuple[bool, str]
     plan: Plan | None
     run: RunState
@@ -209,7 +201,7 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Pre
     installed = [name for name, version in flash.items() if version]
     attention = choices.choose_attention(settings.ATTN_IMPL, machine.gpus, machine.capability, installed)
     packing = choices.choose_packing(settings.PACKING, attention[0], machine.gpus)
-    experts, plan, longest = (settings.EXPERTS or "bf16", "the model is not there yet"), None, 0
+    plan, longest = None, 0
     ready = all(versions[name] for name in TESTED)  # tokenizers and numpy come with these packages
     if ready and files and files.tokenizer:
         rows, longest = render_rows(settings, rows, files.template, files.tokenizer, problems)
@@ -219,7 +211,7 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Pre
         checkpoint = hub.checkpoint_gib(settings.MODEL_ID, files) if rollouts[0] and machine.gpus else None
         prompt_len = longest or settings.MAX_PROMPT_LEN
         shapes = Shapes(files.config, machine, prompt_len, attention[0], packing[0], checkpoint)
-        experts, plan = shapes.choose_experts(settings), shapes.plan(settings)
+        plan = shapes.plan(settings)
         if run.checkpoint:
             plan = keep_choices(settings, rollouts, plan, run, problems)
         check_memory(settings, shapes, problems, run.checkpoint is not None)
@@ -229,16 +221,20 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Pre
         own_profile = sources["EVAL_PROFILE"] == "environment"
         closed_loop = choices.plan_closed_loop(settings, eval_rows, rollouts[0], own_profile, problems)
     problems[:] = dict.fromkeys(problems)
-    chosen = attention, packing, experts, rollouts, plan, run, closed_loop
+    chosen = attention, packing, rollouts, plan, run, closed_loop
     return Preflight(settings, sources, problems, machine, files, rows, eval_rows, specs, *chosen)
 
 
-def run_record(preflight_result: Preflight) -> dict[str, Any]:
-    """settings.json of a run: every setting and where it came from, every choice and its reason."""
+def run_records(preflight_result: Preflight) -> dict[str, dict[str, Any]]:
+    """What OUTPUT_DIR keeps of a run, by file: every setting, every choice and its reason, and the packages' versions."""
     p, settings = preflight_result, preflight_result.settings
-    chosen = {name: getattr(p, name) for name in ("attention", "packing", "experts", "rollouts")}
-    chosen |= {"loss": choices.choose_loss(settings.LOSS_TYPE), "epsilon_high": choices.choose_epsilon_high(settings)}
-    return {
+    chosen = {name: getattr(p, name) for name in ("attention", "packing", "rollouts")}
+    chosen |= {
+        "experts": (settings.EXPERTS, "set by EXPERTS"),
+        "loss": choices.choose_loss(settings.LOSS_TYPE),
+        "epsilon_high": choices.choose_epsilon_high(settings),
+    }
+    settings_json = {
         "settings": dataclasses.asdict(settings),
         "sources": p.sources,
         "choices": chosen | {"plan": dataclasses.asdict(p.plan) if p.plan else None},
@@ -247,8 +243,5 @@ def run_record(preflight_result: Preflight) -> dict[str, Any]:
         "command": " ".join([Path(sys.executable).name, *sys.argv]),
         "resumed_from_step": p.run.step,
     }
-
-
-def run_versions() -> dict[str, str | None]:
-    """versions.json of a run."""
-    return {"python": platform.python_version()} | installed_versions([*TESTED, "vllm", "triton", "pandas"])
+    versions = {"python": platform.python_version()} | installed_versions([*TESTED, "vllm", "triton", "pandas"])
+    return {"settings.json": settings_json, "versions.json": versions}

@@ -117,10 +117,8 @@ def missing_shards(folder: Path) -> list[str]:
 def fetch_small_files(model_id: str, problems: Problems) -> Path | None:
     """Config, tokenizer and template of a Hub model: some 28 MB, or the cache where they are there or the Hub is not."""
     try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        return None  # check_packages names the missing package
-    try:
+        from huggingface_hub import snapshot_download  # late: `check_packages` names a missing package
+
         return Path(snapshot_download(model_id, allow_patterns=MODEL_FILES))
     except Exception as error:  # offline, no such repository, no access: the user needs the same answer
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -24,7 +24,7 @@ GIB = 2**30
 # ATTN_IMPL -> (distribution, how to install it). What transformers would take in their place knows no sinks in its backward
 # pass (https://github.com/huggingface/transformers/pull/42736); see grpo/model/attention.py.
 FLASH_PACKAGES = {
-    "flash_attention_2": ("flash-attn", "bash scripts/setup.sh --flash-attn"),
+    "flash_attention_2": ("flash-attn", "build it from source"),
     "flash_attention_3": ("flash-attn-3", "build it from source, for Hopper cards"),
     "flash_attention_4": ("flash-attn-4", "pip install --no-deps flash-attn-4==4.0.0b26 quack-kernels==0.6.1"),
 }
@@ -62,17 +62,12 @@ FLASH_ATTN_OLDEST = "2.7.0"  # the functions that the adapter calls took other a
 
 
 def cgroup_free(root: Path = Path("/sys/fs/cgroup")) -> float:
-    """GiB that a container's memory limit leaves (cgroup v2, or v1), page cache that can go counted as free; inf without
-    a limit. psutil shows a container the memory of its host."""
-    for limit, used, cache in (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            most = int((root / limit).read_text())  # "max" where there is none
-            now, stat = root / used, (root / used).with_name("memory.stat")
-            kept = dict(line.split() for line in stat.read_text().splitlines())[cache]
-            return max(0.0, (most - int(now.read_text()) + int(kept)) / GIB)
+    """GiB that a container's memory limit (cgroup v2) leaves, page cache that can go counted as free; inf without a
+    limit. psutil shows a container the memory of its host."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        most = int((root / "memory.max").read_text())  # "max" where there is none
+        kept = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())["inactive_file"]
+        return max(0.0, (most - int((root / "memory.current").read_text()) + int(kept)) / GIB)
     return math.inf
 
 

@@ -63,11 +63,6 @@ class Plan:
         return max(self.rollout_peak, self.learning_peak)
 
     @property
-    def needed(self) -> float:
-        """Free memory to ask for: a tenth of it stays free. vLLM's own plan leaves its margin."""
-        return max(self.rollout_peak / (1.0 if self.engine else GPU_SHARE), self.learning_peak / GPU_SHARE)
-
-    @property
     def parts(self) -> str:
         """What the peak is made of, in words."""
         rollout = f"generation {self.generation:.2f} and learning {self.learning:.2f}"
@@ -88,11 +83,7 @@ ASLEEP_GIB = 2.1  # left on the GPU by a sleeping engine and the CUDA context: g
 
 def capture_sizes(most: int) -> tuple[int, ...]:
     """Batch sizes that get a CUDA graph: a decode batch runs in the next larger graph, whose surplus rows load experts
-    too. So all sizes up to 16, where many experts are idle otherwise, and steps of a quarter to an eighth beyond.
-
-    >>> capture_sizes(20)
-    (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 20)
-    """
+    too. So all sizes up to 16, where many experts are idle otherwise, and steps of a quarter to an eighth beyond."""
     sizes, size = {most}, 1
     while size < most:
         sizes.add(size)
@@ -146,7 +137,7 @@ def layer_sizes(config: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def learning_gib(
-    settings: Settings, config: Mapping[str, Any], prompt_len: int, attention: str, share: bool, experts: str, rows: int
+    settings: Settings, config: Mapping[str, Any], prompt_len: int, attention: str, share: bool, rows: int
 ) -> float:
     """GiB that a micro-batch of `rows` completions takes beside the weights, forward and backward."""
     layers, hidden, top = config["num_hidden_layers"], config["hidden_size"], config["num_experts_per_tok"]
@@ -161,7 +152,7 @@ def learning_gib(
     kept = tokens * hidden * 2 * layers
     if not settings.GRADIENT_CHECKPOINTING:
         kept = (tokens * per_token + scores) * layers
-        if experts == "mxfp4":  # every layer's stay dequantized until its backward
+        if settings.EXPERTS == "mxfp4":  # every layer's stay dequantized until its backward
             kept += (layers - 1) * layer_sizes(config)[0] * 2
     scored = rows * settings.MAX_COMPLETION_LEN
     head = min(scored, 4096) * min(config["vocab_size"], HEAD_TILE) * 2 + (tokens * 2 + scored * 8) * hidden
@@ -187,16 +178,16 @@ def plan_memory(
     attention: str,
     engine_checkpoint: float | None = None,
     packing: str = "none",
-    experts: str = "bf16",
 ) -> Plan:
-    """Memory of a run and, from it, MICRO_BATCH and GENERATION_BATCH where they are `auto`: an estimate from BF16 weights (experts of 4.25 bits and one layer dequantized with `mxfp4`) and activations,
-    float32 adapter with gradients and two AdamW moments, checkpointed layer inputs plus one layer in full while learning,
-    and the key-value cache plus one layer of prefill while generating. `prompt_len` is the longest prompt in tokens;
+    """Memory of a run and, from it, MICRO_BATCH and GENERATION_BATCH where they are `auto`: an estimate from BF16 weights
+    (experts of 4.25 bits and one layer dequantized with `mxfp4`) and activations, float32 adapter with gradients and two
+    AdamW moments, checkpointed layer inputs plus one layer in full while learning, and the key-value cache plus one layer
+    of prefill while generating. `prompt_len` is the longest prompt in tokens;
     `engine_checkpoint` the size in GiB of the checkpoint that vLLM loads, None where transformers generates."""
     layers, hidden, share = config["num_hidden_layers"], config["hidden_size"], packing == "prefix"
     queries = config["num_attention_heads"] * config["head_dim"]
     weights = count_parameters(config)["total"] * 2 / GIB
-    if experts == "mxfp4":
+    if settings.EXPERTS == "mxfp4":
         weights += layer_sizes(config)[0] * (layers * (4.25 / 8 - 2) + 2) / GIB
     lora_parameters = layers * settings.LORA_R * (3 * hidden + layer_sizes(config)[1] + queries + hidden)
     adapter = lora_parameters * 16 / GIB
@@ -207,7 +198,7 @@ def plan_memory(
     room = free * (GPU_SHARE if machine.gpus else CPU_SHARE) - weights - adapter - (engine.asleep if engine else 0.0)
     where = f"{free:.1f} GiB free on the GPU" if machine.gpus else f"{free:.1f} GiB of free memory"
 
-    learning = functools.partial(learning_gib, settings, config, prompt_len, attention, share, experts)
+    learning = functools.partial(learning_gib, settings, config, prompt_len, attention, share)
     generation = functools.partial(generation_gib, settings, config, prompt_len)
     # A larger micro-batch is no faster: its products are large enough, and fixed costs are spread over enough tokens.
     most = 64
@@ -243,20 +234,6 @@ def memory_shortfall(plan: Plan, machine: Machine) -> str:
     return ""
 
 
-def choose_experts(requested: str | None, mxfp4: bool, bf16: Plan, quantized: Plan, free: float) -> tuple[str, str]:
-    """(`bf16` or `mxfp4`, reason), given the plans with either and the free memory in GiB."""
-    if requested is not None:
-        return requested, "as EXPERTS says"
-    if not mxfp4:
-        return "bf16", "the checkpoint has no MXFP4 experts"
-    same_cache = not bf16.engine or bf16.engine.cache >= quantized.engine.cache
-    roomy = same_cache and bf16.micro_batch >= quantized.micro_batch
-    if bf16.needed <= free and (roomy or quantized.needed > free):
-        return "bf16", f"all fits ({bf16.peak:.0f} of {free:.0f} GiB) with nothing to dequantize"
-    wide = f"{bf16.needed:.0f} GiB free for micro-batches of {bf16.micro_batch} completions"
-    return "mxfp4", f"bf16 would need {wide}, mxfp4 needs {quantized.needed:.0f} for {quantized.micro_batch}"
-
-
 @dataclass(frozen=True)
 class Shapes:
     """What the plan of a run depends on besides its settings; `checkpoint` is its GiB where vLLM may generate."""
@@ -268,20 +245,10 @@ class Shapes:
     packing: str
     checkpoint: float | None
 
-    def plans(self, settings: Settings) -> dict[str, Plan]:
-        """The plan with each kind of experts."""
-        engine = None if settings.USE_VLLM is False else self.checkpoint
-        shapes = self.config, self.machine, self.prompt_len, self.attention, engine, self.packing
-        return {experts: plan_memory(settings, *shapes, experts) for experts in ("bf16", "mxfp4")}
-
-    def choose_experts(self, settings: Settings) -> tuple[str, str]:
-        """(experts, reason)."""
-        free = self.machine.gpu_free if self.machine.gpus else self.machine.ram_free
-        return choose_experts(settings.EXPERTS, has_mxfp4(self.config), *self.plans(settings).values(), free)
-
     def plan(self, settings: Settings) -> Plan:
-        """The plan with the experts that are chosen."""
-        return self.plans(settings)[self.choose_experts(settings)[0]]
+        """The plan of a run with these settings."""
+        engine = None if settings.USE_VLLM is False else self.checkpoint
+        return plan_memory(settings, self.config, self.machine, self.prompt_len, self.attention, engine, self.packing)
 
 
 def memory_advice(settings: Settings, shapes: Shapes, resumed: bool) -> str:
@@ -304,20 +271,12 @@ def memory_advice(settings: Settings, shapes: Shapes, resumed: bool) -> str:
 
 
 def bucket(length: int) -> int:
-    """`length` rounded up to at most an eighth more, so that few shapes occur and torch's allocator reuses its blocks.
-
-    >>> bucket(5), bucket(100), bucket(1000), bucket(5026)
-    (32, 128, 1024, 5120)
-    """
+    """`length` rounded up to at most an eighth more, so that few shapes occur and torch's allocator reuses its blocks."""
     step = max(32, 2 ** (max(length - 1, 1).bit_length() - 4))
     return -(-length // step) * step
 
 
 def micro_batch_tokens(settings: Settings, micro_batch: int, prompt_len: int, share: bool) -> int:
-    """Tokens of the largest micro-batch: `micro_batch` completions of MAX_COMPLETION_LEN with their prompts.
-
-    >>> micro_batch_tokens(Settings(NUM_GENERATIONS=8, MAX_COMPLETION_LEN=100), 16, 50, share=True)
-    1700
-    """
+    """Tokens of the largest micro-batch: `micro_batch` completions of MAX_COMPLETION_LEN with their prompts."""
     prompts = -(-micro_batch // settings.NUM_GENERATIONS) if share else micro_batch
     return prompts * prompt_len + micro_batch * settings.MAX_COMPLETION_LEN

@@ -165,9 +165,9 @@ def needed_files(settings: Settings) -> set[Path]:
     return {path.resolve() for path in used | {Path(file) for file in files if file}}
 
 
-def prepare_run(run: RunState, settings: Settings, record: Mapping[str, Any], versions: Mapping[str, Any]) -> None:
-    """Make OUTPUT_DIR ready: delete what OVERWRITE=1 allows, drop what a resumed run will write again. `record` and
-    `versions` become settings.json and versions.json."""
+def prepare_run(run: RunState, settings: Settings, records: Mapping[str, Mapping[str, Any]]) -> None:
+    """Make OUTPUT_DIR ready: delete what OVERWRITE=1 allows, drop what a resumed run will write again, write `records`, by
+    the name of their JSON file."""
     folder = run.folder
     if run.exists and settings.OVERWRITE:
         shutil.rmtree(folder)
@@ -179,8 +179,8 @@ def prepare_run(run: RunState, settings: Settings, record: Mapping[str, Any], ve
             retire_checkpoint(path)
     for name in ("metrics.csv", "completions.csv"):
         trim_csv(folder / name, run.step)
-    write_text(folder / "settings.json", json.dumps(record, indent=2, allow_nan=True) + "\n")
-    write_text(folder / "versions.json", json.dumps(versions, indent=2) + "\n")
+    for name, record in records.items():
+        write_text(folder / name, json.dumps(record, indent=2) + "\n")
 
 
 def retire_checkpoint(checkpoint: Path) -> None:

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loader: what it takes, and how it refuses. Run: python -m pytest tests/data/test_files.py"""
+"""The loader: what it takes, and how it refuses; the order of prompts, and their rendering."""
 
 from __future__ import annotations
 
+import datetime
 import math
 
 import pytest
 from conftest import RENDERED, write_csv
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from grpo.data.files import SHOWN, read_csv, read_rows
+from grpo.data.prompts import prompt_order, render
 from grpo.settings import Problems
 
 HEADER = ["prompt", "reward_action_0", "reward_action_1"]
@@ -63,7 +66,6 @@ REFUSED = [  # (bytes of the file, what the problem must name, reason)
     (b"promt,reward_action_0,reward_action_1\nx,1,2\n", ["neither a `prompt` nor a `user`", "should 'promt' be `prompt`"], "mistyped column"),
     (b"PROMPT,reward_action_0,reward_action_1\nx,1,2\n", ["(should 'PROMPT' be `prompt`?)"], "capitals"),
     (b"user,reward_action_0,Reward Action 1\nx,1,2\n", ["(should 'Reward Action 1' be `reward_action_1`?)"], "mistyped action"),
-    (b"user,reward_action_0,reward_action_2,reward-action-1\nx,1,2,3\n", ["(should 'reward-action-1' be `reward_action_1`?)"], "another"),
     (b"user,reward_action_0,reward_action_2\nx,1,2\n", ["reward_action_1 is missing beside reward_action_0, reward_action_2. Number"], "gap in the actions"),
     (b"user,reward_action_1,reward_action_2\nx,1,2\n", ["reward_action_0 is missing"], "actions from 1"),
     (b"user;reward_action_0;reward_action_1\nx;1;2\n", ["semicolons"], "a spreadsheet's own CSV"),
@@ -77,7 +79,6 @@ REFUSED = [  # (bytes of the file, what the problem must name, reason)
     (b"user,reward_action_0,reward_action_1\nx,1,2,3\n", ["it has 4 cells"], "long row"),
     (b"user,reward_action_0,reward_action_1\n ,1,2\n", ["column user: the prompt is empty"], "empty prompt"),
     (b"user,reward_action_0,reward_action_1\n\"x,1,2\ny,1,2\n", ["broken CSV quoting", "from line 2"], "open quote"),
-    (b"user,reward_action_0,reward_action_1\n\"x\"y,1,2\n", ["broken CSV quoting"], "text behind a quote"),
     (b"user,reward_action_0,reward_action_1\nok,1,2\n\xff,1,2\n", ["line 3: byte 44 is not UTF-8"], "another encoding"),
     ("user,reward_action_0,reward_action_1\nx,1,2\n".encode("utf-16"), ["line 1: byte 0 is not UTF-8", "save it as 'CSV UTF-8'"], "UTF-16"),
     (b"PK\x03\x04\x14\0\x06\0[Content_Types].xml\xad\x92", ["is not UTF-8", "a workbook"], "an Excel workbook"),
@@ -137,3 +138,35 @@ def test_any_bytes_give_rows_or_problems_never_an_exception(tmp_path, content):
     rows, problems = load(path)
     assert bool(rows) != bool(problems)
     assert all(math.isfinite(v) for row in rows for v in row.rewards)
+
+
+@given(st.integers(1, 40), st.integers(0, 5), st.integers(1, 120))
+def test_every_epoch_asks_every_row_once(rows, seed, count):
+    order = list(prompt_order(rows, seed, count))
+    assert len(order) == count
+    for start in range(0, count - rows + 1, rows):
+        assert sorted(order[start : start + rows]) == list(range(rows)), "each epoch sees every row once"
+    assert order == list(prompt_order(rows, seed, count + 7))[:count], "a longer run begins with the shorter one"
+    assert list(prompt_order(5, 42, 12)) == [4, 1, 0, 3, 2, 0, 3, 1, 2, 4, 2, 0], "a resumed run goes on in this order"
+
+
+TEMPLATE = (
+    "{%- for message in messages %}<|start|>{{ message['role'] }}<|message|>{{ message['content'] | trim }}"
+    "{{ {'é': 1} | tojson }}<|end|>\n{% if loop.last %}{% break %}{% endif %}{% endfor %}"
+    "{{ strftime_now('%Y-%m-%d') }} {{ reasoning_effort }}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+
+
+def test_rendering_is_transformers_own(tiny):
+    """Our renderer without torch against apply_chat_template, on a template that uses what templates use."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    messages = [("system", "Be brief.  "), ("user", "ä <b> & 'x'\n\n  y")]
+    conversation = [{"role": role, "content": text} for role, text in messages]
+    moment = datetime.datetime(2025, 11, 6)
+    for template in (TEMPLATE, tokenizer.chat_template):
+        theirs = tokenizer.apply_chat_template(
+            conversation, chat_template=template, tokenize=False, add_generation_prompt=True,
+            reasoning_effort="high", strftime_now=moment.strftime,
+        )  # fmt: skip
+        assert render(template, messages, "high", "2025-11-06") == theirs
+        assert "2025-11-06" in theirs and "high" in theirs

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 
@@ -22,6 +21,12 @@ def narrow(completions): return [0.0]
 """
 
 
+def problems(*rows, chosen=False, **settings):
+    found = Problems()
+    check_rewards(Settings(**settings), rows, found, chosen)
+    return found
+
+
 @pytest.fixture
 def my_rewards(tmp_path, monkeypatch):
     (tmp_path / "my_rewards.py").write_text(MY_REWARDS)
@@ -32,7 +37,7 @@ def my_rewards(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("actoin", "nearest: action"),
+        ("actoin", "the nearest is action"),
         ("action=high", "weight 'high' of 'action' is not a finite number"),
         ("action=inf", "not a finite number"),
         ("", "no reward function"),
@@ -46,49 +51,35 @@ def my_rewards(tmp_path, monkeypatch):
     ],
 )
 def test_bad_rewards(text, message, my_rewards):
-    problems = Problems()
-    check_rewards(Settings(REWARDS=text), [ROW], problems)
-    assert message in only(problems) and only(problems).startswith("REWARDS")
+    problem = only(problems(ROW, REWARDS=text))
+    assert message in problem and problem.startswith("REWARDS")
 
 
 def test_rewards_of_ones_own_need_no_columns(my_rewards):
-    bare, problems = dataclasses.replace(ROW, rewards=(), columns={"user": "x"}), Problems()
-    specs = check_rewards(Settings(REWARDS="my_rewards:score=2,format"), [bare], problems)
-    assert specs == [("my_rewards:score", 2.0), ("format", 1.0)] and not problems
-    check_rewards(Settings(), [bare], problems)
-    assert "d.csv, columns: there is no column reward_action_0" in only(problems) and "should" not in only(problems)
-    problems.clear()
+    bare, found = dataclasses.replace(ROW, rewards=(), columns={"user": "x"}), Problems()
+    specs = check_rewards(Settings(REWARDS="my_rewards:score=2,format"), [bare], found)
+    assert specs == [("my_rewards:score", 2.0), ("format", 1.0)] and not found
+    problem = only(problems(bare))
+    assert "d.csv, columns: there is no column reward_action_0" in problem and "should" not in problem
     named = dataclasses.replace(bare, columns={"user": "x", "Reward_Action_0": "1", "Reward_Action_1": "0"})
-    check_rewards(Settings(), [named], problems)
-    assert "(should 'Reward_Action_0' be `reward_action_0`?)" in only(problems)
+    assert "(should 'Reward_Action_0' be `reward_action_0`?)" in only(problems(named))
 
 
 def test_rows_that_teach_nothing():
     """Every action pays the same: a problem where all rows are like that, as long as nothing else is rewarded."""
     flat = dataclasses.replace(ROW, rewards=(0.5, 0.5))
-
-    def problems(text, *rows):
-        found = Problems()
-        check_rewards(Settings(REWARDS=text), rows, found)
-        return found
-
     for text in ("action", "best", "action=2,best"):
-        assert "every row pays all its actions the same" in only(problems(text, flat, flat))
-        assert not problems(text, flat, flat, ROW)
-    assert not problems("action,format", flat)
-    assert not problems("format", flat)
+        assert "every row pays all its actions the same" in only(problems(flat, flat, REWARDS=text))
+        assert not problems(flat, flat, ROW, REWARDS=text)
+    assert not problems(flat, REWARDS="action,format") and not problems(flat, REWARDS="format")
 
 
 def test_garbage_must_not_pay():
     row = dataclasses.replace(ROW, rewards=(-3.0, -1.0))
-    problems = Problems()
-    check_rewards(Settings(), [row], problems)
-    assert "more than the lowest reward -3" in only(problems) and "INVALID_REWARD=-3" in only(problems)
-    problems.clear()
-    check_rewards(Settings(INVALID_REWARD=-3.0), [row], problems)
-    check_rewards(Settings(), [row], problems, chosen=True)
-    check_rewards(Settings(REWARDS="best"), [row], problems)
-    assert not problems
+    problem = only(problems(row))
+    assert "more than the lowest reward -3" in problem and "INVALID_REWARD=-3" in problem
+    assert not problems(row, INVALID_REWARD=-3.0) and not problems(row, REWARDS="best")
+    assert not problems(row, chosen=True)
 
 
 REWARD_RESULTS = [
@@ -108,8 +99,7 @@ def test_what_a_reward_may_return(result, message, kind, tmp_path, monkeypatch):
     reward = reward_callable(f"{name}:score", Settings())
     expected = pytest.raises(RuntimeError, match=f"REWARDS: {name}:score {message}")
     with expected if message else contextlib.nullcontext():
-        result = reward(["a", "b", "c"])
-        assert len(result if kind == "def" else asyncio.run(result)) == 3
+        assert len(reward(["a", "b", "c"])) == 3
 
 
 def test_rates_of_completions():

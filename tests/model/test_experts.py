@@ -156,9 +156,9 @@ def test_without_checkpointing_every_layer_stays_dequantized_and_the_plan_knows(
     assert kept["mxfp4"] - kept["bf16"] == config["num_hidden_layers"] * matrices * 2
 
     def learning(checkpointing, experts):
-        settings = Settings(GRADIENT_CHECKPOINTING=checkpointing, MICRO_BATCH=1)
+        settings = Settings(GRADIENT_CHECKPOINTING=checkpointing, MICRO_BATCH=1, EXPERTS=experts)
         machine = Machine()
-        return plan_memory(settings, config, machine, 50, "eager", experts=experts).learning
+        return plan_memory(settings, config, machine, 50, "eager").learning
 
     extra = (config["num_hidden_layers"] - 1) * matrices * 2 / GIB  # one layer is in the weights already
     assert learning(False, "mxfp4") - learning(False, "bf16") == pytest.approx(extra)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of settings, memory and disk, and all of them at once. Run: python -m pytest tests/preflight/test_checks.py"""
+"""Checks of settings, memory and disk, all of them at once, and what a run is warned of."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ import pytest
 from conftest import CLEAN, RENDERED, run_script, write_csv
 from machines import CPU, H100, only
 
-from grpo.preflight import checks
+from grpo.preflight import banner, checks
 from grpo.preflight.checks import check_disk, check_memory, check_settings, preflight
 from grpo.preflight.hub import REAL_CONFIG, ModelFiles
 from grpo.preflight.memory import Shapes
 from grpo.run.folder import RunState
-from grpo.settings import Problems, Settings
+from grpo.run.logs import banner_text
+from grpo.settings import FIELDS, Problems, Settings
 
+HEADER = ["prompt", "reward_action_0", "reward_action_1"]
 CONFLICTS = [
     ({"GENERATION_BATCH": 5}, CPU, ["GENERATION_BATCH: 5 does not divide", "12 x 8 = 96", "nearest that does is 4"]),
-    ({"ATTN_IMPL": "torch_flahs"}, H100, ["'torch_flahs' is unknown, the nearest is torch_flash", "flash_attention_3"]),
+    ({"ATTN_IMPL": "torch_flahs"}, H100, ["'torch_flahs' is unknown; the nearest is torch_flash", "flash_attention_3"]),
     ({"ATTN_IMPL": "torch_flash"}, CPU, ["needs a GPU"]),
     ({"ATTN_IMPL": "flash_attention_3"}, dataclasses.replace(H100, capability=8.0), ["made for Hopper"]),
-    ({"ATTN_IMPL": "flash_attention_4"}, dataclasses.replace(H100, capability=8.9), ["needs compute capability 9.0"]),
     ({"ATTN_IMPL": "org/kernel", "PACKING": "prefix"}, H100, ["PACKING: org/kernel takes padded rows only"]),
     ({}, dataclasses.replace(H100, capability=7.5), ["GPU: ", "compute capability 7.5"]),
     ({"TEMPERATURE": 2.1}, H100, ["takes at most 2"]),
@@ -62,12 +63,9 @@ def test_settings_that_go_together():
         assert not settings_problems(CPU, LORA_TARGETS=targets)
     assert not settings_problems(H100, TEMPERATURE=2.1, USE_VLLM=False) and not settings_problems(CPU, TEMPERATURE=2.1)
     assert not settings_problems(H100, TEMPERATURE=2.0, LOSS_TYPE="vespo")
-
-
-def test_mxfp4_is_for_a_checkpoint_that_has_it():
     assert not settings_problems(H100, REAL_CONFIG, USE_VLLM=True, EXPERTS="mxfp4")
-    config = {k: v for k, v in REAL_CONFIG.items() if k != "quantization_config"}
-    assert "has no MXFP4 experts" in only(settings_problems(CPU, config, EXPERTS="mxfp4"))
+    bf16 = REAL_CONFIG | {"quantization_config": None}
+    assert "has no MXFP4 experts" in only(settings_problems(CPU, bf16, EXPERTS="mxfp4"))
 
 
 def shapes_on(machine, checkpoint=None):
@@ -119,40 +117,28 @@ def test_disk_space(tmp_path, monkeypatch):
     assert not problems(5 * 2**30, ModelFiles(tmp_path, {}))
 
 
-@pytest.fixture
-def real_size(tiny, tmp_path, claimed_gpu):
-    """Settings for a checkpoint of the real size, without its weights, on a machine whose nvidia-smi shows an H100."""
-    folder = tmp_path / "model"
+def test_check_of_a_real_size_warns_of_a_hub_kernel(tiny, tmp_path, claimed_gpu):
+    """A checkpoint of the real size, without its weights, on a machine whose nvidia-smi shows an H100."""
+    folder, kernel = tmp_path / "model", "kernels-community/vllm-flash-attn3"
     folder.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (folder / name).write_bytes((tiny / name).read_bytes())
     (folder / "config.json").write_text(json.dumps(REAL_CONFIG))
     (folder / "model.safetensors").touch()
-    return {
-        "MODEL_ID": folder, "DATA": "data/tes_train_compact.csv", "EVAL_SAMPLES": 0, "USE_VLLM": 0,
-        "OUTPUT_DIR": tmp_path / "run", "IGNORE_VARS": "", **claimed_gpu,
-    }  # fmt: skip
-
-
-def test_a_refusal_names_a_setting_that_fits(real_size):
-    done = run_script("--check", **real_size, MICRO_BATCH=60)
-    assert done.returncode == 2 and "With all else as set, MICRO_BATCH=auto fits" in done.stderr, done.stderr
-    done = run_script("--check", **real_size, MICRO_BATCH="auto")
-    assert done.returncode == 0 and "loss          bnpo by liger: " in done.stdout, done.stdout + done.stderr
-
-
-def test_check_warns_of_a_hub_kernel(real_size, tmp_path):
-    kernel = "kernels-community/vllm-flash-attn3"
     (tmp_path / "site" / "kernels-0.16.2.dist-info").mkdir(parents=True)
     (tmp_path / "site" / "kernels-0.16.2.dist-info" / "METADATA").write_text("Name: kernels\nVersion: 0.16.2\n")
-    done = run_script("--check", **real_size, ATTN_IMPL=kernel, PYTHONPATH=tmp_path / "site")
-    assert done.returncode == 0, done.stdout + done.stderr
+    settings = {
+        "MODEL_ID": folder, "DATA": "data/tes_train_compact.csv", "EVAL_SAMPLES": 0, "USE_VLLM": 0, "ATTN_IMPL": kernel,
+        "OUTPUT_DIR": tmp_path / "run", "IGNORE_VARS": "", "PYTHONPATH": tmp_path / "site", **claimed_gpu,
+    }  # fmt: skip
+    done = run_script("--check", **settings)
+    assert done.returncode == 0 and "loss          bnpo by liger: " in done.stdout, done.stdout + done.stderr
     assert f"| ATTN_IMPL={kernel}: its gradients may be wrong" in done.stdout
 
 
 def test_long_prompts_are_named(tiny, tmp_path):
     rows = [[RENDERED.format("short"), 0, 1], [RENDERED.format("long " * 300), 0, 1]]
-    path = write_csv(tmp_path / "long.csv", ["prompt", "reward_action_0", "reward_action_1"], rows)
+    path = write_csv(tmp_path / "long.csv", HEADER, rows)
     environ = {"MODEL_ID": "tiny", "DATA": str(path), "OUTPUT_DIR": str(tmp_path / "run"), "EVAL_SAMPLES": "0"}
     problem = only(preflight(CLEAN | environ, CPU).problems)
     assert f"{path}, row 2: the prompt has" in problem and "MAX_PROMPT_LEN is 256" in problem
@@ -166,12 +152,10 @@ def test_a_resumed_run_keeps_what_auto_chose(tmp_path):
     kept = checks.keep_choices(Settings(), (False, ""), plan, run, problems)
     assert (kept.generation_batch, kept.generation_batch_reason) == (6, "as the run was started") and not problems
     assert checks.keep_choices(Settings(GENERATION_BATCH=12), (False, ""), plan, run, problems) == plan
-    checks.keep_choices(Settings(), (True, "a GPU and vLLM are there"), plan, run, problems)
-    assert "was started with USE_VLLM=0, now it is 1" in only(problems)
 
 
 def test_everything_at_once_exits_2_and_writes_nothing(tmp_path):
-    bad = write_csv(tmp_path / "bad.csv", ["prompt", "reward_action_0", "reward_action_1"], [["x", "a", 1]])
+    bad = write_csv(tmp_path / "bad.csv", HEADER, [["x", "a", 1]])
     done = run_script(
         MODEL_ID="./nowhere", DATA=f"{bad},{tmp_path}/none.csv", LEARING_RATE=1, SEED="x", GENERATION_BATCH=7, REWARDS="actoin",
         REPORT_TO="mlflow", OUTPUT_DIR=tmp_path / "run",
@@ -188,3 +172,40 @@ def test_the_real_model_without_a_gpu_is_one_clear_answer(tmp_path):
     done = run_script(OUTPUT_DIR=tmp_path / "run", IGNORE_VARS="")
     assert done.returncode == 2
     assert "no GPU is visible, and openai/gpt-oss-20b needs one" in done.stderr and "MODEL_ID=tiny" in done.stderr
+
+
+def data_warnings(**environ):
+    result = preflight(CLEAN | {"MODEL_ID": "tiny"} | {k: str(v) for k, v in environ.items()}, CPU)
+    found, text = banner.data_warnings(result), banner.banner(result)
+    assert all(banner_text(warning) in text for warning in found)
+    assert all(f"\n  {name} " in text for name in FIELDS)
+    return found
+
+
+def test_a_run_is_warned_of_flat_rows(tiny, tmp_path):
+    rows = [["first", 0, 1], ["second", 1, 1], ["third", 0.5, 0.5], ["fourth", 1, 0]]
+    half, more = (write_csv(tmp_path / f"{n}.csv", ["user", *HEADER[1:]], rows[:n]) for n in (4, 3))
+    output = {"OUTPUT_DIR": tmp_path / "run", "EVAL_SAMPLES": 0}
+    assert not data_warnings(DATA=half, **output)
+    assert only(data_warnings(DATA=more, **output)) == (
+        f"2 of 3 rows pay all their actions the same and teach nothing; the first is {more}, row 2"
+    )
+    assert not data_warnings(DATA=more, REWARDS="format", **output)
+
+
+def test_a_run_is_warned_of_an_evaluation_on_the_demos_rows(tiny, tmp_path, good_csv):
+    output = {"OUTPUT_DIR": tmp_path / "run"}
+    assert not data_warnings(DATA="data/tes_train_compact.csv", **output), "the demo's own rows"
+    warning = only(data_warnings(DATA=good_csv, **output))
+    assert "Evaluated on the demo's rows and closed loop (data/tes_heldout_compact.csv), nothing held out" in warning
+    assert "EVAL_DATA='...'" in warning and "EVAL_SAMPLES=0" in warning
+    assert "closed loop" not in only(data_warnings(DATA=good_csv, EVAL_PROFILE="", **output))
+    assert not data_warnings(DATA=good_csv, EVAL_SAMPLES=0, **output)
+    assert not data_warnings(DATA=good_csv, EVAL_DATA="data/tes_heldout_compact.csv", **output)
+
+
+def test_a_run_is_warned_of_held_out_prompts_that_are_trained_on(tiny, tmp_path, good_csv):
+    rows = [[RENDERED.format(text), 0, 1] for text in ("question 3", "question 3", "question 7", "another")]
+    other = write_csv(tmp_path / "other.csv", HEADER, rows)
+    warning = only(data_warnings(DATA=good_csv, EVAL_DATA=other, OUTPUT_DIR=tmp_path / "run"))
+    assert warning.startswith("2 of 3 held-out prompts are in DATA as well")

@@ -3,16 +3,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
-from machines import CPU, H100
+from conftest import ROOT
 
+from grpo.data.files import read_csv
 from grpo.preflight import choices
-from grpo.preflight.choices import choose_attention, choose_epsilon_high, choose_loss, choose_packing
-from grpo.preflight.hub import REAL_CONFIG
-from grpo.preflight.memory import Shapes, choose_experts
-from grpo.settings import FIELDS, Settings
+from grpo.settings import FIELDS, Problems, Settings
 
 CHOSEN = [
     ("auto", 0, 0.0, ("flash-attn-3", "flash-attn-4"), "eager"), ("auto", 1, 9.0, (), "torch_flash"),
@@ -25,7 +21,7 @@ CHOSEN = [
 
 @pytest.mark.parametrize(("requested", "gpus", "capability", "installed", "chosen"), CHOSEN)
 def test_attention_choice_says_why(requested, gpus, capability, installed, chosen):
-    attention, reason = choose_attention(requested, gpus, capability, installed)
+    attention, reason = choices.choose_attention(requested, gpus, capability, installed)
     assert attention == chosen and len(reason) > 10
     assert (reason == "set by ATTN_IMPL") is (requested != "auto")
     warning = choices.attention_warning(attention) or ""
@@ -40,42 +36,59 @@ PACKED = [
 
 @pytest.mark.parametrize(("requested", "attention", "gpus", "chosen"), PACKED)
 def test_packing_choice(requested, attention, gpus, chosen):
-    packing, reason = choose_packing(requested, attention, gpus)
+    packing, reason = choices.choose_packing(requested, attention, gpus)
     assert packing == chosen and (reason == "set by PACKING") is (requested is not None)
 
 
-def shapes(machine, checkpoint=12.9):
-    return Shapes(REAL_CONFIG, machine, 940, "torch_flash", "prefix", checkpoint)
+ROLLOUTS = [
+    (True, 0, True, None, True, "set by USE_VLLM"), (False, 1, False, "0.26.0", False, "set by USE_VLLM"),
+    (None, 0, False, "0.26.0", False, "no GPU"), (None, 1, True, "0.26.0", False, "tiny"),
+    (None, 1, False, None, False, "NOT INSTALLED"), (None, 1, False, "0.26.0", True, "a GPU and vLLM"),
+]  # fmt: skip
 
 
-def test_experts_choice():
-    """BF16 where it fits with micro-batches and cache as large as with quantized experts."""
-    wide, quantized = shapes(H100, None).plans(Settings()).values()
-    same = dataclasses.replace(quantized, micro_batch=wide.micro_batch)
-    assert choose_experts(None, True, wide, same, 79.0)[0] == "bf16"
-    assert choose_experts(None, True, wide, same, wide.peak - 1)[0] == "mxfp4"
-    larger = dataclasses.replace(quantized, micro_batch=wide.micro_batch + 1)
-    kind, reason = choose_experts(None, True, wide, larger, 79.0)
-    assert kind == "mxfp4" and f"micro-batches of {wide.micro_batch}" in reason
-    assert choose_experts(None, False, wide, larger, 1.0)[0] == "bf16"
-    assert choose_experts("bf16", True, wide, larger, 1.0) == ("bf16", "as EXPERTS says")
-
-
-def test_the_plan_is_that_of_the_chosen_experts():
-    small = shapes(dataclasses.replace(H100, gpu_free=50.0))
-    assert small.choose_experts(Settings(EXPERTS=None))[0] == "mxfp4"
-    assert small.plan(Settings(EXPERTS=None)).weights < 20 and small.plan(Settings()).weights > 38
-    assert small.plan(Settings()).engine and small.plan(Settings(USE_VLLM=False)).engine is None
-    assert shapes(CPU).choose_experts(Settings(EXPERTS=None))[0] == "mxfp4", "a CPU plans with its own free memory"
+@pytest.mark.parametrize(("requested", "gpus", "tiny", "vllm", "uses", "words"), ROLLOUTS)
+def test_choose_rollouts(requested, gpus, tiny, vllm, uses, words):
+    chosen, reason = choices.choose_rollouts(requested, gpus, tiny, vllm)
+    assert chosen is uses and words in reason
 
 
 def test_loss_choice():
     """Liger's loss for every type but the one that it normalizes otherwise."""
-    kinds = {name: choose_loss(name)[0] for name in FIELDS["LOSS_TYPE"].metadata["choices"]}
+    kinds = {name: choices.choose_loss(name)[0] for name in FIELDS["LOSS_TYPE"].metadata["choices"]}
     assert kinds == dict.fromkeys(kinds, "liger") | {"luspo": "trl"}
 
 
 def test_clip_range_choice():
-    assert choose_epsilon_high(Settings(EPSILON=0.1))[0] == 0.1
-    assert choose_epsilon_high(Settings(EPSILON_HIGH=0.3))[0] == 0.3
-    assert choose_epsilon_high(Settings(LOSS_TYPE="cispo"))[0] == 5.0
+    assert choices.choose_epsilon_high(Settings(EPSILON=0.1))[0] == 0.1
+    assert choices.choose_epsilon_high(Settings(EPSILON_HIGH=0.3))[0] == 0.3
+    assert choices.choose_epsilon_high(Settings(LOSS_TYPE="cispo"))[0] == 5.0
+
+
+CLOSED_LOOP = [
+    ({}, "full", True, False, True, "plant's (full)"), ({"MODEL_ID": "tiny"}, "compact", False, False, True, "plant's (compact)"),
+    ({"EVAL_SAMPLES": 0}, "full", True, True, False, "EVAL_SAMPLES=0"), ({"EVAL_PROFILE": " "}, "full", True, True, False, "EVAL_PROFILE is empty"),
+    ({}, None, True, True, False, "not those of the plant"), ({}, "full", False, False, False, "transformers too long"),
+    ({}, "full", False, True, True, "plant's"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "kind", "engine", "chosen", "runs", "words"), CLOSED_LOOP)
+def test_whether_the_closed_loop_runs(change, kind, engine, chosen, runs, words):
+    result = choices.choose_closed_loop(Settings(**change), kind, engine, chosen)
+    assert result[0] is runs and words in result[1]
+
+
+def test_the_plan_reads_the_profiles_and_names_their_problems(tmp_path, good_csv):
+    problems, settings = Problems(), Settings()
+    rows = read_csv(ROOT / "data" / "tes_heldout.csv", problems)
+    plan = choices.plan_closed_loop(settings, rows, True, False, problems)
+    assert plan.prompt == "full" and len(plan.cases) == 5 and plan.profiles == ("data/profile_heldout.csv",)
+    assert not problems and "5 windows x 4 runs" in plan.reason
+    other = choices.plan_closed_loop(settings, read_csv(good_csv, problems), True, True, problems)
+    assert not other.prompt and "not those of the plant" in other.reason and not problems
+    (tmp_path / "bad.csv").write_text("datetime,co2,load\n2025-07-01 08:00,410,3\n")
+    settings = Settings(EVAL_PROFILE=f"{tmp_path}/bad.csv,{tmp_path}/none.csv")
+    assert not choices.plan_closed_loop(settings, rows, True, False, problems).prompt
+    text = "\n".join(problems)
+    assert "none.csv" in text and "bad.csv, row 1 (line 2), column 'co2': '410' is more than 2 kg/kWh" in text

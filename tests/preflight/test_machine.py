@@ -8,18 +8,10 @@ import shutil
 import types
 
 import psutil
-from conftest import ROOT
+import pytest
 from machines import GOOD_VERSIONS, only, package_problems
 
-from grpo.preflight.machine import (
-    TESTED,
-    cgroup_free,
-    check_trackers,
-    installed_versions,
-    read_machine,
-    version_key,
-    wandb_can_start,
-)
+from grpo.preflight import machine
 from grpo.settings import Problems, Settings
 
 
@@ -27,40 +19,32 @@ def test_the_compiler_is_the_one_that_triton_takes(monkeypatch):
     for found, compiler in ((("clang", "cc", "tcc"), "clang"), (("gcc", "clang"), "gcc"), ((), "")):
         monkeypatch.setattr(shutil, "which", lambda name, found=found: name if name in found else None)
         monkeypatch.delenv("CC", raising=False)
-        assert read_machine().compiler == compiler
+        assert machine.read_machine().compiler == compiler
         monkeypatch.setenv("CC", "tcc")
-        assert read_machine().compiler == ("tcc" if "tcc" in found else "")
+        assert machine.read_machine().compiler == ("tcc" if "tcc" in found else "")
 
 
 def test_the_gpu_that_nvidia_smi_shows(monkeypatch, claimed_gpu):
     for name, value in claimed_gpu.items():
         monkeypatch.setenv(name, value)
-    found = read_machine()
+    found = machine.read_machine()
     assert (found.gpu, found.gpus, found.capability) == ("NVIDIA H100 80GB HBM3", 1, 9.0)
     assert (found.gpu_total, found.gpu_free) == (81559 / 1024, 79.0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert read_machine().gpus == 0
+    assert machine.read_machine().gpus == 0
 
 
 def test_a_container_has_the_memory_of_its_limit(tmp_path, monkeypatch):
-    def write(folder, **files):
-        folder.mkdir(exist_ok=True)
-        for name, text in files.items():
-            (folder / name.replace("__", ".")).write_text(f"{text}\n")
-
-    assert cgroup_free(tmp_path) == math.inf
-    write(tmp_path, memory__max="max", memory__current=3 * 2**30, memory__stat=f"anon 5\ninactive_file {2**30}")
-    assert cgroup_free(tmp_path) == math.inf
-    write(tmp_path, memory__max=10 * 2**30)
-    assert cgroup_free(tmp_path) == 8.0
-    (tmp_path / "memory.max").unlink()
-    old = {"memory__limit_in_bytes": 4 * 2**30, "memory__usage_in_bytes": 3 * 2**30}
-    write(tmp_path / "memory", **old, memory__stat="total_inactive_file 0")
-    assert cgroup_free(tmp_path) == 1.0
+    assert machine.cgroup_free(tmp_path) == math.inf
+    (tmp_path / "memory.current").write_text(f"{3 * 2**30}\n")
+    (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {2**30}\n")
+    for limit, free in (("max", math.inf), (10 * 2**30, 8.0)):
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+        assert machine.cgroup_free(tmp_path) == free
     monkeypatch.setattr(psutil, "virtual_memory", lambda: types.SimpleNamespace(available=2 * 2**30))
     for limit, free in ((1.0, 1.0), (math.inf, 2.0)):
         monkeypatch.setattr("grpo.preflight.machine.cgroup_free", lambda limit=limit: limit)
-        assert read_machine().ram_free == free
+        assert machine.read_machine().ram_free == free
 
 
 def test_packages():
@@ -73,52 +57,35 @@ def test_packages():
     assert not package_problems(GOOD_VERSIONS | {"torch": "2.11.0+cu130"})
     assert "vllm: the package is not installed" in only(package_problems(GOOD_VERSIONS | {"vllm": None}, True))
     assert not package_problems(GOOD_VERSIONS | {"vllm": None}), "only where vLLM generates"
-    assert not package_problems(installed_versions(TESTED)), "this environment"
+    assert not package_problems(machine.installed_versions(machine.TESTED)), "this environment"
 
 
-def test_attention_needs_its_package(monkeypatch):
-    flash = [("flash_attention_2", "flash-attn"), ("flash_attention_3", "flash-attn-3")]
-    for attention, package in [*flash, ("flash_attention_4", "flash-attn-4"), ("org/kernel", "kernels")]:
+def test_attention_needs_its_package():
+    for attention, (package, _) in (machine.FLASH_PACKAGES | {"org/kernel": ("kernels", "")}).items():
         problem = only(package_problems(GOOD_VERSIONS, ATTN_IMPL=attention))
         assert f"{attention} needs the package {package}, which is not installed" in problem
         assert "docs/install.md" in problem
-    for version, count in (("2.6.3", 1), ("2.7.0", 0)):
-        found = dict.fromkeys(["flash-attn"], version)
-        monkeypatch.setattr("grpo.preflight.machine.installed_versions", lambda names, found=found: found)
-        assert len(package_problems(GOOD_VERSIONS, ATTN_IMPL="flash_attention_2")) == count
 
 
-def test_requirements_are_inside_the_tested_ranges():
-    for name in ("requirements.txt", "requirements-cpu.txt"):
-        for line in (ROOT / name).read_text(encoding="utf-8").splitlines():
-            package, equals, version = line.split("#")[0].strip().partition("==")
-            if equals and package in TESTED:
-                oldest, untested = map(version_key, TESTED[package])
-                assert oldest <= version_key(version) < untested, f"{name}: {line}"
-
-
-def test_trackers_are_known_and_installed(monkeypatch):
-    problems = Problems()
-    check_trackers(Settings(REPORT_TO="mlflow"), {}, problems)
-    assert "'mlflow' is unknown" in only(problems)
+@pytest.mark.parametrize(("trackers", "words"), [("mlflow", "is unknown"), ("tensorboard, none", "is not installed")])
+def test_trackers_are_known_and_installed(monkeypatch, trackers, words):
     monkeypatch.setattr("grpo.preflight.machine.installed_versions", dict.fromkeys)
     problems = Problems()
-    check_trackers(Settings(REPORT_TO="tensorboard, none"), {}, problems)
-    assert "tensorboard is not installed" in only(problems)
+    machine.check_trackers(Settings(REPORT_TO=trackers), {}, problems)
+    assert words in only(problems)
 
 
 def test_wandb_is_logged_in_before_anything_starts(tmp_path, monkeypatch):
     monkeypatch.setattr("grpo.preflight.machine.installed_versions", lambda names: dict.fromkeys(names, "1"))
     home = {"HOME": str(tmp_path)}
     problems = Problems()
-    check_trackers(Settings(REPORT_TO="trackio,wandb"), home, problems)
+    machine.check_trackers(Settings(REPORT_TO="trackio,wandb"), home, problems)
     assert "wandb has no API key" in only(problems) and "WANDB_MODE=offline" in only(problems)
-    for variable in ({"WANDB_API_KEY": "k"}, {"WANDB_MODE": "offline"}, {"WANDB_DISABLED": "true"}):
-        assert wandb_can_start(home | variable)
-    assert not wandb_can_start(home | {"WANDB_MODE": "online"})
+    for variable, value in (("API_KEY", "k"), ("MODE", "offline"), ("DISABLED", "true"), ("MODE", "online")):
+        assert machine.wandb_can_start(home | {f"WANDB_{variable}": value}) is (value != "online")
     (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password secret\n")
-    assert wandb_can_start(home)
-    assert not wandb_can_start(home | {"WANDB_BASE_URL": "https://wandb.example.org/"})
-    assert not wandb_can_start(home | {"NETRC": str(tmp_path / "none")})
+    assert machine.wandb_can_start(home)
+    assert not machine.wandb_can_start(home | {"WANDB_BASE_URL": "https://wandb.example.org/"})
+    assert not machine.wandb_can_start(home | {"NETRC": str(tmp_path / "none")})
     (tmp_path / ".netrc").write_text("machine\n")  # torn
-    assert not wandb_can_start(home)
+    assert not machine.wandb_can_start(home)

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs that fail, or are ended while they evaluate, or learn nothing; what they say of it and what they leave."""
+"""Runs that fail, learn nothing, or are asked to end; what they say of it and what they leave."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import pty
 import shutil
 import signal
 import sys
@@ -16,16 +18,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import run_script
-from peft import PeftModel
-from runs import SETTINGS, environment
+from conftest import ROOT, SCRIPT, run_script
+from runs import ASKED, SETTINGS, environment, finish, go_on, has_line, start_held, wait_until
 from safetensors import SafetensorError
 
 import train_grpo
 from grpo.evaluate import heldout
 from grpo.run.archive import model_card
-from grpo.run.folder import COMPLETE, full_disk
+from grpo.run.folder import COMPLETE, full_disk, last_checkpoint
 from grpo.run.logs import start_logging
+from grpo.run.signals import StopRequest
 from grpo.settings import Settings
 from grpo.settings import log as run_log
 
@@ -74,9 +76,9 @@ def test_a_signal_in_an_evaluation_ends_it_at_once(run_here, monkeypatch, tmp_pa
         assert (tmp_path / "run.zip").exists() and not (tmp_path / "run" / COMPLETE).exists()
 
 
-@pytest.mark.parametrize("moment", ["optimizer", "adapter", "zip"])
+@pytest.mark.parametrize("moment", ["optimizer", "zip"])
 def test_a_full_disk_is_named(run_here, monkeypatch, tmp_path, moment):
-    """At step 4, with a checkpoint at 2: what torch, safetensors and the system raise, and what the same command does."""
+    """At step 4, with a checkpoint at 2: what torch and the system raise, and what the same command does."""
     folder = tmp_path / "run"
 
     def failing(real, error):
@@ -89,13 +91,10 @@ def test_a_full_disk_is_named(run_here, monkeypatch, tmp_path, moment):
 
     full = OSError(errno.ENOSPC, "No space left on device")
     torchs = RuntimeError("[enforce fail at inline_container.cc:668] . unexpected pos 64 vs 0")
-    rusts = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
     with monkeypatch.context() as patch:
         if moment == "optimizer":
             patch.setattr(torch, "save", failing(torch.save, torchs))
             patch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(total=1 << 40, used=1, free=0 if place == str(folder) else 1 << 40))  # fmt: skip
-        elif moment == "adapter":
-            patch.setattr(PeftModel, "save_pretrained", failing(PeftModel.save_pretrained, rusts))
         else:
             patch.setattr(zipfile.ZipFile, "write", failing(zipfile.ZipFile.write, full))
         # SAVE_STEPS=2, so that the last step is the second checkpoint.
@@ -124,6 +123,8 @@ def test_which_errors_are_a_full_disk(monkeypatch, tmp_path):
     usage()
     assert full_disk(OSError(errno.EDQUOT, "x"), tmp_path) == ours
     assert full_disk(OSError(errno.ENOENT, "x"), tmp_path) is None
+    rusts = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    assert full_disk(rusts, tmp_path) == ours
     wrapped = RuntimeError("REWARDS: mine raised")
     wrapped.__cause__ = full
     assert full_disk(wrapped, tmp_path) == ours
@@ -136,6 +137,16 @@ def test_a_full_disk_under_training_log_prints_no_traceback(tmp_path, capfd, qui
     run_log.info("one line")
     out, err = capfd.readouterr()
     assert out.endswith("one line\n") and "Logging error" not in err
+
+
+def test_out_of_memory_names_the_next_smaller_micro_batch(run_here, monkeypatch, tmp_path):
+    def no_memory(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
+
+    monkeypatch.setattr("train_grpo.train", no_memory)
+    code, log = run_here(MICRO_BATCH=6)
+    assert code == 1 and "out of memory: CUDA out of memory. Tried" in log and "MICRO_BATCH=3" in log
+    assert (tmp_path / "run.zip").exists()
 
 
 def test_any_other_error_ends_with_what_the_same_command_does(run_here, user_module, tmp_path):
@@ -178,4 +189,76 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path):
     done = run_script(**SETTINGS | {"OUTPUT_DIR": tmp_path / "run", "MODEL_ID": "tiny", "XDG_CACHE_HOME": "/dev/null"})
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "MODEL_ID=tiny: the tiny model cannot be made" in done.stderr and "XDG_CACHE_HOME=" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_lost_terminal_does_not_keep_the_run_from_saving(tiny, tmp_path):
+    """The real thing: the run on a terminal of its own, whose other end is closed. Every write to it fails then, and the
+    kernel sends SIGHUP."""
+    folder = tmp_path / "run"
+    child, terminal = pty.fork()
+    if not child:
+        os.chdir(ROOT)
+        os.execve(sys.executable, [sys.executable, str(SCRIPT)], environment(folder, SAVE_STEPS=99, HOLD_AT=2))
+    os.set_blocking(terminal, False)
+    while not folder.with_name("held").exists():
+        with contextlib.suppress(BlockingIOError):
+            os.read(terminal, 1 << 16)
+        time.sleep(0.01)
+    os.close(terminal)
+    wait_until(lambda: has_line(folder))
+    go_on(folder)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 129
+    log = (folder / "training.log").read_text(encoding="utf-8")
+    assert last_checkpoint(folder)[0] == 2 and (tmp_path / "run.zip").exists()
+    assert "the same command continues from step 2" in log and "Traceback" not in log
+
+
+def test_neither_nohup_nor_a_reader_that_is_gone_ends_the_run(tiny, tmp_path):
+    """`nohup train_grpo.py | tee log`, the terminal is closed and the reader ends."""
+    folder = tmp_path / "run"
+    # What Python cannot flush at its end is exit code 120.
+    process = start_held(folder, 1, "nohup", TOTAL_STEPS=3, PYTHONUNBUFFERED="")
+    process.send_signal(signal.SIGHUP)
+    process.stdout.close()
+    go_on(folder)
+    assert process.wait() == 0 and (folder / COMPLETE).exists() and has_line(folder, "complete: 3 steps")
+
+
+def test_a_second_hang_up_is_ignored_and_a_second_ctrl_c_is_not():
+    """Shell and kernel both send SIGHUP."""
+    request = StopRequest()
+    request.at_once = False
+    request.receive(signal.SIGHUP)
+    request.receive(signal.SIGHUP)
+    assert request.signal == signal.SIGHUP
+    with pytest.raises(KeyboardInterrupt) as stop:
+        request.receive(signal.SIGINT)
+    assert stop.value.args == (signal.SIGINT,) and request.signal == signal.SIGHUP
+
+
+def test_a_second_ctrl_c_ends_the_run_with_one_line(tiny, tmp_path):
+    """Held in its second step, the run ends by nothing else."""
+    folder = tmp_path / "run"
+    process = start_held(folder, 1, SAVE_STEPS=1)
+    process.send_signal(signal.SIGINT)
+    wait_until(lambda: has_line(folder), process)
+    process.send_signal(signal.SIGINT)
+    output = finish(process)
+    assert process.returncode == 130 and "Traceback" not in output and "KeyboardInterrupt" not in output
+    assert output.rstrip().endswith("stopped at once; the same command continues from step 1")
+    assert len(output.split(ASKED)[1].split("\n")) <= 3
+
+
+@pytest.mark.parametrize("moment", ["preflight", "launch"])
+def test_ctrl_c_before_the_run_begins_is_one_line(monkeypatch, tmp_path, capsys, tiny, moment):
+    def stop(*arguments):
+        raise KeyboardInterrupt
+
+    for name, value in environment(tmp_path / "run").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(train_grpo, moment, stop)
+    assert train_grpo.main([]) == 130
+    assert capsys.readouterr().err.strip() == "interrupted before the run began: nothing was written to OUTPUT_DIR"
     assert not (tmp_path / "run").exists()

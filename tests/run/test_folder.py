@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a run: what may continue, what is never deleted. Run: python -m pytest tests/run/test_folder.py"""
+"""The folder of a run: what may continue, what is never deleted; its logs: rows that read back, warnings."""
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -15,8 +17,9 @@ from machines import only
 from transformers.trainer_utils import rotate_checkpoints
 
 from grpo.data.files import Row, data_fingerprint
-from grpo.data.scoring import check_rewards
+from grpo.data.scoring import load_reward
 from grpo.run.folder import CHECKPOINT_FILES, COMPLETE, inspect_run, lock_run, prepare_run, retire_checkpoint
+from grpo.run.logs import CsvLog, parse_rate_warning, reward_warning, trim_csv
 from grpo.settings import Problems, Settings
 
 ROW = Row("d.csv", 1, (("user", "x"),), (0.0, 1.0), {})
@@ -35,9 +38,9 @@ def run_dir(tmp_path, **changes):
     return settings, folder
 
 
-def inspect(settings, rows=(ROW,)):
+def inspect(settings, rows=(ROW,), **changes):
     problems = Problems()
-    return inspect_run(settings, rows, problems), problems
+    return inspect_run(dataclasses.replace(settings, **changes), rows, problems), problems
 
 
 def test_an_interrupted_run_continues_from_its_last_whole_checkpoint(tmp_path):
@@ -50,22 +53,17 @@ def test_an_interrupted_run_continues_from_its_last_whole_checkpoint(tmp_path):
 
 def test_what_may_not_continue(tmp_path):
     settings, folder = run_dir(tmp_path)
-    change = dataclasses.replace
-    assert "RESUME=never" in only(inspect(change(settings, RESUME="never"))[1])
-    assert not inspect(change(settings, TOTAL_STEPS=20, SAVE_STEPS=3))[1], "a longer run is the same run"
-    problem = only(inspect(change(settings, LEARNING_RATE=1e-6))[1])
+    assert "RESUME=never" in only(inspect(settings, RESUME="never")[1])
+    assert not inspect(settings, TOTAL_STEPS=20, SAVE_STEPS=3)[1], "a longer run is the same run"
+    problem = only(inspect(settings, LEARNING_RATE=1e-6)[1])
     assert "LEARNING_RATE: the run in" in problem and "5e-05" in problem
     assert "started on other rows" in only(inspect(settings, [dataclasses.replace(ROW, rewards=(1.0, 0.0))])[1])
-    assert not inspect(change(settings, TOTAL_STEPS=4))[1], "every step, but the evaluation and the zip are owed"
-    (folder / COMPLETE).write_text("{}")
-    assert "complete (4 of 4 steps)" in only(inspect(change(settings, TOTAL_STEPS=4))[1])
-    assert not inspect(change(settings, TOTAL_STEPS=4, OVERWRITE=True))[1]
-
-
-def test_a_run_that_reached_a_later_step_is_not_cut_short(tmp_path):
-    settings, _ = run_dir(tmp_path)
-    problem = only(inspect(dataclasses.replace(settings, TOTAL_STEPS=3))[1])
+    problem = only(inspect(settings, TOTAL_STEPS=3)[1])
     assert problem.startswith("TOTAL_STEPS: ") and "has 4 steps, more than 3. Set TOTAL_STEPS=4 or higher" in problem
+    assert not inspect(settings, TOTAL_STEPS=4)[1], "every step, but the evaluation and the zip are owed"
+    (folder / COMPLETE).write_text("{}")
+    assert "complete (4 of 4 steps)" in only(inspect(settings, TOTAL_STEPS=4)[1])
+    assert not inspect(settings, TOTAL_STEPS=4, OVERWRITE=True)[1]
 
 
 def strip(folder, *steps):
@@ -80,7 +78,6 @@ UNRESUMABLE = [  # what the folder of `run_dir` lost or got, what the problem mu
     ("an unpacked zip of a failed run", (2, 4), {}, "it holds the adapter of checkpoint-4, but"),
     ("a complete run whose checkpoints were deleted", None, {"complete.json": '{"steps": 8}'}, "it holds a complete run of 8 steps, but"),
     ("a complete run whose last checkpoint was deleted", (), {"complete.json": '{"steps": 8}'}, "it holds a complete run of 8 steps, but"),
-    ("an adapter and nothing else", None, {"adapter_model.safetensors": ""}, "it holds a trained adapter, but"),
 ]  # fmt: skip
 
 
@@ -95,10 +92,10 @@ def test_a_trained_adapter_that_cannot_be_trained_on_is_not_replaced(tmp_path, r
     for name, text in files.items():
         (folder / name).write_text(text)
     for changes in ({}, {"TOTAL_STEPS": 20}):
-        problem = only(inspect(dataclasses.replace(settings, **changes))[1])
+        problem = only(inspect(settings, **changes)[1])
         assert problem.startswith(f"OUTPUT_DIR={folder}: {message}") and "OVERWRITE=1" in problem, reason
         assert f"scripts/evaluate.py --adapter {folder})" in problem and "choose another OUTPUT_DIR" in problem
-    assert not inspect(dataclasses.replace(settings, OVERWRITE=True))[1]
+    assert not inspect(settings, OVERWRITE=True)[1]
 
 
 def test_what_may_continue_although_an_adapter_is_there(tmp_path):
@@ -127,10 +124,12 @@ def test_no_checkpoint_with_an_adapter_is_deleted(tmp_path):
     settings, folder = run_dir(tmp_path)
     strip(folder, 4)
     (folder / "checkpoint-4-mine").mkdir()
+    (folder / COMPLETE).write_text('{"steps": 2}')
     (folder / "superseded-checkpoint-4").mkdir()
     state, problems = inspect(settings)
-    prepare_run(state, settings, {}, {})
+    prepare_run(state, settings, {})
     assert not problems and state.step == 2
+    assert not (folder / COMPLETE).exists(), "ended after this, nothing says any more that the run is complete"
     assert sorted(path.name for path in folder.glob("*checkpoint-*")) == [
         "checkpoint-2", "checkpoint-4-mine", "superseded-checkpoint-4", "superseded-checkpoint-4.2",
     ]  # fmt: skip
@@ -154,38 +153,35 @@ def test_overwrite_never_deletes_a_file_that_a_setting_names(tmp_path, name):
     settings, folder = run_dir(tmp_path, OVERWRITE=True, EVAL_SAMPLES=0)
     (folder / "sub").mkdir()
     (folder / "sub" / "mine.csv").touch()
-    changed = dataclasses.replace(settings, **{name: f"{folder}/*/mine.csv"})
-    assert f"it would delete {folder / 'sub' / 'mine.csv'}, which" in only(inspect(changed)[1])
+    problem = only(inspect(settings, **{name: f"{folder}/*/mine.csv"})[1])
+    assert f"it would delete {folder / 'sub' / 'mine.csv'}, which" in problem
 
 
 def test_overwrite_never_deletes_a_users_reward_function(tmp_path, monkeypatch):
     settings, folder = run_dir(tmp_path, OVERWRITE=True, REWARDS="reward_inside:score")
-    (folder / "reward_inside.py").write_text(
-        "def score(completions, **columns):\n    return [0.0] * len(completions)\n"
-    )
+    (folder / "reward_inside.py").write_text("def score(completions, **columns): return [0.0] * len(completions)\n")
     monkeypatch.syspath_prepend(str(folder))
-    problems = Problems()
-    check_rewards(settings, [ROW], problems)
-    assert not problems
+    load_reward(settings.REWARDS)
     assert f"it would delete {folder / 'reward_inside.py'}, which" in only(inspect(settings)[1])
     monkeypatch.delitem(sys.modules, "reward_inside")
 
 
 def test_a_zip_of_an_earlier_run_is_not_overwritten(tmp_path):
-    state, problems = inspect(Settings(OUTPUT_DIR=str(tmp_path / "run")))
+    settings = Settings(OUTPUT_DIR=str(tmp_path / "run"))
+    state, problems = inspect(settings)
     assert not problems and not state.exists and state.checkpoint is None
     (tmp_path / "run.zip").write_text("precious")
-    assert "run.zip of an earlier run is there" in only(inspect(Settings(OUTPUT_DIR=str(tmp_path / "run")))[1])
-    assert not inspect(Settings(OUTPUT_DIR=str(tmp_path / "run"), OVERWRITE=True))[1]
+    assert "run.zip of an earlier run is there" in only(inspect(settings)[1])
+    assert not inspect(settings, OVERWRITE=True)[1]
 
 
 def test_a_run_folder_has_one_writer(tmp_path):
-    lock = lock_run(tmp_path / "run")
     code = f"import pathlib; from grpo.run.folder import lock_run; print(lock_run(pathlib.Path({str(tmp_path / 'run')!r})))"
-    other = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert lock is not None and other.stdout.strip() == "None"
-    lock.release()
-    assert "None" not in subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout
+    lock = lock_run(tmp_path / "run")
+    for locked in (True, False):
+        other = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+        assert ("None" in other.stdout) is locked, other.stderr
+        lock.release()
 
 
 def test_folders_of_others_are_never_touched(tmp_path):
@@ -193,6 +189,50 @@ def test_folders_of_others_are_never_touched(tmp_path):
     for overwrite in (False, True):
         problem = only(inspect(Settings(OUTPUT_DIR=str(tmp_path), OVERWRITE=overwrite))[1])
         assert "no run of this script" in problem
-    assert "not a folder" in only(inspect(Settings(OUTPUT_DIR=str(tmp_path / "thesis.txt")))[1])
-    problem = only(inspect(Settings(OUTPUT_DIR=str(tmp_path / "thesis.txt" / "a" / "b")))[1])
-    assert f"{tmp_path / 'thesis.txt'} is a file, not a folder" in problem
+    for name in ("thesis.txt", "thesis.txt/a/b"):
+        problem = only(inspect(Settings(OUTPUT_DIR=str(tmp_path / name)))[1])
+        assert f"{tmp_path / 'thesis.txt'} is a file, not a folder" in problem
+
+
+def test_logs_survive_carriage_returns(tmp_path):
+    path = tmp_path / "completions.csv"
+    written = [{"step": 1, "completion": "a\rb"}, {"step": 2, "completion": 'c\r\n"d"'}]
+    CsvLog(path, ["step", "completion"]).write(written)
+    trim_csv(path, 1)
+    with path.open(newline="", encoding="utf-8") as file:
+        assert list(csv.reader(file)) == [["step", "completion"], ["1", "a\rb"]]
+
+
+def test_trimming_a_log(tmp_path):
+    path = tmp_path / "completions.csv"
+    path.write_text('step,completion\n1,"two\nlines"\n2,b\n3,c\n3,"torn off', encoding="utf-8")
+    trim_csv(path, 2)
+    assert path.read_text(encoding="utf-8") == 'step,completion\n1,"two\nlines"\n2,b\n'
+    assert (tmp_path / "completions.superseded.csv").read_text(encoding="utf-8") == "3,c\n3,torn off\n"
+    trim_csv(tmp_path / "none.csv", 1)
+
+
+EQUAL, FINE, NONE = (0.5, 1.0), (0.5, 0.9), (math.nan, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("warn", "history", "words"),
+    [
+        (parse_rate_warning, [0.1] * 4, None),
+        (parse_rate_warning, [0.1] * 5, "only 0.10"),
+        (parse_rate_warning, [0.95] * 30, None),
+        (parse_rate_warning, [0.95] * 10 + [0.7] * 5, "fell to 0.70"),
+        (parse_rate_warning, [0.95] * 10 + [0.90] * 5, None),
+        (parse_rate_warning, [0.2] * 5 + [0.9] * 5, None),
+        (reward_warning, [], None),
+        (reward_warning, [EQUAL] * 4, None),
+        (reward_warning, [FINE] * 3 + [EQUAL] * 5, "nothing is learned"),
+        (reward_warning, [EQUAL] * 9 + [FINE], None),
+        (reward_warning, [EQUAL] * 4 + [FINE] + [EQUAL] * 4, None),
+        (reward_warning, [FINE, NONE], "the reward is nan"),
+        (reward_warning, [NONE, FINE], None),
+    ],
+)
+def test_warnings(warn, history, words):
+    said = warn(history)
+    assert said is None if words is None else words in said

@@ -11,17 +11,13 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import ROOT, read_csv, run_script
-from runs import SETTINGS, environment, finish, interrupted, start_held
+from runs import SETTINGS, assert_same_run, environment, finish, go_on, has_line, start_held, wait_until
 
 import train_grpo
 from grpo.data.prompts import prompt_order
-from grpo.run.folder import ADAPTER, COMPLETE, RunState, last_checkpoint, prepare_run
+from grpo.run.folder import COMPLETE, last_checkpoint
 from grpo.run.logs import COMPLETIONS, METRICS
-from grpo.settings import Settings
-
-LOGGED = [name for name in METRICS if not name.endswith(("_s", "time"))]
 
 
 @pytest.fixture(scope="session")
@@ -117,17 +113,16 @@ def test_an_unpacked_zip_is_not_touched(whole_run, tmp_path):
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
-def assert_same_run(folder: Path, whole: Path) -> None:
-    """Every row that does not measure time is what the uninterrupted run wrote, and so is the adapter, bit for bit."""
-    assert (folder / "completions.csv").read_bytes() == (whole / "completions.csv").read_bytes()
-    one, two = ([[row[name] for name in LOGGED] for row in read_csv(run / "metrics.csv")] for run in (folder, whole))
-    assert one == two
-    assert (folder / ADAPTER).read_bytes() == (whole / ADAPTER).read_bytes()
-
-
 def test_sigterm_saves_and_the_same_command_continues(whole_run, tmp_path):
+    """Any signal does: Ctrl-C and SIGHUP are in test_faults.py. The same command would delete this run."""
     folder = tmp_path / "run"
-    assert "interrupted at step 3" in interrupted(start_held(folder, 2), folder, signal.SIGTERM)
+    process = start_held(folder, 2, OVERWRITE=1)
+    process.send_signal(signal.SIGTERM)
+    wait_until(lambda: has_line(folder), process)
+    go_on(folder)
+    output = finish(process)
+    assert process.returncode == 143 and "Traceback" not in output, output
+    assert "interrupted at step 3; the same command WITHOUT OVERWRITE=1 continues from step 3" in output
     assert (tmp_path / "run.zip").exists() and (folder / "adapter_model.safetensors").exists()
     done = run_script(**SETTINGS | {"OUTPUT_DIR": folder})
     assert done.returncode == 0, done.stdout + done.stderr
@@ -207,22 +202,13 @@ def test_overwrite_starts_again_with_a_users_own_reward(tmp_path, whole_run):
             assert float(row["reward"]) > 2 / int(row["tokens"])
 
 
-def test_a_reward_that_always_fails_is_found_before_anything_starts(tmp_path, tiny):
-    (tmp_path / "broken.py").write_text("async def score(completions, **columns):\n    return completions[2]\n")
-    changes = {"OUTPUT_DIR": tmp_path / "run", "REWARDS": "action,broken:score", "DATA": ROOT / SETTINGS["DATA"]}
-    done = run_script(cwd=tmp_path, **SETTINGS | changes)
-    assert done.returncode == 2 and not (tmp_path / "run").exists()
-    assert "REWARDS: broken:score raised IndexError" in done.stderr and "the first row of" in done.stderr
-
-
-def test_packed_experts_are_found_by_the_id_of_a_hub_model(tiny, tmp_path):
-    """In the Hub's cache, where the official repository holds its weights in other forms as well."""
+def test_a_model_of_the_hub_is_taken_from_its_cache(tiny, tmp_path):
+    """By its id, offline; quantized experts too, where the repository holds its weights in other forms as well."""
     cache = tmp_path / "hub" / "models--org--model"
     snapshot = cache / "snapshots" / ("0" * 40)
-    snapshot.mkdir(parents=True)
+    (snapshot / "original").mkdir(parents=True)
     for path in tiny.iterdir():
         (snapshot / path.name).symlink_to(path)
-    (snapshot / "original").mkdir()
     (snapshot / "original" / "model.safetensors").write_bytes(b"not to be read")
     (cache / "refs").mkdir()
     (cache / "refs" / "main").write_text("0" * 40)
@@ -230,14 +216,11 @@ def test_packed_experts_are_found_by_the_id_of_a_hub_model(tiny, tmp_path):
                 "HF_HUB_CACHE": tmp_path / "hub", "MAX_COMPLETION_LEN": 12, "REASONING_EFFORT": "low"}  # fmt: skip
     done = run_script(**SETTINGS | settings)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "experts       mxfp4" in done.stdout and "complete: 1 steps" in done.stdout
-
-
-def test_raising_the_steps_of_a_finished_run_makes_it_unfinished(tmp_path):
-    """Ended after that, nothing says any more that it is complete."""
-    (tmp_path / COMPLETE).write_text('{"steps": 6}')
-    prepare_run(RunState(tmp_path, 6, tmp_path / "checkpoint-6", exists=True), Settings(TOTAL_STEPS=8), {}, {})
-    assert not (tmp_path / COMPLETE).exists()
+    assert "EXPERTS                mxfp4" in done.stdout and "complete: 1 steps" in done.stdout
+    adapter = json.loads((tmp_path / "run" / "adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == "org/model"
+    done = run_script("--check", **SETTINGS | settings | {"MODEL_ID": "org/other"})
+    assert done.returncode == 2 and "org/other is not in the cache and cannot be fetched" in done.stderr
 
 
 BEFORE = Path(__file__).parent / "fixtures" / "run_before_the_move"
@@ -264,20 +247,6 @@ def test_a_gpu_that_torch_does_not_see_is_said_before_anything_is_written(tiny, 
     done = run_script(**SETTINGS | {"OUTPUT_DIR": tmp_path / "run", "USE_VLLM": 0} | claimed_gpu)
     assert done.returncode == 2 and "does not see it" in done.stderr and "driver 580" in done.stderr
     assert not (tmp_path / "run").exists()
-
-
-def test_out_of_memory_names_the_next_smaller_micro_batch(tiny, tmp_path, monkeypatch):
-    def no_memory(*arguments):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
-
-    for name, value in environment(tmp_path / "run", MICRO_BATCH=6).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("train_grpo.train", no_memory)
-    monkeypatch.setattr(signal, "signal", lambda *arguments: None)
-    assert train_grpo.main([]) == 1
-    log = (tmp_path / "run" / "training.log").read_text()
-    assert "out of memory: CUDA out of memory. Tried" in log and "MICRO_BATCH=3" in log
-    assert (tmp_path / "run.zip").exists()
 
 
 def test_a_damaged_tiny_model_is_made_again(tiny, tmp_path, monkeypatch):

@@ -9,17 +9,15 @@ import sys
 import zipfile
 
 import pytest
-import torch
 from conftest import read_csv
 from machines import H100
-from safetensors.torch import load_file
+from runs import assert_same_run
 from stub_vllm import stub_engine
 
 import train_grpo
 from grpo.preflight.machine import installed_versions
 from grpo.rollout.engine import Engine
 from grpo.run.folder import last_checkpoint
-from grpo.run.logs import METRICS
 from grpo.settings import FIELDS, ROOT
 
 RUN = {
@@ -103,16 +101,6 @@ def test_a_run_with_vllm(whole):
     assert whole.stubs[0].calls == ["sleep", *gate * 2, *step * 4]
 
 
-def assert_like(whole, run):
-    assert run.read("completions.csv") == whole.read("completions.csv")
-    names = [n for n in METRICS if not n.endswith(("_s", "time"))]
-    mine, theirs = ([[r[n] for n in names] for r in read_csv(one.folder / "metrics.csv")] for one in (run, whole))
-    assert mine == theirs
-    mine, theirs = (load_file(one.folder / "adapter_model.safetensors") for one in (run, whole))
-    assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.items())
-    assert any(t.any() for n, t in mine.items() if "lora_B" in n)
-
-
 def test_a_dying_engine_leaves_a_run_that_continues(whole, start):
     """The mismatch check calls generate four times, so the seventh call is step 3: exit 4, zip, checkpoint 2, then the rest, as in the
     uninterrupted run."""
@@ -128,7 +116,7 @@ def test_a_dying_engine_leaves_a_run_that_continues(whole, start):
         assert archive.testzip() is None and "run/checkpoint-2/adapter_model.safetensors" in archive.namelist()
     assert last_checkpoint(run.folder)[0] == 2
     assert run() == 0 and "continuing from step 2" in run.read("training.log")
-    assert_like(whole, run)
+    assert_same_run(run.folder, whole.folder)
 
 
 def test_a_run_with_the_native_adapter_and_an_evaluation(start, tmp_path, tiny):
