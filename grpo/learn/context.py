@@ -24,7 +24,6 @@ class RunContext:
     folder: Path
     attention: str  # of the learner, as ATTN_IMPL names it
     packing: str  # `prefix` or `none`
-    loss_impl: str  # `liger` or `trl`
     stop: StopRequest
     engine: Engine | None = None  # None: transformers generates
     stream: str = "train"  # or `evaluation`, or `base`: an evaluation without the adapter

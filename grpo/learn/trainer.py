@@ -42,10 +42,6 @@ TRL_FIGURES = {
     "logp_diff_max": "sampling/sampling_logp_difference/max",
     "is_ratio_mean": "sampling/importance_sampling_ratio/mean",
 }  # fmt: skip
-TOKEN_MEANS = ("kl", "entropy", "clip_ratio/region_mean")  # those of them that are means over tokens
-# TRL and Liger divide these losses by the tokens of the whole step; the others are means over completions, or over the
-# tokens of what they are given (bnpo).
-TOKEN_NORMALIZED = ("dapo", "cispo", "vespo")
 Batch = dict[str, Tensor]  # what TRL hands over for a step, or some of its rows
 
 
@@ -65,7 +61,7 @@ class Trainer(GRPOTrainer):
     Overrides these methods of TRL's GRPOTrainer (tests hold their signatures): `_get_train_sampler`, `_tokenize_prompts`,
     `_generate_single_turn`, `_calculate_rewards`, `training_step`, `_get_per_token_logps_and_entropies` and `log`.
 
-    The loss is Liger's (or TRL's), and however the step is cut, loss and gradient are those of the whole batch. Nothing is
+    The loss is Liger's, and however the step is cut, loss and gradient are those of the whole batch. Nothing is
     computed twice: a prompt once for its completions, no padding, and no pass for old log-probs, as there is one
     optimizer step a rollout: they are the current ones.
     """
@@ -85,7 +81,6 @@ class Trainer(GRPOTrainer):
         self.actions = max(len(row.rewards) for row in run.rows)
         self.empty_columns = {name: None for row in run.rows for name in reward_columns(row, self.actions)}
         self.rollout_tokens = 0  # of the last rollout
-        self.ready: tuple | None = None  # log-probs and entropies (b, C) for TRL's loss, while it runs
         # Only the index travels through TRL: the columns are looked up where they are needed.
         dataset = Dataset.from_dict({"prompt": [row.prompt for row in run.rows], "row": list(range(len(run.rows)))})
         super().__init__(
@@ -187,8 +182,7 @@ class Trainer(GRPOTrainer):
             if sampled is not None and s.IS_CORRECTION != "none":
                 ratio = importance_ratio(policy, sampled, part["completion_mask"], s.IS_CORRECTION, s.IS_CLIP_MAX)
                 part["importance_sampling_ratio"], ratios[rows] = ratio, ratio.expand_as(policy)
-            share_of_loss = self.liger_loss if self.run.loss_impl == "liger" else self.trl_loss
-            loss, metrics = share_of_loss(part, batch, found, entropy)
+            loss, metrics = self.liger_loss(part, batch, found, entropy)
             loss.backward()
             states.backward(leaf.grad)
             total += loss.detach()
@@ -219,7 +213,7 @@ class Trainer(GRPOTrainer):
 
     def compute_logps(self, base: PreTrainedModel, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies (N,) of `targets` (N,) after `states` (N, hidden) of `base`. Logits are held for one tile
-        of tokens and vocabulary at a time. TRL's kernel for either loss: Liger's own streams several float32 copies of each
+        of tokens and vocabulary at a time. TRL's kernel: Liger's own streams several float32 copies of each
         tile through memory, and a step of 12 x 8 x 512 tokens took 6.4 s with it, 5.2 s with TRL's (docs/log.md)."""
         head = base.get_output_embeddings()
         return ChunkedLogProbFunction.apply(
@@ -229,42 +223,24 @@ class Trainer(GRPOTrainer):
     def liger_loss(self, part: Batch, batch: Batch, logps: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, float]]:
         """The share of the loss of `batch` that its `part` has, from log-probs and entropies (b, C), and sums for the logs."""
         whole = batch["completion_mask"]
+        # Liger's own luspo divides by the length, TRL's is a sum over tokens and a mean over completions: dr_grpo's with 1.
+        luspo = self.loss_type == "luspo"
         loss, metrics = LigerFusedLinearGRPOFunction.ppo_loss_fn(
             logps, part["completion_mask"], part["advantages"], whole,  # normalized by the whole step's tokens
             ref_per_token_logps=part.get("ref_per_token_logps"), old_per_token_logps=part.get("old_per_token_logps"),
-            epsilon_low=self.epsilon_low, epsilon_high=self.epsilon_high, beta=self.beta, loss_type=self.loss_type,
-            max_completion_length=self.max_completion_length, use_bias_correction_kl=self.args.use_bias_correction_kl,
+            epsilon_low=self.epsilon_low, epsilon_high=self.epsilon_high, beta=self.beta,
+            loss_type="dr_grpo" if luspo else self.loss_type, max_completion_length=1 if luspo else self.max_completion_length,
+            use_bias_correction_kl=self.args.use_bias_correction_kl,
             vllm_is_ratio=part.get("importance_sampling_ratio"), num_items_in_batch=batch["num_items_in_batch"],
         )  # fmt: skip
         names = ("kl", "clip_ratio/region_mean") if self.beta else ("clip_ratio/region_mean",)
         sums = {name: value.item() for name, value in zip(names, metrics, strict=True)}
         return loss, sums | {"entropy": (entropy.detach().sum() / whole.sum()).item()}
 
-    def trl_loss(self, part: Batch, batch: Batch, logps: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, float]]:
-        """As `liger_loss`. TRL takes log-probs from `_get_per_token_logps_and_entropies` and normalizes by the completions it
-        is given. Its own correction is off; as the ratio is never negative, advantages by token are the same thing."""
-        ratio, mask, whole = part.get("importance_sampling_ratio"), part["completion_mask"], batch["completion_mask"]
-        if ratio is not None and self.loss_type != "vespo":
-            part["advantages"] = part["advantages"][:, None] * ratio
-        logged = self._metrics["train"]
-        before = {name: len(values) for name, values in logged.items()}
-        self.ready = logps, entropy, None
-        try:
-            loss = super()._compute_loss(self.model, part)
-        finally:
-            self.ready = None
-        fresh = {name: values.pop() for name, values in logged.items() if len(values) > before.get(name, 0)}
-        tokens = mask.sum().clamp(min=1) / whole.sum().clamp(min=1)
-        if self.loss_type not in TOKEN_NORMALIZED:
-            loss = loss * (tokens if self.loss_type == "bnpo" else len(mask) / len(whole))
-        return loss, {name: value * tokens.item() for name, value in fresh.items() if name in TOKEN_MEANS}
-
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False, **kwargs
     ):
-        """Log-probs (B, C) of the last `logits_to_keep` tokens: those at hand in `trl_loss`, or those of the reference."""
-        if self.ready is not None:
-            return self.ready
+        """Log-probs (B, C) of the last `logits_to_keep` tokens: TRL asks for those of the reference."""
         keep = logits_to_keep
         batch = {
             "prompt_ids": input_ids[:, :-keep], "prompt_mask": attention_mask[:, :-keep],

@@ -237,7 +237,7 @@ def run_record(preflight_result: Preflight) -> dict[str, Any]:
     """settings.json of a run: every setting and where it came from, every choice and its reason."""
     p, settings = preflight_result, preflight_result.settings
     chosen = {name: getattr(p, name) for name in ("attention", "packing", "experts", "rollouts")}
-    chosen |= {"loss": choices.choose_loss(settings.LOSS_TYPE), "epsilon_high": choices.choose_epsilon_high(settings)}
+    chosen["epsilon_high"] = choices.choose_epsilon_high(settings)
     return {
         "settings": dataclasses.asdict(settings),
         "sources": p.sources,

@@ -50,10 +50,10 @@ def test_importance_ratios_reach_the_loss(build, mode, shift, ratio):
     assert "importance_sampling_ratio" not in inputs, "TRL's correction is off"
     assert inputs["old_per_token_logps"] is None if "old_per_token_logps" in inputs else True
     plain = {name: value for name, value in inputs.items() if name != "sampling_per_token_logps"}
-    uncorrected, expected = loss_and_gradients(trainer, plain, "liger")
+    uncorrected, expected = loss_and_gradients(trainer, plain)
     logged = trainer._metrics["train"]
     logged.clear()
-    loss, gradient = loss_and_gradients(trainer, inputs, "liger")
+    loss, gradient = loss_and_gradients(trainer, inputs)
     assert logged["sampling/sampling_logp_difference/mean"] == [pytest.approx(abs(shift), abs=1e-3)]
     assert logged["sampling/sampling_logp_difference/max"] == [pytest.approx(abs(shift), abs=1e-3)]
     assert logged["sampling/importance_sampling_ratio/mean"] == [pytest.approx(ratio, abs=1e-3)]

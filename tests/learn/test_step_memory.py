@@ -49,26 +49,25 @@ def assert_tiled(shapes, trainer, inputs):
     assert {(count, width) for count in tokens for width in (TILE, vocabulary % TILE)} <= shapes.seen
 
 
-@pytest.mark.parametrize("implementation", ["liger", "trl"])
 @pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_learning_never_holds_the_logits_of_the_whole_vocabulary(tiny, tmp_path, monkeypatch, implementation, beta):
+def test_learning_never_holds_the_logits_of_the_whole_vocabulary(tiny, tmp_path, monkeypatch, beta):
     """In the forward nor in the backward pass, with autocast as a run has it; and tiles change no value."""
     trainer = make(tiny, tmp_path, BETA=beta, TEMPERATURE=0.8)
     inputs = batch(trainer, old=True, beta=beta, sampled=True)
     with Shapes() as shapes:
-        loss_and_gradients(trainer, inputs, implementation, 2)
+        loss_and_gradients(trainer, inputs, 2)
     assert full_logits(shapes, trainer), "one tile holds the tiny vocabulary: it sees them where they are"
 
     monkeypatch.setattr("grpo.learn.trainer.HEAD_TILE", TILE)
     trainer.run.plan = dataclasses.replace(trainer.run.plan, micro_batch=2)
     with Shapes() as shapes:
-        loss_and_gradients(trainer, inputs, implementation)
+        loss_and_gradients(trainer, inputs)
     assert_tiled(shapes, trainer, inputs)
 
     inputs = batch(plain_float32(trainer), old=True, beta=beta, sampled=True)
-    tiled_loss, tiled = loss_and_gradients(trainer, inputs, implementation)
+    tiled_loss, tiled = loss_and_gradients(trainer, inputs)
     monkeypatch.undo()
-    loss, gradient = loss_and_gradients(trainer, inputs, implementation)
+    loss, gradient = loss_and_gradients(trainer, inputs)
     assert gradient.norm() > 1e-4, "a gradient of nothing proves nothing"
     assert tiled_loss == pytest.approx(loss, rel=1e-5, abs=1e-6)
     assert ((tiled - gradient).norm() / gradient.norm()).item() < 1e-5
@@ -93,14 +92,12 @@ def test_the_reference_never_holds_the_logits_of_the_whole_vocabulary(tiny, tmp_
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("implementation", ["liger", "trl"])
 @pytest.mark.parametrize("checkpointing", [True, False])
 @pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_a_step_computes_each_micro_batch_once(tiny, tmp_path, beta, checkpointing, implementation):
+def test_a_step_computes_each_micro_batch_once(tiny, tmp_path, beta, checkpointing):
     """From the rollout's end to the optimizer: one forward pass of the model for each micro-batch, and with a KL term
     the reference's before them. A layer is computed once more where it is checkpointed, and not a third time."""
     trainer = make(tiny, tmp_path, BETA=beta, GRADIENT_CHECKPOINTING=checkpointing, TOTAL_STEPS=1, MICRO_BATCH=1)
-    trainer.run.loss_impl = implementation
     base = trainer.base_model_of(trainer.model)
     forwards, layers, batches = [], [], []  # by call: whether it is in `learn`, and whether it is for a gradient
     called = lambda calls: lambda *_: calls.append((bool(batches), torch.is_grad_enabled()))  # noqa: E731

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-import itertools
 
 import pytest
 import torch
@@ -16,14 +15,13 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
-from trainers import BOTH, batch, loss_and_gradients, make, plain_float32, plain_trl, policy_logps
+from trainers import batch, loss_and_gradients, make, plain_float32, plain_trl, policy_logps
 from trl import GRPOTrainer
 
 from grpo.data.prompts import sampling_seed
 from grpo.evaluate.heldout import generate_completions
-from grpo.learn.trainer import TOKEN_MEANS, Trainer
+from grpo.learn.trainer import Trainer
 from grpo.model.packing import cut_micro_batches
-from grpo.preflight.choices import choose_loss
 from grpo.settings import FIELDS
 
 pytestmark = pytest.mark.numeric
@@ -37,23 +35,23 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("loss_type", [*BOTH, "luspo"])
-def test_any_cut_and_both_losses_agree_with_plain_trl(tiny, tmp_path, loss_type):
+LOSSES = FIELDS["LOSS_TYPE"].metadata["choices"]
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_any_cut_agrees_with_plain_trl(tiny, tmp_path, loss_type):
     """Float32; policy ratios away from 1, a KL term, the engine's log-probs: however the step is cut into micro-batches."""
     trainer = plain_float32(make(tiny, tmp_path, LOSS_TYPE=loss_type, TEMPERATURE=0.8))
-    # Liger's luspo is another one: `choose_loss` takes TRL's, which runs for it alone.
-    first, second = ("trl", "trl") if loss_type == "luspo" else ("liger", "trl")
-    cuts = [(first, "prefix", 1), (first, "prefix", 3), (first, "prefix", 4), (first, "none", 2), (second, "prefix", 2)]
     for case, options in CASES.items():
         trainer.beta = options.get("beta", 0.0)
         inputs = batch(trainer, **options)
-        expected_loss, expected = loss_and_gradients(trainer, inputs, "plain")
+        expected_loss, expected = loss_and_gradients(trainer, inputs, plain=True)
         assert expected.norm() > 1e-4, "a gradient of nothing proves nothing"
         # vespo's loss holds log-probs themselves, which nearly cancel: its rounding is theirs.
         rounding = 1e-6 * policy_logps(trainer, inputs).abs().max().item() if loss_type == "vespo" else 3e-6
-        for implementation, packing, micro_batch in cuts:
-            where = f"{case}, {implementation}, {packing}, {micro_batch}"
-            loss, gradient = loss_and_gradients(trainer, inputs, implementation, micro_batch, packing)
+        for micro_batch, packing in ((1, "prefix"), (3, "prefix"), (4, "prefix"), (2, "none")):
+            where = f"{case}, {packing}, {micro_batch}"
+            loss, gradient = loss_and_gradients(trainer, inputs, micro_batch, packing)
             assert loss == pytest.approx(expected_loss, rel=1e-4, abs=rounding), where
             assert ((gradient - expected).norm() / expected.norm()).item() < 1e-4, where
 
@@ -63,15 +61,14 @@ def test_logged_means_are_those_of_the_whole_step(tiny, tmp_path):
     trainer = plain_float32(make(tiny, tmp_path, BETA=0.1, TEMPERATURE=0.8))
     inputs = batch(trainer, old=True, beta=0.1)
     metrics = trainer._metrics["train"]
-    loss_and_gradients(trainer, inputs, "plain")
-    expected = {name: metrics[name][-1] for name in TOKEN_MEANS}
+    loss_and_gradients(trainer, inputs, plain=True)
+    expected = {name: metrics[name][-1] for name in ("kl", "entropy", "clip_ratio/region_mean")}
     assert len(set(expected.values())) == 3 and all(expected.values()), expected
-    for implementation in ("liger", "trl"):
-        for micro_batch in (1, 2, 3, 4):
-            metrics.clear()
-            loss_and_gradients(trainer, inputs, implementation, micro_batch)
-            found = {name: metrics[name] for name in expected}
-            assert found == {name: [pytest.approx(value, rel=1e-4)] for name, value in expected.items()}, micro_batch
+    for micro_batch in (1, 2, 3, 4):
+        metrics.clear()
+        loss_and_gradients(trainer, inputs, micro_batch)
+        found = {name: metrics[name] for name in expected}
+        assert found == {name: [pytest.approx(value, rel=1e-4)] for name, value in expected.items()}, micro_batch
 
 
 def test_the_logged_mismatch_is_over_known_tokens_only(tiny, tmp_path):
@@ -84,7 +81,7 @@ def test_the_logged_mismatch_is_over_known_tokens_only(tiny, tmp_path):
     assert len(known) == len(difference) - 1 == 18
     for micro_batch in (1, 2, 4):
         metrics.clear()
-        loss_and_gradients(trainer, inputs, "liger", micro_batch)
+        loss_and_gradients(trainer, inputs, micro_batch)
         for name, value in (("mean", known.abs().mean()), ("max", known.abs().max())):
             assert metrics[f"sampling/sampling_logp_difference/{name}"] == [pytest.approx(value.item(), rel=1e-4)]
         mean = (known.exp().clamp(max=1.3).sum().item() + 1) / 19
@@ -96,24 +93,23 @@ def test_corrections_agree_with_plain_trl(tiny, tmp_path, mode):
     """A limit that some tokens and sequences exceed, and others do not."""
     trainer = plain_float32(make(tiny, tmp_path, IS_CORRECTION=mode, IS_CLIP_MAX=4.0 if "seq" in mode else 1.3))
     inputs = batch(trainer, sampled=True)
-    expected_loss, expected = loss_and_gradients(trainer, inputs, "plain")
-    for implementation in ("liger", "trl"):
-        loss, gradient = loss_and_gradients(trainer, inputs, implementation, 2)
-        assert loss == pytest.approx(expected_loss, rel=1e-4, abs=1e-6)
-        assert ((gradient - expected).norm() / expected.norm()).item() < 1e-4
+    expected_loss, expected = loss_and_gradients(trainer, inputs, plain=True)
+    loss, gradient = loss_and_gradients(trainer, inputs, 2)
+    assert loss == pytest.approx(expected_loss, rel=1e-4, abs=1e-6)
+    assert ((gradient - expected).norm() / expected.norm()).item() < 1e-4
 
 
-@pytest.mark.parametrize("loss_type", BOTH)
+@pytest.mark.parametrize("loss_type", LOSSES)
 def test_masked_completions(tiny, tmp_path, loss_type):
     """MASK_TRUNCATED leaves completions without any token, in the end all of them."""
     trainer = plain_float32(make(tiny, tmp_path, LOSS_TYPE=loss_type))
     for masked in ([0], [2, 3], [0, 1, 2, 3]):
         inputs = batch(trainer, sampled=True)
         inputs["completion_mask"][masked] = 0
-        expected_loss, expected = loss_and_gradients(trainer, inputs, "plain")
-        for implementation, micro_batch in itertools.product(("liger", "trl"), (1, 2, 4)):
-            loss, gradient = loss_and_gradients(trainer, inputs, implementation, micro_batch)
-            assert loss == pytest.approx(expected_loss, rel=1e-4, abs=1e-6), (masked, implementation, micro_batch)
+        expected_loss, expected = loss_and_gradients(trainer, inputs, plain=True)
+        for micro_batch in (1, 2, 4):
+            loss, gradient = loss_and_gradients(trainer, inputs, micro_batch)
+            assert loss == pytest.approx(expected_loss, rel=1e-4, abs=1e-6), (masked, micro_batch)
             assert torch.isfinite(gradient).all() and (gradient - expected).norm() <= 1e-4 * expected.norm()
 
 
@@ -204,14 +200,6 @@ def test_a_micro_batch_waits_for_the_device_twice_and_a_layer_never(tiny, tmp_pa
         found[count] = reads.count
     assert trainer.model.config.num_hidden_layers > 1 and found[1] > 2, "it sees what is read"
     assert found[4] - found[1] == 3 * 2, found
-
-
-def test_luspo_takes_trls_loss_because_ligers_differs(tiny, tmp_path):
-    trainer = plain_float32(make(tiny, tmp_path, LOSS_TYPE="luspo"))
-    assert trainer.run.loss_impl == "trl" and choose_loss("bnpo")[0] == "liger"
-    inputs = batch(trainer, old=True)
-    (trl, _), (liger, _) = (loss_and_gradients(trainer, inputs, name) for name in ("trl", "liger"))
-    assert liger != pytest.approx(trl, rel=5e-3), "they agree now: let choose_loss take Liger's for every loss"
 
 
 def test_a_step_moves_the_adapter_and_no_base_weight(tiny, tmp_path):
@@ -321,11 +309,11 @@ def test_truncation_agrees_with_trl(tiny, tmp_path, masked):
     assert inputs["completion_mask"].sum(1).tolist() == kept and inputs["num_items_in_batch"] == sum(kept)
 
     inputs["advantages"] = torch.arange(1.0, 9.0)
-    _, expected = loss_and_gradients(trainer, inputs, "plain")
-    _, gradient = loss_and_gradients(trainer, inputs, "liger")
+    _, expected = loss_and_gradients(trainer, inputs, plain=True)
+    _, gradient = loss_and_gradients(trainer, inputs)
     assert (gradient - expected).norm() < 1e-4 * expected.norm()
     inputs["advantages"][torch.tensor(truncated)] = -9.0
-    _, without = loss_and_gradients(trainer, inputs, "liger")
+    _, without = loss_and_gradients(trainer, inputs)
     assert torch.equal(gradient, without) == masked
 
 

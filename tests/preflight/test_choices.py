@@ -9,10 +9,10 @@ import pytest
 from machines import CPU, H100
 
 from grpo.preflight import choices
-from grpo.preflight.choices import choose_attention, choose_epsilon_high, choose_loss, choose_packing
+from grpo.preflight.choices import choose_attention, choose_epsilon_high, choose_packing
 from grpo.preflight.hub import REAL_CONFIG
 from grpo.preflight.memory import Shapes, choose_experts
-from grpo.settings import FIELDS, Settings
+from grpo.settings import Settings
 
 CHOSEN = [
     ("auto", 0, 0.0, ("flash-attn-3", "flash-attn-4"), "eager"), ("auto", 1, 9.0, (), "torch_flash"),
@@ -67,12 +67,6 @@ def test_the_plan_is_that_of_the_chosen_experts():
     assert small.plan(Settings(EXPERTS=None)).weights < 20 and small.plan(Settings()).weights > 38
     assert small.plan(Settings()).engine and small.plan(Settings(USE_VLLM=False)).engine is None
     assert shapes(CPU).choose_experts(Settings(EXPERTS=None))[0] == "mxfp4", "a CPU plans with its own free memory"
-
-
-def test_loss_choice():
-    """Liger's loss for every type but the one that it normalizes otherwise."""
-    kinds = {name: choose_loss(name)[0] for name in FIELDS["LOSS_TYPE"].metadata["choices"]}
-    assert kinds == dict.fromkeys(kinds, "liger") | {"luspo": "trl"}
 
 
 def test_clip_range_choice():
