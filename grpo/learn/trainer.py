@@ -202,12 +202,10 @@ class Trainer(GRPOTrainer):
             ids, kept = batch[f"{kind}_ids"].cpu(), batch[f"{kind}_mask"].cpu().bool()
             tokens.append([row.tolist() for row in ids[kept].split(kept.sum(1).tolist())])
         prompts, completions = tokens
-        numbers: dict[tuple[int, ...], int] = {}  # a number stands for equal prompts, whose tokens are so compared once
-        number = [numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts]
         lengths = [(len(p), len(c)) for p, c in zip(prompts, completions, strict=True)]
         most = micro_batch_tokens(s, self.run.plan.micro_batch, max(p for p, _ in lengths), share)
         device = batch["completion_ids"].device
-        for rows in cut_micro_batches(number, lengths, most, share):
+        for rows in cut_micro_batches(list(map(tuple, prompts)), lengths, most, share):
             chosen = [prompts[i] for i in rows], [completions[i] for i in rows]
             yield torch.tensor(rows, device=device), pack_batch(*chosen, share, attention in KERNELS, device)
 

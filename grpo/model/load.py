@@ -101,7 +101,7 @@ def dequantize_experts(model: PreTrainedModel) -> None:
             setattr(wide, f"{name}_bias", getattr(quantized, f"{name}_bias"))
         layer.mlp.experts = wide.eval()
         del quantized
-        empty_cache()
+        torch.cuda.empty_cache()
 
 
 def load_model(model_path: str, config: Mapping[str, Any], attention: str, experts: str = "bf16") -> PreTrainedModel:
@@ -136,12 +136,6 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(training)
-
-
-def empty_cache() -> None:
-    """Give the free blocks of torch's allocator back to the driver."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def unseen_gpu(machine: Machine) -> str | None:

@@ -62,6 +62,8 @@ def test_settings_that_go_together():
         assert not settings_problems(CPU, LORA_TARGETS=targets)
     assert not settings_problems(H100, TEMPERATURE=2.1, USE_VLLM=False) and not settings_problems(CPU, TEMPERATURE=2.1)
     assert not settings_problems(H100, TEMPERATURE=2.0, LOSS_TYPE="vespo")
+    for capability in (0.0, 9.0, 10.0):  # 0: it could not be read
+        assert not settings_problems(dataclasses.replace(H100, capability=capability), ATTN_IMPL="flash_attention_4")
 
 
 def test_mxfp4_is_for_a_checkpoint_that_has_it():

@@ -99,7 +99,7 @@ def test_a_missing_log_prob_is_none_for_trl(build):
 def test_torch_gives_its_free_blocks_back_before_the_engine_wakes(build, monkeypatch):
     """vLLM maps memory past torch's allocator, and nothing is tried a second time."""
     engine = build().run.engine
-    monkeypatch.setattr("grpo.rollout.engine.empty_cache", lambda: engine.llm.calls.append("empty_cache"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: engine.llm.calls.append("empty_cache"))
     engine.wake()
     assert engine.llm.calls == ["empty_cache", "wake_up"]
 
