@@ -162,8 +162,7 @@ def train(preflight_result: Preflight, model_path: str) -> int:
     from trl import GRPOConfig
 
     from grpo.evaluate.plant import measure
-    from grpo.learn.context import RunContext
-    from grpo.learn.trainer import Trainer
+    from grpo.learn.trainer import RunContext, Trainer
     from grpo.model.load import load_model, load_tokenizer
     from grpo.rollout.engine import start_engine
     from grpo.rollout.parity import check_mismatch

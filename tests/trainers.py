@@ -15,8 +15,7 @@ from trl import GRPOConfig, GRPOTrainer
 import train_grpo
 from grpo.data.files import Row
 from grpo.data.scoring import reward_callable, reward_specs
-from grpo.learn.context import RunContext
-from grpo.learn.trainer import Trainer
+from grpo.learn.trainer import RunContext, Trainer
 from grpo.model.load import load_model, load_tokenizer
 from grpo.preflight.hub import find_model
 from grpo.preflight.memory import Plan

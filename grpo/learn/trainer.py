@@ -7,6 +7,7 @@ import collections
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,16 @@ from grpo.data.files import Row, reward_columns
 from grpo.data.prompts import PromptSampler, sampling_seed
 from grpo.data.scoring import Completion
 from grpo.learn.callbacks import StepTimerCallback
-from grpo.learn.context import RunContext
 from grpo.model.attention import KERNELS, attention_of, hidden_states
 from grpo.model.load import evaluating
 from grpo.model.packing import PackedBatch, cut_micro_batches, pack_batch, padded_like
-from grpo.preflight.memory import HEAD_TILE, micro_batch_tokens
+from grpo.preflight.memory import HEAD_TILE, Plan, micro_batch_tokens
+from grpo.rollout.engine import Engine
 from grpo.run.archive import model_card
 from grpo.run.folder import write_text
 from grpo.run.logs import RunLog
+from grpo.run.signals import StopRequest
+from grpo.settings import Settings
 
 # Columns of metrics.csv that are TRL's own figures, and their names there.
 TRL_FIGURES = {
@@ -53,6 +56,23 @@ def importance_ratio(logps: Tensor, sampled: Tensor, mask: Tensor, mode: str, mo
         difference = difference.sum(-1, keepdim=True)
     ratio = difference.exp()
     return ratio.clamp(max=most) if mode.endswith("truncate") else ratio.masked_fill(ratio > most, 0.0)
+
+
+@dataclass
+class RunContext:
+    """The run's settings, rows and choices, and what of it changes while it goes on: what trainer, engine, evaluation and
+    mismatch check share."""
+
+    settings: Settings
+    rows: list[Row]
+    plan: Plan
+    folder: Path
+    attention: str  # of the learner, as ATTN_IMPL names it
+    packing: str  # `prefix` or `none`
+    stop: StopRequest
+    engine: Engine | None = None  # None: transformers generates
+    stream: str = "train"  # or `evaluation`, or `base`: an evaluation without the adapter
+    parity: list[dict[str, Any]] = field(default_factory=list)  # what the mismatch check measured
 
 
 class Trainer(GRPOTrainer):

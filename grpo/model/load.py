@@ -24,7 +24,7 @@ from transformers import (
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from grpo.model.attention import install_attention
-from grpo.model.experts import expert_weights, experts_forward, install_experts
+from grpo.model.experts import expert_weights, experts_forward
 from grpo.preflight.hub import has_mxfp4
 from grpo.preflight.machine import Machine
 
@@ -118,7 +118,7 @@ def load_model(model_path: str, config: Mapping[str, Any], attention: str, exper
     else:
         options = {"dtype": torch.bfloat16, "attn_implementation": name, "device_map": {"": device}}
         model = AutoModelForCausalLM.from_pretrained(model_path, **options)
-    model.set_experts_implementation(install_experts())
+    model.set_experts_implementation("frozen_experts")
     return model
 
 

@@ -96,7 +96,7 @@ def test_merged_weights_are_rounded_once_and_refused_where_they_do_not_fit(build
     assert merged.dtype == torch.bfloat16 and torch.equal(merged, exact.float().bfloat16())
     trainer.run.engine.wake()
     for name, shape in ((names[0], (500, 64)), (names[3], (8, 8))):
-        with pytest.raises(ValueError, match=f"{name}: .* does not fit"):
+        with pytest.raises(RuntimeError, match="must match the size"):
             trainer.run.engine.llm.apply_model(functools.partial(push_weights, merged=[(name, torch.zeros(shape))]))
 
 
