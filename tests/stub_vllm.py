@@ -130,8 +130,6 @@ class StubLLM:
 
     def sleep(self, level: int = 1) -> None:
         self._called("sleep")
-        if level != 1:
-            raise ValueError("level 2 discards the weights")
         self.asleep = True
         self.prefix_cache.clear()
 
@@ -161,25 +159,17 @@ class StubLLM:
         return True
 
     def _load(self, folder: Path) -> dict[str, tuple[Any, Any]]:
-        for name in ("adapter_config.json", "adapter_model.safetensors"):
-            if not (folder / name).is_file():
-                raise ValueError(f"Loading lora {folder} failed: No adapter found for {folder}")
         config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
         tensors = load_file(folder / "adapter_model.safetensors")
         if config["r"] > self.max_lora_rank or config["bias"] != "none" or config.get("use_dora"):
             raise ValueError(f"the adapter is refused: {config}")
-        adapter, known = {}, dict(self.model.named_modules())
-        for name in sorted(tensors):
-            module, _, kind = name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".")
-            if module not in known or kind not in ("lora_A", "lora_B"):
-                raise ValueError(f"{name} is unsupported LoRA weight")
-            if kind == "lora_B":
-                continue
-            a, b = tensors[name], tensors[name.replace("lora_A", "lora_B")]
-            if a.shape[0] != config["r"] or b.shape[1] != config["r"]:
-                raise ValueError(f"{name} has another rank than {config['r']}")
-            dtype = self.model.dtype
-            adapter[module] = (a.to(dtype), (b * (config["lora_alpha"] / config["r"])).to(dtype))
+        adapter, dtype = {}, self.model.dtype
+        for name in (name for name in tensors if "lora_A" in name):
+            module, a, b = name.partition(".lora_")[0], tensors[name], tensors[name.replace("lora_A", "lora_B")]
+            module = module.removeprefix("base_model.model.")
+            self.model.get_submodule(module)  # AttributeError: there is none
+            assert a.shape[0] == b.shape[1] == config["r"]
+            adapter[module] = a.to(dtype), (b * (config["lora_alpha"] / config["r"])).to(dtype)
         return adapter
 
     def generate(self, prompts: Sequence[Any], sampling_params: Any, use_tqdm: bool = True, lora_request: Any = None):
