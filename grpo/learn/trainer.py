@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TRL's GRPOTrainer with this project's rollouts and learner."""
+"""TRL's GRPOTrainer with this project's rollouts and learner, and what happens around each step."""
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOFunction
 from peft import LoraConfig
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.trainer_callback import PrinterCallback
+from transformers.trainer_callback import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.kernels import ChunkedLogProbFunction
 
@@ -25,10 +26,10 @@ import rewards
 from grpo.data.files import Row, reward_columns
 from grpo.data.prompts import PromptSampler, sampling_seed
 from grpo.data.scoring import Completion
-from grpo.learn.callbacks import StepTimerCallback
 from grpo.model.attention import KERNELS, attention_of, hidden_states
 from grpo.model.load import evaluating
 from grpo.model.packing import PackedBatch, cut_micro_batches, pack_batch, padded_like
+from grpo.preflight.machine import GIB
 from grpo.preflight.memory import HEAD_TILE, Plan, micro_batch_tokens
 from grpo.rollout.engine import Engine
 from grpo.run.archive import model_card
@@ -73,6 +74,49 @@ class RunContext:
     engine: Engine | None = None  # None: transformers generates
     stream: str = "train"  # or `evaluation`, or `base`: an evaluation without the adapter
     parity: list[dict[str, Any]] = field(default_factory=list)  # what the mismatch check measured
+
+
+class StepTimerCallback(TrainerCallback):
+    """Times each step and its parts, and ends training after a checkpoint when the process is asked to end."""
+
+    def __init__(self, stop: StopRequest):
+        self.stop = stop
+        self.parts = {"rollout": 0.0, "reward": 0.0}  # seconds of this step
+        self.started = self.seconds = 0.0
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Adds the time that the block takes to a part of the step."""
+        started = time.perf_counter()
+        yield
+        self.parts[name] += time.perf_counter() - started
+
+    def figures(self) -> dict[str, float | None]:
+        """Columns of metrics.csv: the times of the last step in seconds, and the most GPU memory in GiB."""
+        cuda = torch.cuda.is_available()
+        return {
+            **{f"{name}_s": seconds for name, seconds in self.parts.items()},
+            "learn_s": self.seconds - sum(self.parts.values()),
+            "step_s": self.seconds,
+            "gpu_peak_gib": torch.cuda.max_memory_allocated() / GIB if cuda else None,
+        }
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        state.save_steps = args.save_steps  # a resumed run may change it; the Trainer takes the checkpoint's
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.parts = dict.fromkeys(self.parts, 0.0)
+        self.started = time.perf_counter()
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds = time.perf_counter() - self.started
+        if self.stop.signal:
+            control.should_save = control.should_training_stop = True
+        return control
 
 
 class Trainer(GRPOTrainer):
