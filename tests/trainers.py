@@ -142,12 +142,8 @@ def loss_and_gradients(trainer, inputs, micro_batch=None, packing=None, plain=Fa
             trainer.use_vllm = trainer.vllm_importance_sampling_correction = False
         loss.backward()
     else:
-        before = run.plan, run.packing
         run.plan = dataclasses.replace(run.plan, micro_batch=micro_batch or run.plan.micro_batch)
         run.packing = packing or run.packing
-        try:
-            loss = trainer.learn(trainer.model, inputs)
-        finally:
-            run.plan, run.packing = before
+        loss = trainer.learn(trainer.model, inputs)
     gradients = [p.grad.flatten() for p in trainer.model.parameters() if p.requires_grad]
     return loss.item(), torch.cat(gradients)

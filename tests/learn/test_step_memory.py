@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import math
 import re
 
@@ -12,7 +12,7 @@ import torch
 from conftest import read_csv, run_script
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from trainers import batch, loss_and_gradients, make, plain_float32
+from trainers import batch, loss_and_gradients, make, plain_float32, policy_logps
 
 pytestmark = pytest.mark.numeric
 
@@ -58,7 +58,6 @@ def test_learning_never_holds_the_logits_of_the_whole_vocabulary(tiny, tmp_path,
     assert full_logits(shapes, trainer), "one tile holds the tiny vocabulary: it sees them where they are"
 
     monkeypatch.setattr("grpo.learn.trainer.HEAD_TILE", TILE)
-    trainer.run.plan = dataclasses.replace(trainer.run.plan, micro_batch=2)
     with Shapes() as shapes:
         loss_and_gradients(trainer, inputs)
     assert_tiled(shapes, trainer, inputs)
@@ -72,23 +71,22 @@ def test_learning_never_holds_the_logits_of_the_whole_vocabulary(tiny, tmp_path,
     assert ((tiled - gradient).norm() / gradient.norm()).item() < 1e-5
 
 
-def test_the_reference_never_holds_the_logits_of_the_whole_vocabulary(tiny, tmp_path, monkeypatch):
-    """The pass for the KL term, as TRL asks for it; it would be old log-probs' pass as well."""
-    trainer = plain_float32(make(tiny, tmp_path, BETA=0.1, TEMPERATURE=0.8))
+def test_the_reference_is_trls_and_never_holds_the_logits_of_the_whole_vocabulary(tiny, tmp_path, monkeypatch):
+    """The pass for the KL term, as TRL asks for it, with and without the adapter; it would be old log-probs' pass as well."""
+    trainer = plain_float32(make(tiny, tmp_path, TEMPERATURE=0.8))
     inputs = batch(trainer)
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
-
-    def reference():
-        with torch.no_grad(), trainer.model.disable_adapter(), Shapes() as shapes:
-            return trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 7)[0], shapes
-
-    expected, shapes = reference()
-    assert full_logits(shapes, trainer) and (expected[inputs["completion_mask"].bool()] < 0).all()
     monkeypatch.setattr("grpo.learn.trainer.HEAD_TILE", TILE)
-    found, shapes = reference()
-    assert_tiled(shapes, trainer, inputs)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    kept, found = inputs["completion_mask"].bool(), []
+    for adapter in (contextlib.nullcontext, trainer.model.disable_adapter):
+        with adapter(), torch.no_grad():
+            with Shapes() as shapes:
+                ours = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 7)[0]
+            assert_tiled(shapes, trainer, inputs)
+            torch.testing.assert_close(ours[kept], policy_logps(trainer, inputs)[kept], rtol=1e-4, atol=1e-5)
+            found.append(ours[kept])
+    assert (found[0] - found[1]).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])
