@@ -122,10 +122,7 @@ class StepTimerCallback(TrainerCallback):
 class Trainer(GRPOTrainer):
     """GRPO with this project's prompts, completions and rewards, and each step's completions in few dense micro-batches.
 
-    Overrides these methods of TRL's GRPOTrainer (tests hold their signatures): `_get_train_sampler`, `_tokenize_prompts`,
-    `_generate_single_turn`, `_calculate_rewards`, `training_step`, `_get_per_token_logps_and_entropies` and `log`.
-
-    The loss is Liger's, and however the step is cut, loss and gradient are those of the whole batch. Nothing is
+    Tests hold the signatures of TRL's methods that it overrides. The loss is Liger's, and however the step is cut, loss and gradient are those of the whole batch. Nothing is
     computed twice: a prompt once for its completions, no padding, and no pass for old log-probs, as there is one
     optimizer step a rollout: they are the current ones.
     """

@@ -175,8 +175,7 @@ class Engine:
                 self.syncs += 1
                 write_adapter(policy, self.folder, self.settings.LORA_R, active)
                 self.request = self.lora_request(f"adapter-{self.syncs}", self.syncs, str(self.folder))
-                if not self.llm.llm_engine.add_lora(self.request):
-                    raise RuntimeError(f"the engine did not take {self.folder}")
+                self.llm.llm_engine.add_lora(self.request)
             else:
                 # Called in the worker, which is this process: tensors pass by reference.
                 self.llm.apply_model(lambda model: push_weights(model, merged_weights(policy, active)))
