@@ -122,9 +122,9 @@ class StepTimerCallback(TrainerCallback):
 class Trainer(GRPOTrainer):
     """GRPO with this project's prompts, completions and rewards, and each step's completions in few dense micro-batches.
 
-    Tests hold the signatures of TRL's methods that it overrides. The loss is Liger's, and however the step is cut, loss and gradient are those of the whole batch. Nothing is
-    computed twice: a prompt once for its completions, no padding, and no pass for old log-probs, as there is one
-    optimizer step a rollout: they are the current ones.
+    Tests hold the signatures of TRL's methods that it overrides. The loss is Liger's, and however the step is cut, loss and
+    gradient are those of the whole batch. Nothing is computed twice: a prompt once for its completions, no padding, and no
+    pass for old log-probs, as there is one optimizer step a rollout: they are the current ones.
     """
 
     def __init__(
