@@ -38,7 +38,7 @@ from typing import Any
 from grpo.data.scoring import reward_callable, reward_specs
 from grpo.preflight.banner import banner
 from grpo.preflight.checks import Preflight, preflight, run_records
-from grpo.preflight.choices import choose_epsilon_high, choose_loss
+from grpo.preflight.choices import choose_epsilon_high
 from grpo.preflight.hub import tiny_path
 from grpo.run.archive import write_zip
 from grpo.run.folder import COMPLETE, continuation, full_disk, lock_run, prepare_run, run_folder, write_text
@@ -161,8 +161,7 @@ def train(preflight_result: Preflight, model_path: str) -> int:
     from trl import GRPOConfig
 
     from grpo.evaluate.plant import measure
-    from grpo.learn.context import RunContext
-    from grpo.learn.trainer import Trainer
+    from grpo.learn.trainer import RunContext, Trainer
     from grpo.model.load import load_model, load_tokenizer
     from grpo.rollout.engine import start_engine
     from grpo.rollout.parity import check_mismatch
@@ -185,7 +184,7 @@ def train(preflight_result: Preflight, model_path: str) -> int:
     log.info("model: %.2fM parameters on %s, loaded after %.0f s", size, model.device, seconds)
 
     stop = StopRequest()
-    context = RunContext(s, preflight_result.rows, plan, folder, attention, packing, choose_loss(s.LOSS_TYPE)[0], stop)
+    context = RunContext(s, preflight_result.rows, plan, folder, attention, packing, stop)
     trainer = Trainer(
         context,
         model,

@@ -77,7 +77,7 @@ class Settings:
     MICRO_BATCH: int | None = setting("Learner", None, "completions", "Completions of MAX_COMPLETION_LEN in one micro-batch (of shorter ones it takes more); a matter of memory, never of what is learned; `auto` plans it.", low=1, resume=True)
     PACKING: str | None = setting("Learner", None, "", "`prefix` computes a prompt once for all its completions, `none` once for each; `auto`: prefix where the attention supports it.", choices=("prefix", "none"), resume=True)
     GRADIENT_CHECKPOINTING: bool = setting("Learner", True, "", "Recompute activations in the backward pass: much less memory, about a third more time.", tiny=False)
-    LOSS_TYPE: str = setting("Learner", "bnpo", "", "GRPO variant, TRL's names; the loss is Liger's, for luspo TRL's own.", choices=("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo"))
+    LOSS_TYPE: str = setting("Learner", "bnpo", "", "GRPO variant, TRL's names; the loss is Liger's.", choices=("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo"))
     BETA: float = setting("Learner", 0.0, "", "Weight of the KL penalty against the base model; 0 saves a forward pass.", low=0)
     EPSILON: float = setting("Learner", 0.2, "", "Lower clip range of the policy ratio.", above=0)
     EPSILON_HIGH: float | None = setting("Learner", None, "", "Upper clip range; `auto` is EPSILON, 5.0 for cispo.", above=0)
@@ -112,7 +112,7 @@ ALIASES = {
 MAY_CHANGE = {name for name, spec in FIELDS.items() if spec.metadata["resume"]}
 # Settings and values that are gone -> what replaces them.
 REMOVED = {
-    "LOSS_IMPL": "Unset it: the loss is Liger's for every LOSS_TYPE, but for luspo, whose loss is TRL's own",
+    "LOSS_IMPL": "Unset it: the loss is Liger's for every LOSS_TYPE, luspo included",
     "EXPERTS=auto": "Set EXPERTS=bf16: where that does not fit the GPU, the refusal says so and names mxfp4",
     "ATTN_IMPL=flex_attention": "Set ATTN_IMPL=torch_flash (or auto), which replaces it",
 }

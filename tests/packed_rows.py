@@ -14,7 +14,7 @@ HEADS, KEY_HEADS, DIM, SCALE = 4, 2, 8, 0.3
 LENGTHS = [(5, 5), (3, 9), (1, 6), (7, 7)]
 
 
-def normal(*shape, generator, dtype=torch.float64):
+def normal(*shape, generator, dtype):
     return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
 
 

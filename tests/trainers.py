@@ -15,16 +15,12 @@ from trl import GRPOConfig, GRPOTrainer
 import train_grpo
 from grpo.data.files import Row
 from grpo.data.scoring import reward_callable, reward_specs
-from grpo.learn.context import RunContext
-from grpo.learn.trainer import Trainer
+from grpo.learn.trainer import RunContext, Trainer
 from grpo.model.load import load_model, load_tokenizer
-from grpo.preflight.choices import choose_loss
 from grpo.preflight.hub import find_model
 from grpo.preflight.memory import Plan
 from grpo.run.signals import StopRequest
 from grpo.settings import Problems, Settings
-
-BOTH = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo")
 
 
 def build(settings, tiny, folder):
@@ -33,11 +29,8 @@ def build(settings, tiny, folder):
     columns = {f"reward_action_{k}": k / 10 for k in range(4)}
     rows = [Row("t.csv", i + 1, (("rendered", p),), (0.1, 0.2, 0.3, 0.4), columns, p) for i, p in enumerate(prompts)]
     plan = Plan(0, 0, 0, 0, settings.MICRO_BATCH or 2, "test", 4, "test")
-    context = RunContext(
-        settings, rows, plan, folder, "eager", "prefix", choose_loss(settings.LOSS_TYPE)[0], StopRequest()
-    )
     return Trainer(
-        context,
+        RunContext(settings, rows, plan, folder, "eager", "prefix", StopRequest()),
         load_model(str(tiny), find_model("tiny", Problems()).config, "eager").float(),
         load_tokenizer(str(tiny)),
         LoraConfig(**train_grpo.lora_options(settings)),
@@ -124,14 +117,14 @@ def policy_logps(trainer, inputs):
         return trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, inputs["completion_ids"].size(1))[0]
 
 
-def loss_and_gradients(trainer, inputs, implementation, micro_batch=None, packing=None):
-    """(loss, all gradients as one vector) of a step: by `learn` with Liger's loss (`liger`) or TRL's (`trl`), or with `plain` by TRL
-    alone, from padded rows. An importance ratio for TRL comes from its own definition."""
+def loss_and_gradients(trainer, inputs, micro_batch=None, packing=None, plain=False):
+    """(loss, all gradients as one vector) of a step: by `learn`, or `plain` by TRL alone, from padded rows. An importance
+    ratio for TRL comes from its own definition."""
     run, s = trainer.run, trainer.run.settings
     trainer.model.train()
     trainer.model.zero_grad()
     inputs = dict(inputs)
-    if implementation == "plain":
+    if plain:
         sampled = inputs.pop("sampling_per_token_logps", None)
         if sampled is not None and s.IS_CORRECTION != "none":
             difference = (policy_logps(trainer, inputs) - sampled) * inputs["completion_mask"]
@@ -149,12 +142,8 @@ def loss_and_gradients(trainer, inputs, implementation, micro_batch=None, packin
             trainer.use_vllm = trainer.vllm_importance_sampling_correction = False
         loss.backward()
     else:
-        before = run.plan, run.packing, run.loss_impl
         run.plan = dataclasses.replace(run.plan, micro_batch=micro_batch or run.plan.micro_batch)
-        run.packing, run.loss_impl = packing or run.packing, implementation
-        try:
-            loss = trainer.learn(trainer.model, inputs)
-        finally:
-            run.plan, run.packing, run.loss_impl = before
+        run.packing = packing or run.packing
+        loss = trainer.learn(trainer.model, inputs)
     gradients = [p.grad.flatten() for p in trainer.model.parameters() if p.requires_grad]
     return loss.item(), torch.cat(gradients)

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TRL's GRPOTrainer with this project's rollouts and learner."""
+"""TRL's GRPOTrainer with this project's rollouts and learner, and what happens around each step."""
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOFunction
 from peft import LoraConfig
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.trainer_callback import PrinterCallback
+from transformers.trainer_callback import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.kernels import ChunkedLogProbFunction
 
@@ -24,15 +26,17 @@ import rewards
 from grpo.data.files import Row, reward_columns
 from grpo.data.prompts import sampling_seed, step_rows
 from grpo.data.scoring import Completion
-from grpo.learn.callbacks import StepTimerCallback
-from grpo.learn.context import RunContext
 from grpo.model.attention import KERNELS, attention_of, hidden_states
 from grpo.model.load import evaluating
 from grpo.model.packing import PackedBatch, cut_micro_batches, pack_batch, padded_like
-from grpo.preflight.memory import HEAD_TILE, micro_batch_tokens
+from grpo.preflight.machine import GIB
+from grpo.preflight.memory import HEAD_TILE, Plan, micro_batch_tokens
+from grpo.rollout.engine import Engine
 from grpo.run.archive import model_card
 from grpo.run.folder import write_text
 from grpo.run.logs import RunLog
+from grpo.run.signals import StopRequest
+from grpo.settings import Settings
 
 # Columns of metrics.csv that are TRL's own figures, and their names there.
 TRL_FIGURES = {
@@ -42,10 +46,6 @@ TRL_FIGURES = {
     "logp_diff_max": "sampling/sampling_logp_difference/max",
     "is_ratio_mean": "sampling/importance_sampling_ratio/mean",
 }  # fmt: skip
-TOKEN_MEANS = ("kl", "entropy", "clip_ratio/region_mean")  # those of them that are means over tokens
-# TRL and Liger divide these losses by the tokens of the whole step; the others are means over completions, or over the
-# tokens of what they are given (bnpo).
-TOKEN_NORMALIZED = ("dapo", "cispo", "vespo")
 Batch = dict[str, Tensor]  # what TRL hands over for a step, or some of its rows
 
 
@@ -59,15 +59,72 @@ def importance_ratio(logps: Tensor, sampled: Tensor, mask: Tensor, mode: str, mo
     return ratio.clamp(max=most) if mode.endswith("truncate") else ratio.masked_fill(ratio > most, 0.0)
 
 
+@dataclass
+class RunContext:
+    """The run's settings, rows and choices, and what of it changes while it goes on: what trainer, engine, evaluation and
+    mismatch check share."""
+
+    settings: Settings
+    rows: list[Row]
+    plan: Plan
+    folder: Path
+    attention: str  # of the learner, as ATTN_IMPL names it
+    packing: str  # `prefix` or `none`
+    stop: StopRequest
+    engine: Engine | None = None  # None: transformers generates
+    stream: str = "train"  # or `evaluation`, or `base`: an evaluation without the adapter
+    parity: list[dict[str, Any]] = field(default_factory=list)  # what the mismatch check measured
+
+
+class StepTimerCallback(TrainerCallback):
+    """Times each step and its parts, and ends training after a checkpoint when the process is asked to end."""
+
+    def __init__(self, stop: StopRequest):
+        self.stop = stop
+        self.parts = {"rollout": 0.0, "reward": 0.0}  # seconds of this step
+        self.started = self.seconds = 0.0
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Adds the time that the block takes to a part of the step."""
+        started = time.perf_counter()
+        yield
+        self.parts[name] += time.perf_counter() - started
+
+    def figures(self) -> dict[str, float | None]:
+        """Columns of metrics.csv: the times of the last step in seconds, and the most GPU memory in GiB."""
+        cuda = torch.cuda.is_available()
+        return {
+            **{f"{name}_s": seconds for name, seconds in self.parts.items()},
+            "learn_s": self.seconds - sum(self.parts.values()),
+            "step_s": self.seconds,
+            "gpu_peak_gib": torch.cuda.max_memory_allocated() / GIB if cuda else None,
+        }
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        state.save_steps = args.save_steps  # a resumed run may change it; the Trainer takes the checkpoint's
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.parts = dict.fromkeys(self.parts, 0.0)
+        self.started = time.perf_counter()
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds = time.perf_counter() - self.started
+        if self.stop.signal:
+            control.should_save = control.should_training_stop = True
+        return control
+
+
 class Trainer(GRPOTrainer):
     """GRPO with this project's prompts, completions and rewards, and each step's completions in few dense micro-batches.
 
-    Overrides these methods of TRL's GRPOTrainer (tests hold their signatures): `_get_train_sampler`, `_tokenize_prompts`,
-    `_generate_single_turn`, `_calculate_rewards`, `training_step`, `_get_per_token_logps_and_entropies` and `log`.
-
-    The loss is Liger's (or TRL's), and however the step is cut, loss and gradient are those of the whole batch. Nothing is
-    computed twice: a prompt once for its completions, no padding, and no pass for old log-probs, as there is one
-    optimizer step a rollout: they are the current ones.
+    Tests hold the signatures of TRL's methods that it overrides. The loss is Liger's, and however the step is cut, loss and
+    gradient are those of the whole batch. Nothing is computed twice: a prompt once for its completions, no padding, and no
+    pass for old log-probs, as there is one optimizer step a rollout: they are the current ones.
     """
 
     def __init__(
@@ -85,7 +142,6 @@ class Trainer(GRPOTrainer):
         self.actions = max(len(row.rewards) for row in run.rows)
         self.empty_columns = {name: None for row in run.rows for name in reward_columns(row, self.actions)}
         self.rollout_tokens = 0  # of the last rollout
-        self.ready: tuple | None = None  # log-probs and entropies (b, C) for TRL's loss, while it runs
         # Only the index travels through TRL: the columns are looked up where they are needed.
         dataset = Dataset.from_dict({"prompt": [row.prompt for row in run.rows], "row": list(range(len(run.rows)))})
         super().__init__(
@@ -187,8 +243,7 @@ class Trainer(GRPOTrainer):
             if sampled is not None and s.IS_CORRECTION != "none":
                 ratio = importance_ratio(policy, sampled, part["completion_mask"], s.IS_CORRECTION, s.IS_CLIP_MAX)
                 part["importance_sampling_ratio"], ratios[rows] = ratio, ratio.expand_as(policy)
-            share_of_loss = self.liger_loss if self.run.loss_impl == "liger" else self.trl_loss
-            loss, metrics = share_of_loss(part, batch, found, entropy)
+            loss, metrics = self.liger_loss(part, batch, found, entropy)
             loss.backward()
             states.backward(leaf.grad)
             total += loss.detach()
@@ -208,18 +263,16 @@ class Trainer(GRPOTrainer):
             ids, kept = batch[f"{kind}_ids"].cpu(), batch[f"{kind}_mask"].cpu().bool()
             tokens.append([row.tolist() for row in ids[kept].split(kept.sum(1).tolist())])
         prompts, completions = tokens
-        numbers: dict[tuple[int, ...], int] = {}  # a number stands for equal prompts, whose tokens are so compared once
-        number = [numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts]
         lengths = [(len(p), len(c)) for p, c in zip(prompts, completions, strict=True)]
         most = micro_batch_tokens(s, self.run.plan.micro_batch, max(p for p, _ in lengths), share)
         device = batch["completion_ids"].device
-        for rows in cut_micro_batches(number, lengths, most, share):
+        for rows in cut_micro_batches(list(map(tuple, prompts)), lengths, most, share):
             chosen = [prompts[i] for i in rows], [completions[i] for i in rows]
             yield torch.tensor(rows, device=device), pack_batch(*chosen, share, attention in KERNELS, device)
 
     def compute_logps(self, base: PreTrainedModel, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies (N,) of `targets` (N,) after `states` (N, hidden) of `base`. Logits are held for one tile
-        of tokens and vocabulary at a time. TRL's kernel for either loss: Liger's own streams several float32 copies of each
+        of tokens and vocabulary at a time. TRL's kernel: Liger's own streams several float32 copies of each
         tile through memory, and a step of 12 x 8 x 512 tokens took 6.4 s with it, 5.2 s with TRL's (docs/log.md)."""
         head = base.get_output_embeddings()
         return ChunkedLogProbFunction.apply(
@@ -229,42 +282,24 @@ class Trainer(GRPOTrainer):
     def liger_loss(self, part: Batch, batch: Batch, logps: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, float]]:
         """The share of the loss of `batch` that its `part` has, from log-probs and entropies (b, C), and sums for the logs."""
         whole = batch["completion_mask"]
+        # Liger's own luspo divides by the length, TRL's is a sum over tokens and a mean over completions: dr_grpo's with 1.
+        luspo = self.loss_type == "luspo"
         loss, metrics = LigerFusedLinearGRPOFunction.ppo_loss_fn(
             logps, part["completion_mask"], part["advantages"], whole,  # normalized by the whole step's tokens
             ref_per_token_logps=part.get("ref_per_token_logps"), old_per_token_logps=part.get("old_per_token_logps"),
-            epsilon_low=self.epsilon_low, epsilon_high=self.epsilon_high, beta=self.beta, loss_type=self.loss_type,
-            max_completion_length=self.max_completion_length, use_bias_correction_kl=self.args.use_bias_correction_kl,
+            epsilon_low=self.epsilon_low, epsilon_high=self.epsilon_high, beta=self.beta,
+            loss_type="dr_grpo" if luspo else self.loss_type, max_completion_length=1 if luspo else self.max_completion_length,
+            use_bias_correction_kl=self.args.use_bias_correction_kl,
             vllm_is_ratio=part.get("importance_sampling_ratio"), num_items_in_batch=batch["num_items_in_batch"],
         )  # fmt: skip
         names = ("kl", "clip_ratio/region_mean") if self.beta else ("clip_ratio/region_mean",)
         sums = {name: value.item() for name, value in zip(names, metrics, strict=True)}
         return loss, sums | {"entropy": (entropy.detach().sum() / whole.sum()).item()}
 
-    def trl_loss(self, part: Batch, batch: Batch, logps: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, float]]:
-        """As `liger_loss`. TRL takes log-probs from `_get_per_token_logps_and_entropies` and normalizes by the completions it
-        is given. Its own correction is off; as the ratio is never negative, advantages by token are the same thing."""
-        ratio, mask, whole = part.get("importance_sampling_ratio"), part["completion_mask"], batch["completion_mask"]
-        if ratio is not None and self.loss_type != "vespo":
-            part["advantages"] = part["advantages"][:, None] * ratio
-        logged = self._metrics["train"]
-        before = {name: len(values) for name, values in logged.items()}
-        self.ready = logps, entropy, None
-        try:
-            loss = super()._compute_loss(self.model, part)
-        finally:
-            self.ready = None
-        fresh = {name: values.pop() for name, values in logged.items() if len(values) > before.get(name, 0)}
-        tokens = mask.sum().clamp(min=1) / whole.sum().clamp(min=1)
-        if self.loss_type not in TOKEN_NORMALIZED:
-            loss = loss * (tokens if self.loss_type == "bnpo" else len(mask) / len(whole))
-        return loss, {name: value * tokens.item() for name, value in fresh.items() if name in TOKEN_MEANS}
-
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False, **kwargs
     ):
-        """Log-probs (B, C) of the last `logits_to_keep` tokens: those at hand in `trl_loss`, or those of the reference."""
-        if self.ready is not None:
-            return self.ready
+        """Log-probs (B, C) of the last `logits_to_keep` tokens: TRL asks for those of the reference."""
         keep = logits_to_keep
         batch = {
             "prompt_ids": input_ids[:, :-keep], "prompt_mask": attention_mask[:, :-keep],

@@ -19,7 +19,6 @@ from grpo.learn.trainer import Trainer
 from grpo.measure import watched
 from grpo.measure.record import read_json, shown, steps_of, tabled, write
 from grpo.model.attention import attention_of
-from grpo.model.load import empty_cache
 from grpo.rollout import engine as rollout_engine
 from grpo.rollout.engine import Engine
 
@@ -50,7 +49,7 @@ start_cold_s | s | the same in the machine's first process: compile caches as th
 
 
 def free_gib() -> float:
-    empty_cache()
+    torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()[0] / 2**30
 
 

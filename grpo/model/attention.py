@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from transformers import AttentionInterface, PreTrainedModel
 
 from grpo.model.packing import PackedBatch, may_attend
@@ -206,7 +207,7 @@ class SinkAttention(torch.autograd.Function):
         out = (out * (lse - total).exp().T[..., None]).to(q.dtype)
         ctx.save_for_backward(q, k, v, sink, out, total)
         ctx.batch, ctx.kernel, ctx.rest = batch, kernel, rest
-        return pad_rows(out, len(q))
+        return pad(out, (0, 0, 0, 0, 0, len(q) - n))
 
     @staticmethod
     def backward(ctx, gradient):
@@ -221,12 +222,7 @@ class SinkAttention(torch.autograd.Function):
         if ctx.needs_input_grad[3]:
             rows = (gradient.to(wide) * out.to(wide)).sum(-1).T  # (Hq, n)
             dsink = -((sink.to(total.dtype)[:, None] - total).exp() * rows).sum(1).to(sink.dtype)
-        return pad_rows(dq, len(q)), dk.to(k.dtype), dv.to(v.dtype), dsink, None, None, None, None
-
-
-def pad_rows(rows: torch.Tensor, length: int) -> torch.Tensor:
-    """(n, ...) to (length, ...), zeros behind."""
-    return rows if len(rows) == length else torch.cat([rows, rows.new_zeros(length - len(rows), *rows.shape[1:])])
+        return pad(dq, (0, 0, 0, 0, 0, len(q) - n)), dk.to(k.dtype), dv.to(v.dtype), dsink, None, None, None, None
 
 
 @contextlib.contextmanager

@@ -18,19 +18,9 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
-from transformers import AutoConfig, GptOssConfig, GptOssForCausalLM
+from transformers import AutoConfig, GptOssConfig, GptOssForCausalLM, PreTrainedTokenizerFast
 
-from grpo.model.gptoss_format import (
-    BLOCK,
-    BOS,
-    PAD,
-    SPECIAL_TOKENS,
-    STOP_TOKENS,
-    TOKENIZER_CONFIG,
-    ModelError,
-    Shape,
-    config_dict,
-)
+from grpo.model.gptoss_format import BLOCK, BOS, EOS, PAD, SPECIAL_TOKENS, STOP_TOKENS, ModelError, Shape, config_dict
 from grpo.preflight.hub import _is_checkpoint, count_parameters
 
 DTYPES = {torch.bfloat16: "BF16", torch.uint8: "U8"}  # safetensors' names
@@ -121,9 +111,10 @@ def write_checkpoint(
     stop |= {"bos_token_id": token_ids[BOS], "pad_token_id": token_ids[PAD]}
     write_json(directory / "generation_config.json", stop)
     if tokenizer is not None:
-        tokenizer.save(str(directory / "tokenizer.json"))
-        write_json(directory / "tokenizer_config.json", TOKENIZER_CONFIG)
-        (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
+        PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=PAD, model_max_length=131072,
+            padding_side="left", model_input_names=["input_ids", "attention_mask"], chat_template=template,
+        ).save_pretrained(directory)  # fmt: skip
     expected = expected_tensors(GptOssConfig.from_dict(config))
     split = split_torch_state_dict_into_shards(expected, max_shard_size=SHARD_BYTES)
     for filename, names in split.filename_to_tensors.items():
@@ -166,36 +157,30 @@ def check_checkpoint(directory: Path) -> dict[str, int]:
     of `tensors`, `files`, `bytes` (of tensors) and `parameters` (weights after dequantization).
 
     Raises:
-        ModelError: naming every difference, at most ten of each kind, or the file that cannot be read.
+        ModelError: naming the first ten differences, None for what is absent, or the file that cannot be read.
     """
     if not _is_checkpoint(directory):
         raise ModelError(f"{directory} holds no config.json of model_type gpt_oss")
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise ModelError(f"{directory} holds no *.safetensors")
-    found, where = {}, {}
+    found, where, files = {}, {}, sorted(directory.glob("*.safetensors"))
     for path in files:
         try:
             with safe_open(path, "pt") as file:
                 for name in file.keys():  # noqa: SIM118  not a dictionary
                     part = file.get_slice(name)
-                    found[name], where[name] = (part.get_dtype(), part.get_shape()), path.name
+                    found[name], where[name] = (part.get_dtype(), *part.get_shape()), path.name
         except (OSError, SafetensorError) as error:  # no safetensors, or another size than its header says
             raise ModelError(f"cannot read {path}: {error}") from error
     tensors = expected_tensors(AutoConfig.from_pretrained(directory))
-    expected = {name: (DTYPES[tensor.dtype], list(tensor.shape)) for name, tensor in tensors.items()}
-    differences = {
-        "missing": expected.keys() - found.keys(),
-        "unexpected": found.keys() - expected.keys(),
-        "of another type or shape": {n for n in expected.keys() & found.keys() if expected[n] != found[n]},
-    }
-    problems = [f"{len(n)} {what}: {', '.join(sorted(n)[:10])}" for what, n in differences.items() if n]
+    expected = {name: (DTYPES[tensor.dtype], *tensor.shape) for name, tensor in tensors.items()}
+    wrong = sorted({name for name, _ in expected.items() ^ found.items()})
+    problems = [f"{name} is {found.get(name)}, not {expected.get(name)}" for name in wrong]
     index = directory / "model.safetensors.index.json"
     named = json.loads(index.read_text(encoding="utf-8")).get("weight_map") if index.is_file() else None
     if named != where and (index.is_file() or len(files) > 1):
-        problems.append(f"{index.name} does not say where the tensors are")
+        problems.insert(0, f"{index.name} does not say where the tensors are")
     if problems:
-        raise ModelError(f"{directory} is not a complete gpt-oss checkpoint: " + "; ".join(problems))
+        what = f"{directory} is not a complete gpt-oss checkpoint, {len(problems)} problems: "
+        raise ModelError(what + "; ".join(problems[:10]))
     parameters = count_parameters(json.loads((directory / "config.json").read_text(encoding="utf-8")))["total"]
     size = sum(tensor.nbytes for tensor in tensors.values())
     return {"tensors": len(found), "files": len(files), "bytes": size, "parameters": parameters}

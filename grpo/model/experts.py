@@ -15,18 +15,16 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 GATE_ALPHA, GATE_LIMIT = 1.702, 7.0  # gpt-oss's clamped SwiGLU
 
 
-def install_experts() -> str:
-    """Register this project's experts with transformers (huggingface.co/docs/transformers/experts_interface); their name."""
-    ALL_EXPERTS_FUNCTIONS.register("frozen_experts", experts_forward)
-    return "frozen_experts"
-
-
 def experts_forward(
     module: torch.nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """transformers' experts interface: `hidden_states` (N, H), `top_k_index` and `top_k_weights` (N, k) -> (N, H)."""
     hidden_states = hidden_states.to(module.gate_up_proj_bias.dtype)
     return FrozenExperts.apply(hidden_states, top_k_index, top_k_weights, module)
+
+
+# https://huggingface.co/docs/transformers/experts_interface
+ALL_EXPERTS_FUNCTIONS.register("frozen_experts", experts_forward)
 
 
 def expert_weights(module: torch.nn.Module, name: str) -> Tensor:

@@ -183,15 +183,3 @@ def config_dict(shape: Shape, token_ids: Mapping[str, int] | None = None) -> dic
         "use_cache": True,
         "vocab_size": shape.vocab,
     }
-
-
-TOKENIZER_CONFIG = {
-    "bos_token": BOS,
-    "clean_up_tokenization_spaces": False,
-    "eos_token": EOS,
-    "model_input_names": ["input_ids", "attention_mask"],
-    "model_max_length": 131072,
-    "pad_token": PAD,
-    "padding_side": "left",  # as generation in batches needs
-    "tokenizer_class": "PreTrainedTokenizerFast",
-}

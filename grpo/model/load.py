@@ -24,7 +24,7 @@ from transformers import (
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from grpo.model.attention import install_attention
-from grpo.model.experts import expert_weights, experts_forward, install_experts
+from grpo.model.experts import expert_weights, experts_forward
 from grpo.preflight.hub import has_mxfp4
 from grpo.preflight.machine import Machine
 
@@ -101,7 +101,7 @@ def dequantize_experts(model: PreTrainedModel) -> None:
             setattr(wide, f"{name}_bias", getattr(quantized, f"{name}_bias"))
         layer.mlp.experts = wide.eval()
         del quantized
-        empty_cache()
+        torch.cuda.empty_cache()
 
 
 def load_model(model_path: str, config: Mapping[str, Any], attention: str, experts: str = "bf16") -> PreTrainedModel:
@@ -118,7 +118,7 @@ def load_model(model_path: str, config: Mapping[str, Any], attention: str, exper
     else:
         options = {"dtype": torch.bfloat16, "attn_implementation": name, "device_map": {"": device}}
         model = AutoModelForCausalLM.from_pretrained(model_path, **options)
-    model.set_experts_implementation(install_experts())
+    model.set_experts_implementation("frozen_experts")
     return model
 
 
@@ -136,12 +136,6 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(training)
-
-
-def empty_cache() -> None:
-    """Give the free blocks of torch's allocator back to the driver."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def unseen_gpu(machine: Machine) -> str | None:

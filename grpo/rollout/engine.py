@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from grpo.model.load import empty_cache
 from grpo.preflight.machine import GIB
 from grpo.preflight.memory import BATCHED_TOKENS, LORA_RANKS, EnginePlan
 from grpo.rollout.vllm_patches import close_process_group, keep_weights_asleep, patch_kernels, vllm_environment
@@ -152,7 +151,7 @@ class Engine:
             return
         advice = "The GPU is too full beside the trainer: lower MICRO_BATCH or VLLM_GPU_MEM, or set EXPERTS=mxfp4"
         with self.timed("wake"), engine_faults("waking the engine", advice):
-            empty_cache()
+            torch.cuda.empty_cache()
             self.llm.wake_up()
         self.asleep, self.current = False, False
 
@@ -176,8 +175,7 @@ class Engine:
                 self.syncs += 1
                 write_adapter(policy, self.folder, self.settings.LORA_R, active)
                 self.request = self.lora_request(f"adapter-{self.syncs}", self.syncs, str(self.folder))
-                if not self.llm.llm_engine.add_lora(self.request):
-                    raise RuntimeError(f"the engine did not take {self.folder}")
+                self.llm.llm_engine.add_lora(self.request)
             else:
                 # Called in the worker, which is this process: tensors pass by reference.
                 self.llm.apply_model(lambda model: push_weights(model, merged_weights(policy, active)))

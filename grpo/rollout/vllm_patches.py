@@ -43,16 +43,15 @@ def vllm_environment() -> Iterator[None]:
 
 def patch_kernels() -> None:
     """Repair vLLM's copy of triton_kernels before the engine compiles any of it. Where that fails a run is slower, no worse."""
-    costs = {compile_router_once: "may stop for a second to compile", tune_decoding: "take a little longer"}
-    for patch, cost in costs.items():
+    for patch in (compile_router_once, tune_decoding):
         try:
             from vllm.utils.import_utils import has_triton_kernels  # vLLM is optional
 
             if has_triton_kernels():
                 patch()
         except Exception as error:
-            what = "vLLM's experts are not what they were (%s: %r): rollouts %s. Nothing else changes"
-            log.warning(what, patch.__name__, error, cost)
+            what = "vLLM's experts are not what they were (%s: %r): rollouts may take a little longer. Nothing else changes"
+            log.warning(what, patch.__name__, error)
 
 
 def compile_router_once() -> None:

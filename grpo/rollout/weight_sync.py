@@ -55,17 +55,11 @@ def merged_weights(policy: torch.nn.Module, active: bool = True) -> Iterator[tup
 
 def push_weights(model: torch.nn.Module, merged: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Copy merged attention weights into vLLM's GptOss: q, k, v are the rows of `attn.qkv_proj.weight`, in that order
-    (vllm/model_executor/models/gpt_oss.py).
-
-    Raises ValueError for a weight of another shape.
-    """
+    (vllm/model_executor/models/gpt_oss.py). Raises RuntimeError, as torch does, for a weight of another shape."""
     parameters = {name.replace(".base_layer.", "."): value for name, value in model.named_parameters()}
     for name, weight in merged:
         stem, _, kind = name.removesuffix(".weight").rpartition(".")
         stem, rows = stem.replace(".self_attn", ".attn"), len(weight)
         # Query rows first, then as many key rows as value rows.
         part = {"q_proj": slice(rows), "k_proj": slice(-2 * rows, -rows), "v_proj": slice(-rows, None)}.get(kind)
-        target = parameters[f"{stem}.{'qkv_proj' if part else kind}.weight"].data[part or slice(None)]
-        if target.shape != weight.shape:
-            raise ValueError(f"{name}: {tuple(weight.shape)} does not fit the engine's {tuple(target.shape)}")
-        target.copy_(weight)
+        parameters[f"{stem}.{'qkv_proj' if part else kind}.weight"].data[part or slice(None)].copy_(weight)

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
-import itertools
 
 import pytest
 import torch
@@ -16,14 +14,13 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
-from trainers import BOTH, batch, loss_and_gradients, make, plain_float32, plain_trl, policy_logps
+from trainers import batch, loss_and_gradients, make, plain_float32, plain_trl, policy_logps
 from trl import GRPOTrainer
 
 from grpo.data.prompts import sampling_seed
 from grpo.evaluate.heldout import generate_completions
-from grpo.learn.trainer import TOKEN_MEANS, Trainer
+from grpo.learn.trainer import Trainer
 from grpo.model.packing import cut_micro_batches
-from grpo.preflight.choices import choose_loss
 from grpo.settings import FIELDS
 
 pytestmark = pytest.mark.numeric
@@ -37,23 +34,23 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("loss_type", [*BOTH, "luspo"])
-def test_any_cut_and_both_losses_agree_with_plain_trl(tiny, tmp_path, loss_type):
+LOSSES = FIELDS["LOSS_TYPE"].metadata["choices"]
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_any_cut_agrees_with_plain_trl(tiny, tmp_path, loss_type):
     """Float32; policy ratios away from 1, a KL term, the engine's log-probs: however the step is cut into micro-batches."""
     trainer = plain_float32(make(tiny, tmp_path, LOSS_TYPE=loss_type, TEMPERATURE=0.8))
-    # Liger's luspo is another one: `choose_loss` takes TRL's, which runs for it alone.
-    first, second = ("trl", "trl") if loss_type == "luspo" else ("liger", "trl")
-    cuts = [(first, "prefix", 1), (first, "prefix", 3), (first, "prefix", 4), (first, "none", 2), (second, "prefix", 2)]
     for case, options in CASES.items():
         trainer.beta = options.get("beta", 0.0)
         inputs = batch(trainer, **options)
-        expected_loss, expected = loss_and_gradients(trainer, inputs, "plain")
+        expected_loss, expected = loss_and_gradients(trainer, inputs, plain=True)
         assert expected.norm() > 1e-4, "a gradient of nothing proves nothing"
         # vespo's loss holds log-probs themselves, which nearly cancel: its rounding is theirs.
         rounding = 1e-6 * policy_logps(trainer, inputs).abs().max().item() if loss_type == "vespo" else 3e-6
-        for implementation, packing, micro_batch in cuts:
-            where = f"{case}, {implementation}, {packing}, {micro_batch}"
-            loss, gradient = loss_and_gradients(trainer, inputs, implementation, micro_batch, packing)
+        for micro_batch, packing in ((1, "prefix"), (3, "prefix"), (4, "prefix"), (2, "none")):
+            where = f"{case}, {packing}, {micro_batch}"
+            loss, gradient = loss_and_gradients(trainer, inputs, micro_batch, packing)
             assert loss == pytest.approx(expected_loss, rel=1e-4, abs=rounding), where
             assert ((gradient - expected).norm() / expected.norm()).item() < 1e-4, where
 
@@ -63,15 +60,14 @@ def test_logged_means_are_those_of_the_whole_step(tiny, tmp_path):
     trainer = plain_float32(make(tiny, tmp_path, BETA=0.1, TEMPERATURE=0.8))
     inputs = batch(trainer, old=True, beta=0.1)
     metrics = trainer._metrics["train"]
-    loss_and_gradients(trainer, inputs, "plain")
-    expected = {name: metrics[name][-1] for name in TOKEN_MEANS}
+    loss_and_gradients(trainer, inputs, plain=True)
+    expected = {name: metrics[name][-1] for name in ("kl", "entropy", "clip_ratio/region_mean")}
     assert len(set(expected.values())) == 3 and all(expected.values()), expected
-    for implementation in ("liger", "trl"):
-        for micro_batch in (1, 2, 3, 4):
-            metrics.clear()
-            loss_and_gradients(trainer, inputs, implementation, micro_batch)
-            found = {name: metrics[name] for name in expected}
-            assert found == {name: [pytest.approx(value, rel=1e-4)] for name, value in expected.items()}, micro_batch
+    for micro_batch in (1, 2, 3, 4):
+        metrics.clear()
+        loss_and_gradients(trainer, inputs, micro_batch)
+        found = {name: metrics[name] for name in expected}
+        assert found == {name: [pytest.approx(value, rel=1e-4)] for name, value in expected.items()}, micro_batch
 
 
 def test_the_logged_mismatch_is_over_known_tokens_only(tiny, tmp_path):
@@ -84,7 +80,7 @@ def test_the_logged_mismatch_is_over_known_tokens_only(tiny, tmp_path):
     assert len(known) == len(difference) - 1 == 18
     for micro_batch in (1, 2, 4):
         metrics.clear()
-        loss_and_gradients(trainer, inputs, "liger", micro_batch)
+        loss_and_gradients(trainer, inputs, micro_batch)
         for name, value in (("mean", known.abs().mean()), ("max", known.abs().max())):
             assert metrics[f"sampling/sampling_logp_difference/{name}"] == [pytest.approx(value.item(), rel=1e-4)]
         mean = (known.exp().clamp(max=1.3).sum().item() + 1) / 19
@@ -96,40 +92,24 @@ def test_corrections_agree_with_plain_trl(tiny, tmp_path, mode):
     """A limit that some tokens and sequences exceed, and others do not."""
     trainer = plain_float32(make(tiny, tmp_path, IS_CORRECTION=mode, IS_CLIP_MAX=4.0 if "seq" in mode else 1.3))
     inputs = batch(trainer, sampled=True)
-    expected_loss, expected = loss_and_gradients(trainer, inputs, "plain")
-    for implementation in ("liger", "trl"):
-        loss, gradient = loss_and_gradients(trainer, inputs, implementation, 2)
-        assert loss == pytest.approx(expected_loss, rel=1e-4, abs=1e-6)
-        assert ((gradient - expected).norm() / expected.norm()).item() < 1e-4
+    expected_loss, expected = loss_and_gradients(trainer, inputs, plain=True)
+    loss, gradient = loss_and_gradients(trainer, inputs, 2)
+    assert loss == pytest.approx(expected_loss, rel=1e-4, abs=1e-6)
+    assert ((gradient - expected).norm() / expected.norm()).item() < 1e-4
 
 
-@pytest.mark.parametrize("loss_type", BOTH)
+@pytest.mark.parametrize("loss_type", LOSSES)
 def test_masked_completions(tiny, tmp_path, loss_type):
     """MASK_TRUNCATED leaves completions without any token, in the end all of them."""
     trainer = plain_float32(make(tiny, tmp_path, LOSS_TYPE=loss_type))
     for masked in ([0], [2, 3], [0, 1, 2, 3]):
         inputs = batch(trainer, sampled=True)
         inputs["completion_mask"][masked] = 0
-        expected_loss, expected = loss_and_gradients(trainer, inputs, "plain")
-        for implementation, micro_batch in itertools.product(("liger", "trl"), (1, 2, 4)):
-            loss, gradient = loss_and_gradients(trainer, inputs, implementation, micro_batch)
-            assert loss == pytest.approx(expected_loss, rel=1e-4, abs=1e-6), (masked, implementation, micro_batch)
+        expected_loss, expected = loss_and_gradients(trainer, inputs, plain=True)
+        for micro_batch in (1, 2, 4):
+            loss, gradient = loss_and_gradients(trainer, inputs, micro_batch)
+            assert loss == pytest.approx(expected_loss, rel=1e-4, abs=1e-6), (masked, micro_batch)
             assert torch.isfinite(gradient).all() and (gradient - expected).norm() <= 1e-4 * expected.norm()
-
-
-def test_reference_log_probs_are_those_of_trl(tiny, tmp_path):
-    """What TRL asks for the KL term, with and without the adapter."""
-    trainer = plain_float32(make(tiny, tmp_path, TEMPERATURE=0.8))
-    inputs = batch(trainer)
-    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
-    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
-    kept, found = inputs["completion_mask"].bool(), []
-    for context in (contextlib.nullcontext, trainer.model.disable_adapter):
-        with context(), torch.no_grad():
-            ours = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 7)[0]
-            torch.testing.assert_close(ours[kept], policy_logps(trainer, inputs)[kept], rtol=1e-4, atol=1e-5)
-            found.append(ours[kept])
-    assert (found[0] - found[1]).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("packing", ["prefix", "none"])
@@ -206,14 +186,6 @@ def test_a_micro_batch_waits_for_the_device_twice_and_a_layer_never(tiny, tmp_pa
     assert found[4] - found[1] == 3 * 2, found
 
 
-def test_luspo_takes_trls_loss_because_ligers_differs(tiny, tmp_path):
-    trainer = plain_float32(make(tiny, tmp_path, LOSS_TYPE="luspo"))
-    assert trainer.run.loss_impl == "trl" and choose_loss("bnpo")[0] == "liger"
-    inputs = batch(trainer, old=True)
-    (trl, _), (liger, _) = (loss_and_gradients(trainer, inputs, name) for name in ("trl", "liger"))
-    assert liger != pytest.approx(trl, rel=5e-3), "they agree now: let choose_loss take Liger's for every loss"
-
-
 def test_a_step_moves_the_adapter_and_no_base_weight(tiny, tmp_path):
     trainer = make(tiny, tmp_path, LEARNING_RATE=1e-2, PROMPTS_PER_STEP=4, NUM_GENERATIONS=4)
     before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
@@ -224,26 +196,18 @@ def test_a_step_moves_the_adapter_and_no_base_weight(tiny, tmp_path):
     assert {name.split(".")[-4] for name in moved} == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
-HOOKS = {
-    "_get_train_sampler": "self dataset",
-    "_tokenize_prompts": "self prompts",
-    "_generate_single_turn": "self prompt_ids images multimodal_fields num_generations has_tool_images",
-    "_calculate_rewards": "self inputs prompts completions completion_ids_list",
-    "training_step": "self model inputs num_items_in_batch",
-    "_get_per_token_logps_and_entropies": "self model input_ids attention_mask logits_to_keep batch_size compute_entropy",
-    "log": "self logs start_time",
-}
-TAKES_MORE = ("_get_per_token_logps_and_entropies",)  # arguments for images, which ours takes as **kwargs
+HOOKS = [
+    "_get_train_sampler", "_tokenize_prompts", "_generate_single_turn", "_calculate_rewards", "training_step",
+    "_get_per_token_logps_and_entropies", "log",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HOOKS)
 def test_hook_points_of_trl_have_not_moved(name):
-    theirs = list(inspect.signature(getattr(GRPOTrainer, name)).parameters)
-    ours = list(inspect.signature(getattr(Trainer, name)).parameters)
-    if name in TAKES_MORE:
-        assert ours.pop() == "kwargs" and len(theirs) > len(ours)
-        theirs = theirs[: len(ours)]
-    assert theirs == ours == HOOKS[name].split()
+    theirs, ours = (list(inspect.signature(getattr(owner, name)).parameters) for owner in (GRPOTrainer, Trainer))
+    if ours[-1] == "kwargs":  # arguments for images
+        theirs[len(ours) - 1 :] = ["kwargs"]
+    assert theirs == ours
 
 
 # What ours relies on in the source of TRL and transformers, beside the hooks' arguments.
@@ -321,26 +285,17 @@ def test_truncation_agrees_with_trl(tiny, tmp_path, masked):
     assert inputs["completion_mask"].sum(1).tolist() == kept and inputs["num_items_in_batch"] == sum(kept)
 
     inputs["advantages"] = torch.arange(1.0, 9.0)
-    _, expected = loss_and_gradients(trainer, inputs, "plain")
-    _, gradient = loss_and_gradients(trainer, inputs, "liger")
+    _, expected = loss_and_gradients(trainer, inputs, plain=True)
+    _, gradient = loss_and_gradients(trainer, inputs)
     assert (gradient - expected).norm() < 1e-4 * expected.norm()
     inputs["advantages"][torch.tensor(truncated)] = -9.0
-    _, without = loss_and_gradients(trainer, inputs, "liger")
+    _, without = loss_and_gradients(trainer, inputs)
     assert torch.equal(gradient, without) == masked
 
 
-def test_sampling_is_a_function_of_the_step(tiny, tmp_path):
-    """The same step samples the same completions whatever was drawn before it, another step other ones."""
-    trainer = make(tiny, tmp_path, TEMPERATURE=3.0)
-    trainer.model.eval()
+def test_generation_batches_are_put_together(tiny, tmp_path):
+    trainer = make(tiny, tmp_path)
+    trainer.run.plan = dataclasses.replace(trainer.run.plan, generation_batch=3)
     prompts = trainer.processing_class(text=[row.prompt for row in trainer.run.rows])["input_ids"]
-
-    def sample(step):
-        trainer.state.global_step = step
-        torch.rand(step + 1)
-        return trainer._generate_single_turn(prompts, None, {}, 1)[0]
-
-    first, second, again = sample(0), sample(1), sample(0)
-    assert first == again != second
-    trainer.run.plan = dataclasses.replace(trainer.run.plan, generation_batch=2)
-    assert [len(ids) for ids in sample(0)] and len(sample(0)) == 4, "in two parts"
+    completions, _ = trainer._generate_single_turn(prompts, None, {}, 1)
+    assert len(completions) == 4 and all(completions)

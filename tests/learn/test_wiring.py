@@ -11,7 +11,7 @@ import torch
 from conftest import ROOT, read_csv
 from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOFunction
 from peft.tuners.lora import LoraLayer
-from trainers import build
+from trainers import build, make
 
 from grpo.data.prompts import prompt_order
 from grpo.learn import trainer
@@ -144,8 +144,6 @@ def test_every_setting_of_the_learner_has_its_place():
 
 
 def test_the_seed_is_that_of_the_adapter(tiny, tmp_path):
-    from trainers import make
-
     def weights(seed):
         torch.rand(seed)  # whatever was drawn before
         model = make(tiny, tmp_path, SEED=seed).model

@@ -1,26 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention from packages, without them and without a GPU: the adapters of FlashAttention 2, 3 and 4 on stand-ins with the
-packages' signatures, and what happens if a package is broken.
+"""Flash kernels without their packages and without a GPU: the adapters of FlashAttention 2, 3 and 4 and of torch's own on
+stand-ins with their signatures, and what happens if a package is broken.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import sys
 import types
 
 import pytest
 import torch
-from machines import CPU, GOOD_VERSIONS, H100, package_problems
+from machines import CPU
 from packed_rows import packed
 from reference_kernel import reference_backward, reference_forward
 
 import train_grpo
 from grpo.model.attention import KERNELS, unusable_attention
-from grpo.preflight.checks import check_settings
-from grpo.preflight.machine import FLASH_PACKAGES, installed_versions
-from grpo.settings import Problems, Settings
+from grpo.preflight.machine import FLASH_PACKAGES
 
 FLASH = tuple(FLASH_PACKAGES)
 
@@ -57,11 +54,17 @@ STAND_INS = {
     "flash_attention_3": ("flash_attn_3._C", FLASH3),
     "flash_attention_4": ("flash_attn.cute.interface", FLASH4),
 }
+TORCH = "_flash_attention_forward", "_flash_attention_backward"
+TORCHS_NAMES = {  # of what the packages name otherwise
+    "query": "q", "key": "k", "value": "v", "grad_out": "dout", "logsumexp": "softmax_lse", "cum_seq_q": "cu_seqlens_q",
+    "cum_seq_k": "cu_seqlens_k", "max_q": "max_seqlen_q", "max_k": "max_seqlen_k", "scale": "softmax_scale",
+}  # fmt: skip
 
 
 def compute(package, a):
     """What a package's function returns, by the reference kernel, from the arguments `a` of a call, as it names them."""
-    causal = a.pop("is_causal" if package == "flash_attention_3" else "causal", False)
+    a = {TORCHS_NAMES.get(name, name): value for name, value in a.items() if name not in ("rng_state", "unused")}
+    causal = a.pop("is_causal" if package in ("flash_attention_3", "torch_flash") else "causal", False)
     left, right = (a.pop(f"window_size_{side}", None) for side in ("left", "right"))
     if package == "flash_attention_4":
         assert left is right is None if causal else left >= 0 == right
@@ -82,6 +85,8 @@ def compute(package, a):
     if package == "flash_attention_4":
         return *gradients, None
     assert lse.is_contiguous()
+    if package == "torch_flash":
+        return gradients
     for place, gradient in zip(places, gradients, strict=True):
         place.copy_(gradient)
     return torch.zeros(1)
@@ -96,7 +101,13 @@ def stand_in(package, name, arguments):
 
 @pytest.fixture(params=FLASH)
 def package(request, monkeypatch):
-    """The name of an implementation whose package a stand-in takes the place of."""
+    """The name of an implementation whose functions stand-ins take the place of."""
+    if request.param == "torch_flash":
+        schemas = {name: getattr(torch.ops.aten, name).default._schema.arguments for name in TORCH}
+        named = {n: ", ".join(a.name + "=None" * a.has_default_value() for a in schemas[n]) for n in TORCH}
+        made = {name: stand_in(request.param, name, arguments) for name, arguments in named.items()}
+        monkeypatch.setattr(torch.ops, "aten", types.SimpleNamespace(**made))
+        return request.param
     module, functions = STAND_INS[request.param]
     made = {name: stand_in(request.param, name, arguments) for name, arguments in functions.items()}
     parts = module.split(".")
@@ -107,8 +118,9 @@ def package(request, monkeypatch):
     return request.param
 
 
+@pytest.mark.parametrize("package", [*FLASH, "torch_flash"], indirect=True)
 @pytest.mark.parametrize("window", [None, 3])
-def test_adapters_call_their_packages_right(package, window):
+def test_adapters_call_their_functions_right(package, window):
     """Output, log-sum-exp and gradients are the reference's, those for an out and lse that a sink was folded into too."""
     kernel = KERNELS[package]
     q, k, v, shape = packed()
@@ -146,26 +158,3 @@ def test_a_package_without_the_functions_is_named(monkeypatch, package, missing)
     name = list(functions)[missing]
     monkeypatch.delattr(torch.ops.flash_attn_3 if package == "flash_attention_3" else sys.modules[module], name)
     assert name in unusable_attention(package)
-
-
-@pytest.mark.parametrize("version", ["2.6.3", "2.7.0"])
-def test_flash_attn_before_2_7_is_refused(monkeypatch, version):
-    known = installed_versions
-    fake = lambda names: {n: version if n == "flash-attn" else known([n])[n] for n in names}  # noqa: E731
-    monkeypatch.setattr("grpo.preflight.machine.installed_versions", fake)
-    problems = package_problems(GOOD_VERSIONS, ATTN_IMPL="flash_attention_2")
-    if version.startswith("2.6"):
-        assert len(problems) == 1 and f"2.7.0 or newer, {version} is installed" in problems[0]
-        assert "docs/install.md" in problems[0]
-    else:
-        assert not problems
-
-
-@pytest.mark.parametrize(("capability", "refused"), [(8.9, True), (9.0, False), (10.0, False), (0.0, False)])
-def test_flash_attention_4_needs_a_hopper_card_or_a_newer_one(capability, refused):
-    """A capability of 0 is one that could not be read."""
-    problems = Problems()
-    check_settings(
-        Settings(ATTN_IMPL="flash_attention_4"), None, dataclasses.replace(H100, capability=capability), problems
-    )
-    assert any("flash_attention_4 needs compute capability 9.0" in problem for problem in problems) is refused

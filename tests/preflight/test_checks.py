@@ -63,6 +63,8 @@ def test_settings_that_go_together():
         assert not settings_problems(CPU, LORA_TARGETS=targets)
     assert not settings_problems(H100, TEMPERATURE=2.1, USE_VLLM=False) and not settings_problems(CPU, TEMPERATURE=2.1)
     assert not settings_problems(H100, TEMPERATURE=2.0, LOSS_TYPE="vespo")
+    for capability in (0.0, 9.0, 10.0):  # 0: it could not be read
+        assert not settings_problems(dataclasses.replace(H100, capability=capability), ATTN_IMPL="flash_attention_4")
     assert not settings_problems(H100, REAL_CONFIG, USE_VLLM=True, EXPERTS="mxfp4")
     bf16 = REAL_CONFIG | {"quantization_config": None}
     assert "has no MXFP4 experts" in only(settings_problems(CPU, bf16, EXPERTS="mxfp4"))

@@ -8,7 +8,7 @@ from conftest import ROOT
 
 from grpo.data.files import read_csv
 from grpo.preflight import choices
-from grpo.settings import FIELDS, Problems, Settings
+from grpo.settings import Problems, Settings
 
 CHOSEN = [
     ("auto", 0, 0.0, ("flash-attn-3", "flash-attn-4"), "eager"), ("auto", 1, 9.0, (), "torch_flash"),
@@ -51,12 +51,6 @@ ROLLOUTS = [
 def test_choose_rollouts(requested, gpus, tiny, vllm, uses, words):
     chosen, reason = choices.choose_rollouts(requested, gpus, tiny, vllm)
     assert chosen is uses and words in reason
-
-
-def test_loss_choice():
-    """Liger's loss for every type but the one that it normalizes otherwise."""
-    kinds = {name: choices.choose_loss(name)[0] for name in FIELDS["LOSS_TYPE"].metadata["choices"]}
-    assert kinds == dict.fromkeys(kinds, "liger") | {"luspo": "trl"}
 
 
 def test_clip_range_choice():
