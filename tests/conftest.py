@@ -26,6 +26,9 @@ CLEAN |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUF
 # More threads than free cores make the tiny model's many small operations wait for each other.
 CLEAN |= {"OMP_NUM_THREADS": "1"}
 
+# A shell starts what runs in its background deaf to Ctrl-C, and children inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 RENDERED = "<|start|>system<|message|>Reasoning: low<|end|><|start|>user<|message|>{}<|end|><|start|>assistant"
 
 
