@@ -4,7 +4,7 @@
 
     python train_grpo.py --help                   every setting: default, unit, one sentence
     python train_grpo.py --check                  every check that needs no training, and the plan of the run
-    MODEL_ID=tiny python train_grpo.py            the whole path on two CPU cores in minutes (model made on the spot)
+    MODEL_ID=tiny python train_grpo.py            the whole path on two CPU cores in minutes (the model comes along)
     DATA='days/*.csv' python train_grpo.py        the real run, on one GPU with 80 GB
 
 Settings are environment variables. This file is the whole story: check, load gpt-oss-20b, attach the LoRA adapter, start
@@ -39,7 +39,6 @@ from grpo.data.scoring import reward_callable, reward_specs
 from grpo.preflight.banner import banner
 from grpo.preflight.checks import Preflight, preflight, run_records
 from grpo.preflight.choices import choose_epsilon_high
-from grpo.preflight.hub import tiny_path
 from grpo.run.archive import write_zip
 from grpo.run.folder import COMPLETE, continuation, full_disk, lock_run, prepare_run, run_folder, write_text
 from grpo.run.logs import start_logging
@@ -84,18 +83,6 @@ def fail(problems: Sequence[str]) -> int:
 def run(preflight_result: Preflight) -> int:
     """Everything from here on may take time, memory and a GPU. Returns the exit code."""
     s = preflight_result.settings
-    if preflight_result.files is None:  # `tiny` before its first use: make it, then repeat the checks that need it
-        from grpo.model.gptoss_format import ModelError
-        from grpo.model.tiny import build_tiny
-
-        print("\nMaking the tiny model (once, under a minute) ...", flush=True)
-        try:
-            build_tiny(force=tiny_path().exists())  # a damaged one is made again
-        except ModelError as error:
-            return fail([f"MODEL_ID=tiny: {error}"])
-        preflight_result = preflight(os.environ)
-        if preflight_result.problems:
-            return fail(preflight_result.problems)
     lock = lock_run(preflight_result.run.folder)
     if lock is None:
         return fail(
@@ -265,7 +252,7 @@ def grpo_options(s: Settings, cuda: bool) -> dict[str, Any]:
         # pass before the loss (grpo/learn/trainer.py).
         "use_vllm": False,
         "vllm_importance_sampling_correction": False,
-        "bf16": True,
+        "bf16": cuda,
         "use_cpu": not cuda,
         "gradient_checkpointing_kwargs": {"use_reentrant": False},
         "logging_steps": 1,

@@ -32,7 +32,7 @@ class Settings:
     """Every setting of a run, one line each; the name is the environment variable's. None means `auto`."""
 
     # fmt: off
-    MODEL_ID: str = setting("Model", "openai/gpt-oss-20b", "", "Hub id, local folder, or `tiny`: a gpt-oss of 0.2M parameters made on first use.")
+    MODEL_ID: str = setting("Model", "openai/gpt-oss-20b", "", "Hub id, local folder, or `tiny`: a gpt-oss of 0.3M parameters that comes with the project (data/tiny).")
     ATTN_IMPL: str = setting("Model", "auto", "", "Attention of the learner: `auto`, `torch_flash` (FlashAttention 2 as torch ships it), `flash_attention_2`, `flash_attention_3`, `flash_attention_4`, `eager`, or a Hub kernel (`kernels-community/...`).", resume=True)
     EXPERTS: str = setting("Model", "bf16", "", "The learner's experts on the GPU: `bf16` dequantized once, `mxfp4` quantized (a third of the memory) and dequantized layer by layer.", choices=("bf16", "mxfp4"), resume=True)
     LORA_R: int = setting("Model", 4, "rank", "Rank of the LoRA adapter.", tiny=8, low=1)

@@ -7,7 +7,7 @@
     python scripts/bench.py rollout --model checkpoints/full --data 'days/*.csv' --out docs/results/rollout-h100.json
     python scripts/bench.py step --model checkpoints/full --data 'days/*.csv' --lengths completions.csv --out docs/results/step-h100.json
 
-`demo` runs train_grpo.py on the tiny model for seeds 1 to 3 and records held-out reward before and after training.
+`demo` runs train_grpo.py on the tiny model for seeds 1 to 10 and records reward and plant before and after training.
 `attention` compares every attention that the learner can use here with float64, over rows that share a prompt, and times
 it. Exit code 1 if one is further off than its bound or raises; packages that are missing are named.
 `rollout` measures vLLM beside the trainer in two child processes that each run train_grpo.py's own `main()`: one step that
@@ -46,7 +46,7 @@ def parse_args() -> argparse.Namespace:
             one.add_argument("--data", required=True, help="training CSVs")
         return one
 
-    one = command("demo", "the tiny model on three seeds, on the CPU", "folder of the runs; deleted first", model=False)
+    one = command("demo", "the demo on ten seeds, on the CPU", "folder of the runs; deleted first", model=False)
     one.add_argument("--figure", required=True, help="PNG to write")
     one = command("rollout", "vLLM beside the trainer", "OUTPUT_DIR of the runs; deleted first")
     one.add_argument("--sync", default="merge", choices=("merge", "lora"), help="ROLLOUT_SYNC")

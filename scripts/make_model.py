@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints in gpt-oss's exact format that this project makes itself: everything can be tried without a download.
 
-    python scripts/make_model.py tiny                        # a trained toy model, into the user's cache directory
-    python scripts/make_model.py tiny --out checkpoints/tiny
+    python scripts/make_model.py tiny --out checkpoints/tiny   # the toy model, as data/tiny was made, some ten minutes
     python scripts/make_model.py full --out checkpoints/full --tokenizer o200k/   # gpt-oss-20b's shapes, random weights
     python scripts/make_model.py full --out checkpoints/mid --layers 4 --no-tokenizer
     python scripts/make_model.py check checkpoints/full      # every tensor's name, type, shape and place
 
-``tiny`` has a few hundred thousand parameters, its own tokenizer and a short supervised warm-up on synthetic TES
-prompts: it answers in the right format, reads the numbers, but leans only a little to the better action, so that GRPO
-has something to improve within a minute on two CPU cores. ``full`` has gpt-oss-20b's shapes and noise for weights: it
+``tiny`` has a few hundred thousand parameters, its own tokenizer and a supervised warm-up on synthetic TES prompts: it
+answers in the right format and reads the numbers, but does not know which action is better: that is left to GRPO. ``full`` has gpt-oss-20b's shapes and noise for weights: it
 costs what the real model costs in memory and time and answers nothing. docs/models.md says what each can show.
 
 Both are written in the MXFP4 layout of openai/gpt-oss-20b. What is simplified: ``full`` does not imitate the
@@ -24,22 +22,24 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 SIZES = """{path}: {parameters:,} parameters in {tensors} tensors, {files} file(s), {bytes:,} bytes; names, types and shapes \
 are what transformers expects"""
-FIGURES = """sampled at temperature 1: parse rate {parse_rate:.3f}, mean reward {reward:.3f} (greedy {greedy:.3f}, \
-random {random:.3f}, best constant {best_constant:.3f}, oracle {oracle:.3f})"""
+FIGURES = """{explained:.0%} of what there is to read is read; at temperature 1: parse rate {parse_rate:.3f}, mean reward \
+{reward:.3f} (greedy {greedy:.3f}, random {random:.3f}, best constant {best_constant:.3f}, oracle {oracle:.3f})"""
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
 
-    tiny = commands.add_parser("tiny", help="a trained toy model, a few hundred thousand parameters, under a minute")
-    tiny.add_argument("--out", type=Path, help="directory to write (default: the user's cache directory)")
+    tiny = commands.add_parser("tiny", help="a toy model that can read, a few hundred thousand parameters")
+    tiny.add_argument("--out", type=Path, required=True, help="directory to write")
+    tiny.add_argument("--steps", type=int, default=None, help="of the warm-up (default: as data/tiny was made)")
     tiny.add_argument("--force", action="store_true", help="replace what is there")
 
     full = commands.add_parser("full", help="gpt-oss-20b's shapes with random weights, 12.8 GiB")
@@ -64,16 +64,14 @@ def main(argv: list[str] | None = None) -> int:
     from grpo.model.checkpoint import check_checkpoint
     from grpo.model.gptoss_format import ModelError, Shape
     from grpo.model.random_weights import write_full
-    from grpo.model.tiny import build_tiny, write_tiny
+    from grpo.model.tiny import RECIPE, write_tiny
 
     path = args.out
     try:
         if args.command == "full":
             write_full(path, Shape(layers=args.layers), args.tokenizer, args.device, args.seed, args.force)
-        elif path is None:
-            path = build_tiny(force=args.force, log=print)
         elif args.command == "tiny":
-            write_tiny(path, force=args.force, log=print)
+            write_tiny(path, replace(RECIPE, steps=args.steps or RECIPE.steps), args.force)
         print(SIZES.format(path=path, **check_checkpoint(path)))
         if args.command == "tiny":
             print(FIGURES.format(**json.loads((path / "warmup.json").read_text(encoding="utf-8"))))

@@ -31,16 +31,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-# Fields of a Scale that an option changes.
+# Fields of a Scale's recipe that an option changes.
 CHANGES = {
     "seconds": ("--warmup-seconds", float, "budget of the warm-up (default: the scale's)"),
     "steps": ("--warmup-steps", int, "budget in steps (default: the scale's)"),
     "batch": ("--batch", int, "rows of a warm-up step"),
     "windows": ("--windows", int, "of warm-up rows, 40 each"),
     "probe_windows": ("--probe-windows", int, "of the rows on which the warm-up is measured"),
-    "lr": ("--lr", float, "learning rate of the warm-up's first phase"),
-    "sharpness": ("--sharpness", float, "of the softened targets: 0 says nothing, 1 is the reward"),
-    "uniform": ("--uniform", float, "share of the softened targets that is spread evenly: 1 knows the format alone"),
+    "lr": ("--lr", float, "learning rate of the warm-up"),
 }
 
 
@@ -79,7 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     given = {name: getattr(options, name) for name in CHANGES}
     changes = {name: value for name, value in given.items() if value is not None}
-    return prove(options, replace(SCALES[options.scale], **changes))
+    scale = SCALES[options.scale]
+    return prove(options, replace(scale, recipe=replace(scale.recipe, **changes)))
 
 
 if __name__ == "__main__":

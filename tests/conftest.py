@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo.model.tiny import build_tiny
+from grpo.preflight.hub import TINY_PATH
 from grpo.settings import log
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,9 +58,9 @@ def good_csv(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the tiny model, made once per session (or found in the user's cache)."""
-    return build_tiny()
+def tiny() -> Path:
+    """The folder of the tiny model."""
+    return TINY_PATH
 
 
 @pytest.fixture

@@ -19,9 +19,7 @@ from peft import PeftModel
 from grpo.data.files import find_files, read_rows
 from grpo.data.prompts import render, sampling_seed
 from grpo.evaluate.plant import CLOSED_LOOP
-from grpo.model.gptoss_format import ModelError
 from grpo.model.load import load_generation_config, load_model, load_tokenizer
-from grpo.model.tiny import build_tiny
 from grpo.preflight.choices import choose_rollouts
 from grpo.preflight.hub import ModelFiles, checkpoint_gib, count_parameters, find_model
 from grpo.preflight.machine import GIB, Machine, installed_versions, read_machine
@@ -81,12 +79,7 @@ def choose_prompt(requested: str, settings: Settings) -> tuple[str, str]:
 
 
 def check_model(settings: Settings, machine: Machine, problems: Problems) -> ModelFiles | None:
-    """The files of MODEL_ID (the tiny model is made where nothing else is wrong); its problems are added."""
-    if settings.MODEL_ID == "tiny" and not problems:
-        try:
-            build_tiny()
-        except ModelError as error:
-            problems.append(f"MODEL_ID=tiny: {error}")
+    """The files of MODEL_ID; its problems are added."""
     # Without its adapter there is nothing to look up: the base model may be another one than the default.
     if any(problem.startswith("--adapter") for problem in problems):
         return None

@@ -15,10 +15,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo.measure.proof_data import Log, Scale
+from grpo.measure.proof_data import Scale
 from grpo.measure.proof_model import make
 from grpo.measure.record import figure, read_json, steps_of, tabled, write
 from grpo.model.gptoss_format import ModelError
+from grpo.model.warmup import Log
 from grpo.settings import ROOT
 from rewards import bootstrap_interval
 

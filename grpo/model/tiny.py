@@ -1,41 +1,85 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiny model: made once, kept in the user's cache."""
+"""The tiny model that comes with the project (data/tiny), and how it was made."""
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
 from grpo.model.checkpoint import new_directory, require_space, special_token_ids, write_checkpoint, write_json
-from grpo.model.gptoss_format import TINY, TINY_SYSTEM, ModelError, chat_template
-from grpo.model.tiny_warmup import Recipe, train_tiny
-from grpo.preflight.hub import _is_checkpoint, tiny_path
+from grpo.model.gptoss_format import SPECIAL_TOKENS, TINY, TINY_SYSTEM, ModelError, chat_template
+from grpo.model.warmup import Recipe, new_model, warm_up
+from grpo.model.warmup_rows import EFFORTS, Answer, Rows, make_rows
+from grpo.tasks.tes.dataset import synthetic_rows
+
+NUMBER = r" ?[0-9]{1,3}"  # a token of its own; every integer from 0 to 100 has one, with and without the space before
+LARGEST_NUMBER = 100
+BLANK = "\u0120"  # how byte-level BPE writes it
+TOKENIZER_SEED = 10_001  # of synthetic_rows, beyond those that data files use
+RECIPE = Recipe(
+    TINY, "compact", windows=1200, probe_windows=20, seconds=math.inf, steps=1200, batch=32, lr=4e-3,
+    distances=((1, 2, 3, 4), (0,)),
+)  # fmt: skip
 
 
-def write_tiny(out: Path, seed: int = 0, force: bool = False, log: Callable[[str], None] | None = None) -> None:
-    """Train the tiny model and write its checkpoint to the directory `out`, the figures of `train_tiny` in ``warmup.json``
-    beside it. Raises ModelError as `new_directory` does, before the training."""
+def _tokenizer_corpus() -> list[str]:
+    """Texts without numbers, to learn words from: what stands between the numbers of rendered prompts and answers."""
+    texts = []
+    for row in synthetic_rows(TOKENIZER_SEED, 2):
+        for effort in EFFORTS:
+            texts += [f"Current date: 2025-11-06\n\nReasoning: {effort}", "system", "developer", "user", "assistant"]
+        texts += [f"# Instructions\n\n{row['system']}\n\n", row["user"], "final", "[0]", "analysis", "commentary"]
+    return [piece for text in texts for piece in re.split(NUMBER, text) if piece]
+
+
+def make_tokenizer(vocab: int = TINY.vocab) -> Tokenizer:
+    """A byte-level BPE tokenizer with exactly `vocab` entries, the same for every call. The merges are those that make the
+    numbers, then those learned from the prompts' words; the special tokens come last. Raises ModelError if `vocab` is too
+    small for the numbers or larger than the prompts' words can fill."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    numbers = [(str(n // 10), str(n % 10)) for n in range(10, LARGEST_NUMBER + 1)]
+    numbers += [(BLANK, str(n)) for n in range(LARGEST_NUMBER + 1)]
+    words = vocab - len(alphabet) - len(numbers) - len(SPECIAL_TOKENS)
+    if words < 0:
+        raise ModelError(f"a vocabulary of {vocab} cannot hold all bytes, numbers and special tokens")
+
+    learner = Tokenizer(models.BPE())
+    learner.pre_tokenizer = as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    sizes = {"vocab_size": len(alphabet) + words, "initial_alphabet": alphabet}
+    learner.train_from_iterator(_tokenizer_corpus(), trainers.BpeTrainer(**sizes, show_progress=False))
+    learned = [tuple(pair) for pair in json.loads(learner.to_str())["model"]["merges"]]
+    if len(learned) < words:
+        raise ModelError(f"the prompts give {len(learned)} words, a vocabulary of {vocab} needs {words}")
+    merges = numbers + learned
+    entries = alphabet + ["".join(pair) for pair in merges]
+    tokenizer = Tokenizer(models.BPE(vocab={entry: n for n, entry in enumerate(entries)}, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(NUMBER), "isolated"), as_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    return tokenizer
+
+
+def write_tiny(
+    out: Path, recipe: Recipe = RECIPE, force: bool = False, seed: int = 0, log: Callable[[str], None] = print
+) -> None:
+    """Warm up the tiny model on the CPU and write its checkpoint to the directory `out`, figures in ``warmup.json`` beside
+    it. The same seed gives the same model on the same machine. Raises ModelError as `new_directory` does, before the
+    training."""
     require_space(out, 64 * 2**20)
-    with new_directory(out, force) as directory:
-        tensors, tokenizer, figures = train_tiny(recipe := Recipe(), seed, log)
-        ids, template = special_token_ids(tokenizer, TINY.vocab), chat_template(*TINY_SYSTEM)
-        write_checkpoint(directory, TINY, ids, lambda name, like: tensors[name], tokenizer, template)
-        write_json(directory / "warmup.json", {"seed": seed, "recipe": asdict(recipe), **figures})
-
-
-def build_tiny(cache_dir: Path | None = None, force: bool = False, log: Callable[[str], None] | None = None) -> Path:
-    """The directory of the tiny model (seed 0), in `cache_dir` or the user's cache; trains it on first use, or again if
-    `force` is set. Built under a temporary name and renamed: of two processes that build at once both get the one that
-    was finished first. Raises ModelError if the directory cannot be written; it says how to choose another."""
-    path = tiny_path(cache_dir)
-    if not force and _is_checkpoint(path):
-        return path
-    try:
-        write_tiny(path, force=force, log=log)
-    except (ModelError, OSError) as error:
-        # The rename fails if another process was faster; its model is the same.
-        if force or not _is_checkpoint(path):
-            where = "XDG_CACHE_HOME=/another/folder keeps the tiny model elsewhere"
-            raise ModelError(f"the tiny model cannot be made: {error}. {where}") from error
-    return path
+    with new_directory(out, force) as directory, torch.random.fork_rng([]):
+        tokenizer = make_tokenizer(recipe.shape.vocab)
+        token_ids, answer = special_token_ids(tokenizer, recipe.shape.vocab), Answer.of(tokenizer)
+        made = make_rows(recipe.prompt, recipe.windows, recipe.probe_windows)
+        rows, probe = (Rows(some, tokenizer, answer, "cpu") for some in made)
+        torch.manual_seed(seed)
+        tensors, stages = warm_up(new_model(recipe, tokenizer, token_ids), rows, probe, answer, recipe, seed, log)
+        write_checkpoint(
+            directory, recipe.shape, token_ids, lambda name, like: tensors[name], tokenizer, chat_template(*TINY_SYSTEM)
+        )
+        write_json(directory / "warmup.json", {"seed": seed, "steps": recipe.steps, **stages["stored"]})

@@ -43,8 +43,6 @@ def facts(preflight_result: Preflight) -> Iterator[tuple[str, str]]:
     yield "clip range", f"{s.EPSILON:g} below, {high:g} above: {reason}"
     if p.plan:
         yield from memory_facts(p.plan)
-    else:
-        yield "model", "the tiny model is made at the first start (under a minute); prompts are measured then"
     state = f"continues from step {run.step}" if run.checkpoint else "starts at step 0"
     if run.exists and s.OVERWRITE:
         state = "DELETES the run that is there (OVERWRITE=1)"

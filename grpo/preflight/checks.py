@@ -214,6 +214,11 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Pre
         plan = shapes.plan(settings)
         if run.checkpoint:
             plan = keep_choices(settings, rollouts, plan, run, problems)
+            # Runs that do not say began before data/tiny was there, with a tiny model of their own.
+            began = run.choices.get("model", "made on the spot" if settings.MODEL_ID == "tiny" else None)
+            if began not in (None, hub.config_digest(files.config)):
+                what = f"the run in {run.folder} began with another model of that name (its config.json differs)"
+                problems.add(f"MODEL_ID={settings.MODEL_ID}", what, "Choose another OUTPUT_DIR, or set OVERWRITE=1")
         check_memory(settings, shapes, problems, run.checkpoint is not None)
         check_disk(settings, files, plan.adapter, problems)
     closed_loop = ClosedLoop("", "packages are missing")
@@ -232,6 +237,7 @@ def run_records(preflight_result: Preflight) -> dict[str, dict[str, Any]]:
     chosen |= {
         "experts": (settings.EXPERTS, "set by EXPERTS"),
         "epsilon_high": choices.choose_epsilon_high(settings),
+        "model": hub.config_digest(p.files.config) if p.files else None,
     }
     settings_json = {
         "settings": dataclasses.asdict(settings),

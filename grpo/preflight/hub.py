@@ -6,10 +6,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +27,17 @@ def count_parameters(config: Mapping[str, Any]) -> dict[str, int]:
     return {"total": total, "experts": layers * moe, "attention": layers * attention, "embeddings": embeddings}
 
 
+def config_digest(config: Mapping[str, Any]) -> str:
+    """A name for a config.json: a resumed run must find the base model that it began with."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
+
+
 def has_mxfp4(config: Mapping[str, Any] | None) -> bool:
     """Whether the experts of a checkpoint with this config.json are quantized to MXFP4."""
     return ((config or {}).get("quantization_config") or {}).get("quant_method") == "mxfp4"
 
 
+TINY_PATH = ROOT / "data" / "tiny"
 REAL_MODEL = "openai/gpt-oss-20b"
 # config.json of openai/gpt-oss-20b, as far as the plan needs it before anything was downloaded.
 REAL_CONFIG = {
@@ -56,13 +60,10 @@ class ModelFiles:
 
 
 def find_model(model_id: str, problems: Problems) -> ModelFiles | None:
-    """The model's small files: of a local folder, of the built `tiny` (None before), or of the Hub."""
-    if model_id == "tiny":
-        folder = tiny_path()
-        if not all((folder / name).is_file() for name in ("model.safetensors", "tokenizer.json", "config.json")):
-            return None
-    elif Path(model_id).is_dir():
-        folder = Path(model_id)
+    """The model's small files: of a local folder, of `tiny`, or of the Hub."""
+    local = TINY_PATH if model_id == "tiny" else Path(model_id)
+    if model_id == "tiny" or local.is_dir():
+        folder = local
     elif model_id.startswith((".", "/", "~")) or model_id.count("/") != 1:
         fix = f"Use {REAL_MODEL}, tiny, or an existing folder"
         problems.add("MODEL_ID", f"{model_id!r} is neither a folder nor a Hub id", fix)
@@ -76,7 +77,7 @@ def find_model(model_id: str, problems: Problems) -> ModelFiles | None:
     except (OSError, ValueError) as error:
         problems.add(f"MODEL_ID={model_id}", f"{error}", "Download or build the checkpoint of a gpt-oss model again")
         return None
-    for name in missing_shards(folder) if Path(model_id).is_dir() else ():
+    for name in missing_shards(folder) if folder == local else ():
         problems.add(f"MODEL_ID={model_id}", f"{name} is missing", "Copy the whole checkpoint, weights included")
     return files
 
@@ -142,23 +143,3 @@ def _is_checkpoint(path: Path) -> bool:
     with contextlib.suppress(OSError, ValueError):
         return read_json(path / "config.json").get("model_type") == "gpt_oss"
     return False
-
-
-TINY_SOURCES = [f"tasks/tes/{name}" for name in ("plant", "profiles", "prompts", "dataset")]
-TINY_SOURCES += [f"model/{name}" for name in ("gptoss_format", "checkpoint", "tiny_warmup", "tiny")]
-
-
-@cache
-def recipe_hash() -> str:
-    """Twelve hex digits that change with everything that the tiny model is made from."""
-    sources = b"".join((ROOT / "grpo" / f"{name}.py").read_bytes() for name in TINY_SOURCES)
-    return hashlib.sha256(sources).hexdigest()[:12]
-
-
-def tiny_path(cache_dir: Path | None = None) -> Path:
-    """Where `build_tiny` keeps the model: ``$XDG_CACHE_HOME/train_grpo/tiny-<hash>``, or under ``~/.cache``."""
-    if cache_dir is None:
-        # The XDG specification says to ignore a relative path.
-        base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-        cache_dir = (base if base.is_absolute() else Path.home() / ".cache") / "train_grpo"
-    return Path(cache_dir) / f"tiny-{recipe_hash()}"

@@ -130,9 +130,7 @@ def test_the_command_evaluates_an_adapter_and_its_base(run, tmp_path):
     ],
 )  # fmt: skip
 def test_wrong_input_is_named(arguments, words, capsys, monkeypatch):
-    """And before anything takes time: the tiny model is not even made."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("grpo.evaluate.standalone.build_tiny", lambda: pytest.fail("made"))
     try:
         code = ev.main(arguments)
     except SystemExit as error:
@@ -143,7 +141,6 @@ def test_wrong_input_is_named(arguments, words, capsys, monkeypatch):
 
 def test_a_result_that_could_not_be_written_is_found_before_the_model_is_asked(tmp_path, capsys, monkeypatch):
     """By trying: what root may not write (/sys) or a full disk refuses is in no permission bit. A trial leaves nothing."""
-    monkeypatch.setattr("grpo.evaluate.standalone.build_tiny", lambda: pytest.fail("made"))
 
     def full(path, *arguments, **named):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -154,14 +151,6 @@ def test_a_result_that_could_not_be_written_is_found_before_the_model_is_asked(t
     assert f"{tmp_path / 'x.json'}: cannot be written: No space left" in capsys.readouterr().err
     assert ev.main(["--model", "tiny", "--out", str(tmp_path / "x.json"), "--profile", "none.csv"]) == 2
     assert "x.json" not in capsys.readouterr().err and not list(tmp_path.iterdir())
-
-
-def test_a_tiny_model_that_cannot_be_made_is_told(tmp_path, capsys, monkeypatch):
-    (tmp_path / "train_grpo").write_text("in the way")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert ev.main(["--model", "tiny", "--out", str(tmp_path / "x.json")]) == 2
-    shown = capsys.readouterr().err
-    assert shown.startswith("MODEL_ID=tiny: the tiny model cannot be made") and "XDG_CACHE_HOME" in shown
 
 
 def test_another_evaluation_is_not_overwritten(run, capsys):

@@ -20,7 +20,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from grpo.model.checkpoint import check_checkpoint
 from grpo.model.gptoss_format import ModelError, Shape
 from grpo.model.random_weights import MATRIX_GAIN, write_full
-from grpo.model.tiny_warmup import make_tokenizer
+from grpo.model.tiny import make_tokenizer
 
 SMALL = Shape(
     layers=2, hidden=64, intermediate=96, experts=4, experts_per_token=2, heads=4, kv_heads=2, head_dim=16, vocab=640

@@ -1,35 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiny model: tokenizer, what the warm-up leaves to learn, and its place in the cache."""
+"""The tiny model: tokenizer, what the shipped one knows and does not know, and how it is made."""
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from expert_models import load
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
-from transformers import AutoTokenizer, GenerationConfig, GptOssConfig, GptOssForCausalLM
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, GenerationConfig, GptOssForCausalLM
 
-from grpo.model.gptoss_format import SPECIAL_TOKENS, TINY, ModelError, config_dict
-from grpo.model.tiny import build_tiny
-from grpo.model.tiny_warmup import (
-    TINY_DISTANCES,
-    Answer,
-    Recipe,
-    encode_rows,
-    initial_heads,
-    is_short,
-    make_tokenizer,
-    train_tiny,
-)
-from grpo.preflight.hub import recipe_hash, tiny_path
+from grpo.model.gptoss_format import SPECIAL_TOKENS, TINY
+from grpo.model.load import load_model
+from grpo.model.tiny import RECIPE, make_tokenizer, write_tiny
+from grpo.model.warmup import figures
+from grpo.model.warmup_rows import PROBE_SEED, Answer, Rows, warmup_rows
+from grpo.preflight.hub import read_json
 from grpo.tasks.tes.dataset import synthetic_rows
 
 pytestmark = pytest.mark.numeric
@@ -65,111 +56,53 @@ def test_special_tokens_of_the_tokenizer(tiny: Path) -> None:
     assert tokenizer.decode(tokenizer("<|channel|>final [3]").input_ids, skip_special_tokens=True) == "final [3]"
 
 
-def test_tiny_answers_in_format_and_has_something_to_learn(tiny: Path) -> None:
+@pytest.fixture(scope="module")
+def probe(tokenizer) -> Rows:
+    return Rows(warmup_rows((PROBE_SEED + 100, 10, "compact")), tokenizer, Answer.of(tokenizer), "cpu")
+
+
+@pytest.fixture(scope="module")
+def model(tiny: Path) -> GptOssForCausalLM:
+    return load_model(str(tiny), read_json(tiny / "config.json"), "eager").float()
+
+
+def test_the_shipped_model_is_small_and_of_this_recipe(tiny: Path, tokenizer) -> None:
+    assert sum(path.stat().st_size for path in tiny.iterdir()) < 1e6
+    assert read_json(tiny / "config.json")["num_hidden_layers"] == TINY.layers
+    assert Tokenizer.from_file(str(tiny / "tokenizer.json")).get_vocab() == tokenizer.get_vocab()
+    assert json.loads((tiny / "warmup.json").read_text())["steps"] == RECIPE.steps
+
+
+def test_it_knows_the_format_and_not_the_choice(model, probe, tokenizer) -> None:
+    """Exactly, on rows of its own: it answers in the right form, names every action as often as another, and its likeliest
+    action earns no more than the best constant one. What a run shows afterwards was learned by GRPO."""
+    found = figures(model, probe, Answer.of(tokenizer))
+    assert found["parse_rate"] > 0.99
+    assert found["reward"] == pytest.approx(found["random"], abs=0.01)
+    assert found["greedy"] <= found["best_constant"] < 0.7 * found["oracle"]
+
+
+def test_sampled_answers_agree_with_the_figures(tiny: Path, model) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny)
-    rows = synthetic_rows(4321, 10)
+    rows = synthetic_rows(4321, 4)
     roles = {"developer": "system", "user": "user"}
     chats = [[{"role": role, "content": row[column]} for role, column in roles.items()] for row in rows]
     prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
     encoded = tokenizer(prompts, return_tensors="pt", padding=True)
     torch.manual_seed(0)
-    out = load(tiny, "bf16").generate(**encoded, max_new_tokens=10, do_sample=True, temperature=1.0, top_k=0)
+    out = model.generate(**encoded, max_new_tokens=10, do_sample=True, temperature=1.0, top_k=0)
     texts = tokenizer.batch_decode(out[:, encoded.input_ids.shape[1] :])
     pattern = re.compile(r"<\|channel\|>final<\|message\|>\[([0-3])\]<\|return\|>(<\|endoftext\|>)*")
-    actions = [match and int(match[1]) for match in map(pattern.fullmatch, texts)]
-    assert sum(action is not None for action in actions) >= 0.97 * len(rows)
-    rewards = [row[f"reward_action_{k}"] if k is not None else 0.0 for row, k in zip(rows, actions, strict=True)]
-    figures = json.loads((tiny / "warmup.json").read_text())
-    assert sum(rewards) / len(rewards) == pytest.approx(figures["reward"], abs=0.06)  # sampled against computed
-    # Better than chance, worse than the best constant; the likeliest action beats both: room for GRPO.
-    assert 0.33 < figures["reward"] < figures["best_constant"] < figures["greedy"] < figures["oracle"]
+    actions = [int(match[1]) for match in map(pattern.fullmatch, texts) if match]
+    assert len(actions) >= 0.95 * len(rows)
+    # Of 120 answers 30 name each action, give or take four standard deviations of 4.7.
+    assert all(abs(actions.count(k) - len(actions) / 4) < 19 for k in range(4))
 
 
-def test_tiny_reads_whether_the_storage_carries_the_hour(tiny: Path, tokenizer) -> None:
-    """Output 0 leaves load unserved in short hours: a model that cannot tell them empties the storage and stays there.
-
-    The stored model is undecided on purpose, but flattened targets of output 0 stay near 0 in these hours.
-    """
-    rows = synthetic_rows(4321, 60)
-    ids, _ = encode_rows(tokenizer, rows, 0)
-    answer, model = Answer.of(tokenizer), load(tiny, "bf16").float()
-    with torch.no_grad():
-        p = torch.cat([answer.log_probs(model, ids[n : n + 100])[0] for n in range(0, len(ids), 100)]).exp()
-    short = torch.tensor([is_short(row) for row in rows])
-    for row, known in zip(rows, short, strict=True):
-        store, load_kw = (int(row["user"].split(f"{word} ")[1].split()[0]) for word in ("store", "load"))
-        assert abs(load_kw - 3 * store) <= 3 or known == (load_kw > 3 * store)  # store: a rounded percentage of 300 kWh
-    assert 60 < short.sum() < 0.1 * len(rows)
-    assert p[short, 0].mean() < 0.015 < 0.3 < p[~short, 0].mean()
-
-
-def test_initial_heads_look_back_by_their_distance() -> None:
-    torch.manual_seed(0)
-    config = GptOssConfig.from_dict(config_dict(TINY))
-    model = GptOssForCausalLM._from_config(config, attn_implementation="eager").float().eval()
-    initial_heads(model, TINY_DISTANCES)
-    ids = torch.randint(300, (1, 30), generator=torch.Generator().manual_seed(2))
-    with torch.no_grad():
-        attentions = model(input_ids=ids, output_attentions=True, use_cache=False).attentions[0]
-    for head, distance in enumerate(TINY_DISTANCES[0]):
-        looked = attentions[0, head, 20:, :30].argmax(-1)
-        assert (torch.arange(20, 30) - looked == distance).float().mean() >= 0.8  # content has a say too
-
-
-def test_cache_is_used_and_interrupted_builds_leave_nothing(tiny: Path, tmp_path: Path, monkeypatch) -> None:
-    assert tiny.name == f"tiny-{recipe_hash()}"
-
-    def never(*args: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("grpo.model.tiny.train_tiny", never)
-    assert build_tiny(tiny.parent) == tiny
-    with pytest.raises(KeyboardInterrupt):
-        build_tiny(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-    # Another process finishes first: its model stays, ours goes.
-    tensors = load_file(tiny / "model.safetensors")
-
-    def slower(*args: object) -> tuple:
-        shutil.copytree(tiny, tmp_path / tiny.name)
-        return tensors, make_tokenizer(), {"parse_rate": 0.0}
-
-    monkeypatch.setattr("grpo.model.tiny.train_tiny", slower)
-    assert build_tiny(tmp_path) == tmp_path / tiny.name
-    assert [path.name for path in tmp_path.iterdir()] == [tiny.name]
-    assert (tmp_path / tiny.name / "warmup.json").read_bytes() == (tiny / "warmup.json").read_bytes()
-
-
-@pytest.mark.parametrize("reason", ["space", "file", "junk"])
-def test_what_keeps_the_cache_from_being_written_fits_every_caller(reason: str, tmp_path: Path, monkeypatch) -> None:
-    """train_grpo.py and evaluate.py make the tiny model too and know no --out, --layers or --force."""
-    cache, told = tmp_path / "cache", "GiB free: free some space"
-    if reason == "space":
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
-    elif reason == "file":
-        cache.write_text("in the way")
-        told = f"cannot write beside {tiny_path(cache)}"
-    else:
-        tiny_path(cache).mkdir(parents=True)
-        (tiny_path(cache) / "left").write_text("over")
-        told = "holds no gpt-oss checkpoint, so it is not replaced: move it away"
-    with pytest.raises(ModelError) as caught:
-        build_tiny(cache, force=reason == "junk")  # as train_grpo.py calls it where something is there
-    message = str(caught.value)
-    assert told in message and "XDG_CACHE_HOME" in message and "--" not in message, message
-
-
-def test_cache_location(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert tiny_path().parent == tmp_path / "train_grpo"
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert tiny_path().parent == Path.home() / ".cache" / "train_grpo"
-
-
-def test_training_is_deterministic() -> None:
-    recipe = Recipe(windows=4, probe_windows=1, read_steps=3, soften_steps=2, batch=8)
-    state = torch.get_rng_state()
-    (first, words, a), (second, same, b) = (train_tiny(recipe) for _ in range(2))
-    assert words.to_str() == same.to_str() and a == b and all(torch.equal(first[name], second[name]) for name in first)
-    assert torch.equal(torch.get_rng_state(), state)  # the caller's random stream is left alone
+def test_making_it_is_deterministic_and_leaves_the_callers_random_stream_alone(tmp_path: Path) -> None:
+    recipe, state = replace(RECIPE, windows=2, probe_windows=1, steps=4, batch=8), torch.get_rng_state()
+    for name in ("first", "second"):
+        write_tiny(tmp_path / name, recipe, log=lambda line: None)
+    for name in ("model.safetensors", "warmup.json", "tokenizer.json"):
+        assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes()
+    assert torch.equal(torch.get_rng_state(), state)

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, read_csv, run_script
-from runs import SETTINGS, assert_same_run, environment, finish, go_on, has_line, start_held, wait_until
+from runs import SETTINGS, assert_same_run, finish, go_on, has_line, start_held, wait_until
 
-import train_grpo
 from grpo.data.prompts import prompt_order
 from grpo.run.folder import COMPLETE, last_checkpoint
 from grpo.run.logs import COMPLETIONS, METRICS
@@ -247,24 +246,3 @@ def test_a_gpu_that_torch_does_not_see_is_said_before_anything_is_written(tiny, 
     done = run_script(**SETTINGS | {"OUTPUT_DIR": tmp_path / "run", "USE_VLLM": 0} | claimed_gpu)
     assert done.returncode == 2 and "does not see it" in done.stderr and "driver 580" in done.stderr
     assert not (tmp_path / "run").exists()
-
-
-def test_a_damaged_tiny_model_is_made_again(tiny, tmp_path, monkeypatch):
-    """The check of its files sends a damaged one back to the maker, which is told to replace it."""
-    damaged = tmp_path / "tiny"
-    shutil.copytree(tiny, damaged)
-    (damaged / "model.safetensors").unlink()
-    forced = []
-
-    def rebuild(force=False):
-        forced.append(force)
-        shutil.copy(tiny / "model.safetensors", damaged)
-        return damaged
-
-    monkeypatch.setattr("grpo.preflight.hub.tiny_path", lambda: damaged)
-    monkeypatch.setattr("train_grpo.tiny_path", lambda: damaged)
-    monkeypatch.setattr("grpo.model.tiny.build_tiny", rebuild)
-    monkeypatch.setattr("train_grpo.launch", lambda check, model_path: 0 if model_path == str(damaged) else 1)
-    for name, value in environment(tmp_path / "run").items():
-        monkeypatch.setenv(name, value)
-    assert train_grpo.main([]) == 0 and forced == [True]

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small gpt-oss that can read the plant's prompts and answer in their format, and does not know what to choose."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from tokenizers import Tokenizer
+from torch.nn import functional
+from transformers import GptOssConfig, GptOssForCausalLM
+
+from grpo.model import gptoss_format as gptoss
+from grpo.model.fast_layers import FAST, forward
+from grpo.model.warmup_rows import ACTIONS, Answer, Rows
+
+Log = Callable[[str], None]
+# Standard deviations of the initial matrices, times 1 / sqrt(fan-in). 0.02 everywhere, gpt-oss's initializer range, lets
+# narrow layers pass on next to nothing, and the output head of the tiny model could never become sure of an action.
+INITIAL_GAIN = {
+    "q_proj": 0.5, "k_proj": 0.5, "v_proj": 1.0, "o_proj": 0.5, "router": 1.0, "gate_up_proj": 1.0, "down_proj": 0.5,
+    "lm_head": 0.8,
+}  # fmt: skip
+# Weights of the loss beside the action's own: the fixed tokens of the answer, the prompt's tokens, the readings.
+FORMAT_WEIGHT, TEXT_WEIGHT, READING_WEIGHT = 0.5, 0.2, 2.0
+TEXT_TOKENS = 8  # of each prompt, drawn again at every step: the text is always the same
+EXPERT_WEIGHTS = ("experts.gate_up_proj", "experts.down_proj")  # stored in MXFP4
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that a warm-up is made from; changing anything changes the model."""
+
+    shape: gptoss.Shape
+    prompt: str  # full or compact, as make_dataset.py's
+    windows: int  # of warm-up rows, 40 rows each
+    probe_windows: int  # of rows on which the warm-up is measured
+    seconds: float  # budget of the warm-up; the schedule follows whichever of the two budgets runs out first
+    steps: int
+    batch: int
+    lr: float
+    # Tokens back, one for each head, in each sliding layer. Neighbours first, so that a number knows its word. In the last
+    # one heads look at their own place: there the adapter finds what was read, and turns it into a choice.
+    distances: Sequence[Sequence[int]]
+    rounding: float = 0.2  # share of the budget in which the experts are frozen in 4 bit
+    rounding_lr: float = 0.25  # the rate there, times lr
+
+
+def new_model(recipe: Recipe, tokenizer: Tokenizer, token_ids: Mapping[str, int]) -> GptOssForCausalLM:
+    """A gpt-oss in float32 with the fast layers, and initial weights from which reading is learned quickly."""
+    config = gptoss.config_dict(recipe.shape, token_ids)
+    config.pop("quantization_config")
+    model = GptOssForCausalLM._from_config(
+        GptOssConfig.from_dict(config), dtype=torch.float32, attn_implementation=FAST, experts_implementation=FAST
+    )
+    with torch.no_grad():
+        model.model.embed_tokens.weight.normal_(0.0, 0.1)
+        for name, parameter in model.named_parameters():
+            *_, module, kind = name.split(".")
+            gain = INITIAL_GAIN.get(kind if module == "experts" else module)
+            if gain and parameter.dim() > 1 and not kind.endswith("bias"):
+                fan_in = parameter.shape[-2] if module == "experts" else parameter.shape[-1]
+                parameter.normal_(0.0, gain / math.sqrt(fan_in))
+        for layer in model.model.layers:
+            layer.self_attn.sinks.normal_(0.0, 0.5)
+            layer.self_attn.sinks.requires_grad_(False)
+        initial_numbers(model, tokenizer)
+        initial_heads(model, recipe.distances)
+    return model
+
+
+def initial_numbers(model: GptOssForCausalLM, tokenizer: Tokenizer) -> None:
+    """Give number tokens embeddings that vary smoothly with the number: 358 begins near 357, the same with and without a
+    blank before it. Few steps see each number too rarely to learn from nothing that 37 lies by 38."""
+    texts = [f"{n:0{width}d}" for width in (1, 2, 3) for n in range(10**width)]
+    found = {tokenizer.token_to_id(before + text): float(text) for text in texts for before in ("", "\u0120")}
+    found.pop(None, None)  # not every number has a token, or one with a blank before it
+    value = torch.tensor(list(found.values())).unsqueeze(1)
+    fine, coarse = value / 100 * math.pi, value / 1000 * math.pi
+    waves = [fine * k for k in range(1, 7)] + [coarse * k for k in range(1, 9)] * (max(found.values()) > 100)
+    # The logarithm tells 0 from 1 and 2: whether anything is short matters more than how much.
+    linear = [value / 1000 - 0.3, (value / 100).clamp(max=1) - 0.5, value.log1p() / 7 - 0.5]
+    features = torch.cat([*linear, *(w.sin() for w in waves), *(w.cos() for w in waves)], dim=1)
+    table = features @ (torch.randn(features.shape[1], model.config.hidden_size) * 0.1)
+    model.model.embed_tokens.weight[list(found)] += table
+
+
+def initial_heads(model: GptOssForCausalLM, distances: Sequence[Sequence[int]], sharpness: float = 5.0) -> None:
+    """Let the heads of the first sliding layers look back by `distances`, the tokens of each head, layer after layer (fewer
+    than heads are repeated; none leaves a layer as it is). `sharpness` is how far the logit falls one token beside the peak.
+
+    A number must know which word stands before it before anything can find it; from random weights, heads that do that
+    are the slowest thing to appear. The biases of q and k lie in the fast-turning pairs of RoPE, the key's at angle 0, the
+    query's turned back by the distance: their product peaks where the distance is that.
+    """
+    rotary, size = model.model.rotary_emb, model.config.head_dim
+    pairs = [n for n in range(size // 2) if rotary.inv_freq[n] > 0.08]
+    turns = rotary.inv_freq[pairs].float()
+    fall = (1 - turns.cos()).sum() * rotary.attention_scaling**2 / math.sqrt(size)
+    length = (sharpness / fall).sqrt()
+    with torch.no_grad():
+        for layer, back in zip(model.model.layers[0::2], distances, strict=False):
+            if not back:
+                continue
+            key = layer.self_attn.k_proj.bias.view(-1, size)
+            query = layer.self_attn.q_proj.bias.view(-1, size)
+            key[:, pairs] = length
+            for n in range(len(query)):
+                angle = -back[n % len(back)] * turns
+                query[n, pairs] = length * angle.cos()
+                query[n, [p + size // 2 for p in pairs]] = length * angle.sin()
+
+
+def answer_figures(p: torch.Tensor, rewards: torch.Tensor) -> dict[str, float]:
+    """Figures of a policy that gives the actions of N rows the probabilities `p`, (N, actions), as `rewards`.
+
+    ``parse_rate`` is the probability of an answer ``[k]`` in the final channel; ``reward`` the mean reward, an unparseable
+    answer counting 0; ``greedy`` that of the likeliest action; ``random``, ``best_constant`` and ``oracle`` those of
+    reference policies on the same rows.
+    """
+    return {
+        "parse_rate": p.sum(-1).mean().item(),
+        "reward": (p * rewards).sum(-1).mean().item(),
+        "greedy": rewards.gather(1, p.argmax(-1, keepdim=True)).mean().item(),
+        "random": rewards.mean().item(),
+        "best_constant": rewards.mean(0).max().item(),
+        "oracle": rewards.amax(-1).mean().item(),
+    }
+
+
+def log_probs(model: GptOssForCausalLM, hidden: torch.Tensor) -> torch.Tensor:
+    """Log-probs (..., V) in float32 after hidden states (..., H)."""
+    return model.lm_head(hidden.to(model.lm_head.weight.dtype)).float().log_softmax(-1)
+
+
+def at_answer(hidden: torch.Tensor, lengths: torch.Tensor, answer: int) -> torch.Tensor:
+    """Hidden states (B, answer, H) that predict the last `answer` tokens of each row."""
+    index = lengths[:, None] - answer - 1 + torch.arange(answer, device=lengths.device)
+    return hidden.gather(1, index.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
+
+
+def answer_log_probs(
+    model: GptOssForCausalLM, hidden: torch.Tensor, lengths: torch.Tensor, answer: Answer
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs of each action (B, actions), and of the answer's other tokens together (B,)."""
+    logp = log_probs(model, at_answer(hidden, lengths, len(answer.ids)))
+    fixed = answer.fixed
+    return logp[:, answer.action_at, answer.actions], logp[:, fixed, torch.tensor(answer.ids)[fixed]].sum(-1)
+
+
+def figures(model: GptOssForCausalLM, rows: Rows, answer: Answer, limit: int | None = None) -> dict[str, float]:
+    """What sampling at temperature 1 gives in expectation, from probabilities: `answer_figures` of up to `limit` rows."""
+    picked, found = torch.arange(len(rows))[:: max(1, len(rows) // (limit or len(rows)))][:limit], []
+    with torch.no_grad():
+        for some in picked.split(64):
+            ids, lengths = rows.batch(some.to(rows.ids.device))
+            actions, around = answer_log_probs(model, forward(model, ids), lengths, answer)
+            found.append((actions + around.unsqueeze(-1)).exp().cpu())
+    return answer_figures(torch.cat(found), rows.rewards[picked].cpu())
+
+
+class WarmUp:
+    """Supervised training: answers in the right form that name each action as often as another, whatever the prompt says, and
+    a linear `probe`, thrown away afterwards, that reads the rows' readings from a middle layer. So the model learns to
+    read and never what to choose."""
+
+    def __init__(self, model: GptOssForCausalLM, rows: Rows, answer: Answer, recipe: Recipe, seed: int) -> None:
+        self.model, self.rows, self.answer, self.recipe = model, rows, answer, recipe
+        self.device = rows.ids.device
+        self.generator = torch.Generator(device=self.device).manual_seed(seed)
+        self.probe = torch.nn.Linear(model.config.hidden_size, rows.readings.shape[1]).to(self.device)
+        depth = 3 * len(model.model.layers) // 4
+        self.middle = model.model.layers[depth if depth % 2 else depth - 1]  # it attends to everything
+        self.step, self.started = 0, time.perf_counter()
+
+    @property
+    def elapsed(self) -> float:
+        return time.perf_counter() - self.started
+
+    @property
+    def progress(self) -> float:
+        """How far the warm-up is, 0 to 1: by the seconds or by the steps, whichever is further."""
+        return min(1.0, max(self.elapsed / self.recipe.seconds, self.step / self.recipe.steps))
+
+    def read(self, picked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Some rows' (loss beside the reading's, readings (B, R) as the probe gives them)."""
+        rows, answer, size = self.rows, self.answer, len(picked)
+        ids, lengths = rows.batch(picked)
+        before = lengths - len(answer.ids)
+        # The action's token is visible to the tokens behind it: show them all four.
+        shown = torch.randint(ACTIONS, (size,), device=self.device, generator=self.generator)
+        named = torch.tensor(answer.actions, device=self.device)[shown, None]
+        ids.scatter_(1, (before + answer.action_at)[:, None], named)
+        middle: list[torch.Tensor] = []
+        hook = self.middle.register_forward_hook(lambda module, given, output: middle.append(output))
+        hidden = forward(self.model, ids)
+        hook.remove()
+        actions, around = answer_log_probs(self.model, hidden, lengths, answer)
+        # Next tokens of the prompt at some places.
+        at = torch.rand(size, TEXT_TOKENS, device=self.device, generator=self.generator)
+        at = (at * (before - 1)[:, None]).long()
+        states = hidden.gather(1, at.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
+        text = -log_probs(self.model, states).gather(-1, ids.gather(1, at + 1).unsqueeze(-1)).mean()
+        state = at_answer(middle[0], lengths, len(answer.ids))[:, answer.action_at].float()
+        loss = -actions.mean() - FORMAT_WEIGHT * around.mean() + TEXT_WEIGHT * text
+        return loss, self.probe(functional.rms_norm(state, state.shape[-1:]))
+
+    def phase(self, end: float, lr: float, log: Log) -> None:
+        """Train until the progress is `end`, with a cosine of the rate. Raises ModelError if the loss is not finite."""
+        trained = [p for p in (*self.model.parameters(), *self.probe.parameters()) if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+        first_step, begin, said = self.step, self.progress, self.elapsed
+        while self.progress < end:
+            done = (self.progress - begin) / max(end - begin, 1e-9)
+            rise = min(1.0, (self.step - first_step + 1) / 30)
+            optimizer.param_groups[0]["lr"] = lr * rise * (0.05 + 0.95 * (1 + math.cos(math.pi * done)) / 2)
+            picked = torch.randint(len(self.rows), (self.recipe.batch,), device=self.device, generator=self.generator)
+            loss, found = self.read(picked)
+            loss = loss + READING_WEIGHT * functional.smooth_l1_loss(found, self.rows.readings[picked])
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            optimizer.step()
+            self.step += 1
+            if self.elapsed - said > min(20.0, self.recipe.seconds / 12):
+                said = self.elapsed
+                log(f"{said:5.0f} s, step {self.step}: loss {loss.item():.3f}")
+                if not loss.isfinite():
+                    raise gptoss.ModelError("the warm-up's loss is not finite: try a smaller --lr")
+
+    def explained(self) -> float:
+        """Share of the readings' variance that the probe explains, mean over the readings of up to 512 rows."""
+        with torch.no_grad():
+            picked = torch.arange(len(self.rows), device=self.device)[-512:]
+            errors = (self.read(picked)[1] - self.rows.readings[picked]).square().mean(0)
+        return 1 - (errors / self.rows.readings[picked].var(0).clamp(min=1e-3)).mean().item()
+
+
+def warm_up(
+    model: GptOssForCausalLM, rows: Rows, probe: Rows, answer: Answer, recipe: Recipe, seed: int, log: Log
+) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, float]]]:
+    """Train `model`. Returns the tensors of its checkpoint by name (BF16, and uint8 for the experts), and `figures` on the
+    rows of `probe` after reading, right after the experts were rounded to MXFP4, and as stored."""
+    training, stages = WarmUp(model, rows, answer, recipe, seed), {}
+
+    def measure(stage: str) -> None:
+        stages[stage] = figures(model, probe, answer) | {"explained": training.explained()}
+        shown = " ".join(f"{name} {value:.3f}" for name, value in stages[stage].items())
+        log(f"{training.elapsed:5.0f} s, step {training.step}, {stage}: {shown}")
+
+    training.phase(1 - recipe.rounding, recipe.lr, log)
+    measure("read")
+    stored = gptoss.quantize_experts(model)
+    measure("rounded")
+    training.phase(1.0, recipe.lr * recipe.rounding_lr, log)
+    for name, parameter in model.named_parameters():
+        if not name.endswith(EXPERT_WEIGHTS):
+            parameter.data = parameter.data.bfloat16().float()  # as the checkpoint holds it
+            stored[name] = parameter.detach().to("cpu", torch.bfloat16)
+    measure("stored")
+    return stored, stages
