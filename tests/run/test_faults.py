@@ -161,9 +161,10 @@ def test_any_other_error_ends_with_what_the_same_command_does(run_here, user_mod
 def test_a_run_that_learns_nothing_says_so(run_here, user_module):
     """Both, again after WARN_EVERY steps, and in a resumed run that has the earlier steps from metrics.csv."""
     user_module("return [1.0] * len(completions)")
-    code, log = run_here(REWARDS="mine:score", TOTAL_STEPS=4)
+    settings = {"REWARDS": "mine:score", "INVALID_REWARD": 0}  # set, so that garbage may earn as much
+    code, log = run_here(**settings, TOTAL_STEPS=4)
     assert code == 0 and "nothing is learned" not in log
-    code, log = run_here(REWARDS="mine:score", TOTAL_STEPS=16)
+    code, log = run_here(**settings, TOTAL_STEPS=16)
     assert code == 0 and log.count("nothing is learned") == 2 and log.count("continuing from step 4") == 1
     before = log.split("nothing is learned")[0]
     assert "step 5/16" in before and "step 6/16" not in before
