@@ -3,7 +3,9 @@
 
 `REWARDS` chooses among them by name, each with an optional weight, and takes functions of your own:
 
-    REWARDS=action                          # the CSV's reward_action_k of the action that was answered (default)
+    REWARDS=regret                          # what the answered action costs, on a scale that tells 1 kg from 100 kg
+    REWARDS=action                          # the CSV's reward_action_k of the action that was answered
+    REWARDS=action,shortfall=10             # minus 10 where the answer costs a lot
     REWARDS=action,format=0.1               # plus a tenth of a point for an answer that is exactly `[k]`
     REWARDS=my_rewards:score                # my_rewards.py in the current folder, function `score`
 
@@ -82,34 +84,64 @@ def parse_action(text: str, actions: int = 4) -> int | None:
     return action if action is not None and action < actions else None
 
 
-def reward_rows(columns: Mapping[str, Sequence[Any]]) -> list[list[float]]:
-    """Rewards by completion and action, shape (B, K), out of the columns `reward_action_0` .. `reward_action_{K-1}`.
-    Files may differ in their number of actions: a row ends where its column is missing (None).
+def reward_rows(columns: Mapping[str, Sequence[Any]], name: str = "reward_action") -> list[list[float]]:
+    """Rewards by completion and action, shape (B, K), out of the columns `reward_action_0` .. `reward_action_{K-1}`, or of
+    another `name`. Files may differ in their number of actions: a row ends where its column is missing (None).
 
     >>> reward_rows({"reward_action_0": [0.1, 0.5], "reward_action_1": [0.9, 0.5], "day": [1, 2]})
     [[0.1, 0.9], [0.5, 0.5]]
     """
-    names = (f"reward_action_{k}" for k in itertools.count())
+    names = (f"{name}_{k}" for k in itertools.count())
     rows = zip(*(columns[name] for name in itertools.takewhile(columns.__contains__, names)), strict=True)
     return [[float(value) for value in row if value is not None] for row in rows]
 
 
-def _scores(completions: Sequence[str], rows: Sequence[Sequence[float]], invalid: float) -> list[float]:
-    pairs = zip(completions, rows, strict=True)
-    return [invalid if (k := parse_action(text, len(row))) is None else row[k] for text, row in pairs]
+# Of the softmax over the values q_action_k that make_dataset.py writes as reward_action_k, and the unit of `regret`: in the
+# TES plant 0.3 kg CO2.
+TEMPERATURE = 0.05
+SMALLEST = 5e-9  # a reward_action_k that is less reads 0 in a file of eight decimals
+SHORTFALL = 2.0  # in q: in the TES plant 12 kg CO2, as much as 1.2 kWh of unserved load
 
 
-def action(completions: Sequence[str], *, invalid_reward: float = 0.0, **columns: Any) -> list[float]:
+def regret_rows(columns: Mapping[str, Sequence[Any]]) -> list[list[float]]:
+    """Regret of each action in units of TEMPERATURE, (B, K): (q_best - q_k) / TEMPERATURE. A row without `q_action_k` needs
+    rewards that are their softmax, as ln(r_best / r_k) is the same; an r_k below SMALLEST counts as that.
+
+    >>> [[round(x, 6) for x in row] for row in regret_rows({"reward_action_0": [math.e / 4], "reward_action_1": [1 / 4]})]
+    [[0.0, 1.0]]
+    """
+    rows = reward_rows(columns)
+    values = reward_rows(columns, "q_action") or [[]] * len(rows)
+    logs = ([math.log(max(value, SMALLEST)) for value in row] for row in rows)
+    return [
+        [(max(q) - value) / TEMPERATURE for value in q] if q else [max(log) - value for value in log]
+        for q, log in zip(values, logs, strict=True)
+    ]
+
+
+def _scores(completions: Sequence[str], rows: Sequence[Sequence[float]], invalid: float | None) -> list[float]:
+    """What each completion's action earns in its row. `invalid` None: an answer that names none earns a tenth of the row's
+    range less than its worst action, or 0.1 less where all are equal, so it never pays not to answer."""
+    scores = []
+    for text, row in zip(completions, rows, strict=True):
+        worst = min(row)
+        below = worst - (max(row) - worst) / 10
+        lost = (below if below < worst else worst - 0.1) if invalid is None else invalid
+        scores.append(lost if (k := parse_action(text, len(row))) is None else row[k])
+    return scores
+
+
+def action(completions: Sequence[str], *, invalid_reward: float | None = None, **columns: Any) -> list[float]:
     """The CSV's reward for the action that each completion answers; `invalid_reward` where it answers none.
 
     >>> table = {"reward_action_0": [0.1, 0.1, 0.1], "reward_action_1": [0.9, 0.9, 0.9]}
-    >>> action(["assistantfinal[1]", "analysis[1] it is", "assistantfinal[0]"], **table)
-    [0.9, 0.0, 0.1]
+    >>> [round(x, 6) for x in action(["assistantfinal[1]", "analysis[1] it is", "assistantfinal[0]"], **table)]
+    [0.9, 0.02, 0.1]
     """
     return _scores(completions, reward_rows(columns), invalid_reward)
 
 
-def best(completions: Sequence[str], *, invalid_reward: float = 0.0, **columns: Any) -> list[float]:
+def best(completions: Sequence[str], *, invalid_reward: float | None = None, **columns: Any) -> list[float]:
     """1.0 for an action whose reward is the row's highest, 0.0 for another, `invalid_reward` for no answer.
 
     >>> table = {"reward_action_0": [0.1, 0.1], "reward_action_1": [0.9, 0.9]}
@@ -118,6 +150,34 @@ def best(completions: Sequence[str], *, invalid_reward: float = 0.0, **columns: 
     """
     best_or_not = [[float(value == max(row)) for value in row] for row in reward_rows(columns)]
     return _scores(completions, best_or_not, invalid_reward)
+
+
+def regret(completions: Sequence[str], *, invalid_reward: float | None = None, **columns: Any) -> list[float]:
+    """-ln(1 + regret) of the answered action, its regret as of `regret_rows`: 0 for the best one.
+
+    The regret of a closed loop is the expected sum of these regrets along the policy's own path (the performance difference
+    lemma: S. Kakade, J. Langford, Approximately Optimal Approximate Reinforcement Learning, ICML 2002). The logarithm keeps
+    small and large ones visible, where a softmax is as good as 0 from 1 kg on.
+
+    >>> table = {"q_action_0": [-1.0] * 3, "q_action_1": [-1.05] * 3, "q_action_2": [-51.0] * 3}
+    >>> table |= {f"reward_action_{k}": [0.0] * 3 for k in range(3)}
+    >>> [round(x, 2) for x in regret([f"assistantfinal[{k}]" for k in range(3)], **table)]
+    [0.0, -0.69, -6.91]
+    """
+    rows = [[0.0 - math.log1p(value) for value in row] for row in regret_rows(columns)]
+    return _scores(completions, rows, invalid_reward)
+
+
+def shortfall(completions: Sequence[str], *, invalid_reward: float | None = None, **columns: Any) -> list[float]:
+    """-1.0 where the answered action is more than SHORTFALL worse than the best by `q_action_k`, else 0.0: a penalty to be
+    added to another reward with a weight.
+
+    >>> table = {"q_action_0": [-1.0, -1.0], "q_action_1": [-3.5, -3.5]}
+    >>> shortfall(["assistantfinal[0]", "assistantfinal[1]"], **table)
+    [0.0, -1.0]
+    """
+    rows = [[0.0 - (max(row) - value > SHORTFALL) for value in row] for row in reward_rows(columns, "q_action")]
+    return _scores(completions, rows, invalid_reward)
 
 
 def format(completions: Sequence[str], **columns: Any) -> list[float]:
@@ -130,7 +190,11 @@ def format(completions: Sequence[str], **columns: Any) -> list[float]:
     return [float(bool(answer and re.fullmatch(r"\s*\[[0-9]+\]\s*", answer))) for answer in answers]
 
 
-REWARD_FUNCTIONS: dict[str, Callable[..., list[float]]] = {"action": action, "best": best, "format": format}
+# Those that score the answered action, and take INVALID_REWARD where there is none; and all.
+ACTION_REWARDS: dict[str, Callable[..., list[float]]] = {
+    "action": action, "best": best, "regret": regret, "shortfall": shortfall,
+}  # fmt: skip
+REWARD_FUNCTIONS: dict[str, Callable[..., list[float]]] = ACTION_REWARDS | {"format": format}
 
 
 def best_action(row: Sequence[float]) -> int:

@@ -35,7 +35,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo.data.scoring import reward_callable, reward_specs
+from grpo.data.scoring import reward_callable
 from grpo.preflight.banner import banner
 from grpo.preflight.checks import Preflight, preflight, run_records
 from grpo.preflight.choices import choose_epsilon_high
@@ -155,6 +155,7 @@ def train(preflight_result: Preflight, model_path: str) -> int:
 
     s, state, plan, started = preflight_result.settings, preflight_result.run, preflight_result.plan, time.time()
     folder, attention, packing = state.folder, preflight_result.attention[0], preflight_result.packing[0]
+    specs = preflight_result.reward_specs
     log.info("\n%s\n", banner(preflight_result))
     if state.checkpoint:
         log.info("continuing from step %d", state.step)
@@ -177,8 +178,8 @@ def train(preflight_result: Preflight, model_path: str) -> int:
         model,
         tokenizer,
         LoraConfig(**lora_options(s)),
-        GRPOConfig(**grpo_options(s, torch.cuda.is_available())),
-        [reward_callable(name, s) for name, _ in preflight_result.reward_specs],
+        GRPOConfig(**grpo_options(s, torch.cuda.is_available(), specs, preflight_result.scale_rewards[0])),
+        [reward_callable(name, s) for name, _ in specs],
     )
     trainable = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     log.info("adapter: %s trainable parameters on %s", f"{trainable:,}", s.LORA_TARGETS)
@@ -226,11 +227,11 @@ def lora_options(s: Settings) -> dict[str, Any]:
 
 # Settings that GRPOConfig knows by the same name.
 TRLS = ("NUM_GENERATIONS", "TEMPERATURE", "TOP_P", "LEARNING_RATE", "WARMUP_STEPS", "WEIGHT_DECAY", "MAX_GRAD_NORM", "BETA",
-        "LOSS_TYPE", "EPSILON", "SCALE_REWARDS", "GRADIENT_CHECKPOINTING", "SAVE_STEPS", "SAVE_TOTAL_LIMIT", "SEED")  # fmt: skip
+        "LOSS_TYPE", "EPSILON", "GRADIENT_CHECKPOINTING", "SAVE_STEPS", "SAVE_TOTAL_LIMIT", "SEED")  # fmt: skip
 
 
-def grpo_options(s: Settings, cuda: bool) -> dict[str, Any]:
-    """Arguments of TRL's GRPOConfig for this run."""
+def grpo_options(s: Settings, cuda: bool, specs: Sequence[tuple[str, float]], scale_rewards: str) -> dict[str, Any]:
+    """Arguments of TRL's GRPOConfig for this run, given (name, weight) of its reward functions and how they are scaled."""
     trackers = [name for name in listed(s.REPORT_TO) if name != "none"]
     return {
         **{name.lower(): getattr(s, name) for name in TRLS},
@@ -244,7 +245,8 @@ def grpo_options(s: Settings, cuda: bool) -> dict[str, Any]:
         "lr_scheduler_type": s.LR_SCHEDULER,
         "epsilon_high": choose_epsilon_high(s)[0],
         "mask_truncated_completions": s.MASK_TRUNCATED,
-        "reward_weights": [weight for _, weight in reward_specs(s.REWARDS)],
+        "reward_weights": [weight for _, weight in specs],
+        "scale_rewards": scale_rewards,
         # gpt-oss's config carries a load-balancing coefficient that TRL would silently add to the loss
         # (https://github.com/huggingface/trl/issues/7248).
         "router_aux_loss_coef": 0.0,

@@ -48,9 +48,9 @@ class Settings:
     PROMPT_DATE: str = setting("Data", "2025-11-06", "date", "Current date that the chat template writes, fixed so that a resumed run sees the same prompts.", date=True)
     MAX_PROMPT_LEN: int = setting("Data", 2048, "tokens", "Longest prompt that is accepted; a longer one is an error, never cut.", tiny=256, low=1)
 
-    REWARDS: str = setting("Rewards", "action", "", "Reward functions with optional weights, `name=weight,...`: action, best, format, or `module:function`.")
-    INVALID_REWARD: float = setting("Rewards", 0.0, "reward", "Reward of an answer that cannot be parsed; `nan` leaves it out of its group.", nan=True)
-    SCALE_REWARDS: str = setting("Rewards", "group", "", "Divide advantages by the standard deviation of the group, of the batch, or not at all.", choices=("group", "batch", "none"))
+    REWARDS: str | None = setting("Rewards", None, "", "Reward functions, `name=weight,...`: regret, action, best, shortfall, format, or `module:function`; `auto`: regret if every training row has q_action_k, else action.")
+    INVALID_REWARD: float | None = setting("Rewards", None, "reward", "Reward of an answer that cannot be parsed; `auto`: a tenth of the row's range below its worst action; `nan` leaves it out of its group.", nan=True)
+    SCALE_REWARDS: str | None = setting("Rewards", None, "", "Divide advantages by the standard deviation of the group, of the batch, or not at all; `auto`: batch with regret or shortfall, else group.", choices=("group", "batch", "none"))
     MASK_TRUNCATED: bool = setting("Rewards", False, "", "Leave completions that met MAX_COMPLETION_LEN out of the loss (bad length then costs nothing).")
 
     USE_VLLM: bool | None = setting("Rollouts", None, "", "Generate with vLLM beside the trainer (MXFP4 weights, asleep while learning) instead of transformers; `auto`: on a GPU.", resume=True)

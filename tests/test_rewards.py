@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import doctest
+import itertools
 import math
 import random
 
@@ -78,20 +79,69 @@ TEXTS = ["assistantfinal[1]", "analysis so [1]", "assistantfinal[0]"]
 
 
 def test_action_reward():
-    assert rewards.action(TEXTS, **TABLE) == [0.9, 0.0, 0.7]
+    assert rewards.action(TEXTS, **TABLE) == pytest.approx([0.9, 0.02, 0.7])
     assert rewards.action(TEXTS, invalid_reward=-1.0, **TABLE) == [0.9, -1.0, 0.7]
     assert math.isnan(rewards.action(TEXTS, invalid_reward=math.nan, **TABLE)[1])
 
 
 def test_best_counts_ties_and_format_looks_at_the_form_alone():
-    assert rewards.best(TEXTS, **TABLE) == [1.0, 0.0, 1.0]
+    assert rewards.best(TEXTS, **TABLE) == [1.0, -0.1, 1.0]
     assert rewards.format([*TEXTS, "assistantfinal [3] \n", "assistantfinal[1] because"]) == [1.0, 0.0, 1.0, 1.0, 0.0]
 
 
 def test_rows_of_different_width():
     columns = {"reward_action_0": [0.1, 0.2], "reward_action_1": [0.3, 0.4], "reward_action_2": [None, 0.5]}
     assert rewards.reward_rows(columns) == [[0.1, 0.3], [0.2, 0.4, 0.5]]
-    assert rewards.action(["assistantfinal[2]", "assistantfinal[2]"], **columns) == [0.0, 0.5]
+    assert rewards.action(["assistantfinal[2]", "assistantfinal[2]"], **columns) == pytest.approx([0.08, 0.5])
+
+
+def table(name, *rows):
+    """Columns `name`_0 .. of these rows, the shorter ones filled with None."""
+    return {f"{name}_{k}": list(column) for k, column in enumerate(itertools.zip_longest(*rows))}
+
+
+# 0.3, 3, 30 and 300 kg CO2 in the plant cost 0.05, 0.5, 5 and 50 in q: -ln 2, -ln 11, -ln 101, -ln 1001.
+COSTS = [-7.0, -7.05, -7.5, -12.0, -57.0]
+REGRETS = [0.0, -0.693147, -2.397895, -4.615121, -6.908755]
+
+
+def test_regret_by_hand():
+    answers, count = [*(f"assistantfinal[{k}]" for k in range(5)), "analysis[0]"], 6
+    by_q = table("q_action", *[COSTS] * count) | table("reward_action", *[[0.2] * 5] * count)
+    assert rewards.regret(answers, **by_q) == pytest.approx([*REGRETS, REGRETS[-1] * 1.1], abs=1e-6)
+    # As softmax in files of eight decimals: exp(-10) reads 0.00003, exp(-100) and exp(-1000) read 0 and count as 5e-9.
+    written = [f"{value:.8f}" for value in (0.73103, 0.26894, 0.73103 * math.exp(-10), 0.0, 0.0)]
+    by_softmax = rewards.regret(answers[:5], **table("reward_action", *[list(map(float, written))] * 5))
+    assert by_softmax[:3] == pytest.approx([0.0, -0.6931, -2.3979], abs=2e-4)
+    assert by_softmax[3:] == pytest.approx([-math.log1p(math.log(0.73103 / 5e-9))] * 2)
+
+
+@given(st.lists(st.floats(-0.8, 0.0), min_size=2, max_size=6))
+def test_regret_is_the_same_from_values_and_from_their_softmax(q):
+    """Where nothing is below 5e-9, and the two stand in files side by side: one with four actions, one with fewer."""
+    weights = [math.exp((value - max(q)) / 0.05) for value in q]
+    softmax, answers = [weight / sum(weights) for weight in weights], [f"assistantfinal[{k}]" for k in range(len(q))]
+    columns = table("reward_action", *[softmax] * len(q), [0.5, 0.5])
+    one = rewards.regret([*answers, "assistantfinal[1]"], **columns | table("q_action", *[q] * len(q), [None]))
+    two = rewards.regret([*answers, "assistantfinal[1]"], **columns)
+    assert one == pytest.approx(two, abs=1e-6) and one[-1] == 0.0 and max(one) == 0.0
+
+
+def test_shortfall_begins_above_twelve_kilograms():
+    columns = table("q_action", *[[-1.0, -3.0, -3.01]] * 4)
+    answers = [*(f"assistantfinal[{k}]" for k in range(3)), "none"]
+    assert rewards.shortfall(answers, **columns) == pytest.approx([0.0, 0.0, -1.0, -1.1])
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=6), st.sampled_from(sorted(rewards.ACTION_REWARDS)))
+def test_no_answer_is_worse_than_any(values, name):
+    """A tenth of the range, or 0.1 where all are equal, and where a tenth of it is lost in rounding."""
+    answers = [*(f"assistantfinal[{k}]" for k in range(len(values))), f"analysis[{values.index(max(values))}]"]
+    columns = table("reward_action", *[values] * len(answers)) | table("q_action", *[values] * len(answers))
+    *named, none = rewards.ACTION_REWARDS[name](answers, **columns)
+    spread = max(named) - min(named)
+    assert none < min(named)
+    assert none == pytest.approx(min(named) - (spread / 10 or 0.1)) or spread < 1e-9
 
 
 def test_an_interval_covers_the_true_mean_as_often_as_it_says():

@@ -17,6 +17,7 @@ from grpo.data.files import Row
 from grpo.data.scoring import reward_callable, reward_specs
 from grpo.learn.trainer import RunContext, Trainer
 from grpo.model.load import load_model, load_tokenizer
+from grpo.preflight.choices import choose_rewards, choose_scale_rewards
 from grpo.preflight.hub import find_model
 from grpo.preflight.memory import Plan
 from grpo.run.signals import StopRequest
@@ -29,13 +30,15 @@ def build(settings, tiny, folder):
     columns = {f"reward_action_{k}": k / 10 for k in range(4)}
     rows = [Row("t.csv", i + 1, (("rendered", p),), (0.1, 0.2, 0.3, 0.4), columns, p) for i, p in enumerate(prompts)]
     plan = Plan(0, 0, 0, 0, settings.MICRO_BATCH or 2, "test", 4, "test")
+    specs = reward_specs(choose_rewards(settings.REWARDS, rows)[0])
+    scale = choose_scale_rewards(settings.SCALE_REWARDS, [name for name, _ in specs])[0]
     return Trainer(
         RunContext(settings, rows, plan, folder, "eager", "prefix", StopRequest()),
         load_model(str(tiny), find_model("tiny", Problems()).config, "eager").float(),
         load_tokenizer(str(tiny)),
         LoraConfig(**train_grpo.lora_options(settings)),
-        GRPOConfig(**train_grpo.grpo_options(settings, cuda=False)),
-        [reward_callable(name, settings) for name, _ in reward_specs(settings.REWARDS)],
+        GRPOConfig(**train_grpo.grpo_options(settings, False, specs, scale)),
+        [reward_callable(name, settings) for name, _ in specs],
     )
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from grpo.settings import ROOT, Problems, listed
 
 REWARD_COLUMN = re.compile(r"reward_action_(0|[1-9]\d*)")
+Q_COLUMN = re.compile(r"q_action_(0|[1-9]\d*)")
 # Keyword arguments that TRL and this project give to reward functions: a CSV column of that name goes by `csv_NAME`.
 RESERVED_ARGUMENTS = {
     "prompt", "prompts", "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric",
@@ -30,7 +31,8 @@ SHOWN = 20  # problems listed per file: the rest is counted
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a CSV: `prompt` as text (rendered later by `render_rows`), rewards by action, and every column."""
+    """One row of a CSV: `prompt` as text (rendered later by `render_rows`), rewards by action, every column, and the values
+    q_action_k of as many actions, where the file has them."""
 
     file: str
     number: int  # 1 is the first row below the header
@@ -38,6 +40,7 @@ class Row:
     rewards: tuple[float, ...]
     columns: dict[str, Any]
     prompt: str = ""
+    q: tuple[float, ...] = ()
 
     @property
     def id(self) -> str:
@@ -74,7 +77,7 @@ def no_actions(row: Row) -> str:
 
 def flat_rows(rows: Iterable[Row]) -> list[Row]:
     """The rows whose actions all pay the same: answers to them cannot be told apart."""
-    return [row for row in rows if len(set(row.rewards)) == 1]
+    return [row for row in rows if len(set(row.rewards)) == 1 and len(set(row.q)) < 2]
 
 
 class UnreadableFile(Exception):
@@ -112,7 +115,7 @@ def read_records(path: Path) -> list[tuple[int, list[str]]]:
 
 
 def check_header(path: Path, header: Sequence[str], problems: Problems) -> int:
-    """How many actions the columns name; problems where they cannot be those of a training file."""
+    """How many actions the columns name, their q_action_k too; problems where they cannot be those of a training file."""
     where = f"{path}, header"
     if len(header) == 1 and (";" in header[0] or "\t" in header[0]):
         raise UnreadableFile(where, "its cells are separated by semicolons or tabs", "Save it with commas")
@@ -131,20 +134,35 @@ def check_header(path: Path, header: Sequence[str], problems: Problems) -> int:
     elif len(actions) == 1:
         what = "there is only one action, reward_action_0" + near_column("reward_action_1", header)
         problems.add(where, what, "GRPO needs at least two actions to compare")
+    values = sorted(int(m[1]) for name in header if (m := Q_COLUMN.fullmatch(name)))
+    if actions and values and values != actions:
+        what = f"there are {', '.join(f'q_action_{k}' for k in values)}, but {len(actions)} columns reward_action_k"
+        problems.add(where, what, "Give every action both, or rename the columns q_action_k")
     return len(actions)
+
+
+def read_numbers(where: str, columns: dict[str, Any], names: Sequence[str], problems: Problems) -> dict[str, float]:
+    """The cells of `columns` that have these names, as numbers; a problem for each that is none."""
+    numbers = dict.fromkeys(names, math.nan)
+    for name in names:
+        cell = columns[name].strip()
+        with contextlib.suppress(ValueError):
+            numbers[name] = float(cell)
+        if not math.isfinite(numbers[name]):
+            what = (
+                f"{cell!r} is not a finite number"
+                if cell
+                else f"the {'value' if name[0] == 'q' else 'reward'} is missing"
+            )
+            problems.add(f"{where}, column {name}", what, "Every action needs a number")
+    return numbers
 
 
 def read_row(where: str, columns: dict[str, Any], actions: int, problems: Problems) -> tuple[Any, tuple[float, ...]]:
     """Messages and rewards of a row; `columns` gets its rewards as numbers."""
-    names = [f"reward_action_{k}" for k in range(actions)]
-    for name in names:
-        cell, columns[name] = columns[name].strip(), math.nan
-        with contextlib.suppress(ValueError):
-            columns[name] = float(cell)
-        if not math.isfinite(columns[name]):
-            what = f"{cell!r} is not a finite number" if cell else "the reward is missing"
-            problems.add(f"{where}, column {name}", what, "Every action needs a number")
-    rewards = tuple(columns[name] for name in names)
+    found = read_numbers(where, columns, [f"reward_action_{k}" for k in range(actions)], problems)
+    columns |= found
+    rewards = tuple(found.values())
     prompt, user, system = (columns.get(name, "").strip() for name in ("prompt", "user", "system"))
     if not (prompt or user):
         name = "prompt" if "prompt" in columns else "user"
@@ -162,7 +180,7 @@ def read_csv(path: Path, problems: Problems) -> list[Row]:
 
     Accepted: a `prompt` column (rendered in Harmony, beginning with `<|start|>`, or plain text, taken as the user's
     message), or `user` with an optional `system`; `reward_action_0` .. `reward_action_{K-1}` with finite numbers, K >= 2,
-    for the rewards that need them. Other columns pass through as text."""
+    for the rewards that need them, and `q_action_k` beside them. Other columns pass through as text."""
     mine, rows = Problems(), []
     csv.field_size_limit(2**31 - 1)
     try:
@@ -174,6 +192,7 @@ def read_csv(path: Path, problems: Problems) -> list[Row]:
         return []
     if not records:
         mine.add(str(path), "there is no row below the header", "Add at least one row")
+    q_names = [f"q_action_{k}" for k in range(actions)] if "q_action_0" in header else []
     for number, (line, cells) in enumerate(records if not mine else [], 1):
         where = f"{path}, row {number} (line {line})"
         if len(cells) != len(header):
@@ -182,7 +201,9 @@ def read_csv(path: Path, problems: Problems) -> list[Row]:
             continue
         columns: dict[str, Any] = dict(zip(header, cells, strict=True))
         messages, rewards = read_row(where, columns, actions, mine)
-        rows.append(Row(str(path), number, messages, rewards, columns))
+        # Text in `columns`, as it was before there was a use for them: runs know their rows by a fingerprint of these.
+        q = read_numbers(where, columns, q_names, mine)
+        rows.append(Row(str(path), number, messages, rewards, columns, q=tuple(q.values())))
     problems += mine[:SHOWN]
     if len(mine) > SHOWN:
         problems.add(str(path), f"and {len(mine) - SHOWN} more problems like these", "Fix the file and run again")
@@ -210,4 +231,4 @@ def reward_columns(row: Row, actions: int) -> dict[str, Any]:
     """The columns of a row as keyword arguments of a reward function; a file with fewer actions is filled with None."""
     columns = {f"reward_action_{k}": None for k in range(actions)}
     columns |= {(f"csv_{name}" if name in RESERVED_ARGUMENTS else name): value for name, value in row.columns.items()}
-    return columns | {"prompt_id": row.id}
+    return columns | {f"q_action_{k}": value for k, value in enumerate(row.q)} | {"prompt_id": row.id}

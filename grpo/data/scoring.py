@@ -6,17 +6,20 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
+import itertools
 import math
+import random
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import rewards
 from grpo.data.files import Row, flat_rows, no_actions, reward_columns
-from grpo.settings import Problems, Settings, listed, nearest
+from grpo.settings import Problems, Settings, listed, nearest, show
 
 
 def reward_specs(text: str) -> list[tuple[str, float]]:
@@ -57,48 +60,142 @@ def load_reward(name: str) -> Callable[..., Sequence[float | None]]:
 
 
 def check_rewards(
-    settings: Settings, rows: Sequence[Row], problems: Problems, chosen: bool = False
-) -> list[tuple[str, float]]:
-    """The reward functions exist, and the CSVs hold what they need. Returns (name, weight) of each.
-    `chosen`: INVALID_REWARD was set by the user, who may well want it above the worst reward."""
+    settings: Settings, text: str, rows: Sequence[Row], problems: Problems
+) -> tuple[list[tuple[str, float]], str | None]:
+    """The reward functions that `text` names exist, the CSVs hold what they need, and garbage does not pay. Returns (name,
+    weight) of each, and what an INVALID_REWARD of the user's has to be warned about, if anything."""
     try:
-        specs = reward_specs(settings.REWARDS)
+        specs = reward_specs(text)
         for name, _ in specs:
             load_reward(name)
-            if ":" in name and rows:
-                try_reward(name, settings, rows)
     except ValueError as error:
         problems.add("REWARDS", str(error), "Write e.g. REWARDS=action,format=0.1 or REWARDS=my_module:my_function")
-        return []
+        return [], None
+    known = len(problems)
+    check_columns({name for name, _ in specs}, rows, problems)
+    complete = len(problems) == known
+    try:
+        tried = try_rewards(specs if complete else [spec for spec in specs if ":" in spec[0]], settings, rows)
     except RuntimeError as error:
-        problems.append(f"{error}. It was tried on the answers [0] and [1] to the first row of {rows[0].file}")
-        return []
-    names = {name for name, _ in specs}
-    if names & {"action", "best"}:
+        asked = f"the answers [0], [1], ... and none to {len(sample_rows(rows))} rows of DATA"
+        problems.append(f"{error}. It was tried on {asked}")
+        return [], None
+    return specs, check_garbage(specs, tried, settings, problems) if complete else None
+
+
+def check_columns(names: Collection[str], rows: Sequence[Row], problems: Problems) -> None:
+    """The rows hold what the reward functions of these names need, and something to learn."""
+    if names & rewards.ACTION_REWARDS.keys():
         for file, row in sorted({row.file: row for row in rows if not row.rewards}.items()):
             problems.add(f"{file}, columns", no_actions(row), "Add one per action, or choose other REWARDS")
     paid = [row for row in rows if row.rewards]
-    if paid and len(flat_rows(paid)) == len(paid) and names <= {"action", "best"}:
+    without = {row.file: row for row in reversed(paid) if not row.q}.values()
+    if "shortfall" in names:
+        for row in without:
+            fix = "Add the value of each action, or leave shortfall out of REWARDS"
+            problems.add(f"{row.file}, columns", "`shortfall` needs q_action_0, q_action_1, ...", fix)
+    other = {row.file: row for row in reversed(paid) if not row.q and not is_softmax(row.rewards)}
+    for row in other.values() if "regret" in names else ():
+        what = "its rewards are no softmax (0 or more, with a sum of 1), so they do not tell its regret"
+        fix = "Add the value of each action as q_action_k, or set REWARDS=action"
+        problems.add(f"{row.file}, row {row.number}", what, fix)
+    if paid and len(flat_rows(paid)) == len(paid) and names <= rewards.ACTION_REWARDS.keys():
         what = "every row pays all its actions the same, so there is nothing to learn"
         problems.add("DATA", what, "Give better actions higher rewards, or choose other REWARDS")
-    worst = min((min(row.rewards) for row in paid), default=settings.INVALID_REWARD)
-    if worst < settings.INVALID_REWARD and not chosen and "action" in names:
-        what = f"an unreadable answer scores {settings.INVALID_REWARD:g}, more than the lowest reward {worst:g}"
-        problems.add("INVALID_REWARD", what, f"Set INVALID_REWARD={worst:g} or lower, so that garbage never pays")
-    return specs
 
 
-def try_reward(name: str, settings: Settings, rows: Sequence[Row]) -> None:
-    """Call a user's reward function once, as TRL would: a mistake in it costs a second here and an hour in a run. With two
-    completions, so that one reward for all of them is a mistake. Columns that only other files have are None.
+def is_softmax(row: Sequence[float]) -> bool:
+    """Whether rewards by action can be a softmax, as they are rounded in files."""
+    return min(row) >= 0 and abs(math.fsum(row) - 1) <= 1e-3
+
+
+SAMPLED = 64  # rows that reward functions are tried on before a run
+FINAL = "<|start|>assistant<|channel|>final<|message|>{}<|return|>"
+# Answers that cannot be read: one that stopped before its final channel, and one that is empty there.
+GARBAGE = ("<|start|>assistant<|channel|>analysis<|message|>The load is<|return|>", FINAL.format(""))
+
+
+def sample_rows(rows: Sequence[Row]) -> list[Row]:
+    """At most SAMPLED rows, about as many of each file, always the same ones."""
+    files: dict[str, list[Row]] = {}
+    for row in random.Random(0).sample(rows, len(rows)):
+        files.setdefault(row.file, []).append(row)
+    turns = itertools.zip_longest(*files.values())
+    return [row for turn in turns for row in turn if row is not None][:SAMPLED]
+
+
+def try_rewards(
+    specs: Sequence[tuple[str, float]], settings: Settings, rows: Sequence[Row]
+) -> list[tuple[Row, list[list[float]]]]:
+    """What garbage and every action earn, (row, rewards by answer and function) of a sample of rows: those of GARBAGE first,
+    NaN where a function leaves an answer out. Rows without actions are asked for [0] and [1]. Each function is called once,
+    as TRL would: a mistake costs a second here and an hour in a run. Columns that only other files have are None.
     Raises RuntimeError, naming the function and what it raised or returned."""
-    values = {key: None for row in rows for key in reward_columns(row, len(row.rewards))}
-    values |= reward_columns(rows[0], len(rows[0].rewards))
-    values |= {"prompts": rows[0].prompt, "completion_ids": [0], "truncated": False}
+    asked = [
+        (row, [*GARBAGE, *(FINAL.format(f"[{k}]") for k in range(len(row.rewards) or 2))]) for row in sample_rows(rows)
+    ]
+    most = max((len(row.rewards) for row in rows), default=0)
+    given: dict[str, list[Any]] = {name: [] for row in rows for name in reward_columns(row, most)}
+    given |= {"prompts": [], "completion_ids": [], "truncated": []}
+    for row, answers in asked:
+        mine = reward_columns(row, most) | {"prompts": row.prompt, "completion_ids": [0], "truncated": False}
+        for name, values in given.items():
+            values += [mine.get(name)] * len(answers)
     state = types.SimpleNamespace(global_step=0, max_steps=settings.TOTAL_STEPS)
-    given = {key: [value, value] for key, value in values.items()} | {"trainer_state": state}
-    answers = [f"<|start|>assistant<|channel|>final<|message|>[{action}]<|return|>" for action in (0, 1)]
-    reward_callable(name, settings)(answers, **given)
+    texts = [text for _, answers in asked for text in answers]
+    scores = []
+    for name, weight in specs if asked else ():
+        values = reward_callable(name, settings)(texts, **given, trainer_state=state)
+        scores.append([math.nan if value is None else weight * value for value in values])
+    by_answer = map(list, zip(*scores, strict=True))
+    return [(row, list(itertools.islice(by_answer, len(answers)))) for row, answers in asked]
+
+
+def total(scores: Sequence[float]) -> float:
+    """Their sum as TRL's: those that are NaN are left out, and NaN where all are."""
+    kept = [score for score in scores if not math.isnan(score)]
+    return math.fsum(kept) if kept else math.nan
+
+
+def check_garbage(
+    specs: Sequence[tuple[str, float]],
+    tried: Sequence[tuple[Row, Sequence[Sequence[float]]]],
+    settings: Settings,
+    problems: Problems,
+) -> str | None:
+    """An unreadable answer earns less than a row's worst action, on average over the rows of `try_rewards`: a problem where
+    it does not, or a warning (returned) where the user set INVALID_REWARD. One that all functions leave out has no
+    advantage, as if it earned the mean of the row's actions."""
+    worst: list[float] = []
+    kinds: list[list[tuple[float, Sequence[float]]]] = [[] for _ in GARBAGE]  # (worth, reward of each function) by row
+    for row, answers in tried:
+        earned = [value for value in map(total, answers[len(GARBAGE) :]) if not math.isnan(value)]
+        if row.rewards and earned:
+            worst.append(min(earned))
+            for kind, scores in zip(kinds, answers, strict=False):
+                kind.append((fmean(earned) if math.isnan(total(scores)) else total(scores), scores))
+    if not worst:
+        return None
+    kind = max(kinds, key=lambda kind: fmean(worth for worth, _ in kind))
+    most, least = fmean(worth for worth, _ in kind), fmean(worst)
+    if most < least:
+        return None
+    means = [total(scores) / len(kind) for scores in zip(*(scores for _, scores in kind), strict=True)]
+    parts = ", ".join(f"{name} {value:.3g}" for (name, _), value in zip(specs, means, strict=True))
+    what = f"an unreadable answer earns {most:.3g} on average ({parts}), a row's worst action {least:.3g}"
+    invalid = settings.INVALID_REWARD
+    if invalid is not None:
+        teaches = "costs nothing, and a model unlearns its format" if math.isnan(invalid) else "pays"
+        return f"INVALID_REWARD={show(invalid)}: {what}. Garbage {teaches}: unset it"
+    own = [name for name, _ in specs if name not in rewards.ACTION_REWARDS]
+    weight = math.fsum(weight for name, weight in specs if name not in own)
+    ways = [f"Let {' and '.join(own)} return less where rewards.parse_action finds no action"] if own else []
+    if weight > 0:
+        room = least - math.fsum(value for (name, _), value in zip(specs, means, strict=True) if name in own)
+        ways.append(f"set INVALID_REWARD={math.floor(10 * room / weight) / 10 - 0.1:.1f}")
+    fix = " or ".join(ways) or f"Give {' and '.join(name for name, _ in specs)} weights above 0"
+    problems.add("REWARDS", f"{what}, so a run would learn garbage", fix)
+    return None
 
 
 @dataclass(frozen=True)
@@ -129,7 +226,7 @@ def checked_rewards(name: str, values: Any, count: int) -> list[float | None]:
 def reward_callable(name: str, settings: Settings) -> Callable[..., list[float | None]]:
     """A reward function, `async` or not, as TRL calls it: named for the logs, given INVALID_REWARD, its errors named."""
     function = load_reward(name)
-    options = {"invalid_reward": settings.INVALID_REWARD} if name in ("action", "best") else {}
+    options = {"invalid_reward": settings.INVALID_REWARD} if name in rewards.ACTION_REWARDS else {}
 
     def reward(completions: list[str], **columns: Any) -> list[float | None]:
         try:

@@ -212,6 +212,8 @@ def facts(run: Run) -> list[tuple[str, str]]:
     """What was run, in words."""
     s, machine, choices = run.settings, part(run.record, "machine"), part(run.record, "choices")
     names = {"Model": "MODEL_ID", "Training data": "DATA", "Held-out data": "EVAL_DATA", "Rewards": "REWARDS"}
+    if isinstance(chosen := choices.get("rewards"), list) and chosen:  # what `auto` was
+        s = {**s, "REWARDS": chosen[0]}
     found = [("Run", run.folder.resolve().name)]
     found += [(label, short(str(s[name]))) for label, name in names.items() if name in s]
     if s:

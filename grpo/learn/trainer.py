@@ -150,8 +150,10 @@ class Trainer(GRPOTrainer):
         self.current_gradient_accumulation_steps = 1  # the Trainer sets it when it trains, losses ask for it before
         self.remove_callback(PrinterCallback)  # training.log has a line for each step
         # PEFT writes README.md into every folder that the adapter is saved in, with the path of the base model's files.
+        weighted = zip(self.reward_func_names, config.reward_weights, strict=True)
+        functions = ", ".join(f"{name} x {weight:g}" for name, weight in weighted)
         self.model.create_or_update_model_card = lambda folder: write_text(
-            Path(folder) / "README.md", model_card(run.settings, self.state.global_step)
+            Path(folder) / "README.md", model_card(run.settings, self.state.global_step, functions)
         )
 
     def create_model_card(self, *arguments: Any, **options: Any) -> None:

@@ -11,6 +11,7 @@ from grpo.preflight.choices import attention_warning, choose_epsilon_high
 from grpo.preflight.memory import Plan
 from grpo.run.logs import banner_text
 from grpo.settings import FIELDS, show
+from rewards import ACTION_REWARDS
 
 
 def banner(preflight_result: Preflight) -> str:
@@ -20,7 +21,8 @@ def banner(preflight_result: Preflight) -> str:
         value, unit = show(getattr(settings, name)), spec.metadata["unit"]
         lines.append(f"  {name:<22} {value:<28} {unit:<12} {preflight_result.sources[name]}")
     lines += ["", "This run", *(f"  {title:<13} {text}" for title, text in facts(preflight_result))]
-    warnings = [attention_warning(preflight_result.attention[0]), *data_warnings(preflight_result)]
+    p = preflight_result
+    warnings = [attention_warning(p.attention[0]), p.garbage_warning, *data_warnings(p)]
     return "\n".join([*lines, *map(banner_text, filter(None, warnings))])
 
 
@@ -34,7 +36,9 @@ def facts(preflight_result: Preflight) -> Iterator[tuple[str, str]]:
     yield "step", f"{batch} = {s.completions_per_step} completions"
     epochs = s.TOTAL_STEPS * s.PROMPTS_PER_STEP / max(len(p.rows), 1)
     yield "length", f"{s.TOTAL_STEPS} steps, {epochs:.1f} epochs over the rows"
-    yield "rewards", ", ".join(f"{name} x {weight:g}" for name, weight in p.reward_specs)
+    functions = ", ".join(f"{name} x {weight:g}" for name, weight in p.reward_specs)
+    yield "rewards", f"{functions}: {p.rewards[1]}"
+    yield "scaled by", ": ".join(p.scale_rewards)
     yield from ((name, ": ".join(getattr(p, name))) for name in ("attention", "packing"))
     yield "loss", f"{s.LOSS_TYPE} by liger: over chunked log-probs, the same as TRL's to five digits"
     yield "rollouts", f"{'vLLM' if p.rollouts[0] else 'transformers'}: {p.rollouts[1]}"
@@ -70,7 +74,7 @@ def data_warnings(preflight_result: Preflight) -> list[str]:
     """What a run with these rows has to be warned about: rows that teach nothing, an evaluation that is not held out."""
     p, warnings, rows, held_out = preflight_result, [], preflight_result.rows, preflight_result.eval_rows
     flat = flat_rows(rows)
-    if 2 * len(flat) > len(rows) and any(name in ("action", "best") for name, _ in p.reward_specs):
+    if 2 * len(flat) > len(rows) and any(name in ACTION_REWARDS for name, _ in p.reward_specs):
         first = f"the first is {flat[0].file}, row {flat[0].number}"
         warnings.append(f"{len(flat)} of {len(rows)} rows pay all their actions the same and teach nothing; {first}")
     shipped = FIELDS["DATA"].default, FIELDS["DATA"].metadata["tiny"]

@@ -159,6 +159,9 @@ class Preflight:
     rows: list[Row]
     eval_rows: list[Row]
     reward_specs: list[tuple[str, float]]
+    garbage_warning: str | None
+    rewards: tuple[str, str]
+    scale_rewards: tuple[str, str]
     attention: tuple[str, str]
     packing: tuple[str, str]
     rollouts: tuple[bool, str]
@@ -195,7 +198,9 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Pre
     eval_rows = read_rows("EVAL_DATA", settings.EVAL_DATA, problems) if settings.EVAL_SAMPLES else []
     if bare := next((row for row in eval_rows if not row.rewards), None):
         problems.add(f"{bare.file}, columns", no_actions(bare), "Add them, or set EVAL_SAMPLES=0")
-    specs = check_rewards(settings, rows, problems, sources["INVALID_REWARD"] == "environment")
+    rewards = choices.choose_rewards(settings.REWARDS, rows)
+    specs, garbage = check_rewards(settings, rewards[0], rows, problems)
+    scale = choices.choose_scale_rewards(settings.SCALE_REWARDS, [name for name, _ in specs])
     run = inspect_run(settings, rows, problems)
     flash = installed_versions(package for package, _ in FLASH_PACKAGES.values())
     installed = [name for name, version in flash.items() if version]
@@ -226,14 +231,14 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Pre
         own_profile = sources["EVAL_PROFILE"] == "environment"
         closed_loop = choices.plan_closed_loop(settings, eval_rows, rollouts[0], own_profile, problems)
     problems[:] = dict.fromkeys(problems)
-    chosen = attention, packing, rollouts, plan, run, closed_loop
+    chosen = garbage, rewards, scale, attention, packing, rollouts, plan, run, closed_loop
     return Preflight(settings, sources, problems, machine, files, rows, eval_rows, specs, *chosen)
 
 
 def run_records(preflight_result: Preflight) -> dict[str, dict[str, Any]]:
     """What OUTPUT_DIR keeps of a run, by file: every setting, every choice and its reason, and the packages' versions."""
     p, settings = preflight_result, preflight_result.settings
-    chosen = {name: getattr(p, name) for name in ("attention", "packing", "rollouts")}
+    chosen = {name: getattr(p, name) for name in ("rewards", "scale_rewards", "attention", "packing", "rollouts")}
     chosen |= {
         "experts": (settings.EXPERTS, "set by EXPERTS"),
         "epsilon_high": choices.choose_epsilon_high(settings),

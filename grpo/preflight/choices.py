@@ -72,6 +72,25 @@ def choose_epsilon_high(settings: Settings) -> tuple[float, str]:
     return settings.EPSILON, "EPSILON on both sides"
 
 
+def choose_rewards(requested: str | None, rows: Sequence[Row]) -> tuple[str, str]:
+    """(REWARDS, reason)."""
+    if requested is not None:
+        return requested, "set by REWARDS"
+    bare = next((row.file for row in rows if not row.q), None)
+    if rows and bare is None:
+        return "regret", "every training row has q_action_k"
+    return "action", f"{bare} has no q_action_k" if bare else "there are no training rows"
+
+
+def choose_scale_rewards(requested: str | None, names: Iterable[str]) -> tuple[str, str]:
+    """(SCALE_REWARDS, reason), given the reward functions."""
+    if requested is not None:
+        return requested, "set by SCALE_REWARDS"
+    if costs := [name for name in names if name in ("regret", "shortfall")]:
+        return "batch", f"{costs[0]} tells costly rows from others, and each group's own deviation would level them"
+    return "group", "rewards of different rows need not be comparable"
+
+
 VLLM_COLDEST = 0.01  # _MAX_TEMP of vllm/sampling_params.py: smaller temperatures are raised to it
 
 

@@ -11,10 +11,9 @@ from grpo.run.folder import run_folder
 from grpo.settings import Settings
 
 
-def model_card(s: Settings, step: int) -> str:
+def model_card(s: Settings, step: int, functions: str) -> str:
     """README.md of an adapter after `step` steps, as the Hub reads it (https://huggingface.co/docs/hub/model-cards).
-
-    A local base model is named after its folder, not after its path on this machine.
+    `functions`: those that rewarded it. A local base model is named after its folder, not after its path on this machine.
     """
     local = s.MODEL_ID == "tiny" or Path(s.MODEL_ID).is_dir()
     base = Path(s.MODEL_ID).resolve().name if local else s.MODEL_ID
@@ -28,7 +27,7 @@ tags: [grpo, lora]{base_model}
 # {run_folder(s).name}
 
 A LoRA adapter for {base}, trained for {step} steps with GRPO ([paper](https://arxiv.org/abs/2402.03300)): rank {s.LORA_R}
-on {s.LORA_TARGETS}, {s.PROMPTS_PER_STEP} prompts a step with {s.NUM_GENERATIONS} completions each, rewards: {s.REWARDS}.
+on {s.LORA_TARGETS}, {s.PROMPTS_PER_STEP} prompts a step with {s.NUM_GENERATIONS} completions each, rewards: {functions}.
 The run's `settings.json` holds every setting, `versions.json` the packages' versions, `metrics.csv` each step.
 
 To load it, from the folder of this file{" and with the path of the base model's folder" if local else ""}:

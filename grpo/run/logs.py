@@ -12,11 +12,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TextIO
 
 from grpo.data.scoring import Completion, completion_rates
 from grpo.settings import log
-from rewards import best_action
+from rewards import assistant_turn, best_action, final_channel
 
 
 def banner_text(text: str) -> str:
@@ -117,7 +118,7 @@ WARN_EVERY = 10  # steps between two warnings about the same thing
 
 UNLEARNED = (
     "parse rate fell to {:.2f} over the last 5 steps, its best was {:.2f}: the answer format is being unlearned. Lower "
-    "LEARNING_RATE, keep INVALID_REWARD at 0 or below, or raise MAX_COMPLETION_LEN if the clipped ratio is high"
+    "LEARNING_RATE, leave INVALID_REWARD at auto, or raise MAX_COMPLETION_LEN if the clipped ratio is high"
 )
 UNPARSED = (
     "only {:.2f} of the answers parse: most of the reward signal is lost. Look at completions.csv; a high clipped ratio asks "
@@ -125,7 +126,11 @@ UNPARSED = (
 )
 NO_REWARD = (
     "the reward is nan: every completion of this step was left out, so it taught nothing. Look at completions.csv; set "
-    "INVALID_REWARD to a number, or fix the function in REWARDS that returns nan or None"
+    "INVALID_REWARD to auto, or fix the function in REWARDS that returns nan or None"
+)
+GARBAGE_PAYS = (
+    "Answers that cannot be read earned {:.3g} over the last 10 steps, all answers {:.3g}: garbage is being learned. "
+    "Let REWARDS pay less where rewards.final_channel finds no text"
 )
 EQUAL_REWARDS = (
     "all completions of each prompt got the same reward in the last 5 steps: nothing is learned. Look at completions.csv: "
@@ -150,6 +155,22 @@ def reward_warning(history: Sequence[tuple[float, float]]) -> str | None:
     return EQUAL_REWARDS if len(history) >= 5 and all(share == 1 for _, share in history[-5:]) else None
 
 
+def is_answer(one: Completion) -> bool:
+    """Whether a completion can be read: it names an action where its row has some, else its final channel holds text."""
+    if one.row.rewards:
+        return one.action is not None
+    return bool((final_channel(assistant_turn(one.row.prompt, one.text)) or "").strip())
+
+
+def garbage_warning(history: Sequence[tuple[Sequence[float], Sequence[float]]]) -> str | None:
+    """A sentence when answers that cannot be read earned more than the mean of all over the last 10 steps. `history`: the
+    rewards of those, and of all completions, of each step, without NaN. None while all is well."""
+    garbage, every = ([reward for step in history[-WARN_EVERY:] for reward in step[of]] for of in (0, 1))
+    if len(history) >= WARN_EVERY and garbage and fmean(garbage) > fmean(every):
+        return GARBAGE_PAYS.format(fmean(garbage), fmean(every))
+    return None
+
+
 class RunLog:
     """The logs of OUTPUT_DIR: a step's completions and metrics, its line in training.log, and a warning where answers stop
     parsing or rewards stop teaching. A resumed run goes on with the history in metrics.csv."""
@@ -164,6 +185,8 @@ class RunLog:
         self.parse_rates = [float(row["parse_rate"]) for row in rows]
         self.rewards = [tuple(float(row[name] or "nan") for name in ("reward", "zero_std_fraction")) for row in rows]
         self.warned_at: dict[Callable[..., Any], int] = {}
+        self.garbage: list[tuple[list[float], list[float]]] = []  # see `garbage_warning`
+        self.garbage_pays: str | None = None
 
     def write_completions(self, step: int, read: Sequence[Completion], totals: Sequence[float]) -> None:
         """Write a step's completions, each with its weighted reward, and remember their rates."""
@@ -181,6 +204,8 @@ class RunLog:
             for one, total in zip(read, totals, strict=True)
         )
         self.rates = completion_rates(read)
+        earned = [(one, total) for one, total in zip(read, totals, strict=True) if not math.isnan(total)]
+        self.garbage.append(([total for one, total in earned if not is_answer(one)], [total for _, total in earned]))
 
     def write_step(self, step: int, figures: Mapping[str, float | None]) -> None:
         """Write a step's row: `figures` by column of METRICS, those of its completions come with `write_completions`."""
@@ -199,6 +224,9 @@ class RunLog:
             if step - self.warned_at.get(warn, -WARN_EVERY) >= WARN_EVERY and (warning := warn(history)):
                 self.warned_at[warn] = step
                 log.warning(warning)
+        if not self.garbage_pays and (warning := garbage_warning(self.garbage)):
+            self.garbage_pays = warning
+            log.warning(banner_text(warning))
 
 
 def detach_closed_terminal() -> None:

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from grpo.data.files import SHOWN, read_csv, read_rows
+from grpo.data.files import SHOWN, data_fingerprint, read_csv, read_rows, reward_columns
 from grpo.data.prompts import prompt_order, render
 from grpo.settings import Problems
 
@@ -41,6 +41,7 @@ ACCEPTED = [
     (["user", *[f"reward_action_{k}" for k in range(12)]], ["Go", *range(12)], (("user", "Go"),), "twelve actions"),
     (["user", "reward_action_1", "reward_action_0"], ["Go", 0.5, 0.25], (("user", "Go"),), "columns in any order"),
     (["user"], ["Go"], (("user", "Go"),), "no rewards: for functions of one's own"),
+    (["user", "q_action_0"], ["Go", "why"], (("user", "Go"),), "no rewards: q_action_k is a column like others"),
     ([" user ", "reward_action_0", "reward_action_1"], ["Go", " 1e-3 ", "-2"], (("user", "Go"),), "spaces, exponents, signs"),
 ]  # fmt: skip
 
@@ -60,6 +61,16 @@ def test_a_byte_order_mark_and_windows_line_ends_are_fine(tmp_path):
     assert not problems and rows[0].messages == (("user", "zähle"),) and rows[0].rewards == (1.0, 2.0)
 
 
+def test_values_are_numbers_for_reward_functions_and_text_for_the_fingerprint(tmp_path):
+    """The fingerprint that a run knows its rows by is of the text, as before q_action_k meant anything."""
+    header = ["user", "q_action_1", "q_action_0", "reward_action_0", "reward_action_1"]
+    rows, problems = load(write_csv(tmp_path / "d.csv", header, [["Go", "-2.50", " -1e1", 0.5, 0.5]]))
+    assert not problems and rows[0].q == (-10.0, -2.5) and rows[0].columns["q_action_1"] == "-2.50"
+    given = reward_columns(rows[0], 2)
+    assert (given["q_action_0"], given["q_action_1"]) == (-10.0, -2.5)
+    assert data_fingerprint(rows) == "7bf070af97604a8119eb742513657fadf57e320f6c110841001d358ecb912ea2"
+
+
 REFUSED = [  # (bytes of the file, what the problem must name, reason)
     (b"", ["d.csv: it is empty"], "empty file"),
     (b"prompt,reward_action_0,reward_action_1\n", ["no row below the header"], "header alone"),
@@ -75,6 +86,10 @@ REFUSED = [  # (bytes of the file, what the problem must name, reason)
     (b"user,reward_action_0,reward_action_1\nx,1,\n", ["row 1 (line 2), column reward_action_1: the reward is missing"], "missing number"),
     (b"user,reward_action_0,reward_action_1\nx,1,inf\n", ["'inf' is not a finite number"], "infinity"),
     (b"user,reward_action_0,reward_action_1\nx,\"1,5\",2\n", ["'1,5' is not"], "decimal comma"),
+    (b"user,reward_action_0,reward_action_1,q_action_0,q_action_1\nx,1,2,3,much\n", ["row 1 (line 2), column q_action_1: 'much' is not a finite number"], "a word for a value"),
+    (b"user,reward_action_0,reward_action_1,q_action_0,q_action_1\nx,1,2,,4\n", ["column q_action_0: the value is missing"], "missing value"),
+    (b"user,reward_action_0,reward_action_1,q_action_0\nx,1,2,3\n", ["header: there are q_action_0, but 2 columns reward_action_k"], "a value for one action of two"),
+    (b"user,reward_action_0,reward_action_1,q_action_1,q_action_2\nx,1,2,3,4\n", ["there are q_action_1, q_action_2, but"], "values from 1"),
     (b"user,reward_action_0,reward_action_1\nx,1\n", ["row 1 (line 2): it has 2 cells, the header has 3"], "short row"),
     (b"user,reward_action_0,reward_action_1\nx,1,2,3\n", ["it has 4 cells"], "long row"),
     (b"user,reward_action_0,reward_action_1\n ,1,2\n", ["column user: the prompt is empty"], "empty prompt"),

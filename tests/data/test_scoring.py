@@ -5,26 +5,40 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 
 import pytest
 from machines import only
 
 from grpo.data.files import Row
-from grpo.data.scoring import Completion, check_rewards, completion_rates, reward_callable
+from grpo.data.scoring import (
+    Completion,
+    check_rewards,
+    completion_rates,
+    reward_callable,
+    sample_rows,
+    try_rewards,
+)
 from grpo.settings import Problems, Settings
 
 ROW = Row("d.csv", 1, (("user", "x"),), (0.0, 1.0), {"reward_action_0": 0.0, "reward_action_1": 1.0})
 MY_REWARDS = """NUMBER = 3
 def score(completions, **columns): return [1.0] * len(completions)
 def total(completions, *, prompt_id, reward_action_0, **columns): return [sum(reward_action_0)]
+def penalty(completions, **columns): return [-3.0 if "[" in text else 0.0 for text in completions]
+async def polite(completions, *, note, **columns): return [None if note[0] is None else 0.5 for _ in completions]
 def narrow(completions): return [0.0]
 """
 
 
-def problems(*rows, chosen=False, **settings):
+def checked(*rows, REWARDS="action", **settings):
+    """(problems, warning) of these rows and reward functions."""
     found = Problems()
-    check_rewards(Settings(**settings), rows, found, chosen)
-    return found
+    return found, check_rewards(Settings(**settings), REWARDS, rows, found)[1]
+
+
+def problems(*rows, **settings):
+    return checked(*rows, **settings)[0]
 
 
 @pytest.fixture
@@ -46,7 +60,7 @@ def my_rewards(tmp_path, monkeypatch):
         ("my_broken:score", "SyntaxError"),
         ("my_rewards:scroe", "AttributeError"),
         ("my_rewards:NUMBER", "is no function"),
-        ("my_rewards:total", "my_rewards:total returned 1 rewards for 2 completions"),
+        ("my_rewards:total", "my_rewards:total returned 1 rewards for 4 completions"),
         ("my_rewards:narrow", "narrow raised TypeError: narrow() got an unexpected keyword argument"),
     ],
 )
@@ -57,8 +71,8 @@ def test_bad_rewards(text, message, my_rewards):
 
 def test_rewards_of_ones_own_need_no_columns(my_rewards):
     bare, found = dataclasses.replace(ROW, rewards=(), columns={"user": "x"}), Problems()
-    specs = check_rewards(Settings(REWARDS="my_rewards:score=2,format"), [bare], found)
-    assert specs == [("my_rewards:score", 2.0), ("format", 1.0)] and not found
+    specs, warning = check_rewards(Settings(), "my_rewards:score=2,format", [bare], found)
+    assert specs == [("my_rewards:score", 2.0), ("format", 1.0)] and not found and not warning
     problem = only(problems(bare))
     assert "d.csv, columns: there is no column reward_action_0" in problem and "should" not in problem
     named = dataclasses.replace(bare, columns={"user": "x", "Reward_Action_0": "1", "Reward_Action_1": "0"})
@@ -68,18 +82,75 @@ def test_rewards_of_ones_own_need_no_columns(my_rewards):
 def test_rows_that_teach_nothing():
     """Every action pays the same: a problem where all rows are like that, as long as nothing else is rewarded."""
     flat = dataclasses.replace(ROW, rewards=(0.5, 0.5))
-    for text in ("action", "best", "action=2,best"):
+    for text in ("action", "best", "action=2,best", "regret"):
         assert "every row pays all its actions the same" in only(problems(flat, flat, REWARDS=text))
         assert not problems(flat, flat, ROW, REWARDS=text)
     assert not problems(flat, REWARDS="action,format") and not problems(flat, REWARDS="format")
 
 
-def test_garbage_must_not_pay():
-    row = dataclasses.replace(ROW, rewards=(-3.0, -1.0))
-    problem = only(problems(row))
-    assert "more than the lowest reward -3" in problem and "INVALID_REWARD=-3" in problem
-    assert not problems(row, INVALID_REWARD=-3.0) and not problems(row, REWARDS="best")
-    assert not problems(row, chosen=True)
+SOFTMAX = dataclasses.replace(ROW, rewards=(0.25, 0.75), columns={"reward_action_0": 0.25, "reward_action_1": 0.75})
+VALUES = dataclasses.replace(SOFTMAX, q=(-1.0, -3.5))
+
+
+def test_what_regret_and_shortfall_need():
+    signs, scale = (dataclasses.replace(SOFTMAX, number=7, rewards=row) for row in ((-0.5, 1.5), (0.25, 0.752)))
+    for row in (signs, scale):
+        problem = only(problems(SOFTMAX, row, row, REWARDS="regret"))
+        assert problem.startswith("d.csv, row 7: its rewards are no softmax") and "REWARDS=action" in problem
+        assert "q_action_k" in problem and not problems(row, REWARDS="best")
+        assert not problems(dataclasses.replace(row, q=(0.0, 1.0)), REWARDS="regret"), "its values tell"
+    assert not problems(dataclasses.replace(SOFTMAX, rewards=(0.25, 0.7509)), REWARDS="regret"), "rounded"
+    problem = only(problems(VALUES, SOFTMAX, REWARDS="action,shortfall=10"))
+    assert problem.startswith("d.csv, columns: `shortfall` needs q_action_0")
+    assert not problems(VALUES, REWARDS="action,shortfall=10")
+
+
+def test_garbage_never_pays():
+    """Whatever the rewards are, as long as INVALID_REWARD is left alone; a number that pays is boxed, not refused."""
+    negative = dataclasses.replace(VALUES, columns={"reward_action_0": -3.0, "reward_action_1": -1.0})
+    for text in ("action", "best", "regret", "shortfall", "action,shortfall=10", "action,format=-0.01"):
+        assert checked(negative, REWARDS=text) == ([], None), text
+    found, warning = checked(negative, REWARDS="action", INVALID_REWARD=-3.0)
+    assert not found and "earns -3 on average (action -3), a row's worst action -3. Garbage pays: unset it" in warning
+    assert checked(negative, INVALID_REWARD=-3.1) == ([], None)
+    found, warning = checked(negative, REWARDS="regret", INVALID_REWARD=0.0)
+    assert not found and warning.startswith("INVALID_REWARD=0: an unreadable answer earns 0 on average")
+    found, warning = checked(negative, INVALID_REWARD=math.nan)
+    assert not found and "earns -2 on average (action nan)" in warning and "unlearns its format" in warning
+    problem = only(problems(negative, REWARDS="action=-1"))
+    assert problem.endswith("Give action weights above 0")
+
+
+def test_garbage_that_a_function_of_ones_own_pays(my_rewards):
+    """A penalty on answers, and none on what is no answer: six runs learned garbage from one like it."""
+    problem = only(problems(ROW, REWARDS="action,my_rewards:penalty=2"))
+    assert (
+        "an unreadable answer earns -0.1 on average (action -0.1, my_rewards:penalty 0), a row's worst action -6"
+        in problem
+    )
+    assert "Let my_rewards:penalty return less where rewards.parse_action finds no action" in problem
+    assert "or set INVALID_REWARD=-6.1" in problem
+    assert checked(ROW, REWARDS="action,my_rewards:penalty=2", INVALID_REWARD=-6.1) == ([], None)
+    found, warning = checked(ROW, REWARDS="action,my_rewards:penalty", INVALID_REWARD=0.0)
+    assert not found and "my_rewards:penalty 0), a row's worst action -3. Garbage pays" in warning
+    problem = only(problems(ROW, REWARDS="my_rewards:score"))
+    assert "earns 1 on average" in problem and "INVALID_REWARD" not in problem
+    assert not problems(dataclasses.replace(ROW, rewards=()), REWARDS="my_rewards:score"), (
+        "no actions, no answers known"
+    )
+
+
+def test_functions_are_tried_on_rows_of_every_file(my_rewards):
+    """An async one that needs a column which one file of two has, and leaves all answers out where it is missing."""
+    noted = dataclasses.replace(ROW, file="e.csv", columns=ROW.columns | {"note": "x"})
+    rows = [dataclasses.replace(ROW, number=n) for n in range(200)]
+    sampled = sample_rows([*rows, noted])
+    assert len(sampled) == 64 and noted in sampled and sampled == sample_rows([*rows, noted])
+    tried = try_rewards([("action", 2.0), ("my_rewards:polite", 1.0)], Settings(), [noted])
+    assert tried == [(noted, [[pytest.approx(-0.2), 0.5], [pytest.approx(-0.2), 0.5], [0.0, 0.5], [2.0, 0.5]])]
+    assert not problems(noted, ROW, REWARDS="action,my_rewards:polite")
+    assert "unexpected keyword argument" in only(problems(noted, ROW, REWARDS="my_rewards:narrow"))
+    assert "missing 1 required keyword-only argument: 'note'" in only(problems(ROW, REWARDS="my_rewards:polite"))
 
 
 REWARD_RESULTS = [

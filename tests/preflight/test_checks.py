@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import shutil
 import types
@@ -211,3 +212,38 @@ def test_a_run_is_warned_of_held_out_prompts_that_are_trained_on(tiny, tmp_path,
     other = write_csv(tmp_path / "other.csv", HEADER, rows)
     warning = only(data_warnings(DATA=good_csv, EVAL_DATA=other, OUTPUT_DIR=tmp_path / "run"))
     assert warning.startswith("2 of 3 held-out prompts are in DATA as well")
+
+
+PENALTY = "def score(completions, **columns):\n    return [-9.0 if '[' in text else 0.0 for text in completions]\n"
+
+
+def test_the_real_check_refuses_garbage_that_pays_and_boxes_what_was_set(tiny, tmp_path):
+    (tmp_path / "mine.py").write_text(PENALTY)
+    path = write_csv(
+        tmp_path / "d.csv", [*HEADER, "q_action_0", "q_action_1"], [["x", 0.5, 0.5, 0, 0], ["y", 0, 1, -1, 0]]
+    )
+    given = {"MODEL_ID": "tiny", "DATA": path, "EVAL_SAMPLES": 0, "OUTPUT_DIR": tmp_path / "run"}
+    done = run_script("--check", cwd=tmp_path, **given, REWARDS="regret,mine:score")
+    assert done.returncode == 2 and "one problem" in done.stderr
+    # Two answers of regret 0, one of 20: a tenth below ln 21, or 0.1 below 0, and no penalty for either.
+    worst, garbage = -9 - math.log(21) / 2, -(0.1 + 1.1 * math.log(21)) / 2
+    assert f"REWARDS: an unreadable answer earns {garbage:.3g} on average" in done.stderr
+    assert f"a row's worst action {worst:.3g}, so a run would learn garbage. Let mine:score return less" in done.stderr
+    done = run_script("--check", cwd=tmp_path, **given, REWARDS="action,mine:score", INVALID_REWARD=0)
+    assert done.returncode == 0, done.stderr
+    assert "\n| INVALID_REWARD=0: an unreadable answer earns 0 on average (action 0, mine:score 0)" in done.stdout
+    done = run_script("--check", cwd=tmp_path, **given)
+    assert done.returncode == 0 and "| INVALID" not in done.stdout
+    assert "rewards       regret x 1: every training row has q_action_k" in done.stdout
+    assert "scaled by     batch: regret" in done.stdout
+
+
+def test_settings_json_holds_the_chosen_rewards(tiny, tmp_path, good_csv):
+    environ = {"MODEL_ID": "tiny", "OUTPUT_DIR": str(tmp_path / "run"), "EVAL_SAMPLES": "0", "REWARDS": "auto"}
+    for data, name, scale in ((good_csv, "action", "group"), ("data/tes_train_compact.csv", "regret", "batch")):
+        result = preflight(CLEAN | environ | {"DATA": str(data)}, CPU)
+        assert not result.problems and result.reward_specs == [(name, 1.0)]
+        chosen = checks.run_records(result)["settings.json"]["choices"]
+        assert chosen["rewards"][0] == name and chosen["scale_rewards"][0] == scale
+    problem = only(preflight(CLEAN | environ | {"DATA": str(good_csv), "REWARDS": "shortfall"}, CPU).problems)
+    assert problem.startswith(f"{good_csv}, columns: `shortfall` needs q_action_0")

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from conftest import ROOT
 
-from grpo.data.files import read_csv
+from grpo.data.files import Row, read_csv
 from grpo.preflight import choices
 from grpo.settings import Problems, Settings
 
@@ -57,6 +59,24 @@ def test_clip_range_choice():
     assert choices.choose_epsilon_high(Settings(EPSILON=0.1))[0] == 0.1
     assert choices.choose_epsilon_high(Settings(EPSILON_HIGH=0.3))[0] == 0.3
     assert choices.choose_epsilon_high(Settings(LOSS_TYPE="cispo"))[0] == 5.0
+
+
+def test_rewards_and_their_scale():
+    bare = Row("old.csv", 1, (("user", "x"),), (0.5, 0.5), {})
+    valued = dataclasses.replace(bare, file="new.csv", q=(-1.0, -1.0))
+    assert choices.choose_rewards(None, [valued, valued]) == ("regret", "every training row has q_action_k")
+    assert choices.choose_rewards(None, [valued, bare]) == ("action", "old.csv has no q_action_k")
+    assert choices.choose_rewards(None, [])[0] == "action"
+    assert choices.choose_rewards("best", [valued]) == ("best", "set by REWARDS")
+    for names, scale in (
+        (["regret"], "batch"),
+        (["action", "shortfall"], "batch"),
+        (["action", "format"], "group"),
+        ([], "group"),
+    ):
+        chosen, reason = choices.choose_scale_rewards(None, names)
+        assert chosen == scale and len(reason) > 10
+    assert choices.choose_scale_rewards("none", ["regret"]) == ("none", "set by SCALE_REWARDS")
 
 
 CLOSED_LOOP = [

@@ -161,9 +161,10 @@ def test_any_other_error_ends_with_what_the_same_command_does(run_here, user_mod
 def test_a_run_that_learns_nothing_says_so(run_here, user_module):
     """Both, again after WARN_EVERY steps, and in a resumed run that has the earlier steps from metrics.csv."""
     user_module("return [1.0] * len(completions)")
-    code, log = run_here(REWARDS="mine:score", TOTAL_STEPS=4)
+    settings = {"REWARDS": "mine:score", "INVALID_REWARD": 0}  # set, so that garbage may earn as much
+    code, log = run_here(**settings, TOTAL_STEPS=4)
     assert code == 0 and "nothing is learned" not in log
-    code, log = run_here(REWARDS="mine:score", TOTAL_STEPS=16)
+    code, log = run_here(**settings, TOTAL_STEPS=16)
     assert code == 0 and log.count("nothing is learned") == 2 and log.count("continuing from step 4") == 1
     before = log.split("nothing is learned")[0]
     assert "step 5/16" in before and "step 6/16" not in before
@@ -176,12 +177,12 @@ def test_a_nan_reward_is_said(run_here, user_module):
 
 
 def test_the_model_card_names_a_hub_model_and_a_folder(tmp_path):
-    card = model_card(Settings(), 7)
+    card = model_card(Settings(), 7, "action x 1")
     header = card.split("---\n")[1]
     assert "base_model: openai/gpt-oss-20b\n" in header and "library_name: peft\n" in header
     assert 'from_pretrained("openai/gpt-oss-20b"' in card and "trained for 7 steps" in card
     (tmp_path / "mine").mkdir()
-    card = model_card(Settings(MODEL_ID=str(tmp_path / "mine")), 7)
+    card = model_card(Settings(MODEL_ID=str(tmp_path / "mine")), 7, "action x 1")
     assert str(tmp_path) not in card and 'from_pretrained("mine"' in card and "base_model:" not in card
 
 

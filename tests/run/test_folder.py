@@ -17,9 +17,9 @@ from machines import only
 from transformers.trainer_utils import rotate_checkpoints
 
 from grpo.data.files import Row, data_fingerprint
-from grpo.data.scoring import load_reward
+from grpo.data.scoring import Completion, load_reward
 from grpo.run.folder import CHECKPOINT_FILES, COMPLETE, inspect_run, lock_run, prepare_run, retire_checkpoint
-from grpo.run.logs import CsvLog, parse_rate_warning, reward_warning, trim_csv
+from grpo.run.logs import METRICS, CsvLog, RunLog, garbage_warning, parse_rate_warning, reward_warning, trim_csv
 from grpo.settings import Problems, Settings
 
 ROW = Row("d.csv", 1, (("user", "x"),), (0.0, 1.0), {})
@@ -236,3 +236,45 @@ EQUAL, FINE, NONE = (0.5, 1.0), (0.5, 0.9), (math.nan, 0.0)
 def test_warnings(warn, history, words):
     said = warn(history)
     assert said is None if words is None else words in said
+
+
+def test_garbage_that_earns_more_than_answers_is_boxed_once(tmp_path, caplog):
+    """Of rows without actions an empty final channel is no answer, and words in it are one; with actions only `[k]` is."""
+    free, log = dataclasses.replace(ROW, rewards=()), RunLog(tmp_path, 40)
+    poem, rest = (
+        "<|channel|>final<|message|>A poem<|return|>",
+        ("<|channel|>analysis<|message|>Hm", "<|channel|>final<|message|> "),
+    )
+    read = [
+        Completion(row, text, None, 9, False)
+        for row, text in ((free, poem), *((free, text) for text in rest), (ROW, poem))
+    ]
+    figures = {name: 1.0 for name in METRICS if name not in ("step", "time")}
+    for step in range(1, 31):
+        log.write_completions(step, read, [0.1, 0.5, math.nan, 0.9])
+        rates = log.rates
+        log.write_step(step, {name: value for name, value in figures.items() if name not in rates})
+        assert ("garbage is being learned" in caplog.text) is (step >= 10)
+    said = "Answers that cannot be read earned 0.7 over the last 10 steps, all answers 0.5: garbage is being learned."
+    (told,) = (record.getMessage() for record in caplog.records if "garbage" in record.getMessage())
+    assert told.startswith("\n====") and said in told
+
+
+def test_garbage_that_earns_no_more_is_no_warning():
+    for garbage, every in (([], [1.0]), ([0.2], [0.2, 0.2]), ([0.1], [0.1, 0.3])):
+        assert garbage_warning([(garbage, every)] * 12) is None
+    assert garbage_warning([([0.3], [0.1, 0.3])] * 9) is None
+    late = [([0.3], [0.1, 0.3])] * 5 + [([0.0], [0.1, 0.0])] * 10
+    assert garbage_warning(late) is None and garbage_warning(late[:10]) is not None, "the last 10 steps count"
+
+
+def test_a_run_from_before_the_rewards_were_chosen_says_what_to_set(tmp_path):
+    settings, folder = run_dir(tmp_path, REWARDS="action", SCALE_REWARDS="group", INVALID_REWARD=0.0)
+    _, problems = inspect(Settings(OUTPUT_DIR=str(folder), TOTAL_STEPS=8))
+    assert len(problems) == 3
+    for name, value in (("REWARDS", "action"), ("SCALE_REWARDS", "group"), ("INVALID_REWARD", "0")):
+        started = (
+            f"{name}: the run in {folder} was started with {value}, now it is auto. Set {name}={value} to continue it"
+        )
+        assert any(problem.startswith(started) for problem in problems), problems
+    assert not inspect(settings)[1]

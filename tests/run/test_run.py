@@ -173,7 +173,7 @@ def test_files_with_other_columns_and_actions_train_together(tmp_path, tiny):
         "        assert (z == 'north') == ours.startswith('a:') and (theirs == 'mine') == ours.startswith('b:')\n"
         "    return [float(len(c)) for c in completions]\n"
     )
-    changes = {"OUTPUT_DIR": "out put/ü", "DATA": "a.csv,b.csv", "REWARDS": "action,own:score=0.1", "TOTAL_STEPS": 3}
+    changes = {"OUTPUT_DIR": "out put/ü", "DATA": "a.csv,b.csv", "REWARDS": "action,own:score=0.001", "TOTAL_STEPS": 3}
     done = run_script(cwd=tmp_path, **SETTINGS | changes)
     assert done.returncode == 0, done.stdout + done.stderr
     ids = {row["prompt_id"][0] for row in read_csv(tmp_path / "out put" / "ü" / "completions.csv")}
@@ -231,7 +231,10 @@ def test_a_run_made_before_the_move_continues(tiny, tmp_path):
     shutil.copytree(BEFORE, folder)
     assert old["settings"]["LOSS_IMPL"] == "liger"
     same = {name: value for name, value in old["settings"].items() if old["sources"][name] == "environment"}
-    done = run_script(**same | {"DATA": BEFORE.with_name("rows.csv"), "OUTPUT_DIR": folder, "TOTAL_STEPS": 3})
+    same |= {"DATA": BEFORE.with_name("rows.csv"), "OUTPUT_DIR": folder, "TOTAL_STEPS": 3}
+    assert run_script(**same).returncode == 2, "the defaults of these were others"
+    same |= {"REWARDS": "action", "SCALE_REWARDS": "group", "INVALID_REWARD": 0}
+    done = run_script(**same)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "continuing from step 2" in done.stdout and "complete: 3 steps" in done.stdout
     for name, columns in (("metrics.csv", METRICS), ("completions.csv", COMPLETIONS)):

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rewards import TEMPERATURE
+
 HOURS = tuple(range(8, 18))  # decision hours of a day: 08:00 to 17:00, the building closes at 18:00
 DECISION_DAYS = 3  # days decided on in a window; one more day follows it and prices what is left in the storage
 LOW_HOURS = 5  # stored energy is worth the mean of the next day's so many lowest intensities in decision hours
-TEMPERATURE = 0.05  # of the softmax that turns action values into rewards
 START_KWH = 150.0  # half full
 
 
