@@ -15,7 +15,7 @@ from grpo.model.attention import attention_of
 from grpo.model.load import evaluating
 
 ANSWER = "<|channel|>final<|message|>[{}]<|return|>"
-BATCH_TOKENS = 2048  # that go through the model at once
+BATCH_TOKENS = 4096  # that go through the model at once
 
 
 @torch.no_grad()
@@ -36,7 +36,7 @@ def answer_probabilities(
     if model.dtype != torch.float32:
         model = copy.deepcopy(model).float()
     found, order = np.zeros((len(rows), actions)), sorted(range(len(rows)), key=lambda n: len(rows[n]))
-    size = max(1, BATCH_TOKENS // (max(map(len, rows)) + sum(map(len, answers))))
+    size = max(1, BATCH_TOKENS // (max(map(len, rows)) - len(shared) + sum(map(len, answers))))
     with evaluating(model), attention_of(model, "eager"):
         for start in range(0, len(order), size):
             batch = order[start : start + size]
