@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo.data.files import data_fingerprint
 from grpo.evaluate.heldout import evaluate, measure_rewards
 from grpo.evaluate.plant import measure_closed_loop, plant_record, run_plant
 from grpo.learn.trainer import Trainer
@@ -109,7 +110,7 @@ class Progress:
         self.warned = warning is not None
         s, evaluated = self.check.settings, self.check.closed_loop
         measured = {"samples": s.EVAL_SAMPLES, "temperature": s.EVAL_TEMPERATURE, "exact": self.exact}
-        measured |= {"windows": [case.name for case in evaluated.cases], "rows": len(self.check.eval_rows)}
+        measured |= {"windows": [case.name for case in evaluated.cases], "rows": data_fingerprint(self.check.eval_rows)}
 
         def save(folder: Path, record: best.Record) -> None:
             trainer.accelerator.unwrap_model(trainer.model).save_pretrained(str(folder))

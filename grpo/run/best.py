@@ -98,6 +98,8 @@ def which_to_load(record: Record, last: int) -> str:
     """For the run's model card, at step `last`: which of the two adapters to load, and why. Empty without a best one."""
     if not record:
         return ""
+    if not record["better_than_base"]:
+        return f"**No adapter beats the base model**: {record['in_words']}; it is in `best/`.\n"
     if record["step"] == last:
         return f"**Load the adapter in this folder**, or `best/`, which is the same: {record['in_words']}.\n"
     return (

@@ -9,6 +9,7 @@ import random
 import zipfile
 from types import SimpleNamespace
 
+import evaluate as ev
 import numpy
 import pytest
 import runs
@@ -54,7 +55,7 @@ def test_it_is_told_when_it_begins_and_at_the_end(tmp_path, caplog, monkeypatch)
         best=("plant", ""),
         settings=Settings(),
         closed_loop=SimpleNamespace(cases=()),
-        eval_rows=[1],
+        eval_rows=[],
     )
     progress, trainer = Progress(check), SimpleNamespace(run=SimpleNamespace(folder=tmp_path))
     progress.base = BASE
@@ -90,7 +91,8 @@ def test_the_best_step_is_kept_and_a_step_measured_again_changes_nothing(tmp_pat
     assert kept(tmp_path, 125, None) == {} and read_best(tmp_path) == record, "a figure without a value chooses nothing"
     again = kept(tmp_path, 125, 15.0, measured={"samples": 8})
     assert again["step"] == 125 and len(again["evaluated"]) == 1, "figures that were measured otherwise do not compare"
-    assert kept(tmp_path, 150, 99.0, by="reward", reward=0.3)["better_than_base"] is False
+    worse = kept(tmp_path, 150, 99.0, by="reward", reward=0.3)
+    assert worse["better_than_base"] is False and "No adapter beats the base model" in which_to_load(worse, 150)
     assert "NOT BETTER than the base model" in read_best(tmp_path)["in_words"] and better("reward", 2, 1)
 
 
@@ -204,6 +206,27 @@ def test_a_run_measures_itself_and_keeps_its_best_adapter(measured, tiny):
     with zipfile.ZipFile(folder.with_name("run.zip")) as archive:
         first = [name.startswith(f"run/{BEST}/") for name in archive.namelist()]
     assert first == sorted(first, reverse=True) and sum(first) == 4
+
+
+def test_the_command_gives_the_exact_figures_of_the_run(measured, tmp_path, monkeypatch):
+    """Of its best adapter and its base, by the run's recorded temperature."""
+    folder, given, _ = measured
+    monkeypatch.chdir(ROOT)
+    arguments = [
+        "--adapter",
+        folder / BEST,
+        "--base-too",
+        "--profile",
+        given["EVAL_PROFILE"],
+        "--out",
+        tmp_path / "x.json",
+    ]
+    assert ev.main(list(map(str, arguments))) == 0
+    mine, own, best = read(tmp_path, "x.json"), read(folder, "closed_loop.json"), read(folder, "best/best.json")
+    assert mine["exact"] and mine["sampling"] == own["sampling"]
+    for name in ("base", "base_greedy"):
+        assert mine["totals"][name]["regret_percent"] == pytest.approx(own["totals"][name]["regret_percent"], abs=1e-3)
+    assert mine["totals"]["trained"]["regret_percent"] == pytest.approx(best["value"], abs=1e-3)
 
 
 def test_evaluations_leave_no_trace_in_what_is_learned(measured, tmp_path):
