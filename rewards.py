@@ -255,45 +255,67 @@ def bootstrap_interval(
     return tuple(means[int(at)] + (at - int(at)) * (means[math.ceil(at)] - means[int(at)]) for at in ends)
 
 
-def score_answers(
-    rows: Sequence[Sequence[float]], answers: Sequence[Sequence[int | None]], invalid_reward: float = 0.0
+def score_probabilities(
+    rows: Sequence[Sequence[float]],
+    probabilities: Sequence[Sequence[float]],
+    answers: Sequence[float],
+    invalid_reward: float = 0.0,
 ) -> dict[str, Any]:
-    """What the answers to N prompts are worth: mean reward, regret and parse rate with 95% intervals over prompts.
+    """What a policy is worth on N prompts: mean reward, regret and parse rate with 95% intervals over prompts.
 
-    rows: rewards by prompt and action, (N, K); answers: the actions answered to each prompt, None where there was none,
-    which scores `invalid_reward`, or the row's lowest reward where that is nan. Regret is the row's highest reward minus
-    the answer's. `reward_by_prompt` is each prompt's mean, for `paired_difference`. Raises ValueError without prompts or where a prompt has no answer.
+    rows: rewards by prompt and action, (N, K); probabilities: those of the same actions, (N, K), or how often they were
+    answered; what is left of 1 is no answer, which scores `invalid_reward`, or the row's lowest reward where that is nan.
+    answers (N,): how many each prompt stands for, its weight. Regret is the row's highest reward minus the mean.
+    `reward_by_prompt` is each prompt's mean, for `paired_difference`. Raises ValueError without prompts or answers.
 
-    >>> made = score_answers([[0.0, 1.0], [0.6, 0.4]], [[1, None], [0, 0]])
+    >>> made = score_probabilities([[0.0, 1.0], [0.6, 0.4]], [[0.0, 0.5], [1.0, 0.0]], [2, 2])
     >>> made["reward"], round(made["regret"], 6), made["parse_rate"], made["action_counts"], made["unparsed"]
-    (0.55, 0.25, 0.75, [2, 1], 1)
+    (0.55, 0.25, 0.75, [2.0, 1.0], 1.0)
     """
     if not rows or len(rows) != len(answers) or not all(answers):
         raise ValueError("every prompt needs at least one answer")
     made: dict[str, list[float]] = {"reward": [], "regret": [], "parse_rate": []}
-    best_named = 0
-    for row, mine in zip(rows, answers, strict=True):
-        lost = min(row) if math.isnan(invalid_reward) else invalid_reward
-        mean = math.fsum(lost if k is None else row[k] for k in mine) / len(mine)
+    best_named, counts = [], [0.0] * max(map(len, rows))
+    for row, p, count in zip(rows, probabilities, answers, strict=True):
+        lost, parsed = min(row) if math.isnan(invalid_reward) else invalid_reward, math.fsum(p)
+        mean = math.fsum(a * b for a, b in zip(row, p, strict=True)) + lost * (1 - parsed)
         made["reward"].append(mean)
         made["regret"].append(max(row) - mean)
-        made["parse_rate"].append(sum(k is not None for k in mine) / len(mine))
-        best_named += sum(k is not None and row[k] == max(row) for k in mine)
+        made["parse_rate"].append(parsed)
+        best_named.append(count * math.fsum(b for a, b in zip(row, p, strict=True) if a == max(row)))
+        counts = [c + count * b for c, b in itertools.zip_longest(counts, p, fillvalue=0.0)]
     result: dict[str, Any] = {}
     # Weighted by the number of answers, so that the figures are means over completions whatever their distribution.
-    weights = [len(mine) / max(map(len, answers)) for mine in answers]
+    weights = [count / max(answers) for count in answers]
     for name, values in made.items():
         sums = [v * w for v, w in zip(values, weights, strict=True)]
         low, high = bootstrap_interval(sums, weights)
         result |= {name: math.fsum(sums) / math.fsum(weights), f"{name}_low": low, f"{name}_high": high}
-    named = [k for mine in answers for k in mine if k is not None]
-    count = sum(map(len, answers))
+    count = math.fsum(answers)
     return result | {
-        "best_action_rate": best_named / count,
-        "action_counts": [named.count(k) for k in range(max(map(len, rows)))],
-        "unparsed": count - len(named),
+        "best_action_rate": math.fsum(best_named) / count,
+        "action_counts": [round(value, 6) for value in counts],
+        "unparsed": round(count - math.fsum(counts), 6),
         "reward_by_prompt": [round(value, 9) for value in made["reward"]],
     }
+
+
+def score_answers(
+    rows: Sequence[Sequence[float]], answers: Sequence[Sequence[int | None]], invalid_reward: float = 0.0
+) -> dict[str, Any]:
+    """`score_probabilities` of answers: the actions answered to each of N prompts, None where there was none. Raises
+    ValueError without prompts or where a prompt has no answer.
+
+    >>> score_answers([[0.0, 1.0], [0.6, 0.4]], [[1, None], [0, 0]])["action_counts"]
+    [2, 1]
+    """
+    if len(rows) != len(answers):
+        raise ValueError("every prompt needs at least one answer")
+    shares = [
+        [mine.count(k) / max(len(mine), 1) for k in range(len(row))] for row, mine in zip(rows, answers, strict=True)
+    ]
+    made = score_probabilities(rows, shares, list(map(len, answers)), invalid_reward)
+    return made | {"action_counts": list(map(round, made["action_counts"])), "unparsed": round(made["unparsed"])}
 
 
 def paired_difference(before: Sequence[float], after: Sequence[float]) -> dict[str, float]:

@@ -40,6 +40,7 @@ from grpo.preflight.banner import banner
 from grpo.preflight.checks import Preflight, preflight, run_records
 from grpo.preflight.choices import choose_epsilon_high
 from grpo.run.archive import write_zip
+from grpo.run.best import recover_best
 from grpo.run.folder import COMPLETE, continuation, full_disk, lock_run, prepare_run, run_folder, write_text
 from grpo.run.logs import start_logging
 from grpo.run.signals import StopRequest
@@ -107,6 +108,7 @@ def launch(preflight_result: Preflight, model_path: str) -> int:
         return fail([problem])
     state, s = preflight_result.run, preflight_result.settings
     prepare_run(state, s, run_records(preflight_result))
+    recover_best(state.folder)
     start_logging(state.folder)
     try:
         return train(preflight_result, model_path)
@@ -147,7 +149,7 @@ def train(preflight_result: Preflight, model_path: str) -> int:
     from peft import LoraConfig
     from trl import GRPOConfig
 
-    from grpo.evaluate.plant import measure
+    from grpo.evaluate.progress import Progress
     from grpo.learn.trainer import RunContext, Trainer
     from grpo.model.load import load_model, load_tokenizer
     from grpo.rollout.engine import start_engine
@@ -189,7 +191,8 @@ def train(preflight_result: Preflight, model_path: str) -> int:
         if preflight_result.rollouts[0]:
             context.engine = start_engine(s, plan.engine, model_path, trainer.eos_token_ids)
             check_mismatch(trainer)
-        measure(preflight_result, trainer, base=True)
+        progress = Progress(preflight_result)
+        progress.before(trainer)
         stop.at_once = False  # from here on a signal waits for the end of its step and a checkpoint
         trainer.train(resume_from_checkpoint=str(state.checkpoint) if state.checkpoint else None)
         trainer.save_model(str(folder))
@@ -197,7 +200,8 @@ def train(preflight_result: Preflight, model_path: str) -> int:
         if not stop.signal:
             stop.at_once = True
             with contextlib.suppress(KeyboardInterrupt):
-                measure(preflight_result, trainer, base=False)
+                progress.after(trainer)
+                trainer.write_model_card(folder)  # which now knows the last step's figures
             stop.at_once = False
         archive, steps = write_archive(folder), trainer.state.global_step
         if stop.signal:

@@ -155,6 +155,11 @@ def frame(state: State) -> RenderableType:
         lines.append(("GPU memory", f"{last['gpu_peak_gib']:.1f} GiB   most so far {most:.1f} GiB"))
     if not math.isnan(last["logp_diff_mean"]):
         lines.append(("mismatch", f"{last['logp_diff_mean']:.4f} nats on average between vLLM and trainer"))
+    if len(measured := metrics[metrics["heldout_reward"].notna()]):
+        at = measured.iloc[-1]
+        plant = f"   plant regret {shown(at['plant_regret'], '.1f')} %, unserved {shown(at['plant_unserved_kwh'], ',.1f')} kWh"
+        plant *= not math.isnan(at["plant_regret"])
+        lines.append(("measured", f"after step {at['step']:.0f}: held-out reward {shown(at['heldout_reward'])}{plant}"))
     if state.said == DONE and part(state.evaluation, "before"):
         lines += [(Text(who), f"held-out reward {text}") for who, text, *_ in run_data.heldout_rows(state.evaluation)]
     table = Table.grid(padding=(0, 2))

@@ -11,6 +11,7 @@ from grpo.run.logs import COMPLETIONS, METRICS, CsvLog
 EVAL = {"reward": 0.4, "reward_low": 0.37, "reward_high": 0.43, "regret": 0.3, "regret_low": 0.27, "regret_high": 0.33, "parse_rate": 0.99, "parse_rate_low": 0.98, "parse_rate_high": 1.0, "best_action_rate": 0.5, "clipped_ratio": 0.01, "tokens_mean": 7.0, "tokens_max": 12, "action_counts": [5, 2, 2, 1], "unparsed": 1}  # fmt: skip
 
 EVALUATION = {"random": 0.25, "constant": 0.5, "constant_action": 0, "oracle": 0.7, "samples": 8, "before": EVAL}
+EVALUATION |= {"temperature": 0.5, "exact": False, "before_greedy": EVAL}
 EVALUATION |= {"after": EVAL | {"reward": 0.6, "reward_low": 0.57, "reward_high": 0.63}}
 EVALUATION |= {"difference": {"reward": 0.2, "reward_low": 0.15, "reward_high": 0.25}}
 

@@ -209,12 +209,12 @@ class StubLLM:
     def _sample(self, rows: Sequence[list[int]], each: Sequence[StubSampling]) -> list[Any]:
         """All rows in one batch, padded on the left, by transformers' generate."""
         first, longest = each[0], max(map(len, rows))  # they differ in max_tokens alone
+        way = {"do_sample": True, "temperature": first.temperature, "top_p": first.top_p, "top_k": 0}
         output = self.model.generate(
             torch.tensor([[0] * (longest - len(row)) + row for row in rows]),
             attention_mask=torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows]),
             max_new_tokens=max(one.max_tokens for one in each), eos_token_id=first.stop_token_ids or [-1], pad_token_id=0,
-            do_sample=True, temperature=first.temperature, top_p=first.top_p, top_k=0,
-            return_dict_in_generate=True, output_scores=True,
+            **(way if first.temperature else {"do_sample": False}), return_dict_in_generate=True, output_scores=True,
         )  # fmt: skip
         tokens = output.sequences[:, longest:]
         logps = torch.stack(output.scores, 1).log_softmax(-1).gather(2, tokens[..., None])[..., 0]
@@ -222,7 +222,8 @@ class StubLLM:
         for ids, values, one in zip(tokens.tolist(), self._report(logps), each, strict=True):
             end = next((n for n, token in enumerate(ids, 1) if token in first.stop_token_ids), len(ids))
             end = min(end, one.max_tokens)
-            outputs.append(SimpleNamespace(token_ids=ids[:end], logprobs=self._logprobs(values[:end])))
+            asked = self._logprobs(values[:end]) if first.logprobs is not None else None
+            outputs.append(SimpleNamespace(token_ids=ids[:end], logprobs=asked))
         return [SimpleNamespace(prompt_logprobs=None, outputs=[one]) for one in outputs]
 
     def _logprobs(self, values: list[float]) -> Any:

@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from grpo.data.files import SHOWN, Row
 from grpo.settings import Problems, Settings
@@ -21,6 +22,13 @@ def render(template: str, messages: Sequence[tuple[str, str]], effort: str, date
 
     As transformers' own renderer does it (a test compares the two), which would cost an import of torch. gpt-oss's
     template writes today's date; here it gets `date`, so that a prompt never changes."""
+    given = {"messages": [{"role": role, "content": text} for role, text in messages], "reasoning_effort": effort}
+    return compiled(template, date).render(**given, add_generation_prompt=True)
+
+
+@functools.cache
+def compiled(template: str, date: str) -> Any:
+    """A chat template that writes `date`: compiling takes as long as rendering a hundred prompts."""
     # Imported late, so that the preflight can name packages that are missing.
     from jinja2 import TemplateError
     from jinja2.ext import loopcontrols
@@ -34,8 +42,7 @@ def render(template: str, messages: Sequence[tuple[str, str]], effort: str, date
     environment.globals["raise_exception"] = raise_exception
     moment = time.strptime(date, "%Y-%m-%d")
     environment.globals["strftime_now"] = lambda form: time.strftime(form, moment)
-    given = {"messages": [{"role": role, "content": text} for role, text in messages], "reasoning_effort": effort}
-    return environment.from_string(template).render(**given, add_generation_prompt=True)
+    return environment.from_string(template)
 
 
 def render_rows(

@@ -66,7 +66,9 @@ def heldout_section(run: Run) -> Section:
     if not part(found, "after"):
         section.missing.append("There is no evaluation after training: the run goes on, or was interrupted.")
     section.pictures.append(figures.heldout_figure(found))
-    text = f"{found.get('samples', '?')} completions for each prompt. In brackets: 95% intervals, bootstrap over prompts. Regret: the row's best reward minus the reward earned. Tokens: mean, longest."
+    way = "Exact: all answers by their probability" if found.get("exact") else f"{found.get('samples', '?')} completions for each prompt"  # fmt: skip
+    heat = f" at temperature {found['temperature']}" * ("temperature" in found)
+    text = f"{way}{heat}; greedy: the likeliest answer, once. In brackets: 95% intervals, bootstrap over prompts. Regret: the row's best reward minus the reward earned. Tokens: mean, longest."
     section.tables.append((HELDOUT_HEADER, heldout_rows(found), text))
     return section
 
@@ -84,8 +86,11 @@ def plant_section(run: Run) -> Section:
         return section
     windows, totals, samples = found["windows"], found["totals"], found.get("samples", 1)
     asked = f"the majority of {samples} sampled answers" if found.get("vote") else "one sampled answer"
-    passes = 1 if found.get("vote") else samples
-    means = f" Every window was run {passes} times: drawn is the first, the table has means." * (passes != 1)
+    passes = 1 if found.get("vote") or found.get("exact") else samples
+    if found.get("exact"):
+        asked = "all answers by their probability (exact)"
+    means = " Drawn is the greedy path, the table has expectations." * bool(found.get("exact"))
+    means += f" Every window was run {passes} times: drawn is the first, the table has means." * (passes != 1)
     drawn = f" Drawn are the first {MOST_WINDOWS}." * (len(windows) > MOST_WINDOWS)
     section.notes.append(
         f"Windows: {len(windows)}, of {short(', '.join(map(str, found.get('profiles') or [])))}, with "
@@ -96,9 +101,10 @@ def plant_section(run: Run) -> Section:
     for index, window in enumerate(windows[:MOST_WINDOWS], 1):
         section.pictures.append(figures.plant_figure(window, number(found.get("start_kwh")), index))
     rows = []
-    for name in sorted(totals, key=lambda name: name not in ("base", "trained", "optimum")):
+    models = ("base", "trained", "base_greedy", "trained_greedy", "optimum")
+    for name in sorted(totals, key=lambda name: name not in models):
         one = totals[name]
-        answers = f"{one['unparsed']} of {one['answers']}" if one.get("answers") else ""
+        answers = f"{round(one['unparsed'], 1):g} of {one['answers']}" if one.get("answers") else ""
         values = (f"{number(one.get(key)):,.1f}" for key in ("co2_kg", "unserved_kwh", "storage_cycled_kwh"))
         rows.append([figures.policy(name)[0], *values, spread(one, "regret_percent", ",.1f"), answers])
     header = ["", "CO2, kg", "Unserved, kWh", "Storage cycled, kWh", "Regret, %", "Unparsed"]

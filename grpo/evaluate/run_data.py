@@ -128,11 +128,13 @@ def heldout_rows(evaluation: Mapping[str, Any]) -> list[list[str]]:
     """The table of evaluation.json, below HELDOUT_HEADER: the model before and after training between its references."""
     rows = [["random action", spread(evaluation, "random")]]
     rows.append([f"always [{evaluation.get('constant_action')}]", spread(evaluation, "constant")])
-    for key, label in (("before", "base model"), ("after", "trained")):
+    models = (("before", "base model"), ("after", "trained"))
+    for key, label in (*models, *((f"{key}_greedy", f"{label}, greedy") for key, label in models)):
         if found := part(evaluation, key):
             figures = [spread(found, name) for name in ("reward", "regret")]
             figures += [spread(found, name, ".2f") for name in ("parse_rate", "best_action_rate", "clipped_ratio")]
-            length = f"{number(found.get('tokens_mean')):,.0f}, {number(found.get('tokens_max')):,.0f}"
+            lengths = [number(found.get(name)) for name in ("tokens_mean", "tokens_max")]
+            length = "-" if math.isnan(sum(lengths)) else ", ".join(f"{one:,.0f}" for one in lengths)
             rows.append([label, *figures, length])
     rows.append(["oracle", spread(evaluation, "oracle")])
     return [row + [""] * (len(HELDOUT_HEADER) - len(row)) for row in rows]

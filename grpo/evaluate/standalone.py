@@ -13,14 +13,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from peft import PeftModel
 
 from grpo.data.files import find_files, read_rows
 from grpo.data.prompts import render, sampling_seed
+from grpo.evaluate.exact import answer_probabilities
 from grpo.evaluate.plant import CLOSED_LOOP
 from grpo.model.load import load_generation_config, load_model, load_tokenizer
-from grpo.preflight.choices import choose_rollouts
+from grpo.preflight.choices import choose_evaluation, choose_rollouts
 from grpo.preflight.hub import ModelFiles, checkpoint_gib, count_parameters, find_model
 from grpo.preflight.machine import GIB, Machine, installed_versions, read_machine
 from grpo.preflight.memory import plan_engine
@@ -34,7 +36,7 @@ from grpo.tasks.tes.prompts import prompt_kind, renderer, state_at
 
 # What the adapter's run recorded of its model and sampling; the rest belongs to the machine and comes from here.
 RECORDED = (
-    "MODEL_ID", "REASONING_EFFORT", "PROMPT_DATE", "MAX_COMPLETION_LEN", "TEMPERATURE", "TOP_P", "SEED", "DATA", "EVAL_DATA", "EVAL_SAMPLES",
+    "MODEL_ID", "REASONING_EFFORT", "PROMPT_DATE", "MAX_COMPLETION_LEN", "EVAL_TEMPERATURE", "TOP_P", "SEED", "DATA", "EVAL_DATA", "EVAL_SAMPLES",
 )  # fmt: skip
 
 
@@ -99,17 +101,27 @@ class TransformersModel:
         if adapter is not None:
             self.model = PeftModel.from_pretrained(self.model, str(adapter)).eval()
 
+    def without_adapter(self, base: bool) -> contextlib.AbstractContextManager[None]:
+        return self.model.disable_adapter() if base and self.adapter else contextlib.nullcontext()
+
+    def probabilities(self, prompts: Sequence[str], temperature: float, base: bool) -> np.ndarray:
+        """(N, K): `answer_probabilities` of the plant's actions."""
+        model = self.model.get_base_model() if self.adapter else self.model
+        with self.without_adapter(base):
+            return answer_probabilities(model, self.tokenizer, prompts, temperature, len(Plant().ratios))
+
     @torch.no_grad()
-    def ask(self, prompts: Sequence[str], seed: int, base: bool = False) -> list[str]:
+    def ask(self, prompts: Sequence[str], seed: int, base: bool = False, greedy: bool = False) -> list[str]:
         """One completion of each prompt, special tokens included (behind the one that ends it, padding)."""
         s, texts = self.settings, []
         chunk = s.GENERATION_BATCH or 64
         torch.manual_seed(seed)
-        with self.model.disable_adapter() if base and self.adapter else contextlib.nullcontext():
+        way = {"do_sample": True, "temperature": s.EVAL_TEMPERATURE, "top_p": s.TOP_P, "top_k": 0}
+        with self.without_adapter(base):
             for start in range(0, len(prompts), chunk):
                 batch = self.tokenizer(text=prompts[start : start + chunk], padding=True, return_tensors="pt")
                 ids = self.model.generate(
-                    **batch.to(self.model.device), do_sample=True, temperature=s.TEMPERATURE, top_p=s.TOP_P, top_k=0,
+                    **batch.to(self.model.device), **({"do_sample": False} if greedy else way),
                     max_new_tokens=s.MAX_COMPLETION_LEN, eos_token_id=self.eos, pad_token_id=self.tokenizer.pad_token_id,
                 )  # fmt: skip
                 texts += self.tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :])
@@ -130,6 +142,7 @@ class VllmModel:
         prompts: list[str],
     ):
         self.tokenizer, self.adapter, rank = load_tokenizer(path), adapter, settings.LORA_R
+        self.temperature = settings.EVAL_TEMPERATURE
         if adapter is not None:
             rank = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))["r"]
         # The plan of a step serves for an hour: as many sequences as are asked at once, no trainer's memory. The first hour
@@ -145,10 +158,11 @@ class VllmModel:
         self.engine = start_engine(s, plan, path, eos)
         self.engine.wake()
 
-    def ask(self, prompts: Sequence[str], seed: int, base: bool = False) -> list[str]:
+    def ask(self, prompts: Sequence[str], seed: int, base: bool = False, greedy: bool = False) -> list[str]:
         """One completion of each prompt, special tokens included."""
         self.engine.use_adapter(None if base else self.adapter)
-        ids, _ = self.engine.generate(self.tokenizer(text=prompts)["input_ids"], seed)
+        temperature = 0.0 if greedy else self.temperature
+        ids, _ = self.engine.generate(self.tokenizer(text=prompts)["input_ids"], seed, temperature=temperature)
         return self.tokenizer.batch_decode(ids)
 
 
@@ -183,17 +197,22 @@ def evaluate_adapter(options: argparse.Namespace) -> tuple[dict[str, Any], Path]
     if problems:
         raise InputError(*dict.fromkeys(problems))
     sampling = tes_record.sampling_of(s, kind)
-    given = (samples, options.vote, sampling, options.start_kwh, options.hours_limit)
+    tiny = s.MODEL_ID == "tiny"
+    use_vllm, why = choose_rollouts(s.USE_VLLM, machine.gpus, tiny, installed_versions(["vllm"])["vllm"])
+    exact, how = choose_evaluation(s, use_vllm, count_parameters(files.config)["total"], kind)
+    exact &= not options.vote
+    given = (samples, options.vote, sampling, options.start_kwh, options.hours_limit, exact)
     record = tes_record.new_record(cases, profiles, *given)
     if not tes_record.keep_models(record, path) and path.exists():
         raise InputError(
             f"{path}: it holds another evaluation (other windows, samples or settings). Name another --out"
         )
 
-    tiny = s.MODEL_ID == "tiny"
-    use_vllm, why = choose_rollouts(s.USE_VLLM, machine.gpus, tiny, installed_versions(["vllm"])["vllm"])
     way = f"{'vLLM' if use_vllm else 'transformers'}: {why}"
-    print(f"{s.MODEL_ID}, {kind} prompts ({reason}), {len(cases)} window(s) x {samples}, {way}", flush=True)
+    print(
+        f"{s.MODEL_ID}, {kind} prompts ({reason}), {len(cases)} window(s), {f'exact ({how})' if exact else f'x {samples}'}, {way}",
+        flush=True,
+    )
     render_state = renderer(kind, lambda turns: render(files.template, turns, s.REASONING_EFFORT, s.PROMPT_DATE))
     model_path = str(files.folder) if tiny else s.MODEL_ID
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -203,14 +222,23 @@ def evaluate_adapter(options: argparse.Namespace) -> tuple[dict[str, Any], Path]
     else:
         model = TransformersModel(s, model_path, files.config, adapter)
     for name in ("base", "trained") if options.base_too else ("trained" if adapter else "base",):
-        started = time.perf_counter()
+        started, base = time.perf_counter(), name == "base"
+        if exact:
 
-        def ask(prompts: Sequence[str], count: int, hour: int, base: bool = name == "base") -> list[str]:
-            # The same seeds as a run's own closed loop, and the same for both models.
-            rows = [prompt for prompt in prompts for _ in range(count)]
-            return model.ask(rows, sampling_seed(s.SEED, hour + 1, "evaluation"), base)
+            def probabilities(prompts: Sequence[str], greedy: bool, base: bool = base) -> np.ndarray:
+                return model.probabilities(prompts, 0.0 if greedy else s.EVAL_TEMPERATURE, base)
 
-        tes_record.run_model(record, name, cases, ask, render_state)
+            tes_record.run_exact(record, name, cases, probabilities, render_state)
+        for greedy in () if exact else (False, True):
+
+            def ask(
+                prompts: Sequence[str], count: int, hour: int, base: bool = base, greedy: bool = greedy
+            ) -> list[str]:
+                # The same seeds as a run's own closed loop, and the same for both models.
+                rows = [prompt for prompt in prompts for _ in range(count)]
+                return model.ask(rows, sampling_seed(s.SEED, hour + 1, "evaluation"), base, greedy)
+
+            tes_record.run_model(record, name + tes_record.GREEDY * greedy, cases, ask, render_state)
         tes_record.write_record(record, path)
         print(f"{name}: {time.perf_counter() - started:.1f} s", flush=True)
     return record, path

@@ -6,18 +6,20 @@ from __future__ import annotations
 import collections
 import contextlib
 import math
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from datasets import Dataset
 from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOFunction
 from peft import LoraConfig
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_callback import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.kernels import ChunkedLogProbFunction
@@ -33,8 +35,9 @@ from grpo.preflight.machine import GIB
 from grpo.preflight.memory import HEAD_TILE, Plan, micro_batch_tokens
 from grpo.rollout.engine import Engine
 from grpo.run.archive import model_card
+from grpo.run.best import read_best, which_to_load
 from grpo.run.folder import write_text
-from grpo.run.logs import RunLog
+from grpo.run.logs import EVALUATED, RunLog
 from grpo.run.signals import StopRequest
 from grpo.settings import Settings
 
@@ -59,6 +62,18 @@ def importance_ratio(logps: Tensor, sampled: Tensor, mask: Tensor, mode: str, mo
     return ratio.clamp(max=most) if mode.endswith("truncate") else ratio.masked_fill(ratio > most, 0.0)
 
 
+@contextlib.contextmanager
+def kept_randomness() -> Iterator[None]:
+    """Leave every random state as it was: torch's (CPU and GPUs), Python's and numpy's."""
+    python, arrays = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(arrays)
+
+
 @dataclass
 class RunContext:
     """The run's settings, rows and choices, and what of it changes while it goes on: what trainer, engine, evaluation and
@@ -73,6 +88,9 @@ class RunContext:
     stop: StopRequest
     engine: Engine | None = None  # None: transformers generates
     stream: str = "train"  # or `evaluation`, or `base`: an evaluation without the adapter
+    temperature: float | None = None  # of an evaluation; None: TEMPERATURE
+    # What is measured every EVAL_STEPS steps: columns of metrics.csv. None: nothing is.
+    measure: Callable[[Trainer], dict[str, float]] | None = None
     parity: list[dict[str, Any]] = field(default_factory=list)  # what the mismatch check measured
 
 
@@ -151,13 +169,19 @@ class Trainer(GRPOTrainer):
         self.remove_callback(PrinterCallback)  # training.log has a line for each step
         # PEFT writes README.md into every folder that the adapter is saved in, with the path of the base model's files.
         weighted = zip(self.reward_func_names, config.reward_weights, strict=True)
-        functions = ", ".join(f"{name} x {weight:g}" for name, weight in weighted)
-        self.model.create_or_update_model_card = lambda folder: write_text(
-            Path(folder) / "README.md", model_card(run.settings, self.state.global_step, functions)
-        )
+        self.functions = ", ".join(f"{name} x {weight:g}" for name, weight in weighted)
+        self.model.create_or_update_model_card = self.write_model_card
 
     def create_model_card(self, *arguments: Any, **options: Any) -> None:
         """TRL writes one into OUTPUT_DIR; PEFT's place has this project's."""
+
+    def write_model_card(self, folder: str | Path) -> None:
+        """README.md of the adapter in `folder`; the run's own says which adapter to load."""
+        own = Path(folder) == self.run.folder
+        note = which_to_load(read_best(self.run.folder), self.state.global_step) if own else ""
+        write_text(
+            Path(folder) / "README.md", model_card(self.run.settings, self.state.global_step, self.functions, note)
+        )
 
     def _get_train_sampler(self, dataset: Any = None) -> list[int]:
         s = self.run.settings
@@ -177,15 +201,31 @@ class Trainer(GRPOTrainer):
         with self.timer.part("rollout"):
             if run.engine is not None:
                 policy, adapter = self.accelerator.unwrap_model(self.model), run.stream != "base"
-                completion_ids, logprobs = run.engine.rollout(policy, prompt_ids, torch.initial_seed(), adapter)
+                seed = torch.initial_seed()
+                completion_ids, logprobs = run.engine.rollout(policy, prompt_ids, seed, adapter, run.temperature)
             else:
                 completion_ids, logprobs = [], None
-                with attention_of(self.model, "eager"), evaluating(self.model):
+                with attention_of(self.model, "eager"), evaluating(self.model), self.generating_at(run.temperature):
                     for start in range(0, len(prompt_ids), run.plan.generation_batch):
                         chunk = prompt_ids[start : start + run.plan.generation_batch]
                         completion_ids += super()._generate_single_turn(chunk, *arguments)[0]
         self.rollout_tokens = sum(map(len, completion_ids))
         return completion_ids, logprobs
+
+    @contextlib.contextmanager
+    def generating_at(self, temperature: float | None) -> Iterator[None]:
+        """Let transformers generate at another temperature than TEMPERATURE for a while; 0: greedily."""
+        before = self.generation_config, self.generation_kwargs
+        if temperature is not None:
+            changed = before[1] | {"do_sample": temperature > 0, "temperature": temperature or 1.0}
+            if not temperature:
+                changed |= {"top_p": 1.0, "top_k": 50}  # the defaults: greedily, others would be warned about
+            self.generation_config = GenerationConfig(**changed, disable_compile=True)
+            self.generation_kwargs = changed
+        try:
+            yield
+        finally:
+            self.generation_config, self.generation_kwargs = before
 
     def read_completions(self, rows: Sequence[Row], completion_ids: Sequence[Sequence[int]]) -> list[Completion]:
         """What the completions of `rows` say, decoded with their special tokens. Truncated is one that ended without a stop
@@ -329,12 +369,27 @@ class Trainer(GRPOTrainer):
             metrics["sampling/importance_sampling_ratio/mean"].append(ratios[mask].mean().item())
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """TRL merges its metrics into `logs`; a training step's become a row of metrics.csv."""
-        super().log(logs, start_time)
-        if "loss" in logs and self.model.training:
-            times, engine = self.timer.figures(), self.run.engine
-            row = {column: logs.get(name) for column, name in TRL_FIGURES.items()} | times
+        """TRL merges its metrics into `logs`; a training step's become a row of metrics.csv, with what is measured after it
+        every EVAL_STEPS steps."""
+        if stepped := "loss" in logs and self.model.training:
+            row, engine = self.timer.figures(), self.run.engine
             for part in ("wake", "handover", "sleep"):
                 row[f"{part}_s"] = engine.seconds[part] if engine else None
-            row["rollout_tokens_per_s"] = self.rollout_tokens / max(times["rollout_s"], 1e-9)
+            row["rollout_tokens_per_s"] = self.rollout_tokens / max(row["rollout_s"], 1e-9)
+            row |= dict.fromkeys(EVALUATED)
+            if self.run.measure and self.is_evaluated(self.state.global_step):
+                started = time.perf_counter()
+                with kept_randomness():
+                    figures = self.run.measure(self)
+                figures["eval_s"] = time.perf_counter() - started
+                row |= figures
+                logs.update(figures)  # to the trackers
+        super().log(logs, start_time)
+        if stepped:
+            row |= {column: logs.get(name) for column, name in TRL_FIGURES.items()}
             self.run_log.write_step(self.state.global_step, row)
+
+    def is_evaluated(self, step: int) -> bool:
+        """Whether `step` is measured while it trains: the last one is measured after training."""
+        s = self.run.settings
+        return bool(s.EVAL_STEPS) and step % s.EVAL_STEPS == 0 and step < s.TOTAL_STEPS

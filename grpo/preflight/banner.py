@@ -43,6 +43,11 @@ def facts(preflight_result: Preflight) -> Iterator[tuple[str, str]]:
     yield "loss", f"{s.LOSS_TYPE} by liger: over chunked log-probs, the same as TRL's to five digits"
     yield "rollouts", f"{'vLLM' if p.rollouts[0] else 'transformers'}: {p.rollouts[1]}"
     yield "closed loop", f"{'on' if p.closed_loop.prompt else 'off'}: {p.closed_loop.reason}"
+    exact, reason = p.evaluation
+    steps = f"every {s.EVAL_STEPS} steps" if s.EVAL_STEPS else "not while it trains"
+    yield "evaluation", f"{'exact' if exact else 'sampled'} at {s.EVAL_TEMPERATURE:g}, {reason}; {steps}"
+    best, reason = p.best
+    yield "best adapter", f"by {best}: {reason}" if best else f"none: {reason}"
     high, reason = choose_epsilon_high(s)
     yield "clip range", f"{s.EPSILON:g} below, {high:g} above: {reason}"
     if p.plan:

@@ -87,9 +87,11 @@ def check_settings(settings: Settings, config: Mapping[str, Any] | None, machine
         problems.add("EXPERTS", f"{settings.MODEL_ID} has no MXFP4 experts", "Set EXPERTS=bf16")
     if settings.USE_VLLM and not machine.gpus:
         problems.add("USE_VLLM", "vLLM beside the trainer needs a GPU and none is visible", "Set USE_VLLM=0")
-    if settings.USE_VLLM is not False and machine.gpus and not VLLM_COLDEST <= settings.TEMPERATURE <= 2:
+    for name in ("TEMPERATURE", "EVAL_TEMPERATURE") if settings.USE_VLLM is not False and machine.gpus else ():
+        if VLLM_COLDEST <= getattr(settings, name) <= 2:
+            continue
         what = f"vLLM samples no colder than {VLLM_COLDEST}, and vLLM takes at most 2"
-        problems.add("TEMPERATURE", what, "Set it between the two, or USE_VLLM=0")
+        problems.add(name, what, "Set it between the two, or USE_VLLM=0")
     if settings.WARMUP_STEPS >= settings.TOTAL_STEPS:
         what = f"the learning rate would rise over {settings.WARMUP_STEPS} steps, the run has {settings.TOTAL_STEPS}"
         problems.add("WARMUP_STEPS", what, "Lower it, or raise TOTAL_STEPS")
@@ -168,6 +170,8 @@ class Preflight:
     plan: Plan | None
     run: RunState
     closed_loop: ClosedLoop
+    evaluation: tuple[bool, str]  # exact or sampled
+    best: tuple[str, str]
 
 
 def keep_choices(settings: Settings, rollouts: tuple[bool, str], plan: Plan, run: RunState, problems: Problems) -> Plan:
@@ -230,15 +234,22 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Pre
     if ready:
         own_profile = sources["EVAL_PROFILE"] == "environment"
         closed_loop = choices.plan_closed_loop(settings, eval_rows, rollouts[0], own_profile, problems)
+    parameters = hub.count_parameters(files.config)["total"] if files else 0
+    opened = any(not row.prompt.endswith("<|start|>assistant") for row in eval_rows if row.prompt)
+    evaluation = choices.choose_evaluation(settings, rollouts[0], parameters, closed_loop.kind, opened)
+    best = choices.choose_best(settings, bool(closed_loop.prompt))
+    if best[0] == "plant" and not closed_loop.prompt:
+        problems.add("BEST_BY", f"the closed loop does not run ({closed_loop.reason})", "Set BEST_BY=auto or reward")
     problems[:] = dict.fromkeys(problems)
-    chosen = garbage, rewards, scale, attention, packing, rollouts, plan, run, closed_loop
+    chosen = garbage, rewards, scale, attention, packing, rollouts, plan, run, closed_loop, evaluation, best
     return Preflight(settings, sources, problems, machine, files, rows, eval_rows, specs, *chosen)
 
 
 def run_records(preflight_result: Preflight) -> dict[str, dict[str, Any]]:
     """What OUTPUT_DIR keeps of a run, by file: every setting, every choice and its reason, and the packages' versions."""
     p, settings = preflight_result, preflight_result.settings
-    chosen = {name: getattr(p, name) for name in ("rewards", "scale_rewards", "attention", "packing", "rollouts")}
+    names = ("rewards", "scale_rewards", "attention", "packing", "rollouts", "evaluation", "best")
+    chosen = {name: getattr(p, name) for name in names}
     chosen |= {
         "experts": (settings.EXPERTS, "set by EXPERTS"),
         "epsilon_high": choices.choose_epsilon_high(settings),

@@ -103,6 +103,7 @@ class ClosedLoop:
     reason: str
     profiles: tuple[str, ...] = ()
     cases: tuple[Any, ...] = ()
+    kind: str | None = None  # of the held-out prompts
 
 
 def choose_closed_loop(settings: Settings, kind: str | None, engine: bool, chosen: bool) -> tuple[bool, str]:
@@ -119,6 +120,39 @@ def choose_closed_loop(settings: Settings, kind: str | None, engine: bool, chose
     return True, f"the held-out prompts are the plant's ({kind})"
 
 
+MOST_EXACT = 10_000_000  # parameters of a model whose probabilities take less time than sampling
+LEAST_ANSWER = 8  # tokens of MAX_COMPLETION_LEN that an answer `[k]` fits into
+
+
+def choose_evaluation(
+    settings: Settings, engine: bool, parameters: int, kind: str | None, opened: bool = False
+) -> tuple[bool, str]:
+    """(whether evaluations are exact, reason): by the probabilities of all answers instead of samples. `engine`: vLLM
+    generates; `kind`: as for `choose_closed_loop`; `opened`: some prompts hold the begin of the answer's channel."""
+    if not settings.EVAL_SAMPLES:
+        return False, "EVAL_SAMPLES=0"
+    sampled = f"{settings.EVAL_SAMPLES} answers a prompt"
+    if engine:
+        return False, f"{sampled}: vLLM generates"
+    if parameters > MOST_EXACT:
+        return False, f"{sampled}: exact takes too long for {parameters / 1e6:,.0f}M parameters"
+    if kind == "full":
+        return False, f"{sampled}: full prompts are too long and too many to ask all that can happen"
+    if settings.TOP_P < 1 or settings.MAX_COMPLETION_LEN < LEAST_ANSWER or opened:
+        what = "opened channels" if opened else "TOP_P below 1" if settings.TOP_P < 1 else "short MAX_COMPLETION_LEN"
+        return False, f"{sampled}: exact figures do not know {what}"
+    return True, f"all answers by their probability: {parameters / 1e6:.2g}M parameters, transformers generates"
+
+
+def choose_best(settings: Settings, closed_loop: bool) -> tuple[str, str]:
+    """(figure that the best adapter is kept by: `plant`, `reward`, or empty where nothing is measured, reason)."""
+    if not settings.EVAL_SAMPLES:
+        return "", "EVAL_SAMPLES=0"
+    if settings.BEST_BY is not None:
+        return settings.BEST_BY, "set by BEST_BY"
+    return ("plant", "the closed loop runs") if closed_loop else ("reward", "the closed loop does not run")
+
+
 def plan_closed_loop(
     settings: Settings, rows: Sequence[Row], engine: bool, chosen: bool, problems: Problems
 ) -> ClosedLoop:
@@ -132,13 +166,12 @@ def plan_closed_loop(
     kind = prompt_kind([row.messages for row in rows]) if rows else None
     runs, reason = choose_closed_loop(settings, kind, engine, chosen)
     if not runs:
-        return ClosedLoop("", reason)
+        return ClosedLoop("", reason, kind=kind)
     paths, cases = find_files("EVAL_PROFILE", settings.EVAL_PROFILE, problems), []
     for path in paths:
         try:
             cases += read_cases(path)
         except ProfileError as error:
             problems += [f"EVAL_PROFILE: {line}" for line in error.problems]
-    work = f"{len(cases)} windows x {settings.EVAL_SAMPLES} runs: {DECISIONS} rollouts one after the other"
-    why = f"{reason}, {work}, before and after training"
-    return ClosedLoop(kind if cases else "", why, tuple(map(shown_path, paths)), tuple(cases))
+    why = f"{reason}; {len(cases)} windows, {DECISIONS} decisions one after the other"
+    return ClosedLoop(kind if cases else "", why, tuple(map(shown_path, paths)), tuple(cases), kind)

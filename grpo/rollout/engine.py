@@ -188,18 +188,24 @@ class Engine:
         self.current = True
 
     def generate(
-        self, prompt_ids: Rows, seed: int, max_tokens: int | Sequence[int] | None = None, top_p: float | None = None
+        self,
+        prompt_ids: Rows,
+        seed: int,
+        max_tokens: int | Sequence[int] | None = None,
+        top_p: float | None = None,
+        temperature: float | None = None,
     ) -> Generated:
         """One completion for each row (a prompt stands there once for each of its completions), in order: ids, a stop token
         included, and the log-prob of each sampled token after temperature. `seed` sets torch's generator, from which vLLM
-        draws in this process: a generator for each request would cost a kernel for each sequence and token."""
+        draws in this process: a generator for each request would cost a kernel for each sequence and token. At another
+        `temperature` than TEMPERATURE (0: greedy) there are no log-probs: they would be another distribution's."""
         if self.asleep or not self.current:
             raise EngineError("generating needs the engine awake and its weights synced")
-        s, most = self.settings, max_tokens or self.settings.MAX_COMPLETION_LEN
+        s, most, rollout = self.settings, max_tokens or self.settings.MAX_COMPLETION_LEN, temperature is None
         parameters = [
             self.sampling(
-                n=1, temperature=s.TEMPERATURE, top_p=top_p or s.TOP_P, max_tokens=tokens, logprobs=0, flat_logprobs=True,
-                stop_token_ids=self.stop_token_ids, detokenize=False,
+                n=1, temperature=s.TEMPERATURE if rollout else temperature, top_p=top_p or s.TOP_P, max_tokens=tokens,
+                logprobs=0 if rollout else None, flat_logprobs=rollout, stop_token_ids=self.stop_token_ids, detokenize=False,
             )
             for tokens in ([most] * len(prompt_ids) if isinstance(most, int) else most)
         ]  # fmt: skip
@@ -211,10 +217,11 @@ class Engine:
             try:
                 outputs = [output.outputs[0] for output in self._run(prompt_ids, parameters)]
                 ids = [list(output.token_ids) for output in outputs]
-                values = [[None if math.isnan(v) else v for v in output.logprobs.logprobs] for output in outputs]
+                known = [output.logprobs.logprobs for output in outputs] if rollout else []
+                values = [[None if math.isnan(v) else v for v in row] for row in known]
             finally:
                 gc.enable()
-            if list(map(len, ids)) != list(map(len, values)):
+            if rollout and list(map(len, ids)) != list(map(len, values)):
                 raise RuntimeError("the engine gave another number of log-probs than of tokens")
         return ids, values
 
@@ -236,10 +243,17 @@ class Engine:
             raise RuntimeError(f"the engine returned {len(outputs)} of {len(prompts)} requests")
         return outputs
 
-    def rollout(self, policy: torch.nn.Module, prompt_ids: Rows, seed: int, active: bool = True) -> Generated:
+    def rollout(
+        self,
+        policy: torch.nn.Module,
+        prompt_ids: Rows,
+        seed: int,
+        active: bool = True,
+        temperature: float | None = None,
+    ) -> Generated:
         """Wake, sync the weights, generate, sleep. Returns what `generate` does."""
         self.wake()
         self.sync_weights(policy, active)
-        result = self.generate(prompt_ids, seed)
+        result = self.generate(prompt_ids, seed, temperature=temperature)
         self.sleep()
         return result

@@ -7,13 +7,15 @@ import os
 import zipfile
 from pathlib import Path
 
-from grpo.run.folder import run_folder
+from grpo.run.folder import BEST, run_folder
 from grpo.settings import Settings
 
 
-def model_card(s: Settings, step: int, functions: str) -> str:
+def model_card(s: Settings, step: int, functions: str, note: str = "", tokenizer: str = ".") -> str:
     """README.md of an adapter after `step` steps, as the Hub reads it (https://huggingface.co/docs/hub/model-cards).
-    `functions`: those that rewarded it. A local base model is named after its folder, not after its path on this machine.
+    `functions`: those that rewarded it; `note`: its first paragraph; `tokenizer`: where that lies, from the card's folder.
+
+    A local base model is named after its folder, not after its path on this machine.
     """
     local = s.MODEL_ID == "tiny" or Path(s.MODEL_ID).is_dir()
     base = Path(s.MODEL_ID).resolve().name if local else s.MODEL_ID
@@ -26,7 +28,7 @@ tags: [grpo, lora]{base_model}
 
 # {run_folder(s).name}
 
-A LoRA adapter for {base}, trained for {step} steps with GRPO ([paper](https://arxiv.org/abs/2402.03300)): rank {s.LORA_R}
+{note}{chr(10) * bool(note)}A LoRA adapter for {base}, trained for {step} steps with GRPO ([paper](https://arxiv.org/abs/2402.03300)): rank {s.LORA_R}
 on {s.LORA_TARGETS}, {s.PROMPTS_PER_STEP} prompts a step with {s.NUM_GENERATIONS} completions each, rewards: {functions}.
 The run's `settings.json` holds every setting, `versions.json` the packages' versions, `metrics.csv` each step.
 
@@ -38,18 +40,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 base = AutoModelForCausalLM.from_pretrained("{base}", dtype="auto", device_map="auto")
 model = PeftModel.from_pretrained(base, ".")
-tokenizer = AutoTokenizer.from_pretrained(".")
+tokenizer = AutoTokenizer.from_pretrained("{tokenizer}")
 ```
 """
 
 
 def write_zip(folder: Path) -> Path:
-    """OUTPUT_DIR.zip beside OUTPUT_DIR: everything but optimizer states and half-written files, whole or not at all."""
+    """OUTPUT_DIR.zip beside OUTPUT_DIR: everything but optimizer states and half-written files, best/ first; whole or not
+    at all."""
     target = folder.with_name(folder.name + ".zip")
     temporary = target.with_name(target.name + ".tmp")
     try:
         with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
-            for path in sorted(folder.rglob("*")):
+            for path in sorted(folder.rglob("*"), key=lambda path: (not path.is_relative_to(folder / BEST), path)):
                 state = path.name in ("optimizer.pt", "scheduler.pt") or path.name.startswith("rng_state")
                 if path.is_file() and not state and path.suffix != ".tmp":
                     archive.write(path, path.relative_to(folder.parent))

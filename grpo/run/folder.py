@@ -37,6 +37,7 @@ def existing_parent(path: Path) -> Path:
 
 COMPLETE = "complete.json"  # the very last file that a run writes, after its zip
 ADAPTER = "adapter_model.safetensors"
+BEST = "best"  # folder of the best evaluated adapter (grpo/run/best.py)
 CHECKPOINT_FILES = ("trainer_state.json", ADAPTER, "optimizer.pt", "scheduler.pt")
 
 

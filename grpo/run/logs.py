@@ -53,10 +53,15 @@ METRICS = {
     "sleep_s": ("s", "Part of it: putting vLLM to sleep."),
     "reward_s": ("s", "Time to decode and score them."),
     "learn_s": ("s", "Rest of the step: forward, backward, optimizer."),
-    "step_s": ("s", "Whole step."),
+    "step_s": ("s", "Whole step, evaluation not counted."),
     "rollout_tokens_per_s": ("tokens/s", "Generated tokens per second of rollout."),
+    "heldout_reward": ("reward", "Mean reward on the held-out prompts, measured after this step; empty in steps that are not a multiple of EVAL_STEPS, and in the last one, which evaluation.json has."),
+    "plant_regret": ("percent", "Regret of the closed loop, measured after this step."),
+    "plant_unserved_kwh": ("kWh", "Load that nothing served in the closed loop, summed over its windows."),
+    "eval_s": ("s", "Time of these measurements."),
     "gpu_peak_gib": ("GiB", "Most GPU memory by torch's count during the step, a sleeping vLLM's weights included (they are not on the GPU then); empty without a GPU."),
 }  # fmt: skip
+EVALUATED = ("heldout_reward", "plant_regret", "plant_unserved_kwh", "eval_s")  # empty in most steps
 # Every column of completions.csv, in order.
 COMPLETIONS = {
     "step": ("steps", "Optimizer step that the completion was sampled for."),
@@ -80,10 +85,17 @@ def write_rows(file: TextIO, rows: Iterable[Sequence[Any]]) -> None:
 
 
 class CsvLog:
-    """A CSV that grows row by row; each row is flushed, so that a killed run keeps what it had."""
+    """A CSV that grows row by row; each row is flushed, so that a killed run keeps what it had. One whose columns are others
+    (an earlier version began it) is written again with these."""
 
     def __init__(self, path: Path, columns: Iterable[str]):
         self.columns = list(columns)
+        if path.exists():
+            with path.open(newline="", encoding="utf-8") as file:
+                reader = csv.DictReader(file)
+                rows = list(reader) if reader.fieldnames not in (None, self.columns) else []
+            if rows:
+                rewrite(path, [self.columns, *([row.get(name) or "" for name in self.columns] for row in rows)])
         self.file = path.open("a", newline="", encoding="utf-8")
         if not path.stat().st_size:
             self.write([{name: name for name in self.columns}])
@@ -107,10 +119,15 @@ def trim_csv(path: Path, last_step: int) -> None:
     if dropped:
         with path.with_name(path.stem + ".superseded.csv").open("a", newline="", encoding="utf-8") as file:
             write_rows(file, dropped)
-        temporary = path.with_name(path.name + ".tmp")
-        with temporary.open("w", newline="", encoding="utf-8") as file:
-            write_rows(file, kept)
-        os.replace(temporary, path)
+        rewrite(path, kept)
+
+
+def rewrite(path: Path, rows: Iterable[Sequence[Any]]) -> None:
+    """Write a CSV again, whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", newline="", encoding="utf-8") as file:
+        write_rows(file, rows)
+    os.replace(temporary, path)
 
 
 WARN_EVERY = 10  # steps between two warnings about the same thing

@@ -30,12 +30,13 @@ from grpo.preflight.choices import ClosedLoop
 from grpo.preflight.hub import find_model
 from grpo.rollout.engine import EngineError
 from grpo.settings import Settings, load_settings
-from grpo.tasks.tes.record import read_cases
+from grpo.tasks.tes.record import ASKED, read_cases
 
 PROFILE = ROOT / "data" / "profile_heldout.csv"
 SETTINGS = {
     "MODEL_ID": "tiny", "TOTAL_STEPS": 2, "SAVE_STEPS": 1, "PROMPTS_PER_STEP": 2, "NUM_GENERATIONS": 4, "EVAL_SAMPLES": 1,
-    "DATA": "data/tes_heldout_compact.csv", "SEED": 5, "LEARNING_RATE": "1e-2",
+    "DATA": "data/tes_heldout_compact.csv", "SEED": 5, "LEARNING_RATE": "1e-2", "EVAL_STEPS": 1,
+    "TOP_P": 0.999,  # exact evaluations do not know it: these are sampled
 }  # fmt: skip
 
 
@@ -63,8 +64,9 @@ def read(folder, name):
 
 def test_a_run_leaves_both_evaluations(run):
     result = read(run.folder, "evaluation.json")
-    assert {"random", "constant", "constant_action", "oracle", "samples", "data_sha256", "before", "after", "difference"} == set(result)  # fmt: skip
-    for part in (result["before"], result["after"]):
+    assert {"random", "constant", "constant_action", "oracle", "samples", "temperature", "exact", "data_sha256", "before", "before_greedy", "after", "after_greedy", "difference"} == set(result)  # fmt: skip
+    assert result["temperature"] == 0.5 and result["exact"] is False
+    for part in (result[name] for name in ("before", "before_greedy", "after", "after_greedy")):
         assert set(part) == EVAL | {"reward_by_prompt"} and len(part["reward_by_prompt"]) == 12
         assert part["reward"] + part["regret"] == pytest.approx(result["oracle"])
         assert sum(part["action_counts"]) + part["unparsed"] == 12 and len(part["action_counts"]) == 4
@@ -72,11 +74,11 @@ def test_a_run_leaves_both_evaluations(run):
     gain = result["after"]["reward"] - result["before"]["reward"]
     assert result["difference"]["reward"] == pytest.approx(gain)
     record = read(run.folder, "closed_loop.json")
-    check_schema(record, {"base", "trained"})
+    check_schema(record, set(ASKED))
     assert record["profiles"] == ["days.csv"] and record["samples"] == 1 and record["vote"] is False
     assert len(record["windows"]) == 3 and record["totals"]["base"]["answers"] == 90
-    assert record["sampling"]["prompt"] == "compact"
-    for words in ("95% interval", "after - before", "charge_when_clean", "trained against base"):
+    assert record["sampling"]["prompt"] == "compact" and record["sampling"]["eval_temperature"] == 0.5
+    for words in ("95% interval", "after - before", "charge_when_clean", "trained against base", "before training, greedy", "trained_greedy", "best adapter: step"):  # fmt: skip
         assert words in run.output
     assert "Traceback" not in (run.folder / "training.log").read_text(encoding="utf-8")
 
@@ -100,6 +102,20 @@ def test_a_resumed_run_keeps_what_was_measured_before_it(run, tmp_path):
     assert "held-out reward before training: 0.123" in done.stdout
 
 
+def test_a_run_resumed_with_another_temperature_measures_its_base_again(run, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(run.folder, folder)
+    done = run_script(**run.settings | {"OUTPUT_DIR": folder, "TOTAL_STEPS": 3, "EVAL_TEMPERATURE": 5, "EVAL_STEPS": 0})
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name, key in (("evaluation.json", "before"), ("closed_loop.json", "totals")):
+        before, after = read(run.folder, name), read(folder, name)
+        one, two = ((found[key] if key == "before" else found[key]["base"]) for found in (before, after))
+        assert one != two, name
+    assert read(folder, "closed_loop.json")["sampling"]["eval_temperature"] == 5
+    assert read(folder, "best/best.json")["measured"]["temperature"] == 5
+    assert [one["step"] for one in read(folder, "best/best.json")["evaluated"]] == [3], "figures at 0.5 are no match"
+
+
 def test_the_command_evaluates_an_adapter_and_its_base(run, tmp_path):
     """On the windows of the run, with its seeds: the figures of the run's own closed loop, at the same batches."""
     out = tmp_path / "out.json"
@@ -109,9 +125,9 @@ def test_the_command_evaluates_an_adapter_and_its_base(run, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "compact prompts (as in EVAL_DATA)" in done.stdout and "trained against base" in done.stdout
     record, own = json.loads(out.read_text()), read(run.folder, "closed_loop.json")
-    check_schema(record, {"base", "trained"})
+    check_schema(record, set(ASKED))
     assert record["sampling"] == own["sampling"], "the run's settings, not the environment's"
-    for name in ("base", "trained"):
+    for name in ASKED:
         for mine, theirs in zip(record["windows"], own["windows"], strict=True):
             assert mine["policies"][name] == theirs["policies"][name]
     assert record["totals"]["base"] != record["totals"]["trained"]
@@ -172,7 +188,7 @@ def test_vllm_gets_the_adapter_from_its_folder(run, tiny, monkeypatch, tmp_path)
     assert not problems and settings.SEED == 5
     prompts = [RENDERED.format(f"hour 8 store {kwh} load 30") for kwh in (50, 100, 150) for _ in range(2)]
     model = VllmModel(settings, files, str(tiny), folder, H100, prompts)
-    base, trained = model.ask(prompts, 7, base=True), model.ask(prompts, 7)
+    base, trained = model.ask(prompts, 7, base=True, greedy=True), model.ask(prompts, 7, greedy=True)
     assert len(base) == len(trained) == 6 and base != trained
     stub = model.engine.llm
     assert [request and request.lora_path for request in stub.requests] == [None, str(folder.resolve())]
@@ -184,13 +200,14 @@ def test_vllm_gets_the_adapter_from_its_folder(run, tiny, monkeypatch, tmp_path)
 
 def test_a_run_that_is_ended_in_the_closed_loop_leaves_no_part_of_it(monkeypatch, tmp_path):
     plan = ClosedLoop("full", "", ("p.csv",), tuple(read_cases(PROFILE)))
-    answers = [[[0]] * 20, KeyboardInterrupt]  # as train_grpo's handler of signals does
+    answers = [[[0]] * 4 * len(plan.cases), KeyboardInterrupt]  # as train_grpo's handler of signals does
     completions = mock.Mock(side_effect=answers)
     monkeypatch.setattr("grpo.evaluate.plant.generate_completions", completions)
     batch_decode = SimpleNamespace(batch_decode=lambda ids, **options: ["[0]"] * len(ids))
     trainer = SimpleNamespace(run=SimpleNamespace(settings=Settings(), folder=tmp_path), processing_class=batch_decode)
+    check = SimpleNamespace(closed_loop=plan, files=SimpleNamespace(template=""), evaluation=(False, ""))
     with pytest.raises(KeyboardInterrupt):
-        measure_closed_loop(trainer, plan, "", base=True)
+        measure_closed_loop(check, trainer, base=True)
     assert completions.call_count == 2 and not list(tmp_path.iterdir())
 
 

@@ -22,7 +22,7 @@ import train_grpo
 from grpo.evaluate import run_data
 from grpo.evaluate.figures import FILES, stacked
 from grpo.evaluate.page import write_report
-from grpo.evaluate.report import plant_verdict, reward_verdict
+from grpo.evaluate.report import heldout_section, plant_section, plant_verdict, reward_verdict
 from grpo.evaluate.run_data import Completions, Run, read_completions, read_metrics
 from grpo.run.logs import METRICS
 
@@ -53,6 +53,19 @@ def closed_loop(windows: int = 1, names: tuple[str, ...] = ("base", "trained", "
     record |= {"safe_action": 1, "safe_action_reason": "it serves most loads.", "windows": [window] * windows}
     difference = {"regret_percent": -9.0, "regret_percent_low": -12.0, "regret_percent_high": -6.0}
     return record | {"totals": totals, "difference": difference}
+
+
+def test_tables_name_greedy_answers_and_exact_figures():
+    exact = {key: value for key, value in EVALUATION["after"].items() if not key.startswith(("tokens", "clipped"))}
+    run = run_of(EVALUATION | {"exact": True, "after": exact, "after_greedy": exact})
+    _, rows, text = heldout_section(run).tables[0]
+    labels = [row[0] for row in rows]
+    assert labels[2:6] == ["base model", "trained", "base model, greedy", "trained, greedy"]
+    assert rows[3][-1] == "-" and rows[2][-1] == "7, 12" and text.startswith("Exact: all answers by their probability at temperature 0.5")  # fmt: skip
+    found = closed_loop(names=("base", "base_greedy", "trained", "trained_greedy", "optimum")) | {"exact": True}
+    section = plant_section(run_of(found=found))
+    assert "by their probability (exact)" in section.notes[0] and "the greedy path" in section.notes[0]
+    assert [row[0] for row in section.tables[0][1]][:2] == ["base model", "base greedy"]
 
 
 @pytest.fixture(scope="module", autouse=True)

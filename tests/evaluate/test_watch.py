@@ -51,6 +51,11 @@ def test_frame_shows_what_a_run_is_doing():
         assert words in text, (words, text)
     assert watch.sparkline(state_of(rows).metrics["reward"]) in text
     assert "complete" not in text and "held-out" not in text
+    rows[9] |= {"heldout_reward": 0.512, "plant_regret": 12.34, "plant_unserved_kwh": 1.5}
+    words = "after step 10: held-out reward 0.512   plant regret 12.3 %, unserved 1.5 kWh"
+    assert words in drawn(state_of(rows)) and "held-out" not in drawn(state_of(rows[:9]))
+    rows[9] |= {"plant_regret": "", "plant_unserved_kwh": ""}
+    assert "after step 10: held-out reward 0.512" in drawn(state_of(rows)) and "plant" not in drawn(state_of(rows))
 
 
 ENDED = {"said": watch.DONE, "evaluation": EVALUATION}
@@ -60,7 +65,12 @@ SAVING = {"said": "every step is done: evaluation and saving"}
 @pytest.mark.parametrize(
     "row, state, words, absent",
     [
-        (metrics_row(30), ENDED, ["30/30   complete", "0.600 (0.570 to 0.630)", "always [0]", "oracle"], ["left"]),
+        (
+            metrics_row(30),
+            ENDED,
+            ["30/30   complete", "0.600 (0.570 to 0.630)", "base model, greedy", "always [0]", "oracle"],
+            ["left"],
+        ),
         (metrics_row(30), {"said": watch.DONE}, ["complete"], ["held-out"]),  # EVAL_SAMPLES=0
         (metrics_row(30), SAVING, ["evaluation and saving   last step 12.0 s ago"], ["left"]),
         (metrics_row(1), {}, ["1/30"], ["GPU", "nats", "wake"]),  # a CPU run

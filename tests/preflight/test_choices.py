@@ -93,12 +93,33 @@ def test_whether_the_closed_loop_runs(change, kind, engine, chosen, runs, words)
     assert result[0] is runs and words in result[1]
 
 
+EXACT = [
+    ({}, False, 230_000, "compact", False, True, "0.23M parameters"), ({}, False, 10_000_000, None, False, True, "10M parameters"),
+    ({}, False, 10_000_001, "compact", False, False, "too long"), ({}, True, 230_000, "compact", False, False, "vLLM generates"),
+    ({}, False, 230_000, "full", False, False, "full prompts"), ({"TOP_P": 0.9}, False, 1, None, False, False, "TOP_P"),
+    ({"MAX_COMPLETION_LEN": 7}, False, 1, None, False, False, "MAX_COMPLETION_LEN"), ({}, False, 1, None, True, False, "opened channels"),
+    ({"EVAL_SAMPLES": 0}, False, 1, None, False, False, "EVAL_SAMPLES=0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "engine", "parameters", "kind", "opened", "exact", "words"), EXACT)
+def test_whether_evaluations_are_exact(change, engine, parameters, kind, opened, exact, words):
+    result = choices.choose_evaluation(Settings(**change), engine, parameters, kind, opened)
+    assert result[0] is exact and words in result[1]
+
+
+def test_what_the_best_adapter_is_kept_by():
+    assert choices.choose_best(Settings(), True)[0] == "plant" and choices.choose_best(Settings(), False)[0] == "reward"
+    assert choices.choose_best(Settings(BEST_BY="reward"), True) == ("reward", "set by BEST_BY")
+    assert choices.choose_best(Settings(BEST_BY="plant", EVAL_SAMPLES=0), True)[0] == ""
+
+
 def test_the_plan_reads_the_profiles_and_names_their_problems(tmp_path, good_csv):
     problems, settings = Problems(), Settings()
     rows = read_csv(ROOT / "data" / "tes_heldout.csv", problems)
     plan = choices.plan_closed_loop(settings, rows, True, False, problems)
-    assert plan.prompt == "full" and len(plan.cases) == 5 and plan.profiles == ("data/profile_heldout.csv",)
-    assert not problems and "5 windows x 4 runs" in plan.reason
+    assert plan.prompt == "full" and len(plan.cases) == 10 and plan.profiles == ("data/profile_heldout.csv",)
+    assert not problems and "10 windows, 30 decisions" in plan.reason
     other = choices.plan_closed_loop(settings, read_csv(good_csv, problems), True, True, problems)
     assert not other.prompt and "not those of the plant" in other.reason and not problems
     (tmp_path / "bad.csv").write_text("datetime,co2,load\n2025-07-01 08:00,410,3\n")

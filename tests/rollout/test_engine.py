@@ -81,7 +81,28 @@ def test_an_evaluation_of_the_base_leaves_the_adapter_out(build, monkeypatch):
     monkeypatch.setattr(trainer.run.engine, "rollout", lambda *given: asked.append(given) or ([[2]] * 4, [[0.0]] * 4))
     for base in (True, False):
         generate_completions(trainer, [row.prompt for row in trainer.run.rows], 1, base)
-    assert [(given[1], given[3]) for given in asked] == [(prompts_of(trainer), active) for active in (False, True)]
+    expected = [(prompts_of(trainer), active, trainer.run.settings.EVAL_TEMPERATURE) for active in (False, True)]
+    assert [(given[1], *given[3:]) for given in asked] == expected
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.3])
+def test_an_evaluation_has_its_own_temperature_and_no_log_probs(build, monkeypatch, temperature):
+    """Log-probs at another temperature would be misread as the rollouts'; the rollouts keep theirs."""
+    trainer = build(TEMPERATURE=1.5)
+    engine, prompts, asked = trainer.run.engine, prompts_of(trainer), []
+    whole = engine._run
+    monkeypatch.setattr(engine, "_run", lambda rows, given: asked.append(given[0]) or whole(rows, given))
+    ids, values = engine.rollout(trainer.model, prompts, seed=1, temperature=temperature)
+    assert len(ids) == 4 and values == []
+    assert engine.rollout(trainer.model, prompts, seed=1)[1]
+    assert [(one.temperature, one.logprobs, one.top_p) for one in asked] == [(temperature, None, 1.0), (1.5, 0, 1.0)]
+    texts = trainer.processing_class.batch_decode(ids)
+    if not temperature:
+        assert texts == trainer.processing_class.batch_decode(
+            engine.rollout(trainer.model, prompts, 2, temperature=0.0)[0]
+        )
+    assert generate_completions(trainer, [row.prompt for row in trainer.run.rows], 1, False, temperature=temperature)
+    assert asked[-1].temperature == temperature
 
 
 def test_generating_needs_an_awake_engine_with_the_adapter(build):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -16,12 +17,31 @@ from grpo.data.files import read_csv
 from grpo.data.prompts import render, render_rows
 from grpo.preflight.hub import find_model
 from grpo.settings import Problems, Settings
-from grpo.tasks.tes.closed_loop import RULES, closed_loop, end_price, model_policy, optimum, priced_kg
+from grpo.tasks.tes.closed_loop import (
+    RULES,
+    closed_loop,
+    end_price,
+    expected_loop,
+    expected_outcome,
+    model_policy,
+    optimum,
+    outcome,
+    priced_kg,
+)
 from grpo.tasks.tes.dataset import rows_csv, trajectory
 from grpo.tasks.tes.plant import HOURS, Plant, solve
 from grpo.tasks.tes.profiles import ProfileError
 from grpo.tasks.tes.prompts import prompt_kind, render_full, renderer
-from grpo.tasks.tes.record import add_policy, keep_models, new_record, read_cases, run_model, table, write_record
+from grpo.tasks.tes.record import (
+    add_policy,
+    keep_models,
+    new_record,
+    read_cases,
+    run_exact,
+    run_model,
+    table,
+    write_record,
+)
 
 PLANT = Plant()
 CASES = read_cases(ROOT / "data" / "profile_heldout.csv")
@@ -191,14 +211,18 @@ def test_the_record_adds_up():
         expected = 100 * (total["priced_kg"] / totals["optimum"]["priced_kg"] - 1)
         assert total["regret_percent"] == pytest.approx(expected, abs=1e-4)
     assert totals["base"] | {"answers": 0} == totals["always_1"]
-    assert totals["base"]["answers"] == 2 * 5 * 30 and totals["trained"]["unparsed"] == 2 * 5 * 2
+    assert totals["base"]["answers"] == 2 * 30 * len(CASES) and totals["trained"]["unparsed"] == 2 * 2 * len(CASES)
     assert totals["optimum"]["regret_percent"] == 0 == totals["optimum"]["answers"]
     change = record["difference"]
     gap = totals["trained"]["regret_percent"] - totals["base"]["regret_percent"]
     assert change["regret_percent"] == pytest.approx(gap, abs=1e-4)
     assert change["regret_percent_low"] <= change["regret_percent"] <= change["regret_percent_high"]
     text = table(record)
-    assert "follow_the_load" in text and "20 of 300" in text and "trained against base" in text
+    assert (
+        "follow_the_load" in text
+        and f"{4 * len(CASES)} of {60 * len(CASES)}" in text
+        and "trained against base" in text
+    )
 
 
 def test_passes_are_averaged_and_the_first_is_shown():
@@ -224,6 +248,81 @@ def test_a_vote_decides_each_hour():
     run_model(record, "base", CASES[:3], answering("[2]", "[0]", "[2]"), render_full)
     mine, rule = (record["totals"][name] for name in ("base", "always_2"))
     assert mine["co2_kg"] == rule["co2_kg"] and mine["answers"] == 3 * 3 * 30
+
+
+def invented(state):
+    """Probabilities of the four actions that depend on all of a state, and sum to less than 1."""
+    x = np.sin(np.arange(1, 5) * (1 + state.energy_kwh / 40 + state.load_kw[state.stamp.hour - 8]))
+    return np.exp(x) / np.exp(x).sum() * 0.9
+
+
+@pytest.mark.parametrize("decisions", (1, 3, 4))
+def test_the_expected_loop_is_the_mean_over_all_that_can_happen(decisions):
+    """Against every sequence of answers, unreadable ones among them, each run for itself and weighted."""
+    windows = [WINDOWS[0], WINDOWS[3]]
+    found = expected_loop(windows, PLANT, lambda states: np.stack([*map(invented, states)]), 40.0, decisions)
+    sums = expected_outcome(found, windows, 40.0, decisions)
+    for w, window in enumerate(windows):
+        mean, unread = dict.fromkeys(sums, 0.0), 0.0
+        for answers in itertools.product((0, 1, 2, 3, None), repeat=decisions):
+            weight, given = 1.0, iter(answers)
+
+            def policy(states, given=given):
+                nonlocal weight
+                p, answer = invented(states[0]), next(given)
+                weight *= 1 - p.sum() if answer is None else p[answer]
+                return [answer]
+
+            trace = closed_loop([window], PLANT, policy, 40.0, decisions)
+            unread += weight * answers.count(None)
+            for name, values in outcome(trace, [window]).items():
+                mean[name] += weight * values[0]
+        assert found.unparsed[w] == pytest.approx(unread) and found.dropped[w] < 1e-5
+        assert {name: pytest.approx(mean[name], rel=1e-4, abs=1e-4) for name in sums} == {
+            n: v[w] for n, v in sums.items()
+        }
+
+
+def test_states_are_merged_and_the_unlikely_ones_dropped():
+    """No more states than energies that can be reached; a chance of 1 in 10 million is left out, and said."""
+    most = []
+
+    def chances(states):
+        most.append(len(states))
+        return np.tile([0.5, 0.0, 1e-7, 0.5 - 1e-7], (len(states), 1))
+
+    found = expected_loop(WINDOWS[:1], PLANT, chances)
+    assert max(most) < 400 and 1e-7 < found.dropped[0] < 1e-3
+    one = expected_loop(WINDOWS, PLANT, lambda states: np.tile([0.0, 1.0, 0.0, 0.0], (len(states), 1)))
+    assert (
+        one.co2_kg == pytest.approx(closed_loop(WINDOWS, PLANT, RULES["always_1"]).co2_kg.sum(1))
+        and not one.dropped.any()
+    )
+
+
+def test_an_exact_record_holds_the_greedy_path_and_the_expectation():
+    """The greedy answers are the same function at temperature 0; the hours of both are the greedy path's."""
+    record = new_record(CASES[:3], ["p.csv"], 4, False, {}, exact=True)
+    record_greedy = record_of(CASES[:3])
+    run_model(record_greedy, "base_greedy", CASES[:3], answering("[2]"), render_full)
+
+    def probabilities(prompts, greedy):
+        return np.tile([0.0, 0.0, 1.0, 0.0] if greedy else [0.0, 0.3, 0.6, 0.0], (len(prompts), 1))
+
+    run_exact(record, "base", CASES[:3], probabilities, render_full)
+    check_schema(record, {"base", "base_greedy"})
+    assert record["totals"]["base_greedy"] == record_greedy["totals"]["base_greedy"] | {"answers": 90}
+    base, greedy = (record["windows"][1]["policies"][name] for name in ("base", "base_greedy"))
+    assert base["actions"] == greedy["actions"] and base["mean"] != greedy["mean"]
+    assert (
+        record["totals"]["base"]["unparsed"] == pytest.approx(0.1 * 3 * 30 * 4)
+        and record["totals"]["base"]["answers"] == 360
+    )
+    co2 = sum(
+        record["totals"][rule]["co2_kg"] * p for rule, p in (("always_1", 0.3), ("always_2", 0.6), ("always_3", 0.1))
+    )
+    assert record["totals"]["base"]["co2_kg"] == pytest.approx(co2, rel=1e-4), "emissions follow the output alone"
+    assert "from 150 kWh, exact" in table(record) and "base_greedy" in table(record)
 
 
 @pytest.mark.parametrize("hours", (9, 24, 34))

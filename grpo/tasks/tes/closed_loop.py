@@ -21,6 +21,7 @@ DECISIONS = DECISION_DAYS * len(HOURS)
 Policy = Callable[[Sequence[State]], Sequence[int | None]]  # one action for each state; None: no answer could be read
 # ask(prompts, samples, hour): `samples` completions of each prompt, in the order of the prompts
 Ask = Callable[[Sequence[str], int, int], Sequence[str]]
+SAME_KWH, LEAST_PROBABILITY = 1e-7, 1e-6  # energies that are one state; states that are dropped
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,62 @@ def closed_loop(
     return Trace(*(np.stack(column, axis=1) for column in zip(*steps, strict=True)), start_kwh=start_kwh)
 
 
+@dataclass
+class Expectation:
+    """What a policy that chooses by chance does in W windows in expectation: arrays (W,), in kWh, kg and answers."""
+
+    end_kwh: np.ndarray
+    co2_kg: np.ndarray
+    unserved_kwh: np.ndarray
+    cycled_kwh: np.ndarray
+    unparsed: np.ndarray  # answers that cannot be read
+    dropped: np.ndarray  # probability of the states that were left out
+
+
+def expected_loop(
+    windows: Sequence[Window],
+    plant: Plant,
+    chances: Callable[[Sequence[State]], np.ndarray],
+    start_kwh: float = START_KWH,
+    decisions: int = DECISIONS,
+) -> Expectation:
+    """`closed_loop` of all that can happen: hour by hour the probabilities of the storage energies that can be reached.
+    `chances` of S states are those of the K actions, (S, K); what is left of 1 is the safe action's. Energies that differ
+    by rounding are one state, states below LEAST_PROBABILITY are dropped and the others share theirs."""
+    count, safe, actions = len(windows), safe_action(plant), np.arange(len(plant.ratios))
+    sums = Expectation(*np.zeros((6, count)))
+    where, energy, weight = np.arange(count), np.full(count, float(start_kwh)), np.ones(count)
+    for t in range(decisions):
+        day, i = divmod(t, len(HOURS))
+        p = chances([state_at(windows[w], plant, t, e) for w, e in zip(where, energy, strict=True)]).astype(float)
+        none = 1 - p.sum(axis=1)
+        p[:, safe] += none
+        load, co2 = (
+            np.array([getattr(windows[w], name)[day, i] for w in where])[:, None] for name in ("load_kw", "co2")
+        )
+        after, joint = tes.step(plant, energy[:, None], actions, load, co2), weight[:, None] * p
+        out = np.maximum(energy[:, None] - after.energy_kwh, 0.0)
+        for name, values in (("co2_kg", after.emissions_kg), ("unserved_kwh", after.unserved_kwh), ("cycled_kwh", out)):
+            np.add.at(getattr(sums, name), where, (joint * values).sum(axis=1))
+        np.add.at(sums.unparsed, where, weight * none)
+        where, energy, weight = merged(np.repeat(where, len(actions)), after.energy_kwh.ravel(), joint.ravel())
+        kept = weight >= LEAST_PROBABILITY
+        where, energy, weight = where[kept], energy[kept], weight[kept]
+        whole = np.bincount(where, weight, count)
+        sums.dropped = 1 - (1 - sums.dropped) * np.minimum(whole, 1.0)
+        weight = weight / whole[where]
+    sums.end_kwh = np.bincount(where, weight * energy, count)
+    return sums
+
+
+def merged(where: np.ndarray, energy: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """States of windows (S,), each once, in order; the weights of those that are one state added up."""
+    order = np.lexsort((energy, where))
+    where, energy, weight = where[order], energy[order], weight[order]
+    new = (np.diff(where, prepend=-1) > 0) | (np.diff(energy, prepend=-np.inf) > SAME_KWH)
+    return where[new], energy[new], np.bincount(np.cumsum(new) - 1, weight)
+
+
 def end_price(window: Window, plant: Plant, decisions: int = DECISIONS) -> float:
     """Worth of a kWh that is left at the end [kg CO2]: making it in the cheapest hours of the day after."""
     return tes.terminal_price(plant, window.co2[math.ceil(decisions / len(HOURS))]) * plant.cost_scale
@@ -78,6 +135,23 @@ def priced_kg(trace: Trace, windows: Sequence[Window], plant: Plant) -> np.ndarr
     price = np.array([end_price(window, plant, trace.actions.shape[1]) for window in windows])
     gained = trace.storage_kwh[:, -1] - trace.start_kwh
     return trace.co2_kg.sum(axis=1) + plant.unserved_kg_per_kwh * trace.unserved_kwh.sum(axis=1) - gained * price
+
+
+def outcome(trace: Trace, windows: Sequence[Window]) -> dict[str, np.ndarray]:
+    """What each pass through a window came to, (W,): the figures of `mean` in closed_loop.json."""
+    sums = {"co2_kg": trace.co2_kg.sum(axis=1), "unserved_kwh": trace.unserved_kwh.sum(axis=1)}
+    return sums | {"storage_cycled_kwh": trace.cycled_kwh, "priced_kg": priced_kg(trace, windows, Plant())}
+
+
+def expected_outcome(
+    found: Expectation, windows: Sequence[Window], start_kwh: float, decisions: int
+) -> dict[str, np.ndarray]:
+    """`outcome` in expectation."""
+    price = np.array([end_price(window, Plant(), decisions) for window in windows])
+    unserved = Plant().unserved_kg_per_kwh * found.unserved_kwh
+    priced = found.co2_kg + unserved - (found.end_kwh - start_kwh) * price
+    sums = {"co2_kg": found.co2_kg, "unserved_kwh": found.unserved_kwh}
+    return sums | {"storage_cycled_kwh": found.cycled_kwh, "priced_kg": priced}
 
 
 def follow_the_load(states: Sequence[State]) -> list[int]:

@@ -24,6 +24,8 @@ from grpo.tasks.tes.prompts import State
 
 Record = dict[str, Any]  # closed_loop.json
 MODELS = ("base", "trained")
+GREEDY = "_greedy"  # behind a model's name: its likeliest answers, one pass
+ASKED = (*MODELS, *(name + GREEDY for name in MODELS))
 LEAST_WINDOWS = 3  # fewer give no interval: a bootstrap over two windows says nothing
 
 
@@ -68,14 +70,17 @@ def new_record(
     sampling: Mapping[str, Any],
     start_kwh: float = START_KWH,
     hours: int = 24 * DECISION_DAYS,
+    exact: bool = False,
 ) -> Record:
-    """closed_loop.json with the rules and the optimum, before a model was asked. `sampling` says how it will be."""
+    """closed_loop.json with the rules and the optimum, before a model was asked. `sampling` says how it will be; `exact`:
+    by its probabilities."""
     plant, windows, decisions = Plant(), [case.window for case in cases], loop.decisions_in(hours)
     record: Record = {
         "profiles": list(profiles),
         "start_kwh": start_kwh,
         "samples": samples,
         "vote": vote,
+        "exact": exact,
         "safe_action": loop.safe_action(plant),
         "safe_action_reason": loop.SAFE_REASON,
         "sampling": dict(sampling),
@@ -99,30 +104,34 @@ def new_record(
 
 
 def add_policy(
-    record: Record, name: str, windows: Sequence[Window], trace: loop.Trace, unparsed: np.ndarray, answers: int = 0
+    record: Record,
+    name: str,
+    windows: Sequence[Window],
+    trace: loop.Trace,
+    unparsed: np.ndarray,
+    answers: int = 0,
+    sums: Mapping[str, np.ndarray] | None = None,
 ) -> None:
     """Put a policy into the record and compute the totals again.
 
     `trace` is of all windows as often as each was run, pass by pass: the hours that are kept are the first pass's, `mean`
-    and the totals are means over the passes. `unparsed` counts answers that could not be read by row of the trace;
-    `answers` are all of them.
+    and the totals are means over the passes, or `sums` (W,) where they are given. `unparsed` counts answers that could
+    not be read by row of the trace; `answers` are all of them.
     """
     count = len(windows)
-    priced = loop.priced_kg(trace, list(windows) * (len(trace.actions) // count), Plant())
+    sums = sums or loop.outcome(trace, list(windows) * (len(trace.actions) // count))
     for i, entry in enumerate(record["windows"]):
         rows, hours = slice(i, None, count), entry["hours"]
         storage = [trace.start_kwh]  # a night keeps it
         for value in hourly(trace.storage_kwh[i], hours, None):
             storage.append(storage[-1] if value is None else value)
-        sums = {"co2_kg": trace.co2_kg.sum(axis=1), "unserved_kwh": trace.unserved_kwh.sum(axis=1),
-                "storage_cycled_kwh": trace.cycled_kwh, "priced_kg": priced}  # fmt: skip
         entry["policies"][name] = {
             "actions": hourly(trace.actions[i], hours, None),
             "output_kw": hourly(trace.output_kw[i], hours, 0.0),
             "storage_kwh": storage[1:],
             "co2_kg": hourly(trace.co2_kg[i], hours, 0.0),
             "unserved_kwh": hourly(trace.unserved_kwh[i], hours, 0.0),
-            "unparsed": int(unparsed[rows].sum()),
+            "unparsed": tidy(unparsed[rows].sum().item()),
             "answers": answers // count,
             "mean": {key: tidy(float(values[rows].mean())) for key, values in sums.items()},
         }
@@ -146,10 +155,10 @@ def add_totals(record: Record) -> None:
         return {name: tidy(value) for name, value in figures.items()}
 
     record["totals"] = {}
-    for name in [name for name in (*MODELS, "optimum", *loop.RULES) if name in priced]:
+    for name in [name for name in (*ASKED, "optimum", *loop.RULES) if name in priced]:
         mine = [policies[name] for policies in entries]
         sums = {key: tidy(math.fsum(one["mean"][key] for one in mine)) for key in mine[0]["mean"]}
-        counts = {key: sum(one[key] for one in mine) for key in ("unparsed", "answers")}
+        counts = {key: tidy(sum(one[key] for one in mine)) for key in ("unparsed", "answers")}
         record["totals"][name] = sums | regret(name, "optimum") | counts
     record.pop("difference", None)
     if priced.keys() >= set(MODELS):
@@ -157,11 +166,11 @@ def add_totals(record: Record) -> None:
 
 
 def keep_models(record: Record, path: Path, names: Sequence[str] = MODELS) -> bool:
-    """Take over what `path` holds of the models `names` if it is of the same windows, samples and settings; whether it
+    """Take over what `path` holds of the models `names`, sampled and greedy, if it is of the same windows, samples and settings; whether it
     was. A file that is not there, or cannot be read, is none of the same."""
 
     def asked(one: Mapping[str, Any]) -> list[Any]:
-        alike = [one[key] for key in ("start_kwh", "samples", "vote", "safe_action", "sampling")]
+        alike = [one.get(key) for key in ("start_kwh", "samples", "vote", "exact", "safe_action", "sampling")]
         return alike + [w[key] for w in one["windows"] for key in ("name", "hours", "load_kw", "co2_kg_per_kwh")]
 
     try:
@@ -169,7 +178,8 @@ def keep_models(record: Record, path: Path, names: Sequence[str] = MODELS) -> bo
         if asked(record) != asked(earlier):
             return False
         for entry, found in zip(record["windows"], earlier["windows"], strict=True):
-            entry["policies"] |= {name: found["policies"][name] for name in names if name in found["policies"]}
+            kept = [name for model in names for name in (model, model + GREEDY) if name in found["policies"]]
+            entry["policies"] |= {name: found["policies"][name] for name in kept}
         add_totals(record)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
@@ -177,14 +187,44 @@ def keep_models(record: Record, path: Path, names: Sequence[str] = MODELS) -> bo
 
 
 def run_model(record: Record, name: str, cases: Sequence[Case], ask: loop.Ask, render: Callable[[State], str]) -> None:
-    """Let a model run through the cases and put it into the record as `name`, base or trained. With `vote`, `samples`
-    answers decide each hour; without, every window is run `samples` times, all of them side by side."""
+    """Let a model run through the cases and put it into the record as `name`, one of ASKED. With `vote`, `samples` answers
+    decide each hour; without, every window is run `samples` times, all of them side by side; a greedy one once."""
     votes, passes = (record["samples"], 1) if record["vote"] else (1, record["samples"])
+    if name.endswith(GREEDY):
+        votes = passes = 1
     windows, decisions = [case.window for case in cases], loop.decisions_in(record["windows"][0]["hours"])
     unparsed = np.zeros(len(windows) * passes, int)
     policy = loop.model_policy(ask, render, votes, unparsed)
     trace = loop.closed_loop(windows * passes, Plant(), policy, record["start_kwh"], decisions)
     add_policy(record, name, windows, trace, unparsed, votes * trace.actions.size)
+
+
+def run_exact(
+    record: Record,
+    name: str,
+    cases: Sequence[Case],
+    probabilities: Callable[[Sequence[str], bool], np.ndarray],
+    render: Callable[[State], str],
+) -> None:
+    """As `run_model`, but all that can happen, by the probabilities of the answers: `probabilities(prompts, greedy)` are
+    (N, K). Puts the model as `name` and as its greedy policy into the record; the hours of both are the greedy path's."""
+    windows, decisions, start = [case.window for case in cases], loop.decisions_in(record["windows"][0]["hours"]), record["start_kwh"]  # fmt: skip
+    unread, samples = np.zeros(len(windows), int), record["samples"]
+
+    def likeliest(states: Sequence[State]) -> list[int | None]:
+        p = probabilities([render(state) for state in states], True)
+        read = p.any(axis=1)
+        unread[:] += ~read
+        return [int(action) if known else None for action, known in zip(p.argmax(axis=1), read, strict=True)]
+
+    trace = loop.closed_loop(windows, Plant(), likeliest, start, decisions)
+    chances = lambda states: probabilities([render(state) for state in states], False)  # noqa: E731
+    found = loop.expected_loop(windows, Plant(), chances, start, decisions)
+    sums = loop.expected_outcome(found, windows, start, decisions)
+    add_policy(record, name, windows, trace, found.unparsed * samples, trace.actions.size * samples, sums)
+    for entry, dropped in zip(record["windows"], found.dropped.tolist(), strict=True):
+        entry["policies"][name]["dropped"] = tidy(dropped)
+    add_policy(record, name + GREEDY, windows, trace, unread, trace.actions.size)
 
 
 def write_record(record: Mapping[str, Any], path: Path) -> None:
@@ -210,13 +250,18 @@ def table(record: Mapping[str, Any]) -> str:
     """The totals for the terminal."""
     count, hours = len(record["windows"]), record["windows"][0]["hours"]
     row = "  {:<18} {:>8} {:>13} {:>11} {:>9} {:>20}  {}"
-    lines = [f"Closed loop, {count} window{'s' * (count != 1)} of {hours} hours from {record['start_kwh']:g} kWh"]
+    samples = record["samples"]
+    way = f"the majority of {samples} answers" if record["vote"] else f"{samples} pass{'es' * (samples != 1)}"
+    way = "exact" if record["exact"] else way
+    lines = [
+        f"Closed loop, {count} window{'s' * (count != 1)} of {hours} hours from {record['start_kwh']:g} kWh, {way}"
+    ]
     lines += [row.format("policy", "kg CO2", "unserved kWh", "cycled kWh", "regret", "95% interval", "unparsed")]
     for name, total in record["totals"].items():
         sums = [f"{total[key]:.1f}" for key in ("co2_kg", "unserved_kwh", "storage_cycled_kwh")]
         regret, low, high = (total[f"regret_percent{end}"] for end in ("", "_low", "_high"))
         shown = ["" if regret is None else f"{regret:.1f} %", "" if low is None else f"{low:.1f} to {high:.1f}"]
-        unparsed = f"{total['unparsed']} of {total['answers']}" if total["answers"] else ""
+        unparsed = f"{round(total['unparsed'], 1):g} of {total['answers']}" if total["answers"] else ""
         lines.append(row.format(name, *sums, *shown, unparsed).rstrip())
     if change := record.get("difference"):
         regret, low, high = change.values()
@@ -228,7 +273,7 @@ def table(record: Mapping[str, Any]) -> str:
 
 def sampling_of(settings: Any, prompt: str) -> dict[str, Any]:
     """The settings that decide what a model answers: with others, its figures are not the same measurement."""
-    names = ("MODEL_ID", "TEMPERATURE", "TOP_P", "MAX_COMPLETION_LEN", "SEED", "REASONING_EFFORT", "PROMPT_DATE")
+    names = ("MODEL_ID", "EVAL_TEMPERATURE", "TOP_P", "MAX_COMPLETION_LEN", "SEED", "REASONING_EFFORT", "PROMPT_DATE")
     return {name.lower(): getattr(settings, name) for name in names} | {"prompt": prompt}
 
 

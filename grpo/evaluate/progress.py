@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The evaluations of a run, from before its first step to behind its last: what they say about it, and the best adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo.data.files import data_fingerprint
+from grpo.evaluate.heldout import evaluate, measure_rewards
+from grpo.evaluate.plant import measure_closed_loop, plant_record, run_plant
+from grpo.learn.trainer import Trainer
+from grpo.preflight.checks import Preflight
+from grpo.run import best
+from grpo.run.archive import model_card
+from grpo.run.folder import write_text
+from grpo.run.logs import banner_text
+from grpo.settings import log
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What was measured after a step (0: the base model): held-out reward, and of the closed loop regret [%] and unserved
+    load [kWh], None where it does not run."""
+
+    step: int
+    reward: float
+    regret: float | None = None
+    unserved: float | None = None
+    change_low: float | None = None  # low end of the 95% interval of the regret's change, paired over windows
+
+    @classmethod
+    def of(cls, step: int, reward: float, record: Mapping[str, Any] | None) -> Figures:
+        """From the held-out reward and closed_loop.json."""
+        if not record:
+            return cls(step, reward)
+        total = record["totals"]["trained" if step else "base"]
+        low = record.get("difference", {}).get("regret_percent_low") if step else None
+        return cls(step, reward, total["regret_percent"], total["unserved_kwh"], low)
+
+    @property
+    def columns(self) -> dict[str, float]:
+        """Those of metrics.csv that have a value."""
+        values = {"heldout_reward": self.reward, "plant_regret": self.regret, "plant_unserved_kwh": self.unserved}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+def plant_warning(base: Figures, now: Figures, exact: bool) -> str | None:
+    """A sentence where the plant got worse than the base model's while the held-out reward rose; None else. Figures that
+    were sampled count only where the interval over windows says so, exact ones as they are."""
+    if now.regret is None or base.regret is None or now.reward <= base.reward:
+        return None
+    if not (now.regret > base.regret if exact else now.change_low is not None and now.change_low > 0):
+        return None
+    return (
+        f"The reward rises and the plant gets WORSE, step {now.step} against the base model: held-out reward {base.reward:.3f} "
+        f"to {now.reward:.3f}, regret {base.regret:.1f} to {now.regret:.1f} %, unserved load {base.unserved:,.0f} to "
+        f"{now.unserved:,.0f} kWh. Read docs/evaluation.md#read-both; train on more short hours (make_dataset.py "
+        "--short-share), lower LEARNING_RATE, or load an earlier adapter (best/)"
+    )
+
+
+class Progress:
+    """Measures before, while and after a run trains. Without EVAL_SAMPLES it does nothing."""
+
+    def __init__(self, check: Preflight):
+        self.check, self.exact, self.by = check, check.evaluation[0], check.best[0]
+        self.base: Figures | None = None
+        self.warned = False  # about the plant, in the evaluation before
+
+    def before(self, trainer: Trainer) -> None:
+        """The base model; from then on the trainer measures every EVAL_STEPS steps."""
+        if self.check.eval_rows:
+            results = measure_rewards(trainer, self.check.eval_rows, self.exact, base=True)
+            record = measure_closed_loop(self.check, trainer, base=True)
+            self.base = Figures.of(0, results["before"]["reward"], record)
+            trainer.run.measure = self.during
+
+    def during(self, trainer: Trainer) -> dict[str, float]:
+        """Columns of metrics.csv, measured with the adapter as it is now."""
+        reward, record = evaluate(trainer, self.check.eval_rows, self.exact)["reward"], None
+        if self.check.closed_loop.prompt:
+            record = plant_record(self.check, trainer)
+            run_plant(self.check, trainer, record, "trained", greedy=False)
+        now = Figures.of(trainer.state.global_step, reward, record)
+        self.judge(trainer, now)
+        return now.columns
+
+    def after(self, trainer: Trainer) -> None:
+        """The trained adapter, and the last words about the run."""
+        if not self.check.eval_rows:
+            return
+        results = measure_rewards(trainer, self.check.eval_rows, self.exact, base=False)
+        record = measure_closed_loop(self.check, trainer, base=False)
+        found = self.judge(trainer, Figures.of(trainer.state.global_step, results["after"]["reward"], record), True)
+        if found:
+            (log.info if found["better_than_base"] else log.warning)("best adapter: %s", found["in_words"])
+
+    def judge(self, trainer: Trainer, now: Figures, last: bool = False) -> best.Record:
+        """Log the figures of a step, warn where the plant gets worse, keep the adapter if it is the best; returns
+        best.json."""
+        shown = "" if now.regret is None else f", plant regret {now.regret:.1f} %, unserved {now.unserved:,.1f} kWh"
+        if not last:
+            log.info("measured after step %d: held-out reward %.3f%s", now.step, now.reward, shown)
+        warning = plant_warning(self.base, now, self.exact)
+        if warning and (last or not self.warned):
+            log.warning(banner_text(warning))
+        self.warned = warning is not None
+        s, evaluated = self.check.settings, self.check.closed_loop
+        measured = {"samples": s.EVAL_SAMPLES, "temperature": s.EVAL_TEMPERATURE, "exact": self.exact}
+        measured |= {"windows": [case.name for case in evaluated.cases], "rows": data_fingerprint(self.check.eval_rows)}
+
+        def save(folder: Path, record: best.Record) -> None:
+            trainer.accelerator.unwrap_model(trainer.model).save_pretrained(str(folder))
+            card = model_card(s, now.step, trainer.functions, f"{record['in_words'].capitalize()}.\n", tokenizer="..")
+            write_text(folder / "README.md", card)
+
+        values = {"step": now.step} | now.columns
+        return best.keep_best(trainer.run.folder, self.by, self.base.columns, measured, values, save)

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The best adapter of the steps that were evaluated, in OUTPUT_DIR/best."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from grpo.run.folder import BEST, write_text
+
+Record = dict[str, Any]  # best.json
+FIGURES = {"plant": "plant_regret", "reward": "heldout_reward"}  # by BEST_BY
+WORDS = {"plant": "plant regret of {:.1f} %", "reward": "held-out reward of {:.3f}"}
+
+
+def better(by: str, value: float, than: float) -> bool:
+    """Whether a value of the figure that `by` names is better: a lower regret, a higher reward."""
+    return value < than if by == "plant" else value > than
+
+
+def read_best(folder: Path) -> Record:
+    """best.json of the run in `folder`; empty where there is none."""
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads((folder / BEST / "best.json").read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def keep_best(
+    folder: Path,
+    by: str,
+    base: Mapping[str, Any],
+    measured: Mapping[str, Any],
+    values: Mapping[str, Any],
+    save: Callable[[Path, Record], None],
+) -> Record:
+    """Put an evaluated step into best.json, which is returned, and its adapter into best/ where none before was as good.
+
+    values: `step` and the columns that were measured after it; base: those of the base model. measured: how; with another
+    way (a resumed run may change it) the choice begins again, a step that is measured again replaces itself. `save` writes
+    the adapter and its card into a new folder. Returns an empty record where the figure has no value.
+    """
+    name = FIGURES[by]
+    if values.get(name) is None or base.get(name) is None:
+        return {}
+    record = read_best(folder)
+    if (record.get("by"), record.get("measured")) != (by, dict(measured)):
+        record = {"by": by, "figure": name, "base": dict(base), "measured": dict(measured), "evaluated": []}
+    steps = {one["step"]: one for one in record["evaluated"]} | {values["step"]: dict(values)}
+    record["evaluated"] = [steps[step] for step in sorted(steps)]
+    is_best = "step" not in record or better(by, values[name], record["value"])
+    if is_best:
+        record |= {"step": values["step"], "value": values[name], "base_value": base[name]}
+        record["better_than_base"] = better(by, values[name], base[name])
+        record["in_words"] = in_words(record)
+        replace_best(folder, lambda new: save(new, record), record)
+    else:
+        write_text(folder / BEST / "best.json", json.dumps(record, indent=1) + "\n")
+    return record
+
+
+def replace_best(folder: Path, save: Callable[[Path], None], record: Record) -> None:
+    """Put a new best/ in the old one's place: at every moment one of them is whole, `recover_best` finds it."""
+    best, new, old = (folder / (BEST + end) for end in ("", ".tmp", ".old"))
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir()
+    save(new)
+    write_text(new / "best.json", json.dumps(record, indent=1) + "\n")  # last: with it the folder is whole
+    if best.exists():
+        best.rename(old)
+    new.rename(best)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def recover_best(folder: Path) -> None:
+    """After a kill inside `replace_best`: the new best/ where it was whole, else the old one."""
+    best, new, old = (folder / (BEST + end) for end in ("", ".tmp", ".old"))
+    if not best.exists() and (whole := next((path for path in (new, old) if (path / "best.json").is_file()), None)):
+        whole.rename(best)
+    for path in (new, old):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def in_words(record: Record) -> str:
+    """Which step best/ is of, and whether it beats the base model."""
+    mine, theirs = (WORDS[record["by"]].format(record[name]) for name in ("value", "base_value"))
+    said = f"step {record['step']} is the best of the evaluated ones, with a {mine}"
+    if record["better_than_base"]:
+        return f"{said} (base model: {theirs})"
+    return f"{said}, but NOT BETTER than the base model without any adapter ({theirs})"
+
+
+def which_to_load(record: Record, last: int) -> str:
+    """For the run's model card, at step `last`: which of the two adapters to load, and why. Empty without a best one."""
+    if not record:
+        return ""
+    if not record["better_than_base"]:
+        return f"**No adapter beats the base model**: {record['in_words']}; it is in `best/`.\n"
+    if record["step"] == last:
+        return f"**Load the adapter in this folder**, or `best/`, which is the same: {record['in_words']}.\n"
+    return (
+        f"**Load the adapter in `best/`**: {record['in_words']}. The one in this folder is of the last step, {last}.\n"
+    )

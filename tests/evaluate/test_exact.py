@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exact probabilities of answers. Run: python -m pytest tests/evaluate/test_exact.py"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from conftest import RENDERED
+from engines import set_adapter
+from trainers import make, plain_float32
+
+from grpo.evaluate.exact import ANSWER, answer_probabilities
+from grpo.evaluate.heldout import evaluate, exact_probabilities, generate_completions
+
+PROMPTS = [
+    RENDERED.format(text) for text in ("hour 8 store 50 load 30", "hour 17 store 9 load 30 co2 41", "hour 8 store 7")
+]
+
+
+@pytest.fixture
+def trainer(tiny, tmp_path):
+    """In float32, with an adapter that matters, whatever the tiny model is; answers of 12 tokens."""
+    made = plain_float32(make(tiny, tmp_path, MAX_COMPLETION_LEN=12, EVAL_SAMPLES=3, EVAL_TEMPERATURE=1.5))
+    set_adapter(made, 1)
+    return made
+
+
+def by_hand(model, tokenizer, prompt, answer, temperature):
+    """The probability of one answer after one prompt, from the model's own logits of the whole conversation."""
+    before, tokens = (tokenizer(text=text)["input_ids"] for text in (prompt, answer))
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([before + tokens]), use_cache=False).logits[0, len(before) - 1 : -1]
+    return (logits.double() / temperature).log_softmax(-1)[range(len(tokens)), tokens].sum().exp().item()
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+def test_it_is_the_product_of_the_tokens_probabilities(trainer, temperature):
+    """For prompts of all lengths in one batch, doubled ones, and actions of two digits, whose tails differ in length."""
+    model, tokenizer = trainer.model.eval(), trainer.processing_class
+    found = answer_probabilities(model.get_base_model(), tokenizer, [*PROMPTS, PROMPTS[0]], temperature, 12)
+    assert found.shape == (4, 12) and np.array_equal(found[0], found[3])
+    for prompt, row in zip(PROMPTS, found, strict=False):
+        for action in (0, 3, 11):
+            expected = by_hand(model, tokenizer, prompt, ANSWER.format(action), temperature)
+            assert row[action] == pytest.approx(expected, rel=1e-4), (prompt, action)
+    one = answer_probabilities(model.get_base_model(), tokenizer, PROMPTS[:1], temperature, 4)
+    assert one[0] == pytest.approx(found[0, :4], rel=1e-4), "alone as among others"
+
+
+def test_the_window_of_the_sliding_layers_is_kept(trainer):
+    """A prompt much longer than it: what all prompts share lies outside."""
+    model, tokenizer = trainer.model.get_base_model().eval(), trainer.processing_class
+    model.config.sliding_window = 16
+    for layer in model.model.layers[::2]:
+        layer.self_attn.sliding_window = 16
+    prompts = [RENDERED.format("hour 8 " * 20 + end) for end in ("store 7", "load 30")]
+    found = answer_probabilities(model, tokenizer, prompts, 1.0, 4)
+    for prompt, row in zip(prompts, found, strict=True):
+        assert row[2] == pytest.approx(by_hand(model, tokenizer, prompt, ANSWER.format(2), 1.0), rel=1e-4)
+
+
+def test_sampled_answers_come_as_often_as_they_should(trainer):
+    """At EVAL_TEMPERATURE, not at the rollouts'; each share within four standard errors."""
+    count, tokenizer = 600, trainer.processing_class
+    ids = generate_completions(trainer, [PROMPTS[0]] * count, count, base=False)
+    said = Counter(tokenizer.batch_decode(ids))
+    (exact,) = exact_probabilities(trainer, PROMPTS[:1], False, False, 4)
+    assert exact.max() < 0.99, "a certain answer shows nothing"
+    for action, p in enumerate(exact.tolist()):
+        share = said[ANSWER.format(action)] / count
+        assert abs(share - p) <= 4 * math.sqrt(p * (1 - p) / count) + 1 / count, (action, share, p)
+    (other,) = exact_probabilities(trainer, PROMPTS[:1], True, False, 4)
+    assert abs(other - exact).max() > 0.01, "the base model's are others"
+
+
+def test_temperature_0_is_greedy_generation(trainer):
+    """Also where the greedy answer cannot be read: there no action has a probability."""
+    before = trainer.generation_config, trainer.generation_kwargs
+    for strength in (0.1, 3.0):
+        set_adapter(trainer, 2, strength)
+        texts = trainer.processing_class.batch_decode(generate_completions(trainer, PROMPTS, 1, False, temperature=0.0))
+        found = exact_probabilities(trainer, PROMPTS, False, True, 4)
+        assert found.tolist() == [[float(text == ANSWER.format(k)) for k in range(4)] for text in texts]
+    assert not found.any(), "the strong adapter's answers are none"
+    assert before == (trainer.generation_config, trainer.generation_kwargs) and trainer.run.temperature is None
+
+
+def test_held_out_figures_are_expectations(trainer):
+    rows, s = trainer.run.rows, trainer.run.settings
+    found = evaluate(trainer, rows, exact=True)
+    p = exact_probabilities(trainer, [row.prompt for row in rows], False, False, 4)
+    assert found["reward"] == pytest.approx((p @ np.array(rows[0].rewards)).mean(), abs=1e-6)
+    assert found["action_counts"] == pytest.approx((s.EVAL_SAMPLES * p.sum(0)).tolist(), abs=1e-5)
+    assert found["parse_rate"] == pytest.approx(p.sum(1).mean()) and "tokens_mean" not in found
+    sampled = evaluate(trainer, rows, exact=False, greedy=True)
+    greedy = evaluate(trainer, rows, exact=True, greedy=True)
+    assert sampled["reward_by_prompt"] == greedy["reward_by_prompt"] and sampled["tokens_mean"] >= 1
