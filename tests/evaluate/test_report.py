@@ -357,8 +357,8 @@ def test_scripts_start_without_torch_and_leave_a_caller_s_matplotlib_alone(tmp_p
     folder = write_run(tmp_path / "run", [metrics_row(s, **GPU) for s in (1, 2, 3)])
     code = f"""
 import sys; sys.path.insert(0, "scripts"); sys.argv[1:] = ["--help"]
-import bench, prove, watch
-for main in (bench.main, prove.main, watch.main):
+import bench, days, prove, watch
+for main in (bench.main, days.main, prove.main, watch.main):
     try: main()
     except SystemExit: assert not {{"torch", "transformers", "matplotlib"}} & set(sys.modules)
 import report, matplotlib
@@ -370,4 +370,4 @@ assert matplotlib.rcParams.copy() == before
 """
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert found.returncode == 0 and found.stdout.strip().endswith("MB)"), found.stderr
-    assert found.stdout.count("usage: ") == 3
+    assert found.stdout.count("usage: ") == 4
