@@ -44,7 +44,13 @@ def read_split(folder: Path, pattern: str, heldout: Sequence[str], **columns: st
     paths = sorted(folder.glob(pattern))
     if not paths:
         raise ProfileError([f"{folder}: holds no profile ({pattern}); docs/data.md says what one looks like"])
-    found = read_profiles(paths, ("full",), **columns)
+    try:
+        found = read_profiles(paths, ("full",), **columns)
+    except ProfileError as error:
+        other = any("header: no datetime column" in problem for problem in error.problems)
+        raise ProfileError(
+            [*error.problems, *["--files PATTERN leaves out CSVs that are no profiles"] * other]
+        ) from None
     ordered = sorted(paths, key=lambda path: found[path.stem].dates)
     if not heldout or (len(heldout) == 1 and heldout[0].isdigit()):
         count = int(heldout[0]) if heldout else max(1, len(ordered) // 3)

@@ -124,6 +124,14 @@ def test_what_cannot_be_used_is_refused_in_one_sentence(tmp_path, capsys, monkey
     assert len(lines) == (4 if "asked" in words else 1) and not (tmp_path / "out").exists()
 
 
+def test_a_csv_that_is_no_profile_is_named_with_what_leaves_it_out(tmp_path, capsys):
+    folder = fill(tmp_path / "days")
+    (folder / "notes.csv").write_text("a,b,c\n1,2,3\n")
+    assert script.main([str(folder)]) == 2
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert "notes.csv, header: no datetime column" in first and last.startswith("--files PATTERN leaves out")
+
+
 def start(folder: Path, out: Path, *options: str, **settings: str) -> subprocess.CompletedProcess:
     command = [
         sys.executable,
