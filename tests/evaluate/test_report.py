@@ -55,6 +55,14 @@ def closed_loop(windows: int = 1, names: tuple[str, ...] = ("base", "trained", "
     return record | {"totals": totals, "difference": difference}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def coarse():
+    """Figures of few pixels: the tests look at what is there, not at how sharp it is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("grpo.evaluate.figures.DPI", 40)
+        yield
+
+
 def with_evaluations(folder: Path, evaluated: dict[int, tuple[float, float, float]]) -> Path:
     """metrics.csv with the columns that evaluated steps fill, and the first of the steps kept as the best."""
     metrics = pandas.read_csv(folder / "metrics.csv", dtype=str)
@@ -77,14 +85,6 @@ def drawn(monkeypatch) -> list:
 
     monkeypatch.setattr(figures, "picture", keep)
     return made
-
-
-@pytest.fixture(scope="module", autouse=True)
-def coarse():
-    """Figures of few pixels: the tests look at what is there, not at how sharp it is."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("grpo.evaluate.figures.DPI", 40)
-        yield
 
 
 @pytest.fixture(scope="module")
