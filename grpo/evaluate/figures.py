@@ -7,7 +7,7 @@ import base64
 import io
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 import pandas
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.legend_handler import HandlerTuple
 from matplotlib.ticker import MaxNLocator
 
 from grpo.evaluate.run_data import PHASES, interval, number, part, phase_seconds
@@ -37,7 +38,7 @@ CURVES = {
     "mismatch": ("Train/inference mismatch", ["logp_diff_mean", "logp_diff_max"]),
     "gpu_memory": ("GPU memory", ["gpu_peak_gib"]),
 }
-FILES = {*CURVES, "phases", "actions", "heldout", "plant"}
+FILES = {*CURVES, "evaluations", "phases", "actions", "heldout", "plant"}
 # Colours: Okabe and Ito, distinguishable when colour-blind. A policy looks the same everywhere: name, colour, line.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 POLICIES = {
@@ -45,6 +46,16 @@ POLICIES = {
     "trained": ("trained", "#0072B2", "-"),
     "optimum": ("optimum", "#009E73", "--"),
 }
+# What other policies earn on the held-out prompts, keys of evaluation.json: colour and line.
+REFERENCES = {"random": ("#999999", ":"), "constant": ("#333333", "-."), "oracle": ("#009E73", "--")}
+EVALUATIONS = {  # columns of evaluated steps: axis, digits, key of a policy's totals
+    "heldout_reward": ("held-out reward", ".2f", ""),
+    "plant_regret": ("plant regret, %", ",.1f", "regret_percent"),
+    "plant_unserved_kwh": ("unserved, kWh", ",.1f", "unserved_kwh"),
+}
+UNSERVED_KWH = 0.05  # less is a rounding error
+UNSERVED = {"facecolor": "#CC79A7", "edgecolor": "black", "hatch": "////", "linewidth": 0.4}
+MARK = {"color": "#CC79A7", "markeredgecolor": "black", "markeredgewidth": 0.7, "markersize": 4.5}
 PHASE_LABELS = {"handover": "weight sync"}  # else as in metrics.csv
 STYLE = {"font.size": 9.5, "legend.fontsize": 8.5, "legend.frameon": False, "axes.axisbelow": True, "axes.grid": True}
 STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "axes.formatter.useoffset": False}
@@ -77,10 +88,23 @@ def canvas(height: float = 2.9, heights: Sequence[float] = (1.0,)) -> list[Axes]
     return [row[0] for row in grid]
 
 
-def picture(axes: Axes, file: str, title: str, line: str, columns: int = 3) -> Picture:
-    """The finished figure, its legend above `axes`, where it covers nothing."""
+def legend(axes: Axes, columns: int = 3) -> None:
+    """Above `axes`, where it covers nothing; none without labels."""
     if axes.get_legend_handles_labels()[1]:
         axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 0.98), ncols=columns, borderaxespad=0.2, columnspacing=1.2, handlelength=1.6)  # fmt: skip
+
+
+def references(evaluation: Mapping[str, Any]) -> Iterator[tuple[str, float, dict[str, Any]]]:
+    """Label, reward and look of the policies in REFERENCES that evaluation.json has."""
+    for key, (colour, style) in REFERENCES.items():
+        if not math.isnan(value := number(evaluation.get(key))):
+            label = f"always [{evaluation.get('constant_action')}]" if key == "constant" else key
+            yield label, value, {"color": colour, "linestyle": style, "linewidth": 1.4}
+
+
+def picture(axes: Axes, file: str, title: str, line: str, columns: int = 3) -> Picture:
+    """The finished figure, with the legend of `axes`."""
+    legend(axes, columns)
     buffer = io.BytesIO()
     axes.figure.savefig(buffer, format="png", facecolor="white", metadata={"Software": None})
     return Picture(file, title, line, buffer.getvalue())
@@ -91,9 +115,11 @@ def step_axis(axes: Axes) -> None:
     axes.set_xlabel("step")
 
 
-def curve(metrics: pandas.DataFrame, file: str) -> Picture:
-    """A learning curve, of which at least one column has a value."""
+def curve(metrics: pandas.DataFrame, file: str, evaluation: Mapping[str, Any]) -> Picture:
+    """A learning curve, of which at least one column has a value; `evaluation`: whose references it gets, or empty."""
     title, columns = CURVES[file]
+    line = " ".join(METRICS[name][1] for name in columns)
+    line += " Lines across: what other policies earn on the held-out prompts." * bool(evaluation)
     axes, values = canvas()[0], metrics.set_index("step")[columns]
     if len(columns) == 1:
         axes.plot(values, ".", color="#7FB2D6", markersize=3)
@@ -101,6 +127,8 @@ def curve(metrics: pandas.DataFrame, file: str) -> Picture:
     else:
         for column, colour in zip(columns, PALETTE, strict=False):
             axes.plot(values[column], ".-", color=colour, markersize=3, linewidth=1, label=column)
+    for label, value, look in references(evaluation):
+        axes.axhline(value, label=f"{label} {value:.2f}", **look)
     unit = METRICS[columns[0]][0]
     if file == "mismatch" and values.min(axis=None) > 0:
         axes.set_yscale("log")
@@ -109,7 +137,43 @@ def curve(metrics: pandas.DataFrame, file: str) -> Picture:
         axes.set_ylim(-0.03 * top, top)
     axes.set_ylabel(unit)
     step_axis(axes)
-    return picture(axes, file, title, " ".join(METRICS[name][1] for name in columns), 2)
+    return picture(axes, file, title, line, 3 if evaluation else 2)
+
+
+def evaluations_figure(
+    found: pandas.DataFrame, evaluation: Mapping[str, Any], rule: tuple[str, Mapping[str, Any]], best: Mapping[str, Any]
+) -> Picture:
+    """What the evaluated steps came to, a panel for each column of `found` that has values.
+
+    found: `Run.evaluated()`; rule: name and totals of the best rule at the plant; best: best.json; both may be empty.
+    """
+    shown, kept = found.dropna(axis=1, how="all"), best.get("step")
+    panels = canvas(1.0 + 1.6 * shown.shape[1], [1.0] * shown.shape[1])
+    base, trained, star = policy("base")[1], policy("trained")[1], {"color": "#E69F00", "markeredgecolor": "black"}
+    for axes, column in zip(panels, shown, strict=True):
+        (text, digits, total), values = EVALUATIONS[column], shown[column].dropna()
+        axes.plot(values, "o-", color=trained, markersize=4)
+        if values.index[0] == 0:
+            axes.axhline(values[0], color=base, linestyle=(0, (6, 3)), linewidth=1.2)
+            axes.plot(0, values[0], "s", color=base, markersize=6, label=f"base {values[0]:{digits}}")
+        if not math.isnan(value := number(rule[1].get(total))):
+            axes.axhline(value, color="#333333", linestyle=":", label=f"{policy(rule[0])[0]} {value:{digits}}")
+        if kept in values.index:
+            axes.axvline(kept, color="#999999", linewidth=1)
+            axes.plot(kept, values[kept], "*", markersize=12, label=f"kept {values[kept]:{digits}}", **star)
+        for label, value, look in references(evaluation) if column == "heldout_reward" else ():
+            axes.axhline(value, label=f"{label} {value:.2f}", **look)
+        if column == "plant_regret" and 0 < 10 * values.min() < values.max():
+            axes.set_yscale("log")
+        axes.set_ylabel(text)
+        legend(axes)
+    step_axis(panels[-1])
+    line = "Held-out reward, regret and unserved load of the closed loop at every evaluated step; step 0 is the base model."
+    if rule[0] and shown.shape[1] > 1:
+        line += f" Dotted: {policy(rule[0])[0]}, the rule with the lowest regret."
+    if kept is not None:
+        line += f" Star: step {kept}, whose adapter is kept in best/ (chosen by {best.get('figure', '?')})."
+    return picture(panels[0], "evaluations", "Evaluation while it trained", line)
 
 
 def stacked(layers: pandas.DataFrame, colours: Sequence[str], label: str) -> Axes:
@@ -155,11 +219,8 @@ def actions_figure(counts: pandas.DataFrame) -> Picture:
 
 def heldout_figure(evaluation: Mapping[str, Any]) -> Picture:
     axes, labels = canvas(2.0)[0], []
-    looks = {"random": ("#999999", ":"), "constant": ("#333333", "-."), "oracle": ("#009E73", "--")}
-    for key, (colour, style) in looks.items():
-        label = f"always [{evaluation.get('constant_action')}]" if key == "constant" else key
-        if not math.isnan(value := number(evaluation.get(key))):
-            axes.axvline(value, color=colour, linestyle=style, label=label, linewidth=1.4)
+    for label, value, look in references(evaluation):
+        axes.axvline(value, label=label, **look)
     for key, who in (("after", "trained"), ("before", "base")):
         value, low, high = interval(part(evaluation, key), "reward")
         if not math.isnan(value):
@@ -173,6 +234,22 @@ def heldout_figure(evaluation: Mapping[str, Any]) -> Picture:
     axes.set_xlabel("mean reward")
     line = "Mean reward on held-out prompts; bars are 95% intervals, lines what other policies earn."
     return picture(axes, "heldout", "Held-out reward", line)
+
+
+def mark_unserved(axes: Axes, unserved_kwh: Sequence[float], load_kw: Sequence[float]) -> None:
+    """Hatch the part of each hour's load that nothing served, with a triangle above it, as a small part is hardly seen."""
+    hours = np.flatnonzero(np.array(unserved_kwh, float) > UNSERVED_KWH)
+    if len(hours):
+        top, missing = np.array(load_kw, float)[hours], np.array(unserved_kwh, float)[hours]
+        bars = axes.bar(hours, missing, 1.0, bottom=top - missing, align="edge", **UNSERVED)
+        (marks,) = axes.plot(hours + 0.5, top + 9, "v", **MARK)
+        look = {"handler_map": {tuple: HandlerTuple(ndivide=None, pad=0)}, "handlelength": 2.4, "borderaxespad": 0.2}
+        axes.legend([(bars, marks)], ["load unserved"], loc="lower right", bbox_to_anchor=(1.01, 0.95), **look)
+
+
+def unserved_text(unserved_kwh: Sequence[float]) -> str:
+    hours = [value for value in unserved_kwh if value > UNSERVED_KWH]
+    return f"{len(hours)} hour{'s' * (len(hours) != 1)}, {math.fsum(hours):,.1f} kWh" if hours else "none"
 
 
 def plant_figure(window: Mapping[str, Any], start_kwh: float, index: int) -> Picture:
@@ -195,6 +272,7 @@ def plant_figure(window: Mapping[str, Any], start_kwh: float, index: int) -> Pic
         axes.fill_between(hours, held(window["load_kw"]), step="post", color="#CCCCCC", linewidth=0)
         axes.step(hours, held(one["output_kw"]), where="post", color=colour, linewidth=1.5)
         axes.set_title(label, loc="left", fontsize=9.5, color=colour, pad=3)
+        mark_unserved(axes, one["unserved_kwh"], window["load_kw"])
         storage.plot(hours, [start_kwh, *one["storage_kwh"]], label=label, **line)
         emitted.plot(hours, np.cumsum([0.0, *one["co2_kg"]]), **line)
     most = max((axes.get_ylim()[1] for axes in outputs), default=None)
@@ -207,4 +285,6 @@ def plant_figure(window: Mapping[str, Any], start_kwh: float, index: int) -> Pic
     emitted.set_xticks(hours[::24], [f"{day:%b %d}" for day in days])
     title = f"Three days at the plant ({str(window.get('name', ''))[:120]})"
     line = "From top to bottom: the output that each policy chose (line) for the cooling load (grey), energy in the storage, CO2 intensity of the electricity, emissions summed up since the start."
+    left = [f"{policy(name)[0]} {unserved_text(window['policies'][name]['unserved_kwh'])}" for name in shown]
+    line += f" Load left unserved (hatched, below a triangle): {', '.join(left)}."
     return picture(storage, f"plant_{index}", title, line)

@@ -15,6 +15,7 @@ import pandas
 from grpo.evaluate import figures
 from grpo.evaluate.figures import MEAN_OF, Picture
 from grpo.evaluate.run_data import HELDOUT_HEADER, Run, duration, heldout_rows, interval, number, part, spread
+from grpo.tasks.tes.closed_loop import RULES
 
 MOST_WINDOWS = 3  # of the closed loop that get a figure
 
@@ -40,11 +41,27 @@ def curves_section(run: Run) -> Section:
     if len(run.metrics) < 2:
         section.missing.append(f"A curve needs two steps, and there {'is one' if run.steps else 'is none'} so far.")
     else:
-        section.pictures += [figures.curve(run.metrics, file) for file in known if known[file]]
+        lines = {"reward": run.evaluation}
+        if run.rewards != "action" and run.evaluation:  # evaluation.json has rewards of the CSV: on another scale
+            lines = {}
+            section.missing.append(f"The reward curve does not show what other policies earn: it is of REWARDS={run.rewards}, theirs is of the CSV.")  # fmt: skip
+        section.pictures += [figures.curve(run.metrics, file, lines.get(file, {})) for file in known if known[file]]
         if none := [title for file, (title, _) in figures.CURVES.items() if not known[file]]:
             section.missing.append(f"Left out, because no step has a value: {', '.join(none)}.")
     section.pictures += [figures.phases_figure(run.metrics)] if len(run.metrics) else []
+    found = run.evaluated()
+    if len(found):
+        section.pictures.append(figures.evaluations_figure(found, run.evaluation, best_rule(run), run.best))
+    else:
+        section.missing.append("No step between the first and the last was evaluated.")
     return section
+
+
+def best_rule(run: Run) -> tuple[str, dict[str, Any]]:
+    """Name and totals of the rule with the lowest regret at the plant; empty ones where there is none."""
+    totals = {name: part(run.closed_loop, "totals", name) for name in RULES}
+    known = {name: one for name, one in totals.items() if not math.isnan(number(one.get("regret_percent")))}
+    return min(known.items(), key=lambda item: item[1]["regret_percent"], default=("", {}))
 
 
 def actions_section(run: Run) -> Section:

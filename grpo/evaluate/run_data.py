@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from grpo.run.logs import COMPLETIONS, METRICS
 
 EXAMPLES = 3  # completions shown of each kind
 HEAD, TAIL = 3000, 1500  # characters of a completion that are shown from its begin and its end
+# Columns of metrics.csv that only evaluated steps fill; logs of older runs lack them.
+EVALUATED = ("heldout_reward", "plant_regret", "plant_unserved_kwh")
 PHASES = ("wake", "handover", "generation", "sleep", "reward", "learn")  # of a step, in order
 
 
@@ -63,8 +65,9 @@ def read_metrics(path: Path) -> pandas.DataFrame:
 
     Of two rows for one step the later counts. Raises as `read_log`.
     """
-    found = read_log(path, METRICS).drop_duplicates("step", keep="last").sort_values("step", ignore_index=True)
-    numbers = [name for name in METRICS if name not in ("step", "time")]
+    columns = dict.fromkeys([*METRICS, *EVALUATED])
+    found = read_log(path, columns).drop_duplicates("step", keep="last").sort_values("step", ignore_index=True)
+    numbers = [name for name in columns if name not in ("step", "time")]
     return found.assign(**{name: finite(found[name]) for name in numbers})
 
 
@@ -192,6 +195,7 @@ class Run:
     record: dict[str, Any]  # settings.json
     evaluation: dict[str, Any]
     closed_loop: dict[str, Any]
+    best: dict[str, Any] = field(default_factory=dict)  # best/best.json
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -206,6 +210,26 @@ class Run:
         total = self.settings.get("TOTAL_STEPS")
         return total if isinstance(total, int) else None
 
+    @property
+    def rewards(self) -> str:
+        """REWARDS, as set or as chosen."""
+        chosen = part(self.record, "choices").get("rewards")
+        return str(self.settings.get("REWARDS") or (chosen[0] if isinstance(chosen, list) and chosen else "action"))
+
+    def evaluated(self) -> pandas.DataFrame:
+        """Columns EVALUATED by evaluated step, with the base model as step 0; empty where no step was evaluated."""
+        found = self.metrics.set_index("step").reindex(columns=EVALUATED).astype(float).dropna(how="all")
+        for step, when, who in ((0, "before", "base"), (self.steps, "after", "trained")):
+            if len(found) and step not in found.index:
+                plant = part(self.closed_loop, "totals", who)
+                values = (
+                    part(self.evaluation, when).get("reward"),
+                    plant.get("regret_percent"),
+                    plant.get("unserved_kwh"),
+                )
+                found.loc[step] = [number(value) for value in values]
+        return found.dropna(how="all").sort_index()
+
 
 def read_run(folder: Path) -> Run:
     """Raises ReportError where the folder holds no run."""
@@ -213,5 +237,5 @@ def read_run(folder: Path) -> Run:
         raise ReportError(f"{folder}: no such folder. Name a run's OUTPUT_DIR")
     if not (folder / "metrics.csv").is_file():
         raise ReportError(f"{folder}: no metrics.csv. Name a run's OUTPUT_DIR, after the run has loaded its model")
-    records = (read_json(folder / f"{name}.json") for name in ("settings", "evaluation", "closed_loop"))
+    records = (read_json(folder / f"{name}.json") for name in ("settings", "evaluation", "closed_loop", "best/best"))
     return Run(folder, read_metrics(folder / "metrics.csv"), read_completions(folder / "completions.csv"), *records)

@@ -63,14 +63,15 @@ def tabled(table: str, found: Mapping[str, Any]) -> list[dict[str, Any]]:
     return made
 
 
-def write(path: Path, figures: list[dict[str, Any]], command: str | None = None) -> None:
-    """The measurement as JSON, in the form of all files under docs/results/."""
+def write(path: Path, figures: list[dict[str, Any]], command: str | None = None, **more: Any) -> None:
+    """The measurement as JSON, in the form of all files under docs/results/; `more`: further keys."""
     record = {
         "command": command or " ".join(["python", "scripts/bench.py", *sys.argv[1:]]),
         "machine": machine(),
         "date": datetime.date.today().isoformat(),
         "versions": {name: version for name, version in installed_versions(PACKAGES).items() if version},
         "commit": commit(),
+        **more,
         "figures": figures,
     }
     path.parent.mkdir(parents=True, exist_ok=True)

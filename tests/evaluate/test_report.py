@@ -19,10 +19,17 @@ from conftest import ROOT
 from run_folders import EVALUATION, GPU, metrics_row, write_run
 
 import train_grpo
-from grpo.evaluate import run_data
+from grpo.evaluate import figures, run_data
 from grpo.evaluate.figures import FILES, stacked
 from grpo.evaluate.page import write_report
-from grpo.evaluate.report import heldout_section, plant_section, plant_verdict, reward_verdict
+from grpo.evaluate.report import (
+    best_rule,
+    curves_section,
+    heldout_section,
+    plant_section,
+    plant_verdict,
+    reward_verdict,
+)
 from grpo.evaluate.run_data import Completions, Run, read_completions, read_metrics
 from grpo.run.logs import METRICS
 
@@ -76,6 +83,30 @@ def coarse():
         yield
 
 
+def with_evaluations(folder: Path, evaluated: dict[int, tuple[float, float, float]]) -> Path:
+    """metrics.csv with the columns that evaluated steps fill, and the first of the steps kept as the best."""
+    metrics = pandas.read_csv(folder / "metrics.csv", dtype=str)
+    cells = [evaluated.get(step, ("", "", "")) for step in metrics["step"].astype(int)]
+    metrics[list(run_data.EVALUATED)] = cells
+    metrics.to_csv(folder / "metrics.csv", index=False, lineterminator="\n")
+    (folder / "best").mkdir()
+    (folder / "best" / "best.json").write_text(json.dumps({"step": min(evaluated), "figure": "plant", "value": 9.0}))
+    return folder
+
+
+@pytest.fixture
+def drawn(monkeypatch) -> list:
+    """The panels of every figure that is made."""
+    made = []
+
+    def keep(axes, file, title, line, columns=3):
+        made.append(axes.figure.axes)
+        return figures.Picture(file, title, line, b"")
+
+    monkeypatch.setattr(figures, "picture", keep)
+    return made
+
+
 @pytest.fixture(scope="module")
 def full(tmp_path_factory, coarse) -> Path:
     """A complete GPU run with everything there is, and its report."""
@@ -89,7 +120,7 @@ def full(tmp_path_factory, coarse) -> Path:
     ]
     folder = tmp_path_factory.mktemp("runs") / "\u5b9f\u9a13"
     write_run(folder, metrics, samples, evaluation=EVALUATION, closed_loop=closed_loop(4))
-    write_report(folder)
+    write_report(with_evaluations(folder, {10: (0.5, 9.0, 2.0), 20: (0.55, 12.0, 0.0)}))
     return folder
 
 
@@ -111,12 +142,12 @@ def test_the_page_of_a_full_run_is_one_file_with_every_part_in_order(full):
     assert page.index('class="verdict"') < page.index("<h2>")
     for column, (_, line) in METRICS.items():
         assert f"<td>{column}</td>" in page and html.unescape(line) in html.unescape(page)
-    figures = re.findall(r'<figure id="([^"]+)"><img alt="([^"]+)" src="data:image/png;base64,([^"]+)">\s*<figcaption><b>([^<]+)</b>([^<]*)', page)  # fmt: skip
-    assert len(figures) == page.count("<figure") == len(FILES) + 2  # three windows of the plant
-    for name, alt, data, title, line in figures:
+    pictures = re.findall(r'<figure id="([^"]+)"><img alt="([^"]+)" src="data:image/png;base64,([^"]+)">\s*<figcaption><b>([^<]+)</b>([^<]*)', page)  # fmt: skip
+    assert len(pictures) == page.count("<figure") == len(FILES) + 2  # three windows of the plant
+    for name, alt, data, title, line in pictures:
         assert re.sub(r"_\d+$", "", name) in FILES and alt == title and len(line) > 20
         assert base64.b64decode(data) == (full / "report" / f"{name}.png").read_bytes()
-    assert {path.stem for path in (full / "report").glob("*.png")} == {name for name, *_ in figures}
+    assert {path.stem for path in (full / "report").glob("*.png")} == {name for name, *_ in pictures}
 
 
 SUMMARY = [
@@ -167,20 +198,20 @@ CURVES = {"best_action_rate", "clipped_ratio", "length", "parse_rate", "reward",
 
 
 @pytest.mark.parametrize(
-    "steps, completions, files, figures, words",
+    "steps, completions, files, pictures, words",
     [
         (0, 0, {}, set(), ["0 of 30", "there is none so far", "There are no completions yet", "There is no evaluation on held-out prompts"]),
         (1, 1, {}, {"phases", "actions"}, ["A curve needs two steps, and there is one so far"]),
-        (3, 0, {"evaluation": CUT_OFF}, CURVES | {"heldout"}, ["3 of 30", "in progress, or interrupted", "Whether training helped is not known yet"]),
+        (3, 0, {"evaluation": CUT_OFF}, CURVES | {"heldout"}, ["3 of 30", "in progress, or interrupted", "No step between the first and the last was evaluated", "Whether training helped is not known yet"]),
         (3, 1, {"settings": SKIPPED}, CURVES | {"actions"}, ["Held-out prompts were not evaluated: EVAL_SAMPLES is 0", "because no step has a value: Entropy, Train/inference mismatch, GPU memory.", "there is no closed_loop.json", "resumed from step 2", "None to show."]),
     ],
 )  # fmt: skip
-def test_runs_that_are_not_complete(tmp_path, steps, completions, files, figures, words):
+def test_runs_that_are_not_complete(tmp_path, steps, completions, files, pictures, words):
     rows = [completion_row(step) for step in range(1, completions + 1)]
     folder = write_run(tmp_path / "run", [metrics_row(s) for s in range(1, steps + 1)], rows, **files)
     text = text_of(folder)
     assert [word for word in words if word not in text] == [] and "exceeds" not in text
-    assert {path.stem for path in (folder / "report").glob("*.png")} == figures
+    assert {path.stem for path in (folder / "report").glob("*.png")} == pictures
     assert "nan" not in text.replace("by NaN", "").replace("nan where", "")
 
 
@@ -267,6 +298,58 @@ def test_bars_are_means_over_their_steps_and_stack():
     assert (first[1].get_x(), first[1].get_width()) == (2.5, 2.0) and second[1].get_y() == 3.5
 
 
+def level(line) -> float:
+    return float(line.get_ydata()[0])
+
+
+@pytest.mark.parametrize("record, shown", [({}, True), ({"settings": {"REWARDS": None}, "choices": {"rewards": ["regret", "why"]}}, False), ({"settings": {"REWARDS": "action,format=0.1"}}, False)])  # fmt: skip
+def test_the_reward_curve_has_what_other_policies_earn_where_it_is_the_csv_s(tmp_path, drawn, record, shown):
+    folder = write_run(tmp_path / "run", [metrics_row(1), metrics_row(2)], evaluation=EVALUATION, settings=record)
+    section = curves_section(run_data.read_run(folder))
+    assert section.pictures[0].file == "reward"
+    lines = [(line.get_label(), level(line)) for line in drawn[0][0].lines[2:]]
+    assert lines == ([("random 0.25", 0.25), ("always [0] 0.50", 0.5), ("oracle 0.70", 0.7)] if shown else [])
+    assert ("what other policies earn on the held-out" in section.pictures[0].line) == shown
+    assert any("The reward curve does not show" in sentence for sentence in section.missing) != shown
+    assert all(len(panels[0].lines) <= 2 for panels in drawn[1:])  # other curves have no such lines
+
+
+def test_evaluated_steps_are_drawn_between_base_and_trained_beside_the_best_rule(tmp_path, drawn):
+    found = closed_loop(names=("base", "trained", "optimum", "always_0", "always_2"))
+    found["totals"]["always_0"] |= {"regret_percent": 30.0}
+    rows = [metrics_row(step) for step in range(1, 31)]
+    folder = write_run(tmp_path / "run", rows, evaluation=EVALUATION, closed_loop=found)
+    run = run_data.read_run(with_evaluations(folder, {10: (0.5, 9.0, 2.0), 20: (0.55, 12.0, 0.0)}))
+    steps = run.evaluated()
+    assert steps.index.tolist() == [0, 10, 20, 30]
+    assert steps.to_numpy().tolist() == [[0.4, 20, 0], [0.5, 9, 2], [0.55, 12, 0], [0.6, 19, 0]]
+    assert best_rule(run)[0] == "always_2"
+    section = curves_section(run)
+    assert "Star: step 10, whose adapter is kept in best/ (chosen by plant)" in section.pictures[-1].line
+    assert "Dotted: always [2], the rule" in section.pictures[-1].line
+    labels = [axes.get_legend_handles_labels()[1] for axes in drawn[-1]]
+    assert labels[0] == ["base 0.40", "kept 0.50", "random 0.25", "always [0] 0.50", "oracle 0.70"]
+    assert labels[1:] == [["base 20.0", "always [2] 16.0", "kept 9.0"], ["base 0.0", "always [2] 0.0", "kept 2.0"]]
+    # Without a plant there is one panel; without an evaluated step nothing of the two ends.
+    metrics = pandas.read_csv(folder / "metrics.csv", dtype=str).drop(columns=["plant_regret", "plant_unserved_kwh"])
+    run = run_data.Run(folder, metrics.assign(step=metrics["step"].astype(int)), NO_COMPLETIONS, {}, EVALUATION, {})
+    assert run.evaluated().dropna(axis=1, how="all").columns.tolist() == ["heldout_reward"]
+    run.metrics = run.metrics.drop(columns="heldout_reward")
+    assert run.evaluated().empty
+
+
+def test_hours_with_unserved_load_are_marked_and_counted(drawn):
+    found = closed_loop()
+    found["windows"][0]["policies"]["base"]["unserved_kwh"][9:13] = [30.0, 0.5, 0.0, 1e-6]
+    section = plant_section(run_of(found=found))
+    assert "Load left unserved (hatched, below a triangle): base model 2 hours, 30.5 kWh, trained none, optimum none." in section.pictures[0].line  # fmt: skip
+    base, trained, *_ = drawn[0]
+    assert [(bar.get_x(), bar.get_y(), bar.get_height()) for bar in base.patches] == [(9, 0, 30), (10, 29.5, 0.5)]
+    assert base.lines[-1].get_xdata().tolist() == [9.5, 10.5] and base.lines[-1].get_marker() == "v"
+    assert [text.get_text() for text in base.get_legend().get_texts()] == ["load unserved"]
+    assert not trained.patches and not trained.get_legend()
+
+
 NO_REPORT = [(None, "no such folder"), ("x.csv", "no metrics.csv"), ("metrics.csv", "no column `step`")]
 
 
@@ -294,8 +377,8 @@ def test_scripts_start_without_torch_and_leave_a_caller_s_matplotlib_alone(tmp_p
     folder = write_run(tmp_path / "run", [metrics_row(s, **GPU) for s in (1, 2, 3)])
     code = f"""
 import sys; sys.path.insert(0, "scripts"); sys.argv[1:] = ["--help"]
-import bench, prove, watch
-for main in (bench.main, prove.main, watch.main):
+import bench, days, prove, watch
+for main in (bench.main, days.main, prove.main, watch.main):
     try: main()
     except SystemExit: assert not {{"torch", "transformers", "matplotlib"}} & set(sys.modules)
 import report, matplotlib
@@ -307,4 +390,4 @@ assert matplotlib.rcParams.copy() == before
 """
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert found.returncode == 0 and found.stdout.strip().endswith("MB)"), found.stderr
-    assert found.stdout.count("usage: ") == 3
+    assert found.stdout.count("usage: ") == 4

@@ -1,0 +1,59 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Train on real days and measure on others: from a folder of hourly profiles to a report.
+
+    python scripts/days.py profiles/                                  # the last third of the files is held out
+    python scripts/days.py profiles/ --heldout 2 --out runs/mine      # the last two files by date
+    python scripts/days.py profiles/ --heldout may.csv --model tiny   # on a CPU, with compact prompts
+    TOTAL_STEPS=50 python scripts/days.py profiles/ --results mine.json --source https://example.org/profiles
+
+A profile is a CSV with one row an hour: docs/data.md, "Your own days". OUT gets data/ (training rows, held-out rows and
+held-out profiles) and run/, the OUTPUT_DIR of train_grpo.py. Settings of the environment pass through, so the same
+command continues an interrupted run.
+
+Exit codes: 0 done, 2 the profiles cannot be used (every problem is named); those of train_grpo.py where it fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from grpo.settings import Settings
+from grpo.tasks.tes.profiles import ProfileError
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add, model = parser.add_argument, os.environ.get("MODEL_ID") or Settings.MODEL_ID
+    add("folder", metavar="FOLDER", type=Path, help="of hourly profiles")
+    add("--files", default="*.csv", metavar="PATTERN", help="which of its files are profiles (default %(default)s)")
+    add("--heldout", nargs="+", default=[], metavar="N|FILE", help="files held out, or how many of the last ones")
+    add("--out", type=Path, default=Path("runs/days"), help="folder of data and run (default %(default)s)")
+    add("--model", default=model, help="MODEL_ID; `tiny` reads compact prompts (default %(default)s)")
+    add("--co2-column", metavar="NAME", help="CO2 intensity [kg/kWh], where names do not tell")
+    add("--load-column", metavar="NAME", help="cooling load [kW], where names do not tell")
+    add("--results", type=Path, metavar="JSON", help="write the figures, with the SHA-256 of every profile")
+    add("--source", metavar="URL", help="where the profiles come from, for --results")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse_args(argv)
+    from grpo.measure.days import days  # late: --help needs no torch
+
+    try:
+        return days(options)
+    except ProfileError as error:
+        print(*error.problems, sep="\n", file=sys.stderr)
+    except OSError as error:
+        print(f"{error.filename}: {error.strerror}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
