@@ -247,15 +247,15 @@ def test_garbage_that_earns_more_than_answers_is_boxed_once(tmp_path, caplog):
     )
     read = [
         Completion(row, text, None, 9, False)
-        for row, text in ((free, poem), *((free, text) for text in rest), (ROW, poem))
+        for row, text in ((free, poem), *((free, text) for text in rest), (ROW, poem), (free, rest[0]))
     ]
     figures = {name: 1.0 for name in METRICS if name not in ("step", "time")}
     for step in range(1, 31):
-        log.write_completions(step, read, [0.1, 0.5, math.nan, 0.9])
+        log.write_completions(step, read, [0.1, 0.5, 0.5, 0.9, math.nan])
         rates = log.rates
         log.write_step(step, {name: value for name, value in figures.items() if name not in rates})
         assert ("garbage is being learned" in caplog.text) is (step >= 10)
-    said = "Answers that cannot be read earned 0.7 over the last 10 steps, all answers 0.5: garbage is being learned."
+    said = "Answers that cannot be read earned 0.633 over the last 10 steps, all answers 0.5: garbage is being learned."
     (told,) = (record.getMessage() for record in caplog.records if "garbage" in record.getMessage())
     assert told.startswith("\n====") and said in told
 
@@ -264,7 +264,7 @@ def test_garbage_that_earns_no_more_is_no_warning():
     for garbage, every in (([], [1.0]), ([0.2], [0.2, 0.2]), ([0.1], [0.1, 0.3])):
         assert garbage_warning([(garbage, every)] * 12) is None
     assert garbage_warning([([0.3], [0.1, 0.3])] * 9) is None
-    late = [([0.3], [0.1, 0.3])] * 5 + [([0.0], [0.1, 0.0])] * 10
+    late = [([0.9], [0.1, 0.9])] * 5 + [([0.0], [0.1, 0.0])] * 10
     assert garbage_warning(late) is None and garbage_warning(late[:10]) is not None, "the last 10 steps count"
 
 
