@@ -28,12 +28,12 @@ def answer_probabilities(
 ) -> np.ndarray:
     """(N, K): the probability of ANSWER for each of K `actions` after each of N prompts, sampled at `temperature`; at 0
     the greedy answer's is 1. What is left of 1 is no such answer. `model`: a gpt-oss, its adapter inside or not; it is
-    computed in float32. Equal prompts are asked once, and what all of them begin with is computed once."""
+    computed in float32 on a CPU. Equal prompts are asked once, and what all of them begin with is computed once."""
     place = {prompt: n for n, prompt in enumerate(dict.fromkeys(prompts))}
     rows = tokenizer(text=list(place))["input_ids"]
     answers = tokenizer(text=[ANSWER.format(k) for k in range(actions)], add_special_tokens=False)["input_ids"]
     shared = os.path.commonprefix(rows)[: min(map(len, rows)) - 1]
-    if model.dtype != torch.float32:
+    if model.device.type == "cpu" and model.dtype != torch.float32:  # where BF16 is slow
         model = copy.deepcopy(model).float()
     found, order = np.zeros((len(rows), actions)), sorted(range(len(rows)), key=lambda n: len(rows[n]))
     size = max(1, BATCH_TOKENS // (max(map(len, rows)) - len(shared) + sum(map(len, answers))))
@@ -84,12 +84,10 @@ def tree_probabilities(
     distance = positions[:, :, None] - key_position[:, None, :]
     allowed = (segments[:, :, None] == key_segment[:, None, :]) | (key_segment == 0)[:, None]
     allowed &= distance >= 0
-    masks = {}
+    masks, lowest = {}, torch.finfo(model.dtype).min
     for kind, window in (("full_attention", width + len(shared)), ("sliding_attention", model.config.sliding_window)):
         seen = allowed & (distance < window)
-        masks[kind] = torch.zeros(seen.shape, device=device).masked_fill_(~seen, torch.finfo(torch.float32).min)[
-            :, None
-        ]
+        masks[kind] = torch.zeros_like(seen, dtype=model.dtype).masked_fill_(~seen, lowest)[:, None]
     out = model.model(
         input_ids=ids, position_ids=positions, attention_mask=masks, past_key_values=cache, use_cache=True
     )

@@ -31,6 +31,7 @@ CONFLICTS = [
     ({"ATTN_IMPL": "org/kernel", "PACKING": "prefix"}, H100, ["PACKING: org/kernel takes padded rows only"]),
     ({}, dataclasses.replace(H100, capability=7.5), ["GPU: ", "compute capability 7.5"]),
     ({"TEMPERATURE": 2.1}, H100, ["takes at most 2"]),
+    ({"EVAL_TEMPERATURE": 2.1}, H100, ["EVAL_TEMPERATURE", "takes at most 2"]),
     ({"LOSS_TYPE": "vespo", "IS_CORRECTION": "sequence_mask"}, CPU, ["vespo"]),
     *(
         ({"LORA_TARGETS": f"q_proj,{name}"}, CPU, [repr(name), "MXFP4 experts", "all-linear", "q_proj"])
