@@ -283,8 +283,9 @@ def test_the_expected_loop_is_the_mean_over_all_that_can_happen(decisions):
         }
 
 
-def test_states_are_merged_and_the_unlikely_ones_dropped():
-    """No more states than energies that can be reached; a chance of 1 in 10 million is left out, and said."""
+def test_states_are_merged_and_the_unlikely_ones_dropped(monkeypatch):
+    """No more states than energies that can be reached; a chance of 1 in 10 million is left out, and said. What is left
+    counts for all."""
     most = []
 
     def chances(states):
@@ -293,6 +294,10 @@ def test_states_are_merged_and_the_unlikely_ones_dropped():
 
     found = expected_loop(WINDOWS[:1], PLANT, chances)
     assert max(most) < 400 and 1e-7 < found.dropped[0] < 1e-3
+    monkeypatch.setattr("grpo.tasks.tes.closed_loop.LEAST_PROBABILITY", 0.2)
+    most = closed_loop(WINDOWS[:1], PLANT, RULES["always_3"]).co2_kg.sum()
+    found = expected_loop(WINDOWS[:1], PLANT, lambda states: np.tile([0.9, 0.0, 0.0, 0.1], (len(states), 1)))
+    assert found.co2_kg[0] == pytest.approx(0.1 * most) and found.dropped[0] == pytest.approx(1 - 0.9**30)
     one = expected_loop(WINDOWS, PLANT, lambda states: np.tile([0.0, 1.0, 0.0, 0.0], (len(states), 1)))
     assert (
         one.co2_kg == pytest.approx(closed_loop(WINDOWS, PLANT, RULES["always_1"]).co2_kg.sum(1))
