@@ -172,7 +172,7 @@ def evaluations_figure(
     if rule[0] and shown.shape[1] > 1:
         line += f" Dotted: {policy(rule[0])[0]}, the rule with the lowest regret."
     if kept is not None:
-        line += f" Star: step {kept}, whose adapter is kept in best/ (chosen by {best.get('figure', '?')})."
+        line += f" Star: step {kept}, whose adapter is kept in best/ (chosen by {str(best.get('figure', '?')).replace('_', ' ')})."
     return picture(panels[0], "evaluations", "Evaluation while it trained", line)
 
 

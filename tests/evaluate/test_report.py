@@ -90,7 +90,9 @@ def with_evaluations(folder: Path, evaluated: dict[int, tuple[float, float, floa
     metrics[list(run_data.EVALUATED)] = cells
     metrics.to_csv(folder / "metrics.csv", index=False, lineterminator="\n")
     (folder / "best").mkdir()
-    (folder / "best" / "best.json").write_text(json.dumps({"step": min(evaluated), "figure": "plant", "value": 9.0}))
+    (folder / "best" / "best.json").write_text(
+        json.dumps({"step": min(evaluated), "figure": "plant_regret", "value": 9.0})
+    )
     return folder
 
 
@@ -325,7 +327,7 @@ def test_evaluated_steps_are_drawn_between_base_and_trained_beside_the_best_rule
     assert steps.to_numpy().tolist() == [[0.4, 20, 0], [0.5, 9, 2], [0.55, 12, 0], [0.6, 19, 0]]
     assert best_rule(run)[0] == "always_2"
     section = curves_section(run)
-    assert "Star: step 10, whose adapter is kept in best/ (chosen by plant)" in section.pictures[-1].line
+    assert "Star: step 10, whose adapter is kept in best/ (chosen by plant regret)" in section.pictures[-1].line
     assert "Dotted: always [2], the rule" in section.pictures[-1].line
     labels = [axes.get_legend_handles_labels()[1] for axes in drawn[-1]]
     assert labels[0] == ["base 0.40", "kept 0.50", "random 0.25", "always [0] 0.50", "oracle 0.70"]
