@@ -75,6 +75,9 @@ def test_sampled_answers_come_as_often_as_they_should(trainer):
         assert abs(share - p) <= 4 * math.sqrt(p * (1 - p) / count) + 1 / count, (action, share, p)
     (other,) = exact_probabilities(trainer, PROMPTS[:1], True, False, 4)
     assert abs(other - exact).max() > 0.01, "the base model's are others"
+    base = trainer.model.get_base_model()
+    (heated,) = answer_probabilities(base, tokenizer, PROMPTS[:1], trainer.run.settings.EVAL_TEMPERATURE, 4)
+    assert exact.tolist() == heated.tolist()
 
 
 def test_temperature_0_is_greedy_generation(trainer):
