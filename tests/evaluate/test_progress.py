@@ -201,7 +201,7 @@ def test_a_run_measures_itself_and_keeps_its_best_adapter(measured, tiny):
     assert any(p.abs().sum() > 0 for name, p in model.named_parameters() if "lora_B" in name)
     mine, own = ((path / "README.md").read_text(encoding="utf-8") for path in (folder / BEST, folder))
     assert f"trained for {best['step']} steps" in mine and best["in_words"][1:] in mine and '"..")' in mine
-    assert "**Load the adapter in" in own.split("\n\n")[2] and best["in_words"] in own
+    assert own.split("\n\n")[2] == which_to_load(best, 5).strip() and best["in_words"] in own
     assert ((folder / BEST / ADAPTER).read_bytes() == (folder / ADAPTER).read_bytes()) == (best["step"] == 5)
     with zipfile.ZipFile(folder.with_name("run.zip")) as archive:
         first = [name.startswith(f"run/{BEST}/") for name in archive.namelist()]

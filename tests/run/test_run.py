@@ -15,6 +15,7 @@ from conftest import ROOT, read_csv, run_script
 from runs import SETTINGS, assert_same_run, finish, go_on, has_line, start_held, wait_until
 
 from grpo.data.prompts import prompt_order
+from grpo.run.best import read_best, which_to_load
 from grpo.run.folder import COMPLETE, last_checkpoint
 from grpo.run.logs import COMPLETIONS, METRICS
 
@@ -86,7 +87,7 @@ def test_the_model_card(whole_run, monkeypatch, tiny):
     assert "for tiny, trained for 6 steps with GRPO" in card
     assert "base_model" not in card and "None" not in card and str(tiny.parent) not in card
     note = card.split("\n\n")[2] + "\n\n"
-    assert note.startswith("**Load the adapter in this folder**") and card.replace(note, "") == saved
+    assert note.strip() == which_to_load(read_best(whole_run), 6).strip() and card.replace(note, "") == saved
     code = card.split("```python\n")[1].split("```")[0].replace('"tiny"', repr(str(tiny)))
     monkeypatch.chdir(whole_run)
     found: dict = {}

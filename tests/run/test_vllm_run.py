@@ -130,8 +130,9 @@ def test_a_run_with_the_native_adapter_and_an_evaluation(start, tmp_path, tiny):
     result = json.loads(run.read("evaluation.json"))
     assert 0 <= result["before"]["reward"] <= result["oracle"] and 0 <= result["after"]["reward"] <= result["oracle"]
     calls, requests = run.stubs[0].calls, run.stubs[0].requests
-    assert calls[-12:] == ["wake_up", "add_lora", "generate", "sleep"] * 3, "before, step 1, after"
-    assert len({r.lora_int_id for r in requests}) == len({r.lora_name for r in requests}) == 5
+    steps = "before, before greedily, step 1, after, after greedily"
+    assert calls[-20:] == ["wake_up", "add_lora", "generate", "sleep"] * 5, steps
+    assert len({r.lora_int_id for r in requests}) == len({r.lora_name for r in requests}) == 7
     assert float(read_csv(run.folder / "metrics.csv")[0]["logp_diff_mean"]) < 0.02
     assert run(ROLLOUT_SYNC="merge", TEMPERATURE=1.4, TOTAL_STEPS=2) == 2, "no other samples after resuming"
     assert run(ROLLOUT_SYNC="merge", TEMPERATURE=1.5, TOTAL_STEPS=2) == 0
