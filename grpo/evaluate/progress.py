@@ -114,11 +114,9 @@ class Progress:
 
         def save(folder: Path, record: best.Record) -> None:
             trainer.accelerator.unwrap_model(trainer.model).save_pretrained(str(folder))
-<<<<<<< HEAD
-            card = model_card(s, now.step, trainer.functions, f"{record['in_words'].capitalize()}.\n", tokenizer="..")
-=======
-            card = model_card(s, now.step, f"S{record['in_words'][1:]}.\n", tokenizer="..")
->>>>>>> eval-core
+            words = f"S{record['in_words'][1:]}.
+"
+            card = model_card(s, now.step, trainer.functions, words, tokenizer="..")
             write_text(folder / "README.md", card)
 
         values = {"step": now.step} | now.columns
