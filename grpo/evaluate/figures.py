@@ -266,7 +266,7 @@ def plant_figure(window: Mapping[str, Any], start_kwh: float, index: int) -> Pic
     panels = canvas(4.0 + 0.9 * len(shown), (*[0.9] * len(shown), 1.1, 0.8, 1.1))
     outputs, (storage, carbon, emitted) = panels[:-3], panels[-3:]
     carbon.fill_between(hours, held(window["co2_kg_per_kwh"]), step="post", color="#C9B38C", linewidth=0)
-    for axes, name, width in zip(outputs, shown, (2.4, 1.8, 1.3), strict=True):
+    for axes, name, width in zip(outputs, shown, (2.4, 1.8, 1.3), strict=False):
         one, (label, colour, style) = window["policies"][name], policy(name)
         line = {"color": colour, "linestyle": style, "linewidth": width}
         axes.fill_between(hours, held(window["load_kw"]), step="post", color="#CCCCCC", linewidth=0)

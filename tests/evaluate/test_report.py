@@ -352,6 +352,13 @@ def test_hours_with_unserved_load_are_marked_and_counted(drawn):
     assert not trained.patches and not trained.get_legend()
 
 
+@pytest.mark.parametrize("names", [("base", "optimum"), ("trained", "optimum"), ("optimum",)])
+def test_the_plant_is_drawn_with_the_models_that_there_are(drawn, names):
+    """A run that goes on, or was interrupted, has no trained model yet."""
+    section = plant_section(run_of(found=closed_loop(names=names)))
+    assert len(section.pictures) == 1 and len(drawn[0]) == 3 + len(names) and section.tables
+
+
 NO_REPORT = [(None, "no such folder"), ("x.csv", "no metrics.csv"), ("metrics.csv", "no column `step`")]
 
 
