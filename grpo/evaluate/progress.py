@@ -114,8 +114,7 @@ class Progress:
 
         def save(folder: Path, record: best.Record) -> None:
             trainer.accelerator.unwrap_model(trainer.model).save_pretrained(str(folder))
-            words = f"S{record['in_words'][1:]}.
-"
+            words = f"S{record['in_words'][1:]}.\n"
             card = model_card(s, now.step, trainer.functions, words, tokenizer="..")
             write_text(folder / "README.md", card)
 
