@@ -157,13 +157,18 @@ def regret(completions: Sequence[str], *, invalid_reward: float | None = None, *
 
     The regret of a closed loop is the expected sum of these regrets along the policy's own path (the performance difference
     lemma: S. Kakade, J. Langford, Approximately Optimal Approximate Reinforcement Learning, ICML 2002). The logarithm keeps
-    small and large ones visible, where a softmax is as good as 0 from 1 kg on.
+    small and large ones visible, where a softmax is as good as 0 from 1 kg on. A completion that met MAX_COMPLETION_LEN
+    has not ended and counts as no answer: where text behind the action costs nothing, a policy learns to run on.
 
     >>> table = {"q_action_0": [-1.0] * 3, "q_action_1": [-1.05] * 3, "q_action_2": [-51.0] * 3}
     >>> table |= {f"reward_action_{k}": [0.0] * 3 for k in range(3)}
     >>> [round(x, 2) for x in regret([f"assistantfinal[{k}]" for k in range(3)], **table)]
     [0.0, -0.69, -6.91]
+    >>> round(regret(["assistantfinal[0] and"] * 3, truncated=[True] * 3, **table)[0], 2)
+    -7.6
     """
+    ended = [not cut for cut in columns.get("truncated", [False] * len(completions))]
+    completions = [text if whole else "" for text, whole in zip(completions, ended, strict=True)]
     rows = [[0.0 - math.log1p(value) for value in row] for row in regret_rows(columns)]
     return _scores(completions, rows, invalid_reward)
 

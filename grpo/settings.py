@@ -72,7 +72,7 @@ class Settings:
     TOP_P: float = setting("Rollouts", 1.0, "probability", "Nucleus sampling; below 1 the sampled and the trained distribution differ.", above=0, high=1)
 
     TOTAL_STEPS: int = setting("Learner", 100, "steps", "Optimizer steps of the whole run, resumed parts included.", tiny=400, low=1, resume=True)
-    LEARNING_RATE: float = setting("Learner", 5e-5, "", "Peak learning rate of AdamW.", tiny=6e-3, above=0)
+    LEARNING_RATE: float = setting("Learner", 5e-5, "", "Peak learning rate of AdamW.", tiny=4e-3, above=0)
     LR_SCHEDULER: str = setting("Learner", "constant_with_warmup", "", "Learning-rate schedule; linear and cosine fall to 0 at TOTAL_STEPS, so the rate jumps up again where a finished run is given more steps.", tiny="linear", choices=("constant", "constant_with_warmup", "linear", "cosine"))
     WARMUP_STEPS: int = setting("Learner", 0, "steps", "Steps over which the learning rate rises from 0.", low=0)
     WEIGHT_DECAY: float = setting("Learner", 0.0, "", "AdamW's weight decay.", low=0)
