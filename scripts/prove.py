@@ -63,7 +63,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         add(option, type=kind, help=text, dest=name)
     add("--seed", type=int, default=0, help="of weights and warm-up (default %(default)s)")
     add("--set", type=setting, action="append", default=[], metavar="NAME=VALUE", help="a setting of train_grpo.py")
-    add("--results", type=Path, default=ROOT / "docs/results/proof-h100.json", help="JSON to write")
+    add("--results", type=Path, default=ROOT / "docs/results/proof.json", help="JSON to write")
     add("--report-name", default="proof-report.html", help="of the report, beside the JSON")
     add("--force", action="store_true", help="repeat stages that are complete")
     return parser.parse_args(argv)

@@ -147,8 +147,13 @@ def collect(options: argparse.Namespace, log: Log) -> int:
     made += other_figures(options.out)
     record = options.out / "command.txt"
     command = record.read_text(encoding="utf-8").strip() if record.is_file() else "python scripts/prove.py"
-    command = command.replace(str(options.out.resolve()), "OUT")  # where it lay on this machine says nothing
-    write(options.results, made, f"python scripts/prove.py --scale {options.scale} --out OUT, which ran: {command}")
+    command = command.replace(command.partition("MODEL_ID=")[2].partition("/model ")[0] or "OUT", "OUT")
+    # Collected anywhere: machine and versions are those of the run.
+    there = read_json(run / "settings.json").get("machine", {})
+    words = "{gpu}, {gpu_total:.0f} GiB; {cores} cores {arch}" if there.get("gpus") else "no GPU; {cores} cores {arch}"
+    more = {"machine": words.format(**there), "versions": read_json(run / "versions.json")} if there else {}
+    told = f"python scripts/prove.py --scale {options.scale} --out OUT, which ran: {command}"
+    write(options.results, made, told, **more)
     report = run / "report.html"
     if report.is_file():
         shutil.copyfile(report, options.results.with_name(options.report_name))

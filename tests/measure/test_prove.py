@@ -270,7 +270,7 @@ def test_a_small_proof_from_model_to_figures(tmp_path):
     assert stages["stored"]["parse_rate"] > 0.5
     assert abs(warmup["loaded"]["reward"] - stages["stored"]["reward"]) < 0.05  # some of the rows, BF16 throughout
     named = {one["name"]: one["value"] for one in json.loads(results.read_text())["figures"]}
-    kept = json.loads((ROOT / "docs" / "results" / "proof-h100.json").read_text())["figures"]
+    kept = json.loads((ROOT / "docs" / "results" / "proof-h200-seed1.json").read_text())["figures"]
     assert {one["name"] for one in kept} <= named.keys(), "names in docs/results are an interface"
     assert named["steps"] == 4
     assert str(tmp_path) not in results.read_text() and "MODEL_ID=proof/model" in results.read_text()

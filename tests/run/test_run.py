@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,11 @@ from conftest import ROOT, read_csv, run_script
 from runs import SETTINGS, assert_same_run, finish, go_on, has_line, start_held, wait_until
 
 from grpo.data.prompts import prompt_order
+from grpo.model.tiny import RECIPE, write_tiny
 from grpo.run.best import read_best, which_to_load
 from grpo.run.folder import COMPLETE, last_checkpoint
 from grpo.run.logs import COMPLETIONS, METRICS
+from grpo.settings import FIELDS, show
 
 
 @pytest.fixture(scope="session")
@@ -228,16 +231,21 @@ def test_a_model_of_the_hub_is_taken_from_its_cache(tiny, tmp_path):
 BEFORE = Path(__file__).parent / "fixtures" / "run_before_the_move"
 
 
-def test_a_run_made_before_the_move_continues(tiny, tmp_path):
-    """Two steps of commit 66f6975, when all was one file and LOSS_IMPL a setting; the third is appended."""
+def test_a_run_made_before_the_move_continues(tmp_path):
+    """Two steps of commit 66f6975, when all was one file and LOSS_IMPL a setting; the third is appended. The tiny model of
+    then had two layers: another stands in for it here, and with today's the run is refused."""
     folder, old = tmp_path / "run", json.loads((BEFORE / "settings.json").read_text())
     shutil.copytree(BEFORE, folder)
     assert old["settings"]["LOSS_IMPL"] == "liger"
-    same = {name: value for name, value in old["settings"].items() if old["sources"][name] == "environment"}
-    same |= {"DATA": BEFORE.with_name("rows.csv"), "OUTPUT_DIR": folder, "TOTAL_STEPS": 3}
-    assert run_script(**same).returncode == 2, "the defaults of these were others"
-    same |= {"REWARDS": "action", "SCALE_REWARDS": "group", "INVALID_REWARD": 0}
-    done = run_script(**same)
+    refused = run_script(MODEL_ID="tiny", OUTPUT_DIR=folder)
+    assert refused.returncode == 2 and "began with another model of that name" in refused.stderr
+    assert all(f"Set {was}" in refused.stderr for was in ("REWARDS=action", "SCALE_REWARDS=group", "INVALID_REWARD=0"))
+    model, shape = tmp_path / "tiny", replace(RECIPE.shape, layers=2)
+    write_tiny(model, replace(RECIPE, shape=shape, windows=1, probe_windows=1, steps=1), log=lambda line: None)
+    old["settings"]["MODEL_ID"] = str(model)
+    (folder / "settings.json").write_text(json.dumps(old))
+    same = {name: show(value) for name, value in old["settings"].items() if name in FIELDS}
+    done = run_script(**same | {"DATA": BEFORE.with_name("rows.csv"), "OUTPUT_DIR": folder, "TOTAL_STEPS": 3})
     assert done.returncode == 0, done.stdout + done.stderr
     assert "continuing from step 2" in done.stdout and "complete: 3 steps" in done.stdout
     for name, columns in (("metrics.csv", METRICS), ("completions.csv", COMPLETIONS)):
