@@ -186,13 +186,6 @@ def test_the_model_card_names_a_hub_model_and_a_folder(tmp_path):
     assert str(tmp_path) not in card and 'from_pretrained("mine"' in card and "base_model:" not in card
 
 
-def test_a_cache_that_cannot_be_written_is_named(tmp_path):
-    done = run_script(**SETTINGS | {"OUTPUT_DIR": tmp_path / "run", "MODEL_ID": "tiny", "XDG_CACHE_HOME": "/dev/null"})
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "MODEL_ID=tiny: the tiny model cannot be made" in done.stderr and "XDG_CACHE_HOME=" in done.stderr
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_lost_terminal_does_not_keep_the_run_from_saving(tiny, tmp_path):
     """The real thing: the run on a terminal of its own, whose other end is closed. Every write to it fails then, and the
     kernel sends SIGHUP."""
