@@ -30,7 +30,7 @@ def trainer_with_engine(tiny, folder, **changes):
     return trainer
 
 
-def set_adapter(trainer, seed, strength=0.1):
+def set_adapter(trainer, seed, strength=0.3):
     """A random adapter whose values BF16 holds exactly, so that vLLM's copy of it is exact too."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in trainer.model.named_parameters():

@@ -18,10 +18,10 @@ from grpo.data.scoring import reward_callable, reward_specs
 from grpo.learn.trainer import RunContext, Trainer
 from grpo.model.load import load_model, load_tokenizer
 from grpo.preflight.choices import choose_rewards, choose_scale_rewards
-from grpo.preflight.hub import find_model
+from grpo.preflight.hub import read_json
 from grpo.preflight.memory import Plan
 from grpo.run.signals import StopRequest
-from grpo.settings import Problems, Settings
+from grpo.settings import Settings
 
 
 def build(settings, tiny, folder):
@@ -34,7 +34,7 @@ def build(settings, tiny, folder):
     scale = choose_scale_rewards(settings.SCALE_REWARDS, [name for name, _ in specs])[0]
     return Trainer(
         RunContext(settings, rows, plan, folder, "eager", "prefix", StopRequest()),
-        load_model(str(tiny), find_model("tiny", Problems()).config, "eager").float(),
+        load_model(str(tiny), read_json(tiny / "config.json"), "eager").float(),
         load_tokenizer(str(tiny)),
         LoraConfig(**train_grpo.lora_options(settings)),
         GRPOConfig(**train_grpo.grpo_options(settings, False, specs, scale)),

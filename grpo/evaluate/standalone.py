@@ -97,6 +97,8 @@ class TransformersModel:
     def __init__(self, settings: Settings, model_path: str, config: Mapping[str, Any], adapter: Path | None):
         self.settings, self.tokenizer, self.adapter = settings, load_tokenizer(model_path), adapter
         self.model = load_model(model_path, config, "eager").eval()
+        if self.model.device.type == "cpu":
+            self.model = self.model.float()  # as in a run
         self.eos = stop_tokens(self.model.generation_config.eos_token_id, self.tokenizer)
         if adapter is not None:
             self.model = PeftModel.from_pretrained(self.model, str(adapter)).eval()

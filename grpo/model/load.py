@@ -105,22 +105,21 @@ def dequantize_experts(model: PreTrainedModel) -> None:
 
 
 def load_model(model_path: str, config: Mapping[str, Any], attention: str, experts: str = "bf16") -> PreTrainedModel:
-    """The base model in BF16 on the GPU, or in float32 on the CPU where there is none, with this project's attention and
-    experts. MXFP4 experts are dequantized, or stay quantized with `experts` = `mxfp4`.
+    """The base model in BF16 on the GPU, or on the CPU where there is none, with this project's attention and experts.
 
-    The weights are the same BF16 numbers on both: many CPUs only emulate BF16, several times slower than float32.
+    MXFP4 experts are dequantized, or stay quantized with `experts` = `mxfp4`.
     """
     name, device = install_attention(attention), "cuda:0" if torch.cuda.is_available() else "cpu"
     if has_mxfp4(config):
         model = load_quantized(model_path, name, device)
         if experts == "mxfp4":
-            return model if device != "cpu" else model.float()
+            return model
         dequantize_experts(model)
     else:
         options = {"dtype": torch.bfloat16, "attn_implementation": name, "device_map": {"": device}}
         model = AutoModelForCausalLM.from_pretrained(model_path, **options)
     model.set_experts_implementation("frozen_experts")
-    return model if device != "cpu" else model.float()
+    return model
 
 
 def load_tokenizer(model_path: str) -> PreTrainedTokenizerBase:

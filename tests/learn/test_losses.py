@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from trainers import batch, loss_and_gradients, make, plain_float32
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm, GptOssRotaryEmbedding
+
+from grpo.model.tiny import RECIPE, write_tiny
 
 pytestmark = pytest.mark.numeric
 
@@ -33,15 +37,26 @@ def rotate(self, x, position_ids):
     return angles.cos(), angles.sin()
 
 
+@pytest.fixture(scope="module")
+def two_layers(tmp_path_factory):
+    """A model of the shape that the golden losses were computed with; its weights are replaced by seeded ones."""
+    folder = tmp_path_factory.mktemp("golden") / "model"
+    recipe = replace(RECIPE, shape=replace(RECIPE.shape, layers=2), windows=1, probe_windows=1, steps=1)
+    write_tiny(folder, recipe, log=lambda line: None)
+    return folder
+
+
 @pytest.fixture
-def exact(monkeypatch, tiny, tmp_path):
+def exact(monkeypatch, two_layers, tmp_path):
     """A trainer without float32 anywhere: gpt-oss's norms, positions and experts and TRL's kernel for
     log-probs are replaced."""
     monkeypatch.setattr(GptOssRMSNorm, "forward", normalize)
     monkeypatch.setattr(GptOssRotaryEmbedding, "forward", rotate)
 
     def build(loss_type):
-        trainer = plain_float32(make(tiny, tmp_path, LOSS_TYPE=loss_type, BETA=0.1, TEMPERATURE=0.8, IS_CLIP_MAX=1.5))
+        trainer = plain_float32(
+            make(two_layers, tmp_path, LOSS_TYPE=loss_type, BETA=0.1, TEMPERATURE=0.8, IS_CLIP_MAX=1.5)
+        )
         trainer.model.double().get_base_model().set_experts_implementation("eager")
 
         def compute_logps(base, states, targets):

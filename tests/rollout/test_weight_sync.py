@@ -86,7 +86,7 @@ def test_merged_weights_are_rounded_once_and_refused_where_they_do_not_fit(build
     trainer = build()
     set_adapter(trainer, 1)
     names = [name for name, _ in merged_weights(trainer.model)]
-    assert names[0] == "model.layers.0.self_attn.q_proj.weight" and len(names) == 8
+    assert names[0] == "model.layers.0.self_attn.q_proj.weight" and len(names) == 12
     layer = next(iter(lora_layers(trainer.model).values()))
     layer.get_base_layer().weight.data = layer.get_base_layer().weight.data.bfloat16()
     _, merged = next(merged_weights(trainer.model))
