@@ -273,7 +273,7 @@ def test_a_small_proof_from_model_to_figures(tmp_path):
     kept = json.loads((ROOT / "docs" / "results" / "proof-h200-seed1.json").read_text())["figures"]
     assert {one["name"] for one in kept} <= named.keys(), "names in docs/results are an interface"
     assert named["steps"] == 4
-    assert str(tmp_path) not in results.read_text() and "MODEL_ID=proof/model" in results.read_text()
+    assert str(tmp_path) not in results.read_text() and "MODEL_ID=OUT/model" in results.read_text()
     # What is complete is not repeated.
     before = (out / "model" / "warmup.json").stat().st_mtime_ns
     again = subprocess.run(

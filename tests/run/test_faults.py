@@ -58,9 +58,9 @@ def test_a_signal_in_an_evaluation_ends_it_at_once(run_here, monkeypatch, tmp_pa
     """It may be long. Before training nothing is lost by it; after it the zip is still made."""
     real = heldout.evaluate
 
-    def evaluate(trainer, rows, samples, base=False):
+    def evaluate(trainer, rows, exact, base=False, greedy=False):
         if base and during == "after":
-            return real(trainer, rows, samples, base)
+            return real(trainer, rows, exact, base, greedy)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(5)
         raise AssertionError("the signal did not end it")
