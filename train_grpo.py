@@ -151,7 +151,7 @@ def train(preflight_result: Preflight, model_path: str) -> int:
 
     from grpo.evaluate.progress import Progress
     from grpo.learn.trainer import RunContext, Trainer
-    from grpo.model.load import load_model, load_tokenizer
+    from grpo.model.load import in_working_type, load_model, load_tokenizer
     from grpo.rollout.engine import start_engine
     from grpo.rollout.parity import check_mismatch
 
@@ -166,12 +166,10 @@ def train(preflight_result: Preflight, model_path: str) -> int:
 
     tokenizer = load_tokenizer(model_path)
     try:
-        model = load_model(model_path, preflight_result.files.config, attention, s.EXPERTS)
+        model = in_working_type(load_model(model_path, preflight_result.files.config, attention, s.EXPERTS))
     except ValueError as error:
         log.critical("model: %s", error)
         return 1
-    if model.device.type == "cpu":
-        model = model.float()  # the same numbers: many CPUs only emulate BF16, several times slower
     size, seconds = model.num_parameters() / 1e6, time.time() - started
     log.info("model: %.2fM parameters on %s, loaded after %.0f s", size, model.device, seconds)
 

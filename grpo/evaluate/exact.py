@@ -13,8 +13,9 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.model.attention import attention_of
 from grpo.model.load import evaluating
+from grpo.model.warmup_rows import ANSWER_AFTER, ANSWER_BEFORE
 
-ANSWER = "<|channel|>final<|message|>[{}]<|return|>"
+ANSWER = ANSWER_BEFORE + "{}" + ANSWER_AFTER
 BATCH_TOKENS = 4096  # that go through the model at once
 
 

@@ -21,7 +21,7 @@ from grpo.data.files import find_files, read_rows
 from grpo.data.prompts import render, sampling_seed
 from grpo.evaluate.exact import answer_probabilities
 from grpo.evaluate.plant import CLOSED_LOOP
-from grpo.model.load import load_generation_config, load_model, load_tokenizer
+from grpo.model.load import in_working_type, load_generation_config, load_model, load_tokenizer
 from grpo.preflight.choices import choose_evaluation, choose_rollouts
 from grpo.preflight.hub import ModelFiles, checkpoint_gib, count_parameters, find_model
 from grpo.preflight.machine import GIB, Machine, installed_versions, read_machine
@@ -96,9 +96,7 @@ class TransformersModel:
 
     def __init__(self, settings: Settings, model_path: str, config: Mapping[str, Any], adapter: Path | None):
         self.settings, self.tokenizer, self.adapter = settings, load_tokenizer(model_path), adapter
-        self.model = load_model(model_path, config, "eager").eval()
-        if self.model.device.type == "cpu":
-            self.model = self.model.float()  # as in a run
+        self.model = in_working_type(load_model(model_path, config, "eager")).eval()
         self.eos = stop_tokens(self.model.generation_config.eos_token_id, self.tokenizer)
         if adapter is not None:
             self.model = PeftModel.from_pretrained(self.model, str(adapter)).eval()

@@ -147,7 +147,8 @@ def collect(options: argparse.Namespace, log: Log) -> int:
     made += other_figures(options.out)
     record = options.out / "command.txt"
     command = record.read_text(encoding="utf-8").strip() if record.is_file() else "python scripts/prove.py"
-    command = command.replace(command.partition("MODEL_ID=")[2].partition("/model ")[0] or "OUT", "OUT")
+    place = command.partition("MODEL_ID=")[2].partition("/model ")[0]  # where it lay says nothing
+    command = command.replace(f"={place}/", "=OUT/")
     # Collected anywhere: machine and versions are those of the run.
     there = read_json(run / "settings.json").get("machine", {})
     words = "{gpu}, {gpu_total:.0f} GiB; {cores} cores {arch}" if there.get("gpus") else "no GPU; {cores} cores {arch}"

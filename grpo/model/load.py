@@ -122,6 +122,12 @@ def load_model(model_path: str, config: Mapping[str, Any], attention: str, exper
     return model
 
 
+def in_working_type(model: PreTrainedModel) -> PreTrainedModel:
+    """The model as it computes: BF16 on a GPU; on a CPU float32, the same numbers, as many CPUs only emulate BF16, several
+    times slower."""
+    return model.float() if model.device.type == "cpu" else model
+
+
 def load_tokenizer(model_path: str) -> PreTrainedTokenizerBase:
     """The model's tokenizer, padding on the left for generation."""
     return AutoTokenizer.from_pretrained(model_path, padding_side="left")

@@ -24,7 +24,7 @@ RUN = {
     "MODEL_ID": "tiny", "USE_VLLM": "1", "TOTAL_STEPS": "4", "SAVE_STEPS": "1", "PROMPTS_PER_STEP": "3", "SEED": "5",
     "NUM_GENERATIONS": "4", "EVAL_SAMPLES": "0", "DATA": "data/tes_heldout_compact.csv", "LEARNING_RATE": "1e-2",
     "ATTN_IMPL": "eager", "EVAL_PROFILE": "", "LR_SCHEDULER": "constant",  # a run whose TOTAL_STEPS is raised stays the same
-    "PARITY_LIMIT": 0.15,  # BF16 on a model whose prompt tokens are as unlikely as 20 nats
+    "PARITY_LIMIT": 0.15,  # the stub computes in BF16, the run in float32
 }  # fmt: skip
 
 
@@ -154,7 +154,8 @@ def test_a_run_goes_on_without_vllm_where_that_is_said(start, capfd):
 
 def test_a_run_stops_where_vllm_and_trainer_do_not_agree(start, capfd):
     run = start()
-    assert run(lambda stub: setattr(stub, "ignore_adapter", True)) == 3
+    # Ignored, the adapter is 0.06 nats away on fixed tokens; used, 0.005.
+    assert run(lambda stub: setattr(stub, "ignore_adapter", True), PARITY_LIMIT=0.03) == 3
     log = run.read("training.log")
     assert "PARITY: before the first step, fixed tokens: vLLM and trainer differ" in log and "ROLLOUT_SYNC" in log
     assert len(run.read("metrics.csv").splitlines()) == 1, "no step was made"
