@@ -6,7 +6,7 @@
     python scripts/make_dataset.py --summary            # reward of random, best constant and oracle, for each CSV
     python scripts/make_dataset.py --profile my.csv [more.csv ...] --out DIR      # the same from your own hourly data
     options: --prompt full|compact|both  --seed N  --co2-column NAME  --load-column NAME
-             --start-kwh E  --explore P  --trajectories N  --short-share S
+             --start-kwh E  --explore P  --trajectories N  --short-share S  --vary F
 
 A row is one decision of the plant: the prompt, the exact value `q_action_k` of each of the four actions in that state,
 and the reward `reward_action_k`, the Boltzmann softmax of the four values. docs/data.md explains all of it.
@@ -62,6 +62,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         group.add_argument("--explore", type=number(0, 1), metavar="P", help="share of random actions (default 0.25)"),
         group.add_argument("--trajectories", type=number(1, 1000, int), metavar="N", help="a window (default 1)"),
         group.add_argument("--short-share", type=number(0, 0.9), metavar="S", help="least share of short hours"),
+        group.add_argument("--vary", type=number(1, 10), metavar="F", help="loads of further walks times 1/F to F"),
     ]
     args = parser.parse_args(argv)
     args.own = {one.dest: value for one in own if (value := getattr(args, one.dest)) is not None}

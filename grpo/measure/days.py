@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import hashlib
 import itertools
+import math
 import os
 import shlex
 import subprocess
@@ -26,6 +27,8 @@ from grpo.tasks.tes.dataset import SEED, SHORT_SHARE, profile_files, read_profil
 from grpo.tasks.tes.profiles import Profile, ProfileError, to_csv, windows
 from grpo.tasks.tes.record import LEAST_WINDOWS, table
 
+FEWEST_WINDOWS = 20  # to walk through, as in the demo's data: real ones, and varied ones where they are fewer
+VARY = 2.0  # largest factor of a varied day's load
 PLANT = {"regret_percent": "%", "unserved_kwh": "kWh", "co2_kg": "kg"}  # figures of each policy, units
 
 
@@ -75,8 +78,12 @@ def read_split(folder: Path, pattern: str, heldout: Sequence[str], **columns: st
 
 
 def write_data(split: Split, out: Path, prompt: str) -> dict[str, str]:
-    """Training rows, held-out rows and held-out profiles below `out`; the settings that name these files. Raises OSError."""
-    files = {"DATA": dict(profile_files(split.train, (prompt,), SEED, short_share=SHORT_SHARE))}
+    """Training rows, held-out rows and held-out profiles below `out`; the settings that name these files. Raises OSError.
+
+    Two real windows alone taught a policy that left a fifth of a warmer month's load unserved (docs/log.md, 2026-11-22)."""
+    walks = math.ceil(FEWEST_WINDOWS / sum(len(windows(profile)) for profile in split.train.values()))
+    more = {"trajectories": walks, "short_share": SHORT_SHARE, "vary": VARY}
+    files = {"DATA": dict(profile_files(split.train, (prompt,), SEED, **more))}
     files["EVAL_DATA"] = dict(profile_files(split.heldout, (prompt,), SEED))
     files["EVAL_PROFILE"] = {f"{name}.csv": hours_csv(profile) for name, profile in split.heldout.items()}
     paths: dict[str, list[str]] = {}
@@ -98,8 +105,9 @@ def hours_csv(profile: Profile) -> str:
     return to_csv(("datetime", "co2_kg_per_kwh", "load_kw"), rows)
 
 
-def measured(run: Path, split: Split) -> list[dict[str, Any]]:
-    """What the run of a split came to: held-out reward and, policy by policy, the plant; as far as the run has them."""
+def measured(run: Path, split: Split, label: str = "") -> list[dict[str, Any]]:
+    """What the run of a split came to: held-out reward and, policy by policy, the plant; as far as the run has them.
+    `label` stands behind the names where several runs are in one file."""
     count = {name: sum(len(windows(profile)) for profile in getattr(split, name).values()) for name in ("train", "heldout")}  # fmt: skip
     made = [figure(f"{name}_windows", value, "windows", "of three days") for name, value in count.items()]
     made.append(figure("steps", len(steps_of(run)), "steps"))
@@ -110,42 +118,69 @@ def measured(run: Path, split: Split) -> list[dict[str, Any]]:
             low, high = (total.get(f"{name}{end}") for end in ("_low", "_high"))
             note = "" if low is None else f"95% interval over windows {low:.2f} to {high:.2f}"
             made += [figure(f"{name}_{policy}", total[name], unit, note)] if total[name] is not None else []
-    return made
+    return [one | {"name": one["name"] + label} for one in made]
 
 
-def shown_command(environ: Mapping[str, str], given: Mapping[str, str], split: Split) -> str:
-    """The command of a run, with the settings that it had from the environment, without folders of the machine."""
+def shown_command(
+    environ: Mapping[str, str], options: argparse.Namespace, given: Sequence[str], heldout: Sequence[str]
+) -> str:
+    """The command that was given, with the settings that it had from the environment, without folders of the machine."""
     names = [spec.name for spec in dataclasses.fields(Settings) if spec.name in environ and spec.name not in given]
-    settings = {name: environ[name] for name in names} | {"MODEL_ID": given["MODEL_ID"]}
-    short = {
-        name: shlex.quote(Path(value).name if value.startswith("/") else value) for name, value in settings.items()
-    }
-    command = f"python scripts/days.py FOLDER --model {short.pop('MODEL_ID')} --heldout"
-    heldout = (shlex.quote(split.paths[name].name) for name in split.heldout)
-    return " ".join([*(f"{name}={value}" for name, value in short.items()), command, *heldout])
+    settings = [f"{name}={short(environ[name])}" for name in names]
+    held = " ".join(map(short, heldout))
+    seeds = f" --seeds {' '.join(map(str, options.seeds))}" * bool(options.seeds)
+    model = short(options.model)
+    return " ".join([*settings, f"python scripts/days.py FOLDER --model {model} --heldout {held}{seeds}"])
+
+
+def short(value: str) -> str:
+    """A word of a command, of a path in this machine only the name."""
+    return shlex.quote(Path(value).name if value.startswith("/") else value)
+
+
+def splits(options: argparse.Namespace) -> list[Split]:
+    """The split that was asked for; with `--heldout each` one for each file, held out in turn. Raises ProfileError."""
+    columns = {"co2_column": options.co2_column, "load_column": options.load_column}
+    first = read_split(options.folder, options.files, [] if options.heldout == ["each"] else options.heldout, **columns)
+    if options.heldout != ["each"]:
+        return [first]
+    return [read_split(options.folder, options.files, [path.name], **columns) for path in first.paths.values()]
 
 
 def days(options: argparse.Namespace) -> int:
-    """Make the data, run train_grpo.py, print the plant's table, write the figures; returns the exit code of
-    train_grpo.py. Raises ProfileError, OSError."""
-    columns = {"co2_column": options.co2_column, "load_column": options.load_column}
-    split = read_split(options.folder, options.files, options.heldout, **columns)
-    given = write_data(split, options.out / "data", "compact" if options.model == "tiny" else "full")
-    given |= {"MODEL_ID": options.model, "OUTPUT_DIR": str(options.out / "run")}
-    held = sum(len(windows(profile)) for profile in split.heldout.values())
-    few = f" (fewer than {LEAST_WINDOWS}: no interval)" * (held < LEAST_WINDOWS)
-    print(f"train on {', '.join(split.train)}; held out {', '.join(split.heldout)}: {held} window(s){few}", flush=True)
-    if code := subprocess.run([sys.executable, str(ROOT / "train_grpo.py")], env=os.environ | given).returncode:
-        return code
-    run = options.out / "run"
-    plant = read_json(run / "closed_loop.json")
-    print(f"\n{table(plant)}" if plant else "\nthe closed loop was not run: training.log says why")
-    print(f"report: {run / 'report.html'}")
+    """Make the data, run train_grpo.py for each split and seed, print the plant's tables, write the figures; returns the
+    exit code of train_grpo.py. Raises ProfileError, OSError."""
+    made, chosen = [], splits(options)
+    runs = list(itertools.product(chosen, options.seeds or [None]))
+    for split, seed in runs:
+        label = "".join(
+            [f"/{name}" for name in split.heldout if len(chosen) > 1] + [f"/seed{seed}"] * (seed is not None)
+        )
+        out = options.out / label[1:].replace("/", "-")  # with one run the folder itself
+        given = write_data(split, out / "data", "compact" if options.model == "tiny" else "full")
+        given |= {"MODEL_ID": options.model, "OUTPUT_DIR": str(out / "run")} | (
+            {} if seed is None else {"SEED": str(seed)}
+        )
+        held = sum(len(windows(profile)) for profile in split.heldout.values())
+        few = f" (fewer than {LEAST_WINDOWS}: no interval)" * (held < LEAST_WINDOWS)
+        names = f"train on {', '.join(split.train)}; held out {', '.join(split.heldout)}"
+        print(f"{names}: {held} window(s){few}", flush=True)
+        if code := subprocess.run([sys.executable, str(ROOT / "train_grpo.py")], env=os.environ | given).returncode:
+            return code
+        plant = read_json(out / "run/closed_loop.json")
+        print(f"\n{table(plant)}" if plant else "\nthe closed loop was not run: training.log says why")
+        print(f"report: {out / 'run/report.html'}", flush=True)
+        made += measured(out / "run", split, label)
     if options.results:
-        paths = [(split.paths[name], held) for held in ("train", "heldout") for name in getattr(split, held)]
-        files = [
-            {"name": p.name, "sha256": hashlib.sha256(p.read_bytes()).hexdigest(), "set": held} for p, held in paths
-        ]
+        files = [file_record(chosen[0], name, len(chosen) > 1) for name in chosen[0].paths]
+        held_out = ["each"] if len(chosen) > 1 else [chosen[0].paths[name].name for name in chosen[0].heldout]
         more = {"files": files} | ({"source": options.source} if options.source else {})
-        write(options.results, measured(run, split), shown_command(os.environ, given, split), **more)
+        write(options.results, made, shown_command(os.environ, options, list(given), held_out), **more)
     return 0
+
+
+def file_record(split: Split, name: str, each: bool) -> dict[str, str]:
+    """A profile's name and SHA-256, and the set that it was in."""
+    path = split.paths[name]
+    place = "held out in turn" if each else "heldout" if name in split.heldout else "train"
+    return {"name": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "set": place}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import hashlib
 import io
@@ -58,7 +59,10 @@ def test_rows_tell_of_their_own_days_and_the_plant_sees_every_digit(tmp_path):
     rows = {name: [row for path in settings[name].split(",") for row in csv.DictReader(io.StringIO(Path(path).read_text()))] for name in ("DATA", "EVAL_DATA")}  # fmt: skip
     days = {name: {row["timestamp"][:10] for row in found} for name, found in rows.items()}
     assert len(rows["EVAL_DATA"]) == 30 and not days["DATA"] & days["EVAL_DATA"]
-    assert 100 < len(rows["DATA"]) < 130, "three windows of thirty hours, and short hours"
+    assert 3 * 7 * 30 < len(rows["DATA"]) < 900, "three windows walked through seven times, and short hours"
+    loads = {float(row["user"].split(" load ")[1].split()[0]) for row in rows["DATA"]}
+    seen = max(float(profile.load_kw.max()) for profile in split.train.values())
+    assert max(loads) > 1.3 * seen, "and varied"
     again, night.load_kw[1, 3] = read_profile(settings["EVAL_PROFILE"]), np.nan
     for name in ("co2", "load_kw"):
         assert np.array_equal(getattr(again, name), getattr(night, name), equal_nan=True)
@@ -66,12 +70,44 @@ def test_rows_tell_of_their_own_days_and_the_plant_sees_every_digit(tmp_path):
     assert "tes_last.csv" in write_data(split, tmp_path / "out", "full")["EVAL_DATA"]
 
 
-def test_the_command_names_no_folder_of_the_machine(tmp_path):
-    split = read_split(fill(tmp_path / "days"), "*.csv", ("2",))
-    given = {"MODEL_ID": "/big/disk/my model", "DATA": "x"}
+def test_the_command_names_no_folder_of_the_machine():
+    options = argparse.Namespace(model="/big/disk/my model", seeds=[1, 2])
     environ = {"TOTAL_STEPS": "3", "DATA": "mine", "HOME": "/root", "REWARDS": "action,format=0.1"}
-    words = "python scripts/days.py FOLDER --model 'my model' --heldout a.csv last.csv"
-    assert shown_command(environ, given, split) == f"REWARDS=action,format=0.1 TOTAL_STEPS=3 {words}"
+    words = "python scripts/days.py FOLDER --model 'my model' --heldout a.csv last.csv --seeds 1 2"
+    assert (
+        shown_command(environ, options, ["DATA", "MODEL_ID"], ["a.csv", "last.csv"])
+        == f"REWARDS=action,format=0.1 TOTAL_STEPS=3 {words}"
+    )
+
+
+def test_each_file_and_seed_has_its_run(tmp_path, monkeypatch):
+    """With a folder, and names of its figures, of its own."""
+    started, real = [], subprocess.run
+
+    def run(command, env=None, **options):
+        if not str(command[-1]).endswith("train_grpo.py"):
+            return real(command, env=env, **options)
+        out = Path(env["OUTPUT_DIR"])
+        started.append((env["SEED"], Path(env["EVAL_PROFILE"]).name, out))
+        out.mkdir()
+        (out / "metrics.csv").write_text("step\n")
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    folder, results = fill(tmp_path / "days", ("a", "b")), tmp_path / "out.json"
+    options = ["--out", str(tmp_path / "out"), "--heldout", "each", "--seeds", "1", "2", "--results", str(results)]
+    assert script.main([str(folder), *options]) == 0
+    expected = [(seed, f"{name}.csv", tmp_path / f"out/{name}-seed{seed}/run") for name in "ab" for seed in "12"]
+    assert started == expected
+    record = json.loads(results.read_text())
+    assert [one["name"] for one in record["figures"]][:3] == [
+        "train_windows/a/seed1",
+        "heldout_windows/a/seed1",
+        "steps/a/seed1",
+    ]
+    assert {one["set"] for one in record["files"]} == {"held out in turn"} and "--heldout each --seeds 1 2" in record[
+        "command"
+    ]
 
 
 def ambiguous(folder: Path) -> None:

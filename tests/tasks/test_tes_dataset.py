@@ -19,11 +19,13 @@ from test_tes_profiles import GOOD, JAPANESE, as_csv, profile_rows
 from grpo.tasks.tes.dataset import (
     ROWS_STREAM,
     SEED,
+    profile_files,
     short_hours,
     short_windows,
     synthetic_rows,
     synthetic_windows,
     trajectory,
+    varied,
     with_short_hours,
 )
 from grpo.tasks.tes.plant import HOURS, Plant, q_values
@@ -222,6 +224,26 @@ def test_own_profiles(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     rows, added = table(out / "tes_long_compact.csv"), table(more / "tes_long_compact.csv")
     assert added[:120] == rows and len(added) > 130
     assert sum(" short 0 " not in row["user"] for row in added) >= 0.35 * len(added)
+
+
+def test_further_walks_vary_the_loads_of_each_day() -> None:
+    """The first is as it was; in the others each day's load has a factor of its own, and the values are solved anew."""
+    window = windows(synthetic_profile(3, 4))[0]
+    rng = np.random.default_rng(0)
+    assert varied(window, rng, 1.0) is window
+    for made in (varied(window, rng, 2.0) for _ in range(20)):
+        day, hour = np.nonzero(window.load_kw > 5)
+        factor = made.load_kw[day, hour] / window.load_kw[day, hour]
+        assert (factor >= 0.5 - 0.02).all() and (factor <= 2 + 0.02).all()
+        assert all(np.ptp(factor[day == d]) < 0.04 for d in range(4)) and np.ptp(factor) > 0.01
+        assert made.co2 is window.co2 and made.dates == window.dates
+    profiles = {"x": synthetic_profile(3, 7)}
+    plain, other = (
+        dict(profile_files(profiles, ("compact",), 1, trajectories=2, short_share=0.3, vary=f)) for f in (1, 3)
+    )
+    plain, other = (list(csv.DictReader(files["tes_x_compact.csv"].splitlines())) for files in (plain, other))
+    first = [*range(30), *range(60, 90)]
+    assert [plain[i] for i in first] == [other[i] for i in first] and plain[30:60] != other[30:60]
 
 
 def test_a_folder_of_own_files_holds_every_hour_once(tmp_path: Path) -> None:

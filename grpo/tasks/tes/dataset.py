@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import itertools
 import math
@@ -191,16 +192,34 @@ def profile_files(
     explore: float = EXPLORE,
     trajectories: int = 1,
     short_share: float = 0.0,
+    vary: float = 1.0,
 ) -> Iterator[tuple[str, str]]:
-    """Yields (name, text) of the files made from the users' profiles; further trajectories start at random energies."""
+    """Yields (name, text) of the files made from the users' profiles; further trajectories start at random energies, and
+    their loads and those of short hours are varied (`varied`)."""
     for (stem, profile), prompt in itertools.product(profiles.items(), prompts):
         decisions, made = [], list(enumerate(windows(profile)))
         for (w, window), n in itertools.product(made, range(trajectories)):
             rng = np.random.default_rng((seed, w, n))
-            decisions += trajectory(window, rng, prompt, start_kwh if n == 0 else None, explore)
+            if n == 0:
+                decisions += trajectory(window, rng, prompt, start_kwh, explore)
+            else:
+                decisions += trajectory(varied(window, rng, vary), rng, prompt, None, explore)
         draws = itertools.product(range(trajectories, trajectories + MOST_DRAWS), made)
-        more = ((window, np.random.default_rng((seed, w, n))) for n, (w, window) in draws)
+        drawn = ((window, np.random.default_rng((seed, w, n))) for n, (w, window) in draws)
+        more = ((varied(window, rng, vary), rng) for window, rng in drawn)
         yield file_name(stem, prompt), rows_csv(with_short_hours(decisions, more, prompt, short_share))
+
+
+def varied(window: Window, rng: np.random.Generator, most: float) -> Window:
+    """The window with the load of each day times a factor of its own, log-uniform from 1 / most to most, 0.1 kW.
+
+    A few real days show one season's loads, and a policy that has seen no other leaves the next season's unserved. The
+    values of a varied window are as exact: the plant is simulated (domain randomization, Tobin et al. 2017, 1703.06907).
+    """
+    if most == 1:
+        return window
+    factors = most ** rng.uniform(-1.0, 1.0, size=(len(window.dates), 1))
+    return dataclasses.replace(window, load_kw=np.round(window.load_kw * factors, 1))
 
 
 def file_name(stem: str, prompt: str) -> str:
