@@ -7,15 +7,17 @@
     REWARDS=action                          # the CSV's reward_action_k of the action that was answered
     REWARDS=action,shortfall=10             # minus 10 where the answer costs a lot
     REWARDS=action,format=0.1               # plus a tenth of a point for an answer that is exactly `[k]`
+    REWARDS=gsm8k                           # 1 where the number behind #### is that of the column `answer`
     REWARDS=my_rewards:score                # my_rewards.py in the current folder, function `score`
 
-Every reward function is called as TRL calls it, with one list entry per completion:
+Every reward function is called as TRL calls it, by keyword, with one list entry per completion:
 
-    function(completions, *, prompts, completion_ids, truncated, **columns) -> list[float | None]
+    function(*, prompts, completions, completion_ids, truncated, **columns) -> list[float | None]
 
 `completions` keep their Harmony tokens (they are decoded from `completion_ids`), `truncated` says which of them met
-`MAX_COMPLETION_LEN`, and `columns` holds every column of the CSV by its name, `reward_action_k` as numbers. `None` or
-NaN leaves a completion out of its group's mean and gives it no advantage (docs/data.md says what that teaches).
+`MAX_COMPLETION_LEN`, and `columns` holds every column of the file by its name, `reward_action_k` as numbers. `None` or
+NaN leaves a completion out of its group's mean and gives it no advantage (docs/data.md says what that teaches; there
+too: what your own functions get where rows are conversations).
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import math
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
 # https://cookbook.openai.com/articles/openai-harmony: a message is <|channel|>NAME...<|message|>TEXT, closed by one of
@@ -32,6 +35,7 @@ from typing import Any
 _END = r"<\|(?:end|return|call|start|channel|endoftext)\|>"
 _FINAL = re.compile(rf"<\|channel\|>\s*final\b(?:(?!{_END}|<\|message\|>).)*<\|message\|>(.*?)(?={_END}|\Z)", re.DOTALL)
 _MARKER = re.compile(r"<\|(?:start|channel|message|end|return|call)\|>")
+_NUMBER = re.compile(r"-?(?:\d[\d,]*)?(?:\.\d+|\d)")
 _ACTION = re.compile(r"\[\s*([0-9]{1,6})\s*\]")
 
 
@@ -195,11 +199,40 @@ def format(completions: Sequence[str], **columns: Any) -> list[float]:
     return [float(bool(answer and re.fullmatch(r"\s*\[[0-9]+\]\s*", answer))) for answer in answers]
 
 
+def number_of(text: str) -> Decimal | None:
+    """The number behind the last `####` of a text, or without one its last number; thousands' commas, currency and percent
+    signs do not count, nor do trailing zeros when two are compared. None where there is none.
+
+    >>> [number_of(text) for text in ("6 * 7 = 42 #### 42", "so $1,050.00.", "#### -3%", "#### none", "")]
+    [Decimal('42'), Decimal('1050.00'), Decimal('-3'), None, None]
+    """
+    found = _NUMBER.findall(text.rpartition("####")[2])
+    return Decimal(found[-1].replace(",", "")) if found else None
+
+
+def gsm8k(
+    completions: Sequence[str], *, answer: Sequence[str], truncated: Sequence[bool] | None = None, **columns: Any
+) -> list[float]:
+    """1.0 where the final channel's number is that of the column `answer` (`... #### 42`), else 0.0, as for a completion
+    that met MAX_COMPLETION_LEN: its number may be cut. Source: K. Cobbe et al., Training Verifiers to Solve Math Word
+    Problems, 2021 (2110.14168). Raises ValueError where `answer` holds no number.
+
+    >>> gsm8k(["assistantfinalIt is 1,050.", "assistantfinal#### 42", "analysis42"], answer=["#### 1050"] * 3)
+    [1.0, 0.0, 0.0]
+    """
+    scores = []
+    for text, expected, cut in zip(completions, answer, truncated or [False] * len(completions), strict=True):
+        if (value := number_of(expected)) is None:
+            raise ValueError(f"the column `answer` holds no number: {expected!r}")
+        scores.append(float(not cut and number_of(final_channel(text) or "") == value))
+    return scores
+
+
 # Those that score the answered action, and take INVALID_REWARD where there is none; and all.
 ACTION_REWARDS: dict[str, Callable[..., list[float]]] = {
     "action": action, "best": best, "regret": regret, "shortfall": shortfall,
 }  # fmt: skip
-REWARD_FUNCTIONS: dict[str, Callable[..., list[float]]] = ACTION_REWARDS | {"format": format}
+REWARD_FUNCTIONS: dict[str, Callable[..., list[float]]] = ACTION_REWARDS | {"format": format, "gsm8k": gsm8k}
 
 
 def best_action(row: Sequence[float]) -> int:
@@ -323,12 +356,28 @@ def score_answers(
     return made | {"action_counts": list(map(round, made["action_counts"])), "unparsed": round(made["unparsed"])}
 
 
-def paired_difference(before: Sequence[float], after: Sequence[float]) -> dict[str, float]:
-    """Mean of after - before over the same prompts, with a 95% interval: a prompt that is hard for both cancels out.
+def score_values(values: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Mean reward of N prompts with its 95% interval over them, given the rewards of each one's completions; NaN is left
+    out, and a prompt without another (None in `reward_by_prompt`) too. All None without any.
 
-    >>> paired_difference([0.1, 0.9], [0.2, 1.0])
+    >>> score_values([[0.0, 1.0], [math.nan], [1.0, math.nan]])
+    {'reward': 0.75, 'reward_low': 0.5, 'reward_high': 1.0, 'reward_by_prompt': [0.5, None, 1.0]}
+    """
+    kept = [[value for value in row if not math.isnan(value)] for row in values]
+    means = [round(math.fsum(row) / len(row), 9) if row else None for row in kept]
+    known = [mean for mean in means if mean is not None]
+    low, high = bootstrap_interval(known) if known else (None, None)
+    mean = math.fsum(known) / len(known) if known else None
+    return {"reward": mean, "reward_low": low, "reward_high": high, "reward_by_prompt": means}
+
+
+def paired_difference(before: Sequence[float | None], after: Sequence[float | None]) -> dict[str, float]:
+    """Mean of after - before over the same prompts, with a 95% interval: a prompt that is hard for both cancels out. One
+    that is None in either is left out. Raises ValueError where all are.
+
+    >>> paired_difference([0.1, 0.9, None], [0.2, 1.0, 0.5])
     {'reward': 0.1, 'reward_low': 0.1, 'reward_high': 0.1}
     """
-    changes = [round(b - a, 9) for a, b in zip(before, after, strict=True)]
+    changes = [round(b - a, 9) for a, b in zip(before, after, strict=True) if a is not None and b is not None]
     low, high = bootstrap_interval(changes)
     return {"reward": math.fsum(changes) / len(changes), "reward_low": low, "reward_high": high}

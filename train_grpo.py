@@ -35,7 +35,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo.data.scoring import reward_callable
+from grpo.data.scoring import load_rewards
 from grpo.preflight.banner import banner
 from grpo.preflight.checks import Preflight, preflight, run_records
 from grpo.preflight.choices import choose_epsilon_high
@@ -181,7 +181,7 @@ def train(preflight_result: Preflight, model_path: str) -> int:
         tokenizer,
         LoraConfig(**lora_options(s)),
         GRPOConfig(**grpo_options(s, torch.cuda.is_available(), specs, preflight_result.scale_rewards[0])),
-        [reward_callable(name, s) for name, _ in specs],
+        load_rewards(specs, s),
     )
     trainable = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     log.info("adapter: %s trainable parameters on %s", f"{trainable:,}", s.LORA_TARGETS)

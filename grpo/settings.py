@@ -40,18 +40,20 @@ class Settings:
     LORA_TARGETS: str = setting("Model", "all-linear", "", "`all-linear` (q, k, v and o projections) or a comma-separated list of module names.")
     LORA_DROPOUT: float = setting("Model", 0.0, "share", "Dropout on the adapter's input while learning.", low=0, high=0.9)
 
-    DATA: str = setting("Data", "data/tes_train.csv", "", "Training CSVs: files or globs, separated by commas.", tiny="data/tes_train_compact.csv", resume=True)
-    EVAL_DATA: str = setting("Data", "data/tes_heldout.csv", "", "Held-out CSVs for the evaluation before and after training.", tiny="data/tes_heldout_compact.csv", resume=True)
+    TASK: str = setting("Data", "tes", "", "What is learned: other defaults of DATA, REWARDS, SYSTEM_PROMPT and more (docs/tasks.md).", choices=("tes", "gsm8k"))
+    DATA: str = setting("Data", "data/tes_train.csv", "", "Training rows, separated by commas: CSV, JSON-lines and Parquet files, globs, data sets of the Hub (`org/name:config:split`).", tiny="data/tes_train_compact.csv", resume=True)
+    EVAL_DATA: str = setting("Data", "data/tes_heldout.csv", "", "Held-out rows, named as in DATA, for the evaluation before and after training.", tiny="data/tes_heldout_compact.csv", resume=True)
     EVAL_SAMPLES: int = setting("Data", 4, "completions", "Completions per held-out prompt, and runs through the closed loop, in every evaluation; 0 skips them all.", tiny=8, low=0, resume=True)
     EVAL_TEMPERATURE: float = setting("Data", 0.5, "", "Sampling temperature of every evaluation; beside it the greedy answer is measured.", above=0, high=10, resume=True)
     EVAL_STEPS: int = setting("Data", 25, "steps", "Steps between two evaluations while it trains; 0: only before and after.", tiny=100, low=0, resume=True)
     BEST_BY: str | None = setting("Data", None, "", "Figure by which the best adapter of the evaluated steps is kept: `plant` (regret of the closed loop) or `reward` (held-out); `auto`: plant where the closed loop runs.", choices=("plant", "reward"), resume=True)
     EVAL_PROFILE: str = setting("Data", "data/profile_heldout.csv", "", "Hourly profiles for the closed loop before and after training; it runs where the held-out prompts are the TES plant's; empty skips it.", resume=True)
+    SYSTEM_PROMPT: str = setting("Data", "", "", "System message of rows that are not rendered and have none; gpt-oss's template puts it into the developer message.")
     REASONING_EFFORT: str = setting("Data", "medium", "", "Reasoning effort that the chat template writes into prompts which are not rendered yet.", tiny="low", choices=("low", "medium", "high"))
     PROMPT_DATE: str = setting("Data", "2025-11-06", "date", "Current date that the chat template writes, fixed so that a resumed run sees the same prompts.", date=True)
     MAX_PROMPT_LEN: int = setting("Data", 2048, "tokens", "Longest prompt that is accepted; a longer one is an error, never cut.", tiny=256, low=1)
 
-    REWARDS: str | None = setting("Rewards", None, "", "Reward functions, `name=weight,...`: regret, action, best, shortfall, format, or `module:function`; `auto`: regret if every training row has q_action_k, else action.")
+    REWARDS: str | None = setting("Rewards", None, "", "Reward functions, `name=weight,...`: regret, action, best, shortfall, format, gsm8k, or `module:function`; `auto`: regret if every training row has q_action_k, else action.")
     INVALID_REWARD: float | None = setting("Rewards", None, "reward", "Reward of an answer that cannot be parsed; `auto`: a tenth of the row's range below its worst action; `nan` leaves it out of its group.", nan=True)
     SCALE_REWARDS: str | None = setting("Rewards", None, "", "Divide advantages by the standard deviation of the group, of the batch, or not at all; `auto`: batch with regret or shortfall, else group.", choices=("group", "batch", "none"))
     MASK_TRUNCATED: bool = setting("Rewards", False, "", "Leave completions that met MAX_COMPLETION_LEN out of the loss (bad length then costs nothing).")
@@ -87,6 +89,7 @@ class Settings:
     SEED: int = setting("Learner", 42, "", "Seed of prompt order, adapter initialization and sampling.", low=0, high=2**31 - 1)
 
     OUTPUT_DIR: str = setting("Output", "runs/gpt-oss-20b", "", "Folder of the run; OUTPUT_DIR.zip is written beside it.", tiny="runs/tiny", resume=True)
+    LOG_PROMPTS: bool = setting("Output", False, "", "Write each prompt into completions.csv, beside its completion.", resume=True)
     SAVE_STEPS: int = setting("Output", 10, "steps", "Steps between checkpoints.", tiny=50, low=1, resume=True)
     SAVE_TOTAL_LIMIT: int = setting("Output", 3, "checkpoints", "Checkpoints that are kept.", low=1, resume=True)
     RESUME: str = setting("Output", "auto", "", "`auto` continues an interrupted run in OUTPUT_DIR from its last checkpoint; `never` refuses to.", choices=("auto", "never"), resume=True)
@@ -110,7 +113,15 @@ ALIASES = {
     "MICRO_BATCH_SIZE": "MICRO_BATCH", "PER_DEVICE_TRAIN_BATCH_SIZE": "MICRO_BATCH",
     "MAX_PROMPT_LENGTH": "MAX_PROMPT_LEN", "MAX_COMPLETION_LENGTH": "MAX_COMPLETION_LEN",
     "MAX_NEW_TOKENS": "MAX_COMPLETION_LEN", "ATTN_IMPLEMENTATION": "ATTN_IMPL", "ATTENTION": "ATTN_IMPL",
-    "TRAIN_DATA": "DATA", "DATASET": "DATA", "OUT_DIR": "OUTPUT_DIR", "KL_COEF": "BETA", "VLLM": "USE_VLLM", "TOP_K": "TOP_P",
+    "TRAIN_DATA": "DATA", "DATASET": "DATA", "DATASET_NAME": "DATA", "OUT_DIR": "OUTPUT_DIR", "KL_COEF": "BETA", "VLLM": "USE_VLLM", "TOP_K": "TOP_P",
+}  # fmt: skip
+# A task is a set of defaults; a new one is its entry here, its name among TASK's choices, and a reward function.
+TASKS: dict[str, dict[str, Any]] = {
+    "tes": {},
+    "gsm8k": {
+        "DATA": "data/gsm8k_train.jsonl", "EVAL_DATA": "data/gsm8k_heldout.jsonl", "REWARDS": "gsm8k", "EVAL_PROFILE": "",
+        "SYSTEM_PROMPT": "Solve the problem. End your answer with #### and the number alone.",
+    },
 }  # fmt: skip
 MAY_CHANGE = {name for name, spec in FIELDS.items() if spec.metadata["resume"]}
 # Settings and values that are gone -> what replaces them.
@@ -193,13 +204,16 @@ def nearest_setting(variable: str) -> str | None:
 
 
 def load_settings(environ: Mapping[str, str]) -> tuple[Settings, dict[str, str], Problems]:
-    """Settings from the environment, where each value came from (`default`, `tiny` or `environment`), and problems."""
+    """Settings from the environment, where each value came from (`default`, `tiny`, the task or `environment`), and
+    problems."""
     problems, values, sources = Problems(), {}, {}
-    tiny = environ.get("MODEL_ID", "").strip() == "tiny"
+    tiny, task = environ.get("MODEL_ID", "").strip() == "tiny", environ.get("TASK", "").strip().lower()
     for name, spec in FIELDS.items():
         values[name], sources[name] = spec.default, "default"
         if tiny and spec.metadata["tiny"] is not None:
             values[name], sources[name] = spec.metadata["tiny"], "tiny"
+        if name in TASKS.get(task, {}):
+            values[name], sources[name] = TASKS[task][name], task
         text = environ.get(name)
         if removed := REMOVED.get(f"{name}={text}".strip()):
             problems.add(f"{name}={text}", "this value was removed", removed)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulates a thermal energy storage (TES) plant and writes the CSVs that the trainer reads.
 
-    python scripts/make_dataset.py                      # write data/*.csv from seeded synthetic weather
+    python scripts/make_dataset.py                      # write data/*.csv from seeded synthetic weather, and gsm8k_*.jsonl
     python scripts/make_dataset.py --check              # regenerate, compare byte for byte with data/ (exit 1: differs)
     python scripts/make_dataset.py --summary            # reward of random, best constant and oracle, for each CSV
     python scripts/make_dataset.py --profile my.csv [more.csv ...] --out DIR      # the same from your own hourly data
@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from grpo.tasks import gsm8k
 from grpo.tasks.tes import dataset
 from grpo.tasks.tes.plant import START_KWH, Plant
 from grpo.tasks.tes.profiles import ProfileError, decode, windows
@@ -80,7 +81,7 @@ def make(args: argparse.Namespace) -> dict[str, str]:
     """The files that were asked for, name -> text."""
     prompts = ("full", "compact") if args.prompt == "both" else (args.prompt,)
     if not args.profile:
-        return dict(dataset.synthetic_files(args.seed, prompts))
+        return dict(dataset.synthetic_files(args.seed, prompts)) | gsm8k.files(args.seed)
     columns = {name: args.own.pop(name, None) for name in ("co2_column", "load_column")}
     profiles = dataset.read_profiles(map(Path, args.profile), prompts, **columns)
     for stem, profile in profiles.items():

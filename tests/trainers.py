@@ -14,7 +14,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 import train_grpo
 from grpo.data.files import Row
-from grpo.data.scoring import reward_callable, reward_specs
+from grpo.data.scoring import load_rewards, reward_specs
 from grpo.learn.trainer import RunContext, Trainer
 from grpo.model.load import load_model, load_tokenizer
 from grpo.preflight.choices import choose_rewards, choose_scale_rewards
@@ -38,7 +38,7 @@ def build(settings, tiny, folder):
         load_tokenizer(str(tiny)),
         LoraConfig(**train_grpo.lora_options(settings)),
         GRPOConfig(**train_grpo.grpo_options(settings, False, specs, scale)),
-        [reward_callable(name, settings) for name, _ in specs],
+        load_rewards(specs, settings),
     )
 
 

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Users' CSVs to rows. Every problem names file, row, column and line."""
+"""Users' files to rows. Every problem names file, row, column and line."""
 
 from __future__ import annotations
 
 import contextlib
-import csv
 import difflib
+import functools
 import glob
 import hashlib
-import io
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo.data.formats import Record, Table, UnreadableFile, is_dataset, read_dataset, reader_of
 from grpo.settings import ROOT, Problems, listed
 
 REWARD_COLUMN = re.compile(r"reward_action_(0|[1-9]\d*)")
@@ -24,14 +24,15 @@ Q_COLUMN = re.compile(r"q_action_(0|[1-9]\d*)")
 # Keyword arguments that TRL and this project give to reward functions: a CSV column of that name goes by `csv_NAME`.
 RESERVED_ARGUMENTS = {
     "prompt", "prompts", "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric",
-    "environments", "truncated", "prompt_id", "invalid_reward",
+    "environments", "truncated", "prompt_id", "invalid_reward", "prompt_messages",
 }  # fmt: skip
+PROMPT_COLUMNS = ("prompt", "user", "question")
 SHOWN = 20  # problems listed per file: the rest is counted
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a CSV: `prompt` as text (rendered later by `render_rows`), rewards by action, every column, and the values
+    """One row: `prompt` as text (rendered later by `render_rows`), rewards by action, every column, and the values
     q_action_k of as many actions, where the file has them."""
 
     file: str
@@ -41,6 +42,7 @@ class Row:
     columns: dict[str, Any]
     prompt: str = ""
     q: tuple[float, ...] = ()
+    conversational: bool = False  # the file gave messages: reward functions of the user's get such, too
 
     @property
     def id(self) -> str:
@@ -50,7 +52,7 @@ class Row:
 def find_files(setting: str, text: str, problems: Problems) -> list[Path]:
     """The files that a setting names: paths or globs, relative to the current folder or else to this project's."""
     found: dict[Path, None] = {}
-    fix = "Name existing CSV files or a glob such as 'days/*.csv' (quoted)"
+    fix = "Name existing files or a glob such as 'days/*.csv' (quoted)"
     for part in listed(text):
         places = [Path(part).expanduser(), ROOT / part]
         ways = [[place] for place in places] + [sorted(map(Path, glob.glob(str(p), recursive=True))) for p in places]
@@ -80,41 +82,7 @@ def flat_rows(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if len(set(row.rewards)) == 1 and len(set(row.q)) < 2]
 
 
-class UnreadableFile(Exception):
-    """A file without a single row to look at; its arguments are those of `Problems.add`."""
-
-
-def read_records(path: Path) -> list[tuple[int, list[str]]]:
-    """(line that it begins in, cells) of the header and of every row of a CSV in UTF-8, with or without a byte order
-    mark; empty lines are none. Raises UnreadableFile."""
-    records: list[tuple[int, list[str]]] = []
-    start = 1
-    try:
-        content = path.read_bytes()
-        reader = csv.reader(io.StringIO(content.decode("utf-8-sig"), newline=""), strict=True)
-        if b"\0" in content:
-            where = f"{path}, line {content.partition(bytes(1))[0].count(bytes([10])) + 1}"
-            raise UnreadableFile(where, "it holds a NUL byte", "Export the CSV again; UTF-16 must become UTF-8")
-        for cells in reader:
-            if cells:
-                records.append((start, cells))
-            start = reader.line_num + 1
-    except OSError as error:
-        raise UnreadableFile(path, f"cannot be read ({error.strerror})", "Check the path and its permissions") from None
-    except UnicodeDecodeError as error:
-        where = f"{path}, line {content[: error.start].count(bytes([10])) + 1}"
-        fix = "Save the file as UTF-8 (a workbook or UTF-16: open it in a spreadsheet and save it as 'CSV UTF-8')"
-        raise UnreadableFile(where, f"byte {error.start} is not UTF-8", fix) from None
-    except csv.Error as error:
-        where = f"{path}, row {len(records)} (from line {start})" if records else f"{path}, line {start}"
-        fix = "Close every quote, and double quotes inside a quoted cell"
-        raise UnreadableFile(where, f"broken CSV quoting ({error})", fix) from None
-    if not records:
-        raise UnreadableFile(path, "it is empty", "Give it a header and at least one row")
-    return records
-
-
-def check_header(path: Path, header: Sequence[str], problems: Problems) -> int:
+def check_header(path: str, header: Sequence[str], problems: Problems) -> int:
     """How many actions the columns name, their q_action_k too; problems where they cannot be those of a training file."""
     where = f"{path}, header"
     if len(header) == 1 and (";" in header[0] or "\t" in header[0]):
@@ -122,9 +90,9 @@ def check_header(path: Path, header: Sequence[str], problems: Problems) -> int:
     for name in sorted({name for name in header if header.count(name) > 1}):
         what = f"column {name!r} stands there twice" if name else "a column has no name"
         problems.add(where, what, "Name every column once")
-    if "prompt" not in header and "user" not in header:
+    if not set(PROMPT_COLUMNS) & set(header):
         what = "there is neither a `prompt` nor a `user` column" + near_column("prompt", header)
-        problems.add(where, what, "Add one of them; docs/data.md shows both forms")
+        problems.add(where, what, "Add one of them (or `question`); docs/data.md shows the forms")
     actions = sorted(int(m[1]) for name in header if (m := REWARD_COLUMN.fullmatch(name)))
     gap = next((k for k in range(len(actions)) if k not in actions), None)
     if gap is not None:
@@ -145,74 +113,112 @@ def read_numbers(where: str, columns: dict[str, Any], names: Sequence[str], prob
     """The cells of `columns` that have these names, as numbers; a problem for each that is none."""
     numbers = dict.fromkeys(names, math.nan)
     for name in names:
-        cell = columns[name].strip()
-        with contextlib.suppress(ValueError):
-            numbers[name] = float(cell)
+        cell = columns[name].strip() if isinstance(columns[name], str) else columns[name]
+        with contextlib.suppress(ValueError, TypeError):
+            numbers[name] = math.nan if isinstance(cell, bool) else float(cell)
         if not math.isfinite(numbers[name]):
-            what = (
-                f"{cell!r} is not a finite number"
-                if cell
-                else f"the {'value' if name[0] == 'q' else 'reward'} is missing"
-            )
+            missing = f"the {'value' if name[0] == 'q' else 'reward'} is missing"
+            what = missing if cell in ("", None) else f"{cell!r} is not a finite number"
             problems.add(f"{where}, column {name}", what, "Every action needs a number")
     return numbers
 
 
-def read_row(where: str, columns: dict[str, Any], actions: int, problems: Problems) -> tuple[Any, tuple[float, ...]]:
-    """Messages and rewards of a row; `columns` gets its rewards as numbers."""
-    found = read_numbers(where, columns, [f"reward_action_{k}" for k in range(actions)], problems)
-    columns |= found
-    rewards = tuple(found.values())
-    prompt, user, system = (columns.get(name, "").strip() for name in ("prompt", "user", "system"))
-    if not (prompt or user):
-        name = "prompt" if "prompt" in columns else "user"
-        problems.add(f"{where}, column {name}", "the prompt is empty", "Fill it in or remove the row")
-    if not prompt.startswith("<|start|>"):
-        return ((("system", system),) if system else ()) + (("user", prompt or user),), rewards
-    if not re.search(r"<\|start\|>assistant(?:<\|channel\|>[^<]*(?:<\|message\|>)?)?\Z", columns["prompt"]):
+Messages = tuple[tuple[str, str], ...]
+
+
+def read_conversation(where: str, prompt: Any, problems: Problems) -> Messages:
+    """Messages of a `prompt` that is a list of them, as TRL's conversational data sets hold it."""
+    try:
+        messages = tuple((one["role"], one["content"]) for one in prompt)
+        if messages[-1][0] == "user" and all(isinstance(text, str) for one in messages for text in one):
+            return messages
+    except (TypeError, KeyError, IndexError):
+        pass
+    what = "it is neither text nor a list of messages that ends with the user's"
+    problems.add(f"{where}, column prompt", what, 'Write text, or [{"role": "user", "content": "..."}]')
+    return ()
+
+
+def read_messages(where: str, columns: dict[str, Any], system: str, problems: Problems) -> Messages:
+    """Messages of a row, or ("rendered", text). `system`: for rows that have no system message of their own."""
+    given = {name: columns.get(name) for name in (*PROMPT_COLUMNS, "system")}
+    given = {name: "" if value is None else value for name, value in given.items()}
+    if not isinstance(given["prompt"], str):
+        found = read_conversation(where, given["prompt"], problems)
+        return found if not system or found[:1] and found[0][0] == "system" else (("system", system), *found)
+    for name, value in given.items():
+        if not isinstance(value, str):
+            problems.add(f"{where}, column {name}", f"{value!r} is not text", "Write it as text")
+            return ()
+    name = next((name for name in PROMPT_COLUMNS if given[name].strip()), None)
+    if name is None:
+        there = next(name for name in PROMPT_COLUMNS if name in columns)
+        problems.add(f"{where}, column {there}", "the prompt is empty", "Fill it in or remove the row")
+    prompt, told = given[name or "prompt"], given["system"].strip() or system
+    if name != "prompt" or not prompt.strip().startswith("<|start|>"):
+        return ((("system", told),) if told else ()) + (("user", prompt.strip()),)
+    if not re.search(r"<\|start\|>assistant(?:<\|channel\|>[^<]*(?:<\|message\|>)?)?\Z", prompt):
         what, fix = "a rendered prompt must end where the assistant begins", "End it with <|start|>assistant"
         problems.add(f"{where}, column prompt", what, fix)
-    return (("rendered", columns["prompt"]),), rewards
+    return (("rendered", prompt),)
 
 
-def read_csv(path: Path, problems: Problems) -> list[Row]:
-    """The rows of one CSV; problems name the file, the row (1 is the first below the header), the column and the line.
+def make_rows(
+    name: str, header: Sequence[str], records: Iterable[Record], actions: int, system: str, problems: Problems
+) -> Iterator[Row]:
+    """Rows of the file `name` out of its records."""
+    q_names = [f"q_action_{k}" for k in range(actions)] if "q_action_0" in header else []
+    for number, (where, columns) in enumerate(records, 1):
+        rewards = read_numbers(where, columns, [f"reward_action_{k}" for k in range(actions)], problems)
+        columns |= rewards
+        messages = read_messages(where, columns, system, problems)
+        # Text in `columns`, as it was before there was a use for them: runs know their rows by a fingerprint of these.
+        q = read_numbers(where, columns, q_names, problems)
+        talk = "user" in columns or not isinstance(columns.get("prompt", ""), (str, type(None)))
+        yield Row(name, number, messages, tuple(rewards.values()), columns, "", tuple(q.values()), talk)
+
+
+def read_file(name: str, read: Callable[[], Table], problems: Problems, system: str = "") -> list[Row]:
+    """The rows of one file or data set; problems name it, the row (1 is the first), the column and in text the line.
 
     Accepted: a `prompt` column (rendered in Harmony, beginning with `<|start|>`, or plain text, taken as the user's
-    message), or `user` with an optional `system`; `reward_action_0` .. `reward_action_{K-1}` with finite numbers, K >= 2,
-    for the rewards that need them, and `q_action_k` beside them. Other columns pass through as text."""
-    mine, rows = Problems(), []
-    csv.field_size_limit(2**31 - 1)
+    message, or a list of messages), `question`, or `user` with an optional `system`; `reward_action_0` ..
+    `reward_action_{K-1}` with finite numbers, K >= 2, for the rewards that need them, and `q_action_k` beside them. Other
+    columns pass through. `system`: the message of rows without their own."""
+    mine = Problems()
     try:
-        (_, names), *records = read_records(path)
-        header = [name.strip() for name in names]
-        actions = check_header(path, header, mine)
+        header, records = read()
+        actions = check_header(name, header, mine)
+        rows = list(make_rows(name, header, records(mine), actions, system, mine)) if not mine else []
     except UnreadableFile as error:
         problems.add(*error.args)
         return []
-    if not records:
-        mine.add(str(path), "there is no row below the header", "Add at least one row")
-    q_names = [f"q_action_{k}" for k in range(actions)] if "q_action_0" in header else []
-    for number, (line, cells) in enumerate(records if not mine else [], 1):
-        where = f"{path}, row {number} (line {line})"
-        if len(cells) != len(header):
-            what = f"it has {len(cells)} cells, the header has {len(header)}"
-            mine.add(where, what, "Quote cells that hold commas or line breaks")
-            continue
-        columns: dict[str, Any] = dict(zip(header, cells, strict=True))
-        messages, rewards = read_row(where, columns, actions, mine)
-        # Text in `columns`, as it was before there was a use for them: runs know their rows by a fingerprint of these.
-        q = read_numbers(where, columns, q_names, mine)
-        rows.append(Row(str(path), number, messages, rewards, columns, q=tuple(q.values())))
+    if not rows and not mine:
+        mine.add(name, "there is no row below the header", "Add at least one row")
     problems += mine[:SHOWN]
     if len(mine) > SHOWN:
-        problems.add(str(path), f"and {len(mine) - SHOWN} more problems like these", "Fix the file and run again")
+        problems.add(name, f"and {len(mine) - SHOWN} more problems like these", "Fix the file and run again")
     return [] if mine else rows
 
 
-def read_rows(setting: str, text: str, problems: Problems) -> list[Row]:
-    """The rows of every file that a setting names."""
-    rows = [row for path in find_files(setting, text, problems) for row in read_csv(path, problems)]
+def read_csv(path: Path, problems: Problems, system: str = "") -> list[Row]:
+    """`read_file` of a file in one of the formats of grpo/data/formats.py, by its ending; CSV with any other."""
+    return read_file(str(path), functools.partial(reader_of(path), path), problems, system)
+
+
+def read_rows(setting: str, text: str, problems: Problems, system: str = "") -> list[Row]:
+    """The rows of every file, and of every data set of the Hub, that a setting names."""
+    parts = listed(text)
+    sets = [part for part in parts if is_dataset(part)]
+    files = ",".join(part for part in parts if part not in sets)
+    rows = [
+        row
+        for path in (find_files(setting, files, problems) if files or not sets else ())
+        for row in read_csv(path, problems, system)
+    ]
+    for part in sets:
+        read = functools.partial(read_dataset, part, "test" if setting == "EVAL_DATA" else "train")
+        rows += read_file(part, read, problems, system)
     names: dict[str, str] = {}
     for file in dict.fromkeys(row.file for row in rows):
         if (other := names.setdefault(Path(file).stem, file)) != file:
@@ -231,4 +237,5 @@ def reward_columns(row: Row, actions: int) -> dict[str, Any]:
     """The columns of a row as keyword arguments of a reward function; a file with fewer actions is filled with None."""
     columns = {f"reward_action_{k}": None for k in range(actions)}
     columns |= {(f"csv_{name}" if name in RESERVED_ARGUMENTS else name): value for name, value in row.columns.items()}
-    return columns | {f"q_action_{k}": value for k, value in enumerate(row.q)} | {"prompt_id": row.id}
+    columns |= {f"q_action_{k}": value for k, value in enumerate(row.q)}
+    return columns | {"prompt_id": row.id, "prompt_messages": row.messages if row.conversational else None}

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import importlib
 import inspect
 import itertools
 import math
 import random
+import re
 import sys
 import types
 from collections.abc import Callable, Collection, Sequence
@@ -83,6 +85,20 @@ def check_rewards(
     return specs, check_garbage(specs, tried, settings, problems) if complete else None
 
 
+def check_heldout(
+    specs: Sequence[tuple[str, float]], settings: Settings, rows: Sequence[Row], problems: Problems
+) -> None:
+    """The reward functions can score the held-out rows: those with actions by their columns, others as they train."""
+    bare = next((row for row in rows if not row.rewards), None)
+    if bare and {name for name, _ in specs} & rewards.ACTION_REWARDS.keys():
+        problems.add(f"{bare.file}, columns", no_actions(bare), "Add them, or set EVAL_SAMPLES=0")
+        return
+    try:
+        try_rewards(specs, settings, rows)
+    except RuntimeError as error:
+        problems.add("EVAL_DATA", str(error), "Give these rows the columns of DATA, or set EVAL_SAMPLES=0")
+
+
 def check_columns(names: Collection[str], rows: Sequence[Row], problems: Problems) -> None:
     """The rows hold what the reward functions of these names need, and something to learn."""
     if names & rewards.ACTION_REWARDS.keys():
@@ -134,21 +150,17 @@ def try_rewards(
     asked = [
         (row, [*GARBAGE, *(FINAL.format(f"[{k}]") for k in range(len(row.rewards) or 2))]) for row in sample_rows(rows)
     ]
+    read = [
+        Completion(dataclasses.replace(row, prompt=row.prompt or row.messages[-1][1]), text, None, 1, False)
+        for row, answers in asked
+        for text in answers
+    ]
     most = max((len(row.rewards) for row in rows), default=0)
-    given: dict[str, list[Any]] = {name: [] for row in rows for name in reward_columns(row, most)}
-    given |= {"prompts": [], "completion_ids": [], "truncated": []}
-    for row, answers in asked:
-        mine = reward_columns(row, most) | {"prompts": row.prompt, "completion_ids": [0], "truncated": False}
-        for name, values in given.items():
-            values += [mine.get(name)] * len(answers)
     state = types.SimpleNamespace(global_step=0, max_steps=settings.TOTAL_STEPS)
-    texts = [text for _, answers in asked for text in answers]
-    scores = []
-    for name, weight in specs if asked else ():
-        values = reward_callable(name, settings)(texts, **given, trainer_state=state)
-        scores.append([math.nan if value is None else weight * value for value in values])
-    by_answer = map(list, zip(*scores, strict=True))
-    return [(row, list(itertools.islice(by_answer, len(answers)))) for row, answers in asked]
+    functions = load_rewards(specs, settings) if asked else []
+    scores = score(functions, read, [[0]] * len(read), most, trainer_state=state)
+    weighted = iter([weight * value for (_, weight), value in zip(specs, values, strict=True)] for values in scores)
+    return [(row, list(itertools.islice(weighted, len(answers)))) for row, answers in asked]
 
 
 def total(scores: Sequence[float]) -> float:
@@ -223,26 +235,102 @@ def checked_rewards(name: str, values: Any, count: int) -> list[float | None]:
     return values
 
 
-def reward_callable(name: str, settings: Settings) -> Callable[..., list[float | None]]:
-    """A reward function, `async` or not, as TRL calls it: named for the logs, given INVALID_REWARD, its errors named."""
-    function = load_reward(name)
-    options = {"invalid_reward": settings.INVALID_REWARD} if name in rewards.ACTION_REWARDS else {}
+Reward = Callable[..., list[float | None]]
+# What every reward function is given beside the columns.
+GIVEN = {"prompts", "completions", "completion_ids", "trainer_state", "truncated", "log_extra", "log_metric"}
 
-    def reward(completions: list[str], **columns: Any) -> list[float | None]:
+
+def is_called_by_keyword(function: Callable[..., Any]) -> bool:
+    """Whether a reward function of the user's is called as TRL does it, all by keyword; else its first argument has a name
+    of its own, and gets the completions."""
+    parameters = list(inspect.signature(function).parameters.values())
+    first = next((one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)), None)
+    return first is None or first in GIVEN or any(one.name == "completions" for one in parameters)
+
+
+def as_message(turn: str) -> list[dict[str, str]]:
+    """An assistant's turn as the one message that TRL makes of it (`gptoss_template` of trl/chat_template_utils.py):
+    `content` is the final channel's text, `thinking` the reasoning before it; both may be empty.
+
+    >>> as_message("<|start|>assistant<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>final<|message|>[1]<|return|>")
+    [{'role': 'assistant', 'thinking': 'Hm', 'content': '[1]'}]
+    """
+    thinking = re.search(r"<\|channel\|>analysis<\|message\|>(.*?)(?=<\|end\|>|<\|start\|>|\Z)", turn, re.DOTALL)
+    content = rewards.final_channel(turn) or ""
+    return [{"role": "assistant", "thinking": thinking[1] if thinking else "", "content": content}]
+
+
+def reward_callable(name: str, settings: Settings, title: str | None = None) -> Reward:
+    """A reward function, `async` or not, as TRL calls it: named `title` for the logs, given INVALID_REWARD, its errors named.
+
+    One of the user's gets prompts and completions of conversational rows as lists of messages, as from TRL, if it is called
+    by keyword."""
+    function, own = load_reward(name), ":" in name
+    options = {"invalid_reward": settings.INVALID_REWARD} if name in rewards.ACTION_REWARDS else {}
+    by_keyword = own and is_called_by_keyword(function)
+
+    def reward(
+        completions: list[Any], prompts: Sequence[Any] = (), prompt_messages: Sequence[Any] = (), **columns: Any
+    ) -> list[float | None]:
+        if by_keyword and any(prompt_messages):
+            talks = [[{"role": role, "content": text} for role, text in talk or ()] for talk in prompt_messages]
+            prompts = [talk or text for talk, text in zip(talks, prompts, strict=True)]
+            completions = [as_message(text) if talk else text for talk, text in zip(talks, completions, strict=True)]
+        given = columns | options | {"prompts": prompts}
         try:
-            values = function(completions, **(columns | options))
+            values = function(completions=completions, **given) if by_keyword else function(completions, **given)
             values = asyncio.run(values) if inspect.iscoroutine(values) else values
         except Exception as error:
             raise RuntimeError(f"REWARDS: {name} raised {type(error).__name__}: {error}") from error
         return checked_rewards(name, values, len(completions))
 
-    reward.__name__ = name.rpartition(":")[2]
+    reward.__name__ = title or name.rpartition(":")[2]
     return reward
+
+
+def reward_titles(names: Sequence[str]) -> list[str]:
+    """The names of reward functions in logs and columns: a function's own where no other has it, else with its module.
+
+    >>> reward_titles(["action", "mine:score", "yours:score", "mine:other"])
+    ['action', 'mine:score', 'yours:score', 'other']
+    """
+    short = [name.rpartition(":")[2] for name in names]
+    return [name if short.count(last) > 1 else last for name, last in zip(names, short, strict=True)]
+
+
+def load_rewards(specs: Sequence[tuple[str, float]], settings: Settings) -> list[Reward]:
+    """The reward functions of REWARDS, under the names that logs and columns use."""
+    names = [name for name, _ in specs]
+    return [reward_callable(name, settings, title) for name, title in zip(names, reward_titles(names), strict=True)]
+
+
+def score(
+    functions: Sequence[Reward], read: Sequence[Completion], ids: Sequence[Sequence[int]], actions: int, **more: Any
+) -> list[list[float]]:
+    """What each function gives each completion (N, F), NaN for None. `ids`: their tokens; `actions`: the most of any row;
+    `more`: what else the functions are given. Each is called once, as TRL would."""
+    given: dict[str, list[Any]] = {name: [] for one in read for name in reward_columns(one.row, actions)}
+    for one in read:
+        mine = reward_columns(one.row, actions)
+        for name, values in given.items():
+            values.append(mine.get(name))
+    given |= {"prompts": [one.row.prompt for one in read], "truncated": [one.truncated for one in read]}
+    turns = [rewards.assistant_turn(one.row.prompt, one.text) for one in read]
+    nothing = {"log_extra": lambda *values: None, "log_metric": lambda *values: None}
+    made = [function(completions=turns, completion_ids=list(ids), **nothing, **given, **more) for function in functions]
+    return [[math.nan if value is None else value for value in values] for values in zip(*made, strict=True)]
+
+
+def is_answer(one: Completion) -> bool:
+    """Whether a completion can be read: it names an action where its row has some, else its final channel holds text."""
+    if one.row.rewards:
+        return one.action is not None
+    return bool((rewards.final_channel(rewards.assistant_turn(one.row.prompt, one.text)) or "").strip())
 
 
 def completion_rates(read: Sequence[Completion]) -> dict[str, float]:
     """Parse rate, best-action rate, clipped ratio and lengths of some completions."""
-    answered = [one for one in read if one.action is not None]
+    answered = [one for one in read if is_answer(one)]
     best = [one for one in answered if one.row.rewards and one.row.rewards[one.action] == max(one.row.rewards)]
     return {
         "parse_rate": len(answered) / len(read),

@@ -13,7 +13,7 @@ import numpy as np
 
 import rewards
 from grpo.data.files import Row, data_fingerprint
-from grpo.data.scoring import completion_rates
+from grpo.data.scoring import FINAL, GARBAGE, Completion, completion_rates, score, total
 from grpo.evaluate.exact import answer_probabilities
 from grpo.learn.trainer import Trainer
 from grpo.model.load import evaluating
@@ -54,46 +54,109 @@ def exact_probabilities(trainer: Trainer, prompts: Sequence[str], base: bool, gr
 def evaluate(
     trainer: Trainer, rows: Sequence[Row], exact: bool, base: bool = False, greedy: bool = False
 ) -> dict[str, Any]:
-    """What the answers to the held-out rows are worth by the CSV: `rewards.score_probabilities` of EVAL_SAMPLES completions
-    a row (`greedy`: of one) with their lengths, or of all answers (`exact`). An answer that cannot be parsed counts as
-    INVALID_REWARD, or as the row's lowest reward where that is auto or nan."""
+    """What the answers to the held-out rows are worth, from EVAL_SAMPLES completions a row (`greedy`: from one) with their
+    lengths, or from all answers (`exact`). By the file where every row has rewards of its actions:
+    `rewards.score_probabilities`, an answer that cannot be parsed counts as INVALID_REWARD, or as the row's lowest reward
+    where that is auto or nan. Else by REWARDS: `rewards.score_values` of their weighted sum, and the parse rate.
+    `functions`: the latter of each function of REWARDS."""
     s, worth = trainer.run.settings, [row.rewards for row in rows]
     invalid = math.nan if s.INVALID_REWARD is None else s.INVALID_REWARD
     samples = 1 if greedy else s.EVAL_SAMPLES
     if exact:
         found = exact_probabilities(trainer, [row.prompt for row in rows], base, greedy, max(map(len, worth)))
         p = [mine[: len(row)] for mine, row in zip(found.tolist(), worth, strict=True)]
-        return rewards.score_probabilities(worth, p, [samples] * len(rows), invalid)
+        made = rewards.score_probabilities(worth, p, [samples] * len(rows), invalid)
+        return made | {"functions": expected_scores(trainer, rows, p)}
     sampled = [row for row in rows for _ in range(samples)]
     temperature = 0.0 if greedy else None
     ids = generate_completions(trainer, [row.prompt for row in sampled], samples, base, temperature=temperature)
     read = trainer.read_completions(sampled, ids)
-    answers = [[one.action for one in read[start : start + samples]] for start in range(0, len(read), samples)]
-    rates = completion_rates(read)
-    lengths = {name: rates[name] for name in ("clipped_ratio", "tokens_mean", "tokens_max")}
-    return rewards.score_answers(worth, answers, invalid) | lengths
+    rates, firsts = completion_rates(read), range(0, len(read), samples)
+    figures = {name: rates[name] for name in ("clipped_ratio", "tokens_mean", "tokens_max")}
+    scores = score(trainer.reward_funcs, read, ids, trainer.actions, trainer_state=trainer.state)
+    figures["functions"] = function_scores(trainer, [scores[first : first + samples] for first in firsts])
+    if all(worth):
+        answers = [[one.action for one in read[first : first + samples]] for first in firsts]
+        return rewards.score_answers(worth, answers, invalid) | figures
+    weighted = [total([w * value for w, value in zip(trainer.args.reward_weights, one, strict=True)]) for one in scores]
+    made = rewards.score_values([weighted[first : first + samples] for first in firsts])
+    return made | {"parse_rate": rates["parse_rate"]} | figures
+
+
+def function_scores(trainer: Trainer, scores: Sequence[Sequence[Sequence[float]]]) -> dict[str, Any]:
+    """`rewards.score_values`, without its list, of each function of REWARDS: scores by prompt, completion and function."""
+    made = {}
+    for i, name in enumerate(trainer.reward_func_names):
+        found = rewards.score_values([[one[i] for one in mine] for mine in scores])
+        made[name] = {key: found[key] for key in ("reward", "reward_low", "reward_high")}
+    return made
+
+
+def expected_scores(trainer: Trainer, rows: Sequence[Row], probabilities: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """`function_scores` of the answers `[k]` by their probabilities (N, K); the rest of 1 is an answer without an action."""
+    asked = [[GARBAGE[0], *(FINAL.format(f"[{k}]") for k in range(len(row.rewards)))] for row in rows]
+    read = [Completion(row, text, None, 1, False) for row, texts in zip(rows, asked, strict=True) for text in texts]
+    scores = iter(score(trainer.reward_funcs, read, [[0]] * len(read), trainer.actions, trainer_state=trainer.state))
+    expected = []
+    for p in probabilities:
+        shares = [1 - math.fsum(p), *p]
+        mine = [next(scores) for _ in shares]
+        # 0 times NaN is NaN: what never happens does not count.
+        kept = [
+            [(share, one[i]) for share, one in zip(shares, mine, strict=True) if share > 0] for i in range(len(mine[0]))
+        ]
+        expected.append([[math.fsum(share * value for share, value in parts) for parts in kept]])
+    return function_scores(trainer, expected)
 
 
 def table(results: Mapping[str, Any]) -> str:
     """evaluation.json as the table that the run prints last."""
     way = "exact" if results["exact"] else f"{results['samples']} completions a prompt"
     lines = [f"Held-out mean reward at temperature {results['temperature']:g}, {way}, 95% interval over prompts"]
-    lines.append(f"  random action            {results['random']:.3f}")
-    lines.append(f"  best constant action     {results['constant']:.3f}   (always [{results['constant_action']}])")
-    row = "{reward:.3f}   {reward_low:.3f} to {reward_high:.3f}   (regret {regret:.3f}, parse rate {parse_rate:.2f}, best action {best_action_rate:.2f})"
-    for name in ("before", "after"):
-        for key, label in ((name, f"{name} training"), (f"{name}_greedy", f"{name} training, greedy")):
-            lines.append(f"  {label:<24} " + row.format(**results[key]))
-    lines.append(f"  oracle                   {results['oracle']:.3f}")
+    references = [
+        ("random action", "random", ""),
+        ("best constant action", "constant", "   (always [{constant_action}])"),
+    ]
+    lines += [
+        f"  {label:<23}  {results[key]:.3f}{note.format(**results)}"
+        for label, key, note in references
+        if key in results
+    ]
+    names = [
+        (f"{name}{end}", f"{name} training{way}")
+        for name in ("before", "after")
+        for end, way in (("", ""), ("_greedy", ", greedy"))
+    ]
+    for key, label in names:
+        found = results[key]
+        more = [f"{words} {found[figure]:{form}}" for figure, words, form in SHOWN if figure in found]
+        lines.append(f"  {label:<24} {interval_text(found)}   ({', '.join(more)})")
+    lines += [f"  oracle                   {results['oracle']:.3f}"] if "oracle" in results else []
     row = "  after - before          {reward:+.3f}   {reward_low:+.3f} to {reward_high:+.3f}"
-    return "\n".join([*lines, row.format(**results["difference"])])
+    lines.append(row.format(**results["difference"]))
+    functions = results["after"].get("functions", {})
+    for name in functions if len(functions) > 1 or "oracle" in results else ():
+        lines.append(f"  {name}")
+        lines += [f"    {label:<22} {interval_text(results[key]['functions'][name])}" for key, label in names]
+    return "\n".join(lines)
+
+
+SHOWN = (("regret", "regret", ".3f"), ("parse_rate", "parse rate", ".2f"), ("best_action_rate", "best action", ".2f"))
+
+
+def interval_text(found: Mapping[str, Any]) -> str:
+    """A mean reward and its interval, or a dash where there is none."""
+    if found["reward"] is None:
+        return "-"
+    return "{reward:.3f}   {reward_low:.3f} to {reward_high:.3f}".format(**found)
 
 
 def measure_rewards(trainer: Trainer, rows: Sequence[Row], exact: bool, base: bool) -> dict[str, Any]:
     """evaluation.json, which is returned: reward of the held-out `rows` before training (`base`) or after it, beside what
     other policies earn. A resumed run keeps what was measured at its start in the same way."""
     path, s = trainer.run.folder / "evaluation.json", trainer.run.settings
-    results: dict[str, Any] = rewards.baselines([row.rewards for row in rows])
+    worth = [row.rewards for row in rows]
+    results: dict[str, Any] = rewards.baselines(worth) if all(worth) else {}
     results |= {"samples": s.EVAL_SAMPLES, "temperature": s.EVAL_TEMPERATURE, "exact": exact}
     results["data_sha256"] = data_fingerprint(rows)
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):

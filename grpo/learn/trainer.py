@@ -155,7 +155,8 @@ class Trainer(GRPOTrainer):
         rewards: list[Callable[..., Any]],
     ):
         self.run, self.timer = run, StepTimerCallback(run.stop)
-        self.run_log = RunLog(run.folder, run.settings.TOTAL_STEPS)
+        names = [function.__name__ for function in rewards]
+        self.run_log = RunLog(run.folder, run.settings.TOTAL_STEPS, names, run.settings.LOG_PROMPTS)
         # TRL asks the first completion for the columns: every row gets those of every file.
         self.actions = max(len(row.rewards) for row in run.rows)
         self.empty_columns = {name: None for row in run.rows for name in reward_columns(row, self.actions)}
@@ -250,7 +251,7 @@ class Trainer(GRPOTrainer):
             per_function = super()._calculate_rewards(enriched, prompts, turns, completion_ids_list)
             weights = self.reward_weights.to(per_function.device)
             totals = (per_function * weights).nansum(dim=1).masked_fill(per_function.isnan().all(dim=1), math.nan)
-            self.run_log.write_completions(self.state.global_step + 1, read, totals.tolist())
+            self.run_log.write_completions(self.state.global_step + 1, read, totals.tolist(), per_function.tolist())
         return per_function
 
     def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -383,7 +384,12 @@ class Trainer(GRPOTrainer):
                     figures = self.run.measure(self)
                 figures["eval_s"] = time.perf_counter() - started
                 row |= figures
-                logs.update(figures)  # to the trackers
+            # To the trackers; TRL has the means of the reward functions under names of its own.
+            logs |= {
+                name: value
+                for name, value in (self.run_log.rates | row).items()
+                if value is not None and "/" not in name
+            }
         super().log(logs, start_time)
         if stepped:
             row |= {column: logs.get(name) for column, name in TRL_FIGURES.items()}

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo.data.files import Row, data_fingerprint, no_actions, read_rows
+from grpo.data.files import Row, data_fingerprint, read_rows
 from grpo.data.prompts import render_rows
-from grpo.data.scoring import check_rewards
+from grpo.data.scoring import check_heldout, check_rewards
 from grpo.preflight import choices, hub
 from grpo.preflight.choices import ATTENTION, LINEAR_MODULES, VLLM_COLDEST, ClosedLoop
 from grpo.preflight.hub import ModelFiles
@@ -198,12 +198,12 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Pre
     files = hub.find_model(settings.MODEL_ID, problems)
     check_settings(settings, files.config if files else None, machine, problems)
     check_trackers(settings, environ, problems)
-    rows = read_rows("DATA", settings.DATA, problems)
-    eval_rows = read_rows("EVAL_DATA", settings.EVAL_DATA, problems) if settings.EVAL_SAMPLES else []
-    if bare := next((row for row in eval_rows if not row.rewards), None):
-        problems.add(f"{bare.file}, columns", no_actions(bare), "Add them, or set EVAL_SAMPLES=0")
+    system = settings.SYSTEM_PROMPT
+    rows = read_rows("DATA", settings.DATA, problems, system)
+    eval_rows = read_rows("EVAL_DATA", settings.EVAL_DATA, problems, system) if settings.EVAL_SAMPLES else []
     rewards = choices.choose_rewards(settings.REWARDS, rows)
     specs, garbage = check_rewards(settings, rewards[0], rows, problems)
+    check_heldout(specs, settings, eval_rows, problems)
     scale = choices.choose_scale_rewards(settings.SCALE_REWARDS, [name for name, _ in specs])
     run = inspect_run(settings, rows, problems)
     flash = installed_versions(package for package, _ in FLASH_PACKAGES.values())
@@ -236,7 +236,9 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Pre
         closed_loop = choices.plan_closed_loop(settings, eval_rows, rollouts[0], own_profile, problems)
     parameters = hub.count_parameters(files.config)["total"] if files else 0
     opened = any(not row.prompt.endswith("<|start|>assistant") for row in eval_rows if row.prompt)
-    evaluation = choices.choose_evaluation(settings, rollouts[0], parameters, closed_loop.kind, opened)
+    evaluation = choices.choose_evaluation(
+        settings, rollouts[0], parameters, closed_loop.kind, opened, all(row.rewards for row in eval_rows)
+    )
     best = choices.choose_best(settings, bool(closed_loop.prompt))
     if best[0] == "plant" and not closed_loop.prompt:
         problems.add("BEST_BY", f"the closed loop does not run ({closed_loop.reason})", "Set BEST_BY=auto or reward")

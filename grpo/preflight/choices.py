@@ -125,15 +125,18 @@ LEAST_ANSWER = 8  # tokens of MAX_COMPLETION_LEN that an answer `[k]` fits into
 
 
 def choose_evaluation(
-    settings: Settings, engine: bool, parameters: int, kind: str | None, opened: bool = False
+    settings: Settings, engine: bool, parameters: int, kind: str | None, opened: bool = False, actions: bool = True
 ) -> tuple[bool, str]:
     """(whether evaluations are exact, reason): by the probabilities of all answers instead of samples. `engine`: vLLM
-    generates; `kind`: as for `choose_closed_loop`; `opened`: some prompts hold the begin of the answer's channel."""
+    generates; `kind`: as for `choose_closed_loop`; `opened`: some prompts hold the begin of the answer's channel;
+    `actions`: the rows have rewards of their actions."""
     if not settings.EVAL_SAMPLES:
         return False, "EVAL_SAMPLES=0"
     sampled = f"{settings.EVAL_SAMPLES} answers a prompt"
     if engine:
         return False, f"{sampled}: vLLM generates"
+    if not actions:
+        return False, f"{sampled}: rows without reward_action_k have no actions to go through"
     if parameters > MOST_EXACT:
         return False, f"{sampled}: exact takes too long for {parameters / 1e6:,.0f}M parameters"
     if kind == "full":

@@ -15,9 +15,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TextIO
 
-from grpo.data.scoring import Completion, completion_rates
+from grpo.data.scoring import Completion, completion_rates, is_answer
 from grpo.settings import log
-from rewards import assistant_turn, best_action, final_channel
+from rewards import best_action
 
 
 def banner_text(text: str) -> str:
@@ -61,6 +61,7 @@ METRICS = {
     "eval_s": ("s", "Time of these measurements."),
     "gpu_peak_gib": ("GiB", "Most GPU memory by torch's count during the step, a sleeping vLLM's weights included (they are not on the GPU then); empty without a GPU."),
 }  # fmt: skip
+# Behind them, named by `function_column`: the unweighted mean of each reward function.
 EVALUATED = ("heldout_reward", "plant_regret", "plant_unserved_kwh", "eval_s")  # empty in most steps
 # Every column of completions.csv, in order.
 COMPLETIONS = {
@@ -73,6 +74,12 @@ COMPLETIONS = {
     "tokens": ("tokens", "Length of the completion, stop token included."),
     "truncated": ("0 or 1", "Whether it met MAX_COMPLETION_LEN without a stop token."),
 }
+PROMPT = "prompt"  # a further column with LOG_PROMPTS=1, the rendered prompt; behind it what each function gave
+
+
+def function_column(name: str) -> str:
+    """The column of a reward function in both files, by its name in the logs."""
+    return f"reward/{name}"
 
 
 def write_rows(file: TextIO, rows: Iterable[Sequence[Any]]) -> None:
@@ -86,22 +93,24 @@ def write_rows(file: TextIO, rows: Iterable[Sequence[Any]]) -> None:
 
 class CsvLog:
     """A CSV that grows row by row; each row is flushed, so that a killed run keeps what it had. One whose columns are others
-    (an earlier version began it) is written again with these."""
+    (an earlier version began it, or LOG_PROMPTS changed) is written again with these, and behind them those it had."""
 
     def __init__(self, path: Path, columns: Iterable[str]):
-        self.columns = list(columns)
+        self.columns, self.more = list(columns), []
         if path.exists():
             with path.open(newline="", encoding="utf-8") as file:
                 reader = csv.DictReader(file)
-                rows = list(reader) if reader.fieldnames not in (None, self.columns) else []
+                self.more = [name for name in reader.fieldnames or () if name not in self.columns]
+                every = [*self.columns, *self.more]
+                rows = list(reader) if reader.fieldnames not in (None, every) else []
             if rows:
-                rewrite(path, [self.columns, *([row.get(name) or "" for name in self.columns] for row in rows)])
+                rewrite(path, [every, *([row.get(name) or "" for name in every] for row in rows)])
         self.file = path.open("a", newline="", encoding="utf-8")
         if not path.stat().st_size:
             self.write([{name: name for name in self.columns}])
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        write_rows(self.file, ([row[name] for name in self.columns] for row in rows))
+        write_rows(self.file, ([row[name] for name in self.columns] + [""] * len(self.more) for row in rows))
         self.file.flush()
 
 
@@ -172,13 +181,6 @@ def reward_warning(history: Sequence[tuple[float, float]]) -> str | None:
     return EQUAL_REWARDS if len(history) >= 5 and all(share == 1 for _, share in history[-5:]) else None
 
 
-def is_answer(one: Completion) -> bool:
-    """Whether a completion can be read: it names an action where its row has some, else its final channel holds text."""
-    if one.row.rewards:
-        return one.action is not None
-    return bool((final_channel(assistant_turn(one.row.prompt, one.text)) or "").strip())
-
-
 def garbage_warning(history: Sequence[tuple[Sequence[float], Sequence[float]]]) -> str | None:
     """A sentence when answers that cannot be read earned more than the mean of all over the last 10 steps. `history`: the
     rewards of those, and of all completions, of each step, without NaN. None while all is well."""
@@ -190,13 +192,16 @@ def garbage_warning(history: Sequence[tuple[Sequence[float], Sequence[float]]]) 
 
 class RunLog:
     """The logs of OUTPUT_DIR: a step's completions and metrics, its line in training.log, and a warning where answers stop
-    parsing or rewards stop teaching. A resumed run goes on with the history in metrics.csv."""
+    parsing or rewards stop teaching. A resumed run goes on with the history in metrics.csv.
 
-    def __init__(self, folder: Path, total_steps: int):
-        self.metrics = CsvLog(folder / "metrics.csv", METRICS)
-        self.completions = CsvLog(folder / "completions.csv", COMPLETIONS)
+    functions: the reward functions' names; prompts: whether completions.csv holds the prompts."""
+
+    def __init__(self, folder: Path, total_steps: int, functions: Sequence[str] = (), prompts: bool = False):
+        self.functions, own = functions, [function_column(name) for name in functions]
+        self.metrics = CsvLog(folder / "metrics.csv", [*METRICS, *own])
+        self.completions = CsvLog(folder / "completions.csv", [*COMPLETIONS, *[PROMPT] * prompts, *own])
         self.total_steps = total_steps
-        self.rates: dict[str, float] = {}  # of the last completions
+        self.rates: dict[str, float] = {}  # of the last completions, with the mean of each function
         with (folder / "metrics.csv").open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         self.parse_rates = [float(row["parse_rate"]) for row in rows]
@@ -205,8 +210,12 @@ class RunLog:
         self.garbage: list[tuple[list[float], list[float]]] = []  # see `garbage_warning`
         self.garbage_pays: str | None = None
 
-    def write_completions(self, step: int, read: Sequence[Completion], totals: Sequence[float]) -> None:
-        """Write a step's completions, each with its weighted reward, and remember their rates."""
+    def write_completions(
+        self, step: int, read: Sequence[Completion], totals: Sequence[float], scores: Sequence[Sequence[float]] = ()
+    ) -> None:
+        """Write a step's completions, each with its weighted reward and what each function gave it (N, F), and remember
+        their rates."""
+        given = {function_column(name): [row[i] for row in scores] for i, name in enumerate(self.functions)}
         self.completions.write(
             {
                 "step": step,
@@ -217,10 +226,15 @@ class RunLog:
                 "best_action": best_action(one.row.rewards) if one.row.rewards else "",
                 "tokens": one.tokens,
                 "truncated": int(one.truncated),
+                PROMPT: one.row.prompt,
+                **{name: f"{values[i]:.6g}" for name, values in given.items()},
             }
-            for one, total in zip(read, totals, strict=True)
+            for i, (one, total) in enumerate(zip(read, totals, strict=True))
         )
         self.rates = completion_rates(read)
+        for name, values in given.items():
+            kept = [value for value in values if not math.isnan(value)]
+            self.rates[name] = fmean(kept) if kept else math.nan
         earned = [(one, total) for one, total in zip(read, totals, strict=True) if not math.isnan(total)]
         self.garbage.append(([total for one, total in earned if not is_answer(one)], [total for _, total in earned]))
 

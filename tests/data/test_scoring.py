@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 from machines import only
@@ -13,10 +14,14 @@ from machines import only
 from grpo.data.files import Row
 from grpo.data.scoring import (
     Completion,
+    check_heldout,
     check_rewards,
     completion_rates,
+    load_rewards,
     reward_callable,
+    reward_titles,
     sample_rows,
+    score,
     try_rewards,
 )
 from grpo.settings import Problems, Settings
@@ -185,3 +190,100 @@ def test_rates_of_completions():
     read = [Completion(ROW, "", action, tokens, cut) for action, tokens, cut in answers]
     rates = {"parse_rate": 0.5, "best_action_rate": 0.25, "clipped_ratio": 0.25, "tokens_mean": 25, "tokens_max": 40}
     assert completion_rates(read) == rates
+
+
+# As TRL's documentation has them (docs/source/grpo_trainer.md, "Using a custom reward function").
+TRL_EXAMPLES = """
+import re
+def by_ids(completion_ids, **kwargs): return [float(len(ids)) for ids in completion_ids]
+def by_text(completions, **kwargs): return [float(len(completion)) for completion in completions]
+def form(completions, **kwargs):
+    contents = [completion[0]["content"] for completion in completions]
+    return [1.0 if re.match(r"^so .*$", content) else 0.0 for content in contents]
+def boxed(completions, ground_truth, **kwargs):
+    matches = [re.search(r"boxed\\{(.*?)\\}", completion) for completion in completions]
+    return [1.0 if match and match.group(1) == gt else 0.0 for match, gt in zip(matches, ground_truth)]
+def math_only(prompts, completions, task, **kwargs):
+    return [float(len(p)) if t == "math" else None for p, c, t in zip(prompts, completions, task)]
+async def later(prompts, completions, **kwargs): return [0.5 for _ in completions]
+def logged(completions, trainer_state, log_extra=None, log_metric=None, **kwargs):
+    log_extra("seen", [1.0 for _ in completions])
+    log_metric("step", trainer_state.global_step)
+    return [1.0 for _ in completions]
+def positional(texts, *, prompts, **columns): return [float(text.startswith("<|start|>assistant")) for text in texts]
+"""
+TURN = "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>final<|message|>{}<|return|>"
+
+
+@pytest.fixture
+def examples(tmp_path, monkeypatch):
+    name = f"trl_examples_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(TRL_EXAMPLES)
+    monkeypatch.chdir(tmp_path)
+    return name
+
+
+def scores(name, row, texts, **more):
+    """What a reward function gives these answers to a row, called as the trainer calls it."""
+    read = [Completion(row, TURN.format(text), None, 3, False) for text in texts]
+    state = SimpleNamespace(global_step=0)
+    made = score(load_rewards([(name, 1.0)], Settings()), read, [[1, 2, 3]] * len(read), 0, trainer_state=state, **more)
+    return [one[0] for one in made]
+
+
+TEXT = Row("d.jsonl", 1, (("user", "2 + 2?"),), (), {"ground_truth": "4", "task": "math"}, "<|start|>assistant")
+CHAT = dataclasses.replace(TEXT, conversational=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "expected"),
+    [
+        ("by_ids", TEXT, [3.0, 3.0]), ("by_text", TEXT, [len("<|start|>assistant" + TURN.format(text)) for text in ("so 4", "boxed{4}")]),
+        ("form", CHAT, [1.0, 0.0]), ("boxed", TEXT, [0.0, 1.0]), ("math_only", TEXT, [18.0, 18.0]), ("math_only", CHAT, [1.0, 1.0]),
+        ("later", TEXT, [0.5, 0.5]), ("later", CHAT, [0.5, 0.5]), ("logged", CHAT, [1.0, 1.0]),
+        ("positional", TEXT, [1.0, 1.0]), ("positional", CHAT, [1.0, 1.0]),
+    ],
+)  # fmt: skip
+def test_trls_documented_examples_run_as_they_are(examples, name, row, expected):
+    """By keyword, with strings or with messages; only a first argument of another name gets the turns by position."""
+    assert scores(f"{examples}:{name}", row, ["so 4", "boxed{4}"]) == expected
+
+
+SOLVED = dataclasses.replace(CHAT, columns={"solution": "$4$"})
+
+
+@pytest.mark.parametrize(
+    ("name", "texts", "expected"),
+    [
+        ("accuracy_reward", [r"\boxed{4}", r"\boxed{5}"], [1.0, 0.0]),
+        ("reasoning_accuracy_reward", [r"</think> \boxed{4}", r"</think> \boxed{5}"], [1.0, 0.0]),
+        ("think_format_reward", ["<think>a</think>b", "b"], [1.0, 0.0]),
+    ],
+)  # fmt: skip
+def test_trls_own_rewards_run_as_they_are(name, texts, expected):
+    assert scores(f"trl.rewards:{name}", SOLVED, texts) == expected
+
+
+def test_trls_reward_factories_by_a_module_of_ones_own(tmp_path, monkeypatch):
+    made = "repeated, long, cosine = get_repetition_penalty_reward(2), get_soft_overlong_punishment(4, 2), get_cosine_scaled_reward(9)"
+    (tmp_path / "my_made_rewards.py").write_text(f"from trl.rewards import *\n{made}\n")
+    monkeypatch.chdir(tmp_path)
+    assert scores("my_made_rewards:repeated", CHAT, ["x"]) == [0.0]
+    assert scores("my_made_rewards:long", CHAT, ["x"]) == [-0.5]
+    assert scores("my_made_rewards:cosine", SOLVED, [r"\boxed{4}"])[0] > 0.5
+
+
+def test_titles_tell_functions_apart():
+    specs = [("action", 1.0), ("one:score", 1.0), ("two:score", 1.0), ("one:last", 1.0)]
+    assert reward_titles([name for name, _ in specs]) == ["action", "one:score", "two:score", "last"]
+
+
+def test_held_out_rows_that_the_rewards_cannot_score(examples):
+    """They lack the actions, or a column that a function asks for."""
+    for name, words in (
+        ("regret", "there is no column reward_action_0"),
+        (f"{examples}:boxed", "missing 1 required positional argument: 'ground_truth'"),
+    ):
+        found = Problems()
+        check_heldout([(name, 1.0)], Settings(), [dataclasses.replace(TEXT, columns={})], found)
+        assert words in only(found)

@@ -41,7 +41,7 @@ SETTINGS = {
 
 
 EVAL = {"reward", "reward_low", "reward_high", "regret", "regret_low", "regret_high", "parse_rate", "parse_rate_low",
-        "parse_rate_high", "best_action_rate", "clipped_ratio", "tokens_mean", "tokens_max", "action_counts", "unparsed"}  # fmt: skip
+        "parse_rate_high", "best_action_rate", "clipped_ratio", "tokens_mean", "tokens_max", "action_counts", "unparsed", "functions"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files and data sets to records, whatever their format: CSV, JSON lines, Parquet, a name on the Hub."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo.settings import ROOT, Problems
+
+Record = tuple[str, dict[str, Any]]  # where it stands, in words, and its columns
+# The names of the columns, and what makes the records once these are found good; it adds the problems it meets.
+Table = tuple[list[str], Callable[[Problems], Iterator[Record]]]
+
+
+class UnreadableFile(Exception):
+    """A file without a single row to look at; its arguments are those of `Problems.add`."""
+
+
+def read_content(path: Path) -> bytes:
+    """The bytes of a file. Raises UnreadableFile."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UnreadableFile(path, f"cannot be read ({error.strerror})", "Check the path and its permissions") from None
+
+
+def decode(path: Path, content: bytes) -> str:
+    """UTF-8, with or without a byte order mark. Raises UnreadableFile."""
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        where = f"{path}, line {content[: error.start].count(bytes([10])) + 1}"
+        fix = "Save the file as UTF-8 (a workbook or UTF-16: open it in a spreadsheet and save it as 'CSV UTF-8')"
+        raise UnreadableFile(where, f"byte {error.start} is not UTF-8", fix) from None
+
+
+def split_csv(path: Path) -> list[tuple[int, list[str]]]:
+    """(line that it begins in, cells) of the header and of every row of a CSV; empty lines are none. Raises
+    UnreadableFile."""
+    records: list[tuple[int, list[str]]] = []
+    start, content = 1, read_content(path)
+    csv.field_size_limit(2**31 - 1)
+    try:
+        reader = csv.reader(io.StringIO(decode(path, content), newline=""), strict=True)
+        if b"\0" in content:
+            where = f"{path}, line {content.partition(bytes(1))[0].count(bytes([10])) + 1}"
+            raise UnreadableFile(where, "it holds a NUL byte", "Export the CSV again; UTF-16 must become UTF-8")
+        for cells in reader:
+            if cells:
+                records.append((start, cells))
+            start = reader.line_num + 1
+    except csv.Error as error:
+        where = f"{path}, row {len(records)} (from line {start})" if records else f"{path}, line {start}"
+        fix = "Close every quote, and double quotes inside a quoted cell"
+        raise UnreadableFile(where, f"broken CSV quoting ({error})", fix) from None
+    if not records:
+        raise UnreadableFile(path, "it is empty", "Give it a header and at least one row")
+    return records
+
+
+def read_csv_table(path: Path) -> Table:
+    """Columns and records of a CSV. Raises UnreadableFile."""
+    (_, names), *lines = split_csv(path)
+    header = [name.strip() for name in names]
+
+    def records(problems: Problems) -> Iterator[Record]:
+        for number, (line, cells) in enumerate(lines, 1):
+            where = f"{path}, row {number} (line {line})"
+            if len(cells) == len(header):
+                yield where, dict(zip(header, cells, strict=True))
+            else:
+                what = f"it has {len(cells)} cells, the header has {len(header)}"
+                problems.add(where, what, "Quote cells that hold commas or line breaks")
+
+    return header, records
+
+
+def table_of(found: Sequence[Record]) -> Table:
+    """Records that may lack columns which others have: there they get None."""
+    header = list(dict.fromkeys(name.strip() for _, columns in found for name in columns))
+
+    def records(problems: Problems) -> Iterator[Record]:
+        for where, columns in found:
+            yield where, dict.fromkeys(header) | {name.strip(): value for name, value in columns.items()}
+
+    return header, records
+
+
+def read_json_table(path: Path) -> Table:
+    """Columns and records of JSON lines, one object a line, or of one JSON list of objects. Raises UnreadableFile."""
+    text = decode(path, read_content(path))
+    found: list[tuple[int, Any]] = []  # line, object
+    fix = "Write one JSON object a line, as datasets' to_json does"
+    line = 1
+    try:
+        if text.lstrip().startswith("["):
+            found = [(1, one) for one in json.loads(text)]
+        else:
+            for line, row in enumerate(text.split("\n"), 1):
+                found += [(line, json.loads(row))] if row.strip() else []
+    except ValueError as error:
+        raise UnreadableFile(f"{path}, line {line}", f"it is not JSON ({error})", fix) from None
+    if wrong := next((line for line, one in found if not isinstance(one, dict)), None):
+        raise UnreadableFile(f"{path}, line {wrong}", "it is no JSON object", fix)
+    if not found:
+        raise UnreadableFile(path, "it is empty", fix)
+    return table_of([(f"{path}, row {number} (line {at})", one) for number, (at, one) in enumerate(found, 1)])
+
+
+def read_parquet_table(path: Path) -> Table:
+    """Columns and records of a Parquet file. Raises UnreadableFile."""
+    from pyarrow import (
+        ArrowException,
+        parquet,
+    )  # late: most runs read CSVs, and where it is missing the preflight says so
+
+    try:
+        found = parquet.read_table(io.BytesIO(read_content(path))).to_pylist()
+    except (ArrowException, OSError) as error:
+        what = f"it is no Parquet file ({str(error).splitlines()[0]})"
+        raise UnreadableFile(path, what, "Download or write it again") from None
+    return numbered(str(path), found)
+
+
+def numbered(name: str, found: Iterable[dict[str, Any]]) -> Table:
+    """Records of a table without lines. Raises UnreadableFile."""
+    if not (records := [(f"{name}, row {number}", one) for number, one in enumerate(found, 1)]):
+        raise UnreadableFile(name, "it is empty", "Give it at least one row")
+    return table_of(records)
+
+
+READERS = {
+    ".jsonl": read_json_table, ".ndjson": read_json_table, ".json": read_json_table, ".parquet": read_parquet_table,
+}  # fmt: skip
+
+
+def reader_of(path: Path) -> Callable[[Path], Table]:
+    """What reads a file, by its ending."""
+    return READERS.get(path.suffix.lower(), read_csv_table)
+
+
+DATASET = re.compile(r"[\w-][\w.-]*/[\w.-]+(:[\w.-]+){0,2}")
+
+
+def is_dataset(part: str) -> bool:
+    """Whether a part of DATA names a data set of the Hub, `org/name`, `org/name:config` or `org/name:config:split`: no file
+    of that name is there, and it does not end as a file."""
+    there = Path(part).exists() or (ROOT / part).exists()
+    return bool(DATASET.fullmatch(part)) and not there and Path(part).suffix.lower() not in (*READERS, ".csv")
+
+
+def read_dataset(name: str, split: str) -> Table:
+    """Columns and records of a data set of the Hub, of `split` where the name says none. Raises UnreadableFile."""
+    import datasets  # late: it takes a second
+
+    repository, _, rest = name.partition(":")
+    config, _, own = rest.partition(":")
+    try:
+        found = datasets.load_dataset(repository, config or None, split=own or split)
+    except Exception as error:  # it raises a dozen kinds: what they say is the answer
+        said = " ".join(str(error).split())[:300]
+        fix = "Write org/name:config:split, check the network and HF_TOKEN, or name files that exist"
+        what = f"no file of that name is there, and no data set could be loaded ({type(error).__name__}: {said})"
+        raise UnreadableFile(name, what, fix) from None
+    return numbered(name, found.to_list())

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JSON lines, Parquet and conversations beside CSV: the same rows, and problems that say where."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pandas
+import pytest
+from conftest import RENDERED
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from machines import only
+
+from grpo.data.files import read_csv, read_rows
+from grpo.data.formats import is_dataset
+from grpo.settings import Problems
+
+ROWS = [
+    {"user": "Go", "reward_action_0": 0, "reward_action_1": 0.5, "note": "a,b", "q_action_0": -1, "q_action_1": -0.5},
+    {"user": "Stop\nnow", "reward_action_0": 1.5, "reward_action_1": 0, "note": "", "q_action_0": 0, "q_action_1": -2},
+]
+LINES = "".join(json.dumps(row) + "\n\n" for row in ROWS)
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Go"}]
+
+
+def load(path: Path, system: str = ""):
+    problems = Problems()
+    return read_csv(path, problems, system), problems
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_the_same_rows_in_every_format(tmp_path):
+    table = pandas.DataFrame(ROWS)
+    table.to_csv(tmp_path / "d.csv", index=False)
+    table.to_parquet(tmp_path / "d.parquet")
+    write(tmp_path / "d.jsonl", LINES)
+    write(tmp_path / "d.json", json.dumps(ROWS))
+    made = [load(tmp_path / f"d.{ending}") for ending in ("csv", "parquet", "jsonl", "json")]
+    assert not any(problems for _, problems in made)
+    seen = [[(row.id, row.messages, row.rewards, row.q, row.columns["note"]) for row in rows] for rows, _ in made]
+    assert seen[0] == seen[1] == seen[2] == seen[3] and seen[0][1][0] == "d:2"
+    assert seen[0][0][1:] == ((("user", "Go"),), (0.0, 0.5), (-1.0, -0.5), "a,b")
+    assert all(row.conversational for rows, _ in made for row in rows), "a user column: TRL's conversational form"
+
+
+def test_what_a_prompt_may_be(tmp_path):
+    """A question, a list of messages, rendered text; a system prompt where the row has none."""
+    rows = [
+        {"question": "6 * 7?", "answer": "#### 42"}, {"prompt": CHAT}, {"prompt": CHAT[1:], "answer": {"a": [1]}},
+        {"prompt": RENDERED.format("x")}, {"user": "Go", "system": "Mine"}, {"user": "Go", "system": None},
+    ]  # fmt: skip
+    path = write(tmp_path / "d.jsonl", "\n".join(map(json.dumps, rows)))
+    made, problems = load(path, "Ours")
+    ours, chat = ("system", "Ours"), (("system", "Be brief."), ("user", "Go"))
+    assert not problems and [row.messages for row in made] == [
+        (ours, ("user", "6 * 7?")), chat, (ours, chat[1]), (("rendered", RENDERED.format("x")),), (("system", "Mine"), chat[1]),
+        (ours, chat[1]),
+    ]  # fmt: skip
+    assert [row.conversational for row in load(path)[0]] == [True] * 6, "the file has a user column"
+    assert made[2].columns["answer"] == {"a": [1]}, "columns keep their type"
+    asked = write(tmp_path / "e.jsonl", json.dumps(rows[0]))
+    assert not load(asked)[0][0].conversational
+
+
+REFUSED = [
+    ("d.jsonl", '{"user": "a"}\n{"user": \n', "d.jsonl, line 2: it is not JSON"),
+    ("d.jsonl", '{"user": "a"}\n[1]\n', "d.jsonl, line 2: it is no JSON object"),
+    ("d.jsonl", '[{"user": "a"}, 3]', "d.jsonl, line 1: it is no JSON object"),
+    ("d.jsonl", "\n", "d.jsonl: it is empty"), ("d.parquet", "PAR1", "d.parquet: it is no Parquet file"),
+    ("d.jsonl", '{"text": "a"}', "d.jsonl, header: there is neither a `prompt` nor a `user` column"),
+    ("d.jsonl", '{"user": "a"}\n\n{"user": 3}', "d.jsonl, row 2 (line 3), column user: 3 is not text"),
+    ("d.jsonl", '{"user": "a"}\n{"prompt": null}', "row 2 (line 2), column prompt: the prompt is empty"),
+    ("d.jsonl", '{"prompt": [{"role": "assistant", "content": "x"}]}', "column prompt: it is neither text nor a list"),
+    ("d.jsonl", '{"prompt": {"role": 3}}', "column prompt: it is neither text nor a list of messages"),
+    ("d.jsonl", '{"user": "a", "reward_action_0": 1, "reward_action_1": true}', "column reward_action_1: True is not a finite"),
+    ("d.jsonl", '{"user": "a", "reward_action_0": 1, "reward_action_1": 2}\n{"user": "b", "reward_action_0": 1}',
+     "row 2 (line 2), column reward_action_1: the reward is missing"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "words"), REFUSED)
+def test_what_is_refused(tmp_path, name, text, words):
+    rows, problems = load(write(tmp_path / name, text))
+    assert not rows and words in only(problems)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(content=st.one_of(st.binary(), st.text().map(str.encode), st.recursive(st.none() | st.booleans() | st.floats() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(["user", "prompt", "role", "content", "reward_action_0"]), inner)).map(lambda value: json.dumps(value).encode())), ending=st.sampled_from(["jsonl", "json", "parquet"]))  # fmt: skip
+def test_any_content_gives_rows_or_problems(tmp_path, content, ending):
+    path = tmp_path / f"d.{ending}"
+    path.write_bytes(content)
+    rows, problems = load(path)
+    assert bool(rows) != bool(problems)
+
+
+def test_names_of_data_sets(tmp_path, monkeypatch):
+    """`org/name` is one, with configuration and split; a file or a folder of that name is not, nor what ends as a file."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine/days").mkdir(parents=True)
+    names = [
+        "openai/gsm8k",
+        "openai/gsm8k:main:train",
+        "a/b.v2",
+        "mine/days",
+        "mine/d.csv",
+        "d",
+        "a/b/c",
+        "mine/*",
+        "data/tiny",
+    ]
+    assert [name for name in names if is_dataset(name)] == names[:3]
+    asked = []
+
+    def load_dataset(*arguments, **options):
+        asked.append((*arguments, options["split"]))
+        raise ConnectionError("no\nroute")
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    for setting, name in (("DATA", "a/b"), ("EVAL_DATA", "a/b"), ("EVAL_DATA", "a/b:main:dev")):
+        problems = Problems()
+        assert not read_rows(setting, name, problems)
+        told = only(problems)
+        assert told.startswith(f"{name}: no file of that name is there") and "(ConnectionError: no route)" in told
+    assert asked == [("a/b", None, "train"), ("a/b", None, "test"), ("a/b", "main", "dev")]
