@@ -237,12 +237,13 @@ def flag_answers(words: Sequence[str]) -> list[str]:
         else:
             answers.append(f"{word}: settings stand before `python`")
     for flag, *values in flags:
-        name = flag.lstrip("-").upper().replace("-", "_")
-        setting, value = nearest_setting(name.removeprefix("NO_")), ",".join(values)
+        word = flag.lstrip("-").upper().replace("-", "_")
+        name = word.removeprefix("NO_")
+        setting, value = nearest_setting(name), ",".join(values)
         answer = known.get(name) or (f"set {setting}={{}}" if setting else "no such setting, --help lists them")
         if answer.endswith("={}"):
             setting = answer[len("set ") : -len("={}")]
-            value = value or ("" if "bool" not in FIELDS[setting].type else "0" if name.startswith("NO_") else "1")
+            value = value or ("" if "bool" not in FIELDS[setting].type else "1" if word == name else "0")
             answer = next(iter(load_settings({setting: value})[2]), answer)
         answers.append(f"{' '.join([flag, *values])}: {answer.replace('{}', value)}")
     return answers

@@ -123,7 +123,7 @@ ANSWERED = [
     ("--resume-from-checkpoint latest", "set RESUME=auto, the default"), ("--quantization 4bit", "set EXPERTS=mxfp4"),
     ("--attn-implementation eager", "set ATTN_IMPL=eager"), ("--num-generations 8", "set NUM_GENERATIONS=8"),
     ("--num_generations=8", "set NUM_GENERATIONS=8"), ("--invalid-penalty -0.5", "set INVALID_REWARD=-0.5"),
-    ("--use-vllm", "set USE_VLLM=1"), ("--no_use_vllm", "set USE_VLLM=0"), ("--data-dir days", "set DATA='days/*.csv'"),
+    ("--use-vllm", "set USE_VLLM=1"), ("--no-mask-truncated-completions", "set MASK_TRUNCATED=0"), ("--data-dir days", "set DATA='days/*.csv'"),
     ("--lora-target-modules q_proj v_proj", "set LORA_TARGETS=q_proj,v_proj"), ("--bf16", "leave it out"),
     ("--attn-implementation flex_attention", "Set ATTN_IMPL=torch_flash"), ("--seed", "expected a whole number"),
     ("--num-generations 1", "must be at least 2"), ("--fsdp full_shard", "no such setting"), ("SEED=5", "before `python`"),
