@@ -44,7 +44,7 @@ from grpo.run.best import recover_best
 from grpo.run.folder import COMPLETE, continuation, full_disk, lock_run, prepare_run, run_folder, write_text
 from grpo.run.logs import start_logging
 from grpo.run.signals import StopRequest
-from grpo.settings import Settings, help_text, listed, log
+from grpo.settings import Settings, flag_answers, help_text, listed, log
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,7 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--check", action="store_true")
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        parser.error("\n  ".join([f"unrecognized arguments: {' '.join(unknown)}", *flag_answers(unknown)]))
     if options.help:
         print(help_text(__doc__))
         return 0

@@ -10,7 +10,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import gt, le, lt
 from pathlib import Path
@@ -131,6 +131,38 @@ REMOVED = {
     "ATTN_IMPL=flex_attention": "Set ATTN_IMPL=torch_flash (or auto), which replaces it",
 }
 
+# Flags of the original script, TRL and Hugging Face -> what to do instead; {} is the flag's value. Those whose name is
+# near a setting's are found without a line here.
+FLAGS = {
+    "RESUME_FROM_CHECKPOINT": "set RESUME=auto, the default: the same command continues from the last checkpoint in OUTPUT_DIR",
+    "QUANTIZATION LOAD_IN_4BIT BNB_QUANT_TYPE DISABLE_DOUBLE_QUANT": "set EXPERTS=mxfp4 for the checkpoint's own 4 bits, bf16 (the default) for none",
+    "FULL_PRECISION": "set EXPERTS=bf16, the default",
+    "DATA_DIR": "set DATA='{}/*.csv'",
+    "DATASET_NAME TRAIN_FILE": "set DATA={}",
+    "MODEL_NAME_OR_PATH": "set MODEL_ID={}",
+    "INVALID_PENALTY": "set INVALID_REWARD={}",
+    "LR_SCHEDULER_TYPE": "set LR_SCHEDULER={}",
+    "LORA_TARGET_MODULES PEFT_TARGET_MODULES": "set LORA_TARGETS={}",
+    "REWARD_FUNCS": "set REWARDS={}",
+    "Q_REWARD_MODE Q_TEMPERATURE": "set REWARDS=action for the CSV's reward_action_k, or regret for q_action_k",
+    "MASK_TRUNCATED_COMPLETIONS": "set MASK_TRUNCATED={}",
+    "VLLM_GPU_MEMORY_UTILIZATION": "set VLLM_GPU_MEM={}, or leave it out: it is planned",
+    "VLLM_IMPORTANCE_SAMPLING_CORRECTION": "set IS_CORRECTION=none to do without",
+    "VLLM_IMPORTANCE_SAMPLING_MODE": "set IS_CORRECTION={}",
+    "VLLM_IMPORTANCE_SAMPLING_CAP": "set IS_CLIP_MAX={}",
+    "DISABLE_GRADIENT_CHECKPOINTING": "set GRADIENT_CHECKPOINTING=0",
+    "OVERWRITE_OUTPUT_DIR": "set OVERWRITE=1, which deletes the run that is there",
+    "MAX_SEQ_LENGTH": "set MAX_PROMPT_LEN and MAX_COMPLETION_LEN, in tokens",
+    "NUM_TRAIN_EPOCHS EPOCHS": "set TOTAL_STEPS to rows x epochs / PROMPTS_PER_STEP",
+    "WARMUP_RATIO": "set WARMUP_STEPS to {} x TOTAL_STEPS",
+    "GRADIENT_ACCUMULATION_STEPS STEPS_PER_GENERATION GENERATION_BATCH_SIZE": "set PROMPTS_PER_STEP, the prompts of a whole step; micro-batches plan themselves",
+    "DRY_RUN": "write --check",
+    "METRICS_CSV GENERATIONS_CSV METRICS_EMA_ALPHA LOGGING_STEPS LOG_COMPLETIONS": "leave it out: every step is in metrics.csv and completions.csv",
+    "BF16 FP16 DTYPE TORCH_DTYPE COMPUTE_DTYPE DEVICE_MAP OPTIM USE_PEFT USE_LIGER_KERNEL USE_LIGER_LOSS TOKENIZER_NAME "
+    "TRUST_REMOTE_CODE DISABLE_FAST_TOKENIZER GRADIENT_CHECKPOINTING_KWARGS TORCH_COMPILE COMPILE_MODE COMPILE_FULLGRAPH "
+    "VLLM_MODE VLLM_ENABLE_SLEEP_MODE SKIP_SAVE_LORA SKIP_SAVE_MERGED PEFT_TARGET_PARAMETERS": "leave it out: nothing to choose here",
+}  # fmt: skip
+
 
 def listed(text: str) -> list[str]:
     """The parts of a comma-separated setting, without spaces around them and without empty ones."""
@@ -201,6 +233,31 @@ def nearest_setting(variable: str) -> str | None:
     known = ALIASES | {ours.replace("_", ""): ours for ours in FIELDS}
     near = difflib.get_close_matches(name, [ours for ours in FIELDS if len(ours) > 4], 1, cutoff=0.83)
     return known.get(name) or known.get(name.replace("_", "")) or (near[0] if near else None)
+
+
+def flag_answers(words: Sequence[str]) -> list[str]:
+    """What to do instead, for each part of a command line that is no option here: `--num-generations 8: set
+    NUM_GENERATIONS=8`. Where the setting would refuse the value, the reason."""
+    known = {name: answer for names, answer in FLAGS.items() for name in names.split()}
+    answers, flags = [], []
+    for word in words:
+        if word.startswith("-") and not word[1:2].isdigit():
+            flags.append(word.split("=", 1))
+        elif flags:
+            flags[-1].append(word)
+        else:
+            answers.append(f"{word}: settings stand before `python`")
+    for flag, *values in flags:
+        word = flag.lstrip("-").upper().replace("-", "_")
+        name = word.removeprefix("NO_")
+        setting, value = nearest_setting(name), ",".join(values)
+        answer = known.get(name) or (f"set {setting}={{}}" if setting else "no such setting, --help lists them")
+        if answer.endswith("={}"):
+            setting = answer[len("set ") : -len("={}")]
+            value = value or ("" if "bool" not in FIELDS[setting].type else "1" if word == name else "0")
+            answer = next(iter(load_settings({setting: value})[2]), answer)
+        answers.append(f"{' '.join([flag, *values])}: {answer.replace('{}', value)}")
+    return answers
 
 
 def load_settings(environ: Mapping[str, str]) -> tuple[Settings, dict[str, str], Problems]:

@@ -26,11 +26,12 @@ nothing.
   --help         print this text
 
 Settings (environment variables):
-  VENV=DIR       where to make the environment; a relative path is taken from the project's folder (.venv)
-  PYTHON=FILE    the Python to use
+  VENV=DIR          where to make the environment; a relative path is taken from the project's folder (.venv)
+  PYTHON=FILE       the Python to use
+  ALLOW_UNTESTED=1  go on beside an NVIDIA driver that is too old
 
 Exit codes: 0 done; 1 a package could not be installed; 2 wrong option, or a folder that this script will not touch;
-3 no fitting Python; 4 the system lacks something (disk space, C library, compiler); 5 installed, but the check
+3 no fitting Python; 4 the system lacks something (driver, disk space, C library, compiler); 5 installed, but the check
 afterwards failed.
 HELP
 }
@@ -109,7 +110,19 @@ if [ "$kind" = gpu ]; then
     if [ -z "$gpu" ]; then
         warn "no GPU is seen: the set is installed, but whether it runs cannot be checked"
     elif ! [ "${driver%%.*}" -ge "$MIN_DRIVER" ] 2>/dev/null; then
-        warn "the NVIDIA driver is $driver; torch here is built for CUDA 13, which needs driver $MIN_DRIVER or newer"
+        # CUDA's forward-compatibility package puts a newer libcuda in front of an older driver; 13000 is CUDA 13.0.
+        cuda=$("$python" -c 'import ctypes
+version = ctypes.c_int()
+ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+print(version.value)' 2>/dev/null) || cuda=0
+        old="the NVIDIA driver is $driver; torch here is built for CUDA 13, which needs driver $MIN_DRIVER or newer"
+        if [ "$cuda" -ge 13000 ]; then
+            warn "$old. libcuda is of CUDA $((cuda / 1000)) (forward compatibility): untried here, so it goes on"
+        elif [ "${ALLOW_UNTESTED:-0}" = 1 ]; then
+            warn "$old. ALLOW_UNTESTED=1: it goes on"
+        else
+            die 4 "$old. Take an image with a newer driver (docs/install.md#older-drivers has two other ways)"
+        fi
     fi
     # With an older C library packages have no wheel: llguidance below 2.31 on x86_64, pynvvideocodec below 2.34 on aarch64.
     glibc=$(getconf GNU_LIBC_VERSION 2>/dev/null | cut -d' ' -f2) || glibc="0 (another C library)"

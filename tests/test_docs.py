@@ -17,11 +17,11 @@ README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 CURRENT = [page for page in PAGES if page.name != "log.md"]  # the log may name what was removed since
 RESULTS = sorted((ROOT / "docs" / "results").glob("*.json"))
-# Variables of other programs that the pages speak of, and one constant.
+# Variables of other programs that the pages speak of, and constants: one of ours, the rest of the original script.
 NOT_SETTINGS = {
-    "FLASH_ATTENTION_FORCE_BUILD", "FLASH_ATTN_CUDA_ARCHS", "HF_HOME", "MATRIX_GAIN", "MAX_JOBS",
-    "TORCH_COMPILE_DISABLE", "TRITON_CACHE_DIR", "VENV", "VLLM_CACHE_ROOT", "WANDB_MODE", "WANDB_PROJECT",
-    "XDG_CACHE_HOME",
+    "FLASH_ATTENTION_FORCE_BUILD", "FLASH_ATTN_CUDA_ARCHS", "GRADIENT_ACCUMULATION_STEPS", "GRPO_COMPLETION_LOG_PATH",
+    "GRPO_LOG_COMPLETIONS", "HF_HOME", "LD_LIBRARY_PATH", "MATRIX_GAIN", "MAX_JOBS", "TORCH_COMPILE_DISABLE",
+    "TRAIN_BATCH_SIZE", "TRITON_CACHE_DIR", "VENV", "VLLM_CACHE_ROOT", "WANDB_MODE", "WANDB_PROJECT", "XDG_CACHE_HOME",
 }  # fmt: skip
 
 

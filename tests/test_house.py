@@ -109,6 +109,8 @@ def test_without_any_package_the_check_says_what_is_missing(tmp_path):
     done = subprocess.run([*command, "--check"], env=environ, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2 and "torch: the package is not installed. Run `bash scripts/setup.sh`" in done.stderr
     assert not subprocess.run([*command, "--help"], env=environ, cwd=tmp_path, capture_output=True).returncode
+    done = subprocess.run([*command, "--seed", "5"], env=environ, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and "set SEED=5" in done.stderr
 
 
 def test_no_module_and_no_function_is_too_long():

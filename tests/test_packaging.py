@@ -101,12 +101,15 @@ def fake_command(folder, name, script):
     return f"{path.parent}{os.pathsep}{os.environ['PATH']}"
 
 
+OLD_DRIVER = "echo 'NVIDIA H100 80GB HBM3, 570.86.15, 9.0'"
+
+
 @pytest.mark.parametrize(
     ("nvidia_smi", "chosen", "warned"),
     [
         ("exit 9", "set: cpu, from requirements-cpu.txt", False),
         ("echo 'NVIDIA H100 80GB HBM3, 580.10, 9.0'", "set: gpu, from requirements.txt", False),
-        ("echo 'NVIDIA H100 80GB HBM3, 570.86.15, 9.0'", "set: gpu, from requirements.txt", True),
+        (OLD_DRIVER, "set: gpu, from requirements.txt", True),
     ],
 )
 def test_setup_chooses_the_set_by_nvidia_smi_and_checks_the_driver(project, nvidia_smi, chosen, warned):
@@ -114,6 +117,26 @@ def test_setup_chooses_the_set_by_nvidia_smi_and_checks_the_driver(project, nvid
     # What follows depends on this machine (compiler, headers, disk); the choice does not.
     assert chosen in done.stdout and ("needs driver 580" in done.stderr) == warned
     assert not (project / ".venv").exists()
+
+
+@pytest.mark.parametrize(
+    ("libcuda", "allowed", "words"),
+    [
+        ("exit 1", None, "ERROR: the NVIDIA driver is 570.86.15"),
+        ("echo 12080", "0", "ERROR: the NVIDIA driver is 570.86.15"),
+        ("echo 13000", None, "forward compatibility"),
+        ("exit 1", "1", "ALLOW_UNTESTED=1: it goes on"),
+    ],
+)
+def test_setup_stops_at_an_old_driver_before_anything_is_made(project, libcuda, allowed, words):
+    """Unless libcuda is of CUDA 13, or the user takes the risk. Without a GPU's libcuda the real question answers nothing."""
+    fake_command(project, "nvidia-smi", OLD_DRIVER)
+    asked = f'case "$*" in *cuDriverGetVersion*) {libcuda} ;; *) exec {sys.executable} "$@" ;; esac'
+    settings = {"PATH": fake_command(project, "stub-python", asked), "PYTHON": "stub-python", "ALLOW_UNTESTED": allowed}
+    done = run_setup(project, "--dry-run", **settings)
+    stopped = "ERROR: the NVIDIA" in words
+    assert words in done.stderr and ("ERROR: the NVIDIA" in done.stderr) == stopped
+    assert not stopped or done.returncode == 4 and "disk:" not in done.stdout and not (project / ".venv").exists()
 
 
 def test_setup_help_names_every_exit_code(project):

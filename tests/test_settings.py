@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 from conftest import run_script
@@ -12,9 +13,11 @@ from machines import only
 from grpo.settings import (
     ALIASES,
     FIELDS,
+    FLAGS,
     MAY_CHANGE,
     REMOVED,
     Settings,
+    flag_answers,
     load_settings,
     nearest_setting,
     parse_value,
@@ -114,6 +117,35 @@ def test_unknown_options_are_refused():
     done = run_script("TOTAL_STEPS=5", MODEL_ID="tiny")
     assert done.returncode == 2 and "unrecognized arguments: TOTAL_STEPS=5" in done.stderr
     assert "usage: [NAME=VALUE ...] python train_grpo.py" in done.stderr
+
+
+ANSWERED = [
+    ("--resume-from-checkpoint latest", "set RESUME=auto, the default"), ("--quantization 4bit", "set EXPERTS=mxfp4"),
+    ("--attn-implementation eager", "set ATTN_IMPL=eager"), ("--num-generations 8", "set NUM_GENERATIONS=8"),
+    ("--num_generations=8", "set NUM_GENERATIONS=8"), ("--invalid-penalty -0.5", "set INVALID_REWARD=-0.5"),
+    ("--use-vllm", "set USE_VLLM=1"), ("--no-mask-truncated-completions", "set MASK_TRUNCATED=0"), ("--data-dir days", "set DATA='days/*.csv'"),
+    ("--lora-target-modules q_proj v_proj", "set LORA_TARGETS=q_proj,v_proj"), ("--bf16", "leave it out"),
+    ("--attn-implementation flex_attention", "Set ATTN_IMPL=torch_flash"), ("--seed", "expected a whole number"),
+    ("--num-generations 1", "must be at least 2"), ("--fsdp full_shard", "no such setting"), ("SEED=5", "before `python`"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("typed", "answer"), ANSWERED)
+def test_flags_of_other_trainers_are_answered_with_the_setting(typed, answer):
+    (line,) = flag_answers(typed.split())
+    assert line.startswith(f"{typed.replace('=8', ' 8')}: ") and answer in line
+
+
+def test_every_answer_to_a_flag_names_settings_and_values_that_are_accepted():
+    names = [name for flags in FLAGS for name in flags.split()]
+    assert len(names) == len(set(names)) and not set(names) & (set(FIELDS) | set(ALIASES))
+    for name in names:
+        (line,) = flag_answers([f"--{name.lower()}"])
+        for setting, value in re.findall(r"\b([A-Z_]{4,})(?:=([\w.]+))?", line):
+            assert setting in FIELDS and not (value and load_settings({setting: value})[2]), line
+    done = run_script("--num-generations", "8", "--check", "--quantization", "4bit")
+    answers = ["--num-generations 8: set NUM_GENERATIONS=8", "--quantization 4bit: set EXPERTS=mxfp4"]
+    assert done.returncode == 2 and not done.stdout and all(f"\n  {answer}" in done.stderr for answer in answers)
 
 
 def test_aliases_point_at_settings():
