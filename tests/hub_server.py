@@ -117,7 +117,7 @@ class Handler(BaseHTTPRequestHandler):
     def refuse(self, status: int, code: str, message: str) -> None:
         self.send_json({"error": message}, status, {"X-Error-Code": code, "X-Error-Message": message})
 
-    def send_json(self, content: object, status: int = 200, headers: Mapping[str, str] = {}) -> None:  # noqa: B006
+    def send_json(self, content: object, status: int = 200, headers: Mapping[str, str] = {}) -> None:
         body = json.dumps(content).encode()
         self.begin(status, {"Content-Type": "application/json", "Content-Length": str(len(body)), **headers})
         if self.command == "GET":

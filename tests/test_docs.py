@@ -19,9 +19,9 @@ CURRENT = [page for page in PAGES if page.name != "log.md"]  # the log may name 
 RESULTS = sorted((ROOT / "docs" / "results").glob("*.json"))
 # Variables of other programs that the pages speak of, and one constant.
 NOT_SETTINGS = {
-    "FLASH_ATTENTION_FORCE_BUILD", "FLASH_ATTN_CUDA_ARCHS", "HF_HOME", "MATRIX_GAIN", "MAX_JOBS",
-    "TORCH_COMPILE_DISABLE", "TRITON_CACHE_DIR", "VENV", "VLLM_CACHE_ROOT", "WANDB_MODE", "WANDB_PROJECT",
-    "XDG_CACHE_HOME",
+    "FLASH_ATTENTION_FORCE_BUILD", "FLASH_ATTN_CUDA_ARCHS", "HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE",
+    "HF_TOKEN", "MATRIX_GAIN", "MAX_JOBS", "TORCH_COMPILE_DISABLE", "TRITON_CACHE_DIR", "VENV", "VLLM_CACHE_ROOT",
+    "WANDB_MODE", "WANDB_PROJECT", "XDG_CACHE_HOME",
 }  # fmt: skip
 
 
