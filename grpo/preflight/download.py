@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -52,13 +53,16 @@ def download(model_id: str, snapshot: Path, names: Sequence[str]) -> None:
     total = sum(file.size or 0 for file in files) / GIB
 
     def say(what: str) -> None:
-        paths = [path for blob in blobs for path in (blob, partial(blob)) if path.exists()]
-        done = sum(path.stat().st_size for path in paths) / GIB
+        done = 0.0
+        for path in (path for blob in blobs for path in (blob, partial(blob))):
+            with contextlib.suppress(OSError):  # it is not there, or was renamed just now
+                done += path.stat().st_size / GIB
         print(f"{what} {model_id}: {done:.2f} of {total:.2f} GiB, {time.monotonic() - started:.0f} s", flush=True)
 
     say("downloading")
     pool = ThreadPool(AT_ONCE)  # its threads are daemons: Ctrl-C waits for none of them
     work = pool.starmap_async(fetch_file, zip(urls, blobs, (file.size for file in files), strict=True), chunksize=1)
+    pool.close()  # they end with their work
     while not work.ready():
         work.wait(SAY_EVERY)
         say("downloaded")
