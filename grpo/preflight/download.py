@@ -19,12 +19,11 @@ AT_ONCE = 4  # files
 
 def refusal(model_id: str, error: Exception) -> tuple[str, str]:
     """Why a Hub model's files did not come, given what was raised, and what to do about it: a line each."""
-    what, reason = f"{model_id} is not in the cache and cannot be fetched", " ".join(str(error).split())[:200]
-    other = "set MODEL_ID to a local folder or to tiny"
+    what, other = f"{model_id} is not in the cache and cannot be fetched", "set MODEL_ID to a local folder or to tiny"
     try:
         from huggingface_hub import constants, errors, get_token
     except ImportError:  # `check_packages` names it
-        return f"{what} ({reason})", "Install huggingface_hub"
+        return f"{what} ({error})", "Install huggingface_hub"
     status = getattr(getattr(error, "response", None), "status_code", None)
     if constants.HF_HUB_OFFLINE:
         return f"{what} (HF_HUB_OFFLINE is set)", f"Unset it, or {other}"
@@ -39,7 +38,10 @@ def refusal(model_id: str, error: Exception) -> tuple[str, str]:
         fix = "Run `hf auth login`, or set HF_TOKEN (which comes first where both are there) to one that may read it"
         return f"{what} ({constants.ENDPOINT} refuses the token)", fix
     fix = f"Check the network, HF_ENDPOINT and the disk, then the same command goes on where it stopped; or {other}"
-    return f"{what} ({reason or type(error).__name__})", fix
+    if isinstance(error, errors.LocalEntryNotFoundError):  # five lines around what happened
+        error = error.__cause__ or error
+    reason = " ".join(str(error).split())[:200] or type(error).__name__
+    return f"{what} ({constants.ENDPOINT}: {reason})", fix
 
 
 def download(model_id: str, snapshot: Path, names: Sequence[str]) -> None:

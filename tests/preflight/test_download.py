@@ -4,6 +4,7 @@ tests/preflight/test_download.py"""
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 import subprocess
@@ -149,7 +150,7 @@ def test_a_refusal_says_in_one_line_what_to_do(hub, tiny, monkeypatch, repo, tok
     assert bool(fetch()[1]) == ("name" in repo), "with the right token there is none"
 
 
-def test_weights_that_cannot_come_are_told_the_same_way(hub, tiny, monkeypatch):
+def test_weights_that_cannot_come_are_told_the_same_way(hub, tiny, tmp_path, monkeypatch):
     """The small files are there: no network, then offline."""
     hub.add(MODEL, files_of(tiny))
     find_model(MODEL, Problems())
@@ -158,8 +159,13 @@ def test_weights_that_cannot_come_are_told_the_same_way(hub, tiny, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert only(fetch()[1]).endswith("(HF_HUB_OFFLINE is set). Unset it, or set MODEL_ID to a local folder or to tiny")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    problem = only(fetch()[1])
-    assert "refused" in problem and "the same command goes on where it stopped" in problem and "\n" not in problem
+    for home in ("hub", "other"):  # with the small files, then without
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / home))
+        problem = only(fetch()[1])
+        assert (
+            f"({hub.url}: [Errno {errno.ECONNREFUSED}] Connection refused). Check the network" in problem
+            and "\n" not in problem
+        )
 
 
 def test_the_server_also_has_datasets(hub, tmp_path):
