@@ -39,6 +39,7 @@ from grpo.data.scoring import load_rewards
 from grpo.preflight.banner import banner
 from grpo.preflight.checks import Preflight, preflight, run_records
 from grpo.preflight.choices import choose_epsilon_high
+from grpo.preflight.hub import fetch_weights
 from grpo.run.archive import write_zip
 from grpo.run.best import recover_best
 from grpo.run.folder import COMPLETE, continuation, full_disk, lock_run, prepare_run, run_folder, write_text
@@ -92,13 +93,13 @@ def run(preflight_result: Preflight) -> int:
             [f"OUTPUT_DIR={s.OUTPUT_DIR}: another process is writing there. Wait for it, or choose another one"]
         )
     try:
-        return launch(preflight_result, str(preflight_result.files.folder) if s.MODEL_ID == "tiny" else s.MODEL_ID)
+        return launch(preflight_result)
     finally:
         lock.release()
 
 
-def launch(preflight_result: Preflight, model_path: str) -> int:
-    """Make OUTPUT_DIR ready, then train. Returns the run's exit code, however it ends."""
+def launch(preflight_result: Preflight) -> int:
+    """Download the model's weights, make OUTPUT_DIR ready, then train. Returns the run's exit code, however it ends."""
     import torch  # here and in `train`: the preflight has passed
 
     from grpo.model.attention import unusable_attention
@@ -106,14 +107,15 @@ def launch(preflight_result: Preflight, model_path: str) -> int:
     from grpo.rollout.engine import EngineError
     from grpo.rollout.parity import ParityError
 
-    if problem := unseen_gpu(preflight_result.machine) or unusable_attention(preflight_result.attention[0]):
-        return fail([problem])
     state, s = preflight_result.run, preflight_result.settings
+    unusable = unseen_gpu(preflight_result.machine) or unusable_attention(preflight_result.attention[0])
+    if problem := unusable or fetch_weights(s.MODEL_ID, preflight_result.files):
+        return fail([problem])
     prepare_run(state, s, run_records(preflight_result))
     recover_best(state.folder)
     start_logging(state.folder)
     try:
-        return train(preflight_result, model_path)
+        return train(preflight_result)
     except KeyboardInterrupt as stop:
         log.warning("stopped at once; %s", continuation(state.folder, vars(s)))
         return 128 + (stop.args[0] if stop.args else signal.SIGINT)
@@ -142,7 +144,7 @@ def launch(preflight_result: Preflight, model_path: str) -> int:
         return 1
 
 
-def train(preflight_result: Preflight, model_path: str) -> int:
+def train(preflight_result: Preflight) -> int:
     """Load gpt-oss, attach the LoRA adapter, start vLLM asleep beside it, train, evaluate, zip. Returns the exit code of a
     run that ends as it should, or is interrupted."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -159,7 +161,7 @@ def train(preflight_result: Preflight, model_path: str) -> int:
 
     s, state, plan, started = preflight_result.settings, preflight_result.run, preflight_result.plan, time.time()
     folder, attention, packing = state.folder, preflight_result.attention[0], preflight_result.packing[0]
-    specs = preflight_result.reward_specs
+    specs, model_path = preflight_result.reward_specs, str(preflight_result.files.folder)
     log.info("\n%s\n", banner(preflight_result))
     if state.checkpoint:
         log.info("continuing from step %d", state.step)
@@ -172,6 +174,7 @@ def train(preflight_result: Preflight, model_path: str) -> int:
     except ValueError as error:
         log.critical("model: %s", error)
         return 1
+    model.name_or_path = model_path if s.MODEL_ID == "tiny" else s.MODEL_ID  # the base in adapter_config.json
     size, seconds = model.num_parameters() / 1e6, time.time() - started
     log.info("model: %.2fM parameters on %s, loaded after %.0f s", size, model.device, seconds)
 

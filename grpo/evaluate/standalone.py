@@ -23,7 +23,7 @@ from grpo.evaluate.exact import answer_probabilities
 from grpo.evaluate.plant import CLOSED_LOOP
 from grpo.model.load import in_working_type, load_generation_config, load_model, load_tokenizer
 from grpo.preflight.choices import choose_evaluation, choose_rollouts
-from grpo.preflight.hub import ModelFiles, checkpoint_gib, count_parameters, find_model
+from grpo.preflight.hub import ModelFiles, checkpoint_gib, count_parameters, fetch_weights, find_model
 from grpo.preflight.machine import GIB, Machine, installed_versions, read_machine
 from grpo.preflight.memory import plan_engine
 from grpo.rollout.engine import EngineError, start_engine
@@ -214,7 +214,9 @@ def evaluate_adapter(options: argparse.Namespace) -> tuple[dict[str, Any], Path]
         flush=True,
     )
     render_state = renderer(kind, lambda turns: render(files.template, turns, s.REASONING_EFFORT, s.PROMPT_DATE))
-    model_path = str(files.folder) if tiny else s.MODEL_ID
+    if problem := fetch_weights(s.MODEL_ID, files):
+        raise InputError(problem)
+    model_path = str(files.folder)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if use_vllm:
         first = [render_state(state_at(case.window, Plant(), 0, options.start_kwh)) for case in cases]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.hub_kernels import load_and_register_attn_kernel
 
 from grpo.model.packing import PackedBatch, may_attend
 from grpo.preflight.machine import FLASH_PACKAGES
@@ -150,15 +151,21 @@ KERNELS = {
 
 
 def unusable_attention(attention: str) -> str | None:
-    """Why the package of this attention cannot be used although its metadata is there, or None. Imports it."""
-    if attention not in FLASH_PACKAGES:
+    """Why the package of this attention cannot be used although its metadata is there, or None. Imports it; a Hub kernel is
+    downloaded as well, where the cache does not have it."""
+    if "/" in attention:
+        package, fix = "the Hub kernel", "Check its name and the network, and that it has a build for this torch"
+        load = functools.partial(load_and_register_attn_kernel, attention)
+    elif attention in FLASH_PACKAGES:
+        package, install = FLASH_PACKAGES[attention]
+        fix, load = f"Install it again ({install}; see docs/install.md)", KERNELS[attention].load
+    else:
         return None
-    package, install = FLASH_PACKAGES[attention]
     try:
-        KERNELS[attention].load()
+        load()
     except Exception as error:  # a missing module, a missing function, a library built for another torch
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        fix = f"Install it again ({install}; see docs/install.md), or set ATTN_IMPL=torch_flash"
+        fix = f"{fix}, or set ATTN_IMPL=torch_flash"
         return f"ATTN_IMPL: {attention} was chosen, but {package} cannot be used ({text}). {fix}"
     return None
 

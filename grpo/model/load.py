@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import (
@@ -27,8 +26,6 @@ from grpo.model.attention import install_attention
 from grpo.model.experts import expert_weights, experts_forward
 from grpo.preflight.hub import has_mxfp4
 from grpo.preflight.machine import Machine
-
-NOT_LOADED = ["original/*", "metal/*"]  # other forms of the same weights in the official repository
 
 
 class QuantizedExperts(torch.nn.Module):
@@ -60,8 +57,6 @@ def load_quantized(model_path: str, attention: str, device: str) -> PreTrainedMo
         for layer in model.model.layers:
             layer.mlp.experts = QuantizedExperts(config)
     folder = Path(model_path)
-    if not folder.is_dir():  # a Hub id: the official repository holds the weights three times
-        folder = Path(snapshot_download(model_path, allow_patterns="*.safetensors", ignore_patterns=NOT_LOADED))
     dtypes, tensors = {name: tensor.dtype for name, tensor in model.state_dict().items()}, {}
     for shard in sorted(folder.glob("model*.safetensors")):  # an adapter beside them is none of the model's
         try:

@@ -137,11 +137,12 @@ def check_disk(settings: Settings, files: ModelFiles, adapter: float, problems: 
     """The disks have room for what the run writes, with an adapter of `adapter` GiB, and for what it downloads."""
     # Adapter and its two AdamW moments in float32, per kept checkpoint, plus the final adapter, the logs and the zip.
     output = adapter * (settings.SAVE_TOTAL_LIMIT + 2) + 0.2
-    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    cache = "HF_HUB_CACHE" if os.environ.get("HF_HUB_CACHE") else "HF_HOME"
+    home = Path(os.environ.get(cache, Path.home() / ".cache" / "huggingface"))
     download = hub.DOWNLOAD_GIB - hub.downloaded_gib(files) if settings.MODEL_ID == hub.REAL_MODEL else 0.0
     for name, path, need, purpose in (
         ("OUTPUT_DIR", Path(settings.OUTPUT_DIR), output, "checkpoints, logs and the zip"),
-        ("HF_HOME", home, download if download > 0.2 else 0.0, "the checkpoint's download"),
+        (cache, home, download if download > 0.2 else 0.0, "the checkpoint's download"),
     ):
         free = shutil.disk_usage(existing_parent(path)).free / GIB
         if free < need:

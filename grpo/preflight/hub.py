@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo.preflight.download import PARTIAL, download, refusal
 from grpo.preflight.machine import GIB
 from grpo.settings import ROOT, Problems
 
@@ -45,7 +46,11 @@ REAL_CONFIG = {
     "num_attention_heads": 64, "num_key_value_heads": 8, "num_local_experts": 32, "num_experts_per_tok": 4,
     "vocab_size": 201088, "sliding_window": 128, "max_position_embeddings": 131072, "quantization_config": {"quant_method": "mxfp4"},
 }  # fmt: skip
-MODEL_FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.*"]
+WEIGHTS_INDEX = "model.safetensors.index.json"  # names the weights to load; `original/` and `metal/` hold others
+MODEL_FILES = [
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "chat_template.*", WEIGHTS_INDEX,
+]  # fmt: skip
 DOWNLOAD_GIB = 12.9  # the official checkpoint's safetensors
 
 
@@ -111,7 +116,7 @@ def missing_shards(folder: Path) -> list[str]:
     """The files of weights that a checkpoint's index names (model.safetensors without an index) and that are not there."""
     shards = {"model.safetensors"}
     with contextlib.suppress(OSError, ValueError, KeyError):
-        shards = set(read_json(folder / "model.safetensors.index.json")["weight_map"].values())
+        shards = set(read_json(folder / WEIGHTS_INDEX)["weight_map"].values())
     return sorted(name for name in shards if not (folder / name).is_file())
 
 
@@ -121,22 +126,33 @@ def fetch_small_files(model_id: str, problems: Problems) -> Path | None:
         from huggingface_hub import snapshot_download  # late: `check_packages` names a missing package
 
         return Path(snapshot_download(model_id, allow_patterns=MODEL_FILES))
-    except Exception as error:  # offline, no such repository, no access: the user needs the same answer
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        fix = "Check the name, the network and `hf auth login`, or set MODEL_ID to a local folder or to tiny"
-        problems.add("MODEL_ID", f"{model_id} is not in the cache and cannot be fetched ({reason[:200]})", fix)
+    except Exception as error:  # offline, no such repository, no access
+        problems.add("MODEL_ID", *refusal(model_id, error))
         return None
 
 
+def fetch_weights(model_id: str, files: ModelFiles) -> str | None:
+    """Download those weights of a Hub model that its index names and the cache lacks; then `files.folder` is the whole
+    checkpoint. Returns what prevents it, or None."""
+    problems = Problems()
+    if names := missing_shards(files.folder):
+        try:
+            download(model_id, files.folder, names)
+        except Exception as error:  # as above, and whatever ends a long download
+            problems.add("MODEL_ID", *refusal(model_id, error))
+    return problems[0] if problems else None
+
+
 def downloaded_gib(files: ModelFiles) -> float:
-    """Size of the checkpoint's weights that are on this machine, in GiB."""
-    return sum(path.stat().st_size for path in files.folder.glob("*.safetensors")) / GIB if files.folder else 0.0
+    """Size of the checkpoint's weights that are on this machine, in GiB; those that came in part count."""
+    patterns = ("*.safetensors", f"../../blobs/*{PARTIAL}") if files.folder else ()
+    return sum(path.stat().st_size for pattern in patterns for path in files.folder.glob(pattern)) / GIB
 
 
 def checkpoint_gib(model_id: str, files: ModelFiles) -> float:
-    """Size of the checkpoint's weights in GiB; of the official one where nothing was downloaded yet."""
-    found = downloaded_gib(files)
-    return max(found, DOWNLOAD_GIB) if model_id == REAL_MODEL or not found else found  # a download may have broken off
+    """Size of the checkpoint's weights in GiB; that of the official one at least, until a download is whole."""
+    found, whole = downloaded_gib(files), files.folder and not missing_shards(files.folder)
+    return found if whole and model_id != REAL_MODEL else max(found, DOWNLOAD_GIB)
 
 
 def _is_checkpoint(path: Path) -> bool:

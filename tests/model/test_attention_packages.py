@@ -14,6 +14,7 @@ import torch
 from machines import CPU
 from packed_rows import packed
 from reference_kernel import reference_backward, reference_forward
+from transformers.integrations import hub_kernels
 
 import train_grpo
 from grpo.model.attention import KERNELS, unusable_attention
@@ -136,7 +137,30 @@ def test_adapters_call_their_functions_right(package, window):
 
 
 def test_usable_packages_and_other_attention_have_no_problem(package):
-    assert not any(map(unusable_attention, (package, "torch_flash", "eager", "org/kernel")))
+    assert not any(map(unusable_attention, (package, "torch_flash", "eager")))
+
+
+def test_a_hub_kernel_is_loaded_by_transformers_or_the_reason_is_told(monkeypatch):
+    """The package `kernels` is in the GPU set only: what it would download stands in for it here."""
+    monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda: False)
+    assert "the Hub kernel cannot be used (ImportError" in unusable_attention("org/flash-attn2")
+    found = []
+
+    def get_kernel(name, **how):
+        found.append(name)
+        if name == "org/none":
+            raise FileNotFoundError("no build for\ntorch 2.11")
+        return types.SimpleNamespace(flash_attn_varlen_func=print)
+
+    monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda: True)
+    monkeypatch.setattr(hub_kernels, "get_kernel", get_kernel)
+    assert unusable_attention("org/flash-attn2") is None
+    problem = unusable_attention("org/none")
+    assert (
+        "no build for torch 2.11" in problem
+        and "ATTN_IMPL=torch_flash" in problem
+        and found == ["org/flash-attn2", "org/none"]
+    )
 
 
 @pytest.mark.parametrize("attention", FLASH)
@@ -145,7 +169,7 @@ def test_metadata_without_a_module_ends_before_the_model_is_loaded(monkeypatch, 
     monkeypatch.setitem(sys.modules, module.split(".")[0], None)
     monkeypatch.setattr("grpo.model.load.unseen_gpu", lambda machine: None)
     check = types.SimpleNamespace(run=None, settings=None, machine=CPU, attention=(attention, "set by ATTN_IMPL"))
-    assert train_grpo.launch(check, "") == 2
+    assert train_grpo.launch(check) == 2
     problem = capsys.readouterr().err
     distribution, install = FLASH_PACKAGES[attention]
     for part in (f"ATTN_IMPL: {attention}", distribution, "ModuleNotFoundError", install, "ATTN_IMPL=torch_flash"):

@@ -114,6 +114,8 @@ def test_disk_space(tmp_path, monkeypatch):
     assert full[0].startswith(f"OUTPUT_DIR={tmp_path / 'run'}: checkpoints, logs and the zip need 0.7 GiB")
     problem = only(problems(5 * 2**30, ModelFiles(None, {})))
     assert problem.startswith(f"HF_HOME={tmp_path / 'hf'}: ") and "12.9 GiB" in problem
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert only(problems(5 * 2**30, ModelFiles(None, {}))).startswith(f"HF_HUB_CACHE={tmp_path / 'hub'}: ")
     (tmp_path / "model.safetensors").touch()
     os.truncate(tmp_path / "model.safetensors", 5 * 2**30)
     assert "7.9 GiB" in only(problems(5 * 2**30, ModelFiles(tmp_path, {})))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, read_csv, run_script
+from hub_server import TOKEN, HubServer, files_in
 from runs import SETTINGS, assert_same_run, finish, go_on, has_line, start_held, wait_until
 
 from grpo.data.prompts import prompt_order
@@ -226,6 +227,30 @@ def test_a_model_of_the_hub_is_taken_from_its_cache(tiny, tmp_path):
     assert adapter["base_model_name_or_path"] == "org/model"
     done = run_script("--check", **SETTINGS | settings | {"MODEL_ID": "org/other"})
     assert done.returncode == 2 and "org/other is not in the cache and cannot be fetched" in done.stderr
+
+
+def test_a_model_of_the_hub_is_downloaded(tiny, tmp_path):
+    """As a user does it: refused without a token, a run with it, then a look offline; nothing but the model's own files is taken."""
+    settings = {"MODEL_ID": "org/tiny-gpt-oss", "OUTPUT_DIR": tmp_path / "run", "TOTAL_STEPS": 1, "PROMPTS_PER_STEP": 2,
+                "NUM_GENERATIONS": 2, "MAX_COMPLETION_LEN": 8, "USE_VLLM": 0, "ATTN_IMPL": "eager"}  # fmt: skip
+    others = dict.fromkeys(("original/model.safetensors", "original/config.json", "metal/model.bin"), b"not to be read")
+    with HubServer() as hub:
+        hub.add("org/tiny-gpt-oss", files_in(tiny) | others, gated=True)
+        settings = SETTINGS | settings | hub.environ(tmp_path / "home")
+        refused = run_script(**settings)
+        assert refused.returncode == 2 and "one problem" in refused.stderr and "Traceback" not in refused.stderr
+        assert f"Accept its licence at {hub.url}/org/tiny-gpt-oss" in refused.stderr and not (tmp_path / "run").exists()
+        done = run_script(**settings | {"HF_TOKEN": TOKEN})
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "downloading org/tiny-gpt-oss: 0.00 of" in done.stdout and "complete: 1 steps" in done.stdout
+        taken = {name for name, ranges in hub.fetched().items() if ranges == [""]}
+        assert taken == set(hub.fetched()) == {path.name for path in tiny.iterdir()} - {"warmup.json"}
+        hub.asked.clear()
+        offline = settings | {"HF_HUB_OFFLINE": 1, "OUTPUT_DIR": tmp_path / "second"}
+        done = run_script("--check", **offline)
+        assert done.returncode == 0 and not hub.asked, done.stdout + done.stderr
+    adapter = json.loads((tmp_path / "run" / "adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == "org/tiny-gpt-oss"
 
 
 BEFORE = Path(__file__).parent / "fixtures" / "run_before_the_move"

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Hub on this machine, for tests: models and datasets, tokens, gates, ranges, lines that break. No redirects, no xet."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+TOKEN, STRANGER = "hf_insider", "hf_stranger"  # of an account that sees everything, and of one that sees what is public
+API = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree)/[^/]+)?$")
+FILE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)$")
+CHUNK = 2**16
+
+
+@dataclass(frozen=True)
+class Repo:
+    files: Mapping[str, bytes]
+    gated: bool = False  # its files are for those who were let in; its page is for all
+    private: bool = False
+
+    @functools.cached_property
+    def commit(self) -> str:
+        """A name that changes with the files, as git's does."""
+        return hashlib.sha1(b"".join(name.encode() + self.files[name] for name in sorted(self.files))).hexdigest()
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    """The files of a folder by their paths in it, as `HubServer.add` takes them."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+class HubServer:
+    """`with HubServer() as hub`: serves what was added, under `hub.url`, and remembers what it was asked for.
+
+    asked: (method, path, Range or "") of each request. cut: path in the repository -> after how many bytes its line breaks,
+    once. pause: seconds between two parts of 64 KiB of a file.
+    """
+
+    def __init__(self) -> None:
+        self.repos: dict[tuple[str, str], Repo] = {}
+        self.asked: list[tuple[str, str, str]] = []
+        self.cut: dict[str, int] = {}
+        self.pause = 0.0
+        handler = type("BoundHandler", (Handler,), {"hub": self})
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self.server.handle_error = lambda *_: None  # a client that hung up
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+    def __enter__(self) -> HubServer:
+        threading.Thread(target=self.server.serve_forever, args=[0.02], daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+    def add(self, name: str, files: Mapping[str, bytes], kind: str = "models", **more: bool) -> None:
+        """A repository `org/name` of kind `models` or `datasets`; `more` is `gated` or `private`."""
+        self.repos[kind, name] = Repo(files, **more)
+
+    def environ(self, home: Path) -> dict[str, str]:
+        """Variables with which a process uses this Hub, and a cache of its own in `home`."""
+        return {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "no_proxy": "127.0.0.1"}
+
+    def fetched(self) -> dict[str, list[str]]:
+        """The files that were asked for by GET, and the Range of each request ("" for the whole file)."""
+        found: dict[str, list[str]] = {}
+        for method, path, wanted in self.asked:
+            if method == "GET" and (match := FILE.match(path)):
+                found.setdefault(match[4], []).append(wanted)
+        return found
+
+
+class Handler(BaseHTTPRequestHandler):
+    hub: HubServer
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        self.hub.asked.append((self.command, path, self.headers.get("Range", "")))
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        page, file = API.match(path), FILE.match(path)
+        kind, name = (page[1], page[2]) if page else ("datasets" if file and file[1] else "models", file and file[2])
+        repo = self.hub.repos.get((kind, name))
+        if token not in ("", TOKEN, STRANGER):
+            self.refuse(401, "", "Invalid credentials in Authorization header")
+        elif repo is None or (repo.private and token != TOKEN):  # the Hub does not tell whether a private one is there
+            self.refuse(
+                *(404, "RepoNotFound", "Repository not found") if token else (401, "", "Invalid username or password.")
+            )
+        elif page:
+            self.send_json(listing(repo) if page[3] == "tree" else {"id": name, "sha": repo.commit})
+        elif repo.gated and token != TOKEN:
+            self.refuse(403 if token else 401, "GatedRepo", f"Access to {name} is restricted.")
+        elif file[3] not in ("main", repo.commit):
+            self.refuse(404, "RevisionNotFound", "Invalid rev id")
+        elif file[4] not in repo.files:
+            self.refuse(404, "EntryNotFound", "Entry not found")
+        else:
+            self.send_file(repo, file[4])
+
+    def refuse(self, status: int, code: str, message: str) -> None:
+        self.send_json({"error": message}, status, {"X-Error-Code": code, "X-Error-Message": message})
+
+    def send_json(self, content: object, status: int = 200, headers: Mapping[str, str] = {}) -> None:
+        body = json.dumps(content).encode()
+        self.begin(status, {"Content-Type": "application/json", "Content-Length": str(len(body)), **headers})
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def send_file(self, repo: Repo, name: str) -> None:
+        content = repo.files[name]
+        wanted = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
+        first = int(wanted[1]) if wanted else 0
+        headers = {"ETag": f'"{etag(content)}"', "X-Repo-Commit": repo.commit, "Accept-Ranges": "bytes"}
+        if wanted:
+            headers["Content-Range"] = f"bytes {first}-{len(content) - 1}/{len(content)}"
+        self.begin(206 if wanted else 200, headers | {"Content-Length": str(len(content) - first)})
+        if self.command == "HEAD":
+            return
+        end = self.hub.cut.pop(name, len(content))
+        for start in range(first, end, CHUNK):
+            self.wfile.write(content[start : min(start + CHUNK, end)])
+            time.sleep(self.hub.pause)
+        self.close_connection = end < len(content)
+
+    def begin(self, status: int, headers: Mapping[str, str]) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+
+@functools.cache
+def etag(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def listing(repo: Repo) -> list[dict[str, object]]:
+    """What the Hub says of every file of a repository."""
+    return [
+        {"type": "file", "path": name, "size": len(content), "oid": etag(content)}
+        for name, content in repo.files.items()
+    ]
