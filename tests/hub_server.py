@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 TOKEN, STRANGER = "hf_insider", "hf_stranger"  # of an account that sees everything, and of one that sees what is public
-API = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree)/[^/]+)?$")
+API = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/[^/]+(?:/(.+))?)?$")
 FILE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)$")
 CHUNK = 2**16
 
@@ -69,7 +69,8 @@ class HubServer:
 
     def environ(self, home: Path) -> dict[str, str]:
         """Variables with which a process uses this Hub, and a cache of its own in `home`."""
-        return {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "no_proxy": "127.0.0.1"}
+        online = dict.fromkeys(["HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"], "0")
+        return {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "no_proxy": "127.0.0.1"} | online
 
     def fetched(self) -> dict[str, list[str]]:
         """The files that were asked for by GET, and the Range of each request ("" for the whole file)."""
@@ -90,7 +91,11 @@ class Handler(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         self.do_GET()
 
+    def do_POST(self) -> None:
+        self.do_GET()
+
     def do_GET(self) -> None:
+        posted = parse_qs(self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode())
         path = unquote(urlsplit(self.path).path)
         self.hub.asked.append((self.command, path, self.headers.get("Range", "")))
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -103,8 +108,16 @@ class Handler(BaseHTTPRequestHandler):
             self.refuse(
                 *(404, "RepoNotFound", "Repository not found") if token else (401, "", "Invalid username or password.")
             )
+        elif page and page[3] in ("tree", "paths-info"):
+            folder = f"{page[4]}/" if page[4] else ""
+            files = [
+                one
+                for one in listing(repo)
+                if one["path"].startswith(folder) and one["path"] in posted.get("paths", repo.files)
+            ]
+            self.send_json(files) if files or not folder else self.refuse(404, "EntryNotFound", "Entry not found")
         elif page:
-            self.send_json(listing(repo) if page[3] == "tree" else {"id": name, "sha": repo.commit})
+            self.send_json({"id": name, "sha": repo.commit, "siblings": [{"rfilename": name} for name in repo.files]})
         elif repo.gated and token != TOKEN:
             self.refuse(403 if token else 401, "GatedRepo", f"Access to {name} is restricted.")
         elif file[3] not in ("main", repo.commit):
@@ -120,7 +133,7 @@ class Handler(BaseHTTPRequestHandler):
     def send_json(self, content: object, status: int = 200, headers: Mapping[str, str] = {}) -> None:
         body = json.dumps(content).encode()
         self.begin(status, {"Content-Type": "application/json", "Content-Length": str(len(body)), **headers})
-        if self.command == "GET":
+        if self.command != "HEAD":
             self.wfile.write(body)
 
     def send_file(self, repo: Repo, name: str) -> None:

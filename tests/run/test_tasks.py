@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Another task by one setting: GSM8K from the Hub to accuracy before and after, with a reward of one's own beside."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from conftest import ROOT, read_csv, run_script
+from hub_server import HubServer
+
+from grpo.run.logs import COMPLETIONS, METRICS
+from grpo.settings import FIELDS, TASKS, choices, load_settings
+from grpo.tasks import gsm8k
+
+SHORT = "def short(completions, **columns): return [-len(text) / 1000 for text in completions]\n"
+
+
+def test_gsm8k_from_a_data_set_of_the_hub(tmp_path, tiny):
+    """Held-out rows have no actions: the run's own rewards score them. Each reward is a column, and in the figures."""
+    (tmp_path / "mine.py").write_text(SHORT)
+    lines = {split: text.splitlines(True) for split, text in gsm8k.files(1).items()}
+    with HubServer() as hub:
+        hub.add("org/maths", {f"{name}.jsonl": "".join(lines[f"gsm8k_{split}.jsonl"][:6]).encode() for name, split in (("train", "train"), ("test", "heldout"))}, kind="datasets")  # fmt: skip
+        done = run_script(
+            MODEL_ID="tiny", TASK="gsm8k", DATA="org/maths", EVAL_DATA="org/maths", REWARDS="gsm8k,mine:short=0.5",
+            TOTAL_STEPS=2, PROMPTS_PER_STEP=2, NUM_GENERATIONS=2, EVAL_SAMPLES=2, EVAL_STEPS=1, LOG_PROMPTS=1,
+            OUTPUT_DIR=tmp_path / "run", PYTHONPATH=tmp_path, **hub.environ(tmp_path / "home"),
+        )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    metrics, completions = (read_csv(tmp_path / "run" / f"{name}.csv") for name in ("metrics", "completions"))
+    own = ["reward/gsm8k", "reward/short"]
+    assert list(metrics[0]) == [*METRICS, *own] and list(completions[0]) == [*COMPLETIONS, "prompt", *own]
+    questions = [json.loads(line)["question"] for line in lines["gsm8k_train.jsonl"][:6]]
+    for row in completions:
+        assert any(question in row["prompt"] for question in questions) and "#### and the number" in row["prompt"]
+        parts = [float(row[name]) for name in own]
+        assert float(row["reward"]) == pytest.approx(parts[0] + 0.5 * parts[1], abs=1e-5) and parts[1] < 0
+    first = [float(row["reward/short"]) for row in completions if row["step"] == "1"]
+    assert float(metrics[0]["reward/short"]) == pytest.approx(sum(first) / 4, abs=1e-5)
+    assert metrics[0]["heldout_reward"] and not metrics[0]["plant_regret"]
+    result = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    for when in ("before", "before_greedy", "after", "after_greedy"):
+        found = result[when]
+        functions = found["functions"]
+        assert set(functions) == {"gsm8k", "short"} and 0 <= functions["gsm8k"]["reward"] <= 1 and "regret" not in found
+        assert found["reward"] == pytest.approx(
+            functions["gsm8k"]["reward"] + 0.5 * functions["short"]["reward"], abs=1e-6
+        )
+    assert "oracle" not in result and "reward" in result["difference"]
+    assert (tmp_path / "run" / "report.html").is_file() and "no report was written" not in done.stdout
+
+
+def test_a_task_is_a_set_of_defaults():
+    """Over those of tiny and of the table, under the environment's; every one is a value that its setting takes."""
+    assert set(TASKS) == set(choices("TASK"))
+    for task, values in TASKS.items():
+        settings, sources, problems = load_settings({"MODEL_ID": "tiny", "TASK": task, "SEED": "3"})
+        assert not problems and task == settings.TASK and settings.SEED == 3 and values.keys() <= FIELDS.keys()
+        for name, value in values.items():
+            assert (getattr(settings, name), sources[name]) == (value, task)
+    settings, sources, _ = load_settings({"TASK": "gsm8k", "DATA": "mine.csv"})
+    assert (settings.DATA, sources["DATA"], settings.REWARDS) == ("mine.csv", "environment", "gsm8k")
+
+
+def test_the_invented_problems():
+    """The committed files are what the seed gives; every answer follows from its own annotations; nothing is in both."""
+    made = gsm8k.files(gsm8k.SEED)
+    rows = {name: [json.loads(line) for line in text.splitlines()] for name, text in made.items()}
+    for name, text in made.items():
+        assert (ROOT / "data" / name).read_text(encoding="utf-8") == text
+        for row in rows[name]:
+            steps = re.findall(r"<<(\d+)([*+/-])(\d+)=(\d+)>>", row["answer"])
+            results = [{"*": int(a) * int(b), "+": int(a) + int(b), "-": int(a) - int(b), "/": int(a) / int(b)}[sign] for a, sign, b, _ in steps]  # fmt: skip
+            assert [int(step[3]) for step in steps] == results and row["answer"].endswith(f"\n#### {steps[-1][3]}")
+            assert int(steps[-1][3]) > 0
+            assert all(
+                number in re.findall(r"\d+", row["question"]) for number in (steps[0][0], steps[0][2], *steps[1][2:3])
+            )
+    train, heldout = ({row["question"] for row in rows[f"gsm8k_{split}.jsonl"]} for split in ("train", "heldout"))
+    assert len(train) == 200 and len(heldout) == 50 and not train & heldout
