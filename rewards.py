@@ -219,6 +219,8 @@ def gsm8k(
 
     >>> gsm8k(["assistantfinalIt is 1,050.", "assistantfinal#### 42", "analysis42"], answer=["#### 1050"] * 3)
     [1.0, 0.0, 0.0]
+    >>> gsm8k(["assistantfinal#### 42"] * 2, answer=["#### 42"] * 2, truncated=[False, True])
+    [1.0, 0.0]
     """
     scores = []
     for text, expected, cut in zip(completions, answer, truncated or [False] * len(completions), strict=True):
