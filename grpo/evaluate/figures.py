@@ -171,7 +171,7 @@ def evaluations_figure(
     line = "Held-out reward, regret and unserved load of the closed loop at every evaluated step; step 0 is the base model."
     if rule[0] and shown.shape[1] > 1:
         line += f" Dotted: {policy(rule[0])[0]}, the rule with the lowest regret."
-    if kept is not None:
+    if kept:
         line += f" Star: step {kept}, whose adapter is kept in best/ (chosen by {str(best.get('figure', '?')).replace('_', ' ')})."
     return picture(panels[0], "evaluations", "Evaluation while it trained", line)
 
