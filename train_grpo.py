@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.data.scoring import load_rewards
+from grpo.preflight.adapter import lora_options
 from grpo.preflight.banner import banner
 from grpo.preflight.checks import Preflight, preflight, run_records
 from grpo.preflight.choices import choose_epsilon_high
@@ -155,7 +156,7 @@ def train(preflight_result: Preflight) -> int:
 
     from grpo.evaluate.progress import Progress
     from grpo.learn.trainer import RunContext, Trainer
-    from grpo.model.load import in_working_type, load_model, load_tokenizer
+    from grpo.model.load import in_working_type, load_adapter, load_model, load_tokenizer
     from grpo.rollout.engine import start_engine
     from grpo.rollout.parity import check_mismatch
 
@@ -190,6 +191,8 @@ def train(preflight_result: Preflight) -> int:
     )
     trainable = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     log.info("adapter: %s trainable parameters on %s", f"{trainable:,}", s.LORA_TARGETS)
+    if s.INIT_ADAPTER and not state.checkpoint:
+        load_adapter(trainer.model, s.INIT_ADAPTER)
 
     stop.listen()
     try:
@@ -220,18 +223,6 @@ def train(preflight_result: Preflight) -> int:
     finally:
         if context.engine is not None:
             shutil.rmtree(context.engine.folder, ignore_errors=True)
-
-
-def lora_options(s: Settings) -> dict[str, Any]:
-    """Arguments of PEFT's LoraConfig. `all-linear` finds q, k, v and o: the experts are no linear modules."""
-    targets = s.LORA_TARGETS.strip()
-    return {
-        "r": s.LORA_R,
-        "lora_alpha": s.LORA_ALPHA,
-        "lora_dropout": s.LORA_DROPOUT,
-        "target_modules": targets if targets == "all-linear" else listed(targets),
-        "task_type": "CAUSAL_LM",
-    }
 
 
 # Settings that GRPOConfig knows by the same name.

@@ -39,6 +39,7 @@ class Settings:
     LORA_ALPHA: float = setting("Model", 8.0, "", "LoRA scale: updates are multiplied by LORA_ALPHA / LORA_R.", tiny=16.0, above=0)
     LORA_TARGETS: str = setting("Model", "all-linear", "", "`all-linear` (q, k, v and o projections) or a comma-separated list of module names.")
     LORA_DROPOUT: float = setting("Model", 0.0, "share", "Dropout on the adapter's input while learning.", low=0, high=0.9)
+    INIT_ADAPTER: str = setting("Model", "", "folder", "LoRA adapter that the run starts from instead of a fresh one, such as scripts/sft.py makes: its rank, alpha and targets take the place of the defaults. Empty: a fresh one.")
 
     TASK: str = setting("Data", "tes", "", "What is learned: other defaults of DATA, REWARDS, SYSTEM_PROMPT and more (docs/tasks.md).", choices=("tes", "gsm8k"))
     DATA: str = setting("Data", "data/tes_train.csv", "", "Training rows, separated by commas: CSV, JSON-lines and Parquet files, globs, data sets of the Hub (`org/name:config:split`).", tiny="data/tes_train_compact.csv", resume=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo.preflight.hub import TINY_PATH
+from grpo.preflight.hub import TINY_PATH, read_json
 from grpo.settings import log
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -61,6 +61,20 @@ def good_csv(tmp_path: Path) -> Path:
 def tiny() -> Path:
     """The folder of the tiny model."""
     return TINY_PATH
+
+
+@pytest.fixture(scope="session")
+def saved_adapter(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fresh LoRA of rank 3 and alpha 5 on q and v of the tiny model, as PEFT saves it. Not to be written to."""
+    from peft import LoraConfig, get_peft_model  # late: most tests need neither
+
+    from grpo.model.load import load_model
+
+    folder = tmp_path_factory.mktemp("adapter") / "saved"
+    model = load_model(str(tiny), read_json(tiny / "config.json"), "eager")
+    lora = LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    get_peft_model(model, lora).save_pretrained(str(folder))
+    return folder
 
 
 @pytest.fixture

@@ -16,6 +16,26 @@ from typing import Any
 from grpo.data.files import SHOWN, Row
 from grpo.settings import Problems, Settings
 
+ANSWER_BEFORE, ANSWER_AFTER = "<|channel|>final<|message|>[", "]<|return|>"
+
+
+def answer_of(row: Row) -> str | None:
+    """The completion that a row asks for, behind what its prompt has opened of it: the `answer` column (the text of the
+    final channel, or from `<|channel|>` on all that the assistant writes), else its best action; None where all are alike.
+
+    Raises ValueError where the prompt opens another channel than the answer.
+    """
+    text, worth = str(row.columns.get("answer") or "").strip(), row.q or row.rewards
+    if not text and len(set(worth)) < 2:
+        return None
+    if not text.startswith("<|channel|>"):
+        text = ANSWER_BEFORE[:-1] + (text or f"[{worth.index(max(worth))}]")
+    role, prompt = row.messages[0]
+    opened = prompt.rpartition("<|start|>assistant")[2] if role == "rendered" else ""
+    if not text.startswith(opened):
+        raise ValueError(f"the prompt opens {opened!r}, and the answer begins with {text[: len(opened)]!r}")
+    return text.removeprefix(opened).removesuffix(ANSWER_AFTER[1:]) + ANSWER_AFTER[1:]
+
 
 def render(template: str, messages: Sequence[tuple[str, str]], effort: str, date: str) -> str:
     """A conversation rendered by a Hugging Face chat template, up to where the assistant begins.

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from grpo.data.prompts import ANSWER_AFTER, ANSWER_BEFORE
 from grpo.model.attention import attention_of
 from grpo.model.load import evaluating
-from grpo.model.warmup_rows import ANSWER_AFTER, ANSWER_BEFORE
 
 ANSWER = ANSWER_BEFORE + "{}" + ANSWER_AFTER
 BATCH_TOKENS = 4096  # that go through the model at once

@@ -158,7 +158,7 @@ def evaluations_figure(
             axes.plot(0, values[0], "s", color=base, markersize=6, label=f"base {values[0]:{digits}}")
         if not math.isnan(value := number(rule[1].get(total))):
             axes.axhline(value, color="#333333", linestyle=":", label=f"{policy(rule[0])[0]} {value:{digits}}")
-        if kept in values.index:
+        if kept and kept in values.index:  # step 0 is the base model's here, in best.json INIT_ADAPTER's
             axes.axvline(kept, color="#999999", linewidth=1)
             axes.plot(kept, values[kept], "*", markersize=12, label=f"kept {values[kept]:{digits}}", **star)
         for label, value, look in references(evaluation) if column == "heldout_reward" else ():
@@ -171,7 +171,7 @@ def evaluations_figure(
     line = "Held-out reward, regret and unserved load of the closed loop at every evaluated step; step 0 is the base model."
     if rule[0] and shown.shape[1] > 1:
         line += f" Dotted: {policy(rule[0])[0]}, the rule with the lowest regret."
-    if kept is not None:
+    if kept:
         line += f" Star: step {kept}, whose adapter is kept in best/ (chosen by {str(best.get('figure', '?')).replace('_', ' ')})."
     return picture(panels[0], "evaluations", "Evaluation while it trained", line)
 

@@ -22,7 +22,7 @@ from grpo.settings import log
 
 @dataclass(frozen=True)
 class Figures:
-    """What was measured after a step (0: the base model): held-out reward, and of the closed loop regret [%] and unserved
+    """What was measured after a step (0: the base model, or INIT_ADAPTER as it is): held-out reward, and of the closed loop regret [%] and unserved
     load [kWh], None where it does not run."""
 
     step: int
@@ -32,12 +32,12 @@ class Figures:
     change_low: float | None = None  # low end of the 95% interval of the regret's change, paired over windows
 
     @classmethod
-    def of(cls, step: int, reward: float, record: Mapping[str, Any] | None) -> Figures:
-        """From the held-out reward and closed_loop.json."""
+    def of(cls, step: int, reward: float, record: Mapping[str, Any] | None, base: bool = False) -> Figures:
+        """From the held-out reward and closed_loop.json, of the adapter or of the `base` model."""
         if not record:
             return cls(step, reward)
-        total = record["totals"]["trained" if step else "base"]
-        low = record.get("difference", {}).get("regret_percent_low") if step else None
+        total = record["totals"]["base" if base else "trained"]
+        low = None if base else record.get("difference", {}).get("regret_percent_low")
         return cls(step, reward, total["regret_percent"], total["unserved_kwh"], low)
 
     @property
@@ -71,12 +71,14 @@ class Progress:
         self.warned = False  # about the plant, in the evaluation before
 
     def before(self, trainer: Trainer) -> None:
-        """The base model; from then on the trainer measures every EVAL_STEPS steps."""
+        """The base model, and INIT_ADAPTER as step 0; from then on the trainer measures every EVAL_STEPS steps."""
         if self.check.eval_rows:
             results = measure_rewards(trainer, self.check.eval_rows, self.exact, base=True)
             record = measure_closed_loop(self.check, trainer, base=True)
-            self.base = Figures.of(0, results["before"]["reward"], record)
+            self.base = Figures.of(0, results["before"]["reward"], record, base=True)
             trainer.run.measure = self.during
+            if self.check.settings.INIT_ADAPTER and not self.check.run.checkpoint:
+                self.during(trainer)  # it may be better than all that is learned from it
 
     def during(self, trainer: Trainer) -> dict[str, float]:
         """Columns of metrics.csv, measured with the adapter as it is now."""
@@ -103,7 +105,8 @@ class Progress:
         best.json."""
         shown = "" if now.regret is None else f", plant regret {now.regret:.1f} %, unserved {now.unserved:,.1f} kWh"
         if not last:
-            log.info("measured after step %d: held-out reward %.3f%s", now.step, now.reward, shown)
+            when = f"after step {now.step}" if now.step else "INIT_ADAPTER before the first step"
+            log.info("measured %s: held-out reward %.3f%s", when, now.reward, shown)
         warning = plant_warning(self.base, now, self.exact)
         if warning and (last or not self.warned):
             log.warning(banner_text(warning))

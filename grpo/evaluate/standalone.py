@@ -22,12 +22,12 @@ from grpo.data.prompts import render, sampling_seed
 from grpo.evaluate.exact import answer_probabilities
 from grpo.evaluate.plant import CLOSED_LOOP
 from grpo.model.load import in_working_type, load_generation_config, load_model, load_tokenizer
+from grpo.preflight.adapter import CONFIG, missing_files
 from grpo.preflight.choices import choose_evaluation, choose_rollouts
-from grpo.preflight.hub import ModelFiles, checkpoint_gib, count_parameters, fetch_weights, find_model
+from grpo.preflight.hub import ModelFiles, checkpoint_gib, count_parameters, fetch_weights, find_model, read_json
 from grpo.preflight.machine import GIB, Machine, installed_versions, read_machine
 from grpo.preflight.memory import plan_engine
 from grpo.rollout.engine import EngineError, start_engine
-from grpo.run.folder import ADAPTER
 from grpo.settings import Problems, Settings, load_settings, show
 from grpo.tasks.tes import record as tes_record
 from grpo.tasks.tes.plant import Plant
@@ -45,13 +45,17 @@ class InputError(ValueError):
 
 
 def recorded_settings(adapter: Path | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment with what settings.json of the adapter's folder (or of the run that a checkpoint lies in) says."""
+    """The environment with what settings.json of the adapter's folder (or of the run that a checkpoint lies in) says; where
+    there is none, with the base model that adapter_config.json names, if MODEL_ID is not set."""
     for path in (adapter, adapter.resolve().parent) if adapter else ():
         try:
             found = json.loads((path / "settings.json").read_text(encoding="utf-8"))["settings"]
             return dict(environ) | {name: show(found[name]) for name in RECORDED if name in found}
         except (OSError, ValueError, KeyError, TypeError):
             continue
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        if adapter and (base := read_json(adapter / CONFIG).get("base_model_name_or_path")):
+            return {"MODEL_ID": str(base)} | dict(environ)
     return dict(environ)
 
 
@@ -80,6 +84,12 @@ def choose_prompt(requested: str, settings: Settings) -> tuple[str, str]:
     return kind, "the data of the run are not here, as the model needs"
 
 
+def check_adapter(adapter: Path | None, problems: Problems) -> None:
+    """The files of an adapter are there."""
+    for name in missing_files(adapter) if adapter else ():
+        problems.add(f"--adapter {adapter}", f"{name} is not there", "Name a run's folder or a checkpoint")
+
+
 def check_model(settings: Settings, machine: Machine, problems: Problems) -> ModelFiles | None:
     """The files of MODEL_ID; its problems are added."""
     # Without its adapter there is nothing to look up: the base model may be another one than the default.
@@ -96,7 +106,7 @@ class TransformersModel:
 
     def __init__(self, settings: Settings, model_path: str, config: Mapping[str, Any], adapter: Path | None):
         self.settings, self.tokenizer, self.adapter = settings, load_tokenizer(model_path), adapter
-        self.model = in_working_type(load_model(model_path, config, "eager")).eval()
+        self.model = in_working_type(load_model(model_path, config, "eager", settings.EXPERTS)).eval()
         self.eos = stop_tokens(self.model.generation_config.eos_token_id, self.tokenizer)
         if adapter is not None:
             self.model = PeftModel.from_pretrained(self.model, str(adapter)).eval()
@@ -144,7 +154,7 @@ class VllmModel:
         self.tokenizer, self.adapter, rank = load_tokenizer(path), adapter, settings.LORA_R
         self.temperature = settings.EVAL_TEMPERATURE
         if adapter is not None:
-            rank = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))["r"]
+            rank = json.loads((adapter / CONFIG).read_text(encoding="utf-8"))["r"]
         # The plan of a step serves for an hour: as many sequences as are asked at once, no trainer's memory. The first hour
         # lists the most hours; a little more for longer numbers.
         changes = {"ROLLOUT_SYNC": "lora", "LORA_R": rank, "PROMPTS_PER_STEP": len(prompts), "NUM_GENERATIONS": 1}
@@ -182,9 +192,7 @@ def evaluate_adapter(options: argparse.Namespace) -> tuple[dict[str, Any], Path]
     environ = recorded_settings(adapter, os.environ) | ({"MODEL_ID": options.model} if options.model else {})
     s, _, problems = load_settings(environ)
     samples = options.samples or (s.EVAL_SAMPLES if adapter else 0) or 1
-    for name in ("adapter_config.json", ADAPTER) if adapter else ():
-        if not (adapter / name).is_file():
-            problems.add(f"--adapter {adapter}", f"{name} is not there", "Name a run's folder or a checkpoint")
+    check_adapter(adapter, problems)
     path = options.out or (adapter or Path()) / CLOSED_LOOP
     if options.out or not problems:  # a folder that is no adapter's has been told already
         tes_record.check_writable(path, problems)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import (
@@ -121,6 +122,11 @@ def in_working_type(model: PreTrainedModel) -> PreTrainedModel:
     """The model as it computes: BF16 on a GPU; on a CPU float32, the same numbers, as many CPUs only emulate BF16, several
     times slower."""
     return model.float() if model.device.type == "cpu" else model
+
+
+def load_adapter(policy: PeftModel, folder: str | Path) -> None:
+    """Put the weights of the adapter in `folder` (of the same rank and targets) in place of the policy's own, to train on."""
+    policy.load_adapter(str(Path(folder).expanduser()), "default", is_trainable=True)
 
 
 def load_tokenizer(model_path: str) -> PreTrainedTokenizerBase:

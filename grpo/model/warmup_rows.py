@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from tokenizers import Tokenizer
 
+from grpo.data.prompts import ANSWER_AFTER, ANSWER_BEFORE
 from grpo.tasks.tes import dataset
 from grpo.tasks.tes.plant import HOURS, low_co2
 from grpo.tasks.tes.profiles import TRAIN_START
 from grpo.tasks.tes.prompts import State
 
 ACTIONS = 4
-ANSWER_BEFORE, ANSWER_AFTER = "<|channel|>final<|message|>[", "]<|return|>"
 EFFORTS = ("low", "medium", "high")
 FIXED_DATE = "2025-04-07"  # compact prompts draw their dates around it
 WARMUP_SEED, PROBE_SEED = 40_000, 30_000  # of days, beyond those of data files; a window's own number is added

@@ -39,6 +39,9 @@ def facts(preflight_result: Preflight) -> Iterator[tuple[str, str]]:
     functions = ", ".join(f"{name} x {weight:g}" for name, weight in p.reward_specs)
     yield "rewards", f"{functions}: {p.rewards[1]}"
     yield "scaled by", ": ".join(p.scale_rewards)
+    if s.INIT_ADAPTER:
+        own = f"rank {s.LORA_R}, alpha {s.LORA_ALPHA:g} on {s.LORA_TARGETS}"
+        yield "adapter", f"starts from {s.INIT_ADAPTER}: {own}; KL and `before` mean the base model without it"
     yield from ((name, ": ".join(getattr(p, name))) for name in ("attention", "packing"))
     yield "loss", f"{s.LOSS_TYPE} by liger: over chunked log-probs, the same as TRL's to five digits"
     yield "rollouts", f"{'vLLM' if p.rollouts[0] else 'transformers'}: {p.rollouts[1]}"

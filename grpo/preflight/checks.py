@@ -17,6 +17,7 @@ from grpo.data.files import Row, data_fingerprint, read_rows
 from grpo.data.prompts import render_rows
 from grpo.data.scoring import check_heldout, check_rewards
 from grpo.preflight import choices, hub
+from grpo.preflight.adapter import check_start, start_adapter
 from grpo.preflight.choices import ATTENTION, LINEAR_MODULES, VLLM_COLDEST, ClosedLoop
 from grpo.preflight.hub import ModelFiles
 from grpo.preflight.machine import (
@@ -173,6 +174,7 @@ class Preflight:
     closed_loop: ClosedLoop
     evaluation: tuple[bool, str]  # exact or sampled
     best: tuple[str, str]
+    init_adapter: str | None  # SHA-256 of its weights
 
 
 def keep_choices(settings: Settings, rollouts: tuple[bool, str], plan: Plan, run: RunState, problems: Problems) -> Plan:
@@ -197,7 +199,9 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Pre
     rollouts = choices.choose_rollouts(settings.USE_VLLM, machine.gpus, settings.MODEL_ID == "tiny", versions["vllm"])
     check_packages(settings, versions, problems, rollouts[0])
     files = hub.find_model(settings.MODEL_ID, problems)
-    check_settings(settings, files.config if files else None, machine, problems)
+    config = files.config if files else None
+    settings, init_adapter = start_adapter(settings, sources, config, problems)
+    check_settings(settings, config, machine, problems)
     check_trackers(settings, environ, problems)
     system = settings.SYSTEM_PROMPT
     rows = read_rows("DATA", settings.DATA, problems, system)
@@ -207,6 +211,7 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Pre
     check_heldout(specs, settings, eval_rows, problems)
     scale = choices.choose_scale_rewards(settings.SCALE_REWARDS, [name for name, _ in specs])
     run = inspect_run(settings, rows, problems)
+    check_start(settings, run, init_adapter, problems)
     flash = installed_versions(package for package, _ in FLASH_PACKAGES.values())
     installed = [name for name, version in flash.items() if version]
     attention = choices.choose_attention(settings.ATTN_IMPL, machine.gpus, machine.capability, installed)
@@ -244,7 +249,20 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Pre
     if best[0] == "plant" and not closed_loop.prompt:
         problems.add("BEST_BY", f"the closed loop does not run ({closed_loop.reason})", "Set BEST_BY=auto or reward")
     problems[:] = dict.fromkeys(problems)
-    chosen = garbage, rewards, scale, attention, packing, rollouts, plan, run, closed_loop, evaluation, best
+    chosen = (
+        garbage,
+        rewards,
+        scale,
+        attention,
+        packing,
+        rollouts,
+        plan,
+        run,
+        closed_loop,
+        evaluation,
+        best,
+        init_adapter,
+    )
     return Preflight(settings, sources, problems, machine, files, rows, eval_rows, specs, *chosen)
 
 
@@ -257,6 +275,7 @@ def run_records(preflight_result: Preflight) -> dict[str, dict[str, Any]]:
         "experts": (settings.EXPERTS, "set by EXPERTS"),
         "epsilon_high": choices.choose_epsilon_high(settings),
         "model": hub.config_digest(p.files.config) if p.files else None,
+        "init_adapter": p.init_adapter,
     }
     settings_json = {
         "settings": dataclasses.asdict(settings),

@@ -81,6 +81,11 @@ HEAD_TILE = 32768  # vocabulary of one tile of logits, as in TRL
 ASLEEP_GIB = 2.1  # left on the GPU by a sleeping engine and the CUDA context: graphs, workspaces, kernels (measured)
 
 
+def vllm_rank(rank: int) -> int:
+    """The max_lora_rank with which vLLM takes an adapter of this rank."""
+    return min((most for most in LORA_RANKS if most >= rank), default=LORA_RANKS[-1])
+
+
 def capture_sizes(most: int) -> tuple[int, ...]:
     """Batch sizes that get a CUDA graph: a decode batch runs in the next larger graph, whose surplus rows load experts
     too. So all sizes up to 16, where many experts are idle otherwise, and steps of a quarter to an eighth beyond."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from grpo.preflight.machine import GIB
-from grpo.preflight.memory import BATCHED_TOKENS, LORA_RANKS, EnginePlan
+from grpo.preflight.memory import BATCHED_TOKENS, EnginePlan, vllm_rank
 from grpo.rollout.vllm_patches import close_process_group, keep_weights_asleep, patch_kernels, vllm_environment
 from grpo.rollout.weight_sync import merged_weights, push_weights, write_adapter
 from grpo.settings import Settings, log
@@ -29,6 +29,9 @@ from grpo.settings import Settings, log
 WARM_UP_TOKENS = (
     72, 73, 101, 112, 136, 137, 160, 161, 265, 272, 301, 304, 521, 528, 912, 913, 1008, 1009,
 )  # fmt: skip
+
+# Without this list, router and every expert would get LoRA buffers and kernels too.
+VLLM_MODULES = ["qkv_proj", "o_proj"]
 
 Rows = Sequence[Sequence[int]]  # token ids
 Generated = tuple[list[list[int]], list[list[float | None]]]  # token ids of completions, a log-prob for each of them
@@ -78,10 +81,8 @@ def engine_arguments(settings: Settings, plan: EnginePlan, model_path: str, gpu_
             "cudagraph_specialize_lora": False,
         }
     if settings.ROLLOUT_SYNC == "lora":
-        rank = min((rank for rank in LORA_RANKS if rank >= settings.LORA_R), default=LORA_RANKS[-1])
-        arguments |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
-        # Without the list of modules, router and every expert would get LoRA buffers and kernels too.
-        arguments["lora_target_modules"] = ["qkv_proj", "o_proj"]
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1}
+        arguments |= {"max_lora_rank": vllm_rank(settings.LORA_R), "lora_target_modules": VLLM_MODULES}
     return arguments
 
 

@@ -13,24 +13,33 @@ from grpo.settings import Settings
 
 def model_card(s: Settings, step: int, functions: str, note: str = "", tokenizer: str = ".") -> str:
     """README.md of an adapter after `step` steps, as the Hub reads it (https://huggingface.co/docs/hub/model-cards).
-    `functions`: those that rewarded it; `note`: its first paragraph; `tokenizer`: where that lies, from the card's folder.
+    `functions`: those that rewarded it, empty for one that scripts/sft.py made; `note`: its first paragraph; `tokenizer`:
+    where that lies, from the card's folder.
 
     A local base model is named after its folder, not after its path on this machine.
     """
     local = s.MODEL_ID == "tiny" or Path(s.MODEL_ID).is_dir()
     base = Path(s.MODEL_ID).resolve().name if local else s.MODEL_ID
     base_model = "" if local else f"\nbase_model: {base}"
+    tag, method, logs = "sft", "supervised fine-tuning", ""
+    batch = f"{s.PROMPTS_PER_STEP} rows a step, their answers learned"
+    if functions:
+        tag, method, logs = "grpo", "GRPO ([paper](https://arxiv.org/abs/2402.03300))", ", `metrics.csv` each step"
+        batch = f"{s.PROMPTS_PER_STEP} prompts a step with {s.NUM_GENERATIONS} completions each, rewards: {functions}"
+    if s.INIT_ADAPTER:
+        where = Path(s.INIT_ADAPTER).expanduser().resolve().parts[-2:]
+        batch += f".\nIt started from the adapter in `{'/'.join(where)}`, not from a fresh one"
     return f"""---
 library_name: peft
 pipeline_tag: text-generation
-tags: [grpo, lora]{base_model}
+tags: [{tag}, lora]{base_model}
 ---
 
 # {run_folder(s).name}
 
-{note}{chr(10) * bool(note)}A LoRA adapter for {base}, trained for {step} steps with GRPO ([paper](https://arxiv.org/abs/2402.03300)): rank {s.LORA_R}
-on {s.LORA_TARGETS}, {s.PROMPTS_PER_STEP} prompts a step with {s.NUM_GENERATIONS} completions each, rewards: {functions}.
-The run's `settings.json` holds every setting, `versions.json` the packages' versions, `metrics.csv` each step.
+{note}{chr(10) * bool(note)}A LoRA adapter for {base}, trained for {step} steps with {method}: rank {s.LORA_R}
+on {s.LORA_TARGETS}, {batch}.
+The run's `settings.json` holds every setting, `versions.json` the packages' versions{logs}.
 
 To load it, from the folder of this file{" and with the path of the base model's folder" if local else ""}:
 

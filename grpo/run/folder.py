@@ -156,12 +156,13 @@ def check_resume(settings: Settings, folder: Path, step: int, before: Mapping[st
 
 
 def needed_files(settings: Settings) -> set[Path]:
-    """What this run reads and must not be deleted: data, model, the user's reward functions with all that they import, the
+    """What this run reads and must not be deleted: data, model, start adapter, the user's reward functions with all that they import, the
     working folder."""
     used = {Path.cwd()}
     for name in ("DATA", "EVAL_DATA", "EVAL_PROFILE"):  # also those that this run has no use for
         used.update(find_files(name, getattr(settings, name), Problems()))
-    used |= {Path(settings.MODEL_ID)} if Path(settings.MODEL_ID).exists() else set()
+    for folder in filter(None, (settings.MODEL_ID, settings.INIT_ADAPTER)):
+        used |= {Path(folder)} if Path(folder).exists() else set()
     files = (getattr(module, "__dict__", {}).get("__file__") for module in [*sys.modules.values()])
     return {path.resolve() for path in used | {Path(file) for file in files if file}}
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import math
 
@@ -12,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from grpo.data.files import SHOWN, data_fingerprint, read_csv, read_rows, reward_columns
-from grpo.data.prompts import prompt_order, render
+from grpo.data.files import SHOWN, Row, data_fingerprint, read_csv, read_rows, reward_columns
+from grpo.data.prompts import answer_of, prompt_order, render
 from grpo.settings import Problems
 
 HEADER = ["prompt", "reward_action_0", "reward_action_1"]
@@ -185,3 +186,26 @@ def test_rendering_is_transformers_own(tiny):
         )  # fmt: skip
         assert render(template, messages, "high", "2025-11-06") == theirs
         assert "2025-11-06" in theirs and "high" in theirs
+
+
+ANSWERS = [
+    ({"answer": " [2] "}, "", "<|channel|>final<|message|>[2]<|return|>"),
+    ({"answer": "<|channel|>analysis<|message|>So.<|end|>"}, "", "<|channel|>analysis<|message|>So.<|end|><|return|>"),
+    ({"answer": "", "rewards": (0.1, 0.7, 0.2)}, "", "<|channel|>final<|message|>[1]<|return|>"),
+    ({"rewards": (0.0, 0.0, 1.0), "q": (-1.0, -2.0, -3.0)}, "", "<|channel|>final<|message|>[0]<|return|>"),
+    ({"rewards": (0.1, 0.7)}, "<|channel|>final<|message|>", "[1]<|return|>"),
+    ({"rewards": (0.5, 0.5)}, "", None),
+    ({}, "", None),
+]
+
+
+@pytest.mark.parametrize(("parts", "opened", "wanted"), ANSWERS)
+def test_the_answer_of_a_row(parts, opened, wanted):
+    prompt = RENDERED.format("which one?") + opened
+    columns = {name: text for name, text in parts.items() if name == "answer"}
+    row = Row("f.csv", 1, (("rendered", prompt),), parts.get("rewards", ()), columns, q=parts.get("q", ()))
+    assert answer_of(row) == wanted
+    if wanted:
+        other = dataclasses.replace(row, messages=(("rendered", f"{RENDERED}<|channel|>commentary"),))
+        with pytest.raises(ValueError, match="opens '<|channel|>commentary'"):
+            answer_of(other)

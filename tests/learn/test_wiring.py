@@ -81,7 +81,7 @@ ELSEWHERE = {
     "MODEL_ID": "preflight", "ATTN_IMPL": "preflight", "EXPERTS": "preflight", "MICRO_BATCH": "preflight",
     "PACKING": "preflight", "USE_VLLM": "preflight", "GENERATION_BATCH": "preflight", "VLLM_GPU_MEM": "preflight",
     "INVALID_REWARD": "data", "ROLLOUT_SYNC": "rollout", "VLLM_EAGER": "rollout", "PARITY": "rollout",
-    "PARITY_LIMIT": "rollout", "IS_CORRECTION": "learn", "IS_CLIP_MAX": "learn",
+    "PARITY_LIMIT": "rollout", "IS_CORRECTION": "learn", "IS_CLIP_MAX": "learn", "INIT_ADAPTER": "preflight",
 }  # fmt: skip
 
 

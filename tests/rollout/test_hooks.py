@@ -8,7 +8,10 @@ import ast
 import functools
 import importlib.util
 import inspect
+import json
 import os
+import re
+import shlex
 import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,9 +19,11 @@ from typing import Any
 
 import pytest
 import vllm_source
+from ask import parse_args
 from machines import H100
 from stub_vllm import SYNCS
 
+from grpo.evaluate.ask import serve_commands
 from grpo.preflight.choices import VLLM_COLDEST
 from grpo.preflight.hub import REAL_CONFIG
 from grpo.preflight.memory import LORA_RANKS, plan_memory
@@ -174,6 +179,25 @@ def test_vllm_takes_the_engine_arguments(vllm, sync, eager):
 def test_vllm_has_the_limits_that_preflight_holds(vllm):
     assert ast.literal_eval(vllm.find("vllm.config.lora", "MaxLoRARanks").node.value.slice) == LORA_RANKS
     assert ast.literal_eval(vllm.find("vllm.sampling_params", "_MAX_TEMP").node.value) == VLLM_COLDEST
+
+
+def test_vllm_takes_the_commands_that_serve_an_adapter(vllm, saved_adapter):
+    """scripts/ask.py --serve: options, their values, and the fields of the request."""
+    serve, curl = serve_commands(parse_args([str(saved_adapter), "--serve"])).replace("\\\n", "").split("\n\n")
+    words = shlex.split(serve)
+    assert words[:2] == ["vllm", "serve"] and "--enable-lora" in words and f"saved={saved_adapter.resolve()}" in words
+    assert words[words.index("--max-lora-rank") + 1] == "8", "the least that vLLM takes for a rank of 3"
+    known = set(re.findall(r'"(--[a-z-]+)"', vllm.find("vllm.engine.arg_utils", "EngineArgs").text.replace("'", '"')))
+    frontend = vllm.find("vllm.entrypoints.openai.cli_args", "BaseFrontendArgs").fields
+    known |= {"--" + name.replace("_", "-") for name in frontend}
+    options = {word for word in words if word.startswith("--")}
+    assert len(options) == 5 and options <= known, options - known
+    words = shlex.split(curl)
+    body = json.loads(words[words.index("-d") + 1])
+    fields = vllm.find("vllm.entrypoints.openai.completion.protocol", "CompletionRequest").fields
+    assert set(body) <= set(fields) and body["model"] == "saved" and body["prompt"].endswith("<|start|>assistant")
+    routes = vllm.path("vllm.entrypoints.openai.completion.api_router").read_text(encoding="utf-8")
+    assert f'"{words[1].removeprefix("http://localhost:8000")}"' in routes
 
 
 def test_vllm_reads_the_variables_that_are_set_for_it(vllm):

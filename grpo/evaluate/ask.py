@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asking an adapter, and the commands that serve it with vLLM; for scripts/ask.py."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import json
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+import rewards
+from grpo.data.files import Row, read_csv, read_messages
+from grpo.data.prompts import render_rows
+from grpo.evaluate.standalone import InputError, TransformersModel, check_adapter, check_model, recorded_settings
+from grpo.preflight.adapter import CONFIG
+from grpo.preflight.hub import ModelFiles, fetch_weights, find_model, read_json
+from grpo.preflight.machine import read_machine
+from grpo.preflight.memory import vllm_rank
+from grpo.rollout.engine import VLLM_MODULES
+from grpo.settings import Problems, Settings, load_settings
+from grpo.tasks.tes.record import check_writable
+
+EXAMPLE = "Which one? Answer [0] or [1]."
+URL = "http://localhost:8000/v1/completions"
+
+
+def read_prompts(options: argparse.Namespace, system: str, problems: Problems) -> list[Row]:
+    """The rows of --csv, or one of the prompt: rendered, or the user's message below --system; `system`: the run's, for
+    those without their own."""
+    if options.csv:
+        return read_csv(options.csv, problems, system)
+    prompt = EXAMPLE if options.prompt is None else options.prompt
+    columns = {"prompt": prompt, "system": options.system}
+    messages = read_messages("PROMPT", columns, system, problems)
+    return [Row("PROMPT", 1, messages, (), columns)]
+
+
+def prepare(options: argparse.Namespace) -> tuple[Settings, ModelFiles, str, list[Row]]:
+    """(settings of the adapter's run, files and path of its base model, rendered prompts) for the `options` of
+    scripts/ask.py. Raises InputError."""
+    given = {"MODEL_ID": options.model} if options.model else {}
+    s, _, problems = load_settings(recorded_settings(options.adapter, os.environ) | given)
+    check_adapter(options.adapter, problems)
+    files = find_model(s.MODEL_ID, problems) if options.serve else check_model(s, read_machine(), problems)
+    rows = read_prompts(options, s.SYSTEM_PROMPT, problems)
+    if options.out:
+        check_writable(options.out, problems)
+    if files and files.tokenizer and not problems:
+        rows, _ = render_rows(s, rows, files.template, files.tokenizer, problems)
+    if problems:
+        raise InputError(*dict.fromkeys(problems))
+    local = s.MODEL_ID == "tiny" or Path(s.MODEL_ID).is_dir()
+    return s, files, str(files.folder.resolve()) if local else s.MODEL_ID, rows
+
+
+def ask(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The columns of every prompt's row with `action` (None: there is none to read) and `completion`, special tokens
+    included. `options` are those of scripts/ask.py; --out is written. Raises InputError before anything takes time."""
+    s, files, _, rows = prepare(options)
+    s = dataclasses.replace(s, EVAL_TEMPERATURE=options.temperature or 1.0)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if problem := fetch_weights(s.MODEL_ID, files):
+        raise InputError(problem)
+    model = TransformersModel(s, str(files.folder), files.config, options.adapter)
+    texts = model.ask([row.prompt for row in rows], s.SEED, options.base, greedy=not options.temperature)
+    answers, padding = [], model.tokenizer.pad_token
+    for row, text in zip(rows, texts, strict=True):
+        while text.endswith(padding):
+            text = text.removesuffix(padding)
+        action = rewards.parse_action(rewards.assistant_turn(row.prompt, text), len(row.rewards) or 10**9)
+        answers.append(row.columns | {"action": action, "completion": text})
+    if options.out:
+        with options.out.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, answers[0])
+            writer.writeheader()
+            writer.writerows(answers)
+    return answers
+
+
+def serve_commands(options: argparse.Namespace) -> str:
+    """A command that serves the adapter with vLLM, and one that asks it the prompt as the run rendered it. Raises
+    InputError."""
+    s, _, path, rows = prepare(options)
+    adapter = options.adapter.resolve()
+    name = adapter.name if adapter.name != "best" else adapter.parent.name
+    rank = vllm_rank(read_json(adapter / CONFIG)["r"])
+    # The completions endpoint takes the prompt as it is: the chat endpoint would render it with today's date.
+    body = {
+        "model": name,
+        "prompt": rows[0].prompt,
+        "max_tokens": s.MAX_COMPLETION_LEN,
+        "temperature": options.temperature,
+    }
+    body["skip_special_tokens"] = False  # they tell the final channel from the reasoning
+    serve = [
+        f"vllm serve {shlex.quote(path)}",
+        f"--enable-lora --lora-modules {shlex.quote(f'{name}={adapter}')}",
+        f"--max-lora-rank {rank} --lora-target-modules {' '.join(VLLM_MODULES)}",
+        f"--max-model-len {s.MAX_PROMPT_LEN + s.MAX_COMPLETION_LEN}",
+    ]
+    curl = [
+        f"curl {URL}",
+        "-H 'Content-Type: application/json'",
+        f"-d {shlex.quote(json.dumps(body, ensure_ascii=False))}",
+    ]
+    return "\n\n".join(" \\\n  ".join(lines) for lines in (serve, curl))

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Supervised fine-tuning: an adapter that has learned the rows' answers, for GRPO to start from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import PreTrainedTokenizerBase
+from transformers.trainer_callback import PrinterCallback, TrainerCallback
+from trl import SFTConfig, SFTTrainer
+
+from grpo.model.load import in_working_type, load_adapter, load_model, load_tokenizer
+from grpo.preflight.adapter import lora_options
+from grpo.preflight.checks import Preflight, run_records
+from grpo.run.archive import model_card
+from grpo.run.folder import prepare_run, run_folder, write_text
+from grpo.settings import Settings
+
+# Settings that SFTConfig knows by the same name.
+SHARED = ("LEARNING_RATE", "WARMUP_STEPS", "WEIGHT_DECAY", "MAX_GRAD_NORM", "GRADIENT_CHECKPOINTING", "SEED")
+LINES = 10  # that the training prints
+
+
+class Printer(TrainerCallback):
+    """Prints loss and accuracy on the answers' tokens."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if logs and "loss" in logs:
+            share = logs.get("mean_token_accuracy", float("nan"))
+            text = f"loss {float(logs['loss']):.4f}, {float(share):.1%} of the answers' tokens right"
+            print(f"step {state.global_step} of {state.max_steps}: {text}", flush=True)
+
+
+def tokenized(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], answers: Sequence[str | None]
+) -> dict[str, list[list[int]]]:
+    """`input_ids` and `labels` of every row that has an answer: -100, which the loss leaves out, for each token of the
+    prompt. Both are tokenized by themselves, as a rollout's prompt and completion are."""
+    pairs = [(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True) if answer]
+    asked, said = (tokenizer(text=list(texts))["input_ids"] for texts in zip(*pairs, strict=True))
+    both = list(zip(asked, said, strict=True))
+    return {"input_ids": [p + a for p, a in both], "labels": [[-100] * len(p) + a for p, a in both]}
+
+
+def sft_options(s: Settings, cuda: bool, rows: int) -> dict[str, Any]:
+    """Arguments of TRL's SFTConfig, given the most rows of a micro-batch; together they are PROMPTS_PER_STEP."""
+    rows = max(n for n in range(1, min(rows, s.PROMPTS_PER_STEP) + 1) if s.PROMPTS_PER_STEP % n == 0)
+    return {
+        **{name.lower(): getattr(s, name) for name in SHARED},
+        "output_dir": str(run_folder(s)),
+        "per_device_train_batch_size": rows,
+        "gradient_accumulation_steps": s.PROMPTS_PER_STEP // rows,
+        "max_steps": s.TOTAL_STEPS,
+        "lr_scheduler_type": s.LR_SCHEDULER,
+        "max_length": None,  # nothing is cut: the preflight has measured the prompts
+        "router_aux_loss_coef": 0.0,  # as in train_grpo.py
+        "bf16": cuda,
+        "use_cpu": not cuda,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        "logging_steps": max(1, s.TOTAL_STEPS // LINES),
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "report_to": "none",
+        "dataloader_pin_memory": cuda,
+    }
+
+
+def learn_answers(check: Preflight, answers: Sequence[str | None]) -> Path:
+    """Train an adapter on the answers to `check.rows`, of which those without (None) are left out, and write it to
+    OUTPUT_DIR with its tokenizer, card and settings.json; returns the folder.
+
+    Raises ValueError where the model cannot be loaded. OUTPUT_DIR changes only after training.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    s, folder = check.settings, check.run.folder
+    model_path = str(check.files.folder)
+    tokenizer = load_tokenizer(model_path)
+    model = in_working_type(load_model(model_path, check.files.config, "eager", s.EXPERTS))
+    model.name_or_path = model_path if s.MODEL_ID == "tiny" else s.MODEL_ID  # the base in adapter_config.json
+    options = sft_options(s, torch.cuda.is_available(), check.plan.micro_batch)
+    trainer = SFTTrainer(
+        model,
+        SFTConfig(**options),
+        train_dataset=Dataset.from_dict(tokenized(tokenizer, [row.prompt for row in check.rows], answers)),
+        processing_class=tokenizer,
+        peft_config=LoraConfig(**lora_options(s)),
+        callbacks=[Printer()],
+    )
+    trainer.remove_callback(PrinterCallback)
+    if s.INIT_ADAPTER:
+        load_adapter(trainer.model, s.INIT_ADAPTER)
+    trainer.train()
+    prepare_run(check.run, s, run_records(check))
+    # PEFT's own card would name the path of the base model's files.
+    trainer.model.create_or_update_model_card = lambda path: write_text(
+        Path(path) / "README.md", model_card(s, s.TOTAL_STEPS, "")
+    )
+    trainer.model.save_pretrained(str(folder))
+    tokenizer.save_pretrained(str(folder))
+    return folder

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shape of the adapter: as the settings have it, or as one has it that the run starts from."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from grpo.preflight.choices import LINEAR_MODULES
+from grpo.preflight.hub import read_json
+from grpo.run.folder import ADAPTER, RunState
+from grpo.settings import Problems, Settings, listed, show
+
+CONFIG = "adapter_config.json"
+WHICH = "Name the folder of an adapter: a run's, its best/, a checkpoint, or what scripts/sft.py wrote"
+
+
+def lora_options(s: Settings) -> dict[str, Any]:
+    """Arguments of PEFT's LoraConfig. `all-linear` finds q, k, v and o: the experts are no linear modules."""
+    targets = s.LORA_TARGETS.strip()
+    return {
+        "r": s.LORA_R,
+        "lora_alpha": s.LORA_ALPHA,
+        "lora_dropout": s.LORA_DROPOUT,
+        "target_modules": targets if targets == "all-linear" else listed(targets),
+        "task_type": "CAUSAL_LM",
+    }
+
+
+def missing_files(folder: Path) -> list[str]:
+    """The files of an adapter that are not in `folder`."""
+    return [name for name in (CONFIG, ADAPTER) if not (folder / name).is_file()]
+
+
+def tensor_shapes(path: Path) -> dict[str, list[int]]:
+    """Shape of every tensor by name, from the header of a safetensors file. Raises OSError, and ValueError for what is
+    none."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size > path.stat().st_size:
+            raise ValueError(f"{path.name} is cut off or no safetensors file")
+        header = json.loads(file.read(size))
+    return {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}
+
+
+def expected_shapes(config: Mapping[str, Any], rank: int, targets: Collection[str]) -> dict[str, list[int]]:
+    """The same of an adapter on these modules of every layer of the model with this config.json, as PEFT saves it."""
+    hidden, head = config["hidden_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    sizes = dict(
+        zip(LINEAR_MODULES, ((hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden)), strict=True)
+    )
+    shapes = {}
+    for layer in range(config["num_hidden_layers"]):
+        for target, (inner, outer) in sizes.items():
+            if target in targets:
+                name = f"base_model.model.model.layers.{layer}.self_attn.{target}.lora"
+                shapes |= {f"{name}_A.weight": [rank, inner], f"{name}_B.weight": [outer, rank]}
+    return shapes
+
+
+def modules(targets: str) -> set[str]:
+    """What LORA_TARGETS names."""
+    return set(LINEAR_MODULES) if targets.strip() == "all-linear" else set(listed(targets))
+
+
+def read_adapter(folder: Path, model: Mapping[str, Any] | None) -> dict[str, Any]:
+    """LORA_R, LORA_ALPHA and LORA_TARGETS of the adapter in `folder`. Raises OSError, and ValueError with a sentence where
+    it cannot be read, or is not one for the model with this config.json (None: unknown)."""
+    config, found = read_json(folder / CONFIG), tensor_shapes(folder / ADAPTER)
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if config.get("peft_type") != "LORA" or not isinstance(rank, int) or not isinstance(alpha, (int, float)):
+        raise ValueError(f"{CONFIG} is not that of a LoRA adapter")
+    for name in ("use_rslora", "alpha_pattern"):  # what else there is shows in the tensors
+        if config.get(name):
+            raise ValueError(
+                f"it was made with PEFT's {name}, and this program scales all modules by LORA_ALPHA / LORA_R"
+            )
+    targets = {name.split(".")[-3] for name in found if name.count(".") > 2}
+    expected = expected_shapes(model, rank, targets) if model else found
+    for name in [*found, *expected]:
+        if found.get(name) != expected.get(name):
+            theirs, ours = (str(shapes.get(name, "not there")) for shapes in (found, expected))
+            raise ValueError(f"it is no LoRA of rank {rank} for this model: {name} is {theirs} in it, expected {ours}")
+    chosen = "all-linear" if targets == set(LINEAR_MODULES) else ",".join(t for t in LINEAR_MODULES if t in targets)
+    return {"LORA_R": rank, "LORA_ALPHA": float(alpha), "LORA_TARGETS": chosen}
+
+
+def start_adapter(
+    settings: Settings, sources: dict[str, str], model: Mapping[str, Any] | None, problems: Problems
+) -> tuple[Settings, str | None]:
+    """(settings with the rank, alpha and targets of INIT_ADAPTER, SHA-256 of its weights; None where there is none).
+
+    `sources` learns where they come from. One that was set to something else is a problem, and so is what cannot be used.
+    """
+    folder, where = Path(settings.INIT_ADAPTER).expanduser(), f"INIT_ADAPTER={settings.INIT_ADAPTER}"
+    if not settings.INIT_ADAPTER:
+        return settings, None
+    if missing := missing_files(folder):
+        problems.add(where, f"{' and '.join(missing)} not found there", WHICH)
+        return settings, None
+    try:
+        own = read_adapter(folder, model)
+        with (folder / ADAPTER).open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except (OSError, ValueError) as error:
+        problems.add(where, str(error), WHICH)
+        return settings, None
+    for name, value in own.items():
+        mine = getattr(settings, name)
+        if sources[name] != "environment":
+            sources[name] = "INIT_ADAPTER"
+        elif modules(mine) != modules(value) if name == "LORA_TARGETS" else mine != value:
+            what = f"it was set to {show(mine)}, and the adapter in {settings.INIT_ADAPTER} has {show(value)}"
+            problems.add(name, what, f"Unset it (the adapter's own is taken), or set {name}={show(value)}")
+    return dataclasses.replace(settings, **own), digest
+
+
+def check_start(settings: Settings, run: RunState, digest: str | None, problems: Problems) -> None:
+    """A resumed run began with these very weights: its name may hold others by now."""
+    told = any(problem.startswith("INIT_ADAPTER") for problem in problems)
+    if run.choices and not told and run.choices.get("init_adapter") != digest:
+        what = f"the run in {run.folder} began with other weights than those that are there now"
+        fix = "Put the adapter that it began with back, choose another OUTPUT_DIR, or set OVERWRITE=1"
+        problems.add(f"INIT_ADAPTER={settings.INIT_ADAPTER}", what, fix)

@@ -1,0 +1,75 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Ask an adapter a prompt or a CSV of prompts, or print how to serve it with vLLM.
+
+    python scripts/ask.py runs/first/best "What now? Answer [0], [1] or [2]."
+    python scripts/ask.py runs/first/best --csv prompts.csv --out answers.csv
+    python scripts/ask.py runs/first/best --serve          # prints two commands: vllm serve ..., and curl ...
+
+The adapter is a run's folder (its last step), its best/, a checkpoint, or any LoRA of PEFT. Prompts are rendered as the run
+rendered them; a CSV is read as DATA is (docs/data.md), rewards are not needed. transformers generates: on a GPU, or for tiny.
+Exit codes: 0 done, 2 bad input (every problem is named), 1 anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from make_dataset import number
+
+from grpo.evaluate.ask import ask, serve_commands
+from grpo.evaluate.standalone import InputError
+from grpo.run.best import read_best
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Reads the command line; exits with code 2 on a wrong one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("adapter", type=Path, metavar="RUN_OR_ADAPTER", help="folder of the adapter")
+    parser.add_argument("prompt", nargs="?", help="the user's message, or a conversation rendered in Harmony")
+    parser.add_argument("--system", default="", metavar="TEXT", help="system message to go with it")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="prompts as in DATA, instead of one")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the answers to this CSV (default: print them)")
+    parser.add_argument("--temperature", type=number(0, 10), default=0.0, metavar="T", help="0: greedy (default)")
+    parser.add_argument("--model", metavar="MODEL_ID", help="base model (default: what the run or the adapter names)")
+    parser.add_argument("--base", action="store_true", help="ask the base model, without the adapter")
+    parser.add_argument("--serve", action="store_true", help="print how to serve it with vLLM, and start nothing")
+    args = parser.parse_args(argv)
+    if bool(args.csv) + (args.prompt is not None) + (args.serve and args.prompt is None) != 1:
+        parser.error("give a prompt, or --csv FILE, or --serve (with a prompt or without)")
+    if args.out and not args.csv:
+        parser.error("--out: only with --csv")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    args = parse_args(argv)
+    try:
+        if args.serve:
+            print(serve_commands(args))
+            return 0
+        answers = ask(args)
+    except InputError as error:
+        print(*error.args, sep="\n", file=sys.stderr)
+        return 2
+    if best := read_best(args.adapter).get("in_words"):
+        print(f"({args.adapter} holds the last step's adapter; {best}: {args.adapter / 'best'})", file=sys.stderr)
+    if args.out:
+        print(f"written: {args.out}, {len(answers)} answers")
+    elif args.csv:
+        writer = csv.DictWriter(sys.stdout, answers[0])
+        writer.writeheader()
+        writer.writerows(answers)
+    else:
+        print(f"{answers[0]['completion']}\naction: {answers[0]['action']}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

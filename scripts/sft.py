@@ -1,0 +1,48 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Teach an adapter the best answers of DATA (supervised fine-tuning), for train_grpo.py to start from.
+
+    python scripts/sft.py --out runs/sft
+    INIT_ADAPTER=runs/sft python train_grpo.py
+
+The settings are those of train_grpo.py (environment variables): MODEL_ID, DATA, LORA_*, PROMPTS_PER_STEP rows a step,
+TOTAL_STEPS, LEARNING_RATE, SEED, EXPERTS. A row's answer is its column `answer`, else its best action (docs/adapters.md).
+Exit codes: 0 done, 2 bad input (every problem is named), 1 anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from grpo.preflight.hub import fetch_weights
+from grpo.preflight.sft import sft_preflight
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the adapter")
+    check, answers = sft_preflight(os.environ, parser.parse_args(argv).out)
+    if check.problems:
+        print(*check.problems, sep="\n", file=sys.stderr)
+        return 2
+    from grpo.learn.sft import learn_answers  # heavy: after the checks
+    from grpo.model.load import unseen_gpu
+
+    if problem := unseen_gpu(check.machine) or fetch_weights(check.settings.MODEL_ID, check.files):
+        print(problem, file=sys.stderr)
+        return 2
+    s, rows = check.settings, sum(map(bool, answers))
+    print(f"{s.MODEL_ID}: {s.TOTAL_STEPS} steps of {s.PROMPTS_PER_STEP} of {rows} rows with an answer", flush=True)
+    folder = learn_answers(check, answers)
+    print(f"adapter: {folder}. Next: INIT_ADAPTER={folder} python train_grpo.py")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

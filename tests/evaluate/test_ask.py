@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""scripts/ask.py on an adapter of the tiny model. Run: python -m pytest tests/evaluate/test_ask.py"""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import ask
+import pytest
+import torch
+from conftest import ROOT, read_csv
+from safetensors.torch import load_file, save_file
+
+from grpo.run.folder import ADAPTER
+
+QUESTION = "hour 8 store 50 load 26 co2 26 next 34 gain 58 short 0 room 100 need 0 rank 0 ahead 31 loads 27"
+SYSTEM = ("--system", "Answer with one action: [0] [1] [2] [3].")
+
+
+@pytest.fixture
+def adapter(saved_adapter, tmp_path):
+    """One that is not zero, in a run's folder that says what its base model is."""
+    folder = tmp_path / "run"
+    shutil.copytree(saved_adapter, folder)
+    torch.manual_seed(0)
+    weights = load_file(folder / ADAPTER)
+    save_file({name: torch.randn(value.shape) for name, value in weights.items()}, folder / ADAPTER)
+    (folder / "settings.json").write_text(json.dumps({"settings": {"MODEL_ID": "tiny", "MAX_COMPLETION_LEN": 8}}))
+    return folder
+
+
+def test_one_prompt(adapter, capsys):
+    asked = [str(adapter), QUESTION, *SYSTEM]
+    assert ask.main([*asked, "--base"]) == 0
+    completion, action = capsys.readouterr().out.splitlines()
+    assert completion == f"<|channel|>final<|message|>[{action.removeprefix('action: ')}]<|return|>"
+    assert ask.main(asked) == 0 and completion not in capsys.readouterr().out, "random weights answer otherwise"
+
+
+def test_a_csv(adapter, tmp_path, capsys):
+    asked, out = tmp_path / "asked.csv", tmp_path / "answers.csv"
+    asked.write_text("".join((ROOT / "data" / "tes_heldout_compact.csv").read_text().splitlines(True)[:4]))
+    assert ask.main([str(adapter), "--csv", str(asked), "--out", str(out), "--base"]) == 0
+    rows, answers = read_csv(asked), read_csv(out)
+    assert [row["user"] for row in answers] == [row["user"] for row in rows] and len(rows) == 3
+    assert all(f"[{row['action']}]" in row["completion"] for row in answers)
+    assert "written" in capsys.readouterr().out
+    assert ask.main([str(adapter), "--csv", str(asked), "--temperature", "5"]) == 0
+    header, *printed = capsys.readouterr().out.splitlines()
+    assert header.endswith(",action,completion") and len(printed) == 3
+
+
+def test_an_adapter_that_is_no_runs_names_its_model(saved_adapter, tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("MODEL_ID", raising=False)
+    assert ask.main([str(saved_adapter), "--serve"]) == 0
+    assert f"vllm serve {ROOT / 'data' / 'tiny'}" in capsys.readouterr().out
+    assert ask.main([str(tmp_path), "hello", "--model", "tiny"]) == 2
+    assert "adapter_model.safetensors is not there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["hello", "--csv", "a.csv"], ["--csv", "a.csv", "--serve"], ["hi", "--out", "b"]]
+)
+def test_what_it_is_to_do_is_said_once(arguments):
+    with pytest.raises(SystemExit, match="2"):
+        ask.parse_args(["run", *arguments])

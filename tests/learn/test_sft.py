@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SFT, then GRPO, as a user starts them. Run: python -m pytest tests/learn/test_sft.py"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import sft
+from conftest import CLEAN, RENDERED, ROOT, read_csv, run_script, write_csv
+from machines import only
+from safetensors.torch import load_file
+
+from grpo.learn.sft import sft_options, tokenized
+from grpo.model.load import load_tokenizer
+from grpo.preflight.checks import preflight
+from grpo.preflight.sft import sft_preflight
+from grpo.run.folder import ADAPTER
+from grpo.settings import Settings
+
+COMPACT = ROOT / "data" / "tes_heldout_compact.csv"
+ENVIRON = CLEAN | {"MODEL_ID": "tiny", "DATA": str(COMPACT), "SEED": "5"}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Twelve steps of SFT, one of GRPO that hardly moves, with the KL penalty."""
+    folder = tmp_path_factory.mktemp("runs")
+    learn, held_out = folder / "sft", folder / "held_out.csv"
+    held_out.write_text("".join(COMPACT.read_text().splitlines(True)[:13]))
+    command = [sys.executable, "scripts/sft.py", "--out", str(learn)]
+    done = subprocess.run(command, env=ENVIRON | {"TOTAL_STEPS": "12"}, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    settings = ENVIRON | {"INIT_ADAPTER": learn, "OUTPUT_DIR": folder / "grpo", "TOTAL_STEPS": 1, "LEARNING_RATE": 1e-9}
+    settings |= {"EVAL_DATA": held_out, "EVAL_PROFILE": "", "BETA": 0.1, "PROMPTS_PER_STEP": 2, "NUM_GENERATIONS": 4}
+    settings = {name: str(value) for name, value in settings.items()}
+    run = run_script(**settings)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return SimpleNamespace(sft=learn, grpo=folder / "grpo", settings=settings, said=done.stdout, output=run.stdout)
+
+
+def test_sft_teaches_the_answers_and_grpo_starts_there(runs):
+    result, best = (json.loads((runs.grpo / name).read_text()) for name in ("evaluation.json", "best/best.json"))
+    before, start, after = result["before"]["reward"], best["evaluated"][0], result["after"]["reward"]
+    assert start["step"] == 0 and start["heldout_reward"] > before + 0.05, "`before` is the base model's"
+    assert after == pytest.approx(start["heldout_reward"], abs=1e-3)
+    assert best["base"]["heldout_reward"] == before and "measured INIT_ADAPTER before the first step" in runs.output
+    (row,) = read_csv(runs.grpo / "metrics.csv")
+    assert float(row["kl"]) > 0.05, "the reference is the base model, not the start adapter"
+    learned, trained = (load_file(folder / ADAPTER) for folder in (runs.sft, runs.grpo))
+    assert learned.keys() == trained.keys()
+    assert max((learned[name] - trained[name]).abs().max() for name in learned) < 1e-6
+
+
+def test_both_say_what_they_are(runs):
+    record = json.loads((runs.grpo / "settings.json").read_text())
+    assert record["choices"]["init_adapter"] == hashlib.sha256((runs.sft / ADAPTER).read_bytes()).hexdigest()
+    assert record["sources"]["LORA_R"] == "INIT_ADAPTER"
+    assert "It started from the adapter in `" in (runs.grpo / "README.md").read_text()
+    card = (runs.sft / "README.md").read_text()
+    assert "12 steps with supervised fine-tuning" in card and str(ROOT) not in card
+    assert "step 12 of 12: loss" in runs.said and f"INIT_ADAPTER={runs.sft} python train_grpo.py" in runs.said
+    settings = json.loads((runs.sft / "settings.json").read_text())["settings"]
+    assert settings["MAX_COMPLETION_LEN"] == 12 and settings["EVAL_SAMPLES"] == 8, "the user's, for scripts/ask.py"
+
+
+def test_a_resumed_run_keeps_its_start(runs, tmp_path):
+    more = runs.settings | {"TOTAL_STEPS": "2"}
+    assert not preflight(more).problems
+    problems = preflight(more | {"INIT_ADAPTER": ""}).problems
+    assert problems[0].startswith("INIT_ADAPTER: ") and f"Set INIT_ADAPTER={runs.sft} to continue" in problems[0]
+
+
+def test_only_the_answer_has_labels(tiny):
+    tokenizer, answer = load_tokenizer(str(tiny)), "<|channel|>final<|message|>[2]<|return|>"
+    prompts = [RENDERED.format(f"hour {8 + n} store 50") for n in range(3)]
+    rows = tokenized(tokenizer, prompts, [answer, None, answer])
+    assert len(rows["input_ids"]) == 2
+    for ids, labels, prompt in zip(rows["input_ids"], rows["labels"], prompts[::2], strict=True):
+        assert tokenizer.decode(ids) == prompt + answer and len(ids) == len(labels)
+        assert tokenizer.decode([label for label in labels if label != -100]) == answer
+
+
+@pytest.mark.parametrize(("rows", "micro", "times"), [(1, 1, 12), (5, 4, 3), (64, 12, 1)])
+def test_a_step_is_prompts_per_step_rows(rows, micro, times):
+    options = sft_options(Settings(), True, rows)
+    assert (options["per_device_train_batch_size"], options["gradient_accumulation_steps"]) == (micro, times)
+
+
+def test_what_sft_refuses(runs, tmp_path, capsys, monkeypatch):
+    before = sorted(runs.grpo.iterdir())
+    monkeypatch.setattr("os.environ", dict(ENVIRON))
+    assert sft.main(["--out", str(runs.grpo)]) == 2 and sorted(runs.grpo.iterdir()) == before
+    assert "it is not empty. Name another folder, or set OVERWRITE=1" in capsys.readouterr().err
+    header = ["prompt", "reward_action_0", "reward_action_1"]
+    flat = write_csv(tmp_path / "flat.csv", header, [["which?", 1, 1]])
+    check, answers = sft_preflight(ENVIRON | {"DATA": str(flat)}, tmp_path / "out")
+    assert "no row has an answer, or an action better" in only(check.problems) and answers == [None]
+    prompt = RENDERED.format("which?") + "<|channel|>analysis<|message|>"
+    opened = write_csv(tmp_path / "opened.csv", header, [[prompt, 0, 1]])
+    check, _ = sft_preflight(ENVIRON | {"DATA": str(opened)}, tmp_path / "out")
+    assert "opened.csv, row 1: the prompt opens '<|channel|>analysis<|message|>'" in only(check.problems)
+    texts = write_csv(tmp_path / "texts.csv", ["prompt", "answer"], [["which?", "north"], ["why?", "so"]])
+    assert not sft_preflight(ENVIRON | {"DATA": str(texts)}, tmp_path / "out")[0].problems, "it needs no rewards"

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""INIT_ADAPTER: what it brings along, and what is refused. Run: python -m pytest tests/preflight/test_adapter.py"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from machines import only
+
+from grpo.preflight.adapter import check_start, modules, start_adapter
+from grpo.preflight.hub import REAL_CONFIG, read_json
+from grpo.run.folder import ADAPTER, RunState, needed_files
+from grpo.settings import Problems, load_settings
+
+
+def start(tiny, folder, model=None, **environ):
+    """(settings, their sources, digest, problems) of a run that starts from the adapter in `folder`."""
+    settings, sources, problems = load_settings({"MODEL_ID": "tiny", "INIT_ADAPTER": str(folder)} | environ)
+    settings, digest = start_adapter(settings, sources, model or read_json(tiny / "config.json"), problems)
+    return settings, sources, digest, problems
+
+
+def test_the_adapters_own_shape_is_taken(tiny, saved_adapter, tmp_path):
+    for given in ({}, {"LORA_R": "3", "LORA_TARGETS": " v_proj,q_proj"}):
+        s, sources, digest, problems = start(tiny, saved_adapter, **given)
+        assert not problems and (s.LORA_R, s.LORA_ALPHA, s.LORA_TARGETS) == (3, 5.0, "q_proj,v_proj")
+        assert digest == hashlib.sha256((saved_adapter / ADAPTER).read_bytes()).hexdigest()
+        assert sources["LORA_ALPHA"] == "INIT_ADAPTER" and (sources["LORA_R"] == "environment") is bool(given)
+    assert saved_adapter.resolve() in needed_files(s), "OVERWRITE=1 must not delete it"
+
+
+def test_targets_are_compared_as_modules():
+    assert modules(" all-linear ") == modules("o_proj, k_proj,v_proj,q_proj") != modules("q_proj")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("LORA_R", "8", ["it was set to 8", "has 3"]),
+        ("LORA_ALPHA", "16", ["it was set to 16", "has 5"]),
+        ("LORA_TARGETS", "all-linear", ["it was set to all-linear", "has q_proj,v_proj"]),
+    ],
+)
+def test_a_setting_that_says_otherwise_is_a_problem(tiny, saved_adapter, name, value, words):
+    problem = only(start(tiny, saved_adapter, **{name: value})[-1])
+    assert problem.startswith(f"{name}: ") and all(word in problem for word in words)
+
+
+def change_config(**changes):
+    def change(folder: Path) -> None:
+        path = folder / "adapter_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("spoil", "model", "words"),
+    [
+        (lambda folder: (folder / ADAPTER).unlink(), None, [ADAPTER, "not found", "scripts/sft.py"]),
+        (shutil.rmtree, None, [f"adapter_config.json and {ADAPTER} not found"]),
+        (lambda folder: (folder / ADAPTER).write_bytes(b"version https"), None, ["no safetensors file"]),
+        (lambda folder: (folder / "adapter_config.json").write_text("{"), None, ["adapter_config.json cannot be read"]),
+        (change_config(peft_type="IA3"), None, ["not that of a LoRA"]),
+        (change_config(use_rslora=True), None, ["use_rslora"]),
+        (
+            change_config(r=4),
+            None,
+            ["no LoRA of rank 4 for this model", "layers.0.self_attn.q_proj.lora_A.weight is [3, "],
+        ),
+        (lambda folder: None, REAL_CONFIG, ["for this model", "expected [3, 2880]"]),
+        (lambda folder: None, {"num_hidden_layers": 9}, ["q_proj.lora_A.weight is not there in it"]),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_cannot_be_started_from(tiny, saved_adapter, tmp_path, spoil, model, words):
+    folder = Path(shutil.copytree(saved_adapter, tmp_path / "a"))
+    spoil(folder)
+    settings, _, digest, problems = start(tiny, folder, model and read_json(tiny / "config.json") | model)
+    problem = only(problems)
+    assert problem.startswith(f"INIT_ADAPTER={folder}: ") and all(word in problem for word in words), problem
+    assert digest is None and settings.LORA_R == 8
+
+
+def test_a_resumed_run_began_with_the_same_weights(tiny, saved_adapter, tmp_path):
+    s, _, digest, _ = start(tiny, saved_adapter)
+    for began, same in (({"init_adapter": digest}, True), ({"init_adapter": "other"}, False), ({"plan": None}, False)):
+        problems = Problems()
+        check_start(s, RunState(tmp_path, 2, tmp_path, True, began), digest, problems)
+        assert same or "began with other weights" in only(problems)
+        assert bool(problems) is not same
