@@ -42,7 +42,7 @@ from grpo.preflight.choices import choose_epsilon_high
 from grpo.run.archive import write_zip
 from grpo.run.best import recover_best
 from grpo.run.folder import COMPLETE, continuation, full_disk, lock_run, prepare_run, run_folder, write_text
-from grpo.run.logs import start_logging
+from grpo.run.logs import FILE_ONLY, start_logging
 from grpo.run.signals import StopRequest
 from grpo.settings import Settings, help_text, listed, log
 
@@ -158,7 +158,7 @@ def train(preflight_result: Preflight, model_path: str) -> int:
     s, state, plan, started = preflight_result.settings, preflight_result.run, preflight_result.plan, time.time()
     folder, attention, packing = state.folder, preflight_result.attention[0], preflight_result.packing[0]
     specs = preflight_result.reward_specs
-    log.info("\n%s\n", banner(preflight_result))
+    log.info("\n%s\n", banner(preflight_result), extra=FILE_ONLY)  # `main` printed it
     if state.checkpoint:
         log.info("continuing from step %d", state.step)
     transformers.utils.logging.disable_default_handler()  # what transformers says goes into training.log
@@ -266,6 +266,7 @@ def grpo_options(s: Settings, cuda: bool, specs: Sequence[tuple[str, float]], sc
         "save_strategy": "steps",
         "report_to": trackers or "none",
         "run_name": run_folder(s).name,
+        "project": run_folder(s).name,  # trackio's; unset, all runs of a machine share one, `huggingface`
         "data_seed": s.SEED,
         "dataloader_pin_memory": cuda,
     }

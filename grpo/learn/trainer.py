@@ -155,7 +155,7 @@ class Trainer(GRPOTrainer):
         rewards: list[Callable[..., Any]],
     ):
         self.run, self.timer = run, StepTimerCallback(run.stop)
-        self.run_log = RunLog(run.folder, run.settings.TOTAL_STEPS)
+        self.run_log = RunLog(run.folder, run.settings.TOTAL_STEPS, run.settings.EVAL_STEPS)
         # TRL asks the first completion for the columns: every row gets those of every file.
         self.actions = max(len(row.rewards) for row in run.rows)
         self.empty_columns = {name: None for row in run.rows for name in reward_columns(row, self.actions)}

@@ -45,11 +45,13 @@ def state_of(rows: list[dict], **values: object) -> watch.State:
 
 
 def test_frame_shows_what_a_run_is_doing():
-    rows = [metrics_row(step, **GPU, step_s=10 if step > 5 else 1000) for step in range(1, 21)]
-    text = drawn(state_of(rows, warnings=["12:00:00 W train_grpo: parse rate fell"]))
-    for words in ("first", "20/30", "left 0:01:40", "last step 12.0 s ago", "0.500   mean of the last 10: 0.455", "0.90   clipped 0.10", "900 tokens/s", "GPU memory", "61.5 GiB", "generation 1.4 s", "handover 0.1 s", "0.0200 nats", "W train_grpo: parse rate fell"):  # fmt: skip
+    rows = [metrics_row(step, **GPU, step_s=10 if step > 5 else 1000, eval_s=40 if step == 9 else "") for step in range(1, 21)]
+    text = drawn(state_of(rows, warnings=["12:00:00 W train_grpo: parse rate fell"], eval_steps=25))
+    for words in ("first", "20/30", "about 3 min left, until", "last step 12.0 s ago", "0.500   mean of the last 10: 0.455", "0.90   clipped 0.10", "900 tokens/s", "GPU memory", "61.5 GiB", "generation 1.4 s", "handover 0.1 s", "0.0200 nats", "W train_grpo: parse rate fell"):  # fmt: skip
         assert words in text, (words, text)
     assert watch.sparkline(state_of(rows).metrics["reward"]) in text
+    high, low = ([row | {"parse_rate": rate} for row in rows] for rate in (1.0, 0.02))
+    assert watch.BLOCKS[-1] * 20 in drawn(state_of(high)) and watch.BLOCKS[0] * 20 in drawn(state_of(low)), "from 0 to 1"
     assert "complete" not in text and "held-out" not in text
     rows[9] |= {"heldout_reward": 0.512, "plant_regret": 12.34, "plant_unserved_kwh": 1.5}
     words = "after step 10: held-out reward 0.512   plant regret 12.3 %, unserved 1.5 kWh"
@@ -74,7 +76,7 @@ SAVING = {"said": "every step is done: evaluation and saving"}
         (metrics_row(30), {"said": watch.DONE}, ["complete"], ["held-out"]),  # EVAL_SAMPLES=0
         (metrics_row(30), SAVING, ["evaluation and saving   last step 12.0 s ago"], ["left"]),
         (metrics_row(1), {}, ["1/30"], ["GPU", "nats", "wake"]),  # a CPU run
-        (dict.fromkeys(METRICS, "") | {"step": 1}, {"total": None, "ago": math.nan}, ["1/?", "left -"], []),
+        (dict.fromkeys(METRICS, "") | {"step": 1}, {"total": None, "ago": math.nan}, ["1/?", "time left not known"], []),
         (None, {"said": "waiting: no metrics.csv"}, ["waiting: no metrics.csv"], []),
     ],
 )

@@ -11,7 +11,7 @@ import shutil
 import types
 
 import pytest
-from conftest import CLEAN, RENDERED, run_script, write_csv
+from conftest import CLEAN, RENDERED, ROOT, run_script, write_csv
 from machines import CPU, H100, only
 
 from grpo.preflight import banner, checks
@@ -206,6 +206,16 @@ def test_a_run_is_warned_of_an_evaluation_on_the_demos_rows(tiny, tmp_path, good
     assert "closed loop" not in only(data_warnings(DATA=good_csv, EVAL_PROFILE="", **output))
     assert not data_warnings(DATA=good_csv, EVAL_SAMPLES=0, **output)
     assert not data_warnings(DATA=good_csv, EVAL_DATA="data/tes_heldout_compact.csv", **output)
+
+
+def test_a_run_is_warned_of_a_closed_loop_on_the_demos_days(tiny, tmp_path):
+    own, profile = tmp_path / "own.csv", "data/profile_heldout.csv"
+    shutil.copy(ROOT / "data/tes_heldout_compact.csv", own)
+    chosen = {"EVAL_DATA": own, "OUTPUT_DIR": tmp_path / "run"}
+    warning = only(data_warnings(**chosen))
+    assert f"demo's days ({profile}), not those of your EVAL_DATA: set EVAL_PROFILE='...'" in warning
+    assert not data_warnings(EVAL_PROFILE=profile, **chosen) and not data_warnings(EVAL_PROFILE="", **chosen)
+    assert f" windows of {profile}, " in banner.banner(preflight(CLEAN | {"MODEL_ID": "tiny"}, CPU))
 
 
 def test_a_run_is_warned_of_held_out_prompts_that_are_trained_on(tiny, tmp_path, good_csv):
