@@ -3,8 +3,8 @@
 """Fine-tune gpt-oss-20b with GRPO on one GPU: one script, from CSVs of rewards to a trained LoRA adapter and a zip.
 
     python train_grpo.py --help                   every setting: default, unit, one sentence
-    python train_grpo.py --check                  every check that needs no training, and the plan of the run
-    MODEL_ID=tiny python train_grpo.py            the whole path on two CPU cores in minutes (the model comes along)
+    python train_grpo.py --check                  every check, and the plan of the run
+    MODEL_ID=tiny python train_grpo.py            the whole path, in minutes on two CPU cores
     DATA='days/*.csv' python train_grpo.py        the real run, on one GPU with 80 GB
 
 Settings are environment variables. This file is the whole story: check, load gpt-oss-20b, attach the LoRA adapter, start

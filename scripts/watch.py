@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Follow a run in the terminal: progress, time left, reward, parse rate, speed, memory, warnings.
 
-    python scripts/watch.py runs/first            until the run is complete, or Ctrl-C (the run goes on)
+    python scripts/watch.py runs/first            until it is complete; Ctrl-C ends watching
     python scripts/watch.py runs/first --once     one picture
 
 It only reads files, again for each picture, so it can be started before the run, beside it or after it, on another
@@ -38,6 +38,7 @@ from grpo.evaluate import run_data
 from grpo.evaluate.run_data import duration, number, part, read_json
 from grpo.run.folder import COMPLETE, continuation
 from grpo.run.pace import RECENT, UNKNOWN, Pace
+from grpo.settings import fold
 
 WIDTH = 40  # cells of a sparkline
 BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
@@ -139,7 +140,8 @@ def frame(state: State) -> RenderableType:
         return Group(title.append(f"  {state.said}", style="yellow"), *warnings)
     ago = f"   last step {duration(state.ago)} ago" * (state.said != DONE)
     metrics, last = state.metrics, state.metrics.iloc[-1]
-    spent = ", ".join(f"{name} {s:.1f} s" for name, s in run_data.phase_seconds(metrics.tail(1)).iloc[0].items() if s)
+    phases = run_data.phase_seconds(metrics.tail(1)).iloc[0].items()
+    spent = ", ".join(f"{name} {s:.{int(s < 100)}f} s" for name, s in phases if s)
     recent = metrics["reward"].tail(RECENT)
     lines = [
         ("step", ProgressBar(total=state.total or state.step, completed=state.step, width=WIDTH)),
@@ -150,7 +152,8 @@ def frame(state: State) -> RenderableType:
         ("", f"{shown(last['parse_rate'], '.2f')}   clipped {shown(last['clipped_ratio'], '.2f')}"),
         ("length", f"{shown(last['tokens_mean'], ',.0f')} tokens, longest {shown(last['tokens_max'], ',.0f')}"),
         ("speed", f"{shown(last['rollout_tokens_per_s'], ',.0f')} tokens/s in the rollout"),
-        ("time", f"step {duration(last['step_s'])}: {spent}"),
+        ("time", f"step {duration(last['step_s'])}"),
+        ("", spent),
     ]
     if not math.isnan(last["gpu_peak_gib"]):
         most = metrics["gpu_peak_gib"].max()
@@ -189,7 +192,7 @@ def follow(folder: Path, console: Console, every: float = 1.0) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=fold(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="OUTPUT_DIR of a run; it may not be there yet")
     parser.add_argument("--once", action="store_true", help="print one picture and exit")
     options = parser.parse_args(arguments)

@@ -11,14 +11,19 @@ from grpo.run.folder import BEST, run_folder
 from grpo.settings import Settings
 
 
+TINY = "data/tiny"  # from the project's folder
+
+
 def model_card(s: Settings, step: int, functions: str, note: str = "", tokenizer: str = ".") -> str:
     """README.md of an adapter after `step` steps, as the Hub reads it (https://huggingface.co/docs/hub/model-cards).
     `functions`: those that rewarded it; `note`: its first paragraph; `tokenizer`: where that lies, from the card's folder.
 
-    A local base model is named after its folder, not after its path on this machine.
+    A local base model is named after its folder, not after its path on this machine; `tiny` after its place in the project.
     """
-    local = s.MODEL_ID == "tiny" or Path(s.MODEL_ID).is_dir()
-    base = Path(s.MODEL_ID).resolve().name if local else s.MODEL_ID
+    tiny, local = s.MODEL_ID == "tiny", s.MODEL_ID == "tiny" or Path(s.MODEL_ID).is_dir()
+    base = TINY if tiny else Path(s.MODEL_ID).resolve().name if local else s.MODEL_ID
+    path = " and with the path of the base model's folder" * local
+    path += f", {TINY} of the project train_grpo.py (`MODEL_ID=tiny` there; it is on no Hub)" * tiny
     base_model = "" if local else f"\nbase_model: {base}"
     return f"""---
 library_name: peft
@@ -32,7 +37,7 @@ tags: [grpo, lora]{base_model}
 on {s.LORA_TARGETS}, {s.PROMPTS_PER_STEP} prompts a step with {s.NUM_GENERATIONS} completions each, rewards: {functions}.
 The run's `settings.json` holds every setting, `versions.json` the packages' versions, `metrics.csv` each step.
 
-To load it, from the folder of this file{" and with the path of the base model's folder" if local else ""}:
+To load it, from the folder of this file{path}:
 
 ```python
 from peft import PeftModel

@@ -58,5 +58,5 @@ class Pace:
         hours, minutes = divmod(round(seconds / 60), 60)
         words = f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else f"{seconds:.0f} s"
         start, end = time.localtime(now), time.localtime(now + seconds)
-        day = "" if start[:3] == end[:3] else "%a "
+        day = "" if start[:3] == end[:3] else "%a %d %b "
         return f"about {words} left, until {time.strftime(f'{day}%H:%M', end)}"

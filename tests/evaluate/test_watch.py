@@ -60,6 +60,17 @@ def test_frame_shows_what_a_run_is_doing():
     assert "after step 10: held-out reward 0.512" in drawn(state_of(rows)) and "plant" not in drawn(state_of(rows))
 
 
+def test_its_lines_fit_100_columns():
+    """Of a long run with large figures: nothing is broken at that width."""
+    slow = {name: 1234.5 for name in ("rollout_s", "learn_s", "step_s")} | {"wake_s": 12.3, "handover_s": 12.3, "sleep_s": 12.3, "reward_s": 12.3}  # fmt: skip
+    long = {"tokens_mean": 12345, "tokens_max": 131072, "rollout_tokens_per_s": 12345}
+    found = {"heldout_reward": -1.234, "plant_regret": 1234.5, "plant_unserved_kwh": 1234.5, "eval_s": 3600}
+    rows = [metrics_row(step, **GPU | slow | long | found) for step in range(1001, 1011)]
+    for state in (state_of(rows, total=2000, ago=7200.0), state_of(rows, total=2000, **ENDED)):
+        narrow, wide = ([line.rstrip() for line in drawn(state, width).splitlines()] for width in (100, 300))
+        assert narrow == wide and any("plant regret 1234.5 %" in line for line in wide)
+
+
 ENDED = {"said": watch.DONE, "evaluation": EVALUATION}
 SAVING = {"said": "every step is done: evaluation and saving"}
 
