@@ -141,7 +141,7 @@ def frame(state: State) -> RenderableType:
     ago = f"   last step {duration(state.ago)} ago" * (state.said != DONE)
     metrics, last = state.metrics, state.metrics.iloc[-1]
     phases = run_data.phase_seconds(metrics.tail(1)).iloc[0].items()
-    spent = ", ".join(f"{name} {s:.{int(s < 100)}f} s" for name, s in phases if s)
+    spent = ", ".join(f"{name} {s:.{int(s < 10)}f} s" for name, s in phases if s)
     recent = metrics["reward"].tail(RECENT)
     lines = [
         ("step", ProgressBar(total=state.total or state.step, completed=state.step, width=WIDTH)),
