@@ -4,6 +4,8 @@
 
     python scripts/make_docs.py             write the marked parts of README.md and docs/
     python scripts/make_docs.py --check     change nothing; exit code 1 and the file's name where one is out of date
+
+The marked parts lie between comments: NAME: begin, NAME: end.
 """
 
 from __future__ import annotations

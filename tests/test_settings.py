@@ -123,7 +123,9 @@ for path in ["train_grpo.py", *sorted(map(str, pathlib.Path("scripts").glob("*.p
     try: runpy.run_path(path, run_name="__main__")
     except SystemExit as end: assert not end.code, path
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=CLEAN | {"COLUMNS": "100"}, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=CLEAN | {"COLUMNS": "100"}, capture_output=True, text=True
+    )
     assert done.returncode == 0 and done.stdout.count("usage: ") >= 9, done.stderr
     assert [line for line in done.stdout.splitlines() if len(line) > 100] == []
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from grpo.run.folder import BEST, run_folder
 from grpo.settings import Settings
 
-
 TINY = "data/tiny"  # from the project's folder
 
 

@@ -35,5 +35,9 @@ def test_seconds_left_after_step_3(found, total, eval_steps, seconds):
 
 def test_it_is_said_with_the_hour_at_which_it_ends():
     said = [Pace(103, 0, rows(s, s, s)).left(3, NOON) for s in (60.0, 0.9, 0.1, 600.0)]
-    assert said[:3] == ["about 1 h 40 min left, until 13:40", "about 2 min left, until 12:01", "about 10 s left, until 12:00"]
+    assert said[:3] == [
+        "about 1 h 40 min left, until 13:40",
+        "about 2 min left, until 12:01",
+        "about 10 s left, until 12:00",
+    ]
     assert said[3] == "about 16 h 40 min left, until Tue 03 Mar 04:40" and Pace(9, 0).left(2) == ""
