@@ -5,8 +5,8 @@
     python scripts/report.py runs/first
 
 Works on a run that is complete, interrupted, resumed or still going: what its data does not allow is left out, with one
-sentence that says why. train_grpo.py writes it at the end of every run. It reads metrics.csv, completions.csv,
-settings.json, evaluation.json and closed_loop.json, and nothing else; the text of completions is escaped and cut.
+sentence that says why. train_grpo.py writes it at the end of every run. It reads the files of the run, and the training
+data for the prompts of the completions that it shows (left out where the data changed); their text is escaped and cut.
 
 Exit codes: 0 written, 2 there is no run to report on.
 """

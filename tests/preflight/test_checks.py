@@ -225,6 +225,15 @@ def test_a_run_is_warned_of_held_out_prompts_that_are_trained_on(tiny, tmp_path,
     assert warning.startswith("2 of 3 held-out prompts are in DATA as well")
 
 
+def test_the_plan_says_how_long_it_takes_only_where_that_is_known(tiny, tmp_path):
+    result = preflight(CLEAN | {"MODEL_ID": "tiny", "OUTPUT_DIR": str(tmp_path), "TOTAL_STEPS": "10"}, CPU)
+    assert dict(banner.facts(result))["time"].startswith("time left not known before step 3")
+    (tmp_path / "metrics.csv").write_text("step,step_s,eval_s\n" + "".join(f"{step},600,\n" for step in range(1, 5)))
+    assert "not known" in dict(banner.facts(result))["time"], "a run that begins anew"
+    resumed = dataclasses.replace(result, run=RunState(tmp_path, 4, tmp_path, True))
+    assert dict(banner.facts(resumed))["time"].startswith("about 1 h 0 min left, until ")
+
+
 PENALTY = "def score(completions, **columns):\n    return [-9.0 if '[' in text else 0.0 for text in completions]\n"
 
 
