@@ -3,8 +3,8 @@
 """Fine-tune gpt-oss-20b with GRPO on one GPU: one script, from CSVs of rewards to a trained LoRA adapter and a zip.
 
     python train_grpo.py --help                   every setting: default, unit, one sentence
-    python train_grpo.py --check                  every check that needs no training, and the plan of the run
-    MODEL_ID=tiny python train_grpo.py            the whole path on two CPU cores in minutes (the model comes along)
+    python train_grpo.py --check                  every check, and the plan of the run
+    MODEL_ID=tiny python train_grpo.py            the whole path, in minutes on two CPU cores
     DATA='days/*.csv' python train_grpo.py        the real run, on one GPU with 80 GB
 
 Settings are environment variables. This file is the whole story: check, load gpt-oss-20b, attach the LoRA adapter, start
@@ -44,7 +44,7 @@ from grpo.preflight.hub import fetch_weights
 from grpo.run.archive import write_zip
 from grpo.run.best import recover_best
 from grpo.run.folder import COMPLETE, continuation, full_disk, lock_run, prepare_run, run_folder, write_text
-from grpo.run.logs import start_logging
+from grpo.run.logs import FILE_ONLY, start_logging
 from grpo.run.signals import StopRequest
 from grpo.settings import Settings, flag_answers, help_text, listed, log
 
@@ -163,7 +163,7 @@ def train(preflight_result: Preflight) -> int:
     s, state, plan, started = preflight_result.settings, preflight_result.run, preflight_result.plan, time.time()
     folder, attention, packing = state.folder, preflight_result.attention[0], preflight_result.packing[0]
     specs, model_path = preflight_result.reward_specs, str(preflight_result.files.folder)
-    log.info("\n%s\n", banner(preflight_result))
+    log.info("\n%s\n", banner(preflight_result), extra=FILE_ONLY)  # `main` printed it
     if state.checkpoint:
         log.info("continuing from step %d", state.step)
     transformers.utils.logging.disable_default_handler()  # what transformers says goes into training.log
@@ -262,6 +262,7 @@ def grpo_options(s: Settings, cuda: bool, specs: Sequence[tuple[str, float]], sc
         "save_strategy": "steps",
         "report_to": trackers or "none",
         "run_name": run_folder(s).name,
+        "project": run_folder(s).name,  # trackio's; unset, all runs of a machine share one, `huggingface`
         "data_seed": s.SEED,
         "dataloader_pin_memory": cuda,
     }

@@ -9,6 +9,8 @@ import difflib
 import itertools
 import logging
 import math
+import re
+import textwrap
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -303,12 +305,33 @@ def settings_table() -> Iterator[tuple[str, str, str, str, str, str]]:
         yield meta["group"], name, show(spec.default) or "(empty)", tiny, unit, meta["text"]
 
 
+HELP_WIDTH = 100  # columns
+
+
+def wrapped(line: str, indent: int) -> list[str]:
+    """A line in lines of at most HELP_WIDTH columns, those after the first with this indent."""
+    options = {"subsequent_indent": " " * indent, "break_long_words": False, "break_on_hyphens": False}
+    return textwrap.wrap(line, HELP_WIDTH, **options) or [""]
+
+
+def fold(about: str | None) -> str:
+    """A script's docstring for `--help`: paragraphs filled anew, commands with what stands beside them broken below it."""
+    lines: list[str] = []
+    for prose, part in itertools.groupby((about or "").strip().splitlines(), lambda line: line[:1].strip() != ""):
+        if prose:
+            lines += wrapped(" ".join(part), 0)
+        for line in () if prose else part:
+            beside = re.match(r" +\S.*? {2,}|", line).end() or 8
+            lines += wrapped(line, beside)
+    return "\n".join(lines)
+
+
 def help_text(about: str) -> str:
     """The text of `--help`: what the program is `about`, and every setting, grouped."""
-    lines = [about.strip(), ""]
+    lines = [fold(about), ""]
     for group, settings in itertools.groupby(settings_table(), lambda row: row[0]):
         lines += ["", f"{group}:"]
         for _, name, default, tiny, unit, text in settings:
             more = (f"   (tiny: {tiny})" if tiny else "") + (f"   [{unit}]" if unit else "")
-            lines += [f"  {name}={default}{more}", f"      {text}"]
+            lines += wrapped(f"  {name}={default}{more}", 10) + wrapped(f"      {text}", 6)
     return "\n".join(lines)

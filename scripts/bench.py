@@ -4,15 +4,19 @@
 
     python scripts/bench.py demo --out docs/results/demo-cpu.json --figure docs/demo.png
     python scripts/bench.py attention --out docs/results/attention-h100.json
-    python scripts/bench.py rollout --model checkpoints/full --data 'days/*.csv' --out docs/results/rollout-h100.json
-    python scripts/bench.py step --model checkpoints/full --data 'days/*.csv' --lengths completions.csv --out docs/results/step-h100.json
+    python scripts/bench.py rollout --model checkpoints/full --data 'days/*.csv' --out rollout.json
+    python scripts/bench.py step --model checkpoints/full --data 'days/*.csv' \\
+        --lengths completions.csv --out step.json
 
 `demo` runs train_grpo.py on the tiny model for seeds 1 to 10 and records reward and plant before and after training.
+
 `attention` compares every attention that the learner can use here with float64, over rows that share a prompt, and times
 it. Exit code 1 if one is further off than its bound or raises; packages that are missing are named.
+
 `rollout` measures vLLM beside the trainer in two child processes that each run train_grpo.py's own `main()`: one step that
 fills the compile caches (`--warm-caches` leaves it out), then three steps of 12 prompts x 8 completions x 512 tokens, the
 same prompts by transformers' generate, and 16 completions x 2,300 tokens. Exit code 1 if a base weight has changed.
+
 `step` measures learning beside TRL's padded path in one process, on the same rollouts, and with packed experts while all
 but 40 GiB of the card is occupied. W1 is 12 prompts x 8 completions x 512 tokens, W2 96 completions with the lengths of
 the CSV, W3 its first 16. `--only bf16` (seven minutes on an H100, most of them TRL's path) or `--only mxfp4` (two) runs one half
@@ -30,10 +34,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train_grpo
 from grpo.preflight.choices import ATTENTION
+from grpo.settings import fold
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=fold(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
 
     def command(name: str, text: str, run: str, model: bool = True) -> argparse.ArgumentParser:

@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train on real days and measure on others: from a folder of hourly profiles to a report.
 
-    python scripts/days.py profiles/                                  # the last third of the files is held out
-    python scripts/days.py profiles/ --heldout 2 --out runs/mine      # the last two files by date
-    python scripts/days.py profiles/ --heldout may.csv --model tiny   # on a CPU, with compact prompts
-    python scripts/days.py profiles/ --heldout each --seeds 1 2 3     # each file in turn, three seeds of each
-    TOTAL_STEPS=50 python scripts/days.py profiles/ --results mine.json --source https://example.org/profiles
+    python scripts/days.py profiles/                                  # holds out the last third
+    python scripts/days.py profiles/ --heldout 2 --out runs/mine      # the last two by date
+    python scripts/days.py profiles/ --heldout may.csv --model tiny   # on a CPU
+    python scripts/days.py profiles/ --heldout each --seeds 1 2 3     # each file, three seeds
+    TOTAL_STEPS=50 python scripts/days.py profiles/ --results mine.json --source URL
 
 A profile is a CSV with one row an hour: docs/data.md, "Your own days". OUT gets data/ (training rows, held-out rows and
 held-out profiles) and run/, the OUTPUT_DIR of train_grpo.py; with several runs, a folder with both for each. Settings of
@@ -24,12 +24,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from grpo.settings import Settings
+from grpo.settings import Settings, fold
 from grpo.tasks.tes.profiles import ProfileError
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=fold(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     add, model = parser.add_argument, os.environ.get("MODEL_ID") or Settings.MODEL_ID
     add("folder", metavar="FOLDER", type=Path, help="of hourly profiles")
     add("--files", default="*.csv", metavar="PATTERN", help="which of its files are profiles (default %(default)s)")

@@ -2,8 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the parts of the documentation that code and recorded figures already know, so that no fact stands in two places.
 
-python scripts/make_docs.py             write the marked parts of README.md and docs/
-python scripts/make_docs.py --check     change nothing; exit code 1 and the file's name where one is out of date
+    python scripts/make_docs.py             write the marked parts of README.md and docs/
+    python scripts/make_docs.py --check     change nothing; exit code 1 and the file's name where one is out of date
+
+The marked parts lie between comments: NAME: begin, NAME: end.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.run.logs import COMPLETIONS, METRICS
-from grpo.settings import ROOT, settings_table
+from grpo.settings import ROOT, fold, settings_table
 
 ROLLOUT_RECORDS = {"`merge`, H200": "rollout-h200.json", "`lora`, H100": "rollout-lora-h100.json"}
 LAYERS = ("full", "window")  # of attention
@@ -139,7 +141,7 @@ def renewed(page: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=fold(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only compare")
     check = parser.parse_args().check
     new = {page: renewed(page) for page in GENERATED}

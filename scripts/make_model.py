@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints in gpt-oss's exact format that this project makes itself: everything can be tried without a download.
 
-    python scripts/make_model.py tiny --out checkpoints/tiny   # the toy model, as data/tiny was made, some ten minutes
-    python scripts/make_model.py full --out checkpoints/full --tokenizer o200k/   # gpt-oss-20b's shapes, random weights
+    python scripts/make_model.py tiny --out checkpoints/tiny   # as data/tiny was made
+    python scripts/make_model.py full --out checkpoints/full --tokenizer o200k/
     python scripts/make_model.py full --out checkpoints/mid --layers 4 --no-tokenizer
-    python scripts/make_model.py check checkpoints/full      # every tensor's name, type, shape and place
+    python scripts/make_model.py check checkpoints/full   # names, types, shapes
 
 ``tiny`` has a few hundred thousand parameters, its own tokenizer and a supervised warm-up on synthetic TES prompts: it
 answers in the right format and reads the numbers, but does not know which action is better: that is left to GRPO. ``full`` has gpt-oss-20b's shapes and noise for weights: it
@@ -26,6 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from grpo.settings import fold
 
 SIZES = """{path}: {parameters:,} parameters in {tensors} tensors, {files} file(s), {bytes:,} bytes; names, types and shapes \
 are what transformers expects"""
@@ -34,7 +35,7 @@ FIGURES = """{explained:.0%} of what there is to read is read; at temperature 1:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=fold(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
 
     tiny = commands.add_parser("tiny", help="a toy model that can read, a few hundred thousand parameters")

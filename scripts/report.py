@@ -5,8 +5,8 @@
     python scripts/report.py runs/first
 
 Works on a run that is complete, interrupted, resumed or still going: what its data does not allow is left out, with one
-sentence that says why. train_grpo.py writes it at the end of every run. It reads metrics.csv, completions.csv,
-settings.json, evaluation.json and closed_loop.json, and nothing else; the text of completions is escaped and cut.
+sentence that says why. train_grpo.py writes it at the end of every run. It reads the files of the run, and the training
+data for the prompts of the completions that it shows (left out where the data changed); their text is escaped and cut.
 
 Exit codes: 0 written, 2 there is no run to report on.
 """
@@ -21,10 +21,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.evaluate.page import write_report
 from grpo.evaluate.run_data import ReportError
+from grpo.settings import fold
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=fold(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="OUTPUT_DIR of a run")
     try:
         page = write_report(parser.parse_args(arguments).run_dir)

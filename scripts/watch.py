@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Follow a run in the terminal: progress, time left, reward, parse rate, speed, memory, warnings.
 
-    python scripts/watch.py runs/first            until the run is complete, or Ctrl-C (the run goes on)
+    python scripts/watch.py runs/first            until it is complete; Ctrl-C ends watching
     python scripts/watch.py runs/first --once     one picture
 
 It only reads files, again for each picture, so it can be started before the run, beside it or after it, on another
@@ -37,8 +37,9 @@ from rich.text import Text
 from grpo.evaluate import run_data
 from grpo.evaluate.run_data import duration, number, part, read_json
 from grpo.run.folder import COMPLETE, continuation
+from grpo.run.pace import RECENT, UNKNOWN, Pace
+from grpo.settings import fold
 
-RECENT = 10  # steps that time left and the means are taken from
 WIDTH = 40  # cells of a sparkline
 BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 # What start_logging writes: `12:07:54 W train_grpo: ...`, of a warning, an error or a critical message.
@@ -55,6 +56,7 @@ class State:
     folder: str
     metrics: pandas.DataFrame = field(default_factory=pandas.DataFrame)
     total: int | None = None
+    eval_steps: int = 0
     said: str = ""
     ago: float = math.nan
     evaluation: dict[str, Any] = field(default_factory=dict)
@@ -71,6 +73,7 @@ def read_state(folder: Path) -> State:
     settings = part(read_json(folder / "settings.json"), "settings")
     total = number(settings.get("TOTAL_STEPS"))
     found: dict[str, Any] = {"total": int(total) if total > 0 else None}
+    found["eval_steps"] = int(max(0, number(settings.get("EVAL_STEPS"))))
     said = "waiting: the first step has not ended yet"
     try:
         found["metrics"] = run_data.read_metrics(folder / "metrics.csv")
@@ -109,18 +112,18 @@ def read_warnings(path: Path) -> list[str]:
     return [re.sub(r"[\x00-\x1f\x7f-\x9f]", " ", line) for line in lines[-WARNINGS:]]  # they would act on the terminal
 
 
-def seconds_left(state: State) -> float:
-    """From the median of the last steps; NaN where nothing is known. Evaluation and saving are not counted."""
-    if not state.total or not state.step:
-        return math.nan
-    return max(0, state.total - state.step) * state.metrics["step_s"].tail(RECENT).median()
+def time_left(state: State) -> str:
+    if not state.total:
+        return UNKNOWN
+    return Pace(state.total, state.eval_steps, state.metrics.to_dict("records")).left(state.step) or UNKNOWN
 
 
-def sparkline(values: pandas.Series, width: int = WIDTH) -> str:
-    """Values as a line of at most `width` blocks between their lowest and their highest; NaN is a blank."""
+def sparkline(values: pandas.Series, width: int = WIDTH, low: float = math.nan, high: float = math.nan) -> str:
+    """Values as a line of at most `width` blocks from `low` to `high`, NaN: their lowest and highest; NaN is a blank."""
     size = max(1, math.ceil(len(values) / width))
     means = values.groupby([i // size for i in range(len(values))]).mean()
-    low, span, most = means.min(), means.max() - means.min(), len(BLOCKS) - 1
+    low, high = (means.min() if math.isnan(low) else low), (means.max() if math.isnan(high) else high)
+    span, most = high - low, len(BLOCKS) - 1
     heights = (means - low) / span * most if span > 0 else means * 0 + most // 2
     return "".join(" " if math.isnan(height) else BLOCKS[round(height)] for height in heights)
 
@@ -137,18 +140,20 @@ def frame(state: State) -> RenderableType:
         return Group(title.append(f"  {state.said}", style="yellow"), *warnings)
     ago = f"   last step {duration(state.ago)} ago" * (state.said != DONE)
     metrics, last = state.metrics, state.metrics.iloc[-1]
-    spent = ", ".join(f"{name} {s:.1f} s" for name, s in run_data.phase_seconds(metrics.tail(1)).iloc[0].items() if s)
+    phases = run_data.phase_seconds(metrics.tail(1)).iloc[0].items()
+    spent = ", ".join(f"{name} {s:.{int(s < 10)}f} s" for name, s in phases if s)
     recent = metrics["reward"].tail(RECENT)
     lines = [
         ("step", ProgressBar(total=state.total or state.step, completed=state.step, width=WIDTH)),
-        ("", Text(f"{state.step}/{state.total or '?'}   {state.said or f'left {duration(seconds_left(state))}'}{ago}")),
+        ("", Text(f"{state.step}/{state.total or '?'}   {state.said or time_left(state)}{ago}")),
         ("reward", sparkline(metrics["reward"])),
         ("", f"{shown(last['reward'])}   mean of the last {len(recent)}: {shown(recent.mean())}"),
-        ("parse rate", sparkline(metrics["parse_rate"])),
+        ("parse rate", sparkline(metrics["parse_rate"], low=0.0, high=1.0)),
         ("", f"{shown(last['parse_rate'], '.2f')}   clipped {shown(last['clipped_ratio'], '.2f')}"),
         ("length", f"{shown(last['tokens_mean'], ',.0f')} tokens, longest {shown(last['tokens_max'], ',.0f')}"),
         ("speed", f"{shown(last['rollout_tokens_per_s'], ',.0f')} tokens/s in the rollout"),
-        ("time", f"step {duration(last['step_s'])}: {spent}"),
+        ("time", f"step {duration(last['step_s'])}"),
+        ("", spent),
     ]
     if not math.isnan(last["gpu_peak_gib"]):
         most = metrics["gpu_peak_gib"].max()
@@ -187,7 +192,7 @@ def follow(folder: Path, console: Console, every: float = 1.0) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=fold(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="OUTPUT_DIR of a run; it may not be there yet")
     parser.add_argument("--once", action="store_true", help="print one picture and exit")
     options = parser.parse_args(arguments)

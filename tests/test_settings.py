@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import math
 import re
+import subprocess
+import sys
 
 import pytest
-from conftest import run_script
+from conftest import CLEAN, ROOT, run_script
 from machines import only
 
 from grpo.settings import (
@@ -105,12 +107,30 @@ def test_every_default_survives_being_written_out_and_read_back(name):
 
 def test_help_names_every_setting_without_a_heavy_import():
     done = run_script("--help")
+    words = " ".join(done.stdout.split())
     assert done.returncode == 0 and not done.stderr
     for name, spec in FIELDS.items():
         assert f"  {name}={show(spec.default) or '(empty)'}" in done.stdout
-        assert spec.metadata["text"] in done.stdout
+        assert spec.metadata["text"] in words
     for line in ("PACKING=auto   [one of auto, prefix, none]", "USE_VLLM=auto   [auto, 0 or 1]"):
         assert f"  {line}\n" in done.stdout
+
+
+def test_every_help_fits_100_columns():
+    """Of the entry point and of all scripts; argparse knows the width of its own part from COLUMNS."""
+    code = """
+import pathlib, runpy, sys
+sys.path.insert(0, "scripts")
+for path in ["train_grpo.py", *sorted(map(str, pathlib.Path("scripts").glob("*.py")))]:
+    sys.argv = [path, "--help"]
+    try: runpy.run_path(path, run_name="__main__")
+    except SystemExit as end: assert not end.code, path
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=CLEAN | {"COLUMNS": "100"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and done.stdout.count("usage: ") >= 9, done.stderr
+    assert [line for line in done.stdout.splitlines() if len(line) > 100] == []
 
 
 def test_unknown_options_are_refused():

@@ -237,6 +237,8 @@ def facts(run: Run) -> list[tuple[str, str]]:
     names = {"Model": "MODEL_ID", "Training data": "DATA", "Held-out data": "EVAL_DATA", "Rewards": "REWARDS"}
     if isinstance(chosen := choices.get("rewards"), list) and chosen:  # what `auto` was
         s = {**s, "REWARDS": chosen[0]}
+    if run.closed_loop:
+        names["Plant's days"] = "EVAL_PROFILE"
     found = [("Run", run.folder.resolve().name)]
     found += [(label, short(str(s[name]))) for label, name in names.items() if name in s]
     if s:
@@ -253,5 +255,5 @@ def facts(run: Run) -> list[tuple[str, str]]:
     seconds = run.metrics["step_s"].dropna()
     if len(seconds):
         found.append(("Time", f"{duration(seconds.sum())} for {len(seconds)} steps, median {duration(seconds.median())} a step"))  # fmt: skip
-        found.append(("Last step ended", run.metrics["time"].iloc[-1]))
+        found.append(("Last step", run.metrics["time"].iloc[-1]))
     return found

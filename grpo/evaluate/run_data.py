@@ -16,7 +16,9 @@ from typing import Any
 
 import pandas
 
+from grpo.data.files import data_fingerprint, read_rows
 from grpo.run.logs import COMPLETIONS, METRICS
+from grpo.settings import Problems
 
 EXAMPLES = 3  # completions shown of each kind
 HEAD, TAIL = 3000, 1500  # characters of a completion that are shown from its begin and its end
@@ -175,12 +177,28 @@ def examples_of(rows: pandas.DataFrame) -> dict[str, pandas.DataFrame]:
         "Truncated at MAX_COMPLETION_LEN": rows[truncated],
     }
     shown = {title: ranked.drop_duplicates("prompt_id").head(EXAMPLES) for title, ranked in kinds.items()}
-    return {title: few.assign(completion=few["completion"].map(cut)) for title, few in shown.items()}
+    return {
+        title: few.assign(completion=few["completion"].map(cut), prompt=few["prompt"].map(cut))
+        for title, few in shown.items()
+    }
 
 
-def read_completions(path: Path) -> Completions:
-    """completions.csv, which is held in memory meanwhile. Raises as `read_log`; a missing file is an empty one."""
-    rows = read_log(path, COMPLETIONS) if path.is_file() else pandas.DataFrame(columns=list(COMPLETIONS), dtype=str)
+def read_prompts(record: Mapping[str, Any]) -> dict[str, str]:
+    """The run's prompts by prompt_id, from the training data that settings.json names; empty where that is gone or others
+    rows by now."""
+    rows = read_rows("DATA", str(part(record, "settings").get("DATA", "")), Problems())
+    same = rows and data_fingerprint(rows) == record.get("data_sha256")
+    return {row.id: "\n".join(text for _, text in row.messages) for row in rows} if same else {}
+
+
+def read_completions(path: Path, record: Mapping[str, Any] | None = None) -> Completions:
+    """completions.csv, which is held in memory meanwhile; `record`: settings.json. Raises as `read_log`; a missing file is
+    an empty one."""
+    columns = dict.fromkeys([*COMPLETIONS, "prompt"])  # the latter where the file has it, else from the data
+    rows = read_log(path, columns) if path.is_file() else pandas.DataFrame(columns=list(columns), dtype=str)
+    if len(rows) and record and not rows["prompt"].any():
+        prompts = read_prompts(record)
+        rows["prompt"] = [prompts.get(name, "") for name in rows["prompt_id"]]
     actions = rows.groupby(["step", "parsed_action"]).size().unstack(fill_value=0)
     return Completions(len(rows), actions, examples_of(rows))
 
@@ -237,5 +255,7 @@ def read_run(folder: Path) -> Run:
         raise ReportError(f"{folder}: no such folder. Name a run's OUTPUT_DIR")
     if not (folder / "metrics.csv").is_file():
         raise ReportError(f"{folder}: no metrics.csv. Name a run's OUTPUT_DIR, after the run has loaded its model")
-    records = (read_json(folder / f"{name}.json") for name in ("settings", "evaluation", "closed_loop", "best/best"))
-    return Run(folder, read_metrics(folder / "metrics.csv"), read_completions(folder / "completions.csv"), *records)
+    names = ("settings", "evaluation", "closed_loop", "best/best")
+    record, *found = (read_json(folder / f"{name}.json") for name in names)
+    completions = read_completions(folder / "completions.csv", record)
+    return Run(folder, read_metrics(folder / "metrics.csv"), completions, record, *found)

@@ -155,8 +155,8 @@ class Trainer(GRPOTrainer):
         rewards: list[Callable[..., Any]],
     ):
         self.run, self.timer = run, StepTimerCallback(run.stop)
-        names = [function.__name__ for function in rewards]
-        self.run_log = RunLog(run.folder, run.settings.TOTAL_STEPS, names, run.settings.LOG_PROMPTS)
+        s, names = run.settings, [function.__name__ for function in rewards]
+        self.run_log = RunLog(run.folder, s.TOTAL_STEPS, s.EVAL_STEPS, names, s.LOG_PROMPTS)
         # TRL asks the first completion for the columns: every row gets those of every file.
         self.actions = max(len(row.rewards) for row in run.rows)
         self.empty_columns = {name: None for row in run.rows for name in reward_columns(row, self.actions)}

@@ -10,6 +10,7 @@ from grpo.preflight.checks import Preflight
 from grpo.preflight.choices import attention_warning, choose_epsilon_high
 from grpo.preflight.memory import Plan
 from grpo.run.logs import banner_text
+from grpo.run.pace import UNKNOWN, Pace
 from grpo.settings import FIELDS, show
 from rewards import ACTION_REWARDS
 
@@ -36,6 +37,8 @@ def facts(preflight_result: Preflight) -> Iterator[tuple[str, str]]:
     yield "step", f"{batch} = {s.completions_per_step} completions"
     epochs = s.TOTAL_STEPS * s.PROMPTS_PER_STEP / max(len(p.rows), 1)
     yield "length", f"{s.TOTAL_STEPS} steps, {epochs:.1f} epochs over the rows"
+    so_far = Pace.read(run.folder / "metrics.csv", s.TOTAL_STEPS, s.EVAL_STEPS).left(run.step) if run.checkpoint else ""
+    yield "time", so_far or f"{UNKNOWN}: training.log says it with each step from there on"
     functions = ", ".join(f"{name} x {weight:g}" for name, weight in p.reward_specs)
     yield "rewards", f"{functions}: {p.rewards[1]}"
     yield "scaled by", ": ".join(p.scale_rewards)
@@ -78,6 +81,12 @@ def memory_facts(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "memory", f"{plan.parts} = {plan.peak:.2f} GiB (estimate)"
 
 
+def is_own(preflight_result: Preflight, name: str) -> bool:
+    """Whether the user set this setting to something else than what comes with the project."""
+    shipped = FIELDS[name].default, FIELDS[name].metadata["tiny"]
+    return preflight_result.sources[name] == "environment" and getattr(preflight_result.settings, name) not in shipped
+
+
 def data_warnings(preflight_result: Preflight) -> list[str]:
     """What a run with these rows has to be warned about: rows that teach nothing, an evaluation that is not held out."""
     p, warnings, rows, held_out = preflight_result, [], preflight_result.rows, preflight_result.eval_rows
@@ -85,12 +94,13 @@ def data_warnings(preflight_result: Preflight) -> list[str]:
     if 2 * len(flat) > len(rows) and any(name in ACTION_REWARDS for name, _ in p.reward_specs):
         first = f"the first is {flat[0].file}, row {flat[0].number}"
         warnings.append(f"{len(flat)} of {len(rows)} rows pay all their actions the same and teach nothing; {first}")
-    shipped = FIELDS["DATA"].default, FIELDS["DATA"].metadata["tiny"]
-    own = p.sources["DATA"] == "environment" and p.settings.DATA not in shipped
-    if held_out and own and p.sources["EVAL_DATA"] != "environment":
+    if held_out and is_own(p, "DATA") and p.sources["EVAL_DATA"] != "environment":
         demo = "rows and closed loop" if p.closed_loop.prompt else "rows"
         what = f"Evaluated on the demo's {demo} ({p.settings.EVAL_DATA}), nothing held out from your DATA"
         warnings.append(f"{what}: set EVAL_DATA='...', or EVAL_SAMPLES=0 to skip")
+    if p.closed_loop.prompt and is_own(p, "EVAL_DATA") and p.sources["EVAL_PROFILE"] != "environment":
+        what = f"The closed loop runs the demo's days ({p.settings.EVAL_PROFILE}), not those of your EVAL_DATA"
+        warnings.append(f"{what}: set EVAL_PROFILE='...', or EVAL_PROFILE= to skip it")
     trained, asked = ({row.prompt or row.messages for row in part} for part in (rows, held_out))
     if shared := len(trained & asked):
         what = f"{shared} of {len(asked)} held-out prompts are in DATA as well"

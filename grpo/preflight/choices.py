@@ -176,5 +176,5 @@ def plan_closed_loop(
             cases += read_cases(path)
         except ProfileError as error:
             problems += [f"EVAL_PROFILE: {line}" for line in error.problems]
-    why = f"{reason}; {len(cases)} windows, {DECISIONS} decisions one after the other"
+    why = f"{reason}; {len(cases)} windows of {settings.EVAL_PROFILE}, {DECISIONS} decisions one after the other"
     return ClosedLoop(kind if cases else "", why, tuple(map(shown_path, paths)), tuple(cases), kind)

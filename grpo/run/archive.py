@@ -10,16 +10,20 @@ from pathlib import Path
 from grpo.run.folder import BEST, run_folder
 from grpo.settings import Settings
 
+TINY = "data/tiny"  # from the project's folder
+
 
 def model_card(s: Settings, step: int, functions: str, note: str = "", tokenizer: str = ".") -> str:
     """README.md of an adapter after `step` steps, as the Hub reads it (https://huggingface.co/docs/hub/model-cards).
     `functions`: those that rewarded it, empty for one that scripts/sft.py made; `note`: its first paragraph; `tokenizer`:
     where that lies, from the card's folder.
 
-    A local base model is named after its folder, not after its path on this machine.
+    A local base model is named after its folder, not after its path on this machine; `tiny` after its place in the project.
     """
-    local = s.MODEL_ID == "tiny" or Path(s.MODEL_ID).is_dir()
-    base = Path(s.MODEL_ID).resolve().name if local else s.MODEL_ID
+    tiny, local = s.MODEL_ID == "tiny", s.MODEL_ID == "tiny" or Path(s.MODEL_ID).is_dir()
+    base = TINY if tiny else Path(s.MODEL_ID).resolve().name if local else s.MODEL_ID
+    path = " and with the path of the base model's folder" * local
+    path += f", {TINY} of the project train_grpo.py (`MODEL_ID=tiny` there; it is on no Hub)" * tiny
     base_model = "" if local else f"\nbase_model: {base}"
     tag, method, logs = "sft", "supervised fine-tuning", ""
     batch = f"{s.PROMPTS_PER_STEP} rows a step, their answers learned"
@@ -41,7 +45,7 @@ tags: [{tag}, lora]{base_model}
 on {s.LORA_TARGETS}, {batch}.
 The run's `settings.json` holds every setting, `versions.json` the packages' versions{logs}.
 
-To load it, from the folder of this file{" and with the path of the base model's folder" if local else ""}:
+To load it, from the folder of this file{path}:
 
 ```python
 from peft import PeftModel

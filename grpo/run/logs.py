@@ -16,6 +16,7 @@ from statistics import fmean
 from typing import Any, TextIO
 
 from grpo.data.scoring import Completion, completion_rates, is_answer
+from grpo.run.pace import Pace
 from grpo.settings import log
 from rewards import best_action
 
@@ -116,7 +117,7 @@ class CsvLog:
 
 def trim_csv(path: Path, last_step: int) -> None:
     """Move the rows after `last_step` (they will be written again), and a row that was cut off, from a log that may be
-    missing to NAME.superseded.csv: nothing written is lost."""
+    missing to NAME.superseded.csv, below the header: nothing written is lost."""
     if not path.exists():
         return
     kept: list[list[str]] = []
@@ -126,8 +127,10 @@ def trim_csv(path: Path, last_step: int) -> None:
             whole = not kept or (len(cells) == len(kept[0]) and cells[0].isdigit() and int(cells[0]) <= last_step)
             (kept if whole else dropped).append(cells)
     if dropped:
-        with path.with_name(path.stem + ".superseded.csv").open("a", newline="", encoding="utf-8") as file:
-            write_rows(file, dropped)
+        with path.with_name(path.stem + ".superseded.csv").open("a+", newline="", encoding="utf-8") as file:
+            file.seek(0)
+            known = next(csv.reader(file), None)  # another one: an earlier version set rows aside
+            write_rows(file, dropped if known == kept[0] else [kept[0], *dropped])
         rewrite(path, kept)
 
 
@@ -196,7 +199,9 @@ class RunLog:
 
     functions: the reward functions' names; prompts: whether completions.csv holds the prompts."""
 
-    def __init__(self, folder: Path, total_steps: int, functions: Sequence[str] = (), prompts: bool = False):
+    def __init__(
+        self, folder: Path, total_steps: int, eval_steps: int = 0, functions: Sequence[str] = (), prompts: bool = False
+    ):
         self.functions, own = functions, [function_column(name) for name in functions]
         self.metrics = CsvLog(folder / "metrics.csv", [*METRICS, *own])
         self.completions = CsvLog(folder / "completions.csv", [*COMPLETIONS, *[PROMPT] * prompts, *own])
@@ -204,6 +209,7 @@ class RunLog:
         self.rates: dict[str, float] = {}  # of the last completions, with the mean of each function
         with (folder / "metrics.csv").open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
+        self.pace = Pace(total_steps, eval_steps, rows)
         self.parse_rates = [float(row["parse_rate"]) for row in rows]
         self.rewards = [tuple(float(row[name] or "nan") for name in ("reward", "zero_std_fraction")) for row in rows]
         self.warned_at: dict[Callable[..., Any], int] = {}
@@ -244,10 +250,13 @@ class RunLog:
         row = {"step": step, "time": now, **self.rates, **figures}
         shown = {k: "" if v is None else f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()}
         self.metrics.write([shown])
+        self.pace.add(row)
+        left = self.pace.left(step) if step < self.total_steps else ""
         log.info(
-            "step %d/%d: reward %s, parse rate %.2f, clipped %.2f, %.0f tokens, %.1f s (rollout %.1f, learn %.1f)",
+            "step %d/%d: reward %s, parse rate %.2f, clipped %.2f, %.0f tokens, %.1f s (rollout %.1f, learn %.1f)%s",
             step, self.total_steps, shown["reward"] or "nan",
             *(row[name] for name in ("parse_rate", "clipped_ratio", "tokens_mean", "step_s", "rollout_s", "learn_s")),
+            f"; {left}" if left else "",
         )  # fmt: skip
         self.parse_rates.append(row["parse_rate"])
         self.rewards.append(tuple(float(shown[name] or "nan") for name in ("reward", "zero_std_fraction")))
@@ -272,12 +281,16 @@ def detach_closed_terminal() -> None:
             os.close(nowhere)
 
 
+FILE_ONLY = {"file_only": True}  # `extra` of a message that the terminal has seen
+
+
 def start_logging(folder: Path) -> None:
     """Log to the terminal and to training.log; libraries' messages and Python's warnings go there as well."""
     formatter = logging.Formatter("%(asctime)s %(levelname).1s %(name)s: %(message)s", "%H:%M:%S")
     root = logging.getLogger()
     root.setLevel(logging.WARNING)
     terminal, file = logging.StreamHandler(sys.stdout), logging.FileHandler(folder / "training.log", encoding="utf-8")
+    terminal.addFilter(lambda record: not hasattr(record, "file_only"))
     terminal.handleError = lambda record: detach_closed_terminal()  # nobody reads: training.log has it
     file.handleError = lambda record: None  # a full disk: what is written for the run itself fails, and says so once
     for handler in (terminal, file):

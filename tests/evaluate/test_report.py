@@ -19,6 +19,7 @@ from conftest import ROOT
 from run_folders import EVALUATION, GPU, metrics_row, write_run
 
 import train_grpo
+from grpo.data.files import data_fingerprint, read_rows
 from grpo.evaluate import figures, run_data
 from grpo.evaluate.figures import FILES, stacked
 from grpo.evaluate.page import write_report
@@ -32,6 +33,7 @@ from grpo.evaluate.report import (
 )
 from grpo.evaluate.run_data import Completions, Run, read_completions, read_metrics
 from grpo.run.logs import METRICS
+from grpo.settings import Problems
 
 NO_METRICS, NO_COMPLETIONS = pandas.DataFrame(columns=list(METRICS)), Completions(0, pandas.DataFrame(), {})
 
@@ -143,7 +145,7 @@ def test_the_page_of_a_full_run_is_one_file_with_every_part_in_order(full):
     assert [title.split()[0].strip(",:") for title in titles] == ["Learning", "Actions", "Held-out", "Closed", "Completions", "Glossary"]  # fmt: skip
     assert page.index('class="verdict"') < page.index("<h2>")
     for column, (_, line) in METRICS.items():
-        assert f"<td>{column}</td>" in page and html.unescape(line) in html.unescape(page)
+        assert f"<td>{column}<div" in page and html.unescape(line) in html.unescape(page)
     pictures = re.findall(r'<figure id="([^"]+)"><img alt="([^"]+)" src="data:image/png;base64,([^"]+)">\s*<figcaption><b>([^<]+)</b>([^<]*)', page)  # fmt: skip
     assert len(pictures) == page.count("<figure") == len(FILES) + 2  # three windows of the plant
     for name, alt, data, title, line in pictures:
@@ -285,6 +287,22 @@ def test_examples_are_the_extremes_and_the_latest(tmp_path):
     assert list(unparsed["completion"]) == ["none 4", "none 3", "none 2"]
     assert truncated.empty and found.count == 55
     assert found.actions.sum().to_dict() == {"": 5, "1": 50} and list(found.actions.index) == list(range(1, 56))
+
+
+def test_examples_show_their_prompt_where_it_is_known(tmp_path):
+    """From completions.csv, else from the training data where that is the run's still; never one of other rows."""
+    data, rows = tmp_path / "days.csv", [completion_row(1), completion_row(1, prompt_id="days:2")]
+    data.write_text("user,reward_action_0,reward_action_1\n<b>first?</b>,1,0\nsecond?,0,1\n")
+    digest = data_fingerprint(read_rows("DATA", str(data), Problems()))
+    record = {"settings": {"DATA": str(data)}, "data_sha256": digest}
+    folder = write_run(tmp_path / "run", [metrics_row(1)], rows, settings=record)
+    text = text_of(folder)
+    assert text.count("<b>first?</b>") == text.count("second?") == 2
+    assert "<b>first" not in (folder / "report.html").read_text()
+    data.write_text("user,reward_action_0,reward_action_1\nother?,1,0\nsecond?,0,1\n")
+    assert "?" not in text_of(folder).partition("Completions, good and bad")[2].partition("Glossary")[0]
+    pandas.DataFrame([row | {"prompt": "in the log?"} for row in rows]).to_csv(folder / "completions.csv", index=False)
+    assert text_of(folder).count("in the log?") == 4
 
 
 def test_numbers():

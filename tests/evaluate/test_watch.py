@@ -45,17 +45,35 @@ def state_of(rows: list[dict], **values: object) -> watch.State:
 
 
 def test_frame_shows_what_a_run_is_doing():
-    rows = [metrics_row(step, **GPU, step_s=10 if step > 5 else 1000) for step in range(1, 21)]
-    text = drawn(state_of(rows, warnings=["12:00:00 W train_grpo: parse rate fell"]))
-    for words in ("first", "20/30", "left 0:01:40", "last step 12.0 s ago", "0.500   mean of the last 10: 0.455", "0.90   clipped 0.10", "900 tokens/s", "GPU memory", "61.5 GiB", "generation 1.4 s", "handover 0.1 s", "0.0200 nats", "W train_grpo: parse rate fell"):  # fmt: skip
+    rows = [
+        metrics_row(step, **GPU, step_s=10 if step > 5 else 1000, eval_s=40 if step == 9 else "")
+        for step in range(1, 21)
+    ]
+    text = drawn(state_of(rows, warnings=["12:00:00 W train_grpo: parse rate fell"], eval_steps=25))
+    for words in ("first", "20/30", "about 3 min left, until", "last step 12.0 s ago", "0.500   mean of the last 10: 0.455", "0.90   clipped 0.10", "900 tokens/s", "GPU memory", "61.5 GiB", "generation 1.4 s", "handover 0.1 s", "0.0200 nats", "W train_grpo: parse rate fell"):  # fmt: skip
         assert words in text, (words, text)
     assert watch.sparkline(state_of(rows).metrics["reward"]) in text
+    high, low = ([row | {"parse_rate": rate} for row in rows] for rate in (1.0, 0.02))
+    assert watch.BLOCKS[-1] * 20 in drawn(state_of(high)) and watch.BLOCKS[0] * 20 in drawn(state_of(low)), (
+        "from 0 to 1"
+    )
     assert "complete" not in text and "held-out" not in text
     rows[9] |= {"heldout_reward": 0.512, "plant_regret": 12.34, "plant_unserved_kwh": 1.5}
     words = "after step 10: held-out reward 0.512   plant regret 12.3 %, unserved 1.5 kWh"
     assert words in drawn(state_of(rows)) and "held-out" not in drawn(state_of(rows[:9]))
     rows[9] |= {"plant_regret": "", "plant_unserved_kwh": ""}
     assert "after step 10: held-out reward 0.512" in drawn(state_of(rows)) and "plant" not in drawn(state_of(rows))
+
+
+def test_its_lines_fit_100_columns():
+    """Of a long run with large figures: nothing is broken at that width."""
+    slow = {name: 934.5 for name in ("rollout_s", "learn_s", "step_s")} | {"wake_s": 12.3, "handover_s": 12.3, "sleep_s": 12.3, "reward_s": 12.3}  # fmt: skip
+    long = {"tokens_mean": 12345, "tokens_max": 131072, "rollout_tokens_per_s": 12345}
+    found = {"heldout_reward": -1.234, "plant_regret": 234.5, "plant_unserved_kwh": 34.5, "eval_s": 3600}
+    rows = [metrics_row(step, **GPU | slow | long | found) for step in range(101, 111)]
+    for state in (state_of(rows, total=200, ago=7200.0), state_of(rows, total=200, **ENDED)):
+        narrow, wide = ([line.rstrip() for line in drawn(state, width).splitlines()] for width in (100, 300))
+        assert narrow == wide and any("plant regret 234.5 %" in line for line in wide)
 
 
 ENDED = {"said": watch.DONE, "evaluation": EVALUATION}
@@ -74,7 +92,12 @@ SAVING = {"said": "every step is done: evaluation and saving"}
         (metrics_row(30), {"said": watch.DONE}, ["complete"], ["held-out"]),  # EVAL_SAMPLES=0
         (metrics_row(30), SAVING, ["evaluation and saving   last step 12.0 s ago"], ["left"]),
         (metrics_row(1), {}, ["1/30"], ["GPU", "nats", "wake"]),  # a CPU run
-        (dict.fromkeys(METRICS, "") | {"step": 1}, {"total": None, "ago": math.nan}, ["1/?", "left -"], []),
+        (
+            dict.fromkeys(METRICS, "") | {"step": 1},
+            {"total": None, "ago": math.nan},
+            ["1/?", "time left not known"],
+            [],
+        ),
         (None, {"said": "waiting: no metrics.csv"}, ["waiting: no metrics.csv"], []),
     ],
 )

@@ -134,6 +134,10 @@ def test_a_setting_arrives_where_it_is_used(run, name):
     assert found(run) == (pytest.approx(value) if isinstance(value, float) else value)
 
 
+def test_trackers_know_the_run_by_its_folder(run):
+    assert run.trainer.args.project == run.trainer.args.run_name == run.folder.name
+
+
 def test_every_setting_of_the_learner_has_its_place():
     groups = ("Model", "Rewards", "Rollouts", "Learner")
     wanted = {name for name, field in FIELDS.items() if field.metadata["group"] in groups}

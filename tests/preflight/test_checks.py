@@ -11,7 +11,7 @@ import shutil
 import types
 
 import pytest
-from conftest import CLEAN, RENDERED, run_script, write_csv
+from conftest import CLEAN, RENDERED, ROOT, run_script, write_csv
 from machines import CPU, H100, only
 
 from grpo.preflight import banner, checks
@@ -210,11 +210,30 @@ def test_a_run_is_warned_of_an_evaluation_on_the_demos_rows(tiny, tmp_path, good
     assert not data_warnings(DATA=good_csv, EVAL_DATA="data/tes_heldout_compact.csv", **output)
 
 
+def test_a_run_is_warned_of_a_closed_loop_on_the_demos_days(tiny, tmp_path):
+    own, profile = tmp_path / "own.csv", "data/profile_heldout.csv"
+    shutil.copy(ROOT / "data/tes_heldout_compact.csv", own)
+    chosen = {"EVAL_DATA": own, "OUTPUT_DIR": tmp_path / "run"}
+    warning = only(data_warnings(**chosen))
+    assert f"demo's days ({profile}), not those of your EVAL_DATA: set EVAL_PROFILE='...'" in warning
+    assert not data_warnings(EVAL_PROFILE=profile, **chosen) and not data_warnings(EVAL_PROFILE="", **chosen)
+    assert f" windows of {profile}, " in banner.banner(preflight(CLEAN | {"MODEL_ID": "tiny"}, CPU))
+
+
 def test_a_run_is_warned_of_held_out_prompts_that_are_trained_on(tiny, tmp_path, good_csv):
     rows = [[RENDERED.format(text), 0, 1] for text in ("question 3", "question 3", "question 7", "another")]
     other = write_csv(tmp_path / "other.csv", HEADER, rows)
     warning = only(data_warnings(DATA=good_csv, EVAL_DATA=other, OUTPUT_DIR=tmp_path / "run"))
     assert warning.startswith("2 of 3 held-out prompts are in DATA as well")
+
+
+def test_the_plan_says_how_long_it_takes_only_where_that_is_known(tiny, tmp_path):
+    result = preflight(CLEAN | {"MODEL_ID": "tiny", "OUTPUT_DIR": str(tmp_path), "TOTAL_STEPS": "10"}, CPU)
+    assert dict(banner.facts(result))["time"].startswith("time left not known before step 3")
+    (tmp_path / "metrics.csv").write_text("step,step_s,eval_s\n" + "".join(f"{step},600,\n" for step in range(1, 5)))
+    assert "not known" in dict(banner.facts(result))["time"], "a run that begins anew"
+    resumed = dataclasses.replace(result, run=RunState(tmp_path, 4, tmp_path, True))
+    assert dict(banner.facts(resumed))["time"].startswith("about 1 h 0 min left, until ")
 
 
 PENALTY = "def score(completions, **columns):\n    return [-9.0 if '[' in text else 0.0 for text in completions]\n"

@@ -208,7 +208,13 @@ def test_trimming_a_log(tmp_path):
     path.write_text('step,completion\n1,"two\nlines"\n2,b\n3,c\n3,"torn off', encoding="utf-8")
     trim_csv(path, 2)
     assert path.read_text(encoding="utf-8") == 'step,completion\n1,"two\nlines"\n2,b\n'
-    assert (tmp_path / "completions.superseded.csv").read_text(encoding="utf-8") == "3,c\n3,torn off\n"
+    aside = tmp_path / "completions.superseded.csv"
+    assert aside.read_text(encoding="utf-8") == "step,completion\n3,c\n3,torn off\n"
+    trim_csv(path, 1)
+    assert aside.read_text(encoding="utf-8") == "step,completion\n3,c\n3,torn off\n2,b\n", "one header"
+    path.write_text("step,text\n2,d\n", encoding="utf-8")
+    trim_csv(path, 1)
+    assert aside.read_text(encoding="utf-8").endswith("\n2,b\nstep,text\n2,d\n"), "other columns, their own header"
     trim_csv(tmp_path / "none.csv", 1)
 
 

@@ -31,6 +31,7 @@ def whole_run(tiny, tmp_path_factory) -> Path:
     done = run_script(**SETTINGS | {"OUTPUT_DIR": folder, "EVAL_SAMPLES": 1})
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Held-out mean reward" in done.stdout and "complete: 6 steps" in done.stdout
+    assert done.stdout.count("\nThis run\n") == 1, "the plan, once; training.log has it as well"
     assert "%|" not in done.stderr and "{'loss'" not in done.stdout, "neither bars nor the Trainer's own lines"
     return folder
 
@@ -47,7 +48,9 @@ def test_what_a_run_leaves(whole_run):
     assert record["settings"]["SEED"] == 5 and record["sources"]["LORA_R"] == "tiny" and record["choices"]["attention"]
     assert json.loads((whole_run / "versions.json").read_text())["trl"]
     log = (whole_run / "training.log").read_text()
-    assert "step 6/6" in log and "Settings" in log and "Traceback" not in log
+    assert "step 6/6" in log and "\nSettings\n" in log and "\nThis run\n" in log and "Traceback" not in log
+    left = [line.split("; about ")[1:] for line in log.splitlines() if " step " in line and "/6: reward" in line]
+    assert [" left, until " in "".join(said) for said in left] == [False, False, True, True, True, False]
     assert not list(whole_run.rglob("*.tmp"))
 
 
@@ -88,11 +91,11 @@ def test_the_zip_holds_everything_but_optimizer_states(whole_run):
 def test_the_model_card(whole_run, monkeypatch, tiny):
     """In the run and in its checkpoints: no path of this machine, and the code in it loads the adapter."""
     card, saved = ((whole_run / name / "README.md").read_text(encoding="utf-8") for name in ("", "checkpoint-6"))
-    assert "for tiny, trained for 6 steps with GRPO" in card
+    assert "for data/tiny, trained for 6 steps with GRPO" in card and "data/tiny of the project train_grpo.py" in card
     assert "base_model" not in card and "None" not in card and str(tiny.parent) not in card
     note = card.split("\n\n")[2] + "\n\n"
     assert note.strip() == which_to_load(read_best(whole_run), 6).strip() and card.replace(note, "") == saved
-    code = card.split("```python\n")[1].split("```")[0].replace('"tiny"', repr(str(tiny)))
+    code = card.split("```python\n")[1].split("```")[0].replace('"data/tiny"', repr(str(tiny)))
     monkeypatch.chdir(whole_run)
     found: dict = {}
     exec(code.replace(', device_map="auto"', ""), found)
