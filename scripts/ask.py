@@ -4,10 +4,11 @@
 
     python scripts/ask.py runs/first/best "What now? Answer [0], [1] or [2]."
     python scripts/ask.py runs/first/best --csv prompts.csv --out answers.csv
-    python scripts/ask.py runs/first/best --serve          # prints two commands: vllm serve ..., and curl ...
+    python scripts/ask.py runs/first/best --serve   # prints vllm serve ..., curl ...
 
-The adapter is a run's folder (its last step), its best/, a checkpoint, or any LoRA of PEFT. Prompts are rendered as the run
-rendered them; a CSV is read as DATA is (docs/data.md), rewards are not needed. transformers generates: on a GPU, or for tiny.
+The adapter is a run's folder (its last step), its best/, a checkpoint, or any LoRA of PEFT.
+Prompts are rendered as the run rendered them; a CSV is read as DATA is (docs/data.md), rewards
+are not needed. transformers generates: on a GPU, or for tiny.
 Exit codes: 0 done, 2 bad input (every problem is named), 1 anything else.
 """
 

@@ -14,7 +14,18 @@ import pandas
 
 from grpo.evaluate import figures
 from grpo.evaluate.figures import MEAN_OF, Picture
-from grpo.evaluate.run_data import HELDOUT_HEADER, Run, duration, heldout_rows, interval, number, part, spread
+from grpo.evaluate.run_data import (
+    FUNCTIONS_HEADER,
+    HELDOUT_HEADER,
+    Run,
+    duration,
+    function_rows,
+    heldout_rows,
+    interval,
+    number,
+    part,
+    spread,
+)
 from grpo.tasks.tes.closed_loop import RULES
 
 MOST_WINDOWS = 3  # of the closed loop that get a figure
@@ -42,13 +53,18 @@ def curves_section(run: Run) -> Section:
         section.missing.append(f"A curve needs two steps, and there {'is one' if run.steps else 'is none'} so far.")
     else:
         lines = {"reward": run.evaluation}
-        if run.rewards != "action" and run.evaluation:  # evaluation.json has rewards of the CSV: on another scale
+        if (
+            run.rewards != "action" and "oracle" in run.evaluation
+        ):  # evaluation.json has rewards of the CSV: on another scale
             lines = {}
             section.missing.append(f"The reward curve does not show what other policies earn: it is of REWARDS={run.rewards}, theirs is of the CSV.")  # fmt: skip
         section.pictures += [figures.curve(run.metrics, file, lines.get(file, {})) for file in known if known[file]]
         if none := [title for file, (title, _) in figures.CURVES.items() if not known[file]]:
             section.missing.append(f"Left out, because no step has a value: {', '.join(none)}.")
     section.pictures += [figures.phases_figure(run.metrics)] if len(run.metrics) else []
+    if rows := function_rows(run.metrics, run.evaluation, MEAN_OF):
+        text = f"What each function of REWARDS gave on average, before its weight: over the first and the last {MEAN_OF} steps, and on the held-out prompts, in brackets 95% intervals."
+        section.tables.append((FUNCTIONS_HEADER, rows, text))
     found = run.evaluated()
     if len(found):
         section.pictures.append(figures.evaluations_figure(found, run.evaluation, best_rule(run), run.best))
@@ -86,6 +102,8 @@ def heldout_section(run: Run) -> Section:
     way = "Exact: all answers by their probability" if found.get("exact") else f"{found.get('samples', '?')} completions for each prompt"  # fmt: skip
     heat = f" at temperature {found['temperature']}" * ("temperature" in found)
     text = f"{way}{heat}; greedy: the likeliest answer, once. In brackets: 95% intervals, bootstrap over prompts. Regret: the row's best reward minus the reward earned. Tokens: mean, longest."
+    if "oracle" not in found:
+        text += f" The rows have no rewards of actions: the reward is that of REWARDS={run.rewards}."
     section.tables.append((HELDOUT_HEADER, heldout_rows(found), text))
     return section
 
@@ -210,7 +228,11 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
     if part(run.evaluation, "before"):
         measured = [one for key in ("before", "after") if (one := part(run.evaluation, key))]
         random, constant, oracle = (spread(run.evaluation, key) for key in ("random", "constant", "oracle"))
-        note = f"random {random}, best constant {constant}, oracle {oracle}"
+        note = (
+            f"random {random}, best constant {constant}, oracle {oracle}"
+            if oracle != "-"
+            else f"of REWARDS={run.rewards}"
+        )
         found.append(("Held-out reward", over(measured, "reward", ".3f"), note))
     if models := [one for name in ("base", "trained") if (one := part(run.closed_loop, "totals", name))]:
         optimum = number(part(run.closed_loop, "totals", "optimum").get("co2_kg"))

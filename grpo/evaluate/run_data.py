@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import io
 import json
 import math
@@ -17,9 +18,10 @@ from typing import Any
 import pandas
 
 from grpo.data.files import data_fingerprint, read_rows
-from grpo.run.logs import COMPLETIONS, METRICS
+from grpo.run.logs import COMPLETIONS, METRICS, function_column
 from grpo.settings import Problems
 
+FUNCTION = function_column("")  # begin of the columns of reward functions
 EXAMPLES = 3  # completions shown of each kind
 HEAD, TAIL = 3000, 1500  # characters of a completion that are shown from its begin and its end
 # Columns of metrics.csv that only evaluated steps fill; logs of older runs lack them.
@@ -67,7 +69,9 @@ def read_metrics(path: Path) -> pandas.DataFrame:
 
     Of two rows for one step the later counts. Raises as `read_log`.
     """
-    columns = dict.fromkeys([*METRICS, *EVALUATED])
+    with path.open(encoding="utf-8", errors="replace") as file:
+        own = [name for name in next(csv.reader(file), []) if name.startswith(FUNCTION)]
+    columns = dict.fromkeys([*METRICS, *EVALUATED, *own])
     found = read_log(path, columns).drop_duplicates("step", keep="last").sort_values("step", ignore_index=True)
     numbers = [name for name in columns if name not in ("step", "time")]
     return found.assign(**{name: finite(found[name]) for name in numbers})
@@ -119,6 +123,28 @@ def spread(result: Mapping[str, Any], name: str, digits: str = ".3f", label: str
     return f"{value:{digits}}" + ("" if math.isnan(low + high) else f" ({label}{low:{digits}} to {high:{digits}})")
 
 
+FUNCTIONS_HEADER = [
+    "Reward function",
+    "First steps",
+    "Last steps",
+    "Held out, base",
+    "Held out, trained",
+    "Trained, greedy",
+]
+
+
+def function_rows(metrics: pandas.DataFrame, evaluation: Mapping[str, Any], steps: int) -> list[list[str]]:
+    """What each reward function of the run gave on average, below FUNCTIONS_HEADER: over the first and the last `steps`
+    training steps, and on the held-out prompts. Empty for runs of earlier versions."""
+    rows = []
+    for column in (name for name in metrics if name.startswith(FUNCTION)):
+        name, values = column.removeprefix(FUNCTION), metrics[column].dropna()
+        means = [f"{some.mean():.3f}" if len(some) else "-" for some in (values.head(steps), values.tail(steps))]
+        models = (part(evaluation, key, "functions", name) for key in ("before", "after", "after_greedy"))
+        rows.append([name, *means, *(spread(one, "reward") for one in models)])
+    return rows
+
+
 def duration(seconds: float) -> str:
     """`6.7 s`, or `1:02:03` from a minute on; `-` where it is not known."""
     if math.isnan(seconds):
@@ -131,8 +157,10 @@ HELDOUT_HEADER = ["", "Reward", "Regret", "Parse rate", "Best action", "Clipped"
 
 def heldout_rows(evaluation: Mapping[str, Any]) -> list[list[str]]:
     """The table of evaluation.json, below HELDOUT_HEADER: the model before and after training between its references."""
-    rows = [["random action", spread(evaluation, "random")]]
-    rows.append([f"always [{evaluation.get('constant_action')}]", spread(evaluation, "constant")])
+    rows = []
+    if "oracle" in evaluation:  # its rows have rewards of their actions
+        rows.append(["random action", spread(evaluation, "random")])
+        rows.append([f"always [{evaluation.get('constant_action')}]", spread(evaluation, "constant")])
     models = (("before", "base model"), ("after", "trained"))
     for key, label in (*models, *((f"{key}_greedy", f"{label}, greedy") for key, label in models)):
         if found := part(evaluation, key):
@@ -141,7 +169,7 @@ def heldout_rows(evaluation: Mapping[str, Any]) -> list[list[str]]:
             lengths = [number(found.get(name)) for name in ("tokens_mean", "tokens_max")]
             length = "-" if math.isnan(sum(lengths)) else ", ".join(f"{one:,.0f}" for one in lengths)
             rows.append([label, *figures, length])
-    rows.append(["oracle", spread(evaluation, "oracle")])
+    rows += [["oracle", spread(evaluation, "oracle")]] if "oracle" in evaluation else []
     return [row + [""] * (len(HELDOUT_HEADER) - len(row)) for row in rows]
 
 
@@ -186,7 +214,8 @@ def examples_of(rows: pandas.DataFrame) -> dict[str, pandas.DataFrame]:
 def read_prompts(record: Mapping[str, Any]) -> dict[str, str]:
     """The run's prompts by prompt_id, from the training data that settings.json names; empty where that is gone or others
     rows by now."""
-    rows = read_rows("DATA", str(part(record, "settings").get("DATA", "")), Problems())
+    data, system = (str(part(record, "settings").get(name, "")) for name in ("DATA", "SYSTEM_PROMPT"))
+    rows = read_rows("DATA", data, Problems(), system)
     same = rows and data_fingerprint(rows) == record.get("data_sha256")
     return {row.id: "\n".join(text for _, text in row.messages) for row in rows} if same else {}
 

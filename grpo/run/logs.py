@@ -34,7 +34,7 @@ METRICS = {
     "reward": ("reward", "Mean weighted reward of the step's completions; those left out by NaN are not counted."),
     "reward_std": ("reward", "Standard deviation of those rewards."),
     "zero_std_fraction": ("share", "Prompts whose completions all got the same reward: they teach nothing."),
-    "parse_rate": ("share", "Completions whose final channel names exactly one action. Watch it: a falling rate means the format is being unlearned."),
+    "parse_rate": ("share", "Completions whose final channel names exactly one action, or holds text where the row has no actions. Watch it: a falling rate means the format is being unlearned."),
     "best_action_rate": ("share", "Completions that name an action with the row's highest reward."),
     "clipped_ratio": ("share", "Completions that met MAX_COMPLETION_LEN without a stop token."),
     "tokens_mean": ("tokens", "Mean length of a completion."),

@@ -49,7 +49,10 @@ def test_gsm8k_from_a_data_set_of_the_hub(tmp_path, tiny):
             functions["gsm8k"]["reward"] + 0.5 * functions["short"]["reward"], abs=1e-6
         )
     assert "oracle" not in result and "reward" in result["difference"]
-    assert (tmp_path / "run" / "report.html").is_file() and "no report was written" not in done.stdout
+    report = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert "no report was written" not in done.stdout and "best constant" not in report and "nan" not in report
+    low = result["after"]["functions"]["short"]["reward_low"]
+    assert f"({low:.3f} to " in report.partition("<th>Reward function</th>")[2].partition("</table>")[0], "each reward"
 
 
 def test_a_task_is_a_set_of_defaults():
