@@ -43,10 +43,19 @@ from grpo.preflight.choices import choose_epsilon_high
 from grpo.preflight.hub import fetch_weights
 from grpo.run.archive import write_zip
 from grpo.run.best import recover_best
-from grpo.run.folder import COMPLETE, continuation, full_disk, lock_run, prepare_run, run_folder, write_text
+from grpo.run.folder import (
+    COMPLETE,
+    continuation,
+    full_disk,
+    inspect_run,
+    lock_run,
+    prepare_run,
+    run_folder,
+    write_text,
+)
 from grpo.run.logs import FILE_ONLY, start_logging
 from grpo.run.signals import StopRequest
-from grpo.settings import Settings, flag_answers, help_text, listed, log
+from grpo.settings import Problems, Settings, flag_answers, help_text, listed, log
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -87,16 +96,34 @@ def fail(problems: Sequence[str]) -> int:
 
 def run(preflight_result: Preflight) -> int:
     """Everything from here on may take time, memory and a GPU. Returns the exit code."""
-    s = preflight_result.settings
-    lock = lock_run(preflight_result.run.folder)
-    if lock is None:
-        return fail(
-            [f"OUTPUT_DIR={s.OUTPUT_DIR}: another process is writing there. Wait for it, or choose another one"]
-        )
+    folder, where = preflight_result.run.folder, f"OUTPUT_DIR={preflight_result.settings.OUTPUT_DIR}"
     try:
+        lock = lock_run(folder)
+    except OSError as error:
+        reason = f"no space left on the disk of {disk}" if (disk := full_disk(error, folder)) else error
+        return fail([f"{where}: its lock cannot be taken ({reason}). Mend that, or choose another one"])
+    if lock is None:
+        return fail([f"{where}: another process is writing there. Wait for it, or choose another one"])
+    try:
+        if has_changed(preflight_result):
+            if preflight_result.settings.OVERWRITE:
+                what = "another process wrote there during the checks, and OVERWRITE=1 would delete that"
+                return fail([f"{where}: {what}. Look at it, then start again"])
+            print("\nOUTPUT_DIR has changed during the checks; checking again\n")
+            preflight_result = preflight(os.environ)
+            print(banner(preflight_result))
+            if preflight_result.problems:
+                return fail(preflight_result.problems)
         return launch(preflight_result)
     finally:
         lock.release()
+
+
+def has_changed(preflight_result: Preflight) -> bool:
+    """Whether OUTPUT_DIR, which is locked now, holds something else than when it was checked: another run may have ended."""
+    problems = Problems()
+    now = inspect_run(preflight_result.settings, preflight_result.rows, problems)
+    return bool(problems) or now != preflight_result.run
 
 
 def launch(preflight_result: Preflight) -> int:
@@ -112,10 +139,10 @@ def launch(preflight_result: Preflight) -> int:
     unusable = unseen_gpu(preflight_result.machine) or unusable_attention(preflight_result.attention[0])
     if problem := unusable or fetch_weights(s.MODEL_ID, preflight_result.files):
         return fail([problem])
-    prepare_run(state, s, run_records(preflight_result))
-    recover_best(state.folder)
-    start_logging(state.folder)
     try:
+        prepare_run(state, s, run_records(preflight_result))
+        recover_best(state.folder)
+        start_logging(state.folder)
         return train(preflight_result)
     except KeyboardInterrupt as stop:
         log.warning("stopped at once; %s", continuation(state.folder, vars(s)))
@@ -221,7 +248,7 @@ def train(preflight_result: Preflight) -> int:
         log.info("complete: %d steps in %.0f s. Adapter: %s, download: %s", steps, seconds, folder, archive)
         return 0
     finally:
-        if context.engine is not None:
+        if context.engine is not None and context.engine.folder:
             shutil.rmtree(context.engine.folder, ignore_errors=True)
 
 

@@ -31,9 +31,8 @@ from grpo.data.scoring import Completion
 from grpo.model.attention import KERNELS, attention_of, hidden_states
 from grpo.model.load import evaluating
 from grpo.model.packing import PackedBatch, cut_micro_batches, pack_batch, padded_like
-from grpo.preflight.machine import GIB
 from grpo.preflight.memory import HEAD_TILE, Plan, micro_batch_tokens
-from grpo.rollout.engine import Engine
+from grpo.rollout.engine import Engine, gpu_used_gib
 from grpo.run.archive import model_card
 from grpo.run.best import read_best, which_to_load
 from grpo.run.folder import write_text
@@ -101,6 +100,7 @@ class StepTimerCallback(TrainerCallback):
         self.stop = stop
         self.parts = {"rollout": 0.0, "reward": 0.0}  # seconds of this step
         self.started = self.seconds = 0.0
+        self.used_gib = 0.0  # most of the GPU that was seen in use in this step
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -111,12 +111,11 @@ class StepTimerCallback(TrainerCallback):
 
     def figures(self) -> dict[str, float | None]:
         """Columns of metrics.csv: the times of the last step in seconds, and the most GPU memory in GiB."""
-        cuda = torch.cuda.is_available()
         return {
             **{f"{name}_s": seconds for name, seconds in self.parts.items()},
             "learn_s": self.seconds - sum(self.parts.values()),
             "step_s": self.seconds,
-            "gpu_peak_gib": torch.cuda.max_memory_allocated() / GIB if cuda else None,
+            "gpu_peak_gib": self.used_gib or None,
         }
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -124,14 +123,15 @@ class StepTimerCallback(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.parts = dict.fromkeys(self.parts, 0.0)
+        self.used_gib = 0.0
         self.started = time.perf_counter()
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
 
     def on_step_end(self, args, state, control, **kwargs):
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.seconds = time.perf_counter() - self.started
+        # torch keeps what learning took at its most, until the engine wakes.
+        self.used_gib = max(self.used_gib, gpu_used_gib())
         if self.stop.signal:
             control.should_save = control.should_training_stop = True
         return control
@@ -204,6 +204,7 @@ class Trainer(GRPOTrainer):
                 policy, adapter = self.accelerator.unwrap_model(self.model), run.stream != "base"
                 seed = torch.initial_seed()
                 completion_ids, logprobs = run.engine.rollout(policy, prompt_ids, seed, adapter, run.temperature)
+                self.timer.used_gib = max(self.timer.used_gib, run.engine.used_gib)
             else:
                 completion_ids, logprobs = [], None
                 with attention_of(self.model, "eager"), evaluating(self.model), self.generating_at(run.temperature):

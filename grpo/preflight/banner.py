@@ -14,6 +14,8 @@ from grpo.run.pace import UNKNOWN, Pace
 from grpo.settings import FIELDS, show
 from rewards import ACTION_REWARDS
 
+FOREIGN = 20  # names of them that are listed
+
 
 def banner(preflight_result: Preflight) -> str:
     """The resolved settings with units and where each came from, the sizes derived from them, and every choice."""
@@ -61,6 +63,9 @@ def facts(preflight_result: Preflight) -> Iterator[tuple[str, str]]:
     state = f"continues from step {run.step}" if run.checkpoint else "starts at step 0"
     if run.exists and s.OVERWRITE:
         state = "DELETES the run that is there (OVERWRITE=1)"
+        if run.foreign:
+            more = f" and {len(run.foreign) - FOREIGN} more" * (len(run.foreign) > FOREIGN)
+            state += f", and what no run wrote: {', '.join(run.foreign[:FOREIGN])}{more}"
     if any(problem.startswith("OUTPUT_DIR=") for problem in p.problems):
         state = "cannot be used, see below"
     yield "OUTPUT_DIR", f"{run.folder}: {state}"

@@ -51,6 +51,14 @@ def engine_faults(doing: str, advice: str) -> Iterator[None]:
         raise EngineError(f"{doing} failed ({type(error).__name__}: {reason}). {advice}") from error
 
 
+def gpu_used_gib() -> float:
+    """GiB of the GPU that are in use, as the driver says: by this process and any other. 0 without a GPU."""
+    if not torch.cuda.is_available():
+        return 0.0
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / GIB
+
+
 def engine_arguments(settings: Settings, plan: EnginePlan, model_path: str, gpu_total: float) -> dict[str, Any]:
     """Arguments of `vllm.LLM`: one engine in this process, MXFP4 weights as in the checkpoint, room as planned."""
     arguments: dict[str, Any] = {
@@ -117,12 +125,12 @@ class Engine:
     def __init__(self, llm: Any, sampling: Any, lora_request: Any, settings: Settings, stop_token_ids: Sequence[int]):
         self.llm, self.sampling, self.lora_request, self.settings = llm, sampling, lora_request, settings
         self.stop_token_ids = list(stop_token_ids)
-        memory = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
-        self.folder = Path(memory, f"train_grpo-{os.getpid()}")  # of the native adapter; the entry deletes it
+        self.folder: Path | None = None  # of the native adapter, once there is one; the entry deletes it
         self.syncs = 0
         self.request: Any = None  # the native adapter that the engine holds
         self.current = False  # whether the weights were synced since the engine woke
         self.asleep = False
+        self.used_gib = 0.0  # of the GPU, by everything on it, when the last rollout was generated
         self.seconds = dict.fromkeys(("warm_up", "wake", "handover", "generate", "sleep"), 0.0)
 
     @contextlib.contextmanager
@@ -174,6 +182,9 @@ class Engine:
         with self.timed("handover"), engine_faults("the weight sync", "Try the other ROLLOUT_SYNC"):
             if self.settings.ROLLOUT_SYNC == "lora":
                 self.syncs += 1
+                if self.folder is None:  # nobody else can read it, or foresee its name and put a link there
+                    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
+                    self.folder = Path(tempfile.mkdtemp(prefix="train_grpo-", dir=memory))
                 write_adapter(policy, self.folder, self.settings.LORA_R, active)
                 self.request = self.lora_request(f"adapter-{self.syncs}", self.syncs, str(self.folder))
                 self.llm.llm_engine.add_lora(self.request)
@@ -256,5 +267,6 @@ class Engine:
         self.wake()
         self.sync_weights(policy, active)
         result = self.generate(prompt_ids, seed, temperature=temperature)
+        self.used_gib = gpu_used_gib()
         self.sleep()
         return result

@@ -3,12 +3,17 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
+import html
+import json
+import re
+import sys
 import zipfile
 from pathlib import Path
 
-from grpo.run.folder import BEST, run_folder
-from grpo.settings import Settings
+from grpo.run.files import whole_file
+from grpo.run.folder import BEST, SETTINGS, run_folder, zip_of
+from grpo.settings import ROOT, Settings
 
 TINY = "data/tiny"  # from the project's folder
 
@@ -58,18 +63,41 @@ tokenizer = AutoTokenizer.from_pretrained("{tokenizer}")
 """
 
 
+PICKLES = (".pt", ".pth", ".bin", ".pkl")  # optimizer states among them; who loads one runs what it says
+# Files of a run that name paths of its machine.
+PATHS_IN = (SETTINGS, "training.log", "adapter_config.json", "report.html")
+
+
+def without_paths(folder: Path, text: str) -> str:
+    """A text of the run in `folder` without where that, the project and its packages lie on this machine: OUTPUT_DIR is its
+    name, the project `.`. What the user set (DATA, a local MODEL_ID) stays as set."""
+    places = {str(folder): folder.name, str(ROOT): ".", sys.prefix: "python"}
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # as it was set: perhaps through a link
+        given = Path(json.loads((folder / SETTINGS).read_text(encoding="utf-8"))["settings"]["OUTPUT_DIR"])
+        places |= {str(given): folder.name} if given.is_absolute() else {}
+    for place in sorted(places, key=len, reverse=True):
+        for spell in (str, lambda name: json.dumps(name)[1:-1], html.escape):
+            whole, short = rf"(?<![\w.~/-]){re.escape(spell(place))}(?!\w)", spell(places[place])
+            text = re.sub(whole, short.replace("\\", r"\\"), text)
+    return text
+
+
 def write_zip(folder: Path) -> Path:
-    """OUTPUT_DIR.zip beside OUTPUT_DIR: everything but optimizer states and half-written files, best/ first; whole or not
-    at all."""
-    target = folder.with_name(folder.name + ".zip")
-    temporary = target.with_name(target.name + ".tmp")
-    try:
-        with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
-            for path in sorted(folder.rglob("*"), key=lambda path: (not path.is_relative_to(folder / BEST), path)):
-                state = path.name in ("optimizer.pt", "scheduler.pt") or path.name.startswith("rng_state")
-                if path.is_file() and not state and path.suffix != ".tmp":
-                    archive.write(path, path.relative_to(folder.parent))
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)  # a part of a zip would only fill a disk that is full already
-    return target
+    """OUTPUT_DIR.zip beside OUTPUT_DIR: everything but pickles, links and half-written files, best/ first, and without
+    paths of this machine; whole or not at all."""
+    with (
+        whole_file(zip_of(folder)) as temporary,
+        zipfile.ZipFile(temporary, "x", zipfile.ZIP_DEFLATED, compresslevel=1, strict_timestamps=False) as archive,
+    ):
+        for path in sorted(folder.rglob("*"), key=lambda path: (not path.is_relative_to(folder / BEST), path)):
+            if path.is_symlink() or not path.is_file() or path.suffix in (*PICKLES, ".tmp"):
+                continue
+            name = path.relative_to(folder.parent)
+            if path.name in PATHS_IN:
+                text = path.read_text(encoding="utf-8", errors="surrogateescape")
+                about = zipfile.ZipInfo.from_file(path, name, strict_timestamps=False)
+                about.compress_type = zipfile.ZIP_DEFLATED
+                archive.writestr(about, without_paths(folder, text).encode("utf-8", "surrogateescape"), compresslevel=1)
+            else:
+                archive.write(path, name)
+    return zip_of(folder)

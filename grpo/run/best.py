@@ -67,9 +67,13 @@ def replace_best(folder: Path, save: Callable[[Path], None], record: Record) -> 
     """Put a new best/ in the old one's place: at every moment one of them is whole, `recover_best` finds it."""
     best, new, old = (folder / (BEST + end) for end in ("", ".tmp", ".old"))
     shutil.rmtree(new, ignore_errors=True)
-    new.mkdir()
-    save(new)
-    write_text(new / "best.json", json.dumps(record, indent=1) + "\n")  # last: with it the folder is whole
+    try:
+        new.mkdir()
+        save(new)
+        write_text(new / "best.json", json.dumps(record, indent=1) + "\n")  # last: with it the folder is whole
+    except Exception:  # a full disk has no room for a part of it
+        shutil.rmtree(new, ignore_errors=True)
+        raise
     if best.exists():
         best.rename(old)
     new.rename(best)

@@ -60,7 +60,7 @@ METRICS = {
     "plant_regret": ("percent", "Regret of the closed loop, measured after this step."),
     "plant_unserved_kwh": ("kWh", "Load that nothing served in the closed loop, summed over its windows."),
     "eval_s": ("s", "Time of these measurements."),
-    "gpu_peak_gib": ("GiB", "Most GPU memory by torch's count during the step, a sleeping vLLM's weights included (they are not on the GPU then); empty without a GPU."),
+    "gpu_peak_gib": ("GiB", "Most GPU memory that the driver says is in use (other programs' included), read where a rollout is generated, before vLLM sleeps, and where the step ends; empty without a GPU."),
 }  # fmt: skip
 # Behind them, named by `function_column`: the unweighted mean of each reward function.
 EVALUATED = ("heldout_reward", "plant_regret", "plant_unserved_kwh", "eval_s")  # empty in most steps

@@ -107,7 +107,7 @@ def options(tiny, tmp_path, monkeypatch):
     with mock.patch.dict(os.environ):
         yield SimpleNamespace(**given, lengths=str(tmp_path / "lengths.csv"), main=main, warm_caches=True, only=None)
     for engine in engines:
-        shutil.rmtree(engine.folder, ignore_errors=True)
+        shutil.rmtree(engine.folder or "", ignore_errors=True)
 
 
 def test_a_rollout_is_watched_and_a_changed_base_weight_fails_it(options, monkeypatch, tmp_path):

@@ -22,7 +22,7 @@ from grpo.evaluate.heldout import generate_completions
 from grpo.preflight.hub import DOWNLOAD_GIB, REAL_CONFIG
 from grpo.preflight.machine import GIB
 from grpo.preflight.memory import BATCHED_TOKENS, EnginePlan, capture_sizes, plan_memory
-from grpo.rollout.engine import WARM_UP_TOKENS, Engine, EngineError, engine_arguments, start_engine
+from grpo.rollout.engine import WARM_UP_TOKENS, Engine, EngineError, engine_arguments, gpu_used_gib, start_engine
 from grpo.rollout.vllm_patches import close_process_group
 from grpo.settings import Settings
 
@@ -73,6 +73,20 @@ def test_a_step_learns_from_the_engines_log_probs(build):
     (row,) = read_csv(trainer.run.folder / "metrics.csv")
     assert float(row["logp_diff_mean"]) == pytest.approx(0.3, abs=1e-3)
     assert float(row["is_ratio_mean"]) == pytest.approx(math.exp(0.3), abs=1e-2)
+
+
+def test_gpu_memory_is_what_is_in_use_awake_or_learning(build, monkeypatch):
+    """In GiB: 50 awake and 30 asleep in the first step, 20 and 25 in the second."""
+    trainer = build(TOTAL_STEPS=2)
+    assert gpu_used_gib() == 0
+    used = lambda: ((30, 50), (25, 20))[min(trainer.state.global_step, 1)][not trainer.run.engine.asleep]  # noqa: E731
+    for module in ("rollout.engine", "learn.trainer"):
+        monkeypatch.setattr(f"grpo.{module}.gpu_used_gib", used)
+    trainer.train()
+    assert [row["gpu_peak_gib"] for row in read_csv(trainer.run.folder / "metrics.csv")] == ["50", "25"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (60 * GIB, 80 * GIB))
+    assert gpu_used_gib() == 20
 
 
 def test_an_evaluation_of_the_base_leaves_the_adapter_out(build, monkeypatch):

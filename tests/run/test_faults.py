@@ -124,10 +124,17 @@ def test_which_errors_are_a_full_disk(monkeypatch, tmp_path):
     assert full_disk(OSError(errno.EDQUOT, "x"), tmp_path) == ours
     assert full_disk(OSError(errno.ENOENT, "x"), tmp_path) is None
     rusts = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-    assert full_disk(rusts, tmp_path) == ours
+    room = f"{ours} (it has room: see `df -i` for its inodes, or a quota is met)"
+    assert full_disk(rusts, tmp_path) == room
     wrapped = RuntimeError("REWARDS: mine raised")
     wrapped.__cause__ = full
-    assert full_disk(wrapped, tmp_path) == ours
+    assert full_disk(wrapped, tmp_path) == room
+    for table, inodes in ((100, True), (0, False)):  # btrfs has no table of inodes, and says 0 of 0
+        monkeypatch.setattr(os, "statvfs", lambda place, table=table: SimpleNamespace(f_files=table, f_favail=0))
+        assert full_disk(full, tmp_path) == (
+            f"{ours} (no inodes left: delete files, however small)" if inodes else room
+        )
+        assert (full_disk(written, tmp_path) is not None) is inodes
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")

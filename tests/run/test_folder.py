@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
+import itertools
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -164,6 +168,101 @@ def test_overwrite_never_deletes_a_users_reward_function(tmp_path, monkeypatch):
     load_reward(settings.REWARDS)
     assert f"it would delete {folder / 'reward_inside.py'}, which" in only(inspect(settings)[1])
     monkeypatch.delitem(sys.modules, "reward_inside")
+
+
+def test_a_kill_while_a_run_writes_its_first_file_leaves_a_fresh_folder(tmp_path):
+    """Also on a disk of its own, in whose root the file system has a folder."""
+    settings = Settings(OUTPUT_DIR=str(tmp_path / "run"))
+    for name in ("run/lost+found", "run"):
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
+    (tmp_path / "run" / "settings.json.tmp").write_text('{"settings": {"MOD')
+    state, problems = inspect(settings)
+    assert not problems and not state.exists
+    prepare_run(state, settings, {"settings.json": {"settings": {}, "data_sha256": ""}})
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["lost+found", "settings.json"]
+
+
+class Killed(BaseException):
+    pass
+
+
+def killed_at(patch, moment):
+    """From the `moment`th change of the disk on that this program makes, none is made any more."""
+    changes = itertools.count()
+
+    def until(change):
+        def call(*arguments, **options):
+            if next(changes) >= moment:
+                raise Killed
+            return change(*arguments, **options)
+
+        return call
+
+    for owner, name in ((shutil, "rmtree"), (Path, "unlink"), (os, "replace"), (Path, "open")):
+        patch.setattr(owner, name, until(getattr(owner, name)))
+
+
+def test_a_kill_inside_overwrites_deletion_leaves_a_folder_that_the_same_command_goes_on_with(tmp_path, monkeypatch):
+    moment, whole, said = 0, False, set()
+    while not whole:
+        (tmp_path / str(moment)).mkdir()
+        settings, folder = run_dir(tmp_path / str(moment), OVERWRITE=True)
+        records = {"settings.json": {**json.loads((folder / "settings.json").read_text()), "new": 1}}
+        for path in (folder / "notes.txt", folder / "metrics.csv", folder.with_name("run.zip")):
+            path.touch()
+        state, number = inspect(settings)[0], folder.stat().st_ino
+        with monkeypatch.context() as patch:
+            killed_at(patch, moment)
+            with contextlib.suppress(Killed):
+                prepare_run(state, settings, records)
+                whole = True
+        state, problems = inspect(settings, OVERWRITE=False)
+        untouched = state.step == 4 and (folder / "notes.txt").exists()
+        said |= set(problem.split(": ", 1)[1] for problem in problems)
+        assert problems or untouched or not state.exists or "new" in (folder / "settings.json").read_text(), (
+            "never half a run"
+        )
+        state, problems = inspect(settings)
+        assert not problems
+        prepare_run(state, settings, records)
+        assert [path.name for path in folder.iterdir()] == ["settings.json"] and not folder.with_name(
+            "run.zip"
+        ).exists()
+        assert folder.stat().st_ino == number, "a mount point cannot be removed"
+        moment += 1
+    (message,) = said
+    assert moment > 8 and "an OVERWRITE=1 that was deleting" in message and "Set OVERWRITE=1" in message
+
+
+def test_overwrite_says_what_it_deletes_that_no_run_wrote(tmp_path):
+    settings, folder = run_dir(tmp_path, OVERWRITE=True)
+    (folder / "mine" / "deep").mkdir(parents=True)
+    own = (
+        "metrics.superseded.csv",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "superseded-checkpoint-4.2",
+        "best",
+    )
+    for name in ("notes.txt", "checkpoint-4-mine", "metrics.csv.bak", *own):
+        (folder / name).touch()
+    assert inspect(settings)[0].foreign == ("checkpoint-4-mine", "metrics.csv.bak", "mine/", "notes.txt")
+
+
+@pytest.mark.parametrize(("name", "what"), [(".run.lock", "its lock"), ("run.zip", "its zip")])
+def test_what_is_in_the_way_beside_the_folder_is_said(tmp_path, name, what):
+    (tmp_path / name).mkdir()
+    problem = only(inspect(Settings(OUTPUT_DIR=str(tmp_path / "run")))[1])
+    assert f"{what} {tmp_path / name} is not a file" in problem
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
+    (tmp_path / ".run.lock").symlink_to(tmp_path / "planted")
+    problem = only(inspect(Settings(OUTPUT_DIR=str(tmp_path / "run")))[1])
+    assert f"its lock {tmp_path / '.run.lock'} is a link" in problem
+    with pytest.raises(OSError):
+        lock_run(tmp_path / "run")
+    assert not (tmp_path / "planted").exists()
 
 
 def test_a_zip_of_an_earlier_run_is_not_overwritten(tmp_path):

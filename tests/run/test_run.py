@@ -82,9 +82,15 @@ def test_the_zip_holds_everything_but_optimizer_states(whole_run):
     with zipfile.ZipFile(whole_run.with_name("run.zip")) as archive:
         assert archive.testzip() is None
         inside = set(archive.namelist())
+        here = [str(path).encode() for path in (whole_run.parent, ROOT)]
+        assert not [name for name in inside if any(path in archive.read(name) for path in here)], (
+            "no path of this machine"
+        )
+        assert json.loads(archive.read("run/settings.json"))["settings"]["OUTPUT_DIR"] == "run"
+        assert json.loads(archive.read("run/adapter_config.json"))["base_model_name_or_path"] == "./data/tiny"
     on_disk = {str(p.relative_to(whole_run.parent)) for p in whole_run.rglob("*") if p.is_file()}
     left_out = {Path(name).name for name in on_disk - inside}
-    assert left_out == {"optimizer.pt", "scheduler.pt", "rng_state.pth", COMPLETE}
+    assert left_out == {"optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin", COMPLETE}
     assert inside <= on_disk and "run/checkpoint-6/adapter_model.safetensors" in inside
 
 
@@ -157,6 +163,22 @@ def test_a_killed_run_continues_without_repeating_or_losing_rows(whole_run, tmp_
     superseded = (folder / "completions.superseded.csv").read_text()
     assert superseded.count("\n3,") + superseded.startswith("3,") == 12 and "4,tes_heldout_compact:7" in superseded
     assert (folder / "checkpoint-4" / "optimizer.pt").is_file() and (folder / "superseded-checkpoint-4").is_dir()
+
+
+def test_a_copy_of_a_run_continues_elsewhere(whole_run, tmp_path):
+    """On another machine, that is: in another folder of another name, from a copy that was made after step 4."""
+    folder = tmp_path / "other" / "copy"
+    shutil.copytree(
+        whole_run, folder, ignore=shutil.ignore_patterns("checkpoint-6", COMPLETE, "evaluation.json", "adapter_*")
+    )
+    shutil.copytree(whole_run / "checkpoint-4", folder / "checkpoint-4", dirs_exist_ok=True)
+    done = run_script(**SETTINGS | {"OUTPUT_DIR": folder})
+    assert done.returncode == 0 and "continuing from step 4" in done.stdout, done.stdout + done.stderr
+    assert_same_run(folder, whole_run)
+    old = str(whole_run).encode()
+    names = {path.name for path in folder.rglob("*") if path.is_file() and old in path.read_bytes()}
+    assert names <= {"training.log", "training_args.bin"}, "what was logged, and what nothing reads"
+    assert folder.with_name("copy.zip").exists()
 
 
 def test_a_run_killed_after_its_last_step_is_finished_by_the_same_command(whole_run, tmp_path):

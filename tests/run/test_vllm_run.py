@@ -16,7 +16,7 @@ from stub_vllm import stub_engine
 
 import train_grpo
 from grpo.preflight.machine import installed_versions
-from grpo.rollout.engine import Engine
+from grpo.rollout.weight_sync import write_adapter
 from grpo.run.folder import last_checkpoint
 from grpo.settings import FIELDS, ROOT
 
@@ -119,14 +119,23 @@ def test_a_dying_engine_leaves_a_run_that_continues(whole, start):
     assert_same_run(run.folder, whole.folder)
 
 
-def test_a_run_with_the_native_adapter_and_an_evaluation(start, tmp_path, tiny):
+def test_a_run_with_the_native_adapter_and_an_evaluation(start, tmp_path, tiny, monkeypatch):
     """Before and after training with vLLM, the first without adapter; continued with the other weight sync."""
     rows = (ROOT / RUN["DATA"]).read_text(encoding="utf-8").splitlines()[:4]
     held_out = tmp_path / "held_out.csv"
     held_out.write_text("\n".join(rows) + "\n", encoding="utf-8")
-    run = start()
-    assert run(ROLLOUT_SYNC="lora", TEMPERATURE=1.5, TOTAL_STEPS=1, EVAL_SAMPLES=2, EVAL_DATA=held_out) == 0
-    assert not Engine(None, None, None, None, []).folder.exists(), "nothing stays in shared memory"
+    run, folders = start(), []
+
+    def watched(policy, folder, *rest):
+        write_adapter(policy, folder, *rest)
+        folders.append((folder, folder.stat().st_mode & 0o777))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("grpo.rollout.engine.write_adapter", watched)
+        assert run(ROLLOUT_SYNC="lora", TEMPERATURE=1.5, TOTAL_STEPS=1, EVAL_SAMPLES=2, EVAL_DATA=held_out) == 0
+    ((folder, mode),) = set(folders)
+    assert mode == 0o700 and folder.name != f"train_grpo-{os.getpid()}", "nobody else reads it or foresees its name"
+    assert not folder.exists(), "nothing stays in shared memory"
     result = json.loads(run.read("evaluation.json"))
     assert 0 <= result["before"]["reward"] <= result["oracle"] and 0 <= result["after"]["reward"] <= result["oracle"]
     calls, requests = run.stubs[0].calls, run.stubs[0].requests

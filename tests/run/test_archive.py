@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OUTPUT_DIR.zip: what is in it, and what never is."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+import zipfile
+
+import pytest
+
+from grpo.run.archive import write_zip
+from grpo.run.files import whole_file
+from grpo.run.folder import write_text
+from grpo.settings import ROOT
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A run's folder of a name that JSON and HTML spell in their own ways, and a link by which its user named it."""
+    folder = tmp_path / "real" / "ü & run"
+    (folder / "checkpoint-2").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(folder.parent)
+    given = {"OUTPUT_DIR": str(tmp_path / "link" / folder.name), "MODEL_ID": "/models/mine", "DATA": "days/*.csv"}
+    record = {"settings": given, "command": f"python {ROOT}/train_grpo.py"}
+    (folder / "settings.json").write_text(json.dumps(record))
+    (folder / "metrics.csv").write_text("step\n1\n")
+    return folder
+
+
+def unzipped(folder):
+    with zipfile.ZipFile(write_zip(folder)) as archive:
+        assert archive.testzip() is None
+        return {name.removeprefix(folder.name + "/"): archive.read(name) for name in archive.namelist()}
+
+
+def test_nothing_from_outside_and_no_pickle_is_taken(folder, tmp_path):
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret" / "key").write_text("private")
+    (folder / "key").symlink_to(tmp_path / "secret" / "key")
+    (folder / "secret").symlink_to(tmp_path / "secret")
+    os.mkfifo(folder / "pipe")
+    for name in ("training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth", "rng_state_0.pth", "half.tmp"):
+        (folder / "checkpoint-2" / name).write_bytes(pickle.dumps(name))
+    (folder / "checkpoint-2" / "adapter_model.safetensors").write_text("weights")
+    inside = unzipped(folder)
+    assert set(inside) == {"settings.json", "metrics.csv", "checkpoint-2/adapter_model.safetensors"}
+    assert not any(b"private" in content for content in inside.values())
+
+
+def test_no_path_of_the_machine_is_in_it(folder):
+    log = f"Adapter: {folder}, download: {folder}.zip\n{ROOT}/grpo/x.py and {sys.prefix}/lib/y.py\n/models/mine b"
+    (folder / "training.log").write_bytes(log.encode() + b"\xff")
+    (folder / "report.html").write_text(f"<p>{folder}</p>".replace("&", "&amp;"), encoding="utf-8")
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": f"{ROOT}/data/tiny"}))
+    inside = unzipped(folder)
+    record, name = json.loads(inside["settings.json"]), folder.name
+    assert record["settings"] == {"OUTPUT_DIR": name, "MODEL_ID": "/models/mine", "DATA": "days/*.csv"}
+    assert record["command"] == "python ./train_grpo.py"
+    assert json.loads(inside["adapter_config.json"])["base_model_name_or_path"] == "./data/tiny"
+    assert inside["report.html"].decode() == "<p>ü &amp; run</p>"
+    told = f"Adapter: {name}, download: {name}.zip\n./grpo/x.py and python/lib/y.py\n/models/mine b".encode() + b"\xff"
+    assert inside["training.log"] == told, "and no other byte is another"
+
+
+def test_other_paths_that_look_alike_stay(folder):
+    text = f"{folder}2 /x{ROOT}/y https://host{ROOT}/z"
+    (folder / "training.log").write_text(text, encoding="utf-8")
+    assert unzipped(folder)["training.log"].decode() == text
+
+
+def test_files_dated_before_1980_are_taken(folder):
+    for name in ("metrics.csv", "settings.json"):
+        os.utime(folder / name, (0, 0))
+    assert {"metrics.csv", "settings.json"} == set(unzipped(folder))
+
+
+def test_a_planted_link_is_not_written_through(folder, tmp_path):
+    (tmp_path / "precious").write_text("mine")
+    for path in (
+        folder.with_name(folder.name + ".zip.tmp"),
+        folder.with_name(folder.name + ".zip"),
+        folder / "a.json.tmp",
+    ):
+        path.symlink_to(tmp_path / "precious")
+    write_zip(folder)
+    write_text(folder / "a.json", "{}")
+    assert (tmp_path / "precious").read_text() == "mine" and (folder / "a.json").read_text() == "{}"
+    assert zipfile.is_zipfile(folder.with_name(folder.name + ".zip"))
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "a.json"
+    write_text(path, "old")
+    with pytest.raises(OSError), whole_file(path) as temporary:
+        temporary.write_text("half")
+        raise OSError
+    with pytest.raises(UnicodeEncodeError):
+        write_text(path, "half \ud800")
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path], "a full disk keeps no part of a file"
