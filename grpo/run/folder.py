@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo.data.files import Row, data_fingerprint, find_files
-from grpo.run.logs import trim_csv
+from grpo.run.durable import damage, read_manifest, read_sealed, sealed, write_text
+from grpo.run.logs import LogRows, read_log
 from grpo.settings import MAY_CHANGE, Problems, Settings, show
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class RunState:
     checkpoint: Path | None = None
     exists: bool = False
     choices: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()  # what was found damaged, and what becomes of it
 
 
 def run_folder(settings: Settings) -> Path:
@@ -64,28 +66,74 @@ def checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 
 def was_written(path: Path) -> bool:
-    """Whether a checkpoint was written to its end, which is trainer_state.json, and still holds its adapter."""
-    with contextlib.suppress(ValueError, OSError):
-        json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
+    """Whether a checkpoint was written to its end, damaged since or not, and still holds its adapter."""
+    try:
+        manifest = read_manifest(path)
+    except (OSError, ValueError):  # damaged, so it was there: its state may be damaged as well
         return (path / ADAPTER).is_file()
+    with contextlib.suppress(ValueError, OSError):
+        if manifest is None:  # trainer_state.json was the end
+            json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
+        return manifest != {} and (path / ADAPTER).is_file()
     return False
 
 
-def last_checkpoint(folder: Path) -> tuple[int, Path | None]:
-    """Step and folder of the last complete checkpoint: one that was cut off while it was written does not count."""
+def broken(path: Path, step: int) -> str | None:
+    """Why the run cannot be continued from a checkpoint, in words; None where it can."""
+    if fault := damage(path) or next((f"{name} is missing" for name in CHECKPOINT_FILES if not (path / name).is_file()), None):  # fmt: skip
+        return fault
+    try:
+        found = json.loads((path / "trainer_state.json").read_text(encoding="utf-8")).get("global_step", step)
+    except (OSError, ValueError, AttributeError):
+        return "trainer_state.json is damaged"
+    return None if found == step else f"its trainer_state.json is of step {found}"
+
+
+def find_checkpoint(folder: Path, most: int | None = None) -> tuple[int, Path | None, list[str]]:
+    """Step and folder of the last checkpoint that can be continued, not after step `most`, 0 and None without one; and what
+    is wrong with each that is later."""
+    faults = []
     for step, path in reversed(checkpoints(folder)):
-        if was_written(path) and all((path / name).is_file() for name in CHECKPOINT_FILES):
-            return step, path
-    return 0, None
+        if most is None or step <= most:
+            fault = broken(path, step)
+            if not fault:
+                return step, path, faults
+            faults.append(f"{path.name}: {fault}")
+    return 0, None, faults
+
+
+def last_checkpoint(folder: Path) -> tuple[int, Path | None]:
+    """Step and folder of the last complete checkpoint: one that was cut off or damaged does not count."""
+    return find_checkpoint(folder)[:2]
+
+
+def rotate_checkpoints(folder: Path, limit: int) -> None:
+    """Delete all checkpoints but the `limit` last ones, by step: modification times tell nothing after a copy, or where the
+    clock was wrong."""
+    for _, path in checkpoints(folder)[:-limit]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def read_logs(folder: Path, step: int, checkpoint: Path | None, completions: int | None) -> dict[str, LogRows]:
+    """The logs of the run in `folder` by their names, read for going on after `step` from its checkpoint: metrics.csv with
+    one row a step, completions.csv with `completions` of them (None: unknown)."""
+    headers = ((checkpoint and read_manifest(checkpoint)) or {}).get("logs", {})
+    rows = {"metrics.csv": 1, "completions.csv": completions}
+    return {name: read_log(folder / name, step, count, headers.get(name, ())) for name, count in rows.items()}
+
+
+def complete_steps(folder: Path) -> int:
+    """Steps of the complete run in `folder`; 0 where it is not complete, or does not say."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return int(read_sealed(folder / COMPLETE)["steps"])
+    return 0
 
 
 def unresumable(folder: Path, step: int) -> str | None:
     """What training on from `step`, that of the last complete checkpoint, would replace although it is of a later step;
     None where there is no such thing. An unpacked zip is like that, and a run whose checkpoints were deleted."""
-    steps = 0
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        steps = json.loads((folder / COMPLETE).read_text(encoding="utf-8"))["steps"]
-    if steps > step:
+    steps = complete_steps(folder)
+    if steps > step and not (step and (folder / f"checkpoint-{steps}").is_dir()):  # damaged: `prepare_run` keeps both
         return f"a complete run of {steps} steps"
     if not step and (folder / ADAPTER).is_file():  # no run leaves it without a checkpoint
         return "a trained adapter"
@@ -114,31 +162,71 @@ def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> 
             problems.add(where, f"{archive} of an earlier run is there", f"Move it away, set OVERWRITE=1, or {OTHER}")
         return RunState(folder)
     try:
-        record = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
-        before, fingerprint = record["settings"], record["data_sha256"]
-    except (OSError, ValueError, KeyError, TypeError):
-        what = "it holds files, but no run of this script (no readable settings.json)"
-        problems.add(where, what, f"Empty it yourself, or {OTHER}")
+        record = read_sealed(folder / "settings.json")
+        before, fingerprint, choices = record["settings"], record["data_sha256"], record.get("choices") or {}
+        if not isinstance(before, dict) or not isinstance(choices, dict):
+            raise ValueError("it holds no settings")
+    except (OSError, ValueError, KeyError) as error:
+        what, fix = "it holds files, but no run of this script (no settings.json)", "Empty it yourself"
+        if (folder / "settings.json").exists():
+            what = f"its settings.json is damaged ({error}), so nothing says what the run there was started with"
+            fix = f"Put the one of {folder.name}.zip or of another copy in its place"
+        problems.add(where, what, f"{fix}, or {OTHER}")
         return RunState(folder)
     if settings.OVERWRITE:
         for path in sorted(path for path in needed_files(settings) if path.is_relative_to(folder)):
             problems.add("OVERWRITE", f"it would delete {path}, which this run needs", f"Move that away, or {OTHER}")
         return RunState(folder, exists=True)
-    step, checkpoint = last_checkpoint(folder)
+    step, checkpoint, faults = find_checkpoint(folder)
     if settings.RESUME != "never" and (lost := unresumable(folder, step)):
         what = f"it holds {lost}, but not the optimizer state that it takes to continue (a run's zip has none)"
+        if faults and not step:
+            what += f"; {'; '.join(faults)}"
         use = f"Use it as it is (python scripts/evaluate.py --adapter {shlex.quote(str(folder))})"
         problems.add(where, what, f"{use}, set OVERWRITE=1 to delete it, or {OTHER}")
         return RunState(folder, exists=True)
-    check_resume(settings, folder, step, before, problems)
+    check_resume(settings, folder, max(step, complete_steps(folder)), before, problems)
     if rows and fingerprint != data_fingerprint(rows):
         fix = f"Restore the data to continue it, set OVERWRITE=1, or {OTHER}"
         problems.add("DATA", f"the run in {folder} was started on other rows", fix)
-    return RunState(folder, step, checkpoint, exists=True, choices=record.get("choices") or {})
+    if problems:
+        return RunState(folder, step, checkpoint, exists=True, choices=choices)
+    step, checkpoint, notes = check_logs(settings, folder, step, checkpoint, problems)
+    if faults:
+        notes.insert(0, f"{'; '.join(faults)}: set aside, the run {goes_on(step)}")
+    if checkpoint and read_manifest(checkpoint) is None:
+        notes.append(f"{checkpoint.name} has no manifest.json (an earlier version wrote it): taken without a check")
+    return RunState(folder, step, checkpoint, exists=True, choices=choices, notes=tuple(notes))
+
+
+def goes_on(step: int) -> str:
+    return f"continues from step {step}" if step else "starts at step 0"
+
+
+def check_logs(
+    settings: Settings, folder: Path, step: int, checkpoint: Path | None, problems: Problems
+) -> tuple[int, Path | None, list[str]]:
+    """The checkpoint to continue from, the last one to which both logs are whole, and what is repaired in them; a problem
+    where there is none."""
+    logs = read_logs(folder, step, checkpoint, settings.completions_per_step)
+    gaps = {name: rows.whole_to for name, rows in logs.items() if rows.whole_to < step}
+    if not gaps:
+        return step, checkpoint, [f"{name}: {words}" for name, rows in logs.items() for words in rows.repairs]
+    whole = min(gaps.values())
+    what = " and ".join(f"{name} is not whole at step {last + 1}" for name, last in gaps.items())
+    earlier, path, _ = find_checkpoint(folder, whole)
+    if path is None:
+        what = f"{what}, and no checkpoint is before it"
+        fix = f"Put the log of {folder.name}.zip or of another copy in its place, set OVERWRITE=1 to start again"
+        problems.add(f"OUTPUT_DIR={settings.OUTPUT_DIR}", what, f"{fix}, or {OTHER}")
+        return step, checkpoint, []
+    notes = [f"{what}: later checkpoints are set aside, the run {goes_on(earlier)}"]
+    logs = read_logs(folder, earlier, path, settings.completions_per_step)
+    return earlier, path, notes + [f"{name}: {words}" for name, rows in logs.items() for words in rows.repairs]
 
 
 def check_resume(settings: Settings, folder: Path, step: int, before: Mapping[str, Any], problems: Problems) -> None:
-    """The run in `folder`, at `step` and with the settings `before`, may go on with these settings. A setting that there
+    """The run in `folder`, which has come to `step` with the settings `before`, may go on with these settings. A setting that there
     is no longer hinders nothing."""
     where, delete = f"OUTPUT_DIR={settings.OUTPUT_DIR}", f"OVERWRITE=1 to delete it, or {OTHER}"
     if settings.RESUME == "never":
@@ -175,14 +263,19 @@ def prepare_run(run: RunState, settings: Settings, records: Mapping[str, Mapping
         shutil.rmtree(folder)
         folder.with_name(folder.name + ".zip").unlink(missing_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
+    later = [path for step, path in checkpoints(folder) if step > run.step]  # cut off, damaged, or without its logs
+    if later and (folder / COMPLETE).exists():  # what the finished run was for
+        kept = unused(folder, f"superseded-adapter-{complete_steps(folder) or 'last'}")
+        kept.mkdir()
+        for path in [*folder.glob("adapter_*"), *folder.glob("README.md")]:
+            shutil.copy2(path, kept)
     (folder / COMPLETE).unlink(missing_ok=True)  # TOTAL_STEPS was raised
-    for step, path in checkpoints(folder):
-        if step > run.step:  # most likely cut off while it was written
-            retire_checkpoint(path)
-    for name in ("metrics.csv", "completions.csv"):
-        trim_csv(folder / name, run.step)
+    for path in later:
+        retire_checkpoint(path)
+    for log in read_logs(folder, run.step, run.checkpoint, settings.completions_per_step).values():
+        log.write()
     for name, record in records.items():
-        write_text(folder / name, json.dumps(record, indent=2) + "\n")
+        write_text(folder / name, json.dumps(sealed(record), indent=2) + "\n")
 
 
 def retire_checkpoint(checkpoint: Path) -> None:
@@ -191,8 +284,13 @@ def retire_checkpoint(checkpoint: Path) -> None:
     if not (checkpoint / ADAPTER).is_file():
         shutil.rmtree(checkpoint)
         return
-    names = (f"superseded-{checkpoint.name}" + f".{count}" * (count > 1) for count in itertools.count(1))
-    checkpoint.rename(next(path for name in names if not (path := checkpoint.with_name(name)).exists()))
+    checkpoint.rename(unused(checkpoint.parent, f"superseded-{checkpoint.name}"))
+
+
+def unused(folder: Path, name: str) -> Path:
+    """`name`, or with a number behind it, as a path in `folder` where nothing is."""
+    names = (name + f".{count}" * (count > 1) for count in itertools.count(1))
+    return next(path for name in names if not (path := folder / name).exists())
 
 
 def lock_run(folder: Path) -> FileLock | None:
@@ -204,13 +302,6 @@ def lock_run(folder: Path) -> FileLock | None:
     with contextlib.suppress(Timeout):
         lock.acquire()
     return lock if lock.is_locked else None
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def continuation(folder: Path, settings: Mapping[str, Any]) -> str:

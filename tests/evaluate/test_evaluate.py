@@ -29,6 +29,7 @@ from grpo.evaluate.standalone import VllmModel, recorded_settings
 from grpo.preflight.choices import ClosedLoop
 from grpo.preflight.hub import find_model
 from grpo.rollout.engine import EngineError
+from grpo.run.durable import sealed
 from grpo.settings import Settings, load_settings
 from grpo.tasks.tes.record import ASKED, read_cases
 
@@ -92,8 +93,8 @@ def test_a_resumed_run_keeps_what_was_measured_before_it(run, tmp_path):
     for entry in record["windows"]:
         for name in ("base", "trained"):
             entry["policies"][name]["unparsed"] = 77
-    (folder / "evaluation.json").write_text(json.dumps(result))
-    (folder / "closed_loop.json").write_text(json.dumps(record))
+    (folder / "evaluation.json").write_text(json.dumps(sealed(result)))
+    (folder / "closed_loop.json").write_text(json.dumps(sealed(record)))
     done = run_script(**run.settings | {"OUTPUT_DIR": folder, "TOTAL_STEPS": 3})
     assert done.returncode == 0, done.stdout + done.stderr
     result, record = read(folder, "evaluation.json"), read(folder, "closed_loop.json")
