@@ -80,7 +80,8 @@ def was_written(path: Path) -> bool:
 
 def broken(path: Path, step: int) -> str | None:
     """Why the run cannot be continued from a checkpoint, in words; None where it can."""
-    if fault := damage(path) or next((f"{name} is missing" for name in CHECKPOINT_FILES if not (path / name).is_file()), None):  # fmt: skip
+    lost = [name for name in CHECKPOINT_FILES if not (path / name).is_file()]
+    if fault := damage(path) or (f"{lost[0]} is missing" if lost else None):
         return fault
     try:
         found = json.loads((path / "trainer_state.json").read_text(encoding="utf-8")).get("global_step", step)
@@ -169,7 +170,7 @@ def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> 
     except (OSError, ValueError, KeyError) as error:
         what, fix = "it holds files, but no run of this script (no settings.json)", "Empty it yourself"
         if (folder / "settings.json").exists():
-            what = f"its settings.json is damaged ({error}), so nothing says what the run there was started with"
+            what = f"its settings.json is damaged, or is no run's ({error}): nothing says what the run was started with"
             fix = f"Put the one of {folder.name}.zip or of another copy in its place"
         problems.add(where, what, f"{fix}, or {OTHER}")
         return RunState(folder)
@@ -226,8 +227,8 @@ def check_logs(
 
 
 def check_resume(settings: Settings, folder: Path, step: int, before: Mapping[str, Any], problems: Problems) -> None:
-    """The run in `folder`, which has come to `step` with the settings `before`, may go on with these settings. A setting that there
-    is no longer hinders nothing."""
+    """The run in `folder`, which has come to `step` with the settings `before`, may go on with these settings. A setting
+    that there is no longer hinders nothing."""
     where, delete = f"OUTPUT_DIR={settings.OUTPUT_DIR}", f"OVERWRITE=1 to delete it, or {OTHER}"
     if settings.RESUME == "never":
         problems.add(where, f"it holds a run (last checkpoint: step {step}) and RESUME=never", f"Set {delete}")

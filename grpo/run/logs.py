@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import logging
 import math
@@ -10,7 +11,7 @@ import os
 import select
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -168,19 +169,28 @@ def is_whole(header: Sequence[str], cells: Sequence[str]) -> bool:
 def read_rows(path: Path) -> tuple[list[list[str]], list[str], int]:
     """Rows of a log that may be missing; what stands behind its last line feed, which is no whole row; and how many lines
     held bytes that are no text."""
-    if not path.exists():
-        return [], [], 0
-    with path.open(newline="", encoding="utf-8", errors="surrogateescape") as file:
-        found = file.readlines()
-    lines = [line.replace("\0", "").encode("utf-8", "surrogateescape").decode("utf-8", "replace") for line in found]
-    rows = list(csv.reader(lines))
-    torn = rows.pop() if rows and not lines[-1].endswith("\n") else []
-    return rows, torn, sum(line != before for line, before in zip(lines, found, strict=True))
+    odd, end = 0, "\n"
+
+    def lines(file: TextIO) -> Iterator[str]:
+        nonlocal odd, end
+        for line in file:
+            text = line.replace("\0", "").encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+            odd, end = odd + (text != line), text[-1:]
+            yield text
+
+    rows: list[list[str]] = []
+    with (
+        contextlib.suppress(FileNotFoundError),
+        path.open(newline="", encoding="utf-8", errors="surrogateescape") as file,
+    ):
+        rows = list(csv.reader(lines(file)))
+    return rows, [] if end == "\n" else rows.pop(), odd
 
 
 def read_log(path: Path, last_step: int, per_step: int | None = None, header: Sequence[str] = ()) -> LogRows:
     """A log that is continued after `last_step`: rows after it (they will be written again) and what is no whole row are set
-    aside, a step that is there twice is kept once, and the checkpoint's header takes the place of a damaged one.
+    aside, a step that is there twice is kept once, and the checkpoint's header takes the place of a damaged one. Nothing
+    is written.
 
     per_step: rows of each step, None where it is unknown; header: the checkpoint's, empty where it does not say.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import shutil
 
 import pytest
@@ -72,7 +73,9 @@ def test_damaged_records_are_measured_again(finished, run, kind):
     folder, whole = finished
     for name in ("evaluation.json", COMPLETE, "best/best.json"):
         KINDS[kind](folder / name)
-    assert run(TOTAL_STEPS=3) == 0
+    os.utime(folder / "checkpoint-1", (4e9, 4e9))  # of a clock that was wrong
+    assert run(TOTAL_STEPS=3, SAVE_TOTAL_LIMIT=1) == 0
+    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-3"]
     log = (folder / "training.log").read_text(encoding="utf-8")
     assert "evaluation.json is damaged" in log and "Traceback" not in log
     assert_same_run(folder, whole)
