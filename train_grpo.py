@@ -43,16 +43,8 @@ from grpo.preflight.choices import choose_epsilon_high
 from grpo.preflight.hub import fetch_weights
 from grpo.run.archive import write_zip
 from grpo.run.best import recover_best
-from grpo.run.folder import (
-    COMPLETE,
-    continuation,
-    full_disk,
-    inspect_run,
-    lock_run,
-    prepare_run,
-    run_folder,
-    write_text,
-)
+from grpo.run.durable import sealed, sync_files, write_text
+from grpo.run.folder import COMPLETE, continuation, full_disk, inspect_run, lock_run, prepare_run, run_folder
 from grpo.run.logs import FILE_ONLY, start_logging
 from grpo.run.signals import StopRequest
 from grpo.settings import Problems, Settings, flag_answers, help_text, listed, log
@@ -243,7 +235,8 @@ def train(preflight_result: Preflight) -> int:
             again = continuation(folder, vars(s))
             log.warning("interrupted at step %d; %s. So far: %s", steps, again, archive)
             return 128 + stop.signal
-        write_text(folder / COMPLETE, json.dumps({"steps": steps}) + "\n")
+        sync_files(folder)
+        write_text(folder / COMPLETE, json.dumps(sealed({"steps": steps})) + "\n")
         seconds = time.time() - started
         log.info("complete: %d steps in %.0f s. Adapter: %s, download: %s", steps, seconds, folder, archive)
         return 0
@@ -254,7 +247,7 @@ def train(preflight_result: Preflight) -> int:
 
 # Settings that GRPOConfig knows by the same name.
 TRLS = ("NUM_GENERATIONS", "TEMPERATURE", "TOP_P", "LEARNING_RATE", "WARMUP_STEPS", "WEIGHT_DECAY", "MAX_GRAD_NORM", "BETA",
-        "LOSS_TYPE", "EPSILON", "GRADIENT_CHECKPOINTING", "SAVE_STEPS", "SAVE_TOTAL_LIMIT", "SEED")  # fmt: skip
+        "LOSS_TYPE", "EPSILON", "GRADIENT_CHECKPOINTING", "SAVE_STEPS", "SEED")  # fmt: skip
 
 
 def grpo_options(s: Settings, cuda: bool, specs: Sequence[tuple[str, float]], scale_rewards: str) -> dict[str, Any]:

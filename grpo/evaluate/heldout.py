@@ -17,7 +17,7 @@ from grpo.data.scoring import FINAL, GARBAGE, Completion, completion_rates, scor
 from grpo.evaluate.exact import answer_probabilities
 from grpo.learn.trainer import Trainer
 from grpo.model.load import evaluating
-from grpo.run.folder import write_text
+from grpo.run.durable import is_intact, read_sealed, sealed, write_text
 from grpo.settings import log
 
 
@@ -159,8 +159,8 @@ def measure_rewards(trainer: Trainer, rows: Sequence[Row], exact: bool, base: bo
     results: dict[str, Any] = rewards.baselines(worth) if all(worth) else {}
     results |= {"samples": s.EVAL_SAMPLES, "temperature": s.EVAL_TEMPERATURE, "exact": exact}
     results["data_sha256"] = data_fingerprint(rows)
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        earlier = json.loads(path.read_text(encoding="utf-8"))
+    earlier = read_sealed(path) if is_intact(path) else {}
+    with contextlib.suppress(KeyError, TypeError):
         same = all(earlier[name] == results[name] for name in ("samples", "temperature", "exact", "data_sha256"))
         if same and len(earlier["before"]["reward_by_prompt"]) == len(rows):
             results |= {name: earlier[name] for name in ("before", "before_greedy")}
@@ -173,6 +173,6 @@ def measure_rewards(trainer: Trainer, rows: Sequence[Row], exact: bool, base: bo
         scores = (results[name]["reward_by_prompt"] for name in ("before", "after"))
         results["difference"] = rewards.paired_difference(*scores)
         told = f"\n{table(results)}\n"
-    write_text(path, json.dumps(results, indent=2) + "\n")
+    write_text(path, json.dumps(sealed(results), indent=2) + "\n")
     log.info("%s", told)
     return results

@@ -12,7 +12,7 @@ import matplotlib.style
 from grpo.evaluate.figures import FILES, STYLE
 from grpo.evaluate.report import SECTIONS, facts, guarded, plant_verdict, reward_verdict, tiles
 from grpo.evaluate.run_data import ReportError, read_run
-from grpo.run.folder import write_text
+from grpo.run.durable import write_text
 from grpo.run.logs import METRICS
 
 # The template escapes every value by itself; nothing is marked as safe.

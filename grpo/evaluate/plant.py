@@ -12,6 +12,7 @@ from grpo.data.prompts import render
 from grpo.evaluate.heldout import exact_probabilities, generate_completions
 from grpo.learn.trainer import Trainer
 from grpo.preflight.checks import Preflight
+from grpo.run.durable import is_intact, sealed
 from grpo.settings import log
 from grpo.tasks.tes.closed_loop import DECISIONS
 from grpo.tasks.tes.plant import Plant
@@ -64,7 +65,9 @@ def plant_record(check: Preflight, trainer: Trainer) -> Record:
     s, plan = trainer.run.settings, check.closed_loop
     given = (plan.cases, plan.profiles, s.EVAL_SAMPLES, False, sampling_of(s, plan.prompt))
     record = new_record(*given, exact=check.evaluation[0])
-    keep_models(record, trainer.run.folder / CLOSED_LOOP, ("base",))
+    path = trainer.run.folder / CLOSED_LOOP
+    if is_intact(path):
+        keep_models(record, path, ("base",))
     return record
 
 
@@ -78,7 +81,7 @@ def measure_closed_loop(check: Preflight, trainer: Trainer, base: bool) -> Recor
     name, record = "base" if base else "trained", plant_record(check, trainer)
     if not {name, name + GREEDY} <= record["totals"].keys():
         run_plant(check, trainer, record, name)
-    write_record(record, trainer.run.folder / CLOSED_LOOP)
+    write_record(sealed(record), trainer.run.folder / CLOSED_LOOP)
     regret = record["totals"][name]["regret_percent"]
     shown = "" if regret is None else f": regret {regret:.1f} % of the optimum's priced CO2"
     log.info("closed loop, %s model%s (%.1f s)", name, shown, time.perf_counter() - started)

@@ -16,7 +16,7 @@ from grpo.learn.trainer import Trainer
 from grpo.preflight.checks import Preflight
 from grpo.run import best
 from grpo.run.archive import model_card
-from grpo.run.folder import write_text
+from grpo.run.durable import write_text
 from grpo.run.logs import banner_text
 from grpo.settings import log
 

@@ -19,7 +19,8 @@ from grpo.model.load import in_working_type, load_adapter, load_model, load_toke
 from grpo.preflight.adapter import lora_options
 from grpo.preflight.checks import Preflight, run_records
 from grpo.run.archive import model_card
-from grpo.run.folder import prepare_run, run_folder, write_text
+from grpo.run.durable import write_text
+from grpo.run.folder import prepare_run, run_folder
 from grpo.settings import Settings
 
 # Settings that SFTConfig knows by the same name.

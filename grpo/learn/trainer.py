@@ -35,7 +35,8 @@ from grpo.preflight.memory import HEAD_TILE, Plan, micro_batch_tokens
 from grpo.rollout.engine import Engine, gpu_used_gib
 from grpo.run.archive import model_card
 from grpo.run.best import read_best, which_to_load
-from grpo.run.folder import write_text
+from grpo.run.durable import begin_checkpoint, finish_checkpoint, write_text
+from grpo.run.folder import rotate_checkpoints
 from grpo.run.logs import EVALUATED, RunLog
 from grpo.run.signals import StopRequest
 from grpo.settings import Settings
@@ -183,6 +184,15 @@ class Trainer(GRPOTrainer):
         write_text(
             Path(folder) / "README.md", model_card(self.run.settings, self.state.global_step, self.functions, note)
         )
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        """Behind the last file of the checkpoint comes its manifest, and only then the oldest one goes. By step: transformers
+        goes by modification times, and would delete a new checkpoint where older ones are dated later."""
+        checkpoint = self.run.folder / f"checkpoint-{self.state.global_step}"
+        begin_checkpoint(checkpoint)
+        super()._save_checkpoint(model, trial)
+        finish_checkpoint(checkpoint, self.run_log.sync())
+        rotate_checkpoints(self.run.folder, self.run.settings.SAVE_TOTAL_LIMIT)
 
     def _get_train_sampler(self, dataset: Any = None) -> list[int]:
         s = self.run.settings

@@ -25,7 +25,7 @@ def banner(preflight_result: Preflight) -> str:
         lines.append(f"  {name:<22} {value:<28} {unit:<12} {preflight_result.sources[name]}")
     lines += ["", "This run", *(f"  {title:<13} {text}" for title, text in facts(preflight_result))]
     p = preflight_result
-    warnings = [attention_warning(p.attention[0]), p.garbage_warning, *data_warnings(p)]
+    warnings = [attention_warning(p.attention[0]), p.garbage_warning, *data_warnings(p), *p.run.notes]
     return "\n".join([*lines, *map(banner_text, filter(None, warnings))])
 
 

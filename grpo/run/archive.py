@@ -11,8 +11,9 @@ import sys
 import zipfile
 from pathlib import Path
 
-from grpo.run.files import whole_file
-from grpo.run.folder import BEST, SETTINGS, run_folder, zip_of
+from grpo.run.durable import read_sealed, sealed, whole_file
+from grpo.run.folder import BEST, run_folder
+from grpo.run.place import SETTINGS, zip_of
 from grpo.settings import ROOT, Settings
 
 TINY = "data/tiny"  # from the project's folder
@@ -94,10 +95,14 @@ def write_zip(folder: Path) -> Path:
                 continue
             name = path.relative_to(folder.parent)
             if path.name in PATHS_IN:
-                text = path.read_text(encoding="utf-8", errors="surrogateescape")
+                text = without_paths(folder, path.read_text(encoding="utf-8", errors="surrogateescape"))
+                if path.name == SETTINGS:  # other values, another checksum
+                    with contextlib.suppress(ValueError):  # damaged, and so it stays
+                        read_sealed(path)
+                        text = json.dumps(sealed(json.loads(text)), indent=2) + "\n"
                 about = zipfile.ZipInfo.from_file(path, name, strict_timestamps=False)
                 about.compress_type = zipfile.ZIP_DEFLATED
-                archive.writestr(about, without_paths(folder, text).encode("utf-8", "surrogateescape"), compresslevel=1)
+                archive.writestr(about, text.encode("utf-8", "surrogateescape"), compresslevel=1)
             else:
                 archive.write(path, name)
     return zip_of(folder)

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo.run.folder import BEST, write_text
+from grpo.run.durable import read_sealed, sealed, write_text
+from grpo.run.folder import BEST
 
 Record = dict[str, Any]  # best.json
 FIGURES = {"plant": "plant_regret", "reward": "heldout_reward"}  # by BEST_BY
@@ -23,10 +24,9 @@ def better(by: str, value: float, than: float) -> bool:
 
 
 def read_best(folder: Path) -> Record:
-    """best.json of the run in `folder`; empty where there is none."""
+    """best.json of the run in `folder`; empty where there is none, or a damaged one."""
     with contextlib.suppress(OSError, ValueError):
-        found = json.loads((folder / BEST / "best.json").read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else {}
+        return read_sealed(folder / BEST / "best.json")
     return {}
 
 
@@ -59,7 +59,7 @@ def keep_best(
         record["in_words"] = in_words(record)
         replace_best(folder, lambda new: save(new, record), record)
     else:
-        write_text(folder / BEST / "best.json", json.dumps(record, indent=1) + "\n")
+        write_text(folder / BEST / "best.json", json.dumps(sealed(record), indent=1) + "\n")
     return record
 
 
@@ -70,7 +70,7 @@ def replace_best(folder: Path, save: Callable[[Path], None], record: Record) -> 
     try:
         new.mkdir()
         save(new)
-        write_text(new / "best.json", json.dumps(record, indent=1) + "\n")  # last: with it the folder is whole
+        write_text(new / "best.json", json.dumps(sealed(record), indent=1) + "\n")  # last: with it the folder is whole
     except Exception:  # a full disk has no room for a part of it
         shutil.rmtree(new, ignore_errors=True)
         raise

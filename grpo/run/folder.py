@@ -9,7 +9,6 @@ import errno
 import itertools
 import json
 import os
-import re
 import shlex
 import shutil
 import sys
@@ -20,8 +19,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo.data.files import Row, data_fingerprint, find_files
-from grpo.run.files import whole_file
-from grpo.run.logs import trim_csv
+from grpo.run.durable import damage, read_manifest, read_sealed, sealed, write_text
+from grpo.run.logs import LogRows, read_log
+from grpo.run.place import (
+    DELETING,
+    NO_RUN,
+    OTHER,
+    SETTINGS,
+    check_neighbours,
+    delete_run,
+    foreign_files,
+    last_change,
+    lock_of,
+    zip_of,
+)
 from grpo.settings import MAY_CHANGE, Problems, Settings, show
 
 if TYPE_CHECKING:
@@ -39,11 +50,6 @@ def existing_parent(path: Path) -> Path:
 COMPLETE = "complete.json"  # the very last file that a run writes, after its zip
 ADAPTER = "adapter_model.safetensors"
 BEST = "best"  # folder of the best evaluated adapter (grpo/run/best.py)
-SETTINGS, DELETING = "settings.json", "deleting.json"  # what the former is called while OVERWRITE=1 deletes the rest
-NO_RUN = {
-    SETTINGS + ".tmp",
-    "lost+found",
-}  # a kill in a run's first write leaves the one, a new file system has the other
 CHECKPOINT_FILES = ("trainer_state.json", ADAPTER, "optimizer.pt", "scheduler.pt")
 
 
@@ -58,6 +64,7 @@ class RunState:
     choices: dict[str, Any] = field(default_factory=dict)
     foreign: tuple[str, ...] = ()  # what OVERWRITE=1 deletes although no run writes anything of that name
     changed: int = 0  # with OVERWRITE=1: when the folder last did (ns), see `last_change`
+    notes: tuple[str, ...] = ()  # what was found damaged, and what becomes of it
 
 
 def run_folder(settings: Settings) -> Path:
@@ -72,41 +79,80 @@ def checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 
 def was_written(path: Path) -> bool:
-    """Whether a checkpoint was written to its end, which is trainer_state.json, and still holds its adapter."""
-    with contextlib.suppress(ValueError, OSError):
-        json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
+    """Whether a checkpoint was written to its end, damaged since or not, and still holds its adapter."""
+    try:
+        manifest = read_manifest(path)
+    except (OSError, ValueError):  # damaged, so it was there: its state may be damaged as well
         return (path / ADAPTER).is_file()
+    with contextlib.suppress(ValueError, OSError):
+        if manifest is None:  # trainer_state.json was the end
+            json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
+        return manifest != {} and (path / ADAPTER).is_file()
     return False
 
 
-def last_checkpoint(folder: Path) -> tuple[int, Path | None]:
-    """Step and folder of the last complete checkpoint: one that was cut off while it was written does not count."""
+def broken(path: Path, step: int) -> str | None:
+    """Why the run cannot be continued from a checkpoint, in words; None where it can."""
+    lost = [name for name in CHECKPOINT_FILES if not (path / name).is_file()]
+    if fault := damage(path) or (f"{lost[0]} is missing" if lost else None):
+        return fault
+    try:
+        found = json.loads((path / "trainer_state.json").read_text(encoding="utf-8")).get("global_step", step)
+    except (OSError, ValueError, AttributeError):
+        return "trainer_state.json is damaged"
+    return None if found == step else f"its trainer_state.json is of step {found}"
+
+
+def find_checkpoint(folder: Path, most: int | None = None) -> tuple[int, Path | None, list[str]]:
+    """Step and folder of the last checkpoint that can be continued, not after step `most`, 0 and None without one; and what
+    is wrong with each that is later."""
+    faults = []
     for step, path in reversed(checkpoints(folder)):
-        if was_written(path) and all((path / name).is_file() for name in CHECKPOINT_FILES):
-            return step, path
-    return 0, None
+        if most is None or step <= most:
+            fault = broken(path, step)
+            if not fault:
+                return step, path, faults
+            faults.append(f"{path.name}: {fault}")
+    return 0, None, faults
+
+
+def last_checkpoint(folder: Path) -> tuple[int, Path | None]:
+    """Step and folder of the last complete checkpoint: one that was cut off or damaged does not count."""
+    return find_checkpoint(folder)[:2]
+
+
+def rotate_checkpoints(folder: Path, limit: int) -> None:
+    """Delete all checkpoints but the `limit` last ones, by step: modification times tell nothing after a copy, or where the
+    clock was wrong."""
+    for _, path in checkpoints(folder)[:-limit]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def read_logs(folder: Path, step: int, checkpoint: Path | None, completions: int | None) -> dict[str, LogRows]:
+    """The logs of the run in `folder` by their names, read for going on after `step` from its checkpoint: metrics.csv with
+    one row a step, completions.csv with `completions` of them (None: unknown)."""
+    headers = ((checkpoint and read_manifest(checkpoint)) or {}).get("logs", {})
+    rows = {"metrics.csv": 1, "completions.csv": completions}
+    return {name: read_log(folder / name, step, count, headers.get(name, ())) for name, count in rows.items()}
+
+
+def complete_steps(folder: Path) -> int:
+    """Steps of the complete run in `folder`; 0 where it is not complete, or does not say."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return int(read_sealed(folder / COMPLETE)["steps"])
+    return 0
 
 
 def unresumable(folder: Path, step: int) -> str | None:
     """What training on from `step`, that of the last complete checkpoint, would replace although it is of a later step;
     None where there is no such thing. An unpacked zip is like that, and a run whose checkpoints were deleted."""
-    steps = 0
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        steps = json.loads((folder / COMPLETE).read_text(encoding="utf-8"))["steps"]
-    if steps > step:
+    steps = complete_steps(folder)
+    if steps > step and not (step and (folder / f"checkpoint-{steps}").is_dir()):  # damaged: `prepare_run` keeps both
         return f"a complete run of {steps} steps"
     if not step and (folder / ADAPTER).is_file():  # no run leaves it without a checkpoint
         return "a trained adapter"
     stripped = [path.name for _, path in checkpoints(folder) if was_written(path)]
     return f"the adapter of {stripped[-1]}" if stripped and not step else None
-
-
-OTHER = "choose another OUTPUT_DIR"
-OWN = re.compile(
-    r"(superseded-)?checkpoint-\d+(\.\d+)?|(metrics|completions)(\.superseded)?\.csv|best|best\.old|report|report\.html|.*\.tmp"
-    r"|(settings|deleting|versions|evaluation|closed_loop|complete|adapter_config|.*token.*)\.json|training\.log|README\.md"
-    r"|adapter_model\.safetensors|chat_template\.jinja|tokenizer\.model|training_args\.bin|runs"  # runs: tensorboard's
-)
 
 
 def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> RunState:
@@ -131,11 +177,16 @@ def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> 
         return RunState(folder)
     half = (folder / DELETING).is_file()
     try:
-        record = json.loads((folder / (DELETING if half else SETTINGS)).read_text(encoding="utf-8"))
-        before, fingerprint = record["settings"], record["data_sha256"]
-    except (OSError, ValueError, KeyError, TypeError):
-        what = "it holds files, but no run of this script (no readable settings.json)"
-        problems.add(where, what, f"Empty it yourself, or {OTHER}")
+        record = read_sealed(folder / (DELETING if half else SETTINGS))
+        before, fingerprint, choices = record["settings"], record["data_sha256"], record.get("choices") or {}
+        if not isinstance(before, dict) or not isinstance(choices, dict):
+            raise ValueError("it holds no settings")
+    except (OSError, ValueError, KeyError) as error:
+        what, fix = "it holds files, but no run of this script (no settings.json)", "Empty it yourself"
+        if (folder / SETTINGS).exists():
+            what = f"its settings.json is damaged, or is no run's ({error}): nothing says what the run was started with"
+            fix = f"Put the one of {folder.name}.zip or of another copy in its place"
+        problems.add(where, what, f"{fix}, or {OTHER}")
         return RunState(folder)
     if settings.OVERWRITE:
         for path in sorted(path for path in needed_files(settings) if path.is_relative_to(folder)):
@@ -145,54 +196,57 @@ def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> 
         what = "an OVERWRITE=1 that was deleting the run in it did not come to its end"
         problems.add(where, what, f"Set OVERWRITE=1 to delete the rest and start again, or {OTHER}")
         return RunState(folder, exists=True)
-    step, checkpoint = last_checkpoint(folder)
+    step, checkpoint, faults = find_checkpoint(folder)
     if settings.RESUME != "never" and (lost := unresumable(folder, step)):
         what = f"it holds {lost}, but not the optimizer state that it takes to continue (a run's zip has none)"
+        if faults and not step:
+            what += f"; {'; '.join(faults)}"
         use = f"Use it as it is (python scripts/evaluate.py --adapter {shlex.quote(str(folder))})"
         problems.add(where, what, f"{use}, set OVERWRITE=1 to delete it, or {OTHER}")
         return RunState(folder, exists=True)
-    check_resume(settings, folder, step, before, problems)
+    check_resume(settings, folder, max(step, complete_steps(folder)), before, problems)
     if rows and fingerprint != data_fingerprint(rows):
         fix = f"Restore the data to continue it, set OVERWRITE=1, or {OTHER}"
         problems.add("DATA", f"the run in {folder} was started on other rows", fix)
-    return RunState(folder, step, checkpoint, exists=True, choices=record.get("choices") or {})
+    if problems:
+        return RunState(folder, step, checkpoint, exists=True, choices=choices)
+    step, checkpoint, notes = check_logs(settings, folder, step, checkpoint, problems)
+    if faults:
+        notes.insert(0, f"{'; '.join(faults)}: set aside, the run {goes_on(step)}")
+    if checkpoint and read_manifest(checkpoint) is None:
+        notes.append(f"{checkpoint.name} has no manifest.json (an earlier version wrote it): taken without a check")
+    return RunState(folder, step, checkpoint, exists=True, choices=choices, notes=tuple(notes))
 
 
-def zip_of(folder: Path) -> Path:
-    """OUTPUT_DIR.zip."""
-    return folder.with_name(folder.name + ".zip")
+def goes_on(step: int) -> str:
+    return f"continues from step {step}" if step else "starts at step 0"
 
 
-def lock_of(folder: Path) -> Path:
-    """The lock file beside OUTPUT_DIR."""
-    return folder.with_name(f".{folder.name}.lock")
-
-
-def check_neighbours(folder: Path, where: str, problems: Problems) -> None:
-    """What a run writes beside its folder can be written: nothing else has these names, and the lock is no link, which
-    others may have put into a shared folder to have its target written to."""
-    lock, archive = lock_of(folder), zip_of(folder)
-    if lock.is_symlink() or (lock.exists() and not (lock.is_file() and os.access(lock, os.W_OK))):
-        what = "a link" if lock.is_symlink() else "not a file that you may write"
-        problems.add(where, f"its lock {lock} is {what}", f"Remove that, or {OTHER}")
-    if archive.exists() and not archive.is_file():
-        problems.add(where, f"its zip {archive} is not a file", f"Move that away, or {OTHER}")
-
-
-def foreign_files(folder: Path) -> tuple[str, ...]:
-    """Names in OUTPUT_DIR of what no run of this script writes; inside of a run's own folders nobody looks."""
-    names = (path.name + "/" * path.is_dir() for path in sorted(folder.iterdir()))
-    return tuple(name for name in names if not OWN.fullmatch(name.rstrip("/")) and name.rstrip("/") not in NO_RUN)
-
-
-def last_change(folder: Path) -> int:
-    """When something in OUTPUT_DIR was last written, made or deleted (ns since 1970); its subfolders' contents aside."""
-    return max(path.lstat().st_mtime_ns for path in (folder, *folder.iterdir()))
+def check_logs(
+    settings: Settings, folder: Path, step: int, checkpoint: Path | None, problems: Problems
+) -> tuple[int, Path | None, list[str]]:
+    """The checkpoint to continue from, the last one to which both logs are whole, and what is repaired in them; a problem
+    where there is none."""
+    logs = read_logs(folder, step, checkpoint, settings.completions_per_step)
+    gaps = {name: rows.whole_to for name, rows in logs.items() if rows.whole_to < step}
+    if not gaps:
+        return step, checkpoint, [f"{name}: {words}" for name, rows in logs.items() for words in rows.repairs]
+    whole = min(gaps.values())
+    what = " and ".join(f"{name} is not whole at step {last + 1}" for name, last in gaps.items())
+    earlier, path, _ = find_checkpoint(folder, whole)
+    if path is None:
+        what = f"{what}, and no checkpoint is before it"
+        fix = f"Put the log of {folder.name}.zip or of another copy in its place, set OVERWRITE=1 to start again"
+        problems.add(f"OUTPUT_DIR={settings.OUTPUT_DIR}", what, f"{fix}, or {OTHER}")
+        return step, checkpoint, []
+    notes = [f"{what}: later checkpoints are set aside, the run {goes_on(earlier)}"]
+    logs = read_logs(folder, earlier, path, settings.completions_per_step)
+    return earlier, path, notes + [f"{name}: {words}" for name, rows in logs.items() for words in rows.repairs]
 
 
 def check_resume(settings: Settings, folder: Path, step: int, before: Mapping[str, Any], problems: Problems) -> None:
-    """The run in `folder`, at `step` and with the settings `before`, may go on with these settings. A setting that there
-    is no longer hinders nothing."""
+    """The run in `folder`, which has come to `step` with the settings `before`, may go on with these settings. A setting
+    that there is no longer hinders nothing."""
     where, delete = f"OUTPUT_DIR={settings.OUTPUT_DIR}", f"OVERWRITE=1 to delete it, or {OTHER}"
     if settings.RESUME == "never":
         problems.add(where, f"it holds a run (last checkpoint: step {step}) and RESUME=never", f"Set {delete}")
@@ -227,26 +281,19 @@ def prepare_run(run: RunState, settings: Settings, records: Mapping[str, Mapping
     if run.exists and settings.OVERWRITE:
         delete_run(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    later = [path for step, path in checkpoints(folder) if step > run.step]  # cut off, damaged, or without its logs
+    if later and (folder / COMPLETE).exists():  # what the finished run was for
+        kept = unused(folder, f"superseded-adapter-{complete_steps(folder) or 'last'}")
+        kept.mkdir()
+        for path in [*folder.glob("adapter_*"), *folder.glob("README.md")]:
+            shutil.copy2(path, kept)
     (folder / COMPLETE).unlink(missing_ok=True)  # TOTAL_STEPS was raised
-    for step, path in checkpoints(folder):
-        if step > run.step:  # most likely cut off while it was written
-            retire_checkpoint(path)
-    for name in ("metrics.csv", "completions.csv"):
-        trim_csv(folder / name, run.step)
+    for path in later:
+        retire_checkpoint(path)
+    for log in read_logs(folder, run.step, run.checkpoint, settings.completions_per_step).values():
+        log.write()
     for name, record in records.items():
-        write_text(folder / name, json.dumps(record, indent=2) + "\n")
-
-
-def delete_run(folder: Path) -> None:
-    """Delete the zip of the run in `folder` and empty that. The folder itself stays: it may be a mount point. Cut off, it
-    holds DELETING, by which `inspect_run` knows what was begun."""
-    with contextlib.suppress(FileNotFoundError):  # cut off once before
-        os.replace(folder / SETTINGS, folder / DELETING)
-    zip_of(folder).unlink(missing_ok=True)
-    for path in folder.iterdir():
-        if path.name not in (DELETING, *NO_RUN):
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    (folder / DELETING).unlink()
+        write_text(folder / name, json.dumps(sealed(record), indent=2) + "\n")
 
 
 def retire_checkpoint(checkpoint: Path) -> None:
@@ -255,8 +302,13 @@ def retire_checkpoint(checkpoint: Path) -> None:
     if not (checkpoint / ADAPTER).is_file():
         shutil.rmtree(checkpoint)
         return
-    names = (f"superseded-{checkpoint.name}" + f".{count}" * (count > 1) for count in itertools.count(1))
-    checkpoint.rename(next(path for name in names if not (path := checkpoint.with_name(name)).exists()))
+    checkpoint.rename(unused(checkpoint.parent, f"superseded-{checkpoint.name}"))
+
+
+def unused(folder: Path, name: str) -> Path:
+    """`name`, or with a number behind it, as a path in `folder` where nothing is."""
+    names = (name + f".{count}" * (count > 1) for count in itertools.count(1))
+    return next(path for name in names if not (path := folder / name).exists())
 
 
 def lock_run(folder: Path) -> FileLock | None:
@@ -269,12 +321,6 @@ def lock_run(folder: Path) -> FileLock | None:
     with contextlib.suppress(Timeout):
         lock.acquire()
     return lock if lock.is_locked else None
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    with whole_file(path) as temporary, temporary.open("x", encoding="utf-8") as file:
-        file.write(text)
 
 
 def continuation(folder: Path, settings: Mapping[str, Any]) -> str:
@@ -293,7 +339,7 @@ def full_disk(error: BaseException, folder: Path) -> str | None:
     safetensors and torch.save raise no OSError (torch: `enforce fail at inline_container.cc`, for every failed write).
     """
     ours = f"OUTPUT_DIR={folder}"
-    places = {ours: str(folder)} | {name: name for name in (tempfile.gettempdir(), "/dev/shm") if Path(name).exists()}
+    places = {ours: str(existing_parent(folder))} | {name: name for name in (tempfile.gettempdir(), "/dev/shm") if Path(name).exists()}
     full = {name: name for name, place in places.items() if shutil.disk_usage(place).free < 2**26}
     for name, place in places.items():
         files = os.statvfs(place)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import logging
 import math
@@ -10,12 +11,14 @@ import os
 import select
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TextIO
 
 from grpo.data.scoring import Completion, completion_rates, is_answer
+from grpo.run.durable import whole_file
 from grpo.run.pace import Pace
 from grpo.settings import log
 from rewards import best_action
@@ -63,6 +66,7 @@ METRICS = {
     "gpu_peak_gib": ("GiB", "Most GPU memory that the driver says is in use (other programs' included), read where a rollout is generated, before vLLM sleeps, and where the step ends; empty without a GPU."),
 }  # fmt: skip
 # Behind them, named by `function_column`: the unweighted mean of each reward function.
+NUMBERS = METRICS.keys() - {"step", "time"}
 EVALUATED = ("heldout_reward", "plant_regret", "plant_unserved_kwh", "eval_s")  # empty in most steps
 # Every column of completions.csv, in order.
 COMPLETIONS = {
@@ -81,6 +85,9 @@ PROMPT = "prompt"  # a further column with LOG_PROMPTS=1, the rendered prompt; b
 def function_column(name: str) -> str:
     """The column of a reward function in both files, by its name in the logs."""
     return f"reward/{name}"
+
+
+csv.field_size_limit(2**31 - 1)  # a completion may be longer than the 131,072 characters that Python reads
 
 
 def write_rows(file: TextIO, rows: Iterable[Sequence[Any]]) -> None:
@@ -106,6 +113,7 @@ class CsvLog:
                 rows = list(reader) if reader.fieldnames not in (None, every) else []
             if rows:
                 rewrite(path, [every, *([row.get(name) or "" for name in every] for row in rows)])
+        self.header = [*self.columns, *self.more]
         self.file = path.open("a", newline="", encoding="utf-8")
         if not path.stat().st_size:
             self.write([{name: name for name in self.columns}])
@@ -114,32 +122,112 @@ class CsvLog:
         write_rows(self.file, ([row[name] for name in self.columns] + [""] * len(self.more) for row in rows))
         self.file.flush()
 
+    def sync(self) -> None:
+        """Have what was written on the disk, not in memory alone."""
+        os.fsync(self.file.fileno())
 
-def trim_csv(path: Path, last_step: int) -> None:
-    """Move the rows after `last_step` (they will be written again), and a row that was cut off, from a log that may be
-    missing to NAME.superseded.csv, below the header: nothing written is lost."""
-    if not path.exists():
-        return
-    kept: list[list[str]] = []
-    dropped: list[list[str]] = []
-    with path.open(newline="", encoding="utf-8", errors="replace") as file:
-        for cells in csv.reader(line.replace("\0", "") for line in file):
-            whole = not kept or (len(cells) == len(kept[0]) and cells[0].isdigit() and int(cells[0]) <= last_step)
-            (kept if whole else dropped).append(cells)
-    if dropped:
-        with path.with_name(path.stem + ".superseded.csv").open("a+", newline="", encoding="utf-8") as file:
-            file.seek(0)
-            known = next(csv.reader(file), None)  # another one: an earlier version set rows aside
-            write_rows(file, dropped if known == kept[0] else [kept[0], *dropped])
-        rewrite(path, kept)
+
+@dataclass
+class LogRows:
+    """A log as `read_log` found it: the rows to keep and those to set aside, each a list of cells, the last step to which no
+    row is missing, and what is repaired by writing them."""
+
+    path: Path
+    header: list[str] = field(default_factory=list)
+    kept: list[list[str]] = field(default_factory=list)
+    aside: list[list[str]] = field(default_factory=list)
+    whole_to: int = 0
+    repairs: list[str] = field(default_factory=list)
+
+    def write(self) -> None:
+        """Leave in the log what is kept, and add the rest to NAME.superseded.csv, below the header: nothing is lost."""
+        if self.aside:
+            aside = self.path.with_name(self.path.stem + ".superseded.csv")
+            with aside.open("a+", newline="", encoding="utf-8", errors="replace") as file:
+                file.seek(0)
+                known = next(csv.reader(file), None)  # another one: an earlier version set rows aside
+                write_rows(file, self.aside if known == self.header or not self.header else [self.header, *self.aside])
+        if not self.kept:
+            self.path.unlink(missing_ok=True)  # `CsvLog` begins it again
+        elif self.aside or self.repairs:
+            rewrite(self.path, [self.header, *self.kept])
+
+
+def is_whole(header: Sequence[str], cells: Sequence[str]) -> bool:
+    """Whether a row has a step, as many cells as the header, and numbers or nothing where these belong."""
+    if not cells or len(cells) != len(header) or not (cells[0].isascii() and cells[0].isdigit()):
+        return False
+    try:
+        for name, cell in zip(header, cells, strict=True):
+            if cell and (name in NUMBERS or name.startswith(function_column(""))):
+                float(cell)
+    except ValueError:
+        return False
+    return True
+
+
+def read_rows(path: Path) -> tuple[list[list[str]], list[str], int]:
+    """Rows of a log that may be missing; what stands behind its last line feed, which is no whole row; and how many lines
+    held bytes that are no text."""
+    odd, end = 0, "\n"
+
+    def lines(file: TextIO) -> Iterator[str]:
+        nonlocal odd, end
+        for line in file:
+            text = line.replace("\0", "").encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+            odd, end = odd + (text != line), text[-1:]
+            yield text
+
+    rows: list[list[str]] = []
+    with (
+        contextlib.suppress(FileNotFoundError),
+        path.open(newline="", encoding="utf-8", errors="surrogateescape") as file,
+    ):
+        rows = list(csv.reader(lines(file)))
+    return rows, [] if end == "\n" else rows.pop(), odd
+
+
+def read_log(path: Path, last_step: int, per_step: int | None = None, header: Sequence[str] = ()) -> LogRows:
+    """A log that is continued after `last_step`: rows after it (they will be written again) and what is no whole row are set
+    aside, a step that is there twice is kept once, and the checkpoint's header takes the place of a damaged one. Nothing
+    is written.
+
+    per_step: rows of each step, None where it is unknown; header: the checkpoint's, empty where it does not say.
+    """
+    log, (rows, torn, odd) = LogRows(path), read_rows(path)
+    first = rows[0] if rows else []
+    if first[:1] == ["step"] and set(header) <= set(first):
+        log.header, rows = first, rows[1:]
+    else:
+        log.header, rows = list(header), rows if is_whole(header, first) else rows[1:]
+        log.repairs += ["its header was missing or damaged"] * bool(header)
+    log.repairs += [f"{odd} lines held bytes that are no text"] * bool(odd)
+    steps: dict[int, list[list[str]]] = {}
+    for cells in rows:
+        if is_whole(log.header, cells) and 0 < int(cells[0]) <= last_step:
+            steps.setdefault(int(cells[0]), []).append(cells)
+        elif cells:
+            log.aside.append(cells)
+    log.aside += [torn] * bool(torn)
+    log.repairs += ["its steps were not in order"] * (list(steps) != sorted(steps))
+    for step in sorted(steps):
+        found, count = steps[step], per_step or len(steps[step])
+        if (times := len(found) // count) > 1 and found == found[:count] * times:
+            log.repairs.append(f"step {step} was there {times} times")
+            log.aside += found[count:]
+            found = found[:count]
+        if step == log.whole_to + 1 and len(found) == count:
+            log.whole_to = step
+            log.kept += found
+        else:
+            log.aside += found
+    return log
 
 
 def rewrite(path: Path, rows: Iterable[Sequence[Any]]) -> None:
     """Write a CSV again, whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", newline="", encoding="utf-8") as file:
+    with whole_file(path) as temporary, temporary.open("x", newline="", encoding="utf-8") as file:
         write_rows(file, rows)
-    os.replace(temporary, path)
 
 
 WARN_EVERY = 10  # steps between two warnings about the same thing
@@ -210,7 +298,7 @@ class RunLog:
         with (folder / "metrics.csv").open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         self.pace = Pace(total_steps, eval_steps, rows)
-        self.parse_rates = [float(row["parse_rate"]) for row in rows]
+        self.parse_rates = [float(row["parse_rate"] or "nan") for row in rows]
         self.rewards = [tuple(float(row[name] or "nan") for name in ("reward", "zero_std_fraction")) for row in rows]
         self.warned_at: dict[Callable[..., Any], int] = {}
         self.garbage: list[tuple[list[float], list[float]]] = []  # see `garbage_warning`
@@ -243,6 +331,13 @@ class RunLog:
             self.rates[name] = fmean(kept) if kept else math.nan
         earned = [(one, total) for one, total in zip(read, totals, strict=True) if not math.isnan(total)]
         self.garbage.append(([total for one, total in earned if not is_answer(one)], [total for _, total in earned]))
+
+    def sync(self) -> dict[str, list[str]]:
+        """Have both CSVs on the disk; returns their headers by name."""
+        logs = {"metrics.csv": self.metrics, "completions.csv": self.completions}
+        for one in logs.values():
+            one.sync()
+        return {name: one.header for name, one in logs.items()}
 
     def write_step(self, step: int, figures: Mapping[str, float | None]) -> None:
         """Write a step's row: `figures` by column of METRICS, those of its completions come with `write_completions`."""

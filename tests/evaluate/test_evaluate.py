@@ -24,11 +24,12 @@ from safetensors.torch import load_file, save_file
 from stub_vllm import stub_engine
 
 import train_grpo
-from grpo.evaluate.plant import measure_closed_loop
+from grpo.evaluate.plant import measure_closed_loop, plant_record
 from grpo.evaluate.standalone import VllmModel, recorded_settings
 from grpo.preflight.choices import ClosedLoop
 from grpo.preflight.hub import find_model
 from grpo.rollout.engine import EngineError
+from grpo.run.durable import sealed
 from grpo.settings import Settings, load_settings
 from grpo.tasks.tes.record import ASKED, read_cases
 
@@ -92,8 +93,8 @@ def test_a_resumed_run_keeps_what_was_measured_before_it(run, tmp_path):
     for entry in record["windows"]:
         for name in ("base", "trained"):
             entry["policies"][name]["unparsed"] = 77
-    (folder / "evaluation.json").write_text(json.dumps(result))
-    (folder / "closed_loop.json").write_text(json.dumps(record))
+    (folder / "evaluation.json").write_text(json.dumps(sealed(result)))
+    (folder / "closed_loop.json").write_text(json.dumps(sealed(record)))
     done = run_script(**run.settings | {"OUTPUT_DIR": folder, "TOTAL_STEPS": 3})
     assert done.returncode == 0, done.stdout + done.stderr
     result, record = read(folder, "evaluation.json"), read(folder, "closed_loop.json")
@@ -209,6 +210,19 @@ def test_a_run_that_is_ended_in_the_closed_loop_leaves_no_part_of_it(monkeypatch
     with pytest.raises(KeyboardInterrupt):
         measure_closed_loop(check, trainer, base=True)
     assert completions.call_count == 2 and not list(tmp_path.iterdir())
+
+
+def test_a_damaged_closed_loop_is_not_taken_over(monkeypatch, tmp_path, caplog):
+    taken = mock.Mock()
+    for name, stand_in in (("new_record", mock.Mock()), ("sampling_of", mock.Mock()), ("keep_models", taken)):
+        monkeypatch.setattr(f"grpo.evaluate.plant.{name}", stand_in)
+    trainer = SimpleNamespace(run=SimpleNamespace(settings=Settings(), folder=tmp_path))
+    whole = json.dumps(sealed({"start_kwh": 150.0}))
+    for text, times in ((whole, 1), (whole.replace("150", "151"), 1), ('{"start_kwh": 150.0}', 2)):
+        (tmp_path / "closed_loop.json").write_text(text)
+        plant_record(mock.MagicMock(), trainer)
+        assert taken.call_count == times
+    assert caplog.text.count("closed_loop.json is damaged") == 1
 
 
 def test_a_report_that_fails_does_not_fail_the_run(monkeypatch, tmp_path, caplog):

@@ -25,7 +25,8 @@ from rich.console import Console
 from run_folders import EVALUATION, GPU, metrics_row, write_run
 
 from grpo.evaluate.run_data import number
-from grpo.run.folder import CHECKPOINT_FILES, COMPLETE, lock_run, write_text
+from grpo.run.durable import write_text
+from grpo.run.folder import CHECKPOINT_FILES, COMPLETE, lock_run
 from grpo.run.logs import METRICS
 
 SCRIPT = ROOT / "scripts" / "watch.py"

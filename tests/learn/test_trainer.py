@@ -198,7 +198,7 @@ def test_a_step_moves_the_adapter_and_no_base_weight(tiny, tmp_path):
 
 HOOKS = [
     "_get_train_sampler", "_tokenize_prompts", "_generate_single_turn", "_calculate_rewards", "training_step",
-    "_get_per_token_logps_and_entropies", "log",
+    "_get_per_token_logps_and_entropies", "log", "_save_checkpoint",
 ]  # fmt: skip
 
 

@@ -12,8 +12,7 @@ import zipfile
 import pytest
 
 from grpo.run.archive import write_zip
-from grpo.run.files import whole_file
-from grpo.run.folder import write_text
+from grpo.run.durable import read_sealed, sealed, whole_file, write_text
 from grpo.settings import ROOT
 
 
@@ -25,7 +24,7 @@ def folder(tmp_path):
     (tmp_path / "link").symlink_to(folder.parent)
     given = {"OUTPUT_DIR": str(tmp_path / "link" / folder.name), "MODEL_ID": "/models/mine", "DATA": "days/*.csv"}
     record = {"settings": given, "command": f"python {ROOT}/train_grpo.py"}
-    (folder / "settings.json").write_text(json.dumps(record))
+    (folder / "settings.json").write_text(json.dumps(sealed(record)))
     (folder / "metrics.csv").write_text("step\n1\n")
     return folder
 
@@ -63,6 +62,17 @@ def test_no_path_of_the_machine_is_in_it(folder):
     assert inside["report.html"].decode() == "<p>ü &amp; run</p>"
     told = f"Adapter: {name}, download: {name}.zip\n./grpo/x.py and python/lib/y.py\n/models/mine b".encode() + b"\xff"
     assert inside["training.log"] == told, "and no other byte is another"
+
+
+def test_settings_have_the_checksum_of_what_the_zip_says(folder, tmp_path):
+    """Where the run's own are damaged, those of the zip may take their place; damaged ones stay damaged."""
+    (tmp_path / "settings.json").write_bytes(unzipped(folder)["settings.json"])
+    assert read_sealed(tmp_path / "settings.json")["settings"]["OUTPUT_DIR"] == folder.name
+    text = (folder / "settings.json").read_text()
+    (folder / "settings.json").write_text(text.replace("days", "weeks"))
+    (tmp_path / "settings.json").write_bytes(unzipped(folder)["settings.json"])
+    with pytest.raises(ValueError, match="checksum"):
+        read_sealed(tmp_path / "settings.json")
 
 
 def test_other_paths_that_look_alike_stay(folder):

@@ -18,19 +18,38 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 from machines import only
-from transformers.trainer_utils import rotate_checkpoints
+from run_folders import metrics_row
 
 from grpo.data.files import Row, data_fingerprint
 from grpo.data.scoring import Completion, load_reward
-from grpo.run.folder import CHECKPOINT_FILES, COMPLETE, inspect_run, lock_run, prepare_run, retire_checkpoint
-from grpo.run.logs import METRICS, CsvLog, RunLog, garbage_warning, parse_rate_warning, reward_warning, trim_csv
+from grpo.run.durable import begin_checkpoint, finish_checkpoint, sealed
+from grpo.run.folder import (
+    CHECKPOINT_FILES,
+    COMPLETE,
+    inspect_run,
+    lock_run,
+    prepare_run,
+    retire_checkpoint,
+    rotate_checkpoints,
+)
+from grpo.run.logs import (
+    COMPLETIONS,
+    METRICS,
+    CsvLog,
+    RunLog,
+    garbage_warning,
+    parse_rate_warning,
+    read_log,
+    reward_warning,
+)
 from grpo.settings import Problems, Settings
 
 ROW = Row("d.csv", 1, (("user", "x"),), (0.0, 1.0), {})
 
 
 def run_dir(tmp_path, **changes):
-    """A folder as an interrupted run leaves it, with a whole checkpoint at step 4 and a torn one at step 6."""
+    """A folder as an interrupted run of an earlier version leaves it: no manifests, a whole checkpoint at step 4, a torn
+    one at step 6, logs up to step 5."""
     settings = dataclasses.replace(Settings(OUTPUT_DIR=str(tmp_path / "run"), TOTAL_STEPS=8), **changes)
     folder = tmp_path / "run"
     record = {"settings": dataclasses.asdict(settings), "data_sha256": data_fingerprint([ROW])}
@@ -39,7 +58,21 @@ def run_dir(tmp_path, **changes):
         for name in names:
             (folder / f"checkpoint-{step}" / name).write_text("{}")
     (folder / "settings.json").write_text(json.dumps(record))
+    CsvLog(folder / "metrics.csv", METRICS).write(metrics_row(step) for step in range(1, 6))
+    rows = [dict.fromkeys(COMPLETIONS, "x") | {"step": 1 + i // 96, "reward": 0.5} for i in range(96 * 5)]
+    CsvLog(folder / "completions.csv", COMPLETIONS).write(rows)
     return settings, folder
+
+
+def with_manifests(folder):
+    """The checkpoints as this version leaves them."""
+    for step in (2, 4):
+        begin_checkpoint(folder / f"checkpoint-{step}")
+        (folder / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+        finish_checkpoint(
+            folder / f"checkpoint-{step}", {"metrics.csv": list(METRICS), "completions.csv": list(COMPLETIONS)}
+        )
+    begin_checkpoint(folder / "checkpoint-6")
 
 
 def inspect(settings, rows=(ROW,), **changes):
@@ -147,7 +180,7 @@ def test_the_trainer_leaves_what_was_set_aside(tmp_path):
     assert not (tmp_path / "checkpoint-4").exists(), "no adapter: deleted"
     (tmp_path / "checkpoint-1" / "adapter_model.safetensors").touch()
     retire_checkpoint(tmp_path / "checkpoint-1")
-    rotate_checkpoints(output_dir=str(tmp_path), save_total_limit=1)
+    rotate_checkpoints(tmp_path, 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "superseded-checkpoint-1"]
 
 
@@ -297,7 +330,7 @@ def test_logs_survive_carriage_returns(tmp_path):
     path = tmp_path / "completions.csv"
     written = [{"step": 1, "completion": "a\rb"}, {"step": 2, "completion": 'c\r\n"d"'}]
     CsvLog(path, ["step", "completion"]).write(written)
-    trim_csv(path, 1)
+    read_log(path, 1).write()
     with path.open(newline="", encoding="utf-8") as file:
         assert list(csv.reader(file)) == [["step", "completion"], ["1", "a\rb"]]
 
@@ -305,16 +338,149 @@ def test_logs_survive_carriage_returns(tmp_path):
 def test_trimming_a_log(tmp_path):
     path = tmp_path / "completions.csv"
     path.write_text('step,completion\n1,"two\nlines"\n2,b\n3,c\n3,"torn off', encoding="utf-8")
-    trim_csv(path, 2)
+    read_log(path, 2).write()
     assert path.read_text(encoding="utf-8") == 'step,completion\n1,"two\nlines"\n2,b\n'
     aside = tmp_path / "completions.superseded.csv"
     assert aside.read_text(encoding="utf-8") == "step,completion\n3,c\n3,torn off\n"
-    trim_csv(path, 1)
+    read_log(path, 1).write()
     assert aside.read_text(encoding="utf-8") == "step,completion\n3,c\n3,torn off\n2,b\n", "one header"
     path.write_text("step,text\n2,d\n", encoding="utf-8")
-    trim_csv(path, 1)
+    read_log(path, 1).write()
     assert aside.read_text(encoding="utf-8").endswith("\n2,b\nstep,text\n2,d\n"), "other columns, their own header"
-    trim_csv(tmp_path / "none.csv", 1)
+    read_log(tmp_path / "none.csv", 1).write()
+
+
+def test_an_earlier_versions_checkpoint_is_taken_and_said(tmp_path):
+    settings, folder = run_dir(tmp_path)
+    (note,) = [note for note in inspect(settings)[0].notes if "manifest" in note]
+    assert note.startswith("checkpoint-4 has no manifest.json (an earlier version wrote it)")
+    with_manifests(folder)
+    (note,) = inspect(settings)[0].notes
+    assert note == "checkpoint-6: it was cut off while it was written: set aside, the run continues from step 4"
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_continued(tmp_path):
+    settings, folder = run_dir(tmp_path)
+    with_manifests(folder)
+    (folder / "checkpoint-4" / "optimizer.pt").write_text("{]")
+    (folder / "checkpoint-2").rename(folder / "checkpoint-3")
+    problem = only(inspect(settings)[1])
+    assert "holds the adapter of checkpoint-4" in problem and "checkpoint-4: optimizer.pt is damaged" in problem
+    assert "checkpoint-3: its trainer_state.json is of step 2" in problem, "no step is counted twice"
+    (folder / "checkpoint-3").rename(folder / "checkpoint-2")
+    state, problems = inspect(settings)
+    assert not problems and state.step == 2 and "checkpoint-4: optimizer.pt is damaged: set aside" in state.notes[0]
+    prepare_run(state, settings, {})
+    assert (folder / "superseded-checkpoint-4" / "optimizer.pt").is_file() and not (folder / "checkpoint-4").exists()
+
+
+def test_a_finished_run_with_a_damaged_last_checkpoint_goes_on_and_keeps_its_adapter(tmp_path):
+    settings, folder = run_dir(tmp_path)
+    with_manifests(folder)
+    (folder / COMPLETE).write_text(json.dumps(sealed({"steps": 4})))
+    (folder / "adapter_model.safetensors").write_text("trained")
+    (folder / "checkpoint-4" / "trainer_state.json").write_text("")
+    assert "complete (4 of 4 steps)" in only(inspect(settings, TOTAL_STEPS=4)[1]), "nothing is trained again"
+    assert "has 4 steps, more than 3" in only(inspect(settings, TOTAL_STEPS=3)[1])
+    state, problems = inspect(settings)
+    assert not problems and state.step == 2
+    prepare_run(state, settings, {})
+    assert (folder / "superseded-adapter-4" / "adapter_model.safetensors").read_text() == "trained"
+
+
+def test_damaged_records_are_refused_or_passed_over(tmp_path):
+    settings, folder = run_dir(tmp_path)
+    with_manifests(folder)
+    for text in ("", "\0" * 40, "7", '{"steps": 9, "sha256": "0"}'):
+        (folder / COMPLETE).write_text(text)
+        assert not inspect(settings)[1] and "complete (4 of 4" in only(inspect(settings, TOTAL_STEPS=4)[1])
+    record = json.dumps(sealed(json.loads((folder / "settings.json").read_text())))
+    for text in ("", "{", "[]", record.replace("5e-05", "6e-05"), record[:-90], '{"settings": 1, "data_sha256": ""}'):
+        (folder / "settings.json").write_text(text)
+        problem = only(inspect(settings)[1])
+        assert "its settings.json is damaged" in problem and "Put the one of run.zip" in problem
+    (folder / "settings.json").write_text(record)
+    assert not inspect(settings)[1]
+
+
+def test_checkpoints_go_by_step(tmp_path):
+    """Whatever the clock says: with times in the future transformers deletes each new one as it is saved."""
+    for step, year in ((9, 2100), (10, 2000), (11, 2050)):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        os.utime(tmp_path / f"checkpoint-{step}", (year * 31556952 - 62167219200,) * 2)
+    rotate_checkpoints(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-11"]
+
+
+def edited(lines, at, *new, drop=0):
+    return lines[:at] + list(new) + lines[at + drop :]
+
+
+DAMAGED_LOGS = [  # what happens to the lines of metrics.csv, the step it goes on from (None: refused), what is said
+    ("no header", lambda lines: lines[1:], 4, "metrics.csv: its header was missing or damaged"),
+    ("another header", lambda lines: edited(lines, 0, lines[0].replace("reward", "rewarc"), drop=1), 4, "its header was"),
+    ("zeroed header", lambda lines: edited(lines, 0, "\0" * 90 + "\n", drop=1), 4, "its header was missing or damaged"),
+    ("a step twice", lambda lines: edited(lines, 3, lines[2]), 4, "metrics.csv: step 2 was there 2 times"),
+    ("swapped steps", lambda lines: edited(lines, 2, lines[3], lines[2], drop=2), 4, "its steps were not in order"),
+    ("zeroed end", lambda lines: [*lines, "\0" * 4096], 4, "metrics.csv: 1 lines held bytes that are no text"),
+    ("a torn last row", lambda lines: [*lines, "6,2026-01"], 4, None),
+    ("a later step", lambda lines: [*lines, lines[5]], 4, None),
+    ("a step missing", lambda lines: edited(lines, 4, drop=1), 2, "metrics.csv is not whole at step 4: later checkpoints"),
+    ("a row cut off", lambda lines: [*lines[:4], lines[4][:-1]], 2, "metrics.csv is not whole at step 4"),
+    ("a step twice, differing", lambda lines: edited(lines, 5, lines[4].replace(",0.9,", ",0.8,")), 2, "not whole at step 4"),
+    ("no number", lambda lines: edited(lines, 3, lines[3].replace(",0.9,", ",0.},"), drop=1), 2, "not whole at step 3"),
+    ("the first step missing", lambda lines: edited(lines, 1, drop=1), None, "metrics.csv is not whole at step 1, and no"),
+    ("nothing", lambda lines: [], None, "metrics.csv is not whole at step 1, and no checkpoint is before it. Put the log"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("reason", "edit", "step", "words"), DAMAGED_LOGS, ids=[case[0] for case in DAMAGED_LOGS])
+def test_a_damaged_log_is_repaired_or_refused(tmp_path, reason, edit, step, words):
+    settings, folder = run_dir(tmp_path)
+    with_manifests(folder)
+    shutil.rmtree(folder / "checkpoint-6")
+    path = folder / "metrics.csv"
+    before = path.read_text().splitlines(True)
+    path.write_text("".join(edit(before)))
+    state, problems = inspect(settings)
+    if step is None:
+        assert words in only(problems)
+        return
+    assert not problems and state.step == step
+    assert bool(state.notes) is bool(words) and (not words or words in state.notes[0])
+    prepare_run(state, settings, {})
+    assert path.read_text() == "".join(before[: step + 1]), "no gap, no step twice, one header"
+    assert len((folder / "completions.csv").read_text().splitlines()) == 1 + 96 * step
+    assert bool(list(folder.glob("superseded-checkpoint-4"))) is (step < 4)
+    state, problems = inspect(settings)
+    assert not problems and (state.step, state.notes) == (step, ()), "said once"
+
+
+def test_completions_are_counted_and_a_missing_log_is_refused(tmp_path):
+    settings, folder = run_dir(tmp_path)
+    with_manifests(folder)
+    path = folder / "completions.csv"
+    lines = path.read_text().splitlines(True)
+    path.write_text("".join(lines[:-150]))
+    assert inspect(settings)[0].step == 2, "a row of step 4 is missing"
+    path.write_bytes("".join(lines).encode().replace(b"x", b"\xff", 1))
+    assert "1 lines held bytes that are no text" in inspect(settings)[0].notes[1]
+    path.write_text("".join(edited(lines, 97, *lines[1:97])))
+    assert "completions.csv: step 1 was there 2 times" in inspect(settings)[0].notes[1]
+    path.unlink()
+    assert "completions.csv is not whole at step 1, and no checkpoint is before it" in only(inspect(settings)[1])
+
+
+def test_a_run_without_a_checkpoint_begins_its_logs_again(tmp_path):
+    settings, folder = run_dir(tmp_path)
+    for path in folder.glob("checkpoint-*"):
+        shutil.rmtree(path)
+    state, problems = inspect(settings)
+    assert not problems and state.step == 0
+    prepare_run(state, settings, {})
+    assert (
+        not (folder / "metrics.csv").exists() and len((folder / "metrics.superseded.csv").read_text().splitlines()) == 6
+    )
 
 
 EQUAL, FINE, NONE = (0.5, 1.0), (0.5, 0.9), (math.nan, 0.0)

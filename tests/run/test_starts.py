@@ -7,11 +7,13 @@ import errno
 import os
 
 import pytest
+from run_folders import metrics_row
 from runs import environment
 
 import train_grpo
 from grpo.preflight.checks import preflight, run_records
 from grpo.run.folder import CHECKPOINT_FILES, COMPLETE, lock_run, prepare_run
+from grpo.run.logs import COMPLETIONS, METRICS, CsvLog
 
 
 @pytest.fixture
@@ -42,12 +44,17 @@ def other(monkeypatch, tmp_path, tiny):
                 patch.setenv(name, value)
             result = preflight(os.environ)
         prepare_run(result.run, result.settings, run_records(result))
-        checkpoint = tmp_path / "run" / f"checkpoint-{step}"
+        folder, done = tmp_path / "run", range(result.run.step + 1, step + 1)
+        checkpoint = folder / f"checkpoint-{step}"
         checkpoint.mkdir()
         for name in CHECKPOINT_FILES:
             (checkpoint / name).write_text("{}")
+        CsvLog(folder / "metrics.csv", METRICS).write(metrics_row(step) for step in done)
+        each = range(result.settings.completions_per_step)
+        rows = [dict.fromkeys(COMPLETIONS, "x") | {"step": step, "reward": 0.5} for step in done for _ in each]
+        CsvLog(folder / "completions.csv", COMPLETIONS).write(rows)
         if step == result.settings.TOTAL_STEPS:
-            (tmp_path / "run" / COMPLETE).write_text(f'{{"steps": {step}}}')
+            (folder / COMPLETE).write_text(f'{{"steps": {step}}}')
 
     return leave
 

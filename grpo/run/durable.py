@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that survive a crash whole, and checksums that tell when one did not."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo.settings import log
+
+MANIFEST = "manifest.json"  # of a checkpoint: its last file
+SEAL = "sha256"  # key of a JSON record: the checksum of all its others
+
+
+def sync(path: Path) -> None:
+    """Have what a file or folder holds on the disk, not in memory alone."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    except OSError as error:  # some network file systems know no such thing for a folder
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(number)
+
+
+def sync_files(folder: Path) -> list[Path]:
+    """Have all files below a folder on the disk; returns them in order."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    for path in paths:
+        sync(path)
+    return paths
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A new path to write to, which takes the place of `path` when the block ends. Open it with mode `x`: a link that
+    somebody put there in the meantime is not followed. Nothing stays behind after an error, as a part of a file would only
+    fill a disk that is full already."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        yield temporary
+        sync(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all, whatever fails meanwhile."""
+    with whole_file(path) as temporary, temporary.open("x", encoding="utf-8") as file:
+        file.write(text)
+
+
+def checksum(record: Mapping[str, Any]) -> str:
+    """SHA-256 of what a JSON file of `record` says, however it is laid out."""
+    return hashlib.sha256(json.dumps(json.loads(json.dumps(record)), sort_keys=True).encode()).hexdigest()
+
+
+def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A JSON record with its own checksum, for `read_sealed`."""
+    plain = {name: value for name, value in record.items() if name != SEAL}
+    return plain | {SEAL: checksum(plain)}
+
+
+def read_sealed(path: Path) -> dict[str, Any]:
+    """A JSON object, without its checksum. One that has none, as earlier versions wrote it, is taken as it is.
+
+    Raises OSError where it cannot be read, ValueError where it does not say what was written.
+    """
+    record = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(record, dict):
+        raise ValueError("it is no JSON object")
+    if record.pop(SEAL, None) not in (None, checksum(record)):
+        raise ValueError("it does not match its checksum")
+    return record
+
+
+def is_intact(path: Path) -> bool:
+    """Whether measurements can be taken over from a sealed file; a damaged one is warned about."""
+    try:
+        return bool(read_sealed(path))
+    except OSError:
+        return False
+    except ValueError as error:
+        log.warning("%s is damaged (%s): what it held is measured again", path.name, error)
+        return False
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def begin_checkpoint(checkpoint: Path) -> None:
+    """Mark a checkpoint as one that is being written: until `finish_checkpoint` its manifest is empty."""
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    write_text(checkpoint / MANIFEST, "{}\n")
+    sync(checkpoint)
+
+
+def finish_checkpoint(checkpoint: Path, logs: Mapping[str, Sequence[str]]) -> None:
+    """Write a checkpoint's manifest: the SHA-256 of each file by its name, and `logs`, the header of each log by its. What
+    it speaks of is on the disk before it is."""
+    paths = [path for path in sync_files(checkpoint) if path.name != MANIFEST]
+    files = {str(path.relative_to(checkpoint)): file_sha256(path) for path in paths}
+    record = sealed({"files": files, "logs": {name: list(header) for name, header in logs.items()}})
+    write_text(checkpoint / MANIFEST, json.dumps(record, indent=1) + "\n")
+    sync(checkpoint)
+    sync(checkpoint.parent)
+
+
+def read_manifest(checkpoint: Path) -> dict[str, Any] | None:
+    """The manifest of a checkpoint; None where there is none, as earlier versions wrote none. Raises as `read_sealed`."""
+    try:
+        return read_sealed(checkpoint / MANIFEST)
+    except FileNotFoundError:
+        return None
+
+
+def damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint's files by its manifest, in words; None where all are as they were written, and where
+    it has no manifest."""
+    name = MANIFEST
+    try:
+        record = read_manifest(checkpoint)
+        if record == {}:
+            return "it was cut off while it was written"
+        for name, expected in record["files"].items() if record else ():
+            if file_sha256(checkpoint / name) != expected:
+                return f"{name} is damaged"
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except (OSError, ValueError, KeyError) as error:
+        return f"{name} cannot be read ({error})"
+    return None

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OUTPUT_DIR as a place: its neighbours, what lies in it that is no run's, and how it is emptied."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from pathlib import Path
+
+from grpo.settings import Problems
+
+SETTINGS, DELETING = "settings.json", "deleting.json"  # what the former is called while OVERWRITE=1 deletes the rest
+# A kill in a run's first write leaves the one, a new file system has the other.
+NO_RUN = {SETTINGS + ".tmp", "lost+found"}
+OTHER = "choose another OUTPUT_DIR"
+OWN = re.compile(
+    r"(superseded-)?checkpoint-\d+(\.\d+)?|superseded-adapter-.*|(metrics|completions)(\.superseded)?\.csv|best|best\.old|report|report\.html|.*\.tmp"
+    r"|(settings|deleting|versions|evaluation|closed_loop|complete|adapter_config|.*token.*)\.json|training\.log|README\.md"
+    r"|adapter_model\.safetensors|chat_template\.jinja|tokenizer\.model|training_args\.bin|runs"  # runs: tensorboard's
+)
+
+
+def zip_of(folder: Path) -> Path:
+    """OUTPUT_DIR.zip."""
+    return folder.with_name(folder.name + ".zip")
+
+
+def lock_of(folder: Path) -> Path:
+    """The lock file beside OUTPUT_DIR."""
+    return folder.with_name(f".{folder.name}.lock")
+
+
+def check_neighbours(folder: Path, where: str, problems: Problems) -> None:
+    """What a run writes beside its folder can be written: nothing else has these names, and the lock is no link, which
+    others may have put into a shared folder to have its target written to."""
+    lock, archive = lock_of(folder), zip_of(folder)
+    if lock.is_symlink() or (lock.exists() and not (lock.is_file() and os.access(lock, os.W_OK))):
+        what = "a link" if lock.is_symlink() else "not a file that you may write"
+        problems.add(where, f"its lock {lock} is {what}", f"Remove that, or {OTHER}")
+    if archive.exists() and not archive.is_file():
+        problems.add(where, f"its zip {archive} is not a file", f"Move that away, or {OTHER}")
+
+
+def foreign_files(folder: Path) -> tuple[str, ...]:
+    """Names in OUTPUT_DIR of what no run of this script writes; inside of a run's own folders nobody looks."""
+    names = (path.name + "/" * path.is_dir() for path in sorted(folder.iterdir()))
+    return tuple(name for name in names if not OWN.fullmatch(name.rstrip("/")) and name.rstrip("/") not in NO_RUN)
+
+
+def last_change(folder: Path) -> int:
+    """When something in OUTPUT_DIR was last written, made or deleted (ns since 1970); its subfolders' contents aside."""
+    return max(path.lstat().st_mtime_ns for path in (folder, *folder.iterdir()))
+
+
+def delete_run(folder: Path) -> None:
+    """Delete the zip of the run in `folder` and empty that. The folder itself stays: it may be a mount point. Cut off, it
+    holds DELETING, by which `inspect_run` knows what was begun."""
+    with contextlib.suppress(FileNotFoundError):  # cut off once before
+        os.replace(folder / SETTINGS, folder / DELETING)
+    zip_of(folder).unlink(missing_ok=True)
+    for path in folder.iterdir():
+        if path.name not in (DELETING, *NO_RUN):
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    (folder / DELETING).unlink()
