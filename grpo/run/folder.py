@@ -339,7 +339,9 @@ def full_disk(error: BaseException, folder: Path) -> str | None:
     safetensors and torch.save raise no OSError (torch: `enforce fail at inline_container.cc`, for every failed write).
     """
     ours = f"OUTPUT_DIR={folder}"
-    places = {ours: str(existing_parent(folder))} | {name: name for name in (tempfile.gettempdir(), "/dev/shm") if Path(name).exists()}
+    places = {ours: str(existing_parent(folder))} | {
+        name: name for name in (tempfile.gettempdir(), "/dev/shm") if Path(name).exists()
+    }
     full = {name: name for name, place in places.items() if shutil.disk_usage(place).free < 2**26}
     for name, place in places.items():
         files = os.statvfs(place)

@@ -92,9 +92,9 @@ def test_a_full_disk_is_named(run_here, monkeypatch, tmp_path, moment):
     full = OSError(errno.ENOSPC, "No space left on device")
     torchs = RuntimeError("[enforce fail at inline_container.cc:668] . unexpected pos 64 vs 0")
     with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(total=1 << 40, used=1, free=0 if place == str(folder) else 1 << 40))  # fmt: skip
         if moment == "optimizer":
             patch.setattr(torch, "save", failing(torch.save, torchs))
-            patch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(total=1 << 40, used=1, free=0 if place == str(folder) else 1 << 40))  # fmt: skip
         else:
             patch.setattr(zipfile.ZipFile, "write", failing(zipfile.ZipFile.write, full))
         # SAVE_STEPS=2, so that the last step is the second checkpoint.
