@@ -46,7 +46,12 @@ class Row:
 
     @property
     def id(self) -> str:
-        return f"{Path(self.file).stem}:{self.number}"
+        return f"{label(self.file)}:{self.number}"
+
+
+def label(file: str) -> str:
+    """What identifies a file or data set in logs: its name without folders and ending, or org/name."""
+    return file if is_dataset(file) else Path(file).stem
 
 
 def find_files(setting: str, text: str, problems: Problems) -> list[Path]:
@@ -124,17 +129,20 @@ def read_numbers(where: str, columns: dict[str, Any], names: Sequence[str], prob
 
 
 Messages = tuple[tuple[str, str], ...]
+INSTRUCTING = ("system", "developer")  # roles of which gpt-oss's template takes the first message alone
 
 
 def read_conversation(where: str, prompt: Any, problems: Problems) -> Messages:
     """Messages of a `prompt` that is a list of them, as TRL's conversational data sets hold it."""
     try:
         messages = tuple((one["role"], one["content"]) for one in prompt)
-        if messages[-1][0] == "user" and all(isinstance(text, str) for one in messages for text in one):
+        (first, _), *rest = messages
+        known = first in (*INSTRUCTING, "user") and all(role in ("user", "assistant") for role, _ in rest)
+        if known and messages[-1][0] == "user" and all(isinstance(text, str) for _, text in messages):
             return messages
-    except (TypeError, KeyError, IndexError):
+    except (TypeError, KeyError, ValueError):
         pass
-    what = "it is neither text nor a list of messages that ends with the user's"
+    what = "it is neither text nor a list of messages (system or developer first, then user and assistant) that ends with the user's"
     problems.add(f"{where}, column prompt", what, 'Write text, or [{"role": "user", "content": "..."}]')
     return ()
 
@@ -145,7 +153,7 @@ def read_messages(where: str, columns: dict[str, Any], system: str, problems: Pr
     given = {name: "" if value is None else value for name, value in given.items()}
     if not isinstance(given["prompt"], str):
         found = read_conversation(where, given["prompt"], problems)
-        return found if not system or found[:1] and found[0][0] == "system" else (("system", system), *found)
+        return found if not system or found[:1] and found[0][0] in INSTRUCTING else (("system", system), *found)
     for name, value in given.items():
         if not isinstance(value, str):
             problems.add(f"{where}, column {name}", f"{value!r} is not text", "Write it as text")
@@ -221,7 +229,7 @@ def read_rows(setting: str, text: str, problems: Problems, system: str = "") -> 
         rows += read_file(part, read, problems, system)
     names: dict[str, str] = {}
     for file in dict.fromkeys(row.file for row in rows):
-        if (other := names.setdefault(Path(file).stem, file)) != file:
+        if (other := names.setdefault(label(file), file)) != file:
             fix = "Rename one: rows are identified in the logs by file name and row"
             problems.add(setting, f"{other} and {file} have the same name", fix)
     return rows

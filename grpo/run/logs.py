@@ -8,6 +8,7 @@ import csv
 import logging
 import math
 import os
+import re
 import select
 import sys
 import time
@@ -110,8 +111,8 @@ class CsvLog:
                 reader = csv.DictReader(file)
                 self.more = [name for name in reader.fieldnames or () if name not in self.columns]
                 every = [*self.columns, *self.more]
-                rows = list(reader) if reader.fieldnames not in (None, every) else []
-            if rows:
+                changed, rows = reader.fieldnames not in (None, every), list(reader)
+            if changed:
                 rewrite(path, [every, *([row.get(name) or "" for name in every] for row in rows)])
         self.header = [*self.columns, *self.more]
         self.file = path.open("a", newline="", encoding="utf-8")
@@ -155,7 +156,7 @@ class LogRows:
 
 def is_whole(header: Sequence[str], cells: Sequence[str]) -> bool:
     """Whether a row has a step, as many cells as the header, and numbers or nothing where these belong."""
-    if not cells or len(cells) != len(header) or not (cells[0].isascii() and cells[0].isdigit()):
+    if not cells or len(cells) != len(header) or not re.fullmatch("[0-9]{1,9}", cells[0]):
         return False
     try:
         for name, cell in zip(header, cells, strict=True):
@@ -166,7 +167,7 @@ def is_whole(header: Sequence[str], cells: Sequence[str]) -> bool:
     return True
 
 
-def read_rows(path: Path) -> tuple[list[list[str]], list[str], int]:
+def read_cells(path: Path) -> tuple[list[list[str]], list[str], int]:
     """Rows of a log that may be missing; what stands behind its last line feed, which is no whole row; and how many lines
     held bytes that are no text."""
     odd, end = 0, "\n"
@@ -194,14 +195,14 @@ def read_log(path: Path, last_step: int, per_step: int | None = None, header: Se
 
     per_step: rows of each step, None where it is unknown; header: the checkpoint's, empty where it does not say.
     """
-    log, (rows, torn, odd) = LogRows(path), read_rows(path)
+    log, (rows, torn, odd) = LogRows(path), read_cells(path)
     first = rows[0] if rows else []
     if first[:1] == ["step"] and set(header) <= set(first):
         log.header, rows = first, rows[1:]
     else:
         log.header, rows = list(header), rows if is_whole(header, first) else rows[1:]
         log.repairs += ["its header was missing or damaged"] * bool(header)
-    log.repairs += [f"{odd} lines held bytes that are no text"] * bool(odd)
+    log.repairs += [f"{odd} of its lines held bytes that are no text"] * bool(odd)
     steps: dict[int, list[list[str]]] = {}
     for cells in rows:
         if is_whole(log.header, cells) and 0 < int(cells[0]) <= last_step:

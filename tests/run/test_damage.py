@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import shutil
@@ -27,6 +26,7 @@ def run(monkeypatch, tmp_path, tiny, quiet):
     def run_once(folder=tmp_path / "run", **settings):
         for name, value in environment(folder, **SETTINGS | settings).items():
             monkeypatch.setenv(name, value)
+        monkeypatch.setattr("grpo.evaluate.page.write_report", lambda folder: None)  # its plots take longer than a step
         code = train_grpo.main([])
         quiet()
         return code
@@ -54,12 +54,13 @@ def finished(made, run, tmp_path):
 STATES = (ADAPTER, "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json")
 
 
-@pytest.mark.parametrize(("name", "kind"), itertools.product(STATES, KINDS))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", STATES)
 def test_a_damaged_checkpoint_is_told_and_the_one_before_it_continued(finished, run, name, kind):
     folder, whole = finished
     adapter = (folder / ADAPTER).read_bytes()
     KINDS[kind](folder / "checkpoint-2" / name)
-    assert run(TOTAL_STEPS=3) == 0
+    assert run(TOTAL_STEPS=3, EVAL_SAMPLES=0) == 0
     log = (folder / "training.log").read_text(encoding="utf-8")
     assert f"checkpoint-2: {name} is damaged: set aside, the run continues from step 1" in log
     assert "continuing from step 1" in log and "Traceback" not in log
@@ -68,7 +69,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_continued(finished, 
     assert (folder / "superseded-adapter-2" / ADAPTER).read_bytes() == adapter
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["zeroed", "one bit"])
 def test_damaged_records_are_measured_again(finished, run, kind):
     folder, whole = finished
     for name in ("evaluation.json", COMPLETE, "best/best.json"):

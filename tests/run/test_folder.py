@@ -422,7 +422,7 @@ DAMAGED_LOGS = [  # what happens to the lines of metrics.csv, the step it goes o
     ("zeroed header", lambda lines: edited(lines, 0, "\0" * 90 + "\n", drop=1), 4, "its header was missing or damaged"),
     ("a step twice", lambda lines: edited(lines, 3, lines[2]), 4, "metrics.csv: step 2 was there 2 times"),
     ("swapped steps", lambda lines: edited(lines, 2, lines[3], lines[2], drop=2), 4, "its steps were not in order"),
-    ("zeroed end", lambda lines: [*lines, "\0" * 4096], 4, "metrics.csv: 1 lines held bytes that are no text"),
+    ("zeroed end", lambda lines: [*lines, "\0" * 4096], 4, "metrics.csv: 1 of its lines held bytes that are no text"),
     ("a torn last row", lambda lines: [*lines, "6,2026-01"], 4, None),
     ("a later step", lambda lines: [*lines, lines[5]], 4, None),
     ("a step missing", lambda lines: edited(lines, 4, drop=1), 2, "metrics.csv is not whole at step 4: later checkpoints"),
@@ -464,7 +464,7 @@ def test_completions_are_counted_and_a_missing_log_is_refused(tmp_path):
     path.write_text("".join(lines[:-150]))
     assert inspect(settings)[0].step == 2, "a row of step 4 is missing"
     path.write_bytes("".join(lines).encode().replace(b"x", b"\xff", 1))
-    assert "1 lines held bytes that are no text" in inspect(settings)[0].notes[1]
+    assert "1 of its lines held bytes that are no text" in inspect(settings)[0].notes[1]
     path.write_text("".join(edited(lines, 97, *lines[1:97])))
     assert "completions.csv: step 1 was there 2 times" in inspect(settings)[0].notes[1]
     path.unlink()
@@ -549,3 +549,12 @@ def test_a_run_from_before_the_rewards_were_chosen_says_what_to_set(tmp_path):
         )
         assert any(problem.startswith(started) for problem in problems), problems
     assert not inspect(settings)[1]
+
+
+def test_a_log_without_rows_gets_the_columns_of_today(tmp_path):
+    """Interrupted before its first checkpoint, and continued with others (LOG_PROMPTS): nothing may stand under a wrong name."""
+    path = tmp_path / "log.csv"
+    path.write_text("step,old\n")
+    log = CsvLog(path, ["step", "new"])
+    log.write([{"step": 1, "new": "x"}])
+    assert path.read_text() == "step,new,old\n1,x,\n"
