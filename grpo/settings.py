@@ -213,10 +213,10 @@ def read_number(text: str, kind: Callable[[str], Any] = float) -> Any:
 
 def is_text(text: str) -> bool:
     """Whether a text can be written: file names, the environment and JSON may hold what is none (lone surrogates)."""
-    with contextlib.suppress(UnicodeEncodeError):
-        text.encode()
-        return True
-    return False
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def path_fault(path: str | Path, room: int = 0) -> str | None:

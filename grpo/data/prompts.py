@@ -87,7 +87,8 @@ def render_rows(
                 return list(rows), 0
         rendered.append(dataclasses.replace(row, prompt=prompt))
     try:
-        lengths = count_tokens(tokenizer, [row.prompt for row in rendered])
+        tokens = count_tokens(tokenizer, list(dict.fromkeys(row.prompt for row in rendered)))
+        lengths = [tokens[row.prompt] for row in rendered]
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a panic of its Rust code is no Exception
@@ -106,15 +107,15 @@ def render_rows(
 AT_ONCE = 1000  # prompts: what the tokenizer returns of one takes more memory than the row
 
 
-def count_tokens(tokenizer: Path, prompts: Sequence[str]) -> list[int]:
+def count_tokens(tokenizer: Path, prompts: Sequence[str]) -> dict[str, int]:
     """Tokens of each prompt. Raises what the tokenizers package raises for a file that it cannot use, which may be no
     Exception."""
     from tokenizers import Tokenizer  # late, as above
 
-    loaded, lengths = Tokenizer.from_file(str(tokenizer)), []
+    loaded, lengths = Tokenizer.from_file(str(tokenizer)), {}
     for start in told("counting tokens", range(0, len(prompts), AT_ONCE), len(prompts), AT_ONCE):
-        encodings = loaded.encode_batch_fast(prompts[start : start + AT_ONCE])
-        lengths += [len(encoding.ids) for encoding in encodings]
+        some = prompts[start : start + AT_ONCE]
+        lengths |= zip(some, map(len, loaded.encode_batch_fast(some)), strict=True)
     return lengths
 
 

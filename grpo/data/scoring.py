@@ -57,14 +57,14 @@ def reward_specs(text: str) -> list[tuple[str, float]]:
 
 def load_reward(name: str) -> Callable[..., Sequence[float | None]]:
     """The reward function `name` of rewards.py, or `module:function` from any package or the current folder, which is
-    looked into last: nothing in it takes a library's place. Raises ValueError."""
+    looked into last from here on: nothing in it takes a library's place. Raises ValueError."""
+    sys.path[:] = [*(place for place in sys.path if place not in ("", str(Path.cwd()))), str(Path.cwd())]
     module, colon, function = name.partition(":")
     if name in rewards.REWARD_FUNCTIONS:
         return rewards.REWARD_FUNCTIONS[name]
     if not colon:
         known = rewards.REWARD_FUNCTIONS
         raise ValueError(f"{name!r} is unknown (there are {', '.join(known)}{nearest(name, known)})")
-    sys.path[:] = [*(place for place in sys.path if place not in ("", str(Path.cwd()))), str(Path.cwd())]
     try:
         loaded = importlib.import_module(module)
         if taken := shadowed(loaded, Path.cwd().joinpath(*module.split("."))):
