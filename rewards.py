@@ -35,7 +35,7 @@ from typing import Any
 _END = r"<\|(?:end|return|call|start|channel|endoftext)\|>"
 _FINAL = re.compile(rf"<\|channel\|>\s*final\b(?:(?!{_END}|<\|message\|>).)*<\|message\|>(.*?)(?={_END}|\Z)", re.DOTALL)
 _MARKER = re.compile(r"<\|(?:start|channel|message|end|return|call)\|>")
-_NUMBER = re.compile(r"-?(?:\d[\d,]*)?(?:\.\d+|\d)")
+_NUMBER = re.compile(r"-?\$?(?:\d[\d,]*)?(?:\.\d+|\d)")
 _ACTION = re.compile(r"\[\s*([0-9]{1,6})\s*\]")
 
 
@@ -200,14 +200,15 @@ def format(completions: Sequence[str], **columns: Any) -> list[float]:
 
 
 def number_of(text: str) -> Decimal | None:
-    """The number behind the last `####` of a text, or without one its last number; thousands' commas, currency and percent
+    """The first number behind the last `####` of a text, or without one its last number; thousands' commas, currency and percent
     signs do not count, nor do trailing zeros when two are compared. None where there is none.
 
-    >>> [number_of(text) for text in ("6 * 7 = 42 #### 42", "so $1,050.00.", "#### -3%", "#### none", "")]
+    >>> [number_of(text) for text in ("6 * 7 = 42 #### 42 of 50", "so $1,050.00.", "#### -$3", "#### none", "")]
     [Decimal('42'), Decimal('1050.00'), Decimal('-3'), None, None]
     """
     found = _NUMBER.findall(text.rpartition("####")[2])
-    return Decimal(found[-1].replace(",", "")) if found else None
+    chosen = found[:1] if "####" in text else found[-1:]
+    return Decimal(chosen[0].replace(",", "").replace("$", "")) if chosen else None
 
 
 def gsm8k(
@@ -224,7 +225,7 @@ def gsm8k(
     """
     scores = []
     for text, expected, cut in zip(completions, answer, truncated or [False] * len(completions), strict=True):
-        if (value := number_of(expected)) is None:
+        if (value := number_of(str(expected))) is None:
             raise ValueError(f"the column `answer` holds no number: {expected!r}")
         scores.append(float(not cut and number_of(final_channel(text) or "") == value))
     return scores

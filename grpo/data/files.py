@@ -64,7 +64,12 @@ class Row:
 
     @property
     def id(self) -> str:
-        return f"{Path(self.file).stem}:{self.number}"
+        return f"{label(self.file)}:{self.number}"
+
+
+def label(file: str) -> str:
+    """What identifies a file or data set in logs: its name without folders and ending, or org/name."""
+    return file if is_dataset(file) else Path(file).stem
 
 
 def find_files(setting: str, text: str, problems: Problems) -> list[Path]:
@@ -157,6 +162,7 @@ def read_numbers(where: str, columns: dict[str, Any], names: Sequence[str], prob
 
 
 Messages = tuple[tuple[str, str], ...]
+INSTRUCTING = ("system", "developer")  # roles of which gpt-oss's template takes the first message alone
 FILLERS = "\u115f\u1160\u2800\u3164\uffa0"  # letters and a symbol by their category, but nothing to see
 
 
@@ -172,13 +178,15 @@ def read_conversation(where: str, prompt: Any, problems: Problems) -> Messages:
     """Messages of a `prompt` that is a list of them, as TRL's conversational data sets hold it."""
     try:
         messages = tuple((one["role"], one["content"]) for one in prompt)
-        if messages[-1][0] == "user" and all(isinstance(text, str) for one in messages for text in one):
+        (first, _), *rest = messages
+        known = first in (*INSTRUCTING, "user") and all(role in ("user", "assistant") for role, _ in rest)
+        if known and messages[-1][0] == "user" and all(isinstance(text, str) for _, text in messages):
             if is_blank(messages[-1][1]):
                 problems.add(f"{where}, column prompt", "the user's message is empty", "Fill it in or remove the row")
             return messages
-    except (TypeError, KeyError, IndexError):
+    except (TypeError, KeyError, ValueError):
         pass
-    what = "it is neither text nor a list of messages that ends with the user's"
+    what = "it is neither text nor a list of messages (system or developer first, then user and assistant) that ends with the user's"
     problems.add(f"{where}, column prompt", what, 'Write text, or [{"role": "user", "content": "..."}]')
     return ()
 
@@ -189,7 +197,7 @@ def read_messages(where: str, columns: dict[str, Any], system: str, problems: Pr
     given = {name: "" if value is None else value for name, value in given.items()}
     if not isinstance(given["prompt"], str):
         found = read_conversation(where, given["prompt"], problems)
-        return found if not system or found[:1] and found[0][0] == "system" else (("system", system), *found)
+        return found if not system or found[:1] and found[0][0] in INSTRUCTING else (("system", system), *found)
     for name, value in given.items():
         if not isinstance(value, str):
             problems.add(f"{where}, column {name}", f"{value!r} is not text", "Write it as text")
@@ -241,9 +249,6 @@ def read_file(name: str, read: Callable[[], Table], problems: Problems, system: 
     except UnreadableFile as error:
         problems.add(*error.args)
         return []
-    except ImportError as error:
-        problems.add(name, f"it takes a package that is missing ({error})", "Run `bash scripts/setup.sh`")
-        return []
     if not rows and not mine:
         mine.add(name, "there is no row below the header", "Add at least one row")
     problems += mine[:SHOWN]
@@ -272,7 +277,7 @@ def read_rows(setting: str, text: str, problems: Problems, system: str = "") -> 
         rows += read_file(part, read, problems, system)
     names: dict[str, str] = {}
     for file in dict.fromkeys(row.file for row in rows):
-        if (other := names.setdefault(Path(file).stem, file)) != file:
+        if (other := names.setdefault(label(file), file)) != file:
             fix = "Rename one: rows are identified in the logs by file name and row"
             problems.add(setting, f"{other} and {file} have the same name", fix)
     return rows

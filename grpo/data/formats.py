@@ -129,11 +129,10 @@ def read_json_table(path: Path) -> Table:
 
 def read_parquet_table(path: Path) -> Table:
     """Columns and records of a Parquet file. Raises UnreadableFile."""
-    from pyarrow import (
-        ArrowException,
-        parquet,
-    )  # late: most runs read CSVs, and where it is missing the preflight says so
-
+    try:
+        from pyarrow import ArrowException, parquet  # late: most runs read CSVs
+    except ImportError as error:
+        raise UnreadableFile(path, f"Parquet needs pyarrow ({error})", "Run pip install pyarrow") from None
     try:
         table = parquet.read_table(io.BytesIO(read_content(path)))
         check_width(path, table.num_columns)
@@ -161,23 +160,23 @@ def reader_of(path: Path) -> Callable[[Path], Table]:
     return READERS.get(path.suffix.lower(), read_csv_table)
 
 
-DATASET = re.compile(r"[\w-][\w.-]*/[\w.-]+(:[\w.-]+){0,2}")
+DATASET = re.compile(r"[\w-][\w.-]*/[\w.-]+(:[\w.-]+){0,2}(\[[\w:%]*\])?")
 
 
 def is_dataset(part: str) -> bool:
-    """Whether a part of DATA names a data set of the Hub, `org/name`, `org/name:config` or `org/name:config:split`: no file
-    of that name is there, and it does not end as a file."""
+    """Whether a part of DATA names a data set of the Hub, `org/name`, `org/name:config` or `org/name:config:split`, of
+    the latter a part such as `[:200]`: no file of that name is there, and it does not end as a file."""
     there = os.path.exists(part) or os.path.exists(ROOT / part)  # which raise nothing, whatever `part` is
-    return bool(DATASET.fullmatch(part)) and not there and Path(part).suffix.lower() not in (*READERS, ".csv")
+    return bool(DATASET.fullmatch(part)) and not there and not Path(part).suffix[1:].isalpha()
 
 
 def read_dataset(name: str, split: str) -> Table:
     """Columns and records of a data set of the Hub, of `split` where the name says none. Raises UnreadableFile."""
-    import datasets  # late: it takes a second
-
     repository, _, rest = name.partition(":")
     config, _, own = rest.partition(":")
     try:
+        import datasets  # late: it takes a second
+
         found = datasets.load_dataset(repository, config or None, split=own or split)
     except Exception as error:  # it raises a dozen kinds: what they say is the answer
         said = " ".join(str(error).split())[:300]

@@ -25,7 +25,8 @@ def answer_of(row: Row) -> str | None:
 
     Raises ValueError where the prompt opens another channel than the answer.
     """
-    text, worth = str(row.columns.get("answer") or "").strip(), row.q or row.rewards
+    answer, worth = row.columns.get("answer"), row.q or row.rewards
+    text = "" if answer is None else str(answer).strip()
     if not text and len(set(worth)) < 2:
         return None
     if not text.startswith("<|channel|>"):

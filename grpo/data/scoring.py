@@ -127,6 +127,7 @@ def check_heldout(
     if bare and {name for name, _ in specs} & rewards.ACTION_REWARDS.keys():
         problems.add(f"{bare.file}, columns", no_actions(bare), "Add them, or set EVAL_SAMPLES=0")
         return
+    check_answers([name for name, _ in specs], rows, problems)
     try:
         try_rewards(specs, settings, rows)
     except RuntimeError as error:
@@ -149,9 +150,19 @@ def check_columns(names: Collection[str], rows: Sequence[Row], problems: Problem
         what = "its rewards are no softmax (0 or more, with a sum of 1), so they do not tell its regret"
         fix = "Add the value of each action as q_action_k, or set REWARDS=action"
         problems.add(f"{row.file}, row {row.number}", what, fix)
+    check_answers(names, rows, problems)
     if paid and len(flat_rows(paid)) == len(paid) and names <= rewards.ACTION_REWARDS.keys():
         what = "every row pays all its actions the same, so there is nothing to learn"
         problems.add("DATA", what, "Give better actions higher rewards, or choose other REWARDS")
+
+
+def check_answers(names: Collection[str], rows: Sequence[Row], problems: Problems) -> None:
+    """Every row has the answer that `gsm8k` compares with: only a few of them are tried."""
+    for row in rows if "gsm8k" in names else ():
+        if rewards.number_of(str(row.columns.get("answer", ""))) is None:
+            where = f"{row.file}, row {row.number}, column answer"
+            problems.add(where, "there is no number", "Write it behind ####, or choose other REWARDS")
+            return
 
 
 def is_softmax(row: Sequence[float]) -> bool:
@@ -163,6 +174,14 @@ SAMPLED = 64  # rows that reward functions are tried on before a run
 FINAL = "<|start|>assistant<|channel|>final<|message|>{}<|return|>"
 # Answers that cannot be read: one that stopped before its final channel, and one that is empty there.
 GARBAGE = ("<|start|>assistant<|channel|>analysis<|message|>The load is<|return|>", FINAL.format(""))
+
+
+START = "<|start|>assistant"
+
+
+def tried_text(prompt: str, text: str) -> str:
+    """A whole turn such as FINAL's without the begin that a rendered prompt already holds."""
+    return text.removeprefix(START) if prompt.endswith(START) else text
 
 
 def sample_rows(rows: Sequence[Row]) -> list[Row]:
@@ -184,11 +203,10 @@ def try_rewards(
     asked = [
         (row, [*GARBAGE, *(FINAL.format(f"[{k}]") for k in range(len(row.rewards) or 2))]) for row in sample_rows(rows)
     ]
-    read = [
-        Completion(dataclasses.replace(row, prompt=row.prompt or row.messages[-1][1]), text, None, 1, False)
-        for row, answers in asked
-        for text in answers
-    ]
+    read = []
+    for row, answers in asked:
+        known = dataclasses.replace(row, prompt=row.prompt or row.messages[-1][1])
+        read += [Completion(known, tried_text(known.prompt, text), None, 1, False) for text in answers]
     most = max((len(row.rewards) for row in rows), default=0)
     state = types.SimpleNamespace(global_step=0, max_steps=settings.TOTAL_STEPS)
     functions = load_rewards(specs, settings) if asked else []
@@ -260,7 +278,6 @@ def checked_rewards(name: str, values: Any, count: int) -> list[float | None]:
     returned = f"REWARDS: {name} returned"
     if not isinstance(values, Sequence):
         raise RuntimeError(f"{returned} {type(values).__name__}, not a list of numbers")
-    values = list(values)
     if len(values) != count:
         raise RuntimeError(f"{returned} {len(values)} rewards for {count} completions")
     for value in values:
@@ -320,6 +337,8 @@ def reward_callable(name: str, settings: Settings, title: str | None = None) -> 
             values = function(completions=completions, **given) if by_keyword else function(completions, **given)
             values = asyncio.run(values) if inspect.iscoroutine(values) else values
             values = values.tolist() if hasattr(values, "tolist") else values
+            if isinstance(values, Sequence):
+                values = [value.item() if hasattr(value, "item") else value for value in values]  # numpy's
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # sys.exit too: it would end the run as if it were complete

@@ -32,7 +32,7 @@ def read_prompts(options: argparse.Namespace, system: str, problems: Problems) -
     """The rows of --csv, or one of the prompt: rendered, or the user's message below --system; `system`: the run's, for
     those without their own."""
     if options.csv:
-        return read_csv(options.csv, problems, system)
+        return read_csv(options.csv, problems, options.system or system)
     prompt = EXAMPLE if options.prompt is None else options.prompt
     columns = {"prompt": prompt, "system": options.system}
     messages = read_messages("PROMPT", columns, system, problems)

@@ -13,7 +13,7 @@ import numpy as np
 
 import rewards
 from grpo.data.files import Row, data_fingerprint
-from grpo.data.scoring import FINAL, GARBAGE, Completion, completion_rates, score, total
+from grpo.data.scoring import FINAL, GARBAGE, Completion, completion_rates, score, total, tried_text
 from grpo.evaluate.exact import answer_probabilities
 from grpo.learn.trainer import Trainer
 from grpo.model.load import evaluating
@@ -94,19 +94,26 @@ def function_scores(trainer: Trainer, scores: Sequence[Sequence[Sequence[float]]
 
 def expected_scores(trainer: Trainer, rows: Sequence[Row], probabilities: Sequence[Sequence[float]]) -> dict[str, Any]:
     """`function_scores` of the answers `[k]` by their probabilities (N, K); the rest of 1 is an answer without an action."""
-    asked = [[GARBAGE[0], *(FINAL.format(f"[{k}]") for k in range(len(row.rewards)))] for row in rows]
-    read = [Completion(row, text, None, 1, False) for row, texts in zip(rows, asked, strict=True) for text in texts]
-    scores = iter(score(trainer.reward_funcs, read, [[0]] * len(read), trainer.actions, trainer_state=trainer.state))
+    read = [
+        Completion(row, tried_text(row.prompt, text), None, 1, False)
+        for row in rows
+        for text in (GARBAGE[0], *(FINAL.format(f"[{k}]") for k in range(len(row.rewards))))
+    ]
+    ids = trainer.processing_class(text=[one.text for one in read])["input_ids"]
+    scores = iter(score(trainer.reward_funcs, read, ids, trainer.actions, trainer_state=trainer.state))
     expected = []
     for p in probabilities:
         shares = [1 - math.fsum(p), *p]
         mine = [next(scores) for _ in shares]
-        # 0 times NaN is NaN: what never happens does not count.
-        kept = [
-            [(share, one[i]) for share, one in zip(shares, mine, strict=True) if share > 0] for i in range(len(mine[0]))
-        ]
-        expected.append([[math.fsum(share * value for share, value in parts) for parts in kept]])
+        expected.append([[expectation(shares, values) for values in zip(*mine, strict=True)]])
     return function_scores(trainer, expected)
+
+
+def expectation(shares: Sequence[float], values: Sequence[float]) -> float:
+    """Mean of values by their shares, without those that are NaN; NaN where nothing is left."""
+    kept = [(share, value) for share, value in zip(shares, values, strict=True) if share > 0 and not math.isnan(value)]
+    whole = math.fsum(share for share, _ in kept)
+    return math.fsum(share * value for share, value in kept) / whole if whole else math.nan
 
 
 def table(results: Mapping[str, Any]) -> str:
@@ -133,11 +140,12 @@ def table(results: Mapping[str, Any]) -> str:
         lines.append(f"  {label:<24} {interval_text(found)}   ({', '.join(more)})")
     lines += [f"  oracle                   {results['oracle']:.3f}"] if "oracle" in results else []
     row = "  after - before          {reward:+.3f}   {reward_low:+.3f} to {reward_high:+.3f}"
-    lines.append(row.format(**results["difference"]))
+    lines += [row.format(**results["difference"])] if "difference" in results else []
     functions = results["after"].get("functions", {})
     for name in functions if len(functions) > 1 or "oracle" in results else ():
         lines.append(f"  {name}")
-        lines += [f"    {label:<22} {interval_text(results[key]['functions'][name])}" for key, label in names]
+        found = {key: results[key].get("functions", {}).get(name, {}) for key, _ in names}  # earlier versions had none
+        lines += [f"    {label:<22} {interval_text(found[key])}" for key, label in names]
     return "\n".join(lines)
 
 
@@ -146,7 +154,7 @@ SHOWN = (("regret", "regret", ".3f"), ("parse_rate", "parse rate", ".2f"), ("bes
 
 def interval_text(found: Mapping[str, Any]) -> str:
     """A mean reward and its interval, or a dash where there is none."""
-    if found["reward"] is None:
+    if found.get("reward") is None:
         return "-"
     return "{reward:.3f}   {reward_low:.3f} to {reward_high:.3f}".format(**found)
 
@@ -168,10 +176,11 @@ def measure_rewards(trainer: Trainer, rows: Sequence[Row], exact: bool, base: bo
         if name not in results:
             results[name] = evaluate(trainer, rows, exact, name == "before")
             results[f"{name}_greedy"] = evaluate(trainer, rows, exact, name == "before", greedy=True)
-    told = f"held-out reward before training: {results['before']['reward']:.3f}"
+    told = f"held-out reward before training: {interval_text(results['before']).partition(' ')[0]}"
     if not base:
-        scores = (results[name]["reward_by_prompt"] for name in ("before", "after"))
-        results["difference"] = rewards.paired_difference(*scores)
+        scores = [results[name]["reward_by_prompt"] for name in ("before", "after")]
+        if any(None not in pair for pair in zip(*scores, strict=True)):
+            results["difference"] = rewards.paired_difference(*scores)
         told = f"\n{table(results)}\n"
     write_text(path, json.dumps(results, indent=2) + "\n")
     log.info("%s", told)

@@ -27,7 +27,7 @@ class Figures:
     load [kWh], None where it does not run."""
 
     step: int
-    reward: float
+    reward: float | None  # None: no function gave one
     regret: float | None = None
     unserved: float | None = None
     change_low: float | None = None  # low end of the 95% interval of the regret's change, paired over windows
@@ -51,7 +51,7 @@ class Figures:
 def plant_warning(base: Figures, now: Figures, exact: bool) -> str | None:
     """A sentence where the plant got worse than the base model's while the held-out reward rose; None else. Figures that
     were sampled count only where the interval over windows says so, exact ones as they are."""
-    if now.regret is None or base.regret is None or now.reward <= base.reward:
+    if None in (now.regret, base.regret, now.reward, base.reward) or now.reward <= base.reward:
         return None
     if not (now.regret > base.regret if exact else now.change_low is not None and now.change_low > 0):
         return None
@@ -110,7 +110,8 @@ class Progress:
         shown = "" if now.regret is None else f", plant regret {now.regret:.1f} %, unserved {now.unserved:,.1f} kWh"
         if not last:
             when = f"after step {now.step}" if now.step else "INIT_ADAPTER before the first step"
-            log.info("measured %s: held-out reward %.3f%s", when, now.reward, shown)
+            reward = "-" if now.reward is None else f"{now.reward:.3f}"
+            log.info("measured %s: held-out reward %s%s", when, reward, shown)
         warning = plant_warning(self.base, now, self.exact)
         if warning and (last or not self.warned):
             log.warning(banner_text(warning))

@@ -18,8 +18,9 @@ from typing import Any
 import pandas
 
 from grpo.data.files import data_fingerprint, read_rows
+from grpo.data.formats import is_dataset
 from grpo.run.logs import COMPLETIONS, METRICS, function_column
-from grpo.settings import Problems
+from grpo.settings import Problems, listed
 
 FUNCTION = function_column("")  # begin of the columns of reward functions
 EXAMPLES = 3  # completions shown of each kind
@@ -201,7 +202,7 @@ def examples_of(rows: pandas.DataFrame) -> dict[str, pandas.DataFrame]:
     kinds = {
         "Highest reward": best,
         "Lowest reward of an answer that parses": worst,
-        "No action could be read": rows[~named & ~truncated],
+        "No action could be read": rows[~named & ~truncated & (rows["best_action"] != "")],
         "Truncated at MAX_COMPLETION_LEN": rows[truncated],
     }
     shown = {title: ranked.drop_duplicates("prompt_id").head(EXAMPLES) for title, ranked in kinds.items()}
@@ -214,6 +215,8 @@ def examples_of(rows: pandas.DataFrame) -> dict[str, pandas.DataFrame]:
 def read_prompts(record: Mapping[str, Any]) -> dict[str, str]:
     """The run's prompts by prompt_id, from the training data that settings.json names; empty where that is gone or others
     rows by now."""
+    if any(is_dataset(name) for name in listed(str(part(record, "settings").get("DATA", "")))):
+        return {}  # a report asks no network
     data, system = (str(part(record, "settings").get(name, "")) for name in ("DATA", "SYSTEM_PROMPT"))
     rows = read_rows("DATA", data, Problems(), system)
     same = rows and data_fingerprint(rows) == record.get("data_sha256")
@@ -225,9 +228,11 @@ def read_completions(path: Path, record: Mapping[str, Any] | None = None) -> Com
     an empty one."""
     columns = dict.fromkeys([*COMPLETIONS, "prompt"])  # the latter where the file has it, else from the data
     rows = read_log(path, columns) if path.is_file() else pandas.DataFrame(columns=list(columns), dtype=str)
-    if len(rows) and record and not rows["prompt"].any():
+    if len(rows) and record and not rows["prompt"].all():
         prompts = read_prompts(record)
-        rows["prompt"] = [prompts.get(name, "") for name in rows["prompt_id"]]
+        rows["prompt"] = [
+            text or prompts.get(name, "") for name, text in zip(rows["prompt_id"], rows["prompt"], strict=True)
+        ]
     actions = rows.groupby(["step", "parsed_action"]).size().unstack(fill_value=0)
     return Completions(len(rows), actions, examples_of(rows))
 

@@ -37,6 +37,7 @@ from grpo.tasks.tes.prompts import prompt_kind, renderer, state_at
 # What the adapter's run recorded of its model and sampling; the rest belongs to the machine and comes from here.
 RECORDED = (
     "MODEL_ID", "REASONING_EFFORT", "PROMPT_DATE", "MAX_COMPLETION_LEN", "EVAL_TEMPERATURE", "TOP_P", "SEED", "DATA", "EVAL_DATA", "EVAL_SAMPLES",
+    "SYSTEM_PROMPT", "MAX_PROMPT_LEN",
 )  # fmt: skip
 
 

@@ -4,16 +4,35 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from grpo.data.files import SHOWN, read_rows
 from grpo.data.prompts import answer_of
 from grpo.preflight.checks import Preflight, preflight
+from grpo.preflight.hub import find_model
+from grpo.preflight.machine import installed_versions
 from grpo.settings import Problems, load_settings
 
 # Nothing is generated, scored or evaluated, and rows are padded, which only eager attention takes.
-ONLY_LEARNING = {"USE_VLLM": "0", "EVAL_SAMPLES": "0", "REWARDS": "format", "ATTN_IMPL": "eager", "PACKING": "none"}
+ONLY_LEARNING = {
+    "USE_VLLM": "0",
+    "EVAL_SAMPLES": "0",
+    "REWARDS": "format",
+    "ATTN_IMPL": "eager",
+    "PACKING": "none",
+    "BEST_BY": "auto",
+}
+
+
+def longest_answer(model_id: str, answers: Sequence[str]) -> int:
+    """Tokens of the longest answer, for the plan of the memory; characters where there is no tokenizer yet."""
+    files = find_model(model_id, Problems())  # the preflight tells of its problems
+    if not files or not files.tokenizer or not installed_versions(["tokenizers"])["tokenizers"]:
+        return max(map(len, answers), default=1)
+    from tokenizers import Tokenizer  # late, so that the preflight can name packages that are missing
+
+    return max((len(one.ids) for one in Tokenizer.from_file(str(files.tokenizer)).encode_batch(answers)), default=1)
 
 
 def sft_preflight(environ: Mapping[str, str], out: Path) -> tuple[Preflight, list[str | None]]:
@@ -24,8 +43,7 @@ def sft_preflight(environ: Mapping[str, str], out: Path) -> tuple[Preflight, lis
             answers.append(answer_of(row))
         except ValueError as error:
             problems.add(f"{row.file}, row {row.number}", str(error), "Let both begin with the same channel")
-    # No token is shorter than a character: so the plan of the memory has room for every answer.
-    longest = max((len(answer) for answer in answers if answer), default=1)
+    longest = longest_answer(settings.MODEL_ID, [answer for answer in answers if answer])
     changes = ONLY_LEARNING | {"OUTPUT_DIR": str(out), "MAX_COMPLETION_LEN": str(longest)}
     if not settings.OVERWRITE and out.is_dir() and any(out.iterdir()):
         problems.add(

@@ -103,8 +103,8 @@ class CsvLog:
                 reader = csv.DictReader(file)
                 self.more = [name for name in reader.fieldnames or () if name not in self.columns]
                 every = [*self.columns, *self.more]
-                rows = list(reader) if reader.fieldnames not in (None, every) else []
-            if rows:
+                changed, rows = reader.fieldnames not in (None, every), list(reader)
+            if changed:
                 rewrite(path, [every, *([row.get(name) or "" for name in every] for row in rows)])
         self.file = path.open("a", newline="", encoding="utf-8")
         if not path.stat().st_size:

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from machines import only
 
-from grpo.data.files import read_csv, read_rows
+from grpo.data.files import label, read_csv, read_rows
 from grpo.data.formats import is_dataset
 from grpo.settings import Problems
 
@@ -53,16 +53,16 @@ def test_what_a_prompt_may_be(tmp_path):
     """A question, a list of messages, rendered text; a system prompt where the row has none."""
     rows = [
         {"question": "6 * 7?", "answer": "#### 42"}, {"prompt": CHAT}, {"prompt": CHAT[1:], "answer": {"a": [1]}},
-        {"prompt": RENDERED.format("x")}, {"user": "Go", "system": "Mine"}, {"user": "Go", "system": None},
+        {"prompt": [{"role": "developer", "content": "Mine"}, *CHAT[1:]]}, {"prompt": RENDERED.format("x")}, {"user": "Go", "system": "Mine"}, {"user": "Go", "system": None},
     ]  # fmt: skip
     path = write(tmp_path / "d.jsonl", "\n".join(map(json.dumps, rows)))
     made, problems = load(path, "Ours")
     ours, chat = ("system", "Ours"), (("system", "Be brief."), ("user", "Go"))
     assert not problems and [row.messages for row in made] == [
-        (ours, ("user", "6 * 7?")), chat, (ours, chat[1]), (("rendered", RENDERED.format("x")),), (("system", "Mine"), chat[1]),
+        (ours, ("user", "6 * 7?")), chat, (ours, chat[1]), (("developer", "Mine"), chat[1]), (("rendered", RENDERED.format("x")),), (("system", "Mine"), chat[1]),
         (ours, chat[1]),
     ]  # fmt: skip
-    assert [row.conversational for row in load(path)[0]] == [True] * 6, "the file has a user column"
+    assert [row.conversational for row in load(path)[0]] == [True] * 7, "the file has a user column"
     assert made[2].columns["answer"] == {"a": [1]}, "columns keep their type"
     asked = write(tmp_path / "e.jsonl", json.dumps(rows[0]))
     assert not load(asked)[0][0].conversational
@@ -82,6 +82,7 @@ REFUSED = [
     ("d.jsonl", '{"user": "a"}\n\n{"user": 3}', "d.jsonl, row 2 (line 3), column user: 3 is not text"),
     ("d.jsonl", '{"user": "a"}\n{"prompt": null}', "row 2 (line 2), column prompt: the prompt is empty"),
     ("d.jsonl", '{"prompt": [{"role": "assistant", "content": "x"}]}', "column prompt: it is neither text nor a list"),
+    ("d.jsonl", '{"prompt": [{"role": "user", "content": "x"}, {"role": "system", "content": "y"}, {"role": "user", "content": "z"}]}', "column prompt: it is neither"),
     ("d.jsonl", '{"prompt": {"role": 3}}', "column prompt: it is neither text nor a list of messages"),
     ("d.jsonl", '{"user": "a", "reward_action_0": 1, "reward_action_1": true}', "column reward_action_1: True is not a finite"),
     ("d.jsonl", '{"user": "a", "reward_action_0": 1, "reward_action_1": 2}\n{"user": "b", "reward_action_0": 1}',
@@ -112,6 +113,9 @@ def test_names_of_data_sets(tmp_path, monkeypatch):
         "openai/gsm8k",
         "openai/gsm8k:main:train",
         "a/b.v2",
+        "a/b:c:train[:9]",
+        "days/x.txt",
+        "x/y.csv.gz",
         "mine/days",
         "mine/d.csv",
         "d",
@@ -119,7 +123,8 @@ def test_names_of_data_sets(tmp_path, monkeypatch):
         "mine/*",
         "data/tiny",
     ]
-    assert [name for name in names if is_dataset(name)] == names[:3]
+    assert [name for name in names if is_dataset(name)] == names[:4]
+    assert label("a/b.v2:main") == "a/b.v2:main" and label("mine/days") == "days" and label("x/d.csv") == "d"
     asked = []
 
     def load_dataset(*arguments, **options):

@@ -14,6 +14,7 @@ from machines import only
 
 from grpo.data.files import Row
 from grpo.data.scoring import (
+    FINAL,
     Completion,
     check_heldout,
     check_rewards,
@@ -23,6 +24,7 @@ from grpo.data.scoring import (
     reward_titles,
     sample_rows,
     score,
+    tried_text,
     try_rewards,
 )
 from grpo.settings import Problems, Settings
@@ -205,7 +207,7 @@ def test_functions_are_tried_on_rows_of_every_file(my_rewards):
 
 
 REWARD_RESULTS = [
-    ("[1, None, 0.5]", None), ("[True, 0, 1]", None), ("__import__('numpy').ones(3)", None),
+    ("[1, None, 0.5]", None), ("[True, 0, 1]", None), ("__import__('numpy').ones(3)", None), ("list(__import__('numpy').ones(3, 'float32'))", None),
     ("[1, 2]", "returned 2 rewards for 3"), ("None", "returned NoneType"), ("['a', 1, 2]", "returned 'a'"),
     ("[1, 2, float('inf')]", "returned inf"), ("[1, 2, 10**400]", "returned 1000"), ("[1, 2, 1e20]", "returned 1e.20, which is neither"), ("[1 / 0]", "raised ZeroDivisionError"),
 ]  # fmt: skip
@@ -327,3 +329,17 @@ def test_held_out_rows_that_the_rewards_cannot_score(examples):
         found = Problems()
         check_heldout([(name, 1.0)], Settings(), [dataclasses.replace(TEXT, columns={})], found)
         assert words in only(found)
+
+
+def test_every_row_has_the_answer_that_gsm8k_compares_with():
+    """Not only those that are tried; numbers need not be text."""
+    rows = [dataclasses.replace(TEXT, number=n, columns={"answer": 42 if n % 2 else "#### 42"}) for n in range(1, 300)]
+    assert not problems(*rows, REWARDS="gsm8k")
+    for bad in ({"answer": "#### none"}, {"answer": None}, {}):
+        told = only(problems(*rows, dataclasses.replace(TEXT, number=300, columns=bad), REWARDS="gsm8k"))
+        assert told.startswith("d.jsonl, row 300, column answer: there is no number")
+
+
+def test_an_answer_that_is_tried_goes_on_behind_its_prompt():
+    assert tried_text("...<|start|>assistant", FINAL.format("[1]")) == "<|channel|>final<|message|>[1]<|return|>"
+    assert tried_text("2 + 2?", FINAL) == FINAL

@@ -14,7 +14,7 @@ from engines import set_adapter
 from trainers import make, plain_float32
 
 from grpo.evaluate.exact import ANSWER, answer_probabilities
-from grpo.evaluate.heldout import evaluate, exact_probabilities, generate_completions
+from grpo.evaluate.heldout import evaluate, exact_probabilities, expectation, generate_completions, table
 
 PROMPTS = [
     RENDERED.format(text) for text in ("hour 8 store 50 load 30", "hour 17 store 9 load 30 co2 41", "hour 8 store 7")
@@ -104,3 +104,33 @@ def test_held_out_figures_are_expectations(trainer):
     sampled = evaluate(trainer, rows, exact=False, greedy=True)
     greedy = evaluate(trainer, rows, exact=True, greedy=True)
     assert sampled["reward_by_prompt"] == greedy["reward_by_prompt"] and sampled["tokens_mean"] >= 1
+
+
+def test_the_table_of_a_run_that_an_earlier_version_began():
+    """Its base has no figures of the functions; and one whose functions gave nothing at all has no difference."""
+    found = {"reward": 0.5, "reward_low": 0.4, "reward_high": 0.6, "parse_rate": 1.0}
+    none = dict.fromkeys(("reward", "reward_low", "reward_high"))
+    results = {
+        "exact": False,
+        "samples": 2,
+        "temperature": 0.5,
+        "before": found,
+        "before_greedy": none,
+        "after_greedy": found,
+    }
+    results["after"] = found | {"functions": {"a": found, "b": none}}
+    lines = table(results).splitlines()
+    assert any("before training, greedy  -" in line for line in lines) and not any(
+        "after - before" in line for line in lines
+    )
+    at = lines.index("  a")
+    assert lines[at + 1].split() == ["before", "training", "-"] and lines[at + 3].endswith("0.500   0.400 to 0.600")
+
+
+@pytest.mark.parametrize(
+    ("shares", "values", "expected"),
+    [([0.5, 0.5], [1.0, 3.0], 2.0), ([0.5, 0.25, 0.25], [math.nan, 1.0, 3.0], 2.0), ([0.0, 1.0], [math.nan, 3.0], 3.0)],
+)
+def test_an_expectation_leaves_out_what_has_no_reward(shares, values, expected):
+    assert expectation(shares, values) == expected
+    assert math.isnan(expectation(shares, [math.nan] * len(values)))

@@ -119,7 +119,7 @@ def test_the_plan_reads_the_profiles_and_names_their_problems(tmp_path, good_csv
     rows = read_csv(ROOT / "data" / "tes_heldout.csv", problems)
     plan = choices.plan_closed_loop(settings, rows, True, False, problems)
     assert plan.prompt == "full" and len(plan.cases) == 5 and plan.profiles == ("data/profile_heldout.csv",)
-    assert not problems and "5 windows, 30 decisions" in plan.reason
+    assert not problems and "5 windows of data/profile_heldout.csv, 30 decisions" in plan.reason
     other = choices.plan_closed_loop(settings, read_csv(good_csv, problems), True, True, problems)
     assert not other.prompt and "not those of the plant" in other.reason and not problems
     (tmp_path / "bad.csv").write_text("datetime,co2,load\n2025-07-01 08:00,410,3\n")

@@ -284,3 +284,12 @@ def test_a_run_from_before_the_rewards_were_chosen_says_what_to_set(tmp_path):
         )
         assert any(problem.startswith(started) for problem in problems), problems
     assert not inspect(settings)[1]
+
+
+def test_a_log_without_rows_gets_the_columns_of_today(tmp_path):
+    """Interrupted before its first checkpoint, and continued with others (LOG_PROMPTS): nothing may stand under a wrong name."""
+    path = tmp_path / "log.csv"
+    path.write_text("step,old\n")
+    log = CsvLog(path, ["step", "new"])
+    log.write([{"step": 1, "new": "x"}])
+    assert path.read_text() == "step,new,old\n1,x,\n"

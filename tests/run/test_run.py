@@ -41,7 +41,8 @@ def test_what_a_run_leaves(whole_run):
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "chat_template.jinja", "training.log",
             "metrics.csv", "completions.csv", "settings.json", "versions.json", "evaluation.json", "checkpoint-6"} <= names  # fmt: skip
     metrics, completions = read_csv(whole_run / "metrics.csv"), read_csv(whole_run / "completions.csv")
-    assert list(metrics[0]) == list(METRICS) and list(completions[0]) == list(COMPLETIONS)
+    own = ["reward/action", "reward/hold"]
+    assert list(metrics[0]) == [*METRICS, *own] and list(completions[0]) == [*COMPLETIONS, *own]
     assert [row["step"] for row in metrics] == list("123456")
     assert [row["step"] for row in completions] == [str(step) for step in range(1, 7) for _ in range(12)]
     record = json.loads((whole_run / "settings.json").read_text())
@@ -195,8 +196,8 @@ def test_overwrite_starts_again_with_a_users_own_reward(tmp_path, whole_run):
     folder = tmp_path / "run"
     shutil.copytree(whole_run, folder)
     (tmp_path / "mine.py").write_text(
-        "def short(completions, *, truncated, prompts, completion_ids, timestamp, **columns):\n"
-        "    assert all(c.startswith('<|start|>assistant') for c in completions) and len(timestamp) == len(prompts)\n"
+        "def short(texts, *, truncated, prompts, completion_ids, timestamp, **columns):\n"
+        "    assert all(c.startswith('<|start|>assistant') for c in texts) and len(timestamp) == len(prompts)\n"
         "    return [None if cut else 1 / len(ids) for cut, ids in zip(truncated, completion_ids)]\n"
     )
     changes = {"OVERWRITE": 1, "TOTAL_STEPS": 1, "REWARDS": "mine:short=2,action", "LOSS_TYPE": "luspo", "BETA": 0.1,
@@ -276,7 +277,8 @@ def test_a_run_made_before_the_move_continues(tmp_path):
     done = run_script(**same | {"DATA": BEFORE.with_name("rows.csv"), "OUTPUT_DIR": folder, "TOTAL_STEPS": 3})
     assert done.returncode == 0, done.stdout + done.stderr
     assert "continuing from step 2" in done.stdout and "complete: 3 steps" in done.stdout
-    for name, columns in (("metrics.csv", METRICS), ("completions.csv", COMPLETIONS)):
+    own = ["reward/action"]  # new, and empty in the old rows
+    for name, columns in (("metrics.csv", [*METRICS, *own]), ("completions.csv", [*COMPLETIONS, *own])):
         before, after = read_csv(BEFORE / name), read_csv(folder / name)
         assert list(after[0]) == list(columns) and set(before[0]) <= set(columns), "no column was left out or renamed"
         kept, added = after[: len(before)], after[len(before) :]
