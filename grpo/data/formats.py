@@ -55,8 +55,8 @@ def split_csv(path: Path) -> Iterator[tuple[int, list[str]]]:
     """(line that it begins in, cells) of the header and of every row of a CSV, read as they are asked for; empty lines are
     none. Raises UnreadableFile."""
     start, found, content = 1, 0, read_content(path)
-    decode(path, content)
     if b"\0" in content:
+        decode(path, content)  # UTF-16 is the better word for it
         where = f"{path}, line {content.partition(bytes(1))[0].count(bytes([10])) + 1}"
         raise UnreadableFile(where, "it holds a NUL byte", "Export the CSV again; UTF-16 must become UTF-8")
     csv.field_size_limit(2**31 - 1)
@@ -68,6 +68,9 @@ def split_csv(path: Path) -> Iterator[tuple[int, list[str]]]:
                 found += 1
                 yield start, cells
             start = reader.line_num + 1
+    except UnicodeDecodeError:
+        decode(path, content)  # tells where: this error knows its place in a part of the file only
+        raise
     except csv.Error as error:
         where = f"{path}, row {found} (from line {start})" if found else f"{path}, line {start}"
         fix = "Close every quote, and double quotes inside a quoted cell"
