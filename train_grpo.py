@@ -38,7 +38,7 @@ from typing import Any
 from grpo.data.scoring import load_rewards
 from grpo.preflight.adapter import lora_options
 from grpo.preflight.banner import banner
-from grpo.preflight.checks import Preflight, preflight, run_records
+from grpo.preflight.checks import Preflight, place_problem, preflight, run_records
 from grpo.preflight.choices import choose_epsilon_high
 from grpo.preflight.hub import fetch_weights
 from grpo.run.archive import write_zip
@@ -63,6 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.help:
         print(help_text(__doc__))
         return 0
+    if problem := place_problem():
+        return fail([problem])
     try:
         preflight_result = preflight(os.environ)
         print(banner(preflight_result))

@@ -9,10 +9,11 @@ import difflib
 import itertools
 import logging
 import math
+import os
 import re
 import textwrap
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import gt, le, lt
 from pathlib import Path
@@ -20,11 +21,17 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 log = logging.getLogger("train_grpo")
+# Rewards times their weights stay within 1e16: the squares of a step's MOST_COMPLETIONS then sum to less than float32's
+# 3e38. Beyond that their standard deviation is infinite, and every advantage 0.
+MOST_REWARD, MOST_WEIGHT, MOST_COMPLETIONS = 1e12, 1e4, 100_000
+MOST_WHOLE = 10**9  # of a whole number without a limit of its own: plans are computed with it
+LEAST_FLOAT, MOST_FLOAT = 1e-30, 1e30  # in size, of a number other than 0: its products stay within float32
 
 
 def setting(group: str, default: Any, unit: str, text: str, **more: Any) -> Any:
     """One setting: its group in `--help`, default, unit, one sentence; `tiny`: the default for `MODEL_ID=tiny` where
-    that differs; `resume`: it may change when a run is resumed; limits: `low`, `high` (inclusive), `above`, `choices`."""
+    that differs; `resume`: it may change when a run is resumed; limits: `low`, `high` (inclusive), `above`, `choices`;
+    `room`: it is a path, beside which names longer by so many bytes are written."""
     facts = {"group": group, "unit": unit, "text": text, "tiny": None, "resume": False}
     return field(default=default, metadata=facts | more)
 
@@ -34,14 +41,14 @@ class Settings:
     """Every setting of a run, one line each; the name is the environment variable's. None means `auto`."""
 
     # fmt: off
-    MODEL_ID: str = setting("Model", "openai/gpt-oss-20b", "", "Hub id, local folder, or `tiny`: a gpt-oss of 0.3M parameters that comes with the project (data/tiny).")
+    MODEL_ID: str = setting("Model", "openai/gpt-oss-20b", "", "Hub id, local folder, or `tiny`: a gpt-oss of 0.3M parameters that comes with the project (data/tiny).", room=0)
     ATTN_IMPL: str = setting("Model", "auto", "", "Attention of the learner: `auto`, `torch_flash` (FlashAttention 2 as torch ships it), `flash_attention_2`, `flash_attention_3`, `flash_attention_4`, `eager`, or a Hub kernel (`kernels-community/...`).", resume=True)
     EXPERTS: str = setting("Model", "bf16", "", "The learner's experts on the GPU: `bf16` dequantized once, `mxfp4` quantized (a third of the memory) and dequantized layer by layer.", choices=("bf16", "mxfp4"), resume=True)
     LORA_R: int = setting("Model", 4, "rank", "Rank of the LoRA adapter.", tiny=8, low=1)
-    LORA_ALPHA: float = setting("Model", 8.0, "", "LoRA scale: updates are multiplied by LORA_ALPHA / LORA_R.", tiny=16.0, above=0)
+    LORA_ALPHA: float = setting("Model", 8.0, "", "LoRA scale: updates are multiplied by LORA_ALPHA / LORA_R.", tiny=16.0, above=0, high=10_000)
     LORA_TARGETS: str = setting("Model", "all-linear", "", "`all-linear` (q, k, v and o projections) or a comma-separated list of module names.")
     LORA_DROPOUT: float = setting("Model", 0.0, "share", "Dropout on the adapter's input while learning.", low=0, high=0.9)
-    INIT_ADAPTER: str = setting("Model", "", "folder", "LoRA adapter that the run starts from instead of a fresh one, such as scripts/sft.py makes: its rank, alpha and targets take the place of the defaults. Empty: a fresh one.")
+    INIT_ADAPTER: str = setting("Model", "", "folder", "LoRA adapter that the run starts from instead of a fresh one, such as scripts/sft.py makes: its rank, alpha and targets take the place of the defaults. Empty: a fresh one.", room=0)
 
     TASK: str = setting("Data", "tes", "", "What is learned: other defaults of DATA, REWARDS, SYSTEM_PROMPT and more (docs/tasks.md).", choices=("tes", "gsm8k"))
     DATA: str = setting("Data", "data/tes_train.csv", "", "Training rows, separated by commas: CSV, JSON-lines and Parquet files, globs, data sets of the Hub (`org/name:config:split`).", tiny="data/tes_train_compact.csv", resume=True)
@@ -57,7 +64,7 @@ class Settings:
     MAX_PROMPT_LEN: int = setting("Data", 2048, "tokens", "Longest prompt that is accepted; a longer one is an error, never cut.", tiny=256, low=1)
 
     REWARDS: str | None = setting("Rewards", None, "", "Reward functions, `name=weight,...`: regret, action, best, shortfall, format, gsm8k, or `module:function`; `auto`: regret if every training row has q_action_k, else action.")
-    INVALID_REWARD: float | None = setting("Rewards", None, "reward", "Reward of an answer that cannot be parsed; `auto`: a tenth of the row's range below its worst action; `nan` leaves it out of its group.", nan=True)
+    INVALID_REWARD: float | None = setting("Rewards", None, "reward", "Reward of an answer that cannot be parsed; `auto`: a tenth of the row's range below its worst action; `nan` leaves it out of its group.", low=-MOST_REWARD, high=MOST_REWARD, nan=True)
     SCALE_REWARDS: str | None = setting("Rewards", None, "", "Divide advantages by the standard deviation of the group, of the batch, or not at all; `auto`: batch with regret or shortfall, else group.", choices=("group", "batch", "none"))
     MASK_TRUNCATED: bool = setting("Rewards", False, "", "Leave completions that met MAX_COMPLETION_LEN out of the loss (bad length then costs nothing).")
 
@@ -69,29 +76,29 @@ class Settings:
     IS_CLIP_MAX: float = setting("Rollouts", 3.0, "ratio", "Importance ratios are truncated or masked above this.", above=1)
     PARITY: str = setting("Rollouts", "on", "", "Train/inference mismatch check: compare vLLM's log-probs with the trainer's before the first step, and stop (exit code 3) where they differ.", choices=("on", "off"), resume=True)
     PARITY_LIMIT: float = setting("Rollouts", 0.05, "nats", "Largest mean difference of log-probs that the mismatch check accepts.", above=0, resume=True)
-    PROMPTS_PER_STEP: int = setting("Rollouts", 12, "prompts", "Prompts per optimizer step.", tiny=8, low=1)
-    NUM_GENERATIONS: int = setting("Rollouts", 8, "completions", "Completions per prompt: the group that advantages compare.", low=2)
+    PROMPTS_PER_STEP: int = setting("Rollouts", 12, "prompts", "Prompts per optimizer step.", tiny=8, low=1, high=MOST_COMPLETIONS)
+    NUM_GENERATIONS: int = setting("Rollouts", 8, "completions", "Completions per prompt: the group that advantages compare.", low=2, high=MOST_COMPLETIONS)
     GENERATION_BATCH: int | None = setting("Rollouts", None, "completions", "Completions that transformers generates at once; must divide PROMPTS_PER_STEP x NUM_GENERATIONS; `auto` plans it from the free memory.", low=1, resume=True)
     MAX_COMPLETION_LEN: int = setting("Rollouts", 4000, "tokens", "Longest completion; one that meets it counts as truncated.", tiny=12, low=1)
     TEMPERATURE: float = setting("Rollouts", 1.0, "", "Sampling temperature of the rollouts; the loss uses the same.", above=0, high=10)
     TOP_P: float = setting("Rollouts", 1.0, "probability", "Nucleus sampling; below 1 the sampled and the trained distribution differ.", above=0, high=1)
 
     TOTAL_STEPS: int = setting("Learner", 100, "steps", "Optimizer steps of the whole run, resumed parts included.", tiny=400, low=1, resume=True)
-    LEARNING_RATE: float = setting("Learner", 5e-5, "", "Peak learning rate of AdamW.", tiny=4e-3, above=0)
+    LEARNING_RATE: float = setting("Learner", 5e-5, "", "Peak learning rate of AdamW.", tiny=4e-3, above=0, high=1)
     LR_SCHEDULER: str = setting("Learner", "constant_with_warmup", "", "Learning-rate schedule; linear and cosine fall to 0 at TOTAL_STEPS, so the rate jumps up again where a finished run is given more steps.", tiny="linear", choices=("constant", "constant_with_warmup", "linear", "cosine"))
     WARMUP_STEPS: int = setting("Learner", 0, "steps", "Steps over which the learning rate rises from 0.", low=0)
-    WEIGHT_DECAY: float = setting("Learner", 0.0, "", "AdamW's weight decay.", low=0)
+    WEIGHT_DECAY: float = setting("Learner", 0.0, "", "AdamW's weight decay.", low=0, high=10)
     MAX_GRAD_NORM: float = setting("Learner", 1.0, "norm", "Gradients are scaled down to this norm.", above=0)
     MICRO_BATCH: int | None = setting("Learner", None, "completions", "Completions of MAX_COMPLETION_LEN in one micro-batch (of shorter ones it takes more); a matter of memory, never of what is learned; `auto` plans it.", low=1, resume=True)
     PACKING: str | None = setting("Learner", None, "", "`prefix` computes a prompt once for all its completions, `none` once for each; `auto`: prefix where the attention supports it.", choices=("prefix", "none"), resume=True)
     GRADIENT_CHECKPOINTING: bool = setting("Learner", True, "", "Recompute activations in the backward pass: much less memory, about a third more time.", tiny=False)
     LOSS_TYPE: str = setting("Learner", "bnpo", "", "GRPO variant, TRL's names; the loss is Liger's.", choices=("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo"))
-    BETA: float = setting("Learner", 0.0, "", "Weight of the KL penalty against the base model; 0 saves a forward pass.", low=0)
+    BETA: float = setting("Learner", 0.0, "", "Weight of the KL penalty against the base model; 0 saves a forward pass.", low=0, high=1000)
     EPSILON: float = setting("Learner", 0.2, "", "Lower clip range of the policy ratio.", above=0)
     EPSILON_HIGH: float | None = setting("Learner", None, "", "Upper clip range; `auto` is EPSILON, 5.0 for cispo.", above=0)
     SEED: int = setting("Learner", 42, "", "Seed of prompt order, adapter initialization and sampling.", low=0, high=2**31 - 1)
 
-    OUTPUT_DIR: str = setting("Output", "runs/gpt-oss-20b", "", "Folder of the run; OUTPUT_DIR.zip is written beside it.", tiny="runs/tiny", resume=True)
+    OUTPUT_DIR: str = setting("Output", "runs/gpt-oss-20b", "", "Folder of the run; OUTPUT_DIR.zip is written beside it.", tiny="runs/tiny", resume=True, room=16)
     LOG_PROMPTS: bool = setting("Output", False, "", "Write each prompt into completions.csv, beside its completion.", resume=True)
     SAVE_STEPS: int = setting("Output", 10, "steps", "Steps between checkpoints.", tiny=50, low=1, resume=True)
     SAVE_TOTAL_LIMIT: int = setting("Output", 3, "checkpoints", "Checkpoints that are kept.", low=1, resume=True)
@@ -180,7 +187,14 @@ class Problems(list[str]):
     """What is wrong with the input: collected, so that the user fixes everything in one go."""
 
     def add(self, where: str, what: str, fix: str) -> None:
-        self.append(f"{where}: {what}. {fix}")
+        """One line, whatever a name or a message of another program holds."""
+        self.append(one_line(f"{where}: {what}. {fix}"))
+
+
+def one_line(text: str, most: int = 2000) -> str:
+    """A text without its line ends, and without its middle where it has more than `most` characters."""
+    text = " ".join(text.splitlines())
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
 
 
 def show(value: Any) -> str:
@@ -194,6 +208,44 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"; the nearest is {near[0]}" if near else ""
 
 
+def read_number(text: str, kind: Callable[[str], Any] = float) -> Any:
+    """A number as people write it: Python also reads the digits of every script, and `1_0` as 10. Raises ValueError."""
+    if not text.isascii() or "_" in text:
+        raise ValueError(f"{text!r} is not written in plain digits")
+    return kind(text)
+
+
+def is_text(text: str) -> bool:
+    """Whether a text can be written: file names, the environment and JSON may hold what is none (lone surrogates)."""
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
+
+
+def path_fault(path: str | Path, room: int = 0) -> str | None:
+    """Why there can be no file at `path`, or None: one that is merely missing can. `room`: bytes that the names beside it
+    are longer."""
+    if any(len(os.fsencode(part)) + room > 255 for part in Path(path).parts):
+        return f"a name in it has more than {255 - room} bytes"
+    try:
+        os.stat(Path(path).expanduser())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, no access, no such user
+        return getattr(error, "strerror", None) or str(error)
+    return None
+
+
+def described(error: BaseException) -> str:
+    """What was raised, in one line, even where it cannot be told in words."""
+    try:
+        said = str(error)
+    except Exception:
+        said = ""
+    return one_line(": ".join(filter(None, (type(error).__name__, said))), 300)
+
+
 def choices(name: str) -> tuple[str, ...]:
     """The words that setting `name` takes, `auto` first where it takes that; empty where it is no choice."""
     words = FIELDS[name].metadata.get("choices", ())
@@ -204,6 +256,8 @@ def parse_value(name: str, text: str) -> Any:
     """The value of setting `name` written as `text`; raises ValueError with a sentence on what is expected."""
     spec, text = FIELDS[name].metadata, text.strip()
     kind, optional, _ = FIELDS[name].type.partition(" | None")
+    if not is_text(text):
+        raise ValueError("it holds bytes that are not UTF-8")
     if optional and text.lower() == "auto":
         return None
     if kind == "bool":
@@ -216,20 +270,27 @@ def parse_value(name: str, text: str) -> Any:
         return text.lower()
     if spec.get("date"):
         with contextlib.suppress(ValueError):
-            return time.strftime("%Y-%m-%d", time.strptime(text, "%Y-%m-%d"))
+            # strftime writes an earlier year in three digits, and strptime does not read them.
+            if text.isascii() and (day := time.strptime(text, "%Y-%m-%d")).tm_year >= 1000:
+                return time.strftime("%Y-%m-%d", day)
         raise ValueError("expected a date such as 2025-11-06")
+    if "room" in spec and (fault := path_fault(text, spec["room"])):
+        raise ValueError(fault)
     if kind == "str":
         return text
     try:
-        value = int(text) if kind == "int" else float(text)
+        value = read_number(text, int if kind == "int" else float)
     except ValueError:
         expected = "expected a whole number" if kind == "int" else "expected a number"
         raise ValueError(expected + (" or auto" if optional else "")) from None
-    if not math.isfinite(value) and not (spec.get("nan") and math.isnan(value)):
+    if kind == "float" and not math.isfinite(value) and not (spec.get("nan") and math.isnan(value)):
         raise ValueError("expected a finite number" + (" or nan" if spec.get("nan") else ""))
+    limits = {"high": MOST_WHOLE if kind == "int" else MOST_FLOAT} | spec
     for limit, words, wrong in (("low", "at least", lt), ("above", "above", le), ("high", "at most", gt)):
-        if limit in spec and wrong(value, spec[limit]):
-            raise ValueError(f"must be {words} {show(spec[limit])}")
+        if limit in limits and wrong(value, limits[limit]):
+            raise ValueError(f"must be {words} {show(limits[limit])}")
+    if kind == "float" and 0 < abs(value) < LEAST_FLOAT:
+        raise ValueError(f"float32 cannot compute with it: the least in size is {LEAST_FLOAT:g}")
     return value
 
 
@@ -286,7 +347,8 @@ def load_settings(environ: Mapping[str, str]) -> tuple[Settings, dict[str, str],
                 values[name], sources[name] = parse_value(name, text), "environment"
             except ValueError as error:
                 default = show(values[name])
-                problems.add(name, f"{text!r} is not accepted, {error}", f"Unset it for the default ({default})")
+                what = f"{one_line(repr(text), 200)} is not accepted, {error}"
+                problems.add(name, what, f"Unset it for the default ({default})")
     for variable in sorted(set(environ) - set(FIELDS) - set(listed(values["IGNORE_VARS"]))):
         if variable in REMOVED:
             problems.add(variable, "this setting was removed", REMOVED[variable])

@@ -8,8 +8,10 @@ import re
 import subprocess
 import sys
 
+import hypothesis
 import pytest
 from conftest import CLEAN, ROOT, run_script
+from hypothesis import strategies as st
 from machines import only
 
 from grpo.settings import (
@@ -65,6 +67,55 @@ def test_refused(name, text, message, reason):
     settings, _, problems = load_settings({name: text})
     assert only(problems).startswith(f"{name}: "), reason
     assert getattr(settings, name) == FIELDS[name].default, "a bad value leaves the default, so that checks go on"
+
+
+ODD = {  # reason -> (setting, text, message)
+    "400 digits": ("TOTAL_STEPS", "1" * 400, "at most 1000000000"),
+    "more digits than Python reads": ("SEED", "1" * 5000, "expected a whole number"),
+    "digits of another script": ("SEED", "\uff11", "expected a whole number"),
+    "an underscore": ("LEARNING_RATE", "0.0_1", "expected a number"),
+    "weights without end": ("LEARNING_RATE", "1e308", "at most 1$"),
+    "no float32": ("EPSILON", "1e-40", "float32 cannot"),
+    "no float32, large": ("PARITY_LIMIT", "1e38", r"at most 1e\+30"),
+    "a reward whose square is infinite": ("INVALID_REWARD", "-1e20", "at least -1e"),
+    "a quintillion completions": ("NUM_GENERATIONS", str(10**18), "at most 100000"),
+    "a year of three digits": ("PROMPT_DATE", "0999-01-01", "expected a date"),
+    "a date in another script": ("PROMPT_DATE", "\uff12025-11-06", "expected a date"),
+    "bytes that are no text": ("DATA", "days\udcff.csv", "not UTF-8"),
+    "nobody's home": ("OUTPUT_DIR", "~nobody-here/runs", "home"),
+    "a long name": ("MODEL_ID", f"models/{'x' * 256}", "more than 255 bytes"),
+    "no room for .zip": ("OUTPUT_DIR", "x" * 240, "more than 239 bytes"),
+    "a long path": ("INIT_ADAPTER", "x/" * 3000, "too long"),
+}
+
+
+@pytest.mark.parametrize("reason", ODD)
+def test_odd_values_are_one_line(reason):
+    name, text, message = ODD[reason]
+    with pytest.raises(ValueError, match=message):
+        parse_value(name, text)
+    settings, _, problems = load_settings({name: text})
+    assert len(only(problems).splitlines()) == 1 and len(problems[0]) < 500 and settings == Settings()
+
+
+def test_a_loop_of_links_is_no_folder(tmp_path):
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    for name in ("OUTPUT_DIR", "MODEL_ID", "INIT_ADAPTER"):
+        assert "symbolic links" in only(load_settings({name: str(tmp_path / "a" / "run")})[2])
+
+
+NUMBERS = st.from_regex(r"[-+]?[0-9._eE\u0661-\u0669\uff10-\uff19]{1,30}", fullmatch=True)
+ANY_TEXT = st.text(st.characters(exclude_characters="\0")) | NUMBERS
+
+
+@hypothesis.given(st.sampled_from(sorted(FIELDS)), ANY_TEXT)
+def test_any_text_is_a_value_or_one_line(name, text):
+    settings, _, problems = load_settings({name: text})
+    assert len(problems) <= 1 and all(len(problem.splitlines()) == 1 for problem in problems)
+    assert settings.completions_per_step <= 10**10
+    value = getattr(settings, name)
+    assert not isinstance(value, (int, float)) or math.isnan(value) or abs(value) <= 1e30
 
 
 NEAR = [

@@ -3,24 +3,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import functools
 import glob
 import hashlib
 import json
 import math
+import os
 import re
+import time
+import unicodedata
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from grpo.data.formats import Record, Table, UnreadableFile, is_dataset, read_dataset, reader_of
-from grpo.settings import ROOT, Problems, listed
+from grpo.settings import MOST_REWARD, ROOT, Problems, is_text, listed, path_fault, read_number
 
-REWARD_COLUMN = re.compile(r"reward_action_(0|[1-9]\d*)")
-Q_COLUMN = re.compile(r"q_action_(0|[1-9]\d*)")
+INDEX = "(0|[1-9][0-9]{0,5})"
+REWARD_COLUMN = re.compile(f"reward_action_{INDEX}")
+Q_COLUMN = re.compile(f"q_action_{INDEX}")
+ODD_COLUMN = re.compile(rf"(?:reward|q)_action_(?!{INDEX}\Z)\d+")  # too many digits, a 0 before them, of another script
 # Keyword arguments that TRL and this project give to reward functions: a CSV column of that name goes by `csv_NAME`.
 RESERVED_ARGUMENTS = {
     "prompt", "prompts", "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric",
@@ -28,6 +33,19 @@ RESERVED_ARGUMENTS = {
 }  # fmt: skip
 PROMPT_COLUMNS = ("prompt", "user", "question")
 SHOWN = 20  # problems listed per file: the rest is counted
+SAY_EVERY = 5.0  # seconds between two lines about work that takes longer
+Item = TypeVar("Item")
+
+
+def told(what: str, items: Iterable[Item], total: int | None = None, each: int = 1) -> Iterator[Item]:
+    """The same items of `each` rows, and on the screen a line every SAY_EVERY seconds: what is done with them, and to how
+    many so far."""
+    began = said = time.monotonic()
+    for done, item in enumerate(items):
+        if (now := time.monotonic()) - said >= SAY_EVERY:
+            said = now
+            print(f"{what}: {done * each:,}{f' of {total:,}' if total else ''} rows, {now - began:.0f} s", flush=True)
+        yield item
 
 
 @dataclass(frozen=True)
@@ -59,11 +77,17 @@ def find_files(setting: str, text: str, problems: Problems) -> list[Path]:
     found: dict[Path, None] = {}
     fix = "Name existing files or a glob such as 'days/*.csv' (quoted)"
     for part in listed(text):
+        if fault := path_fault(part):
+            problems.add(setting, f"{part!r} cannot be read ({fault})", fix)
+            continue
         places = [Path(part).expanduser(), ROOT / part]
         ways = [[place] for place in places] + [sorted(map(Path, glob.glob(str(p), recursive=True))) for p in places]
-        matches = next((files for way in ways if (files := [path for path in way if path.is_file()])), [])
+        matches = next((files for way in ways if (files := [path for path in way if os.path.isfile(path)])), [])
         if not matches:
             problems.add(setting, f"no file matches {part!r}", fix)
+        for path in [path for path in matches if not is_text(str(path))]:
+            problems.add(setting, f"the name {str(path)!r} is not UTF-8", "Rename the file")
+            matches.remove(path)
         found |= dict.fromkeys(matches)
     if not text.strip():
         problems.add(setting, "it is empty", fix)
@@ -92,12 +116,15 @@ def check_header(path: str, header: Sequence[str], problems: Problems) -> int:
     where = f"{path}, header"
     if len(header) == 1 and (";" in header[0] or "\t" in header[0]):
         raise UnreadableFile(where, "its cells are separated by semicolons or tabs", "Save it with commas")
-    for name in sorted({name for name in header if header.count(name) > 1}):
+    for name in sorted(name for name, count in Counter(header).items() if count > 1):
         what = f"column {name!r} stands there twice" if name else "a column has no name"
         problems.add(where, what, "Name every column once")
     if not set(PROMPT_COLUMNS) & set(header):
         what = "there is neither a `prompt` nor a `user` column" + near_column("prompt", header)
         problems.add(where, what, "Add one of them (or `question`); docs/data.md shows the forms")
+    if odd := next(filter(ODD_COLUMN.fullmatch, header), None):
+        problems.add(where, f"{odd!r} numbers no action", "Write 0, 1, 2, ... in plain digits, six at most")
+        return 0
     actions = sorted(int(m[1]) for name in header if (m := REWARD_COLUMN.fullmatch(name)))
     gap = next((k for k in range(len(actions)) if k not in actions), None)
     if gap is not None:
@@ -116,20 +143,35 @@ def check_header(path: str, header: Sequence[str], problems: Problems) -> int:
 
 def read_numbers(where: str, columns: dict[str, Any], names: Sequence[str], problems: Problems) -> dict[str, float]:
     """The cells of `columns` that have these names, as numbers; a problem for each that is none."""
-    numbers = dict.fromkeys(names, math.nan)
+    numbers = {}
     for name in names:
         cell = columns[name].strip() if isinstance(columns[name], str) else columns[name]
-        with contextlib.suppress(ValueError, TypeError):
-            numbers[name] = math.nan if isinstance(cell, bool) else float(cell)
-        if not math.isfinite(numbers[name]):
+        try:
+            number = read_number(cell) if isinstance(cell, str) else math.nan if isinstance(cell, bool) else float(cell)
+        except (ValueError, TypeError, OverflowError):
+            number = math.nan
+        if not math.isfinite(number):
             missing = f"the {'value' if name[0] == 'q' else 'reward'} is missing"
             what = missing if cell in ("", None) else f"{cell!r} is not a finite number"
-            problems.add(f"{where}, column {name}", what, "Every action needs a number")
+            problems.add(f"{where}, column {name}", what, "Every action needs a number, in plain digits")
+        elif abs(number) > MOST_REWARD:
+            what = f"{cell!r} is more than {MOST_REWARD:g} in size, and float32 cannot sum the squares of such rewards"
+            problems.add(f"{where}, column {name}", what, "Divide all of them by the same number")
+        numbers[name] = number
     return numbers
 
 
 Messages = tuple[tuple[str, str], ...]
 INSTRUCTING = ("system", "developer")  # roles of which gpt-oss's template takes the first message alone
+FILLERS = "\u115f\u1160\u2800\u3164\uffa0"  # letters and a symbol by their category, but nothing to see
+
+
+def is_blank(text: str) -> bool:
+    """Whether there is nothing to see: spaces, controls, characters without a width or a mark alone."""
+    if text[:1].isalnum() and text[0] not in FILLERS:  # the rule, and a hundred thousand rows are asked
+        return False
+    kinds = ("" if one in FILLERS else unicodedata.category(one) for one in text)
+    return not any(kind and kind[0] not in "ZM" and kind not in ("Cc", "Cf") for kind in kinds)
 
 
 def read_conversation(where: str, prompt: Any, problems: Problems) -> Messages:
@@ -139,6 +181,8 @@ def read_conversation(where: str, prompt: Any, problems: Problems) -> Messages:
         (first, _), *rest = messages
         known = first in (*INSTRUCTING, "user") and all(role in ("user", "assistant") for role, _ in rest)
         if known and messages[-1][0] == "user" and all(isinstance(text, str) for _, text in messages):
+            if is_blank(messages[-1][1]):
+                problems.add(f"{where}, column prompt", "the user's message is empty", "Fill it in or remove the row")
             return messages
     except (TypeError, KeyError, ValueError):
         pass
@@ -158,7 +202,7 @@ def read_messages(where: str, columns: dict[str, Any], system: str, problems: Pr
         if not isinstance(value, str):
             problems.add(f"{where}, column {name}", f"{value!r} is not text", "Write it as text")
             return ()
-    name = next((name for name in PROMPT_COLUMNS if given[name].strip()), None)
+    name = next((name for name in PROMPT_COLUMNS if not is_blank(given[name])), None)
     if name is None:
         there = next(name for name in PROMPT_COLUMNS if name in columns)
         problems.add(f"{where}, column {there}", "the prompt is empty", "Fill it in or remove the row")
@@ -175,11 +219,14 @@ def make_rows(
     name: str, header: Sequence[str], records: Iterable[Record], actions: int, system: str, problems: Problems
 ) -> Iterator[Row]:
     """Rows of the file `name` out of its records."""
+    names = [f"reward_action_{k}" for k in range(actions)]
     q_names = [f"q_action_{k}" for k in range(actions)] if "q_action_0" in header else []
     for number, (where, columns) in enumerate(records, 1):
-        rewards = read_numbers(where, columns, [f"reward_action_{k}" for k in range(actions)], problems)
+        rewards = read_numbers(where, columns, names, problems)
         columns |= rewards
         messages = read_messages(where, columns, system, problems)
+        if not all(is_text(text) for _, text in messages):
+            problems.add(where, "the prompt holds half a character (a lone surrogate)", "Write it as UTF-8")
         # Text in `columns`, as it was before there was a use for them: runs know their rows by a fingerprint of these.
         q = read_numbers(where, columns, q_names, problems)
         talk = "user" in columns or not isinstance(columns.get("prompt", ""), (str, type(None)))
@@ -197,7 +244,8 @@ def read_file(name: str, read: Callable[[], Table], problems: Problems, system: 
     try:
         header, records = read()
         actions = check_header(name, header, mine)
-        rows = list(make_rows(name, header, records(mine), actions, system, mine)) if not mine else []
+        made = make_rows(name, header, records(mine), actions, system, mine) if not mine else ()
+        rows = list(told(f"reading {name}", made))
     except UnreadableFile as error:
         problems.add(*error.args)
         return []
@@ -237,8 +285,10 @@ def read_rows(setting: str, text: str, problems: Problems, system: str = "") -> 
 
 def data_fingerprint(rows: Sequence[Row]) -> str:
     """SHA-256 over everything that training sees of the rows, whatever their files are called."""
-    seen = (json.dumps([row.messages, row.rewards, sorted(row.columns.items())], default=str) for row in rows)
-    return hashlib.sha256("".join(seen).encode()).hexdigest()
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps([row.messages, row.rewards, sorted(row.columns.items())], default=str).encode())
+    return digest.hexdigest()
 
 
 def reward_columns(row: Row, actions: int) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -40,34 +41,49 @@ def decode(path: Path, content: bytes) -> str:
         raise UnreadableFile(where, f"byte {error.start} is not UTF-8", fix) from None
 
 
-def split_csv(path: Path) -> list[tuple[int, list[str]]]:
-    """(line that it begins in, cells) of the header and of every row of a CSV; empty lines are none. Raises
-    UnreadableFile."""
-    records: list[tuple[int, list[str]]] = []
-    start, content = 1, read_content(path)
+MOST_COLUMNS = 1000
+
+
+def check_width(name: object, columns: int) -> None:
+    """Raises UnreadableFile for a table so wide that it is a mistake: each row would become a dict of that many cells."""
+    if columns > MOST_COLUMNS:
+        what = f"it has {columns:,} columns, and {MOST_COLUMNS:,} are the most"
+        raise UnreadableFile(f"{name}, header", what, "Leave out those that no reward needs, or swap rows and columns")
+
+
+def split_csv(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """(line that it begins in, cells) of the header and of every row of a CSV, read as they are asked for; empty lines are
+    none. Raises UnreadableFile."""
+    start, found, content = 1, 0, read_content(path)
+    if b"\0" in content:
+        decode(path, content)  # UTF-16 is the better word for it
+        where = f"{path}, line {content.partition(bytes(1))[0].count(bytes([10])) + 1}"
+        raise UnreadableFile(where, "it holds a NUL byte", "Export the CSV again; UTF-16 must become UTF-8")
     csv.field_size_limit(2**31 - 1)
+    # Line by line: io.StringIO would hold four bytes for each character.
+    reader = csv.reader(io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig", newline=""), strict=True)
     try:
-        reader = csv.reader(io.StringIO(decode(path, content), newline=""), strict=True)
-        if b"\0" in content:
-            where = f"{path}, line {content.partition(bytes(1))[0].count(bytes([10])) + 1}"
-            raise UnreadableFile(where, "it holds a NUL byte", "Export the CSV again; UTF-16 must become UTF-8")
         for cells in reader:
             if cells:
-                records.append((start, cells))
+                found += 1
+                yield start, cells
             start = reader.line_num + 1
+    except UnicodeDecodeError:
+        decode(path, content)  # tells where: this error knows its place in a part of the file only
+        raise
     except csv.Error as error:
-        where = f"{path}, row {len(records)} (from line {start})" if records else f"{path}, line {start}"
+        where = f"{path}, row {found} (from line {start})" if found else f"{path}, line {start}"
         fix = "Close every quote, and double quotes inside a quoted cell"
         raise UnreadableFile(where, f"broken CSV quoting ({error})", fix) from None
-    if not records:
-        raise UnreadableFile(path, "it is empty", "Give it a header and at least one row")
-    return records
 
 
 def read_csv_table(path: Path) -> Table:
     """Columns and records of a CSV. Raises UnreadableFile."""
-    (_, names), *lines = split_csv(path)
-    header = [name.strip() for name in names]
+    lines = split_csv(path)
+    header = [name.strip() for name in next(lines, (0, []))[1]]
+    if not header:
+        raise UnreadableFile(path, "it is empty", "Give it a header and at least one row")
+    check_width(path, len(header))
 
     def records(problems: Problems) -> Iterator[Record]:
         for number, (line, cells) in enumerate(lines, 1):
@@ -81,9 +97,10 @@ def read_csv_table(path: Path) -> Table:
     return header, records
 
 
-def table_of(found: Sequence[Record]) -> Table:
-    """Records that may lack columns which others have: there they get None."""
+def table_of(name: object, found: Sequence[Record]) -> Table:
+    """Records that may lack columns which others have: there they get None. Raises UnreadableFile."""
     header = list(dict.fromkeys(name.strip() for _, columns in found for name in columns))
+    check_width(name, len(header))
 
     def records(problems: Problems) -> Iterator[Record]:
         for where, columns in found:
@@ -104,13 +121,13 @@ def read_json_table(path: Path) -> Table:
         else:
             for line, row in enumerate(text.split("\n"), 1):
                 found += [(line, json.loads(row))] if row.strip() else []
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UnreadableFile(f"{path}, line {line}", f"it is not JSON ({error})", fix) from None
     if wrong := next((line for line, one in found if not isinstance(one, dict)), None):
         raise UnreadableFile(f"{path}, line {wrong}", "it is no JSON object", fix)
     if not found:
         raise UnreadableFile(path, "it is empty", fix)
-    return table_of([(f"{path}, row {number} (line {at})", one) for number, (at, one) in enumerate(found, 1)])
+    return table_of(path, [(f"{path}, row {number} (line {at})", one) for number, (at, one) in enumerate(found, 1)])
 
 
 def read_parquet_table(path: Path) -> Table:
@@ -120,9 +137,11 @@ def read_parquet_table(path: Path) -> Table:
     except ImportError as error:
         raise UnreadableFile(path, f"Parquet needs pyarrow ({error})", "Run pip install pyarrow") from None
     try:
-        found = parquet.read_table(io.BytesIO(read_content(path))).to_pylist()
-    except (ArrowException, OSError) as error:
-        what = f"it is no Parquet file ({str(error).splitlines()[0]})"
+        table = parquet.read_table(io.BytesIO(read_content(path)))
+        check_width(path, table.num_columns)
+        found = table.to_pylist()
+    except (ArrowException, OSError, ValueError, OverflowError) as error:
+        what = f"it is no Parquet file ({str(error)[:300]})"
         raise UnreadableFile(path, what, "Download or write it again") from None
     return numbered(str(path), found)
 
@@ -131,7 +150,7 @@ def numbered(name: str, found: Iterable[dict[str, Any]]) -> Table:
     """Records of a table without lines. Raises UnreadableFile."""
     if not (records := [(f"{name}, row {number}", one) for number, one in enumerate(found, 1)]):
         raise UnreadableFile(name, "it is empty", "Give it at least one row")
-    return table_of(records)
+    return table_of(name, records)
 
 
 READERS = {
@@ -150,7 +169,7 @@ DATASET = re.compile(r"[\w-][\w.-]*/[\w.-]+(:[\w.-]+){0,2}(\[[\w:%]*\])?")
 def is_dataset(part: str) -> bool:
     """Whether a part of DATA names a data set of the Hub, `org/name`, `org/name:config` or `org/name:config:split`, of
     the latter a part such as `[:200]`: no file of that name is there, and it does not end as a file."""
-    there = Path(part).exists() or (ROOT / part).exists()
+    there = os.path.exists(part) or os.path.exists(ROOT / part)  # which raise nothing, whatever `part` is
     return bool(DATASET.fullmatch(part)) and not there and not Path(part).suffix[1:].isalpha()
 
 

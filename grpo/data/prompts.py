@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo.data.files import SHOWN, Row
-from grpo.settings import Problems, Settings
+from grpo.data.files import SHOWN, Row, told
+from grpo.settings import Problems, Settings, described
 
 ANSWER_BEFORE, ANSWER_AFTER = "<|channel|>final<|message|>[", "]<|return|>"
 
@@ -69,23 +69,32 @@ def compiled(template: str, date: str) -> Any:
 def render_rows(
     settings: Settings, rows: Sequence[Row], template: str | None, tokenizer: Path, problems: Problems
 ) -> tuple[list[Row], int]:
-    """The rows with their prompts rendered, and the longest prompt in tokens; prompts over MAX_PROMPT_LEN are problems."""
-    from tokenizers import Tokenizer  # late, as above
-
-    rendered = []
-    for row in rows:
+    """The rows with their prompts rendered, and the longest prompt in tokens; prompts over MAX_PROMPT_LEN are problems, and
+    so are a template or a tokenizer that fail (then the rows come back as they were, with 0)."""
+    where, rendered = f"MODEL_ID={settings.MODEL_ID}", []
+    for row in told("rendering prompts", rows, len(rows)):
         if row.messages[0][0] == "rendered":
             prompt = row.messages[0][1]
         elif template is None:
             what = f"it has no chat template, and {row.file} holds prompts that are not rendered"
-            fix = "Add chat_template.jinja to the model, or give rendered prompts"
-            problems.add(f"MODEL_ID={settings.MODEL_ID}", what, fix)
+            problems.add(where, what, "Add chat_template.jinja to the model, or give rendered prompts")
             return list(rows), 0
         else:
-            prompt = render(template, row.messages, settings.REASONING_EFFORT, settings.PROMPT_DATE)
+            try:
+                prompt = render(template, row.messages, settings.REASONING_EFFORT, settings.PROMPT_DATE)
+            except Exception as error:  # whatever a template raises, damaged or not
+                what = f"its chat template fails on {row.file}, row {row.number} ({described(error)})"
+                problems.add(where, what, "Download the model again, or write what its template takes")
+                return list(rows), 0
         rendered.append(dataclasses.replace(row, prompt=prompt))
-    encodings = Tokenizer.from_file(str(tokenizer)).encode_batch([row.prompt for row in rendered])
-    lengths = [len(encoding.ids) for encoding in encodings]
+    try:
+        tokens = count_tokens(tokenizer, list(dict.fromkeys(row.prompt for row in rendered)))
+        lengths = [tokens[row.prompt] for row in rendered]
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a panic of its Rust code is no Exception
+        problems.add(where, f"its tokenizer.json fails ({described(error)})", "Download the model again")
+        return list(rows), 0
     long = [(row, n) for row, n in zip(rendered, lengths, strict=True) if n > settings.MAX_PROMPT_LEN]
     for row, n in long[:SHOWN]:
         what = f"the prompt has {n} tokens, MAX_PROMPT_LEN is {settings.MAX_PROMPT_LEN}"
@@ -94,6 +103,21 @@ def render_rows(
         what = f"{len(long) - SHOWN} more prompts are too long"
         problems.add("MAX_PROMPT_LEN", what, f"The longest has {max(lengths)} tokens")
     return rendered, max(lengths, default=0)
+
+
+AT_ONCE = 1000  # prompts: what the tokenizer returns of one takes more memory than the row
+
+
+def count_tokens(tokenizer: Path, prompts: Sequence[str]) -> dict[str, int]:
+    """Tokens of each prompt. Raises what the tokenizers package raises for a file that it cannot use, which may be no
+    Exception."""
+    from tokenizers import Tokenizer  # late, as above
+
+    loaded, lengths = Tokenizer.from_file(str(tokenizer)), {}
+    for start in told("counting tokens", range(0, len(prompts), AT_ONCE), len(prompts), AT_ONCE):
+        some = prompts[start : start + AT_ONCE]
+        lengths |= zip(some, map(len, loaded.encode_batch_fast(some)), strict=True)
+    return lengths
 
 
 def prompt_order(rows: int, seed: int, count: int) -> Iterator[int]:

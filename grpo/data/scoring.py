@@ -21,7 +21,18 @@ from typing import Any
 
 import rewards
 from grpo.data.files import Row, flat_rows, no_actions, reward_columns
-from grpo.settings import Problems, Settings, listed, nearest, show
+from grpo.settings import (
+    MOST_REWARD,
+    MOST_WEIGHT,
+    Problems,
+    Settings,
+    described,
+    listed,
+    nearest,
+    one_line,
+    read_number,
+    show,
+)
 
 
 def reward_specs(text: str) -> list[tuple[str, float]]:
@@ -30,11 +41,13 @@ def reward_specs(text: str) -> list[tuple[str, float]]:
     for part in listed(text):
         name, equals, weight = part.partition("=")
         try:
-            specs.append((name.strip(), float(weight) if equals else 1.0))
+            specs.append((name.strip(), read_number(weight.strip()) if equals else 1.0))
         except ValueError:
             specs.append((name, math.nan))
         if not math.isfinite(specs[-1][1]):
             raise ValueError(f"weight {weight!r} of {name!r} is not a finite number")
+        if abs(specs[-1][1]) > MOST_WEIGHT:
+            raise ValueError(f"weight {weight!r} of {name!r} is more than {MOST_WEIGHT:g} in size")
     if not specs:
         raise ValueError("no reward function is named")
     if len({name for name, _ in specs}) < len(specs):
@@ -43,22 +56,43 @@ def reward_specs(text: str) -> list[tuple[str, float]]:
 
 
 def load_reward(name: str) -> Callable[..., Sequence[float | None]]:
-    """The reward function `name` of rewards.py, or `module:function` from the current folder; raises ValueError."""
+    """The reward function `name` of rewards.py, or `module:function` from any package or the current folder, which is
+    looked into last from here on: nothing in it takes a library's place. Raises ValueError."""
+    sys.path[:] = [*(place for place in sys.path if place not in ("", str(Path.cwd()))), str(Path.cwd())]
     module, colon, function = name.partition(":")
     if name in rewards.REWARD_FUNCTIONS:
         return rewards.REWARD_FUNCTIONS[name]
     if not colon:
         known = rewards.REWARD_FUNCTIONS
         raise ValueError(f"{name!r} is unknown (there are {', '.join(known)}{nearest(name, known)})")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
     try:
-        found = getattr(importlib.import_module(module), function)
-    except Exception as error:  # whatever the user's module raises is the answer to give
-        raise ValueError(f"{name!r} cannot be loaded: {type(error).__name__}: {error}") from None
+        loaded = importlib.import_module(module)
+        if taken := shadowed(loaded, Path.cwd().joinpath(*module.split("."))):
+            raise ImportError(taken)
+        found = getattr(loaded, function)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever the user's module raises is the answer to give
+        raise ValueError(f"{name!r} cannot be loaded: {ended(error)}") from None
     if not callable(found):
         raise ValueError(f"{name!r} is no function")
     return found
+
+
+def shadowed(module: types.ModuleType, own: Path) -> str | None:
+    """Where `module` is from, if that is not the file which the user has at `own`, without its ending."""
+    files = [path.resolve() for path in (Path(f"{own}.py"), own / "__init__.py") if path.is_file()]
+    found = getattr(module, "__file__", None)
+    if not files or (found and Path(found).resolve() in files):
+        return None
+    return f"Python takes {found or 'its own module'} for it, not {files[0]}: rename your file"
+
+
+def ended(error: BaseException) -> str:
+    """What was raised, in one line; in words where it would have ended the program."""
+    if isinstance(error, SystemExit):
+        return f"{described(error)}, which would end the run: leave it, and a command line, to `if __name__ == ...`"
+    return described(error)
 
 
 def check_rewards(
@@ -242,15 +276,15 @@ class Completion:
 def checked_rewards(name: str, values: Any, count: int) -> list[float | None]:
     """What reward function `name` returned for `count` completions, as a list; raises RuntimeError for what is none."""
     returned = f"REWARDS: {name} returned"
-    if not isinstance(values, Sequence) and not hasattr(values, "tolist"):
+    if not isinstance(values, Sequence):
         raise RuntimeError(f"{returned} {type(values).__name__}, not a list of numbers")
-    values = values.tolist() if hasattr(values, "tolist") else list(values)
-    values = [value.item() if hasattr(value, "item") else value for value in values]  # numpy's
     if len(values) != count:
         raise RuntimeError(f"{returned} {len(values)} rewards for {count} completions")
     for value in values:
-        if value is not None and (not isinstance(value, (int, float)) or math.isinf(value)):
-            raise RuntimeError(f"{returned} {value!r}, which is neither a finite number nor None")
+        number = isinstance(value, (int, float))
+        if value is not None and not (number and (value != value or abs(value) <= MOST_REWARD)):
+            what = f"neither a finite number of at most {MOST_REWARD:g} in size nor None"
+            raise RuntimeError(f"{returned} {one_line(repr(value), 200)}, which is {what}")
     return values
 
 
@@ -262,7 +296,10 @@ GIVEN = {"prompts", "completions", "completion_ids", "trainer_state", "truncated
 def is_called_by_keyword(function: Callable[..., Any]) -> bool:
     """Whether a reward function of the user's is called as TRL does it, all by keyword; else its first argument has a name
     of its own, and gets the completions."""
-    parameters = list(inspect.signature(function).parameters.values())
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # built into Python, without a signature
+        return True
     first = next((one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)), None)
     return first is None or first in GIVEN or any(one.name == "completions" for one in parameters)
 
@@ -299,8 +336,13 @@ def reward_callable(name: str, settings: Settings, title: str | None = None) -> 
         try:
             values = function(completions=completions, **given) if by_keyword else function(completions, **given)
             values = asyncio.run(values) if inspect.iscoroutine(values) else values
-        except Exception as error:
-            raise RuntimeError(f"REWARDS: {name} raised {type(error).__name__}: {error}") from error
+            values = values.tolist() if hasattr(values, "tolist") else values
+            if isinstance(values, Sequence):
+                values = [value.item() if hasattr(value, "item") else value for value in values]  # numpy's
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # sys.exit too: it would end the run as if it were complete
+            raise RuntimeError(f"REWARDS: {name} raised {ended(error)}") from error
         return checked_rewards(name, values, len(completions))
 
     reward.__name__ = title or name.rpartition(":")[2]

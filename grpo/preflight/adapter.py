@@ -13,7 +13,7 @@ from typing import Any
 from grpo.preflight.choices import LINEAR_MODULES
 from grpo.preflight.hub import read_json
 from grpo.run.folder import ADAPTER, RunState
-from grpo.settings import Problems, Settings, listed, show
+from grpo.settings import MOST_FLOAT, MOST_WHOLE, Problems, Settings, described, listed, show
 
 CONFIG = "adapter_config.json"
 WHICH = "Name the folder of an adapter: a run's, its best/, a checkpoint, or what scripts/sft.py wrote"
@@ -43,8 +43,11 @@ def tensor_shapes(path: Path) -> dict[str, list[int]]:
         size = int.from_bytes(file.read(8), "little")
         if size > path.stat().st_size:
             raise ValueError(f"{path.name} is cut off or no safetensors file")
-        header = json.loads(file.read(size))
-    return {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}
+        try:
+            header = json.loads(file.read(size))
+            return {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{path.name} is damaged or no safetensors file ({described(error)})") from None
 
 
 def expected_shapes(config: Mapping[str, Any], rank: int, targets: Collection[str]) -> dict[str, list[int]]:
@@ -73,7 +76,8 @@ def read_adapter(folder: Path, model: Mapping[str, Any] | None) -> dict[str, Any
     it cannot be read, or is not one for the model with this config.json (None: unknown)."""
     config, found = read_json(folder / CONFIG), tensor_shapes(folder / ADAPTER)
     rank, alpha = config.get("r"), config.get("lora_alpha")
-    if config.get("peft_type") != "LORA" or not isinstance(rank, int) or not isinstance(alpha, (int, float)):
+    whole = type(rank) is int and 0 < rank <= MOST_WHOLE and isinstance(alpha, (int, float)) and 0 < alpha <= MOST_FLOAT
+    if config.get("peft_type") != "LORA" or not whole:
         raise ValueError(f"{CONFIG} is not that of a LoRA adapter")
     for name in ("use_rslora", "alpha_pattern"):  # what else there is shows in the tensors
         if config.get(name):

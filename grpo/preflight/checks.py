@@ -31,9 +31,9 @@ from grpo.preflight.machine import (
     installed_versions,
     read_machine,
 )
-from grpo.preflight.memory import LORA_RANKS, Plan, Shapes, memory_advice, memory_shortfall
+from grpo.preflight.memory import LORA_RANKS, Plan, Shapes, divisors, memory_advice, memory_shortfall
 from grpo.run.folder import RunState, existing_parent, inspect_run
-from grpo.settings import Problems, Settings, listed, load_settings, nearest
+from grpo.settings import MOST_COMPLETIONS, Problems, Settings, is_text, listed, load_settings, nearest, path_fault
 
 
 def check_attention(settings: Settings, machine: Machine, problems: Problems) -> None:
@@ -77,11 +77,14 @@ def check_lora(settings: Settings, problems: Problems) -> None:
 def check_settings(settings: Settings, config: Mapping[str, Any] | None, machine: Machine, problems: Problems) -> None:
     """Settings that contradict each other, the model's config.json or the machine."""
     total, chunk = settings.completions_per_step, settings.GENERATION_BATCH
+    numbers = f"{settings.PROMPTS_PER_STEP} x {settings.NUM_GENERATIONS} = {total}"
     if chunk and total % chunk:
-        near = min((n for n in range(1, total + 1) if total % n == 0), key=lambda n: abs(n - chunk))
-        numbers = f"{settings.PROMPTS_PER_STEP} x {settings.NUM_GENERATIONS} = {total}"
+        near = min(divisors(total), key=lambda n: abs(n - chunk))
         what = f"{chunk} does not divide PROMPTS_PER_STEP x NUM_GENERATIONS = {numbers}"
         problems.add("GENERATION_BATCH", what, f"The nearest that does is {near}")
+    if total > MOST_COMPLETIONS:
+        what = f"x NUM_GENERATIONS = {numbers} completions in one step, and {MOST_COMPLETIONS:,} are the most"
+        problems.add("PROMPTS_PER_STEP", what, "Lower one of the two")
     check_attention(settings, machine, problems)
     check_lora(settings, problems)
     if settings.EXPERTS == "mxfp4" and config and not hub.has_mxfp4(config):
@@ -139,14 +142,15 @@ def check_disk(settings: Settings, files: ModelFiles, adapter: float, problems: 
     # Adapter and its two AdamW moments in float32, per kept checkpoint, plus the final adapter, the logs and the zip.
     output = adapter * (settings.SAVE_TOTAL_LIMIT + 2) + 0.2
     cache = "HF_HUB_CACHE" if os.environ.get("HF_HUB_CACHE") else "HF_HOME"
-    home = Path(os.environ.get(cache, Path.home() / ".cache" / "huggingface"))
+    home = Path(os.environ.get(cache) or "~/.cache/huggingface")
     download = hub.DOWNLOAD_GIB - hub.downloaded_gib(files) if settings.MODEL_ID == hub.REAL_MODEL else 0.0
     for name, path, need, purpose in (
         ("OUTPUT_DIR", Path(settings.OUTPUT_DIR), output, "checkpoints, logs and the zip"),
         (cache, home, download if download > 0.2 else 0.0, "the checkpoint's download"),
     ):
-        free = shutil.disk_usage(existing_parent(path)).free / GIB
-        if free < need:
+        if need and (fault := path_fault(path)):
+            problems.add(f"{name}={path}", fault, "Name a folder for it")
+        elif need and (free := shutil.disk_usage(existing_parent(path)).free / GIB) < need:
             what = f"{purpose} need {need:.1f} GiB and {free:.1f} GiB are free"
             problems.add(f"{name}={path}", what, f"Free space, or point {name} to a larger disk")
 
@@ -191,6 +195,15 @@ def keep_choices(settings: Settings, rollouts: tuple[bool, str], plan: Plan, run
     return plan
 
 
+def place_problem() -> str | None:
+    """Why nothing can be done in the current folder, or None."""
+    try:
+        here = os.getcwd()
+    except OSError as error:
+        return f"current folder: it cannot be found ({error.strerror}). Change into one that is there"
+    return None if is_text(here) else f"current folder: {here!r} is no name in UTF-8. Rename it, or change into another"
+
+
 def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Preflight:
     """Every check that needs no training; all problems are collected, and nothing is written."""
     settings, sources, problems = load_settings(environ)
@@ -219,9 +232,8 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Pre
     plan, longest = None, 0
     ready = all(versions[name] for name in TESTED)  # tokenizers and numpy come with these packages
     if ready and files and files.tokenizer:
-        rows, longest = render_rows(settings, rows, files.template, files.tokenizer, problems)
-        eval_rows, longest_eval = render_rows(settings, eval_rows, files.template, files.tokenizer, problems)
-        longest = max(longest, longest_eval)
+        both, longest = render_rows(settings, [*rows, *eval_rows], files.template, files.tokenizer, problems)
+        rows, eval_rows = both[: len(rows)], both[len(rows) :]
     if files:
         checkpoint = hub.checkpoint_gib(settings.MODEL_ID, files) if rollouts[0] and machine.gpus else None
         prompt_len = longest or settings.MAX_PROMPT_LEN

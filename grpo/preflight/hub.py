@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 from grpo.preflight.download import PARTIAL, download, refusal
 from grpo.preflight.machine import GIB
-from grpo.settings import ROOT, Problems
+from grpo.settings import ROOT, Problems, one_line
 
 
 def count_parameters(config: Mapping[str, Any]) -> dict[str, int]:
@@ -51,6 +52,7 @@ MODEL_FILES = [
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "chat_template.*", WEIGHTS_INDEX,
 ]  # fmt: skip
+OTHERS = [name for name in MODEL_FILES if name.endswith(".json") and name not in ("config.json", "tokenizer.json")]
 DOWNLOAD_GIB = 12.9  # the official checkpoint's safetensors
 
 
@@ -67,7 +69,7 @@ class ModelFiles:
 def find_model(model_id: str, problems: Problems) -> ModelFiles | None:
     """The model's small files: of a local folder, of `tiny`, or of the Hub."""
     local = TINY_PATH if model_id == "tiny" else Path(model_id)
-    if model_id == "tiny" or local.is_dir():
+    if os.path.isdir(local):  # which raises nothing, whatever the name is
         folder = local
     elif model_id.startswith((".", "/", "~")) or model_id.count("/") != 1:
         fix = f"Use {REAL_MODEL}, tiny, or an existing folder"
@@ -80,7 +82,8 @@ def find_model(model_id: str, problems: Problems) -> ModelFiles | None:
     try:
         files = read_model_files(folder)
     except (OSError, ValueError) as error:
-        problems.add(f"MODEL_ID={model_id}", f"{error}", "Download or build the checkpoint of a gpt-oss model again")
+        fix = "Download or build the checkpoint of a gpt-oss model again"
+        problems.add(f"MODEL_ID={model_id}", one_line(str(error), 500), fix)
         return None
     for name in missing_shards(folder) if folder == local else ():
         problems.add(f"MODEL_ID={model_id}", f"{name} is missing", "Copy the whole checkpoint, weights included")
@@ -91,25 +94,69 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises OSError, and ValueError, which names the file, for what is none."""
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path.name} cannot be read ({error})") from None
 
 
-def read_model_files(folder: Path) -> ModelFiles:
-    """The small files that lie in `folder`. Raises OSError or ValueError where it holds no gpt-oss with a tokenizer."""
-    config, template = read_json(folder / "config.json"), None
-    missing = [key for key in REAL_CONFIG if key not in config and key != "quantization_config"]
+# What the preflight computes with, and cannot be more in any model: a damaged digit would make plans of a size that never
+# ends. The window may be missing (null).
+MOST_IN_CONFIG = 10**7
+
+
+def check_config(config: Mapping[str, Any]) -> None:
+    """Raises ValueError where a config.json is none of a gpt-oss, or holds what is no such size."""
+    sizes = [key for key, value in REAL_CONFIG.items() if isinstance(value, int)]
+    missing = [key for key in sizes if key not in config]
     if config.get("model_type") != "gpt_oss" or missing:
         lacks = f" and lacks {', '.join(missing)}" if missing else ""
         what = f"config.json says model_type {config.get('model_type')!r}{lacks}"
         raise ValueError(f"{what}: this program trains gpt-oss models (model_type gpt_oss)")
-    if (folder / "chat_template.jinja").exists():
-        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    elif (folder / "tokenizer_config.json").exists():
-        template = read_json(folder / "tokenizer_config.json").get("chat_template")
+    kinds, quantization = config.get("layer_types"), config.get("quantization_config")
+    good = {key: type(config[key]) is int and 0 < config[key] <= MOST_IN_CONFIG for key in sizes}
+    good["sliding_window"] |= config["sliding_window"] is None
+    good["layer_types"] = kinds is None or isinstance(kinds, list)
+    good["quantization_config"] = quantization is None or isinstance(quantization, dict)
+    for key in (key for key, fine in good.items() if not fine):
+        raise ValueError(f"config.json says {key} {config[key]!r}, which no gpt-oss has")
+
+
+def check_stop_tokens(config: Mapping[str, Any]) -> None:
+    """Raises ValueError where generation_config.json names tokens to stop at by what is no token's number."""
+    for key in ("eos_token_id", "pad_token_id", "bos_token_id"):
+        ids = config.get(key)
+        for one in ids if isinstance(ids, list) else [ids]:
+            if one is not None and (type(one) is not int or one < 0):
+                raise ValueError(f"generation_config.json says {key} {ids!r}, which is no token's number")
+
+
+def read_template(folder: Path, others: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """The chat template that lies in `folder`, or in its tokenizer_config.json, one of the `others` by their names; None
+    where there is none. Raises OSError or ValueError where it is damaged."""
+    path = folder / "chat_template.jinja"
+    try:
+        if path.exists():
+            return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path.name} cannot be read ({error})") from None
+    template = others.get("tokenizer_config.json", {}).get("chat_template")
+    if template is not None and not isinstance(template, str):
+        raise ValueError("the chat_template in tokenizer_config.json is no text")
+    return template
+
+
+def read_model_files(folder: Path) -> ModelFiles:
+    """The small files that lie in `folder`. Raises OSError or ValueError where it holds no gpt-oss with a tokenizer."""
+    config = read_json(folder / "config.json")
+    check_config(config)
+    # The loaders of a run read these too, and raise whatever it is.
+    others = {name: read_json(folder / name) for name in OTHERS if (folder / name).exists()}
+    check_stop_tokens(others.get("generation_config.json", {}))
+    shards = others.get(WEIGHTS_INDEX, {"weight_map": {}}).get("weight_map")
+    if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+        raise ValueError(f"{WEIGHTS_INDEX} names no files of weights")
     if not (folder / "tokenizer.json").exists():
         raise ValueError("tokenizer.json is missing")
-    return ModelFiles(folder, config, template, folder / "tokenizer.json")
+    return ModelFiles(folder, config, read_template(folder, others), folder / "tokenizer.json")
 
 
 def missing_shards(folder: Path) -> list[str]:

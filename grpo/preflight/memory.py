@@ -135,6 +135,12 @@ def plan_engine(
     return EnginePlan(weights, scratch, cache, reason, least, ASLEEP_GIB, longest, seqs, capture_sizes(seqs))
 
 
+def divisors(total: int) -> list[int]:
+    """Every divisor of `total`, in order, in as many steps as its square root has."""
+    small = [n for n in range(1, math.isqrt(total) + 1) if total % n == 0]
+    return sorted({*small, *(total // n for n in small)})
+
+
 def layer_sizes(config: Mapping[str, Any]) -> tuple[int, int]:
     """Elements, in one layer, of the experts' matrices and of a token's queries, keys and values."""
     experts = config["num_local_experts"] * 3 * config["hidden_size"] * config["intermediate_size"]
@@ -208,18 +214,18 @@ def plan_memory(
     # A larger micro-batch is no faster: its products are large enough, and fixed costs are spread over enough tokens.
     most = 64
     if (prompt_len + settings.MAX_COMPLETION_LEN) * hidden >= 100_000:
-        sizes = [micro_batch_tokens(settings, n, prompt_len, share) for n in range(1, total + 1)]
-        most = max(1, bisect.bisect_right(sizes, MICRO_BATCH_TOKENS))
-    divisors = [n for n in range(1, total + 1) if total % n == 0]
+        tokens = functools.partial(micro_batch_tokens, settings, prompt_len=prompt_len, share=share)
+        most = max(1, bisect.bisect_right(range(1, total + 1), MICRO_BATCH_TOKENS, key=tokens))
+    parts = divisors(total)
     micro, micro_reason = settings.MICRO_BATCH, "set by MICRO_BATCH"
     if micro is None:
-        micro = max((n for n in divisors if n <= most and learning(n) <= room), default=1)
+        micro = max((n for n in parts if n <= most and learning(n) <= room), default=1)
         fit = f"whose {learning(micro):.1f} GiB fit beside the weights in {where}"
         micro_reason = f"largest divisor of {total} up to {most} {fit}"
     micro = min(micro, total)
     chunk, chunk_reason = settings.GENERATION_BATCH, "set by GENERATION_BATCH"
     if chunk is None:
-        chunk = max((n for n in divisors if generation(n) <= room), default=1)
+        chunk = max((n for n in parts if generation(n) <= room), default=1)
         fit = f"whose cache and prefill ({generation(chunk):.1f} GiB) fit in {where}"
         chunk_reason = f"largest divisor of {total} {fit}"
     choice = micro, micro_reason, chunk, chunk_reason

@@ -11,11 +11,12 @@ import pytest
 from conftest import RENDERED, write_csv
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from machines import only
 from transformers import AutoTokenizer
 
-from grpo.data.files import SHOWN, Row, data_fingerprint, read_csv, read_rows, reward_columns
-from grpo.data.prompts import answer_of, prompt_order, render
-from grpo.settings import Problems
+from grpo.data.files import SHOWN, Row, data_fingerprint, read_csv, read_rows, reward_columns, told
+from grpo.data.prompts import AT_ONCE, answer_of, compiled, prompt_order, render, render_rows
+from grpo.settings import Problems, Settings
 
 HEADER = ["prompt", "reward_action_0", "reward_action_1"]
 GOOD = [RENDERED.format("a"), "0.25", "0.75"]
@@ -94,6 +95,13 @@ REFUSED = [  # (bytes of the file, what the problem must name, reason)
     (b"user,reward_action_0,reward_action_1\nx,1\n", ["row 1 (line 2): it has 2 cells, the header has 3"], "short row"),
     (b"user,reward_action_0,reward_action_1\nx,1,2,3\n", ["it has 4 cells"], "long row"),
     (b"user,reward_action_0,reward_action_1\n ,1,2\n", ["column user: the prompt is empty"], "empty prompt"),
+    ("user,reward_action_0,reward_action_1\n\u200b\u3000\u2060\ufe0f\u2800,1,2\n".encode(), ["column user: the prompt is empty"], "nothing to see"),
+    ("user,reward_action_0,reward_action_\uff11\nx,1,2\n".encode(), ["numbers no action. Write 0, 1, 2, ... in plain digits"], "an action in another script"),
+    (f"user,reward_action_0,reward_action_{'1' * 5000}\nx,1,2\n".encode(), ["numbers no action"], "an action of 5,000 digits"),
+    ("user,reward_action_0,reward_action_1\nx,1,\uff12\n".encode(), ["is not a finite number"], "a number in another script"),
+    (b"user,reward_action_0,reward_action_1\nx,1,1_0\n", ["'1_0' is not a finite number"], "an underscore"),
+    (b"user,reward_action_0,reward_action_1\nx,1,-1e20\n", ["'-1e20' is more than 1e+12 in size, and float32 cannot"], "a square that float32 cannot hold"),
+    (f"user{''.join(f',c{k}' for k in range(39_999))}\n\"open".encode(), ["header: it has 40,000 columns, and 1,000 are the most"], "too wide: no row is read"),
     (b"user,reward_action_0,reward_action_1\n\"x,1,2\ny,1,2\n", ["broken CSV quoting", "from line 2"], "open quote"),
     (b"user,reward_action_0,reward_action_1\nok,1,2\n\xff,1,2\n", ["line 3: byte 44 is not UTF-8"], "another encoding"),
     ("user,reward_action_0,reward_action_1\nx,1,2\n".encode("utf-16"), ["line 1: byte 0 is not UTF-8", "save it as 'CSV UTF-8'"], "UTF-16"),
@@ -135,6 +143,25 @@ def test_globs_lists_and_missing_files(tmp_path, good_csv, monkeypatch):
     assert len(problems) == 2 and "none*.csv" in problems[0] and "no.csv" in problems[1]
     monkeypatch.chdir(tmp_path)
     assert len(read_rows("DATA", "data/tes_train_compact.csv", Problems())) > 100, "the project's own from anywhere"
+
+
+def test_names_that_no_file_can_have(tmp_path):
+    """Of another user's home that is not there, too long, a loop of links; and one that cannot be written down."""
+    (tmp_path / "loop.csv").symlink_to(tmp_path / "loop.csv")
+    for name, words in (("~nobody-here/*.csv", "home"), ("x" * 256, "255 bytes"), (f"{tmp_path}/loop.csv", "symbolic")):
+        problems = Problems()
+        assert not read_rows("DATA", name, problems) and words in only(problems)
+    write_csv(tmp_path / "b\udcff.csv", HEADER, [GOOD])
+    problems = Problems()
+    assert not read_rows("DATA", f"{tmp_path}/b*.csv", problems)
+    assert "is not UTF-8. Rename the file" in only(problems) and "\udcff" not in problems[0]
+
+
+def test_long_work_says_how_far_it_is(monkeypatch, capsys):
+    clock = iter(range(0, 100, 2))
+    monkeypatch.setattr("grpo.data.files.time.monotonic", lambda: next(clock))
+    assert list(told("counting", "abcdefg", 7000, 1000)) == list("abcdefg")
+    assert capsys.readouterr().out == "counting: 2,000 of 7,000 rows, 6 s\ncounting: 5,000 of 7,000 rows, 12 s\n"
 
 
 def test_files_of_the_same_name_are_refused(tmp_path):
@@ -186,6 +213,27 @@ def test_rendering_is_transformers_own(tiny):
         )  # fmt: skip
         assert render(template, messages, "high", "2025-11-06") == theirs
         assert "2025-11-06" in theirs and "high" in theirs
+
+
+def test_many_rows_cost_one_template_and_a_tokenizer_in_parts(tiny, monkeypatch):
+    """What 100,000 rows take grows with them alone: one compilation, one tokenizer, each prompt once, AT_ONCE at most."""
+    loaded, sizes = [], []
+
+    class Counted:
+        def from_file(path):
+            loaded.append(path)
+            return Counted()
+
+        def encode_batch_fast(self, prompts):
+            sizes.append(len(prompts))
+            return prompts
+
+    monkeypatch.setattr("tokenizers.Tokenizer", Counted)
+    compiled.cache_clear()
+    rows = 2 * [Row("d.csv", n, (("user", f"{n}"),), (), {}) for n in range(2 * AT_ONCE + 1)]
+    rendered, longest = render_rows(Settings(MAX_PROMPT_LEN=999), rows, TEMPLATE, tiny, problems := Problems())
+    assert not problems and longest == max(len(row.prompt) for row in rendered) > 20
+    assert compiled.cache_info().misses == len(loaded) == 1 and sizes == [AT_ONCE, AT_ONCE, 1]
 
 
 ANSWERS = [

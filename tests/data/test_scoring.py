@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -37,7 +38,21 @@ def brief(completions, **columns): return [5.0 if "final" in text and "[" not in
 def dreamy(completions, **columns): return [5.0 if "analysis" in text else 0.0 for text in completions]
 async def polite(completions, *, note, **columns): return [None if note[0] is None else 0.5 for _ in completions]
 def narrow(completions): return [0.0]
+def leaves(completions, **columns): raise SystemExit
+def deep(completions, **columns): return deep(completions)
+class Silent(Exception):
+    def __str__(self): raise ValueError
+def silent(completions, **columns): raise Silent
 """
+# Modules of the user's that must be named where they end the program, or are not the ones that Python takes.
+MODULES = {
+    "my_exit": "import sys\nsys.exit(0)\n",
+    "my_arguments": "import argparse\nargparse.ArgumentParser().parse_args(['--check'])\n",
+    "my_depth": "def deeper(): return deeper()\ndeeper()\n",
+    "datasets": "def score(completions, **columns): return [1.0 for _ in completions]\n",
+    "rewards": "def score(completions, **columns): return [1.0 for _ in completions]\n",
+    "math": "def score(completions, **columns): return [1.0 for _ in completions]\n",
+}
 
 
 def checked(*rows, REWARDS="action", **settings):
@@ -54,7 +69,11 @@ def problems(*rows, **settings):
 def my_rewards(tmp_path, monkeypatch):
     (tmp_path / "my_rewards.py").write_text(MY_REWARDS)
     (tmp_path / "my_broken.py").write_text("def score(:\n")
+    for name, text in MODULES.items():
+        (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)  # of another test, whose folder was another
 
 
 @pytest.mark.parametrize(
@@ -71,11 +90,32 @@ def my_rewards(tmp_path, monkeypatch):
         ("my_rewards:NUMBER", "is no function"),
         ("my_rewards:total", "my_rewards:total returned 1 rewards for 4 completions"),
         ("my_rewards:narrow", "narrow raised TypeError: narrow() got an unexpected keyword argument"),
+        ("action=1_0", "weight '1_0' of 'action' is not a finite number"),
+        ("action=1e5", "weight '1e5' of 'action' is more than 10000 in size"),
+        ("my_exit:score", "'my_exit:score' cannot be loaded: SystemExit: 0, which would end the run"),
+        ("my_arguments:score", "'my_arguments:score' cannot be loaded: SystemExit: 2"),
+        ("my_depth:score", "'my_depth:score' cannot be loaded: RecursionError"),
+        ("my_rewards:leaves", "my_rewards:leaves raised SystemExit, which would end the run"),
+        ("my_rewards:deep", "my_rewards:deep raised RecursionError"),
+        ("my_rewards:silent", "my_rewards:silent raised Silent. It was tried"),
+        ("math:hypot", "math:hypot' cannot be loaded: ImportError: Python takes "),
+        ("datasets:score", "/datasets.py: rename your file"),
+        ("rewards:score", "/rewards.py: rename your file"),
+        (":score", "cannot be loaded: ValueError: Empty module name"),
+        ("builtins:max", "builtins:max raised TypeError"),
     ],
 )
 def test_bad_rewards(text, message, my_rewards):
     problem = only(problems(ROW, REWARDS=text))
     assert message in problem and problem.startswith("REWARDS")
+
+
+def test_the_users_folder_takes_no_librarys_place(my_rewards, tmp_path, monkeypatch):
+    """It is looked into last, wherever it stood before."""
+    monkeypatch.setattr(sys, "path", ["", str(tmp_path), *sys.path])
+    problem = only(problems(ROW, REWARDS="datasets:score"))
+    assert "Python takes /" in problem and problem.count("datasets") >= 3
+    assert sys.path[-1] == str(tmp_path) and sys.path.count(str(tmp_path)) == 1 and "" not in sys.path
 
 
 def test_rewards_of_ones_own_need_no_columns(my_rewards):
@@ -169,7 +209,7 @@ def test_functions_are_tried_on_rows_of_every_file(my_rewards):
 REWARD_RESULTS = [
     ("[1, None, 0.5]", None), ("[True, 0, 1]", None), ("__import__('numpy').ones(3)", None), ("list(__import__('numpy').ones(3, 'float32'))", None),
     ("[1, 2]", "returned 2 rewards for 3"), ("None", "returned NoneType"), ("['a', 1, 2]", "returned 'a'"),
-    ("[1, 2, float('inf')]", "returned inf"), ("[1 / 0]", "raised ZeroDivisionError"),
+    ("[1, 2, float('inf')]", "returned inf"), ("[1, 2, 10**400]", "returned 1000"), ("[1, 2, 1e20]", "returned 1e.20, which is neither"), ("[1 / 0]", "raised ZeroDivisionError"),
 ]  # fmt: skip
 
 

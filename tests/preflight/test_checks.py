@@ -25,6 +25,7 @@ from grpo.settings import FIELDS, Problems, Settings
 HEADER = ["prompt", "reward_action_0", "reward_action_1"]
 CONFLICTS = [
     ({"GENERATION_BATCH": 5}, CPU, ["GENERATION_BATCH: 5 does not divide", "12 x 8 = 96", "nearest that does is 4"]),
+    ({"PROMPTS_PER_STEP": 50_001}, CPU, ["50001 x 8 = 400008 completions in one step, and 100,000 are the most"]),
     ({"ATTN_IMPL": "torch_flahs"}, H100, ["'torch_flahs' is unknown; the nearest is torch_flash", "flash_attention_3"]),
     ({"ATTN_IMPL": "torch_flash"}, CPU, ["needs a GPU"]),
     ({"ATTN_IMPL": "flash_attention_3"}, dataclasses.replace(H100, capability=8.0), ["made for Hopper"]),
@@ -121,6 +122,34 @@ def test_disk_space(tmp_path, monkeypatch):
     assert "7.9 GiB" in only(problems(5 * 2**30, ModelFiles(tmp_path, {})))
     os.truncate(tmp_path / "model.safetensors", 13_761_264_768)
     assert not problems(5 * 2**30, ModelFiles(tmp_path, {}))
+    monkeypatch.setenv("HF_HUB_CACHE", "~nobody-here/hub")
+    assert only(problems(2**40, ModelFiles(None, {}))).startswith("HF_HUB_CACHE=~nobody-here/hub: ")
+
+
+def test_the_current_folder(tmp_path, monkeypatch):
+    """It may be deleted, or have a name that no report can be written with."""
+    assert checks.place_problem() is None
+    for name in ("gone", "odd\udcff"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        if name == "gone":
+            (tmp_path / name).rmdir()
+        assert checks.place_problem().startswith("current folder: ")
+        monkeypatch.chdir(tmp_path)
+
+
+def test_odd_input_is_a_list_of_problems(tiny, tmp_path):
+    """Through the real entry: no traceback, whatever the environment and a model folder hold."""
+    shutil.copytree(tiny, tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_bytes((tiny / "tokenizer.json").read_bytes()[:9000])
+    (tmp_path / "my_exit.py").write_text("raise SystemExit\n")
+    done = run_script(
+        "--check", cwd=tmp_path, MODEL_ID=tmp_path / "model", DATA=ROOT / "data/tes_train_compact.csv", EVAL_DATA="~nobody-here/x.csv",
+        OUTPUT_DIR="runs/\udcff", NUM_GENERATIONS=10**18, SEED="1" * 5000, REWARDS="my_exit:score", LEARNING_RATES="\udcff",
+    )  # fmt: skip
+    assert done.returncode == 2 and "Traceback" not in done.stderr and "7 problems" in done.stderr, done.stderr
+    for words in ("tokenizer.json fails", "~nobody-here", "not UTF-8", "NUM_GENERATIONS", "SEED", "my_exit:score"):
+        assert words in done.stderr, words
 
 
 def test_check_of_a_real_size_warns_of_a_hub_kernel(tiny, tmp_path, claimed_gpu):

@@ -174,3 +174,17 @@ def test_capture_sizes(most):
     for size, larger in zip(sizes[15:], sizes[16:], strict=False):
         assert larger <= size * 1.25
     assert len(sizes) <= 16 + 4 * max(0, math.log2(most) - 4) + 1
+
+
+@given(st.integers(1, 3000))
+def test_divisors(total):
+    assert memory.divisors(total) == [n for n in range(1, total + 1) if total % n == 0]
+
+
+def test_a_plan_takes_as_long_whatever_the_size_of_a_step():
+    """The most that the settings let through: no list of every number up to that."""
+    settings = Settings(PROMPTS_PER_STEP=10**5, NUM_GENERATIONS=10**5, MAX_COMPLETION_LEN=10**9)
+    for machine, checkpoint in ((H100, None), (H100, DOWNLOAD_GIB), (CPU, None)):
+        plan = memory.Shapes(REAL_CONFIG, machine, 10**9, "torch_flash", "prefix", checkpoint).plan(settings)
+        assert plan.micro_batch == plan.generation_batch == 1
+    assert len(memory.divisors(10**10)) == 121
