@@ -9,7 +9,6 @@ import hashlib
 import itertools
 import math
 import os
-import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from grpo.measure.proof import reward_figures
-from grpo.measure.record import figure, read_json, steps_of, write
+from grpo.measure.record import figure, read_json, short, steps_of, write
 from grpo.settings import ROOT, Settings
 from grpo.tasks.tes.dataset import SEED, SHORT_SHARE, profile_files, read_profiles
 from grpo.tasks.tes.profiles import Profile, ProfileError, to_csv, windows
@@ -131,11 +130,6 @@ def shown_command(
     seeds = f" --seeds {' '.join(map(str, options.seeds))}" * bool(options.seeds)
     model = short(options.model)
     return " ".join([*settings, f"python scripts/days.py FOLDER --model {model} --heldout {held}{seeds}"])
-
-
-def short(value: str) -> str:
-    """A word of a command, of a path in this machine only the name."""
-    return shlex.quote(Path(value).name if value.startswith("/") else value)
 
 
 def splits(options: argparse.Namespace) -> list[Split]:

@@ -7,6 +7,7 @@ import datetime
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -63,10 +64,15 @@ def tabled(table: str, found: Mapping[str, Any]) -> list[dict[str, Any]]:
     return made
 
 
+def short(value: str) -> str:
+    """A word of a command, of a path in this machine only the name."""
+    return shlex.quote(Path(value).name if value.startswith("/") else value)
+
+
 def write(path: Path, figures: list[dict[str, Any]], command: str | None = None, **more: Any) -> None:
     """The measurement as JSON, in the form of all files under docs/results/; `more`: further keys."""
     record = {
-        "command": command or " ".join(["python", "scripts/bench.py", *sys.argv[1:]]),
+        "command": command or " ".join(["python", "scripts/bench.py", *map(short, sys.argv[1:])]),
         "machine": machine(),
         "date": datetime.date.today().isoformat(),
         "versions": {name: version for name, version in installed_versions(PACKAGES).items() if version},
