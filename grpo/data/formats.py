@@ -18,6 +18,8 @@ Record = tuple[str, dict[str, Any]]  # where it stands, in words, and its column
 # The names of the columns, and what makes the records once these are found good; it adds the problems it meets.
 Table = tuple[list[str], Callable[[Problems], Iterator[Record]]]
 
+csv.field_size_limit(2**31 - 1)  # a cell may be longer than the 131,072 characters that Python reads, in logs too
+
 
 class UnreadableFile(Exception):
     """A file without a single row to look at; its arguments are those of `Problems.add`."""
@@ -59,7 +61,6 @@ def split_csv(path: Path) -> Iterator[tuple[int, list[str]]]:
         decode(path, content)  # UTF-16 is the better word for it
         where = f"{path}, line {content.partition(bytes(1))[0].count(bytes([10])) + 1}"
         raise UnreadableFile(where, "it holds a NUL byte", "Export the CSV again; UTF-16 must become UTF-8")
-    csv.field_size_limit(2**31 - 1)
     # Line by line: io.StringIO would hold four bytes for each character.
     reader = csv.reader(io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig", newline=""), strict=True)
     try:
@@ -169,8 +170,10 @@ DATASET = re.compile(r"[\w-][\w.-]*/[\w.-]+(:[\w.-]+){0,2}(\[[\w:%]*\])?")
 def is_dataset(part: str) -> bool:
     """Whether a part of DATA names a data set of the Hub, `org/name`, `org/name:config` or `org/name:config:split`, of
     the latter a part such as `[:200]`: no file of that name is there, and it does not end as a file."""
-    there = os.path.exists(part) or os.path.exists(ROOT / part)  # which raise nothing, whatever `part` is
-    return bool(DATASET.fullmatch(part)) and not there and not Path(part).suffix[1:].isalpha()
+    # The disk last: rows ask for the names of their files all the time, and these end as files.
+    if not DATASET.fullmatch(part) or Path(part).suffix[1:].isalpha():
+        return False
+    return not os.path.exists(part) and not os.path.exists(ROOT / part)
 
 
 def read_dataset(name: str, split: str) -> Table:

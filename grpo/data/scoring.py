@@ -370,11 +370,9 @@ def score(
 ) -> list[list[float]]:
     """What each function gives each completion (N, F), NaN for None. `ids`: their tokens; `actions`: the most of any row;
     `more`: what else the functions are given. Each is called once, as TRL would."""
-    given: dict[str, list[Any]] = {name: [] for one in read for name in reward_columns(one.row, actions)}
-    for one in read:
-        mine = reward_columns(one.row, actions)
-        for name, values in given.items():
-            values.append(mine.get(name))
+    table = [reward_columns(one.row, actions) for one in read]
+    names = dict.fromkeys(name for mine in table for name in mine)
+    given: dict[str, list[Any]] = {name: [mine.get(name) for mine in table] for name in names}
     given |= {"prompts": [one.row.prompt for one in read], "truncated": [one.truncated for one in read]}
     turns = [rewards.assistant_turn(one.row.prompt, one.text) for one in read]
     nothing = {"log_extra": lambda *values: None, "log_metric": lambda *values: None}

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import hashlib
 import itertools
 import math
 import os
@@ -21,6 +20,7 @@ import numpy as np
 
 from grpo.measure.proof import reward_figures
 from grpo.measure.record import figure, read_json, short, steps_of, write
+from grpo.run.durable import file_sha256
 from grpo.settings import ROOT, Settings
 from grpo.tasks.tes.dataset import SEED, SHORT_SHARE, profile_files, read_profiles
 from grpo.tasks.tes.profiles import Profile, ProfileError, to_csv, windows
@@ -177,4 +177,4 @@ def file_record(split: Split, name: str, each: bool) -> dict[str, str]:
     """A profile's name and SHA-256, and the set that it was in."""
     path = split.paths[name]
     place = "held out in turn" if each else "heldout" if name in split.heldout else "train"
-    return {"name": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "set": place}
+    return {"name": path.name, "sha256": file_sha256(path), "set": place}

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from grpo.preflight.choices import LINEAR_MODULES
 from grpo.preflight.hub import read_json
+from grpo.run.durable import file_sha256
 from grpo.run.folder import ADAPTER, RunState
 from grpo.settings import MOST_FLOAT, MOST_WHOLE, Problems, Settings, described, listed, show
 
@@ -109,8 +109,7 @@ def start_adapter(
         return settings, None
     try:
         own = read_adapter(folder, model)
-        with (folder / ADAPTER).open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = file_sha256(folder / ADAPTER)
     except (OSError, ValueError) as error:
         problems.add(where, str(error), WHICH)
         return settings, None

@@ -66,8 +66,8 @@ METRICS = {
     "eval_s": ("s", "Time of these measurements."),
     "gpu_peak_gib": ("GiB", "Most GPU memory that the driver says is in use (other programs' included), read where a rollout is generated, before vLLM sleeps, and where the step ends; empty without a GPU."),
 }  # fmt: skip
-# Behind them, named by `function_column`: the unweighted mean of each reward function.
-NUMBERS = METRICS.keys() - {"step", "time"}
+# Behind them stands, named by `function_column`, the unweighted mean of each reward function.
+NUMBERS = METRICS.keys() - {"step", "time"}  # columns of numbers
 EVALUATED = ("heldout_reward", "plant_regret", "plant_unserved_kwh", "eval_s")  # empty in most steps
 # Every column of completions.csv, in order.
 COMPLETIONS = {
@@ -86,9 +86,6 @@ PROMPT = "prompt"  # a further column with LOG_PROMPTS=1, the rendered prompt; b
 def function_column(name: str) -> str:
     """The column of a reward function in both files, by its name in the logs."""
     return f"reward/{name}"
-
-
-csv.field_size_limit(2**31 - 1)  # a completion may be longer than the 131,072 characters that Python reads
 
 
 def write_rows(file: TextIO, rows: Iterable[Sequence[Any]]) -> None:
