@@ -33,6 +33,7 @@ from grpo.model.load import evaluating
 from grpo.model.packing import PackedBatch, cut_micro_batches, pack_batch, padded_like
 from grpo.preflight.memory import HEAD_TILE, Plan, micro_batch_tokens
 from grpo.rollout.engine import Engine, gpu_used_gib
+from grpo.rollout.prefill import shared_prefill
 from grpo.run.archive import model_card
 from grpo.run.best import read_best, which_to_load
 from grpo.run.durable import begin_checkpoint, finish_checkpoint, write_text
@@ -217,7 +218,13 @@ class Trainer(GRPOTrainer):
                 self.timer.used_gib = max(self.timer.used_gib, run.engine.used_gib)
             else:
                 completion_ids, logprobs = [], None
-                with attention_of(self.model, "eager"), evaluating(self.model), self.generating_at(run.temperature):
+                base = self.accelerator.unwrap_model(self.model).get_base_model()
+                with (
+                    attention_of(self.model, "eager"),
+                    evaluating(self.model),
+                    self.generating_at(run.temperature),
+                    shared_prefill(base),
+                ):
                     for start in range(0, len(prompt_ids), run.plan.generation_batch):
                         chunk = prompt_ids[start : start + run.plan.generation_batch]
                         completion_ids += super()._generate_single_turn(chunk, *arguments)[0]
