@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`bench.py faults`: each fault comes in its phase, and what went by unseen or was lost is told."""
+
+from __future__ import annotations
+
+import json
+import signal
+from types import SimpleNamespace
+
+import pytest
+import torch
+from engines import trainer_with_engine
+
+from grpo.measure import faults
+from grpo.rollout.engine import EngineError
+
+
+class Struck(Exception):
+    """In place of a SIGKILL."""
+
+
+@pytest.fixture
+def child(tiny, tmp_path, monkeypatch):
+    """Options of a child with its fault, and its trainer; a kill raises Struck at once, a full GPU is pretended."""
+
+    def strike_now(seconds, kill, arguments):
+        assert arguments[1] == signal.SIGKILL and kill is faults.os.kill
+        return SimpleNamespace(start=lambda: (_ for _ in ()).throw(Struck))
+
+    def full():
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(faults.threading, "Timer", strike_now)
+    monkeypatch.setattr(faults, "fill_gpu", full)
+    trainer = trainer_with_engine(tiny, tmp_path, TOTAL_STEPS=4, SAVE_STEPS=2)
+
+    def main(arguments):
+        trainer.train()
+        return 0
+
+    return lambda fault: SimpleNamespace(child=fault, main=main), trainer
+
+
+@pytest.mark.parametrize("fault", faults.FAULTS)
+def test_a_fault_comes_in_its_phase(child, fault):
+    options, trainer = child
+    how, phase = fault.split(":")
+    if how == "shm":  # is a matter of the machine
+        assert faults.bench_faults(options(f"{fault}:2")) == 0
+        return
+    errors = {"kill": Struck, "memory": torch.OutOfMemoryError, "dying": EngineError}
+    with pytest.raises(errors[how]):
+        faults.bench_faults(options(f"{fault}:2"))
+    # In the second step's learning, in its checkpoint, or in the rollout that follows.
+    assert trainer.state.global_step == {"learn": 1}.get(phase, 2)
+    assert trainer.run.engine.asleep == (phase in ("wake", "learn", "save"))
+
+
+def test_what_was_not_seen_or_is_missing_fails(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("BENCH_COMMIT", "c1")
+    codes, same = [], {"whole": True, "alike": 60, "of": 64}
+    monkeypatch.setattr(faults, "same_rows", lambda *given: same)
+
+    def run(options, folder, steps, fault=""):
+        assert steps == 6
+        return {"code": codes.pop(0), "seconds": 1.0, "line": "words", "checkpoint": "checkpoint-2"}
+
+    monkeypatch.setattr(faults, "run", run)
+    options = SimpleNamespace(child=None, run=tmp_path / "run", out=tmp_path / "o.json", faults=["kill:wake", "dying:generate"])  # fmt: skip
+
+    def code(*given):
+        codes[:] = given
+        return faults.bench_faults(options)
+
+    assert code(0, -9, 3, 0) == 0
+    found = {one["name"]: one["value"] for one in json.loads(options.out.read_text())["figures"]}
+    assert found["kill_at_wake"] == found["dying_at_generate"] == 1 and found["completions_alike"] == 60
+    assert code(0, 0, 3, 0) == code(0, -9, 0, 0) == code(0, -9, 3, 1) == code(1, -9, 3, 0) == 1
+    same["whole"] = False
+    assert code(0, -9, 3, 0) == 1
+    options.faults = ["kill:sleeping"]
+    assert faults.bench_faults(options) == 2 and "kill:sleeping" in capsys.readouterr().err
+
+
+def test_rows_are_compared_with_a_run_in_one_piece(tmp_path, monkeypatch):
+    monkeypatch.setattr(faults, "COMPLETIONS", 2)
+    monkeypatch.setattr(faults.zipfile, "ZipFile", lambda path: SimpleNamespace(testzip=lambda: None))
+
+    def folder(name, steps, last="b"):
+        made = tmp_path / name
+        made.mkdir()
+        (made / "metrics.csv").write_text("step\n" + "".join(f"{n}\n" for n in steps))
+        rows = "".join(f"{n},p{n},a\n{n},p{n},{last}\n" for n in steps)
+        (made / "completions.csv").write_text(f"step,prompt_id,completion\n{rows}")
+        return made
+
+    whole = folder("whole", (1, 2))
+    assert faults.same_rows(folder("same", (1, 2)), whole, 2) == {"whole": True, "alike": 4, "of": 4}
+    assert faults.same_rows(folder("other", (1, 2), "c"), whole, 2) == {"whole": True, "alike": 2, "of": 4}
+    assert not faults.same_rows(folder("doubled", (1, 1)), whole, 2)["whole"]
+    assert not faults.same_rows(folder("short", (1,)), whole, 2)["whole"]
