@@ -28,6 +28,7 @@ from grpo.preflight.hub import ModelFiles, checkpoint_gib, count_parameters, fet
 from grpo.preflight.machine import GIB, Machine, installed_versions, read_machine
 from grpo.preflight.memory import plan_engine
 from grpo.rollout.engine import EngineError, start_engine
+from grpo.rollout.prefill import shared_prefill
 from grpo.settings import Problems, Settings, load_settings, show
 from grpo.tasks.tes import record as tes_record
 from grpo.tasks.tes.plant import Plant
@@ -109,6 +110,7 @@ class TransformersModel:
         self.settings, self.tokenizer, self.adapter = settings, load_tokenizer(model_path), adapter
         self.model = in_working_type(load_model(model_path, config, "eager", settings.EXPERTS)).eval()
         self.eos = stop_tokens(self.model.generation_config.eos_token_id, self.tokenizer)
+        self.base = self.model
         if adapter is not None:
             self.model = PeftModel.from_pretrained(self.model, str(adapter)).eval()
 
@@ -117,9 +119,8 @@ class TransformersModel:
 
     def probabilities(self, prompts: Sequence[str], temperature: float, base: bool) -> np.ndarray:
         """(N, K): `answer_probabilities` of the plant's actions."""
-        model = self.model.get_base_model() if self.adapter else self.model
         with self.without_adapter(base):
-            return answer_probabilities(model, self.tokenizer, prompts, temperature, len(Plant().ratios))
+            return answer_probabilities(self.base, self.tokenizer, prompts, temperature, len(Plant().ratios))
 
     @torch.no_grad()
     def ask(self, prompts: Sequence[str], seed: int, base: bool = False, greedy: bool = False) -> list[str]:
@@ -128,7 +129,7 @@ class TransformersModel:
         chunk = s.GENERATION_BATCH or 64
         torch.manual_seed(seed)
         way = {"do_sample": True, "temperature": s.EVAL_TEMPERATURE, "top_p": s.TOP_P, "top_k": 0}
-        with self.without_adapter(base):
+        with self.without_adapter(base), shared_prefill(self.base):
             for start in range(0, len(prompts), chunk):
                 batch = self.tokenizer(text=prompts[start : start + chunk], padding=True, return_tensors="pt")
                 ids = self.model.generate(
