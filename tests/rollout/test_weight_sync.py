@@ -148,7 +148,7 @@ def test_the_share_of_an_update_that_arrives_in_bf16(build, way, steps, least, m
     assert engine.share is None
 
 
-def test_random_rounding_is_seeded_by_the_rollout_and_apart_from_its_sampling(build):
+def test_random_rounding_is_seeded_by_the_rollout(build):
     trainer = build(ROLLOUT_SYNC="stochastic", dtype=torch.bfloat16)
     set_adapter(trainer, 1)
     engine, held = trainer.run.engine, []
