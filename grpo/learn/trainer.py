@@ -394,6 +394,7 @@ class Trainer(GRPOTrainer):
             row, engine = self.timer.figures(), self.run.engine
             for part in ("wake", "handover", "sleep"):
                 row[f"{part}_s"] = engine.seconds[part] if engine else None
+            row["sync_share"] = engine.share[0] if engine and engine.share else None
             row["rollout_tokens_per_s"] = self.rollout_tokens / max(row["rollout_s"], 1e-9)
             row |= dict.fromkeys(EVALUATED)
             if self.run.measure and self.is_evaluated(self.state.global_step):

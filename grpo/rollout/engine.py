@@ -19,8 +19,9 @@ import torch
 
 from grpo.preflight.machine import GIB
 from grpo.preflight.memory import BATCHED_TOKENS, EnginePlan, vllm_rank
+from grpo.rollout.side_path import RANK, register_side_path
 from grpo.rollout.vllm_patches import close_process_group, keep_weights_asleep, patch_kernels, vllm_environment
-from grpo.rollout.weight_sync import merged_weights, push_weights, write_adapter
+from grpo.rollout.weight_sync import sync, write_adapter
 from grpo.settings import Settings, log
 
 # Numbers of tokens in a prefill for which Triton compiles each kernel of gpt-oss-20b's experts and router in vLLM once (from
@@ -91,6 +92,8 @@ def engine_arguments(settings: Settings, plan: EnginePlan, model_path: str, gpu_
     if settings.ROLLOUT_SYNC == "lora":
         arguments |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1}
         arguments |= {"max_lora_rank": vllm_rank(settings.LORA_R), "lora_target_modules": VLLM_MODULES}
+    if settings.ROLLOUT_SYNC == "side":
+        arguments["additional_config"] = {RANK: settings.LORA_R}
     return arguments
 
 
@@ -104,6 +107,8 @@ def start_engine(settings: Settings, plan: EnginePlan, model_path: str, stop_tok
         from vllm.lora.request import LoRARequest
 
         patch_kernels()
+        if settings.ROLLOUT_SYNC == "side":
+            register_side_path()
         llm = LLM(**engine_arguments(settings, plan, model_path, total))
         keep_weights_asleep(llm)
         atexit.register(close_process_group)
@@ -129,6 +134,7 @@ class Engine:
         self.syncs = 0
         self.request: Any = None  # the native adapter that the engine holds
         self.current = False  # whether the weights were synced since the engine woke
+        self.share: tuple[float, float] | None = None  # `sync_share` of the last sync; unknown of a native adapter
         self.asleep = False
         self.used_gib = 0.0  # of the GPU, by everything on it, when the last rollout was generated
         self.seconds = dict.fromkeys(("warm_up", "wake", "handover", "generate", "sleep"), 0.0)
@@ -173,24 +179,26 @@ class Engine:
             self.llm.sleep(level=1)
         self.asleep, self.current = True, False
 
-    def sync_weights(self, policy: torch.nn.Module, active: bool = True) -> None:
-        """Give the awake engine the adapter as it is now (or one of zeros). A native adapter gets an id and a name that
-        were never used: vLLM loads an id once, and keys its prefix cache by the name."""
+    def sync_weights(self, policy: torch.nn.Module, active: bool = True, seed: int | None = None) -> None:
+        """Give the awake engine the adapter as it is now (or one of zeros), and measure in `share` what arrived. `seed` (SEED
+        where it is left out) is that of stochastic rounding. A native adapter gets an id and a name that were never used:
+        vLLM loads an id once, and keys its prefix cache by the name."""
         if self.asleep:
             raise EngineError("the weights were synced to a sleeping engine, whose buffers are not there")
-        self.current = False
+        self.current, self.share, s = False, None, self.settings
         with self.timed("handover"), engine_faults("the weight sync", "Try the other ROLLOUT_SYNC"):
-            if self.settings.ROLLOUT_SYNC == "lora":
+            if s.ROLLOUT_SYNC == "lora":
                 self.syncs += 1
                 if self.folder is None:  # nobody else can read it, or foresee its name and put a link there
                     memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
                     self.folder = Path(tempfile.mkdtemp(prefix="train_grpo-", dir=memory))
-                write_adapter(policy, self.folder, self.settings.LORA_R, active)
+                write_adapter(policy, self.folder, s.LORA_R, active)
                 self.request = self.lora_request(f"adapter-{self.syncs}", self.syncs, str(self.folder))
                 self.llm.llm_engine.add_lora(self.request)
             else:
                 # Called in the worker, which is this process: tensors pass by reference.
-                self.llm.apply_model(lambda model: push_weights(model, merged_weights(policy, active)))
+                given = policy, s.ROLLOUT_SYNC, s.SEED if seed is None else seed, active
+                (self.share,) = self.llm.apply_model(lambda model: sync(model, *given))
                 self.llm.reset_prefix_cache()  # it was computed with other weights
         self.current = True
 
@@ -265,7 +273,7 @@ class Engine:
     ) -> Generated:
         """Wake, sync the weights, generate, sleep. Returns what `generate` does."""
         self.wake()
-        self.sync_weights(policy, active)
+        self.sync_weights(policy, active, seed)
         result = self.generate(prompt_ids, seed, temperature=temperature)
         self.used_gib = gpu_used_gib()
         self.sleep()

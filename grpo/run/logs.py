@@ -52,6 +52,7 @@ METRICS = {
     "logp_diff_mean": ("nats", "Mean difference of the log-probs of vLLM and trainer on the sampled tokens; empty without vLLM."),
     "logp_diff_max": ("nats", "Largest such difference."),
     "is_ratio_mean": ("", "Mean importance ratio after IS_CORRECTION; 1 where the two agree."),
+    "sync_share": ("share", "Part of the adapter's update that vLLM's weights hold, by projection; empty while the adapter is zero (as in the first step of a fresh run), with ROLLOUT_SYNC=lora, and without vLLM."),
     "rollout_s": ("s", "Time to generate the completions, vLLM's waking, weight sync and sleeping included."),
     "wake_s": ("s", "Part of it: waking vLLM."),
     "handover_s": ("s", "Part of it: weight sync, the adapter to vLLM."),

@@ -11,8 +11,10 @@ import torch
 from engines import EXACT, apart, digest, prompts_of, set_adapter, trainer_logps, trainer_with_engine
 from safetensors.torch import load_file
 from stub_vllm import SYNCS
+from torch.nn.functional import linear
 
-from grpo.rollout.weight_sync import lora_layers, merged_weights, push_weights, write_adapter
+from grpo.rollout.parity import make_small
+from grpo.rollout.weight_sync import lora_layers, merged_weights, push_weights, rounded_at_random, write_adapter
 
 
 @pytest.fixture
@@ -97,3 +99,79 @@ def test_merged_weights_are_rounded_once_and_refused_where_they_do_not_fit(build
     for name, shape in ((names[0], (500, 64)), (names[3], (8, 8))):
         with pytest.raises(RuntimeError, match="must match the size"):
             trainer.run.engine.llm.apply_model(functools.partial(push_weights, merged=[(name, torch.zeros(shape))]))
+
+
+def test_random_rounding_keeps_the_mean_and_what_bf16_holds():
+    """To one of the two neighbours, with the odds that the distance says: -1 - 2^-9 is a quarter of the way to -1 - 2^-7."""
+    generator = torch.Generator().manual_seed(0)
+    exact = torch.tensor([0.0, 1.0, -1.0, 3e-38, -255.0, 1e-3]).bfloat16()
+    assert torch.equal(rounded_at_random(exact.float().expand(99, -1), generator), exact.expand(99, -1))
+    for value, lower, upper, odds in ((-1 - 2**-9, -1.0, -1 - 2**-7, 0.25), (3 + 3 * 2**-8, 3.0, 3 + 2**-6, 0.75)):
+        found = rounded_at_random(torch.full((40_000,), value), generator)
+        assert set(found.tolist()) == {lower, upper}
+        assert (found == upper).float().mean().item() == pytest.approx(odds, abs=0.01), (
+            "4.6 standard deviations or more"
+        )
+
+
+@pytest.mark.parametrize(("way", "steps", "least", "most"), [
+    ("merge", 1, 0.0, 0.3), ("merge", 20, 0.4, 0.95), ("stochastic", 1, 1, 1), ("stochastic", 20, 1, 1), ("side", 1, 1, 1),
+])  # fmt: skip
+def test_the_share_of_an_update_that_arrives_in_bf16(build, way, steps, least, most):
+    """Against the merged weights and products themselves, in float64. Small updates are lost by rounding to the nearest."""
+    trainer = build(ROLLOUT_SYNC=way, dtype=torch.bfloat16)
+    engine, policy, layers = trainer.run.engine, trainer.model, lora_layers(trainer.model)
+    engine.wake()
+    engine.sync_weights(policy)
+    assert engine.share is None, "an adapter of zeros has no share"
+    matrices = [layer.lora_B["default"].weight for layer in layers.values()]
+    make_small(matrices, steps * 5e-5, 3)
+    assert {b.abs().max().item() for b in matrices} == {b.abs().min().item() for b in matrices}
+    engine.sync_weights(policy)
+    share, error = engine.share
+    assert least - 0.01 - 4 * error < share < most + 0.01 + 4 * error and error < 0.05
+    both = asked = first = rows = 0
+    for number, layer in enumerate(layers.values()):
+        module, kind = f"model.layers.{number // 4}.attn", number % 4
+        name = f"{module}.{'o_proj' if kind == 3 else 'qkv_proj'}"
+        held = engine.llm.packed[f"{name}.weight"].double()
+        if way == "side":
+            held = held + engine.llm.buffers[f"{name}.side_b"].double() @ engine.llm.buffers[f"{name}.side_a"].double()
+        weight = layer.get_base_layer().weight.double()
+        first = 0 if kind in (0, 3) else first + rows  # q, k, v lie one behind the other
+        rows = len(weight)
+        held = held[first : first + rows]
+        update = 2.0 * layer.lora_B["default"].weight.double() @ layer.lora_A["default"].weight.double()
+        both, asked = both + ((held - weight) * update).sum(), asked + update.square().sum()
+    assert share == pytest.approx((both / asked).item(), abs=1e-5)
+    engine.sync_weights(policy, active=False)
+    assert engine.share is None
+
+
+def test_random_rounding_is_seeded_by_the_rollout(build):
+    trainer = build(ROLLOUT_SYNC="stochastic", dtype=torch.bfloat16)
+    set_adapter(trainer, 1)
+    engine, held = trainer.run.engine, []
+    engine.wake()
+    for seed in (1, 1, 2):
+        engine.sync_weights(trainer.model, seed=seed)
+        held.append(torch.cat([p.flatten().clone() for p in engine.llm.packed.values()]))
+    assert torch.equal(held[0], held[1]) and not torch.equal(held[0], held[2])
+
+
+def test_a_side_path_is_rounded_once(build):
+    """An update below half a unit in the last place of every output moves outputs in the mean by what it is, and stays
+    invisible where it is added to what is rounded already."""
+    trainer = build(ROLLOUT_SYNC="side", dtype=torch.bfloat16)
+    matrices = [layer.lora_B["default"].weight for layer in lora_layers(trainer.model).values()]
+    make_small(matrices, 2e-4, 3)
+    stub = trainer.run.engine.llm
+    layer = stub.model.model.layers[0].self_attn.q_proj
+    x = torch.randn(4000, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    before = layer(x)
+    trainer.run.engine.wake()
+    trainer.run.engine.sync_weights(trainer.model)
+    a, b = (stub.buffers[f"model.layers.0.attn.qkv_proj.{kind}"] for kind in ("side_a", "side_b"))
+    asked = linear(linear(x, a), b[: len(layer.weight)])
+    share = lambda after: (((after - before).double() * asked.double()).sum() / asked.double().square().sum()).item()  # noqa: E731
+    assert share(layer(x)) == pytest.approx(1, abs=0.1) and share(before + asked) < 0.6

@@ -95,10 +95,14 @@ def test_a_run_with_vllm(whole):
     for words in ("before the first step, fixed tokens", "after a sleep, sampled tokens", "complete: 4", "vLLM awake"):
         assert words in log
     assert "Traceback" not in log
-    # The sleep of the start, two rounds of the mismatch check, four steps: never two rollouts for one step.
+    # B is zero in the first step. 0.2% by rounding of weights as large as the tiny model's.
+    assert [row["sync_share"] == "" for row in metrics] == [True, False, False, False]
+    assert all(float(row["sync_share"]) == pytest.approx(1, abs=0.01) for row in metrics[1:])
+    # The sleep of the start, the mismatch check's two rounds and its small update, four steps: never two rollouts for one step.
     gate = ["wake_up", "apply_model", "reset_prefix_cache", "generate", "generate", "sleep"]
+    small = [call for call in gate if call != "generate"]
     step = ["wake_up", "apply_model", "reset_prefix_cache", "generate", "sleep"]
-    assert whole.stubs[0].calls == ["sleep", *gate * 2, *step * 4]
+    assert whole.stubs[0].calls == ["sleep", *gate * 2, *small, *step * 4]
 
 
 def test_a_dying_engine_leaves_a_run_that_continues(whole, start):
