@@ -88,7 +88,7 @@ def run(options: argparse.Namespace, folder: Path, steps: int, fault: str = "") 
     """One start of the command in `folder`, with a fault or to its end: exit code, seconds, last line, last checkpoint."""
     settings = {
         "MODEL_ID": options.model, "DATA": options.data, "OUTPUT_DIR": folder.absolute(), "USE_VLLM": 1, "PARITY": "off",
-        "EVAL_SAMPLES": 0, "REWARDS": f"action,{NOISE}", "PROMPTS_PER_STEP": COMPLETIONS // 8, "NUM_GENERATIONS": 8,
+        "EVAL_SAMPLES": 0, "REWARDS": f"action,{NOISE}", "INVALID_REWARD": 0, "PROMPTS_PER_STEP": COMPLETIONS // 8, "NUM_GENERATIONS": 8,
         "MAX_COMPLETION_LEN": 128, "TOTAL_STEPS": steps, "SAVE_STEPS": SAVE_EVERY,
     }  # fmt: skip
     command = [sys.executable, str(BENCH), "faults", "--out", "-", "--model", options.model, "--data", options.data]
