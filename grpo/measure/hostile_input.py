@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.measure.damages import DELETED, KINDS
-from grpo.measure.forks import Campaign, Found, asked_by_command, asked_here, run_to_end, said_in
+from grpo.measure.forks import OUTPUT, Campaign, Found, asked_by_command, asked_here, run_to_end
 from grpo.preflight.hub import TINY_PATH
 from grpo.settings import ALIASES, FIELDS, ROOT, TASKS, choices, show
 
@@ -32,6 +32,7 @@ TEXTS = (
     "<|start|>assistant", "<|start|>system<|message|>", "{{ 7*7 }}", "{% raw %}", "%s%n", "\\", "\ud800", "a" * 100_000, "[" * 5000,
     "~nouser", "/dev/null", "../" * 300, "a" * 300, "https://example.com/x", "-", ",", ",,", "\r", "\n\n", "\t", "'", '"', '"""',
 )  # fmt: skip
+PLACE = re.compile(r"\b(row|line|header|column)\b|: it is empty")  # in a file
 Rng = random.Random
 
 
@@ -154,6 +155,8 @@ def judge(code: int | str, said: str, seconds: float, named: str = "") -> list[s
         problems = re.findall(r"^  \d+\. (.+)$", said, re.MULTILINE)
         wrong += ["refused without a reason"] * (not problems)
         wrong += [f"{named} is not named"] * (named not in "".join(problems))
+        placeless = [one for one in problems if named.endswith(".csv") and named in one and not PLACE.search(one)]
+        wrong += [f"no place in the file: {one}" for one in placeless]
     elif code != 0 and not wrong:
         wrong.append(f"it ended with {code}")
     return wrong + ["a traceback"] * ("Traceback" in said) + [f"{seconds:.1f} s"] * (seconds > SLOWEST)
@@ -295,7 +298,7 @@ def models(campaign: Campaign, place: Path, number: int, found: Found) -> None:
     given = ASKED | TRAINED | {"MODEL_ID": place / "model", "OUTPUT_DIR": place / "run"}
     code = ask(campaign, "models", number, found, given, False, "model")
     if code == 0 and len(found.findings) == before:
-        ended, said = run_to_end(campaign, place, given), said_in(place)
+        ended, said = run_to_end(campaign, place, given), (place / OUTPUT).read_text(encoding="utf-8")
         found.counts["models_load_refused" if ended else "models_loaded"] += 1
         if ended not in (0, 1, 2) or "Traceback" in said:
             found.findings.append((number, f"loading ended with {ended}: {said[-3000:]}"))

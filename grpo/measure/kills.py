@@ -13,13 +13,15 @@ import random
 import re
 import shutil
 import signal
+import subprocess
+import tempfile
 import time
 import zipfile
 from pathlib import Path
 from typing import Any
 
 from grpo.measure.damages import DELETED, KINDS
-from grpo.measure.forks import Campaign, Found, ended, run_to_end, said_in, start, start_command
+from grpo.measure.forks import OUTPUT, Campaign, Found, ended, run_to_end, said_in, start, start_command
 from grpo.run.durable import MANIFEST, read_manifest, read_sealed
 from grpo.run.folder import ADAPTER, BEST, COMPLETE, checkpoints, complete_steps
 from grpo.run.logs import METRICS
@@ -49,7 +51,9 @@ VARIANTS: dict[str, Settings] = {
     "plant": PLANT | {"SAVE_STEPS": 2},
     "overwrite": {},  # of a complete run of two steps
 }
-DAMAGED: Settings = PLANT | {"TOTAL_STEPS": 3}
+RARE = {"report": 2, "plant": 1}  # of ten of the others: these take longer
+# Runs of two steps that are damaged and given a third: by what is damaged.
+DAMAGED: dict[str, Settings] = {"checkpoint": EVALUATED | {"EVAL_STEPS": 1}, "records": PLANT}
 COMMAND_EVERY = 10  # of so many runs one goes through the command
 COMMAND_START = 10.0  # seconds that its imports may take, while it may be killed too
 SIGNALS = {"KILL": 7, "TERM": 1, "INT": 1, "HUP": 1}  # of ten
@@ -89,8 +93,8 @@ def faults(place: Path, whole: Path, printed: bool = True, best: bool = True) ->
 
 
 def prepare(campaign: Campaign) -> None:
-    """The uninterrupted runs, once: whole/NAME/run with life.json, its seconds and file operations; `damaged`: whole/finished
-    after two steps and whole/damaged after a third. Raises RuntimeError where one fails."""
+    """The uninterrupted runs, once: whole/NAME/run with life.json, its seconds and file operations; those of DAMAGED
+    after two steps, whole/NAME-2, and after a third. Raises RuntimeError where one fails."""
     whole = campaign.folder / "whole"
     if whole.exists():
         return
@@ -108,10 +112,11 @@ def prepare(campaign: Campaign) -> None:
             "operations": int((whole / name / "operations.txt").read_text()),
         }
         (whole / name / "life.json").write_text(json.dumps(life))
-    damaged, finished = inputs(campaign, SMALL | DAMAGED), whole / "finished"
-    must_end(campaign, finished, damaged | {"TOTAL_STEPS": 2})
-    shutil.copytree(finished, whole / "damaged")
-    must_end(campaign, whole / "damaged", damaged)
+    for name, more in DAMAGED.items():
+        settings = inputs(campaign, SMALL | more)
+        must_end(campaign, whole / f"{name}-2", settings | {"TOTAL_STEPS": 2})
+        shutil.copytree(whole / f"{name}-2", whole / f"{name}-3")
+        must_end(campaign, whole / f"{name}-3", settings | {"TOTAL_STEPS": 3})
     must_end(campaign, whole / "short", SMALL | {"TOTAL_STEPS": 2})
 
 
@@ -197,7 +202,8 @@ def kill(campaign: Campaign, place: Path, number: int, found: Found) -> None:
     """One run, killed up to four times, its continuations too; then compared."""
     rng, began, moments, folder = campaign.random("kills", number), time.perf_counter(), [], place / "run"
     command = number % COMMAND_EVERY == COMMAND_EVERY - 1
-    variant = rng.choice([name for name, more in VARIANTS.items() if not (command and "REPORT" in more)])
+    names = [name for name, more in VARIANTS.items() if not (command and "REPORT" in more)]
+    variant = rng.choices(names, [RARE.get(name, 10) for name in names])[0]
     base, log, code = settings_of(campaign, variant), folder / "training.log", 0
     life = json.loads((campaign.folder / "whole" / variant / "life.json").read_text()) | {"command": COMMAND_START}
     wanted = 1 + sum(rng.random() < share for share in (0.5, 0.5, 0.3))
@@ -248,7 +254,7 @@ RECORDS: dict[str, tuple[str | None, str | None]] = {
 def damages(campaign: Campaign) -> list[tuple[str, str, str]]:
     """Every (state of the run, file, kind of damage): each file of its last checkpoint, of a run that is complete and of one that
     was interrupted, then the records."""
-    checkpoint = campaign.folder / "whole" / "finished" / "run" / "checkpoint-2"
+    checkpoint = campaign.folder / "whole" / "checkpoint-2" / "run" / "checkpoint-2"
     names = sorted(str(path.relative_to(checkpoint.parent)) for path in checkpoint.rglob("*") if path.is_file())
     kinds = KINDS | DELETED
     return [
@@ -261,13 +267,14 @@ def damage(campaign: Campaign, place: Path, number: int, found: Found) -> None:
     """One damaged file in a copy of a run of two steps, which is given a third; then compared."""
     state, name, kind = damages(campaign)[number]
     began, whole, folder = time.perf_counter(), campaign.folder / "whole", place / "run"
-    shutil.copytree(whole / "finished" / "run", folder, dirs_exist_ok=True)
+    kept = "records" if name in RECORDS else "checkpoint"
+    shutil.copytree(whole / f"{kept}-2" / "run", folder)
     if state == "interrupted":
         (folder / COMPLETE).unlink()
         (folder / ADAPTER).unlink()
     (KINDS | DELETED)[kind](folder / name)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    code = run_to_end(campaign, place, inputs(campaign, SMALL | DAMAGED))
+    code = run_to_end(campaign, place, inputs(campaign, SMALL | DAMAGED[kept] | {"TOTAL_STEPS": 3}))
     said, base = said_in(place), Path(name).name
     if refusal := RECORDS.get(name, (None, None))[kind == "deleted"]:
         wrong = [] if code == 2 and refusal in said else [f"ended with {code}, not refused with {refusal!r}"]
@@ -275,7 +282,7 @@ def damage(campaign: Campaign, place: Path, number: int, found: Found) -> None:
         wrong += ["the folder has changed"] * (before != after) + ["a traceback"] * ("Traceback" in said)
         found.counts["damage_refused"] += 1
     else:
-        wrong = [f"ended with {code}"] if code else faults(place, whole / "damaged" / "run", best=base != "best.json")
+        wrong = [f"ended with {code}"] if code else faults(place, whole / f"{kept}-3" / "run", best=base != "best.json")
         words = rf"{re.escape(name.partition('/')[0])}: {re.escape(base)} (is|cannot)" if name not in RECORDS else ""
         if base == MANIFEST and kind == "deleted":
             words = "has no manifest.json"
@@ -288,3 +295,50 @@ def damage(campaign: Campaign, place: Path, number: int, found: Found) -> None:
     if wrong:
         found.findings.append((number, f"{', '.join(wrong)}: {name} of a run that was {state}, {kind}"))
     found.seconds.append(time.perf_counter() - began)
+
+
+DISK = 230  # MiB: a little more than the checks ask for
+
+
+def can_mount() -> bool:
+    """Whether a small disk can be made here: as root, where mounting is allowed."""
+    with tempfile.TemporaryDirectory() as folder:
+        mounted = not subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True
+        ).returncode
+        if mounted:
+            subprocess.run(["umount", folder], check=True)
+        return mounted
+
+
+def fill_disk(campaign: Campaign, place: Path, number: int, found: Found) -> None:
+    """One run on a disk that fills up, to a few random KiB, once the run has begun; then given room and continued."""
+    rng, began, disk = campaign.random("disk", number), time.perf_counter(), place / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}m", "tmpfs", str(disk)], check=True)
+    try:
+        (place / OUTPUT).touch()
+        (disk / OUTPUT).symlink_to(place / OUTPUT)
+        settings, folder, wrong = settings_of(campaign, "evaluated"), disk / "run", []
+        pid = start(campaign, disk, settings)
+        while not (folder / "training.log").exists():
+            time.sleep(0.005)
+        free = shutil.disk_usage(disk).free - rng.randrange(1000) * 1024
+        with (disk / "ballast").open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, max(free, 1))
+        code = ended(pid)
+        found.counts["disk_met"] += code == 1
+        said = (place / OUTPUT).read_text(encoding="utf-8")
+        if code:
+            last = said.rstrip().splitlines()[-1]
+            wrong += [] if code == 1 and "no space left on the disk of OUTPUT_DIR" in last else [f"{code}: {last}"]
+            wrong += [f"stray {path.name}" for path in disk.rglob("*.tmp")]
+            (disk / "ballast").unlink()
+            code = run_to_end(campaign, disk, settings)
+        wrong += [f"continued with {code}"] if code else faults(disk, campaign.folder / "whole" / "evaluated" / "run")
+        if wrong:
+            found.findings.append((number, f"{', '.join(wrong)}\n{said_in(disk)[-3000:]}"))
+        found.counts["disk_cases"] += 1
+        found.seconds.append(time.perf_counter() - began)
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
