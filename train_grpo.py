@@ -166,6 +166,13 @@ def launch(preflight_result: Preflight) -> int:
         return 1
 
 
+def unloadable(error: Exception) -> int:
+    """Say in one line why the model cannot be loaded, and in training.log where that was raised; returns exit code 1."""
+    log.info("the model cannot be loaded", exc_info=error, extra=FILE_ONLY)
+    log.critical("model: %s", error if isinstance(error, ValueError) else described(error))
+    return 1
+
+
 def train(preflight_result: Preflight) -> int:
     """Load gpt-oss, attach the LoRA adapter, start vLLM asleep beside it, train, evaluate, zip. Returns the exit code of a
     run that ends as it should, or is interrupted."""
@@ -196,9 +203,7 @@ def train(preflight_result: Preflight) -> int:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever the libraries raise for damage that the preflight cannot see
-        log.info("the model cannot be loaded", exc_info=True, extra=FILE_ONLY)
-        log.critical("model: %s", error if isinstance(error, ValueError) else described(error))
-        return 1
+        return unloadable(error)
     model.name_or_path = model_path if s.MODEL_ID == "tiny" else s.MODEL_ID  # the base in adapter_config.json
     size, seconds = model.num_parameters() / 1e6, time.time() - started
     log.info("model: %.2fM parameters on %s, loaded after %.0f s", size, model.device, seconds)

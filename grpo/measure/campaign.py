@@ -68,16 +68,16 @@ class Part:
     table: str
     batch: int = 1
     count: Callable[[Campaign], int] | None = None
-    prepare: Callable[[Campaign], None] | None = None
+    prepare: Callable[[Campaign, int], None] | None = None
     able: Callable[[], bool] | None = None  # whether it can be done here; None: always
     unit: str = ""
     what: str = ""
 
 
 PARTS = {
-    "kills": Part(kills.kill, 350, 8, KILLS, prepare=kills.prepare),
+    "kills": Part(kills.kill, 350, 6, KILLS, prepare=kills.prepare),
     "damage": Part(
-        kills.damage, None, 10, DAMAGE, prepare=kills.prepare, count=lambda campaign: len(kills.damages(campaign))
+        kills.damage, None, 6, DAMAGE, prepare=kills.prepare, count=lambda campaign: len(kills.damages(campaign))
     ),
     "csv": Part(hostile_input.csv, 10_000, 200, INPUT, 100, unit="CSVs", what="good ones with one to three faults"),
     "settings": Part(
@@ -140,7 +140,7 @@ def bench_reliability(options: argparse.Namespace) -> int:
             print(f"{name}: left out, it mounts a small disk, which takes root", flush=True)
             continue
         if part.prepare:
-            part.prepare(campaign)
+            part.prepare(campaign, options.jobs)
         numbers, start = numbers_of(part, name, campaign, options), time.monotonic()
         batches = (numbers[i : i + part.batch] for i in range(0, len(numbers), part.batch))
         for place, one in tasks_done(partial(part.work, campaign), folder / name, batches, options.jobs, until):

@@ -32,7 +32,7 @@ TEXTS = (
     "<|start|>assistant", "<|start|>system<|message|>", "{{ 7*7 }}", "{% raw %}", "%s%n", "\\", "\ud800", "a" * 100_000, "[" * 5000,
     "~nouser", "/dev/null", "../" * 300, "a" * 300, "https://example.com/x", "-", ",", ",,", "\r", "\n\n", "\t", "'", '"', '"""',
 )  # fmt: skip
-PLACE = re.compile(r"\b(row|line|header|column)\b|: it is empty")  # in a file
+PLACE = re.compile(r"\b(row|line|header|column)\b|: it is empty|more problems like these")  # in a file
 Rng = random.Random
 
 
@@ -91,7 +91,7 @@ def spoil_table(rng: Rng, rows: list[list[str]]) -> None:
         for number, cells in enumerate(rows):
             cells += [f"c{n}" if not number else "0" for n in range(rng.choice([10, 900, 3000]))]
     elif kind == "many":
-        rows += rows[1:] * rng.choice([3, 100])
+        rows += rows[1:] * rng.choice([3, 100]) if len(rows) < 50 else []
     elif kind == "q":
         for number, cells in enumerate(rows):
             cells += [rng.choice(NUMBERS) if number else f"q_action_{k}" for k in range(rng.choice([2, 3]))]

@@ -8,6 +8,7 @@ import csv
 import functools
 import itertools
 import json
+import math
 import os
 import random
 import re
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.measure.damages import DELETED, KINDS
-from grpo.measure.forks import OUTPUT, Campaign, Found, ended, run_to_end, said_in, start, start_command
+from grpo.measure.forks import OUTPUT, Campaign, Found, ended, run_to_end, said_in, start, start_command, tasks_done
 from grpo.run.durable import MANIFEST, read_manifest, read_sealed
 from grpo.run.folder import ADAPTER, BEST, COMPLETE, checkpoints, complete_steps
 from grpo.run.logs import METRICS
@@ -53,7 +54,7 @@ VARIANTS: dict[str, Settings] = {
 }
 RARE = {"report": 2, "plant": 1}  # of ten of the others: these take longer
 # Runs of two steps that are damaged and given a third: by what is damaged.
-DAMAGED: dict[str, Settings] = {"checkpoint": EVALUATED | {"EVAL_STEPS": 1}, "records": PLANT}
+DAMAGED: dict[str, Settings] = {"checkpoint": EVALUATED | {"EVAL_STEPS": 0}, "records": PLANT}
 COMMAND_EVERY = 10  # of so many runs one goes through the command
 COMMAND_START = 10.0  # seconds that its imports may take, while it may be killed too
 SIGNALS = {"KILL": 7, "TERM": 1, "INT": 1, "HUP": 1}  # of ten
@@ -92,7 +93,7 @@ def faults(place: Path, whole: Path, printed: bool = True, best: bool = True) ->
     return wrong + ["a traceback"] * ("Traceback" in said)
 
 
-def prepare(campaign: Campaign) -> None:
+def prepare(campaign: Campaign, jobs: int) -> None:
     """The uninterrupted runs, once: whole/NAME/run with life.json, its seconds and file operations; those of DAMAGED
     after two steps, whole/NAME-2, and after a third. Raises RuntimeError where one fails."""
     whole = campaign.folder / "whole"
@@ -104,20 +105,29 @@ def prepare(campaign: Campaign) -> None:
     (whole / "heldout.csv").write_text("".join(rows[:5]), encoding="utf-8")
     (whole / "days.csv").write_text("".join(days[: 1 + 96]), encoding="utf-8")
     (whole / "rows.csv").write_text("user,reward_action_0,reward_action_1\nStorage 20,0.2,0.9\nStorage 80,0.9,0.3\n")
-    for name in VARIANTS:
-        began = time.perf_counter()
-        must_end(campaign, whole / name, settings_of(campaign, name), 0)
-        life = {
-            "seconds": time.perf_counter() - began,
-            "operations": int((whole / name / "operations.txt").read_text()),
-        }
-        (whole / name / "life.json").write_text(json.dumps(life))
-    for name, more in DAMAGED.items():
-        settings = inputs(campaign, SMALL | more)
-        must_end(campaign, whole / f"{name}-2", settings | {"TOTAL_STEPS": 2})
-        shutil.copytree(whole / f"{name}-2", whole / f"{name}-3")
-        must_end(campaign, whole / f"{name}-3", settings | {"TOTAL_STEPS": 3})
-    must_end(campaign, whole / "short", SMALL | {"TOTAL_STEPS": 2})
+    makes = [functools.partial(make_whole, campaign, name) for name in VARIANTS]
+    makes += [functools.partial(make_damaged, campaign, name) for name in DAMAGED]
+    makes.append(functools.partial(must_end, campaign, whole / "short", SMALL | {"TOTAL_STEPS": 2}))
+    batches = [[number] for number in range(len(makes))]
+    for _, found in tasks_done(
+        lambda place, number, found: makes[number](), campaign.folder / "making", batches, jobs, math.inf
+    ):
+        for _, text in found.findings:
+            raise RuntimeError(text)
+
+
+def make_whole(campaign: Campaign, name: str) -> None:
+    place, began = campaign.folder / "whole" / name, time.perf_counter()
+    must_end(campaign, place, settings_of(campaign, name), 0)
+    life = {"seconds": time.perf_counter() - began, "operations": int((place / "operations.txt").read_text())}
+    (place / "life.json").write_text(json.dumps(life))
+
+
+def make_damaged(campaign: Campaign, name: str) -> None:
+    settings, whole = inputs(campaign, SMALL | DAMAGED[name]), campaign.folder / "whole"
+    must_end(campaign, whole / f"{name}-2", settings | {"TOTAL_STEPS": 2})
+    shutil.copytree(whole / f"{name}-2", whole / f"{name}-3")
+    must_end(campaign, whole / f"{name}-3", settings | {"TOTAL_STEPS": 3})
 
 
 def must_end(campaign: Campaign, place: Path, settings: Settings, operation: int | None = None) -> None:
