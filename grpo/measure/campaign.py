@@ -129,7 +129,7 @@ def bench_reliability(options: argparse.Namespace) -> int:
     import_all()
     folder = Path(options.run).resolve()
     shutil.rmtree(folder, ignore_errors=True)
-    campaign = Campaign(options.main, folder, options.seed)
+    campaign = Campaign(options.main, folder, options.seed, options.quick)
     began, told, written, made = time.monotonic(), 0.0, 0.0, []
     until = began + options.minutes * 60
     command = " ".join(["python", "scripts/reliability.py", *map(short, sys.argv[1:])])
@@ -147,7 +147,7 @@ def bench_reliability(options: argparse.Namespace) -> int:
             found.add(one)
             done = len(found.seconds)
             for number, text in one.findings:
-                again = f"--part {name} --seed {options.seed} --only {number}"
+                again = f"--part {name} --seed {options.seed} --only {number}{' --quick' * options.quick}"
                 print(f"FOUND {name} {number}: {text}\n  in {place}; again: {again}", flush=True)
             if not one.findings:
                 shutil.rmtree(place)

@@ -48,6 +48,7 @@ class Campaign:
     main: Callable[[list[str]], int]
     folder: Path
     seed: int
+    quick: bool = False  # without the plant's closed loop, which takes most of the time
 
     def random(self, part: str, number: int) -> random.Random:
         """The random numbers of one number of a part, whatever else is run."""

@@ -105,8 +105,12 @@ def prepare(campaign: Campaign, jobs: int) -> None:
     (whole / "heldout.csv").write_text("".join(rows[:5]), encoding="utf-8")
     (whole / "days.csv").write_text("".join(days[: 1 + 96]), encoding="utf-8")
     (whole / "rows.csv").write_text("user,reward_action_0,reward_action_1\nStorage 20,0.2,0.9\nStorage 80,0.9,0.3\n")
-    makes = [functools.partial(make_whole, campaign, name) for name in VARIANTS]
-    makes += [functools.partial(make_damaged, campaign, name) for name in DAMAGED]
+    makes = [functools.partial(make_whole, campaign, name) for name in variants(campaign)]
+    makes += [
+        functools.partial(make_damaged, campaign, name)
+        for name in DAMAGED
+        if not (campaign.quick and name == "records")
+    ]
     makes.append(functools.partial(must_end, campaign, whole / "short", SMALL | {"TOTAL_STEPS": 2}))
     batches = [[number] for number in range(len(makes))]
     for _, found in tasks_done(
@@ -180,6 +184,10 @@ def was_changed_after(folder: Path, name: str) -> bool:
     return False
 
 
+def variants(campaign: Campaign) -> dict[str, Settings]:
+    return {name: more for name, more in VARIANTS.items() if not (campaign.quick and name == "plant")}
+
+
 def begin(campaign: Campaign, place: Path, variant: str) -> None:
     """An empty `place`, for OVERWRITE=1 with a complete run of two steps in it."""
     shutil.rmtree(place)
@@ -212,7 +220,7 @@ def kill(campaign: Campaign, place: Path, number: int, found: Found) -> None:
     """One run, killed up to four times, its continuations too; then compared."""
     rng, began, moments, folder = campaign.random("kills", number), time.perf_counter(), [], place / "run"
     command = number % COMMAND_EVERY == COMMAND_EVERY - 1
-    names = [name for name, more in VARIANTS.items() if not (command and "REPORT" in more)]
+    names = [name for name, more in variants(campaign).items() if not (command and "REPORT" in more)]
     variant = rng.choices(names, [RARE.get(name, 10) for name in names])[0]
     base, log, code = settings_of(campaign, variant), folder / "training.log", 0
     life = json.loads((campaign.folder / "whole" / variant / "life.json").read_text()) | {"command": COMMAND_START}
@@ -269,7 +277,7 @@ def damages(campaign: Campaign) -> list[tuple[str, str, str]]:
     kinds = KINDS | DELETED
     return [
         *itertools.product(("complete", "interrupted"), names, kinds),
-        *itertools.product(("complete",), RECORDS, kinds),
+        *itertools.product(("complete",), () if campaign.quick else RECORDS, kinds),
     ]
 
 
