@@ -128,7 +128,7 @@ def check_stop_tokens(config: Mapping[str, Any]) -> None:
     for key in ("eos_token_id", "pad_token_id", "bos_token_id"):
         ids = config.get(key)
         for one in ids if isinstance(ids, list) else [ids]:
-            if (one is not None or isinstance(ids, list)) and (type(one) is not int or one < 0):
+            if (one is not None or isinstance(ids, list)) and (type(one) is not int or not 0 <= one < MOST_IN_CONFIG):
                 raise ValueError(f"generation_config.json says {key} {ids!r}, which is no token's number")
 
 
