@@ -47,7 +47,7 @@ from grpo.run.durable import sealed, sync_files, write_text
 from grpo.run.folder import COMPLETE, continuation, full_disk, inspect_run, lock_run, prepare_run, run_folder
 from grpo.run.logs import FILE_ONLY, start_logging
 from grpo.run.signals import StopRequest
-from grpo.settings import Problems, Settings, flag_answers, help_text, listed, log
+from grpo.settings import Problems, Settings, described, flag_answers, help_text, listed, log
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -166,6 +166,13 @@ def launch(preflight_result: Preflight) -> int:
         return 1
 
 
+def unloadable(error: Exception) -> int:
+    """Say in one line why the model cannot be loaded, and in training.log where that was raised; returns exit code 1."""
+    log.info("the model cannot be loaded", exc_info=error, extra=FILE_ONLY)
+    log.critical("model: %s", error if isinstance(error, ValueError) else described(error))
+    return 1
+
+
 def train(preflight_result: Preflight) -> int:
     """Load gpt-oss, attach the LoRA adapter, start vLLM asleep beside it, train, evaluate, zip. Returns the exit code of a
     run that ends as it should, or is interrupted."""
@@ -190,12 +197,13 @@ def train(preflight_result: Preflight) -> int:
     transformers.utils.logging.disable_default_handler()  # what transformers says goes into training.log
     transformers.utils.logging.enable_propagation()
 
-    tokenizer = load_tokenizer(model_path)
     try:
+        tokenizer = load_tokenizer(model_path)
         model = in_working_type(load_model(model_path, preflight_result.files.config, attention, s.EXPERTS))
-    except ValueError as error:
-        log.critical("model: %s", error)
-        return 1
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever the libraries raise for damage that the preflight cannot see
+        return unloadable(error)
     model.name_or_path = model_path if s.MODEL_ID == "tiny" else s.MODEL_ID  # the base in adapter_config.json
     size, seconds = model.num_parameters() / 1e6, time.time() - started
     log.info("model: %.2fM parameters on %s, loaded after %.0f s", size, model.device, seconds)

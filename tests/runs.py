@@ -9,10 +9,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from conftest import CLEAN, ROOT, SCRIPT, read_csv
+from conftest import CLEAN, ROOT, SCRIPT
 
-from grpo.run.folder import ADAPTER
-from grpo.run.logs import METRICS
+from grpo.measure.kills import differences
 
 SETTINGS = {
     "MODEL_ID": "tiny", "TOTAL_STEPS": 6, "SAVE_STEPS": 2, "PROMPTS_PER_STEP": 3, "NUM_GENERATIONS": 4, "EVAL_SAMPLES": 0,
@@ -61,8 +60,4 @@ def wait_until(true: Callable[[], bool], process: subprocess.Popen | None = None
 
 def assert_same_run(folder: Path, whole: Path) -> None:
     """Every row that does not measure time is what the uninterrupted run wrote, and so is the adapter, bit for bit."""
-    assert (folder / "completions.csv").read_bytes() == (whole / "completions.csv").read_bytes()
-    columns = [name for name in METRICS if not name.endswith(("_s", "time"))]
-    one, two = ([[row[name] for name in columns] for row in read_csv(run / "metrics.csv")] for run in (folder, whole))
-    assert one == two
-    assert (folder / ADAPTER).read_bytes() == (whole / ADAPTER).read_bytes()
+    assert not differences(folder, whole)

@@ -69,7 +69,7 @@ def short(value: str) -> str:
     return shlex.quote(Path(value).name if value.startswith("/") else value)
 
 
-def write(path: Path, figures: list[dict[str, Any]], command: str | None = None, **more: Any) -> None:
+def save(path: Path, figures: list[dict[str, Any]], command: str | None = None, **more: Any) -> None:
     """The measurement as JSON, in the form of all files under docs/results/; `more`: further keys."""
     record = {
         "command": command or " ".join(["python", "scripts/bench.py", *map(short, sys.argv[1:])]),
@@ -82,6 +82,11 @@ def write(path: Path, figures: list[dict[str, Any]], command: str | None = None,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def write(path: Path, figures: list[dict[str, Any]], command: str | None = None, **more: Any) -> None:
+    """`save`, and the same on the screen."""
+    save(path, figures, command, **more)
     for one in figures:
         print(f"{one['name']:<28} {one['value']:>14,.6g} {one['unit']:<10} {one['note']}")
     print(f"written: {path}")

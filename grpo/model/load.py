@@ -130,8 +130,14 @@ def load_adapter(policy: PeftModel, folder: str | Path) -> None:
 
 
 def load_tokenizer(model_path: str) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, padding on the left for generation."""
-    return AutoTokenizer.from_pretrained(model_path, padding_side="left")
+    """The model's tokenizer, padding on the left for generation. Raises ValueError where its configuration is damaged, and
+    whatever the libraries raise for that."""
+    tokenizer = AutoTokenizer.from_pretrained(model_path, padding_side="left")
+    odd = not isinstance(tokenizer.model_max_length, (int, float)) or not isinstance(tokenizer.model_input_names, list)
+    if odd or tokenizer.eos_token_id is None:
+        what = "names no stop token (eos_token)" if not odd else "is damaged (model_max_length or model_input_names)"
+        raise ValueError(f"{model_path}: tokenizer_config.json {what}. Download the model again")
+    return tokenizer
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo.data.files import is_blank
 from grpo.preflight.download import PARTIAL, download, refusal
 from grpo.preflight.machine import GIB
 from grpo.settings import ROOT, Problems, one_line
@@ -114,10 +115,12 @@ def check_config(config: Mapping[str, Any]) -> None:
     kinds, quantization = config.get("layer_types"), config.get("quantization_config")
     good = {key: type(config[key]) is int and 0 < config[key] <= MOST_IN_CONFIG for key in sizes}
     good["sliding_window"] |= config["sliding_window"] is None
+    dropout = config.get("attention_dropout", 0)
+    good["attention_dropout"] = type(dropout) in (int, float) and 0 <= dropout <= 1
     good["layer_types"] = kinds is None or isinstance(kinds, list)
     good["quantization_config"] = quantization is None or isinstance(quantization, dict)
     for key in (key for key, fine in good.items() if not fine):
-        raise ValueError(f"config.json says {key} {config[key]!r}, which no gpt-oss has")
+        raise ValueError(f"config.json says {key} {config.get(key)!r}, which no gpt-oss has")
 
 
 def check_stop_tokens(config: Mapping[str, Any]) -> None:
@@ -125,7 +128,7 @@ def check_stop_tokens(config: Mapping[str, Any]) -> None:
     for key in ("eos_token_id", "pad_token_id", "bos_token_id"):
         ids = config.get(key)
         for one in ids if isinstance(ids, list) else [ids]:
-            if one is not None and (type(one) is not int or one < 0):
+            if (one is not None or isinstance(ids, list)) and (type(one) is not int or not 0 <= one < MOST_IN_CONFIG):
                 raise ValueError(f"generation_config.json says {key} {ids!r}, which is no token's number")
 
 
@@ -135,8 +138,11 @@ def read_template(folder: Path, others: Mapping[str, Mapping[str, Any]]) -> str 
     path = folder / "chat_template.jinja"
     try:
         if path.exists():
-            return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
+            template = path.read_text(encoding="utf-8")
+            if is_blank(template):  # every prompt would have no token
+                raise ValueError("it holds no text")
+            return template
+    except ValueError as error:
         raise ValueError(f"{path.name} cannot be read ({error})") from None
     template = others.get("tokenizer_config.json", {}).get("chat_template")
     if template is not None and not isinstance(template, str):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
@@ -11,7 +12,7 @@ from expert_models import config_of, load
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
-from grpo.model.load import load_generation_config, load_quantized
+from grpo.model.load import load_generation_config, load_quantized, load_tokenizer
 
 
 def test_dequantized_model_is_the_one_that_transformers_dequantizes(tiny):
@@ -89,3 +90,16 @@ def test_what_else_lies_in_the_folder_and_what_does_not(tiny, tmp_path):
     # evaluate.py's engine asks for them without a model
     found = load_generation_config(str(tmp_path / "model"))
     assert found.eos_token_id == config_of(tiny)["eos_token_id"]
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [({"eos_token": None}, "names no stop token"), ({"model_max_length": "x"}, "is damaged"), ({"model_input_names": None}, "is damaged")],
+)  # fmt: skip
+def test_a_tokenizer_config_that_no_run_could_use_is_named(tiny, tmp_path, edit, words):
+    """Each ended in a traceback of the libraries, once the model was loaded."""
+    shutil.copytree(tiny, tmp_path / "model")
+    path = tmp_path / "model" / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | edit))
+    with pytest.raises(ValueError, match=f"tokenizer_config.json {words}"):
+        load_tokenizer(str(tmp_path / "model"))

@@ -62,6 +62,13 @@ def test_damaged_files_are_one_line(tiny, tmp_path):
         ("config.json", "[" * 10_000, "config.json cannot be read (maximum recursion"),
         ("generation_config.json", "{", "generation_config.json cannot be read"),
         ("generation_config.json", '{"eos_token_id": [1, "2"]}', "eos_token_id [1, '2'], which is no token's number"),
+        ("generation_config.json", '{"eos_token_id": [null]}', "eos_token_id [None], which is no token's number"),
+        (
+            "config.json",
+            json.dumps(config | {"attention_dropout": 1e9}),
+            "config.json says attention_dropout 1000000000.0",
+        ),
+        ("chat_template.jinja", b"\0\0", "chat_template.jinja cannot be read (it holds no text)"),
         ("tokenizer_config.json", "]", "tokenizer_config.json cannot be read"),
         ("chat_template.jinja", b"\xff", "chat_template.jinja cannot be read"),
         ("model.safetensors.index.json", '{"weight_map": [3]}', "names no files of weights"),

@@ -8,10 +8,10 @@ import os
 import shutil
 
 import pytest
-from damages import KINDS
 from runs import assert_same_run, environment
 
 import train_grpo
+from grpo.measure.damages import KINDS
 from grpo.run.durable import sealed
 from grpo.run.folder import ADAPTER, COMPLETE
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from damages import KINDS
 
+from grpo.measure.damages import KINDS
 from grpo.run import durable
 from grpo.run.durable import MANIFEST, begin_checkpoint, damage, finish_checkpoint, is_intact, read_sealed, sealed
 

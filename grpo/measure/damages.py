@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,4 +19,6 @@ KINDS: dict[str, Callable[[Path], object]] = {
     "zeroed": lambda path: path.write_bytes(bytes(path.stat().st_size)),
     "emptied": lambda path: path.write_bytes(b""),
     "one bit": flip_bit,
+    "garbage": lambda path: path.write_bytes(hashlib.shake_128(b"garbage").digest(path.stat().st_size)),
 }
+DELETED = {"deleted": Path.unlink}

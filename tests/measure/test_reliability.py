@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reliability campaign: a little of it, and that it finds what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from conftest import CLEAN, ROOT
+
+from grpo.evaluate import page  # here, so that no fork imports it anew
+from grpo.measure import campaign, forks, kills
+from grpo.measure.forks import Campaign, Found
+from grpo.run.durable import sealed
+from grpo.run.folder import ADAPTER, COMPLETE
+
+
+def values(path: Path) -> dict[str, float]:
+    return {one["name"]: one["value"] for one in json.loads(path.read_text())["figures"]}
+
+
+@pytest.mark.slow
+def test_a_little_of_every_part_finds_nothing(tiny, tmp_path):
+    out, command = tmp_path / "out.json", [sys.executable, "scripts/reliability.py", "--quick", "--seed", "3"]
+    done = subprocess.run(
+        [*command, "--out", out, "--run", tmp_path / "made"], env=CLEAN, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found, asked = values(out), {name: part.quick for name, part in campaign.PARTS.items()}
+    assert found["kills"] >= found["kills_runs"] == asked["kills"] and found["damage_cases"] == asked["damage"]
+    assert all(found[f"{name}_cases"] == asked[name] for name in ("csv", "settings", "models"))
+    assert found["settings_by_command"] == found["csv_by_command"] + 1 == 2
+
+
+@pytest.fixture
+def ask(tmp_path, monkeypatch, capfd):
+    """A part of the campaign with another `main`: exit code, what it printed, figures."""
+    monkeypatch.setattr(campaign, "import_all", lambda: None)
+
+    def ask_once(main, part, **more):
+        given = {"size": 3, "quick": False, "seed": 1, "only": None, "minutes": 1, "jobs": 2}
+        options = {"main": main, "run": tmp_path / "made", "out": tmp_path / "out.json", "part": [part]} | given | more
+        code = campaign.bench_reliability(SimpleNamespace(**options))
+        return code, capfd.readouterr().out, values(tmp_path / "out.json")
+
+    return ask_once
+
+
+def test_a_traceback_is_found_and_told_with_how_to_do_it_again(ask, tmp_path):
+    def main(arguments):
+        raise ZeroDivisionError if "rows1.csv" in os.environ["DATA"] else SystemExit(0)
+
+    code, said, found = ask(main, "csv")
+    assert code == 1 and found["csv_findings"] == 3, "SystemExit is no answer either"
+    assert "FOUND csv 1: it raised Traceback" in said and "--part csv --seed 1 --only 1" in said
+    assert (tmp_path / "made" / "csv" / "0" / "rows1.csv").is_file(), "kept"
+    code, said, found = ask(lambda arguments: 2, "settings", only=7)
+    assert code == 1 and "FOUND settings 7: refused without a reason" in said and found["settings_cases"] == 1
+    assert ask(lambda arguments: 0, "settings")[0] == 0 and not (tmp_path / "made" / "settings" / "0").exists()
+
+
+def test_a_process_that_crashes_is_a_finding_and_too_little_time_is_told(ask):
+    code, said, found = ask(lambda arguments: os.kill(os.getpid(), signal.SIGKILL), "csv")
+    assert code == 1 and "its process crashed" in said and found["csv_findings"] == 1
+    code, _, found = ask(lambda arguments: 0, "csv", minutes=0)
+    assert code == 3 and "csv_cases" not in found
+
+
+def make_run(folder: Path, adapter: bytes) -> None:
+    """What `faults` looks at in a complete run, and its zip."""
+    folder.mkdir(parents=True)
+    (folder / ADAPTER).write_bytes(adapter)
+    for name in ("completions.csv", "training.log"):
+        (folder / name).touch()
+    (folder / "metrics.csv").write_text(",".join(kills.METRICS) + "\n")
+    (folder / COMPLETE).write_text(json.dumps(sealed({"steps": 4})))
+    shutil.make_archive(str(folder), "zip", folder.parent, folder.name)
+
+
+def test_what_differs_is_named(tmp_path):
+    make_run(tmp_path / "whole" / "run", b"one")
+    make_run(tmp_path / "a" / "run", b"one")
+    assert not kills.faults(tmp_path / "a", tmp_path / "whole" / "run")
+    (tmp_path / "a" / "run" / "x.tmp").touch()
+    (tmp_path / "a" / forks.OUTPUT).write_text("Traceback")
+    (tmp_path / "a" / "run" / ADAPTER).write_bytes(b"two")
+    found = kills.faults(tmp_path / "a", tmp_path / "whole" / "run")
+    assert found == [ADAPTER, "stray x.tmp", "the zip", "a traceback"]
+
+
+def test_a_killed_run_is_continued_and_compared(tmp_path):
+    """A stand-in for the run, of which every second one comes to another adapter."""
+    assert page
+
+    def main(arguments):
+        folder = Path(os.environ["OUTPUT_DIR"])
+        if "OVERWRITE" in os.environ:
+            shutil.rmtree(folder)
+        for _ in range(20):
+            folder.with_name("begun").open("w").close()
+            time.sleep(0.005)
+        make_run(folder, b"one" if int(folder.parent.name) % 2 else b"two")
+        return 0
+
+    for name in kills.VARIANTS:
+        make_run(tmp_path / "whole" / name / "run", b"one")
+        (tmp_path / "whole" / name / "life.json").write_text(json.dumps({"seconds": 0.1, "operations": 20}))
+    make_run(tmp_path / "whole" / "short" / "run", b"one")
+    (tmp_path / "whole" / "short" / "run" / COMPLETE).write_text(json.dumps(sealed({"steps": 2})))
+    found = Found()
+    for number in range(6):
+        (tmp_path / str(number)).mkdir()
+        kills.kill(Campaign(main, tmp_path, 1), tmp_path / str(number), number, found)
+    assert found.counts["kills_runs"] == 6 <= found.counts["kills"]
+    assert {number for number, _ in found.findings} == {0, 2, 4}
+    assert all(ADAPTER in text and "before operation" in text or "after" in text for _, text in found.findings)
