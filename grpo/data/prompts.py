@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import random
 import time
@@ -136,6 +137,19 @@ def sampling_seed(seed: int, step: int, stream: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{stream}/{step}".encode()).digest()[:8], "big") >> 1
 
 
-def step_rows(rows: int, seed: int, count: int, generations: int) -> list[int]:
-    """Row indices for TRL's dataloader: the first `count` prompts of the stream, each `generations` times in a row."""
-    return [row for row in prompt_order(rows, seed, count) for _ in range(generations)]
+@dataclasses.dataclass(frozen=True)
+class StepRows:
+    """Row indices for TRL's dataloader: the first `count` prompts of the stream, each `generations` times in a row. Made as
+    they are asked for: a list of TOTAL_STEPS=10**9 steps has no room in any memory."""
+
+    rows: int
+    seed: int
+    count: int
+    generations: int
+
+    def __len__(self) -> int:
+        return self.count * self.generations
+
+    def __iter__(self) -> Iterator[int]:
+        for row in prompt_order(self.rows, self.seed, self.count):
+            yield from itertools.repeat(row, self.generations)

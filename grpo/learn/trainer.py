@@ -26,7 +26,7 @@ from trl.kernels import ChunkedLogProbFunction
 
 import rewards
 from grpo.data.files import Row, reward_columns
-from grpo.data.prompts import sampling_seed, step_rows
+from grpo.data.prompts import StepRows, sampling_seed
 from grpo.data.scoring import Completion
 from grpo.model.attention import KERNELS, attention_of, hidden_states
 from grpo.model.load import evaluating
@@ -194,9 +194,9 @@ class Trainer(GRPOTrainer):
         finish_checkpoint(checkpoint, self.run_log.sync())
         rotate_checkpoints(self.run.folder, self.run.settings.SAVE_TOTAL_LIMIT)
 
-    def _get_train_sampler(self, dataset: Any = None) -> list[int]:
+    def _get_train_sampler(self, dataset: Any = None) -> StepRows:
         s = self.run.settings
-        return step_rows(len(self.run.rows), s.SEED, s.TOTAL_STEPS * s.PROMPTS_PER_STEP, s.NUM_GENERATIONS)
+        return StepRows(len(self.run.rows), s.SEED, s.TOTAL_STEPS * s.PROMPTS_PER_STEP, s.NUM_GENERATIONS)
 
     def _tokenize_prompts(self, prompts: list):
         """Each prompt once, however many completions it gets: 256 prompts of 890 tokens take a third of a second."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
 import math
 
 import pytest
@@ -15,7 +16,7 @@ from machines import only
 from transformers import AutoTokenizer
 
 from grpo.data.files import SHOWN, Row, data_fingerprint, read_csv, read_rows, reward_columns, told
-from grpo.data.prompts import AT_ONCE, answer_of, compiled, prompt_order, render, render_rows
+from grpo.data.prompts import AT_ONCE, StepRows, answer_of, compiled, prompt_order, render, render_rows
 from grpo.settings import Problems, Settings
 
 HEADER = ["prompt", "reward_action_0", "reward_action_1"]
@@ -191,6 +192,12 @@ def test_every_epoch_asks_every_row_once(rows, seed, count):
         assert sorted(order[start : start + rows]) == list(range(rows)), "each epoch sees every row once"
     assert order == list(prompt_order(rows, seed, count + 7))[:count], "a longer run begins with the shorter one"
     assert list(prompt_order(5, 42, 12)) == [4, 1, 0, 3, 2, 0, 3, 1, 2, 4, 2, 0], "a resumed run goes on in this order"
+
+
+def test_the_rows_of_steps_are_made_as_they_are_asked_for():
+    for count in (6, 10**18):  # the second: TOTAL_STEPS=10**9, more than any memory holds
+        rows = StepRows(5, 42, count, 2)
+        assert list(itertools.islice(rows, 12)) == [4, 4, 1, 1, 0, 0, 3, 3, 2, 2, 0, 0] and len(rows) == 2 * count
 
 
 TEMPLATE = (
