@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo.data.files import Row, data_fingerprint, find_files
 from grpo.run.durable import damage, read_manifest, read_sealed, sealed, write_text
-from grpo.run.logs import LogRows, read_log
+from grpo.run.log_rows import LogRows, read_log
 from grpo.run.place import (
     DELETING,
     NO_RUN,

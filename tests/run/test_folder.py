@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ from grpo.run.folder import (
     retire_checkpoint,
     rotate_checkpoints,
 )
+from grpo.run.log_rows import read_log
 from grpo.run.logs import (
     COMPLETIONS,
     METRICS,
@@ -39,7 +41,6 @@ from grpo.run.logs import (
     RunLog,
     garbage_warning,
     parse_rate_warning,
-    read_log,
     reward_warning,
 )
 from grpo.settings import Problems, Settings
@@ -469,6 +470,26 @@ def test_completions_are_counted_and_a_missing_log_is_refused(tmp_path):
     assert "completions.csv: step 1 was there 2 times" in inspect(settings)[0].notes[1]
     path.unlink()
     assert "completions.csv is not whole at step 1, and no checkpoint is before it" in only(inspect(settings)[1])
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_large_log_is_not_held_in_memory(tmp_path, damaged):
+    """Neither read, repaired nor written with another column. Held at once is a row or two, 20 times what it is long (bytes,
+    text, cells, buffers), and a record of each of the five steps."""
+    settings, folder = run_dir(tmp_path)
+    with_manifests(folder)
+    path, text = folder / "completions.csv", "word " * 4000
+    path.write_text(path.read_text().replace(",x,x,0.5", f",{text},x,0.5"))
+    if damaged:
+        path.write_bytes(path.read_bytes().replace(b"word", b"\xff", 1))
+    tracemalloc.start()
+    state, problems = inspect(settings)
+    prepare_run(state, settings, {})
+    RunLog(folder, 8, prompts=True)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert not problems and state.step == 4 and path.stat().st_size > 384 * len(text)
+    assert peak < 40 * len(text) + 5 * 10_000, "not 384 rows"
 
 
 def test_a_run_without_a_checkpoint_begins_its_logs_again(tmp_path):
