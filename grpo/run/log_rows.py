@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import hashlib
 import io
 import itertools
 import os
@@ -12,9 +13,10 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
-from grpo.run.durable import sync
+from grpo.run.durable import matches, sync
 from grpo.run.logs import NUMBERS, function_column, rewrite, write_rows
 
 Place = tuple[int, int]  # of rows in a log: their first byte, and the first one behind them
@@ -84,6 +86,7 @@ class LogRows:
     aside: list[Place] = field(default_factory=list)
     whole_to: int = 0
     repairs: list[str] = field(default_factory=list)
+    altered: bool = False  # whether a row to keep says something else than what was written
     body: int | None = None  # first byte behind the header; None where that is not there as it should be
 
     def cells(self, places: Iterable[Place]) -> Iterator[list[str]]:
@@ -120,14 +123,34 @@ def is_whole(header: Sequence[str], cells: Sequence[str]) -> bool:
     return True
 
 
-def read_log(path: Path, last_step: int, per_step: int | None = None, header: Sequence[str] = ()) -> LogRows:
+def sha256_of(rows: Iterable[Sequence[str]]) -> str:
+    """SHA-256 of a log with these rows."""
+    digest = hashlib.sha256()
+    write_rows(SimpleNamespace(write=lambda text: digest.update(text.encode())), rows)
+    return digest.hexdigest()
+
+
+def read_log(
+    path: Path,
+    last_step: int,
+    per_step: int | None = None,
+    header: Sequence[str] = (),
+    end: Sequence[Any] | None = None,
+) -> LogRows:
     """A log that is continued after `last_step`: rows after it (they will be written again) and what is no whole row are set
     aside, a step that is there twice is kept once, and the checkpoint's header takes the place of a damaged one. Nothing
     is written.
 
-    per_step: rows of each step, None where it is unknown; header: the checkpoint's, empty where it does not say.
+    per_step: rows of each step, None where it is unknown; header: the checkpoint's, empty where it does not say; end: the
+    log's when the checkpoint was made, None likewise. Where the log begins with just that, nobody looks at its rows.
     """
     log, odd, steps = LogRows(path, list(header)), 0, dict[int, list[Block]]()
+    if end and matches(path, end):
+        log.whole_to, log.body = last_step, next(found_rows(path)).end
+        log.kept = [(log.body, end[0])]
+        for row in found_rows(path, end[0]):
+            add_place(log.aside, row.start, row.end)
+        return log
     for number, row in enumerate(found_rows(path)):
         odd += row.odd
         if number == 0 and row.ended:
@@ -159,4 +182,7 @@ def read_log(path: Path, last_step: int, per_step: int | None = None, header: Se
             places = log.aside
         for place in (place for block in (first, *more) for place in block.places):
             add_place(places, *place)
+    if end and log.whole_to == last_step:
+        log.altered = sha256_of(itertools.chain([log.header], log.cells(log.kept))) != end[1]
+        log.repairs += ["the ends of its lines were damaged"] * (not log.altered and not log.repairs)
     return log

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import csv
+import hashlib
+import io
 import itertools
 import logging
 import math
@@ -17,7 +19,7 @@ from statistics import fmean
 from typing import Any, TextIO
 
 from grpo.data.scoring import Completion, completion_rates, is_answer
-from grpo.run.durable import whole_file
+from grpo.run.durable import forget_end, whole_file
 from grpo.run.pace import Pace
 from grpo.settings import log
 from rewards import best_action
@@ -109,21 +111,33 @@ class CsvLog:
                 if reader.fieldnames not in (None, every):
                     rewrite(path, itertools.chain([every], ([row.get(name) or "" for name in every] for row in reader)))
         self.header = [*self.columns, *self.more]
-        self.file = path.open("a", newline="", encoding="utf-8")
+        self.file = path.open("a+b")
+        self.file.seek(0)
+        self.digest = hashlib.file_digest(self.file, "sha256")  # goes on with what is written
         if not path.stat().st_size:
             self.write([{name: name for name in self.columns}])
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        write_rows(self.file, ([row[name] for name in self.columns] + [""] * len(self.more) for row in rows))
+        text = io.StringIO(newline="")
+        write_rows(text, ([row[name] for name in self.columns] + [""] * len(self.more) for row in rows))
+        content = text.getvalue().encode()
+        self.file.write(content)
         self.file.flush()
+        self.digest.update(content)
 
     def sync(self) -> None:
         """Have what was written on the disk, not in memory alone."""
         os.fsync(self.file.fileno())
 
+    @property
+    def end(self) -> tuple[int, str]:
+        """How many bytes the file holds, and their SHA-256."""
+        return self.file.tell(), self.digest.hexdigest()
+
 
 def rewrite(path: Path, rows: Iterable[Sequence[Any]]) -> None:
     """Write a CSV again, whole or not at all."""
+    forget_end(path)
     with whole_file(path) as temporary, temporary.open("x", newline="", encoding="utf-8") as file:
         write_rows(file, rows)
 
@@ -230,12 +244,12 @@ class RunLog:
         earned = [(one, total) for one, total in zip(read, totals, strict=True) if not math.isnan(total)]
         self.garbage.append(([total for one, total in earned if not is_answer(one)], [total for _, total in earned]))
 
-    def sync(self) -> dict[str, list[str]]:
-        """Have both CSVs on the disk; returns their headers by name."""
+    def sync(self) -> tuple[dict[str, list[str]], dict[str, tuple[int, str]]]:
+        """Have both CSVs on the disk; returns their headers and their ends, see `finish_checkpoint`, by name."""
         logs = {"metrics.csv": self.metrics, "completions.csv": self.completions}
         for one in logs.values():
             one.sync()
-        return {name: one.header for name, one in logs.items()}
+        return {name: one.header for name, one in logs.items()}, {name: one.end for name, one in logs.items()}
 
     def write_step(self, step: int, figures: Mapping[str, float | None]) -> None:
         """Write a step's row: `figures` by column of METRICS, those of its completions come with `write_completions`."""
