@@ -388,7 +388,7 @@ class Trainer(GRPOTrainer):
             for part in ("wake", "handover", "sleep"):
                 row[f"{part}_s"] = engine.seconds[part] if engine else None
             row["rollout_tokens_per_s"] = self.rollout_tokens / max(row["rollout_s"], 1e-9)
-            row |= dict.fromkeys(EVALUATED)
+            row |= dict.fromkeys((*EVALUATED, "eval_s"))
             if self.run.measure and self.is_evaluated(self.state.global_step):
                 started = time.perf_counter()
                 with kept_randomness():

@@ -64,6 +64,18 @@ def checksum(record: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(json.loads(json.dumps(record)), sort_keys=True).encode()).hexdigest()
 
 
+def read_json(path: Path, empty: tuple[type[Exception], ...] = ()) -> dict[str, Any]:
+    """The object in a JSON file; an empty one where `empty` are met. Raises OSError, and ValueError, which names the file,
+    for what is none."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, TypeError, ValueError, RecursionError) as error:
+        raised = error if isinstance(error, OSError) else ValueError(f"{path.name} cannot be read ({error})")
+        if isinstance(raised, empty):
+            return {}
+        raise raised from None
+
+
 def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
     """A JSON record with its own checksum, for `read_sealed`."""
     plain = {name: value for name, value in record.items() if name != SEAL}

@@ -68,7 +68,11 @@ METRICS = {
 }  # fmt: skip
 # Behind them stands, named by `function_column`, the unweighted mean of each reward function.
 NUMBERS = METRICS.keys() - {"step", "time"}  # columns of numbers
-EVALUATED = ("heldout_reward", "plant_regret", "plant_unserved_kwh", "eval_s")  # empty in most steps
+EVALUATED = (
+    "heldout_reward",
+    "plant_regret",
+    "plant_unserved_kwh",
+)  # empty in most steps; logs of older runs lack them
 # Every column of completions.csv, in order.
 COMPLETIONS = {
     "step": ("steps", "Optimizer step that the completion was sampled for."),
