@@ -184,7 +184,7 @@ def train(preflight_result: Preflight) -> int:
 
     from grpo.evaluate.progress import Progress
     from grpo.learn.trainer import RunContext, Trainer
-    from grpo.model.load import in_working_type, load_adapter, load_model, load_tokenizer
+    from grpo.model.load import load_adapter, load_base, load_tokenizer
     from grpo.rollout.engine import start_engine
     from grpo.rollout.parity import check_mismatch
 
@@ -199,12 +199,11 @@ def train(preflight_result: Preflight) -> int:
 
     try:
         tokenizer = load_tokenizer(model_path)
-        model = in_working_type(load_model(model_path, preflight_result.files.config, attention, s.EXPERTS))
+        model = load_base(s, model_path, preflight_result.files.config, attention)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever the libraries raise for damage that the preflight cannot see
         return unloadable(error)
-    model.name_or_path = model_path if s.MODEL_ID == "tiny" else s.MODEL_ID  # the base in adapter_config.json
     size, seconds = model.num_parameters() / 1e6, time.time() - started
     log.info("model: %.2fM parameters on %s, loaded after %.0f s", size, model.device, seconds)
 

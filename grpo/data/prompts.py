@@ -6,9 +6,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import random
+import re
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,7 +66,9 @@ def compiled(template: str, date: str) -> Any:
     environment.globals["raise_exception"] = raise_exception
     moment = time.strptime(date, "%Y-%m-%d")
     environment.globals["strftime_now"] = lambda form: time.strftime(form, moment)
-    return environment.from_string(template)
+    made = environment.from_string(template)
+    made.globals = dict(made.globals)  # as a ChainMap, copying them is a fifth of rendering a row
+    return made
 
 
 def render_rows(
@@ -110,13 +115,29 @@ AT_ONCE = 1000  # prompts: what the tokenizer returns of one takes more memory t
 
 def count_tokens(tokenizer: Path, prompts: Sequence[str]) -> dict[str, int]:
     """Tokens of each prompt. Raises what the tokenizers package raises for a file that it cannot use, which may be no
-    Exception."""
+    Exception.
+
+    No token reaches across a special one, so what stands between two of them is counted once for all prompts that share it,
+    such as the system message. Where a tokenizer knows better (it adds tokens of its own), the first of AT_ONCE prompts
+    tells, and all are counted whole."""
     from tokenizers import Tokenizer  # late, as above
 
-    loaded, lengths = Tokenizer.from_file(str(tokenizer)), {}
+    loaded, lengths, known = Tokenizer.from_file(str(tokenizer)), {}, {}
+    special = sorted((token.content for token in loaded.get_added_tokens_decoder().values()), key=len, reverse=True)
+    border = re.compile("|".join(map(re.escape, special)) or "(?!)")
+
+    def count(texts: Sequence[str]) -> list[int]:
+        return [len(one) for one in loaded.encode_batch_fast(texts)]
+
     for start in told("counting tokens", range(0, len(prompts), AT_ONCE), len(prompts), AT_ONCE):
         some = prompts[start : start + AT_ONCE]
-        lengths |= zip(some, map(len, loaded.encode_batch_fast(some)), strict=True)
+        parts = [border.split(prompt) for prompt in some]
+        times = Counter(itertools.chain.from_iterable(parts))
+        new = [part for part in times if part not in known]
+        found = known | dict(zip(new, count(new), strict=True))
+        known |= {part: found[part] for part in new if times[part] > 1}
+        tokens = [len(part) - 1 + sum(map(found.__getitem__, part)) for part in parts]
+        lengths |= zip(some, tokens if count(some[:1]) == tokens[:1] else count(some), strict=True)
     return lengths
 
 
@@ -136,6 +157,19 @@ def sampling_seed(seed: int, step: int, stream: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{stream}/{step}".encode()).digest()[:8], "big") >> 1
 
 
-def step_rows(rows: int, seed: int, count: int, generations: int) -> list[int]:
-    """Row indices for TRL's dataloader: the first `count` prompts of the stream, each `generations` times in a row."""
-    return [row for row in prompt_order(rows, seed, count) for _ in range(generations)]
+@dataclasses.dataclass(frozen=True)
+class StepRows:
+    """Row indices for TRL's dataloader: the first `count` prompts of the stream, each `generations` times in a row. Made as
+    they are asked for: a list of TOTAL_STEPS=10**9 steps has no room in any memory."""
+
+    rows: int
+    seed: int
+    count: int
+    generations: int
+
+    def __len__(self) -> int:
+        return self.count * self.generations
+
+    def __iter__(self) -> Iterator[int]:
+        for row in prompt_order(self.rows, self.seed, self.count):
+            yield from itertools.repeat(row, self.generations)

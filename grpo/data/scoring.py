@@ -21,6 +21,7 @@ from typing import Any
 
 import rewards
 from grpo.data.files import Row, flat_rows, no_actions, reward_columns
+from grpo.data.prompts import ANSWER_AFTER, ANSWER_BEFORE
 from grpo.settings import (
     MOST_REWARD,
     MOST_WEIGHT,
@@ -171,12 +172,10 @@ def is_softmax(row: Sequence[float]) -> bool:
 
 
 SAMPLED = 64  # rows that reward functions are tried on before a run
-FINAL = "<|start|>assistant<|channel|>final<|message|>{}<|return|>"
+START = "<|start|>assistant"
+FINAL = START + ANSWER_BEFORE[:-1] + "{}" + ANSWER_AFTER[1:]
 # Answers that cannot be read: one that stopped before its final channel, and one that is empty there.
 GARBAGE = ("<|start|>assistant<|channel|>analysis<|message|>The load is<|return|>", FINAL.format(""))
-
-
-START = "<|start|>assistant"
 
 
 def tried_text(prompt: str, text: str) -> str:

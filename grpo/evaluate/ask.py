@@ -25,6 +25,7 @@ from grpo.settings import Problems, Settings, load_settings
 from grpo.tasks.tes.record import check_writable
 
 EXAMPLE = "Which one? Answer [0] or [1]."
+ANSWER = ("action", "completion")  # columns of an answer, behind those of its row
 URL = "http://localhost:8000/v1/completions"
 
 
@@ -32,7 +33,11 @@ def read_prompts(options: argparse.Namespace, system: str, problems: Problems) -
     """The rows of --csv, or one of the prompt: rendered, or the user's message below --system; `system`: the run's, for
     those without their own."""
     if options.csv:
-        return read_csv(options.csv, problems, options.system or system)
+        rows = read_csv(options.csv, problems, options.system or system)
+        if taken := [name for name in ANSWER if rows and name in rows[0].columns]:
+            what = f"it has the columns {' and '.join(taken)}, which the answers would overwrite"
+            problems.add(f"{options.csv}, header", what, "Rename them")
+        return rows
     prompt = EXAMPLE if options.prompt is None else options.prompt
     columns = {"prompt": prompt, "system": options.system}
     messages = read_messages("PROMPT", columns, system, problems)
@@ -72,7 +77,7 @@ def ask(options: argparse.Namespace) -> list[dict[str, Any]]:
         while text.endswith(padding):
             text = text.removesuffix(padding)
         action = rewards.parse_action(rewards.assistant_turn(row.prompt, text), len(row.rewards) or 10**9)
-        answers.append(row.columns | {"action": action, "completion": text})
+        answers.append(row.columns | dict(zip(ANSWER, (action, text), strict=True)))
     if options.out:
         with options.out.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, answers[0])

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,11 +73,8 @@ class Progress:
     def before(self, trainer: Trainer) -> None:
         """The base model, and INIT_ADAPTER as step 0; from then on the trainer measures every EVAL_STEPS steps."""
         if self.check.eval_rows:
-            started = time.perf_counter()
             results = measure_rewards(trainer, self.check.eval_rows, self.exact, base=True)
             record = measure_closed_loop(self.check, trainer, base=True)
-            if not self.check.run.checkpoint:  # a resumed run keeps these figures: that takes no time
-                trainer.run_log.pace.add({"eval_s": time.perf_counter() - started})
             self.base = Figures.of(0, results["before"]["reward"], record, base=True)
             trainer.run.measure = self.during
             if self.check.settings.INIT_ADAPTER and not self.check.run.checkpoint:

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
+import functools
 import io
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -19,14 +18,15 @@ import pandas
 
 from grpo.data.files import data_fingerprint, read_rows
 from grpo.data.formats import is_dataset
-from grpo.run.logs import COMPLETIONS, METRICS, function_column
+from grpo.run import durable
+from grpo.run.logs import COMPLETIONS, EVALUATED, METRICS, function_column
 from grpo.settings import Problems, listed
 
 FUNCTION = function_column("")  # begin of the columns of reward functions
 EXAMPLES = 3  # completions shown of each kind
 HEAD, TAIL = 3000, 1500  # characters of a completion that are shown from its begin and its end
-# Columns of metrics.csv that only evaluated steps fill; logs of older runs lack them.
-EVALUATED = ("heldout_reward", "plant_regret", "plant_unserved_kwh")
+# A file that is missing or damaged says nothing.
+read_json = functools.partial(durable.read_json, empty=(OSError, ValueError))
 PHASES = ("wake", "handover", "generation", "sleep", "reward", "learn")  # of a step, in order
 
 
@@ -100,14 +100,6 @@ def part(found: Any, *names: str) -> dict[str, Any]:
     for name in names:
         found = found.get(name) if isinstance(found, dict) else None
     return found if isinstance(found, dict) else {}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, or an empty one where the file is missing or damaged."""
-    with contextlib.suppress(OSError, ValueError):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else {}
-    return {}
 
 
 def interval(result: Mapping[str, Any], name: str) -> tuple[float, float, float]:

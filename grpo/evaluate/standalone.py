@@ -29,6 +29,7 @@ from grpo.preflight.machine import GIB, Machine, installed_versions, read_machin
 from grpo.preflight.memory import plan_engine
 from grpo.rollout.engine import EngineError, start_engine
 from grpo.rollout.prefill import shared_prefill
+from grpo.run.best import best_fault
 from grpo.settings import Problems, Settings, load_settings, show
 from grpo.tasks.tes import record as tes_record
 from grpo.tasks.tes.plant import Plant
@@ -87,9 +88,11 @@ def choose_prompt(requested: str, settings: Settings) -> tuple[str, str]:
 
 
 def check_adapter(adapter: Path | None, problems: Problems) -> None:
-    """The files of an adapter are there."""
+    """The files of an adapter are there, and a run's best is undamaged."""
     for name in missing_files(adapter) if adapter else ():
         problems.add(f"--adapter {adapter}", f"{name} is not there", "Name a run's folder or a checkpoint")
+    if adapter and not missing_files(adapter) and (fault := best_fault(adapter)):
+        problems.add(f"--adapter {adapter}", fault, "Name a run's folder or a checkpoint")
 
 
 def check_model(settings: Settings, machine: Machine, problems: Problems) -> ModelFiles | None:

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.trainer_callback import PrinterCallback, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from grpo.model.load import in_working_type, load_adapter, load_model, load_tokenizer
+from grpo.model.load import load_adapter, load_base, load_tokenizer
 from grpo.preflight.adapter import lora_options
 from grpo.preflight.checks import Preflight, run_records
 from grpo.run.archive import model_card
@@ -82,8 +82,7 @@ def learn_answers(check: Preflight, answers: Sequence[str | None]) -> Path:
     s, folder = check.settings, check.run.folder
     model_path = str(check.files.folder)
     tokenizer = load_tokenizer(model_path)
-    model = in_working_type(load_model(model_path, check.files.config, "eager", s.EXPERTS))
-    model.name_or_path = model_path if s.MODEL_ID == "tiny" else s.MODEL_ID  # the base in adapter_config.json
+    model = load_base(s, model_path, check.files.config, "eager")
     options = sft_options(s, torch.cuda.is_available(), check.plan.micro_batch)
     trainer = SFTTrainer(
         model,

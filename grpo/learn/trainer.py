@@ -26,7 +26,7 @@ from trl.kernels import ChunkedLogProbFunction
 
 import rewards
 from grpo.data.files import Row, reward_columns
-from grpo.data.prompts import sampling_seed, step_rows
+from grpo.data.prompts import StepRows, sampling_seed
 from grpo.data.scoring import Completion
 from grpo.model.attention import KERNELS, attention_of, hidden_states
 from grpo.model.load import evaluating
@@ -192,12 +192,12 @@ class Trainer(GRPOTrainer):
         checkpoint = self.run.folder / f"checkpoint-{self.state.global_step}"
         begin_checkpoint(checkpoint)
         super()._save_checkpoint(model, trial)
-        finish_checkpoint(checkpoint, self.run_log.sync())
+        finish_checkpoint(checkpoint, *self.run_log.sync())
         rotate_checkpoints(self.run.folder, self.run.settings.SAVE_TOTAL_LIMIT)
 
-    def _get_train_sampler(self, dataset: Any = None) -> list[int]:
+    def _get_train_sampler(self, dataset: Any = None) -> StepRows:
         s = self.run.settings
-        return step_rows(len(self.run.rows), s.SEED, s.TOTAL_STEPS * s.PROMPTS_PER_STEP, s.NUM_GENERATIONS)
+        return StepRows(len(self.run.rows), s.SEED, s.TOTAL_STEPS * s.PROMPTS_PER_STEP, s.NUM_GENERATIONS)
 
     def _tokenize_prompts(self, prompts: list):
         """Each prompt once, however many completions it gets: 256 prompts of 890 tokens take a third of a second."""
@@ -396,7 +396,7 @@ class Trainer(GRPOTrainer):
                 row[f"{part}_s"] = engine.seconds[part] if engine else None
             row["sync_share"] = engine.share[0] if engine and engine.share else None
             row["rollout_tokens_per_s"] = self.rollout_tokens / max(row["rollout_s"], 1e-9)
-            row |= dict.fromkeys(EVALUATED)
+            row |= dict.fromkeys((*EVALUATED, "eval_s"))
             if self.run.measure and self.is_evaluated(self.state.global_step):
                 started = time.perf_counter()
                 with kept_randomness():

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import os
 import platform
@@ -18,10 +19,12 @@ import pandas
 import torch
 
 from grpo.preflight.machine import installed_versions
+from grpo.run import durable
 from grpo.settings import ROOT
 
 BENCH = ROOT / "scripts" / "bench.py"
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "liger-kernel", "triton", "vllm")
+read_json = functools.partial(durable.read_json, empty=(FileNotFoundError,))
 NOISE = "grpo.measure.noise:noise"
 
 
@@ -100,8 +103,3 @@ def shown(kind: str, *flags: str) -> str:
 def steps_of(run: Path) -> pandas.DataFrame:
     """A run's metrics.csv, one row a step."""
     return pandas.read_csv(run / "metrics.csv")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, or an empty one where there is no such file."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

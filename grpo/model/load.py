@@ -27,6 +27,7 @@ from grpo.model.attention import install_attention
 from grpo.model.experts import expert_weights, experts_forward
 from grpo.preflight.hub import has_mxfp4
 from grpo.preflight.machine import Machine
+from grpo.settings import Settings
 
 
 class QuantizedExperts(torch.nn.Module):
@@ -122,6 +123,13 @@ def in_working_type(model: PreTrainedModel) -> PreTrainedModel:
     """The model as it computes: BF16 on a GPU; on a CPU float32, the same numbers, as many CPUs only emulate BF16, several
     times slower."""
     return model.float() if model.device.type == "cpu" else model
+
+
+def load_base(settings: Settings, model_path: str, config: Mapping[str, Any], attention: str) -> PreTrainedModel:
+    """The base model to train an adapter on, under the name that PEFT writes into adapter_config.json."""
+    model = in_working_type(load_model(model_path, config, attention, settings.EXPERTS))
+    model.name_or_path = model_path if settings.MODEL_ID == "tiny" else settings.MODEL_ID
+    return model
 
 
 def load_adapter(policy: PeftModel, folder: str | Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from grpo.data.files import is_blank
 from grpo.preflight.download import PARTIAL, download, refusal
 from grpo.preflight.machine import GIB
+from grpo.run.durable import read_json
 from grpo.settings import ROOT, Problems, one_line
 
 
@@ -89,14 +90,6 @@ def find_model(model_id: str, problems: Problems) -> ModelFiles | None:
     for name in missing_shards(folder) if folder == local else ():
         problems.add(f"MODEL_ID={model_id}", f"{name} is missing", "Copy the whole checkpoint, weights included")
     return files
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises OSError, and ValueError, which names the file, for what is none."""
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path.name} cannot be read ({error})") from None
 
 
 # What the preflight computes with, and cannot be more in any model: a damaged digit would make plans of a size that never

@@ -12,8 +12,8 @@ import zipfile
 from pathlib import Path
 
 from grpo.run.durable import read_sealed, sealed, whole_file
-from grpo.run.folder import BEST, run_folder
-from grpo.run.place import SETTINGS, zip_of
+from grpo.run.folder import run_folder
+from grpo.run.place import BEST, SETTINGS, zip_of
 from grpo.settings import ROOT, Settings
 
 TINY = "data/tiny"  # from the project's folder

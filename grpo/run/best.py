@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo.run.durable import read_sealed, sealed, write_text
-from grpo.run.folder import BEST
+from grpo.run.durable import file_sha256, read_sealed, sealed, write_text
+from grpo.run.place import ADAPTER, BEST, unused
 
 Record = dict[str, Any]  # best.json
 FIGURES = {"plant": "plant_regret", "reward": "heldout_reward"}  # by BEST_BY
@@ -23,10 +23,26 @@ def better(by: str, value: float, than: float) -> bool:
     return value < than if by == "plant" else value > than
 
 
+def best_fault(best: Path) -> str | None:
+    """Why the adapter in the folder `best` is no longer what was chosen, in words; None where it is, and where no best.json
+    says so."""
+    try:
+        record = read_sealed(best / "best.json")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        return f"best.json cannot be read ({error})"
+    try:
+        intact = record.get("adapter_sha256") in (None, file_sha256(best / ADAPTER))  # None: of an earlier version
+        return None if intact else f"{ADAPTER} is damaged"
+    except OSError as error:
+        return f"{ADAPTER} cannot be read ({error.strerror})"
+
+
 def read_best(folder: Path) -> Record:
-    """best.json of the run in `folder`; empty where there is none, or a damaged one."""
-    with contextlib.suppress(OSError, ValueError):
-        return read_sealed(folder / BEST / "best.json")
+    """best.json of the run in `folder`; empty where there is none, or where it or its adapter is damaged."""
+    with contextlib.suppress(FileNotFoundError):
+        return {} if best_fault(folder / BEST) else read_sealed(folder / BEST / "best.json")
     return {}
 
 
@@ -70,6 +86,7 @@ def replace_best(folder: Path, save: Callable[[Path], None], record: Record) -> 
     try:
         new.mkdir()
         save(new)
+        record["adapter_sha256"] = file_sha256(new / ADAPTER)
         write_text(new / "best.json", json.dumps(sealed(record), indent=1) + "\n")  # last: with it the folder is whole
     except Exception:  # a full disk has no room for a part of it
         shutil.rmtree(new, ignore_errors=True)
@@ -81,10 +98,12 @@ def replace_best(folder: Path, save: Callable[[Path], None], record: Record) -> 
 
 
 def recover_best(folder: Path) -> None:
-    """After a kill inside `replace_best`: the new best/ where it was whole, else the old one."""
+    """After a kill inside `replace_best`: the new best/ where it was whole, else the old one. A damaged one is set aside."""
     best, new, old = (folder / (BEST + end) for end in ("", ".tmp", ".old"))
     if not best.exists() and (whole := next((path for path in (new, old) if (path / "best.json").is_file()), None)):
         whole.rename(best)
+    if best_fault(best):
+        best.rename(unused(folder, f"superseded-{BEST}"))
     for path in (new, old):
         shutil.rmtree(path, ignore_errors=True)
 

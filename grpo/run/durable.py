@@ -64,6 +64,18 @@ def checksum(record: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(json.loads(json.dumps(record)), sort_keys=True).encode()).hexdigest()
 
 
+def read_json(path: Path, empty: tuple[type[Exception], ...] = ()) -> dict[str, Any]:
+    """The object in a JSON file; an empty one where `empty` are met. Raises OSError, and ValueError, which names the file,
+    for what is none."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, TypeError, ValueError, RecursionError) as error:
+        raised = error if isinstance(error, OSError) else ValueError(f"{path.name} cannot be read ({error})")
+        if isinstance(raised, empty):
+            return {}
+        raise raised from None
+
+
 def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
     """A JSON record with its own checksum, for `read_sealed`."""
     plain = {name: value for name, value in record.items() if name != SEAL}
@@ -99,6 +111,16 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def matches(path: Path, end: Sequence[Any]) -> bool:
+    """Whether a log still begins with what it held when a checkpoint was made, by that one's `ends`: (bytes, SHA-256)."""
+    (size, expected), digest = end, hashlib.sha256()
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        while some := file.read(min(size, 2**20)):
+            digest.update(some)
+            size -= len(some)
+    return not size and digest.hexdigest() == expected
+
+
 def begin_checkpoint(checkpoint: Path) -> None:
     """Mark a checkpoint as one that is being written: until `finish_checkpoint` its manifest is empty."""
     checkpoint.mkdir(parents=True, exist_ok=True)
@@ -106,15 +128,26 @@ def begin_checkpoint(checkpoint: Path) -> None:
     sync(checkpoint)
 
 
-def finish_checkpoint(checkpoint: Path, logs: Mapping[str, Sequence[str]]) -> None:
-    """Write a checkpoint's manifest: the SHA-256 of each file by its name, and `logs`, the header of each log by its. What
-    it speaks of is on the disk before it is."""
+def finish_checkpoint(
+    checkpoint: Path, logs: Mapping[str, Sequence[str]], ends: Mapping[str, Sequence[Any]] | None = None
+) -> None:
+    """Write a checkpoint's manifest: the SHA-256 of each file by its name, and of each log its header (`logs`) and how many
+    bytes it holds with their SHA-256 (`ends`). What it speaks of is on the disk before it is."""
     paths = [path for path in sync_files(checkpoint) if path.name != MANIFEST]
     files = {str(path.relative_to(checkpoint)): file_sha256(path) for path in paths}
-    record = sealed({"files": files, "logs": {name: list(header) for name, header in logs.items()}})
-    write_text(checkpoint / MANIFEST, json.dumps(record, indent=1) + "\n")
+    record = {"files": files, "logs": {name: list(header) for name, header in logs.items()}, "ends": dict(ends or {})}
+    write_text(checkpoint / MANIFEST, json.dumps(sealed(record), indent=1) + "\n")
     sync(checkpoint)
     sync(checkpoint.parent)
+
+
+def forget_end(log_path: Path) -> None:
+    """Before a log is written again: the checkpoints no longer say what bytes it began with. The next one does."""
+    for path in log_path.parent.glob(f"checkpoint-*/{MANIFEST}"):
+        with contextlib.suppress(OSError, ValueError):
+            record = read_sealed(path)
+            if record.get("ends", {}).pop(log_path.name, None):
+                write_text(path, json.dumps(sealed(record), indent=1) + "\n")
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any] | None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import itertools
 import json
 import os
 import shlex
@@ -19,9 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo.data.files import Row, data_fingerprint, find_files
-from grpo.run.durable import damage, read_manifest, read_sealed, sealed, write_text
-from grpo.run.logs import LogRows, read_log
+from grpo.run.best import best_fault
+from grpo.run.durable import damage, matches, read_manifest, read_sealed, sealed, write_text
+from grpo.run.log_rows import LogRows, read_log
 from grpo.run.place import (
+    ADAPTER,
+    BEST,
     DELETING,
     NO_RUN,
     OTHER,
@@ -31,6 +33,7 @@ from grpo.run.place import (
     foreign_files,
     last_change,
     lock_of,
+    unused,
     zip_of,
 )
 from grpo.settings import MAY_CHANGE, Problems, Settings, show
@@ -48,8 +51,6 @@ def existing_parent(path: Path) -> Path:
 
 
 COMPLETE = "complete.json"  # the very last file that a run writes, after its zip
-ADAPTER = "adapter_model.safetensors"
-BEST = "best"  # folder of the best evaluated adapter (grpo/run/best.py)
 CHECKPOINT_FILES = ("trainer_state.json", ADAPTER, "optimizer.pt", "scheduler.pt")
 
 
@@ -131,9 +132,27 @@ def rotate_checkpoints(folder: Path, limit: int) -> None:
 def read_logs(folder: Path, step: int, checkpoint: Path | None, completions: int | None) -> dict[str, LogRows]:
     """The logs of the run in `folder` by their names, read for going on after `step` from its checkpoint: metrics.csv with
     one row a step, completions.csv with `completions` of them (None: unknown)."""
-    headers = ((checkpoint and read_manifest(checkpoint)) or {}).get("logs", {})
+    record = (checkpoint and read_manifest(checkpoint)) or {}
+    headers, ends = record.get("logs", {}), record.get("ends", {})
     rows = {"metrics.csv": 1, "completions.csv": completions}
-    return {name: read_log(folder / name, step, count, headers.get(name, ())) for name, count in rows.items()}
+    return {
+        name: read_log(folder / name, step, count, headers.get(name, ()), ends.get(name))
+        for name, count in rows.items()
+    }
+
+
+def log_notes(folder: Path, step: int, logs: Mapping[str, LogRows]) -> list[str]:
+    """What is repaired in the logs of a run that continues from `step`, and which rows say something else than before."""
+    notes = [f"{name}: {words}" for name, rows in logs.items() for words in rows.repairs]
+    for name in [name for name, rows in logs.items() if rows.altered]:
+        right = 0
+        for earlier, path in checkpoints(folder):
+            with contextlib.suppress(OSError, ValueError):
+                end = (read_manifest(path) or {}).get("ends", {}).get(name)
+                right = earlier if earlier < step and end and matches(folder / name, end) else right
+        what = f"the text of rows of steps {right + 1} to {step} is not what was written"
+        notes.append(f"{name}: {what}. They stay as they are: nothing is learned from them")
+    return notes
 
 
 def complete_steps(folder: Path) -> int:
@@ -215,6 +234,8 @@ def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> 
         notes.insert(0, f"{'; '.join(faults)}: set aside, the run {goes_on(step)}")
     if checkpoint and read_manifest(checkpoint) is None:
         notes.append(f"{checkpoint.name} has no manifest.json (an earlier version wrote it): taken without a check")
+    if fault := best_fault(folder / BEST):
+        notes.append(f"{BEST}/: {fault}: set aside, the choice of the best adapter begins again")
     return RunState(folder, step, checkpoint, exists=True, choices=choices, notes=tuple(notes))
 
 
@@ -230,7 +251,7 @@ def check_logs(
     logs = read_logs(folder, step, checkpoint, settings.completions_per_step)
     gaps = {name: rows.whole_to for name, rows in logs.items() if rows.whole_to < step}
     if not gaps:
-        return step, checkpoint, [f"{name}: {words}" for name, rows in logs.items() for words in rows.repairs]
+        return step, checkpoint, log_notes(folder, step, logs)
     whole = min(gaps.values())
     what = " and ".join(f"{name} is not whole at step {last + 1}" for name, last in gaps.items())
     earlier, path, _ = find_checkpoint(folder, whole)
@@ -241,7 +262,7 @@ def check_logs(
         return step, checkpoint, []
     notes = [f"{what}: later checkpoints are set aside, the run {goes_on(earlier)}"]
     logs = read_logs(folder, earlier, path, settings.completions_per_step)
-    return earlier, path, notes + [f"{name}: {words}" for name, rows in logs.items() for words in rows.repairs]
+    return earlier, path, notes + log_notes(folder, earlier, logs)
 
 
 def check_resume(settings: Settings, folder: Path, step: int, before: Mapping[str, Any], problems: Problems) -> None:
@@ -303,12 +324,6 @@ def retire_checkpoint(checkpoint: Path) -> None:
         shutil.rmtree(checkpoint)
         return
     checkpoint.rename(unused(checkpoint.parent, f"superseded-{checkpoint.name}"))
-
-
-def unused(folder: Path, name: str) -> Path:
-    """`name`, or with a number behind it, as a path in `folder` where nothing is."""
-    names = (name + f".{count}" * (count > 1) for count in itertools.count(1))
-    return next(path for name in names if not (path := folder / name).exists())
 
 
 def lock_run(folder: Path) -> FileLock | None:

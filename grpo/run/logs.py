@@ -3,23 +3,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
+import hashlib
+import io
+import itertools
 import logging
 import math
 import os
-import re
 import select
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TextIO
 
 from grpo.data.scoring import Completion, completion_rates, is_answer
-from grpo.run.durable import whole_file
+from grpo.run.durable import forget_end, whole_file
 from grpo.run.pace import Pace
 from grpo.settings import log
 from rewards import best_action
@@ -69,7 +69,11 @@ METRICS = {
 }  # fmt: skip
 # Behind them stands, named by `function_column`, the unweighted mean of each reward function.
 NUMBERS = METRICS.keys() - {"step", "time"}  # columns of numbers
-EVALUATED = ("heldout_reward", "plant_regret", "plant_unserved_kwh", "eval_s")  # empty in most steps
+EVALUATED = (
+    "heldout_reward",
+    "plant_regret",
+    "plant_unserved_kwh",
+)  # empty in most steps; logs of older runs lack them
 # Every column of completions.csv, in order.
 COMPLETIONS = {
     "step": ("steps", "Optimizer step that the completion was sampled for."),
@@ -106,125 +110,39 @@ class CsvLog:
         self.columns, self.more = list(columns), []
         if path.exists():
             with path.open(newline="", encoding="utf-8") as file:
-                reader = csv.DictReader(file)
+                reader = csv.DictReader(file)  # rows one by one: a log may be larger than the memory
                 self.more = [name for name in reader.fieldnames or () if name not in self.columns]
                 every = [*self.columns, *self.more]
-                changed, rows = reader.fieldnames not in (None, every), list(reader)
-            if changed:
-                rewrite(path, [every, *([row.get(name) or "" for name in every] for row in rows)])
+                if reader.fieldnames not in (None, every):
+                    rewrite(path, itertools.chain([every], ([row.get(name) or "" for name in every] for row in reader)))
         self.header = [*self.columns, *self.more]
-        self.file = path.open("a", newline="", encoding="utf-8")
+        self.file = path.open("a+b")
+        self.file.seek(0)
+        self.digest = hashlib.file_digest(self.file, "sha256")  # goes on with what is written
         if not path.stat().st_size:
             self.write([{name: name for name in self.columns}])
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        write_rows(self.file, ([row[name] for name in self.columns] + [""] * len(self.more) for row in rows))
+        text = io.StringIO(newline="")
+        write_rows(text, ([row[name] for name in self.columns] + [""] * len(self.more) for row in rows))
+        content = text.getvalue().encode()
+        self.file.write(content)
         self.file.flush()
+        self.digest.update(content)
 
     def sync(self) -> None:
         """Have what was written on the disk, not in memory alone."""
         os.fsync(self.file.fileno())
 
-
-@dataclass
-class LogRows:
-    """A log as `read_log` found it: the rows to keep and those to set aside, each a list of cells, the last step to which no
-    row is missing, and what is repaired by writing them."""
-
-    path: Path
-    header: list[str] = field(default_factory=list)
-    kept: list[list[str]] = field(default_factory=list)
-    aside: list[list[str]] = field(default_factory=list)
-    whole_to: int = 0
-    repairs: list[str] = field(default_factory=list)
-
-    def write(self) -> None:
-        """Leave in the log what is kept, and add the rest to NAME.superseded.csv, below the header: nothing is lost."""
-        if self.aside:
-            aside = self.path.with_name(self.path.stem + ".superseded.csv")
-            with aside.open("a+", newline="", encoding="utf-8", errors="replace") as file:
-                file.seek(0)
-                known = next(csv.reader(file), None)  # another one: an earlier version set rows aside
-                write_rows(file, self.aside if known == self.header or not self.header else [self.header, *self.aside])
-        if not self.kept:
-            self.path.unlink(missing_ok=True)  # `CsvLog` begins it again
-        elif self.aside or self.repairs:
-            rewrite(self.path, [self.header, *self.kept])
-
-
-def is_whole(header: Sequence[str], cells: Sequence[str]) -> bool:
-    """Whether a row has a step, as many cells as the header, and numbers or nothing where these belong."""
-    if not cells or len(cells) != len(header) or not re.fullmatch("[0-9]{1,9}", cells[0]):
-        return False
-    try:
-        for name, cell in zip(header, cells, strict=True):
-            if cell and (name in NUMBERS or name.startswith(function_column(""))):
-                float(cell)
-    except ValueError:
-        return False
-    return True
-
-
-def read_cells(path: Path) -> tuple[list[list[str]], list[str], int]:
-    """Rows of a log that may be missing; what stands behind its last line feed, which is no whole row; and how many lines
-    held bytes that are no text."""
-    odd, end = 0, "\n"
-
-    def lines(file: TextIO) -> Iterator[str]:
-        nonlocal odd, end
-        for line in file:
-            text = line.replace("\0", "").encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-            odd, end = odd + (text != line), text[-1:]
-            yield text
-
-    rows: list[list[str]] = []
-    with (
-        contextlib.suppress(FileNotFoundError),
-        path.open(newline="", encoding="utf-8", errors="surrogateescape") as file,
-    ):
-        rows = list(csv.reader(lines(file)))
-    return rows, [] if end == "\n" else rows.pop(), odd
-
-
-def read_log(path: Path, last_step: int, per_step: int | None = None, header: Sequence[str] = ()) -> LogRows:
-    """A log that is continued after `last_step`: rows after it (they will be written again) and what is no whole row are set
-    aside, a step that is there twice is kept once, and the checkpoint's header takes the place of a damaged one. Nothing
-    is written.
-
-    per_step: rows of each step, None where it is unknown; header: the checkpoint's, empty where it does not say.
-    """
-    log, (rows, torn, odd) = LogRows(path), read_cells(path)
-    first = rows[0] if rows else []
-    if first[:1] == ["step"] and set(header) <= set(first):
-        log.header, rows = first, rows[1:]
-    else:
-        log.header, rows = list(header), rows if is_whole(header, first) else rows[1:]
-        log.repairs += ["its header was missing or damaged"] * bool(header)
-    log.repairs += [f"{odd} of its lines held bytes that are no text"] * bool(odd)
-    steps: dict[int, list[list[str]]] = {}
-    for cells in rows:
-        if is_whole(log.header, cells) and 0 < int(cells[0]) <= last_step:
-            steps.setdefault(int(cells[0]), []).append(cells)
-        elif cells:
-            log.aside.append(cells)
-    log.aside += [torn] * bool(torn)
-    log.repairs += ["its steps were not in order"] * (list(steps) != sorted(steps))
-    for step in sorted(steps):
-        found, count = steps[step], per_step or len(steps[step])
-        if (times := len(found) // count) > 1 and found == found[:count] * times:
-            log.repairs.append(f"step {step} was there {times} times")
-            log.aside += found[count:]
-            found = found[:count]
-        if step == log.whole_to + 1 and len(found) == count:
-            log.whole_to = step
-            log.kept += found
-        else:
-            log.aside += found
-    return log
+    @property
+    def end(self) -> tuple[int, str]:
+        """How many bytes the file holds, and their SHA-256."""
+        return self.file.tell(), self.digest.hexdigest()
 
 
 def rewrite(path: Path, rows: Iterable[Sequence[Any]]) -> None:
     """Write a CSV again, whole or not at all."""
+    forget_end(path)
     with whole_file(path) as temporary, temporary.open("x", newline="", encoding="utf-8") as file:
         write_rows(file, rows)
 
@@ -331,12 +249,12 @@ class RunLog:
         earned = [(one, total) for one, total in zip(read, totals, strict=True) if not math.isnan(total)]
         self.garbage.append(([total for one, total in earned if not is_answer(one)], [total for _, total in earned]))
 
-    def sync(self) -> dict[str, list[str]]:
-        """Have both CSVs on the disk; returns their headers by name."""
+    def sync(self) -> tuple[dict[str, list[str]], dict[str, tuple[int, str]]]:
+        """Have both CSVs on the disk; returns their headers and their ends, see `finish_checkpoint`, by name."""
         logs = {"metrics.csv": self.metrics, "completions.csv": self.completions}
         for one in logs.values():
             one.sync()
-        return {name: one.header for name, one in logs.items()}
+        return {name: one.header for name, one in logs.items()}, {name: one.end for name, one in logs.items()}
 
     def write_step(self, step: int, figures: Mapping[str, float | None]) -> None:
         """Write a step's row: `figures` by column of METRICS, those of its completions come with `write_completions`."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import shutil
@@ -14,12 +15,20 @@ from grpo.settings import Problems
 SETTINGS, DELETING = "settings.json", "deleting.json"  # what the former is called while OVERWRITE=1 deletes the rest
 # A kill in a run's first write leaves the one, a new file system has the other.
 NO_RUN = {SETTINGS + ".tmp", "lost+found"}
+ADAPTER = "adapter_model.safetensors"
+BEST = "best"  # folder of the best evaluated adapter (grpo/run/best.py)
 OTHER = "choose another OUTPUT_DIR"
 OWN = re.compile(
-    r"(superseded-)?checkpoint-\d+(\.\d+)?|superseded-adapter-.*|(metrics|completions)(\.superseded)?\.csv|best|best\.old|report|report\.html|.*\.tmp"
+    r"(superseded-)?checkpoint-\d+(\.\d+)?|superseded-(adapter-|best).*|(metrics|completions)(\.superseded)?\.csv|best|best\.old|report|report\.html|.*\.tmp"
     r"|(settings|deleting|versions|evaluation|closed_loop|complete|adapter_config|.*token.*)\.json|training\.log|README\.md"
     r"|adapter_model\.safetensors|chat_template\.jinja|tokenizer\.model|training_args\.bin|runs"  # runs: tensorboard's
 )
+
+
+def unused(folder: Path, name: str) -> Path:
+    """`name`, or with a number behind it, as a path in `folder` where nothing is."""
+    names = (name + f".{count}" * (count > 1) for count in itertools.count(1))
+    return next(path for name in names if not (path := folder / name).exists())
 
 
 def zip_of(folder: Path) -> Path:

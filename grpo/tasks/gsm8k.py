@@ -7,7 +7,6 @@ import json
 import random
 from collections.abc import Iterator
 
-SEED = 1  # of the committed files
 ROWS = {"train": 200, "heldout": 50}
 NAMES = ("Aiko", "Ben", "Carla", "Deniz", "Emeka", "Farida", "Goro", "Hana")
 THINGS = ("apples", "pencils", "stamps", "marbles", "cookies", "tickets")

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
+import json
 import math
 
 import pytest
@@ -12,10 +14,11 @@ from conftest import RENDERED, write_csv
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from machines import only
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from grpo.data.files import SHOWN, Row, data_fingerprint, read_csv, read_rows, reward_columns, told
-from grpo.data.prompts import AT_ONCE, answer_of, compiled, prompt_order, render, render_rows
+from grpo.data.prompts import AT_ONCE, StepRows, answer_of, compiled, count_tokens, prompt_order, render, render_rows
 from grpo.settings import Problems, Settings
 
 HEADER = ["prompt", "reward_action_0", "reward_action_1"]
@@ -193,6 +196,12 @@ def test_every_epoch_asks_every_row_once(rows, seed, count):
     assert list(prompt_order(5, 42, 12)) == [4, 1, 0, 3, 2, 0, 3, 1, 2, 4, 2, 0], "a resumed run goes on in this order"
 
 
+def test_the_rows_of_steps_are_made_as_they_are_asked_for():
+    for count in (6, 10**18):  # the second: TOTAL_STEPS=10**9, more than any memory holds
+        rows = StepRows(5, 42, count, 2)
+        assert list(itertools.islice(rows, 12)) == [4, 4, 1, 1, 0, 0, 3, 3, 2, 2, 0, 0] and len(rows) == 2 * count
+
+
 TEMPLATE = (
     "{%- for message in messages %}<|start|>{{ message['role'] }}<|message|>{{ message['content'] | trim }}"
     "{{ {'é': 1} | tojson }}<|end|>\n{% if loop.last %}{% break %}{% endif %}{% endfor %}"
@@ -228,12 +237,41 @@ def test_many_rows_cost_one_template_and_a_tokenizer_in_parts(tiny, monkeypatch)
             sizes.append(len(prompts))
             return prompts
 
+        def get_added_tokens_decoder(self):
+            return {}
+
     monkeypatch.setattr("tokenizers.Tokenizer", Counted)
     compiled.cache_clear()
     rows = 2 * [Row("d.csv", n, (("user", f"{n}"),), (), {}) for n in range(2 * AT_ONCE + 1)]
     rendered, longest = render_rows(Settings(MAX_PROMPT_LEN=999), rows, TEMPLATE, tiny, problems := Problems())
     assert not problems and longest == max(len(row.prompt) for row in rendered) > 20
-    assert compiled.cache_info().misses == len(loaded) == 1 and sizes == [AT_ONCE, AT_ONCE, 1]
+    assert compiled.cache_info().misses == len(loaded) == 1 and sizes == [AT_ONCE, 1, AT_ONCE, 1, 1, 1]
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_counting_what_prompts_share_once_is_counting_them(tiny, tmp_path, monkeypatch, added):
+    """Also with a tokenizer that puts a token of its own before each text."""
+    made, coded = json.loads((tiny / "tokenizer.json").read_text()), []
+    if added:
+        made["post_processor"]["single"].insert(0, {"SpecialToken": {"id": "<|start|>", "type_id": 0}})
+        token = {"id": "<|start|>", "ids": [7], "tokens": ["<|start|>"]}
+        made["post_processor"]["special_tokens"] = {"<|start|>": token}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(made))
+    loaded = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    prompts = [RENDERED.format(f"hour {n} <|end|><|endoftext|>  CO₂\n{n * n}") for n in range(30)] + ["", "plain"]
+
+    class Watched:
+        from_file = staticmethod(lambda path: Watched())
+        get_added_tokens_decoder = staticmethod(loaded.get_added_tokens_decoder)
+
+        def encode_batch_fast(self, texts):
+            coded.extend(texts)
+            return loaded.encode_batch_fast(texts)
+
+    monkeypatch.setattr("tokenizers.Tokenizer", Watched)
+    monkeypatch.setattr("grpo.data.prompts.AT_ONCE", 10)
+    assert count_tokens(tmp_path / "tokenizer.json", prompts) == {text: len(loaded.encode(text)) for text in prompts}
+    assert coded.count("Reasoning: low") == 1
 
 
 ANSWERS = [

@@ -49,6 +49,8 @@ def test_a_csv(adapter, tmp_path, capsys):
     assert ask.main([str(adapter), "--csv", str(asked), "--temperature", "5"]) == 0
     header, *printed = capsys.readouterr().out.splitlines()
     assert header.endswith(",action,completion") and len(printed) == 3
+    assert ask.main([str(adapter), "--csv", str(out)]) == 2
+    assert "answers.csv, header: it has the columns action and completion" in capsys.readouterr().err
 
 
 def test_an_adapter_that_is_no_runs_names_its_model(saved_adapter, tmp_path, capsys, monkeypatch):
@@ -57,6 +59,10 @@ def test_an_adapter_that_is_no_runs_names_its_model(saved_adapter, tmp_path, cap
     assert f"vllm serve {ROOT / 'data' / 'tiny'}" in capsys.readouterr().out
     assert ask.main([str(tmp_path), "hello", "--model", "tiny"]) == 2
     assert "adapter_model.safetensors is not there" in capsys.readouterr().err
+    shutil.copytree(saved_adapter, tmp_path / "best")
+    (tmp_path / "best" / "best.json").write_text('{"adapter_sha256": "0"}')
+    assert ask.main([str(tmp_path / "best"), "hello", "--model", "tiny"]) == 2
+    assert "adapter_model.safetensors is damaged" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 import runs
 import torch
 from conftest import ROOT, read_csv, run_script
+from damages import KINDS
 from peft import PeftModel
 from trainers import make
 
@@ -22,7 +23,7 @@ from grpo.evaluate.progress import Figures, Progress, plant_warning
 from grpo.learn.trainer import kept_randomness
 from grpo.model.load import load_model
 from grpo.preflight.hub import find_model
-from grpo.run.best import better, keep_best, read_best, recover_best, replace_best, which_to_load
+from grpo.run.best import best_fault, better, keep_best, read_best, recover_best, replace_best, which_to_load
 from grpo.run.folder import ADAPTER, BEST
 from grpo.settings import Problems, Settings
 
@@ -117,6 +118,21 @@ def test_a_kill_while_the_best_is_replaced_loses_nothing(tmp_path, at, monkeypat
     step = 50 if at == "second rename" else 25
     assert read_best(tmp_path)["step"] == step and (tmp_path / BEST / ADAPTER).read_text() == f"step {step}"
     assert [path.name for path in tmp_path.iterdir()] == [BEST]
+
+
+@pytest.mark.parametrize("name", ["best.json", ADAPTER])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_damaged_best_adapter_is_not_offered(tmp_path, name, kind):
+    kept(tmp_path, 25, 12.0)
+    recover_best(tmp_path)
+    assert read_best(tmp_path)["step"] == 25 and best_fault(tmp_path / BEST) is None
+    KINDS[kind](tmp_path / BEST / name)
+    assert read_best(tmp_path) == {} and best_fault(tmp_path / BEST).startswith(name)
+    recover_best(tmp_path)
+    assert kept(tmp_path, 50, 14.0)["step"] == 50, "the choice begins again"
+    assert (tmp_path / f"superseded-{BEST}" / name).exists()
+    (tmp_path / BEST / ADAPTER).unlink()
+    assert "cannot be read" in best_fault(tmp_path / BEST)
 
 
 def test_random_states_are_kept():

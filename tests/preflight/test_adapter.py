@@ -65,6 +65,7 @@ def change_config(**changes):
         (shutil.rmtree, None, [f"adapter_config.json and {ADAPTER} not found"]),
         (lambda folder: (folder / ADAPTER).write_bytes(b"version https"), None, ["no safetensors file"]),
         (lambda folder: (folder / "adapter_config.json").write_text("{"), None, ["adapter_config.json cannot be read"]),
+        (lambda folder: (folder / "best.json").write_text('{"adapter_sha256": "0"}'), None, [f"{ADAPTER} is damaged"]),
         (change_config(peft_type="IA3"), None, ["not that of a LoRA"]),
         (change_config(use_rslora=True), None, ["use_rslora"]),
         (

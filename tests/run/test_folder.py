@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import dataclasses
+import hashlib
 import itertools
 import json
 import math
@@ -13,6 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,7 @@ from grpo.run.folder import (
     retire_checkpoint,
     rotate_checkpoints,
 )
+from grpo.run.log_rows import read_log
 from grpo.run.logs import (
     COMPLETIONS,
     METRICS,
@@ -39,7 +42,6 @@ from grpo.run.logs import (
     RunLog,
     garbage_warning,
     parse_rate_warning,
-    read_log,
     reward_warning,
 )
 from grpo.settings import Problems, Settings
@@ -64,14 +66,23 @@ def run_dir(tmp_path, **changes):
     return settings, folder
 
 
-def with_manifests(folder):
-    """The checkpoints as this version leaves them."""
+def end_of(path, rows):
+    """What a checkpoint's manifest says of a log with so many rows."""
+    content = b"".join(path.read_bytes().splitlines(True)[: 1 + rows])
+    return len(content), hashlib.sha256(content).hexdigest()
+
+
+def with_manifests(folder, ends=False):
+    """The checkpoints as this version leaves them; `ends`: with what the logs began with."""
     for step in (2, 4):
         begin_checkpoint(folder / f"checkpoint-{step}")
         (folder / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps({"global_step": step}))
-        finish_checkpoint(
-            folder / f"checkpoint-{step}", {"metrics.csv": list(METRICS), "completions.csv": list(COMPLETIONS)}
+        logs, per_step = (
+            {"metrics.csv": METRICS, "completions.csv": COMPLETIONS},
+            {"metrics.csv": 1, "completions.csv": 96},
         )
+        found = {name: end_of(folder / name, step * count) for name, count in per_step.items() if ends}
+        finish_checkpoint(folder / f"checkpoint-{step}", {name: list(log) for name, log in logs.items()}, found)
     begin_checkpoint(folder / "checkpoint-6")
 
 
@@ -403,6 +414,16 @@ def test_damaged_records_are_refused_or_passed_over(tmp_path):
     assert not inspect(settings)[1]
 
 
+def test_a_damaged_best_adapter_is_told(tmp_path):
+    settings, folder = run_dir(tmp_path)
+    with_manifests(folder)
+    (folder / "best").mkdir()
+    (folder / "best" / "best.json").write_text(json.dumps(sealed({"step": 2, "adapter_sha256": "0"})))
+    (folder / "best" / "adapter_model.safetensors").write_text("flipped")
+    note = inspect(settings)[0].notes[-1]
+    assert note.startswith("best/: adapter_model.safetensors is damaged: set aside, the choice of the best")
+
+
 def test_checkpoints_go_by_step(tmp_path):
     """Whatever the clock says: with times in the future transformers deletes each new one as it is saved."""
     for step, year in ((9, 2100), (10, 2000), (11, 2050)):
@@ -469,6 +490,72 @@ def test_completions_are_counted_and_a_missing_log_is_refused(tmp_path):
     assert "completions.csv: step 1 was there 2 times" in inspect(settings)[0].notes[1]
     path.unlink()
     assert "completions.csv is not whole at step 1, and no checkpoint is before it" in only(inspect(settings)[1])
+
+
+@pytest.mark.parametrize("name", ["metrics.csv", "completions.csv"])
+def test_no_flipped_bit_in_a_log_goes_unnoticed(tmp_path, name):
+    settings, folder = run_dir(tmp_path)
+    with_manifests(folder, ends=True)
+    shutil.rmtree(folder / "checkpoint-6")
+    path, whole = folder / name, (folder / name).read_bytes()
+    assert (inspect(settings)[0].step, inspect(settings)[0].notes) == (4, ())
+    size, _ = end_of(path, 4 * (96 if name[0] == "c" else 1))
+    for bit in range(3, 8 * size, 8 * size // 60):
+        path.write_bytes(bytes(byte ^ (1 << bit % 8) * (i == bit // 8) for i, byte in enumerate(whole)))
+        state, problems = inspect(settings)
+        assert problems or (name in state.notes[0] and state.step in (2, 4)), bit
+    for step, words in ((1, "steps 1 to 4"), (3, "steps 3 to 4")):
+        lines = whole.splitlines(True)
+        at = 96 * step if name[0] == "c" else step
+        lines[at] = lines[at].replace(b",x,", b",y,", 1).replace(b",0.9,", b",0.8,", 1)
+        path.write_bytes(b"".join(lines))
+        state, problems = inspect(settings)
+        assert not problems and state.step == 4 and len(state.notes) == 1
+        assert state.notes[0].startswith(f"{name}: the text of rows of {words} is not what was written")
+    prepare_run(state, settings, {})
+    assert path.read_bytes() == b"".join(lines)[:size], "rows of step 5 are gone, nothing else"
+
+
+def test_a_log_that_is_written_again_is_no_damage(tmp_path):
+    """Repaired, which brings back what was there, or given a column."""
+    settings, folder = run_dir(tmp_path)
+    with_manifests(folder, ends=True)
+    lines = (folder / "metrics.csv").read_text().splitlines(True)
+    (folder / "metrics.csv").write_text("".join(edited(lines, 3, lines[2])))
+    state, _ = inspect(settings)
+    assert state.notes[1:] == ("metrics.csv: step 2 was there 2 times",)
+    prepare_run(state, settings, {})
+    assert (folder / "metrics.csv").read_text() == "".join(lines[:5])
+    log = RunLog(folder, 8, prompts=True)
+    assert inspect(settings)[0].notes == ()
+    figures = {name: 1.0 for name in METRICS if name not in ("step", "time")}
+    for step in (5, 6):
+        read = [Completion(ROW, "CO₂\r", None, 9, False)] * 2
+        log.write_completions(step, read, [0.1, 0.5])
+        log.write_step(step, {name: value for name, value in figures.items() if name not in log.rates})
+        log = RunLog(folder, 8, prompts=True) if step == 5 else log
+    rows = {"metrics.csv": 6, "completions.csv": 999}
+    assert log.sync()[1] == {name: end_of(folder / name, count) for name, count in rows.items()}, "resumed or not"
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_large_log_is_not_held_in_memory(tmp_path, damaged):
+    """Neither read, repaired nor written with another column. Held at once is a row or two, 20 times what it is long (bytes,
+    text, cells, buffers), and a record of each of the five steps."""
+    settings, folder = run_dir(tmp_path)
+    with_manifests(folder)
+    path, text = folder / "completions.csv", "word " * 4000
+    path.write_text(path.read_text().replace(",x,x,0.5", f",{text},x,0.5"))
+    if damaged:
+        path.write_bytes(path.read_bytes().replace(b"word", b"\xff", 1))
+    tracemalloc.start()
+    state, problems = inspect(settings)
+    prepare_run(state, settings, {})
+    RunLog(folder, 8, prompts=True)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert not problems and state.step == 4 and path.stat().st_size > 384 * len(text)
+    assert peak < 40 * len(text) + 5 * 10_000, "not 384 rows"
 
 
 def test_a_run_without_a_checkpoint_begins_its_logs_again(tmp_path):

@@ -13,6 +13,7 @@ from hub_server import HubServer
 from grpo.run.logs import COMPLETIONS, METRICS
 from grpo.settings import FIELDS, TASKS, choices, load_settings
 from grpo.tasks import gsm8k
+from grpo.tasks.tes.dataset import SEED
 
 SHORT = "def short(completions, **columns): return [-len(text) / 1000 for text in completions]\n"
 
@@ -69,7 +70,7 @@ def test_a_task_is_a_set_of_defaults():
 
 def test_the_invented_problems():
     """The committed files are what the seed gives; every answer follows from its own annotations; nothing is in both."""
-    made = gsm8k.files(gsm8k.SEED)
+    made = gsm8k.files(SEED)
     rows = {name: [json.loads(line) for line in text.splitlines()] for name, text in made.items()}
     for name, text in made.items():
         assert (ROOT / "data" / name).read_text(encoding="utf-8") == text
