@@ -69,6 +69,7 @@ def test_damaged_files_are_one_line(tiny, tmp_path):
             "config.json says attention_dropout 1000000000.0",
         ),
         ("chat_template.jinja", b"\0\0", "chat_template.jinja cannot be read (it holds no text)"),
+        ("generation_config.json", json.dumps({"eos_token_id": 10**30}), "which is no token's number"),
         ("tokenizer_config.json", "]", "tokenizer_config.json cannot be read"),
         ("chat_template.jinja", b"\xff", "chat_template.jinja cannot be read"),
         ("model.safetensors.index.json", '{"weight_map": [3]}', "names no files of weights"),
