@@ -17,11 +17,14 @@ import bench
 import pytest
 import torch
 from conftest import RENDERED
+from machines import H100
 from stub_vllm import StubLLM, StubLoRARequest, StubSampling
 from trainers import make, plain_float32
 
+import train_grpo
 from grpo.measure import record, rollout, step, sync, trl_path, watched
 from grpo.measure.watched import child_result, completions_of, kept_trainers
+from grpo.preflight.machine import installed_versions
 from grpo.rollout import engine as rollout_engine
 from grpo.rollout.engine import Engine
 
@@ -112,6 +115,17 @@ def options(tiny, tmp_path, monkeypatch):
         yield SimpleNamespace(**given, lengths=str(tmp_path / "lengths.csv"), main=main, warm_caches=True, only=None)
     for engine in engines:
         shutil.rmtree(engine.folder or "", ignore_errors=True)
+
+
+def test_the_checks_let_a_measurement_begin(tmp_path, monkeypatch):
+    monkeypatch.setattr("grpo.preflight.checks.read_machine", lambda: H100)
+    versions = installed_versions
+    found = lambda names: versions(names) | {"vllm": "0.26.0"}  # noqa: E731
+    monkeypatch.setattr("grpo.preflight.checks.installed_versions", found)
+    given = {"model": "tiny", "data": str(record.ROOT / "data/tes_train_compact.csv"), "run": tmp_path / "run"}
+    with mock.patch.dict(os.environ):
+        options = SimpleNamespace(**given, main=lambda arguments: train_grpo.main(["--check"]))
+        assert watched.run_w1(options, ATTN_IMPL="eager") == 0
 
 
 def test_a_rollout_is_watched_and_a_changed_base_weight_fails_it(options, monkeypatch, tmp_path):

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Five AdamW steps of the trainer against five of TRL's own, through TRL's own loop, on the same completions."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from trainers import make, plain_float32, plain_trl, seed_weights, uniform
+
+from grpo.learn.trainer import Trainer
+from grpo.settings import FIELDS
+
+pytestmark = pytest.mark.numeric
+
+STEPS, PROMPTS, GROUP = 5, 2, 4
+COMPARED = ("loss", "grad_norm", "reward", "reward_std", "frac_reward_zero_std", "kl", "completions/clipped_ratio")
+
+
+def step_of(trainer, step):
+    """Completions (lists of tokens, one in three truncated) and what an engine says of them, around -6.5 nats, one token
+    unknown: the same whoever asks."""
+    generator, (stop, *_) = torch.Generator().manual_seed(step), trainer.eos_token_ids
+    lengths = torch.randint(2, 9, (PROMPTS * GROUP,), generator=generator).tolist()
+    ids = [torch.randint(3, 500, (n,), generator=generator).tolist() for n in lengths]
+    logps = [(-6.5 + 0.3 * uniform(generator, n)).float().tolist() for n in lengths]
+    logps[0][1] = None
+    return [row[:-1] + [stop] * (i % 3 > 0) + row[-1:] * (i % 3 == 0) for i, row in enumerate(ids)], logps
+
+
+def reward(completion_ids, **columns):
+    """By the tokens; none where the first is a multiple of 5."""
+    return [None if ids[0] % 5 == 0 else sum(ids) % 17 / 17 for ids in completion_ids]
+
+
+def trained(tiny, folder, loss_type, correction, plain):
+    """How five steps moved the adapter, as one vector, and the figures of each step under TRL's names."""
+    folder.mkdir()
+    trainer = plain_float32(make(
+        tiny, folder, LOSS_TYPE=loss_type, TOTAL_STEPS=STEPS, PROMPTS_PER_STEP=PROMPTS, NUM_GENERATIONS=GROUP, BETA=0.1,
+        LEARNING_RATE=1e-3, TEMPERATURE=0.8, MASK_TRUNCATED=True, IS_CORRECTION=correction, IS_CLIP_MAX=1.2,
+        GRADIENT_CHECKPOINTING=False,
+    ))  # fmt: skip
+    seed_weights(trainer.model)
+    # AdamW's usual 1e-8 makes a whole step, up or down, of a gradient that is nothing but rounding.
+    trainer.args.adam_epsilon, trainer.args.save_strategy, trainer.reward_funcs = 1e-4, "no", [reward]
+    trainer._generate_single_turn = lambda *given: step_of(trainer, trainer.state.global_step)
+    learned = [p for p in trainer.model.parameters() if p.requires_grad]
+    before = torch.cat([p.detach().flatten() for p in learned])
+    with plain_trl(trainer) if plain else contextlib.nullcontext():
+        if plain:
+            trainer._get_train_sampler = lambda dataset=None: Trainer._get_train_sampler(trainer)  # the prompts' order
+            # TRL corrects beside its own vLLM alone, which is not asked for anything else here.
+            trainer.use_vllm = trainer.vllm_importance_sampling_correction = correction != "none"
+            trainer.vllm_importance_sampling_mode = correction
+            trainer.vllm_importance_sampling_clip_max = trainer.run.settings.IS_CLIP_MAX
+        trainer.train()
+    steps = [row for row in trainer.state.log_history if "loss" in row]
+    return torch.cat([p.detach().flatten() for p in learned]) - before, [[row[k] for k in COMPARED] for row in steps]
+
+
+@pytest.mark.parametrize("correction", ["none", "token_truncate"])
+@pytest.mark.parametrize("loss_type", FIELDS["LOSS_TYPE"].metadata["choices"])
+def test_five_steps_are_trls(tiny, tmp_path, loss_type, correction):
+    """With a KL term, masked truncated completions and rewards that leave completions out."""
+    (ours, figures), (theirs, their_figures) = (
+        trained(tiny, tmp_path / str(plain), loss_type, correction, plain) for plain in (False, True)
+    )
+    difference = ((ours - theirs).norm() / theirs.norm()).item()
+    assert theirs.abs().mean() > 1e-4 and difference < 2e-4
+    assert len(figures) == STEPS and figures == [pytest.approx(row, rel=1e-3, abs=1e-5) for row in their_figures]
