@@ -16,8 +16,7 @@ from grpo.model import checkpoint
 from grpo.model import gptoss_format as gptoss
 from grpo.model.load import load_model
 from grpo.model.tiny import make_tokenizer
-from grpo.model.warmup import Log, figures, new_model, warm_up
-from grpo.model.warmup_rows import Answer, Rows, make_rows
+from grpo.model.warmup import Log, figures, warm_up
 from grpo.preflight.hub import count_parameters
 
 
@@ -39,18 +38,11 @@ def make(options: argparse.Namespace, scale: Scale, log: Log) -> None:
     recipe = replace(recipe, shape=shape)
     token_ids = checkpoint.special_token_ids(tokenizer, shape.vocab)
     checkpoint.require_space(model_dir, checkpoint.checkpoint_bytes(shape) + 64 * 2**20)
-    # Workers start before CUDA does, and before the tokenizer's threads.
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    answer = Answer.of(tokenizer)
-    made = make_rows(recipe.prompt, recipe.windows, recipe.probe_windows)
-    rows, probe = (Rows(some, tokenizer, answer, options.device) for some in made)
-    log(f"{len(rows)} + {len(probe)} rows of up to {rows.ids.shape[1]} tokens, {time.perf_counter() - started:.0f} s")
-    torch.manual_seed(options.seed)
-    model = new_model(recipe, tokenizer, token_ids).to(options.device)
     parts = count_parameters(gptoss.config_dict(shape))
     body = parts["total"] - parts["embeddings"]
     log(f"{body:,} parameters besides the embeddings")
-    tensors, stages = warm_up(model, rows, probe, answer, recipe, options.seed, log)
+    tensors, stages, probe, answer = warm_up(recipe, tokenizer, token_ids, options.device, options.seed, log)
     template = gptoss.chat_template() if recipe.prompt == "full" else gptoss.chat_template(*gptoss.TINY_SYSTEM)
     with checkpoint.new_directory(model_dir, force=True) as directory:
         checkpoint.write_checkpoint(directory, shape, token_ids, lambda name, like: tensors[name], tokenizer, template)

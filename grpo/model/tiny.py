@@ -14,8 +14,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from grpo.model.checkpoint import new_directory, require_space, special_token_ids, write_checkpoint, write_json
 from grpo.model.gptoss_format import SPECIAL_TOKENS, TINY, TINY_SYSTEM, ModelError, chat_template
-from grpo.model.warmup import Recipe, new_model, warm_up
-from grpo.model.warmup_rows import EFFORTS, Answer, Rows, make_rows
+from grpo.model.warmup import Recipe, warm_up
+from grpo.model.warmup_rows import EFFORTS
 from grpo.tasks.tes.dataset import synthetic_rows
 
 NUMBER = r" ?[0-9]{1,3}"  # a token of its own; every integer from 0 to 100 has one, with and without the space before
@@ -74,11 +74,8 @@ def write_tiny(
     require_space(out, 64 * 2**20)
     with new_directory(out, force) as directory, torch.random.fork_rng([]):
         tokenizer = make_tokenizer(recipe.shape.vocab)
-        token_ids, answer = special_token_ids(tokenizer, recipe.shape.vocab), Answer.of(tokenizer)
-        made = make_rows(recipe.prompt, recipe.windows, recipe.probe_windows)
-        rows, probe = (Rows(some, tokenizer, answer, "cpu") for some in made)
-        torch.manual_seed(seed)
-        tensors, stages = warm_up(new_model(recipe, tokenizer, token_ids), rows, probe, answer, recipe, seed, log)
+        token_ids = special_token_ids(tokenizer, recipe.shape.vocab)
+        tensors, stages, *_ = warm_up(recipe, tokenizer, token_ids, "cpu", seed, log)
         write_checkpoint(
             directory, recipe.shape, token_ids, lambda name, like: tensors[name], tokenizer, chat_template(*TINY_SYSTEM)
         )

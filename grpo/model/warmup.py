@@ -15,7 +15,7 @@ from transformers import GptOssConfig, GptOssForCausalLM
 
 from grpo.model import gptoss_format as gptoss
 from grpo.model.fast_layers import FAST, forward
-from grpo.model.warmup_rows import ACTIONS, Answer, Rows
+from grpo.model.warmup_rows import ACTIONS, Answer, Rows, make_rows
 
 Log = Callable[[str], None]
 # Standard deviations of the initial matrices, times 1 / sqrt(fan-in). 0.02 everywhere, gpt-oss's initializer range, lets
@@ -240,10 +240,18 @@ class WarmUp:
 
 
 def warm_up(
-    model: GptOssForCausalLM, rows: Rows, probe: Rows, answer: Answer, recipe: Recipe, seed: int, log: Log
-) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, float]]]:
-    """Train `model`. Returns the tensors of its checkpoint by name (BF16, and uint8 for the experts), and `figures` on the
-    rows of `probe` after reading, right after the experts were rounded to MXFP4, and as stored."""
+    recipe: Recipe, tokenizer: Tokenizer, token_ids: Mapping[str, int], device: str, seed: int, log: Log
+) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, float]], Rows, Answer]:
+    """Make a model and train it. Returns the tensors of its checkpoint by name (BF16, and uint8 for the experts), its
+    `figures` on rows of their own after reading, right after the experts were rounded to MXFP4, and as stored; and what it
+    takes to measure them again."""
+    answer = Answer.of(tokenizer)
+    # Its workers start before CUDA does, and before the tokenizer's threads.
+    made = make_rows(recipe.prompt, recipe.windows, recipe.probe_windows)
+    rows, probe = (Rows(some, tokenizer, answer, device) for some in made)
+    log(f"{len(rows)} + {len(probe)} rows of up to {rows.ids.shape[1]} tokens")
+    torch.manual_seed(seed)
+    model = new_model(recipe, tokenizer, token_ids).to(device)
     training, stages = WarmUp(model, rows, answer, recipe, seed), {}
 
     def measure(stage: str) -> None:
@@ -261,4 +269,4 @@ def warm_up(
             parameter.data = parameter.data.bfloat16().float()  # as the checkpoint holds it
             stored[name] = parameter.detach().to("cpu", torch.bfloat16)
     measure("stored")
-    return stored, stages
+    return stored, stages, probe, answer
