@@ -33,7 +33,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=fold(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--out", required=True, help="JSON to write")
-    add("--part", nargs="+", choices=PARTS, default=PARTS, help="these only (default all)")
+    add("--part", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=f"of {', '.join(PARTS)}; default all")
     add("--size", type=int, help="of each part: how many runs, files, inputs")
     add("--quick", action="store_true", help="a little of each")
     add("--seed", type=int, default=1, help="of every choice (default 1)")
