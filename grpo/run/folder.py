@@ -319,10 +319,12 @@ def prepare_run(run: RunState, settings: Settings, records: Mapping[str, Mapping
 
 def retire_checkpoint(checkpoint: Path) -> None:
     """Rename a checkpoint that cannot be continued to `superseded-checkpoint-N`: the Trainer neither counts nor deletes
-    it then. One without an adapter is deleted."""
+    it then. One without an adapter is deleted, and so is a manifest that was half written."""
     if not (checkpoint / ADAPTER).is_file():
         shutil.rmtree(checkpoint)
         return
+    for half in checkpoint.glob("*.tmp"):
+        half.unlink()
     checkpoint.rename(unused(checkpoint.parent, f"superseded-{checkpoint.name}"))
 
 

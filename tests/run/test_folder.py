@@ -189,8 +189,10 @@ def test_the_trainer_leaves_what_was_set_aside(tmp_path):
         (tmp_path / f"checkpoint-{step}").mkdir()
     retire_checkpoint(tmp_path / "checkpoint-4")
     assert not (tmp_path / "checkpoint-4").exists(), "no adapter: deleted"
-    (tmp_path / "checkpoint-1" / "adapter_model.safetensors").touch()
+    for name in ("adapter_model.safetensors", "manifest.json.tmp"):
+        (tmp_path / "checkpoint-1" / name).touch()
     retire_checkpoint(tmp_path / "checkpoint-1")
+    assert [path.name for path in (tmp_path / "superseded-checkpoint-1").iterdir()] == ["adapter_model.safetensors"]
     rotate_checkpoints(tmp_path, 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "superseded-checkpoint-1"]
 
