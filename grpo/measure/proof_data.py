@@ -44,14 +44,14 @@ MID_RECIPE = Recipe(
 )  # fmt: skip
 # PARITY=off: a model that is this even says the same fixed tokens with the check's adapter as without, and the check refuses
 # what it cannot tell apart (0.0005 nats with, 0.0001 without, on an H200).
-MID_RUN = """REWARDS=regret EVAL_SAMPLES=8 EVAL_STEPS=250 SEED=1 USE_VLLM=1 PARITY=off PROMPTS_PER_STEP=32 NUM_GENERATIONS=8
-    MAX_COMPLETION_LEN=24 TOTAL_STEPS=500 LEARNING_RATE=1e-3 LR_SCHEDULER=linear LORA_R=16 LORA_ALPHA=32 SAVE_STEPS=100"""
+MID_RUN = """REWARDS=regret EVAL_SAMPLES=8 EVAL_STEPS=125 SEED=1 USE_VLLM=1 PARITY=off PROMPTS_PER_STEP=32 NUM_GENERATIONS=8
+    MAX_COMPLETION_LEN=24 TOTAL_STEPS=200 LEARNING_RATE=1.5e-3 LR_SCHEDULER=linear LORA_R=16 LORA_ALPHA=32 SAVE_STEPS=100"""
 SMALL_RUN = """REWARDS=regret EVAL_SAMPLES=2 SEED=1 USE_VLLM=0 PROMPTS_PER_STEP=8 NUM_GENERATIONS=8 MAX_COMPLETION_LEN=12
     MAX_PROMPT_LEN=256 TOTAL_STEPS=4 LEARNING_RATE=4e-3 LORA_R=8 LORA_ALPHA=16 SAVE_STEPS=4
     GRADIENT_CHECKPOINTING=0 REASONING_EFFORT=low"""
 CPU_RUN = SMALL_RUN + " EVAL_SAMPLES=8 PROMPTS_PER_STEP=16 TOTAL_STEPS=400 LR_SCHEDULER=linear SAVE_STEPS=100"
 SCALES = {
-    "mid": Scale(MID_RECIPE, train_windows=200, heldout_windows=32, settings=environment(MID_RUN)),
+    "mid": Scale(MID_RECIPE, train_windows=80, heldout_windows=32, settings=environment(MID_RUN)),
     # The same proof with the toy model and compact prompts: on one CPU core, and in seconds for the tests.
     "cpu": Scale(replace(TINY_RECIPE, steps=1500), 60, 32, environment(CPU_RUN)),
     "small": Scale(replace(TINY_RECIPE, windows=20, probe_windows=4, steps=60), 10, 4, environment(SMALL_RUN)),
