@@ -165,6 +165,18 @@ def test_any_other_error_ends_with_what_the_same_command_does(run_here, user_mod
     assert not (tmp_path / "run" / "README.md").exists(), "a model card comes with an adapter"
 
 
+def test_a_model_that_cannot_be_loaded_is_one_line(run_here, monkeypatch, capfd):
+    """Whatever the libraries raise; where, is in training.log alone."""
+
+    def load_base(*given):
+        raise KeyError("lm_head.weight")
+
+    monkeypatch.setattr("grpo.model.load.load_base", load_base)
+    code, log = run_here(TOTAL_STEPS=2)
+    assert code == 1 and log.rstrip().endswith("C train_grpo: model: KeyError: 'lm_head.weight'")
+    assert "in load_base" in log and "Traceback" not in "".join(capfd.readouterr())
+
+
 def test_a_run_that_learns_nothing_says_so(run_here, user_module):
     """Both, again after WARN_EVERY steps, and in a resumed run that has the earlier steps from metrics.csv."""
     user_module("return [1.0] * len(completions)")
