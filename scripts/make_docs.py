@@ -29,7 +29,7 @@ SYNC_WAYS = {  # that were compared, under the names they had then
 }  # fmt: skip
 SYNC_FIGURES = {
     "share that arrives of AdamW's first step": "share_1", "of its tenth": "share_10", "generation": "tok_s",
-    "weight sync, measuring the share included": "sync_s", "of it, measuring the share": "share_s",
+    "weight sync, measuring the share included": "sync_s", "measuring the share, timed alone": "share_s",
     "mean mismatch, adapter of one step": "small_mean", "mean mismatch, strong adapter": "strong_mean",
 }  # fmt: skip
 LAYERS = ("full", "window")  # of attention
