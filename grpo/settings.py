@@ -69,7 +69,7 @@ class Settings:
     MASK_TRUNCATED: bool = setting("Rewards", False, "", "Leave completions that met MAX_COMPLETION_LEN out of the loss (bad length then costs nothing).")
 
     USE_VLLM: bool | None = setting("Rollouts", None, "", "Generate with vLLM beside the trainer (MXFP4 weights, asleep while learning) instead of transformers; `auto`: on a GPU.", resume=True)
-    ROLLOUT_SYNC: str = setting("Rollouts", "stochastic", "", "Weight sync, how vLLM gets the adapter: `stochastic` and `merge` push merged attention weights, rounded at random or to the nearest, `side` pushes it as a side path, `lora` loads it natively.", choices=("stochastic", "side", "merge", "lora"), resume=True)
+    ROLLOUT_SYNC: str = setting("Rollouts", "merge", "", "Weight sync, how vLLM gets the adapter: `merge` pushes merged attention weights, rounded at random, `lora` loads the adapter natively.", choices=("merge", "lora"), resume=True)
     VLLM_GPU_MEM: float | None = setting("Rollouts", None, "share", "The most of the whole GPU that vLLM may take while awake; `auto` plans it from one step's key-value cache and the free memory.", above=0, high=0.95, resume=True)
     VLLM_EAGER: bool = setting("Rollouts", False, "", "Run vLLM without compilation and CUDA graphs: starts faster, generates slower (its kernels in Triton need a C compiler all the same).", resume=True)
     IS_CORRECTION: str = setting("Rollouts", "token_truncate", "", "Importance-sampling correction of vLLM's probabilities, TRL's modes, or `none`.", choices=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "none"))

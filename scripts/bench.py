@@ -5,7 +5,6 @@
     python scripts/bench.py demo --out docs/results/demo-cpu.json --figure docs/demo.png
     python scripts/bench.py attention --out docs/results/attention-h100.json
     python scripts/bench.py rollout --model checkpoints/full --data 'days/*.csv' --out rollout.json
-    python scripts/bench.py sync --model checkpoints/full --data 'days/*.csv' --out sync.json
     python scripts/bench.py step --model checkpoints/full --data 'days/*.csv' \\
         --lengths completions.csv --out step.json
 
@@ -20,10 +19,6 @@ same prompts by transformers' generate, and 16 completions x 2,300 tokens. Exit 
 
 `faults` runs the entry point once as it is and once with kills, a full GPU, a dying engine and a full /dev/shm in each phase of
 a step, started again after each (docs/reliability.md). Exit code 1 if one is not seen, or a step is missing at the end.
-
-`sync` measures the ways of weight sync beside each other, an engine in a child process at a time: tokens a second on 12
-prompts x 8 completions x 512 tokens, seconds a sync, mismatch, and the share that arrives of an update as small as one
-step makes it. Exit code 1 if a child failed; the others' figures are written all the same.
 
 `step` measures learning beside TRL's padded path in one process, on the same rollouts, and with packed experts while all
 but 40 GiB of the card is occupied. W1 is 12 prompts x 8 completions x 512 tokens, W2 96 completions with the lengths of
@@ -62,13 +57,9 @@ def parse_args() -> argparse.Namespace:
     one = command("demo", "the demo on ten seeds, on the CPU", "folder of the runs; deleted first", model=False)
     one.add_argument("--figure", required=True, help="PNG to write")
     one = command("rollout", "vLLM beside the trainer", "OUTPUT_DIR of the runs; deleted first")
-    one.add_argument("--sync", default="stochastic", choices=choices("ROLLOUT_SYNC"), help="ROLLOUT_SYNC")
+    one.add_argument("--sync", default="merge", choices=choices("ROLLOUT_SYNC"), help="ROLLOUT_SYNC")
     one.add_argument("--warm-caches", action="store_true", help="compile caches are filled: do not start once for them")
     one.add_argument("--child", choices=("warm", "short"), help=argparse.SUPPRESS)
-    one = command("sync", "the ways of weight sync beside each other", "OUTPUT_DIR of the runs; deleted first")
-    engines = ("side", "merged", "lora")
-    one.add_argument("--engines", nargs="+", default=["side", "merged"], choices=engines, help="in this order")
-    one.add_argument("--child", choices=engines, help=argparse.SUPPRESS)
     one = command("step", "the learner beside TRL's padded path", "OUTPUT_DIR of the runs; deleted first")
     one.add_argument("--lengths", required=True, help="CSV whose `completion` column gives the lengths of W2 and W3")
     one.add_argument("--only", choices=("bf16", "mxfp4"), help="run this half; the other's last run is read")
@@ -85,9 +76,9 @@ def parse_args() -> argparse.Namespace:
 def main() -> int:
     options = parse_args()
     options.main = train_grpo.main
-    from grpo.measure import attention, demo, faults, rollout, step, sync  # late: --help needs no torch
+    from grpo.measure import attention, demo, faults, rollout, step  # late: --help needs no torch
 
-    named = {"attention": attention, "demo": demo, "faults": faults, "rollout": rollout, "step": step, "sync": sync}
+    named = {"attention": attention, "demo": demo, "faults": faults, "rollout": rollout, "step": step}
     module = named[options.command]
     return getattr(module, f"bench_{options.command}")(options)
 

@@ -24,6 +24,14 @@ from grpo.run.logs import COMPLETIONS, METRICS
 from grpo.settings import ROOT, fold, settings_table
 
 ROLLOUT_RECORDS = {"`merge`, H200": "rollout-h200.json", "`lora`, H100": "rollout-lora-h100.json"}
+SYNC_WAYS = {  # that were compared, under the names they had then
+    "rounded at random: `merge` now": "stochastic", "a side path, deleted": "side", "rounded to the nearest, deleted": "merge",
+}  # fmt: skip
+SYNC_FIGURES = {
+    "share that arrives of AdamW's first step": "share_1", "of its tenth": "share_10", "generation": "tok_s",
+    "weight sync, measuring the share included": "sync_s", "measuring the share, timed alone": "share_s",
+    "mean mismatch, adapter of one step": "small_mean", "mean mismatch, strong adapter": "strong_mean",
+}  # fmt: skip
 LAYERS = ("full", "window")  # of attention
 PARTS = ("out", "q", "k", "v", "sinks")  # whose errors were measured
 # What a first real run decides; everything else has a default that fits the TES data.
@@ -98,6 +106,16 @@ def figures_table(records: Mapping[str, str]) -> str:
     return table(["figure", *records, "what it is"], rows) + "\n\n" + "\n".join(sources)
 
 
+def sync_table() -> str:
+    """The three ways of weight sync in sync-h200.json."""
+    figures, source = measured("sync-h200.json")
+    rows = [
+        [text, *(in_words(figures[f"{way}_{name}"]) for way in SYNC_WAYS.values())]
+        for text, name in SYNC_FIGURES.items()
+    ]
+    return table(["", *SYNC_WAYS], rows) + f"\n\n{source}"
+
+
 def attention_table() -> str:
     """Error against float64 and time of every attention in attention-h100.json, the worse of full and window."""
     figures, source = measured("attention-h100.json")
@@ -121,7 +139,10 @@ GENERATED: dict[str, dict[str, Callable[[], str]]] = {
         "metrics.csv": functools.partial(columns_table, METRICS),
         "completions.csv": functools.partial(columns_table, COMPLETIONS),
     },
-    "docs/rollouts.md": {"rollout figures": functools.partial(figures_table, ROLLOUT_RECORDS)},
+    "docs/rollouts.md": {
+        "sync figures": sync_table,
+        "rollout figures": functools.partial(figures_table, ROLLOUT_RECORDS),
+    },
     "docs/learner.md": {
         "step figures": functools.partial(figures_table, {"value": "step-h200.json"}),
         "attention figures": attention_table,

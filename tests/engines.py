@@ -11,7 +11,6 @@ from trainers import make, plain_float32
 
 from grpo.rollout.engine import Engine
 from grpo.rollout.parity import score_tokens
-from grpo.rollout.side_path import RANK
 
 EXACT = 2e-4  # nats: both sides compute in float32, in another order
 
@@ -20,9 +19,7 @@ def trainer_with_engine(tiny, folder, dtype=torch.float32, **changes):
     """A trainer in float32 without autocast and, in `trainer.run.engine`, a stub with the same weights as `dtype`, asleep."""
     trainer = plain_float32(make(tiny, folder, **changes))
     settings = trainer.run.settings
-    sync = settings.ROLLOUT_SYNC
-    side = {RANK: settings.LORA_R} if sync == "side" else None
-    stub = StubLLM(tiny, enable_lora=sync == "lora", dtype=dtype, additional_config=side)
+    stub = StubLLM(tiny, enable_lora=settings.ROLLOUT_SYNC == "lora", dtype=dtype)
     weights = trainer.model.get_base_model().state_dict()
     stub.model.load_state_dict({n.replace(".base_layer", ""): w for n, w in weights.items() if "lora_" not in n})
     trainer.run.engine = Engine(stub, StubSampling, StubLoRARequest, settings, trainer.eos_token_ids)

@@ -3,7 +3,7 @@
 
 What it keeps of vLLM 0.26 (files of that version in brackets):
 - a copy of the model of its own, which changes only by `apply_model` and `add_lora`; packed attention weights under vLLM's
-  names (model_executor/models/gpt_oss.py), with `.base_layer.` in them where LoRA is enabled; side paths as in vLLM;
+  names (model_executor/models/gpt_oss.py), with `.base_layer.` in them where LoRA is enabled;
 - adapters: loaded once for an integer id, only one held, scale alpha / r, refused for a rank above `max_lora_rank`, a
   bias or an unknown module (lora/worker_manager.py, lora/peft_helper.py);
 - sampling from torch's global generator; log-probs after temperature; the stop token is part of a completion; log-probs
@@ -26,9 +26,8 @@ from safetensors.torch import load_file
 
 from grpo.model.load import load_model
 from grpo.rollout.engine import Engine, engine_arguments
-from grpo.rollout.side_path import PROJECTIONS, RANK, add_side_path
 
-SYNCS = ("merge", "stochastic", "side", "lora")
+SYNCS = ("merge", "lora")
 PACKED = ("q_proj", "k_proj", "v_proj")
 
 
@@ -77,7 +76,6 @@ class StubLLM:
         dtype: torch.dtype = torch.bfloat16,
         max_lora_rank: int = 16,
         max_model_len: int = 4096,
-        additional_config: dict[str, int] | None = None,
     ):
         config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
         # The trainer's seed must not depend on whether an engine was built.
@@ -96,33 +94,25 @@ class StubLLM:
         self.prefix_cache: dict[str | None, tuple[Any, ...]] = {}  # adapter's name -> weights that filled it
         self.llm_engine = SimpleNamespace(add_lora=self.add_lora)
         self.packed: dict[str, torch.nn.Parameter] = {}
-        self.buffers: dict[str, torch.Tensor] = {}
-        self._pack((additional_config or {}).get(RANK, 0))
+        self._pack()
 
-    def _pack(self, side_rank: int) -> None:
-        """Put q, k and v into one linear layer, of whose weight the model's own become views, give it and o_proj a side path
-        where that has a rank, and hook side paths and LoRA into all four."""
+    def _pack(self) -> None:
+        """Put q, k and v into one tensor, of which the model's own become views, and hook LoRA into all four."""
         middle = "base_layer." if self.enable_lora else ""
         for number, layer in enumerate(self.model.model.layers):
-            for name, own in (("qkv_proj", PACKED), ("o_proj", ("o_proj",))):
-                module, projections = f"model.layers.{number}.attn.{name}", [getattr(layer.self_attn, n) for n in own]
-                packed, rows = torch.nn.Module(), [p.weight.shape[0] for p in projections]
-                packed.weight = torch.nn.Parameter(torch.cat([p.weight for p in projections]), requires_grad=False)
-                if side_rank:
-                    add_side_path(packed, side_rank * PROJECTIONS[name])
-                for one, projection in enumerate(projections):
-                    part = slice(sum(rows[:one]), sum(rows[: one + 1]))
-                    projection.weight.data = packed.weight.data[part]
-                    stem = f"model.layers.{number}.self_attn.{own[one]}"
-                    projection.register_forward_hook(self._adapt(stem, packed if side_rank else None, part))
-                self.packed[f"{module}.{middle}weight"] = packed.weight
-                self.buffers |= {f"{module}.{kind}": buffer for kind, buffer in packed.named_buffers()}
+            attention, stem = layer.self_attn, f"model.layers.{number}"
+            projections = [getattr(attention, name) for name in PACKED]
+            packed = torch.nn.Parameter(torch.cat([p.weight for p in projections]), requires_grad=False)
+            rows = [p.weight.shape[0] for p in projections]
+            for projection, part in zip(projections, packed.data.split(rows), strict=True):
+                projection.weight.data = part
+            self.packed[f"{stem}.attn.qkv_proj.{middle}weight"] = packed
+            self.packed[f"{stem}.attn.o_proj.{middle}weight"] = attention.o_proj.weight
+            for name in (*PACKED, "o_proj"):
+                getattr(attention, name).register_forward_hook(self._adapt(f"{stem}.self_attn.{name}"))
 
-    def _adapt(self, module: str, packed: Any, part: slice):
-        def hook(projection, inputs, output):
-            if packed is not None:
-                bias = 0 if projection.bias is None else projection.bias
-                return packed.quant_method.apply(packed, inputs[0])[..., part] + bias
+    def _adapt(self, module: str):
+        def hook(_, inputs, output):
             if module not in self.active or self.ignore_adapter:
                 return None
             a, b = self.active[module]
@@ -151,7 +141,7 @@ class StubLLM:
         self._called("apply_model")
         if self.ignore_adapter or (self.keeps_first_adapter and self.calls.count("apply_model") > 1):
             return [None]
-        return [function(SimpleNamespace(named_parameters=self.packed.items, named_buffers=self.buffers.items))]
+        return [function(SimpleNamespace(named_parameters=self.packed.items))]
 
     def reset_prefix_cache(self) -> bool:
         self._called("reset_prefix_cache")
@@ -191,8 +181,7 @@ class StubLLM:
                 self.add_lora(lora_request)
             self.active = self.loaded[lora_request.lora_int_id]
         name = lora_request.lora_name if lora_request else None
-        held = [*self.packed.values(), *self.buffers.values()]
-        weights = (id(self.active) if lora_request else 0, *(float(p.double().sum()) for p in held))
+        weights = (id(self.active) if lora_request else 0, *(float(p.double().sum()) for p in self.packed.values()))
         if self.prefix_cache.setdefault(name, weights) != weights:
             raise RuntimeError(f"the prefix cache of {name} was filled with other weights")
         rows = [list(prompt["prompt_token_ids"]) for prompt in prompts]
@@ -244,7 +233,7 @@ class StubLLM:
 def stub_engine(settings, plan, model_path, stop_token_ids, prepare=lambda stub: None) -> Engine:
     """In place of `start_engine`: on a stub with the arguments that vLLM would get, asleep."""
     arguments = engine_arguments(settings, plan, model_path, 79.6)
-    names = {"enable_lora", "max_lora_rank", "max_model_len", "additional_config"} & set(arguments)
+    names = {"enable_lora", "max_lora_rank", "max_model_len"} & set(arguments)
     stub = StubLLM(model_path, **{name: arguments[name] for name in names})
     prepare(stub)
     engine = Engine(stub, StubSampling, StubLoRARequest, settings, stop_token_ids)

@@ -29,6 +29,7 @@ hf_generate_tok_s | tokens/s | transformers' generate, 16 of the same prompts x 
 speedup | x | the two above
 rollout_compiled | kernels | compiled by Triton, or read from its cache, during the rollouts
 handover_s | s | ROLLOUT_SYNC={sync}
+sync_share | share | of the adapter's update that vLLM's weights held in the last step
 sleep_s wake_s | s | after the first
 asleep_gib | GiB | GPU memory that the sleeping engine holds before the first rollout, by the driver
 asleep_later_gib | GiB | the same after three steps, with what trainer and libraries took meanwhile
@@ -130,6 +131,7 @@ def after_the_run(watch: RolloutWatch, run: Path) -> dict[str, Any]:
         "rollout_compiled": int(rollouts.compiled.sum()),
         **{f"{name}_s": later[name].mean() for name in ("handover", "sleep", "wake")},
         "short_step_s": steps_of(run).step_s.iloc[-1],
+        **steps_of(run)[["sync_share"]].iloc[-1].dropna(),  # a native adapter has none
         "parity_mean": parity["mean"].max(),
         "parity_max": parity["max"].max(),
         "parity_control_mean": parity.control_mean.min(),

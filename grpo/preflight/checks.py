@@ -71,7 +71,7 @@ def check_lora(settings: Settings, problems: Problems) -> None:
         problems.add("LORA_TARGETS", "it names no module", fix)
     if settings.ROLLOUT_SYNC == "lora" and max(LORA_RANKS) < settings.LORA_R:
         what = f"vLLM takes adapters of rank {max(LORA_RANKS)} at most"
-        problems.add("LORA_R", what, "Lower it, or set ROLLOUT_SYNC=stochastic")
+        problems.add("LORA_R", what, "Lower it, or set ROLLOUT_SYNC=merge")
 
 
 def check_settings(settings: Settings, config: Mapping[str, Any] | None, machine: Machine, problems: Problems) -> None:

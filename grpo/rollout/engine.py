@@ -19,7 +19,6 @@ import torch
 
 from grpo.preflight.machine import GIB
 from grpo.preflight.memory import BATCHED_TOKENS, EnginePlan, vllm_rank
-from grpo.rollout.side_path import RANK, register_side_path
 from grpo.rollout.vllm_patches import close_process_group, keep_weights_asleep, patch_kernels, vllm_environment
 from grpo.rollout.weight_sync import sync, write_adapter
 from grpo.settings import Settings, log
@@ -92,8 +91,6 @@ def engine_arguments(settings: Settings, plan: EnginePlan, model_path: str, gpu_
     if settings.ROLLOUT_SYNC == "lora":
         arguments |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1}
         arguments |= {"max_lora_rank": vllm_rank(settings.LORA_R), "lora_target_modules": VLLM_MODULES}
-    if settings.ROLLOUT_SYNC == "side":
-        arguments["additional_config"] = {RANK: settings.LORA_R}
     return arguments
 
 
@@ -107,8 +104,6 @@ def start_engine(settings: Settings, plan: EnginePlan, model_path: str, stop_tok
         from vllm.lora.request import LoRARequest
 
         patch_kernels()
-        if settings.ROLLOUT_SYNC == "side":
-            register_side_path()
         llm = LLM(**engine_arguments(settings, plan, model_path, total))
         keep_weights_asleep(llm)
         atexit.register(close_process_group)
@@ -181,7 +176,7 @@ class Engine:
 
     def sync_weights(self, policy: torch.nn.Module, active: bool = True, seed: int | None = None) -> None:
         """Give the awake engine the adapter as it is now (or one of zeros), and measure in `share` what arrived. `seed` (SEED
-        where it is left out) is that of stochastic rounding. A native adapter gets an id and a name that were never used:
+        where it is left out) is that of random rounding. A native adapter gets an id and a name that were never used:
         vLLM loads an id once, and keys its prefix cache by the name."""
         if self.asleep:
             raise EngineError("the weights were synced to a sleeping engine, whose buffers are not there")
@@ -197,7 +192,7 @@ class Engine:
                 self.llm.llm_engine.add_lora(self.request)
             else:
                 # Called in the worker, which is this process: tensors pass by reference.
-                given = policy, s.ROLLOUT_SYNC, s.SEED if seed is None else seed, active
+                given = policy, s.SEED if seed is None else seed, active
                 (self.share,) = self.llm.apply_model(lambda model: sync(model, *given))
                 self.llm.reset_prefix_cache()  # it was computed with other weights
         self.current = True

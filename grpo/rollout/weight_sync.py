@@ -28,20 +28,19 @@ def factors(layer: torch.nn.Module, active: bool = True) -> tuple[torch.Tensor, 
     return layer.lora_A["default"].weight.detach().float(), layer.lora_B["default"].weight.detach().float() * scale
 
 
-def vllm_place(name: str, rows: int) -> tuple[str, slice, int]:
-    """Where vLLM's GptOss keeps the projection `name`, which has so many rows: the module, the rows in there, and its
-    number there. q, k, v are the rows of `attn.qkv_proj`, in that order (vllm/model_executor/models/gpt_oss.py)."""
+def vllm_place(name: str, rows: int) -> tuple[str, slice]:
+    """The weight in which vLLM's GptOss keeps the projection `name`, which has so many rows, and the rows in there: q, k, v
+    are those of `attn.qkv_proj`, in that order (vllm/model_executor/models/gpt_oss.py)."""
     stem, _, kind = name.removeprefix("base_model.model.").rpartition(".")
     # Query rows first, then as many key rows as value rows.
     parts = {"q_proj": slice(rows), "k_proj": slice(-2 * rows, -rows), "v_proj": slice(-rows, None)}
     module = f"{stem.replace('.self_attn', '.attn')}.{'qkv_proj' if kind in parts else kind}"
-    return module, parts.get(kind, slice(None)), list(parts).index(kind) if kind in parts else 0
+    return f"{module}.weight", parts.get(kind, slice(None))
 
 
-def held_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Weights and buffers of vLLM's model by name; where LoRA is enabled, `.base_layer` is left out of it."""
-    named = [*model.named_parameters(), *model.named_buffers()]
-    return {name.replace(".base_layer.", "."): value.data for name, value in named}
+def held_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Weights of vLLM's model by name; where LoRA is enabled, `.base_layer` is left out of it."""
+    return {name.replace(".base_layer.", "."): value.data for name, value in model.named_parameters()}
 
 
 def write_adapter(policy: torch.nn.Module, folder: Path, rank: int, active: bool = True) -> None:
@@ -59,18 +58,14 @@ def write_adapter(policy: torch.nn.Module, folder: Path, rank: int, active: bool
 
 
 @torch.no_grad()
-def merged_weights(
-    policy: torch.nn.Module, active: bool = True, dtype: torch.dtype | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name in the checkpoint, W + scale * B @ A of shape (out, in)) of every adapted layer, out of place in float32,
-    rounded once, to `dtype` (None: that of W).
+def merged_weights(policy: torch.nn.Module, active: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name in the checkpoint, W + scale * B @ A of shape (out, in)) of every adapted layer, out of place, in float32.
 
     The base is only read: PEFT's merge_adapter works in place and drifts (https://github.com/huggingface/trl/issues/6688).
     """
     for name, layer in lora_layers(policy).items():
-        weight = layer.get_base_layer().weight
         a, b = factors(layer, active)
-        merged = torch.addmm(weight.float(), b, a).to(dtype or weight.dtype)
+        merged = torch.addmm(layer.get_base_layer().weight.float(), b, a)
         yield name.removeprefix("base_model.model.") + ".weight", merged
 
 
@@ -82,28 +77,15 @@ def rounded_at_random(values: torch.Tensor, generator: torch.Generator) -> torch
 
 
 def push_weights(
-    model: torch.nn.Module, merged: Iterable[tuple[str, torch.Tensor]], generator: torch.Generator | None = None
+    model: torch.nn.Module, merged: Iterable[tuple[str, torch.Tensor]], generator: torch.Generator
 ) -> None:
-    """Copy merged attention weights into vLLM's GptOss, rounded at random to BF16 where there is a `generator`. Raises
-    RuntimeError, as torch does, for a weight of another shape."""
-    held = held_tensors(model)
+    """Copy merged attention weights, in float32, into vLLM's GptOss, rounded at random where that is in BF16: rounded to the
+    nearest, most of a small update would be lost. Raises RuntimeError, as torch does, for a weight of another shape."""
+    held = held_weights(model)
     for name, weight in merged:
-        module, rows, _ = vllm_place(name.removesuffix(".weight"), len(weight))
-        target = held[f"{module}.weight"][rows]
-        if generator is not None and target.dtype == torch.bfloat16:
-            weight = rounded_at_random(weight, generator)
-        target.copy_(weight)
-
-
-def push_side_path(model: torch.nn.Module, policy: torch.nn.Module, active: bool = True) -> None:
-    """Copy A and scale * B of every adapted layer into the side paths of vLLM's GptOss (grpo/rollout/side_path.py)."""
-    held = held_tensors(model)
-    for name, layer in lora_layers(policy).items():
-        a, b = factors(layer, active)
-        module, rows, number = vllm_place(name, len(b))
-        own = slice(number * len(a), (number + 1) * len(a))
-        held[f"{module}.side_a"][own].copy_(a)
-        held[f"{module}.side_b"][rows, own].copy_(b)
+        place, rows = vllm_place(name.removesuffix(".weight"), len(weight))
+        target = held[place][rows]
+        target.copy_(rounded_at_random(weight, generator) if target.dtype == torch.bfloat16 else weight)
 
 
 @torch.no_grad()
@@ -111,19 +93,15 @@ def sync_share(model: torch.nn.Module, policy: torch.nn.Module) -> tuple[float, 
     """The share of the adapter's update that vLLM's `model` holds, and the standard error that random rounding gives it.
     None while the adapter is zero.
 
-    With G what a projection gained there (its weight without the trainer's base, or its side path) and U = scale * B A:
-    the sum of <G, U> by that of <U, U>, in float32, a projection at a time, and of low-rank products by r x r ones alone.
+    With G what a projection's weight there has gained on the trainer's base, and U = scale * B A: the sum of <G, U> by that
+    of <U, U>, in float32, a projection at a time, <U, U> by r x r products alone.
     """
-    held, sums, elements = held_tensors(model), [], 0
+    held, sums, elements = held_weights(model), [], 0
     for name, layer in lora_layers(policy).items():
         (a, b), weight = factors(layer), layer.get_base_layer().weight
-        module, rows, _ = vllm_place(name, len(b))
-        if f"{module}.side_a" in held:
-            its_a, its_b = held[f"{module}.side_a"].float(), held[f"{module}.side_b"][rows].float()
-            both, its = ((its_b.T @ b) * (its_a @ a.T)).sum(), ((its_b.T @ its_b) * (its_a @ its_a.T)).sum()
-        else:
-            gained = held[f"{module}.weight"][rows].float() - weight.float()
-            both, its = ((b.T @ gained) * a).sum(), torch.linalg.vector_norm(gained).square()
+        place, rows = vllm_place(name, len(b))
+        gained = held[place][rows].float() - weight.float()
+        both, its = ((b.T @ gained) * a).sum(), torch.linalg.vector_norm(gained).square()
         sums.append(torch.stack((both, ((b.T @ b) * (a @ a.T)).sum(), its)))
         elements += weight.numel()
     both, asked, its = torch.stack(sums).sum(0).tolist()
@@ -133,17 +111,10 @@ def sync_share(model: torch.nn.Module, policy: torch.nn.Module) -> tuple[float, 
     return both / asked, (max(its - 2 * both + asked, 0.0) / elements / asked) ** 0.5
 
 
-def sync(
-    model: torch.nn.Module, policy: torch.nn.Module, way: str, seed: int, active: bool = True
-) -> tuple[float, float] | None:
-    """Bring the adapter into vLLM's `model` by ROLLOUT_SYNC=`way`, any but lora; returns `sync_share` of it, None where it is
-    not `active`. `seed`: of stochastic rounding."""
-    if way == "side":
-        push_side_path(model, policy, active)
-    elif way == "stochastic":
-        generator = torch.Generator(next(policy.parameters()).device)
-        # Not the seed itself: sampling starts with it, and would draw the very same numbers.
-        push_weights(model, merged_weights(policy, active, torch.float32), generator.manual_seed(seed + 1))
-    else:
-        push_weights(model, merged_weights(policy, active))
+def sync(model: torch.nn.Module, policy: torch.nn.Module, seed: int, active: bool = True) -> tuple[float, float] | None:
+    """Push the adapter into vLLM's `model`, merged with the base; returns `sync_share` of it, None where it is not `active`.
+    `seed`: of random rounding."""
+    # Not the seed itself: sampling starts with it, and would draw the very same numbers.
+    generator = torch.Generator(next(policy.parameters()).device).manual_seed(seed + 1)
+    push_weights(model, merged_weights(policy, active), generator)
     return sync_share(model, policy) if active else None

@@ -22,7 +22,7 @@ from stub_vllm import StubLLM, StubLoRARequest, StubSampling
 from trainers import make, plain_float32
 
 import train_grpo
-from grpo.measure import record, rollout, step, sync, trl_path, watched
+from grpo.measure import record, rollout, step, trl_path, watched
 from grpo.measure.watched import child_result, completions_of, kept_trainers
 from grpo.preflight.machine import installed_versions
 from grpo.rollout import engine as rollout_engine
@@ -55,11 +55,7 @@ def test_results_make_no_commit_dirty_and_code_does(tmp_path, monkeypatch):
 
 def test_the_shown_command_is_complete(monkeypatch):
     """What the pages print can be run with one's own paths: every option that is required is in it."""
-    for kind, flags in (
-        ("rollout", ["--sync", "merge"]),
-        ("sync", ["--engines", "side", "lora"]),
-        ("step", ["--lengths", "real_completions.csv"]),
-    ):
+    for kind, flags in (("rollout", ["--sync", "merge"]), ("step", ["--lengths", "real_completions.csv"])):
         monkeypatch.setattr(sys, "argv", record.shown(kind, *flags).split()[1:])
         assert bench.parse_args().command == kind
 
@@ -144,6 +140,7 @@ def test_a_rollout_is_watched_and_a_changed_base_weight_fails_it(options, monkey
     assert found["same_seed_alike"] == 16 and found["long_tokens"] == 16 * 9
     assert found["parity_mean"] == 0.2 and found["parity_max"] == 0.4 and found["parity_control_mean"] == 0.8
     assert found["base_changed_elements"] == 1 and found["adapter_nonzero_lora_b"] > 0
+    assert found["sync_share"] == pytest.approx(1, abs=1e-3)
     assert found["rollout_compiled"] == 0 and found["rollout_tok_s"] > 0 and 0 < found["start_to_rollout_s"] < 10_000
     # The parent of both children.
     parent = SimpleNamespace(**vars(options) | {"child": None, "warm_caches": False, "out": str(tmp_path / "r.json")})
@@ -152,31 +149,6 @@ def test_a_rollout_is_watched_and_a_changed_base_weight_fails_it(options, monkey
     )
     assert rollout.bench_rollout(parent) == 1
     assert {"rollout_tok_s", "speedup_many"} <= values(Path(parent.out)).keys(), "what the README reads"
-
-
-def test_the_ways_of_sync_are_measured_beside_each_other(options, monkeypatch, tmp_path):
-    """In float32 every way is exact; a child that fails leaves the figures of the others."""
-    monkeypatch.setattr(watched, "completions_of", completions_of)
-    monkeypatch.setattr(sync, "TOKENS", 6)
-    options.command, options.child = "sync", "merged"
-    assert sync.bench_sync(options) == 0
-    found = record.read_json(Path(options.out))
-    assert list(found) == ["stochastic", "merge"]
-    for one in found.values():
-        assert one["share_1"] == pytest.approx(1, abs=0.01) and one["share_10"] == pytest.approx(1, abs=1e-3)
-        assert one["strong_max"] < 1e-3 < 0.1 < one["strong_control_mean"] and one["rollout_max"] < 1e-3
-        assert one["small_max"] < 1e-3 and one["same_seed_alike"] == 32 and one["tok_s"] > 0
-    parent = SimpleNamespace(
-        **vars(options) | {"child": None, "engines": ["side", "merged"], "out": str(tmp_path / "r")}
-    )
-
-    def run_child(given, child):
-        return 4 if child == "side" else int(not shutil.copy(options.out, child_result(given, child)))
-
-    monkeypatch.setattr(watched, "run_child", run_child)
-    assert sync.bench_sync(parent) == 4
-    names = values(Path(parent.out)).keys()
-    assert len(names) == 2 * sum(len(line.split("|")[0].split()) for line in sync.SYNC.strip().splitlines())
 
 
 def test_a_step_is_measured_beside_trls(options, monkeypatch):

@@ -43,7 +43,7 @@ CONFLICTS = [
     ({"LORA_TARGETS": ","}, CPU, ["names no module"]),
     ({"WARMUP_STEPS": 100}, CPU, ["rise over 100 steps, the run has 100"]),
     ({"TEMPERATURE": 0.005}, H100, ["no colder than 0.01", "USE_VLLM=0"]),
-    ({"ROLLOUT_SYNC": "lora", "LORA_R": 513}, H100, ["rank 512 at most", "ROLLOUT_SYNC=stochastic"]),
+    ({"ROLLOUT_SYNC": "lora", "LORA_R": 513}, H100, ["rank 512 at most", "ROLLOUT_SYNC=merge"]),
     ({"USE_VLLM": True}, CPU, ["needs a GPU"]),
     ({}, dataclasses.replace(H100, gpus=2), ["2 GPUs are visible", "CUDA_VISIBLE_DEVICES=0"]),
 ]

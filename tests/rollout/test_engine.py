@@ -201,8 +201,6 @@ def test_engine_arguments():
     for r, rank in {1: 1, 2: 8, 8: 8, 9: 16, 16: 16, 200: 256}.items():
         _, native = arguments(ROLLOUT_SYNC="lora", LORA_R=r)
         assert {k: v for k, v in native.items() if k not in merge} == lora | {"max_lora_rank": rank}
-    _, side = arguments(ROLLOUT_SYNC="side", LORA_R=5)
-    assert side == arguments(LORA_R=5)[1] | {"additional_config": {"side_path_rank": 5}}
     _, eager = arguments(VLLM_EAGER=True)
     assert eager["enforce_eager"] is True and "compilation_config" not in eager
 

@@ -14,6 +14,7 @@ import torch
 from engines import digest, set_adapter, trainer_with_engine
 from stub_vllm import SYNCS
 
+from grpo.rollout import weight_sync
 from grpo.rollout.engine import EngineError
 from grpo.rollout.parity import ParityError, check_mismatch, parity_problem
 
@@ -62,16 +63,16 @@ def test_an_engine_that_keeps_its_first_adapter_is_seen_after_a_sleep(build, syn
     assert len(trainer.run.parity) == 3, "the first round passed"
 
 
-@pytest.mark.parametrize("sync", [way for way in SYNCS if way != "lora"])
-def test_a_small_update_that_does_not_arrive_is_seen(build, sync):
-    """In BF16, as on a GPU: only rounding to the nearest loses it. A learning rate that is large enough loses nothing."""
-    trainer = build(ROLLOUT_SYNC=sync, PARITY_LIMIT=1.0, dtype=torch.bfloat16)
+def test_a_small_update_that_does_not_arrive_is_seen(build, monkeypatch):
+    """In BF16, as on a GPU; rounding to the nearest loses it. A learning rate that is large enough loses nothing."""
+    trainer = build(PARITY_LIMIT=1.0, dtype=torch.bfloat16)
     set_adapter(trainer, 5)
     before = digest(trainer.model, adapter=True)
-    if sync == "merge":
-        with pytest.raises(ParityError, match=r"^[0-9.]+% of an update as .* with ROLLOUT_SYNC=merge.*=stochastic"):
-            check_mismatch(trainer)
-        trainer.run.settings = dataclasses.replace(trainer.run.settings, LEARNING_RATE=0.1)
+    check_mismatch(trainer)
+    monkeypatch.setattr(weight_sync, "rounded_at_random", lambda values, generator: values.bfloat16())
+    with pytest.raises(ParityError, match=r"^[0-9.]+% of an update as .* report it.*PARITY=off.*USE_VLLM=0"):
+        check_mismatch(trainer)
+    trainer.run.settings = dataclasses.replace(trainer.run.settings, LEARNING_RATE=0.1)
     check_mismatch(trainer)
     assert digest(trainer.model, adapter=True) == before
 
