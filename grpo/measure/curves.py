@@ -45,13 +45,13 @@ from grpo.preflight.hub import TINY_PATH
 BOUND = 0.01  # of reward: equivalent is a difference whose whole interval is smaller
 EVERY = 50  # steps between two measurements
 RESULT = "curves.json"  # of a seed, beside its run
-KINDS = {"reward": "at EVAL_TEMPERATURE", "greedy_reward": "of the likeliest answer"}
+KINDS = {"reward": "exact at EVAL_TEMPERATURE", "greedy_reward": "of the likeliest answer"}
 SUMMARY = """
 equivalent | verdict | 1: the differences of both rewards after the last step lie within {bound:g}, intervals included
 seeds | seeds | {steps} steps each
 adapter_apart_median adapter_apart_largest | share | over seeds: distance of the two adapters by the way that training took
 reward_spread greedy_reward_spread | reward | standard deviation of this trainer's last reward over seeds
-seeds_unpaired greedy_seeds_unpaired | seeds | so many would decide, by that, were the random numbers not the same
+seeds_unpaired greedy_seeds_unpaired | seeds | at least so many would decide, by that, if each trainer drew its own random numbers
 ours_s trl_s | s | a seed's training, mean over seeds, two side by side, one thread each
 """
 
@@ -79,16 +79,13 @@ class Measured(TrainerCallback):
 class SameRandomNumbers(TrainerCallback):
     """Those of this project's rollouts."""
 
-    def __init__(self, seed: int):
-        self.seed = seed
-
     def on_step_begin(self, args, state, control, **kwargs):
-        torch.manual_seed(sampling_seed(self.seed, state.global_step, "train"))
+        torch.manual_seed(sampling_seed(args.seed, state.global_step, "train"))
 
 
 def plain_trainer(ours: Trainer) -> GRPOTrainer:
     """TRL's own trainer for the run of `ours`: its arguments, rows and rewards, transformers' model and generate."""
-    s, args = ours.run.settings, copy.copy(ours.args)
+    args = copy.copy(ours.args)
     args.output_dir, args.save_strategy = f"{args.output_dir}-trl", "no"
     # Of transformers' own, `eager` is the fastest on a CPU.
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
@@ -102,7 +99,7 @@ def plain_trainer(ours: Trainer) -> GRPOTrainer:
 
     plain = GRPOTrainer(
         model, reward, args, ours.train_dataset, processing_class=ours.processing_class,
-        peft_config=LoraConfig(**lora_options(s)), callbacks=[SameRandomNumbers(s.SEED)],
+        peft_config=LoraConfig(**lora_options(ours.run.settings)), callbacks=[SameRandomNumbers()],
     )  # fmt: skip
     plain._get_train_sampler = lambda dataset=None: ours._get_train_sampler()
     return plain
@@ -151,7 +148,7 @@ def curve_figures(seeds: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]
     both rewards of each seed after the last."""
     means, singles, apart = [], [], [one["adapter_apart"] for one in seeds.values()]
     steps = list(next(iter(seeds.values()))["ours"]["reward"])
-    facts: dict[str, Any] = {"equivalent": 1, "seeds": len(seeds), "bound": BOUND, "steps": steps[-1]}
+    facts: dict[str, Any] = {"equivalent": int(len(seeds) > 1), "seeds": len(seeds), "bound": BOUND, "steps": steps[-1]}
     facts |= {"adapter_apart_median": statistics.median(apart), "adapter_apart_largest": max(apart)}
     facts |= {f"{name}_s": statistics.mean(one[name]["s"] for one in seeds.values()) for name in ("ours", "trl")}
     for kind, note in KINDS.items():
@@ -159,23 +156,23 @@ def curve_figures(seeds: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]
             ours, trl = ([one[name][kind][step] for one in seeds.values()] for name in ("ours", "trl"))
             changes = [a - b for a, b in zip(ours, trl, strict=True)]
             low, high = rewards.bootstrap_interval(changes)
-            for name, value in (("ours", statistics.mean(ours)), ("trl", statistics.mean(trl))):
-                means.append(
-                    figure(f"{kind}_{name}_{step}", value, "reward", f"exact, held-out, {note}, mean over seeds")
-                )
-            means.append(
-                figure(f"{kind}_difference_{step}", statistics.mean(changes), "reward", "this trainer - TRL's")
-            )
-            means.append(figure(f"{kind}_difference_{step}_low", low, "reward", "95% interval, paired over seeds"))
-            means.append(figure(f"{kind}_difference_{step}_high", high, "reward"))
+            for name, value, words in (
+                (f"ours_{step}", statistics.mean(ours), f"held-out, {note}, mean over seeds"),
+                (f"trl_{step}", statistics.mean(trl), f"held-out, {note}, mean over seeds"),
+                (f"difference_{step}", statistics.mean(changes), "this trainer - TRL's"),
+                (f"difference_{step}_low", low, "95% interval, paired over seeds"),
+                (f"difference_{step}_high", high, ""),
+            ):
+                means.append(figure(f"{kind}_{name}", value, "reward", words))
         facts["equivalent"] &= int(low > -BOUND and high < BOUND)
         if len(ours) > 1:
             facts[f"{kind}_spread"] = spread = statistics.stdev(ours)
             # The half width of the interval of the difference of two independent means is 1.96 * spread * sqrt(2 / n).
             facts[f"{kind.removesuffix('reward')}seeds_unpaired"] = math.ceil(2 * (1.96 * spread / BOUND) ** 2)
         for seed, one, other in zip(seeds, ours, trl, strict=True):
-            pairs = (("ours", one), ("trl", other))
-            singles += [figure(f"seed{seed}_{kind}_{name}", value, "reward") for name, value in pairs]
+            singles += [
+                figure(f"seed{seed}_{kind}_{name}", value, "reward") for name, value in (("ours", one), ("trl", other))
+            ]
     return [*tabled(SUMMARY, facts), *means, *singles]
 
 
@@ -193,10 +190,9 @@ def bench_curves(options: argparse.Namespace) -> int:
             print(f"seed {seed}: {text}", file=sys.stderr)
         if not found.findings:
             done[int(place.name)] = read_json(place / RESULT)
-            save(Path(options.out), curve_figures(dict(sorted(done.items()))))
+            figures = curve_figures(dict(sorted(done.items())))
+            save(Path(options.out), figures)
             print(f"{len(done)} of {options.seeds} seeds", flush=True)
-    if not done:
-        return 1
-    figures = curve_figures(dict(sorted(done.items())))
-    write(Path(options.out), figures)
-    return int(bool(failed) or not figures[0]["value"])
+    if done:
+        write(Path(options.out), figures)
+    return int(bool(failed) or not done or not figures[0]["value"])
