@@ -3,12 +3,16 @@
 """Measure the project on the machine it runs on, and write the figures as JSON.
 
     python scripts/bench.py demo --out docs/results/demo-cpu.json --figure docs/demo.png
+    python scripts/bench.py curves --out docs/results/curves-cpu.json
     python scripts/bench.py attention --out docs/results/attention-h100.json
     python scripts/bench.py rollout --model checkpoints/full --data 'days/*.csv' --out rollout.json
     python scripts/bench.py step --model checkpoints/full --data 'days/*.csv' \\
         --lengths completions.csv --out step.json
 
 `demo` runs train_grpo.py on the tiny model for seeds 1 to 10 and records reward and plant before and after training.
+
+`curves` trains the tiny model by this trainer and by plain TRL's with the same prompts and random numbers, a seed after the
+other, and compares the exact held-out reward. Exit code 1 unless the 95% interval of the difference lies within 0.01.
 
 `attention` compares every attention that the learner can use here with float64, over rows that share a prompt, and times
 it. Exit code 1 if one is further off than its bound or raises; packages that are missing are named.
@@ -56,6 +60,9 @@ def parse_args() -> argparse.Namespace:
 
     one = command("demo", "the demo on ten seeds, on the CPU", "folder of the runs; deleted first", model=False)
     one.add_argument("--figure", required=True, help="PNG to write")
+    one = command("curves", "learning curves beside plain TRL's", "folder of the runs; deleted first", model=False)
+    one.add_argument("--seeds", type=int, default=20, help="1 to this one (default %(default)s)")
+    one.add_argument("--steps", type=int, default=150, help="TOTAL_STEPS (default %(default)s)")
     one = command("rollout", "vLLM beside the trainer", "OUTPUT_DIR of the runs; deleted first")
     one.add_argument("--sync", default="merge", choices=choices("ROLLOUT_SYNC"), help="ROLLOUT_SYNC")
     one.add_argument("--warm-caches", action="store_true", help="compile caches are filled: do not start once for them")
@@ -76,10 +83,10 @@ def parse_args() -> argparse.Namespace:
 def main() -> int:
     options = parse_args()
     options.main = train_grpo.main
-    from grpo.measure import attention, demo, faults, rollout, step  # late: --help needs no torch
+    from grpo.measure import attention, curves, demo, faults, rollout, step  # late: --help needs no torch
 
-    named = {"attention": attention, "demo": demo, "faults": faults, "rollout": rollout, "step": step}
-    module = named[options.command]
+    modules = (attention, curves, demo, faults, rollout, step)
+    module = {one.__name__.rpartition(".")[2]: one for one in modules}[options.command]
     return getattr(module, f"bench_{options.command}")(options)
 
 

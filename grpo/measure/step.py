@@ -39,7 +39,11 @@ w3_rollout_s | s | waking, weight sync and sleeping included
 w3_learn_s | s |
 job_peak_bf16_gib | GiB | EXPERTS=bf16, MAX_COMPLETION_LEN=4000; by the driver, engine and CUDA context included
 plan_error_bf16 | share | plan of --check against that peak
-w1_learn_trl_s | s | TRL's padded path on the same rollouts in the same process: flex attention, old log-probs, micro-batches of 8
+w1_learn_peak_gib | GiB | of w1_learn_s, allocated beyond weights and sleeping engine
+w1_learn_trl_s | s | TRL's padded path on the same rollouts in the same process: flex attention, old log-probs, micro-batches of {w1_trl_micro_batch}, its fastest within that memory
+w1_trl_old_logps_s | s | of that, the pass for old log-probs, which TRL makes only beside vLLM
+w1_trl_peak_gib | GiB | allocated beyond weights and sleeping engine
+w1_speedup w1_speedup_without_pass | x | TRL's path against w1_learn_s, with and without that pass
 gradient_difference | share | adapter's gradient on 16 of the completions, this learner against TRL's path: 2-norm of the difference by the 2-norm
 gradient_batching | share | TRL's path with micro-batches of 4 against 8
 gradient_wrong_prompt | share | this learner with the prompts exchanged against TRL's path
@@ -200,6 +204,9 @@ def step_figures(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     # What a step has besides: rewards, clipping, the optimizer, logging; of 96 completions, so rather more than W3's.
     found["rest"] = found["w1_step_s"] - found["w1_rollout_s"] - found["w1_learn_s"]
     found["w3_step_s"] = found["w3_rollout_s"] + found["w3_learn_s"] + found["rest"]
+    if theirs := found.get("w1_learn_trl_s"):
+        ours, old = found["w1_learn_s"], found["w1_trl_old_logps_s"]
+        found |= {"w1_speedup": theirs / ours, "w1_speedup_without_pass": (theirs - old) / ours}
     found |= {"job_peak_bf16_gib": found["job_peak_gib"], "plan_error_bf16": found["plan_error"]}
     if packed:
         found |= {"w1_job_peak_mxfp4_gib": packed["job_peak_gib"], "plan_error_mxfp4": packed["plan_error"]}

@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
 from trl import GRPOTrainer
 
 from grpo.learn.trainer import Trainer
-from grpo.measure.watched import weighed
+from grpo.measure.watched import our_learning, weighed
 
 ATTENTION = "flex_attention"  # of transformers, exact with sinks and the fastest of those that TRL's path can use
+MICRO_BATCHES = (8, 16, 24, 32, 48, 96)  # completions, tried for TRL's path
 
 
 def joined(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -36,24 +38,45 @@ def trl_learning(
     trainer: Trainer, batch: dict[str, torch.Tensor], micro: int, least: int | None = None
 ) -> dict[str, Any]:
     """TRL's own padded path on `batch`: the pass for old log-probs that it makes beside vLLM, then loss and backward of
-    micro-batches of `micro`. Returns `weighed`'s figures with `logps` (B, C) of that pass and the adapter's `gradient` (N,).
-    `least`: only so many micro-batches, to warm up."""
+    micro-batches of `micro`. Returns `weighed`'s figures with that pass's `old_s` and `logps` (B, C), and the adapter's
+    `gradient` (N,). `least`: only so many micro-batches, to warm up."""
     ours, model, (ids, mask, kept) = trainer.__class__, trainer.model, joined(batch)
     count = len(ids) if least is None else micro * least
     trainer.__class__, trainer.current_gradient_accumulation_steps = GRPOTrainer, max(count // micro, 1)
     try:
         with weighed() as found:
+            started = time.perf_counter()
             with torch.no_grad():
                 logps, *_ = trainer._get_per_token_logps_and_entropies(
                     model, ids[:count], mask[:count], kept, batch_size=micro
                 )
+            torch.cuda.synchronize()
+            old = time.perf_counter() - started
             for i in range(0, count, micro):
                 part = {name: value[i : i + micro] if value.ndim else value for name, value in batch.items()}
                 trainer._compute_loss(model, part | {"old_per_token_logps": logps[i : i + micro]}).backward()
-        return found | {"logps": logps, "gradient": adapter_gradient(model)}
+        return found | {"old_s": old, "logps": logps, "gradient": adapter_gradient(model)}
     finally:
         trainer.__class__, trainer.current_gradient_accumulation_steps = ours, 1
         trainer._metrics["train"].clear()
+
+
+def fastest_trl(trainer: Trainer, batch: dict[str, torch.Tensor], room: float) -> dict[str, Any]:
+    """`trl_learning` with the `micro` of MICRO_BATCHES that is fastest, among those that take at most `room` GiB; the first
+    one whatever it takes."""
+    found: list[dict[str, Any]] = []
+    for micro in (one for one in MICRO_BATCHES if one <= len(batch["advantages"])):
+        try:
+            # One micro-batch warms up, and takes as much memory as all.
+            if trl_learning(trainer, batch, micro, least=1)["peak_gib"] > room and found:
+                break
+            found.append(trl_learning(trainer, batch, micro) | {"micro": micro})
+        except torch.OutOfMemoryError:
+            trainer.model.zero_grad(set_to_none=True)
+            if not found:
+                raise
+            break
+    return min(found, key=lambda one: one["seconds"])
 
 
 def compare_gradients(trainer: Trainer, batch: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -82,7 +105,9 @@ def compare_gradients(trainer: Trainer, batch: dict[str, torch.Tensor]) -> dict[
 
 
 def compare_step(trainer: Trainer, batch: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Time, memory, log-probs and gradients of TRL's path on W1's batch beside this learner's: figures by name."""
+    """Time, memory, log-probs and gradients of TRL's path on W1's batch beside this learner's: figures by name. TRL's may
+    take as much memory as this learner does."""
+    room = our_learning(trainer, batch, 1)["peak_gib"]  # before TRL's attention takes the place of this project's
 
     def logps(given: dict[str, torch.Tensor]) -> torch.Tensor:
         with torch.no_grad():
@@ -90,8 +115,7 @@ def compare_step(trainer: Trainer, batch: dict[str, torch.Tensor]) -> dict[str, 
 
     ours, wrong = logps(batch), logps(other_prompts(batch, 3 * trainer.num_generations))
     found = compare_gradients(trainer, batch)
-    trl_learning(trainer, batch, 8, least=1)
-    theirs = trl_learning(trainer, batch, 8)
+    theirs = fastest_trl(trainer, batch, room)
     four = trl_learning(trainer, batch, 4, least=2)["logps"]
     mask = batch["completion_mask"].bool()
 
@@ -100,7 +124,11 @@ def compare_step(trainer: Trainer, batch: dict[str, torch.Tensor]) -> dict[str, 
         return (one - theirs["logps"][: len(one)]).abs()[mask[: len(one)]].mean().item()
 
     return found | {
+        "w1_learn_peak_gib": room,
         "w1_learn_trl_s": theirs["seconds"],
+        "w1_trl_old_logps_s": theirs["old_s"],
+        "w1_trl_peak_gib": theirs["peak_gib"],
+        "w1_trl_micro_batch": theirs["micro"],
         "logp_difference": apart(ours),
         "logp_batching": apart(four),
         "logp_wrong_prompt": apart(wrong),

@@ -160,15 +160,36 @@ def test_a_step_is_measured_beside_trls(options, monkeypatch):
     for name in ("gradient", "logp"):
         assert found[f"{name}_difference"] < 1e-4 and found[f"{name}_batching"] < 1e-4
         assert found[f"{name}_wrong_prompt"] > 1e-3
+    assert 0 < found["w1_trl_old_logps_s"] < found["w1_learn_trl_s"] and found["w1_trl_micro_batch"] in (8, 16)
     assert found["job_peak_gib"] == 10 and found["plan_error"] == pytest.approx((8 + 1 + 6 + 0.5) / 10 - 1)
     assert found["w3_tokens"] == sum(step.real_lengths(Path(options.lengths), options.model)[i % 6] for i in range(6))
     packed = found | {"w1_learn_s": 2 * found["w1_learn_s"]}
     figures = {one["name"]: one["value"] for one in step.step_figures({"bf16": found, "mxfp4": packed})}
     read = {"w1_step_s", "w1_learn_s", "w1_learn_trl_s", "w1_job_peak_mxfp4_gib"}
     assert read <= figures.keys(), "what the README reads"
+    assert 0 < figures["w1_speedup_without_pass"] < figures["w1_speedup"]
     assert figures["w1_learn_mxfp4_s"] == 2 * figures["w1_learn_s"]
     besides = found["w1_step_s"] - found["w1_rollout_s"] - found["w1_learn_s"]
     assert figures["w3_step_s"] == pytest.approx(found["w3_rollout_s"] + found["w3_learn_s"] + besides)
+
+
+@pytest.mark.parametrize(
+    "room, fits, best", [(99, 99, 24), (16, 99, 16), (1, 99, 8), (99, 16, 16)], ids=["all", "room", "first", "oom"]
+)
+def test_trls_path_is_timed_at_its_best_micro_batch(monkeypatch, room, fits, best):
+    """Of those that take no more memory than this learner; here as many GiB as completions, fastest at 24."""
+    tried = []
+
+    def learning(trainer, batch, micro, least=None):
+        tried.append(micro)
+        if micro > fits:
+            raise torch.OutOfMemoryError
+        return {"seconds": abs(micro - 24), "peak_gib": micro}
+
+    monkeypatch.setattr(trl_path, "trl_learning", learning)
+    trainer = SimpleNamespace(model=torch.nn.Linear(1, 1))
+    assert trl_path.fastest_trl(trainer, {"advantages": torch.ones(48)}, room)["micro"] == best
+    assert max(tried) <= 48, "never more than there are"
 
 
 def test_the_halves_of_a_step_can_be_run_one_by_one_and_publish_nothing_old(tmp_path, monkeypatch, capsys):

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Learning curves of this project's trainer beside plain TRL's, seed by seed, on the tiny model in float32.
+
+Both ask the same prompts in the same order and start from the same adapter. Before each step plain TRL gets this project's
+seed as well: a completion is then drawn by the same random numbers, and a seed's two curves differ by what the trainers do
+differently, not by luck. The numbers are as random as TRL's own, so neither mean changes by that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import os
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM
+from transformers.trainer_callback import TrainerCallback
+from trl import GRPOTrainer
+
+import rewards
+from grpo.data.files import Row
+from grpo.data.prompts import sampling_seed
+from grpo.data.scoring import score
+from grpo.evaluate.exact import answer_probabilities
+from grpo.learn.trainer import Trainer
+from grpo.measure.campaign import import_all
+from grpo.measure.forks import Campaign, Found, run_to_end, said_in, tasks_done
+from grpo.measure.record import figure, read_json, save, tabled, write
+from grpo.measure.watched import intercept
+from grpo.preflight.adapter import lora_options
+from grpo.preflight.checks import preflight
+from grpo.preflight.hub import TINY_PATH
+
+BOUND = 0.01  # of reward: equivalent is a difference whose whole interval is smaller
+EVERY = 50  # steps between two measurements
+RESULT = "curves.json"  # of a seed, beside its run
+KINDS = {"reward": "exact at EVAL_TEMPERATURE", "greedy_reward": "of the likeliest answer"}
+SUMMARY = """
+equivalent | verdict | 1: the differences of both rewards after the last step lie within {bound:g}, intervals included
+seeds | seeds | {steps} steps each
+adapter_apart_median adapter_apart_largest | share | over seeds: distance of the two adapters by the way that training took
+reward_spread greedy_reward_spread | reward | standard deviation of this trainer's last reward over seeds
+seeds_unpaired greedy_seeds_unpaired | seeds | at least so many would decide, by that, if each trainer drew its own random numbers
+ours_s trl_s | s | a seed's training, mean over seeds, two side by side, one thread each
+"""
+
+
+class Measured(TrainerCallback):
+    """`curve`: the exact held-out rewards of KINDS every EVERY steps and after the last; `seconds` that this took."""
+
+    def __init__(self, trainer: GRPOTrainer, rows: Sequence[Row], temperature: float):
+        self.trainer, self.rows, self.temperatures, self.seconds = trainer, rows, (temperature, 0.0), 0.0
+        self.curve: dict[str, dict[str, float]] = {kind: {} for kind in KINDS}  # by step, as JSON writes it
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step % EVERY and state.global_step < state.max_steps:
+            return
+        started, worth = time.perf_counter(), [row.rewards for row in self.rows]
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model).get_base_model()
+        prompts, tokenizer = [row.prompt for row in self.rows], self.trainer.processing_class
+        for kind, temperature in zip(KINDS, self.temperatures, strict=True):
+            p = answer_probabilities(model, tokenizer, prompts, temperature, len(worth[0])).tolist()
+            found = rewards.score_probabilities(worth, p, [1] * len(worth), math.nan)
+            self.curve[kind][str(state.global_step)] = found["reward"]
+        self.seconds += time.perf_counter() - started
+
+
+class SameRandomNumbers(TrainerCallback):
+    """Those of this project's rollouts."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        torch.manual_seed(sampling_seed(args.seed, state.global_step, "train"))
+
+
+def plain_trainer(ours: Trainer) -> GRPOTrainer:
+    """TRL's own trainer for the run of `ours`: its arguments, rows and rewards, transformers' model and generate."""
+    args = copy.copy(ours.args)
+    args.output_dir, args.save_strategy = f"{args.output_dir}-trl", "no"
+    # Of transformers' own, `eager` is the fastest on a CPU.
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(TINY_PATH, dtype=torch.float32, **eager)
+    model = model.float()  # `dtype` alone leaves dequantized experts in BF16
+
+    def reward(completion_ids: list[list[int]], row: list[int], **columns: Any) -> list[float]:
+        """With the special tokens that say which channel a text is in: TRL decodes without them."""
+        read = ours.read_completions([ours.run.rows[i] for i in row], completion_ids)
+        return [value for (value,) in score(ours.reward_funcs, read, completion_ids, ours.actions)]
+
+    plain = GRPOTrainer(
+        model, reward, args, ours.train_dataset, processing_class=ours.processing_class,
+        peft_config=LoraConfig(**lora_options(ours.run.settings)), callbacks=[SameRandomNumbers()],
+    )  # fmt: skip
+    plain._get_train_sampler = lambda dataset=None: ours._get_train_sampler()
+    return plain
+
+
+def adapter_of(trainer: GRPOTrainer) -> torch.Tensor:
+    """All that learns, (N,)."""
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters() if p.requires_grad])
+
+
+def train_both(main: Callable[[list[str]], int], arguments: list[str]) -> int:
+    """The entry point's run, and where it trains plain TRL after it; writes RESULT. Returns the run's exit code."""
+    torch.set_num_threads(1)
+    checked, found = preflight(os.environ | {"EVAL_SAMPLES": "1"}), {}  # the run itself reads no held-out rows
+
+    def followed(name: str, trainer: GRPOTrainer, train: Callable[[], Any]) -> Any:
+        measured, started = Measured(trainer, checked.eval_rows, checked.settings.EVAL_TEMPERATURE), time.perf_counter()
+        trainer.add_callback(measured)
+        result = train()
+        found[name] = measured.curve | {"s": time.perf_counter() - started - measured.seconds}
+        return result
+
+    def watch(train: Any, ours: Trainer, *given: Any, **named: Any) -> Any:
+        start = adapter_of(ours)
+        result = followed("ours", ours, lambda: train(ours, *given, **named))
+        plain = plain_trainer(ours)
+        followed("trl", plain, plain.train)
+        moved, apart = adapter_of(ours) - start, adapter_of(ours) - adapter_of(plain)
+        found["adapter_apart"] = (apart.norm() / moved.norm()).item()
+        ours.run.folder.with_name(RESULT).write_text(json.dumps(found), encoding="utf-8")
+        return result
+
+    with intercept(Trainer, "train", watch):
+        return main(arguments)
+
+
+def run_seed(campaign: Campaign, steps: int, place: Path, seed: int, found: Found) -> None:
+    """`train_both` in the folder `place`, with the demo's settings but for the steps."""
+    settings = {"MODEL_ID": "tiny", "SEED": seed, "TOTAL_STEPS": steps, "SAVE_STEPS": steps, "EVAL_SAMPLES": 0}
+    if code := run_to_end(campaign, place, settings):
+        found.findings.append((seed, f"exit code {code}\n{said_in(place)[-2000:]}"))
+
+
+def curve_figures(seeds: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Figures of what `train_both` found by seed: the verdict and the spread, means over seeds at each measured step, then
+    both rewards of each seed after the last."""
+    means, singles, apart = [], [], [one["adapter_apart"] for one in seeds.values()]
+    steps = list(next(iter(seeds.values()))["ours"]["reward"])
+    facts: dict[str, Any] = {"equivalent": int(len(seeds) > 1), "seeds": len(seeds), "bound": BOUND, "steps": steps[-1]}
+    facts |= {"adapter_apart_median": statistics.median(apart), "adapter_apart_largest": max(apart)}
+    facts |= {f"{name}_s": statistics.mean(one[name]["s"] for one in seeds.values()) for name in ("ours", "trl")}
+    for kind, note in KINDS.items():
+        for step in steps:
+            ours, trl = ([one[name][kind][step] for one in seeds.values()] for name in ("ours", "trl"))
+            changes = [a - b for a, b in zip(ours, trl, strict=True)]
+            low, high = rewards.bootstrap_interval(changes)
+            for name, value, words in (
+                (f"ours_{step}", statistics.mean(ours), f"held-out, {note}, mean over seeds"),
+                (f"trl_{step}", statistics.mean(trl), f"held-out, {note}, mean over seeds"),
+                (f"difference_{step}", statistics.mean(changes), "this trainer - TRL's"),
+                (f"difference_{step}_low", low, "95% interval, paired over seeds"),
+                (f"difference_{step}_high", high, ""),
+            ):
+                means.append(figure(f"{kind}_{name}", value, "reward", words))
+        facts["equivalent"] &= int(low > -BOUND and high < BOUND)
+        if len(ours) > 1:
+            facts[f"{kind}_spread"] = spread = statistics.stdev(ours)
+            # The half width of the interval of the difference of two independent means is 1.96 * spread * sqrt(2 / n).
+            facts[f"{kind.removesuffix('reward')}seeds_unpaired"] = math.ceil(2 * (1.96 * spread / BOUND) ** 2)
+        for seed, one, other in zip(seeds, ours, trl, strict=True):
+            singles += [
+                figure(f"seed{seed}_{kind}_{name}", value, "reward") for name, value in (("ours", one), ("trl", other))
+            ]
+    return [*tabled(SUMMARY, facts), *means, *singles]
+
+
+def bench_curves(options: argparse.Namespace) -> int:
+    """Seeds 1 to `options.seeds`, two side by side; the JSON is written after each. Exit code 1 where the two are not
+    equivalent, or a seed failed."""
+    torch.set_num_threads(1)
+    import_all()
+    folder, failed, done = Path(options.run).resolve(), 0, {}
+    shutil.rmtree(folder, ignore_errors=True)
+    work = partial(run_seed, Campaign(partial(train_both, options.main), folder, 0), options.steps)
+    for place, found in tasks_done(work, folder, [[n + 1] for n in range(options.seeds)], 2, math.inf):
+        for seed, text in found.findings:
+            failed += 1
+            print(f"seed {seed}: {text}", file=sys.stderr)
+        if not found.findings:
+            done[int(place.name)] = read_json(place / RESULT)
+            figures = curve_figures(dict(sorted(done.items())))
+            save(Path(options.out), figures)
+            print(f"{len(done)} of {options.seeds} seeds", flush=True)
+    if done:
+        write(Path(options.out), figures)
+    return int(bool(failed) or not done or not figures[0]["value"])
