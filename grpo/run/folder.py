@@ -24,6 +24,7 @@ from grpo.run.log_rows import LogRows, read_log
 from grpo.run.place import (
     ADAPTER,
     BEST,
+    COMPLETE,
     DELETING,
     NO_RUN,
     OTHER,
@@ -50,7 +51,6 @@ def existing_parent(path: Path) -> Path:
     return path
 
 
-COMPLETE = "complete.json"  # the very last file that a run writes, after its zip
 CHECKPOINT_FILES = ("trainer_state.json", ADAPTER, "optimizer.pt", "scheduler.pt")
 
 

@@ -16,6 +16,7 @@ SETTINGS, DELETING = "settings.json", "deleting.json"  # what the former is call
 # A kill in a run's first write leaves the one, a new file system has the other.
 NO_RUN = {SETTINGS + ".tmp", "lost+found"}
 ADAPTER = "adapter_model.safetensors"
+COMPLETE = "complete.json"  # the very last file that a run writes, after its zip
 BEST = "best"  # folder of the best evaluated adapter (grpo/run/best.py)
 OTHER = "choose another OUTPUT_DIR"
 OWN = re.compile(
