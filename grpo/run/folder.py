@@ -30,6 +30,7 @@ from grpo.run.place import (
     OTHER,
     SETTINGS,
     check_neighbours,
+    check_own,
     delete_run,
     foreign_files,
     last_change,
@@ -215,6 +216,7 @@ def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> 
         what = "an OVERWRITE=1 that was deleting the run in it did not come to its end"
         problems.add(where, what, f"Set OVERWRITE=1 to delete the rest and start again, or {OTHER}")
         return RunState(folder, exists=True)
+    check_own(folder, where, problems)
     step, checkpoint, faults = find_checkpoint(folder)
     if settings.RESUME != "never" and (lost := unresumable(folder, step)):
         what = f"it holds {lost}, but not the optimizer state that it takes to continue (a run's zip has none)"

@@ -19,10 +19,13 @@ ADAPTER = "adapter_model.safetensors"
 COMPLETE = "complete.json"  # the very last file that a run writes, after its zip
 BEST = "best"  # folder of the best evaluated adapter (grpo/run/best.py)
 OTHER = "choose another OUTPUT_DIR"
-OWN = re.compile(
-    r"(superseded-)?checkpoint-\d+(\.\d+)?|superseded-(adapter-|best).*|(metrics|completions)(\.superseded)?\.csv|best|best\.old|report|report\.html|.*\.tmp"
-    r"|(settings|deleting|versions|evaluation|closed_loop|complete|adapter_config|.*token.*)\.json|training\.log|README\.md"
-    r"|adapter_model\.safetensors|chat_template\.jinja|tokenizer\.model|training_args\.bin|runs"  # runs: tensorboard's
+FOLDERS = re.compile(
+    r"(superseded-)?checkpoint-\d+(\.\d+)?|superseded-(adapter-|best).*|best(\.old|\.tmp)?|report|runs"  # runs: tensorboard's
+)
+FILES = re.compile(
+    r"(metrics|completions)(\.superseded)?\.csv|report\.html|.*\.tmp|training\.log|README\.md"
+    r"|(settings|deleting|versions|evaluation|closed_loop|complete|adapter_config|.*token.*)\.json"
+    r"|adapter_model\.safetensors|chat_template\.jinja|tokenizer\.model|training_args\.bin"
 )
 
 
@@ -53,10 +56,27 @@ def check_neighbours(folder: Path, where: str, problems: Problems) -> None:
         problems.add(where, f"its zip {archive} is not a file", f"Move that away, or {OTHER}")
 
 
+def check_own(folder: Path, where: str, problems: Problems) -> None:
+    """What has a name of the run's own in OUTPUT_DIR is of its kind: libraries write there too, and would write through a
+    link that others put there."""
+    for path in sorted(folder.iterdir()):
+        inner, file = FOLDERS.fullmatch(path.name), FILES.fullmatch(path.name)
+        if path.is_symlink() and (inner or file):
+            what = "a link, which a run would write through"
+        elif inner and not path.is_dir():
+            what = "not a folder"
+        elif file and not inner and not (path.is_file() and os.access(path, os.R_OK | os.W_OK)):
+            what = "not a file that you may read and write"
+        else:
+            continue
+        problems.add(where, f"{path.name} in it is {what}", f"Move that away, or {OTHER}")
+
+
 def foreign_files(folder: Path) -> tuple[str, ...]:
     """Names in OUTPUT_DIR of what no run of this script writes; inside of a run's own folders nobody looks."""
-    names = (path.name + "/" * path.is_dir() for path in sorted(folder.iterdir()))
-    return tuple(name for name in names if not OWN.fullmatch(name.rstrip("/")) and name.rstrip("/") not in NO_RUN)
+    paths = (path for path in sorted(folder.iterdir()) if path.name not in NO_RUN)
+    own = (FOLDERS, FILES)
+    return tuple(p.name + "/" * p.is_dir() for p in paths if not any(names.fullmatch(p.name) for names in own))
 
 
 def last_change(folder: Path) -> int:

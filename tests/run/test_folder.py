@@ -311,6 +311,18 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
     assert not (tmp_path / "planted").exists()
 
 
+@pytest.mark.parametrize("name", ["adapter_config.json", "tokenizer.json", "training.log", "best", "checkpoint-6"])
+def test_a_link_with_a_name_of_the_runs_own_is_refused(tmp_path, name):
+    """PEFT, the tokenizer, the Trainer and the log would write through it."""
+    settings, folder = run_dir(tmp_path)
+    shutil.rmtree(folder / "checkpoint-6")
+    (folder / "mine.csv").symlink_to(tmp_path / "mine.csv")
+    assert not inspect(settings)[1]
+    (folder / name).symlink_to(tmp_path / "planted")
+    assert f"{name} in it is a link" in only(inspect(settings)[1])
+    assert not inspect(settings, OVERWRITE=True)[1], "which deletes the link"
+
+
 def test_a_zip_of_an_earlier_run_is_not_overwritten(tmp_path):
     settings = Settings(OUTPUT_DIR=str(tmp_path / "run"))
     state, problems = inspect(settings)
