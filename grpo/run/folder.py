@@ -205,7 +205,7 @@ def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> 
         what, fix = "it holds files, but no run of this script (no settings.json)", "Empty it yourself"
         if (folder / SETTINGS).exists():
             what = f"its settings.json is damaged, or is no run's ({error}): nothing says what the run was started with"
-            fix = f"Put the one of {folder.name}.zip or of another copy in its place"
+            fix = f"Put the one of {copies(folder)} in its place"
         problems.add(where, what, f"{fix}, or {OTHER}")
         return RunState(folder)
     if settings.OVERWRITE:
@@ -241,6 +241,11 @@ def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> 
     return RunState(folder, step, checkpoint, exists=True, choices=choices, notes=tuple(notes))
 
 
+def copies(folder: Path) -> str:
+    """Where else a file of the run in `folder` may be."""
+    return f"{folder.name}.zip or of another copy" if zip_of(folder).is_file() else "another copy"
+
+
 def goes_on(step: int) -> str:
     return f"continues from step {step}" if step else "starts at step 0"
 
@@ -259,7 +264,7 @@ def check_logs(
     earlier, path, _ = find_checkpoint(folder, whole)
     if path is None:
         what = f"{what}, and no checkpoint is before it"
-        fix = f"Put the log of {folder.name}.zip or of another copy in its place, set OVERWRITE=1 to start again"
+        fix = f"Put the log of {copies(folder)} in its place, set OVERWRITE=1 to start again"
         problems.add(f"OUTPUT_DIR={settings.OUTPUT_DIR}", what, f"{fix}, or {OTHER}")
         return step, checkpoint, []
     notes = [f"{what}: later checkpoints are set aside, the run {goes_on(earlier)}"]
