@@ -38,12 +38,17 @@ def sync_files(folder: Path) -> list[Path]:
     return paths
 
 
+def half_of(path: Path) -> Path:
+    """What a file is called while `whole_file` writes it."""
+    return path.with_name(path.name + ".tmp")
+
+
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """A new path to write to, which takes the place of `path` when the block ends. Open it with mode `x`: a link that
     somebody put there in the meantime is not followed. Nothing stays behind after an error, as a part of a file would only
     fill a disk that is full already."""
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = half_of(path)
     temporary.unlink(missing_ok=True)
     try:
         yield temporary

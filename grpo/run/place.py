@@ -8,8 +8,10 @@ import itertools
 import os
 import re
 import shutil
+import stat
 from pathlib import Path
 
+from grpo.run.durable import half_of
 from grpo.settings import Problems
 
 SETTINGS, DELETING = "settings.json", "deleting.json"  # what the former is called while OVERWRITE=1 deletes the rest
@@ -52,8 +54,17 @@ def check_neighbours(folder: Path, where: str, problems: Problems) -> None:
     if lock.is_symlink() or (lock.exists() and not (lock.is_file() and os.access(lock, os.W_OK))):
         what = "a link" if lock.is_symlink() else "not a file that you may write"
         problems.add(where, f"its lock {lock} is {what}", f"Remove that, or {OTHER}")
-    if archive.exists() and not archive.is_file():
-        problems.add(where, f"its zip {archive} is not a file", f"Move that away, or {OTHER}")
+    for what, path in (("its zip", archive), ("what its zip is called while it is written,", half_of(archive))):
+        if path.exists() and not path.is_file():
+            problems.add(where, f"{what} {path} is not a file", f"Move that away, or {OTHER}")
+        elif os.path.lexists(path) and not may_replace(path):
+            problems.add(where, f"{what} {path} is another user's", f"Have it removed, or {OTHER}")
+
+
+def may_replace(path: Path) -> bool:
+    """Whether what is there may be deleted: in a folder like /tmp only by its owner, whoever may write there."""
+    shared = path.parent.stat()
+    return not shared.st_mode & stat.S_ISVTX or os.geteuid() in (0, shared.st_uid, path.lstat().st_uid)
 
 
 def check_own(folder: Path, where: str, problems: Problems) -> None:

@@ -295,11 +295,25 @@ def test_overwrite_says_what_it_deletes_that_no_run_wrote(tmp_path):
     assert inspect(settings)[0].foreign == ("checkpoint-4-mine", "metrics.csv.bak", "mine/", "notes.txt")
 
 
-@pytest.mark.parametrize(("name", "what"), [(".run.lock", "its lock"), ("run.zip", "its zip")])
+@pytest.mark.parametrize(
+    ("name", "what"), [(".run.lock", "its lock"), ("run.zip", "its zip"), ("run.zip.tmp", "what its zip is called")]
+)
 def test_what_is_in_the_way_beside_the_folder_is_said(tmp_path, name, what):
     (tmp_path / name).mkdir()
     problem = only(inspect(Settings(OUTPUT_DIR=str(tmp_path / "run")))[1])
-    assert f"{what} {tmp_path / name} is not a file" in problem
+    assert what in problem and f" {tmp_path / name} is not a file" in problem
+
+
+@pytest.mark.parametrize("name", ["run.zip", "run.zip.tmp"])
+def test_another_users_file_in_the_place_of_the_zip_is_said(tmp_path, name, monkeypatch):
+    """In a folder like /tmp, where the run could not replace it in the end."""
+    (tmp_path / name).symlink_to("theirs")
+    for mode, user, told in ((0o777, 99, False), (0o1777, os.geteuid(), False), (0o1777, 99, True)):
+        tmp_path.chmod(mode)
+        monkeypatch.setattr(os, "geteuid", lambda user=user: user)
+        assert [
+            f"{name} is another user's" in problem for problem in inspect(Settings(OUTPUT_DIR=str(tmp_path / "run")))[1]
+        ] == [True] * told
 
 
 def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
@@ -423,7 +437,10 @@ def test_damaged_records_are_refused_or_passed_over(tmp_path):
     for text in ("", "{", "[]", record.replace("5e-05", "6e-05"), record[:-90], '{"settings": 1, "data_sha256": ""}'):
         (folder / "settings.json").write_text(text)
         problem = only(inspect(settings)[1])
-        assert "its settings.json is damaged" in problem and "Put the one of run.zip" in problem
+        assert "its settings.json is damaged" in problem and "Put the one of another copy" in problem
+        folder.with_name("run.zip").touch()
+        assert "Put the one of run.zip or of another copy" in only(inspect(settings)[1])
+        folder.with_name("run.zip").unlink()
     (folder / "settings.json").write_text(record)
     assert not inspect(settings)[1]
 
