@@ -52,7 +52,7 @@ def recorded_settings(adapter: Path | None, environ: Mapping[str, str]) -> dict[
     there is none, with the base model that adapter_config.json names, if MODEL_ID is not set."""
     for path in (adapter, adapter.resolve().parent) if adapter else ():
         try:
-            found = json.loads((path / "settings.json").read_text(encoding="utf-8"))["settings"]
+            found = read_json(path / "settings.json")["settings"]
             return dict(environ) | {name: show(found[name]) for name in RECORDED if name in found}
         except (OSError, ValueError, KeyError, TypeError):
             continue

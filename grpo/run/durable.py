@@ -92,7 +92,10 @@ def read_sealed(path: Path) -> dict[str, Any]:
 
     Raises OSError where it cannot be read, ValueError where it does not say what was written.
     """
-    record = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
     if not isinstance(record, dict):
         raise ValueError("it is no JSON object")
     if record.pop(SEAL, None) not in (None, checksum(record)):

@@ -86,7 +86,7 @@ def was_written(path: Path) -> bool:
         manifest = read_manifest(path)
     except (OSError, ValueError):  # damaged, so it was there: its state may be damaged as well
         return (path / ADAPTER).is_file()
-    with contextlib.suppress(ValueError, OSError):
+    with contextlib.suppress(ValueError, OSError, RecursionError):
         if manifest is None:  # trainer_state.json was the end
             json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
         return manifest != {} and (path / ADAPTER).is_file()
@@ -100,7 +100,7 @@ def broken(path: Path, step: int) -> str | None:
         return fault
     try:
         found = json.loads((path / "trainer_state.json").read_text(encoding="utf-8")).get("global_step", step)
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return "trainer_state.json is damaged"
     return None if found == step else f"its trainer_state.json is of step {found}"
 

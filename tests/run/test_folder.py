@@ -95,8 +95,9 @@ def test_an_interrupted_run_continues_from_its_last_whole_checkpoint(tmp_path):
     settings, folder = run_dir(tmp_path)
     state, problems = inspect(settings)
     assert not problems and (state.step, state.checkpoint) == (4, folder / "checkpoint-4")
-    (folder / "checkpoint-4" / "trainer_state.json").write_text("{")
-    assert inspect(settings)[0].step == 2, "a torn state file does not count"
+    for torn in ("{", "[" * 100_000):
+        (folder / "checkpoint-4" / "trainer_state.json").write_text(torn)
+        assert inspect(settings)[0].step == 2, "a torn state file does not count"
 
 
 def test_what_may_not_continue(tmp_path):
@@ -335,6 +336,14 @@ def test_a_link_with_a_name_of_the_runs_own_is_refused(tmp_path, name):
     (folder / name).symlink_to(tmp_path / "planted")
     assert f"{name} in it is a link" in only(inspect(settings)[1])
     assert not inspect(settings, OVERWRITE=True)[1], "which deletes the link"
+
+
+@pytest.mark.parametrize("name", ["metrics.csv", "completions.csv", COMPLETE, "training.log"])
+def test_a_folder_in_the_place_of_a_file_is_refused(tmp_path, name):
+    settings, folder = run_dir(tmp_path)
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).mkdir()
+    assert f"{name} in it is not a file that you may read and write" in only(inspect(settings)[1])
 
 
 def test_a_zip_of_an_earlier_run_is_not_overwritten(tmp_path):
