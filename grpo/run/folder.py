@@ -52,6 +52,13 @@ def existing_parent(path: Path) -> Path:
     return path
 
 
+# Those that a run goes on without, and what becomes of it where they are damaged.
+AGAIN = "what it held is measured again"
+RECORDS = {
+    "evaluation.json": AGAIN,
+    "closed_loop.json": AGAIN,
+    COMPLETE: "the run has as many steps as its last checkpoint",
+}
 CHECKPOINT_FILES = ("trainer_state.json", ADAPTER, "optimizer.pt", "scheduler.pt")
 
 
@@ -238,6 +245,12 @@ def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> 
         notes.append(f"{checkpoint.name} has no manifest.json (an earlier version wrote it): taken without a check")
     if fault := best_fault(folder / BEST):
         notes.append(f"{BEST}/: {fault}: set aside, the choice of the best adapter begins again")
+    for name, becomes in RECORDS.items():
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                read_sealed(folder / name)
+            except ValueError as error:
+                notes.append(f"{name} is damaged ({error}): {becomes}")
     return RunState(folder, step, checkpoint, exists=True, choices=choices, notes=tuple(notes))
 
 

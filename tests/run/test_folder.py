@@ -28,6 +28,7 @@ from grpo.run.durable import begin_checkpoint, finish_checkpoint, sealed
 from grpo.run.folder import (
     CHECKPOINT_FILES,
     COMPLETE,
+    RECORDS,
     inspect_run,
     lock_run,
     prepare_run,
@@ -454,6 +455,16 @@ def test_damaged_records_are_refused_or_passed_over(tmp_path):
     assert not inspect(settings)[1]
 
 
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_damaged_record_that_the_run_goes_on_without_is_told(tmp_path, name):
+    settings, folder = run_dir(tmp_path)
+    with_manifests(folder)
+    (folder / name).write_text(json.dumps(sealed({"steps": 4})))
+    assert len(inspect(settings)[0].notes) == 1, "of checkpoint-6, cut off"
+    (folder / name).write_text("{")
+    assert inspect(settings)[0].notes[1].startswith(f"{name} is damaged (Expecting")
+
+
 def test_a_damaged_best_adapter_is_told(tmp_path):
     settings, folder = run_dir(tmp_path)
     with_manifests(folder)
@@ -528,6 +539,11 @@ def test_completions_are_counted_and_a_missing_log_is_refused(tmp_path):
     assert "1 of its lines held bytes that are no text" in inspect(settings)[0].notes[1]
     path.write_text("".join(edited(lines, 97, *lines[1:97])))
     assert "completions.csv: step 1 was there 2 times" in inspect(settings)[0].notes[1]
+    path.write_text("".join(edited(lines, 90, *lines[97:107], *lines[90:97], drop=17)))
+    state, _ = inspect(settings)
+    assert state.notes[1:] == ("completions.csv: its steps were not in order",), "rows of step 2 among those of step 1"
+    prepare_run(state, settings, {})
+    assert path.read_text() == "".join(lines[: 1 + 96 * 4])
     path.unlink()
     assert "completions.csv is not whole at step 1, and no checkpoint is before it" in only(inspect(settings)[1])
 
