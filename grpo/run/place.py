@@ -22,12 +22,18 @@ COMPLETE = "complete.json"  # the very last file that a run writes, after its zi
 BEST = "best"  # folder of the best evaluated adapter (grpo/run/best.py)
 OTHER = "choose another OUTPUT_DIR"
 FOLDERS = re.compile(
-    r"(superseded-)?checkpoint-\d+(\.\d+)?|superseded-(adapter-|best).*|best(\.old|\.tmp)?|report|runs"  # runs: tensorboard's
+    r"(superseded-)?checkpoint-\d+(\.\d+)?|superseded-(adapter-(\d+|last)|best)(\.\d+)?|best(\.old|\.tmp)?|report|runs"
 )
 FILES = re.compile(
-    r"(metrics|completions)(\.superseded)?\.csv|report\.html|.*\.tmp|training\.log|README\.md"
-    r"|(settings|deleting|versions|evaluation|closed_loop|complete|adapter_config|.*token.*)\.json"
-    r"|adapter_model\.safetensors|chat_template\.jinja|tokenizer\.model|training_args\.bin"
+    r"((metrics|completions)(\.superseded)?\.csv|report\.html|training\.log|README\.md"
+    r"|(settings|deleting|versions|evaluation|closed_loop|complete|adapter_config)\.json|adapter_model\.safetensors"
+    r"|(tokenizer|tokenizer_config|special_tokens_map|added_tokens)\.json|chat_template\.jinja|tokenizer\.model"
+    r"|training_args\.bin)(\.tmp)?"
+)
+# Of FOLDERS; in runs/ tensorboard's.
+INNER = re.compile(
+    r"((best|manifest|trainer_state)\.json)(\.tmp)?|(optimizer|scheduler)\.pt|rng_state(_\d+)?\.pth|[a-z_]+(_\d+)?\.png"
+    r"|events\.out\.tfevents\..*"
 )
 
 
@@ -84,10 +90,16 @@ def check_own(folder: Path, where: str, problems: Problems) -> None:
 
 
 def foreign_files(folder: Path) -> tuple[str, ...]:
-    """Names in OUTPUT_DIR of what no run of this script writes; inside of a run's own folders nobody looks."""
-    paths = (path for path in sorted(folder.iterdir()) if path.name not in NO_RUN)
-    own = (FOLDERS, FILES)
-    return tuple(p.name + "/" * p.is_dir() for p in paths if not any(names.fullmatch(p.name) for names in own))
+    """Names in OUTPUT_DIR, and in a run's own folders there, of what no run of this script writes."""
+    found = []
+    for path in sorted(path for path in folder.iterdir() if path.name not in NO_RUN):
+        if not (FOLDERS.fullmatch(path.name) or FILES.fullmatch(path.name)):
+            found.append(path.name + "/" * path.is_dir())
+        elif not path.is_symlink():
+            files = (inner for inner in sorted(path.rglob("*")) if not inner.is_dir())
+            own = (FILES, INNER)
+            found += [str(f.relative_to(folder)) for f in files if not any(names.fullmatch(f.name) for names in own)]
+    return tuple(found)
 
 
 def last_change(folder: Path) -> int:

@@ -284,17 +284,15 @@ def test_a_kill_inside_overwrites_deletion_leaves_a_folder_that_the_same_command
 
 def test_overwrite_says_what_it_deletes_that_no_run_wrote(tmp_path):
     settings, folder = run_dir(tmp_path, OVERWRITE=True)
-    (folder / "mine" / "deep").mkdir(parents=True)
-    own = (
-        "metrics.superseded.csv",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "superseded-checkpoint-4.2",
-        "best",
-    )
-    for name in ("notes.txt", "checkpoint-4-mine", "metrics.csv.bak", *own):
+    for inner in ("mine/deep", "best", "report", "runs/Nov22", "superseded-checkpoint-4.2", "superseded-adapter-last"):
+        (folder / inner).mkdir(parents=True)
+    own = ("metrics.superseded.csv", "tokenizer_config.json", "special_tokens_map.json", "versions.json.tmp", "best/best.json",
+           "checkpoint-4/rng_state.pth", "report/best_action_rate_2.png", "runs/Nov22/events.out.tfevents.1.host.2.0")  # fmt: skip
+    mine = ("checkpoint-4-mine", "checkpoint-4/notes.md", "metrics.csv.bak", "my_tokens.json", "notes.txt", "report/notes.md",
+            "runs/Nov22/first.csv", "superseded-bestiary.txt", "thesis.tmp")  # fmt: skip
+    for name in (*own, *mine):
         (folder / name).touch()
-    assert inspect(settings)[0].foreign == ("checkpoint-4-mine", "metrics.csv.bak", "mine/", "notes.txt")
+    assert sorted(inspect(settings)[0].foreign) == sorted((*mine, "mine/"))
 
 
 @pytest.mark.parametrize(
