@@ -80,7 +80,8 @@ def without_paths(folder: Path, text: str) -> str:
     places = {} if home == "/" else {home: "~"}
     places |= {HF_HUB_CACHE: "hub", os.path.dirname(os.__file__): "python", sys.prefix: "python"}
     # The project also as it was reached, perhaps through a link: as in the command and in tracebacks.
-    places |= dict.fromkeys((str(ROOT), str(Path(__file__).absolute().parents[2])), ".") | {str(folder): folder.name}
+    reached = (ROOT, Path(sys.argv[0]).absolute().parent)
+    places |= {str(place): "." for place in reached if place.resolve() == ROOT} | {str(folder): folder.name}
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         given = dict(json.loads((folder / SETTINGS).read_text(encoding="utf-8"))["settings"])
         own = Path(given.pop("OUTPUT_DIR"))  # as it was set: perhaps through a link

@@ -12,7 +12,6 @@ import zipfile
 import pytest
 from huggingface_hub.constants import HF_HUB_CACHE
 
-from grpo.run import archive
 from grpo.run.archive import write_zip
 from grpo.run.durable import read_sealed, sealed, whole_file, write_text
 from grpo.settings import ROOT
@@ -72,10 +71,11 @@ def test_no_path_of_the_machine_is_in_it(folder):
 
 
 def test_no_place_outside_of_the_project_is_in_it(folder, monkeypatch, tmp_path):
-    monkeypatch.setattr(archive, "__file__", str(tmp_path / "link" / "grpo" / "run" / "archive.py"))
+    (tmp_path / "project").symlink_to(ROOT)
+    monkeypatch.setattr(sys, "argv", [f"{tmp_path}/project/train_grpo.py"])
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (folder / "training.log").write_text(
-        f"{os.__file__} {HF_HUB_CACHE}/models--x {tmp_path}/home/y {tmp_path}/link/train_grpo.py {ROOT}/d.csv {ROOT}/e.csv"
+        f"{os.__file__} {HF_HUB_CACHE}/models--x {tmp_path}/home/y {tmp_path}/project/train_grpo.py {ROOT}/d.csv {ROOT}/e.csv"
     )
     told = f"python/os.py hub/models--x ~/y ./train_grpo.py {ROOT}/d.csv ./e.csv"
     assert unzipped(folder)["training.log"].decode() == told, "what was set stays"
