@@ -29,7 +29,7 @@ from grpo.preflight.machine import GIB, Machine, installed_versions, read_machin
 from grpo.preflight.memory import plan_engine
 from grpo.rollout.engine import EngineError, start_engine
 from grpo.rollout.prefill import shared_prefill
-from grpo.run.best import best_fault
+from grpo.run.best import adapter_fault
 from grpo.settings import Problems, Settings, load_settings, show
 from grpo.tasks.tes import record as tes_record
 from grpo.tasks.tes.plant import Plant
@@ -52,7 +52,7 @@ def recorded_settings(adapter: Path | None, environ: Mapping[str, str]) -> dict[
     there is none, with the base model that adapter_config.json names, if MODEL_ID is not set."""
     for path in (adapter, adapter.resolve().parent) if adapter else ():
         try:
-            found = json.loads((path / "settings.json").read_text(encoding="utf-8"))["settings"]
+            found = read_json(path / "settings.json")["settings"]
             return dict(environ) | {name: show(found[name]) for name in RECORDED if name in found}
         except (OSError, ValueError, KeyError, TypeError):
             continue
@@ -88,10 +88,10 @@ def choose_prompt(requested: str, settings: Settings) -> tuple[str, str]:
 
 
 def check_adapter(adapter: Path | None, problems: Problems) -> None:
-    """The files of an adapter are there, and a run's best is undamaged."""
+    """The files of an adapter are there, and its weights undamaged where its folder says what they were."""
     for name in missing_files(adapter) if adapter else ():
         problems.add(f"--adapter {adapter}", f"{name} is not there", "Name a run's folder or a checkpoint")
-    if adapter and not missing_files(adapter) and (fault := best_fault(adapter)):
+    if adapter and not missing_files(adapter) and (fault := adapter_fault(adapter)):
         problems.add(f"--adapter {adapter}", fault, "Name a run's folder or a checkpoint")
 
 

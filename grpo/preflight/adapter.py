@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo.preflight.choices import LINEAR_MODULES
 from grpo.preflight.hub import read_json
-from grpo.run.best import best_fault
+from grpo.run.best import adapter_fault
 from grpo.run.durable import file_sha256
 from grpo.run.folder import ADAPTER, RunState
 from grpo.settings import MOST_FLOAT, MOST_WHOLE, Problems, Settings, described, listed, show
@@ -109,7 +109,7 @@ def start_adapter(
         problems.add(where, f"{' and '.join(missing)} not found there", WHICH)
         return settings, None
     try:
-        if fault := best_fault(folder):
+        if fault := adapter_fault(folder):
             raise ValueError(fault)
         own = read_adapter(folder, model)
         digest = file_sha256(folder / ADAPTER)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import html
 import json
+import os
 import re
 import sys
 import zipfile
@@ -14,7 +15,7 @@ from pathlib import Path
 from grpo.run.durable import read_sealed, sealed, whole_file
 from grpo.run.folder import run_folder
 from grpo.run.place import BEST, SETTINGS, zip_of
-from grpo.settings import ROOT, Settings
+from grpo.settings import ROOT, Settings, listed
 
 TINY = "data/tiny"  # from the project's folder
 
@@ -70,17 +71,28 @@ PATHS_IN = (SETTINGS, "training.log", "adapter_config.json", "report.html")
 
 
 def without_paths(folder: Path, text: str) -> str:
-    """A text of the run in `folder` without where that, the project and its packages lie on this machine: OUTPUT_DIR is its
-    name, the project `.`. What the user set (DATA, a local MODEL_ID) stays as set."""
-    places = {str(folder): folder.name, str(ROOT): ".", sys.prefix: "python"}
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # as it was set: perhaps through a link
-        given = Path(json.loads((folder / SETTINGS).read_text(encoding="utf-8"))["settings"]["OUTPUT_DIR"])
-        places |= {str(given): folder.name} if given.is_absolute() else {}
-    for place in sorted(places, key=len, reverse=True):
-        for spell in (str, lambda name: json.dumps(name)[1:-1], html.escape):
-            whole, short = rf"(?<![\w.~/-]){re.escape(spell(place))}(?!\w)", spell(places[place])
-            text = re.sub(whole, short.replace("\\", r"\\"), text)
-    return text
+    """A text of the run in `folder` without where that, the project, Python, the Hub's cache and the user's files lie on
+    this machine: OUTPUT_DIR is its name, the project `.`, the home folder `~`. What was set (DATA, a local MODEL_ID) stays
+    as set."""
+    from huggingface_hub.constants import HF_HUB_CACHE  # late: where packages are missing, the preflight is to say so
+
+    home = os.path.expanduser("~")
+    places = {} if home == "/" else {home: "~"}
+    places |= {HF_HUB_CACHE: "hub", os.path.dirname(os.__file__): "python", sys.prefix: "python"}
+    # The project also as it was reached, perhaps through a link: as in the command and in tracebacks.
+    reached = (ROOT, Path(sys.argv[0]).absolute().parent)
+    places |= {str(place): "." for place in reached if place.resolve() == ROOT} | {str(folder): folder.name}
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        given = dict(json.loads((folder / SETTINGS).read_text(encoding="utf-8"))["settings"])
+        own = Path(given.pop("OUTPUT_DIR"))  # as it was set: perhaps through a link
+        parts = (part for value in given.values() if isinstance(value, str) for part in listed(value))
+        places = {part: part for part in parts if Path(part).is_absolute()} | places
+        places |= {str(own): folder.name} if own.is_absolute() else {}
+    spelled: dict[str, str] = {}
+    for spell in (html.escape, lambda name: json.dumps(name)[1:-1], str):
+        spelled |= {spell(place): spell(short) for place, short in places.items()}
+    known = "|".join(map(re.escape, sorted(spelled, key=len, reverse=True)))
+    return re.sub(rf"(?<![\w.~/-])(?:{known})(?!\w)", lambda found: spelled[found[0]], text)
 
 
 def write_zip(folder: Path) -> Path:
@@ -97,9 +109,10 @@ def write_zip(folder: Path) -> Path:
             if path.name in PATHS_IN:
                 text = without_paths(folder, path.read_text(encoding="utf-8", errors="surrogateescape"))
                 if path.name == SETTINGS:  # other values, another checksum
-                    with contextlib.suppress(ValueError):  # damaged, and so it stays
-                        read_sealed(path)
-                        text = json.dumps(sealed(json.loads(text)), indent=2) + "\n"
+                    with contextlib.suppress(ValueError, KeyError):  # damaged, and so it stays
+                        given, record = read_sealed(path)["settings"], json.loads(text)
+                        record["settings"] = given | {"OUTPUT_DIR": record["settings"]["OUTPUT_DIR"]}
+                        text = json.dumps(sealed(record), indent=2) + "\n"
                 about = zipfile.ZipInfo.from_file(path, name, strict_timestamps=False)
                 about.compress_type = zipfile.ZIP_DEFLATED
                 archive.writestr(about, text.encode("utf-8", "surrogateescape"), compresslevel=1)

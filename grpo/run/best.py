@@ -6,12 +6,12 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo.run.durable import file_sha256, read_sealed, sealed, write_text
-from grpo.run.place import ADAPTER, BEST, unused
+from grpo.run.durable import MANIFEST, file_sha256, read_sealed, sealed, write_text
+from grpo.run.place import ADAPTER, BEST, COMPLETE, unused
 
 Record = dict[str, Any]  # best.json
 FIGURES = {"plant": "plant_regret", "reward": "heldout_reward"}  # by BEST_BY
@@ -23,20 +23,32 @@ def better(by: str, value: float, than: float) -> bool:
     return value < than if by == "plant" else value > than
 
 
+def adapter_fault(folder: Path, records: Sequence[str] = ("best.json", COMPLETE, MANIFEST)) -> str | None:
+    """Why the adapter in `folder` is not what was written there, in words; None where it is, and where none of `records`
+    says so: that of a best/, of a complete run, of a checkpoint. Only the weights are compared: a zip has other paths in
+    adapter_config.json, and no optimizer states."""
+    for name in records:
+        try:
+            record = read_sealed(folder / name)
+            if name == MANIFEST and not record:
+                return "it was cut off while it was written"
+            # None: an earlier version, or another program, wrote the record
+            expected = record.get("adapter_sha256") or dict(record.get("files") or {}).get(ADAPTER)
+        except FileNotFoundError:
+            continue
+        except (OSError, TypeError, ValueError) as error:
+            return f"{name} cannot be read ({error})"
+        try:
+            if expected not in (None, file_sha256(folder / ADAPTER)):
+                return f"{ADAPTER} is damaged"
+        except OSError as error:
+            return f"{ADAPTER} cannot be read ({error.strerror})"
+    return None
+
+
 def best_fault(best: Path) -> str | None:
-    """Why the adapter in the folder `best` is no longer what was chosen, in words; None where it is, and where no best.json
-    says so."""
-    try:
-        record = read_sealed(best / "best.json")
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        return f"best.json cannot be read ({error})"
-    try:
-        intact = record.get("adapter_sha256") in (None, file_sha256(best / ADAPTER))  # None: of an earlier version
-        return None if intact else f"{ADAPTER} is damaged"
-    except OSError as error:
-        return f"{ADAPTER} cannot be read ({error.strerror})"
+    """`adapter_fault` of the folder `best`, by its best.json."""
+    return adapter_fault(best, ("best.json",))
 
 
 def read_best(folder: Path) -> Record:

@@ -38,12 +38,17 @@ def sync_files(folder: Path) -> list[Path]:
     return paths
 
 
+def half_of(path: Path) -> Path:
+    """What a file is called while `whole_file` writes it."""
+    return path.with_name(path.name + ".tmp")
+
+
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """A new path to write to, which takes the place of `path` when the block ends. Open it with mode `x`: a link that
     somebody put there in the meantime is not followed. Nothing stays behind after an error, as a part of a file would only
     fill a disk that is full already."""
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = half_of(path)
     temporary.unlink(missing_ok=True)
     try:
         yield temporary
@@ -87,7 +92,10 @@ def read_sealed(path: Path) -> dict[str, Any]:
 
     Raises OSError where it cannot be read, ValueError where it does not say what was written.
     """
-    record = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
     if not isinstance(record, dict):
         raise ValueError("it is no JSON object")
     if record.pop(SEAL, None) not in (None, checksum(record)):

@@ -24,11 +24,13 @@ from grpo.run.log_rows import LogRows, read_log
 from grpo.run.place import (
     ADAPTER,
     BEST,
+    COMPLETE,
     DELETING,
     NO_RUN,
     OTHER,
     SETTINGS,
     check_neighbours,
+    check_own,
     delete_run,
     foreign_files,
     last_change,
@@ -50,7 +52,13 @@ def existing_parent(path: Path) -> Path:
     return path
 
 
-COMPLETE = "complete.json"  # the very last file that a run writes, after its zip
+# Those that a run goes on without, and what becomes of it where they are damaged.
+AGAIN = "what it held is measured again"
+RECORDS = {
+    "evaluation.json": AGAIN,
+    "closed_loop.json": AGAIN,
+    COMPLETE: "the run has as many steps as its last checkpoint",
+}
 CHECKPOINT_FILES = ("trainer_state.json", ADAPTER, "optimizer.pt", "scheduler.pt")
 
 
@@ -85,7 +93,7 @@ def was_written(path: Path) -> bool:
         manifest = read_manifest(path)
     except (OSError, ValueError):  # damaged, so it was there: its state may be damaged as well
         return (path / ADAPTER).is_file()
-    with contextlib.suppress(ValueError, OSError):
+    with contextlib.suppress(ValueError, OSError, RecursionError):
         if manifest is None:  # trainer_state.json was the end
             json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
         return manifest != {} and (path / ADAPTER).is_file()
@@ -99,7 +107,7 @@ def broken(path: Path, step: int) -> str | None:
         return fault
     try:
         found = json.loads((path / "trainer_state.json").read_text(encoding="utf-8")).get("global_step", step)
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return "trainer_state.json is damaged"
     return None if found == step else f"its trainer_state.json is of step {found}"
 
@@ -204,7 +212,7 @@ def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> 
         what, fix = "it holds files, but no run of this script (no settings.json)", "Empty it yourself"
         if (folder / SETTINGS).exists():
             what = f"its settings.json is damaged, or is no run's ({error}): nothing says what the run was started with"
-            fix = f"Put the one of {folder.name}.zip or of another copy in its place"
+            fix = f"Put the one of {copies(folder)} in its place"
         problems.add(where, what, f"{fix}, or {OTHER}")
         return RunState(folder)
     if settings.OVERWRITE:
@@ -215,6 +223,7 @@ def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> 
         what = "an OVERWRITE=1 that was deleting the run in it did not come to its end"
         problems.add(where, what, f"Set OVERWRITE=1 to delete the rest and start again, or {OTHER}")
         return RunState(folder, exists=True)
+    check_own(folder, where, problems)
     step, checkpoint, faults = find_checkpoint(folder)
     if settings.RESUME != "never" and (lost := unresumable(folder, step)):
         what = f"it holds {lost}, but not the optimizer state that it takes to continue (a run's zip has none)"
@@ -236,7 +245,18 @@ def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> 
         notes.append(f"{checkpoint.name} has no manifest.json (an earlier version wrote it): taken without a check")
     if fault := best_fault(folder / BEST):
         notes.append(f"{BEST}/: {fault}: set aside, the choice of the best adapter begins again")
+    for name, becomes in RECORDS.items():
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                read_sealed(folder / name)
+            except ValueError as error:
+                notes.append(f"{name} is damaged ({error}): {becomes}")
     return RunState(folder, step, checkpoint, exists=True, choices=choices, notes=tuple(notes))
+
+
+def copies(folder: Path) -> str:
+    """Where else a file of the run in `folder` may be."""
+    return f"{folder.name}.zip or of another copy" if zip_of(folder).is_file() else "another copy"
 
 
 def goes_on(step: int) -> str:
@@ -257,7 +277,7 @@ def check_logs(
     earlier, path, _ = find_checkpoint(folder, whole)
     if path is None:
         what = f"{what}, and no checkpoint is before it"
-        fix = f"Put the log of {folder.name}.zip or of another copy in its place, set OVERWRITE=1 to start again"
+        fix = f"Put the log of {copies(folder)} in its place, set OVERWRITE=1 to start again"
         problems.add(f"OUTPUT_DIR={settings.OUTPUT_DIR}", what, f"{fix}, or {OTHER}")
         return step, checkpoint, []
     notes = [f"{what}: later checkpoints are set aside, the run {goes_on(earlier)}"]

@@ -145,6 +145,7 @@ def read_log(
     log's when the checkpoint was made, None likewise. Where the log begins with just that, nobody looks at its rows.
     """
     log, odd, steps = LogRows(path, list(header)), 0, dict[int, list[Block]]()
+    before, mixed = 0, False
     if end and matches(path, end):
         log.whole_to, log.body = last_step, next(found_rows(path)).end
         log.kept = [(log.body, end[0])]
@@ -159,8 +160,9 @@ def read_log(
                 continue
             if not is_whole(log.header, row.cells):
                 continue
-        if row.ended and is_whole(log.header, row.cells) and 0 < int(row.cells[0]) <= last_step:
-            blocks = steps.setdefault(int(row.cells[0]), [])
+        if row.ended and is_whole(log.header, row.cells) and 0 < (step := int(row.cells[0])) <= last_step:
+            before, mixed = step, mixed or step < before
+            blocks = steps.setdefault(step, [])
             if not blocks or blocks[-1].count == per_step:
                 blocks.append(Block())
             blocks[-1].add(row)
@@ -168,7 +170,7 @@ def read_log(
             add_place(log.aside, row.start, row.end)
     log.repairs += ["its header was missing or damaged"] * (log.body is None and bool(header))
     log.repairs += [f"{odd} of its lines held bytes that are no text"] * bool(odd)
-    log.repairs += ["its steps were not in order"] * (list(steps) != sorted(steps))
+    log.repairs += ["its steps were not in order"] * mixed
     for step in sorted(steps):
         first, *more = steps[step]
         if more and all((block.count, block.said) == (first.count, first.said) for block in more):

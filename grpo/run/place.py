@@ -8,20 +8,32 @@ import itertools
 import os
 import re
 import shutil
+import stat
 from pathlib import Path
 
+from grpo.run.durable import half_of
 from grpo.settings import Problems
 
 SETTINGS, DELETING = "settings.json", "deleting.json"  # what the former is called while OVERWRITE=1 deletes the rest
 # A kill in a run's first write leaves the one, a new file system has the other.
 NO_RUN = {SETTINGS + ".tmp", "lost+found"}
 ADAPTER = "adapter_model.safetensors"
+COMPLETE = "complete.json"  # the very last file that a run writes, after its zip
 BEST = "best"  # folder of the best evaluated adapter (grpo/run/best.py)
 OTHER = "choose another OUTPUT_DIR"
-OWN = re.compile(
-    r"(superseded-)?checkpoint-\d+(\.\d+)?|superseded-(adapter-|best).*|(metrics|completions)(\.superseded)?\.csv|best|best\.old|report|report\.html|.*\.tmp"
-    r"|(settings|deleting|versions|evaluation|closed_loop|complete|adapter_config|.*token.*)\.json|training\.log|README\.md"
-    r"|adapter_model\.safetensors|chat_template\.jinja|tokenizer\.model|training_args\.bin|runs"  # runs: tensorboard's
+FOLDERS = re.compile(
+    r"(superseded-)?checkpoint-\d+(\.\d+)?|superseded-(adapter-(\d+|last)|best)(\.\d+)?|best(\.old|\.tmp)?|report|runs"
+)
+FILES = re.compile(
+    r"((metrics|completions)(\.superseded)?\.csv|report\.html|training\.log|README\.md"
+    r"|(settings|deleting|versions|evaluation|closed_loop|complete|adapter_config)\.json|adapter_model\.safetensors"
+    r"|(tokenizer|tokenizer_config|special_tokens_map|added_tokens)\.json|chat_template\.jinja|tokenizer\.model"
+    r"|training_args\.bin)(\.tmp)?"
+)
+# Of FOLDERS; in runs/ tensorboard's.
+INNER = re.compile(
+    r"((best|manifest|trainer_state)\.json)(\.tmp)?|(optimizer|scheduler)\.pt|rng_state(_\d+)?\.pth|[a-z_]+(_\d+)?\.png"
+    r"|events\.out\.tfevents\..*"
 )
 
 
@@ -48,14 +60,46 @@ def check_neighbours(folder: Path, where: str, problems: Problems) -> None:
     if lock.is_symlink() or (lock.exists() and not (lock.is_file() and os.access(lock, os.W_OK))):
         what = "a link" if lock.is_symlink() else "not a file that you may write"
         problems.add(where, f"its lock {lock} is {what}", f"Remove that, or {OTHER}")
-    if archive.exists() and not archive.is_file():
-        problems.add(where, f"its zip {archive} is not a file", f"Move that away, or {OTHER}")
+    for what, path in (("its zip", archive), ("what its zip is called while it is written,", half_of(archive))):
+        if path.exists() and not path.is_file():
+            problems.add(where, f"{what} {path} is not a file", f"Move that away, or {OTHER}")
+        elif os.path.lexists(path) and not may_replace(path):
+            problems.add(where, f"{what} {path} is another user's", f"Have it removed, or {OTHER}")
+
+
+def may_replace(path: Path) -> bool:
+    """Whether what is there may be deleted: in a folder like /tmp only by its owner, whoever may write there."""
+    shared = path.parent.stat()
+    return not shared.st_mode & stat.S_ISVTX or os.geteuid() in (0, shared.st_uid, path.lstat().st_uid)
+
+
+def check_own(folder: Path, where: str, problems: Problems) -> None:
+    """What has a name of the run's own in OUTPUT_DIR is of its kind: libraries write there too, and would write through a
+    link that others put there."""
+    for path in sorted(folder.iterdir()):
+        inner, file = FOLDERS.fullmatch(path.name), FILES.fullmatch(path.name)
+        if path.is_symlink() and (inner or file):
+            what = "a link, which a run would write through"
+        elif inner and not path.is_dir():
+            what = "not a folder"
+        elif file and not inner and not (path.is_file() and os.access(path, os.R_OK | os.W_OK)):
+            what = "not a file that you may read and write"
+        else:
+            continue
+        problems.add(where, f"{path.name} in it is {what}", f"Move that away, or {OTHER}")
 
 
 def foreign_files(folder: Path) -> tuple[str, ...]:
-    """Names in OUTPUT_DIR of what no run of this script writes; inside of a run's own folders nobody looks."""
-    names = (path.name + "/" * path.is_dir() for path in sorted(folder.iterdir()))
-    return tuple(name for name in names if not OWN.fullmatch(name.rstrip("/")) and name.rstrip("/") not in NO_RUN)
+    """Names in OUTPUT_DIR, and in a run's own folders there, of what no run of this script writes."""
+    found = []
+    for path in sorted(path for path in folder.iterdir() if path.name not in NO_RUN):
+        if not (FOLDERS.fullmatch(path.name) or FILES.fullmatch(path.name)):
+            found.append(path.name + "/" * path.is_dir())
+        elif not path.is_symlink():
+            files = (inner for inner in sorted(path.rglob("*")) if not inner.is_dir())
+            own = (FILES, INNER)
+            found += [str(f.relative_to(folder)) for f in files if not any(names.fullmatch(f.name) for names in own)]
+    return tuple(found)
 
 
 def last_change(folder: Path) -> int:

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 from machines import only
 
+from grpo.measure.damages import KINDS
 from grpo.preflight.adapter import check_start, modules, start_adapter
 from grpo.preflight.hub import REAL_CONFIG, read_json
-from grpo.run.folder import ADAPTER, RunState, needed_files
+from grpo.run.durable import begin_checkpoint, finish_checkpoint
+from grpo.run.folder import ADAPTER, COMPLETE, RunState, needed_files
 from grpo.settings import Problems, load_settings
 
 
@@ -58,6 +60,12 @@ def change_config(**changes):
     return change
 
 
+def flip_a_weight(folder: Path) -> None:
+    """In a checkpoint."""
+    finish_checkpoint(folder, {})
+    KINDS["one bit"](folder / ADAPTER)
+
+
 @pytest.mark.parametrize(
     ("spoil", "model", "words"),
     [
@@ -66,6 +74,9 @@ def change_config(**changes):
         (lambda folder: (folder / ADAPTER).write_bytes(b"version https"), None, ["no safetensors file"]),
         (lambda folder: (folder / "adapter_config.json").write_text("{"), None, ["adapter_config.json cannot be read"]),
         (lambda folder: (folder / "best.json").write_text('{"adapter_sha256": "0"}'), None, [f"{ADAPTER} is damaged"]),
+        (lambda folder: (folder / COMPLETE).write_text('{"adapter_sha256": "0"}'), None, [f"{ADAPTER} is damaged"]),
+        (flip_a_weight, None, [f"{ADAPTER} is damaged"]),
+        (begin_checkpoint, None, ["it was cut off while it was written"]),
         (change_config(peft_type="IA3"), None, ["not that of a LoRA"]),
         (change_config(use_rslora=True), None, ["use_rslora"]),
         (
@@ -85,6 +96,15 @@ def test_what_cannot_be_started_from(tiny, saved_adapter, tmp_path, spoil, model
     problem = only(problems)
     assert problem.startswith(f"INIT_ADAPTER={folder}: ") and all(word in problem for word in words), problem
     assert digest is None and settings.LORA_R == 8
+
+
+def test_a_checkpoint_out_of_a_zip_is_taken(tiny, saved_adapter, tmp_path):
+    folder = Path(shutil.copytree(saved_adapter, tmp_path / "a"))
+    (folder / "optimizer.pt").touch()
+    finish_checkpoint(folder, {})
+    (folder / "optimizer.pt").unlink()
+    change_config(base_model_name_or_path="./data/tiny")(folder)
+    assert not start(tiny, folder)[-1]
 
 
 def test_a_resumed_run_began_with_the_same_weights(tiny, saved_adapter, tmp_path):

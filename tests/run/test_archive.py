@@ -10,6 +10,7 @@ import sys
 import zipfile
 
 import pytest
+from huggingface_hub.constants import HF_HUB_CACHE
 
 from grpo.run.archive import write_zip
 from grpo.run.durable import read_sealed, sealed, whole_file, write_text
@@ -22,7 +23,12 @@ def folder(tmp_path):
     folder = tmp_path / "real" / "ü & run"
     (folder / "checkpoint-2").mkdir(parents=True)
     (tmp_path / "link").symlink_to(folder.parent)
-    given = {"OUTPUT_DIR": str(tmp_path / "link" / folder.name), "MODEL_ID": "/models/mine", "DATA": "days/*.csv"}
+    given = {
+        "OUTPUT_DIR": str(tmp_path / "link" / folder.name),
+        "MODEL_ID": "/models/mine",
+        "DATA": f"days/*.csv,{ROOT}/d.csv",
+    }
+    given["SYSTEM_PROMPT"] = f"Code is in {ROOT}/grpo"
     record = {"settings": given, "command": f"python {ROOT}/train_grpo.py"}
     (folder / "settings.json").write_text(json.dumps(sealed(record)))
     (folder / "metrics.csv").write_text("step\n1\n")
@@ -30,9 +36,9 @@ def folder(tmp_path):
 
 
 def unzipped(folder):
-    with zipfile.ZipFile(write_zip(folder)) as archive:
-        assert archive.testzip() is None
-        return {name.removeprefix(folder.name + "/"): archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(write_zip(folder)) as file:
+        assert file.testzip() is None
+        return {name.removeprefix(folder.name + "/"): file.read(name) for name in file.namelist()}
 
 
 def test_nothing_from_outside_and_no_pickle_is_taken(folder, tmp_path):
@@ -56,12 +62,23 @@ def test_no_path_of_the_machine_is_in_it(folder):
     (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": f"{ROOT}/data/tiny"}))
     inside = unzipped(folder)
     record, name = json.loads(inside["settings.json"]), folder.name
-    assert record["settings"] == {"OUTPUT_DIR": name, "MODEL_ID": "/models/mine", "DATA": "days/*.csv"}
+    assert record["settings"] == read_sealed(folder / "settings.json")["settings"] | {"OUTPUT_DIR": name}
     assert record["command"] == "python ./train_grpo.py"
     assert json.loads(inside["adapter_config.json"])["base_model_name_or_path"] == "./data/tiny"
     assert inside["report.html"].decode() == "<p>ü &amp; run</p>"
     told = f"Adapter: {name}, download: {name}.zip\n./grpo/x.py and python/lib/y.py\n/models/mine b".encode() + b"\xff"
     assert inside["training.log"] == told, "and no other byte is another"
+
+
+def test_no_place_outside_of_the_project_is_in_it(folder, monkeypatch, tmp_path):
+    (tmp_path / "project").symlink_to(ROOT)
+    monkeypatch.setattr(sys, "argv", [f"{tmp_path}/project/train_grpo.py"])
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (folder / "training.log").write_text(
+        f"{os.__file__} {HF_HUB_CACHE}/models--x {tmp_path}/home/y {tmp_path}/project/train_grpo.py {ROOT}/d.csv {ROOT}/e.csv"
+    )
+    told = f"python/os.py hub/models--x ~/y ./train_grpo.py {ROOT}/d.csv ./e.csv"
+    assert unzipped(folder)["training.log"].decode() == told, "what was set stays"
 
 
 def test_settings_have_the_checksum_of_what_the_zip_says(folder, tmp_path):

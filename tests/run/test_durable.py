@@ -55,6 +55,9 @@ def test_no_flipped_bit_changes_what_a_record_says(tmp_path, caplog):
     path.write_text(json.dumps(sealed(record)))
     whole = path.read_bytes()
     assert read_sealed(path) == record and is_intact(path) and not caplog.text
+    path.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="recursion"):
+        read_sealed(path)
     told = 0
     for bit in range(8 * len(whole)):
         path.write_bytes(bytes(byte ^ (1 << bit % 8) * (i == bit // 8) for i, byte in enumerate(whole)))

@@ -28,6 +28,7 @@ from grpo.run.durable import begin_checkpoint, finish_checkpoint, sealed
 from grpo.run.folder import (
     CHECKPOINT_FILES,
     COMPLETE,
+    RECORDS,
     inspect_run,
     lock_run,
     prepare_run,
@@ -95,8 +96,9 @@ def test_an_interrupted_run_continues_from_its_last_whole_checkpoint(tmp_path):
     settings, folder = run_dir(tmp_path)
     state, problems = inspect(settings)
     assert not problems and (state.step, state.checkpoint) == (4, folder / "checkpoint-4")
-    (folder / "checkpoint-4" / "trainer_state.json").write_text("{")
-    assert inspect(settings)[0].step == 2, "a torn state file does not count"
+    for torn in ("{", "[" * 100_000):
+        (folder / "checkpoint-4" / "trainer_state.json").write_text(torn)
+        assert inspect(settings)[0].step == 2, "a torn state file does not count"
 
 
 def test_what_may_not_continue(tmp_path):
@@ -282,24 +284,36 @@ def test_a_kill_inside_overwrites_deletion_leaves_a_folder_that_the_same_command
 
 def test_overwrite_says_what_it_deletes_that_no_run_wrote(tmp_path):
     settings, folder = run_dir(tmp_path, OVERWRITE=True)
-    (folder / "mine" / "deep").mkdir(parents=True)
-    own = (
-        "metrics.superseded.csv",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "superseded-checkpoint-4.2",
-        "best",
-    )
-    for name in ("notes.txt", "checkpoint-4-mine", "metrics.csv.bak", *own):
+    for inner in ("mine/deep", "best", "report", "runs/Nov22", "superseded-checkpoint-4.2", "superseded-adapter-last"):
+        (folder / inner).mkdir(parents=True)
+    own = ("metrics.superseded.csv", "tokenizer_config.json", "special_tokens_map.json", "versions.json.tmp", "best/best.json",
+           "checkpoint-4/rng_state.pth", "report/best_action_rate_2.png", "runs/Nov22/events.out.tfevents.1.host.2.0")  # fmt: skip
+    mine = ("checkpoint-4-mine", "checkpoint-4/notes.md", "metrics.csv.bak", "my_tokens.json", "notes.txt", "report/notes.md",
+            "runs/Nov22/first.csv", "superseded-bestiary.txt", "thesis.tmp")  # fmt: skip
+    for name in (*own, *mine):
         (folder / name).touch()
-    assert inspect(settings)[0].foreign == ("checkpoint-4-mine", "metrics.csv.bak", "mine/", "notes.txt")
+    assert sorted(inspect(settings)[0].foreign) == sorted((*mine, "mine/"))
 
 
-@pytest.mark.parametrize(("name", "what"), [(".run.lock", "its lock"), ("run.zip", "its zip")])
+@pytest.mark.parametrize(
+    ("name", "what"), [(".run.lock", "its lock"), ("run.zip", "its zip"), ("run.zip.tmp", "what its zip is called")]
+)
 def test_what_is_in_the_way_beside_the_folder_is_said(tmp_path, name, what):
     (tmp_path / name).mkdir()
     problem = only(inspect(Settings(OUTPUT_DIR=str(tmp_path / "run")))[1])
-    assert f"{what} {tmp_path / name} is not a file" in problem
+    assert what in problem and f" {tmp_path / name} is not a file" in problem
+
+
+@pytest.mark.parametrize("name", ["run.zip", "run.zip.tmp"])
+def test_another_users_file_in_the_place_of_the_zip_is_said(tmp_path, name, monkeypatch):
+    """In a folder like /tmp, where the run could not replace it in the end."""
+    (tmp_path / name).symlink_to("theirs")
+    for mode, user, told in ((0o777, 99, False), (0o1777, os.geteuid(), False), (0o1777, 99, True)):
+        tmp_path.chmod(mode)
+        monkeypatch.setattr(os, "geteuid", lambda user=user: user)
+        assert [
+            f"{name} is another user's" in problem for problem in inspect(Settings(OUTPUT_DIR=str(tmp_path / "run")))[1]
+        ] == [True] * told
 
 
 def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
@@ -309,6 +323,26 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
     with pytest.raises(OSError):
         lock_run(tmp_path / "run")
     assert not (tmp_path / "planted").exists()
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "tokenizer.json", "training.log", "best", "checkpoint-6"])
+def test_a_link_with_a_name_of_the_runs_own_is_refused(tmp_path, name):
+    """PEFT, the tokenizer, the Trainer and the log would write through it."""
+    settings, folder = run_dir(tmp_path)
+    shutil.rmtree(folder / "checkpoint-6")
+    (folder / "mine.csv").symlink_to(tmp_path / "mine.csv")
+    assert not inspect(settings)[1]
+    (folder / name).symlink_to(tmp_path / "planted")
+    assert f"{name} in it is a link" in only(inspect(settings)[1])
+    assert not inspect(settings, OVERWRITE=True)[1], "which deletes the link"
+
+
+@pytest.mark.parametrize("name", ["metrics.csv", "completions.csv", COMPLETE, "training.log"])
+def test_a_folder_in_the_place_of_a_file_is_refused(tmp_path, name):
+    settings, folder = run_dir(tmp_path)
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).mkdir()
+    assert f"{name} in it is not a file that you may read and write" in only(inspect(settings)[1])
 
 
 def test_a_zip_of_an_earlier_run_is_not_overwritten(tmp_path):
@@ -411,9 +445,22 @@ def test_damaged_records_are_refused_or_passed_over(tmp_path):
     for text in ("", "{", "[]", record.replace("5e-05", "6e-05"), record[:-90], '{"settings": 1, "data_sha256": ""}'):
         (folder / "settings.json").write_text(text)
         problem = only(inspect(settings)[1])
-        assert "its settings.json is damaged" in problem and "Put the one of run.zip" in problem
+        assert "its settings.json is damaged" in problem and "Put the one of another copy" in problem
+        folder.with_name("run.zip").touch()
+        assert "Put the one of run.zip or of another copy" in only(inspect(settings)[1])
+        folder.with_name("run.zip").unlink()
     (folder / "settings.json").write_text(record)
     assert not inspect(settings)[1]
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_damaged_record_that_the_run_goes_on_without_is_told(tmp_path, name):
+    settings, folder = run_dir(tmp_path)
+    with_manifests(folder)
+    (folder / name).write_text(json.dumps(sealed({"steps": 4})))
+    assert len(inspect(settings)[0].notes) == 1, "of checkpoint-6, cut off"
+    (folder / name).write_text("{")
+    assert inspect(settings)[0].notes[1].startswith(f"{name} is damaged (Expecting")
 
 
 def test_a_damaged_best_adapter_is_told(tmp_path):
@@ -490,6 +537,11 @@ def test_completions_are_counted_and_a_missing_log_is_refused(tmp_path):
     assert "1 of its lines held bytes that are no text" in inspect(settings)[0].notes[1]
     path.write_text("".join(edited(lines, 97, *lines[1:97])))
     assert "completions.csv: step 1 was there 2 times" in inspect(settings)[0].notes[1]
+    path.write_text("".join(edited(lines, 90, *lines[97:107], *lines[90:97], drop=17)))
+    state, _ = inspect(settings)
+    assert state.notes[1:] == ("completions.csv: its steps were not in order",), "rows of step 2 among those of step 1"
+    prepare_run(state, settings, {})
+    assert path.read_text() == "".join(lines[: 1 + 96 * 4])
     path.unlink()
     assert "completions.csv is not whole at step 1, and no checkpoint is before it" in only(inspect(settings)[1])
 
