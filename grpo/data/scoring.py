@@ -57,10 +57,12 @@ def reward_specs(text: str) -> list[tuple[str, float]]:
 
 
 def load_reward(name: str) -> Callable[..., Sequence[float | None]]:
-    """The reward function `name` of rewards.py, or `module:function` from any package or the current folder, which is
-    looked into last from here on: nothing in it takes a library's place. Raises ValueError."""
-    sys.path[:] = [*(place for place in sys.path if place not in ("", str(Path.cwd()))), str(Path.cwd())]
-    module, colon, function = name.partition(":")
+    """The reward function `name` of rewards.py, or `module:function` from any package or the current folder. For that one
+    the folder is looked into from here on, as its functions may import late; and last, so that nothing in it takes a
+    library's place. Raises ValueError."""
+    (module, colon, function), here = name.partition(":"), str(Path.cwd())
+    others = [place for place in sys.path if place not in ("", here)]
+    sys.path[:] = others + [here] * (bool(colon) or len(others) < len(sys.path))
     if name in rewards.REWARD_FUNCTIONS:
         return rewards.REWARD_FUNCTIONS[name]
     if not colon:

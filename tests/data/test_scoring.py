@@ -37,6 +37,9 @@ def penalty(completions, **columns): return [-3.0 if "[" in text else 0.0 for te
 def brief(completions, **columns): return [5.0 if "final" in text and "[" not in text else 0.0 for text in completions]
 def dreamy(completions, **columns): return [5.0 if "analysis" in text else 0.0 for text in completions]
 async def polite(completions, *, note, **columns): return [None if note[0] is None else 0.5 for _ in completions]
+def late(completions, **columns):
+    from my_helper import zero
+    return [zero for _ in completions]
 def narrow(completions): return [0.0]
 def leaves(completions, **columns): raise SystemExit
 def deep(completions, **columns): return deep(completions)
@@ -46,6 +49,7 @@ def silent(completions, **columns): raise Silent
 """
 # Modules of the user's that must be named where they end the program, or are not the ones that Python takes.
 MODULES = {
+    "my_helper": "zero = 0.0\n",
     "my_exit": "import sys\nsys.exit(0)\n",
     "my_arguments": "import argparse\nargparse.ArgumentParser().parse_args(['--check'])\n",
     "my_depth": "def deeper(): return deeper()\ndeeper()\n",
@@ -116,6 +120,13 @@ def test_the_users_folder_takes_no_librarys_place(my_rewards, tmp_path, monkeypa
     problem = only(problems(ROW, REWARDS="datasets:score"))
     assert "Python takes /" in problem and problem.count("datasets") >= 3
     assert sys.path[-1] == str(tmp_path) and sys.path.count(str(tmp_path)) == 1 and "" not in sys.path
+
+
+def test_the_users_folder_is_looked_into_for_the_users_functions_alone(my_rewards, tmp_path):
+    """Libraries try to import what is not installed."""
+    assert not problems(ROW, REWARDS="action") and str(tmp_path) not in sys.path
+    assert not problems(ROW, REWARDS="action,my_rewards:late")
+    assert sys.path[-1] == str(tmp_path)
 
 
 def test_rewards_of_ones_own_need_no_columns(my_rewards):
