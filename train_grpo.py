@@ -46,7 +46,7 @@ from grpo.run.best import recover_best
 from grpo.run.durable import sealed, sync_files, write_text
 from grpo.run.folder import COMPLETE, continuation, full_disk, inspect_run, lock_run, prepare_run, run_folder
 from grpo.run.logs import FILE_ONLY, start_logging
-from grpo.run.signals import StopRequest
+from grpo.run.signals import StopRequest, ignore_signals
 from grpo.settings import Problems, Settings, described, flag_answers, help_text, listed, log
 
 
@@ -134,11 +134,15 @@ def launch(preflight_result: Preflight) -> int:
     if problem := unusable or fetch_weights(s.MODEL_ID, preflight_result.files):
         return fail([problem])
     try:
-        prepare_run(state, s, run_records(preflight_result))
-        recover_best(state.folder)
-        start_logging(state.folder)
-        return train(preflight_result)
+        try:
+            prepare_run(state, s, run_records(preflight_result))
+            recover_best(state.folder)
+            start_logging(state.folder)
+            return train(preflight_result)
+        finally:
+            ignore_signals()
     except KeyboardInterrupt as stop:
+        ignore_signals()  # where one more came just before the first call
         log.warning("stopped at once; %s", continuation(state.folder, vars(s)))
         return 128 + (stop.args[0] if stop.args else signal.SIGINT)
     except ParityError as error:
