@@ -207,6 +207,8 @@ def train(preflight_result: Preflight) -> int:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever the libraries raise for damage that the preflight cannot see
+        if full_disk(error, folder):
+            raise
         return unloadable(error)
     size, seconds = model.num_parameters() / 1e6, time.time() - started
     log.info("model: %.2fM parameters on %s, loaded after %.0f s", size, model.device, seconds)

@@ -166,15 +166,19 @@ def test_any_other_error_ends_with_what_the_same_command_does(run_here, user_mod
 
 
 def test_a_model_that_cannot_be_loaded_is_one_line(run_here, monkeypatch, capfd):
-    """Whatever the libraries raise; where, is in training.log alone."""
+    """Whatever the libraries raise; where, is in training.log alone. A full disk is named as at any other time."""
+    raised = [KeyError("lm_head.weight"), OSError(errno.ENOSPC, "No space left on device")]
 
     def load_base(*given):
-        raise KeyError("lm_head.weight")
+        raise raised.pop(0)
 
     monkeypatch.setattr("grpo.model.load.load_base", load_base)
     code, log = run_here(TOTAL_STEPS=2)
     assert code == 1 and log.rstrip().endswith("C train_grpo: model: KeyError: 'lm_head.weight'")
     assert "in load_base" in log and "Traceback" not in "".join(capfd.readouterr())
+    code, log = run_here(TOTAL_STEPS=2)
+    assert code == 1 and "no space left on the disk of OUTPUT_DIR=" in log.splitlines()[-1]
+    assert "the same command starts at step 0" in log.splitlines()[-1]
 
 
 def test_a_run_that_learns_nothing_says_so(run_here, user_module):
