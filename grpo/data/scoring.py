@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import importlib
 import inspect
 import itertools
 import math
+import os
 import random
 import re
 import sys
@@ -69,7 +71,8 @@ def load_reward(name: str) -> Callable[..., Sequence[float | None]]:
         known = rewards.REWARD_FUNCTIONS
         raise ValueError(f"{name!r} is unknown (there are {', '.join(known)}{nearest(name, known)})")
     try:
-        loaded = importlib.import_module(module)
+        with contextlib.chdir("."):  # back to this folder: what the settings name is below it
+            loaded = importlib.import_module(module)
         if taken := shadowed(loaded, Path.cwd().joinpath(*module.split("."))):
             raise ImportError(taken)
         found = getattr(loaded, function)
@@ -322,7 +325,7 @@ def reward_callable(name: str, settings: Settings, title: str | None = None) -> 
 
     One of the user's gets prompts and completions of conversational rows as lists of messages, as from TRL, if it is called
     by keyword."""
-    function, own = load_reward(name), ":" in name
+    function, own, here = load_reward(name), ":" in name, Path.cwd()
     options = {"invalid_reward": settings.INVALID_REWARD} if name in rewards.ACTION_REWARDS else {}
     by_keyword = own and is_called_by_keyword(function)
 
@@ -344,6 +347,9 @@ def reward_callable(name: str, settings: Settings, title: str | None = None) -> 
             raise
         except BaseException as error:  # sys.exit too: it would end the run as if it were complete
             raise RuntimeError(f"REWARDS: {name} raised {ended(error)}") from error
+        finally:
+            with contextlib.suppress(OSError):  # it was deleted
+                os.chdir(here)
         return checked_rewards(name, values, len(completions))
 
     reward.__name__ = title or name.rpartition(":")[2]

@@ -9,7 +9,6 @@ from types import FrameType
 from grpo.run.logs import detach_closed_terminal
 from grpo.settings import log
 
-
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

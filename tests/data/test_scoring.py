@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import math
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -50,6 +51,7 @@ def silent(completions, **columns): raise Silent
 # Modules of the user's that must be named where they end the program, or are not the ones that Python takes.
 MODULES = {
     "my_helper": "zero = 0.0\n",
+    "my_place": "import os\nos.chdir('/')\ndef score(completions, **columns): return [os.chdir('/') or 0.0 for _ in completions]\n",
     "my_exit": "import sys\nsys.exit(0)\n",
     "my_arguments": "import argparse\nargparse.ArgumentParser().parse_args(['--check'])\n",
     "my_depth": "def deeper(): return deeper()\ndeeper()\n",
@@ -127,6 +129,14 @@ def test_the_users_folder_is_looked_into_for_the_users_functions_alone(my_reward
     assert not problems(ROW, REWARDS="action") and str(tmp_path) not in sys.path
     assert not problems(ROW, REWARDS="action,my_rewards:late")
     assert sys.path[-1] == str(tmp_path)
+
+
+def test_the_users_code_does_not_move_the_run(my_rewards, tmp_path):
+    """Neither when it is imported nor when it is called: OUTPUT_DIR, DATA and the rest may be relative."""
+    assert not problems(dataclasses.replace(ROW, rewards=()), REWARDS="my_place:score")
+    assert Path.cwd() == tmp_path
+    reward = reward_callable("my_place:score", Settings())
+    assert Path.cwd() == tmp_path and reward(["a"]) == [0.0] and Path.cwd() == tmp_path
 
 
 def test_rewards_of_ones_own_need_no_columns(my_rewards):
