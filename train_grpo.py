@@ -47,7 +47,7 @@ from grpo.run.durable import sealed, sync_files, write_text
 from grpo.run.folder import COMPLETE, continuation, full_disk, inspect_run, lock_run, prepare_run, run_folder
 from grpo.run.logs import FILE_ONLY, start_logging
 from grpo.run.signals import StopRequest, ignore_signals
-from grpo.settings import Problems, Settings, described, flag_answers, help_text, listed, log
+from grpo.settings import Problems, Settings, described, flag_answers, help_text, keep_compiled_private, listed, log
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,6 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if problem := place_problem():
         return fail([problem])
+    keep_compiled_private()
     try:
         preflight_result = preflight(os.environ)
         print(banner(preflight_result))
