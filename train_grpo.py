@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import shutil
@@ -52,6 +53,9 @@ from grpo.settings import Problems, Settings, described, flag_answers, help_text
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # no prompt or path is worth a UnicodeEncodeError
     parser = argparse.ArgumentParser(
         prog="train_grpo.py", add_help=False, usage="[NAME=VALUE ...] python %(prog)s [--help | --check]"
     )
