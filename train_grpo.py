@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import shutil
@@ -46,12 +47,15 @@ from grpo.run.best import recover_best
 from grpo.run.durable import sealed, sync_files, write_text
 from grpo.run.folder import COMPLETE, continuation, full_disk, inspect_run, lock_run, prepare_run, run_folder
 from grpo.run.logs import FILE_ONLY, start_logging
-from grpo.run.signals import StopRequest
-from grpo.settings import Problems, Settings, described, flag_answers, help_text, listed, log
+from grpo.run.signals import StopRequest, ignore_signals
+from grpo.settings import Problems, Settings, described, flag_answers, help_text, keep_compiled_private, listed, log
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # no prompt or path is worth a UnicodeEncodeError
     parser = argparse.ArgumentParser(
         prog="train_grpo.py", add_help=False, usage="[NAME=VALUE ...] python %(prog)s [--help | --check]"
     )
@@ -65,6 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if problem := place_problem():
         return fail([problem])
+    keep_compiled_private()
     try:
         preflight_result = preflight(os.environ)
         print(banner(preflight_result))
@@ -134,11 +139,15 @@ def launch(preflight_result: Preflight) -> int:
     if problem := unusable or fetch_weights(s.MODEL_ID, preflight_result.files):
         return fail([problem])
     try:
-        prepare_run(state, s, run_records(preflight_result))
-        recover_best(state.folder)
-        start_logging(state.folder)
-        return train(preflight_result)
+        try:
+            prepare_run(state, s, run_records(preflight_result))
+            recover_best(state.folder)
+            start_logging(state.folder)
+            return train(preflight_result)
+        finally:
+            ignore_signals()
     except KeyboardInterrupt as stop:
+        ignore_signals()  # where one more came just before the first call
         log.warning("stopped at once; %s", continuation(state.folder, vars(s)))
         return 128 + (stop.args[0] if stop.args else signal.SIGINT)
     except ParityError as error:
@@ -203,6 +212,8 @@ def train(preflight_result: Preflight) -> int:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever the libraries raise for damage that the preflight cannot see
+        if full_disk(error, folder):
+            raise
         return unloadable(error)
     size, seconds = model.num_parameters() / 1e6, time.time() - started
     log.info("model: %.2fM parameters on %s, loaded after %.0f s", size, model.device, seconds)

@@ -238,3 +238,10 @@ def test_what_may_change_when_a_run_is_resumed():
     """What a user changes between two parts of a run, and nothing that makes another run of it."""
     assert {"TOTAL_STEPS", "MICRO_BATCH", "USE_VLLM", "ATTN_IMPL", "PARITY_LIMIT", "DATA", "EVAL_DATA"} <= MAY_CHANGE
     assert not MAY_CHANGE & {"MODEL_ID", "SEED", "LEARNING_RATE", "NUM_GENERATIONS", "LOSS_TYPE", "LORA_R", "REWARDS"}
+
+
+def test_a_terminal_that_cannot_show_a_setting_escapes_it(tmp_path):
+    done = run_script(
+        "--check", MODEL_ID="tiny", SYSTEM_PROMPT="ü", OUTPUT_DIR=tmp_path / "run", PYTHONIOENCODING="ascii"
+    )
+    assert done.returncode == 0 and "\\xfc" in done.stdout, done.stderr

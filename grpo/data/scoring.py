@@ -4,16 +4,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import importlib
 import inspect
 import itertools
 import math
+import os
 import random
 import re
 import sys
 import types
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -56,19 +58,36 @@ def reward_specs(text: str) -> list[tuple[str, float]]:
     return specs
 
 
+@contextlib.contextmanager
+def users_code(here: str) -> Iterator[None]:
+    """While code of the user's runs, it may import from the current folder `here`, last on Python's path. Afterwards no
+    library finds in there what it asks for, and the run is in that folder again, wherever the code went."""
+    if added := here not in sys.path:
+        sys.path.append(here)
+    try:
+        yield
+    finally:
+        if added and here in sys.path:
+            sys.path.remove(here)
+        with contextlib.suppress(OSError):  # it was deleted
+            os.chdir(here)
+
+
 def load_reward(name: str) -> Callable[..., Sequence[float | None]]:
     """The reward function `name` of rewards.py, or `module:function` from any package or the current folder, which is
-    looked into last from here on: nothing in it takes a library's place. Raises ValueError."""
-    sys.path[:] = [*(place for place in sys.path if place not in ("", str(Path.cwd()))), str(Path.cwd())]
-    module, colon, function = name.partition(":")
+    looked into last: nothing in it takes a library's place. Raises ValueError."""
+    (module, colon, function), here = name.partition(":"), str(Path.cwd())
+    others = [place for place in sys.path if place not in ("", here)]
+    sys.path[:] = others + [here] * (len(others) < len(sys.path))
     if name in rewards.REWARD_FUNCTIONS:
         return rewards.REWARD_FUNCTIONS[name]
     if not colon:
         known = rewards.REWARD_FUNCTIONS
         raise ValueError(f"{name!r} is unknown (there are {', '.join(known)}{nearest(name, known)})")
     try:
-        loaded = importlib.import_module(module)
-        if taken := shadowed(loaded, Path.cwd().joinpath(*module.split("."))):
+        with users_code(here):
+            loaded = importlib.import_module(module)
+        if taken := shadowed(loaded, Path(here, *module.split("."))):
             raise ImportError(taken)
         found = getattr(loaded, function)
     except KeyboardInterrupt:
@@ -320,7 +339,7 @@ def reward_callable(name: str, settings: Settings, title: str | None = None) -> 
 
     One of the user's gets prompts and completions of conversational rows as lists of messages, as from TRL, if it is called
     by keyword."""
-    function, own = load_reward(name), ":" in name
+    function, own, here = load_reward(name), ":" in name, str(Path.cwd())
     options = {"invalid_reward": settings.INVALID_REWARD} if name in rewards.ACTION_REWARDS else {}
     by_keyword = own and is_called_by_keyword(function)
 
@@ -333,8 +352,9 @@ def reward_callable(name: str, settings: Settings, title: str | None = None) -> 
             completions = [as_message(text) if talk else text for talk, text in zip(talks, completions, strict=True)]
         given = columns | options | {"prompts": prompts}
         try:
-            values = function(completions=completions, **given) if by_keyword else function(completions, **given)
-            values = asyncio.run(values) if inspect.iscoroutine(values) else values
+            with users_code(here) if own else contextlib.nullcontext():
+                values = function(completions=completions, **given) if by_keyword else function(completions, **given)
+                values = asyncio.run(values) if inspect.iscoroutine(values) else values
             values = values.tolist() if hasattr(values, "tolist") else values
             if isinstance(values, Sequence):
                 values = [value.item() if hasattr(value, "item") else value for value in values]  # numpy's

@@ -9,6 +9,14 @@ from types import FrameType
 from grpo.run.logs import detach_closed_terminal
 from grpo.settings import log
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def ignore_signals() -> None:
+    """For a run that is ending: none of the three changes any more what it says and how it ends."""
+    for name in SIGNALS:
+        signal.signal(name, signal.SIG_IGN)
+
 
 class StopRequest:
     """While the run trains, the first Ctrl-C, SIGTERM or SIGHUP ends it after the step and a checkpoint, and the second one
@@ -20,7 +28,7 @@ class StopRequest:
 
     def listen(self) -> None:
         """Take the three signals over. A SIGHUP that `nohup` ignores stays ignored."""
-        for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for name in SIGNALS:
             if name != signal.SIGHUP or signal.getsignal(name) != signal.SIG_IGN:
                 signal.signal(name, self.receive)
 

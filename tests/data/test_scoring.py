@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import math
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -37,6 +38,9 @@ def penalty(completions, **columns): return [-3.0 if "[" in text else 0.0 for te
 def brief(completions, **columns): return [5.0 if "final" in text and "[" not in text else 0.0 for text in completions]
 def dreamy(completions, **columns): return [5.0 if "analysis" in text else 0.0 for text in completions]
 async def polite(completions, *, note, **columns): return [None if note[0] is None else 0.5 for _ in completions]
+def late(completions, **columns):
+    from my_helper import zero
+    return [zero for _ in completions]
 def narrow(completions): return [0.0]
 def leaves(completions, **columns): raise SystemExit
 def deep(completions, **columns): return deep(completions)
@@ -46,6 +50,8 @@ def silent(completions, **columns): raise Silent
 """
 # Modules of the user's that must be named where they end the program, or are not the ones that Python takes.
 MODULES = {
+    "my_helper": "zero = 0.0\n",
+    "my_place": "import os\nos.chdir('/')\ndef score(completions, **columns): return [os.chdir('/') or 0.0 for _ in completions]\n",
     "my_exit": "import sys\nsys.exit(0)\n",
     "my_arguments": "import argparse\nargparse.ArgumentParser().parse_args(['--check'])\n",
     "my_depth": "def deeper(): return deeper()\ndeeper()\n",
@@ -116,6 +122,20 @@ def test_the_users_folder_takes_no_librarys_place(my_rewards, tmp_path, monkeypa
     problem = only(problems(ROW, REWARDS="datasets:score"))
     assert "Python takes /" in problem and problem.count("datasets") >= 3
     assert sys.path[-1] == str(tmp_path) and sys.path.count(str(tmp_path)) == 1 and "" not in sys.path
+
+
+def test_the_users_folder_is_looked_into_for_the_users_code_alone(my_rewards, tmp_path):
+    """Libraries try to import what is not installed; a function may import late."""
+    for text in ("action", "action,my_rewards:late"):
+        assert not problems(ROW, REWARDS=text) and str(tmp_path) not in sys.path
+
+
+def test_the_users_code_does_not_move_the_run(my_rewards, tmp_path):
+    """Neither when it is imported nor when it is called: OUTPUT_DIR, DATA and the rest may be relative."""
+    assert not problems(dataclasses.replace(ROW, rewards=()), REWARDS="my_place:score")
+    assert Path.cwd() == tmp_path
+    reward = reward_callable("my_place:score", Settings())
+    assert Path.cwd() == tmp_path and reward(["a"]) == [0.0] and Path.cwd() == tmp_path
 
 
 def test_rewards_of_ones_own_need_no_columns(my_rewards):

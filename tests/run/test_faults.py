@@ -27,7 +27,7 @@ from grpo.evaluate import heldout
 from grpo.run.archive import model_card
 from grpo.run.folder import COMPLETE, full_disk, last_checkpoint
 from grpo.run.logs import start_logging
-from grpo.run.signals import StopRequest
+from grpo.run.signals import SIGNALS, StopRequest
 from grpo.settings import Settings
 from grpo.settings import log as run_log
 
@@ -166,15 +166,19 @@ def test_any_other_error_ends_with_what_the_same_command_does(run_here, user_mod
 
 
 def test_a_model_that_cannot_be_loaded_is_one_line(run_here, monkeypatch, capfd):
-    """Whatever the libraries raise; where, is in training.log alone."""
+    """Whatever the libraries raise; where, is in training.log alone. A full disk is named as at any other time."""
+    raised = [KeyError("lm_head.weight"), OSError(errno.ENOSPC, "No space left on device")]
 
     def load_base(*given):
-        raise KeyError("lm_head.weight")
+        raise raised.pop(0)
 
     monkeypatch.setattr("grpo.model.load.load_base", load_base)
     code, log = run_here(TOTAL_STEPS=2)
     assert code == 1 and log.rstrip().endswith("C train_grpo: model: KeyError: 'lm_head.weight'")
     assert "in load_base" in log and "Traceback" not in "".join(capfd.readouterr())
+    code, log = run_here(TOTAL_STEPS=2)
+    assert code == 1 and "no space left on the disk of OUTPUT_DIR=" in log.splitlines()[-1]
+    assert "the same command starts at step 0" in log.splitlines()[-1]
 
 
 def test_a_run_that_learns_nothing_says_so(run_here, user_module):
@@ -262,6 +266,27 @@ def test_a_second_ctrl_c_ends_the_run_with_one_line(tiny, tmp_path):
     assert process.returncode == 130 and "Traceback" not in output and "KeyboardInterrupt" not in output
     assert output.rstrip().endswith("stopped at once; the same command continues from step 1")
     assert len(output.split(ASKED)[1].split("\n")) <= 3
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [(KeyboardInterrupt(signal.SIGTERM), 143, "stopped at once"), (torch.OutOfMemoryError("x"), 1, "out of memory")],
+)
+def test_a_signal_to_a_run_that_is_ending_changes_nothing(run_here, monkeypatch, tmp_path, error, code, words):
+    """Another supervisor's SIGTERM, milliseconds after the one that ended it; or while the zip of a failed run is made."""
+
+    def train(preflight_result):
+        StopRequest().listen()
+        raise error
+
+    def signalled(real):
+        return lambda *given: [os.kill(os.getpid(), number) for number in SIGNALS] and real(*given)
+
+    monkeypatch.setattr(train_grpo, "train", train)
+    for name in ("continuation", "write_archive"):
+        monkeypatch.setattr(train_grpo, name, signalled(getattr(train_grpo, name)))
+    ended, log = run_here()
+    assert ended == code and words in log and (tmp_path / "run.zip").exists() is (code == 1)
 
 
 @pytest.mark.parametrize("moment", ["preflight", "launch"])

@@ -96,3 +96,12 @@ def test_a_disk_that_is_full_before_the_first_file_is_named(start, monkeypatch, 
     )
     assert "Traceback" not in caplog.text
     assert not list((tmp_path / "run").iterdir()), "no stray .tmp"
+
+
+@pytest.mark.parametrize("own", [None, "/somewhere/else"])
+def test_what_torch_compiles_lies_in_the_users_cache(start, monkeypatch, tmp_path, own):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", own or "")
+    if not own:
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    assert start(XDG_CACHE_HOME=tmp_path / "cache")[0] == 0
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == (own or str(tmp_path / "cache" / "torchinductor"))
