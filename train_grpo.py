@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import json
 import os
 import shutil
 import signal
@@ -44,8 +43,7 @@ from grpo.preflight.choices import choose_epsilon_high
 from grpo.preflight.hub import fetch_weights
 from grpo.run.archive import write_zip
 from grpo.run.best import recover_best
-from grpo.run.durable import sealed, sync_files, write_text
-from grpo.run.folder import COMPLETE, continuation, full_disk, inspect_run, lock_run, prepare_run, run_folder
+from grpo.run.folder import continuation, full_disk, inspect_run, lock_run, mark_complete, prepare_run, run_folder
 from grpo.run.logs import FILE_ONLY, start_logging
 from grpo.run.signals import StopRequest, ignore_signals
 from grpo.settings import Problems, Settings, described, flag_answers, help_text, keep_compiled_private, listed, log
@@ -255,8 +253,7 @@ def train(preflight_result: Preflight) -> int:
             again = continuation(folder, vars(s))
             log.warning("interrupted at step %d; %s. So far: %s", steps, again, archive)
             return 128 + stop.signal
-        sync_files(folder)
-        write_text(folder / COMPLETE, json.dumps(sealed({"steps": steps})) + "\n")
+        mark_complete(folder, steps)
         seconds = time.time() - started
         log.info("complete: %d steps in %.0f s. Adapter: %s, download: %s", steps, seconds, folder, archive)
         return 0

@@ -19,7 +19,16 @@ from typing import TYPE_CHECKING, Any
 
 from grpo.data.files import Row, data_fingerprint, find_files
 from grpo.run.best import best_fault
-from grpo.run.durable import damage, matches, read_manifest, read_sealed, sealed, write_text
+from grpo.run.durable import (
+    damage,
+    file_sha256,
+    matches,
+    read_manifest,
+    read_sealed,
+    sealed,
+    sync_files,
+    write_text,
+)
 from grpo.run.log_rows import LogRows, read_log
 from grpo.run.place import (
     ADAPTER,
@@ -128,6 +137,13 @@ def find_checkpoint(folder: Path, most: int | None = None) -> tuple[int, Path | 
 def last_checkpoint(folder: Path) -> tuple[int, Path | None]:
     """Step and folder of the last complete checkpoint: one that was cut off or damaged does not count."""
     return find_checkpoint(folder)[:2]
+
+
+def mark_complete(folder: Path, steps: int) -> None:
+    """Say that a run has all its `steps`, and which adapter it came to, once all that it left is on the disk."""
+    sync_files(folder)
+    record = {"steps": steps, "adapter_sha256": file_sha256(folder / ADAPTER)}
+    write_text(folder / COMPLETE, json.dumps(sealed(record)) + "\n")
 
 
 def rotate_checkpoints(folder: Path, limit: int) -> None:

@@ -12,7 +12,7 @@ from runs import assert_same_run, environment
 
 import train_grpo
 from grpo.measure.damages import KINDS
-from grpo.run.durable import sealed
+from grpo.run.durable import file_sha256, sealed
 from grpo.run.folder import ADAPTER, COMPLETE
 
 # A run whose TOTAL_STEPS is raised stays the same.
@@ -81,4 +81,6 @@ def test_damaged_records_are_measured_again(finished, run, kind):
     assert "evaluation.json is damaged" in log and "Traceback" not in log
     assert_same_run(folder, whole)
     assert json.loads((folder / "evaluation.json").read_text()) == json.loads((whole / "evaluation.json").read_text())
-    assert json.loads((folder / COMPLETE).read_text()) == sealed({"steps": 3})
+    assert json.loads((folder / COMPLETE).read_text()) == sealed(
+        {"steps": 3, "adapter_sha256": file_sha256(folder / ADAPTER)}
+    )
