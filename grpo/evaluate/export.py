@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An adapter merged into its base model: a checkpoint that opens without this project; for scripts/export.py."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import GptOssConfig
+
+from grpo.evaluate.publish import model_readme
+from grpo.evaluate.standalone import InputError, check_adapter, recorded_settings
+from grpo.model.checkpoint import (
+    check_checkpoint,
+    expected_tensors,
+    new_directory,
+    require_space,
+    write_json,
+    write_tensors,
+)
+from grpo.model.experts import dequantize_mxfp4
+from grpo.preflight.adapter import WHICH, read_adapter, tensor_shapes
+from grpo.preflight.hub import MODEL_FILES, WEIGHTS_INDEX, ModelFiles, fetch_weights, find_model, has_mxfp4
+from grpo.rollout.weight_sync import gained_along, share_of
+from grpo.run.durable import sync_files, write_text
+from grpo.run.place import ADAPTER
+from grpo.settings import Problems, Settings, load_settings
+
+SMALL_FILES = 128 * 2**20  # bytes that tokenizer, template and card stay below
+
+
+class Merged:
+    """The tensors of the checkpoint in the folder `base` by name, with the adapter's added: W + scale * B @ A in float32,
+    rounded once, to the nearest BF16. Memory holds one tensor and the adapter. Raises InputError for an adapter that is not
+    finite."""
+
+    def __init__(self, base: Path, adapter: Path, scale: float) -> None:
+        self.shards = {path.name: tensor_shapes(path) for path in sorted(base.glob("*.safetensors"))}
+        self.places = {name: base / shard for shard, names in self.shards.items() for name in names}
+        found, self.factors = load_file(adapter / ADAPTER), {}
+        for name, a in found.items():
+            if not torch.isfinite(a).all():
+                raise InputError(f"{adapter / ADAPTER}: {name} holds NaN or infinity. Export another checkpoint")
+            if name.endswith(".lora_A.weight"):
+                stem, b = name.removesuffix(".lora_A.weight"), found[name.replace(".lora_A.", ".lora_B.")]
+                self.factors[stem.removeprefix("base_model.model.") + ".weight"] = (a.float(), b.float() * scale)
+        self.sums: list[torch.Tensor] = []
+        self.elements = 0
+
+    def stored(self, name: str) -> torch.Tensor:
+        """As it is in the base."""
+        with safe_open(self.places[name], "pt") as file:
+            return file.get_tensor(name)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """As it is stored; merged where the adapter changes it."""
+        weight = self.stored(name)
+        if name not in self.factors:
+            return weight
+        (a, b), wide = self.factors[name], weight.float()
+        merged = torch.addmm(wide, b, a).to(weight.dtype)
+        self.sums.append(gained_along(a, b, merged.float() - wide))
+        self.elements += weight.numel()
+        return merged
+
+    def dequantized(self, name: str) -> torch.Tensor:
+        """The same; experts (E, in, out) in BF16, exactly, where the base has them in MXFP4."""
+        if f"{name}_blocks" not in self.places:
+            return self.tensor(name)
+        return dequantize_mxfp4(self.stored(f"{name}_blocks"), self.stored(f"{name}_scales"))
+
+    def share(self) -> float | None:
+        """How much of the adapter's update is in the merged tensors that were taken; None for an adapter that is zero."""
+        found = share_of(self.sums, self.elements)
+        return found[0] if found else None
+
+
+def write_mxfp4(merged: Merged, base: Path, config: dict[str, Any], folder: Path) -> None:
+    """The base's own files, shard by shard: only what the adapter changes is another tensor."""
+    for shard, names in merged.shards.items():
+        save_file({name: merged.tensor(name) for name in names}, folder / shard, {"format": "pt"})
+    for name in ("config.json", WEIGHTS_INDEX):
+        if (base / name).is_file():
+            shutil.copyfile(base / name, folder / name)
+
+
+def bf16_config(config: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name != "quantization_config"}
+
+
+def write_bf16(merged: Merged, base: Path, config: dict[str, Any], folder: Path) -> None:
+    """Every tensor as transformers' own model holds it, in shards of their own."""
+    wide = bf16_config(config)
+    expected = expected_tensors(GptOssConfig.from_dict(wide))
+    write_tensors(folder, expected, lambda name, like: merged.dequantized(name))
+    write_json(folder / "config.json", wide)
+
+
+WRITERS: dict[str, Callable[[Merged, Path, dict[str, Any], Path], None]] = {"mxfp4": write_mxfp4, "bf16": write_bf16}
+
+
+def prepare(options: argparse.Namespace) -> tuple[Settings, ModelFiles]:
+    """(settings of the adapter's run, small files of its base model) for the `options` of scripts/export.py. Raises
+    InputError."""
+    given = {"MODEL_ID": options.model} if options.model else {}
+    s, _, problems = load_settings(recorded_settings(options.adapter, os.environ) | given)
+    check_adapter(options.adapter, problems)
+    files = None if problems else find_model(s.MODEL_ID, problems)
+    if files is None or files.folder is None or problems:
+        raise InputError(*dict.fromkeys(problems))
+    return s, files
+
+
+def check_merge(options: argparse.Namespace, files: ModelFiles) -> float:
+    """The scale of the adapter, which can be merged into a model with these files, in the format of --to, to --out. Raises
+    InputError."""
+    problems = Problems()
+    if options.to != "bf16" and not has_mxfp4(files.config):
+        problems.add(f"--to {options.to}", "the base model's experts are not in MXFP4", "Use --to bf16")
+    for kept in (options.adapter, files.folder):
+        if kept.resolve().is_relative_to(options.out.resolve()):
+            problems.add(f"--out {options.out}", f"{kept} would be replaced", "Name another folder")
+    try:
+        if other := [name for name in tensor_shapes(options.adapter / ADAPTER) if ".self_attn." not in name]:
+            raise ValueError(f"it changes more than the attention ({other[0]}), which alone can be merged so far")
+        own = read_adapter(options.adapter, files.config)
+    except (OSError, ValueError) as error:
+        problems.add(str(options.adapter), str(error), WHICH)
+    if problems:
+        raise InputError(*problems)
+    return own["LORA_ALPHA"] / own["LORA_R"]
+
+
+def export(options: argparse.Namespace) -> float | None:
+    """Write the merged model to --out, whole or not at all; returns the share of the adapter's update that is in it.
+    `options` are those of scripts/export.py. Raises InputError, and ModelError for a damaged base or where --out cannot be."""
+    s, files = prepare(options)
+    base, scale = files.folder, check_merge(options, files)
+    if problem := fetch_weights(s.MODEL_ID, files):
+        raise InputError(problem)
+    check_checkpoint(base)
+    merged = Merged(base, options.adapter, scale)
+    config = bf16_config(files.config) if options.to == "bf16" else files.config
+    size = sum(tensor.nbytes for tensor in expected_tensors(GptOssConfig.from_dict(config)).values())
+    require_space(options.out, size + SMALL_FILES)
+    with new_directory(options.out, options.force) as folder:
+        for path in (path for pattern in MODEL_FILES for path in base.glob(pattern)):
+            if path.name not in ("config.json", WEIGHTS_INDEX):
+                shutil.copyfile(path, folder / path.name)
+        WRITERS[options.to](merged, base, files.config, folder)
+        write_text(folder / "README.md", model_readme(s, options.adapter, options.to, merged.share()))
+        check_checkpoint(folder)
+        sync_files(folder)
+    return merged.share()
