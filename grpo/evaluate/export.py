@@ -15,7 +15,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig
 
-from grpo.evaluate.publish import model_readme
+from grpo.data.prompts import render
+from grpo.evaluate.publish import GGUF, model_readme
 from grpo.evaluate.standalone import InputError, check_adapter, recorded_settings
 from grpo.model.checkpoint import (
     check_checkpoint,
@@ -26,13 +27,16 @@ from grpo.model.checkpoint import (
     write_tensors,
 )
 from grpo.model.experts import dequantize_mxfp4
+from grpo.model.gguf import metadata, vocabulary, write_gguf
 from grpo.preflight.adapter import WHICH, read_adapter, tensor_shapes
 from grpo.preflight.hub import MODEL_FILES, WEIGHTS_INDEX, ModelFiles, fetch_weights, find_model, has_mxfp4
 from grpo.rollout.weight_sync import gained_along, share_of
+from grpo.run.archive import base_name
 from grpo.run.durable import sync_files, write_text
 from grpo.run.place import ADAPTER
 from grpo.settings import Problems, Settings, load_settings
 
+CONFIG = "config.json"
 SMALL_FILES = 128 * 2**20  # bytes that tokenizer, template and card stay below
 
 
@@ -82,28 +86,63 @@ class Merged:
         return found[0] if found else None
 
 
-def write_mxfp4(merged: Merged, base: Path, config: dict[str, Any], folder: Path) -> None:
+def copy_small(files: ModelFiles, folder: Path) -> None:
+    """Tokenizer, chat template and generation config of the base."""
+    for path in (path for pattern in MODEL_FILES for path in files.folder.glob(pattern)):
+        if path.name not in (CONFIG, WEIGHTS_INDEX):
+            shutil.copyfile(path, folder / path.name)
+
+
+def write_mxfp4(merged: Merged, files: ModelFiles, s: Settings, folder: Path) -> None:
     """The base's own files, shard by shard: only what the adapter changes is another tensor."""
+    copy_small(files, folder)
     for shard, names in merged.shards.items():
         save_file({name: merged.tensor(name) for name in names}, folder / shard, {"format": "pt"})
-    for name in ("config.json", WEIGHTS_INDEX):
-        if (base / name).is_file():
-            shutil.copyfile(base / name, folder / name)
+    for name in (CONFIG, WEIGHTS_INDEX):
+        if (files.folder / name).is_file():
+            shutil.copyfile(files.folder / name, folder / name)
+    check_checkpoint(folder)
+
+
+def write_bf16(merged: Merged, files: ModelFiles, s: Settings, folder: Path) -> None:
+    """Every tensor as transformers' own model holds it, in shards of their own."""
+    copy_small(files, folder)
+    config = bf16_config(files.config)
+    expected = expected_tensors(GptOssConfig.from_dict(config))
+    write_tensors(folder, expected, lambda name, like: merged.dequantized(name))
+    write_json(folder / CONFIG, config)
+    check_checkpoint(folder)
 
 
 def bf16_config(config: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name != "quantization_config"}
 
 
-def write_bf16(merged: Merged, base: Path, config: dict[str, Any], folder: Path) -> None:
-    """Every tensor as transformers' own model holds it, in shards of their own."""
-    wide = bf16_config(config)
-    expected = expected_tensors(GptOssConfig.from_dict(wide))
-    write_tensors(folder, expected, lambda name, like: merged.dequantized(name))
-    write_json(folder / "config.json", wide)
+def write_llama_cpp(merged: Merged, files: ModelFiles, s: Settings, folder: Path) -> None:
+    """model.gguf for llama.cpp, and a Modelfile for Ollama; config.json, by which --force knows the folder."""
+    about = vocabulary(files.folder, files.config["vocab_size"], files.template)
+    shapes = {name: shape for names in merged.shards.values() for name, shape in names.items()}
+    write_gguf(folder / GGUF, metadata(files.config, base_name(s)[0]) | about, shapes, merged.tensor)
+    if files.template:
+        write_text(folder / "Modelfile", modelfile(s, files.template))
+    shutil.copyfile(files.folder / CONFIG, folder / CONFIG)
 
 
-WRITERS: dict[str, Callable[[Merged, Path, dict[str, Any], Path], None]] = {"mxfp4": write_mxfp4, "bf16": write_bf16}
+def modelfile(s: Settings, template: str) -> str:
+    """For Ollama: prompts as the run rendered them, with its date and effort."""
+    turns = [("system", "{{ .System }}"), ("user", "{{ .Prompt }}")]
+    with_system, without = (render(template, some, s.REASONING_EFFORT, s.PROMPT_DATE) for some in (turns, turns[1:]))
+    system = f'SYSTEM """{s.SYSTEM_PROMPT}"""\n' if s.SYSTEM_PROMPT else ""
+    return f"""# ollama create NAME -f Modelfile (train_grpo.py has not tried it)
+FROM ./{GGUF}
+TEMPLATE \"""{{{{ if .System }}}}{with_system}{{{{ else }}}}{without}{{{{ end }}}}\"""
+{system}PARAMETER stop "<|return|>"
+PARAMETER stop "<|call|>"
+"""
+
+
+Writer = Callable[[Merged, ModelFiles, Settings, Path], None]
+WRITERS: dict[str, Writer] = {"mxfp4": write_mxfp4, "bf16": write_bf16, "gguf": write_llama_cpp}
 
 
 def prepare(options: argparse.Namespace) -> tuple[Settings, ModelFiles]:
@@ -151,11 +190,7 @@ def export(options: argparse.Namespace) -> float | None:
     size = sum(tensor.nbytes for tensor in expected_tensors(GptOssConfig.from_dict(config)).values())
     require_space(options.out, size + SMALL_FILES)
     with new_directory(options.out, options.force) as folder:
-        for path in (path for pattern in MODEL_FILES for path in base.glob(pattern)):
-            if path.name not in ("config.json", WEIGHTS_INDEX):
-                shutil.copyfile(path, folder / path.name)
-        WRITERS[options.to](merged, base, files.config, folder)
+        WRITERS[options.to](merged, files, s, folder)
         write_text(folder / "README.md", model_readme(s, options.adapter, options.to, merged.share()))
-        check_checkpoint(folder)
         sync_files(folder)
     return merged.share()

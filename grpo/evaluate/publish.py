@@ -27,11 +27,23 @@ FORMS = {
     "": "a LoRA adapter for {base}",
     "mxfp4": "{base} with a LoRA adapter merged into its attention, its experts as they were, in MXFP4",
     "bf16": "{base} with a LoRA adapter merged into its attention, in BF16 throughout",
+    "gguf": "{base} with a LoRA adapter merged into its attention, for llama.cpp, its experts as they were, in MXFP4",
 }
+LIBRARIES = {"": "peft", "gguf": "gguf"}  # else transformers
+GGUF = "model.gguf"
+PYTHON = """```python
+{imports}from transformers import AutoModelForCausalLM, AutoTokenizer
+
+{load}
+tokenizer = AutoTokenizer.from_pretrained(".")
+```"""
 ADAPTER_CODE = """base = AutoModelForCausalLM.from_pretrained("{base}", dtype="auto", device_map="auto")
 model = PeftModel.from_pretrained(base, ".")"""
 GRPO = "\nTrained by train_grpo.py with GRPO ([paper](https://arxiv.org/abs/2402.03300))."
 MERGED_CODE = """model = AutoModelForCausalLM.from_pretrained(".", dtype="auto", device_map="auto")"""
+GGUF_CODE = f"""```bash
+llama-server -m {GGUF}
+```"""
 
 
 class PushError(RuntimeError):
@@ -100,11 +112,12 @@ def model_readme(s: Settings, adapter: Path, form: str = "", share: float | None
     grpo = (run / "metrics.csv").is_file()  # not of scripts/sft.py
     tags = f"grpo, {form_tag}" if grpo else form_tag
     named = "" if local else f"\nbase_model: {base}\nbase_model_relation: {'finetune' if form else 'adapter'}"
-    imports = "" if form else "from peft import PeftModel\n"
+    imports, load = ("", MERGED_CODE) if form else ("from peft import PeftModel\n", ADAPTER_CODE.format(base=base))
+    code = GGUF_CODE if form == "gguf" else PYTHON.format(imports=imports, load=load)
     kept = f" {share:.1%} of the adapter's update survived the rounding to BF16." if share is not None else ""
     what = FORMS[form].format(base=base)
     return f"""---
-library_name: {"transformers" if form else "peft"}
+library_name: {LIBRARIES.get(form, "transformers")}
 pipeline_tag: text-generation
 tags: [{tags}]{named}
 ---
@@ -113,12 +126,7 @@ tags: [{tags}]{named}
 
 This is {what}.{kept}{GRPO * grpo}
 
-```python
-{imports}from transformers import AutoModelForCausalLM, AutoTokenizer
-
-{(MERGED_CODE if form else ADAPTER_CODE).format(base=base)}
-tokenizer = AutoTokenizer.from_pretrained(".")
-```
+{code}
 
 {about_training(adapter)}"""
 

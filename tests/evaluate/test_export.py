@@ -200,6 +200,22 @@ def test_a_target_is_replaced_with_force_and_only_whole(adapter, base, tmp_path,
     assert [path.name for path in tmp_path.iterdir()] == ["out"] and not (out / "mine.txt").exists()
 
 
+def test_gguf_holds_what_was_merged(adapter, exported, tmp_path):
+    """Its own test reads every tensor; here one that the adapter changes, and what lies beside it."""
+    form, merged = exported
+    assert main([str(adapter), "--to", "gguf", "--out", str(tmp_path / "out")]) == 0
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "model.gguf",
+        "Modelfile",
+        "README.md",
+        "config.json",
+    }
+    changed = stored(merged)["model.layers.2.self_attn.o_proj.weight"].view(torch.uint8).numpy().tobytes()
+    assert changed in (tmp_path / "out" / "model.gguf").read_bytes()
+    told = (tmp_path / "out" / "Modelfile").read_text()
+    assert "FROM ./model.gguf" in told and "<|start|>user<|message|>{{ .Prompt }}<|end|><|start|>assistant" in told
+
+
 @pytest.mark.parametrize("arguments", [[], ["--dry-run", "--out", "x"], ["--to", "int8", "--out", "x"]])
 def test_what_it_is_to_do_is_said(arguments):
     with pytest.raises(SystemExit, match="2"):
