@@ -49,6 +49,7 @@ def test_an_adapter_with_its_card(run, hub, tmp_path, capsys):
     assert repo.private and {ADAPTER, "adapter_config.json", "tokenizer.json", "README.md"} <= set(repo.files)
     assert repo.files[ADAPTER] == (run / ADAPTER).read_bytes()
     assert not [name for name, content in repo.files.items() if str(tmp_path).encode() in content]
+    assert json.loads(repo.files["adapter_config.json"])["base_model_name_or_path"] == "data/tiny"
     card = repo.files["README.md"].decode()
     assert "library_name: peft" in card and "tags: [grpo, lora]" in card and "PeftModel.from_pretrained(base" in card
     assert "| Training data | mine.csv |" in card and "| `SYSTEM_PROMPT` | a\\|b c |" in card and "`LORA_R`" not in card
