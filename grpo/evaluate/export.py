@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig
 
 from grpo.data.prompts import render
-from grpo.evaluate.publish import GGUF, model_readme
+from grpo.evaluate.publish import GGUF, copy_small, model_readme
 from grpo.evaluate.standalone import InputError, check_adapter, recorded_settings
 from grpo.model.checkpoint import (
     check_checkpoint,
@@ -29,7 +29,7 @@ from grpo.model.checkpoint import (
 from grpo.model.experts import dequantize_mxfp4
 from grpo.model.gguf import metadata, vocabulary, write_gguf
 from grpo.preflight.adapter import WHICH, read_adapter, tensor_shapes
-from grpo.preflight.hub import MODEL_FILES, WEIGHTS_INDEX, ModelFiles, fetch_weights, find_model, has_mxfp4
+from grpo.preflight.hub import WEIGHTS_INDEX, ModelFiles, fetch_weights, find_model, has_mxfp4
 from grpo.rollout.weight_sync import gained_along, share_of
 from grpo.run.archive import base_name
 from grpo.run.durable import sync_files, write_text
@@ -86,16 +86,9 @@ class Merged:
         return found[0] if found else None
 
 
-def copy_small(files: ModelFiles, folder: Path) -> None:
-    """Tokenizer, chat template and generation config of the base."""
-    for path in (path for pattern in MODEL_FILES for path in files.folder.glob(pattern)):
-        if path.name not in (CONFIG, WEIGHTS_INDEX):
-            shutil.copyfile(path, folder / path.name)
-
-
 def write_mxfp4(merged: Merged, files: ModelFiles, s: Settings, folder: Path) -> None:
     """The base's own files, shard by shard: only what the adapter changes is another tensor."""
-    copy_small(files, folder)
+    copy_small(files.folder, folder)
     for shard, names in merged.shards.items():
         save_file({name: merged.tensor(name) for name in names}, folder / shard, {"format": "pt"})
     for name in (CONFIG, WEIGHTS_INDEX):
@@ -106,7 +99,7 @@ def write_mxfp4(merged: Merged, files: ModelFiles, s: Settings, folder: Path) ->
 
 def write_bf16(merged: Merged, files: ModelFiles, s: Settings, folder: Path) -> None:
     """Every tensor as transformers' own model holds it, in shards of their own."""
-    copy_small(files, folder)
+    copy_small(files.folder, folder)
     config = bf16_config(files.config)
     expected = expected_tensors(GptOssConfig.from_dict(config))
     write_tensors(folder, expected, lambda name, like: merged.dequantized(name))

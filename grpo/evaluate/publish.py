@@ -108,9 +108,9 @@ def model_readme(s: Settings, adapter: Path, form: str = "", share: float | None
     """README.md, as the Hub reads it, of the adapter of a run with settings `s`, or of what it was merged into: `form` of
     FORMS, and the `share` of its update that survived."""
     base, local = base_name(s)
-    run, form_tag = run_of(adapter) or adapter, form or "lora"
+    run = run_of(adapter) or adapter
     grpo = (run / "metrics.csv").is_file()  # not of scripts/sft.py
-    tags = f"grpo, {form_tag}" if grpo else form_tag
+    tags = ", ".join(["grpo"] * grpo + [form or "lora"])
     named = "" if local else f"\nbase_model: {base}\nbase_model_relation: {'finetune' if form else 'adapter'}"
     imports, load = ("", MERGED_CODE) if form else ("from peft import PeftModel\n", ADAPTER_CODE.format(base=base))
     code = GGUF_CODE if form == "gguf" else PYTHON.format(imports=imports, load=load)
@@ -131,6 +131,13 @@ This is {what}.{kept}{GRPO * grpo}
 {about_training(adapter)}"""
 
 
+def copy_small(base: Path, folder: Path) -> None:
+    """Tokenizer, chat template and generation config of the model in the folder `base`."""
+    for path in (path for pattern in MODEL_FILES for path in base.glob(pattern)):
+        if path.name not in ("config.json", WEIGHTS_INDEX):
+            shutil.copyfile(path, folder / path.name)
+
+
 @contextlib.contextmanager
 def staged_adapter(s: Settings, adapter: Path, base: Path) -> Iterator[Path]:
     """A folder for a while with what is uploaded of an adapter: its weights, its config without paths of this machine, the
@@ -140,9 +147,7 @@ def staged_adapter(s: Settings, adapter: Path, base: Path) -> Iterator[Path]:
         shutil.copyfile(adapter / ADAPTER, folder / ADAPTER)
         config = read_json(adapter / CONFIG) | {"base_model_name_or_path": base_name(s)[0]}
         write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
-        for path in (path for pattern in MODEL_FILES for path in base.glob(pattern)):
-            if path.name not in ("config.json", "generation_config.json", WEIGHTS_INDEX):
-                shutil.copyfile(path, folder / path.name)
+        copy_small(base, folder)
         write_text(folder / "README.md", model_readme(s, adapter))
         yield folder
 
@@ -156,6 +161,7 @@ def listing(folder: Path, repo: str) -> str:
 
 
 def refused(repo: str, error: Exception) -> str:
+    """A line on what huggingface_hub raised, and what to do."""
     fix = "Name it user/name or organization/name, and run `hf auth login` or set HF_TOKEN to a token that may write there"
     return f"--push {repo}: it cannot be uploaded ({described(error)}). {fix}"
 

@@ -71,6 +71,7 @@ def parts(shapes: Mapping[str, Sequence[int]], read: Read) -> Iterator[Part]:
 
 
 def part_bytes(kind: int, shape: Sequence[int]) -> int:
+    """Of a tensor of ggml's type `kind`."""
     elements = torch.Size(shape).numel()
     return elements // 32 * 17 if kind == MXFP4 else elements * {F32: 4, BF16: 2}[kind]
 
@@ -127,6 +128,7 @@ def vocabulary(folder: Path, size: int, template: str | None) -> dict[str, Any]:
 
 
 def text_bytes(text: str) -> bytes:
+    """A text behind its length."""
     data = text.encode()
     return struct.pack("<Q", len(data)) + data
 
