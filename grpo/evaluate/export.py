@@ -78,7 +78,9 @@ class Merged:
         """The same; experts (E, in, out) in BF16, exactly, where the base has them in MXFP4."""
         if f"{name}_blocks" not in self.places:
             return self.tensor(name)
-        return dequantize_mxfp4(self.stored(f"{name}_blocks"), self.stored(f"{name}_scales"))
+        device = "cuda" if torch.cuda.is_available() else "cpu"  # which takes a minute for a layer of gpt-oss-20b
+        blocks, scales = (self.stored(f"{name}_{part}").to(device) for part in ("blocks", "scales"))
+        return dequantize_mxfp4(blocks, scales).contiguous().cpu()
 
     def share(self) -> float | None:
         """How much of the adapter's update is in the merged tensors that were taken; None for an adapter that is zero."""

@@ -59,7 +59,7 @@ def new_directory(out: Path, force: bool) -> Iterator[Path]:
     try:
         yield temporary
         temporary.chmod(0o755)  # mkdtemp's 0o700 would hide the model from other users, and so would safetensors' 0o600
-        for path in temporary.iterdir():
+        for path in filter(Path.is_file, temporary.rglob("*")):
             path.chmod(0o644)
         if occupied:
             os.replace(out, old := temporary.with_suffix(".old"))
