@@ -94,7 +94,7 @@ def test_logits_are_those_of_base_and_adapter(base, adapter, exported):
         wanted = policy(ids).logits
         merged = load(out, **(how if form == "mxfp4" else {}))
         error = (merged(ids).logits - wanted).norm() / (wanted - without).norm()
-    assert error < 2**-8, "of what the adapter does; BF16 keeps eight bits"
+    assert error < 2**-7, "of what the adapter does: a step of BF16"
     # To the nearest: no weight is off by more than half a step.
     held = merged.state_dict()
     whole = policy.merge_and_unload().state_dict()
