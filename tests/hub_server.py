@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Hub on this machine, for tests: models and datasets, tokens, gates, ranges, lines that break. No redirects, no xet."""
+"""A Hub on this machine, for tests: models and datasets, tokens, gates, ranges, lines that break, uploads. No redirects, no
+xet, no LFS."""
 
 from __future__ import annotations
 
+import base64
 import functools
 import hashlib
 import json
@@ -18,6 +20,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 TOKEN, STRANGER = "hf_insider", "hf_stranger"  # of an account that sees everything, and of one that sees what is public
 API = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/[^/]+(?:/(.+))?)?$")
 FILE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)$")
+WRITE = re.compile(r"/api/(?:models/([^/]+/[^/]+)/)?(repos/create|validate-yaml|preupload|commit)\b")
 CHUNK = 2**16
 
 
@@ -92,7 +95,30 @@ class Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_POST(self) -> None:
-        self.do_GET()
+        self.do_GET() if not (match := WRITE.match(self.path)) else self.do_write(match[1], match[2])
+
+    def do_write(self, name: str | None, what: str) -> None:
+        """What an upload asks for, of an account that may: every file comes inside its commit, none through LFS."""
+        lines = self.rfile.read(int(self.headers["Content-Length"])).splitlines()
+        self.hub.asked.append((self.command, self.path, ""))
+        posted = [json.loads(line) for line in lines]
+        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            self.refuse(403, "", "You have no write access")
+        elif what == "repos/create":
+            name = f"{posted[0]['organization']}/{posted[0]['name']}"
+            self.hub.add(name, {}, private=posted[0].get("visibility") == "private")
+            self.send_json({"url": f"{self.hub.url}/{name}", "name": name})
+        elif what == "preupload":
+            plan = {"uploadMode": "regular", "shouldIgnore": False}
+            self.send_json({"files": [plan | {"path": file["path"]} for file in posted[0]["files"]]})
+        elif what == "commit":
+            files = [line["value"] for line in posted if line["key"] == "file"]
+            repo = self.hub.repos["models", name]
+            sent = {file["path"]: base64.b64decode(file["content"]) for file in files}
+            self.hub.repos["models", name] = Repo({**repo.files, **sent}, private=repo.private)
+            self.send_json({"commitUrl": f"{self.hub.url}/{name}/commit/0", "commitOid": "0"})
+        else:
+            self.send_json({})  # the card's metadata is fine
 
     def do_GET(self) -> None:
         posted = parse_qs(self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode())
@@ -104,6 +130,8 @@ class Handler(BaseHTTPRequestHandler):
         repo = self.hub.repos.get((kind, name))
         if token not in ("", TOKEN, STRANGER):
             self.refuse(401, "", "Invalid credentials in Authorization header")
+        elif path == "/api/whoami-v2":
+            self.send_json({"type": "user", "name": "me"}) if token else self.refuse(401, "", "Who are you?")
         elif repo is None or (repo.private and token != TOKEN):  # the Hub does not tell whether a private one is there
             self.refuse(
                 *(404, "RepoNotFound", "Repository not found") if token else (401, "", "Invalid username or password.")

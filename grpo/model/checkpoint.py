@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, GptOssConfig, GptOssForCausalLM, PreTrainedTokenizerFast
 
 from grpo.model.gptoss_format import BLOCK, BOS, EOS, PAD, SPECIAL_TOKENS, STOP_TOKENS, ModelError, Shape, config_dict
-from grpo.preflight.hub import _is_checkpoint, count_parameters
+from grpo.preflight.hub import WEIGHTS_INDEX, _is_checkpoint, count_parameters
 
 DTYPES = {torch.bfloat16: "BF16", torch.uint8: "U8"}  # safetensors' names
 SHARD_BYTES = 4 * 2**30
@@ -47,7 +47,7 @@ def new_directory(out: Path, force: bool) -> Iterator[Path]:
     out = out.absolute()
     occupied = out.exists() and (not out.is_dir() or any(out.iterdir()))
     if occupied and not force:
-        fix = "move it away, choose another folder, or use make_model.py --force"
+        fix = "move it away, choose another folder, or use --force"
         raise ModelError(f"{out} exists and is not empty: {fix}")
     if occupied and not _is_checkpoint(out):
         raise ModelError(f"{out} exists and holds no gpt-oss checkpoint, so it is not replaced: move it away")
@@ -58,7 +58,9 @@ def new_directory(out: Path, force: bool) -> Iterator[Path]:
         raise ModelError(f"cannot write beside {out}: {error}") from error
     try:
         yield temporary
-        temporary.chmod(0o755)  # mkdtemp's 0o700 would hide the model from other users
+        temporary.chmod(0o755)  # mkdtemp's 0o700 would hide the model from other users, and so would safetensors' 0o600
+        for path in filter(Path.is_file, temporary.rglob("*")):
+            path.chmod(0o644)
         if occupied:
             os.replace(out, old := temporary.with_suffix(".old"))
         os.replace(temporary, out)  # replaces an empty directory too
@@ -69,13 +71,14 @@ def new_directory(out: Path, force: bool) -> Iterator[Path]:
 
 
 def expected_tensors(config: GptOssConfig) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint with this config, on the meta device: what transformers' own model holds, its expert
-    matrices in MXFP4. Those are stored transposed against its modules: rows are outputs, the quantized last dimension is
-    the input; the rows of gate_up_proj alternate gate, up, gate, up."""
+    """Every tensor of a checkpoint with this config, on the meta device: what transformers' own model holds in BF16; with
+    a quantization_config its expert matrices in MXFP4. Those are stored transposed against its modules: rows are outputs, the
+    quantized last dimension is the input; the rows of gate_up_proj alternate gate, up, gate, up."""
+    quantized = getattr(config, "quantization_config", None) is not None
     with torch.device("meta"):
         expected: dict[str, torch.Tensor] = {}
         for name, tensor in GptOssForCausalLM(config).state_dict().items():
-            if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            if quantized and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
                 experts, inputs, outputs = tensor.shape
                 shape = experts, outputs, inputs // BLOCK
                 expected[f"{name}_blocks"] = torch.empty(*shape, BLOCK // 2, dtype=torch.uint8)
@@ -115,15 +118,22 @@ def write_checkpoint(
             tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=PAD, model_max_length=131072,
             padding_side="left", model_input_names=["input_ids", "attention_mask"], chat_template=template,
         ).save_pretrained(directory)  # fmt: skip
-    expected = expected_tensors(GptOssConfig.from_dict(config))
-    split = split_torch_state_dict_into_shards(expected, max_shard_size=SHARD_BYTES)
+    write_tensors(directory, expected_tensors(GptOssConfig.from_dict(config)), make)
+    check_checkpoint(directory)
+
+
+def write_tensors(
+    directory: Path, expected: Mapping[str, torch.Tensor], make: Callable[[str, torch.Tensor], torch.Tensor]
+) -> None:
+    """Write the `expected` tensors (of the meta device, by name), as `make` supplies them, in shards of SHARD_BYTES and their
+    index; memory holds one shard."""
+    split = split_torch_state_dict_into_shards(dict(expected), max_shard_size=SHARD_BYTES)
     for filename, names in split.filename_to_tensors.items():
         shard = {name: make(name, expected[name]).contiguous() for name in names}
         save_file(shard, directory / filename, {"format": "pt"})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        write_json(directory / "model.safetensors.index.json", index)
-    check_checkpoint(directory)
+        write_json(directory / WEIGHTS_INDEX, index)
 
 
 def read_tokenizer(source: Path) -> Tokenizer:
@@ -174,7 +184,7 @@ def check_checkpoint(directory: Path) -> dict[str, int]:
     expected = {name: (DTYPES[tensor.dtype], *tensor.shape) for name, tensor in tensors.items()}
     wrong = sorted({name for name, _ in expected.items() ^ found.items()})
     problems = [f"{name} is {found.get(name)}, not {expected.get(name)}" for name in wrong]
-    index = directory / "model.safetensors.index.json"
+    index = directory / WEIGHTS_INDEX
     named = json.loads(index.read_text(encoding="utf-8")).get("weight_map") if index.is_file() else None
     if named != where and (index.is_file() or len(files) > 1):
         problems.insert(0, f"{index.name} does not say where the tensors are")

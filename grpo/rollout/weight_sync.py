@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -88,27 +88,35 @@ def push_weights(
         target.copy_(rounded_at_random(weight, generator) if target.dtype == torch.bfloat16 else weight)
 
 
+def gained_along(a: torch.Tensor, b: torch.Tensor, gained: torch.Tensor) -> torch.Tensor:
+    """<G, U>, <U, U> and <G, G> (3,) of what a weight has gained, G (out, in), and its update U = b (out, r) @ a (r, in): all
+    in float32, <U, U> by r x r products alone."""
+    its = torch.linalg.vector_norm(gained).square()
+    return torch.stack((((b.T @ gained) * a).sum(), ((b.T @ b) * (a @ a.T)).sum(), its))
+
+
+def share_of(sums: Sequence[torch.Tensor], elements: int) -> tuple[float, float] | None:
+    """The share of an update that so many elements of weights have gained, and its standard error, by `gained_along` of every
+    weight: the sum of <G, U> by that of <U, U>. None where there is no update."""
+    both, asked, its = torch.stack(tuple(sums)).sum(0).tolist()
+    if not asked:
+        return None
+    # What was gained beside the update, by element: of rounding errors that know nothing of each other.
+    return both / asked, (max(its - 2 * both + asked, 0.0) / elements / asked) ** 0.5
+
+
 @torch.no_grad()
 def sync_share(model: torch.nn.Module, policy: torch.nn.Module) -> tuple[float, float] | None:
     """The share of the adapter's update that vLLM's `model` holds, and the standard error that random rounding gives it.
-    None while the adapter is zero.
-
-    With G what a projection's weight there has gained on the trainer's base, and U = scale * B A: the sum of <G, U> by that
-    of <U, U>, in float32, a projection at a time, <U, U> by r x r products alone.
-    """
+    None while the adapter is zero."""
     held, sums, elements = held_weights(model), [], 0
     for name, layer in lora_layers(policy).items():
         (a, b), weight = factors(layer), layer.get_base_layer().weight
         place, rows = vllm_place(name, len(b))
         gained = held[place][rows].float() - weight.float()
-        both, its = ((b.T @ gained) * a).sum(), torch.linalg.vector_norm(gained).square()
-        sums.append(torch.stack((both, ((b.T @ b) * (a @ a.T)).sum(), its)))
+        sums.append(gained_along(a, b, gained))
         elements += weight.numel()
-    both, asked, its = torch.stack(sums).sum(0).tolist()
-    if not asked:
-        return None
-    # What was gained beside the update, by element: of rounding errors that know nothing of each other.
-    return both / asked, (max(its - 2 * both + asked, 0.0) / elements / asked) ** 0.5
+    return share_of(sums, elements)
 
 
 def sync(model: torch.nn.Module, policy: torch.nn.Module, seed: int, active: bool = True) -> tuple[float, float] | None:

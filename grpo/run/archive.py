@@ -20,17 +20,23 @@ from grpo.settings import ROOT, Settings, listed
 TINY = "data/tiny"  # from the project's folder
 
 
+def base_name(s: Settings) -> tuple[str, bool]:
+    """What a card calls the base model, and whether that is local: named then after its folder, not after its path on this
+    machine; `tiny` after its place in the project."""
+    if s.MODEL_ID == "tiny":
+        return TINY, True
+    local = Path(s.MODEL_ID).is_dir()
+    return Path(s.MODEL_ID).resolve().name if local else s.MODEL_ID, local
+
+
 def model_card(s: Settings, step: int, functions: str, note: str = "", tokenizer: str = ".") -> str:
     """README.md of an adapter after `step` steps, as the Hub reads it (https://huggingface.co/docs/hub/model-cards).
     `functions`: those that rewarded it, empty for one that scripts/sft.py made; `note`: its first paragraph; `tokenizer`:
     where that lies, from the card's folder.
-
-    A local base model is named after its folder, not after its path on this machine; `tiny` after its place in the project.
     """
-    tiny, local = s.MODEL_ID == "tiny", s.MODEL_ID == "tiny" or Path(s.MODEL_ID).is_dir()
-    base = TINY if tiny else Path(s.MODEL_ID).resolve().name if local else s.MODEL_ID
+    base, local = base_name(s)
     path = " and with the path of the base model's folder" * local
-    path += f", {TINY} of the project train_grpo.py (`MODEL_ID=tiny` there; it is on no Hub)" * tiny
+    path += f", {TINY} of the project train_grpo.py (`MODEL_ID=tiny` there; it is on no Hub)" * (base == TINY)
     base_model = "" if local else f"\nbase_model: {base}"
     tag, method, logs = "sft", "supervised fine-tuning", ""
     batch = f"{s.PROMPTS_PER_STEP} rows a step, their answers learned"

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An adapter merged into its base model: a checkpoint that opens without this project; for scripts/export.py."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import GptOssConfig
+
+from grpo.data.prompts import render
+from grpo.evaluate.publish import GGUF, copy_small, model_readme
+from grpo.evaluate.standalone import InputError, check_adapter, recorded_settings
+from grpo.model.checkpoint import (
+    check_checkpoint,
+    expected_tensors,
+    new_directory,
+    require_space,
+    write_json,
+    write_tensors,
+)
+from grpo.model.experts import dequantize_mxfp4
+from grpo.model.gguf import metadata, vocabulary, write_gguf
+from grpo.preflight.adapter import WHICH, read_adapter, tensor_shapes
+from grpo.preflight.hub import WEIGHTS_INDEX, ModelFiles, fetch_weights, find_model, has_mxfp4
+from grpo.rollout.weight_sync import gained_along, share_of
+from grpo.run.archive import base_name
+from grpo.run.durable import sync_files, write_text
+from grpo.run.place import ADAPTER
+from grpo.settings import Problems, Settings, load_settings
+
+CONFIG = "config.json"
+SMALL_FILES = 128 * 2**20  # bytes that tokenizer, template and card stay below
+
+
+class Merged:
+    """The tensors of the checkpoint in the folder `base` by name, with the adapter's added: W + scale * B @ A in float32,
+    rounded once, to the nearest BF16. Memory holds one tensor and the adapter. Raises InputError for an adapter that is not
+    finite."""
+
+    def __init__(self, base: Path, adapter: Path, scale: float) -> None:
+        self.shards = {path.name: tensor_shapes(path) for path in sorted(base.glob("*.safetensors"))}
+        self.places = {name: base / shard for shard, names in self.shards.items() for name in names}
+        found, self.factors = load_file(adapter / ADAPTER), {}
+        for name, a in found.items():
+            if not torch.isfinite(a).all():
+                raise InputError(f"{adapter / ADAPTER}: {name} holds NaN or infinity. Export another checkpoint")
+            if name.endswith(".lora_A.weight"):
+                stem, b = name.removesuffix(".lora_A.weight"), found[name.replace(".lora_A.", ".lora_B.")]
+                self.factors[stem.removeprefix("base_model.model.") + ".weight"] = (a.float(), b.float() * scale)
+        self.sums: list[torch.Tensor] = []
+        self.elements = 0
+
+    def stored(self, name: str) -> torch.Tensor:
+        """As it is in the base."""
+        with safe_open(self.places[name], "pt") as file:
+            return file.get_tensor(name)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """As it is stored; merged where the adapter changes it."""
+        weight = self.stored(name)
+        if name not in self.factors:
+            return weight
+        (a, b), wide = self.factors[name], weight.float()
+        merged = torch.addmm(wide, b, a).to(weight.dtype)
+        self.sums.append(gained_along(a, b, merged.float() - wide))
+        self.elements += weight.numel()
+        return merged
+
+    def dequantized(self, name: str) -> torch.Tensor:
+        """The same; experts (E, in, out) in BF16, exactly, where the base has them in MXFP4."""
+        if f"{name}_blocks" not in self.places:
+            return self.tensor(name)
+        device = "cuda" if torch.cuda.is_available() else "cpu"  # which takes a minute for a layer of gpt-oss-20b
+        blocks, scales = (self.stored(f"{name}_{part}").to(device) for part in ("blocks", "scales"))
+        return dequantize_mxfp4(blocks, scales).contiguous().cpu()
+
+    def share(self) -> float | None:
+        """How much of the adapter's update is in the merged tensors that were taken; None for an adapter that is zero."""
+        found = share_of(self.sums, self.elements)
+        return found[0] if found else None
+
+
+def write_mxfp4(merged: Merged, files: ModelFiles, s: Settings, folder: Path) -> None:
+    """The base's own files, shard by shard: only what the adapter changes is another tensor."""
+    copy_small(files.folder, folder)
+    for shard, names in merged.shards.items():
+        save_file({name: merged.tensor(name) for name in names}, folder / shard, {"format": "pt"})
+    for name in (CONFIG, WEIGHTS_INDEX):
+        if (files.folder / name).is_file():
+            shutil.copyfile(files.folder / name, folder / name)
+    check_checkpoint(folder)
+
+
+def write_bf16(merged: Merged, files: ModelFiles, s: Settings, folder: Path) -> None:
+    """Every tensor as transformers' own model holds it, in shards of their own."""
+    copy_small(files.folder, folder)
+    config = bf16_config(files.config)
+    expected = expected_tensors(GptOssConfig.from_dict(config))
+    write_tensors(folder, expected, lambda name, like: merged.dequantized(name))
+    write_json(folder / CONFIG, config)
+    check_checkpoint(folder)
+
+
+def bf16_config(config: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name != "quantization_config"}
+
+
+def write_llama_cpp(merged: Merged, files: ModelFiles, s: Settings, folder: Path) -> None:
+    """model.gguf for llama.cpp, and a Modelfile for Ollama; config.json, by which --force knows the folder."""
+    about = vocabulary(files.folder, files.config["vocab_size"], files.template)
+    shapes = {name: shape for names in merged.shards.values() for name, shape in names.items()}
+    write_gguf(folder / GGUF, metadata(files.config, base_name(s)[0]) | about, shapes, merged.tensor)
+    if files.template:
+        write_text(folder / "Modelfile", modelfile(s, files.template))
+    shutil.copyfile(files.folder / CONFIG, folder / CONFIG)
+
+
+def modelfile(s: Settings, template: str) -> str:
+    """For Ollama: prompts as the run rendered them, with its date and effort."""
+    turns = [("system", "{{ .System }}"), ("user", "{{ .Prompt }}")]
+    with_system, without = (render(template, some, s.REASONING_EFFORT, s.PROMPT_DATE) for some in (turns, turns[1:]))
+    system = f'SYSTEM """{s.SYSTEM_PROMPT}"""\n' if s.SYSTEM_PROMPT else ""
+    return f"""# ollama create NAME -f Modelfile (train_grpo.py has not tried it)
+FROM ./{GGUF}
+TEMPLATE \"""{{{{ if .System }}}}{with_system}{{{{ else }}}}{without}{{{{ end }}}}\"""
+{system}PARAMETER stop "<|return|>"
+PARAMETER stop "<|call|>"
+"""
+
+
+Writer = Callable[[Merged, ModelFiles, Settings, Path], None]
+WRITERS: dict[str, Writer] = {"mxfp4": write_mxfp4, "bf16": write_bf16, "gguf": write_llama_cpp}
+
+
+def prepare(options: argparse.Namespace) -> tuple[Settings, ModelFiles]:
+    """(settings of the adapter's run, small files of its base model) for the `options` of scripts/export.py. Raises
+    InputError."""
+    given = {"MODEL_ID": options.model} if options.model else {}
+    s, _, problems = load_settings(recorded_settings(options.adapter, os.environ) | given)
+    check_adapter(options.adapter, problems)
+    files = None if problems else find_model(s.MODEL_ID, problems)
+    if files is None or files.folder is None or problems:
+        raise InputError(*dict.fromkeys(problems))
+    return s, files
+
+
+def check_merge(options: argparse.Namespace, files: ModelFiles) -> float:
+    """The scale of the adapter, which can be merged into a model with these files, in the format of --to, to --out. Raises
+    InputError."""
+    problems = Problems()
+    if options.to != "bf16" and not has_mxfp4(files.config):
+        problems.add(f"--to {options.to}", "the base model's experts are not in MXFP4", "Use --to bf16")
+    for kept in (options.adapter, files.folder):
+        if kept.resolve().is_relative_to(options.out.resolve()):
+            problems.add(f"--out {options.out}", f"{kept} would be replaced", "Name another folder")
+    where = str(options.adapter)
+    try:
+        if other := [name for name in tensor_shapes(options.adapter / ADAPTER) if ".self_attn." not in name]:
+            # Into BF16 experts would merge exactly; how an adapter holds them is not read yet.
+            what = f"it changes more than the attention ({other[0]}), and no --to, bf16 included, merges that yet"
+            problems.add(where, what, "Use it beside its base model, with PEFT")
+        else:
+            own = read_adapter(options.adapter, files.config)
+    except (OSError, ValueError) as error:
+        problems.add(where, str(error), WHICH)
+    if problems:
+        raise InputError(*problems)
+    return own["LORA_ALPHA"] / own["LORA_R"]
+
+
+def export(options: argparse.Namespace) -> float | None:
+    """Write the merged model to --out, whole or not at all; returns the share of the adapter's update that is in it.
+    `options` are those of scripts/export.py. Raises InputError, and ModelError for a damaged base or where --out cannot be."""
+    s, files = prepare(options)
+    base, scale = files.folder, check_merge(options, files)
+    if problem := fetch_weights(s.MODEL_ID, files):
+        raise InputError(problem)
+    check_checkpoint(base)
+    merged = Merged(base, options.adapter, scale)
+    config = bf16_config(files.config) if options.to == "bf16" else files.config
+    size = sum(tensor.nbytes for tensor in expected_tensors(GptOssConfig.from_dict(config)).values())
+    require_space(options.out, size + SMALL_FILES)
+    with new_directory(options.out, options.force) as folder:
+        WRITERS[options.to](merged, files, s, folder)
+        write_text(folder / "README.md", model_readme(s, options.adapter, options.to, merged.share()))
+        sync_files(folder)
+    return merged.share()

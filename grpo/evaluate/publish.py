@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What others get: the card of an adapter or of a merged model, and its way to the Hub; for scripts/export.py."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from huggingface_hub import HfApi
+
+from grpo.evaluate.report import facts, plant_verdict, reward_verdict, short
+from grpo.evaluate.run_data import HELDOUT_HEADER, ReportError, Run, heldout_rows, part, read_json, read_run
+from grpo.evaluate.standalone import InputError
+from grpo.preflight.adapter import CONFIG
+from grpo.preflight.hub import MODEL_FILES, WEIGHTS_INDEX
+from grpo.run.archive import base_name
+from grpo.run.durable import write_text
+from grpo.run.place import ADAPTER, SETTINGS
+from grpo.settings import FIELDS, Settings, described, one_line, show
+
+FORMS = {
+    "": "a LoRA adapter for {base}",
+    "mxfp4": "{base} with a LoRA adapter merged into its attention, its experts as they were, in MXFP4",
+    "bf16": "{base} with a LoRA adapter merged into its attention, in BF16 throughout",
+    "gguf": "{base} with a LoRA adapter merged into its attention, for llama.cpp, its experts as they were, in MXFP4",
+}
+LIBRARIES = {"": "peft", "gguf": "gguf"}  # else transformers
+GGUF = "model.gguf"
+PYTHON = """```python
+{imports}from transformers import AutoModelForCausalLM, AutoTokenizer
+
+{load}
+tokenizer = AutoTokenizer.from_pretrained(".")
+```"""
+ADAPTER_CODE = """base = AutoModelForCausalLM.from_pretrained("{base}", dtype="auto", device_map="auto")
+model = PeftModel.from_pretrained(base, ".")"""
+GRPO = "\nTrained by train_grpo.py with GRPO ([paper](https://arxiv.org/abs/2402.03300))."
+MERGED_CODE = """model = AutoModelForCausalLM.from_pretrained(".", dtype="auto", device_map="auto")"""
+GGUF_CODE = f"""```bash
+llama-server -m {GGUF}
+```"""
+
+
+class PushError(RuntimeError):
+    """The Hub did not take all of it; the message says why and what to do."""
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table, each cell on one line."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(
+        "| " + " | ".join(one_line(cell, 300).replace("|", "\\|") for cell in cells) + " |" for cells in lines
+    )
+
+
+def run_of(adapter: Path) -> Path | None:
+    """The folder of the run that an adapter is of: its own, or the one that best/ and checkpoints lie in."""
+    return next((path for path in (adapter, adapter.resolve().parent) if (path / SETTINGS).is_file()), None)
+
+
+def results(run: Run, adapter: Path) -> str:
+    """What the run measured of this adapter: a step in best/ has its one figure, the last step all."""
+    if not run.folder.samefile(adapter):
+        said = read_json(adapter / "best.json").get("in_words")
+        return f"{said[0].upper()}{said[1:]}." if said else f"`{adapter.name}` was not measured by itself."
+    verdicts = " ".join(filter(None, (reward_verdict(run), plant_verdict(run))))
+    measured = heldout_rows(run.evaluation)
+    return verdicts + (f"\n\n{table(HELDOUT_HEADER, measured)}" if measured else "")
+
+
+def about_training(adapter: Path) -> str:
+    """Data, settings and results of the adapter's run, as sections of a card; a sentence where no run is known."""
+    folder = run_of(adapter)
+    if folder is None:
+        return "How it was trained is not recorded.\n"
+    record = read_json(folder / SETTINGS)
+    sources, values = part(record, "sources"), part(record, "settings")
+    chosen = [name for name, spec in FIELDS.items() if spec.metadata["group"] != "Output"]
+    chosen = [name for name in chosen if name in values and sources.get(name, "default") != "default"]
+    settings = table(["Setting", "Value"], [[f"`{name}`", short(show(values[name]))] for name in chosen])
+    try:
+        run = read_run(folder)
+    except (ReportError, OSError):  # scripts/sft.py writes no metrics
+        return f"## Settings\n\nThose that are not train_grpo.py's defaults.\n\n{settings}\n"
+    known = table(["", ""], [[name, value] for name, value in facts(run) if name not in ("Run", "Last step")])
+    return f"""## Data and training
+
+{known}
+
+## Results
+
+{results(run, adapter)}
+
+## Settings
+
+Those that are not train_grpo.py's defaults.
+
+{settings}
+"""
+
+
+def model_readme(s: Settings, adapter: Path, form: str = "", share: float | None = None) -> str:
+    """README.md, as the Hub reads it, of the adapter of a run with settings `s`, or of what it was merged into: `form` of
+    FORMS, and the `share` of its update that survived."""
+    base, local = base_name(s)
+    run = run_of(adapter) or adapter
+    grpo = (run / "metrics.csv").is_file()  # not of scripts/sft.py
+    tags = ", ".join(["grpo"] * grpo + [form or "lora"])
+    named = "" if local else f"\nbase_model: {base}\nbase_model_relation: {'finetune' if form else 'adapter'}"
+    imports, load = ("", MERGED_CODE) if form else ("from peft import PeftModel\n", ADAPTER_CODE.format(base=base))
+    code = GGUF_CODE if form == "gguf" else PYTHON.format(imports=imports, load=load)
+    kept = f" {share:.1%} of the adapter's update survived the rounding to BF16." if share is not None else ""
+    what = FORMS[form].format(base=base)
+    return f"""---
+library_name: {LIBRARIES.get(form, "transformers")}
+pipeline_tag: text-generation
+tags: [{tags}]{named}
+---
+
+# {run.resolve().name}
+
+This is {what}.{kept}{GRPO * grpo}
+
+{code}
+
+{about_training(adapter)}"""
+
+
+def copy_small(base: Path, folder: Path) -> None:
+    """Tokenizer, chat template and generation config of the model in the folder `base`."""
+    for path in (path for pattern in MODEL_FILES for path in base.glob(pattern)):
+        if path.name not in ("config.json", WEIGHTS_INDEX):
+            shutil.copyfile(path, folder / path.name)
+
+
+@contextlib.contextmanager
+def staged_adapter(s: Settings, adapter: Path, base: Path) -> Iterator[Path]:
+    """A folder for a while with what is uploaded of an adapter: its weights, its config without paths of this machine, the
+    tokenizer of the model in the folder `base`, and the card."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        shutil.copyfile(adapter / ADAPTER, folder / ADAPTER)
+        config = read_json(adapter / CONFIG) | {"base_model_name_or_path": base_name(s)[0]}
+        write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
+        copy_small(base, folder)
+        write_text(folder / "README.md", model_readme(s, adapter))
+        yield folder
+
+
+def listing(folder: Path, repo: str) -> str:
+    """What `upload` would send: the files with their sizes, and the card."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = [f"  {path.relative_to(folder)}  {path.stat().st_size:,} bytes" for path in paths]
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    return "\n".join([f"would be uploaded to {repo} (made private if it is new):", *files, "", card])
+
+
+def refused(repo: str, error: Exception) -> str:
+    """A line on what huggingface_hub raised, and what to do."""
+    fix = "Name it user/name or organization/name, and run `hf auth login` or set HF_TOKEN to a token that may write there"
+    return f"--push {repo}: it cannot be uploaded ({described(error)}). {fix}"
+
+
+def check_account(repo: str) -> None:
+    """Before anything takes time: there is a Hub that knows the token. Raises InputError."""
+    try:
+        if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
+            raise ValueError("that is no name of a repository")
+        HfApi().whoami()
+    except Exception as error:  # whatever huggingface_hub raises: no token, no network, a refusal
+        raise InputError(refused(repo, error)) from error
+
+
+def upload(folder: Path, repo: str) -> str:
+    """Upload all files of a folder to a model repository of the Hub, a new one being private; returns its address. Raises
+    PushError."""
+    try:
+        api = HfApi()
+        address = api.create_repo(repo, private=True, exist_ok=True)
+        api.upload_folder(
+            repo_id=repo, folder_path=folder, commit_message="Upload by train_grpo.py's scripts/export.py"
+        )
+        return str(address)
+    except Exception as error:  # as above, and whatever ends a long upload
+        raise PushError(refused(repo, error)) from error

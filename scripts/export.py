@@ -1,0 +1,96 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Merge an adapter into its base model, or put either of them on the Hub.
+
+    python scripts/export.py runs/first/best --out merged             # experts stay in MXFP4
+    python scripts/export.py runs/first/best --to bf16 --out merged   # 16 bits throughout
+    python scripts/export.py runs/first/best --out merged --push you/name   # and upload it
+    python scripts/export.py runs/first/best --push you/name --dry-run      # the adapter
+
+The adapter is a run's folder (its last step), its best/, a checkpoint, or any LoRA of PEFT on the
+attention. It works on the CPU, a shard at a time (docs/adapters.md). --push makes a private
+repository, with a card that names data, settings and results.
+Exit codes: 0 done, 2 bad input (every problem is named), 1 anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from safetensors import SafetensorError
+
+from grpo.evaluate.export import WRITERS, export, prepare
+from grpo.evaluate.publish import PushError, check_account, listing, staged_adapter, upload
+from grpo.evaluate.standalone import InputError
+from grpo.model.gptoss_format import ModelError
+from grpo.run.best import read_best
+from grpo.settings import described
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Reads the command line; exits with code 2 on a wrong one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("adapter", type=Path, metavar="RUN_DIR", help="folder of the adapter")
+    parser.add_argument("--to", choices=WRITERS, default="mxfp4", help="format of the merged model (default mxfp4)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write the merged model to this new folder")
+    parser.add_argument("--force", action="store_true", help="replace a model that is there")
+    parser.add_argument("--model", metavar="MODEL_ID", help="base model (default: what the run or the adapter names)")
+    parser.add_argument(
+        "--push", metavar="REPO", help="upload it to this repository of the Hub; without --out: the adapter"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="with --push: print what would be uploaded instead")
+    args = parser.parse_args(argv)
+    if not args.out and not args.push:
+        parser.error("give --out DIR, or --push REPO, or both")
+    if args.dry_run and not args.push:
+        parser.error("--dry-run: only with --push")
+    return args
+
+
+def push(args: argparse.Namespace, folder: Path) -> None:
+    """Upload a folder, or print what that would be."""
+    print(listing(folder, args.push) if args.dry_run else f"uploaded: {upload(folder, args.push)}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    args = parse_args(argv)
+    try:
+        if args.push and not args.dry_run:
+            check_account(args.push)
+        if best := read_best(args.adapter).get("in_words"):
+            print(f"({args.adapter} is the last step's adapter; {best}: {args.adapter / 'best'})", file=sys.stderr)
+        if not args.out:
+            s, files = prepare(args)
+            with staged_adapter(s, args.adapter, files.folder) as folder:
+                push(args, folder)
+            return 0
+        share = export(args)
+        print(f"written: {args.out}")
+        if share is None:
+            print("the adapter is zero: this is the base model")
+        else:
+            print(
+                f"{share:.1%} of the adapter's update is in it: the rest is smaller than half a step of BF16 at these"
+                " weights, and was rounded away. The adapter beside its base model loses nothing (scripts/ask.py)"
+            )
+        if args.push:
+            push(args, args.out)
+    except (InputError, ModelError) as error:
+        print(*error.args, sep="\n", file=sys.stderr)
+        return 2
+    except PushError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except (OSError, SafetensorError) as error:
+        print(f"not written: {described(error)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

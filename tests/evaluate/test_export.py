@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""scripts/export.py: merged models that transformers loads by itself, and what it refuses. Run: python -m pytest
+tests/evaluate/test_export.py"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from export import main, parse_args
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from grpo.evaluate.export import export
+from grpo.model.checkpoint import check_checkpoint, expected_tensors, write_tensors
+from grpo.preflight.adapter import expected_shapes
+from grpo.preflight.choices import LINEAR_MODULES
+from grpo.preflight.hub import read_json
+from grpo.run.folder import ADAPTER
+
+RANK, SCALE = 4, 1.5
+
+
+@pytest.fixture(scope="module")
+def base(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model in several shards and an index, as the real one comes."""
+    folder = tmp_path_factory.mktemp("base") / "sharded"
+    shutil.copytree(tiny, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    tensors = load_file(tiny / "model.safetensors")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("grpo.model.checkpoint.SHARD_BYTES", 30_000)
+        write_tensors(folder, expected_tensors(AutoConfig.from_pretrained(tiny)), lambda name, like: tensors[name])
+    assert check_checkpoint(folder)["files"] > 5
+    return folder
+
+
+def write_lora(folder: Path, base: Path, size: float) -> Path:
+    """A random adapter on all of the attention, whose update is of that size."""
+    generator, shapes = (
+        torch.Generator().manual_seed(0),
+        expected_shapes(read_json(base / "config.json"), RANK, LINEAR_MODULES),
+    )
+    folder.mkdir()
+    save_file({name: size**0.5 * torch.randn(of, generator=generator) for name, of in shapes.items()}, folder / ADAPTER)
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": SCALE * RANK, "target_modules": list(LINEAR_MODULES)}
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": str(base)}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_lora(tmp_path_factory.mktemp("adapter") / "lora", base, 0.02)
+
+
+@pytest.fixture(autouse=True)
+def no_model_set(monkeypatch):
+    monkeypatch.delenv("MODEL_ID", raising=False)
+
+
+def load(folder: Path, **more):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **more).float().eval()
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+@pytest.fixture(scope="module", params=["mxfp4", "bf16"])
+def exported(request, base: Path, adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    out = tmp_path_factory.mktemp("out") / "merged"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MODEL_ID", raising=False)
+        patch.setattr("grpo.model.checkpoint.SHARD_BYTES", 30_000)
+        assert main([str(adapter), "--to", request.param, "--out", str(out)]) == 0
+    return request.param, out
+
+
+@pytest.mark.numeric
+def test_logits_are_those_of_base_and_adapter(base, adapter, exported):
+    """Stock transformers loads it; what is left of the difference is the rounding of the merged weights."""
+    form, out = exported
+    how = {"quantization_config": Mxfp4Config(dequantize=True)}
+    ids = torch.arange(90).view(2, 45) * 5 % 580
+    with torch.no_grad():
+        bare = load(base, **how)
+        without = bare(ids).logits
+        policy = PeftModel.from_pretrained(bare, str(adapter)).eval()
+        wanted = policy(ids).logits
+        merged = load(out, **(how if form == "mxfp4" else {}))
+        error = (merged(ids).logits - wanted).norm() / (wanted - without).norm()
+    assert error < 2**-7, "of what the adapter does: a step of BF16"
+    # To the nearest: no weight is off by more than half a step.
+    held = merged.state_dict()
+    whole = policy.merge_and_unload().state_dict()
+    for name, value in whole.items():
+        limit = 1.001 * 2**-8 * value.abs() if "self_attn" in name and "proj.weight" in name else 0
+        assert ((held[name] - value).abs() <= limit).all(), name
+
+
+def test_what_the_adapter_leaves_alone_stays_as_it_is(base, adapter, exported):
+    form, out = exported
+    before, after = stored(base), stored(out)
+    changed = {
+        name.split(".lora_")[0].removeprefix("base_model.model.") + ".weight" for name in load_file(adapter / ADAPTER)
+    }
+    for name, tensor in before.items():
+        if form == "bf16" and name.endswith("_scales"):
+            continue
+        if form == "bf16" and name.endswith("_blocks"):
+            name = name.removesuffix("_blocks")
+            tensor = convert_moe_packed_tensors(tensor, before[f"{name}_scales"])
+        assert (name in changed) != torch.equal(after[name], tensor), name
+    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json", "tokenizer_config.json"):
+        assert (out / name).read_bytes() == (base / name).read_bytes()
+    assert ("quantization_config" in read_json(out / "config.json")) == (form == "mxfp4")
+    if form == "mxfp4":
+        same = ["config.json", "model.safetensors.index.json"]
+        assert all((out / name).read_bytes() == (base / name).read_bytes() for name in same)
+        assert [path.name for path in out.glob("*.safetensors")] == [path.name for path in base.glob("*.safetensors")]
+    assert all(path.stat().st_mode & 0o044 for path in out.iterdir()), "others may read it"
+    assert "with a LoRA adapter merged into its attention" in (out / "README.md").read_text()
+
+
+def test_the_share_that_survives(base, tmp_path, capsys):
+    """Of an update so small that most of it rounds away; against the projection written out."""
+    adapter, out = write_lora(tmp_path / "small", base, 2e-5), tmp_path / "merged"
+    options = argparse.Namespace(adapter=adapter, to="mxfp4", out=out, force=False, model=None)
+    share = export(options)
+    before, after, factors = stored(base), stored(out), load_file(adapter / ADAPTER)
+    both = asked = 0.0
+    for name in (name for name in factors if ".lora_A." in name):
+        place = name.removeprefix("base_model.model.").replace(".lora_A.", ".")
+        update = SCALE * factors[name.replace("lora_A", "lora_B")] @ factors[name]
+        both += (update * (after[place].float() - before[place].float())).sum().item()
+        asked += (update * update).sum().item()
+    assert share == pytest.approx(both / asked, rel=1e-4) and 0.05 < share < 0.9
+    write_lora(tmp_path / "zero", base, 0.0)
+    assert main([str(tmp_path / "zero"), "--out", str(tmp_path / "same")]) == 0
+    assert "the adapter is zero" in capsys.readouterr().out
+
+
+def edited(change, folder: Path) -> None:
+    tensors = load_file(folder / ADAPTER)
+    change(tensors)
+    save_file(tensors, folder / ADAPTER)
+
+
+FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+BAD = {
+    "no adapter": (lambda a, b: (a / ADAPTER).unlink(), [], "adapter_model.safetensors is not there"),
+    "other shapes": (lambda a, b: edited(lambda t: t.update({FIRST: torch.zeros(4, 7)}), a), [], "expected [4, 64]"),
+    "experts": (lambda a, b: edited(lambda t: t.update({"x.mlp.experts.lora_A.weight": torch.zeros(4, 7)}), a), [], "changes more than the attention (x.mlp.experts"),
+    "not finite": (lambda a, b: edited(lambda t: t[FIRST].fill_(torch.nan), a), [], "holds NaN or infinity"),
+    "no base": (lambda a, b: None, ["--model", "./nowhere"], "neither a folder nor a Hub id"),
+    "a shard is missing": (lambda a, b: next(b.glob("*.safetensors")).unlink(), [], "Copy the whole checkpoint"),
+    "a damaged base": (lambda a, b: next(b.glob("*.safetensors")).write_bytes(b"no"), [], "cannot read"),
+    "not quantized": (lambda a, b: (b / "config.json").write_text(json.dumps({**read_json(b / "config.json"), "quantization_config": None})), [], "Use --to bf16"),
+    "no room": (lambda a, b: None, [], "GiB free"),
+    "itself": (lambda a, b: None, ["--out", "{base}", "--force"], "would be replaced"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input_is_told_in_one_line(what, base, adapter, tmp_path, capsys, monkeypatch):
+    change, arguments, message = BAD[what]
+    mine, model = (shutil.copytree(path, tmp_path / "in" / path.name) for path in (adapter, base))
+    change(mine, model)
+    if what == "no room":
+        monkeypatch.setattr("shutil.disk_usage", lambda path: argparse.Namespace(free=2**20))
+    before = sorted(tmp_path.rglob("*"))
+    asked = [
+        "--model",
+        str(model),
+        "--out",
+        str(tmp_path / "out"),
+        *(a.format(base=model, adapter=mine) for a in arguments),
+    ]
+    assert main([str(mine), *asked]) == 2
+    told = capsys.readouterr().err.strip()
+    assert message in told and len(told.splitlines()) == 1 and sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_target_is_replaced_with_force_and_only_whole(adapter, base, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "out"
+    shutil.copytree(base, out)
+    (out / "mine.txt").touch()
+    with monkeypatch.context() as patch:
+        patch.setattr("grpo.evaluate.export.model_readme", lambda *_: 1 / 0)  # the last of what is written
+        with pytest.raises(ZeroDivisionError):
+            main([str(adapter), "--out", str(out), "--force"])
+    assert [path.name for path in tmp_path.iterdir()] == ["out"] and (out / "mine.txt").exists()
+    assert main([str(adapter), "--out", str(out)]) == 2 and "is not empty" in capsys.readouterr().err
+    assert main([str(adapter), "--out", str(out), "--force"]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"] and not (out / "mine.txt").exists()
+
+
+def test_gguf_holds_what_was_merged(adapter, exported, tmp_path):
+    """Its own test reads every tensor; here one that the adapter changes, and what lies beside it."""
+    form, merged = exported
+    assert main([str(adapter), "--to", "gguf", "--out", str(tmp_path / "out")]) == 0
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "model.gguf",
+        "Modelfile",
+        "README.md",
+        "config.json",
+    }
+    changed = stored(merged)["model.layers.2.self_attn.o_proj.weight"].view(torch.uint8).numpy().tobytes()
+    assert changed in (tmp_path / "out" / "model.gguf").read_bytes()
+    told = (tmp_path / "out" / "Modelfile").read_text()
+    assert "FROM ./model.gguf" in told and "<|start|>user<|message|>{{ .Prompt }}<|end|><|start|>assistant" in told
+
+
+@pytest.mark.parametrize("arguments", [[], ["--dry-run", "--out", "x"], ["--to", "int8", "--out", "x"]])
+def test_what_it_is_to_do_is_said(arguments):
+    with pytest.raises(SystemExit, match="2"):
+        parse_args(["run", *arguments])

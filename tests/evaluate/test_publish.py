@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""scripts/export.py --push, to a Hub on this machine. Run: python -m pytest tests/evaluate/test_publish.py"""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import huggingface_hub
+import pytest
+from export import main
+from hub_server import STRANGER, TOKEN, HubServer
+from safetensors.torch import load
+
+from grpo.run.folder import ADAPTER
+
+
+@pytest.fixture
+def run(saved_adapter, tmp_path, monkeypatch):
+    """The folder of a run with an adapter, its best/, figures, and a path of this machine in a setting."""
+    monkeypatch.delenv("MODEL_ID", raising=False)
+    folder = tmp_path / "cooling"
+    shutil.copytree(saved_adapter, folder)
+    shutil.copytree(saved_adapter, folder / "best")
+    settings = {"MODEL_ID": "tiny", "DATA": f"{tmp_path}/mine.csv", "LORA_R": 3, "SYSTEM_PROMPT": "a|b\nc"}
+    sources = dict.fromkeys(settings, "environment") | {"LORA_R": "default"}
+    (folder / "settings.json").write_text(json.dumps({"settings": settings, "sources": sources}))
+    (folder / "metrics.csv").write_text("step,reward\n7,0.5\n")
+    evaluation = {"before": {"reward": 0.25}, "after": {"reward": 0.5}}
+    (folder / "evaluation.json").write_text(json.dumps(evaluation))
+    (folder / "best" / "best.json").write_text('{"in_words": "step 5 is the best"}')
+    return folder
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    with HubServer() as server:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        yield server
+
+
+def test_an_adapter_with_its_card(run, hub, tmp_path, capsys):
+    assert main([str(run), "--push", "me/cooling"]) == 0
+    assert capsys.readouterr().out == f"uploaded: {hub.url}/me/cooling\n"
+    repo = hub.repos["models", "me/cooling"]
+    assert repo.private and {ADAPTER, "adapter_config.json", "tokenizer.json", "README.md"} <= set(repo.files)
+    assert repo.files[ADAPTER] == (run / ADAPTER).read_bytes()
+    assert not [name for name, content in repo.files.items() if str(tmp_path).encode() in content]
+    assert json.loads(repo.files["adapter_config.json"])["base_model_name_or_path"] == "data/tiny"
+    card = repo.files["README.md"].decode()
+    assert "library_name: peft" in card and "tags: [grpo, lora]" in card and "PeftModel.from_pretrained(base" in card
+    assert "| Training data | mine.csv |" in card and "| `SYSTEM_PROMPT` | a\\|b c |" in card and "`LORA_R`" not in card
+    assert "Held-out reward changed by +0.250" in card and "| trained | 0.500 |" in card
+    assert main([str(run / "best"), "--push", "me/cooling"]) == 0
+    assert "\nStep 5 is the best.\n" in hub.repos["models", "me/cooling"].files["README.md"].decode()
+
+
+def test_a_merged_model(run, hub, tmp_path, capsys):
+    asked = [str(run), "--out", str(tmp_path / "out"), "--push", "me/merged"]
+    assert main([*asked, "--dry-run"]) == 0 and not hub.asked
+    told = capsys.readouterr().out
+    assert (
+        "would be uploaded to me/merged" in told and "  model.safetensors  392," in told and "Held-out reward" in told
+    )
+    assert main([*asked, "--force"]) == 0
+    files = hub.repos["models", "me/merged"].files
+    assert set(load(files["model.safetensors"])) and "library_name: transformers" in files["README.md"].decode()
+
+
+@pytest.mark.parametrize(
+    ("token", "repo", "code", "message"),
+    [
+        ("hf_wrong", "me/x", 2, "Invalid user token"),
+        (TOKEN, "x", 2, "user/name"),
+        (STRANGER, "me/x", 1, "no write access"),
+    ],
+)
+def test_what_the_hub_refuses(run, hub, tmp_path, capsys, monkeypatch, token, repo, code, message):
+    """Before the export where that can be known; what was written stays."""
+    monkeypatch.setenv("HF_TOKEN", token)
+    assert main([str(run), "--out", str(tmp_path / "out"), "--push", repo]) == code
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith("--push") and message in told and "hf auth login" in told
+    assert (tmp_path / "out").exists() == (code == 1)

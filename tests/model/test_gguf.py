@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GGUF: read back as its specification says, every tensor is that of the checkpoint. Run: python -m pytest
+tests/model/test_gguf.py"""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from grpo.model.experts import dequantize_mxfp4
+from grpo.model.gguf import ggml_mxfp4, metadata, vocabulary, write_gguf
+from grpo.preflight.hub import read_json
+
+KVALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12])  # ggml's, twice the codes' values
+SCALARS = {4: "<I", 5: "<i", 6: "<f"}
+
+
+class Reader:
+    """A GGUF file's metadata and tensors (as float32 numpy arrays), by the specification's structs."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.at = data, 0
+        magic, version, tensors, pairs = self.take("<4sIQQ")
+        assert (magic, version) == (b"GGUF", 3)
+        self.values = {self.text(): self.value(self.take("<I")[0]) for _ in range(pairs)}
+        about = [(self.text(), self.take(f"<{self.take('<I')[0]}Q"), *self.take("<IQ")) for _ in range(tensors)]
+        start = -(-self.at // 32) * 32
+        assert all(offset % 32 == 0 for *_, offset in about) and len(data) % 32 == 0
+        self.tensors = {name: self.tensor(sizes[::-1], kind, start + offset) for name, sizes, kind, offset in about}
+        self.kinds = {name: kind for name, _, kind, _ in about}
+
+    def take(self, form: str) -> tuple:
+        self.at += struct.calcsize(form)
+        return struct.unpack_from(form, self.data, self.at - struct.calcsize(form))
+
+    def text(self) -> str:
+        (size,) = self.take("<Q")
+        return self.take(f"<{size}s")[0].decode()
+
+    def value(self, kind: int) -> object:
+        if kind == 9:
+            kind, count = self.take("<IQ")
+            return [self.value(kind) for _ in range(count)]
+        return self.text() if kind == 8 else self.take(SCALARS[kind])[0]
+
+    def tensor(self, shape: tuple[int, ...], kind: int, at: int) -> np.ndarray:
+        count = int(np.prod(shape))
+        if kind == 0:
+            return np.frombuffer(self.data, "<f4", count, at).reshape(shape)
+        if kind == 30:
+            return (np.frombuffer(self.data, "<u2", count, at).astype("<u4") << 16).view("<f4").reshape(shape)
+        assert kind == 39
+        blocks = np.frombuffer(self.data, "u1", count // 32 * 17, at).reshape(-1, 17)
+        codes, scale = blocks[:, 1:], 2.0 ** (blocks[:, :1].astype(int) - 128)
+        return (np.concatenate([KVALUES[codes & 15], KVALUES[codes >> 4]], 1) * scale).astype("<f4").reshape(shape)
+
+
+@pytest.fixture(scope="module")
+def file(tiny, tmp_path_factory):
+    path, tensors = tmp_path_factory.mktemp("gguf") / "model.gguf", load_file(tiny / "model.safetensors")
+    config = read_json(tiny / "config.json")
+    values = metadata(config, "tiny") | vocabulary(tiny, config["vocab_size"], "{{ messages }}")
+    write_gguf(path, values, {name: tensor.shape for name, tensor in tensors.items()}, tensors.__getitem__)
+    return Reader(path.read_bytes())
+
+
+def test_every_tensor_is_the_checkpoints(tiny, file):
+    held, found = (
+        load_file(tiny / "model.safetensors"),
+        {name: torch.tensor(value) for name, value in file.tensors.items()},
+    )
+
+    def same(name: str, expected: torch.Tensor, kind: int) -> None:
+        assert file.kinds[name] == kind and torch.equal(found.pop(name), expected.float()), name
+
+    for layer in range(3):
+        block, source = f"blk.{layer}.", f"model.layers.{layer}."
+        for kind in "qkvo":
+            target = block + ("attn_output" if kind == "o" else f"attn_{kind}")
+            same(f"{target}.weight", held[f"{source}self_attn.{kind}_proj.weight"], 30)
+            same(f"{target}.bias", held[f"{source}self_attn.{kind}_proj.bias"], 0)
+        same(f"{block}attn_sinks.weight", held[f"{source}self_attn.sinks"], 0)
+        same(f"{block}attn_norm.weight", held[f"{source}input_layernorm.weight"], 0)
+        same(f"{block}post_attention_norm.weight", held[f"{source}post_attention_layernorm.weight"], 0)
+        same(f"{block}ffn_gate_inp.weight", held[f"{source}mlp.router.weight"], 0)
+        same(f"{block}ffn_gate_inp.bias", held[f"{source}mlp.router.bias"], 0)
+        experts = f"{source}mlp.experts."
+        for part, rows, name in (("gate", slice(0, None, 2), "gate_up_proj"), ("up", slice(1, None, 2), "gate_up_proj"), ("down", slice(None), "down_proj")):  # fmt: skip
+            weights = dequantize_mxfp4(held[f"{experts}{name}_blocks"], held[f"{experts}{name}_scales"])
+            same(f"{block}ffn_{part}_exps.weight", weights.transpose(1, 2)[:, rows], 39)
+            same(f"{block}ffn_{part}_exps.bias", held[f"{experts}{name}_bias"][:, rows], 0)
+    same("token_embd.weight", held["model.embed_tokens.weight"], 30)
+    same("output_norm.weight", held["model.norm.weight"], 0)
+    same("output.weight", held["lm_head.weight"], 30)
+    assert not found
+
+
+def test_codes_and_scales_keep_every_bit():
+    blocks = torch.randint(256, (3, 5, 16), dtype=torch.uint8)
+    scales = torch.randint(256, (3, 5), dtype=torch.uint8)
+    packed = ggml_mxfp4(blocks, scales)
+    codes = torch.cat((packed[..., 1:] & 15, packed[..., 1:] >> 4), -1)
+    assert torch.equal(packed[..., 0], scales) and torch.equal(codes[..., ::2] | codes[..., 1::2] << 4, blocks)
+
+
+def test_metadata_and_tokens(tiny, file):
+    values, tokenizer = file.values, AutoTokenizer.from_pretrained(tiny)
+    assert values["general.architecture"] == "gpt-oss" and values["tokenizer.chat_template"] == "{{ messages }}"
+    expected = {"block_count": 3, "expert_count": 4, "expert_used_count": 2, "attention.head_count_kv": 2, "attention.key_length": 32, "rope.freq_base": 150000.0, "rope.scaling.type": "yarn", "rope.scaling.factor": 32.0, "rope.scaling.original_context_length": 4096, "attention.sliding_window": 32}  # fmt: skip
+    assert {name: values[f"gpt-oss.{name}"] for name in expected} == expected
+    assert values["tokenizer.ggml.tokens"] == tokenizer.convert_ids_to_tokens(range(592))
+    assert values["tokenizer.ggml.eos_token_id"] == tokenizer.eos_token_id
+    control = [n for n, kind in enumerate(values["tokenizer.ggml.token_type"]) if kind == 3]
+    assert control == sorted(tokenizer.added_tokens_decoder)
+    left, right = values["tokenizer.ggml.merges"][0].split(" ")
+    assert left + right in tokenizer.get_vocab()
