@@ -103,12 +103,14 @@ def start(
 ) -> int:
     """Start a run in the folder `place`/run by forking; returns its process id. `operation` and `number` are those of
     `signal_before`, None: nothing is counted. Without REPORT among the settings, it leaves the report out: its plots
-    take longer than the rest."""
+    take longer than the rest. A Ctrl-C before `main` begins waits until then, and ends it with exit code 130."""
     sys.stdout.flush()
     sys.stderr.flush()
+    signals = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     if pid := os.fork():
+        signal.pthread_sigmask(signal.SIG_SETMASK, signals)
         return pid
-    code = 70
+    code, begun = 70, False
     try:
         with (place / OUTPUT).open("ab") as output, open(os.devnull, "rb") as nothing:
             for stream, file in ((0, nothing), (1, output), (2, output)):
@@ -122,10 +124,15 @@ def start(
         os.environ.update(clean_environment(given))
         if operation is not None:
             signal_before(operation, place, number)
+        signal.pthread_sigmask(signal.SIG_SETMASK, signals)
+        begun = True
         code = campaign.main([])
         sys.stdout.flush()
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and not begun:
+            code = 128 + signal.SIGINT
+        else:
+            traceback.print_exc()
     finally:
         os._exit(code)
 

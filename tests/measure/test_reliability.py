@@ -74,6 +74,16 @@ def test_a_process_that_crashes_is_a_finding_and_too_little_time_is_told(ask):
     assert code == 3 and "csv_cases" not in found
 
 
+def test_an_interrupt_before_the_run_is_no_finding_and_one_that_leaks_is(tmp_path, monkeypatch, capfd):
+    def main(arguments):
+        raise KeyboardInterrupt
+
+    ends = Campaign(main, tmp_path, 1), tmp_path / "place", {}
+    assert forks.run_to_end(*ends) == 70 and "Traceback" in capfd.readouterr().err
+    monkeypatch.setattr(forks, "clean_environment", lambda given: os.kill(os.getpid(), signal.SIGINT) or {})
+    assert forks.run_to_end(*ends) == 130 and not capfd.readouterr().err
+
+
 def make_run(folder: Path, adapter: bytes) -> None:
     """What `faults` looks at in a complete run, and its zip."""
     folder.mkdir(parents=True)
