@@ -177,12 +177,14 @@ def asked_here(campaign: Campaign, settings: Mapping[str, object]) -> tuple[int 
     return code, out.getvalue(), time.perf_counter() - started
 
 
-def asked_by_command(settings: Mapping[str, object]) -> tuple[int, str]:
-    """The same through the command: its exit code and what it printed."""
+def asked_by_command(settings: Mapping[str, object]) -> tuple[int, str, float]:
+    """The same through the command: its exit code, what it printed, and its seconds."""
+    started = time.perf_counter()
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--check"], env=clean_environment(settings), cwd=ROOT, capture_output=True, timeout=LIMIT
     )  # fmt: skip
-    return done.returncode, (done.stdout + done.stderr).decode("utf-8", "replace")
+    said = (done.stdout + done.stderr).decode("utf-8", "replace")
+    return done.returncode, said, time.perf_counter() - started
 
 
 Work = Callable[[Path, int, Found], None]
