@@ -8,6 +8,7 @@ import io
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,8 +24,22 @@ from grpo.settings import ROOT
 SCRIPT = ROOT / "train_grpo.py"
 OUTPUT = "output.txt"  # beside a run's folder: all that its starts printed
 FOUND = "found.json"
+MARK = "made_by_a_measurement"  # in a folder that the next one may delete
 LIMIT = 900.0  # seconds after which a task is ended: a finding
 CHANGES = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink")
+
+
+def fresh_folder(path: Path) -> Path:
+    """An empty folder for all that a measurement makes, marked as that: what an earlier one left there is deleted. Raises
+    FileExistsError for what no measurement made."""
+    if path.exists() and not (path / MARK).is_file():
+        raise FileExistsError(
+            f"--run {path} exists, and no measurement made it. Name another folder, or delete it yourself"
+        )
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / MARK).touch()
+    return path
 
 
 @dataclass
