@@ -12,7 +12,7 @@ for a seed, however many are run; kills after a time also depend on how fast the
 is kept. The JSON is written while it goes on: what was stopped holds what was done.
 
 Exit codes: 0 nothing was found, 1 something was (it is printed, with how to do it again), 3 nothing was, in --minutes that
-were too few.
+were too few; 2 --run is a folder that no campaign made.
 """
 
 from __future__ import annotations
@@ -29,18 +29,29 @@ from grpo.settings import fold
 PARTS = ("kills", "damage", "csv", "settings", "models", "disk")
 
 
+def count(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=fold(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--out", required=True, help="JSON to write")
     add("--part", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=f"of {', '.join(PARTS)}; default all")
-    add("--size", type=int, help="of each part: how many runs, files, inputs")
+    add("--size", type=count, help="of each part: how many runs, files, inputs")
     add("--quick", action="store_true", help="a little of each")
     add("--seed", type=int, default=1, help="of every choice (default 1)")
     add("--only", type=int, metavar="NUMBER", help="this one of the part")
     add("--minutes", type=float, default=float("inf"), help="begin nothing after so many")
-    add("--jobs", type=int, default=2, help="processes side by side (default 2)")
-    add("--run", default="runs/reliability", help="folder of all that is made; deleted first (default %(default)s)")
+    add("--jobs", type=count, default=2, help="processes side by side (default 2)")
+    add(
+        "--run",
+        default="runs/reliability",
+        help="folder of all that is made; the last campaign's is deleted first (default %(default)s)",
+    )
     return parser.parse_args()
 
 

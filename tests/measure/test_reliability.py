@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import reliability
 from conftest import CLEAN, ROOT
 
 from grpo.evaluate import page  # here, so that no fork imports it anew
@@ -95,6 +96,20 @@ def test_an_interrupt_before_the_run_is_no_finding_and_one_that_leaks_is(tmp_pat
     assert forks.run_to_end(*ends) == 70 and "Traceback" in capfd.readouterr().err
     monkeypatch.setattr(forks, "clean_environment", lambda given: os.kill(os.getpid(), signal.SIGINT) or {})
     assert forks.run_to_end(*ends) == 130 and not capfd.readouterr().err
+
+
+def test_a_folder_that_no_campaign_made_is_left_alone_and_no_size_is_not_all(ask, tmp_path, monkeypatch, capfd):
+    mine = tmp_path / "made" / "mine"
+    mine.parent.mkdir()
+    mine.touch()
+    (tmp_path / "out.json").write_text('{"figures": []}')
+    assert ask(lambda arguments: 0, "csv")[0] == 2 and mine.exists()
+    (mine.parent / forks.MARK).touch()
+    assert ask(lambda arguments: 0, "csv")[0] == 0 and not mine.exists()
+    monkeypatch.setattr(sys, "argv", ["reliability.py", "--out", "x.json", "--size", "0"])
+    with pytest.raises(SystemExit):
+        reliability.parse_args()
+    assert "--size: '0' is not a whole number of at least 1" in capfd.readouterr().err
 
 
 def make_run(folder: Path, adapter: bytes) -> None:
