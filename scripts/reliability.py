@@ -3,7 +3,7 @@
 """Kill runs, damage what they leave, feed them anything: nothing may be lost, nothing be silently wrong.
 
     python scripts/reliability.py --out docs/results/reliability.json    # all of it
-    python scripts/reliability.py --quick --out quick.json               # a little of each part, in a minute
+    python scripts/reliability.py --quick --out quick.json               # a little of each part, in one to three minutes
     python scripts/reliability.py --part kills --size 20 --seed 7 --out kills.json
     python scripts/reliability.py --part kills --only 13 --out one.json  # the thirteenth again
 
@@ -11,8 +11,8 @@ docs/reliability.md, "The campaign", says what the parts do. On a CPU, without a
 for a seed, however many are run; kills after a time also depend on how fast the machine is. A run or file with a finding
 is kept. The JSON is written while it goes on: what was stopped holds what was done.
 
-Exit codes: 0 nothing was found, 1 something was (it is printed, with how to do it again), 3 nothing was, in --minutes that
-were too few; 2 --run is a folder that no campaign made.
+Exit codes: 0 nothing was found, 1 something was (it is printed, with how to do it again), 2 --run is a folder that no
+campaign made, 3 nothing was, in --minutes that were too few.
 """
 
 from __future__ import annotations
