@@ -58,11 +58,8 @@ def test_a_fault_comes_in_its_phase(child, fault):
 
 def test_what_was_not_seen_or_is_missing_fails(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("BENCH_COMMIT", "c1")
-    codes, said, same = (
-        [],
-        ["vLLM: generating failed (RuntimeError: EngineCore died)"],
-        {"whole": True, "alike": 60, "of": 64},
-    )
+    codes, said = [], ["vLLM: generating failed (RuntimeError: EngineCore died)"]
+    same = {"whole": True, "alike": 60, "of": 64}
     monkeypatch.setattr(faults, "same_rows", lambda *given: same)
 
     def run(options, folder, steps, fault=""):
