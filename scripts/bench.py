@@ -22,7 +22,8 @@ fills the compile caches (`--warm-caches` leaves it out), then three steps of 12
 same prompts by transformers' generate, and 16 completions x 2,300 tokens. Exit code 1 if a base weight has changed.
 
 `faults` runs the entry point once as it is and once with kills, a full GPU, a dying engine and a full /dev/shm in each phase of
-a step, started again after each (docs/reliability.md). Exit code 1 if one is not seen, or a step is missing at the end.
+a step, started again after each (docs/reliability.md, "On a GPU"). Exit code 1 if one does not end as it should, or a step
+is missing at the end.
 
 `step` measures learning beside TRL's padded path in one process, on the same rollouts, and with packed experts while all
 but 40 GiB of the card is occupied. W1 is 12 prompts x 8 completions x 512 tokens, W2 96 completions with the lengths of
@@ -71,7 +72,11 @@ def parse_args() -> argparse.Namespace:
     one.add_argument("--lengths", required=True, help="CSV whose `completion` column gives the lengths of W2 and W3")
     one.add_argument("--only", choices=("bf16", "mxfp4"), help="run this half; the other's last run is read")
     one.add_argument("--child", choices=("bf16", "mxfp4"), help=argparse.SUPPRESS)
-    one = command("faults", "kills, full memory and a dying engine in each phase of a step", "folder of the runs")
+    one = command(
+        "faults",
+        "kills, full memory and a dying engine in each phase of a step",
+        "folder of the runs; the last ones are deleted first",
+    )
     one.add_argument("--faults", nargs="+", metavar="HOW:PHASE", help="these only, in this order")
     one.add_argument("--child", help=argparse.SUPPRESS)
     one = command("attention", "the learner's attention against float64", "", model=False)

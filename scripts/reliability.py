@@ -3,7 +3,7 @@
 """Kill runs, damage what they leave, feed them anything: nothing may be lost, nothing be silently wrong.
 
     python scripts/reliability.py --out docs/results/reliability.json    # all of it
-    python scripts/reliability.py --quick --out quick.json               # a little of each part, in a minute
+    python scripts/reliability.py --quick --out quick.json               # a little of each part, in one to three minutes
     python scripts/reliability.py --part kills --size 20 --seed 7 --out kills.json
     python scripts/reliability.py --part kills --only 13 --out one.json  # the thirteenth again
 
@@ -11,8 +11,8 @@ docs/reliability.md, "The campaign", says what the parts do. On a CPU, without a
 for a seed, however many are run; kills after a time also depend on how fast the machine is. A run or file with a finding
 is kept. The JSON is written while it goes on: what was stopped holds what was done.
 
-Exit codes: 0 nothing was found, 1 something was (it is printed, with how to do it again), 3 nothing was, in --minutes that
-were too few.
+Exit codes: 0 nothing was found, 1 something was (it is printed, with how to do it again), 2 --run is a folder that no
+campaign made, 3 nothing was, in --minutes that were too few.
 """
 
 from __future__ import annotations
@@ -29,18 +29,29 @@ from grpo.settings import fold
 PARTS = ("kills", "damage", "csv", "settings", "models", "disk")
 
 
+def count(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=fold(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--out", required=True, help="JSON to write")
     add("--part", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=f"of {', '.join(PARTS)}; default all")
-    add("--size", type=int, help="of each part: how many runs, files, inputs")
+    add("--size", type=count, help="of each part: how many runs, files, inputs")
     add("--quick", action="store_true", help="a little of each")
     add("--seed", type=int, default=1, help="of every choice (default 1)")
     add("--only", type=int, metavar="NUMBER", help="this one of the part")
     add("--minutes", type=float, default=float("inf"), help="begin nothing after so many")
-    add("--jobs", type=int, default=2, help="processes side by side (default 2)")
-    add("--run", default="runs/reliability", help="folder of all that is made; deleted first (default %(default)s)")
+    add("--jobs", type=count, default=2, help="processes side by side (default 2)")
+    add(
+        "--run",
+        default="runs/reliability",
+        help="folder of all that is made; the last campaign's is deleted first (default %(default)s)",
+    )
     return parser.parse_args()
 
 

@@ -8,7 +8,7 @@ import functools
 import io
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +23,7 @@ from grpo.run.logs import COMPLETIONS, EVALUATED, METRICS, function_column
 from grpo.settings import Problems, listed
 
 FUNCTION = function_column("")  # begin of the columns of reward functions
+ROWS = 400  # of a log that are read at once: completions are long
 EXAMPLES = 3  # completions shown of each kind
 HEAD, TAIL = 3000, 1500  # characters of a completion that are shown from its begin and its end
 # A file that is missing or damaged says nothing.
@@ -34,29 +35,47 @@ class ReportError(RuntimeError):
     """There is nothing to report on, or nowhere to write; the message says what to do."""
 
 
-def read_log(path: Path, columns: Iterable[str]) -> pandas.DataFrame:
-    """metrics.csv or completions.csv: `step` a whole number, all else text.
+class Beginning(io.FileIO):
+    """The first `size` bytes of a file."""
+
+    size = 0
+
+    def readinto(self, buffer: Any) -> int:
+        return super().readinto(memoryview(buffer)[: max(0, self.size - self.tell())])
+
+
+def whole_size(path: Path) -> int:
+    """Bytes of a CSV up to the end of its last whole row."""
+    end = place = quotes = 0
+    with path.open("rb") as file:
+        for line in file:
+            place += len(line)
+            quotes += line.count(b'"')
+            if line.endswith(b"\n") and quotes % 2 == 0:  # else this line feed is inside a cell: not the end of a row
+                end = place
+    return end
+
+
+def read_log(path: Path, columns: Iterable[str]) -> Iterator[pandas.DataFrame]:
+    """metrics.csv or completions.csv, of which ROWS at a time are in memory: `step` a whole number, all else text.
 
     A last row that is half written is left out; columns that the file lacks (it is older) are empty. Raises ReportError
     where the file is not a log of this project, OSError where it cannot be read.
     """
-    data = path.read_bytes()
-    end = data.rfind(b"\n") + 1
-    quotes = data.count(b'"', 0, end)
-    while quotes % 2:  # this line feed is inside a cell: not the end of a row
-        line = data.rfind(b"\n", 0, end - 1) + 1
-        quotes, end = quotes - data.count(b'"', line, end), line
-    if not end:
-        return pandas.DataFrame(columns=list(columns), dtype=str).astype({"step": int})
     options = {"dtype": str, "na_filter": False, "encoding_errors": "replace", "on_bad_lines": "skip"}
-    try:
-        found = pandas.read_csv(io.BytesIO(data[:end]), **options)
-    except ValueError as error:  # pandas' own errors are ValueErrors
-        raise ReportError(f"{path} cannot be read as CSV ({error}); was it edited by another program?") from None
-    if "step" not in found:
-        raise ReportError(f"{path} has no column `step`: it is not a log of train_grpo.py")
-    known = found[found["step"].str.fullmatch(r"\d{1,9}").astype(bool)]
-    return known.reindex(columns=list(columns), fill_value="").fillna("").astype({"step": int})
+    with Beginning(path) as file:
+        if not (size := whole_size(path)):
+            yield pandas.DataFrame(columns=list(columns), dtype=str).astype({"step": int})
+            return
+        file.size = size
+        try:
+            for found in pandas.read_csv(io.BufferedReader(file), chunksize=ROWS, **options):
+                if "step" not in found:
+                    raise ReportError(f"{path} has no column `step`: it is not a log of train_grpo.py")
+                known = found[found["step"].str.fullmatch(r"\d{1,9}").astype(bool)]
+                yield known.reindex(columns=list(columns), fill_value="").fillna("").astype({"step": int})
+        except ValueError as error:  # pandas' own errors are ValueErrors
+            raise ReportError(f"{path} cannot be read as CSV ({error}); was it edited by another program?") from None
 
 
 def finite(values: pandas.Series) -> pandas.Series:
@@ -73,7 +92,8 @@ def read_metrics(path: Path) -> pandas.DataFrame:
     with path.open(encoding="utf-8", errors="replace") as file:
         own = [name for name in next(csv.reader(file), []) if name.startswith(FUNCTION)]
     columns = dict.fromkeys([*METRICS, *EVALUATED, *own])
-    found = read_log(path, columns).drop_duplicates("step", keep="last").sort_values("step", ignore_index=True)
+    found = pandas.concat(read_log(path, columns), ignore_index=True)
+    found = found.drop_duplicates("step", keep="last").sort_values("step", ignore_index=True)
     numbers = [name for name in columns if name not in ("step", "time")]
     return found.assign(**{name: finite(found[name]) for name in numbers})
 
@@ -197,11 +217,7 @@ def examples_of(rows: pandas.DataFrame) -> dict[str, pandas.DataFrame]:
         "No action could be read": rows[~named & ~truncated & (rows["best_action"] != "")],
         "Truncated at MAX_COMPLETION_LEN": rows[truncated],
     }
-    shown = {title: ranked.drop_duplicates("prompt_id").head(EXAMPLES) for title, ranked in kinds.items()}
-    return {
-        title: few.assign(completion=few["completion"].map(cut), prompt=few["prompt"].map(cut))
-        for title, few in shown.items()
-    }
+    return {title: ranked.drop_duplicates("prompt_id").head(EXAMPLES) for title, ranked in kinds.items()}
 
 
 def read_prompts(record: Mapping[str, Any]) -> dict[str, str]:
@@ -216,17 +232,20 @@ def read_prompts(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read_completions(path: Path, record: Mapping[str, Any] | None = None) -> Completions:
-    """completions.csv, which is held in memory meanwhile; `record`: settings.json. Raises as `read_log`; a missing file is
+    """completions.csv, of which only what is shown is kept; `record`: settings.json. Raises as `read_log`; a missing file is
     an empty one."""
     columns = dict.fromkeys([*COMPLETIONS, "prompt"])  # the latter where the file has it, else from the data
-    rows = read_log(path, columns) if path.is_file() else pandas.DataFrame(columns=list(columns), dtype=str)
-    if len(rows) and record and not rows["prompt"].all():
-        prompts = read_prompts(record)
-        rows["prompt"] = [
-            text or prompts.get(name, "") for name, text in zip(rows["prompt_id"], rows["prompt"], strict=True)
-        ]
-    actions = rows.groupby(["step", "parsed_action"]).size().unstack(fill_value=0)
-    return Completions(len(rows), actions, examples_of(rows))
+    parts = read_log(path, columns) if path.is_file() else [pandas.DataFrame(columns=list(columns), dtype=str)]
+    best, actions = None, []
+    for rows in parts:
+        actions.append(rows.groupby(["step", "parsed_action"]).size())
+        rows = pandas.concat([best, rows])  # in the order of the file, which tells equal ones apart
+        best = rows[rows.index.isin([place for few in examples_of(rows).values() for place in few.index])]
+    sums = pandas.concat(actions).groupby(level=[0, 1]).sum()
+    prompts = read_prompts(record) if record and not best["prompt"].all() else {}
+    logged = [text or prompts.get(name, "") for name, text in zip(best["prompt_id"], best["prompt"], strict=True)]
+    best = best.assign(completion=best["completion"].map(cut), prompt=[cut(text) for text in logged])
+    return Completions(int(sums.sum()), sums.unstack(fill_value=0), examples_of(best))
 
 
 @dataclass

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from grpo.measure import hostile_input, kills
-from grpo.measure.forks import Campaign, Found, tasks_done
+from grpo.measure.forks import Campaign, Found, fresh_folder, tasks_done
 from grpo.measure.record import figure, save, short, tabled
 
 KILLS = """
@@ -117,18 +117,22 @@ def numbers_of(part: Part, name: str, campaign: Campaign, options: argparse.Name
     if options.only is not None:
         return [options.only]
     there = part.count(campaign) if part.count else None
-    size = options.size or (part.quick if options.quick else part.size) or there
+    size = options.size if options.size is not None else (part.quick if options.quick else part.size) or there
     if there and size < there:
         return sorted(random.Random(f"{name} {options.seed}").sample(range(there), size))
     return list(range(min(size, there or size)))
 
 
 def bench_reliability(options: argparse.Namespace) -> int:
-    """The chosen parts, one after the other. Exit code 1 where something was found, 3 where a part came to no end in time."""
+    """The chosen parts, one after the other. Exit code 1 where something was found, 2 where --run is not ours, 3 where a part
+    came to no end in time."""
+    try:
+        folder = fresh_folder(Path(options.run).resolve())
+    except FileExistsError as error:
+        print(error, file=sys.stderr)
+        return 2
     torch.set_num_threads(1)
     import_all()
-    folder = Path(options.run).resolve()
-    shutil.rmtree(folder, ignore_errors=True)
     campaign = Campaign(options.main, folder, options.seed, options.quick)
     began, told, written, made = time.monotonic(), 0.0, 0.0, []
     until = began + options.minutes * 60

@@ -22,6 +22,7 @@ import torch
 
 from grpo.learn import trainer as learner
 from grpo.learn.trainer import Trainer
+from grpo.measure.forks import fresh_folder
 from grpo.measure.record import BENCH, NOISE, figure, shown, write
 from grpo.measure.watched import intercept
 from grpo.rollout.engine import Engine
@@ -41,6 +42,14 @@ FAULTS = (
     "shm:sync",
 )
 SAVE_EVERY, COMPLETIONS = 2, 16
+CRITICAL = " C train_grpo: "  # in a line of training.log
+# How -> the exit codes that it may come to, and what the run's last words, those that it logs as critical, then hold.
+EXPECTED = {
+    "kill": ((-signal.SIGKILL,), ""),
+    "memory": ((1, 4), "memory"),
+    "dying": ((4,), "EngineCore died"),
+    "shm": ((4,), "No space left"),
+}
 SPARE = 32 << 20  # bytes that a full GPU has left
 
 
@@ -85,7 +94,8 @@ def faults_child(options: argparse.Namespace) -> int:
 
 
 def run(options: argparse.Namespace, folder: Path, steps: int, fault: str = "") -> dict[str, Any]:
-    """One start of the command in `folder`, with a fault or to its end: exit code, seconds, last line, last checkpoint."""
+    """One start of the command in `folder`, with a fault or to its end: exit code, seconds, last words,
+    last checkpoint."""
     settings = {
         "MODEL_ID": options.model, "DATA": options.data, "OUTPUT_DIR": folder.absolute(), "USE_VLLM": 1, "PARITY": "off",
         "EVAL_SAMPLES": 0, "REWARDS": f"action,{NOISE}", "INVALID_REWARD": 0, "PROMPTS_PER_STEP": COMPLETIONS // 8, "NUM_GENERATIONS": 8,
@@ -101,14 +111,22 @@ def run(options: argparse.Namespace, folder: Path, steps: int, fault: str = "") 
         command = ["unshare", "--mount", "sh", "-c", inside, "sh", *command]
     started, log = time.perf_counter(), folder.with_name(f"{folder.name}.log")
     with log.open("a") as out:
+        before = out.tell()
         environment = os.environ | {name: str(value) for name, value in settings.items()}
         code = subprocess.run(command, env=environment, stdout=out, stderr=out, check=False).returncode
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [line for line in log.read_bytes()[before:].decode(errors="replace").splitlines() if line.strip()]
+    said = [line.partition(CRITICAL)[2] for line in lines if CRITICAL in line] or lines[-1:]
     kept = last_checkpoint(folder)[1]
-    found = {"code": code, "seconds": time.perf_counter() - started, "line": lines[-1][:150] if lines else ""}
+    found = {"code": code, "seconds": time.perf_counter() - started, "line": " | ".join(said)[:500]}
     found["checkpoint"] = kept.name if kept else "-"
     print(f"{fault or 'no fault'}: exit code {code}, {found['checkpoint']}, {found['seconds']:.0f} s | {found['line']}", flush=True)  # fmt: skip
     return found
+
+
+def was_seen(fault: str, found: dict[str, Any]) -> bool:
+    """Whether a start ended as its fault makes it end, not of something else."""
+    codes, words = EXPECTED[fault.partition(":")[0]]
+    return found["code"] in codes and words in found["line"]
 
 
 def same_rows(folder: Path, whole: Path, steps: int) -> dict[str, Any]:
@@ -126,33 +144,39 @@ def same_rows(folder: Path, whole: Path, steps: int) -> dict[str, Any]:
 
 def bench_faults(options: argparse.Namespace) -> int:
     """A run without a fault, and one that meets each fault of `--faults`, two steps apart, and is started again after each.
-    Exit code 1 where a fault went by unseen, the same command did not go on, or a step is missing or doubled."""
+    Exit code 1 where a fault went by unseen or a start ended of something else, the same command did not go on, a step is
+    missing or doubled, or a .tmp is left."""
     if options.child:
         return faults_child(options)
     faults = options.faults or FAULTS
     if strange := [fault for fault in faults if fault not in FAULTS]:
         print(f"no such fault: {', '.join(strange)}. There are: {', '.join(FAULTS)}", file=sys.stderr)
         return 2
-    folder = Path(options.run)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder = fresh_folder(Path(options.run))
+    except FileExistsError as error:
+        print(error, file=sys.stderr)
+        return 2
     steps, made, bad = SAVE_EVERY * (len(faults) + 1), [], 0
     whole = run(options, folder / "whole", steps)
     made.append(figure("whole_s", whole["seconds"], "s", f"{steps} steps without a fault, exit code {whole['code']}"))
     for n, fault in enumerate(faults):
         # The step before a checkpoint, so that it is saved, or lost with the kill, next.
         found = run(options, folder / "faults", steps, f"{fault}:{SAVE_EVERY * (n + 1)}")
-        stopped = found["code"] == -signal.SIGKILL if fault.startswith("kill") else found["code"] not in (0, 2)
+        stopped = was_seen(fault, found)
         bad += not stopped
-        note = f"exit code {found['code']}, then at {found['checkpoint']}: {found['line'][-120:]}"
+        note = f"exit code {found['code']}, then at {found['checkpoint']}: {found['line'][:120]}"
         made.append(figure(fault.replace(":", "_at_"), int(stopped), "seen", note))
     last = run(options, folder / "faults", steps)
     same = same_rows(folder / "faults", folder / "whole", steps)
-    bad += last["code"] != 0 or whole["code"] != 0 or not same["whole"]
+    stray = [path.name for path in folder.rglob("*.tmp")]
+    bad += last["code"] != 0 or whole["code"] != 0 or not same["whole"] or bool(stray)
     made.append(
         figure("faults", len(faults), "faults", "of one run, one after the other, each followed by the same command")
     )
     made.append(figure("completed", int(last["code"] == 0), "run", f"exit code {last['code']} of the last start"))
     made.append(figure("rows_whole", int(same["whole"]), "run", "every step once, every completion, a sound zip"))
+    made.append(figure("stray", len(stray), "files", ", ".join(stray) or "no .tmp is left"))
     made.append(
         figure("completions_alike", same["alike"], "completions", f"of {same['of']}, as in the run without a fault")
     )

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,8 +24,22 @@ from grpo.settings import ROOT
 SCRIPT = ROOT / "train_grpo.py"
 OUTPUT = "output.txt"  # beside a run's folder: all that its starts printed
 FOUND = "found.json"
+MARK = "made_by_a_measurement"  # in a folder that the next one may delete
 LIMIT = 900.0  # seconds after which a task is ended: a finding
 CHANGES = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink")
+
+
+def fresh_folder(path: Path) -> Path:
+    """An empty folder for all that a measurement makes, marked as that: what an earlier one left there is deleted. Raises
+    FileExistsError for what no measurement made."""
+    if path.exists() and not (path / MARK).is_file():
+        raise FileExistsError(
+            f"--run {path} exists, and no measurement made it. Name another folder, or delete it yourself"
+        )
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / MARK).touch()
+    return path
 
 
 @dataclass
@@ -103,12 +118,14 @@ def start(
 ) -> int:
     """Start a run in the folder `place`/run by forking; returns its process id. `operation` and `number` are those of
     `signal_before`, None: nothing is counted. Without REPORT among the settings, it leaves the report out: its plots
-    take longer than the rest."""
+    take longer than the rest. A Ctrl-C before `main` begins waits until then, and ends it with exit code 130."""
     sys.stdout.flush()
     sys.stderr.flush()
+    signals = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     if pid := os.fork():
+        signal.pthread_sigmask(signal.SIG_SETMASK, signals)
         return pid
-    code = 70
+    code, begun = 70, False
     try:
         with (place / OUTPUT).open("ab") as output, open(os.devnull, "rb") as nothing:
             for stream, file in ((0, nothing), (1, output), (2, output)):
@@ -122,10 +139,15 @@ def start(
         os.environ.update(clean_environment(given))
         if operation is not None:
             signal_before(operation, place, number)
+        signal.pthread_sigmask(signal.SIG_SETMASK, signals)
+        begun = True
         code = campaign.main([])
         sys.stdout.flush()
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and not begun:
+            code = 128 + signal.SIGINT
+        else:
+            traceback.print_exc()
     finally:
         os._exit(code)
 
@@ -170,12 +192,14 @@ def asked_here(campaign: Campaign, settings: Mapping[str, object]) -> tuple[int 
     return code, out.getvalue(), time.perf_counter() - started
 
 
-def asked_by_command(settings: Mapping[str, object]) -> tuple[int, str]:
-    """The same through the command: its exit code and what it printed."""
+def asked_by_command(settings: Mapping[str, object]) -> tuple[int, str, float]:
+    """The same through the command: its exit code, what it printed, and its seconds."""
+    started = time.perf_counter()
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--check"], env=clean_environment(settings), cwd=ROOT, capture_output=True, timeout=LIMIT
     )  # fmt: skip
-    return done.returncode, (done.stdout + done.stderr).decode("utf-8", "replace")
+    said = (done.stdout + done.stderr).decode("utf-8", "replace")
+    return done.returncode, said, time.perf_counter() - started
 
 
 Work = Callable[[Path, int, Found], None]

@@ -170,8 +170,8 @@ def ask(
     wrong = judge(code, said, seconds, named)
     if by_command:
         found.counts[f"{part}_by_command"] += 1
-        again, printed = asked_by_command(given)
-        wrong += [f"the command: {one}" for one in judge(again, printed, 0.0, named)]
+        again, printed, took = asked_by_command(given)
+        wrong += [f"the command: {one}" for one in judge(again, printed, took, named)]
         wrong += [f"{code} here, {again} by the command"] * (again != code)
     found.counts.update([f"{part}_cases", f"{part}_{'accepted' if code == 0 else 'refused'}"])
     found.seconds.append(seconds)
@@ -284,6 +284,8 @@ def hostile_model(rng: Rng, folder: Path) -> str:
     return f"{path.name}: {kind}"
 
 
+# What a run whose settings were accepted says where it ends with this exit code.
+LOADED = {0: "", 1: r"C train_grpo: model: .", 2: r"^  1\. ."}
 TRAINED = {
     "LORA_R": 2, "REASONING_EFFORT": "low", "MAX_PROMPT_LEN": 256, "PROMPTS_PER_STEP": 1, "NUM_GENERATIONS": 2, "EVAL_SAMPLES": 0,
     "MAX_COMPLETION_LEN": 6, "TOTAL_STEPS": 1, "SAVE_STEPS": 1, "DATA": ROOT / "data" / "tes_heldout_compact.csv",
@@ -300,7 +302,7 @@ def models(campaign: Campaign, place: Path, number: int, found: Found) -> None:
     if code == 0 and len(found.findings) == before:
         ended, said = run_to_end(campaign, place, given), (place / OUTPUT).read_text(encoding="utf-8")
         found.counts["models_load_refused" if ended else "models_loaded"] += 1
-        if ended not in (0, 1, 2) or "Traceback" in said:
+        if ended not in LOADED or not re.search(LOADED[ended], said, re.MULTILINE) or "Traceback" in said:
             found.findings.append((number, f"loading ended with {ended}: {said[-3000:]}"))
     if len(found.findings) == before:
         shutil.rmtree(place)

@@ -69,11 +69,12 @@ def differences(folder: Path, whole: Path) -> list[str]:
     return found + ["metrics.csv"] * (steps_in(folder) != steps_in(whole))
 
 
-def steps_in(folder: Path) -> list[list[str]]:
-    """metrics.csv without its times."""
-    columns = [name for name in METRICS if not name.endswith(("_s", "time"))]
+def steps_in(folder: Path) -> list[dict[str, str]]:
+    """metrics.csv without its times: rows by column, those of the reward functions among them."""
     with (folder / "metrics.csv").open(newline="", encoding="utf-8") as file:
-        return [[row[name] for name in columns] for row in csv.DictReader(file)]
+        reader = csv.DictReader(file)
+        columns = [name for name in reader.fieldnames or () if not (name in METRICS and name.endswith(("_s", "time")))]
+        return [{name: row[name] for name in columns} for row in reader]
 
 
 def faults(place: Path, whole: Path, printed: bool = True, best: bool = True) -> list[str]:
@@ -265,19 +266,21 @@ RECORDS: dict[str, tuple[str | None, str | None]] = {
     "evaluation.json": (None, None),
     "closed_loop.json": (None, None),
     f"{BEST}/best.json": (None, None),
+    f"{BEST}/{ADAPTER}": (None, None),
     COMPLETE: (None, None),
 }
+LOGS = ("metrics.csv", "completions.csv")
 
 
 def damages(campaign: Campaign) -> list[tuple[str, str, str]]:
     """Every (state of the run, file, kind of damage): each file of its last checkpoint, of a run that is complete and of one that
-    was interrupted, then the records."""
+    was interrupted, then the logs and the records."""
     checkpoint = campaign.folder / "whole" / "checkpoint-2" / "run" / "checkpoint-2"
     names = sorted(str(path.relative_to(checkpoint.parent)) for path in checkpoint.rglob("*") if path.is_file())
     kinds = KINDS | DELETED
     return [
         *itertools.product(("complete", "interrupted"), names, kinds),
-        *itertools.product(("complete",), () if campaign.quick else RECORDS, kinds),
+        *itertools.product(("complete",), LOGS if campaign.quick else (*LOGS, *RECORDS), kinds),
     ]
 
 
@@ -294,18 +297,27 @@ def damage(campaign: Campaign, place: Path, number: int, found: Found) -> None:
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     code = run_to_end(campaign, place, inputs(campaign, SMALL | DAMAGED[kept] | {"TOTAL_STEPS": 3}))
     said, base = said_in(place), Path(name).name
-    if refusal := RECORDS.get(name, (None, None))[kind == "deleted"]:
+    refusal = RECORDS.get(name, (None, None))[kind == "deleted"]
+    if name in LOGS and (code == 2 or kind not in ("truncated", "one bit")):  # of these a part may be enough
+        refusal = f"{name} is not whole at step"
+    if refusal:
         wrong = [] if code == 2 and refusal in said else [f"ended with {code}, not refused with {refusal!r}"]
         after = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         wrong += ["the folder has changed"] * (before != after) + ["a traceback"] * ("Traceback" in said)
         found.counts["damage_refused"] += 1
     else:
-        wrong = [f"ended with {code}"] if code else faults(place, whole / f"{kept}-3" / "run", best=base != "best.json")
-        words = rf"{re.escape(name.partition('/')[0])}: {re.escape(base)} (is|cannot)" if name not in RECORDS else ""
+        best = not name.startswith(BEST)
+        wrong = [f"ended with {code}"] if code else faults(place, whole / f"{kept}-3" / "run", best=best)
+        if name in wrong and f"{name}: the text of rows of steps" in said:  # rows that say something else stay
+            wrong.remove(name)
+        words = rf"{re.escape(name.partition('/')[0])}: {re.escape(base)} (is|cannot)"
         if base == MANIFEST and kind == "deleted":
             words = "has no manifest.json"
-        elif name in ("evaluation.json", "closed_loop.json") and kind != "deleted":
-            words = f"{name} is damaged"
+        elif name in LOGS:
+            words = rf"{re.escape(name)}(: | is not whole at step)"
+        elif name in RECORDS:
+            gone = kind == "deleted" and base != ADAPTER  # as in a run that never had it
+            words = "" if gone else rf"{re.escape(base)} (is damaged|cannot be read)"
         wrong += ["not told"] * (not re.search(words, said))
         found.counts["damage_continued"] += 1
     found.counts["damage_cases"] += 1

@@ -10,6 +10,7 @@ import math
 import re
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pandas
@@ -287,6 +288,23 @@ def test_examples_are_the_extremes_and_the_latest(tmp_path):
     assert list(unparsed["completion"]) == ["none 4", "none 3", "none 2"]
     assert truncated.empty and found.count == 55
     assert found.actions.sum().to_dict() == {"": 5, "1": 50} and list(found.actions.index) == list(range(1, 56))
+
+
+def test_completions_are_never_all_in_memory(tmp_path):
+    row, count = 2000, 20 * run_data.ROWS
+    path = tmp_path / "completions.csv"
+    path.write_text(
+        "step,prompt_id,completion,reward\n" + "".join(f"{n},p{n % 7},{'x' * row},{n % 50}\n" for n in range(count))
+    )
+    tracemalloc.start()
+    found, (_, peak) = read_completions(path), tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert found.count == count and list(found.examples["Highest reward"]["step"]) == [
+        count - 1,
+        count - 51,
+        count - 101,
+    ]
+    assert peak < 4 * run_data.ROWS * row < path.stat().st_size / 4, "rows that are read, and their copies"
 
 
 def test_examples_show_their_prompt_where_it_is_known(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from engines import trainer_with_engine
 
-from grpo.measure import faults
+from grpo.measure import faults, forks
 from grpo.rollout.engine import EngineError
 
 
@@ -58,12 +58,13 @@ def test_a_fault_comes_in_its_phase(child, fault):
 
 def test_what_was_not_seen_or_is_missing_fails(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("BENCH_COMMIT", "c1")
-    codes, same = [], {"whole": True, "alike": 60, "of": 64}
+    codes, said = [], ["vLLM: generating failed (RuntimeError: EngineCore died)"]
+    same = {"whole": True, "alike": 60, "of": 64}
     monkeypatch.setattr(faults, "same_rows", lambda *given: same)
 
     def run(options, folder, steps, fault=""):
         assert steps == 6
-        return {"code": codes.pop(0), "seconds": 1.0, "line": "words", "checkpoint": "checkpoint-2"}
+        return {"code": codes.pop(0), "seconds": 1.0, "line": said[0], "checkpoint": "checkpoint-2"}
 
     monkeypatch.setattr(faults, "run", run)
     options = SimpleNamespace(child=None, run=tmp_path / "run", out=tmp_path / "o.json", faults=["kill:wake", "dying:generate"])  # fmt: skip
@@ -72,14 +73,39 @@ def test_what_was_not_seen_or_is_missing_fails(tmp_path, monkeypatch, capsys):
         codes[:] = given
         return faults.bench_faults(options)
 
-    assert code(0, -9, 3, 0) == 0
+    assert code(0, -9, 4, 0) == 0
     found = {one["name"]: one["value"] for one in json.loads(options.out.read_text())["figures"]}
     assert found["kill_at_wake"] == found["dying_at_generate"] == 1 and found["completions_alike"] == 60
-    assert code(0, 0, 3, 0) == code(0, -9, 0, 0) == code(0, -9, 3, 1) == code(1, -9, 3, 0) == 1
+    assert code(0, 0, 4, 0) == code(0, -9, 0, 0) == code(0, -9, 4, 1) == code(1, -9, 4, 0) == code(0, -9, 1, 0) == 1
     same["whole"] = False
-    assert code(0, -9, 3, 0) == 1
+    assert code(0, -9, 4, 0) == 1
+    same["whole"], said[0] = True, "the run failed"
+    assert code(0, -9, 4, 0) == 1, "of something else"
+    monkeypatch.setattr(faults, "was_seen", lambda *given: True)
+    monkeypatch.setattr(faults, "same_rows", lambda *given: (options.run / "x.tmp").touch() or same)
+    assert code(0, -9, 4, 0) == 1 and "x.tmp" in options.out.read_text()
+    (options.run / "mine").touch()
+    (options.run / forks.MARK).unlink()
+    assert code() == 2 and "no measurement made it" in capsys.readouterr().err and (options.run / "mine").exists()
     options.faults = ["kill:sleeping"]
     assert faults.bench_faults(options) == 2 and "kill:sleeping" in capsys.readouterr().err
+
+
+def test_the_last_words_are_those_of_this_start(tmp_path, monkeypatch):
+    words = [
+        ["I train_grpo: memory", "C train_grpo: out of memory", "C train_grpo: free some", "bye"],
+        ["I train_grpo: on"],
+    ]
+
+    def run(command, env, stdout, **more):
+        stdout.write("".join(f"20:16:00 {line}\n" for line in words.pop(0)))
+        return SimpleNamespace(returncode=1)
+
+    monkeypatch.setattr(faults.subprocess, "run", run)
+    options = SimpleNamespace(model="m", data="d")
+    found = [faults.run(options, tmp_path / "run", 2, "memory:learn:2") for _ in range(2)]
+    assert [one["line"] for one in found] == ["out of memory | free some", "20:16:00 I train_grpo: on"]
+    assert [faults.was_seen("memory:learn", one) for one in found] == [True, False]
 
 
 def test_rows_are_compared_with_a_run_in_one_piece(tmp_path, monkeypatch):
