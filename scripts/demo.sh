@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The whole path on a machine without a GPU: environment, 400 GRPO steps of the tiny model, held-out reward, plant, zip.
-#   bash scripts/demo.sh              some four minutes on two CPU cores, after the install
+#   bash scripts/demo.sh              some three minutes on two CPU cores, after the install
 #   SEED=2 bash scripts/demo.sh       settings pass through (docs/settings.md)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
