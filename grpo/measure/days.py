@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from grpo.measure.proof import reward_figures
-from grpo.measure.record import figure, read_json, short, steps_of, write
+from grpo.measure.record import SCRIPT, figure, read_json, short, steps_of, write
 from grpo.run.durable import file_sha256
-from grpo.settings import ROOT, Settings
+from grpo.settings import Settings
 from grpo.tasks.tes.dataset import SEED, SHORT_SHARE, profile_files, read_profiles
 from grpo.tasks.tes.profiles import Profile, ProfileError, to_csv, windows
 from grpo.tasks.tes.record import LEAST_WINDOWS, table
@@ -159,7 +159,7 @@ def days(options: argparse.Namespace) -> int:
         few = f" (fewer than {LEAST_WINDOWS}: no interval)" * (held < LEAST_WINDOWS)
         names = f"train on {', '.join(split.train)}; held out {', '.join(split.heldout)}"
         print(f"{names}: {held} window(s){few}", flush=True)
-        if code := subprocess.run([sys.executable, str(ROOT / "train_grpo.py")], env=os.environ | given).returncode:
+        if code := subprocess.run([sys.executable, str(SCRIPT)], env=os.environ | given).returncode:
             return code
         plant = read_json(out / "run/closed_loop.json")
         print(f"\n{table(plant)}" if plant else "\nthe closed loop was not run: training.log says why")

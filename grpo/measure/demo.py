@@ -15,8 +15,7 @@ from typing import Any
 import matplotlib
 from matplotlib import pyplot as plt
 
-from grpo.measure.record import figure, read_json, steps_of, tabled, write
-from grpo.settings import ROOT
+from grpo.measure.record import SCRIPT, figure, read_json, steps_of, tabled, write
 from grpo.tasks.tes.closed_loop import RULES
 
 SEED = """
@@ -37,7 +36,7 @@ def run_seed(run: Path, seed: int) -> dict[str, Any]:
     settings = {"MODEL_ID": "tiny", "SEED": str(seed), "OUTPUT_DIR": str(run), "OVERWRITE": "1", "OMP_NUM_THREADS": "1"}
     started = time.perf_counter()
     with (run.parent / f"{run.name}.log").open("w") as log:
-        subprocess.run([sys.executable, ROOT / "train_grpo.py"], env=os.environ | settings, check=True, stdout=log)
+        subprocess.run([sys.executable, SCRIPT], env=os.environ | settings, check=True, stdout=log)
     found = {"seed": seed, "total_s": time.perf_counter() - started}
     result, plant = read_json(run / "evaluation.json"), read_json(run / "closed_loop.json")["totals"]
     for when, name in (("before", "base"), ("after", "trained")):

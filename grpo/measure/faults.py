@@ -23,7 +23,7 @@ import torch
 from grpo.learn import trainer as learner
 from grpo.learn.trainer import Trainer
 from grpo.measure.forks import fresh_folder
-from grpo.measure.record import BENCH, NOISE, figure, shown, write
+from grpo.measure.record import BENCH, NOISE, SCRIPT, figure, shown, write
 from grpo.measure.watched import intercept
 from grpo.rollout.engine import Engine
 from grpo.run.folder import last_checkpoint
@@ -33,7 +33,6 @@ PHASES = {
     "wake": (Engine, "wake", 0.05), "sync": (Engine, "sync_weights", 0.005), "generate": (Engine, "generate", 0.2),
     "sleep": (Engine, "sleep", 0.05), "learn": (Trainer, "learn", 0.1), "save": (learner, "finish_checkpoint", 0.0),
 }  # fmt: skip
-HOWS = ("kill", "memory", "dying")
 # What happens on a GPU: sleep and save take none of its memory, and only generating can die of the engine.
 FAULTS = (
     *(f"kill:{phase}" for phase in PHASES),
@@ -88,7 +87,7 @@ def faults_child(options: argparse.Namespace) -> int:
     fault = Fault(f"{how}:{phase}", int(step))
     with ExitStack() as stack:
         stack.enter_context(intercept(Trainer, "learn", fault.learn))
-        if phase != "learn" and how in HOWS:
+        if phase != "learn":
             stack.enter_context(intercept(*PHASES[phase][:2], fault.strike))
         return options.main([])
 
@@ -101,10 +100,8 @@ def run(options: argparse.Namespace, folder: Path, steps: int, fault: str = "") 
         "EVAL_SAMPLES": 0, "REWARDS": f"action,{NOISE}", "INVALID_REWARD": 0, "PROMPTS_PER_STEP": COMPLETIONS // 8, "NUM_GENERATIONS": 8,
         "MAX_COMPLETION_LEN": 128, "TOTAL_STEPS": steps, "SAVE_STEPS": SAVE_EVERY,
     }  # fmt: skip
-    command = [sys.executable, str(BENCH), "faults", "--out", "-", "--model", options.model, "--data", options.data]
-    command += ["--child", fault] if fault else []
-    if not fault:
-        command = [sys.executable, str(BENCH.parents[1] / "train_grpo.py")]
+    child = ["faults", "--out", "-", "--model", options.model, "--data", options.data, "--child", fault]
+    command = [sys.executable, *([str(BENCH), *child] if fault else [str(SCRIPT)])]
     if fault.startswith("shm"):  # in a namespace of its own, where it holds less than the adapter
         settings["ROLLOUT_SYNC"] = "lora"
         inside = 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$@"'

@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from grpo.measure.record import SCRIPT
 from grpo.settings import ROOT
 
-SCRIPT = ROOT / "train_grpo.py"
 OUTPUT = "output.txt"  # beside a run's folder: all that its starts printed
 FOUND = "found.json"
 MARK = "made_by_a_measurement"  # in a folder that the next one may delete

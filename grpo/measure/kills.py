@@ -23,7 +23,7 @@ from typing import Any
 
 from grpo.measure.damages import DELETED, KINDS
 from grpo.measure.forks import OUTPUT, Campaign, Found, ended, run_to_end, said_in, start, start_command, tasks_done
-from grpo.run.durable import MANIFEST, read_manifest, read_sealed
+from grpo.run.durable import MANIFEST, half_of, read_manifest, read_sealed
 from grpo.run.folder import ADAPTER, BEST, COMPLETE, checkpoints, complete_steps
 from grpo.run.logs import METRICS
 from grpo.run.place import DELETING, zip_of
@@ -157,7 +157,7 @@ def phase(folder: Path, said: str) -> str:
         return "deletion"
     if not (folder / "settings.json").exists():
         return "first_write" if folder.exists() else "checks"
-    if zip_of(folder).with_name("run.zip.tmp").exists():
+    if half_of(zip_of(folder)).exists():
         return "zip"
     if not said:
         return "checks"

@@ -17,10 +17,9 @@ from typing import Any
 
 from grpo.measure.proof_data import Scale
 from grpo.measure.proof_model import make
-from grpo.measure.record import figure, read_json, steps_of, tabled, write
+from grpo.measure.record import SCRIPT, figure, read_json, steps_of, tabled, write
 from grpo.model.gptoss_format import ModelError
 from grpo.model.warmup import Log
-from grpo.settings import ROOT
 from rewards import bootstrap_interval
 
 REWARDS = """
@@ -73,7 +72,7 @@ def train(options: argparse.Namespace, scale: Scale, log: Log) -> int:
     (options.out / "command.txt").write_text(command + "\n", encoding="utf-8")
     log(command)
     started = time.perf_counter()
-    code = subprocess.run([sys.executable, str(ROOT / "train_grpo.py")], env=os.environ | settings).returncode
+    code = subprocess.run([sys.executable, str(SCRIPT)], env=os.environ | settings).returncode
     seconds = time.perf_counter() - started
     (options.out / "train_seconds.txt").write_text(f"{seconds:.1f}\n", encoding="utf-8")
     log(f"train_grpo.py ended with exit code {code} after {seconds:.0f} s")

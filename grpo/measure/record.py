@@ -22,7 +22,7 @@ from grpo.preflight.machine import installed_versions
 from grpo.run import durable
 from grpo.settings import ROOT
 
-BENCH = ROOT / "scripts" / "bench.py"
+BENCH, SCRIPT = ROOT / "scripts" / "bench.py", ROOT / "train_grpo.py"
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "liger-kernel", "triton", "vllm")
 read_json = functools.partial(durable.read_json, empty=(FileNotFoundError,))
 NOISE = "grpo.measure.noise:noise"
