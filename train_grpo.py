@@ -46,7 +46,7 @@ from grpo.run.best import recover_best
 from grpo.run.folder import continuation, full_disk, inspect_run, lock_run, mark_complete, prepare_run, run_folder
 from grpo.run.logs import FILE_ONLY, start_logging
 from grpo.run.signals import StopRequest, ignore_signals
-from grpo.settings import Problems, Settings, described, flag_answers, help_text, keep_compiled_private, listed, log
+from grpo.settings import Problems, Settings, described, flag_answers, help_text, listed, log
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,7 +67,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if problem := place_problem():
         return fail([problem])
-    keep_compiled_private()
     try:
         preflight_result = preflight(os.environ)
         print(banner(preflight_result))

@@ -239,7 +239,7 @@ def path_fault(path: str | Path, room: int = 0) -> str | None:
 
 def keep_compiled_private() -> None:
     """Have torch keep what it compiles below the user's cache folder, where that can be written: its default is a folder in
-    /tmp whose name anybody can take before, and it runs what it finds there. To be called before torch is imported."""
+    /tmp whose name anybody can take before, and it runs what it finds there. Called before torch is imported."""
     with contextlib.suppress(OSError, RuntimeError):  # no access, no home
         folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "torchinductor"
         if os.access(next(place for place in (folder, *folder.parents) if place.exists()), os.W_OK):

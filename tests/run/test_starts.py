@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 
 import pytest
 from run_folders import metrics_row
@@ -14,6 +16,7 @@ import train_grpo
 from grpo.preflight.checks import preflight, run_records
 from grpo.run.folder import CHECKPOINT_FILES, COMPLETE, lock_run, prepare_run
 from grpo.run.logs import COMPLETIONS, METRICS, CsvLog
+from grpo.settings import ROOT
 
 
 @pytest.fixture
@@ -99,9 +102,11 @@ def test_a_disk_that_is_full_before_the_first_file_is_named(start, monkeypatch, 
 
 
 @pytest.mark.parametrize("own", [None, "/somewhere/else"])
-def test_what_torch_compiles_lies_in_the_users_cache(start, monkeypatch, tmp_path, own):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", own or "")
-    if not own:
-        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    assert start(XDG_CACHE_HOME=tmp_path / "cache")[0] == 0
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == (own or str(tmp_path / "cache" / "torchinductor"))
+def test_what_torch_compiles_lies_in_the_users_cache(tmp_path, own):
+    environ = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+    environ |= {"XDG_CACHE_HOME": str(tmp_path)} | ({"TORCHINDUCTOR_CACHE_DIR": own} if own else {})
+    program = "import sys, os, grpo; assert 'torch' not in sys.modules; print(os.environ['TORCHINDUCTOR_CACHE_DIR'])"
+    ran = subprocess.run(
+        [sys.executable, "-c", program], env=environ, cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.strip() == (own or str(tmp_path / "torchinductor"))
