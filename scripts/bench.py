@@ -4,6 +4,7 @@
 
     python scripts/bench.py demo --out docs/results/demo-cpu.json --figure docs/demo.png
     python scripts/bench.py curves --out docs/results/curves-cpu.json
+    python scripts/bench.py curves --proof runs/proof --out curves.json
     python scripts/bench.py attention --out docs/results/attention-h100.json
     python scripts/bench.py rollout --model checkpoints/full --data 'days/*.csv' --out rollout.json
     python scripts/bench.py step --model checkpoints/full --data 'days/*.csv' \\
@@ -13,6 +14,7 @@
 
 `curves` trains the tiny model by this trainer and by plain TRL's with the same prompts and random numbers, a seed after the
 other, and compares the exact held-out reward. Exit code 1 unless the 95% interval of the difference lies within 0.01.
+With `--proof` it trains the model of docs/proof.md on a GPU instead, once with each ROLLOUT_SYNC and once by plain TRL.
 
 `attention` compares every attention that the learner can use here with float64, over rows that share a prompt, and times
 it. Exit code 1 if one is further off than its bound or raises; packages that are missing are named.
@@ -64,6 +66,10 @@ def parse_args() -> argparse.Namespace:
     one = command("curves", "learning curves beside plain TRL's", "folder of the runs; deleted first", model=False)
     one.add_argument("--seeds", type=int, default=20, help="1 to this one (default %(default)s)")
     one.add_argument("--steps", type=int, default=150, help="TOTAL_STEPS (default %(default)s)")
+    one.add_argument(
+        "--proof", metavar="DIR", help="--out of a `prove.py --stage make`: its model on a GPU, one seed of each way"
+    )
+    one.add_argument("--child", help=argparse.SUPPRESS)
     one = command("rollout", "vLLM beside the trainer", "OUTPUT_DIR of the runs; deleted first")
     one.add_argument("--sync", default="merge", choices=choices("ROLLOUT_SYNC"), help="ROLLOUT_SYNC")
     one.add_argument("--warm-caches", action="store_true", help="compile caches are filled: do not start once for them")

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learning curves of this project's trainer beside plain TRL's, seed by seed, on the tiny model in float32.
+"""Learning curves of this project's trainer beside plain TRL's: seed by seed on the tiny model in float32, or with the proof's
+model on a GPU, there beside vLLM with each ROLLOUT_SYNC.
 
-Both ask the same prompts in the same order and start from the same adapter. Before each step plain TRL gets this project's
+All ask the same prompts in the same order and start from the same adapter. Before each step plain TRL gets this project's
 seed as well: a completion is then drawn by the same random numbers, and a seed's two curves differ by what the trainers do
-differently, not by luck. The numbers are as random as TRL's own, so neither mean changes by that.
+differently, not by luck. The numbers are as random as TRL's own, so neither mean changes by that. vLLM draws its own.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Mxfp4Config, PreTrainedModel
 from transformers.trainer_callback import TrainerCallback
 from trl import GRPOTrainer
 
@@ -36,14 +38,18 @@ from grpo.evaluate.exact import answer_probabilities
 from grpo.learn.trainer import Trainer
 from grpo.measure.campaign import import_all
 from grpo.measure.forks import Campaign, Found, run_to_end, said_in, tasks_done
-from grpo.measure.record import figure, read_json, save, tabled, write
-from grpo.measure.watched import intercept
+from grpo.measure.proof_data import SCALES
+from grpo.measure.record import figure, read_json, save, shown, tabled, write
+from grpo.measure.watched import child_result, intercept, keep, run_child
 from grpo.preflight.adapter import lora_options
-from grpo.preflight.checks import preflight
+from grpo.preflight.checks import Preflight, preflight
 from grpo.preflight.hub import TINY_PATH
+from grpo.settings import choices
 
 BOUND = 0.01  # of reward: equivalent is a difference whose whole interval is smaller
 EVERY = 50  # steps between two measurements
+MICRO_BATCHES = 8  # of a step, in plain TRL's learning of a proof: there each completion carries its prompt
+TRL = "trl"  # plain, beside the values of ROLLOUT_SYNC
 RESULT = "curves.json"  # of a seed, beside its run
 KINDS = {"reward": "exact at EVAL_TEMPERATURE", "greedy_reward": "of the likeliest answer"}
 SUMMARY = """
@@ -83,14 +89,40 @@ class SameRandomNumbers(TrainerCallback):
         torch.manual_seed(sampling_seed(args.seed, state.global_step, "train"))
 
 
-def plain_trainer(ours: Trainer) -> GRPOTrainer:
-    """TRL's own trainer for the run of `ours`: its arguments, rows and rewards, transformers' model and generate."""
-    args = copy.copy(ours.args)
+class Repeated:
+    """The indices of `rows`, each `size` of them `times` times: TRL asks for a step's rows once for each of its micro-batches."""
+
+    def __init__(self, rows: Sequence[int], size: int, times: int):
+        self.rows, self.size, self.times = list(rows), size, times
+
+    def __len__(self) -> int:
+        return len(self.rows) * self.times
+
+    def __iter__(self) -> Iterator[int]:
+        for start in range(0, len(self.rows), self.size):
+            for _ in range(self.times):
+                yield from self.rows[start : start + self.size]
+
+
+def plain_model(model_id: str) -> PreTrainedModel:
+    """transformers' own: on a GPU dequantized to BF16, on a CPU in float32."""
+    # Of transformers' own attention with sinks, `eager` needs nothing installed; of its experts `grouped_mm` is its choice on a
+    # GPU, and `eager` the fastest on a CPU.
+    cuda = torch.cuda.is_available()
+    model = AutoModelForCausalLM.from_pretrained(
+        TINY_PATH if model_id == "tiny" else model_id, dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True),
+        attn_implementation="eager", experts_implementation="grouped_mm" if cuda else "eager",
+    )  # fmt: skip
+    return model.to("cuda:0") if cuda else model.float()
+
+
+def plain_trainer(ours: Trainer, parts: int = 1) -> GRPOTrainer:
+    """TRL's own trainer for the run of `ours`: its arguments, rows and rewards, transformers' model and generate. It learns from
+    a step's completions in `parts` micro-batches."""
+    args, size = copy.copy(ours.args), ours.args.per_device_train_batch_size
     args.output_dir, args.save_strategy = f"{args.output_dir}-trl", "no"
-    # Of transformers' own, `eager` is the fastest on a CPU.
-    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    model = AutoModelForCausalLM.from_pretrained(TINY_PATH, dtype=torch.float32, **eager)
-    model = model.float()  # `dtype` alone leaves dequantized experts in BF16
+    args.per_device_train_batch_size = size // parts
+    args.gradient_accumulation_steps = args.steps_per_generation = parts
 
     def reward(completion_ids: list[list[int]], row: list[int], **columns: Any) -> list[float]:
         """With the special tokens that say which channel a text is in: TRL decodes without them."""
@@ -98,10 +130,10 @@ def plain_trainer(ours: Trainer) -> GRPOTrainer:
         return [value for (value,) in score(ours.reward_funcs, read, completion_ids, ours.actions)]
 
     plain = GRPOTrainer(
-        model, reward, args, ours.train_dataset, processing_class=ours.processing_class,
+        plain_model(ours.run.settings.MODEL_ID), reward, args, ours.train_dataset, processing_class=ours.processing_class,
         peft_config=LoraConfig(**lora_options(ours.run.settings)), callbacks=[SameRandomNumbers()],
     )  # fmt: skip
-    plain._get_train_sampler = lambda dataset=None: ours._get_train_sampler()
+    plain._get_train_sampler = lambda dataset=None: Repeated(ours._get_train_sampler(), size, parts)
     return plain
 
 
@@ -110,27 +142,27 @@ def adapter_of(trainer: GRPOTrainer) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in trainer.model.parameters() if p.requires_grad])
 
 
+def followed(trainer: GRPOTrainer, checked: Preflight, train: Callable[[], Any]) -> dict[str, Any]:
+    """What `train` does to the held-out rewards of `trainer` (`Measured.curve`), and its seconds `s` without the measuring."""
+    measured, started = Measured(trainer, checked.eval_rows, checked.settings.EVAL_TEMPERATURE), time.perf_counter()
+    trainer.add_callback(measured)
+    train()
+    return measured.curve | {"s": time.perf_counter() - started - measured.seconds}
+
+
 def train_both(main: Callable[[list[str]], int], arguments: list[str]) -> int:
     """The entry point's run, and where it trains plain TRL after it; writes RESULT. Returns the run's exit code."""
     torch.set_num_threads(1)
     checked, found = preflight(os.environ | {"EVAL_SAMPLES": "1"}), {}  # the run itself reads no held-out rows
 
-    def followed(name: str, trainer: GRPOTrainer, train: Callable[[], Any]) -> Any:
-        measured, started = Measured(trainer, checked.eval_rows, checked.settings.EVAL_TEMPERATURE), time.perf_counter()
-        trainer.add_callback(measured)
-        result = train()
-        found[name] = measured.curve | {"s": time.perf_counter() - started - measured.seconds}
-        return result
-
-    def watch(train: Any, ours: Trainer, *given: Any, **named: Any) -> Any:
+    def watch(train: Any, ours: Trainer, *given: Any, **named: Any) -> None:
         start = adapter_of(ours)
-        result = followed("ours", ours, lambda: train(ours, *given, **named))
+        found["ours"] = followed(ours, checked, lambda: train(ours, *given, **named))
         plain = plain_trainer(ours)
-        followed("trl", plain, plain.train)
+        found["trl"] = followed(plain, checked, plain.train)
         moved, apart = adapter_of(ours) - start, adapter_of(ours) - adapter_of(plain)
         found["adapter_apart"] = (apart.norm() / moved.norm()).item()
         ours.run.folder.with_name(RESULT).write_text(json.dumps(found), encoding="utf-8")
-        return result
 
     with intercept(Trainer, "train", watch):
         return main(arguments)
@@ -176,9 +208,67 @@ def curve_figures(seeds: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]
     return [*tabled(SUMMARY, facts), *means, *singles]
 
 
+def proof_child(options: argparse.Namespace) -> int:
+    """One of the ways to train the model of `prove.py --stage make`, by the proof's settings: this trainer with a ROLLOUT_SYNC, or
+    plain TRL with the trainer's arguments instead of it."""
+    way, proof = options.child, Path(options.proof)
+    place = {
+        "MODEL_ID": proof / "model",
+        "DATA": proof / "data/tes_train.csv",
+        "EVAL_DATA": proof / "data/tes_heldout.csv",
+    }
+    ours = {"USE_VLLM": 0} if way == TRL else {"ROLLOUT_SYNC": way}
+    ours |= {"OUTPUT_DIR": Path(options.run).resolve() / way, "TOTAL_STEPS": options.steps, "SAVE_STEPS": options.steps}
+    settings = {**SCALES["mid"].settings, **place, **ours, "EVAL_STEPS": 0, "EVAL_SAMPLES": 0, "OVERWRITE": 1}
+    os.environ |= {name: str(value) for name, value in settings.items()}
+    checked = preflight(os.environ | {"EVAL_SAMPLES": "1"})
+
+    def watch(train: Any, trainer: Trainer, *given: Any, **named: Any) -> None:
+        if way == TRL:
+            plain = plain_trainer(trainer, MICRO_BATCHES)
+            keep(options, followed(plain, checked, plain.train))
+        else:
+            keep(options, followed(trainer, checked, lambda: train(trainer, *given, **named)))
+
+    with intercept(Trainer, "train", watch):
+        return options.main([])
+
+
+def proof_figures(found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Figures of what `proof_child` found by way, beside plain TRL's."""
+    made = []
+    for kind, note in KINDS.items():
+        for step in found[TRL][kind]:
+            for way, one in found.items():
+                made.append(figure(f"{kind}_{way}_{step}", one[kind][step], "reward", f"held-out, {note}"))
+            for way in (way for way in found if way != TRL):
+                change = found[way][kind][step] - found[TRL][kind][step]
+                made.append(
+                    figure(f"{kind}_{way}_difference_{step}", change, "reward", "beside plain TRL's, one seed each")
+                )
+    return made + [
+        figure(f"{way}_s", one["s"], "s", "training, all ways side by side on one GPU") for way, one in found.items()
+    ]
+
+
+def proof_curves(options: argparse.Namespace) -> int:
+    """Each ROLLOUT_SYNC and plain TRL with the proof's model, side by side. Exit code 1 where one failed."""
+    ways = [*choices("ROLLOUT_SYNC"), TRL]
+    with ThreadPoolExecutor(len(ways)) as pool:
+        failed = any(list(pool.map(partial(run_child, options), ways)))
+    if not failed:
+        found = {way: read_json(child_result(options, way)) for way in ways}
+        write(
+            Path(options.out), proof_figures(found), shown("curves", "--proof", "PROOF", "--steps", str(options.steps))
+        )
+    return int(failed)
+
+
 def bench_curves(options: argparse.Namespace) -> int:
     """Seeds 1 to `options.seeds`, two side by side; the JSON is written after each. Exit code 1 where the two are not
-    equivalent, or a seed failed."""
+    equivalent, or a seed failed. With `options.proof`: `proof_curves`."""
+    if options.proof:
+        return proof_child(options) if options.child else proof_curves(options)
     torch.set_num_threads(1)
     import_all()
     folder, failed, done = Path(options.run).resolve(), 0, {}

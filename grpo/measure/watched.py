@@ -78,9 +78,9 @@ def run_child(options: argparse.Namespace, child: str) -> int:
     out.parent.mkdir(parents=True, exist_ok=True)
     out.unlink(missing_ok=True)
     command = [sys.executable, str(BENCH), options.command, "--child", child, "--out", str(out)]
-    for name in ("model", "data", "run", "lengths", "sync"):
+    for name in ("model", "data", "run", "lengths", "sync", "proof", "steps"):
         if hasattr(options, name):
-            command += [f"--{name}", getattr(options, name)]
+            command += [f"--{name}", str(getattr(options, name))]
     code = subprocess.run(command, check=False).returncode
     if code or not out.exists():
         print(f"child {child} ended with exit code {code}; {out} holds what it had measured, if any", file=sys.stderr)
