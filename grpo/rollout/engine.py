@@ -129,7 +129,7 @@ class Engine:
         self.syncs = 0
         self.request: Any = None  # the native adapter that the engine holds
         self.current = False  # whether the weights were synced since the engine woke
-        self.share: tuple[float, float] | None = None  # `sync_share` of the last sync; unknown of a native adapter
+        self.share: tuple[float, float] | None = None  # what the last `sync` returned; unknown of a native adapter
         self.asleep = False
         self.used_gib = 0.0  # of the GPU, by everything on it, when the last rollout was generated
         self.seconds = dict.fromkeys(("warm_up", "wake", "handover", "generate", "sleep"), 0.0)
@@ -169,7 +169,8 @@ class Engine:
         """Weights to host memory, the cache dropped (and with it the prefix cache)."""
         if self.asleep:
             return
-        advice = "Host memory may be short: the engine keeps its weights there"
+        # vLLM also raises where the GPU holds more afterwards, by whomever.
+        advice = "Host memory may be short, where its weights go, or another process took GPU memory meanwhile"
         with self.timed("sleep"), engine_faults("putting the engine to sleep", advice):
             self.llm.sleep(level=1)
         self.asleep, self.current = True, False

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -38,11 +38,6 @@ def vllm_place(name: str, rows: int) -> tuple[str, slice]:
     return f"{module}.weight", parts.get(kind, slice(None))
 
 
-def held_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Weights of vLLM's model by name; where LoRA is enabled, `.base_layer` is left out of it."""
-    return {name.replace(".base_layer.", "."): value.data for name, value in model.named_parameters()}
-
-
 def write_adapter(policy: torch.nn.Module, folder: Path, rank: int, active: bool = True) -> None:
     """Write the adapter as PEFT would, A (r, in) and B (out, r) in BF16, with alpha = r because B carries the scale,
     multiplied in float32 (one rounding). B is zero where the adapter is not `active`."""
@@ -57,35 +52,11 @@ def write_adapter(policy: torch.nn.Module, folder: Path, rank: int, active: bool
     save_file(tensors, folder / ADAPTER)
 
 
-@torch.no_grad()
-def merged_weights(policy: torch.nn.Module, active: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name in the checkpoint, W + scale * B @ A of shape (out, in)) of every adapted layer, out of place, in float32.
-
-    The base is only read: PEFT's merge_adapter works in place and drifts (https://github.com/huggingface/trl/issues/6688).
-    """
-    for name, layer in lora_layers(policy).items():
-        a, b = factors(layer, active)
-        merged = torch.addmm(layer.get_base_layer().weight.float(), b, a)
-        yield name.removeprefix("base_model.model.") + ".weight", merged
-
-
 def rounded_at_random(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Float32 `values` (finite) as BF16, up or down with such odds that the mean is the value. What BF16 holds stays as it
     is. A float's bits count up in size whatever its sign: 16 random ones are added to the half that BF16 leaves out."""
     noise = torch.randint(1 << 16, values.shape, generator=generator, device=values.device, dtype=torch.int32)
     return noise.add_(values.contiguous().view(torch.int32)).bitwise_and_(-1 << 16).view(torch.float32).bfloat16()
-
-
-def push_weights(
-    model: torch.nn.Module, merged: Iterable[tuple[str, torch.Tensor]], generator: torch.Generator
-) -> None:
-    """Copy merged attention weights, in float32, into vLLM's GptOss, rounded at random where that is in BF16: rounded to the
-    nearest, most of a small update would be lost. Raises RuntimeError, as torch does, for a weight of another shape."""
-    held = held_weights(model)
-    for name, weight in merged:
-        place, rows = vllm_place(name.removesuffix(".weight"), len(weight))
-        target = held[place][rows]
-        target.copy_(rounded_at_random(weight, generator) if target.dtype == torch.bfloat16 else weight)
 
 
 def gained_along(a: torch.Tensor, b: torch.Tensor, gained: torch.Tensor) -> torch.Tensor:
@@ -106,23 +77,23 @@ def share_of(sums: Sequence[torch.Tensor], elements: int) -> tuple[float, float]
 
 
 @torch.no_grad()
-def sync_share(model: torch.nn.Module, policy: torch.nn.Module) -> tuple[float, float] | None:
-    """The share of the adapter's update that vLLM's `model` holds, and the standard error that random rounding gives it.
-    None while the adapter is zero."""
-    held, sums, elements = held_weights(model), [], 0
-    for name, layer in lora_layers(policy).items():
-        (a, b), weight = factors(layer), layer.get_base_layer().weight
-        place, rows = vllm_place(name, len(b))
-        gained = held[place][rows].float() - weight.float()
-        sums.append(gained_along(a, b, gained))
-        elements += weight.numel()
-    return share_of(sums, elements)
-
-
 def sync(model: torch.nn.Module, policy: torch.nn.Module, seed: int, active: bool = True) -> tuple[float, float] | None:
-    """Push the adapter into vLLM's `model`, merged with the base; returns `sync_share` of it, None where it is not `active`.
-    `seed`: of random rounding."""
+    """Push W + scale * B @ A of every adapted layer into the weights of vLLM's `model`, rounded at random where these are in
+    BF16: rounded to the nearest, most of a small update would be lost. `seed` is that of the rounding.
+
+    Returns the share of the update that these weights hold then, and the standard error that the rounding gives it; None where
+    the adapter is zero or not `active`. The base is only read: PEFT's merge_adapter works in place and drifts
+    (https://github.com/huggingface/trl/issues/6688). Raises RuntimeError, as torch does, for a weight of another shape.
+    """
     # Not the seed itself: sampling starts with it, and would draw the very same numbers.
     generator = torch.Generator(next(policy.parameters()).device).manual_seed(seed + 1)
-    push_weights(model, merged_weights(policy, active), generator)
-    return sync_share(model, policy) if active else None
+    held, sums, elements = {name: weight.data for name, weight in model.named_parameters()}, [], 0
+    for name, layer in lora_layers(policy).items():
+        (a, b), weight = factors(layer, active), layer.get_base_layer().weight.float()
+        place, rows = vllm_place(name, len(b))
+        target, merged = held[place][rows], torch.addmm(weight, b, a)
+        target.copy_(rounded_at_random(merged, generator) if target.dtype == torch.bfloat16 else merged)
+        if active:
+            sums.append(gained_along(a, b, target.float() - weight))
+            elements += weight.numel()
+    return share_of(sums, elements) if active else None

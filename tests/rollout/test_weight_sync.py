@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from stub_vllm import SYNCS
 
 from grpo.rollout import weight_sync
+from grpo.rollout.engine import EngineError
 from grpo.rollout.parity import make_small
-from grpo.rollout.weight_sync import lora_layers, merged_weights, push_weights, rounded_at_random, write_adapter
+from grpo.rollout.weight_sync import lora_layers, rounded_at_random, write_adapter
 
 
 @pytest.fixture
@@ -84,22 +85,21 @@ def test_what_is_written_for_vllm_is_pefts_format(build, tmp_path):
         assert torch.equal(tensors[name].float(), parameter.detach() * (2.0 if "lora_B" in name else 1.0))
 
 
-def test_merged_weights_are_not_rounded_and_refused_where_they_do_not_fit(build):
+def test_merged_weights_are_exact_in_float32_and_refused_where_they_do_not_fit(build, monkeypatch):
+    """From a base in BF16: what is rounded is the sum, once."""
     trainer = build()
     set_adapter(trainer, 1)
-    names = [name for name, _ in merged_weights(trainer.model)]
-    assert names[0] == "model.layers.0.self_attn.q_proj.weight" and len(names) == 12
-    layer = next(iter(lora_layers(trainer.model).values()))
+    engine, (layer, *_) = trainer.run.engine, lora_layers(trainer.model).values()
     layer.get_base_layer().weight.data = layer.get_base_layer().weight.data.bfloat16()
-    _, merged = next(merged_weights(trainer.model))
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     exact = layer.get_base_layer().weight.double() + 2.0 * b.double() @ a.double()
-    torch.testing.assert_close(merged, exact.float())
-    trainer.run.engine.wake()
-    for name, shape in ((names[0], (500, 64)), (names[3], (8, 8))):
-        with pytest.raises(RuntimeError, match="must match the size"):
-            merged, generator = [(name, torch.zeros(shape))], torch.Generator()
-            trainer.run.engine.llm.apply_model(functools.partial(push_weights, merged=merged, generator=generator))
+    engine.wake()
+    engine.sync_weights(trainer.model)
+    torch.testing.assert_close(engine.llm.packed["model.layers.0.attn.qkv_proj.weight"][: len(b)], exact.float())
+    for rows in (slice(len(b) - 1), slice(len(b) + 1)):
+        monkeypatch.setattr(weight_sync, "vllm_place", lambda *given, rows=rows: ("model.layers.0.attn.qkv_proj.weight", rows))  # fmt: skip
+        with pytest.raises(EngineError, match="must match the size"):
+            engine.sync_weights(trainer.model)
 
 
 def test_random_rounding_keeps_the_mean_and_what_bf16_holds():
