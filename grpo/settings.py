@@ -46,7 +46,7 @@ class Settings:
     EXPERTS: str = setting("Model", "bf16", "", "The learner's experts on the GPU: `bf16` dequantized once, `mxfp4` quantized (a third of the memory) and dequantized layer by layer.", choices=("bf16", "mxfp4"), resume=True)
     LORA_R: int = setting("Model", 4, "rank", "Rank of the LoRA adapter.", tiny=8, low=1)
     LORA_ALPHA: float = setting("Model", 8.0, "", "LoRA scale: updates are multiplied by LORA_ALPHA / LORA_R.", tiny=16.0, above=0, high=10_000)
-    LORA_TARGETS: str = setting("Model", "all-linear", "", "`all-linear` (q, k, v and o projections) or a comma-separated list of module names.")
+    LORA_TARGETS: str = setting("Model", "all-linear", "", "What gets an adapter: `all-linear` (q, k, v and o projections) or some of these, `experts` of all layers or `7.experts` of one, separated by commas.")
     LORA_DROPOUT: float = setting("Model", 0.0, "share", "Dropout on the adapter's input while learning.", low=0, high=0.9)
     INIT_ADAPTER: str = setting("Model", "", "folder", "LoRA adapter that the run starts from instead of a fresh one, such as scripts/sft.py makes: its rank, alpha and targets take the place of the defaults. Empty: a fresh one.", room=0)
 
@@ -69,7 +69,7 @@ class Settings:
     MASK_TRUNCATED: bool = setting("Rewards", False, "", "Leave completions that met MAX_COMPLETION_LEN out of the loss (bad length then costs nothing).")
 
     USE_VLLM: bool | None = setting("Rollouts", None, "", "Generate with vLLM beside the trainer (MXFP4 weights, asleep while learning) instead of transformers; `auto`: on a GPU.", resume=True)
-    ROLLOUT_SYNC: str = setting("Rollouts", "merge", "", "Weight sync, how vLLM gets the adapter: `merge` pushes merged attention weights, rounded at random, `lora` loads the adapter natively.", choices=("merge", "lora"), resume=True)
+    ROLLOUT_SYNC: str | None = setting("Rollouts", None, "", "Weight sync, how vLLM gets the adapter: `merge` pushes merged attention weights, rounded at random, `lora` loads the adapter natively; `auto`: lora with experts in LORA_TARGETS, else merge.", choices=("merge", "lora"), resume=True)
     VLLM_GPU_MEM: float | None = setting("Rollouts", None, "share", "The most of the whole GPU that vLLM may take while awake; `auto` plans it from one step's key-value cache and the free memory.", above=0, high=0.95, resume=True)
     VLLM_EAGER: bool = setting("Rollouts", False, "", "Run vLLM without compilation and CUDA graphs: starts faster, generates slower (its kernels in Triton need a C compiler all the same).", resume=True)
     IS_CORRECTION: str = setting("Rollouts", "token_truncate", "", "Importance-sampling correction of vLLM's probabilities, TRL's modes, or `none`.", choices=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "none"))

@@ -110,6 +110,7 @@ class StubLLM:
             self.packed[f"{stem}.attn.o_proj.{middle}weight"] = attention.o_proj.weight
             for name in (*PACKED, "o_proj"):
                 getattr(attention, name).register_forward_hook(self._adapt(f"{stem}.self_attn.{name}"))
+            layer.mlp.experts.register_forward_pre_hook(self._adapt_experts(f"{stem}.mlp.experts"))
 
     def _adapt(self, module: str):
         def hook(_, inputs, output):
@@ -117,6 +118,20 @@ class StubLLM:
                 return None
             a, b = self.active[module]
             return output + inputs[0] @ a.T @ b.T
+
+        return hook
+
+    def _adapt_experts(self, module: str):
+        """As `_stack_moe_lora_weights` of vllm/lora/model_manager.py reads PEFT's format: gate_up under `base_layer`."""
+
+        def hook(experts, inputs):
+            experts.adapters = {}
+            if module in self.active and not self.ignore_adapter:
+                for name, place in (("gate_up_proj", f"{module}.base_layer"), ("down_proj", module)):
+                    a, b = self.active[place]
+                    count = experts.num_experts
+                    a, b = a.reshape(count, -1, a.shape[-1]), b.reshape(len(b), -1, count).permute(2, 0, 1)
+                    experts.adapters[name] = a.transpose(1, 2).contiguous(), b.transpose(1, 2).contiguous()
 
         return hook
 
@@ -167,8 +182,8 @@ class StubLLM:
         for name in (name for name in tensors if "lora_A" in name):
             module, a, b = name.partition(".lora_")[0], tensors[name], tensors[name.replace("lora_A", "lora_B")]
             module = module.removeprefix("base_model.model.")
-            self.model.get_submodule(module)  # AttributeError: there is none
-            assert a.shape[0] == b.shape[1] == config["r"]
+            owner = self.model.get_submodule(module.removesuffix(".base_layer"))  # AttributeError: there is none
+            assert a.shape[0] == b.shape[1] == config["r"] * getattr(owner, "num_experts", 1)
             adapter[module] = a.to(dtype), (b * (config["lora_alpha"] / config["r"])).to(dtype)
         return adapter
 

@@ -21,6 +21,7 @@ from grpo.data.files import find_files, read_rows
 from grpo.data.prompts import render, sampling_seed
 from grpo.evaluate.exact import answer_probabilities
 from grpo.evaluate.plant import CLOSED_LOOP
+from grpo.model.expert_lora import experts_wrapped
 from grpo.model.load import in_working_type, load_generation_config, load_model, load_tokenizer
 from grpo.preflight.adapter import CONFIG, missing_files
 from grpo.preflight.choices import choose_evaluation, choose_rollouts
@@ -115,7 +116,8 @@ class TransformersModel:
         self.eos = stop_tokens(self.model.generation_config.eos_token_id, self.tokenizer)
         self.base = self.model
         if adapter is not None:
-            self.model = PeftModel.from_pretrained(self.model, str(adapter)).eval()
+            with experts_wrapped(self.base):
+                self.model = PeftModel.from_pretrained(self.base, str(adapter)).eval()
 
     def without_adapter(self, base: bool) -> contextlib.AbstractContextManager[None]:
         return self.model.disable_adapter() if base and self.adapter else contextlib.nullcontext()

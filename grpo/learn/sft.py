@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.trainer_callback import PrinterCallback, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
+from grpo.model.expert_lora import experts_wrapped
 from grpo.model.load import load_adapter, load_base, load_tokenizer
 from grpo.preflight.adapter import lora_options
 from grpo.preflight.checks import Preflight, run_records
@@ -84,14 +85,15 @@ def learn_answers(check: Preflight, answers: Sequence[str | None]) -> Path:
     tokenizer = load_tokenizer(model_path)
     model = load_base(s, model_path, check.files.config, "eager")
     options = sft_options(s, torch.cuda.is_available(), check.plan.micro_batch)
-    trainer = SFTTrainer(
-        model,
-        SFTConfig(**options),
-        train_dataset=Dataset.from_dict(tokenized(tokenizer, [row.prompt for row in check.rows], answers)),
-        processing_class=tokenizer,
-        peft_config=LoraConfig(**lora_options(s)),
-        callbacks=[Printer()],
-    )
+    with experts_wrapped(model):
+        trainer = SFTTrainer(
+            model,
+            SFTConfig(**options),
+            train_dataset=Dataset.from_dict(tokenized(tokenizer, [row.prompt for row in check.rows], answers)),
+            processing_class=tokenizer,
+            peft_config=LoraConfig(**lora_options(s)),
+            callbacks=[Printer()],
+        )
     trainer.remove_callback(PrinterCallback)
     if s.INIT_ADAPTER:
         load_adapter(trainer.model, s.INIT_ADAPTER)

@@ -29,6 +29,7 @@ from grpo.data.files import Row, reward_columns
 from grpo.data.prompts import StepRows, sampling_seed
 from grpo.data.scoring import Completion
 from grpo.model.attention import KERNELS, attention_of, hidden_states
+from grpo.model.expert_lora import experts_wrapped
 from grpo.model.load import evaluating
 from grpo.model.packing import PackedBatch, cut_micro_batches, pack_batch, padded_like
 from grpo.preflight.memory import HEAD_TILE, Plan, micro_batch_tokens
@@ -165,9 +166,10 @@ class Trainer(GRPOTrainer):
         self.rollout_tokens = 0  # of the last rollout
         # Only the index travels through TRL: the columns are looked up where they are needed.
         dataset = Dataset.from_dict({"prompt": [row.prompt for row in run.rows], "row": list(range(len(run.rows)))})
-        super().__init__(
-            model, rewards, config, dataset, processing_class=tokenizer, peft_config=lora, callbacks=[self.timer]
-        )
+        with experts_wrapped(model):
+            super().__init__(
+                model, rewards, config, dataset, processing_class=tokenizer, peft_config=lora, callbacks=[self.timer]
+            )
         self.current_gradient_accumulation_steps = 1  # the Trainer sets it when it trains, losses ask for it before
         self.remove_callback(PrinterCallback)  # training.log has a line for each step
         # PEFT writes README.md into every folder that the adapter is saved in, with the path of the base model's files.

@@ -12,19 +12,39 @@ from torch.nn.functional import grouped_mm
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+OURS = "frozen_experts"  # name of `experts_forward` in transformers
 GATE_ALPHA, GATE_LIMIT = 1.702, 7.0  # gpt-oss's clamped SwiGLU
 
 
 def experts_forward(
     module: torch.nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """transformers' experts interface: `hidden_states` (N, H), `top_k_index` and `top_k_weights` (N, k) -> (N, H)."""
-    hidden_states = hidden_states.to(module.gate_up_proj_bias.dtype)
-    return FrozenExperts.apply(hidden_states, top_k_index, top_k_weights, module)
+    """transformers' experts interface: `hidden_states` (N, H), `top_k_index` and `top_k_weights` (N, k) -> (N, H).
+
+    The values are those of transformers' grouped_mm experts bit by bit: the same matrix products, and in between the same
+    roundings to BF16, in two kernels instead of some twenty trips through memory. The weights get no gradient. While
+    `module.adapters` holds the factors A (E, in, r) and B (E, r, out) of a parameter by its name, their product is added to it.
+    """
+    hidden, adapters = hidden_states.to(module.gate_up_proj_bias.dtype), getattr(module, "adapters", {})
+    expert, order = top_k_index.flatten().sort()  # (S,), S = N * k: token-expert pairs, by expert
+    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    count, top_k = module.gate_up_proj_bias.shape[0], top_k_index.shape[1]
+    offs = torch.searchsorted(expert, torch.arange(count, device=expert.device), right=True).int()
+
+    def project(rows: Tensor, name: str) -> Tensor:
+        out = FrozenProduct.apply(rows, expert_weights(module, name), offs)
+        if name not in adapters:
+            return out
+        a, b = (factor.to(rows.dtype) for factor in adapters[name])
+        return out + grouped_mm(grouped_mm(rows, a, offs=offs), b, offs=offs)
+
+    gate_up = project(Spread.apply(hidden, expert, order, inverse, top_k), "gate_up_proj")  # (S, 2I)
+    down = project(Activation.apply(gate_up, module.gate_up_proj_bias, expert), "down_proj")  # (S, H)
+    return Combine.apply(down, module.down_proj_bias, expert, inverse, top_k_weights, top_k)
 
 
 # https://huggingface.co/docs/transformers/experts_interface
-ALL_EXPERTS_FUNCTIONS.register("frozen_experts", experts_forward)
+ALL_EXPERTS_FUNCTIONS.register(OURS, experts_forward)
 
 
 def expert_weights(module: torch.nn.Module, name: str) -> Tensor:
@@ -35,36 +55,60 @@ def expert_weights(module: torch.nn.Module, name: str) -> Tensor:
     return weights.to(module.gate_up_proj_bias.dtype)
 
 
-class FrozenExperts(torch.autograd.Function):
-    """apply(hidden (N, H), index (N, k), weights (N, k), module): differentiable in `hidden` and `weights`.
-
-    The values are those of transformers' grouped_mm experts bit by bit: the same matrix products, and in between the same
-    roundings to BF16, in two kernels instead of some twenty trips through memory. The weights get no gradient.
-    """
+class Spread(torch.autograd.Function):
+    """(N, H) tokens to (S, H): a row for each pair, sorted by expert."""
 
     @staticmethod
-    def forward(ctx, hidden, index, weights, module):
-        count, top_k = module.gate_up_proj_bias.shape[0], index.shape[1]
-        expert, order = index.flatten().sort()  # (S,), S = N * k: token-expert pairs, by expert
-        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        offs = torch.searchsorted(expert, torch.arange(count, device=expert.device), right=True).int()
-        gate_up_weights, down_weights = expert_weights(module, "gate_up_proj"), expert_weights(module, "down_proj")
-        gate_up_bias, down_bias = module.gate_up_proj_bias, module.down_proj_bias
-        gate_up = grouped_mm(hidden[order // top_k], gate_up_weights, offs=offs)  # (S, 2I)
-        down = grouped_mm(activation(gate_up, gate_up_bias, expert), down_weights, offs=offs)  # (S, H)
-        saved = gate_up, down, gate_up_weights, down_weights, gate_up_bias, down_bias, expert, inverse, offs, weights
-        ctx.save_for_backward(*saved)
-        return combine(down, down_bias, expert, inverse, weights, top_k)
+    def forward(ctx, hidden, expert, order, inverse, pairs):
+        ctx.save_for_backward(expert, inverse)
+        ctx.pairs = pairs
+        return hidden[order // pairs]
 
     @staticmethod
     def backward(ctx, gradient):
-        gate_up, down, gate_up_weights, down_weights, gate_up_bias, down_bias, *rest = ctx.saved_tensors
-        expert, inverse, offs, weights = rest
-        d_down, d_weights = combine_backward(gradient.contiguous(), down, down_bias, expert, inverse, weights)
-        d_active = grouped_mm(d_down, down_weights.transpose(1, 2), offs=offs)
-        d_gate_up = activation_backward(d_active, gate_up, gate_up_bias, expert)
-        d_hidden = grouped_mm(d_gate_up, gate_up_weights.transpose(1, 2), offs=offs)
-        return combine(d_hidden, None, expert, inverse, None, weights.shape[1]), None, d_weights, None
+        expert, inverse = ctx.saved_tensors
+        return combine(gradient.contiguous(), None, expert, inverse, None, ctx.pairs), None, None, None, None
+
+
+class FrozenProduct(torch.autograd.Function):
+    """(S, in) rows times their expert's weights (E, in, out), which get no gradient."""
+
+    @staticmethod
+    def forward(ctx, rows, weights, offs):
+        ctx.save_for_backward(weights, offs)
+        return grouped_mm(rows, weights, offs=offs)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        weights, offs = ctx.saved_tensors
+        return grouped_mm(gradient.contiguous(), weights.transpose(1, 2), offs=offs), None, None
+
+
+class Activation(torch.autograd.Function):
+    """`activation` with `activation_backward`."""
+
+    @staticmethod
+    def forward(ctx, gate_up, bias, expert):
+        ctx.save_for_backward(gate_up, bias, expert)
+        return activation(gate_up, bias, expert)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return activation_backward(gradient.contiguous(), *ctx.saved_tensors), None, None
+
+
+class Combine(torch.autograd.Function):
+    """`combine` with `combine_backward`."""
+
+    @staticmethod
+    def forward(ctx, rows, bias, expert, inverse, weights, pairs):
+        ctx.save_for_backward(rows, bias, expert, inverse, weights)
+        return combine(rows, bias, expert, inverse, weights, pairs)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        d_rows, d_weights = combine_backward(gradient.contiguous(), *ctx.saved_tensors)
+        return d_rows, None, None, None, d_weights, None
 
 
 def gate_and_up(gate_up: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ from transformers import (
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from grpo.model.attention import install_attention
-from grpo.model.experts import expert_weights, experts_forward
+from grpo.model.experts import OURS, expert_weights, experts_forward
 from grpo.preflight.hub import has_mxfp4
 from grpo.preflight.machine import Machine
 from grpo.settings import Settings
@@ -32,6 +32,8 @@ from grpo.settings import Settings
 
 class QuantizedExperts(torch.nn.Module):
     """A stand-in for a layer's GptOssExperts that keeps the checkpoint's own MXFP4 tensors, under their own names."""
+
+    is_transposed = True  # as GptOssExperts, (E, in, out): PEFT asks for it
 
     def __init__(self, config: GptOssConfig) -> None:
         super().__init__()
@@ -115,7 +117,7 @@ def load_model(model_path: str, config: Mapping[str, Any], attention: str, exper
     else:
         options = {"dtype": torch.bfloat16, "attn_implementation": name, "device_map": {"": device}}
         model = AutoModelForCausalLM.from_pretrained(model_path, **options)
-    model.set_experts_implementation("frozen_experts")
+    model.set_experts_implementation(OURS)
     return model
 
 

@@ -5,31 +5,32 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo.preflight.choices import LINEAR_MODULES
 from grpo.preflight.hub import read_json
+from grpo.preflight.targets import (
+    UNKNOWN_LAYERS,
+    canonical,
+    expected_shapes,
+    matched,
+    peft_targets,
+    place_of,
+)
 from grpo.run.best import adapter_fault
 from grpo.run.durable import file_sha256
 from grpo.run.folder import ADAPTER, RunState
-from grpo.settings import MOST_FLOAT, MOST_WHOLE, Problems, Settings, described, listed, show
+from grpo.settings import MOST_FLOAT, MOST_WHOLE, Problems, Settings, described, show
 
 CONFIG = "adapter_config.json"
 WHICH = "Name the folder of an adapter: a run's, its best/, a checkpoint, or what scripts/sft.py wrote"
 
 
 def lora_options(s: Settings) -> dict[str, Any]:
-    """Arguments of PEFT's LoraConfig. `all-linear` finds q, k, v and o: the experts are no linear modules."""
-    targets = s.LORA_TARGETS.strip()
-    return {
-        "r": s.LORA_R,
-        "lora_alpha": s.LORA_ALPHA,
-        "lora_dropout": s.LORA_DROPOUT,
-        "target_modules": targets if targets == "all-linear" else listed(targets),
-        "task_type": "CAUSAL_LM",
-    }
+    """Arguments of PEFT's LoraConfig."""
+    options = {"r": s.LORA_R, "lora_alpha": s.LORA_ALPHA, "lora_dropout": s.LORA_DROPOUT, "task_type": "CAUSAL_LM"}
+    return options | peft_targets(s.LORA_TARGETS)
 
 
 def missing_files(folder: Path) -> list[str]:
@@ -51,27 +52,6 @@ def tensor_shapes(path: Path) -> dict[str, list[int]]:
             raise ValueError(f"{path.name} is damaged or no safetensors file ({described(error)})") from None
 
 
-def expected_shapes(config: Mapping[str, Any], rank: int, targets: Collection[str]) -> dict[str, list[int]]:
-    """The same of an adapter on these modules of every layer of the model with this config.json, as PEFT saves it."""
-    hidden, head = config["hidden_size"], config["head_dim"]
-    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    sizes = dict(
-        zip(LINEAR_MODULES, ((hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden)), strict=True)
-    )
-    shapes = {}
-    for layer in range(config["num_hidden_layers"]):
-        for target, (inner, outer) in sizes.items():
-            if target in targets:
-                name = f"base_model.model.model.layers.{layer}.self_attn.{target}.lora"
-                shapes |= {f"{name}_A.weight": [rank, inner], f"{name}_B.weight": [outer, rank]}
-    return shapes
-
-
-def modules(targets: str) -> set[str]:
-    """What LORA_TARGETS names."""
-    return set(LINEAR_MODULES) if targets.strip() == "all-linear" else set(listed(targets))
-
-
 def read_adapter(folder: Path, model: Mapping[str, Any] | None) -> dict[str, Any]:
     """LORA_R, LORA_ALPHA and LORA_TARGETS of the adapter in `folder`. Raises OSError, and ValueError with a sentence where
     it cannot be read, or is not one for the model with this config.json (None: unknown)."""
@@ -85,13 +65,13 @@ def read_adapter(folder: Path, model: Mapping[str, Any] | None) -> dict[str, Any
             raise ValueError(
                 f"it was made with PEFT's {name}, and this program scales all modules by LORA_ALPHA / LORA_R"
             )
-    targets = {name.split(".")[-3] for name in found if name.count(".") > 2}
-    expected = expected_shapes(model, rank, targets) if model else found
+    layers = model["num_hidden_layers"] if model else UNKNOWN_LAYERS
+    chosen = canonical({place for name in found if (place := place_of(name))}, layers)
+    expected = expected_shapes(model, rank, chosen) if model else found
     for name in [*found, *expected]:
         if found.get(name) != expected.get(name):
             theirs, ours = (str(shapes.get(name, "not there")) for shapes in (found, expected))
             raise ValueError(f"it is no LoRA of rank {rank} for this model: {name} is {theirs} in it, expected {ours}")
-    chosen = "all-linear" if targets == set(LINEAR_MODULES) else ",".join(t for t in LINEAR_MODULES if t in targets)
     return {"LORA_R": rank, "LORA_ALPHA": float(alpha), "LORA_TARGETS": chosen}
 
 
@@ -116,11 +96,12 @@ def start_adapter(
     except (OSError, ValueError) as error:
         problems.add(where, str(error), WHICH)
         return settings, None
+    layers = model["num_hidden_layers"] if model else UNKNOWN_LAYERS
     for name, value in own.items():
         mine = getattr(settings, name)
         if sources[name] != "environment":
             sources[name] = "INIT_ADAPTER"
-        elif modules(mine) != modules(value) if name == "LORA_TARGETS" else mine != value:
+        elif matched(mine, layers) != matched(value, layers) if name == "LORA_TARGETS" else mine != value:
             what = f"it was set to {show(mine)}, and the adapter in {settings.INIT_ADAPTER} has {show(value)}"
             problems.add(name, what, f"Unset it (the adapter's own is taken), or set {name}={show(value)}")
     return dataclasses.replace(settings, **own), digest

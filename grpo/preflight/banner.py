@@ -9,6 +9,7 @@ from grpo.data.files import flat_rows
 from grpo.preflight.checks import Preflight
 from grpo.preflight.choices import attention_warning, choose_epsilon_high
 from grpo.preflight.memory import Plan
+from grpo.preflight.targets import hit_lines
 from grpo.run.logs import banner_text
 from grpo.run.pace import UNKNOWN, Pace
 from grpo.settings import FIELDS, show
@@ -47,9 +48,13 @@ def facts(preflight_result: Preflight) -> Iterator[tuple[str, str]]:
     if s.INIT_ADAPTER:
         own = f"rank {s.LORA_R}, alpha {s.LORA_ALPHA:g} on {s.LORA_TARGETS}"
         yield "adapter", f"starts from {s.INIT_ADAPTER}: {own}; KL and `before` mean the base model without it"
+    if p.files:
+        yield from (("adapter on", line) for line in hit_lines(s.LORA_TARGETS, p.files.config, s.LORA_R))
     yield from ((name, ": ".join(getattr(p, name))) for name in ("attention", "packing"))
     yield "loss", f"{s.LOSS_TYPE} by liger: over chunked log-probs, the same as TRL's to five digits"
     yield "rollouts", f"{'vLLM' if p.rollouts[0] else 'transformers'}: {p.rollouts[1]}"
+    if p.rollouts[0]:
+        yield "weight sync", ": ".join(p.sync)
     yield "closed loop", f"{'on' if p.closed_loop.prompt else 'off'}: {p.closed_loop.reason}"
     exact, reason = p.evaluation
     steps = f"every {s.EVAL_STEPS} steps" if s.EVAL_STEPS else "not while it trains"

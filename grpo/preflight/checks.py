@@ -18,7 +18,7 @@ from grpo.data.prompts import render_rows
 from grpo.data.scoring import check_heldout, check_rewards
 from grpo.preflight import choices, hub
 from grpo.preflight.adapter import check_start, start_adapter
-from grpo.preflight.choices import ATTENTION, LINEAR_MODULES, VLLM_COLDEST, ClosedLoop
+from grpo.preflight.choices import ATTENTION, VLLM_COLDEST, ClosedLoop
 from grpo.preflight.hub import ModelFiles
 from grpo.preflight.machine import (
     FLASH_PACKAGES,
@@ -32,8 +32,9 @@ from grpo.preflight.machine import (
     read_machine,
 )
 from grpo.preflight.memory import LORA_RANKS, Plan, Shapes, divisors, memory_advice, memory_shortfall
+from grpo.preflight.targets import check_targets, expert_words, hits
 from grpo.run.folder import RunState, existing_parent, inspect_run
-from grpo.settings import MOST_COMPLETIONS, Problems, Settings, is_text, listed, load_settings, nearest, path_fault
+from grpo.settings import MOST_COMPLETIONS, Problems, Settings, is_text, load_settings, nearest, path_fault
 
 
 def check_attention(settings: Settings, machine: Machine, problems: Problems) -> None:
@@ -58,20 +59,21 @@ def check_attention(settings: Settings, machine: Machine, problems: Problems) ->
         problems.add("PACKING", f"{name} takes padded rows only", fix)
 
 
-def check_lora(settings: Settings, problems: Problems) -> None:
-    """LORA_TARGETS names modules that there are, and that vLLM can follow; so can it LORA_R."""
-    targets = listed(settings.LORA_TARGETS)
-    fix = f"Use all-linear, or some of {', '.join(LINEAR_MODULES)}"
-    for target in [name for name in targets if name not in LINEAR_MODULES and targets != ["all-linear"]]:
-        what = f"{target!r} is no linear module of gpt-oss{nearest(target, LINEAR_MODULES)}"
-        if any(word in target for word in ("expert", "mlp", "gate_up", "down_proj", "router")):
-            what = f"{target!r}: LoRA on experts and router is refused, as vLLM's MXFP4 experts could not follow it"
-        problems.add("LORA_TARGETS", what, fix)
-    if not targets:
-        problems.add("LORA_TARGETS", "it names no module", fix)
-    if settings.ROLLOUT_SYNC == "lora" and max(LORA_RANKS) < settings.LORA_R:
+def check_lora(settings: Settings, config: Mapping[str, Any] | None, problems: Problems) -> None:
+    """LORA_TARGETS matches something, and vLLM can follow; so can it LORA_R."""
+    check_targets(settings.LORA_TARGETS, config, problems)
+    experts = expert_words(settings.LORA_TARGETS)
+    sync, _ = choices.choose_sync(settings.ROLLOUT_SYNC, bool(experts))
+    if experts:
+        if settings.LORA_DROPOUT:
+            what = f"with {experts[0]} in LORA_TARGETS there is no dropout: PEFT has none for experts"
+            problems.add("LORA_DROPOUT", what, "Set LORA_DROPOUT=0")
+        if sync == "merge" and settings.USE_VLLM is not False:
+            what = f"merge brings vLLM the attention's weights alone, and LORA_TARGETS has {experts[0]}"
+            problems.add("ROLLOUT_SYNC", what, "Set ROLLOUT_SYNC=auto (which takes lora), or USE_VLLM=0")
+    if sync == "lora" and max(LORA_RANKS) < settings.LORA_R:
         what = f"vLLM takes adapters of rank {max(LORA_RANKS)} at most"
-        problems.add("LORA_R", what, "Lower it, or set ROLLOUT_SYNC=merge")
+        problems.add("LORA_R", what, "Lower it" + ("" if experts else ", or set ROLLOUT_SYNC=merge"))
 
 
 def check_settings(settings: Settings, config: Mapping[str, Any] | None, machine: Machine, problems: Problems) -> None:
@@ -86,7 +88,7 @@ def check_settings(settings: Settings, config: Mapping[str, Any] | None, machine
         what = f"x NUM_GENERATIONS = {numbers} completions in one step, and {MOST_COMPLETIONS:,} are the most"
         problems.add("PROMPTS_PER_STEP", what, "Lower one of the two")
     check_attention(settings, machine, problems)
-    check_lora(settings, problems)
+    check_lora(settings, config, problems)
     if settings.EXPERTS == "mxfp4" and config and not hub.has_mxfp4(config):
         problems.add("EXPERTS", f"{settings.MODEL_ID} has no MXFP4 experts", "Set EXPERTS=bf16")
     if settings.USE_VLLM and not machine.gpus:
@@ -173,6 +175,7 @@ class Preflight:
     attention: tuple[str, str]
     packing: tuple[str, str]
     rollouts: tuple[bool, str]
+    sync: tuple[str, str]
     plan: Plan | None
     run: RunState
     closed_loop: ClosedLoop
@@ -215,6 +218,8 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Pre
     config = files.config if files else None
     settings, init_adapter = start_adapter(settings, sources, config, problems)
     check_settings(settings, config, machine, problems)
+    sync = choices.choose_sync(settings.ROLLOUT_SYNC, bool(expert_words(settings.LORA_TARGETS)))
+    settings = dataclasses.replace(settings, ROLLOUT_SYNC=sync[0])
     check_trackers(settings, environ, problems)
     system = settings.SYSTEM_PROMPT
     rows = read_rows("DATA", settings.DATA, problems, system)
@@ -268,6 +273,7 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Pre
         attention,
         packing,
         rollouts,
+        sync,
         plan,
         run,
         closed_loop,
@@ -281,9 +287,10 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Pre
 def run_records(preflight_result: Preflight) -> dict[str, dict[str, Any]]:
     """What OUTPUT_DIR keeps of a run, by file: every setting, every choice and its reason, and the packages' versions."""
     p, settings = preflight_result, preflight_result.settings
-    names = ("rewards", "scale_rewards", "attention", "packing", "rollouts", "evaluation", "best")
+    names = ("rewards", "scale_rewards", "attention", "packing", "rollouts", "sync", "evaluation", "best")
     chosen = {name: getattr(p, name) for name in names}
     chosen |= {
+        "lora_targets": dict(hits(settings.LORA_TARGETS, p.files.config, settings.LORA_R)) if p.files else None,
         "experts": (settings.EXPERTS, "set by EXPERTS"),
         "epsilon_high": choices.choose_epsilon_high(settings),
         "model": hub.config_digest(p.files.config) if p.files else None,

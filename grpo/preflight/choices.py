@@ -12,8 +12,6 @@ from grpo.preflight.machine import FLASH_PACKAGES
 from grpo.settings import Problems, Settings
 
 ATTENTION = ("torch_flash", *FLASH_PACKAGES, "eager")
-# What `all-linear` finds in a gpt-oss: router and experts are raw parameters.
-LINEAR_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def choose_attention(requested: str, gpus: int, capability: float, installed: Iterable[str]) -> tuple[str, str]:
@@ -61,6 +59,18 @@ def choose_rollouts(requested: bool | None, gpus: int, tiny: bool, vllm: str | N
     if not vllm:
         return False, "vLLM IS NOT INSTALLED: transformers generates, 50 times slower (scripts/setup.sh --gpu)"
     return True, "a GPU and vLLM are there"
+
+
+def choose_sync(requested: str | None, experts: bool) -> tuple[str, str]:
+    """(ROLLOUT_SYNC, reason), given whether LORA_TARGETS names experts."""
+    if requested is not None:
+        return requested, "set by ROLLOUT_SYNC"
+    if experts:
+        return (
+            "lora",
+            "LORA_TARGETS names experts, whose weights vLLM keeps in four bits: nothing can be merged into them",
+        )
+    return "merge", "faster than lora, which only experts in LORA_TARGETS need"
 
 
 def choose_epsilon_high(settings: Settings) -> tuple[float, str]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from grpo.preflight.hub import count_parameters, has_mxfp4
 from grpo.preflight.machine import GIB, Machine
+from grpo.preflight.targets import EXPERT_PARAMETERS, expert_words, matched, parameters
 from grpo.settings import MAY_CHANGE, Settings, show
 
 
@@ -119,6 +120,9 @@ def plan_engine(
     least = (2 + most + min(most, -(-window // KV_BLOCK) + in_flight)) * block
     # Kernels pad the experts by up to a tenth of their bytes.
     weights = checkpoint * 1.08
+    if settings.ROLLOUT_SYNC == "lora":  # vLLM has room for an adapter on every expert, whether there is one or not
+        places = [(layer, name) for layer in range(config["num_hidden_layers"]) for name in EXPERT_PARAMETERS]
+        weights += parameters(config, vllm_rank(settings.LORA_R), places) * 2 / GIB
     inner = config["num_experts_per_tok"] * 3 * config["intermediate_size"] + 8 * config["hidden_size"]
     seqs = settings.completions_per_step
     # Activations of a prefill step, three float32 copies of a decode step's logits, graphs.
@@ -160,6 +164,8 @@ def learning_gib(
     # Bytes of a token in one layer's backward pass: its experts' two products with their gradients; queries, keys,
     # values; norms in float32. The head has its turn before: states, their gradient, one tile of logits.
     per_token = 2 * top * (4 * config["intermediate_size"] + 3 * hidden) + 8 * layer_sizes(config)[1] + 16 * hidden
+    if expert_words(settings.LORA_TARGETS):  # the rows that go into both products, and what is added to their results
+        per_token += 2 * top * (3 * config["intermediate_size"] + 2 * hidden)
     kept = tokens * hidden * 2 * layers
     if not settings.GRADIENT_CHECKPOINTING:
         kept = (tokens * per_token + scores) * layers
@@ -196,12 +202,10 @@ def plan_memory(
     of prefill while generating. `prompt_len` is the longest prompt in tokens;
     `engine_checkpoint` the size in GiB of the checkpoint that vLLM loads, None where transformers generates."""
     layers, hidden, share = config["num_hidden_layers"], config["hidden_size"], packing == "prefix"
-    queries = config["num_attention_heads"] * config["head_dim"]
     weights = count_parameters(config)["total"] * 2 / GIB
     if settings.EXPERTS == "mxfp4":
         weights += layer_sizes(config)[0] * (layers * (4.25 / 8 - 2) + 2) / GIB
-    lora_parameters = layers * settings.LORA_R * (3 * hidden + layer_sizes(config)[1] + queries + hidden)
-    adapter = lora_parameters * 16 / GIB
+    adapter = parameters(config, settings.LORA_R, matched(settings.LORA_TARGETS, layers)) * 16 / GIB
     engine = None
     if engine_checkpoint is not None:
         engine = plan_engine(settings, config, machine, prompt_len, weights + adapter, engine_checkpoint)

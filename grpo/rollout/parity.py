@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from grpo.model.attention import KERNELS, hidden_states
+from grpo.model.expert_lora import base_norm, update_norm
 from grpo.model.load import evaluating
 from grpo.model.packing import pack_batch
 from grpo.rollout.engine import EngineError, Rows
@@ -120,8 +121,7 @@ def strong_adapter(policy: torch.nn.Module, seed: int) -> Iterator[list[torch.Te
         with torch.no_grad():
             for layer, b in zip(layers, matrices, strict=True):
                 b.copy_(torch.randn(b.shape, generator=generator))
-                update = (b.float() @ layer.lora_A["default"].weight.float()).norm() * layer.scaling["default"]
-                b.mul_(PARITY_STRENGTH * layer.get_base_layer().weight.float().norm() / update)
+                b.mul_(PARITY_STRENGTH * base_norm(layer) / update_norm(layer))
         yield matrices
     finally:
         with torch.no_grad():

@@ -45,7 +45,7 @@ def write_adapter(policy: torch.nn.Module, folder: Path, rank: int, active: bool
     for name, layer in lora_layers(policy).items():
         for kind, weight in zip("AB", factors(layer, active), strict=True):
             tensors[f"{name}.lora_{kind}.weight"] = weight.to("cpu", torch.bfloat16).contiguous()
-    modules = sorted({name.split(".")[-3] for name in tensors})
+    modules = sorted({name.removesuffix(".base_layer").split(".")[-1] for name in lora_layers(policy)})
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules, "bias": "none"}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")

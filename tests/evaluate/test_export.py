@@ -19,9 +19,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from grpo.evaluate.export import export
 from grpo.model.checkpoint import check_checkpoint, expected_tensors, write_tensors
-from grpo.preflight.adapter import expected_shapes
-from grpo.preflight.choices import LINEAR_MODULES
 from grpo.preflight.hub import read_json
+from grpo.preflight.targets import LINEAR_MODULES, expected_shapes
 from grpo.run.folder import ADAPTER
 
 RANK, SCALE = 4, 1.5
@@ -44,7 +43,7 @@ def write_lora(folder: Path, base: Path, size: float) -> Path:
     """A random adapter on all of the attention, whose update is of that size."""
     generator, shapes = (
         torch.Generator().manual_seed(0),
-        expected_shapes(read_json(base / "config.json"), RANK, LINEAR_MODULES),
+        expected_shapes(read_json(base / "config.json"), RANK, "all-linear"),
     )
     folder.mkdir()
     save_file({name: size**0.5 * torch.randn(of, generator=generator) for name, of in shapes.items()}, folder / ADAPTER)

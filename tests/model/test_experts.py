@@ -15,7 +15,7 @@ from transformers import GptOssConfig
 from transformers.integrations.moe import grouped_mm_experts_forward
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from grpo.model.experts import FrozenExperts, activation, activation_backward
+from grpo.model.experts import activation, activation_backward, experts_forward
 from grpo.preflight.machine import GIB, Machine
 from grpo.preflight.memory import plan_memory
 from grpo.settings import Settings
@@ -101,7 +101,7 @@ def test_frozen_experts_equal_transformers_grouped_mm(dtype, limit):
         tensor.data = (torch.randn(tensor.shape, generator=g) * std).to(dtype)
     module.requires_grad_(False)
     states, index, weights = routed(5, 64, dtype)
-    ours = FrozenExperts.apply(states, index, weights, module)
+    ours = experts_forward(module, states, index, weights)
     theirs = grouped_mm_experts_forward(module, states, index, weights)
     assert torch.equal(ours, theirs)
     gradient = torch.randn(ours.shape, generator=g).to(dtype)

@@ -35,11 +35,17 @@ CONFLICTS = [
     ({"EVAL_TEMPERATURE": 2.1}, H100, ["EVAL_TEMPERATURE", "takes at most 2"]),
     ({"LOSS_TYPE": "vespo", "IS_CORRECTION": "sequence_mask"}, CPU, ["vespo"]),
     *(
-        ({"LORA_TARGETS": f"q_proj,{name}"}, CPU, [repr(name), "MXFP4 experts", "all-linear", "q_proj"])
-        for name in ("gate_up_proj", "mlp.experts.down_proj", "router")
+        ({"LORA_TARGETS": f"q_proj,{name}"}, CPU, [repr(name), "takes an adapter", "all-linear", "q_proj", "7.experts"])
+        for name in ("gate_up_proj", "router", "x.experts", "-1.experts", "99999.experts", "7.mlp.experts.up_proj")
     ),
-    ({"LORA_TARGETS": "q_proj, v_porj"}, CPU, ["'v_porj' is no linear module", "nearest is v_proj"]),
-    ({"LORA_TARGETS": "q_proj,all-linear"}, CPU, ["'all-linear' is no linear module"]),
+    ({"LORA_TARGETS": "q_proj, v_porj"}, CPU, ["'v_porj' is nothing in gpt-oss", "nearest is v_proj"]),
+    ({"LORA_TARGETS": "all-linear,expert"}, CPU, ["'expert'", "nearest is experts"]),
+    ({"LORA_TARGETS": "3.experts,7.mlp.experts.down_proj"}, CPU, ["only one of", "layers 7", "7.experts"]),
+    ({"LORA_TARGETS": "mlp.experts.gate_up_proj,99.experts"}, CPU, ["layers 0 to 98;", "0.experts"]),
+    ({"LORA_TARGETS": "q_proj,24.experts"}, CPU, ["'24.experts' matches nothing", "layers 0 to 23"]),
+    ({"LORA_TARGETS": "7.experts", "LORA_DROPOUT": 0.1}, CPU, ["LORA_DROPOUT", "7.experts", "LORA_DROPOUT=0"]),
+    ({"LORA_TARGETS": "experts", "ROLLOUT_SYNC": "merge"}, H100, ["ROLLOUT_SYNC", "experts", "auto", "USE_VLLM=0"]),
+    ({"LORA_TARGETS": "experts", "LORA_R": 513}, H100, ["rank 512 at most", "Lower it"]),
     ({"LORA_TARGETS": ","}, CPU, ["names no module"]),
     ({"WARMUP_STEPS": 100}, CPU, ["rise over 100 steps, the run has 100"]),
     ({"TEMPERATURE": 0.005}, H100, ["no colder than 0.01", "USE_VLLM=0"]),
@@ -51,6 +57,7 @@ CONFLICTS = [
 
 def settings_problems(machine, config=None, **changes):
     problems = Problems()
+    config = config or ({"num_hidden_layers": 24} if "24" in changes.get("LORA_TARGETS", "") else None)
     check_settings(Settings(**changes), config, machine, problems)
     return problems
 
@@ -62,8 +69,17 @@ def test_conflicts(changes, machine, messages):
 
 
 def test_settings_that_go_together():
-    for targets in (" all-linear ", "q_proj, o_proj"):
+    both = "7.mlp.experts.gate_up_proj,7.mlp.experts.down_proj"  # as PEFT's target_parameters
+    for targets in (
+        " all-linear ",
+        "q_proj, o_proj",
+        "all-linear, experts",
+        "7.experts",
+        both,
+        f"experts,{both},q_proj",
+    ):
         assert not settings_problems(CPU, LORA_TARGETS=targets)
+    assert not settings_problems(H100, LORA_TARGETS="experts", ROLLOUT_SYNC="merge", USE_VLLM=False)
     assert not settings_problems(H100, TEMPERATURE=2.1, USE_VLLM=False) and not settings_problems(CPU, TEMPERATURE=2.1)
     assert not settings_problems(H100, TEMPERATURE=2.0, LOSS_TYPE="vespo")
     for capability in (0.0, 9.0, 10.0):  # 0: it could not be read

@@ -24,10 +24,10 @@ def build(tiny, tmp_path):
     return functools.partial(trainer_with_engine, tiny, tmp_path)
 
 
-@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize(("sync", "targets"), [*((sync, "all-linear") for sync in SYNCS), ("lora", "experts")])
 @pytest.mark.parametrize("agrees", [True, False])
-def test_the_check_restores_the_adapter(build, sync, agrees):
-    trainer = build(ROLLOUT_SYNC=sync, TEMPERATURE=0.9)
+def test_the_check_restores_the_adapter(build, sync, targets, agrees):
+    trainer = build(ROLLOUT_SYNC=sync, TEMPERATURE=0.9, LORA_TARGETS=targets)
     set_adapter(trainer, 5)
     engine = trainer.run.engine
     engine.llm.ignore_adapter = not agrees

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 
 import pytest
@@ -23,8 +24,14 @@ def build(tiny, tmp_path):
     return functools.partial(trainer_with_engine, tiny, tmp_path)
 
 
-@pytest.mark.parametrize("targets", ["all-linear", "k_proj,o_proj", "q_proj"])
-@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize(
+    ("sync", "targets"),
+    [
+        *itertools.product(SYNCS, ["all-linear", "k_proj,o_proj", "q_proj"]),
+        ("lora", "q_proj,1.experts"),
+        ("lora", "experts"),
+    ],
+)
 def test_rollouts_are_sampled_from_the_policy(build, sync, targets):
     """Log-probs of sampled tokens and of given ones, with a temperature, against the trainer's; and without adapter."""
     trainer = build(ROLLOUT_SYNC=sync, LORA_TARGETS=targets, TEMPERATURE=0.7)

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA on experts, in BF16 and packed: values, gradients and files are those of plain PEFT on transformers' own experts."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from expert_models import load
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora.layer import ParamWrapper
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Mxfp4Config
+
+import train_grpo
+from grpo.model.expert_lora import ExpertAdapter, base_norm, experts_wrapped, low_rank, update_norm
+from grpo.preflight.hub import read_json
+from grpo.preflight.targets import expected_shapes
+from grpo.settings import Settings
+
+pytestmark = pytest.mark.numeric
+TARGETS = "q_proj,1.experts,2.mlp.experts.gate_up_proj,2.mlp.experts.down_proj"
+
+
+def plain(tiny):
+    """transformers' own model in float32."""
+    how = {"quantization_config": Mxfp4Config(dequantize=True), "attn_implementation": "eager"}
+    return AutoModelForCausalLM.from_pretrained(
+        tiny, dtype=torch.bfloat16, experts_implementation="eager", **how
+    ).float()
+
+
+def adapted(model, wrapped, rank=3):
+    """The model with a seeded adapter that matters; `wrapped` as this project does it."""
+    settings = Settings(LORA_TARGETS=TARGETS, LORA_R=rank, LORA_ALPHA=2.0 * rank)
+    with experts_wrapped(model) if wrapped else contextlib.nullcontext():
+        policy = get_peft_model(model, LoraConfig(**train_grpo.lora_options(settings)))
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in sorted(policy.named_parameters()):
+        if "lora_" in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
+    return policy
+
+
+def ours(tiny, kind, rank=3):
+    model = load(tiny, kind).float()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return adapted(model.train(), wrapped=True, rank=rank)
+
+
+def logits_and_gradients(policy, ids):
+    logits = policy(input_ids=ids).logits
+    direction = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
+    (logits * direction).mean().backward()
+    return logits.detach(), {n: p.grad for n, p in policy.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(("kind", "rank"), [("bf16", 3), ("mxfp4", 8)])
+def test_values_and_gradients_are_those_of_plain_peft(tiny, kind, rank):
+    ids = torch.randint(500, (2, 30), generator=torch.Generator().manual_seed(3))
+    theirs = adapted(plain(tiny), wrapped=False, rank=rank)
+    mine = ours(tiny, kind, rank)
+    assert {type(m) for m in mine.modules() if isinstance(m, ParamWrapper)} == {ExpertAdapter}
+    assert not any(isinstance(m, ExpertAdapter) for m in theirs.modules())
+    expected, gradients = logits_and_gradients(theirs, ids)
+    logits, found = logits_and_gradients(mine, ids)
+    torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-4)
+    assert found.keys() == gradients.keys() and sum("experts" in name for name in found) == 8
+    for name, gradient in gradients.items():
+        assert ((found[name] - gradient).norm() / gradient.norm()).item() < 1e-4, name
+    with mine.disable_adapter(), torch.no_grad():
+        bare = mine(input_ids=ids).logits
+    torch.testing.assert_close(bare, plain(tiny)(input_ids=ids).logits, atol=2e-4, rtol=1e-4)
+    assert (bare - expected).abs().max() > 0.1, "the adapter matters"
+
+
+def test_packed_experts_have_no_weights_afterwards(tiny):
+    """The shapes that PEFT asks for take no memory and are gone."""
+    mine = ours(tiny, "mxfp4")
+    experts = mine.get_base_model().model.layers[1].mlp.experts.get_base_layer()
+    assert not hasattr(experts, "gate_up_proj") and hasattr(experts, "gate_up_proj_blocks")
+
+
+def test_with_other_experts_of_transformers_peft_computes(tiny):
+    """They do not know of the factors: without them an adapter would be left out without a word."""
+    mine, ids = ours(tiny, "bf16"), torch.randint(500, (1, 20), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        expected = mine(input_ids=ids).logits
+        mine.get_base_model().set_experts_implementation("eager")
+        torch.testing.assert_close(mine(input_ids=ids).logits, expected, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "mxfp4"])
+def test_the_saved_adapter_is_pefts(tiny, tmp_path, kind):
+    """Names and shapes are those that the checks expect; plain PEFT loads it, and so do packed experts."""
+    mine, ids = ours(tiny, kind), torch.randint(500, (1, 20), generator=torch.Generator().manual_seed(3))
+    mine.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    assert {n: list(t.shape) for n, t in tensors.items()} == expected_shapes(
+        read_json(tiny / "config.json"), 3, TARGETS
+    )
+    with torch.no_grad():
+        expected = mine(input_ids=ids).logits
+        for base in (plain(tiny), load(tiny, "mxfp4").float()):
+            with experts_wrapped(base):
+                loaded = PeftModel.from_pretrained(base, str(tmp_path))
+            torch.testing.assert_close(loaded(input_ids=ids).logits, expected, atol=2e-4, rtol=1e-4)
+
+
+def test_norms_are_those_of_the_merged_matrices(tiny):
+    mine = ours(tiny, "mxfp4").get_base_model().model.layers[1]
+    reference = plain(tiny).model.layers[1].mlp.experts
+    for layer, name in ((mine.mlp.experts, "down_proj"), (mine.mlp.experts.base_layer, "gate_up_proj")):
+        assert layer.parameter_name == name
+        a, b = low_rank(layer)
+        torch.testing.assert_close(update_norm(layer), (b @ a).norm(), rtol=1e-4, atol=0)
+        torch.testing.assert_close(base_norm(layer), getattr(reference, name).norm(), rtol=1e-4, atol=0)
+    query = mine.self_attn.q_proj
+    torch.testing.assert_close(update_norm(query), query.get_delta_weight("default").norm(), rtol=1e-4, atol=0)
