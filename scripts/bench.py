@@ -27,6 +27,9 @@ same prompts by transformers' generate, and 16 completions x 2,300 tokens. Exit 
 a step, started again after each (docs/reliability.md, "On a GPU"). Exit code 1 if one does not end as it should, or a step
 is missing at the end.
 
+`export` merges a random adapter into a checkpoint with scripts/export.py, and compares log-probs of the merged model, in stock
+transformers and in vLLM, with those of base and adapter. Exit code 1 where they differ by a fifth of what the adapter does.
+
 `step` measures learning beside TRL's padded path in one process, on the same rollouts, and with packed experts while all
 but 40 GiB of the card is occupied. W1 is 12 prompts x 8 completions x 512 tokens, W2 96 completions with the lengths of
 the CSV, W3 its first 16. `--only bf16` (seven minutes on an H100, most of them TRL's path) or `--only mxfp4` (two) runs one half
@@ -51,13 +54,14 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=fold(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
 
-    def command(name: str, text: str, run: str, model: bool = True) -> argparse.ArgumentParser:
+    def command(name: str, text: str, run: str, model: bool = True, data: bool = True) -> argparse.ArgumentParser:
         one = commands.add_parser(name, help=text)
         one.add_argument("--out", required=True, help="JSON to write")
         if run:
             one.add_argument("--run", default=f"runs/bench-{name}", help=run)
         if model:
             one.add_argument("--model", required=True, help="checkpoint folder")
+        if model and data:
             one.add_argument("--data", required=True, help="training CSVs")
         return one
 
@@ -85,6 +89,9 @@ def parse_args() -> argparse.Namespace:
     )
     one.add_argument("--faults", nargs="+", metavar="HOW:PHASE", help="these only, in this order")
     one.add_argument("--child", help=argparse.SUPPRESS)
+    one = command(
+        "export", "a merged model beside base and adapter", "folder of both; the last one is deleted first", data=False
+    )
     one = command("attention", "the learner's attention against float64", "", model=False)
     one.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="on a CPU: eager, small, in float32")
     one.add_argument("--only", nargs="+", choices=ATTENTION, help="these implementations only")
@@ -94,9 +101,9 @@ def parse_args() -> argparse.Namespace:
 def main() -> int:
     options = parse_args()
     options.main = train_grpo.main
-    from grpo.measure import attention, curves, demo, faults, rollout, step  # late: --help needs no torch
+    from grpo.measure import attention, curves, demo, export, faults, rollout, step  # late: --help needs no torch
 
-    modules = (attention, curves, demo, faults, rollout, step)
+    modules = (attention, curves, demo, export, faults, rollout, step)
     module = {one.__name__.rpartition(".")[2]: one for one in modules}[options.command]
     return getattr(module, f"bench_{options.command}")(options)
 
