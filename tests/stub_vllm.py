@@ -76,12 +76,14 @@ class StubLLM:
         dtype: torch.dtype = torch.bfloat16,
         max_lora_rank: int = 16,
         max_model_len: int = 4096,
+        lora_target_modules: Sequence[str] = ("qkv_proj", "o_proj", "experts"),
     ):
         config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
         # The trainer's seed must not depend on whether an engine was built.
         with torch.random.fork_rng(devices=[]):
             self.model = load_model(str(folder), config, "eager").to(dtype).eval().requires_grad_(False)
         self.enable_lora, self.max_lora_rank, self.max_model_len = enable_lora, max_lora_rank, max_model_len
+        self.lora_target_modules = list(lora_target_modules)
         self.asleep = False
         self.calls: list[str] = []
         self.requests: list[Any] = []
@@ -126,7 +128,8 @@ class StubLLM:
 
         def hook(experts, inputs):
             experts.adapters = {}
-            if module in self.active and not self.ignore_adapter:
+            # As `_match_target_modules` there: what is in no module of the list is left out without a word.
+            if module in self.active and "experts" in self.lora_target_modules and not self.ignore_adapter:
                 for name, place in (("gate_up_proj", f"{module}.base_layer"), ("down_proj", module)):
                     a, b = self.active[place]
                     count = experts.num_experts
@@ -248,7 +251,7 @@ class StubLLM:
 def stub_engine(settings, plan, model_path, stop_token_ids, prepare=lambda stub: None) -> Engine:
     """In place of `start_engine`: on a stub with the arguments that vLLM would get, asleep."""
     arguments = engine_arguments(settings, plan, model_path, 79.6)
-    names = {"enable_lora", "max_lora_rank", "max_model_len"} & set(arguments)
+    names = {"enable_lora", "max_lora_rank", "max_model_len", "lora_target_modules"} & set(arguments)
     stub = StubLLM(model_path, **{name: arguments[name] for name in names})
     prepare(stub)
     engine = Engine(stub, StubSampling, StubLoRARequest, settings, stop_token_ids)

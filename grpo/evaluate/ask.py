@@ -16,11 +16,11 @@ import rewards
 from grpo.data.files import Row, read_csv, read_messages
 from grpo.data.prompts import render_rows
 from grpo.evaluate.standalone import InputError, TransformersModel, check_adapter, check_model, recorded_settings
-from grpo.preflight.adapter import CONFIG
+from grpo.preflight.adapter import CONFIG, on_experts
 from grpo.preflight.hub import ModelFiles, fetch_weights, find_model, read_json
 from grpo.preflight.machine import read_machine
 from grpo.preflight.memory import vllm_rank
-from grpo.rollout.engine import VLLM_MODULES
+from grpo.rollout.engine import vllm_modules
 from grpo.settings import Problems, Settings, load_settings
 from grpo.tasks.tes.record import check_writable
 
@@ -104,7 +104,7 @@ def serve_commands(options: argparse.Namespace) -> str:
     serve = [
         f"vllm serve {shlex.quote(path)}",
         f"--enable-lora --lora-modules {shlex.quote(f'{name}={adapter}')}",
-        f"--max-lora-rank {rank} --lora-target-modules {' '.join(VLLM_MODULES)}",
+        f"--max-lora-rank {rank} --lora-target-modules {' '.join(vllm_modules(on_experts(adapter)))}",
         f"--max-model-len {s.MAX_PROMPT_LEN + s.MAX_COMPLETION_LEN}",
     ]
     curl = [

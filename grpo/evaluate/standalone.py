@@ -23,7 +23,7 @@ from grpo.evaluate.exact import answer_probabilities
 from grpo.evaluate.plant import CLOSED_LOOP
 from grpo.model.expert_lora import experts_wrapped
 from grpo.model.load import in_working_type, load_generation_config, load_model, load_tokenizer
-from grpo.preflight.adapter import CONFIG, missing_files
+from grpo.preflight.adapter import CONFIG, missing_files, on_experts
 from grpo.preflight.choices import choose_evaluation, choose_rollouts
 from grpo.preflight.hub import ModelFiles, checkpoint_gib, count_parameters, fetch_weights, find_model, read_json
 from grpo.preflight.machine import GIB, Machine, installed_versions, read_machine
@@ -165,6 +165,7 @@ class VllmModel:
         # The plan of a step serves for an hour: as many sequences as are asked at once, no trainer's memory. The first hour
         # lists the most hours; a little more for longer numbers.
         changes = {"ROLLOUT_SYNC": "lora", "LORA_R": rank, "PROMPTS_PER_STEP": len(prompts), "NUM_GENERATIONS": 1}
+        changes["LORA_TARGETS"] = "experts" if adapter and on_experts(adapter) else "all-linear"
         s = dataclasses.replace(settings, **changes)
         longest = max(map(len, self.tokenizer(text=prompts)["input_ids"])) + 32
         plan = plan_engine(s, files.config, machine, longest, 0.0, checkpoint_gib(settings.MODEL_ID, files))

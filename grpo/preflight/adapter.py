@@ -38,6 +38,11 @@ def missing_files(folder: Path) -> list[str]:
     return [name for name in (CONFIG, ADAPTER) if not (folder / name).is_file()]
 
 
+def on_experts(folder: Path) -> bool:
+    """Whether the adapter in `folder` is on experts, alone or among others."""
+    return bool(read_json(folder / CONFIG).get("target_parameters"))
+
+
 def tensor_shapes(path: Path) -> dict[str, list[int]]:
     """Shape of every tensor by name, from the header of a safetensors file. Raises OSError, and ValueError for what is
     none."""

@@ -120,7 +120,8 @@ def plan_engine(
     least = (2 + most + min(most, -(-window // KV_BLOCK) + in_flight)) * block
     # Kernels pad the experts by up to a tenth of their bytes.
     weights = checkpoint * 1.08
-    if settings.ROLLOUT_SYNC == "lora":  # vLLM has room for an adapter on every expert, whether there is one or not
+    # vLLM has room for an adapter on the experts of every layer then, whichever are named.
+    if settings.ROLLOUT_SYNC == "lora" and expert_words(settings.LORA_TARGETS):
         places = [(layer, name) for layer in range(config["num_hidden_layers"]) for name in EXPERT_PARAMETERS]
         weights += parameters(config, vllm_rank(settings.LORA_R), places) * 2 / GIB
     inner = config["num_experts_per_tok"] * 3 * config["intermediate_size"] + 8 * config["hidden_size"]

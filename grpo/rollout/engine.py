@@ -19,6 +19,7 @@ import torch
 
 from grpo.preflight.machine import GIB
 from grpo.preflight.memory import BATCHED_TOKENS, EnginePlan, vllm_rank
+from grpo.preflight.targets import expert_words
 from grpo.rollout.vllm_patches import close_process_group, keep_weights_asleep, patch_kernels, vllm_environment
 from grpo.rollout.weight_sync import sync, write_adapter
 from grpo.settings import Settings, log
@@ -29,9 +30,6 @@ from grpo.settings import Settings, log
 WARM_UP_TOKENS = (
     72, 73, 101, 112, 136, 137, 160, 161, 265, 272, 301, 304, 521, 528, 912, 913, 1008, 1009,
 )  # fmt: skip
-
-# Without this list, router and every expert would get LoRA buffers and kernels too.
-VLLM_MODULES = ["qkv_proj", "o_proj"]
 
 Rows = Sequence[Sequence[int]]  # token ids
 Generated = tuple[list[list[int]], list[list[float | None]]]  # token ids of completions, a log-prob for each of them
@@ -57,6 +55,12 @@ def gpu_used_gib() -> float:
         return 0.0
     free, total = torch.cuda.mem_get_info()
     return (total - free) / GIB
+
+
+def vllm_modules(experts: bool) -> list[str]:
+    """What vLLM is to adapt, with `experts` those of every layer too: what an adapter says of anything else it leaves out without
+    a word, and without such a list the router gets buffers and kernels as well."""
+    return ["qkv_proj", "o_proj"] + ["experts"] * experts
 
 
 def engine_arguments(settings: Settings, plan: EnginePlan, model_path: str, gpu_total: float) -> dict[str, Any]:
@@ -90,7 +94,8 @@ def engine_arguments(settings: Settings, plan: EnginePlan, model_path: str, gpu_
         }
     if settings.ROLLOUT_SYNC == "lora":
         arguments |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1}
-        arguments |= {"max_lora_rank": vllm_rank(settings.LORA_R), "lora_target_modules": VLLM_MODULES}
+        modules = vllm_modules(bool(expert_words(settings.LORA_TARGETS)))
+        arguments |= {"max_lora_rank": vllm_rank(settings.LORA_R), "lora_target_modules": modules}
     return arguments
 
 

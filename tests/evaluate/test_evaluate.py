@@ -195,6 +195,10 @@ def test_vllm_gets_the_adapter_from_its_folder(run, tiny, monkeypatch, tmp_path)
     assert [request and request.lora_path for request in stub.requests] == [None, str(folder.resolve())]
     assert stub.calls == ["sleep", "wake_up", "generate", "generate", "add_lora"], "awake from the start on"
     assert all(text.startswith("<|channel|>final") for text in base)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"target_parameters": ["1.mlp.experts.down_proj"]}))
+    wider = VllmModel(settings, files, str(tiny), folder, H100, prompts).engine.llm.lora_target_modules
+    assert (stub.lora_target_modules, wider) == (["qkv_proj", "o_proj"], ["qkv_proj", "o_proj", "experts"])
     with pytest.raises(EngineError, match="of the GPU"):
         VllmModel(settings, files, str(tiny), None, dataclasses.replace(H100, gpu_free=0.0), prompts)
 

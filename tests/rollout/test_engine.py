@@ -201,6 +201,11 @@ def test_engine_arguments():
     for r, rank in {1: 1, 2: 8, 8: 8, 9: 16, 16: 16, 200: 256}.items():
         _, native = arguments(ROLLOUT_SYNC="lora", LORA_R=r)
         assert {k: v for k, v in native.items() if k not in merge} == lora | {"max_lora_rank": rank}
+    plan, both = arguments(ROLLOUT_SYNC="lora", LORA_TARGETS="all-linear,7.experts")
+    assert both["lora_target_modules"] == ["qkv_proj", "o_proj", "experts"]
+    # Of rank 8, in BF16, on the experts of all 24 layers.
+    assert (plan.weights - engine.weights) * GIB == pytest.approx(2 * 8 * 24 * 32 * (2880 + 5760 + 2 * 2880))
+    assert arguments(ROLLOUT_SYNC="lora")[0].weights == engine.weights
     _, eager = arguments(VLLM_EAGER=True)
     assert eager["enforce_eager"] is True and "compilation_config" not in eager
 

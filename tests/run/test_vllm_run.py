@@ -152,6 +152,13 @@ def test_a_run_with_the_native_adapter_and_an_evaluation(start, tmp_path, tiny, 
     assert len(read_csv(run.folder / "metrics.csv")) == 2
 
 
+def test_a_run_on_experts_takes_the_native_adapter(start):
+    """An engine that left them out would not pass the mismatch check."""
+    run = start()
+    assert run(LORA_TARGETS="1.experts", EXPERTS="mxfp4", TOTAL_STEPS=1) == 0
+    assert "add_lora" in run.stubs[0].calls
+
+
 def test_a_run_goes_on_without_vllm_where_that_is_said(start, capfd):
     """`auto` alone does not change how rollouts are generated, say on a machine without a GPU."""
     run = start()
