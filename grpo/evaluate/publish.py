@@ -16,9 +16,9 @@ from huggingface_hub import HfApi
 from grpo.evaluate.report import facts, plant_verdict, reward_verdict, short
 from grpo.evaluate.run_data import HELDOUT_HEADER, ReportError, Run, heldout_rows, part, read_json, read_run
 from grpo.evaluate.standalone import InputError
-from grpo.preflight.adapter import CONFIG
+from grpo.preflight.adapter import CONFIG, on_experts
 from grpo.preflight.hub import MODEL_FILES, WEIGHTS_INDEX
-from grpo.run.archive import base_name
+from grpo.run.archive import base_name, loading_code
 from grpo.run.durable import write_text
 from grpo.run.place import ADAPTER, SETTINGS
 from grpo.settings import FIELDS, Settings, described, one_line, show
@@ -31,16 +31,13 @@ FORMS = {
 }
 LIBRARIES = {"": "peft", "gguf": "gguf"}  # else transformers
 GGUF = "model.gguf"
-PYTHON = """```python
-{imports}from transformers import AutoModelForCausalLM, AutoTokenizer
+GRPO = "\nTrained by train_grpo.py with GRPO ([paper](https://arxiv.org/abs/2402.03300))."
+MERGED_CODE = """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-{load}
+model = AutoModelForCausalLM.from_pretrained(".", dtype="auto", device_map="auto")
 tokenizer = AutoTokenizer.from_pretrained(".")
 ```"""
-ADAPTER_CODE = """base = AutoModelForCausalLM.from_pretrained("{base}", dtype="auto", device_map="auto")
-model = PeftModel.from_pretrained(base, ".")"""
-GRPO = "\nTrained by train_grpo.py with GRPO ([paper](https://arxiv.org/abs/2402.03300))."
-MERGED_CODE = """model = AutoModelForCausalLM.from_pretrained(".", dtype="auto", device_map="auto")"""
 GGUF_CODE = f"""```bash
 llama-server -m {GGUF}
 ```"""
@@ -112,8 +109,7 @@ def model_readme(s: Settings, adapter: Path, form: str = "", share: float | None
     grpo = (run / "metrics.csv").is_file()  # not of scripts/sft.py
     tags = ", ".join(["grpo"] * grpo + [form or "lora"])
     named = "" if local else f"\nbase_model: {base}\nbase_model_relation: {'finetune' if form else 'adapter'}"
-    imports, load = ("", MERGED_CODE) if form else ("from peft import PeftModel\n", ADAPTER_CODE.format(base=base))
-    code = GGUF_CODE if form == "gguf" else PYTHON.format(imports=imports, load=load)
+    code = {"": loading_code(base, on_experts(adapter)), "gguf": GGUF_CODE}.get(form, MERGED_CODE)
     kept = f" {share:.1%} of the adapter's update survived the rounding to BF16." if share is not None else ""
     what = FORMS[form].format(base=base)
     return f"""---

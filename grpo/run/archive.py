@@ -29,6 +29,20 @@ def base_name(s: Settings) -> tuple[str, bool]:
     return Path(s.MODEL_ID).resolve().name if local else s.MODEL_ID, local
 
 
+def loading_code(base: str, experts: bool, tokenizer: str = ".") -> str:
+    """How to load an adapter of the model `base`, from its folder. In experts that stay quantized PEFT finds nothing to adapt,
+    and goes on without them."""
+    also, how = (", Mxfp4Config", ", quantization_config=Mxfp4Config(dequantize=True)") if experts else ("", "")
+    return f"""```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer{also}
+
+base = AutoModelForCausalLM.from_pretrained("{base}", dtype="auto", device_map="auto"{how})
+model = PeftModel.from_pretrained(base, ".")
+tokenizer = AutoTokenizer.from_pretrained("{tokenizer}")
+```"""
+
+
 def model_card(s: Settings, step: int, functions: str, note: str = "", tokenizer: str = ".") -> str:
     """README.md of an adapter after `step` steps, as the Hub reads it (https://huggingface.co/docs/hub/model-cards).
     `functions`: those that rewarded it, empty for one that scripts/sft.py made; `note`: its first paragraph; `tokenizer`:
@@ -60,14 +74,7 @@ The run's `settings.json` holds every setting, `versions.json` the packages' ver
 
 To load it, from the folder of this file{path}:
 
-```python
-from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-base = AutoModelForCausalLM.from_pretrained("{base}", dtype="auto", device_map="auto")
-model = PeftModel.from_pretrained(base, ".")
-tokenizer = AutoTokenizer.from_pretrained("{tokenizer}")
-```
+{loading_code(base, "experts" in s.LORA_TARGETS, tokenizer)}
 """
 
 

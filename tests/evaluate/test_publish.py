@@ -54,8 +54,11 @@ def test_an_adapter_with_its_card(run, hub, tmp_path, capsys):
     assert "library_name: peft" in card and "tags: [grpo, lora]" in card and "PeftModel.from_pretrained(base" in card
     assert "| Training data | mine.csv |" in card and "| `SYSTEM_PROMPT` | a\\|b c |" in card and "`LORA_R`" not in card
     assert "Held-out reward changed by +0.250" in card and "| trained | 0.500 |" in card
+    config = json.loads((run / "best" / "adapter_config.json").read_text())
+    (run / "best" / "adapter_config.json").write_text(json.dumps(config | {"target_parameters": ["experts.down_proj"]}))
     assert main([str(run / "best"), "--push", "me/cooling"]) == 0
-    assert "\nStep 5 is the best.\n" in hub.repos["models", "me/cooling"].files["README.md"].decode()
+    best = hub.repos["models", "me/cooling"].files["README.md"].decode()
+    assert "\nStep 5 is the best.\n" in best and "dequantize=True" in best and "dequantize" not in card
 
 
 def test_a_merged_model(run, hub, tmp_path, capsys):
