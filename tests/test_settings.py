@@ -195,7 +195,8 @@ ANSWERED = [
     ("--attn-implementation eager", "set ATTN_IMPL=eager"), ("--num-generations 8", "set NUM_GENERATIONS=8"),
     ("--num_generations=8", "set NUM_GENERATIONS=8"), ("--invalid-penalty -0.5", "set INVALID_REWARD=-0.5"),
     ("--use-vllm", "set USE_VLLM=1"), ("--no-mask-truncated-completions", "set MASK_TRUNCATED=0"), ("--data-dir days", "set DATA='days/*.csv'"),
-    ("--lora-target-modules q_proj v_proj", "set LORA_TARGETS=q_proj,v_proj"), ("--bf16", "leave it out"),
+    ("--lora-target-modules q_proj v_proj", "set LORA_TARGETS=q_proj,v_proj"),
+    ("--lora_target_parameters 7.mlp.experts.down_proj", "set LORA_TARGETS=7.mlp.experts.down_proj"), ("--bf16", "leave it out"),
     ("--attn-implementation flex_attention", "Set ATTN_IMPL=torch_flash"), ("--seed", "expected a whole number"),
     ("--num-generations 1", "must be at least 2"), ("--fsdp full_shard", "no such setting"), ("SEED=5", "before `python`"),
 ]  # fmt: skip

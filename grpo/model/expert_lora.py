@@ -47,7 +47,8 @@ class ExpertAdapter(ParamWrapper):
 
     def forward(self, hidden_states: Tensor, *given: Any, **named: Any) -> Tensor:
         experts = self.get_base_layer()
-        if not isinstance(experts, QuantizedExperts) and experts.config._experts_implementation != OURS:
+        theirs = not isinstance(experts, QuantizedExperts) and experts.config._experts_implementation != OURS
+        if theirs or self.merged:
             return super().forward(hidden_states, *given, **named)
         if not self.disable_adapters and self.active_adapters:
             a, b = low_rank(self)

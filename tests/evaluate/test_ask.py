@@ -57,7 +57,9 @@ def test_an_adapter_that_is_no_runs_names_its_model(saved_adapter, tmp_path, cap
     monkeypatch.delenv("MODEL_ID", raising=False)
     assert ask.main([str(saved_adapter), "--serve"]) == 0
     assert f"vllm serve {ROOT / 'data' / 'tiny'}" in capsys.readouterr().out
-    config = json.loads((saved_adapter / "adapter_config.json").read_text()) | {"target_parameters": ["experts.down_proj"]}
+    config = json.loads((saved_adapter / "adapter_config.json").read_text()) | {
+        "target_parameters": ["experts.down_proj"]
+    }
     (shutil.copytree(saved_adapter, tmp_path / "wider") / "adapter_config.json").write_text(json.dumps(config))
     assert ask.main([str(tmp_path / "wider"), "--serve"]) == 0
     assert "--lora-target-modules qkv_proj o_proj experts " in capsys.readouterr().out

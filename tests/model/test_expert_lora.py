@@ -91,6 +91,17 @@ def test_with_other_experts_of_transformers_peft_computes(tiny):
         torch.testing.assert_close(mine(input_ids=ids).logits, expected, atol=2e-4, rtol=1e-4)
 
 
+def test_what_peft_has_merged_is_not_added_again(tiny):
+    mine, ids = ours(tiny, "bf16"), torch.randint(500, (1, 20), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        expected = mine(input_ids=ids).logits
+        mine.merge_adapter()
+        torch.testing.assert_close(mine(input_ids=ids).logits, expected, atol=2e-4, rtol=1e-4)
+        with mine.disable_adapter():
+            bare = mine(input_ids=ids).logits
+    torch.testing.assert_close(bare, plain(tiny)(input_ids=ids).logits, atol=2e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("kind", ["bf16", "mxfp4"])
 def test_the_saved_adapter_is_pefts(tiny, tmp_path, kind):
     """Names and shapes are those that the checks expect; plain PEFT loads it, and so do packed experts."""
