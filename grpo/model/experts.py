@@ -35,7 +35,9 @@ def experts_forward(
         out = FrozenProduct.apply(rows, expert_weights(module, name), offs)
         if name not in adapters:
             return out
-        a, b = (factor.to(rows.dtype) for factor in adapters[name])
+        # On Blackwell the kernels may leave an expert without rows some gradient (https://github.com/pytorch/pytorch/issues/172439).
+        used = offs.diff(prepend=offs.new_zeros(1)).bool()[:, None, None]
+        a, b = (torch.where(used, factor.to(rows.dtype), 0) for factor in adapters[name])
         return out + grouped_mm(grouped_mm(rows, a, offs=offs), b, offs=offs)
 
     gate_up = project(Spread.apply(hidden, expert, order, inverse, top_k), "gate_up_proj")  # (S, 2I)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
 import train_grpo
+from grpo.model import experts
 from grpo.model.expert_lora import ExpertAdapter, base_norm, experts_wrapped, low_rank, update_norm
 from grpo.preflight.hub import read_json
 from grpo.preflight.targets import expected_shapes
@@ -75,11 +76,36 @@ def test_values_and_gradients_are_those_of_plain_peft(tiny, kind, rank):
     assert (bare - expected).abs().max() > 0.1, "the adapter matters"
 
 
+class Unwritten(torch.autograd.Function):
+    """Weights as they are, whose gradient is NaN for experts without rows."""
+
+    @staticmethod
+    def forward(ctx, weights, offs):
+        ctx.save_for_backward(offs)
+        return weights.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (offs,) = ctx.saved_tensors
+        return gradient.masked_fill((offs.diff(prepend=offs.new_zeros(1)) == 0)[:, None, None], torch.nan), None
+
+
+def test_experts_without_rows_get_no_gradient(tiny, monkeypatch):
+    """Whatever the kernels leave there."""
+    product = experts.grouped_mm
+    unwritten = lambda rows, weights, offs: product(rows, Unwritten.apply(weights, offs), offs=offs)  # noqa: E731
+    monkeypatch.setattr(experts, "grouped_mm", unwritten)
+    _, found = logits_and_gradients(ours(tiny, "bf16"), torch.tensor([[3]]))
+    gradients = [gradient for name, gradient in found.items() if "experts" in name]
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert any((gradient == 0).any() for gradient in gradients), "one token does not meet all experts"
+
+
 def test_packed_experts_have_no_weights_afterwards(tiny):
     """The shapes that PEFT asks for take no memory and are gone."""
     mine = ours(tiny, "mxfp4")
-    experts = mine.get_base_model().model.layers[1].mlp.experts.get_base_layer()
-    assert not hasattr(experts, "gate_up_proj") and hasattr(experts, "gate_up_proj_blocks")
+    packed = mine.get_base_model().model.layers[1].mlp.experts.get_base_layer()
+    assert not hasattr(packed, "gate_up_proj") and hasattr(packed, "gate_up_proj_blocks")
 
 
 def test_with_other_experts_of_transformers_peft_computes(tiny):
