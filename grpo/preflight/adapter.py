@@ -70,8 +70,9 @@ def read_adapter(folder: Path, model: Mapping[str, Any] | None) -> dict[str, Any
             raise ValueError(
                 f"it was made with PEFT's {name}, and this program scales all modules by LORA_ALPHA / LORA_R"
             )
-    layers = model["num_hidden_layers"] if model else UNKNOWN_LAYERS
-    chosen = canonical({place for name in found if (place := place_of(name))}, layers)
+    places = {place for name in found if (place := place_of(name))}
+    layers = model["num_hidden_layers"] if model else 1 + max((layer for layer, _ in places), default=0)
+    chosen = canonical(places, layers)
     expected = expected_shapes(model, rank, chosen) if model else found
     for name in [*found, *expected]:
         if found.get(name) != expected.get(name):

@@ -63,17 +63,18 @@ def check_lora(settings: Settings, config: Mapping[str, Any] | None, problems: P
     """LORA_TARGETS matches something, and vLLM can follow; so can it LORA_R."""
     check_targets(settings.LORA_TARGETS, config, problems)
     experts = expert_words(settings.LORA_TARGETS)
+    if experts and settings.LORA_DROPOUT:
+        what = f"with {experts[0]} in LORA_TARGETS there is no dropout: PEFT has none for experts"
+        problems.add("LORA_DROPOUT", what, "Set LORA_DROPOUT=0")
+    if settings.USE_VLLM is False:
+        return
     sync, _ = choices.choose_sync(settings.ROLLOUT_SYNC, bool(experts))
-    if experts:
-        if settings.LORA_DROPOUT:
-            what = f"with {experts[0]} in LORA_TARGETS there is no dropout: PEFT has none for experts"
-            problems.add("LORA_DROPOUT", what, "Set LORA_DROPOUT=0")
-        if sync == "merge" and settings.USE_VLLM is not False:
-            what = f"merge brings vLLM the attention's weights alone, and LORA_TARGETS has {experts[0]}"
-            problems.add("ROLLOUT_SYNC", what, "Set ROLLOUT_SYNC=auto (which takes lora), or USE_VLLM=0")
+    if experts and sync == "merge":
+        what = f"merge brings vLLM the attention's weights alone, and LORA_TARGETS has {experts[0]}"
+        problems.add("ROLLOUT_SYNC", what, "Set ROLLOUT_SYNC=auto (which takes lora), or USE_VLLM=0")
     if sync == "lora" and max(LORA_RANKS) < settings.LORA_R:
         what = f"vLLM takes adapters of rank {max(LORA_RANKS)} at most"
-        problems.add("LORA_R", what, "Lower it" + ("" if experts else ", or set ROLLOUT_SYNC=merge"))
+        problems.add("LORA_R", what, f"Lower it, or set {'USE_VLLM=0' if experts else 'ROLLOUT_SYNC=merge'}")
 
 
 def check_settings(settings: Settings, config: Mapping[str, Any] | None, machine: Machine, problems: Problems) -> None:

@@ -136,8 +136,10 @@ def check_targets(targets: str, config: Mapping[str, Any] | None, problems: Prob
     for word in listed(targets):
         found = places(word, layers)
         if found is None:
-            what = f"{word!r} is nothing in gpt-oss that takes an adapter"
-            problems.add("LORA_TARGETS", what + nearest(word, ("all-linear", *LINEAR_MODULES, "experts")), fix)
+            near = "; the nearest is experts"  # where o_proj would be said to be near down_proj
+            if not word.endswith(EXPERT_PARAMETERS):
+                near = nearest(word, ("all-linear", *LINEAR_MODULES, "experts"))
+            problems.add("LORA_TARGETS", f"{word!r} is nothing in gpt-oss that takes an adapter{near}", fix)
         elif not found:
             problems.add("LORA_TARGETS", f"{word!r} matches nothing", f"The model has layers 0 to {layers - 1}")
     if not listed(targets):

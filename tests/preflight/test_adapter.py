@@ -8,12 +8,15 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from machines import only
+from safetensors.numpy import save_file
 
 from grpo.measure.damages import KINDS
 from grpo.preflight.adapter import check_start, start_adapter
 from grpo.preflight.hub import REAL_CONFIG, read_json
+from grpo.preflight.targets import expected_shapes
 from grpo.run.durable import begin_checkpoint, finish_checkpoint
 from grpo.run.folder import ADAPTER, COMPLETE, RunState, needed_files
 from grpo.settings import Problems, load_settings
@@ -46,6 +49,19 @@ def test_the_adapters_own_shape_is_taken(tiny, saved_adapter, tmp_path):
 def test_a_setting_that_says_otherwise_is_a_problem(tiny, saved_adapter, name, value, words):
     problem = only(start(tiny, saved_adapter, **{name: value})[-1])
     assert problem.startswith(f"{name}: ") and all(word in problem for word in words)
+
+
+def test_experts_are_no_problem_where_the_model_is_one(tiny, tmp_path):
+    """With MODEL_ID mistyped, how many layers `experts` means is not known."""
+    config = read_json(tiny / "config.json")
+    shapes = expected_shapes(config, 3, "experts,q_proj")
+    save_file({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, tmp_path / ADAPTER)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 3, "lora_alpha": 5}))
+    for model in (config, None):
+        settings, sources, problems = load_settings(
+            {"INIT_ADAPTER": str(tmp_path), "LORA_R": "3", "LORA_TARGETS": "q_proj,experts"}
+        )
+        assert start_adapter(settings, sources, model, problems)[0].LORA_TARGETS == "q_proj,experts" and not problems
 
 
 def change_config(**changes):

@@ -45,7 +45,8 @@ CONFLICTS = [
     ({"LORA_TARGETS": "q_proj,24.experts"}, CPU, ["'24.experts' matches nothing", "layers 0 to 23"]),
     ({"LORA_TARGETS": "7.experts", "LORA_DROPOUT": 0.1}, CPU, ["LORA_DROPOUT", "7.experts", "LORA_DROPOUT=0"]),
     ({"LORA_TARGETS": "experts", "ROLLOUT_SYNC": "merge"}, H100, ["ROLLOUT_SYNC", "experts", "auto", "USE_VLLM=0"]),
-    ({"LORA_TARGETS": "experts", "LORA_R": 513}, H100, ["rank 512 at most", "Lower it"]),
+    ({"LORA_TARGETS": "experts", "LORA_R": 513}, H100, ["rank 512 at most", "Lower it, or set USE_VLLM=0"]),
+    ({"LORA_TARGETS": "7.down_proj"}, CPU, ["nearest is experts"]),
     ({"LORA_TARGETS": ","}, CPU, ["names no module"]),
     ({"WARMUP_STEPS": 100}, CPU, ["rise over 100 steps, the run has 100"]),
     ({"TEMPERATURE": 0.005}, H100, ["no colder than 0.01", "USE_VLLM=0"]),
@@ -79,7 +80,8 @@ def test_settings_that_go_together():
         f"experts,{both},q_proj",
     ):
         assert not settings_problems(CPU, LORA_TARGETS=targets)
-    assert not settings_problems(H100, LORA_TARGETS="experts", ROLLOUT_SYNC="merge", USE_VLLM=False)
+    for changes in ({"ROLLOUT_SYNC": "merge"}, {"LORA_R": 513}):
+        assert not settings_problems(H100, LORA_TARGETS="experts", USE_VLLM=False, **changes)
     assert not settings_problems(H100, TEMPERATURE=2.1, USE_VLLM=False) and not settings_problems(CPU, TEMPERATURE=2.1)
     assert not settings_problems(H100, TEMPERATURE=2.0, LOSS_TYPE="vespo")
     for capability in (0.0, 9.0, 10.0):  # 0: it could not be read
