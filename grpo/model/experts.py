@@ -13,6 +13,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 GATE_ALPHA, GATE_LIMIT = 1.702, 7.0  # gpt-oss's clamped SwiGLU
+FEW = 256  # tokens that every expert may compute
 
 
 def experts_forward(
@@ -20,6 +21,8 @@ def experts_forward(
 ) -> Tensor:
     """transformers' experts interface: `hidden_states` (N, H), `top_k_index` and `top_k_weights` (N, k) -> (N, H)."""
     hidden_states = hidden_states.to(module.gate_up_proj_bias.dtype)
+    if len(hidden_states) <= FEW and not torch.is_grad_enabled() and grouped_mm_waits(hidden_states.device):
+        return every_expert(hidden_states, top_k_index, top_k_weights, module)
     return FrozenExperts.apply(hidden_states, top_k_index, top_k_weights, module)
 
 
@@ -33,6 +36,24 @@ def expert_weights(module: torch.nn.Module, name: str) -> Tensor:
         return getattr(module, name)
     weights = dequantize_mxfp4(getattr(module, f"{name}_blocks"), getattr(module, f"{name}_scales"))
     return weights.to(module.gate_up_proj_bias.dtype)
+
+
+def grouped_mm_waits(device: torch.device) -> bool:
+    """Whether torch has no kernel for `grouped_mm` there (it has for Hopper and data-centre Blackwell): the host then waits
+    for the offsets, which no CUDA graph can hold, and launches a product for each expert."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] not in (9, 10)
+
+
+def every_expert(hidden: Tensor, index: Tensor, weights: Tensor, module: torch.nn.Module) -> Tensor:
+    """`FrozenExperts` without gradients for few tokens, each computed by every expert: reading the weights takes longer than
+    the arithmetic, of which most is not used."""
+    count, tokens = len(module.gate_up_proj_bias), len(hidden)
+    expert = torch.arange(count, device=hidden.device)[:, None].expand(-1, tokens).flatten()
+    gate_up = torch.bmm(hidden.expand(count, -1, -1), expert_weights(module, "gate_up_proj"))  # (E, N, 2I)
+    active = activation(gate_up.flatten(0, 1), module.gate_up_proj_bias, expert).unflatten(0, (count, tokens))
+    down = torch.bmm(active, expert_weights(module, "down_proj")).flatten(0, 1)  # (E * N, H)
+    row = (index * tokens + torch.arange(tokens, device=hidden.device)[:, None]).flatten()
+    return combine(down, module.down_proj_bias, expert, row, weights, index.shape[1])
 
 
 class FrozenExperts(torch.autograd.Function):
