@@ -151,8 +151,9 @@ class DecodingStep:
     def capture(self) -> None:
         """Record `run` as a CUDA graph, for as long as this object lives: a rollout, in which no weight changes. Where that
         fails, steps are launched kernel by kernel, as slow as transformers' own."""
-        graph, side, column = torch.cuda.CUDAGraph(), torch.cuda.Stream(), self.column.clone()
-        debug = torch.cuda.get_sync_debug_mode()
+        graph, column, debug = torch.cuda.CUDAGraph(), self.column.clone(), torch.cuda.get_sync_debug_mode()
+        capture = torch.cuda.graph(graph, capture_error_mode="thread_local")
+        side = capture.capture_stream  # always the same one: each has workspaces, which stay
         torch.cuda.empty_cache()  # what the prefill left belongs to another stream
         side.wait_stream(torch.cuda.current_stream())
         try:
@@ -164,7 +165,7 @@ class DecodingStep:
                     self.run()
                     self.column.copy_(column)
                 torch.cuda.set_sync_debug_mode("default")
-                with torch.cuda.graph(graph, stream=side):
+                with capture:
                     self.logits = self.run()
             self.graph = graph
         except torch.OutOfMemoryError:

@@ -25,7 +25,9 @@ def shared_prefill(model: PreTrainedModel) -> Iterator[None]:
     def generate(input_ids: Tensor, attention_mask: Tensor, **options: Any) -> Any:
         """`input_ids`, `attention_mask` (B, L), padded on the left, as `generate` takes them, and what it returns."""
         if input_ids.is_cuda:
-            return stock(input_ids=input_ids, attention_mask=attention_mask, **options, custom_generate=decode)
+            ids = stock(input_ids=input_ids, attention_mask=attention_mask, **options, custom_generate=decode)
+            torch.cuda.empty_cache()  # a graph's memory serves nothing else before
+            return ids
         rows, owner = torch.cat([input_ids, attention_mask], 1).unique(dim=0, return_inverse=True)
         ids, mask = (half[:, :-1] for half in rows.chunk(2, 1))
         if ids.shape[1] and len(rows) < len(input_ids):
@@ -43,4 +45,3 @@ def shared_prefill(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         del model.generate
-        torch.cuda.empty_cache()  # nothing where no GPU is in use

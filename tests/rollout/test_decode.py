@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from test_prefill import GROUPS, LENGTHS, asked
-from trainers import seed_weights
+from trainers import make, seed_weights
 
 from grpo.model.load import in_working_type, load_model
 from grpo.rollout import decode as decoding
@@ -101,6 +101,28 @@ def test_a_gpu_takes_this_loop(cuda, expected, monkeypatch):
         assert model.generate(input_ids=ids, attention_mask=rows) is expected
 
 
+def test_the_trainers_rollouts_are_the_same(tiny, tmp_path, monkeypatch):
+    """In chunks, by TRL's call of generate through PEFT's model, at TEMPERATURE and TOP_P, greedy too."""
+    trainer = make(tiny, tmp_path, MAX_COMPLETION_LEN=NEW, TEMPERATURE=1.2, TOP_P=0.9)
+    seed_weights(trainer.model)
+    prompts = trainer._tokenize_prompts([row.prompt for row in trainer.run.rows for _ in range(2)])[0]
+    prompts = [ids[n // 2 :] for n, ids in enumerate(prompts)]  # of different lengths
+
+    @contextlib.contextmanager
+    def on_a_gpu(model):
+        stock = model.generate
+        with monkeypatch.context() as patch:
+            patch.setattr(model, "generate", lambda **given: stock(**given, custom_generate=decode), raising=False)
+            yield
+
+    for trainer.run.temperature in (None, 0):
+        theirs = trainer._generate_single_turn(prompts, None, {}, 2)[0]
+        with monkeypatch.context() as patch:
+            patch.setattr("grpo.learn.trainer.shared_prefill", on_a_gpu)
+            assert trainer._generate_single_turn(prompts, None, {}, 2)[0] == theirs
+        assert len(theirs) == 8 and max(map(len, theirs)) == NEW
+
+
 class PretendedGraph:
     """Computes what was captured again, where the step's buffers lie now; `steps`: those that were made meanwhile."""
 
@@ -116,11 +138,13 @@ class PretendedGraph:
 def graphs(monkeypatch):
     """CUDA graphs on a CPU, where a capture computes as well; returns what `torch.cuda` is meanwhile."""
     nothing = lambda *_: None  # noqa: E731
+    capture = contextlib.nullcontext()
+    capture.capture_stream = SimpleNamespace(wait_stream=nothing)
     generator = SimpleNamespace(graphsafe_set_state=nothing, clone_state=nothing)
     cuda = SimpleNamespace(
-        CUDAGraph=PretendedGraph, Stream=lambda: SimpleNamespace(wait_stream=nothing), empty_cache=nothing,
+        CUDAGraph=PretendedGraph, empty_cache=nothing,
         current_stream=lambda: SimpleNamespace(wait_stream=nothing), stream=lambda _: contextlib.nullcontext(),
-        graph=lambda graph, stream: contextlib.nullcontext(), get_sync_debug_mode=nothing, set_sync_debug_mode=nothing,
+        graph=lambda graph, capture_error_mode: capture, get_sync_debug_mode=nothing, set_sync_debug_mode=nothing,
         default_generators={None: generator}, OutOfMemoryError=MemoryError,
     )  # fmt: skip
     init = DecodingStep.__init__
