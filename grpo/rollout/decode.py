@@ -35,7 +35,7 @@ def decoding_attention(
     sinks = module.sinks.view(1, key.shape[1], -1, 1).expand(len(query), -1, -1, -1)
     scores = torch.cat([scores, sinks], dim=-1)
     scores = scores - scores.max(dim=-1, keepdim=True).values
-    weights = scores.softmax(dim=-1, dtype=scores.dtype)[..., :-1].to(value.dtype)
+    weights = scores.softmax(dim=-1, dtype=scores.dtype)[..., :-1].to(value.dtype).contiguous()
     return (weights @ value).reshape(len(query), 1, -1, query.shape[-1]), None
 
 
@@ -78,8 +78,8 @@ class DecodingStep:
     """What follows one more token in each of B rows, computed in buffers that stay where they are, as a CUDA graph wants it.
 
     It is the model's key-value cache as well. That of a layer is a ring: column c of the padded rows lies in slot c modulo
-    the layer's size, which is all `columns`, or the sliding window. Rows that have ended go on: with few left a step takes
-    hardly less time, as the experts' weights are most of it.
+    the layer's size, which is that of all columns, or the sliding window. Rows that have ended go on: with few left a step
+    takes hardly less time, as the experts' weights are most of it.
     """
 
     graphs = True  # until one cannot be made here
@@ -87,6 +87,7 @@ class DecodingStep:
     def __init__(self, model: PreTrainedModel, mask: Tensor, columns: int):
         """`mask` (B, L) of the prompts, `columns` of them and all completions but their last token."""
         kinds, window, device = model.config.layer_types, model.config.sliding_window, mask.device
+        columns = -(-columns // 8) * 8  # products want sizes that are multiples of 8
         sizes = {"full_attention": columns, "sliding_attention": min(window, columns)}
         self.model, self.sizes = model, [sizes[kind] for kind in kinds]
         self.slots = {kind: torch.arange(size, device=device) for kind, size in sizes.items()}
