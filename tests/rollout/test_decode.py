@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from expert_models import load
 from peft import LoraConfig, get_peft_model
 from test_prefill import GROUPS, LENGTHS, asked
 from trainers import make, seed_weights
@@ -195,7 +196,7 @@ def test_out_of_memory_is_no_reason_to_go_on(policy, graphs):
 def test_a_graph_computes_what_the_loop_does(tiny, monkeypatch):
     """And where a capture breaks off, drawing goes on."""
     monkeypatch.setattr(DecodingStep, "graphs", True)
-    model = load_model(str(tiny), {}, "eager")
+    model = load(tiny, "mxfp4")
     inputs = {name: value.cuda() for name, value in asked(GROUPS).items()}
 
     def drawn():
