@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from grpo.model.checkpoint import (
 )
 from grpo.model.experts import dequantize_mxfp4
 from grpo.model.gguf import metadata, vocabulary, write_gguf
-from grpo.preflight.adapter import WHICH, read_adapter, tensor_shapes
+from grpo.preflight.adapter import WHICH, expert_stems, read_adapter, tensor_shapes
 from grpo.preflight.hub import WEIGHTS_INDEX, ModelFiles, fetch_weights, find_model, has_mxfp4
 from grpo.rollout.weight_sync import gained_along, share_of
 from grpo.run.archive import base_name
@@ -42,19 +42,23 @@ SMALL_FILES = 128 * 2**20  # bytes that tokenizer, template and card stay below
 
 class Merged:
     """The tensors of the checkpoint in the folder `base` by name, with the adapter's added: W + scale * B @ A in float32,
-    rounded once, to the nearest BF16. Memory holds one tensor and the adapter. Raises InputError for an adapter that is not
-    finite."""
+    rounded once, to the nearest BF16. `experts`: weights of theirs and stems, as `expert_stems` finds them. Memory holds one
+    tensor and the adapter. Raises InputError for an adapter that is not finite."""
 
-    def __init__(self, base: Path, adapter: Path, scale: float) -> None:
+    def __init__(self, base: Path, adapter: Path, scale: float, experts: Mapping[str, str]) -> None:
         self.shards = {path.name: tensor_shapes(path) for path in sorted(base.glob("*.safetensors"))}
         self.places = {name: base / shard for shard, names in self.shards.items() for name in names}
         found, self.factors = load_file(adapter / ADAPTER), {}
+        weights = {stem: weight for weight, stem in experts.items()}
         for name, a in found.items():
             if not torch.isfinite(a).all():
                 raise InputError(f"{adapter / ADAPTER}: {name} holds NaN or infinity. Export another checkpoint")
             if name.endswith(".lora_A.weight"):
                 stem, b = name.removesuffix(".lora_A.weight"), found[name.replace(".lora_A.", ".lora_B.")]
-                self.factors[stem.removeprefix("base_model.model.") + ".weight"] = (a.float(), b.float() * scale)
+                weight = weights.get(stem, stem.removeprefix("base_model.model.") + ".weight")
+                self.factors[weight] = (a.float(), b.float() * scale)
+        parts = {"experts" if name in experts else "attention" for name in self.factors}
+        self.where = " and ".join(sorted(parts))
         self.sums: list[torch.Tensor] = []
         self.elements = 0
 
@@ -63,24 +67,32 @@ class Merged:
         with safe_open(self.places[name], "pt") as file:
             return file.get_tensor(name)
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """As it is stored; merged where the adapter changes it."""
-        weight = self.stored(name)
+    def merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """`weight` (out, in), or (E, in, out) of experts, with what the adapter adds to it."""
         if name not in self.factors:
             return weight
-        (a, b), wide = self.factors[name], weight.float()
-        merged = torch.addmm(wide, b, a).to(weight.dtype)
-        self.sums.append(gained_along(a, b, merged.float() - wide))
+        (a, b), out = self.factors[name], weight.clone()  # never into the base's own file, which may be mapped
+        matrices = out.mT if out.dim() == 3 else out[None]
+        # Of E experts, A holds the rows of one after those of another, B their columns by turns.
+        every_a, every_b = a.view(len(matrices), -1, a.shape[1]), b.view(len(b), -1, len(matrices)).unbind(2)
+        for matrix, one_a, one_b in zip(matrices, every_a, every_b, strict=True):
+            wide = matrix.float()
+            matrix.copy_(torch.addmm(wide, one_b, one_a))
+            self.sums.append(gained_along(one_a, one_b, matrix.float() - wide))
         self.elements += weight.numel()
-        return merged
+        return out
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """As it is stored; merged where the adapter changes it."""
+        return self.merged(name, self.stored(name))
 
     def dequantized(self, name: str) -> torch.Tensor:
-        """The same; experts (E, in, out) in BF16, exactly, where the base has them in MXFP4."""
+        """The same; experts (E, in, out) in BF16 where the base has them in MXFP4, exactly before they are merged."""
         if f"{name}_blocks" not in self.places:
             return self.tensor(name)
         device = "cuda" if torch.cuda.is_available() else "cpu"  # which takes a minute for a layer of gpt-oss-20b
         blocks, scales = (self.stored(f"{name}_{part}").to(device) for part in ("blocks", "scales"))
-        return dequantize_mxfp4(blocks, scales).contiguous().cpu()
+        return self.merged(name, dequantize_mxfp4(blocks, scales).contiguous().cpu())
 
     def share(self) -> float | None:
         """How much of the adapter's update is in the merged tensors that were taken; None for an adapter that is zero."""
@@ -152,9 +164,9 @@ def prepare(options: argparse.Namespace) -> tuple[Settings, ModelFiles]:
     return s, files
 
 
-def check_merge(options: argparse.Namespace, files: ModelFiles) -> float:
-    """The scale of the adapter, which can be merged into a model with these files, in the format of --to, to --out. Raises
-    InputError."""
+def check_merge(options: argparse.Namespace, files: ModelFiles) -> tuple[float, dict[str, str]]:
+    """(scale of the adapter, `expert_stems` of it), which can be merged into a model with these files, in the format of --to,
+    to --out. Raises InputError."""
     problems = Problems()
     if options.to != "bf16" and not has_mxfp4(files.config):
         problems.add(f"--to {options.to}", "the base model's experts are not in MXFP4", "Use --to bf16")
@@ -163,33 +175,35 @@ def check_merge(options: argparse.Namespace, files: ModelFiles) -> float:
             problems.add(f"--out {options.out}", f"{kept} would be replaced", "Name another folder")
     where = str(options.adapter)
     try:
-        if other := [name for name in tensor_shapes(options.adapter / ADAPTER) if ".self_attn." not in name]:
-            # Into BF16 experts would merge exactly; how an adapter holds them is not read yet.
-            what = f"it changes more than the attention ({other[0]}), and no --to, bf16 included, merges that yet"
-            problems.add(where, what, "Use it beside its base model, with PEFT")
+        found = tensor_shapes(options.adapter / ADAPTER)
+        if options.to != "bf16" and (other := [name for name in found if ".self_attn." not in name]):
+            # MXFP4's steps are a quarter of a weight and more: next to nothing of an update would outlast them.
+            what = f"it changes more than the attention ({other[0]}), and --to {options.to} keeps the experts' MXFP4"
+            problems.add(where, what, "Use --to bf16")
         else:
-            own = read_adapter(options.adapter, files.config)
+            own = read_adapter(options.adapter, files.config, experts=True)
     except (OSError, ValueError) as error:
         problems.add(where, str(error), WHICH)
     if problems:
         raise InputError(*problems)
-    return own["LORA_ALPHA"] / own["LORA_R"]
+    return own["LORA_ALPHA"] / own["LORA_R"], expert_stems(files.config, own["LORA_R"], found)
 
 
 def export(options: argparse.Namespace) -> float | None:
     """Write the merged model to --out, whole or not at all; returns the share of the adapter's update that is in it.
     `options` are those of scripts/export.py. Raises InputError, and ModelError for a damaged base or where --out cannot be."""
     s, files = prepare(options)
-    base, scale = files.folder, check_merge(options, files)
+    base, (scale, experts) = files.folder, check_merge(options, files)
     if problem := fetch_weights(s.MODEL_ID, files):
         raise InputError(problem)
     check_checkpoint(base)
-    merged = Merged(base, options.adapter, scale)
+    merged = Merged(base, options.adapter, scale, experts)
     config = bf16_config(files.config) if options.to == "bf16" else files.config
     size = sum(tensor.nbytes for tensor in expected_tensors(GptOssConfig.from_dict(config)).values())
     require_space(options.out, size + SMALL_FILES)
     with new_directory(options.out, options.force) as folder:
         WRITERS[options.to](merged, files, s, folder)
-        write_text(folder / "README.md", model_readme(s, options.adapter, options.to, merged.share()))
+        card = model_readme(s, options.adapter, options.to, merged.share(), merged.where)
+        write_text(folder / "README.md", card)
         sync_files(folder)
     return merged.share()

@@ -67,14 +67,30 @@ def expected_shapes(config: Mapping[str, Any], rank: int, targets: Collection[st
     return shapes
 
 
+def expert_stems(config: Mapping[str, Any], rank: int, found: Mapping[str, list[int]]) -> dict[str, str]:
+    """Weight of the checkpoint (`model.layers.0.mlp.experts.down_proj`) -> what the names of its factors begin with, in an
+    adapter whose tensors have the shapes `found`, made with PEFT's `target_parameters`. It nests those of a layer, so that
+    only the shapes tell which is which: of E experts A is (r * E, in), B (out, r * E)."""
+    hidden, inner, wide = config["hidden_size"], config["intermediate_size"], rank * config["num_local_experts"]
+    known = {(wide, hidden, 2 * inner, wide): "gate_up_proj", (wide, inner, hidden, wide): "down_proj"}
+    stems = {}
+    for layer in range(config["num_hidden_layers"]):
+        name = f"model.layers.{layer}.mlp.experts"
+        for stem in (f"base_model.model.{name}.base_layer", f"base_model.model.{name}"):
+            sizes = (*found.get(f"{stem}.lora_A.weight", ()), *found.get(f"{stem}.lora_B.weight", ()))
+            if sizes in known:
+                stems[f"{name}.{known[sizes]}"] = stem
+    return stems
+
+
 def modules(targets: str) -> set[str]:
     """What LORA_TARGETS names."""
     return set(LINEAR_MODULES) if targets.strip() == "all-linear" else set(listed(targets))
 
 
-def read_adapter(folder: Path, model: Mapping[str, Any] | None) -> dict[str, Any]:
-    """LORA_R, LORA_ALPHA and LORA_TARGETS of the adapter in `folder`. Raises OSError, and ValueError with a sentence where
-    it cannot be read, or is not one for the model with this config.json (None: unknown)."""
+def read_adapter(folder: Path, model: Mapping[str, Any] | None, experts: bool = False) -> dict[str, Any]:
+    """LORA_R, LORA_ALPHA and LORA_TARGETS of the adapter in `folder`; with `experts` it may change those too. Raises OSError,
+    and ValueError with a sentence where it cannot be read, or is not one for the model with this config.json (None: unknown)."""
     config, found = read_json(folder / CONFIG), tensor_shapes(folder / ADAPTER)
     rank, alpha = config.get("r"), config.get("lora_alpha")
     whole = type(rank) is int and 0 < rank <= MOST_WHOLE and isinstance(alpha, (int, float)) and 0 < alpha <= MOST_FLOAT
@@ -87,6 +103,9 @@ def read_adapter(folder: Path, model: Mapping[str, Any] | None) -> dict[str, Any
             )
     targets = {name.split(".")[-3] for name in found if name.count(".") > 2}
     expected = expected_shapes(model, rank, targets) if model else found
+    if experts and model:
+        names = [f"{stem}.lora_{kind}.weight" for stem in expert_stems(model, rank, found).values() for kind in "AB"]
+        expected |= {name: found[name] for name in names}
     for name in [*found, *expected]:
         if found.get(name) != expected.get(name):
             theirs, ours = (str(shapes.get(name, "not there")) for shapes in (found, expected))
