@@ -67,12 +67,11 @@ class Merged:
         with safe_open(self.places[name], "pt") as file:
             return file.get_tensor(name)
 
-    def merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """`weight` (out, in), or (E, in, out) of experts, with what the adapter adds to it."""
+    def add(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """`weight` (out, in), or (E, in, out) of experts, to which was added what the adapter has for it."""
         if name not in self.factors:
             return weight
-        (a, b), out = self.factors[name], weight.clone()  # never into the base's own file, which may be mapped
-        matrices = out.mT if out.dim() == 3 else out[None]
+        (a, b), matrices = self.factors[name], weight.mT if weight.dim() == 3 else weight[None]
         # Of E experts, A holds the rows of one after those of another, B their columns by turns.
         every_a, every_b = a.view(len(matrices), -1, a.shape[1]), b.view(len(b), -1, len(matrices)).unbind(2)
         for matrix, one_a, one_b in zip(matrices, every_a, every_b, strict=True):
@@ -80,19 +79,22 @@ class Merged:
             matrix.copy_(torch.addmm(wide, one_b, one_a))
             self.sums.append(gained_along(one_a, one_b, matrix.float() - wide))
         self.elements += weight.numel()
-        return out
+        return weight
 
     def tensor(self, name: str) -> torch.Tensor:
         """As it is stored; merged where the adapter changes it."""
-        return self.merged(name, self.stored(name))
+        weight = self.stored(name)  # the base's own file, mapped
+        return self.add(name, weight.clone()) if name in self.factors else weight
 
     def dequantized(self, name: str) -> torch.Tensor:
-        """The same; experts (E, in, out) in BF16 where the base has them in MXFP4, exactly before they are merged."""
+        """The same; experts (E, in, out) in BF16 where the base has them in MXFP4, exactly before they are merged. One expert
+        after another: all at once take four times their size meanwhile on a CPU."""
         if f"{name}_blocks" not in self.places:
             return self.tensor(name)
         device = "cuda" if torch.cuda.is_available() else "cpu"  # which takes a minute for a layer of gpt-oss-20b
-        blocks, scales = (self.stored(f"{name}_{part}").to(device) for part in ("blocks", "scales"))
-        return self.merged(name, dequantize_mxfp4(blocks, scales).contiguous().cpu())
+        every = zip(*(self.stored(f"{name}_{part}").split(1) for part in ("blocks", "scales")), strict=True)
+        wide = [dequantize_mxfp4(blocks.to(device), scales.to(device)).cpu() for blocks, scales in every]
+        return self.add(name, torch.cat(wide))
 
     def share(self) -> float | None:
         """How much of the adapter's update is in the merged tensors that were taken; None for an adapter that is zero."""
