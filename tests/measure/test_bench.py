@@ -108,7 +108,14 @@ def options(tiny, tmp_path, monkeypatch):
         (run / "settings.json").write_text(json.dumps({"choices": {"plan": plan}}))
         return 0
 
-    given = {"model": str(tiny), "data": "d", "run": str(run), "out": str(tmp_path / "child.json"), "sync": "merge"}
+    given = {
+        "model": str(tiny),
+        "data": "d",
+        "run": str(run),
+        "out": str(tmp_path / "child.json"),
+        "sync": "merge",
+        "targets": "all-linear",
+    }
     with mock.patch.dict(os.environ):
         yield SimpleNamespace(**given, lengths=str(tmp_path / "lengths.csv"), main=main, warm_caches=True, only=None)
     for engine in engines:
