@@ -80,7 +80,7 @@ class Settings:
     NUM_GENERATIONS: int = setting("Rollouts", 8, "completions", "Completions per prompt: the group that advantages compare.", low=2, high=MOST_COMPLETIONS)
     GENERATION_BATCH: int | None = setting("Rollouts", None, "completions", "Completions that transformers generates at once; must divide PROMPTS_PER_STEP x NUM_GENERATIONS; `auto` plans it from the free memory.", low=1, resume=True)
     MAX_COMPLETION_LEN: int = setting("Rollouts", 4000, "tokens", "Longest completion; one that meets it counts as truncated.", tiny=12, low=1)
-    TEMPERATURE: float = setting("Rollouts", 1.0, "", "Sampling temperature of the rollouts; the loss uses the same.", above=0, high=10)
+    TEMPERATURE: float = setting("Rollouts", 1.0, "", "Sampling temperature of the rollouts; the loss uses the same.", tiny=1.5, above=0, high=10)
     TOP_P: float = setting("Rollouts", 1.0, "probability", "Nucleus sampling; below 1 the sampled and the trained distribution differ.", above=0, high=1)
 
     TOTAL_STEPS: int = setting("Learner", 100, "steps", "Optimizer steps of the whole run, resumed parts included.", tiny=400, low=1, resume=True)

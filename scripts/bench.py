@@ -7,6 +7,7 @@
     python scripts/bench.py curves --proof runs/proof --out curves.json
     python scripts/bench.py attention --out docs/results/attention-h100.json
     python scripts/bench.py rollout --model checkpoints/full --data 'days/*.csv' --out rollout.json
+    python scripts/bench.py generate --model checkpoints/full --data 'days/*.csv' --out generate.json
     python scripts/bench.py step --model checkpoints/full --data 'days/*.csv' \\
         --lengths completions.csv --out step.json
 
@@ -22,6 +23,9 @@ it. Exit code 1 if one is further off than its bound or raises; packages that ar
 `rollout` measures vLLM beside the trainer in two child processes that each run train_grpo.py's own `main()`: one step that
 fills the compile caches (`--warm-caches` leaves it out), then three steps of 12 prompts x 8 completions x 512 tokens, the
 same prompts by transformers' generate, and 16 completions x 2,300 tokens. Exit code 1 if a base weight has changed.
+
+`generate` measures three such steps without vLLM and with packed experts, while all but 22 GiB of the card is occupied, and
+transformers' own generate in the same process, with the whole card.
 
 `faults` runs the entry point once as it is and once with kills, a full GPU, a dying engine and a full /dev/shm in each phase of
 a step, started again after each (docs/reliability.md, "On a GPU"). Exit code 1 if one does not end as it should, or a step
@@ -76,8 +80,10 @@ def parse_args() -> argparse.Namespace:
     one.add_argument("--child", help=argparse.SUPPRESS)
     one = command("rollout", "vLLM beside the trainer", "OUTPUT_DIR of the runs; deleted first")
     one.add_argument("--sync", default="merge", choices=choices("ROLLOUT_SYNC"), help="ROLLOUT_SYNC")
+    one.add_argument("--targets", default="all-linear", help="LORA_TARGETS (default %(default)s)")
     one.add_argument("--warm-caches", action="store_true", help="compile caches are filled: do not start once for them")
     one.add_argument("--child", choices=("warm", "short"), help=argparse.SUPPRESS)
+    command("generate", "rollouts without vLLM on a small card", "OUTPUT_DIR of the run; deleted first")
     one = command("step", "the learner beside TRL's padded path", "OUTPUT_DIR of the runs; deleted first")
     one.add_argument("--lengths", required=True, help="CSV whose `completion` column gives the lengths of W2 and W3")
     one.add_argument("--only", choices=("bf16", "mxfp4"), help="run this half; the other's last run is read")
@@ -101,9 +107,18 @@ def parse_args() -> argparse.Namespace:
 def main() -> int:
     options = parse_args()
     options.main = train_grpo.main
-    from grpo.measure import attention, curves, demo, export, faults, rollout, step  # late: --help needs no torch
+    from grpo.measure import (  # late: --help needs no torch
+        attention,
+        curves,
+        demo,
+        export,
+        faults,
+        generate,
+        rollout,
+        step,
+    )
 
-    modules = (attention, curves, demo, export, faults, rollout, step)
+    modules = (attention, curves, demo, export, faults, generate, rollout, step)
     module = {one.__name__.rpartition(".")[2]: one for one in modules}[options.command]
     return getattr(module, f"bench_{options.command}")(options)
 

@@ -8,8 +8,9 @@
     python scripts/export.py runs/first/best --push you/name --dry-run      # the adapter
 
 The adapter is a run's folder (its last step), its best/, a checkpoint, or any LoRA of PEFT on the
-attention. It works on the CPU, a shard at a time (docs/adapters.md). --push makes a private
-repository, with a card that names data, settings and results.
+attention; with --to bf16 also on the experts. It works on the CPU, a shard at a time
+(docs/adapters.md). --push makes a private repository, with a card that names data, settings and
+results.
 Exit codes: 0 done, 2 bad input (every problem is named), 1 anything else.
 """
 

@@ -14,7 +14,7 @@ from conftest import CLEAN, ROOT, SCRIPT
 from grpo.measure.kills import differences
 
 SETTINGS = {
-    "MODEL_ID": "tiny", "TOTAL_STEPS": 6, "SAVE_STEPS": 2, "PROMPTS_PER_STEP": 3, "NUM_GENERATIONS": 4, "EVAL_SAMPLES": 0,
+    "MODEL_ID": "tiny", "TOTAL_STEPS": 6, "SAVE_STEPS": 2, "PROMPTS_PER_STEP": 3, "NUM_GENERATIONS": 4, "EVAL_SAMPLES": 0, "TEMPERATURE": 1,
     "DATA": "data/tes_heldout_compact.csv", "SEED": 5, "REWARDS": "action,paused:hold", "PYTHONPATH": str(ROOT / "tests"),
     "EVAL_DATA": ROOT / "tests/run/fixtures/rows.csv",  # four rows without a plant: the closed loop would take minutes
 }  # fmt: skip

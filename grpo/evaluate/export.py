@@ -30,6 +30,7 @@ from grpo.model.experts import dequantize_mxfp4
 from grpo.model.gguf import metadata, vocabulary, write_gguf
 from grpo.preflight.adapter import WHICH, read_adapter, tensor_shapes
 from grpo.preflight.hub import WEIGHTS_INDEX, ModelFiles, fetch_weights, find_model, has_mxfp4
+from grpo.preflight.targets import checkpoint_name
 from grpo.rollout.weight_sync import gained_along, share_of
 from grpo.run.archive import base_name
 from grpo.run.durable import sync_files, write_text
@@ -53,8 +54,10 @@ class Merged:
             if not torch.isfinite(a).all():
                 raise InputError(f"{adapter / ADAPTER}: {name} holds NaN or infinity. Export another checkpoint")
             if name.endswith(".lora_A.weight"):
-                stem, b = name.removesuffix(".lora_A.weight"), found[name.replace(".lora_A.", ".lora_B.")]
-                self.factors[stem.removeprefix("base_model.model.") + ".weight"] = (a.float(), b.float() * scale)
+                b = found[name.replace(".lora_A.", ".lora_B.")]
+                self.factors[checkpoint_name(name)] = (a.float(), b.float() * scale)
+        parts = {"experts" if ".experts." in name else "attention" for name in self.factors}
+        self.where = " and ".join(sorted(parts))
         self.sums: list[torch.Tensor] = []
         self.elements = 0
 
@@ -63,24 +66,34 @@ class Merged:
         with safe_open(self.places[name], "pt") as file:
             return file.get_tensor(name)
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """As it is stored; merged where the adapter changes it."""
-        weight = self.stored(name)
+    def add(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """`weight` (out, in), or (E, in, out) of experts, to which was added what the adapter has for it."""
         if name not in self.factors:
             return weight
-        (a, b), wide = self.factors[name], weight.float()
-        merged = torch.addmm(wide, b, a).to(weight.dtype)
-        self.sums.append(gained_along(a, b, merged.float() - wide))
+        (a, b), matrices = self.factors[name], weight.mT if weight.dim() == 3 else weight[None]
+        # Of E experts, A holds the rows of one after those of another, B their columns by turns.
+        every_a, every_b = a.view(len(matrices), -1, a.shape[1]), b.view(len(b), -1, len(matrices)).unbind(2)
+        for matrix, one_a, one_b in zip(matrices, every_a, every_b, strict=True):
+            wide = matrix.float()
+            matrix.copy_(torch.addmm(wide, one_b, one_a))
+            self.sums.append(gained_along(one_a, one_b, matrix.float() - wide))
         self.elements += weight.numel()
-        return merged
+        return weight
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """As it is stored; merged where the adapter changes it."""
+        weight = self.stored(name)  # the base's own file, mapped
+        return self.add(name, weight.clone()) if name in self.factors else weight
 
     def dequantized(self, name: str) -> torch.Tensor:
-        """The same; experts (E, in, out) in BF16, exactly, where the base has them in MXFP4."""
+        """The same; experts (E, in, out) in BF16 where the base has them in MXFP4, exactly before they are merged. One expert
+        after another: all at once take four times their size meanwhile on a CPU."""
         if f"{name}_blocks" not in self.places:
             return self.tensor(name)
         device = "cuda" if torch.cuda.is_available() else "cpu"  # which takes a minute for a layer of gpt-oss-20b
-        blocks, scales = (self.stored(f"{name}_{part}").to(device) for part in ("blocks", "scales"))
-        return dequantize_mxfp4(blocks, scales).contiguous().cpu()
+        every = zip(*(self.stored(f"{name}_{part}").split(1) for part in ("blocks", "scales")), strict=True)
+        wide = [dequantize_mxfp4(blocks.to(device), scales.to(device)).cpu() for blocks, scales in every]
+        return self.add(name, torch.cat(wide))
 
     def share(self) -> float | None:
         """How much of the adapter's update is in the merged tensors that were taken; None for an adapter that is zero."""
@@ -163,10 +176,11 @@ def check_merge(options: argparse.Namespace, files: ModelFiles) -> float:
             problems.add(f"--out {options.out}", f"{kept} would be replaced", "Name another folder")
     where = str(options.adapter)
     try:
-        if other := [name for name in tensor_shapes(options.adapter / ADAPTER) if ".self_attn." not in name]:
-            # Into BF16 experts would merge exactly; how an adapter holds them is not read yet.
-            what = f"it changes more than the attention ({other[0]}), and no --to, bf16 included, merges that yet"
-            problems.add(where, what, "Use it beside its base model, with PEFT")
+        found = tensor_shapes(options.adapter / ADAPTER)
+        if options.to != "bf16" and (other := [name for name in found if ".self_attn." not in name]):
+            # MXFP4's steps are a quarter of a weight and more: next to nothing of an update would outlast them.
+            what = f"it changes more than the attention ({other[0]}), and --to {options.to} keeps the experts' MXFP4"
+            problems.add(where, what, "Use --to bf16")
         else:
             own = read_adapter(options.adapter, files.config)
     except (OSError, ValueError) as error:
@@ -190,6 +204,7 @@ def export(options: argparse.Namespace) -> float | None:
     require_space(options.out, size + SMALL_FILES)
     with new_directory(options.out, options.force) as folder:
         WRITERS[options.to](merged, files, s, folder)
-        write_text(folder / "README.md", model_readme(s, options.adapter, options.to, merged.share()))
+        card = model_readme(s, options.adapter, options.to, merged.share(), merged.where)
+        write_text(folder / "README.md", card)
         sync_files(folder)
     return merged.share()

@@ -25,9 +25,9 @@ from grpo.settings import FIELDS, Settings, described, one_line, show
 
 FORMS = {
     "": "a LoRA adapter for {base}",
-    "mxfp4": "{base} with a LoRA adapter merged into its attention, its experts as they were, in MXFP4",
-    "bf16": "{base} with a LoRA adapter merged into its attention, in BF16 throughout",
-    "gguf": "{base} with a LoRA adapter merged into its attention, for llama.cpp, its experts as they were, in MXFP4",
+    "mxfp4": "{base} with a LoRA adapter merged into its {where}, its experts as they were, in MXFP4",
+    "bf16": "{base} with a LoRA adapter merged into its {where}, in BF16 throughout",
+    "gguf": "{base} with a LoRA adapter merged into its {where}, for llama.cpp, its experts as they were, in MXFP4",
 }
 LIBRARIES = {"": "peft", "gguf": "gguf"}  # else transformers
 GGUF = "model.gguf"
@@ -101,9 +101,11 @@ Those that are not train_grpo.py's defaults.
 """
 
 
-def model_readme(s: Settings, adapter: Path, form: str = "", share: float | None = None) -> str:
+def model_readme(
+    s: Settings, adapter: Path, form: str = "", share: float | None = None, where: str = "attention"
+) -> str:
     """README.md, as the Hub reads it, of the adapter of a run with settings `s`, or of what it was merged into: `form` of
-    FORMS, and the `share` of its update that survived."""
+    FORMS, the `share` of its update that survived, and `where` it is."""
     base, local = base_name(s)
     run = run_of(adapter) or adapter
     grpo = (run / "metrics.csv").is_file()  # not of scripts/sft.py
@@ -111,7 +113,7 @@ def model_readme(s: Settings, adapter: Path, form: str = "", share: float | None
     named = "" if local else f"\nbase_model: {base}\nbase_model_relation: {'finetune' if form else 'adapter'}"
     code = {"": loading_code(base, on_experts(adapter)), "gguf": GGUF_CODE}.get(form, MERGED_CODE)
     kept = f" {share:.1%} of the adapter's update survived the rounding to BF16." if share is not None else ""
-    what = FORMS[form].format(base=base)
+    what = FORMS[form].format(base=base, where=where)
     return f"""---
 library_name: {LIBRARIES.get(form, "transformers")}
 pipeline_tag: text-generation

@@ -169,8 +169,9 @@ def train_both(main: Callable[[list[str]], int], arguments: list[str]) -> int:
 
 
 def run_seed(campaign: Campaign, steps: int, place: Path, seed: int, found: Found) -> None:
-    """`train_both` in the folder `place`, with the demo's settings but for the steps."""
+    """`train_both` in the folder `place`, with the demo's settings but for the steps and the temperature."""
     settings = {"MODEL_ID": "tiny", "SEED": seed, "TOTAL_STEPS": steps, "SAVE_STEPS": steps, "EVAL_SAMPLES": 0}
+    settings["TEMPERATURE"] = 1.0  # the default elsewhere
     if code := run_to_end(campaign, place, settings):
         found.findings.append((seed, f"exit code {code}\n{said_in(place)[-2000:]}"))
 

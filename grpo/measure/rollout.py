@@ -24,7 +24,7 @@ from grpo.rollout.engine import Engine
 
 LONG_TOKENS = 2300
 ROLLOUT = """
-rollout_tok_s | tokens/s | 96 x 512 tokens, adapter on, {sync}; mean of those after the first; prefill of 12 prompts included
+rollout_tok_s | tokens/s | 96 x 512 tokens, adapter on {targets}, {sync}; mean of those after the first; prefill of 12 prompts included
 hf_generate_tok_s | tokens/s | transformers' generate, 16 of the same prompts x 128 tokens, same process
 speedup | x | the two above
 rollout_compiled | kernels | compiled by Triton, or read from its cache, during the rollouts
@@ -38,6 +38,8 @@ start_to_rollout_s | s | process start to first rollout, {caches}; mismatch chec
 long_rollout_s | s | 16 completions, {long_tokens} tokens in all
 long_step_s | s | rollout, weight sync, waking and sleeping, and learning from as many tokens
 short_step_s | s | the whole step of 96 x 512
+short_learn_s | s | its learning
+job_peak_gib | GiB | by the driver, engine and CUDA context included
 parity_mean | nats | worst of fixed and sampled tokens, before and after a sleep
 parity_max | nats |
 parity_control_mean | nats | smallest with the trainer's adapter off
@@ -132,6 +134,8 @@ def after_the_run(watch: RolloutWatch, run: Path) -> dict[str, Any]:
         **{f"{name}_s": later[name].mean() for name in ("handover", "sleep", "wake")},
         "short_step_s": steps_of(run).step_s.iloc[-1],
         **steps_of(run)[["sync_share"]].iloc[-1].dropna(),  # a native adapter has none
+        "short_learn_s": steps_of(run).learn_s.iloc[-1],
+        "job_peak_gib": steps_of(run).gpu_peak_gib.max(),
         "parity_mean": parity["mean"].max(),
         "parity_max": parity["max"].max(),
         "parity_control_mean": parity.control_mean.min(),
@@ -161,7 +165,8 @@ def rollout_child(options: argparse.Namespace) -> int:
             watched.intercept(Engine, "sync_weights", watch.sync), watched.intercept(Engine, "rollout", watch.rollout),
         ):  # fmt: skip
             steps = {"TOTAL_STEPS": 1} if warm else {}
-            code = watched.run_w1(options, MAX_COMPLETION_LEN=LONG_TOKENS, ROLLOUT_SYNC=options.sync, **steps)
+            given = {"ROLLOUT_SYNC": options.sync, "LORA_TARGETS": options.targets} | steps
+            code = watched.run_w1(options, MAX_COMPLETION_LEN=LONG_TOKENS, **given)
         if not (code or warm):
             watch.found |= after_the_run(watch, Path(options.run))
     watched.keep(options, watch.found)
@@ -172,7 +177,7 @@ def bench_rollout(options: argparse.Namespace) -> int:
     """Two children, then the figures. Exit code 1 where a base weight changed."""
     if options.child:
         return rollout_child(options)
-    found: dict[str, Any] = {"sync": options.sync}
+    found: dict[str, Any] = {"sync": options.sync, "targets": options.targets}
     for child in ("short",) if options.warm_caches else ("warm", "short"):
         if code := watched.run_child(options, child):
             return code
@@ -180,6 +185,6 @@ def bench_rollout(options: argparse.Namespace) -> int:
         if child == "warm":
             found["start_cold_s"] = found["start_to_rollout_s"]
     found["caches"] = "caches as found" if options.warm_caches else "warm caches"
-    flags = ["--sync", options.sync, *["--warm-caches"] * options.warm_caches]
+    flags = ["--sync", options.sync, "--targets", options.targets, *["--warm-caches"] * options.warm_caches]
     write(Path(options.out), tabled(ROLLOUT, found), shown("rollout", *flags))
     return int(found["base_changed_elements"] != 0)

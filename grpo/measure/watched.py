@@ -78,7 +78,7 @@ def run_child(options: argparse.Namespace, child: str) -> int:
     out.parent.mkdir(parents=True, exist_ok=True)
     out.unlink(missing_ok=True)
     command = [sys.executable, str(BENCH), options.command, "--child", child, "--out", str(out)]
-    for name in ("model", "data", "run", "lengths", "sync", "proof", "steps"):
+    for name in ("model", "data", "run", "lengths", "sync", "targets", "proof", "steps"):
         if hasattr(options, name):
             command += [f"--{name}", str(getattr(options, name))]
     code = subprocess.run(command, check=False).returncode

@@ -129,8 +129,10 @@ def write_tensors(
     index; memory holds one shard."""
     split = split_torch_state_dict_into_shards(dict(expected), max_shard_size=SHARD_BYTES)
     for filename, names in split.filename_to_tensors.items():
-        shard = {name: make(name, expected[name]).contiguous() for name in names}
-        save_file(shard, directory / filename, {"format": "pt"})
+        # In no variable: that would hold the last shard while the next is made.
+        save_file(
+            {name: make(name, expected[name]).contiguous() for name in names}, directory / filename, {"format": "pt"}
+        )
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         write_json(directory / WEIGHTS_INDEX, index)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +15,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 OURS = "frozen_experts"  # name of `experts_forward` in transformers
 GATE_ALPHA, GATE_LIMIT = 1.702, 7.0  # gpt-oss's clamped SwiGLU
+FEW = 256  # tokens that every expert may compute
+Adapters = Mapping[str, tuple[Tensor, Tensor]]
 
 
 def experts_forward(
@@ -21,14 +24,34 @@ def experts_forward(
 ) -> Tensor:
     """transformers' experts interface: `hidden_states` (N, H), `top_k_index` and `top_k_weights` (N, k) -> (N, H).
 
-    The values are those of transformers' grouped_mm experts bit by bit: the same matrix products, and in between the same
-    roundings to BF16, in two kernels instead of some twenty trips through memory. The weights get no gradient. While
-    `module.adapters` holds the factors A (E, in, r) and B (E, r, out) of a parameter by its name, their product is added to it.
+    The weights get no gradient. While `module.adapters` holds the factors A (E, in, r) and B (E, r, out) of a parameter by
+    its name, their product is added to it.
     """
     hidden, adapters = hidden_states.to(module.gate_up_proj_bias.dtype), getattr(module, "adapters", {})
-    expert, order = top_k_index.flatten().sort()  # (S,), S = N * k: token-expert pairs, by expert
+    few = len(hidden) <= FEW and not torch.is_grad_enabled() and grouped_mm_waits(hidden.device)
+    return (every_expert if few else routed_experts)(module, hidden, top_k_index, top_k_weights, adapters)
+
+
+# https://huggingface.co/docs/transformers/experts_interface
+ALL_EXPERTS_FUNCTIONS.register(OURS, experts_forward)
+
+
+def expert_weights(module: torch.nn.Module, name: str) -> Tensor:
+    """(E, in, out) weights of `gate_up_proj` or `down_proj`: a parameter, or dequantized for the moment."""
+    if hasattr(module, name):
+        return getattr(module, name)
+    weights = dequantize_mxfp4(getattr(module, f"{name}_blocks"), getattr(module, f"{name}_scales"))
+    return weights.to(module.gate_up_proj_bias.dtype)
+
+
+def routed_experts(
+    module: torch.nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, adapters: Adapters
+) -> Tensor:
+    """Each token's experts. The values are those of transformers' grouped_mm experts bit by bit: the same matrix products, and in
+    between the same roundings to BF16, in two kernels instead of some twenty trips through memory."""
+    expert, order = index.flatten().sort()  # (S,), S = N * k: token-expert pairs, by expert
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    count, top_k = module.gate_up_proj_bias.shape[0], top_k_index.shape[1]
+    count, top_k = module.gate_up_proj_bias.shape[0], index.shape[1]
     offs = torch.searchsorted(expert, torch.arange(count, device=expert.device), right=True).int()
 
     def project(rows: Tensor, name: str) -> Tensor:
@@ -42,19 +65,32 @@ def experts_forward(
 
     gate_up = project(Spread.apply(hidden, expert, order, inverse, top_k), "gate_up_proj")  # (S, 2I)
     down = project(Activation.apply(gate_up, module.gate_up_proj_bias, expert), "down_proj")  # (S, H)
-    return Combine.apply(down, module.down_proj_bias, expert, inverse, top_k_weights, top_k)
+    return Combine.apply(down, module.down_proj_bias, expert, inverse, weights, top_k)
 
 
-# https://huggingface.co/docs/transformers/experts_interface
-ALL_EXPERTS_FUNCTIONS.register(OURS, experts_forward)
+def grouped_mm_waits(device: torch.device) -> bool:
+    """Whether torch has no kernel for `grouped_mm` there (it has for Hopper and data-centre Blackwell): the host then waits
+    for the offsets, which no CUDA graph can hold, and launches a product for each expert."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] not in (9, 10)
 
 
-def expert_weights(module: torch.nn.Module, name: str) -> Tensor:
-    """(E, in, out) weights of `gate_up_proj` or `down_proj`: a parameter, or dequantized for the moment."""
-    if hasattr(module, name):
-        return getattr(module, name)
-    weights = dequantize_mxfp4(getattr(module, f"{name}_blocks"), getattr(module, f"{name}_scales"))
-    return weights.to(module.gate_up_proj_bias.dtype)
+def every_expert(module: torch.nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, adapters: Adapters) -> Tensor:
+    """`routed_experts` without gradients for few tokens, each computed by every expert: reading the weights takes longer than
+    the arithmetic, of which most is not used."""
+    count, tokens = len(module.gate_up_proj_bias), len(hidden)
+    expert = torch.arange(count, device=hidden.device)[:, None].expand(-1, tokens).flatten()
+
+    def project(rows: Tensor, name: str) -> Tensor:  # (E, N, in) -> (E * N, out)
+        out = torch.bmm(rows, expert_weights(module, name))
+        if name in adapters:
+            a, b = (factor.to(rows.dtype) for factor in adapters[name])
+            out = out + rows @ a @ b
+        return out.flatten(0, 1)
+
+    gate_up = project(hidden.expand(count, -1, -1), "gate_up_proj")
+    active = activation(gate_up, module.gate_up_proj_bias, expert).unflatten(0, (count, tokens))
+    row = (index * tokens + torch.arange(tokens, device=hidden.device)[:, None]).flatten()
+    return combine(project(active, "down_proj"), module.down_proj_bias, expert, row, weights, index.shape[1])
 
 
 class Spread(torch.autograd.Function):

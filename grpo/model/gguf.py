@@ -97,6 +97,8 @@ def metadata(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         "rope.scaling.type": yarn["rope_type"],
         "rope.scaling.factor": float(yarn["factor"]),
         "rope.scaling.original_context_length": yarn["original_max_position_embeddings"],
+        "rope.scaling.yarn_beta_fast": float(yarn.get("beta_fast", 32)),
+        "rope.scaling.yarn_beta_slow": float(yarn.get("beta_slow", 1)),
     }
     general = {"architecture": "gpt-oss", "type": "model", "name": name, "file_type": MOSTLY_MXFP4_MOE}
     general["quantization_version"] = QUANTIZATION_VERSION

@@ -177,15 +177,18 @@ def learning_gib(
     return (kept + max(tokens * per_token + scores, head)) / GIB + 0.1
 
 
-def generation_gib(settings: Settings, config: Mapping[str, Any], prompt_len: int, rows: int) -> float:
-    """GiB that transformers takes beside the weights to generate `rows` completions at once."""
+def generation_gib(settings: Settings, config: Mapping[str, Any], prompt_len: int, gpu: bool, rows: int) -> float:
+    """GiB that transformers takes beside the weights to generate `rows` completions at once: their key-value cache, of its
+    full size from the start on a GPU, and the larger of the prefill, there one prompt at a time, and a decoding step."""
     layers, hidden, heads = config["num_hidden_layers"], config["hidden_size"], config["num_attention_heads"]
     length = prompt_len + settings.MAX_COMPLETION_LEN
     window = min(length, config.get("sliding_window") or length)
     cache = rows * 2 * config["num_key_value_heads"] * config["head_dim"] * 2 * (length + window) * layers / 2
     states = 2 * (4 * hidden + 4 * config["num_experts_per_tok"] * config["intermediate_size"])
-    prefill = rows * prompt_len * (heads * prompt_len * 2 * 3 + states)
-    return (cache + prefill + rows * config["vocab_size"] * 4 * 3) / GIB
+    prefill = (1 if gpu else rows) * prompt_len * (heads * prompt_len * 2 * 3 + states)
+    # Scores of one layer, and logits in float32 with what drawing a token makes of them.
+    step = rows * (heads * length * 2 * 4 + config["vocab_size"] * 4 * 8)
+    return (cache + max(prefill, step)) / GIB
 
 
 def plan_memory(
@@ -200,7 +203,7 @@ def plan_memory(
     """Memory of a run and, from it, MICRO_BATCH and GENERATION_BATCH where they are `auto`: an estimate from BF16 weights
     (experts of 4.25 bits and one layer dequantized with `mxfp4`) and activations, float32 adapter with gradients and two
     AdamW moments, checkpointed layer inputs plus one layer in full while learning, and the key-value cache plus one layer
-    of prefill while generating. `prompt_len` is the longest prompt in tokens;
+    of prefill or of a decoding step while generating. `prompt_len` is the longest prompt in tokens;
     `engine_checkpoint` the size in GiB of the checkpoint that vLLM loads, None where transformers generates."""
     layers, hidden, share = config["num_hidden_layers"], config["hidden_size"], packing == "prefix"
     weights = count_parameters(config)["total"] * 2 / GIB
@@ -215,7 +218,7 @@ def plan_memory(
     where = f"{free:.1f} GiB free on the GPU" if machine.gpus else f"{free:.1f} GiB of free memory"
 
     learning = functools.partial(learning_gib, settings, config, prompt_len, attention, share)
-    generation = functools.partial(generation_gib, settings, config, prompt_len)
+    generation = functools.partial(generation_gib, settings, config, prompt_len, bool(machine.gpus))
     # A larger micro-batch is no faster: its products are large enough, and fixed costs are spread over enough tokens.
     most = 64
     if (prompt_len + settings.MAX_COMPLETION_LEN) * hidden >= 100_000:

@@ -71,8 +71,10 @@ def sizes(config: Mapping[str, Any]) -> dict[str, tuple[int, int, int]]:
 
 def expected_shapes(config: Mapping[str, Any], rank: int, targets: str) -> dict[str, list[int]]:
     """Shape of every tensor by name of an adapter on `targets` of the model with this config.json, as PEFT saves it."""
-    shapes, known = {}, sizes(config)
-    for layer, name in sorted(matched(targets, config["num_hidden_layers"])):
+    shapes, known, found = {}, sizes(config), matched(targets, config["num_hidden_layers"])
+    for layer, name in itertools.product(range(config["num_hidden_layers"]), known):
+        if (layer, name) not in found:
+            continue
         count, inner, outer = known[name]
         stem = f"base_model.model.model.layers.{layer}.{STEMS.get(name, f'self_attn.{name}')}.lora"
         shapes |= {f"{stem}_A.weight": [count * rank, inner], f"{stem}_B.weight": [outer, count * rank]}
@@ -85,6 +87,12 @@ def place_of(tensor: str) -> Place | None:
         return None
     names = {stem: name for name, stem in STEMS.items()}
     return int(found[1]), names.get(found[2], found[2].removeprefix("self_attn."))
+
+
+def checkpoint_name(tensor: str) -> str:
+    """The weight of the checkpoint that a tensor of an adapter changes; PEFT's names are its own for experts alone."""
+    layer, name = place_of(tensor) or (0, tensor)
+    return f"model.layers.{layer}." + (f"mlp.experts.{name}" if name in STEMS else f"self_attn.{name}.weight")
 
 
 def parameters(config: Mapping[str, Any], rank: int, places: Collection[Place]) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from export import main, parse_args
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -100,6 +100,38 @@ def test_logits_are_those_of_base_and_adapter(base, adapter, exported):
     for name, value in whole.items():
         limit = 1.001 * 2**-8 * value.abs() if "self_attn" in name and "proj.weight" in name else 0
         assert ((held[name] - value).abs() <= limit).all(), name
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize(
+    ("modules", "parameters", "told"),
+    [
+        (["q_proj"], ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], "attention and experts"),
+        ([], ["1.mlp.experts.gate_up_proj", "1.mlp.experts.down_proj"], "experts"),
+    ],
+)
+def test_experts_merge_as_peft_merges_them(modules, parameters, told, base, tmp_path, capsys):
+    """PEFT in float32, on dequantized experts; what is left is one rounding, to the nearest."""
+    model = load(base, quantization_config=Mxfp4Config(dequantize=True))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    lora = LoraConfig(r=3, lora_alpha=4, target_modules=modules, target_parameters=parameters)
+    policy = get_peft_model(model, lora).eval()
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in policy.named_parameters():
+        if "lora_" in name:
+            weight.data = 0.1 * torch.randn(weight.shape, generator=generator)
+    policy.save_pretrained(tmp_path / "lora")
+    for form in ("mxfp4", "gguf"):
+        assert main([str(tmp_path / "lora"), "--model", str(base), "--to", form, "--out", str(tmp_path / "no")]) == 2
+        assert "Use --to bf16" in capsys.readouterr().err
+    assert main([str(tmp_path / "lora"), "--model", str(base), "--to", "bf16", "--out", str(tmp_path / "out")]) == 0
+    held, changed = load(tmp_path / "out").state_dict(), set()
+    for name, value in policy.merge_and_unload().state_dict().items():
+        changed |= set() if torch.equal(value, before[name]) else {name}
+        limit = 2**-8 * value.abs() + 1e-7 if name in changed else 0  # and what float32 loses where W and B A cancel
+        assert ((held[name] - value).abs() <= limit).all(), name
+    assert len(changed) == (9 if modules else 2)
+    assert f"merged into its {told}, in BF16" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_what_the_adapter_leaves_alone_stays_as_it_is(base, adapter, exported):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -22,7 +23,7 @@ from stub_vllm import StubLLM, StubLoRARequest, StubSampling
 from trainers import make, plain_float32
 
 import train_grpo
-from grpo.measure import record, rollout, step, trl_path, watched
+from grpo.measure import generate, record, rollout, step, trl_path, watched
 from grpo.measure.watched import child_result, completions_of, kept_trainers
 from grpo.preflight.machine import installed_versions
 from grpo.rollout import engine as rollout_engine
@@ -55,7 +56,8 @@ def test_results_make_no_commit_dirty_and_code_does(tmp_path, monkeypatch):
 
 def test_the_shown_command_is_complete(monkeypatch):
     """What the pages print can be run with one's own paths: every option that is required is in it."""
-    for kind, flags in (("rollout", ["--sync", "merge"]), ("step", ["--lengths", "real_completions.csv"])):
+    required = {"rollout": ["--sync", "merge"], "generate": [], "step": ["--lengths", "real_completions.csv"]}
+    for kind, flags in required.items():
         monkeypatch.setattr(sys, "argv", record.shown(kind, *flags).split()[1:])
         assert bench.parse_args().command == kind
 
@@ -106,7 +108,14 @@ def options(tiny, tmp_path, monkeypatch):
         (run / "settings.json").write_text(json.dumps({"choices": {"plan": plan}}))
         return 0
 
-    given = {"model": str(tiny), "data": "d", "run": str(run), "out": str(tmp_path / "child.json"), "sync": "merge"}
+    given = {
+        "model": str(tiny),
+        "data": "d",
+        "run": str(run),
+        "out": str(tmp_path / "child.json"),
+        "sync": "merge",
+        "targets": "all-linear",
+    }
     with mock.patch.dict(os.environ):
         yield SimpleNamespace(**given, lengths=str(tmp_path / "lengths.csv"), main=main, warm_caches=True, only=None)
     for engine in engines:
@@ -149,6 +158,32 @@ def test_a_rollout_is_watched_and_a_changed_base_weight_fails_it(options, monkey
     )
     assert rollout.bench_rollout(parent) == 1
     assert {"rollout_tok_s", "speedup_many"} <= values(Path(parent.out)).keys(), "what the README reads"
+
+
+def test_rollouts_without_vllm_are_timed_beside_transformers(options, monkeypatch):
+    """By a run that takes 9 of the 11 GiB: 1 of what it seems to take is the ballast. 10 GiB are its context's."""
+    left = []
+    monkeypatch.setattr(generate, "occupy", lambda gib: left.append(gib) or SimpleNamespace(nbytes=2**30))
+
+    def main(arguments):
+        given = {"USE_VLLM": "0", "EXPERTS": "mxfp4", "MAX_COMPLETION_LEN": "512", "NUM_GENERATIONS": "8"}
+        assert given.items() <= os.environ.items()
+        run = Path(os.environ["OUTPUT_DIR"])
+        run.mkdir()
+        trainer = plain_float32(make(Path(options.model), run, NUM_GENERATIONS=8, MAX_COMPLETION_LEN=6, TOTAL_STEPS=3))
+        trainer.run.plan = dataclasses.replace(trainer.run.plan, weights=12.0, generation=1.5, learning=1.0)
+        trainer.train()
+        return 0
+
+    options.main, options.command = main, "generate"
+    assert generate.bench_generate(options) == 0
+    found, steps = values(Path(options.out)), record.steps_of(Path(options.run))[1:]
+    assert left == [22 - 10] and found["job_peak_gib"] == 9 and found["plan_error"] == pytest.approx(13.5 / 9 - 1)
+    assert found["step_s"] == pytest.approx(steps.step_s.mean()) and found["rollout_s"] < found["step_s"]
+    assert found["generate_tok_s"] == pytest.approx(found["speedup"] * found["hf_generate_tok_s"])
+    assert found["token_s"] == pytest.approx(4 / found["generate_tok_s"]), "four at once"
+    options.main = lambda arguments: 4
+    assert generate.bench_generate(options) == 4
 
 
 def test_a_step_is_measured_beside_trls(options, monkeypatch):

@@ -155,3 +155,13 @@ def test_norms_are_those_of_the_merged_matrices(tiny):
         torch.testing.assert_close(base_norm(layer), getattr(reference, name).norm(), rtol=1e-4, atol=0)
     query = mine.self_attn.q_proj
     torch.testing.assert_close(update_norm(query), query.get_delta_weight("default").norm(), rtol=1e-4, atol=0)
+
+
+def test_an_adapter_counts_where_every_expert_computes(tiny, monkeypatch):
+    """As on cards for which torch has no grouped product."""
+    mine, ids = ours(tiny, "mxfp4"), torch.randint(500, (1, 20), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        expected = mine(input_ids=ids).logits
+        monkeypatch.setattr("grpo.model.experts.routed_experts", None)
+        monkeypatch.setattr("grpo.model.experts.grouped_mm_waits", lambda device: True)
+        torch.testing.assert_close(mine(input_ids=ids).logits, expected, atol=2e-4, rtol=1e-4)

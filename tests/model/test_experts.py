@@ -6,6 +6,8 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from transformers import GptOssConfig
 from transformers.integrations.moe import grouped_mm_experts_forward
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
+from grpo.model import experts
 from grpo.model.experts import activation, activation_backward, experts_forward
 from grpo.preflight.machine import GIB, Machine
 from grpo.preflight.memory import plan_memory
@@ -104,11 +107,31 @@ def test_frozen_experts_equal_transformers_grouped_mm(dtype, limit):
     ours = experts_forward(module, states, index, weights)
     theirs = grouped_mm_experts_forward(module, states, index, weights)
     assert torch.equal(ours, theirs)
+    with torch.no_grad():
+        every = experts.every_expert(module, states, index, weights, {})
+    assert every.dtype == dtype and ((every - ours).norm() / ours.norm()).item() < limit
     gradient = torch.randn(ours.shape, generator=g).to(dtype)
     found, expected = (torch.autograd.grad(x, (states, weights), gradient) for x in (ours, theirs))
     for a, b in zip(found, expected, strict=True):
         assert a.dtype == b.dtype == dtype
         assert ((a - b).norm() / b.norm()).item() < limit
+
+
+@pytest.mark.parametrize(
+    ("major", "tokens", "grad", "every"), [(8, 256, False, 1), (12, 1, False, 1), (9, 9, False, 0), (10, 9, False, 0),
+                                           (8, 257, False, 0), (8, 9, True, 0)]
+)  # fmt: skip
+def test_every_expert_computes_where_grouped_mm_would_wait(monkeypatch, major, tokens, grad, every):
+    """Few tokens, nothing to learn, on cards (pretended) for which torch has no kernel; elsewhere it is as it was."""
+    taken, module = [], SimpleNamespace(gate_up_proj_bias=torch.zeros(1))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    monkeypatch.setattr(experts, "every_expert", lambda *given: taken.append(1))
+    monkeypatch.setattr(experts, "routed_experts", lambda *given: taken.append(0))
+    states = MagicMock(device=torch.device("cuda"))
+    states.to.return_value, states.__len__.return_value = states, tokens
+    with torch.set_grad_enabled(grad):
+        experts_forward(module, states, None, None)
+    assert taken == [every] and not experts.grouped_mm_waits(torch.device("cpu"))
 
 
 def test_activation_backward_is_that_of_autograd():

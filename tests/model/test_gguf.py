@@ -111,7 +111,7 @@ def test_codes_and_scales_keep_every_bit():
 def test_metadata_and_tokens(tiny, file):
     values, tokenizer = file.values, AutoTokenizer.from_pretrained(tiny)
     assert values["general.architecture"] == "gpt-oss" and values["tokenizer.chat_template"] == "{{ messages }}"
-    expected = {"block_count": 3, "expert_count": 4, "expert_used_count": 2, "attention.head_count_kv": 2, "attention.key_length": 32, "rope.freq_base": 150000.0, "rope.scaling.type": "yarn", "rope.scaling.factor": 32.0, "rope.scaling.original_context_length": 4096, "attention.sliding_window": 32}  # fmt: skip
+    expected = {"block_count": 3, "expert_count": 4, "expert_used_count": 2, "attention.head_count_kv": 2, "attention.key_length": 32, "rope.freq_base": 150000.0, "rope.scaling.type": "yarn", "rope.scaling.factor": 32.0, "rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0, "rope.scaling.original_context_length": 4096, "attention.sliding_window": 32}  # fmt: skip
     assert {name: values[f"gpt-oss.{name}"] for name in expected} == expected
     assert values["tokenizer.ggml.tokens"] == tokenizer.convert_ids_to_tokens(range(592))
     assert values["tokenizer.ggml.eos_token_id"] == tokenizer.eos_token_id

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decoding loop of transformers' generate over a cache of fixed size, each step one CUDA graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AttentionInterface,
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
+
+from grpo.model.attention import attention_of
+from grpo.settings import log
+
+ATTENTION = "decoding"  # its name in transformers
+
+
+def decoding_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
+    """transformers' eager attention with sinks for one new token a row: the same arithmetic, but the query heads of a group
+    share its keys, which eager attention copies for each: 2 GiB in a layer with 96 rows of 1,452 tokens.
+
+    `query` (B, Hq, 1, D), `key` and `value` (B, Hkv, S, D), `attention_mask` (B, 1, 1, S) added to the scores. Returns
+    (B, 1, Hq, D)."""
+    grouped = query.reshape(len(query), key.shape[1], -1, query.shape[-1])  # (B, Hkv, G, D)
+    scores = grouped @ key.transpose(2, 3) * scaling + attention_mask
+    sinks = module.sinks.view(1, key.shape[1], -1, 1).expand(len(query), -1, -1, -1)
+    scores = torch.cat([scores, sinks], dim=-1)
+    scores = scores - scores.max(dim=-1, keepdim=True).values
+    weights = scores.softmax(dim=-1, dtype=scores.dtype)[..., :-1].to(value.dtype).contiguous()
+    return (weights @ value).reshape(len(query), 1, -1, query.shape[-1]), None
+
+
+# https://huggingface.co/docs/transformers/attention_interface
+AttentionInterface.register(ATTENTION, decoding_attention)
+
+
+def decode(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    **inputs: Any,
+) -> Tensor:
+    """Ids (B, L + C) of prompts (B, L), padded on the left, and their completions: `custom_generate` of transformers'
+    generate, which prepares all arguments. Tokens are drawn and rows end as in its own loop, with the same random numbers.
+
+    https://huggingface.co/docs/transformers/generation_strategies#custom-generation-methods
+    """
+    step = DecodingStep(model, inputs["attention_mask"], generation_config.max_length - 1)
+    logits = step.prefill(input_ids, inputs["attention_mask"])
+    unfinished = torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
+    with attention_of(model, ATTENTION):
+        while True:
+            scores = logits_processor(input_ids, logits.float())
+            if generation_config.do_sample:
+                tokens = torch.multinomial(scores.softmax(-1), 1)[:, 0]
+            else:
+                tokens = scores.argmax(-1)
+            tokens = torch.where(unfinished, tokens, generation_config.pad_token_id)
+            input_ids = torch.cat([input_ids, tokens[:, None]], dim=1)
+            unfinished &= ~stopping_criteria(input_ids, None)
+            if not unfinished.any():
+                return input_ids
+            logits = step(tokens)
+
+
+class DecodingStep:
+    """What follows one more token in each of B rows, computed in buffers that stay where they are, as a CUDA graph wants it.
+
+    It is the model's key-value cache as well. That of a layer is a ring: column c of the padded rows lies in slot c modulo
+    the layer's size, which is that of all columns, or the sliding window. Rows that have ended go on: with few left a step
+    takes hardly less time, as the experts' weights are most of it.
+    """
+
+    graphs = True  # until one cannot be made here
+
+    def __init__(self, model: PreTrainedModel, mask: Tensor, columns: int):
+        """`mask` (B, L) of the prompts, `columns` of them and all completions but their last token."""
+        kinds, window, device = model.config.layer_types, model.config.sliding_window, mask.device
+        columns = -(-columns // 8) * 8  # products want sizes that are multiples of 8
+        sizes = {"full_attention": columns, "sliding_attention": min(window, columns)}
+        self.model, self.sizes = model, [sizes[kind] for kind in kinds]
+        self.slots = {kind: torch.arange(size, device=device) for kind, size in sizes.items()}
+        self.keys: list[Tensor] = []  # of each layer, (B, Hkv, its size, D)
+        self.values: list[Tensor] = []
+        self.first = mask.shape[1] - mask.sum(1, keepdim=True)  # (B, 1): columns before it are padding
+        self.column = torch.tensor([mask.shape[1]], device=device)  # of the next token
+        self.tokens = torch.zeros(len(mask), 1, dtype=torch.long, device=device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.logits = torch.empty(0)  # where the graph leaves them
+        self.capturing = device.type == "cuda" and self.graphs
+
+    def prefill(self, input_ids: Tensor, mask: Tensor) -> Tensor:
+        """Fill the cache with prompts `input_ids` and `mask` (B, L), each different one computed once and alone: together
+        their eager attention would take more memory than all the rest. Returns logits (B, V) of what follows."""
+        different, owner = torch.cat([input_ids, mask], 1).unique(dim=0, return_inverse=True)
+        logits = []
+        for number, (ids, kept) in enumerate(half.chunk(2) for half in different):
+            rows, cache = (owner == number).nonzero()[:, 0], DynamicCache(config=self.model.config)
+            out = self.model(input_ids=ids[kept.bool()][None], past_key_values=cache, use_cache=True, logits_to_keep=1)
+            logits.append(out.logits[0, -1])
+            for layer, size in enumerate(self.sizes):
+                for stores, part in ((self.keys, cache.layers[layer].keys), (self.values, cache.layers[layer].values)):
+                    if len(stores) == layer:  # zeros, as a masked slot must not hold what is not a number
+                        stores.append(part.new_zeros(len(input_ids), part.shape[1], size, part.shape[3]))
+                    ring = part.new_zeros(1, part.shape[1], size, part.shape[3])
+                    columns = torch.arange(mask.shape[1] - part.shape[2], mask.shape[1], device=part.device)
+                    stores[layer][rows] = ring.index_copy_(2, columns % size, part)
+        return torch.stack(logits)[owner]
+
+    def update(self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """transformers' cache interface: keep `key` and `value` (B, Hkv, 1, D) of this column; returns all of the layer's."""
+        for store, new in ((self.keys[layer], key), (self.values[layer], value)):
+            store.index_copy_(2, self.column % self.sizes[layer], new)
+        return self.keys[layer], self.values[layer]
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Logits (B, V) of what follows `tokens` (B,), valid until the next call."""
+        self.tokens.copy_(tokens[:, None])
+        if self.capturing:
+            self.capturing = False
+            self.capture()
+        if self.graph is None:
+            return self.run()
+        self.graph.replay()
+        return self.logits
+
+    def run(self) -> Tensor:
+        """The step itself, without waiting for the GPU: logits (B, V) after `self.tokens`, which take the next column."""
+        masks, dtype = {}, self.keys[0].dtype
+        for kind, slots in self.slots.items():
+            there = self.column - (self.column - slots) % len(slots)  # the column in each slot; before 0: none yet
+            mask = torch.zeros(len(self.first), len(slots), dtype=dtype, device=slots.device)
+            masks[kind] = mask.masked_fill_(there < self.first, torch.finfo(dtype).min)[:, None, None]
+        out = self.model(
+            input_ids=self.tokens, position_ids=self.column - self.first, attention_mask=masks,
+            past_key_values=self, use_cache=True,
+        )  # fmt: skip
+        self.column += 1
+        return out.logits[:, -1]
+
+    def capture(self) -> None:
+        """Record `run` as a CUDA graph, for as long as this object lives: a rollout, in which no weight changes. Where that
+        fails, steps are launched kernel by kernel, as slow as transformers' own."""
+        graph, column, debug = torch.cuda.CUDAGraph(), self.column.clone(), torch.cuda.get_sync_debug_mode()
+        capture = torch.cuda.graph(graph, capture_error_mode="thread_local")
+        side = capture.capture_stream  # always the same one: each has workspaces, which stay
+        torch.cuda.empty_cache()  # what the prefill left belongs to another stream
+        side.wait_stream(torch.cuda.current_stream())
+        try:
+            with torch.cuda.stream(side):
+                # The first run compiles and loads kernels, the second raises where the host waits for the GPU: a capture
+                # that fails of it would leave torch's allocator in a state of its own.
+                for mode in ("default", "error"):
+                    torch.cuda.set_sync_debug_mode(mode)
+                    self.run()
+                    self.column.copy_(column)
+                torch.cuda.set_sync_debug_mode("default")
+                with capture:
+                    self.logits = self.run()
+            self.graph = graph
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            DecodingStep.graphs, why = False, " ".join(str(error).split())[:300]
+            log.warning("rollouts are slow: no CUDA graph of a decoding step can be made here (%s)", why)
+            # A failed capture may leave the generator as if it went on.
+            generator = torch.cuda.default_generators[column.device.index]
+            generator.graphsafe_set_state(generator.clone_state())
+        finally:
+            torch.cuda.set_sync_debug_mode(debug)
+            torch.cuda.current_stream().wait_stream(side)
+            self.column.copy_(column)

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop over a cache of fixed size draws the tokens of transformers' own, with a graph (a pretended one) and without."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from expert_models import load
+from peft import LoraConfig, get_peft_model
+from test_prefill import GROUPS, LENGTHS, asked
+from trainers import make, seed_weights
+
+from grpo.model.load import in_working_type, load_model
+from grpo.rollout import decode as decoding
+from grpo.rollout.decode import DecodingStep, decode
+from grpo.rollout.prefill import shared_prefill
+
+NEW = 40  # tokens: beyond the sliding window of 32
+GREEDY = {"do_sample": False}
+DRAWN = {"do_sample": True, "temperature": 0.7, "top_p": 1.0, "top_k": 0}
+
+
+@pytest.fixture(scope="module")
+def policy(tiny):
+    """The tiny model with an adapter that is not zero, on weights that no machine's rounding depends on."""
+    lora = LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    model = get_peft_model(in_working_type(load_model(str(tiny), {}, "eager")), lora).eval()
+    seed_weights(model)
+    return model
+
+
+def generate(policy, rows, way, custom=None, seed=1, **more):
+    """Ids (B, L + C) and the logits (C, B, V) that the tokens were drawn from, by transformers' loop or another one."""
+    logits = []
+    torch.manual_seed(seed)
+    options = {"max_new_tokens": NEW, "pad_token_id": 0, "eos_token_id": [], "custom_generate": custom} | way | more
+    ids = policy.generate(**asked(rows), **options, logits_processor=[lambda _, now: logits.append(now.clone()) or now])
+    return ids, torch.stack(logits)
+
+
+def assert_alike(policy, rows, way, **more):
+    (theirs, logits), (ours, found) = (generate(policy, rows, way, custom, **more) for custom in (None, decode))
+    assert torch.equal(theirs, ours)
+    torch.testing.assert_close(found, logits, atol=1e-3, rtol=1e-4)
+    return ours
+
+
+@pytest.mark.parametrize("way", [GREEDY, DRAWN, DRAWN | {"temperature": 1.3, "top_p": 0.6}], ids=["greedy", "1", "0.6"])
+@pytest.mark.parametrize("rows", [GROUPS, (0, 1), (2,)])
+def test_tokens_and_what_they_are_drawn_from_are_those_of_transformers(policy, rows, way):
+    """Rows of different lengths behind padding, past the sliding window, with the adapter and without."""
+    ids = assert_alike(policy, rows, way)
+    assert ids.shape[1] == max(LENGTHS[n] for n in rows) + NEW
+    with policy.disable_adapter():
+        assert not torch.equal(ids, assert_alike(policy, rows, way))
+
+
+def test_rows_end_at_a_stop_token_and_are_padded(policy):
+    free, _ = generate(policy, GROUPS, DRAWN)
+    first, last = free[0, -NEW + 9].item(), free[3, -NEW + 4].item()
+    ids = assert_alike(policy, GROUPS, DRAWN, eos_token_id=[first, last])[:, -NEW:]
+    stops = torch.isin(ids, torch.tensor([first, last]))
+    behind = stops.cumsum(1) - stops.long() > 0
+    assert not ids[behind].any() and behind[0, 10:].all() and behind[3, 5:].all()
+    assert not behind[:, -1].all(), "others go on"
+    everyone = free[:, -NEW + 2].tolist()
+    assert generate(policy, GROUPS, DRAWN, decode, eos_token_id=everyone)[0].shape[1] <= max(LENGTHS) + 3
+
+
+def test_a_seed_decides_and_so_does_the_adapter_of_that_moment(policy):
+    one, again, other = (generate(policy, GROUPS, DRAWN, decode, seed)[0] for seed in (1, 1, 2))
+    assert torch.equal(one, again) and not torch.equal(one, other)
+    lora_b = [weight for name, weight in policy.named_parameters() if "lora_B" in name]
+    before = [weight.detach().clone() for weight in lora_b]
+    torch._foreach_mul_([weight.data for weight in lora_b], -3.0)  # in place, as an optimizer does
+    assert not torch.equal(one, assert_alike(policy, GROUPS, DRAWN))
+    torch._foreach_copy_([weight.data for weight in lora_b], before)
+    assert torch.equal(one, generate(policy, GROUPS, DRAWN, decode)[0])
+
+
+def test_a_prompt_is_computed_once_and_alone(policy):
+    passes = []
+    hook = policy.base_model.model.model.register_forward_pre_hook(
+        lambda _, args, kw: passes.append(tuple(kw["input_ids"].shape)), with_kwargs=True
+    )
+    generate(policy, GROUPS, GREEDY, decode)
+    hook.remove()
+    assert sorted(passes[:3]) == [(1, n) for n in sorted(LENGTHS)]
+    assert passes[3:] == [(len(GROUPS), 1)] * (NEW - 1), "the last token is never fed"
+
+
+@pytest.mark.parametrize(("cuda", "expected"), [(True, decode), (False, None)])
+def test_a_gpu_takes_this_loop(cuda, expected, monkeypatch):
+    rows = torch.ones(2, 1, dtype=torch.long)  # a token each: nothing to share
+    model = SimpleNamespace(generate=lambda **options: options.get("custom_generate"))
+    ids = SimpleNamespace(is_cuda=True) if cuda else rows
+    with shared_prefill(model):
+        assert model.generate(input_ids=ids, attention_mask=rows) is expected
+
+
+def test_the_trainers_rollouts_are_the_same(tiny, tmp_path, monkeypatch):
+    """In chunks, by TRL's call of generate through PEFT's model, at TEMPERATURE and TOP_P, greedy too."""
+    trainer = make(tiny, tmp_path, MAX_COMPLETION_LEN=NEW, TEMPERATURE=1.2, TOP_P=0.9)
+    seed_weights(trainer.model)
+    prompts = trainer._tokenize_prompts([row.prompt for row in trainer.run.rows for _ in range(2)])[0]
+    prompts = [ids[n // 2 :] for n, ids in enumerate(prompts)]  # of different lengths
+
+    @contextlib.contextmanager
+    def on_a_gpu(model):
+        stock = model.generate
+        with monkeypatch.context() as patch:
+            patch.setattr(model, "generate", lambda **given: stock(**given, custom_generate=decode), raising=False)
+            yield
+
+    for trainer.run.temperature in (None, 0):
+        theirs = trainer._generate_single_turn(prompts, None, {}, 2)[0]
+        with monkeypatch.context() as patch:
+            patch.setattr("grpo.learn.trainer.shared_prefill", on_a_gpu)
+            assert trainer._generate_single_turn(prompts, None, {}, 2)[0] == theirs
+        assert len(theirs) == 8 and max(map(len, theirs)) == NEW
+
+
+class PretendedGraph:
+    """Computes what was captured again, where the step's buffers lie now; `steps`: those that were made meanwhile."""
+
+    steps: list[DecodingStep] = []
+    replays = 0
+
+    def replay(self):
+        PretendedGraph.replays += 1
+        self.steps[-1].logits.copy_(self.steps[-1].run())
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """CUDA graphs on a CPU, where a capture computes as well; returns what `torch.cuda` is meanwhile."""
+    nothing = lambda *_: None  # noqa: E731
+    capture = contextlib.nullcontext()
+    capture.capture_stream = SimpleNamespace(wait_stream=nothing)
+    generator = SimpleNamespace(graphsafe_set_state=nothing, clone_state=nothing)
+    cuda = SimpleNamespace(
+        CUDAGraph=PretendedGraph, empty_cache=nothing,
+        current_stream=lambda: SimpleNamespace(wait_stream=nothing), stream=lambda _: contextlib.nullcontext(),
+        graph=lambda graph, capture_error_mode: capture, get_sync_debug_mode=nothing, set_sync_debug_mode=nothing,
+        default_generators={None: generator}, OutOfMemoryError=MemoryError,
+    )  # fmt: skip
+    init = DecodingStep.__init__
+
+    def capturing(step, *given):
+        init(step, *given)
+        step.capturing = step.graphs
+        PretendedGraph.steps.append(step)
+
+    monkeypatch.setattr(DecodingStep, "__init__", capturing)
+    monkeypatch.setattr(DecodingStep, "graphs", True)
+    monkeypatch.setattr(PretendedGraph, "steps", [])
+    monkeypatch.setattr(PretendedGraph, "replays", 0)
+    monkeypatch.setattr(decoding, "torch", SimpleNamespace(**vars(torch) | {"cuda": cuda}))
+    return cuda
+
+
+def test_runs_before_a_capture_leave_no_trace(policy, graphs):
+    assert_alike(policy, GROUPS, DRAWN)
+    assert PretendedGraph.replays == NEW - 1
+
+
+def test_where_no_graph_can_be_made_steps_are_launched_one_by_one(policy, graphs, caplog):
+    """It is said once, and not tried again."""
+    tries = []
+
+    def refuse(mode):
+        if mode == "error":
+            tries.append(mode)
+            raise RuntimeError("called a synchronizing\nCUDA operation")
+
+    graphs.set_sync_debug_mode = refuse
+    with caplog.at_level(logging.WARNING, "train_grpo"):
+        assert_alike(policy, GROUPS, DRAWN)
+        generate(policy, (1, 1), DRAWN, decode)
+    assert tries == ["error"] and not PretendedGraph.replays
+    assert caplog.text.count("no CUDA graph of a decoding step can be made here (called a synchronizing CUDA") == 1
+
+
+def test_out_of_memory_is_no_reason_to_go_on(policy, graphs):
+    graphs.set_sync_debug_mode = lambda mode: (_ for _ in ()).throw(MemoryError()) if mode else None
+    with pytest.raises(MemoryError):
+        generate(policy, GROUPS, DRAWN, decode)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_graph_computes_what_the_loop_does(tiny, monkeypatch):
+    """And where a capture breaks off, drawing goes on."""
+    monkeypatch.setattr(DecodingStep, "graphs", True)
+    model = load(tiny, "mxfp4")
+    inputs = {name: value.cuda() for name, value in asked(GROUPS).items()}
+
+    def drawn():
+        torch.manual_seed(1)
+        with shared_prefill(model):
+            return model.generate(**inputs, **DRAWN, max_new_tokens=NEW, pad_token_id=0, eos_token_id=[])
+
+    graphed = drawn()
+    assert DecodingStep.graphs, "the capture failed"
+    run, calls = DecodingStep.run, []
+
+    def waits_in_the_capture(step):
+        calls.append(step)
+        return run(step) + (step.column.item() * 0 if len(calls) == 3 else 0)
+
+    monkeypatch.setattr(DecodingStep, "run", waits_in_the_capture)
+    assert torch.equal(drawn(), graphed)
+    assert not DecodingStep.graphs and len(calls) == 3 + NEW - 1
