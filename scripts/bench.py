@@ -79,7 +79,7 @@ def parse_args() -> argparse.Namespace:
     )
     one.add_argument("--child", help=argparse.SUPPRESS)
     one = command("rollout", "vLLM beside the trainer", "OUTPUT_DIR of the runs; deleted first")
-    one.add_argument("--sync", default="merge", choices=choices("ROLLOUT_SYNC"), help="ROLLOUT_SYNC")
+    one.add_argument("--sync", default="merge", choices=choices("ROLLOUT_SYNC")[1:], help="ROLLOUT_SYNC")
     one.add_argument("--targets", default="all-linear", help="LORA_TARGETS (default %(default)s)")
     one.add_argument("--warm-caches", action="store_true", help="compile caches are filled: do not start once for them")
     one.add_argument("--child", choices=("warm", "short"), help=argparse.SUPPRESS)

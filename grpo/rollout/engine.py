@@ -187,7 +187,7 @@ class Engine:
         if self.asleep:
             raise EngineError("the weights were synced to a sleeping engine, whose buffers are not there")
         self.current, self.share, s = False, None, self.settings
-        with self.timed("handover"), engine_faults("the weight sync", "Try the other ROLLOUT_SYNC"):
+        with self.timed("handover"), engine_faults("the weight sync", "Try the other ROLLOUT_SYNC (experts need lora)"):
             if s.ROLLOUT_SYNC == "lora":
                 self.syncs += 1
                 if self.folder is None:  # nobody else can read it, or foresee its name and put a link there

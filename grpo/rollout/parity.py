@@ -159,9 +159,9 @@ def parity_problem(mean: float, control: float | None, limit: float) -> str | No
     """Why log-probs that differ by `mean` nats, and by `control` (None: not asked for) without the adapter, are not good
     enough; or None."""
     if not mean <= limit:
-        return f"vLLM and trainer differ by {mean:.4f} nats a token on average, PARITY_LIMIT is {limit:g}. Try the other ROLLOUT_SYNC, ATTN_IMPL=eager or VLLM_EAGER=1; USE_VLLM=0 generates with transformers"
+        return f"vLLM and trainer differ by {mean:.4f} nats a token on average, PARITY_LIMIT is {limit:g}. Try the other ROLLOUT_SYNC (experts need lora), ATTN_IMPL=eager or VLLM_EAGER=1; USE_VLLM=0 generates with transformers"
     if control is not None and not control > max(2 * mean, PARITY_VISIBLE):
-        return f"switching the adapter off changes the difference only from {mean:.4f} to {control:.4f} nats, so it cannot be told whether vLLM uses the adapter. Try the other ROLLOUT_SYNC, or PARITY=off if this is expected"
+        return f"switching the adapter off changes the difference only from {mean:.4f} to {control:.4f} nats, so it cannot be told whether vLLM uses the adapter. Try the other ROLLOUT_SYNC (experts need lora), or PARITY=off if this is expected"
     return None
 
 

@@ -86,7 +86,7 @@ def test_the_proofs_model_is_trained_in_each_way(tmp_path, tiny, monkeypatch, qu
             options.child, options.out = way, str(child_result(options, way))
             assert curves.bench_curves(options) == 0
     options.child, options.out = None, str(tmp_path / "out.json")
-    monkeypatch.setattr(curves, "choices", lambda name: ("merge",))
+    monkeypatch.setattr(curves, "choices", lambda name: ("auto", "merge"))
     monkeypatch.setattr(curves, "run_child", lambda options, way: 0)  # they have run
     assert curves.bench_curves(options) == 0
     found = {one["name"]: one["value"] for one in read_json(tmp_path / "out.json")["figures"]}
