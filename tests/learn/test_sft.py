@@ -23,7 +23,7 @@ from grpo.run.folder import ADAPTER
 from grpo.settings import Settings
 
 COMPACT = ROOT / "data" / "tes_heldout_compact.csv"
-ENVIRON = CLEAN | {"MODEL_ID": "tiny", "DATA": str(COMPACT), "SEED": "5"}
+ENVIRON = CLEAN | {"MODEL_ID": "tiny", "DATA": str(COMPACT), "SEED": "5", "TEMPERATURE": "1"}
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,7 @@ WIRING = {
     "PROMPTS_PER_STEP": ("2", lambda run: len({row["prompt_id"] for row in run.completions[:6]})),
     "NUM_GENERATIONS": ("3", lambda run: len(run.completions) / 3 / 2),
     "MAX_COMPLETION_LEN": ("9", lambda run: run.generation.max_new_tokens),
-    "TEMPERATURE": ("1.5", lambda run: run.generation.temperature),
+    "TEMPERATURE": ("1.3", lambda run: run.generation.temperature),
     "TOP_P": ("0.9", lambda run: run.generation.top_p),
     "TOTAL_STEPS": ("3", lambda run: run.trainer.state.global_step),
     "LEARNING_RATE": ("0.003", lambda run: max(run.rates)),

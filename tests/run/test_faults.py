@@ -219,6 +219,7 @@ def test_a_lost_terminal_does_not_keep_the_run_from_saving(tiny, tmp_path):
     folder = tmp_path / "run"
     child, terminal = pty.fork()
     if not child:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the tests, and the run with them, would ignore it
         os.chdir(ROOT)
         os.execve(sys.executable, [sys.executable, str(SCRIPT)], environment(folder, SAVE_STEPS=99, HOLD_AT=2))
     os.set_blocking(terminal, False)

@@ -21,7 +21,7 @@ from grpo.run.folder import last_checkpoint
 from grpo.settings import FIELDS, ROOT
 
 RUN = {
-    "MODEL_ID": "tiny", "USE_VLLM": "1", "TOTAL_STEPS": "4", "SAVE_STEPS": "1", "PROMPTS_PER_STEP": "3", "SEED": "5",
+    "MODEL_ID": "tiny", "TEMPERATURE": "1", "USE_VLLM": "1", "TOTAL_STEPS": "4", "SAVE_STEPS": "1", "PROMPTS_PER_STEP": "3", "SEED": "5",
     "NUM_GENERATIONS": "4", "EVAL_SAMPLES": "0", "DATA": "data/tes_heldout_compact.csv", "LEARNING_RATE": "1e-2",
     "ATTN_IMPL": "eager", "EVAL_PROFILE": "", "LR_SCHEDULER": "constant",  # a run whose TOTAL_STEPS is raised stays the same
     "PARITY_LIMIT": 0.15,  # the stub computes in BF16, the run in float32
