@@ -37,8 +37,7 @@ def bench_generate(options: argparse.Namespace) -> int:
     del ballast
     torch.cuda.empty_cache()
     trainer, later = trainers[0], steps_of(Path(options.run))[1:]
-    plan, batch = trainer.run.plan, watched.padded_batch(trainer, [1] * 48)
-    prompts = [ids[mask.bool()].tolist() for ids, mask in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)]
+    plan, prompts = trainer.run.plan, watched.prompts_of(watched.padded_batch(trainer, [1] * 48))
     found = {name: later[name].mean() for name in ("step_s", "rollout_s", "learn_s")}
     found |= {"rows": plan.generation_batch, "job_peak_gib": peak, "plan_error": plan.peak / peak - 1}
     found["generate_tok_s"] = later.rollout_tokens_per_s.mean()

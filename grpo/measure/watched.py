@@ -154,6 +154,11 @@ def padded_batch(trainer: Trainer, lengths: list[int], group: int = 8) -> dict[s
     return {name: value.to(trainer.model.device) for name, value in batch.items()}
 
 
+def prompts_of(batch: dict[str, torch.Tensor]) -> list[list[int]]:
+    """Token ids of the prompts of a padded batch, one for each of its rows."""
+    return [ids[mask.bool()].tolist() for ids, mask in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)]
+
+
 def our_learning(trainer: Trainer, batch: dict[str, torch.Tensor], repeats: int = 2) -> dict[str, float]:
     """`weighed` of `Trainer.learn`, the last of `repeats`."""
     for _ in range(repeats):
@@ -169,7 +174,7 @@ def given_step(trainer: Trainer, lengths: list[int]) -> dict[str, float]:
     """Seconds of a step whose completions have these lengths, eight to a prompt: `rollout` with waking, weight sync and
     sleeping, `generate` of it, and `learn` (the second of two times). No stop token ends a completion sooner."""
     engine, batch = trainer.run.engine, padded_batch(trainer, lengths)
-    prompts = [ids[mask.bool()].tolist() for ids, mask in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)]
+    prompts = prompts_of(batch)
     started = time.perf_counter()
     engine.wake()
     engine.sync_weights(trainer.accelerator.unwrap_model(trainer.model))

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -131,9 +130,9 @@ def hit_lines(targets: str, config: Mapping[str, Any], rank: int) -> Iterator[st
     for word, found in hits(targets, config, rank):
         each = next(iter(found.values()), {})
         told = " + ".join(f"{name} {count:,}" for name, count in each.items())
-        total, few = sum(map(math.fsum, (layer.values() for layer in found.values()))), len(found) == 1
+        total, few = sum(sum(layer.values()) for layer in found.values()), len(found) == 1
         where = f"layer{'s' * (not few)} {spans(found)}{', each' * (not few)}"
-        yield f"{word}: {where} {told} parameters{'' if few else f' = {total:,.0f}'}" if found else f"{word}: nothing"
+        yield f"{word}: {where} {told} parameters{'' if few else f' = {total:,}'}" if found else f"{word}: nothing"
 
 
 def check_targets(targets: str, config: Mapping[str, Any] | None, problems: Problems) -> None:
