@@ -23,7 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.run.logs import COMPLETIONS, METRICS
 from grpo.settings import ROOT, fold, settings_table
 
-ROLLOUT_RECORDS = {"`merge`, H200": "rollout-h200.json", "`lora`, H100": "rollout-lora-h100.json"}
+ROLLOUT_RECORDS = {
+    "`merge`, H200": "rollout-h200.json", "`lora`, H100": "rollout-lora-h100.json", "`lora`, experts too, H200": "expert-lora-h200.json",
+}  # fmt: skip
 SYNC_WAYS = {  # that were compared, under the names they had then
     "rounded at random: `merge` now": "stochastic", "a side path, deleted": "side", "rounded to the nearest, deleted": "merge",
 }  # fmt: skip
@@ -142,6 +144,7 @@ GENERATED: dict[str, dict[str, Callable[[], str]]] = {
     "docs/rollouts.md": {
         "sync figures": sync_table,
         "rollout figures": functools.partial(figures_table, ROLLOUT_RECORDS),
+        "generate figures": functools.partial(figures_table, {"value": "generate-h200.json"}),
     },
     "docs/learner.md": {
         "step figures": functools.partial(figures_table, {"value": "step-h200.json"}),
