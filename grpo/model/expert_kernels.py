@@ -107,3 +107,41 @@ def dequantize(blocks, scales, out, groups, BLOCK: tl.constexpr):
     both = tl.reshape(tl.join(low, high), (BLOCK, 32))
     at = group[:, None] * 32 + tl.arange(0, 32)[None, :]
     tl.store(out + at, both.to(out.dtype.element_ty), inside[:, None])
+
+
+@triton.jit
+def widened(bits, power, like, COLUMNS: tl.constexpr, GROUPS: tl.constexpr):
+    # e2m1 is the top of a float32 whose exponent has a bias of 1 instead of 127.
+    value = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37 * power
+    return tl.trans(tl.reshape(value, (COLUMNS, GROUPS * 16)).to(like.dtype.element_ty))
+
+
+@triton.jit
+def packed_product(rows, blocks, scales, offs, out, columns, depth, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr):  # fmt: skip
+    expert = tl.program_id(1)
+    begin = tl.load(offs + expert - 1, expert > 0, 0)
+    end = tl.load(offs + expert)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    groups = depth // 32
+    line = (expert.to(tl.int64) * columns + column) * groups  # of groups of 32 weights, one scale and 16 bytes each
+    for first in range(begin, end, ROWS):
+        row = first + tl.arange(0, ROWS)
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for start in range(0, groups, GROUPS):
+            group = start + tl.arange(0, GROUPS)
+            inside = (column < columns)[:, None] & (group < groups)[None, :]
+            at = line[:, None] + group[None, :]
+            scale = tl.load(scales + at, inside, 0).to(tl.int32)
+            power = tl.where(scale == 0, 1 << 22, scale << 23).to(tl.float32, bitcast=True)[:, :, None]
+            byte = at[:, :, None] * 16 + tl.arange(0, 16)[None, None, :]
+            code = tl.load(blocks + byte, inside[:, :, None], 0).to(tl.uint32)
+            low = widened((code & 8) << 28 | (code & 7) << 22, power, rows, COLUMNS, GROUPS)
+            high = widened((code & 128) << 24 | (code & 112) << 18, power, rows, COLUMNS, GROUPS)
+            # The low bits of a byte hold the first weight of two.
+            even = start * 32 + tl.arange(0, GROUPS * 16) * 2
+            where = rows + row.to(tl.int64)[:, None] * depth + even[None, :]
+            mask = (row < end)[:, None] & (even < depth)[None, :]
+            total = tl.dot(tl.load(where, mask, 0.0), low, total)
+            total = tl.dot(tl.load(where + 1, mask, 0.0), high, total)
+        place = out + row.to(tl.int64)[:, None] * columns + column[None, :]
+        tl.store(place, total.to(out.dtype.element_ty), (row < end)[:, None] & (column < columns)[None, :])

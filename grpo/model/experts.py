@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +17,7 @@ OURS = "frozen_experts"  # name of `experts_forward` in transformers
 GATE_ALPHA, GATE_LIMIT = 1.702, 7.0  # gpt-oss's clamped SwiGLU
 FEW = 256  # tokens that every expert may compute
 Adapters = Mapping[str, tuple[Tensor, Tensor]]
+Product = Callable[[torch.nn.Module, str, Tensor, Tensor], Tensor]
 
 
 def experts_forward(
@@ -28,8 +29,11 @@ def experts_forward(
     its name, their product is added to it.
     """
     hidden, adapters = hidden_states.to(module.gate_up_proj_bias.dtype), getattr(module, "adapters", {})
-    few = len(hidden) <= FEW and not torch.is_grad_enabled() and grouped_mm_waits(hidden.device)
-    return (every_expert if few else routed_experts)(module, hidden, top_k_index, top_k_weights, adapters)
+    few = len(hidden) <= FEW and not torch.is_grad_enabled()
+    if few and hidden.is_cuda and not adapters and hasattr(module, "gate_up_proj_blocks"):
+        return routed_experts(module, hidden, top_k_index, top_k_weights, adapters, packed_product)
+    every = few and grouped_mm_waits(hidden.device)
+    return (every_expert if every else routed_experts)(module, hidden, top_k_index, top_k_weights, adapters)
 
 
 # https://huggingface.co/docs/transformers/experts_interface
@@ -44,9 +48,26 @@ def expert_weights(module: torch.nn.Module, name: str) -> Tensor:
     return weights.to(module.gate_up_proj_bias.dtype)
 
 
+def frozen_product(module: torch.nn.Module, name: str, rows: Tensor, offs: Tensor) -> Tensor:
+    """(S, in) rows, sorted by expert, times the weights `name` of their expert: (S, out). Expert e has those before `offs`[e]."""
+    return FrozenProduct.apply(rows, expert_weights(module, name), offs)
+
+
+def packed_product(module: torch.nn.Module, name: str, rows: Tensor, offs: Tensor) -> Tensor:
+    """`frozen_product` on a GPU with packed weights, which are dequantized on their way into the product: for few rows, where
+    reading and writing them takes longer than the arithmetic. Without gradients; sums are rounded in another order."""
+    blocks, scales = (getattr(module, f"{name}_{part}") for part in ("blocks", "scales"))
+    out = rows.new_empty(len(rows), blocks.shape[1])
+    tile = {"ROWS": 16 if len(rows) <= 16 * len(blocks) else 32, "COLUMNS": 128, "GROUPS": 4}
+    grid = -(-out.shape[1] // tile["COLUMNS"]), len(blocks)
+    kernels().packed_product[grid](rows, blocks, scales, offs, out, out.shape[1], rows.shape[1], **tile, num_warps=4)
+    return out
+
+
 def routed_experts(
-    module: torch.nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, adapters: Adapters
-) -> Tensor:
+    module: torch.nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, adapters: Adapters,
+    product: Product = frozen_product,
+) -> Tensor:  # fmt: skip
     """Each token's experts. The values are those of transformers' grouped_mm experts bit by bit: the same matrix products, and in
     between the same roundings to BF16, in two kernels instead of some twenty trips through memory."""
     expert, order = index.flatten().sort()  # (S,), S = N * k: token-expert pairs, by expert
@@ -55,7 +76,7 @@ def routed_experts(
     offs = torch.searchsorted(expert, torch.arange(count, device=expert.device), right=True).int()
 
     def project(rows: Tensor, name: str) -> Tensor:
-        out = FrozenProduct.apply(rows, expert_weights(module, name), offs)
+        out = product(module, name, rows, offs)
         if name not in adapters:
             return out
         # On Blackwell the kernels may leave an expert without rows some gradient (https://github.com/pytorch/pytorch/issues/172439).

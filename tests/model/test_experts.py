@@ -73,6 +73,16 @@ for dtype, lowest, highest in ((torch.bfloat16, 100, 150), (torch.float32, 0, 3)
     K.dequantize[(triton.cdiv(groups, 128),)](blocks, scales, out, groups, BLOCK=128, num_warps=4)
     plain = t.dequantize_mxfp4(blocks, scales).transpose(1, 2).to(dtype).contiguous()
     assert torch.equal(out.view(torch.int16), plain.view(torch.int16)), f"dequantize, scales from {lowest}"
+
+blocks = torch.randint(0, 256, (E, 40, 3, 16), dtype=torch.uint8)  # 40 columns, 96 rows of weights: no tile is full
+blocks[1, 0] = torch.arange(16) * 17
+for lowest, highest in ((124, 130), (0, 6)):  # down to subnormal ones; every sum is exact
+    scales = torch.randint(lowest, highest, (E, 40, 3), dtype=torch.uint8)
+    offs = torch.tensor([2, 2, 40, 41], dtype=torch.int32)  # none, and more than two tiles of rows
+    rows, out = torch.randint(-4, 5, (41, 96)) * 2.0 ** (120 - lowest), torch.full((41, 40), torch.nan)
+    K.packed_product[(2, E)](rows, blocks, scales, offs, out, 40, 96, ROWS=16, COLUMNS=32, GROUPS=2)
+    plain = t.grouped_mm(rows, t.dequantize_mxfp4(blocks, scales).float(), offs=offs)
+    assert torch.equal(out, plain), f"packed_product, scales from {lowest}"
 print("all equal")
 """
 
