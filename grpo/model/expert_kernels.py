@@ -117,7 +117,7 @@ def widened(bits, power, like, COLUMNS: tl.constexpr, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def packed_product(rows, blocks, scales, offs, out, columns, depth, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr):  # fmt: skip
+def packed_product(even, odd, blocks, scales, offs, out, columns, depth, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr):  # fmt: skip
     expert = tl.program_id(1)
     begin = tl.load(offs + expert - 1, expert > 0, 0)
     end = tl.load(offs + expert)
@@ -135,13 +135,12 @@ def packed_product(rows, blocks, scales, offs, out, columns, depth, ROWS: tl.con
             power = tl.where(scale == 0, 1 << 22, scale << 23).to(tl.float32, bitcast=True)[:, :, None]
             byte = at[:, :, None] * 16 + tl.arange(0, 16)[None, None, :]
             code = tl.load(blocks + byte, inside[:, :, None], 0).to(tl.uint32)
-            low = widened((code & 8) << 28 | (code & 7) << 22, power, rows, COLUMNS, GROUPS)
-            high = widened((code & 128) << 24 | (code & 112) << 18, power, rows, COLUMNS, GROUPS)
-            # The low bits of a byte hold the first weight of two.
-            even = start * 32 + tl.arange(0, GROUPS * 16) * 2
-            where = rows + row.to(tl.int64)[:, None] * depth + even[None, :]
-            mask = (row < end)[:, None] & (even < depth)[None, :]
-            total = tl.dot(tl.load(where, mask, 0.0), low, total)
-            total = tl.dot(tl.load(where + 1, mask, 0.0), high, total)
+            low = widened((code & 8) << 28 | (code & 7) << 22, power, even, COLUMNS, GROUPS)
+            high = widened((code & 128) << 24 | (code & 112) << 18, power, even, COLUMNS, GROUPS)
+            half = start * 16 + tl.arange(0, GROUPS * 16)  # a byte's low bits hold the first weight of two
+            where = row.to(tl.int64)[:, None] * (depth // 2) + half[None, :]
+            mask = (row < end)[:, None] & (half < depth // 2)[None, :]
+            total = tl.dot(tl.load(even + where, mask, 0.0), low, total)
+            total = tl.dot(tl.load(odd + where, mask, 0.0), high, total)
         place = out + row.to(tl.int64)[:, None] * columns + column[None, :]
         tl.store(place, total.to(out.dtype.element_ty), (row < end)[:, None] & (column < columns)[None, :])

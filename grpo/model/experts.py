@@ -53,14 +53,19 @@ def frozen_product(module: torch.nn.Module, name: str, rows: Tensor, offs: Tenso
     return FrozenProduct.apply(rows, expert_weights(module, name), offs)
 
 
+def even_and_odd(rows: Tensor) -> Tensor:
+    """(2, S, K / 2): the even and the odd columns of (S, K)."""
+    return rows.unflatten(1, (-1, 2)).permute(2, 0, 1).contiguous()
+
+
 def packed_product(module: torch.nn.Module, name: str, rows: Tensor, offs: Tensor) -> Tensor:
     """`frozen_product` on a GPU with packed weights, which are dequantized on their way into the product: for few rows, where
     reading and writing them takes longer than the arithmetic. Without gradients; sums are rounded in another order."""
     blocks, scales = (getattr(module, f"{name}_{part}") for part in ("blocks", "scales"))
-    out = rows.new_empty(len(rows), blocks.shape[1])
+    out, halves = rows.new_empty(len(rows), blocks.shape[1]), even_and_odd(rows)
     tile = {"ROWS": 16 if len(rows) <= 16 * len(blocks) else 32, "COLUMNS": 128, "GROUPS": 4}
     grid = -(-out.shape[1] // tile["COLUMNS"]), len(blocks)
-    kernels().packed_product[grid](rows, blocks, scales, offs, out, out.shape[1], rows.shape[1], **tile, num_warps=4)
+    kernels().packed_product[grid](*halves, blocks, scales, offs, out, out.shape[1], rows.shape[1], **tile, num_warps=4)
     return out
 
 
