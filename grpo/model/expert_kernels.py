@@ -89,39 +89,29 @@ def combine_backward(gradient, rows, bias, expert, inverse, weights, spread, d_w
 
 
 @triton.jit
-def e2m1(code):
-    exponent, half = (code >> 1) & 3, (code & 1).to(tl.float32) * 0.5
-    value = tl.where(exponent == 0, half, (1 + half) * (1 << tl.maximum(exponent - 1, 0)).to(tl.float32))
-    return value * tl.where(code >= 8, -1.0, 1.0)  # -value is 0 - value in older Triton, which loses the sign of 0
-
-
-@triton.jit
 def power_of(scale):
     # 2 ** (scale - 127) by its bits; that of 0 is subnormal.
     return tl.where(scale == 0, 1 << 22, scale << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def dequantize(blocks, scales, out, groups, BLOCK: tl.constexpr):
-    group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = group < groups
-    scale = tl.load(scales + group, inside, 0).to(tl.int32)
-    power = power_of(scale)[:, None]
-    byte = tl.arange(0, 16)[None, :]
-    code = tl.load(blocks + group[:, None] * 16 + byte, inside[:, None], 0).to(tl.int32)
-    low, high = e2m1(code & 15) * power, e2m1(code >> 4) * power
-    both = tl.reshape(tl.join(low, high), (BLOCK, 32))
-    at = group[:, None] * 32 + tl.arange(0, 32)[None, :]
-    tl.store(out + at, both.to(out.dtype.element_ty), inside[:, None])
+def two_weights(low, high, power):
+    # e2m1 is the top of a float32 whose exponent has a bias of 1 instead of 127. The values need no more bits than a BF16 has,
+    # subnormal ones included, so that cutting a float32 off rounds nothing.
+    low = (low.to(tl.float32, bitcast=True) * 8.507059173023462e37 * power).to(tl.uint32, bitcast=True)
+    high = (high.to(tl.float32, bitcast=True) * 8.507059173023462e37 * power).to(tl.uint32, bitcast=True)
+    return (low >> 16 | high & 0xFFFF0000).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def two_weights(bits, power):
-    # Two codes, each spread as in a BF16 whose exponent has a bias of 1 instead of 127. Their values need no more bits than
-    # BF16 has, subnormal ones included, so that cutting a float32 off rounds nothing.
-    low = ((bits << 16) & 0x81C00000).to(tl.float32, bitcast=True) * 8.507059173023462e37 * power
-    high = (bits & 0x81C00000).to(tl.float32, bitcast=True) * 8.507059173023462e37 * power
-    return low.to(tl.uint32, bitcast=True) >> 16 | high.to(tl.uint32, bitcast=True) & 0xFFFF0000
+def dequantize(blocks, scales, out, groups, BLOCK: tl.constexpr):
+    group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    inside = group < groups
+    power = power_of(tl.load(scales + group, inside, 0).to(tl.int32))
+    at = group * 16 + tl.arange(0, 16)[None, :]
+    code = tl.load(blocks + at, inside, 0).to(tl.uint32)
+    both = two_weights((code & 8) << 28 | (code & 7) << 22, (code & 128) << 24 | (code & 112) << 18, power)
+    tl.store(out + at, both, inside)
 
 
 @triton.jit
@@ -147,14 +137,16 @@ def dequantize_swizzled(values, scales, out, rows, groups, value_lines, value_wo
     byte = tl.arange(0, 16)[None, None, :]
     inside, second = group < groups, byte // 4 % 2
     scale = tl.load(scales + group // 2 * 32 + row * 2 + group % 2, inside, 0).to(tl.int32)
-    # Of the codes in a word, all but the last are there as `two_weights` takes them; its bits fill the gaps.
+    # A word's halves hold the four first and the four second weights of a byte, each in the bits that it has in a BF16, the next
+    # three to the right of the one before; the bits of the last fill the gaps.
     last = (bits << 1) & 0x80008000 | (bits >> 3) & 0x01800180 | (bits >> 7) & 0x00400040
-    upper = two_weights(bits << second * 6, power_of(scale & 255))
-    lower = two_weights(tl.where(second == 1, last, bits << 3), power_of(scale >> 8 & 255))
+    upper, lower = bits << second * 6, tl.where(second == 1, last, bits << 3)
+    upper = two_weights((upper << 16) & 0x81C00000, upper & 0x81C00000, power_of(scale & 255))
+    lower = two_weights((lower << 16) & 0x81C00000, lower & 0x81C00000, power_of(scale >> 8 & 255))
     at = out + (row * groups + group) * 16 + byte
     left = rows - sixteen * 16
-    tl.store(at, upper.to(tl.int32, bitcast=True), inside & (row < left))
-    tl.store(at + groups * 128, lower.to(tl.int32, bitcast=True), inside & (row + 8 < left))
+    tl.store(at, upper, inside & (row < left))
+    tl.store(at + groups * 128, lower, inside & (row + 8 < left))
 
 
 @triton.jit

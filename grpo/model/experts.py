@@ -243,7 +243,7 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
         return convert_moe_packed_tensors(blocks, scales)
     out = torch.empty(*blocks.shape[:2], blocks.shape[2] * 32, dtype=torch.bfloat16, device=blocks.device)
     groups = scales.numel()
-    kernels().dequantize[(-(-groups // 128),)](blocks, scales, out, groups, BLOCK=128, num_warps=4)
+    kernels().dequantize[(-(-groups // 128),)](blocks, scales, out.view(torch.int32), groups, BLOCK=128, num_warps=4)
     return out.transpose(1, 2)
 
 

@@ -65,17 +65,15 @@ for name, ours, plain in zip(("rows", "weights"), (spread, d_weights),
                              t.combine_backward(gradient, rows, bias, expert, inverse, weights)):
     near("combine_backward " + name, ours, plain)
 
-blocks = torch.randint(0, 256, (E, 6, 2, 16), dtype=torch.uint8)
-blocks[0, 0] = torch.arange(16) * 17  # each code in the low and in the high bits
-# Ordinary scales, and the extreme ones, where 2 ** -127 is subnormal. These in float32, as the interpreter's rounding to
-# BF16 knows no subnormal values. Compared by their bits, so that -0 counts.
-for dtype, lowest, highest in ((torch.bfloat16, 100, 150), (torch.float32, 0, 3), (torch.float32, 248, 253)):
-    scales = torch.randint(lowest, highest, (E, 6, 2), dtype=torch.uint8)
-    scales[0, 0] = lowest
-    out, groups = torch.empty(E, 6, 64, dtype=dtype), scales.numel()
-    K.dequantize[(triton.cdiv(groups, 128),)](blocks, scales, out, groups, BLOCK=128, num_warps=4)
-    plain = t.dequantize_mxfp4(blocks, scales).transpose(1, 2).to(dtype).contiguous()
-    assert torch.equal(out.view(torch.int16), plain.view(torch.int16)), f"dequantize, scales from {lowest}"
+blocks = torch.randint(0, 256, (E, 64, 2, 16), dtype=torch.uint8)
+blocks[:, :, 0] = torch.arange(16) * 17  # each code in the low and in the high bits, with each scale
+scales = torch.arange(E * 64).fmod(255).to(torch.uint8).view(E, 64, 1).repeat(1, 1, 2)
+out, groups = torch.empty(E, 64, 64, dtype=torch.bfloat16), scales.numel() - 1
+out[-1, -1] = 7
+K.dequantize[(triton.cdiv(groups, 128),)](blocks, scales, out.view(torch.int32), groups, BLOCK=128, num_warps=4)
+plain = t.dequantize_mxfp4(blocks, scales).transpose(1, 2).contiguous()
+plain[-1, -1, 32:] = 7  # beyond the groups
+assert torch.equal(out.view(torch.int16), plain.view(torch.int16)), "dequantize"  # by their bits, so that -0 counts
 
 blocks = torch.randint(0, 256, (E, 40, 3, 16), dtype=torch.uint8)  # 40 columns, 96 rows of weights: no tile is full
 blocks[1, 0] = torch.arange(16) * 17
