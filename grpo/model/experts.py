@@ -41,10 +41,14 @@ ALL_EXPERTS_FUNCTIONS.register(OURS, experts_forward)
 
 
 def expert_weights(module: torch.nn.Module, name: str) -> Tensor:
-    """(E, in, out) weights of `gate_up_proj` or `down_proj`: a parameter, or dequantized for the moment."""
+    """(E, in, out) weights of `gate_up_proj` or `down_proj`: a parameter, or dequantized for the moment, from vLLM's tensors
+    where `module.shared` holds `dequantize_swizzled`'s arguments by that name."""
     if hasattr(module, name):
         return getattr(module, name)
-    weights = dequantize_mxfp4(getattr(module, f"{name}_blocks"), getattr(module, f"{name}_scales"))
+    if shared := getattr(module, "shared", {}):
+        weights = dequantize_swizzled(*shared[name])
+    else:
+        weights = dequantize_mxfp4(getattr(module, f"{name}_blocks"), getattr(module, f"{name}_scales"))
     return weights.to(module.gate_up_proj_bias.dtype)
 
 

@@ -3,18 +3,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 import torch
-import vllm_source
-from conftest import CLEAN, ROOT
 from expert_models import config_of, load
+from interpreter import interpreted, third_party
 from transformers import GptOssConfig
 from transformers.integrations.moe import grouped_mm_experts_forward
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -26,7 +21,6 @@ from grpo.preflight.memory import plan_memory
 from grpo.settings import Settings
 
 pytestmark = pytest.mark.numeric
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 KERNELS = """
 import torch, triton
@@ -115,24 +109,13 @@ except RuntimeError as error:
 """
 
 
-def interpreted(code, *paths):
-    """Run `code` in Triton's interpreter, which must be chosen before triton is imported."""
-    environ = CLEAN | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(map(str, (ROOT, *paths)))}
-    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0 and "all equal" in done.stdout, done.stdout + done.stderr
-
-
-@needs_triton
 def test_kernels_equal_plain_torch():
     interpreted(KERNELS)
 
 
-@needs_triton
 def test_weights_in_vllms_layout_for_hopper_are_those_of_the_checkpoint():
     """Swizzled by vLLM's own functions, from its source."""
-    if not (folder := vllm_source.cached_source() / "third_party").is_dir():
-        pytest.skip("vLLM's source is not in the cache: `python tests/vllm_source.py` gets it (290 MiB)")
-    interpreted(SWIZZLED, folder)
+    interpreted(SWIZZLED, third_party())
 
 
 def routed(count, hidden, dtype, tokens=17, seed=0):
