@@ -112,12 +112,12 @@ def dequantize_experts(model: PreTrainedModel) -> None:
 def load_model(model_path: str, config: Mapping[str, Any], attention: str, experts: str = "bf16") -> PreTrainedModel:
     """The base model in BF16 on the GPU, or on the CPU where there is none, with this project's attention and experts.
 
-    MXFP4 experts are dequantized, or stay quantized with `experts` = `mxfp4`.
+    MXFP4 experts are dequantized, stay quantized with `experts` = `mxfp4`, and with `shared` are not loaded: vLLM lends its own.
     """
     name, device = install_attention(attention), "cuda:0" if torch.cuda.is_available() else "cpu"
     if has_mxfp4(config):
-        model = load_quantized(model_path, name, device)
-        if experts == "mxfp4":
+        model = load_quantized(model_path, name, device, packed=experts != "shared")
+        if experts != "bf16":
             return model
         dequantize_experts(model)
     else:

@@ -15,8 +15,9 @@ VALUES = {"name": "HOPPER_VALUE", "mx_axis": 1, "mma_version": 3}
 SCALES = {"name": "HOPPER_SCALE", "mx_axis": 1, "num_warps": 8}
 
 
-def share_experts(policy: torch.nn.Module, model: Any) -> None:
-    """Lend the experts of `policy`, loaded without weights, those of vLLM's GptOss `model`: of each layer the same.
+def share_experts(policy: torch.nn.Module, model: Any) -> list[int]:
+    """Lend the experts of `policy`, loaded without weights, those of vLLM's GptOss `model`: of each layer the same. Returns the
+    addresses of the tensors.
 
     Raises RuntimeError where vLLM keeps them in another layout than on a Hopper card: elsewhere, and where LoRA is enabled, it takes
     other kernels. Nothing is lent then."""
@@ -33,8 +34,11 @@ def share_experts(policy: torch.nn.Module, model: Any) -> None:
             })  # fmt: skip
         except AttributeError as error:
             raise RuntimeError(f"vLLM keeps its experts otherwise: {error}") from error
+    pointers = []
     for module, weights in zip(ours, lent, strict=True):
         module.shared = weights
+        pointers += [tensor.data_ptr() for given in weights.values() for tensor in given[:2]]
+    return pointers
 
 
 def tensors(weight: Any, config: Any) -> tuple[torch.Tensor, torch.Tensor]:

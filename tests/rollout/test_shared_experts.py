@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import sys
+from types import SimpleNamespace as Some
 
 import pytest
 import torch
+from expert_models import load
 from interpreter import interpreted, third_party
 
-from grpo.model.load import load_quantized
-from grpo.rollout.shared_experts import share_experts
+from grpo.rollout.engine import Engine, EngineError
+from grpo.rollout.shared_experts import SCALES, VALUES
+from grpo.settings import Settings
 
 pytestmark = pytest.mark.numeric
 
@@ -21,7 +24,6 @@ import torch
 from torch.nn.functional import pad
 from triton_kernels.tensor import FP4, convert_layout, wrap_torch_tensor
 from triton_kernels.tensor_details.layout import HopperMXScaleLayout, HopperMXValueLayout
-from grpo.model.experts import OURS
 from grpo.model.load import load_quantized
 from grpo.rollout.shared_experts import share_experts
 
@@ -68,13 +70,33 @@ def test_what_is_learned_on_vllms_experts_is_what_is_learned_on_packed_ones(tiny
     interpreted(LEARNING, third_party(), tiny)
 
 
-def test_an_engine_with_other_kernels_lends_nothing(tiny):
+def engine_with(weight, config, layers, monkeypatch):
+    """An engine whose every layer has that weight and configuration, and the addresses that its sleep backend was told of."""
+    method = Some(w13_precision_config=config, w2_precision_config=config)
+    held = Some(w13_weight=weight, w2_weight=weight, quant_method=method)
+    model = Some(model=Some(layers=[Some(mlp=Some(experts=Some(routed_experts=held)))] * layers))
+    told: list[int] = []
+    monkeypatch.setitem(sys.modules, "grpo.rollout.sleep_backend", Some(lend=told.extend))  # it imports vLLM
+    return Engine(Some(apply_model=lambda function: [function(model)]), None, None, Settings(), []), told
+
+
+def test_what_the_learner_reads_stays_on_the_gpu(tiny, monkeypatch):
+    model = load(tiny, "shared")
+    values, scales = torch.zeros(1), torch.zeros(2)
+    config = Some(weight_scale=Some(storage=Some(layout=Some(**SCALES), data=scales)))
+    layers = len(model.model.layers)
+    assert not any(name.endswith(("_blocks", "_scales")) for name in model.state_dict())
+    engine, told = engine_with(Some(storage=Some(layout=Some(**VALUES), data=values)), config, layers, monkeypatch)
+    engine.lend_experts(model)
+    assert told == [values.data_ptr(), scales.data_ptr()] * 2 * layers
+    found = model.model.layers[-1].mlp.experts.shared["down_proj"]
+    assert found[:2] == (values, scales) and found[2:] == (model.config.hidden_size, model.config.intermediate_size)
+
+
+def test_an_engine_with_other_kernels_lends_nothing(tiny, monkeypatch):
     """Marlin's weights, which an engine with LoRA takes, are parameters, and it has no configuration of the scales."""
-    model = load_quantized(str(tiny), "eager", "cpu", packed=False)
-    method = SimpleNamespace(w13_precision_config=None, w2_precision_config=None)
-    held = SimpleNamespace(w13_weight=torch.nn.Parameter(torch.zeros(2)), quant_method=method)
-    layer = SimpleNamespace(mlp=SimpleNamespace(experts=SimpleNamespace(routed_experts=held)))
-    engine = SimpleNamespace(model=SimpleNamespace(layers=[layer] * len(model.model.layers)))
-    with pytest.raises(RuntimeError, match="vLLM keeps its experts otherwise"):
-        share_experts(model, engine)
-    assert not any(layer.mlp.experts.shared for layer in model.model.layers)
+    model = load(tiny, "shared")
+    engine, told = engine_with(torch.nn.Parameter(torch.zeros(2)), None, len(model.model.layers), monkeypatch)
+    with pytest.raises(EngineError, match="vLLM keeps its experts otherwise.*Set EXPERTS=mxfp4"):
+        engine.lend_experts(model)
+    assert not told and not any(layer.mlp.experts.shared for layer in model.model.layers)
