@@ -189,7 +189,7 @@ class Engine:
         self.asleep, self.current = False, False
 
     def sleep(self) -> None:
-        """Weights to host memory, the cache dropped (and with it the prefix cache)."""
+        """Weights to host memory, but for lent ones, the cache dropped (and with it the prefix cache)."""
         if self.asleep:
             return
         # vLLM also raises where the GPU holds more afterwards, by whomever.
