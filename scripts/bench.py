@@ -27,9 +27,9 @@ same prompts by transformers' generate, and 16 completions x 2,300 tokens. Exit 
 `generate` measures three such steps without vLLM and with packed experts, while all but 22 GiB of the card is occupied, and
 transformers' own generate in the same process, with the whole card.
 
-`faults` runs the entry point once as it is and once with kills, a full GPU, a dying engine and a full /dev/shm in each phase of
-a step, started again after each (docs/reliability.md, "On a GPU"). Exit code 1 if one does not end as it should, or a step
-is missing at the end.
+`faults` runs the entry point once as it is and once with kills, a full GPU and a dying engine in each phase of a step, started
+again after each (docs/reliability.md, "On a GPU"). Exit code 1 if one does not end as it should, or a step is missing at the
+end.
 
 `export` merges a random adapter into a checkpoint with scripts/export.py, and compares log-probs of the merged model, in stock
 transformers and in vLLM, with those of base and adapter. Exit code 1 where they differ by a fifth of what the adapter does.

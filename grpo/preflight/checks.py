@@ -60,7 +60,7 @@ def check_attention(settings: Settings, machine: Machine, problems: Problems) ->
 
 
 def check_lora(settings: Settings, config: Mapping[str, Any] | None, problems: Problems) -> None:
-    """LORA_TARGETS matches something, and vLLM can follow; so can it LORA_R."""
+    """LORA_TARGETS matches something, and vLLM can follow by the chosen ROLLOUT_SYNC; so can it LORA_R."""
     check_targets(settings.LORA_TARGETS, config, problems)
     experts = expert_words(settings.LORA_TARGETS)
     if experts and settings.LORA_DROPOUT:
@@ -68,11 +68,10 @@ def check_lora(settings: Settings, config: Mapping[str, Any] | None, problems: P
         problems.add("LORA_DROPOUT", what, "Set LORA_DROPOUT=0")
     if settings.USE_VLLM is False:
         return
-    sync, _ = choices.choose_sync(settings.ROLLOUT_SYNC, bool(experts))
-    if experts and sync == "merge":
+    if experts and settings.ROLLOUT_SYNC == "merge":
         what = f"merge brings vLLM the attention's weights alone, and LORA_TARGETS has {experts[0]}"
         problems.add("ROLLOUT_SYNC", what, "Set ROLLOUT_SYNC=auto (which takes lora), or USE_VLLM=0")
-    if sync == "lora" and max(LORA_RANKS) < settings.LORA_R:
+    if settings.ROLLOUT_SYNC == "lora" and max(LORA_RANKS) < settings.LORA_R:
         what = f"vLLM takes adapters of rank {max(LORA_RANKS)} at most"
         problems.add("LORA_R", what, f"Lower it, or set {'USE_VLLM=0' if experts else 'ROLLOUT_SYNC=merge'}")
 
@@ -218,9 +217,10 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Pre
     files = hub.find_model(settings.MODEL_ID, problems)
     config = files.config if files else None
     settings, init_adapter = start_adapter(settings, sources, config, problems)
-    check_settings(settings, config, machine, problems)
     sync = choices.choose_sync(settings.ROLLOUT_SYNC, bool(expert_words(settings.LORA_TARGETS)))
-    settings = dataclasses.replace(settings, ROLLOUT_SYNC=sync[0])
+    if settings.ROLLOUT_SYNC is None:
+        settings, sources["ROLLOUT_SYNC"] = dataclasses.replace(settings, ROLLOUT_SYNC=sync[0]), "chosen"
+    check_settings(settings, config, machine, problems)
     check_trackers(settings, environ, problems)
     system = settings.SYSTEM_PROMPT
     rows = read_rows("DATA", settings.DATA, problems, system)
