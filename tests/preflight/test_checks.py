@@ -45,7 +45,11 @@ CONFLICTS = [
     ({"LORA_TARGETS": "q_proj,24.experts"}, CPU, ["'24.experts' matches nothing", "layers 0 to 23"]),
     ({"LORA_TARGETS": "7.experts", "LORA_DROPOUT": 0.1}, CPU, ["LORA_DROPOUT", "7.experts", "LORA_DROPOUT=0"]),
     ({"LORA_TARGETS": "experts", "ROLLOUT_SYNC": "merge"}, H100, ["ROLLOUT_SYNC", "experts", "auto", "USE_VLLM=0"]),
-    ({"LORA_TARGETS": "experts", "LORA_R": 513, "ROLLOUT_SYNC": "lora"}, H100, ["rank 512 at most", "Lower it, or set USE_VLLM=0"]),
+    (
+        {"LORA_TARGETS": "experts", "LORA_R": 513, "ROLLOUT_SYNC": "lora"},
+        H100,
+        ["rank 512 at most", "Lower it, or set USE_VLLM=0"],
+    ),
     ({"LORA_TARGETS": "7.down_proj"}, CPU, ["nearest is experts"]),
     ({"LORA_TARGETS": ","}, CPU, ["names no module"]),
     ({"WARMUP_STEPS": 100}, CPU, ["rise over 100 steps, the run has 100"]),
