@@ -8,8 +8,9 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import HfApi
 
@@ -70,20 +71,25 @@ def results(run: Run, adapter: Path) -> str:
     return verdicts + (f"\n\n{table(HELDOUT_HEADER, measured)}" if measured else "")
 
 
+def chosen_settings(sources: Mapping[str, str], values: Mapping[str, Any]) -> str:
+    """The settings that somebody chose, as a section of a card."""
+    chosen = [name for name, spec in FIELDS.items() if spec.metadata["group"] != "Output"]
+    chosen = [name for name in chosen if name in values and sources.get(name, "default") != "default"]
+    rows = table(["Setting", "Value"], [[f"`{name}`", short(show(values[name]))] for name in chosen])
+    return f"## Settings\n\nThose that are not train_grpo.py's defaults.\n\n{rows}\n"
+
+
 def about_training(adapter: Path) -> str:
     """Data, settings and results of the adapter's run, as sections of a card; a sentence where no run is known."""
     folder = run_of(adapter)
     if folder is None:
         return "How it was trained is not recorded.\n"
     record = read_json(folder / SETTINGS)
-    sources, values = part(record, "sources"), part(record, "settings")
-    chosen = [name for name, spec in FIELDS.items() if spec.metadata["group"] != "Output"]
-    chosen = [name for name in chosen if name in values and sources.get(name, "default") != "default"]
-    settings = table(["Setting", "Value"], [[f"`{name}`", short(show(values[name]))] for name in chosen])
+    settings = chosen_settings(part(record, "sources"), part(record, "settings"))
     try:
         run = read_run(folder)
     except (ReportError, OSError):  # scripts/sft.py writes no metrics
-        return f"## Settings\n\nThose that are not train_grpo.py's defaults.\n\n{settings}\n"
+        return settings
     known = table(["", ""], [[name, value] for name, value in facts(run) if name not in ("Run", "Last step")])
     return f"""## Data and training
 
@@ -93,12 +99,7 @@ def about_training(adapter: Path) -> str:
 
 {results(run, adapter)}
 
-## Settings
-
-Those that are not train_grpo.py's defaults.
-
-{settings}
-"""
+{settings}"""
 
 
 def model_readme(
@@ -180,9 +181,7 @@ def upload(folder: Path, repo: str) -> str:
     try:
         api = HfApi()
         address = api.create_repo(repo, private=True, exist_ok=True)
-        api.upload_folder(
-            repo_id=repo, folder_path=folder, commit_message="Upload by train_grpo.py's scripts/export.py"
-        )
+        api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload by train_grpo.py's scripts")
         return str(address)
     except Exception as error:  # as above, and whatever ends a long upload
         raise PushError(refused(repo, error)) from error
