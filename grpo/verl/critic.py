@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A critic without flash-attn: verl 0.9.1 loads it with FlashAttention 2 whatever the options say
-(https://github.com/verl-project/verl/issues/5210).
+"""A critic without flash-attn and TRL: verl 0.9.1 loads it with FlashAttention 2 whatever the options say
+(https://github.com/verl-project/verl/issues/5210), and looks for a class of TRL's that TRL 1 no longer has.
 
-Every process of verl imports this (VERL_USE_EXTERNAL_MODULES). A new version of verl may not need it.
+Every process of verl imports this at the end of `import verl` (VERL_USE_EXTERNAL_MODULES). A new version may not need it.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import verl.utils.model
+import verl.utils.import_utils
 from transformers import AutoModelForTokenClassification, PreTrainedModel
+
+# Before verl's other modules take the name from there.
+verl.utils.import_utils.is_trl_available = lambda: False
+
+import verl.utils.model  # noqa: E402
 
 
 def load_valuehead_model(

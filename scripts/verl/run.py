@@ -5,7 +5,7 @@
     export MODEL_ID=my/llama TASK=gsm8k OUTPUT_DIR=runs/verl
     python scripts/verl/run.py all --dry-run                  # every check, every command line
     python scripts/verl/run.py all                            # sft merge ppo merge
-    python scripts/verl/run.py grpo merge trainer.save_freq=5 # options of verl, last
+    python scripts/verl/run.py grpo merge algorithm.lam=0.95   # an option of verl, for the last trainer
     python scripts/verl/run.py upload --push you/name --dry-run
 
 Settings are environment variables, as for train_grpo.py; docs/verl.md says which verl knows. merge
@@ -47,16 +47,17 @@ STEPS = ("data", *TRAINERS, "merge", "upload", "all")
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line; exits with code 2 on a wrong one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("words", nargs="+", metavar="STEP", help=f"{', '.join(STEPS)}; KEY=VALUE: an option of verl")
+    parser.add_argument("words", nargs="+", metavar="STEP", help=f"{', '.join(STEPS)}; KEY=VALUE: for the last trainer")
     parser.add_argument("--gpus", type=int, metavar="N", help="GPUs of this machine (default: all that are visible)")
     parser.add_argument("--config", metavar="NAME", help="YAML of scripts/verl/ instead of the step's own, as gpt_oss")
     parser.add_argument("--push", metavar="REPO", help="upload: the repository of the Hub")
     parser.add_argument("--dry-run", action="store_true", help="check and print everything, run and write nothing")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     args.options = [word for word in args.words if "=" in word]
     args.steps = [word for word in args.words if "=" not in word]
     if wrong := [step for step in args.steps if step not in STEPS]:
         parser.error(f"{wrong[0]!r} is no step: {', '.join(STEPS)}")
+    args.trainer = next((step for step in reversed(args.steps) if step in TRAINERS), "ppo")
     if "all" in args.steps:
         args.steps = ["sft", "merge", "ppo", "merge"] + ["upload"] * bool(args.push)
     if "upload" in args.steps and not args.push:
@@ -77,9 +78,8 @@ def train(trainer: str, args: argparse.Namespace, p: Prepared) -> None:
     sft = Place(p.data.parent, "sft").merged
     made = trainer != "sft" and ((sft / "config.json").exists() or (args.dry_run and "sft" in args.steps))
     print(f"{trainer} on {args.gpus} GPU(s), from {sft if made else p.settings.MODEL_ID}", flush=True)
-    mine = args.config if trainer != "sft" else None
-    more = args.options if trainer != "sft" or args.steps == ["sft"] else []
-    run(train_command(trainer, p, args.gpus, str(sft) if made else None, mine, more), args.dry_run)
+    config, more = (args.config, args.options) if trainer == args.trainer else (None, ())
+    run(train_command(trainer, p, args.gpus, str(sft) if made else None, config, more), args.dry_run)
 
 
 def merge(args: argparse.Namespace, p: Prepared, last: str | None) -> None:
