@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo.evaluate.publish import MERGED_CODE, chosen_settings
 from grpo.run.archive import base_name
 from grpo.run.durable import write_text
+from grpo.run.hub import MERGED_CODE, chosen_settings
 from grpo.settings import ROOT
 from grpo.verl.options import RL, SFT, Options, overrides, translated
 from grpo.verl.rows import HELDOUT, SPEC, TRAIN, Prepared

@@ -13,11 +13,11 @@ from grpo.model.checkpoint import read_tokenizer
 from grpo.run.durable import read_json
 
 # For a tokenizer without a template of its own.
-CHAT = """{% for message in messages %}{{ message.role }}:
-{{ message.content }}{% if message.role == "assistant" %}{{ eos_token }}{% else %}
-
-{% endif %}{% endfor %}{% if add_generation_prompt %}assistant:
-{% endif %}"""
+CHAT = (
+    "{% for message in messages %}{{ message.role + ':\\n' + message.content }}"
+    "{% if message.role == 'assistant' %}{{ eos_token }}{% else %}{{ '\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:\\n' }}{% endif %}"
+)
 
 
 def write_llama(out: Path, tokenizer: Path, hidden: int = 256, layers: int = 4, seed: int = 0) -> int:

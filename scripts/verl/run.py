@@ -25,9 +25,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from grpo.evaluate.publish import PushError, check_account, listing, upload
-from grpo.evaluate.standalone import InputError
 from grpo.preflight.machine import check_trackers, installed_versions, read_machine
+from grpo.run.hub import PushError, check_account, listing, upload
+from grpo.settings import InputError
 from grpo.verl.commands import (
     TRAINERS,
     VERSION,
@@ -51,7 +51,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, metavar="N", help="GPUs of this machine (default: all that are visible)")
     parser.add_argument("--config", metavar="NAME", help="YAML of scripts/verl/ instead of the step's own, as gpt_oss")
     parser.add_argument("--push", metavar="REPO", help="upload: the repository of the Hub")
-    parser.add_argument("--dry-run", action="store_true", help="check and print everything, run and write nothing")
+    parser.add_argument("--dry-run", action="store_true", help="check and print everything, run nothing")
     args = parser.parse_intermixed_args(argv)
     args.options = [word for word in args.words if "=" in word]
     args.steps = [word for word in args.words if "=" not in word]
@@ -96,9 +96,10 @@ def merge(args: argparse.Namespace, p: Prepared, last: str | None) -> None:
 def push(args: argparse.Namespace, p: Prepared) -> None:
     """Upload the newest merged model, or print what that would be. Raises InputError where there is none."""
     place = places(p)[-1]
+    if args.dry_run and set(args.steps) & set(TRAINERS):
+        print(f"\nthen the merged model goes to {args.push}")
+        return
     if not (place.merged / "config.json").exists():
-        if args.dry_run and len(args.steps) > 1:
-            return print(f"\nthen the merged model goes to {args.push}")
         raise InputError(f"upload: there is no merged model in {place.merged}. Run merge first")
     write_card(p, place)
     print(listing(place.merged, args.push) if args.dry_run else f"uploaded: {upload(place.merged, args.push)}")
