@@ -74,7 +74,10 @@ def run(command: Sequence[str], dry: bool) -> None:
 
 
 def train(trainer: str, args: argparse.Namespace, p: Prepared) -> None:
-    """One trainer; PPO and GRPO start from what SFT made, or would have made by then."""
+    """One trainer, unless it has finished; PPO and GRPO start from what SFT made, or would have made by then."""
+    if (there := Place(p.data.parent, trainer).step() or 0) >= p.settings.TOTAL_STEPS:
+        print(f"{trainer}: step {there} is there, TOTAL_STEPS={p.settings.TOTAL_STEPS}")
+        return
     sft = Place(p.data.parent, "sft").merged
     made = trainer != "sft" and ((sft / "config.json").exists() or (args.dry_run and "sft" in args.steps))
     print(f"{trainer} on {args.gpus} GPU(s), from {sft if made else p.settings.MODEL_ID}", flush=True)
