@@ -145,13 +145,12 @@ def to_record(row: Row, answer: str | None, split: str, number: int, columns: Ma
 
 
 def reward_spec(p: Prepared) -> dict[str, Any]:
-    """What grpo/verl/score.py needs beside the rows: reward functions and weights, settings, the most actions of a row, and
-    the folder in which a user's module is looked for."""
+    """What grpo/verl/score.py needs beside the rows: reward functions and weights, settings, and the folder in which a
+    user's module is looked for."""
     return {
         "rewards": p.reward_specs,
         "settings": dataclasses.asdict(p.settings),
         "harmony": p.harmony,
-        "actions": max((len(row.rewards) for row in p.rows), default=0),
         "folder": os.getcwd(),
     }
 

@@ -66,7 +66,7 @@ def score_completion(
         action = rewards.parse_action(rewards.assistant_turn(this.prompt, turn), len(this.rewards) or 10**9)
         one = Completion(this, turn, action, len(completion_ids), truncated)
         state = types.SimpleNamespace(global_step=0, max_steps=told["settings"]["TOTAL_STEPS"])
-        (values,) = score(functions, [one], [list(completion_ids)], told["actions"], trainer_state=state)
+        (values,) = score(functions, [one], [list(completion_ids)], 0, trainer_state=state)  # the row has every column
     earned = total([weight * value for (_, weight), value in zip(told["rewards"], values, strict=True)])
     names = [name for name, _ in told["rewards"]]
     if math.isnan(earned):

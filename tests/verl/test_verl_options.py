@@ -115,6 +115,11 @@ def test_verl_knows_every_option(prepared, tmp_path, trainer, config):
     assert "RATE 1e-05" in done.stdout and f"PLACE {tmp_path}/it's a run/{trainer}" in done.stdout
 
 
+def test_the_rate_of_an_adapter_is_not_that_of_all_weights():
+    given = translated(RL, Settings(), dict.fromkeys(FIELDS, "default"))
+    assert not [key for key in given if key.endswith("optim.lr")]
+
+
 def test_the_yaml_says_nothing_that_settings_say(prepared):
     """A fact stated once, but for what the YAML says where a setting is left alone."""
     given = translated(RL, Settings(), prepared.sources) | translated(SFT, Settings(), prepared.sources)

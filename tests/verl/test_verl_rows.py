@@ -63,7 +63,7 @@ def environ(tmp_path, monkeypatch):
 @pytest.mark.parametrize("harmony", [True, False])
 def test_a_completion_earns_what_train_grpo_gives_it(environ, tmp_path, harmony):
     model = {"MODEL_ID": str(make_chat_model(tmp_path, harmony))} if harmony else {}
-    p = prepare(environ | model, ["ppo"], 2)
+    p = prepare(environ | model | {"INVALID_REWARD": "-12.5"}, ["ppo"], 2)
     assert not p.problems and p.harmony == harmony
     folder, draw = write_data(p), random.Random(1)
     records = parquet.read_table(folder / TRAIN).to_pylist()

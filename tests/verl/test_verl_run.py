@@ -77,6 +77,10 @@ def test_all_steps_one_after_the_other(ran, tmp_path, capsys):
         "would be uploaded to me/model" in told and "PPO with a critic, step 10" in told and "`REWARDS` | gsm8k" in told
     )
     assert str(tmp_path) not in told and len(ran) == 4
+    assert (
+        script.main(["all", "--gpus", "2"]) == 0 and all("merge" in command for command, _ in ran[4:]) and len(ran) == 6
+    )
+    assert "ppo: step 10 is there, TOTAL_STEPS=10" in capsys.readouterr().out, "what is finished is left out"
 
 
 def test_a_dry_run_runs_and_writes_nothing(ran, tmp_path, capsys):
