@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shlex
 import sys
@@ -81,6 +82,7 @@ def train_command(
     else:
         options |= model_options(["actor_rollout_ref.model.path", "critic.model.path"], p, start) | {
             "data.val_files": str(p.data / HELDOUT),
+            "ray_kwargs.ray_init.num_cpus": len(os.sched_getaffinity(0)),  # else the node's, not those of a job on it
             "trainer.rollout_data_dir": str(place.out / "rollouts"),
             "+reward.custom_reward_function.reward_kwargs.spec": str(p.data / SPEC),
         }
@@ -124,9 +126,5 @@ This is {what}; rows and rewards are those of train_grpo.py.
 
 {MERGED_CODE}
 
-{chosen_settings(p.sources, _known(p))}"""
+{chosen_settings(p.sources, dataclasses.asdict(p.settings))}"""
     write_text(place.merged / "README.md", text)
-
-
-def _known(p: Prepared) -> dict[str, object]:
-    return {name: getattr(p.settings, name) for name in p.sources}

@@ -69,8 +69,8 @@ def tokens(s: Settings) -> int:
 
 
 def micro_batch(s: Settings) -> int:
-    """Tokens of a micro-batch; without MICRO_BATCH four of the longest."""
-    return (s.MICRO_BATCH or 4) * tokens(s)
+    """Tokens of a micro-batch; without MICRO_BATCH two of the longest: logits over a large vocabulary are GiB each."""
+    return (s.MICRO_BATCH or 2) * tokens(s)
 
 
 def loggers(s: Settings) -> list[str]:

@@ -57,9 +57,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     args.steps = [word for word in args.words if "=" not in word]
     if wrong := [step for step in args.steps if step not in STEPS]:
         parser.error(f"{wrong[0]!r} is no step: {', '.join(STEPS)}")
-    args.trainer = next((step for step in reversed(args.steps) if step in TRAINERS), "ppo")
     if "all" in args.steps:
         args.steps = ["sft", "merge", "ppo", "merge"] + ["upload"] * bool(args.push)
+    args.trainer = next((step for step in reversed(args.steps) if step in TRAINERS), None)
+    if (args.options or args.config) and not args.trainer:
+        parser.error("options and --config are for a trainer: name sft, ppo or grpo")
     if "upload" in args.steps and not args.push:
         parser.error("upload: give --push REPO")
     args.gpus = args.gpus or read_machine().gpus or 1
@@ -103,7 +105,7 @@ def push(args: argparse.Namespace, p: Prepared) -> None:
         print(f"\nthen the merged model goes to {args.push}")
         return
     if not (place.merged / "config.json").exists():
-        raise InputError(f"upload: there is no merged model in {place.merged}. Run merge first")
+        raise InputError(f"upload: there is no merged model in {place.out}. Run merge first")
     write_card(p, place)
     print(listing(place.merged, args.push) if args.dry_run else f"uploaded: {upload(place.merged, args.push)}")
 

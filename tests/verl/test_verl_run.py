@@ -98,6 +98,9 @@ def test_what_ends_early(ran, tmp_path, capsys, monkeypatch):
     assert script.main(["upload", "--push", "me/x", "--dry-run"]) == 2
     assert "there is no merged model in" in capsys.readouterr().err
     with pytest.raises(SystemExit):
+        script.main(["merge", "algorithm.lam=0.9"])
+    assert "options and --config are for a trainer" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
         script.main(["sfft"])
     assert "'sfft' is no step: data, sft, ppo, grpo, merge, upload, all" in capsys.readouterr().err
 
