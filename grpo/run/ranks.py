@@ -31,9 +31,12 @@ class RankLost(RuntimeError):
     """Another process ended: with an exit code and words of its own, or without a word."""
 
     def __init__(self, rank: int, code: int = 1, words: str = ""):
-        silent = "ended without a word (killed, or its machine is gone)"
-        super().__init__(f"rank {rank} {f'ended: {words}' if words else silent}")
+        super().__init__(rank, code, words)
         self.rank, self.code, self.words = rank, code, words
+
+    def __str__(self) -> str:
+        silent = "ended without a word (killed, or its machine is gone)"
+        return f"rank {self.rank} {f'ended: {self.words}' if self.words else silent}"
 
 
 class Ranks:

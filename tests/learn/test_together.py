@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""However many processes share a step, they learn the same and generate the same."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from conftest import read_csv
+from ranked import in_ranks
+from trainers import make, plain_float32, seed_weights, uniform
+
+from grpo.learn.together import adapter_of, give_files, lead
+from grpo.settings import FIELDS
+
+PROMPTS, GROUP, STEPS = 5, 3, 2  # 3 and 2 prompts for two processes; 2, 1, 1 and 1 for four
+LOSSES = FIELDS["LOSS_TYPE"].metadata["choices"]
+TIMES = ("time", "rollout_tokens_per_s")
+
+
+def step_of(trainer):
+    """Completions of a step, one in three truncated, and what an engine says of them, one token unknown."""
+    generator = torch.Generator().manual_seed(trainer.state.global_step)
+    lengths = torch.randint(2, 9, (PROMPTS * GROUP,), generator=generator).tolist()
+    ids = [torch.randint(3, 500, (n,), generator=generator).tolist() for n in lengths]
+    logps = [(-6.5 + 0.3 * uniform(generator, n)).float().tolist() for n in lengths]
+    logps[0][1] = None
+    stop = trainer.eos_token_ids[0]
+    return [row[:-1] + [stop] * (i % 3 > 0) + row[-1:] * (i % 3 == 0) for i, row in enumerate(ids)], logps
+
+
+def reward(completion_ids, **columns):
+    """By the tokens; none where the first is a multiple of 5."""
+    return [None if ids[0] % 5 == 0 else sum(ids) % 17 / 17 for ids in completion_ids]
+
+
+def learned(ranks, tiny, folder):
+    """By LOSS_TYPE, how two steps moved the adapter."""
+    found = {}
+    for loss_type in LOSSES:
+        own = folder / loss_type / str(ranks.rank)
+        own.mkdir(parents=True)
+        trainer = plain_float32(make(
+            tiny, own, ranks, LOSS_TYPE=loss_type, TOTAL_STEPS=STEPS, PROMPTS_PER_STEP=PROMPTS, NUM_GENERATIONS=GROUP,
+            BETA=0.1, LEARNING_RATE=1e-3, TEMPERATURE=0.8, SCALE_REWARDS="batch", MASK_TRUNCATED=True,
+            GRADIENT_CHECKPOINTING=False,
+        ))  # fmt: skip
+        seed_weights(trainer.model)
+        trainer.args.adam_epsilon, trainer.args.save_strategy = 1e-4, "no"  # as in test_steps.py
+        trainer.reward_funcs = [None if ranks.rank else reward]  # only rank 0 calls it
+        trainer._generate_single_turn = lambda *given, trainer=trainer: step_of(trainer)
+        before = torch.cat([p.detach().flatten() for p in adapter_of(trainer.model)])
+        trainer.train()
+        after = torch.cat([p.detach().flatten() for p in adapter_of(trainer.model)])
+        found[loss_type] = (after - before).tolist()
+    return found
+
+
+@pytest.mark.numeric
+def test_the_same_update_and_the_same_rows(tiny, tmp_path):
+    ways = {size: in_ranks(size, learned, tiny, tmp_path / str(size)) for size in (1, 2, 4)}
+    for loss_type in LOSSES:
+        (alone,) = (torch.tensor(found[loss_type]) for found in ways[1])
+        assert alone.abs().mean() > 1e-5
+        rows = {}
+        for size, found in ways.items():
+            assert all(one[loss_type] == found[0][loss_type] for one in found), "bit for bit on every rank"
+            ours = torch.tensor(found[0][loss_type])
+            assert (ours - alone).norm() < 1e-5 * alone.norm(), (loss_type, size)
+            folder = tmp_path / str(size) / loss_type
+            assert [p.name for p in folder.rglob("*.csv") if p.parent.name != "0"] == []
+            rows[size] = read_csv(folder / "0" / "completions.csv"), read_csv(folder / "0" / "metrics.csv")
+            assert rows[size][0] == rows[1][0] and len(rows[size][0]) == STEPS * PROMPTS * GROUP
+            for mine, theirs in zip(rows[size][1], rows[1][1], strict=True):
+                for name in (name for name in mine if not name.endswith("_s") and name not in TIMES):
+                    expected = float(theirs[name]) if theirs[name] else theirs[name]
+                    value = float(mine[name]) if mine[name] else mine[name]
+                    assert value == (pytest.approx(expected, rel=1e-4, abs=1e-6) if theirs[name] else ""), name
+
+
+def generated(ranks, tiny, folder):
+    """Completions by seed, whole and in batches of 5, in training and in an evaluation that rank 0 alone asks for."""
+    own = folder / str(ranks.rank)
+    own.mkdir(parents=True)
+    trainer, found = make(tiny, own, ranks, MAX_COMPLETION_LEN=12, TEMPERATURE=1.3), {}
+    prompts = trainer._tokenize_prompts([row.prompt for row in trainer.run.rows for _ in range(3)][:11])[0]
+    for seed in range(3):
+        trainer.state.global_step = seed
+        for size in (11, 5):
+            trainer.run.plan = dataclasses.replace(trainer.run.plan, generation_batch=size)
+            found[seed, size] = trainer._generate_single_turn(prompts, None, {}, 3)[0]
+    for temperature in (0.5, 0.0):
+        found[temperature] = lead(trainer, trainer.answers, prompts[:3], 1, True, 7, temperature)
+    return found
+
+
+def test_the_same_completions(tiny, tmp_path):
+    (alone,) = in_ranks(1, generated, tiny, tmp_path / "1")
+    assert len({str(rows) for rows in alone.values()}) == len(alone), "other seeds and batches draw other tokens"
+    for size in (2, 4):
+        first, *others = in_ranks(size, generated, tiny, tmp_path / str(size))
+        assert first == alone
+        assert all(other[key] == alone[key] for other in others for key in other if isinstance(key, tuple))
+
+
+def diverging(ranks, tiny, folder):
+    own = folder / str(ranks.rank)
+    own.mkdir(parents=True)
+    trainer = make(tiny, own, ranks, PROMPTS_PER_STEP=3, TOTAL_STEPS=2, SAVE_STEPS=1)
+    if ranks.rank == 1:
+        step = trainer.create_optimizer
+
+        def wrong(*given):
+            optimizer = step(*given)
+            optimizer.register_step_post_hook(lambda *_: adapter_of(trainer.model)[0].data.add_(1e-7))
+            return optimizer
+
+        trainer.create_optimizer = wrong
+    trainer.train()
+
+
+def test_an_adapter_that_is_not_rank_0s_ends_the_run(tiny, tmp_path):
+    for error in in_ranks(3, diverging, tiny, tmp_path):
+        assert "the adapter of rank 1 is not that of rank 0 after step 1" in str(error)
+    assert not list(tmp_path.rglob("checkpoint-*"))
+
+
+def test_every_rank_gets_rank_0s_files(tmp_path):
+    folder = tmp_path / "checkpoint-2"
+    folder.mkdir()
+    (folder / "a.pt").write_bytes(bytes(range(256)) * 9)
+
+    def given(ranks):
+        place = tmp_path / str(ranks.rank)
+        place.mkdir()
+        assert give_files(ranks, None, place) is None
+        found = give_files(ranks, None if ranks.rank else folder, place)
+        return found.name, {path.name: path.read_bytes() for path in found.iterdir()}
+
+    files = {"a.pt": bytes(range(256)) * 9}
+    assert in_ranks(2, given) == [("checkpoint-2", files), ("1", files)]
