@@ -95,7 +95,7 @@ def check_and_run(ranks: Ranks, only_check: bool) -> int:
     place = ranks.share(place_problem())
     if any(place):
         return fail(list(filter(None, place))[:1])
-    preflight_result = agreed(preflight(os.environ, ranks=ranks))
+    preflight_result = agreed(preflight(os.environ, None, ranks))
     print(banner(preflight_result))
     if preflight_result.problems:
         return fail(preflight_result.problems)
@@ -130,7 +130,7 @@ def run(preflight_result: Preflight) -> int:
                 what = "another process wrote there during the checks, and OVERWRITE=1 would delete that"
                 return fail([f"{where}: {what}. Look at it, then start again"])
             print("\nOUTPUT_DIR has changed during the checks; checking again\n")
-            preflight_result = preflight(os.environ, ranks=preflight_result.ranks)
+            preflight_result = preflight(os.environ, None, preflight_result.ranks)
             print(banner(preflight_result))
             if preflight_result.problems:
                 return fail(preflight_result.problems)
