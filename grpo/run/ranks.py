@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import select
+import signal
 import socket
 import struct
 import sys
@@ -82,8 +83,14 @@ class Ranks:
         if size > 1 and visible not in ("", "-1"):
             cards = visible.split(",") if visible else list(map(str, range(local_size)))
             environ["CUDA_VISIBLE_DEVICES"] = cards[local_rank].strip() if local_rank < len(cards) else ""
+        if local_size > 1:  # the engines start at the same time: each with its own ports and its own folder of compiled code
+            environ["VLLM_PORT"] = str(int(environ.get("VLLM_PORT") or ranks.ports[-1] + 1) + 100 * local_rank)
+            root = environ.get("VLLM_CACHE_ROOT") or os.path.join(environ.get("XDG_CACHE_HOME") or "~/.cache", "vllm")
+            environ["VLLM_CACHE_ROOT"] = os.path.join(root, f"rank-{local_rank}") if local_rank else root
         if rank:
             sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+        for name in (signal.SIGINT, signal.SIGTERM) if size > 1 else ():  # which scripts/torchrun.sh has ignored
+            signal.signal(name, signal.default_int_handler)
         return ranks
 
     def share_out(self, count: int, group: int = 1) -> range:

@@ -23,12 +23,13 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE
 @pytest.mark.parametrize(
     ("visible", "mine"), [(None, "1"), ("3,5", "5"), ("GPU-a, GPU-b", "GPU-b"), ("2", ""), ("", ""), ("-1", "-1")]
 )
-def test_a_process_sees_its_own_gpu_and_no_launcher(monkeypatch, visible, mine):
+def test_a_process_sees_its_own_gpu_and_no_launcher(monkeypatch, quiet, visible, mine):
     monkeypatch.setattr(sys, "stdout", sys.stdout)
     monkeypatch.setattr(sys, "stderr", sys.stderr)
     environ = TORCHRUN | {"PATH": "x"} | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
     ranks = Ranks.started(environ)
-    assert environ == {"PATH": "x", "CUDA_VISIBLE_DEVICES": mine} and (ranks.rank, ranks.size) == (1, 2)
+    own = {"CUDA_VISIBLE_DEVICES": mine, "VLLM_PORT": "29617", "VLLM_CACHE_ROOT": "~/.cache/vllm/rank-1"}
+    assert environ == {"PATH": "x"} | own and (ranks.rank, ranks.size) == (1, 2)
     assert ranks.token != Ranks.started(TORCHRUN | {"TORCHELASTIC_RUN_ID": "y"}).token, "two runs of one machine"
 
 

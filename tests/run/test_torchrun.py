@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -83,10 +84,14 @@ def test_two_processes_leave_what_one_leaves(whole, shared):
 
 
 def test_a_sigterm_in_a_long_step_saves_it_and_any_number_continues(whole, tmp_path):
-    """As Slurm, a cloud or the user sends it: to torchrun. Then one process goes on, and two after that."""
-    folder = tmp_path / "run"
-    process = start_held(folder, 2, *TORCHRUN, "--no-python", **EVALUATED)
-    process.send_signal(signal.SIGTERM)
+    """By scripts/torchrun.sh, as torchrun gives no step more than 30 s; twice, as Slurm sends it to every process. Then one
+    process goes on, and two after that."""
+    folder, path = tmp_path / "run", f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    command = "exec bash scripts/torchrun.sh --nproc-per-node 2"
+    process = start_held(folder, 2, "bash", "-c", command, PATH=path, **EVALUATED)
+    for _ in range(2):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
     wait_until(lambda: has_line(folder), process)
     assert not (folder / "checkpoint-3").exists()
     go_on(folder)
