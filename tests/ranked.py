@@ -33,9 +33,9 @@ def _child(pipe: Any, ranks: Ranks, function: Callable[..., Any], arguments: Seq
     os._exit(0)
 
 
-def in_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+def in_ranks(size: int, function: Callable[..., Any], *arguments: Any, port: int = 0) -> list[Any]:
     """What `function(ranks, *arguments)` returned or raised in each of `size` processes; None of one that died."""
-    context, port, started = multiprocessing.get_context("fork"), free_port(), []
+    context, port, started = multiprocessing.get_context("fork"), port or free_port(), []
     for rank in range(size):
         ours, theirs = context.Pipe()
         ranks = Ranks(rank, size, rank, size, port=port)

@@ -16,34 +16,23 @@ def agreed(found: Preflight) -> Preflight:
     ranks = found.ranks
     if ranks.size == 1:
         return found
-    about = {"settings": {name: show(value) for name, value in dataclasses.asdict(found.settings).items()}}
-    about |= {"rows of DATA and EVAL_DATA": data_fingerprint([*found.rows, *found.eval_rows])}
-    about |= {"a GPU": bool(found.machine.gpus), "vLLM": found.rollouts[0]}
-    said = ranks.share({"problems": list(found.problems), "about": about})
+    alike = {name: show(value) for name, value in dataclasses.asdict(found.settings).items()}
+    alike |= {"GPUs": str(found.machine.gpus), "vLLM": "used" if found.rollouts[0] else "not used"}
+    alike |= {"rows of DATA and EVAL_DATA": data_fingerprint([*found.rows, *found.eval_rows])[:8]}
+    said = ranks.share((list(found.problems), alike))
     problems = Problems()
-    for text in dict.fromkeys(text for one in said for text in one["problems"]):
-        who = [rank for rank, one in enumerate(said) if text in one["problems"]]
-        problems.append(text if len(who) == ranks.size else f"{text} ({ranks_named(who)})")
-    for what, first in said[0]["about"].items() if not problems else ():
-        other = [rank for rank, one in enumerate(said) if one["about"][what] != first]
-        if not other:
-            continue
-        theirs = said[other[0]]["about"][what]
-        if what == "settings":
-            name = next(name for name in first if first[name] != theirs[name])
-            fix = "Set it alike on every machine"
-            problems.add(name, f"it is {first[name]} on rank 0 and {theirs[name]} on {ranks_named(other)}", fix)
-        elif what == "a GPU":
-            has, lacks = ("rank 0", ranks_named(other)) if first else (ranks_named(other), "rank 0")
-            fix = "Start as many processes as there are GPUs (--nproc-per-node)"
-            problems.add("GPU", f"{has} has one and {lacks} has none", fix)
-        else:
-            fix = "Every machine needs the same files and packages"
-            problems.add(what, f"they are not the same on rank 0 and on {ranks_named(other)}", fix)
+    for text in dict.fromkeys(text for theirs, _ in said for text in theirs):
+        who = [rank for rank, (theirs, _) in enumerate(said) if text in theirs]
+        problems.append(text if len(who) == ranks.size else f"{text} ({named(who)})")
+    for name, first in said[0][1].items() if not problems else ():
+        if other := [rank for rank, (_, theirs) in enumerate(said) if theirs[name] != first]:
+            fix = "Every process needs one GPU, and every machine the same settings, files and packages"
+            problems.add(name, f"{first} on rank 0 and {said[other[0]][1][name]} on {named(other)}", fix)
+            break  # the rest may follow from it
     return dataclasses.replace(found, problems=problems)
 
 
-def ranks_named(ranks: list[int]) -> str:
+def named(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 

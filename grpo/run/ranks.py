@@ -83,7 +83,9 @@ class Ranks:
         if size > 1 and visible not in ("", "-1"):
             cards = visible.split(",") if visible else list(map(str, range(local_size)))
             environ["CUDA_VISIBLE_DEVICES"] = cards[local_rank].strip() if local_rank < len(cards) else ""
-        if local_size > 1:  # the engines start at the same time: each with its own ports and its own folder of compiled code
+        if (
+            local_size > 1
+        ):  # the engines start at the same time: each with its own ports and its own folder of compiled code
             environ["VLLM_PORT"] = str(int(environ.get("VLLM_PORT") or ranks.ports[-1] + 1) + 100 * local_rank)
             root = environ.get("VLLM_CACHE_ROOT") or os.path.join(environ.get("XDG_CACHE_HOME") or "~/.cache", "vllm")
             environ["VLLM_CACHE_ROOT"] = os.path.join(root, f"rank-{local_rank}") if local_rank else root

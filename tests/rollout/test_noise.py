@@ -16,12 +16,17 @@ from grpo.rollout.noise import SharedNoise
 @pytest.mark.parametrize("ours", [False, True])
 def test_rows_alone_get_the_tokens_they_get_among_all(policy, way, ours):  # noqa: F811
     """Batch after batch: the second one's noise begins where that of the longest row of the first one ended."""
-    model, options = policy.get_base_model(), {"max_new_tokens": NEW, "pad_token_id": 0, "eos_token_id": [7, *range(20, 60)]}
+    model, options = (
+        policy.get_base_model(),
+        {"max_new_tokens": NEW, "pad_token_id": 0, "eos_token_id": [7, *range(20, 60)]},
+    )
     inputs = asked(GROUPS)
     start = inputs["input_ids"].shape[1]
 
     def lengths(ids):
-        return [1 + next((n for n, token in enumerate(row) if token in options["eos_token_id"]), NEW - 1) for row in ids]
+        return [
+            1 + next((n for n, token in enumerate(row) if token in options["eos_token_id"]), NEW - 1) for row in ids
+        ]
 
     torch.manual_seed(3)
     whole = [model.generate(**inputs, **options, **way, custom_generate=decode if ours else None) for _ in range(2)]

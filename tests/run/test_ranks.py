@@ -63,11 +63,11 @@ def test_all_hear_the_same():
     assert in_ranks(3, speak) == [([0, 1, 2], {"from": 0}, 9**7)] * 3
 
 
-def test_another_program_on_the_port_is_passed_over(monkeypatch):
-    monkeypatch.setattr("ranked.free_port", lambda port=free_port(): port)
-    with socket.create_server(("127.0.0.1", free_port.__globals__["free_port"]() + 1)) as other:
-        threading.Thread(target=lambda: other.accept()[0].sendall(b"HTTP/1.1 400 Bad Request" * 9), daemon=True).start()
-        assert in_ranks(2, lambda ranks: ranks.share(ranks.rank)) == [[0, 1]] * 2
+def test_another_program_on_the_port_is_passed_over():
+    port, said = free_port(), b"HTTP/1.1 400 Bad Request" * 9
+    with socket.create_server(("127.0.0.1", port + 1)) as other:
+        threading.Thread(target=lambda: other.accept()[0].sendall(said), daemon=True).start()
+        assert in_ranks(2, lambda ranks: ranks.share(ranks.rank), port=port) == [[0, 1]] * 2
 
 
 def test_nobody_waits_for_ever(monkeypatch):

@@ -100,7 +100,9 @@ def test_a_sigterm_in_a_long_step_saves_it_and_any_number_continues(whole, tmp_p
     assert process.returncode and code == 143 and "interrupted at step 3; the same command continues" in reason, output
     assert last_checkpoint(folder)[0] == 3 and (tmp_path / "run.zip").exists()
     done = run_script(**SETTINGS | EVALUATED | {"OUTPUT_DIR": folder, "TOTAL_STEPS": 4})
-    assert done.returncode == 0 and "continuing from step 3" in done.stdout and not (folder / EXIT).exists(), done.stderr
+    assert done.returncode == 0 and "continuing from step 3" in done.stdout and not (folder / EXIT).exists(), (
+        done.stderr
+    )
     done = torchrun(folder=folder, **EVALUATED)
     assert done.returncode == 0 and "continuing from step 4" in done.stdout, done.stdout + done.stderr
     assert_alike(folder, whole)
@@ -118,7 +120,10 @@ def test_a_killed_process_is_named_with_the_last_checkpoint(tmp_path, dead):
     output = finish(process)
     code, reason = ended(folder)
     assert process.returncode == 1 and code == 1, output
-    assert reason == f"rank {dead} ended without a word (killed, or its machine is gone); the same command continues from step 2"
+    assert (
+        reason
+        == f"rank {dead} ended without a word (killed, or its machine is gone); the same command continues from step 2"
+    )
     assert not has_line(folder, ASKED), "the SIGTERM was torchrun's"
 
 
