@@ -49,6 +49,7 @@ from grpo.run.best import recover_best
 from grpo.run.ending import LastWords, write_end
 from grpo.run.folder import continuation, full_disk, inspect_run, lock_run, mark_complete, prepare_run, run_folder
 from grpo.run.logs import FILE_ONLY, start_logging
+from grpo.run.place import EXIT
 from grpo.run.ranks import RankLost, Ranks
 from grpo.run.signals import StopRequest, ignore_signals
 from grpo.settings import Problems, Settings, described, flag_answers, help_text, listed, log
@@ -75,18 +76,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.help:
         print(help_text(__doc__))
         return 0
-    code = 1
+    code, words = 1, ""
     try:
         ranks.connect()
         code = check_and_run(ranks, options.check)
     except RankLost as lost:
-        code = lost.code
+        code, words = lost.code, str(lost)
         print(f"\n{lost}: nothing was written to OUTPUT_DIR", file=sys.stderr)
     except KeyboardInterrupt:  # `launch` answers the later ones
         code = 128 + signal.SIGINT
         print("\ninterrupted before the run began: nothing was written to OUTPUT_DIR", file=sys.stderr)
+    except Exception as error:
+        words = described(error)
+        raise
     finally:
-        ranks.leave(code, f"exit code {code}")
+        ranks.leave(code, words or f"exit code {code}")
     return code
 
 
@@ -159,7 +163,9 @@ def together(preflight_result: Preflight) -> int:
 
     def last_words(lost: RankLost) -> None:
         time.sleep(2 * max(ranks.rank - 1, 0))  # one of those that are left is enough
-        if ranks.rank and (folder / "training.log").is_file():
+        if ranks.rank:
+            if (folder / EXIT).exists() or not (folder / "training.log").is_file():
+                return
             start_logging(folder)
             log.propagate = True
         write_end(folder, lost.code, f"{lost}; {continuation(folder, vars(preflight_result.settings))}")
@@ -286,9 +292,10 @@ def train(preflight_result: Preflight) -> int:
 
     context = RunContext(s, preflight_result.rows, plan, folder, attention, packing, stop, ranks=ranks)
     options = grpo_options(s, torch.cuda.is_available(), specs, preflight_result.scale_rewards[0])
-    scratch = tempfile.TemporaryDirectory()  # of those that write nothing
+    scratch = tempfile.TemporaryDirectory() if ranks.rank else None  # of those that write nothing
+    place = Path(scratch.name) if scratch else folder
     if ranks.rank:
-        options |= {"output_dir": scratch.name, "report_to": "none"}
+        options |= {"output_dir": str(place), "report_to": "none"}
     trainer = Trainer(
         context,
         model,
@@ -302,7 +309,7 @@ def train(preflight_result: Preflight) -> int:
     if s.INIT_ADAPTER and not state.step:
         load_adapter(trainer.model, s.INIT_ADAPTER)
     give_adapter(ranks, trainer.model)
-    checkpoint = give_files(ranks, state.checkpoint, Path(scratch.name))
+    checkpoint = give_files(ranks, state.checkpoint, place)
 
     try:
         if preflight_result.rollouts[0]:

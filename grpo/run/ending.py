@@ -29,7 +29,7 @@ class LastWords(logging.Handler):
 
 
 def write_end(folder: Path, code: int, words: str) -> None:
-    """The exit code and its reason as the last line of training.log, and in EXIT; not where that is there."""
-    if folder.is_dir() and not (folder / EXIT).exists():
-        log.info("exit code %d: %s", code, words)
+    """The exit code and its reason as the last line of training.log, and in EXIT."""
+    (log.warning if code else log.info)("exit code %d: %s", code, words)
+    if folder.is_dir():
         write_text(folder / EXIT, json.dumps({"code": code, "reason": words}) + "\n")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from conftest import read_csv
 from ranked import in_ranks
 from trainers import make, plain_float32, seed_weights, uniform
 
+from grpo.data.prompts import sampling_seed
 from grpo.learn.together import adapter_of, give_files, lead
 from grpo.settings import FIELDS
 
@@ -102,6 +104,34 @@ def test_the_same_completions(tiny, tmp_path):
         first, *others = in_ranks(size, generated, tiny, tmp_path / str(size))
         assert first == alone
         assert all(other[key] == alone[key] for other in others for key in other if isinstance(key, tuple))
+
+
+def beside_engines(ranks, tiny, folder):
+    """What an engine on each rank was asked for, and what all have afterwards."""
+    own = folder / str(ranks.rank)
+    own.mkdir(parents=True)
+    trainer, asked = make(tiny, own, ranks), []
+
+    def rollout(policy, prompt_ids, seed, active, temperature):
+        asked.append((len(prompt_ids), seed, active, temperature))
+        return [[row[0], 7] for row in prompt_ids], [[-float(row[0]), None] for row in prompt_ids]
+
+    trainer.run.engine = SimpleNamespace(rollout=rollout, used_gib=0.0)
+    prompts = [[n] for n in range(10)]
+    found = trainer._generate_single_turn(prompts, None, {}, 2)
+    lead(trainer, trainer.answers, prompts[:2], 2, True, 0, 0.5)
+    return asked, found
+
+
+def test_each_engine_generates_whole_groups_with_its_own_noise(tiny, tmp_path):
+    """Five groups of two for three; a single one is the first rank's. The log-probs come with the tokens, in order."""
+    (first, *others) = in_ranks(3, beside_engines, tiny, tmp_path)
+    assert [[rows for rows, *_ in asked] for asked, _ in (first, *others)] == [[4, 2], [4], [2]]
+    seeds = [asked[0][1] for asked, _ in (first, *others)]
+    assert len(set(seeds)) == 3 and seeds[0] == sampling_seed(3, 0, "train"), "rank 0's is that of one process"
+    assert first[0][1][2:] == (False, 0.5), "the base model's evaluation"
+    expected = [[n, 7] for n in range(10)], [[-float(n), None] for n in range(10)]
+    assert all(tuple(found) == expected for _, found in (first, *others))
 
 
 def diverging(ranks, tiny, folder):
