@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -176,21 +177,17 @@ class Trainer(GRPOTrainer):
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
         """Every rank generates for its own rows; all get all."""
-        run, ranks = self.run, self.run.ranks
+        run, ranks, arguments = self.run, self.run.ranks, (images, multimodal_fields, num_generations, has_tool_images)
         stream = "train" if run.stream == "train" else "evaluation"
         torch.manual_seed(sampling_seed(run.settings.SEED, self.state.global_step, stream))
         seed, completion_ids, logprobs = torch.initial_seed(), [], None
         with self.timer.part("rollout"):
             if run.engine is not None:
-                policy, own = (
-                    self.accelerator.unwrap_model(self.model),
-                    ranks.share_out(len(prompt_ids), num_generations),
-                )
+                policy = self.accelerator.unwrap_model(self.model)
+                own = ranks.share_out(len(prompt_ids), num_generations)
                 options = seed + ranks.rank, run.stream != "base", run.temperature  # other noise on every rank
                 mine = run.engine.rollout(policy, prompt_ids[own.start : own.stop], *options) if own else ([], [])
-                completion_ids, logprobs = (
-                    [row for part in parts for row in part] for parts in zip(*ranks.share(mine), strict=True)
-                )
+                completion_ids, logprobs = (list(chain(*parts)) for parts in zip(*ranks.share(mine), strict=True))
                 self.timer.used_gib = max(self.timer.used_gib, run.engine.used_gib)
             else:
                 base = self.accelerator.unwrap_model(self.model).get_base_model()
@@ -204,15 +201,9 @@ class Trainer(GRPOTrainer):
                     for rows, own in in_parts(ranks, len(prompt_ids), run.plan.generation_batch):
                         if noise:
                             noise.begin(range(own.start - rows.start, own.stop - rows.start), len(rows))
-                        chunk = (
-                            prompt_ids[own.start : own.stop],
-                            images,
-                            multimodal_fields,
-                            num_generations,
-                            has_tool_images,
-                        )
-                        parts = ranks.share(super()._generate_single_turn(*chunk)[0] if own else [])
-                        completion_ids += (some := [row for part in parts for row in part])
+                        chunk = prompt_ids[own.start : own.stop]
+                        mine = super()._generate_single_turn(chunk, *arguments)[0] if own else []
+                        completion_ids += (some := list(chain(*ranks.share(mine))))
                         if noise:
                             noise.catch_up(max(map(len, some)), base.config.vocab_size)
         self.rollout_tokens = sum(map(len, completion_ids))
@@ -226,13 +217,7 @@ class Trainer(GRPOTrainer):
         asked, inside of `lead`, and asks the others."""
         run, now = self.run, self.state.global_step
         if not run.ranks.rank:
-            asked = {
-                "prompt_ids": prompt_ids,
-                "samples": samples,
-                "base": base,
-                "step": step,
-                "temperature": temperature,
-            }
+            asked = dict(prompt_ids=prompt_ids, samples=samples, base=base, step=step, temperature=temperature)
             run.ranks.broadcast(asked)
         run.stream, run.temperature, self.state.global_step = "base" if base else "evaluation", temperature, step
         try:
@@ -297,8 +282,9 @@ class Trainer(GRPOTrainer):
         return loss
 
     def learn(self, model: torch.nn.Module, batch: Batch) -> Tensor:
-        """Gradients of the loss of `batch`, each rank's from its own prompts, added up: `prompt_ids` (B, P), `completion_ids` (B, C), their masks, `advantages` (B,),
-        and where they are known `sampling_per_token_logps` and `ref_per_token_logps` (B, C). Returns the loss, a scalar."""
+        """Gradients of the loss of `batch`, from each rank's own prompts and added up: `prompt_ids` (B, P), `completion_ids`
+        (B, C), their masks, `advantages` (B,), and where they are known `sampling_per_token_logps` and
+        `ref_per_token_logps` (B, C). Returns the loss, a scalar."""
         s, base, mask = self.run.settings, self.base_model_of(model), batch["completion_mask"]
         total = torch.zeros((), device=mask.device)
         logps = torch.zeros(mask.shape, device=mask.device)
@@ -350,10 +336,8 @@ class Trainer(GRPOTrainer):
         device = batch["completion_ids"].device
         for rows in cut_micro_batches(list(map(tuple, prompts)), lengths, most, share):
             chosen = [prompts[i] for i in rows], [completions[i] for i in rows]
-            yield (
-                torch.tensor(rows, device=device) + own.start,
-                pack_batch(*chosen, share, attention in KERNELS, device),
-            )
+            packed = pack_batch(*chosen, share, attention in KERNELS, device)
+            yield torch.tensor(rows, device=device) + own.start, packed
 
     def compute_logps(self, base: PreTrainedModel, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies (N,) of `targets` (N,) after `states` (N, hidden) of `base`. Logits are held for one tile

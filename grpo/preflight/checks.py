@@ -144,13 +144,8 @@ def check_memory(settings: Settings, shapes: Shapes, problems: Problems, resumed
         many = f"each of {machine.here} sleeping engines" if machine.here > 1 else "the sleeping engine"
         what = f"{many} keeps {engine.weights:.1f} GiB in host memory, {machine.ram_free:.1f} GiB are free"
         without = memory_shortfall(shapes.plan(dataclasses.replace(settings, USE_VLLM=False)), machine)
-        problems.add(
-            "memory",
-            what,
-            "Free some, or take a machine with more"
-            + ", or start fewer processes" * (machine.here > 1)
-            + ("" if without else ", or set USE_VLLM=0"),
-        )
+        ways = ["take a machine with more"] + ["start fewer processes"] * (machine.here > 1)
+        problems.add("memory", what, ", or ".join(["Free some", *ways, *["set USE_VLLM=0"] * (not without)]))
 
 
 def check_disk(settings: Settings, files: ModelFiles, adapter: float, problems: Problems) -> None:

@@ -66,12 +66,12 @@ class Ranks:
         self.peers: dict[int, socket.socket] = {}  # of rank 0: all others; of another: rank 0
         self.last_words: Callable[[RankLost], None] = lambda lost: None  # of a process that cannot end by itself
         self.left = False
-        self.summed_bytes = 0  # what `sums` took in, for the benchmark
+        self.summed_bytes = 0  # that `others_bytes` was given, for the benchmark
 
     @classmethod
     def started(cls, environ: MutableMapping[str, str] = os.environ) -> Ranks:
         """This process's place by `environ`, out of which it is taken. CUDA_VISIBLE_DEVICES then names its one GPU (none
-        where there are fewer than processes), so torch must not be imported yet. All but rank 0 fall silent."""
+        where there are fewer than processes), so torch must not have used CUDA yet. All but rank 0 fall silent."""
         if not all(environ.get(name) for name in GIVEN):
             return cls()
         rank, size, local_rank, local_size = (int(environ[name]) for name in GIVEN[:4])
@@ -85,7 +85,7 @@ class Ranks:
             environ["CUDA_VISIBLE_DEVICES"] = cards[local_rank].strip() if local_rank < len(cards) else ""
         if (
             local_size > 1
-        ):  # the engines start at the same time: each with its own ports and its own folder of compiled code
+        ):  # engines that start at the same time, each with its own ports and place for what it compiles
             environ["VLLM_PORT"] = str(int(environ.get("VLLM_PORT") or ranks.ports[-1] + 1) + 100 * local_rank)
             root = environ.get("VLLM_CACHE_ROOT") or os.path.join(environ.get("XDG_CACHE_HOME") or "~/.cache", "vllm")
             environ["VLLM_CACHE_ROOT"] = os.path.join(root, f"rank-{local_rank}") if local_rank else root

@@ -13,7 +13,7 @@ from ranked import in_ranks
 from trainers import make, plain_float32, seed_weights, uniform
 
 from grpo.data.prompts import sampling_seed
-from grpo.learn.together import adapter_of, give_files, lead
+from grpo.learn.together import adapter_of, agree, give_files, lead
 from grpo.settings import FIELDS
 
 PROMPTS, GROUP, STEPS = 5, 3, 2  # 3 and 2 prompts for two processes; 2, 1, 1 and 1 for four
@@ -154,6 +154,12 @@ def test_an_adapter_that_is_not_rank_0s_ends_the_run(tiny, tmp_path):
     for error in in_ranks(3, diverging, tiny, tmp_path):
         assert "the adapter of rank 1 is not that of rank 0 after step 1" in str(error)
     assert not list(tmp_path.rglob("checkpoint-*"))
+
+
+def test_any_ranks_signal_stops_all():
+    model = torch.nn.Linear(2, 2)
+    assert in_ranks(3, lambda ranks: agree(ranks, 15 * (ranks.rank == 1), model, 3)) == [15] * 3
+    assert in_ranks(2, lambda ranks: agree(ranks, 0, model, 3)) == [0] * 2
 
 
 def test_every_rank_gets_rank_0s_files(tmp_path):
