@@ -90,7 +90,7 @@ def test_gpu_memory_is_what_is_in_use_awake_or_learning(build, monkeypatch):
     trainer = build(TOTAL_STEPS=2)
     assert gpu_used_gib() == 0
     used = lambda: ((30, 50), (25, 20))[min(trainer.state.global_step, 1)][not trainer.run.engine.asleep]  # noqa: E731
-    for module in ("rollout.engine", "learn.trainer"):
+    for module in ("rollout.engine", "learn.timer"):
         monkeypatch.setattr(f"grpo.{module}.gpu_used_gib", used)
     trainer.train()
     assert [row["gpu_peak_gib"] for row in read_csv(trainer.run.folder / "metrics.csv")] == ["50", "25"]
