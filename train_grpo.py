@@ -270,8 +270,9 @@ def train(preflight_result: Preflight) -> int:
     specs, model_path = preflight_result.reward_specs, str(preflight_result.files.folder)
     ranks, stop = preflight_result.ranks, StopRequest()
     stop.is_broken = ranks.is_broken
-    stop.again_s = 10.0 if ranks.size > 1 else 0.0  # Slurm sends it to every process, and so does scripts/torchrun.sh
-    stop.listen()
+    if ranks.size > 1:
+        stop.again_s = 10.0  # Slurm sends it to every process, and so does scripts/torchrun.sh
+        stop.listen()
     log.info("\n%s\n", banner(preflight_result), extra=FILE_ONLY)  # `main` printed it
     if state.checkpoint:
         log.info("continuing from step %d", state.step)
@@ -311,6 +312,7 @@ def train(preflight_result: Preflight) -> int:
     give_adapter(ranks, trainer.model)
     checkpoint = give_files(ranks, state.checkpoint, place)
 
+    stop.listen()
     try:
         if preflight_result.rollouts[0]:
             context.engine = start_engine(s, plan.engine, model_path, trainer.eos_token_ids)
