@@ -106,7 +106,7 @@ def check_and_run(ranks: Ranks, only_check: bool) -> int:
     if only_check:
         print("\nEvery check passed. Nothing was started.")
         return 0
-    return together(preflight_result) if ranks.rank else run(preflight_result)
+    return launch_all(preflight_result) if ranks.rank else run(preflight_result)
 
 
 def fail(problems: Sequence[str]) -> int:
@@ -138,7 +138,7 @@ def run(preflight_result: Preflight) -> int:
             print(banner(preflight_result))
             if preflight_result.problems:
                 return fail(preflight_result.problems)
-        return together(preflight_result)
+        return launch_all(preflight_result)
     finally:
         lock.release()
 
@@ -150,7 +150,7 @@ def has_changed(preflight_result: Preflight) -> bool:
     return bool(problems) or now != preflight_result.run
 
 
-def together(preflight_result: Preflight) -> int:
+def launch_all(preflight_result: Preflight) -> int:
     """`launch`; with several processes also the others' part of it, and at the end its exit code and why, in training.log and
     exit.json: torchrun says neither."""
     ranks, folder = preflight_result.ranks, preflight_result.run.folder
