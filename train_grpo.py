@@ -106,7 +106,7 @@ def check_and_run(ranks: Ranks, only_check: bool) -> int:
     if only_check:
         print("\nEvery check passed. Nothing was started.")
         return 0
-    return together(preflight_result) if ranks.rank else run(preflight_result)
+    return launch_all(preflight_result) if ranks.rank else run(preflight_result)
 
 
 def fail(problems: Sequence[str]) -> int:
@@ -138,7 +138,7 @@ def run(preflight_result: Preflight) -> int:
             print(banner(preflight_result))
             if preflight_result.problems:
                 return fail(preflight_result.problems)
-        return together(preflight_result)
+        return launch_all(preflight_result)
     finally:
         lock.release()
 
@@ -150,7 +150,7 @@ def has_changed(preflight_result: Preflight) -> bool:
     return bool(problems) or now != preflight_result.run
 
 
-def together(preflight_result: Preflight) -> int:
+def launch_all(preflight_result: Preflight) -> int:
     """`launch`; with several processes also the others' part of it, and at the end its exit code and why, in training.log and
     exit.json: torchrun says neither."""
     ranks, folder = preflight_result.ranks, preflight_result.run.folder
@@ -270,8 +270,9 @@ def train(preflight_result: Preflight) -> int:
     specs, model_path = preflight_result.reward_specs, str(preflight_result.files.folder)
     ranks, stop = preflight_result.ranks, StopRequest()
     stop.is_broken = ranks.is_broken
-    stop.again_s = 10.0 if ranks.size > 1 else 0.0  # Slurm sends it to every process, and so does scripts/torchrun.sh
-    stop.listen()
+    if ranks.size > 1:
+        stop.again_s = 10.0  # Slurm sends it to every process, and so does scripts/torchrun.sh
+        stop.listen()
     log.info("\n%s\n", banner(preflight_result), extra=FILE_ONLY)  # `main` printed it
     if state.checkpoint:
         log.info("continuing from step %d", state.step)
@@ -311,6 +312,7 @@ def train(preflight_result: Preflight) -> int:
     give_adapter(ranks, trainer.model)
     checkpoint = give_files(ranks, state.checkpoint, place)
 
+    stop.listen()
     try:
         if preflight_result.rollouts[0]:
             context.engine = start_engine(s, plan.engine, model_path, trainer.eos_token_ids)

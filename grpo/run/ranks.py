@@ -86,7 +86,8 @@ class Ranks:
         if (
             local_size > 1
         ):  # engines that start at the same time, each with its own ports and place for what it compiles
-            environ["VLLM_PORT"] = str(int(environ.get("VLLM_PORT") or ranks.ports[-1] + 1) + 100 * local_rank)
+            own = environ.get("VLLM_PORT", "")  # Kubernetes sets an address for a service of that name
+            environ["VLLM_PORT"] = str((int(own) if own.isdigit() else ranks.ports[-1] + 1) + 100 * local_rank)
             root = environ.get("VLLM_CACHE_ROOT") or os.path.join(environ.get("XDG_CACHE_HOME") or "~/.cache", "vllm")
             environ["VLLM_CACHE_ROOT"] = os.path.join(root, f"rank-{local_rank}") if local_rank else root
         if rank:

@@ -26,7 +26,11 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE
 def test_a_process_sees_its_own_gpu_and_no_launcher(monkeypatch, quiet, visible, mine):
     monkeypatch.setattr(sys, "stdout", sys.stdout)
     monkeypatch.setattr(sys, "stderr", sys.stderr)
-    environ = TORCHRUN | {"PATH": "x"} | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    environ = (
+        TORCHRUN
+        | {"PATH": "x", "VLLM_PORT": "tcp://10.0.0.1:80"}
+        | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    )
     ranks = Ranks.started(environ)
     own = {"CUDA_VISIBLE_DEVICES": mine, "VLLM_PORT": "29617", "VLLM_CACHE_ROOT": "~/.cache/vllm/rank-1"}
     assert environ == {"PATH": "x"} | own and (ranks.rank, ranks.size) == (1, 2)
