@@ -14,7 +14,7 @@ import pytest
 from ranked import free_port, in_ranks
 
 from grpo.run import ranks as module
-from grpo.run.ranks import RankLost, Ranks
+from grpo.run.ranks import GIVEN, RankLost, Ranks
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "host",
             "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "x", "ACCELERATE_USE_FSDP": "true"}  # fmt: skip
@@ -37,7 +37,7 @@ def test_a_process_sees_its_own_gpu_and_no_launcher(monkeypatch, quiet, visible,
     assert ranks.token != Ranks.started(TORCHRUN | {"TORCHELASTIC_RUN_ID": "y"}).token, "two runs of one machine"
 
 
-@pytest.mark.parametrize("missing", TORCHRUN.keys() - {"TORCHELASTIC_RUN_ID", "ACCELERATE_USE_FSDP"})
+@pytest.mark.parametrize("missing", GIVEN)
 def test_without_a_launcher_a_process_is_alone(missing):
     """Some clouds set WORLD_SIZE and RANK for machines."""
     environ = {name: value for name, value in TORCHRUN.items() if name != missing}
