@@ -63,6 +63,8 @@ class Ranks:
         self.address = "127.0.0.1" if local_size == size else address
         self.ports = [port + n if port + PORTS < 2**16 else port - n for n in range(1, PORTS + 1)]
         self.token = hashlib.sha256(f"train_grpo {size} {port} {run}".encode()).digest()  # tells runs apart
+        # A connection to a port where nobody listens yet may come out at its own end, and say what it was told.
+        self.answer = hashlib.sha256(self.token).digest()
         self.peers: dict[int, socket.socket] = {}  # of rank 0: all others; of another: rank 0
         self.last_words: Callable[[RankLost], None] = lambda lost: None  # of a process that cannot end by itself
         self.left = False
@@ -210,7 +212,7 @@ class Ranks:
                 if said[:-4] != self.token:  # another run's, or some other program
                     one.close()
                     continue
-                one.sendall(self.token)
+                one.sendall(self.answer)
                 found[int.from_bytes(said[-4:], "big")] = one
         return {rank: found[rank] for rank in sorted(found)}
 
@@ -229,7 +231,7 @@ class Ranks:
                 with contextlib.suppress(OSError):
                     one = socket.create_connection((self.address, port), timeout=10)
                     one.sendall(self.token + self.rank.to_bytes(4, "big"))
-                    if heard(one, len(self.token)) == self.token:
+                    if heard(one, len(self.answer)) == self.answer:
                         return one
                     one.close()
             time.sleep(0.1)

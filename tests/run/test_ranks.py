@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -134,3 +135,21 @@ def test_a_process_that_does_not_notice_is_ended(monkeypatch, tmp_path):
 
     assert in_ranks(2, busy) == [None, None]
     assert (tmp_path / "said").read_text().startswith("rank 1 ended without a word")
+
+
+def test_an_echo_is_not_rank_0(monkeypatch):
+    """What a port of a machine's own range does that connects to itself, one time in some thousands."""
+    monkeypatch.setattr(module, "CONNECT_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def echo() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    one, _ = server.accept()
+                    one.sendall(one.recv(1000))
+
+        threading.Thread(target=echo, daemon=True).start()
+        ranks = Ranks(1, 2, 1, 2, "127.0.0.1", 29500)
+        ranks.ports = [server.getsockname()[1]]
+        with pytest.raises(RankLost, match="nobody answers"):
+            ranks.connect()
