@@ -29,7 +29,7 @@ def add_up(ranks: Ranks, tensors: Sequence[Tensor]) -> None:
     everywhere."""
     if ranks.size == 1:
         return
-    flat = torch.cat([tensor.detach().flatten().float().cpu() for tensor in tensors])
+    flat = torch.cat([tensor.detach().flatten().float() for tensor in tensors]).cpu()  # one trip from the GPU
     for other in ranks.others_bytes(plain(flat)):
         flat += torch.frombuffer(other, dtype=torch.float32)
     flat = torch.frombuffer(ranks.broadcast_bytes(plain(flat)), dtype=torch.float32)
@@ -73,10 +73,8 @@ def agree(ranks: Ranks, signal: int, model: torch.nn.Module, step: int) -> int:
     is not rank 0's any more."""
     if ranks.size == 1:
         return signal
-    digest = hashlib.blake2b()
-    for parameter in adapter_of(model):
-        digest.update(plain(parameter.cpu()))
-    said = ranks.share((signal, digest.hexdigest()))
+    adapter = torch.cat([parameter.detach().flatten() for parameter in adapter_of(model)]).cpu()
+    said = ranks.share((signal, hashlib.blake2b(plain(adapter)).hexdigest()))
     if other := [rank for rank, (_, mine) in enumerate(said) if mine != said[0][1]]:
         what = f"the adapter of rank {other[0]} is not that of rank 0 after step {step}"
         raise RuntimeError(f"{what}: one of their machines computes wrongly. No checkpoint of this step was saved")

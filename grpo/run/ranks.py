@@ -85,9 +85,8 @@ class Ranks:
         if size > 1 and visible not in ("", "-1"):
             cards = visible.split(",") if visible else list(map(str, range(local_size)))
             environ["CUDA_VISIBLE_DEVICES"] = cards[local_rank].strip() if local_rank < len(cards) else ""
-        if (
-            local_size > 1
-        ):  # engines that start at the same time, each with its own ports and place for what it compiles
+        # Engines that start at the same time, each with its own ports and place for what it compiles.
+        if local_size > 1:
             own = environ.get("VLLM_PORT", "")  # Kubernetes sets an address for a service of that name
             environ["VLLM_PORT"] = str((int(own) if own.isdigit() else ranks.ports[-1] + 1) + 100 * local_rank)
             root = environ.get("VLLM_CACHE_ROOT") or os.path.join(environ.get("XDG_CACHE_HOME") or "~/.cache", "vllm")
