@@ -6,6 +6,7 @@
     python train_grpo.py --check                  every check, and the plan of the run
     MODEL_ID=tiny python train_grpo.py            the whole path, in minutes on two CPU cores
     DATA='days/*.csv' python train_grpo.py        the real run, on one GPU with 80 GB
+    torchrun --nproc-per-node 2 train_grpo.py     the same run on two of them (docs/clusters.md)
 
 Settings are environment variables. This file is the whole story: check, load gpt-oss-20b, attach the LoRA adapter, start
 vLLM asleep beside it, train with TRL's GRPOTrainer, evaluate, zip. How each of them is done lies in grpo/, in rooms that a
@@ -17,7 +18,7 @@ Ctrl-C, SIGTERM or a lost terminal (during training after a checkpoint was saved
 and the trainer do not agree (the train/inference mismatch check), 4 vLLM failed (the same command continues from the last
 checkpoint), 1 anything else.
 
-What is simplified: one process and one GPU; one optimizer step per rollout, so the policy ratio is 1 until the first
+What is simplified: a whole model on every GPU; one optimizer step per rollout, so the policy ratio is 1 until the first
 update of a step and clipping never acts; no reward model, only functions (rewards.py).
 """
 
@@ -30,27 +31,37 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo.data.scoring import load_rewards
 from grpo.preflight.adapter import lora_options
+from grpo.preflight.agree import agreed, follow
 from grpo.preflight.banner import banner
 from grpo.preflight.checks import Preflight, place_problem, preflight, run_records
 from grpo.preflight.choices import choose_epsilon_high
 from grpo.preflight.hub import fetch_weights
 from grpo.run.archive import write_zip
 from grpo.run.best import recover_best
+from grpo.run.ending import LastWords, write_end
 from grpo.run.folder import continuation, full_disk, inspect_run, lock_run, mark_complete, prepare_run, run_folder
 from grpo.run.logs import FILE_ONLY, start_logging
+from grpo.run.place import EXIT
+from grpo.run.ranks import RankLost, Ranks
 from grpo.run.signals import StopRequest, ignore_signals
 from grpo.settings import Problems, Settings, described, flag_answers, help_text, listed, log
+
+if TYPE_CHECKING:
+    from grpo.evaluate.progress import Progress
+    from grpo.learn.trainer import Trainer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
+    ranks = Ranks.started()  # first of all: what torchrun said is not there any more for anybody else
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # no prompt or path is worth a UnicodeEncodeError
@@ -65,20 +76,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.help:
         print(help_text(__doc__))
         return 0
-    if problem := place_problem():
-        return fail([problem])
+    code, words = 1, ""
     try:
-        preflight_result = preflight(os.environ)
-        print(banner(preflight_result))
-        if preflight_result.problems:
-            return fail(preflight_result.problems)
-        if options.check:
-            print("\nEvery check passed. Nothing was started.")
-            return 0
-        return run(preflight_result)
+        ranks.connect()
+        code = check_and_run(ranks, options.check)
+    except RankLost as lost:
+        code, words = lost.code, str(lost)
+        print(f"\n{lost}: nothing was written to OUTPUT_DIR", file=sys.stderr)
     except KeyboardInterrupt:  # `launch` answers the later ones
+        code = 128 + signal.SIGINT
         print("\ninterrupted before the run began: nothing was written to OUTPUT_DIR", file=sys.stderr)
-        return 128 + signal.SIGINT
+    except Exception as error:
+        words = described(error)
+        raise
+    finally:
+        ranks.leave(code, words or f"exit code {code}")
+    return code
+
+
+def check_and_run(ranks: Ranks, only_check: bool) -> int:
+    """The preflight of this process, and where no process found a problem, the run. Returns the exit code."""
+    place = ranks.share(place_problem())
+    if any(place):
+        return fail(list(filter(None, place))[:1])
+    preflight_result = agreed(preflight(os.environ, None, ranks))
+    print(banner(preflight_result))
+    if preflight_result.problems:
+        return fail(preflight_result.problems)
+    if only_check:
+        print("\nEvery check passed. Nothing was started.")
+        return 0
+    return launch_all(preflight_result) if ranks.rank else run(preflight_result)
 
 
 def fail(problems: Sequence[str]) -> int:
@@ -106,11 +134,11 @@ def run(preflight_result: Preflight) -> int:
                 what = "another process wrote there during the checks, and OVERWRITE=1 would delete that"
                 return fail([f"{where}: {what}. Look at it, then start again"])
             print("\nOUTPUT_DIR has changed during the checks; checking again\n")
-            preflight_result = preflight(os.environ)
+            preflight_result = preflight(os.environ, None, preflight_result.ranks)
             print(banner(preflight_result))
             if preflight_result.problems:
                 return fail(preflight_result.problems)
-        return launch(preflight_result)
+        return launch_all(preflight_result)
     finally:
         lock.release()
 
@@ -122,6 +150,41 @@ def has_changed(preflight_result: Preflight) -> bool:
     return bool(problems) or now != preflight_result.run
 
 
+def launch_all(preflight_result: Preflight) -> int:
+    """`launch`; with several processes also the others' part of it, and at the end its exit code and why, in training.log and
+    exit.json: torchrun says neither."""
+    ranks, folder = preflight_result.ranks, preflight_result.run.folder
+    if ranks.size == 1:
+        return launch(preflight_result)
+    said, code = LastWords(), 1
+    log.addHandler(said)
+    if ranks.rank:
+        log.propagate = False  # rank 0 writes, or the first that is left
+
+    def last_words(lost: RankLost) -> None:
+        time.sleep(2 * max(ranks.rank - 1, 0))  # one of those that are left is enough
+        if ranks.rank:
+            if (folder / EXIT).exists() or not (folder / "training.log").is_file():
+                return
+            start_logging(folder)
+            log.propagate = True
+        write_end(folder, lost.code, f"{lost}; {continuation(folder, vars(preflight_result.settings))}")
+
+    ranks.last_words = last_words
+    try:
+        code = launch(follow(preflight_result))
+        if not ranks.rank and code != 2:
+            write_end(folder, code, said.words)
+    except RankLost as lost:
+        code = lost.code
+        if not (ranks.rank and lost.words):
+            last_words(lost)
+    finally:
+        log.removeHandler(said)
+        ranks.leave(code, said.words or f"exit code {code}")
+    return code
+
+
 def launch(preflight_result: Preflight) -> int:
     """Download the model's weights, make OUTPUT_DIR ready, then train. Returns the run's exit code, however it ends."""
     import torch  # here and in `train`: the preflight has passed
@@ -131,15 +194,18 @@ def launch(preflight_result: Preflight) -> int:
     from grpo.rollout.engine import EngineError
     from grpo.rollout.parity import ParityError
 
-    state, s = preflight_result.run, preflight_result.settings
+    state, s, ranks = preflight_result.run, preflight_result.settings, preflight_result.ranks
     unusable = unseen_gpu(preflight_result.machine) or unusable_attention(preflight_result.attention[0])
-    if problem := unusable or fetch_weights(s.MODEL_ID, preflight_result.files):
-        return fail([problem])
+    # One process of a machine downloads.
+    problem = unusable or (None if ranks.local_rank else fetch_weights(s.MODEL_ID, preflight_result.files))
+    if problems := list(dict.fromkeys(filter(None, ranks.share(problem)))):
+        return fail(problems)
     try:
         try:
-            prepare_run(state, s, run_records(preflight_result))
-            recover_best(state.folder)
-            start_logging(state.folder)
+            if not ranks.rank:
+                prepare_run(state, s, run_records(preflight_result))
+                recover_best(state.folder)
+                start_logging(state.folder)
             return train(preflight_result)
         finally:
             ignore_signals()
@@ -147,12 +213,15 @@ def launch(preflight_result: Preflight) -> int:
         ignore_signals()  # where one more came just before the first call
         log.warning("stopped at once; %s", continuation(state.folder, vars(s)))
         return 128 + (stop.args[0] if stop.args else signal.SIGINT)
+    except RankLost:
+        raise
     except ParityError as error:
         log.critical("PARITY: %s", error)
         return 3
     except EngineError as error:
         log.critical("vLLM: %s", error)
-        write_archive(state.folder)
+        if not ranks.rank:
+            write_archive(state.folder)
         return 4
     except torch.OutOfMemoryError as error:
         way = "EXPERTS=mxfp4 takes less memory, or free some of the GPU"
@@ -160,7 +229,8 @@ def launch(preflight_result: Preflight) -> int:
             way = f"MICRO_BATCH={smaller} learns the same in smaller micro-batches"
         log.critical("out of memory: %s", str(error).splitlines()[0])
         log.critical("%s; then the same command continues", way)
-        write_archive(state.folder)
+        if not ranks.rank:
+            write_archive(state.folder)
         return 1
     except Exception as error:
         again = continuation(state.folder, vars(s))
@@ -189,6 +259,7 @@ def train(preflight_result: Preflight) -> int:
     from trl import GRPOConfig
 
     from grpo.evaluate.progress import Progress
+    from grpo.learn.together import give_adapter, give_files, lead
     from grpo.learn.trainer import RunContext, Trainer
     from grpo.model.load import load_adapter, load_base, load_tokenizer
     from grpo.rollout.engine import start_engine
@@ -197,6 +268,11 @@ def train(preflight_result: Preflight) -> int:
     s, state, plan, started = preflight_result.settings, preflight_result.run, preflight_result.plan, time.time()
     folder, attention, packing = state.folder, preflight_result.attention[0], preflight_result.packing[0]
     specs, model_path = preflight_result.reward_specs, str(preflight_result.files.folder)
+    ranks, stop = preflight_result.ranks, StopRequest()
+    stop.is_broken = ranks.is_broken
+    if ranks.size > 1:
+        stop.again_s = 10.0  # Slurm sends it to every process, and so does scripts/torchrun.sh
+        stop.listen()
     log.info("\n%s\n", banner(preflight_result), extra=FILE_ONLY)  # `main` printed it
     if state.checkpoint:
         log.info("continuing from step %d", state.step)
@@ -215,20 +291,26 @@ def train(preflight_result: Preflight) -> int:
     size, seconds = model.num_parameters() / 1e6, time.time() - started
     log.info("model: %.2fM parameters on %s, loaded after %.0f s", size, model.device, seconds)
 
-    stop = StopRequest()
-    context = RunContext(s, preflight_result.rows, plan, folder, attention, packing, stop)
+    context = RunContext(s, preflight_result.rows, plan, folder, attention, packing, stop, ranks=ranks)
+    options = grpo_options(s, torch.cuda.is_available(), specs, preflight_result.scale_rewards[0])
+    scratch = tempfile.TemporaryDirectory() if ranks.rank else None  # of those that write nothing
+    place = Path(scratch.name) if scratch else folder
+    if ranks.rank:
+        options |= {"output_dir": str(place), "report_to": "none"}
     trainer = Trainer(
         context,
         model,
         tokenizer,
         LoraConfig(**lora_options(s)),
-        GRPOConfig(**grpo_options(s, torch.cuda.is_available(), specs, preflight_result.scale_rewards[0])),
+        GRPOConfig(**options),
         load_rewards(specs, s),
     )
     trainable = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     log.info("adapter: %s trainable parameters on %s", f"{trainable:,}", s.LORA_TARGETS)
-    if s.INIT_ADAPTER and not state.checkpoint:
+    if s.INIT_ADAPTER and not state.step:
         load_adapter(trainer.model, s.INIT_ADAPTER)
+    give_adapter(ranks, trainer.model)
+    checkpoint = give_files(ranks, state.checkpoint, place)
 
     stop.listen()
     try:
@@ -236,29 +318,38 @@ def train(preflight_result: Preflight) -> int:
             context.engine = start_engine(s, plan.engine, model_path, trainer.eos_token_ids, trainer.model)
             check_mismatch(trainer)
         progress = Progress(preflight_result)
-        progress.before(trainer)
+        lead(trainer, progress.before, trainer)
         stop.at_once = False  # from here on a signal waits for the end of its step and a checkpoint
-        trainer.train(resume_from_checkpoint=str(state.checkpoint) if state.checkpoint else None)
-        trainer.save_model(str(folder))
-        tokenizer.save_pretrained(str(folder))
-        if not stop.signal:
-            stop.at_once = True
-            with contextlib.suppress(KeyboardInterrupt):
-                progress.after(trainer)
-                trainer.write_model_card(folder)  # which now knows the last step's figures
-            stop.at_once = False
-        archive, steps = write_archive(folder), trainer.state.global_step
-        if stop.signal:
-            again = continuation(folder, vars(s))
-            log.warning("interrupted at step %d; %s. So far: %s", steps, again, archive)
-            return 128 + stop.signal
-        mark_complete(folder, steps)
-        seconds = time.time() - started
-        log.info("complete: %d steps in %.0f s. Adapter: %s, download: %s", steps, seconds, folder, archive)
-        return 0
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        while ranks.rank:  # until rank 0 says how the run ended
+            lead(trainer, None)
+        return finish(trainer, progress, started)
     finally:
         if context.engine is not None and context.engine.folder:
             shutil.rmtree(context.engine.folder, ignore_errors=True)
+
+
+def finish(trainer: Trainer, progress: Progress, started: float) -> int:
+    """Save and evaluate what training came to, and zip. Returns the exit code."""
+    from grpo.learn.together import lead
+
+    folder, stop = trainer.run.folder, trainer.run.stop
+    trainer.save_model(str(folder))
+    trainer.processing_class.save_pretrained(str(folder))
+    if not stop.signal:
+        stop.at_once = True
+        with contextlib.suppress(KeyboardInterrupt):
+            lead(trainer, progress.after, trainer)
+            trainer.write_model_card(folder)  # which now knows the last step's figures
+        stop.at_once = False
+    archive, steps = write_archive(folder), trainer.state.global_step
+    if stop.signal:
+        again = continuation(folder, vars(trainer.run.settings))
+        log.warning("interrupted at step %d; %s. So far: %s", steps, again, archive)
+        return 128 + stop.signal
+    mark_complete(folder, steps)
+    log.info("complete: %d steps in %.0f s. Adapter: %s, download: %s", steps, time.time() - started, folder, archive)
+    return 0
 
 
 # Settings that GRPOConfig knows by the same name.

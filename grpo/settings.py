@@ -191,6 +191,10 @@ class Problems(list[str]):
         self.append(one_line(f"{where}: {what}. {fix}"))
 
 
+class InputError(ValueError):
+    """The input is wrong; `args` are the problems, each a sentence for the user."""
+
+
 def one_line(text: str, most: int = 2000) -> str:
     """A text without its line ends, and without its middle where it has more than `most` characters."""
     text = " ".join(text.splitlines())

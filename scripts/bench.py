@@ -27,9 +27,9 @@ same prompts by transformers' generate, and 16 completions x 2,300 tokens. Exit 
 `generate` measures three such steps without vLLM and with packed experts, while all but 22 GiB of the card is occupied, and
 transformers' own generate in the same process, with the whole card.
 
-`faults` runs the entry point once as it is and once with kills, a full GPU, a dying engine and a full /dev/shm in each phase of
-a step, started again after each (docs/reliability.md, "On a GPU"). Exit code 1 if one does not end as it should, or a step
-is missing at the end.
+`faults` runs the entry point once as it is and once with kills, a full GPU and a dying engine in each phase of a step, started
+again after each (docs/reliability.md, "On a GPU"). Exit code 1 if one does not end as it should, or a step is missing at the
+end.
 
 `export` merges a random adapter into a checkpoint with scripts/export.py, and compares log-probs of the merged model, in stock
 transformers and in vLLM, with those of base and adapter. Exit code 1 where they differ by a fifth of what the adapter does.
@@ -38,6 +38,9 @@ transformers and in vLLM, with those of base and adapter. Exit code 1 where they
 but 40 GiB of the card is occupied. W1 is 12 prompts x 8 completions x 512 tokens, W2 96 completions with the lengths of
 the CSV, W3 its first 16. `--only bf16` (seven minutes on an H100, most of them TRL's path) or `--only mxfp4` (two) runs one half
 and reads the other's last run in the same folder.
+
+`many` starts train_grpo.py by torchrun on 1, 2, ... GPUs: three steps with the same work for each (weak scaling: 12 prompts x 8
+completions x 512 tokens), and with the same work in all, of 96 and of 384 completions (strong).
 
 The JSON holds `command, machine, date, versions, commit, figures: [{name, value, unit, note}]`.
 """
@@ -88,6 +91,13 @@ def parse_args() -> argparse.Namespace:
     one.add_argument("--lengths", required=True, help="CSV whose `completion` column gives the lengths of W2 and W3")
     one.add_argument("--only", choices=("bf16", "mxfp4"), help="run this half; the other's last run is read")
     one.add_argument("--child", choices=("bf16", "mxfp4"), help=argparse.SUPPRESS)
+    one = command("many", "the same step on 1, 2, ... GPUs", "OUTPUT_DIR of the runs; deleted first")
+    one.add_argument("--gpus", nargs="+", type=int, default=[1, 2], help="numbers of GPUs (default 1 2)")
+    one.add_argument("--prompts", type=int, default=12, help="of one GPU (default %(default)s)")
+    one.add_argument("--tokens", type=int, default=512, help="of a completion (default %(default)s)")
+    one.add_argument("--started", type=float, help=argparse.SUPPRESS)
+    one.add_argument("--vllm", action="store_true", help=argparse.SUPPRESS)
+    one.add_argument("--child", help=argparse.SUPPRESS)
     one = command(
         "faults",
         "kills, full memory and a dying engine in each phase of a step",
@@ -114,11 +124,12 @@ def main() -> int:
         export,
         faults,
         generate,
+        many,
         rollout,
         step,
     )
 
-    modules = (attention, curves, demo, export, faults, generate, rollout, step)
+    modules = (attention, curves, demo, export, faults, generate, many, rollout, step)
     module = {one.__name__.rpartition(".")[2]: one for one in modules}[options.command]
     return getattr(module, f"bench_{options.command}")(options)
 

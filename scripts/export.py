@@ -25,11 +25,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from safetensors import SafetensorError
 
 from grpo.evaluate.export import WRITERS, export, prepare
-from grpo.evaluate.publish import PushError, check_account, listing, staged_adapter, upload
-from grpo.evaluate.standalone import InputError
+from grpo.evaluate.publish import staged_adapter
 from grpo.model.gptoss_format import ModelError
 from grpo.run.best import read_best
-from grpo.settings import described
+from grpo.run.hub import PushError, check_account, listing, upload
+from grpo.settings import InputError, described
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -17,11 +17,11 @@ from conftest import CLEAN, ROOT
 
 ROOMS = [  # in the order of a run: each may import those above it; the entry and scripts/ any
     "rewards", "grpo.settings", "grpo.data", "grpo.tasks", "grpo.run", "grpo.preflight", "grpo.model", "grpo.rollout",
-    "grpo.learn", "grpo.evaluate", "grpo.measure",
+    "grpo.learn", "grpo.evaluate", "grpo.measure", "grpo.verl",
 ]  # fmt: skip
 HEAVY = {"torch", "transformers", "trl", "peft", "vllm", "liger_kernel", "datasets"}
 ENTRY = ROOT / "train_grpo.py"
-SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
+SCRIPTS = sorted((ROOT / "scripts").rglob("*.py"))
 FILES = [ROOT / "rewards.py", *sorted((ROOT / "grpo").rglob("*.py")), ENTRY, *SCRIPTS]
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 MODULES |= {path.stem: path for path in SCRIPTS}  # scripts/ is on the path of what runs there

@@ -14,7 +14,10 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
+from grpo.verl.commands import VERSION
+
 SHELL_SCRIPTS = [*sorted(f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*.sh")), ".ci/run"]
+SHELL_SCRIPTS += ["scripts/verl/node.sbatch"]
 # vLLM pins the GPU set's torch and torch pins its triton, so these two may differ; nothing else may.
 MAY_DIFFER = {"torch", "triton"}
 
@@ -30,10 +33,11 @@ def parse(lines):
 SETUP = (ROOT / "scripts/setup.sh").read_text()
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 GPU, CPU = (parse((ROOT / name).read_text().splitlines()) for name in ("requirements.txt", "requirements-cpu.txt"))
+VERL = parse((ROOT / "requirements-verl.txt").read_text().splitlines())
 TOOLS = parse(PYPROJECT["dependency-groups"]["test"])
 
 
-@pytest.mark.parametrize("found", [GPU, CPU, TOOLS])
+@pytest.mark.parametrize("found", [GPU, CPU, VERL, TOOLS])
 def test_every_requirement_is_pinned(found):
     assert found
     for requirement in found.values():
@@ -47,6 +51,14 @@ def test_the_sets_are_in_step():
     assert {name for name in common if GPU[name].specifier != CPU[name].specifier} <= MAY_DIFFER
     assert not CPU.keys() & {"vllm", "kernels", "flash-attn"}
     assert "dependencies" not in PYPROJECT["project"] and not TOOLS.keys() & (GPU.keys() | CPU.keys())
+
+
+def test_verls_set_differs_where_verl_holds_it_back():
+    """verl 0.9.1 takes transformers below 5.11; the options of grpo/verl/ are those of its version."""
+    assert {name for name in GPU.keys() & VERL.keys() if GPU[name].specifier != VERL[name].specifier} == {
+        "transformers"
+    }
+    assert VERL["verl"].specifier == SpecifierSet(f"=={VERSION}")
 
 
 @pytest.mark.parametrize("found", [GPU, CPU])
@@ -63,7 +75,7 @@ def test_python_range_is_the_same_everywhere():
 
 
 def test_no_package_host_or_local_path_in_the_install_files():
-    for name in ["requirements.txt", "requirements-cpu.txt", "pyproject.toml", *SHELL_SCRIPTS]:
+    for name in ["requirements.txt", "requirements-cpu.txt", "requirements-verl.txt", "pyproject.toml", *SHELL_SCRIPTS]:
         text = (ROOT / name).read_text()
         assert not re.search(r"--(extra-)?index-url|--find-links|https?://|file://", text), name
 

@@ -20,11 +20,12 @@ from grpo.model.load import load_model, load_tokenizer
 from grpo.preflight.choices import choose_rewards, choose_scale_rewards
 from grpo.preflight.hub import read_json
 from grpo.preflight.memory import Plan
+from grpo.run.ranks import Ranks
 from grpo.run.signals import StopRequest
 from grpo.settings import Settings
 
 
-def build(settings, tiny, folder):
+def build(settings, tiny, folder, ranks=None):
     """A trainer on the tiny model over four rows, built as `train_grpo.train` builds it."""
     prompts = [RENDERED.format(f"hour {8 + i} store 50 load 30") for i in range(4)]
     columns = {f"reward_action_{k}": k / 10 for k in range(4)}
@@ -33,7 +34,7 @@ def build(settings, tiny, folder):
     specs = reward_specs(choose_rewards(settings.REWARDS, rows)[0])
     scale = choose_scale_rewards(settings.SCALE_REWARDS, [name for name, _ in specs])[0]
     return Trainer(
-        RunContext(settings, rows, plan, folder, "eager", "prefix", StopRequest()),
+        RunContext(settings, rows, plan, folder, "eager", "prefix", StopRequest(), ranks=ranks or Ranks()),
         load_model(str(tiny), read_json(tiny / "config.json"), "eager").float(),
         load_tokenizer(str(tiny)),
         LoraConfig(**train_grpo.lora_options(settings)),
@@ -42,10 +43,10 @@ def build(settings, tiny, folder):
     )
 
 
-def make(tiny, folder, **changes):
+def make(tiny, folder, ranks=None, **changes):
     """A trainer with few, short completions."""
     small = {"PROMPTS_PER_STEP": 2, "NUM_GENERATIONS": 2, "MAX_COMPLETION_LEN": 8, "TOTAL_STEPS": 2, "SEED": 3}
-    return build(Settings(**{"MODEL_ID": "tiny", "OUTPUT_DIR": str(folder)} | small | changes), tiny, folder)
+    return build(Settings(**{"MODEL_ID": "tiny", "OUTPUT_DIR": str(folder)} | small | changes), tiny, folder, ranks)
 
 
 def plain_float32(trainer):

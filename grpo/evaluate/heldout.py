@@ -16,7 +16,6 @@ from grpo.data.files import Row, data_fingerprint
 from grpo.data.scoring import FINAL, GARBAGE, Completion, completion_rates, score, total, tried_text
 from grpo.evaluate.exact import answer_probabilities
 from grpo.learn.trainer import Trainer
-from grpo.model.load import evaluating
 from grpo.run.durable import is_intact, read_sealed, sealed, write_text
 from grpo.settings import log
 
@@ -31,16 +30,9 @@ def generate_completions(
 ) -> list[list[int]]:
     """Token ids of one completion for each prompt, generated as the rollouts are (same engine and length) at `temperature`
     (None: EVAL_TEMPERATURE, 0: greedily). The seed is that of `step`, before as after training. `base`: without the adapter."""
-    run, now = trainer.run, trainer.state.global_step
     prompt_ids = trainer._tokenize_prompts(list(prompts))[0]
-    run.stream = "base" if base else "evaluation"
-    run.temperature = run.settings.EVAL_TEMPERATURE if temperature is None else temperature
-    trainer.state.global_step = step
-    try:
-        with evaluating(trainer.model), trainer.model.disable_adapter() if base else contextlib.nullcontext():
-            return trainer._generate_single_turn(prompt_ids, None, {}, samples)[0]
-    finally:
-        run.stream, run.temperature, trainer.state.global_step = "train", None, now
+    temperature = trainer.run.settings.EVAL_TEMPERATURE if temperature is None else temperature
+    return trainer.answers(prompt_ids, samples, base, step, temperature)
 
 
 def exact_probabilities(trainer: Trainer, prompts: Sequence[str], base: bool, greedy: bool, actions: int) -> np.ndarray:

@@ -1,27 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What others get: the card of an adapter or of a merged model, and its way to the Hub; for scripts/export.py."""
+"""What others get: the card of an adapter or of a merged model; for scripts/export.py."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from huggingface_hub import HfApi
-
-from grpo.evaluate.report import facts, plant_verdict, reward_verdict, short
+from grpo.evaluate.report import facts, plant_verdict, reward_verdict
 from grpo.evaluate.run_data import HELDOUT_HEADER, ReportError, Run, heldout_rows, part, read_json, read_run
-from grpo.evaluate.standalone import InputError
 from grpo.preflight.adapter import CONFIG, on_experts
 from grpo.preflight.hub import MODEL_FILES, WEIGHTS_INDEX
 from grpo.run.archive import base_name, loading_code
 from grpo.run.durable import write_text
+from grpo.run.hub import MERGED_CODE, chosen_settings, table
 from grpo.run.place import ADAPTER, SETTINGS
-from grpo.settings import FIELDS, Settings, described, one_line, show
+from grpo.settings import Settings
 
 FORMS = {
     "": "a LoRA adapter for {base}",
@@ -32,27 +29,9 @@ FORMS = {
 LIBRARIES = {"": "peft", "gguf": "gguf"}  # else transformers
 GGUF = "model.gguf"
 GRPO = "\nTrained by train_grpo.py with GRPO ([paper](https://arxiv.org/abs/2402.03300))."
-MERGED_CODE = """```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained(".", dtype="auto", device_map="auto")
-tokenizer = AutoTokenizer.from_pretrained(".")
-```"""
 GGUF_CODE = f"""```bash
 llama-server -m {GGUF}
 ```"""
-
-
-class PushError(RuntimeError):
-    """The Hub did not take all of it; the message says why and what to do."""
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table, each cell on one line."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(
-        "| " + " | ".join(one_line(cell, 300).replace("|", "\\|") for cell in cells) + " |" for cells in lines
-    )
 
 
 def run_of(adapter: Path) -> Path | None:
@@ -76,14 +55,11 @@ def about_training(adapter: Path) -> str:
     if folder is None:
         return "How it was trained is not recorded.\n"
     record = read_json(folder / SETTINGS)
-    sources, values = part(record, "sources"), part(record, "settings")
-    chosen = [name for name, spec in FIELDS.items() if spec.metadata["group"] != "Output"]
-    chosen = [name for name in chosen if name in values and sources.get(name, "default") != "default"]
-    settings = table(["Setting", "Value"], [[f"`{name}`", short(show(values[name]))] for name in chosen])
+    settings = chosen_settings(part(record, "sources"), part(record, "settings"))
     try:
         run = read_run(folder)
     except (ReportError, OSError):  # scripts/sft.py writes no metrics
-        return f"## Settings\n\nThose that are not train_grpo.py's defaults.\n\n{settings}\n"
+        return settings
     known = table(["", ""], [[name, value] for name, value in facts(run) if name not in ("Run", "Last step")])
     return f"""## Data and training
 
@@ -93,12 +69,7 @@ def about_training(adapter: Path) -> str:
 
 {results(run, adapter)}
 
-## Settings
-
-Those that are not train_grpo.py's defaults.
-
-{settings}
-"""
+{settings}"""
 
 
 def model_readme(
@@ -148,41 +119,3 @@ def staged_adapter(s: Settings, adapter: Path, base: Path) -> Iterator[Path]:
         copy_small(base, folder)
         write_text(folder / "README.md", model_readme(s, adapter))
         yield folder
-
-
-def listing(folder: Path, repo: str) -> str:
-    """What `upload` would send: the files with their sizes, and the card."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    files = [f"  {path.relative_to(folder)}  {path.stat().st_size:,} bytes" for path in paths]
-    card = (folder / "README.md").read_text(encoding="utf-8")
-    return "\n".join([f"would be uploaded to {repo} (made private if it is new):", *files, "", card])
-
-
-def refused(repo: str, error: Exception) -> str:
-    """A line on what huggingface_hub raised, and what to do."""
-    fix = "Name it user/name or organization/name, and run `hf auth login` or set HF_TOKEN to a token that may write there"
-    return f"--push {repo}: it cannot be uploaded ({described(error)}). {fix}"
-
-
-def check_account(repo: str) -> None:
-    """Before anything takes time: there is a Hub that knows the token. Raises InputError."""
-    try:
-        if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
-            raise ValueError("that is no name of a repository")
-        HfApi().whoami()
-    except Exception as error:  # whatever huggingface_hub raises: no token, no network, a refusal
-        raise InputError(refused(repo, error)) from error
-
-
-def upload(folder: Path, repo: str) -> str:
-    """Upload all files of a folder to a model repository of the Hub, a new one being private; returns its address. Raises
-    PushError."""
-    try:
-        api = HfApi()
-        address = api.create_repo(repo, private=True, exist_ok=True)
-        api.upload_folder(
-            repo_id=repo, folder_path=folder, commit_message="Upload by train_grpo.py's scripts/export.py"
-        )
-        return str(address)
-    except Exception as error:  # as above, and whatever ends a long upload
-        raise PushError(refused(repo, error)) from error

@@ -7,7 +7,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pandas
@@ -26,6 +25,7 @@ from grpo.evaluate.run_data import (
     part,
     spread,
 )
+from grpo.run.hub import short
 from grpo.tasks.tes.closed_loop import RULES
 
 MOST_WINDOWS = 3  # of the closed loop that get a figure
@@ -245,12 +245,6 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
         value = f"{rewards.head(MEAN_OF).mean():.3f} \u2192 {rewards.tail(MEAN_OF).mean():.3f}"
         found.append(("Reward while training", value, f"mean of the first {MEAN_OF} and of the last {MEAN_OF} steps"))
     return found
-
-
-def short(text: str) -> str:
-    """A setting's value without the folders of absolute paths: a report may be shown to others."""
-    parts = [part.strip() for part in text.split(",")]
-    return ", ".join(Path(part).name if part.startswith("/") else part for part in parts)
 
 
 def facts(run: Run) -> list[tuple[str, str]]:

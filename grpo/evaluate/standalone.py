@@ -31,7 +31,7 @@ from grpo.preflight.memory import plan_engine
 from grpo.rollout.engine import EngineError, start_engine
 from grpo.rollout.prefill import shared_prefill
 from grpo.run.best import adapter_fault
-from grpo.settings import Problems, Settings, load_settings, show
+from grpo.settings import InputError, Problems, Settings, load_settings, show
 from grpo.tasks.tes import record as tes_record
 from grpo.tasks.tes.plant import Plant
 from grpo.tasks.tes.profiles import ProfileError
@@ -42,10 +42,6 @@ RECORDED = (
     "MODEL_ID", "REASONING_EFFORT", "PROMPT_DATE", "MAX_COMPLETION_LEN", "EVAL_TEMPERATURE", "TOP_P", "SEED", "DATA", "EVAL_DATA", "EVAL_SAMPLES",
     "SYSTEM_PROMPT", "MAX_PROMPT_LEN",
 )  # fmt: skip
-
-
-class InputError(ValueError):
-    """The input is wrong; `args` are the problems, each a sentence for the user."""
 
 
 def recorded_settings(adapter: Path | None, environ: Mapping[str, str]) -> dict[str, str]:

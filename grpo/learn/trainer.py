@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOFunction
 from peft import LoraConfig
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.trainer_callback import PrinterCallback, TrainerCallback
+from transformers.trainer_callback import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.kernels import ChunkedLogProbFunction
 
@@ -28,18 +29,22 @@ import rewards
 from grpo.data.files import Row, reward_columns
 from grpo.data.prompts import StepRows, sampling_seed
 from grpo.data.scoring import Completion
+from grpo.learn.timer import StepTimerCallback
+from grpo.learn.together import add_up, agree, gradients_of, in_parts, lead
 from grpo.model.attention import KERNELS, attention_of, hidden_states
 from grpo.model.expert_lora import experts_wrapped
 from grpo.model.load import evaluating
 from grpo.model.packing import PackedBatch, cut_micro_batches, pack_batch, padded_like
 from grpo.preflight.memory import HEAD_TILE, Plan, micro_batch_tokens
-from grpo.rollout.engine import Engine, gpu_used_gib
+from grpo.rollout.engine import Engine
+from grpo.rollout.noise import SharedNoise
 from grpo.rollout.prefill import shared_prefill
 from grpo.run.archive import model_card
 from grpo.run.best import read_best, which_to_load
 from grpo.run.durable import begin_checkpoint, finish_checkpoint, write_text
 from grpo.run.folder import rotate_checkpoints
 from grpo.run.logs import EVALUATED, RunLog
+from grpo.run.ranks import Ranks
 from grpo.run.signals import StopRequest
 from grpo.settings import Settings
 
@@ -94,50 +99,7 @@ class RunContext:
     # What is measured every EVAL_STEPS steps: columns of metrics.csv. None: nothing is.
     measure: Callable[[Trainer], dict[str, float]] | None = None
     parity: list[dict[str, Any]] = field(default_factory=list)  # what the mismatch check measured
-
-
-class StepTimerCallback(TrainerCallback):
-    """Times each step and its parts, and ends training after a checkpoint when the process is asked to end."""
-
-    def __init__(self, stop: StopRequest):
-        self.stop = stop
-        self.parts = {"rollout": 0.0, "reward": 0.0}  # seconds of this step
-        self.started = self.seconds = 0.0
-        self.used_gib = 0.0  # most of the GPU that was seen in use in this step
-
-    @contextlib.contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Adds the time that the block takes to a part of the step."""
-        started = time.perf_counter()
-        yield
-        self.parts[name] += time.perf_counter() - started
-
-    def figures(self) -> dict[str, float | None]:
-        """Columns of metrics.csv: the times of the last step in seconds, and the most GPU memory in GiB."""
-        return {
-            **{f"{name}_s": seconds for name, seconds in self.parts.items()},
-            "learn_s": self.seconds - sum(self.parts.values()),
-            "step_s": self.seconds,
-            "gpu_peak_gib": self.used_gib or None,
-        }
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        state.save_steps = args.save_steps  # a resumed run may change it; the Trainer takes the checkpoint's
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self.parts = dict.fromkeys(self.parts, 0.0)
-        self.used_gib = 0.0
-        self.started = time.perf_counter()
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.seconds = time.perf_counter() - self.started
-        # torch keeps what learning took at its most, until the engine wakes.
-        self.used_gib = max(self.used_gib, gpu_used_gib())
-        if self.stop.signal:
-            control.should_save = control.should_training_stop = True
-        return control
+    ranks: Ranks = field(default_factory=Ranks)
 
 
 class Trainer(GRPOTrainer):
@@ -157,9 +119,12 @@ class Trainer(GRPOTrainer):
         config: GRPOConfig,
         rewards: list[Callable[..., Any]],
     ):
-        self.run, self.timer = run, StepTimerCallback(run.stop)
+        self.run = run
+        self.timer = StepTimerCallback(run.stop, lambda *now: agree(run.ranks, *now, self.state.global_step))
         s, names = run.settings, [function.__name__ for function in rewards]
-        self.run_log = RunLog(run.folder, s.TOTAL_STEPS, s.EVAL_STEPS, names, s.LOG_PROMPTS)
+        self.run_log: RunLog | None = None  # rank 0 writes
+        if not run.ranks.rank:
+            self.run_log = RunLog(run.folder, s.TOTAL_STEPS, s.EVAL_STEPS, names, s.LOG_PROMPTS)
         # TRL asks the first completion for the columns: every row gets those of every file.
         self.actions = max(len(row.rewards) for row in run.rows)
         self.empty_columns = {name: None for row in run.rows for name in reward_columns(row, self.actions)}
@@ -190,7 +155,9 @@ class Trainer(GRPOTrainer):
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """Behind the last file of the checkpoint comes its manifest, and only then the oldest one goes. By step: transformers
-        goes by modification times, and would delete a new checkpoint where older ones are dated later."""
+        goes by modification times, and would delete a new checkpoint where older ones are dated later. Rank 0's alone."""
+        if self.run.ranks.rank:
+            return
         checkpoint = self.run.folder / f"checkpoint-{self.state.global_step}"
         begin_checkpoint(checkpoint)
         super()._save_checkpoint(model, trial)
@@ -209,29 +176,55 @@ class Trainer(GRPOTrainer):
         return [ids_of[prompt] for prompt in prompts], *rest
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
-        run, arguments = self.run, (images, multimodal_fields, num_generations, has_tool_images)
+        """Every rank generates for its own rows; all get all."""
+        run, ranks, arguments = self.run, self.run.ranks, (images, multimodal_fields, num_generations, has_tool_images)
         stream = "train" if run.stream == "train" else "evaluation"
         torch.manual_seed(sampling_seed(run.settings.SEED, self.state.global_step, stream))
+        seed, completion_ids, logprobs = torch.initial_seed(), [], None
         with self.timer.part("rollout"):
             if run.engine is not None:
-                policy, adapter = self.accelerator.unwrap_model(self.model), run.stream != "base"
-                seed = torch.initial_seed()
-                completion_ids, logprobs = run.engine.rollout(policy, prompt_ids, seed, adapter, run.temperature)
+                policy = self.accelerator.unwrap_model(self.model)
+                own = ranks.share_out(len(prompt_ids), num_generations)
+                options = seed + ranks.rank, run.stream != "base", run.temperature  # other noise on every rank
+                mine = run.engine.rollout(policy, prompt_ids[own.start : own.stop], *options) if own else ([], [])
+                completion_ids, logprobs = (list(chain(*parts)) for parts in zip(*ranks.share(mine), strict=True))
                 self.timer.used_gib = max(self.timer.used_gib, run.engine.used_gib)
             else:
-                completion_ids, logprobs = [], None
                 base = self.accelerator.unwrap_model(self.model).get_base_model()
+                noise = SharedNoise(seed, base.device) if ranks.size > 1 and run.temperature != 0 else None
                 with (
                     attention_of(self.model, "eager"),
                     evaluating(self.model),
                     self.generating_at(run.temperature),
-                    shared_prefill(base),
+                    shared_prefill(base, noise),
                 ):
-                    for start in range(0, len(prompt_ids), run.plan.generation_batch):
-                        chunk = prompt_ids[start : start + run.plan.generation_batch]
-                        completion_ids += super()._generate_single_turn(chunk, *arguments)[0]
+                    for rows, own in in_parts(ranks, len(prompt_ids), run.plan.generation_batch):
+                        if noise:
+                            noise.begin(range(own.start - rows.start, own.stop - rows.start), len(rows))
+                        chunk = prompt_ids[own.start : own.stop]
+                        mine = super()._generate_single_turn(chunk, *arguments)[0] if own else []
+                        completion_ids += (some := list(chain(*ranks.share(mine))))
+                        if noise:
+                            noise.catch_up(max(map(len, some)), base.config.vocab_size)
         self.rollout_tokens = sum(map(len, completion_ids))
         return completion_ids, logprobs
+
+    def answers(
+        self, prompt_ids: list[list[int]], samples: int, base: bool, step: int, temperature: float
+    ) -> list[list[int]]:
+        """Token ids of one completion for each prompt, of which each stands there `samples` times, generated as the rollouts
+        are at `temperature` (0: greedily), with the seed of `step`; `base`: without the adapter. For an evaluation: rank 0 is
+        asked, inside of `lead`, and asks the others."""
+        run, now = self.run, self.state.global_step
+        if not run.ranks.rank:
+            asked = dict(prompt_ids=prompt_ids, samples=samples, base=base, step=step, temperature=temperature)
+            run.ranks.broadcast(asked)
+        run.stream, run.temperature, self.state.global_step = "base" if base else "evaluation", temperature, step
+        try:
+            with evaluating(self.model), self.model.disable_adapter() if base else contextlib.nullcontext():
+                return self._generate_single_turn(prompt_ids, None, {}, samples)[0]
+        finally:
+            run.stream, run.temperature, self.state.global_step = "train", None, now
 
     @contextlib.contextmanager
     def generating_at(self, temperature: float | None) -> Iterator[None]:
@@ -259,7 +252,10 @@ class Trainer(GRPOTrainer):
         return read
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        """Rank 0's: a reward function may be random, or ask a judge."""
         with self.timer.part("reward"):
+            if self.run.ranks.rank:
+                return torch.tensor(self.run.ranks.broadcast(), device=self.accelerator.device)
             read = self.read_completions([self.run.rows[x["row"]] for x in inputs], completion_ids_list)
             enriched = [
                 {"prompt": prompt, "truncated": one.truncated}
@@ -272,6 +268,7 @@ class Trainer(GRPOTrainer):
             weights = self.reward_weights.to(per_function.device)
             totals = (per_function * weights).nansum(dim=1).masked_fill(per_function.isnan().all(dim=1), math.nan)
             self.run_log.write_completions(self.state.global_step + 1, read, totals.tolist(), per_function.tolist())
+            self.run.ranks.broadcast(per_function.tolist())
         return per_function
 
     def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -285,12 +282,13 @@ class Trainer(GRPOTrainer):
         return loss
 
     def learn(self, model: torch.nn.Module, batch: Batch) -> Tensor:
-        """Gradients of the loss of `batch`: `prompt_ids` (B, P), `completion_ids` (B, C), their masks, `advantages` (B,),
-        and where they are known `sampling_per_token_logps` and `ref_per_token_logps` (B, C). Returns the loss, a scalar."""
+        """Gradients of the loss of `batch`, from each rank's own prompts and added up: `prompt_ids` (B, P), `completion_ids`
+        (B, C), their masks, `advantages` (B,), and where they are known `sampling_per_token_logps` and
+        `ref_per_token_logps` (B, C). Returns the loss, a scalar."""
         s, base, mask = self.run.settings, self.base_model_of(model), batch["completion_mask"]
         total = torch.zeros((), device=mask.device)
-        logps = torch.full(mask.shape, math.nan, device=mask.device)
-        ratios = torch.ones(mask.shape, device=mask.device)
+        logps = torch.zeros(mask.shape, device=mask.device)
+        ratios = torch.zeros(mask.shape, device=mask.device)
         sums: collections.Counter[str] = collections.Counter()
         for rows, packed in self.micro_batches(batch):
             with self.accelerator.autocast():
@@ -302,7 +300,7 @@ class Trainer(GRPOTrainer):
             }
             found, entropy = (padded_like(part["completion_mask"], packed, values) for values in (found, entropy))
             policy, sampled = found.detach(), part.get("sampling_per_token_logps")
-            logps[rows] = policy
+            logps[rows], ratios[rows] = policy, 1.0
             if sampled is not None and s.IS_CORRECTION != "none":
                 ratio = importance_ratio(policy, sampled, part["completion_mask"], s.IS_CORRECTION, s.IS_CLIP_MAX)
                 part["importance_sampling_ratio"], ratios[rows] = ratio, ratio.expand_as(policy)
@@ -311,6 +309,11 @@ class Trainer(GRPOTrainer):
             states.backward(leaf.grad)
             total += loss.detach()
             sums.update(metrics)
+        if self.run.ranks.size > 1:
+            add_up(self.run.ranks, [*gradients_of(model), total, logps, ratios])
+            parts, sums = self.run.ranks.share(sums), collections.Counter()
+            for part in parts:
+                sums.update(part)
         self.record_learning(batch, logps, ratios, sums)
         return total
 
@@ -319,11 +322,13 @@ class Trainer(GRPOTrainer):
         return self.accelerator.unwrap_model(model).get_base_model()
 
     def micro_batches(self, batch: Batch) -> Iterator[tuple[Tensor, PackedBatch]]:
-        """Indices (b,) of some completions and these packed, one micro-batch after the other: together all of `batch`."""
+        """Indices (b,) of some completions and these packed, one micro-batch after the other: together all of `batch` that is
+        this rank's."""
         s, share, attention = self.run.settings, self.run.packing == "prefix", self.run.attention
-        tokens = []
+        tokens, own = [], self.run.ranks.share_out(len(batch["prompt_ids"]), s.NUM_GENERATIONS)
         for kind in ("prompt", "completion"):
-            ids, kept = batch[f"{kind}_ids"].cpu(), batch[f"{kind}_mask"].cpu().bool()
+            ids, kept = (batch[f"{kind}_{of}"][own.start : own.stop].cpu() for of in ("ids", "mask"))
+            kept = kept.bool()
             tokens.append([row.tolist() for row in ids[kept].split(kept.sum(1).tolist())])
         prompts, completions = tokens
         lengths = [(len(p), len(c)) for p, c in zip(prompts, completions, strict=True)]
@@ -331,7 +336,8 @@ class Trainer(GRPOTrainer):
         device = batch["completion_ids"].device
         for rows in cut_micro_batches(list(map(tuple, prompts)), lengths, most, share):
             chosen = [prompts[i] for i in rows], [completions[i] for i in rows]
-            yield torch.tensor(rows, device=device), pack_batch(*chosen, share, attention in KERNELS, device)
+            packed = pack_batch(*chosen, share, attention in KERNELS, device)
+            yield torch.tensor(rows, device=device) + own.start, packed
 
     def compute_logps(self, base: PreTrainedModel, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies (N,) of `targets` (N,) after `states` (N, hidden) of `base`. Logits are held for one tile
@@ -374,6 +380,7 @@ class Trainer(GRPOTrainer):
             with self.accelerator.autocast():
                 found, _ = self.compute_logps(base, hidden_states(base, packed, self.run.attention), packed.targets)
             logps[rows] = padded_like(batch["completion_mask"][rows], packed, found)
+        add_up(self.run.ranks, [logps])
         return logps, None, None
 
     def record_learning(self, batch: Batch, logps: Tensor, ratios: Tensor, sums: Mapping[str, float]) -> None:
@@ -399,22 +406,24 @@ class Trainer(GRPOTrainer):
             row["sync_share"] = engine.share[0] if engine and engine.share else None
             row["rollout_tokens_per_s"] = self.rollout_tokens / max(row["rollout_s"], 1e-9)
             row |= dict.fromkeys((*EVALUATED, "eval_s"))
-            if self.run.measure and self.is_evaluated(self.state.global_step):
-                started = time.perf_counter()
-                with kept_randomness():
-                    figures = self.run.measure(self)
-                figures["eval_s"] = time.perf_counter() - started
-                row |= figures
+            if self.is_evaluated(self.state.global_step):
+                row |= lead(self, self.measured) or {}
             # To the trackers; TRL has the means of the reward functions under names of its own.
-            logs |= {
-                name: value
-                for name, value in (self.run_log.rates | row).items()
-                if value is not None and "/" not in name
-            }
+            rates = self.run_log.rates if self.run_log else {}
+            logs |= {name: value for name, value in (rates | row).items() if value is not None and "/" not in name}
         super().log(logs, start_time)
-        if stepped:
+        if stepped and self.run_log:
             row |= {column: logs.get(name) for column, name in TRL_FIGURES.items()}
             self.run_log.write_step(self.state.global_step, row)
+
+    def measured(self) -> dict[str, float]:
+        """Columns of metrics.csv that are measured after some steps."""
+        if not self.run.measure:
+            return {}
+        started = time.perf_counter()
+        with kept_randomness():
+            figures = self.run.measure(self)
+        return figures | {"eval_s": time.perf_counter() - started}
 
     def is_evaluated(self, step: int) -> bool:
         """Whether `step` is measured while it trains: the last one is measured after training."""

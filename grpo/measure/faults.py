@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults in each phase of a step beside vLLM: kills, memory that is gone, a dying engine, a full /dev/shm; and whether the
-same command goes on."""
+"""Faults in each phase of a step beside vLLM: kills, memory that is gone, a dying engine; and whether the same command goes
+on."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ FAULTS = (
     *(f"kill:{phase}" for phase in PHASES),
     *(f"memory:{phase}" for phase in ("wake", "sync", "generate", "learn")),
     "dying:generate",
-    "shm:sync",
 )
 SAVE_EVERY, COMPLETIONS = 2, 16
 CRITICAL = " C train_grpo: "  # in a line of training.log
@@ -48,7 +47,6 @@ EXPECTED = {
     "kill": ((-signal.SIGKILL,), ""),
     "memory": ((1, 4), "memory"),
     "dying": ((4,), "EngineCore died"),
-    "shm": ((4,), "No space left"),
 }
 SPARE = 32 << 20  # bytes that a full GPU has left
 
@@ -103,10 +101,6 @@ def run(options: argparse.Namespace, folder: Path, steps: int, fault: str = "") 
     }  # fmt: skip
     child = ["faults", "--out", "-", "--model", options.model, "--data", options.data, "--child", fault]
     command = [sys.executable, *([str(BENCH), *child] if fault else [str(SCRIPT)])]
-    if fault.startswith("shm"):  # in a namespace of its own, where it holds less than the adapter
-        settings["ROLLOUT_SYNC"] = "lora"
-        inside = 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$@"'
-        command = ["unshare", "--mount", "sh", "-c", inside, "sh", *command]
     started, log = time.perf_counter(), folder.with_name(f"{folder.name}.log")
     with log.open("a") as out:
         before = out.tell()

@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from grpo.data.files import flat_rows
 from grpo.preflight.checks import Preflight
 from grpo.preflight.choices import attention_warning, choose_epsilon_high
+from grpo.preflight.machine import Machine
 from grpo.preflight.memory import Plan
 from grpo.preflight.targets import hit_lines
 from grpo.run.logs import banner_text
 from grpo.run.pace import UNKNOWN, Pace
+from grpo.run.ranks import Ranks
 from grpo.settings import FIELDS, show
 from rewards import ACTION_REWARDS
 
@@ -39,6 +41,8 @@ def facts(preflight_result: Preflight) -> Iterator[tuple[str, str]]:
     batch = f"{s.PROMPTS_PER_STEP} prompts x {s.NUM_GENERATIONS} generations"
     yield "step", f"{batch} = {s.completions_per_step} completions"
     epochs = s.TOTAL_STEPS * s.PROMPTS_PER_STEP / max(len(p.rows), 1)
+    if m.ranks > 1:
+        yield "processes", processes_text(p)
     yield "length", f"{s.TOTAL_STEPS} steps, {epochs:.1f} epochs over the rows"
     so_far = Pace.read(run.folder / "metrics.csv", s.TOTAL_STEPS, s.EVAL_STEPS).left(run.step) if run.checkpoint else ""
     yield "time", so_far or f"{UNKNOWN}: training.log says it with each step from there on"
@@ -64,7 +68,7 @@ def facts(preflight_result: Preflight) -> Iterator[tuple[str, str]]:
     high, reason = choose_epsilon_high(s)
     yield "clip range", f"{s.EPSILON:g} below, {high:g} above: {reason}"
     if p.plan:
-        yield from memory_facts(p.plan)
+        yield from memory_facts(p.plan, m)
     state = f"continues from step {run.step}" if run.checkpoint else "starts at step 0"
     if run.exists and s.OVERWRITE:
         state = "DELETES the run that is there (OVERWRITE=1)"
@@ -76,8 +80,18 @@ def facts(preflight_result: Preflight) -> Iterator[tuple[str, str]]:
     yield "OUTPUT_DIR", f"{run.folder}: {state}"
 
 
-def memory_facts(plan: Plan) -> Iterator[tuple[str, str]]:
-    """(title, text) of each line about memory and batch sizes."""
+def processes_text(preflight_result: Preflight) -> str:
+    """How many processes share a step, and what each gets of it."""
+    m, prompts = preflight_result.machine, preflight_result.settings.PROMPTS_PER_STEP
+    shares = ", ".join(str(len(Ranks(rank, m.ranks).share_out(prompts))) for rank in range(m.ranks))
+    ports = preflight_result.ranks.ports
+    each = f"each with its own model{' and vLLM' * preflight_result.rollouts[0]}"
+    there = f"{m.ranks} on {m.ranks // m.here} machines" if m.ranks > m.here else f"{m.ranks}"
+    return f"{there}, {each}: {shares} of {prompts} prompts; they speak on a port from {ports[0]} to {ports[-1]}"
+
+
+def memory_facts(plan: Plan, machine: Machine) -> Iterator[tuple[str, str]]:
+    """(title, text) of each line about memory and batch sizes, of one process."""
     yield "MICRO_BATCH", f"{plan.micro_batch}: {plan.micro_batch_reason}"
     if engine := plan.engine:
         parts = f"weights {engine.weights:.1f} + scratch {engine.scratch:.1f} + cache {engine.cache:.1f}"
@@ -85,10 +99,14 @@ def memory_facts(plan: Plan) -> Iterator[tuple[str, str]]:
         small = sum(size == place for place, size in enumerate(engine.capture_sizes, 1))  # 1, 2, 3, ... without a gap
         graphs = ", ".join([f"1 to {small}", *map(str, engine.capture_sizes[small:])])
         asleep = f"{engine.asleep:.1f} GiB on the GPU, {engine.weights:.1f} GiB of host memory"
+        if machine.here > 1:
+            asleep += (
+                f" ({engine.weights * machine.here:.0f} of {machine.here} engines, {machine.ram_free:.0f} are free)"
+            )
         yield "vLLM asleep", f"{asleep}; graphs for batches of {graphs}"
     else:
         yield "GENERATION_BATCH", f"{plan.generation_batch}: {plan.generation_batch_reason}"
-    yield "memory", f"{plan.parts} = {plan.peak:.2f} GiB (estimate)"
+    yield "memory", f"{plan.parts} = {plan.peak:.2f} GiB{' per process' * (machine.ranks > 1)} (estimate)"
 
 
 def is_own(preflight_result: Preflight, name: str) -> bool:

@@ -33,7 +33,8 @@ from grpo.preflight.machine import (
 )
 from grpo.preflight.memory import LORA_RANKS, Plan, Shapes, divisors, memory_advice, memory_shortfall
 from grpo.preflight.targets import check_targets, expert_words, hits
-from grpo.run.folder import RunState, existing_parent, inspect_run
+from grpo.run.folder import RunState, existing_parent, inspect_run, run_folder
+from grpo.run.ranks import Ranks
 from grpo.settings import MOST_COMPLETIONS, Problems, Settings, is_text, load_settings, nearest, path_fault
 
 
@@ -60,7 +61,7 @@ def check_attention(settings: Settings, machine: Machine, problems: Problems) ->
 
 
 def check_lora(settings: Settings, config: Mapping[str, Any] | None, problems: Problems) -> None:
-    """LORA_TARGETS matches something, and vLLM can follow; so can it LORA_R."""
+    """LORA_TARGETS matches something, and vLLM can follow by the chosen ROLLOUT_SYNC; so can it LORA_R."""
     check_targets(settings.LORA_TARGETS, config, problems)
     experts = expert_words(settings.LORA_TARGETS)
     if experts and settings.LORA_DROPOUT:
@@ -68,11 +69,10 @@ def check_lora(settings: Settings, config: Mapping[str, Any] | None, problems: P
         problems.add("LORA_DROPOUT", what, "Set LORA_DROPOUT=0")
     if settings.USE_VLLM is False:
         return
-    sync, _ = choices.choose_sync(settings.ROLLOUT_SYNC, bool(experts))
-    if experts and sync == "merge":
+    if experts and settings.ROLLOUT_SYNC == "merge":
         what = f"merge brings vLLM the attention's weights alone, and LORA_TARGETS has {experts[0]}"
         problems.add("ROLLOUT_SYNC", what, "Set ROLLOUT_SYNC=auto (which takes lora), or USE_VLLM=0")
-    if sync == "lora" and max(LORA_RANKS) < settings.LORA_R:
+    if settings.ROLLOUT_SYNC == "lora" and max(LORA_RANKS) < settings.LORA_R:
         what = f"vLLM takes adapters of rank {max(LORA_RANKS)} at most"
         problems.add("LORA_R", what, f"Lower it, or set {'USE_VLLM=0' if experts else 'ROLLOUT_SYNC=merge'}")
 
@@ -105,8 +105,14 @@ def check_settings(settings: Settings, config: Mapping[str, Any] | None, machine
     if settings.LOSS_TYPE == "vespo" and settings.IS_CORRECTION.startswith("sequence"):
         problems.add("IS_CORRECTION", "vespo corrects sequences itself", "Set token_truncate or token_mask")
     if machine.gpus > 1:
-        fix = "Make one visible, e.g. CUDA_VISIBLE_DEVICES=0"
-        problems.add("CUDA_VISIBLE_DEVICES", f"{machine.gpus} GPUs are visible, this program uses one", fix)
+        start = f"Start one for each (torchrun --nproc-per-node {machine.gpus} train_grpo.py, see docs/clusters.md)"
+        fix = f"{start}, or make one visible, e.g. CUDA_VISIBLE_DEVICES=0"
+        problems.add(
+            "CUDA_VISIBLE_DEVICES", f"{machine.gpus} GPUs are visible, a process of this program uses one", fix
+        )
+    if machine.ranks > settings.PROMPTS_PER_STEP:
+        what = f"{settings.PROMPTS_PER_STEP} cannot be shared out among {machine.ranks} processes, each needs one"
+        problems.add("PROMPTS_PER_STEP", what, f"Set it to {machine.ranks} or higher, or start fewer processes")
 
 
 def check_shared(settings: Settings, machine: Machine, vllm: bool, sync: str, problems: Problems) -> None:
@@ -142,15 +148,16 @@ def check_memory(settings: Settings, shapes: Shapes, problems: Problems, resumed
     elif plan.weights > 4:
         what = f"no GPU is visible, and {settings.MODEL_ID} needs one ({plan.weights:.0f} GiB of BF16 weights)"
         problems.add("MODEL_ID", what, "Run on a machine with an 80 GB GPU, or try MODEL_ID=tiny, which needs none")
-    elif plan.peak > machine.ram_free > 0:
-        what = f"the run needs about {plan.peak:.1f} GiB of memory and {machine.ram_free:.1f} GiB are free"
-        problems.add("memory", what, "Lower MICRO_BATCH or MAX_COMPLETION_LEN")
-    if engine and engine.weights + 2 > machine.ram_free:
-        what = f"the sleeping engine keeps {engine.weights:.1f} GiB in host memory, {machine.ram_free:.1f} GiB are free"
+    elif plan.peak > machine.ram_share > 0:
+        each = f" in each of {machine.here} processes" * (machine.here > 1)
+        what = f"the run needs about {plan.peak:.1f} GiB of memory{each} and {machine.ram_free:.1f} GiB are free"
+        problems.add("memory", what, "Lower MICRO_BATCH or MAX_COMPLETION_LEN" + ", or start fewer" * bool(each))
+    if engine and engine.weights + 2 > machine.ram_share:
+        many = f"each of {machine.here} sleeping engines" if machine.here > 1 else "the sleeping engine"
+        what = f"{many} keeps {engine.weights:.1f} GiB in host memory, {machine.ram_free:.1f} GiB are free"
         without = memory_shortfall(shapes.plan(dataclasses.replace(settings, USE_VLLM=False)), machine)
-        problems.add(
-            "memory", what, "Free some, or take a machine with more" + ("" if without else ", or set USE_VLLM=0")
-        )
+        ways = ["take a machine with more"] + ["start fewer processes"] * (machine.here > 1)
+        problems.add("memory", what, ", or ".join(["Free some", *ways, *["set USE_VLLM=0"] * (not without)]))
 
 
 def check_disk(settings: Settings, files: ModelFiles, adapter: float, problems: Problems) -> None:
@@ -196,6 +203,7 @@ class Preflight:
     evaluation: tuple[bool, str]  # exact or sampled
     best: tuple[str, str]
     init_adapter: str | None  # SHA-256 of its weights
+    ranks: Ranks = dataclasses.field(default_factory=Ranks)
 
 
 def keep_choices(settings: Settings, rollouts: tuple[bool, str], plan: Plan, run: RunState, problems: Problems) -> Plan:
@@ -221,19 +229,21 @@ def place_problem() -> str | None:
     return None if is_text(here) else f"current folder: {here!r} is no name in UTF-8. Rename it, or change into another"
 
 
-def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Preflight:
-    """Every check that needs no training; all problems are collected, and nothing is written."""
+def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks: Ranks | None = None) -> Preflight:
+    """Every check that needs no training; all problems are collected, and nothing is written. OUTPUT_DIR is rank 0's."""
     settings, sources, problems = load_settings(environ)
-    machine = machine or read_machine()
+    ranks = ranks or Ranks()
+    machine = dataclasses.replace(machine or read_machine(), ranks=ranks.size, here=ranks.local_size)
     versions = installed_versions([*TESTED, *TESTED_VLLM])
     rollouts = choices.choose_rollouts(settings.USE_VLLM, machine.gpus, settings.MODEL_ID == "tiny", versions["vllm"])
     check_packages(settings, versions, problems, rollouts[0])
     files = hub.find_model(settings.MODEL_ID, problems)
     config = files.config if files else None
     settings, init_adapter = start_adapter(settings, sources, config, problems)
-    check_settings(settings, config, machine, problems)
     sync = choices.choose_sync(settings.ROLLOUT_SYNC, bool(expert_words(settings.LORA_TARGETS)))
-    settings = dataclasses.replace(settings, ROLLOUT_SYNC=sync[0])
+    if settings.ROLLOUT_SYNC is None:
+        settings, sources["ROLLOUT_SYNC"] = dataclasses.replace(settings, ROLLOUT_SYNC=sync[0]), "chosen"
+    check_settings(settings, config, machine, problems)
     check_shared(settings, machine, rollouts[0], sync[0], problems)
     check_trackers(settings, environ, problems)
     system = settings.SYSTEM_PROMPT
@@ -243,7 +253,7 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Pre
     specs, garbage = check_rewards(settings, rewards[0], rows, problems)
     check_heldout(specs, settings, eval_rows, problems)
     scale = choices.choose_scale_rewards(settings.SCALE_REWARDS, [name for name, _ in specs])
-    run = inspect_run(settings, rows, problems)
+    run = RunState(run_folder(settings)) if ranks.rank else inspect_run(settings, rows, problems)
     check_start(settings, run, init_adapter, problems)
     flash = installed_versions(package for package, _ in FLASH_PACKAGES.values())
     installed = [name for name, version in flash.items() if version]
@@ -295,6 +305,7 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None) -> Pre
         evaluation,
         best,
         init_adapter,
+        ranks,
     )
     return Preflight(settings, sources, problems, machine, files, rows, eval_rows, specs, *chosen)
 

@@ -43,6 +43,13 @@ class Machine:
     arch: str = ""
     capability: float = 0.0  # CUDA compute capability: 8.0 is Ampere, 9.0 Hopper, 10.0 Blackwell
     compiler: str = "gcc"  # of C, as Triton finds it; empty where there is none
+    ranks: int = 1  # processes of the run
+    here: int = 1  # of them, on this machine: its memory is theirs together
+
+    @property
+    def ram_share(self) -> float:
+        """Free memory for one process, in GiB."""
+        return self.ram_free / self.here
 
 
 # Distribution -> [oldest tested, first untested). tests/test_packaging.py holds the pins of both requirements files

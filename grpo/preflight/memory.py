@@ -114,7 +114,7 @@ def plan_engine(
     whole, shared = -(-length // KV_BLOCK), prompt_len // KV_BLOCK
     sliding = min(whole, -(-(window + 1) // KV_BLOCK) + 1)
     in_flight = 2 * BATCHED_TOKENS // KV_BLOCK
-    prompts, group = settings.PROMPTS_PER_STEP, settings.NUM_GENERATIONS
+    prompts, group = -(-settings.PROMPTS_PER_STEP // machine.ranks), settings.NUM_GENERATIONS
     wanted = (1 + in_flight + prompts * (shared + group * (whole - shared + sliding))) * block
     most = -(-longest // KV_BLOCK)
     least = (2 + most + min(most, -(-window // KV_BLOCK) + in_flight)) * block
@@ -125,7 +125,7 @@ def plan_engine(
         places = [(layer, name) for layer in range(config["num_hidden_layers"]) for name in EXPERT_PARAMETERS]
         weights += parameters(config, vllm_rank(settings.LORA_R), places) * 2 / GIB
     inner = config["num_experts_per_tok"] * 3 * config["intermediate_size"] + 8 * config["hidden_size"]
-    seqs = settings.completions_per_step
+    seqs = prompts * group
     # Activations of a prefill step, three float32 copies of a decode step's logits, graphs.
     scratch = (BATCHED_TOKENS * inner * 2 + seqs * config["vocab_size"] * 4 * 3) / GIB + 0.5
     given, where = machine.gpu_free * 0.95 - trainer, "95% of the free memory, beside the trainer"
@@ -217,27 +217,30 @@ def plan_memory(
         engine = plan_engine(settings, config, machine, prompt_len, weights + adapter, engine_checkpoint)
         if settings.EXPERTS == "shared":
             engine = dataclasses.replace(engine, asleep=engine.asleep + packed)
-    total, free = settings.completions_per_step, machine.gpu_free if machine.gpus else machine.ram_free
+    total, free = settings.completions_per_step, machine.gpu_free if machine.gpus else machine.ram_share
+    own = -(-settings.PROMPTS_PER_STEP // machine.ranks) * settings.NUM_GENERATIONS  # completions of one process
     room = free * (GPU_SHARE if machine.gpus else CPU_SHARE) - weights - adapter - (engine.asleep if engine else 0.0)
     where = f"{free:.1f} GiB free on the GPU" if machine.gpus else f"{free:.1f} GiB of free memory"
 
     learning = functools.partial(learning_gib, settings, config, prompt_len, attention, share)
-    generation = functools.partial(generation_gib, settings, config, prompt_len, bool(machine.gpus))
+
+    def generation(rows: int) -> float:  # that all processes share
+        return generation_gib(settings, config, prompt_len, bool(machine.gpus), -(-rows // machine.ranks))
+
     # A larger micro-batch is no faster: its products are large enough, and fixed costs are spread over enough tokens.
     most = 64
     if (prompt_len + settings.MAX_COMPLETION_LEN) * hidden >= 100_000:
         tokens = functools.partial(micro_batch_tokens, settings, prompt_len=prompt_len, share=share)
-        most = max(1, bisect.bisect_right(range(1, total + 1), MICRO_BATCH_TOKENS, key=tokens))
-    parts = divisors(total)
+        most = max(1, bisect.bisect_right(range(1, own + 1), MICRO_BATCH_TOKENS, key=tokens))
     micro, micro_reason = settings.MICRO_BATCH, "set by MICRO_BATCH"
     if micro is None:
-        micro = max((n for n in parts if n <= most and learning(n) <= room), default=1)
+        micro = max((n for n in divisors(own) if n <= most and learning(n) <= room), default=1)
         fit = f"whose {learning(micro):.1f} GiB fit beside the weights in {where}"
-        micro_reason = f"largest divisor of {total} up to {most} {fit}"
-    micro = min(micro, total)
+        micro_reason = f"largest divisor of {own} up to {most} {fit}"
+    micro = min(micro, own)
     chunk, chunk_reason = settings.GENERATION_BATCH, "set by GENERATION_BATCH"
     if chunk is None:
-        chunk = max((n for n in parts if generation(n) <= room), default=1)
+        chunk = max((n for n in divisors(total) if generation(n) <= room), default=1)
         fit = f"whose cache and prefill ({generation(chunk):.1f} GiB) fit in {where}"
         chunk_reason = f"largest divisor of {total} {fit}"
     choice = micro, micro_reason, chunk, chunk_reason

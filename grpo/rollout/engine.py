@@ -7,8 +7,8 @@ import atexit
 import contextlib
 import gc
 import math
-import os
 import random
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -131,6 +131,14 @@ def start_engine(
     return engine
 
 
+def adapter_folder(policy: torch.nn.Module, memory: Path = Path("/dev/shm")) -> Path:
+    """A new folder for what PEFT would save of `policy`, that nobody else can read, or foresee its name and put a link there: in
+    `memory` where that has room, as a container's 64 MiB have not for all experts. Else the disk takes it (TMPDIR)."""
+    needed = 4 * sum(p.numel() for p in policy.parameters() if p.requires_grad)  # BF16 takes half of it
+    room = shutil.disk_usage(memory).free if memory.is_dir() else 0
+    return Path(tempfile.mkdtemp(prefix="train_grpo-", dir=memory if room > needed else None))
+
+
 class Engine:
     """One vLLM in this process: awake for rollouts, asleep (level 1) while the trainer learns. It holds no state of the
     adapter that could be stale: `rollout` syncs the weights every time. `sampling` and `lora_request` are vLLM's
@@ -208,9 +216,8 @@ class Engine:
         with self.timed("handover"), engine_faults("the weight sync", "Try the other ROLLOUT_SYNC (experts need lora)"):
             if s.ROLLOUT_SYNC == "lora":
                 self.syncs += 1
-                if self.folder is None:  # nobody else can read it, or foresee its name and put a link there
-                    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
-                    self.folder = Path(tempfile.mkdtemp(prefix="train_grpo-", dir=memory))
+                if self.folder is None:
+                    self.folder = adapter_folder(policy)
                 write_adapter(policy, self.folder, s.LORA_R, active)
                 self.request = self.lora_request(f"adapter-{self.syncs}", self.syncs, str(self.folder))
                 self.llm.llm_engine.add_lora(self.request)

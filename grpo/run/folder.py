@@ -35,6 +35,7 @@ from grpo.run.place import (
     BEST,
     COMPLETE,
     DELETING,
+    EXIT,
     NO_RUN,
     OTHER,
     SETTINGS,
@@ -345,6 +346,7 @@ def prepare_run(run: RunState, settings: Settings, records: Mapping[str, Mapping
         for path in [*folder.glob("adapter_*"), *folder.glob("README.md")]:
             shutil.copy2(path, kept)
     (folder / COMPLETE).unlink(missing_ok=True)  # TOTAL_STEPS was raised
+    (folder / EXIT).unlink(missing_ok=True)
     for path in later:
         retire_checkpoint(path)
     for log in read_logs(folder, run.step, run.checkpoint, settings.completions_per_step).values():

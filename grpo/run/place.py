@@ -19,6 +19,7 @@ SETTINGS, DELETING = "settings.json", "deleting.json"  # what the former is call
 NO_RUN = {SETTINGS + ".tmp", "lost+found"}
 ADAPTER = "adapter_model.safetensors"
 COMPLETE = "complete.json"  # the very last file that a run writes, after its zip
+EXIT = "exit.json"  # how a run of several processes ended; written behind the zip
 BEST = "best"  # folder of the best evaluated adapter (grpo/run/best.py)
 OTHER = "choose another OUTPUT_DIR"
 FOLDERS = re.compile(
@@ -26,7 +27,7 @@ FOLDERS = re.compile(
 )
 FILES = re.compile(
     r"((metrics|completions)(\.superseded)?\.csv|report\.html|training\.log|README\.md"
-    r"|(settings|deleting|versions|evaluation|closed_loop|complete|adapter_config)\.json|adapter_model\.safetensors"
+    r"|(settings|deleting|versions|evaluation|closed_loop|complete|exit|adapter_config)\.json|adapter_model\.safetensors"
     r"|(tokenizer|tokenizer_config|special_tokens_map|added_tokens)\.json|chat_template\.jinja|tokenizer\.model"
     r"|training_args\.bin)(\.tmp)?"
 )

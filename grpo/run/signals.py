@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import signal
+import time
+from collections.abc import Callable
 from types import FrameType
 
 from grpo.run.logs import detach_closed_terminal
@@ -25,6 +27,9 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal = 0  # number of the signal that asked for the end; 0: none did
         self.at_once = True  # while there is nothing to lose: before training, and in the evaluation after it
+        self.is_broken: Callable[[], bool] = lambda: False  # `Ranks.is_broken` where there are several processes
+        self.again_s = 0.0  # after the first one, in which another SIGTERM is the same request
+        self.received = 0.0
 
     def listen(self) -> None:
         """Take the three signals over. A SIGHUP that `nohup` ignores stays ignored."""
@@ -34,7 +39,13 @@ class StopRequest:
 
     def receive(self, number: int, frame: FrameType | None = None) -> None:
         """Answer a signal. Raises KeyboardInterrupt(number) to end the run at once. A second SIGHUP is ignored: shell and
-        kernel both send one when a terminal is lost."""
+        kernel both send one when a terminal is lost. With several processes torchrun sends SIGTERM where one of them has
+        ended: that asks for nothing, as the run is about to say which one."""
+        if self.is_broken():
+            return
+        if number == signal.SIGTERM == self.signal and time.monotonic() < self.received + self.again_s:
+            return
+        self.received = time.monotonic()
         if number == signal.SIGHUP:
             detach_closed_terminal()
             if self.signal:

@@ -19,6 +19,7 @@ from transformers.integrations import hub_kernels
 import train_grpo
 from grpo.model.attention import KERNELS, unusable_attention
 from grpo.preflight.machine import FLASH_PACKAGES
+from grpo.run.ranks import Ranks
 
 FLASH = tuple(FLASH_PACKAGES)
 
@@ -168,7 +169,8 @@ def test_metadata_without_a_module_ends_before_the_model_is_loaded(monkeypatch, 
     module, _ = STAND_INS[attention]
     monkeypatch.setitem(sys.modules, module.split(".")[0], None)
     monkeypatch.setattr("grpo.model.load.unseen_gpu", lambda machine: None)
-    check = types.SimpleNamespace(run=None, settings=None, machine=CPU, attention=(attention, "set by ATTN_IMPL"))
+    chosen = attention, "set by ATTN_IMPL"
+    check = types.SimpleNamespace(run=None, settings=None, machine=CPU, attention=chosen, ranks=Ranks())
     assert train_grpo.launch(check) == 2
     problem = capsys.readouterr().err
     distribution, install = FLASH_PACKAGES[attention]

@@ -45,7 +45,11 @@ CONFLICTS = [
     ({"LORA_TARGETS": "q_proj,24.experts"}, CPU, ["'24.experts' matches nothing", "layers 0 to 23"]),
     ({"LORA_TARGETS": "7.experts", "LORA_DROPOUT": 0.1}, CPU, ["LORA_DROPOUT", "7.experts", "LORA_DROPOUT=0"]),
     ({"LORA_TARGETS": "experts", "ROLLOUT_SYNC": "merge"}, H100, ["ROLLOUT_SYNC", "experts", "auto", "USE_VLLM=0"]),
-    ({"LORA_TARGETS": "experts", "LORA_R": 513}, H100, ["rank 512 at most", "Lower it, or set USE_VLLM=0"]),
+    (
+        {"LORA_TARGETS": "experts", "LORA_R": 513, "ROLLOUT_SYNC": "lora"},
+        H100,
+        ["rank 512 at most", "Lower it, or set USE_VLLM=0"],
+    ),
     ({"LORA_TARGETS": "7.down_proj"}, CPU, ["nearest is experts"]),
     ({"LORA_TARGETS": ","}, CPU, ["names no module"]),
     ({"WARMUP_STEPS": 100}, CPU, ["rise over 100 steps, the run has 100"]),
@@ -107,6 +111,15 @@ def test_experts_are_shared_where_vllms_layout_is_known(capability, vllm, sync, 
 def test_a_run_without_vllm_has_no_experts_to_share(tmp_path):
     environ = CLEAN | {"MODEL_ID": "tiny", "OUTPUT_DIR": str(tmp_path), "EXPERTS": "shared"}
     assert "does not generate here" in only(preflight(environ, CPU).problems)
+
+
+@pytest.mark.parametrize(
+    ("environ", "sync", "source"),
+    [({}, "merge", "chosen"), ({"LORA_TARGETS": "experts"}, "lora", "chosen"), ({"ROLLOUT_SYNC": "lora"}, "lora", "environment")],
+)  # fmt: skip
+def test_what_is_chosen_is_not_called_a_default(environ, sync, source):
+    result = preflight(CLEAN | {"MODEL_ID": "tiny"} | environ, CPU)
+    assert (result.settings.ROLLOUT_SYNC, result.sources["ROLLOUT_SYNC"]) == (sync, source) and not result.problems
 
 
 def shapes_on(machine, checkpoint=None):

@@ -7,7 +7,9 @@ import functools
 import json
 import math
 import os
+import shutil
 import sys
+import tempfile
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -22,7 +24,15 @@ from grpo.evaluate.heldout import generate_completions
 from grpo.preflight.hub import DOWNLOAD_GIB, REAL_CONFIG
 from grpo.preflight.machine import GIB
 from grpo.preflight.memory import BATCHED_TOKENS, EnginePlan, capture_sizes, plan_memory
-from grpo.rollout.engine import WARM_UP_TOKENS, Engine, EngineError, engine_arguments, gpu_used_gib, start_engine
+from grpo.rollout.engine import (
+    WARM_UP_TOKENS,
+    Engine,
+    EngineError,
+    adapter_folder,
+    engine_arguments,
+    gpu_used_gib,
+    start_engine,
+)
 from grpo.rollout.vllm_patches import close_process_group
 from grpo.settings import Settings
 
@@ -80,7 +90,7 @@ def test_gpu_memory_is_what_is_in_use_awake_or_learning(build, monkeypatch):
     trainer = build(TOTAL_STEPS=2)
     assert gpu_used_gib() == 0
     used = lambda: ((30, 50), (25, 20))[min(trainer.state.global_step, 1)][not trainer.run.engine.asleep]  # noqa: E731
-    for module in ("rollout.engine", "learn.trainer"):
+    for module in ("rollout.engine", "learn.timer"):
         monkeypatch.setattr(f"grpo.{module}.gpu_used_gib", used)
     trainer.train()
     assert [row["gpu_peak_gib"] for row in read_csv(trainer.run.folder / "metrics.csv")] == ["50", "25"]
@@ -208,6 +218,20 @@ def test_engine_arguments():
     assert arguments(ROLLOUT_SYNC="lora")[0].weights == engine.weights
     _, eager = arguments(VLLM_EAGER=True)
     assert eager["enforce_eager"] is True and "compilation_config" not in eager
+
+
+@pytest.mark.parametrize(("free", "there"), [(4 * 100 + 1, True), (4 * 100, False)])
+def test_an_adapter_that_has_no_room_in_memory_goes_to_the_disk(tmp_path, monkeypatch, free, there):
+    """A container's /dev/shm holds 64 MiB, and an adapter on all experts 88 MB."""
+    policy, memory = torch.nn.Linear(10, 10), tmp_path / "shm"
+    policy.bias.requires_grad = False
+    memory.mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    folder = adapter_folder(policy, memory)
+    assert folder.parent == (memory if there else tmp_path) and folder.stat().st_mode & 0o077 == 0
+    assert adapter_folder(policy, tmp_path / "none").parent == tmp_path
 
 
 @pytest.mark.parametrize("own", [None, "/somewhere/else"])

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long a step and its parts take, and whether it is the last one."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from transformers.trainer_callback import TrainerCallback
+
+from grpo.rollout.engine import gpu_used_gib
+from grpo.run.signals import StopRequest
+
+
+class StepTimerCallback(TrainerCallback):
+    """Times each step and its parts, and ends training after a checkpoint when the run is asked to end: `asked` takes this
+    process's signal and the model, and returns any process's."""
+
+    def __init__(self, stop: StopRequest, asked: Callable[[int, torch.nn.Module], int]):
+        self.stop, self.asked = stop, asked
+        self.parts = {"rollout": 0.0, "reward": 0.0}  # seconds of this step
+        self.started = self.seconds = 0.0
+        self.used_gib = 0.0  # most of the GPU that was seen in use in this step
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Adds the time that the block takes to a part of the step."""
+        started = time.perf_counter()
+        yield
+        self.parts[name] += time.perf_counter() - started
+
+    def figures(self) -> dict[str, float | None]:
+        """Columns of metrics.csv: the times of the last step in seconds, and the most GPU memory in GiB."""
+        return {
+            **{f"{name}_s": seconds for name, seconds in self.parts.items()},
+            "learn_s": self.seconds - sum(self.parts.values()),
+            "step_s": self.seconds,
+            "gpu_peak_gib": self.used_gib or None,
+        }
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        state.save_steps = args.save_steps  # a resumed run may change it; the Trainer takes the checkpoint's
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.parts = dict.fromkeys(self.parts, 0.0)
+        self.used_gib = 0.0
+        self.started = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds = time.perf_counter() - self.started
+        # torch keeps what learning took at its most, until the engine wakes.
+        self.used_gib = max(self.used_gib, gpu_used_gib())
+        if signal := self.asked(self.stop.signal, kwargs["model"]):
+            self.stop.signal = signal
+            control.should_save = control.should_training_stop = True
+        return control

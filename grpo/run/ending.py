@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a run of several processes ended: torchrun's own exit code is 1 for every reason."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+from grpo.run.durable import write_text
+from grpo.run.place import EXIT
+from grpo.settings import described, log, one_line
+
+
+class LastWords(logging.Handler):
+    """Keeps what this program's log says last; what is critical before anything that follows."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.words, self.fatal = "", False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        fatal = record.levelno >= logging.CRITICAL
+        if fatal >= self.fatal:
+            raised = f" ({described(record.exc_info[1])})" if record.exc_info else ""
+            said = one_line(record.getMessage().strip()) + raised
+            self.words = f"{self.words}; {said}" if self.fatal else said
+            self.fatal = fatal
+
+
+def write_end(folder: Path, code: int, words: str) -> None:
+    """The exit code and its reason as the last line of training.log, and in EXIT."""
+    (log.warning if code else log.info)("exit code %d: %s", code, words)
+    if folder.is_dir():
+        write_text(folder / EXIT, json.dumps({"code": code, "reason": words}) + "\n")

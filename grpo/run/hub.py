@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The way to the Hub: parts of a card, what would be uploaded, and the upload."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from grpo.settings import FIELDS, InputError, described, one_line, show
+
+MERGED_CODE = """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(".", dtype="auto", device_map="auto")
+tokenizer = AutoTokenizer.from_pretrained(".")
+```"""
+
+
+class PushError(RuntimeError):
+    """The Hub did not take all of it; the message says why and what to do."""
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table, each cell on one line."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(
+        "| " + " | ".join(one_line(cell, 300).replace("|", "\\|") for cell in cells) + " |" for cells in lines
+    )
+
+
+def short(text: str) -> str:
+    """A setting's value without the folders of absolute paths: a report may be shown to others."""
+    parts = [part.strip() for part in text.split(",")]
+    return ", ".join(Path(part).name if part.startswith("/") else part for part in parts)
+
+
+def chosen_settings(sources: Mapping[str, str], values: Mapping[str, Any]) -> str:
+    """The settings that somebody chose, as a section of a card."""
+    chosen = [name for name, spec in FIELDS.items() if spec.metadata["group"] != "Output"]
+    chosen = [name for name in chosen if name in values and sources.get(name, "default") != "default"]
+    rows = table(["Setting", "Value"], [[f"`{name}`", short(show(values[name]))] for name in chosen])
+    return f"## Settings\n\nThose that are not train_grpo.py's defaults.\n\n{rows}\n"
+
+
+def listing(folder: Path, repo: str) -> str:
+    """What `upload` would send: the files with their sizes, and the card."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = [f"  {path.relative_to(folder)}  {path.stat().st_size:,} bytes" for path in paths]
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    return "\n".join([f"would be uploaded to {repo} (made private if it is new):", *files, "", card])
+
+
+def refused(repo: str, error: Exception) -> str:
+    """A line on what huggingface_hub raised, and what to do."""
+    fix = "Name it user/name or organization/name, and run `hf auth login` or set HF_TOKEN to a token that may write there"
+    return f"--push {repo}: it cannot be uploaded ({described(error)}). {fix}"
+
+
+def check_account(repo: str) -> None:
+    """Before anything takes time: there is a Hub that knows the token. Raises InputError."""
+    try:
+        from huggingface_hub import HfApi  # late: a card does without
+
+        if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
+            raise ValueError("that is no name of a repository")
+        HfApi().whoami()
+    except Exception as error:  # whatever huggingface_hub raises: no token, no network, a refusal
+        raise InputError(refused(repo, error)) from error
+
+
+def upload(folder: Path, repo: str) -> str:
+    """Upload all files of a folder to a model repository of the Hub, a new one being private; returns its address. Raises
+    PushError."""
+    try:
+        from huggingface_hub import HfApi
+
+        api = HfApi()
+        address = api.create_repo(repo, private=True, exist_ok=True)
+        api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload by train_grpo.py's scripts")
+        return str(address)
+    except Exception as error:  # as above, and whatever ends a long upload
+        raise PushError(refused(repo, error)) from error

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A chat model's small files, of which verl would train the weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from grpo.preflight.hub import TINY_PATH
+
+PLAIN = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def make_chat_model(place: Path, harmony: bool = False, **config: object) -> Path:
+    """A folder in `place` with the files of a model that answers in channels, or of a plain one."""
+    folder = place / ("harmony" if harmony else "plain")
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(TINY_PATH / name, folder)
+    if not harmony:
+        (folder / "chat_template.jinja").write_text(PLAIN)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"} | config))
+    (folder / "model.safetensors").touch()
+    return folder

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""However many processes share a step, they learn the same and generate the same."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import read_csv
+from ranked import in_ranks
+from trainers import make, plain_float32, seed_weights, uniform
+
+from grpo.data.prompts import sampling_seed
+from grpo.learn.together import adapter_of, agree, give_files, lead
+from grpo.settings import FIELDS
+
+PROMPTS, GROUP, STEPS = 5, 3, 2  # 3 and 2 prompts for two processes; 2, 1, 1 and 1 for four
+LOSSES = FIELDS["LOSS_TYPE"].metadata["choices"]
+TIMES = ("time", "rollout_tokens_per_s")
+
+
+def step_of(trainer):
+    """Completions of a step, one in three truncated, and what an engine says of them, one token unknown."""
+    generator = torch.Generator().manual_seed(trainer.state.global_step)
+    lengths = torch.randint(2, 9, (PROMPTS * GROUP,), generator=generator).tolist()
+    ids = [torch.randint(3, 500, (n,), generator=generator).tolist() for n in lengths]
+    logps = [(-6.5 + 0.3 * uniform(generator, n)).float().tolist() for n in lengths]
+    logps[0][1] = None
+    stop = trainer.eos_token_ids[0]
+    return [row[:-1] + [stop] * (i % 3 > 0) + row[-1:] * (i % 3 == 0) for i, row in enumerate(ids)], logps
+
+
+def reward(completion_ids, **columns):
+    """By the tokens; none where the first is a multiple of 5."""
+    return [None if ids[0] % 5 == 0 else sum(ids) % 17 / 17 for ids in completion_ids]
+
+
+def learned(ranks, tiny, folder):
+    """How two steps with each LOSS_TYPE in turn moved the adapter, (8, P)."""
+    own = folder / str(ranks.rank)
+    own.mkdir(parents=True)
+    trainer = plain_float32(make(
+        tiny, own, ranks, TOTAL_STEPS=STEPS, PROMPTS_PER_STEP=PROMPTS, NUM_GENERATIONS=GROUP, BETA=0.1, LEARNING_RATE=1e-3,
+        TEMPERATURE=0.8, SCALE_REWARDS="batch", MASK_TRUNCATED=True, GRADIENT_CHECKPOINTING=False,
+    ))  # fmt: skip
+    trainer.args.adam_epsilon, trainer.args.save_strategy = 1e-4, "no"  # as in test_steps.py
+    trainer.reward_funcs = [None if ranks.rank else reward]  # only rank 0 calls it
+    trainer._generate_single_turn = lambda *given: step_of(trainer)
+    moved = []
+    for trainer.loss_type in LOSSES:
+        seed_weights(trainer.model)
+        before = torch.cat([p.detach().flatten() for p in adapter_of(trainer.model)])
+        trainer.optimizer = trainer.lr_scheduler = None
+        trainer.train()
+        moved.append(torch.cat([p.detach().flatten() for p in adapter_of(trainer.model)]) - before)
+    return torch.stack(moved).tolist()
+
+
+@pytest.mark.numeric
+def test_the_same_update_and_the_same_rows(tiny, tmp_path):
+    ways = {size: in_ranks(size, learned, tiny, tmp_path / str(size)) for size in (1, 2, 4)}
+    alone, logs = torch.tensor(ways[1][0]), {}
+    assert (alone.abs().mean(1) > 1e-5).all() and len({row.norm().item() for row in alone}) > 3
+    for size, found in ways.items():
+        assert all(one == found[0] for one in found), "bit for bit on every rank"
+        difference = (torch.tensor(found[0]) - alone).norm(dim=1) / alone.norm(dim=1)
+        assert (difference < 1e-5).all(), (size, dict(zip(LOSSES, difference.tolist(), strict=True)))
+        folder = tmp_path / str(size)
+        assert {path.parent.name for path in folder.rglob("*.csv")} == {"0"}, "rank 0 writes"
+        completions, metrics = (read_csv(folder / "0" / name) for name in ("completions.csv", "metrics.csv"))
+        logs[size] = (
+            completions,
+            [
+                {name: float(row[name]) for name in row if row[name] and not name.endswith("_s") and name not in TIMES}
+                for row in metrics
+            ],
+        )
+        assert logs[size][0] == logs[1][0] and len(completions) == len(LOSSES) * STEPS * PROMPTS * GROUP
+        assert logs[size][1] == [pytest.approx(row, rel=1e-4, abs=1e-6) for row in logs[1][1]]
+
+
+def generated(ranks, tiny, folder):
+    """Completions by seed, whole and in batches of 5, in training and in an evaluation that rank 0 alone asks for."""
+    own = folder / str(ranks.rank)
+    own.mkdir(parents=True)
+    trainer, found = make(tiny, own, ranks, MAX_COMPLETION_LEN=12, TEMPERATURE=1.3), {}
+    prompts = trainer._tokenize_prompts([row.prompt for row in trainer.run.rows for _ in range(3)][:11])[0]
+    for seed in range(3):
+        trainer.state.global_step = seed
+        for size in (11, 5):
+            trainer.run.plan = dataclasses.replace(trainer.run.plan, generation_batch=size)
+            found[seed, size] = trainer._generate_single_turn(prompts, None, {}, 3)[0]
+    for temperature in (0.5, 0.0):
+        found[temperature] = lead(trainer, trainer.answers, prompts[:3], 1, True, 7, temperature)
+    return found
+
+
+def test_the_same_completions(tiny, tmp_path):
+    (alone,) = in_ranks(1, generated, tiny, tmp_path / "1")
+    assert len({str(rows) for rows in alone.values()}) == len(alone), "other seeds and batches draw other tokens"
+    for size in (2, 4):
+        first, *others = in_ranks(size, generated, tiny, tmp_path / str(size))
+        assert first == alone
+        assert all(other[key] == alone[key] for other in others for key in other if isinstance(key, tuple))
+
+
+def beside_engines(ranks, tiny, folder):
+    """What an engine on each rank was asked for, and what all have afterwards."""
+    own = folder / str(ranks.rank)
+    own.mkdir(parents=True)
+    trainer, asked = make(tiny, own, ranks), []
+
+    def rollout(policy, prompt_ids, seed, active, temperature):
+        asked.append((len(prompt_ids), seed, active, temperature))
+        return [[row[0], 7] for row in prompt_ids], [[-float(row[0]), None] for row in prompt_ids]
+
+    trainer.run.engine = SimpleNamespace(rollout=rollout, used_gib=0.0)
+    prompts = [[n] for n in range(10)]
+    found = trainer._generate_single_turn(prompts, None, {}, 2)
+    lead(trainer, trainer.answers, prompts[:2], 2, True, 0, 0.5)
+    return asked, found
+
+
+def test_each_engine_generates_whole_groups_with_its_own_noise(tiny, tmp_path):
+    """Five groups of two for three; a single one is the first rank's. The log-probs come with the tokens, in order."""
+    (first, *others) = in_ranks(3, beside_engines, tiny, tmp_path)
+    assert [[rows for rows, *_ in asked] for asked, _ in (first, *others)] == [[4, 2], [4], [2]]
+    seeds = [asked[0][1] for asked, _ in (first, *others)]
+    assert len(set(seeds)) == 3 and seeds[0] == sampling_seed(3, 0, "train"), "rank 0's is that of one process"
+    assert first[0][1][2:] == (False, 0.5), "the base model's evaluation"
+    expected = [[n, 7] for n in range(10)], [[-float(n), None] for n in range(10)]
+    assert all(tuple(found) == expected for _, found in (first, *others))
+
+
+def diverging(ranks, tiny, folder):
+    own = folder / str(ranks.rank)
+    own.mkdir(parents=True)
+    trainer = make(tiny, own, ranks, PROMPTS_PER_STEP=3, TOTAL_STEPS=2, SAVE_STEPS=1)
+    if ranks.rank == 1:
+        step = trainer.create_optimizer
+
+        def wrong(*given):
+            optimizer = step(*given)
+            optimizer.register_step_post_hook(lambda *_: adapter_of(trainer.model)[0].data.add_(1e-7))
+            return optimizer
+
+        trainer.create_optimizer = wrong
+    trainer.train()
+
+
+def test_an_adapter_that_is_not_rank_0s_ends_the_run(tiny, tmp_path):
+    for error in in_ranks(3, diverging, tiny, tmp_path):
+        assert "the adapter of rank 1 is not that of rank 0 after step 1" in str(error)
+    assert not list(tmp_path.rglob("checkpoint-*"))
+
+
+def test_any_ranks_signal_stops_all():
+    model = torch.nn.Linear(2, 2)
+    assert in_ranks(3, lambda ranks: agree(ranks, 15 * (ranks.rank == 1), model, 3)) == [15] * 3
+    assert in_ranks(2, lambda ranks: agree(ranks, 0, model, 3)) == [0] * 2
+
+
+def test_every_rank_gets_rank_0s_files(tmp_path):
+    folder = tmp_path / "checkpoint-2"
+    folder.mkdir()
+    (folder / "a.pt").write_bytes(bytes(range(256)) * 9)
+
+    def given(ranks):
+        place = tmp_path / str(ranks.rank)
+        place.mkdir()
+        assert give_files(ranks, None, place) is None
+        found = give_files(ranks, None if ranks.rank else folder, place)
+        return found.name, {path.name: path.read_bytes() for path in found.iterdir()}
+
+    files = {"a.pt": bytes(range(256)) * 9}
+    assert in_ranks(2, given) == [("checkpoint-2", files), ("1", files)]

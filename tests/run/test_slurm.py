@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""scripts/slurm/train.sbatch on two nodes that are folders' worth of processes here: Slurm's commands are stand-ins."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from runs import environment, go_on, has_line, wait_until
+
+from grpo.run.folder import last_checkpoint
+from grpo.run.place import EXIT
+
+# srun starts its command once a node; scancel signals every process of the step, as slurmd does.
+COMMANDS = {
+    "srun": 'echo $$ > "$STEP"; for n in $(seq 0 $((SLURM_NNODES - 1))); do SLURM_NODEID=$n "$@" & done; '
+    "code=0; for job in $(jobs -p); do wait $job || code=1; done; exit $code",
+    "scontrol": '[ "$1" = show ] && echo localhost || echo "$*" >> "$STEP.asked"',
+    "scancel": 'below() { for pid in $(pgrep -P $1); do echo $pid; below $pid; done; }; kill -TERM $(below "$(cat "$STEP")")',
+}
+
+
+def start(folder: Path, tools: Path, **settings: object) -> subprocess.Popen:
+    environ = environment(folder, SLURM_NNODES=2, SLURM_JOB_ID=os.getpid(), SLURM_JOB_NODELIST="two", **settings)
+    environ |= {"PATH": f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}", "STEP": str(tools / "step")}
+    command = ["bash", "scripts/slurm/train.sbatch"]
+    return subprocess.Popen(command, env=environ, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+@pytest.mark.slow
+def test_a_job_that_has_to_go_saves_its_step_and_is_queued_again(tmp_path):
+    folder, tools = tmp_path / "run", tmp_path / "bin"
+    tools.mkdir()
+    for name, text in COMMANDS.items():
+        (tools / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (tools / name).chmod(0o755)
+    job = start(folder, tools, HOLD_AT=3)
+    wait_until(folder.with_name("held").exists, job)
+    job.send_signal(signal.SIGUSR1)
+    wait_until(lambda: has_line(folder), job)
+    go_on(folder)
+    output = job.communicate()[0]
+    assert job.returncode and json.loads((folder / EXIT).read_text())["code"] == 143, output
+    assert last_checkpoint(folder)[0] == 3 and (tools / "step.asked").read_text() == f"requeue {os.getpid()}\n"
+    assert "on 2 machines" in output and output.count("\nThis run\n") == 1
+    job = start(folder, tools)
+    output = job.communicate()[0]
+    assert job.returncode == 0 and "continuing from step 3" in output and "complete: 6 steps" in output, output
+    assert (tools / "step.asked").read_text().count("requeue") == 1

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torchrun starts the entry point: two processes leave what one leaves, stop together, and continue as any number."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, SCRIPT, read_csv, run_script
+from runs import ASKED, SETTINGS, environment, finish, go_on, has_line, start_held, wait_until
+from safetensors.torch import load_file
+
+from grpo.run.durable import read_sealed
+from grpo.run.folder import last_checkpoint
+from grpo.run.place import ADAPTER, EXIT
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+# With TOP_P below 1 an evaluation is sampled, not exact; a rate that does not know TOTAL_STEPS.
+EVALUATED = {"EVAL_SAMPLES": 2, "EVAL_STEPS": 3, "TOP_P": 0.95, "LR_SCHEDULER": "constant"}
+
+
+def torchrun(*arguments: str, **settings: object) -> subprocess.CompletedProcess:
+    command = [*TORCHRUN, str(SCRIPT), *arguments]
+    return subprocess.run(command, env=environment(**settings), cwd=ROOT, capture_output=True, text=True)
+
+
+def weights(folder: Path) -> torch.Tensor:
+    return torch.cat([tensor.flatten() for tensor in load_file(folder / ADAPTER).values()])
+
+
+def ended(folder: Path) -> tuple[int, str]:
+    """Exit code and reason, as exit.json says it and so does the last line of training.log."""
+    record = json.loads((folder / EXIT).read_text(encoding="utf-8"))
+    last = (folder / "training.log").read_text(encoding="utf-8").splitlines()[-1]
+    assert last.endswith(f" exit code {record['code']}: {record['reason']}"), last
+    return record["code"], record["reason"]
+
+
+def assert_alike(folder: Path, whole: Path) -> None:
+    """The same completions, evaluations and best step, and an adapter that differs by rounding only."""
+    assert (folder / "completions.csv").read_bytes() == (whole / "completions.csv").read_bytes()
+    assert (weights(folder) - weights(whole)).norm() < 1e-4 * weights(whole).norm()
+    one, two = (read_sealed(path / "evaluation.json")["after"] for path in (folder, whole))
+    assert one["reward"] == pytest.approx(two["reward"]) and one["tokens_mean"] == two["tokens_mean"]
+    assert read_sealed(folder / "best" / "best.json")["step"] == read_sealed(whole / "best" / "best.json")["step"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """Six steps of one process."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    done = run_script(**SETTINGS | EVALUATED | {"OUTPUT_DIR": folder})
+    assert done.returncode == 0 and not (folder / EXIT).exists(), done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory) -> Path:
+    """The same of two."""
+    folder = tmp_path_factory.mktemp("shared") / "run"
+    done = torchrun(folder=folder, **EVALUATED)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [done.stdout.count(words) for words in ("\nThis run\n", "step 6/6", "grpo: complete: 6")] == [1, 1, 1]
+    return folder
+
+
+def test_two_processes_leave_what_one_leaves(whole, shared):
+    assert_alike(shared, whole)
+    names = {path.name for path in whole.iterdir()}
+    assert {path.name for path in shared.iterdir()} == names | {EXIT} and ended(shared)[0] == 0
+    assert [row["step"] for row in read_csv(shared / "metrics.csv")] == list("123456")
+    measured = [[row["heldout_reward"] for row in read_csv(run / "metrics.csv")] for run in (shared, whole)]
+    assert measured[0] == measured[1] and measured[0][2]
+    inside, alone = (set(zipfile.ZipFile(run.with_name("run.zip")).namelist()) for run in (shared, whole))
+    assert inside == alone
+
+
+def test_a_sigterm_in_a_long_step_saves_it_and_any_number_continues(whole, tmp_path):
+    """By scripts/torchrun.sh, as torchrun gives no step more than 30 s; twice, as Slurm sends it to every process. Then one
+    process goes on, and two after that."""
+    folder, path = tmp_path / "run", f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    command = "exec bash scripts/torchrun.sh --nproc-per-node 2"
+    process = start_held(folder, 2, "bash", "-c", command, PATH=path, **EVALUATED)
+    for _ in range(2):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+    wait_until(lambda: has_line(folder), process)
+    assert not (folder / "checkpoint-3").exists()
+    go_on(folder)
+    output = finish(process)
+    code, reason = ended(folder)
+    assert process.returncode and code == 143 and "interrupted at step 3; the same command continues" in reason, output
+    assert last_checkpoint(folder)[0] == 3 and (tmp_path / "run.zip").exists()
+    done = run_script(**SETTINGS | EVALUATED | {"OUTPUT_DIR": folder, "TOTAL_STEPS": 4})
+    assert done.returncode == 0 and "continuing from step 3" in done.stdout and not (folder / EXIT).exists(), (
+        done.stderr
+    )
+    done = torchrun(folder=folder, **EVALUATED)
+    assert done.returncode == 0 and "continuing from step 4" in done.stdout, done.stdout + done.stderr
+    assert_alike(folder, whole)
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_killed_process_is_named_with_the_last_checkpoint(tmp_path, dead):
+    folder = tmp_path / "run"
+    process = start_held(folder, 2, *TORCHRUN, "--no-python", EVAL_SAMPLES=0)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    ranks = {Path(f"/proc/{pid}/environ").read_bytes().split(b"\0RANK=")[1][:1]: int(pid) for pid in children}
+    os.kill(ranks[str(dead).encode()], signal.SIGKILL)
+    wait_until(lambda: not Path(f"/proc/{ranks[str(dead).encode()]}/fd").exists() or process.poll() is not None)
+    go_on(folder)
+    output = finish(process)
+    code, reason = ended(folder)
+    assert process.returncode == 1 and code == 1, output
+    assert (
+        reason
+        == f"rank {dead} ended without a word (killed, or its machine is gone); the same command continues from step 2"
+    )
+    assert not has_line(folder, ASKED), "the SIGTERM was torchrun's"
+
+
+def test_input_is_refused_once(tmp_path):
+    """Every process finds the problems; the same one is said once, and where there are too few prompts, too."""
+    done = torchrun("--check", folder=tmp_path / "run", PROMPTS_PER_STEP=1, NUM_GENERATION=4)
+    assert done.returncode == 1 and "2 problems to fix" in done.stderr
+    assert done.stderr.count("NUM_GENERATION: no such setting") == 1 and "(rank" not in done.stderr
+    assert done.stderr.count("PROMPTS_PER_STEP: 1 cannot be shared out among 2 processes, each needs one") == 1
+    assert not (tmp_path / "run").exists()
+    done = torchrun("--check", folder=tmp_path / "run")
+    assert done.returncode == 0 and done.stdout.count("Every check passed") == 1, done.stderr
+
+
+def test_the_reason_of_another_rank_is_the_runs(tmp_path):
+    """Here a model that rank 1 cannot load."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\n"
+        "if os.environ.get('RANK') == '1':\n"
+        "    import grpo.model.load as load\n"
+        "    def broken(*given): raise ValueError('its file is damaged')\n"
+        "    load.load_base = broken\n"
+    )
+    path = f"{tmp_path}:{ROOT / 'tests'}:{ROOT}"
+    done = torchrun(folder=tmp_path / "run", PYTHONPATH=path)
+    code, reason = ended(tmp_path / "run")
+    assert done.returncode == 1 and code == 1
+    assert reason.startswith("rank 1 ended: model: its file is damaged; the same command starts at step 0"), reason
