@@ -82,7 +82,7 @@ class Ranks:
         for name in [name for name in environ if name in GIVEN or name.startswith(LAUNCHERS)]:
             del environ[name]
         visible = environ.get("CUDA_VISIBLE_DEVICES")
-        if size > 1 and visible not in ("", "-1"):
+        if visible not in ("", "-1"):
             cards = visible.split(",") if visible else list(map(str, range(local_size)))
             environ["CUDA_VISIBLE_DEVICES"] = cards[local_rank].strip() if local_rank < len(cards) else ""
         # Engines that start at the same time, each with its own ports and place for what it compiles.

@@ -38,6 +38,11 @@ def test_a_process_sees_its_own_gpu_and_no_launcher(monkeypatch, quiet, visible,
     assert ranks.token != Ranks.started(TORCHRUN | {"TORCHELASTIC_RUN_ID": "y"}).token, "two runs of one machine"
 
 
+def test_one_process_takes_one_gpu_of_several():
+    environ = TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    assert Ranks.started(environ).size == 1 and environ == {"CUDA_VISIBLE_DEVICES": "0"}
+
+
 @pytest.mark.parametrize("missing", GIVEN)
 def test_without_a_launcher_a_process_is_alone(missing):
     """Some clouds set WORLD_SIZE and RANK for machines."""
