@@ -10,6 +10,7 @@ import pytest
 import torch
 from expert_models import load
 from interpreter import interpreted, third_party
+from trainers import make
 
 from grpo.rollout.engine import Engine, EngineError
 from grpo.rollout.shared_experts import SCALES, VALUES
@@ -100,3 +101,9 @@ def test_an_engine_with_other_kernels_lends_nothing(tiny, monkeypatch):
     with pytest.raises(EngineError, match="vLLM keeps its experts otherwise.*Set EXPERTS=mxfp4"):
         engine.lend_experts(model)
     assert not told and not any(layer.mlp.experts.shared for layer in model.model.layers)
+
+
+def test_an_adapter_needs_none_of_their_weights(tiny, tmp_path):
+    packed, shared = (make(tiny, tmp_path, EXPERTS=experts) for experts in ("mxfp4", "shared"))
+    shapes = [{name: p.shape for name, p in t.model.named_parameters() if p.requires_grad} for t in (packed, shared)]
+    assert shapes[0] and shapes[0] == shapes[1]
