@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels of the experts. Imported only where tensors are on a GPU: a CPU needs no triton.
 
-Each kernel has a twin in plain torch in experts.py, which a test holds against it in Triton's interpreter.
+Each kernel has a twin in plain torch in experts.py, which a test holds against it in Triton's interpreter; that of
+`dequantize_swizzled` is the plain layout's.
 """
 
 from __future__ import annotations
@@ -88,22 +89,98 @@ def combine_backward(gradient, rows, bias, expert, inverse, weights, spread, d_w
 
 
 @triton.jit
-def e2m1(code):
-    exponent, half = (code >> 1) & 3, (code & 1).to(tl.float32) * 0.5
-    value = tl.where(exponent == 0, half, (1 + half) * (1 << tl.maximum(exponent - 1, 0)).to(tl.float32))
-    return value * tl.where(code >= 8, -1.0, 1.0)  # -value is 0 - value in older Triton, which loses the sign of 0
+def power_of(scale):
+    # 2 ** (scale - 127) by its bits; that of 0 is subnormal.
+    return tl.where(scale == 0, 1 << 22, scale << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def two_weights(low, high, power):
+    # e2m1 is the top of a float32 whose exponent has a bias of 1 instead of 127. The values need no more bits than a BF16 has,
+    # subnormal ones included, so that cutting a float32 off rounds nothing.
+    low = (low.to(tl.float32, bitcast=True) * 8.507059173023462e37 * power).to(tl.uint32, bitcast=True)
+    high = (high.to(tl.float32, bitcast=True) * 8.507059173023462e37 * power).to(tl.uint32, bitcast=True)
+    return (low >> 16 | high & 0xFFFF0000).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def dequantize(blocks, scales, out, groups, BLOCK: tl.constexpr):
-    group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
     inside = group < groups
-    scale = tl.load(scales + group, inside, 0).to(tl.int32)
-    # 2 ** (scale - 127) by its bits; that of 0 is subnormal.
-    power = tl.where(scale == 0, 1 << 22, scale << 23).to(tl.float32, bitcast=True)[:, None]
-    byte = tl.arange(0, 16)[None, :]
-    code = tl.load(blocks + group[:, None] * 16 + byte, inside[:, None], 0).to(tl.int32)
-    low, high = e2m1(code & 15) * power, e2m1(code >> 4) * power
-    both = tl.reshape(tl.join(low, high), (BLOCK, 32))
-    at = group[:, None] * 32 + tl.arange(0, 32)[None, :]
-    tl.store(out + at, both.to(out.dtype.element_ty), inside[:, None])
+    power = power_of(tl.load(scales + group, inside, 0).to(tl.int32))
+    at = group * 16 + tl.arange(0, 16)[None, :]
+    code = tl.load(blocks + at, inside, 0).to(tl.uint32)
+    both = two_weights((code & 8) << 28 | (code & 7) << 22, (code & 128) << 24 | (code & 112) << 18, power)
+    tl.store(out + at, both, inside)
+
+
+@triton.jit
+def dequantize_swizzled(values, scales, out, rows, groups, value_lines, value_words, scale_lines, scale_shorts, GROUPS: tl.constexpr):  # fmt: skip
+    """16 rows of an expert's weights and GROUPS groups of 32 columns. In `values` these are 4 lines, and 64 columns of them 32
+    words: word [u, v] of (4, 4) in half t % 2 of line t // 2 holds, of rows t and t + 8, the weights of bytes 8 v + u and
+    8 v + u + 4, each byte two of them. In `scales` they are half of one line, and a short holds the scales of both rows."""
+    sixteen = tl.program_id(1)
+    expert = tl.program_id(2).to(tl.int64)
+    values += (expert * value_lines + sixteen * 4) * value_words
+    scales += (expert * scale_lines + sixteen // 16 * 8 + sixteen % 8) * scale_shorts + sixteen // 8 % 2 * 16
+    out += (expert * rows + sixteen * 16) * groups * 16
+
+    row = tl.arange(0, 8)[:, None, None]
+    chunk = tl.program_id(0) * (GROUPS // 2) + tl.arange(0, GROUPS // 2)[None, :, None]
+    word = row // 2 * value_words + chunk * 32 + row % 2 * 16 + tl.arange(0, 16)[None, None, :]
+    bits = tl.load(values + word, chunk * 32 < value_words, 0).to(tl.uint32, bitcast=True)
+    # As the bytes of weights are ordered: a thread's next four words are those of 16 bytes, which it stores at once.
+    bits = tl.permute(tl.reshape(bits, (8, GROUPS // 2, 4, 4)), (0, 1, 3, 2))[:, :, :, None, :]
+    bits = tl.reshape(tl.broadcast_to(bits, (8, GROUPS // 2, 4, 2, 4)), (8, GROUPS, 16))
+
+    group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)[None, :, None]
+    byte = tl.arange(0, 16)[None, None, :]
+    inside, second = group < groups, byte // 4 % 2
+    scale = tl.load(scales + group // 2 * 32 + row * 2 + group % 2, inside, 0).to(tl.int32)
+    # A word's halves hold the four first and the four second weights of a byte, each in the bits that it has in a BF16, the next
+    # three to the right of the one before; the bits of the last fill the gaps.
+    last = (bits << 1) & 0x80008000 | (bits >> 3) & 0x01800180 | (bits >> 7) & 0x00400040
+    upper, lower = bits << second * 6, tl.where(second == 1, last, bits << 3)
+    upper = two_weights((upper << 16) & 0x81C00000, upper & 0x81C00000, power_of(scale & 255))
+    lower = two_weights((lower << 16) & 0x81C00000, lower & 0x81C00000, power_of(scale >> 8 & 255))
+    at = out + (row * groups + group) * 16 + byte
+    left = rows - sixteen * 16
+    tl.store(at, upper, inside & (row < left))
+    tl.store(at + groups * 128, lower, inside & (row + 8 < left))
+
+
+@triton.jit
+def widened(bits, power, like, COLUMNS: tl.constexpr, GROUPS: tl.constexpr):
+    # e2m1 is the top of a float32 whose exponent has a bias of 1 instead of 127.
+    value = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37 * power
+    return tl.trans(tl.reshape(value, (COLUMNS, GROUPS * 16)).to(like.dtype.element_ty))
+
+
+@triton.jit
+def packed_product(even, odd, blocks, scales, offs, out, columns, depth, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr):  # fmt: skip
+    expert = tl.program_id(1)
+    begin = tl.load(offs + expert - 1, expert > 0, 0)
+    end = tl.load(offs + expert)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    groups = depth // 32
+    line = (expert.to(tl.int64) * columns + column) * groups  # of groups of 32 weights, one scale and 16 bytes each
+    for first in range(begin, end, ROWS):
+        row = first + tl.arange(0, ROWS)
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for start in range(0, groups, GROUPS):
+            group = start + tl.arange(0, GROUPS)
+            inside = (column < columns)[:, None] & (group < groups)[None, :]
+            at = line[:, None] + group[None, :]
+            scale = tl.load(scales + at, inside, 0).to(tl.int32)
+            power = power_of(scale)[:, :, None]
+            byte = at[:, :, None] * 16 + tl.arange(0, 16)[None, None, :]
+            code = tl.load(blocks + byte, inside[:, :, None], 0).to(tl.uint32)
+            low = widened((code & 8) << 28 | (code & 7) << 22, power, even, COLUMNS, GROUPS)
+            high = widened((code & 128) << 24 | (code & 112) << 18, power, even, COLUMNS, GROUPS)
+            half = start * 16 + tl.arange(0, GROUPS * 16)  # a byte's low bits hold the first weight of two
+            where = row.to(tl.int64)[:, None] * (depth // 2) + half[None, :]
+            mask = (row < end)[:, None] & (half < depth // 2)[None, :]
+            total = tl.dot(tl.load(even + where, mask, 0.0), low, total)
+            total = tl.dot(tl.load(odd + where, mask, 0.0), high, total)
+        place = out + row.to(tl.int64)[:, None] * columns + column[None, :]
+        tl.store(place, total.to(out.dtype.element_ty), (row < end)[:, None] & (column < columns)[None, :])

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +17,7 @@ OURS = "frozen_experts"  # name of `experts_forward` in transformers
 GATE_ALPHA, GATE_LIMIT = 1.702, 7.0  # gpt-oss's clamped SwiGLU
 FEW = 256  # tokens that every expert may compute
 Adapters = Mapping[str, tuple[Tensor, Tensor]]
+Product = Callable[[torch.nn.Module, str, Tensor, Tensor], Tensor]
 
 
 def experts_forward(
@@ -28,8 +29,11 @@ def experts_forward(
     its name, their product is added to it.
     """
     hidden, adapters = hidden_states.to(module.gate_up_proj_bias.dtype), getattr(module, "adapters", {})
-    few = len(hidden) <= FEW and not torch.is_grad_enabled() and grouped_mm_waits(hidden.device)
-    return (every_expert if few else routed_experts)(module, hidden, top_k_index, top_k_weights, adapters)
+    few = len(hidden) <= FEW and not torch.is_grad_enabled()
+    if few and hidden.is_cuda and not adapters and hasattr(module, "gate_up_proj_blocks"):
+        return routed_experts(module, hidden, top_k_index, top_k_weights, adapters, packed_product)
+    every = few and grouped_mm_waits(hidden.device)
+    return (every_expert if every else routed_experts)(module, hidden, top_k_index, top_k_weights, adapters)
 
 
 # https://huggingface.co/docs/transformers/experts_interface
@@ -37,16 +41,42 @@ ALL_EXPERTS_FUNCTIONS.register(OURS, experts_forward)
 
 
 def expert_weights(module: torch.nn.Module, name: str) -> Tensor:
-    """(E, in, out) weights of `gate_up_proj` or `down_proj`: a parameter, or dequantized for the moment."""
+    """(E, in, out) weights of `gate_up_proj` or `down_proj`: a parameter, or dequantized for the moment, from vLLM's tensors
+    where `module.shared` holds `dequantize_swizzled`'s arguments by that name."""
     if hasattr(module, name):
         return getattr(module, name)
-    weights = dequantize_mxfp4(getattr(module, f"{name}_blocks"), getattr(module, f"{name}_scales"))
+    if shared := getattr(module, "shared", {}):
+        weights = dequantize_swizzled(*shared[name])
+    else:
+        weights = dequantize_mxfp4(getattr(module, f"{name}_blocks"), getattr(module, f"{name}_scales"))
     return weights.to(module.gate_up_proj_bias.dtype)
 
 
+def frozen_product(module: torch.nn.Module, name: str, rows: Tensor, offs: Tensor) -> Tensor:
+    """(S, in) rows, sorted by expert, times the weights `name` of their expert: (S, out). Expert e has those before `offs`[e]."""
+    return FrozenProduct.apply(rows, expert_weights(module, name), offs)
+
+
+def even_and_odd(rows: Tensor) -> Tensor:
+    """(2, S, K / 2): the even and the odd columns of (S, K)."""
+    return rows.unflatten(1, (-1, 2)).permute(2, 0, 1).contiguous()
+
+
+def packed_product(module: torch.nn.Module, name: str, rows: Tensor, offs: Tensor) -> Tensor:
+    """`frozen_product` on a GPU with packed weights, which are dequantized on their way into the product: for few rows, where
+    reading and writing them takes longer than the arithmetic. Without gradients; sums are rounded in another order."""
+    blocks, scales = (getattr(module, f"{name}_{part}") for part in ("blocks", "scales"))
+    out, halves = rows.new_empty(len(rows), blocks.shape[1]), even_and_odd(rows)
+    tile = {"ROWS": 16 if len(rows) <= 16 * len(blocks) else 32, "COLUMNS": 128, "GROUPS": 4}
+    grid = -(-out.shape[1] // tile["COLUMNS"]), len(blocks)
+    kernels().packed_product[grid](*halves, blocks, scales, offs, out, out.shape[1], rows.shape[1], **tile, num_warps=4)
+    return out
+
+
 def routed_experts(
-    module: torch.nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, adapters: Adapters
-) -> Tensor:
+    module: torch.nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, adapters: Adapters,
+    product: Product = frozen_product,
+) -> Tensor:  # fmt: skip
     """Each token's experts. The values are those of transformers' grouped_mm experts bit by bit: the same matrix products, and in
     between the same roundings to BF16, in two kernels instead of some twenty trips through memory."""
     expert, order = index.flatten().sort()  # (S,), S = N * k: token-expert pairs, by expert
@@ -55,7 +85,7 @@ def routed_experts(
     offs = torch.searchsorted(expert, torch.arange(count, device=expert.device), right=True).int()
 
     def project(rows: Tensor, name: str) -> Tensor:
-        out = FrozenProduct.apply(rows, expert_weights(module, name), offs)
+        out = product(module, name, rows, offs)
         if name not in adapters:
             return out
         # On Blackwell the kernels may leave an expert without rows some gradient (https://github.com/pytorch/pytorch/issues/172439).
@@ -217,8 +247,22 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
         return convert_moe_packed_tensors(blocks, scales)
     out = torch.empty(*blocks.shape[:2], blocks.shape[2] * 32, dtype=torch.bfloat16, device=blocks.device)
     groups = scales.numel()
-    kernels().dequantize[(-(-groups // 128),)](blocks, scales, out, groups, BLOCK=128, num_warps=4)
+    kernels().dequantize[(-(-groups // 128),)](blocks, scales, out.view(torch.int32), groups, BLOCK=128, num_warps=4)
     return out.transpose(1, 2)
+
+
+def dequantize_swizzled(values: Tensor, scales: Tensor, rows: int, columns: int) -> Tensor:
+    """(E, `columns`, `rows`) BF16 weights as `dequantize_mxfp4` gives them, of vLLM's tensors on a Hopper card: uint8 `values`
+    (E, columns * 2, rows / 4) and `scales` (E, columns, rows / 32), views of their transposes, padded to whole tiles: those of
+    triton_kernels' layouts HOPPER_VALUE and, for 8 warps, HOPPER_SCALE. Raises RuntimeError for tensors that cannot be them."""
+    words, shorts = values.mT.view(torch.int32), scales.mT.view(torch.int16)  # of 8 weights, of 2 scales
+    out = torch.empty(len(words), rows, columns, dtype=torch.bfloat16, device=words.device)
+    sizes, pairs = (*words.shape[1:], *shorts.shape[1:]), out.view(torch.int32)
+    if any(held < needed for held, needed in zip(sizes, (rows / 4, columns / 2, rows / 32, columns / 2), strict=True)):
+        raise RuntimeError(f"values {(*values.shape,)} and scales {(*scales.shape,)} do not hold {rows} x {columns}")
+    grid = -(-columns // 512), -(-rows // 16), len(words)
+    kernels().dequantize_swizzled[grid](words, shorts, pairs, rows, columns // 32, *sizes, GROUPS=16, num_warps=4)
+    return out.mT
 
 
 def launch_rows(kernel: Any, rows: int, columns: int, *tensors: Tensor | None, **constants: float) -> None:

@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import subprocess
-import sys
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 import torch
-from conftest import CLEAN, ROOT
 from expert_models import config_of, load
+from interpreter import interpreted, third_party
 from transformers import GptOssConfig
 from transformers.integrations.moe import grouped_mm_experts_forward
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -62,27 +59,63 @@ for name, ours, plain in zip(("rows", "weights"), (spread, d_weights),
                              t.combine_backward(gradient, rows, bias, expert, inverse, weights)):
     near("combine_backward " + name, ours, plain)
 
-blocks = torch.randint(0, 256, (E, 6, 2, 16), dtype=torch.uint8)
-blocks[0, 0] = torch.arange(16) * 17  # each code in the low and in the high bits
-# Ordinary scales, and the extreme ones, where 2 ** -127 is subnormal. These in float32, as the interpreter's rounding to
-# BF16 knows no subnormal values. Compared by their bits, so that -0 counts.
-for dtype, lowest, highest in ((torch.bfloat16, 100, 150), (torch.float32, 0, 3), (torch.float32, 248, 253)):
-    scales = torch.randint(lowest, highest, (E, 6, 2), dtype=torch.uint8)
-    scales[0, 0] = lowest
-    out, groups = torch.empty(E, 6, 64, dtype=dtype), scales.numel()
-    K.dequantize[(triton.cdiv(groups, 128),)](blocks, scales, out, groups, BLOCK=128, num_warps=4)
-    plain = t.dequantize_mxfp4(blocks, scales).transpose(1, 2).to(dtype).contiguous()
-    assert torch.equal(out.view(torch.int16), plain.view(torch.int16)), f"dequantize, scales from {lowest}"
+blocks = torch.randint(0, 256, (E, 64, 2, 16), dtype=torch.uint8)
+blocks[:, :, 0] = torch.arange(16) * 17  # each code in the low and in the high bits, with each scale
+scales = torch.arange(E * 64).fmod(255).to(torch.uint8).view(E, 64, 1).repeat(1, 1, 2)
+out, groups = torch.empty(E, 64, 64, dtype=torch.bfloat16), scales.numel() - 1
+out[-1, -1] = 7
+K.dequantize[(triton.cdiv(groups, 128),)](blocks, scales, out.view(torch.int32), groups, BLOCK=128, num_warps=4)
+plain = t.dequantize_mxfp4(blocks, scales).transpose(1, 2).contiguous()
+plain[-1, -1, 32:] = 7  # beyond the groups
+assert torch.equal(out.view(torch.int16), plain.view(torch.int16)), "dequantize"  # by their bits, so that -0 counts
+
+blocks = torch.randint(0, 256, (E, 40, 3, 16), dtype=torch.uint8)  # 40 columns, 96 rows of weights: no tile is full
+blocks[1, 0] = torch.arange(16) * 17
+for lowest, highest in ((124, 130), (0, 6)):  # down to subnormal ones; every sum is exact
+    scales = torch.randint(lowest, highest, (E, 40, 3), dtype=torch.uint8)
+    offs = torch.tensor([2, 2, 40, 41], dtype=torch.int32)  # none, and more than two tiles of rows
+    rows, out = torch.randint(-4, 5, (41, 96)) * 2.0 ** (120 - lowest), torch.full((41, 40), torch.nan)
+    K.packed_product[(2, E)](*t.even_and_odd(rows), blocks, scales, offs, out, 40, 96, ROWS=16, COLUMNS=32, GROUPS=2)
+    plain = t.grouped_mm(rows, t.dequantize_mxfp4(blocks, scales).float(), offs=offs)
+    assert torch.equal(out, plain), f"packed_product, scales from {lowest}"
 print("all equal")
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+SWIZZLED = """
+import torch
+from torch.nn.functional import pad
+from triton_kernels.tensor_details.layout_details.hopper_scale import HopperMXScaleLayout
+from triton_kernels.tensor_details.layout_details.hopper_value import HopperMXValueLayout
+from grpo.model.experts import dequantize_mxfp4, dequantize_swizzled
+
+torch.manual_seed(0)
+# No padding; padded columns; padded rows, and more groups than one program takes.
+for count, rows, groups in ((1, 256, 4), (2, 48, 3), (2, 277, 17)):
+    blocks = torch.randint(0, 256, (count, rows, groups, 16), dtype=torch.uint8)
+    scales = torch.randperm(count * rows * groups).fmod(255).to(torch.uint8).view(count, rows, groups)  # each of 0 to 254
+    # As _swizzle_mxfp4 of vllm/model_executor/layers/quantization/utils/mxfp4_utils.py does.
+    values, padded = blocks.flatten(2).mT, pad(scales, (0, -groups % 4)).mT
+    values = HopperMXValueLayout(values.shape, mx_axis=1).swizzle_data(values)
+    swizzled = HopperMXScaleLayout(padded.shape, mx_axis=1, num_warps=8).swizzle_data(padded)
+    found, plain = dequantize_swizzled(values, swizzled, rows, groups * 32), dequantize_mxfp4(blocks, scales)
+    assert found.shape == plain.shape and found.dtype == plain.dtype and found.mT.is_contiguous()
+    # By their bits, so that -0 counts.
+    assert torch.equal(found.mT.view(torch.int16), plain.mT.contiguous().view(torch.int16)), (count, rows, groups)
+try:
+    dequantize_swizzled(values, swizzled, rows + 256, groups * 32)
+except RuntimeError as error:
+    print("all equal", error)
+"""
+
+
 def test_kernels_equal_plain_torch():
-    """In Triton's interpreter, which must be chosen before triton is imported."""
-    environ = CLEAN | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", KERNELS], env=environ, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0 and "all equal" in done.stdout, done.stdout + done.stderr
+    interpreted(KERNELS)
+
+
+def test_weights_in_vllms_layout_for_hopper_are_those_of_the_checkpoint():
+    """Swizzled by vLLM's own functions, from its source."""
+    interpreted(SWIZZLED, third_party())
 
 
 def routed(count, hidden, dtype, tokens=17, seed=0):
