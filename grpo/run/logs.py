@@ -148,6 +148,7 @@ def rewrite(path: Path, rows: Iterable[Sequence[Any]]) -> None:
 
 
 WARN_EVERY = 10  # steps between two warnings about the same thing
+TAUGHT = ("reward", "zero_std_fraction", "parse_rate")  # what `reward_warning` reads
 
 
 UNLEARNED = (
@@ -171,6 +172,10 @@ EQUAL_REWARDS = (
     "where they read alike, raise TEMPERATURE or NUM_GENERATIONS; where they do not, REWARDS or the reward columns of DATA "
     "do not tell them apart"
 )
+LOST = (
+    "Nothing was learned for {} steps, and nothing will be: no answer can be read any more, and those that cannot all earn the same. "
+    "End this run, and start another with a lower LEARNING_RATE; INIT_ADAPTER takes what is in best/"
+)
 
 
 def parse_rate_warning(history: Sequence[float]) -> str | None:
@@ -181,12 +186,20 @@ def parse_rate_warning(history: Sequence[float]) -> str | None:
     return UNPARSED.format(means[0]) if len(means) == 1 and means[0] < 0.5 else None
 
 
-def reward_warning(history: Sequence[tuple[float, float]]) -> str | None:
+def reward_warning(history: Sequence[tuple[float, float, float]]) -> str | None:
     """A sentence when steps teach nothing: the last one has no reward at all, or the last 5 have none that differ inside
-    a group. `history`: mean reward and zero_std_fraction of each step. None while all is well."""
+    a group; boxed once a run that could answer has lost it for 10 such steps. `history`: mean reward, zero_std_fraction and
+    parse rate of each step. None while all is well."""
     if history and math.isnan(history[-1][0]):
         return NO_REWARD
-    return EQUAL_REWARDS if len(history) >= 5 and all(share == 1 for _, share in history[-5:]) else None
+    equal = next((i for i, (_, share, _) in enumerate(reversed(history)) if share < 1), len(history))
+    if (
+        equal >= WARN_EVERY
+        and not any(rate for *_, rate in history[-WARN_EVERY:])
+        and any(rate for *_, rate in history)
+    ):
+        return banner_text(LOST.format(equal))
+    return EQUAL_REWARDS if equal >= 5 else None
 
 
 def garbage_warning(history: Sequence[tuple[Sequence[float], Sequence[float]]]) -> str | None:
@@ -216,7 +229,7 @@ class RunLog:
             rows = list(csv.DictReader(file))
         self.pace = Pace(total_steps, eval_steps, rows)
         self.parse_rates = [float(row["parse_rate"] or "nan") for row in rows]
-        self.rewards = [tuple(float(row[name] or "nan") for name in ("reward", "zero_std_fraction")) for row in rows]
+        self.rewards = [tuple(float(row[name] or "nan") for name in TAUGHT) for row in rows]
         self.warned_at: dict[Callable[..., Any], int] = {}
         self.garbage: list[tuple[list[float], list[float]]] = []  # see `garbage_warning`
         self.garbage_pays: str | None = None
@@ -271,7 +284,7 @@ class RunLog:
             f"; {left}" if left else "",
         )  # fmt: skip
         self.parse_rates.append(row["parse_rate"])
-        self.rewards.append(tuple(float(shown[name] or "nan") for name in ("reward", "zero_std_fraction")))
+        self.rewards.append(tuple(float(shown[name] or "nan") for name in TAUGHT))
         for warn, history in ((parse_rate_warning, self.parse_rates), (reward_warning, self.rewards)):
             if step - self.warned_at.get(warn, -WARN_EVERY) >= WARN_EVERY and (warning := warn(history)):
                 self.warned_at[warn] = step

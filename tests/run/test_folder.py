@@ -624,7 +624,7 @@ def test_a_run_without_a_checkpoint_begins_its_logs_again(tmp_path):
     )
 
 
-EQUAL, FINE, NONE = (0.5, 1.0), (0.5, 0.9), (math.nan, 0.0)
+EQUAL, FINE, NONE, LOST = (0.5, 1.0, 0.9), (0.5, 0.9, 0.9), (math.nan, 0.0, 0.9), (0.5, 1.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -643,6 +643,10 @@ EQUAL, FINE, NONE = (0.5, 1.0), (0.5, 0.9), (math.nan, 0.0)
         (reward_warning, [EQUAL] * 4 + [FINE] + [EQUAL] * 4, None),
         (reward_warning, [FINE, NONE], "the reward is nan"),
         (reward_warning, [NONE, FINE], None),
+        (reward_warning, [FINE] + [EQUAL] * 3 + [LOST] * 10, "Nothing was learned for 13 steps"),
+        (reward_warning, [FINE] + [LOST] * 9, "nothing is learned"),
+        (reward_warning, [FINE] + [LOST] * 9 + [EQUAL], "nothing is learned"),
+        (reward_warning, [LOST] * 20, "nothing is learned"),  # it never could answer
     ],
 )
 def test_warnings(warn, history, words):
