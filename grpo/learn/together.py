@@ -19,6 +19,11 @@ def adapter_of(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
+def flat_adapter(model: torch.nn.Module) -> Tensor:
+    """All that is learned, (N,), as it is now."""
+    return torch.cat([parameter.detach().flatten() for parameter in adapter_of(model)])
+
+
 def plain(tensor: Tensor) -> memoryview:
     """The bytes of a tensor on the CPU."""
     return memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
@@ -73,7 +78,7 @@ def agree(ranks: Ranks, signal: int, model: torch.nn.Module, step: int) -> int:
     is not rank 0's any more."""
     if ranks.size == 1:
         return signal
-    adapter = torch.cat([parameter.detach().flatten() for parameter in adapter_of(model)]).cpu()
+    adapter = flat_adapter(model).cpu()
     said = ranks.share((signal, hashlib.blake2b(plain(adapter)).hexdigest()))
     if other := [rank for rank, (_, mine) in enumerate(said) if mine != said[0][1]]:
         what = f"the adapter of rank {other[0]} is not that of rank 0 after step {step}"

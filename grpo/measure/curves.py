@@ -35,6 +35,7 @@ from grpo.data.files import Row
 from grpo.data.prompts import sampling_seed
 from grpo.data.scoring import score
 from grpo.evaluate.exact import answer_probabilities
+from grpo.learn.together import flat_adapter
 from grpo.learn.trainer import Trainer
 from grpo.measure.campaign import import_all
 from grpo.measure.forks import Campaign, Found, run_to_end, said_in, tasks_done
@@ -137,11 +138,6 @@ def plain_trainer(ours: Trainer, parts: int = 1) -> GRPOTrainer:
     return plain
 
 
-def adapter_of(trainer: GRPOTrainer) -> torch.Tensor:
-    """All that learns, (N,)."""
-    return torch.cat([p.detach().flatten() for p in trainer.model.parameters() if p.requires_grad])
-
-
 def followed(trainer: GRPOTrainer, checked: Preflight, train: Callable[[], Any]) -> dict[str, Any]:
     """What `train` does to the held-out rewards of `trainer` (`Measured.curve`), and its seconds `s` without the measuring."""
     measured, started = Measured(trainer, checked.eval_rows, checked.settings.EVAL_TEMPERATURE), time.perf_counter()
@@ -156,11 +152,11 @@ def train_both(main: Callable[[list[str]], int], arguments: list[str]) -> int:
     checked, found = preflight(os.environ | {"EVAL_SAMPLES": "1"}), {}  # the run itself reads no held-out rows
 
     def watch(train: Any, ours: Trainer, *given: Any, **named: Any) -> None:
-        start = adapter_of(ours)
+        start = flat_adapter(ours.model)
         found["ours"] = followed(ours, checked, lambda: train(ours, *given, **named))
         plain = plain_trainer(ours)
         found["trl"] = followed(plain, checked, plain.train)
-        moved, apart = adapter_of(ours) - start, adapter_of(ours) - adapter_of(plain)
+        moved, apart = flat_adapter(ours.model) - start, flat_adapter(ours.model) - flat_adapter(plain.model)
         found["adapter_apart"] = (apart.norm() / moved.norm()).item()
         ours.run.folder.with_name(RESULT).write_text(json.dumps(found), encoding="utf-8")
 

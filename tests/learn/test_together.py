@@ -13,7 +13,7 @@ from ranked import in_ranks
 from trainers import make, plain_float32, seed_weights, uniform
 
 from grpo.data.prompts import sampling_seed
-from grpo.learn.together import adapter_of, agree, give_files, lead
+from grpo.learn.together import adapter_of, agree, flat_adapter, give_files, lead
 from grpo.settings import FIELDS
 
 PROMPTS, GROUP, STEPS = 5, 3, 2  # 3 and 2 prompts for two processes; 2, 1, 1 and 1 for four
@@ -51,10 +51,10 @@ def learned(ranks, tiny, folder):
     moved = []
     for trainer.loss_type in LOSSES:
         seed_weights(trainer.model)
-        before = torch.cat([p.detach().flatten() for p in adapter_of(trainer.model)])
+        before = flat_adapter(trainer.model)
         trainer.optimizer = trainer.lr_scheduler = None
         trainer.train()
-        moved.append(torch.cat([p.detach().flatten() for p in adapter_of(trainer.model)]) - before)
+        moved.append(flat_adapter(trainer.model) - before)
     return torch.stack(moved).tolist()
 
 
