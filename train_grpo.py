@@ -151,10 +151,10 @@ def has_changed(preflight_result: Preflight) -> bool:
 
 
 def launch_all(preflight_result: Preflight) -> int:
-    """`launch`; with several processes also the others' part of it, and at the end its exit code and why, in training.log and
+    """`launch`; under torchrun also the other processes' part of it, and at the end its exit code and why, in training.log and
     exit.json: torchrun says neither."""
     ranks, folder = preflight_result.ranks, preflight_result.run.folder
-    if ranks.size == 1:
+    if not ranks.launched:
         return launch(preflight_result)
     said, code = LastWords(), 1
     log.addHandler(said)
@@ -270,7 +270,7 @@ def train(preflight_result: Preflight) -> int:
     specs, model_path = preflight_result.reward_specs, str(preflight_result.files.folder)
     ranks, stop = preflight_result.ranks, StopRequest()
     stop.is_broken = ranks.is_broken
-    if ranks.size > 1:
+    if ranks.launched:
         stop.again_s = 10.0  # Slurm sends it to every process, and so does scripts/torchrun.sh
         stop.listen()
     log.info("\n%s\n", banner(preflight_result), extra=FILE_ONLY)  # `main` printed it

@@ -44,10 +44,11 @@ def in_ranks(size: int, function: Callable[..., Any], *arguments: Any, port: int
         theirs.close()
         started.append((one, ours))
     found = []
-    for one, pipe in started:
+    for _, pipe in started:
         try:
             found.append(pipe.recv())
         except EOFError:
             found.append(None)
+    for one, _ in started:  # late: one that leaves waits for the others, and they for their pipes to be read
         one.join()
     return found

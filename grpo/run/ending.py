@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a run of several processes ended: torchrun's own exit code is 1 for every reason."""
+"""How a run under torchrun ended: torchrun's own exit code is 1 for every reason."""
 
 from __future__ import annotations
 

@@ -68,6 +68,7 @@ class Ranks:
         self.peers: dict[int, socket.socket] = {}  # of rank 0: all others; of another: rank 0
         self.last_words: Callable[[RankLost], None] = lambda lost: None  # of a process that cannot end by itself
         self.left = False
+        self.launched = False  # by torchrun or one like it, whose own exit code says nothing
         self.summed_bytes = 0  # that `others_bytes` was given, for the benchmark
 
     @classmethod
@@ -93,8 +94,9 @@ class Ranks:
             environ["VLLM_CACHE_ROOT"] = os.path.join(root, f"rank-{local_rank}") if local_rank else root
         if rank:
             sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-        for name in (signal.SIGINT, signal.SIGTERM) if size > 1 else ():  # which scripts/torchrun.sh has ignored
+        for name in (signal.SIGINT, signal.SIGTERM):  # which scripts/torchrun.sh has ignored
             signal.signal(name, signal.default_int_handler)
+        ranks.launched = True
         return ranks
 
     def share_out(self, count: int, group: int = 1) -> range:

@@ -38,9 +38,15 @@ def test_a_process_sees_its_own_gpu_and_no_launcher(monkeypatch, quiet, visible,
     assert ranks.token != Ranks.started(TORCHRUN | {"TORCHELASTIC_RUN_ID": "y"}).token, "two runs of one machine"
 
 
-def test_one_process_takes_one_gpu_of_several():
+def test_one_process_takes_one_gpu_of_several(quiet):
     environ = TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    assert Ranks.started(environ).size == 1 and environ == {"CUDA_VISIBLE_DEVICES": "0"}
+    ranks = Ranks.started(environ)
+    assert (
+        ranks.size == 1
+        and ranks.launched
+        and not Ranks.started({}).launched
+        and environ == {"CUDA_VISIBLE_DEVICES": "0"}
+    )
 
 
 @pytest.mark.parametrize("missing", GIVEN)

@@ -22,12 +22,23 @@ COMMANDS = {
     "srun": 'echo $$ > "$STEP"; for n in $(seq 0 $((SLURM_NNODES - 1))); do SLURM_NODEID=$n "$@" & done; '
     "code=0; for job in $(jobs -p); do wait $job || code=1; done; exit $code",
     "scontrol": '[ "$1" = show ] && echo localhost || echo "$*" >> "$STEP.asked"',
+    "squeue": 'cat "$STEP.state"',
     "scancel": 'below() { for pid in $(pgrep -P $1); do echo $pid; below $pid; done; }; kill -TERM $(below "$(cat "$STEP")")',
 }
 
 
+def commands(tools: Path) -> Path:
+    tools.mkdir()
+    for name, text in COMMANDS.items():
+        (tools / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (tools / name).chmod(0o755)
+    return tools
+
+
 def start(folder: Path, tools: Path, **settings: object) -> subprocess.Popen:
-    environ = environment(folder, SLURM_NNODES=2, SLURM_JOB_ID=os.getpid(), SLURM_JOB_NODELIST="two", **settings)
+    environ = environment(
+        folder, **{"SLURM_NNODES": 2, "SLURM_JOB_ID": os.getpid(), "SLURM_JOB_NODELIST": "two"} | settings
+    )
     environ |= {"PATH": f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}", "STEP": str(tools / "step")}
     command = ["bash", "scripts/slurm/train.sbatch"]
     return subprocess.Popen(command, env=environ, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -35,11 +46,8 @@ def start(folder: Path, tools: Path, **settings: object) -> subprocess.Popen:
 
 @pytest.mark.slow
 def test_a_job_that_has_to_go_saves_its_step_and_is_queued_again(tmp_path):
-    folder, tools = tmp_path / "run", tmp_path / "bin"
-    tools.mkdir()
-    for name, text in COMMANDS.items():
-        (tools / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
-        (tools / name).chmod(0o755)
+    folder, tools = tmp_path / "run", commands(tmp_path / "bin")
+    (tools / "step.state").write_text("RUNNING\n")
     job = start(folder, tools, HOLD_AT=3)
     wait_until(folder.with_name("held").exists, job)
     job.send_signal(signal.SIGUSR1)
@@ -53,3 +61,18 @@ def test_a_job_that_has_to_go_saves_its_step_and_is_queued_again(tmp_path):
     output = job.communicate()[0]
     assert job.returncode == 0 and "continuing from step 3" in output and "complete: 6 steps" in output, output
     assert (tools / "step.asked").read_text().count("requeue") == 1
+
+
+@pytest.mark.slow
+def test_a_job_that_its_user_cancels_is_not_queued_again(tmp_path):
+    """It saves its step all the same. Slurm says of such a job at once that it is completing."""
+    folder, tools = tmp_path / "run", commands(tmp_path / "bin")
+    (tools / "step.state").write_text("COMPLETING\n")
+    job = start(folder, tools, SLURM_NNODES=1, HOLD_AT=3)
+    wait_until(folder.with_name("held").exists, job)
+    subprocess.run([tools / "scancel"], env=os.environ | {"STEP": str(tools / "step")}, check=True)
+    wait_until(lambda: has_line(folder), job)
+    go_on(folder)
+    output = job.communicate()[0]
+    assert job.returncode and json.loads((folder / EXIT).read_text())["code"] == 143, output
+    assert last_checkpoint(folder)[0] == 3 and not (tools / "step.asked").exists()
