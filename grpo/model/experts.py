@@ -15,7 +15,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 OURS = "frozen_experts"  # name of `experts_forward` in transformers
 GATE_ALPHA, GATE_LIMIT = 1.702, 7.0  # gpt-oss's clamped SwiGLU
-FEW = 256  # tokens that every expert may compute
+FEW = 256  # tokens, up to which reading the weights takes longer than computing with them
 Adapters = Mapping[str, tuple[Tensor, Tensor]]
 Product = Callable[[torch.nn.Module, str, Tensor, Tensor], Tensor]
 
