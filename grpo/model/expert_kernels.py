@@ -94,11 +94,27 @@ def power_of(scale):
 
 
 @triton.jit
+def first(code):
+    # The e2m1 in the low bits of a byte, the first of its two, as the top of a float32.
+    return (code & 8) << 28 | (code & 7) << 22
+
+
+@triton.jit
+def second(code):
+    return (code & 128) << 24 | (code & 112) << 18
+
+
+@triton.jit
+def scaled(bits, power):
+    # e2m1 is the top of a float32 whose exponent has a bias of 1 instead of 127.
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37 * power
+
+
+@triton.jit
 def two_weights(low, high, power):
-    # e2m1 is the top of a float32 whose exponent has a bias of 1 instead of 127. The values need no more bits than a BF16 has,
-    # subnormal ones included, so that cutting a float32 off rounds nothing.
-    low = (low.to(tl.float32, bitcast=True) * 8.507059173023462e37 * power).to(tl.uint32, bitcast=True)
-    high = (high.to(tl.float32, bitcast=True) * 8.507059173023462e37 * power).to(tl.uint32, bitcast=True)
+    # The values need no more bits than a BF16 has, subnormal ones included, so that cutting a float32 off rounds nothing.
+    low = scaled(low, power).to(tl.uint32, bitcast=True)
+    high = scaled(high, power).to(tl.uint32, bitcast=True)
     return (low >> 16 | high & 0xFFFF0000).to(tl.int32, bitcast=True)
 
 
@@ -109,15 +125,12 @@ def dequantize(blocks, scales, out, groups, BLOCK: tl.constexpr):
     power = power_of(tl.load(scales + group, inside, 0).to(tl.int32))
     at = group * 16 + tl.arange(0, 16)[None, :]
     code = tl.load(blocks + at, inside, 0).to(tl.uint32)
-    both = two_weights((code & 8) << 28 | (code & 7) << 22, (code & 128) << 24 | (code & 112) << 18, power)
-    tl.store(out + at, both, inside)
+    tl.store(out + at, two_weights(first(code), second(code), power), inside)
 
 
 @triton.jit
 def widened(bits, power, like, COLUMNS: tl.constexpr, GROUPS: tl.constexpr):
-    # e2m1 is the top of a float32 whose exponent has a bias of 1 instead of 127.
-    value = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37 * power
-    return tl.trans(tl.reshape(value, (COLUMNS, GROUPS * 16)).to(like.dtype.element_ty))
+    return tl.trans(tl.reshape(scaled(bits, power), (COLUMNS, GROUPS * 16)).to(like.dtype.element_ty))
 
 
 @triton.jit
@@ -128,8 +141,8 @@ def packed_product(even, odd, blocks, scales, offs, out, columns, depth, ROWS: t
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     groups = depth // 32
     line = (expert.to(tl.int64) * columns + column) * groups  # of groups of 32 weights, one scale and 16 bytes each
-    for first in range(begin, end, ROWS):
-        row = first + tl.arange(0, ROWS)
+    for start_row in range(begin, end, ROWS):
+        row = start_row + tl.arange(0, ROWS)
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         for start in range(0, groups, GROUPS):
             group = start + tl.arange(0, GROUPS)
@@ -139,8 +152,8 @@ def packed_product(even, odd, blocks, scales, offs, out, columns, depth, ROWS: t
             power = power_of(scale)[:, :, None]
             byte = at[:, :, None] * 16 + tl.arange(0, 16)[None, None, :]
             code = tl.load(blocks + byte, inside[:, :, None], 0).to(tl.uint32)
-            low = widened((code & 8) << 28 | (code & 7) << 22, power, even, COLUMNS, GROUPS)
-            high = widened((code & 128) << 24 | (code & 112) << 18, power, even, COLUMNS, GROUPS)
+            low = widened(first(code), power, even, COLUMNS, GROUPS)
+            high = widened(second(code), power, even, COLUMNS, GROUPS)
             half = start * 16 + tl.arange(0, GROUPS * 16)  # a byte's low bits hold the first weight of two
             where = row.to(tl.int64)[:, None] * (depth // 2) + half[None, :]
             mask = (row < end)[:, None] & (half < depth // 2)[None, :]
