@@ -228,8 +228,7 @@ class RunLog:
         with (folder / "metrics.csv").open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         self.pace = Pace(total_steps, eval_steps, rows)
-        self.parse_rates = [float(row["parse_rate"] or "nan") for row in rows]
-        self.rewards = [tuple(float(row[name] or "nan") for name in TAUGHT) for row in rows]
+        self.taught = [tuple(float(row[name] or "nan") for name in TAUGHT) for row in rows]
         self.warned_at: dict[Callable[..., Any], int] = {}
         self.garbage: list[tuple[list[float], list[float]]] = []  # see `garbage_warning`
         self.garbage_pays: str | None = None
@@ -283,9 +282,8 @@ class RunLog:
             *(row[name] for name in ("parse_rate", "clipped_ratio", "tokens_mean", "step_s", "rollout_s", "learn_s")),
             f"; {left}" if left else "",
         )  # fmt: skip
-        self.parse_rates.append(row["parse_rate"])
-        self.rewards.append(tuple(float(shown[name] or "nan") for name in TAUGHT))
-        for warn, history in ((parse_rate_warning, self.parse_rates), (reward_warning, self.rewards)):
+        self.taught.append(tuple(float(shown[name] or "nan") for name in TAUGHT))
+        for warn, history in ((parse_rate_warning, [rate for *_, rate in self.taught]), (reward_warning, self.taught)):
             if step - self.warned_at.get(warn, -WARN_EVERY) >= WARN_EVERY and (warning := warn(history)):
                 self.warned_at[warn] = step
                 log.warning(warning)
