@@ -315,7 +315,7 @@ def train(preflight_result: Preflight) -> int:
     stop.listen()
     try:
         if preflight_result.rollouts[0]:
-            context.engine = start_engine(s, plan.engine, model_path, trainer.eos_token_ids)
+            context.engine = start_engine(s, plan.engine, model_path, trainer.eos_token_ids, trainer.model)
             check_mismatch(trainer)
         progress = Progress(preflight_result)
         lead(trainer, progress.before, trainer)

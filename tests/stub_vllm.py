@@ -248,7 +248,7 @@ class StubLLM:
         return SimpleNamespace(logprobs=values)  # as with flat_logprobs
 
 
-def stub_engine(settings, plan, model_path, stop_token_ids, prepare=lambda stub: None) -> Engine:
+def stub_engine(settings, plan, model_path, stop_token_ids, policy=None, prepare=lambda stub: None) -> Engine:
     """In place of `start_engine`: on a stub with the arguments that vLLM would get, asleep."""
     arguments = engine_arguments(settings, plan, model_path, 79.6)
     names = {"enable_lora", "max_lora_rank", "max_model_len", "lora_target_modules"} & set(arguments)

@@ -108,7 +108,8 @@ class TransformersModel:
 
     def __init__(self, settings: Settings, model_path: str, config: Mapping[str, Any], adapter: Path | None):
         self.settings, self.tokenizer, self.adapter = settings, load_tokenizer(model_path), adapter
-        self.model = in_working_type(load_model(model_path, config, "eager", settings.EXPERTS)).eval()
+        experts = "bf16" if settings.EXPERTS == "bf16" else "mxfp4"  # there is no engine to share with
+        self.model = in_working_type(load_model(model_path, config, "eager", experts)).eval()
         self.eos = stop_tokens(self.model.generation_config.eos_token_id, self.tokenizer)
         self.base = self.model
         if adapter is not None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels of the experts. Imported only where tensors are on a GPU: a CPU needs no triton.
 
-Each kernel has a twin in plain torch in experts.py, which a test holds against it in Triton's interpreter.
+Each kernel has a twin in plain torch in experts.py, which a test holds against it in Triton's interpreter; that of
+`dequantize_swizzled` is the plain layout's.
 """
 
 from __future__ import annotations
@@ -126,6 +127,41 @@ def dequantize(blocks, scales, out, groups, BLOCK: tl.constexpr):
     at = group * 16 + tl.arange(0, 16)[None, :]
     code = tl.load(blocks + at, inside, 0).to(tl.uint32)
     tl.store(out + at, two_weights(first(code), second(code), power), inside)
+
+
+@triton.jit
+def dequantize_swizzled(values, scales, out, rows, groups, value_lines, value_words, scale_lines, scale_shorts, GROUPS: tl.constexpr):  # fmt: skip
+    """16 rows of an expert's weights and GROUPS groups of 32 columns. In `values` these are 4 lines, and 64 columns of them 32
+    words: word [u, v] of (4, 4) in half t % 2 of line t // 2 holds, of rows t and t + 8, the weights of bytes 8 v + u and
+    8 v + u + 4, each byte two of them. In `scales` they are half of one line, and a short holds the scales of both rows."""
+    sixteen = tl.program_id(1)
+    expert = tl.program_id(2).to(tl.int64)
+    values += (expert * value_lines + sixteen * 4) * value_words
+    scales += (expert * scale_lines + sixteen // 16 * 8 + sixteen % 8) * scale_shorts + sixteen // 8 % 2 * 16
+    out += (expert * rows + sixteen * 16) * groups * 16
+
+    row = tl.arange(0, 8)[:, None, None]
+    chunk = tl.program_id(0) * (GROUPS // 2) + tl.arange(0, GROUPS // 2)[None, :, None]
+    word = row // 2 * value_words + chunk * 32 + row % 2 * 16 + tl.arange(0, 16)[None, None, :]
+    bits = tl.load(values + word, chunk * 32 < value_words, 0).to(tl.uint32, bitcast=True)
+    # As the bytes of weights are ordered: a thread's next four words are those of 16 bytes, which it stores at once.
+    bits = tl.permute(tl.reshape(bits, (8, GROUPS // 2, 4, 4)), (0, 1, 3, 2))[:, :, :, None, :]
+    bits = tl.reshape(tl.broadcast_to(bits, (8, GROUPS // 2, 4, 2, 4)), (8, GROUPS, 16))
+
+    group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)[None, :, None]
+    byte = tl.arange(0, 16)[None, None, :]
+    inside, second = group < groups, byte // 4 % 2
+    scale = tl.load(scales + group // 2 * 32 + row * 2 + group % 2, inside, 0).to(tl.int32)
+    # A word's halves hold the four first and the four second weights of a byte, each in the bits that it has in a BF16, the next
+    # three to the right of the one before; the bits of the last fill the gaps.
+    last = (bits << 1) & 0x80008000 | (bits >> 3) & 0x01800180 | (bits >> 7) & 0x00400040
+    upper, lower = bits << second * 6, tl.where(second == 1, last, bits << 3)
+    upper = two_weights((upper << 16) & 0x81C00000, upper & 0x81C00000, power_of(scale & 255))
+    lower = two_weights((lower << 16) & 0x81C00000, lower & 0x81C00000, power_of(scale >> 8 & 255))
+    at = out + (row * groups + group) * 16 + byte
+    left = rows - sixteen * 16
+    tl.store(at, upper, inside & (row < left))
+    tl.store(at + groups * 128, lower, inside & (row + 8 < left))
 
 
 @triton.jit

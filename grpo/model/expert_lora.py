@@ -68,9 +68,9 @@ def experts_wrapped(model: torch.nn.Module) -> Iterator[None]:
     which these have none. What it has put on experts becomes an `ExpertAdapter` at the end."""
     quantized = [module for module in model.modules() if isinstance(module, QuantizedExperts)]
     for experts in quantized:
-        for name in EXPERT_PARAMETERS:
-            count, rows, groups, bytes_ = getattr(experts, f"{name}_blocks").shape
-            nothing = experts.gate_up_proj_bias.new_zeros(()).expand(count, groups * bytes_ * 2, rows)
+        (count, twice), hidden = experts.gate_up_proj_bias.shape, experts.down_proj_bias.shape[1]
+        for name, shape in zip(EXPERT_PARAMETERS, ((hidden, twice), (twice // 2, hidden)), strict=True):
+            nothing = experts.gate_up_proj_bias.new_zeros(()).expand(count, *shape)
             experts.register_parameter(name, torch.nn.Parameter(nothing, requires_grad=False))
     try:
         yield

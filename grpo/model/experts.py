@@ -41,10 +41,14 @@ ALL_EXPERTS_FUNCTIONS.register(OURS, experts_forward)
 
 
 def expert_weights(module: torch.nn.Module, name: str) -> Tensor:
-    """(E, in, out) weights of `gate_up_proj` or `down_proj`: a parameter, or dequantized for the moment."""
+    """(E, in, out) weights of `gate_up_proj` or `down_proj`: a parameter, or dequantized for the moment, from vLLM's tensors
+    where `module.shared` holds `dequantize_swizzled`'s arguments by that name."""
     if hasattr(module, name):
         return getattr(module, name)
-    weights = dequantize_mxfp4(getattr(module, f"{name}_blocks"), getattr(module, f"{name}_scales"))
+    if shared := getattr(module, "shared", {}):
+        weights = dequantize_swizzled(*shared[name])
+    else:
+        weights = dequantize_mxfp4(getattr(module, f"{name}_blocks"), getattr(module, f"{name}_scales"))
     return weights.to(module.gate_up_proj_bias.dtype)
 
 
@@ -245,6 +249,20 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     groups = scales.numel()
     kernels().dequantize[(-(-groups // 128),)](blocks, scales, out.view(torch.int32), groups, BLOCK=128, num_warps=4)
     return out.transpose(1, 2)
+
+
+def dequantize_swizzled(values: Tensor, scales: Tensor, rows: int, columns: int) -> Tensor:
+    """(E, `columns`, `rows`) BF16 weights as `dequantize_mxfp4` gives them, of vLLM's tensors on a Hopper card: uint8 `values`
+    (E, columns * 2, rows / 4) and `scales` (E, columns, rows / 32), views of their transposes, padded to whole tiles: those of
+    triton_kernels' layouts HOPPER_VALUE and, for 8 warps, HOPPER_SCALE. Raises RuntimeError for tensors that cannot be them."""
+    words, shorts = values.mT.view(torch.int32), scales.mT.view(torch.int16)  # of 8 weights, of 2 scales
+    out = torch.empty(len(words), rows, columns, dtype=torch.bfloat16, device=words.device)
+    sizes, pairs = (*words.shape[1:], *shorts.shape[1:]), out.view(torch.int32)
+    if any(held < needed for held, needed in zip(sizes, (rows / 4, columns / 2, rows / 32, columns / 2), strict=True)):
+        raise RuntimeError(f"values {(*values.shape,)} and scales {(*scales.shape,)} do not hold {rows} x {columns}")
+    grid = -(-columns // 512), -(-rows // 16), len(words)
+    kernels().dequantize_swizzled[grid](words, shorts, pairs, rows, columns // 32, *sizes, GROUPS=16, num_warps=4)
+    return out.mT
 
 
 def launch_rows(kernel: Any, rows: int, columns: int, *tensors: Tensor | None, **constants: float) -> None:

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -31,16 +30,20 @@ from grpo.settings import Settings
 
 
 class QuantizedExperts(torch.nn.Module):
-    """A stand-in for a layer's GptOssExperts that keeps the checkpoint's own MXFP4 tensors, under their own names."""
+    """A stand-in for a layer's GptOssExperts that keeps the checkpoint's own MXFP4 tensors, under their own names; not `packed`,
+    without weights, until grpo/rollout/shared_experts.py lends it those of vLLM."""
 
     is_transposed = True  # as GptOssExperts, (E, in, out): PEFT asks for it
 
-    def __init__(self, config: GptOssConfig) -> None:
+    def __init__(self, config: GptOssConfig, packed: bool = True) -> None:
         super().__init__()
+        # Of each matrix what `dequantize_swizzled` takes. No buffers: they are neither moved, converted nor saved.
+        self.shared: dict[str, tuple[torch.Tensor, torch.Tensor, int, int]] = {}
         count, hidden, inner = config.num_local_experts, config.hidden_size, config.intermediate_size
         for name, rows, columns in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):
-            self.register_buffer(f"{name}_blocks", torch.empty(count, rows, columns // 32, 16, dtype=torch.uint8))
-            self.register_buffer(f"{name}_scales", torch.empty(count, rows, columns // 32, dtype=torch.uint8))
+            if packed:
+                self.register_buffer(f"{name}_blocks", torch.empty(count, rows, columns // 32, 16, dtype=torch.uint8))
+                self.register_buffer(f"{name}_scales", torch.empty(count, rows, columns // 32, dtype=torch.uint8))
             bias = torch.empty(count, rows, dtype=torch.bfloat16)
             self.register_parameter(f"{name}_bias", torch.nn.Parameter(bias, requires_grad=False))
 
@@ -48,8 +51,9 @@ class QuantizedExperts(torch.nn.Module):
         return experts_forward(self, hidden_states, router_indices, routing_weights)
 
 
-def load_quantized(model_path: str, attention: str, device: str) -> PreTrainedModel:
-    """The model with its experts as they are in the checkpoint, everything else as `from_pretrained` has it.
+def load_quantized(model_path: str, attention: str, device: str, packed: bool = True) -> PreTrainedModel:
+    """The model with its experts as they are in the checkpoint, or, not `packed`, without their weights; everything else as
+    `from_pretrained` has it.
 
     transformers' own MXFP4 path computes with kernels that have no backward pass, so the module is exchanged. Raises
     ValueError where the checkpoint holds other tensors.
@@ -59,12 +63,14 @@ def load_quantized(model_path: str, attention: str, device: str) -> PreTrainedMo
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
         for layer in model.model.layers:
-            layer.mlp.experts = QuantizedExperts(config)
+            layer.mlp.experts = QuantizedExperts(config, packed)
     folder = Path(model_path)
     dtypes, tensors = {name: tensor.dtype for name, tensor in model.state_dict().items()}, {}
     for shard in sorted(folder.glob("model*.safetensors")):  # an adapter beside them is none of the model's
         try:
-            loaded = load_file(shard, device=device)
+            with safe_open(shard, "pt", device=device) as file:
+                names = (name for name in file.keys() if packed or not name.endswith(("_blocks", "_scales")))  # noqa: SIM118
+                loaded = {name: file.get_tensor(name) for name in names}
         except SafetensorError as error:
             raise ValueError(f"{shard}: {error}. Download the model again") from error
         tensors |= {name: tensor.to(dtypes.get(name, tensor.dtype)) for name, tensor in loaded.items()}
@@ -106,12 +112,12 @@ def dequantize_experts(model: PreTrainedModel) -> None:
 def load_model(model_path: str, config: Mapping[str, Any], attention: str, experts: str = "bf16") -> PreTrainedModel:
     """The base model in BF16 on the GPU, or on the CPU where there is none, with this project's attention and experts.
 
-    MXFP4 experts are dequantized, or stay quantized with `experts` = `mxfp4`.
+    MXFP4 experts are dequantized, stay quantized with `experts` = `mxfp4`, and with `shared` are not loaded: vLLM lends its own.
     """
     name, device = install_attention(attention), "cuda:0" if torch.cuda.is_available() else "cpu"
     if has_mxfp4(config):
-        model = load_quantized(model_path, name, device)
-        if experts == "mxfp4":
+        model = load_quantized(model_path, name, device, packed=experts != "shared")
+        if experts != "bf16":
             return model
         dequantize_experts(model)
     else:

@@ -90,7 +90,7 @@ def check_settings(settings: Settings, config: Mapping[str, Any] | None, machine
         problems.add("PROMPTS_PER_STEP", what, "Lower one of the two")
     check_attention(settings, machine, problems)
     check_lora(settings, config, problems)
-    if settings.EXPERTS == "mxfp4" and config and not hub.has_mxfp4(config):
+    if settings.EXPERTS != "bf16" and config and not hub.has_mxfp4(config):
         problems.add("EXPERTS", f"{settings.MODEL_ID} has no MXFP4 experts", "Set EXPERTS=bf16")
     if settings.USE_VLLM and not machine.gpus:
         problems.add("USE_VLLM", "vLLM beside the trainer needs a GPU and none is visible", "Set USE_VLLM=0")
@@ -113,6 +113,19 @@ def check_settings(settings: Settings, config: Mapping[str, Any] | None, machine
     if machine.ranks > settings.PROMPTS_PER_STEP:
         what = f"{settings.PROMPTS_PER_STEP} cannot be shared out among {machine.ranks} processes, each needs one"
         problems.add("PROMPTS_PER_STEP", what, f"Set it to {machine.ranks} or higher, or start fewer processes")
+
+
+def check_shared(settings: Settings, machine: Machine, vllm: bool, sync: str, problems: Problems) -> None:
+    """EXPERTS=shared: whether `vllm` generates, with the kernels whose layout the learner reads."""
+    why = ""
+    if not vllm:
+        why = "they are vLLM's, which does not generate here"
+    elif sync == "lora":
+        why = "with ROLLOUT_SYNC=lora vLLM keeps its experts for other kernels"
+    elif not 9 <= machine.capability < 10:
+        why = f"the learner reads them as on Hopper cards (capability 9.0), {machine.gpu} has {machine.capability}"
+    if settings.EXPERTS == "shared" and why:
+        problems.add("EXPERTS", why, "Set EXPERTS=mxfp4")
 
 
 def check_memory(settings: Settings, shapes: Shapes, problems: Problems, resumed: bool = False) -> None:
@@ -231,6 +244,7 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks:
     if settings.ROLLOUT_SYNC is None:
         settings, sources["ROLLOUT_SYNC"] = dataclasses.replace(settings, ROLLOUT_SYNC=sync[0]), "chosen"
     check_settings(settings, config, machine, problems)
+    check_shared(settings, machine, rollouts[0], sync[0], problems)
     check_trackers(settings, environ, problems)
     system = settings.SYSTEM_PROMPT
     rows = read_rows("DATA", settings.DATA, problems, system)

@@ -170,7 +170,7 @@ def learning_gib(
     kept = tokens * hidden * 2 * layers
     if not settings.GRADIENT_CHECKPOINTING:
         kept = (tokens * per_token + scores) * layers
-        if settings.EXPERTS == "mxfp4":  # every layer's stay dequantized until its backward
+        if settings.EXPERTS != "bf16":  # every layer's stay dequantized until its backward
             kept += (layers - 1) * layer_sizes(config)[0] * 2
     scored = rows * settings.MAX_COMPLETION_LEN
     head = min(scored, 4096) * min(config["vocab_size"], HEAD_TILE) * 2 + (tokens * 2 + scored * 8) * hidden
@@ -201,18 +201,22 @@ def plan_memory(
     packing: str = "none",
 ) -> Plan:
     """Memory of a run and, from it, MICRO_BATCH and GENERATION_BATCH where they are `auto`: an estimate from BF16 weights
-    (experts of 4.25 bits and one layer dequantized with `mxfp4`) and activations, float32 adapter with gradients and two
+    (experts of 4.25 bits and one layer dequantized with `mxfp4`; with `shared` they are the engine's, which keeps them asleep) and activations, float32 adapter with gradients and two
     AdamW moments, checkpointed layer inputs plus one layer in full while learning, and the key-value cache plus one layer
     of prefill or of a decoding step while generating. `prompt_len` is the longest prompt in tokens;
     `engine_checkpoint` the size in GiB of the checkpoint that vLLM loads, None where transformers generates."""
     layers, hidden, share = config["num_hidden_layers"], config["hidden_size"], packing == "prefix"
     weights = count_parameters(config)["total"] * 2 / GIB
-    if settings.EXPERTS == "mxfp4":
-        weights += layer_sizes(config)[0] * (layers * (4.25 / 8 - 2) + 2) / GIB
+    packed = layer_sizes(config)[0] * layers * 4.25 / 8 / GIB
+    if settings.EXPERTS != "bf16":
+        weights += packed + layer_sizes(config)[0] * 2 * (1 - layers) / GIB
     adapter = parameters(config, settings.LORA_R, matched(settings.LORA_TARGETS, layers)) * 16 / GIB
     engine = None
     if engine_checkpoint is not None:
+        weights -= packed if settings.EXPERTS == "shared" else 0.0
         engine = plan_engine(settings, config, machine, prompt_len, weights + adapter, engine_checkpoint)
+        if settings.EXPERTS == "shared":
+            engine = dataclasses.replace(engine, asleep=engine.asleep + packed)
     total, free = settings.completions_per_step, machine.gpu_free if machine.gpus else machine.ram_share
     own = -(-settings.PROMPTS_PER_STEP // machine.ranks) * settings.NUM_GENERATIONS  # completions of one process
     room = free * (GPU_SHARE if machine.gpus else CPU_SHARE) - weights - adapter - (engine.asleep if engine else 0.0)
@@ -280,7 +284,8 @@ def memory_advice(settings: Settings, shapes: Shapes, resumed: bool) -> str:
         return memory_shortfall(shapes.plan(dataclasses.replace(settings, **changes)), shapes.machine)
 
     smaller = {"VLLM_GPU_MEM": None, "GRADIENT_CHECKPOINTING": True, "GENERATION_BATCH": None, "MICRO_BATCH": None}
-    smaller |= ({"EXPERTS": "mxfp4"} if has_mxfp4(shapes.config) else {}) | {"USE_VLLM": False}
+    if settings.EXPERTS != "shared":  # which needs vLLM, and less memory than the others with it
+        smaller |= ({"EXPERTS": "mxfp4"} if has_mxfp4(shapes.config) else {}) | {"USE_VLLM": False}
     smaller = {n: v for n, v in smaller.items() if v != getattr(settings, n) and (not resumed or n in MAY_CHANGE)}
     words = {name: f"{name}={show(value)}" for name, value in smaller.items()}
     if alone := [words[name] for name, value in smaller.items() if not stops(**{name: value})]:

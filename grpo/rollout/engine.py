@@ -20,6 +20,7 @@ import torch
 from grpo.preflight.machine import GIB
 from grpo.preflight.memory import BATCHED_TOKENS, EnginePlan, vllm_rank
 from grpo.preflight.targets import expert_words
+from grpo.rollout.shared_experts import share_experts
 from grpo.rollout.vllm_patches import close_process_group, keep_weights_asleep, patch_kernels, vllm_environment
 from grpo.rollout.weight_sync import sync, write_adapter
 from grpo.settings import Settings, log
@@ -99,8 +100,15 @@ def engine_arguments(settings: Settings, plan: EnginePlan, model_path: str, gpu_
     return arguments
 
 
-def start_engine(settings: Settings, plan: EnginePlan, model_path: str, stop_token_ids: Sequence[int]) -> Engine:
-    """Start vLLM beside the loaded trainer and put it to sleep. Raises EngineError."""
+def start_engine(
+    settings: Settings,
+    plan: EnginePlan,
+    model_path: str,
+    stop_token_ids: Sequence[int],
+    policy: torch.nn.Module | None = None,
+) -> Engine:
+    """Start vLLM beside the loaded trainer, whose `policy` gets its experts with EXPERTS=shared, and put it to sleep. Raises
+    EngineError."""
     started, total = time.perf_counter(), torch.cuda.get_device_properties(0).total_memory / GIB
     torch.cuda.empty_cache()
     advice = "`--check` prints the plan; VLLM_EAGER=1 compiles less, USE_VLLM=0 does without vLLM"
@@ -114,6 +122,8 @@ def start_engine(settings: Settings, plan: EnginePlan, model_path: str, stop_tok
         atexit.register(close_process_group)
     engine = Engine(llm, SamplingParams, LoRARequest, settings, stop_token_ids)
     engine.warm_up(plan.max_model_len)
+    if policy is not None and settings.EXPERTS == "shared":
+        engine.lend_experts(policy)
     before = torch.cuda.mem_get_info()[0]
     engine.sleep()
     told = (time.perf_counter() - started, (torch.cuda.mem_get_info()[0] - before) / GIB, engine.seconds["warm_up"])
@@ -167,6 +177,14 @@ class Engine:
                 rows = [row[i : i + max_model_len - 1] for i in range(0, tokens, max_model_len - 1)]
                 self._run(rows, [once] * len(rows))
 
+    def lend_experts(self, policy: torch.nn.Module) -> None:
+        """Let the experts of `policy`, loaded without weights, read those of the awake engine, which stay on the GPU from then on."""
+        with engine_faults("lending the experts", "Set EXPERTS=mxfp4"):
+            from grpo.rollout.sleep_backend import lend  # it imports vLLM
+
+            (pointers,) = self.llm.apply_model(lambda model: share_experts(policy, model))
+            lend(pointers)
+
     def wake(self) -> None:
         """Weights and cache back onto the GPU. torch gives its free blocks back first: the engine maps memory past its
         allocator and gets no second try (https://github.com/vllm-project/vllm/issues/15254)."""
@@ -179,7 +197,7 @@ class Engine:
         self.asleep, self.current = False, False
 
     def sleep(self) -> None:
-        """Weights to host memory, the cache dropped (and with it the prefix cache)."""
+        """Weights to host memory, but for lent ones, the cache dropped (and with it the prefix cache)."""
         if self.asleep:
             return
         # vLLM also raises where the GPU holds more afterwards, by whomever.

@@ -7,12 +7,23 @@ first sleep; nothing else may, as vLLM is not installed everywhere. Read in 0.26
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from vllm.device_allocator import get_mem_allocator_instance
 from vllm.device_allocator.cumem import libcudart, unmap_and_release
 from vllm.device_allocator.sleep_mode_backend import CuMemBackend
 
 KEEP_BYTES = 32 * 2**20  # larger allocations hold experts and embeddings, which never change
+LENT = "lent"  # tag of what stays on the GPU asleep
+
+
+def lend(pointers: Iterable[int]) -> None:
+    """From now on, let the allocations in which these addresses lie stay on the GPU: the learner reads them. vLLM must be awake."""
+    held = get_mem_allocator_instance().pointer_to_data
+    for pointer in pointers:
+        (data,) = (data for start, data in held.items() if start <= pointer < start + data.handle[1])
+        data.tag = LENT
 
 
 class KeepBackend(CuMemBackend):
@@ -26,6 +37,8 @@ class KeepBackend(CuMemBackend):
         """Sleep at level 1, the only one that the engine asks for."""
         self._state = "SUSPENDED"
         for pointer, data in get_mem_allocator_instance().pointer_to_data.items():
+            if data.tag == LENT:
+                continue
             size, backup = data.handle[1], self.kept.get(pointer)
             if data.tag == "weights" and backup is None:
                 if size >= KEEP_BYTES:
@@ -39,3 +52,8 @@ class KeepBackend(CuMemBackend):
             unmap_and_release(data.handle)
             data.is_asleep = True
         torch.cuda.empty_cache()
+
+    def resume(self, tags: list[str] | None = None) -> None:
+        """Wake what sleeps: vLLM's own maps whatever has one of the tags, mapped already or not."""
+        asleep = {data.tag for data in get_mem_allocator_instance().pointer_to_data.values() if data.is_asleep}
+        super().resume(tags or sorted(asleep))

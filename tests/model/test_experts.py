@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import subprocess
-import sys
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 import torch
-from conftest import CLEAN, ROOT
 from expert_models import config_of, load
+from interpreter import interpreted, third_party
 from transformers import GptOssConfig
 from transformers.integrations.moe import grouped_mm_experts_forward
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -85,12 +82,40 @@ print("all equal")
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+SWIZZLED = """
+import torch
+from torch.nn.functional import pad
+from triton_kernels.tensor_details.layout_details.hopper_scale import HopperMXScaleLayout
+from triton_kernels.tensor_details.layout_details.hopper_value import HopperMXValueLayout
+from grpo.model.experts import dequantize_mxfp4, dequantize_swizzled
+
+torch.manual_seed(0)
+# No padding; padded columns; padded rows, and more groups than one program takes.
+for count, rows, groups in ((1, 256, 4), (2, 48, 3), (2, 277, 17)):
+    blocks = torch.randint(0, 256, (count, rows, groups, 16), dtype=torch.uint8)
+    scales = torch.randperm(count * rows * groups).fmod(255).to(torch.uint8).view(count, rows, groups)  # each of 0 to 254
+    # As _swizzle_mxfp4 of vllm/model_executor/layers/quantization/utils/mxfp4_utils.py does.
+    values, padded = blocks.flatten(2).mT, pad(scales, (0, -groups % 4)).mT
+    values = HopperMXValueLayout(values.shape, mx_axis=1).swizzle_data(values)
+    swizzled = HopperMXScaleLayout(padded.shape, mx_axis=1, num_warps=8).swizzle_data(padded)
+    found, plain = dequantize_swizzled(values, swizzled, rows, groups * 32), dequantize_mxfp4(blocks, scales)
+    assert found.shape == plain.shape and found.dtype == plain.dtype and found.mT.is_contiguous()
+    # By their bits, so that -0 counts.
+    assert torch.equal(found.mT.view(torch.int16), plain.mT.contiguous().view(torch.int16)), (count, rows, groups)
+try:
+    dequantize_swizzled(values, swizzled, rows + 256, groups * 32)
+except RuntimeError as error:
+    print("all equal", error)
+"""
+
+
 def test_kernels_equal_plain_torch():
-    """In Triton's interpreter, which must be chosen before triton is imported."""
-    environ = CLEAN | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", KERNELS], env=environ, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0 and "all equal" in done.stdout, done.stdout + done.stderr
+    interpreted(KERNELS)
+
+
+def test_weights_in_vllms_layout_for_hopper_are_those_of_the_checkpoint():
+    """Swizzled by vLLM's own functions, from its source."""
+    interpreted(SWIZZLED, third_party())
 
 
 def routed(count, hidden, dtype, tokens=17, seed=0):

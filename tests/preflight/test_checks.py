@@ -92,7 +92,25 @@ def test_settings_that_go_together():
         assert not settings_problems(dataclasses.replace(H100, capability=capability), ATTN_IMPL="flash_attention_4")
     assert not settings_problems(H100, REAL_CONFIG, USE_VLLM=True, EXPERTS="mxfp4")
     bf16 = REAL_CONFIG | {"quantization_config": None}
-    assert "has no MXFP4 experts" in only(settings_problems(CPU, bf16, EXPERTS="mxfp4"))
+    for kind in ("mxfp4", "shared"):
+        assert "has no MXFP4 experts" in only(settings_problems(CPU, bf16, EXPERTS=kind))
+
+
+@pytest.mark.parametrize(
+    ("capability", "vllm", "sync", "word"),
+    [(9.0, True, "merge", ""), (8.9, True, "merge", "8.9"), (10.0, True, "merge", "10.0"), (9.0, True, "lora", "ROLLOUT_SYNC"), (9.0, False, "merge", "vLLM")],
+)  # fmt: skip
+def test_experts_are_shared_where_vllms_layout_is_known(capability, vllm, sync, word):
+    problems, machine = Problems(), dataclasses.replace(H100, capability=capability)
+    checks.check_shared(Settings(), machine, vllm, sync, problems)
+    assert not problems
+    checks.check_shared(Settings(EXPERTS="shared"), machine, vllm, sync, problems)
+    assert len(problems) == bool(word) and all(word in one and "EXPERTS=mxfp4" in one for one in problems)
+
+
+def test_a_run_without_vllm_has_no_experts_to_share(tmp_path):
+    environ = CLEAN | {"MODEL_ID": "tiny", "OUTPUT_DIR": str(tmp_path), "EXPERTS": "shared"}
+    assert "does not generate here" in only(preflight(environ, CPU).problems)
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,18 @@ def test_quantized_experts_weigh_less():
     assert wide.weights == pytest.approx(38.96, abs=0.01)
 
 
+def test_shared_experts_are_the_engines():
+    """They lie on the GPU once, awake and asleep: what the trainer lacks of `mxfp4`'s, the sleeping engine has."""
+    quantized, shared = (plan(EXPERTS=kind, checkpoint=12.8) for kind in ("mxfp4", "shared"))
+    experts = 24 * 32 * 3 * 2880**2 * 4.25 / 8 / GIB
+    assert quantized.weights - shared.weights == pytest.approx(experts)
+    assert quantized.rollout_peak - shared.rollout_peak == pytest.approx(experts)
+    assert quantized.learning_peak == pytest.approx(shared.learning_peak)
+    unchecked = {"EXPERTS": "shared", "GRADIENT_CHECKPOINTING": False, "MICRO_BATCH": 1}
+    assert plan(**unchecked).learning == plan(**unchecked | {"EXPERTS": "mxfp4"}).learning
+    assert plan(EXPERTS="shared").weights == quantized.weights, "without an engine, for a plan that is refused anyway"
+
+
 def test_plan_obeys_and_grows():
     assert (plan(MICRO_BATCH=2).micro_batch, plan(MICRO_BATCH=2).micro_batch_reason) == (2, "set by MICRO_BATCH")
     assert plan(MAX_COMPLETION_LEN=512).micro_batch >= plan(MAX_COMPLETION_LEN=4000).micro_batch

@@ -256,10 +256,13 @@ def test_triton_keeps_its_cache_where_the_next_start_looks(monkeypatch, own, tin
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     if own:
         monkeypatch.setenv("TRITON_CACHE_DIR", own)
-    at_exit = []
+    at_exit, lent = [], []
     monkeypatch.setattr("atexit.register", at_exit.append)
-    engine = start_engine(Settings(), EnginePlan(1, 1, 1, "", 1, 1, 2048, 8, (1, 8)), str(tiny), [])
+    monkeypatch.setattr(Engine, "lend_experts", lambda engine, policy: lent.append((policy, engine.asleep)))
+    settings = Settings(EXPERTS="shared" if own else "mxfp4")
+    engine = start_engine(settings, EnginePlan(1, 1, 1, "", 1, 1, 2048, 8, (1, 8)), str(tiny), [], "policy")
     assert engine.asleep and close_process_group in at_exit
+    assert lent == [("policy", False)] * bool(own), "before it first sleeps"
     assert seen["TRITON_CACHE_DIR"] == (own or triton.knobs.cache.dir)
     assert os.environ.get("TRITON_CACHE_DIR") == own
 

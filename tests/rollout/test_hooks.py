@@ -232,9 +232,12 @@ def test_vllm_has_the_sampling_parameters_and_requests_of_the_engine(vllm):
 ALLOCATOR, BACKENDS = "vllm.device_allocator", "vllm.device_allocator.sleep_mode_backend"
 GPT_OSS, LLM_ENGINE = "vllm.model_executor.models.gpt_oss", "vllm.v1.engine.llm_engine"
 WORKER = "vllm.v1.worker.gpu_worker"
+MOE, SWIZZLE = "vllm.model_executor.layers.fused_moe", "vllm.model_executor.layers.quantization.utils.mxfp4_utils"
 FIELDS = {  # that are read: of prompts and outputs, of the configuration, of the allocator
     ("vllm", "TokensPrompt"): {"prompt_token_ids"}, ("vllm", "CompletionOutput"): {"token_ids", "logprobs"},
     ("vllm.logprobs", "FlatLogprobs"): {"logprobs"}, ("vllm.logprobs", "Logprob"): {"logprob"},
+    ("triton_kernels.matmul_ogs", "PrecisionConfig"): {"weight_scale"}, ("triton_kernels.tensor", "Tensor"): {"storage"},
+    ("triton_kernels.tensor", "Storage"): {"data", "layout"},
     ("vllm.config", "ModelConfig"): {"sleep_mode_backend"}, ("vllm.config", "VllmConfig"): {"model_config"},
     (ALLOCATOR, "AllocationData"): {"handle", "tag", "cpu_backup_tensor", "is_asleep"},
 }  # fmt: skip
@@ -252,6 +255,7 @@ TEXTS = {  # what a class or one of its members says
     (f"{ALLOCATOR}.cumem", "CuMemAllocator.sleep"): ["size_in_bytes = handle[1]"],
     (f"{ALLOCATOR}.cumem", "CuMemAllocator.wake_up"): [  # whatever has a backup comes back
         "create_and_map(handle)", "is_asleep = False", "if data.cpu_backup_tensor is not None:", "data.cpu_backup_tensor = None",
+        "if tags is None or data.tag in tags:",  # mapped or not
     ],
     # Pushed weights: model.layers.N.attn.qkv_proj.weight, attn.o_proj.weight; with LoRA, base_layer in between.
     (GPT_OSS, "GptOssForCausalLM"): ["self.model ="], (GPT_OSS, "GptOssModel"): ["self.layers ="],
@@ -260,6 +264,16 @@ TEXTS = {  # what a class or one of its members says
     ("vllm.lora.layers.base_linear", "BaseLinearLayerWithLoRA"): ["self.base_layer ="],
     (GPT_OSS, "GptOssForCausalLM.packed_modules_mapping"): ["{'qkv_proj': ['q_proj', 'k_proj', 'v_proj']}"],
     (GPT_OSS, "GptOssForCausalLM.hf_to_vllm_mapper"): ["'.self_attn.': '.attn.'"],
+    # Lent weights: model.layers.N.mlp.experts.routed_experts.w13_weight, ...quant_method.w13_precision_config.weight_scale.
+    (GPT_OSS, "TransformerBlock.__init__"): ["self.mlp ="], (GPT_OSS, "MLPBlock"): ["self.experts = FusedMoE("],
+    (f"{MOE}.runner.moe_runner", "MoERunner"): ["self.routed_experts = routed_experts"],
+    (f"{MOE}.routed_experts", "RoutedExperts"): ["self.quant_method ="],
+    ("vllm.model_executor.layers.quantization.mxfp4", "GptOssMxfp4MoEMethod._setup_kernel"): [
+        "layer.w13_weight = w13", "layer.w2_weight = w2", "self.w13_precision_config = w13_scale", "self.w2_precision_config = w2_scale",
+    ],
+    (SWIZZLE, "_swizzle_mxfp4"): ["num_warps=8", "make_default_matmul_mxfp4_w_layout(mx_axis=1)", "pad_k = -K % 4"],
+    ("triton_kernels.tensor_details.layout_details.hopper_value", "HopperMXValueLayout"): ["'HOPPER_VALUE'", "self.mx_axis", "self.mma_version"],
+    ("triton_kernels.tensor_details.layout_details.hopper_scale", "HopperMXScaleLayout"): ["'HOPPER_SCALE'", "self.mx_axis", "self.num_warps"],
 }  # fmt: skip
 
 
@@ -277,6 +291,7 @@ def test_vllm_takes_a_sleep_backend(vllm):
     """Of signatures: that of what KeepBackend overrides, of the registry, of the allocator's functions."""
     base, factory = vllm.find(BACKENDS, "CuMemBackend"), vllm.find(BACKENDS, "SleepModeBackendFactory")
     base.member("suspend").signature.bind(None, 1)
+    base.member("resume").signature.bind(None, None)
     assert list(factory.member("register_backend").signature.parameters)[1:] == ["name", "module_path", "class_name"]
     vllm.find(ALLOCATOR, "get_mem_allocator_instance").signature.bind()
     vllm.find(f"{ALLOCATOR}.cumem", "unmap_and_release").signature.bind("handle")

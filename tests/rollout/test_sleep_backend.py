@@ -83,8 +83,10 @@ class FakeCuMemBackend:
     def __init__(self) -> None:
         self._state = "RUNNING"
 
-    def resume(self) -> None:
+    def resume(self, tags=None) -> None:
         for pointer, data in self.gpu.pointer_to_data.items():
+            if tags is not None and data.tag not in tags:
+                continue
             self.gpu.create_and_map(data.handle)
             data.is_asleep = False
             if data.cpu_backup_tensor is not None:
@@ -146,6 +148,22 @@ def test_three_sleeps(asleep):
     # Pinned: those that are kept once, at their exact size, and what CUDA returns is checked; the others by torch.
     assert sorted(gpu.registered) == sorted(BLOCKS[name][1] for name in LARGE) and gpu.checked == [5, 5]
     assert sorted(gpu.pinned) == sorted(3 * [BLOCKS[name][1] for name in SMALL])
+
+
+def test_what_is_lent_stays_on_the_gpu(asleep):
+    """From any sleep on; an address within the allocation names it, one of nothing is an error."""
+    gpu, backend = asleep
+    before, start = gpu.values(), {name: pointer for pointer, name in gpu.names.items()}
+    lend = sys.modules[type(backend).__module__].lend
+    for lent, address in (({"experts"}, KEEP - 1), ({"experts", "lora buffer"}, 0)):
+        lend([start[max(lent)] + address])
+        backend.suspend(1)
+        assert gpu.mapped == lent and gpu.asleep() == set(BLOCKS) - lent
+        backend.resume()
+        assert gpu.mapped == set(BLOCKS) and gpu.values() == before | dict.fromkeys(CACHE, 255)
+        assert not lent & (gpu.copied("host") | gpu.copied("gpu"))
+    with pytest.raises(ValueError):
+        lend([0])
 
 
 def test_weights_that_are_written_are_smaller_than_those_that_are_kept(asleep):

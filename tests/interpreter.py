@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton's interpreter, which must be chosen before triton is imported: in a process of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import vllm_source
+from conftest import CLEAN, ROOT
+
+
+def third_party() -> Path:
+    """The folder in which vLLM's copy of triton_kernels lies; without it, the test is skipped."""
+    if not (folder := vllm_source.cached_source() / "third_party").is_dir():
+        pytest.skip("vLLM's source is not in the cache: `python tests/vllm_source.py` gets it (290 MiB)")
+    return folder
+
+
+def interpreted(code: str, folder: Path = ROOT, *arguments: Path) -> None:
+    """Run `code`, which must print "all equal", with what `folder` has to import. Skipped without triton."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    environ = CLEAN | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0 and "all equal" in done.stdout, done.stdout + done.stderr
