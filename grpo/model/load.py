@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,13 @@ from grpo.preflight.hub import has_mxfp4
 from grpo.preflight.machine import Machine
 from grpo.settings import Settings
 
+# Embeddings and output head: with the experts what vLLM can lend.
+TABLES = ("model.embed_tokens.weight", "lm_head.weight")
+
 
 class QuantizedExperts(torch.nn.Module):
     """A stand-in for a layer's GptOssExperts that keeps the checkpoint's own MXFP4 tensors, under their own names; not `packed`,
-    without weights, until grpo/rollout/shared_experts.py lends it those of vLLM."""
+    without weights, until grpo/rollout/shared_weights.py lends it those of vLLM: until then it cannot compute."""
 
     is_transposed = True  # as GptOssExperts, (E, in, out): PEFT asks for it
 
@@ -52,8 +56,8 @@ class QuantizedExperts(torch.nn.Module):
 
 
 def load_quantized(model_path: str, attention: str, device: str, packed: bool = True) -> PreTrainedModel:
-    """The model with its experts as they are in the checkpoint, or, not `packed`, without their weights; everything else as
-    `from_pretrained` has it.
+    """The model with its experts as they are in the checkpoint, everything else as `from_pretrained` has it; or, not `packed`,
+    without weights of experts, embeddings and head, for vLLM to lend: of the latter two stand-ins without memory, NaN everywhere.
 
     transformers' own MXFP4 path computes with kernels that have no backward pass, so the module is exchanged. Raises
     ValueError where the checkpoint holds other tensors.
@@ -65,15 +69,18 @@ def load_quantized(model_path: str, attention: str, device: str, packed: bool = 
         for layer in model.model.layers:
             layer.mlp.experts = QuantizedExperts(config, packed)
     folder = Path(model_path)
-    dtypes, tensors = {name: tensor.dtype for name, tensor in model.state_dict().items()}, {}
+    expected, tensors, left_out = model.state_dict(), {}, () if packed else ("_blocks", "_scales", *TABLES)
+    for name in () if packed else TABLES:
+        nothing = torch.full((), math.nan, dtype=expected[name].dtype, device=device)
+        tensors[name] = nothing.expand(expected[name].shape)
     for shard in sorted(folder.glob("model*.safetensors")):  # an adapter beside them is none of the model's
         try:
             with safe_open(shard, "pt", device=device) as file:
-                names = (name for name in file.keys() if packed or not name.endswith(("_blocks", "_scales")))  # noqa: SIM118
+                names = (name for name in file.keys() if not name.endswith(left_out))  # noqa: SIM118
                 loaded = {name: file.get_tensor(name) for name in names}
         except SafetensorError as error:
             raise ValueError(f"{shard}: {error}. Download the model again") from error
-        tensors |= {name: tensor.to(dtypes.get(name, tensor.dtype)) for name, tensor in loaded.items()}
+        tensors |= {name: tensor.to(expected.get(name, tensor).dtype) for name, tensor in loaded.items()}
     try:
         model.load_state_dict(tensors, assign=True)
     except RuntimeError as error:  # names every missing, unexpected or misshapen tensor
@@ -112,7 +119,8 @@ def dequantize_experts(model: PreTrainedModel) -> None:
 def load_model(model_path: str, config: Mapping[str, Any], attention: str, experts: str = "bf16") -> PreTrainedModel:
     """The base model in BF16 on the GPU, or on the CPU where there is none, with this project's attention and experts.
 
-    MXFP4 experts are dequantized, stay quantized with `experts` = `mxfp4`, and with `shared` are not loaded: vLLM lends its own.
+    MXFP4 experts are dequantized, stay quantized with `experts` = `mxfp4`, and with `shared` are not loaded, as embeddings and
+    head: vLLM lends its own.
     """
     name, device = install_attention(attention), "cuda:0" if torch.cuda.is_available() else "cpu"
     if has_mxfp4(config):

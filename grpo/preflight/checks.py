@@ -152,9 +152,9 @@ def check_memory(settings: Settings, shapes: Shapes, problems: Problems, resumed
         each = f" in each of {machine.here} processes" * (machine.here > 1)
         what = f"the run needs about {plan.peak:.1f} GiB of memory{each} and {machine.ram_free:.1f} GiB are free"
         problems.add("memory", what, "Lower MICRO_BATCH or MAX_COMPLETION_LEN" + ", or start fewer" * bool(each))
-    if engine and engine.weights + 2 > machine.ram_share:
+    if engine and engine.on_host + 2 > machine.ram_share:
         many = f"each of {machine.here} sleeping engines" if machine.here > 1 else "the sleeping engine"
-        what = f"{many} keeps {engine.weights:.1f} GiB in host memory, {machine.ram_free:.1f} GiB are free"
+        what = f"{many} keeps {engine.on_host:.1f} GiB in host memory, {machine.ram_free:.1f} GiB are free"
         without = memory_shortfall(shapes.plan(dataclasses.replace(settings, USE_VLLM=False)), machine)
         ways = ["take a machine with more"] + ["start fewer processes"] * (machine.here > 1)
         problems.add("memory", what, ", or ".join(["Free some", *ways, *["set USE_VLLM=0"] * (not without)]))

@@ -30,6 +30,11 @@ class EnginePlan:
     max_model_len: int
     max_num_seqs: int
     capture_sizes: tuple[int, ...]
+    lent: float = 0.0  # of the weights, to the trainer, for which they stay on the GPU
+
+    @property
+    def on_host(self) -> float:
+        return self.weights - self.lent
 
     @property
     def awake(self) -> float:
@@ -78,6 +83,7 @@ MICRO_BATCH_TOKENS = 50_000  # tokens of a micro-batch beyond which more tokens 
 KV_BLOCK = 16  # tokens per block of vLLM's key-value cache
 BATCHED_TOKENS = 8192  # tokens of one prefill step of vLLM
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM takes as max_lora_rank
+PADDED = 1.08  # bytes of experts in vLLM, by those of the checkpoint: kernels pad them by up to a tenth
 HEAD_TILE = 32768  # vocabulary of one tile of logits, as in TRL
 ASLEEP_GIB = 2.1  # left on the GPU by a sleeping engine and the CUDA context: graphs, workspaces, kernels (measured)
 
@@ -118,8 +124,7 @@ def plan_engine(
     wanted = (1 + in_flight + prompts * (shared + group * (whole - shared + sliding))) * block
     most = -(-longest // KV_BLOCK)
     least = (2 + most + min(most, -(-window // KV_BLOCK) + in_flight)) * block
-    # Kernels pad the experts by up to a tenth of their bytes.
-    weights = checkpoint * 1.08
+    weights = checkpoint * PADDED
     # vLLM has room for an adapter on the experts of every layer then, whichever are named.
     if settings.ROLLOUT_SYNC == "lora" and expert_words(settings.LORA_TARGETS):
         places = [(layer, name) for layer in range(config["num_hidden_layers"]) for name in EXPERT_PARAMETERS]
@@ -201,22 +206,25 @@ def plan_memory(
     packing: str = "none",
 ) -> Plan:
     """Memory of a run and, from it, MICRO_BATCH and GENERATION_BATCH where they are `auto`: an estimate from BF16 weights
-    (experts of 4.25 bits and one layer dequantized with `mxfp4`; with `shared` they are the engine's, which keeps them asleep) and activations, float32 adapter with gradients and two
-    AdamW moments, checkpointed layer inputs plus one layer in full while learning, and the key-value cache plus one layer
-    of prefill or of a decoding step while generating. `prompt_len` is the longest prompt in tokens;
+    (experts of 4.25 bits and one layer dequantized with `mxfp4`; with `shared` they, embeddings and head are the engine's, which
+    keeps them asleep) and activations, float32 adapter with gradients and two AdamW moments, checkpointed layer inputs plus one
+    layer in full while learning, and the key-value cache plus one layer of prefill or of a decoding step while generating.
+    `prompt_len` is the longest prompt in tokens;
     `engine_checkpoint` the size in GiB of the checkpoint that vLLM loads, None where transformers generates."""
     layers, hidden, share = config["num_hidden_layers"], config["hidden_size"], packing == "prefix"
-    weights = count_parameters(config)["total"] * 2 / GIB
+    counts = count_parameters(config)
+    weights, tables = counts["total"] * 2 / GIB, counts["embeddings"] * 2 / GIB
     packed = layer_sizes(config)[0] * layers * 4.25 / 8 / GIB
     if settings.EXPERTS != "bf16":
         weights += packed + layer_sizes(config)[0] * 2 * (1 - layers) / GIB
     adapter = parameters(config, settings.LORA_R, matched(settings.LORA_TARGETS, layers)) * 16 / GIB
     engine = None
     if engine_checkpoint is not None:
-        weights -= packed if settings.EXPERTS == "shared" else 0.0
+        shared = settings.EXPERTS == "shared"
+        weights -= (packed + tables) * shared
         engine = plan_engine(settings, config, machine, prompt_len, weights + adapter, engine_checkpoint)
-        if settings.EXPERTS == "shared":
-            engine = dataclasses.replace(engine, asleep=engine.asleep + packed)
+        lent = (packed * PADDED + tables) * shared
+        engine = dataclasses.replace(engine, asleep=engine.asleep + lent, lent=lent)
     total, free = settings.completions_per_step, machine.gpu_free if machine.gpus else machine.ram_share
     own = -(-settings.PROMPTS_PER_STEP // machine.ranks) * settings.NUM_GENERATIONS  # completions of one process
     room = free * (GPU_SHARE if machine.gpus else CPU_SHARE) - weights - adapter - (engine.asleep if engine else 0.0)

@@ -20,7 +20,7 @@ import torch
 from grpo.preflight.machine import GIB
 from grpo.preflight.memory import BATCHED_TOKENS, EnginePlan, vllm_rank
 from grpo.preflight.targets import expert_words
-from grpo.rollout.shared_experts import share_experts
+from grpo.rollout.shared_weights import share_weights
 from grpo.rollout.vllm_patches import close_process_group, keep_weights_asleep, patch_kernels, vllm_environment
 from grpo.rollout.weight_sync import sync, write_adapter
 from grpo.settings import Settings, log
@@ -107,8 +107,8 @@ def start_engine(
     stop_token_ids: Sequence[int],
     policy: torch.nn.Module | None = None,
 ) -> Engine:
-    """Start vLLM beside the loaded trainer, whose `policy` gets its experts with EXPERTS=shared, and put it to sleep. Raises
-    EngineError."""
+    """Start vLLM beside the loaded trainer, whose `policy` gets its frozen weights with EXPERTS=shared, and put it to sleep.
+    Raises EngineError."""
     started, total = time.perf_counter(), torch.cuda.get_device_properties(0).total_memory / GIB
     torch.cuda.empty_cache()
     advice = "`--check` prints the plan; VLLM_EAGER=1 compiles less, USE_VLLM=0 does without vLLM"
@@ -123,7 +123,7 @@ def start_engine(
     engine = Engine(llm, SamplingParams, LoRARequest, settings, stop_token_ids)
     engine.warm_up(plan.max_model_len)
     if policy is not None and settings.EXPERTS == "shared":
-        engine.lend_experts(policy)
+        engine.lend_weights(policy)
     before = torch.cuda.mem_get_info()[0]
     engine.sleep()
     told = (time.perf_counter() - started, (torch.cuda.mem_get_info()[0] - before) / GIB, engine.seconds["warm_up"])
@@ -177,12 +177,13 @@ class Engine:
                 rows = [row[i : i + max_model_len - 1] for i in range(0, tokens, max_model_len - 1)]
                 self._run(rows, [once] * len(rows))
 
-    def lend_experts(self, policy: torch.nn.Module) -> None:
-        """Let the experts of `policy`, loaded without weights, read those of the awake engine, which stay on the GPU from then on."""
-        with engine_faults("lending the experts", "Set EXPERTS=mxfp4"):
+    def lend_weights(self, policy: torch.nn.Module) -> None:
+        """Let `policy`, loaded without them, read the experts, embeddings and head of the awake engine, which stay on the GPU from
+        then on."""
+        with engine_faults("lending the weights", "Set EXPERTS=mxfp4"):
             from grpo.rollout.sleep_backend import lend  # it imports vLLM
 
-            (pointers,) = self.llm.apply_model(lambda model: share_experts(policy, model))
+            (pointers,) = self.llm.apply_model(lambda model: share_weights(policy, model))
             lend(pointers)
 
     def wake(self) -> None:

@@ -35,6 +35,8 @@ def test_a_plan_is_of_one_process():
     assert shared > alone, "transformers generates a batch together"
     asleep = dict(memory_facts(plan(FOUR), FOUR))["vLLM asleep"]
     assert "13.9 GiB of host memory (28 of 2 engines, 110 are free)" in asleep
+    asleep = dict(memory_facts(plan(FOUR, EXPERTS="shared"), FOUR))["vLLM asleep"]
+    assert "1.6 GiB of host memory (3 of 2 engines, 110 are free)" in asleep, "what is not lent"
 
 
 def test_host_memory_is_shared():
@@ -44,6 +46,7 @@ def test_host_memory_is_shared():
     check_memory(Settings(), shapes, problems)
     assert "each of 2 sleeping engines keeps 13.9 GiB in host memory, 25.0 GiB are free. Free some" in only(problems)
     assert "or start fewer processes" in only(problems)
+    check_memory(Settings(EXPERTS="shared"), shapes, problems)
     check_memory(Settings(), dataclasses.replace(shapes, machine=dataclasses.replace(H100, ram_free=25.0)), problems)
     assert len(problems) == 1
 

@@ -34,16 +34,48 @@ def test_quantized_experts_weigh_less():
     assert wide.weights == pytest.approx(38.96, abs=0.01)
 
 
-def test_shared_experts_are_the_engines():
-    """They lie on the GPU once, awake and asleep: what the trainer lacks of `mxfp4`'s, the sleeping engine has."""
-    quantized, shared = (plan(EXPERTS=kind, checkpoint=12.8) for kind in ("mxfp4", "shared"))
-    experts = 24 * 32 * 3 * 2880**2 * 4.25 / 8 / GIB
-    assert quantized.weights - shared.weights == pytest.approx(experts)
-    assert quantized.rollout_peak - shared.rollout_peak == pytest.approx(experts)
-    assert quantized.learning_peak == pytest.approx(shared.learning_peak)
+@pytest.mark.parametrize("tied", [False, True])
+def test_shared_weights_are_the_engines(tied):
+    """They lie on the GPU once, awake and asleep: what the trainer lacks of `mxfp4`'s, the sleeping engine has, padded as vLLM
+    pads experts, and not in host memory."""
+    config, asked = REAL_CONFIG | {"tie_word_embeddings": tied}, (H100, 940, "eager", 12.8)
+    quantized, shared = (memory.plan_memory(Settings(EXPERTS=kind), config, *asked) for kind in ("mxfp4", "shared"))
+    experts, tables = 24 * 32 * 3 * 2880**2 * 4.25 / 8 / GIB, (1 if tied else 2) * 201_088 * 2880 * 2 / GIB
+    assert quantized.weights - shared.weights == pytest.approx(experts + tables)
+    assert quantized.rollout_peak - shared.rollout_peak == pytest.approx(experts + tables)
+    assert shared.learning_peak - quantized.learning_peak == pytest.approx(experts * 0.08)
+    there, theirs = shared.engine, quantized.engine
+    assert there.weights == theirs.weights and there.lent == pytest.approx(experts * 1.08 + tables)
+    assert there.asleep - theirs.asleep == there.lent and there.on_host == there.weights - there.lent
+    assert theirs.on_host == theirs.weights and not theirs.lent
     unchecked = {"EXPERTS": "shared", "GRADIENT_CHECKPOINTING": False, "MICRO_BATCH": 1}
     assert plan(**unchecked).learning == plan(**unchecked | {"EXPERTS": "mxfp4"}).learning
-    assert plan(EXPERTS="shared").weights == quantized.weights, "without an engine, for a plan that is refused anyway"
+    assert plan(EXPERTS="shared").weights == plan(EXPERTS="mxfp4").weights, (
+        "without an engine, for a plan that is refused anyway"
+    )
+
+
+@pytest.mark.parametrize(
+    ("free", "length", "fits"), [(22, 4000, True), (22, 512, True), (20, 512, True), (20, 4000, False)]
+)
+def test_shared_weights_fit_a_small_card(free, length, fits):
+    """By hand, in GiB: the trainer has attention (1.2) and room for one layer's experts dequantized; the engine its weights, of
+    which all but attention stay, 2.1 of its own, and scratch; the cache takes what is left of the cache that a step wants."""
+    machine = dataclasses.replace(H100, gpu_free=float(free))
+    chosen = memory.plan_memory(
+        Settings(EXPERTS="shared", MAX_COMPLETION_LEN=length), REAL_CONFIG, machine, 930, "torch_flash", 12.9, "prefix"
+    )
+    assert bool(memory.memory_shortfall(chosen, machine)) is not fits
+    attention, layer = 24 * (2880 * 5120 + 4096 * 2880) * 2 / GIB, 32 * 3 * 2880**2 * 2 / GIB
+    experts, tables = 24 * layer / 2 * 4.25 / 8, 2 * 201_088 * 2880 * 2 / GIB
+    assert chosen.weights == pytest.approx(attention + layer, abs=0.03)
+    assert chosen.engine.on_host == pytest.approx(12.9 * 1.08 - experts * 1.08 - tables)
+    asleep = chosen.weights + chosen.adapter + experts * 1.08 + tables + 2.1
+    assert chosen.learning_peak == pytest.approx(asleep + chosen.learning)
+    awake = chosen.weights + chosen.adapter + 12.9 * 1.08 + chosen.engine.scratch
+    assert chosen.rollout_peak == pytest.approx(awake + chosen.engine.cache) and chosen.rollout_peak <= 0.95 * free
+    quantized = memory.plan_memory(Settings(EXPERTS="mxfp4"), REAL_CONFIG, machine, 930, "torch_flash", 12.9, "prefix")
+    assert memory.memory_shortfall(quantized, machine), "which is refused"
 
 
 def test_plan_obeys_and_grows():

@@ -258,7 +258,7 @@ def test_triton_keeps_its_cache_where_the_next_start_looks(monkeypatch, own, tin
         monkeypatch.setenv("TRITON_CACHE_DIR", own)
     at_exit, lent = [], []
     monkeypatch.setattr("atexit.register", at_exit.append)
-    monkeypatch.setattr(Engine, "lend_experts", lambda engine, policy: lent.append((policy, engine.asleep)))
+    monkeypatch.setattr(Engine, "lend_weights", lambda engine, policy: lent.append((policy, engine.asleep)))
     settings = Settings(EXPERTS="shared" if own else "mxfp4")
     engine = start_engine(settings, EnginePlan(1, 1, 1, "", 1, 1, 2048, 8, (1, 8)), str(tiny), [], "policy")
     assert engine.asleep and close_process_group in at_exit

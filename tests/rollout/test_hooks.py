@@ -231,7 +231,7 @@ def test_vllm_has_the_sampling_parameters_and_requests_of_the_engine(vllm):
 
 ALLOCATOR, BACKENDS = "vllm.device_allocator", "vllm.device_allocator.sleep_mode_backend"
 GPT_OSS, LLM_ENGINE = "vllm.model_executor.models.gpt_oss", "vllm.v1.engine.llm_engine"
-WORKER = "vllm.v1.worker.gpu_worker"
+WORKER, EMBEDDING = "vllm.v1.worker.gpu_worker", "vllm.model_executor.layers.vocab_parallel_embedding"
 MOE, SWIZZLE = "vllm.model_executor.layers.fused_moe", "vllm.model_executor.layers.quantization.utils.mxfp4_utils"
 FIELDS = {  # that are read: of prompts and outputs, of the configuration, of the allocator
     ("vllm", "TokensPrompt"): {"prompt_token_ids"}, ("vllm", "CompletionOutput"): {"token_ids", "logprobs"},
@@ -264,7 +264,15 @@ TEXTS = {  # what a class or one of its members says
     ("vllm.lora.layers.base_linear", "BaseLinearLayerWithLoRA"): ["self.base_layer ="],
     (GPT_OSS, "GptOssForCausalLM.packed_modules_mapping"): ["{'qkv_proj': ['q_proj', 'k_proj', 'v_proj']}"],
     (GPT_OSS, "GptOssForCausalLM.hf_to_vllm_mapper"): ["'.self_attn.': '.attn.'"],
-    # Lent weights: model.layers.N.mlp.experts.routed_experts.w13_weight, ...quant_method.w13_precision_config.weight_scale.
+    # Lent weights: model.layers.N.mlp.experts.routed_experts.w13_weight, ...quant_method.w13_precision_config.weight_scale;
+    # model.embedding.weight and lm_head.weight, in BF16 and with rows behind the vocabulary's.
+    (GPT_OSS, "GptOssModel.__init__"): ["self.embedding = VocabParallelEmbedding(self.config.vocab_size, self.config.hidden_size)"],
+    (GPT_OSS, "GptOssForCausalLM.__init__"): ["self.lm_head = ParallelLMHead(self.config.vocab_size, self.config.hidden_size,"],
+    (GPT_OSS, "GptOssForCausalLM.load_weights"): ["skip_prefixes=['lm_head.'] if self.config.tie_word_embeddings"],
+    (EMBEDDING, "UnquantizedEmbeddingMethod.create_weights"): [
+        "torch.empty(sum(output_partition_sizes), input_size_per_partition, dtype=params_dtype)", "register_parameter('weight', weight)",
+    ],
+    (EMBEDDING, "VocabParallelEmbedding.__init__"): ["quant_method = UnquantizedEmbeddingMethod()"],
     (GPT_OSS, "TransformerBlock.__init__"): ["self.mlp ="], (GPT_OSS, "MLPBlock"): ["self.experts = FusedMoE("],
     (f"{MOE}.runner.moe_runner", "MoERunner"): ["self.routed_experts = routed_experts"],
     (f"{MOE}.routed_experts", "RoutedExperts"): ["self.quant_method ="],

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The learner on vLLM's own weights: a model of its structure, with the tensors that vLLM's code makes of the checkpoint's."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace as Some
+
+import pytest
+import torch
+from expert_models import load
+from interpreter import interpreted, third_party
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+
+from grpo.model.expert_lora import experts_wrapped
+from grpo.rollout.engine import Engine, EngineError
+from grpo.rollout.shared_weights import SCALES, VALUES
+from grpo.settings import Settings
+from train_grpo import lora_options
+
+pytestmark = pytest.mark.numeric
+
+LEARNING = """
+import sys
+from types import SimpleNamespace as Some
+import torch
+from torch.nn.functional import pad
+from triton_kernels.tensor import FP4, convert_layout, wrap_torch_tensor
+from triton_kernels.tensor_details.layout import HopperMXScaleLayout, HopperMXValueLayout
+from grpo.model.load import load_quantized
+from grpo.rollout.shared_weights import share_weights
+
+
+def swizzled(blocks, scales):  # _swizzle_mxfp4 of vllm/model_executor/layers/quantization/utils/mxfp4_utils.py
+    values, scales = blocks.flatten(2).mT, pad(scales, (0, -scales.shape[-1] % 4)).mT
+    scales = convert_layout(wrap_torch_tensor(scales), HopperMXScaleLayout, mx_axis=1, num_warps=8)
+    return convert_layout(wrap_torch_tensor(values, FP4), HopperMXValueLayout, mx_axis=1), Some(weight_scale=scales)
+
+
+def padded(module):  # VocabParallelEmbedding's weight
+    return Some(weight=torch.nn.Parameter(pad(module.weight, (0, 0, 0, 7), value=9.0), requires_grad=False))
+
+
+def learned(model):
+    ids = torch.randint(model.config.vocab_size, (1, 20), generator=torch.Generator().manual_seed(0))
+    states = model.get_input_embeddings()(ids).requires_grad_()
+    output = model.model(inputs_embeds=states).last_hidden_state
+    logits = model.get_output_embeddings()(output)
+    return states.detach(), output, logits, *torch.autograd.grad(logits.float().square().sum(), states)
+
+
+packed, shared = (load_quantized(sys.argv[1], "eager", "cpu", packed) for packed in (True, False))
+layers = []
+for layer in packed.model.layers:
+    e = layer.mlp.experts
+    w13, w13_config = swizzled(e.gate_up_proj_blocks, e.gate_up_proj_scales)
+    w2, w2_config = swizzled(e.down_proj_blocks, e.down_proj_scales)
+    method = Some(w13_precision_config=w13_config, w2_precision_config=w2_config)
+    layers.append(Some(mlp=Some(experts=Some(routed_experts=Some(w13_weight=w13, w2_weight=w2, quant_method=method)))))
+embedding, head = padded(packed.get_input_embeddings()), padded(packed.get_output_embeddings())
+engine = Some(model=Some(layers=layers, embedding=embedding), lm_head=head)
+names = set(shared.state_dict())
+assert {name for name in packed.state_dict() if not name.endswith(("_blocks", "_scales"))} == names
+try:
+    learned(shared)
+    raise SystemExit("computed without weights")
+except AttributeError:
+    pass
+share_weights(shared, engine)
+assert set(shared.state_dict()) == names, "vLLM's experts are none of the model's"
+lent = [w.data for layer in layers for w in vars(layer.mlp.experts.routed_experts).values() if hasattr(w, "data")]
+lent += [embedding.weight.data, head.weight.data]
+before = [tensor.clone() for tensor in lent]
+for expected, found in zip(learned(packed), learned(shared), strict=True):
+    assert expected.any() and torch.equal(expected, found)
+assert len(lent) == 2 * len(layers) + 2 and all(map(torch.equal, before, lent)), "written"
+layers[-1].mlp.experts.routed_experts.quant_method.w2_precision_config.weight_scale.storage.layout.num_warps = 4
+try:
+    share_weights(shared, engine)
+except RuntimeError as error:
+    print("all equal", error)
+"""
+
+
+def test_what_is_learned_on_vllms_weights_is_what_is_learned_on_ones_own(tiny):
+    """States, logits and gradients bit by bit; vLLM's tensors are not written, and other layouts not read. Before they are
+    lent, nothing is computed."""
+    interpreted(LEARNING, third_party(), tiny)
+
+
+@pytest.fixture
+def engine(tiny, monkeypatch):
+    """A model without its weights, vLLM's with all that it lends, and an engine with the addresses that its sleep backend was
+    told of."""
+    policy, told = load(tiny, "shared"), []
+    config = Some(weight_scale=Some(storage=Some(layout=Some(**SCALES), data=torch.zeros(2))))
+    weight = Some(storage=Some(layout=Some(**VALUES), data=torch.zeros(1)))
+    method = Some(w13_precision_config=config, w2_precision_config=config)
+    held = Some(w13_weight=weight, w2_weight=weight, quant_method=method)
+    layers = [Some(mlp=Some(experts=Some(routed_experts=held)))] * len(policy.model.layers)
+    rows, hidden = policy.get_input_embeddings().weight.shape
+    tables = [Some(weight=torch.nn.Parameter(torch.rand(rows + 7, hidden).bfloat16())) for _ in range(2)]
+    vllm = Some(model=Some(layers=layers, embedding=tables[0]), lm_head=tables[1])
+    monkeypatch.setitem(sys.modules, "grpo.rollout.sleep_backend", Some(lend=told.extend))  # it imports vLLM
+    return policy, vllm, Engine(Some(apply_model=lambda function: [function(vllm)]), None, None, Settings(), []), told
+
+
+def lent(policy):
+    """What of the weights that vLLM lends a model has: of experts by layer, embeddings and head."""
+    experts = [layer.mlp.experts.shared for layer in policy.model.layers]
+    tables = policy.get_input_embeddings().weight, policy.get_output_embeddings().weight
+    return [*filter(None, experts), *(table for table in tables if not table.isnan().any())]
+
+
+def test_what_the_learner_reads_stays_on_the_gpu(engine):
+    policy, vllm, engine, told = engine
+    held, layers = vllm.model.layers[0].mlp.experts.routed_experts, len(policy.model.layers)
+    values, scales = held.w2_weight.storage.data, held.quant_method.w2_precision_config.weight_scale.storage.data
+    tables = [policy.get_input_embeddings().weight, policy.get_output_embeddings().weight]
+    assert not any(name.endswith(("_blocks", "_scales")) for name in policy.state_dict()) and not lent(policy)
+    assert [table.untyped_storage().nbytes() for table in tables] == [2, 2], "of nothing"
+    engine.lend_weights(policy)
+    addresses = [table.weight.data_ptr() for table in (vllm.model.embedding, vllm.lm_head)]
+    assert told == [values.data_ptr(), scales.data_ptr()] * 2 * layers + addresses
+    found = policy.model.layers[-1].mlp.experts.shared["down_proj"]
+    assert found[:2] == (values, scales) and found[2:] == (policy.config.hidden_size, policy.config.intermediate_size)
+    now = [policy.get_input_embeddings().weight, policy.get_output_embeddings().weight]
+    assert all(one is before for one, before in zip(now, tables, strict=True)), "the parameters that others may hold"
+    assert [table.data_ptr() for table in now] == addresses and not any(table.requires_grad for table in now)
+
+
+OTHERS = {
+    "the experts of another kernel": lambda held: setattr(held.model.layers[0].mlp.experts.routed_experts, "w2_weight", torch.ones(2)),
+    "few rows": lambda held: setattr(held.lm_head, "weight", held.lm_head.weight[:-8]),
+    "another type": lambda held: setattr(held.lm_head, "weight", held.lm_head.weight.float()),
+    "another device": lambda held: setattr(held.model.embedding, "weight", held.model.embedding.weight.to("meta")),
+    "another order": lambda held: setattr(held.lm_head, "weight", held.lm_head.weight.T.contiguous().T),
+    "another name": lambda held: delattr(held, "lm_head"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+def test_an_engine_that_keeps_a_weight_otherwise_lends_nothing(engine, other):
+    """Such as Marlin's experts, which an engine with LoRA takes: parameters, without a configuration of the scales."""
+    policy, vllm, engine, told = engine
+    other(vllm)
+    with pytest.raises(EngineError, match="vLLM keeps its .*Set EXPERTS=mxfp4"):
+        engine.lend_weights(policy)
+    assert not told and not lent(policy)
+
+
+def test_tied_embeddings_are_not_shared(engine):
+    policy, _, engine, told = engine
+    policy.config.tie_word_embeddings = True
+    with pytest.raises(EngineError, match="tied"):
+        engine.lend_weights(policy)
+    assert not told and not lent(policy)
+
+
+def test_what_is_lent_is_not_saved(engine, tmp_path):
+    """Nor does what libraries do with a model before the engine is there make a copy of the stand-ins."""
+    policy, _, engine, _ = engine
+    with experts_wrapped(policy):
+        model = get_peft_model(policy, LoraConfig(**lora_options(Settings())))
+    model.to(policy.device).train().enable_input_require_grads()
+    assert policy.get_input_embeddings().weight.untyped_storage().nbytes() == 2
+    engine.lend_weights(model)
+    model.save_pretrained(str(tmp_path))
+    (path,) = tmp_path.glob("*.safetensors")
+    assert all("lora_" in name for name in load_file(path))
+
+
+def test_an_adapter_needs_none_of_their_weights(tiny):
+    shapes = []
+    for experts in ("mxfp4", "shared"):
+        with experts_wrapped(model := load(tiny, experts)):
+            model = get_peft_model(model, LoraConfig(**lora_options(Settings(LORA_TARGETS="all-linear,experts"))))
+        shapes.append({name: p.shape for name, p in model.named_parameters() if p.requires_grad})
+    assert shapes[0] and shapes[0] == shapes[1]
