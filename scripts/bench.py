@@ -10,6 +10,7 @@
     python scripts/bench.py generate --model checkpoints/full --data 'days/*.csv' --out generate.json
     python scripts/bench.py step --model checkpoints/full --data 'days/*.csv' \\
         --lengths completions.csv --out step.json
+    python scripts/bench.py shared --model checkpoints/full --data 'days/*.csv' --out shared.json
 
 `demo` runs train_grpo.py on the tiny model for seeds 1 to 10 and records reward and plant before and after training.
 
@@ -38,6 +39,10 @@ transformers and in vLLM, with those of base and adapter. Exit code 1 where they
 but 40 GiB of the card is occupied. W1 is 12 prompts x 8 completions x 512 tokens, W2 96 completions with the lengths of
 the CSV, W3 its first 16. `--only bf16` (seven minutes on an H100, most of them TRL's path) or `--only mxfp4` (two) runs one half
 and reads the other's last run in the same folder.
+
+`shared` measures three steps of 12 prompts x 8 completions x 512 tokens with each value of EXPERTS, and with EXPERTS=shared while
+all but 22 or 20 GiB of the card are occupied, once of 4,000 tokens, each in a process of its own. Exit code 1 if one fails, if a
+weight that vLLM lends is not the checkpoint's, or if it has changed. `--only shared shared-22` runs these alone.
 
 `many` starts train_grpo.py by torchrun on 1, 2, ... GPUs: three steps with the same work for each (weak scaling: 12 prompts x 8
 completions x 512 tokens), and with the same work in all, of 96 and of 384 completions (strong).
@@ -91,6 +96,9 @@ def parse_args() -> argparse.Namespace:
     one.add_argument("--lengths", required=True, help="CSV whose `completion` column gives the lengths of W2 and W3")
     one.add_argument("--only", choices=("bf16", "mxfp4"), help="run this half; the other's last run is read")
     one.add_argument("--child", choices=("bf16", "mxfp4"), help=argparse.SUPPRESS)
+    one = command("shared", "EXPERTS=shared beside bf16 and mxfp4", "OUTPUT_DIR of the runs; deleted first")
+    one.add_argument("--only", nargs="+", metavar="NAME", help="these children only (an unknown one lists them)")
+    one.add_argument("--child", help=argparse.SUPPRESS)
     one = command("many", "the same step on 1, 2, ... GPUs", "OUTPUT_DIR of the runs; deleted first")
     one.add_argument("--gpus", nargs="+", type=int, default=[1, 2], help="numbers of GPUs (default 1 2)")
     one.add_argument("--prompts", type=int, default=12, help="of one GPU (default %(default)s)")
@@ -126,10 +134,11 @@ def main() -> int:
         generate,
         many,
         rollout,
+        shared,
         step,
     )
 
-    modules = (attention, curves, demo, export, faults, generate, many, rollout, step)
+    modules = (attention, curves, demo, export, faults, generate, many, rollout, shared, step)
     module = {one.__name__.rpartition(".")[2]: one for one in modules}[options.command]
     return getattr(module, f"bench_{options.command}")(options)
 

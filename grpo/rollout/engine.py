@@ -178,8 +178,8 @@ class Engine:
                 self._run(rows, [once] * len(rows))
 
     def lend_weights(self, policy: torch.nn.Module) -> None:
-        """Let `policy`, loaded without them, read the experts, embeddings and head of the awake engine, which stay on the GPU from
-        then on."""
+        """Let `policy`, loaded without them, read the experts, embeddings and head of the awake engine, which stay on the GPU
+        from then on."""
         with engine_faults("lending the weights", "Set EXPERTS=mxfp4"):
             from grpo.rollout.sleep_backend import lend  # it imports vLLM
 

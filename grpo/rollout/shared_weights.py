@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The learner reads vLLM's own experts, embeddings and output head, which must stay on the GPU then. Read in 0.26:
-vllm/model_executor/models/gpt_oss.py, layers/quantization/mxfp4.py (GptOssMxfp4MoEMethod), layers/vocab_parallel_embedding.py, and
-the layouts of its copy of triton_kernels."""
+vllm/model_executor/models/gpt_oss.py, layers/vocab_parallel_embedding.py, layers/quantization/mxfp4.py (GptOssMxfp4MoEMethod),
+and the layouts of its copy of triton_kernels."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def share_weights(policy: torch.nn.Module, model: Any) -> list[int]:
     """Lend `policy`, loaded without them, the weights of vLLM's GptOss `model` that never change: of each layer the experts,
     embeddings and head. Returns the addresses of the tensors.
 
-    Raises RuntimeError where vLLM keeps them in another layout than on a Hopper card: elsewhere, and where LoRA is enabled, it takes
-    other kernels; or as other tensors. Nothing is lent then."""
+    Raises RuntimeError where vLLM keeps them as other tensors, or in another layout than on a Hopper card: elsewhere, and where
+    LoRA is enabled, it takes other kernels. Nothing is lent then."""
     if policy.config.tie_word_embeddings:
         raise RuntimeError("vLLM reads no head where the embeddings are tied to it")
     ours = [module for module in policy.modules() if isinstance(module, QuantizedExperts)]
@@ -58,7 +58,7 @@ def tensors(weight: Any, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rows_like(table: torch.Tensor, module: Any) -> torch.Tensor:
-    """The rows of vLLM's table, which is padded to a multiple of 64, in place of `table`. Raises RuntimeError where they differ."""
+    """The rows of vLLM's table, padded to a multiple of 64, in place of `table`. Raises RuntimeError where they differ."""
     rows = module.weight.data[: len(table)]
     found, expected = ((*one.shape, one.dtype, one.device) for one in (rows, table))
     if found != expected or not rows.is_contiguous():
