@@ -43,7 +43,7 @@ class Settings:
     # fmt: off
     MODEL_ID: str = setting("Model", "openai/gpt-oss-20b", "", "Hub id, local folder, or `tiny`: a gpt-oss of 0.3M parameters that comes with the project (data/tiny).", room=0)
     ATTN_IMPL: str = setting("Model", "auto", "", "Attention of the learner: `auto`, `torch_flash` (FlashAttention 2 as torch ships it), `flash_attention_2`, `flash_attention_3`, `flash_attention_4`, `eager`, or a Hub kernel (`kernels-community/...`).", resume=True)
-    EXPERTS: str = setting("Model", "bf16", "", "The learner's experts on the GPU: `bf16` dequantized once, `mxfp4` quantized (a third of the memory) and dequantized layer by layer, `shared` likewise those of vLLM, with its embeddings and head, on Hopper cards.", choices=("bf16", "mxfp4", "shared"), resume=True)
+    EXPERTS: str | None = setting("Model", "bf16", "", "The learner's experts on the GPU: `bf16` dequantized once, `mxfp4` quantized (a third of the memory) and dequantized layer by layer, `shared` likewise those of vLLM, with its embeddings and head, on Hopper cards; `auto`: shared where that can be, else bf16 where that fits the GPU.", choices=("bf16", "mxfp4", "shared"), resume=True)
     LORA_R: int = setting("Model", 4, "rank", "Rank of the LoRA adapter.", tiny=8, low=1)
     LORA_ALPHA: float = setting("Model", 8.0, "", "LoRA scale: updates are multiplied by LORA_ALPHA / LORA_R.", tiny=16.0, above=0, high=10_000)
     LORA_TARGETS: str = setting("Model", "all-linear", "", "What gets an adapter: `all-linear` (q, k, v and o projections) or some of these, `experts` of all layers or `7.experts` of one, separated by commas.")
@@ -137,7 +137,6 @@ MAY_CHANGE = {name for name, spec in FIELDS.items() if spec.metadata["resume"]}
 # Settings and values that are gone -> what replaces them.
 REMOVED = {
     "LOSS_IMPL": "Unset it: the loss is Liger's for every LOSS_TYPE, luspo included",
-    "EXPERTS=auto": "Set EXPERTS=bf16: where that does not fit the GPU, the refusal says so and names mxfp4",
     "ATTN_IMPL=flex_attention": "Set ATTN_IMPL=torch_flash (or auto), which replaces it",
 }
 

@@ -225,7 +225,7 @@ def test_aliases_point_at_settings():
     assert not (set(ALIASES) | set(REMOVED)) & set(FIELDS)
 
 
-GONE = [("LOSS_IMPL", "trl", "luspo"), ("EXPERTS", "auto", "bf16"), ("ATTN_IMPL", "flex_attention", "torch_flash")]
+GONE = [("LOSS_IMPL", "trl", "luspo"), ("ATTN_IMPL", "flex_attention", "torch_flash")]
 
 
 @pytest.mark.parametrize(("variable", "text", "words"), GONE)

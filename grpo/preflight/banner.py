@@ -59,6 +59,7 @@ def facts(preflight_result: Preflight) -> Iterator[tuple[str, str]]:
     yield "rollouts", f"{'vLLM' if p.rollouts[0] else 'transformers'}: {p.rollouts[1]}"
     if p.rollouts[0]:
         yield "weight sync", ": ".join(p.sync)
+    yield "experts", ": ".join(p.experts)
     yield "closed loop", f"{'on' if p.closed_loop.prompt else 'off'}: {p.closed_loop.reason}"
     exact, reason = p.evaluation
     steps = f"every {s.EVAL_STEPS} steps" if s.EVAL_STEPS else "not while it trains"

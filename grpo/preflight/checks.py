@@ -90,7 +90,7 @@ def check_settings(settings: Settings, config: Mapping[str, Any] | None, machine
         problems.add("PROMPTS_PER_STEP", what, "Lower one of the two")
     check_attention(settings, machine, problems)
     check_lora(settings, config, problems)
-    if settings.EXPERTS != "bf16" and config and not hub.has_mxfp4(config):
+    if settings.EXPERTS in ("mxfp4", "shared") and config and not hub.has_mxfp4(config):
         problems.add("EXPERTS", f"{settings.MODEL_ID} has no MXFP4 experts", "Set EXPERTS=bf16")
     if settings.USE_VLLM and not machine.gpus:
         problems.add("USE_VLLM", "vLLM beside the trainer needs a GPU and none is visible", "Set USE_VLLM=0")
@@ -126,6 +126,13 @@ def check_shared(settings: Settings, machine: Machine, vllm: bool, sync: str, pr
         why = f"the learner reads them as on Hopper cards (capability 9.0), {machine.gpu} has {machine.capability}"
     if settings.EXPERTS == "shared" and why:
         problems.add("EXPERTS", why, "Set EXPERTS=mxfp4")
+
+
+def experts_of(settings: Settings, shapes: Shapes, vllm: bool, sync: str) -> tuple[str, str]:
+    """(EXPERTS, reason) of a run with these settings, where `vllm` generates by `sync` or not."""
+    machine, wide = shapes.machine, shapes.plan(dataclasses.replace(settings, EXPERTS="bf16"))
+    fits = not (machine.gpus and memory_shortfall(wide, machine))
+    return choices.choose_experts(settings.EXPERTS, hub.has_mxfp4(shapes.config), vllm, sync, machine.capability, fits)
 
 
 def check_memory(settings: Settings, shapes: Shapes, problems: Problems, resumed: bool = False) -> None:
@@ -197,6 +204,7 @@ class Preflight:
     packing: tuple[str, str]
     rollouts: tuple[bool, str]
     sync: tuple[str, str]
+    experts: tuple[str, str]
     plan: Plan | None
     run: RunState
     closed_loop: ClosedLoop
@@ -259,7 +267,7 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks:
     installed = [name for name, version in flash.items() if version]
     attention = choices.choose_attention(settings.ATTN_IMPL, machine.gpus, machine.capability, installed)
     packing = choices.choose_packing(settings.PACKING, attention[0], machine.gpus)
-    plan, longest = None, 0
+    plan, longest, experts = None, 0, (settings.EXPERTS or "bf16", "there is no model")
     ready = all(versions[name] for name in TESTED)  # tokenizers and numpy come with these packages
     if ready and files and files.tokenizer:
         both, longest = render_rows(settings, [*rows, *eval_rows], files.template, files.tokenizer, problems)
@@ -268,6 +276,9 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks:
         checkpoint = hub.checkpoint_gib(settings.MODEL_ID, files) if rollouts[0] and machine.gpus else None
         prompt_len = longest or settings.MAX_PROMPT_LEN
         shapes = Shapes(files.config, machine, prompt_len, attention[0], packing[0], checkpoint)
+        experts = experts_of(settings, shapes, rollouts[0], sync[0])
+        if settings.EXPERTS is None:
+            settings, sources["EXPERTS"] = dataclasses.replace(settings, EXPERTS=experts[0]), "chosen"
         plan = shapes.plan(settings)
         if run.checkpoint:
             plan = keep_choices(settings, rollouts, plan, run, problems)
@@ -292,32 +303,19 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks:
         problems.add("BEST_BY", f"the closed loop does not run ({closed_loop.reason})", "Set BEST_BY=auto or reward")
     problems[:] = dict.fromkeys(problems)
     chosen = (
-        garbage,
-        rewards,
-        scale,
-        attention,
-        packing,
-        rollouts,
-        sync,
-        plan,
-        run,
-        closed_loop,
-        evaluation,
-        best,
-        init_adapter,
+        garbage, rewards, scale, attention, packing, rollouts, sync, experts, plan, run, closed_loop, evaluation, best, init_adapter,
         ranks,
-    )
+    )  # fmt: skip
     return Preflight(settings, sources, problems, machine, files, rows, eval_rows, specs, *chosen)
 
 
 def run_records(preflight_result: Preflight) -> dict[str, dict[str, Any]]:
     """What OUTPUT_DIR keeps of a run, by file: every setting, every choice and its reason, and the packages' versions."""
     p, settings = preflight_result, preflight_result.settings
-    names = ("rewards", "scale_rewards", "attention", "packing", "rollouts", "sync", "evaluation", "best")
+    names = ("rewards", "scale_rewards", "attention", "packing", "rollouts", "sync", "experts", "evaluation", "best")
     chosen = {name: getattr(p, name) for name in names}
     chosen |= {
         "lora_targets": dict(hits(settings.LORA_TARGETS, p.files.config, settings.LORA_R)) if p.files else None,
-        "experts": (settings.EXPERTS, "set by EXPERTS"),
         "epsilon_high": choices.choose_epsilon_high(settings),
         "model": hub.config_digest(p.files.config) if p.files else None,
         "init_adapter": p.init_adapter,

@@ -73,6 +73,20 @@ def choose_sync(requested: str | None, experts: bool) -> tuple[str, str]:
     return "merge", "faster than lora, which only experts in LORA_TARGETS need"
 
 
+def choose_experts(
+    requested: str | None, mxfp4: bool, vllm: bool, sync: str, capability: float, fits: bool
+) -> tuple[str, str]:
+    """(EXPERTS, reason), given whether the checkpoint's experts are quantized, whether vLLM generates, and whether a run `fits`
+    the machine with BF16 ones."""
+    if requested is not None:
+        return requested, "set by EXPERTS"
+    if mxfp4 and vllm and sync == "merge" and 9 <= capability < 10:
+        return "shared", "vLLM generates on a Hopper card, where the learner can read its weights"
+    if fits or not mxfp4:
+        return "bf16", "they fit beside all else" if fits else "the checkpoint's are not quantized"
+    return "mxfp4", "dequantized to BF16 they do not fit the GPU"
+
+
 def choose_epsilon_high(settings: Settings) -> tuple[float, str]:
     """(upper clip range, reason)."""
     if settings.EPSILON_HIGH is not None:

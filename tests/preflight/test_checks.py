@@ -149,6 +149,27 @@ def test_memory():
     assert "USE_VLLM=0" in problem
 
 
+@pytest.mark.parametrize(
+    ("capability", "free", "chosen"), [(9.0, 79.0, "shared"), (8.9, 79.0, "bf16"), (8.9, 40.0, "mxfp4")]
+)
+def test_experts_are_chosen_by_the_machine(capability, free, chosen):
+    machine = dataclasses.replace(H100, capability=capability, gpu_free=free)
+    shapes = dataclasses.replace(shapes_on(machine), checkpoint=12.9)
+    assert checks.experts_of(Settings(EXPERTS=None), shapes, True, "merge")[0] == chosen
+    assert not memory_problems(machine, 12.9, EXPERTS=chosen), "it fits"
+
+
+def test_the_choice_of_experts_is_told_and_recorded(tmp_path):
+    environ = CLEAN | {"MODEL_ID": "tiny", "OUTPUT_DIR": str(tmp_path / "run"), "EVAL_SAMPLES": "0"}
+    for asked, source in (({"EXPERTS": "auto"}, "chosen"), ({}, "default")):
+        result = preflight(environ | asked, CPU)
+        assert not result.problems and (result.settings.EXPERTS, result.sources["EXPERTS"]) == ("bf16", source)
+        reason = checks.run_records(result)["settings.json"]["choices"]["experts"][1]
+        assert (reason != "set by EXPERTS") is bool(asked) and dict(banner.facts(result))[
+            "experts"
+        ] == f"bf16: {reason}"
+
+
 def test_disk_space(tmp_path, monkeypatch):
     """What is there of a download that broke off does not have to come again."""
     settings = Settings(OUTPUT_DIR=str(tmp_path / "run"))

@@ -108,6 +108,22 @@ def test_whether_evaluations_are_exact(change, engine, parameters, kind, opened,
     assert result[0] is exact and words in result[1]
 
 
+EXPERTS = [  # requested, MXFP4, vLLM, sync, capability, whether bf16 fits
+    ((None, True, True, "merge", 9.0, True), "shared", "Hopper"), ((None, True, True, "merge", 9.0, False), "shared", "Hopper"),
+    ((None, True, True, "merge", 10.0, True), "bf16", "fit"), ((None, True, True, "merge", 8.9, False), "mxfp4", "do not fit"),
+    ((None, True, True, "lora", 9.0, True), "bf16", "fit"), ((None, True, True, "lora", 9.0, False), "mxfp4", "do not fit"),
+    ((None, True, False, "merge", 9.0, True), "bf16", "fit"), ((None, True, False, "merge", 9.0, False), "mxfp4", "do not fit"),
+    ((None, False, True, "merge", 9.0, True), "bf16", "fit"), ((None, False, True, "merge", 9.0, False), "bf16", "not quantized"),
+    (("mxfp4", True, True, "merge", 9.0, True), "mxfp4", "set by EXPERTS"), (("bf16", True, True, "merge", 9.0, False), "bf16", "set by"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "chosen", "words"), EXPERTS)
+def test_choose_experts(given, chosen, words):
+    result = choices.choose_experts(*given)
+    assert result[0] == chosen and words in result[1]
+
+
 def test_what_the_best_adapter_is_kept_by():
     assert choices.choose_best(Settings(), True)[0] == "plant" and choices.choose_best(Settings(), False)[0] == "reward"
     assert choices.choose_best(Settings(BEST_BY="reward"), True) == ("reward", "set by BEST_BY")
