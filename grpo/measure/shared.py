@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EXPERTS=shared beside the other values of EXPERTS, on the whole card and on what a small one has free."""
+"""EXPERTS=shared and paged beside the other values of EXPERTS, on the whole card and on what a small one has free."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ from grpo.preflight.targets import EXPERT_PARAMETERS
 from grpo.rollout import engine as rollout_engine
 from grpo.rollout.engine import Engine
 
+# vLLM as on older cards: attention in Triton and, with a native adapter, Marlin's experts.
+OLD = {"attention_backend": "TRITON_ATTN"}
 W1 = {"MAX_COMPLETION_LEN": 512}
 LONG = {"MAX_COMPLETION_LEN": 4000, "TOTAL_STEPS": 1}
 # Child -> its settings, and the GiB of the card that it gets (None: all). The most telling come first.
@@ -37,6 +39,8 @@ CHILDREN: dict[str, tuple[dict[str, Any], float | None]] = {
     "shared-22-4000": (LONG | {"EXPERTS": "shared"}, 22.0),
     "mxfp4": (W1 | {"EXPERTS": "mxfp4"}, None),
     "shared-20": (W1 | {"EXPERTS": "shared"}, 20.0),
+    "paged-22": (W1 | {"EXPERTS": "paged"}, 22.0),
+    "paged-22-old": (W1 | {"EXPERTS": "paged", "ROLLOUT_SYNC": "lora"}, 22.0),
 }
 SHARED = """
 step_s | s | {what}, {tokens:.0f} tokens each: {which}
@@ -47,6 +51,7 @@ job_peak_gib | GiB | by the driver, engine and CUDA context included; {free:.1f}
 plan_error | share | plan of --check against that peak
 micro_batch | completions | of MAX_COMPLETION_LEN in a micro-batch
 host_gib | GiB | in host memory for the sleeping engine
+paged_gib | GiB | of the learner, in host memory while vLLM is awake
 lent_gib | GiB | of the sleeping engine that stay on the GPU, in whole blocks of the allocator
 parity_mean | nats | worst of fixed and sampled tokens, before and after a sleep
 lent_tensors lent_changed | tensors | that vLLM lends, and those of them whose sum of bits is another after training
@@ -130,6 +135,9 @@ class SharedWatch:
         self.stack.enter_context(self.memory)
         return load_base(*given)
 
+    def arguments(self, engine_arguments: Callable[..., dict[str, Any]], settings: Any, *given: Any) -> dict[str, Any]:
+        return engine_arguments(settings, *given) | (OLD if settings.ROLLOUT_SYNC == "lora" else {})
+
     def start(self, start_engine: Callable[..., Engine], *given: Any) -> Engine:
         engine, policy = start_engine(*given), given[-1]
         engine.stop_token_ids = []  # every completion is as long as it may be
@@ -150,6 +158,7 @@ def shared_child(options: argparse.Namespace) -> int:
     with ExitStack() as stack, watched.kept_trainers() as trainers:
         watch = SharedWatch(stack)
         stack.enter_context(watched.intercept(model_load, "load_base", watch.load))
+        stack.enter_context(watched.intercept(rollout_engine, "engine_arguments", watch.arguments))
         stack.enter_context(watched.intercept(rollout_engine, "start_engine", watch.start))
         stack.enter_context(watched.intercept(Engine, "rollout", watch.rollout))
         code = watched.run_w1(options, **settings)
@@ -167,6 +176,8 @@ def shared_child(options: argparse.Namespace) -> int:
         "micro_batch": plan.micro_batch,
     }
     found |= {"parity_mean": max(one["mean"] for one in trainer.run.parity), **held_gib()}
+    if pages := trainer.run.engine.pages:
+        found["paged_gib"] = sum(kept.nbytes for *_, kept in pages.held) / 2**30
     watched.keep(options, found)
     if not watch.lent:
         return 0
@@ -185,7 +196,8 @@ def shared_figures(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     for child, found in results.items():
         settings, left = CHILDREN[child]
         room = f", all but {left:g} GiB of the card occupied" if left else ""
-        what = f"EXPERTS={settings['EXPERTS']}, 12 x 8 completions{room}"
+        sync = ", ROLLOUT_SYNC=lora, vLLM without what only Hopper cards have" * ("ROLLOUT_SYNC" in settings)
+        what = f"EXPERTS={settings['EXPERTS']}{sync}, 12 x 8 completions{room}"
         which = "the first step" if settings.get("TOTAL_STEPS") == 1 else "mean of steps 2 and 3"
         named = tabled(SHARED, found | {"what": what, "which": which})
         made += [one | {"name": f"{child.replace('-', '_')}_{one['name']}"} for one in named]

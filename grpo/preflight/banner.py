@@ -99,11 +99,10 @@ def memory_facts(plan: Plan, machine: Machine) -> Iterator[tuple[str, str]]:
         yield "vLLM awake", f"{parts} = {engine.awake:.1f} GiB; cache for {engine.cache_reason}"
         small = sum(size == place for place, size in enumerate(engine.capture_sizes, 1))  # 1, 2, 3, ... without a gap
         graphs = ", ".join([f"1 to {small}", *map(str, engine.capture_sizes[small:])])
-        asleep = f"{engine.asleep:.1f} GiB on the GPU, {engine.on_host:.1f} GiB of host memory"
+        asleep = f"{engine.asleep:.1f} GiB on the GPU, {plan.on_host:.1f} GiB of host memory"
+        asleep += f", {plan.paged:.1f} of them experts, embeddings and head of the learner" * bool(plan.paged)
         if machine.here > 1:
-            asleep += (
-                f" ({engine.on_host * machine.here:.0f} of {machine.here} engines, {machine.ram_free:.0f} are free)"
-            )
+            asleep += f" ({plan.on_host * machine.here:.0f} of {machine.here} engines, {machine.ram_free:.0f} are free)"
         yield "vLLM asleep", f"{asleep}; graphs for batches of {graphs}"
     else:
         yield "GENERATION_BATCH", f"{plan.generation_batch}: {plan.generation_batch_reason}"

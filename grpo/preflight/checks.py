@@ -90,7 +90,7 @@ def check_settings(settings: Settings, config: Mapping[str, Any] | None, machine
         problems.add("PROMPTS_PER_STEP", what, "Lower one of the two")
     check_attention(settings, machine, problems)
     check_lora(settings, config, problems)
-    if settings.EXPERTS in ("mxfp4", "shared") and config and not hub.has_mxfp4(config):
+    if settings.EXPERTS not in ("bf16", None) and config and not hub.has_mxfp4(config):
         problems.add("EXPERTS", f"{settings.MODEL_ID} has no MXFP4 experts", "Set EXPERTS=bf16")
     if settings.USE_VLLM and not machine.gpus:
         problems.add("USE_VLLM", "vLLM beside the trainer needs a GPU and none is visible", "Set USE_VLLM=0")
@@ -116,22 +116,24 @@ def check_settings(settings: Settings, config: Mapping[str, Any] | None, machine
 
 
 def check_shared(settings: Settings, machine: Machine, vllm: bool, sync: str, problems: Problems) -> None:
-    """EXPERTS=shared: whether `vllm` generates, with the kernels whose layout the learner reads."""
-    why = ""
-    if not vllm:
-        why = "they are vLLM's, which does not generate here"
-    elif sync == "lora":
+    """Whether `vllm` generates, and for EXPERTS=shared with the kernels whose layout the learner reads."""
+    why, shared = "", settings.EXPERTS == "shared"
+    if settings.EXPERTS in ("shared", "paged") and not vllm:
+        why = f"{settings.EXPERTS} is for a run beside vLLM, which does not generate here"
+    elif shared and sync == "lora":
         why = "with ROLLOUT_SYNC=lora vLLM keeps its experts for other kernels"
-    elif not 9 <= machine.capability < 10:
+    elif shared and not 9 <= machine.capability < 10:
         why = f"the learner reads them as on Hopper cards (capability 9.0), {machine.gpu} has {machine.capability}"
-    if settings.EXPERTS == "shared" and why:
+    if why:
         problems.add("EXPERTS", why, "Set EXPERTS=mxfp4")
 
 
 def experts_of(settings: Settings, shapes: Shapes, vllm: bool, sync: str) -> tuple[str, str]:
     """(EXPERTS, reason) of a run with these settings, where `vllm` generates by `sync` or not."""
-    machine, wide = shapes.machine, shapes.plan(dataclasses.replace(settings, EXPERTS="bf16"))
-    fits = not (machine.gpus and memory_shortfall(wide, machine))
+    machine, fits = shapes.machine, []
+    for kind in ("bf16", "mxfp4"):
+        plan = shapes.plan(dataclasses.replace(settings, EXPERTS=kind))
+        fits += [kind] * (not (machine.gpus and memory_shortfall(plan, machine)))
     return choices.choose_experts(settings.EXPERTS, hub.has_mxfp4(shapes.config), vllm, sync, machine.capability, fits)
 
 
@@ -159,9 +161,10 @@ def check_memory(settings: Settings, shapes: Shapes, problems: Problems, resumed
         each = f" in each of {machine.here} processes" * (machine.here > 1)
         what = f"the run needs about {plan.peak:.1f} GiB of memory{each} and {machine.ram_free:.1f} GiB are free"
         problems.add("memory", what, "Lower MICRO_BATCH or MAX_COMPLETION_LEN" + ", or start fewer" * bool(each))
-    if engine and engine.on_host + 2 > machine.ram_share:
+    if engine and plan.on_host + 2 > machine.ram_share:
         many = f"each of {machine.here} sleeping engines" if machine.here > 1 else "the sleeping engine"
-        what = f"{many} keeps {engine.on_host:.1f} GiB in host memory, {machine.ram_free:.1f} GiB are free"
+        paged = ", with paged weights," * bool(plan.paged)
+        what = f"{many}{paged} keeps {plan.on_host:.1f} GiB in host memory, {machine.ram_free:.1f} GiB are free"
         without = memory_shortfall(shapes.plan(dataclasses.replace(settings, USE_VLLM=False)), machine)
         ways = ["take a machine with more"] + ["start fewer processes"] * (machine.here > 1)
         problems.add("memory", what, ", or ".join(["Free some", *ways, *["set USE_VLLM=0"] * (not without)]))

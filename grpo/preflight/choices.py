@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,17 +74,19 @@ def choose_sync(requested: str | None, experts: bool) -> tuple[str, str]:
 
 
 def choose_experts(
-    requested: str | None, mxfp4: bool, vllm: bool, sync: str, capability: float, fits: bool
+    requested: str | None, mxfp4: bool, vllm: bool, sync: str, capability: float, fits: Collection[str]
 ) -> tuple[str, str]:
-    """(EXPERTS, reason), given whether the checkpoint's experts are quantized, whether vLLM generates, and whether a run `fits`
-    the machine with BF16 ones."""
+    """(EXPERTS, reason), given whether the checkpoint's experts are quantized, whether vLLM generates, and with which of `bf16`
+    and `mxfp4` a run `fits` the machine."""
     if requested is not None:
         return requested, "set by EXPERTS"
     if mxfp4 and vllm and sync == "merge" and 9 <= capability < 10:
         return "shared", "vLLM generates on a Hopper card, where the learner can read its weights"
-    if fits or not mxfp4:
-        return "bf16", "they fit beside all else" if fits else "the checkpoint's are not quantized"
-    return "mxfp4", "dequantized to BF16 they do not fit the GPU"
+    if "bf16" in fits or not mxfp4:
+        return "bf16", "they fit beside all else" if "bf16" in fits else "the checkpoint's are not quantized"
+    if "mxfp4" in fits or not vllm:
+        return "mxfp4", "dequantized to BF16 they do not fit the GPU"
+    return "paged", "the GPU has no room for them while vLLM is awake"
 
 
 def choose_epsilon_high(settings: Settings) -> tuple[float, str]:

@@ -55,10 +55,16 @@ class Plan:
     generation_batch_reason: str
     engine: EnginePlan | None = None
     prompt_len: int = 0  # of the longest prompt, in tokens
+    paged: float = 0.0  # of the weights, in host memory while vLLM is awake
 
     @property
     def rollout_peak(self) -> float:
-        return self.weights + self.adapter + (self.engine.awake if self.engine else self.generation)
+        return self.weights - self.paged + self.adapter + (self.engine.awake if self.engine else self.generation)
+
+    @property
+    def on_host(self) -> float:
+        """What of a GPU's weights is in host memory, at one time or another."""
+        return self.paged + (self.engine.on_host if self.engine else 0.0)
 
     @property
     def learning_peak(self) -> float:
@@ -74,7 +80,8 @@ class Plan:
         rollout = f"generation {self.generation:.2f} and learning {self.learning:.2f}"
         if engine := self.engine:
             rollout = f"vLLM awake {engine.awake:.2f} and learning {self.learning:.2f} + asleep {engine.asleep:.2f}"
-        return f"weights {self.weights:.2f} + adapter {self.adapter:.2f} + the larger of {rollout}"
+        paged = f" (awake without {self.paged:.2f})" * bool(self.paged)
+        return f"weights {self.weights:.2f}{paged} + adapter {self.adapter:.2f} + the larger of {rollout}"
 
 
 # Ten percent stay free for fragmentation and CUDA's own context; a CPU plans with half of what is free.
@@ -207,7 +214,7 @@ def plan_memory(
 ) -> Plan:
     """Memory of a run and, from it, MICRO_BATCH and GENERATION_BATCH where they are `auto`: an estimate from BF16 weights
     (experts of 4.25 bits and one layer dequantized with `mxfp4`; with `shared` they, embeddings and head are the engine's, which
-    keeps them asleep) and activations, float32 adapter with gradients and two AdamW moments, checkpointed layer inputs plus one
+    keeps them asleep, with `paged` these are away while it is awake) and activations, float32 adapter with gradients and two AdamW moments, checkpointed layer inputs plus one
     layer in full while learning, and the key-value cache plus one layer of prefill or of a decoding step while generating.
     `prompt_len` is the longest prompt in tokens;
     `engine_checkpoint` the size in GiB of the checkpoint that vLLM loads, None where transformers generates."""
@@ -218,11 +225,11 @@ def plan_memory(
     if settings.EXPERTS != "bf16":
         weights += packed + layer_sizes(config)[0] * 2 * (1 - layers) / GIB
     adapter = parameters(config, settings.LORA_R, matched(settings.LORA_TARGETS, layers)) * 16 / GIB
-    engine = None
+    engine, paged = None, 0.0
     if engine_checkpoint is not None:
-        shared = settings.EXPERTS == "shared"
+        shared, paged = settings.EXPERTS == "shared", (packed + tables) * (settings.EXPERTS == "paged")
         weights -= (packed + tables) * shared
-        engine = plan_engine(settings, config, machine, prompt_len, weights + adapter, engine_checkpoint)
+        engine = plan_engine(settings, config, machine, prompt_len, weights - paged + adapter, engine_checkpoint)
         lent = (packed * PADDED + tables) * shared
         engine = dataclasses.replace(engine, asleep=engine.asleep + lent, lent=lent)
     total, free = settings.completions_per_step, machine.gpu_free if machine.gpus else machine.ram_share
@@ -252,7 +259,7 @@ def plan_memory(
         fit = f"whose cache and prefill ({generation(chunk):.1f} GiB) fit in {where}"
         chunk_reason = f"largest divisor of {total} {fit}"
     choice = micro, micro_reason, chunk, chunk_reason
-    return Plan(weights, adapter, generation(chunk), learning(micro), *choice, engine, prompt_len)
+    return Plan(weights, adapter, generation(chunk), learning(micro), *choice, engine, prompt_len, paged)
 
 
 def memory_shortfall(plan: Plan, machine: Machine) -> str:
@@ -292,8 +299,9 @@ def memory_advice(settings: Settings, shapes: Shapes, resumed: bool) -> str:
         return memory_shortfall(shapes.plan(dataclasses.replace(settings, **changes)), shapes.machine)
 
     smaller = {"VLLM_GPU_MEM": None, "GRADIENT_CHECKPOINTING": True, "GENERATION_BATCH": None, "MICRO_BATCH": None}
-    if settings.EXPERTS != "shared":  # which needs vLLM, and less memory than the others with it
-        smaller |= ({"EXPERTS": "mxfp4"} if has_mxfp4(shapes.config) else {}) | {"USE_VLLM": False}
+    if settings.EXPERTS not in ("shared", "paged"):  # which need vLLM, and less memory than the others with it
+        packed = "paged" if stops(EXPERTS="mxfp4") and not stops(EXPERTS="paged") else "mxfp4"
+        smaller |= ({"EXPERTS": packed} if has_mxfp4(shapes.config) else {}) | {"USE_VLLM": False}
     smaller = {n: v for n, v in smaller.items() if v != getattr(settings, n) and (not resumed or n in MAY_CHANGE)}
     words = {name: f"{name}={show(value)}" for name, value in smaller.items()}
     if alone := [words[name] for name, value in smaller.items() if not stops(**{name: value})]:

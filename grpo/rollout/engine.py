@@ -20,6 +20,7 @@ import torch
 from grpo.preflight.machine import GIB
 from grpo.preflight.memory import BATCHED_TOKENS, EnginePlan, vllm_rank
 from grpo.preflight.targets import expert_words
+from grpo.rollout.paged_weights import PagedWeights
 from grpo.rollout.shared_weights import share_weights
 from grpo.rollout.vllm_patches import close_process_group, keep_weights_asleep, patch_kernels, vllm_environment
 from grpo.rollout.weight_sync import sync, write_adapter
@@ -107,9 +108,14 @@ def start_engine(
     stop_token_ids: Sequence[int],
     policy: torch.nn.Module | None = None,
 ) -> Engine:
-    """Start vLLM beside the loaded trainer, whose `policy` gets its frozen weights with EXPERTS=shared, and put it to sleep.
-    Raises EngineError."""
+    """Start vLLM beside the loaded trainer, whose `policy` gets its frozen weights with EXPERTS=shared and with `paged` gives
+    them away meanwhile, and put it to sleep. Raises EngineError."""
     started, total = time.perf_counter(), torch.cuda.get_device_properties(0).total_memory / GIB
+    pages = None
+    if policy is not None and settings.EXPERTS == "paged":
+        with engine_faults("paging the experts out", "Host memory may be short: free some, or set EXPERTS=mxfp4"):
+            pages = PagedWeights(policy)
+            pages.leave()
     torch.cuda.empty_cache()
     advice = "`--check` prints the plan; VLLM_EAGER=1 compiles less, USE_VLLM=0 does without vLLM"
     with engine_faults("starting the engine", advice), vllm_environment():
@@ -121,6 +127,7 @@ def start_engine(
         keep_weights_asleep(llm)
         atexit.register(close_process_group)
     engine = Engine(llm, SamplingParams, LoRARequest, settings, stop_token_ids)
+    engine.pages = pages
     engine.warm_up(plan.max_model_len)
     if policy is not None and settings.EXPERTS == "shared":
         engine.lend_weights(policy)
@@ -154,6 +161,7 @@ class Engine:
         self.current = False  # whether the weights were synced since the engine woke
         self.share: tuple[float, float] | None = None  # what the last `sync` returned; unknown of a native adapter
         self.asleep = False
+        self.pages: PagedWeights | None = None  # of the learner's weights, what is only here while it sleeps
         self.used_gib = 0.0  # of the GPU, by everything on it, when the last rollout was generated
         self.seconds = dict.fromkeys(("warm_up", "wake", "handover", "generate", "sleep"), 0.0)
 
@@ -193,6 +201,8 @@ class Engine:
             return
         advice = "The GPU is too full beside the trainer: lower MICRO_BATCH or VLLM_GPU_MEM, or set EXPERTS=mxfp4"
         with self.timed("wake"), engine_faults("waking the engine", advice):
+            if self.pages:
+                self.pages.leave()
             torch.cuda.empty_cache()
             self.llm.wake_up()
         self.asleep, self.current = False, False
@@ -205,6 +215,8 @@ class Engine:
         advice = "Host memory may be short, where its weights go, or another process took GPU memory meanwhile"
         with self.timed("sleep"), engine_faults("putting the engine to sleep", advice):
             self.llm.sleep(level=1)
+            if self.pages:
+                self.pages.enter()
         self.asleep, self.current = True, False
 
     def sync_weights(self, policy: torch.nn.Module, active: bool = True, seed: int | None = None) -> None:

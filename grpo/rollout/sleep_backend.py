@@ -14,6 +14,8 @@ from vllm.device_allocator import get_mem_allocator_instance
 from vllm.device_allocator.cumem import libcudart, unmap_and_release
 from vllm.device_allocator.sleep_mode_backend import CuMemBackend
 
+from grpo.rollout.paged_weights import pinned
+
 KEEP_BYTES = 32 * 2**20  # larger allocations hold experts and embeddings, which never change
 LENT = "lent"  # tag of what stays on the GPU asleep
 
@@ -42,9 +44,7 @@ class KeepBackend(CuMemBackend):
             size, backup = data.handle[1], self.kept.get(pointer)
             if data.tag == "weights" and backup is None:
                 if size >= KEEP_BYTES:
-                    # Exactly `size` bytes, touched by all cores, then pinned.
-                    backup = self.kept[pointer] = torch.zeros(size, dtype=torch.uint8)
-                    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(backup.data_ptr(), size, 0)))
+                    backup = self.kept[pointer] = pinned(size)
                 else:  # attention weights, LoRA buffers: written between two sleeps
                     backup = torch.empty(size, dtype=torch.uint8, pin_memory=True)
                 libcudart.cudaMemcpy(backup.data_ptr(), pointer, size)

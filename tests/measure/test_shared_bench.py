@@ -77,7 +77,9 @@ def test_a_child_measures_a_run_and_what_vllm_lends(child, monkeypatch):
     assert asked == [{"EXPERTS": "shared", "MAX_COMPLETION_LEN": "512", "TOTAL_STEPS": "3"}]
     assert len(steps) == 3 and found["step_s"] == pytest.approx(steps.step_s[1:].mean())
     assert found["tokens"] == 6, "every completion is full"
-    assert found["job_peak_gib"] == 9 and found["free"] == 11 and found["plan_error"] == -1, "a plan of 0 GiB"
+    assert (
+        "paged_gib" not in found and found["job_peak_gib"] == 9 and found["free"] == 11 and found["plan_error"] == -1
+    ), "a plan of 0 GiB"
     assert found["host_gib"] == 3 and found["lent_gib"] == 5 and found["parity_mean"] == 0.2 and found["startup_s"] > 0
     assert found["lent_tensors"] == 2 and not found["lent_changed"] and found["experts_elements"] == 7
     names = {one["name"] for one in shared.shared_figures({"shared": found})}
@@ -114,6 +116,29 @@ def test_a_long_child_takes_its_only_step_and_lends_nothing_to_bf16(child, monke
     assert (
         found["learn_s"] == pytest.approx(record.steps_of(Path(options.run)).learn_s[0]) and "lent_tensors" not in found
     )
+
+
+def test_a_paged_child_tells_what_went_away_and_an_old_card_has_no_hopper_kernels(child, monkeypatch):
+    options, asked = child
+    monkeypatch.setattr(rollout_engine, "engine_arguments", lambda settings, plan: {"plan": plan})
+    main = options.main
+
+    def other(arguments):
+        code = main(arguments)
+        options.engine.pages = SimpleNamespace(
+            held=[("tensor", "device", torch.zeros(2**20)), ("other", "device", torch.zeros(2**20))]
+        )
+        for sync, more in (("merge", {}), ("lora", {"attention_backend": "TRITON_ATTN"})):
+            found = rollout_engine.engine_arguments(SimpleNamespace(ROLLOUT_SYNC=sync), "p")
+            assert found == {"plan": "p"} | more
+        return code
+
+    options.main, options.child = other, "paged-22-old"
+    assert shared.bench_shared(options) == 0 and asked[0]["EXPERTS"] == "paged"
+    found = record.read_json(Path(options.out))
+    assert found["paged_gib"] == 2**-7 and os.environ["ROLLOUT_SYNC"] == "lora"
+    notes = {one["name"]: one["note"] for one in shared.shared_figures({"paged-22-old": found})}
+    assert "ROLLOUT_SYNC=lora" in notes["paged_22_old_step_s"] and "EXPERTS=paged" in notes["paged_22_old_step_s"]
 
 
 def test_weights_are_compared_bit_by_bit(tiny, monkeypatch):
@@ -177,7 +202,7 @@ def test_children_that_fail_leave_the_others(tmp_path, monkeypatch, capsys):
 
     assert run("tiny")[0] == 2 and "no such child: tiny. There are: shared, shared-22, bf16" in capsys.readouterr().err
     code, found, notes = run()
-    assert code == 1 and ran == list(shared.CHILDREN) and left == [22.0, 22.0, 20.0]
+    assert code == 1 and ran == list(shared.CHILDREN) and left == [22.0, 22.0, 20.0, 22.0, 22.0]
     assert "child shared-22 ended with exit code 1" in capsys.readouterr().err
     assert found["learn_by_bf16"] == found["step_20_by_bf16"] == 1.5 and found["learn_by_mxfp4"] == 1
     assert "step_22_by_bf16" not in found and "shared_22_step_s" not in found and "shared_22_4000_step_s" in found

@@ -37,6 +37,10 @@ def test_a_plan_is_of_one_process():
     assert "13.9 GiB of host memory (28 of 2 engines, 110 are free)" in asleep
     asleep = dict(memory_facts(plan(FOUR, EXPERTS="shared"), FOUR))["vLLM asleep"]
     assert "1.6 GiB of host memory (3 of 2 engines, 110 are free)" in asleep, "what is not lent"
+    asleep = dict(memory_facts(plan(FOUR, EXPERTS="paged"), FOUR))["vLLM asleep"]
+    assert (
+        "25.5 GiB of host memory, 11.6 of them experts, embeddings and head of the learner (51 of 2 engines" in asleep
+    )
 
 
 def test_host_memory_is_shared():
@@ -47,6 +51,13 @@ def test_host_memory_is_shared():
     assert "each of 2 sleeping engines keeps 13.9 GiB in host memory, 25.0 GiB are free. Free some" in only(problems)
     assert "or start fewer processes" in only(problems)
     check_memory(Settings(EXPERTS="shared"), shapes, problems)
+    assert len(problems) == 1
+    check_memory(
+        Settings(EXPERTS="paged"),
+        dataclasses.replace(shapes, machine=dataclasses.replace(TWO, ram_free=50.0)),
+        problems,
+    )
+    assert "each of 2 sleeping engines, with paged weights, keeps 25.5 GiB" in problems.pop()
     check_memory(Settings(), dataclasses.replace(shapes, machine=dataclasses.replace(H100, ram_free=25.0)), problems)
     assert len(problems) == 1
 

@@ -92,7 +92,7 @@ def test_settings_that_go_together():
         assert not settings_problems(dataclasses.replace(H100, capability=capability), ATTN_IMPL="flash_attention_4")
     assert not settings_problems(H100, REAL_CONFIG, USE_VLLM=True, EXPERTS="mxfp4")
     bf16 = REAL_CONFIG | {"quantization_config": None}
-    for kind in ("mxfp4", "shared"):
+    for kind in ("mxfp4", "shared", "paged"):
         assert "has no MXFP4 experts" in only(settings_problems(CPU, bf16, EXPERTS=kind))
 
 
@@ -104,12 +104,16 @@ def test_experts_are_shared_where_vllms_layout_is_known(capability, vllm, sync, 
     problems, machine = Problems(), dataclasses.replace(H100, capability=capability)
     checks.check_shared(Settings(), machine, vllm, sync, problems)
     assert not problems
+    checks.check_shared(Settings(EXPERTS="paged"), machine, vllm, sync, problems)
+    assert len(problems) == (not vllm) and all("EXPERTS=mxfp4" in one for one in problems), "on any card"
+    problems.clear()
     checks.check_shared(Settings(EXPERTS="shared"), machine, vllm, sync, problems)
     assert len(problems) == bool(word) and all(word in one and "EXPERTS=mxfp4" in one for one in problems)
 
 
-def test_a_run_without_vllm_has_no_experts_to_share(tmp_path):
-    environ = CLEAN | {"MODEL_ID": "tiny", "OUTPUT_DIR": str(tmp_path), "EXPERTS": "shared"}
+@pytest.mark.parametrize("kind", ["shared", "paged"])
+def test_a_run_without_vllm_makes_no_room_for_it(kind, tmp_path):
+    environ = CLEAN | {"MODEL_ID": "tiny", "OUTPUT_DIR": str(tmp_path), "EXPERTS": kind}
     assert "does not generate here" in only(preflight(environ, CPU).problems)
 
 
@@ -150,7 +154,8 @@ def test_memory():
 
 
 @pytest.mark.parametrize(
-    ("capability", "free", "chosen"), [(9.0, 79.0, "shared"), (8.9, 79.0, "bf16"), (8.9, 40.0, "mxfp4")]
+    ("capability", "free", "chosen"),
+    [(9.0, 79.0, "shared"), (8.9, 79.0, "bf16"), (8.9, 40.0, "mxfp4"), (8.9, 22.0, "paged")],
 )
 def test_experts_are_chosen_by_the_machine(capability, free, chosen):
     machine = dataclasses.replace(H100, capability=capability, gpu_free=free)

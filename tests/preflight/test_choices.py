@@ -108,13 +108,15 @@ def test_whether_evaluations_are_exact(change, engine, parameters, kind, opened,
     assert result[0] is exact and words in result[1]
 
 
-EXPERTS = [  # requested, MXFP4, vLLM, sync, capability, whether bf16 fits
-    ((None, True, True, "merge", 9.0, True), "shared", "Hopper"), ((None, True, True, "merge", 9.0, False), "shared", "Hopper"),
-    ((None, True, True, "merge", 10.0, True), "bf16", "fit"), ((None, True, True, "merge", 8.9, False), "mxfp4", "do not fit"),
-    ((None, True, True, "lora", 9.0, True), "bf16", "fit"), ((None, True, True, "lora", 9.0, False), "mxfp4", "do not fit"),
-    ((None, True, False, "merge", 9.0, True), "bf16", "fit"), ((None, True, False, "merge", 9.0, False), "mxfp4", "do not fit"),
-    ((None, False, True, "merge", 9.0, True), "bf16", "fit"), ((None, False, True, "merge", 9.0, False), "bf16", "not quantized"),
-    (("mxfp4", True, True, "merge", 9.0, True), "mxfp4", "set by EXPERTS"), (("bf16", True, True, "merge", 9.0, False), "bf16", "set by"),
+BOTH, NONE = ("bf16", "mxfp4"), ()
+EXPERTS = [  # requested, MXFP4, vLLM, sync, capability, what of bf16 and mxfp4 fits
+    ((None, True, True, "merge", 9.0, BOTH), "shared", "Hopper"), ((None, True, True, "merge", 9.0, NONE), "shared", "Hopper"),
+    ((None, True, True, "merge", 10.0, BOTH), "bf16", "fit"), ((None, True, True, "merge", 8.9, ["mxfp4"]), "mxfp4", "do not fit"),
+    ((None, True, True, "lora", 9.0, BOTH), "bf16", "fit"), ((None, True, True, "lora", 9.0, ["mxfp4"]), "mxfp4", "do not fit"),
+    ((None, True, True, "lora", 9.0, NONE), "paged", "while vLLM is awake"), ((None, True, False, "merge", 9.0, NONE), "mxfp4", "do not fit"),
+    ((None, True, False, "merge", 9.0, BOTH), "bf16", "fit"), ((None, False, True, "merge", 9.0, NONE), "bf16", "not quantized"),
+    ((None, False, True, "merge", 9.0, BOTH), "bf16", "fit"), (("mxfp4", True, True, "merge", 9.0, BOTH), "mxfp4", "set by EXPERTS"),
+    (("bf16", True, True, "merge", 9.0, NONE), "bf16", "set by"),
 ]  # fmt: skip
 
 

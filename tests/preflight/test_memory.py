@@ -55,6 +55,28 @@ def test_shared_weights_are_the_engines(tied):
     )
 
 
+def test_paged_weights_are_away_while_vllm_is_awake():
+    """All else is as with `mxfp4`: what is away is not on the GPU in a rollout, and in host memory beside the engine's weights."""
+    asked = REAL_CONFIG, H100, 940, "eager", 12.8
+    quantized, paged = (memory.plan_memory(Settings(EXPERTS=kind), *asked) for kind in ("mxfp4", "paged"))
+    away = (24 * 32 * 3 * 2880**2 * 4.25 / 8 + 2 * 201_088 * 2880 * 2) / GIB
+    assert quantized.rollout_peak - paged.rollout_peak == pytest.approx(away)
+    assert paged.on_host - quantized.on_host == pytest.approx(away) and quantized.on_host == quantized.engine.weights
+    assert (paged.weights, paged.learning_peak, paged.engine) == (
+        quantized.weights,
+        quantized.learning_peak,
+        quantized.engine,
+    )
+    assert (
+        f"weights {paged.weights:.2f} (awake without {away:.2f})" in paged.parts
+        and "awake without" not in quantized.parts
+    )
+    alone = plan(EXPERTS="paged")
+    assert not alone.paged and alone.weights == quantized.weights, (
+        "without an engine, for a plan that is refused anyway"
+    )
+
+
 @pytest.mark.parametrize(
     ("free", "length", "fits"), [(22, 4000, True), (22, 512, True), (20, 512, True), (20, 4000, False)]
 )
@@ -156,8 +178,9 @@ ADVICE = [
     (79.0, {"MICRO_BATCH": 60, "GENERATION_BATCH": 96}, False, ["MICRO_BATCH"]),
     (79.0, {"USE_VLLM": False, "GENERATION_BATCH": 96, "MAX_COMPLETION_LEN": 26_000}, False, ["GENERATION_BATCH"]),
     (60.0, {"GRADIENT_CHECKPOINTING": False}, False, ["GRADIENT_CHECKPOINTING"]),
-    (23.0, {}, False, []),
-    (23.0, {}, True, []),
+    (23.0, {}, False, ["EXPERTS"]),
+    (20.0, {}, False, []),
+    (20.0, {}, True, []),
 ]
 
 

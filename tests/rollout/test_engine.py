@@ -234,6 +234,25 @@ def test_an_adapter_that_has_no_room_in_memory_goes_to_the_disk(tmp_path, monkey
     assert adapter_folder(policy, tmp_path / "none").parent == tmp_path
 
 
+class Pages:
+    """In place of PagedWeights: tells what is asked of it."""
+
+    def __init__(self, told):
+        self.leave, self.enter = lambda: told.append("leave"), lambda: told.append("enter")
+
+
+def test_the_learners_weights_make_room_for_an_awake_engine():
+    told = []
+    llm = SimpleNamespace(wake_up=lambda: told.append("wakes"), sleep=lambda level: told.append("sleeps"))
+    engine = Engine(llm, StubSampling, StubLoRARequest, Settings(), [])
+    engine.pages = Pages(told)
+    for _ in range(2):  # the second time there is nothing to do
+        engine.sleep()
+    for _ in range(2):
+        engine.wake()
+    assert told == ["sleeps", "enter", "leave", "wakes"]
+
+
 @pytest.mark.parametrize("own", [None, "/somewhere/else"])
 def test_triton_keeps_its_cache_where_the_next_start_looks(monkeypatch, own, tiny):
     """torch would move it while vLLM starts; the trainer's own variables come back as they were."""
@@ -242,6 +261,7 @@ def test_triton_keeps_its_cache_where_the_next_start_looks(monkeypatch, own, tin
     class LLM(StubLLM):
         def __init__(self, model, **arguments):
             seen.update(os.environ)
+            told.append("vLLM starts")
             os.environ["TRITON_CACHE_DIR"] = "/moved"
             super().__init__(model, max_model_len=arguments["max_model_len"])
 
@@ -256,13 +276,16 @@ def test_triton_keeps_its_cache_where_the_next_start_looks(monkeypatch, own, tin
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     if own:
         monkeypatch.setenv("TRITON_CACHE_DIR", own)
-    at_exit, lent = [], []
+    at_exit, told = [], []
     monkeypatch.setattr("atexit.register", at_exit.append)
-    monkeypatch.setattr(Engine, "lend_weights", lambda engine, policy: lent.append((policy, engine.asleep)))
-    settings = Settings(EXPERTS="shared" if own else "mxfp4")
+    monkeypatch.setattr(Engine, "lend_weights", lambda engine, policy: told.append((policy, engine.asleep)))
+    monkeypatch.setattr("grpo.rollout.engine.PagedWeights", lambda policy: Pages(told))
+    settings = Settings(EXPERTS="shared" if own else "paged")
     engine = start_engine(settings, EnginePlan(1, 1, 1, "", 1, 1, 2048, 8, (1, 8)), str(tiny), [], "policy")
     assert engine.asleep and close_process_group in at_exit
-    assert lent == [("policy", False)] * bool(own), "before it first sleeps"
+    assert told == (["vLLM starts", ("policy", False)] if own else ["leave", "vLLM starts", "enter"]), (
+        "before it first sleeps"
+    )
     assert seen["TRITON_CACHE_DIR"] == (own or triton.knobs.cache.dir)
     assert os.environ.get("TRITON_CACHE_DIR") == own
 

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The learner's frozen weights in host memory and back. On a CPU both places are the same memory, so copies are told by address."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expert_models import load
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from grpo.rollout import paged_weights
+
+pytestmark = pytest.mark.numeric
+
+
+@pytest.fixture
+def paged(tiny, monkeypatch):
+    """(the tiny model with packed experts, its PagedWeights, the bytes that were pinned)."""
+    asked: list[int] = []
+
+    def plain(size):
+        asked.append(size)
+        return torch.zeros(size, dtype=torch.uint8)
+
+    monkeypatch.setattr(paged_weights, "pinned", plain)
+    model = load(tiny, "mxfp4")
+    return model, paged_weights.PagedWeights(model), asked
+
+
+def weights(model):
+    """What is paged: all but attention, router, norms and biases."""
+    ends = ("_blocks", "_scales", "embed_tokens.weight", "lm_head.weight")
+    return {name: tensor for name, tensor in model.state_dict().items() if name.endswith(ends)}
+
+
+def logits(model):
+    return model(torch.arange(12)[None]).logits
+
+
+def test_weights_leave_and_come_back_as_they_were(paged):
+    model, pages, asked = paged
+    start, expected = {name: tensor.clone() for name, tensor in weights(model).items()}, logits(model)
+    assert sorted(asked) == sorted(tensor.nbytes for tensor in start.values()) and asked
+    for _ in range(2):
+        there = weights(model)
+        pages.leave()
+        away = weights(model)
+        assert not {t.data_ptr() for t in there.values()} & {t.data_ptr() for t in away.values()}
+        assert torch.equal(logits(model), expected), "read where they are"
+        pages.enter()
+    assert all(torch.equal(tensor, start[name]) for name, tensor in weights(model).items())
+    assert torch.equal(logits(model), expected)
+
+
+def test_what_was_on_the_gpu_is_freed(paged):
+    model, pages, _ = paged
+    pages.enter()
+    there = [StorageWeakRef(tensor.untyped_storage()) for tensor in weights(model).values()]
+    assert there and not any(one.expired() for one in there)
+    pages.leave()
+    assert all(one.expired() for one in there)
