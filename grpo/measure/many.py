@@ -15,15 +15,20 @@ import torch
 
 from grpo.learn.trainer import Trainer
 from grpo.measure import watched
-from grpo.measure.record import BENCH, figure, read_json, shown, steps_of, write
+from grpo.measure.record import BENCH, commit, figure, read_json, shown, steps_of, write
 
 GROUP, LARGE = 8, 4  # completions of a prompt; the large step has so many times the prompts of one GPU
-Results = Mapping[tuple[int, int], Mapping[str, float]]  # what a child found, by GPUs and prompts of the whole step
+Results = Mapping[tuple[int, int], Mapping[str, Any]]  # what a child found, by GPUs and prompts of the whole step
+
+
+def subject(options: argparse.Namespace) -> list[str]:
+    """What a child measures, besides GPUs and prompts."""
+    return [commit(), options.model, options.data, str(options.tokens)]
 
 
 def many_child(options: argparse.Namespace) -> int:
     """One process of torchrun: three steps through the entry point. Rank 0 writes what they took."""
-    found: dict[str, float] = {}
+    found: dict[str, Any] = {"subject": subject(options)}
     options.run = options.child  # torchrun takes `--run` for an option of its own
 
     def train(original: Callable[..., Any], trainer: Trainer, *given: Any, **named: Any) -> Any:
@@ -46,9 +51,11 @@ def many_child(options: argparse.Namespace) -> int:
     return 0
 
 
-def run_many(options: argparse.Namespace, gpus: int, prompts: int) -> dict[str, float]:
-    """What a child on so many GPUs found; empty where it failed."""
+def run_many(options: argparse.Namespace, gpus: int, prompts: int) -> dict[str, Any]:
+    """What a child on so many GPUs found, with `options.resume` one that has ended before; empty where it failed."""
     out = Path(options.run).absolute().with_name(f"many-{gpus}-{prompts}.json")
+    if options.resume and (before := read_json(out)).get("subject") == subject(options):
+        return before
     out.parent.mkdir(parents=True, exist_ok=True)
     out.unlink(missing_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(gpus), str(BENCH), "many"]
@@ -90,7 +97,7 @@ def bench_many(options: argparse.Namespace) -> int:
     run failed."""
     if options.child:
         return many_child(options)
-    results: dict[tuple[int, int], dict[str, float]] = {}
+    results: dict[tuple[int, int], dict[str, Any]] = {}
     for gpus in options.gpus:
         for prompts in sorted({options.prompts, LARGE * options.prompts, gpus * options.prompts}):
             if not (found := run_many(options, gpus, prompts)):

@@ -21,12 +21,19 @@ def test_a_child_measures_two_processes(tiny, tmp_path, monkeypatch):
     for name, value in CLEAN.items():
         monkeypatch.setenv(name, value)
     data = ROOT / "data/tes_train_compact.csv"
-    given = {"model": "tiny", "data": str(data), "run": str(tmp_path / "run"), "tokens": 8}
+    given = {"model": "tiny", "data": str(data), "run": str(tmp_path / "run"), "tokens": 8, "resume": False}
     found = many.run_many(SimpleNamespace(**given), 2, 3)
-    assert found.keys() == FOUND.keys() and 0 < found["rollout_s"] + found["learn_s"] < found["step_s"] * 1.01
+    assert (
+        found.keys() == FOUND.keys() | {"subject"}
+        and 0 < found["rollout_s"] + found["learn_s"] < found["step_s"] * 1.01
+    )
     # 15,360 parameters, the loss, and two numbers of each of the 24 completions' 8 tokens, in float32.
     assert found["reduced_mb"] == pytest.approx((15_360 + 1 + 2 * 24 * 8) * 4 / 1e6, rel=0.01)
     assert found["startup_s"] > 1 and found["tokens_mean"] <= 8
+    monkeypatch.setattr(many, "subprocess", SimpleNamespace(run=lambda *given, **named: None))
+    again = {"resume": True}
+    assert many.run_many(SimpleNamespace(**given | again), 2, 3) == found, "is not run again"
+    assert not many.run_many(SimpleNamespace(**given | again | {"tokens": 9}), 2, 3), "another step is"
 
 
 def test_weak_and_strong_scaling(tmp_path, monkeypatch):
