@@ -46,7 +46,8 @@ on older cards, each in a process of its own. Exit code 1 if one fails, if a wei
 has changed. `--only shared shared-22` runs these alone.
 
 `many` starts train_grpo.py by torchrun on 1, 2, ... GPUs: three steps with the same work for each (weak scaling: 12 prompts x 8
-completions x 512 tokens), and with the same work in all, of 96 and of 384 completions (strong).
+completions x 512 tokens), and with the same work in all, of 96 and of 384 completions (strong). `--resume` goes on where the last
+call ended.
 
 The JSON holds `command, machine, date, versions, commit, figures: [{name, value, unit, note}]`.
 """
@@ -104,6 +105,7 @@ def parse_args() -> argparse.Namespace:
     one.add_argument("--gpus", nargs="+", type=int, default=[1, 2], help="numbers of GPUs (default 1 2)")
     one.add_argument("--prompts", type=int, default=12, help="of one GPU (default %(default)s)")
     one.add_argument("--tokens", type=int, default=512, help="of a completion (default %(default)s)")
+    one.add_argument("--resume", action="store_true", help="leave out what has ended, of this commit")
     one.add_argument("--started", type=float, help=argparse.SUPPRESS)
     one.add_argument("--vllm", action="store_true", help=argparse.SUPPRESS)
     one.add_argument("--child", help=argparse.SUPPRESS)

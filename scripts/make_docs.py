@@ -31,9 +31,22 @@ SYNC_WAYS = {  # that were compared, under the names they had then
     "rounded at random: `merge` now": "stochastic", "a side path, deleted": "side", "rounded to the nearest, deleted": "merge",
 }  # fmt: skip
 SYNC_FIGURES = {
-    "share that arrives of AdamW's first step": "share_1", "of its tenth": "share_10", "generation": "tok_s",
-    "weight sync, measuring the share included": "sync_s", "measuring the share, timed alone": "share_s",
-    "mean mismatch, adapter of one step": "small_mean", "mean mismatch, strong adapter": "strong_mean",
+    "share that arrives of AdamW's first step": "{}_share_1", "of its tenth": "{}_share_10", "generation": "{}_tok_s",
+    "weight sync, measuring the share included": "{}_sync_s", "measuring the share, timed alone": "{}_share_s",
+    "mean mismatch, adapter of one step": "{}_small_mean", "mean mismatch, strong adapter": "{}_strong_mean",
+}  # fmt: skip
+CURVE_WAYS = {"`merge`": "merge", "`lora`": "lora", "plain TRL, transformers' `generate`": "trl"}
+CURVE_FIGURES = {
+    "held-out reward, exact at temperature 0.5, step 50": "reward_{}_50", "step 100": "reward_{}_100", "step 120, the last": "reward_{}_120",
+    "of the likeliest answers, step 50": "greedy_reward_{}_50", "step 100 ": "greedy_reward_{}_100", "step 120 ": "greedy_reward_{}_120",
+    "training, all three side by side on one GPU": "{}_s",
+}  # fmt: skip
+MANY_WAYS = {
+    "1 GPU, 96 completions": "1x96", "2 GPUs, 192": "2x192", "2 GPUs, 96": "2x96", "1 GPU, 384": "1x384", "2 GPUs, 384": "2x384",
+}  # fmt: skip
+MANY_FIGURES = {
+    "step": "{}_step_s", "rollout": "{}_rollout_s", "learning": "{}_learn_s", "tokens of the step": "{}_tok_s",
+    "from the command to the first step": "{}_startup_s", "added up a step": "{}_reduced_mb",
 }  # fmt: skip
 LAYERS = ("full", "window")  # of attention
 PARTS = ("out", "q", "k", "v", "sinks")  # whose errors were measured
@@ -109,14 +122,11 @@ def figures_table(records: Mapping[str, str]) -> str:
     return table(["figure", *records, "what it is"], rows) + "\n\n" + "\n".join(sources)
 
 
-def sync_table() -> str:
-    """The three ways of weight sync in sync-h200.json."""
-    figures, source = measured("sync-h200.json")
-    rows = [
-        [text, *(in_words(figures[f"{way}_{name}"]) for way in SYNC_WAYS.values())]
-        for text, name in SYNC_FIGURES.items()
-    ]
-    return table(["", *SYNC_WAYS], rows) + f"\n\n{source}"
+def crossed_table(record: str, ways: Mapping[str, str], names: Mapping[str, str]) -> str:
+    """A column for each of `ways`, whose word stands in the figures' `names`, and a line for each of these."""
+    figures, source = measured(record)
+    rows = [[text, *(in_words(figures[name.format(way)]) for way in ways.values())] for text, name in names.items()]
+    return table(["", *ways], rows) + f"\n\n{source}"
 
 
 def attention_table() -> str:
@@ -158,14 +168,16 @@ GENERATED: dict[str, dict[str, Callable[[], str]]] = {
         "completions.csv": functools.partial(columns_table, COMPLETIONS),
     },
     "docs/rollouts.md": {
-        "sync figures": sync_table,
+        "sync figures": functools.partial(crossed_table, "sync-h200.json", SYNC_WAYS, SYNC_FIGURES),
         "rollout figures": functools.partial(figures_table, ROLLOUT_RECORDS),
         "generate figures": functools.partial(figures_table, {"value": "generate-h200.json"}),
     },
     "docs/learner.md": {
         "step figures": functools.partial(figures_table, {"value": "step-h200.json"}),
+        "curves figures": functools.partial(crossed_table, "curves-h200.json", CURVE_WAYS, CURVE_FIGURES),
         "attention figures": attention_table,
     },
+    "docs/clusters.md": {"many figures": functools.partial(crossed_table, "many-gpus.json", MANY_WAYS, MANY_FIGURES)},
     "docs/verl.md": {"verl options": verl_options, "verl without": verl_without},
 }
 
