@@ -30,7 +30,7 @@ class EnginePlan:
     max_model_len: int
     max_num_seqs: int
     capture_sizes: tuple[int, ...]
-    lent: float = 0.0  # of the weights, to the trainer, for which they stay on the GPU
+    lent: float = 0.0  # of the weights, what stays on the GPU: what the trainer reads, or all where there is room
 
     @property
     def on_host(self) -> float:
@@ -258,6 +258,9 @@ def plan_memory(
         chunk = max((n for n in divisors(total) if generation(n) <= room), default=1)
         fit = f"whose cache and prefill ({generation(chunk):.1f} GiB) fit in {where}"
         chunk_reason = f"largest divisor of {total} {fit}"
+    # Nothing is copied then when it sleeps and wakes: all of its weights stay where they are.
+    if engine and engine.lent and learning(micro) <= room - engine.on_host:
+        engine = dataclasses.replace(engine, asleep=engine.asleep + engine.on_host, lent=engine.weights)
     choice = micro, micro_reason, chunk, chunk_reason
     return Plan(weights, adapter, generation(chunk), learning(micro), *choice, engine, prompt_len, paged)
 

@@ -130,7 +130,7 @@ def start_engine(
     engine.pages = pages
     engine.warm_up(plan.max_model_len)
     if policy is not None and settings.EXPERTS == "shared":
-        engine.lend_weights(policy)
+        engine.lend_weights(policy, whole=not plan.on_host)
     before = torch.cuda.mem_get_info()[0]
     engine.sleep()
     told = (time.perf_counter() - started, (torch.cuda.mem_get_info()[0] - before) / GIB, engine.seconds["warm_up"])
@@ -185,14 +185,14 @@ class Engine:
                 rows = [row[i : i + max_model_len - 1] for i in range(0, tokens, max_model_len - 1)]
                 self._run(rows, [once] * len(rows))
 
-    def lend_weights(self, policy: torch.nn.Module) -> None:
+    def lend_weights(self, policy: torch.nn.Module, whole: bool = False) -> None:
         """Let `policy`, loaded without them, read the experts, embeddings and head of the awake engine, which stay on the GPU
-        from then on."""
+        from then on; with `whole` all of its weights do."""
         with engine_faults("lending the weights", "Set EXPERTS=mxfp4"):
             from grpo.rollout.sleep_backend import lend  # it imports vLLM
 
             (pointers,) = self.llm.apply_model(lambda model: share_weights(policy, model))
-            lend(pointers)
+            lend(None if whole else pointers)
 
     def wake(self) -> None:
         """Weights and cache back onto the GPU. torch gives its free blocks back first: the engine maps memory past its

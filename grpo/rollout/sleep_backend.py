@@ -20,10 +20,11 @@ KEEP_BYTES = 32 * 2**20  # larger allocations hold experts and embeddings, which
 LENT = "lent"  # tag of what stays on the GPU asleep
 
 
-def lend(pointers: Iterable[int]) -> None:
-    """From now on, let the allocations in which these addresses lie stay on the GPU: the learner reads them. vLLM must be awake."""
+def lend(pointers: Iterable[int] | None) -> None:
+    """From now on, let the allocations in which these addresses lie stay on the GPU, as the learner reads them; None: those of all
+    weights. vLLM must be awake."""
     held = get_mem_allocator_instance().pointer_to_data
-    for pointer in pointers:
+    for pointer in [start for start, data in held.items() if data.tag == "weights"] if pointers is None else pointers:
         (data,) = (data for start, data in held.items() if start <= pointer < start + data.handle[1])
         data.tag = LENT
 

@@ -36,6 +36,9 @@ def test_a_plan_is_of_one_process():
     asleep = dict(memory_facts(plan(FOUR), FOUR))["vLLM asleep"]
     assert "13.9 GiB of host memory (28 of 2 engines, 110 are free)" in asleep
     asleep = dict(memory_facts(plan(FOUR, EXPERTS="shared"), FOUR))["vLLM asleep"]
+    assert "16.0 GiB on the GPU, 0.0 GiB of host memory" in asleep
+    full = dataclasses.replace(FOUR, gpu_free=22.0)
+    asleep = dict(memory_facts(plan(full, EXPERTS="shared"), full))["vLLM asleep"]
     assert "1.6 GiB of host memory (3 of 2 engines, 110 are free)" in asleep, "what is not lent"
     asleep = dict(memory_facts(plan(FOUR, EXPERTS="paged"), FOUR))["vLLM asleep"]
     assert (

@@ -37,16 +37,18 @@ def test_quantized_experts_weigh_less():
 @pytest.mark.parametrize("tied", [False, True])
 def test_shared_weights_are_the_engines(tied):
     """They lie on the GPU once, awake and asleep: what the trainer lacks of `mxfp4`'s, the sleeping engine has, padded as vLLM
-    pads experts, and not in host memory."""
+    pads experts, and not in host memory; the rest is there where the GPU has no room for it at this MICRO_BATCH."""
     config, asked = REAL_CONFIG | {"tie_word_embeddings": tied}, (H100, 940, "eager", 12.8)
+    roomy = memory.plan_memory(Settings(EXPERTS="shared"), config, *asked).engine
+    assert roomy.lent == roomy.weights and roomy.asleep == pytest.approx(roomy.weights + 2.1) and roomy.on_host == 0
+    asked = dataclasses.replace(H100, gpu_free=18.0), 940, "eager", 12.8
     quantized, shared = (memory.plan_memory(Settings(EXPERTS=kind), config, *asked) for kind in ("mxfp4", "shared"))
     experts, tables = 24 * 32 * 3 * 2880**2 * 4.25 / 8 / GIB, (1 if tied else 2) * 201_088 * 2880 * 2 / GIB
     assert quantized.weights - shared.weights == pytest.approx(experts + tables)
-    assert quantized.rollout_peak - shared.rollout_peak == pytest.approx(experts + tables)
     assert shared.learning_peak - quantized.learning_peak == pytest.approx(experts * 0.08)
     there, theirs = shared.engine, quantized.engine
     assert there.weights == theirs.weights and there.lent == pytest.approx(experts * 1.08 + tables)
-    assert there.asleep - theirs.asleep == there.lent and there.on_host == there.weights - there.lent
+    assert there.asleep - theirs.asleep == pytest.approx(there.lent) and there.on_host == there.weights - there.lent
     assert theirs.on_host == theirs.weights and not theirs.lent
     unchecked = {"EXPERTS": "shared", "GRADIENT_CHECKPOINTING": False, "MICRO_BATCH": 1}
     assert plan(**unchecked).learning == plan(**unchecked | {"EXPERTS": "mxfp4"}).learning

@@ -278,12 +278,14 @@ def test_triton_keeps_its_cache_where_the_next_start_looks(monkeypatch, own, tin
         monkeypatch.setenv("TRITON_CACHE_DIR", own)
     at_exit, told = [], []
     monkeypatch.setattr("atexit.register", at_exit.append)
-    monkeypatch.setattr(Engine, "lend_weights", lambda engine, policy: told.append((policy, engine.asleep)))
+    monkeypatch.setattr(
+        Engine, "lend_weights", lambda engine, policy, whole: told.append((policy, engine.asleep, whole))
+    )
     monkeypatch.setattr("grpo.rollout.engine.PagedWeights", lambda policy: Pages(told))
     settings = Settings(EXPERTS="shared" if own else "paged")
     engine = start_engine(settings, EnginePlan(1, 1, 1, "", 1, 1, 2048, 8, (1, 8)), str(tiny), [], "policy")
     assert engine.asleep and close_process_group in at_exit
-    assert told == (["vLLM starts", ("policy", False)] if own else ["leave", "vLLM starts", "enter"]), (
+    assert told == (["vLLM starts", ("policy", False, False)] if own else ["leave", "vLLM starts", "enter"]), (
         "before it first sleeps"
     )
     assert seen["TRITON_CACHE_DIR"] == (own or triton.knobs.cache.dir)

@@ -102,7 +102,11 @@ def engine(tiny, monkeypatch):
     rows, hidden = policy.get_input_embeddings().weight.shape
     tables = [Some(weight=torch.nn.Parameter(torch.rand(rows + 7, hidden).bfloat16())) for _ in range(2)]
     vllm = Some(model=Some(layers=layers, embedding=tables[0]), lm_head=tables[1])
-    monkeypatch.setitem(sys.modules, "grpo.rollout.sleep_backend", Some(lend=told.extend))  # it imports vLLM
+    monkeypatch.setitem(
+        sys.modules,
+        "grpo.rollout.sleep_backend",
+        Some(lend=lambda given: told.extend(["all"] if given is None else given)),
+    )  # it imports vLLM
     return policy, vllm, Engine(Some(apply_model=lambda function: [function(vllm)]), None, None, Settings(), []), told
 
 
@@ -123,6 +127,8 @@ def test_what_the_learner_reads_stays_on_the_gpu(engine):
     engine.lend_weights(policy)
     addresses = [table.weight.data_ptr() for table in (vllm.model.embedding, vllm.lm_head)]
     assert told == [values.data_ptr(), scales.data_ptr()] * 2 * layers + addresses
+    engine.lend_weights(policy, whole=True)
+    assert told.pop() == "all"
     found = policy.model.layers[-1].mlp.experts.shared["down_proj"]
     assert found[:2] == (values, scales) and found[2:] == (policy.config.hidden_size, policy.config.intermediate_size)
     now = [policy.get_input_embeddings().weight, policy.get_output_embeddings().weight]

@@ -164,6 +164,11 @@ def test_what_is_lent_stays_on_the_gpu(asleep):
         assert not lent & (gpu.copied("host") | gpu.copied("gpu"))
     with pytest.raises(ValueError):
         lend([0])
+    lend(None)
+    backend.suspend(1)
+    assert gpu.mapped == LARGE | SMALL and gpu.asleep() == CACHE and not gpu.copied("host"), "all weights stay"
+    backend.resume()
+    assert gpu.mapped == set(BLOCKS) and not gpu.copied("gpu")
 
 
 def test_weights_that_are_written_are_smaller_than_those_that_are_kept(asleep):
