@@ -19,14 +19,17 @@ def agreed(found: Preflight) -> Preflight:
     alike = {name: show(value) for name, value in dataclasses.asdict(found.settings).items()}
     alike |= {"GPUs": str(found.machine.gpus), "vLLM": "used" if found.rollouts[0] else "not used"}
     alike |= {"rows of DATA and EVAL_DATA": data_fingerprint([*found.rows, *found.eval_rows])[:8]}
-    said = ranks.share((list(found.problems), alike))
+    chosen = [name for name, source in found.sources.items() if source == "chosen"]
+    said = ranks.share((list(found.problems), alike, chosen))
     problems = Problems()
-    for text in dict.fromkeys(text for theirs, _ in said for text in theirs):
-        who = [rank for rank, (theirs, _) in enumerate(said) if text in theirs]
+    for text in dict.fromkeys(text for theirs, *_ in said for text in theirs):
+        who = [rank for rank, (theirs, *_) in enumerate(said) if text in theirs]
         problems.append(text if len(who) == ranks.size else f"{text} ({named(who)})")
     for name, first in said[0][1].items() if not problems else ():
-        if other := [rank for rank, (_, theirs) in enumerate(said) if theirs[name] != first]:
+        if other := [rank for rank, (_, theirs, _) in enumerate(said) if theirs[name] != first]:
             fix = "Every process needs one GPU, and every machine the same settings, files and packages"
+            if any(name in names for *_, names in said):  # by the memory of each GPU
+                fix = f"Set {name} to one of the two"
             problems.add(name, f"{first} on rank 0 and {said[other[0]][1][name]} on {named(other)}", fix)
             break  # the rest may follow from it
     return dataclasses.replace(found, problems=problems)

@@ -35,7 +35,7 @@ from grpo.preflight.memory import LORA_RANKS, Plan, Shapes, divisors, memory_adv
 from grpo.preflight.targets import check_targets, expert_words, hits
 from grpo.run.folder import RunState, existing_parent, inspect_run, run_folder
 from grpo.run.ranks import Ranks
-from grpo.settings import MOST_COMPLETIONS, Problems, Settings, is_text, load_settings, nearest, path_fault
+from grpo.settings import MOST_COMPLETIONS, Problems, Settings, is_text, load_settings, nearest, path_fault, show
 
 
 def check_attention(settings: Settings, machine: Machine, problems: Problems) -> None:
@@ -125,13 +125,13 @@ def check_shared(settings: Settings, machine: Machine, vllm: bool, sync: str, pr
     elif shared and not 9 <= machine.capability < 10:
         why = f"the learner reads them as on Hopper cards (capability 9.0), {machine.gpu} has {machine.capability}"
     if why:
-        problems.add("EXPERTS", why, "Set EXPERTS=mxfp4")
+        problems.add("EXPERTS", why, "Set EXPERTS=auto")
 
 
 def experts_of(settings: Settings, shapes: Shapes, vllm: bool, sync: str) -> tuple[str, str]:
     """(EXPERTS, reason) of a run with these settings, where `vllm` generates by `sync` or not."""
     machine, fits = shapes.machine, []
-    for kind in ("bf16", "mxfp4"):
+    for kind in ("shared", "bf16", "mxfp4"):
         plan = shapes.plan(dataclasses.replace(settings, EXPERTS=kind))
         fits += [kind] * (not (machine.gpus and memory_shortfall(plan, machine)))
     return choices.choose_experts(settings.EXPERTS, hub.has_mxfp4(shapes.config), vllm, sync, machine.capability, fits)
@@ -165,9 +165,16 @@ def check_memory(settings: Settings, shapes: Shapes, problems: Problems, resumed
         many = f"each of {machine.here} sleeping engines" if machine.here > 1 else "the sleeping engine"
         paged = ", with paged weights," * bool(plan.paged)
         what = f"{many}{paged} keeps {plan.on_host:.1f} GiB in host memory, {machine.ram_free:.1f} GiB are free"
-        without = memory_shortfall(shapes.plan(dataclasses.replace(settings, USE_VLLM=False)), machine)
+        packed = {"EXPERTS": "mxfp4"} if settings.EXPERTS in ("shared", "paged") else {}
+        others = (packed | {"USE_VLLM": False}, packed if plan.paged else {})
+        fit = [
+            way
+            for way in others
+            if way and not memory_shortfall(shapes.plan(dataclasses.replace(settings, **way)), machine)
+        ]
         ways = ["take a machine with more"] + ["start fewer processes"] * (machine.here > 1)
-        problems.add("memory", what, ", or ".join(["Free some", *ways, *["set USE_VLLM=0"] * (not without)]))
+        ways += ["set " + " and ".join(f"{name}={show(value)}" for name, value in way.items()) for way in fit]
+        problems.add("memory", what, ", or ".join(["Free some", *ways]))
 
 
 def check_disk(settings: Settings, files: ModelFiles, adapter: float, problems: Problems) -> None:

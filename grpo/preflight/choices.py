@@ -76,11 +76,11 @@ def choose_sync(requested: str | None, experts: bool) -> tuple[str, str]:
 def choose_experts(
     requested: str | None, mxfp4: bool, vllm: bool, sync: str, capability: float, fits: Collection[str]
 ) -> tuple[str, str]:
-    """(EXPERTS, reason), given whether the checkpoint's experts are quantized, whether vLLM generates, and with which of `bf16`
-    and `mxfp4` a run `fits` the machine."""
+    """(EXPERTS, reason), given whether the checkpoint's experts are quantized, whether vLLM generates, and with which of `shared`,
+    `bf16` and `mxfp4` a run `fits` the GPU."""
     if requested is not None:
         return requested, "set by EXPERTS"
-    if mxfp4 and vllm and sync == "merge" and 9 <= capability < 10:
+    if mxfp4 and vllm and sync == "merge" and 9 <= capability < 10 and "shared" in fits:
         return "shared", "vLLM generates on a Hopper card, where the learner can read its weights"
     if "bf16" in fits or not mxfp4:
         return "bf16", "they fit beside all else" if "bf16" in fits else "the checkpoint's are not quantized"

@@ -113,7 +113,9 @@ def start_engine(
     started, total = time.perf_counter(), torch.cuda.get_device_properties(0).total_memory / GIB
     pages = None
     if policy is not None and settings.EXPERTS == "paged":
-        with engine_faults("paging the experts out", "Host memory may be short: free some, or set EXPERTS=mxfp4"):
+        with engine_faults(
+            "paging the experts out", "Host memory may be short: free some, or set USE_VLLM=0 and EXPERTS=mxfp4"
+        ):
             pages = PagedWeights(policy)
             pages.leave()
     torch.cuda.empty_cache()
@@ -188,7 +190,7 @@ class Engine:
     def lend_weights(self, policy: torch.nn.Module, whole: bool = False) -> None:
         """Let `policy`, loaded without them, read the experts, embeddings and head of the awake engine, which stay on the GPU
         from then on; with `whole` all of its weights do."""
-        with engine_faults("lending the weights", "Set EXPERTS=mxfp4"):
+        with engine_faults("lending the weights", "Set EXPERTS=paged"):
             from grpo.rollout.sleep_backend import lend  # it imports vLLM
 
             (pointers,) = self.llm.apply_model(lambda model: share_weights(policy, model))
@@ -199,7 +201,8 @@ class Engine:
         allocator and gets no second try (https://github.com/vllm-project/vllm/issues/15254)."""
         if not self.asleep:
             return
-        advice = "The GPU is too full beside the trainer: lower MICRO_BATCH or VLLM_GPU_MEM, or set EXPERTS=mxfp4"
+        less = {"bf16": ", or set EXPERTS=mxfp4", "mxfp4": ", or set EXPERTS=paged"}.get(self.settings.EXPERTS, "")
+        advice = f"The GPU is too full beside the trainer: lower MICRO_BATCH or VLLM_GPU_MEM{less}"
         with self.timed("wake"), engine_faults("waking the engine", advice):
             if self.pages:
                 self.pages.leave()

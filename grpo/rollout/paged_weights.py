@@ -27,25 +27,22 @@ def paged_tensors(policy: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 class PagedWeights:
-    """Those of `policy`. They never change: they are copied to the host once, and then only back. What is away is read from the
-    host, slowly and with the same values."""
+    """Those of `policy`. They never change: they are copied to the host once, and then only back. Without them it cannot compute
+    on a GPU."""
 
     def __init__(self, policy: torch.nn.Module) -> None:
-        self.held: list[
-            tuple[torch.Tensor, torch.device, torch.Tensor]
-        ] = []  # tensor, where it belongs, its copy on the host
+        self.device = policy.device
+        self.held: list[tuple[torch.Tensor, torch.Tensor]] = []  # a tensor and its copy on the host
         for tensor in paged_tensors(policy):
             kept = pinned(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
-            self.held.append((tensor, tensor.device, kept.copy_(tensor.data)))
+            self.held.append((tensor, kept.copy_(tensor.data)))
 
     def leave(self) -> None:
         """Free them on the GPU, where torch holds the blocks until its cache is emptied."""
-        for tensor, _, kept in self.held:
+        for tensor, kept in self.held:
             tensor.data = kept
 
     def enter(self) -> None:
         """Back onto the GPU. Raises torch.OutOfMemoryError."""
-        for tensor, device, kept in self.held:
-            tensor.data = kept.to(device, non_blocking=True, copy=True)
-        if any(device.type == "cuda" for _, device, _ in self.held):
-            torch.cuda.synchronize()
+        for tensor, kept in self.held:
+            tensor.data = kept.to(self.device, non_blocking=True, copy=True)

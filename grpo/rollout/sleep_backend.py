@@ -57,4 +57,4 @@ class KeepBackend(CuMemBackend):
     def resume(self, tags: list[str] | None = None) -> None:
         """Wake what sleeps: vLLM's own maps whatever has one of the tags, mapped already or not."""
         asleep = {data.tag for data in get_mem_allocator_instance().pointer_to_data.values() if data.is_asleep}
-        super().resume(tags or sorted(asleep))
+        super().resume(sorted(asleep))

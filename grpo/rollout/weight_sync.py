@@ -86,8 +86,8 @@ def sync(model: torch.nn.Module, policy: torch.nn.Module, seed: int, active: boo
     (https://github.com/huggingface/trl/issues/6688). Raises RuntimeError, as torch does, for a weight of another shape.
     """
     # Not the seed itself: sampling starts with it, and would draw the very same numbers.
-    generator = torch.Generator(next(policy.parameters()).device).manual_seed(seed + 1)
     held, sums, elements = {name: weight.data for name, weight in model.named_parameters()}, [], 0
+    generator = torch.Generator(next(iter(held.values())).device).manual_seed(seed + 1)
     for name, layer in lora_layers(policy).items():
         (a, b), weight = factors(layer, active), layer.get_base_layer().weight.float()
         place, rows = vllm_place(name, len(b))

@@ -39,7 +39,7 @@ def test_a_plan_is_of_one_process():
     assert "16.0 GiB on the GPU, 0.0 GiB of host memory" in asleep
     full = dataclasses.replace(FOUR, gpu_free=22.0)
     asleep = dict(memory_facts(plan(full, EXPERTS="shared"), full))["vLLM asleep"]
-    assert "1.6 GiB of host memory (3 of 2 engines, 110 are free)" in asleep, "what is not lent"
+    assert "2.0 GiB of host memory (4 of 2 engines, 110 are free)" in asleep, "what is not lent"
     asleep = dict(memory_facts(plan(FOUR, EXPERTS="paged"), FOUR))["vLLM asleep"]
     assert (
         "25.5 GiB of host memory, 11.6 of them experts, embeddings and head of the learner (51 of 2 engines" in asleep
@@ -60,7 +60,9 @@ def test_host_memory_is_shared():
         dataclasses.replace(shapes, machine=dataclasses.replace(TWO, ram_free=50.0)),
         problems,
     )
-    assert "each of 2 sleeping engines, with paged weights, keeps 25.5 GiB" in problems.pop()
+    told = problems.pop()
+    assert "each of 2 sleeping engines, with paged weights, keeps 25.5 GiB" in told
+    assert "set EXPERTS=mxfp4 and USE_VLLM=0, or set EXPERTS=mxfp4" in told, "both fit the GPU"
     check_memory(Settings(), dataclasses.replace(shapes, machine=dataclasses.replace(H100, ram_free=25.0)), problems)
     assert len(problems) == 1
 
@@ -97,10 +99,11 @@ def checked(ranks, tmp_path, own):
         ({"SEED": "x"}, "SEED: 'x' is not accepted, expected a whole number. Unset it for the default (42) (rank 1)"),
         ({"SEED": "7"}, "SEED: 42 on rank 0 and 7 on rank 1. Every process"),
         ({"GPU": "1"}, "GPUs: 0 on rank 0 and 1 on rank 1. Every process needs one GPU"),
+        ({"EXPERTS": "mxfp4"}, "EXPERTS: bf16 on rank 0 and mxfp4 on rank 1. Set EXPERTS to one of the two"),
         ({"DATA": "data/tes_heldout_compact.csv"}, "DATA: data/tes_train_compact.csv on rank 0 and "),
     ],
 )
 def test_all_processes_have_the_same_input(tmp_path, other, said):
-    both = {"GENERATION_BATCH": "16", "USE_VLLM": "0", "ATTN_IMPL": "eager"}
+    both = {"GENERATION_BATCH": "16", "USE_VLLM": "0", "ATTN_IMPL": "eager", "EXPERTS": "auto"}
     first, second = in_ranks(2, checked, tmp_path, [both, both | other])
     assert first == second and (first == [9, 16, True] if said is None else only(first).startswith(said)), first

@@ -105,10 +105,10 @@ def test_experts_are_shared_where_vllms_layout_is_known(capability, vllm, sync, 
     checks.check_shared(Settings(), machine, vllm, sync, problems)
     assert not problems
     checks.check_shared(Settings(EXPERTS="paged"), machine, vllm, sync, problems)
-    assert len(problems) == (not vllm) and all("EXPERTS=mxfp4" in one for one in problems), "on any card"
+    assert len(problems) == (not vllm) and all("EXPERTS=auto" in one for one in problems), "on any card"
     problems.clear()
     checks.check_shared(Settings(EXPERTS="shared"), machine, vllm, sync, problems)
-    assert len(problems) == bool(word) and all(word in one and "EXPERTS=mxfp4" in one for one in problems)
+    assert len(problems) == bool(word) and all(word in one and "EXPERTS=auto" in one for one in problems)
 
 
 @pytest.mark.parametrize("kind", ["shared", "paged"])

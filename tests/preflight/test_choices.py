@@ -108,9 +108,9 @@ def test_whether_evaluations_are_exact(change, engine, parameters, kind, opened,
     assert result[0] is exact and words in result[1]
 
 
-BOTH, NONE = ("bf16", "mxfp4"), ()
-EXPERTS = [  # requested, MXFP4, vLLM, sync, capability, what of bf16 and mxfp4 fits
-    ((None, True, True, "merge", 9.0, BOTH), "shared", "Hopper"), ((None, True, True, "merge", 9.0, NONE), "shared", "Hopper"),
+BOTH, NONE = ("shared", "bf16", "mxfp4"), ()
+EXPERTS = [  # requested, MXFP4, vLLM, sync, capability, what of shared, bf16 and mxfp4 fits
+    ((None, True, True, "merge", 9.0, BOTH), "shared", "Hopper"), ((None, True, True, "merge", 9.0, NONE), "paged", "while vLLM is awake"),
     ((None, True, True, "merge", 10.0, BOTH), "bf16", "fit"), ((None, True, True, "merge", 8.9, ["mxfp4"]), "mxfp4", "do not fit"),
     ((None, True, True, "lora", 9.0, BOTH), "bf16", "fit"), ((None, True, True, "lora", 9.0, ["mxfp4"]), "mxfp4", "do not fit"),
     ((None, True, True, "lora", 9.0, NONE), "paged", "while vLLM is awake"), ((None, True, False, "merge", 9.0, NONE), "mxfp4", "do not fit"),

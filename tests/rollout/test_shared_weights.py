@@ -151,7 +151,7 @@ def test_an_engine_that_keeps_a_weight_otherwise_lends_nothing(engine, other):
     """Such as Marlin's experts, which an engine with LoRA takes: parameters, without a configuration of the scales."""
     policy, vllm, engine, told = engine
     other(vllm)
-    with pytest.raises(EngineError, match="vLLM keeps its .*Set EXPERTS=mxfp4"):
+    with pytest.raises(EngineError, match="vLLM keeps its .*Set EXPERTS=paged"):
         engine.lend_weights(policy)
     assert not told and not lent(policy)
 

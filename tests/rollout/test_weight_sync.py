@@ -157,6 +157,16 @@ def test_the_share_of_an_update_that_arrives_in_bf16(build, monkeypatch, nearest
     assert engine.share is None
 
 
+def test_only_what_is_adapted_is_read_of_the_policy(build):
+    """The embeddings, its first weight, may be elsewhere meanwhile, as with EXPERTS=paged: here they have no data at all."""
+    trainer = build(dtype=torch.bfloat16)
+    set_adapter(trainer, 1)
+    trainer.model.get_base_model().model.embed_tokens.to("meta")
+    trainer.run.engine.wake()
+    trainer.run.engine.sync_weights(trainer.model)
+    assert next(trainer.model.parameters()).is_meta and trainer.run.engine.share[0] == pytest.approx(1, abs=0.01)
+
+
 def test_random_rounding_is_seeded_by_the_rollout(build):
     trainer = build(dtype=torch.bfloat16)
     set_adapter(trainer, 1)
