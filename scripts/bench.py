@@ -115,6 +115,7 @@ def parse_args() -> argparse.Namespace:
         "folder of the runs; the last ones are deleted first",
     )
     one.add_argument("--faults", nargs="+", metavar="HOW:PHASE", help="these only, in this order")
+    one.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting, as EXPERTS=shared")
     one.add_argument("--child", help=argparse.SUPPRESS)
     one = command(
         "export", "a merged model beside base and adapter", "folder of both; the last one is deleted first", data=False

@@ -64,14 +64,16 @@ def test_what_was_not_seen_or_is_missing_fails(tmp_path, monkeypatch, capsys):
         return {"code": codes.pop(0), "seconds": 1.0, "line": said[0], "checkpoint": "checkpoint-2"}
 
     monkeypatch.setattr(faults, "run", run)
-    options = SimpleNamespace(child=None, run=tmp_path / "run", out=tmp_path / "o.json", faults=["kill:wake", "dying:generate"])  # fmt: skip
+    options = SimpleNamespace(child=None, run=tmp_path / "run", out=tmp_path / "o.json", faults=["kill:wake", "dying:generate"], set=["EXPERTS=shared"])  # fmt: skip
 
     def code(*given):
         codes[:] = given
         return faults.bench_faults(options)
 
     assert code(0, -9, 4, 0) == 0
-    found = {one["name"]: one["value"] for one in json.loads(options.out.read_text())["figures"]}
+    record = json.loads(options.out.read_text())
+    assert record["command"].endswith("--set EXPERTS=shared --faults kill:wake dying:generate")
+    found = {one["name"]: one["value"] for one in record["figures"]}
     assert found["kill_at_wake"] == found["dying_at_generate"] == 1 and found["completions_alike"] == 60
     assert code(0, 0, 4, 0) == code(0, -9, 0, 0) == code(0, -9, 4, 1) == code(1, -9, 4, 0) == code(0, -9, 1, 0) == 1
     same["whole"] = False
@@ -95,11 +97,12 @@ def test_the_last_words_are_those_of_this_start(tmp_path, monkeypatch):
     ]
 
     def run(command, env, stdout, **more):
+        assert (env["EXPERTS"], env["SAVE_STEPS"]) == ("shared=", "2")
         stdout.write("".join(f"20:16:00 {line}\n" for line in words.pop(0)))
         return SimpleNamespace(returncode=1)
 
     monkeypatch.setattr(faults.subprocess, "run", run)
-    options = SimpleNamespace(model="m", data="d")
+    options = SimpleNamespace(model="m", data="d", set=["EXPERTS=shared="])
     found = [faults.run(options, tmp_path / "run", 2, "memory:learn:2") for _ in range(2)]
     assert [one["line"] for one in found] == ["out of memory | free some", "20:16:00 I train_grpo: on"]
     assert [faults.was_seen("memory:learn", one) for one in found] == [True, False]
