@@ -35,6 +35,7 @@ def add_up(ranks: Ranks, tensors: Sequence[Tensor]) -> None:
     if ranks.size == 1:
         return
     flat = torch.cat([tensor.detach().flatten().float() for tensor in tensors]).cpu()  # one trip from the GPU
+    ranks.summed_bytes += flat.nbytes
     for other in ranks.others_bytes(plain(flat)):
         flat += torch.frombuffer(other, dtype=torch.float32)
     flat = torch.frombuffer(ranks.broadcast_bytes(plain(flat)), dtype=torch.float32)

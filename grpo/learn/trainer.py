@@ -10,7 +10,6 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +186,7 @@ class Trainer(GRPOTrainer):
                 own = ranks.share_out(len(prompt_ids), num_generations)
                 options = seed + ranks.rank, run.stream != "base", run.temperature  # other noise on every rank
                 mine = run.engine.rollout(policy, prompt_ids[own.start : own.stop], *options) if own else ([], [])
-                completion_ids, logprobs = (list(chain(*parts)) for parts in zip(*ranks.share(mine), strict=True))
+                completion_ids, logprobs = (ranks.share_rows(*part) for part in zip(mine, "id", strict=True))
                 self.timer.used_gib = max(self.timer.used_gib, run.engine.used_gib)
             else:
                 base = self.accelerator.unwrap_model(self.model).get_base_model()
@@ -203,7 +202,7 @@ class Trainer(GRPOTrainer):
                             noise.begin(range(own.start - rows.start, own.stop - rows.start), len(rows))
                         chunk = prompt_ids[own.start : own.stop]
                         mine = super()._generate_single_turn(chunk, *arguments)[0] if own else []
-                        completion_ids += (some := list(chain(*ranks.share(mine))))
+                        completion_ids += (some := ranks.share_rows(mine, "i"))
                         if noise:
                             noise.catch_up(max(map(len, some)), base.config.vocab_size)
         self.rollout_tokens = sum(map(len, completion_ids))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -77,6 +78,19 @@ def test_all_hear_the_same():
         return [one[0] for one in said], ranks.broadcast({"from": ranks.rank}), len(ranks.broadcast_bytes(b"x" * 9**7))
 
     assert in_ranks(3, speak) == [([0, 1, 2], {"from": 0}, 9**7)] * 3
+
+
+def test_rows_of_numbers_are_shared():
+    """Whole numbers and floats to the last bit, rows of any length, none at all from some, and what is unknown."""
+    ids = [[[1, 2**31 - 1], []], [], [[7]]]
+    floats = [[[0.1, None, -1e-300], []], [], [[math.nan]]]
+    expected = [[1, 2**31 - 1], [], [7]], [[0.1, None, -1e-300], [], [None]]
+
+    def speak(ranks):
+        return ranks.share_rows(ids[ranks.rank], "i"), ranks.share_rows(floats[ranks.rank], "d")
+
+    assert in_ranks(3, speak) == [expected] * 3
+    assert Ranks().share_rows(ids[0], "i") == ids[0]
 
 
 def test_another_program_on_the_port_is_passed_over():
