@@ -224,11 +224,7 @@ def launch(preflight_result: Preflight) -> int:
             write_archive(state.folder)
         return 4
     except torch.OutOfMemoryError as error:
-        way = (
-            "EXPERTS=mxfp4 takes less memory, or free some of the GPU"
-            if s.EXPERTS == "bf16"
-            else "free some of the GPU"
-        )
+        way = f"{'EXPERTS=mxfp4 takes less memory, or ' * (s.EXPERTS == 'bf16')}free some of the GPU"
         if smaller := preflight_result.plan.micro_batch // 2:
             way = f"MICRO_BATCH={smaller} learns the same in smaller micro-batches"
         log.critical("out of memory: %s", str(error).splitlines()[0])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import difflib
@@ -368,6 +369,14 @@ def load_settings(environ: Mapping[str, str]) -> tuple[Settings, dict[str, str],
             fix = f"Write {meant}, or IGNORE_VARS={variable} if it belongs to another program"
             problems.add(variable, f"no such setting, the nearest is {meant}", fix)
     return Settings(**values), sources, problems
+
+
+def assignment(text: str) -> tuple[str, str]:
+    """(name, value) of NAME=VALUE, as an option of a command. Raises argparse.ArgumentTypeError."""
+    name, sign, value = text.partition("=")
+    if not sign or not name.isupper():
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, such as LEARNING_RATE=1e-3")
+    return name, value
 
 
 def settings_table() -> Iterator[tuple[str, str, str, str, str, str]]:

@@ -61,7 +61,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train_grpo
 from grpo.preflight.choices import ATTENTION
-from grpo.settings import choices, fold
+from grpo.settings import assignment, choices, fold
 
 
 def parse_args() -> argparse.Namespace:
@@ -115,7 +115,7 @@ def parse_args() -> argparse.Namespace:
         "folder of the runs; the last ones are deleted first",
     )
     one.add_argument("--faults", nargs="+", metavar="HOW:PHASE", help="these only, in this order")
-    one.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting, as EXPERTS=shared")
+    one.add_argument("--set", type=assignment, action="append", default=[], metavar="NAME=VALUE", help="a setting")
     one.add_argument("--child", help=argparse.SUPPRESS)
     one = command(
         "export", "a merged model beside base and adapter", "folder of both; the last one is deleted first", data=False

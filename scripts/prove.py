@@ -29,8 +29,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from grpo.settings import ROOT, assignment
+
 # Fields of a Scale's recipe that an option changes.
 CHANGES = {
     "seconds": ("--warmup-seconds", float, "budget of the warm-up (default: the scale's)"),
@@ -40,13 +41,6 @@ CHANGES = {
     "probe_windows": ("--probe-windows", int, "of the rows on which the warm-up is measured"),
     "lr": ("--lr", float, "learning rate of the warm-up"),
 }
-
-
-def setting(text: str) -> tuple[str, str]:
-    name, sign, value = text.partition("=")
-    if not sign or not name.isupper():
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, such as LEARNING_RATE=1e-3")
-    return name, value
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -62,7 +56,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name, (option, kind, text) in CHANGES.items():
         add(option, type=kind, help=text, dest=name)
     add("--seed", type=int, default=0, help="of weights and warm-up (default %(default)s)")
-    add("--set", type=setting, action="append", default=[], metavar="NAME=VALUE", help="a setting of train_grpo.py")
+    add("--set", type=assignment, action="append", default=[], metavar="NAME=VALUE", help="a setting of train_grpo.py")
     add("--results", type=Path, default=ROOT / "docs/results/proof.json", help="JSON to write")
     add("--report-name", default="proof-report.html", help="of the report, beside the JSON")
     add("--force", action="store_true", help="repeat stages that are complete")

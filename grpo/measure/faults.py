@@ -98,7 +98,7 @@ def run(options: argparse.Namespace, folder: Path, steps: int, fault: str = "") 
         "MODEL_ID": options.model, "DATA": options.data, "OUTPUT_DIR": folder.absolute(), "USE_VLLM": 1, "PARITY": "off",
         "EVAL_SAMPLES": 0, "REWARDS": f"action,{NOISE}", "INVALID_REWARD": 0, "PROMPTS_PER_STEP": COMPLETIONS // 8, "NUM_GENERATIONS": 8,
         "MAX_COMPLETION_LEN": 128, "TOTAL_STEPS": steps, "SAVE_STEPS": SAVE_EVERY,
-    } | dict(pair.split("=", 1) for pair in options.set)  # fmt: skip
+    } | dict(options.set)  # fmt: skip
     child = ["faults", "--out", "-", "--model", options.model, "--data", options.data, "--child", fault]
     command = [sys.executable, *([str(BENCH), *child] if fault else [str(SCRIPT)])]
     started, log = time.perf_counter(), folder.with_name(f"{folder.name}.log")
@@ -172,6 +172,6 @@ def bench_faults(options: argparse.Namespace) -> int:
     made.append(
         figure("completions_alike", same["alike"], "completions", f"of {same['of']}, as in the run without a fault")
     )
-    flags = [word for pair in options.set for word in ("--set", pair)]
+    flags = [word for pair in options.set for word in ("--set", "=".join(pair))]
     write(Path(options.out), made, shown("faults", *flags, "--faults", *faults))
     return int(bool(bad))

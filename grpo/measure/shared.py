@@ -22,7 +22,7 @@ from grpo.measure.record import commit, figure, read_json, shown, steps_of, tabl
 from grpo.measure.step import occupy
 from grpo.model import load as model_load
 from grpo.model.experts import dequantize_mxfp4, expert_weights
-from grpo.model.load import TABLES, QuantizedExperts
+from grpo.model.load import TABLES, QuantizedExperts, tables_of
 from grpo.preflight.targets import EXPERT_PARAMETERS
 from grpo.rollout import engine as rollout_engine
 from grpo.rollout.engine import Engine
@@ -72,8 +72,7 @@ def lent_tensors(policy: torch.nn.Module) -> dict[str, Tensor]:
     for place, module in policy.named_modules():
         for name, (values, scales, *_) in module.shared.items() if isinstance(module, QuantizedExperts) else ():
             lent |= {f"{place}.{name}.values": values, f"{place}.{name}.scales": scales}
-    tables = policy.get_input_embeddings().weight, policy.get_output_embeddings().weight
-    return lent | (dict(zip(TABLES, tables, strict=True)) if lent else {})
+    return lent | (dict(zip(TABLES, tables_of(policy), strict=True)) if lent else {})
 
 
 @torch.no_grad()

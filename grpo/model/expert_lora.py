@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from grpo.model.experts import OURS, expert_weights
-from grpo.model.load import QuantizedExperts
+from grpo.model.load import QuantizedExperts, quantized_experts
 from grpo.preflight.targets import EXPERT_PARAMETERS
 
 RANK_MULTIPLE = 8  # grouped products want rows of 16 bytes: smaller ranks are filled up with zeros
@@ -66,7 +66,7 @@ class ExpertAdapter(ParamWrapper):
 def experts_wrapped(model: torch.nn.Module) -> Iterator[None]:
     """Meanwhile PEFT may put an adapter on `model`, also on experts that are kept in MXFP4: it asks for parameters of a shape, of
     which these have none. What it has put on experts becomes an `ExpertAdapter` at the end."""
-    quantized = [module for module in model.modules() if isinstance(module, QuantizedExperts)]
+    quantized = quantized_experts(model)
     for experts in quantized:
         (count, twice), hidden = experts.gate_up_proj_bias.shape, experts.down_proj_bias.shape[1]
         for name, shape in zip(EXPERT_PARAMETERS, ((hidden, twice), (twice // 2, hidden)), strict=True):

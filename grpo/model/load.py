@@ -55,6 +55,16 @@ class QuantizedExperts(torch.nn.Module):
         return experts_forward(self, hidden_states, router_indices, routing_weights)
 
 
+def quantized_experts(model: torch.nn.Module) -> list[QuantizedExperts]:
+    """Of every layer, in order."""
+    return [module for module in model.modules() if isinstance(module, QuantizedExperts)]
+
+
+def tables_of(model: torch.nn.Module) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
+    """TABLES of a model, PEFT's wrapper around it or not."""
+    return model.get_input_embeddings().weight, model.get_output_embeddings().weight
+
+
 def load_quantized(model_path: str, attention: str, device: str, packed: bool = True) -> PreTrainedModel:
     """The model with its experts as they are in the checkpoint, everything else as `from_pretrained` has it; or, not `packed`,
     without weights of experts, embeddings and head, for vLLM to lend: of the latter two stand-ins without memory, NaN everywhere.

@@ -31,11 +31,21 @@ from grpo.preflight.machine import (
     installed_versions,
     read_machine,
 )
-from grpo.preflight.memory import LORA_RANKS, Plan, Shapes, divisors, memory_advice, memory_shortfall
+from grpo.preflight.memory import (
+    BESIDE_VLLM,
+    LORA_RANKS,
+    Plan,
+    Shapes,
+    divisors,
+    in_words,
+    memory_advice,
+    memory_shortfall,
+    without_vllm,
+)
 from grpo.preflight.targets import check_targets, expert_words, hits
 from grpo.run.folder import RunState, existing_parent, inspect_run, run_folder
 from grpo.run.ranks import Ranks
-from grpo.settings import MOST_COMPLETIONS, Problems, Settings, is_text, load_settings, nearest, path_fault, show
+from grpo.settings import MOST_COMPLETIONS, Problems, Settings, is_text, load_settings, nearest, path_fault
 
 
 def check_attention(settings: Settings, machine: Machine, problems: Problems) -> None:
@@ -118,7 +128,7 @@ def check_settings(settings: Settings, config: Mapping[str, Any] | None, machine
 def check_shared(settings: Settings, machine: Machine, vllm: bool, sync: str, problems: Problems) -> None:
     """Whether `vllm` generates, and for EXPERTS=shared with the kernels whose layout the learner reads."""
     why, shared = "", settings.EXPERTS == "shared"
-    if settings.EXPERTS in ("shared", "paged") and not vllm:
+    if settings.EXPERTS in BESIDE_VLLM and not vllm:
         why = f"{settings.EXPERTS} is for a run beside vLLM, which does not generate here"
     elif shared and sync == "lora":
         why = "with ROLLOUT_SYNC=lora vLLM keeps its experts for other kernels"
@@ -131,7 +141,7 @@ def check_shared(settings: Settings, machine: Machine, vllm: bool, sync: str, pr
 def experts_of(settings: Settings, shapes: Shapes, vllm: bool, sync: str) -> tuple[str, str]:
     """(EXPERTS, reason) of a run with these settings, where `vllm` generates by `sync` or not."""
     machine, fits = shapes.machine, []
-    for kind in ("shared", "bf16", "mxfp4"):
+    for kind in ("shared", "bf16", "mxfp4") if settings.EXPERTS is None else ():
         plan = shapes.plan(dataclasses.replace(settings, EXPERTS=kind))
         fits += [kind] * (not (machine.gpus and memory_shortfall(plan, machine)))
     return choices.choose_experts(settings.EXPERTS, hub.has_mxfp4(shapes.config), vllm, sync, machine.capability, fits)
@@ -165,15 +175,12 @@ def check_memory(settings: Settings, shapes: Shapes, problems: Problems, resumed
         many = f"each of {machine.here} sleeping engines" if machine.here > 1 else "the sleeping engine"
         paged = ", with paged weights," * bool(plan.paged)
         what = f"{many}{paged} keeps {plan.on_host:.1f} GiB in host memory, {machine.ram_free:.1f} GiB are free"
-        packed = {"EXPERTS": "mxfp4"} if settings.EXPERTS in ("shared", "paged") else {}
-        others = (packed | {"USE_VLLM": False}, packed if plan.paged else {})
+        others = [without_vllm(settings)] + [{"EXPERTS": "mxfp4"}] * bool(plan.paged)
         fit = [
-            way
-            for way in others
-            if way and not memory_shortfall(shapes.plan(dataclasses.replace(settings, **way)), machine)
+            way for way in others if not memory_shortfall(shapes.plan(dataclasses.replace(settings, **way)), machine)
         ]
         ways = ["take a machine with more"] + ["start fewer processes"] * (machine.here > 1)
-        ways += ["set " + " and ".join(f"{name}={show(value)}" for name, value in way.items()) for way in fit]
+        ways += ["set " + " and ".join(in_words(way)) for way in fit]
         problems.add("memory", what, ", or ".join(["Free some", *ways]))
 
 

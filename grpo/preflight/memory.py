@@ -90,6 +90,7 @@ MICRO_BATCH_TOKENS = 50_000  # tokens of a micro-batch beyond which more tokens 
 KV_BLOCK = 16  # tokens per block of vLLM's key-value cache
 BATCHED_TOKENS = 8192  # tokens of one prefill step of vLLM
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM takes as max_lora_rank
+BESIDE_VLLM = ("shared", "paged")  # values of EXPERTS that make room for it
 PADDED = 1.08  # bytes of weights in vLLM, by those of the checkpoint: kernels pad experts by up to a tenth
 SWIZZLED = 1.035  # of experts that it lends, in the one layout that the learner reads (measured: 1.032)
 HEAD_TILE = 32768  # vocabulary of one tile of logits, as in TRL
@@ -215,10 +216,10 @@ def plan_memory(
 ) -> Plan:
     """Memory of a run and, from it, MICRO_BATCH and GENERATION_BATCH where they are `auto`: an estimate from BF16 weights
     (experts of 4.25 bits and one layer dequantized with `mxfp4`; with `shared` they, embeddings and head are the engine's, which
-    keeps them asleep, with `paged` these are away while it is awake) and activations, float32 adapter with gradients and two AdamW moments, checkpointed layer inputs plus one
-    layer in full while learning, and the key-value cache plus one layer of prefill or of a decoding step while generating.
-    `prompt_len` is the longest prompt in tokens;
-    `engine_checkpoint` the size in GiB of the checkpoint that vLLM loads, None where transformers generates."""
+    keeps them asleep, with `paged` these are away while it is awake) and activations, float32 adapter with gradients and two
+    AdamW moments, checkpointed layer inputs plus one layer in full while learning, and the key-value cache plus one layer of
+    prefill or of a decoding step while generating. `prompt_len` is the longest prompt in tokens; `engine_checkpoint`
+    the size in GiB of the checkpoint that vLLM loads, None where transformers generates."""
     layers, hidden, share = config["num_hidden_layers"], config["hidden_size"], packing == "prefix"
     counts = count_parameters(config)
     weights, tables = counts["total"] * 2 / GIB, counts["embeddings"] * 2 / GIB
@@ -296,30 +297,36 @@ class Shapes:
         return plan_memory(settings, self.config, self.machine, self.prompt_len, self.attention, engine, self.packing)
 
 
+def without_vllm(settings: Settings) -> dict[str, Any]:
+    """What changes for a run without vLLM, beside which alone some values of EXPERTS make sense."""
+    return ({"EXPERTS": "mxfp4"} if settings.EXPERTS in BESIDE_VLLM else {}) | {"USE_VLLM": False}
+
+
+def in_words(changes: Mapping[str, Any]) -> list[str]:
+    """Each as a user sets it."""
+    return [f"{name}={show(value)}" for name, value in changes.items()]
+
+
 def memory_advice(settings: Settings, shapes: Shapes, resumed: bool) -> str:
     """What to change where a run does not fit the GPU: each setting that alone makes it fit, else all that need less."""
 
     def stops(**changes: Any) -> str:
         return memory_shortfall(shapes.plan(dataclasses.replace(settings, **changes)), shapes.machine)
 
-    def words(changes: Mapping[str, Any]) -> list[str]:
-        return [f"{name}={show(value)}" for name, value in changes.items()]
-
     each = {"VLLM_GPU_MEM": None, "GRADIENT_CHECKPOINTING": True, "GENERATION_BATCH": None, "MICRO_BATCH": None}
     ways: list[dict[str, Any]] = [{name: value} for name, value in each.items()]
     if has_mxfp4(shapes.config):
         ways.append({"EXPERTS": "paged" if stops(EXPERTS="mxfp4") and not stops(EXPERTS="paged") else "mxfp4"})
-    # Both of these are for a run beside vLLM.
-    ways.append(({"EXPERTS": "mxfp4"} if settings.EXPERTS in ("shared", "paged") else {}) | {"USE_VLLM": False})
+    ways.append(without_vllm(settings))
     ways = [way for way in ways if any(value != getattr(settings, name) for name, value in way.items())]
     ways = [way for way in ways if not resumed or MAY_CHANGE.issuperset(way)]
-    if alone := [" with ".join(words(way)) for way in ways if not stops(**way)]:
+    if alone := [" with ".join(in_words(way)) for way in ways if not stops(**way)]:
         return f"With all else as set, {' or '.join(alone)} fits"
     smaller = {name: value for way in ways for name, value in way.items()}
     length = {} if resumed else {"MAX_COMPLETION_LEN": 1}
     if stops(**smaller | length):
         return "No setting helps on this GPU: free some memory (nvidia-smi names its users), or rent a larger one"
-    less = ", ".join([*words(smaller), *(f"a lower {name}" for name in length)])
+    less = ", ".join([*in_words(smaller), *(f"a lower {name}" for name in length)])
     return f"These need less memory, together if need be: {less}. Or rent a larger GPU"
 
 

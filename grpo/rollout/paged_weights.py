@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from grpo.model.load import QuantizedExperts
+from grpo.model.load import quantized_experts, tables_of
 
 
 def pinned(size: int) -> torch.Tensor:
@@ -19,11 +19,9 @@ def pinned(size: int) -> torch.Tensor:
 
 def paged_tensors(policy: torch.nn.Module) -> Iterator[torch.Tensor]:
     """Packed experts, embeddings and output head. Attention stays, which the weight sync reads."""
-    for module in policy.modules():
-        if isinstance(module, QuantizedExperts):
-            yield from module.buffers(recurse=False)
-    tables = policy.get_input_embeddings().weight, policy.get_output_embeddings().weight
-    yield from dict.fromkeys(tables)  # once where they are tied
+    for module in quantized_experts(policy):
+        yield from module.buffers(recurse=False)
+    yield from dict.fromkeys(tables_of(policy))  # once where they are tied
 
 
 class PagedWeights:

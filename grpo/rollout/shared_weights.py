@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from grpo.model.load import QuantizedExperts
+from grpo.model.load import quantized_experts, tables_of
 
 # What `grpo.model.experts.dequantize_swizzled` reads: what triton_kernels' layouts say of themselves.
 VALUES = {"name": "HOPPER_VALUE", "mx_axis": 1, "mma_version": 3}
@@ -24,8 +24,7 @@ def share_weights(policy: torch.nn.Module, model: Any) -> list[int]:
     LoRA is enabled, it takes other kernels. Nothing is lent then."""
     if policy.config.tie_word_embeddings:
         raise RuntimeError("vLLM reads no head where the embeddings are tied to it")
-    ours = [module for module in policy.modules() if isinstance(module, QuantizedExperts)]
-    experts = []
+    ours, tables, experts = quantized_experts(policy), tables_of(policy), []
     try:
         for module, layer in zip(ours, model.model.layers, strict=True):
             held = layer.mlp.experts.routed_experts
@@ -35,7 +34,6 @@ def share_weights(policy: torch.nn.Module, model: Any) -> list[int]:
                 "gate_up_proj": (*tensors(held.w13_weight, method.w13_precision_config), 2 * inner, hidden),
                 "down_proj": (*tensors(held.w2_weight, method.w2_precision_config), hidden, inner),
             })  # fmt: skip
-        tables = policy.get_input_embeddings().weight, policy.get_output_embeddings().weight
         rows = [rows_like(*pair) for pair in zip(tables, (model.model.embedding, model.lm_head), strict=True)]
     except AttributeError as error:
         raise RuntimeError(f"vLLM keeps its weights otherwise: {error}") from error

@@ -64,7 +64,7 @@ def test_what_was_not_seen_or_is_missing_fails(tmp_path, monkeypatch, capsys):
         return {"code": codes.pop(0), "seconds": 1.0, "line": said[0], "checkpoint": "checkpoint-2"}
 
     monkeypatch.setattr(faults, "run", run)
-    options = SimpleNamespace(child=None, run=tmp_path / "run", out=tmp_path / "o.json", faults=["kill:wake", "dying:generate"], set=["EXPERTS=shared"])  # fmt: skip
+    options = SimpleNamespace(child=None, run=tmp_path / "run", out=tmp_path / "o.json", faults=["kill:wake", "dying:generate"], set=[("EXPERTS", "shared")])  # fmt: skip
 
     def code(*given):
         codes[:] = given
@@ -102,7 +102,7 @@ def test_the_last_words_are_those_of_this_start(tmp_path, monkeypatch):
         return SimpleNamespace(returncode=1)
 
     monkeypatch.setattr(faults.subprocess, "run", run)
-    options = SimpleNamespace(model="m", data="d", set=["EXPERTS=shared="])
+    options = SimpleNamespace(model="m", data="d", set=[("EXPERTS", "shared=")])
     found = [faults.run(options, tmp_path / "run", 2, "memory:learn:2") for _ in range(2)]
     assert [one["line"] for one in found] == ["out of memory | free some", "20:16:00 I train_grpo: on"]
     assert [faults.was_seen("memory:learn", one) for one in found] == [True, False]
