@@ -37,6 +37,7 @@ from grpo.preflight.memory import (
     Plan,
     Shapes,
     divisors,
+    host_shortfall,
     in_words,
     memory_advice,
     memory_shortfall,
@@ -138,13 +139,13 @@ def check_shared(settings: Settings, machine: Machine, vllm: bool, sync: str, pr
         problems.add("EXPERTS", why, "Set EXPERTS=auto")
 
 
-def experts_of(settings: Settings, shapes: Shapes, vllm: bool, sync: str) -> tuple[str, str]:
-    """(EXPERTS, reason) of a run with these settings, where `vllm` generates by `sync` or not."""
-    machine, fits = shapes.machine, []
-    for kind in ("shared", "bf16", "mxfp4") if settings.EXPERTS is None else ():
-        plan = shapes.plan(dataclasses.replace(settings, EXPERTS=kind))
-        fits += [kind] * (not (machine.gpus and memory_shortfall(plan, machine)))
-    return choices.choose_experts(settings.EXPERTS, hub.has_mxfp4(shapes.config), vllm, sync, machine.capability, fits)
+def experts_of(settings: Settings, shapes: Shapes) -> tuple[str, str]:
+    """(EXPERTS, reason) of a run with these settings."""
+    kinds, gpu, asked = shapes.expert_kinds(settings), shapes.machine.gpus, settings.EXPERTS
+    # Plans take a moment: none where nothing is to be chosen.
+    tried = [dataclasses.replace(settings, EXPERTS=kind) for kind in kinds if asked is None]
+    fits = [one.EXPERTS for one in tried if not (gpu and shapes.shortfall(one))]
+    return choices.choose_experts(asked, kinds, fits)
 
 
 def check_memory(settings: Settings, shapes: Shapes, problems: Problems, resumed: bool = False) -> None:
@@ -171,17 +172,12 @@ def check_memory(settings: Settings, shapes: Shapes, problems: Problems, resumed
         each = f" in each of {machine.here} processes" * (machine.here > 1)
         what = f"the run needs about {plan.peak:.1f} GiB of memory{each} and {machine.ram_free:.1f} GiB are free"
         problems.add("memory", what, "Lower MICRO_BATCH or MAX_COMPLETION_LEN" + ", or start fewer" * bool(each))
-    if engine and plan.on_host + 2 > machine.ram_share:
-        many = f"each of {machine.here} sleeping engines" if machine.here > 1 else "the sleeping engine"
-        paged = ", with paged weights," * bool(plan.paged)
-        what = f"{many}{paged} keeps {plan.on_host:.1f} GiB in host memory, {machine.ram_free:.1f} GiB are free"
-        others = [without_vllm(settings)] + [{"EXPERTS": "mxfp4"}] * bool(plan.paged)
-        fit = [
-            way for way in others if not memory_shortfall(shapes.plan(dataclasses.replace(settings, **way)), machine)
-        ]
+    if short := host_shortfall(plan, machine):
+        others = [*({"EXPERTS": kind} for kind in shapes.expert_kinds(settings)), without_vllm(settings)]
+        fit = [way for way in others if not shapes.shortfall(dataclasses.replace(settings, **way))][:1]
         ways = ["take a machine with more"] + ["start fewer processes"] * (machine.here > 1)
         ways += ["set " + " and ".join(in_words(way)) for way in fit]
-        problems.add("memory", what, ", or ".join(["Free some", *ways]))
+        problems.add("memory", short, ", or ".join(["Free some", *ways]))
 
 
 def check_disk(settings: Settings, files: ModelFiles, adapter: float, problems: Problems) -> None:
@@ -293,9 +289,11 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks:
         checkpoint = hub.checkpoint_gib(settings.MODEL_ID, files) if rollouts[0] and machine.gpus else None
         prompt_len = longest or settings.MAX_PROMPT_LEN
         shapes = Shapes(files.config, machine, prompt_len, attention[0], packing[0], checkpoint)
-        experts = experts_of(settings, shapes, rollouts[0], sync[0])
+        experts = experts_of(settings, shapes)
         if settings.EXPERTS is None:
             settings, sources["EXPERTS"] = dataclasses.replace(settings, EXPERTS=experts[0]), "chosen"
+        elif sources["EXPERTS"] == "default":
+            experts = experts[0], "the default"
         plan = shapes.plan(settings)
         if run.checkpoint:
             plan = keep_choices(settings, rollouts, plan, run, problems)

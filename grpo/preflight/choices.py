@@ -73,20 +73,22 @@ def choose_sync(requested: str | None, experts: bool) -> tuple[str, str]:
     return "merge", "faster than lora, which only experts in LORA_TARGETS need"
 
 
-def choose_experts(
-    requested: str | None, mxfp4: bool, vllm: bool, sync: str, capability: float, fits: Collection[str]
-) -> tuple[str, str]:
-    """(EXPERTS, reason), given whether the checkpoint's experts are quantized, whether vLLM generates, and with which of `shared`,
-    `bf16` and `mxfp4` a run `fits` the GPU."""
+EXPERTS_REASONS = {
+    "shared": "vLLM generates on a Hopper card, where the learner can read its weights",
+    "bf16": "they fit beside all else",
+    "mxfp4": "dequantized to BF16 they do not fit the GPU",
+    "paged": "the GPU has no room for them while vLLM is awake",
+}
+
+
+def choose_experts(requested: str | None, kinds: Sequence[str], fits: Collection[str]) -> tuple[str, str]:
+    """(EXPERTS, reason), given its values that a run can have, in order, and with which of them it fits."""
     if requested is not None:
         return requested, "set by EXPERTS"
-    if mxfp4 and vllm and sync == "merge" and 9 <= capability < 10 and "shared" in fits:
-        return "shared", "vLLM generates on a Hopper card, where the learner can read its weights"
-    if "bf16" in fits or not mxfp4:
-        return "bf16", "they fit beside all else" if "bf16" in fits else "the checkpoint's are not quantized"
-    if "mxfp4" in fits or not vllm:
-        return "mxfp4", "dequantized to BF16 they do not fit the GPU"
-    return "paged", "the GPU has no room for them while vLLM is awake"
+    if len(kinds) == 1:
+        return kinds[0], "the checkpoint's are not quantized"
+    chosen = next((kind for kind in kinds if kind in fits), kinds[-1])
+    return chosen, EXPERTS_REASONS[chosen]
 
 
 def choose_epsilon_high(settings: Settings) -> tuple[float, str]:

@@ -280,6 +280,15 @@ def memory_shortfall(plan: Plan, machine: Machine) -> str:
     return ""
 
 
+def host_shortfall(plan: Plan, machine: Machine) -> str:
+    """Why what a plan keeps in host memory does not fit beside the 2 GiB of a process, or '' where it does."""
+    if not plan.on_host or plan.on_host + 2 <= machine.ram_share:
+        return ""
+    many = f"each of {machine.here} sleeping engines" if machine.here > 1 else "the sleeping engine"
+    paged = ", with paged weights," * bool(plan.paged)
+    return f"{many}{paged} keeps {plan.on_host:.1f} GiB in host memory, {machine.ram_free:.1f} GiB are free"
+
+
 @dataclass(frozen=True)
 class Shapes:
     """What the plan of a run depends on besides its settings; `checkpoint` is its GiB where vLLM may generate."""
@@ -296,6 +305,19 @@ class Shapes:
         engine = None if settings.USE_VLLM is False else self.checkpoint
         return plan_memory(settings, self.config, self.machine, self.prompt_len, self.attention, engine, self.packing)
 
+    def expert_kinds(self, settings: Settings) -> tuple[str, ...]:
+        """Values of EXPERTS that a run with these settings can have here, in the order in which `auto` tries them. `shared` reads what vLLM keeps for Hopper cards alone, and for no adapter of its own."""
+        if not has_mxfp4(self.config):
+            return ("bf16",)
+        vllm = self.checkpoint is not None and settings.USE_VLLM is not False
+        readable = vllm and settings.ROLLOUT_SYNC != "lora" and 9 <= self.machine.capability < 10
+        return (*("shared",) * readable, "bf16", "mxfp4", *("paged",) * vllm)
+
+    def shortfall(self, settings: Settings) -> str:
+        """Why a run with these settings does not fit GPU or host, or '' where it does."""
+        plan = self.plan(settings)
+        return memory_shortfall(plan, self.machine) or host_shortfall(plan, self.machine)
+
 
 def without_vllm(settings: Settings) -> dict[str, Any]:
     """What changes for a run without vLLM, beside which alone some values of EXPERTS make sense."""
@@ -311,12 +333,12 @@ def memory_advice(settings: Settings, shapes: Shapes, resumed: bool) -> str:
     """What to change where a run does not fit the GPU: each setting that alone makes it fit, else all that need less."""
 
     def stops(**changes: Any) -> str:
-        return memory_shortfall(shapes.plan(dataclasses.replace(settings, **changes)), shapes.machine)
+        return shapes.shortfall(dataclasses.replace(settings, **changes))
 
     each = {"VLLM_GPU_MEM": None, "GRADIENT_CHECKPOINTING": True, "GENERATION_BATCH": None, "MICRO_BATCH": None}
     ways: list[dict[str, Any]] = [{name: value} for name, value in each.items()]
-    if has_mxfp4(shapes.config):
-        ways.append({"EXPERTS": "paged" if stops(EXPERTS="mxfp4") and not stops(EXPERTS="paged") else "mxfp4"})
+    if packed := [kind for kind in shapes.expert_kinds(settings) if kind != "bf16"]:
+        ways.append({"EXPERTS": next((kind for kind in packed if not stops(EXPERTS=kind)), "mxfp4")})
     ways.append(without_vllm(settings))
     ways = [way for way in ways if any(value != getattr(settings, name) for name, value in way.items())]
     ways = [way for way in ways if not resumed or MAY_CHANGE.issuperset(way)]

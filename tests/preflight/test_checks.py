@@ -150,7 +150,9 @@ def test_memory():
     assert problem.startswith("VLLM_GPU_MEM: 50 of 80 GiB are free, and vLLM would have 0.0 GiB of cache")
     problem = only(memory_problems(dataclasses.replace(H100, ram_free=12.0), 12.9))
     assert problem.startswith("memory: the sleeping engine keeps") and "12.0 GiB are free" in problem
-    assert "USE_VLLM=0" in problem
+    assert problem.endswith("or set USE_VLLM=0")
+    hopper = dataclasses.replace(H100, ram_free=12.0, capability=9.0)
+    assert only(memory_problems(hopper, 12.9)).endswith("or set EXPERTS=shared"), "nothing of it goes to the host"
 
 
 @pytest.mark.parametrize(
@@ -160,19 +162,21 @@ def test_memory():
 def test_experts_are_chosen_by_the_machine(capability, free, chosen):
     machine = dataclasses.replace(H100, capability=capability, gpu_free=free)
     shapes = dataclasses.replace(shapes_on(machine), checkpoint=12.9)
-    assert checks.experts_of(Settings(EXPERTS=None), shapes, True, "merge")[0] == chosen
+    assert checks.experts_of(Settings(EXPERTS=None), shapes)[0] == chosen
+    lora = checks.experts_of(Settings(EXPERTS=None, ROLLOUT_SYNC="lora"), shapes)[0]
+    assert lora == (chosen if capability < 9 else "bf16"), "vLLM keeps experts for other kernels then"
     assert not memory_problems(machine, 12.9, EXPERTS=chosen), "it fits"
 
 
 def test_the_choice_of_experts_is_told_and_recorded(tmp_path):
     environ = CLEAN | {"MODEL_ID": "tiny", "OUTPUT_DIR": str(tmp_path / "run"), "EVAL_SAMPLES": "0"}
-    for asked, source in (({"EXPERTS": "auto"}, "chosen"), ({}, "default")):
+    told = ({}, "the default"), ({"EXPERTS": "auto"}, "fit beside all else"), ({"EXPERTS": "bf16"}, "set by EXPERTS")
+    for asked, words in told:
         result = preflight(environ | asked, CPU)
+        source = {"": "default", "auto": "chosen"}.get(asked.get("EXPERTS", ""), "environment")
         assert not result.problems and (result.settings.EXPERTS, result.sources["EXPERTS"]) == ("bf16", source)
         reason = checks.run_records(result)["settings.json"]["choices"]["experts"][1]
-        assert (reason != "set by EXPERTS") is bool(asked) and dict(banner.facts(result))[
-            "experts"
-        ] == f"bf16: {reason}"
+        assert words in reason and dict(banner.facts(result))["experts"] == f"bf16: {reason}"
 
 
 def test_disk_space(tmp_path, monkeypatch):

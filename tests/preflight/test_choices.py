@@ -108,15 +108,12 @@ def test_whether_evaluations_are_exact(change, engine, parameters, kind, opened,
     assert result[0] is exact and words in result[1]
 
 
-BOTH, NONE = ("shared", "bf16", "mxfp4"), ()
-EXPERTS = [  # requested, MXFP4, vLLM, sync, capability, what of shared, bf16 and mxfp4 fits
-    ((None, True, True, "merge", 9.0, BOTH), "shared", "Hopper"), ((None, True, True, "merge", 9.0, NONE), "paged", "while vLLM is awake"),
-    ((None, True, True, "merge", 10.0, BOTH), "bf16", "fit"), ((None, True, True, "merge", 8.9, ["mxfp4"]), "mxfp4", "do not fit"),
-    ((None, True, True, "lora", 9.0, BOTH), "bf16", "fit"), ((None, True, True, "lora", 9.0, ["mxfp4"]), "mxfp4", "do not fit"),
-    ((None, True, True, "lora", 9.0, NONE), "paged", "while vLLM is awake"), ((None, True, False, "merge", 9.0, NONE), "mxfp4", "do not fit"),
-    ((None, True, False, "merge", 9.0, BOTH), "bf16", "fit"), ((None, False, True, "merge", 9.0, NONE), "bf16", "not quantized"),
-    ((None, False, True, "merge", 9.0, BOTH), "bf16", "fit"), (("mxfp4", True, True, "merge", 9.0, BOTH), "mxfp4", "set by EXPERTS"),
-    (("bf16", True, True, "merge", 9.0, NONE), "bf16", "set by"),
+KINDS = ("shared", "bf16", "mxfp4", "paged")
+EXPERTS = [  # requested, possible, and of these what fits
+    ((None, KINDS, KINDS), "shared", "Hopper"), ((None, KINDS, ()), "paged", "while vLLM is awake"),
+    ((None, KINDS[1:], KINDS), "bf16", "fit"), ((None, KINDS[1:], ["mxfp4", "paged"]), "mxfp4", "do not fit"),
+    ((None, KINDS[1:3], ()), "mxfp4", "do not fit"), ((None, ["bf16"], ()), "bf16", "not quantized"),
+    (("mxfp4", KINDS, KINDS), "mxfp4", "set by EXPERTS"), (("bf16", KINDS, ()), "bf16", "set by"),
 ]  # fmt: skip
 
 

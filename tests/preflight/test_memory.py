@@ -223,6 +223,13 @@ def test_a_refusal_names_what_alone_fits(free, changes, resumed, alone):
     assert not resumed or {name for name, _ in named} <= MAY_CHANGE
 
 
+def test_on_a_hopper_card_a_refusal_names_what_shares():
+    for free, sync, kind in ((56.0, "merge", "shared"), (56.0, "lora", "mxfp4"), (23.0, "lora", "paged")):
+        shapes = shapes_on(dataclasses.replace(H100, gpu_free=free, capability=9.0))
+        advice = memory.memory_advice(Settings(ROLLOUT_SYNC=sync), shapes, False)
+        assert re.search(r"EXPERTS=(\w+)", advice).group(1) == kind
+
+
 def test_where_no_setting_helps_it_says_so():
     bf16, kept = REAL_CONFIG | {"quantization_config": None}, Settings(GRADIENT_CHECKPOINTING=False)
     cases = (12.0, Settings(), REAL_CONFIG, False), (30.0, Settings(), bf16, False), (60.0, kept, REAL_CONFIG, True)
