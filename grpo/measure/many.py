@@ -17,7 +17,7 @@ import torch
 from grpo.learn import trainer as learner
 from grpo.learn.trainer import Trainer
 from grpo.measure import watched
-from grpo.measure.record import BENCH, commit, figure, read_json, shown, steps_of, write
+from grpo.measure.record import BENCH, figure, read_json, shown, steps_of, write
 from grpo.run.ranks import Ranks
 
 GROUP, LARGE = 8, 4  # completions of a prompt; the large step has so many times the prompts of one GPU
@@ -27,11 +27,6 @@ OWN = {
     "add_up_s": "of learning: until gradients are added up, on rank 0, waiting for the slowest included",
 }
 Results = Mapping[tuple[int, int], Mapping[str, Any]]  # what a child found, by GPUs and prompts of the whole step
-
-
-def subject(options: argparse.Namespace) -> list[str]:
-    """What a child measures, besides GPUs and prompts."""
-    return [commit(), options.model, options.data, str(options.tokens)]
 
 
 class Learning:
@@ -61,7 +56,7 @@ class Learning:
 
 def many_child(options: argparse.Namespace) -> int:
     """One process of torchrun: three steps through the entry point. Rank 0 writes what they took."""
-    found: dict[str, Any] = {"subject": subject(options)}
+    found: dict[str, Any] = {}
     options.run = options.child  # torchrun takes `--run` for an option of its own
 
     def train(original: Callable[..., Any], trainer: Trainer, *given: Any, **named: Any) -> Any:
@@ -94,7 +89,7 @@ def many_child(options: argparse.Namespace) -> int:
 def run_many(options: argparse.Namespace, gpus: int, prompts: int) -> dict[str, Any]:
     """What a child on so many GPUs found, with `options.resume` one that has ended before; empty where it failed."""
     out = Path(options.run).absolute().with_name(f"many-{gpus}-{prompts}.json")
-    if options.resume and (before := read_json(out)).get("subject") == subject(options):
+    if options.resume and (before := watched.kept(out, options)):
         return before
     out.parent.mkdir(parents=True, exist_ok=True)
     out.unlink(missing_ok=True)

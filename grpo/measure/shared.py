@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from grpo.measure import watched
-from grpo.measure.record import commit, figure, read_json, shown, steps_of, tabled, write
+from grpo.measure.record import figure, shown, steps_of, tabled, write
 from grpo.measure.step import occupy
 from grpo.model import load as model_load
 from grpo.model.experts import dequantize_mxfp4, expert_weights
@@ -167,7 +167,7 @@ def shared_child(options: argparse.Namespace) -> int:
     later = steps[1:] if len(steps) > 1 else steps
     found = {name: later[name].mean() for name in ("step_s", "rollout_s", "learn_s", "wake_s", "sleep_s")}
     plan, peak = trainer.run.plan, watch.memory.peak
-    found |= {"commit": commit(), "free": watch.memory.before, "tokens": later.tokens_mean.mean()}
+    found |= {"free": watch.memory.before, "tokens": later.tokens_mean.mean()}
     found |= {
         "startup_s": watch.startup_s,
         "job_peak_gib": peak,
@@ -209,7 +209,7 @@ def shared_figures(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def bench_shared(options: argparse.Namespace) -> int:
-    """The children one after the other, or those of `--only`; the others' last results are read where they are of this commit.
+    """The children one after the other, or those of `--only`; the others' last results are read where they are of the same subject.
     Exit code 1 where one fails."""
     if options.child:
         return shared_child(options)
@@ -225,7 +225,7 @@ def bench_shared(options: argparse.Namespace) -> int:
         del ballast
         torch.cuda.empty_cache()
         # After each child: what was measured is not lost when the machine is given back during the next one.
-        read = {one: read_json(watched.child_result(options, one)) for one in CHILDREN}
-        results = {one: found for one, found in read.items() if found.get("commit") == commit()}
+        read = {one: watched.kept(watched.child_result(options, one), options) for one in CHILDREN}
+        results = {one: found for one, found in read.items() if found}
         write(Path(options.out), shared_figures(results), shown("shared"))
     return int(bad > 0)

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from grpo.learn.trainer import Trainer
 from grpo.measure import watched
-from grpo.measure.record import commit, read_json, shown, steps_of, tabled, write
+from grpo.measure.record import read_json, shown, steps_of, tabled, write
 from grpo.measure.trl_path import compare_step, trl_learning
 from grpo.preflight.hub import count_parameters
 
@@ -131,7 +131,7 @@ def ragged(lengths: list[int]) -> list[int]:
 
 def step_child(options: argparse.Namespace) -> int:
     """One child of `bench_step`: three steps of W1 through the entry point; with BF16 experts also TRL's path, W2 and W3."""
-    full, found, batches = options.child == "bf16", {"commit": commit()}, []
+    full, found, batches = options.child == "bf16", {}, []
 
     def learn(original: Callable[..., Any], trainer: Trainer, model: Any, batch: dict[str, torch.Tensor]) -> Any:
         batches[:] = [batch]
@@ -185,12 +185,12 @@ def bench_step(options: argparse.Namespace) -> int:
             del ballast
             if code:
                 return code
-        result = read_json(watched.child_result(options, child))
-        if not result and child == "mxfp4":
-            continue
-        if result.get("commit") != commit():
-            there = f"is of commit {result['commit']}" if result else "is not there"
-            print(f"{watched.child_result(options, child)} {there}: run --only {child} first", file=sys.stderr)
+        there = watched.child_result(options, child)
+        if not (result := watched.kept(there, options)):
+            if child == "mxfp4" and not there.exists():
+                continue
+            what = "is of another commit or model" if there.exists() else "is not there"
+            print(f"{there} {what}: run --only {child} first", file=sys.stderr)
             return 1
         results[child] = result
         # After each child: what was measured is not lost when the machine is given back during the next one.

@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 
 from grpo.learn.trainer import Trainer
-from grpo.measure.record import BENCH, NOISE
+from grpo.measure.record import BENCH, NOISE, commit, read_json
 from grpo.preflight.machine import read_machine
 from grpo.rollout.engine import Engine
 
@@ -87,9 +87,20 @@ def run_child(options: argparse.Namespace, child: str) -> int:
     return code or int(not out.exists())
 
 
+def subject(options: argparse.Namespace) -> list[str]:
+    """What a child measures, besides what its name says."""
+    return [commit(), *(str(getattr(options, name, "")) for name in ("model", "data", "lengths", "tokens"))]
+
+
 def keep(options: argparse.Namespace, found: dict[str, Any]) -> None:
     """Write what a child has found so far: it is not lost with a part that fails."""
-    Path(options.out).write_text(json.dumps(found), encoding="utf-8")
+    Path(options.out).write_text(json.dumps({"subject": subject(options)} | found), encoding="utf-8")
+
+
+def kept(path: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """What a child has written there about the same subject; empty where it has not."""
+    found = read_json(path)
+    return found if found.get("subject") == subject(options) else {}
 
 
 # ---- Time and memory ----

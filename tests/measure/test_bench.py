@@ -242,7 +242,8 @@ def test_the_halves_of_a_step_can_be_run_one_by_one_and_publish_nothing_old(tmp_
             assert given.items() <= vars(child).items() and child.command == "step"
             code = {"bf16": bf16, "mxfp4": mxfp4}[child.child]
             if not code and commit:
-                Path(child.out).write_text(json.dumps({"commit": commit}))
+                with mock.patch.dict(os.environ, BENCH_COMMIT=commit):
+                    watched.keep(child, {"step_s": 1.0})
             return SimpleNamespace(returncode=code)
 
         monkeypatch.setattr("subprocess.run", process)
@@ -252,7 +253,7 @@ def test_the_halves_of_a_step_can_be_run_one_by_one_and_publish_nothing_old(tmp_
     assert run(0, 0, only="mxfp4") == (1, None)
     assert "is not there: run --only bf16 first" in capsys.readouterr().err
     assert run(0, 0, commit="c0") == (1, None)
-    assert "is of commit c0: run --only bf16 first" in capsys.readouterr().err
+    assert "is of another commit or model: run --only bf16 first" in capsys.readouterr().err
     assert run(0, 0) == (0, ["bf16", "mxfp4"])
     assert run(1, 0, only="mxfp4") == (0, ["bf16", "mxfp4"])
     assert run(0, 3) == (3, ["bf16"])

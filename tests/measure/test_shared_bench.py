@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -16,8 +15,7 @@ import torch
 from engines import trainer_with_engine
 from expert_models import load
 
-from grpo.measure import record, shared
-from grpo.measure.watched import child_result
+from grpo.measure import record, shared, watched
 from grpo.model import experts
 from grpo.model import load as model_load
 from grpo.model.experts import dequantize_mxfp4
@@ -183,9 +181,9 @@ def test_children_that_fail_leave_the_others(tmp_path, monkeypatch, capsys):
         assert given.items() <= vars(options).items() and options.command == "shared"
         ran.append(options.child)
         seconds = 2.0 if options.child == "bf16" else 3.0
-        found = {"commit": "c1", "step_s": seconds, "learn_s": seconds, "tokens": 512, "free": 22.0}
+        found = {"step_s": seconds, "learn_s": seconds, "tokens": 512, "free": 22.0}
         if options.child not in fails:
-            Path(options.out).write_text(json.dumps(found))
+            watched.keep(options, found)
         return SimpleNamespace(returncode=int(options.child in fails))
 
     monkeypatch.setattr("grpo.measure.watched.subprocess", SimpleNamespace(run=process))
@@ -213,6 +211,5 @@ def test_children_that_fail_leave_the_others(tmp_path, monkeypatch, capsys):
     code, found, _ = run("bf16", "shared-22")
     assert code == 0 and ran == ["shared-22", "bf16"] and left == [22.0]
     assert found["step_22_by_bf16"] == 1.5 and found["step_22_by_shared"] == 1, "beside the last results of the others"
-    options = SimpleNamespace(command="shared", run=given["run"])
-    child_result(options, "shared").write_text(json.dumps({"commit": "c0", "step_s": 9.0}))
-    assert "shared_step_s" not in run("bf16")[1]
+    given["model"] = "n"
+    assert "shared_step_s" not in run("bf16")[1], "those of another model do not count"
