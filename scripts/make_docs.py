@@ -38,14 +38,14 @@ SYNC_FIGURES = {
 CURVE_WAYS = {"`merge`": "merge", "`lora`": "lora", "plain TRL, transformers' `generate`": "trl"}
 CURVE_FIGURES = {
     "held-out reward, exact at temperature 0.5, step 50": "reward_{}_50", "step 100": "reward_{}_100", "step 120, the last": "reward_{}_120",
-    "of the likeliest answers, step 50": "greedy_reward_{}_50", "step 100 ": "greedy_reward_{}_100", "step 120 ": "greedy_reward_{}_120",
+    "of the likeliest answers, step 50": "greedy_reward_{}_50", "likeliest, step 100": "greedy_reward_{}_100", "likeliest, step 120": "greedy_reward_{}_120",
     "training, all three side by side on one GPU": "{}_s",
 }  # fmt: skip
 MANY_WAYS = {
     "1 GPU, 96 completions": "1x96", "2 GPUs, 192": "2x192", "2 GPUs, 96": "2x96", "1 GPU, 384": "1x384", "2 GPUs, 384": "2x384",
 }  # fmt: skip
 MANY_FIGURES = {
-    "step": "{}_step_s", "rollout": "{}_rollout_s", "learning": "{}_learn_s", "tokens of the step": "{}_tok_s",
+    "step": "{}_step_s", "rollout": "{}_rollout_s", "learning": "{}_learn_s", "tokens/s over the whole step": "{}_tok_s",
     "from the command to the first step": "{}_startup_s", "added up a step": "{}_reduced_mb",
 }  # fmt: skip
 LAYERS = ("full", "window")  # of attention
@@ -94,16 +94,18 @@ def in_words(figure: dict[str, Any]) -> str:
 
 def headline() -> str:
     """The README's sentence about speed and memory."""
-    records = (measured(name)[0] for name in ("rollout-h200.json", "step-h200.json"))
-    rollout, step = ({key: one["value"] for key, one in record.items()} for record in records)
+    records = (measured(name)[0] for name in ("generate-h200.json", "step-h200.json"))
+    without, step = ({key: one["value"] for key, one in record.items()} for record in records)
+    speedup = step["rollout_tok_s"] / without["generate_tok_s"]
     text = (
-        f"Measured on one H200: a step of 12 prompts x 8 completions x 512 tokens takes {step['w1_step_s']:.1f} s, "
-        f"{step['w1_learn_s']:.1f} s of it learning (TRL's padded path: {step['w1_learn_trl_s']:.1f} s); vLLM generates "
-        f"{rollout['rollout_tok_s']:,.0f} tokens/s, {rollout['speedup_many']:.0f} times transformers' `generate`; with "
-        f"`EXPERTS=mxfp4` the whole job peaks at {step['w1_job_peak_mxfp4_gib']:.0f} GiB "
+        "Measured on one H200, random weights in gpt-oss-20b's exact format: a step of 12 prompts x 8 completions x 512 "
+        f"tokens takes {step['w1_step_s']:.1f} s, {step['w1_learn_s']:.1f} s of it learning (TRL's padded path: "
+        f"{step['w1_learn_trl_s']:.1f} s); rollouts reach {step['rollout_tok_s']:,.0f} tokens/s, {speedup:.1f} times those "
+        f"without vLLM. The default job, with completions of up to 4,000 tokens, peaks at {step['job_peak_bf16_gib']:.0f} "
+        f"GiB, with `EXPERTS=mxfp4` and 512 tokens at {step['w1_job_peak_mxfp4_gib']:.0f} "
         "([rollouts](docs/rollouts.md#measured), [learning](docs/learner.md#measured))."
     )
-    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(text, 150, break_long_words=False, break_on_hyphens=False)
 
 
 def key_settings() -> str:

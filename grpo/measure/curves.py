@@ -256,7 +256,7 @@ def proof_curves(options: argparse.Namespace) -> int:
     if not failed:
         found = {way: read_json(child_result(options, way)) for way in ways}
         write(
-            Path(options.out), proof_figures(found), shown("curves", "--proof", "PROOF", "--steps", str(options.steps))
+            Path(options.out), proof_figures(found), shown("curves", f"--steps {options.steps}", given="--proof PROOF")
         )
     return int(failed)
 

@@ -95,9 +95,9 @@ def write(path: Path, figures: list[dict[str, Any]], command: str | None = None,
     print(f"written: {path}")
 
 
-def shown(kind: str, *flags: str) -> str:
-    """The command of a measurement that needs a checkpoint, without the paths of the machine it ran on."""
-    return " ".join(["python scripts/bench.py", kind, "--model CHECKPOINT --data CSVS --out JSON", *flags])
+def shown(kind: str, *flags: str, given: str = "--model CHECKPOINT --data CSVS") -> str:
+    """The command of a measurement of what is `given`, without the paths of the machine it ran on."""
+    return " ".join(["python scripts/bench.py", kind, given, "--out JSON", *flags])
 
 
 def steps_of(run: Path) -> pandas.DataFrame:

@@ -50,7 +50,7 @@ gradient_wrong_prompt | share | this learner with the prompts exchanged against 
 logp_difference | nats | mean over tokens, this learner against TRL's path
 logp_batching | nats | TRL's path against itself with micro-batches of 4
 logp_wrong_prompt | nats | this learner with other rows' prompts against TRL's path
-w1_job_peak_mxfp4_gib | GiB | EXPERTS=mxfp4, all but 40 GiB of the card occupied; by the driver, engine and CUDA context included
+w1_job_peak_mxfp4_gib | GiB | EXPERTS=mxfp4, MAX_COMPLETION_LEN=512, all but 40 GiB of the card occupied; by the driver, engine and CUDA context included
 w1_learn_mxfp4_s | s | EXPERTS=mxfp4, micro-batches of up to {micro_batch_mxfp4} completions
 plan_error_mxfp4 | share | the same with EXPERTS=mxfp4
 w2_learn_trl_s | s | TRL's padded path, micro-batches of 4

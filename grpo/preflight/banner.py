@@ -64,6 +64,8 @@ def facts(preflight_result: Preflight) -> Iterator[tuple[str, str]]:
     exact, reason = p.evaluation
     steps = f"every {s.EVAL_STEPS} steps" if s.EVAL_STEPS else "not while it trains"
     yield "evaluation", f"{'exact' if exact else 'sampled'} at {s.EVAL_TEMPERATURE:g}, {reason}; {steps}"
+    if s.EVAL_SAMPLES and not exact:
+        yield "that asks", asked_text(p)
     best, reason = p.best
     yield "best adapter", f"by {best}: {reason}" if best else f"none: {reason}"
     high, reason = choose_epsilon_high(s)
@@ -79,6 +81,18 @@ def facts(preflight_result: Preflight) -> Iterator[tuple[str, str]]:
     if any(problem.startswith("OUTPUT_DIR=") for problem in p.problems):
         state = "cannot be used, see below"
     yield "OUTPUT_DIR", f"{run.folder}: {state}"
+
+
+def asked_text(preflight_result: Preflight) -> str:
+    """How many answers all sampled evaluations of a run ask for."""
+    p, s = preflight_result, preflight_result.settings
+    times = 2 + ((s.TOTAL_STEPS - 1) // s.EVAL_STEPS if s.EVAL_STEPS else 0) + bool(s.INIT_ADAPTER)
+    text = f"{times} times, and twice greedily: {(times * s.EVAL_SAMPLES + 2) * len(p.eval_rows):,} answers to held-out rows"
+    if p.closed_loop.prompt:
+        from grpo.tasks.tes.closed_loop import DECISIONS  # late: numpy may be missing, which the checks name
+
+        text += f" and {(times + 2) * DECISIONS} rollouts of the closed loop, one after the other"
+    return f"{text}; training: {s.TOTAL_STEPS} rollouts of {s.completions_per_step} completions"
 
 
 def processes_text(preflight_result: Preflight) -> str:

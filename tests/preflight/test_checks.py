@@ -179,6 +179,22 @@ def test_the_choice_of_experts_is_told_and_recorded(tmp_path):
         assert words in reason and dict(banner.facts(result))["experts"] == f"bf16: {reason}"
 
 
+def test_it_says_what_evaluations_ask_for(tmp_path):
+    """By hand: before, after 25, 50 and 75 steps, after; a pass through the closed loop has 30 hours."""
+    given = types.SimpleNamespace(
+        settings=Settings(), eval_rows=range(10), closed_loop=types.SimpleNamespace(prompt="full")
+    )
+    text = "5 times, and twice greedily: 220 answers to held-out rows and 210 rollouts of the closed loop, one after the other"
+    assert banner.asked_text(given) == f"{text}; training: 100 rollouts of 96 completions"
+    given = types.SimpleNamespace(
+        settings=Settings(EVAL_STEPS=0, INIT_ADAPTER="a"), eval_rows=range(1), closed_loop=checks.ClosedLoop("", "")
+    )
+    assert banner.asked_text(given).startswith("3 times, and twice greedily: 14 answers to held-out rows; training")
+    exact = CLEAN | {"MODEL_ID": "tiny", "OUTPUT_DIR": str(tmp_path / "run")}
+    for changes, asks in (({}, False), ({"TOP_P": "0.9"}, True), ({"EVAL_SAMPLES": "0"}, False)):
+        assert ("that asks" in dict(banner.facts(preflight(exact | changes, CPU)))) is asks
+
+
 def test_disk_space(tmp_path, monkeypatch):
     """What is there of a download that broke off does not have to come again."""
     settings = Settings(OUTPUT_DIR=str(tmp_path / "run"))
