@@ -145,13 +145,33 @@ def test_no_answer_is_worse_than_any(values, name):
 
 
 def test_an_interval_covers_the_true_mean_as_often_as_it_says():
-    """Clusters of 60 prompts with a common shift of each: 95% of the intervals hold the mean, give or take."""
+    """95% of the intervals hold the mean, give or take: of 60 clusters by the bootstrap, of five by Student's t."""
     generator, covered = random.Random(3), 0
     for _ in range(60):
-        low, high = rewards.bootstrap_interval([generator.gauss(0.5, 0.2) for _ in range(60)])
+        low, high = rewards.confidence_interval([generator.gauss(0.5, 0.2) for _ in range(60)])
         assert 0.05 < high - low < 0.15
         covered += low <= 0.5 <= high
     assert 51 <= covered <= 60
+    for count in (3, 5, 29):
+        drawn = [[generator.gauss(0.5, 0.2) for _ in range(count)] for _ in range(2000)]
+        covered = sum(low <= 0.5 <= high for low, high in map(rewards.confidence_interval, drawn))
+        assert 1860 <= covered <= 1940, "four standard deviations of 2,000 draws at 95%"
+
+
+def test_a_ratio_and_clusters():
+    """Values of one cluster count once, and a ratio's weights vary with its values: here it is the same everywhere."""
+    values, weights = [1.0, 2.0, 6.0, 3.0], [1.0, 2.0, 6.0, 3.0]
+    assert rewards.confidence_interval(values, weights) == (1.0, 1.0)
+    low, high = rewards.confidence_interval([0.0, 1.0, 2.0])
+    assert (low, high) == (pytest.approx(1 - 4.303 / 3**0.5, rel=1e-3), pytest.approx(1 + 4.303 / 3**0.5, rel=1e-3))
+    twice = rewards.confidence_interval([0.0, 0.0, 1.0, 1.0, 2.0, 2.0], clusters=[1, 1, 2, 2, 3, 3])
+    assert twice == (pytest.approx(low), pytest.approx(high)), "hours of a day are one observation"
+    assert rewards.confidence_interval([0.0, 1.0], clusters=["a", "a"]) == (0.5, 0.5)
+    one, days = [[0.0, 1.0]] * 6, [1, 1, 2, 2, 3, 3]
+    scored = rewards.score_answers(one, [[0], [1]] * 3, clusters=days)
+    assert scored["reward_low"] == scored["reward_high"] == 0.5, "each day earns as much"
+    assert rewards.paired_difference([0.0] * 6, [0.0, 1.0] * 3, days)["reward_low"] == 0.5
+    assert rewards.score_values([[0.0], [1.0]] * 3, days)["reward_high"] == 0.5
 
 
 def test_prompts_are_resampled_and_not_their_completions():
@@ -192,7 +212,7 @@ def test_an_evaluation_of_nothing_is_an_error():
             rewards.score_answers(rows, answers)
     for values, weights in (([], None), ([1.0], [1.0, 2.0]), ([1.0], [0.0])):
         with pytest.raises(ValueError):
-            rewards.bootstrap_interval(values, weights)
+            rewards.confidence_interval(values, weights)
 
 
 def test_doctests():

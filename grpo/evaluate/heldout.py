@@ -6,7 +6,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from grpo.evaluate.exact import answer_probabilities
 from grpo.learn.trainer import Trainer
 from grpo.run.durable import is_intact, read_sealed, sealed, write_text
 from grpo.settings import log
+
+DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 
 
 def generate_completions(
@@ -51,14 +54,14 @@ def evaluate(
     `rewards.score_probabilities`, an answer that cannot be parsed counts as INVALID_REWARD, or as the row's lowest reward
     where that is auto or nan. Else by REWARDS: `rewards.score_values` of their weighted sum, and the parse rate.
     `functions`: the latter of each function of REWARDS."""
-    s, worth = trainer.run.settings, [row.rewards for row in rows]
+    s, worth, days = trainer.run.settings, [row.rewards for row in rows], [day_of(row) for row in rows]
     invalid = math.nan if s.INVALID_REWARD is None else s.INVALID_REWARD
     samples = 1 if greedy else s.EVAL_SAMPLES
     if exact:
         found = exact_probabilities(trainer, [row.prompt for row in rows], base, greedy, max(map(len, worth)))
         p = [mine[: len(row)] for mine, row in zip(found.tolist(), worth, strict=True)]
-        made = rewards.score_probabilities(worth, p, [samples] * len(rows), invalid)
-        return made | {"functions": expected_scores(trainer, rows, p)}
+        made = rewards.score_probabilities(worth, p, [samples] * len(rows), invalid, days)
+        return made | {"functions": expected_scores(trainer, rows, p, days)}
     sampled = [row for row in rows for _ in range(samples)]
     temperature = 0.0 if greedy else None
     ids = generate_completions(trainer, [row.prompt for row in sampled], samples, base, temperature=temperature)
@@ -66,25 +69,35 @@ def evaluate(
     rates, firsts = completion_rates(read), range(0, len(read), samples)
     figures = {name: rates[name] for name in ("clipped_ratio", "tokens_mean", "tokens_max")}
     scores = score(trainer.reward_funcs, read, ids, trainer.actions, trainer_state=trainer.state)
-    figures["functions"] = function_scores(trainer, [scores[first : first + samples] for first in firsts])
+    figures["functions"] = function_scores(trainer, [scores[first : first + samples] for first in firsts], days)
     if all(worth):
         answers = [[one.action for one in read[first : first + samples]] for first in firsts]
-        return rewards.score_answers(worth, answers, invalid) | figures
+        return rewards.score_answers(worth, answers, invalid, days) | figures
     weighted = [total([w * value for w, value in zip(trainer.args.reward_weights, one, strict=True)]) for one in scores]
-    made = rewards.score_values([weighted[first : first + samples] for first in firsts])
+    made = rewards.score_values([weighted[first : first + samples] for first in firsts], days)
     return made | {"parse_rate": rates["parse_rate"]} | figures
 
 
-def function_scores(trainer: Trainer, scores: Sequence[Sequence[Sequence[float]]]) -> dict[str, Any]:
+def day_of(row: Row) -> tuple[str, str]:
+    """What a row's answers vary with: its day, where the file says it (the hours of a day resemble each other), else the row."""
+    stamp = DATE.match(str(row.columns.get("timestamp", "")))
+    return row.file, stamp.group() if stamp else f"row {row.number}"
+
+
+def function_scores(
+    trainer: Trainer, scores: Sequence[Sequence[Sequence[float]]], days: Sequence[Hashable]
+) -> dict[str, Any]:
     """`rewards.score_values`, without its list, of each function of REWARDS: scores by prompt, completion and function."""
     made = {}
     for i, name in enumerate(trainer.reward_func_names):
-        found = rewards.score_values([[one[i] for one in mine] for mine in scores])
+        found = rewards.score_values([[one[i] for one in mine] for mine in scores], days)
         made[name] = {key: found[key] for key in ("reward", "reward_low", "reward_high")}
     return made
 
 
-def expected_scores(trainer: Trainer, rows: Sequence[Row], probabilities: Sequence[Sequence[float]]) -> dict[str, Any]:
+def expected_scores(
+    trainer: Trainer, rows: Sequence[Row], probabilities: Sequence[Sequence[float]], days: Sequence[Hashable]
+) -> dict[str, Any]:
     """`function_scores` of the answers `[k]` by their probabilities (N, K); the rest of 1 is an answer without an action."""
     read = [
         Completion(row, tried_text(row.prompt, text), None, 1, False)
@@ -98,7 +111,7 @@ def expected_scores(trainer: Trainer, rows: Sequence[Row], probabilities: Sequen
         shares = [1 - math.fsum(p), *p]
         mine = [next(scores) for _ in shares]
         expected.append([[expectation(shares, values) for values in zip(*mine, strict=True)]])
-    return function_scores(trainer, expected)
+    return function_scores(trainer, expected, days)
 
 
 def expectation(shares: Sequence[float], values: Sequence[float]) -> float:
@@ -111,7 +124,9 @@ def expectation(shares: Sequence[float], values: Sequence[float]) -> float:
 def table(results: Mapping[str, Any]) -> str:
     """evaluation.json as the table that the run prints last."""
     way = "exact" if results["exact"] else f"{results['samples']} completions a prompt"
-    lines = [f"Held-out mean reward at temperature {results['temperature']:g}, {way}, 95% interval over prompts"]
+    lines = [
+        f"Held-out mean reward at temperature {results['temperature']:g}, {way}, 95% interval over prompts, of a day together"
+    ]
     references = [
         ("random action", "random", ""),
         ("best constant action", "constant", "   (always [{constant_action}])"),
@@ -172,7 +187,7 @@ def measure_rewards(trainer: Trainer, rows: Sequence[Row], exact: bool, base: bo
     if not base:
         scores = [results[name]["reward_by_prompt"] for name in ("before", "after")]
         if any(None not in pair for pair in zip(*scores, strict=True)):
-            results["difference"] = rewards.paired_difference(*scores)
+            results["difference"] = rewards.paired_difference(*scores, [day_of(row) for row in rows])
         told = f"\n{table(results)}\n"
     write_text(path, json.dumps(sealed(results), indent=2) + "\n")
     log.info("%s", told)

@@ -101,7 +101,7 @@ def heldout_section(run: Run) -> Section:
     section.pictures.append(figures.heldout_figure(found))
     way = "Exact: all answers by their probability" if found.get("exact") else f"{found.get('samples', '?')} completions for each prompt"  # fmt: skip
     heat = f" at temperature {found['temperature']}" * ("temperature" in found)
-    text = f"{way}{heat}; greedy: the likeliest answer, once. In brackets: 95% intervals, bootstrap over prompts. Regret: the row's best reward minus the reward earned. Tokens: mean, longest."
+    text = f"{way}{heat}; greedy: the likeliest answer, once. In brackets: 95% intervals over prompts, those of a day together. Regret: the row's best reward minus the reward earned. Tokens: mean, longest."
     if "oracle" not in found:
         text += f" The rows have no rewards of actions: the reward is that of REWARDS={run.rewards}."
     section.tables.append((HELDOUT_HEADER, heldout_rows(found), text))

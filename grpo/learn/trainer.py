@@ -49,7 +49,7 @@ from grpo.settings import Settings
 
 # Columns of metrics.csv that are TRL's own figures, and their names there.
 TRL_FIGURES = {
-    "reward": "reward", "reward_std": "reward_std", "zero_std_fraction": "frac_reward_zero_std", "loss": "loss",
+    "reward": "reward", "reward_std": "reward_std", "loss": "loss",
     "grad_norm": "grad_norm", "learning_rate": "learning_rate", "kl": "kl", "entropy": "entropy",
     "clip_fraction": "clip_ratio/region_mean", "logp_diff_mean": "sampling/sampling_logp_difference/mean",
     "logp_diff_max": "sampling/sampling_logp_difference/max",
@@ -267,8 +267,17 @@ class Trainer(GRPOTrainer):
             weights = self.reward_weights.to(per_function.device)
             totals = (per_function * weights).nansum(dim=1).masked_fill(per_function.isnan().all(dim=1), math.nan)
             self.run_log.write_completions(self.state.global_step + 1, read, totals.tolist(), per_function.tolist())
+            # TRL's own figure is the batch's with SCALE_REWARDS=batch, and leaves out groups with fewer than two rewards.
+            groups = totals.view(-1, self.num_generations)
+            least, most = groups.nan_to_num(nan=math.inf).amin(1), groups.nan_to_num(nan=-math.inf).amax(1)
+            self.run_log.rates["zero_std_fraction"] = (most <= least).float().mean().item()
             self.run.ranks.broadcast(per_function.tolist())
         return per_function
+
+    def _prepare_inputs(self, generation_batch):
+        """TRL shuffles a step's completions, for steps that learn from a part of them, by torch's own generator: after a rollout
+        by vLLM that is another on every rank. Here each learns from the prompts that it generated for, whole groups."""
+        return self._generate_and_score_completions(generation_batch)
 
     def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Rollout, rewards, then forward and backward of each micro-batch. Returns the step's loss, a scalar."""

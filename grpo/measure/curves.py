@@ -184,7 +184,7 @@ def curve_figures(seeds: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]
         for step in steps:
             ours, trl = ([one[name][kind][step] for one in seeds.values()] for name in ("ours", "trl"))
             changes = [a - b for a, b in zip(ours, trl, strict=True)]
-            low, high = rewards.bootstrap_interval(changes)
+            low, high = rewards.confidence_interval(changes)
             for name, value, words in (
                 (f"ours_{step}", statistics.mean(ours), f"held-out, {note}, mean over seeds"),
                 (f"trl_{step}", statistics.mean(trl), f"held-out, {note}, mean over seeds"),

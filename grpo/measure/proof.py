@@ -20,11 +20,11 @@ from grpo.measure.proof_model import make
 from grpo.measure.record import SCRIPT, figure, read_json, steps_of, tabled, write
 from grpo.model.gptoss_format import ModelError
 from grpo.model.warmup import Log
-from rewards import bootstrap_interval
+from rewards import confidence_interval
 
 REWARDS = """
 heldout_random heldout_constant heldout_oracle reward_before regret_before reward_after regret_after | reward |
-reward_low_before reward_high_before reward_low_after reward_high_after | reward | 95% interval, bootstrap over prompts
+reward_low_before reward_high_before reward_low_after reward_high_after | reward | 95% interval over prompts, those of a day together
 parse_rate_before best_action_rate_before parse_rate_after best_action_rate_after | share |
 reward_gain reward_low_gain reward_high_gain | reward | after minus before, paired by prompt
 """
@@ -92,7 +92,7 @@ def plant_figures(found: Mapping[str, Any]) -> tuple[list[dict[str, Any]], bool]
     """(figures of closed_loop.json, whether CO2 fell beyond its interval).
 
     A policy could save CO2 by leaving load unserved or the storage empty, so what counts is `priced_kg`
-    (docs/evaluation.md), per window, base minus trained, with a paired bootstrap over windows.
+    (docs/evaluation.md), per window, base minus trained, in pairs over windows.
     """
     made, better = [], False
     for name, total in found["totals"].items():
@@ -105,11 +105,11 @@ def plant_figures(found: Mapping[str, Any]) -> tuple[list[dict[str, Any]], bool]
     for key, note in (("co2_kg", "emissions alone"), ("priced_kg", "and unserved load and storage at their price")):
         pairs = [[window["policies"][name]["mean"][key] for name in ("base", "trained")] for window in found["windows"]]
         saved = [before - after for before, after in pairs]
-        low, high = bootstrap_interval(saved)
+        low, high = confidence_interval(saved)
         better = low > 0  # the last one decides
         made.append(figure(f"{key}_saved", math.fsum(saved) / len(saved), "kg/window", f"base minus trained, {note}"))
         for end, value in (("low", low), ("high", high)):
-            made.append(figure(f"{key}_saved_{end}", value, "kg/window", "95%, paired bootstrap over windows"))
+            made.append(figure(f"{key}_saved_{end}", value, "kg/window", "95%, in pairs over windows"))
     return made, better
 
 

@@ -176,7 +176,7 @@ def shared_child(options: argparse.Namespace) -> int:
     }
     found |= {"parity_mean": max(one["mean"] for one in trainer.run.parity), **held_gib()}
     if pages := trainer.run.engine.pages:
-        found["paged_gib"] = sum(kept.nbytes for _, kept in pages.held) / 2**30
+        found["paged_gib"] = pages.nbytes / 2**30
     watched.keep(options, found)
     if not watch.lent:
         return 0

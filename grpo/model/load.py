@@ -65,6 +65,26 @@ def tables_of(model: torch.nn.Module) -> tuple[torch.nn.Parameter, torch.nn.Para
     return model.get_input_embeddings().weight, model.get_output_embeddings().weight
 
 
+def paged_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """What EXPERTS=paged moves: packed experts, embeddings and output head. Attention stays, which the weight sync reads."""
+    for module in quantized_experts(model):
+        yield from module.buffers(recurse=False)
+    yield from dict.fromkeys(tables_of(model))  # once where they are tied
+
+
+# torch's allocator frees whole segments alone: requests from OWN_SEGMENT on have one, in multiples of SEGMENT_STEP, and what is
+# left over of that, if more than 1 MiB, it gives to others (c10/cuda/CUDACachingAllocator.cpp, should_split).
+OWN_SEGMENT, SEGMENT_STEP = 10 * 2**20, 2 * 2**20
+
+
+def alone(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy there that shares its segment of torch's allocator with nothing: an adapter's matrix behind a layer's experts would
+    keep all of their memory from being freed."""
+    size = max(OWN_SEGMENT, -(-tensor.nbytes // SEGMENT_STEP) * SEGMENT_STEP)
+    held = torch.empty(size, dtype=torch.uint8, device=device)[: tensor.nbytes]
+    return held.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
+
+
 def load_quantized(model_path: str, attention: str, device: str, packed: bool = True) -> PreTrainedModel:
     """The model with its experts as they are in the checkpoint, everything else as `from_pretrained` has it; or, not `packed`,
     without weights of experts, embeddings and head, for vLLM to lend: of the latter two stand-ins without memory, NaN everywhere.
@@ -135,6 +155,10 @@ def load_model(model_path: str, config: Mapping[str, Any], attention: str, exper
     name, device = install_attention(attention), "cuda:0" if torch.cuda.is_available() else "cpu"
     if has_mxfp4(config):
         model = load_quantized(model_path, name, device, packed=experts != "shared")
+        if experts == "paged":  # before the adapter takes the rest of their segments
+            for tensor in paged_tensors(model):
+                tensor.data = alone(tensor.data, tensor.device)
+                torch.cuda.empty_cache()  # each time: a smaller one would take a part of what this one leaves
         if experts != "bf16":
             return model
         dequantize_experts(model)

@@ -126,7 +126,9 @@ def check_settings(settings: Settings, config: Mapping[str, Any] | None, machine
         problems.add("PROMPTS_PER_STEP", what, f"Set it to {machine.ranks} or higher, or start fewer processes")
 
 
-def check_shared(settings: Settings, machine: Machine, vllm: bool, sync: str, problems: Problems) -> None:
+def check_shared(
+    settings: Settings, config: Mapping[str, Any] | None, machine: Machine, vllm: bool, sync: str, problems: Problems
+) -> None:
     """Whether `vllm` generates, and for EXPERTS=shared with the kernels whose layout the learner reads."""
     why, shared = "", settings.EXPERTS == "shared"
     if settings.EXPERTS in BESIDE_VLLM and not vllm:
@@ -135,6 +137,8 @@ def check_shared(settings: Settings, machine: Machine, vllm: bool, sync: str, pr
         why = "with ROLLOUT_SYNC=lora vLLM keeps its experts for other kernels"
     elif shared and not 9 <= machine.capability < 10:
         why = f"the learner reads them as on Hopper cards (capability 9.0), {machine.gpu} has {machine.capability}"
+    elif shared and config and config.get("tie_word_embeddings"):
+        why = "vLLM has no output head where it is tied to the embeddings"
     if why:
         problems.add("EXPERTS", why, "Set EXPERTS=auto")
 
@@ -265,7 +269,7 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks:
     if settings.ROLLOUT_SYNC is None:
         settings, sources["ROLLOUT_SYNC"] = dataclasses.replace(settings, ROLLOUT_SYNC=sync[0]), "chosen"
     check_settings(settings, config, machine, problems)
-    check_shared(settings, machine, rollouts[0], sync[0], problems)
+    check_shared(settings, config, machine, rollouts[0], sync[0], problems)
     check_trackers(settings, environ, problems)
     system = settings.SYSTEM_PROMPT
     rows = read_rows("DATA", settings.DATA, problems, system)

@@ -311,6 +311,7 @@ class Shapes:
             return ("bf16",)
         vllm = self.checkpoint is not None and settings.USE_VLLM is not False
         readable = vllm and settings.ROLLOUT_SYNC != "lora" and 9 <= self.machine.capability < 10
+        readable = readable and not self.config.get("tie_word_embeddings")  # vLLM has no head to lend then
         return (*("shared",) * readable, "bf16", "mxfp4", *("paged",) * vllm)
 
     def shortfall(self, settings: Settings) -> str:

@@ -135,7 +135,8 @@ def start_engine(
         engine.lend_weights(policy, whole=not plan.on_host)
     before = torch.cuda.mem_get_info()[0]
     engine.sleep()
-    told = (time.perf_counter() - started, (torch.cuda.mem_get_info()[0] - before) / GIB, engine.seconds["warm_up"])
+    freed = torch.cuda.mem_get_info()[0] - before + (pages.nbytes if pages else 0)  # which are back by now
+    told = (time.perf_counter() - started, freed / GIB, engine.seconds["warm_up"])
     log.info("vLLM: started and asleep after %.0f s, %.1f GiB freed; %.1f s of it warm-up", *told)
     return engine
 
@@ -216,6 +217,7 @@ class Engine:
             return
         # vLLM also raises where the GPU holds more afterwards, by whomever.
         advice = "Host memory may be short, where its weights go, or another process took GPU memory meanwhile"
+        advice += "; a lower MICRO_BATCH leaves more for paged weights" * bool(self.pages)
         with self.timed("sleep"), engine_faults("putting the engine to sleep", advice):
             self.llm.sleep(level=1)
             if self.pages:

@@ -3,25 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from mmap import PAGESIZE
 
 import torch
 
-from grpo.model.load import quantized_experts, tables_of
+from grpo.model.load import alone, paged_tensors
 
 
 def pinned(size: int) -> torch.Tensor:
     """(`size`,) bytes of pinned host memory, no more: torch's own allocator takes the next power of two. Raises RuntimeError."""
-    held = torch.zeros(size, dtype=torch.uint8)  # touched by all cores, then pinned
-    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(held.data_ptr(), size, 0)))
-    return held
-
-
-def paged_tensors(policy: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Packed experts, embeddings and output head. Attention stays, which the weight sync reads."""
-    for module in quantized_experts(policy):
-        yield from module.buffers(recurse=False)
-    yield from dict.fromkeys(tables_of(policy))  # once where they are tied
+    pages = -(-size // PAGESIZE) * PAGESIZE
+    held = torch.zeros(pages + PAGESIZE, dtype=torch.uint8)  # touched by all cores, then pinned
+    # Whole pages of its own: below 32 MiB malloc puts one behind the other, with a page that is part of both.
+    whole = held[-held.data_ptr() % PAGESIZE :][:pages]
+    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), pages, 0)))
+    return whole[:size]
 
 
 class PagedWeights:
@@ -34,6 +30,7 @@ class PagedWeights:
         for tensor in paged_tensors(policy):
             kept = pinned(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
             self.held.append((tensor, kept.copy_(tensor.data)))
+        self.nbytes = sum(kept.nbytes for _, kept in self.held)
 
     def leave(self) -> None:
         """Free them on the GPU, where torch holds the blocks until its cache is emptied."""
@@ -43,4 +40,4 @@ class PagedWeights:
     def enter(self) -> None:
         """Back onto the GPU. Raises torch.OutOfMemoryError."""
         for tensor, kept in self.held:
-            tensor.data = kept.to(self.device, non_blocking=True, copy=True)
+            tensor.data = alone(kept, self.device)

@@ -47,7 +47,12 @@ def learned(ranks, tiny, folder):
     ))  # fmt: skip
     trainer.args.adam_epsilon, trainer.args.save_strategy = 1e-4, "no"  # as in test_steps.py
     trainer.reward_funcs = [None if ranks.rank else reward]  # only rank 0 calls it
-    trainer._generate_single_turn = lambda *given: step_of(trainer)
+
+    def rollout(*given):
+        torch.manual_seed(ranks.rank)  # as after a real one: each rank drew other noise
+        return step_of(trainer)
+
+    trainer._generate_single_turn = rollout
     moved = []
     for trainer.loss_type in LOSSES:
         seed_weights(trainer.model)

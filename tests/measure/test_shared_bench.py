@@ -123,7 +123,7 @@ def test_a_paged_child_tells_what_went_away_and_an_old_card_has_no_hopper_kernel
 
     def other(arguments):
         code = main(arguments)
-        options.engine.pages = SimpleNamespace(held=[("tensor", torch.zeros(2**20)), ("other", torch.zeros(2**20))])
+        options.engine.pages = SimpleNamespace(nbytes=2**23)
         for sync, more in (("merge", {}), ("lora", {"attention_backend": "TRITON_ATTN"})):
             found = rollout_engine.engine_arguments(SimpleNamespace(ROLLOUT_SYNC=sync), "p")
             assert found == {"plan": "p"} | more

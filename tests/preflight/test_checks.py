@@ -102,13 +102,19 @@ def test_settings_that_go_together():
 )  # fmt: skip
 def test_experts_are_shared_where_vllms_layout_is_known(capability, vllm, sync, word):
     problems, machine = Problems(), dataclasses.replace(H100, capability=capability)
-    checks.check_shared(Settings(), machine, vllm, sync, problems)
+    checks.check_shared(Settings(), REAL_CONFIG, machine, vllm, sync, problems)
     assert not problems
-    checks.check_shared(Settings(EXPERTS="paged"), machine, vllm, sync, problems)
+    checks.check_shared(Settings(EXPERTS="paged"), REAL_CONFIG, machine, vllm, sync, problems)
     assert len(problems) == (not vllm) and all("EXPERTS=auto" in one for one in problems), "on any card"
     problems.clear()
-    checks.check_shared(Settings(EXPERTS="shared"), machine, vllm, sync, problems)
+    checks.check_shared(Settings(EXPERTS="shared"), REAL_CONFIG, machine, vllm, sync, problems)
     assert len(problems) == bool(word) and all(word in one and "EXPERTS=auto" in one for one in problems)
+    if not word:
+        tied = REAL_CONFIG | {"tie_word_embeddings": True}
+        checks.check_shared(Settings(EXPERTS="shared"), tied, machine, vllm, sync, problems)
+        assert "no output head" in only(problems)
+        shapes = Shapes(tied, machine, 940, "torch_flash", "prefix", 12.9)
+        assert "shared" not in shapes.expert_kinds(Settings()), "nor does auto take it"
 
 
 @pytest.mark.parametrize("kind", ["shared", "paged"])

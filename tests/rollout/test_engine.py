@@ -237,6 +237,8 @@ def test_an_adapter_that_has_no_room_in_memory_goes_to_the_disk(tmp_path, monkey
 class Pages:
     """In place of PagedWeights: tells what is asked of it."""
 
+    nbytes = 0
+
     def __init__(self, told):
         self.leave, self.enter = lambda: told.append("leave"), lambda: told.append("enter")
 

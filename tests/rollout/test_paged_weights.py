@@ -8,6 +8,7 @@ import torch
 from expert_models import load
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from grpo.model.load import OWN_SEGMENT, SEGMENT_STEP, paged_tensors
 from grpo.rollout import paged_weights
 
 pytestmark = pytest.mark.numeric
@@ -23,7 +24,7 @@ def paged(tiny, monkeypatch):
         return torch.zeros(size, dtype=torch.uint8)
 
     monkeypatch.setattr(paged_weights, "pinned", plain)
-    model = load(tiny, "mxfp4")
+    model = load(tiny, "paged")
     return model, paged_weights.PagedWeights(model), asked
 
 
@@ -58,3 +59,16 @@ def test_what_was_on_the_gpu_is_freed(paged):
     assert there and not any(one.expired() for one in there)
     pages.leave()
     assert all(one.expired() for one in there)
+
+
+def test_nothing_else_gets_a_part_of_their_segments(paged, tiny):
+    """Of torch's allocator on a GPU, which frees whole ones alone; as loaded, and as they come back."""
+    model, pages, _ = paged
+    quantized = load(tiny, "mxfp4").state_dict()
+    for _ in range(2):
+        held = [tensor.untyped_storage() for tensor in paged_tensors(model)]
+        assert held and all(one.nbytes() >= OWN_SEGMENT and not one.nbytes() % SEGMENT_STEP for one in held)
+        assert len({one.data_ptr() for one in held}) == len(held)
+        assert all(torch.equal(tensor, quantized[name]) for name, tensor in model.state_dict().items())
+        pages.leave()
+        pages.enter()

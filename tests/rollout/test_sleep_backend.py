@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import sys
+from mmap import PAGESIZE
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from grpo.preflight.hub import REAL_CONFIG
 from grpo.rollout.vllm_patches import keep_weights_asleep
 
-KEEP = 4096  # bytes, in place of KEEP_BYTES
+KEEP = PAGESIZE  # bytes, in place of KEEP_BYTES
 BLOCKS = {  # name: (tag, bytes)
     "experts": ("weights", KEEP),
     "embedding": ("weights", KEEP + 100),
@@ -57,6 +58,7 @@ class FakeGPU:
         self.buffers[self.names[handle[2]]].fill_(255)
 
     def host_register(self, pointer: int, size: int, flags: int) -> int:
+        assert not pointer % PAGESIZE, "no page of a neighbour"
         self.registered.append(size)
         return 5
 
@@ -145,8 +147,8 @@ def test_three_sleeps(asleep):
             gpu.buffers[name].fill_(value)
             before[name] = value
     assert gpu.emptied == [set()] * 3, "once a sleep, when nothing is mapped any more"
-    # Pinned: those that are kept once, at their exact size, and what CUDA returns is checked; the others by torch.
-    assert sorted(gpu.registered) == sorted(BLOCKS[name][1] for name in LARGE) and gpu.checked == [5, 5]
+    # Pinned: those that are kept once, in whole pages, and what CUDA returns is checked; the others by torch.
+    assert sorted(gpu.registered) == [KEEP, 2 * KEEP] and gpu.checked == [5, 5]
     assert sorted(gpu.pinned) == sorted(3 * [BLOCKS[name][1] for name in SMALL])
 
 

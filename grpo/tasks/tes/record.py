@@ -26,7 +26,7 @@ Record = dict[str, Any]  # closed_loop.json
 MODELS = ("base", "trained")
 GREEDY = "_greedy"  # behind a model's name: its likeliest answers, one pass
 ASKED = (*MODELS, *(name + GREEDY for name in MODELS))
-LEAST_WINDOWS = 3  # fewer give no interval: a bootstrap over two windows says nothing
+LEAST_WINDOWS = 3  # fewer give no interval
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def add_totals(record: Record) -> None:
         above = [100 * (a - b) for a, b in zip(priced[mine], priced[other], strict=True)]
         low = high = None
         if len(best) >= LEAST_WINDOWS and scale > 0:
-            low, high = rewards.bootstrap_interval(above, best)
+            low, high = rewards.confidence_interval(above, best)
         percent = math.fsum(above) / scale if scale > 0 else None
         figures = {"regret_percent": percent, "regret_percent_low": low, "regret_percent_high": high}
         return {name: tidy(value) for name, value in figures.items()}
