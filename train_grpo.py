@@ -298,12 +298,7 @@ def train(preflight_result: Preflight) -> int:
     if ranks.rank:
         options |= {"output_dir": str(place), "report_to": "none"}
     trainer = Trainer(
-        context,
-        model,
-        tokenizer,
-        LoraConfig(**lora_options(s)),
-        GRPOConfig(**options),
-        load_rewards(specs, s),
+        context, model, tokenizer, LoraConfig(**lora_options(s)), GRPOConfig(**options), load_rewards(specs, s)
     )
     trainable = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     log.info("adapter: %s trainable parameters on %s", f"{trainable:,}", s.LORA_TARGETS)
@@ -404,7 +399,7 @@ def write_archive(folder: Path) -> Path:
         write_report(folder)
     except Exception as error:
         again = f"python scripts/report.py {folder}"
-        log.warning("no report was written (%s: %s); try again with: %s", type(error).__name__, error, again)
+        log.warning("no report was written (%s); try again with: %s", described(error), again)
     return write_zip(folder)
 
 

@@ -379,6 +379,21 @@ def assignment(text: str) -> tuple[str, str]:
     return name, value
 
 
+def number(low: float, high: float, kind: type = float) -> Callable[[str], float]:
+    """An argparse type: a finite number from low to high."""
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {kind.__name__} from {low:g} to {high:g}")
+        return value
+
+    return parse
+
+
 def settings_table() -> Iterator[tuple[str, str, str, str, str, str]]:
     """(group, name, default, default for tiny or '', unit and limits, sentence) of every setting, in order."""
     for name, spec in FIELDS.items():

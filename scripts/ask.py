@@ -21,11 +21,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from make_dataset import number
-
 from grpo.evaluate.ask import ask, serve_commands
 from grpo.evaluate.standalone import InputError
 from grpo.run.best import read_best
+from grpo.settings import number
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:

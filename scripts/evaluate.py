@@ -20,10 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from make_dataset import number
-
 from grpo.evaluate.standalone import InputError, evaluate_adapter
 from grpo.rollout.engine import EngineError
+from grpo.settings import number
 from grpo.tasks.tes.plant import DECISION_DAYS, START_KWH, Plant
 from grpo.tasks.tes.record import table
 

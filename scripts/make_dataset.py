@@ -16,31 +16,16 @@ Exit codes: 0 done, 1 `--check` found a difference, 2 bad input (every problem i
 from __future__ import annotations
 
 import argparse
-import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from grpo.settings import number
 from grpo.tasks import gsm8k
 from grpo.tasks.tes import dataset
 from grpo.tasks.tes.plant import START_KWH, Plant
 from grpo.tasks.tes.profiles import ProfileError, decode, windows
-
-
-def number(low: float, high: float, kind: type = float) -> Callable[[str], float]:
-    """An argparse type: a finite number from low to high."""
-
-    def parse(text: str) -> float:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {kind.__name__} from {low:g} to {high:g}")
-        return value
-
-    return parse
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:

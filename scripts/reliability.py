@@ -24,21 +24,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train_grpo
-from grpo.settings import fold
+from grpo.settings import MOST_WHOLE, fold, number
 
 PARTS = ("kills", "damage", "csv", "settings", "models", "disk")
 
 
-def count(text: str) -> int:
-    """A whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=fold(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
+    add, count = parser.add_argument, number(1, MOST_WHOLE, int)
     add("--out", required=True, help="JSON to write")
     add("--part", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=f"of {', '.join(PARTS)}; default all")
     add("--size", type=count, help="of each part: how many runs, files, inputs")

@@ -38,6 +38,7 @@ from grpo.evaluate import run_data
 from grpo.evaluate.run_data import duration, number, part, read_json
 from grpo.run.folder import COMPLETE, continuation
 from grpo.run.pace import RECENT, UNKNOWN, Pace
+from grpo.run.place import lock_of
 from grpo.settings import fold
 
 WIDTH = 40  # cells of a sparkline
@@ -95,9 +96,8 @@ def read_state(folder: Path) -> State:
 
 def is_running(folder: Path) -> bool:
     """Whether a process holds the run's lock (`grpo.run.folder.lock_run`); true where that cannot be known."""
-    folder = folder.resolve()
     # An error: it is held, or there is no lock file, as with a copy of a run or one that has not started.
-    with contextlib.suppress(OSError), folder.with_name(f".{folder.name}.lock").open("rb") as lock:
+    with contextlib.suppress(OSError), lock_of(folder.resolve()).open("rb") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return False
     return True

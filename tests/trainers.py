@@ -62,6 +62,17 @@ def uniform(generator, *shape):
     return (torch.rand(shape, generator=generator, dtype=torch.float64) - 0.5) * 12**0.5
 
 
+def step_of(trainer, count):
+    """`count` completions of a step (lists of tokens, one in three truncated) and what an engine says of them, around -6.5 nats,
+    one token unknown: the same whoever asks."""
+    generator, (stop, *_) = torch.Generator().manual_seed(trainer.state.global_step), trainer.eos_token_ids
+    lengths = torch.randint(2, 9, (count,), generator=generator).tolist()
+    ids = [torch.randint(3, 500, (n,), generator=generator).tolist() for n in lengths]
+    logps = [(-6.5 + 0.3 * uniform(generator, n)).float().tolist() for n in lengths]
+    logps[0][1] = None
+    return [row[:-1] + [stop] * (i % 3 > 0) + row[-1:] * (i % 3 == 0) for i, row in enumerate(ids)], logps
+
+
 def seed_weights(model):
     """Weights that keep the size of what goes through them, log-probs around -6.5, and an adapter that is not zero: neither
     depends on what a machine's training of the tiny model came to."""

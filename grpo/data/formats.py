@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo.settings import ROOT, Problems
+from grpo.settings import ROOT, Problems, described
 
 Record = tuple[str, dict[str, Any]]  # where it stands, in words, and its columns
 # The names of the columns, and what makes the records once these are found good; it adds the problems it meets.
@@ -185,8 +185,7 @@ def read_dataset(name: str, split: str) -> Table:
 
         found = datasets.load_dataset(repository, config or None, split=own or split)
     except Exception as error:  # it raises a dozen kinds: what they say is the answer
-        said = " ".join(str(error).split())[:300]
         fix = "Write org/name:config:split, check the network and HF_TOKEN, or name files that exist"
-        what = f"no file of that name is there, and no data set could be loaded ({type(error).__name__}: {said})"
+        what = f"no file of that name is there, and no data set could be loaded ({described(error)})"
         raise UnreadableFile(name, what, fix) from None
     return numbered(name, found.to_list())

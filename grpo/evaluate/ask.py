@@ -21,8 +21,8 @@ from grpo.preflight.hub import ModelFiles, fetch_weights, find_model, read_json
 from grpo.preflight.machine import read_machine
 from grpo.preflight.memory import vllm_rank
 from grpo.rollout.engine import vllm_modules
+from grpo.run.durable import check_writable
 from grpo.settings import Problems, Settings, load_settings
-from grpo.tasks.tes.record import check_writable
 
 EXAMPLE = "Which one? Answer [0] or [1]."
 ANSWER = ("action", "completion")  # columns of an answer, behind those of its row

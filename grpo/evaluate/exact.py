@@ -21,11 +21,7 @@ BATCH_TOKENS = 4096  # that go through the model at once
 
 @torch.no_grad()
 def answer_probabilities(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str],
-    temperature: float,
-    actions: int,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], temperature: float, actions: int
 ) -> np.ndarray:
     """(N, K): the probability of ANSWER for each of K `actions` after each of N prompts, sampled at `temperature`; at 0
     the greedy answer's is 1. What is left of 1 is no such answer. `model`: a gpt-oss, its adapter inside or not; it is

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import re
 from collections.abc import Hashable, Mapping, Sequence
@@ -17,19 +16,14 @@ from grpo.data.files import Row, data_fingerprint
 from grpo.data.scoring import FINAL, GARBAGE, Completion, completion_rates, score, total, tried_text
 from grpo.evaluate.exact import answer_probabilities
 from grpo.learn.trainer import Trainer
-from grpo.run.durable import is_intact, read_sealed, sealed, write_text
+from grpo.run.durable import is_intact, read_sealed, write_sealed
 from grpo.settings import log
 
 DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 
 
 def generate_completions(
-    trainer: Trainer,
-    prompts: Sequence[str],
-    samples: int,
-    base: bool,
-    step: int = 0,
-    temperature: float | None = None,
+    trainer: Trainer, prompts: Sequence[str], samples: int, base: bool, step: int = 0, temperature: float | None = None
 ) -> list[list[int]]:
     """Token ids of one completion for each prompt, generated as the rollouts are (same engine and length) at `temperature`
     (None: EVAL_TEMPERATURE, 0: greedily). The seed is that of `step`, before as after training. `base`: without the adapter."""
@@ -189,6 +183,6 @@ def measure_rewards(trainer: Trainer, rows: Sequence[Row], exact: bool, base: bo
         if any(None not in pair for pair in zip(*scores, strict=True)):
             results["difference"] = rewards.paired_difference(*scores, [day_of(row) for row in rows])
         told = f"\n{table(results)}\n"
-    write_text(path, json.dumps(sealed(results), indent=2) + "\n")
+    write_sealed(path, results)
     log.info("%s", told)
     return results

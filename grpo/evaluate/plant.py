@@ -12,22 +12,12 @@ from grpo.data.prompts import render
 from grpo.evaluate.heldout import exact_probabilities, generate_completions
 from grpo.learn.trainer import Trainer
 from grpo.preflight.checks import Preflight
-from grpo.run.durable import is_intact, sealed
+from grpo.run.durable import is_intact, write_sealed
 from grpo.settings import log
 from grpo.tasks.tes.closed_loop import DECISIONS
 from grpo.tasks.tes.plant import Plant
 from grpo.tasks.tes.prompts import renderer
-from grpo.tasks.tes.record import (
-    GREEDY,
-    Record,
-    keep_models,
-    new_record,
-    run_exact,
-    run_model,
-    sampling_of,
-    table,
-    write_record,
-)
+from grpo.tasks.tes.record import GREEDY, Record, keep_models, new_record, run_exact, run_model, sampling_of, table
 
 CLOSED_LOOP = "closed_loop.json"
 
@@ -81,7 +71,7 @@ def measure_closed_loop(check: Preflight, trainer: Trainer, base: bool) -> Recor
     name, record = "base" if base else "trained", plant_record(check, trainer)
     if not {name, name + GREEDY} <= record["totals"].keys():
         run_plant(check, trainer, record, name)
-    write_record(sealed(record), trainer.run.folder / CLOSED_LOOP)
+    write_sealed(trainer.run.folder / CLOSED_LOOP, record)
     regret = record["totals"][name]["regret_percent"]
     shown = "" if regret is None else f": regret {regret:.1f} % of the optimum's priced CO2"
     log.info("closed loop, %s model%s (%.1f s)", name, shown, time.perf_counter() - started)

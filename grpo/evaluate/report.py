@@ -26,6 +26,7 @@ from grpo.evaluate.run_data import (
     spread,
 )
 from grpo.run.hub import short
+from grpo.settings import described
 from grpo.tasks.tes.closed_loop import RULES
 
 MOST_WINDOWS = 3  # of the closed loop that get a figure
@@ -39,9 +40,8 @@ class Section:
     notes: list[str] = field(default_factory=list)
     pictures: list[Picture] = field(default_factory=list)
     tables: list[tuple[list[str], list[list[str]], str]] = field(default_factory=list)  # header, rows, text below
-    examples: dict[str, pandas.DataFrame] = field(
-        default_factory=dict
-    )  # rows of completions.csv by what is shown of them
+    # Rows of completions.csv by what is shown of them.
+    examples: dict[str, pandas.DataFrame] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
 
 
@@ -53,9 +53,7 @@ def curves_section(run: Run) -> Section:
         section.missing.append(f"A curve needs two steps, and there {'is one' if run.steps else 'is none'} so far.")
     else:
         lines = {"reward": run.evaluation}
-        if (
-            run.rewards != "action" and "oracle" in run.evaluation
-        ):  # evaluation.json has rewards of the CSV: on another scale
+        if run.rewards != "action" and "oracle" in run.evaluation:  # which has rewards of the CSV: on another scale
             lines = {}
             section.missing.append(f"The reward curve does not show what other policies earn: it is of REWARDS={run.rewards}, theirs is of the CSV.")  # fmt: skip
         section.pictures += [figures.curve(run.metrics, file, lines.get(file, {})) for file in known if known[file]]
@@ -167,7 +165,7 @@ def guarded(make: Callable[[Run], Section], run: Run) -> Section:
         return make(run)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         title = {"plant_section": "Closed loop", "heldout_section": "Held-out prompts"}.get(make.__name__, "A section")
-        return Section(title, missing=[f"{title} is left out: its data is not as expected ({type(error).__name__}: {str(error)[:200]})."])  # fmt: skip
+        return Section(title, missing=[f"{title} is left out: its data is not as expected ({described(error)})."])  # fmt: skip
 
 
 def judged(low: float, high: float) -> str:
@@ -228,11 +226,9 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
     if part(run.evaluation, "before"):
         measured = [one for key in ("before", "after") if (one := part(run.evaluation, key))]
         random, constant, oracle = (spread(run.evaluation, key) for key in ("random", "constant", "oracle"))
-        note = (
-            f"random {random}, best constant {constant}, oracle {oracle}"
-            if oracle != "-"
-            else f"of REWARDS={run.rewards}"
-        )
+        note = f"random {random}, best constant {constant}, oracle {oracle}"
+        if oracle == "-":
+            note = f"of REWARDS={run.rewards}"
         found.append(("Held-out reward", over(measured, "reward", ".3f"), note))
     if models := [one for name in ("base", "trained") if (one := part(run.closed_loop, "totals", name))]:
         optimum = number(part(run.closed_loop, "totals", "optimum").get("co2_kg"))

@@ -137,13 +137,8 @@ def spread(result: Mapping[str, Any], name: str, digits: str = ".3f", label: str
 
 
 FUNCTIONS_HEADER = [
-    "Reward function",
-    "First steps",
-    "Last steps",
-    "Held out, base",
-    "Held out, trained",
-    "Trained, greedy",
-]
+    "Reward function", "First steps", "Last steps", "Held out, base", "Held out, trained", "Trained, greedy",
+]  # fmt: skip
 
 
 def function_rows(metrics: pandas.DataFrame, evaluation: Mapping[str, Any], steps: int) -> list[list[str]]:
@@ -285,11 +280,8 @@ class Run:
         for step, when, who in ((0, "before", "base"), (self.steps, "after", "trained")):
             if len(found) and step not in found.index:
                 plant = part(self.closed_loop, "totals", who)
-                values = (
-                    part(self.evaluation, when).get("reward"),
-                    plant.get("regret_percent"),
-                    plant.get("unserved_kwh"),
-                )
+                reward = part(self.evaluation, when).get("reward")
+                values = reward, plant.get("regret_percent"), plant.get("unserved_kwh")
                 found.loc[step] = [number(value) for value in values]
         return found.dropna(how="all").sort_index()
 

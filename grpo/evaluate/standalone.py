@@ -31,6 +31,7 @@ from grpo.preflight.memory import plan_engine
 from grpo.rollout.engine import EngineError, start_engine
 from grpo.rollout.prefill import shared_prefill
 from grpo.run.best import adapter_fault
+from grpo.run.durable import check_writable, write_text
 from grpo.settings import InputError, Problems, Settings, load_settings, show
 from grpo.tasks.tes import record as tes_record
 from grpo.tasks.tes.plant import Plant
@@ -200,7 +201,7 @@ def evaluate_adapter(options: argparse.Namespace) -> tuple[dict[str, Any], Path]
     check_adapter(adapter, problems)
     path = options.out or (adapter or Path()) / CLOSED_LOOP
     if options.out or not problems:  # a folder that is no adapter's has been told already
-        tes_record.check_writable(path, problems)
+        check_writable(path, problems)
     profiles, cases = read_profiles(options, problems)
     machine = read_machine()
     files = check_model(s, machine, problems)
@@ -254,6 +255,6 @@ def evaluate_adapter(options: argparse.Namespace) -> tuple[dict[str, Any], Path]
                 return model.ask(rows, sampling_seed(s.SEED, hour + 1, "evaluation"), base, greedy)
 
             tes_record.run_model(record, name + tes_record.GREEDY * greedy, cases, ask, render_state)
-        tes_record.write_record(record, path)
+        write_text(path, json.dumps(record, indent=1) + "\n")
         print(f"{name}: {time.perf_counter() - started:.1f} s", flush=True)
     return record, path

@@ -20,6 +20,7 @@ from grpo.model.attention import attention_masks, install_attention
 from grpo.model.packing import pack_batch
 from grpo.preflight.choices import ATTENTION
 from grpo.preflight.machine import FLASH_PACKAGES, installed_versions
+from grpo.settings import described
 
 # Largest relative error in the 2-norm, by the type of the inputs. BF16: five times its unit roundoff (2^-8). Eager attention,
 # which rounds scores and probabilities to BF16, comes to 0.006, and to 0.012 for sinks; a window that is off by one to 0.09.
@@ -161,7 +162,7 @@ def bench_attention(options: argparse.Namespace) -> int:
         try:
             measure(attention, inputs, bound, figures, failed)
         except Exception as error:  # one that fails must not take the others' figures with it
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            reason = described(error)
             figures.append(figure(f"{attention}_usable", 0, "", reason))
             if not isinstance(error, ImportError):  # a package that is not here is no failure
                 failed.append(f"{attention}: {reason}")

@@ -20,7 +20,7 @@ import torch
 
 from grpo.measure import hostile_input, kills
 from grpo.measure.forks import Campaign, Found, fresh_folder, tasks_done
-from grpo.measure.record import figure, save, short, tabled
+from grpo.measure.record import figure, save, short, tabled, write
 
 KILLS = """
 kills_runs | runs | killed at a random moment and continued by the same command until complete; {asked} asked for
@@ -137,7 +137,7 @@ def bench_reliability(options: argparse.Namespace) -> int:
     began, told, written, made = time.monotonic(), 0.0, 0.0, []
     until = began + options.minutes * 60
     command = " ".join(["python", "scripts/reliability.py", *map(short, sys.argv[1:])])
-    every, short_of = [], False
+    findings, short_of = 0, False
     for name in options.part:
         part, found, done = PARTS[name], Found(), 0
         if part.able and not part.able():
@@ -167,9 +167,8 @@ def bench_reliability(options: argparse.Namespace) -> int:
         made += figures_of(name, found, len(numbers), options.jobs)
         made.append(figure(f"{name}_minutes", (time.monotonic() - start) / 60, "min"))
         save(Path(options.out), made, command)
-        every += [(name, *one) for one in found.findings]
+        findings += len(found.findings)
         short_of |= done < len(numbers)
-    for one in made:
-        print(f"{one['name']:<28} {one['value']:>14,.6g} {one['unit']:<12} {one['note']}")
-    print(f"written: {options.out}; {len(every)} found", flush=True)
-    return 1 if every else 3 if short_of else 0
+    write(Path(options.out), made, command)
+    print(f"{findings} found", flush=True)
+    return 1 if findings else 3 if short_of else 0

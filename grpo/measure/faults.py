@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import pandas
-import torch
 
 from grpo.learn import trainer as learner
 from grpo.learn.trainer import Trainer
 from grpo.measure.forks import fresh_folder
 from grpo.measure.record import BENCH, NOISE, SCRIPT, figure, shown, write
-from grpo.measure.watched import intercept
+from grpo.measure.watched import intercept, occupy
 from grpo.rollout.engine import Engine
 from grpo.run.folder import last_checkpoint
 
@@ -43,18 +42,8 @@ FAULTS = (
 SAVE_EVERY, COMPLETIONS = 2, 16
 CRITICAL = " C train_grpo: "  # in a line of training.log
 # How -> the exit codes that it may come to, and what the run's last words, those that it logs as critical, then hold.
-EXPECTED = {
-    "kill": ((-signal.SIGKILL,), ""),
-    "memory": ((1, 4), "memory"),
-    "dying": ((4,), "EngineCore died"),
-}
-SPARE = 32 << 20  # bytes that a full GPU has left
-
-
-def fill_gpu() -> torch.Tensor:
-    """A tensor of all of the GPU's free memory but SPARE."""
-    torch.cuda.empty_cache()
-    return torch.empty(max(0, torch.cuda.mem_get_info()[0] - SPARE), dtype=torch.uint8, device="cuda")
+EXPECTED = {"kill": ((-signal.SIGKILL,), ""), "memory": ((1, 4), "memory"), "dying": ((4,), "EngineCore died")}
+SPARE_GIB = 1 / 32  # that a full GPU has left
 
 
 class Fault:
@@ -74,7 +63,7 @@ class Fault:
             if self.how == "kill":
                 threading.Timer(PHASES[self.phase][2], os.kill, (os.getpid(), signal.SIGKILL)).start()
             elif self.how == "memory":
-                self.filling = fill_gpu()
+                self.filling = occupy(SPARE_GIB)
             elif self.how == "dying":
                 given[0].llm.generate = lambda *_, **__: (_ for _ in ()).throw(RuntimeError("EngineCore died"))
         return real(*given, **named)

@@ -11,7 +11,6 @@ import torch
 from grpo.measure import watched
 from grpo.measure.record import shown, steps_of, tabled, write
 from grpo.measure.rollout import hf_tokens_per_second
-from grpo.measure.step import occupy
 
 CARD_GIB, TOKENS = 22.0, 512
 GENERATE = """
@@ -29,7 +28,7 @@ def bench_generate(options: argparse.Namespace) -> int:
     """W1 without vLLM in this process, with CARD_GIB of the card, and transformers' own generate. Returns the exit code."""
     memory = watched.PeakMemory()  # before this process touches the GPU
     context = memory.before - torch.cuda.mem_get_info()[0] / 2**30
-    ballast = occupy(CARD_GIB - context)
+    ballast = watched.occupy(CARD_GIB - context)
     with watched.kept_trainers() as trainers, memory:
         if code := watched.run_w1(options, USE_VLLM=0, EXPERTS="mxfp4", MAX_COMPLETION_LEN=TOKENS):
             return code

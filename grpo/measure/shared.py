@@ -19,7 +19,6 @@ from torch import Tensor
 
 from grpo.measure import watched
 from grpo.measure.record import figure, shown, steps_of, tabled, write
-from grpo.measure.step import occupy
 from grpo.model import load as model_load
 from grpo.model.experts import dequantize_mxfp4, expert_weights
 from grpo.model.load import TABLES, QuantizedExperts, tables_of
@@ -220,7 +219,7 @@ def bench_shared(options: argparse.Namespace) -> int:
     bad = 0
     for child in (one for one in CHILDREN if one in chosen):
         left = CHILDREN[child][1]
-        ballast = occupy(left) if left else None
+        ballast = watched.occupy(left) if left else None
         bad += watched.run_child(options, child) != 0
         del ballast
         torch.cuda.empty_cache()

@@ -19,6 +19,7 @@ from grpo.measure import watched
 from grpo.measure.record import read_json, shown, steps_of, tabled, write
 from grpo.measure.trl_path import compare_step, trl_learning
 from grpo.preflight.hub import count_parameters
+from grpo.preflight.memory import Plan
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense BF16, from the data sheets
 LONGEST = 4000  # tokens of a completion
@@ -87,19 +88,16 @@ def real_lengths(path: Path, model: str) -> list[int]:
     return [len(encoding.ids) for encoding in tokenizer.encode_batch(list(texts))]
 
 
-def run_figures(run: Path, job_peak: float) -> dict[str, Any]:
-    """What the run's own files tell, and its plan beside the job's peak in GiB."""
-    steps, plan = steps_of(run)[1:], read_json(run / "settings.json")["choices"]["plan"]
-    engine = plan["engine"]
-    awake = engine["weights"] + engine["scratch"] + engine["cache"]
-    planned = plan["weights"] + plan["adapter"] + max(awake, plan["learning"] + engine["asleep"])
+def run_figures(run: Path, plan: Plan, job_peak: float) -> dict[str, Any]:
+    """What the run's metrics tell, and its plan beside the job's peak in GiB."""
+    steps = steps_of(run)[1:]
     names = ("step_s", "rollout_s", "wake_s", "handover_s", "sleep_s", "reward_s")
     return {
         **{f"w1_{name}": steps[name].mean() for name in names},
         "rollout_tok_s": steps.rollout_tokens_per_s.mean(),
         "job_peak_gib": job_peak,
-        "plan_error": planned / job_peak - 1,
-        "micro_batch": plan["micro_batch"],
+        "plan_error": plan.peak / job_peak - 1,
+        "micro_batch": plan.micro_batch,
     }
 
 
@@ -149,7 +147,7 @@ def step_child(options: argparse.Namespace) -> int:
     (trainer,), (batch,) = trainers, batches
     config = read_json(Path(options.model) / "config.json")
     trainer.model.train()
-    found |= run_figures(Path(options.run), memory.peak) | w1_learning(trainer, batch, config)
+    found |= run_figures(Path(options.run), trainer.run.plan, memory.peak) | w1_learning(trainer, batch, config)
     watched.keep(options, found)
     if not full:
         return 0
@@ -167,12 +165,6 @@ def step_child(options: argparse.Namespace) -> int:
     return 0
 
 
-def occupy(leave_gib: float) -> torch.Tensor:
-    """All of the GPU's memory but for `leave_gib`, until the tensor is deleted."""
-    room = torch.cuda.mem_get_info()[0] - int(leave_gib * 2**30)
-    return torch.empty(max(0, room), dtype=torch.uint8, device="cuda")
-
-
 def bench_step(options: argparse.Namespace) -> int:
     """Two children, BF16 and packed experts; with the packed ones all but 40 GiB of the card is occupied."""
     if options.child:
@@ -180,7 +172,7 @@ def bench_step(options: argparse.Namespace) -> int:
     results: dict[str, dict[str, Any]] = {}
     for child in ("bf16", "mxfp4"):
         if options.only in (None, child):
-            ballast = occupy(40.0) if child == "mxfp4" else None
+            ballast = watched.occupy(40.0) if child == "mxfp4" else None
             code = watched.run_child(options, child)
             del ballast
             if code:

@@ -144,14 +144,21 @@ class PeakMemory(threading.Thread):
         self.join()
 
 
+def occupy(leave_gib: float) -> torch.Tensor:
+    """All of the GPU's memory but for `leave_gib`, until the tensor is deleted."""
+    torch.cuda.empty_cache()
+    room = torch.cuda.mem_get_info()[0] - int(leave_gib * 2**30)
+    return torch.empty(max(0, room), dtype=torch.uint8, device="cuda")
+
+
 # ---- A step on given tokens ----
 
 
-def padded_batch(trainer: Trainer, lengths: list[int], group: int = 8) -> dict[str, torch.Tensor]:
+def padded_batch(trainer: Trainer, lengths: list[int]) -> dict[str, torch.Tensor]:
     """A step's batch as TRL pads it, (B, P) and (B, C), with random completions of these lengths behind the run's first
-    prompts, `group` to a prompt."""
+    prompts, eight to a prompt."""
     rows = trainer.run.rows
-    prompts = [rows[i // group % len(rows)].prompt for i in range(len(lengths))]
+    prompts = [rows[i // 8 % len(rows)].prompt for i in range(len(lengths))]
     padded = trainer.processing_class(text=prompts, padding=True, padding_side="left", return_tensors="pt")
     generator, shape = torch.Generator().manual_seed(0), (len(lengths), max(lengths))
     batch = {

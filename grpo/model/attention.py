@@ -16,6 +16,7 @@ from transformers.integrations.hub_kernels import load_and_register_attn_kernel
 
 from grpo.model.packing import PackedBatch, may_attend
 from grpo.preflight.machine import FLASH_PACKAGES
+from grpo.settings import described
 
 
 def attention_masks(
@@ -164,9 +165,8 @@ def unusable_attention(attention: str) -> str | None:
     try:
         load()
     except Exception as error:  # a missing module, a missing function, a library built for another torch
-        text = " ".join(f"{type(error).__name__}: {error}".split())
         fix = f"{fix}, or set ATTN_IMPL=torch_flash"
-        return f"ATTN_IMPL: {attention} was chosen, but {package} cannot be used ({text}). {fix}"
+        return f"ATTN_IMPL: {attention} was chosen, but {package} cannot be used ({described(error)}). {fix}"
     return None
 
 

@@ -21,7 +21,8 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, GptOssConfig, GptOssForCausalLM, PreTrainedTokenizerFast
 
 from grpo.model.gptoss_format import BLOCK, BOS, EOS, PAD, SPECIAL_TOKENS, STOP_TOKENS, ModelError, Shape, config_dict
-from grpo.preflight.hub import WEIGHTS_INDEX, _is_checkpoint, count_parameters
+from grpo.preflight.hub import WEIGHTS_INDEX, count_parameters
+from grpo.run.durable import read_json
 
 DTYPES = {torch.bfloat16: "BF16", torch.uint8: "U8"}  # safetensors' names
 SHARD_BYTES = 4 * 2**30
@@ -34,6 +35,11 @@ def require_space(where: Path, needed: int) -> None:
     if free < needed:
         what = f"{where} needs {needed / 2**30:.2f} GiB and {existing} has {free / 2**30:.2f} GiB free"
         raise ModelError(f"{what}: free some space, or choose another folder")
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether there is the config.json of a gpt-oss."""
+    return read_json(path / "config.json", (OSError, ValueError)).get("model_type") == "gpt_oss"
 
 
 @contextlib.contextmanager
@@ -49,7 +55,7 @@ def new_directory(out: Path, force: bool) -> Iterator[Path]:
     if occupied and not force:
         fix = "move it away, choose another folder, or use --force"
         raise ModelError(f"{out} exists and is not empty: {fix}")
-    if occupied and not _is_checkpoint(out):
+    if occupied and not is_checkpoint(out):
         raise ModelError(f"{out} exists and holds no gpt-oss checkpoint, so it is not replaced: move it away")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -171,7 +177,7 @@ def check_checkpoint(directory: Path) -> dict[str, int]:
     Raises:
         ModelError: naming the first ten differences, None for what is absent, or the file that cannot be read.
     """
-    if not _is_checkpoint(directory):
+    if not is_checkpoint(directory):
         raise ModelError(f"{directory} holds no config.json of model_type gpt_oss")
     found, where, files = {}, {}, sorted(directory.glob("*.safetensors"))
     for path in files:
@@ -193,6 +199,6 @@ def check_checkpoint(directory: Path) -> dict[str, int]:
     if problems:
         what = f"{directory} is not a complete gpt-oss checkpoint, {len(problems)} problems: "
         raise ModelError(what + "; ".join(problems[:10]))
-    parameters = count_parameters(json.loads((directory / "config.json").read_text(encoding="utf-8")))["total"]
+    parameters = count_parameters(read_json(directory / "config.json"))["total"]
     size = sum(tensor.nbytes for tensor in tensors.values())
     return {"tensors": len(found), "files": len(files), "bytes": size, "parameters": parameters}

@@ -28,9 +28,8 @@ NAMES = {
 }  # fmt: skip
 
 Read = Callable[[str], torch.Tensor]  # a tensor of the checkpoint by its name
-Part = tuple[
-    str, int, list[int], Callable[[], torch.Tensor]
-]  # name in GGUF, type, shape in elements, maker of its bytes
+# Name in GGUF, type, shape in elements, maker of its bytes.
+Part = tuple[str, int, list[int], Callable[[], torch.Tensor]]
 
 
 def ggml_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -52,11 +51,9 @@ def parts(shapes: Mapping[str, Sequence[int]], read: Read) -> Iterator[Part]:
             dtype = torch.float32 if exact else torch.bfloat16
             yield target, F32 if exact else BF16, list(shape), lambda n=name, d=dtype: read(n).to(d)
         elif not kind.endswith("_scales"):
-            one = (
-                [("down", slice(None))]
-                if kind.startswith("down")
-                else [("gate", slice(0, None, 2)), ("up", slice(1, None, 2))]
-            )
+            one = [("gate", slice(0, None, 2)), ("up", slice(1, None, 2))]
+            if kind.startswith("down"):
+                one = [("down", slice(None))]
             for which, rows in one:
                 target, count = f"{block}ffn_{which}_exps", shape[1] // len(one)
                 if kind.endswith("_bias"):

@@ -88,9 +88,9 @@ def initial_numbers(model: GptOssForCausalLM, tokenizer: Tokenizer) -> None:
     model.model.embed_tokens.weight[list(found)] += table
 
 
-def initial_heads(model: GptOssForCausalLM, distances: Sequence[Sequence[int]], sharpness: float = 5.0) -> None:
+def initial_heads(model: GptOssForCausalLM, distances: Sequence[Sequence[int]]) -> None:
     """Let the heads of the first sliding layers look back by `distances`, the tokens of each head, layer after layer (fewer
-    than heads are repeated; none leaves a layer as it is). `sharpness` is how far the logit falls one token beside the peak.
+    than heads are repeated; none leaves a layer as it is).
 
     A number must know which word stands before it before anything can find it; from random weights, heads that do that
     are the slowest thing to appear. The biases of q and k lie in the fast-turning pairs of RoPE, the key's at angle 0, the
@@ -100,7 +100,7 @@ def initial_heads(model: GptOssForCausalLM, distances: Sequence[Sequence[int]], 
     pairs = [n for n in range(size // 2) if rotary.inv_freq[n] > 0.08]
     turns = rotary.inv_freq[pairs].float()
     fall = (1 - turns.cos()).sum() * rotary.attention_scaling**2 / math.sqrt(size)
-    length = (sharpness / fall).sqrt()
+    length = (5.0 / fall).sqrt()  # the logit falls by 5 one token beside the peak
     with torch.no_grad():
         for layer, back in zip(model.model.layers[0::2], distances, strict=False):
             if not back:

@@ -121,9 +121,9 @@ class Rows:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def batch(self, picked: torch.Tensor, multiple: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(self, picked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(ids (B, T), lengths (B,)) of rows; T is a multiple of 8, as attention kernels want their masks."""
         lengths = self.lengths[picked]
-        columns = -(-int(lengths.max()) // multiple) * multiple
+        columns = -(-int(lengths.max()) // 8) * 8
         ids = self.ids[picked, :columns].long()
         return torch.nn.functional.pad(ids, (0, columns - ids.shape[1])), lengths

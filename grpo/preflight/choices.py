@@ -66,10 +66,8 @@ def choose_sync(requested: str | None, experts: bool) -> tuple[str, str]:
     if requested is not None:
         return requested, "set by ROLLOUT_SYNC"
     if experts:
-        return (
-            "lora",
-            "LORA_TARGETS names experts, whose weights vLLM keeps in four bits: nothing can be merged into them",
-        )
+        why = "LORA_TARGETS names experts, whose weights vLLM keeps in four bits: nothing can be merged into them"
+        return "lora", why
     return "merge", "faster than lora, which only experts in LORA_TARGETS need"
 
 

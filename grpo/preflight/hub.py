@@ -199,9 +199,3 @@ def checkpoint_gib(model_id: str, files: ModelFiles) -> float:
     """Size of the checkpoint's weights in GiB; that of the official one at least, until a download is whole."""
     found, whole = downloaded_gib(files), files.folder and not missing_shards(files.folder)
     return found if whole and model_id != REAL_MODEL else max(found, DOWNLOAD_GIB)
-
-
-def _is_checkpoint(path: Path) -> bool:
-    with contextlib.suppress(OSError, ValueError):
-        return read_json(path / "config.json").get("model_type") == "gpt_oss"
-    return False

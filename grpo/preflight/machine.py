@@ -114,9 +114,7 @@ def installed_versions(names: Iterable[str]) -> dict[str, str | None]:
     return versions
 
 
-def check_packages(
-    settings: Settings, versions: Mapping[str, str | None], problems: Problems, use_vllm: bool = False
-) -> None:
+def check_packages(settings: Settings, versions: Mapping[str, str | None], problems: Problems, use_vllm: bool) -> None:
     """Every package is there in a tested version; the chosen FlashAttention is installed."""
     for name, (oldest, untested) in (TESTED | (TESTED_VLLM if use_vllm else {})).items():
         if (version := versions.get(name)) is None:

@@ -58,11 +58,8 @@ def peft_targets(targets: str) -> dict[str, Any]:
 def sizes(config: Mapping[str, Any]) -> dict[str, tuple[int, int, int]]:
     """(matrices, inputs, outputs) of what can be adapted in a layer of the model with this config.json."""
     hidden, head, inner = config["hidden_size"], config["head_dim"], config["intermediate_size"]
-    queries, keys, experts = (
-        config["num_attention_heads"] * head,
-        config["num_key_value_heads"] * head,
-        config["num_local_experts"],
-    )
+    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    experts = config["num_local_experts"]
     ends = (1, hidden, queries), (1, hidden, keys), (1, hidden, keys), (1, queries, hidden)
     ends += (experts, hidden, 2 * inner), (experts, inner, hidden)
     return dict(zip((*LINEAR_MODULES, *EXPERT_PARAMETERS), ends, strict=True))

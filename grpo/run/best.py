@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo.run.durable import MANIFEST, file_sha256, read_sealed, sealed, write_text
+from grpo.run.durable import MANIFEST, file_sha256, read_sealed, write_sealed
 from grpo.run.place import ADAPTER, BEST, COMPLETE, unused
 
 Record = dict[str, Any]  # best.json
@@ -87,7 +86,7 @@ def keep_best(
         record["in_words"] = in_words(record)
         replace_best(folder, lambda new: save(new, record), record)
     else:
-        write_text(folder / BEST / "best.json", json.dumps(sealed(record), indent=1) + "\n")
+        write_sealed(folder / BEST / "best.json", record)
     return record
 
 
@@ -99,7 +98,7 @@ def replace_best(folder: Path, save: Callable[[Path], None], record: Record) -> 
         new.mkdir()
         save(new)
         record["adapter_sha256"] = file_sha256(new / ADAPTER)
-        write_text(new / "best.json", json.dumps(sealed(record), indent=1) + "\n")  # last: with it the folder is whole
+        write_sealed(new / "best.json", record)  # last: with it the folder is whole
     except Exception:  # a full disk has no room for a part of it
         shutil.rmtree(new, ignore_errors=True)
         raise

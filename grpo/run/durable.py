@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo.settings import log
+from grpo.settings import Problems, log
 
 MANIFEST = "manifest.json"  # of a checkpoint: its last file
 SEAL = "sha256"  # key of a JSON record: the checksum of all its others
@@ -64,6 +64,17 @@ def write_text(path: Path, text: str) -> None:
         file.write(text)
 
 
+def check_writable(path: Path, problems: Problems) -> None:
+    """Add a problem where `write_text` could not write `path`. Tried, because permission bits do not tell all of it."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        half_of(path).touch()
+        half_of(path).unlink()
+    except OSError as error:
+        problems.add(str(path), f"cannot be written: {error.strerror}", "Name another --out, in a folder that exists")
+
+
 def checksum(record: Mapping[str, Any]) -> str:
     """SHA-256 of what a JSON file of `record` says, however it is laid out."""
     return hashlib.sha256(json.dumps(json.loads(json.dumps(record)), sort_keys=True).encode()).hexdigest()
@@ -85,6 +96,11 @@ def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
     """A JSON record with its own checksum, for `read_sealed`."""
     plain = {name: value for name, value in record.items() if name != SEAL}
     return plain | {SEAL: checksum(plain)}
+
+
+def write_sealed(path: Path, record: Mapping[str, Any]) -> None:
+    """Write a JSON record with its own checksum, whole or not at all."""
+    write_text(path, json.dumps(sealed(record), indent=1) + "\n")
 
 
 def read_sealed(path: Path) -> dict[str, Any]:
@@ -144,7 +160,7 @@ def finish_checkpoint(
     paths = [path for path in sync_files(checkpoint) if path.name != MANIFEST]
     files = {str(path.relative_to(checkpoint)): file_sha256(path) for path in paths}
     record = {"files": files, "logs": {name: list(header) for name, header in logs.items()}, "ends": dict(ends or {})}
-    write_text(checkpoint / MANIFEST, json.dumps(sealed(record), indent=1) + "\n")
+    write_sealed(checkpoint / MANIFEST, record)
     sync(checkpoint)
     sync(checkpoint.parent)
 
@@ -155,7 +171,7 @@ def forget_end(log_path: Path) -> None:
         with contextlib.suppress(OSError, ValueError):
             record = read_sealed(path)
             if record.get("ends", {}).pop(log_path.name, None):
-                write_text(path, json.dumps(sealed(record), indent=1) + "\n")
+                write_sealed(path, record)
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any] | None:

@@ -19,16 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo.data.files import Row, data_fingerprint, find_files
 from grpo.run.best import best_fault
-from grpo.run.durable import (
-    damage,
-    file_sha256,
-    matches,
-    read_manifest,
-    read_sealed,
-    sealed,
-    sync_files,
-    write_text,
-)
+from grpo.run.durable import damage, file_sha256, matches, read_manifest, read_sealed, sync_files, write_sealed
 from grpo.run.log_rows import LogRows, read_log
 from grpo.run.place import (
     ADAPTER,
@@ -143,8 +134,7 @@ def last_checkpoint(folder: Path) -> tuple[int, Path | None]:
 def mark_complete(folder: Path, steps: int) -> None:
     """Say that a run has all its `steps`, and which adapter it came to, once all that it left is on the disk."""
     sync_files(folder)
-    record = {"steps": steps, "adapter_sha256": file_sha256(folder / ADAPTER)}
-    write_text(folder / COMPLETE, json.dumps(sealed(record)) + "\n")
+    write_sealed(folder / COMPLETE, {"steps": steps, "adapter_sha256": file_sha256(folder / ADAPTER)})
 
 
 def rotate_checkpoints(folder: Path, limit: int) -> None:
@@ -352,7 +342,7 @@ def prepare_run(run: RunState, settings: Settings, records: Mapping[str, Mapping
     for log in read_logs(folder, run.step, run.checkpoint, settings.completions_per_step).values():
         log.write()
     for name, record in records.items():
-        write_text(folder / name, json.dumps(sealed(record), indent=2) + "\n")
+        write_sealed(folder / name, record)
 
 
 def retire_checkpoint(checkpoint: Path) -> None:

@@ -69,11 +69,8 @@ METRICS = {
 }  # fmt: skip
 # Behind them stands, named by `function_column`, the unweighted mean of each reward function.
 NUMBERS = METRICS.keys() - {"step", "time"}  # columns of numbers
-EVALUATED = (
-    "heldout_reward",
-    "plant_regret",
-    "plant_unserved_kwh",
-)  # empty in most steps; logs of older runs lack them
+# Empty in most steps; logs of older runs lack them.
+EVALUATED = ("heldout_reward", "plant_regret", "plant_unserved_kwh")
 # Every column of completions.csv, in order.
 COMPLETIONS = {
     "step": ("steps", "Optimizer step that the completion was sampled for."),

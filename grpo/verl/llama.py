@@ -20,7 +20,7 @@ CHAT = (
 )
 
 
-def write_llama(out: Path, tokenizer: Path, hidden: int = 256, layers: int = 4, seed: int = 0) -> int:
+def write_llama(out: Path, tokenizer: Path, hidden: int, layers: int) -> int:
     """Writes a Llama of `layers` layers and width `hidden` in BF16 to the folder `out`, with the tokenizer in the folder
     `tokenizer` (tokenizer.json or .json.xz, tokenizer_config.json, perhaps chat_template.jinja); returns its parameters.
     Raises ModelError or OSError for a tokenizer that cannot be read."""
@@ -31,7 +31,7 @@ def write_llama(out: Path, tokenizer: Path, hidden: int = 256, layers: int = 4, 
     )
     words.pad_token = words.pad_token or words.eos_token
     words.chat_template = told.get("chat_template") or CHAT
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(words),
         hidden_size=hidden,

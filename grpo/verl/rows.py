@@ -95,12 +95,8 @@ def prepare(environ: Mapping[str, str], steps: Collection[str], gpus: int) -> Pr
         what = f"{settings.PROMPTS_PER_STEP} cannot be shared by {gpus} GPUs"
         problems.add("PROMPTS_PER_STEP", what, f"Set a multiple of {gpus}, or fewer --gpus")
     model, template = read_model(settings.MODEL_ID, problems)
-    rows, eval_rows, specs, told = (
-        read_rows("DATA", settings.DATA, problems, settings.SYSTEM_PROMPT),
-        [],
-        [],
-        Problems(),
-    )
+    rows, eval_rows = read_rows("DATA", settings.DATA, problems, settings.SYSTEM_PROMPT), []
+    specs, told = [], Problems()
     if {"ppo", "grpo"} & set(steps):
         if settings.EVAL_SAMPLES:
             eval_rows = read_rows("EVAL_DATA", settings.EVAL_DATA, problems, settings.SYSTEM_PROMPT)

@@ -107,7 +107,7 @@ def test_a_kill_while_the_best_is_replaced_loses_nothing(tmp_path, at, monkeypat
     renames = iter([None, killed] if at == "second rename" else [killed])
     rename = type(tmp_path).rename
     if at == "write":
-        monkeypatch.setattr("grpo.run.best.write_text", killed)
+        monkeypatch.setattr("grpo.run.best.write_sealed", killed)
     elif "rename" in at:
         monkeypatch.setattr(type(tmp_path), "rename", lambda *given: (next(renames) or rename)(*given))
     with pytest.raises(KeyboardInterrupt):

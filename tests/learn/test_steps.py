@@ -7,7 +7,7 @@ import contextlib
 
 import pytest
 import torch
-from trainers import make, plain_float32, plain_trl, seed_weights, uniform
+from trainers import make, plain_float32, plain_trl, seed_weights, step_of
 
 from grpo.learn.trainer import Trainer
 from grpo.settings import FIELDS
@@ -16,17 +16,6 @@ pytestmark = pytest.mark.numeric
 
 STEPS, PROMPTS, GROUP = 5, 2, 4
 COMPARED = ("loss", "grad_norm", "reward", "reward_std", "frac_reward_zero_std", "kl", "completions/clipped_ratio")
-
-
-def step_of(trainer, step):
-    """Completions (lists of tokens, one in three truncated) and what an engine says of them, around -6.5 nats, one token
-    unknown: the same whoever asks."""
-    generator, (stop, *_) = torch.Generator().manual_seed(step), trainer.eos_token_ids
-    lengths = torch.randint(2, 9, (PROMPTS * GROUP,), generator=generator).tolist()
-    ids = [torch.randint(3, 500, (n,), generator=generator).tolist() for n in lengths]
-    logps = [(-6.5 + 0.3 * uniform(generator, n)).float().tolist() for n in lengths]
-    logps[0][1] = None
-    return [row[:-1] + [stop] * (i % 3 > 0) + row[-1:] * (i % 3 == 0) for i, row in enumerate(ids)], logps
 
 
 def reward(completion_ids, **columns):
@@ -45,7 +34,7 @@ def trained(tiny, folder, loss_type, correction, plain):
     seed_weights(trainer.model)
     # AdamW's usual 1e-8 makes a whole step, up or down, of a gradient that is nothing but rounding.
     trainer.args.adam_epsilon, trainer.args.save_strategy, trainer.reward_funcs = 1e-4, "no", [reward]
-    trainer._generate_single_turn = lambda *given: step_of(trainer, trainer.state.global_step)
+    trainer._generate_single_turn = lambda *given: step_of(trainer, PROMPTS * GROUP)
     learned = [p for p in trainer.model.parameters() if p.requires_grad]
     before = torch.cat([p.detach().flatten() for p in learned])
     with plain_trl(trainer) if plain else contextlib.nullcontext():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import read_csv
 from ranked import in_ranks
-from trainers import make, plain_float32, seed_weights, uniform
+from trainers import make, plain_float32, seed_weights, step_of
 
 from grpo.data.prompts import sampling_seed
 from grpo.learn.together import adapter_of, agree, flat_adapter, give_files, lead
@@ -19,17 +19,6 @@ from grpo.settings import FIELDS
 PROMPTS, GROUP, STEPS = 5, 3, 2  # 3 and 2 prompts for two processes; 2, 1, 1 and 1 for four
 LOSSES = FIELDS["LOSS_TYPE"].metadata["choices"]
 TIMES = ("time", "rollout_tokens_per_s")
-
-
-def step_of(trainer):
-    """Completions of a step, one in three truncated, and what an engine says of them, one token unknown."""
-    generator = torch.Generator().manual_seed(trainer.state.global_step)
-    lengths = torch.randint(2, 9, (PROMPTS * GROUP,), generator=generator).tolist()
-    ids = [torch.randint(3, 500, (n,), generator=generator).tolist() for n in lengths]
-    logps = [(-6.5 + 0.3 * uniform(generator, n)).float().tolist() for n in lengths]
-    logps[0][1] = None
-    stop = trainer.eos_token_ids[0]
-    return [row[:-1] + [stop] * (i % 3 > 0) + row[-1:] * (i % 3 == 0) for i, row in enumerate(ids)], logps
 
 
 def reward(completion_ids, **columns):
@@ -50,7 +39,7 @@ def learned(ranks, tiny, folder):
 
     def rollout(*given):
         torch.manual_seed(ranks.rank)  # as after a real one: each rank drew other noise
-        return step_of(trainer)
+        return step_of(trainer, PROMPTS * GROUP)
 
     trainer._generate_single_turn = rollout
     moved = []

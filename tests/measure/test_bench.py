@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import os
 import shutil
 import subprocess
@@ -103,9 +102,8 @@ def options(tiny, tmp_path, monkeypatch):
         trainer.run.engine.stop_token_ids = []  # every completion is as long as it may be
         trainer.run.parity += [{"mean": m, "max": 2 * m, "control_mean": 1 - m} for m in (0.1, 0.2)]
         trainer.train()
-        engine = {"weights": 2.0, "scratch": 1.0, "cache": 1.0, "asleep": 0.5}
-        plan = {"engine": engine, "weights": 8.0, "adapter": 1.0, "learning": 6.0, "micro_batch": 2}
-        (run / "settings.json").write_text(json.dumps({"choices": {"plan": plan}}))
+        plan = trainer.run.plan
+        trainer.run.plan = dataclasses.replace(plan, weights=8.0, adapter=1.0, learning=6.0, generation=1.5)
         return 0
 
     given = {
@@ -163,7 +161,7 @@ def test_a_rollout_is_watched_and_a_changed_base_weight_fails_it(options, monkey
 def test_rollouts_without_vllm_are_timed_beside_transformers(options, monkeypatch):
     """By a run that takes 9 of the 11 GiB: 1 of what it seems to take is the ballast. 10 GiB are its context's."""
     left = []
-    monkeypatch.setattr(generate, "occupy", lambda gib: left.append(gib) or SimpleNamespace(nbytes=2**30))
+    monkeypatch.setattr(watched, "occupy", lambda gib: left.append(gib) or SimpleNamespace(nbytes=2**30))
 
     def main(arguments):
         given = {"USE_VLLM": "0", "EXPERTS": "mxfp4", "MAX_COMPLETION_LEN": "512", "NUM_GENERATIONS": "8"}
@@ -196,7 +194,7 @@ def test_a_step_is_measured_beside_trls(options, monkeypatch):
         assert found[f"{name}_difference"] < 1e-4 and found[f"{name}_batching"] < 1e-4
         assert found[f"{name}_wrong_prompt"] > 1e-3
     assert 0 < found["w1_trl_old_logps_s"] < found["w1_learn_trl_s"] and found["w1_trl_micro_batch"] in (8, 16)
-    assert found["job_peak_gib"] == 10 and found["plan_error"] == pytest.approx((8 + 1 + 6 + 0.5) / 10 - 1)
+    assert found["job_peak_gib"] == 10 and found["plan_error"] == pytest.approx((8 + 1 + 6) / 10 - 1)
     assert found["w3_tokens"] == sum(step.real_lengths(Path(options.lengths), options.model)[i % 6] for i in range(6))
     packed = found | {"w1_learn_s": 2 * found["w1_learn_s"]}
     figures = {one["name"]: one["value"] for one in step.step_figures({"bf16": found, "mxfp4": packed})}
@@ -230,7 +228,7 @@ def test_trls_path_is_timed_at_its_best_micro_batch(monkeypatch, room, fits, bes
 def test_the_halves_of_a_step_can_be_run_one_by_one_and_publish_nothing_old(tmp_path, monkeypatch, capsys):
     """With processes that are pretended, and get the options."""
     monkeypatch.setenv("BENCH_COMMIT", "c1")
-    monkeypatch.setattr(step, "occupy", lambda gib: None)
+    monkeypatch.setattr(watched, "occupy", lambda gib: None)
     monkeypatch.setattr(step, "step_figures", lambda results: [record.figure(name, 1.0, "s") for name in results])
     given = {"model": "m", "data": "d", "lengths": "l", "run": str(tmp_path / "new" / "run")}
     result = tmp_path / "step.json"

@@ -27,11 +27,11 @@ def child(tiny, tmp_path, monkeypatch):
         assert arguments[1] == signal.SIGKILL and kill is faults.os.kill
         return SimpleNamespace(start=lambda: (_ for _ in ()).throw(Struck))
 
-    def full():
+    def full(leave_gib):
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(faults.threading, "Timer", strike_now)
-    monkeypatch.setattr(faults, "fill_gpu", full)
+    monkeypatch.setattr(faults, "occupy", full)
     trainer = trainer_with_engine(tiny, tmp_path, TOTAL_STEPS=4, SAVE_STEPS=2)
 
     def main(arguments):

@@ -109,7 +109,7 @@ def test_a_folder_that_no_campaign_made_is_left_alone_and_no_size_is_not_all(ask
     monkeypatch.setattr(sys, "argv", ["reliability.py", "--out", "x.json", "--size", "0"])
     with pytest.raises(SystemExit):
         reliability.parse_args()
-    assert "--size: '0' is not a whole number of at least 1" in capfd.readouterr().err
+    assert "--size: '0' is not int from 1 to 1e+09" in capfd.readouterr().err
 
 
 def make_run(folder: Path, adapter: bytes) -> None:

@@ -172,7 +172,7 @@ def test_children_that_fail_leave_the_others(tmp_path, monkeypatch, capsys):
     """On as much of the card as they are to have; old results are of no use, nor are those of another commit."""
     monkeypatch.setenv("BENCH_COMMIT", "c1")
     left, ran, fails, given = [], [], {"shared-22"}, {"model": "m", "data": "d", "run": str(tmp_path / "runs" / "run")}
-    monkeypatch.setattr(shared, "occupy", left.append)
+    monkeypatch.setattr(watched, "occupy", left.append)
     out = tmp_path / "shared.json"
 
     def process(command, check):

@@ -36,15 +36,7 @@ from grpo.run.folder import (
     rotate_checkpoints,
 )
 from grpo.run.log_rows import read_log
-from grpo.run.logs import (
-    COMPLETIONS,
-    METRICS,
-    CsvLog,
-    RunLog,
-    garbage_warning,
-    parse_rate_warning,
-    reward_warning,
-)
+from grpo.run.logs import COMPLETIONS, METRICS, CsvLog, RunLog, garbage_warning, parse_rate_warning, reward_warning
 from grpo.settings import Problems, Settings
 
 ROW = Row("d.csv", 1, (("user", "x"),), (0.0, 1.0), {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
 from types import SimpleNamespace
 
@@ -26,22 +27,12 @@ from grpo.tasks.tes.closed_loop import (
     model_policy,
     optimum,
     outcome,
-    priced_kg,
 )
 from grpo.tasks.tes.dataset import rows_csv, trajectory
 from grpo.tasks.tes.plant import HOURS, Plant, solve
 from grpo.tasks.tes.profiles import ProfileError
 from grpo.tasks.tes.prompts import prompt_kind, render_full, renderer
-from grpo.tasks.tes.record import (
-    add_policy,
-    keep_models,
-    new_record,
-    read_cases,
-    run_exact,
-    run_model,
-    table,
-    write_record,
-)
+from grpo.tasks.tes.record import add_policy, keep_models, new_record, read_cases, run_exact, run_model, table
 
 PLANT = Plant()
 CASES = read_cases(ROOT / "data" / "profile_heldout.csv")
@@ -58,7 +49,7 @@ def replay(rows):
 @pytest.mark.parametrize("decisions", (30, 10, 17))
 def test_the_best_action_of_the_exact_values_reproduces_the_optimum(start, decisions):
     trace = closed_loop(WINDOWS, PLANT, optimum(WINDOWS, PLANT, start, decisions), start, decisions)
-    for priced, window in zip(priced_kg(trace, WINDOWS, PLANT), WINDOWS, strict=True):
+    for priced, window in zip(outcome(trace, WINDOWS)["priced_kg"], WINDOWS, strict=True):
         price = end_price(window, PLANT, decisions) / PLANT.cost_scale
         load, co2 = window.load_kw.ravel()[:decisions], window.co2.ravel()[:decisions]
         solution = solve(PLANT, load, co2, price, start_kwh=start)
@@ -94,7 +85,7 @@ def test_always_the_same_equals_a_simulation_by_hand(action):
         assert trace.cycled_kwh[w] == pytest.approx(cycled, abs=1e-6)
         low5 = sum(sorted(window.co2[3].tolist())[:5]) / 5
         expected = trace.co2_kg[w].sum() + 10 * trace.unserved_kwh[w].sum() - (energy - 150.0) * low5 / 4
-        assert priced_kg(trace, WINDOWS, PLANT)[w] == pytest.approx(expected)
+        assert outcome(trace, WINDOWS)["priced_kg"][w] == pytest.approx(expected)
 
 
 def test_rules_do_what_they_say():
@@ -342,7 +333,7 @@ def test_what_a_file_holds_of_the_models_is_kept_only_if_it_is_the_same_measurem
     record = record_of(cases, seed=1)
     for name in ("base", "trained"):
         run_model(record, name, cases, answering("[1]"), render_full)
-    write_record(record, path)
+    path.write_text(json.dumps(record))
     again = record_of(cases, seed=1)
     assert keep_models(again, path) and again == record
     again = record_of(cases, seed=1)

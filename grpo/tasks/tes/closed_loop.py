@@ -124,29 +124,24 @@ def merged(where: np.ndarray, energy: np.ndarray, weight: np.ndarray) -> tuple[n
     return where[new], energy[new], np.bincount(np.cumsum(new) - 1, weight)
 
 
-def end_price(window: Window, plant: Plant, decisions: int = DECISIONS) -> float:
+def end_price(window: Window, plant: Plant, decisions: int) -> float:
     """Worth of a kWh that is left at the end [kg CO2]: making it in the cheapest hours of the day after."""
     return tes.terminal_price(plant, window.co2[math.ceil(decisions / len(HOURS))]) * plant.cost_scale
 
 
-def priced_kg(trace: Trace, windows: Sequence[Window], plant: Plant) -> np.ndarray:
-    """The plant's own objective of `plant.solve` in kg CO2, shape (W,): emissions, plus 10 kg for each unserved
-    kWh, minus the worth of what the storage gained. Nobody looks good by serving nothing or by emptying the storage."""
-    price = np.array([end_price(window, plant, trace.actions.shape[1]) for window in windows])
-    gained = trace.storage_kwh[:, -1] - trace.start_kwh
-    return trace.co2_kg.sum(axis=1) + plant.unserved_kg_per_kwh * trace.unserved_kwh.sum(axis=1) - gained * price
-
-
 def outcome(trace: Trace, windows: Sequence[Window]) -> dict[str, np.ndarray]:
-    """What each pass through a window came to, (W,): the figures of `mean` in closed_loop.json."""
-    sums = {"co2_kg": trace.co2_kg.sum(axis=1), "unserved_kwh": trace.unserved_kwh.sum(axis=1)}
-    return sums | {"storage_cycled_kwh": trace.cycled_kwh, "priced_kg": priced_kg(trace, windows, Plant())}
+    """`expected_outcome` of each pass through a window, where nothing is left to chance."""
+    sums = trace.co2_kg.sum(axis=1), trace.unserved_kwh.sum(axis=1), trace.cycled_kwh
+    found = Expectation(trace.storage_kwh[:, -1], *sums, *np.zeros((2, len(windows))))
+    return expected_outcome(found, windows, trace.start_kwh, trace.actions.shape[1])
 
 
 def expected_outcome(
     found: Expectation, windows: Sequence[Window], start_kwh: float, decisions: int
 ) -> dict[str, np.ndarray]:
-    """`outcome` in expectation."""
+    """The figures of `mean` in closed_loop.json, (W,). `priced_kg` is the plant's own objective of `plant.solve` in kg CO2:
+    emissions, plus 10 kg for each unserved kWh, minus the worth of what the storage gained. Nobody looks good by serving
+    nothing or by emptying the storage."""
     price = np.array([end_price(window, Plant(), decisions) for window in windows])
     unserved = Plant().unserved_kg_per_kwh * found.unserved_kwh
     priced = found.co2_kg + unserved - (found.end_kwh - start_kwh) * price

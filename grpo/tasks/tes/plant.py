@@ -126,7 +126,7 @@ def best_action(q: np.ndarray) -> int:
     return int(np.flatnonzero(q >= q.max() - 1e-9)[0])
 
 
-def boltzmann(q: np.ndarray, temperature: float = TEMPERATURE) -> np.ndarray:
-    """Softmax of action values over the last axis; the largest is subtracted first, so nothing overflows."""
-    weights = np.exp((q - q.max(axis=-1, keepdims=True)) / temperature)
+def boltzmann(q: np.ndarray) -> np.ndarray:
+    """Softmax of action values, in units of TEMPERATURE, over the last axis; the largest is subtracted first, so nothing overflows."""
+    weights = np.exp((q - q.max(axis=-1, keepdims=True)) / TEMPERATURE)
     return weights / weights.sum(axis=-1, keepdims=True)

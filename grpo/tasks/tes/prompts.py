@@ -143,12 +143,8 @@ def render_compact(state: State) -> tuple[str, str]:
     next_co2, co2 = low_co2(state.next_co2), state.co2[now]
     need = later_load.sum() - max(store - load, 0.0)
     words = {"hour": state.stamp.hour, "store": 100 * store / capacity, "load": load, "co2": 100 * co2}
-    words |= {
-        "next": 100 * next_co2,
-        "gain": 50 + 100 * (next_co2 - co2),
-        "short": load - store,
-        "room": load + capacity - store,
-    }
+    words |= {"next": 100 * next_co2, "gain": 50 + 100 * (next_co2 - co2)}
+    words |= {"short": load - store, "room": load + capacity - store}
     words |= {"need": need / 10, "rank": (later_co2 < co2).sum(), "ahead": 100 * later_co2, "loads": later_load}
     texts = (" ".join([word, *map(str, map(whole, np.atleast_1d(value)))]) for word, value in words.items())
     return COMPACT_SYSTEM, " ".join(texts)

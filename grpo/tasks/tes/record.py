@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -225,25 +223,6 @@ def run_exact(
     for entry, dropped in zip(record["windows"], found.dropped.tolist(), strict=True):
         entry["policies"][name]["dropped"] = tidy(dropped)
     add_policy(record, name + GREEDY, windows, trace, unread, trace.actions.size)
-
-
-def write_record(record: Mapping[str, Any], path: Path) -> None:
-    """Write closed_loop.json whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
-
-
-def check_writable(path: Path, problems: Any) -> None:
-    """Add a problem where `write_record` could not write `path`. Tried, because permission bits do not tell all of it."""
-    try:
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.touch()
-        temporary.unlink()
-    except OSError as error:
-        problems.add(str(path), f"cannot be written: {error.strerror}", "Name another --out, in a folder that exists")
 
 
 def table(record: Mapping[str, Any]) -> str:
