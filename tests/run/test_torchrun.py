@@ -33,7 +33,8 @@ def torchrun(*arguments: str, **settings: object) -> subprocess.CompletedProcess
 
 
 def weights(folder: Path) -> torch.Tensor:
-    return torch.cat([tensor.flatten() for tensor in load_file(folder / ADAPTER).values()])
+    """Every lora_B, which starts at 0: all of it was learned."""
+    return torch.cat([tensor.flatten() for name, tensor in load_file(folder / ADAPTER).items() if "lora_B" in name])
 
 
 def ended(folder: Path) -> tuple[int, str]:
