@@ -82,7 +82,8 @@ def train_command(
     else:
         options |= model_options(["actor_rollout_ref.model.path", "critic.model.path"], p, start) | {
             "data.val_files": str(p.data / HELDOUT),
-            "ray_kwargs.ray_init.num_cpus": len(os.sched_getaffinity(0)),  # else the node's, not those of a job on it
+            # Else the node's, not those of a job on it. Below nine for the queue and three a GPU verl waits without a word.
+            "ray_kwargs.ray_init.num_cpus": max(len(os.sched_getaffinity(0)), 12 + 3 * gpus),
             "trainer.rollout_data_dir": str(place.out / "rollouts"),
             "+reward.custom_reward_function.reward_kwargs.spec": str(p.data / SPEC),
         }

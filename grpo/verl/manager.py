@@ -20,7 +20,9 @@ class RewardManager(RewardManagerBase):
 
     def __init__(self, config: Any, tokenizer: Any, compute_score: Any, **_: Any):
         super().__init__(config, tokenizer, compute_score)
+        # vLLM knows more stops, those of generation_config.json: a shorter completion has ended whatever its last token is.
         self.stops = {tokenizer.eos_token_id, tokenizer.pad_token_id}
+        self.longest = config.data.max_response_length
         self.plain = not has_channels(tokenizer.chat_template or "")  # else special tokens tell answer from reasoning
 
     async def run_single(self, data: Any) -> dict[str, Any]:
@@ -29,7 +31,10 @@ class RewardManager(RewardManagerBase):
         ids = item.batch["responses"]
         ids = ids[: int(item.batch["attention_mask"][-len(ids) :].sum())].tolist()
         known = dict(item.non_tensor_batch["extra_info"])
-        known |= {"truncated": not ids or ids[-1] not in self.stops, "completion_ids": ids}
+        known |= {
+            "truncated": not ids or (len(ids) >= self.longest and ids[-1] not in self.stops),
+            "completion_ids": ids,
+        }
         call = functools.partial(
             self.compute_score,
             data_source=item.non_tensor_batch["data_source"],

@@ -63,6 +63,13 @@ def both(name: str, key: str) -> Translate:
     return same(name, *(f"{model}.{key}" for model in MODELS))
 
 
+def attention(*models: str) -> Translate:
+    """ATTN_IMPL of each; eager attention is as large as the square of a packed row, so its rows are padded."""
+    named = same("ATTN_IMPL", *(f"{model}.override_config.attn_implementation" for model in models))
+    padded = {f"{model}.use_remove_padding": False for model in models}
+    return lambda s: named(s) | (padded if s.ATTN_IMPL == "eager" else {})
+
+
 def tokens(s: Settings) -> int:
     """The longest prompt and completion together."""
     return s.MAX_PROMPT_LEN + s.MAX_COMPLETION_LEN
@@ -80,7 +87,7 @@ def loggers(s: Settings) -> list[str]:
 
 # Of verl.trainer.main_ppo, by PPO and GRPO.
 RL: dict[str, Translate] = {
-    "ATTN_IMPL": both("ATTN_IMPL", "override_config.attn_implementation"),
+    "ATTN_IMPL": attention(*MODELS),
     "GRADIENT_CHECKPOINTING": both("GRADIENT_CHECKPOINTING", "enable_gradient_checkpointing"),
     "EVAL_SAMPLES": lambda s: {f"{ROLLOUT}.val_kwargs.n": max(1, s.EVAL_SAMPLES), "trainer.val_before_train": s.EVAL_SAMPLES > 0},
     "EVAL_TEMPERATURE": same("EVAL_TEMPERATURE", f"{ROLLOUT}.val_kwargs.temperature"),
@@ -94,7 +101,10 @@ RL: dict[str, Translate] = {
     "IS_CLIP_MAX": same("IS_CLIP_MAX", f"{RATIO}.rollout_is_threshold"),
     "PROMPTS_PER_STEP": same("PROMPTS_PER_STEP", "data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size"),
     "NUM_GENERATIONS": same("NUM_GENERATIONS", f"{ROLLOUT}.n"),
-    "MAX_COMPLETION_LEN": same("MAX_COMPLETION_LEN", "data.max_response_length", f"{ACTOR}.loss_scale_factor"),
+    "MAX_COMPLETION_LEN": lambda s: {
+        "data.max_response_length": s.MAX_COMPLETION_LEN, f"{ACTOR}.loss_scale_factor": s.MAX_COMPLETION_LEN,
+        f"{ROLLOUT}.max_model_len": tokens(s),  # else the model's own: vLLM wants a KV cache of that length
+    },
     "TEMPERATURE": same("TEMPERATURE", f"{ROLLOUT}.temperature"),
     "TOP_P": same("TOP_P", f"{ROLLOUT}.top_p"),
     "TOTAL_STEPS": same("TOTAL_STEPS", "trainer.total_training_steps", "trainer.total_epochs"),
@@ -103,7 +113,10 @@ RL: dict[str, Translate] = {
     "WARMUP_STEPS": same("WARMUP_STEPS", f"{ACTOR}.optim.lr_warmup_steps"),
     "WEIGHT_DECAY": same("WEIGHT_DECAY", f"{ACTOR}.optim.weight_decay"),
     "MAX_GRAD_NORM": same("MAX_GRAD_NORM", f"{ACTOR}.optim.clip_grad", "critic.optim.clip_grad"),
-    "MICRO_BATCH": lambda s: {f"{ACTOR}.ppo_max_token_len_per_gpu": micro_batch(s), "critic.ppo_max_token_len_per_gpu": micro_batch(s)},
+    "MICRO_BATCH": lambda s: {  # the critic's engine takes the last one, whatever the others say
+        f"{ACTOR}.ppo_max_token_len_per_gpu": micro_batch(s), "critic.ppo_max_token_len_per_gpu": micro_batch(s),
+        "+critic.ppo_infer_max_token_len_per_gpu": micro_batch(s),
+    },
     "LOSS_TYPE": same("LOSS_TYPE", f"{ACTOR}.loss_agg_mode"),
     "BETA": lambda s: {f"{ACTOR}.use_kl_loss": s.BETA > 0, f"{ACTOR}.kl_loss_coef": s.BETA},
     "EPSILON": same("EPSILON", f"{ACTOR}.clip_ratio", f"{ACTOR}.clip_ratio_low"),
@@ -116,7 +129,7 @@ RL: dict[str, Translate] = {
 
 # Of verl.trainer.sft_trainer.
 SFT: dict[str, Translate] = {
-    "ATTN_IMPL": same("ATTN_IMPL", "model.override_config.attn_implementation"),
+    "ATTN_IMPL": attention("model"),
     "GRADIENT_CHECKPOINTING": same("GRADIENT_CHECKPOINTING", "model.enable_gradient_checkpointing"),
     "REASONING_EFFORT": same("REASONING_EFFORT", "+data.apply_chat_template_kwargs.reasoning_effort"),
     "MAX_COMPLETION_LEN": lambda s: {"data.max_length": tokens(s)},

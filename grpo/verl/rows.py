@@ -97,7 +97,7 @@ def prepare(environ: Mapping[str, str], steps: Collection[str], gpus: int) -> Pr
     model, template = read_model(settings.MODEL_ID, problems)
     rows, eval_rows = read_rows("DATA", settings.DATA, problems, settings.SYSTEM_PROMPT), []
     specs, told = [], Problems()
-    if {"ppo", "grpo"} & set(steps):
+    if {"data", "ppo", "grpo"} & set(steps):
         if settings.EVAL_SAMPLES:
             eval_rows = read_rows("EVAL_DATA", settings.EVAL_DATA, problems, settings.SYSTEM_PROMPT)
         specs = check_rewards(settings, choose_rewards(settings.REWARDS, rows)[0], rows, problems)[0]

@@ -134,6 +134,34 @@ def test_sft_learns_what_a_rollout_would_write(environ, tmp_path, harmony):
         Answers(file, tokenizer, config | {"max_length": 20})
 
 
+def in_place_of_verl(monkeypatch, name, **given):
+    """A module of verl, which is not here, and its packages, and what it holds; the room that imports it is imported anew."""
+    for n in range(1, name.count(".") + 2):
+        part = ".".join(name.split(".")[:n])
+        monkeypatch.setitem(sys.modules, part, ModuleType(part))
+    vars(sys.modules[name]).update(given)
+
+
+def test_a_failed_rollout_ends_the_run(monkeypatch):
+    class Queue:
+        def __init__(self):
+            self.failure_keys = {"train": [], "val": []}
+
+        def _sync_metadata_from_transfer_queue(self):
+            self.synced = True
+
+    in_place_of_verl(monkeypatch, "verl.trainer.ppo.v1.replay_buffer", ReplayBuffer=Queue)
+    monkeypatch.delitem(sys.modules, "grpo.verl.sampler", raising=False)
+    from grpo.verl.sampler import Strict
+
+    queue = Strict()
+    queue._sync_metadata_from_transfer_queue()
+    assert queue.synced
+    queue.failure_keys["train"] = ["a", "b"]
+    with pytest.raises(RuntimeError, match="2 prompt.s. have no completion or no reward"):
+        queue._sync_metadata_from_transfer_queue()
+
+
 def test_the_manager_tells_tokens_and_end(monkeypatch):
     """verl's own base class is not here: the manager takes three attributes of it."""
 
@@ -141,11 +169,7 @@ def test_the_manager_tells_tokens_and_end(monkeypatch):
         def __init__(self, config, tokenizer, compute_score):
             self.tokenizer, self.compute_score, self.loop = tokenizer, compute_score, asyncio.get_event_loop()
 
-    name = "verl.experimental.reward_loop.reward_manager.base"
-    for n in range(1, name.count(".") + 2):
-        part = ".".join(name.split(".")[:n])
-        monkeypatch.setitem(sys.modules, part, ModuleType(part))
-    sys.modules[name].RewardManagerBase = Base
+    in_place_of_verl(monkeypatch, "verl.experimental.reward_loop.reward_manager.base", RewardManagerBase=Base)
     monkeypatch.delitem(sys.modules, "grpo.verl.manager", raising=False)
     from grpo.verl.manager import RewardManager
 
@@ -155,7 +179,8 @@ def test_the_manager_tells_tokens_and_end(monkeypatch):
         seen.append(given)
         return {"score": 0.5}
 
-    async def ask(text):
+    async def ask(text, longest):
+        config = SimpleNamespace(data=SimpleNamespace(max_response_length=longest))
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         item = SimpleNamespace(
             batch={
@@ -164,10 +189,18 @@ def test_the_manager_tells_tokens_and_end(monkeypatch):
             },
             non_tensor_batch={"extra_info": {"row": "r"}, "data_source": "d", "reward_model": {"ground_truth": "g"}},
         )
-        return ids, await RewardManager(None, tokenizer, earn).run_single([item])
+        return ids, await RewardManager(config, tokenizer, earn).run_single([item])
 
-    for text, cut in (("<|channel|>final<|message|>[1]<|return|>", False), ("<|channel|>final<|message|>[1]", True)):
-        ids, result = asyncio.run(ask(text))
+    whole, open_ended = "<|channel|>final<|message|>[1]<|return|>", "<|channel|>final<|message|>[1]"
+    length = len(tokenizer(open_ended, add_special_tokens=False)["input_ids"])
+    # One that is shorter than it may be has ended, by a stop token that only vLLM knows.
+    for text, longest, cut in (
+        (whole, 99, False),
+        (open_ended, length, True),
+        (open_ended, length + 1, False),
+        ("", 9, True),
+    ):
+        ids, result = asyncio.run(ask(text, longest))
         assert result == {"reward_score": 0.5, "reward_extra_info": {"score": 0.5}}
         known = {"row": "r", "truncated": cut, "completion_ids": ids}
         assert seen.pop() == {"data_source": "d", "solution_str": text, "ground_truth": "g", "extra_info": known}
