@@ -124,6 +124,10 @@ ALIASES = {
     "MICRO_BATCH_SIZE": "MICRO_BATCH", "PER_DEVICE_TRAIN_BATCH_SIZE": "MICRO_BATCH",
     "MAX_PROMPT_LENGTH": "MAX_PROMPT_LEN", "MAX_COMPLETION_LENGTH": "MAX_COMPLETION_LEN",
     "MAX_NEW_TOKENS": "MAX_COMPLETION_LEN", "ATTN_IMPLEMENTATION": "ATTN_IMPL", "ATTENTION": "ATTN_IMPL",
+    "OVERRIDE": "OVERWRITE", "OVERWRITE_OUTPUT_DIR": "OVERWRITE", "EPOCHS": "TOTAL_STEPS", "NUM_TRAIN_EPOCHS": "TOTAL_STEPS",
+    "STEPS": "TOTAL_STEPS", "OUTDIR": "OUTPUT_DIR", "EVAL_EVERY": "EVAL_STEPS", "SAVE_EVERY": "SAVE_STEPS",
+    "MAX_TOKENS": "MAX_COMPLETION_LEN", "KL_BETA": "BETA", "REWARD_FUNC": "REWARDS", "REWARD": "REWARDS",
+    "RESUME_FROM": "RESUME", "VLLM_GPU_MEMORY_UTILIZATION": "VLLM_GPU_MEM",
     "TRAIN_DATA": "DATA", "DATASET": "DATA", "DATASET_NAME": "DATA", "OUT_DIR": "OUTPUT_DIR", "KL_COEF": "BETA", "VLLM": "USE_VLLM", "TOP_K": "TOP_P",
 }  # fmt: skip
 # A task is a set of defaults; a new one is its entry here, its name among TASK's choices, and a reward function.
@@ -311,7 +315,7 @@ def nearest_setting(variable: str) -> str | None:
     """The setting that an environment variable was probably meant to be, or None for somebody else's variable. Short
     names are matched but for their case and underscores (`SPEED` is not `SEED`), longer ones if they are alike."""
     name = variable.upper().replace("-", "_")
-    known = ALIASES | {ours.replace("_", ""): ours for ours in FIELDS}
+    known = ALIASES | {form: ours for ours in FIELDS for form in (ours.replace("_", ""), f"{ours}S")}
     near = difflib.get_close_matches(name, [ours for ours in FIELDS if len(ours) > 4], 1, cutoff=0.83)
     return known.get(name) or known.get(name.replace("_", "")) or (near[0] if near else None)
 

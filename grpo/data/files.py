@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import difflib
 import functools
 import glob
@@ -20,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from grpo.data.formats import Record, Table, UnreadableFile, is_dataset, read_dataset, reader_of
-from grpo.settings import MOST_REWARD, ROOT, Problems, is_text, listed, path_fault, read_number
+from grpo.settings import MOST_REWARD, ROOT, Problems, is_text, listed, one_line, path_fault, read_number
 
 INDEX = "(0|[1-9][0-9]{0,5})"
 REWARD_COLUMN = re.compile(f"reward_action_{INDEX}")
@@ -117,8 +119,13 @@ def check_header(path: str, header: Sequence[str], problems: Problems) -> int:
     if len(header) == 1 and (";" in header[0] or "\t" in header[0]):
         raise UnreadableFile(where, "its cells are separated by semicolons or tabs", "Save it with commas")
     for name in sorted(name for name, count in Counter(header).items() if count > 1):
-        what = f"column {name!r} stands there twice" if name else "a column has no name"
-        problems.add(where, what, "Name every column once")
+        what = f"column {one_line(repr(name), 200)} stands there twice" if name else "columns have no name"
+        fix = "Name every column once" + (
+            " (a spreadsheet leaves such ones as commas at the end of each line)" * (not name)
+        )
+        problems.add(where, what, fix)
+    if header[:1] and header[0].startswith("sep="):
+        raise UnreadableFile(f"{path}, line 1", "it is a hint for spreadsheets", "Delete the line")
     if not set(PROMPT_COLUMNS) & set(header):
         what = "there is neither a `prompt` nor a `user` column" + near_column("prompt", header)
         problems.add(where, what, "Add one of them (or `question`); docs/data.md shows the forms")
@@ -152,7 +159,7 @@ def read_numbers(where: str, columns: dict[str, Any], names: Sequence[str], prob
             number = math.nan
         if not math.isfinite(number):
             missing = f"the {'value' if name[0] == 'q' else 'reward'} is missing"
-            what = missing if cell in ("", None) else f"{cell!r} is not a finite number"
+            what = missing if cell in ("", None) else f"{one_line(repr(cell), 200)} is not a finite number"
             problems.add(f"{where}, column {name}", what, "Every action needs a number, in plain digits")
         elif abs(number) > MOST_REWARD:
             what = f"{cell!r} is more than {MOST_REWARD:g} in size, and float32 cannot sum the squares of such rewards"
@@ -162,6 +169,7 @@ def read_numbers(where: str, columns: dict[str, Any], names: Sequence[str], prob
 
 
 Messages = tuple[tuple[str, str], ...]
+SPECIAL = re.compile(r"<\|(?:start|end|message|channel|return|call|constrain|startoftext|endoftext)\|>")  # Harmony's
 INSTRUCTING = ("system", "developer")  # roles of which gpt-oss's template takes the first message alone
 FILLERS = "\u115f\u1160\u2800\u3164\uffa0"  # letters and a symbol by their category, but nothing to see
 
@@ -172,6 +180,18 @@ def is_blank(text: str) -> bool:
         return False
     kinds = ("" if one in FILLERS else unicodedata.category(one) for one in text)
     return not any(kind and kind[0] not in "ZM" and kind not in ("Cc", "Cf") for kind in kinds)
+
+
+def as_conversation(prompt: Any) -> Any:
+    """A list of messages that is text (in JSON, or in Python's words as pandas writes it to a CSV) as such a list; everything
+    else as it is."""
+    if isinstance(prompt, str) and re.match(r"\s*\[\s*\{", prompt):
+        for read in (json.loads, ast.literal_eval):
+            with contextlib.suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+                found = read(prompt.strip())
+                if all("role" in one for one in found):
+                    return found
+    return prompt
 
 
 def read_conversation(where: str, prompt: Any, problems: Problems) -> Messages:
@@ -195,9 +215,17 @@ def read_messages(where: str, columns: dict[str, Any], system: str, problems: Pr
     """Messages of a row, or ("rendered", text). `system`: for rows that have no system message of their own."""
     given = {name: columns.get(name) for name in (*PROMPT_COLUMNS, "system")}
     given = {name: "" if value is None else value for name, value in given.items()}
-    if not isinstance(given["prompt"], str):
-        found = read_conversation(where, given["prompt"], problems)
-        return found if not system or found[:1] and found[0][0] in INSTRUCTING else (("system", system), *found)
+    if not isinstance(talk := as_conversation(given["prompt"]), str):
+        found, told = read_conversation(where, talk, problems), given["system"]
+        own = found[:1] and found[0][0] in INSTRUCTING
+        if (
+            not is_blank(told := told if isinstance(told, str) else repr(told))
+            and own
+            and told.strip() != found[0][1].strip()
+        ):
+            what, fix = "it holds another message than `prompt` begins with", "Leave one of the two out"
+            problems.add(f"{where}, column system", what, fix)
+        return found if own or not (told := told.strip() or system) else (("system", told), *found)
     for name, value in given.items():
         if not isinstance(value, str):
             problems.add(f"{where}, column {name}", f"{value!r} is not text", "Write it as text")
@@ -229,7 +257,12 @@ def make_rows(
             problems.add(where, "the prompt holds half a character (a lone surrogate)", "Write it as UTF-8")
         # Text in `columns`, as it was before there was a use for them: runs know their rows by a fingerprint of these.
         q = read_numbers(where, columns, q_names, problems)
-        talk = "user" in columns or not isinstance(columns.get("prompt", ""), (str, type(None)))
+        if tokens := {token: None for role, text in messages if role != "rendered" for token in SPECIAL.findall(text)}:
+            what = (
+                f"it holds {', '.join(tokens)}: the model reads these as the end of a message, or the begin of another"
+            )
+            problems.add(where, what, "Take it out, or write the whole prompt rendered, from its first <|start|> on")
+        talk = "user" in columns or not isinstance(as_conversation(columns.get("prompt", "")), (str, type(None)))
         yield Row(name, number, messages, tuple(rewards.values()), columns, "", tuple(q.values()), talk)
 
 

@@ -33,11 +33,23 @@ def read_content(path: Path) -> bytes:
         raise UnreadableFile(path, f"cannot be read ({error.strerror})", "Check the path and its permissions") from None
 
 
+# First bytes of files that are no text -> what they are, and what to do.
+MAGIC = {
+    b"\x1f\x8b": ("compressed with gzip", "Unpack it (gunzip)"),
+    b"PK": ("a workbook or a zip", "Open it and save it as 'CSV UTF-8', or unpack it"),
+    b"PAR1": ("Parquet", "Name it .parquet"),
+    b"\xff\xfe": ("UTF-16", "Save it as UTF-8"),
+    b"\xfe\xff": ("UTF-16", "Save it as UTF-8"),
+}
+
+
 def decode(path: Path, content: bytes) -> str:
     """UTF-8, with or without a byte order mark. Raises UnreadableFile."""
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
+        if known := next((known for magic, known in MAGIC.items() if content.startswith(magic)), None):
+            raise UnreadableFile(path, f"it is {known[0]}", known[1]) from None
         where = f"{path}, line {content[: error.start].count(bytes([10])) + 1}"
         fix = "Save the file as UTF-8 (a workbook or UTF-16: open it in a spreadsheet and save it as 'CSV UTF-8')"
         raise UnreadableFile(where, f"byte {error.start} is not UTF-8", fix) from None
@@ -110,6 +122,16 @@ def table_of(name: object, found: Sequence[Record]) -> Table:
     return header, records
 
 
+def once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Raises ValueError where a key stands in it twice: the first value would be lost without a word."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError(
+            f"{next(key for n, (key, _) in enumerate(pairs) if key in dict(pairs[:n]))!r} stands there twice"
+        )
+    return made
+
+
 def read_json_table(path: Path) -> Table:
     """Columns and records of JSON lines, one object a line, or of one JSON list of objects. Raises UnreadableFile."""
     text = decode(path, read_content(path))
@@ -118,10 +140,10 @@ def read_json_table(path: Path) -> Table:
     line = 1
     try:
         if text.lstrip().startswith("["):
-            found = [(1, one) for one in json.loads(text)]
+            found = [(1, one) for one in json.loads(text, object_pairs_hook=once)]
         else:
             for line, row in enumerate(text.split("\n"), 1):
-                found += [(line, json.loads(row))] if row.strip() else []
+                found += [(line, json.loads(row, object_pairs_hook=once))] if row.strip() else []
     except (ValueError, RecursionError) as error:
         raise UnreadableFile(f"{path}, line {line}", f"it is not JSON ({error})", fix) from None
     if wrong := next((line for line, one in found if not isinstance(one, dict)), None):

@@ -257,6 +257,11 @@ def check_garbage(
             for kind, scores in zip(kinds, answers, strict=False):
                 kind.append((fmean(earned) if math.isnan(total(scores)) else total(scores), scores))
     if not worst:
+        if any(row.rewards for row, _ in tried):
+            what = "no function rewards any answer to the rows that were tried, [0] and all other actions included"
+            problems.add(
+                "REWARDS", what, "Return numbers; None leaves an answer out, and there is nothing to learn from"
+            )
         return None
     kind = max(kinds, key=lambda kind: fmean(worth for worth, _ in kind))
     most, least = fmean(worth for worth, _ in kind), fmean(worst)

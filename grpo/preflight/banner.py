@@ -136,6 +136,13 @@ def data_warnings(preflight_result: Preflight) -> list[str]:
     if 2 * len(flat) > len(rows) and any(name in ACTION_REWARDS for name, _ in p.reward_specs):
         first = f"the first is {flat[0].file}, row {flat[0].number}"
         warnings.append(f"{len(flat)} of {len(rows)} rows pay all their actions the same and teach nothing; {first}")
+    told: dict[object, set[tuple[float, ...]]] = {}
+    for row in rows:
+        told.setdefault(row.prompt or row.messages, set()).add(row.rewards)
+    if odd := sum(len(ways) > 1 for ways in told.values()):
+        warnings.append(
+            f"{odd} of {len(told)} prompts stand in several rows with other rewards: the model learns their mean"
+        )
     if held_out and is_own(p, "DATA") and p.sources["EVAL_DATA"] != "environment":
         demo = "rows and closed loop" if p.closed_loop.prompt else "rows"
         what = f"Evaluated on the demo's {demo} ({p.settings.EVAL_DATA}), nothing held out from your DATA"

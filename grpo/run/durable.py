@@ -31,9 +31,12 @@ def sync(path: Path) -> None:
 
 
 def sync_files(folder: Path) -> list[Path]:
-    """Have all files below a folder on the disk; returns them in order."""
+    """Have all files below a folder on the disk; returns them in order. Who may read the folder may read its weights: safetensors
+    leaves them to their owner alone."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     for path in paths:
+        if path.suffix == ".safetensors":
+            path.chmod(path.stat().st_mode | path.parent.stat().st_mode & 0o444)
         sync(path)
     return paths
 

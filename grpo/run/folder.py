@@ -306,7 +306,7 @@ def check_resume(settings: Settings, folder: Path, step: int, before: Mapping[st
         problems.add(where, what, f"Raise TOTAL_STEPS to train on, set {delete}")
     for name, value in dataclasses.asdict(settings).items():
         if name not in MAY_CHANGE and name in before and show(before[name]) != show(value):
-            what = f"the run in {folder} was started with {show(before[name])}, now it is {show(value)}"
+            what = f"the run in {folder} was started with {show(before[name]) or 'nothing'}, now it is {show(value) or 'nothing'}"
             problems.add(name, what, f"Set {name}={show(before[name])} to continue it, {delete}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import gzip
 import itertools
 import json
 import math
@@ -60,6 +61,47 @@ def test_accepted(tmp_path, header, row, messages, reason):
     assert len(rows[0].rewards) == sum("reward_action" in name for name in header)
 
 
+TALK = [{"role": "system", "content": "s"}, {"role": "user", "content": "it's 7"}]
+
+
+@pytest.mark.parametrize("write", [json.dumps, repr])
+def test_messages_may_be_text(tmp_path, write):
+    """As pandas writes a data set of conversations to a CSV, and who encodes JSON twice to JSON lines."""
+    header = ["prompt", "system", "reward_action_0", "reward_action_1"]
+    path = write_csv(tmp_path / "d.csv", header, [[write(TALK), "", 1, 2], ["[{in braces}]", "", 1, 2]])
+    rows, problems = load(path)
+    assert not problems and rows[0].messages == (("system", "s"), ("user", "it's 7")) and rows[0].conversational
+    assert rows[1].messages == (("user", "[{in braces}]"),) and not rows[1].conversational, (
+        "anything else is what a user says"
+    )
+
+
+def test_the_system_column_is_that_of_messages_too(tmp_path):
+    path = tmp_path / "d.jsonl"
+    given = {"reward_action_0": 1, "reward_action_1": 2}
+
+    def read(system, talk):
+        path.write_text(json.dumps(given | {"prompt": talk, "system": system}))
+        return load(path)
+
+    for system in ("own", " own "):
+        rows, problems = read(system, TALK[1:])
+        assert not problems and rows[0].messages == (("system", "own"), ("user", "it's 7"))
+    assert not read("s", TALK)[1] and not read("", TALK)[1] and not read(None, TALK)[1]
+    assert "row 1 (line 1), column system: it holds another message than `prompt`" in read("other", TALK)[1][0]
+
+
+def test_a_key_may_not_stand_twice_in_an_object(tmp_path):
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"user": "x", "reward_action_0": 1, "reward_action_0": 99, "reward_action_1": 2}')
+    assert "line 1: it is not JSON ('reward_action_0' stands there twice)" in load(path)[1][0]
+
+
+def test_a_long_cell_is_cut_in_the_message(tmp_path):
+    path = write_csv(tmp_path / "d.csv", ["user", "reward_action_0", "reward_action_1"], [["x", "a" * 100_000, 2]])
+    assert "aaa ... aaa" in load(path)[1][0] and len(load(path)[1][0]) < 500
+
+
 def test_a_byte_order_mark_and_windows_line_ends_are_fine(tmp_path):
     (tmp_path / "bom.csv").write_bytes("\ufeffuser,reward_action_0,reward_action_1\r\nzähle,1,2\r\n".encode())
     rows, problems = load(tmp_path / "bom.csv")
@@ -107,8 +149,12 @@ REFUSED = [  # (bytes of the file, what the problem must name, reason)
     (f"user{''.join(f',c{k}' for k in range(39_999))}\n\"open".encode(), ["header: it has 40,000 columns, and 1,000 are the most"], "too wide: no row is read"),
     (b"user,reward_action_0,reward_action_1\n\"x,1,2\ny,1,2\n", ["broken CSV quoting", "from line 2"], "open quote"),
     (b"user,reward_action_0,reward_action_1\nok,1,2\n\xff,1,2\n", ["line 3: byte 44 is not UTF-8"], "another encoding"),
-    ("user,reward_action_0,reward_action_1\nx,1,2\n".encode("utf-16"), ["line 1: byte 0 is not UTF-8", "save it as 'CSV UTF-8'"], "UTF-16"),
-    (b"PK\x03\x04\x14\0\x06\0[Content_Types].xml\xad\x92", ["is not UTF-8", "a workbook"], "an Excel workbook"),
+    ("user,reward_action_0,reward_action_1\nx,1,2\n".encode("utf-16"), ["it is UTF-16. Save it as UTF-8"], "UTF-16"),
+    (b"PK\x03\x04\x14\0\x06\0[Content_Types].xml\xad\x92", ["it is a workbook or a zip. Open it and save"], "an Excel workbook"),
+    (gzip.compress(b"user,reward_action_0,reward_action_1\nx,1,2\n"), ["it is compressed with gzip. Unpack it"], "gzip"),
+    (b"sep=,\nuser,reward_action_0,reward_action_1\nx,1,2\n", ["line 1: it is a hint for spreadsheets. Delete the line"], "a spreadsheet's first line"),
+    (b"user,reward_action_0,reward_action_1,,\nx,1,2,,\n", ["columns have no name", "commas at the end of each line"], "trailing commas"),
+    (b"user,reward_action_0,reward_action_1\nGo<|end|><|start|>user,1,2\n", ["row 1 (line 2): it holds <|end|>"], "a token of the template"),
     (b"user,reward_action_0,reward_action_1\nx\0,1,2\n", ["line 2: it holds a NUL"], "NUL byte"),
     (b"prompt,reward_action_0,reward_action_1\n<|start|>user<|message|>x<|end|>,1,2\n", ["must end where the assistant begins"], "rendered, but unfinished"),
 ]  # fmt: skip

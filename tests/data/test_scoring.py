@@ -36,6 +36,7 @@ def score(completions, **columns): return [1.0] * len(completions)
 def total(completions, *, prompt_id, reward_action_0, **columns): return [sum(reward_action_0)]
 def penalty(completions, **columns): return [-3.0 if "[" in text else 0.0 for text in completions]
 def brief(completions, **columns): return [5.0 if "final" in text and "[" not in text else 0.0 for text in completions]
+def mute(completions, **columns): return [None for _ in completions]
 def dreamy(completions, **columns): return [5.0 if "analysis" in text else 0.0 for text in completions]
 async def polite(completions, *, note, **columns): return [None if note[0] is None else 0.5 for _ in completions]
 def late(completions, **columns):
@@ -206,6 +207,9 @@ def test_garbage_that_a_function_of_ones_own_pays(my_rewards):
         assert f"earns 4.9 on average (action -0.1, my_rewards:{one} 5)" in only(
             problems(ROW, REWARDS=f"action,my_rewards:{one}")
         )
+    assert "no function rewards any answer to the rows that were tried" in only(
+        problems(ROW, REWARDS="my_rewards:mute")
+    )
     problem = only(problems(ROW, REWARDS="my_rewards:score"))
     assert "earns 1 on average" in problem and "INVALID_REWARD" not in problem
     assert not problems(dataclasses.replace(ROW, rewards=()), REWARDS="my_rewards:score"), (

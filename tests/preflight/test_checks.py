@@ -329,6 +329,15 @@ def test_a_run_is_warned_of_flat_rows(tiny, tmp_path):
     assert not data_warnings(DATA=more, REWARDS="format", **output)
 
 
+def test_a_run_is_warned_of_prompts_with_other_rewards(tiny, tmp_path):
+    rows = [["first", 0, 1], ["second", 1, 0], ["first", 1, 0], ["second", 1, 0]]
+    output = {"OUTPUT_DIR": tmp_path / "run", "EVAL_SAMPLES": 0}
+    data = write_csv(tmp_path / "d.csv", ["user", *HEADER[1:]], rows)
+    warning = only(data_warnings(DATA=data, **output))
+    assert warning == "1 of 2 prompts stand in several rows with other rewards: the model learns their mean"
+    assert not data_warnings(DATA=write_csv(tmp_path / "e.csv", ["user", *HEADER[1:]], rows[1::2]), **output), "alike"
+
+
 def test_a_run_is_warned_of_an_evaluation_on_the_demos_rows(tiny, tmp_path, good_csv):
     output = {"OUTPUT_DIR": tmp_path / "run"}
     assert not data_warnings(DATA="data/tes_train_compact.csv", **output), "the demo's own rows"

@@ -50,6 +50,18 @@ def test_the_manifest_is_written_when_all_else_is_on_the_disk(checkpoint, monkey
     assert synced == [*files, (f"{MANIFEST}.tmp", True), ("checkpoint-3", False), (checkpoint.parent.name, False)]
 
 
+@pytest.mark.parametrize("mode", [0o755, 0o700])
+def test_who_may_read_a_folder_may_read_its_weights(tmp_path, mode):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    folder.chmod(mode)
+    for name in ("adapter.safetensors", "own.txt"):
+        (folder / name).touch(0o600)
+    durable.sync_files(folder)
+    modes = [(folder / name).stat().st_mode & 0o777 for name in ("adapter.safetensors", "own.txt")]
+    assert modes == [0o600 | mode & 0o444, 0o600]
+
+
 def test_no_flipped_bit_changes_what_a_record_says(tmp_path, caplog):
     path, record = tmp_path / "evaluation.json", {"steps": 12, "values": [0.25, None], "exact": True}
     path.write_text(json.dumps(sealed(record)))
