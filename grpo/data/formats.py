@@ -49,7 +49,7 @@ def decode(path: Path, content: bytes) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         if known := next((known for magic, known in MAGIC.items() if content.startswith(magic)), None):
-            raise UnreadableFile(path, f"it is {known[0]}", known[1]) from None
+            raise UnreadableFile(f"{path}, line 1", f"it is {known[0]}", known[1]) from None
         where = f"{path}, line {content[: error.start].count(bytes([10])) + 1}"
         fix = "Save the file as UTF-8 (a workbook or UTF-16: open it in a spreadsheet and save it as 'CSV UTF-8')"
         raise UnreadableFile(where, f"byte {error.start} is not UTF-8", fix) from None

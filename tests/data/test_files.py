@@ -149,7 +149,7 @@ REFUSED = [  # (bytes of the file, what the problem must name, reason)
     (f"user{''.join(f',c{k}' for k in range(39_999))}\n\"open".encode(), ["header: it has 40,000 columns, and 1,000 are the most"], "too wide: no row is read"),
     (b"user,reward_action_0,reward_action_1\n\"x,1,2\ny,1,2\n", ["broken CSV quoting", "from line 2"], "open quote"),
     (b"user,reward_action_0,reward_action_1\nok,1,2\n\xff,1,2\n", ["line 3: byte 44 is not UTF-8"], "another encoding"),
-    ("user,reward_action_0,reward_action_1\nx,1,2\n".encode("utf-16"), ["it is UTF-16. Save it as UTF-8"], "UTF-16"),
+    ("user,reward_action_0,reward_action_1\nx,1,2\n".encode("utf-16"), ["line 1: it is UTF-16. Save it as UTF-8"], "UTF-16"),
     (b"PK\x03\x04\x14\0\x06\0[Content_Types].xml\xad\x92", ["it is a workbook or a zip. Open it and save"], "an Excel workbook"),
     (gzip.compress(b"user,reward_action_0,reward_action_1\nx,1,2\n"), ["it is compressed with gzip. Unpack it"], "gzip"),
     (b"sep=,\nuser,reward_action_0,reward_action_1\nx,1,2\n", ["line 1: it is a hint for spreadsheets. Delete the line"], "a spreadsheet's first line"),
