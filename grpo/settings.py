@@ -56,7 +56,7 @@ class Settings:
     EVAL_DATA: str = setting("Data", "data/tes_heldout.csv", "", "Held-out rows, named as in DATA, for the evaluation before and after training.", tiny="data/tes_heldout_compact.csv", resume=True)
     EVAL_SAMPLES: int = setting("Data", 4, "completions", "Completions per held-out prompt, and runs through the closed loop, in every evaluation; 0 skips them all.", tiny=8, low=0, high=1000, resume=True)
     EVAL_TEMPERATURE: float = setting("Data", 0.5, "", "Sampling temperature of every evaluation; beside it the greedy answer is measured.", above=0, high=10, resume=True)
-    EVAL_STEPS: int = setting("Data", 25, "steps", "Steps between two evaluations while it trains; 0: only before and after.", tiny=100, low=0, resume=True)
+    EVAL_STEPS: int = setting("Data", 50, "steps", "Steps between two evaluations while it trains; 0: only before and after.", tiny=100, low=0, resume=True)
     BEST_BY: str | None = setting("Data", None, "", "Figure by which the best adapter of the evaluated steps is kept: `plant` (regret of the closed loop) or `reward` (held-out); `auto`: plant where the closed loop runs.", choices=("plant", "reward"), resume=True)
     EVAL_PROFILE: str = setting("Data", "data/profile_heldout.csv", "", "Hourly profiles for the closed loop before and after training; it runs where the held-out prompts are the TES plant's; empty skips it.", resume=True)
     SYSTEM_PROMPT: str = setting("Data", "", "", "System message of rows that are not rendered and have none; gpt-oss's template puts it into the developer message.")

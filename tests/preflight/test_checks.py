@@ -186,11 +186,11 @@ def test_the_choice_of_experts_is_told_and_recorded(tmp_path):
 
 
 def test_it_says_what_evaluations_ask_for(tmp_path):
-    """By hand: before, after 25, 50 and 75 steps, after; a pass through the closed loop has 30 hours."""
+    """By hand: before, after 50 steps, after; a pass through the closed loop has 30 hours."""
     given = types.SimpleNamespace(
         settings=Settings(), eval_rows=range(10), closed_loop=types.SimpleNamespace(prompt="full")
     )
-    text = "5 times, and twice greedily: 220 answers to held-out rows and 210 rollouts of the closed loop, one after the other"
+    text = "3 times, and twice greedily: 140 answers to held-out rows and 150 rollouts of the closed loop, one after the other"
     assert banner.asked_text(given) == f"{text}; training: 100 rollouts of 96 completions"
     given = types.SimpleNamespace(
         settings=Settings(EVAL_STEPS=0, INIT_ADAPTER="a"), eval_rows=range(1), closed_loop=checks.ClosedLoop("", "")
