@@ -15,16 +15,16 @@ Exit codes: 0 done, 2 bad input (every problem is named), 1 anything else.
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from grpo.evaluate.ask import ask, serve_commands
+from grpo.evaluate.ask import as_csv, ask, serve_commands
 from grpo.evaluate.standalone import InputError
 from grpo.run.best import read_best
-from grpo.settings import number
+from grpo.run.durable import write_named
+from grpo.settings import described, number
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -61,11 +61,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if best := read_best(args.adapter).get("in_words"):
         print(f"({args.adapter} holds the last step's adapter; {best}: {args.adapter / 'best'})", file=sys.stderr)
     if args.out:
+        try:
+            write_named(args.out, as_csv(answers))
+        except OSError as error:
+            print(f"{args.out}: not written ({described(error)}). The answers are printed instead", file=sys.stderr)
+            print(as_csv(answers), end="")
+            return 1
         print(f"written: {args.out}, {len(answers)} answers")
     elif args.csv:
-        writer = csv.DictWriter(sys.stdout, answers[0])
-        writer.writeheader()
-        writer.writerows(answers)
+        print(as_csv(answers), end="")
     else:
         print(f"{answers[0]['completion']}\naction: {answers[0]['action']}")
     return 0

@@ -61,8 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     args = parse_args(argv)
     try:
-        if args.push and not args.dry_run:
-            check_account(args.push)
+        if args.push:
+            check_account(args.push, args.dry_run)
         if best := read_best(args.adapter).get("in_words"):
             print(f"({args.adapter} is the last step's adapter; {best}: {args.adapter / 'best'})", file=sys.stderr)
         if not args.out:

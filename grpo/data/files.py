@@ -246,7 +246,7 @@ def read_messages(where: str, columns: dict[str, Any], system: str, problems: Pr
 def make_rows(
     name: str, header: Sequence[str], records: Iterable[Record], actions: int, system: str, problems: Problems
 ) -> Iterator[Row]:
-    """Rows of the file `name` out of its records."""
+    """Rows of the file `name` out of its records, with the rewards of so many `actions`."""
     names = [f"reward_action_{k}" for k in range(actions)]
     q_names = [f"q_action_{k}" for k in range(actions)] if "q_action_0" in header else []
     for number, (where, columns) in enumerate(records, 1):
@@ -266,18 +266,21 @@ def make_rows(
         yield Row(name, number, messages, tuple(rewards.values()), columns, "", tuple(q.values()), talk)
 
 
-def read_file(name: str, read: Callable[[], Table], problems: Problems, system: str = "") -> list[Row]:
+def read_file(
+    name: str, read: Callable[[], Table], problems: Problems, system: str = "", rewards: bool = True
+) -> list[Row]:
     """The rows of one file or data set; problems name it, the row (1 is the first), the column and in text the line.
 
     Accepted: a `prompt` column (rendered in Harmony, beginning with `<|start|>`, or plain text, taken as the user's
     message, or a list of messages), `question`, or `user` with an optional `system`; `reward_action_0` ..
     `reward_action_{K-1}` with finite numbers, K >= 2, for the rewards that need them, and `q_action_k` beside them. Other
-    columns pass through. `system`: the message of rows without their own."""
+    columns pass through. `system`: the message of rows without their own. Without `rewards` these pass through as well,
+    whatever they are."""
     mine = Problems()
     try:
         header, records = read()
         actions = check_header(name, header, mine)
-        made = make_rows(name, header, records(mine), actions, system, mine) if not mine else ()
+        made = make_rows(name, header, records(mine), actions * rewards, system, mine) if not mine else ()
         rows = list(told(f"reading {name}", made))
     except UnreadableFile as error:
         problems.add(*error.args)
@@ -290,9 +293,9 @@ def read_file(name: str, read: Callable[[], Table], problems: Problems, system: 
     return [] if mine else rows
 
 
-def read_csv(path: Path, problems: Problems, system: str = "") -> list[Row]:
+def read_csv(path: Path, problems: Problems, system: str = "", rewards: bool = True) -> list[Row]:
     """`read_file` of a file in one of the formats of grpo/data/formats.py, by its ending; CSV with any other."""
-    return read_file(str(path), functools.partial(reader_of(path), path), problems, system)
+    return read_file(str(path), functools.partial(reader_of(path), path), problems, system, rewards)
 
 
 def read_rows(setting: str, text: str, problems: Problems, system: str = "") -> list[Row]:

@@ -4,16 +4,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import dataclasses
+import io
 import json
 import os
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import rewards
-from grpo.data.files import Row, read_csv, read_messages
+from grpo.data.files import REWARD_COLUMN, Row, read_csv, read_messages
 from grpo.data.prompts import render_rows
 from grpo.evaluate.standalone import InputError, TransformersModel, check_adapter, check_model, recorded_settings
 from grpo.preflight.adapter import CONFIG, on_experts
@@ -33,7 +36,7 @@ def read_prompts(options: argparse.Namespace, system: str, problems: Problems) -
     """The rows of --csv, or one of the prompt: rendered, or the user's message below --system; `system`: the run's, for
     those without their own."""
     if options.csv:
-        rows = read_csv(options.csv, problems, options.system or system)
+        rows = read_csv(options.csv, problems, options.system or system, rewards=False)
         if taken := [name for name in ANSWER if rows and name in rows[0].columns]:
             what = f"it has the columns {' and '.join(taken)}, which the answers would overwrite"
             problems.add(f"{options.csv}, header", what, "Rename them")
@@ -54,6 +57,10 @@ def prepare(options: argparse.Namespace) -> tuple[Settings, ModelFiles, str, lis
     rows = read_prompts(options, s.SYSTEM_PROMPT, problems)
     if options.out:
         check_writable(options.out, problems)
+        with contextlib.suppress(OSError):  # one of them is not there
+            if options.out.is_file() and options.out.samefile(options.csv):
+                what = f"it is the file of --csv {options.csv}, which the answers would replace"
+                problems.add(f"--out {options.out}", what, "Name another file")
     if files and files.tokenizer and not problems:
         rows, _ = render_rows(s, rows, files.template, files.tokenizer, problems)
     if problems:
@@ -64,7 +71,7 @@ def prepare(options: argparse.Namespace) -> tuple[Settings, ModelFiles, str, lis
 
 def ask(options: argparse.Namespace) -> list[dict[str, Any]]:
     """The columns of every prompt's row with `action` (None: there is none to read) and `completion`, special tokens
-    included. `options` are those of scripts/ask.py; --out is written. Raises InputError before anything takes time."""
+    included. `options` are those of scripts/ask.py. Raises InputError before anything takes time."""
     s, files, _, rows = prepare(options)
     s = dataclasses.replace(s, EVAL_TEMPERATURE=options.temperature or 1.0)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -76,14 +83,24 @@ def ask(options: argparse.Namespace) -> list[dict[str, Any]]:
     for row, text in zip(rows, texts, strict=True):
         while text.endswith(padding):
             text = text.removesuffix(padding)
-        action = rewards.parse_action(rewards.assistant_turn(row.prompt, text), len(row.rewards) or 10**9)
+        actions = sum(map(bool, map(REWARD_COLUMN.fullmatch, row.columns)))
+        action = rewards.parse_action(rewards.assistant_turn(row.prompt, text), actions or 10**9)
         answers.append(row.columns | dict(zip(ANSWER, (action, text), strict=True)))
-    if options.out:
-        with options.out.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, answers[0])
-            writer.writeheader()
-            writer.writerows(answers)
     return answers
+
+
+def as_csv(answers: Sequence[dict[str, Any]]) -> str:
+    """The answers as a CSV: lists and objects, which JSON lines and Parquet may hold, in JSON, and half a character, which is
+    no UTF-8, by its number."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, answers[0])
+    writer.writeheader()
+    for answer in answers:
+        for name, value in answer.items():
+            if isinstance(value, (list, dict)):
+                answer = answer | {name: json.dumps(value, ensure_ascii=False, default=str)}
+        writer.writerow(answer)
+    return text.getvalue().encode("utf-8", "backslashreplace").decode()
 
 
 def serve_commands(options: argparse.Namespace) -> str:

@@ -31,7 +31,7 @@ from grpo.preflight.memory import plan_engine
 from grpo.rollout.engine import EngineError, start_engine
 from grpo.rollout.prefill import shared_prefill
 from grpo.run.best import adapter_fault
-from grpo.run.durable import check_writable, write_text
+from grpo.run.durable import check_writable, write_named, write_text
 from grpo.settings import InputError, Problems, Settings, load_settings, show
 from grpo.tasks.tes import record as tes_record
 from grpo.tasks.tes.plant import Plant
@@ -40,18 +40,20 @@ from grpo.tasks.tes.prompts import prompt_kind, renderer, state_at
 
 # What the adapter's run recorded of its model and sampling; the rest belongs to the machine and comes from here.
 RECORDED = (
-    "MODEL_ID", "REASONING_EFFORT", "PROMPT_DATE", "MAX_COMPLETION_LEN", "EVAL_TEMPERATURE", "TOP_P", "SEED", "DATA", "EVAL_DATA", "EVAL_SAMPLES",
-    "SYSTEM_PROMPT", "MAX_PROMPT_LEN",
+    "MODEL_ID", "REASONING_EFFORT", "PROMPT_DATE", "EVAL_TEMPERATURE", "TOP_P", "SEED", "DATA", "EVAL_DATA", "EVAL_SAMPLES", "SYSTEM_PROMPT",
 )  # fmt: skip
+LENGTHS = ("MAX_PROMPT_LEN", "MAX_COMPLETION_LEN")  # recorded too, but other prompts than the run's may need more
 
 
 def recorded_settings(adapter: Path | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment with what settings.json of the adapter's folder (or of the run that a checkpoint lies in) says; where
-    there is none, with the base model that adapter_config.json names, if MODEL_ID is not set."""
+    """The environment with what settings.json of the adapter's folder (or of the run that a checkpoint lies in) says, of
+    lengths only those that are not set; where there is none, with the base model that adapter_config.json names, if MODEL_ID
+    is not set."""
     for path in (adapter, adapter.resolve().parent) if adapter else ():
         try:
             found = read_json(path / "settings.json")["settings"]
-            return dict(environ) | {name: show(found[name]) for name in RECORDED if name in found}
+            lengths, others = ({n: show(found[n]) for n in names if n in found} for names in (LENGTHS, RECORDED))
+            return lengths | dict(environ) | others
         except (OSError, ValueError, KeyError, TypeError):
             continue
     with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -255,6 +257,6 @@ def evaluate_adapter(options: argparse.Namespace) -> tuple[dict[str, Any], Path]
                 return model.ask(rows, sampling_seed(s.SEED, hour + 1, "evaluation"), base, greedy)
 
             tes_record.run_model(record, name + tes_record.GREEDY * greedy, cases, ask, render_state)
-        write_text(path, json.dumps(record, indent=1) + "\n")
+        (write_named if options.out else write_text)(path, json.dumps(record, indent=1) + "\n")
         print(f"{name}: {time.perf_counter() - started:.1f} s", flush=True)
     return record, path

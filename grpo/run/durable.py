@@ -8,6 +8,9 @@ import errno
 import hashlib
 import json
 import os
+import secrets
+import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,11 +50,11 @@ def half_of(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """A new path to write to, which takes the place of `path` when the block ends. Open it with mode `x`: a link that
-    somebody put there in the meantime is not followed. Nothing stays behind after an error, as a part of a file would only
-    fill a disk that is full already."""
-    temporary = half_of(path)
+def whole_file(path: Path, temporary: Path | None = None) -> Iterator[Path]:
+    """A new path to write to (`temporary`, or else `half_of` it), which takes the place of `path` when the block ends. Open it
+    with mode `x`: a link that somebody put there in the meantime is not followed. Nothing stays behind after an error, as a
+    part of a file would only fill a disk that is full already."""
+    temporary = temporary or half_of(path)
     temporary.unlink(missing_ok=True)
     try:
         yield temporary
@@ -67,13 +70,34 @@ def write_text(path: Path, text: str) -> None:
         file.write(text)
 
 
+def is_stream(path: Path) -> bool:
+    """Whether it is a pipe or a device, such as /dev/stdout: to be written to, never to be replaced by a file."""
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def write_named(path: Path, text: str) -> None:
+    """`write_text` for a file that the user named, in a folder of theirs: a link leads to the file that is meant, that keeps its
+    permissions, and what is called as its half would be is another file of theirs."""
+    if is_stream(path):
+        path.write_text(text, encoding="utf-8")
+        return
+    path = Path(os.path.realpath(path))
+    half = path.with_name(f"{secrets.token_hex(8)}.tmp")
+    with whole_file(path, half) as temporary, temporary.open("x", encoding="utf-8") as file:
+        if path.exists():
+            shutil.copymode(path, temporary)
+        file.write(text)
+
+
 def check_writable(path: Path, problems: Problems) -> None:
-    """Add a problem where `write_text` could not write `path`. Tried, because permission bits do not tell all of it."""
+    """Add a problem where `write_named` could not write `path`. Tried, because permission bits do not tell all of it."""
     try:
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        half_of(path).touch()
-        half_of(path).unlink()
+        if is_stream(path):  # a trial would end it for who reads it
+            return
+        with contextlib.suppress(FileNotFoundError):
+            os.close(os.open(path, os.O_WRONLY))
+        with tempfile.TemporaryFile(dir=os.path.dirname(os.path.realpath(path))):
+            pass
     except OSError as error:
         problems.add(str(path), f"cannot be written: {error.strerror}", "Name another --out, in a folder that exists")
 

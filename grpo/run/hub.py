@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -58,14 +57,18 @@ def refused(repo: str, error: Exception) -> str:
     return f"--push {repo}: it cannot be uploaded ({described(error)}). {fix}"
 
 
-def check_account(repo: str) -> None:
-    """Before anything takes time: there is a Hub that knows the token. Raises InputError."""
+def check_account(repo: str, dry: bool = False) -> None:
+    """Before anything takes time: the name is one that the Hub takes, and unless `dry` there is a Hub that knows the token.
+    Raises InputError."""
     try:
         from huggingface_hub import HfApi  # late: a card does without
+        from huggingface_hub.utils import validate_repo_id
 
-        if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
+        validate_repo_id(repo)
+        if "/" not in repo:
             raise ValueError("that is no name of a repository")
-        HfApi().whoami()
+        if not dry:
+            HfApi().whoami()
     except Exception as error:  # whatever huggingface_hub raises: no token, no network, a refusal
         raise InputError(refused(repo, error)) from error
 

@@ -124,8 +124,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(*p.problems, sep="\n", file=sys.stderr)
         return 2
     try:
-        if "upload" in args.steps and not args.dry_run:
-            check_account(args.push)
+        if "upload" in args.steps:
+            check_account(args.push, args.dry_run)
         if not args.dry_run and set(args.steps) & {"data", *TRAINERS}:
             print(f"data: {write_data(p)}", flush=True)
         last = None

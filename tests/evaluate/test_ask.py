@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 
 import ask
 import pytest
 import torch
-from conftest import ROOT, read_csv
+from conftest import ROOT, read_csv, write_csv
 from safetensors.torch import load_file, save_file
 
 from grpo.run.folder import ADAPTER
@@ -51,6 +53,70 @@ def test_a_csv(adapter, tmp_path, capsys):
     assert header.endswith(",action,completion") and len(printed) == 3
     assert ask.main([str(adapter), "--csv", str(out)]) == 2
     assert "answers.csv, header: it has the columns action and completion" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["asked.csv", "asked.jsonl"])
+def test_answers_never_replace_what_was_asked(adapter, tmp_path, capsys, name):
+    asked, link = tmp_path / name, tmp_path / "link.csv"
+    asked.write_text('{"prompt": "hi"}\n' if name.endswith("jsonl") else "prompt\nhi\n")
+    link.symlink_to(asked)
+    before = asked.read_bytes()
+    for out in (asked, link):
+        assert ask.main([str(adapter), "--csv", str(asked), "--out", str(out)]) == 2
+        told = capsys.readouterr().err
+        assert f"--out {out}: it is the file of --csv {asked}" in told and "Name another" in told
+        assert asked.read_bytes() == before
+
+
+def test_a_write_that_fails_loses_nothing(adapter, tmp_path, capsys, monkeypatch):
+    def full(path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    asked, out = write_csv(tmp_path / "asked.csv", ["prompt"], [["hi"]]), tmp_path / "answers.csv"
+    out.write_text("earlier")
+    monkeypatch.setattr("grpo.run.durable.sync", full)
+    for path in (out, "/dev/full"):
+        assert ask.main([str(adapter), "--csv", str(asked), "--out", str(path)]) == 1
+        printed = capsys.readouterr()
+        assert f"{path}: not written" in printed.err and "No space left" in printed.err
+        assert printed.out.startswith("prompt,action,completion\r\nhi,")
+    assert out.read_text() == "earlier" and {path.name for path in tmp_path.glob("*.*")} == {asked.name, out.name}
+
+
+def test_rewards_are_not_needed(adapter, tmp_path, capsys):
+    """Cells of theirs pass through as they are."""
+    header = ["prompt", "reward_action_0", "reward_action_1", "q_action_0", "q_action_1"]
+    asked, out = tmp_path / "asked.csv", tmp_path / "answers.csv"
+    write_csv(asked, header, [["hi", "", "", "", ""], ["ho", "0.50", "", "n/a", ""]])
+    assert ask.main([str(adapter), "--csv", str(asked), "--out", str(out)]) == 0, capsys.readouterr().err
+    assert [[row[name] for name in header] for row in read_csv(out)] == [list(row.values()) for row in read_csv(asked)]
+
+
+def test_messages_are_written_as_json(adapter, tmp_path):
+    talk = [{"role": "user", "content": "Wie kühl's?"}]
+    asked, out = tmp_path / "asked.jsonl", tmp_path / "answers.csv"
+    asked.write_text(json.dumps({"prompt": talk, "tags": {"it's": None}, "half": "\ud800"}))
+    assert ask.main([str(adapter), "--csv", str(asked), "--out", str(out)]) == 0
+    (row,) = read_csv(out)
+    assert json.loads(row["prompt"]) == talk and "kühl" in row["prompt"] and row["half"] == "\\ud800"
+    assert json.loads(row["tags"]) == {"it's": None}
+    for name in ("action", "completion"):
+        del row[name]
+    assert ask.main([str(adapter), "--csv", str(write_csv(asked.with_suffix(".csv"), row, [row.values()]))]) == 0
+
+
+def test_lengths_come_from_the_environment_where_they_are_set(adapter, capsys, monkeypatch):
+    settings = {"MODEL_ID": "tiny", "MAX_PROMPT_LEN": 20, "MAX_COMPLETION_LEN": 8, "TOP_P": 0.9}
+    (adapter / "settings.json").write_text(json.dumps({"settings": settings}))
+    monkeypatch.setenv("TOP_P", "2")  # the run's is what counts
+    assert ask.main([str(adapter), QUESTION, "--serve"]) == 2
+    needed = capsys.readouterr().err.partition("or set MAX_PROMPT_LEN=")[2].strip()
+    monkeypatch.setenv("MAX_PROMPT_LEN", needed)
+    assert ask.main([str(adapter), QUESTION, "--serve"]) == 0
+    assert f"--max-model-len {int(needed) + 8}" in capsys.readouterr().out
+    monkeypatch.setenv("MAX_COMPLETION_LEN", "30")
+    assert ask.main([str(adapter), QUESTION, "--serve"]) == 0
+    assert '"max_tokens": 30' in capsys.readouterr().out
 
 
 def test_an_adapter_that_is_no_runs_names_its_model(saved_adapter, tmp_path, capsys, monkeypatch):

@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
+import tempfile
 from types import SimpleNamespace
 from unittest import mock
 
@@ -119,12 +119,14 @@ def test_a_run_resumed_with_another_temperature_measures_its_base_again(run, tmp
 
 def test_the_command_evaluates_an_adapter_and_its_base(run, tmp_path):
     """On the windows of the run, with its seeds: the figures of the run's own closed loop, at the same batches."""
-    out = tmp_path / "out.json"
+    out, theirs = tmp_path / "out.json", tmp_path / "out.json.tmp"
+    theirs.write_text("of the user's own")
     line = [sys.executable, "scripts/evaluate.py", "--adapter", run.folder / "checkpoint-2", "--base-too"]
     line += ["--profile", run.profile, "--out", out]
     done = subprocess.run(line, env=CLEAN, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "compact prompts (as in EVAL_DATA)" in done.stdout and "trained against base" in done.stdout
+    assert theirs.read_text() == "of the user's own"
     record, own = json.loads(out.read_text()), read(run.folder, "closed_loop.json")
     check_schema(record, set(ASKED))
     assert record["sampling"] == own["sampling"], "the run's settings, not the environment's"
@@ -159,11 +161,11 @@ def test_wrong_input_is_named(arguments, words, capsys, monkeypatch):
 def test_a_result_that_could_not_be_written_is_found_before_the_model_is_asked(tmp_path, capsys, monkeypatch):
     """By trying: what root may not write (/sys) or a full disk refuses is in no permission bit. A trial leaves nothing."""
 
-    def full(path, *arguments, **named):
+    def full(**named):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "touch", full)
+        patch.setattr(tempfile, "TemporaryFile", full)
         assert ev.main(["--model", "tiny", "--out", str(tmp_path / "x.json")]) == 2
     assert f"{tmp_path / 'x.json'}: cannot be written: No space left" in capsys.readouterr().err
     assert ev.main(["--model", "tiny", "--out", str(tmp_path / "x.json"), "--profile", "none.csv"]) == 2

@@ -73,6 +73,13 @@ def test_a_merged_model(run, hub, tmp_path, capsys):
     assert set(load(files["model.safetensors"])) and "library_name: transformers" in files["README.md"].decode()
 
 
+@pytest.mark.parametrize("repo", ["bad name", "me/two words", "me/a--b", "me/x.git", "x", "me/" + 97 * "a"])
+def test_a_dry_run_refuses_what_the_hub_would(run, hub, capsys, repo):
+    assert main([str(run), "--push", repo, "--dry-run"]) == 2
+    told = capsys.readouterr()
+    assert told.err.startswith(f"--push {repo}: ") and not told.out and not hub.asked
+
+
 @pytest.mark.parametrize(
     ("token", "repo", "code", "message"),
     [

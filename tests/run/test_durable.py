@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 
 import pytest
 
 from grpo.measure.damages import KINDS
 from grpo.run import durable
 from grpo.run.durable import MANIFEST, begin_checkpoint, damage, finish_checkpoint, is_intact, read_sealed, sealed
+from grpo.settings import Problems
 
 FILES = {"adapter_model.safetensors": b"adapter", "optimizer.pt": b"optimizer", "sub/rng_state.pth": b"states"}
 
@@ -60,6 +63,46 @@ def test_who_may_read_a_folder_may_read_its_weights(tmp_path, mode):
     durable.sync_files(folder)
     modes = [(folder / name).stat().st_mode & 0o777 for name in ("adapter.safetensors", "own.txt")]
     assert modes == [0o600 | mode & 0o444, 0o600]
+
+
+def test_what_lies_beside_a_file_that_a_user_names_is_theirs(tmp_path):
+    real, link, theirs = tmp_path / "real.csv", tmp_path / "link.csv", tmp_path / "real.csv.tmp"
+    problems = Problems()
+    real.touch(0o600)
+    link.symlink_to(real)
+    theirs.write_text("theirs")
+    for path in (real, link, tmp_path / "new.csv"):
+        durable.check_writable(path, problems)
+        assert not problems and not (tmp_path / "new.csv").exists()
+        durable.write_named(path, path.name)
+    assert theirs.read_text() == "theirs" and len(list(tmp_path.iterdir())) == 4
+    assert link.is_symlink() and real.read_text() == "link.csv" and real.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_file_that_may_not_be_written_is_no_target(tmp_path, monkeypatch):
+    path, real, problems = tmp_path / "kept.csv", os.open, Problems()
+    path.touch(0o400)
+
+    def refused(name, *more, **named):  # root may write everywhere
+        if os.fspath(name) == str(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return real(name, *more, **named)
+
+    monkeypatch.setattr(os, "open", refused)
+    durable.check_writable(path, problems)
+    assert problems == [f"{path}: cannot be written: Permission denied. Name another --out, in a folder that exists"]
+
+
+def test_a_pipe_is_written_to_and_stays_one(tmp_path):
+    path, problems = tmp_path / "pipe", Problems()
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        durable.check_writable(path, problems)
+        durable.write_named(path, "text")
+        assert os.read(reader, 9) == b"text" and path.is_fifo() and not problems
+    finally:
+        os.close(reader)
 
 
 def test_no_flipped_bit_changes_what_a_record_says(tmp_path, caplog):

@@ -84,6 +84,8 @@ def test_all_steps_one_after_the_other(ran, tmp_path, capsys):
 
 
 def test_a_dry_run_runs_and_writes_nothing(ran, tmp_path, capsys):
+    assert script.main(["all", "--gpus", "2", "--push", "bad name", "--dry-run"]) == 2
+    assert "--push bad name: " in capsys.readouterr().err
     assert script.main(["all", "--gpus", "8", "--push", "me/model", "--dry-run"]) == 2
     assert "PROMPTS_PER_STEP: 4 cannot be shared by 8 GPUs" in capsys.readouterr().err
     assert script.main(["all", "--gpus", "2", "--push", "me/model", "--dry-run"]) == 0
