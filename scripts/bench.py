@@ -41,9 +41,9 @@ the CSV, W3 its first 16. `--only bf16` (seven minutes on an H100, most of them 
 and reads the other's last run in the same folder.
 
 `shared` measures three steps of 12 prompts x 8 completions x 512 tokens with each value of EXPERTS, and with EXPERTS=shared while
-all but 22 or 20 GiB of the card are occupied, once of 4,000 tokens, and with EXPERTS=paged in 22, once with the kernels that vLLM takes
-on older cards, each in a process of its own. Exit code 1 if one fails, if a weight that vLLM lends is not the checkpoint's, or if it
-has changed. `--only shared shared-22` runs these alone.
+all but 22 or 20 GiB of the card are occupied, once of 4,000 tokens, and with EXPERTS=paged in 22, also with the kernels that vLLM takes
+on older cards and with an adapter on the experts, each in a process of its own. Exit code 1 if one fails, if a weight that vLLM lends
+is not the checkpoint's, or if it has changed. `--only shared shared-22` runs these alone.
 
 `many` starts train_grpo.py by torchrun on 1, 2, ... GPUs: three steps with the same work for each (weak scaling: 12 prompts x 8
 completions x 512 tokens), and with the same work in all, of 96 and of 384 completions (strong). `--resume` goes on where the last

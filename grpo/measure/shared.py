@@ -40,6 +40,8 @@ CHILDREN: dict[str, tuple[dict[str, Any], float | None]] = {
     "shared-20": (W1 | {"EXPERTS": "shared"}, 20.0),
     "paged-22": (W1 | {"EXPERTS": "paged"}, 22.0),
     "paged-22-old": (W1 | {"EXPERTS": "paged", "ROLLOUT_SYNC": "lora"}, 22.0),
+    # Whose matrices are of the sizes that would lie behind paged weights, in segments that could not be freed then.
+    "paged-22-experts": (W1 | {"EXPERTS": "paged", "ROLLOUT_SYNC": "lora", "LORA_TARGETS": "experts"}, 22.0),
 }
 SHARED = """
 step_s | s | {what}, {tokens:.0f} tokens each: {which}
@@ -51,6 +53,7 @@ plan_error | share | plan of --check against that peak
 micro_batch | completions | of MAX_COMPLETION_LEN in a micro-batch
 host_gib | GiB | in host memory for the sleeping engine
 paged_gib | GiB | of the learner, in host memory while vLLM is awake
+stranded_gib | GiB | that torch's allocator holds beyond its tensors when vLLM has woken, at most
 lent_gib | GiB | of the sleeping engine that stay on the GPU, in whole blocks of the allocator
 parity_mean | nats | worst of fixed and sampled tokens, before and after a sleep
 lent_tensors lent_changed | tensors | that vLLM lends, and those of them whose sum of bits is another after training
@@ -126,7 +129,7 @@ class SharedWatch:
     def __init__(self, stack: ExitStack) -> None:
         self.stack = stack
         self.born, self.memory = psutil.Process().create_time(), watched.PeakMemory()
-        self.startup_s, self.lent, self.sums = 0.0, {}, {}
+        self.startup_s, self.stranded, self.lent, self.sums = 0.0, 0, {}, {}
 
     def load(self, load_base: Callable[..., Any], *given: Any) -> Any:
         # Not before the checks, which would see this process's context on the GPU.
@@ -142,6 +145,10 @@ class SharedWatch:
         self.lent = lent_tensors(policy)
         self.sums = bit_sums(self.lent)
         return engine
+
+    def wake(self, wake: Callable[..., None], *given: Any) -> None:
+        wake(*given)
+        self.stranded = max(self.stranded, torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
 
     def rollout(self, rollout: Callable[..., Any], *given: Any) -> Any:
         result = rollout(*given)
@@ -159,6 +166,7 @@ def shared_child(options: argparse.Namespace) -> int:
         stack.enter_context(watched.intercept(rollout_engine, "engine_arguments", watch.arguments))
         stack.enter_context(watched.intercept(rollout_engine, "start_engine", watch.start))
         stack.enter_context(watched.intercept(Engine, "rollout", watch.rollout))
+        stack.enter_context(watched.intercept(Engine, "wake", watch.wake))
         code = watched.run_w1(options, **settings)
     if code:
         return code
@@ -175,7 +183,7 @@ def shared_child(options: argparse.Namespace) -> int:
     }
     found |= {"parity_mean": max(one["mean"] for one in trainer.run.parity), **held_gib()}
     if pages := trainer.run.engine.pages:
-        found["paged_gib"] = pages.nbytes / 2**30
+        found |= {"paged_gib": pages.nbytes / 2**30, "stranded_gib": watch.stranded / 2**30}
     watched.keep(options, found)
     if not watch.lent:
         return 0
@@ -195,6 +203,7 @@ def shared_figures(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         settings, left = CHILDREN[child]
         room = f", all but {left:g} GiB of the card occupied" if left else ""
         sync = ", ROLLOUT_SYNC=lora, vLLM without what only Hopper cards have" * ("ROLLOUT_SYNC" in settings)
+        sync += ", adapter on the experts" * ("LORA_TARGETS" in settings)
         what = f"EXPERTS={settings['EXPERTS']}{sync}, 12 x 8 completions{room}"
         which = "the first step" if settings.get("TOTAL_STEPS") == 1 else "mean of steps 2 and 3"
         named = tabled(SHARED, found | {"what": what, "which": which})

@@ -129,10 +129,12 @@ def test_a_paged_child_tells_what_went_away_and_an_old_card_has_no_hopper_kernel
             assert found == {"plan": "p"} | more
         return code
 
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 2**30)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 2**29)
     options.main, options.child = other, "paged-22-old"
     assert shared.bench_shared(options) == 0 and asked[0]["EXPERTS"] == "paged"
     found = record.read_json(Path(options.out))
-    assert found["paged_gib"] == 2**-7 and os.environ["ROLLOUT_SYNC"] == "lora"
+    assert found["paged_gib"] == 2**-7 and found["stranded_gib"] == 0.5 and os.environ["ROLLOUT_SYNC"] == "lora"
     notes = {one["name"]: one["note"] for one in shared.shared_figures({"paged-22-old": found})}
     assert "ROLLOUT_SYNC=lora" in notes["paged_22_old_step_s"] and "EXPERTS=paged" in notes["paged_22_old_step_s"]
 
@@ -198,7 +200,7 @@ def test_children_that_fail_leave_the_others(tmp_path, monkeypatch, capsys):
 
     assert run("tiny")[0] == 2 and "no such child: tiny. There are: shared, shared-22, bf16" in capsys.readouterr().err
     code, found, notes = run()
-    assert code == 1 and ran == list(shared.CHILDREN) and left == [22.0, 22.0, 20.0, 22.0, 22.0]
+    assert code == 1 and ran == list(shared.CHILDREN) and left == [22.0, 22.0, 20.0, 22.0, 22.0, 22.0]
     assert "child shared-22 ended with exit code 1" in capsys.readouterr().err
     assert found["learn_by_bf16"] == found["step_20_by_bf16"] == 1.5 and found["learn_by_mxfp4"] == 1
     assert "step_22_by_bf16" not in found and "shared_22_step_s" not in found and "shared_22_4000_step_s" in found
