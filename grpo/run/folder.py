@@ -378,10 +378,13 @@ def continuation(folder: Path, settings: Mapping[str, Any]) -> str:
     return f"{again} continues from step {step}" if checkpoint else f"{again} starts at step 0: no checkpoint was saved"
 
 
+TORCH_SAYS = ("inline_container", "iostream error")  # of its zip's writer, and of the stream below it
+
+
 def full_disk(error: BaseException, folder: Path) -> str | None:
     """The disk that is full of bytes or of files, where an exception or one that it came from says so; None for any other.
 
-    safetensors and torch.save raise no OSError (torch: `enforce fail at inline_container.cc`, for every failed write).
+    safetensors and torch.save raise no OSError; what torch says (TORCH_SAYS) it says of every failed write.
     """
     ours = f"OUTPUT_DIR={folder}"
     places = {ours: str(existing_parent(folder))} | {
@@ -397,7 +400,8 @@ def full_disk(error: BaseException, folder: Path) -> str | None:
         number, text = getattr(cause, "errno", None), str(cause)
         if number == errno.ENOSPC or "No space left on device" in text:
             return next(iter(full.values()), f"{ours} (it has room: see `df -i` for its inodes, or a quota is met)")
-        if number == errno.EDQUOT or "Disk quota exceeded" in text or (ours in full and "inline_container" in text):
+        torch_failed = ours in full and any(words in text for words in TORCH_SAYS)
+        if number == errno.EDQUOT or "Disk quota exceeded" in text or torch_failed:
             return next(iter(full.values()), ours)
         cause = cause.__cause__ or cause.__context__
     return None

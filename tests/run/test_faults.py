@@ -113,9 +113,10 @@ def test_which_errors_are_a_full_disk(monkeypatch, tmp_path):
         monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=places.get(str(place), 1 << 40)))
 
     written = RuntimeError("[enforce fail at inline_container.cc:668] . unexpected pos 64 vs 0")
+    streamed = RuntimeError("basic_ios::clear: iostream error")
     full, ours = OSError(errno.ENOSPC, "x"), f"OUTPUT_DIR={tmp_path}"
     usage(ours=0)
-    assert full_disk(written, tmp_path) == ours and full_disk(full, tmp_path) == ours
+    assert [full_disk(one, tmp_path) for one in (written, streamed, full)] == [ours] * 3
     assert full_disk(ValueError("a mistake, and the disk is full"), tmp_path) is None
     usage(temporary=0)
     assert full_disk(written, tmp_path) is None, "not where checkpoints are written"
