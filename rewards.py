@@ -400,22 +400,27 @@ def score_answers(
     return made | {"action_counts": list(map(round, made["action_counts"])), "unparsed": round(made["unparsed"])}
 
 
+def mean_of_known(values: Sequence[float | None], clusters: Sequence[Hashable] | None = None) -> dict[str, float]:
+    """Mean reward with a 95% interval over prompts, or over `clusters` of them (N,), of which None are left out. Raises
+    ValueError where all are."""
+    pairs = zip(values, clusters or range(len(values)), strict=True)
+    known = [(value, cluster) for value, cluster in pairs if value is not None]
+    kept = [value for value, _ in known]
+    low, high = confidence_interval(kept, clusters=[cluster for _, cluster in known])
+    return {"reward": math.fsum(kept) / len(kept), "reward_low": low, "reward_high": high}
+
+
 def score_values(values: Sequence[Sequence[float]], clusters: Sequence[Hashable] | None = None) -> dict[str, Any]:
-    """Mean reward of N prompts with its 95% interval over them, or over `clusters` of them (N,), given the rewards of each one's completions; NaN is left
-    out, and a prompt without another (None in `reward_by_prompt`) too. All None without any.
+    """`mean_of_known` of N prompts, given the rewards of each one's completions; NaN is left out, and a prompt without another
+    (None in `reward_by_prompt`) too. All None without any.
 
     >>> score_values([[0.0, 1.0], [math.nan], [1.0, math.nan]])
     {'reward': 0.75, 'reward_low': -2.4265, 'reward_high': 3.9265, 'reward_by_prompt': [0.5, None, 1.0]}
     """
     kept = [[value for value in row if not math.isnan(value)] for row in values]
     means = [round(math.fsum(row) / len(row), 9) if row else None for row in kept]
-    known = [mean for mean in means if mean is not None]
-    kept_clusters = (
-        None if clusters is None else [one for one, mean in zip(clusters, means, strict=True) if mean is not None]
-    )
-    low, high = confidence_interval(known, clusters=kept_clusters) if known else (None, None)
-    mean = math.fsum(known) / len(known) if known else None
-    return {"reward": mean, "reward_low": low, "reward_high": high, "reward_by_prompt": means}
+    none = dict.fromkeys(("reward", "reward_low", "reward_high"))
+    return (mean_of_known(means, clusters) if any(kept) else none) | {"reward_by_prompt": means}
 
 
 def paired_difference(
@@ -427,8 +432,6 @@ def paired_difference(
     >>> paired_difference([0.1, 0.9, None], [0.2, 1.0, 0.5])
     {'reward': 0.1, 'reward_low': 0.1, 'reward_high': 0.1}
     """
-    pairs = zip(before, after, clusters or range(len(before)), strict=True)
-    known = [(round(b - a, 9), cluster) for a, b, cluster in pairs if a is not None and b is not None]
-    changes = [change for change, _ in known]
-    low, high = confidence_interval(changes, clusters=[cluster for _, cluster in known])
-    return {"reward": math.fsum(changes) / len(changes), "reward_low": low, "reward_high": high}
+    pairs = zip(before, after, strict=True)
+    changes = [None if a is None or b is None else round(b - a, 9) for a, b in pairs]
+    return mean_of_known(changes, clusters)

@@ -216,16 +216,13 @@ def read_messages(where: str, columns: dict[str, Any], system: str, problems: Pr
     given = {name: columns.get(name) for name in (*PROMPT_COLUMNS, "system")}
     given = {name: "" if value is None else value for name, value in given.items()}
     if not isinstance(talk := as_conversation(given["prompt"]), str):
-        found, told = read_conversation(where, talk, problems), given["system"]
+        found, told = read_conversation(where, talk, problems), str(given["system"]).strip()
         own = found[:1] and found[0][0] in INSTRUCTING
-        if (
-            not is_blank(told := told if isinstance(told, str) else repr(told))
-            and own
-            and told.strip() != found[0][1].strip()
-        ):
+        if own and not is_blank(told) and told != found[0][1].strip():
             what, fix = "it holds another message than `prompt` begins with", "Leave one of the two out"
             problems.add(f"{where}, column system", what, fix)
-        return found if own or not (told := told.strip() or system) else (("system", told), *found)
+        told = told or system
+        return found if own or not told else (("system", told), *found)
     for name, value in given.items():
         if not isinstance(value, str):
             problems.add(f"{where}, column {name}", f"{value!r} is not text", "Write it as text")

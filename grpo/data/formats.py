@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -126,9 +127,8 @@ def once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object. Raises ValueError where a key stands in it twice: the first value would be lost without a word."""
     made = dict(pairs)
     if len(made) < len(pairs):
-        raise ValueError(
-            f"{next(key for n, (key, _) in enumerate(pairs) if key in dict(pairs[:n]))!r} stands there twice"
-        )
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"{twice!r} stands there twice")
     return made
 
 

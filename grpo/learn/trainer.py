@@ -274,15 +274,12 @@ class Trainer(GRPOTrainer):
             self.run.ranks.broadcast(per_function.tolist())
         return per_function
 
-    def _prepare_inputs(self, generation_batch):
-        """TRL shuffles a step's completions, for steps that learn from a part of them, by torch's own generator: after a rollout
-        by vLLM that is another on every rank. Here each learns from the prompts that it generated for, whole groups."""
-        return self._generate_and_score_completions(generation_batch)
-
     def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Rollout, rewards, then forward and backward of each micro-batch. Returns the step's loss, a scalar."""
         model.train()
-        batch = self._prepare_inputs(inputs)
+        # Not by TRL's _prepare_inputs, which shuffles completions for steps that learn from a part of them, by torch's own
+        # generator: after a rollout by vLLM that is another on every rank. Here each learns from its own prompts, whole groups.
+        batch = self._generate_and_score_completions(inputs)
         self._step += 1
         started = time.perf_counter()
         loss = self.learn(model, batch)

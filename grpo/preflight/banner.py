@@ -86,7 +86,7 @@ def facts(preflight_result: Preflight) -> Iterator[tuple[str, str]]:
 def asked_text(preflight_result: Preflight) -> str:
     """How many answers all sampled evaluations of a run ask for."""
     p, s = preflight_result, preflight_result.settings
-    times = 2 + ((s.TOTAL_STEPS - 1) // s.EVAL_STEPS if s.EVAL_STEPS else 0) + bool(s.INIT_ADAPTER)
+    times = 1 + bool(s.INIT_ADAPTER) + Pace(s.TOTAL_STEPS, s.EVAL_STEPS).evaluations_left(0)
     text = f"{times} times, and twice greedily: {(times * s.EVAL_SAMPLES + 2) * len(p.eval_rows):,} answers to held-out rows"
     if p.closed_loop.prompt:
         from grpo.tasks.tes.closed_loop import DECISIONS  # late: numpy may be missing, which the checks name
@@ -150,8 +150,8 @@ def data_warnings(preflight_result: Preflight) -> list[str]:
     if p.closed_loop.prompt and is_own(p, "EVAL_DATA") and p.sources["EVAL_PROFILE"] != "environment":
         what = f"The closed loop runs the demo's days ({p.settings.EVAL_PROFILE}), not those of your EVAL_DATA"
         warnings.append(f"{what}: set EVAL_PROFILE='...', or EVAL_PROFILE= to skip it")
-    trained, asked = ({row.prompt or row.messages for row in part} for part in (rows, held_out))
-    if shared := len(trained & asked):
+    asked = {row.prompt or row.messages for row in held_out}
+    if shared := len(told.keys() & asked):
         what = f"{shared} of {len(asked)} held-out prompts are in DATA as well"
         warnings.append(f"{what}: what they score was trained, not held out. Take them out of one of the two")
     return warnings

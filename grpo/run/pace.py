@@ -42,13 +42,16 @@ class Pace:
                 if not math.isnan(value := float(row[column])):
                     seconds.append(value)
 
+    def evaluations_left(self, step: int) -> int:
+        """How many follow `step`, the last one included."""
+        return 1 + ((self.total - 1) // self.eval_steps - step // self.eval_steps if self.eval_steps else 0)
+
     def seconds_left(self, step: int) -> float:
         """From the end of `step` to that of the last evaluation [s]: steps at the median of the last RECENT, evaluations like
         the last one (not counted while none is known). NaN before LEAST steps."""
         if len(self.step_s) < LEAST:
             return math.nan
-        evaluations = 1 + ((self.total - 1) // self.eval_steps - step // self.eval_steps if self.eval_steps else 0)
-        return (self.total - step) * median(self.step_s[-RECENT:]) + evaluations * sum(self.eval_s[-1:])
+        return (self.total - step) * median(self.step_s[-RECENT:]) + self.evaluations_left(step) * sum(self.eval_s[-1:])
 
     def left(self, step: int, now: float | None = None) -> str:
         """`about 1 h 40 min left, until 17:20`, by this machine's clock; empty where it is not known."""

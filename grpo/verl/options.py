@@ -113,10 +113,11 @@ RL: dict[str, Translate] = {
     "WARMUP_STEPS": same("WARMUP_STEPS", f"{ACTOR}.optim.lr_warmup_steps"),
     "WEIGHT_DECAY": same("WEIGHT_DECAY", f"{ACTOR}.optim.weight_decay"),
     "MAX_GRAD_NORM": same("MAX_GRAD_NORM", f"{ACTOR}.optim.clip_grad", "critic.optim.clip_grad"),
-    "MICRO_BATCH": lambda s: {  # the critic's engine takes the last one, whatever the others say
-        f"{ACTOR}.ppo_max_token_len_per_gpu": micro_batch(s), "critic.ppo_max_token_len_per_gpu": micro_batch(s),
-        "+critic.ppo_infer_max_token_len_per_gpu": micro_batch(s),
-    },
+    # The critic's engine takes the last one, whatever the others say.
+    "MICRO_BATCH": lambda s: dict.fromkeys(
+        (f"{ACTOR}.ppo_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu", "+critic.ppo_infer_max_token_len_per_gpu"),
+        micro_batch(s),
+    ),
     "LOSS_TYPE": same("LOSS_TYPE", f"{ACTOR}.loss_agg_mode"),
     "BETA": lambda s: {f"{ACTOR}.use_kl_loss": s.BETA > 0, f"{ACTOR}.kl_loss_coef": s.BETA},
     "EPSILON": same("EPSILON", f"{ACTOR}.clip_ratio", f"{ACTOR}.clip_ratio_low"),
