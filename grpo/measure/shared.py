@@ -38,6 +38,10 @@ CHILDREN: dict[str, tuple[dict[str, Any], float | None]] = {
     "shared-22-4000": (LONG | {"EXPERTS": "shared"}, 22.0),
     "mxfp4": (W1 | {"EXPERTS": "mxfp4"}, None),
     "shared-20": (W1 | {"EXPERTS": "shared"}, 20.0),
+    "shared-4000": (LONG | {"EXPERTS": "shared"}, None),
+    "shared-384": (W1 | {"EXPERTS": "shared", "NUM_GENERATIONS": 32}, None),
+    "shared-kept": (W1 | {"EXPERTS": "shared", "GRADIENT_CHECKPOINTING": 0}, None),
+    "bf16-kept": (W1 | {"EXPERTS": "bf16", "GRADIENT_CHECKPOINTING": 0}, None),
     "paged-22": (W1 | {"EXPERTS": "paged"}, 22.0),
     "paged-22-old": (W1 | {"EXPERTS": "paged", "ROLLOUT_SYNC": "lora"}, 22.0),
     # Whose matrices are of the sizes that would lie behind paged weights, in segments that could not be freed then.
@@ -204,7 +208,8 @@ def shared_figures(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         room = f", all but {left:g} GiB of the card occupied" if left else ""
         sync = ", ROLLOUT_SYNC=lora, vLLM without what only Hopper cards have" * ("ROLLOUT_SYNC" in settings)
         sync += ", adapter on the experts" * ("LORA_TARGETS" in settings)
-        what = f"EXPERTS={settings['EXPERTS']}{sync}, 12 x 8 completions{room}"
+        sync += ", GRADIENT_CHECKPOINTING=0" * ("GRADIENT_CHECKPOINTING" in settings)
+        what = f"EXPERTS={settings['EXPERTS']}{sync}, 12 x {settings.get('NUM_GENERATIONS', 8)} completions{room}"
         which = "the first step" if settings.get("TOTAL_STEPS") == 1 else "mean of steps 2 and 3"
         named = tabled(SHARED, found | {"what": what, "which": which})
         made += [one | {"name": f"{child.replace('-', '_')}_{one['name']}"} for one in named]

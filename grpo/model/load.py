@@ -38,6 +38,7 @@ class QuantizedExperts(torch.nn.Module):
     without weights, until grpo/rollout/shared_weights.py lends it those of vLLM: until then it cannot compute."""
 
     is_transposed = True  # as GptOssExperts, (E, in, out): PEFT asks for it
+    dequantize_again = False  # in the backward pass (grpo/model/experts.py, FrozenProduct)
 
     def __init__(self, config: GptOssConfig, packed: bool = True) -> None:
         super().__init__()
@@ -179,6 +180,8 @@ def load_base(settings: Settings, model_path: str, config: Mapping[str, Any], at
     """The base model to train an adapter on, under the name that PEFT writes into adapter_config.json."""
     model = in_working_type(load_model(model_path, config, attention, settings.EXPERTS))
     model.name_or_path = model_path if settings.MODEL_ID == "tiny" else settings.MODEL_ID
+    for module in quantized_experts(model):
+        module.dequantize_again = not settings.GRADIENT_CHECKPOINTING
     return model
 
 

@@ -184,8 +184,6 @@ def learning_gib(
     kept = tokens * hidden * 2 * layers
     if not settings.GRADIENT_CHECKPOINTING:
         kept = (tokens * per_token + scores) * layers
-        if settings.EXPERTS != "bf16":  # every layer's stay dequantized until its backward
-            kept += (layers - 1) * layer_sizes(config)[0] * 2
     scored = rows * settings.MAX_COMPLETION_LEN
     head = min(scored, 4096) * min(config["vocab_size"], HEAD_TILE) * 2 + (tokens * 2 + scored * 8) * hidden
     return (kept + max(tokens * per_token + scores, head)) / GIB + 0.1
