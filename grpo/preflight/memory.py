@@ -183,7 +183,13 @@ def learning_gib(
         per_token += 2 * top * (3 * config["intermediate_size"] + 2 * hidden)
     kept = tokens * hidden * 2 * layers
     if not settings.GRADIENT_CHECKPOINTING:
-        kept = (tokens * per_token + scores) * layers
+        # Autograd keeps of each token the results of both products, queries, keys, values and the attention's result,
+        # and the norms' inputs (in float32 too) and results: half of what one layer's backward pass takes at its peak.
+        kept_per_token = 2 * top * (2 * config["intermediate_size"] + hidden) + 16 * hidden
+        kept_per_token += 2 * (layer_sizes(config)[1] + config["num_attention_heads"] * config["head_dim"])
+        if expert_words(settings.LORA_TARGETS):  # the rows that go into both products
+            kept_per_token += 2 * top * (config["intermediate_size"] + hidden)
+        kept = (tokens * kept_per_token + scores) * layers
     scored = rows * settings.MAX_COMPLETION_LEN
     head = min(scored, 4096) * min(config["vocab_size"], HEAD_TILE) * 2 + (tokens * 2 + scored * 8) * hidden
     return (kept + max(tokens * per_token + scores, head)) / GIB + 0.1
