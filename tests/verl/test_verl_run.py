@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """scripts/verl/run.py, its YAML files, and what verl loads of this project. verl itself is not needed.
 
-With VERL_SOURCE (a folder that holds the package verl 0.9.1) and Hydra installed, the YAML files are composed with verl's
-own configuration. Run: python -m pytest tests/verl/test_verl_run.py
+With VERL_SOURCE (a folder that holds the package verl 0.9.1) and Hydra installed, the YAML files are composed with
+verl's own configuration. Run: python -m pytest tests/verl/test_verl_run.py
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ def test_the_yaml_names_what_is_here():
         assert name in source and (name.split()[1] in text or name == "def compute_score")  # verl's default name
 
 
-# What verl's main() would see, without importing verl: its configuration alone, by the same Hydra. Called with the folder
-# of verl's configurations, and the options of the command.
+# What verl's main() would see, without importing verl: its configuration alone, by the same Hydra. It is called with the
+# folder of verl's configurations, and the options of the command.
 STUB = """
 import json, sys, hydra
 import grpo.verl.lengths
