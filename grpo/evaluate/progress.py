@@ -93,6 +93,7 @@ class Progress:
     def after(self, trainer: Trainer) -> None:
         """The trained adapter, and the last words about the run."""
         if not self.check.eval_rows:
+            log.info("nothing was measured, no rows are held out: %s", self.check.heldout_reason)
             return
         results = measure_rewards(trainer, self.check.eval_rows, self.exact, base=False)
         record = measure_closed_loop(self.check, trainer, base=False)

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import rewards
-from grpo.data.files import SHOWN, Row, label, read_rows
+from grpo.data.files import SHOWN, Row, label
+from grpo.data.heldout import read_split
 from grpo.data.prompts import answer_of, render_rows
 from grpo.data.scoring import check_heldout, check_rewards
-from grpo.preflight.choices import choose_rewards
+from grpo.preflight.choices import choose_demo, choose_rewards
 from grpo.preflight.hub import OTHERS, fetch_small_files, has_mxfp4, missing_shards, read_template
 from grpo.run.durable import read_json, whole_file, write_text
 from grpo.settings import Problems, Settings, load_settings, one_line
@@ -95,11 +96,12 @@ def prepare(environ: Mapping[str, str], steps: Collection[str], gpus: int) -> Pr
         what = f"{settings.PROMPTS_PER_STEP} cannot be shared by {gpus} GPUs"
         problems.add("PROMPTS_PER_STEP", what, f"Set a multiple of {gpus}, or fewer --gpus")
     model, template = read_model(settings.MODEL_ID, problems)
-    rows, eval_rows = read_rows("DATA", settings.DATA, problems, settings.SYSTEM_PROMPT), []
+    settings, sources = choose_demo(settings, sources)
+    split = read_split(settings, problems)
+    rows, eval_rows = split.train, []
     specs, told = [], Problems()
     if {"data", "ppo", "grpo"} & set(steps):
-        if settings.EVAL_SAMPLES:
-            eval_rows = read_rows("EVAL_DATA", settings.EVAL_DATA, problems, settings.SYSTEM_PROMPT)
+        eval_rows = split.heldout
         specs = check_rewards(settings, choose_rewards(settings.REWARDS, rows)[0], rows, problems)[0]
         check_heldout(specs, settings, eval_rows, problems)
     harmony = has_channels(template)
