@@ -63,7 +63,7 @@ def plant_warning(base: Figures, now: Figures, exact: bool) -> str | None:
 
 
 class Progress:
-    """Measures before, while and after a run trains. Without EVAL_SAMPLES it does nothing."""
+    """Measures before, while and after a run trains. Without held-out rows it does nothing."""
 
     def __init__(self, check: Preflight):
         self.check, self.exact, self.by = check, check.evaluation[0], check.best[0]

@@ -109,6 +109,8 @@ def heldout_section(run: Run) -> Section:
 def no_evaluation(run: Run) -> str:
     if run.settings.get("EVAL_SAMPLES") == 0:
         return "Held-out prompts were not evaluated: EVAL_SAMPLES is 0."
+    if isinstance(heldout := part(run.record, "choices").get("heldout"), list) and heldout[:1] == [0]:
+        return "Held-out prompts were not evaluated: no rows are held out."
     return "There is no evaluation on held-out prompts (evaluation.json) yet."
 
 

@@ -94,6 +94,8 @@ def test_a_run_that_measured_nothing_says_so(tmp_path, tiny):
     assert "**Nothing was measured** on held-out rows" in card and "No adapter beats" not in card
     assert "nothing was measured, no rows are held out: none: DATA has 3 days, and it takes 20" in done.stdout
     assert not (tmp_path / "run/evaluation.json").exists() and "plant" not in done.stdout
+    report = (tmp_path / "run/report.html").read_text(encoding="utf-8")
+    assert "Held-out prompts were not evaluated: no rows are held out." in report
 
 
 def test_the_command_scores_any_rows_as_the_run_does(weather, capsys, monkeypatch):
