@@ -55,7 +55,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt", choices=("auto", "full", "compact"), default="auto", help="auto: as the held-out rows of the run (default %(default)s)")  # fmt: skip
     parser.add_argument("--co2-column", metavar="NAME", help="CO2 intensity [kg/kWh], where names do not tell")
     parser.add_argument("--load-column", metavar="NAME", help="cooling load [kW], where names do not tell")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="(default closed_loop.json in RUN, with --data evaluation-NAME.json; without RUN in the current folder)")  # fmt: skip
+    out = "(default closed_loop.json in RUN, with --data evaluation-NAME.json; without RUN in the current folder)"
+    parser.add_argument("--out", type=Path, metavar="FILE", help=out)
     args = parser.parse_args(argv)
     if args.run and args.adapter:
         parser.error("--adapter: it is the same as RUN, give one of the two")

@@ -59,13 +59,13 @@ def read_split(settings: Settings, problems: Problems) -> Split:
 
 
 def hold_out(rows: Sequence[Row], share: float) -> Split:
-    """Hold out whole days of rows that carry a date, and whole prompts of others: neighbouring hours, and the same prompt
-    in several rows, give each other away.
+    """Hold out whole days of rows that carry a date, and whole prompts of others: neighbouring hours, and the same
+    prompt in several rows, give each other away.
 
     The groups are ordered by a hash of the day or prompt alone, and the first ones are held out: all whose hash lies
-    below `share`, but at least LEAST_HELD_OUT and at most MOST_HELD_OUT. A group that was trained once is never held out
-    when others are added, because its place in the order can only move back. Of the held-out rows at most MOST_HELD_OUT
-    are evaluated, and none whose prompt is trained on another day.
+    below `share`, but at least LEAST_HELD_OUT and at most MOST_HELD_OUT. A group that was trained beside held-out ones is
+    never held out when others are added, because its place in the order can only move back. Of the held-out rows at
+    most MOST_HELD_OUT are evaluated, and none whose prompt is trained on another day.
     """
     if not share:
         return Split(list(rows), [], "EVAL_SHARE=0, all rows of DATA train")

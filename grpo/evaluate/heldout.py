@@ -188,8 +188,8 @@ def new_results(s: Settings, rows: Sequence[Row], exact: bool) -> dict[str, Any]
 
 
 def add_models(trainer: Trainer, rows: Sequence[Row], results: dict[str, Any], names: Sequence[str]) -> None:
-    """Put what is missing of `names` into the results: `before` is the base model, `after` the adapter; of both also their
-    difference."""
+    """Put what is missing of `names` into the results: `before` is the base model, `after` the adapter; of both also
+    their difference."""
     for name in names:
         if name not in results:
             results[name] = evaluate(trainer, rows, results["exact"], name == "before")

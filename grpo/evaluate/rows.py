@@ -133,8 +133,8 @@ def file_name(rows: Sequence[Row]) -> str:
 
 
 def earlier_base(path: Path, results: dict[str, Any]) -> dict[str, Any]:
-    """What the file at `path` holds of the base model, which is not asked again. Raises InputError where it holds another
-    evaluation, which this one would replace."""
+    """What the file at `path` holds of the base model, which is not asked again. Raises InputError where it holds
+    another evaluation, which this one would replace."""
     if not path.is_file():
         return {}
     try:

@@ -169,8 +169,8 @@ class TransformersModel:
 
 class VllmModel:
     """A model that vLLM generates with: MXFP4 weights, the adapter loaded natively from its folder (ROLLOUT_SYNC=lora's
-    way). There is no trainer beside it, so it stays awake. `prompts`: those that are asked at once, of the closed loop the
-    first hour's. Raises EngineError."""
+    way). There is no trainer beside it, so it stays awake. `prompts`: those that are asked at once, of the closed loop
+    the first hour's. Raises EngineError."""
 
     def __init__(
         self,

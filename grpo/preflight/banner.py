@@ -135,8 +135,8 @@ def memory_facts(plan: Plan, machine: Machine) -> Iterator[tuple[str, str]]:
 
 
 def data_warnings(preflight_result: Preflight) -> list[str]:
-    """What a run with these rows has to be warned about: rows that teach nothing, an evaluation that is not held out, or
-    none at all."""
+    """What a run with these rows has to be warned about: rows that teach nothing, an evaluation that is not held out,
+    or none at all."""
     p, warnings, rows, held_out = preflight_result, [], preflight_result.rows, preflight_result.eval_rows
     flat = flat_rows(rows)
     if 2 * len(flat) > len(rows) and any(name in ACTION_REWARDS for name, _ in p.reward_specs):

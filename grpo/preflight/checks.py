@@ -324,8 +324,8 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks:
         problems.add("BEST_BY", f"the closed loop does not run ({closed_loop.reason})", "Set BEST_BY=auto or reward")
     problems[:] = dict.fromkeys(problems)
     chosen = (
-        split.reason, garbage, rewards, scale, attention, packing, rollouts, sync, experts, plan, run, closed_loop, evaluation,
-        best, init_adapter, ranks,
+        split.reason, garbage, rewards, scale, attention, packing, rollouts, sync, experts, plan, run, closed_loop,
+        evaluation, best, init_adapter, ranks,
     )  # fmt: skip
     return Preflight(settings, sources, problems, machine, files, rows, eval_rows, specs, *chosen)
 

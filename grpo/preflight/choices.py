@@ -127,8 +127,8 @@ DEMO_PLANT = {"data/tes_heldout.csv", "data/tes_heldout_compact.csv"}  # rows of
 
 
 def choose_demo(settings: Settings, sources: Mapping[str, str]) -> tuple[Settings, dict[str, str]]:
-    """(settings, sources) with the demo's held-out rows as EVAL_DATA where DATA is the demo's, and with the demo's days as
-    EVAL_PROFILE where the rows of both are the demo plant's. Elsewhere `auto` stays None: nothing of the demo says
+    """(settings, sources) with the demo's held-out rows as EVAL_DATA where DATA is the demo's, and with the demo's days
+    as EVAL_PROFILE where the rows of both are the demo plant's. Elsewhere `auto` stays None: nothing of the demo says
     anything about rows of the user's own."""
     heldout, chosen = demo_heldout(settings.DATA), {}
     if heldout and settings.EVAL_DATA is None:
@@ -158,8 +158,8 @@ class ClosedLoop:
 
 
 def choose_closed_loop(settings: Settings, kind: str | None, engine: bool, chosen: bool) -> tuple[bool, str]:
-    """(whether the closed loop runs, reason). `kind` of the held-out prompts: full, compact, or None for others or none;
-    `engine`: vLLM generates; `chosen`: EVAL_PROFILE was set by the user."""
+    """(whether the closed loop runs, reason). `kind` of the held-out prompts: full, compact, or None for others or
+    none; `engine`: vLLM generates; `chosen`: EVAL_PROFILE was set by the user."""
     if not settings.EVAL_SAMPLES:
         return False, "EVAL_SAMPLES=0"
     if settings.EVAL_PROFILE is not None and not settings.EVAL_PROFILE.strip():
@@ -201,8 +201,8 @@ def choose_evaluation(
 
 
 def choose_best(settings: Settings, heldout: int, closed_loop: bool) -> tuple[str, str]:
-    """(figure that the best adapter is kept by: `plant`, `reward`, or empty where nothing is measured, reason), given how
-    many rows are held out."""
+    """(figure that the best adapter is kept by: `plant`, `reward`, or empty where nothing is measured, reason), given
+    how many rows are held out."""
     if not settings.EVAL_SAMPLES:
         return "", "EVAL_SAMPLES=0"
     if not heldout:

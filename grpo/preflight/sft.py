@@ -38,7 +38,8 @@ def longest_answer(model_id: str, answers: Sequence[str]) -> int:
 
 
 def sft_preflight(environ: Mapping[str, str], out: Path) -> tuple[Preflight, list[str | None]]:
-    """(the preflight of the settings in `environ` with OUTPUT_DIR=`out`, the answer of each row, None where there is none).
+    """(the preflight of the settings in `environ` with OUTPUT_DIR=`out`, the answer of each row, None where there is
+    none).
 
     Rows that a run of train_grpo.py with these settings would hold out are left out here too: it may start from this
     adapter."""

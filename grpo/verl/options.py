@@ -27,8 +27,8 @@ VALUES: dict[str, dict[Any, Any]] = {
 
 # Settings that the pipeline itself reads: grpo/verl/rows.py, score.py, commands.py.
 OURS = {
-    "MODEL_ID", "TASK", "DATA", "EVAL_DATA", "EVAL_SHARE", "SYSTEM_PROMPT", "REWARDS", "INVALID_REWARD", "OUTPUT_DIR", "EXPERTS", "USE_VLLM",
-    "IGNORE_VARS",
+    "MODEL_ID", "TASK", "DATA", "EVAL_DATA", "EVAL_SHARE", "SYSTEM_PROMPT", "REWARDS", "INVALID_REWARD", "OUTPUT_DIR",
+    "EXPERTS", "USE_VLLM", "IGNORE_VARS",
 }  # fmt: skip
 
 # Settings without a counterpart, and why.

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run on the user's own rows evaluates those, and scripts/evaluate.py --data any others. Run: python -m pytest tests/evaluate/test_rows.py"""
+"""A run on the user's own rows evaluates those, and scripts/evaluate.py --data any others.
+
+Run: python -m pytest tests/evaluate/test_rows.py
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ from grpo.settings import Problems
 
 HEADER = ["date", "question", "answer", "reward_action_0", "reward_action_1"]
 SETTINGS = {
-    "MODEL_ID": "tiny", "TOTAL_STEPS": 3, "SAVE_STEPS": 3, "EVAL_STEPS": 2, "PROMPTS_PER_STEP": 4, "NUM_GENERATIONS": 4, "SEED": 5,
-    "LEARNING_RATE": "1e-2",
+    "MODEL_ID": "tiny", "TOTAL_STEPS": 3, "SAVE_STEPS": 3, "EVAL_STEPS": 2, "PROMPTS_PER_STEP": 4, "NUM_GENERATIONS": 4,
+    "SEED": 5, "LEARNING_RATE": "1e-2",
 }  # fmt: skip
 
 
@@ -123,7 +126,10 @@ def test_the_command_scores_any_rows_as_the_run_does(weather, capsys, monkeypatc
     assert "adapter - base" not in capsys.readouterr().out
 
 
-SHORT = "def short(completions, note, **columns): return [-len(text) / 100 - float(n) for text, n in zip(completions, note)]\n"
+SHORT = """
+def short(completions, note, **columns):
+    return [-len(text) / 100 - float(n) for text, n in zip(completions, note)]
+"""
 
 
 @pytest.mark.parametrize("engine", ["transformers", "vLLM"])
