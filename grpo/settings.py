@@ -53,12 +53,13 @@ class Settings:
 
     TASK: str = setting("Data", "tes", "", "What is learned: other defaults of DATA, REWARDS, SYSTEM_PROMPT and more (docs/tasks.md).", choices=("tes", "gsm8k"))
     DATA: str = setting("Data", "data/tes_train.csv", "", "Training rows, separated by commas: CSV, JSON-lines and Parquet files, globs, data sets of the Hub (`org/name:config:split`).", tiny="data/tes_train_compact.csv", resume=True)
-    EVAL_DATA: str = setting("Data", "data/tes_heldout.csv", "", "Held-out rows, named as in DATA, for the evaluation before and after training.", tiny="data/tes_heldout_compact.csv", resume=True)
+    EVAL_DATA: str | None = setting("Data", None, "", "Held-out rows, named as in DATA, for the evaluations; `auto`: EVAL_SHARE of DATA is held out, and of the demo's DATA the rows that come with it.", resume=True)
+    EVAL_SHARE: float = setting("Data", 0.1, "share", "Share of DATA that is held out where EVAL_DATA is auto: whole days where rows carry a date, else whole prompts, 64 at most; 0 holds nothing out.", low=0, high=0.5)
     EVAL_SAMPLES: int = setting("Data", 4, "completions", "Completions per held-out prompt, and runs through the closed loop, in every evaluation; 0 skips them all.", tiny=8, low=0, high=1000, resume=True)
     EVAL_TEMPERATURE: float = setting("Data", 0.5, "", "Sampling temperature of every evaluation; beside it the greedy answer is measured.", above=0, high=10, resume=True)
     EVAL_STEPS: int = setting("Data", 50, "steps", "Steps between two evaluations while it trains; 0: only before and after.", tiny=100, low=0, resume=True)
     BEST_BY: str | None = setting("Data", None, "", "Figure by which the best adapter of the evaluated steps is kept: `plant` (regret of the closed loop) or `reward` (held-out); `auto`: plant where the closed loop runs.", choices=("plant", "reward"), resume=True)
-    EVAL_PROFILE: str = setting("Data", "data/profile_heldout.csv", "", "Hourly profiles for the closed loop before and after training; it runs where the held-out prompts are the TES plant's; empty skips it.", resume=True)
+    EVAL_PROFILE: str | None = setting("Data", None, "", "Hourly profiles for the closed loop before and after training, where the held-out prompts are the TES plant's; `auto`: the demo's for the demo's rows, else no closed loop; empty skips it.", resume=True)
     SYSTEM_PROMPT: str = setting("Data", "", "", "System message of rows that are not rendered and have none; gpt-oss's template puts it into the developer message.")
     REASONING_EFFORT: str = setting("Data", "medium", "", "Reasoning effort that the chat template writes into prompts which are not rendered yet.", tiny="low", choices=("low", "medium", "high"))
     PROMPT_DATE: str = setting("Data", "2025-11-06", "date", "Current date that the chat template writes, fixed so that a resumed run sees the same prompts.", date=True)
@@ -134,7 +135,7 @@ ALIASES = {
 TASKS: dict[str, dict[str, Any]] = {
     "tes": {},
     "gsm8k": {
-        "DATA": "data/gsm8k_train.jsonl", "EVAL_DATA": "data/gsm8k_heldout.jsonl", "REWARDS": "gsm8k", "EVAL_PROFILE": "",
+        "DATA": "data/gsm8k_train.jsonl", "REWARDS": "gsm8k",
         "SYSTEM_PROMPT": "Solve the problem. End your answer with #### and the number alone.",
     },
 }  # fmt: skip

@@ -140,18 +140,24 @@ def check_rewards(
 
 
 def check_heldout(
-    specs: Sequence[tuple[str, float]], settings: Settings, rows: Sequence[Row], problems: Problems
+    specs: Sequence[tuple[str, float]],
+    settings: Settings,
+    rows: Sequence[Row],
+    problems: Problems,
+    where: str = "EVAL_DATA",
+    otherwise: str = "set EVAL_SAMPLES=0",
 ) -> None:
-    """The reward functions can score the held-out rows: those with actions by their columns, others as they train."""
+    """The reward functions can score the held-out rows: those with actions by their columns, others as they train.
+    `where`: what named the rows; `otherwise`: what the user may do instead of changing them."""
     bare = next((row for row in rows if not row.rewards), None)
     if bare and {name for name, _ in specs} & rewards.ACTION_REWARDS.keys():
-        problems.add(f"{bare.file}, columns", no_actions(bare), "Add them, or set EVAL_SAMPLES=0")
+        problems.add(f"{bare.file}, columns", no_actions(bare), f"Add them, or {otherwise}")
         return
     check_answers([name for name, _ in specs], rows, problems)
     try:
         try_rewards(specs, settings, rows)
     except RuntimeError as error:
-        problems.add("EVAL_DATA", str(error), "Give these rows the columns of DATA, or set EVAL_SAMPLES=0")
+        problems.add(where, str(error), f"Give these rows the columns of DATA, or {otherwise}")
 
 
 def check_columns(names: Collection[str], rows: Sequence[Row], problems: Problems) -> None:

@@ -168,7 +168,8 @@ def evaluations_figure(
         axes.set_ylabel(text)
         legend(axes)
     step_axis(panels[-1])
-    line = "Held-out reward, regret and unserved load of the closed loop at every evaluated step; step 0 is the base model."
+    plant = ", regret and unserved load of the closed loop" if shown.shape[1] > 1 else ""
+    line = f"Held-out reward{plant} at every evaluated step; step 0 is the base model."
     if rule[0] and shown.shape[1] > 1:
         line += f" Dotted: {policy(rule[0])[0]}, the rule with the lowest regret."
     if kept:

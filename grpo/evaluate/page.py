@@ -10,7 +10,7 @@ import jinja2
 import matplotlib.style
 
 from grpo.evaluate.figures import FILES, STYLE
-from grpo.evaluate.report import SECTIONS, facts, guarded, plant_verdict, reward_verdict, tiles
+from grpo.evaluate.report import facts, guarded, plant_verdict, reward_verdict, sections_of, tiles
 from grpo.evaluate.run_data import ReportError, read_run
 from grpo.run.durable import write_text
 from grpo.run.logs import METRICS
@@ -29,7 +29,7 @@ def write_report(folder: Path) -> Path:
     """
     run = read_run(Path(folder))
     with matplotlib.style.context(["default", STYLE]):  # whatever style the caller or the user has set
-        sections = [guarded(make, run) for make in SECTIONS]
+        sections = [guarded(make, run) for make in sections_of(run)]
     text = TEMPLATES.get_template("page.html").render(
         name=run.folder.resolve().name,
         verdicts=[sentence for sentence in (reward_verdict(run), plant_verdict(run)) if sentence],

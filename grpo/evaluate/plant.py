@@ -66,7 +66,8 @@ def measure_closed_loop(check: Preflight, trainer: Trainer, base: bool) -> Recor
     EVAL_PROFILE. A resumed run keeps the base model's. None where the closed loop does not run."""
     started = time.perf_counter()
     if not check.closed_loop.prompt:
-        log.info("no closed loop: %s", check.closed_loop.reason)
+        if check.closed_loop.has_plant:
+            log.info("no closed loop: %s", check.closed_loop.reason)
         return None
     name, record = "base" if base else "trained", plant_record(check, trainer)
     if not {name, name + GREEDY} <= record["totals"].keys():

@@ -63,7 +63,7 @@ def plant_warning(base: Figures, now: Figures, exact: bool) -> str | None:
 
 
 class Progress:
-    """Measures before, while and after a run trains. Without EVAL_SAMPLES it does nothing."""
+    """Measures before, while and after a run trains. Without held-out rows it does nothing."""
 
     def __init__(self, check: Preflight):
         self.check, self.exact, self.by = check, check.evaluation[0], check.best[0]
@@ -93,6 +93,7 @@ class Progress:
     def after(self, trainer: Trainer) -> None:
         """The trained adapter, and the last words about the run."""
         if not self.check.eval_rows:
+            log.info("nothing was measured, no rows are held out: %s", self.check.heldout_reason)
             return
         results = measure_rewards(trainer, self.check.eval_rows, self.exact, base=False)
         record = measure_closed_loop(self.check, trainer, base=False)

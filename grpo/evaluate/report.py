@@ -109,6 +109,8 @@ def heldout_section(run: Run) -> Section:
 def no_evaluation(run: Run) -> str:
     if run.settings.get("EVAL_SAMPLES") == 0:
         return "Held-out prompts were not evaluated: EVAL_SAMPLES is 0."
+    if isinstance(heldout := part(run.record, "choices").get("heldout"), list) and heldout[:1] == [0]:
+        return "Held-out prompts were not evaluated: no rows are held out."
     return "There is no evaluation on held-out prompts (evaluation.json) yet."
 
 
@@ -157,6 +159,12 @@ def examples_section(run: Run) -> Section:
 
 
 SECTIONS = (curves_section, actions_section, heldout_section, plant_section, examples_section)
+
+
+def sections_of(run: Run) -> list[Callable[[Run], Section]]:
+    """The sections of a run's report; without a closed loop and a profile for one it is not about the plant."""
+    has_plant = run.closed_loop or run.settings.get("EVAL_PROFILE", "") is not None
+    return [make for make in SECTIONS if has_plant or make is not plant_section]
 
 
 def guarded(make: Callable[[Run], Section], run: Run) -> Section:
@@ -249,6 +257,10 @@ def facts(run: Run) -> list[tuple[str, str]]:
     names = {"Model": "MODEL_ID", "Training data": "DATA", "Held-out data": "EVAL_DATA", "Rewards": "REWARDS"}
     if isinstance(chosen := choices.get("rewards"), list) and chosen:  # what `auto` was
         s = {**s, "REWARDS": chosen[0]}
+    if s.get("EVAL_DATA", "") is None:
+        s = {**s, "EVAL_DATA": "a part of DATA"}
+        if isinstance(chosen := choices.get("heldout"), list) and len(chosen) == 2:
+            s["EVAL_DATA"] = chosen[1]
     if run.closed_loop:
         names["Plant's days"] = "EVAL_PROFILE"
     found = [("Run", run.folder.resolve().name)]

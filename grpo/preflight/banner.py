@@ -38,6 +38,7 @@ def facts(preflight_result: Preflight) -> Iterator[tuple[str, str]]:
     gpu = f"{m.gpu}, {m.gpu_free:.1f} of {m.gpu_total:.1f} GiB free" if m.gpus else "no GPU"
     yield "machine", f"{gpu}; {m.cores} cores ({m.arch}), {m.ram_free:.1f} GiB of memory free"
     yield "data", f"{len(p.rows)} training rows, {len(p.eval_rows)} held-out rows"
+    yield "held out", p.heldout_reason
     batch = f"{s.PROMPTS_PER_STEP} prompts x {s.NUM_GENERATIONS} generations"
     yield "step", f"{batch} = {s.completions_per_step} completions"
     epochs = s.TOTAL_STEPS * s.PROMPTS_PER_STEP / max(len(p.rows), 1)
@@ -60,14 +61,7 @@ def facts(preflight_result: Preflight) -> Iterator[tuple[str, str]]:
     if p.rollouts[0]:
         yield "weight sync", ": ".join(p.sync)
     yield "experts", ": ".join(p.experts)
-    yield "closed loop", f"{'on' if p.closed_loop.prompt else 'off'}: {p.closed_loop.reason}"
-    exact, reason = p.evaluation
-    steps = f"every {s.EVAL_STEPS} steps" if s.EVAL_STEPS else "not while it trains"
-    yield "evaluation", f"{'exact' if exact else 'sampled'} at {s.EVAL_TEMPERATURE:g}, {reason}; {steps}"
-    if s.EVAL_SAMPLES and not exact:
-        yield "that asks", asked_text(p)
-    best, reason = p.best
-    yield "best adapter", f"by {best}: {reason}" if best else f"none: {reason}"
+    yield from evaluation_facts(p)
     high, reason = choose_epsilon_high(s)
     yield "clip range", f"{s.EPSILON:g} below, {high:g} above: {reason}"
     if p.plan:
@@ -81,6 +75,23 @@ def facts(preflight_result: Preflight) -> Iterator[tuple[str, str]]:
     if any(problem.startswith("OUTPUT_DIR=") for problem in p.problems):
         state = "cannot be used, see below"
     yield "OUTPUT_DIR", f"{run.folder}: {state}"
+
+
+def evaluation_facts(preflight_result: Preflight) -> Iterator[tuple[str, str]]:
+    """(title, text) of each line about what is measured; nothing about the plant in a run that has none."""
+    p, s = preflight_result, preflight_result.settings
+    if p.closed_loop.has_plant:
+        yield "closed loop", f"{'on' if p.closed_loop.prompt else 'off'}: {p.closed_loop.reason}"
+    best, reason = p.best
+    if not p.eval_rows:
+        yield "evaluation", f"none: {reason}"
+        return
+    exact, way = p.evaluation
+    steps = f"every {s.EVAL_STEPS} steps" if s.EVAL_STEPS else "not while it trains"
+    yield "evaluation", f"{'exact' if exact else 'sampled'} at {s.EVAL_TEMPERATURE:g}, {way}; {steps}"
+    if not exact:
+        yield "that asks", asked_text(p)
+    yield "best adapter", f"by {best}: {reason}"
 
 
 def asked_text(preflight_result: Preflight) -> str:
@@ -123,14 +134,9 @@ def memory_facts(plan: Plan, machine: Machine) -> Iterator[tuple[str, str]]:
     yield "memory", f"{plan.parts} = {plan.peak:.2f} GiB{' per process' * (machine.ranks > 1)} (estimate)"
 
 
-def is_own(preflight_result: Preflight, name: str) -> bool:
-    """Whether the user set this setting to something else than what comes with the project."""
-    shipped = FIELDS[name].default, FIELDS[name].metadata["tiny"]
-    return preflight_result.sources[name] == "environment" and getattr(preflight_result.settings, name) not in shipped
-
-
 def data_warnings(preflight_result: Preflight) -> list[str]:
-    """What a run with these rows has to be warned about: rows that teach nothing, an evaluation that is not held out."""
+    """What a run with these rows has to be warned about: rows that teach nothing, an evaluation that is not held out,
+    or none at all."""
     p, warnings, rows, held_out = preflight_result, [], preflight_result.rows, preflight_result.eval_rows
     flat = flat_rows(rows)
     if 2 * len(flat) > len(rows) and any(name in ACTION_REWARDS for name, _ in p.reward_specs):
@@ -143,13 +149,9 @@ def data_warnings(preflight_result: Preflight) -> list[str]:
         warnings.append(
             f"{odd} of {len(told)} prompts stand in several rows with other rewards: the model learns their mean"
         )
-    if held_out and is_own(p, "DATA") and p.sources["EVAL_DATA"] != "environment":
-        demo = "rows and closed loop" if p.closed_loop.prompt else "rows"
-        what = f"Evaluated on the demo's {demo} ({p.settings.EVAL_DATA}), nothing held out from your DATA"
-        warnings.append(f"{what}: set EVAL_DATA='...', or EVAL_SAMPLES=0 to skip")
-    if p.closed_loop.prompt and is_own(p, "EVAL_DATA") and p.sources["EVAL_PROFILE"] != "environment":
-        what = f"The closed loop runs the demo's days ({p.settings.EVAL_PROFILE}), not those of your EVAL_DATA"
-        warnings.append(f"{what}: set EVAL_PROFILE='...', or EVAL_PROFILE= to skip it")
+    if rows and not held_out and p.settings.EVAL_SAMPLES and p.settings.EVAL_SHARE:
+        what = "Nothing is measured, so nothing will say whether the adapter beats the base model"
+        warnings.append(f"{what}. Held out: {p.heldout_reason}. Set EVAL_DATA='...', or EVAL_SAMPLES=0 to skip this")
     asked = {row.prompt or row.messages for row in held_out}
     if shared := len(told.keys() & asked):
         what = f"{shared} of {len(asked)} held-out prompts are in DATA as well"

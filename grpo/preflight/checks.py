@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo.data.files import Row, data_fingerprint, read_rows
+from grpo.data.files import Row, data_fingerprint
+from grpo.data.heldout import read_split
 from grpo.data.prompts import render_rows
 from grpo.data.scoring import check_heldout, check_rewards
 from grpo.preflight import choices, hub
@@ -214,6 +215,7 @@ class Preflight:
     rows: list[Row]
     eval_rows: list[Row]
     reward_specs: list[tuple[str, float]]
+    heldout_reason: str  # how the held-out rows were told apart
     garbage_warning: str | None
     rewards: tuple[str, str]
     scale_rewards: tuple[str, str]
@@ -271,9 +273,9 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks:
     check_settings(settings, config, machine, problems)
     check_shared(settings, config, machine, rollouts[0], sync[0], problems)
     check_trackers(settings, environ, problems)
-    system = settings.SYSTEM_PROMPT
-    rows = read_rows("DATA", settings.DATA, problems, system)
-    eval_rows = read_rows("EVAL_DATA", settings.EVAL_DATA, problems, system) if settings.EVAL_SAMPLES else []
+    settings, sources = choices.choose_demo(settings, sources)
+    split = read_split(settings, problems)
+    rows, eval_rows = split.train, split.heldout
     rewards = choices.choose_rewards(settings.REWARDS, rows)
     specs, garbage = check_rewards(settings, rewards[0], rows, problems)
     check_heldout(specs, settings, eval_rows, problems)
@@ -317,13 +319,13 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks:
     evaluation = choices.choose_evaluation(
         settings, rollouts[0], parameters, closed_loop.kind, opened, all(row.rewards for row in eval_rows)
     )
-    best = choices.choose_best(settings, bool(closed_loop.prompt))
+    best = choices.choose_best(settings, len(eval_rows), bool(closed_loop.prompt))
     if best[0] == "plant" and not closed_loop.prompt:
         problems.add("BEST_BY", f"the closed loop does not run ({closed_loop.reason})", "Set BEST_BY=auto or reward")
     problems[:] = dict.fromkeys(problems)
     chosen = (
-        garbage, rewards, scale, attention, packing, rollouts, sync, experts, plan, run, closed_loop, evaluation, best, init_adapter,
-        ranks,
+        split.reason, garbage, rewards, scale, attention, packing, rollouts, sync, experts, plan, run, closed_loop,
+        evaluation, best, init_adapter, ranks,
     )  # fmt: skip
     return Preflight(settings, sources, problems, machine, files, rows, eval_rows, specs, *chosen)
 
@@ -338,6 +340,7 @@ def run_records(preflight_result: Preflight) -> dict[str, dict[str, Any]]:
         "epsilon_high": choices.choose_epsilon_high(settings),
         "model": hub.config_digest(p.files.config) if p.files else None,
         "init_adapter": p.init_adapter,
+        "heldout": [len(p.eval_rows), p.heldout_reason],
     }
     settings_json = {
         "settings": dataclasses.asdict(settings),

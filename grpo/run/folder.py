@@ -241,7 +241,7 @@ def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> 
         return RunState(folder, exists=True)
     check_resume(settings, folder, max(step, complete_steps(folder)), before, problems)
     if rows and fingerprint != data_fingerprint(rows):
-        fix = f"Restore the data to continue it, set OVERWRITE=1, or {OTHER}"
+        fix = f"Restore the data to continue it{earlier_heldout(settings, before)}, set OVERWRITE=1, or {OTHER}"
         problems.add("DATA", f"the run in {folder} was started on other rows", fix)
     if problems:
         return RunState(folder, step, checkpoint, exists=True, choices=choices)
@@ -259,6 +259,17 @@ def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> 
             except ValueError as error:
                 notes.append(f"{name} is damaged ({error}): {becomes}")
     return RunState(folder, step, checkpoint, exists=True, choices=choices, notes=tuple(notes))
+
+
+def earlier_heldout(settings: Settings, before: Mapping[str, Any]) -> str:
+    """The part of a sentence that names the settings with which a run held out other rows of DATA than it would now;
+    empty where they are the same. Earlier versions held out none: their runs have a file as EVAL_DATA."""
+    now = {"EVAL_DATA": settings.EVAL_DATA, "EVAL_SAMPLES": settings.EVAL_SAMPLES}
+    then = {name: before.get(name) for name in now}
+    changed = {"EVAL_DATA"} if then["EVAL_DATA"] != now["EVAL_DATA"] else set()
+    changed |= {"EVAL_SAMPLES"} if bool(then["EVAL_SAMPLES"]) != bool(now["EVAL_SAMPLES"]) else set()
+    values = " ".join(f"{name}={show(then[name])}" for name in now if name in changed)
+    return f", with {values} as at its start if that is what changed (held-out rows do not train)" if values else ""
 
 
 def copies(folder: Path) -> str:
@@ -315,7 +326,7 @@ def needed_files(settings: Settings) -> set[Path]:
     working folder."""
     used = {Path.cwd()}
     for name in ("DATA", "EVAL_DATA", "EVAL_PROFILE"):  # also those that this run has no use for
-        used.update(find_files(name, getattr(settings, name), Problems()))
+        used.update(find_files(name, getattr(settings, name) or "", Problems()))
     for folder in filter(None, (settings.MODEL_ID, settings.INIT_ADAPTER)):
         used |= {Path(folder)} if Path(folder).exists() else set()
     files = (getattr(module, "__dict__", {}).get("__file__") for module in [*sys.modules.values()])

@@ -11,17 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import rewards
-from grpo.data.files import SHOWN, Row, label, read_rows
+from grpo.data.files import SHOWN, Row, label
+from grpo.data.heldout import read_split
 from grpo.data.prompts import answer_of
 from grpo.data.scoring import check_heldout, check_rewards
-from grpo.preflight.choices import choose_rewards
+from grpo.preflight.choices import choose_demo, choose_rewards
 from grpo.preflight.hub import REAL_MODEL, has_mxfp4
 from grpo.run.durable import read_json, whole_file, write_text
 from grpo.settings import FIELDS, Problems, Settings, load_settings, one_line
 
 # The settings of train_grpo.py that count here too. All that verl computes with stands in scripts/verl/*.yaml.
-SHARED = {"MODEL_ID", "TASK", "DATA", "EVAL_DATA", "EVAL_SAMPLES", "SYSTEM_PROMPT", "REWARDS", "INVALID_REWARD"}
-SHARED |= {"OUTPUT_DIR", "IGNORE_VARS"}
+SHARED = {"MODEL_ID", "TASK", "DATA", "EVAL_DATA", "EVAL_SAMPLES", "EVAL_SHARE", "SYSTEM_PROMPT", "REWARDS"}
+SHARED |= {"INVALID_REWARD", "OUTPUT_DIR", "IGNORE_VARS"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +52,9 @@ def fault_of(row: Row) -> tuple[str, str, str] | None:
     return None
 
 
-def read_messages(name: str, settings: Settings, problems: Problems) -> list[Row]:
-    """The rows that the setting `name` lists, their last message as the prompt that reward functions get."""
-    rows = read_rows(name, getattr(settings, name), problems, settings.SYSTEM_PROMPT)
+def as_messages(rows: Iterable[Row], problems: Problems) -> list[Row]:
+    """The rows with their last message as the prompt that reward functions get."""
+    rows = list(rows)
     for fault in [fault for row in rows if (fault := fault_of(row))][:SHOWN]:
         problems.add(*fault)
     return [dataclasses.replace(row, prompt=row.messages[-1][1]) for row in rows]
@@ -72,9 +73,14 @@ def read_input(environ: Mapping[str, str], stage: str) -> tuple[VerlInput, Probl
         problems.add(f"MODEL_ID={model}", reason, "Name another model, or dequantize it: docs/verl.md")
     if settings.INVALID_REWARD is not None and settings.INVALID_REWARD != settings.INVALID_REWARD:
         problems.add("INVALID_REWARD=nan", "verl leaves no completion out", "Set a number, or unset it")
-    rows, eval_rows, specs = read_messages("DATA", settings, problems), [], []
+    with_demo = choose_demo(settings, sources)[0]
+    if stage == "sft" and with_demo.EVAL_DATA is not None:
+        # SFT evaluates nothing, so files of held-out rows are not read; rows that DATA holds out stay out.
+        with_demo = dataclasses.replace(with_demo, EVAL_SAMPLES=0)
+    split = read_split(with_demo, problems)
+    rows, eval_rows, specs = as_messages(split.train, problems), [], []
     if stage != "sft":
-        eval_rows = read_messages("EVAL_DATA", settings, problems) if settings.EVAL_SAMPLES else []
+        eval_rows = as_messages(split.heldout, problems)
         specs = check_rewards(settings, choose_rewards(settings.REWARDS, rows)[0], rows, problems)[0]
         check_heldout(specs, settings, eval_rows, problems)
     model, output_dir = str(folder) if folder.is_dir() else model, Path(settings.OUTPUT_DIR).expanduser().absolute()
