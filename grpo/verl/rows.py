@@ -18,7 +18,7 @@ from grpo.data.scoring import check_heldout, check_rewards
 from grpo.preflight.choices import choose_demo, choose_rewards
 from grpo.preflight.hub import REAL_MODEL, has_mxfp4
 from grpo.run.durable import read_json, whole_file, write_text
-from grpo.settings import FIELDS, Problems, Settings, load_settings, one_line
+from grpo.settings import FIELDS, Problems, load_settings, one_line
 
 # The settings of train_grpo.py that count here too. All that verl computes with stands in scripts/verl/*.yaml.
 SHARED = {"MODEL_ID", "TASK", "DATA", "EVAL_DATA", "EVAL_SAMPLES", "EVAL_SHARE", "SYSTEM_PROMPT", "REWARDS"}
