@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import os
 import re
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 
 import pytest
 import yaml
@@ -123,7 +125,7 @@ exit "${CODE:-0}"
 
 
 @pytest.fixture
-def machine(tmp_path):
+def machine(tmp_path) -> Iterator[Callable[..., subprocess.Popen]]:
     """Starts train_and_copy.sh on the machine called `name`: with a folder of its own, and one bucket for all."""
     for name, text in {"rsync": RSYNC, "python": TRAINER}.items():
         path = tmp_path / "bin" / name
@@ -132,19 +134,23 @@ def machine(tmp_path):
         path.chmod(0o755)
     (tmp_path / "bucket").mkdir()
 
+    processes = []
+
     def start(name: str, **environ: str) -> subprocess.Popen:
         (tmp_path / name).mkdir(exist_ok=True)
         path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
         environ = CLEAN | {"PATH": path, "OUTPUT_DIR": "runs/first"} | environ
         command = ["bash", str(CLOUD / "train_and_copy.sh"), str(tmp_path / "bucket/first"), "0.1"]
-        return subprocess.Popen(command, cwd=tmp_path / name, env=environ, stderr=subprocess.PIPE, text=True)
+        with (tmp_path / "errors.txt").open("a") as errors:
+            processes.append(
+                subprocess.Popen(command, cwd=tmp_path / name, env=environ, stderr=errors, start_new_session=True)
+            )
+        return processes[-1]
 
-    return start
-
-
-def finish(process: subprocess.Popen) -> int:
-    process.communicate()
-    return process.returncode
+    yield start
+    for process in processes:  # a trainer that the script left behind would wait for ever
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def files_in(folder) -> set[str]:
@@ -153,19 +159,19 @@ def files_in(folder) -> set[str]:
 
 def test_a_run_is_copied_and_the_next_machine_continues_it(machine, tmp_path):
     bucket = tmp_path / "bucket"
-    assert finish(machine("one")) == 0
+    assert machine("one").wait() == 0
     assert files_in(bucket) == {"first", "first/settings.json", "first/checkpoint-1", "first.zip"}
     # The code is the run's. What the run deleted is deleted in the copy, and the zip is the newer one.
-    assert finish(machine("two", CODE="4")) == 4
+    assert machine("two", CODE="4").wait() == 4
     assert files_in(bucket) == {"first", "first/settings.json", "first/checkpoint-2", "first.zip"}
     assert (bucket / "first.zip").read_text() == "2\n"
     assert files_in(tmp_path / "two/runs") == {"first", "first/settings.json", "first/checkpoint-2", "first.zip"}
 
 
 def test_a_machine_that_has_the_run_does_not_take_the_copy(machine, tmp_path):
-    assert finish(machine("one")) == 0
+    assert machine("one").wait() == 0
     shutil.rmtree(tmp_path / "bucket/first/checkpoint-1")
-    assert finish(machine("one")) == 0
+    assert machine("one").wait() == 0
     assert (tmp_path / "bucket/first/checkpoint-2").is_dir()
 
 
@@ -173,34 +179,33 @@ def test_a_copy_that_was_cut_off_before_its_settings_is_no_run(machine, tmp_path
     """Taken as it is, it would be refused by the run: it holds files, but no run."""
     (tmp_path / "bucket/first/checkpoint-7").mkdir(parents=True)
     (tmp_path / "one/runs/first").mkdir(parents=True)  # an empty folder is in nobody's way
-    assert finish(machine("one")) == 0
+    assert machine("one").wait() == 0
     assert files_in(tmp_path / "one/runs") == {"first", "first/settings.json", "first/checkpoint-1", "first.zip"}
 
 
 @pytest.mark.parametrize(("environ", "code"), [({"RSYNC_FAILS": "*/bucket/first/"}, 23), ({"REFUSES": "1"}, 2)])
 def test_a_copy_is_never_replaced_by_less(machine, tmp_path, environ, code):
     """Neither where it cannot be read, nor where the run is refused."""
-    assert finish(machine("one")) == 0
+    assert machine("one").wait() == 0
     before = files_in(tmp_path / "bucket")
-    assert finish(machine("two", **environ)) == code
+    assert machine("two", **environ).wait() == code
     assert files_in(tmp_path / "bucket") == before
     assert not (tmp_path / "two/runs/first/checkpoint-1").is_dir() or environ == {"REFUSES": "1"}
 
 
 def test_files_of_somebody_else_in_the_folder_end_it(machine, tmp_path):
-    assert finish(machine("one")) == 0
+    assert machine("one").wait() == 0
     (tmp_path / "two/runs/first").mkdir(parents=True)
     (tmp_path / "two/runs/first/thesis.txt").touch()
-    assert finish(machine("two")) == 1
+    assert machine("two").wait() == 1
     assert files_in(tmp_path / "two/runs/first") == {"thesis.txt"}
 
 
 @pytest.mark.parametrize(("code", "expected"), [("0", 1), ("4", 4)])
-def test_a_last_copy_that_fails_is_no_success(machine, code, expected):
+def test_a_last_copy_that_fails_is_no_success(machine, tmp_path, code, expected):
     """With exit code 0 the machine would be given back, and the result lost with it."""
-    process = machine("one", CODE=code, RSYNC_FAILS="*first.zip")
-    errors = process.communicate()[1]
-    assert process.returncode == expected and errors.count("copy 5 of 5") == 1
+    assert machine("one", CODE=code, RSYNC_FAILS="*first.zip").wait() == expected
+    assert (tmp_path / "errors.txt").read_text().count("copy 5 of 5") == 1
 
 
 def test_a_signal_reaches_the_run_and_its_end_is_copied(machine, tmp_path):
@@ -209,7 +214,7 @@ def test_a_signal_reaches_the_run_and_its_end_is_copied(machine, tmp_path):
         assert process.poll() is None
         time.sleep(0.05)
     process.terminate()
-    assert finish(process) == 143
+    assert process.wait() == 143
 
 
 def test_the_command_says_what_it_needs(tmp_path):
