@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-SHELL_SCRIPTS = [*sorted(f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*.sh")), ".ci/run"]
+SHELL_SCRIPTS = [*sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "scripts").rglob("*.sh")), ".ci/run"]
 # vLLM pins the GPU set's torch and torch pins its triton, so these two may differ; nothing else may.
 MAY_DIFFER = {"torch", "triton"}
 
