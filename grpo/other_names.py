@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of other trainers (TRL, transformers, Unsloth, Axolotl, verl, tes_grpo_trl) and what to do about them here.
 
-One table answers both command-line flags and environment variables. No name in it works as an alias: each gets an answer
-that names our setting, or the reason why there is none. tests/test_settings.py compares it with TRL's own fields.
+One table answers both command-line flags and environment variables. No name in it works as an alias: each gets an
+answer that names our setting, or the reason why there is none. tests/test_settings.py compares TRL's own fields.
 """
 
 from __future__ import annotations
@@ -159,7 +159,8 @@ UNSUPPORTED = {
     "rows stay in memory, and SEED shuffles them anew for every round": (
         "DATA_SEED FULL_DETERMINISM SHUFFLE_DATASET DATASET_STREAMING TRAIN_SAMPLING_STRATEGY LENGTH_COLUMN_NAME "
         "REMOVE_UNUSED_COLUMNS LABEL_NAMES DATALOADER_DROP_LAST DATALOADER_NUM_WORKERS DATALOADER_PIN_MEMORY "
-        "DATALOADER_PERSISTENT_WORKERS DATALOADER_PREFETCH_FACTOR DATALOADER_MULTIPROCESSING_CONTEXT DATALOADER_IN_ORDER"
+        "DATALOADER_PERSISTENT_WORKERS DATALOADER_PREFETCH_FACTOR DATALOADER_MULTIPROCESSING_CONTEXT "
+        "DATALOADER_IN_ORDER"
     ),
     "train_grpo.py trains, and evaluates before and after": (
         "DO_TRAIN DO_PREDICT PER_DEVICE_EVAL_BATCH_SIZE PREDICTION_LOSS_ONLY EVAL_DO_CONCAT_BATCHES "

@@ -283,7 +283,7 @@ def canonical_name(word: str) -> str:
 
 
 def remedy(answer: str, value: str) -> str:
-    """An answer of grpo/other_names.py with the value in it; where the setting that it names refuses that, the reason."""
+    """An answer of grpo/other_names.py with the value in it; where the setting that it names refuses it, the reason."""
     if answer.endswith("={}"):
         setting = answer.removeprefix("set ").removesuffix("={}")
         return next(iter(load_settings({setting: value})[2]), answer.replace("{}", shlex.quote(value) if value else ""))

@@ -128,7 +128,8 @@ NEAR = [
 ]  # fmt: skip
 STRANGERS = [
     "PATH", "HOME", "SPEED", "DATE", "DATE_FORMAT", "SHELL", "TERM", "LANG", "DATABASE", "VLLM_USE_V1", "HF_HOME",
-    "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "WANDB_PROJECT", "META", "MODEL_PATH", "MODEL_DIR", "HOSTNAME", "LOGNAME",
+    "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "WANDB_PROJECT", "META", "MODEL_PATH", "MODEL_DIR", "HOSTNAME",
+    "LOGNAME",
 ]  # fmt: skip
 
 
@@ -146,15 +147,27 @@ def test_other_programs_variables_are_left_alone(variable):
 
 
 ERRORS = [  # variable, value, the remedy
-    ("EPOCHS", "3", "Set NUM_TRAIN_EPOCHS=3"), ("num-epochs", "3", "Set NUM_TRAIN_EPOCHS=3"), ("LR", "1e-4", "Set LEARNING_RATE=1e-4"),
-    ("LR", "0", "LEARNING_RATE: '0' is not accepted, must be above 0"), ("TOP_K", "50", "Leave it out: like TOP_P below 1"),
-    ("MIN_P", "0.1", "trl/issues/6789"), ("REPETITION_PENALTY", "1.1", "trl/issues/6789"), ("WARMUP_RATIO", "0.1", "Set WARMUP_STEPS to 0.1 x TOTAL_STEPS"),
-    ("GRADIENT_ACCUMULATION_STEPS", "4", "x gradient_accumulation_steps x GPUs / num_generations"), ("TRAIN_BATCH_SIZE", "4", "Set PROMPTS_PER_STEP"),
-    ("REWARD_FUNCS", "mine", "module:function"), ("NUM_ITERATIONS", "2", "one optimizer step a rollout"), ("LOAD_IN_4BIT", "1", "Set EXPERTS=mxfp4"),
-    ("QUANTIZATION", "4bit", "Set EXPERTS=mxfp4"), ("VLLM_MODE", "server", "vLLM runs inside"), ("MAX_SEQ_LENGTH", "2048", "MAX_PROMPT_LEN and MAX_COMPLETION_LEN"),
-    ("USE_LIGER_LOSS", "1", "this program's own"), ("TORCH_COMPILE", "1", "this program's own"), ("VLLM_ENFORCE_EAGER", "1", "Set VLLM_EAGER=1"),
+    ("EPOCHS", "3", "Set NUM_TRAIN_EPOCHS=3"),
+    ("num-epochs", "3", "Set NUM_TRAIN_EPOCHS=3"),
+    ("LR", "1e-4", "Set LEARNING_RATE=1e-4"),
+    ("LR", "0", "LEARNING_RATE: '0' is not accepted, must be above 0"),
+    ("TOP_K", "50", "Leave it out: like TOP_P below 1"),
+    ("MIN_P", "0.1", "trl/issues/6789"),
+    ("REPETITION_PENALTY", "1.1", "trl/issues/6789"),
+    ("WARMUP_RATIO", "0.1", "Set WARMUP_STEPS to 0.1 x TOTAL_STEPS"),
+    ("GRADIENT_ACCUMULATION_STEPS", "4", "x gradient_accumulation_steps x GPUs / num_generations"),
+    ("TRAIN_BATCH_SIZE", "4", "Set PROMPTS_PER_STEP"),
+    ("REWARD_FUNCS", "mine", "module:function"),
+    ("NUM_ITERATIONS", "2", "one optimizer step a rollout"),
+    ("LOAD_IN_4BIT", "1", "Set EXPERTS=mxfp4"),
+    ("QUANTIZATION", "4bit", "Set EXPERTS=mxfp4"),
+    ("VLLM_MODE", "server", "vLLM runs inside"),
+    ("MAX_SEQ_LENGTH", "2048", "MAX_PROMPT_LEN and MAX_COMPLETION_LEN"),
+    ("USE_LIGER_LOSS", "1", "this program's own"),
+    ("TORCH_COMPILE", "1", "this program's own"),
+    ("VLLM_ENFORCE_EAGER", "1", "Set VLLM_EAGER=1"),
     ("ATTN_IMPLEMENTATION", "sdpa", "attention sinks"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("variable", "value", "words"), ERRORS)
@@ -253,7 +266,8 @@ def test_an_older_python_is_told_in_one_line(entry):
     """Its version is all that is pretended; what such a Python compiles is in the grammar of 3.8."""
     for path in (entry, "grpo/__init__.py"):
         ast.parse((ROOT / path).read_text(encoding="utf-8"), feature_version=(3, 8))
-    code = "import runpy, sys; sys.version_info = (3, 8, 18, 'final', 0); sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    code = "import runpy, sys; sys.version_info = (3, 8, 18, 'final', 0); del sys.argv[0]; "
+    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", code, entry], env=CLEAN, cwd=ROOT, capture_output=True, text=True)
     (line,) = done.stderr.splitlines()
     assert done.returncode == 2 and line.startswith("needs Python 3.11 or newer, and ") and "is 3.8.18: see" in line
@@ -272,8 +286,11 @@ ANSWERED = [
     ("--use-vllm", "set USE_VLLM=1"), ("--no-mask-truncated-completions", "set MASK_TRUNCATED=0"), ("--data-dir days", "set DATA='days/*.csv'"),
     ("--lora-target-modules q_proj v_proj", "set LORA_TARGETS=q_proj,v_proj"),
     ("--lora_target_parameters 7.mlp.experts.down_proj", "set LORA_TARGETS=7.mlp.experts.down_proj"), ("--bf16", "leave it out"),
-    ("--attn-implementation flex_attention", "ATTN_IMPL=torch_flash (or auto) replaces it"), ("--top_k 20", "leave it out: like TOP_P"), ("--epochs 3", "set NUM_TRAIN_EPOCHS=3"), ("--seed", "expected a whole number"),
-    ("--num-generations 1", "must be at least 2"), ("--fsdp full_shard", "leave it out: every process"), ("--lives 9", "no such setting"), ("SEED=5", "before `python`"),
+    ("--attn-implementation flex_attention", "ATTN_IMPL=torch_flash (or auto) replaces it"),
+    ("--top_k 20", "leave it out: like TOP_P"), ("--epochs 3", "set NUM_TRAIN_EPOCHS=3"), ("--seed", "expected a whole number"),
+    ("--num-generations 1", "must be at least 2"),
+    ("--fsdp full_shard", "leave it out: every process"),
+    ("--lives 9", "no such setting"), ("SEED=5", "before `python`"),
 ]  # fmt: skip
 
 

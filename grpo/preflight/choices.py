@@ -101,8 +101,8 @@ def choose_epsilon_high(settings: Settings) -> tuple[float, str]:
 
 
 def choose_steps(total: int, epochs: float | None, rows: int, prompts: int) -> tuple[int, str]:
-    """(steps of the whole run, reason), given TOTAL_STEPS, NUM_TRAIN_EPOCHS, and the PROMPTS_PER_STEP of `rows` that a step
-    takes."""
+    """(steps of the whole run, reason), given TOTAL_STEPS, NUM_TRAIN_EPOCHS, and the PROMPTS_PER_STEP of `rows` that a
+    step takes."""
     if epochs is None or not rows:
         return total, "TOTAL_STEPS"
     # Rounded first: 1.1 x 10 is 11.000000000000002 in floating point.

@@ -41,8 +41,8 @@ def write_end(folder: Path, code: int, words: str) -> None:
 
 
 def end_quietly(main: Callable[[], int]) -> int:
-    """The exit code of `main`. Where it is cut short because the reader of its output has gone (`--help | head`), there is
-    no traceback, and the code is that of a command which SIGPIPE ends."""
+    """The exit code of `main`. Where it is cut short because the reader of its output has gone (`--help | head`), there
+    is no traceback, and the code is that of a command which SIGPIPE ends."""
     code = 128 + signal.SIGPIPE
     try:
         code = main()

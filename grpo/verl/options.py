@@ -36,7 +36,8 @@ WHOLE = "here all weights are trained, not an adapter"
 OWN = "this is train_grpo.py's own machinery"
 WITHOUT = {
     "LORA_R": WHOLE, "LORA_ALPHA": WHOLE, "LORA_TARGETS": WHOLE, "LORA_DROPOUT": WHOLE, "INIT_ADAPTER": WHOLE,
-    "NUM_TRAIN_EPOCHS": "set TOTAL_STEPS", "BEST_BY": "verl keeps the newest checkpoints", "EVAL_PROFILE": "verl runs no closed loop",
+    "NUM_TRAIN_EPOCHS": "set TOTAL_STEPS",
+    "BEST_BY": "verl keeps the newest checkpoints", "EVAL_PROFILE": "verl runs no closed loop",
     "PROMPT_DATE": "verl's rollouts have the date that the chat template writes",
     "MASK_TRUNCATED": "verl has no such mask", "ROLLOUT_SYNC": OWN, "PARITY": OWN, "PARITY_LIMIT": OWN,
     "GENERATION_BATCH": OWN, "PACKING": OWN, "LOG_PROMPTS": "verl writes prompts beside completions (rollouts/)",

@@ -18,7 +18,7 @@ from grpo.preflight.hub import read_json
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU computes little there")
 def test_a_small_model_is_computed_by_one_thread(tiny, monkeypatch):
-    """Unless OMP_NUM_THREADS says otherwise. Torch is imported by now: the number of its threads is what must change."""
+    """Unless OMP_NUM_THREADS says otherwise. Torch is imported by now: the number of its threads must change."""
     before = torch.get_num_threads()
     try:
         for given, threads in (("2", 2), ("", 1)):

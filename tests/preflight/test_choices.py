@@ -44,8 +44,16 @@ def test_packing_choice(requested, attention, gpus, chosen):
 
 @pytest.mark.parametrize(
     ("epochs", "rows", "prompts", "steps"),
-    [(None, 30, 12, 100), (1, 30, 12, 3), (2, 30, 12, 5), (1.1, 10, 1, 11), (0.1, 30, 1, 3), (0.01, 30, 12, 1), (1, 0, 12, 100)],
-)  # fmt: skip
+    [
+        (None, 30, 12, 100),
+        (1, 30, 12, 3),
+        (2, 30, 12, 5),
+        (1.1, 10, 1, 11),
+        (0.1, 30, 1, 3),
+        (0.01, 30, 12, 1),
+        (1, 0, 12, 100),
+    ],
+)
 def test_steps_of_so_many_epochs(epochs, rows, prompts, steps):
     """By hand; 1.1 x 10 is more than 11 in floating point; without rows there is nothing to count."""
     chosen, reason = choices.choose_steps(100, epochs, rows, prompts)
@@ -54,8 +62,13 @@ def test_steps_of_so_many_epochs(epochs, rows, prompts, steps):
 
 @pytest.mark.parametrize(
     ("parameters", "gpus", "environ", "threads"),
-    [(301_464, 0, {}, 1), (301_464, 0, {"OMP_NUM_THREADS": "4"}, None), (301_464, 1, {}, None), (2_000_000, 0, {}, None)],
-)  # fmt: skip
+    [
+        (301_464, 0, {}, 1),
+        (301_464, 0, {"OMP_NUM_THREADS": "4"}, None),
+        (301_464, 1, {}, None),
+        (2_000_000, 0, {}, None),
+    ],
+)
 def test_threads_of_a_small_model_on_a_cpu(parameters, gpus, environ, threads):
     chosen, reason = choices.choose_threads(parameters, gpus, environ)
     assert chosen == threads and len(reason) > 10

@@ -37,8 +37,9 @@ def test_unknown_models(model_id):
 
 
 FOLDERS = [
-    ('{"model_type": "qwen2"}', "a model of type qwen2, and this program trains gpt-oss (type gpt_oss). Set MODEL_ID=openai/"),
-    ('{"model_type": "gpt_oss"}', "config.json lacks hidden_size"), ("{}", "says model_type None"), ('{"model_type": 3}', "says model_type 3"),
+    ('{"model_type": "qwen2"}', "of type qwen2, and this program trains gpt-oss (type gpt_oss). Set MODEL_ID="),
+    ('{"model_type": "gpt_oss"}', "config.json lacks hidden_size"), ("{}", "says model_type None"),
+    ('{"model_type": 3}', "says model_type 3"),
     ("{", "config.json cannot be read"), (json.dumps(REAL_CONFIG), "tokenizer.json is missing"),
 ]  # fmt: skip
 
