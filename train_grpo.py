@@ -46,7 +46,7 @@ from grpo.preflight.choices import choose_epsilon_high
 from grpo.preflight.hub import fetch_weights
 from grpo.run.archive import write_zip
 from grpo.run.best import recover_best
-from grpo.run.ending import LastWords, write_end
+from grpo.run.ending import LastWords, end_quietly, write_end
 from grpo.run.folder import continuation, full_disk, inspect_run, lock_run, mark_complete, prepare_run, run_folder
 from grpo.run.logs import FILE_ONLY, start_logging
 from grpo.run.place import EXIT
@@ -404,4 +404,4 @@ def write_archive(folder: Path) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(end_quietly(main))

@@ -16,7 +16,8 @@ import pytest
 from conftest import CLEAN, ROOT
 
 ROOMS = [  # in the order of a run: each may import those above it; the entry and scripts/ any
-    "rewards", "grpo.settings", "grpo.data", "grpo.tasks", "grpo.run", "grpo.preflight", "grpo.model", "grpo.rollout",
+    "rewards", "grpo.other_names",
+    "grpo.settings", "grpo.data", "grpo.tasks", "grpo.run", "grpo.preflight", "grpo.model", "grpo.rollout",
     "grpo.learn", "grpo.evaluate", "grpo.measure", "grpo.verl",
 ]  # fmt: skip
 HEAVY = {"torch", "transformers", "trl", "peft", "vllm", "liger_kernel", "datasets"}
@@ -112,7 +113,11 @@ def test_without_any_package_the_check_says_what_is_missing(tmp_path):
     code = f"import sys; sys.path.insert(0, {os.fspath(ROOT)!r}); import train_grpo; sys.exit(train_grpo.main(sys.argv[1:]))"
     command = [sys.executable, "-S", "-c", code]
     done = subprocess.run([*command, "--check"], env=environ, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2 and "torch: the package is not installed. Run `bash scripts/setup.sh`" in done.stderr
+    assert done.returncode == 2 and "one problem to fix" in done.stderr
+    assert (
+        ": torch, transformers, trl, peft," in done.stderr
+        and "Run `bash scripts/setup.sh`, then `source" in done.stderr
+    )
     assert not subprocess.run([*command, "--help"], env=environ, cwd=tmp_path, capture_output=True).returncode
     done = subprocess.run([*command, "--seed", "5"], env=environ, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2 and "set SEED=5" in done.stderr

@@ -96,16 +96,22 @@ def choose_prompt(requested: str, settings: Settings) -> tuple[str, str]:
 
 def check_adapter(adapter: Path | None, problems: Problems) -> None:
     """The files of an adapter are there, and its weights undamaged where its folder says what they were."""
-    for name in missing_files(adapter) if adapter else ():
-        problems.add(f"--adapter {adapter}", f"{name} is not there", "Name a run's folder or a checkpoint")
-    if adapter and not missing_files(adapter) and (fault := adapter_fault(adapter)):
-        problems.add(f"--adapter {adapter}", fault, "Name a run's folder or a checkpoint")
+    if adapter is None:
+        return
+    fix = "Name a run's folder, its best/, or a checkpoint"
+    if not adapter.is_dir():
+        problems.add(str(adapter), "there is no such folder", fix)
+    elif missing := missing_files(adapter):
+        verb = "is" if len(missing) == 1 else "are"
+        problems.add(str(adapter), f"{' and '.join(missing)} {verb} not there", fix)
+    elif fault := adapter_fault(adapter):
+        problems.add(str(adapter), fault, fix)
 
 
-def check_model(settings: Settings, machine: Machine, problems: Problems) -> ModelFiles | None:
+def check_model(settings: Settings, adapter: Path | None, machine: Machine, problems: Problems) -> ModelFiles | None:
     """The files of MODEL_ID; its problems are added."""
     # Without its adapter there is nothing to look up: the base model may be another one than the default.
-    if any(problem.startswith("--adapter") for problem in problems):
+    if adapter and missing_files(adapter):
         return None
     files = find_model(settings.MODEL_ID, problems)
     if files and not machine.gpus and count_parameters(files.config)["total"] * 2 / GIB > 4:
@@ -244,7 +250,7 @@ def evaluate_adapter(options: argparse.Namespace) -> tuple[dict[str, Any], Path]
         check_writable(path, problems)
     profiles, cases = read_profiles(options, problems)
     machine = read_machine()
-    files = check_model(s, machine, problems)
+    files = check_model(s, adapter, machine, problems)
     kind, reason = choose_prompt(options.prompt, s)
     if files and kind == "compact" and files.template is None:
         problems.add(f"MODEL_ID={s.MODEL_ID}", "it has no chat template", "Add chat_template.jinja, or --prompt full")

@@ -16,8 +16,9 @@ from typing import Any
 
 from grpo.measure.damages import DELETED, KINDS
 from grpo.measure.forks import OUTPUT, Campaign, Found, asked_by_command, asked_here, run_to_end
+from grpo.other_names import ANSWERS
 from grpo.preflight.hub import TINY_PATH
-from grpo.settings import ALIASES, FIELDS, ROOT, TASKS, choices, show
+from grpo.settings import FIELDS, ROOT, TASKS, choices, show
 
 SLOWEST = 10.0  # seconds that an answer may take
 CSV_EVERY, SETTINGS_EVERY = 200, 100  # of so many inputs one is asked through the command too
@@ -183,7 +184,7 @@ def mistyped(rng: Rng, name: str) -> str:
         lambda: name[:at] + rng.choice(string.ascii_uppercase + "_-") + name[at:],
         lambda: name[:at] + name[at:][:2][::-1] + name[at + 2 :],
         lambda: rng.choice([name.lower(), name.replace("_", ""), name + "S", name.replace("_", "-"), name.title()]),
-        lambda: rng.choice(list(ALIASES)),
+        lambda: rng.choice(list(ANSWERS)),
     ]
     return rng.choice(slips)() or name
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from grpo.model.attention import install_attention
 from grpo.model.experts import OURS, expert_weights, experts_forward
-from grpo.preflight.hub import has_mxfp4
+from grpo.preflight.choices import choose_threads
+from grpo.preflight.hub import count_parameters, has_mxfp4
 from grpo.preflight.machine import Machine
 from grpo.settings import Settings
 
@@ -154,6 +156,9 @@ def load_model(model_path: str, config: Mapping[str, Any], attention: str, exper
     head: vLLM lends its own.
     """
     name, device = install_attention(attention), "cuda:0" if torch.cuda.is_available() else "cpu"
+    threads, _ = choose_threads(count_parameters(config)["total"], torch.cuda.device_count(), os.environ)
+    if threads:
+        torch.set_num_threads(threads)
     if has_mxfp4(config):
         model = load_quantized(model_path, name, device, packed=experts != "shared")
         if experts == "paged":  # before the adapter takes the rest of their segments

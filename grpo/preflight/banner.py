@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from grpo.data.files import flat_rows
 from grpo.preflight.checks import Preflight
-from grpo.preflight.choices import attention_warning, choose_epsilon_high
+from grpo.preflight.choices import attention_warning, choose_epsilon_high, choose_steps, choose_threads
+from grpo.preflight.hub import count_parameters
 from grpo.preflight.machine import Machine
 from grpo.preflight.memory import Plan
 from grpo.preflight.targets import hit_lines
@@ -28,7 +30,7 @@ def banner(preflight_result: Preflight) -> str:
         lines.append(f"  {name:<22} {value:<28} {unit:<12} {preflight_result.sources[name]}")
     lines += ["", "This run", *(f"  {title:<13} {text}" for title, text in facts(preflight_result))]
     p = preflight_result
-    warnings = [attention_warning(p.attention[0]), p.garbage_warning, *data_warnings(p), *p.run.notes]
+    warnings = [*p.warnings, attention_warning(p.attention[0]), p.garbage_warning, *data_warnings(p), *p.run.notes]
     return "\n".join([*lines, *map(banner_text, filter(None, warnings))])
 
 
@@ -44,7 +46,8 @@ def facts(preflight_result: Preflight) -> Iterator[tuple[str, str]]:
     epochs = s.TOTAL_STEPS * s.PROMPTS_PER_STEP / max(len(p.rows), 1)
     if m.ranks > 1:
         yield "processes", processes_text(p)
-    yield "length", f"{s.TOTAL_STEPS} steps, {epochs:.1f} epochs over the rows"
+    _, steps_reason = choose_steps(s.TOTAL_STEPS, s.NUM_TRAIN_EPOCHS, len(p.rows), s.PROMPTS_PER_STEP)
+    yield "length", f"{s.TOTAL_STEPS} steps, {epochs:.1f} epochs over the rows: {steps_reason}"
     so_far = Pace.read(run.folder / "metrics.csv", s.TOTAL_STEPS, s.EVAL_STEPS).left(run.step) if run.checkpoint else ""
     yield "time", so_far or f"{UNKNOWN}: training.log says it with each step from there on"
     functions = ", ".join(f"{name} x {weight:g}" for name, weight in p.reward_specs)
@@ -53,6 +56,9 @@ def facts(preflight_result: Preflight) -> Iterator[tuple[str, str]]:
     if s.INIT_ADAPTER:
         own = f"rank {s.LORA_R}, alpha {s.LORA_ALPHA:g} on {s.LORA_TARGETS}"
         yield "adapter", f"starts from {s.INIT_ADAPTER}: {own}; KL and `before` mean the base model without it"
+    if p.files and not m.gpus:
+        threads, reason = choose_threads(count_parameters(p.files.config)["total"], m.gpus, os.environ)
+        yield "threads", f"{threads}: {reason}" if threads else reason
     if p.files:
         yield from (("adapter on", line) for line in hit_lines(s.LORA_TARGETS, p.files.config, s.LORA_R))
     yield from ((name, ": ".join(getattr(p, name))) for name in ("attention", "packing"))

@@ -47,7 +47,17 @@ from grpo.preflight.memory import (
 from grpo.preflight.targets import check_targets, expert_words, hits
 from grpo.run.folder import RunState, existing_parent, inspect_run, run_folder
 from grpo.run.ranks import Ranks
-from grpo.settings import MOST_COMPLETIONS, Problems, Settings, is_text, load_settings, nearest, path_fault
+from grpo.settings import (
+    MOST_COMPLETIONS,
+    MOST_WHOLE,
+    Problems,
+    Settings,
+    is_text,
+    load_settings,
+    nearest,
+    path_fault,
+    unknown_variables,
+)
 
 
 def check_attention(settings: Settings, machine: Machine, problems: Problems) -> None:
@@ -58,7 +68,7 @@ def check_attention(settings: Settings, machine: Machine, problems: Problems) ->
     if name not in known and "/" not in name:
         what = f"{name!r} is unknown{nearest(name, known)}"
         problems.add("ATTN_IMPL", what, f"Use one of {', '.join(known)}, or a Hub kernel")
-    if name not in ("auto", "eager") and not machine.gpus:
+    elif name not in ("auto", "eager") and not machine.gpus:
         problems.add("ATTN_IMPL", f"{name} needs a GPU and none is visible", "Set ATTN_IMPL=eager (or auto)")
     if 0 < capability < 8:
         fix = "Take an A100, L40S, H100, GH200 or a newer card"
@@ -125,6 +135,25 @@ def check_settings(settings: Settings, config: Mapping[str, Any] | None, machine
     if machine.ranks > settings.PROMPTS_PER_STEP:
         what = f"{settings.PROMPTS_PER_STEP} cannot be shared out among {machine.ranks} processes, each needs one"
         problems.add("PROMPTS_PER_STEP", what, f"Set it to {machine.ranks} or higher, or start fewer processes")
+
+
+def resolve_steps(settings: Settings, sources: dict[str, str], rows: int, problems: Problems) -> Settings:
+    """The settings with the TOTAL_STEPS that NUM_TRAIN_EPOCHS asks for, given the number of training rows; `sources`
+    learns of it. Both at once are a problem."""
+    epochs = settings.NUM_TRAIN_EPOCHS
+    if epochs is None:
+        return settings
+    if sources["TOTAL_STEPS"] == "environment":
+        what = f"it says {epochs:g} rounds over the rows, and TOTAL_STEPS={settings.TOTAL_STEPS} is set as well"
+        problems.add("NUM_TRAIN_EPOCHS", what, "Unset one of the two")
+        return settings
+    steps, _ = choices.choose_steps(settings.TOTAL_STEPS, epochs, rows, settings.PROMPTS_PER_STEP)
+    if steps > MOST_WHOLE:
+        what = f"{epochs:g} rounds over {rows} rows are {steps} steps, and {MOST_WHOLE} are the most"
+        problems.add("NUM_TRAIN_EPOCHS", what, "Lower it")
+        return settings
+    sources["TOTAL_STEPS"] = "chosen"
+    return dataclasses.replace(settings, TOTAL_STEPS=steps)
 
 
 def check_shared(
@@ -231,6 +260,7 @@ class Preflight:
     best: tuple[str, str]
     init_adapter: str | None  # SHA-256 of its weights
     ranks: Ranks = dataclasses.field(default_factory=Ranks)
+    warnings: list[str] = dataclasses.field(default_factory=list)  # about variables that are no settings
 
 
 def keep_choices(settings: Settings, rollouts: tuple[bool, str], plan: Plan, run: RunState, problems: Problems) -> Plan:
@@ -270,12 +300,13 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks:
     sync = choices.choose_sync(settings.ROLLOUT_SYNC, bool(expert_words(settings.LORA_TARGETS)))
     if settings.ROLLOUT_SYNC is None:
         settings, sources["ROLLOUT_SYNC"] = dataclasses.replace(settings, ROLLOUT_SYNC=sync[0]), "chosen"
-    check_settings(settings, config, machine, problems)
     check_shared(settings, config, machine, rollouts[0], sync[0], problems)
     check_trackers(settings, environ, problems)
     settings, sources = choices.choose_demo(settings, sources)
     split = read_split(settings, problems)
     rows, eval_rows = split.train, split.heldout
+    settings = resolve_steps(settings, sources, len(rows), problems)
+    check_settings(settings, config, machine, problems)
     rewards = choices.choose_rewards(settings.REWARDS, rows)
     specs, garbage = check_rewards(settings, rewards[0], rows, problems)
     check_heldout(specs, settings, eval_rows, problems)
@@ -325,7 +356,7 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks:
     problems[:] = dict.fromkeys(problems)
     chosen = (
         split.reason, garbage, rewards, scale, attention, packing, rollouts, sync, experts, plan, run, closed_loop,
-        evaluation, best, init_adapter, ranks,
+        evaluation, best, init_adapter, ranks, unknown_variables(environ)[1],
     )  # fmt: skip
     return Preflight(settings, sources, problems, machine, files, rows, eval_rows, specs, *chosen)
 
@@ -333,11 +364,13 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks:
 def run_records(preflight_result: Preflight) -> dict[str, dict[str, Any]]:
     """What OUTPUT_DIR keeps of a run, by file: every setting, every choice and its reason, and the packages' versions."""
     p, settings = preflight_result, preflight_result.settings
+    parameters = hub.count_parameters(p.files.config)["total"] if p.files else 0
     names = ("rewards", "scale_rewards", "attention", "packing", "rollouts", "sync", "experts", "evaluation", "best")
     chosen = {name: getattr(p, name) for name in names}
     chosen |= {
         "lora_targets": dict(hits(settings.LORA_TARGETS, p.files.config, settings.LORA_R)) if p.files else None,
         "epsilon_high": choices.choose_epsilon_high(settings),
+        "threads": choices.choose_threads(parameters, p.machine.gpus, os.environ),
         "model": hub.config_digest(p.files.config) if p.files else None,
         "init_adapter": p.init_adapter,
         "heldout": [len(p.eval_rows), p.heldout_reason],

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from grpo.preflight.machine import FLASH_PACKAGES
 from grpo.settings import Problems, Settings
 
 ATTENTION = ("torch_flash", *FLASH_PACKAGES, "eager")
+MOST_ON_ONE_THREAD = 1_000_000  # parameters of a model that one thread computes fastest; `tiny` has 0.3 million
 
 
 def choose_attention(requested: str, gpus: int, capability: float, installed: Iterable[str]) -> tuple[str, str]:
@@ -98,6 +100,25 @@ def choose_epsilon_high(settings: Settings) -> tuple[float, str]:
     if settings.LOSS_TYPE == "cispo":
         return 5.0, "cispo truncates the ratio itself, far from 1"
     return settings.EPSILON, "EPSILON on both sides"
+
+
+def choose_steps(total: int, epochs: float | None, rows: int, prompts: int) -> tuple[int, str]:
+    """(steps of the whole run, reason), given TOTAL_STEPS, NUM_TRAIN_EPOCHS, and the PROMPTS_PER_STEP of `rows` that a
+    step takes."""
+    if epochs is None or not rows:
+        return total, "TOTAL_STEPS"
+    # Rounded first: 1.1 x 10 is 11.000000000000002 in floating point.
+    steps = max(1, math.ceil(round(rows * epochs / prompts, 6)))
+    return steps, f"NUM_TRAIN_EPOCHS={epochs:g} x {rows} rows / {prompts} prompts a step, rounded up"
+
+
+def choose_threads(parameters: int, gpus: int, environ: Mapping[str, str]) -> tuple[int | None, str]:
+    """(threads that torch computes with on the CPU, None: torch's own choice, reason), given the model's parameters."""
+    if environ.get("OMP_NUM_THREADS"):
+        return None, f"set by OMP_NUM_THREADS={environ['OMP_NUM_THREADS']}"
+    if gpus or parameters > MOST_ON_ONE_THREAD:
+        return None, "torch's own choice"
+    return 1, "more would wait for each other, so small are the operations of this model"
 
 
 def choose_rewards(requested: str | None, rows: Sequence[Row]) -> tuple[str, str]:

@@ -307,14 +307,16 @@ def check_resume(settings: Settings, folder: Path, step: int, before: Mapping[st
     """The run in `folder`, which has come to `step` with the settings `before`, may go on with these settings. A setting
     that there is no longer hinders nothing."""
     where, delete = f"OUTPUT_DIR={settings.OUTPUT_DIR}", f"OVERWRITE=1 to delete it, or {OTHER}"
+    length = "TOTAL_STEPS" if settings.NUM_TRAIN_EPOCHS is None else "NUM_TRAIN_EPOCHS"
     if settings.RESUME == "never":
         problems.add(where, f"it holds a run (last checkpoint: step {step}) and RESUME=never", f"Set {delete}")
     elif step > settings.TOTAL_STEPS:
         what = f"the run in {folder} has {step} steps, more than {settings.TOTAL_STEPS}"
-        problems.add("TOTAL_STEPS", what, f"Set TOTAL_STEPS={step} or higher, {delete}")
+        more = f"Set TOTAL_STEPS={step} or higher" if length == "TOTAL_STEPS" else f"Raise {length}"
+        problems.add(length, what, f"{more}, set {delete}")
     elif step >= settings.TOTAL_STEPS and (folder / COMPLETE).exists():
         what = f"it holds a run that is complete ({step} of {settings.TOTAL_STEPS} steps)"
-        problems.add(where, what, f"Raise TOTAL_STEPS to train on, set {delete}")
+        problems.add(where, what, f"Raise {length} to train on, set {delete}")
     for name, value in dataclasses.asdict(settings).items():
         if name not in MAY_CHANGE and name in before and show(before[name]) != show(value):
             what = f"the run in {folder} was started with {show(before[name]) or 'nothing'}, now it is {show(value) or 'nothing'}"

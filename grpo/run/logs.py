@@ -10,7 +10,6 @@ import itertools
 import logging
 import math
 import os
-import select
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,6 +19,7 @@ from typing import Any, TextIO
 
 from grpo.data.scoring import Completion, completion_rates, is_answer
 from grpo.run.durable import forget_end, whole_file
+from grpo.run.ending import is_unread
 from grpo.run.pace import Pace
 from grpo.settings import log
 from rewards import best_action
@@ -293,9 +293,7 @@ def detach_closed_terminal() -> None:
     """Let what goes to stdout and stderr go nowhere where nobody reads it any more (a lost SSH session, a `| tee` that
     ended): writing there raises OSError, which must not end a run or change its exit code."""
     for stream in (1, 2):
-        poll = select.poll()
-        poll.register(stream, 0)  # errors and hang-ups are always reported
-        if poll.poll(0):
+        if is_unread(stream):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, stream)
             os.close(nowhere)

@@ -143,7 +143,8 @@ def test_the_command_evaluates_an_adapter_and_its_base(run, tmp_path):
         (("--vote",), "needs --samples"),
         (("--hours-limit", "8"), "'8' is not int from 9 to 72"),
         (("--model", "tiny", "--adapter", "docs", "--profile", "nowhere.csv", "README.md"),
-         "adapter_config.json is not there|no file matches 'nowhere.csv'|README.md, header"),
+         "docs: adapter_config.json and adapter_model.safetensors are not there|no file matches 'nowhere.csv'|"
+         "README.md, header"),
         (("--model", "tiny", "--out", "nowhere/x.json"), "nowhere/x.json: cannot be written: No such file or directory"),
         (("--model", "tiny", "--out", "docs"), "docs: cannot be written: Is a directory"),
     ],

@@ -82,6 +82,7 @@ ELSEWHERE = {
     "PACKING": "preflight", "USE_VLLM": "preflight", "GENERATION_BATCH": "preflight", "VLLM_GPU_MEM": "preflight",
     "INVALID_REWARD": "data", "ROLLOUT_SYNC": "rollout", "VLLM_EAGER": "rollout", "PARITY": "rollout",
     "PARITY_LIMIT": "rollout", "IS_CORRECTION": "learn", "IS_CLIP_MAX": "learn", "INIT_ADAPTER": "preflight",
+    "NUM_TRAIN_EPOCHS": "preflight",
 }  # fmt: skip
 
 

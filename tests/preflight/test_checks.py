@@ -28,6 +28,7 @@ CONFLICTS = [
     ({"GENERATION_BATCH": 5}, CPU, ["GENERATION_BATCH: 5 does not divide", "12 x 8 = 96", "nearest that does is 4"]),
     ({"PROMPTS_PER_STEP": 50_001}, CPU, ["50001 x 8 = 400008 completions in one step, and 100,000 are the most"]),
     ({"ATTN_IMPL": "torch_flahs"}, H100, ["'torch_flahs' is unknown; the nearest is torch_flash", "flash_attention_3"]),
+    ({"ATTN_IMPL": "torch_flahs"}, CPU, ["'torch_flahs' is unknown"]),
     ({"ATTN_IMPL": "torch_flash"}, CPU, ["needs a GPU"]),
     ({"ATTN_IMPL": "flash_attention_3"}, dataclasses.replace(H100, capability=8.0), ["made for Hopper"]),
     ({"ATTN_IMPL": "org/kernel", "PACKING": "prefix"}, H100, ["PACKING: org/kernel takes padded rows only"]),
@@ -131,6 +132,46 @@ def test_a_run_without_vllm_makes_no_room_for_it(kind, tmp_path):
 def test_what_is_chosen_is_not_called_a_default(environ, sync, source):
     result = preflight(CLEAN | {"MODEL_ID": "tiny"} | environ, CPU)
     assert (result.settings.ROLLOUT_SYNC, result.sources["ROLLOUT_SYNC"]) == (sync, source) and not result.problems
+
+
+@pytest.fixture
+def asked(tmp_path):
+    """The tiny model's demo, of 815 training rows and 8 prompts a step."""
+    return CLEAN | {"MODEL_ID": "tiny", "OUTPUT_DIR": str(tmp_path / "run"), "EVAL_SAMPLES": "0"}
+
+
+def test_epochs_are_resolved_to_steps_before_anything_uses_them(asked, tmp_path):
+    result = preflight(asked | {"NUM_TRAIN_EPOCHS": "2.5"}, CPU)
+    assert not result.problems and (result.settings.TOTAL_STEPS, result.sources["TOTAL_STEPS"]) == (255, "chosen")
+    length = dict(banner.facts(result))["length"]
+    assert length.startswith("255 steps, 2.5 epochs over the rows: NUM_TRAIN_EPOCHS=2.5 x 815 rows / 8 prompts")
+    assert checks.run_records(result)["settings.json"]["settings"]["TOTAL_STEPS"] == 255
+    result = preflight(asked | {"NUM_TRAIN_EPOCHS": "1", "WARMUP_STEPS": "102"}, CPU)
+    assert "rise over 102 steps, the run has 102" in only(result.problems)
+    both = preflight(asked | {"NUM_TRAIN_EPOCHS": "1", "TOTAL_STEPS": "5"}, CPU)
+    assert "TOTAL_STEPS=5 is set as well. Unset one of the two" in only(both.problems)
+    most = preflight(asked | {"NUM_TRAIN_EPOCHS": "1e6", "PROMPTS_PER_STEP": "1"}, CPU)
+    assert not most.problems and most.settings.TOTAL_STEPS == 815_000_000
+    rows = write_csv(tmp_path / "rows.csv", HEADER, [[RENDERED.format("x"), 0, 1]] * 3)
+    few = preflight(asked | {"NUM_TRAIN_EPOCHS": "1", "DATA": str(rows)}, CPU)
+    assert not few.problems and few.settings.TOTAL_STEPS == 1
+
+
+def test_variables_that_are_no_settings_are_warned_of_once(asked):
+    result = preflight(asked | {"STEPS": "5", "DEBUG": "1"}, CPU)
+    assert not result.problems and banner.banner(result).count("STEPS is set and is no setting: set TOTAL_STEPS=5") == 1
+
+
+def test_the_threads_of_a_small_model_are_told_and_recorded(asked, monkeypatch):
+    for threads, words in (("", "1: more would wait"), ("3", "set by OMP_NUM_THREADS=3")):
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+        result = preflight(asked, CPU)
+        assert words in dict(banner.facts(result))["threads"]
+        chosen, reason = checks.run_records(result)["settings.json"]["choices"]["threads"]
+        assert (
+            chosen == (None if threads else 1)
+            and reason in words + " for each other, so small are the operations of this model"
+        )
 
 
 def shapes_on(machine, checkpoint=None):

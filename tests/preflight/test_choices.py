@@ -42,6 +42,38 @@ def test_packing_choice(requested, attention, gpus, chosen):
     assert packing == chosen and (reason == "set by PACKING") is (requested is not None)
 
 
+@pytest.mark.parametrize(
+    ("epochs", "rows", "prompts", "steps"),
+    [
+        (None, 30, 12, 100),
+        (1, 30, 12, 3),
+        (2, 30, 12, 5),
+        (1.1, 10, 1, 11),
+        (0.1, 30, 1, 3),
+        (0.01, 30, 12, 1),
+        (1, 0, 12, 100),
+    ],
+)
+def test_steps_of_so_many_epochs(epochs, rows, prompts, steps):
+    """By hand; 1.1 x 10 is more than 11 in floating point; without rows there is nothing to count."""
+    chosen, reason = choices.choose_steps(100, epochs, rows, prompts)
+    assert chosen == steps and ("NUM_TRAIN_EPOCHS" in reason) is (epochs is not None and rows > 0)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "gpus", "environ", "threads"),
+    [
+        (301_464, 0, {}, 1),
+        (301_464, 0, {"OMP_NUM_THREADS": "4"}, None),
+        (301_464, 1, {}, None),
+        (2_000_000, 0, {}, None),
+    ],
+)
+def test_threads_of_a_small_model_on_a_cpu(parameters, gpus, environ, threads):
+    chosen, reason = choices.choose_threads(parameters, gpus, environ)
+    assert chosen == threads and len(reason) > 10
+
+
 ROLLOUTS = [
     (True, 0, True, None, True, "set by USE_VLLM"), (False, 1, False, "0.26.0", False, "set by USE_VLLM"),
     (None, 0, False, "0.26.0", False, "no GPU"), (None, 1, True, "0.26.0", False, "tiny"),

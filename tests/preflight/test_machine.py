@@ -49,13 +49,14 @@ def test_a_container_has_the_memory_of_its_limit(tmp_path, monkeypatch):
 
 def test_packages():
     assert not package_problems(GOOD_VERSIONS)
-    assert "trl: the package is not installed" in only(package_problems(GOOD_VERSIONS | {"trl": None}))
+    missing = package_problems(GOOD_VERSIONS | {"torch": None, "trl": None})
+    assert only(missing).startswith("packages: not installed for ") and ": torch, trl. Run `bash" in only(missing)
     for name, version, limits in (("trl", "1.15.9", "1.16, below 1.17"), ("vllm", "0.27.0", "0.26, below 0.27")):
         problem = only(package_problems(GOOD_VERSIONS | {name: version}, True))
         assert f"{name}: version {version} is outside the tested range (from {limits})" in problem
         assert not package_problems(GOOD_VERSIONS | {name: version}, True, ALLOW_UNTESTED=True)
     assert not package_problems(GOOD_VERSIONS | {"torch": "2.11.0+cu130"})
-    assert "vllm: the package is not installed" in only(package_problems(GOOD_VERSIONS | {"vllm": None}, True))
+    assert ": vllm. Run `bash scripts/setup.sh`" in only(package_problems(GOOD_VERSIONS | {"vllm": None}, True))
     assert not package_problems(GOOD_VERSIONS | {"vllm": None}), "only where vLLM generates"
     assert not package_problems(machine.installed_versions(machine.TESTED)), "this environment"
 

@@ -102,8 +102,13 @@ def test_what_may_not_continue(tmp_path):
     assert "started on other rows" in only(inspect(settings, [dataclasses.replace(ROW, rewards=(1.0, 0.0))])[1])
     problem = only(inspect(settings, TOTAL_STEPS=3)[1])
     assert problem.startswith("TOTAL_STEPS: ") and "has 4 steps, more than 3. Set TOTAL_STEPS=4 or higher" in problem
+    problem = only(inspect(settings, TOTAL_STEPS=3, NUM_TRAIN_EPOCHS=1.0)[1])
+    assert (
+        problem.startswith("NUM_TRAIN_EPOCHS: ") and "more than 3. Raise NUM_TRAIN_EPOCHS, set OVERWRITE=1" in problem
+    )
     assert not inspect(settings, TOTAL_STEPS=4)[1], "every step, but the evaluation and the zip are owed"
     (folder / COMPLETE).write_text("{}")
+    assert "Raise NUM_TRAIN_EPOCHS to train on" in only(inspect(settings, TOTAL_STEPS=4, NUM_TRAIN_EPOCHS=1.0)[1])
     assert "complete (4 of 4 steps)" in only(inspect(settings, TOTAL_STEPS=4)[1])
     assert not inspect(settings, TOTAL_STEPS=4, OVERWRITE=True)[1]
 
