@@ -14,7 +14,7 @@ from typing import Any
 import rewards
 from grpo.data.files import SHOWN, Row, label, read_rows
 from grpo.data.prompts import answer_of, render_rows
-from grpo.data.scoring import check_heldout, check_rewards
+from grpo.data.reward_checks import check_heldout, check_rewards
 from grpo.preflight.choices import choose_rewards
 from grpo.preflight.hub import OTHERS, fetch_small_files, has_mxfp4, missing_shards, read_template
 from grpo.run.durable import read_json, whole_file, write_text
@@ -97,11 +97,9 @@ def prepare(environ: Mapping[str, str], steps: Collection[str], gpus: int) -> Pr
     model, template = read_model(settings.MODEL_ID, problems)
     rows, eval_rows = read_rows("DATA", settings.DATA, problems, settings.SYSTEM_PROMPT), []
     specs, told = [], Problems()
-    if {"data", "ppo", "grpo"} & set(steps):
-        if settings.EVAL_SAMPLES:
-            eval_rows = read_rows("EVAL_DATA", settings.EVAL_DATA, problems, settings.SYSTEM_PROMPT)
-        specs = check_rewards(settings, choose_rewards(settings.REWARDS, rows)[0], rows, problems)[0]
-        check_heldout(specs, settings, eval_rows, problems)
+    scored = bool({"data", "ppo", "grpo"} & set(steps))
+    if scored and settings.EVAL_SAMPLES:
+        eval_rows = read_rows("EVAL_DATA", settings.EVAL_DATA, problems, settings.SYSTEM_PROMPT)
     harmony = has_channels(template)
     answers = read_answers([*rows, *eval_rows], harmony, told)
     if "sft" in steps and rows and not told and not any(answers[: len(rows)]):
@@ -115,6 +113,10 @@ def prepare(environ: Mapping[str, str], steps: Collection[str], gpus: int) -> Pr
     if model and template and not told and (model / "tokenizer.json").exists():
         both, _ = render_rows(settings, [*rows, *eval_rows], template, model / "tokenizer.json", problems)
         rows, eval_rows = both[: len(rows)], both[len(rows) :]
+    if scored:
+        tokenizer = model / "tokenizer.json" if harmony and rows and rows[0].prompt else None
+        specs = check_rewards(settings, choose_rewards(settings.REWARDS, rows)[0], rows, problems, tokenizer)[0]
+        check_heldout(specs, settings, eval_rows, problems, tokenizer)
     problems[:] = dict.fromkeys(problems)
     return Prepared(settings, sources, problems, model, harmony, rows, eval_rows, answers, specs)
 

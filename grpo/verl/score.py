@@ -8,15 +8,13 @@ import json
 import math
 import os
 import threading
-import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import rewards
-from grpo.data.files import Row
+from grpo.data.files import SPECIAL, Row, column_names
 from grpo.data.prompts import ANSWER_AFTER, ANSWER_BEFORE
-from grpo.data.scoring import Completion, Reward, load_rewards, reward_titles, score, total
+from grpo.data.scoring import Reward, first_state, load_rewards, read_completion, reward_titles, score, total
 from grpo.run.durable import read_json
 from grpo.settings import Settings
 
@@ -62,11 +60,10 @@ def score_completion(
     with ONE_AT_A_TIME:
         told, functions = loaded(spec)
         this = read_row(row)
-        turn = text if told["harmony"] else as_turn(text, truncated)
-        action = rewards.parse_action(rewards.assistant_turn(this.prompt, turn), len(this.rewards) or 10**9)
-        one = Completion(this, turn, action, len(completion_ids), truncated)
-        state = types.SimpleNamespace(global_step=0, max_steps=told["settings"]["TOTAL_STEPS"])
-        (values,) = score(functions, [one], [list(completion_ids)], 0, trainer_state=state)  # the row has every column
+        turn, plain = (text, SPECIAL.sub("", text)) if told["harmony"] else (as_turn(text, truncated), text)
+        one = read_completion(this, turn, plain, len(completion_ids), truncated)
+        state = first_state(told["settings"]["TOTAL_STEPS"])
+        (values,) = score(functions, [one], [completion_ids], column_names([this]), state)  # the row has every column
     earned = total([weight * value for (_, weight), value in zip(told["rewards"], values, strict=True)])
     names = [name for name, _ in told["rewards"]]
     if math.isnan(earned):
