@@ -16,7 +16,8 @@ from conftest import RENDERED, write_csv
 from machines import only
 from pyarrow import parquet
 
-from grpo.data.scoring import Completion, load_rewards, score, total
+from grpo.data.files import SPECIAL, column_names
+from grpo.data.scoring import first_state, load_rewards, read_completion, score, total
 from grpo.verl.rows import HELDOUT, SPEC, TRAIN, prepare, write_data
 from grpo.verl.score import compute_score
 
@@ -74,10 +75,11 @@ def test_a_completion_earns_what_train_grpo_gives_it(environ, tmp_path, harmony)
         text = "".join(draw.choices(PIECES if harmony else PIECES[3:7], k=draw.randint(0, 5)))
         turn = text if harmony else f"<|channel|>final<|message|>{text}" + "<|return|>" * (not cut)
         ids.append([7] * draw.randint(1, 9))
-        read.append(Completion(p.rows[n], turn, None, len(ids[-1]), cut))
+        plain = SPECIAL.sub("", text) if harmony else text
+        read.append(read_completion(p.rows[n], turn, plain, len(ids[-1]), cut))
         known = records[n]["extra_info"] | {"truncated": cut, "completion_ids": ids[-1]}
         earned.append(compute_score("two", text, "", known, spec=str(folder / SPEC))["score"])
-    values = score(load_rewards(p.reward_specs, p.settings), read, ids, 3)
+    values = score(load_rewards(p.reward_specs, p.settings), read, ids, column_names(p.rows), first_state(9))
     expected = [total([w * v for (_, w), v in zip(p.reward_specs, row, strict=True)]) for row in values]
     assert earned == pytest.approx(expected, abs=1e-12) and len(set(earned)) > 50
 
