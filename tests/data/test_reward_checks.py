@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import ROOT, write_csv
 from machines import only
 
-from grpo.data.files import Row
+from grpo.data.files import Row, read_csv
 from grpo.data.reward_checks import FINAL, check_heldout, check_rewards, sample_rows, tried_text, try_rewards
 from grpo.data.scoring import reward_callable
 from grpo.preflight.hub import TINY_PATH
@@ -268,3 +269,15 @@ def test_the_check_says_what_a_function_of_ones_own_was_given(my_rewards, capsys
     assert not problems(ROW, REWARDS="action,my_rewards:length=0.001")
     (line,) = capsys.readouterr().out.splitlines()
     assert line == "my_rewards:length(prompts=['x'], completions=['final[0]'], ...) returned 8 for it"
+
+
+def test_the_example_of_the_docs_finds_its_answers(tmp_path, monkeypatch, capsys):
+    text = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    example = text[text.index("# answers.py, used as") :].partition("```")[0]
+    (tmp_path / "answers.py").write_text(example)
+    rows = [["What is 4+4? ", "[0]"], ["What is 4+5?", "[0]"]]
+    path = write_csv(tmp_path / "train.csv", ["question", "answer"], rows)
+    monkeypatch.chdir(tmp_path)
+    assert not problems(*read_csv(path, Problems()), REWARDS="answers:exact")
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.endswith("completions=['final[0]'], ...) returned 1 for it")
