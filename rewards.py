@@ -14,10 +14,10 @@ A reward function takes lists with one entry per completion:
 
     function(completions, *, truncated, **columns) -> list[float | None]
 
-Those in this file get `completions` with their Harmony tokens; yours get what TRL gives them, by keyword, and these texts
-as `raw_completions` (docs/data.md, Your own rewards). `truncated` says which of them met `MAX_COMPLETION_LEN`, and
-`columns` holds every column of the file by its name, `reward_action_k` as numbers. `None` or NaN leaves a completion out of
-its group's mean and gives it no advantage (docs/data.md says what that teaches).
+Those in this file get `completions` with their Harmony tokens; yours get what TRL gives them, by keyword, and these
+texts as `raw_completions` (docs/data.md, Your own rewards). `truncated` says which of them met `MAX_COMPLETION_LEN`,
+and `columns` holds every column of the file by its name, `reward_action_k` as numbers. `None` or NaN leaves a
+completion out of its group's mean and gives it no advantage (docs/data.md says what that teaches).
 """
 
 from __future__ import annotations

@@ -82,8 +82,8 @@ def test_no_modules_import_each_other_in_a_circle():
         pytest.fail(" -> ".join(error.args[1]))
 
 
-# Imported in a function, for those who name a data set of the Hub or whose tokenizer has a response template. They take a
-# second, and load no torch.
+# Imported in a function, for those who name a data set of the Hub or whose tokenizer has a response template. They
+# take a second, and load no torch.
 LATE = {("grpo/data/formats.py", "datasets"), ("grpo/data/scoring.py", "transformers.utils.chat_parsing")}
 
 

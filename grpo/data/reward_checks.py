@@ -33,8 +33,8 @@ from grpo.settings import Problems, Settings, one_line, show
 def check_rewards(
     settings: Settings, text: str, rows: Sequence[Row], problems: Problems, tokenizer: Path | None = None
 ) -> tuple[list[tuple[str, float]], str | None]:
-    """The reward functions that `text` names exist, the CSVs hold what they need, and garbage does not pay. Returns (name,
-    weight) of each, and what has to be warned about garbage, if anything. `tokenizer`: see `try_rewards`."""
+    """The reward functions that `text` names exist, the CSVs hold what they need, and garbage does not pay. Returns
+    (name, weight) of each, and what has to be warned about garbage, if anything. `tokenizer`: see `try_rewards`."""
     try:
         specs = reward_specs(text)
         for name, _ in specs:
@@ -132,8 +132,8 @@ def sample_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def tokenize(texts: Sequence[str], tokenizer: Path | None) -> tuple[list[list[int]], list[str]]:
-    """Tokens of some completions, and what TRL decodes of them. Without a tokenizer.json their bytes, and the text of the final
-    channel: that is all that a model without channels writes."""
+    """Tokens of some completions, and what TRL decodes of them. Without a tokenizer.json their bytes, and the text of
+    the final channel: that is all that a model without channels writes."""
     if tokenizer is None:
         return [list(text.encode()) for text in texts], [rewards.final_channel(text) or "" for text in texts]
     from tokenizers import Tokenizer  # late, so that the preflight can name packages that are missing
@@ -164,11 +164,11 @@ def try_rewards(
     tokenizer: Path | None = None,
     shown: bool = False,
 ) -> list[tuple[Row, list[list[float]]]]:
-    """What garbage and every action earn, (row, rewards by answer and function) of a sample of rows: those of GARBAGE first,
-    NaN where a function leaves an answer out. Rows without actions are asked for [0] and [1]. Each function is called once,
-    as in training, with completions in tokens of `tokenizer`, a tokenizer.json: a mistake costs a second here and an hour in
-    a run. `shown`: print the first call of each function of the user's. Raises RuntimeError, naming the function and what it
-    raised or returned."""
+    """What garbage and every action earn, (row, rewards by answer and function) of a sample of rows: those of GARBAGE
+    first, NaN where a function leaves an answer out. Rows without actions are asked for [0] and [1]. Each function is
+    called once, as in training, with completions in tokens of `tokenizer`, a tokenizer.json: a mistake costs a second
+    here and an hour in a run. `shown`: print the first call of each function of the user's. Raises RuntimeError,
+    naming the function and what it raised or returned."""
     if not rows:
         return []
     asked = [
@@ -196,10 +196,10 @@ def check_garbage(
     settings: Settings,
     problems: Problems,
 ) -> str | None:
-    """An unreadable answer earns less than a row's worst action, on average over the rows of `try_rewards`: a problem where
-    it does not, or a warning (returned) where the user set INVALID_REWARD, or where REWARDS do not look at actions: every
-    action of a row earns the same. An answer that all functions leave out has no advantage, as if it earned the mean of the
-    row's actions."""
+    """An unreadable answer earns less than a row's worst action, on average over the rows of `try_rewards`: a problem
+    where it does not, or a warning (returned) where the user set INVALID_REWARD, or where REWARDS do not look at
+    actions: every action of a row earns the same. An answer that all functions leave out has no advantage, as if it
+    earned the mean of the row's actions."""
     worst: list[float] = []
     alike = True  # whether all actions of each row earn the same
     kinds: list[list[tuple[float, Sequence[float]]]] = [[] for _ in GARBAGE]  # (worth, reward of each function) by row

@@ -22,8 +22,8 @@ from grpo.data.files import Row, data_prompt, reward_columns
 from grpo.data.prompts import ANSWER_AFTER
 from grpo.settings import MOST_REWARD, MOST_WEIGHT, Settings, described, listed, nearest, one_line, read_number
 
-# What reward functions are given, counted up where that changes: a run with functions of the user's own is not continued
-# with another. 2: prompts and completions are TRL's, the text with Harmony's tokens has a column of its own.
+# What reward functions are given, counted up where that changes: a run with functions of the user's own is not
+# continued with another. 2: prompts and completions are TRL's, the text with Harmony's tokens has a column of its own.
 REWARD_INTERFACE = 2
 
 
@@ -127,8 +127,8 @@ def read_completion(
 ) -> Completion:
     """The completion of a row, given its text with special tokens and without them (`plain`).
 
-    As in TRL 1.16 (GRPOTrainer._generate), functions get `plain`, or where the prompt is a list of messages a list of one
-    message with it. Where the tokenizer has a `response_template`, that parses the message."""
+    As in TRL 1.16 (GRPOTrainer._generate), functions get `plain`, or where the prompt is a list of messages a list of
+    one message with it. Where the tokenizer has a `response_template`, that parses the message."""
     turn = rewards.assistant_turn(row.prompt, text)
     action = rewards.parse_action(turn, len(row.rewards) or 10**9)
     decoded: str | list[dict[str, Any]] = plain
@@ -139,8 +139,8 @@ def read_completion(
 
 
 def parsed_message(prompt: str, text: str, template: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The message that a tokenizer's `response_template` makes of a completion, finished as TRL's `parse_response` does; None
-    where it cannot be parsed."""
+    """The message that a tokenizer's `response_template` makes of a completion, finished as TRL's `parse_response`
+    does; None where it cannot be parsed."""
     from transformers.utils.chat_parsing import parse_response  # late: few tokenizers have one. It imports no torch
 
     try:
@@ -193,11 +193,11 @@ def copied(name: str, value: Any) -> Any:
 
 
 def reward_callable(name: str, settings: Settings, title: str | None = None) -> Reward:
-    """A reward function, `async` or not, as `score` calls it: named `title` for the logs, given INVALID_REWARD, its errors
-    named.
+    """A reward function, `async` or not, as `score` calls it: named `title` for the logs, given INVALID_REWARD, its
+    errors named.
 
-    One of the user's is called by keyword with what TRL gives it. The project's own, and the user's with a first argument
-    of another name than TRL's, get the completions with their special tokens there."""
+    One of the user's is called by keyword with what TRL gives it. The project's own, and the user's with a first
+    argument of another name than TRL's, get the completions with their special tokens there."""
     function, own, here = load_reward(name), ":" in name, str(Path.cwd())
     options = {"invalid_reward": settings.INVALID_REWARD} if name in rewards.ACTION_REWARDS else {}
     by_keyword = own and is_called_by_keyword(function)
@@ -269,8 +269,9 @@ def score(
     log_extra: Callable[..., None] = no_log_extra,
     log_metric: Callable[..., None] = no_log_metric,
 ) -> list[list[float]]:
-    """What each function gives each completion (N, F), NaN for None. `ids`: their tokens; `columns`: the names of all columns,
-    which a row of another file has as None. Each function is called once, by the arguments that TRL gives it."""
+    """What each function gives each completion (N, F), NaN for None. `ids`: their tokens; `columns`: the names of all
+    columns, which a row of another file has as None. Each function is called once, by the arguments that TRL gives
+    it."""
     cells = [reward_columns(one.row) for one in read]
     arguments: dict[str, Any] = {name: [row.get(name) for row in cells] for name in columns}
     arguments |= {

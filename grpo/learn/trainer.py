@@ -238,8 +238,8 @@ class Trainer(GRPOTrainer):
             self.generation_config, self.generation_kwargs = before
 
     def read_completions(self, rows: Sequence[Row], completion_ids: Sequence[Sequence[int]]) -> list[Completion]:
-        """What the completions of `rows` say, decoded with their special tokens and without. Truncated is one that ended
-        without a stop token: the same rule as TRL's clipped ratio and mask."""
+        """What the completions of `rows` say, decoded with their special tokens and without. Truncated is one that
+        ended without a stop token: the same rule as TRL's clipped ratio and mask."""
         tokenizer, stops = self._tokenizer, (*self.eos_token_ids, self._tokenizer.pad_token_id)
         texts, plain = (
             tokenizer.batch_decode(list(completion_ids), skip_special_tokens=skipped) for skipped in (False, True)
@@ -251,8 +251,8 @@ class Trainer(GRPOTrainer):
         ]
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        """Rank 0's: a reward function may be random, or ask a judge. The functions are called by `score`, as the checks before
-        the run and the evaluations call them."""
+        """Rank 0's: a reward function may be random, or ask a judge. The functions are called by `score`, as the
+        checks before the run and the evaluations call them."""
         with self.timer.part("reward"):
             if self.run.ranks.rank:
                 return torch.tensor(self.run.ranks.broadcast(), device=self.accelerator.device)

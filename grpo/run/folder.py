@@ -314,8 +314,8 @@ def check_resume(settings: Settings, folder: Path, step: int, before: Mapping[st
 
 
 def check_interface(folder: Path, before: Mapping[str, Any], choices: Mapping[str, Any], problems: Problems) -> None:
-    """The run in `folder`, begun with the settings `before`, called functions of the user's own as they are called now. Those
-    of this project earn the same by either way."""
+    """The run in `folder`, begun with the settings `before`, called functions of the user's own as they are called
+    now. Those of this project earn the same by either way."""
     if ":" in str(before.get("REWARDS")) and choices.get("reward_interface", 1) != REWARD_INTERFACE:
         what = (
             f"the run in {folder} began when functions of your own were given other prompts and completions "

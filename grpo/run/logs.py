@@ -161,8 +161,8 @@ NO_REWARD = (
     "INVALID_REWARD to auto, or fix the function in REWARDS that returns nan or None"
 )
 GARBAGE_PAYS = (
-    "Answers that cannot be read earned {:.3g} more than the others to their prompts, on average of {} groups of the last "
-    "10 steps: garbage is being learned. Let REWARDS pay less where rewards.final_channel finds no text"
+    "Answers that cannot be read earned {:.3g} more than the others to their prompts, on average of {} groups of the "
+    "last 10 steps: garbage is being learned. Let REWARDS pay less where rewards.final_channel finds no text"
 )
 EQUAL_REWARDS = (
     "all completions of each prompt got the same reward in the last 5 steps: nothing is learned. Look at completions.csv: "
@@ -203,8 +203,8 @@ LEAST_GROUPS = 5  # that hold both kinds of answers, before `garbage_warning` sa
 
 
 def garbage_gains(read: Sequence[Completion], totals: Sequence[float]) -> list[float]:
-    """By how much the answers of a step that cannot be read out-earn the others to the same prompt: the difference of their
-    mean rewards in each group that holds both. NaN, an answer that was left out, does not count."""
+    """By how much the answers of a step that cannot be read out-earn the others to the same prompt: the difference of
+    their mean rewards in each group that holds both. NaN, an answer that was left out, does not count."""
     groups: dict[str, tuple[list[float], list[float]]] = {}
     for completion, reward in zip(read, totals, strict=True):
         if not math.isnan(reward):
@@ -214,8 +214,8 @@ def garbage_gains(read: Sequence[Completion], totals: Sequence[float]) -> list[f
 
 
 def garbage_warning(history: Sequence[Sequence[float]]) -> str | None:
-    """A sentence when answers that cannot be read earned more than the others of their groups over the last 10 steps, by more
-    than chance: three standard errors. `history`: the `garbage_gains` of each step. None while all is well."""
+    """A sentence when answers that cannot be read earned more than the others of their groups over the last 10 steps,
+    by more than chance: three standard errors. `history`: the `garbage_gains` of each step. None while all is well."""
     gains = [gain for step in history[-WARN_EVERY:] for gain in step]
     if len(history) < WARN_EVERY or len(gains) < LEAST_GROUPS:
         return None

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward functions before a run: found, tried, refused where garbage pays. Run: python -m pytest tests/data/test_reward_checks.py"""
+"""Reward functions before a run: found, tried, refused where garbage pays. Run: python -m pytest
+tests/data/test_reward_checks.py"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every setting that goes to TRL or PEFT, from the environment to the place where it is used in three real steps; and what
-reward functions are given, by the checks before a run, in training and by TRL itself."""
+"""Every setting that goes to TRL or PEFT, from the environment to the place where it is used in three real steps; and
+what reward functions are given, by the checks before a run, in training and by TRL itself."""
 
 from __future__ import annotations
 
@@ -190,7 +190,8 @@ FORMS = {
 
 
 def checked_rows(tmp_path, form):
-    """The preflight's result of rows of one of FORMS, or of the shipped GSM8K, with `record` as reward: CALLS holds its call."""
+    """The preflight's result of rows of one of FORMS, or of the shipped GSM8K, with `record` as reward: CALLS holds
+    its call."""
     given, settings = FORMS.get(form, (None, {"TASK": "gsm8k"}))
     if form == "user":
         path = write_csv(
