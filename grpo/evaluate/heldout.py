@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 import rewards
-from grpo.data.files import Row, data_fingerprint
+from grpo.data.files import Row, column_names, data_fingerprint
 from grpo.data.heldout import date_of
-from grpo.data.scoring import FINAL, GARBAGE, Completion, completion_rates, score, total, tried_text
+from grpo.data.reward_checks import FINAL, GARBAGE, tried_text
+from grpo.data.scoring import completion_rates, score, total
 from grpo.evaluate.exact import answer_probabilities
 from grpo.learn.trainer import Trainer
 from grpo.run.durable import is_intact, read_sealed, write_sealed
@@ -60,7 +61,7 @@ def evaluate(
     read = trainer.read_completions(sampled, ids)
     rates, firsts = completion_rates(read), range(0, len(read), samples)
     figures = {name: rates[name] for name in ("clipped_ratio", "tokens_mean", "tokens_max")}
-    scores = score(trainer.reward_funcs, read, ids, trainer.actions, trainer_state=trainer.state)
+    scores = score(trainer.reward_funcs, read, ids, column_names(rows), trainer.state)
     figures["functions"] = function_scores(trainer, [scores[first : first + samples] for first in firsts], days)
     if all(worth):
         answers = [[one.action for one in read[first : first + samples]] for first in firsts]
@@ -90,13 +91,14 @@ def expected_scores(
     trainer: Trainer, rows: Sequence[Row], probabilities: Sequence[Sequence[float]], days: Sequence[Hashable]
 ) -> dict[str, Any]:
     """`function_scores` of the answers `[k]` by their probabilities (N, K); the rest of 1 is an answer without an action."""
-    read = [
-        Completion(row, tried_text(row.prompt, text), None, 1, False)
+    asked = [
+        (row, tried_text(row.prompt, text))
         for row in rows
         for text in (GARBAGE[0], *(FINAL.format(f"[{k}]") for k in range(len(row.rewards))))
     ]
-    ids = trainer.processing_class(text=[one.text for one in read])["input_ids"]
-    scores = iter(score(trainer.reward_funcs, read, ids, trainer.actions, trainer_state=trainer.state))
+    ids = trainer.processing_class(text=[text for _, text in asked])["input_ids"]
+    read = trainer.read_completions([row for row, _ in asked], ids)
+    scores = iter(score(trainer.reward_funcs, read, ids, column_names(rows), trainer.state))
     expected = []
     for p in probabilities:
         shares = [1 - math.fsum(p), *p]

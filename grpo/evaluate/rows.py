@@ -12,9 +12,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from grpo.data.files import Row, label, read_rows
+from grpo.data.files import Row, column_names, label, read_rows
 from grpo.data.prompts import render_rows, sampling_seed
-from grpo.data.scoring import check_heldout, check_rewards, load_rewards
+from grpo.data.reward_checks import check_heldout, check_rewards
+from grpo.data.scoring import load_rewards
 from grpo.evaluate.heldout import add_models, new_results, table
 from grpo.evaluate.standalone import (
     TransformersModel,
@@ -55,7 +56,7 @@ class ModelAlone:
         self.reward_funcs = load_rewards(specs, settings)
         self.reward_func_names = [function.__name__ for function in self.reward_funcs]
         self.args = SimpleNamespace(reward_weights=[weight for _, weight in specs])
-        self.actions = max(len(row.rewards) for row in rows)
+        self.columns = column_names(rows)
         self.state = SimpleNamespace(global_step=0, max_steps=settings.TOTAL_STEPS)
 
     def _tokenize_prompts(self, prompts: list[str]) -> tuple[list[str]]:
@@ -90,12 +91,13 @@ def evaluate_rows(options: argparse.Namespace) -> tuple[str, Path]:
         check_writable(path, problems)
     rewards, _ = choose_rewards(s.REWARDS, rows)
     specs, _ = check_rewards(s, rewards, [], problems)  # that these functions exist
-    if specs:
-        check_heldout(specs, s, rows, problems, "--data", "name other --rewards")
-    machine = read_machine()
-    files = check_model(s, machine, problems)
+    machine, longest = read_machine(), 0
+    files = check_model(s, adapter, machine, problems)
     if files and files.tokenizer and not problems:
-        rows, _ = render_rows(s, rows, files.template, files.tokenizer, problems)
+        rows, longest = render_rows(s, rows, files.template, files.tokenizer, problems)
+    if specs:
+        tokenizer = files.tokenizer if longest else None
+        check_heldout(specs, s, rows, problems, tokenizer, "--data", "name other --rewards")
     if problems:
         raise InputError(*dict.fromkeys(problems))
     vllm = installed_versions(["vllm"])["vllm"]

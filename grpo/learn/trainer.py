@@ -24,10 +24,9 @@ from transformers.trainer_callback import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.kernels import ChunkedLogProbFunction
 
-import rewards
-from grpo.data.files import Row, reward_columns
+from grpo.data.files import Row, column_names
 from grpo.data.prompts import StepRows, sampling_seed
-from grpo.data.scoring import Completion
+from grpo.data.scoring import Completion, read_completion, score
 from grpo.learn.timer import StepTimerCallback
 from grpo.learn.together import add_up, agree, gradients_of, in_parts, lead
 from grpo.model.attention import KERNELS, attention_of, hidden_states
@@ -124,9 +123,7 @@ class Trainer(GRPOTrainer):
         self.run_log: RunLog | None = None  # rank 0 writes
         if not run.ranks.rank:
             self.run_log = RunLog(run.folder, s.TOTAL_STEPS, s.EVAL_STEPS, names, s.LOG_PROMPTS)
-        # TRL asks the first completion for the columns: every row gets those of every file.
-        self.actions = max(len(row.rewards) for row in run.rows)
-        self.empty_columns = {name: None for row in run.rows for name in reward_columns(row, self.actions)}
+        self.columns = column_names(run.rows)  # that reward functions get with every row
         self.rollout_tokens = 0  # of the last rollout
         # Only the index travels through TRL: the columns are looked up where they are needed.
         dataset = Dataset.from_dict({"prompt": [row.prompt for row in run.rows], "row": list(range(len(run.rows)))})
@@ -241,29 +238,28 @@ class Trainer(GRPOTrainer):
             self.generation_config, self.generation_kwargs = before
 
     def read_completions(self, rows: Sequence[Row], completion_ids: Sequence[Sequence[int]]) -> list[Completion]:
-        """What the completions of `rows` say, decoded with their special tokens. Truncated is one that ended without a stop
-        token: the same rule as TRL's clipped ratio and mask."""
-        read, stops = [], (*self.eos_token_ids, self._tokenizer.pad_token_id)
-        texts = self._tokenizer.batch_decode(list(completion_ids), skip_special_tokens=False)
-        for row, text, ids in zip(rows, texts, completion_ids, strict=True):
-            action = rewards.parse_action(rewards.assistant_turn(row.prompt, text), len(row.rewards) or 10**9)
-            read.append(Completion(row, text, action, len(ids), ids[-1] not in stops))
-        return read
+        """What the completions of `rows` say, decoded with their special tokens and without. Truncated is one that
+        ended without a stop token: the same rule as TRL's clipped ratio and mask."""
+        tokenizer, stops = self._tokenizer, (*self.eos_token_ids, self._tokenizer.pad_token_id)
+        texts, plain = (
+            tokenizer.batch_decode(list(completion_ids), skip_special_tokens=skipped) for skipped in (False, True)
+        )
+        template = getattr(tokenizer, "response_template", None)
+        return [
+            read_completion(row, text, bare, len(ids), ids[-1] not in stops, template)
+            for row, text, bare, ids in zip(rows, texts, plain, completion_ids, strict=True)
+        ]
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        """Rank 0's: a reward function may be random, or ask a judge."""
+        """Rank 0's: a reward function may be random, or ask a judge. The functions are called by `score`, as the
+        checks before the run and the evaluations call them."""
         with self.timer.part("reward"):
             if self.run.ranks.rank:
                 return torch.tensor(self.run.ranks.broadcast(), device=self.accelerator.device)
             read = self.read_completions([self.run.rows[x["row"]] for x in inputs], completion_ids_list)
-            enriched = [
-                {"prompt": prompt, "truncated": one.truncated}
-                | self.empty_columns
-                | reward_columns(one.row, self.actions)
-                for prompt, one in zip(prompts, read, strict=True)
-            ]
-            turns = [rewards.assistant_turn(one.row.prompt, one.text) for one in read]
-            per_function = super()._calculate_rewards(enriched, prompts, turns, completion_ids_list)
+            logs = self._log_completion_extra, self._log_metric
+            scores = score(self.reward_funcs, read, completion_ids_list, self.columns, self.state, *logs)
+            per_function = torch.tensor(scores, dtype=torch.float32, device=self.accelerator.device)
             weights = self.reward_weights.to(per_function.device)
             totals = (per_function * weights).nansum(dim=1).masked_fill(per_function.isnan().all(dim=1), math.nan)
             self.run_log.write_completions(self.state.global_step + 1, read, totals.tolist(), per_function.tolist())

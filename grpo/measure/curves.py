@@ -128,7 +128,7 @@ def plain_trainer(ours: Trainer, parts: int = 1) -> GRPOTrainer:
     def reward(completion_ids: list[list[int]], row: list[int], **columns: Any) -> list[float]:
         """With the special tokens that say which channel a text is in: TRL decodes without them."""
         read = ours.read_completions([ours.run.rows[i] for i in row], completion_ids)
-        return [value for (value,) in score(ours.reward_funcs, read, completion_ids, ours.actions)]
+        return [value for (value,) in score(ours.reward_funcs, read, completion_ids, ours.columns, ours.state)]
 
     plain = GRPOTrainer(
         plain_model(ours.run.settings.MODEL_ID), reward, args, ours.train_dataset, processing_class=ours.processing_class,

@@ -16,7 +16,8 @@ from typing import Any
 from grpo.data.files import Row, data_fingerprint
 from grpo.data.heldout import read_split
 from grpo.data.prompts import render_rows
-from grpo.data.scoring import check_heldout, check_rewards
+from grpo.data.reward_checks import check_heldout, check_rewards
+from grpo.data.scoring import REWARD_INTERFACE
 from grpo.preflight import choices, hub
 from grpo.preflight.adapter import check_start, start_adapter
 from grpo.preflight.choices import ATTENTION, VLLM_COLDEST, ClosedLoop
@@ -304,12 +305,16 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks:
     check_trackers(settings, environ, problems)
     settings, sources = choices.choose_demo(settings, sources)
     split = read_split(settings, problems)
-    rows, eval_rows = split.train, split.heldout
+    rows, eval_rows, longest = split.train, split.heldout, 0
     settings = resolve_steps(settings, sources, len(rows), problems)
     check_settings(settings, config, machine, problems)
-    rewards = choices.choose_rewards(settings.REWARDS, rows)
-    specs, garbage = check_rewards(settings, rewards[0], rows, problems)
-    check_heldout(specs, settings, eval_rows, problems)
+    ready = all(versions[name] for name in TESTED)  # tokenizers and numpy come with these packages
+    if ready and files and files.tokenizer:
+        both, longest = render_rows(settings, [*rows, *eval_rows], files.template, files.tokenizer, problems)
+        rows, eval_rows = both[: len(rows)], both[len(rows) :]
+    rewards, tokenizer = choices.choose_rewards(settings.REWARDS, rows), files.tokenizer if longest else None
+    specs, garbage = check_rewards(settings, rewards[0], rows, problems, tokenizer)
+    check_heldout(specs, settings, eval_rows, problems, tokenizer)
     scale = choices.choose_scale_rewards(settings.SCALE_REWARDS, [name for name, _ in specs])
     run = RunState(run_folder(settings)) if ranks.rank else inspect_run(settings, rows, problems)
     check_start(settings, run, init_adapter, problems)
@@ -317,11 +322,7 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks:
     installed = [name for name, version in flash.items() if version]
     attention = choices.choose_attention(settings.ATTN_IMPL, machine.gpus, machine.capability, installed)
     packing = choices.choose_packing(settings.PACKING, attention[0], machine.gpus)
-    plan, longest, experts = None, 0, (settings.EXPERTS or "bf16", "there is no model")
-    ready = all(versions[name] for name in TESTED)  # tokenizers and numpy come with these packages
-    if ready and files and files.tokenizer:
-        both, longest = render_rows(settings, [*rows, *eval_rows], files.template, files.tokenizer, problems)
-        rows, eval_rows = both[: len(rows)], both[len(rows) :]
+    plan, experts = None, (settings.EXPERTS or "bf16", "there is no model")
     if files:
         checkpoint = hub.checkpoint_gib(settings.MODEL_ID, files) if rollouts[0] and machine.gpus else None
         prompt_len = longest or settings.MAX_PROMPT_LEN
@@ -374,6 +375,7 @@ def run_records(preflight_result: Preflight) -> dict[str, dict[str, Any]]:
         "model": hub.config_digest(p.files.config) if p.files else None,
         "init_adapter": p.init_adapter,
         "heldout": [len(p.eval_rows), p.heldout_reason],
+        "reward_interface": REWARD_INTERFACE,
     }
     settings_json = {
         "settings": dataclasses.asdict(settings),

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo.data.files import Row, data_fingerprint, find_files
+from grpo.data.scoring import REWARD_INTERFACE
 from grpo.run.best import best_fault
 from grpo.run.durable import damage, file_sha256, matches, read_manifest, read_sealed, sync_files, write_sealed
 from grpo.run.log_rows import LogRows, read_log
@@ -240,6 +241,8 @@ def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> 
         problems.add(where, what, f"{use}, set OVERWRITE=1 to delete it, or {OTHER}")
         return RunState(folder, exists=True)
     check_resume(settings, folder, max(step, complete_steps(folder)), before, problems)
+    if checkpoint:
+        check_interface(folder, before, choices, problems)
     if rows and fingerprint != data_fingerprint(rows):
         fix = f"Restore the data to continue it{earlier_heldout(settings, before)}, set OVERWRITE=1, or {OTHER}"
         problems.add("DATA", f"the run in {folder} was started on other rows", fix)
@@ -321,6 +324,18 @@ def check_resume(settings: Settings, folder: Path, step: int, before: Mapping[st
         if name not in MAY_CHANGE and name in before and show(before[name]) != show(value):
             what = f"the run in {folder} was started with {show(before[name]) or 'nothing'}, now it is {show(value) or 'nothing'}"
             problems.add(name, what, f"Set {name}={show(before[name])} to continue it, {delete}")
+
+
+def check_interface(folder: Path, before: Mapping[str, Any], choices: Mapping[str, Any], problems: Problems) -> None:
+    """The run in `folder`, begun with the settings `before`, called functions of the user's own as they are called
+    now. Those of this project earn the same by either way."""
+    if ":" in str(before.get("REWARDS")) and choices.get("reward_interface", 1) != REWARD_INTERFACE:
+        what = (
+            f"the run in {folder} began when functions of your own were given other prompts and completions "
+            "(CHANGELOG.md): its rewards would change on the way"
+        )
+        fix = "Continue it with the version of this project that began it, set OVERWRITE=1 to begin anew"
+        problems.add("REWARDS", what, f"{fix}, or {OTHER}")
 
 
 def needed_files(settings: Settings) -> set[Path]:

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any, TextIO
 
 from grpo.data.scoring import Completion, completion_rates, is_answer
@@ -161,8 +161,8 @@ NO_REWARD = (
     "INVALID_REWARD to auto, or fix the function in REWARDS that returns nan or None"
 )
 GARBAGE_PAYS = (
-    "Answers that cannot be read earned {:.3g} over the last 10 steps, all answers {:.3g}: garbage is being learned. "
-    "Let REWARDS pay less where rewards.final_channel finds no text"
+    "Answers that cannot be read earned {:.3g} more than the others to their prompts, on average of {} groups of the "
+    "last 10 steps: garbage is being learned. Let REWARDS pay less where rewards.final_channel finds no text"
 )
 EQUAL_REWARDS = (
     "all completions of each prompt got the same reward in the last 5 steps: nothing is learned. Look at completions.csv: "
@@ -199,13 +199,28 @@ def reward_warning(history: Sequence[tuple[float, float, float]]) -> str | None:
     return EQUAL_REWARDS if equal >= 5 else None
 
 
-def garbage_warning(history: Sequence[tuple[Sequence[float], Sequence[float]]]) -> str | None:
-    """A sentence when answers that cannot be read earned more than the mean of all over the last 10 steps. `history`: the
-    rewards of those, and of all completions, of each step, without NaN. None while all is well."""
-    garbage, every = ([reward for step in history[-WARN_EVERY:] for reward in step[of]] for of in (0, 1))
-    if len(history) >= WARN_EVERY and garbage and fmean(garbage) > fmean(every):
-        return GARBAGE_PAYS.format(fmean(garbage), fmean(every))
-    return None
+LEAST_GROUPS = 5  # that hold both kinds of answers, before `garbage_warning` says anything
+
+
+def garbage_gains(read: Sequence[Completion], totals: Sequence[float]) -> list[float]:
+    """By how much the answers of a step that cannot be read out-earn the others to the same prompt: the difference of
+    their mean rewards in each group that holds both. NaN, an answer that was left out, does not count."""
+    groups: dict[str, tuple[list[float], list[float]]] = {}
+    for completion, reward in zip(read, totals, strict=True):
+        if not math.isnan(reward):
+            groups.setdefault(completion.row.id, ([], []))[is_answer(completion)].append(reward)
+    means = [(fmean(garbage), fmean(answers)) for garbage, answers in groups.values() if garbage and answers]
+    return [0.0 if math.isclose(garbage, answers) else garbage - answers for garbage, answers in means]
+
+
+def garbage_warning(history: Sequence[Sequence[float]]) -> str | None:
+    """A sentence when answers that cannot be read earned more than the others of their groups over the last 10 steps,
+    by more than chance: three standard errors. `history`: the `garbage_gains` of each step. None while all is well."""
+    gains = [gain for step in history[-WARN_EVERY:] for gain in step]
+    if len(history) < WARN_EVERY or len(gains) < LEAST_GROUPS:
+        return None
+    mean, error = fmean(gains), stdev(gains) / math.sqrt(len(gains))
+    return GARBAGE_PAYS.format(mean, len(gains)) if mean > 3 * error else None
 
 
 class RunLog:
@@ -227,7 +242,7 @@ class RunLog:
         self.pace = Pace(total_steps, eval_steps, rows)
         self.taught = [tuple(float(row[name] or "nan") for name in TAUGHT) for row in rows]
         self.warned_at: dict[Callable[..., Any], int] = {}
-        self.garbage: list[tuple[list[float], list[float]]] = []  # see `garbage_warning`
+        self.garbage: list[list[float]] = []  # see `garbage_warning`
         self.garbage_pays: str | None = None
 
     def write_completions(
@@ -255,8 +270,7 @@ class RunLog:
         for name, values in given.items():
             kept = [value for value in values if not math.isnan(value)]
             self.rates[name] = fmean(kept) if kept else math.nan
-        earned = [(one, total) for one, total in zip(read, totals, strict=True) if not math.isnan(total)]
-        self.garbage.append(([total for one, total in earned if not is_answer(one)], [total for _, total in earned]))
+        self.garbage.append(garbage_gains(read, totals))
 
     def sync(self) -> tuple[dict[str, list[str]], dict[str, tuple[int, str]]]:
         """Have both CSVs on the disk; returns their headers and their ends, see `finish_checkpoint`, by name."""
@@ -316,6 +330,3 @@ def start_logging(folder: Path) -> None:
         root.addHandler(handler)
     log.setLevel(logging.INFO)
     logging.captureWarnings(True)
-    # INVALID_REWARD=nan makes TRL print a whole row, prompt included, at every step: parse_rate says it shorter.
-    unscorable = "All reward functions returned None"
-    logging.getLogger("trl.trainer.grpo_trainer").addFilter(lambda record: unscorable not in record.getMessage())

@@ -14,7 +14,7 @@ import rewards
 from grpo.data.files import SHOWN, Row, label
 from grpo.data.heldout import read_split
 from grpo.data.prompts import answer_of
-from grpo.data.scoring import check_heldout, check_rewards
+from grpo.data.reward_checks import check_heldout, check_rewards
 from grpo.preflight.choices import choose_demo, choose_rewards
 from grpo.preflight.hub import REAL_MODEL, has_mxfp4
 from grpo.run.durable import read_json, whole_file, write_text

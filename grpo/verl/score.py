@@ -8,15 +8,13 @@ import json
 import math
 import os
 import threading
-import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import rewards
-from grpo.data.files import Row
+from grpo.data.files import SPECIAL, Row, column_names
 from grpo.data.prompts import ANSWER_AFTER, ANSWER_BEFORE
-from grpo.data.scoring import Completion, Reward, load_rewards, reward_titles, score, total
+from grpo.data.scoring import Reward, first_state, load_rewards, read_completion, reward_titles, score, total
 from grpo.run.durable import read_json
 from grpo.settings import Settings
 
@@ -57,12 +55,12 @@ def compute_score(solution_str: str, extra_info: Mapping[str, Any], spec: str) -
     row = Row(**json.loads(extra_info["row"]))
     truncated, ids = extra_info["truncated"], extra_info["completion_ids"]
     turn = solution_str if extra_info["harmony"] else as_turn(solution_str, truncated)
-    action = rewards.parse_action(rewards.assistant_turn(row.prompt, turn), len(row.rewards) or 10**9)
-    completion = Completion(row, turn, action, len(ids), truncated)
+    plain = SPECIAL.sub("", solution_str) if extra_info["harmony"] else solution_str
+    completion = read_completion(row, turn, plain, len(ids), truncated)
     with ONE_AT_A_TIME:
         weights, functions = load_spec(spec)
-        state = types.SimpleNamespace(global_step=0, max_steps=0)  # verl does not tell its step
-        (values,) = score(functions, [completion], [ids], 0, trainer_state=state)  # the row itself has every column
+        # The row itself has every column, and verl does not tell its step.
+        (values,) = score(functions, [completion], [ids], column_names([row]), first_state(0))
     reward = total([weight * value for weight, value in zip(weights.values(), values, strict=True)])
     if math.isnan(reward):
         raise RuntimeError(f"REWARDS: {', '.join(weights)} left out {row.id} (None), and verl needs a number for each")

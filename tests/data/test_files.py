@@ -113,7 +113,7 @@ def test_values_are_numbers_for_reward_functions_and_text_for_the_fingerprint(tm
     header = ["user", "q_action_1", "q_action_0", "reward_action_0", "reward_action_1"]
     rows, problems = load(write_csv(tmp_path / "d.csv", header, [["Go", "-2.50", " -1e1", 0.5, 0.5]]))
     assert not problems and rows[0].q == (-10.0, -2.5) and rows[0].columns["q_action_1"] == "-2.50"
-    given = reward_columns(rows[0], 2)
+    given = reward_columns(rows[0])
     assert (given["q_action_0"], given["q_action_1"]) == (-10.0, -2.5)
     assert data_fingerprint(rows) == "7bf070af97604a8119eb742513657fadf57e320f6c110841001d358ecb912ea2"
 

@@ -172,7 +172,7 @@ def test_rows_without_actions_are_sampled_and_scored_by_a_function(
         (("--model", "tiny", "--data", "nowhere.csv"), "--data: no file matches 'nowhere.csv'"),
         (("--model", "tiny", "--data", "bare.csv", "--rewards", "acton"), "'acton' is unknown"),
         (("--model", "tiny", "--data", "bare.csv", "--rewards", "action"), "Add them, or name other --rewards"),
-        (("docs", "--data", "bare.csv"), "adapter_config.json is not there"),
+        (("docs", "--data", "bare.csv"), "docs: there is no such folder"),
     ],
 )  # fmt: skip
 def test_wrong_input_is_named(arguments, words, tmp_path, capsys, monkeypatch):
