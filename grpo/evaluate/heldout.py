@@ -16,6 +16,7 @@ from grpo.data.files import Row, data_fingerprint
 from grpo.data.scoring import FINAL, GARBAGE, Completion, completion_rates, score, total, tried_text
 from grpo.evaluate.exact import answer_probabilities
 from grpo.learn.trainer import Trainer
+from grpo.phases import Phase
 from grpo.run.durable import is_intact, read_sealed, write_sealed
 from grpo.settings import log
 
@@ -173,16 +174,17 @@ def measure_rewards(trainer: Trainer, rows: Sequence[Row], exact: bool, base: bo
         same = all(earlier[name] == results[name] for name in ("samples", "temperature", "exact", "data_sha256"))
         if same and len(earlier["before"]["reward_by_prompt"]) == len(rows):
             results |= {name: earlier[name] for name in ("before", "before_greedy")}
-    for name in ("before",) if base else ("before", "after"):
-        if name not in results:
-            results[name] = evaluate(trainer, rows, exact, name == "before")
-            results[f"{name}_greedy"] = evaluate(trainer, rows, exact, name == "before", greedy=True)
-    told = f"held-out reward before training: {interval_text(results['before']).partition(' ')[0]}"
+    with Phase(f"held-out reward {'before' if base else 'after'} training") as phase:
+        for name in ("before",) if base else ("before", "after"):
+            if name not in results:
+                results[name] = evaluate(trainer, rows, exact, name == "before")
+                results[f"{name}_greedy"] = evaluate(trainer, rows, exact, name == "before", greedy=True)
+        phase.result = interval_text(results["before" if base else "after"]).partition(" ")[0]
     if not base:
         scores = [results[name]["reward_by_prompt"] for name in ("before", "after")]
         if any(None not in pair for pair in zip(*scores, strict=True)):
             results["difference"] = rewards.paired_difference(*scores, [day_of(row) for row in rows])
-        told = f"\n{table(results)}\n"
     write_sealed(path, results)
-    log.info("%s", told)
+    if not base:
+        log.info("\n%s\n", table(results))
     return results

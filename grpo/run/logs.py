@@ -19,6 +19,7 @@ from statistics import fmean
 from typing import Any, TextIO
 
 from grpo.data.scoring import Completion, completion_rates, is_answer
+from grpo.phases import BAR
 from grpo.run.durable import forget_end, whole_file
 from grpo.run.pace import Pace
 from grpo.settings import log
@@ -301,7 +302,24 @@ def detach_closed_terminal() -> None:
             os.close(nowhere)
 
 
-FILE_ONLY = {"file_only": True}  # `extra` of a message that the terminal has seen
+class TerminalHandler(logging.StreamHandler):
+    """Writes to stdout, above the bar of a phase that goes on."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with BAR.wiped():
+            super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        detach_closed_terminal()  # nobody reads: training.log has it
+
+
+# Messages of libraries that say what a run does on purpose.
+UNIMPORTANT = {
+    # INVALID_REWARD=nan makes TRL print a whole row, prompt included, at every step: parse_rate says it shorter.
+    "trl.trainer.grpo_trainer": "All reward functions returned None",
+    # Every run aligns the model's special tokens with the tokenizer's.
+    "transformers.trainer_utils": "The tokenizer has new PAD/BOS/EOS tokens",
+}
 
 
 def start_logging(folder: Path) -> None:
@@ -309,15 +327,13 @@ def start_logging(folder: Path) -> None:
     formatter = logging.Formatter("%(asctime)s %(levelname).1s %(name)s: %(message)s", "%H:%M:%S")
     root = logging.getLogger()
     root.setLevel(logging.WARNING)
-    terminal, file = logging.StreamHandler(sys.stdout), logging.FileHandler(folder / "training.log", encoding="utf-8")
+    terminal, file = TerminalHandler(sys.stdout), logging.FileHandler(folder / "training.log", encoding="utf-8")
     terminal.addFilter(lambda record: not hasattr(record, "file_only"))
-    terminal.handleError = lambda record: detach_closed_terminal()  # nobody reads: training.log has it
     file.handleError = lambda record: None  # a full disk: what is written for the run itself fails, and says so once
     for handler in (terminal, file):
         handler.setFormatter(formatter)
         root.addHandler(handler)
     log.setLevel(logging.INFO)
     logging.captureWarnings(True)
-    # INVALID_REWARD=nan makes TRL print a whole row, prompt included, at every step: parse_rate says it shorter.
-    unscorable = "All reward functions returned None"
-    logging.getLogger("trl.trainer.grpo_trainer").addFilter(lambda record: unscorable not in record.getMessage())
+    for name, text in UNIMPORTANT.items():
+        logging.getLogger(name).addFilter(lambda record, text=text: text not in record.getMessage())
