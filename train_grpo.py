@@ -261,6 +261,7 @@ def train(preflight_result: Preflight) -> int:
     from trl import GRPOConfig
 
     from grpo.evaluate.progress import Progress
+    from grpo.evaluate.refresh import ReportRefreshCallback
     from grpo.learn.together import give_adapter, give_files, lead
     from grpo.learn.trainer import RunContext, Trainer
     from grpo.model.load import load_adapter, load_base, load_tokenizer
@@ -302,6 +303,8 @@ def train(preflight_result: Preflight) -> int:
     trainer = Trainer(
         context, model, tokenizer, LoraConfig(**lora_options(s)), GRPOConfig(**options), load_rewards(specs, s)
     )
+    if not ranks.rank:
+        trainer.add_callback(ReportRefreshCallback(folder))
     trainable = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     log.info("adapter: %s trainable parameters on %s", f"{trainable:,}", s.LORA_TARGETS)
     if s.INIT_ADAPTER and not state.step:
