@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run says about work that takes time: a line when it begins, one now and then, one when it ends; in a terminal a bar.
+"""What a run says about work that takes time: a line when it begins, lines or a bar meanwhile, a line when it ends.
 
 A thread writes them, so that a call that returns nothing for minutes (vLLM compiles) is not silent either.
 """
@@ -56,10 +56,10 @@ BAR = Bar()
 
 
 class Phase:
-    """A piece of work, used in a `with`. Count what is finished in `done`, and put into `result` what the last line says.
+    """A piece of work, used in a `with`. Count what is finished in `done`, and put what the last line says into `result`.
 
-    Phases inside of another one only add to its lines: `closed loop, base model, decision 4 of 30, 12 s`. With `first_s`
-    there are no lines at begin and end, and none before so many seconds: for work that is mostly short.
+    Phases inside of another one only add to its lines: `closed loop, base model, decision 4 of 30, 12 s`. With
+    `first_s` there are no lines at begin and end, and none before so many seconds: for work that is mostly short.
     """
 
     active: list[Phase] = []  # from the outermost to the innermost

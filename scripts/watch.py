@@ -43,8 +43,8 @@ from grpo.settings import fold
 
 WIDTH = 40  # cells of a sparkline
 BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
-# What start_logging writes: `12:07:54 W train_grpo: ...`, of a warning, an error or a critical message, or in the lines below
-# it a box (`banner_text`).
+# What start_logging writes: `12:07:54 W train_grpo: ...`, of a warning, an error or a critical message, or in the lines
+# below it a box (`banner_text`).
 WARNING = re.compile(r"^(\d\d:\d\d:\d\d [WEC] [^\n]*?: )(?:\n=+\n\| (.*) \|$|(.*)$)", re.MULTILINE)
 DONE = "complete"
 WARNINGS = 4  # lines shown
@@ -105,8 +105,8 @@ def is_running(folder: Path) -> bool:
 
 
 def read_warnings(path: Path) -> list[str]:
-    """The last warnings, errors and critical messages of training.log, oldest first: the first line of each, or what stands
-    in its box."""
+    """The last warnings, errors and critical messages of training.log, oldest first: the first line of each, or what
+    stands in its box."""
     text = ""
     with contextlib.suppress(OSError):
         text = path.read_text(encoding="utf-8", errors="replace")

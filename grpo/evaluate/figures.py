@@ -116,7 +116,8 @@ def step_axis(axes: Axes) -> None:
 
 
 def curve(metrics: pandas.DataFrame, name: str, evaluation: Mapping[str, Any]) -> Picture:
-    """A learning curve: a dot a step, and a line through their moving mean. `evaluation`: whose references it gets, or empty."""
+    """A learning curve: a dot a step, and a line through their moving mean. `evaluation`: whose references it gets, or
+    empty."""
     title, columns = CURVES[name]
     line = " ".join(METRICS[column][1] for column in columns)
     if evaluation:

@@ -17,8 +17,8 @@ REFRESH_S = 300.0  # seconds between two reports
 
 
 class ReportRefreshCallback(TrainerCallback):
-    """Starts scripts/report.py in a process of its own, with the lowest priority, so that no step waits for it or fails with
-    it. The entry writes the last report."""
+    """Starts scripts/report.py in a process of its own, with the lowest priority, so that no step waits for it or fails
+    with it. The entry writes the last report."""
 
     def __init__(self, folder: Path):
         self.folder, self.started = folder, time.monotonic()

@@ -20,7 +20,7 @@ SAMPLE_S = 0.5  # seconds between two samples of the GPU's utilization
 
 
 class UtilizationSampler:
-    """Reads every SAMPLE_S seconds, in a thread, in how much of the time the GPU computed anything, as the driver says."""
+    """Reads every SAMPLE_S seconds, in a thread, the share of time in which the GPU computed anything."""
 
     def __init__(self, read: Callable[[], float] | None = None):
         """`read`: percent right now; by default of this process's GPU."""
@@ -29,7 +29,7 @@ class UtilizationSampler:
         self.ended = threading.Event()
 
     def start(self) -> None:
-        """Samples nothing where NVML cannot be read: its package is vLLM's, and not every driver or MIG slice answers."""
+        """Samples nothing where NVML cannot be read: its package comes with vLLM, and not every driver answers."""
         with contextlib.suppress(Exception):
             self.read()
             threading.Thread(target=self.sample, daemon=True).start()
@@ -65,7 +65,7 @@ class StepTimerCallback(TrainerCallback):
         self.parts[name] += time.perf_counter() - started
 
     def figures(self) -> dict[str, float | None]:
-        """Columns of metrics.csv: the times of the last step in seconds, the most GPU memory in GiB, its utilization."""
+        """Columns of metrics.csv: the times of the last step in seconds, the GPU's memory in GiB, its utilization."""
         return {
             **{f"{name}_s": seconds for name, seconds in self.parts.items()},
             "learn_s": self.seconds - sum(self.parts.values()),

@@ -67,7 +67,11 @@ METRICS = {
     "plant_unserved_kwh": ("kWh", "Load that nothing served in the closed loop, summed over its windows."),
     "eval_s": ("s", "Time of these measurements."),
     "gpu_peak_gib": ("GiB", "Most GPU memory that the driver says is in use (other programs' included), read where a rollout is generated, before vLLM sleeps, and where the step ends; empty without a GPU."),
-    "gpu_utilization": ("percent", "Share of the step in which the GPU computed anything, as the driver says: mean of two samples a second; empty without a GPU, and where NVML cannot be read."),
+    "gpu_utilization": (
+        "percent",
+        "Share of the step in which the GPU computed anything, as the driver says: mean of two samples a second; "
+        "empty without a GPU, and where NVML cannot be read.",
+    ),
 }  # fmt: skip
 # Behind them stands, named by `function_column`, the unweighted mean of each reward function.
 NUMBERS = METRICS.keys() - {"step", "time"}  # columns of numbers

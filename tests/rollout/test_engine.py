@@ -112,7 +112,7 @@ class SamplerOfTests(UtilizationSampler):
 
 
 def test_gpu_utilization_is_the_mean_over_each_step(build, monkeypatch):
-    """Sampled by hand: once in the rollout and three times while it learns; an evaluation between steps does not count."""
+    """Sampled by hand: once in the rollout, three times while it learns; what is between the steps does not count."""
     trainer = build(TOTAL_STEPS=2)
     trainer.timer.sampler = sampler = SamplerOfTests(trainer)
     generate, learn = trainer.run.engine.generate, trainer.learn
