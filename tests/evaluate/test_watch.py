@@ -186,9 +186,8 @@ def test_follow_survives_a_new_run_and_ends_when_it_is_complete(tmp_path, termin
     watching.start()
 
     def wait_for(words: str) -> None:
-        deadline = time.monotonic() + 20
-        while words not in output.getvalue():
-            assert watching.is_alive() and time.monotonic() < deadline, output.getvalue()[-2000:]
+        while words not in output.getvalue():  # pytest's own limit ends it
+            assert watching.is_alive(), output.getvalue()[-2000:]
             time.sleep(0.01)
 
     wait_for("there is no run in this folder yet")
@@ -199,8 +198,8 @@ def test_follow_survives_a_new_run_and_ends_when_it_is_complete(tmp_path, termin
     wait_for("30/30")
     assert "held-out" not in output.getvalue()
     write_text(folder / COMPLETE, json.dumps({"steps": 30}))
-    watching.join(20)
-    assert not watching.is_alive() and "held-out reward" in output.getvalue()
+    watching.join()
+    assert "held-out reward" in output.getvalue()
 
 
 def test_once_shows_one_picture_and_a_file_is_no_folder(tmp_path, capsys):
@@ -220,6 +219,6 @@ def test_it_prints_plain_text_into_a_pipe_until_ctrl_c(tmp_path, encoding):
             assert watching.poll() is None
             shown += watching.stdout.readline()
         os.kill(watching.pid, signal.SIGINT)
-        _, errors = watching.communicate(timeout=20)
+        _, errors = watching.communicate()
     assert b"1/30" in shown and b"\x1b" not in shown
     assert watching.returncode == 0 and b"the run goes on" in errors and b"Traceback" not in errors
