@@ -187,9 +187,9 @@ def follow(folder: Path, console: Console, every: float = 1.0) -> None:
             state = read_state(folder)
             if live:
                 live.update(frame(state), refresh=True)
-            elif (state.step, state.said) != seen:
+            elif (state.step, state.total, state.said) != seen:
                 console.print(frame(state), "")
-            seen = state.step, state.said
+            seen = state.step, state.total, state.said
             if state.said == DONE:
                 return
             time.sleep(every)
