@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo.data.scoring import load_rewards
+from grpo.phases import FILE_ONLY, Phase
 from grpo.preflight.adapter import lora_options
 from grpo.preflight.agree import agreed, follow
 from grpo.preflight.banner import banner
@@ -48,7 +49,7 @@ from grpo.run.archive import write_zip
 from grpo.run.best import recover_best
 from grpo.run.ending import LastWords, end_quietly, write_end
 from grpo.run.folder import continuation, full_disk, inspect_run, lock_run, mark_complete, prepare_run, run_folder
-from grpo.run.logs import FILE_ONLY, start_logging
+from grpo.run.logs import start_logging
 from grpo.run.place import EXIT
 from grpo.run.ranks import RankLost, Ranks
 from grpo.run.signals import StopRequest, ignore_signals
@@ -100,7 +101,7 @@ def check_and_run(ranks: Ranks, only_check: bool) -> int:
     if any(place):
         return fail(list(filter(None, place))[:1])
     preflight_result = agreed(preflight(os.environ, None, ranks))
-    print(banner(preflight_result))
+    print(banner(preflight_result, every_setting=only_check))
     if preflight_result.problems:
         return fail(preflight_result.problems)
     if only_check:
@@ -187,12 +188,13 @@ def launch_all(preflight_result: Preflight) -> int:
 
 def launch(preflight_result: Preflight) -> int:
     """Download the model's weights, make OUTPUT_DIR ready, then train. Returns the run's exit code, however it ends."""
-    import torch  # here and in `train`: the preflight has passed
+    with Phase("importing torch and transformers"):  # here and in `train`: the preflight has passed
+        import torch
 
-    from grpo.model.attention import unusable_attention
-    from grpo.model.load import unseen_gpu
-    from grpo.rollout.engine import EngineError
-    from grpo.rollout.parity import ParityError
+        from grpo.model.attention import unusable_attention
+        from grpo.model.load import unseen_gpu
+        from grpo.rollout.engine import EngineError
+        from grpo.rollout.parity import ParityError
 
     state, s, ranks = preflight_result.run, preflight_result.settings, preflight_result.ranks
     unusable = unseen_gpu(preflight_result.machine) or unusable_attention(preflight_result.attention[0])
@@ -259,6 +261,7 @@ def train(preflight_result: Preflight) -> int:
     from trl import GRPOConfig
 
     from grpo.evaluate.progress import Progress
+    from grpo.evaluate.refresh import ReportRefreshCallback
     from grpo.learn.together import give_adapter, give_files, lead
     from grpo.learn.trainer import RunContext, Trainer
     from grpo.model.load import load_adapter, load_base, load_tokenizer
@@ -280,16 +283,16 @@ def train(preflight_result: Preflight) -> int:
     transformers.utils.logging.enable_propagation()
 
     try:
-        tokenizer = load_tokenizer(model_path)
-        model = load_base(s, model_path, preflight_result.files.config, attention)
+        with Phase("loading the model") as phase:
+            tokenizer = load_tokenizer(model_path)
+            model = load_base(s, model_path, preflight_result.files.config, attention)
+            phase.result = f"{model.num_parameters() / 1e6:.2f}M parameters on {model.device}"
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever the libraries raise for damage that the preflight cannot see
         if full_disk(error, folder):
             raise
         return unloadable(error)
-    size, seconds = model.num_parameters() / 1e6, time.time() - started
-    log.info("model: %.2fM parameters on %s, loaded after %.0f s", size, model.device, seconds)
 
     context = RunContext(s, preflight_result.rows, plan, folder, attention, packing, stop, ranks=ranks)
     options = grpo_options(s, torch.cuda.is_available(), specs, preflight_result.scale_rewards[0])
@@ -300,6 +303,8 @@ def train(preflight_result: Preflight) -> int:
     trainer = Trainer(
         context, model, tokenizer, LoraConfig(**lora_options(s)), GRPOConfig(**options), load_rewards(specs, s)
     )
+    if not ranks.rank:
+        trainer.add_callback(ReportRefreshCallback(folder))
     trainable = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     log.info("adapter: %s trainable parameters on %s", f"{trainable:,}", s.LORA_TARGETS)
     if s.INIT_ADAPTER and not state.step:
@@ -393,14 +398,18 @@ def grpo_options(s: Settings, cuda: bool, specs: Sequence[tuple[str, float]], sc
 def write_archive(folder: Path) -> Path:
     """The run's report, then the zip that holds it with the rest; returns the zip's path. A report that fails must not fail
     the run."""
-    try:
-        from grpo.evaluate.page import write_report  # inside: without matplotlib or jinja2 only the report is missing
+    with Phase("writing the report and the zip") as phase:
+        try:
+            # Inside: without matplotlib or jinja2 only the report is missing.
+            from grpo.evaluate.page import write_report
 
-        write_report(folder)
-    except Exception as error:
-        again = f"python scripts/report.py {folder}"
-        log.warning("no report was written (%s); try again with: %s", described(error), again)
-    return write_zip(folder)
+            write_report(folder)
+        except Exception as error:
+            again = f"python scripts/report.py {folder}"
+            log.warning("no report was written (%s); try again with: %s", described(error), again)
+        archive = write_zip(folder)
+        phase.result = f"{archive.stat().st_size / 1e6:.1f} MB"
+    return archive
 
 
 if __name__ == "__main__":

@@ -13,15 +13,15 @@ import json
 import math
 import os
 import re
-import time
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from grpo.data.formats import Record, Table, UnreadableFile, is_dataset, read_dataset, reader_of
+from grpo.phases import with_progress
 from grpo.settings import MOST_REWARD, ROOT, Problems, is_text, listed, one_line, path_fault, read_number
 
 INDEX = "(0|[1-9][0-9]{0,5})"
@@ -35,19 +35,6 @@ RESERVED_ARGUMENTS = {
 }  # fmt: skip
 PROMPT_COLUMNS = ("prompt", "user", "question")
 SHOWN = 20  # problems listed per file: the rest is counted
-SAY_EVERY = 5.0  # seconds between two lines about work that takes longer
-Item = TypeVar("Item")
-
-
-def told(what: str, items: Iterable[Item], total: int | None = None, each: int = 1) -> Iterator[Item]:
-    """The same items of `each` rows, and on the screen a line every SAY_EVERY seconds: what is done with them, and to how
-    many so far."""
-    began = said = time.monotonic()
-    for done, item in enumerate(items):
-        if (now := time.monotonic()) - said >= SAY_EVERY:
-            said = now
-            print(f"{what}: {done * each:,}{f' of {total:,}' if total else ''} rows, {now - began:.0f} s", flush=True)
-        yield item
 
 
 @dataclass(frozen=True)
@@ -278,7 +265,7 @@ def read_file(
         header, records = read()
         actions = check_header(name, header, mine)
         made = make_rows(name, header, records(mine), actions * rewards, system, mine) if not mine else ()
-        rows = list(told(f"reading {name}", made))
+        rows = list(with_progress(f"reading {name}", made))
     except UnreadableFile as error:
         problems.add(*error.args)
         return []

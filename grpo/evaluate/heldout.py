@@ -17,6 +17,7 @@ from grpo.data.reward_checks import FINAL, GARBAGE, tried_text
 from grpo.data.scoring import completion_rates, score, total
 from grpo.evaluate.exact import answer_probabilities
 from grpo.learn.trainer import Trainer
+from grpo.phases import Phase
 from grpo.run.durable import is_intact, read_sealed, write_sealed
 from grpo.settings import Settings, log
 
@@ -172,12 +173,12 @@ def measure_rewards(trainer: Trainer, rows: Sequence[Row], exact: bool, base: bo
         same = all(earlier[name] == results[name] for name in ("samples", "temperature", "exact", "data_sha256"))
         if same and len(earlier["before"]["reward_by_prompt"]) == len(rows):
             results |= {name: earlier[name] for name in ("before", "before_greedy")}
-    add_models(trainer, rows, results, ("before",) if base else ("before", "after"))
-    told = f"held-out reward before training: {interval_text(results['before']).partition(' ')[0]}"
-    if not base:
-        told = f"\n{table(results)}\n"
+    with Phase(f"held-out reward {'before' if base else 'after'} training") as phase:
+        add_models(trainer, rows, results, ("before",) if base else ("before", "after"))
+        phase.result = interval_text(results["before" if base else "after"]).partition(" ")[0]
     write_sealed(path, results)
-    log.info("%s", told)
+    if not base:
+        log.info("\n%s\n", table(results))
     return results
 
 

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import jinja2
 import matplotlib.style
 
-from grpo.evaluate.figures import FILES, STYLE
+from grpo.evaluate.figures import STYLE
 from grpo.evaluate.report import facts, guarded, plant_verdict, reward_verdict, sections_of, tiles
 from grpo.evaluate.run_data import ReportError, read_run
 from grpo.run.durable import write_text
@@ -22,7 +21,7 @@ TEMPLATES = jinja2.Environment(
 
 
 def write_report(folder: Path) -> Path:
-    """Write `folder`/report.html and `folder`/report/*.png from what the run has written so far; returns the page.
+    """Write `folder`/report.html from what the run has written so far; returns the page.
 
     Uses matplotlib without pyplot and changes no setting of it. Raises ReportError where there is no run in the folder,
     or where it cannot be written to.
@@ -36,16 +35,10 @@ def write_report(folder: Path) -> Path:
         tiles=tiles(run),
         facts=facts(run),
         sections=sections,
-        glossary=METRICS,
+        glossary={name: meaning for name, meaning in METRICS.items() if name in run.columns},
     )
-    page, images = run.folder / "report.html", run.folder / "report"
+    page = run.folder / "report.html"
     try:
-        images.mkdir(exist_ok=True)
-        for old in images.glob("*.png"):
-            if re.sub(r"_\d+$", "", old.stem) in FILES:  # of an earlier report
-                old.unlink()
-        for picture in (picture for section in sections for picture in section.pictures):
-            (images / f"{picture.file}.png").write_bytes(picture.png)
         # A lone surrogate in a JSON file cannot be written as UTF-8.
         write_text(page, text.encode("utf-8", "replace").decode("utf-8"))
     except OSError as error:

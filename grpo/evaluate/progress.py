@@ -12,6 +12,7 @@ from grpo.data.files import data_fingerprint
 from grpo.evaluate.heldout import evaluate, measure_rewards
 from grpo.evaluate.plant import measure_closed_loop, plant_record, run_plant
 from grpo.learn.trainer import Trainer
+from grpo.phases import Phase
 from grpo.preflight.checks import Preflight
 from grpo.run import best
 from grpo.run.archive import model_card
@@ -82,10 +83,11 @@ class Progress:
 
     def during(self, trainer: Trainer) -> dict[str, float]:
         """Columns of metrics.csv, measured with the adapter as it is now."""
-        reward, record = evaluate(trainer, self.check.eval_rows, self.exact)["reward"], None
-        if self.check.closed_loop.prompt:
-            record = plant_record(self.check, trainer)
-            run_plant(self.check, trainer, record, "trained", greedy=False)
+        with Phase(f"evaluation after step {trainer.state.global_step}"):
+            reward, record = evaluate(trainer, self.check.eval_rows, self.exact)["reward"], None
+            if self.check.closed_loop.prompt:
+                record = plant_record(self.check, trainer)
+                run_plant(self.check, trainer, record, "trained", greedy=False)
         now = Figures.of(trainer.state.global_step, reward, record)
         self.judge(trainer, now)
         return now.columns

@@ -263,6 +263,11 @@ class Run:
         return part(self.record, "settings")
 
     @property
+    def columns(self) -> list[str]:
+        """The columns of metrics.csv in which a step has a value; on a CPU those about GPU and vLLM have none."""
+        return [name for name in self.metrics if (self.metrics[name].notna() & (self.metrics[name] != "")).any()]
+
+    @property
     def steps(self) -> int:
         return int(self.metrics["step"].max()) if len(self.metrics) else 0
 

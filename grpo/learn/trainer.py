@@ -33,6 +33,7 @@ from grpo.model.attention import KERNELS, attention_of, hidden_states
 from grpo.model.expert_lora import experts_wrapped
 from grpo.model.load import evaluating
 from grpo.model.packing import PackedBatch, cut_micro_batches, pack_batch, padded_like
+from grpo.phases import LINE_S, Phase, with_progress
 from grpo.preflight.memory import HEAD_TILE, Plan, micro_batch_tokens
 from grpo.rollout.engine import Engine
 from grpo.rollout.noise import SharedNoise
@@ -193,6 +194,7 @@ class Trainer(GRPOTrainer):
                     evaluating(self.model),
                     self.generating_at(run.temperature),
                     shared_prefill(base, noise),
+                    Phase("generating", "completion", len(prompt_ids), LINE_S) as phase,
                 ):
                     for rows, own in in_parts(ranks, len(prompt_ids), run.plan.generation_batch):
                         if noise:
@@ -200,6 +202,7 @@ class Trainer(GRPOTrainer):
                         chunk = prompt_ids[own.start : own.stop]
                         mine = super()._generate_single_turn(chunk, *arguments)[0] if own else []
                         completion_ids += (some := ranks.share_rows(mine, "i"))
+                        phase.done = len(completion_ids)
                         if noise:
                             noise.catch_up(max(map(len, some)), base.config.vocab_size)
         self.rollout_tokens = sum(map(len, completion_ids))
@@ -275,10 +278,11 @@ class Trainer(GRPOTrainer):
         model.train()
         # Not by TRL's _prepare_inputs, which shuffles completions for steps that learn from a part of them, by torch's own
         # generator: after a rollout by vLLM that is another on every rank. Here each learns from its own prompts, whole groups.
-        batch = self._generate_and_score_completions(inputs)
-        self._step += 1
-        started = time.perf_counter()
-        loss = self.learn(model, batch)
+        with Phase(f"step {self.state.global_step + 1}", first_s=LINE_S):
+            batch = self._generate_and_score_completions(inputs)
+            self._step += 1
+            started = time.perf_counter()
+            loss = self.learn(model, batch)
         self._metrics["train"]["step_time"].append(time.perf_counter() - started)
         return loss
 
@@ -291,7 +295,7 @@ class Trainer(GRPOTrainer):
         logps = torch.zeros(mask.shape, device=mask.device)
         ratios = torch.zeros(mask.shape, device=mask.device)
         sums: collections.Counter[str] = collections.Counter()
-        for rows, packed in self.micro_batches(batch):
+        for rows, packed in with_progress("learning", self.micro_batches(batch), "micro-batch", first_s=LINE_S):
             with self.accelerator.autocast():
                 states = hidden_states(base, packed, self.run.attention)
                 leaf = states.detach().requires_grad_()  # head and loss first: their memory is free before the rest

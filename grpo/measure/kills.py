@@ -169,7 +169,7 @@ def phase(folder: Path, said: str) -> str:
         return "steps" if "adapter: " in said else "loading"
     if (folder / COMPLETE).exists() or changed("../run.zip"):
         return "end"
-    return "report" if changed("report") else "last_evaluation"
+    return "report" if "writing the report" in said else "last_evaluation"
 
 
 def is_unfinished(checkpoint: Path) -> bool:

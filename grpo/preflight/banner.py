@@ -22,14 +22,17 @@ from rewards import ACTION_REWARDS
 FOREIGN = 20  # names of them that are listed
 
 
-def banner(preflight_result: Preflight) -> str:
-    """The resolved settings with units and where each came from, the sizes derived from them, and every choice."""
-    settings, lines = preflight_result.settings, ["Settings"]
-    for name, spec in FIELDS.items():
-        value, unit = show(getattr(settings, name)), spec.metadata["unit"]
-        lines.append(f"  {name:<22} {value:<28} {unit:<12} {preflight_result.sources[name]}")
-    lines += ["", "This run", *(f"  {title:<13} {text}" for title, text in facts(preflight_result))]
+def banner(preflight_result: Preflight, every_setting: bool = False) -> str:
+    """The settings that are not at their defaults (`every_setting`: all of them) with units and where each came from,
+    and what the run makes of them: sizes, and every choice with its reason."""
     p = preflight_result
+    lines = ["Settings" if every_setting else "Settings that are not at their defaults (`--check` shows all of them)"]
+    for name, spec in FIELDS.items():
+        value, source = getattr(p.settings, name), p.sources[name]
+        # MODEL_ID=tiny brings defaults of its own.
+        if every_setting or (source not in ("default", "tiny") and value != spec.default):
+            lines.append(f"  {name:<22} {show(value):<28} {spec.metadata['unit']:<12} {source}")
+    lines += ["", "This run", *(f"  {title:<13} {text}" for title, text in facts(p))]
     warnings = [*p.warnings, attention_warning(p.attention[0]), p.garbage_warning, *data_warnings(p), *p.run.notes]
     return "\n".join([*lines, *map(banner_text, filter(None, warnings))])
 

@@ -18,6 +18,7 @@ from statistics import fmean, stdev
 from typing import Any, TextIO
 
 from grpo.data.scoring import Completion, completion_rates, is_answer
+from grpo.phases import BAR
 from grpo.run.durable import forget_end, whole_file
 from grpo.run.ending import is_unread
 from grpo.run.pace import Pace
@@ -66,6 +67,11 @@ METRICS = {
     "plant_unserved_kwh": ("kWh", "Load that nothing served in the closed loop, summed over its windows."),
     "eval_s": ("s", "Time of these measurements."),
     "gpu_peak_gib": ("GiB", "Most GPU memory that the driver says is in use (other programs' included), read where a rollout is generated, before vLLM sleeps, and where the step ends; empty without a GPU."),
+    "gpu_utilization": (
+        "percent",
+        "Share of the step in which the GPU computed anything, as the driver says: mean of two samples a second; "
+        "empty without a GPU, and where NVML cannot be read.",
+    ),
 }  # fmt: skip
 # Behind them stands, named by `function_column`, the unweighted mean of each reward function.
 NUMBERS = METRICS.keys() - {"step", "time"}  # columns of numbers
@@ -313,7 +319,22 @@ def detach_closed_terminal() -> None:
             os.close(nowhere)
 
 
-FILE_ONLY = {"file_only": True}  # `extra` of a message that the terminal has seen
+class TerminalHandler(logging.StreamHandler):
+    """Writes to stdout, above the bar of a phase that goes on."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with BAR.wiped():
+            super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        detach_closed_terminal()  # nobody reads: training.log has it
+
+
+# Messages of libraries that say what a run does on purpose.
+UNIMPORTANT = {
+    # Every run aligns the model's special tokens with the tokenizer's.
+    "transformers.trainer_utils": "The tokenizer has new PAD/BOS/EOS tokens",
+}
 
 
 def start_logging(folder: Path) -> None:
@@ -321,12 +342,13 @@ def start_logging(folder: Path) -> None:
     formatter = logging.Formatter("%(asctime)s %(levelname).1s %(name)s: %(message)s", "%H:%M:%S")
     root = logging.getLogger()
     root.setLevel(logging.WARNING)
-    terminal, file = logging.StreamHandler(sys.stdout), logging.FileHandler(folder / "training.log", encoding="utf-8")
+    terminal, file = TerminalHandler(sys.stdout), logging.FileHandler(folder / "training.log", encoding="utf-8")
     terminal.addFilter(lambda record: not hasattr(record, "file_only"))
-    terminal.handleError = lambda record: detach_closed_terminal()  # nobody reads: training.log has it
     file.handleError = lambda record: None  # a full disk: what is written for the run itself fails, and says so once
     for handler in (terminal, file):
         handler.setFormatter(formatter)
         root.addHandler(handler)
     log.setLevel(logging.INFO)
     logging.captureWarnings(True)
+    for name, text in UNIMPORTANT.items():
+        logging.getLogger(name).addFilter(lambda record, text=text: text not in record.getMessage())

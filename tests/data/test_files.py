@@ -18,7 +18,7 @@ from machines import only
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from grpo.data.files import SHOWN, Row, data_fingerprint, read_csv, read_rows, reward_columns, told
+from grpo.data.files import SHOWN, Row, data_fingerprint, read_csv, read_rows, reward_columns
 from grpo.data.prompts import AT_ONCE, StepRows, answer_of, compiled, count_tokens, prompt_order, render, render_rows
 from grpo.settings import Problems, Settings
 
@@ -204,13 +204,6 @@ def test_names_that_no_file_can_have(tmp_path):
     problems = Problems()
     assert not read_rows("DATA", f"{tmp_path}/b*.csv", problems)
     assert "is not UTF-8. Rename the file" in only(problems) and "\udcff" not in problems[0]
-
-
-def test_long_work_says_how_far_it_is(monkeypatch, capsys):
-    clock = iter(range(0, 100, 2))
-    monkeypatch.setattr("grpo.data.files.time.monotonic", lambda: next(clock))
-    assert list(told("counting", "abcdefg", 7000, 1000)) == list("abcdefg")
-    assert capsys.readouterr().out == "counting: 2,000 of 7,000 rows, 6 s\ncounting: 5,000 of 7,000 rows, 12 s\n"
 
 
 def test_files_of_the_same_name_are_refused(tmp_path):

@@ -356,8 +356,19 @@ def data_warnings(**environ):
     result = preflight(CLEAN | {"MODEL_ID": "tiny"} | {k: str(v) for k, v in environ.items()}, CPU)
     found, text = banner.data_warnings(result), banner.banner(result)
     assert all(banner_text(warning) in text for warning in found)
-    assert all(f"\n  {name} " in text for name in FIELDS)
     return found
+
+
+def test_the_plan_lists_the_settings_that_are_not_at_their_defaults(tmp_path):
+    """All of them with --check. Listed is what was chosen and what the user set to something else."""
+    environ = {"MODEL_ID": "tiny", "SEED": "7", "EPSILON": "0.2", "OUTPUT_DIR": str(tmp_path / "run")}
+    result = preflight(CLEAN | environ, CPU)
+
+    def named(**options) -> list[str]:
+        settings = banner.banner(result, **options).partition("\nThis run\n")[0].splitlines()[1:]
+        return [line.split()[0] for line in settings if line]
+
+    assert named() == ["MODEL_ID", "ROLLOUT_SYNC", "SEED", "OUTPUT_DIR"] and named(every_setting=True) == list(FIELDS)
 
 
 def test_a_run_is_warned_of_flat_rows(tiny, tmp_path):

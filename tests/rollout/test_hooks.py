@@ -243,6 +243,9 @@ FIELDS = {  # that are read: of prompts and outputs, of the configuration, of th
 }  # fmt: skip
 TEXTS = {  # what a class or one of its members says
     ("vllm", "LLM"): ["self.llm_engine"], ("vllm", "RequestOutput"): ["self.outputs", "self.prompt_logprobs"],
+    ("vllm.entrypoints.offline_utils", "OfflineInferenceMixin._run_engine"): [  # RequestBar is filled by it
+        "tqdm_func = use_tqdm if callable(use_tqdm) else tqdm", "tqdm_func(total=num_requests,", "pbar.update(n)",
+    ],
     (LLM_ENGINE, "LLMEngine"): ["self.vllm_config"], (BACKENDS, "SleepModeBackend"): ["self._state"],
     (BACKENDS, "SleepModeState"): ["'SUSPENDED'"], (BACKENDS, "CuMemBackend.resume"): [".wake_up(tags)"],
     (BACKENDS, "SleepModeBackendFactory.create_backend"): ["model_config.sleep_mode_backend"],
