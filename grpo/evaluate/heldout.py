@@ -146,7 +146,7 @@ def table(results: Mapping[str, Any], words: Sequence[str] = IN_A_RUN) -> str:
     lines += [f"  oracle                   {results['oracle']:.3f}"] if "oracle" in results else []
     row = f"  {difference:<24}" + "{reward:+.3f}   {reward_low:+.3f} to {reward_high:+.3f}"
     lines += [row.format(**results["difference"])] if "difference" in results else []
-    functions = results[names[-1][0]].get("functions", {})
+    functions = dict.fromkeys(name for key, _ in names for name in results[key].get("functions", {}))
     for name in functions if len(functions) > 1 or "oracle" in results else ():
         lines.append(f"  {name}")
         found = {key: results[key].get("functions", {}).get(name, {}) for key, _ in names}  # earlier versions had none

@@ -29,8 +29,8 @@ def banner(preflight_result: Preflight, every_setting: bool = False) -> str:
     lines = ["Settings" if every_setting else "Settings that are not at their defaults (`--check` shows all of them)"]
     for name, spec in FIELDS.items():
         value, source = getattr(p.settings, name), p.sources[name]
-        # MODEL_ID=tiny brings defaults of its own.
-        if every_setting or (source not in ("default", "tiny") and value != spec.default):
+        # MODEL_ID=tiny brings defaults of its own, and each automatic choice has a line with its reason below.
+        if every_setting or (source not in ("default", "tiny", "chosen") and value != spec.default):
             lines.append(f"  {name:<22} {show(value):<28} {spec.metadata['unit']:<12} {source}")
     lines += ["", "This run", *(f"  {title:<13} {text}" for title, text in facts(p))]
     warnings = [*p.warnings, attention_warning(p.attention[0]), p.garbage_warning, *data_warnings(p), *p.run.notes]

@@ -368,7 +368,7 @@ def test_the_plan_lists_the_settings_that_are_not_at_their_defaults(tmp_path):
         settings = banner.banner(result, **options).partition("\nThis run\n")[0].splitlines()[1:]
         return [line.split()[0] for line in settings if line]
 
-    assert named() == ["MODEL_ID", "ROLLOUT_SYNC", "SEED", "OUTPUT_DIR"] and named(every_setting=True) == list(FIELDS)
+    assert named() == ["MODEL_ID", "SEED", "OUTPUT_DIR"] and named(every_setting=True) == list(FIELDS)
 
 
 def test_a_run_is_warned_of_flat_rows(tiny, tmp_path):
