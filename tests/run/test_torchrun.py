@@ -25,6 +25,8 @@ from grpo.run.place import ADAPTER, EXIT
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
 # With TOP_P below 1 an evaluation is sampled, not exact; a rate that does not know TOTAL_STEPS.
 EVALUATED = {"EVAL_SAMPLES": 2, "EVAL_STEPS": 3, "TOP_P": 0.95, "LR_SCHEDULER": "constant"}
+# The same completions for any number of processes, and none of their groups cut in two by a batch.
+EVALUATED |= {"REWARDS": "action,paused:hold,fixed:nothing", "PROMPTS_PER_STEP": 4, "NUM_GENERATIONS": 3}
 
 
 def torchrun(*arguments: str, **settings: object) -> subprocess.CompletedProcess:
@@ -48,7 +50,8 @@ def ended(folder: Path) -> tuple[int, str]:
 def assert_alike(folder: Path, whole: Path) -> None:
     """The same completions, evaluations and best step, and an adapter that differs by rounding only."""
     assert (folder / "completions.csv").read_bytes() == (whole / "completions.csv").read_bytes()
-    assert (weights(folder) - weights(whole)).norm() < 1e-4 * weights(whole).norm()
+    print((weights(folder) - weights(whole)).norm() / weights(whole).norm())
+    assert (weights(folder) - weights(whole)).norm() < 1e-5 * weights(whole).norm()
     one, two = (read_sealed(path / "evaluation.json")["after"] for path in (folder, whole))
     assert one["reward"] == pytest.approx(two["reward"]) and one["tokens_mean"] == two["tokens_mean"]
     assert read_sealed(folder / "best" / "best.json")["step"] == read_sealed(whole / "best" / "best.json")["step"]
