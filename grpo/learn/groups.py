@@ -9,6 +9,7 @@ run on the group whose method it is. Messages are JSON, never pickles.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import itertools
 import json
@@ -52,7 +53,7 @@ class ConnectedRanks(Ranks):
     def __init__(self, ranks: Ranks):
         super().__init__(**{field.name: getattr(ranks, field.name) for field in dataclasses.fields(Ranks)})
         self.lost: RankLost | None = None  # the first process that is gone
-        self.left = False
+        self.left = threading.Event()
         self.rounds_waited = 0  # seconds since the store answered last
         self.siblings: dict[int, tuple[int, str]] = {}  # process id and birth of the others on this machine
         self.nccl: Any = None
@@ -65,8 +66,9 @@ class ConnectedRanks(Ranks):
             if machine == self.machine and rank != self.rank and birth(pid) == born != "":
                 self.siblings[rank] = pid, born
         self.other_machines = sorted({machine for machine, *_ in places} - {self.machine})
-        for loop in (self._beat, self._guard):
-            threading.Thread(target=loop, daemon=True).start()
+        self.threads = [threading.Thread(target=loop, daemon=True) for loop in (self._beat, self._guard)]
+        for thread in self.threads:
+            thread.start()
 
     def _open_store(self) -> Store:
         """A connection to the launcher's store: no process of the run listens for one."""
@@ -156,7 +158,7 @@ class ConnectedRanks(Ranks):
     # ---- Who is gone ----
 
     def is_broken(self) -> bool:
-        return not self.left and bool(self.lost or self._lost_sibling())
+        return not self.left.is_set() and bool(self.lost or self._lost_sibling())
 
     def _lost_sibling(self) -> int | None:
         return next((rank for rank, (pid, born) in self.siblings.items() if birth(pid) != born), None)
@@ -170,7 +172,7 @@ class ConnectedRanks(Ranks):
         alive. The heartbeat is a machine's, not a process's: a machine that loses its power closes no connection."""
         beats: dict[int, int] = {}
         silent: Counter[int] = Counter()
-        while not self.left and not self.lost:
+        while not self.lost and not self.left.wait(1):
             try:
                 self.store.add(f"beat/{self.machine}", 1)
                 gone = self._lost_sibling()
@@ -185,29 +187,30 @@ class ConnectedRanks(Ranks):
             except RuntimeError:  # the store is gone, and with it the launcher on rank 0's machine
                 self.lost = self.lost or RankLost(0)
             self.rounds_waited = 0
-            time.sleep(1)
 
     def _guard(self) -> None:
         """Ends this process where another one is gone and it does not notice: in a rollout, say, or where a store whose
         machine is gone never answers."""
-        while not self.left and not self.lost:
-            time.sleep(1)
+        while not self.lost and not self.left.wait(1):
             self.rounds_waited += 1
             if self.rounds_waited > SILENT_ROUNDS:
                 self.lost = self.lost or RankLost(0)
-        deadline = time.monotonic() + GRACE_S
-        while not self.left and time.monotonic() < deadline:
-            time.sleep(0.1)
-        if not self.left:
+        if not self.left.wait(GRACE_S):
             self.on_lost(self.lost)
             os._exit(self.lost.code or 1)
 
     def leave(self, code: int, message: str = "") -> None:
-        if self.left:
+        if self.left.is_set():
             return
         with contextlib.suppress(RuntimeError):
             if not self.lost:
                 self._report(self.rank, code, message)
-        self.left = True
-        for group in filter(None, (self.nccl, self.gloo)):
-            group.abort()  # waits for nobody
+        self.left.set()
+        for thread in self.threads:  # one that still speaks with the store when Python ends would abort the process
+            thread.join(2)
+        if self.nccl is not None:
+            self.nccl.abort()  # waits for nobody, as `shutdown` would
+        # Never destroyed: gloo's destructor waits for collectives that others may never join.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.gloo))
+        if self.rank == 0 and self.other_machines:
+            time.sleep(3)  # the store ends with rank 0's torchrun, and the others read there how the run ended
