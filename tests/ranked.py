@@ -58,7 +58,11 @@ def _child(pipe: Any, ranks: Ranks, function: Callable[..., Any], arguments: Seq
 
 
 def in_ranks(
-    size: int, function: Callable[..., Any], *arguments: Any, local_size: int = 0, beside: Callable[..., None] | None = None
+    size: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    local_size: int = 0,
+    beside: Callable[..., None] | None = None,
 ) -> list[Any]:
     """What `function(ranks, *arguments)` returned or raised in each of `size` processes; None of one that died. `local_size`:
     processes of what they take for one machine. `beside`, given the store's port and process id and those of the ranks, runs

@@ -41,7 +41,9 @@ NCCL_TIMEOUT = timedelta(hours=1)  # all ranks have met on gloo just before, so 
 def birth(pid: int) -> str:
     """When a process of this machine started, in the kernel's clock ticks; '' where it has ended."""
     try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        state, *fields = (
+            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        )
     except OSError:
         return ""
     return "" if state in "ZX" else fields[18]

@@ -58,7 +58,9 @@ class Ranks:
             numbers = ", ".join(f"{name}={environ[name]}" for name in LAUNCH_VARIABLES[:4])
             raise ValueError(f"{numbers}: a rank is a number from 0 to one below the number of processes")
         if size > 1 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            raise ValueError(f"WORLD_SIZE={size}, but not by torchrun or `accelerate launch`: start it with one of them")
+            raise ValueError(
+                f"WORLD_SIZE={size}, but not by torchrun or `accelerate launch`: start it with one of them"
+            )
         run_id = environ.get("TORCHELASTIC_RUN_ID", "") + "/" + environ.get("TORCHELASTIC_RESTART_COUNT", "")
         address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
         for name in [name for name in environ if name in LAUNCH_VARIABLES or name.startswith(LAUNCHER_PREFIXES)]:
@@ -67,7 +69,9 @@ class Ranks:
         if visible not in ("", "-1"):
             cards = visible.split(",") if visible else list(map(str, range(local_size)))
             environ["CUDA_VISIBLE_DEVICES"] = cards[local_rank].strip() if local_rank < len(cards) else ""
-        if local_size > 1:  # engines start at the same time: each gets its own ports and its own folder for compiled code
+        if (
+            local_size > 1
+        ):  # engines start at the same time: each gets its own ports and its own folder for compiled code
             own = environ.get("VLLM_PORT", "")  # Kubernetes sets an address for a service of that name
             first = int(own) if own.isdigit() else port + 1 if port < 60_000 else port - 5_000
             environ["VLLM_PORT"] = str(first + 100 * local_rank)

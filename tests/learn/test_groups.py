@@ -8,7 +8,6 @@ import math
 import os
 import signal
 import socket
-import threading
 import time
 from pathlib import Path
 
@@ -33,7 +32,14 @@ def speak(ranks):
     messages = ranks.share([ranks.rank, float("nan"), None, "x" * ranks.rank])
     empty = ranks.broadcast_bytes(b"")
     assert not torch.distributed.is_initialized(), "TRL, accelerate and vLLM see one process"
-    return [m[0] for m in messages], ranks.broadcast({"from": ranks.rank}), own.tolist(), first.tolist(), len(data), empty
+    return (
+        [m[0] for m in messages],
+        ranks.broadcast({"from": ranks.rank}),
+        own.tolist(),
+        first.tolist(),
+        len(data),
+        empty,
+    )
 
 
 SPOKEN = [0, 1, 2], {"from": 0}, [1.75, 3.0, pytest.approx(1.0)], [7, 7, 7], 256 * 999, b""
