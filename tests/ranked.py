@@ -37,6 +37,7 @@ def launcher_store() -> Iterator[tuple[int, int]]:
     host = FORK.Process(target=_host, args=(listener, port, theirs))
     host.start()
     listener.close()
+    theirs.close()
     ours.recv()
     yield port, host.pid
     host.kill()
