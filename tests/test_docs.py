@@ -19,7 +19,8 @@ CURRENT = [page for page in PAGES if page.name != "log.md"]  # the log may name 
 RESULTS = sorted((ROOT / "docs" / "results").glob("*.json"))
 # Variables of other programs that the pages speak of, and constants: one of ours, the rest of the original script.
 NOT_SETTINGS = {
-    "CUDA_VISIBLE_DEVICES", "FLASH_ATTENTION_FORCE_BUILD", "FLASH_ATTN_CUDA_ARCHS", "GRADIENT_ACCUMULATION_STEPS",
+    "CUDA_VISIBLE_DEVICES", "FLASH_ATTENTION_FORCE_BUILD", "FLASH_ATTN_CUDA_ARCHS", "GLOO_SOCKET_IFNAME",
+    "GRADIENT_ACCUMULATION_STEPS", "NCCL_SOCKET_IFNAME",
     "GRPO_COMPLETION_LOG_PATH", "GRPO_LOG_COMPLETIONS", "HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE",
     "HF_TOKEN", "LD_LIBRARY_PATH", "MATRIX_GAIN", "MAX_JOBS",
     "EPOCHS", "MODEL", "OMP_NUM_THREADS", "STEPS", "TORCH_COMPILE_DISABLE", "TRAIN_BATCH_SIZE",

@@ -40,7 +40,7 @@ class Learning:
         self.started = time.perf_counter()
         return original(*given)
 
-    def add_up(self, original: Callable[..., None], ranks: Ranks, tensors: Any) -> None:
+    def sum_over_ranks(self, original: Callable[..., None], ranks: Ranks, tensors: Any) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         done = time.perf_counter()
@@ -72,7 +72,7 @@ def many_child(options: argparse.Namespace) -> int:
     with (
         watched.intercept(Trainer, "train", train),
         watched.intercept(Trainer, "learn", learning.learn),
-        watched.intercept(learner, "add_up", learning.add_up),
+        watched.intercept(learner, "sum_over_ranks", learning.sum_over_ranks),
         watched.kept_trainers() as trainers,
     ):
         code = watched.run_w1(options, **settings)
@@ -114,7 +114,7 @@ def many_figures(results: Results, prompts: int, tokens: int) -> list[dict[str, 
             *(figure(f"{here}_{name}", found[name], "s", note) for name, note in OWN.items() if name in found),
             figure(f"{here}_tok_s", asked * GROUP * found["tokens_mean"] / found["step_s"], "tokens/s", "of the step"),
             figure(f"{here}_startup_s", found["startup_s"], "s", "from the command to the first step"),
-            figure(f"{here}_reduced_mb", found["reduced_mb"], "MB", "that rank 0 adds up a step"),
+            figure(f"{here}_reduced_mb", found["reduced_mb"], "MB", "of float32 that are added up a step"),
         ]
         alone = results.get((1, prompts))
         if gpus > 1 and alone and asked == prompts * gpus:

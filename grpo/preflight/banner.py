@@ -119,10 +119,9 @@ def processes_text(preflight_result: Preflight) -> str:
     """How many processes share a step, and what each gets of it."""
     m, prompts = preflight_result.machine, preflight_result.settings.PROMPTS_PER_STEP
     shares = ", ".join(str(len(Ranks(rank, m.ranks).share_out(prompts))) for rank in range(m.ranks))
-    ports = preflight_result.ranks.ports
     each = f"each with its own model{' and vLLM' * preflight_result.rollouts[0]}"
     there = f"{m.ranks} on {m.ranks // m.here} machines" if m.ranks > m.here else f"{m.ranks}"
-    return f"{there}, {each}: {shares} of {prompts} prompts; they speak on a port from {ports[0]} to {ports[-1]}"
+    return f"{there}, {each}: {shares} of {prompts} prompts"
 
 
 def memory_facts(plan: Plan, machine: Machine) -> Iterator[tuple[str, str]]:
