@@ -39,12 +39,12 @@ from typing import TYPE_CHECKING, Any
 
 from grpo.data.scoring import load_rewards
 from grpo.phases import FILE_ONLY, Phase
+from grpo.plan.hub import fetch_weights
 from grpo.preflight.adapter import lora_options
 from grpo.preflight.agree import adopt_rank0_state, merge_rank_problems
 from grpo.preflight.banner import banner
 from grpo.preflight.checks import Preflight, place_problem, preflight, run_records
 from grpo.preflight.choices import choose_epsilon_high
-from grpo.preflight.hub import fetch_weights
 from grpo.run.archive import write_zip
 from grpo.run.best import recover_best
 from grpo.run.ending import LastWords, end_quietly, write_end

@@ -34,7 +34,7 @@ from grpo.model.expert_lora import experts_wrapped
 from grpo.model.load import evaluating
 from grpo.model.packing import PackedBatch, cut_micro_batches, pack_batch, padded_like
 from grpo.phases import LINE_S, Phase, with_progress
-from grpo.preflight.memory import HEAD_TILE, Plan, micro_batch_tokens
+from grpo.plan.memory import HEAD_TILE, Plan, micro_batch_tokens
 from grpo.rollout.engine import Engine
 from grpo.rollout.prefill import shared_prefill
 from grpo.run.archive import model_card

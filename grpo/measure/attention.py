@@ -18,8 +18,8 @@ from transformers.models.gpt_oss.modeling_gpt_oss import ALL_ATTENTION_FUNCTIONS
 from grpo.measure.record import figure, write
 from grpo.model.attention import attention_masks, install_attention
 from grpo.model.packing import pack_batch
+from grpo.plan.machine import FLASH_PACKAGES, installed_versions
 from grpo.preflight.choices import ATTENTION
-from grpo.preflight.machine import FLASH_PACKAGES, installed_versions
 from grpo.settings import described
 
 # Largest relative error in the 2-norm, by the type of the inputs. BF16: five times its unit roundoff (2^-8). Eager attention,

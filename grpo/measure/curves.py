@@ -42,9 +42,9 @@ from grpo.measure.forks import Campaign, Found, run_to_end, said_in, tasks_done
 from grpo.measure.proof_data import SCALES
 from grpo.measure.record import figure, read_json, save, shown, tabled, write
 from grpo.measure.watched import child_result, intercept, keep, run_child
+from grpo.plan.hub import TINY_PATH
 from grpo.preflight.adapter import lora_options
 from grpo.preflight.checks import Preflight, preflight
-from grpo.preflight.hub import TINY_PATH
 from grpo.settings import choices
 
 BOUND = 0.01  # of reward: equivalent is a difference whose whole interval is smaller

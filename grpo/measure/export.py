@@ -19,10 +19,10 @@ from grpo.evaluate.standalone import VllmModel
 from grpo.measure.forks import fresh_folder
 from grpo.measure.record import figure, write
 from grpo.model.load import in_working_type, load_model
+from grpo.plan.hub import find_model
+from grpo.plan.machine import read_machine
+from grpo.plan.targets import expected_shapes
 from grpo.preflight.adapter import CONFIG, lora_options
-from grpo.preflight.hub import find_model
-from grpo.preflight.machine import read_machine
-from grpo.preflight.targets import expected_shapes
 from grpo.run.folder import ADAPTER
 from grpo.settings import Problems, Settings
 

@@ -17,7 +17,7 @@ from typing import Any
 from grpo.measure.damages import DELETED, KINDS
 from grpo.measure.forks import OUTPUT, Campaign, Found, asked_by_command, asked_here, run_to_end
 from grpo.other_names import ANSWERS
-from grpo.preflight.hub import TINY_PATH
+from grpo.plan.hub import TINY_PATH
 from grpo.settings import FIELDS, ROOT, TASKS, choices, show
 
 SLOWEST = 10.0  # seconds that an answer may take

@@ -22,7 +22,7 @@ from grpo.measure.record import figure, shown, steps_of, tabled, write
 from grpo.model import load as model_load
 from grpo.model.experts import dequantize_mxfp4, expert_weights
 from grpo.model.load import TABLES, QuantizedExperts, tables_of
-from grpo.preflight.targets import EXPERT_PARAMETERS
+from grpo.plan.targets import EXPERT_PARAMETERS
 from grpo.rollout import engine as rollout_engine
 from grpo.rollout.engine import Engine
 

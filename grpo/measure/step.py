@@ -18,8 +18,8 @@ from grpo.learn.trainer import Trainer
 from grpo.measure import watched
 from grpo.measure.record import read_json, shown, steps_of, tabled, write
 from grpo.measure.trl_path import compare_step, trl_learning
-from grpo.preflight.hub import count_parameters
-from grpo.preflight.memory import Plan
+from grpo.plan.hub import count_parameters
+from grpo.plan.memory import Plan
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense BF16, from the data sheets
 LONGEST = 4000  # tokens of a completion

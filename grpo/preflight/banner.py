@@ -7,12 +7,12 @@ import os
 from collections.abc import Iterator
 
 from grpo.data.files import flat_rows
+from grpo.plan.hub import count_parameters
+from grpo.plan.machine import Machine
+from grpo.plan.memory import Plan
+from grpo.plan.targets import hit_lines
 from grpo.preflight.checks import Preflight
 from grpo.preflight.choices import attention_warning, choose_epsilon_high, choose_steps, choose_threads
-from grpo.preflight.hub import count_parameters
-from grpo.preflight.machine import Machine
-from grpo.preflight.memory import Plan
-from grpo.preflight.targets import hit_lines
 from grpo.run.logs import banner_text
 from grpo.run.pace import UNKNOWN, Pace
 from grpo.run.ranks import Ranks

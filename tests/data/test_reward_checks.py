@@ -16,7 +16,7 @@ from machines import only
 from grpo.data.files import Row, read_csv
 from grpo.data.reward_checks import FINAL, check_heldout, check_rewards, sample_rows, tried_text, try_rewards
 from grpo.data.scoring import reward_callable
-from grpo.preflight.hub import TINY_PATH
+from grpo.plan.hub import TINY_PATH
 from grpo.settings import Problems, Settings
 
 ROW = Row("d.csv", 1, (("user", "x"),), (0.0, 1.0), {"reward_action_0": 0.0, "reward_action_1": 1.0})

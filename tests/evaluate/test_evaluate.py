@@ -26,8 +26,8 @@ from stub_vllm import stub_engine
 import train_grpo
 from grpo.evaluate.plant import measure_closed_loop, plant_record
 from grpo.evaluate.standalone import VllmModel, recorded_settings
+from grpo.plan.hub import find_model
 from grpo.preflight.choices import ClosedLoop
-from grpo.preflight.hub import find_model
 from grpo.rollout.engine import EngineError
 from grpo.run.durable import sealed
 from grpo.settings import Settings, load_settings

@@ -24,7 +24,7 @@ from trainers import make, plain_float32
 import train_grpo
 from grpo.measure import generate, record, rollout, step, trl_path, watched
 from grpo.measure.watched import child_result, completions_of, kept_trainers
-from grpo.preflight.machine import installed_versions
+from grpo.plan.machine import installed_versions
 from grpo.rollout import engine as rollout_engine
 from grpo.rollout.engine import Engine
 

@@ -10,11 +10,11 @@ from conftest import CLEAN
 from machines import CPU, H100, only
 from ranked import in_ranks
 
+from grpo.plan.hub import DOWNLOAD_GIB, REAL_CONFIG
+from grpo.plan.memory import NCCL_GIB, Shapes, plan_memory
 from grpo.preflight.agree import adopt_rank0_state, merge_rank_problems
 from grpo.preflight.banner import banner, memory_facts
 from grpo.preflight.checks import check_memory, check_settings, preflight
-from grpo.preflight.hub import DOWNLOAD_GIB, REAL_CONFIG
-from grpo.preflight.memory import NCCL_GIB, Shapes, plan_memory
 from grpo.settings import Problems, Settings
 
 TWO, FOUR = (dataclasses.replace(H100, ranks=count, here=2) for count in (2, 4))

@@ -14,10 +14,10 @@ import pytest
 from conftest import CLEAN, RENDERED, ROOT, run_script, write_csv
 from machines import CPU, H100, only
 
+from grpo.plan.hub import REAL_CONFIG, ModelFiles
+from grpo.plan.memory import Shapes
 from grpo.preflight import banner, checks
 from grpo.preflight.checks import check_disk, check_memory, check_settings, preflight
-from grpo.preflight.hub import REAL_CONFIG, ModelFiles
-from grpo.preflight.memory import Shapes
 from grpo.run.durable import write_sealed
 from grpo.run.folder import RunState
 from grpo.run.logs import banner_text

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from grpo.preflight.hub import count_parameters, has_mxfp4
-from grpo.preflight.machine import GIB, Machine
-from grpo.preflight.targets import EXPERT_PARAMETERS, expert_words, matched, parameters
+from grpo.plan.hub import count_parameters, has_mxfp4
+from grpo.plan.machine import GIB, Machine
+from grpo.plan.targets import EXPERT_PARAMETERS, expert_words, matched, parameters
 from grpo.settings import MAY_CHANGE, Settings, show
 
 
