@@ -15,7 +15,7 @@ from grpo.settings import Problems, load_settings, settings_table
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
-CURRENT = [page for page in PAGES if page.name != "log.md"]  # the log may name what was removed since
+CURRENT = [page for page in PAGES if page.name != "tried.md"]  # which may name what was removed since
 RESULTS = sorted((ROOT / "docs" / "results").glob("*.json"))
 # Variables of other programs that the pages speak of, and constants: one of ours, the rest of the original script.
 NOT_SETTINGS = {
