@@ -39,8 +39,7 @@ FROM_ZERO = ("share", "tokens", "GiB", "percent", "kWh")  # units whose axis beg
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 REFERENCES = {"random": ":", "constant": "-.", "oracle": "--"}  # keys of evaluation.json, and their lines
 STYLE = {"font.size": 9.5, "legend.fontsize": 8.5, "legend.frameon": False, "axes.axisbelow": True, "axes.grid": True}
-STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "axes.formatter.useoffset": False}
-STYLE |= {"grid.color": "#E6E6E6"}
+STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "grid.color": "#E6E6E6"}
 
 
 def panel(unit: str) -> Axes:
@@ -62,9 +61,9 @@ def picture(axes: Axes, title: str, line: str) -> tuple[str, str, str]:
 
 
 def curve(axes: Axes, values: pandas.DataFrame, references: Mapping[str, float]) -> None:
-    """Draw columns over steps, the index: a dot a step and a line through their moving mean, or through the dots where only
-    evaluated steps have them. `references`: what other policies come to, as lines across."""
-    # Steps joined by lines would be a barcode where the longest completion jumps between two lengths.
+    """Draw columns over steps, the index: a dot a step and a line through their moving mean. Evaluated steps are joined.
+    `references`: what other policies come to, as lines across."""
+    # Training steps that are joined would be a barcode where the longest completion jumps between two lengths.
     for place, column in enumerate(values):
         points, colour = values[column].dropna(), PALETTE[place % len(PALETTE)]
         label = column.removeprefix(FUNCTION) if values.shape[1] > 1 else None
@@ -104,7 +103,5 @@ def pictures(run: Run) -> list[tuple[str, str, str]]:
             drawn.append(picture(axes, title, " ".join(dict.fromkeys(meanings[column][1] for column in columns))))
     if len(run.metrics) > 1 and run.metrics["learn_s"].any():
         phases(axes := panel("s per step"), run.metrics)
-        drawn.append(
-            picture(axes, "Time per phase", "Seconds of a step by phase, stacked; evaluations are not counted.")
-        )
+        drawn.append(picture(axes, "Time per phase", "Seconds of a step, stacked; evaluations are not counted."))
     return drawn

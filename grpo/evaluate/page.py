@@ -21,7 +21,7 @@ TEMPLATES = jinja2.Environment(
 
 
 def page_text(run: Run) -> str:
-    """The page of a run, from what it has written so far."""
+    """The page of a run."""
     with matplotlib.style.context(["default", STYLE]):  # whatever style the caller or the user has set
         drawn = pictures(run)
     return TEMPLATES.get_template("page.html").render(
@@ -38,8 +38,8 @@ def page_text(run: Run) -> str:
 
 
 def write_report(folder: Path) -> Path:
-    """Write `folder`/report.html; returns the page. Raises ReportError where there is no run in the folder, where a file of
-    it is damaged, or where the page cannot be written."""
+    """Write `folder`/report.html; returns the page. Raises ReportError where there is no run in the folder, where a file
+    of it is damaged, or where the page cannot be written."""
     page = folder / "report.html"
     try:
         # A lone surrogate in a JSON file cannot be written as UTF-8.

@@ -42,8 +42,7 @@ def finite(values: pandas.Series) -> pandas.Series:
 
 
 def read_metrics(path: Path) -> pandas.DataFrame:
-    """metrics.csv: `step` holds whole numbers, `time` text, every other column finite numbers, NaN where the file has none.
-
+    """metrics.csv: `step` holds whole numbers, `time` text, every other column finite numbers, NaN where there is none.
     Raises ReportError where the file is no log of a run."""
     text = path.read_text(encoding="utf-8", errors="replace")
     whole = text[: text.rfind("\n") + 1]  # the row that is being written has no line feed yet
@@ -118,11 +117,13 @@ def examples_of(rows: pandas.DataFrame) -> dict[str, pandas.DataFrame]:
     """The first of every kind among rows of completions.csv, one for each prompt; of equal ones the latest."""
     rows = rows.assign(reward=finite(rows["reward"]), step=finite(rows["step"]))
     rows = rows.sort_values("step", ascending=False, kind="stable")
-    rewarded, truncated = rows[rows["reward"].notna()], rows["truncated"] == "1"
+    truncated = rows["truncated"] == "1"
     unread = (rows["parsed_action"] == "") & (rows["best_action"] != "")  # Data without actions names none.
     kinds = {
-        "Highest reward": rewarded.sort_values("reward", ascending=False, kind="stable"),
-        "Lowest reward of an answer that parses": rewarded[~unread].sort_values("reward", kind="stable"),
+        "Highest reward": rows.dropna(subset="reward").sort_values("reward", ascending=False, kind="stable"),
+        "Lowest reward of an answer that parses": rows[~unread]
+        .dropna(subset="reward")
+        .sort_values("reward", kind="stable"),
         "No action could be read": rows[unread & ~truncated],
         "Truncated at MAX_COMPLETION_LEN": rows[truncated],
     }
@@ -144,8 +145,8 @@ def read_prompts(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read_examples(path: Path, record: Mapping[str, Any]) -> dict[str, pandas.DataFrame]:
-    """The rows of completions.csv to show, by kind, with their prompts: from its own column, else from the training data of
-    `record`, settings.json."""
+    """The rows of completions.csv to show, by kind, with their prompts: its own, else those of the training data that
+    `record`, settings.json, names."""
     rows = pandas.DataFrame(columns=[*COMPLETIONS, PROMPT], dtype=str)
     options = {"dtype": str, "na_filter": False, "encoding_errors": "replace", "on_bad_lines": "skip"}
     try:
