@@ -119,11 +119,10 @@ def examples_of(rows: pandas.DataFrame) -> dict[str, pandas.DataFrame]:
     rows = rows.sort_values("step", ascending=False, kind="stable")
     truncated = rows["truncated"] == "1"
     unread = (rows["parsed_action"] == "") & (rows["best_action"] != "")  # Data without actions names none.
+    rewarded, answers = rows.dropna(subset="reward"), rows[~unread].dropna(subset="reward")
     kinds = {
-        "Highest reward": rows.dropna(subset="reward").sort_values("reward", ascending=False, kind="stable"),
-        "Lowest reward of an answer that parses": rows[~unread]
-        .dropna(subset="reward")
-        .sort_values("reward", kind="stable"),
+        "Highest reward": rewarded.sort_values("reward", ascending=False, kind="stable"),
+        "Lowest reward of an answer that parses": answers.sort_values("reward", kind="stable"),
         "No action could be read": rows[unread & ~truncated],
         "Truncated at MAX_COMPLETION_LEN": rows[truncated],
     }
