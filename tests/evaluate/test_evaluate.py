@@ -237,5 +237,8 @@ def test_a_report_that_fails_does_not_fail_the_run(monkeypatch, tmp_path, caplog
     monkeypatch.setattr("grpo.evaluate.page.write_report", broken)
     with caplog.at_level(logging.WARNING, "train_grpo"):
         train_grpo.write_archive(tmp_path)
+        monkeypatch.setitem(sys.modules, "grpo.evaluate.page", None)  # as without matplotlib or jinja2
+        train_grpo.write_archive(tmp_path)
     assert "ZeroDivisionError: no rows" in caplog.text and (tmp_path.with_name(tmp_path.name + ".zip")).exists()
+    assert "ModuleNotFoundError" in caplog.text
     assert "scripts/report.py" in caplog.text
