@@ -48,6 +48,15 @@ MANY_FIGURES = {
     "step": "{}_step_s", "rollout": "{}_rollout_s", "learning": "{}_learn_s", "tokens/s over the whole step": "{}_tok_s",
     "from the command to the first step": "{}_startup_s", "added up a step": "{}_reduced_mb",
 }  # fmt: skip
+HEADLINE = {  # the README's sentence: the record and the figure of each of its numbers
+    "step": ("step-h200.json", "w1_step_s"),
+    "learning": ("step-h200.json", "w1_learn_s"),
+    "trl": ("step-h200.json", "w1_learn_trl_s"),
+    "rollouts": ("step-h200.json", "rollout_tok_s"),
+    "without vLLM": ("generate-h200.json", "generate_tok_s"),
+    "peak": ("step-h200.json", "job_peak_bf16_gib"),
+    "packed peak": ("step-h200.json", "w1_job_peak_mxfp4_gib"),
+}
 LAYERS = ("full", "window")  # of attention
 PARTS = ("out", "q", "k", "v", "sinks")  # whose errors were measured
 # What a first real run decides; everything else has a default that fits the TES data.
@@ -79,10 +88,12 @@ def columns_table(columns: Mapping[str, tuple[str, str]]) -> str:
 
 
 def measured(name: str) -> tuple[dict[str, dict[str, Any]], str]:
-    """Figures of docs/results/NAME by name, and the command, machine and date that they come from."""
+    """Figures of docs/results/NAME by name, and the command, machine, date and commit that they come from; a command that
+    is gone is in that commit."""
     record = json.loads((ROOT / "docs" / "results" / name).read_text(encoding="utf-8"))
     machine = record["machine"].split(";")[0]
-    source = f"`{record['command']}` on {machine}, {record['date']}: [{name}](results/{name})."
+    where = f"{machine}, {record['date']}, commit {record['commit'][:7]}"
+    source = f"`{record['command']}` on {where}: [{name}](results/{name})."
     return {one["name"]: one for one in record["figures"]}, source
 
 
@@ -94,16 +105,14 @@ def in_words(figure: dict[str, Any]) -> str:
 
 def headline() -> str:
     """The README's sentence about speed and memory."""
-    records = (measured(name)[0] for name in ("generate-h200.json", "step-h200.json"))
-    without, step = ({key: one["value"] for key, one in record.items()} for record in records)
-    speedup = step["rollout_tok_s"] / without["generate_tok_s"]
+    value = {word: measured(record)[0][name]["value"] for word, (record, name) in HEADLINE.items()}
     text = (
         "Measured on one H200, random weights in gpt-oss-20b's exact format: a step of 12 prompts x 8 completions x 512 "
-        f"tokens takes {step['w1_step_s']:.1f} s, {step['w1_learn_s']:.1f} s of it learning (TRL's padded path: "
-        f"{step['w1_learn_trl_s']:.1f} s); rollouts reach {step['rollout_tok_s']:,.0f} tokens/s, {speedup:.1f} times those "
-        f"without vLLM. The default job, with completions of up to 4,000 tokens, peaks at {step['job_peak_bf16_gib']:.0f} "
-        f"GiB, with `EXPERTS=mxfp4` and 512 tokens at {step['w1_job_peak_mxfp4_gib']:.0f} "
-        "([rollouts](docs/rollouts.md#measured), [learning](docs/learner.md#measured))."
+        f"tokens takes {value['step']:.1f} s, {value['learning']:.1f} s of it learning (TRL's padded path: "
+        f"{value['trl']:.1f} s); rollouts reach {value['rollouts']:,.0f} tokens/s, "
+        f"{value['rollouts'] / value['without vLLM']:.1f} times those without vLLM. The default job, with completions of "
+        f"up to 4,000 tokens, peaks at {value['peak']:.0f} GiB, with `EXPERTS=mxfp4` and 512 tokens at "
+        f"{value['packed peak']:.0f} ([rollouts](docs/rollouts.md#measured), [learning](docs/learner.md#measured))."
     )
     return textwrap.fill(text, 150, break_long_words=False, break_on_hyphens=False)
 

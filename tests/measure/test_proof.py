@@ -116,6 +116,7 @@ def test_a_scale_can_be_named_and_its_settings_are_read(name, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.numeric
 def test_a_small_proof_from_model_to_figures(tmp_path):
     """All stages on a CPU. Four steps need not improve anything: the exit code may be 0 or 1, the files must be
     there."""

@@ -136,8 +136,7 @@ def test_a_child_fails(child, monkeypatch, fault):
     child.after = after
     if fault == "the run":
         child.main = lambda arguments: 3
-    if fault == "a lent weight is written":
-        child.variants = [Variant("run", {}, 22.0)]
+    child.variants = [Variant("run", {"TOTAL_STEPS": "1"}, 22.0 if fault == "a lent weight is written" else None)]
     assert rollout.bench_rollout(child) == (3 if fault == "the run" else 1)
     values = measured(child)
     if fault == "a lent weight is written":
@@ -170,7 +169,7 @@ def test_rollouts_without_vllm(child):
 
 
 def test_completions_can_be_shorter_than_the_settings_allow(child):
-    child.tokens = 4
+    child.tokens, child.variants = 4, [Variant("run", {"TOTAL_STEPS": "1"})]
     assert rollout.bench_rollout(child) == 0 and record.steps_of(Path(child.run)).tokens_mean.eq(4).all()
 
 
@@ -179,6 +178,7 @@ def test_a_step_is_measured_beside_trls(child, monkeypatch, tmp_path):
     monkeypatch.setattr(trl_path, "ATTENTION", "eager")
     monkeypatch.setattr(step, "LONGEST", 6)
     (tmp_path / "lengths.csv").write_text("completion\n" + "one two three\n" * 5 + '"hour 8\nload 30"\n')
+    child.variants = [Variant("run", {"TOTAL_STEPS": "2"})]
     child.command, child.trl, child.lengths = "step", True, str(tmp_path / "lengths.csv")
     assert step.bench_step(child) == 0
     values = measured(child)
