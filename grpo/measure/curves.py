@@ -57,7 +57,7 @@ ours_s trl_s | s | a seed's training, mean over seeds, one thread each
 
 
 class Measured(TrainerCallback):
-    """`curve` holds the exact held-out rewards of KINDS every EVERY steps and after the last, `seconds` what these took."""
+    """`curve`: the exact held-out rewards of KINDS every EVERY steps and after the last; `seconds` that these took."""
 
     def __init__(self, trainer: GRPOTrainer, rows: Sequence[Row], temperature: float):
         self.trainer, self.rows, self.temperatures, self.seconds = trainer, rows, (temperature, 0.0), 0.0

@@ -52,7 +52,8 @@ def run_many(options: argparse.Namespace, gpus: int, prompts: int) -> dict[str, 
     if options.resume and (values := kept(options, child, only_done=True)):
         return values
     os.environ[STARTED] = str(time.time())
-    run_child(options, child, ("-m", "torch.distributed.run", "--nproc-per-node", str(gpus)))
+    # Without the dashes torchrun takes `--run` for the beginning of an option of its own.
+    run_child(options, child, ("-m", "torch.distributed.run", "--nproc-per-node", str(gpus), "--"))
     return kept(options, child)
 
 

@@ -27,16 +27,13 @@ w1_learn_s | s | learning from the last step's completions (W1) once more, alone
 w1_learn_peak_gib | GiB | of that, allocated beyond weights and sleeping engine
 long_learn_peak_gib | GiB | 16 completions of 4,000 tokens, allocated beyond weights and sleeping engine
 w2_learn_s | s | 96 completions, mean {w2_mean:.0f}, longest {w2_max} tokens, with their prompts
-w1_learn_trl_s | s | TRL's padded path on them: flex attention, micro-batches of {w1_trl_micro_batch}, its fastest in that memory
+w1_learn_trl_s | s | TRL's padded path on them, in its fastest micro-batches within that memory: {w1_trl_micro_batch}
 w1_trl_old_logps_s | s | of that, the pass for old log-probs, which TRL makes only beside vLLM
 w1_trl_peak_gib | GiB | allocated beyond weights and sleeping engine
 w1_speedup w1_speedup_without_pass | x | TRL's path against w1_learn_s, with and without that pass
 gradient_difference | share | adapter's gradient on 16 of them, this learner against TRL's path: 2-norms
 gradient_batching | share | TRL's path with micro-batches of 4 against 8
 gradient_wrong_prompt | share | this learner with the prompts exchanged against TRL's path
-logp_difference | nats | mean over tokens, this learner against TRL's path
-logp_batching | nats | TRL's path against itself with micro-batches of 4
-logp_wrong_prompt | nats | this learner with other rows' prompts against TRL's path
 w2_learn_trl_s | s | TRL's padded path, micro-batches of 4
 """
 

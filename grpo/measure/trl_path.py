@@ -38,8 +38,8 @@ def trl_learning(
     trainer: Trainer, batch: dict[str, torch.Tensor], micro: int, least: int | None = None
 ) -> dict[str, Any]:
     """TRL's own padded path on `batch`: the pass for old log-probs that it makes beside vLLM, then loss and backward of
-    micro-batches of `micro`. Returns `weighed`'s figures with that pass's `old_s` and `logps` (B, C), and the adapter's
-    `gradient` (N,). `least`: only so many micro-batches, to warm up."""
+    micro-batches of `micro`. Returns `weighed`'s figures with that pass's `old_s`, and the adapter's `gradient` (N,).
+    `least`: only so many micro-batches, to warm up."""
     ours, model, (ids, mask, kept) = trainer.__class__, trainer.model, joined(batch)
     count = len(ids) if least is None else micro * least
     trainer.__class__, trainer.current_gradient_accumulation_steps = GRPOTrainer, max(count // micro, 1)
@@ -55,7 +55,7 @@ def trl_learning(
             for i in range(0, count, micro):
                 part = {name: value[i : i + micro] if value.ndim else value for name, value in batch.items()}
                 trainer._compute_loss(model, part | {"old_per_token_logps": logps[i : i + micro]}).backward()
-        return cost | {"old_s": old, "logps": logps, "gradient": adapter_gradient(model)}
+        return cost | {"old_s": old, "gradient": adapter_gradient(model)}
     finally:
         trainer.__class__, trainer.current_gradient_accumulation_steps = ours, 1
         trainer._metrics["train"].clear()
@@ -108,24 +108,10 @@ def compare_gradients(trainer: Trainer, batch: dict[str, torch.Tensor]) -> dict[
 
 
 def compare_step(trainer: Trainer, batch: dict[str, torch.Tensor], ours: dict[str, float]) -> dict[str, float]:
-    """Time, memory, log-probs and gradients of TRL's path on W1's batch beside this learner's, by name. `ours` is what
-    `weighed` says of this learner; TRL's path may take as much memory."""
-
-    def logps(rows: dict[str, torch.Tensor]) -> torch.Tensor:
-        with torch.no_grad():
-            return trainer._get_per_token_logps_and_entropies(trainer.model, *joined(rows))[0]
-
-    # First of all, because `compare_gradients` replaces this project's attention by TRL's.
-    right, wrong = logps(batch), logps(other_prompts(batch, 3 * trainer.num_generations))
+    """Time, memory and gradients of TRL's path on W1's batch beside this learner's, by name. `ours` is what `weighed`
+    says of this learner; TRL's path may take as much memory."""
     values = compare_gradients(trainer, batch)
     theirs = fastest_trl(trainer, batch, ours["peak_gib"])
-    four = trl_learning(trainer, batch, 4, least=2)["logps"]
-    mask = batch["completion_mask"].bool()
-
-    def apart(other: torch.Tensor) -> float:
-        """Mean difference to TRL's log-probs over the tokens of the rows that `other` (b, C) has."""
-        return (other - theirs["logps"][: len(other)]).abs()[mask[: len(other)]].mean().item()
-
     return values | {
         "w1_learn_trl_s": theirs["seconds"],
         "w1_trl_old_logps_s": theirs["old_s"],
@@ -133,7 +119,4 @@ def compare_step(trainer: Trainer, batch: dict[str, torch.Tensor], ours: dict[st
         "w1_trl_micro_batch": theirs["micro"],
         "w1_speedup": theirs["seconds"] / ours["seconds"],
         "w1_speedup_without_pass": (theirs["seconds"] - theirs["old_s"]) / ours["seconds"],
-        "logp_difference": apart(right),
-        "logp_batching": apart(four),
-        "logp_wrong_prompt": apart(wrong),
     }

@@ -174,7 +174,7 @@ def test_completions_can_be_shorter_than_the_settings_allow(child):
 
 
 def test_a_step_is_measured_beside_trls(child, monkeypatch, tmp_path):
-    """In float32 on a CPU this learner's gradients and log-probs are TRL's, and other prompts give others."""
+    """In float32 on a CPU this learner's gradients are TRL's, and other prompts give others."""
     monkeypatch.setattr(trl_path, "ATTENTION", "eager")
     monkeypatch.setattr(step, "LONGEST", 6)
     (tmp_path / "lengths.csv").write_text("completion\n" + "one two three\n" * 5 + '"hour 8\nload 30"\n')
@@ -182,9 +182,8 @@ def test_a_step_is_measured_beside_trls(child, monkeypatch, tmp_path):
     child.command, child.trl, child.lengths = "step", True, str(tmp_path / "lengths.csv")
     assert step.bench_step(child) == 0
     values = measured(child)
-    for name in ("gradient", "logp"):
-        assert values[f"{name}_difference"] < 1e-4 and values[f"{name}_batching"] < 1e-4
-        assert values[f"{name}_wrong_prompt"] > 1e-3
+    assert values["gradient_difference"] < 1e-4 and values["gradient_batching"] < 1e-4
+    assert values["gradient_wrong_prompt"] > 1e-3
     assert 0 < values["w1_trl_old_logps_s"] < values["w1_learn_trl_s"] and values["w1_trl_micro_batch"] in (8, 16)
     assert 0 < values["w1_speedup_without_pass"] < values["w1_speedup"] and values["long_learn_peak_gib"] == 0.5
     lengths = step.real_lengths(Path(child.lengths), child.model)
