@@ -20,6 +20,7 @@ from grpo.measure.outcome import outcome_figures
 from grpo.measure.record import SCRIPT, figure, read_json, steps_of, write
 from grpo.tasks.tes.closed_loop import RULES
 
+OF_SEED = ("_before", "_after", "_gain", "_base", "_trained", "_greedy")  # ends of figures that differ between seeds
 LEAST = {"base": 1.0, "rule": 0.9}  # share of the seeds whose plant must beat the base model's, and the best rule's
 
 
@@ -57,7 +58,8 @@ def bench_demo(options: argparse.Namespace) -> int:
             failed |= better < LEAST[name] * len(seeds)
     figures.append(figure("rule_regret", seeds[0][rule], "%", f"the best rule, {rule}"))
     for number, (run, seconds) in enumerate(runs, 1):
-        figures += outcome_figures(run, f"seed{number}_")
+        rows = outcome_figures(run, f"seed{number}_")
+        figures += [row for row in rows if number == 1 or row["name"].endswith(OF_SEED)]
         figures.append(figure(f"seed{number}_total_s", seconds, "s", "process start to zip, beside another seed"))
     plot_seeds(runs, seeds[0][rule], Path(options.figure))
     write(Path(options.out), figures)

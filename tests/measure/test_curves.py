@@ -31,6 +31,7 @@ def test_the_verdict_needs_the_whole_interval():
     assert figures((0.50, 0.502), (0.60, 0.598), (0.70, 0.700))["equivalent"] == 1
     assert figures((0.50, 0.500))["equivalent"] == 0, "one seed has no interval"
     assert figures((0.50, 0.510), (0.60, 0.612), (0.70, 0.711))["equivalent"] == 0, "the mean is off"
+    assert figures((0.510, 0.50), (0.612, 0.60), (0.711, 0.70))["equivalent"] == 0, "in the other direction too"
     wide = figures((0.50, 0.550), (0.60, 0.550), (0.70, 0.700))
     assert wide["equivalent"] == 0 and wide["reward_difference_2"] == pytest.approx(0), "too few to say"
     assert wide["reward_spread"] == pytest.approx(0.1) and wide["seeds_unpaired"] == 769

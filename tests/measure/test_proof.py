@@ -47,6 +47,7 @@ def policies(base: float, trained: float, unserved: float = 0.0) -> dict:
         name: {"co2_kg": 3 * kg, "unserved_kwh": 0.0, "regret_percent": kg}
         for name, kg in (("base", base), ("trained", trained))
     }
+    totals["rule"] = {"co2_kg": 1, "unserved_kwh": 0, "regret_percent": None}
     return {"windows": windows, "totals": totals}
 
 
@@ -85,6 +86,7 @@ def test_collect_judges_by_intervals(tmp_path, monkeypatch, gain, plant, code):
     assert "--scale mid --out OUT" in record["command"]
     assert "MODEL_ID=OUT/model python train_grpo.py" in record["command"]
     named = {one["name"]: one["value"] for one in record["figures"]}
+    assert "regret_percent_rule" not in named and named["regret_percent_base"] == 10
     assert named["reward_gain"] == gain[0] and named["co2_kg_trained"] == plant["totals"]["trained"]["co2_kg"]
     assert (results.parent / "proof-report.html").is_file()
 
