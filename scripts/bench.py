@@ -2,25 +2,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure the project on the machine it runs on, and write the figures as JSON.
 
-    python scripts/bench.py rollout --model checkpoints/full --data 'days/*.csv' --out rollout.json
-    python scripts/bench.py rollout --model checkpoints/full --data 'days/*.csv' --out experts.json \\
-        --variant shared EXPERTS=shared --variant shared-22@22 EXPERTS=shared --variant paged-22@22 EXPERTS=paged
-    python scripts/bench.py rollout --model checkpoints/full --data 'days/*.csv' --out without-vllm.json \\
-        --set USE_VLLM=0 --set EXPERTS=mxfp4 --free-gib 22
-    python scripts/bench.py step --model checkpoints/full --data 'days/*.csv' --lengths completions.csv --trl \\
-        --out step.json --variant bf16 EXPERTS=bf16 --variant mxfp4@40 EXPERTS=mxfp4 MAX_COMPLETION_LEN=512
-    python scripts/bench.py many --model checkpoints/full --data 'days/*.csv' --gpus 1 2 --out many.json
+    python scripts/bench.py rollout --model M --data D --out rollout.json
+    python scripts/bench.py rollout --model M --data D --out small.json --free-gib 22 --set EXPERTS=shared
+    python scripts/bench.py rollout --model M --data D --out two.json --variant a EXPERTS=bf16 --variant b@22 EXPERTS=paged
+    python scripts/bench.py step --model M --data D --out step.json --trl --lengths completions.csv
+    python scripts/bench.py many --model M --data D --out many.json --gpus 1 2
+    python scripts/bench.py faults --model M --data D --out faults.json
     python scripts/bench.py demo --out docs/results/demo-cpu.json --figure docs/demo.png
     python scripts/bench.py curves --out docs/results/curves-cpu.json
-    python scripts/bench.py faults --model checkpoints/full --data 'days/*.csv' --out faults.json
+
+M is the folder of a checkpoint (docs/models.md, "Full"), D training CSVs.
 
 `rollout` runs three steps of 12 prompts x 8 completions x 512 tokens through the entry point, or what the settings say
 instead, and records their time and memory, the mismatch check, and whether every weight is what it was, and what the
-checkpoint says; then transformers' own generate. Exit code 1 if a weight is not, or a variant fails.
+checkpoint says. Exit code 1 if a weight is not, or a variant fails.
 
-`step` does the same with completions of 512 tokens and MAX_COMPLETION_LEN=4000, and measures learning alone. With
-`--lengths` also 96 completions with the lengths of a CSV (W2) and its first 16 (W3), with `--trl` TRL's padded path on
-the same rollouts, where EXPERTS=bf16.
+`step` does the same with MAX_COMPLETION_LEN=4000, of which completions take 512 tokens, and measures learning alone;
+with `--lengths` also from 96 completions with the lengths of a CSV (W2), with `--trl` by TRL's padded path on the same
+rollouts, where EXPERTS=bf16.
 
 Both take `--set NAME=VALUE` for any setting, `--free-gib` to occupy the rest of the GPU, `--kernels older-cards` for
 what vLLM takes on such cards, and `--variant NAME[@GIB] [NAME=VALUE ...]` for several runs in one JSON, each in a
@@ -78,7 +77,7 @@ def parse_args() -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     rollout = add_command(commands, "rollout", "a run's time, memory and weights, at any settings", True)
     step = add_command(commands, "step", "the learner, alone and beside TRL's padded path", True)
-    step.add_argument("--lengths", help="CSV whose `completion` column gives the lengths of W2 and W3")
+    step.add_argument("--lengths", help="CSV whose `completion` column gives the lengths of W2")
     step.add_argument("--trl", action="store_true", help="measure TRL's padded path as well")
     for command in (rollout, step):
         command.add_argument("--free-gib", type=float, help="GiB of the GPU that the run gets (default: all)")
