@@ -4,7 +4,7 @@
 
     python scripts/bench.py rollout --model M --data D --out rollout.json
     python scripts/bench.py rollout --model M --data D --out small.json --free-gib 22 --set EXPERTS=shared
-    python scripts/bench.py rollout --model M --data D --out o.json --variant a EXPERTS=bf16 --variant b@22 EXPERTS=paged
+    python scripts/bench.py rollout --model M --data D --out o.json --variant a LORA_R=8 --variant b@22 EXPERTS=paged
     python scripts/bench.py step --model M --data D --out step.json --trl --lengths completions.csv
     python scripts/bench.py many --model M --data D --out many.json --gpus 1 2
     python scripts/bench.py faults --model M --data D --out faults.json

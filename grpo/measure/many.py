@@ -26,13 +26,13 @@ Results = Mapping[tuple[int, int], Mapping[str, Any]]  # what a child measured, 
 
 def many_child(options: argparse.Namespace) -> int:
     """One of torchrun's processes: three steps through the entry point. The one of rank 0 writes what they took."""
-    rank, prompts = int(os.environ["RANK"]), int(options.child.partition("x")[2])
+    rank, (ranks, prompts) = int(os.environ["RANK"]), map(int, options.child.split("x"))
     values: dict[str, Any] = {}
 
     def train(original: Callable[..., Any], trainer: Trainer, *arguments: Any, **named: Any) -> Any:
         values["startup_s"] = time.time() - float(os.environ[STARTED])
         adapter = [p for p in trainer.model.parameters() if p.requires_grad]
-        values["gradient_mb"] = sum(p.numel() for p in adapter) * 4 / 1e6
+        values["reduced_mb"] = 4 * sum(p.numel() for p in adapter) / 1e6 if ranks > 1 else 0.0
         return original(trainer, *arguments, **named)
 
     settings = {"USE_VLLM": int(torch.cuda.is_available()), "MAX_COMPLETION_LEN": TOKENS, "PROMPTS_PER_STEP": prompts}
@@ -70,7 +70,7 @@ def many_figures(results: Results, prompts: int) -> list[dict[str, Any]]:
             figure(f"{name}_learn_s", values["learn_s"], "s", "its learning, gradients added up"),
             figure(f"{name}_tok_s", tokens / values["step_s"], "tokens/s", "of the step"),
             figure(f"{name}_startup_s", values["startup_s"], "s", "from the command to the first step"),
-            figure(f"{name}_gradient_mb", values["gradient_mb"], "MB", "gradients of the adapter, in float32"),
+            figure(f"{name}_reduced_mb", values["reduced_mb"], "MB", "of gradients in float32 that are added up a step"),
         ]
         alone = results.get((1, prompts))
         if gpus > 1 and alone and count == prompts * gpus:

@@ -12,7 +12,7 @@ from conftest import CLEAN, ROOT
 
 from grpo.measure import many
 
-VALUES = {"step_s": 8.0, "rollout_s": 4.0, "learn_s": 3.0, "tokens_mean": 512.0, "startup_s": 90.0, "gradient_mb": 8.0}
+VALUES = {"step_s": 8.0, "rollout_s": 4.0, "learn_s": 3.0, "tokens_mean": 512.0, "startup_s": 90.0, "reduced_mb": 8.0}
 
 
 @pytest.mark.slow
@@ -26,7 +26,7 @@ def test_a_child_measures_two_processes(tiny, tmp_path, monkeypatch):
     values = many.run_many(options, 2, 3)
     assert values.keys() == VALUES.keys() | {"subject", "done"}
     assert 0 < values["rollout_s"] + values["learn_s"] < values["step_s"] * 1.01
-    assert values["gradient_mb"] == 15_360 * 4 / 1e6 and values["startup_s"] > 1 and values["tokens_mean"] <= 8
+    assert values["reduced_mb"] == 15_360 * 4 / 1e6 and values["startup_s"] > 1 and values["tokens_mean"] <= 8
     monkeypatch.setattr(many, "run_child", lambda *arguments: None)
     assert many.run_many(options, 2, 3) == values, "is not run again"
     options.set = [("MAX_COMPLETION_LEN", "9")]
