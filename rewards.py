@@ -10,14 +10,14 @@
     REWARDS=gsm8k                           # 1 where the number behind #### is that of the column `answer`
     REWARDS=my_rewards:score                # my_rewards.py in the current folder, function `score`
 
-Every reward function is called as TRL calls it, by keyword, with one list entry per completion:
+A reward function takes lists with one entry per completion:
 
-    function(*, prompts, completions, completion_ids, truncated, **columns) -> list[float | None]
+    function(completions, *, truncated, **columns) -> list[float | None]
 
-`completions` keep their Harmony tokens (they are decoded from `completion_ids`), `truncated` says which of them met
-`MAX_COMPLETION_LEN`, and `columns` holds every column of the file by its name, `reward_action_k` as numbers. `None` or
-NaN leaves a completion out of its group's mean and gives it no advantage (docs/data.md says what that teaches; there
-too: what your own functions get where rows are conversations).
+Those in this file get `completions` with their Harmony tokens; yours get what TRL gives them, by keyword, and these
+texts as `raw_completions` (docs/data.md, Your own rewards). `truncated` says which of them met `MAX_COMPLETION_LEN`,
+and `columns` holds every column of the file by its name, `reward_action_k` as numbers. `None` or NaN leaves a
+completion out of its group's mean and gives it no advantage (docs/data.md says what that teaches).
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import re
+import shlex
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,8 @@ from dataclasses import dataclass, field
 from operator import gt, le, lt
 from pathlib import Path
 from typing import Any
+
+from grpo.other_names import ANSWERS, COMMON, FOREIGN
 
 ROOT = Path(__file__).resolve().parents[1]
 log = logging.getLogger("train_grpo")
@@ -53,12 +56,13 @@ class Settings:
 
     TASK: str = setting("Data", "tes", "", "What is learned: other defaults of DATA, REWARDS, SYSTEM_PROMPT and more (docs/tasks.md).", choices=("tes", "gsm8k"))
     DATA: str = setting("Data", "data/tes_train.csv", "", "Training rows, separated by commas: CSV, JSON-lines and Parquet files, globs, data sets of the Hub (`org/name:config:split`).", tiny="data/tes_train_compact.csv", resume=True)
-    EVAL_DATA: str = setting("Data", "data/tes_heldout.csv", "", "Held-out rows, named as in DATA, for the evaluation before and after training.", tiny="data/tes_heldout_compact.csv", resume=True)
+    EVAL_DATA: str | None = setting("Data", None, "", "Held-out rows, named as in DATA, for the evaluations; `auto`: EVAL_SHARE of DATA is held out, and of the demo's DATA the rows that come with it.", resume=True)
+    EVAL_SHARE: float = setting("Data", 0.1, "share", "Share of DATA that is held out where EVAL_DATA is auto: whole days where rows carry a date, else whole prompts, 64 at most; 0 holds nothing out.", low=0, high=0.5)
     EVAL_SAMPLES: int = setting("Data", 4, "completions", "Completions per held-out prompt, and runs through the closed loop, in every evaluation; 0 skips them all.", tiny=8, low=0, high=1000, resume=True)
     EVAL_TEMPERATURE: float = setting("Data", 0.5, "", "Sampling temperature of every evaluation; beside it the greedy answer is measured.", above=0, high=10, resume=True)
     EVAL_STEPS: int = setting("Data", 50, "steps", "Steps between two evaluations while it trains; 0: only before and after.", tiny=100, low=0, resume=True)
     BEST_BY: str | None = setting("Data", None, "", "Figure by which the best adapter of the evaluated steps is kept: `plant` (regret of the closed loop) or `reward` (held-out); `auto`: plant where the closed loop runs.", choices=("plant", "reward"), resume=True)
-    EVAL_PROFILE: str = setting("Data", "data/profile_heldout.csv", "", "Hourly profiles for the closed loop before and after training; it runs where the held-out prompts are the TES plant's; empty skips it.", resume=True)
+    EVAL_PROFILE: str | None = setting("Data", None, "", "Hourly profiles for the closed loop before and after training, where the held-out prompts are the TES plant's; `auto`: the demo's for the demo's rows, else no closed loop; empty skips it.", resume=True)
     SYSTEM_PROMPT: str = setting("Data", "", "", "System message of rows that are not rendered and have none; gpt-oss's template puts it into the developer message.")
     REASONING_EFFORT: str = setting("Data", "medium", "", "Reasoning effort that the chat template writes into prompts which are not rendered yet.", tiny="low", choices=("low", "medium", "high"))
     PROMPT_DATE: str = setting("Data", "2025-11-06", "date", "Current date that the chat template writes, fixed so that a resumed run sees the same prompts.", date=True)
@@ -85,6 +89,7 @@ class Settings:
     TOP_P: float = setting("Rollouts", 1.0, "probability", "Nucleus sampling; below 1 the sampled and the trained distribution differ.", above=0, high=1)
 
     TOTAL_STEPS: int = setting("Learner", 100, "steps", "Optimizer steps of the whole run, resumed parts included.", tiny=400, low=1, resume=True)
+    NUM_TRAIN_EPOCHS: float | None = setting("Learner", None, "epochs", "Rounds over the training rows, in place of TOTAL_STEPS: that is then rows x NUM_TRAIN_EPOCHS / PROMPTS_PER_STEP, rounded up; `auto`: TOTAL_STEPS says.", above=0, high=1e6, resume=True)
     LEARNING_RATE: float = setting("Learner", 5e-5, "", "Peak learning rate of AdamW.", tiny=4e-3, above=0, high=1)
     LR_SCHEDULER: str = setting("Learner", "constant_with_warmup", "", "Learning-rate schedule; linear and cosine fall to 0 at TOTAL_STEPS, so the rate jumps up again where a finished run is given more steps.", tiny="linear", choices=("constant", "constant_with_warmup", "linear", "cosine"))
     WARMUP_STEPS: int = setting("Learner", 0, "steps", "Steps over which the learning rate rises from 0.", low=0)
@@ -117,69 +122,20 @@ class Settings:
 
 FIELDS = {f.name: f for f in dataclasses.fields(Settings)}
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
-# Names that other trainers use for our settings: worth a better answer than "unknown".
-ALIASES = {
-    "MODEL": "MODEL_ID", "MODEL_NAME": "MODEL_ID", "MAX_STEPS": "TOTAL_STEPS", "NUM_STEPS": "TOTAL_STEPS",
-    "LR": "LEARNING_RATE", "LORA_RANK": "LORA_R", "BATCH_SIZE": "PROMPTS_PER_STEP", "GROUP_SIZE": "NUM_GENERATIONS",
-    "MICRO_BATCH_SIZE": "MICRO_BATCH", "PER_DEVICE_TRAIN_BATCH_SIZE": "MICRO_BATCH",
-    "MAX_PROMPT_LENGTH": "MAX_PROMPT_LEN", "MAX_COMPLETION_LENGTH": "MAX_COMPLETION_LEN",
-    "MAX_NEW_TOKENS": "MAX_COMPLETION_LEN", "ATTN_IMPLEMENTATION": "ATTN_IMPL", "ATTENTION": "ATTN_IMPL",
-    "OVERRIDE": "OVERWRITE", "OVERWRITE_OUTPUT_DIR": "OVERWRITE", "EPOCHS": "TOTAL_STEPS", "NUM_TRAIN_EPOCHS": "TOTAL_STEPS",
-    "STEPS": "TOTAL_STEPS", "OUTDIR": "OUTPUT_DIR", "EVAL_EVERY": "EVAL_STEPS", "SAVE_EVERY": "SAVE_STEPS",
-    "MAX_TOKENS": "MAX_COMPLETION_LEN", "KL_BETA": "BETA", "REWARD_FUNC": "REWARDS", "REWARD": "REWARDS",
-    "RESUME_FROM": "RESUME", "VLLM_GPU_MEMORY_UTILIZATION": "VLLM_GPU_MEM",
-    "TRAIN_DATA": "DATA", "DATASET": "DATA", "DATASET_NAME": "DATA", "OUT_DIR": "OUTPUT_DIR", "KL_COEF": "BETA", "VLLM": "USE_VLLM", "TOP_K": "TOP_P",
-}  # fmt: skip
 # A task is a set of defaults; a new one is its entry here, its name among TASK's choices, and a reward function.
 TASKS: dict[str, dict[str, Any]] = {
     "tes": {},
     "gsm8k": {
-        "DATA": "data/gsm8k_train.jsonl", "EVAL_DATA": "data/gsm8k_heldout.jsonl", "REWARDS": "gsm8k", "EVAL_PROFILE": "",
+        "DATA": "data/gsm8k_train.jsonl", "REWARDS": "gsm8k",
         "SYSTEM_PROMPT": "Solve the problem. End your answer with #### and the number alone.",
     },
 }  # fmt: skip
 MAY_CHANGE = {name for name, spec in FIELDS.items() if spec.metadata["resume"]}
-# Settings and values that are gone -> what replaces them.
-REMOVED = {
-    "LOSS_IMPL": "Unset it: the loss is Liger's for every LOSS_TYPE, luspo included",
-    "ATTN_IMPL=flex_attention": "Set ATTN_IMPL=torch_flash (or auto), which replaces it",
+# Values that other programs take, and why they are refused here.
+REFUSED = {
+    "ATTN_IMPL=flex_attention": "it was removed: ATTN_IMPL=torch_flash (or auto) replaces it",
+    "ATTN_IMPL=sdpa": "it knows no attention sinks, so transformers refuses it for gpt-oss: take auto",
 }
-
-# Flags of the original script, TRL and Hugging Face -> what to do instead; {} is the flag's value. Those whose name is
-# near a setting's are found without a line here.
-FLAGS = {
-    "RESUME_FROM_CHECKPOINT": "set RESUME=auto, the default: the same command continues from the last checkpoint in OUTPUT_DIR",
-    "QUANTIZATION LOAD_IN_4BIT BNB_QUANT_TYPE DISABLE_DOUBLE_QUANT": "set EXPERTS=mxfp4 for the checkpoint's own 4 bits, bf16 (the default) for none",
-    "FULL_PRECISION": "set EXPERTS=bf16, the default",
-    "DATA_DIR": "set DATA='{}/*.csv'",
-    "TRAIN_FILE": "set DATA={}",
-    "MODEL_NAME_OR_PATH": "set MODEL_ID={}",
-    "INVALID_PENALTY": "set INVALID_REWARD={}",
-    "LR_SCHEDULER_TYPE": "set LR_SCHEDULER={}",
-    "LORA_TARGET_MODULES PEFT_TARGET_MODULES LORA_TARGET_PARAMETERS PEFT_TARGET_PARAMETERS": "set LORA_TARGETS={}",
-    "REWARD_FUNCS": "set REWARDS to the names: trl.rewards:... for those of trl, module:function for your own",
-    "REWARD_WEIGHTS": "write them into REWARDS, as name=weight,...",
-    "MIN_P REPETITION_PENALTY": "leave it out: sampled and trained distribution would differ",
-    "NUM_ITERATIONS": "leave it out: there is one optimizer step a rollout",
-    "PUSH_TO_HUB HUB_MODEL_ID": "leave it out, and `hf upload` the folder afterwards",
-    "Q_REWARD_MODE Q_TEMPERATURE": "set REWARDS=action for the CSV's reward_action_k, or regret for q_action_k",
-    "MASK_TRUNCATED_COMPLETIONS": "set MASK_TRUNCATED={}",
-    "VLLM_GPU_MEMORY_UTILIZATION": "set VLLM_GPU_MEM={}, or leave it out: it is planned",
-    "VLLM_IMPORTANCE_SAMPLING_CORRECTION": "set IS_CORRECTION=none to do without",
-    "VLLM_IMPORTANCE_SAMPLING_MODE": "set IS_CORRECTION={}",
-    "VLLM_IMPORTANCE_SAMPLING_CAP": "set IS_CLIP_MAX={}",
-    "DISABLE_GRADIENT_CHECKPOINTING": "set GRADIENT_CHECKPOINTING=0",
-    "OVERWRITE_OUTPUT_DIR": "set OVERWRITE=1, which deletes the run that is there",
-    "MAX_SEQ_LENGTH": "set MAX_PROMPT_LEN and MAX_COMPLETION_LEN, in tokens",
-    "NUM_TRAIN_EPOCHS EPOCHS": "set TOTAL_STEPS to rows x epochs / PROMPTS_PER_STEP",
-    "WARMUP_RATIO": "set WARMUP_STEPS to {} x TOTAL_STEPS",
-    "GRADIENT_ACCUMULATION_STEPS STEPS_PER_GENERATION GENERATION_BATCH_SIZE": "set PROMPTS_PER_STEP, the prompts of a whole step; micro-batches plan themselves",
-    "DRY_RUN": "write --check",
-    "METRICS_CSV GENERATIONS_CSV METRICS_EMA_ALPHA LOGGING_STEPS LOG_COMPLETIONS": "leave it out: every step is in metrics.csv and completions.csv",
-    "BF16 FP16 DTYPE TORCH_DTYPE COMPUTE_DTYPE DEVICE_MAP OPTIM USE_PEFT USE_LIGER_KERNEL USE_LIGER_LOSS TOKENIZER_NAME "
-    "TRUST_REMOTE_CODE DISABLE_FAST_TOKENIZER GRADIENT_CHECKPOINTING_KWARGS TORCH_COMPILE COMPILE_MODE COMPILE_FULLGRAPH "
-    "VLLM_MODE VLLM_ENABLE_SLEEP_MODE SKIP_SAVE_LORA SKIP_SAVE_MERGED": "leave it out: nothing to choose here",
-}  # fmt: skip
 
 
 def listed(text: str) -> list[str]:
@@ -277,6 +233,8 @@ def parse_value(name: str, text: str) -> Any:
         raise ValueError("it holds bytes that are not UTF-8")
     if optional and text.lower() == "auto":
         return None
+    if reason := REFUSED.get(f"{name}={text}"):
+        raise ValueError(reason)
     if kind == "bool":
         if text.lower() not in TRUE + FALSE:
             raise ValueError("expected auto, 1 or 0" if optional else "expected 1 or 0")
@@ -314,16 +272,28 @@ def parse_value(name: str, text: str) -> Any:
 def nearest_setting(variable: str) -> str | None:
     """The setting that an environment variable was probably meant to be, or None for somebody else's variable. Short
     names are matched but for their case and underscores (`SPEED` is not `SEED`), longer ones if they are alike."""
-    name = variable.upper().replace("-", "_")
-    known = ALIASES | {form: ours for ours in FIELDS for form in (ours.replace("_", ""), f"{ours}S")}
+    name = canonical_name(variable)
+    known = {form: ours for ours in FIELDS for form in (ours.replace("_", ""), f"{ours}S")}
     near = difflib.get_close_matches(name, [ours for ours in FIELDS if len(ours) > 4], 1, cutoff=0.83)
     return known.get(name) or known.get(name.replace("_", "")) or (near[0] if near else None)
+
+
+def canonical_name(word: str) -> str:
+    """A flag or a variable as settings are written: `--num-generations` as NUM_GENERATIONS."""
+    return word.lstrip("-").upper().replace("-", "_")
+
+
+def remedy(answer: str, value: str) -> str:
+    """An answer of grpo/other_names.py with the value in it; where the setting that it names refuses it, the reason."""
+    if answer.endswith("={}"):
+        setting = answer.removeprefix("set ").removesuffix("={}")
+        return next(iter(load_settings({setting: value})[2]), answer.replace("{}", shlex.quote(value) if value else ""))
+    return answer.replace("{}", value)
 
 
 def flag_answers(words: Sequence[str]) -> list[str]:
     """What to do instead, for each part of a command line that is no option here: `--num-generations 8: set
     NUM_GENERATIONS=8`. Where the setting would refuse the value, the reason."""
-    known = {name: answer for names, answer in FLAGS.items() for name in names.split()}
     answers, flags = [], []
     for word in words:
         if word.startswith("-") and not word[1:2].isdigit():
@@ -333,16 +303,33 @@ def flag_answers(words: Sequence[str]) -> list[str]:
         else:
             answers.append(f"{word}: settings stand before `python`")
     for flag, *values in flags:
-        word = flag.lstrip("-").upper().replace("-", "_")
-        name = word.removeprefix("NO_")
-        setting, value = nearest_setting(name), ",".join(values)
-        answer = known.get(name) or (f"set {setting}={{}}" if setting else "no such setting, --help lists them")
-        if answer.endswith("={}"):
-            setting = answer[len("set ") : -len("={}")]
-            value = value or ("" if "bool" not in FIELDS[setting].type else "1" if word == name else "0")
-            answer = next(iter(load_settings({setting: value})[2]), answer)
-        answers.append(f"{' '.join([flag, *values])}: {answer.replace('{}', value)}")
+        name, value = canonical_name(flag), ",".join(values)
+        positive = name.removeprefix("NO_")
+        setting = nearest_setting(positive)
+        answer = ANSWERS.get(positive) or (f"set {setting}={{}}" if setting else "no such setting, --help lists them")
+        if not value and answer.endswith("={}") and "bool" in FIELDS[answer[len("set ") : -len("={}")]].type:
+            value = "1" if name == positive else "0"
+        answers.append(f"{' '.join([flag, *values])}: {remedy(answer, value)}")
     return answers
+
+
+def unknown_variables(environ: Mapping[str, str]) -> tuple[Problems, list[str]]:
+    """Variables that look like settings and are none: (problems, warnings about words that any program may export)."""
+    problems, warnings = Problems(), []
+    for variable in sorted(set(environ) - set(FIELDS) - set(listed(environ.get("IGNORE_VARS", "")))):
+        name, ignore = canonical_name(variable), f"IGNORE_VARS={variable} if it belongs to another program"
+        value = environ[variable].strip().encode("utf-8", "backslashreplace").decode()
+        if name in FOREIGN.split() or (name in COMMON.split() and not value):
+            continue
+        if answer := ANSWERS.get(name):
+            fix = one_line(remedy(answer, value), 300)
+            if name in COMMON.split():
+                warnings.append(f"{variable} is set and is no setting: {fix}; or {ignore}")
+            else:
+                problems.add(variable, "no such setting", f"{fix[0].upper()}{fix[1:]}; or {ignore}")
+        elif meant := nearest_setting(variable):
+            problems.add(variable, f"no such setting, the nearest is {meant}", f"Write {meant}, or {ignore}")
+    return problems, warnings
 
 
 def load_settings(environ: Mapping[str, str]) -> tuple[Settings, dict[str, str], Problems]:
@@ -356,22 +343,14 @@ def load_settings(environ: Mapping[str, str]) -> tuple[Settings, dict[str, str],
             values[name], sources[name] = spec.metadata["tiny"], "tiny"
         if name in TASKS.get(task, {}):
             values[name], sources[name] = TASKS[task][name], task
-        text = environ.get(name)
-        if removed := REMOVED.get(f"{name}={text}".strip()):
-            problems.add(f"{name}={text}", "this value was removed", removed)
-        elif text is not None:
+        if (text := environ.get(name)) is not None:
             try:
                 values[name], sources[name] = parse_value(name, text), "environment"
             except ValueError as error:
                 default = show(values[name])
                 what = f"{one_line(repr(text), 200)} is not accepted, {error}"
                 problems.add(name, what, f"Unset it for the default ({default})")
-    for variable in sorted(set(environ) - set(FIELDS) - set(listed(values["IGNORE_VARS"]))):
-        if variable in REMOVED:
-            problems.add(variable, "this setting was removed", REMOVED[variable])
-        elif meant := nearest_setting(variable):
-            fix = f"Write {meant}, or IGNORE_VARS={variable} if it belongs to another program"
-            problems.add(variable, f"no such setting, the nearest is {meant}", fix)
+    problems.extend(unknown_variables(environ)[0])
     return Settings(**values), sources, problems
 
 

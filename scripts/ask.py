@@ -39,7 +39,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", metavar="MODEL_ID", help="base model (default: what the run or the adapter names)")
     parser.add_argument("--base", action="store_true", help="ask the base model, without the adapter")
     parser.add_argument("--serve", action="store_true", help="print how to serve it with vLLM, and start nothing")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)  # the prompt may also stand behind options
     if bool(args.csv) + (args.prompt is not None) + (args.serve and args.prompt is None) != 1:
         parser.error("give a prompt, or --csv FILE, or --serve (with a prompt or without)")
     if args.out and not args.csv:

@@ -16,8 +16,7 @@ bash scripts/setup.sh --cpu
 export MODEL_ID=tiny OUTPUT_DIR=${OUTPUT_DIR:-runs/demo}
 # The demo may be run again and again: only its own default folder is overwritten without being asked.
 if [ "$OUTPUT_DIR" = runs/demo ]; then export OVERWRITE=${OVERWRITE:-1}; fi
-# The tiny model is all small operations: more threads mostly wait for each other.
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_VISIBLE_DEVICES=""
+export CUDA_VISIBLE_DEVICES=""
 SECONDS=0
 "$VENV/bin/python" train_grpo.py
 echo "demo: training and evaluation took $SECONDS s; the adapter is in $OUTPUT_DIR, the download in $OUTPUT_DIR.zip"

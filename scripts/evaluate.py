@@ -1,14 +1,18 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Let a model control the plant hour by hour through held-out days, beside rules and the exact optimum.
+"""Score an adapter on any rows, or let it control the plant of the demo through held-out days.
 
-    python scripts/evaluate.py --adapter runs/first                 # a trained adapter (settings from its run)
-    python scripts/evaluate.py --adapter runs/first --base-too      # and its base model, on the same seeds
+    python scripts/evaluate.py runs/first --data my.csv             # mean reward on these rows (settings from its run)
+    python scripts/evaluate.py runs/first/best --data my.csv --base-too     # and that of its base model
+    python scripts/evaluate.py runs/first --data my.csv --rewards mine:score
+    python scripts/evaluate.py runs/first                           # without --data: the plant, in closed loop
     python scripts/evaluate.py --model tiny                         # a base model
-    python scripts/evaluate.py --adapter runs/first --profile profiles/*.csv --samples 8 --vote
+    python scripts/evaluate.py runs/first --profile profiles/*.csv --samples 8 --vote
 
-Every window is three days of a profile (docs/data.md) from 150 kWh. All windows are asked in one batch an hour; the
-answer moves the plant, and the plant's new state makes the next prompt. docs/evaluation.md defines every figure.
+With --data every row is answered and scored as the run scores its held-out rows. Without it the model controls the
+plant hour by hour, beside rules and the exact optimum: every window is three days of a profile (docs/data.md) from 150
+kWh. All windows are asked in one batch an hour; the answer moves the plant, and the plant's new state makes the next
+prompt. docs/evaluation.md defines every figure.
 Exit codes: 0 done, 2 bad input (every problem is named), 4 vLLM failed, 1 anything else.
 """
 
@@ -20,18 +24,26 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from grpo.evaluate.rows import evaluate_rows
 from grpo.evaluate.standalone import InputError, evaluate_adapter
 from grpo.rollout.engine import EngineError
+from grpo.run.best import read_best
 from grpo.settings import number
 from grpo.tasks.tes.plant import DECISION_DAYS, START_KWH, Plant
 from grpo.tasks.tes.record import table
+
+# Options of the closed loop, which --data has no use for.
+CLOSED_LOOP = ("profile", "vote", "hours_limit", "start_kwh", "prompt", "co2_column", "load_column")
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line; exits with code 2 on a wrong one."""
     about = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(description=about, allow_abbrev=False)
-    parser.add_argument("--adapter", type=Path, metavar="DIR", help="a run's folder, or one of its checkpoints")
+    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="a run's folder, its best/, or a checkpoint")
+    parser.add_argument("--adapter", type=Path, metavar="DIR", help="the same as RUN")
+    parser.add_argument("--data", nargs="+", metavar="FILE", help="score these rows, read as DATA is, instead")
+    parser.add_argument("--rewards", metavar="REWARDS", help="with --data: reward functions (default: the run's)")
     parser.add_argument("--base-too", action="store_true", help="evaluate the base model as well (with --adapter)")
     parser.add_argument("--model", metavar="MODEL_ID", help="base model (default: the adapter's run's, or MODEL_ID)")
     profiles = ["data/profile_heldout.csv"]
@@ -43,10 +55,18 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt", choices=("auto", "full", "compact"), default="auto", help="auto: as the held-out rows of the run (default %(default)s)")  # fmt: skip
     parser.add_argument("--co2-column", metavar="NAME", help="CO2 intensity [kg/kWh], where names do not tell")
     parser.add_argument("--load-column", metavar="NAME", help="cooling load [kW], where names do not tell")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="(default closed_loop.json in DIR, without --adapter in the current folder)")  # fmt: skip
+    out = "(default closed_loop.json in RUN, with --data evaluation-NAME.json; without RUN in the current folder)"
+    parser.add_argument("--out", type=Path, metavar="FILE", help=out)
     args = parser.parse_args(argv)
+    if args.run and args.adapter:
+        parser.error("--adapter: it is the same as RUN, give one of the two")
+    args.adapter = args.adapter or args.run
+    if args.rewards and not args.data:
+        parser.error("--rewards: only with --data")
+    if other := [name for name in CLOSED_LOOP if args.data and getattr(args, name) != parser.get_default(name)]:
+        parser.error(f"--{other[0].replace('_', '-')}: only without --data")
     if args.base_too and args.adapter is None:
-        parser.error("--base-too: only with --adapter; without it the base model is what is evaluated")
+        parser.error("--base-too: only with --adapter or RUN; without it the base model is what is evaluated")
     if args.vote and (args.samples == 1 or (args.samples is None and args.adapter is None)):
         parser.error("--vote: needs --samples of 2 or more, or there is nothing to count")
     return args
@@ -54,16 +74,23 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
+    args = parse_args(argv)
     try:
-        record, path = evaluate_adapter(parse_args(argv))
+        if args.data:
+            text, path = evaluate_rows(args)
+        else:
+            record, path = evaluate_adapter(args)
+            text = table(record)
     except InputError as error:
         print(*error.args, sep="\n", file=sys.stderr)
         return 2
     except EngineError as error:
         print(f"vLLM: {error}", file=sys.stderr)
         return 4
-    print(table(record))
+    print(text)
     print(f"written: {path}")
+    if args.adapter and (best := read_best(args.adapter).get("in_words")):
+        print(f"({args.adapter} holds the last step's adapter; {best}: {args.adapter / 'best'})", file=sys.stderr)
     return 0
 
 

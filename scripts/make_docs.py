@@ -21,8 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.run.logs import COMPLETIONS, METRICS
-from grpo.settings import ROOT, Settings, fold, settings_table, show
-from grpo.verl.options import RL, SFT, VALUES, WITHOUT
+from grpo.settings import ROOT, fold, settings_table
 
 ROLLOUT_RECORDS = {
     "`merge`, H200": "rollout-h200.json", "`lora`, H100": "rollout-lora-h100.json", "`lora`, experts too, H200": "expert-lora-h200.json",
@@ -155,21 +154,6 @@ def attention_table() -> str:
     return table(header, rows) + f"\n\n{source}"
 
 
-def verl_options() -> str:
-    """Each setting that verl knows, its options there, and the values that it has a word for."""
-    given = Settings(ATTN_IMPL="eager", VLLM_GPU_MEM=0.4)  # these are left to the YAML where they are `auto`
-    rows = []
-    for name in RL:
-        keys = [", ".join(f"`{key}`" for key in side[name](given)) if name in side else "" for side in (RL, SFT)]
-        rows.append([f"`{name}`", *keys, ", ".join(show(value) for value in VALUES.get(name, ()))])
-    return table(["Setting", "PPO and GRPO", "SFT", "values, where not all"], rows)
-
-
-def verl_without() -> str:
-    """Each setting without a counterpart in verl, and why."""
-    return table(["Setting", "because"], [[f"`{name}`", why] for name, why in WITHOUT.items()])
-
-
 # Pages, and what stands on them between `<!-- NAME: begin -->` and `<!-- NAME: end -->`.
 GENERATED: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"measured": headline, "key settings": key_settings},
@@ -189,7 +173,6 @@ GENERATED: dict[str, dict[str, Callable[[], str]]] = {
         "attention figures": attention_table,
     },
     "docs/clusters.md": {"many figures": functools.partial(crossed_table, "many-gpus.json", MANY_WAYS, MANY_FIGURES)},
-    "docs/verl.md": {"verl options": verl_options, "verl without": verl_without},
 }
 
 

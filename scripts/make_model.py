@@ -7,8 +7,9 @@
     python scripts/make_model.py check checkpoints/full   # names, types, shapes
 
 ``tiny`` has a few hundred thousand parameters, its own tokenizer and a supervised warm-up on synthetic TES prompts: it
-answers in the right format and reads the numbers, but does not know which action is better: that is left to GRPO. ``full`` has gpt-oss-20b's shapes and noise for weights: it
-costs what the real model costs in memory and time and answers nothing. docs/models.md says what each can show.
+answers in the right format and reads the numbers, but does not know which action is better: that is left to GRPO.
+``full`` has gpt-oss-20b's shapes and noise for weights: it costs what the real model costs in memory and time, and
+answers nothing. docs/models.md says what each can show.
 
 Both are written in the MXFP4 layout of openai/gpt-oss-20b. What is simplified: ``full`` does not imitate the
 statistics of trained weights, only a scale at which activations stay finite.
@@ -28,10 +29,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.settings import fold
 
-SIZES = """{path}: {parameters:,} parameters in {tensors} tensors, {files} file(s), {bytes:,} bytes; names, types and shapes \
-are what transformers expects"""
-FIGURES = """{explained:.0%} of what there is to read is read; at temperature 1: parse rate {parse_rate:.3f}, mean reward \
-{reward:.3f} (greedy {greedy:.3f}, random {random:.3f}, best constant {best_constant:.3f}, oracle {oracle:.3f})"""
+SIZES = """{path}: {parameters:,} parameters in {tensors} tensors, {files} file(s), {bytes:,} bytes; \
+names, types and shapes are what transformers expects"""
+FIGURES = """{explained:.0%} of what there is to read is read; at temperature 1: parse rate {parse_rate:.3f}, \
+mean reward {reward:.3f} (greedy {greedy:.3f}, random {random:.3f}, best constant {best_constant:.3f}, oracle \
+{oracle:.3f})"""
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

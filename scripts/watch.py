@@ -43,8 +43,9 @@ from grpo.settings import fold
 
 WIDTH = 40  # cells of a sparkline
 BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
-# What start_logging writes: `12:07:54 W train_grpo: ...`, of a warning, an error or a critical message.
-WARNING = re.compile(r"^\d\d:\d\d:\d\d [WEC] ")
+# What start_logging writes: `12:07:54 W train_grpo: ...`, of a warning, an error or a critical message, or in the lines
+# below it a box (`banner_text`).
+WARNING = re.compile(r"^(\d\d:\d\d:\d\d [WEC] [^\n]*?: )(?:\n=+\n\| (.*) \|$|(.*)$)", re.MULTILINE)
 DONE = "complete"
 WARNINGS = 4  # lines shown
 LONGEST = 300  # characters of one
@@ -104,12 +105,14 @@ def is_running(folder: Path) -> bool:
 
 
 def read_warnings(path: Path) -> list[str]:
-    """The last warnings, errors and critical messages of training.log, their first lines, oldest first."""
-    lines: list[str] = []
+    """The last warnings, errors and critical messages of training.log, oldest first: the first line of each, or what
+    stands in its box."""
+    text = ""
     with contextlib.suppress(OSError):
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    lines = [line[:LONGEST] + " ..." * (len(line) > LONGEST) for line in lines if WARNING.match(line)]
-    return [re.sub(r"[\x00-\x1f\x7f-\x9f]", " ", line) for line in lines[-WARNINGS:]]  # they would act on the terminal
+        text = path.read_text(encoding="utf-8", errors="replace")
+    lines = [head + (boxed or first) for head, boxed, first in WARNING.findall(text)[-WARNINGS:]]
+    lines = [line if len(line) <= LONGEST else f"{line[:LONGEST]} ..." for line in lines]
+    return [re.sub(r"[\x00-\x1f\x7f-\x9f]", " ", line) for line in lines]  # they would act on the terminal
 
 
 def time_left(state: State) -> str:
@@ -157,7 +160,8 @@ def frame(state: State) -> RenderableType:
     ]
     if not math.isnan(last["gpu_peak_gib"]):
         most = metrics["gpu_peak_gib"].max()
-        lines.append(("GPU memory", f"{last['gpu_peak_gib']:.1f} GiB   most so far {most:.1f} GiB"))
+        busy = "" if math.isnan(last["gpu_utilization"]) else f"   busy {last['gpu_utilization']:.0f} % of the step"
+        lines.append(("GPU", f"{last['gpu_peak_gib']:.1f} GiB, most so far {most:.1f} GiB{busy}"))
     if not math.isnan(last["logp_diff_mean"]):
         lines.append(("mismatch", f"{last['logp_diff_mean']:.4f} nats on average between vLLM and trainer"))
     if len(measured := metrics[metrics["heldout_reward"].notna()]):
@@ -183,9 +187,9 @@ def follow(folder: Path, console: Console, every: float = 1.0) -> None:
             state = read_state(folder)
             if live:
                 live.update(frame(state), refresh=True)
-            elif (state.step, state.said) != seen:
+            elif (state.step, state.total, state.said) != seen:
                 console.print(frame(state), "")
-            seen = state.step, state.said
+            seen = state.step, state.total, state.said
             if state.said == DONE:
                 return
             time.sleep(every)

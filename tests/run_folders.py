@@ -22,7 +22,7 @@ def metrics_row(step: int, **cells: object) -> dict[str, object]:
     return row | cells
 
 
-GPU = {"entropy": 0.5, "logp_diff_mean": 0.02, "logp_diff_max": 0.9, "is_ratio_mean": 1.01, "wake_s": 0.4, "handover_s": 0.1, "sleep_s": 0.1, "gpu_peak_gib": 61.5}  # fmt: skip
+GPU = {"entropy": 0.5, "logp_diff_mean": 0.02, "logp_diff_max": 0.9, "is_ratio_mean": 1.01, "wake_s": 0.4, "handover_s": 0.1, "sleep_s": 0.1, "gpu_peak_gib": 61.5, "gpu_utilization": 87.4}  # fmt: skip
 
 
 def write_run(folder: Path, metrics: list[dict], completions: list[dict] | None = None, **files: dict) -> Path:

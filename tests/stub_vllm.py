@@ -190,7 +190,7 @@ class StubLLM:
             adapter[module] = a.to(dtype), (b * (config["lora_alpha"] / config["r"])).to(dtype)
         return adapter
 
-    def generate(self, prompts: Sequence[Any], sampling_params: Any, use_tqdm: bool = True, lora_request: Any = None):
+    def generate(self, prompts: Sequence[Any], sampling_params: Any, use_tqdm: Any = True, lora_request: Any = None):
         self._called("generate")
         self.requests.append(lora_request)
         self.active = {}
@@ -209,9 +209,13 @@ class StubLLM:
             each = sampling_params if isinstance(sampling_params, list) else [sampling_params] * len(rows)
             if len(each) != len(rows):
                 raise ValueError(f"{len(rows)} prompts with {len(each)} sampling parameters")
-            if each[0].prompt_logprobs is not None:
-                return [self._score(row) for row in rows]
-            return self._sample(rows, each)
+            scored = each[0].prompt_logprobs is not None
+            outputs = [self._score(row) for row in rows] if scored else self._sample(rows, each)
+        bar = use_tqdm(total=len(rows), desc="Processed prompts")
+        for _ in outputs:
+            bar.update(1)
+        bar.close()
+        return outputs
 
     def _report(self, values: torch.Tensor) -> list[float]:
         noise = torch.randn(values.shape, generator=self.noise_generator) * self.noise

@@ -14,10 +14,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from grpo.verl.commands import VERSION
-
-SHELL_SCRIPTS = [*sorted(f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*.sh")), ".ci/run"]
-SHELL_SCRIPTS += ["scripts/verl/node.sbatch"]
+SHELL_SCRIPTS = [*sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "scripts").rglob("*.sh")), ".ci/run"]
 # vLLM pins the GPU set's torch and torch pins its triton, so these two may differ; nothing else may.
 MAY_DIFFER = {"torch", "triton"}
 
@@ -54,11 +51,12 @@ def test_the_sets_are_in_step():
 
 
 def test_verls_set_differs_where_verl_holds_it_back():
-    """verl 0.9.1 takes transformers below 5.11; the options of grpo/verl/ are those of its version."""
+    """verl 0.9.1 takes transformers below 5.11; the options of scripts/verl/ are those of its version."""
+    version = re.search(r'^VERSION = "(.*)"$', (ROOT / "scripts/verl/run.py").read_text(), re.MULTILINE)[1]
     assert {name for name in GPU.keys() & VERL.keys() if GPU[name].specifier != VERL[name].specifier} == {
         "transformers"
     }
-    assert VERL["verl"].specifier == SpecifierSet(f"=={VERSION}")
+    assert VERL["verl"].specifier == SpecifierSet(f"=={version}")
 
 
 @pytest.mark.parametrize("found", [GPU, CPU])

@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import math
+import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -14,18 +18,17 @@ from conftest import CLEAN, ROOT, run_script
 from hypothesis import strategies as st
 from machines import only
 
+from grpo.other_names import ANSWERS, COMMON, FOREIGN, INSTEAD, SAME, UNSUPPORTED
 from grpo.settings import (
-    ALIASES,
     FIELDS,
-    FLAGS,
     MAY_CHANGE,
-    REMOVED,
     Settings,
     flag_answers,
     load_settings,
     nearest_setting,
     parse_value,
     show,
+    unknown_variables,
 )
 
 ACCEPTED = [
@@ -120,13 +123,13 @@ def test_any_text_is_a_value_or_one_line(name, text):
 
 NEAR = [
     ("LEARING_RATE", "LEARNING_RATE"), ("learning_rate", "LEARNING_RATE"), ("LEARNINGRATE", "LEARNING_RATE"),
-    ("TOTAL_STEP", "TOTAL_STEPS"), ("NUM_GENERATION", "NUM_GENERATIONS"), ("MAX_STEPS", "TOTAL_STEPS"),
-    ("LORA_RANK", "LORA_R"), ("MAX_COMPLETION_LENGTH", "MAX_COMPLETION_LEN"), ("ATTN_IMLP", "ATTN_IMPL"), ("LR", "LEARNING_RATE"),
-    ("TOP_K", "TOP_P"), ("LEARNIN_RAET", "LEARNING_RATE"), ("packing_", "PACKING"), ("TASKS", "TASK"), ("SEEDS", "SEED"), ("OVERRIDE", "OVERWRITE"), ("EPOCHS", "TOTAL_STEPS"),
+    ("TOTAL_STEP", "TOTAL_STEPS"), ("NUM_GENERATION", "NUM_GENERATIONS"), ("ATTN_IMLP", "ATTN_IMPL"),
+    ("LEARNIN_RAET", "LEARNING_RATE"), ("packing_", "PACKING"), ("TASKS", "TASK"), ("SEEDS", "SEED"),
 ]  # fmt: skip
 STRANGERS = [
     "PATH", "HOME", "SPEED", "DATE", "DATE_FORMAT", "SHELL", "TERM", "LANG", "DATABASE", "VLLM_USE_V1", "HF_HOME",
-    "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "WANDB_PROJECT", "META", "MODEL_PATH", "MODEL_DIR", "WARMUP_RATIO", "HOSTNAME", "LOGNAME",
+    "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "WANDB_PROJECT", "META", "MODEL_PATH", "MODEL_DIR", "HOSTNAME",
+    "LOGNAME",
 ]  # fmt: skip
 
 
@@ -140,7 +143,67 @@ def test_near_misses_name_the_setting(variable, setting):
 
 @pytest.mark.parametrize("variable", STRANGERS)
 def test_other_programs_variables_are_left_alone(variable):
-    assert nearest_setting(variable) is None
+    assert unknown_variables({variable: "1"}) == ([], [])
+
+
+ERRORS = [  # variable, value, the remedy
+    ("EPOCHS", "3", "Set NUM_TRAIN_EPOCHS=3"),
+    ("num-epochs", "3", "Set NUM_TRAIN_EPOCHS=3"),
+    ("LR", "1e-4", "Set LEARNING_RATE=1e-4"),
+    ("LR", "0", "LEARNING_RATE: '0' is not accepted, must be above 0"),
+    ("TOP_K", "50", "Leave it out: like TOP_P below 1"),
+    ("MIN_P", "0.1", "trl/issues/6789"),
+    ("REPETITION_PENALTY", "1.1", "trl/issues/6789"),
+    ("WARMUP_RATIO", "0.1", "Set WARMUP_STEPS to 0.1 x TOTAL_STEPS"),
+    ("GRADIENT_ACCUMULATION_STEPS", "4", "x gradient_accumulation_steps x GPUs / num_generations"),
+    ("TRAIN_BATCH_SIZE", "4", "Set PROMPTS_PER_STEP"),
+    ("REWARD_FUNCS", "mine", "module:function"),
+    ("NUM_ITERATIONS", "2", "one optimizer step a rollout"),
+    ("LOAD_IN_4BIT", "1", "Set EXPERTS=mxfp4"),
+    ("QUANTIZATION", "4bit", "Set EXPERTS=mxfp4"),
+    ("VLLM_MODE", "server", "vLLM runs inside"),
+    ("MAX_SEQ_LENGTH", "2048", "MAX_PROMPT_LEN and MAX_COMPLETION_LEN"),
+    ("USE_LIGER_LOSS", "1", "this program's own"),
+    ("TORCH_COMPILE", "1", "this program's own"),
+    ("VLLM_ENFORCE_EAGER", "1", "Set VLLM_EAGER=1"),
+    ("ATTN_IMPLEMENTATION", "sdpa", "attention sinks"),
+]
+
+
+@pytest.mark.parametrize(("variable", "value", "words"), ERRORS)
+def test_variables_of_other_trainers_are_errors_with_the_remedy(variable, value, words):
+    problem = only(load_settings({variable: value})[2])
+    assert problem.startswith(f"{variable}: no such setting. ") and words in problem
+    assert f"or IGNORE_VARS={variable} if it belongs" in problem and not unknown_variables({variable: value})[1]
+    assert not load_settings({variable: value, "IGNORE_VARS": variable})[2]
+
+
+def test_words_that_any_program_may_export_are_no_errors():
+    for variable in COMMON.split():
+        problems, warnings = unknown_variables({variable: "3"})
+        assert not problems and only(warnings).startswith(f"{variable} is set and is no setting: ")
+        assert (
+            unknown_variables({variable: "3", "IGNORE_VARS": variable})
+            == unknown_variables({variable: " "})
+            == ([], [])
+        )
+    assert "set TOTAL_STEPS=3; or IGNORE_VARS=STEPS" in only(unknown_variables({"STEPS": "3"})[1])
+    assert "set OUTPUT_DIR='runs/my run'; or" in only(unknown_variables({"OUT": "runs/my run"})[1])
+    for variable in FOREIGN.split():
+        assert unknown_variables({variable: "3"}) == ([], [])
+
+
+def test_a_variable_that_no_log_can_hold_is_escaped():
+    for variable in ("OUT", "DATA_DIR"):
+        assert only(unknown_variables({variable: "days\udcff"})[1]).isascii()
+
+
+def test_every_field_of_trls_own_configurations_is_a_setting_or_has_an_answer():
+    """TRL's GRPOConfig with all that it inherits from TrainingArguments, ModelConfig and ScriptArguments."""
+    trl = pytest.importorskip("trl")
+    classes = (trl.GRPOConfig, trl.ModelConfig, trl.ScriptArguments)
+    names = {field.name.upper() for kind in classes for field in dataclasses.fields(kind)}
+    assert len(names) > 200 and not names - set(FIELDS) - set(ANSWERS)
 
 
 def test_tiny_has_defaults_of_its_own_which_the_environment_overrides():
@@ -184,6 +247,32 @@ for path in ["train_grpo.py", *sorted(map(str, pathlib.Path("scripts").glob("*.p
     assert [line for line in done.stdout.splitlines() if len(line) > 100] == []
 
 
+@pytest.mark.parametrize("option", ["--help", "--check"])
+def test_a_reader_that_has_gone_ends_it_quietly(option):
+    """`--help | head`: here the reader has gone before the first line."""
+    command = [sys.executable, str(ROOT / "train_grpo.py"), option]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, env=CLEAN | {"MODEL_ID": "tiny"}, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert done.returncode in (0, 128 + signal.SIGPIPE) and not done.stderr, "0: all was written at once, at the end"
+
+
+ENTRIES = ["train_grpo.py", "scripts/ask.py", "scripts/evaluate.py", "scripts/sft.py", "scripts/report.py"]
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_an_older_python_is_told_in_one_line(entry):
+    """Its version is all that is pretended; what such a Python compiles is in the grammar of 3.8."""
+    for path in (entry, "grpo/__init__.py"):
+        ast.parse((ROOT / path).read_text(encoding="utf-8"), feature_version=(3, 8))
+    code = "import runpy, sys; sys.version_info = (3, 8, 18, 'final', 0); del sys.argv[0]; "
+    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code, entry], env=CLEAN, cwd=ROOT, capture_output=True, text=True)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and line.startswith("needs Python 3.11 or newer, and ") and "is 3.8.18: see" in line
+
+
 def test_unknown_options_are_refused():
     done = run_script("TOTAL_STEPS=5", MODEL_ID="tiny")
     assert done.returncode == 2 and "unrecognized arguments: TOTAL_STEPS=5" in done.stderr
@@ -197,8 +286,11 @@ ANSWERED = [
     ("--use-vllm", "set USE_VLLM=1"), ("--no-mask-truncated-completions", "set MASK_TRUNCATED=0"), ("--data-dir days", "set DATA='days/*.csv'"),
     ("--lora-target-modules q_proj v_proj", "set LORA_TARGETS=q_proj,v_proj"),
     ("--lora_target_parameters 7.mlp.experts.down_proj", "set LORA_TARGETS=7.mlp.experts.down_proj"), ("--bf16", "leave it out"),
-    ("--attn-implementation flex_attention", "Set ATTN_IMPL=torch_flash"), ("--seed", "expected a whole number"),
-    ("--num-generations 1", "must be at least 2"), ("--fsdp full_shard", "no such setting"), ("SEED=5", "before `python`"),
+    ("--attn-implementation flex_attention", "ATTN_IMPL=torch_flash (or auto) replaces it"),
+    ("--top_k 20", "leave it out: like TOP_P"), ("--epochs 3", "set NUM_TRAIN_EPOCHS=3"), ("--seed", "expected a whole number"),
+    ("--num-generations 1", "must be at least 2"),
+    ("--fsdp full_shard", "leave it out: every process"),
+    ("--lives 9", "no such setting"), ("SEED=5", "before `python`"),
 ]  # fmt: skip
 
 
@@ -209,20 +301,18 @@ def test_flags_of_other_trainers_are_answered_with_the_setting(typed, answer):
 
 
 def test_every_answer_to_a_flag_names_settings_and_values_that_are_accepted():
-    names = [name for flags in FLAGS for name in flags.split()]
-    assert len(names) == len(set(names)) and not set(names) & set(FIELDS)
+    names = [name for table in (SAME, INSTEAD, UNSUPPORTED) for group in table.values() for name in group.split()]
+    assert len(names) == len(set(names)) == len(ANSWERS) and not set(names) & set(FIELDS)
+    assert set(SAME) <= set(FIELDS) and set(COMMON.split() + FOREIGN.split()) <= set(names)
     for name in names:
         (line,) = flag_answers([f"--{name.lower()}"])
         for setting, value in re.findall(r"\b([A-Z_]{4,})(?:=([\w.]+))?", line):
+            if setting in ("CUDA_VISIBLE_DEVICES", "GRPO", "LORA", "GPU"):  # no settings, and not named as such
+                continue
             assert setting in FIELDS and not (value and load_settings({setting: value})[2]), line
     done = run_script("--num-generations", "8", "--check", "--quantization", "4bit")
     answers = ["--num-generations 8: set NUM_GENERATIONS=8", "--quantization 4bit: set EXPERTS=mxfp4"]
     assert done.returncode == 2 and not done.stdout and all(f"\n  {answer}" in done.stderr for answer in answers)
-
-
-def test_aliases_point_at_settings():
-    assert set(ALIASES.values()) <= set(FIELDS)
-    assert not (set(ALIASES) | set(REMOVED)) & set(FIELDS)
 
 
 GONE = [("LOSS_IMPL", "trl", "luspo"), ("ATTN_IMPL", "flex_attention", "torch_flash")]

@@ -17,19 +17,24 @@ from grpo.data.files import Row
 from grpo.data.scoring import load_rewards, reward_specs
 from grpo.learn.trainer import RunContext, Trainer
 from grpo.model.load import load_model, load_tokenizer
+from grpo.plan.hub import read_json
+from grpo.plan.memory import Plan
 from grpo.preflight.choices import choose_rewards, choose_scale_rewards
-from grpo.preflight.hub import read_json
-from grpo.preflight.memory import Plan
 from grpo.run.ranks import Ranks
 from grpo.run.signals import StopRequest
 from grpo.settings import Settings
 
 
-def build(settings, tiny, folder, ranks=None):
-    """A trainer on the tiny model over four rows, built as `train_grpo.train` builds it."""
+def four_rows():
+    """Rendered prompts with four actions."""
     prompts = [RENDERED.format(f"hour {8 + i} store 50 load 30") for i in range(4)]
     columns = {f"reward_action_{k}": k / 10 for k in range(4)}
-    rows = [Row("t.csv", i + 1, (("rendered", p),), (0.1, 0.2, 0.3, 0.4), columns, p) for i, p in enumerate(prompts)]
+    return [Row("t.csv", i + 1, (("rendered", p),), (0.1, 0.2, 0.3, 0.4), columns, p) for i, p in enumerate(prompts)]
+
+
+def build(settings, tiny, folder, ranks=None, rows=None):
+    """A trainer on the tiny model, over four rows unless told otherwise, built as `train_grpo.train` builds it."""
+    rows = rows or four_rows()
     plan = Plan(0, 0, 0, 0, settings.MICRO_BATCH or 2, "test", 4, "test")
     specs = reward_specs(choose_rewards(settings.REWARDS, rows)[0])
     scale = choose_scale_rewards(settings.SCALE_REWARDS, [name for name, _ in specs])[0]
@@ -43,10 +48,12 @@ def build(settings, tiny, folder, ranks=None):
     )
 
 
-def make(tiny, folder, ranks=None, **changes):
+def make(tiny, folder, ranks=None, rows=None, **changes):
     """A trainer with few, short completions."""
     small = {"PROMPTS_PER_STEP": 2, "NUM_GENERATIONS": 2, "MAX_COMPLETION_LEN": 8, "TOTAL_STEPS": 2, "SEED": 3}
-    return build(Settings(**{"MODEL_ID": "tiny", "OUTPUT_DIR": str(folder)} | small | changes), tiny, folder, ranks)
+    return build(
+        Settings(**{"MODEL_ID": "tiny", "OUTPUT_DIR": str(folder)} | small | changes), tiny, folder, ranks, rows
+    )
 
 
 def plain_float32(trainer):

@@ -13,15 +13,15 @@ import json
 import math
 import os
 import re
-import time
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from grpo.data.formats import Record, Table, UnreadableFile, is_dataset, read_dataset, reader_of
+from grpo.phases import with_progress
 from grpo.settings import MOST_REWARD, ROOT, Problems, is_text, listed, one_line, path_fault, read_number
 
 INDEX = "(0|[1-9][0-9]{0,5})"
@@ -31,23 +31,10 @@ ODD_COLUMN = re.compile(rf"(?:reward|q)_action_(?!{INDEX}\Z)\d+")  # too many di
 # Keyword arguments that TRL and this project give to reward functions: a CSV column of that name goes by `csv_NAME`.
 RESERVED_ARGUMENTS = {
     "prompt", "prompts", "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric",
-    "environments", "truncated", "prompt_id", "invalid_reward", "prompt_messages",
+    "environments", "truncated", "prompt_id", "invalid_reward", "raw_completions", "rendered_prompts",
 }  # fmt: skip
 PROMPT_COLUMNS = ("prompt", "user", "question")
 SHOWN = 20  # problems listed per file: the rest is counted
-SAY_EVERY = 5.0  # seconds between two lines about work that takes longer
-Item = TypeVar("Item")
-
-
-def told(what: str, items: Iterable[Item], total: int | None = None, each: int = 1) -> Iterator[Item]:
-    """The same items of `each` rows, and on the screen a line every SAY_EVERY seconds: what is done with them, and to how
-    many so far."""
-    began = said = time.monotonic()
-    for done, item in enumerate(items):
-        if (now := time.monotonic()) - said >= SAY_EVERY:
-            said = now
-            print(f"{what}: {done * each:,}{f' of {total:,}' if total else ''} rows, {now - began:.0f} s", flush=True)
-        yield item
 
 
 @dataclass(frozen=True)
@@ -62,7 +49,7 @@ class Row:
     columns: dict[str, Any]
     prompt: str = ""
     q: tuple[float, ...] = ()
-    conversational: bool = False  # the file gave messages: reward functions of the user's get such, too
+    conversational: bool = False  # the file gave messages, and so reward functions get messages
 
     @property
     def id(self) -> str:
@@ -278,7 +265,7 @@ def read_file(
         header, records = read()
         actions = check_header(name, header, mine)
         made = make_rows(name, header, records(mine), actions * rewards, system, mine) if not mine else ()
-        rows = list(told(f"reading {name}", made))
+        rows = list(with_progress(f"reading {name}", made))
     except UnreadableFile as error:
         problems.add(*error.args)
         return []
@@ -324,9 +311,31 @@ def data_fingerprint(rows: Sequence[Row]) -> str:
     return digest.hexdigest()
 
 
-def reward_columns(row: Row, actions: int) -> dict[str, Any]:
-    """The columns of a row as keyword arguments of a reward function; a file with fewer actions is filled with None."""
-    columns = {f"reward_action_{k}": None for k in range(actions)}
-    columns |= {(f"csv_{name}" if name in RESERVED_ARGUMENTS else name): value for name, value in row.columns.items()}
+def data_prompt(row: Row) -> str | list[dict[str, Any]]:
+    """The prompt as it stands in the data, which is what TRL hands to reward functions: text, or a list of messages."""
+    role, first = row.messages[0]
+    if role == "rendered":
+        return first
+    cells = row.columns
+    if isinstance(talk := as_conversation(cells.get("prompt")), list):
+        return talk
+    name = next((name for name in PROMPT_COLUMNS if not is_blank(cells.get(name) or "")), None)
+    text = cells[name] if name else row.messages[-1][1]
+    if not row.conversational:
+        return text
+    system = cells.get("system") or ""
+    messages = [{"role": "user", "content": text}]
+    return messages if is_blank(system) else [{"role": "system", "content": system}, *messages]
+
+
+def reward_columns(row: Row) -> dict[str, Any]:
+    """The columns of a row as keyword arguments of a reward function."""
+    columns = {(f"csv_{name}" if name in RESERVED_ARGUMENTS else name): value for name, value in row.columns.items()}
     columns |= {f"q_action_{k}": value for k, value in enumerate(row.q)}
-    return columns | {"prompt_id": row.id, "prompt_messages": row.messages if row.conversational else None}
+    return columns | {"prompt_id": row.id}
+
+
+def column_names(rows: Iterable[Row]) -> list[str]:
+    """The names of `reward_columns` of all these rows, in order: reward functions get every column with every row."""
+    kinds = {tuple(row.columns): row for row in rows}  # one row of each set of columns
+    return list(dict.fromkeys(name for row in kinds.values() for name in reward_columns(row)))

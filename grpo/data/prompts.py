@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo.data.files import SHOWN, Row, told
+from grpo.data.files import SHOWN, Row
+from grpo.phases import with_progress
 from grpo.settings import Problems, Settings, described
 
 ANSWER_BEFORE, ANSWER_AFTER = "<|channel|>final<|message|>[", "]<|return|>"
@@ -77,7 +78,7 @@ def render_rows(
     """The rows with their prompts rendered, and the longest prompt in tokens; prompts over MAX_PROMPT_LEN are problems, and
     so are a template or a tokenizer that fail (then the rows come back as they were, with 0)."""
     where, rendered = f"MODEL_ID={settings.MODEL_ID}", []
-    for row in told("rendering prompts", rows, len(rows)):
+    for row in with_progress("rendering prompts", rows, total=len(rows)):
         if row.messages[0][0] == "rendered":
             prompt = row.messages[0][1]
         elif template is None:
@@ -129,7 +130,8 @@ def count_tokens(tokenizer: Path, prompts: Sequence[str]) -> dict[str, int]:
     def count(texts: Sequence[str]) -> list[int]:
         return [len(one) for one in loaded.encode_batch_fast(texts)]
 
-    for start in told("counting tokens", range(0, len(prompts), AT_ONCE), len(prompts), AT_ONCE):
+    starts = range(0, len(prompts), AT_ONCE)
+    for start in with_progress("counting tokens", starts, total=len(prompts), each=AT_ONCE):
         some = prompts[start : start + AT_ONCE]
         parts = [border.split(prompt) for prompt in some]
         times = Counter(itertools.chain.from_iterable(parts))

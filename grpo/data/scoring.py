@@ -1,41 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward functions: found, checked before the run, and called as TRL calls them."""
+"""Reward functions: found, and called with what TRL 1.16 gives them, by checks, training and evaluation alike."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
+import copy
 import importlib
 import inspect
-import itertools
 import math
 import os
-import random
-import re
 import sys
 import types
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import rewards
-from grpo.data.files import Row, flat_rows, no_actions, reward_columns
-from grpo.data.prompts import ANSWER_AFTER, ANSWER_BEFORE
-from grpo.settings import (
-    MOST_REWARD,
-    MOST_WEIGHT,
-    Problems,
-    Settings,
-    described,
-    listed,
-    nearest,
-    one_line,
-    read_number,
-    show,
-)
+from grpo.data.files import Row, data_prompt, reward_columns
+from grpo.data.prompts import ANSWER_AFTER
+from grpo.settings import MOST_REWARD, MOST_WEIGHT, Settings, described, listed, nearest, one_line, read_number
+
+# What reward functions are given, counted up where that changes: a run with functions of the user's own is not
+# continued with another. 2: prompts and completions are TRL's, the text with Harmony's tokens has a column of its own.
+REWARD_INTERFACE = 2
 
 
 def reward_specs(text: str) -> list[tuple[str, float]]:
@@ -115,174 +104,10 @@ def ended(error: BaseException) -> str:
     return described(error)
 
 
-def check_rewards(
-    settings: Settings, text: str, rows: Sequence[Row], problems: Problems
-) -> tuple[list[tuple[str, float]], str | None]:
-    """The reward functions that `text` names exist, the CSVs hold what they need, and garbage does not pay. Returns (name,
-    weight) of each, and what an INVALID_REWARD of the user's has to be warned about, if anything."""
-    try:
-        specs = reward_specs(text)
-        for name, _ in specs:
-            load_reward(name)
-    except ValueError as error:
-        problems.add("REWARDS", str(error), "Write e.g. REWARDS=action,format=0.1 or REWARDS=my_module:my_function")
-        return [], None
-    known = len(problems)
-    check_columns({name for name, _ in specs}, rows, problems)
-    complete = len(problems) == known
-    try:
-        tried = try_rewards(specs if complete else [spec for spec in specs if ":" in spec[0]], settings, rows)
-    except RuntimeError as error:
-        asked = f"the answers [0], [1], ... and none to {len(sample_rows(rows))} rows of DATA"
-        problems.append(f"{error}. It was tried on {asked}")
-        return [], None
-    return specs, check_garbage(specs, tried, settings, problems) if complete else None
-
-
-def check_heldout(
-    specs: Sequence[tuple[str, float]], settings: Settings, rows: Sequence[Row], problems: Problems
-) -> None:
-    """The reward functions can score the held-out rows: those with actions by their columns, others as they train."""
-    bare = next((row for row in rows if not row.rewards), None)
-    if bare and {name for name, _ in specs} & rewards.ACTION_REWARDS.keys():
-        problems.add(f"{bare.file}, columns", no_actions(bare), "Add them, or set EVAL_SAMPLES=0")
-        return
-    check_answers([name for name, _ in specs], rows, problems)
-    try:
-        try_rewards(specs, settings, rows)
-    except RuntimeError as error:
-        problems.add("EVAL_DATA", str(error), "Give these rows the columns of DATA, or set EVAL_SAMPLES=0")
-
-
-def check_columns(names: Collection[str], rows: Sequence[Row], problems: Problems) -> None:
-    """The rows hold what the reward functions of these names need, and something to learn."""
-    if names & rewards.ACTION_REWARDS.keys():
-        for file, row in sorted({row.file: row for row in rows if not row.rewards}.items()):
-            problems.add(f"{file}, columns", no_actions(row), "Add one per action, or choose other REWARDS")
-    paid = [row for row in rows if row.rewards]
-    without = {row.file: row for row in reversed(paid) if not row.q}.values()
-    if "shortfall" in names:
-        for row in without:
-            fix = "Add the value of each action, or leave shortfall out of REWARDS"
-            problems.add(f"{row.file}, columns", "`shortfall` needs q_action_0, q_action_1, ...", fix)
-    other = {row.file: row for row in reversed(paid) if not row.q and not is_softmax(row.rewards)}
-    for row in other.values() if "regret" in names else ():
-        what = "its rewards are no softmax (0 or more, with a sum of 1), so they do not tell its regret"
-        fix = "Add the value of each action as q_action_k, or set REWARDS=action"
-        problems.add(f"{row.file}, row {row.number}", what, fix)
-    check_answers(names, rows, problems)
-    if paid and len(flat_rows(paid)) == len(paid) and names <= rewards.ACTION_REWARDS.keys():
-        what = "every row pays all its actions the same, so there is nothing to learn"
-        problems.add("DATA", what, "Give better actions higher rewards, or choose other REWARDS")
-
-
-def check_answers(names: Collection[str], rows: Sequence[Row], problems: Problems) -> None:
-    """Every row has the answer that `gsm8k` compares with: only a few of them are tried."""
-    for row in rows if "gsm8k" in names else ():
-        if rewards.number_of(str(row.columns.get("answer", ""))) is None:
-            where = f"{row.file}, row {row.number}, column answer"
-            problems.add(where, "there is no number", "Write it behind ####, or choose other REWARDS")
-            return
-
-
-def is_softmax(row: Sequence[float]) -> bool:
-    """Whether rewards by action can be a softmax, as they are rounded in files."""
-    return min(row) >= 0 and abs(math.fsum(row) - 1) <= 1e-3
-
-
-SAMPLED = 64  # rows that reward functions are tried on before a run
-START = "<|start|>assistant"
-FINAL = START + ANSWER_BEFORE[:-1] + "{}" + ANSWER_AFTER[1:]
-# Answers that cannot be read: one that stopped before its final channel, and one that is empty there.
-GARBAGE = ("<|start|>assistant<|channel|>analysis<|message|>The load is<|return|>", FINAL.format(""))
-
-
-def tried_text(prompt: str, text: str) -> str:
-    """A whole turn such as FINAL's without the begin that a rendered prompt already holds."""
-    return text.removeprefix(START) if prompt.endswith(START) else text
-
-
-def sample_rows(rows: Sequence[Row]) -> list[Row]:
-    """At most SAMPLED rows, about as many of each file, always the same ones."""
-    files: dict[str, list[Row]] = {}
-    for row in random.Random(0).sample(rows, len(rows)):
-        files.setdefault(row.file, []).append(row)
-    turns = itertools.zip_longest(*files.values())
-    return [row for turn in turns for row in turn if row is not None][:SAMPLED]
-
-
-def try_rewards(
-    specs: Sequence[tuple[str, float]], settings: Settings, rows: Sequence[Row]
-) -> list[tuple[Row, list[list[float]]]]:
-    """What garbage and every action earn, (row, rewards by answer and function) of a sample of rows: those of GARBAGE first,
-    NaN where a function leaves an answer out. Rows without actions are asked for [0] and [1]. Each function is called once,
-    as TRL would: a mistake costs a second here and an hour in a run. Columns that only other files have are None.
-    Raises RuntimeError, naming the function and what it raised or returned."""
-    asked = [
-        (row, [*GARBAGE, *(FINAL.format(f"[{k}]") for k in range(len(row.rewards) or 2))]) for row in sample_rows(rows)
-    ]
-    read = []
-    for row, answers in asked:
-        known = dataclasses.replace(row, prompt=row.prompt or row.messages[-1][1])
-        read += [Completion(known, tried_text(known.prompt, text), None, 1, False) for text in answers]
-    most = max((len(row.rewards) for row in rows), default=0)
-    state = types.SimpleNamespace(global_step=0, max_steps=settings.TOTAL_STEPS)
-    functions = load_rewards(specs, settings) if asked else []
-    scores = score(functions, read, [[0]] * len(read), most, trainer_state=state)
-    weighted = iter([weight * value for (_, weight), value in zip(specs, values, strict=True)] for values in scores)
-    return [(row, list(itertools.islice(weighted, len(answers)))) for row, answers in asked]
-
-
 def total(scores: Sequence[float]) -> float:
     """Their sum as TRL's: those that are NaN are left out, and NaN where all are."""
     kept = [score for score in scores if not math.isnan(score)]
     return math.fsum(kept) if kept else math.nan
-
-
-def check_garbage(
-    specs: Sequence[tuple[str, float]],
-    tried: Sequence[tuple[Row, Sequence[Sequence[float]]]],
-    settings: Settings,
-    problems: Problems,
-) -> str | None:
-    """An unreadable answer earns less than a row's worst action, on average over the rows of `try_rewards`: a problem where
-    it does not, or a warning (returned) where the user set INVALID_REWARD. One that all functions leave out has no
-    advantage, as if it earned the mean of the row's actions."""
-    worst: list[float] = []
-    kinds: list[list[tuple[float, Sequence[float]]]] = [[] for _ in GARBAGE]  # (worth, reward of each function) by row
-    for row, answers in tried:
-        earned = [value for value in map(total, answers[len(GARBAGE) :]) if not math.isnan(value)]
-        if row.rewards and earned:
-            worst.append(min(earned))
-            for kind, scores in zip(kinds, answers, strict=False):
-                kind.append((fmean(earned) if math.isnan(total(scores)) else total(scores), scores))
-    if not worst:
-        if any(row.rewards for row, _ in tried):
-            what = "no function rewards any answer to the rows that were tried, [0] and all other actions included"
-            problems.add(
-                "REWARDS", what, "Return numbers; None leaves an answer out, and there is nothing to learn from"
-            )
-        return None
-    kind = max(kinds, key=lambda kind: fmean(worth for worth, _ in kind))
-    most, least = fmean(worth for worth, _ in kind), fmean(worst)
-    if most < least:
-        return None
-    means = [total(scores) / len(kind) for scores in zip(*(scores for _, scores in kind), strict=True)]
-    parts = ", ".join(f"{name} {value:.3g}" for (name, _), value in zip(specs, means, strict=True))
-    what = f"an unreadable answer earns {most:.3g} on average ({parts}), a row's worst action {least:.3g}"
-    invalid = settings.INVALID_REWARD
-    if invalid is not None:
-        teaches = "costs nothing, and a model unlearns its format" if math.isnan(invalid) else "pays"
-        return f"INVALID_REWARD={show(invalid)}: {what}. Garbage {teaches}: unset it"
-    own = [name for name, _ in specs if name not in rewards.ACTION_REWARDS]
-    weight = math.fsum(weight for name, weight in specs if name not in own)
-    ways = [f"Let {' and '.join(own)} return less where rewards.parse_action finds no action"] if own else []
-    if weight > 0:
-        room = least - math.fsum(value for (name, _), value in zip(specs, means, strict=True) if name in own)
-        ways.append(f"set INVALID_REWARD={math.floor(10 * room / weight) / 10 - 0.1:.1f}")
-    fix = " or ".join(ways) or f"Give {' and '.join(name for name, _ in specs)} weights above 0"
-    problems.add("REWARDS", f"{what}, so a run would learn garbage", fix)
-    return None
 
 
 @dataclass(frozen=True)
@@ -290,10 +115,40 @@ class Completion:
     """One completion as rewards and logs see it."""
 
     row: Row
-    text: str
+    text: str  # as the model wrote it, special tokens included
     action: int | None
     tokens: int
     truncated: bool
+    decoded: str | list[dict[str, Any]] = ""  # as TRL hands it to reward functions, see `read_completion`
+
+
+def read_completion(
+    row: Row, text: str, plain: str, tokens: int, truncated: bool, template: Mapping[str, Any] | None = None
+) -> Completion:
+    """The completion of a row, given its text with special tokens and without them (`plain`).
+
+    As in TRL 1.16 (GRPOTrainer._generate), functions get `plain`, or where the prompt is a list of messages a list of
+    one message with it. Where the tokenizer has a `response_template`, that parses the message."""
+    turn = rewards.assistant_turn(row.prompt, text)
+    action = rewards.parse_action(turn, len(row.rewards) or 10**9)
+    decoded: str | list[dict[str, Any]] = plain
+    if not isinstance(data_prompt(row), str):
+        message = parsed_message(row.prompt, text, template) if template else None
+        decoded = [message or {"role": "assistant", "content": plain}]
+    return Completion(row, text, action, tokens, truncated, decoded)
+
+
+def parsed_message(prompt: str, text: str, template: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The message that a tokenizer's `response_template` makes of a completion, finished as TRL's `parse_response`
+    does; None where it cannot be parsed."""
+    from transformers.utils.chat_parsing import parse_response  # late: few tokenizers have one. It imports no torch
+
+    try:
+        message = parse_response(text, dict(template), prefix=prompt)
+    except (ValueError, TypeError):
+        return None
+    content = message.get("content") or ""
+    return message | {"content": content.removesuffix(ANSWER_AFTER[1:]) if isinstance(content, str) else content}
 
 
 def checked_rewards(name: str, values: Any, count: int) -> list[float | None]:
@@ -313,7 +168,10 @@ def checked_rewards(name: str, values: Any, count: int) -> list[float | None]:
 
 Reward = Callable[..., list[float | None]]
 # What every reward function is given beside the columns.
-GIVEN = {"prompts", "completions", "completion_ids", "trainer_state", "truncated", "log_extra", "log_metric"}
+GIVEN = {
+    "prompts", "completions", "completion_ids", "raw_completions", "rendered_prompts", "truncated", "trainer_state",
+    "log_extra", "log_metric",
+}  # fmt: skip
 
 
 def is_called_by_keyword(function: Callable[..., Any]) -> bool:
@@ -327,38 +185,32 @@ def is_called_by_keyword(function: Callable[..., Any]) -> bool:
     return first is None or first in GIVEN or any(one.name == "completions" for one in parameters)
 
 
-def as_message(turn: str) -> list[dict[str, str]]:
-    """An assistant's turn as the one message that TRL makes of it (`gptoss_template` of trl/chat_template_utils.py):
-    `content` is the final channel's text, `thinking` the reasoning before it; both may be empty.
-
-    >>> as_message("<|start|>assistant<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>final<|message|>[1]<|return|>")
-    [{'role': 'assistant', 'thinking': 'Hm', 'content': '[1]'}]
-    """
-    thinking = re.search(r"<\|channel\|>analysis<\|message\|>(.*?)(?=<\|end\|>|<\|start\|>|\Z)", turn, re.DOTALL)
-    content = rewards.final_channel(turn) or ""
-    return [{"role": "assistant", "thinking": thinking[1] if thinking else "", "content": content}]
+def copied(name: str, value: Any) -> Any:
+    """An argument for one function alone: what it changes in place, neither the next one nor the rows see."""
+    if name == "completion_ids":
+        return [list(ids) for ids in value]
+    return copy.deepcopy(value) if isinstance(value, list) else value
 
 
 def reward_callable(name: str, settings: Settings, title: str | None = None) -> Reward:
-    """A reward function, `async` or not, as TRL calls it: named `title` for the logs, given INVALID_REWARD, its errors named.
+    """A reward function, `async` or not, as `score` calls it: named `title` for the logs, given INVALID_REWARD, its
+    errors named.
 
-    One of the user's gets prompts and completions of conversational rows as lists of messages, as from TRL, if it is called
-    by keyword."""
+    One of the user's is called by keyword with what TRL gives it. The project's own, and the user's with a first
+    argument of another name than TRL's, get the completions with their special tokens there."""
     function, own, here = load_reward(name), ":" in name, str(Path.cwd())
     options = {"invalid_reward": settings.INVALID_REWARD} if name in rewards.ACTION_REWARDS else {}
     by_keyword = own and is_called_by_keyword(function)
 
-    def reward(
-        completions: list[Any], prompts: Sequence[Any] = (), prompt_messages: Sequence[Any] = (), **columns: Any
-    ) -> list[float | None]:
-        if by_keyword and any(prompt_messages):
-            talks = [[{"role": role, "content": text} for role, text in talk or ()] for talk in prompt_messages]
-            prompts = [talk or text for talk, text in zip(talks, prompts, strict=True)]
-            completions = [as_message(text) if talk else text for talk, text in zip(talks, completions, strict=True)]
-        given = columns | options | {"prompts": prompts}
+    def reward(completions: list[Any], **columns: Any) -> list[float | None]:
+        texts = completions if by_keyword else columns.get("raw_completions", completions)
+        arguments = columns | options
+        if own:
+            texts = copied("completions", texts)
+            arguments = {key: copied(key, value) for key, value in arguments.items()}
         try:
             with users_code(here) if own else contextlib.nullcontext():
-                values = function(completions=completions, **given) if by_keyword else function(completions, **given)
+                values = function(completions=texts, **arguments) if by_keyword else function(texts, **arguments)
                 values = asyncio.run(values) if inspect.iscoroutine(values) else values
             values = values.tolist() if hasattr(values, "tolist") else values
             if isinstance(values, Sequence):
@@ -389,19 +241,52 @@ def load_rewards(specs: Sequence[tuple[str, float]], settings: Settings) -> list
     return [reward_callable(name, settings, title) for name, title in zip(names, reward_titles(names), strict=True)]
 
 
+def no_log_extra(column: str, values: list[Any]) -> None:
+    """TRL's `log_extra` outside of training, where nothing is logged."""
+
+
+def no_log_metric(name: str, value: float) -> None:
+    """TRL's `log_metric` outside of training."""
+
+
+def first_state(total_steps: int) -> types.SimpleNamespace:
+    """What transformers' TrainerState holds before the first step, for calls without a trainer."""
+    return types.SimpleNamespace(
+        epoch=0, global_step=0, max_steps=total_steps, logging_steps=1, eval_steps=500, save_steps=500,
+        train_batch_size=None, num_train_epochs=0, num_input_tokens_seen=0, total_flos=0, log_history=[],
+        best_metric=None, best_global_step=None, best_model_checkpoint=None, is_local_process_zero=True,
+        is_world_process_zero=True, is_hyper_param_search=False, trial_name=None, trial_params=None,
+        stateful_callbacks={},
+    )  # fmt: skip
+
+
 def score(
-    functions: Sequence[Reward], read: Sequence[Completion], ids: Sequence[Sequence[int]], actions: int, **more: Any
+    functions: Sequence[Reward],
+    read: Sequence[Completion],
+    ids: Sequence[Sequence[int]],
+    columns: Sequence[str],
+    trainer_state: Any,
+    log_extra: Callable[..., None] = no_log_extra,
+    log_metric: Callable[..., None] = no_log_metric,
 ) -> list[list[float]]:
-    """What each function gives each completion (N, F), NaN for None. `ids`: their tokens; `actions`: the most of any row;
-    `more`: what else the functions are given. Each is called once, as TRL would."""
-    table = [reward_columns(one.row, actions) for one in read]
-    names = dict.fromkeys(name for mine in table for name in mine)
-    given: dict[str, list[Any]] = {name: [mine.get(name) for mine in table] for name in names}
-    given |= {"prompts": [one.row.prompt for one in read], "truncated": [one.truncated for one in read]}
-    turns = [rewards.assistant_turn(one.row.prompt, one.text) for one in read]
-    nothing = {"log_extra": lambda *values: None, "log_metric": lambda *values: None}
-    made = [function(completions=turns, completion_ids=list(ids), **nothing, **given, **more) for function in functions]
-    return [[math.nan if value is None else value for value in values] for values in zip(*made, strict=True)]
+    """What each function gives each completion (N, F), NaN for None. `ids`: their tokens; `columns`: the names of all
+    columns, which a row of another file has as None. Each function is called once, by the arguments that TRL gives
+    it."""
+    cells = [reward_columns(one.row) for one in read]
+    arguments: dict[str, Any] = {name: [row.get(name) for row in cells] for name in columns}
+    arguments |= {
+        "prompts": [data_prompt(one.row) for one in read],
+        "completions": [one.decoded for one in read],
+        "completion_ids": [list(tokens) for tokens in ids],
+        "raw_completions": [rewards.assistant_turn(one.row.prompt, one.text) for one in read],
+        "rendered_prompts": [one.row.prompt for one in read],
+        "truncated": [one.truncated for one in read],
+        "trainer_state": trainer_state,
+        "log_extra": log_extra,
+        "log_metric": log_metric,
+    }
+    values = [function(**arguments) for function in functions]
+    return [[math.nan if value is None else value for value in row] for row in zip(*values, strict=True)]
 
 
 def is_answer(one: Completion) -> bool:

@@ -19,10 +19,10 @@ import rewards
 from grpo.data.files import REWARD_COLUMN, Row, read_csv, read_messages
 from grpo.data.prompts import render_rows
 from grpo.evaluate.standalone import InputError, TransformersModel, check_adapter, check_model, recorded_settings
+from grpo.plan.hub import ModelFiles, fetch_weights, read_json
+from grpo.plan.machine import Machine, read_machine
+from grpo.plan.memory import vllm_rank
 from grpo.preflight.adapter import CONFIG, on_experts
-from grpo.preflight.hub import ModelFiles, fetch_weights, find_model, read_json
-from grpo.preflight.machine import read_machine
-from grpo.preflight.memory import vllm_rank
 from grpo.rollout.engine import vllm_modules
 from grpo.run.durable import check_writable
 from grpo.settings import Problems, Settings, load_settings
@@ -53,7 +53,9 @@ def prepare(options: argparse.Namespace) -> tuple[Settings, ModelFiles, str, lis
     given = {"MODEL_ID": options.model} if options.model else {}
     s, _, problems = load_settings(recorded_settings(options.adapter, os.environ) | given)
     check_adapter(options.adapter, problems)
-    files = find_model(s.MODEL_ID, problems) if options.serve else check_model(s, read_machine(), problems)
+    # Where it is only served, the GPU is that of another machine.
+    machine = Machine(gpus=1) if options.serve else read_machine()
+    files = check_model(s, options.adapter, machine, problems)
     rows = read_prompts(options, s.SYSTEM_PROMPT, problems)
     if options.out:
         check_writable(options.out, problems)

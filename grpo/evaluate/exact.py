@@ -14,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from grpo.data.prompts import ANSWER_AFTER, ANSWER_BEFORE
 from grpo.model.attention import attention_of
 from grpo.model.load import evaluating
+from grpo.phases import with_progress
 
 ANSWER = ANSWER_BEFORE + "{}" + ANSWER_AFTER
 BATCH_TOKENS = 4096  # that go through the model at once
@@ -35,7 +36,7 @@ def answer_probabilities(
     found, order = np.zeros((len(rows), actions)), sorted(range(len(rows)), key=lambda n: len(rows[n]))
     size = max(1, BATCH_TOKENS // (max(map(len, rows)) - len(shared) + sum(map(len, answers))))
     with evaluating(model), attention_of(model, "eager"):
-        for start in range(0, len(order), size):
+        for start in with_progress("", range(0, len(order), size), "prompt", len(order), size):
             batch = order[start : start + size]
             ends = [rows[n][len(shared) :] for n in batch]
             found[batch] = tree_probabilities(model, shared, ends, answers, temperature).numpy()

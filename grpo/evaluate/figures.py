@@ -26,7 +26,7 @@ MEAN_OF = 10  # steps in a moving mean
 DPI = 200  # 960 pixels wide: sharp on a phone, too
 MOST_BARS = 40  # in a figure; more steps than that share bars
 MOST_ACTIONS = 7  # drawn one by one; the rest share a colour
-# Learning curves by their file: title and columns of metrics.csv; a curve of one column has a moving mean as well.
+# Learning curves by their name: title and columns of metrics.csv.
 CURVES = {
     "reward": ("Reward", ["reward"]),
     "parse_rate": ("Parse rate", ["parse_rate"]),
@@ -37,8 +37,8 @@ CURVES = {
     "entropy": ("Entropy", ["entropy"]),
     "mismatch": ("Train/inference mismatch", ["logp_diff_mean", "logp_diff_max"]),
     "gpu_memory": ("GPU memory", ["gpu_peak_gib"]),
+    "gpu_utilization": ("GPU utilization", ["gpu_utilization"]),
 }
-FILES = {*CURVES, "evaluations", "phases", "actions", "heldout", "plant"}
 # Colours: Okabe and Ito, distinguishable when colour-blind. A policy looks the same everywhere: name, colour, line.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 POLICIES = {
@@ -69,9 +69,9 @@ def policy(name: str) -> tuple[str, str, str]:
 
 @dataclass
 class Picture:
-    """A figure of the page: `file` is its name without .png, `line` the sentence below it."""
+    """A figure of the page: `name` is its id there, `line` the sentence below it."""
 
-    file: str
+    name: str
     title: str
     line: str
     png: bytes
@@ -102,12 +102,12 @@ def references(evaluation: Mapping[str, Any]) -> Iterator[tuple[str, float, dict
             yield label, value, {"color": colour, "linestyle": style, "linewidth": 1.4}
 
 
-def picture(axes: Axes, file: str, title: str, line: str, columns: int = 3) -> Picture:
+def picture(axes: Axes, name: str, title: str, line: str, columns: int = 3) -> Picture:
     """The finished figure, with the legend of `axes`."""
     legend(axes, columns)
     buffer = io.BytesIO()
     axes.figure.savefig(buffer, format="png", facecolor="white", metadata={"Software": None})
-    return Picture(file, title, line, buffer.getvalue())
+    return Picture(name, title, line, buffer.getvalue())
 
 
 def step_axis(axes: Axes) -> None:
@@ -115,29 +115,30 @@ def step_axis(axes: Axes) -> None:
     axes.set_xlabel("step")
 
 
-def curve(metrics: pandas.DataFrame, file: str, evaluation: Mapping[str, Any]) -> Picture:
-    """A learning curve, of which at least one column has a value; `evaluation`: whose references it gets, or empty."""
-    title, columns = CURVES[file]
-    line = " ".join(METRICS[name][1] for name in columns)
-    line += " Lines across: what other policies earn on the held-out prompts." * bool(evaluation)
+def curve(metrics: pandas.DataFrame, name: str, evaluation: Mapping[str, Any]) -> Picture:
+    """A learning curve: a dot a step, and a line through their moving mean. `evaluation`: whose references it gets, or
+    empty."""
+    title, columns = CURVES[name]
+    line = " ".join(METRICS[column][1] for column in columns)
+    if evaluation:
+        line += " Lines across: what other policies earn on the held-out prompts."
     axes, values = canvas()[0], metrics.set_index("step")[columns]
-    if len(columns) == 1:
-        axes.plot(values, ".", color="#7FB2D6", markersize=3)
-        axes.plot(values.rolling(MEAN_OF, min_periods=1).mean(), color=PALETTE[0])
-    else:
-        for column, colour in zip(columns, PALETTE, strict=False):
-            axes.plot(values[column], ".-", color=colour, markersize=3, linewidth=1, label=column)
+    # Steps joined by lines would be a barcode where the longest completion jumps between two lengths.
+    for column, colour in zip(columns, PALETTE, strict=False):
+        label = column if len(columns) > 1 else None
+        axes.plot(values[column], ".", color=colour, alpha=0.45, markersize=4, markeredgewidth=0)
+        axes.plot(values[column].rolling(MEAN_OF, min_periods=1).mean(), color=colour, label=label)
     for label, value, look in references(evaluation):
         axes.axhline(value, label=f"{label} {value:.2f}", **look)
     unit = METRICS[columns[0]][0]
-    if file == "mismatch" and values.min(axis=None) > 0:
+    if name == "mismatch" and values.min(axis=None) > 0:
         axes.set_yscale("log")
-    if unit in ("share", "tokens", "GiB"):  # from 0, and as much above it as is needed
+    if unit in ("share", "tokens", "GiB", "percent"):  # from 0, and as much above it as is needed
         top = max(0.1, 1.08 * values.max(axis=None))
         axes.set_ylim(-0.03 * top, top)
     axes.set_ylabel(unit)
     step_axis(axes)
-    return picture(axes, file, title, line, 3 if evaluation else 2)
+    return picture(axes, name, title, line, 3 if evaluation else 2)
 
 
 def evaluations_figure(
@@ -168,7 +169,8 @@ def evaluations_figure(
         axes.set_ylabel(text)
         legend(axes)
     step_axis(panels[-1])
-    line = "Held-out reward, regret and unserved load of the closed loop at every evaluated step; step 0 is the base model."
+    plant = ", regret and unserved load of the closed loop" if shown.shape[1] > 1 else ""
+    line = f"Held-out reward{plant} at every evaluated step; step 0 is the base model."
     if rule[0] and shown.shape[1] > 1:
         line += f" Dotted: {policy(rule[0])[0]}, the rule with the lowest regret."
     if kept:

@@ -5,21 +5,21 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 import rewards
-from grpo.data.files import Row, data_fingerprint
-from grpo.data.scoring import FINAL, GARBAGE, Completion, completion_rates, score, total, tried_text
+from grpo.data.files import Row, column_names, data_fingerprint
+from grpo.data.heldout import date_of
+from grpo.data.reward_checks import FINAL, GARBAGE, tried_text
+from grpo.data.scoring import completion_rates, score, total
 from grpo.evaluate.exact import answer_probabilities
 from grpo.learn.trainer import Trainer
+from grpo.phases import Phase
 from grpo.run.durable import is_intact, read_sealed, write_sealed
-from grpo.settings import log
-
-DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
+from grpo.settings import Settings, log
 
 
 def generate_completions(
@@ -62,7 +62,7 @@ def evaluate(
     read = trainer.read_completions(sampled, ids)
     rates, firsts = completion_rates(read), range(0, len(read), samples)
     figures = {name: rates[name] for name in ("clipped_ratio", "tokens_mean", "tokens_max")}
-    scores = score(trainer.reward_funcs, read, ids, trainer.actions, trainer_state=trainer.state)
+    scores = score(trainer.reward_funcs, read, ids, column_names(rows), trainer.state)
     figures["functions"] = function_scores(trainer, [scores[first : first + samples] for first in firsts], days)
     if all(worth):
         answers = [[one.action for one in read[first : first + samples]] for first in firsts]
@@ -74,8 +74,7 @@ def evaluate(
 
 def day_of(row: Row) -> tuple[str, str]:
     """What a row's answers vary with: its day, where the file says it (the hours of a day resemble each other), else the row."""
-    stamp = DATE.match(str(row.columns.get("timestamp", "")))
-    return row.file, stamp.group() if stamp else f"row {row.number}"
+    return row.file, date_of(row) or f"row {row.number}"
 
 
 def function_scores(
@@ -93,13 +92,14 @@ def expected_scores(
     trainer: Trainer, rows: Sequence[Row], probabilities: Sequence[Sequence[float]], days: Sequence[Hashable]
 ) -> dict[str, Any]:
     """`function_scores` of the answers `[k]` by their probabilities (N, K); the rest of 1 is an answer without an action."""
-    read = [
-        Completion(row, tried_text(row.prompt, text), None, 1, False)
+    asked = [
+        (row, tried_text(row.prompt, text))
         for row in rows
         for text in (GARBAGE[0], *(FINAL.format(f"[{k}]") for k in range(len(row.rewards))))
     ]
-    ids = trainer.processing_class(text=[one.text for one in read])["input_ids"]
-    scores = iter(score(trainer.reward_funcs, read, ids, trainer.actions, trainer_state=trainer.state))
+    ids = trainer.processing_class(text=[text for _, text in asked])["input_ids"]
+    read = trainer.read_completions([row for row, _ in asked], ids)
+    scores = iter(score(trainer.reward_funcs, read, ids, column_names(rows), trainer.state))
     expected = []
     for p in probabilities:
         shares = [1 - math.fsum(p), *p]
@@ -115,12 +115,15 @@ def expectation(shares: Sequence[float], values: Sequence[float]) -> float:
     return math.fsum(share * value for share, value in kept) / whole if whole else math.nan
 
 
-def table(results: Mapping[str, Any]) -> str:
-    """evaluation.json as the table that the run prints last."""
+IN_A_RUN = ("Held-out mean reward", "before training", "after training", "after - before")
+
+
+def table(results: Mapping[str, Any], words: Sequence[str] = IN_A_RUN) -> str:
+    """evaluation.json as the table that the run prints last. `words`: its title, and what base model, adapter and their
+    difference are called."""
+    title, *models, difference = words
     way = "exact" if results["exact"] else f"{results['samples']} completions a prompt"
-    lines = [
-        f"Held-out mean reward at temperature {results['temperature']:g}, {way}, 95% interval over prompts, of a day together"
-    ]
+    lines = [f"{title} at temperature {results['temperature']:g}, {way}, 95% interval over prompts, of a day together"]
     references = [
         ("random action", "random", ""),
         ("best constant action", "constant", "   (always [{constant_action}])"),
@@ -131,18 +134,19 @@ def table(results: Mapping[str, Any]) -> str:
         if key in results
     ]
     names = [
-        (f"{name}{end}", f"{name} training{way}")
-        for name in ("before", "after")
+        (f"{name}{end}", f"{model}{way}")
+        for name, model in zip(("before", "after"), models, strict=True)
         for end, way in (("", ""), ("_greedy", ", greedy"))
+        if name in results
     ]
     for key, label in names:
         found = results[key]
         more = [f"{words} {found[figure]:{form}}" for figure, words, form in SHOWN if figure in found]
         lines.append(f"  {label:<24} {interval_text(found)}   ({', '.join(more)})")
     lines += [f"  oracle                   {results['oracle']:.3f}"] if "oracle" in results else []
-    row = "  after - before          {reward:+.3f}   {reward_low:+.3f} to {reward_high:+.3f}"
+    row = f"  {difference:<24}" + "{reward:+.3f}   {reward_low:+.3f} to {reward_high:+.3f}"
     lines += [row.format(**results["difference"])] if "difference" in results else []
-    functions = results["after"].get("functions", {})
+    functions = dict.fromkeys(name for key, _ in names for name in results[key].get("functions", {}))
     for name in functions if len(functions) > 1 or "oracle" in results else ():
         lines.append(f"  {name}")
         found = {key: results[key].get("functions", {}).get(name, {}) for key, _ in names}  # earlier versions had none
@@ -163,26 +167,37 @@ def interval_text(found: Mapping[str, Any]) -> str:
 def measure_rewards(trainer: Trainer, rows: Sequence[Row], exact: bool, base: bool) -> dict[str, Any]:
     """evaluation.json, which is returned: reward of the held-out `rows` before training (`base`) or after it, beside what
     other policies earn. A resumed run keeps what was measured at its start in the same way."""
-    path, s = trainer.run.folder / "evaluation.json", trainer.run.settings
-    worth = [row.rewards for row in rows]
-    results: dict[str, Any] = rewards.baselines(worth) if all(worth) else {}
-    results |= {"samples": s.EVAL_SAMPLES, "temperature": s.EVAL_TEMPERATURE, "exact": exact}
-    results["data_sha256"] = data_fingerprint(rows)
+    path, results = trainer.run.folder / "evaluation.json", new_results(trainer.run.settings, rows, exact)
     earlier = read_sealed(path) if is_intact(path) else {}
     with contextlib.suppress(KeyError, TypeError):
         same = all(earlier[name] == results[name] for name in ("samples", "temperature", "exact", "data_sha256"))
         if same and len(earlier["before"]["reward_by_prompt"]) == len(rows):
             results |= {name: earlier[name] for name in ("before", "before_greedy")}
-    for name in ("before",) if base else ("before", "after"):
-        if name not in results:
-            results[name] = evaluate(trainer, rows, exact, name == "before")
-            results[f"{name}_greedy"] = evaluate(trainer, rows, exact, name == "before", greedy=True)
-    told = f"held-out reward before training: {interval_text(results['before']).partition(' ')[0]}"
+    with Phase(f"held-out reward {'before' if base else 'after'} training") as phase:
+        add_models(trainer, rows, results, ("before",) if base else ("before", "after"))
+        phase.result = interval_text(results["before" if base else "after"]).partition(" ")[0]
+    write_sealed(path, results)
     if not base:
+        log.info("\n%s\n", table(results))
+    return results
+
+
+def new_results(s: Settings, rows: Sequence[Row], exact: bool) -> dict[str, Any]:
+    """evaluation.json before a model was asked: how it will be, and what other policies earn."""
+    worth = [row.rewards for row in rows]
+    results: dict[str, Any] = rewards.baselines(worth) if all(worth) else {}
+    results |= {"samples": s.EVAL_SAMPLES, "temperature": s.EVAL_TEMPERATURE, "exact": exact}
+    return results | {"data_sha256": data_fingerprint(rows)}
+
+
+def add_models(trainer: Trainer, rows: Sequence[Row], results: dict[str, Any], names: Sequence[str]) -> None:
+    """Put what is missing of `names` into the results: `before` is the base model, `after` the adapter; of both also
+    their difference."""
+    for name in names:
+        if name not in results:
+            results[name] = evaluate(trainer, rows, results["exact"], name == "before")
+            results[f"{name}_greedy"] = evaluate(trainer, rows, results["exact"], name == "before", greedy=True)
+    if {"before", "after"} <= results.keys():
         scores = [results[name]["reward_by_prompt"] for name in ("before", "after")]
         if any(None not in pair for pair in zip(*scores, strict=True)):
             results["difference"] = rewards.paired_difference(*scores, [day_of(row) for row in rows])
-        told = f"\n{table(results)}\n"
-    write_sealed(path, results)
-    log.info("%s", told)
-    return results

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import jinja2
 import matplotlib.style
 
-from grpo.evaluate.figures import FILES, STYLE
-from grpo.evaluate.report import SECTIONS, facts, guarded, plant_verdict, reward_verdict, tiles
+from grpo.evaluate.figures import STYLE
+from grpo.evaluate.report import facts, guarded, plant_verdict, reward_verdict, sections_of, tiles
 from grpo.evaluate.run_data import ReportError, read_run
 from grpo.run.durable import write_text
 from grpo.run.logs import METRICS
@@ -22,30 +21,24 @@ TEMPLATES = jinja2.Environment(
 
 
 def write_report(folder: Path) -> Path:
-    """Write `folder`/report.html and `folder`/report/*.png from what the run has written so far; returns the page.
+    """Write `folder`/report.html from what the run has written so far; returns the page.
 
     Uses matplotlib without pyplot and changes no setting of it. Raises ReportError where there is no run in the folder,
     or where it cannot be written to.
     """
     run = read_run(Path(folder))
     with matplotlib.style.context(["default", STYLE]):  # whatever style the caller or the user has set
-        sections = [guarded(make, run) for make in SECTIONS]
+        sections = [guarded(make, run) for make in sections_of(run)]
     text = TEMPLATES.get_template("page.html").render(
         name=run.folder.resolve().name,
         verdicts=[sentence for sentence in (reward_verdict(run), plant_verdict(run)) if sentence],
         tiles=tiles(run),
         facts=facts(run),
         sections=sections,
-        glossary=METRICS,
+        glossary={name: meaning for name, meaning in METRICS.items() if name in run.columns},
     )
-    page, images = run.folder / "report.html", run.folder / "report"
+    page = run.folder / "report.html"
     try:
-        images.mkdir(exist_ok=True)
-        for old in images.glob("*.png"):
-            if re.sub(r"_\d+$", "", old.stem) in FILES:  # of an earlier report
-                old.unlink()
-        for picture in (picture for section in sections for picture in section.pictures):
-            (images / f"{picture.file}.png").write_bytes(picture.png)
         # A lone surrogate in a JSON file cannot be written as UTF-8.
         write_text(page, text.encode("utf-8", "replace").decode("utf-8"))
     except OSError as error:

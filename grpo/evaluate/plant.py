@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,10 +10,10 @@ import numpy as np
 from grpo.data.prompts import render
 from grpo.evaluate.heldout import exact_probabilities, generate_completions
 from grpo.learn.trainer import Trainer
+from grpo.phases import Phase
 from grpo.preflight.checks import Preflight
 from grpo.run.durable import is_intact, write_sealed
 from grpo.settings import log
-from grpo.tasks.tes.closed_loop import DECISIONS
 from grpo.tasks.tes.plant import Plant
 from grpo.tasks.tes.prompts import renderer
 from grpo.tasks.tes.record import GREEDY, Record, keep_models, new_record, run_exact, run_model, sampling_of, table
@@ -25,7 +24,7 @@ CLOSED_LOOP = "closed_loop.json"
 def run_plant(check: Preflight, trainer: Trainer, record: Record, name: str, greedy: bool = True) -> None:
     """Let the model, `base` or `trained`, control the plant and put it into the record; `greedy`: its greedy answers too,
     which in an exact evaluation are there anyhow."""
-    s, said, base = trainer.run.settings, time.perf_counter(), name == "base"
+    s, base = trainer.run.settings, name == "base"
     plan, template = check.closed_loop, check.files.template
     render_state = renderer(plan.prompt, lambda turns: render(template, turns, s.REASONING_EFFORT, s.PROMPT_DATE))
     if record["exact"]:
@@ -38,10 +37,6 @@ def run_plant(check: Preflight, trainer: Trainer, record: Record, name: str, gre
     for policy, temperature in ((name, None), (name + GREEDY, 0.0))[: 1 + greedy]:
 
         def ask(prompts: Sequence[str], samples: int, hour: int, temperature: float | None = temperature) -> list[str]:
-            nonlocal said
-            if time.perf_counter() - said > 30:
-                said = time.perf_counter()
-                log.info("closed loop, %s model: decision %d of %d", name, hour + 1, DECISIONS)
             asked = [prompt for prompt in prompts for _ in range(samples)]
             # Step 0 is the held-out rows' seed.
             ids = generate_completions(trainer, asked, samples, base, hour + 1, temperature)
@@ -64,17 +59,17 @@ def plant_record(check: Preflight, trainer: Trainer) -> Record:
 def measure_closed_loop(check: Preflight, trainer: Trainer, base: bool) -> Record | None:
     """closed_loop.json, which is returned: the base model or the trained adapter controls the plant through the windows of
     EVAL_PROFILE. A resumed run keeps the base model's. None where the closed loop does not run."""
-    started = time.perf_counter()
     if not check.closed_loop.prompt:
-        log.info("no closed loop: %s", check.closed_loop.reason)
+        if check.closed_loop.has_plant:
+            log.info("no closed loop: %s", check.closed_loop.reason)
         return None
     name, record = "base" if base else "trained", plant_record(check, trainer)
-    if not {name, name + GREEDY} <= record["totals"].keys():
-        run_plant(check, trainer, record, name)
-    write_sealed(trainer.run.folder / CLOSED_LOOP, record)
-    regret = record["totals"][name]["regret_percent"]
-    shown = "" if regret is None else f": regret {regret:.1f} % of the optimum's priced CO2"
-    log.info("closed loop, %s model%s (%.1f s)", name, shown, time.perf_counter() - started)
+    with Phase(f"closed loop, {name} model") as phase:
+        if not {name, name + GREEDY} <= record["totals"].keys():
+            run_plant(check, trainer, record, name)
+        write_sealed(trainer.run.folder / CLOSED_LOOP, record)
+        regret = record["totals"][name]["regret_percent"]
+        phase.result = "" if regret is None else f"regret {regret:.1f} % of the optimum's priced CO2"
     if not base:
         log.info("\n%s\n", table(record))
     return record

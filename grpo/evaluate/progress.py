@@ -12,6 +12,7 @@ from grpo.data.files import data_fingerprint
 from grpo.evaluate.heldout import evaluate, measure_rewards
 from grpo.evaluate.plant import measure_closed_loop, plant_record, run_plant
 from grpo.learn.trainer import Trainer
+from grpo.phases import Phase
 from grpo.preflight.checks import Preflight
 from grpo.run import best
 from grpo.run.archive import model_card
@@ -63,7 +64,7 @@ def plant_warning(base: Figures, now: Figures, exact: bool) -> str | None:
 
 
 class Progress:
-    """Measures before, while and after a run trains. Without EVAL_SAMPLES it does nothing."""
+    """Measures before, while and after a run trains. Without held-out rows it does nothing."""
 
     def __init__(self, check: Preflight):
         self.check, self.exact, self.by = check, check.evaluation[0], check.best[0]
@@ -82,10 +83,11 @@ class Progress:
 
     def during(self, trainer: Trainer) -> dict[str, float]:
         """Columns of metrics.csv, measured with the adapter as it is now."""
-        reward, record = evaluate(trainer, self.check.eval_rows, self.exact)["reward"], None
-        if self.check.closed_loop.prompt:
-            record = plant_record(self.check, trainer)
-            run_plant(self.check, trainer, record, "trained", greedy=False)
+        with Phase(f"evaluation after step {trainer.state.global_step}"):
+            reward, record = evaluate(trainer, self.check.eval_rows, self.exact)["reward"], None
+            if self.check.closed_loop.prompt:
+                record = plant_record(self.check, trainer)
+                run_plant(self.check, trainer, record, "trained", greedy=False)
         now = Figures.of(trainer.state.global_step, reward, record)
         self.judge(trainer, now)
         return now.columns
@@ -93,6 +95,7 @@ class Progress:
     def after(self, trainer: Trainer) -> None:
         """The trained adapter, and the last words about the run."""
         if not self.check.eval_rows:
+            log.info("nothing was measured, no rows are held out: %s", self.check.heldout_reason)
             return
         results = measure_rewards(trainer, self.check.eval_rows, self.exact, base=False)
         record = measure_closed_loop(self.check, trainer, base=False)

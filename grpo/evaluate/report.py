@@ -46,9 +46,8 @@ class Section:
 
 
 def curves_section(run: Run) -> Section:
-    """The learning curves that have values, where a sentence names the others, and the time of each phase."""
-    section = Section("Learning curves, time and memory", [f"Dots: steps; line: mean of the last {MEAN_OF}."])
-    known = {file: run.metrics[columns].notna().any(axis=None) for file, (_, columns) in figures.CURVES.items()}
+    """The learning curves that have values, and the time of each phase."""
+    section = Section("Learning curves, time and memory", [f"Dots: steps; lines: mean of the last {MEAN_OF}."])
     if len(run.metrics) < 2:
         section.missing.append(f"A curve needs two steps, and there {'is one' if run.steps else 'is none'} so far.")
     else:
@@ -56,9 +55,9 @@ def curves_section(run: Run) -> Section:
         if run.rewards != "action" and "oracle" in run.evaluation:  # which has rewards of the CSV: on another scale
             lines = {}
             section.missing.append(f"The reward curve does not show what other policies earn: it is of REWARDS={run.rewards}, theirs is of the CSV.")  # fmt: skip
-        section.pictures += [figures.curve(run.metrics, file, lines.get(file, {})) for file in known if known[file]]
-        if none := [title for file, (title, _) in figures.CURVES.items() if not known[file]]:
-            section.missing.append(f"Left out, because no step has a value: {', '.join(none)}.")
+        for name, (_, columns) in figures.CURVES.items():
+            if not set(columns).isdisjoint(run.columns):
+                section.pictures.append(figures.curve(run.metrics, name, lines.get(name, {})))
     section.pictures += [figures.phases_figure(run.metrics)] if len(run.metrics) else []
     if rows := function_rows(run.metrics, run.evaluation, MEAN_OF):
         text = f"What each function of REWARDS gave on average, before its weight: over the first and the last {MEAN_OF} steps, and on the held-out prompts, in brackets 95% intervals."
@@ -109,6 +108,8 @@ def heldout_section(run: Run) -> Section:
 def no_evaluation(run: Run) -> str:
     if run.settings.get("EVAL_SAMPLES") == 0:
         return "Held-out prompts were not evaluated: EVAL_SAMPLES is 0."
+    if isinstance(heldout := part(run.record, "choices").get("heldout"), list) and heldout[:1] == [0]:
+        return "Held-out prompts were not evaluated: no rows are held out."
     return "There is no evaluation on held-out prompts (evaluation.json) yet."
 
 
@@ -157,6 +158,12 @@ def examples_section(run: Run) -> Section:
 
 
 SECTIONS = (curves_section, actions_section, heldout_section, plant_section, examples_section)
+
+
+def sections_of(run: Run) -> list[Callable[[Run], Section]]:
+    """The sections of a run's report; without a closed loop and a profile for one it is not about the plant."""
+    has_plant = run.closed_loop or run.settings.get("EVAL_PROFILE", "") is not None
+    return [make for make in SECTIONS if has_plant or make is not plant_section]
 
 
 def guarded(make: Callable[[Run], Section], run: Run) -> Section:
@@ -249,6 +256,10 @@ def facts(run: Run) -> list[tuple[str, str]]:
     names = {"Model": "MODEL_ID", "Training data": "DATA", "Held-out data": "EVAL_DATA", "Rewards": "REWARDS"}
     if isinstance(chosen := choices.get("rewards"), list) and chosen:  # what `auto` was
         s = {**s, "REWARDS": chosen[0]}
+    if s.get("EVAL_DATA", "") is None:
+        s = {**s, "EVAL_DATA": "a part of DATA"}
+        if isinstance(chosen := choices.get("heldout"), list) and len(chosen) == 2:
+            s["EVAL_DATA"] = chosen[1]
     if run.closed_loop:
         names["Plant's days"] = "EVAL_PROFILE"
     found = [("Run", run.folder.resolve().name)]

@@ -18,6 +18,7 @@ import pandas
 
 from grpo.data.files import data_fingerprint, read_rows
 from grpo.data.formats import is_dataset
+from grpo.data.heldout import hold_out
 from grpo.run import durable
 from grpo.run.logs import COMPLETIONS, EVALUATED, METRICS, function_column
 from grpo.settings import Problems, listed
@@ -222,7 +223,9 @@ def read_prompts(record: Mapping[str, Any]) -> dict[str, str]:
         return {}  # a report asks no network
     data, system = (str(part(record, "settings").get(name, "")) for name in ("DATA", "SYSTEM_PROMPT"))
     rows = read_rows("DATA", data, Problems(), system)
-    same = rows and data_fingerprint(rows) == record.get("data_sha256")
+    share = part(record, "settings").get("EVAL_SHARE")
+    splits = [rows, hold_out(rows, share).train if isinstance(share, float) else rows]  # with EVAL_DATA=auto the latter
+    same = rows and record.get("data_sha256") in map(data_fingerprint, splits)
     return {row.id: "\n".join(text for _, text in row.messages) for row in rows} if same else {}
 
 
@@ -258,6 +261,11 @@ class Run:
     @property
     def settings(self) -> Mapping[str, Any]:
         return part(self.record, "settings")
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns of metrics.csv in which a step has a value; on a CPU those about GPU and vLLM have none."""
+        return [name for name in self.metrics if (self.metrics[name].notna() & (self.metrics[name] != "")).any()]
 
     @property
     def steps(self) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from peft import PeftModel
+from transformers import PreTrainedModel
 
 from grpo.data.files import find_files, read_rows
 from grpo.data.prompts import render, sampling_seed
@@ -23,11 +24,11 @@ from grpo.evaluate.exact import answer_probabilities
 from grpo.evaluate.plant import CLOSED_LOOP
 from grpo.model.expert_lora import experts_wrapped
 from grpo.model.load import in_working_type, load_generation_config, load_model, load_tokenizer
+from grpo.plan.hub import ModelFiles, checkpoint_gib, count_parameters, fetch_weights, find_model, read_json
+from grpo.plan.machine import GIB, Machine, installed_versions, read_machine
+from grpo.plan.memory import plan_engine
 from grpo.preflight.adapter import CONFIG, missing_files, on_experts
 from grpo.preflight.choices import choose_evaluation, choose_rollouts
-from grpo.preflight.hub import ModelFiles, checkpoint_gib, count_parameters, fetch_weights, find_model, read_json
-from grpo.preflight.machine import GIB, Machine, installed_versions, read_machine
-from grpo.preflight.memory import plan_engine
 from grpo.rollout.engine import EngineError, start_engine
 from grpo.rollout.prefill import shared_prefill
 from grpo.run.best import adapter_fault
@@ -42,18 +43,24 @@ from grpo.tasks.tes.prompts import prompt_kind, renderer, state_at
 RECORDED = (
     "MODEL_ID", "REASONING_EFFORT", "PROMPT_DATE", "EVAL_TEMPERATURE", "TOP_P", "SEED", "DATA", "EVAL_DATA", "EVAL_SAMPLES", "SYSTEM_PROMPT",
 )  # fmt: skip
-LENGTHS = ("MAX_PROMPT_LEN", "MAX_COMPLETION_LEN")  # recorded too, but other prompts than the run's may need more
+# Recorded too, but other rows than the run's may need others.
+REPLACEABLE = ("MAX_PROMPT_LEN", "MAX_COMPLETION_LEN", "REWARDS", "INVALID_REWARD")
+
+MOST_AT_ONCE = 512  # sequences that vLLM is planned for: more wait their turn
 
 
 def recorded_settings(adapter: Path | None, environ: Mapping[str, str]) -> dict[str, str]:
     """The environment with what settings.json of the adapter's folder (or of the run that a checkpoint lies in) says, of
-    lengths only those that are not set; where there is none, with the base model that adapter_config.json names, if MODEL_ID
-    is not set."""
+    REPLACEABLE only those that are not set; where there is none, with the base model that adapter_config.json names, if
+    MODEL_ID is not set. REWARDS is what `auto` was in the run."""
     for path in (adapter, adapter.resolve().parent) if adapter else ():
         try:
-            found = read_json(path / "settings.json")["settings"]
-            lengths, others = ({n: show(found[n]) for n in names if n in found} for names in (LENGTHS, RECORDED))
-            return lengths | dict(environ) | others
+            record = read_json(path / "settings.json")
+            found = dict(record["settings"])
+            if found.get("REWARDS", "") is None:
+                found["REWARDS"] = ((record.get("choices") or {}).get("rewards") or [None])[0]
+            own, fixed = ({n: show(found[n]) for n in names if n in found} for names in (REPLACEABLE, RECORDED))
+            return own | dict(environ) | fixed
         except (OSError, ValueError, KeyError, TypeError):
             continue
     with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -80,7 +87,7 @@ def choose_prompt(requested: str, settings: Settings) -> tuple[str, str]:
     if requested != "auto":
         return requested, "set by --prompt"
     for name in ("EVAL_DATA", "DATA"):
-        rows = read_rows(name, getattr(settings, name), Problems())
+        rows = read_rows(name, getattr(settings, name) or "", Problems())
         if rows and (kind := prompt_kind([row.messages for row in rows])):
             return kind, f"as in {name}"
     kind = "compact" if settings.MODEL_ID == "tiny" else "full"
@@ -89,16 +96,22 @@ def choose_prompt(requested: str, settings: Settings) -> tuple[str, str]:
 
 def check_adapter(adapter: Path | None, problems: Problems) -> None:
     """The files of an adapter are there, and its weights undamaged where its folder says what they were."""
-    for name in missing_files(adapter) if adapter else ():
-        problems.add(f"--adapter {adapter}", f"{name} is not there", "Name a run's folder or a checkpoint")
-    if adapter and not missing_files(adapter) and (fault := adapter_fault(adapter)):
-        problems.add(f"--adapter {adapter}", fault, "Name a run's folder or a checkpoint")
+    if adapter is None:
+        return
+    fix = "Name a run's folder, its best/, or a checkpoint"
+    if not adapter.is_dir():
+        problems.add(str(adapter), "there is no such folder", fix)
+    elif missing := missing_files(adapter):
+        verb = "is" if len(missing) == 1 else "are"
+        problems.add(str(adapter), f"{' and '.join(missing)} {verb} not there", fix)
+    elif fault := adapter_fault(adapter):
+        problems.add(str(adapter), fault, fix)
 
 
-def check_model(settings: Settings, machine: Machine, problems: Problems) -> ModelFiles | None:
+def check_model(settings: Settings, adapter: Path | None, machine: Machine, problems: Problems) -> ModelFiles | None:
     """The files of MODEL_ID; its problems are added."""
     # Without its adapter there is nothing to look up: the base model may be another one than the default.
-    if any(problem.startswith("--adapter") for problem in problems):
+    if adapter and missing_files(adapter):
         return None
     files = find_model(settings.MODEL_ID, problems)
     if files and not machine.gpus and count_parameters(files.config)["total"] * 2 / GIB > 4:
@@ -122,32 +135,48 @@ class TransformersModel:
     def without_adapter(self, base: bool) -> contextlib.AbstractContextManager[None]:
         return self.model.disable_adapter() if base and self.adapter else contextlib.nullcontext()
 
+    def disable_adapter(self) -> contextlib.AbstractContextManager[None]:
+        """As PeftModel's, also where there is no adapter."""
+        return self.without_adapter(True)
+
+    def get_base_model(self) -> PreTrainedModel:
+        """As PeftModel's, the adapter inside or not."""
+        return self.base
+
     def probabilities(self, prompts: Sequence[str], temperature: float, base: bool) -> np.ndarray:
         """(N, K): `answer_probabilities` of the plant's actions."""
         with self.without_adapter(base):
             return answer_probabilities(self.base, self.tokenizer, prompts, temperature, len(Plant().ratios))
 
     @torch.no_grad()
-    def ask(self, prompts: Sequence[str], seed: int, base: bool = False, greedy: bool = False) -> list[str]:
-        """One completion of each prompt, special tokens included (behind the one that ends it, padding)."""
-        s, texts = self.settings, []
+    def complete(self, prompts: Sequence[str], seed: int, base: bool, temperature: float) -> list[list[int]]:
+        """Token ids of one completion of each prompt, up to the one that ends it; at temperature 0 greedily."""
+        s, completions = self.settings, []
         chunk = s.GENERATION_BATCH or 64
         torch.manual_seed(seed)
-        way = {"do_sample": True, "temperature": s.EVAL_TEMPERATURE, "top_p": s.TOP_P, "top_k": 0}
+        way = {"do_sample": True, "temperature": temperature, "top_p": s.TOP_P, "top_k": 0}
         with self.without_adapter(base), shared_prefill(self.base):
             for start in range(0, len(prompts), chunk):
                 batch = self.tokenizer(text=prompts[start : start + chunk], padding=True, return_tensors="pt")
                 ids = self.model.generate(
-                    **batch.to(self.model.device), **({"do_sample": False} if greedy else way),
+                    **batch.to(self.model.device), **(way if temperature else {"do_sample": False}),
                     max_new_tokens=s.MAX_COMPLETION_LEN, eos_token_id=self.eos, pad_token_id=self.tokenizer.pad_token_id,
                 )  # fmt: skip
-                texts += self.tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :])
-        return texts
+                for row in ids[:, batch["input_ids"].shape[1] :].tolist():
+                    end = next((place for place, token in enumerate(row) if token in self.eos), len(row))
+                    completions.append(row[: end + 1])
+        return completions
+
+    def ask(self, prompts: Sequence[str], seed: int, base: bool = False, greedy: bool = False) -> list[str]:
+        """One completion of each prompt as text, special tokens included."""
+        temperature = 0.0 if greedy else self.settings.EVAL_TEMPERATURE
+        return self.tokenizer.batch_decode(self.complete(prompts, seed, base, temperature))
 
 
 class VllmModel:
     """A model that vLLM generates with: MXFP4 weights, the adapter loaded natively from its folder (ROLLOUT_SYNC=lora's
-    way). There is no trainer beside it, so it stays awake. `prompts`: those of the first hour. Raises EngineError."""
+    way). There is no trainer beside it, so it stays awake. `prompts`: those that are asked at once, of the closed loop
+    the first hour's. Raises EngineError."""
 
     def __init__(
         self,
@@ -162,26 +191,41 @@ class VllmModel:
         self.temperature = settings.EVAL_TEMPERATURE
         if adapter is not None:
             rank = json.loads((adapter / CONFIG).read_text(encoding="utf-8"))["r"]
-        # The plan of a step serves for an hour: as many sequences as are asked at once, no trainer's memory. The first hour
-        # lists the most hours; a little more for longer numbers.
-        changes = {"ROLLOUT_SYNC": "lora", "LORA_R": rank, "PROMPTS_PER_STEP": len(prompts), "NUM_GENERATIONS": 1}
+        # The plan of a step serves here too: as many sequences as are asked at once, up to MOST_AT_ONCE, no trainer's
+        # memory. The first hour lists the most hours; a little more for longer numbers.
+        at_once = min(len(prompts), MOST_AT_ONCE)
+        changes = {"ROLLOUT_SYNC": "lora", "LORA_R": rank, "PROMPTS_PER_STEP": at_once, "NUM_GENERATIONS": 1}
         changes["LORA_TARGETS"] = "experts" if adapter and on_experts(adapter) else "all-linear"
         s = dataclasses.replace(settings, **changes)
-        longest = max(map(len, self.tokenizer(text=prompts)["input_ids"])) + 32
+        longest = max(map(len, self.tokenizer(text=list(dict.fromkeys(prompts)))["input_ids"])) + 32
         plan = plan_engine(s, files.config, machine, longest, 0.0, checkpoint_gib(settings.MODEL_ID, files))
         if plan.cache < plan.cache_least:
             need = plan.weights + plan.scratch + plan.cache_least
             raise EngineError(f"it needs {need:.1f} GiB of the GPU, {machine.gpu_free:.1f} are free")
-        eos = stop_tokens(load_generation_config(path).eos_token_id, self.tokenizer)
-        self.engine = start_engine(s, plan, path, eos)
+        self.eos = stop_tokens(load_generation_config(path).eos_token_id, self.tokenizer)
+        self.engine = start_engine(s, plan, path, self.eos)
         self.engine.wake()
 
-    def ask(self, prompts: Sequence[str], seed: int, base: bool = False, greedy: bool = False) -> list[str]:
-        """One completion of each prompt, special tokens included."""
+    def complete(self, prompts: Sequence[str], seed: int, base: bool, temperature: float) -> list[list[int]]:
+        """Token ids of one completion of each prompt, up to the one that ends it; at temperature 0 greedily."""
         self.engine.use_adapter(None if base else self.adapter)
-        temperature = 0.0 if greedy else self.temperature
-        ids, _ = self.engine.generate(self.tokenizer(text=prompts)["input_ids"], seed, temperature=temperature)
-        return self.tokenizer.batch_decode(ids)
+        return self.engine.generate(self.tokenizer(text=prompts)["input_ids"], seed, temperature=temperature)[0]
+
+    def ask(self, prompts: Sequence[str], seed: int, base: bool = False, greedy: bool = False) -> list[str]:
+        """One completion of each prompt as text, special tokens included."""
+        return self.tokenizer.batch_decode(self.complete(prompts, seed, base, 0.0 if greedy else self.temperature))
+
+
+def start_model(
+    settings: Settings, files: ModelFiles, adapter: Path | None, machine: Machine, use_vllm: bool, prompts: list[str]
+) -> TransformersModel | VllmModel:
+    """The base model, downloaded where it is not here, with its adapter. Raises InputError and EngineError."""
+    if problem := fetch_weights(settings.MODEL_ID, files):
+        raise InputError(problem)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if use_vllm:
+        return VllmModel(settings, files, str(files.folder), adapter, machine, prompts)
+    return TransformersModel(settings, str(files.folder), files.config, adapter)
 
 
 def stop_tokens(eos: int | Sequence[int] | None, tokenizer: Any) -> list[int]:
@@ -206,7 +250,7 @@ def evaluate_adapter(options: argparse.Namespace) -> tuple[dict[str, Any], Path]
         check_writable(path, problems)
     profiles, cases = read_profiles(options, problems)
     machine = read_machine()
-    files = check_model(s, machine, problems)
+    files = check_model(s, adapter, machine, problems)
     kind, reason = choose_prompt(options.prompt, s)
     if files and kind == "compact" and files.template is None:
         problems.add(f"MODEL_ID={s.MODEL_ID}", "it has no chat template", "Add chat_template.jinja, or --prompt full")
@@ -230,15 +274,8 @@ def evaluate_adapter(options: argparse.Namespace) -> tuple[dict[str, Any], Path]
         flush=True,
     )
     render_state = renderer(kind, lambda turns: render(files.template, turns, s.REASONING_EFFORT, s.PROMPT_DATE))
-    if problem := fetch_weights(s.MODEL_ID, files):
-        raise InputError(problem)
-    model_path = str(files.folder)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if use_vllm:
-        first = [render_state(state_at(case.window, Plant(), 0, options.start_kwh)) for case in cases]
-        model: Any = VllmModel(s, files, model_path, adapter, machine, first * samples)
-    else:
-        model = TransformersModel(s, model_path, files.config, adapter)
+    first = [render_state(state_at(case.window, Plant(), 0, options.start_kwh)) for case in cases]
+    model = start_model(s, files, adapter, machine, use_vllm, first * samples)
     for name in ("base", "trained") if options.base_too else ("trained" if adapter else "base",):
         started, base = time.perf_counter(), name == "base"
         if exact:

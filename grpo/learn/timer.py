@@ -1,17 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a step and its parts take, and whether it is the last one."""
+"""How long a step and its parts take, how busy the GPU is meanwhile, and whether it is the last step."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 import time
 from collections.abc import Callable, Iterator
+from statistics import fmean
 
 import torch
 from transformers.trainer_callback import TrainerCallback
 
 from grpo.rollout.engine import gpu_used_gib
 from grpo.run.signals import StopRequest
+
+SAMPLE_S = 0.5  # seconds between two samples of the GPU's utilization
+
+
+class UtilizationSampler:
+    """Reads every SAMPLE_S seconds, in a thread, the share of time in which the GPU computed anything."""
+
+    def __init__(self, read: Callable[[], float] | None = None):
+        """`read`: percent right now; by default of this process's GPU."""
+        self.read = read or functools.partial(torch.cuda.utilization, torch.cuda.current_device())
+        self.samples: list[float] = []
+        self.ended = threading.Event()
+
+    def start(self) -> None:
+        """Samples nothing where NVML cannot be read: its package comes with vLLM, and not every driver answers."""
+        with contextlib.suppress(Exception):
+            self.read()
+            threading.Thread(target=self.sample, daemon=True).start()
+
+    def sample(self) -> None:
+        while not self.ended.wait(SAMPLE_S):
+            with contextlib.suppress(Exception):
+                self.samples.append(self.read())
+
+    def mean(self) -> float | None:
+        """Mean of the samples since the last call, in percent; None where there are none."""
+        samples, self.samples = self.samples, []
+        return fmean(samples) if samples else None
 
 
 class StepTimerCallback(TrainerCallback):
@@ -23,6 +54,8 @@ class StepTimerCallback(TrainerCallback):
         self.parts = {"rollout": 0.0, "reward": 0.0}  # seconds of this step
         self.started = self.seconds = 0.0
         self.used_gib = 0.0  # most of the GPU that was seen in use in this step
+        self.sampler: UtilizationSampler | None = None  # None without a GPU
+        self.utilization: float | None = None  # percent, mean of the last step
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -32,26 +65,37 @@ class StepTimerCallback(TrainerCallback):
         self.parts[name] += time.perf_counter() - started
 
     def figures(self) -> dict[str, float | None]:
-        """Columns of metrics.csv: the times of the last step in seconds, and the most GPU memory in GiB."""
+        """Columns of metrics.csv: the times of the last step in seconds, the GPU's memory in GiB, its utilization."""
         return {
             **{f"{name}_s": seconds for name, seconds in self.parts.items()},
             "learn_s": self.seconds - sum(self.parts.values()),
             "step_s": self.seconds,
             "gpu_peak_gib": self.used_gib or None,
+            "gpu_utilization": self.utilization,
         }
 
     def on_train_begin(self, args, state, control, **kwargs):
         state.save_steps = args.save_steps  # a resumed run may change it; the Trainer takes the checkpoint's
+        if torch.cuda.is_available():
+            self.sampler = UtilizationSampler()
+            self.sampler.start()
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self.sampler:
+            self.sampler.ended.set()
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.parts = dict.fromkeys(self.parts, 0.0)
         self.used_gib = 0.0
+        if self.sampler:
+            self.sampler.mean()  # what was sampled between the steps, during an evaluation, does not count
         self.started = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.seconds = time.perf_counter() - self.started
+        self.utilization = self.sampler.mean() if self.sampler else None
         # torch keeps what learning took at its most, until the engine wakes.
         self.used_gib = max(self.used_gib, gpu_used_gib())
         if signal := self.asked(self.stop.signal, kwargs["model"]):

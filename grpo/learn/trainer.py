@@ -24,19 +24,18 @@ from transformers.trainer_callback import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.kernels import ChunkedLogProbFunction
 
-import rewards
-from grpo.data.files import Row, reward_columns
+from grpo.data.files import Row, column_names
 from grpo.data.prompts import StepRows, sampling_seed
-from grpo.data.scoring import Completion
+from grpo.data.scoring import Completion, read_completion, score
 from grpo.learn.timer import StepTimerCallback
-from grpo.learn.together import add_up, agree, gradients_of, in_parts, lead
+from grpo.learn.together import gradients_of, run_on_rank0, sum_over_ranks, sync_stop_signal
 from grpo.model.attention import KERNELS, attention_of, hidden_states
 from grpo.model.expert_lora import experts_wrapped
 from grpo.model.load import evaluating
 from grpo.model.packing import PackedBatch, cut_micro_batches, pack_batch, padded_like
-from grpo.preflight.memory import HEAD_TILE, Plan, micro_batch_tokens
+from grpo.phases import LINE_S, Phase, with_progress
+from grpo.plan.memory import HEAD_TILE, Plan, micro_batch_tokens
 from grpo.rollout.engine import Engine
-from grpo.rollout.noise import SharedNoise
 from grpo.rollout.prefill import shared_prefill
 from grpo.run.archive import model_card
 from grpo.run.best import read_best, which_to_load
@@ -119,14 +118,12 @@ class Trainer(GRPOTrainer):
         rewards: list[Callable[..., Any]],
     ):
         self.run = run
-        self.timer = StepTimerCallback(run.stop, lambda *now: agree(run.ranks, *now, self.state.global_step))
+        self.timer = StepTimerCallback(run.stop, lambda *now: sync_stop_signal(run.ranks, *now, self.state.global_step))
         s, names = run.settings, [function.__name__ for function in rewards]
         self.run_log: RunLog | None = None  # rank 0 writes
         if not run.ranks.rank:
             self.run_log = RunLog(run.folder, s.TOTAL_STEPS, s.EVAL_STEPS, names, s.LOG_PROMPTS)
-        # TRL asks the first completion for the columns: every row gets those of every file.
-        self.actions = max(len(row.rewards) for row in run.rows)
-        self.empty_columns = {name: None for row in run.rows for name in reward_columns(row, self.actions)}
+        self.columns = column_names(run.rows)  # that reward functions get with every row
         self.rollout_tokens = 0  # of the last rollout
         # Only the index travels through TRL: the columns are looked up where they are needed.
         dataset = Dataset.from_dict({"prompt": [row.prompt for row in run.rows], "row": list(range(len(run.rows)))})
@@ -175,36 +172,35 @@ class Trainer(GRPOTrainer):
         return [ids_of[prompt] for prompt in prompts], *rest
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
-        """Every rank generates for its own rows; all get all."""
+        """Every rank generates for its own rows, whole groups, with a seed of its own; all get all."""
         run, ranks, arguments = self.run, self.run.ranks, (images, multimodal_fields, num_generations, has_tool_images)
         stream = "train" if run.stream == "train" else "evaluation"
-        torch.manual_seed(sampling_seed(run.settings.SEED, self.state.global_step, stream))
-        seed, completion_ids, logprobs = torch.initial_seed(), [], None
+        seed = sampling_seed(run.settings.SEED, self.state.global_step, stream) + ranks.rank
+        torch.manual_seed(seed)
+        own, logprobs = ranks.share_out(len(prompt_ids), num_generations), None
         with self.timer.part("rollout"):
             if run.engine is not None:
-                policy = self.accelerator.unwrap_model(self.model)
-                own = ranks.share_out(len(prompt_ids), num_generations)
-                options = seed + ranks.rank, run.stream != "base", run.temperature  # other noise on every rank
-                mine = run.engine.rollout(policy, prompt_ids[own.start : own.stop], *options) if own else ([], [])
-                completion_ids, logprobs = (ranks.share_rows(*part) for part in zip(mine, "id", strict=True))
+                policy, options = self.accelerator.unwrap_model(self.model), (run.stream != "base", run.temperature)
+                own_ids, own_logprobs = [], []
+                if own:
+                    own_prompts = prompt_ids[own.start : own.stop]
+                    own_ids, own_logprobs = run.engine.rollout(policy, own_prompts, seed, *options)
+                completion_ids, logprobs = ranks.share_rows(own_ids, "i"), ranks.share_rows(own_logprobs, "d")
                 self.timer.used_gib = max(self.timer.used_gib, run.engine.used_gib)
             else:
-                base = self.accelerator.unwrap_model(self.model).get_base_model()
-                noise = SharedNoise(seed, base.device) if ranks.size > 1 and run.temperature != 0 else None
+                chunk_size, own_ids = -(-run.plan.generation_batch // ranks.size), []
                 with (
                     attention_of(self.model, "eager"),
                     evaluating(self.model),
                     self.generating_at(run.temperature),
-                    shared_prefill(base, noise),
+                    shared_prefill(self.base_model_of(self.model)),
+                    Phase("generating", "completion", len(own), LINE_S) as phase,
                 ):
-                    for rows, own in in_parts(ranks, len(prompt_ids), run.plan.generation_batch):
-                        if noise:
-                            noise.begin(range(own.start - rows.start, own.stop - rows.start), len(rows))
-                        chunk = prompt_ids[own.start : own.stop]
-                        mine = super()._generate_single_turn(chunk, *arguments)[0] if own else []
-                        completion_ids += (some := ranks.share_rows(mine, "i"))
-                        if noise:
-                            noise.catch_up(max(map(len, some)), base.config.vocab_size)
+                    for start in range(own.start, own.stop, chunk_size):
+                        chunk = prompt_ids[start : min(start + chunk_size, own.stop)]
+                        own_ids += super()._generate_single_turn(chunk, *arguments)[0]
+                        phase.done = len(own_ids)
+                completion_ids = ranks.share_rows(own_ids, "i")
         self.rollout_tokens = sum(map(len, completion_ids))
         return completion_ids, logprobs
 
@@ -213,7 +209,7 @@ class Trainer(GRPOTrainer):
     ) -> list[list[int]]:
         """Token ids of one completion for each prompt, of which each stands there `samples` times, generated as the rollouts
         are at `temperature` (0: greedily), with the seed of `step`; `base`: without the adapter. For an evaluation: rank 0 is
-        asked, inside of `lead`, and asks the others."""
+        asked, inside of `run_on_rank0`, and asks the others."""
         run, now = self.run, self.state.global_step
         if not run.ranks.rank:
             asked = dict(prompt_ids=prompt_ids, samples=samples, base=base, step=step, temperature=temperature)
@@ -241,29 +237,28 @@ class Trainer(GRPOTrainer):
             self.generation_config, self.generation_kwargs = before
 
     def read_completions(self, rows: Sequence[Row], completion_ids: Sequence[Sequence[int]]) -> list[Completion]:
-        """What the completions of `rows` say, decoded with their special tokens. Truncated is one that ended without a stop
-        token: the same rule as TRL's clipped ratio and mask."""
-        read, stops = [], (*self.eos_token_ids, self._tokenizer.pad_token_id)
-        texts = self._tokenizer.batch_decode(list(completion_ids), skip_special_tokens=False)
-        for row, text, ids in zip(rows, texts, completion_ids, strict=True):
-            action = rewards.parse_action(rewards.assistant_turn(row.prompt, text), len(row.rewards) or 10**9)
-            read.append(Completion(row, text, action, len(ids), ids[-1] not in stops))
-        return read
+        """What the completions of `rows` say, decoded with their special tokens and without. Truncated is one that
+        ended without a stop token: the same rule as TRL's clipped ratio and mask."""
+        tokenizer, stops = self._tokenizer, (*self.eos_token_ids, self._tokenizer.pad_token_id)
+        texts, plain = (
+            tokenizer.batch_decode(list(completion_ids), skip_special_tokens=skipped) for skipped in (False, True)
+        )
+        template = getattr(tokenizer, "response_template", None)
+        return [
+            read_completion(row, text, bare, len(ids), ids[-1] not in stops, template)
+            for row, text, bare, ids in zip(rows, texts, plain, completion_ids, strict=True)
+        ]
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        """Rank 0's: a reward function may be random, or ask a judge."""
+        """Rank 0's: a reward function may be random, or ask a judge. The functions are called by `score`, as the
+        checks before the run and the evaluations call them."""
         with self.timer.part("reward"):
             if self.run.ranks.rank:
                 return torch.tensor(self.run.ranks.broadcast(), device=self.accelerator.device)
             read = self.read_completions([self.run.rows[x["row"]] for x in inputs], completion_ids_list)
-            enriched = [
-                {"prompt": prompt, "truncated": one.truncated}
-                | self.empty_columns
-                | reward_columns(one.row, self.actions)
-                for prompt, one in zip(prompts, read, strict=True)
-            ]
-            turns = [rewards.assistant_turn(one.row.prompt, one.text) for one in read]
-            per_function = super()._calculate_rewards(enriched, prompts, turns, completion_ids_list)
+            logs = self._log_completion_extra, self._log_metric
+            scores = score(self.reward_funcs, read, completion_ids_list, self.columns, self.state, *logs)
+            per_function = torch.tensor(scores, dtype=torch.float32, device=self.accelerator.device)
             weights = self.reward_weights.to(per_function.device)
             totals = (per_function * weights).nansum(dim=1).masked_fill(per_function.isnan().all(dim=1), math.nan)
             self.run_log.write_completions(self.state.global_step + 1, read, totals.tolist(), per_function.tolist())
@@ -279,10 +274,11 @@ class Trainer(GRPOTrainer):
         model.train()
         # Not by TRL's _prepare_inputs, which shuffles completions for steps that learn from a part of them, by torch's own
         # generator: after a rollout by vLLM that is another on every rank. Here each learns from its own prompts, whole groups.
-        batch = self._generate_and_score_completions(inputs)
-        self._step += 1
-        started = time.perf_counter()
-        loss = self.learn(model, batch)
+        with Phase(f"step {self.state.global_step + 1}", first_s=LINE_S):
+            batch = self._generate_and_score_completions(inputs)
+            self._step += 1
+            started = time.perf_counter()
+            loss = self.learn(model, batch)
         self._metrics["train"]["step_time"].append(time.perf_counter() - started)
         return loss
 
@@ -295,7 +291,7 @@ class Trainer(GRPOTrainer):
         logps = torch.zeros(mask.shape, device=mask.device)
         ratios = torch.zeros(mask.shape, device=mask.device)
         sums: collections.Counter[str] = collections.Counter()
-        for rows, packed in self.micro_batches(batch):
+        for rows, packed in with_progress("learning", self.micro_batches(batch), "micro-batch", first_s=LINE_S):
             with self.accelerator.autocast():
                 states = hidden_states(base, packed, self.run.attention)
                 leaf = states.detach().requires_grad_()  # head and loss first: their memory is free before the rest
@@ -315,7 +311,7 @@ class Trainer(GRPOTrainer):
             total += loss.detach()
             sums.update(metrics)
         if self.run.ranks.size > 1:
-            add_up(self.run.ranks, [*gradients_of(model), total, logps, ratios])
+            sum_over_ranks(self.run.ranks, [*gradients_of(model), total, logps, ratios])
             parts, sums = self.run.ranks.share(sums), collections.Counter()
             for part in parts:
                 sums.update(part)
@@ -385,7 +381,7 @@ class Trainer(GRPOTrainer):
             with self.accelerator.autocast():
                 found, _ = self.compute_logps(base, hidden_states(base, packed, self.run.attention), packed.targets)
             logps[rows] = padded_like(batch["completion_mask"][rows], packed, found)
-        add_up(self.run.ranks, [logps])
+        sum_over_ranks(self.run.ranks, [logps])
         return logps, None, None
 
     def record_learning(self, batch: Batch, logps: Tensor, ratios: Tensor, sums: Mapping[str, float]) -> None:
@@ -412,7 +408,7 @@ class Trainer(GRPOTrainer):
             row["rollout_tokens_per_s"] = self.rollout_tokens / max(row["rollout_s"], 1e-9)
             row |= dict.fromkeys((*EVALUATED, "eval_s"))
             if self.is_evaluated(self.state.global_step):
-                row |= lead(self, self.measured) or {}
+                row |= run_on_rank0(self, self.measured) or {}
             # To the trackers; TRL has the means of the reward functions under names of its own.
             rates = self.run_log.rates if self.run_log else {}
             logs |= {name: value for name, value in (rates | row).items() if value is not None and "/" not in name}

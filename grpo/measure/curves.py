@@ -39,9 +39,9 @@ from grpo.learn.trainer import Trainer
 from grpo.measure.record import figure, save, tabled, write
 from grpo.measure.variants import keep, kept, run_child
 from grpo.measure.watched import intercept
+from grpo.plan.hub import TINY_PATH
 from grpo.preflight.adapter import lora_options
 from grpo.preflight.checks import Preflight, preflight
-from grpo.preflight.hub import TINY_PATH
 
 BOUND = 0.01  # of reward: a difference is equivalent if its whole interval is smaller
 EVERY = 50  # steps between two measurements
@@ -125,7 +125,7 @@ def plain_trainer(ours: Trainer, parts: int = 1) -> GRPOTrainer:
     def reward(completion_ids: list[list[int]], row: list[int], **columns: Any) -> list[float]:
         """Decodes with the special tokens that say which channel a text is in: TRL decodes without them."""
         completions = ours.read_completions([ours.run.rows[i] for i in row], completion_ids)
-        return [value for (value,) in score(ours.reward_funcs, completions, completion_ids, ours.actions)]
+        return [value for (value,) in score(ours.reward_funcs, completions, completion_ids, ours.columns, ours.state)]
 
     plain = GRPOTrainer(
         plain_model(ours.run.settings.MODEL_ID),

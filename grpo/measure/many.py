@@ -70,7 +70,9 @@ def many_figures(results: Results, prompts: int) -> list[dict[str, Any]]:
             figure(f"{name}_learn_s", values["learn_s"], "s", "its learning, gradients added up"),
             figure(f"{name}_tok_s", tokens / values["step_s"], "tokens/s", "of the step"),
             figure(f"{name}_startup_s", values["startup_s"], "s", "from the command to the first step"),
-            figure(f"{name}_reduced_mb", values["reduced_mb"], "MB", "of gradients in float32 that are added up a step"),
+            figure(
+                f"{name}_reduced_mb", values["reduced_mb"], "MB", "of gradients in float32 that are added up a step"
+            ),
         ]
         alone = results.get((1, prompts))
         if gpus > 1 and alone and count == prompts * gpus:

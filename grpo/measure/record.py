@@ -20,7 +20,7 @@ from typing import Any
 import pandas
 import torch
 
-from grpo.preflight.machine import installed_versions
+from grpo.plan.machine import installed_versions
 from grpo.run import durable
 from grpo.settings import ROOT
 

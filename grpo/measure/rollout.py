@@ -24,7 +24,7 @@ from grpo.measure.variants import Figures, Variant, keep, run_variants
 from grpo.model import load as model_load
 from grpo.model.experts import dequantize_mxfp4, expert_weights
 from grpo.model.load import TABLES, quantized_experts, tables_of
-from grpo.preflight.targets import EXPERT_PARAMETERS
+from grpo.plan.targets import EXPERT_PARAMETERS
 from grpo.rollout import engine as rollout_engine
 from grpo.rollout.engine import Engine
 

@@ -17,7 +17,7 @@ import torch
 
 from grpo.learn.trainer import Trainer
 from grpo.measure.record import NOISE, environment
-from grpo.preflight.machine import read_machine
+from grpo.plan.machine import read_machine
 from grpo.rollout.engine import Engine
 
 

@@ -15,7 +15,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.hub_kernels import load_and_register_attn_kernel
 
 from grpo.model.packing import PackedBatch, may_attend
-from grpo.preflight.machine import FLASH_PACKAGES
+from grpo.plan.machine import FLASH_PACKAGES
 from grpo.settings import described
 
 

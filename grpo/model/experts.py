@@ -54,7 +54,7 @@ def expert_weights(module: torch.nn.Module, name: str) -> Tensor:
 
 def frozen_product(module: torch.nn.Module, name: str, rows: Tensor, offs: Tensor) -> Tensor:
     """(S, in) rows, sorted by expert, times the weights `name` of their expert: (S, out). Expert e has those before `offs`[e]."""
-    return FrozenProduct.apply(rows, expert_weights(module, name), offs)
+    return FrozenProduct.apply(rows, offs, module, name)
 
 
 def even_and_odd(rows: Tensor) -> Tensor:
@@ -139,17 +139,23 @@ class Spread(torch.autograd.Function):
 
 
 class FrozenProduct(torch.autograd.Function):
-    """(S, in) rows times their expert's weights (E, in, out), which get no gradient."""
+    """(S, in) rows times the weights `name` (E, in, out) of their expert, which get no gradient.
+
+    Without gradient checkpointing every layer waits for its backward pass, so packed weights are dequantized again there
+    instead of being kept: those of all layers would take 36 GiB of gpt-oss-20b. With checkpointing only one layer waits."""
 
     @staticmethod
-    def forward(ctx, rows, weights, offs):
-        ctx.save_for_backward(weights, offs)
+    def forward(ctx, rows, offs, module, name):
+        weights = expert_weights(module, name)
+        ctx.packed = (module, name) if getattr(module, "dequantize_again", False) else None
+        ctx.save_for_backward(offs, *(() if ctx.packed else (weights,)))
         return grouped_mm(rows, weights, offs=offs)
 
     @staticmethod
     def backward(ctx, gradient):
-        weights, offs = ctx.saved_tensors
-        return grouped_mm(gradient.contiguous(), weights.transpose(1, 2), offs=offs), None, None
+        offs, *kept = ctx.saved_tensors
+        weights = expert_weights(*ctx.packed) if ctx.packed else kept[0]
+        return grouped_mm(gradient.contiguous(), weights.transpose(1, 2), offs=offs), None, None, None
 
 
 class Activation(torch.autograd.Function):

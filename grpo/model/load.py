@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,9 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from grpo.model.attention import install_attention
 from grpo.model.experts import OURS, expert_weights, experts_forward
-from grpo.preflight.hub import has_mxfp4
-from grpo.preflight.machine import Machine
+from grpo.plan.hub import count_parameters, has_mxfp4
+from grpo.plan.machine import Machine
+from grpo.preflight.choices import choose_threads
 from grpo.settings import Settings
 
 # Embeddings and output head: with the experts what vLLM can lend.
@@ -38,6 +40,7 @@ class QuantizedExperts(torch.nn.Module):
     without weights, until grpo/rollout/shared_weights.py lends it those of vLLM: until then it cannot compute."""
 
     is_transposed = True  # as GptOssExperts, (E, in, out): PEFT asks for it
+    dequantize_again = False  # in the backward pass (grpo/model/experts.py, FrozenProduct)
 
     def __init__(self, config: GptOssConfig, packed: bool = True) -> None:
         super().__init__()
@@ -153,6 +156,9 @@ def load_model(model_path: str, config: Mapping[str, Any], attention: str, exper
     head: vLLM lends its own.
     """
     name, device = install_attention(attention), "cuda:0" if torch.cuda.is_available() else "cpu"
+    threads, _ = choose_threads(count_parameters(config)["total"], torch.cuda.device_count(), os.environ)
+    if threads:
+        torch.set_num_threads(threads)
     if has_mxfp4(config):
         model = load_quantized(model_path, name, device, packed=experts != "shared")
         if experts == "paged":  # before the adapter takes the rest of their segments
@@ -179,6 +185,8 @@ def load_base(settings: Settings, model_path: str, config: Mapping[str, Any], at
     """The base model to train an adapter on, under the name that PEFT writes into adapter_config.json."""
     model = in_working_type(load_model(model_path, config, attention, settings.EXPERTS))
     model.name_or_path = model_path if settings.MODEL_ID == "tiny" else settings.MODEL_ID
+    for module in quantized_experts(model):
+        module.dequantize_again = not settings.GRADIENT_CHECKPOINTING
     return model
 
 

@@ -13,10 +13,10 @@ from grpo.model import checkpoint
 from grpo.model.gptoss_format import BLOCK, E2M1, E8M0_BIAS, GPT_OSS_20B, O200K_IDS, ModelError, Shape, chat_template
 
 # Standard deviations of the random weights, chosen so that rounding stays rounding. With 0.02 everywhere (gpt-oss's
-# initializer_range) the model is chaotic: experts write as much into the residual stream as all there is, the fourth and
-# the fifth expert of a token are often nearly tied, so a rounding error swaps them and grows from layer to layer. Two
-# exact BF16 implementations then disagree by 0.25 to 0.5 nats a token, which hides most bugs. So experts
-# write little (a swap changes little), attention writes more (an adapter on it must show), router scores are spread (the
+# initializer_range) the model is chaotic: experts write as much into the residual stream as all there is, the fourth
+# and the fifth expert of a token are often nearly tied, so a rounding error swaps them and grows from layer to layer.
+# Two exact BF16 implementations then disagree by 0.25 to 0.5 nats a token, which hides most bugs. So experts write
+# little (a swap changes little), attention writes more (an adapter on it must show), router scores are spread (the
 # fourth expert weighs little), and embeddings are large against what one layer adds. docs/models.md has the figures.
 # Matrices: times 1 / sqrt(fan-in), so that other widths behave alike.
 MATRIX_GAIN = {
@@ -66,9 +66,10 @@ def write_full(
     seed: int = 0,
     force=False,
 ) -> Path:
-    """Write a checkpoint with random weights to `out`, with the tokenizer in the directory `tokenizer`, or without one. The
-    noise is made on `device`; a seed gives other noise on another kind of device. `force` replaces an existing checkpoint.
-    Raises ModelError for whatever keeps it from being made, a device that is not there too."""
+    """Writes a checkpoint with random weights to `out`, with the tokenizer in the folder `tokenizer`, or without one.
+
+    The noise is made on `device`; a seed gives other noise on another kind of device. `force` replaces an existing
+    checkpoint. Raises ModelError for whatever keeps it from being made, a missing device too."""
     # A smaller vocabulary has no such ids; the last ones stand in, so that generation still runs.
     words, ids = None, {token: min(n, shape.vocab - 1) for token, n in O200K_IDS.items()}
     if tokenizer is not None:

@@ -39,9 +39,10 @@ def _tokenizer_corpus() -> list[str]:
 
 
 def make_tokenizer(vocab: int = TINY.vocab) -> Tokenizer:
-    """A byte-level BPE tokenizer with exactly `vocab` entries, the same for every call. The merges are those that make the
-    numbers, then those learned from the prompts' words; the special tokens come last. Raises ModelError if `vocab` is too
-    small for the numbers or larger than the prompts' words can fill."""
+    """A byte-level BPE tokenizer with exactly `vocab` entries, the same for every call.
+
+    Merges that make the numbers come first, then those learned from the prompts' words; the special tokens come last.
+    Raises ModelError if `vocab` is too small for the numbers or larger than the prompts' words can fill."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     numbers = [(str(n // 10), str(n % 10)) for n in range(10, LARGEST_NUMBER + 1)]
     numbers += [(BLANK, str(n)) for n in range(LARGEST_NUMBER + 1)]
@@ -68,9 +69,9 @@ def make_tokenizer(vocab: int = TINY.vocab) -> Tokenizer:
 def write_tiny(
     out: Path, recipe: Recipe = RECIPE, force: bool = False, seed: int = 0, log: Callable[[str], None] = print
 ) -> None:
-    """Warm up the tiny model on the CPU and write its checkpoint to the directory `out`, figures in ``warmup.json`` beside
-    it. The same seed gives the same model on the same machine. Raises ModelError as `new_directory` does, before the
-    training."""
+    """Warms up the tiny model on the CPU and writes its checkpoint, with figures in warmup.json, to the folder `out`.
+
+    The same seed gives the same model on the same machine. Raises ModelError before training, as `new_directory`."""
     require_space(out, 64 * 2**20)
     with new_directory(out, force) as directory, torch.random.fork_rng([]):
         tokenizer = make_tokenizer(recipe.shape.vocab)

@@ -18,8 +18,8 @@ from grpo.model.fast_layers import FAST, forward
 from grpo.model.warmup_rows import ACTIONS, Answer, Rows, make_rows
 
 Log = Callable[[str], None]
-# Standard deviations of the initial matrices, times 1 / sqrt(fan-in). 0.02 everywhere, gpt-oss's initializer range, lets
-# narrow layers pass on next to nothing, and the output head of the tiny model could never become sure of an action.
+# Standard deviations of the initial matrices, times 1 / sqrt(fan-in). With gpt-oss's 0.02 everywhere, narrow layers
+# pass on next to nothing, and the output head of the tiny model could never become sure of an action.
 INITIAL_GAIN = {
     "q_proj": 0.5, "k_proj": 0.5, "v_proj": 1.0, "o_proj": 0.5, "router": 1.0, "gate_up_proj": 1.0, "down_proj": 0.5,
     "lm_head": 0.8,
@@ -42,8 +42,8 @@ class Recipe:
     steps: int
     batch: int
     lr: float
-    # Tokens back, one for each head, in each sliding layer. Neighbours first, so that a number knows its word. In the last
-    # one heads look at their own place: there the adapter finds what was read, and turns it into a choice.
+    # Tokens back, for each head of each sliding layer. The first layer looks at neighbours, so that a number knows its
+    # word. Heads of the last look at their own place: there the adapter finds what was read, and makes it a choice.
     distances: Sequence[Sequence[int]]
     rounding: float = 0.2  # share of the budget in which the experts are frozen in 4 bit
     rounding_lr: float = 0.25  # the rate there, times lr
@@ -73,28 +73,29 @@ def new_model(recipe: Recipe, tokenizer: Tokenizer, token_ids: Mapping[str, int]
 
 
 def initial_numbers(model: GptOssForCausalLM, tokenizer: Tokenizer) -> None:
-    """Give number tokens embeddings that vary smoothly with the number: 358 begins near 357, the same with and without a
-    blank before it. Few steps see each number too rarely to learn from nothing that 37 lies by 38."""
+    """Gives number tokens embeddings that vary smoothly with the number, with and without a blank before it.
+
+    Few steps see each number too rarely to learn from nothing that 37 lies by 38."""
     texts = [f"{n:0{width}d}" for width in (1, 2, 3) for n in range(10**width)]
-    found = {tokenizer.token_to_id(before + text): float(text) for text in texts for before in ("", "\u0120")}
-    found.pop(None, None)  # not every number has a token, or one with a blank before it
-    value = torch.tensor(list(found.values())).unsqueeze(1)
+    numbers = {tokenizer.token_to_id(before + text): float(text) for text in texts for before in ("", "\u0120")}
+    numbers.pop(None, None)  # not every number has a token, or one with a blank before it
+    value = torch.tensor(list(numbers.values())).unsqueeze(1)
     fine, coarse = value / 100 * math.pi, value / 1000 * math.pi
-    waves = [fine * k for k in range(1, 7)] + [coarse * k for k in range(1, 9)] * (max(found.values()) > 100)
+    waves = [fine * k for k in range(1, 7)] + [coarse * k for k in range(1, 9)] * (max(numbers.values()) > 100)
     # The logarithm tells 0 from 1 and 2: whether anything is short matters more than how much.
     linear = [value / 1000 - 0.3, (value / 100).clamp(max=1) - 0.5, value.log1p() / 7 - 0.5]
     features = torch.cat([*linear, *(w.sin() for w in waves), *(w.cos() for w in waves)], dim=1)
     table = features @ (torch.randn(features.shape[1], model.config.hidden_size) * 0.1)
-    model.model.embed_tokens.weight[list(found)] += table
+    model.model.embed_tokens.weight[list(numbers)] += table
 
 
 def initial_heads(model: GptOssForCausalLM, distances: Sequence[Sequence[int]]) -> None:
-    """Let the heads of the first sliding layers look back by `distances`, the tokens of each head, layer after layer (fewer
-    than heads are repeated; none leaves a layer as it is).
+    """Lets the heads of the first sliding layers look back by `distances`, the tokens of each head, layer after layer.
 
-    A number must know which word stands before it before anything can find it; from random weights, heads that do that
-    are the slowest thing to appear. The biases of q and k lie in the fast-turning pairs of RoPE, the key's at angle 0, the
-    query's turned back by the distance: their product peaks where the distance is that.
+    Fewer distances than heads are repeated; none leaves a layer as it is. A number must know which word precedes it
+    before anything can find it, and from random weights such heads are the slowest thing to appear. The biases of q
+    and k lie in the fast-turning pairs of RoPE, the key's at angle 0, the query's turned back by the distance: their
+    product peaks at that distance.
     """
     rotary, size = model.model.rotary_emb, model.config.head_dim
     pairs = [n for n in range(size // 2) if rotary.inv_freq[n] > 0.08]
@@ -112,23 +113,6 @@ def initial_heads(model: GptOssForCausalLM, distances: Sequence[Sequence[int]]) 
                 angle = -back[n % len(back)] * turns
                 query[n, pairs] = length * angle.cos()
                 query[n, [p + size // 2 for p in pairs]] = length * angle.sin()
-
-
-def answer_figures(p: torch.Tensor, rewards: torch.Tensor) -> dict[str, float]:
-    """Figures of a policy that gives the actions of N rows the probabilities `p`, (N, actions), as `rewards`.
-
-    ``parse_rate`` is the probability of an answer ``[k]`` in the final channel; ``reward`` the mean reward, an unparseable
-    answer counting 0; ``greedy`` that of the likeliest action; ``random``, ``best_constant`` and ``oracle`` those of
-    reference policies on the same rows.
-    """
-    return {
-        "parse_rate": p.sum(-1).mean().item(),
-        "reward": (p * rewards).sum(-1).mean().item(),
-        "greedy": rewards.gather(1, p.argmax(-1, keepdim=True)).mean().item(),
-        "random": rewards.mean().item(),
-        "best_constant": rewards.mean(0).max().item(),
-        "oracle": rewards.amax(-1).mean().item(),
-    }
 
 
 def log_probs(model: GptOssForCausalLM, hidden: torch.Tensor) -> torch.Tensor:
@@ -152,20 +136,34 @@ def answer_log_probs(
 
 
 def figures(model: GptOssForCausalLM, rows: Rows, answer: Answer, limit: int | None = None) -> dict[str, float]:
-    """What sampling at temperature 1 gives in expectation, from probabilities: `answer_figures` of up to `limit` rows."""
-    picked, found = torch.arange(len(rows))[:: max(1, len(rows) // (limit or len(rows)))][:limit], []
+    """What sampling at temperature 1 earns on up to `limit` rows, computed from the probabilities of the four answers.
+
+    ``parse_rate`` is the probability of an answer ``[k]`` in the final channel; ``reward`` the mean reward, where an
+    unparseable answer counts 0; ``greedy`` that of the likeliest action; ``random``, ``best_constant`` and ``oracle``
+    those of reference policies on the same rows.
+    """
+    indices, parts = torch.arange(len(rows))[:: max(1, len(rows) // (limit or len(rows)))][:limit], []
     with torch.no_grad():
-        for some in picked.split(64):
-            ids, lengths = rows.batch(some.to(rows.ids.device))
+        for batch in indices.split(64):
+            ids, lengths = rows.batch(batch.to(rows.ids.device))
             actions, around = answer_log_probs(model, forward(model, ids), lengths, answer)
-            found.append((actions + around.unsqueeze(-1)).exp().cpu())
-    return answer_figures(torch.cat(found), rows.rewards[picked].cpu())
+            parts.append((actions + around.unsqueeze(-1)).exp().cpu())
+    p, rewards = torch.cat(parts), rows.rewards[indices].cpu()
+    return {
+        "parse_rate": p.sum(-1).mean().item(),
+        "reward": (p * rewards).sum(-1).mean().item(),
+        "greedy": rewards.gather(1, p.argmax(-1, keepdim=True)).mean().item(),
+        "random": rewards.mean().item(),
+        "best_constant": rewards.mean(0).max().item(),
+        "oracle": rewards.amax(-1).mean().item(),
+    }
 
 
 class WarmUp:
-    """Supervised training: answers in the right form that name each action as often as another, whatever the prompt says, and
-    a linear `probe`, thrown away afterwards, that reads the rows' readings from a middle layer. So the model learns to
-    read and never what to choose."""
+    """Supervised training, by which the model learns to read and never what to choose.
+
+    It learns answers in the right form that name each action as often as another, whatever the prompt says. A linear
+    `probe`, thrown away afterwards, reads the rows' readings from a middle layer."""
 
     def __init__(self, model: GptOssForCausalLM, rows: Rows, answer: Answer, recipe: Recipe, seed: int) -> None:
         self.model, self.rows, self.answer, self.recipe = model, rows, answer, recipe
@@ -195,7 +193,7 @@ class WarmUp:
         named = torch.tensor(answer.actions, device=self.device)[shown, None]
         ids.scatter_(1, (before + answer.action_at)[:, None], named)
         middle: list[torch.Tensor] = []
-        hook = self.middle.register_forward_hook(lambda module, given, output: middle.append(output))
+        hook = self.middle.register_forward_hook(lambda module, inputs, output: middle.append(output))
         hidden = forward(self.model, ids)
         hook.remove()
         actions, around = answer_log_probs(self.model, hidden, lengths, answer)
@@ -212,22 +210,22 @@ class WarmUp:
         """Train until the progress is `end`, with a cosine of the rate. Raises ModelError if the loss is not finite."""
         trained = [p for p in (*self.model.parameters(), *self.probe.parameters()) if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
-        first_step, begin, said = self.step, self.progress, self.elapsed
+        first_step, begin, logged = self.step, self.progress, self.elapsed
         while self.progress < end:
             done = (self.progress - begin) / max(end - begin, 1e-9)
             rise = min(1.0, (self.step - first_step + 1) / 30)
             optimizer.param_groups[0]["lr"] = lr * rise * (0.05 + 0.95 * (1 + math.cos(math.pi * done)) / 2)
             picked = torch.randint(len(self.rows), (self.recipe.batch,), device=self.device, generator=self.generator)
-            loss, found = self.read(picked)
-            loss = loss + READING_WEIGHT * functional.smooth_l1_loss(found, self.rows.readings[picked])
+            loss, readings = self.read(picked)
+            loss = loss + READING_WEIGHT * functional.smooth_l1_loss(readings, self.rows.readings[picked])
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(trained, 1.0)
             optimizer.step()
             self.step += 1
-            if self.elapsed - said > min(20.0, self.recipe.seconds / 12):
-                said = self.elapsed
-                log(f"{said:5.0f} s, step {self.step}: loss {loss.item():.3f}")
+            if self.elapsed - logged > min(20.0, self.recipe.seconds / 12):
+                logged = self.elapsed
+                log(f"{logged:5.0f} s, step {self.step}: loss {loss.item():.3f}")
                 if not loss.isfinite():
                     raise gptoss.ModelError("the warm-up's loss is not finite: try a smaller --lr")
 
@@ -242,13 +240,15 @@ class WarmUp:
 def warm_up(
     recipe: Recipe, tokenizer: Tokenizer, token_ids: Mapping[str, int], device: str, seed: int, log: Log
 ) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, float]], Rows, Answer]:
-    """Make a model and train it. Returns the tensors of its checkpoint by name (BF16, and uint8 for the experts), its
-    `figures` on rows of their own after reading, right after the experts were rounded to MXFP4, and as stored; and what it
-    takes to measure them again."""
+    """Makes a model and trains it.
+
+    Returns the tensors of its checkpoint by name (BF16, and uint8 for the experts); its `figures` on rows of their own
+    after reading, right after the experts were rounded to MXFP4, and as stored; and these rows and the answer.
+    """
     answer = Answer.of(tokenizer)
     # Its workers start before CUDA does, and before the tokenizer's threads.
-    made = make_rows(recipe.prompt, recipe.windows, recipe.probe_windows)
-    rows, probe = (Rows(some, tokenizer, answer, device) for some in made)
+    row_sets = make_rows(recipe.prompt, recipe.windows, recipe.probe_windows)
+    rows, probe = (Rows(row_set, tokenizer, answer, device) for row_set in row_sets)
     log(f"{len(rows)} + {len(probe)} rows of up to {rows.ids.shape[1]} tokens")
     torch.manual_seed(seed)
     model = new_model(recipe, tokenizer, token_ids).to(device)

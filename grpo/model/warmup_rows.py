@@ -52,9 +52,10 @@ class WarmupRow(NamedTuple):
 
 
 def readings(state: State) -> list[float]:
-    """What there is to read in a prompt and to derive from it: for each action the energy that it would leave stored and
-    the load that it would leave unserved [kWh], and of hour, prices and loads what a decision may depend on. Physics and
-    forecast; nothing says which action is better."""
+    """What there is to read in a prompt and to derive from it; nothing of it says which action is better.
+
+    That is, for each action, the energy that it would leave stored and the load that it would leave unserved [kWh], and
+    of hour, prices and loads what a decision may depend on."""
     plant, now = state.plant, HOURS.index(state.stamp.hour)
     load, co2, later = state.load_kw[now], state.co2[now], state.co2[now + 1 :]
     balance = state.energy_kwh + plant.outputs_kw - load
@@ -101,8 +102,8 @@ def make_rows(kind: str, windows: int, probe_windows: int) -> tuple[list[WarmupR
     """(rows to learn from, rows to measure on) of that many windows, made on all cores: some 40 ms for a window."""
     jobs = [(WARMUP_SEED + n, min(50, windows - n), kind) for n in range(0, windows, 50)]
     with ProcessPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        *made, probe = pool.map(warmup_rows, [*jobs, (PROBE_SEED, probe_windows, kind)])
-    return [row for rows in made for row in rows], probe
+        *parts, probe = pool.map(warmup_rows, [*jobs, (PROBE_SEED, probe_windows, kind)])
+    return [row for rows in parts for row in rows], probe
 
 
 class Rows:
@@ -111,12 +112,12 @@ class Rows:
 
     def __init__(self, rows: list[WarmupRow], tokenizer: Tokenizer, answer: Answer, device: str) -> None:
         encodings = tokenizer.encode_batch([row.prompt for row in rows], add_special_tokens=False)
-        made = [torch.tensor(encoding.ids + answer.ids, dtype=torch.int32) for encoding in encodings]
-        self.ids = torch.nn.utils.rnn.pad_sequence(made, batch_first=True).to(device)
-        self.lengths = torch.tensor([len(row) for row in made], device=device)
+        ids = [torch.tensor(encoding.ids + answer.ids, dtype=torch.int32) for encoding in encodings]
+        self.ids = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(device)
+        self.lengths = torch.tensor([len(row) for row in ids], device=device)
         self.rewards = torch.tensor([row.rewards for row in rows], device=device)
-        found = torch.tensor([row.readings for row in rows], dtype=torch.float32, device=device)
-        self.readings = (found - found.mean(0)) / found.std(0).clamp(min=1e-3)
+        readings = torch.tensor([row.readings for row in rows], dtype=torch.float32, device=device)
+        self.readings = (readings - readings.mean(0)) / readings.std(0).clamp(min=1e-3)
 
     def __len__(self) -> int:
         return len(self.ids)

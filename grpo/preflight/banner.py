@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from grpo.data.files import flat_rows
+from grpo.plan.hub import count_parameters
+from grpo.plan.machine import Machine
+from grpo.plan.memory import Plan
+from grpo.plan.targets import hit_lines
 from grpo.preflight.checks import Preflight
-from grpo.preflight.choices import attention_warning, choose_epsilon_high
-from grpo.preflight.machine import Machine
-from grpo.preflight.memory import Plan
-from grpo.preflight.targets import hit_lines
+from grpo.preflight.choices import attention_warning, choose_epsilon_high, choose_steps, choose_threads
 from grpo.run.logs import banner_text
 from grpo.run.pace import UNKNOWN, Pace
 from grpo.run.ranks import Ranks
@@ -20,15 +22,18 @@ from rewards import ACTION_REWARDS
 FOREIGN = 20  # names of them that are listed
 
 
-def banner(preflight_result: Preflight) -> str:
-    """The resolved settings with units and where each came from, the sizes derived from them, and every choice."""
-    settings, lines = preflight_result.settings, ["Settings"]
-    for name, spec in FIELDS.items():
-        value, unit = show(getattr(settings, name)), spec.metadata["unit"]
-        lines.append(f"  {name:<22} {value:<28} {unit:<12} {preflight_result.sources[name]}")
-    lines += ["", "This run", *(f"  {title:<13} {text}" for title, text in facts(preflight_result))]
+def banner(preflight_result: Preflight, every_setting: bool = False) -> str:
+    """The settings that are not at their defaults (`every_setting`: all of them) with units and where each came from,
+    and what the run makes of them: sizes, and every choice with its reason."""
     p = preflight_result
-    warnings = [attention_warning(p.attention[0]), p.garbage_warning, *data_warnings(p), *p.run.notes]
+    lines = ["Settings" if every_setting else "Settings that are not at their defaults (`--check` shows all of them)"]
+    for name, spec in FIELDS.items():
+        value, source = getattr(p.settings, name), p.sources[name]
+        # MODEL_ID=tiny brings defaults of its own, and each automatic choice has a line with its reason below.
+        if every_setting or (source not in ("default", "tiny", "chosen") and value != spec.default):
+            lines.append(f"  {name:<22} {show(value):<28} {spec.metadata['unit']:<12} {source}")
+    lines += ["", "This run", *(f"  {title:<13} {text}" for title, text in facts(p))]
+    warnings = [*p.warnings, attention_warning(p.attention[0]), p.garbage_warning, *data_warnings(p), *p.run.notes]
     return "\n".join([*lines, *map(banner_text, filter(None, warnings))])
 
 
@@ -38,12 +43,14 @@ def facts(preflight_result: Preflight) -> Iterator[tuple[str, str]]:
     gpu = f"{m.gpu}, {m.gpu_free:.1f} of {m.gpu_total:.1f} GiB free" if m.gpus else "no GPU"
     yield "machine", f"{gpu}; {m.cores} cores ({m.arch}), {m.ram_free:.1f} GiB of memory free"
     yield "data", f"{len(p.rows)} training rows, {len(p.eval_rows)} held-out rows"
+    yield "held out", p.heldout_reason
     batch = f"{s.PROMPTS_PER_STEP} prompts x {s.NUM_GENERATIONS} generations"
     yield "step", f"{batch} = {s.completions_per_step} completions"
     epochs = s.TOTAL_STEPS * s.PROMPTS_PER_STEP / max(len(p.rows), 1)
     if m.ranks > 1:
         yield "processes", processes_text(p)
-    yield "length", f"{s.TOTAL_STEPS} steps, {epochs:.1f} epochs over the rows"
+    _, steps_reason = choose_steps(s.TOTAL_STEPS, s.NUM_TRAIN_EPOCHS, len(p.rows), s.PROMPTS_PER_STEP)
+    yield "length", f"{s.TOTAL_STEPS} steps, {epochs:.1f} epochs over the rows: {steps_reason}"
     so_far = Pace.read(run.folder / "metrics.csv", s.TOTAL_STEPS, s.EVAL_STEPS).left(run.step) if run.checkpoint else ""
     yield "time", so_far or f"{UNKNOWN}: training.log says it with each step from there on"
     functions = ", ".join(f"{name} x {weight:g}" for name, weight in p.reward_specs)
@@ -52,6 +59,9 @@ def facts(preflight_result: Preflight) -> Iterator[tuple[str, str]]:
     if s.INIT_ADAPTER:
         own = f"rank {s.LORA_R}, alpha {s.LORA_ALPHA:g} on {s.LORA_TARGETS}"
         yield "adapter", f"starts from {s.INIT_ADAPTER}: {own}; KL and `before` mean the base model without it"
+    if p.files and not m.gpus:
+        threads, reason = choose_threads(count_parameters(p.files.config)["total"], m.gpus, os.environ)
+        yield "threads", f"{threads}: {reason}" if threads else reason
     if p.files:
         yield from (("adapter on", line) for line in hit_lines(s.LORA_TARGETS, p.files.config, s.LORA_R))
     yield from ((name, ": ".join(getattr(p, name))) for name in ("attention", "packing"))
@@ -60,14 +70,7 @@ def facts(preflight_result: Preflight) -> Iterator[tuple[str, str]]:
     if p.rollouts[0]:
         yield "weight sync", ": ".join(p.sync)
     yield "experts", ": ".join(p.experts)
-    yield "closed loop", f"{'on' if p.closed_loop.prompt else 'off'}: {p.closed_loop.reason}"
-    exact, reason = p.evaluation
-    steps = f"every {s.EVAL_STEPS} steps" if s.EVAL_STEPS else "not while it trains"
-    yield "evaluation", f"{'exact' if exact else 'sampled'} at {s.EVAL_TEMPERATURE:g}, {reason}; {steps}"
-    if s.EVAL_SAMPLES and not exact:
-        yield "that asks", asked_text(p)
-    best, reason = p.best
-    yield "best adapter", f"by {best}: {reason}" if best else f"none: {reason}"
+    yield from evaluation_facts(p)
     high, reason = choose_epsilon_high(s)
     yield "clip range", f"{s.EPSILON:g} below, {high:g} above: {reason}"
     if p.plan:
@@ -81,6 +84,23 @@ def facts(preflight_result: Preflight) -> Iterator[tuple[str, str]]:
     if any(problem.startswith("OUTPUT_DIR=") for problem in p.problems):
         state = "cannot be used, see below"
     yield "OUTPUT_DIR", f"{run.folder}: {state}"
+
+
+def evaluation_facts(preflight_result: Preflight) -> Iterator[tuple[str, str]]:
+    """(title, text) of each line about what is measured; nothing about the plant in a run that has none."""
+    p, s = preflight_result, preflight_result.settings
+    if p.closed_loop.has_plant:
+        yield "closed loop", f"{'on' if p.closed_loop.prompt else 'off'}: {p.closed_loop.reason}"
+    best, reason = p.best
+    if not p.eval_rows:
+        yield "evaluation", f"none: {reason}"
+        return
+    exact, way = p.evaluation
+    steps = f"every {s.EVAL_STEPS} steps" if s.EVAL_STEPS else "not while it trains"
+    yield "evaluation", f"{'exact' if exact else 'sampled'} at {s.EVAL_TEMPERATURE:g}, {way}; {steps}"
+    if not exact:
+        yield "that asks", asked_text(p)
+    yield "best adapter", f"by {best}: {reason}"
 
 
 def asked_text(preflight_result: Preflight) -> str:
@@ -99,10 +119,9 @@ def processes_text(preflight_result: Preflight) -> str:
     """How many processes share a step, and what each gets of it."""
     m, prompts = preflight_result.machine, preflight_result.settings.PROMPTS_PER_STEP
     shares = ", ".join(str(len(Ranks(rank, m.ranks).share_out(prompts))) for rank in range(m.ranks))
-    ports = preflight_result.ranks.ports
     each = f"each with its own model{' and vLLM' * preflight_result.rollouts[0]}"
     there = f"{m.ranks} on {m.ranks // m.here} machines" if m.ranks > m.here else f"{m.ranks}"
-    return f"{there}, {each}: {shares} of {prompts} prompts; they speak on a port from {ports[0]} to {ports[-1]}"
+    return f"{there}, {each}: {shares} of {prompts} prompts"
 
 
 def memory_facts(plan: Plan, machine: Machine) -> Iterator[tuple[str, str]]:
@@ -123,14 +142,9 @@ def memory_facts(plan: Plan, machine: Machine) -> Iterator[tuple[str, str]]:
     yield "memory", f"{plan.parts} = {plan.peak:.2f} GiB{' per process' * (machine.ranks > 1)} (estimate)"
 
 
-def is_own(preflight_result: Preflight, name: str) -> bool:
-    """Whether the user set this setting to something else than what comes with the project."""
-    shipped = FIELDS[name].default, FIELDS[name].metadata["tiny"]
-    return preflight_result.sources[name] == "environment" and getattr(preflight_result.settings, name) not in shipped
-
-
 def data_warnings(preflight_result: Preflight) -> list[str]:
-    """What a run with these rows has to be warned about: rows that teach nothing, an evaluation that is not held out."""
+    """What a run with these rows has to be warned about: rows that teach nothing, an evaluation that is not held out,
+    or none at all."""
     p, warnings, rows, held_out = preflight_result, [], preflight_result.rows, preflight_result.eval_rows
     flat = flat_rows(rows)
     if 2 * len(flat) > len(rows) and any(name in ACTION_REWARDS for name, _ in p.reward_specs):
@@ -143,13 +157,9 @@ def data_warnings(preflight_result: Preflight) -> list[str]:
         warnings.append(
             f"{odd} of {len(told)} prompts stand in several rows with other rewards: the model learns their mean"
         )
-    if held_out and is_own(p, "DATA") and p.sources["EVAL_DATA"] != "environment":
-        demo = "rows and closed loop" if p.closed_loop.prompt else "rows"
-        what = f"Evaluated on the demo's {demo} ({p.settings.EVAL_DATA}), nothing held out from your DATA"
-        warnings.append(f"{what}: set EVAL_DATA='...', or EVAL_SAMPLES=0 to skip")
-    if p.closed_loop.prompt and is_own(p, "EVAL_DATA") and p.sources["EVAL_PROFILE"] != "environment":
-        what = f"The closed loop runs the demo's days ({p.settings.EVAL_PROFILE}), not those of your EVAL_DATA"
-        warnings.append(f"{what}: set EVAL_PROFILE='...', or EVAL_PROFILE= to skip it")
+    if rows and not held_out and p.settings.EVAL_SAMPLES and p.settings.EVAL_SHARE:
+        what = "Nothing is measured, so nothing will say whether the adapter beats the base model"
+        warnings.append(f"{what}. Held out: {p.heldout_reason}. Set EVAL_DATA='...', or EVAL_SAMPLES=0 to skip this")
     asked = {row.prompt or row.messages for row in held_out}
     if shared := len(told.keys() & asked):
         what = f"{shared} of {len(asked)} held-out prompts are in DATA as well"

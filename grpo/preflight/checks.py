@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo.data.files import Row, data_fingerprint, read_rows
+from grpo.data.files import Row, data_fingerprint
+from grpo.data.heldout import read_split
 from grpo.data.prompts import render_rows
-from grpo.data.scoring import check_heldout, check_rewards
-from grpo.preflight import choices, hub
-from grpo.preflight.adapter import check_start, start_adapter
-from grpo.preflight.choices import ATTENTION, VLLM_COLDEST, ClosedLoop
-from grpo.preflight.hub import ModelFiles
-from grpo.preflight.machine import (
+from grpo.data.reward_checks import check_heldout, check_rewards
+from grpo.data.scoring import REWARD_INTERFACE
+from grpo.plan import hub
+from grpo.plan.hub import ModelFiles
+from grpo.plan.machine import (
     FLASH_PACKAGES,
     GIB,
     TESTED,
@@ -31,7 +31,7 @@ from grpo.preflight.machine import (
     installed_versions,
     read_machine,
 )
-from grpo.preflight.memory import (
+from grpo.plan.memory import (
     BESIDE_VLLM,
     LORA_RANKS,
     Plan,
@@ -43,10 +43,23 @@ from grpo.preflight.memory import (
     memory_shortfall,
     without_vllm,
 )
-from grpo.preflight.targets import check_targets, expert_words, hits
+from grpo.plan.targets import check_targets, expert_words, hits
+from grpo.preflight import choices
+from grpo.preflight.adapter import check_start, start_adapter
+from grpo.preflight.choices import ATTENTION, VLLM_COLDEST, ClosedLoop
 from grpo.run.folder import RunState, existing_parent, inspect_run, run_folder
 from grpo.run.ranks import Ranks
-from grpo.settings import MOST_COMPLETIONS, Problems, Settings, is_text, load_settings, nearest, path_fault
+from grpo.settings import (
+    MOST_COMPLETIONS,
+    MOST_WHOLE,
+    Problems,
+    Settings,
+    is_text,
+    load_settings,
+    nearest,
+    path_fault,
+    unknown_variables,
+)
 
 
 def check_attention(settings: Settings, machine: Machine, problems: Problems) -> None:
@@ -57,7 +70,7 @@ def check_attention(settings: Settings, machine: Machine, problems: Problems) ->
     if name not in known and "/" not in name:
         what = f"{name!r} is unknown{nearest(name, known)}"
         problems.add("ATTN_IMPL", what, f"Use one of {', '.join(known)}, or a Hub kernel")
-    if name not in ("auto", "eager") and not machine.gpus:
+    elif name not in ("auto", "eager") and not machine.gpus:
         problems.add("ATTN_IMPL", f"{name} needs a GPU and none is visible", "Set ATTN_IMPL=eager (or auto)")
     if 0 < capability < 8:
         fix = "Take an A100, L40S, H100, GH200 or a newer card"
@@ -124,6 +137,25 @@ def check_settings(settings: Settings, config: Mapping[str, Any] | None, machine
     if machine.ranks > settings.PROMPTS_PER_STEP:
         what = f"{settings.PROMPTS_PER_STEP} cannot be shared out among {machine.ranks} processes, each needs one"
         problems.add("PROMPTS_PER_STEP", what, f"Set it to {machine.ranks} or higher, or start fewer processes")
+
+
+def resolve_steps(settings: Settings, sources: dict[str, str], rows: int, problems: Problems) -> Settings:
+    """The settings with the TOTAL_STEPS that NUM_TRAIN_EPOCHS asks for, given the number of training rows; `sources`
+    learns of it. Both at once are a problem."""
+    epochs = settings.NUM_TRAIN_EPOCHS
+    if epochs is None:
+        return settings
+    if sources["TOTAL_STEPS"] == "environment":
+        what = f"it says {epochs:g} rounds over the rows, and TOTAL_STEPS={settings.TOTAL_STEPS} is set as well"
+        problems.add("NUM_TRAIN_EPOCHS", what, "Unset one of the two")
+        return settings
+    steps, _ = choices.choose_steps(settings.TOTAL_STEPS, epochs, rows, settings.PROMPTS_PER_STEP)
+    if steps > MOST_WHOLE:
+        what = f"{epochs:g} rounds over {rows} rows are {steps} steps, and {MOST_WHOLE} are the most"
+        problems.add("NUM_TRAIN_EPOCHS", what, "Lower it")
+        return settings
+    sources["TOTAL_STEPS"] = "chosen"
+    return dataclasses.replace(settings, TOTAL_STEPS=steps)
 
 
 def check_shared(
@@ -214,6 +246,7 @@ class Preflight:
     rows: list[Row]
     eval_rows: list[Row]
     reward_specs: list[tuple[str, float]]
+    heldout_reason: str  # how the held-out rows were told apart
     garbage_warning: str | None
     rewards: tuple[str, str]
     scale_rewards: tuple[str, str]
@@ -229,6 +262,7 @@ class Preflight:
     best: tuple[str, str]
     init_adapter: str | None  # SHA-256 of its weights
     ranks: Ranks = dataclasses.field(default_factory=Ranks)
+    warnings: list[str] = dataclasses.field(default_factory=list)  # about variables that are no settings
 
 
 def keep_choices(settings: Settings, rollouts: tuple[bool, str], plan: Plan, run: RunState, problems: Problems) -> Plan:
@@ -268,15 +302,20 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks:
     sync = choices.choose_sync(settings.ROLLOUT_SYNC, bool(expert_words(settings.LORA_TARGETS)))
     if settings.ROLLOUT_SYNC is None:
         settings, sources["ROLLOUT_SYNC"] = dataclasses.replace(settings, ROLLOUT_SYNC=sync[0]), "chosen"
-    check_settings(settings, config, machine, problems)
     check_shared(settings, config, machine, rollouts[0], sync[0], problems)
     check_trackers(settings, environ, problems)
-    system = settings.SYSTEM_PROMPT
-    rows = read_rows("DATA", settings.DATA, problems, system)
-    eval_rows = read_rows("EVAL_DATA", settings.EVAL_DATA, problems, system) if settings.EVAL_SAMPLES else []
-    rewards = choices.choose_rewards(settings.REWARDS, rows)
-    specs, garbage = check_rewards(settings, rewards[0], rows, problems)
-    check_heldout(specs, settings, eval_rows, problems)
+    settings, sources = choices.choose_demo(settings, sources)
+    split = read_split(settings, problems)
+    rows, eval_rows, longest = split.train, split.heldout, 0
+    settings = resolve_steps(settings, sources, len(rows), problems)
+    check_settings(settings, config, machine, problems)
+    ready = all(versions[name] for name in TESTED)  # tokenizers and numpy come with these packages
+    if ready and files and files.tokenizer:
+        both, longest = render_rows(settings, [*rows, *eval_rows], files.template, files.tokenizer, problems)
+        rows, eval_rows = both[: len(rows)], both[len(rows) :]
+    rewards, tokenizer = choices.choose_rewards(settings.REWARDS, rows), files.tokenizer if longest else None
+    specs, garbage = check_rewards(settings, rewards[0], rows, problems, tokenizer)
+    check_heldout(specs, settings, eval_rows, problems, tokenizer)
     scale = choices.choose_scale_rewards(settings.SCALE_REWARDS, [name for name, _ in specs])
     run = RunState(run_folder(settings)) if ranks.rank else inspect_run(settings, rows, problems)
     check_start(settings, run, init_adapter, problems)
@@ -284,11 +323,7 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks:
     installed = [name for name, version in flash.items() if version]
     attention = choices.choose_attention(settings.ATTN_IMPL, machine.gpus, machine.capability, installed)
     packing = choices.choose_packing(settings.PACKING, attention[0], machine.gpus)
-    plan, longest, experts = None, 0, (settings.EXPERTS or "bf16", "there is no model")
-    ready = all(versions[name] for name in TESTED)  # tokenizers and numpy come with these packages
-    if ready and files and files.tokenizer:
-        both, longest = render_rows(settings, [*rows, *eval_rows], files.template, files.tokenizer, problems)
-        rows, eval_rows = both[: len(rows)], both[len(rows) :]
+    plan, experts = None, (settings.EXPERTS or "bf16", "there is no model")
     if files:
         checkpoint = hub.checkpoint_gib(settings.MODEL_ID, files) if rollouts[0] and machine.gpus else None
         prompt_len = longest or settings.MAX_PROMPT_LEN
@@ -317,13 +352,13 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks:
     evaluation = choices.choose_evaluation(
         settings, rollouts[0], parameters, closed_loop.kind, opened, all(row.rewards for row in eval_rows)
     )
-    best = choices.choose_best(settings, bool(closed_loop.prompt))
+    best = choices.choose_best(settings, len(eval_rows), bool(closed_loop.prompt))
     if best[0] == "plant" and not closed_loop.prompt:
         problems.add("BEST_BY", f"the closed loop does not run ({closed_loop.reason})", "Set BEST_BY=auto or reward")
     problems[:] = dict.fromkeys(problems)
     chosen = (
-        garbage, rewards, scale, attention, packing, rollouts, sync, experts, plan, run, closed_loop, evaluation, best, init_adapter,
-        ranks,
+        split.reason, garbage, rewards, scale, attention, packing, rollouts, sync, experts, plan, run, closed_loop,
+        evaluation, best, init_adapter, ranks, unknown_variables(environ)[1],
     )  # fmt: skip
     return Preflight(settings, sources, problems, machine, files, rows, eval_rows, specs, *chosen)
 
@@ -331,13 +366,17 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks:
 def run_records(preflight_result: Preflight) -> dict[str, dict[str, Any]]:
     """What OUTPUT_DIR keeps of a run, by file: every setting, every choice and its reason, and the packages' versions."""
     p, settings = preflight_result, preflight_result.settings
+    parameters = hub.count_parameters(p.files.config)["total"] if p.files else 0
     names = ("rewards", "scale_rewards", "attention", "packing", "rollouts", "sync", "experts", "evaluation", "best")
     chosen = {name: getattr(p, name) for name in names}
     chosen |= {
         "lora_targets": dict(hits(settings.LORA_TARGETS, p.files.config, settings.LORA_R)) if p.files else None,
         "epsilon_high": choices.choose_epsilon_high(settings),
+        "threads": choices.choose_threads(parameters, p.machine.gpus, os.environ),
         "model": hub.config_digest(p.files.config) if p.files else None,
         "init_adapter": p.init_adapter,
+        "heldout": [len(p.eval_rows), p.heldout_reason],
+        "reward_interface": REWARD_INTERFACE,
     }
     settings_json = {
         "settings": dataclasses.asdict(settings),

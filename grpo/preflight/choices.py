@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import dataclasses
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from grpo.data.files import Row, find_files
-from grpo.preflight.machine import FLASH_PACKAGES
+from grpo.data.heldout import demo_heldout, names_only
+from grpo.plan.machine import FLASH_PACKAGES
 from grpo.settings import Problems, Settings
 
 ATTENTION = ("torch_flash", *FLASH_PACKAGES, "eager")
+MOST_ON_ONE_THREAD = 1_000_000  # parameters of a model that one thread computes fastest; `tiny` has 0.3 million
 
 
 def choose_attention(requested: str, gpus: int, capability: float, installed: Iterable[str]) -> tuple[str, str]:
@@ -98,6 +102,25 @@ def choose_epsilon_high(settings: Settings) -> tuple[float, str]:
     return settings.EPSILON, "EPSILON on both sides"
 
 
+def choose_steps(total: int, epochs: float | None, rows: int, prompts: int) -> tuple[int, str]:
+    """(steps of the whole run, reason), given TOTAL_STEPS, NUM_TRAIN_EPOCHS, and the PROMPTS_PER_STEP of `rows` that a
+    step takes."""
+    if epochs is None or not rows:
+        return total, "TOTAL_STEPS"
+    # Rounded first: 1.1 x 10 is 11.000000000000002 in floating point.
+    steps = max(1, math.ceil(round(rows * epochs / prompts, 6)))
+    return steps, f"NUM_TRAIN_EPOCHS={epochs:g} x {rows} rows / {prompts} prompts a step, rounded up"
+
+
+def choose_threads(parameters: int, gpus: int, environ: Mapping[str, str]) -> tuple[int | None, str]:
+    """(threads that torch computes with on the CPU, None: torch's own choice, reason), given the model's parameters."""
+    if environ.get("OMP_NUM_THREADS"):
+        return None, f"set by OMP_NUM_THREADS={environ['OMP_NUM_THREADS']}"
+    if gpus or parameters > MOST_ON_ONE_THREAD:
+        return None, "torch's own choice"
+    return 1, "more would wait for each other, so small are the operations of this model"
+
+
 def choose_rewards(requested: str | None, rows: Sequence[Row]) -> tuple[str, str]:
     """(REWARDS, reason)."""
     if requested is not None:
@@ -120,6 +143,23 @@ def choose_scale_rewards(requested: str | None, names: Iterable[str]) -> tuple[s
 VLLM_COLDEST = 0.01  # _MAX_TEMP of vllm/sampling_params.py: smaller temperatures are raised to it
 
 
+DEMO_PROFILE = "data/profile_heldout.csv"
+DEMO_PLANT = {"data/tes_heldout.csv", "data/tes_heldout_compact.csv"}  # rows of the days in DEMO_PROFILE
+
+
+def choose_demo(settings: Settings, sources: Mapping[str, str]) -> tuple[Settings, dict[str, str]]:
+    """(settings, sources) with the demo's held-out rows as EVAL_DATA where DATA is the demo's, and with the demo's days
+    as EVAL_PROFILE where the rows of both are the demo plant's. Elsewhere `auto` stays None: nothing of the demo says
+    anything about rows of the user's own."""
+    heldout, chosen = demo_heldout(settings.DATA), {}
+    if heldout and settings.EVAL_DATA is None:
+        chosen["EVAL_DATA"] = heldout
+    is_demo = heldout in DEMO_PLANT and (settings.EVAL_DATA is None or names_only(settings.EVAL_DATA, heldout))
+    if is_demo and settings.EVAL_PROFILE is None:
+        chosen["EVAL_PROFILE"] = DEMO_PROFILE
+    return dataclasses.replace(settings, **chosen), {**sources, **dict.fromkeys(chosen, "chosen")}
+
+
 @dataclass(frozen=True)
 class ClosedLoop:
     """Whether the closed loop runs: `prompt` is `full` or `compact`, or empty where it does not. And with which windows:
@@ -130,17 +170,25 @@ class ClosedLoop:
     profiles: tuple[str, ...] = ()
     cases: tuple[Any, ...] = ()
     kind: str | None = None  # of the held-out prompts
+    named: bool = False  # EVAL_PROFILE names a profile
+
+    @property
+    def has_plant(self) -> bool:
+        """Whether rows or settings are about the plant: a run on other data does not mention it."""
+        return bool(self.kind or self.named)
 
 
 def choose_closed_loop(settings: Settings, kind: str | None, engine: bool, chosen: bool) -> tuple[bool, str]:
-    """(whether the closed loop runs, reason). `kind` of the held-out prompts: full, compact, or None for other ones;
-    `engine`: vLLM generates; `chosen`: EVAL_PROFILE was set by the user."""
+    """(whether the closed loop runs, reason). `kind` of the held-out prompts: full, compact, or None for others or
+    none; `engine`: vLLM generates; `chosen`: EVAL_PROFILE was set by the user."""
     if not settings.EVAL_SAMPLES:
         return False, "EVAL_SAMPLES=0"
-    if not settings.EVAL_PROFILE.strip():
+    if settings.EVAL_PROFILE is not None and not settings.EVAL_PROFILE.strip():
         return False, "EVAL_PROFILE is empty"
     if kind is None:
-        return False, "the held-out prompts are not those of the plant in scripts/make_dataset.py"
+        return False, "no held-out prompts are those of the plant in scripts/make_dataset.py"
+    if settings.EVAL_PROFILE is None:
+        return False, "set EVAL_PROFILE to the hourly profile of the held-out days to run it on the plant"
     if settings.MODEL_ID != "tiny" and not engine and not chosen:
         return False, "its hours in turn take transformers too long; set EVAL_PROFILE to run it nevertheless"
     return True, f"the held-out prompts are the plant's ({kind})"
@@ -173,13 +221,16 @@ def choose_evaluation(
     return True, f"all answers by their probability: {parameters / 1e6:.2g}M parameters, transformers generates"
 
 
-def choose_best(settings: Settings, closed_loop: bool) -> tuple[str, str]:
-    """(figure that the best adapter is kept by: `plant`, `reward`, or empty where nothing is measured, reason)."""
+def choose_best(settings: Settings, heldout: int, closed_loop: bool) -> tuple[str, str]:
+    """(figure that the best adapter is kept by: `plant`, `reward`, or empty where nothing is measured, reason), given
+    how many rows are held out."""
     if not settings.EVAL_SAMPLES:
         return "", "EVAL_SAMPLES=0"
+    if not heldout:
+        return "", "no rows are held out"
     if settings.BEST_BY is not None:
         return settings.BEST_BY, "set by BEST_BY"
-    return ("plant", "the closed loop runs") if closed_loop else ("reward", "the closed loop does not run")
+    return ("plant", "the closed loop runs") if closed_loop else ("reward", "measured on the held-out rows")
 
 
 def plan_closed_loop(
@@ -194,8 +245,9 @@ def plan_closed_loop(
 
     kind = prompt_kind([row.messages for row in rows]) if rows else None
     runs, reason = choose_closed_loop(settings, kind, engine, chosen)
+    named = bool(settings.EVAL_PROFILE)
     if not runs:
-        return ClosedLoop("", reason, kind=kind)
+        return ClosedLoop("", reason, kind=kind, named=named)
     paths, cases = find_files("EVAL_PROFILE", settings.EVAL_PROFILE, problems), []
     for path in paths:
         try:
@@ -203,4 +255,4 @@ def plan_closed_loop(
         except ProfileError as error:
             problems += [f"EVAL_PROFILE: {line}" for line in error.problems]
     why = f"{reason}; {len(cases)} windows of {settings.EVAL_PROFILE}, {DECISIONS} decisions one after the other"
-    return ClosedLoop(kind if cases else "", why, tuple(map(shown_path, paths)), tuple(cases), kind)
+    return ClosedLoop(kind if cases else "", why, tuple(map(shown_path, paths)), tuple(cases), kind, named)

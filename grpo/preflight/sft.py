@@ -7,11 +7,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from grpo.data.files import SHOWN, read_rows
+from grpo.data.files import SHOWN
+from grpo.data.heldout import read_split
 from grpo.data.prompts import answer_of
+from grpo.plan.hub import find_model
+from grpo.plan.machine import installed_versions
 from grpo.preflight.checks import Preflight, preflight
-from grpo.preflight.hub import find_model
-from grpo.preflight.machine import installed_versions
+from grpo.preflight.choices import choose_demo
 from grpo.settings import Problems, load_settings
 
 # Nothing is generated, scored or evaluated, and rows are padded, which only eager attention takes.
@@ -36,9 +38,15 @@ def longest_answer(model_id: str, answers: Sequence[str]) -> int:
 
 
 def sft_preflight(environ: Mapping[str, str], out: Path) -> tuple[Preflight, list[str | None]]:
-    """(the preflight of the settings in `environ` with OUTPUT_DIR=`out`, the answer of each row, None where there is none)."""
-    settings, answers, problems = load_settings(environ)[0], [], Problems()
-    for row in read_rows("DATA", settings.DATA, Problems()):  # the preflight tells of their problems
+    """(the preflight of the settings in `environ` with OUTPUT_DIR=`out`, the answer of each row, None where there is
+    none).
+
+    Rows that a run of train_grpo.py with these settings would hold out are left out here too: it may start from this
+    adapter."""
+    settings, sources, answers, problems = *load_settings(environ)[:2], [], Problems()
+    settings, _ = choose_demo(settings, sources)
+    split = read_split(settings, Problems())  # the preflight tells of the problems of DATA
+    for row in split.train:
         try:
             answers.append(answer_of(row))
         except ValueError as error:
@@ -51,6 +59,9 @@ def sft_preflight(environ: Mapping[str, str], out: Path) -> tuple[Preflight, lis
         )
         changes["OVERWRITE"] = "1"  # the one word about it is enough
     check = preflight(dict(environ) | changes)
+    train = {row.id for row in split.train}
+    rows = [row for row in check.rows if row.id in train]
+    check = dataclasses.replace(check, rows=rows, heldout_reason=split.reason)
     if check.rows and not problems and not any(answers):
         fix = "Add a column `answer`, or rewards that differ"
         problems.add("DATA", "no row has an answer, or an action better than others", fix)

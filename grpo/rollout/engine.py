@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
+import io
 import math
 import random
 import shutil
@@ -16,15 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
-from grpo.preflight.machine import GIB
-from grpo.preflight.memory import BATCHED_TOKENS, EnginePlan, vllm_rank
-from grpo.preflight.targets import expert_words
+from grpo.phases import LINE_S, Phase
+from grpo.plan.machine import GIB
+from grpo.plan.memory import BATCHED_TOKENS, EnginePlan, vllm_rank
+from grpo.plan.targets import expert_words
 from grpo.rollout.paged_weights import PagedWeights
 from grpo.rollout.shared_weights import share_weights
 from grpo.rollout.vllm_patches import close_process_group, keep_weights_asleep, patch_kernels, vllm_environment
 from grpo.rollout.weight_sync import sync, write_adapter
-from grpo.settings import Settings, log
+from grpo.settings import Settings
 
 # Numbers of tokens in a prefill for which Triton compiles each kernel of gpt-oss-20b's experts and router in vLLM once (from
 # 33 tokens up). It compiles again for blocks of 16, 32, 64 and 128 rows (up to 135, 263, 519 tokens, and above), and where
@@ -110,7 +114,25 @@ def start_engine(
 ) -> Engine:
     """Start vLLM beside the loaded trainer, whose `policy` gets its frozen weights with EXPERTS=shared and with `paged` gives
     them away meanwhile, and put it to sleep. Raises EngineError."""
-    started, total = time.perf_counter(), torch.cuda.get_device_properties(0).total_memory / GIB
+    with Phase("starting vLLM") as phase:
+        engine = load_engine(settings, plan, model_path, stop_token_ids, policy)
+        before = torch.cuda.mem_get_info()[0]
+        engine.sleep()
+        freed = torch.cuda.mem_get_info()[0] - before
+        freed += engine.pages.nbytes if engine.pages else 0  # which are back by now
+        phase.result = f"asleep, {freed / GIB:.1f} GiB freed, {engine.seconds['warm_up']:.1f} s of warm-up"
+    return engine
+
+
+def load_engine(
+    settings: Settings,
+    plan: EnginePlan,
+    model_path: str,
+    stop_token_ids: Sequence[int],
+    policy: torch.nn.Module | None,
+) -> Engine:
+    """An awake engine, warmed up, that shares its weights or memory with `policy` as EXPERTS asks for."""
+    total = torch.cuda.get_device_properties(0).total_memory / GIB
     pages = None
     if policy is not None and settings.EXPERTS == "paged":
         with engine_faults(
@@ -133,12 +155,23 @@ def start_engine(
     engine.warm_up(plan.max_model_len)
     if policy is not None and settings.EXPERTS == "shared":
         engine.lend_weights(policy, whole=not plan.on_host)
-    before = torch.cuda.mem_get_info()[0]
-    engine.sleep()
-    freed = torch.cuda.mem_get_info()[0] - before + (pages.nbytes if pages else 0)  # which are back by now
-    told = (time.perf_counter() - started, freed / GIB, engine.seconds["warm_up"])
-    log.info("vLLM: started and asleep after %.0f s, %.1f GiB freed; %.1f s of it warm-up", *told)
     return engine
+
+
+class RequestBar(tqdm):
+    """The progress bar that vLLM fills, shown by nobody: it counts the finished requests of `phase`."""
+
+    monitor_interval = 0  # no thread for a bar that is not drawn
+
+    def __init__(self, phase: Phase, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options | {"file": io.StringIO()})
+        # vLLM also wraps the prompts that it takes in, which are not finished then.
+        self.phase = phase if self.iterable is None else None
+
+    def update(self, n: float | None = 1) -> bool | None:
+        if self.phase is not None:
+            self.phase.done += int(n or 0)
+        return super().update(n)
 
 
 def adapter_folder(policy: torch.nn.Module, memory: Path = Path("/dev/shm")) -> Path:
@@ -302,7 +335,9 @@ class Engine:
 
     def _run(self, rows: Rows, parameters: Any) -> list[Any]:
         prompts = [{"prompt_token_ids": list(row)} for row in rows]
-        outputs = self.llm.generate(prompts, parameters, use_tqdm=False, lora_request=self.request)
+        with Phase("generating", "completion", len(prompts), first_s=LINE_S) as phase:
+            bar = functools.partial(RequestBar, phase)
+            outputs = self.llm.generate(prompts, parameters, use_tqdm=bar, lora_request=self.request)
         if len(outputs) != len(prompts):
             raise RuntimeError(f"the engine returned {len(outputs)} of {len(prompts)} requests")
         return outputs

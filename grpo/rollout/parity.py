@@ -14,6 +14,7 @@ from grpo.model.attention import KERNELS, hidden_states
 from grpo.model.expert_lora import base_norm, update_norm
 from grpo.model.load import evaluating
 from grpo.model.packing import pack_batch
+from grpo.phases import Phase
 from grpo.rollout.engine import EngineError, Rows
 from grpo.rollout.weight_sync import lora_layers
 from grpo.run.logs import banner_text
@@ -53,7 +54,8 @@ def check_mismatch(trainer: Any) -> None:
         return
     policy = trainer.accelerator.unwrap_model(trainer.model)
     prompts = parity_prompts(trainer)
-    with evaluating(trainer.model), strong_adapter(policy, s.SEED) as matrices:
+    name = "train/inference mismatch check"
+    with Phase(name), evaluating(trainer.model), strong_adapter(policy, s.SEED) as matrices:
         for when in ("before the first step", "after a sleep"):
             for kind, found in compared(trainer, policy, prompts):
                 mean, control = found["mean"], found["control_mean"]

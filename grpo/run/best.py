@@ -129,9 +129,9 @@ def in_words(record: Record) -> str:
 
 
 def which_to_load(record: Record, last: int) -> str:
-    """For the run's model card, at step `last`: which of the two adapters to load, and why. Empty without a best one."""
+    """For the run's model card, at step `last`: which of the two adapters to load, and why."""
     if not record:
-        return ""
+        return "**Nothing was measured** on held-out rows: whether this adapter beats the base model is not known.\n"
     if not record["better_than_base"]:
         return f"**No adapter beats the base model**: {record['in_words']}; it is in `best/`.\n"
     if record["step"] == last:

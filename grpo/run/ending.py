@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a run under torchrun ended: torchrun's own exit code is 1 for every reason."""
+"""How a run ended: under torchrun, whose own exit code is 1 for every reason, and where nobody reads its output."""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
+import select
+import signal
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from grpo.run.durable import write_text
@@ -33,3 +38,24 @@ def write_end(folder: Path, code: int, words: str) -> None:
     (log.warning if code else log.info)("exit code %d: %s", code, words)
     if folder.is_dir():
         write_text(folder / EXIT, json.dumps({"code": code, "reason": words}) + "\n")
+
+
+def end_quietly(main: Callable[[], int]) -> int:
+    """The exit code of `main`. Where it is cut short because the reader of its output has gone (`--help | head`), there
+    is no traceback, and the code is that of a command which SIGPIPE ends."""
+    code = 128 + signal.SIGPIPE
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not is_unread(sys.stdout.fileno()):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+    return code
+
+
+def is_unread(descriptor: int) -> bool:
+    """Whether nobody can read any more what is written there."""
+    poll = select.poll()
+    poll.register(descriptor, 0)  # errors and hang-ups are always reported
+    return bool(poll.poll(0))

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo.data.files import Row, data_fingerprint, find_files
+from grpo.data.scoring import REWARD_INTERFACE
 from grpo.run.best import best_fault
 from grpo.run.durable import damage, file_sha256, matches, read_manifest, read_sealed, sync_files, write_sealed
 from grpo.run.log_rows import LogRows, read_log
@@ -240,8 +241,10 @@ def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> 
         problems.add(where, what, f"{use}, set OVERWRITE=1 to delete it, or {OTHER}")
         return RunState(folder, exists=True)
     check_resume(settings, folder, max(step, complete_steps(folder)), before, problems)
+    if checkpoint:
+        check_interface(folder, before, choices, problems)
     if rows and fingerprint != data_fingerprint(rows):
-        fix = f"Restore the data to continue it, set OVERWRITE=1, or {OTHER}"
+        fix = f"Restore the data to continue it{earlier_heldout(settings, before)}, set OVERWRITE=1, or {OTHER}"
         problems.add("DATA", f"the run in {folder} was started on other rows", fix)
     if problems:
         return RunState(folder, step, checkpoint, exists=True, choices=choices)
@@ -259,6 +262,17 @@ def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> 
             except ValueError as error:
                 notes.append(f"{name} is damaged ({error}): {becomes}")
     return RunState(folder, step, checkpoint, exists=True, choices=choices, notes=tuple(notes))
+
+
+def earlier_heldout(settings: Settings, before: Mapping[str, Any]) -> str:
+    """The part of a sentence that names the settings with which a run held out other rows of DATA than it would now;
+    empty where they are the same. Earlier versions held out none: their runs have a file as EVAL_DATA."""
+    now = {"EVAL_DATA": settings.EVAL_DATA, "EVAL_SAMPLES": settings.EVAL_SAMPLES}
+    then = {name: before.get(name) for name in now}
+    changed = {"EVAL_DATA"} if then["EVAL_DATA"] != now["EVAL_DATA"] else set()
+    changed |= {"EVAL_SAMPLES"} if bool(then["EVAL_SAMPLES"]) != bool(now["EVAL_SAMPLES"]) else set()
+    values = " ".join(f"{name}={show(then[name])}" for name in now if name in changed)
+    return f", with {values} as at its start if that is what changed (held-out rows do not train)" if values else ""
 
 
 def copies(folder: Path) -> str:
@@ -296,18 +310,32 @@ def check_resume(settings: Settings, folder: Path, step: int, before: Mapping[st
     """The run in `folder`, which has come to `step` with the settings `before`, may go on with these settings. A setting
     that there is no longer hinders nothing."""
     where, delete = f"OUTPUT_DIR={settings.OUTPUT_DIR}", f"OVERWRITE=1 to delete it, or {OTHER}"
+    length = "TOTAL_STEPS" if settings.NUM_TRAIN_EPOCHS is None else "NUM_TRAIN_EPOCHS"
     if settings.RESUME == "never":
         problems.add(where, f"it holds a run (last checkpoint: step {step}) and RESUME=never", f"Set {delete}")
     elif step > settings.TOTAL_STEPS:
         what = f"the run in {folder} has {step} steps, more than {settings.TOTAL_STEPS}"
-        problems.add("TOTAL_STEPS", what, f"Set TOTAL_STEPS={step} or higher, {delete}")
+        more = f"Set TOTAL_STEPS={step} or higher" if length == "TOTAL_STEPS" else f"Raise {length}"
+        problems.add(length, what, f"{more}, set {delete}")
     elif step >= settings.TOTAL_STEPS and (folder / COMPLETE).exists():
         what = f"it holds a run that is complete ({step} of {settings.TOTAL_STEPS} steps)"
-        problems.add(where, what, f"Raise TOTAL_STEPS to train on, set {delete}")
+        problems.add(where, what, f"Raise {length} to train on, set {delete}")
     for name, value in dataclasses.asdict(settings).items():
         if name not in MAY_CHANGE and name in before and show(before[name]) != show(value):
             what = f"the run in {folder} was started with {show(before[name]) or 'nothing'}, now it is {show(value) or 'nothing'}"
             problems.add(name, what, f"Set {name}={show(before[name])} to continue it, {delete}")
+
+
+def check_interface(folder: Path, before: Mapping[str, Any], choices: Mapping[str, Any], problems: Problems) -> None:
+    """The run in `folder`, begun with the settings `before`, called functions of the user's own as they are called
+    now. Those of this project earn the same by either way."""
+    if ":" in str(before.get("REWARDS")) and choices.get("reward_interface", 1) != REWARD_INTERFACE:
+        what = (
+            f"the run in {folder} began when functions of your own were given other prompts and completions "
+            "(CHANGELOG.md): its rewards would change on the way"
+        )
+        fix = "Continue it with the version of this project that began it, set OVERWRITE=1 to begin anew"
+        problems.add("REWARDS", what, f"{fix}, or {OTHER}")
 
 
 def needed_files(settings: Settings) -> set[Path]:
@@ -315,7 +343,7 @@ def needed_files(settings: Settings) -> set[Path]:
     working folder."""
     used = {Path.cwd()}
     for name in ("DATA", "EVAL_DATA", "EVAL_PROFILE"):  # also those that this run has no use for
-        used.update(find_files(name, getattr(settings, name), Problems()))
+        used.update(find_files(name, getattr(settings, name) or "", Problems()))
     for folder in filter(None, (settings.MODEL_ID, settings.INIT_ADAPTER)):
         used |= {Path(folder)} if Path(folder).exists() else set()
     files = (getattr(module, "__dict__", {}).get("__file__") for module in [*sys.modules.values()])

@@ -10,16 +10,17 @@ import itertools
 import logging
 import math
 import os
-import select
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any, TextIO
 
 from grpo.data.scoring import Completion, completion_rates, is_answer
+from grpo.phases import BAR
 from grpo.run.durable import forget_end, whole_file
+from grpo.run.ending import is_unread
 from grpo.run.pace import Pace
 from grpo.settings import log
 from rewards import best_action
@@ -66,6 +67,11 @@ METRICS = {
     "plant_unserved_kwh": ("kWh", "Load that nothing served in the closed loop, summed over its windows."),
     "eval_s": ("s", "Time of these measurements."),
     "gpu_peak_gib": ("GiB", "Most GPU memory that the driver says is in use (other programs' included), read where a rollout is generated, before vLLM sleeps, and where the step ends; empty without a GPU."),
+    "gpu_utilization": (
+        "percent",
+        "Share of the step in which the GPU computed anything, as the driver says: mean of two samples a second; "
+        "empty without a GPU, and where NVML cannot be read.",
+    ),
 }  # fmt: skip
 # Behind them stands, named by `function_column`, the unweighted mean of each reward function.
 NUMBERS = METRICS.keys() - {"step", "time"}  # columns of numbers
@@ -161,8 +167,8 @@ NO_REWARD = (
     "INVALID_REWARD to auto, or fix the function in REWARDS that returns nan or None"
 )
 GARBAGE_PAYS = (
-    "Answers that cannot be read earned {:.3g} over the last 10 steps, all answers {:.3g}: garbage is being learned. "
-    "Let REWARDS pay less where rewards.final_channel finds no text"
+    "Answers that cannot be read earned {:.3g} more than the others to their prompts, on average of {} groups of the "
+    "last 10 steps: garbage is being learned. Let REWARDS pay less where rewards.final_channel finds no text"
 )
 EQUAL_REWARDS = (
     "all completions of each prompt got the same reward in the last 5 steps: nothing is learned. Look at completions.csv: "
@@ -199,13 +205,28 @@ def reward_warning(history: Sequence[tuple[float, float, float]]) -> str | None:
     return EQUAL_REWARDS if equal >= 5 else None
 
 
-def garbage_warning(history: Sequence[tuple[Sequence[float], Sequence[float]]]) -> str | None:
-    """A sentence when answers that cannot be read earned more than the mean of all over the last 10 steps. `history`: the
-    rewards of those, and of all completions, of each step, without NaN. None while all is well."""
-    garbage, every = ([reward for step in history[-WARN_EVERY:] for reward in step[of]] for of in (0, 1))
-    if len(history) >= WARN_EVERY and garbage and fmean(garbage) > fmean(every):
-        return GARBAGE_PAYS.format(fmean(garbage), fmean(every))
-    return None
+LEAST_GROUPS = 5  # that hold both kinds of answers, before `garbage_warning` says anything
+
+
+def garbage_gains(read: Sequence[Completion], totals: Sequence[float]) -> list[float]:
+    """By how much the answers of a step that cannot be read out-earn the others to the same prompt: the difference of
+    their mean rewards in each group that holds both. NaN, an answer that was left out, does not count."""
+    groups: dict[str, tuple[list[float], list[float]]] = {}
+    for completion, reward in zip(read, totals, strict=True):
+        if not math.isnan(reward):
+            groups.setdefault(completion.row.id, ([], []))[is_answer(completion)].append(reward)
+    means = [(fmean(garbage), fmean(answers)) for garbage, answers in groups.values() if garbage and answers]
+    return [0.0 if math.isclose(garbage, answers) else garbage - answers for garbage, answers in means]
+
+
+def garbage_warning(history: Sequence[Sequence[float]]) -> str | None:
+    """A sentence when answers that cannot be read earned more than the others of their groups over the last 10 steps,
+    by more than chance: three standard errors. `history`: the `garbage_gains` of each step. None while all is well."""
+    gains = [gain for step in history[-WARN_EVERY:] for gain in step]
+    if len(history) < WARN_EVERY or len(gains) < LEAST_GROUPS:
+        return None
+    mean, error = fmean(gains), stdev(gains) / math.sqrt(len(gains))
+    return GARBAGE_PAYS.format(mean, len(gains)) if mean > 3 * error else None
 
 
 class RunLog:
@@ -227,7 +248,7 @@ class RunLog:
         self.pace = Pace(total_steps, eval_steps, rows)
         self.taught = [tuple(float(row[name] or "nan") for name in TAUGHT) for row in rows]
         self.warned_at: dict[Callable[..., Any], int] = {}
-        self.garbage: list[tuple[list[float], list[float]]] = []  # see `garbage_warning`
+        self.garbage: list[list[float]] = []  # see `garbage_warning`
         self.garbage_pays: str | None = None
 
     def write_completions(
@@ -255,8 +276,7 @@ class RunLog:
         for name, values in given.items():
             kept = [value for value in values if not math.isnan(value)]
             self.rates[name] = fmean(kept) if kept else math.nan
-        earned = [(one, total) for one, total in zip(read, totals, strict=True) if not math.isnan(total)]
-        self.garbage.append(([total for one, total in earned if not is_answer(one)], [total for _, total in earned]))
+        self.garbage.append(garbage_gains(read, totals))
 
     def sync(self) -> tuple[dict[str, list[str]], dict[str, tuple[int, str]]]:
         """Have both CSVs on the disk; returns their headers and their ends, see `finish_checkpoint`, by name."""
@@ -293,15 +313,28 @@ def detach_closed_terminal() -> None:
     """Let what goes to stdout and stderr go nowhere where nobody reads it any more (a lost SSH session, a `| tee` that
     ended): writing there raises OSError, which must not end a run or change its exit code."""
     for stream in (1, 2):
-        poll = select.poll()
-        poll.register(stream, 0)  # errors and hang-ups are always reported
-        if poll.poll(0):
+        if is_unread(stream):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, stream)
             os.close(nowhere)
 
 
-FILE_ONLY = {"file_only": True}  # `extra` of a message that the terminal has seen
+class TerminalHandler(logging.StreamHandler):
+    """Writes to stdout, above the bar of a phase that goes on."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with BAR.wiped():
+            super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        detach_closed_terminal()  # nobody reads: training.log has it
+
+
+# Messages of libraries that say what a run does on purpose.
+UNIMPORTANT = {
+    # Every run aligns the model's special tokens with the tokenizer's.
+    "transformers.trainer_utils": "The tokenizer has new PAD/BOS/EOS tokens",
+}
 
 
 def start_logging(folder: Path) -> None:
@@ -309,15 +342,13 @@ def start_logging(folder: Path) -> None:
     formatter = logging.Formatter("%(asctime)s %(levelname).1s %(name)s: %(message)s", "%H:%M:%S")
     root = logging.getLogger()
     root.setLevel(logging.WARNING)
-    terminal, file = logging.StreamHandler(sys.stdout), logging.FileHandler(folder / "training.log", encoding="utf-8")
+    terminal, file = TerminalHandler(sys.stdout), logging.FileHandler(folder / "training.log", encoding="utf-8")
     terminal.addFilter(lambda record: not hasattr(record, "file_only"))
-    terminal.handleError = lambda record: detach_closed_terminal()  # nobody reads: training.log has it
     file.handleError = lambda record: None  # a full disk: what is written for the run itself fails, and says so once
     for handler in (terminal, file):
         handler.setFormatter(formatter)
         root.addHandler(handler)
     log.setLevel(logging.INFO)
     logging.captureWarnings(True)
-    # INVALID_REWARD=nan makes TRL print a whole row, prompt included, at every step: parse_rate says it shorter.
-    unscorable = "All reward functions returned None"
-    logging.getLogger("trl.trainer.grpo_trainer").addFilter(lambda record: unscorable not in record.getMessage())
+    for name, text in UNIMPORTANT.items():
+        logging.getLogger(name).addFilter(lambda record, text=text: text not in record.getMessage())

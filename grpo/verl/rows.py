@@ -1,168 +1,121 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What train_grpo.py reads, checked as there, and written as verl reads it: Parquet files, and one file for the rewards."""
+"""Rows and rewards for verl: read and checked as by train_grpo.py, written as Parquet files and one JSON file."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import rewards
-from grpo.data.files import SHOWN, Row, label, read_rows
-from grpo.data.prompts import answer_of, render_rows
-from grpo.data.scoring import check_heldout, check_rewards
-from grpo.preflight.choices import choose_rewards
-from grpo.preflight.hub import OTHERS, fetch_small_files, has_mxfp4, missing_shards, read_template
+from grpo.data.files import SHOWN, Row, label
+from grpo.data.heldout import read_split
+from grpo.data.prompts import answer_of
+from grpo.data.reward_checks import check_heldout, check_rewards
+from grpo.plan.hub import REAL_MODEL, has_mxfp4
+from grpo.preflight.choices import choose_demo, choose_rewards
 from grpo.run.durable import read_json, whole_file, write_text
-from grpo.settings import Problems, Settings, load_settings, one_line
-from grpo.verl.options import check_counterparts
-from grpo.verl.score import has_channels
+from grpo.settings import FIELDS, Problems, load_settings, one_line
 
-TRAIN, HELDOUT, SPEC = "train.parquet", "heldout.parquet", "rewards.json"
+# The settings of train_grpo.py that count here too. All that verl computes with stands in scripts/verl/*.yaml.
+SHARED = {"MODEL_ID", "TASK", "DATA", "EVAL_DATA", "EVAL_SAMPLES", "EVAL_SHARE", "SYSTEM_PROMPT", "REWARDS"}
+SHARED |= {"INVALID_REWARD", "OUTPUT_DIR", "IGNORE_VARS"}
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """What is known before verl starts. `model`: folder of the model's small files; `harmony`: it answers in channels."""
+@dataclasses.dataclass(frozen=True)
+class VerlInput:
+    """What all stages start from. `model` and `output_dir` are absolute: Ray's workers may be in another folder."""
 
-    settings: Settings
-    sources: dict[str, str]
-    problems: Problems
-    model: Path | None
-    harmony: bool
+    model: str
+    output_dir: Path
     rows: list[Row]
     eval_rows: list[Row]
-    answers: list[str | None]  # of rows, then of eval_rows
     reward_specs: list[tuple[str, float]]
-
-    @property
-    def data(self) -> Path:
-        """The folder of the files for verl."""
-        return Path(self.settings.OUTPUT_DIR).expanduser().absolute() / "data"
+    invalid_reward: float | None
 
 
-def read_model(model_id: str, problems: Problems) -> tuple[Path | None, str]:
-    """Folder with the small files of any model that transformers can load, and its chat template; problems where verl
-    could not train it."""
-    where, folder = f"MODEL_ID={model_id}", Path(model_id).expanduser()
-    local = folder.is_dir()
-    if not local and (model_id == "tiny" or model_id.count("/") != 1):
-        problems.add(where, "it is neither a folder nor a Hub id", "Name a checkpoint in 16 or 32 bits")
-        return None, ""
-    if not local and (folder := fetch_small_files(model_id, problems)) is None:
-        return None, ""
-    try:
-        config = read_json(folder / "config.json")
-        others = {name: read_json(folder / name) for name in OTHERS if (folder / name).exists()}
-        template = read_template(folder, others) or ""
-    except (OSError, ValueError) as error:
-        problems.add(where, one_line(str(error), 500), "Download or make the model again")
-        return None, ""
-    needed = ["tokenizer.json", *(missing_shards(folder) if local else ())]
-    if missing := [name for name in needed if not (folder / name).exists()]:
-        problems.add(where, f"{missing[0]} is missing", "Copy the whole checkpoint, tokenizer and weights included")
-    if not template:
-        problems.add(where, "it has no chat template, and verl renders every prompt", "Add chat_template.jinja")
-    if has_mxfp4(config):
-        problems.add(where, "its experts are in MXFP4, and verl trains 16 bits", "Dequantize it first: docs/verl.md")
-    return folder, template
-
-
-def read_answers(rows: Sequence[Row], harmony: bool, problems: Problems) -> list[str | None]:
-    """What each row asks for (`answer_of`), None where all its actions are alike; without channels the final one's text."""
-    answers = []
-    for row in rows:
-        if row.messages[:1] and row.messages[0][0] == "rendered":
-            what = "the prompt is rendered, and verl renders every prompt itself"
-            problems.add(f"{row.file}, row {row.number}", what, "Give it as `user` and `system`, or as messages")
-            answers.append(None)
-            continue
-        answer = answer_of(row)
-        answers.append(answer if harmony or answer is None else rewards.final_channel(answer))
-    return answers
-
-
-def prepare(environ: Mapping[str, str], steps: Collection[str], gpus: int) -> Prepared:
-    """Settings, model and rows for the `steps` of scripts/verl/run.py on so many GPUs; all problems are collected, and nothing
-    is written."""
-    settings, sources, problems = load_settings(environ)
-    check_counterparts(settings, sources, problems)
-    if gpus and settings.PROMPTS_PER_STEP % gpus:
-        what = f"{settings.PROMPTS_PER_STEP} cannot be shared by {gpus} GPUs"
-        problems.add("PROMPTS_PER_STEP", what, f"Set a multiple of {gpus}, or fewer --gpus")
-    model, template = read_model(settings.MODEL_ID, problems)
-    rows, eval_rows = read_rows("DATA", settings.DATA, problems, settings.SYSTEM_PROMPT), []
-    specs, told = [], Problems()
-    if {"data", "ppo", "grpo"} & set(steps):
-        if settings.EVAL_SAMPLES:
-            eval_rows = read_rows("EVAL_DATA", settings.EVAL_DATA, problems, settings.SYSTEM_PROMPT)
-        specs = check_rewards(settings, choose_rewards(settings.REWARDS, rows)[0], rows, problems)[0]
-        check_heldout(specs, settings, eval_rows, problems)
-    harmony = has_channels(template)
-    answers = read_answers([*rows, *eval_rows], harmony, told)
-    if "sft" in steps and rows and not told and not any(answers[: len(rows)]):
-        fix = "Add a column `answer`, or rewards that differ"
-        told.add("DATA", "no row has an answer, or an action better than others", fix)
-    least = sum(map(bool, answers[: len(rows)])) if "sft" in steps else len(rows)
-    if rows and not told and least < settings.PROMPTS_PER_STEP:
-        what = f"a step takes {settings.PROMPTS_PER_STEP} different rows here, and there are {least}"
-        told.add("PROMPTS_PER_STEP", what, "Lower it, or give more rows")
-    problems += told[:SHOWN]
-    if model and template and not told and (model / "tokenizer.json").exists():
-        both, _ = render_rows(settings, [*rows, *eval_rows], template, model / "tokenizer.json", problems)
-        rows, eval_rows = both[: len(rows)], both[len(rows) :]
-    problems[:] = dict.fromkeys(problems)
-    return Prepared(settings, sources, problems, model, harmony, rows, eval_rows, answers, specs)
-
-
-def to_record(row: Row, answer: str | None, split: str, number: int, columns: Mapping[str, None]) -> dict[str, Any]:
-    """A row as verl's data sets hold it, with `answer` for SFT. The whole row is in extra_info as JSON: columns of Parquet
-    have one type, a user's cells need not, and reward functions get what they get from train_grpo.py. Raises ValueError
-    for a cell that JSON cannot hold."""
+def fault_of(row: Row) -> tuple[str, str, str] | None:
+    """Where, why and what to do, if a row cannot go to verl."""
+    where = f"{row.file}, row {row.number}"
+    if row.messages[0][0] == "rendered":
+        reason = "the prompt is rendered, and verl renders every prompt itself"
+        return where, reason, "Give it as `user` and `system`, or as messages"
     for name, cell in row.columns.items():
         try:
             json.dumps(cell)
         except (TypeError, ValueError):
-            where = f"{row.file}, row {row.number}, column {name}"
-            what = f"JSON cannot hold {one_line(repr(cell), 200)}"
-            raise ValueError(f"{where}: {what}. Write it as text or a number") from None
-    told = dataclasses.asdict(dataclasses.replace(row, columns=dict(columns) | row.columns))
-    return {
-        "data_source": label(row.file),
-        "prompt": [{"role": role, "content": text} for role, text in row.messages],
-        "reward_model": {"style": "rule", "ground_truth": rewards.final_channel(answer or "") or answer or ""},
-        "extra_info": {"split": split, "index": number, "row": json.dumps(told)},
-        "answer": answer,
-    }
+            reason = f"JSON cannot hold {one_line(repr(cell), 200)}"
+            return f"{where}, column {name}", reason, "Write it as text or a number"
+    return None
 
 
-def reward_spec(p: Prepared) -> dict[str, Any]:
-    """What grpo/verl/score.py needs beside the rows: reward functions and weights, settings, and the folder in which a
-    user's module is looked for."""
-    return {
-        "rewards": p.reward_specs,
-        "settings": dataclasses.asdict(p.settings),
-        "harmony": p.harmony,
-        "folder": os.getcwd(),
-    }
+def as_messages(rows: Iterable[Row], problems: Problems) -> list[Row]:
+    """The rows with their last message as the prompt that reward functions get."""
+    rows = list(rows)
+    for fault in [fault for row in rows if (fault := fault_of(row))][:SHOWN]:
+        problems.add(*fault)
+    return [dataclasses.replace(row, prompt=row.messages[-1][1]) for row in rows]
 
 
-def write_data(p: Prepared) -> Path:
-    """Writes both Parquet files and the rewards' into OUTPUT_DIR/data; returns the folder. Raises ValueError as `to_record`."""
+def read_input(environ: Mapping[str, str], stage: str) -> tuple[VerlInput, Problems]:
+    """Reads and checks what a stage starts from, and writes nothing; all problems are collected."""
+    settings, sources, problems = load_settings(environ)
+    for name in sorted(FIELDS.keys() - SHARED):
+        if sources[name] == "environment":
+            fix = "Unset it, and give verl's own option: docs/verl.md names the counterparts"
+            problems.add(name, "verl does not read this setting of train_grpo.py", fix)
+    model, folder = settings.MODEL_ID, Path(settings.MODEL_ID).expanduser().absolute()
+    if model in ("tiny", REAL_MODEL) or has_mxfp4(read_json(folder / "config.json", (OSError, ValueError))):
+        reason = "its experts are in MXFP4, and verl trains 16 bits"
+        problems.add(f"MODEL_ID={model}", reason, "Name another model, or dequantize it: docs/verl.md")
+    if settings.INVALID_REWARD is not None and settings.INVALID_REWARD != settings.INVALID_REWARD:
+        problems.add("INVALID_REWARD=nan", "verl leaves no completion out", "Set a number, or unset it")
+    with_demo = choose_demo(settings, sources)[0]
+    if stage == "sft" and with_demo.EVAL_DATA is not None:
+        # SFT evaluates nothing, so files of held-out rows are not read; rows that DATA holds out stay out.
+        with_demo = dataclasses.replace(with_demo, EVAL_SAMPLES=0)
+    split = read_split(with_demo, problems)
+    rows, eval_rows, specs = as_messages(split.train, problems), [], []
+    if stage != "sft":
+        eval_rows = as_messages(split.heldout, problems)
+        specs = check_rewards(settings, choose_rewards(settings.REWARDS, rows)[0], rows, problems)[0]
+        check_heldout(specs, settings, eval_rows, problems)
+    model, output_dir = str(folder) if folder.is_dir() else model, Path(settings.OUTPUT_DIR).expanduser().absolute()
+    return VerlInput(model, output_dir, rows, eval_rows, specs, settings.INVALID_REWARD), problems
+
+
+def to_records(split: str, rows: Iterable[Row], columns: Mapping[str, None]) -> list[dict[str, Any]]:
+    """Rows as verl's data sets hold them, with `answer` for SFT. A cell of `columns` that a row lacks is None.
+
+    `extra_info` holds the whole row as JSON: a column of Parquet has one type, a user's cells need not, and reward
+    functions get what they get from train_grpo.py.
+    """
+    records = []
+    for index, row in enumerate(rows):
+        answer, filled = answer_of(row) or "", dataclasses.replace(row, columns=dict(columns) | row.columns)
+        record = {"data_source": label(row.file), "answer": answer}
+        record["prompt"] = [{"role": role, "content": text} for role, text in row.messages]
+        record["reward_model"] = {"style": "rule", "ground_truth": rewards.final_channel(answer) or answer}
+        record["extra_info"] = {"split": split, "index": index, "row": json.dumps(dataclasses.asdict(filled))}
+        records.append(record)
+    return records
+
+
+def write_data(data: VerlInput) -> None:
+    """Writes train.parquet, heldout.parquet and rewards.json into OUTPUT_DIR/data."""
     import pyarrow
     from pyarrow import parquet  # late: --help needs neither
 
-    p.data.mkdir(parents=True, exist_ok=True)
-    columns = dict.fromkeys(name for row in p.rows for name in row.columns)
-    pairs = list(zip([*p.rows, *p.eval_rows], p.answers, strict=True))
-    train, heldout = pairs[: len(p.rows)], pairs[len(p.rows) :] or pairs  # verl wants some also where it asks none
-    for name, some in ((TRAIN, train), (HELDOUT, heldout)):
-        made = [to_record(row, answer, Path(name).stem, n, columns) for n, (row, answer) in enumerate(some)]
-        with whole_file(p.data / name) as path:
-            parquet.write_table(pyarrow.Table.from_pylist(made), path)
-    write_text(p.data / SPEC, json.dumps(reward_spec(p), indent=1) + "\n")
-    return p.data
+    folder = data.output_dir / "data"
+    folder.mkdir(parents=True, exist_ok=True)
+    columns = dict.fromkeys(name for row in data.rows for name in row.columns)
+    # verl requires held-out rows even where it never validates.
+    for split, rows in (("train", data.rows), ("heldout", data.eval_rows or data.rows)):
+        with whole_file(folder / f"{split}.parquet") as path:
+            parquet.write_table(pyarrow.Table.from_pylist(to_records(split, rows, columns)), path)
+    # A user's module is looked for in the folder in which the command was started.
+    spec = {"rewards": data.reward_specs, "INVALID_REWARD": data.invalid_reward, "folder": os.getcwd()}
+    write_text(folder / "rewards.json", json.dumps(spec, indent=1) + "\n")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's queue of rollouts, which ends the run where one failed: verl 0.9.1 itself logs the error and trains on padding."""
+"""verl's queue of rollouts, ending the run where one failed: verl 0.9.1 itself logs the error and trains on padding."""
 
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 

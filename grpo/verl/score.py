@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a completion of verl's earns: this project's reward functions on the row that travels with it."""
+"""The reward of one completion in verl: this project's reward functions, called on the row that travels with it."""
 
 from __future__ import annotations
 
@@ -8,76 +8,61 @@ import json
 import math
 import os
 import threading
-import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import rewards
-from grpo.data.files import Row
+from grpo.data.files import SPECIAL, Row, column_names
 from grpo.data.prompts import ANSWER_AFTER, ANSWER_BEFORE
-from grpo.data.scoring import Completion, Reward, load_rewards, reward_titles, score, total
+from grpo.data.scoring import Reward, first_state, load_rewards, read_completion, reward_titles, score, total
 from grpo.run.durable import read_json
 from grpo.settings import Settings
 
-# verl scores in threads, and a user's function may be async or change the folder.
+# verl scores in threads, and a user's function may be async or change the current folder.
 ONE_AT_A_TIME = threading.Lock()
 
 
-def has_channels(template: str) -> bool:
-    """Whether a model with this chat template answers in Harmony's channels."""
-    return "<|channel|>" in template
+def has_channels(tokenizer: Any) -> bool:
+    """Whether the model of this tokenizer answers in Harmony's channels."""
+    return "<|channel|>" in (tokenizer.chat_template or "")
 
 
 @functools.cache
-def loaded(spec: str) -> tuple[dict[str, Any], list[Reward]]:
-    """The file that `write_data` wrote, and its reward functions."""
-    told = read_json(Path(spec))
-    os.chdir(told["folder"])  # workers of Ray may be elsewhere, and a user's module lies there
-    return told, load_rewards([(name, weight) for name, weight in told["rewards"]], Settings(**told["settings"]))
-
-
-def read_row(text: str) -> Row:
-    """A row that `to_record` wrote."""
-    told = json.loads(text)
-    messages = tuple((role, content) for role, content in told["messages"])
-    return Row(**told | {"messages": messages, "rewards": tuple(told["rewards"]), "q": tuple(told["q"])})
+def load_spec(path: str) -> tuple[dict[str, float], list[Reward]]:
+    """Weights by name, and the reward functions, of the rewards.json that `write_data` wrote."""
+    spec = read_json(Path(path))
+    os.chdir(spec["folder"])  # Ray's workers may be elsewhere, and a user's module lies there
+    weights = dict(spec["rewards"])
+    return weights, load_rewards(list(weights.items()), Settings(INVALID_REWARD=spec["INVALID_REWARD"]))
 
 
 def as_turn(text: str, truncated: bool) -> str:
-    """What a model without channels says, as the final channel of one that has them: no marker in it means anything.
+    """The text of a model without channels as a final channel, in which no marker means anything.
 
     >>> as_turn("<|end|>so [1]", truncated=False)
     '<|channel|>final<|message|>< |end|>so [1]<|return|>'
     """
-    return ANSWER_BEFORE[:-1] + text.replace("<|", "< |") + ("" if truncated else ANSWER_AFTER[1:])
+    turn = ANSWER_BEFORE[:-1] + text.replace("<|", "< |")
+    return turn if truncated else turn + ANSWER_AFTER[1:]
 
 
-def score_completion(
-    spec: str, row: str, text: str, truncated: bool = False, completion_ids: Sequence[int] = ()
-) -> dict[str, float]:
-    """`score`, the weighted sum that train_grpo.py would give the completion `text`, and what each function gave
-    as reward_NAME. `spec`: the path of rewards.json; `row`: as `to_record` wrote it. Raises RuntimeError where all functions leave
-    it out."""
+def compute_score(solution_str: str, extra_info: Mapping[str, Any], spec: str) -> dict[str, float]:
+    """verl's custom reward function: `score`, the weighted sum that train_grpo.py would give, and each reward_NAME.
+
+    `extra_info` holds the row, and what `RewardManager` adds (truncated, completion_ids, harmony); `spec` is the path
+    of rewards.json. Raises RuntimeError where all functions leave the completion out.
+    """
+    row = Row(**json.loads(extra_info["row"]))
+    truncated, ids = extra_info["truncated"], extra_info["completion_ids"]
+    turn = solution_str if extra_info["harmony"] else as_turn(solution_str, truncated)
+    plain = SPECIAL.sub("", solution_str) if extra_info["harmony"] else solution_str
+    completion = read_completion(row, turn, plain, len(ids), truncated)
     with ONE_AT_A_TIME:
-        told, functions = loaded(spec)
-        this = read_row(row)
-        turn = text if told["harmony"] else as_turn(text, truncated)
-        action = rewards.parse_action(rewards.assistant_turn(this.prompt, turn), len(this.rewards) or 10**9)
-        one = Completion(this, turn, action, len(completion_ids), truncated)
-        state = types.SimpleNamespace(global_step=0, max_steps=told["settings"]["TOTAL_STEPS"])
-        (values,) = score(functions, [one], [list(completion_ids)], 0, trainer_state=state)  # the row has every column
-    earned = total([weight * value for (_, weight), value in zip(told["rewards"], values, strict=True)])
-    names = [name for name, _ in told["rewards"]]
-    if math.isnan(earned):
-        raise RuntimeError(f"REWARDS: {', '.join(names)} left out {this.id} (None), and verl needs a number for each")
-    each = {f"reward_{title}": value for title, value in zip(reward_titles(names), values, strict=True)}
-    return {"score": earned} | each
-
-
-def compute_score(
-    data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any], spec: str, **_: Any
-) -> dict[str, float]:
-    """`score_completion` by the signature that verl calls, with rewards.json as `spec` out of reward_kwargs."""
-    more = {name: extra_info[name] for name in ("truncated", "completion_ids") if name in extra_info}
-    return score_completion(spec, extra_info["row"], solution_str, **more)
+        weights, functions = load_spec(spec)
+        # The row itself has every column, and verl does not tell its step.
+        (values,) = score(functions, [completion], [ids], column_names([row]), first_state(0))
+    reward = total([weight * value for weight, value in zip(weights.values(), values, strict=True)])
+    if math.isnan(reward):
+        raise RuntimeError(f"REWARDS: {', '.join(weights)} left out {row.id} (None), and verl needs a number for each")
+    titles = reward_titles(list(weights))
+    return {"score": reward} | {f"reward_{title}": value for title, value in zip(titles, values, strict=True)}

@@ -18,7 +18,7 @@ from machines import only
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from grpo.data.files import SHOWN, Row, data_fingerprint, read_csv, read_rows, reward_columns, told
+from grpo.data.files import SHOWN, Row, data_fingerprint, read_csv, read_rows, reward_columns
 from grpo.data.prompts import AT_ONCE, StepRows, answer_of, compiled, count_tokens, prompt_order, render, render_rows
 from grpo.settings import Problems, Settings
 
@@ -113,7 +113,7 @@ def test_values_are_numbers_for_reward_functions_and_text_for_the_fingerprint(tm
     header = ["user", "q_action_1", "q_action_0", "reward_action_0", "reward_action_1"]
     rows, problems = load(write_csv(tmp_path / "d.csv", header, [["Go", "-2.50", " -1e1", 0.5, 0.5]]))
     assert not problems and rows[0].q == (-10.0, -2.5) and rows[0].columns["q_action_1"] == "-2.50"
-    given = reward_columns(rows[0], 2)
+    given = reward_columns(rows[0])
     assert (given["q_action_0"], given["q_action_1"]) == (-10.0, -2.5)
     assert data_fingerprint(rows) == "7bf070af97604a8119eb742513657fadf57e320f6c110841001d358ecb912ea2"
 
@@ -204,13 +204,6 @@ def test_names_that_no_file_can_have(tmp_path):
     problems = Problems()
     assert not read_rows("DATA", f"{tmp_path}/b*.csv", problems)
     assert "is not UTF-8. Rename the file" in only(problems) and "\udcff" not in problems[0]
-
-
-def test_long_work_says_how_far_it_is(monkeypatch, capsys):
-    clock = iter(range(0, 100, 2))
-    monkeypatch.setattr("grpo.data.files.time.monotonic", lambda: next(clock))
-    assert list(told("counting", "abcdefg", 7000, 1000)) == list("abcdefg")
-    assert capsys.readouterr().out == "counting: 2,000 of 7,000 rows, 6 s\ncounting: 5,000 of 7,000 rows, 12 s\n"
 
 
 def test_files_of_the_same_name_are_refused(tmp_path):

@@ -130,11 +130,24 @@ def test_an_adapter_that_is_no_runs_names_its_model(saved_adapter, tmp_path, cap
     assert ask.main([str(tmp_path / "wider"), "--serve"]) == 0
     assert "--lora-target-modules qkv_proj o_proj experts " in capsys.readouterr().out
     assert ask.main([str(tmp_path), "hello", "--model", "tiny"]) == 2
-    assert "adapter_model.safetensors is not there" in capsys.readouterr().err
+    assert "adapter_config.json and adapter_model.safetensors are not there" in capsys.readouterr().err
     shutil.copytree(saved_adapter, tmp_path / "best")
     (tmp_path / "best" / "best.json").write_text('{"adapter_sha256": "0"}')
     assert ask.main([str(tmp_path / "best"), "hello", "--model", "tiny"]) == 2
     assert "adapter_model.safetensors is damaged" in capsys.readouterr().err
+
+
+def test_the_prompt_may_stand_behind_options(capsys):
+    for arguments in (["run", "--base", "hi"], ["run", "hi", "--base"], ["--base", "run", "hi"]):
+        args = ask.parse_args([*arguments, "--system", "s"])
+        assert (str(args.adapter), args.prompt, args.base) == ("run", "hi", True)
+
+
+@pytest.mark.parametrize("more", [["hello"], ["--serve"]])
+def test_a_folder_that_is_not_there_is_one_problem(tmp_path, capsys, more):
+    assert ask.main([str(tmp_path / "run"), *more]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{tmp_path / 'run'}: there is no such folder. Name a run's folder, its best/")
 
 
 @pytest.mark.parametrize(

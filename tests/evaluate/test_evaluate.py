@@ -26,8 +26,8 @@ from stub_vllm import stub_engine
 import train_grpo
 from grpo.evaluate.plant import measure_closed_loop, plant_record
 from grpo.evaluate.standalone import VllmModel, recorded_settings
+from grpo.plan.hub import find_model
 from grpo.preflight.choices import ClosedLoop
-from grpo.preflight.hub import find_model
 from grpo.rollout.engine import EngineError
 from grpo.run.durable import sealed
 from grpo.settings import Settings, load_settings
@@ -143,7 +143,8 @@ def test_the_command_evaluates_an_adapter_and_its_base(run, tmp_path):
         (("--vote",), "needs --samples"),
         (("--hours-limit", "8"), "'8' is not int from 9 to 72"),
         (("--model", "tiny", "--adapter", "docs", "--profile", "nowhere.csv", "README.md"),
-         "adapter_config.json is not there|no file matches 'nowhere.csv'|README.md, header"),
+         "docs: adapter_config.json and adapter_model.safetensors are not there|no file matches 'nowhere.csv'|"
+         "README.md, header"),
         (("--model", "tiny", "--out", "nowhere/x.json"), "nowhere/x.json: cannot be written: No such file or directory"),
         (("--model", "tiny", "--out", "docs"), "docs: cannot be written: Is a directory"),
     ],

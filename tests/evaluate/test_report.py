@@ -22,7 +22,8 @@ from run_folders import EVALUATION, GPU, metrics_row, write_run
 import train_grpo
 from grpo.data.files import data_fingerprint, read_rows
 from grpo.evaluate import figures, run_data
-from grpo.evaluate.figures import FILES, stacked
+from grpo.evaluate.figures import CURVES as ALL_CURVES
+from grpo.evaluate.figures import stacked
 from grpo.evaluate.page import write_report
 from grpo.evaluate.report import (
     best_rule,
@@ -104,9 +105,9 @@ def drawn(monkeypatch) -> list:
     """The panels of every figure that is made."""
     made = []
 
-    def keep(axes, file, title, line, columns=3):
+    def keep(axes, name, title, line, columns=3):
         made.append(axes.figure.axes)
-        return figures.Picture(file, title, line, b"")
+        return figures.Picture(name, title, line, b"")
 
     monkeypatch.setattr(figures, "picture", keep)
     return made
@@ -129,6 +130,10 @@ def full(tmp_path_factory, coarse) -> Path:
     return folder
 
 
+def pictures_of(folder: Path) -> set[str]:
+    return set(re.findall(r'<figure id="([^"]+)">', (folder / "report.html").read_text(encoding="utf-8")))
+
+
 def text_of(folder: Path, write: bool = True) -> str:
     """The text of the report, written again."""
     page = write_report(folder) if write else folder / "report.html"
@@ -145,14 +150,15 @@ def test_the_page_of_a_full_run_is_one_file_with_every_part_in_order(full):
     titles = re.findall(r"<h2>([^<]+)</h2>", page)
     assert [title.split()[0].strip(",:") for title in titles] == ["Learning", "Actions", "Held-out", "Closed", "Completions", "Glossary"]  # fmt: skip
     assert page.index('class="verdict"') < page.index("<h2>")
+    empty = pandas.read_csv(full / "metrics.csv").isna().all()
     for column, (_, line) in METRICS.items():
-        assert f"<td>{column}<div" in page and html.unescape(line) in html.unescape(page)
+        assert (f"<td>{column}<div" in page) != empty[column]
+        assert empty[column] or html.unescape(line) in html.unescape(page)
     pictures = re.findall(r'<figure id="([^"]+)"><img alt="([^"]+)" src="data:image/png;base64,([^"]+)">\s*<figcaption><b>([^<]+)</b>([^<]*)', page)  # fmt: skip
-    assert len(pictures) == page.count("<figure") == len(FILES) + 2  # three windows of the plant
-    for name, alt, data, title, line in pictures:
-        assert re.sub(r"_\d+$", "", name) in FILES and alt == title and len(line) > 20
-        assert base64.b64decode(data) == (full / "report" / f"{name}.png").read_bytes()
-    assert {path.stem for path in (full / "report").glob("*.png")} == {name for name, *_ in pictures}
+    names = {*ALL_CURVES, "evaluations", "phases", "actions", "heldout", "plant_1", "plant_2", "plant_3"}
+    assert len(pictures) == page.count("<figure") and {name for name, *_ in pictures} == names
+    for _, alt, data, title, line in pictures:
+        assert alt == title and len(line) > 20 and base64.b64decode(data).startswith(b"\x89PNG")
 
 
 SUMMARY = [
@@ -208,7 +214,7 @@ CURVES = {"best_action_rate", "clipped_ratio", "length", "parse_rate", "reward",
         (0, 0, {}, set(), ["0 of 30", "there is none so far", "There are no completions yet", "There is no evaluation on held-out prompts"]),
         (1, 1, {}, {"phases", "actions"}, ["A curve needs two steps, and there is one so far"]),
         (3, 0, {"evaluation": CUT_OFF}, CURVES | {"heldout"}, ["3 of 30", "in progress, or interrupted", "No step between the first and the last was evaluated", "Whether training helped is not known yet"]),
-        (3, 1, {"settings": SKIPPED}, CURVES | {"actions"}, ["Held-out prompts were not evaluated: EVAL_SAMPLES is 0", "because no step has a value: Entropy, Train/inference mismatch, GPU memory.", "there is no closed_loop.json", "resumed from step 2", "None to show."]),
+        (3, 1, {"settings": SKIPPED}, CURVES | {"actions"}, ["Held-out prompts were not evaluated: EVAL_SAMPLES is 0", "there is no closed_loop.json", "resumed from step 2", "None to show."]),
     ],
 )  # fmt: skip
 def test_runs_that_are_not_complete(tmp_path, steps, completions, files, pictures, words):
@@ -216,14 +222,15 @@ def test_runs_that_are_not_complete(tmp_path, steps, completions, files, picture
     folder = write_run(tmp_path / "run", [metrics_row(s) for s in range(1, steps + 1)], rows, **files)
     text = text_of(folder)
     assert [word for word in words if word not in text] == [] and "exceeds" not in text
-    assert {path.stem for path in (folder / "report").glob("*.png")} == pictures
+    assert pictures_of(folder) == pictures
+    assert not [column for column in GPU if column in text], "on a CPU they are empty"
     assert "nan" not in text.replace("by NaN", "").replace("nan where", "")
 
 
 def test_nan_and_infinite_rewards(tmp_path):
     metrics = [metrics_row(1, reward="nan"), metrics_row(2, reward=""), metrics_row(3, reward="inf", grad_norm="-inf")]
     folder = write_run(tmp_path / "run", [*metrics, metrics_row(4)], [completion_row(1, reward="nan", parsed_action="")])  # fmt: skip
-    assert "reward none" in text_of(folder) and (folder / "report" / "reward.png").is_file()
+    assert "reward none" in text_of(folder) and "reward" in pictures_of(folder)
     assert read_metrics(folder / "metrics.csv")["reward"].count() == 1
 
 
@@ -242,17 +249,14 @@ def test_row_that_is_half_written_is_left_out_and_of_two_the_later_counts(tmp_pa
 
 
 def test_damaged_files_cost_their_section_only(tmp_path):
-    """Of an earlier report's figures those that are not made again go, and nothing else."""
     found = closed_loop()
     folder = write_run(tmp_path / "run", [metrics_row(1), metrics_row(2)], evaluation=EVALUATION, closed_loop=found)
     write_report(folder)
-    (folder / "report" / "mine.png").write_bytes(b"")
-    assert (folder / "report" / "plant_1.png").exists()
+    assert "plant_1" in pictures_of(folder)
     found["windows"][0]["policies"]["base"]["co2_kg"] = [1.0]
     (folder / "closed_loop.json").write_text(json.dumps(found))
     assert "Closed loop is left out: its data is not as expected (ValueError: " in text_of(folder)
-    left = {path.stem for path in (folder / "report").glob("*.png")}
-    assert {"mine", "reward"} < left and "plant_1" not in left
+    assert "reward" in pictures_of(folder) and "plant_1" not in pictures_of(folder)
     (folder / "evaluation.json").write_text('{"before": 3')
     (folder / "closed_loop.json").write_text('{"totals": [], "windows": {}, "difference": 1}')
     (folder / "settings.json").write_text('{"settings": [], "machine": "m", "choices": {"rollouts": 1}}')
@@ -328,6 +332,16 @@ def test_numbers():
     assert all(math.isnan(run_data.number(value)) for value in ("", "inf", "-inf", "nan", None, "x", [], math.inf))
 
 
+def test_steps_are_dots_and_no_line_joins_them(drawn):
+    """A line through lengths that jump between two values is a barcode."""
+    lengths = [[12, 7][step % 2] for step in range(100)]
+    metrics = pandas.DataFrame({"step": range(100), "tokens_mean": 7.0, "tokens_max": lengths}).astype(float)
+    figures.curve(metrics, "length", {})
+    dots, mean = drawn[0][0].lines[2:]
+    assert dots.get_linestyle() == "None" and list(dots.get_ydata()) == lengths
+    assert mean.get_linestyle() == "-" and set(mean.get_ydata()[10:]) == {9.5}
+
+
 def test_bars_are_means_over_their_steps_and_stack():
     steps = pandas.RangeIndex(1, 81)
     axes = stacked(pandas.DataFrame({"a": [float(step) for step in steps], "b": 1.0}, steps), ["red", "blue"], "s")
@@ -344,12 +358,13 @@ def level(line) -> float:
 def test_the_reward_curve_has_what_other_policies_earn_where_it_is_the_csv_s(tmp_path, drawn, record, shown):
     folder = write_run(tmp_path / "run", [metrics_row(1), metrics_row(2)], evaluation=EVALUATION, settings=record)
     section = curves_section(run_data.read_run(folder))
-    assert section.pictures[0].file == "reward"
+    assert section.pictures[0].name == "reward"
     lines = [(line.get_label(), level(line)) for line in drawn[0][0].lines[2:]]
     assert lines == ([("random 0.25", 0.25), ("always [0] 0.50", 0.5), ("oracle 0.70", 0.7)] if shown else [])
     assert ("what other policies earn on the held-out" in section.pictures[0].line) == shown
     assert any("The reward curve does not show" in sentence for sentence in section.missing) != shown
-    assert all(len(panels[0].lines) <= 2 for panels in drawn[1:])  # other curves have no such lines
+    styles = {line.get_linestyle() for panels in drawn[1:] for line in panels[0].lines}
+    assert styles == {"None", "-"}  # other curves have no such lines
 
 
 def test_evaluated_steps_are_drawn_between_base_and_trained_beside_the_best_rule(tmp_path, drawn):
@@ -398,16 +413,17 @@ def test_the_plant_is_drawn_with_the_models_that_there_are(drawn, names):
 NO_REPORT = [(None, "no such folder"), ("x.csv", "no metrics.csv"), ("metrics.csv", "no column `step`")]
 
 
-@pytest.mark.parametrize("name, words", [*NO_REPORT, ("report", "cannot be written")])
+@pytest.mark.parametrize("name, words", [*NO_REPORT, ("report.html", "cannot be written")])
 def test_clear_error_where_no_report_can_be_written(tmp_path, capsys, name, words):
     folder = tmp_path / "run"
-    if name == "report":
+    if name == "report.html":
         write_run(folder, [metrics_row(1)])
-    if name:
-        folder.mkdir(exist_ok=True)
+        (folder / name).mkdir()  # it stands in the way
+    elif name:
+        folder.mkdir()
         (folder / name).write_text("a,b\n1,2\n")
     assert report.main([str(folder)]) == 2 and words in capsys.readouterr().err
-    assert not (folder / "report.html").exists()
+    assert not (folder / "report.html").is_file()
 
 
 @pytest.mark.parametrize("package", ["matplotlib.style", "jinja2"])

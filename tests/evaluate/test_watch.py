@@ -27,7 +27,7 @@ from run_folders import EVALUATION, GPU, metrics_row, write_run
 from grpo.evaluate.run_data import number
 from grpo.run.durable import write_text
 from grpo.run.folder import CHECKPOINT_FILES, COMPLETE, lock_run
-from grpo.run.logs import METRICS
+from grpo.run.logs import METRICS, banner_text
 
 SCRIPT = ROOT / "scripts" / "watch.py"
 
@@ -51,7 +51,7 @@ def test_frame_shows_what_a_run_is_doing():
         for step in range(1, 21)
     ]
     text = drawn(state_of(rows, warnings=["12:00:00 W train_grpo: parse rate fell"], eval_steps=25))
-    for words in ("first", "20/30", "about 3 min left, until", "last step 12.0 s ago", "0.500   mean of the last 10: 0.455", "0.90   clipped 0.10", "900 tokens/s", "GPU memory", "61.5 GiB", "generation 1.4 s", "handover 0.1 s", "0.0200 nats", "W train_grpo: parse rate fell"):  # fmt: skip
+    for words in ("first", "20/30", "about 3 min left, until", "last step 12.0 s ago", "0.500   mean of the last 10: 0.455", "0.90   clipped 0.10", "900 tokens/s", "61.5 GiB, most so far 61.5 GiB   busy 87 % of the step", "generation 1.4 s", "handover 0.1 s", "0.0200 nats", "W train_grpo: parse rate fell"):  # fmt: skip
         assert words in text, (words, text)
     assert watch.sparkline(state_of(rows).metrics["reward"]) in text
     high, low = ([row | {"parse_rate": rate} for row in rows] for rate in (1.0, 0.02))
@@ -173,6 +173,9 @@ def test_warnings_are_the_last_ones_and_harmless(tmp_path):
     log.write_text("\n".join(lines) + "\n12:01:00 W x: \x1b[2Jred\u51b7\n12:01:01 I W x", encoding="utf-8")
     found = watch.read_warnings(log)
     assert [line.split(": ")[1] for line in found] == ["line 16", "line 18", "line 19", " [2Jred\u51b7"]
+    with log.open("a", encoding="utf-8") as file:
+        file.write(f"\n12:01:02 W train_grpo: {banner_text('in a | box')}\n12:01:03 W train_grpo: plain\n| no box |\n")
+    assert [line[9:] for line in watch.read_warnings(log)][-2:] == ["W train_grpo: in a | box", "W train_grpo: plain"]
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -183,9 +186,8 @@ def test_follow_survives_a_new_run_and_ends_when_it_is_complete(tmp_path, termin
     watching.start()
 
     def wait_for(words: str) -> None:
-        deadline = time.monotonic() + 20
-        while words not in output.getvalue():
-            assert watching.is_alive() and time.monotonic() < deadline, output.getvalue()[-2000:]
+        while words not in output.getvalue():  # pytest's own limit ends it
+            assert watching.is_alive(), output.getvalue()[-2000:]
             time.sleep(0.01)
 
     wait_for("there is no run in this folder yet")
@@ -196,8 +198,8 @@ def test_follow_survives_a_new_run_and_ends_when_it_is_complete(tmp_path, termin
     wait_for("30/30")
     assert "held-out" not in output.getvalue()
     write_text(folder / COMPLETE, json.dumps({"steps": 30}))
-    watching.join(20)
-    assert not watching.is_alive() and "held-out reward" in output.getvalue()
+    watching.join()
+    assert "held-out reward" in output.getvalue()
 
 
 def test_once_shows_one_picture_and_a_file_is_no_folder(tmp_path, capsys):
@@ -217,6 +219,6 @@ def test_it_prints_plain_text_into_a_pipe_until_ctrl_c(tmp_path, encoding):
             assert watching.poll() is None
             shown += watching.stdout.readline()
         os.kill(watching.pid, signal.SIGINT)
-        _, errors = watching.communicate(timeout=20)
+        _, errors = watching.communicate()
     assert b"1/30" in shown and b"\x1b" not in shown
     assert watching.returncode == 0 and b"the run goes on" in errors and b"Traceback" not in errors

@@ -106,3 +106,14 @@ def test_what_sft_refuses(runs, tmp_path, capsys, monkeypatch):
     assert "opened.csv, row 1: the prompt opens '<|channel|>analysis<|message|>'" in only(check.problems)
     texts = write_csv(tmp_path / "texts.csv", ["prompt", "answer"], [["which?", "north"], ["why?", "so"]])
     assert not sft_preflight(ENVIRON | {"DATA": str(texts)}, tmp_path / "out")[0].problems, "it needs no rewards"
+
+
+def test_sft_leaves_out_what_a_run_on_these_rows_would_hold_out(tmp_path):
+    rows = [["x" * n, 0, 1] for n in range(1, 41)]
+    data = write_csv(tmp_path / "own.csv", ["question", "reward_action_0", "reward_action_1"], rows)
+    given = ENVIRON | {"DATA": str(data)}
+    check, answers = sft_preflight(given, tmp_path / "out")
+    run = preflight(given | {"OUTPUT_DIR": str(tmp_path / "run")})
+    assert [row.id for row in check.rows] == [row.id for row in run.rows] and len(answers) == len(check.rows) == 34
+    check, answers = sft_preflight(given | {"EVAL_SAMPLES": "0"}, tmp_path / "out")
+    assert len(answers) == len(check.rows) == 40

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every setting that goes to TRL or PEFT, from the environment to the place where it is used in three real steps."""
+"""Every setting that goes to TRL or PEFT, from the environment to the place where it is used in three real steps; and
+what reward functions are given, by the checks before a run, in training and by TRL itself."""
 
 from __future__ import annotations
 
@@ -8,13 +9,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, read_csv
+from conftest import CLEAN, RENDERED, ROOT, read_csv, write_csv
+from datasets import Dataset
 from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOFunction
+from machines import CPU
 from peft.tuners.lora import LoraLayer
 from trainers import build, make
+from trl import GRPOConfig, GRPOTrainer
 
 from grpo.data.prompts import prompt_order
 from grpo.learn import trainer
+from grpo.model.load import load_model, load_tokenizer
+from grpo.plan.hub import read_json
+from grpo.preflight.checks import preflight
 from grpo.settings import FIELDS, load_settings, parse_value
 
 
@@ -82,6 +89,7 @@ ELSEWHERE = {
     "PACKING": "preflight", "USE_VLLM": "preflight", "GENERATION_BATCH": "preflight", "VLLM_GPU_MEM": "preflight",
     "INVALID_REWARD": "data", "ROLLOUT_SYNC": "rollout", "VLLM_EAGER": "rollout", "PARITY": "rollout",
     "PARITY_LIMIT": "rollout", "IS_CORRECTION": "learn", "IS_CLIP_MAX": "learn", "INIT_ADAPTER": "preflight",
+    "NUM_TRAIN_EPOCHS": "preflight",
 }  # fmt: skip
 
 
@@ -155,3 +163,126 @@ def test_the_seed_is_that_of_the_adapter(tiny, tmp_path):
 
     first, second, again = weights(3), weights(4), weights(3)
     assert torch.equal(first, again) and not torch.equal(first, second)
+
+
+CALLS: list[dict] = []  # the arguments of each call of `record`
+
+
+def record(prompts, completions, completion_ids, **columns):
+    """A reward function that remembers what it was given."""
+    own = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
+    CALLS.append(own | columns)
+    return [float(i % 3) for i in range(len(completions))]
+
+
+TALK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " hour 9?"}]
+OPENED = RENDERED.format("hour 8") + "<|channel|>final<|message|>"
+# Rows of each form as they are written to a file, and the settings that go with them.
+FORMS = {
+    "question": ([{"question": "What is 4+4? ", "answer": "8"}, {"question": "hour 9?", "answer": "9"}], {}),
+    "text": ([{"prompt": " hour 8 ", "tags": ["a", {"b": 1}]}, {"prompt": "hour 9?", "tags": None}], {"SYSTEM_PROMPT": "Say."}),
+    "messages": ([{"prompt": TALK, "level": 3}, {"prompt": TALK[1:], "level": 4}], {"SYSTEM_PROMPT": "Say."}),
+    "rendered": ([{"prompt": RENDERED.format("hour 8"), "note": "x"}, {"prompt": OPENED, "note": "y"}], {}),
+    "actions": (
+        [{"prompt": "hour 8", "reward_action_0": 0.5, "reward_action_1": 1, "q_action_0": -1, "q_action_1": 0}] * 2,
+        {"INVALID_REWARD": "0"},  # set, so that `record` may pay garbage
+    ),
+}  # fmt: skip
+
+
+def checked_rows(tmp_path, form):
+    """The preflight's result of rows of one of FORMS, or of the shipped GSM8K, with `record` as reward: CALLS holds
+    its call."""
+    given, settings = FORMS.get(form, (None, {"TASK": "gsm8k"}))
+    if form == "user":
+        path = write_csv(
+            tmp_path / "d.csv", ["user", "system", "note"], [[" hour 8", "Be brief.", "a"], ["hour 9", "", "b"]]
+        )
+    else:
+        path = tmp_path / "d.jsonl"
+        lines = map(json.dumps, given or ())
+        path = ROOT / "data/gsm8k_train.jsonl" if given is None else path.write_text("\n".join(lines)) and path
+    environ = {"MODEL_ID": "tiny", "DATA": str(path), "EVAL_SAMPLES": "0", "OUTPUT_DIR": str(tmp_path / "checked")}
+    CALLS.clear()
+    result = preflight(CLEAN | environ | settings | {"REWARDS": "test_wiring:record"}, CPU)
+    assert not result.problems and len(CALLS) == 1
+    return result
+
+
+def types_in(value):
+    """The types of a value and of all that it holds."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    return type(value), [(key, types_in(one)) for key, one in inner]
+
+
+@pytest.mark.parametrize("form", [*FORMS, "user", "gsm8k"])
+def test_the_check_calls_a_reward_function_as_training_does(form, tiny, tmp_path):
+    """Argument by argument, for the completions that the check tries."""
+    result = checked_rows(tmp_path, form)
+    (check,) = CALLS
+    assert len(check["prompts"]) == 4 * min(64, len(result.rows)), "garbage and two answers to each row that is tried"
+    (tmp_path / "run").mkdir()
+    ours = make(tiny, tmp_path / "run", rows=result.rows, REWARDS="test_wiring:record")
+    numbers = {row.id: n for n, row in enumerate(result.rows)}
+    inputs = [{"row": numbers[name]} for name in check["prompt_id"]]
+    ours._calculate_rewards(inputs, [], [], check["completion_ids"])
+    training = CALLS[1]
+    assert training.keys() == check.keys()
+    for name in check.keys() - {"trainer_state", "log_extra", "log_metric"}:
+        assert training[name] == check[name] and types_in(training[name]) == types_in(check[name]), name
+    for state in (check["trainer_state"], training["trainer_state"]):
+        assert (state.global_step, state.epoch, state.log_history) == (0, 0, [])
+    for name, arguments in (("log_extra", ("seen", [1.0])), ("log_metric", ("seen", 1.0))):
+        assert check[name](*arguments) is training[name](*arguments) is None
+
+
+TEXTS = [
+    "<|channel|>analysis<|message|>Is it [1]?<|end|><|start|>assistant<|channel|>final<|message|>[2]<|return|>",
+    "<|channel|>analysis<|message|>The load",
+    "<|channel|>final<|message|><|return|>",
+    "so [0]<|return|>",
+]
+
+
+@pytest.mark.parametrize("form", [*FORMS, "user", "gsm8k"])
+def test_training_calls_a_reward_function_as_trl_does(form, tiny, tmp_path):
+    """TRL's own trainer beside this one, on the same rows as its users write them, with the same completions."""
+    rows = checked_rows(tmp_path, form).rows[:2]
+    prompts = [row.columns.get("prompt") or row.columns.get("question") for row in rows]
+    if form == "user":
+        prompts = [[TALK[0], {"role": "user", "content": " hour 8"}], [{"role": "user", "content": "hour 9"}]]
+    (tmp_path / "run").mkdir()
+    ours = make(tiny, tmp_path / "run", rows=rows, REWARDS="test_wiring:record")
+    theirs = GRPOTrainer(
+        load_model(str(tiny), read_json(tiny / "config.json"), "eager").float(),
+        record,
+        GRPOConfig(str(tmp_path / "trl"), per_device_train_batch_size=4, num_generations=2, use_cpu=True, bf16=False),
+        Dataset.from_list([{"prompt": "not used"}] * 2),
+        processing_class=load_tokenizer(str(tiny)),
+    )
+    ids = theirs.processing_class(text=TEXTS)["input_ids"]
+    data = [row.columns | {"prompt": prompt} for prompt, row in zip(prompts, rows, strict=True)]
+    CALLS.clear()
+    for each, inputs in ((theirs, data), (ours, [{"prompt": row.prompt, "row": n} for n, row in enumerate(rows)])):
+        each._generate_single_turn = lambda *arguments: (ids, None)
+        each.model.train()
+        each._generate_and_score_completions([row for row in inputs for _ in range(2)])
+    trl, training = CALLS
+    assert training.keys() - trl.keys() - {"csv_prompt"} == {
+        "prompt_id",
+        "raw_completions",
+        "rendered_prompts",
+        "truncated",
+    }
+    assert not trl.keys() - training.keys()
+    for name in trl.keys() - {"trainer_state", "log_extra", "log_metric", "q_action_0", "q_action_1"}:  # q: as numbers
+        assert training[name] == trl[name] and types_in(training[name]) == types_in(trl[name]), name
+    assert type(trl["trainer_state"]) is type(training["trainer_state"])
+    for name in ("log_extra", "log_metric"):
+        assert trl[name].__func__ is training[name].__func__
+    starts = ["<|start|>assistant"] * 4
+    if form == "rendered":
+        starts[2:] = [OPENED[OPENED.rindex("<|start|>") :]] * 2
+    turns = [start + text for start, text in zip(starts, TEXTS, strict=True)]
+    assert training["raw_completions"] == turns and training["truncated"] == [False, True, False, False]
+    assert training["rendered_prompts"] == [row.prompt for row in rows for _ in range(2)]

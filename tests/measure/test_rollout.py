@@ -26,7 +26,7 @@ from grpo.model import experts
 from grpo.model import load as model_load
 from grpo.model.experts import dequantize_mxfp4
 from grpo.model.load import TABLES
-from grpo.preflight.machine import installed_versions
+from grpo.plan.machine import installed_versions
 from grpo.rollout import engine as rollout_engine
 
 PARITY = [{"mean": m, "max": 2 * m, "control_mean": 1 - m} for m in (0.1, 0.2)]

@@ -16,8 +16,9 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from grpo.model import experts
 from grpo.model.experts import activation, activation_backward, experts_forward
-from grpo.preflight.machine import GIB, Machine
-from grpo.preflight.memory import plan_memory
+from grpo.model.load import quantized_experts
+from grpo.plan.machine import Machine
+from grpo.plan.memory import plan_memory
 from grpo.settings import Settings
 
 pytestmark = pytest.mark.numeric
@@ -179,11 +180,14 @@ def test_activation_backward_is_that_of_autograd():
     assert not found[0, ::2][gate_up[0, ::2] > 7].any() and not found[0, 1::2][gate_up[0, 1::2].abs() > 7].any()
 
 
-def test_without_checkpointing_every_layer_stays_dequantized_and_the_plan_knows(tiny):
-    """What autograd keeps of quantized experts beyond what it keeps of BF16 ones, which are there anyway."""
-    kept = {}
-    for kind in ("bf16", "mxfp4"):
+def test_without_checkpointing_packed_experts_are_dequantized_again_instead_of_kept(tiny):
+    """What autograd keeps of packed experts beyond what it keeps of BF16 ones, which are there anyway: nothing where the
+    backward pass dequantizes again, else every layer's. The gradient is the same bit by bit, and so is the plan."""
+    config, kept, gradients = config_of(tiny), {}, {}
+    for kind, again in (("bf16", False), ("mxfp4", True), ("mxfp4", False)):
         model = load(tiny, kind).requires_grad_(False)
+        for module in quantized_experts(model):
+            module.dequantize_again = again
         parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
         sizes = {}
 
@@ -193,20 +197,21 @@ def test_without_checkpointing_every_layer_stays_dequantized_and_the_plan_knows(
                 sizes[storage.data_ptr()] = storage.nbytes()
             return tensor
 
+        torch.manual_seed(0)
         states = torch.randn(1, 20, model.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             output = model.model(inputs_embeds=states).last_hidden_state
-        kept[kind] = sum(sizes.values())
-        del output
-    config = config_of(tiny)
+        kept[kind, again] = sum(sizes.values())
+        (gradients[kind, again],) = torch.autograd.grad(output.float().square().sum(), states)
     matrices = config["num_local_experts"] * 3 * config["hidden_size"] * config["intermediate_size"]
-    assert kept["mxfp4"] - kept["bf16"] == config["num_hidden_layers"] * matrices * 2
+    assert kept["mxfp4", True] == kept["bf16", False]
+    assert kept["mxfp4", False] - kept["bf16", False] == config["num_hidden_layers"] * matrices * 2
+    assert gradients["bf16", False].abs().max() > 0
+    assert all(torch.equal(gradient, gradients["bf16", False]) for gradient in gradients.values())
 
     def learning(checkpointing, experts):
         settings = Settings(GRADIENT_CHECKPOINTING=checkpointing, MICRO_BATCH=1, EXPERTS=experts)
-        machine = Machine()
-        return plan_memory(settings, config, machine, 50, "eager").learning
+        return plan_memory(settings, config, Machine(), 50, "eager").learning
 
-    extra = (config["num_hidden_layers"] - 1) * matrices * 2 / GIB  # one layer is in the weights already
-    assert learning(False, "mxfp4") - learning(False, "bf16") == pytest.approx(extra)
+    assert learning(False, "mxfp4") == learning(False, "bf16") != learning(True, "bf16")
     assert learning(True, "mxfp4") == learning(True, "bf16")

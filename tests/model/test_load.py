@@ -12,7 +12,30 @@ from expert_models import config_of, load
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
-from grpo.model.load import load_generation_config, load_quantized, load_tokenizer
+from grpo.model.load import (
+    load_base,
+    load_generation_config,
+    load_model,
+    load_quantized,
+    load_tokenizer,
+    quantized_experts,
+)
+from grpo.plan.hub import read_json
+from grpo.settings import Settings
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU computes little there")
+def test_a_small_model_is_computed_by_one_thread(tiny, monkeypatch):
+    """Unless OMP_NUM_THREADS says otherwise. Torch is imported by now: the number of its threads must change."""
+    before = torch.get_num_threads()
+    try:
+        for given, threads in (("2", 2), ("", 1)):
+            monkeypatch.setenv("OMP_NUM_THREADS", given)
+            torch.set_num_threads(2)
+            load_model(str(tiny), read_json(tiny / "config.json"), "eager")
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_dequantized_model_is_the_one_that_transformers_dequantizes(tiny):
@@ -103,3 +126,10 @@ def test_a_tokenizer_config_that_no_run_could_use_is_named(tiny, tmp_path, edit,
     path.write_text(json.dumps(json.loads(path.read_text()) | edit))
     with pytest.raises(ValueError, match=f"tokenizer_config.json {words}"):
         load_tokenizer(str(tmp_path / "model"))
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_packed_experts_are_dequantized_again_where_no_layer_is_recomputed(tiny, checkpointing):
+    settings = Settings(EXPERTS="mxfp4", GRADIENT_CHECKPOINTING=checkpointing)
+    modules = quantized_experts(load_base(settings, str(tiny), config_of(tiny), "eager"))
+    assert modules and {module.dequantize_again for module in modules} == {not checkpointing}

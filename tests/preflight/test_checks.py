@@ -14,10 +14,11 @@ import pytest
 from conftest import CLEAN, RENDERED, ROOT, run_script, write_csv
 from machines import CPU, H100, only
 
+from grpo.plan.hub import REAL_CONFIG, ModelFiles
+from grpo.plan.memory import Shapes
 from grpo.preflight import banner, checks
 from grpo.preflight.checks import check_disk, check_memory, check_settings, preflight
-from grpo.preflight.hub import REAL_CONFIG, ModelFiles
-from grpo.preflight.memory import Shapes
+from grpo.run.durable import write_sealed
 from grpo.run.folder import RunState
 from grpo.run.logs import banner_text
 from grpo.settings import FIELDS, Problems, Settings
@@ -27,6 +28,7 @@ CONFLICTS = [
     ({"GENERATION_BATCH": 5}, CPU, ["GENERATION_BATCH: 5 does not divide", "12 x 8 = 96", "nearest that does is 4"]),
     ({"PROMPTS_PER_STEP": 50_001}, CPU, ["50001 x 8 = 400008 completions in one step, and 100,000 are the most"]),
     ({"ATTN_IMPL": "torch_flahs"}, H100, ["'torch_flahs' is unknown; the nearest is torch_flash", "flash_attention_3"]),
+    ({"ATTN_IMPL": "torch_flahs"}, CPU, ["'torch_flahs' is unknown"]),
     ({"ATTN_IMPL": "torch_flash"}, CPU, ["needs a GPU"]),
     ({"ATTN_IMPL": "flash_attention_3"}, dataclasses.replace(H100, capability=8.0), ["made for Hopper"]),
     ({"ATTN_IMPL": "org/kernel", "PACKING": "prefix"}, H100, ["PACKING: org/kernel takes padded rows only"]),
@@ -130,6 +132,46 @@ def test_a_run_without_vllm_makes_no_room_for_it(kind, tmp_path):
 def test_what_is_chosen_is_not_called_a_default(environ, sync, source):
     result = preflight(CLEAN | {"MODEL_ID": "tiny"} | environ, CPU)
     assert (result.settings.ROLLOUT_SYNC, result.sources["ROLLOUT_SYNC"]) == (sync, source) and not result.problems
+
+
+@pytest.fixture
+def asked(tmp_path):
+    """The tiny model's demo, of 815 training rows and 8 prompts a step."""
+    return CLEAN | {"MODEL_ID": "tiny", "OUTPUT_DIR": str(tmp_path / "run"), "EVAL_SAMPLES": "0"}
+
+
+def test_epochs_are_resolved_to_steps_before_anything_uses_them(asked, tmp_path):
+    result = preflight(asked | {"NUM_TRAIN_EPOCHS": "2.5"}, CPU)
+    assert not result.problems and (result.settings.TOTAL_STEPS, result.sources["TOTAL_STEPS"]) == (255, "chosen")
+    length = dict(banner.facts(result))["length"]
+    assert length.startswith("255 steps, 2.5 epochs over the rows: NUM_TRAIN_EPOCHS=2.5 x 815 rows / 8 prompts")
+    assert checks.run_records(result)["settings.json"]["settings"]["TOTAL_STEPS"] == 255
+    result = preflight(asked | {"NUM_TRAIN_EPOCHS": "1", "WARMUP_STEPS": "102"}, CPU)
+    assert "rise over 102 steps, the run has 102" in only(result.problems)
+    both = preflight(asked | {"NUM_TRAIN_EPOCHS": "1", "TOTAL_STEPS": "5"}, CPU)
+    assert "TOTAL_STEPS=5 is set as well. Unset one of the two" in only(both.problems)
+    most = preflight(asked | {"NUM_TRAIN_EPOCHS": "1e6", "PROMPTS_PER_STEP": "1"}, CPU)
+    assert not most.problems and most.settings.TOTAL_STEPS == 815_000_000
+    rows = write_csv(tmp_path / "rows.csv", HEADER, [[RENDERED.format("x"), 0, 1]] * 3)
+    few = preflight(asked | {"NUM_TRAIN_EPOCHS": "1", "DATA": str(rows)}, CPU)
+    assert not few.problems and few.settings.TOTAL_STEPS == 1
+
+
+def test_variables_that_are_no_settings_are_warned_of_once(asked):
+    result = preflight(asked | {"STEPS": "5", "DEBUG": "1"}, CPU)
+    assert not result.problems and banner.banner(result).count("STEPS is set and is no setting: set TOTAL_STEPS=5") == 1
+
+
+def test_the_threads_of_a_small_model_are_told_and_recorded(asked, monkeypatch):
+    for threads, words in (("", "1: more would wait"), ("3", "set by OMP_NUM_THREADS=3")):
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+        result = preflight(asked, CPU)
+        assert words in dict(banner.facts(result))["threads"]
+        chosen, reason = checks.run_records(result)["settings.json"]["choices"]["threads"]
+        assert (
+            chosen == (None if threads else 1)
+            and reason in words + " for each other, so small are the operations of this model"
+        )
 
 
 def shapes_on(machine, checkpoint=None):
@@ -314,8 +356,19 @@ def data_warnings(**environ):
     result = preflight(CLEAN | {"MODEL_ID": "tiny"} | {k: str(v) for k, v in environ.items()}, CPU)
     found, text = banner.data_warnings(result), banner.banner(result)
     assert all(banner_text(warning) in text for warning in found)
-    assert all(f"\n  {name} " in text for name in FIELDS)
     return found
+
+
+def test_the_plan_lists_the_settings_that_are_not_at_their_defaults(tmp_path):
+    """All of them with --check. Listed is what was chosen and what the user set to something else."""
+    environ = {"MODEL_ID": "tiny", "SEED": "7", "EPSILON": "0.2", "OUTPUT_DIR": str(tmp_path / "run")}
+    result = preflight(CLEAN | environ, CPU)
+
+    def named(**options) -> list[str]:
+        settings = banner.banner(result, **options).partition("\nThis run\n")[0].splitlines()[1:]
+        return [line.split()[0] for line in settings if line]
+
+    assert named() == ["MODEL_ID", "SEED", "OUTPUT_DIR"] and named(every_setting=True) == list(FIELDS)
 
 
 def test_a_run_is_warned_of_flat_rows(tiny, tmp_path):
@@ -338,25 +391,68 @@ def test_a_run_is_warned_of_prompts_with_other_rewards(tiny, tmp_path):
     assert not data_warnings(DATA=write_csv(tmp_path / "e.csv", ["user", *HEADER[1:]], rows[1::2]), **output), "alike"
 
 
-def test_a_run_is_warned_of_an_evaluation_on_the_demos_rows(tiny, tmp_path, good_csv):
+def test_a_run_is_warned_where_nothing_can_be_held_out(tiny, tmp_path, good_csv):
     output = {"OUTPUT_DIR": tmp_path / "run"}
     assert not data_warnings(DATA="data/tes_train_compact.csv", **output), "the demo's own rows"
     warning = only(data_warnings(DATA=good_csv, **output))
-    assert "Evaluated on the demo's rows and closed loop (data/tes_heldout_compact.csv), nothing held out" in warning
+    assert "Nothing is measured" in warning and "DATA has 12 prompts, and it takes 20" in warning
     assert "EVAL_DATA='...'" in warning and "EVAL_SAMPLES=0" in warning
-    assert "closed loop" not in only(data_warnings(DATA=good_csv, EVAL_PROFILE="", **output))
     assert not data_warnings(DATA=good_csv, EVAL_SAMPLES=0, **output)
+    assert not data_warnings(DATA=good_csv, EVAL_SHARE=0, **output)
     assert not data_warnings(DATA=good_csv, EVAL_DATA="data/tes_heldout_compact.csv", **output)
 
 
-def test_a_run_is_warned_of_a_closed_loop_on_the_demos_days(tiny, tmp_path):
+def test_the_plan_says_which_rows_are_held_out_and_names_no_plant_where_there_is_none(tiny, tmp_path):
+    rows = [["x" * n, n / 50, 1 - n / 50] for n in range(1, 41)]
+    environ = CLEAN | {"MODEL_ID": "tiny", "OUTPUT_DIR": str(tmp_path / "run")}
+    own = environ | {"DATA": str(write_csv(tmp_path / "d.csv", ["question", *HEADER[1:]], rows))}
+    result = preflight(own, CPU)
+    facts = dict(banner.facts(result))
+    assert not result.problems and (len(result.rows), len(result.eval_rows)) == (34, 6)
+    assert facts["data"] == "34 training rows, 6 held-out rows"
+    assert facts["held out"].startswith("6 rows of DATA do not train: 6 of its 40 prompts")
+    assert result.best[0] == "reward" and "closed loop" not in facts
+    assert "plant" not in banner.banner(result)
+    assert checks.run_records(result)["settings.json"]["choices"]["heldout"] == [6, facts["held out"]]
+    none = dict(banner.facts(preflight(own | {"EVAL_SAMPLES": "0"}, CPU)))
+    assert none["data"] == "40 training rows, 0 held-out rows" and none["evaluation"] == "none: EVAL_SAMPLES=0"
+
+
+def test_rows_of_the_plant_need_a_profile_for_the_closed_loop(tiny, tmp_path):
+    """With the user's own rows one line says how to switch it on; the demo's rows come with its days."""
     own, profile = tmp_path / "own.csv", "data/profile_heldout.csv"
     shutil.copy(ROOT / "data/tes_heldout_compact.csv", own)
-    chosen = {"EVAL_DATA": own, "OUTPUT_DIR": tmp_path / "run"}
-    warning = only(data_warnings(**chosen))
-    assert f"demo's days ({profile}), not those of your EVAL_DATA: set EVAL_PROFILE='...'" in warning
-    assert not data_warnings(EVAL_PROFILE=profile, **chosen) and not data_warnings(EVAL_PROFILE="", **chosen)
-    assert f" windows of {profile}, " in banner.banner(preflight(CLEAN | {"MODEL_ID": "tiny"}, CPU))
+    environ = CLEAN | {"MODEL_ID": "tiny", "OUTPUT_DIR": str(tmp_path / "run")}
+    result = preflight(environ | {"EVAL_DATA": str(own)}, CPU)
+    assert not result.closed_loop.prompt and result.best[0] == "reward"
+    assert dict(banner.facts(result))["closed loop"].startswith("off: set EVAL_PROFILE to the hourly profile")
+    assert preflight(environ | {"EVAL_DATA": str(own), "EVAL_PROFILE": profile}, CPU).best[0] == "plant"
+    assert f" windows of {profile}, " in banner.banner(preflight(environ, CPU))
+
+
+def test_a_run_that_held_out_other_rows_is_not_silently_changed(tiny, tmp_path):
+    """One that an earlier version began, with all rows of DATA and the demo's held-out ones, and changed settings."""
+    data = write_csv(
+        tmp_path / "d.csv", ["question", *HEADER[1:]], [["x" * n, n / 50, 1 - n / 50] for n in range(1, 41)]
+    )
+    environ = CLEAN | {"MODEL_ID": "tiny", "OUTPUT_DIR": str(tmp_path / "run"), "DATA": str(data)}
+    asked = {"EVAL_DATA": "data/tes_heldout_compact.csv", "EVAL_PROFILE": "data/profile_heldout.csv"}
+    record = checks.run_records(preflight(environ | asked, CPU))["settings.json"]
+    del record["settings"]["EVAL_SHARE"], record["choices"]["heldout"]  # as earlier versions wrote it
+    (tmp_path / "run").mkdir()
+    write_sealed(tmp_path / "run/settings.json", record)
+    problem = only(preflight(environ, CPU).problems)
+    assert "started on other rows" in problem and "EVAL_DATA=data/tes_heldout_compact.csv as at its start" in problem
+    assert not preflight(environ | asked, CPU).problems
+    write_sealed(
+        tmp_path / "run/settings.json",
+        checks.run_records(preflight(environ | {"OUTPUT_DIR": "x"}, CPU))["settings.json"],
+    )
+    assert not preflight(environ, CPU).problems, "the same rows are held out again"
+    assert "with EVAL_SAMPLES=8 as at its start" in only(preflight(environ | {"EVAL_SAMPLES": "0"}, CPU).problems)
+    assert "with EVAL_DATA=auto as at its start" in only(preflight(environ | asked, CPU).problems)
+    share = preflight(environ | {"EVAL_SHARE": "0.4"}, CPU).problems
+    assert any("EVAL_SHARE=0.1 to continue it" in one for one in share)
 
 
 def test_a_run_is_warned_of_held_out_prompts_that_are_trained_on(tiny, tmp_path, good_csv):

@@ -10,7 +10,7 @@ from conftest import ROOT
 
 from grpo.data.files import Row, read_csv
 from grpo.preflight import choices
-from grpo.settings import Problems, Settings
+from grpo.settings import Problems, Settings, load_settings
 
 CHOSEN = [
     ("auto", 0, 0.0, ("flash-attn-3", "flash-attn-4"), "eager"), ("auto", 1, 9.0, (), "torch_flash"),
@@ -40,6 +40,38 @@ PACKED = [
 def test_packing_choice(requested, attention, gpus, chosen):
     packing, reason = choices.choose_packing(requested, attention, gpus)
     assert packing == chosen and (reason == "set by PACKING") is (requested is not None)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "rows", "prompts", "steps"),
+    [
+        (None, 30, 12, 100),
+        (1, 30, 12, 3),
+        (2, 30, 12, 5),
+        (1.1, 10, 1, 11),
+        (0.1, 30, 1, 3),
+        (0.01, 30, 12, 1),
+        (1, 0, 12, 100),
+    ],
+)
+def test_steps_of_so_many_epochs(epochs, rows, prompts, steps):
+    """By hand; 1.1 x 10 is more than 11 in floating point; without rows there is nothing to count."""
+    chosen, reason = choices.choose_steps(100, epochs, rows, prompts)
+    assert chosen == steps and ("NUM_TRAIN_EPOCHS" in reason) is (epochs is not None and rows > 0)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "gpus", "environ", "threads"),
+    [
+        (301_464, 0, {}, 1),
+        (301_464, 0, {"OMP_NUM_THREADS": "4"}, None),
+        (301_464, 1, {}, None),
+        (2_000_000, 0, {}, None),
+    ],
+)
+def test_threads_of_a_small_model_on_a_cpu(parameters, gpus, environ, threads):
+    chosen, reason = choices.choose_threads(parameters, gpus, environ)
+    assert chosen == threads and len(reason) > 10
 
 
 ROLLOUTS = [
@@ -80,16 +112,22 @@ def test_rewards_and_their_scale():
 
 
 CLOSED_LOOP = [
-    ({}, "full", True, False, True, "plant's (full)"), ({"MODEL_ID": "tiny"}, "compact", False, False, True, "plant's (compact)"),
-    ({"EVAL_SAMPLES": 0}, "full", True, True, False, "EVAL_SAMPLES=0"), ({"EVAL_PROFILE": " "}, "full", True, True, False, "EVAL_PROFILE is empty"),
-    ({}, None, True, True, False, "not those of the plant"), ({}, "full", False, False, False, "transformers too long"),
+    ({}, "full", True, False, True, "plant's (full)"),
+    ({"MODEL_ID": "tiny"}, "compact", False, False, True, "plant's (compact)"),
+    ({"EVAL_SAMPLES": 0}, "full", True, True, False, "EVAL_SAMPLES=0"),
+    ({"EVAL_PROFILE": " "}, "full", True, True, False, "EVAL_PROFILE is empty"),
+    ({"EVAL_PROFILE": None}, "full", True, False, False, "set EVAL_PROFILE to the hourly profile of the held-out days"),
+    ({"EVAL_PROFILE": None}, None, True, False, False, "no held-out prompts are those of the plant"),
+    ({}, None, True, True, False, "no held-out prompts are those of the plant"),
+    ({}, "full", False, False, False, "transformers too long"),
     ({}, "full", False, True, True, "plant's"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("change", "kind", "engine", "chosen", "runs", "words"), CLOSED_LOOP)
 def test_whether_the_closed_loop_runs(change, kind, engine, chosen, runs, words):
-    result = choices.choose_closed_loop(Settings(**change), kind, engine, chosen)
+    settings = Settings(**{"EVAL_PROFILE": choices.DEMO_PROFILE} | change)
+    result = choices.choose_closed_loop(settings, kind, engine, chosen)
     assert result[0] is runs and words in result[1]
 
 
@@ -124,21 +162,55 @@ def test_choose_experts(given, chosen, words):
 
 
 def test_what_the_best_adapter_is_kept_by():
-    assert choices.choose_best(Settings(), True)[0] == "plant" and choices.choose_best(Settings(), False)[0] == "reward"
-    assert choices.choose_best(Settings(BEST_BY="reward"), True) == ("reward", "set by BEST_BY")
-    assert choices.choose_best(Settings(BEST_BY="plant", EVAL_SAMPLES=0), True)[0] == ""
+    assert choices.choose_best(Settings(), 9, True)[0] == "plant"
+    assert choices.choose_best(Settings(), 9, False)[0] == "reward"
+    assert choices.choose_best(Settings(BEST_BY="reward"), 9, True) == ("reward", "set by BEST_BY")
+    assert choices.choose_best(Settings(BEST_BY="plant", EVAL_SAMPLES=0), 9, True)[0] == ""
+    assert choices.choose_best(Settings(BEST_BY="reward"), 0, False) == ("", "no rows are held out")
 
 
 def test_the_plan_reads_the_profiles_and_names_their_problems(tmp_path, good_csv):
-    problems, settings = Problems(), Settings()
+    problems, settings = Problems(), Settings(EVAL_PROFILE=choices.DEMO_PROFILE)
     rows = read_csv(ROOT / "data" / "tes_heldout.csv", problems)
     plan = choices.plan_closed_loop(settings, rows, True, False, problems)
     assert plan.prompt == "full" and len(plan.cases) == 5 and plan.profiles == ("data/profile_heldout.csv",)
     assert not problems and "5 windows of data/profile_heldout.csv, 30 decisions" in plan.reason
     other = choices.plan_closed_loop(settings, read_csv(good_csv, problems), True, True, problems)
-    assert not other.prompt and "not those of the plant" in other.reason and not problems
+    assert not other.prompt and "no held-out prompts are those of the plant" in other.reason and not problems
+    assert plan.has_plant and other.has_plant, "EVAL_PROFILE is named"
+    own = choices.plan_closed_loop(Settings(), read_csv(good_csv, problems), True, False, problems)
+    assert not own.prompt and not own.has_plant
+    assert choices.plan_closed_loop(Settings(), rows, True, False, problems).has_plant, "the rows are the plant's"
     (tmp_path / "bad.csv").write_text("datetime,co2,load\n2025-07-01 08:00,410,3\n")
     settings = Settings(EVAL_PROFILE=f"{tmp_path}/bad.csv,{tmp_path}/none.csv")
     assert not choices.plan_closed_loop(settings, rows, True, False, problems).prompt
     text = "\n".join(problems)
     assert "none.csv" in text and "bad.csv, row 1 (line 2), column 'co2': '410' is more than 2 kg/kWh" in text
+
+
+DEMO_ROWS, OWN = "data/tes_heldout_compact.csv", "tests/run/fixtures/rows.csv"
+DEMOS = [  # settings -> (EVAL_DATA, EVAL_PROFILE)
+    ({}, ("data/tes_heldout.csv", choices.DEMO_PROFILE)),
+    ({"MODEL_ID": "tiny"}, (DEMO_ROWS, choices.DEMO_PROFILE)),
+    ({"DATA": "data/tes_train_compact.csv", "EVAL_DATA": DEMO_ROWS}, (DEMO_ROWS, choices.DEMO_PROFILE)),
+    ({"DATA": str(ROOT / "data/tes_train_compact.csv")}, (DEMO_ROWS, choices.DEMO_PROFILE)),  # by its path
+    ({"TASK": "gsm8k"}, ("data/gsm8k_heldout.jsonl", None)),
+    ({"TASK": "gsm8k", "MODEL_ID": "tiny"}, ("data/gsm8k_heldout.jsonl", None)),
+    ({"EVAL_PROFILE": ""}, ("data/tes_heldout.csv", "")),  # set by the user
+    ({"EVAL_PROFILE": "mine.csv"}, ("data/tes_heldout.csv", "mine.csv")),
+    ({"EVAL_DATA": OWN}, (OWN, None)),  # the demo's days are not those of other rows
+    ({"DATA": OWN, "EVAL_DATA": DEMO_ROWS}, (DEMO_ROWS, None)),  # nor is the plant of interest to other training rows
+    ({"DATA": OWN}, (None, None)),
+    ({"DATA": f"data/tes_train.csv,{OWN}"}, (None, None)),  # more than the demo's
+    ({"DATA": "org/name"}, (None, None)),
+    ({"TASK": "gsm8k", "DATA": OWN}, (None, None)),
+]
+
+
+@pytest.mark.parametrize(("environ", "chosen"), DEMOS, ids=lambda value: str(value)[:60])
+def test_the_demos_rows_and_days_are_for_the_demos_data_alone(environ, chosen):
+    given, sources, problems = load_settings(environ)
+    settings, after = choices.choose_demo(given, sources)
+    assert not problems and chosen == (settings.EVAL_DATA, settings.EVAL_PROFILE)
+    for name in ("EVAL_DATA", "EVAL_PROFILE"):
+        assert (after[name] == "chosen") is (getattr(given, name) != getattr(settings, name))

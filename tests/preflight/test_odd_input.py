@@ -22,8 +22,9 @@ from hypothesis import strategies as st
 import train_grpo
 from grpo.measure.kills import DELETED, KINDS
 from grpo.model.load import load_model
-from grpo.preflight.hub import read_json
-from grpo.settings import ALIASES, FIELDS, TASKS, choices, show
+from grpo.other_names import ANSWERS
+from grpo.plan.hub import read_json
+from grpo.settings import FIELDS, TASKS, choices, show
 
 ROWS = str(ROOT / "tests/run/fixtures/rows.csv")
 GOOD = {"MODEL_ID": "tiny", "DATA": ROWS, "EVAL_DATA": ROWS, "EVAL_PROFILE": ""}
@@ -131,7 +132,7 @@ def environments(draw):
         value = draw(st.sampled_from(NUMBERS + TEXTS) | good | slipped)
         at = draw(st.integers(0, len(name) - 1))
         typed = draw(
-            st.sampled_from([name] * 9 + [name[:at] + name[at + 1 :], name.lower(), name + "S", *list(ALIASES)[:3]])
+            st.sampled_from([name] * 9 + [name[:at] + name[at + 1 :], name.lower(), name + "S", *list(ANSWERS)[:3]])
         )
         environ[typed] = value.replace("\0", "\udcff").replace("\ud800", "\udced")
     return environ

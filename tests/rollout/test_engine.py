@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import os
 import shutil
 import sys
 import tempfile
+import time
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -21,13 +23,16 @@ from machines import H100
 from stub_vllm import SYNCS, StubLLM, StubLoRARequest, StubSampling
 
 from grpo.evaluate.heldout import generate_completions
-from grpo.preflight.hub import DOWNLOAD_GIB, REAL_CONFIG
-from grpo.preflight.machine import GIB
-from grpo.preflight.memory import BATCHED_TOKENS, EnginePlan, capture_sizes, plan_memory
+from grpo.learn.timer import UtilizationSampler
+from grpo.phases import Phase
+from grpo.plan.hub import DOWNLOAD_GIB, REAL_CONFIG
+from grpo.plan.machine import GIB
+from grpo.plan.memory import BATCHED_TOKENS, EnginePlan, capture_sizes, plan_memory
 from grpo.rollout.engine import (
     WARM_UP_TOKENS,
     Engine,
     EngineError,
+    RequestBar,
     adapter_folder,
     engine_arguments,
     gpu_used_gib,
@@ -97,6 +102,58 @@ def test_gpu_memory_is_what_is_in_use_awake_or_learning(build, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (60 * GIB, 80 * GIB))
     assert gpu_used_gib() == 20
+
+
+class SamplerOfTests(UtilizationSampler):
+    """Reads 100 % while the engine is awake, 50 % while it sleeps, of a GPU that is not there."""
+
+    def __init__(self, trainer):
+        super().__init__(lambda: 50.0 if trainer.run.engine.asleep else 100.0)
+
+
+def test_gpu_utilization_is_the_mean_over_each_step(build, monkeypatch):
+    """Sampled by hand: once in the rollout, three times while it learns; what is between the steps does not count."""
+    trainer = build(TOTAL_STEPS=2)
+    trainer.timer.sampler = sampler = SamplerOfTests(trainer)
+    generate, learn = trainer.run.engine.generate, trainer.learn
+    take = lambda: sampler.samples.append(sampler.read())  # noqa: E731
+    monkeypatch.setattr(trainer.run.engine, "generate", lambda *a, **k: (take(), generate(*a, **k))[1])
+    monkeypatch.setattr(trainer, "learn", lambda *a: (take(), take(), take(), learn(*a))[3])
+    sampler.samples.append(0.0)  # before the first step
+    trainer.train()
+    assert [row["gpu_utilization"] for row in read_csv(trainer.run.folder / "metrics.csv")] == ["62.5", "62.5"]
+
+
+def test_the_utilization_is_sampled_in_the_background_until_training_ends(monkeypatch):
+    monkeypatch.setattr("grpo.learn.timer.SAMPLE_S", 0.001)
+    sampler = UtilizationSampler(itertools.cycle([40, 60]).__next__)
+    sampler.start()
+    while len(sampler.samples) < 10:
+        time.sleep(0.001)
+    assert 40 < sampler.mean() < 60
+    sampler.ended.set()
+
+    def fails():
+        raise RuntimeError("Driver/library version mismatch")
+
+    broken = UtilizationSampler(fails)
+    broken.start()
+    assert broken.mean() is None
+
+
+def test_vllms_bar_counts_finished_requests_and_shows_nothing(capsys):
+    """As vLLM's `_run_engine` fills it; the bar around the prompts that it takes in counts none."""
+    with Phase("generating", "completion", 3, first_s=1000) as phase:
+        assert list(RequestBar(phase, ["a", "b", "c"], desc="Rendering prompts")) == ["a", "b", "c"] and not phase.done
+        bar = RequestBar(phase, total=3, desc="Processed prompts", dynamic_ncols=True, postfix="0 toks/s")
+        for done in (1, 2, 3):
+            assert bar.format_dict["elapsed"] > 0, "vLLM divides by it"
+            bar.postfix = "9 toks/s"
+            bar.update(1)
+            assert phase.done == bar.n == done
+        bar.refresh()
+        bar.close()
+    assert capsys.readouterr() == ("", "")
 
 
 def test_an_evaluation_of_the_base_leaves_the_adapter_out(build, monkeypatch):

@@ -24,9 +24,9 @@ from machines import H100
 from stub_vllm import SYNCS
 
 from grpo.evaluate.ask import serve_commands
+from grpo.plan.hub import REAL_CONFIG
+from grpo.plan.memory import LORA_RANKS, plan_memory
 from grpo.preflight.choices import VLLM_COLDEST
-from grpo.preflight.hub import REAL_CONFIG
-from grpo.preflight.memory import LORA_RANKS, plan_memory
 from grpo.rollout.engine import Engine, engine_arguments
 from grpo.rollout.vllm_patches import VLLM_SWITCHES, compile_router_once, vllm_environment
 from grpo.settings import ROOT, Settings
@@ -243,6 +243,9 @@ FIELDS = {  # that are read: of prompts and outputs, of the configuration, of th
 }  # fmt: skip
 TEXTS = {  # what a class or one of its members says
     ("vllm", "LLM"): ["self.llm_engine"], ("vllm", "RequestOutput"): ["self.outputs", "self.prompt_logprobs"],
+    ("vllm.entrypoints.offline_utils", "OfflineInferenceMixin._run_engine"): [  # RequestBar is filled by it
+        "tqdm_func = use_tqdm if callable(use_tqdm) else tqdm", "tqdm_func(total=num_requests,", "pbar.update(n)",
+    ],
     (LLM_ENGINE, "LLMEngine"): ["self.vllm_config"], (BACKENDS, "SleepModeBackend"): ["self._state"],
     (BACKENDS, "SleepModeState"): ["'SUSPENDED'"], (BACKENDS, "CuMemBackend.resume"): [".wake_up(tags)"],
     (BACKENDS, "SleepModeBackendFactory.create_backend"): ["model_config.sleep_mode_backend"],

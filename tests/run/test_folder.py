@@ -23,7 +23,7 @@ from machines import only
 from run_folders import metrics_row
 
 from grpo.data.files import Row, data_fingerprint
-from grpo.data.scoring import Completion, load_reward
+from grpo.data.scoring import REWARD_INTERFACE, Completion, load_reward
 from grpo.run.durable import begin_checkpoint, finish_checkpoint, sealed
 from grpo.run.folder import (
     CHECKPOINT_FILES,
@@ -36,7 +36,16 @@ from grpo.run.folder import (
     rotate_checkpoints,
 )
 from grpo.run.log_rows import read_log
-from grpo.run.logs import COMPLETIONS, METRICS, CsvLog, RunLog, garbage_warning, parse_rate_warning, reward_warning
+from grpo.run.logs import (
+    COMPLETIONS,
+    METRICS,
+    CsvLog,
+    RunLog,
+    garbage_gains,
+    garbage_warning,
+    parse_rate_warning,
+    reward_warning,
+)
 from grpo.settings import Problems, Settings
 
 ROW = Row("d.csv", 1, (("user", "x"),), (0.0, 1.0), {})
@@ -102,8 +111,13 @@ def test_what_may_not_continue(tmp_path):
     assert "started on other rows" in only(inspect(settings, [dataclasses.replace(ROW, rewards=(1.0, 0.0))])[1])
     problem = only(inspect(settings, TOTAL_STEPS=3)[1])
     assert problem.startswith("TOTAL_STEPS: ") and "has 4 steps, more than 3. Set TOTAL_STEPS=4 or higher" in problem
+    problem = only(inspect(settings, TOTAL_STEPS=3, NUM_TRAIN_EPOCHS=1.0)[1])
+    assert (
+        problem.startswith("NUM_TRAIN_EPOCHS: ") and "more than 3. Raise NUM_TRAIN_EPOCHS, set OVERWRITE=1" in problem
+    )
     assert not inspect(settings, TOTAL_STEPS=4)[1], "every step, but the evaluation and the zip are owed"
     (folder / COMPLETE).write_text("{}")
+    assert "Raise NUM_TRAIN_EPOCHS to train on" in only(inspect(settings, TOTAL_STEPS=4, NUM_TRAIN_EPOCHS=1.0)[1])
     assert "complete (4 of 4 steps)" in only(inspect(settings, TOTAL_STEPS=4)[1])
     assert not inspect(settings, TOTAL_STEPS=4, OVERWRITE=True)[1]
 
@@ -646,34 +660,85 @@ def test_warnings(warn, history, words):
     assert said is None if words is None else words in said
 
 
+POEM = "<|channel|>final<|message|>A poem<|return|>"
+UNREAD = ("<|channel|>analysis<|message|>Hm", "<|channel|>final<|message|> ")
+
+
 def test_garbage_that_earns_more_than_answers_is_boxed_once(tmp_path, caplog):
     """Of rows without actions an empty final channel is no answer, and words in it are one; with actions only `[k]` is."""
     free, log = dataclasses.replace(ROW, rewards=()), RunLog(tmp_path, 40)
-    poem, rest = (
-        "<|channel|>final<|message|>A poem<|return|>",
-        ("<|channel|>analysis<|message|>Hm", "<|channel|>final<|message|> "),
-    )
-    read = [
-        Completion(row, text, None, 9, False)
-        for row, text in ((free, poem), *((free, text) for text in rest), (ROW, poem), (free, rest[0]))
-    ]
+    read = [Completion(free, text, None, 9, False) for text in (POEM, *UNREAD, UNREAD[0])]
     figures = {name: 1.0 for name in METRICS if name not in ("step", "time")}
     for step in range(1, 31):
-        log.write_completions(step, read, [0.1, 0.5, 0.5, 0.9, math.nan])
+        log.write_completions(step, read, [0.1, 0.5, 0.6, math.nan])
         rates = log.rates
         log.write_step(step, {name: value for name, value in figures.items() if name not in rates})
         assert ("garbage is being learned" in caplog.text) is (step >= 10)
-    said = "Answers that cannot be read earned 0.633 over the last 10 steps, all answers 0.5: garbage is being learned."
-    (told,) = (record.getMessage() for record in caplog.records if "garbage" in record.getMessage())
-    assert told.startswith("\n====") and said in told
+    said = "earned 0.45 more than the others to their prompts, on average of 10 groups of the last 10 steps: garbage is"
+    (message,) = (record.getMessage() for record in caplog.records if "garbage" in record.getMessage())
+    assert message.startswith("\n====") and said in message
 
 
-def test_garbage_that_earns_no_more_is_no_warning():
-    for garbage, every in (([], [1.0]), ([0.2], [0.2, 0.2]), ([0.1], [0.1, 0.3])):
-        assert garbage_warning([(garbage, every)] * 12) is None
-    assert garbage_warning([([0.3], [0.1, 0.3])] * 9) is None
-    late = [([0.9], [0.1, 0.9])] * 5 + [([0.0], [0.1, 0.0])] * 10
-    assert garbage_warning(late) is None and garbage_warning(late[:10]) is not None, "the last 10 steps count"
+def test_garbage_is_compared_inside_its_groups():
+    """A hard prompt whose answers all earn little, and an unreadable one that is its worst: nothing is wrong there."""
+    easy, hard = (dataclasses.replace(ROW, number=number) for number in (1, 2))
+    answers = [
+        (easy, 0, -0.1),
+        (easy, 1, -0.1),
+        (easy, None, -0.4),
+        (hard, 0, -9.0),
+        (hard, 1, -9.0),
+        (hard, None, -9.9),
+    ]
+    read = [Completion(row, POEM, action, 9, False) for row, action, _ in answers]
+    rewards = [reward for *_, reward in answers]
+    assert garbage_gains(read, rewards) == pytest.approx([-0.3, -0.9])
+    assert garbage_gains(read[1:3] + read[4:], [0.3, 0.3, 0.1, 0.3]) == pytest.approx([0.0, 0.2]), "equal is no gain"
+    assert garbage_gains(read[:2] + read[5:], [1.0, 2.0, 3.0]) == [], "a group of one kind alone says nothing"
+    assert garbage_gains(read, [math.nan, math.nan, 1.0, math.nan, 2.0, 3.0]) == [1.0], "nor does what was left out"
+    same = [0.1 + 0.2, 0.3, 0.3]
+    assert garbage_gains([read[0], read[1], read[2]], [same[0], same[0], same[1]]) == [0.0], "nor rounding"
+
+
+@pytest.mark.parametrize(
+    ("steps", "warns", "reason"),
+    [
+        ([[0.2, 0.2]] * 10, True, "all groups pay garbage more"),
+        ([[0.2, 0.2]] * 9, False, "ten steps have not passed"),
+        ([[]] * 6 + [[0.2]] * 4, False, "four groups are too few"),
+        ([[0.0, 0.0]] * 10, False, "no more than answers"),
+        ([[-0.2, -0.1]] * 10, False, "less than answers"),
+        ([[1.0, -0.9]] * 10, False, "more in one group, less in the next: chance"),
+        ([[1.0, -0.9], [0.9, 0.8]] * 5 + [[0.7] * 40], True, "more, and too often for chance"),
+        ([[]] * 20 + [[0.3] * 3] * 10, True, "a run that learned it late"),
+        ([[0.3] * 3] * 10 + [[-0.3] * 3] * 10, False, "the last ten steps count"),
+    ],
+)
+def test_when_garbage_is_warned_about(steps, warns, reason):
+    assert (garbage_warning(steps) is not None) is warns, reason
+
+
+@pytest.mark.parametrize(
+    ("rewards", "choices", "refused"),
+    [
+        ("action,mine:score=0.5", {}, True),
+        ("mine:score", {"reward_interface": REWARD_INTERFACE}, False),
+        ("action,format", {}, False),
+    ],
+)
+def test_a_run_whose_own_functions_were_given_something_else_is_not_continued(tmp_path, rewards, choices, refused):
+    """Those of this project earn the same by either way."""
+    settings, folder = run_dir(tmp_path, REWARDS=rewards)
+    record = json.loads((folder / "settings.json").read_text())
+    (folder / "settings.json").write_text(json.dumps(record | {"choices": choices}))
+    state, problems = inspect(settings)
+    assert bool(problems) is refused and state.step == 4
+    if refused:
+        words = f"REWARDS: the run in {folder} began when functions of your own were given other prompts"
+        assert only(problems).startswith(words) and "OVERWRITE=1" in only(problems)
+        for step in (2, 4, 6):
+            shutil.rmtree(folder / f"checkpoint-{step}")
+        assert not inspect(settings)[1], "it starts at step 0"
 
 
 def test_a_run_from_before_the_rewards_were_chosen_says_what_to_set(tmp_path):

@@ -49,7 +49,12 @@ def test_what_a_run_leaves(whole_run):
     assert record["settings"]["SEED"] == 5 and record["sources"]["LORA_R"] == "tiny" and record["choices"]["attention"]
     assert json.loads((whole_run / "versions.json").read_text())["trl"]
     log = (whole_run / "training.log").read_text()
-    assert "step 6/6" in log and "\nSettings\n" in log and "\nThis run\n" in log and "Traceback" not in log
+    assert "step 6/6" in log and "\nThis run\n" in log and "Traceback" not in log and "PAD/BOS" not in log
+    plan = log.partition("\nThis run\n")[0]
+    assert "\n  SEED  " in plan and "\n  EPSILON" not in plan and "\n  MICRO_BATCH" not in plan, "what differs alone"
+    lines = [line.partition(" train_grpo: ")[2] for line in log.splitlines()]
+    for name in ("loading the model", "held-out reward before training", "held-out reward after training"):
+        assert lines.index(f"{name} ...") < next(n for n, line in enumerate(lines) if line.startswith(f"{name}: "))
     left = [line.split("; about ")[1:] for line in log.splitlines() if " step " in line and "/6: reward" in line]
     assert [" left, until " in "".join(said) for said in left] == [False, False, True, True, True, False]
     assert not list(whole_run.rglob("*.tmp"))

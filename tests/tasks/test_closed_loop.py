@@ -16,7 +16,8 @@ from conftest import ROOT
 
 from grpo.data.files import read_csv
 from grpo.data.prompts import render, render_rows
-from grpo.preflight.hub import find_model
+from grpo.phases import Phase
+from grpo.plan.hub import find_model
 from grpo.settings import Problems, Settings
 from grpo.tasks.tes.closed_loop import (
     RULES,
@@ -186,6 +187,31 @@ def answering(*answers, unparsed_at=()):
         return [f"<|channel|>final<|message|>{text}<|return|>" for _ in prompts for text in each]
 
     return ask
+
+
+def test_it_says_which_decision_of_which_pass_it_is_at():
+    def parts_while_asked(run, answers):
+        parts = []
+
+        def noted(*asked):
+            parts.append([phase.label or phase.count for phase in Phase.active])
+            return answers(*asked)
+
+        with Phase("closed loop", first_s=1000):
+            run(noted)
+        return parts
+
+    record, cases = record_of(CASES[:2]), CASES[:2]
+    for name, label in (("base", ""), ("base_greedy", "greedy")):
+        parts = parts_while_asked(
+            lambda ask, name=name: run_model(record, name, cases, ask, render_full), answering("[1]")
+        )
+        assert [part[-1] for part in parts] == [f"decision {n} of 30" for n in range(30)]
+        assert {tuple(part[:-1]) for part in parts} == {("closed loop", label)}
+    likeliest = lambda prompts, greedy: np.tile([0.0, 1.0, 0.0, 0.0], (len(prompts), 1))  # noqa: E731
+    exact = new_record(cases, ["p.csv"], 1, False, {}, exact=True)
+    parts = parts_while_asked(lambda chances: run_exact(exact, "base", cases, chances, render_full), likeliest)
+    assert [part[1] for part in parts] == ["greedy"] * 30 + [f"decision {n} of 30" for n in range(30)]
 
 
 def test_the_record_adds_up():

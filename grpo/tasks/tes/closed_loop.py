@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 import rewards
+from grpo.phases import with_progress
 from grpo.tasks.tes import plant as tes
 from grpo.tasks.tes.plant import DECISION_DAYS, HOURS, START_KWH, Plant
 from grpo.tasks.tes.profiles import Window
@@ -57,7 +58,7 @@ def closed_loop(
     returns W actions. Night hours change nothing (no load, output 0) and are left out, as in `plant.solve`."""
     energy = np.full(len(windows), float(start_kwh))
     steps: list[tuple[np.ndarray, ...]] = []
-    for t in range(decisions):
+    for t in with_progress("", range(decisions), "decision", decisions):
         day, i = divmod(t, len(HOURS))
         chosen = policy([state_at(w, plant, t, e) for w, e in zip(windows, energy, strict=True)])
         actions = np.array([safe_action(plant) if action is None else action for action in chosen], dtype=int)
@@ -93,7 +94,7 @@ def expected_loop(
     count, safe, actions = len(windows), safe_action(plant), np.arange(len(plant.ratios))
     sums = Expectation(*np.zeros((6, count)))
     where, energy, weight = np.arange(count), np.full(count, float(start_kwh)), np.ones(count)
-    for t in range(decisions):
+    for t in with_progress("", range(decisions), "decision", decisions):
         day, i = divmod(t, len(HOURS))
         p = chances([state_at(windows[w], plant, t, e) for w, e in zip(where, energy, strict=True)]).astype(float)
         none = 1 - p.sum(axis=1)

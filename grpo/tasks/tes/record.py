@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 import rewards
+from grpo.phases import ROWS_S, Phase
 from grpo.settings import ROOT
 from grpo.tasks.tes import closed_loop as loop
 from grpo.tasks.tes import profiles as tes_profiles
@@ -193,7 +194,8 @@ def run_model(record: Record, name: str, cases: Sequence[Case], ask: loop.Ask, r
     windows, decisions = [case.window for case in cases], loop.decisions_in(record["windows"][0]["hours"])
     unparsed = np.zeros(len(windows) * passes, int)
     policy = loop.model_policy(ask, render, votes, unparsed)
-    trace = loop.closed_loop(windows * passes, Plant(), policy, record["start_kwh"], decisions)
+    with Phase("greedy" if name.endswith(GREEDY) else "", first_s=ROWS_S):
+        trace = loop.closed_loop(windows * passes, Plant(), policy, record["start_kwh"], decisions)
     add_policy(record, name, windows, trace, unparsed, votes * trace.actions.size)
 
 
@@ -215,7 +217,8 @@ def run_exact(
         unread[:] += ~read
         return [int(action) if known else None for action, known in zip(p.argmax(axis=1), read, strict=True)]
 
-    trace = loop.closed_loop(windows, Plant(), likeliest, start, decisions)
+    with Phase("greedy", first_s=ROWS_S):
+        trace = loop.closed_loop(windows, Plant(), likeliest, start, decisions)
     chances = lambda states: probabilities([render(state) for state in states], False)  # noqa: E731
     found = loop.expected_loop(windows, Plant(), chances, start, decisions)
     sums = loop.expected_outcome(found, windows, start, decisions)

@@ -12,6 +12,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 import urllib.parse
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -116,11 +117,15 @@ def installed_versions(names: Iterable[str]) -> dict[str, str | None]:
 
 def check_packages(settings: Settings, versions: Mapping[str, str | None], problems: Problems, use_vllm: bool) -> None:
     """Every package is there in a tested version; the chosen FlashAttention is installed."""
-    for name, (oldest, untested) in (TESTED | (TESTED_VLLM if use_vllm else {})).items():
+    needed = TESTED | (TESTED_VLLM if use_vllm else {})
+    if missing := [name for name in needed if versions.get(name) is None]:
+        what = f"not installed for {sys.executable}: {', '.join(missing)}"
+        fix = "Run `bash scripts/setup.sh`, then `source .venv/bin/activate`"
+        problems.add("packages", what, fix)
+    for name, (oldest, untested) in needed.items():
         if (version := versions.get(name)) is None:
-            fix = "Run `bash scripts/setup.sh` and activate its environment"
-            problems.add(name, "the package is not installed", fix)
-        elif not version_key(oldest) <= version_key(version) < version_key(untested) and not settings.ALLOW_UNTESTED:
+            continue
+        if not version_key(oldest) <= version_key(version) < version_key(untested) and not settings.ALLOW_UNTESTED:
             fix = "Run `bash scripts/setup.sh` for the tested set, or set ALLOW_UNTESTED=1"
             problems.add(name, f"version {version} is outside the tested range (from {oldest}, below {untested})", fix)
     attention = settings.ATTN_IMPL

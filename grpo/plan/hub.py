@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo.data.files import is_blank
-from grpo.preflight.download import PARTIAL, download, refusal
-from grpo.preflight.machine import GIB
+from grpo.plan.download import PARTIAL, download, refusal
+from grpo.plan.machine import GIB
 from grpo.run.durable import read_json
 from grpo.settings import ROOT, Problems, one_line
 
@@ -71,7 +71,7 @@ class ModelFiles:
 def find_model(model_id: str, problems: Problems) -> ModelFiles | None:
     """The model's small files: of a local folder, of `tiny`, or of the Hub."""
     local = TINY_PATH if model_id == "tiny" else Path(model_id)
-    if os.path.isdir(local):  # which raises nothing, whatever the name is
+    if model_id and os.path.isdir(local):  # which raises nothing, whatever the name is
         folder = local
     elif model_id.startswith((".", "/", "~")) or model_id.count("/") != 1:
         fix = f"Use {REAL_MODEL}, tiny, or an existing folder"
@@ -85,6 +85,8 @@ def find_model(model_id: str, problems: Problems) -> ModelFiles | None:
         files = read_model_files(folder)
     except (OSError, ValueError) as error:
         fix = "Download or build the checkpoint of a gpt-oss model again"
+        if isinstance(error, OtherModelError):
+            fix = f"Set MODEL_ID={REAL_MODEL}, tiny, or a model made from one of these"
         problems.add(f"MODEL_ID={model_id}", one_line(str(error), 500), fix)
         return None
     for name in missing_shards(folder) if folder == local else ():
@@ -97,14 +99,20 @@ def find_model(model_id: str, problems: Problems) -> ModelFiles | None:
 MOST_IN_CONFIG = 10**7
 
 
+class OtherModelError(ValueError):
+    """The model is whole, but of another kind than gpt-oss."""
+
+
 def check_config(config: Mapping[str, Any]) -> None:
-    """Raises ValueError where a config.json is none of a gpt-oss, or holds what is no such size."""
+    """Raises OtherModelError where a config.json is that of another model, ValueError where it is damaged."""
     sizes = [key for key, value in REAL_CONFIG.items() if isinstance(value, int)]
-    missing = [key for key in sizes if key not in config]
-    if config.get("model_type") != "gpt_oss" or missing:
-        lacks = f" and lacks {', '.join(missing)}" if missing else ""
-        what = f"config.json says model_type {config.get('model_type')!r}{lacks}"
-        raise ValueError(f"{what}: this program trains gpt-oss models (model_type gpt_oss)")
+    missing, kind = [key for key in sizes if key not in config], config.get("model_type")
+    if kind != "gpt_oss" and isinstance(kind, str):
+        raise OtherModelError(f"this is a model of type {kind}, and this program trains gpt-oss (type gpt_oss)")
+    if kind != "gpt_oss":
+        raise ValueError(f"config.json says model_type {kind!r}, and that of a gpt-oss is gpt_oss")
+    if missing:
+        raise ValueError(f"config.json lacks {', '.join(missing)}, which every gpt-oss has")
     kinds, quantization = config.get("layer_types"), config.get("quantization_config")
     good = {key: type(config[key]) is int and 0 < config[key] <= MOST_IN_CONFIG for key in sizes}
     good["sliding_window"] |= config["sliding_window"] is None
@@ -145,6 +153,8 @@ def read_template(folder: Path, others: Mapping[str, Mapping[str, Any]]) -> str 
 
 def read_model_files(folder: Path) -> ModelFiles:
     """The small files that lie in `folder`. Raises OSError or ValueError where it holds no gpt-oss with a tokenizer."""
+    if not (folder / "config.json").exists():
+        raise ValueError("config.json is missing")
     config = read_json(folder / "config.json")
     check_config(config)
     # The loaders of a run read these too, and raise whatever it is.
@@ -169,11 +179,12 @@ def missing_shards(folder: Path) -> list[str]:
 def fetch_small_files(model_id: str, problems: Problems) -> Path | None:
     """Config, tokenizer and template of a Hub model: some 28 MB, or the cache where they are there or the Hub is not."""
     try:
-        from huggingface_hub import snapshot_download  # late: `check_packages` names a missing package
+        from huggingface_hub import snapshot_download  # late: it may be missing
 
         return Path(snapshot_download(model_id, allow_patterns=MODEL_FILES))
     except Exception as error:  # offline, no such repository, no access
-        problems.add("MODEL_ID", *refusal(model_id, error))
+        if getattr(error, "name", "") != "huggingface_hub":  # where that is missing, `check_packages` says so
+            problems.add("MODEL_ID", *refusal(model_id, error))
         return None
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The small files of a model: found, read, refused. Run: python -m pytest tests/preflight/test_hub.py"""
+"""The small files of a model: found, read, refused. Run: python -m pytest tests/plan/test_hub.py"""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo.data.files import Row
 from grpo.data.prompts import render_rows
-from grpo.preflight.hub import REAL_CONFIG, REAL_MODEL, ModelFiles, checkpoint_gib, count_parameters, find_model
-from grpo.preflight.machine import GIB
-from grpo.preflight.memory import Shapes
+from grpo.plan.hub import REAL_CONFIG, REAL_MODEL, ModelFiles, checkpoint_gib, count_parameters, find_model
+from grpo.plan.machine import GIB
+from grpo.plan.memory import Shapes
 from grpo.settings import Problems, Settings
 
 
@@ -29,7 +29,7 @@ def test_parameter_count_is_transformers_own(tiny):
     assert count_parameters(config)["total"] == model.num_parameters()
 
 
-@pytest.mark.parametrize("model_id", ["./nowhere", "nowhere", "a/b/c"])
+@pytest.mark.parametrize("model_id", ["./nowhere", "nowhere", "a/b/c", ""])
 def test_unknown_models(model_id):
     problems = Problems()
     assert find_model(model_id, problems) is None
@@ -37,7 +37,9 @@ def test_unknown_models(model_id):
 
 
 FOLDERS = [
-    ('{"model_type": "llama"}', "model_type 'llama'"), ('{"model_type": "gpt_oss"}', "and lacks hidden_size"),
+    ('{"model_type": "qwen2"}', "of type qwen2, and this program trains gpt-oss (type gpt_oss). Set MODEL_ID="),
+    ('{"model_type": "gpt_oss"}', "config.json lacks hidden_size"), ("{}", "says model_type None"),
+    ('{"model_type": 3}', "says model_type 3"),
     ("{", "config.json cannot be read"), (json.dumps(REAL_CONFIG), "tokenizer.json is missing"),
 ]  # fmt: skip
 
@@ -48,6 +50,9 @@ def test_folders_that_are_no_gpt_oss(tmp_path, config, message):
     (tmp_path / "config.json").write_text(config)
     assert find_model(str(tmp_path), problems) is None
     assert message in only(problems) and only(problems).startswith(f"MODEL_ID={tmp_path}: ")
+    (tmp_path / "config.json").unlink()
+    problems.clear()
+    assert find_model(str(tmp_path), problems) is None and "config.json is missing" in only(problems)
 
 
 def test_damaged_files_are_one_line(tiny, tmp_path):

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reward functions before a run: found, tried, refused where garbage pays. Run: python -m pytest
+tests/data/test_reward_checks.py"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, write_csv
+from machines import only
+
+from grpo.data.files import Row, read_csv
+from grpo.data.reward_checks import FINAL, check_heldout, check_rewards, sample_rows, tried_text, try_rewards
+from grpo.data.scoring import reward_callable
+from grpo.plan.hub import TINY_PATH
+from grpo.settings import Problems, Settings
+
+ROW = Row("d.csv", 1, (("user", "x"),), (0.0, 1.0), {"reward_action_0": 0.0, "reward_action_1": 1.0})
+MY_REWARDS = """NUMBER = 3
+def score(completions, **columns): return [1.0] * len(completions)
+def total(completions, *, prompt_id, reward_action_0, **columns): return [sum(reward_action_0)]
+def penalty(completions, **columns): return [-3.0 if "[" in text else 0.0 for text in completions]
+def brief(completions, **columns): return [5.0 if "final" in text and "[" not in text else 0.0 for text in completions]
+def length(completions, **columns): return [float(len(text)) for text in completions]
+def tokens(completion_ids, **columns): return [float(len(ids)) for ids in completion_ids]
+def picky(completions, **columns): return [-1.0 if "[0]" in text else 0.0 for text in completions]
+def mute(completions, **columns): return [None for _ in completions]
+def dreamy(completions, **columns): return [5.0 if "analysis" in text else 0.0 for text in completions]
+async def polite(completions, *, note, **columns): return [None if note[0] is None else 0.5 for _ in completions]
+def late(completions, **columns):
+    from my_helper import zero
+    return [zero for _ in completions]
+def narrow(completions): return [0.0]
+def leaves(completions, **columns): raise SystemExit
+def deep(completions, **columns): return deep(completions)
+class Silent(Exception):
+    def __str__(self): raise ValueError
+def silent(completions, **columns): raise Silent
+"""
+# Modules of the user's that must be named where they end the program, or are not the ones that Python takes.
+MODULES = {
+    "my_helper": "zero = 0.0\n",
+    "my_place": "import os\nos.chdir('/')\ndef score(completions, **columns): return [os.chdir('/') or 0.0 for _ in completions]\n",
+    "my_exit": "import sys\nsys.exit(0)\n",
+    "my_arguments": "import argparse\nargparse.ArgumentParser().parse_args(['--check'])\n",
+    "my_depth": "def deeper(): return deeper()\ndeeper()\n",
+    "datasets": "def score(completions, **columns): return [1.0 for _ in completions]\n",
+    "rewards": "def score(completions, **columns): return [1.0 for _ in completions]\n",
+    "math": "def score(completions, **columns): return [1.0 for _ in completions]\n",
+}
+
+
+TOKENIZER = TINY_PATH / "tokenizer.json"
+
+
+def checked(*rows, REWARDS="action", **settings):
+    """(problems, warning) of these rows and reward functions."""
+    found = Problems()
+    return found, check_rewards(Settings(**settings), REWARDS, rows, found, TOKENIZER)[1]
+
+
+def problems(*rows, **settings):
+    return checked(*rows, **settings)[0]
+
+
+@pytest.fixture
+def my_rewards(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text(MY_REWARDS)
+    (tmp_path / "my_broken.py").write_text("def score(:\n")
+    for name, text in MODULES.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)  # of another test, whose folder was another
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("actoin", "the nearest is action"),
+        ("action=high", "weight 'high' of 'action' is not a finite number"),
+        ("action=inf", "not a finite number"),
+        ("", "no reward function"),
+        ("action,action=2", "named twice"),
+        ("nowhere:score", "cannot be loaded: ModuleNotFoundError"),
+        ("my_broken:score", "SyntaxError"),
+        ("my_rewards:scroe", "AttributeError"),
+        ("my_rewards:NUMBER", "is no function"),
+        ("my_rewards:total", "my_rewards:total returned 1 rewards for 4 completions"),
+        ("my_rewards:narrow", "narrow raised TypeError: narrow() got an unexpected keyword argument"),
+        ("action=1_0", "weight '1_0' of 'action' is not a finite number"),
+        ("action=1e5", "weight '1e5' of 'action' is more than 10000 in size"),
+        ("my_exit:score", "'my_exit:score' cannot be loaded: SystemExit: 0, which would end the run"),
+        ("my_arguments:score", "'my_arguments:score' cannot be loaded: SystemExit: 2"),
+        ("my_depth:score", "'my_depth:score' cannot be loaded: RecursionError"),
+        ("my_rewards:leaves", "my_rewards:leaves raised SystemExit, which would end the run"),
+        ("my_rewards:deep", "my_rewards:deep raised RecursionError"),
+        ("my_rewards:silent", "my_rewards:silent raised Silent. It was tried"),
+        ("math:hypot", "math:hypot' cannot be loaded: ImportError: Python takes "),
+        ("datasets:score", "/datasets.py: rename your file"),
+        ("rewards:score", "/rewards.py: rename your file"),
+        (":score", "cannot be loaded: ValueError: Empty module name"),
+        ("builtins:max", "builtins:max raised TypeError"),
+    ],
+)
+def test_bad_rewards(text, message, my_rewards):
+    problem = only(problems(ROW, REWARDS=text))
+    assert message in problem and problem.startswith("REWARDS")
+
+
+def test_the_users_folder_takes_no_librarys_place(my_rewards, tmp_path, monkeypatch):
+    """It is looked into last, wherever it stood before."""
+    monkeypatch.setattr(sys, "path", ["", str(tmp_path), *sys.path])
+    problem = only(problems(ROW, REWARDS="datasets:score"))
+    assert "Python takes /" in problem and problem.count("datasets") >= 3
+    assert sys.path[-1] == str(tmp_path) and sys.path.count(str(tmp_path)) == 1 and "" not in sys.path
+
+
+def test_the_users_folder_is_looked_into_for_the_users_code_alone(my_rewards, tmp_path):
+    """Libraries try to import what is not installed; a function may import late."""
+    for text in ("action", "action,my_rewards:late"):
+        assert not problems(ROW, REWARDS=text) and str(tmp_path) not in sys.path
+
+
+def test_the_users_code_does_not_move_the_run(my_rewards, tmp_path):
+    """Neither when it is imported nor when it is called: OUTPUT_DIR, DATA and the rest may be relative."""
+    assert not problems(dataclasses.replace(ROW, rewards=()), REWARDS="my_place:score")
+    assert Path.cwd() == tmp_path
+    reward = reward_callable("my_place:score", Settings())
+    assert Path.cwd() == tmp_path and reward(["a"]) == [0.0] and Path.cwd() == tmp_path
+
+
+def test_rewards_of_ones_own_need_no_columns(my_rewards):
+    bare, found = dataclasses.replace(ROW, rewards=(), columns={"user": "x"}), Problems()
+    specs, warning = check_rewards(Settings(), "my_rewards:score=2,format", [bare], found)
+    assert specs == [("my_rewards:score", 2.0), ("format", 1.0)] and not found and not warning
+    problem = only(problems(bare))
+    assert "d.csv, columns: there is no column reward_action_0" in problem and "should" not in problem
+    named = dataclasses.replace(bare, columns={"user": "x", "Reward_Action_0": "1", "Reward_Action_1": "0"})
+    assert "(should 'Reward_Action_0' be `reward_action_0`?)" in only(problems(named))
+
+
+def test_rows_that_teach_nothing():
+    """Every action pays the same: a problem where all rows are like that, as long as nothing else is rewarded."""
+    flat = dataclasses.replace(ROW, rewards=(0.5, 0.5))
+    for text in ("action", "best", "action=2,best", "regret"):
+        assert "every row pays all its actions the same" in only(problems(flat, flat, REWARDS=text))
+        assert not problems(flat, flat, ROW, REWARDS=text)
+    assert not problems(flat, REWARDS="action,format") and not problems(flat, REWARDS="format")
+
+
+SOFTMAX = dataclasses.replace(ROW, rewards=(0.25, 0.75), columns={"reward_action_0": 0.25, "reward_action_1": 0.75})
+VALUES = dataclasses.replace(SOFTMAX, q=(-1.0, -3.5))
+
+
+def test_what_regret_and_shortfall_need():
+    signs, scale = (dataclasses.replace(SOFTMAX, number=7, rewards=row) for row in ((-0.5, 1.5), (0.25, 0.752)))
+    for row in (signs, scale):
+        problem = only(problems(SOFTMAX, row, row, REWARDS="regret"))
+        assert problem.startswith("d.csv, row 7: its rewards are no softmax") and "REWARDS=action" in problem
+        assert "q_action_k" in problem and not problems(row, REWARDS="best")
+        assert not problems(dataclasses.replace(row, q=(0.0, 1.0)), REWARDS="regret"), "its values tell"
+    assert not problems(dataclasses.replace(SOFTMAX, rewards=(0.25, 0.7509)), REWARDS="regret"), "rounded"
+    problem = only(problems(VALUES, SOFTMAX, REWARDS="action,shortfall=10"))
+    assert problem.startswith("d.csv, columns: `shortfall` needs q_action_0")
+    assert not problems(VALUES, REWARDS="action,shortfall=10")
+
+
+def test_garbage_never_pays():
+    """Whatever the rewards are, as long as INVALID_REWARD is left alone; a number that pays is boxed, not refused."""
+    negative = dataclasses.replace(VALUES, columns={"reward_action_0": -3.0, "reward_action_1": -1.0})
+    for text in ("action", "best", "regret", "shortfall", "action,shortfall=10", "action,format=-0.01"):
+        assert checked(negative, REWARDS=text) == ([], None), text
+    found, warning = checked(negative, REWARDS="action", INVALID_REWARD=-3.0)
+    assert not found and "earns -3 on average (action -3), a row's worst action -3. Garbage pays: unset it" in warning
+    assert checked(negative, INVALID_REWARD=-3.1) == ([], None)
+    found, warning = checked(negative, REWARDS="regret", INVALID_REWARD=0.0)
+    assert not found and warning.startswith("INVALID_REWARD=0: an unreadable answer earns 0 on average")
+    found, warning = checked(negative, INVALID_REWARD=math.nan)
+    assert not found and "earns -2 on average (action nan)" in warning and "unlearns its format" in warning
+    problem = only(problems(negative, REWARDS="action=-1"))
+    assert problem.endswith("Give action weights above 0")
+
+
+def test_garbage_that_a_function_of_ones_own_pays(my_rewards):
+    """A penalty on answers, and none on what is no answer: six runs learned garbage from one like it."""
+    problem = only(problems(ROW, REWARDS="action,my_rewards:penalty=2"))
+    assert (
+        "an unreadable answer earns -0.1 on average (action -0.1, my_rewards:penalty 0), a row's worst action -6"
+        in problem
+    )
+    assert "Let my_rewards:penalty return less where rewards.parse_action finds no action" in problem
+    assert "or set INVALID_REWARD=-6.1" in problem
+    assert checked(ROW, REWARDS="action,my_rewards:penalty=2", INVALID_REWARD=-6.1) == ([], None)
+    found, warning = checked(ROW, REWARDS="action,my_rewards:penalty", INVALID_REWARD=0.0)
+    assert not found and "my_rewards:penalty 0), a row's worst action -3. Garbage pays" in warning
+    for one in ("brief", "dreamy"):  # what pays is an empty final channel alone, or none
+        assert f"earns 4.9 on average (action -0.1, my_rewards:{one} 5)" in only(
+            problems(ROW, REWARDS=f"action,my_rewards:{one}")
+        )
+    assert "no function rewards any answer to the rows that were tried" in only(
+        problems(ROW, REWARDS="my_rewards:mute")
+    )
+    assert checked(dataclasses.replace(ROW, rewards=()), REWARDS="my_rewards:score") == ([], None), "no actions known"
+
+
+def test_functions_that_look_at_no_action_start_with_a_warning(my_rewards):
+    """Such as the first examples of TRL's documentation: the length of the text, that in tokens."""
+    for name, worth in (("score", "1"), ("length", "19"), ("tokens", "11")):
+        found, warning = checked(ROW, REWARDS=f"my_rewards:{name}")
+        assert not found and f"an unreadable answer earns {worth} on average" in warning, name
+        assert "all actions of a row earn the same" in warning and "Add action or regret" in warning
+    assert len(problems(ROW, REWARDS="action=0.001,my_rewards:length")) == 1, "here the action counts"
+
+
+def test_the_refusal_of_garbage_names_the_way_on(my_rewards):
+    problem = only(problems(ROW, REWARDS="my_rewards:picky"))
+    assert "Let my_rewards:picky return less where rewards.parse_action finds no action" in problem
+    assert problem.endswith(
+        "or set INVALID_REWARD=0, which these functions do not get, to start with a warning instead"
+    )
+    found, warning = checked(ROW, REWARDS="my_rewards:picky", INVALID_REWARD=0.0)
+    assert not found and warning.endswith(
+        "Garbage pays: Let my_rewards:picky return less where rewards.parse_action finds no action"
+    )
+
+
+def test_functions_are_tried_on_rows_of_every_file(my_rewards):
+    """An async one that needs a column which one file of two has, and leaves all answers out where it is missing."""
+    noted = dataclasses.replace(ROW, file="e.csv", columns=ROW.columns | {"note": "x"})
+    rows = [dataclasses.replace(ROW, number=n) for n in range(200)]
+    sampled = sample_rows([*rows, noted])
+    assert len(sampled) == 64 and noted in sampled and sampled == sample_rows([*rows, noted])
+    tried = try_rewards([("action", 2.0), ("my_rewards:polite", 1.0)], Settings(), [noted])
+    assert tried == [(noted, [[pytest.approx(-0.2), 0.5], [pytest.approx(-0.2), 0.5], [0.0, 0.5], [2.0, 0.5]])]
+    assert not problems(noted, ROW, REWARDS="action,my_rewards:polite")
+    assert "unexpected keyword argument" in only(problems(noted, ROW, REWARDS="my_rewards:narrow"))
+    assert "missing 1 required keyword-only argument: 'note'" in only(problems(ROW, REWARDS="my_rewards:polite"))
+
+
+def test_held_out_rows_that_the_rewards_cannot_score(my_rewards):
+    """They lack the actions, or a column that a function asks for."""
+    for name, words in (("regret", "there is no column reward_action_0"), ("my_rewards:polite", "argument: 'note'")):
+        found = Problems()
+        check_heldout([(name, 1.0)], Settings(), [dataclasses.replace(ROW, rewards=(), columns={})], found, TOKENIZER)
+        assert words in only(found)
+
+
+def test_every_row_has_the_answer_that_gsm8k_compares_with():
+    """Not only those that are tried; numbers need not be text."""
+    row = dataclasses.replace(ROW, rewards=())
+    rows = [dataclasses.replace(row, number=n, columns={"answer": 42 if n % 2 else "#### 42"}) for n in range(1, 300)]
+    assert not problems(*rows, REWARDS="gsm8k")
+    for bad in ({"answer": "#### none"}, {"answer": None}, {}):
+        problem = only(problems(*rows, dataclasses.replace(row, number=300, columns=bad), REWARDS="gsm8k"))
+        assert problem.startswith("d.csv, row 300, column answer: there is no number")
+
+
+def test_an_answer_that_is_tried_goes_on_behind_its_prompt():
+    assert tried_text("...<|start|>assistant", FINAL.format("[1]")) == "<|channel|>final<|message|>[1]<|return|>"
+    assert tried_text("...<|start|>assistant<|channel|>final<|message|>", FINAL.format("[1]")) == "[1]<|return|>"
+    assert tried_text("2 + 2?", FINAL) == FINAL
+
+
+def test_the_check_says_what_a_function_of_ones_own_was_given(my_rewards, capsys):
+    assert not problems(ROW, REWARDS="action,my_rewards:length=0.001")
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line == "my_rewards:length(prompts=['x'], completions=['final[0]'], ...) returned 8 for it"
+
+
+def test_the_example_of_the_docs_finds_its_answers(tmp_path, monkeypatch, capsys):
+    text = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    example = text[text.index("# answers.py, used as") :].partition("```")[0]
+    (tmp_path / "answers.py").write_text(example)
+    rows = [["What is 4+4? ", "[0]"], ["What is 4+5?", "[0]"]]
+    path = write_csv(tmp_path / "train.csv", ["question", "answer"], rows)
+    monkeypatch.chdir(tmp_path)
+    assert not problems(*read_csv(path, Problems()), REWARDS="answers:exact")
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.endswith("completions=['final[0]'], ...) returned 1 for it")

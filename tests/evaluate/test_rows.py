@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run on the user's own rows evaluates those, and scripts/evaluate.py --data any others.
+
+Run: python -m pytest tests/evaluate/test_rows.py
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import SimpleNamespace
+
+import evaluate as ev
+import pytest
+from conftest import ROOT, read_csv, run_script, write_csv
+from machines import H100
+from stub_vllm import stub_engine
+
+from grpo.data import files
+from grpo.data.files import data_fingerprint
+from grpo.data.heldout import date_of, hold_out
+from grpo.evaluate import rows as any_rows
+from grpo.run.durable import read_sealed
+from grpo.settings import Problems
+
+HEADER = ["date", "question", "answer", "reward_action_0", "reward_action_1"]
+SETTINGS = {
+    "MODEL_ID": "tiny", "TOTAL_STEPS": 3, "SAVE_STEPS": 3, "EVAL_STEPS": 2, "PROMPTS_PER_STEP": 4, "NUM_GENERATIONS": 4,
+    "SEED": 5, "LEARNING_RATE": "1e-2",
+}  # fmt: skip
+
+
+def forecasts(days):
+    """Four hours a day: will it rain? The wind decides, and more or less surely."""
+    made = []
+    for day in range(days):
+        for hour in (6, 10, 14, 18):
+            wind = (7 * day + 5 * hour) % 40
+            question = f"Day {day}, {hour}:00, wind {wind} m/s. Will it rain? Answer [0] no or [1] yes."
+            date = f"2025-{1 + day // 28:02}-{1 + day % 28:02}"
+            made.append([date, question, "yes" if wind > 20 else "no", 1 - wind / 40, wind / 40])
+    return made
+
+
+@pytest.fixture(scope="module")
+def weather(tiny, tmp_path_factory):
+    """Three steps on thirty days of a weather CSV; nothing else is set that is about data."""
+    place = tmp_path_factory.mktemp("weather")
+    data = write_csv(place / "weather.csv", HEADER, forecasts(30))
+    done = run_script(**SETTINGS | {"DATA": data, "OUTPUT_DIR": place / "run"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    split = hold_out(files.read_csv(data, Problems()), 0.1)
+    held = write_csv(place / "held.csv", HEADER, [[row.columns[name] for name in HEADER] for row in split.heldout])
+    return SimpleNamespace(folder=place / "run", data=data, held=held, split=split, output=done.stdout)
+
+
+def test_a_run_on_other_data_is_judged_by_its_own_held_out_days(weather):
+    folder, split = weather.folder, weather.split
+    assert len({date_of(row) for row in split.heldout}) == 5 and len(split.heldout) == 20
+    assert "100 training rows, 20 held-out rows" in weather.output and "5 of its 30 days" in weather.output
+    result, best = read_sealed(folder / "evaluation.json"), read_sealed(folder / "best/best.json")
+    assert result["data_sha256"] == data_fingerprint(split.heldout) and result["exact"]
+    assert len(result["after"]["reward_by_prompt"]) == 20 and "reward" in result["difference"]
+    assert best["by"] == "reward" and "plant_regret" not in best["evaluated"][0]
+    trained = {row["prompt_id"] for row in read_csv(folder / "completions.csv")}
+    assert trained <= {row.id for row in split.train} and not trained & {row.id for row in split.heldout}
+    record = read_sealed(folder / "settings.json")
+    assert record["settings"]["EVAL_DATA"] is None and record["choices"]["heldout"] == [20, split.reason]
+
+
+def test_a_run_without_a_plant_does_not_mention_one(weather):
+    folder = weather.folder
+    cards = [(folder / name).read_text(encoding="utf-8") for name in ("README.md", "best/README.md", "training.log")]
+    report = (folder / "report.html").read_text(encoding="utf-8").partition("Glossary")[0]
+    for text in (weather.output, *cards, report):
+        assert text and not [word for word in ("plant", "closed loop", "unserved") if word in text.lower()]
+    assert not (folder / "closed_loop.json").exists()
+    assert weather.split.reason.partition("(")[0] in report and "Day 0, 6:00" in report, "which rows, and their prompts"
+
+
+def test_the_same_command_continues_with_the_same_rows(weather):
+    settings = SETTINGS | {"DATA": weather.data, "OUTPUT_DIR": weather.folder, "TOTAL_STEPS": 4}
+    done = run_script("--check", **settings)
+    assert done.returncode == 0 and "continues from step 3" in done.stdout, done.stderr
+    more = write_csv(weather.data.with_name("more.csv"), HEADER, forecasts(40))
+    done = run_script("--check", **settings | {"DATA": more})
+    assert done.returncode == 2 and "was started on other rows" in done.stderr
+    kept = {row.messages for row in weather.split.train}
+    assert not kept & {row.messages for row in hold_out(files.read_csv(more, Problems()), 0.1).heldout}
+
+
+def test_a_run_that_measured_nothing_says_so(tmp_path, tiny):
+    data = write_csv(tmp_path / "few.csv", HEADER, forecasts(3))
+    done = run_script(**SETTINGS | {"DATA": data, "OUTPUT_DIR": tmp_path / "run", "TOTAL_STEPS": 1})
+    assert done.returncode == 0, done.stdout + done.stderr
+    card = (tmp_path / "run/README.md").read_text(encoding="utf-8")
+    assert "**Nothing was measured** on held-out rows" in card and "No adapter beats" not in card
+    assert "nothing was measured, no rows are held out: none: DATA has 3 days, and it takes 20" in done.stdout
+    assert not (tmp_path / "run/evaluation.json").exists() and "plant" not in done.stdout
+    report = (tmp_path / "run/report.html").read_text(encoding="utf-8")
+    assert "Held-out prompts were not evaluated: no rows are held out." in report
+
+
+def test_the_command_scores_any_rows_as_the_run_does(weather, capsys, monkeypatch):
+    """On the run's own held-out rows: its own figures, those of its REWARDS too."""
+    monkeypatch.chdir(ROOT)
+    arguments = [str(weather.folder), "--data", str(weather.held)]
+    assert ev.main([*arguments, "--base-too"]) == 0
+    shown = capsys.readouterr()
+    for words in ("20 rows, rewards action x 1", "exact at 0.5", "base model, greedy", "adapter - base", "oracle"):
+        assert words in shown.out
+    result, own = (
+        json.loads((weather.folder / "evaluation-held.json").read_text()),
+        read_sealed(weather.folder / "evaluation.json"),
+    )
+    for part in ("before", "before_greedy", "after", "after_greedy"):
+        assert result[part]["reward"] == pytest.approx(own[part]["reward"], abs=1e-5), part
+        assert result[part]["functions"]["action"] == pytest.approx(own[part]["functions"]["action"], abs=1e-5)
+    assert result["difference"] == pytest.approx(own["difference"], abs=1e-5) and result["rewards"] == [["action", 1.0]]
+    assert ev.main([*arguments, "--rewards", "best,format=0.5"]) == 2
+    assert "evaluation-held.json: it holds another evaluation" in capsys.readouterr().err
+    out = weather.held.with_name("other.json")
+    assert ev.main([*arguments, "--rewards", "best,format=0.5", "--out", str(out)]) == 0
+    result = json.loads(out.read_text())
+    assert set(result["after"]["functions"]) == {"best", "format"} and "before" not in result
+    assert "adapter - base" not in capsys.readouterr().out
+
+
+SHORT = """
+def short(completions, note, **columns):
+    return [-len(text) / 100 - float(n) for text, n in zip(completions, note)]
+"""
+
+
+@pytest.mark.parametrize("engine", ["transformers", "vLLM"])
+def test_rows_without_actions_are_sampled_and_scored_by_a_function(
+    engine, saved_adapter, tmp_path, capsys, monkeypatch
+):
+    """The engine's part against the stub; the base model and the adapter answer with the same seeds."""
+    (tmp_path / "short_answers.py").write_text(SHORT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "short_answers", raising=False)
+    if engine == "vLLM":
+        monkeypatch.setattr("grpo.evaluate.standalone.start_engine", stub_engine)
+        monkeypatch.setattr(any_rows, "read_machine", lambda: H100)
+        monkeypatch.setattr(any_rows, "choose_rollouts", lambda *given: (True, "a stub"))
+    write_csv(tmp_path / "a.csv", ["prompt", "note"], [[f"question {n}", n / 10] for n in range(6)])
+    monkeypatch.setenv("MAX_COMPLETION_LEN", "12")
+    arguments = [str(saved_adapter), "--model", "tiny", "--data", "a.csv", "--rewards", "short_answers:short"]
+    assert ev.main([*arguments, "--samples", "3", "--base-too", "--out", "x.json"]) == 0
+    shown = capsys.readouterr().out
+    assert f"{engine}: " in shown and "sampled at 0.5, 3 answers a prompt" in shown
+    result = json.loads((tmp_path / "x.json").read_text())
+    assert result["samples"] == 3 and result["data"] == ["a"] and "oracle" not in result
+    for part in ("before", "before_greedy", "after", "after_greedy"):
+        scores = result[part]["reward_by_prompt"]
+        assert len(scores) == 6 and all(score < -n / 10 for n, score in enumerate(scores))
+        assert result[part]["functions"]["short"]["reward"] == pytest.approx(result[part]["reward"])
+        assert result[part]["reward_low"] <= result[part]["reward"] <= result[part]["reward_high"]
+        assert result[part]["tokens_max"] <= 12
+    assert {"reward", "reward_low", "reward_high"} == set(result["difference"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--rewards", "action"), "--rewards: only with --data"),
+        (("--data", "x.csv", "--vote"), "--vote: only without --data"),
+        (("--data", "x.csv", "--start-kwh", "20"), "--start-kwh: only without --data"),
+        (("a", "--adapter", "b"), "it is the same as RUN"),
+        (("--data", "x.csv", "--base-too"), "only with --adapter or RUN"),
+        (("--model", "tiny", "--data", "nowhere.csv"), "--data: no file matches 'nowhere.csv'"),
+        (("--model", "tiny", "--data", "bare.csv", "--rewards", "acton"), "'acton' is unknown"),
+        (("--model", "tiny", "--data", "bare.csv", "--rewards", "action"), "Add them, or name other --rewards"),
+        (("docs", "--data", "bare.csv"), "docs: there is no such folder"),
+    ],
+)  # fmt: skip
+def test_wrong_input_is_named(arguments, words, tmp_path, capsys, monkeypatch):
+    write_csv(tmp_path / "bare.csv", ["prompt"], [["question"]])
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = ev.main(arguments)
+    except SystemExit as error:
+        code = error.code
+    shown = capsys.readouterr().err
+    assert code == 2 and words in shown, shown
+    assert [path.name for path in tmp_path.iterdir()] == ["bare.csv"]

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of scripts/cloud: what can be held without Docker, SkyPilot or a cloud."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import yaml
+from conftest import CLEAN, ROOT
+
+from grpo.settings import load_settings, settings_table
+
+CLOUD = ROOT / "scripts/cloud"
+DOCKERFILE = (CLOUD / "Dockerfile").read_text(encoding="utf-8")
+SKY_TEXT = (CLOUD / "sky.yaml").read_text(encoding="utf-8")
+SKY = yaml.safe_load(SKY_TEXT)
+SETTINGS = {name for _, name, *_ in settings_table()}
+IGNORED = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
+
+
+def instructions(word: str) -> list[str]:
+    """The arguments of each instruction of the Dockerfile that is called `word`."""
+    joined = re.sub(r"\\\n\s*", "", re.sub(r"^#.*\n", "", DOCKERFILE, flags=re.MULTILINE))
+    return re.findall(rf"^{word} (.*)$", joined, re.MULTILINE)
+
+
+def in_image(name: str) -> bool:
+    """Whether .dockerignore lets a file or folder at the top of the project into the image."""
+    return any(fnmatch.fnmatch(name, line[1:]) for line in IGNORED if line.startswith("!"))
+
+
+def test_the_image_has_what_setup_asks_for():
+    """setup.sh ends with code 3 or 4 without these, which would show only where somebody builds the image."""
+    packages = " ".join(instructions("RUN"))
+    python = re.search(
+        r"^# vLLM and its kernels are tried most on ([\d.]+)\.", (ROOT / "scripts/setup.sh").read_text(), re.M
+    )
+    for package in (
+        "build-essential",
+        "ca-certificates",
+        *(f"python{python[1]}{part}" for part in ("", "-dev", "-venv")),
+    ):
+        assert re.search(rf"\s{re.escape(package)}\s", packages), package
+    assert re.search(r"bash scripts/setup\.sh --\$SET", packages) and "SET=gpu" in instructions("ARG")
+    (base,) = instructions("FROM")
+    assert re.fullmatch(r"nvidia/cuda:13\.\d+\.\d+-base-ubuntu24\.04", base)  # Python 3.12 is Ubuntu 24.04's own
+
+
+def test_the_image_gets_the_code_and_nothing_else(tmp_path):
+    """The files that .dockerignore lets through are enough for a run's checks; a user's data and runs stay outside."""
+    assert IGNORED[0] == "*" and not any(map(in_image, ("mydata", "runs", ".venv", ".git", "my_rewards.py")))
+    for copied in (name for line in instructions("COPY") for name in line.split()[:-1] if name != "."):
+        assert (ROOT / copied).is_file() and in_image(copied.split("/")[0]), copied
+    for path in filter(lambda path: in_image(path.name), ROOT.iterdir()):
+        shutil.copytree(path, tmp_path / path.name) if path.is_dir() else shutil.copy(path, tmp_path)
+    environ = CLEAN | {"MODEL_ID": "tiny", "PYTHONPATH": ""}
+    command = [sys.executable, "train_grpo.py", "--check"]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_task_names_settings_and_files_that_are_there():
+    own = {"BUCKET", "RUN"}
+    names = {*SKY["envs"], *re.findall(r"--env ([A-Z_]+)=", SKY_TEXT)}
+    assert own <= names and names - own <= SETTINGS
+    values = {name: value for name, value in SKY["envs"].items() if value is not None}
+    assert all(isinstance(value, str) for value in values.values())  # SkyPilot takes no numbers
+    # The two that are not settings must not be taken for mistyped ones.
+    assert not load_settings(values | {"BUCKET": "name", "SKYPILOT_TASK_ID": "1"})[2]
+    for name in re.findall(r"(?:scripts|docs)/[\w/.-]*\w", SKY_TEXT):
+        assert (ROOT / name).is_file(), name
+
+
+def test_the_task_writes_to_the_disk_and_copies_to_the_bucket():
+    """A run in the bucket itself would have no locks and no atomic renames."""
+    ((mount, bucket),) = SKY["file_mounts"].items()
+    assert bucket["name"] == "${BUCKET}" and SKY["envs"]["BUCKET"] is None  # nobody's bucket by default
+    assert 'export OUTPUT_DIR="runs/$RUN"' in SKY["run"] and f'train_and_copy.sh "{mount}/$RUN"' in SKY["run"]
+    assert SKY["resources"]["use_spot"] is True
+    cards = [choice["accelerators"] for choice in SKY["resources"]["any_of"]]
+    assert len(cards) == 3 and all(card.endswith(":1") for card in cards)
+    # Restarted without limit, so only after an end that another start mends: 128 + SIGTERM.
+    assert SKY["resources"]["job_recovery"]["recover_on_exit_codes"] == [128 + signal.SIGTERM]
+    for part in ("setup", "run"):
+        subprocess.run(["bash", "-n"], input=SKY[part], text=True, check=True)
+
+
+# As much of rsync as the script uses; $RSYNC_FAILS is a pattern of sources or targets that cannot be reached.
+RSYNC = f"""#!{sys.executable}
+import fnmatch, os, pathlib, shutil, sys
+*options, source, target = sys.argv[1:]
+if any(fnmatch.fnmatch(path, os.environ.get("RSYNC_FAILS", "-")) for path in (source, target)):
+    sys.exit(23)
+if source.endswith("/"):
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    kept = {{path.relative_to(source) for path in pathlib.Path(source).rglob("*")}}
+    for path in sorted(pathlib.Path(target).rglob("*"), reverse=True) if "--delete-after" in options else ():
+        if path.relative_to(target) not in kept:
+            path.rmdir() if path.is_dir() else path.unlink()
+else:
+    shutil.copy(source, target)
+"""
+# In the place of the trainer: one step more than the last checkpoint, which replaces it, then the zip.
+TRAINER = """#!/usr/bin/env bash
+trap 'exit 143' TERM
+[ "${REFUSES:-}" != 1 ] || exit 2
+step=$(ls -d "$OUTPUT_DIR"/checkpoint-* 2>/dev/null | sed 's/.*-//') || step=0
+mkdir -p "$OUTPUT_DIR/checkpoint-$((step + 1))"
+[ "$step" = 0 ] || rmdir "$OUTPUT_DIR/checkpoint-$step"
+echo "$step" >"$OUTPUT_DIR/settings.json"
+while [ "${WAITS:-}" = 1 ]; do sleep 0.1; done
+echo "$((step + 1))" >"$OUTPUT_DIR.zip"
+exit "${CODE:-0}"
+"""
+
+
+@pytest.fixture
+def machine(tmp_path) -> Iterator[Callable[..., subprocess.Popen]]:
+    """Starts train_and_copy.sh on the machine called `name`: with a folder of its own, and one bucket for all."""
+    for name, text in {"rsync": RSYNC, "python": TRAINER}.items():
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+    (tmp_path / "bucket").mkdir()
+
+    processes = []
+
+    def start(name: str, **environ: str) -> subprocess.Popen:
+        (tmp_path / name).mkdir(exist_ok=True)
+        path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        environ = CLEAN | {"PATH": path, "OUTPUT_DIR": "runs/first"} | environ
+        command = ["bash", str(CLOUD / "train_and_copy.sh"), str(tmp_path / "bucket/first"), "0.1"]
+        with (tmp_path / "errors.txt").open("a") as errors:
+            processes.append(
+                subprocess.Popen(command, cwd=tmp_path / name, env=environ, stderr=errors, start_new_session=True)
+            )
+        return processes[-1]
+
+    yield start
+    for process in processes:  # a trainer that the script left behind would wait for ever
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def files_in(folder) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
+
+
+def test_a_run_is_copied_and_the_next_machine_continues_it(machine, tmp_path):
+    bucket = tmp_path / "bucket"
+    assert machine("one").wait() == 0
+    assert files_in(bucket) == {"first", "first/settings.json", "first/checkpoint-1", "first.zip"}
+    # The code is the run's. What the run deleted is deleted in the copy, and the zip is the newer one.
+    assert machine("two", CODE="4").wait() == 4
+    assert files_in(bucket) == {"first", "first/settings.json", "first/checkpoint-2", "first.zip"}
+    assert (bucket / "first.zip").read_text() == "2\n"
+    assert files_in(tmp_path / "two/runs") == {"first", "first/settings.json", "first/checkpoint-2", "first.zip"}
+
+
+def test_a_machine_that_has_the_run_does_not_take_the_copy(machine, tmp_path):
+    assert machine("one").wait() == 0
+    shutil.rmtree(tmp_path / "bucket/first/checkpoint-1")
+    assert machine("one").wait() == 0
+    assert (tmp_path / "bucket/first/checkpoint-2").is_dir()
+
+
+def test_a_copy_that_was_cut_off_before_its_settings_is_no_run(machine, tmp_path):
+    """Taken as it is, it would be refused by the run: it holds files, but no run."""
+    (tmp_path / "bucket/first/checkpoint-7").mkdir(parents=True)
+    (tmp_path / "one/runs/first").mkdir(parents=True)  # an empty folder is in nobody's way
+    assert machine("one").wait() == 0
+    assert files_in(tmp_path / "one/runs") == {"first", "first/settings.json", "first/checkpoint-1", "first.zip"}
+
+
+@pytest.mark.parametrize(("environ", "code"), [({"RSYNC_FAILS": "*/bucket/first/"}, 23), ({"REFUSES": "1"}, 2)])
+def test_a_copy_is_never_replaced_by_less(machine, tmp_path, environ, code):
+    """Neither where it cannot be read, nor where the run is refused."""
+    assert machine("one").wait() == 0
+    before = files_in(tmp_path / "bucket")
+    assert machine("two", **environ).wait() == code
+    assert files_in(tmp_path / "bucket") == before
+    assert not (tmp_path / "two/runs/first/checkpoint-1").is_dir() or environ == {"REFUSES": "1"}
+
+
+def test_files_of_somebody_else_in_the_folder_end_it(machine, tmp_path):
+    assert machine("one").wait() == 0
+    (tmp_path / "two/runs/first").mkdir(parents=True)
+    (tmp_path / "two/runs/first/thesis.txt").touch()
+    assert machine("two").wait() == 1
+    assert files_in(tmp_path / "two/runs/first") == {"thesis.txt"}
+
+
+@pytest.mark.parametrize(("code", "expected"), [("0", 1), ("4", 4)])
+def test_a_last_copy_that_fails_is_no_success(machine, tmp_path, code, expected):
+    """With exit code 0 the machine would be given back, and the result lost with it."""
+    assert machine("one", CODE=code, RSYNC_FAILS="*first.zip").wait() == expected
+    assert (tmp_path / "errors.txt").read_text().count("copy 5 of 5") == 1
+
+
+def test_a_signal_reaches_the_run_and_its_end_is_copied(machine, tmp_path):
+    process = machine("one", WAITS="1")
+    while not (tmp_path / "bucket/first/settings.json").is_file():  # copied while it trains
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait() == 143
+
+
+def test_the_command_says_what_it_needs(tmp_path):
+    command = ["bash", str(CLOUD / "train_and_copy.sh")]
+    done = subprocess.run(command, env=CLEAN, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout.startswith("Usage: ")
+    done = subprocess.run([*command, str(tmp_path)], env=CLEAN, capture_output=True, text=True)
+    assert done.returncode == 1 and "OUTPUT_DIR" in done.stderr
