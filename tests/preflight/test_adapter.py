@@ -13,7 +13,7 @@ import pytest
 from machines import only
 from safetensors.numpy import save_file
 
-from grpo.measure.damages import KINDS
+from grpo.measure.kills import KINDS
 from grpo.plan.hub import REAL_CONFIG, read_json
 from grpo.plan.targets import expected_shapes
 from grpo.preflight.adapter import check_start, start_adapter
