@@ -50,7 +50,6 @@ asleep_gib | GiB | of the GPU that the sleeping engine holds before the first ro
 host_gib | GiB | in host memory for the sleeping engine
 lent_gib | GiB | of the sleeping engine that stay on the GPU, in whole blocks of the allocator
 paged_gib | GiB | of the learner, in host memory while vLLM is awake
-stranded_gib | GiB | that torch's allocator holds beyond its tensors when vLLM has woken, at most
 parity_mean parity_max | nats | worst of fixed and sampled tokens, before and after a sleep
 parity_control_mean | nats | smallest with the trainer's adapter off
 base_changed | tensors | of the trainer's frozen weights, whose sum of bits is another after training
@@ -132,7 +131,7 @@ class RunWatch:
     def __init__(self, stack: contextlib.ExitStack, kernels: str) -> None:
         self.stack, self.kernels = stack, KERNELS[kernels]
         self.born, self.memory = psutil.Process().create_time(), watched.PeakMemory()
-        self.startup_s, self.asleep_gib, self.stranded = 0.0, None, 0
+        self.startup_s, self.asleep_gib = 0.0, None
         self.lent: dict[str, Tensor] = {}
         self.sums: dict[str, int] = {}
         self.tok_s: list[float] = []  # of each rollout's generation
@@ -143,7 +142,6 @@ class RunWatch:
             (model_load, "load_base", self.load),
             (rollout_engine, "engine_arguments", self.arguments),
             (rollout_engine, "start_engine", self.start),
-            (Engine, "wake", self.wake),
             (Engine, "rollout", self.rollout),
             (Trainer, "learn", self.learn),
         ):
@@ -169,10 +167,6 @@ class RunWatch:
         """Takes the sums of the policy's frozen and lent weights as they are before training."""
         self.lent = lent_tensors(policy)
         self.sums = bit_sums(frozen_tensors(policy) | self.lent)
-
-    def wake(self, wake: Callable[..., None], *arguments: Any) -> None:
-        wake(*arguments)
-        self.stranded = max(self.stranded, torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
 
     def rollout(self, rollout: Callable[..., Any], engine: Engine, policy: Any, prompts: Any, *arguments: Any) -> Any:
         result = rollout(engine, policy, prompts, *arguments)
@@ -204,7 +198,7 @@ class RunWatch:
             values["generate_tok_s"] = mean(self.tok_s[1:] or self.tok_s)
             values |= {"asleep_gib": self.asleep_gib, **held_gib()}
             if engine.pages:
-                values |= {"paged_gib": engine.pages.nbytes / 2**30, "stranded_gib": self.stranded / 2**30}
+                values["paged_gib"] = engine.pages.nbytes / 2**30
         else:
             values["rows"] = plan.generation_batch
         sums = bit_sums(frozen_tensors(trainer.model) | self.lent)
