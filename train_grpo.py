@@ -37,7 +37,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo.data.scoring import load_rewards
+from grpo.data.scoring import RewardError, load_rewards
 from grpo.phases import FILE_ONLY, Phase
 from grpo.preflight.adapter import lora_options
 from grpo.preflight.agree import agreed, follow
@@ -233,6 +233,12 @@ def launch(preflight_result: Preflight) -> int:
         log.critical("%s; then the same command continues", way)
         if not ranks.rank:
             write_archive(state.folder)
+        return 1
+    except RewardError as error:
+        log.info("a reward function failed", exc_info=True, extra=FILE_ONLY)
+        if not ranks.rank:
+            write_archive(state.folder)
+        log.critical("%s; when that is mended, %s", error, continuation(state.folder, vars(s)))
         return 1
     except Exception as error:
         again = continuation(state.folder, vars(s))

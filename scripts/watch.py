@@ -45,7 +45,7 @@ WIDTH = 40  # cells of a sparkline
 BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 # What start_logging writes: `12:07:54 W train_grpo: ...`, of a warning, an error or a critical message, or in the lines
 # below it a box (`banner_text`).
-WARNING = re.compile(r"^(\d\d:\d\d:\d\d [WEC] [^\n]*?: )(?:\n=+\n\| (.*) \|$|(.*)$)", re.MULTILINE)
+WARNING = re.compile(r"^(\d\d:\d\d:\d\d [WEC] [^\n]*?: )(?:\n=+\n((?:\| .* \|\n)+)=+$|(.*)$)", re.MULTILINE)
 DONE = "complete"
 WARNINGS = 4  # lines shown
 LONGEST = 300  # characters of one
@@ -110,7 +110,8 @@ def read_warnings(path: Path) -> list[str]:
     text = ""
     with contextlib.suppress(OSError):
         text = path.read_text(encoding="utf-8", errors="replace")
-    lines = [head + (boxed or first) for head, boxed, first in WARNING.findall(text)[-WARNINGS:]]
+    found = WARNING.findall(text)[-WARNINGS:]
+    lines = [head + (" ".join(re.findall(r"^\| (.*?) +\|$", box, re.MULTILINE)) or first) for head, box, first in found]
     lines = [line if len(line) <= LONGEST else f"{line[:LONGEST]} ..." for line in lines]
     return [re.sub(r"[\x00-\x1f\x7f-\x9f]", " ", line) for line in lines]  # they would act on the terminal
 

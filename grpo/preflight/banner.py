@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from grpo.data.files import flat_rows
+from grpo.data.files import flat_rows, renamed_columns
 from grpo.preflight.checks import Preflight
 from grpo.preflight.choices import attention_warning, choose_epsilon_high, choose_steps, choose_threads
 from grpo.preflight.hub import count_parameters
@@ -54,7 +54,10 @@ def facts(preflight_result: Preflight) -> Iterator[tuple[str, str]]:
     so_far = Pace.read(run.folder / "metrics.csv", s.TOTAL_STEPS, s.EVAL_STEPS).left(run.step) if run.checkpoint else ""
     yield "time", so_far or f"{UNKNOWN}: training.log says it with each step from there on"
     functions = ", ".join(f"{name} x {weight:g}" for name, weight in p.reward_specs)
-    yield "rewards", f"{functions}: {p.rewards[1]}"
+    yield "rewards", f"{functions}: {p.rewards[1]}" if functions else "none that can be used, see below"
+    if any(":" in name for name, _ in p.reward_specs) and (renamed := renamed_columns(p.rows)):
+        names = ", ".join(f"`{name}` goes by `csv_{name}`" for name in renamed)
+        yield "columns", f"{names} to reward functions, which get something else under that name"
     yield "scaled by", ": ".join(p.scale_rewards)
     if s.INIT_ADAPTER:
         own = f"rank {s.LORA_R}, alpha {s.LORA_ALPHA:g} on {s.LORA_TARGETS}"
