@@ -234,16 +234,13 @@ def launch(preflight_result: Preflight) -> int:
         if not ranks.rank:
             write_archive(state.folder)
         return 1
-    except RewardError as error:
-        log.info("a reward function failed", exc_info=True, extra=FILE_ONLY)
-        if not ranks.rank:
-            write_archive(state.folder)
-        log.critical("%s; when that is mended, %s", error, continuation(state.folder, vars(s)))
-        return 1
     except Exception as error:
         again = continuation(state.folder, vars(s))
         if disk := full_disk(error, state.folder):
             log.critical("no space left on the disk of %s: free some, %s", disk, again)
+        elif isinstance(error, RewardError):
+            log.info("a reward function failed", exc_info=True, extra=FILE_ONLY)
+            log.critical("%s; when its cause is fixed, %s", error, again)
         else:
             log.critical("the run failed", exc_info=True)
             log.critical("when its cause is fixed, %s", again)

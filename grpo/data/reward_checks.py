@@ -15,7 +15,16 @@ from statistics import fmean
 from typing import Any
 
 import rewards
-from grpo.data.files import Row, column_names, data_prompt, flat_rows, no_actions, reward_columns
+from grpo.data.files import (
+    PROMPT_COLUMNS,
+    RESERVED_ARGUMENTS,
+    Row,
+    column_names,
+    data_prompt,
+    flat_rows,
+    no_actions,
+    reward_columns,
+)
 from grpo.data.formats import is_dataset, read_csv_table, reader_of
 from grpo.data.prompts import ANSWER_AFTER, ANSWER_BEFORE
 from grpo.data.scoring import (
@@ -150,7 +159,7 @@ def trial_text(rows: Sequence[Row]) -> str:
     types = {name: type(value).__name__ for row in reversed(sample) for name, value in reward_columns(row).items()}
     columns = one_line(", ".join(f"{name} ({kind})" for name, kind in types.items()), 600)
     tried = f"It was tried before the run on made-up answers to {len(sample)} rows of DATA ({answers})"
-    return f"{tried}: prompts and completions were {form}; the columns are {columns}"
+    return f"{tried}: prompts and completions were {form}; the columns, by keyword as well, are {columns}"
 
 
 def tokenize(texts: Sequence[str], tokenizer: Path | None) -> tuple[list[list[int]], list[str]]:
@@ -179,7 +188,8 @@ COLUMNS_SHOWN = 5  # in the line about the first call
 def call_text(name: str, completion: Completion, value: float) -> str:
     """A line that says what a function of the user's was given for one completion, and what it returned."""
     row = completion.row
-    own = {key: cell for key, cell in reward_columns(row).items() if not key.startswith(("csv_", "reward_", "q_"))}
+    shown = (key for key in row.columns if not key.startswith(("reward_action_", "q_action_")))
+    own = {key: row.columns[key] for key in shown if key not in (*PROMPT_COLUMNS, *RESERVED_ARGUMENTS)}
     cells = {"prompts": data_prompt(row), "completions": completion.decoded} | dict(list(own.items())[:COLUMNS_SHOWN])
     arguments = ", ".join(f"{key}=[{one_line(repr(cell), 80)}]" for key, cell in cells.items())
     text = f"{name}({arguments}, ...) returned {value:g} for it"

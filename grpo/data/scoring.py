@@ -87,7 +87,8 @@ def load_reward(name: str) -> Callable[..., Sequence[float | None]]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever the user's module raises is the answer to give
-        raise ValueError(f"{name!r} cannot be loaded: {ended(error)}") from None
+        hint = f"; write {module.removesuffix('.py')}:{function}, without .py" if module.endswith(".py") else ""
+        raise ValueError(f"{name!r} cannot be loaded: {ended(error)}{hint}") from None
     if not callable(found):
         raise ValueError(f"{name!r} is no function")
     return found

@@ -26,13 +26,12 @@ from grpo.run.pace import Pace
 from grpo.settings import log
 from rewards import best_action
 
-
 BOX_WIDTH = 100  # columns at most: a wider box breaks in a usual terminal
 
 
 def banner_text(text: str) -> str:
     """A warning that is seen: a degraded run must not look like a normal one."""
-    lines = textwrap.wrap(text, BOX_WIDTH - 4) or [""]
+    lines = textwrap.wrap(text, BOX_WIDTH - 4, break_long_words=False, break_on_hyphens=False) or [""]
     width = max(map(len, lines))
     bar = "=" * (width + 4)
     return "\n".join(["", bar, *(f"| {line:<{width}} |" for line in lines), bar])
