@@ -122,7 +122,8 @@ def table(results: Mapping[str, Any], words: Sequence[str] = IN_A_RUN) -> str:
     """evaluation.json as the table that the run prints last. `words`: its title, and what base model, adapter and their
     difference are called."""
     title, *models, difference = words
-    way = "exact" if results["exact"] else f"{results['samples']} completions a prompt"
+    samples = "one completion" if results["samples"] == 1 else f"{results['samples']} completions"
+    way = "exact" if results["exact"] else f"{samples} a prompt"
     over = "prompts, of a day together" if results.get("by_day", True) else "prompts"  # earlier versions do not say
     lines = [f"{title} at temperature {results['temperature']:g}, {way}, 95% interval over {over}"]
     references = [

@@ -390,6 +390,10 @@ def test_columns_that_go_by_another_name_are_in_the_plan(tmp_path, monkeypatch):
     assert "prompt_id" not in facts["columns"]
     facts = dict(banner.facts(preflight(CLEAN | environ | {"REWARDS": "my_plan:none"}, CPU)))
     assert "columns" not in facts and facts["rewards"] == "none that can be used, see below"
+    write_csv(path, ["text"], [["Go"]])
+    facts = dict(banner.facts(preflight(CLEAN | environ | {"REWARDS": "my_plan:score"}, CPU)))
+    assert facts["data"] == "no row that can be used, see below" and "held out" not in facts
+    assert "epochs" not in facts["length"]
 
 
 def test_a_run_is_warned_of_flat_rows(tiny, tmp_path):
