@@ -35,8 +35,8 @@ RESERVED_ARGUMENTS = {
     "environments", "truncated", "raw_completions", "rendered_prompts",
 }  # fmt: skip
 PROMPT_COLUMNS = ("prompt", "user", "question")
-# Columns of common formats that hold a prompt in another form -> how datasets' `map` makes a `prompt` of it. docs/data.md
-# has these lines whole.
+# Columns of common formats that hold a prompt in another form -> how datasets' `map` makes a `prompt` of it.
+# docs/data.md has these lines whole.
 FOREIGN_PROMPTS = {
     "conversations": (
         '[{"role": {"human": "user", "gpt": "assistant"}.get(turn["from"], "system"), "content": turn["value"]} '
@@ -209,7 +209,7 @@ def prompt_column(columns: Mapping[str, Any]) -> str:
 
 
 def read_conversation(where: str, name: str, prompt: Any, problems: Problems) -> Messages:
-    """Messages of a column `name` that holds a list of them, as TRL's conversational data sets do; none after a problem."""
+    """Messages of a column `name` that holds a list of them, as TRL's data sets do; none after a problem."""
     where = f"{where}, column {name}"
     try:
         messages = tuple((message["role"], message["content"]) for message in prompt)
@@ -304,7 +304,7 @@ ROWS_NAMED = 5  # of rows with the same problem
 
 
 def merge_alike(problems: Iterable[str]) -> list[str]:
-    """Problems of one file, those that say the same of several rows once: where the first one is, and how many there are."""
+    """Problems of one file; one of several rows stands there once, with the first row and how many more there are."""
     alike: dict[str, list[str]] = {}
     for problem in problems:
         alike.setdefault(ROW_PLACE.sub("", problem, count=1), []).append(problem)

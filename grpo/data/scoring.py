@@ -49,7 +49,7 @@ def reward_specs(text: str) -> list[tuple[str, float]]:
 
 
 class RewardError(RuntimeError):
-    """A reward function raised something, or returned what are no rewards; the message says which one, what and where."""
+    """A reward function raised something, or returned what are no rewards; the message names it."""
 
 
 @contextlib.contextmanager
