@@ -255,8 +255,8 @@ def test_other_formats_are_answered_with_the_line_that_makes_a_prompt(tmp_path, 
     expected = "Add.\n\n3 and 4" if name == "instruction" else TALK
     made = eval(FOREIGN_PROMPTS[name], {"row": row})
     assert made == expected and not read_json_rows(tmp_path / "d.jsonl", prompt=made)[1]
-    docs = " ".join((ROOT / "docs" / "data.md").read_text(encoding="utf-8").split())
-    assert FOREIGN_PROMPTS[name] in docs
+    docs = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    assert "".join(FOREIGN_PROMPTS[name].split()) in "".join(docs.split())
 
 
 def test_columns_keep_their_names_but_for_trls(tmp_path):
