@@ -37,7 +37,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo.data.scoring import load_rewards
+from grpo.data.scoring import RewardError, load_rewards
 from grpo.phases import FILE_ONLY, Phase
 from grpo.plan.hub import fetch_weights
 from grpo.preflight.adapter import lora_options
@@ -246,6 +246,9 @@ def launch(preflight_result: Preflight) -> int:
         again = continuation(state.folder, vars(s))
         if disk := full_disk(error, state.folder):
             log.critical("no space left on the disk of %s: free some, %s", disk, again)
+        elif isinstance(error, RewardError):
+            log.info("a reward function failed", exc_info=True, extra=FILE_ONLY)
+            log.critical("%s; when its cause is fixed, %s", error, again)
         else:
             log.critical("the run failed", exc_info=True)
             log.critical("when its cause is fixed, %s", again)

@@ -34,7 +34,7 @@ from grpo.settings import fold
 
 # A warning, an error or a critical message of training.log: `12:07:54 W train_grpo: ...`, or in the lines below it a box
 # (`banner_text`).
-WARNING = re.compile(r"^(\d\d:\d\d:\d\d [WEC] [^\n]*?: )(?:\n=+\n\| (.*) \|$|(.*)$)", re.MULTILINE)
+WARNING = re.compile(r"^(\d\d:\d\d:\d\d [WEC] [^\n]*?: )(?:\n=+\n((?:\| .* \|\n)+)=+$|(.*)$)", re.MULTILINE)
 DONE = "complete"
 WARNINGS, LONGEST = 4, 300  # lines shown, characters of one
 CLEAR = "\x1b[H\x1b[J"
@@ -52,7 +52,10 @@ def is_running(folder: Path) -> bool:
 def read_warnings(path: Path) -> list[str]:
     """The last warnings and errors of training.log, oldest first: the first line of each, or what stands in its box."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    lines = [head + (boxed or first) for head, boxed, first in WARNING.findall(text)[-WARNINGS:]]
+    matches = WARNING.findall(text)[-WARNINGS:]
+    lines = [
+        head + (" ".join(re.findall(r"^\| (.*?) +\|$", box, re.MULTILINE)) or first) for head, box, first in matches
+    ]
     # Control characters would act on the terminal.
     return [re.sub(r"[\x00-\x1f\x7f-\x9f]", " ", line[:LONGEST]) for line in lines]
 

@@ -26,7 +26,7 @@ from trl.kernels import ChunkedLogProbFunction
 
 from grpo.data.files import Row, column_names
 from grpo.data.prompts import StepRows, sampling_seed
-from grpo.data.scoring import Completion, read_completion, score
+from grpo.data.scoring import Completion, RewardError, read_completion, score
 from grpo.learn.timer import StepTimerCallback
 from grpo.learn.together import gradients_of, run_on_rank0, sum_over_ranks, sync_stop_signal
 from grpo.model.attention import KERNELS, attention_of, hidden_states
@@ -160,6 +160,13 @@ class Trainer(GRPOTrainer):
         finish_checkpoint(checkpoint, *self.run_log.sync())
         rotate_checkpoints(self.run.folder, self.run.settings.SAVE_TOTAL_LIMIT)
 
+    def save_last_step(self) -> None:
+        """A checkpoint of the last finished step, where it has none, for a run that ends before the next step has
+        learned: weights, optimizer and logs are still those of the finished one."""
+        step = self.state.global_step
+        if step and not (self.run.folder / f"checkpoint-{step}").exists():
+            self._save_checkpoint(self.model, None)
+
     def _get_train_sampler(self, dataset: Any = None) -> StepRows:
         s = self.run.settings
         return StepRows(len(self.run.rows), s.SEED, s.TOTAL_STEPS * s.PROMPTS_PER_STEP, s.NUM_GENERATIONS)
@@ -275,7 +282,13 @@ class Trainer(GRPOTrainer):
         # Not by TRL's _prepare_inputs, which shuffles completions for steps that learn from a part of them, by torch's own
         # generator: after a rollout by vLLM that is another on every rank. Here each learns from its own prompts, whole groups.
         with Phase(f"step {self.state.global_step + 1}", first_s=LINE_S):
-            batch = self._generate_and_score_completions(inputs)
+            tokens = self.state.num_input_tokens_seen
+            try:
+                batch = self._generate_and_score_completions(inputs)
+            except RewardError:
+                self.state.num_input_tokens_seen = tokens  # those of this step come again
+                self.save_last_step()
+                raise
             self._step += 1
             started = time.perf_counter()
             loss = self.learn(model, batch)
