@@ -23,7 +23,7 @@ from typing import Any
 
 from grpo.measure.damages import DELETED, KINDS
 from grpo.measure.forks import OUTPUT, Campaign, Found, ended, run_to_end, said_in, start, start_command, tasks_done
-from grpo.run.durable import MANIFEST, half_of, read_manifest, read_sealed
+from grpo.run.durable import MANIFEST, half_of, read_sealed
 from grpo.run.folder import ADAPTER, BEST, COMPLETE, checkpoints, complete_steps
 from grpo.run.logs import METRICS
 from grpo.run.place import DELETING, zip_of
@@ -174,7 +174,7 @@ def phase(folder: Path, said: str) -> str:
 
 def is_unfinished(checkpoint: Path) -> bool:
     with contextlib.suppress(OSError, ValueError):
-        return read_manifest(checkpoint) == {}
+        return not read_sealed(checkpoint / MANIFEST)
     return True
 
 
@@ -298,8 +298,8 @@ def damage(campaign: Campaign, place: Path, number: int, found: Found) -> None:
     code = run_to_end(campaign, place, inputs(campaign, SMALL | DAMAGED[kept] | {"TOTAL_STEPS": 3}))
     said, base = said_in(place), Path(name).name
     refusal = RECORDS.get(name, (None, None))[kind == "deleted"]
-    if name in LOGS and (code == 2 or kind not in ("truncated", "one bit")):  # of these a part may be enough
-        refusal = f"{name} is not whole at step"
+    if name in LOGS and kind != "deleted":
+        refusal = f"{name} is no longer what was written until checkpoint-2"
     if refusal:
         wrong = [] if code == 2 and refusal in said else [f"ended with {code}, not refused with {refusal!r}"]
         after = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
@@ -308,13 +308,11 @@ def damage(campaign: Campaign, place: Path, number: int, found: Found) -> None:
     else:
         best = not name.startswith(BEST)
         wrong = [f"ended with {code}"] if code else faults(place, whole / f"{kept}-3" / "run", best=best)
-        if name in wrong and f"{name}: the text of rows of steps" in said:  # rows that say something else stay
+        if name in wrong and name in LOGS:  # it has the rows of the third step alone
             wrong.remove(name)
         words = rf"{re.escape(name.partition('/')[0])}: {re.escape(base)} (is|cannot)"
-        if base == MANIFEST and kind == "deleted":
-            words = "has no manifest.json"
-        elif name in LOGS:
-            words = rf"{re.escape(name)}(: | is not whole at step)"
+        if name in LOGS:
+            words = rf"{re.escape(name)} is not there: it begins again at step 3"
         elif name in RECORDS:
             gone = kind == "deleted" and base != ADAPTER  # as in a run that never had it
             words = "" if gone else rf"{re.escape(base)} (is damaged|cannot be read)"

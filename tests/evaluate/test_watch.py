@@ -22,12 +22,13 @@ from conftest import CLEAN, ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from run_folders import EVALUATION, GPU, metrics_row, write_run
+from run_folders import EVALUATION, GPU, metrics_row, write_checkpoint, write_run
 
 from grpo.evaluate.run_data import number
 from grpo.run.durable import write_text
-from grpo.run.folder import CHECKPOINT_FILES, COMPLETE, lock_run
+from grpo.run.folder import COMPLETE
 from grpo.run.logs import METRICS, banner_text
+from grpo.run.place import lock_run
 
 SCRIPT = ROOT / "scripts" / "watch.py"
 
@@ -150,9 +151,7 @@ def test_a_run_whose_process_is_gone_says_so(tmp_path):
     lock.release()
     words = "no process is running; the same command starts at step 0: no checkpoint was saved"
     assert watch.read_state(folder).said == words
-    (folder / "checkpoint-2").mkdir()
-    for name in CHECKPOINT_FILES:
-        (folder / "checkpoint-2" / name).write_text("{}")
+    write_checkpoint(folder, 2, {})
     words = "no process is running; the same command continues from step 2"
     text = drawn(watch.read_state(folder), width=120)
     assert words in text and "3/30" in text and "left" not in text

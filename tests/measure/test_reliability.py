@@ -162,10 +162,10 @@ def test_damage_must_be_told_and_a_lost_log_refused(tmp_path):
 
     assert found(COMPLETE, "zeroed", "") == found(f"best/{ADAPTER}", "deleted", "") == ["not told"]
     assert not found(COMPLETE, "zeroed", "complete.json is damaged") and not found(COMPLETE, "deleted", "")
-    assert found("metrics.csv", "one bit", "") == ["not told"]
-    assert not found("metrics.csv", "one bit", "metrics.csv: its steps were not in order")
-    refused = found("metrics.csv", "zeroed", "metrics.csv: its steps were not in order")[0]
-    assert refused.startswith("ended with 0, not refused with 'metrics.csv is not whole")
+    assert found("metrics.csv", "deleted", "") == ["not told"]
+    assert not found("metrics.csv", "deleted", "metrics.csv is not there: it begins again at step 3")
+    refused = found("metrics.csv", "zeroed", "")[0]
+    assert refused.startswith("ended with 0, not refused with 'metrics.csv is no longer what was written")
 
 
 def test_a_killed_run_is_continued_and_compared(tmp_path):
