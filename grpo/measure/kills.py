@@ -298,7 +298,9 @@ def damage(campaign: Campaign, place: Path, number: int, found: Found) -> None:
     code = run_to_end(campaign, place, inputs(campaign, SMALL | DAMAGED[kept] | {"TOTAL_STEPS": 3}))
     said, base = said_in(place), Path(name).name
     refusal = RECORDS.get(name, (None, None))[kind == "deleted"]
-    if name in LOGS and kind != "deleted":
+    if name in LOGS and kind in ("truncated", "emptied"):  # an earlier checkpoint may need no more of it
+        refusal = f"{name} is shorter than it was then" if code == 2 else None
+    elif name in LOGS and kind != "deleted":
         refusal = f"{name} is no longer what was written until checkpoint-2"
     if refusal:
         wrong = [] if code == 2 and refusal in said else [f"ended with {code}, not refused with {refusal!r}"]
@@ -308,11 +310,11 @@ def damage(campaign: Campaign, place: Path, number: int, found: Found) -> None:
     else:
         best = not name.startswith(BEST)
         wrong = [f"ended with {code}"] if code else faults(place, whole / f"{kept}-3" / "run", best=best)
-        if name in wrong and name in LOGS:  # it has the rows of the third step alone
+        if name in wrong and kind == "deleted" and name in LOGS:  # it has the rows of the third step alone
             wrong.remove(name)
         words = rf"{re.escape(name.partition('/')[0])}: {re.escape(base)} (is|cannot)"
         if name in LOGS:
-            words = rf"{re.escape(name)} is not there: it begins again at step 3"
+            words = rf"{re.escape(name)} is (not there: it begins again at step 3|shorter than it was then)"
         elif name in RECORDS:
             gone = kind == "deleted" and base != ADAPTER  # as in a run that never had it
             words = "" if gone else rf"{re.escape(base)} (is damaged|cannot be read)"

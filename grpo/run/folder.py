@@ -106,7 +106,13 @@ def broken(path: Path, step: int) -> str | None:
     if fault := damage(path):
         return fault
     saved = read_json(path / "trainer_state.json", empty=(OSError, ValueError)).get("global_step")
-    return None if saved == step else f"its trainer_state.json is of step {saved}"
+    if saved != step:
+        return f"its trainer_state.json is of step {saved}"
+    for name, (size, _) in read_sealed(path / MANIFEST)["ends"].items():
+        log_path = path.parent / name
+        if log_path.is_file() and log_path.stat().st_size < size:  # as in a copy that was made while the run wrote
+            return f"{name} is shorter than it was then (a copy of it, or moving it away, mends that)"
+    return None
 
 
 def find_checkpoint(folder: Path) -> tuple[int, Path | None, list[str]]:
@@ -272,7 +278,7 @@ def check_logs(folder: Path, step: int, checkpoint: Path, where: str, problems: 
         if not path.exists():
             notes.append(f"{name} is not there: it begins again at step {step + 1}")
         elif not begins_with(path, end):
-            fault = f"{name} is no longer what was written until {checkpoint.name}: it was edited, cut off or damaged"
+            fault = f"{name} is no longer what was written until {checkpoint.name}: it was edited or damaged"
             fix = f"Put the one of {copies(folder)} in its place, move it away to go on without its rows"
             problems.add(where, fault, f"{fix}, set OVERWRITE=1 to start again, or {OTHER}")
         elif fault := check_columns(path):
