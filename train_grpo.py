@@ -96,8 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check_and_run(ranks: Ranks, only_check: bool) -> int:
-    """Locks OUTPUT_DIR, so that nothing changes there any more, checks, and where no process found a problem, runs. Returns
-    the exit code; a start that is refused leaves nothing behind, not even the lock file."""
+    """Locks OUTPUT_DIR, so that no other run changes it, then checks, and where no process has a problem, runs. Returns
+    the exit code. A start that is refused leaves nothing behind, not even the lock file."""
     lock, problem, code = None, place_problem(), 2
     if not (problem or only_check or ranks.rank):
         lock, problem = lock_output_dir(os.environ)

@@ -119,7 +119,7 @@ UNSUPPORTED = {
     ),
     "importance ratios have an upper limit only, IS_CLIP_MAX": "VLLM_IMPORTANCE_SAMPLING_CLIP_MIN",
     "there is one optimizer step a rollout": "NUM_ITERATIONS PPO_EPOCHS PPO_MINI_BATCH_SIZE",
-    "it was removed, the same command always continues from the last checkpoint, and OVERWRITE=1 starts again": "RESUME",
+    "it was removed, the same command always continues the run, and OVERWRITE=1 starts again": "RESUME",
     "it was removed, the loss is Liger's for every LOSS_TYPE, luspo included": "LOSS_IMPL",
     "the loss is that of LOSS_TYPE with TRL's defaults": (
         "DELTA SAPO_TEMPERATURE_NEG SAPO_TEMPERATURE_POS VESPO_K_POS VESPO_LAMBDA_POS VESPO_K_NEG VESPO_LAMBDA_NEG "

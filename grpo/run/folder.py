@@ -165,7 +165,7 @@ def unresumable(folder: Path, step: int) -> str | None:
 
 
 def check_place(settings: Settings, problems: Problems) -> bool:
-    """OUTPUT_DIR can be made or written to, and so can the lock and the zip beside it. Returns whether a run can lie there."""
+    """Checks that OUTPUT_DIR, and the lock and the zip beside it, can be written. Returns whether a run can lie there."""
     folder, where = run_folder(settings), f"OUTPUT_DIR={settings.OUTPUT_DIR}"
     parent = existing_parent(folder)
     if not settings.OUTPUT_DIR.strip() or not parent.is_dir():
@@ -182,10 +182,12 @@ def check_place(settings: Settings, problems: Problems) -> bool:
 
 
 def lock_output_dir(environ: Mapping[str, str]) -> tuple[RunLock | None, str | None]:
-    """(the lock of OUTPUT_DIR, why it cannot be had). Both None where the settings or the packages cannot be used: then the
-    checks refuse the start, with every problem at once."""
+    """The lock of OUTPUT_DIR, or why it cannot be had. Both are None where settings or packages cannot be used: then
+    the checks refuse the start, with every problem at once."""
     settings, _, problems = load_settings(environ)
-    if problems or not check_place(settings, problems) or problems:
+    if not problems:
+        check_place(settings, problems)
+    if problems:
         return None, None
     folder, reason = run_folder(settings), "another process is writing there. Wait for it"
     try:
@@ -252,8 +254,8 @@ def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> 
 
 
 def damage_notes(folder: Path, step: int, faults: Sequence[str]) -> list[str]:
-    """What is damaged in the run in `folder` that goes on all the same, from `step`: `faults` of later checkpoints, best/
-    and records."""
+    """What is damaged in a run that goes on all the same, from `step`: later checkpoints with their `faults`, best/ and
+    records."""
     notes = []
     if faults:
         goes_on = f"continues from step {step}" if step else "starts at step 0"
@@ -270,8 +272,8 @@ def damage_notes(folder: Path, step: int, faults: Sequence[str]) -> list[str]:
 
 
 def check_logs(folder: Path, step: int, checkpoint: Path, where: str, problems: Problems) -> list[str]:
-    """Each log begins with the bytes that it held when the checkpoint was made, and has the columns of today. Returns what
-    is said of a log that is not there: its owner may have moved it away to go on without it."""
+    """Adds a problem where a log does not begin with the bytes that it held when the checkpoint was made, or has other
+    columns than today. Returns a note on each log that is missing: its owner may have moved it away to go on."""
     notes = []
     for name, end in read_sealed(checkpoint / MANIFEST)["ends"].items():
         path = folder / name

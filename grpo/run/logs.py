@@ -109,8 +109,8 @@ def read_header(path: Path) -> list[str]:
 
 
 def check_columns(path: Path) -> str | None:
-    """How the columns of an existing log differ from those that this version writes, in words; None where they do not. Any
-    function of REWARDS may have one."""
+    """How the columns of an existing log differ from those that this version writes, in words; None where they do not.
+    Those of reward functions and LOG_PROMPTS are not compared: the settings say which there are."""
     known = {"metrics.csv": list(METRICS), "completions.csv": list(COMPLETIONS)}[path.name]
     header = [name for name in read_header(path) if name != PROMPT and not name.startswith(function_column(""))]
     if header == known:
@@ -120,8 +120,8 @@ def check_columns(path: Path) -> str | None:
 
 
 class CsvLog:
-    """A CSV that grows row by row; each row is flushed, so that a killed run keeps what it had. Raises ValueError where the
-    file is there with other columns."""
+    """A CSV that grows row by row; each row is flushed, so that a killed run keeps what it had. Raises ValueError where
+    the file is there with other columns."""
 
     def __init__(self, path: Path, columns: Iterable[str]):
         self.columns = list(columns)

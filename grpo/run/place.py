@@ -75,12 +75,12 @@ class RunLock:
 
 
 def lock_run(folder: Path) -> RunLock | None:
-    """The lock of OUTPUT_DIR, held until this process ends; None where another process holds it. Raises OSError where it
-    cannot be made; filelock follows no link."""
+    """The lock of OUTPUT_DIR, held until this process ends; None where another process holds it. Raises OSError where
+    it cannot be made; filelock follows no link."""
     from filelock import FileLock, Timeout  # late: where packages are missing, the preflight is to say so
 
     path = lock_of(folder)
-    made = [place for place in (path, *path.parents) if not place.exists()]
+    made = [place for place in (path, *path.parents) if not os.path.lexists(place)]
     lock = RunLock(FileLock(path, blocking=False), made)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -136,6 +136,7 @@ def test_reader_waits_for_the_run(tmp_path):
     assert "no column `step`" in watch.read_state(folder).said
     (folder / "settings.json").write_text('{"settings": {"TOTAL')
     assert watch.read_state(folder).total is None
+    (folder / "metrics.csv").unlink()
     write_run(folder, [metrics_row(20)])
     for steps, complete in ((20, False), (30, True)):  # a part of the run that was resumed with TOTAL_STEPS=30
         (folder / COMPLETE).write_text(json.dumps({"steps": steps}))

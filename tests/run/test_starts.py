@@ -22,10 +22,10 @@ from grpo.settings import ROOT
 
 @pytest.fixture
 def start(monkeypatch, tmp_path, tiny, quiet):
-    """Starts a run in tmp_path/run: (exit code, the run's state as `launch` gets it, None where it gets none). `before` is
-    called before the lock is taken, `meanwhile` before the checks."""
+    """Starts a run in tmp_path/run: (exit code, the run's state as `launch` gets it, None where it gets none).
+    `before` is called before the lock is taken, `meanwhile` before the checks."""
 
-    def start_once(before=lambda: None, meanwhile=lambda: None, **settings):
+    def start_once(before=lambda: None, meanwhile=lambda: None, arguments=(), **settings):
         launched = []
         with monkeypatch.context() as patch:
             for name, value in environment(tmp_path / "run", **settings).items():
@@ -33,34 +33,33 @@ def start(monkeypatch, tmp_path, tiny, quiet):
             patch.setattr(folder, "lock_run", lambda path: [before(), lock_run(path)][1])
             patch.setattr(train_grpo, "preflight", lambda *given: [meanwhile(), preflight(*given)][1])
             patch.setattr(train_grpo, "launch", lambda result: launched.append(result.run) or 0)
-            code = train_grpo.main([])
+            code = train_grpo.main(arguments)
         return code, launched[0] if launched else None
 
     return start_once
 
 
-def test_the_checks_see_what_another_run_left_before_the_lock_and_no_other_starts_then(start, tmp_path, capfd):
-    settings, path = {"TOTAL_STEPS": 8, "DATA": "data/tes_heldout_compact.csv"}, tmp_path / "run"
-    locks = []
+def test_a_start_locks_first_and_then_checks_what_is_there(start, monkeypatch, tmp_path, capfd):
+    path, locks = tmp_path / "run", []
 
-    def other():
-        """Another process has the same settings, and ends after two steps."""
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in environment(path, **settings).items():
+    def run_of_two_steps():
+        """Another process had the same settings and the lock."""
+        with monkeypatch.context() as patch:
+            for name, value in environment(path).items():
                 patch.setenv(name, value)
             result = preflight(os.environ)
         prepare_run(result.run, result.settings, run_records(result))
         write_steps(path, [1, 2], 12, saved=[2])
-        assert not result.problems
 
-    code, state = start(other, lambda: locks.append(lock_run(path)), **settings)
+    code, state = start(run_of_two_steps, lambda: locks.append(lock_run(path)))
     assert (code, state.step) == (0, 2), "not from step 0 over what is there"
-    assert locks == [None], "nobody writes there while the checks read it"
+    assert locks == [None], "nobody else writes there while the checks read it"
     lock = lock_run(path)
-    assert start(**settings) == (2, None) and "another process is writing there" in capfd.readouterr().err
+    assert start() == (2, None) and "another process is writing there" in capfd.readouterr().err
+    assert start(arguments=["--check"])[0] == 0, "which writes nothing"
     lock.release()
     (path / "notes.txt").touch()
-    code, state = start(OVERWRITE=1, **settings)
+    code, state = start(OVERWRITE=1)
     assert code == 0 and state.exists
     assert "DELETES the run that is there (OVERWRITE=1), and what no run wrote: notes.txt\n" in capfd.readouterr().out
 
