@@ -48,12 +48,12 @@ from grpo.preflight.choices import choose_epsilon_high
 from grpo.run.archive import write_zip
 from grpo.run.best import recover_best
 from grpo.run.ending import LastWords, end_quietly, write_end
-from grpo.run.folder import continuation, full_disk, inspect_run, lock_run, mark_complete, prepare_run, run_folder
+from grpo.run.folder import continuation, full_disk, lock_output_dir, mark_complete, prepare_run, run_folder
 from grpo.run.logs import start_logging
 from grpo.run.place import EXIT
 from grpo.run.ranks import RankLost, Ranks
 from grpo.run.signals import StopRequest, ignore_signals
-from grpo.settings import Problems, Settings, described, flag_answers, help_text, listed, log
+from grpo.settings import Settings, described, flag_answers, help_text, listed, log
 
 if TYPE_CHECKING:
     from grpo.evaluate.progress import Progress
@@ -102,18 +102,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check_and_run(ranks: Ranks, only_check: bool) -> int:
-    """The preflight of this process, and where no process found a problem, the run. Returns the exit code."""
-    place = ranks.share(place_problem())
-    if any(place):
-        return fail(list(filter(None, place))[:1])
-    preflight_result = merge_rank_problems(preflight(os.environ, None, ranks))
-    print(banner(preflight_result, every_setting=only_check))
-    if preflight_result.problems:
-        return fail(preflight_result.problems)
-    if only_check:
-        print("\nEvery check passed. Nothing was started.")
-        return 0
-    return launch_all(preflight_result) if ranks.rank else run(preflight_result)
+    """Locks OUTPUT_DIR, so that no other run changes it, then checks, and where no process has a problem, runs. Returns
+    the exit code. A start that is refused leaves nothing behind, not even the lock file."""
+    lock, problem, code = None, place_problem(), 2
+    if not (problem or only_check or ranks.rank):
+        lock, problem = lock_output_dir(os.environ)
+    try:
+        if problems := list(filter(None, ranks.share(problem))):
+            return fail(problems[:1])
+        preflight_result = merge_rank_problems(preflight(os.environ, None, ranks))
+        print(banner(preflight_result, every_setting=only_check))
+        if preflight_result.problems:
+            return fail(preflight_result.problems)
+        if only_check:
+            print("\nEvery check passed. Nothing was started.")
+            return 0
+        code = launch_all(preflight_result)
+        return code
+    finally:
+        if lock:
+            lock.release(remove=code == 2)
 
 
 def fail(problems: Sequence[str]) -> int:
@@ -123,38 +131,6 @@ def fail(problems: Sequence[str]) -> int:
     end = "Nothing was started and nothing was changed."
     print(f"\n{plural} to fix before the run can start:\n\n{listing}\n\n{end}", file=sys.stderr)
     return 2
-
-
-def run(preflight_result: Preflight) -> int:
-    """Everything from here on may take time, memory and a GPU. Returns the exit code."""
-    folder, where = preflight_result.run.folder, f"OUTPUT_DIR={preflight_result.settings.OUTPUT_DIR}"
-    try:
-        lock = lock_run(folder)
-    except OSError as error:
-        reason = f"no space left on the disk of {disk}" if (disk := full_disk(error, folder)) else error
-        return fail([f"{where}: its lock cannot be taken ({reason}). Mend that, or choose another one"])
-    if lock is None:
-        return fail([f"{where}: another process is writing there. Wait for it, or choose another one"])
-    try:
-        if has_changed(preflight_result):
-            if preflight_result.settings.OVERWRITE:
-                what = "another process wrote there during the checks, and OVERWRITE=1 would delete that"
-                return fail([f"{where}: {what}. Look at it, then start again"])
-            print("\nOUTPUT_DIR has changed during the checks; checking again\n")
-            preflight_result = preflight(os.environ, None, preflight_result.ranks)
-            print(banner(preflight_result))
-            if preflight_result.problems:
-                return fail(preflight_result.problems)
-        return launch_all(preflight_result)
-    finally:
-        lock.release()
-
-
-def has_changed(preflight_result: Preflight) -> bool:
-    """Whether OUTPUT_DIR, which is locked now, holds something else than when it was checked: another run may have ended."""
-    problems = Problems()
-    now = inspect_run(preflight_result.settings, preflight_result.rows, problems)
-    return bool(problems) or now != preflight_result.run
 
 
 def launch_all(preflight_result: Preflight) -> int:

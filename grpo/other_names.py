@@ -64,7 +64,7 @@ INSTEAD = {
     ),
     "set EXPERTS=bf16, the default": "FULL_PRECISION",
     "set ATTN_IMPL=auto, the default": "FLASH_ATTENTION",
-    "set RESUME=auto, the default: the same command continues from the last checkpoint in OUTPUT_DIR": (
+    "leave it out: the same command continues from the last checkpoint in OUTPUT_DIR": (
         "RESUME_FROM_CHECKPOINT RESUME_FROM RESUME_MODE IGNORE_DATA_SKIP RESTORE_CALLBACK_STATES_FROM_CHECKPOINT"
     ),
     "set OVERWRITE=1, which deletes the run that is there": "OVERWRITE_OUTPUT_DIR",
@@ -119,6 +119,7 @@ UNSUPPORTED = {
     ),
     "importance ratios have an upper limit only, IS_CLIP_MAX": "VLLM_IMPORTANCE_SAMPLING_CLIP_MIN",
     "there is one optimizer step a rollout": "NUM_ITERATIONS PPO_EPOCHS PPO_MINI_BATCH_SIZE",
+    "it was removed, the same command always continues the run, and OVERWRITE=1 starts again": "RESUME",
     "it was removed, the loss is Liger's for every LOSS_TYPE, luspo included": "LOSS_IMPL",
     "the loss is that of LOSS_TYPE with TRL's defaults": (
         "DELTA SAPO_TEMPERATURE_NEG SAPO_TEMPERATURE_POS VESPO_K_POS VESPO_LAMBDA_POS VESPO_K_NEG VESPO_LAMBDA_NEG "

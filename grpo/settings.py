@@ -105,10 +105,9 @@ class Settings:
     SEED: int = setting("Learner", 42, "", "Seed of prompt order, adapter initialization and sampling.", low=0, high=2**31 - 1)
 
     OUTPUT_DIR: str = setting("Output", "runs/gpt-oss-20b", "", "Folder of the run; OUTPUT_DIR.zip is written beside it.", tiny="runs/tiny", resume=True, room=16)
-    LOG_PROMPTS: bool = setting("Output", False, "", "Write each prompt into completions.csv, beside its completion.", resume=True)
+    LOG_PROMPTS: bool = setting("Output", False, "", "Write each prompt into completions.csv, beside its completion.")
     SAVE_STEPS: int = setting("Output", 10, "steps", "Steps between checkpoints.", tiny=50, low=1, resume=True)
     SAVE_TOTAL_LIMIT: int = setting("Output", 3, "checkpoints", "Checkpoints that are kept.", low=1, resume=True)
-    RESUME: str = setting("Output", "auto", "", "`auto` continues an interrupted run in OUTPUT_DIR from its last checkpoint; `never` refuses to.", choices=("auto", "never"), resume=True)
     OVERWRITE: bool = setting("Output", False, "", "Delete the run that is in OUTPUT_DIR and start again.", resume=True)
     REPORT_TO: str = setting("Output", "none", "", "Trackers of the Trainer, separated by commas: none, wandb, tensorboard, trackio.", resume=True)
     ALLOW_UNTESTED: bool = setting("Output", False, "", "Go on with package versions outside the tested range.", resume=True)

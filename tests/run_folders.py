@@ -3,10 +3,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from grpo.data.files import Row, data_fingerprint
+from grpo.run.durable import begin_checkpoint, finish_checkpoint
+from grpo.run.folder import RunState, inspect_run
 from grpo.run.logs import COMPLETIONS, METRICS, CsvLog
+from grpo.run.place import ADAPTER
+from grpo.settings import Problems, Settings
+
+ROW = Row("d.csv", 1, (("user", "x"),), (0.0, 1.0), {})
+PER_STEP = 96  # completions of a step with default settings
 
 EVAL = {"reward": 0.4, "reward_low": 0.37, "reward_high": 0.43, "regret": 0.3, "regret_low": 0.27, "regret_high": 0.33, "parse_rate": 0.99, "parse_rate_low": 0.98, "parse_rate_high": 1.0, "best_action_rate": 0.5, "clipped_ratio": 0.01, "tokens_mean": 7.0, "tokens_max": 12, "action_counts": [5, 2, 2, 1], "unparsed": 1}  # fmt: skip
 
@@ -35,3 +45,43 @@ def write_run(folder: Path, metrics: list[dict], completions: list[dict] | None 
     for name, content in ({"settings": record} | files).items():
         (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
     return folder
+
+
+def write_checkpoint(folder: Path, step: int, ends: Mapping[str, tuple[int, str]]) -> Path:
+    """A checkpoint of a few bytes, which the run in `folder` can be continued from by its manifest."""
+    checkpoint = folder / f"checkpoint-{step}"
+    begin_checkpoint(checkpoint)
+    (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    for name in (ADAPTER, "optimizer.pt", "scheduler.pt"):
+        (checkpoint / name).write_text(f"{name} of step {step}")
+    finish_checkpoint(checkpoint, ends)
+    return checkpoint
+
+
+def write_steps(folder: Path, steps: Iterable[int], per_step: int, saved: Iterable[int]) -> None:
+    """Rows of these steps in both logs, `per_step` completions each, and a checkpoint after those that are `saved`."""
+    metrics, completions = CsvLog(folder / "metrics.csv", METRICS), CsvLog(folder / "completions.csv", COMPLETIONS)
+    for step in steps:
+        metrics.write([metrics_row(step)])
+        completions.write([dict.fromkeys(COMPLETIONS, "x") | {"step": step, "reward": 0.5} for _ in range(per_step)])
+        if step in saved:
+            write_checkpoint(folder, step, {"metrics.csv": metrics.end, "completions.csv": completions.end})
+
+
+def run_dir(tmp_path: Path, **changes: object) -> tuple[Settings, Path]:
+    """A folder as a killed run leaves it: checkpoints of steps 2 and 4, one cut off at step 6, logs up to step 5."""
+    settings = dataclasses.replace(Settings(OUTPUT_DIR=str(tmp_path / "run"), TOTAL_STEPS=8), **changes)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    record = {"settings": dataclasses.asdict(settings), "data_sha256": data_fingerprint([ROW])}
+    (folder / "settings.json").write_text(json.dumps(record))
+    write_steps(folder, range(1, 6), PER_STEP, saved=(2, 4))
+    begin_checkpoint(folder / "checkpoint-6")
+    (folder / "checkpoint-6" / "optimizer.pt").write_text("{}")
+    return settings, folder
+
+
+def inspect(settings: Settings, rows: Sequence[Row] = (ROW,), **changes: object) -> tuple[RunState, Problems]:
+    """What `inspect_run` makes of OUTPUT_DIR with changed settings."""
+    problems = Problems()
+    return inspect_run(dataclasses.replace(settings, **changes), rows, problems), problems

@@ -280,7 +280,7 @@ def test_unknown_options_are_refused():
 
 
 ANSWERED = [
-    ("--resume-from-checkpoint latest", "set RESUME=auto, the default"), ("--quantization 4bit", "set EXPERTS=mxfp4"),
+    ("--resume-from-checkpoint latest", "leave it out: the same command continues"), ("--quantization 4bit", "set EXPERTS=mxfp4"),
     ("--attn-implementation eager", "set ATTN_IMPL=eager"), ("--num-generations 8", "set NUM_GENERATIONS=8"),
     ("--num_generations=8", "set NUM_GENERATIONS=8"), ("--invalid-penalty -0.5", "set INVALID_REWARD=-0.5"),
     ("--use-vllm", "set USE_VLLM=1"), ("--no-mask-truncated-completions", "set MASK_TRUNCATED=0"), ("--data-dir days", "set DATA='days/*.csv'"),
@@ -315,7 +315,12 @@ def test_every_answer_to_a_flag_names_settings_and_values_that_are_accepted():
     assert done.returncode == 2 and not done.stdout and all(f"\n  {answer}" in done.stderr for answer in answers)
 
 
-GONE = [("LOSS_IMPL", "trl", "luspo"), ("ATTN_IMPL", "flex_attention", "torch_flash")]
+GONE = [
+    ("LOSS_IMPL", "trl", "luspo"),
+    ("RESUME", "auto", "always continues"),
+    ("RESUME", "never", "OVERWRITE=1"),
+    ("ATTN_IMPL", "flex_attention", "torch_flash"),
+]
 
 
 @pytest.mark.parametrize(("variable", "text", "words"), GONE)

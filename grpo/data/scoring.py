@@ -23,10 +23,6 @@ from grpo.data.files import Row, data_prompt, reward_columns
 from grpo.data.prompts import ANSWER_AFTER
 from grpo.settings import MOST_REWARD, MOST_WEIGHT, Settings, described, listed, nearest, one_line, read_number
 
-# What reward functions are given, counted up where that changes: a run with functions of the user's own is not
-# continued with another. 2: prompts and completions are TRL's, the text with Harmony's tokens has a column of its own.
-REWARD_INTERFACE = 2
-
 
 def reward_specs(text: str) -> list[tuple[str, float]]:
     """(name, weight) of each reward function in `REWARDS`; raises ValueError for what is not `name` or `name=weight`."""

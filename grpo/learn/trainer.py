@@ -157,7 +157,7 @@ class Trainer(GRPOTrainer):
         checkpoint = self.run.folder / f"checkpoint-{self.state.global_step}"
         begin_checkpoint(checkpoint)
         super()._save_checkpoint(model, trial)
-        finish_checkpoint(checkpoint, *self.run_log.sync())
+        finish_checkpoint(checkpoint, self.run_log.sync())
         rotate_checkpoints(self.run.folder, self.run.settings.SAVE_TOTAL_LIMIT)
 
     def save_last_step(self) -> None:

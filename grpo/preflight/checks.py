@@ -17,7 +17,6 @@ from grpo.data.files import Row, data_fingerprint
 from grpo.data.heldout import read_split
 from grpo.data.prompts import render_rows
 from grpo.data.reward_checks import check_heldout, check_rewards
-from grpo.data.scoring import REWARD_INTERFACE
 from grpo.plan import hub
 from grpo.plan.hub import ModelFiles
 from grpo.plan.machine import (
@@ -336,9 +335,7 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks:
         plan = shapes.plan(settings)
         if run.checkpoint:
             plan = keep_choices(settings, rollouts, plan, run, problems)
-            # Runs that do not say began before data/tiny was there, with a tiny model of their own.
-            began = run.choices.get("model", "made on the spot" if settings.MODEL_ID == "tiny" else None)
-            if began not in (None, hub.config_digest(files.config)):
+            if run.choices.get("model") not in (None, hub.config_digest(files.config)):
                 what = f"the run in {run.folder} began with another model of that name (its config.json differs)"
                 problems.add(f"MODEL_ID={settings.MODEL_ID}", what, "Choose another OUTPUT_DIR, or set OVERWRITE=1")
         check_memory(settings, shapes, problems, run.checkpoint is not None)
@@ -376,7 +373,6 @@ def run_records(preflight_result: Preflight) -> dict[str, dict[str, Any]]:
         "model": hub.config_digest(p.files.config) if p.files else None,
         "init_adapter": p.init_adapter,
         "heldout": [len(p.eval_rows), p.heldout_reason],
-        "reward_interface": REWARD_INTERFACE,
     }
     settings_json = {
         "settings": dataclasses.asdict(settings),

@@ -18,6 +18,7 @@ from typing import Any
 from grpo.settings import Problems, log
 
 MANIFEST = "manifest.json"  # of a checkpoint: its last file
+EARLIER = "runs of versions that did not write it are finished by commit 7add771"
 SEAL = "sha256"  # key of a JSON record: the checksum of all its others
 
 
@@ -131,7 +132,7 @@ def write_sealed(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def read_sealed(path: Path) -> dict[str, Any]:
-    """A JSON object, without its checksum. One that has none, as earlier versions wrote it, is taken as it is.
+    """A JSON object, without its checksum. One that has none is taken as it is: who edits a record deletes that line.
 
     Raises OSError where it cannot be read, ValueError where it does not say what was written.
     """
@@ -162,14 +163,14 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def matches(path: Path, end: Sequence[Any]) -> bool:
-    """Whether a log still begins with what it held when a checkpoint was made, by that one's `ends`: (bytes, SHA-256)."""
-    (size, expected), digest = end, hashlib.sha256()
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-        while some := file.read(min(size, 2**20)):
-            digest.update(some)
-            size -= len(some)
-    return not size and digest.hexdigest() == expected
+def begins_with(path: Path, end: Sequence[Any]) -> bool:
+    """Whether a log still begins with what it held when a checkpoint was made: `end` is (bytes, SHA-256)."""
+    (left, expected), digest = end, hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(min(left, 2**20)):
+            digest.update(block)
+            left -= len(block)
+    return not left and digest.hexdigest() == expected
 
 
 def begin_checkpoint(checkpoint: Path) -> None:
@@ -179,49 +180,30 @@ def begin_checkpoint(checkpoint: Path) -> None:
     sync(checkpoint)
 
 
-def finish_checkpoint(
-    checkpoint: Path, logs: Mapping[str, Sequence[str]], ends: Mapping[str, Sequence[Any]] | None = None
-) -> None:
-    """Write a checkpoint's manifest: the SHA-256 of each file by its name, and of each log its header (`logs`) and how many
-    bytes it holds with their SHA-256 (`ends`). What it speaks of is on the disk before it is."""
+def finish_checkpoint(checkpoint: Path, ends: Mapping[str, Sequence[Any]]) -> None:
+    """Write a checkpoint's manifest: the SHA-256 of each file by its name, and how many bytes each log holds with their
+    SHA-256 (`ends`). Everything that the manifest names is on the disk before the manifest is."""
     paths = [path for path in sync_files(checkpoint) if path.name != MANIFEST]
     files = {str(path.relative_to(checkpoint)): file_sha256(path) for path in paths}
-    record = {"files": files, "logs": {name: list(header) for name, header in logs.items()}, "ends": dict(ends or {})}
-    write_sealed(checkpoint / MANIFEST, record)
+    write_sealed(checkpoint / MANIFEST, {"files": files, "ends": dict(ends)})
     sync(checkpoint)
     sync(checkpoint.parent)
 
 
-def forget_end(log_path: Path) -> None:
-    """Before a log is written again: the checkpoints no longer say what bytes it began with. The next one does."""
-    for path in log_path.parent.glob(f"checkpoint-*/{MANIFEST}"):
-        with contextlib.suppress(OSError, ValueError):
-            record = read_sealed(path)
-            if record.get("ends", {}).pop(log_path.name, None):
-                write_sealed(path, record)
-
-
-def read_manifest(checkpoint: Path) -> dict[str, Any] | None:
-    """The manifest of a checkpoint; None where there is none, as earlier versions wrote none. Raises as `read_sealed`."""
-    try:
-        return read_sealed(checkpoint / MANIFEST)
-    except FileNotFoundError:
-        return None
-
-
 def damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint's files by its manifest, in words; None where all are as they were written, and where
-    it has no manifest."""
+    """What is wrong with a checkpoint's files by its manifest, in words; None where all are as they were written."""
     name = MANIFEST
     try:
-        record = read_manifest(checkpoint)
-        if record == {}:
+        record = read_sealed(checkpoint / MANIFEST)
+        if not record:
             return "it was cut off while it was written"
-        for name, expected in record["files"].items() if record else ():
+        for name, expected in record["files"].items():
             if file_sha256(checkpoint / name) != expected:
                 return f"{name} is damaged"
+        if not isinstance(record.get("ends"), dict):
+            return f"{MANIFEST} does not say how long the logs were ({EARLIER})"
     except FileNotFoundError:
-        return f"{name} is missing"
+        return f"{name} is missing" + (f" ({EARLIER})" if name == MANIFEST else "")
     except (OSError, ValueError, KeyError) as error:
         return f"{name} cannot be read ({error})"
     return None

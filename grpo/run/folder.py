@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import json
 import os
 import shlex
 import shutil
@@ -15,13 +14,21 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from grpo.data.files import Row, data_fingerprint, find_files
-from grpo.data.scoring import REWARD_INTERFACE
 from grpo.run.best import best_fault
-from grpo.run.durable import damage, file_sha256, matches, read_manifest, read_sealed, sync_files, write_sealed
-from grpo.run.log_rows import LogRows, read_log
+from grpo.run.durable import (
+    MANIFEST,
+    begins_with,
+    damage,
+    file_sha256,
+    read_json,
+    read_sealed,
+    sync_files,
+    write_sealed,
+)
+from grpo.run.logs import check_columns
 from grpo.run.place import (
     ADAPTER,
     BEST,
@@ -31,19 +38,17 @@ from grpo.run.place import (
     NO_RUN,
     OTHER,
     SETTINGS,
+    RunLock,
     check_neighbours,
     check_own,
     delete_run,
     foreign_files,
-    last_change,
     lock_of,
+    lock_run,
     unused,
     zip_of,
 )
-from grpo.settings import MAY_CHANGE, Problems, Settings, show
-
-if TYPE_CHECKING:
-    from filelock import FileLock
+from grpo.settings import MAY_CHANGE, Problems, Settings, load_settings, show
 
 
 def existing_parent(path: Path) -> Path:
@@ -61,7 +66,7 @@ RECORDS = {
     "closed_loop.json": AGAIN,
     COMPLETE: "the run has as many steps as its last checkpoint",
 }
-CHECKPOINT_FILES = ("trainer_state.json", ADAPTER, "optimizer.pt", "scheduler.pt")
+LOGS = ("metrics.csv", "completions.csv")
 
 
 @dataclass(frozen=True)
@@ -74,8 +79,7 @@ class RunState:
     exists: bool = False
     choices: dict[str, Any] = field(default_factory=dict)
     foreign: tuple[str, ...] = ()  # what OVERWRITE=1 deletes although no run writes anything of that name
-    changed: int = 0  # with OVERWRITE=1: when the folder last did (ns), see `last_change`
-    notes: tuple[str, ...] = ()  # what was found damaged, and what becomes of it
+    notes: tuple[str, ...] = ()  # what is damaged, and what becomes of it
 
 
 def run_folder(settings: Settings) -> Path:
@@ -91,39 +95,35 @@ def checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 def was_written(path: Path) -> bool:
     """Whether a checkpoint was written to its end, damaged since or not, and still holds its adapter."""
-    try:
-        manifest = read_manifest(path)
-    except (OSError, ValueError):  # damaged, so it was there: its state may be damaged as well
-        return (path / ADAPTER).is_file()
-    with contextlib.suppress(ValueError, OSError, RecursionError):
-        if manifest is None:  # trainer_state.json was the end
-            json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
-        return manifest != {} and (path / ADAPTER).is_file()
-    return False
+    cut_off = False
+    with contextlib.suppress(OSError, ValueError):  # a manifest that is damaged was written
+        cut_off = not read_sealed(path / MANIFEST)
+    return not cut_off and (path / ADAPTER).is_file()
 
 
 def broken(path: Path, step: int) -> str | None:
     """Why the run cannot be continued from a checkpoint, in words; None where it can."""
-    lost = [name for name in CHECKPOINT_FILES if not (path / name).is_file()]
-    if fault := damage(path) or (f"{lost[0]} is missing" if lost else None):
+    if fault := damage(path):
         return fault
-    try:
-        found = json.loads((path / "trainer_state.json").read_text(encoding="utf-8")).get("global_step", step)
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return "trainer_state.json is damaged"
-    return None if found == step else f"its trainer_state.json is of step {found}"
+    saved = read_json(path / "trainer_state.json", empty=(OSError, ValueError)).get("global_step")
+    if saved != step:
+        return f"its trainer_state.json is of step {saved}"
+    for name, (size, _) in read_sealed(path / MANIFEST)["ends"].items():
+        log_path = path.parent / name
+        if log_path.is_file() and log_path.stat().st_size < size:  # as in a copy that was made while the run wrote
+            return f"{name} is shorter than it was then (a copy of it, or moving it away, mends that)"
+    return None
 
 
-def find_checkpoint(folder: Path, most: int | None = None) -> tuple[int, Path | None, list[str]]:
-    """Step and folder of the last checkpoint that can be continued, not after step `most`, 0 and None without one; and what
-    is wrong with each that is later."""
+def find_checkpoint(folder: Path) -> tuple[int, Path | None, list[str]]:
+    """Step and folder of the last checkpoint that can be continued, 0 and None without one; and what is wrong with each
+    later one."""
     faults = []
     for step, path in reversed(checkpoints(folder)):
-        if most is None or step <= most:
-            fault = broken(path, step)
-            if not fault:
-                return step, path, faults
-            faults.append(f"{path.name}: {fault}")
+        fault = broken(path, step)
+        if not fault:
+            return step, path, faults
+        faults.append(f"{path.name}: {fault}")
     return 0, None, faults
 
 
@@ -145,32 +145,6 @@ def rotate_checkpoints(folder: Path, limit: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def read_logs(folder: Path, step: int, checkpoint: Path | None, completions: int | None) -> dict[str, LogRows]:
-    """The logs of the run in `folder` by their names, read for going on after `step` from its checkpoint: metrics.csv with
-    one row a step, completions.csv with `completions` of them (None: unknown)."""
-    record = (checkpoint and read_manifest(checkpoint)) or {}
-    headers, ends = record.get("logs", {}), record.get("ends", {})
-    rows = {"metrics.csv": 1, "completions.csv": completions}
-    return {
-        name: read_log(folder / name, step, count, headers.get(name, ()), ends.get(name))
-        for name, count in rows.items()
-    }
-
-
-def log_notes(folder: Path, step: int, logs: Mapping[str, LogRows]) -> list[str]:
-    """What is repaired in the logs of a run that continues from `step`, and which rows say something else than before."""
-    notes = [f"{name}: {words}" for name, rows in logs.items() for words in rows.repairs]
-    for name in [name for name, rows in logs.items() if rows.altered]:
-        right = 0
-        for earlier, path in checkpoints(folder):
-            with contextlib.suppress(OSError, ValueError):
-                end = (read_manifest(path) or {}).get("ends", {}).get(name)
-                right = earlier if earlier < step and end and matches(folder / name, end) else right
-        what = f"the text of rows of steps {right + 1} to {step} is not what was written"
-        notes.append(f"{name}: {what}. They stay as they are: nothing is learned from them")
-    return notes
-
-
 def complete_steps(folder: Path) -> int:
     """Steps of the complete run in `folder`; 0 where it is not complete, or does not say."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -190,83 +164,134 @@ def unresumable(folder: Path, step: int) -> str | None:
     return f"the adapter of {stripped[-1]}" if stripped and not step else None
 
 
-def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> RunState:
-    """What is in OUTPUT_DIR, with a problem wherever this run must not go on there."""
+def check_place(settings: Settings, problems: Problems) -> bool:
+    """Checks that OUTPUT_DIR, and the lock and the zip beside it, can be written. Returns whether a run can lie there."""
     folder, where = run_folder(settings), f"OUTPUT_DIR={settings.OUTPUT_DIR}"
     parent = existing_parent(folder)
     if not settings.OUTPUT_DIR.strip() or not parent.is_dir():
-        what = f"{parent} is a file, not a folder" if settings.OUTPUT_DIR.strip() else "it is empty"
-        problems.add(where, what, "Name a folder for the run")
-        return RunState(folder)
+        fault = f"{parent} is a file, not a folder" if settings.OUTPUT_DIR.strip() else "it is empty"
+        problems.add(where, fault, "Name a folder for the run")
+        return False
     if not os.access(parent, os.W_OK):
         problems.add(where, f"{parent} is not writable", "Choose a folder that is")
     if folder.parent == folder or not os.access(existing_parent(folder.parent), os.W_OK):
         problems.add(where, f"{folder}.zip could not be written beside it", "Choose a folder inside a writable one")
-    if not folder.name:
+    if folder.name:
+        check_neighbours(folder, where, problems)
+    return bool(folder.name)
+
+
+def lock_output_dir(environ: Mapping[str, str]) -> tuple[RunLock | None, str | None]:
+    """The lock of OUTPUT_DIR, or why it cannot be had. Both are None where settings or packages cannot be used: then
+    the checks refuse the start, with every problem at once."""
+    settings, _, problems = load_settings(environ)
+    if not problems:
+        check_place(settings, problems)
+    if problems:
+        return None, None
+    folder, reason = run_folder(settings), "another process is writing there. Wait for it"
+    try:
+        if lock := lock_run(folder):
+            return lock, None
+    except ImportError:
+        return None, None
+    except OSError as error:
+        disk = full_disk(error, folder)
+        reason = f"no space left on the disk of {disk}" if disk else str(error)
+        reason = f"its lock {lock_of(folder)} cannot be taken ({reason}). Mend that"
+    return None, f"OUTPUT_DIR={settings.OUTPUT_DIR}: {reason}, or {OTHER}"
+
+
+def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> RunState:
+    """What is in OUTPUT_DIR, with a problem wherever this run must not go on there."""
+    folder, where = run_folder(settings), f"OUTPUT_DIR={settings.OUTPUT_DIR}"
+    if not check_place(settings, problems):
         return RunState(folder)
-    check_neighbours(folder, where, problems)
     if not folder.exists() or all(path.name in NO_RUN for path in folder.iterdir()):
         archive = zip_of(folder)
         if archive.is_file() and not settings.OVERWRITE:
             problems.add(where, f"{archive} of an earlier run is there", f"Move it away, set OVERWRITE=1, or {OTHER}")
         return RunState(folder)
-    half = (folder / DELETING).is_file()
+    deleting = (folder / DELETING).is_file()
     try:
-        record = read_sealed(folder / (DELETING if half else SETTINGS))
+        record = read_sealed(folder / (DELETING if deleting else SETTINGS))
         before, fingerprint, choices = record["settings"], record["data_sha256"], record.get("choices") or {}
         if not isinstance(before, dict) or not isinstance(choices, dict):
             raise ValueError("it holds no settings")
     except (OSError, ValueError, KeyError) as error:
-        what, fix = "it holds files, but no run of this script (no settings.json)", "Empty it yourself"
+        fault, fix = "it holds files, but no run of this script (no settings.json)", "Empty it yourself"
         if (folder / SETTINGS).exists():
-            what = f"its settings.json is damaged, or is no run's ({error}): nothing says what the run was started with"
+            fault = (
+                f"its settings.json is damaged, or is no run's ({error}): nothing says what the run was started with"
+            )
             fix = f"Put the one of {copies(folder)} in its place"
-        problems.add(where, what, f"{fix}, or {OTHER}")
+        problems.add(where, fault, f"{fix}, or {OTHER}")
         return RunState(folder)
     if settings.OVERWRITE:
         for path in sorted(path for path in needed_files(settings) if path.is_relative_to(folder)):
             problems.add("OVERWRITE", f"it would delete {path}, which this run needs", f"Move that away, or {OTHER}")
-        return RunState(folder, exists=True, foreign=foreign_files(folder), changed=last_change(folder))
-    if half:
-        what = "an OVERWRITE=1 that was deleting the run in it did not come to its end"
-        problems.add(where, what, f"Set OVERWRITE=1 to delete the rest and start again, or {OTHER}")
+        return RunState(folder, exists=True, foreign=foreign_files(folder))
+    if deleting:
+        fault = "an OVERWRITE=1 that was deleting the run in it did not come to its end"
+        problems.add(where, fault, f"Set OVERWRITE=1 to delete the rest and start again, or {OTHER}")
         return RunState(folder, exists=True)
     check_own(folder, where, problems)
     step, checkpoint, faults = find_checkpoint(folder)
-    if settings.RESUME != "never" and (lost := unresumable(folder, step)):
-        what = f"it holds {lost}, but not the optimizer state that it takes to continue (a run's zip has none)"
-        if faults and not step:
-            what += f"; {'; '.join(faults)}"
+    if lost := unresumable(folder, step):
+        reason = "; ".join(faults) if faults and not step else "a run's zip has none"
         use = f"Use it as it is (python scripts/evaluate.py --adapter {shlex.quote(str(folder))})"
-        problems.add(where, what, f"{use}, set OVERWRITE=1 to delete it, or {OTHER}")
+        fault = f"it holds {lost}, but no checkpoint that can be continued ({reason})"
+        problems.add(where, fault, f"{use}, set OVERWRITE=1 to delete it, or {OTHER}")
         return RunState(folder, exists=True)
     check_resume(settings, folder, max(step, complete_steps(folder)), before, problems)
-    if checkpoint:
-        check_interface(folder, before, choices, problems)
     if rows and fingerprint != data_fingerprint(rows):
         fix = f"Restore the data to continue it{earlier_heldout(settings, before)}, set OVERWRITE=1, or {OTHER}"
         problems.add("DATA", f"the run in {folder} was started on other rows", fix)
-    if problems:
-        return RunState(folder, step, checkpoint, exists=True, choices=choices)
-    step, checkpoint, notes = check_logs(settings, folder, step, checkpoint, problems)
+    notes = [] if problems else damage_notes(folder, step, faults)
+    if checkpoint and not problems:
+        notes += check_logs(folder, step, checkpoint, where, problems)
+    return RunState(folder, step, checkpoint, exists=True, choices=choices, notes=tuple(notes))
+
+
+def damage_notes(folder: Path, step: int, faults: Sequence[str]) -> list[str]:
+    """What is damaged in a run that goes on all the same, from `step`: later checkpoints with their `faults`, best/ and
+    records."""
+    notes = []
     if faults:
-        notes.insert(0, f"{'; '.join(faults)}: set aside, the run {goes_on(step)}")
-    if checkpoint and read_manifest(checkpoint) is None:
-        notes.append(f"{checkpoint.name} has no manifest.json (an earlier version wrote it): taken without a check")
+        goes_on = f"continues from step {step}" if step else "starts at step 0"
+        notes.append(f"{'; '.join(faults)}: set aside, the run {goes_on}")
     if fault := best_fault(folder / BEST):
         notes.append(f"{BEST}/: {fault}: set aside, the choice of the best adapter begins again")
-    for name, becomes in RECORDS.items():
+    for name, consequence in RECORDS.items():
         with contextlib.suppress(FileNotFoundError):
             try:
                 read_sealed(folder / name)
             except ValueError as error:
-                notes.append(f"{name} is damaged ({error}): {becomes}")
-    return RunState(folder, step, checkpoint, exists=True, choices=choices, notes=tuple(notes))
+                notes.append(f"{name} is damaged ({error}): {consequence}")
+    return notes
+
+
+def check_logs(folder: Path, step: int, checkpoint: Path, where: str, problems: Problems) -> list[str]:
+    """Adds a problem where a log does not begin with the bytes that it held when the checkpoint was made, or has other
+    columns than today. Returns a note on each log that is missing: its owner may have moved it away to go on."""
+    notes = []
+    for name, end in read_sealed(checkpoint / MANIFEST)["ends"].items():
+        path = folder / name
+        if not path.exists():
+            notes.append(f"{name} is not there: it begins again at step {step + 1}")
+        elif not begins_with(path, end):
+            fault = f"{name} is no longer what was written until {checkpoint.name}: it was edited or damaged"
+            fix = f"Put the one of {copies(folder)} in its place, move it away to go on without its rows"
+            problems.add(where, fault, f"{fix}, set OVERWRITE=1 to start again, or {OTHER}")
+        elif fault := check_columns(path):
+            fix = "Finish the run with the version that began it (up to commit 7add771: with that one)"
+            problems.add(where, f"{name}: {fault}", f"{fix}, set OVERWRITE=1 to start again, or {OTHER}")
+    return notes
 
 
 def earlier_heldout(settings: Settings, before: Mapping[str, Any]) -> str:
     """The part of a sentence that names the settings with which a run held out other rows of DATA than it would now;
-    empty where they are the same. Earlier versions held out none: their runs have a file as EVAL_DATA."""
+    empty where they are the same."""
     now = {"EVAL_DATA": settings.EVAL_DATA, "EVAL_SAMPLES": settings.EVAL_SAMPLES}
     then = {name: before.get(name) for name in now}
     changed = {"EVAL_DATA"} if then["EVAL_DATA"] != now["EVAL_DATA"] else set()
@@ -280,40 +305,12 @@ def copies(folder: Path) -> str:
     return f"{folder.name}.zip or of another copy" if zip_of(folder).is_file() else "another copy"
 
 
-def goes_on(step: int) -> str:
-    return f"continues from step {step}" if step else "starts at step 0"
-
-
-def check_logs(
-    settings: Settings, folder: Path, step: int, checkpoint: Path | None, problems: Problems
-) -> tuple[int, Path | None, list[str]]:
-    """The checkpoint to continue from, the last one to which both logs are whole, and what is repaired in them; a problem
-    where there is none."""
-    logs = read_logs(folder, step, checkpoint, settings.completions_per_step)
-    gaps = {name: rows.whole_to for name, rows in logs.items() if rows.whole_to < step}
-    if not gaps:
-        return step, checkpoint, log_notes(folder, step, logs)
-    whole = min(gaps.values())
-    what = " and ".join(f"{name} is not whole at step {last + 1}" for name, last in gaps.items())
-    earlier, path, _ = find_checkpoint(folder, whole)
-    if path is None:
-        what = f"{what}, and no checkpoint is before it"
-        fix = f"Put the log of {copies(folder)} in its place, set OVERWRITE=1 to start again"
-        problems.add(f"OUTPUT_DIR={settings.OUTPUT_DIR}", what, f"{fix}, or {OTHER}")
-        return step, checkpoint, []
-    notes = [f"{what}: later checkpoints are set aside, the run {goes_on(earlier)}"]
-    logs = read_logs(folder, earlier, path, settings.completions_per_step)
-    return earlier, path, notes + log_notes(folder, earlier, logs)
-
-
 def check_resume(settings: Settings, folder: Path, step: int, before: Mapping[str, Any], problems: Problems) -> None:
     """The run in `folder`, which has come to `step` with the settings `before`, may go on with these settings. A setting
     that there is no longer hinders nothing."""
     where, delete = f"OUTPUT_DIR={settings.OUTPUT_DIR}", f"OVERWRITE=1 to delete it, or {OTHER}"
     length = "TOTAL_STEPS" if settings.NUM_TRAIN_EPOCHS is None else "NUM_TRAIN_EPOCHS"
-    if settings.RESUME == "never":
-        problems.add(where, f"it holds a run (last checkpoint: step {step}) and RESUME=never", f"Set {delete}")
-    elif step > settings.TOTAL_STEPS:
+    if step > settings.TOTAL_STEPS:
         what = f"the run in {folder} has {step} steps, more than {settings.TOTAL_STEPS}"
         more = f"Set TOTAL_STEPS={step} or higher" if length == "TOTAL_STEPS" else f"Raise {length}"
         problems.add(length, what, f"{more}, set {delete}")
@@ -324,18 +321,6 @@ def check_resume(settings: Settings, folder: Path, step: int, before: Mapping[st
         if name not in MAY_CHANGE and name in before and show(before[name]) != show(value):
             what = f"the run in {folder} was started with {show(before[name]) or 'nothing'}, now it is {show(value) or 'nothing'}"
             problems.add(name, what, f"Set {name}={show(before[name])} to continue it, {delete}")
-
-
-def check_interface(folder: Path, before: Mapping[str, Any], choices: Mapping[str, Any], problems: Problems) -> None:
-    """The run in `folder`, begun with the settings `before`, called functions of the user's own as they are called
-    now. Those of this project earn the same by either way."""
-    if ":" in str(before.get("REWARDS")) and choices.get("reward_interface", 1) != REWARD_INTERFACE:
-        what = (
-            f"the run in {folder} began when functions of your own were given other prompts and completions "
-            "(CHANGELOG.md): its rewards would change on the way"
-        )
-        fix = "Continue it with the version of this project that began it, set OVERWRITE=1 to begin anew"
-        problems.add("REWARDS", what, f"{fix}, or {OTHER}")
 
 
 def needed_files(settings: Settings) -> set[Path]:
@@ -367,10 +352,20 @@ def prepare_run(run: RunState, settings: Settings, records: Mapping[str, Mapping
     (folder / EXIT).unlink(missing_ok=True)
     for path in later:
         retire_checkpoint(path)
-    for log in read_logs(folder, run.step, run.checkpoint, settings.completions_per_step).values():
-        log.write()
+    cut_logs(folder, run.checkpoint)
     for name, record in records.items():
         write_sealed(folder / name, record)
+
+
+def cut_logs(folder: Path, checkpoint: Path | None) -> None:
+    """Cut each log back to what it held when the checkpoint was made: the run writes the later rows again. Without a
+    checkpoint it begins them anew."""
+    ends = read_sealed(checkpoint / MANIFEST)["ends"] if checkpoint else {}
+    for path in (folder / name for name in LOGS):
+        if path.name not in ends:
+            path.unlink(missing_ok=True)
+        elif path.exists():
+            os.truncate(path, ends[path.name][0])
 
 
 def retire_checkpoint(checkpoint: Path) -> None:
@@ -384,24 +379,11 @@ def retire_checkpoint(checkpoint: Path) -> None:
     checkpoint.rename(unused(checkpoint.parent, f"superseded-{checkpoint.name}"))
 
 
-def lock_run(folder: Path) -> FileLock | None:
-    """A lock file beside OUTPUT_DIR, held until this process ends; None where another process holds it. Raises OSError
-    where it cannot be made; filelock follows no link."""
-    from filelock import FileLock, Timeout  # late: where packages are missing, the preflight is to say so
-
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(lock_of(folder), blocking=False)
-    with contextlib.suppress(Timeout):
-        lock.acquire()
-    return lock if lock.is_locked else None
-
-
 def continuation(folder: Path, settings: Mapping[str, Any]) -> str:
     """What the same command does with the run in `folder` that ended before it was complete."""
-    hinders = ["OVERWRITE=1"] * bool(settings.get("OVERWRITE")) + ["RESUME=never"] * (settings.get("RESUME") == "never")
     if (folder / DELETING).is_file():
         return "the same command deletes the rest and starts at step 0"
-    again = "the same command" + (f" WITHOUT {' and '.join(hinders)}" if hinders else "")
+    again = "the same command WITHOUT OVERWRITE=1" if settings.get("OVERWRITE") else "the same command"
     step, checkpoint = last_checkpoint(folder)
     return f"{again} continues from step {step}" if checkpoint else f"{again} starts at step 0: no checkpoint was saved"
 

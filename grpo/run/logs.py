@@ -6,7 +6,6 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
-import itertools
 import logging
 import math
 import os
@@ -20,7 +19,6 @@ from typing import Any, TextIO
 
 from grpo.data.scoring import Completion, completion_rates, is_answer
 from grpo.phases import BAR
-from grpo.run.durable import forget_end, whole_file
 from grpo.run.ending import is_unread
 from grpo.run.pace import Pace
 from grpo.settings import log
@@ -79,8 +77,7 @@ METRICS = {
     ),
 }  # fmt: skip
 # Behind them stands, named by `function_column`, the unweighted mean of each reward function.
-NUMBERS = METRICS.keys() - {"step", "time"}  # columns of numbers
-# Empty in most steps; logs of older runs lack them.
+# Empty in most steps.
 EVALUATED = ("heldout_reward", "plant_regret", "plant_unserved_kwh")
 # Every column of completions.csv, in order.
 COMPLETIONS = {
@@ -110,29 +107,40 @@ def write_rows(file: TextIO, rows: Iterable[Sequence[Any]]) -> None:
         (quoted if any("\r" in str(cell) for cell in row) else plain).writerow(row)
 
 
+def read_header(path: Path) -> list[str]:
+    """The columns of a log; none where it is empty."""
+    with path.open(newline="", encoding="utf-8", errors="replace") as file:
+        return next(csv.reader(file), [])
+
+
+def check_columns(path: Path) -> str | None:
+    """How the columns of an existing log differ from those that this version writes, in words; None where they do not.
+    Those of reward functions and LOG_PROMPTS are not compared: the settings say which there are."""
+    known = {"metrics.csv": list(METRICS), "completions.csv": list(COMPLETIONS)}[path.name]
+    header = [name for name in read_header(path) if name != PROMPT and not name.startswith(function_column(""))]
+    if header == known:
+        return None
+    differing = [name for name in known if name not in header] or [name for name in header if name not in known]
+    return f"it has other columns than this version writes ({', '.join(differing) or 'their order'})"
+
+
 class CsvLog:
-    """A CSV that grows row by row; each row is flushed, so that a killed run keeps what it had. One whose columns are others
-    (an earlier version began it, or LOG_PROMPTS changed) is written again with these, and behind them those it had."""
+    """A CSV that grows row by row; each row is flushed, so that a killed run keeps what it had. Raises ValueError where
+    the file is there with other columns."""
 
     def __init__(self, path: Path, columns: Iterable[str]):
-        self.columns, self.more = list(columns), []
-        if path.exists():
-            with path.open(newline="", encoding="utf-8") as file:
-                reader = csv.DictReader(file)  # rows one by one: a log may be larger than the memory
-                self.more = [name for name in reader.fieldnames or () if name not in self.columns]
-                every = [*self.columns, *self.more]
-                if reader.fieldnames not in (None, every):
-                    rewrite(path, itertools.chain([every], ([row.get(name) or "" for name in every] for row in reader)))
-        self.header = [*self.columns, *self.more]
+        self.columns = list(columns)
         self.file = path.open("a+b")
         self.file.seek(0)
         self.digest = hashlib.file_digest(self.file, "sha256")  # goes on with what is written
-        if not path.stat().st_size:
+        if not self.file.tell():
             self.write([{name: name for name in self.columns}])
+        elif (header := read_header(path)) != self.columns:
+            raise ValueError(f"{path} has the columns {', '.join(header)}, and this run has {', '.join(self.columns)}")
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
         text = io.StringIO(newline="")
-        write_rows(text, ([row[name] for name in self.columns] + [""] * len(self.more) for row in rows))
+        write_rows(text, ([row[name] for name in self.columns] for row in rows))
         content = text.getvalue().encode()
         self.file.write(content)
         self.file.flush()
@@ -146,13 +154,6 @@ class CsvLog:
     def end(self) -> tuple[int, str]:
         """How many bytes the file holds, and their SHA-256."""
         return self.file.tell(), self.digest.hexdigest()
-
-
-def rewrite(path: Path, rows: Iterable[Sequence[Any]]) -> None:
-    """Write a CSV again, whole or not at all."""
-    forget_end(path)
-    with whole_file(path) as temporary, temporary.open("x", newline="", encoding="utf-8") as file:
-        write_rows(file, rows)
 
 
 WARN_EVERY = 10  # steps between two warnings about the same thing
@@ -288,12 +289,12 @@ class RunLog:
             self.rates[name] = fmean(kept) if kept else math.nan
         self.garbage.append(garbage_gains(read, totals))
 
-    def sync(self) -> tuple[dict[str, list[str]], dict[str, tuple[int, str]]]:
-        """Have both CSVs on the disk; returns their headers and their ends, see `finish_checkpoint`, by name."""
+    def sync(self) -> dict[str, tuple[int, str]]:
+        """Have both CSVs on the disk; returns their ends by name, for `finish_checkpoint`."""
         logs = {"metrics.csv": self.metrics, "completions.csv": self.completions}
-        for one in logs.values():
-            one.sync()
-        return {name: one.header for name, one in logs.items()}, {name: one.end for name, one in logs.items()}
+        for log_file in logs.values():
+            log_file.sync()
+        return {name: log_file.end for name, log_file in logs.items()}
 
     def write_step(self, step: int, figures: Mapping[str, float | None]) -> None:
         """Write a step's row: `figures` by column of METRICS, those of its completions come with `write_completions`."""

@@ -9,10 +9,15 @@ import os
 import re
 import shutil
 import stat
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from grpo.run.durable import half_of
 from grpo.settings import Problems
+
+if TYPE_CHECKING:
+    from filelock import FileLock
 
 SETTINGS, DELETING = "settings.json", "deleting.json"  # what the former is called while OVERWRITE=1 deletes the rest
 # A kill in a run's first write leaves the one, a new file system has the other.
@@ -26,7 +31,7 @@ FOLDERS = re.compile(
     r"(superseded-)?checkpoint-\d+(\.\d+)?|superseded-(adapter-(\d+|last)|best)(\.\d+)?|best(\.old|\.tmp)?|report|runs"
 )
 FILES = re.compile(
-    r"((metrics|completions)(\.superseded)?\.csv|report\.html|training\.log|README\.md"
+    r"((metrics|completions)\.csv|report\.html|training\.log|README\.md"
     r"|(settings|deleting|versions|evaluation|closed_loop|complete|exit|adapter_config)\.json|adapter_model\.safetensors"
     r"|(tokenizer|tokenizer_config|special_tokens_map|added_tokens)\.json|chat_template\.jinja|tokenizer\.model"
     r"|training_args\.bin)(\.tmp)?"
@@ -52,6 +57,40 @@ def zip_of(folder: Path) -> Path:
 def lock_of(folder: Path) -> Path:
     """The lock file beside OUTPUT_DIR."""
     return folder.with_name(f".{folder.name}.lock")
+
+
+@dataclass
+class RunLock:
+    """The lock of OUTPUT_DIR, and what was made for it: the file and the folders above it, the innermost first."""
+
+    file: FileLock
+    made: list[Path]
+
+    def release(self, remove: bool = False) -> None:
+        """Let others write to OUTPUT_DIR; `remove` leaves nothing behind, for a start that was refused."""
+        for path in self.made if remove else ():
+            with contextlib.suppress(OSError):  # it was never made, or holds somebody else's files by now
+                path.rmdir() if path.is_dir() else path.unlink()
+        self.file.release()
+
+
+def lock_run(folder: Path) -> RunLock | None:
+    """The lock of OUTPUT_DIR, held until this process ends; None where another process holds it. Raises OSError where
+    it cannot be made; filelock follows no link."""
+    from filelock import FileLock, Timeout  # late: where packages are missing, the preflight is to say so
+
+    path = lock_of(folder)
+    made = [place for place in (path, *path.parents) if not os.path.lexists(place)]
+    lock = RunLock(FileLock(path, blocking=False), made)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock.file.acquire()
+    except Timeout:
+        return None
+    except OSError:
+        lock.release(remove=True)
+        raise
+    return lock
 
 
 def check_neighbours(folder: Path, where: str, problems: Problems) -> None:
@@ -101,11 +140,6 @@ def foreign_files(folder: Path) -> tuple[str, ...]:
             own = (FILES, INNER)
             found += [str(f.relative_to(folder)) for f in files if not any(names.fullmatch(f.name) for names in own)]
     return tuple(found)
-
-
-def last_change(folder: Path) -> int:
-    """When something in OUTPUT_DIR was last written, made or deleted (ns since 1970); its subfolders' contents aside."""
-    return max(path.lstat().st_mtime_ns for path in (folder, *folder.iterdir()))
 
 
 def delete_run(folder: Path) -> None:

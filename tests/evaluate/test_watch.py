@@ -13,10 +13,11 @@ from unittest import mock
 
 import watch
 from conftest import CLEAN, ROOT
-from run_folders import GPU, metrics_row, write_run
+from run_folders import GPU, metrics_row, write_checkpoint, write_run
 
-from grpo.run.folder import CHECKPOINT_FILES, COMPLETE, lock_run
+from grpo.run.folder import COMPLETE
 from grpo.run.logs import banner_text
+from grpo.run.place import lock_run
 
 SCRIPT = str(ROOT / "scripts" / "watch.py")
 
@@ -47,6 +48,7 @@ def test_it_waits_for_the_run_and_sees_its_end(tmp_path):
     (folder / "metrics.csv").write_text("half a he")
     (folder / "settings.json").write_text('{"settings": {"TOTAL')
     assert text_of(folder) == "waiting for the first step"
+    (folder / "metrics.csv").unlink()
     write_run(folder, [metrics_row(30)])
     assert "30 of 30, every step is done: evaluation and saving" in text_of(folder)
     for steps, is_complete in ((20, False), (30, True)):  # a part of the run that was resumed with TOTAL_STEPS=30
@@ -62,9 +64,7 @@ def test_a_run_whose_process_is_gone_says_so(tmp_path):
     assert "no process" not in text_of(folder) and lock_run(folder) is None
     lock.release()
     assert "no process is running; the same command starts at step 0: no checkpoint was saved" in text_of(folder)
-    (folder / "checkpoint-2").mkdir()
-    for name in CHECKPOINT_FILES:
-        (folder / "checkpoint-2" / name).write_text("{}")
+    write_checkpoint(folder, 2, {})
     assert "3 of 30, no process is running; the same command continues from step 2" in text_of(folder)
     lock_run(folder).release()  # Watching does not keep the run from starting.
 

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import zipfile
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,11 +16,9 @@ from hub_server import TOKEN, HubServer, files_in
 from runs import SETTINGS, assert_same_run, finish, go_on, has_line, start_held, wait_until
 
 from grpo.data.prompts import prompt_order
-from grpo.model.tiny import RECIPE, write_tiny
 from grpo.run.best import read_best, which_to_load
 from grpo.run.folder import COMPLETE, last_checkpoint
 from grpo.run.logs import COMPLETIONS, METRICS
-from grpo.settings import FIELDS, show
 
 
 @pytest.fixture(scope="session")
@@ -129,7 +126,7 @@ def test_an_unpacked_zip_is_not_touched(whole_run, tmp_path):
         archive.extractall(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     done = run_script(**SETTINGS | {"OUTPUT_DIR": tmp_path / "run", "TOTAL_STEPS": 8})
-    assert done.returncode == 2 and "it holds a trained adapter, but not the optimizer state" in done.stderr
+    assert done.returncode == 2 and "it holds a trained adapter, but no checkpoint that can be" in done.stderr
     assert "cannot be used, see below" in done.stdout and "starts at step 0" not in done.stdout
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
@@ -166,8 +163,6 @@ def test_a_killed_run_continues_without_repeating_or_losing_rows(whole_run, tmp_
     assert done.returncode == 0, done.stdout + done.stderr
     assert "continuing from step 2" in done.stdout
     assert_same_run(folder, whole_run)
-    superseded = (folder / "completions.superseded.csv").read_text()
-    assert superseded.count("\n3,") + superseded.startswith("3,") == 12 and "4,tes_heldout_compact:7" in superseded
     assert (folder / "checkpoint-4" / "optimizer.pt").is_file() and (folder / "superseded-checkpoint-4").is_dir()
 
 
@@ -284,36 +279,7 @@ def test_a_model_of_the_hub_is_downloaded(tiny, tmp_path):
     assert adapter["base_model_name_or_path"] == "org/tiny-gpt-oss"
 
 
-BEFORE = Path(__file__).parent / "fixtures" / "run_before_the_move"
-
-
-def test_a_run_made_before_the_move_continues(tmp_path):
-    """Two steps of commit 66f6975, when all was one file and LOSS_IMPL a setting; the third is appended. The tiny model of
-    then had two layers: another stands in for it here, and with today's the run is refused."""
-    folder, old = tmp_path / "run", json.loads((BEFORE / "settings.json").read_text())
-    shutil.copytree(BEFORE, folder)
-    assert old["settings"]["LOSS_IMPL"] == "liger"
-    refused = run_script(MODEL_ID="tiny", OUTPUT_DIR=folder)
-    assert refused.returncode == 2 and "began with another model of that name" in refused.stderr
-    assert all(f"Set {was}" in refused.stderr for was in ("REWARDS=action", "SCALE_REWARDS=group", "INVALID_REWARD=0"))
-    model, shape = tmp_path / "tiny", replace(RECIPE.shape, layers=2)
-    write_tiny(model, replace(RECIPE, shape=shape, windows=1, probe_windows=1, steps=1), log=lambda line: None)
-    old["settings"]["MODEL_ID"] = str(model)
-    (folder / "settings.json").write_text(json.dumps(old))
-    same = {name: show(value) for name, value in old["settings"].items() if name in FIELDS}
-    done = run_script(**same | {"DATA": BEFORE.with_name("rows.csv"), "OUTPUT_DIR": folder, "TOTAL_STEPS": 3})
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "continuing from step 2" in done.stdout and "complete: 3 steps" in done.stdout
-    own = ["reward/action"]  # new, and empty in the old rows
-    for name, columns in (("metrics.csv", [*METRICS, *own]), ("completions.csv", [*COMPLETIONS, *own])):
-        before, after = read_csv(BEFORE / name), read_csv(folder / name)
-        assert list(after[0]) == list(columns) and set(before[0]) <= set(columns), "no column was left out or renamed"
-        kept, added = after[: len(before)], after[len(before) :]
-        assert [dict.fromkeys(columns, "") | row for row in before] == kept and {row["step"] for row in added} == {"3"}
-    assert (folder / "checkpoint-3").is_dir() and not list(folder.glob("*superseded*"))
-
-
 def test_a_gpu_that_torch_does_not_see_is_said_before_anything_is_written(tiny, tmp_path, claimed_gpu):
     done = run_script(**SETTINGS | {"OUTPUT_DIR": tmp_path / "run", "USE_VLLM": 0} | claimed_gpu)
     assert done.returncode == 2 and "does not see it" in done.stderr and "driver 580" in done.stderr
-    assert not (tmp_path / "run").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["bin"], "no lock file either"

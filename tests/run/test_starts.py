@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts in a folder that changes between the checks and the lock, or where nothing can be written."""
+"""What a start locks and leaves behind, and what it says where nothing can be written."""
 
 from __future__ import annotations
 
@@ -9,77 +9,77 @@ import subprocess
 import sys
 
 import pytest
-from run_folders import metrics_row
+from run_folders import write_steps
 from runs import environment
 
 import train_grpo
 from grpo.preflight.checks import preflight, run_records
-from grpo.run.folder import CHECKPOINT_FILES, COMPLETE, lock_run, prepare_run
-from grpo.run.logs import COMPLETIONS, METRICS, CsvLog
+from grpo.run import folder
+from grpo.run.folder import prepare_run
+from grpo.run.place import lock_run
 from grpo.settings import ROOT
 
 
 @pytest.fixture
 def start(monkeypatch, tmp_path, tiny, quiet):
-    """Starts a run in tmp_path/run: (exit code, the run's state as `launch` gets it, None where it gets none). `meanwhile` is
-    called after the checks, before the lock."""
+    """Starts a run in tmp_path/run: (exit code, the run's state as `launch` gets it, None where it gets none).
+    `before` is called before the lock is taken, `meanwhile` before the checks."""
 
-    def start_once(meanwhile=lambda: None, **settings):
+    def start_once(before=lambda: None, meanwhile=lambda: None, arguments=(), **settings):
         launched = []
         with monkeypatch.context() as patch:
             for name, value in environment(tmp_path / "run", **settings).items():
                 patch.setenv(name, value)
-            patch.setattr(train_grpo, "lock_run", lambda folder: [meanwhile(), lock_run(folder)][1])
+            patch.setattr(folder, "lock_run", lambda path: [before(), lock_run(path)][1])
+            patch.setattr(train_grpo, "preflight", lambda *given: [meanwhile(), preflight(*given)][1])
             patch.setattr(train_grpo, "launch", lambda result: launched.append(result.run) or 0)
-            code = train_grpo.main([])
+            code = train_grpo.main(arguments)
         return code, launched[0] if launched else None
 
     return start_once
 
 
-@pytest.fixture
-def other(monkeypatch, tmp_path, tiny):
-    """What another process with the same settings leaves after `step` steps; COMPLETE where these are all."""
+def test_a_start_locks_first_and_then_checks_what_is_there(start, monkeypatch, tmp_path, capfd):
+    path, locks = tmp_path / "run", []
 
-    def leave(step):
+    def run_of_two_steps():
+        """Another process had the same settings and the lock."""
         with monkeypatch.context() as patch:
-            for name, value in environment(tmp_path / "run").items():
+            for name, value in environment(path).items():
                 patch.setenv(name, value)
             result = preflight(os.environ)
         prepare_run(result.run, result.settings, run_records(result))
-        folder, done = tmp_path / "run", range(result.run.step + 1, step + 1)
-        checkpoint = folder / f"checkpoint-{step}"
-        checkpoint.mkdir()
-        for name in CHECKPOINT_FILES:
-            (checkpoint / name).write_text("{}")
-        CsvLog(folder / "metrics.csv", METRICS).write(metrics_row(step) for step in done)
-        each = range(result.settings.completions_per_step)
-        rows = [dict.fromkeys(COMPLETIONS, "x") | {"step": step, "reward": 0.5} for step in done for _ in each]
-        CsvLog(folder / "completions.csv", COMPLETIONS).write(rows)
-        if step == result.settings.TOTAL_STEPS:
-            (folder / COMPLETE).write_text(f'{{"steps": {step}}}')
+        write_steps(path, [1, 2], 12, saved=[2])
 
-    return leave
-
-
-def test_a_start_looks_again_once_it_has_the_lock(start, other, capfd):
-    """Another run began, went on or ended while this one checked."""
-    code, state = start(lambda: other(2))
+    code, state = start(run_of_two_steps, lambda: locks.append(lock_run(path)))
     assert (code, state.step) == (0, 2), "not from step 0 over what is there"
-    code, state = start()
-    assert (code, state.step) == (0, 2) and capfd.readouterr().out.count("checking again") == 1, "nothing had changed"
-    code, state = start(lambda: other(6))
-    assert code == 2 and state is None and "complete (6 of 6 steps)" in capfd.readouterr().err
-
-
-def test_overwrite_deletes_no_run_that_ended_during_its_checks(start, other, tmp_path, capfd):
-    other(2)
-    code, state = start((tmp_path / "run" / COMPLETE).touch, OVERWRITE=1)
-    assert code == 2 and state is None and "another process wrote there during the checks" in capfd.readouterr().err
-    (tmp_path / "run" / "notes.txt").touch()
+    assert locks == [None], "nobody else writes there while the checks read it"
+    lock = lock_run(path)
+    assert start() == (2, None) and "another process is writing there" in capfd.readouterr().err
+    assert start(arguments=["--check"])[0] == 0, "which writes nothing"
+    lock.release()
+    (path / "notes.txt").touch()
     code, state = start(OVERWRITE=1)
-    assert code == 0 and state.exists, "it is there since before the checks"
+    assert code == 0 and state.exists
     assert "DELETES the run that is there (OVERWRITE=1), and what no run wrote: notes.txt\n" in capfd.readouterr().out
+
+
+def test_a_refused_start_leaves_nothing_behind(start, tmp_path, capfd):
+    """No folder above OUTPUT_DIR and no lock; but those of an earlier run."""
+    deep = tmp_path / "new" / "run"
+    for wrong in ({"MODEL_ID": "/nowhere"}, {"SEED": "x"}, {"OUTPUT_DIR": tmp_path / "requirements.txt" / "run"}):
+        (tmp_path / "requirements.txt").touch()
+        assert start(**{"OUTPUT_DIR": deep} | wrong)[0] == 2
+        assert [path.name for path in tmp_path.iterdir()] == ["requirements.txt"], capfd.readouterr().err
+    (tmp_path / "requirements.txt").unlink()
+
+    def interrupted():
+        assert (deep.parent / ".run.lock").exists()
+        raise KeyboardInterrupt
+
+    assert start(meanwhile=interrupted, OUTPUT_DIR=deep)[0] == 130 and not list(tmp_path.iterdir())
+    (tmp_path / ".run.lock").touch()
+    assert start(MODEL_ID="/nowhere")[0] == 2 and [path.name for path in tmp_path.iterdir()] == [".run.lock"]
 
 
 def test_a_disk_that_is_full_before_the_first_file_is_named(start, monkeypatch, tmp_path, capfd, caplog):
@@ -88,7 +88,7 @@ def test_a_disk_that_is_full_before_the_first_file_is_named(start, monkeypatch, 
 
     assert start(full)[0] == 2
     said = capfd.readouterr().err
-    assert "its lock cannot be taken (no space left on the disk of OUTPUT_DIR=" in said and "Traceback" not in said
+    assert ".run.lock cannot be taken (no space left on the disk of OUTPUT_DIR=" in said and "Traceback" not in said
     launch = train_grpo.launch
     monkeypatch.setattr("grpo.run.folder.os.replace", full)
     for name, value in environment(tmp_path / "run").items():

@@ -53,8 +53,6 @@ def test_gsm8k_from_a_data_set_of_the_hub(tmp_path, tiny):
     report = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert "no report was written" not in done.stdout and "best constant" not in report
     assert not (found := re.search(r".{40}\bnan\b.{40}", report, re.DOTALL)), found[0]  # pictures and words may hold it
-    low = result["after"]["functions"]["short"]["reward_low"]
-    assert f"({low:.3f} to " in report.partition("<th>Reward function</th>")[2].partition("</table>")[0], "each reward"
 
 
 def test_a_task_is_a_set_of_defaults():

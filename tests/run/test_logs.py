@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The logs of a run: rows that read back, and warnings about what they hold."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import hashlib
+import math
+from functools import partial
+
+import pytest
+
+from grpo.data.files import Row
+from grpo.data.scoring import Completion
+from grpo.run.logs import (
+    METRICS,
+    CsvLog,
+    RunLog,
+    banner_text,
+    garbage_gains,
+    garbage_warning,
+    parse_rate_warning,
+    reward_warning,
+)
+
+ROW = Row("d.csv", 1, (("user", "x"),), (0.0, 1.0), {})
+
+
+def test_rows_survive_carriage_returns(tmp_path):
+    path = tmp_path / "completions.csv"
+    written = [{"step": 1, "completion": "a\rb"}, {"step": 2, "completion": 'c\r\n"d"'}]
+    CsvLog(path, ["step", "completion"]).write(written)
+    with path.open(newline="", encoding="utf-8") as file:
+        assert list(csv.reader(file)) == [["step", "completion"], ["1", "a\rb"], ["2", 'c\r\n"d"']]
+
+
+def test_a_log_knows_its_end_whether_resumed_or_not(tmp_path):
+    """And refuses other columns than it has: nothing may stand under a wrong name."""
+    figures = {name: 1.0 for name in METRICS if name not in ("step", "time")}
+    log = RunLog(tmp_path, 8, prompts=True)
+    for step in (1, 2):
+        read = [Completion(ROW, "CO₂\r", None, 9, False)] * 2
+        log.write_completions(step, read, [0.1, 0.5])
+        log.write_step(step, {name: value for name, value in figures.items() if name not in log.rates})
+        contents = {name: (tmp_path / name).read_bytes() for name in ("metrics.csv", "completions.csv")}
+        ends = {name: (len(text), hashlib.sha256(text).hexdigest()) for name, text in contents.items()}
+        assert log.sync() == ends
+        log = RunLog(tmp_path, 8, prompts=True)
+        assert log.sync() == ends and [len(log.taught), len(log.pace.step_s)] == [step, step]
+    with pytest.raises(ValueError, match="completions.csv has the columns step, .*, prompt, and this run has"):
+        RunLog(tmp_path, 8)
+
+
+EQUAL, FINE, NONE, LOST = (0.5, 1.0, 0.9), (0.5, 0.9, 0.9), (math.nan, 0.0, 0.9), (0.5, 1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("warn", "history", "words"),
+    [
+        (parse_rate_warning, [0.1] * 4, None),
+        (parse_rate_warning, [0.1] * 5, "only 0.10"),
+        (parse_rate_warning, [0.95] * 30, None),
+        (parse_rate_warning, [0.95] * 10 + [0.7] * 5, "fell to 0.70"),
+        (parse_rate_warning, [0.95] * 10 + [0.90] * 5, None),
+        (parse_rate_warning, [0.2] * 5 + [0.9] * 5, None),
+        (reward_warning, [], None),
+        (reward_warning, [EQUAL] * 4, None),
+        (reward_warning, [FINE] * 3 + [EQUAL] * 5, "nothing is learned"),
+        (reward_warning, [EQUAL] * 9 + [FINE], None),
+        (reward_warning, [EQUAL] * 4 + [FINE] + [EQUAL] * 4, None),
+        (reward_warning, [FINE, NONE], "the reward is nan"),
+        (reward_warning, [NONE, FINE], None),
+        (reward_warning, [FINE] + [EQUAL] * 3 + [LOST] * 10, "Nothing was learned for 13 steps"),
+        (reward_warning, [FINE] + [LOST] * 9, "nothing is learned"),
+        (reward_warning, [FINE] + [LOST] * 9 + [EQUAL], "nothing is learned"),
+        (reward_warning, [LOST] * 20, "nothing is learned"),  # it never could answer
+        (partial(reward_warning, total_steps=3), [EQUAL] * 2, None),
+        (partial(reward_warning, total_steps=3), [EQUAL] * 3, "in every step of this run: nothing was learned"),
+        (partial(reward_warning, total_steps=3), [EQUAL, FINE, EQUAL], None),
+    ],
+)
+def test_warnings(warn, history, words):
+    said = warn(history)
+    assert said is None if words is None else words in said
+
+
+def test_a_box_fits_into_a_terminal():
+    text = " ".join(f"word{n}" for n in range(60))
+    lines = banner_text(text).splitlines()[1:]
+    assert len({len(line) for line in lines}) == 1 and len(lines[0]) <= 100 and len(lines) > 4
+    assert " ".join(line[2:-2].strip() for line in lines[1:-1]) == text
+    assert banner_text("brief") == "\n=========\n| brief |\n========="
+
+
+POEM = "<|channel|>final<|message|>A poem<|return|>"
+UNREAD = ("<|channel|>analysis<|message|>Hm", "<|channel|>final<|message|> ")
+
+
+def test_garbage_that_earns_more_than_answers_is_boxed_once(tmp_path, caplog):
+    """Of rows without actions an empty final channel is no answer, and words in it are one; with actions only `[k]` is."""
+    free, log = dataclasses.replace(ROW, rewards=()), RunLog(tmp_path, 40)
+    read = [Completion(free, text, None, 9, False) for text in (POEM, *UNREAD, UNREAD[0])]
+    figures = {name: 1.0 for name in METRICS if name not in ("step", "time")}
+    for step in range(1, 31):
+        log.write_completions(step, read, [0.1, 0.5, 0.6, math.nan])
+        rates = log.rates
+        log.write_step(step, {name: value for name, value in figures.items() if name not in rates})
+        assert ("garbage is being learned" in caplog.text) is (step >= 10)
+    said = "earned 0.45 more than the others to their prompts, on average of 10 groups of the last 10 steps: garbage is"
+    (message,) = (record.getMessage() for record in caplog.records if "garbage" in record.getMessage())
+    words = " ".join(line.strip("| ") for line in message.splitlines())
+    assert message.startswith("\n====") and said in words
+
+
+def test_garbage_is_compared_inside_its_groups():
+    """A hard prompt whose answers all earn little, and an unreadable one that is its worst: nothing is wrong there."""
+    easy, hard = (dataclasses.replace(ROW, number=number) for number in (1, 2))
+    answers = [
+        (easy, 0, -0.1),
+        (easy, 1, -0.1),
+        (easy, None, -0.4),
+        (hard, 0, -9.0),
+        (hard, 1, -9.0),
+        (hard, None, -9.9),
+    ]
+    read = [Completion(row, POEM, action, 9, False) for row, action, _ in answers]
+    rewards = [reward for *_, reward in answers]
+    assert garbage_gains(read, rewards) == pytest.approx([-0.3, -0.9])
+    assert garbage_gains(read[1:3] + read[4:], [0.3, 0.3, 0.1, 0.3]) == pytest.approx([0.0, 0.2]), "equal is no gain"
+    assert garbage_gains(read[:2] + read[5:], [1.0, 2.0, 3.0]) == [], "a group of one kind alone says nothing"
+    assert garbage_gains(read, [math.nan, math.nan, 1.0, math.nan, 2.0, 3.0]) == [1.0], "nor does what was left out"
+    same = [0.1 + 0.2, 0.3, 0.3]
+    assert garbage_gains([read[0], read[1], read[2]], [same[0], same[0], same[1]]) == [0.0], "nor rounding"
+
+
+@pytest.mark.parametrize(
+    ("steps", "warns", "reason"),
+    [
+        ([[0.2, 0.2]] * 10, True, "all groups pay garbage more"),
+        ([[0.2, 0.2]] * 9, False, "ten steps have not passed"),
+        ([[]] * 6 + [[0.2]] * 4, False, "four groups are too few"),
+        ([[0.0, 0.0]] * 10, False, "no more than answers"),
+        ([[-0.2, -0.1]] * 10, False, "less than answers"),
+        ([[1.0, -0.9]] * 10, False, "more in one group, less in the next: chance"),
+        ([[1.0, -0.9], [0.9, 0.8]] * 5 + [[0.7] * 40], True, "more, and too often for chance"),
+        ([[]] * 20 + [[0.3] * 3] * 10, True, "a run that learned it late"),
+        ([[0.3] * 3] * 10 + [[-0.3] * 3] * 10, False, "the last ten steps count"),
+    ],
+)
+def test_when_garbage_is_warned_about(steps, warns, reason):
+    assert (garbage_warning(steps) is not None) is warns, reason

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OUTPUT_DIR as a place: its lock, what is in the way beside it and in it, and how it is emptied."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from machines import only
+from run_folders import inspect, run_dir
+
+from grpo.run.folder import COMPLETE, prepare_run
+from grpo.run.place import lock_run
+from grpo.settings import Settings
+
+
+class Killed(BaseException):
+    pass
+
+
+def killed_at(patch, moment):
+    """From the `moment`th change of the disk on that this program makes, none is made any more."""
+    changes = itertools.count()
+
+    def until(change):
+        def call(*arguments, **options):
+            if next(changes) >= moment:
+                raise Killed
+            return change(*arguments, **options)
+
+        return call
+
+    for owner, name in ((shutil, "rmtree"), (Path, "unlink"), (os, "replace"), (Path, "open")):
+        patch.setattr(owner, name, until(getattr(owner, name)))
+
+
+def test_a_kill_inside_overwrites_deletion_leaves_a_folder_that_the_same_command_goes_on_with(tmp_path, monkeypatch):
+    moment, whole, said = 0, False, set()
+    while not whole:
+        (tmp_path / str(moment)).mkdir()
+        settings, folder = run_dir(tmp_path / str(moment), OVERWRITE=True)
+        records = {"settings.json": {**json.loads((folder / "settings.json").read_text()), "new": 1}}
+        for path in (folder / "notes.txt", folder / "metrics.csv", folder.with_name("run.zip")):
+            path.touch()
+        state, number = inspect(settings)[0], folder.stat().st_ino
+        with monkeypatch.context() as patch:
+            killed_at(patch, moment)
+            with contextlib.suppress(Killed):
+                prepare_run(state, settings, records)
+                whole = True
+        state, problems = inspect(settings, OVERWRITE=False)
+        untouched = state.step == 4 and (folder / "notes.txt").exists()
+        said |= set(problem.split(": ", 1)[1] for problem in problems)
+        assert problems or untouched or not state.exists or "new" in (folder / "settings.json").read_text(), (
+            "never half a run"
+        )
+        state, problems = inspect(settings)
+        assert not problems
+        prepare_run(state, settings, records)
+        assert [path.name for path in folder.iterdir()] == ["settings.json"] and not folder.with_name(
+            "run.zip"
+        ).exists()
+        assert folder.stat().st_ino == number, "a mount point cannot be removed"
+        moment += 1
+    (message,) = said
+    assert moment > 8 and "an OVERWRITE=1 that was deleting" in message and "Set OVERWRITE=1" in message
+
+
+def test_overwrite_says_what_it_deletes_that_no_run_wrote(tmp_path):
+    settings, folder = run_dir(tmp_path, OVERWRITE=True)
+    for inner in ("mine/deep", "best", "report", "runs/Nov22", "superseded-checkpoint-4.2", "superseded-adapter-last"):
+        (folder / inner).mkdir(parents=True)
+    own = ("tokenizer_config.json", "special_tokens_map.json", "versions.json.tmp", "best/best.json",
+           "checkpoint-4/rng_state.pth", "report/best_action_rate_2.png", "runs/Nov22/events.out.tfevents.1.host.2.0")  # fmt: skip
+    mine = ("checkpoint-4-mine", "checkpoint-4/notes.md", "metrics.csv.bak", "my_tokens.json", "notes.txt", "report/notes.md",
+            "runs/Nov22/first.csv", "superseded-bestiary.txt", "thesis.tmp")  # fmt: skip
+    for name in (*own, *mine):
+        (folder / name).touch()
+    assert sorted(inspect(settings)[0].foreign) == sorted((*mine, "mine/"))
+
+
+@pytest.mark.parametrize(
+    ("name", "what"), [(".run.lock", "its lock"), ("run.zip", "its zip"), ("run.zip.tmp", "what its zip is called")]
+)
+def test_what_is_in_the_way_beside_the_folder_is_said(tmp_path, name, what):
+    (tmp_path / name).mkdir()
+    problem = only(inspect(Settings(OUTPUT_DIR=str(tmp_path / "run")))[1])
+    assert what in problem and f" {tmp_path / name} is not a file" in problem
+
+
+@pytest.mark.parametrize("name", ["run.zip", "run.zip.tmp"])
+def test_another_users_file_in_the_place_of_the_zip_is_said(tmp_path, name, monkeypatch):
+    """In a folder like /tmp, where the run could not replace it in the end."""
+    (tmp_path / name).symlink_to("theirs")
+    for mode, user, told in ((0o777, 99, False), (0o1777, os.geteuid(), False), (0o1777, 99, True)):
+        tmp_path.chmod(mode)
+        monkeypatch.setattr(os, "geteuid", lambda user=user: user)
+        assert [
+            f"{name} is another user's" in problem for problem in inspect(Settings(OUTPUT_DIR=str(tmp_path / "run")))[1]
+        ] == [True] * told
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
+    (tmp_path / ".run.lock").symlink_to(tmp_path / "planted")
+    problem = only(inspect(Settings(OUTPUT_DIR=str(tmp_path / "run")))[1])
+    assert f"its lock {tmp_path / '.run.lock'} is a link" in problem
+    with pytest.raises(OSError):
+        lock_run(tmp_path / "run")
+    assert not (tmp_path / "planted").exists() and (tmp_path / ".run.lock").is_symlink()
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "tokenizer.json", "training.log", "best", "checkpoint-6"])
+def test_a_link_with_a_name_of_the_runs_own_is_refused(tmp_path, name):
+    """PEFT, the tokenizer, the Trainer and the log would write through it."""
+    settings, folder = run_dir(tmp_path)
+    shutil.rmtree(folder / "checkpoint-6")
+    (folder / "mine.csv").symlink_to(tmp_path / "mine.csv")
+    assert not inspect(settings)[1]
+    (folder / name).symlink_to(tmp_path / "planted")
+    assert f"{name} in it is a link" in only(inspect(settings)[1])
+    assert not inspect(settings, OVERWRITE=True)[1], "which deletes the link"
+
+
+@pytest.mark.parametrize("name", ["metrics.csv", "completions.csv", COMPLETE, "training.log"])
+def test_a_folder_in_the_place_of_a_file_is_refused(tmp_path, name):
+    settings, folder = run_dir(tmp_path)
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).mkdir()
+    assert f"{name} in it is not a file that you may read and write" in only(inspect(settings)[1])
+
+
+def test_a_run_folder_has_one_writer(tmp_path):
+    code = (
+        f"import pathlib; from grpo.run.place import lock_run; print(lock_run(pathlib.Path({str(tmp_path / 'run')!r})))"
+    )
+    lock = lock_run(tmp_path / "run")
+    for locked in (True, False):
+        other = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+        assert ("None" in other.stdout) is locked, other.stderr
+        lock.release()
+
+
+def test_a_lock_that_is_taken_back_leaves_nothing_that_was_not_there(tmp_path):
+    folder = tmp_path / "new" / "sub" / "run"
+    lock = lock_run(folder)
+    assert [path.name for path in folder.parent.iterdir()] == [".run.lock"]
+    lock.release(remove=True)
+    assert not list(tmp_path.iterdir())
+    lock_run(folder).release()
+    lock_run(folder).release(remove=True)
+    assert (folder.parent / ".run.lock").exists(), "an earlier run's"
