@@ -23,23 +23,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.run.logs import COMPLETIONS, METRICS
 from grpo.settings import ROOT, fold, settings_table
 
-ROLLOUT_RECORDS = {
-    "`merge`, H200": "rollout-h200.json", "`lora`, H100": "rollout-lora-h100.json", "`lora`, experts too, H200": "expert-lora-h200.json",
-}  # fmt: skip
-SYNC_WAYS = {  # that were compared, under the names they had then
-    "rounded at random: `merge` now": "stochastic", "a side path, deleted": "side", "rounded to the nearest, deleted": "merge",
-}  # fmt: skip
-SYNC_FIGURES = {
-    "share that arrives of AdamW's first step": "{}_share_1", "of its tenth": "{}_share_10", "generation": "{}_tok_s",
-    "weight sync, measuring the share included": "{}_sync_s", "measuring the share, timed alone": "{}_share_s",
-    "mean mismatch, adapter of one step": "{}_small_mean", "mean mismatch, strong adapter": "{}_strong_mean",
-}  # fmt: skip
-CURVE_WAYS = {"`merge`": "merge", "`lora`": "lora", "plain TRL, transformers' `generate`": "trl"}
-CURVE_FIGURES = {
-    "held-out reward, exact at temperature 0.5, step 50": "reward_{}_50", "step 100": "reward_{}_100", "step 120, the last": "reward_{}_120",
-    "of the likeliest answers, step 50": "greedy_reward_{}_50", "likeliest, step 100": "greedy_reward_{}_100", "likeliest, step 120": "greedy_reward_{}_120",
-    "training, all three side by side on one GPU": "{}_s",
-}  # fmt: skip
 MANY_WAYS = {
     "1 GPU, 96 completions": "1x96", "2 GPUs, 192": "2x192", "2 GPUs, 96": "2x96", "1 GPU, 384": "1x384", "2 GPUs, 384": "2x384",
 }  # fmt: skip
@@ -47,8 +30,6 @@ MANY_FIGURES = {
     "step": "{}_step_s", "rollout": "{}_rollout_s", "learning": "{}_learn_s", "tokens/s over the whole step": "{}_tok_s",
     "from the command to the first step": "{}_startup_s", "added up a step": "{}_reduced_mb",
 }  # fmt: skip
-LAYERS = ("full", "window")  # of attention
-PARTS = ("out", "q", "k", "v", "sinks")  # whose errors were measured
 # What a first real run decides; everything else has a default that fits the TES data.
 KEY_SETTINGS = (
     "MODEL_ID", "DATA", "TOTAL_STEPS", "PROMPTS_PER_STEP", "NUM_GENERATIONS", "MAX_COMPLETION_LEN", "LEARNING_RATE",
@@ -113,36 +94,11 @@ def key_settings() -> str:
     return table(["Setting", "Default", "Meaning"], rows)
 
 
-def figures_table(records: Mapping[str, str]) -> str:
-    """Every figure of the first record and its value in each: files of docs/results/ by the heading of their column."""
-    found, sources = zip(*map(measured, records.values()), strict=True)
-    rows = [
-        [f"`{name}`", *(in_words(figures[name]) if name in figures else "" for figures in found), one["note"]]
-        for name, one in found[0].items()
-    ]
-    return table(["figure", *records, "what it is"], rows) + "\n\n" + "\n".join(sources)
-
-
 def crossed_table(record: str, ways: Mapping[str, str], names: Mapping[str, str]) -> str:
     """A column for each of `ways`, whose word stands in the figures' `names`, and a line for each of these."""
     figures, source = measured(record)
     rows = [[text, *(in_words(figures[name.format(way)]) for way in ways.values())] for text, name in names.items()]
     return table(["", *ways], rows) + f"\n\n{source}"
-
-
-def attention_table() -> str:
-    """Error against float64 and time of every attention in attention-h100.json, the worse of full and window."""
-    figures, source = measured("attention-h100.json")
-    value, rows = {key: one["value"] for key, one in figures.items()}, []
-    for name in [key.removesuffix("_usable") for key in value if key.endswith("_usable") and value[key]]:
-        if name == "flex_attention":  # measured then, removed since: torch_flash is as fast and compiles nothing
-            continue
-        errors = [max(value[f"{name}_{layer}_{part}_error"] for layer in LAYERS) for part in PARTS]
-        times = [value[f"{name}_{layer}_ms"] for layer in LAYERS]
-        package = figures[f"{name}_usable"]["note"]
-        rows.append([f"`{name}`", package, *(f"{e:.4f}" for e in errors), *(f"{ms:.2f} ms" for ms in times)])
-    header = ["", "package", "output", *PARTS[1:], "full attention", "window of 128"]
-    return table(header, rows) + f"\n\n{source}"
 
 
 # Pages, and what stands on them between `<!-- NAME: begin -->` and `<!-- NAME: end -->`.
@@ -152,16 +108,6 @@ GENERATED: dict[str, dict[str, Callable[[], str]]] = {
     "docs/metrics.md": {
         "metrics.csv": functools.partial(columns_table, METRICS),
         "completions.csv": functools.partial(columns_table, COMPLETIONS),
-    },
-    "docs/rollouts.md": {
-        "sync figures": functools.partial(crossed_table, "sync-h200.json", SYNC_WAYS, SYNC_FIGURES),
-        "rollout figures": functools.partial(figures_table, ROLLOUT_RECORDS),
-        "generate figures": functools.partial(figures_table, {"value": "generate-h200.json"}),
-    },
-    "docs/learner.md": {
-        "step figures": functools.partial(figures_table, {"value": "step-h200.json"}),
-        "curves figures": functools.partial(crossed_table, "curves-h200.json", CURVE_WAYS, CURVE_FIGURES),
-        "attention figures": attention_table,
     },
     "docs/clusters.md": {"many figures": functools.partial(crossed_table, "many-gpus.json", MANY_WAYS, MANY_FIGURES)},
 }

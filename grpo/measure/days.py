@@ -45,7 +45,7 @@ def read_split(folder: Path, pattern: str, heldout: Sequence[str], **columns: st
     the last third, at least one. Columns: as of `read_profile`. Raises ProfileError with every problem."""
     paths = sorted(folder.glob(pattern))
     if not paths:
-        raise ProfileError([f"{folder}: holds no profile ({pattern}); docs/data.md says what one looks like"])
+        raise ProfileError([f"{folder}: holds no profile ({pattern}); docs/plant.md says what one looks like"])
     try:
         found = read_profiles(paths, ("full",), **columns)
     except ProfileError as error:
@@ -79,7 +79,7 @@ def read_split(folder: Path, pattern: str, heldout: Sequence[str], **columns: st
 def write_data(split: Split, out: Path, prompt: str) -> dict[str, str]:
     """Training rows, held-out rows and held-out profiles below `out`; the settings that name these files. Raises OSError.
 
-    Two real windows alone taught a policy that left a fifth of a warmer month's load unserved (docs/log.md, 2026-11-22)."""
+    Two real windows alone taught a policy that left a fifth of a warmer month's load unserved (docs/tried.md)."""
     walks = math.ceil(FEWEST_WINDOWS / sum(len(windows(profile)) for profile in split.train.values()))
     more = {"trajectories": walks, "short_share": SHORT_SHARE, "vary": VARY}
     files = {"DATA": dict(profile_files(split.train, (prompt,), SEED, **more))}
