@@ -37,14 +37,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo.data.scoring import load_rewards
+from grpo.data.scoring import RewardError, load_rewards
 from grpo.phases import FILE_ONLY, Phase
+from grpo.plan.hub import fetch_weights
 from grpo.preflight.adapter import lora_options
-from grpo.preflight.agree import agreed, follow
+from grpo.preflight.agree import adopt_rank0_state, merge_rank_problems
 from grpo.preflight.banner import banner
 from grpo.preflight.checks import Preflight, place_problem, preflight, run_records
 from grpo.preflight.choices import choose_epsilon_high
-from grpo.preflight.hub import fetch_weights
 from grpo.run.archive import write_zip
 from grpo.run.best import recover_best
 from grpo.run.ending import LastWords, end_quietly, write_end
@@ -62,7 +62,10 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    ranks = Ranks.started()  # first of all: what torchrun said is not there any more for anybody else
+    try:
+        ranks = Ranks.from_environment()  # first: from here on, TRL and vLLM each see a single process
+    except ValueError as error:
+        return fail([str(error)])
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # no prompt or path is worth a UnicodeEncodeError
@@ -77,21 +80,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.help:
         print(help_text(__doc__))
         return 0
-    code, words = 1, ""
+    code, message = 1, ""
     try:
-        ranks.connect()
+        if ranks.size > 1:
+            from grpo.learn.groups import ConnectedRanks  # inside: it imports torch
+
+            ranks = ConnectedRanks(ranks)
         code = check_and_run(ranks, options.check)
     except RankLost as lost:
-        code, words = lost.code, str(lost)
+        code, message = lost.code, str(lost)
         print(f"\n{lost}: nothing was written to OUTPUT_DIR", file=sys.stderr)
     except KeyboardInterrupt:  # `launch` answers the later ones
         code = 128 + signal.SIGINT
         print("\ninterrupted before the run began: nothing was written to OUTPUT_DIR", file=sys.stderr)
     except Exception as error:
-        words = described(error)
+        message = described(error)
         raise
     finally:
-        ranks.leave(code, words or f"exit code {code}")
+        ranks.leave(code, message or f"exit code {code}")
     return code
 
 
@@ -100,7 +106,7 @@ def check_and_run(ranks: Ranks, only_check: bool) -> int:
     place = ranks.share(place_problem())
     if any(place):
         return fail(list(filter(None, place))[:1])
-    preflight_result = agreed(preflight(os.environ, None, ranks))
+    preflight_result = merge_rank_problems(preflight(os.environ, None, ranks))
     print(banner(preflight_result, every_setting=only_check))
     if preflight_result.problems:
         return fail(preflight_result.problems)
@@ -152,37 +158,39 @@ def has_changed(preflight_result: Preflight) -> bool:
 
 
 def launch_all(preflight_result: Preflight) -> int:
-    """`launch`; under torchrun also the other processes' part of it, and at the end its exit code and why, in training.log and
-    exit.json: torchrun says neither."""
+    """`launch`; under torchrun, which tells neither, this also writes the run's exit code and its reason into training.log
+    and exit.json."""
     ranks, folder = preflight_result.ranks, preflight_result.run.folder
     if not ranks.launched:
         return launch(preflight_result)
-    said, code = LastWords(), 1
-    log.addHandler(said)
+    logged, code = LastWords(), 1
+    log.addHandler(logged)
     if ranks.rank:
-        log.propagate = False  # rank 0 writes, or the first that is left
+        log.propagate = False
 
-    def last_words(lost: RankLost) -> None:
-        time.sleep(2 * max(ranks.rank - 1, 0))  # one of those that are left is enough
+    def write_loss(lost: RankLost) -> None:
+        """Rank 0 writes who is gone. Where rank 0 itself is, and wrote nothing, the first other rank does."""
         if ranks.rank:
+            if lost.rank or lost.message:
+                return
+            time.sleep(2 * (ranks.rank - 1))
             if (folder / EXIT).exists() or not (folder / "training.log").is_file():
                 return
             start_logging(folder)
             log.propagate = True
         write_end(folder, lost.code, f"{lost}; {continuation(folder, vars(preflight_result.settings))}")
 
-    ranks.last_words = last_words
+    ranks.on_lost = write_loss
     try:
-        code = launch(follow(preflight_result))
+        code = launch(adopt_rank0_state(preflight_result))
         if not ranks.rank and code != 2:
-            write_end(folder, code, said.words)
+            write_end(folder, code, logged.words)
     except RankLost as lost:
         code = lost.code
-        if not (ranks.rank and lost.words):
-            last_words(lost)
+        write_loss(lost)
     finally:
-        log.removeHandler(said)
-        ranks.leave(code, said.words or f"exit code {code}")
+        log.removeHandler(logged)
+        ranks.leave(code, logged.words or f"exit code {code}")
     return code
 
 
@@ -238,6 +246,9 @@ def launch(preflight_result: Preflight) -> int:
         again = continuation(state.folder, vars(s))
         if disk := full_disk(error, state.folder):
             log.critical("no space left on the disk of %s: free some, %s", disk, again)
+        elif isinstance(error, RewardError):
+            log.info("a reward function failed", exc_info=True, extra=FILE_ONLY)
+            log.critical("%s; when its cause is fixed, %s", error, again)
         else:
             log.critical("the run failed", exc_info=True)
             log.critical("when its cause is fixed, %s", again)
@@ -262,7 +273,7 @@ def train(preflight_result: Preflight) -> int:
 
     from grpo.evaluate.progress import Progress
     from grpo.evaluate.refresh import ReportRefreshCallback
-    from grpo.learn.together import give_adapter, give_files, lead
+    from grpo.learn.together import answer_rank0, broadcast_adapter, broadcast_checkpoint, run_on_rank0
     from grpo.learn.trainer import RunContext, Trainer
     from grpo.model.load import load_adapter, load_base, load_tokenizer
     from grpo.rollout.engine import start_engine
@@ -296,10 +307,10 @@ def train(preflight_result: Preflight) -> int:
 
     context = RunContext(s, preflight_result.rows, plan, folder, attention, packing, stop, ranks=ranks)
     options = grpo_options(s, torch.cuda.is_available(), specs, preflight_result.scale_rewards[0])
-    scratch = tempfile.TemporaryDirectory() if ranks.rank else None  # of those that write nothing
-    place = Path(scratch.name) if scratch else folder
+    scratch = tempfile.TemporaryDirectory() if ranks.rank else None  # OUTPUT_DIR is rank 0's
+    output_dir = Path(scratch.name) if scratch else folder
     if ranks.rank:
-        options |= {"output_dir": str(place), "report_to": "none"}
+        options |= {"output_dir": str(output_dir), "report_to": "none"}
     trainer = Trainer(
         context, model, tokenizer, LoraConfig(**lora_options(s)), GRPOConfig(**options), load_rewards(specs, s)
     )
@@ -309,8 +320,8 @@ def train(preflight_result: Preflight) -> int:
     log.info("adapter: %s trainable parameters on %s", f"{trainable:,}", s.LORA_TARGETS)
     if s.INIT_ADAPTER and not state.step:
         load_adapter(trainer.model, s.INIT_ADAPTER)
-    give_adapter(ranks, trainer.model)
-    checkpoint = give_files(ranks, state.checkpoint, place)
+    broadcast_adapter(ranks, trainer.model)
+    checkpoint = broadcast_checkpoint(ranks, state.checkpoint, output_dir)
 
     stop.listen()
     try:
@@ -318,11 +329,11 @@ def train(preflight_result: Preflight) -> int:
             context.engine = start_engine(s, plan.engine, model_path, trainer.eos_token_ids, trainer.model)
             check_mismatch(trainer)
         progress = Progress(preflight_result)
-        lead(trainer, progress.before, trainer)
+        run_on_rank0(trainer, progress.before, trainer)
         stop.at_once = False  # from here on a signal waits for the end of its step and a checkpoint
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        while ranks.rank:  # until rank 0 says how the run ended
-            lead(trainer, None)
+        if ranks.rank:
+            answer_rank0(trainer)  # raises RankLost with the exit code when rank 0 has finished the run
         return finish(trainer, progress, started)
     finally:
         if context.engine is not None and context.engine.folder:
@@ -330,16 +341,14 @@ def train(preflight_result: Preflight) -> int:
 
 
 def finish(trainer: Trainer, progress: Progress, started: float) -> int:
-    """Save and evaluate what training came to, and zip. Returns the exit code."""
-    from grpo.learn.together import lead
-
+    """Save and evaluate what training came to, and zip: rank 0's part alone. Returns the exit code."""
     folder, stop = trainer.run.folder, trainer.run.stop
     trainer.save_model(str(folder))
     trainer.processing_class.save_pretrained(str(folder))
     if not stop.signal:
         stop.at_once = True
         with contextlib.suppress(KeyboardInterrupt):
-            lead(trainer, progress.after, trainer)
+            progress.after(trainer)
             trainer.write_model_card(folder)  # which now knows the last step's figures
         stop.at_once = False
     archive, steps = write_archive(folder), trainer.state.global_step

@@ -17,19 +17,11 @@ import sys
 import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.run.logs import COMPLETIONS, METRICS
 from grpo.settings import ROOT, fold, settings_table
 
-MANY_WAYS = {
-    "1 GPU, 96 completions": "1x96", "2 GPUs, 192": "2x192", "2 GPUs, 96": "2x96", "1 GPU, 384": "1x384", "2 GPUs, 384": "2x384",
-}  # fmt: skip
-MANY_FIGURES = {
-    "step": "{}_step_s", "rollout": "{}_rollout_s", "learning": "{}_learn_s", "tokens/s over the whole step": "{}_tok_s",
-    "from the command to the first step": "{}_startup_s", "added up a step": "{}_reduced_mb",
-}  # fmt: skip
 # What a first real run decides; everything else has a default that fits the TES data.
 KEY_SETTINGS = (
     "MODEL_ID", "DATA", "TOTAL_STEPS", "PROMPTS_PER_STEP", "NUM_GENERATIONS", "MAX_COMPLETION_LEN", "LEARNING_RATE",
@@ -58,24 +50,15 @@ def columns_table(columns: Mapping[str, tuple[str, str]]) -> str:
     return table(["Column", "Unit", "Meaning"], [[f"`{name}`", unit, text] for name, (unit, text) in columns.items()])
 
 
-def measured(name: str) -> tuple[dict[str, dict[str, Any]], str]:
-    """Figures of docs/results/NAME by name, and the command, machine and date that they come from."""
+def measured(name: str) -> dict[str, float]:
+    """The values of docs/results/NAME by the names of their figures."""
     record = json.loads((ROOT / "docs" / "results" / name).read_text(encoding="utf-8"))
-    machine = record["machine"].split(";")[0]
-    source = f"`{record['command']}` on {machine}, {record['date']}: [{name}](results/{name})."
-    return {one["name"]: one for one in record["figures"]}, source
-
-
-def in_words(figure: dict[str, Any]) -> str:
-    """Value and unit, with four digits or those before the point."""
-    value = figure["value"]
-    return f"{value:,.0f} {figure['unit']}" if value >= 1000 else f"{value:.4g} {figure['unit']}"
+    return {figure["name"]: figure["value"] for figure in record["figures"]}
 
 
 def headline() -> str:
     """The README's sentence about speed and memory."""
-    records = (measured(name)[0] for name in ("generate-h200.json", "step-h200.json"))
-    without, step = ({key: one["value"] for key, one in record.items()} for record in records)
+    without, step = measured("generate-h200.json"), measured("step-h200.json")
     speedup = step["rollout_tok_s"] / without["generate_tok_s"]
     text = (
         "Measured on one H200, random weights in gpt-oss-20b's exact format: a step of 12 prompts x 8 completions x 512 "
@@ -94,13 +77,6 @@ def key_settings() -> str:
     return table(["Setting", "Default", "Meaning"], rows)
 
 
-def crossed_table(record: str, ways: Mapping[str, str], names: Mapping[str, str]) -> str:
-    """A column for each of `ways`, whose word stands in the figures' `names`, and a line for each of these."""
-    figures, source = measured(record)
-    rows = [[text, *(in_words(figures[name.format(way)]) for way in ways.values())] for text, name in names.items()]
-    return table(["", *ways], rows) + f"\n\n{source}"
-
-
 # Pages, and what stands on them between `<!-- NAME: begin -->` and `<!-- NAME: end -->`.
 GENERATED: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"measured": headline, "key settings": key_settings},
@@ -109,7 +85,6 @@ GENERATED: dict[str, dict[str, Callable[[], str]]] = {
         "metrics.csv": functools.partial(columns_table, METRICS),
         "completions.csv": functools.partial(columns_table, COMPLETIONS),
     },
-    "docs/clusters.md": {"many figures": functools.partial(crossed_table, "many-gpus.json", MANY_WAYS, MANY_FIGURES)},
 }
 
 

@@ -2,18 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prove that the path a user runs learns: make a mid-size gpt-oss, train it with train_grpo.py, collect the figures.
 
-    python scripts/prove.py --out runs/proof --device cuda --tokenizer o200k/       # all of it, 20 minutes of one H100
+    python scripts/prove.py --out runs/proof --device cuda --tokenizer o200k/    # all, 20 minutes of one H100
     python scripts/prove.py --out runs/proof --stage make --device cuda --tokenizer o200k/
     python scripts/prove.py --out runs/proof --stage train --set LEARNING_RATE=1e-3
     python scripts/prove.py --out runs/proof --stage collect
-    python scripts/prove.py --out runs/proof-cpu --scale cpu                        # a toy model, 10 minutes of one CPU core
-    python scripts/prove.py --out runs/proof-small --scale small                    # the same code in a minute, proves nothing
+    python scripts/prove.py --out runs/proof-cpu --scale cpu      # a toy model, 10 minutes of one CPU core
+    python scripts/prove.py --out runs/proof-small --scale small  # the same code in a minute, proves nothing
 
-`make` writes OUT/data (training rows, held-out rows and their hourly profile) and OUT/model: a gpt-oss that a supervised
-warm-up has taught to read full TES prompts and to answer in the right format, but to choose little better than chance.
-`train` runs train_grpo.py on it as a user would, in OUT/run. `collect` compares held-out reward and closed-loop CO2
-before and after, and writes them with the command as JSON; its exit code is 1 unless both improved.
-A stage that is complete is not repeated (--force does). docs/proof.md explains the recipe.
+`make` writes OUT/data (training rows, held-out rows and their hourly profile) and OUT/model: a gpt-oss that a
+supervised warm-up has taught to read full TES prompts and to answer in the right format, but to choose little better
+than chance. `train` runs train_grpo.py on it as a user would, in OUT/run. `collect` compares held-out reward and
+closed-loop CO2 before and after, and writes them with the command as JSON; its exit code is 1 unless both improved. A
+stage that is complete is not repeated (--force does). docs/proof.md explains the recipe.
 
 What is simplified: the model never reasons, and the features that it needs are there before GRPO starts. So this shows
 that rollouts, rewards, gradients, weight sync and evaluation work together, not how much gpt-oss-20b would gain.

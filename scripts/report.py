@@ -1,14 +1,10 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Write the report of a run: RUN_DIR/report.html, one file without network or scripts, and its figures as PNGs.
+"""Write the report of a run that is complete, interrupted or still going: RUN_DIR/report.html.
 
     python scripts/report.py runs/first
 
-Works on a run that is complete, interrupted, resumed or still going: what its data does not allow is left out, with one
-sentence that says why. train_grpo.py writes it at the end of every run. It reads the files of the run, and the training
-data for the prompts of the completions that it shows (left out where the data changed); their text is escaped and cut.
-
-Exit codes: 0 written, 2 there is no run to report on.
+Exit codes: 0 written, 2 there is no run to report on, or a file of it is damaged.
 """
 
 from __future__ import annotations

@@ -91,6 +91,9 @@ python_version() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2
 candidates=(python3.12 python3 python3.13 python3.11)
 [ "$kind" = gpu ] || candidates=(python3 "${candidates[@]}")
 [ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
+# As $(uv python find 3.12) leaves it where there is none: another Python would be a surprise.
+[ -n "${PYTHON-unset}" ] ||
+    die 3 "PYTHON is set but empty: name a Python (uv python install 3.12 brings one), or unset it"
 python="" version=""
 for candidate in "${candidates[@]}"; do
     version=$(python_version "$candidate") || continue

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from grpo.preflight.hub import fetch_weights
+from grpo.plan.hub import fetch_weights
 from grpo.preflight.sft import sft_preflight
 
 

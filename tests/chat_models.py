@@ -7,7 +7,7 @@ import json
 import shutil
 from pathlib import Path
 
-from grpo.preflight.hub import TINY_PATH
+from grpo.plan.hub import TINY_PATH
 
 PLAIN = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>{% endfor %}"

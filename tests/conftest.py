@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo.preflight.hub import TINY_PATH, read_json
+from grpo.plan.hub import TINY_PATH, read_json
 from grpo.settings import log
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo.preflight.machine import TESTED, TESTED_VLLM, Machine, check_packages
+from grpo.plan.machine import TESTED, TESTED_VLLM, Machine, check_packages
 from grpo.settings import Problems, Settings
 
 H100 = Machine("NVIDIA H100 80GB HBM3", 1, 79.6, 79.0, 110.0, 16, "x86_64")

@@ -1,30 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several processes of one run, without torchrun: forks of the test, which has imported everything."""
+"""Several processes of one run, without torchrun: forks of the test, which has imported everything. One more holds the
+store, as torchrun's own process does."""
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore
 
+from grpo.learn.groups import ConnectedRanks
 from grpo.run.ranks import Ranks
 
+FORK = multiprocessing.get_context("fork")
 
-def free_port() -> int:
-    """A port below some that are free as well, most likely."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1] - 1
+
+def _host(listener: socket.socket, port: int, ready: Any) -> None:
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    ready.send(store.port)
+    with contextlib.suppress(EOFError):
+        ready.recv()
+    os._exit(0)
+
+
+@contextlib.contextmanager
+def launcher_store() -> Iterator[tuple[int, int]]:
+    """Port of a store, and the process that has it."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    ours, theirs = FORK.Pipe()
+    host = FORK.Process(target=_host, args=(listener, port, theirs))
+    host.start()
+    listener.close()
+    theirs.close()
+    ours.recv()
+    yield port, host.pid
+    host.kill()
+    host.join()
 
 
 def _child(pipe: Any, ranks: Ranks, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
     torch.set_num_threads(1)  # threads of the parent are not there
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
-        ranks.connect()
+        if ranks.size > 1:
+            ranks = ConnectedRanks(ranks)
         pipe.send(function(ranks, *arguments))
         ranks.leave(0)
     except Exception as error:
@@ -33,22 +58,34 @@ def _child(pipe: Any, ranks: Ranks, function: Callable[..., Any], arguments: Seq
     os._exit(0)
 
 
-def in_ranks(size: int, function: Callable[..., Any], *arguments: Any, port: int = 0) -> list[Any]:
-    """What `function(ranks, *arguments)` returned or raised in each of `size` processes; None of one that died."""
-    context, port, started = multiprocessing.get_context("fork"), port or free_port(), []
-    for rank in range(size):
-        ours, theirs = context.Pipe()
-        ranks = Ranks(rank, size, rank, size, port=port)
-        one = context.Process(target=_child, args=(theirs, ranks, function, arguments))
-        one.start()
-        theirs.close()
-        started.append((one, ours))
-    found = []
-    for _, pipe in started:
-        try:
-            found.append(pipe.recv())
-        except EOFError:
-            found.append(None)
-    for one, _ in started:  # late: one that leaves waits for the others, and they for their pipes to be read
-        one.join()
-    return found
+def in_ranks(
+    size: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    local_size: int = 0,
+    beside: Callable[..., None] | None = None,
+) -> list[Any]:
+    """What `function(ranks, *arguments)` returned or raised in each of `size` processes; None of one that died. `local_size`:
+    processes of what they take for one machine. `beside`, given the store's port and process id and those of the ranks, runs
+    in this process meanwhile."""
+    local_size = local_size or size
+    with launcher_store() as (port, host):
+        started = []
+        for rank in range(size):
+            ours, theirs = FORK.Pipe()
+            ranks = Ranks(rank, size, rank % local_size, local_size, "127.0.0.1", port)
+            process = FORK.Process(target=_child, args=(theirs, ranks, function, arguments))
+            process.start()
+            theirs.close()
+            started.append((process, ours))
+        if beside:
+            beside(port, host, [process.pid for process, _ in started])
+        results = []
+        for _, pipe in started:
+            try:
+                results.append(pipe.recv())
+            except EOFError:
+                results.append(None)
+        for process, _ in started:
+            process.join()
+    return results

@@ -167,6 +167,7 @@ FULL_DISK = {"df": "printf 'head\\nfs 9 9 1000000 9%% /\\n'"}
         (["--nonsense"], {}, {}, 2, "unknown option"),
         (["--cpu", "--gpu"], {}, {}, 2, "exclude each other"),
         (["--cpu"], {"PYTHON": None}, OLD, 3, "apt install python3.12"),
+        (["--cpu"], {"PYTHON": ""}, {}, 3, "PYTHON is set but empty"),
         (["--cpu"], {"PYTHON": "bare-python"}, {"bare-python": BARE}, 3, f"apt install python3.{sys.version_info[1]}-venv"),
         (["--cpu"], {}, FULL_DISK, 4, "not enough disk space"),
     ],

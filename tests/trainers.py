@@ -17,9 +17,9 @@ from grpo.data.files import Row
 from grpo.data.scoring import load_rewards, reward_specs
 from grpo.learn.trainer import RunContext, Trainer
 from grpo.model.load import load_model, load_tokenizer
+from grpo.plan.hub import read_json
+from grpo.plan.memory import Plan
 from grpo.preflight.choices import choose_rewards, choose_scale_rewards
-from grpo.preflight.hub import read_json
-from grpo.preflight.memory import Plan
 from grpo.run.ranks import Ranks
 from grpo.run.signals import StopRequest
 from grpo.settings import Settings

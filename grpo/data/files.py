@@ -15,7 +15,7 @@ import os
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,24 @@ INDEX = "(0|[1-9][0-9]{0,5})"
 REWARD_COLUMN = re.compile(f"reward_action_{INDEX}")
 Q_COLUMN = re.compile(f"q_action_{INDEX}")
 ODD_COLUMN = re.compile(rf"(?:reward|q)_action_(?!{INDEX}\Z)\d+")  # too many digits, a 0 before them, of another script
-# Keyword arguments that TRL and this project give to reward functions: a CSV column of that name goes by `csv_NAME`.
+# Keyword arguments that TRL gives to reward functions or leaves out, and the three that docs/data.md adds: a column of
+# that name goes by `csv_NAME`. Every other column keeps its name.
 RESERVED_ARGUMENTS = {
     "prompt", "prompts", "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric",
-    "environments", "truncated", "prompt_id", "invalid_reward", "raw_completions", "rendered_prompts",
+    "environments", "truncated", "raw_completions", "rendered_prompts",
 }  # fmt: skip
 PROMPT_COLUMNS = ("prompt", "user", "question")
+# Columns of common formats that hold a prompt in another form -> how datasets' `map` makes a `prompt` of it.
+# docs/data.md has these lines whole.
+FOREIGN_PROMPTS = {
+    "conversations": (
+        '[{"role": {"human": "user", "gpt": "assistant"}.get(turn["from"], "system"), "content": turn["value"]} '
+        'for turn in row["conversations"][:-1]]'
+    ),
+    "chosen": 'row["chosen"][:-1]',
+    "instruction": r'"\n\n".join(filter(None, [row["instruction"], row.get("input")]))',
+}
+FORMATS_DOC = "docs/data.md#prompts-of-other-formats"
 SHOWN = 20  # problems listed per file: the rest is counted
 
 
@@ -113,9 +125,14 @@ def check_header(path: str, header: Sequence[str], problems: Problems) -> int:
         problems.add(where, what, fix)
     if header[:1] and header[0].startswith("sep="):
         raise UnreadableFile(f"{path}, line 1", "it is a hint for spreadsheets", "Delete the line")
-    if not set(PROMPT_COLUMNS) & set(header):
-        what = "there is neither a `prompt` nor a `user` column" + near_column("prompt", header)
-        problems.add(where, what, "Add one of them (or `question`); docs/data.md shows the forms")
+    if not {*PROMPT_COLUMNS, "messages"} & set(header):
+        what = "there is neither a `prompt` nor a `user` column"
+        if foreign := next((name for name in FOREIGN_PROMPTS if name in header), None):
+            fix = f"Make a `prompt` of `{foreign}`: {map_text(FOREIGN_PROMPTS[foreign])}"
+            problems.add(where, what, f"{fix} ({FORMATS_DOC})")
+        else:
+            fix = "Add one of them (or `question`, or `messages`); docs/data.md shows the forms"
+            problems.add(where, what + near_column("prompt", header), fix)
     if odd := next(filter(ODD_COLUMN.fullmatch, header), None):
         problems.add(where, f"{odd!r} numbers no action", "Write 0, 1, 2, ... in plain digits, six at most")
         return 0
@@ -181,35 +198,66 @@ def as_conversation(prompt: Any) -> Any:
     return prompt
 
 
-def read_conversation(where: str, prompt: Any, problems: Problems) -> Messages:
-    """Messages of a `prompt` that is a list of them, as TRL's conversational data sets hold it."""
+def map_text(prompt: str) -> str:
+    """The line of Python that adds a column `prompt` to a data set of the `datasets` library."""
+    return f'data.map(lambda row: {{"prompt": {prompt}}})'
+
+
+def prompt_column(columns: Mapping[str, Any]) -> str:
+    """The column that may hold a conversation: `prompt`, or `messages` in a file that has none of PROMPT_COLUMNS."""
+    return "messages" if "messages" in columns and not any(name in columns for name in PROMPT_COLUMNS) else "prompt"
+
+
+def read_conversation(where: str, name: str, prompt: Any, problems: Problems) -> Messages:
+    """Messages of a column `name` that holds a list of them, as TRL's data sets do; none after a problem."""
+    where = f"{where}, column {name}"
     try:
-        messages = tuple((one["role"], one["content"]) for one in prompt)
-        (first, _), *rest = messages
-        known = first in (*INSTRUCTING, "user") and all(role in ("user", "assistant") for role, _ in rest)
-        if known and messages[-1][0] == "user" and all(isinstance(text, str) for _, text in messages):
-            if is_blank(messages[-1][1]):
-                problems.add(f"{where}, column prompt", "the user's message is empty", "Fill it in or remove the row")
-            return messages
-    except (TypeError, KeyError, ValueError):
-        pass
-    what = "it is neither text nor a list of messages (system or developer first, then user and assistant) that ends with the user's"
-    problems.add(f"{where}, column prompt", what, 'Write text, or [{"role": "user", "content": "..."}]')
-    return ()
+        messages = tuple((message["role"], message["content"]) for message in prompt)
+        if fault := conversation_fault(name, messages):
+            problems.add(where, *fault)
+            return ()
+    except (TypeError, KeyError, IndexError):
+        what = "it is neither text nor a list of messages with `role` and `content`"
+        problems.add(where, what, 'Write text, or [{"role": "user", "content": "..."}]')
+        return ()
+    if is_blank(messages[-1][1]):
+        problems.add(where, "the user's message is empty", "Fill it in or remove the row")
+    return messages
+
+
+def conversation_fault(name: str, messages: Sequence[tuple[Any, Any]]) -> tuple[str, str] | None:
+    """What is wrong with the messages of a column `name`, and what to do. Raises IndexError where there are none."""
+    roles = [role for role, _ in messages]
+    order = "system or developer first, then user and assistant"
+    for role in roles:
+        if role not in (*INSTRUCTING, "user", "assistant"):
+            what = f"the role {one_line(repr(role), 200)} is not known ({order})"
+            return what, "Leave such messages out, or write the whole prompt rendered, as text"
+    for number, (role, text) in enumerate(messages, 1):
+        if (number == 1 and role == "assistant") or (number > 1 and role in INSTRUCTING):
+            return f"message {number} is of the role {role!r} ({order})", "Put the messages in this order"
+        if not isinstance(text, str):
+            return f"the content of message {number} is not text", "Write it as text"
+    if roles[-1] != "user":
+        fix = "Leave the answer out: " + map_text(f'row["{name}"][:-1]') + f" ({FORMATS_DOC})"
+        return f"it ends with the message of the role {roles[-1]!r}, not with the user's", fix
+    return None
 
 
 def read_messages(where: str, columns: dict[str, Any], system: str, problems: Problems) -> Messages:
     """Messages of a row, or ("rendered", text). `system`: for rows that have no system message of their own."""
-    given = {name: columns.get(name) for name in (*PROMPT_COLUMNS, "system")}
+    given = {name: columns.get(name) for name in (*PROMPT_COLUMNS, "messages", "system")}
     given = {name: "" if value is None else value for name, value in given.items()}
-    if not isinstance(talk := as_conversation(given["prompt"]), str):
-        found, told = read_conversation(where, talk, problems), str(given["system"]).strip()
+    column = prompt_column(columns)
+    if not isinstance(talk := as_conversation(given[column]), str) or column == "messages":
+        found, told = read_conversation(where, column, talk, problems), str(given["system"]).strip()
         own = found[:1] and found[0][0] in INSTRUCTING
         if own and not is_blank(told) and told != found[0][1].strip():
-            what, fix = "it holds another message than `prompt` begins with", "Leave one of the two out"
+            what, fix = f"it holds another message than `{column}` begins with", "Leave one of the two out"
             problems.add(f"{where}, column system", what, fix)
         told = told or system
         return found if own or not told else (("system", told), *found)
+    del given["messages"]
     for name, value in given.items():
         if not isinstance(value, str):
             problems.add(f"{where}, column {name}", f"{value!r} is not text", "Write it as text")
@@ -246,8 +294,30 @@ def make_rows(
                 f"it holds {', '.join(tokens)}: the model reads these as the end of a message, or the begin of another"
             )
             problems.add(where, what, "Take it out, or write the whole prompt rendered, from its first <|start|> on")
-        talk = "user" in columns or not isinstance(as_conversation(columns.get("prompt", "")), (str, type(None)))
+        cell = columns.get(prompt_column(columns))
+        talk = "user" in columns or not isinstance(as_conversation(cell), (str, type(None)))
         yield Row(name, number, messages, tuple(rewards.values()), columns, "", tuple(q.values()), talk)
+
+
+ROW_PLACE = re.compile(r", row ([0-9]+)(?: \(line [0-9]+\))?(?=[,:])")
+ROWS_NAMED = 5  # of rows with the same problem
+
+
+def merge_alike(problems: Iterable[str]) -> list[str]:
+    """Problems of one file; one of several rows stands there once, with the first row and how many more there are."""
+    alike: dict[str, list[str]] = {}
+    for problem in problems:
+        alike.setdefault(ROW_PLACE.sub("", problem, count=1), []).append(problem)
+    merged = []
+    for first, *more in alike.values():
+        rows = [match[1] for problem in more[:ROWS_NAMED] if (match := ROW_PLACE.search(problem))]
+        if len(more) > ROWS_NAMED:
+            rows.append("...")
+        if more:
+            plural = "one more row" if len(more) == 1 else f"{len(more)} more rows"
+            first += f". The same in {plural}: {', '.join(rows)}"
+        merged.append(first)
+    return merged
 
 
 def read_file(
@@ -256,7 +326,7 @@ def read_file(
     """The rows of one file or data set; problems name it, the row (1 is the first), the column and in text the line.
 
     Accepted: a `prompt` column (rendered in Harmony, beginning with `<|start|>`, or plain text, taken as the user's
-    message, or a list of messages), `question`, or `user` with an optional `system`; `reward_action_0` ..
+    message, or a list of messages), `question`, `messages`, or `user` with an optional `system`; `reward_action_0` ..
     `reward_action_{K-1}` with finite numbers, K >= 2, for the rewards that need them, and `q_action_k` beside them. Other
     columns pass through. `system`: the message of rows without their own. Without `rewards` these pass through as well,
     whatever they are."""
@@ -271,9 +341,10 @@ def read_file(
         return []
     if not rows and not mine:
         mine.add(name, "there is no row below the header", "Add at least one row")
-    problems += mine[:SHOWN]
-    if len(mine) > SHOWN:
-        problems.add(name, f"and {len(mine) - SHOWN} more problems like these", "Fix the file and run again")
+    told = merge_alike(mine)
+    problems += told[:SHOWN]
+    if len(told) > SHOWN:
+        problems.add(name, f"and {len(told) - SHOWN} more problems like these", "Fix the file and run again")
     return [] if mine else rows
 
 
@@ -317,7 +388,7 @@ def data_prompt(row: Row) -> str | list[dict[str, Any]]:
     if role == "rendered":
         return first
     cells = row.columns
-    if isinstance(talk := as_conversation(cells.get("prompt")), list):
+    if isinstance(talk := as_conversation(cells.get(prompt_column(cells))), list):
         return talk
     name = next((name for name in PROMPT_COLUMNS if not is_blank(cells.get(name) or "")), None)
     text = cells[name] if name else row.messages[-1][1]
@@ -332,7 +403,13 @@ def reward_columns(row: Row) -> dict[str, Any]:
     """The columns of a row as keyword arguments of a reward function."""
     columns = {(f"csv_{name}" if name in RESERVED_ARGUMENTS else name): value for name, value in row.columns.items()}
     columns |= {f"q_action_{k}": value for k, value in enumerate(row.q)}
-    return columns | {"prompt_id": row.id}
+    return columns
+
+
+def renamed_columns(rows: Iterable[Row]) -> list[str]:
+    """The columns that reward functions get under another name; not `prompt`, which they get as `prompts`."""
+    names = dict.fromkeys(name for row in {tuple(row.columns): row for row in rows}.values() for name in row.columns)
+    return [name for name in names if name in RESERVED_ARGUMENTS and name != "prompt"]
 
 
 def column_names(rows: Iterable[Row]) -> list[str]:

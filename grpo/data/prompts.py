@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo.data.files import SHOWN, Row
+from grpo.data.files import Row
 from grpo.phases import with_progress
 from grpo.settings import Problems, Settings, described
 
@@ -102,12 +102,13 @@ def render_rows(
         problems.add(where, f"its tokenizer.json fails ({described(error)})", "Download the model again")
         return list(rows), 0
     long = [(row, n) for row, n in zip(rendered, lengths, strict=True) if n > settings.MAX_PROMPT_LEN]
-    for row, n in long[:SHOWN]:
-        what = f"the prompt has {n} tokens, MAX_PROMPT_LEN is {settings.MAX_PROMPT_LEN}"
-        problems.add(f"{row.file}, row {row.number}", what, f"Shorten it, or set MAX_PROMPT_LEN={max(lengths)}")
-    if len(long) > SHOWN:
-        what = f"{len(long) - SHOWN} more prompts are too long"
-        problems.add("MAX_PROMPT_LEN", what, f"The longest has {max(lengths)} tokens")
+    if long:
+        longest, tokens_of_it = max(long, key=lambda pair: pair[1])
+        what = f"the prompt has {tokens_of_it} tokens, MAX_PROMPT_LEN is {settings.MAX_PROMPT_LEN}"
+        if len(long) > 1:
+            what += f"; {len(long)} of {len(rows)} prompts are longer than that, and this is the longest"
+        fix = f"Shorten what is too long, or set MAX_PROMPT_LEN={tokens_of_it}"
+        problems.add(f"{longest.file}, row {longest.number}", what, fix)
     return rendered, max(lengths, default=0)
 
 

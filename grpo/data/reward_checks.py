@@ -15,10 +15,21 @@ from statistics import fmean
 from typing import Any
 
 import rewards
-from grpo.data.files import Row, column_names, data_prompt, flat_rows, no_actions
+from grpo.data.files import (
+    PROMPT_COLUMNS,
+    RESERVED_ARGUMENTS,
+    Row,
+    column_names,
+    data_prompt,
+    flat_rows,
+    no_actions,
+    reward_columns,
+)
+from grpo.data.formats import is_dataset, read_csv_table, reader_of
 from grpo.data.prompts import ANSWER_AFTER, ANSWER_BEFORE
 from grpo.data.scoring import (
     Completion,
+    RewardError,
     first_state,
     load_reward,
     load_rewards,
@@ -48,9 +59,8 @@ def check_rewards(
     able = specs if complete else [spec for spec in specs if ":" in spec[0]]
     try:
         tried = try_rewards(able, settings, rows, tokenizer, shown=True)
-    except RuntimeError as error:
-        asked = f"the answers [0], [1], ... and none to {len(sample_rows(rows))} rows of DATA"
-        problems.append(f"{error}. It was tried on {asked}")
+    except RewardError as error:
+        problems.append(f"{error}. {trial_text(rows)}")
         return [], None
     return specs, check_garbage(specs, tried, settings, problems) if complete else None
 
@@ -73,7 +83,7 @@ def check_heldout(
     check_answers([name for name, _ in specs], rows, problems)
     try:
         try_rewards(specs, settings, rows, tokenizer)
-    except RuntimeError as error:
+    except RewardError as error:
         problems.add(where, str(error), f"Give these rows the columns of DATA, or {otherwise}")
 
 
@@ -81,7 +91,8 @@ def check_columns(names: Collection[str], rows: Sequence[Row], problems: Problem
     """The rows hold what the reward functions of these names need, and something to learn."""
     if names & rewards.ACTION_REWARDS.keys():
         for file, row in sorted({row.file: row for row in rows if not row.rewards}.items()):
-            problems.add(f"{file}, columns", no_actions(row), "Add one per action, or choose other REWARDS")
+            fix = "Add one per action, or choose other REWARDS, such as your own: REWARDS=my_module:my_function"
+            problems.add(f"{file}, columns", no_actions(row), fix)
     paid = [row for row in rows if row.rewards]
     without = {row.file: row for row in reversed(paid) if not row.q}.values()
     if "shortfall" in names:
@@ -134,6 +145,23 @@ def sample_rows(rows: Sequence[Row]) -> list[Row]:
     return [row for turn in turns for row in turn if row is not None][:SAMPLED]
 
 
+def trial_text(rows: Sequence[Row]) -> str:
+    """Two sentences on what `try_rewards` called the functions with: the answers, and the types of the arguments."""
+    sample = sample_rows(rows)
+    answers = "one that stops before its final channel, an empty one, [0], [1]"
+    if any(len(row.rewards) > 2 for row in sample):
+        answers += ", ..."
+    kinds = {isinstance(data_prompt(row), str) for row in sample}
+    if len(kinds) > 1:
+        form = "text for rows whose prompt is text, lists of messages for the others"
+    else:
+        form = "text, as the prompts of DATA are" if True in kinds else "lists of messages, as the prompts of DATA are"
+    types = {name: type(value).__name__ for row in reversed(sample) for name, value in reward_columns(row).items()}
+    columns = one_line(", ".join(f"{name} ({kind})" for name, kind in types.items()), 600)
+    tried = f"It was tried before the run on made-up answers to {len(sample)} rows of DATA ({answers})"
+    return f"{tried}: prompts and completions were {form}; the columns, by keyword as well, are {columns}"
+
+
 def tokenize(texts: Sequence[str], tokenizer: Path | None) -> tuple[list[list[int]], list[str]]:
     """Tokens of some completions, and what TRL decodes of them. Without a tokenizer.json their bytes, and the text of
     the final channel: that is all that a model without channels writes."""
@@ -154,10 +182,20 @@ def response_template(tokenizer: Path | None) -> dict[str, Any] | None:
     return None
 
 
+COLUMNS_SHOWN = 5  # in the line about the first call
+
+
 def call_text(name: str, completion: Completion, value: float) -> str:
     """A line that says what a function of the user's was given for one completion, and what it returned."""
-    prompt, answer = (one_line(repr(part), 80) for part in (data_prompt(completion.row), completion.decoded))
-    return f"{name}(prompts=[{prompt}], completions=[{answer}], ...) returned {value:g} for it"
+    row = completion.row
+    shown = (key for key in row.columns if not key.startswith(("reward_action_", "q_action_")))
+    own = {key: row.columns[key] for key in shown if key not in (*PROMPT_COLUMNS, *RESERVED_ARGUMENTS)}
+    cells = {"prompts": data_prompt(row), "completions": completion.decoded} | dict(list(own.items())[:COLUMNS_SHOWN])
+    arguments = ", ".join(f"{key}=[{one_line(repr(cell), 80)}]" for key, cell in cells.items())
+    text = f"{name}({arguments}, ...) returned {value:g} for it"
+    if own and not is_dataset(row.file) and reader_of(Path(row.file)) is read_csv_table:
+        text += "; columns of a CSV are text, as in the file"
+    return text
 
 
 def try_rewards(
@@ -170,7 +208,7 @@ def try_rewards(
     """What garbage and every action earn, (row, rewards by answer and function) of a sample of rows: those of GARBAGE
     first, NaN where a function leaves an answer out. Rows without actions are asked for [0] and [1]. Each function is
     called once, as in training, with completions in tokens of `tokenizer`, a tokenizer.json: a mistake costs a second
-    here and an hour in a run. `shown`: print the first call of each function of the user's. Raises RuntimeError,
+    here and an hour in a run. `shown`: print the first call of each function of the user's. Raises RewardError,
     naming the function and what it raised or returned."""
     if not rows:
         return []

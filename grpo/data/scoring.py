@@ -11,6 +11,7 @@ import inspect
 import math
 import os
 import sys
+import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,10 @@ def reward_specs(text: str) -> list[tuple[str, float]]:
     if len({name for name, _ in specs}) < len(specs):
         raise ValueError("a reward function is named twice")
     return specs
+
+
+class RewardError(RuntimeError):
+    """A reward function raised something, or returned what are no rewards; the message names it."""
 
 
 @contextlib.contextmanager
@@ -82,7 +87,8 @@ def load_reward(name: str) -> Callable[..., Sequence[float | None]]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever the user's module raises is the answer to give
-        raise ValueError(f"{name!r} cannot be loaded: {ended(error)}") from None
+        hint = f"; write {module.removesuffix('.py')}:{function}, without .py" if module.endswith(".py") else ""
+        raise ValueError(f"{name!r} cannot be loaded: {ended(error)}{hint}") from None
     if not callable(found):
         raise ValueError(f"{name!r} is no function")
     return found
@@ -116,7 +122,7 @@ class Completion:
 
     row: Row
     text: str  # as the model wrote it, special tokens included
-    action: int | None
+    action: int | None  # None too where the row has no actions
     tokens: int
     truncated: bool
     decoded: str | list[dict[str, Any]] = ""  # as TRL hands it to reward functions, see `read_completion`
@@ -130,7 +136,7 @@ def read_completion(
     As in TRL 1.16 (GRPOTrainer._generate), functions get `plain`, or where the prompt is a list of messages a list of
     one message with it. Where the tokenizer has a `response_template`, that parses the message."""
     turn = rewards.assistant_turn(row.prompt, text)
-    action = rewards.parse_action(turn, len(row.rewards) or 10**9)
+    action = rewards.parse_action(turn, len(row.rewards)) if row.rewards else None
     decoded: str | list[dict[str, Any]] = plain
     if not isinstance(data_prompt(row), str):
         message = parsed_message(row.prompt, text, template) if template else None
@@ -151,18 +157,31 @@ def parsed_message(prompt: str, text: str, template: Mapping[str, Any]) -> dict[
     return message | {"content": content.removesuffix(ANSWER_AFTER[1:]) if isinstance(content, str) else content}
 
 
+def error_place(error: BaseException, module: str) -> str:
+    """Where in the user's `module` an exception was raised, else where in any other file: ` (my_rewards.py, line 3)`.
+    Nothing where the function was not even entered."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first one is the call in this file
+    file = getattr(sys.modules.get(module), "__file__", None)
+    frames = [frame for frame in frames if frame.filename == file] or frames
+    if not frames:
+        return ""
+    path = Path(frames[-1].filename)
+    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return f" ({shown}, line {frames[-1].lineno})"
+
+
 def checked_rewards(name: str, values: Any, count: int) -> list[float | None]:
-    """What reward function `name` returned for `count` completions, as a list; raises RuntimeError for what is none."""
+    """What reward function `name` returned for `count` completions, as a list; raises RewardError for what is none."""
     returned = f"REWARDS: {name} returned"
     if not isinstance(values, Sequence):
-        raise RuntimeError(f"{returned} {type(values).__name__}, not a list of numbers")
+        raise RewardError(f"{returned} {type(values).__name__}, not a list of numbers")
     if len(values) != count:
-        raise RuntimeError(f"{returned} {len(values)} rewards for {count} completions")
+        raise RewardError(f"{returned} {len(values)} rewards for {count} completions")
     for value in values:
         number = isinstance(value, (int, float))
         if value is not None and not (number and (value != value or abs(value) <= MOST_REWARD)):
             what = f"neither a finite number of at most {MOST_REWARD:g} in size nor None"
-            raise RuntimeError(f"{returned} {one_line(repr(value), 200)}, which is {what}")
+            raise RewardError(f"{returned} {one_line(repr(value), 200)}, which is {what}")
     return values
 
 
@@ -218,7 +237,8 @@ def reward_callable(name: str, settings: Settings, title: str | None = None) -> 
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # sys.exit too: it would end the run as if it were complete
-            raise RuntimeError(f"REWARDS: {name} raised {ended(error)}") from error
+            place = error_place(error, name.partition(":")[0]) if own else ""
+            raise RewardError(f"REWARDS: {name} raised {ended(error)}{place}") from error
         return checked_rewards(name, values, len(completions))
 
     reward.__name__ = title or name.rpartition(":")[2]

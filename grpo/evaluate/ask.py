@@ -19,10 +19,10 @@ import rewards
 from grpo.data.files import REWARD_COLUMN, Row, read_csv, read_messages
 from grpo.data.prompts import render_rows
 from grpo.evaluate.standalone import InputError, TransformersModel, check_adapter, check_model, recorded_settings
+from grpo.plan.hub import ModelFiles, fetch_weights, read_json
+from grpo.plan.machine import Machine, read_machine
+from grpo.plan.memory import vllm_rank
 from grpo.preflight.adapter import CONFIG, on_experts
-from grpo.preflight.hub import ModelFiles, fetch_weights, read_json
-from grpo.preflight.machine import Machine, read_machine
-from grpo.preflight.memory import vllm_rank
 from grpo.rollout.engine import vllm_modules
 from grpo.run.durable import check_writable
 from grpo.settings import Problems, Settings, load_settings

@@ -28,9 +28,9 @@ from grpo.model.checkpoint import (
 )
 from grpo.model.experts import dequantize_mxfp4
 from grpo.model.gguf import metadata, vocabulary, write_gguf
+from grpo.plan.hub import WEIGHTS_INDEX, ModelFiles, fetch_weights, find_model, has_mxfp4
+from grpo.plan.targets import checkpoint_name
 from grpo.preflight.adapter import WHICH, read_adapter, tensor_shapes
-from grpo.preflight.hub import WEIGHTS_INDEX, ModelFiles, fetch_weights, find_model, has_mxfp4
-from grpo.preflight.targets import checkpoint_name
 from grpo.rollout.weight_sync import gained_along, share_of
 from grpo.run.archive import base_name
 from grpo.run.durable import sync_files, write_text

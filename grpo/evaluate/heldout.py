@@ -122,8 +122,10 @@ def table(results: Mapping[str, Any], words: Sequence[str] = IN_A_RUN) -> str:
     """evaluation.json as the table that the run prints last. `words`: its title, and what base model, adapter and their
     difference are called."""
     title, *models, difference = words
-    way = "exact" if results["exact"] else f"{results['samples']} completions a prompt"
-    lines = [f"{title} at temperature {results['temperature']:g}, {way}, 95% interval over prompts, of a day together"]
+    samples = "one completion" if results["samples"] == 1 else f"{results['samples']} completions"
+    way = "exact" if results["exact"] else f"{samples} a prompt"
+    over = "prompts, of a day together" if results.get("by_day", True) else "prompts"  # earlier versions do not say
+    lines = [f"{title} at temperature {results['temperature']:g}, {way}, 95% interval over {over}"]
     references = [
         ("random action", "random", ""),
         ("best constant action", "constant", "   (always [{constant_action}])"),
@@ -187,6 +189,7 @@ def new_results(s: Settings, rows: Sequence[Row], exact: bool) -> dict[str, Any]
     worth = [row.rewards for row in rows]
     results: dict[str, Any] = rewards.baselines(worth) if all(worth) else {}
     results |= {"samples": s.EVAL_SAMPLES, "temperature": s.EVAL_TEMPERATURE, "exact": exact}
+    results["by_day"] = any(map(date_of, rows))
     return results | {"data_sha256": data_fingerprint(rows)}
 
 

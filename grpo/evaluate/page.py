@@ -8,11 +8,11 @@ from pathlib import Path
 import jinja2
 import matplotlib.style
 
-from grpo.evaluate.figures import STYLE
-from grpo.evaluate.report import facts, guarded, plant_verdict, reward_verdict, sections_of, tiles
-from grpo.evaluate.run_data import ReportError, read_run
+from grpo.evaluate import report
+from grpo.evaluate.figures import STYLE, pictures
+from grpo.evaluate.run_data import HELDOUT_HEADER, ReportError, Run, heldout_rows, part, read_examples, read_run
 from grpo.run.durable import write_text
-from grpo.run.logs import METRICS
+from grpo.settings import described
 
 # The template escapes every value by itself; nothing is marked as safe.
 TEMPLATES = jinja2.Environment(
@@ -20,27 +20,33 @@ TEMPLATES = jinja2.Environment(
 )
 
 
-def write_report(folder: Path) -> Path:
-    """Write `folder`/report.html from what the run has written so far; returns the page.
-
-    Uses matplotlib without pyplot and changes no setting of it. Raises ReportError where there is no run in the folder,
-    or where it cannot be written to.
-    """
-    run = read_run(Path(folder))
+def page_text(run: Run) -> str:
+    """The page of a run."""
     with matplotlib.style.context(["default", STYLE]):  # whatever style the caller or the user has set
-        sections = [guarded(make, run) for make in sections_of(run)]
-    text = TEMPLATES.get_template("page.html").render(
+        drawn = pictures(run)
+    return TEMPLATES.get_template("page.html").render(
         name=run.folder.resolve().name,
-        verdicts=[sentence for sentence in (reward_verdict(run), plant_verdict(run)) if sentence],
-        tiles=tiles(run),
-        facts=facts(run),
-        sections=sections,
-        glossary={name: meaning for name, meaning in METRICS.items() if name in run.columns},
+        verdicts=[report.reward_verdict(run), report.plant_verdict(run), report.adapter_advice(run)],
+        facts=report.facts(run),
+        pictures=drawn,
+        heldout=(HELDOUT_HEADER, heldout_rows(run.evaluation)),
+        plant=(report.PLANT_HEADER, report.plant_rows(part(run.closed_loop, "totals"))),
+        examples=read_examples(run.folder / "completions.csv", run.record),
+        settings=(["Setting", "Value", "Set by"], report.settings_rows(run)),
+        choices=(["Choice", "Value", "Reason"], report.choices_rows(run)),
     )
-    page = run.folder / "report.html"
+
+
+def write_report(folder: Path) -> Path:
+    """Write `folder`/report.html; returns the page. Raises ReportError where there is no run in the folder, where a file
+    of it is damaged, or where the page cannot be written."""
+    page = folder / "report.html"
     try:
         # A lone surrogate in a JSON file cannot be written as UTF-8.
-        write_text(page, text.encode("utf-8", "replace").decode("utf-8"))
+        write_text(page, page_text(read_run(folder)).encode("utf-8", "replace").decode("utf-8"))
     except OSError as error:
-        raise ReportError(f"the report cannot be written to {run.folder}: {error.strerror or error}") from error
+        raise ReportError(f"the report cannot be written to {folder}: {error.strerror or error}") from error
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        message = f"{folder}: a file is not as the run wrote it ({described(error)})"
+        raise ReportError(f"{message}; was it edited by another program?") from error
     return page

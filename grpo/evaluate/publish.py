@@ -12,8 +12,8 @@ from pathlib import Path
 
 from grpo.evaluate.report import facts, plant_verdict, reward_verdict
 from grpo.evaluate.run_data import HELDOUT_HEADER, ReportError, Run, heldout_rows, part, read_json, read_run
+from grpo.plan.hub import MODEL_FILES, WEIGHTS_INDEX
 from grpo.preflight.adapter import CONFIG, on_experts
-from grpo.preflight.hub import MODEL_FILES, WEIGHTS_INDEX
 from grpo.run.archive import base_name, loading_code
 from grpo.run.durable import write_text
 from grpo.run.hub import MERGED_CODE, chosen_settings, table

@@ -26,9 +26,9 @@ from grpo.evaluate.standalone import (
     start_model,
 )
 from grpo.learn.trainer import Trainer
+from grpo.plan.hub import count_parameters
+from grpo.plan.machine import installed_versions, read_machine
 from grpo.preflight.choices import choose_evaluation, choose_rewards, choose_rollouts
-from grpo.preflight.hub import count_parameters
-from grpo.preflight.machine import installed_versions, read_machine
 from grpo.run.durable import check_writable, write_named
 from grpo.settings import InputError, Settings, load_settings
 from grpo.tasks.tes.prompts import prompt_kind

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run's folder holds, read for its report and for watching it, also while the run goes on writing."""
+"""What a run's folder holds, read for its report, for a card of its adapter and for watching it."""
 
 from __future__ import annotations
 
-import csv
 import functools
 import io
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,63 +19,20 @@ from grpo.data.files import data_fingerprint, read_rows
 from grpo.data.formats import is_dataset
 from grpo.data.heldout import hold_out
 from grpo.run import durable
-from grpo.run.logs import COMPLETIONS, EVALUATED, METRICS, function_column
+from grpo.run.logs import COMPLETIONS, EVALUATED, METRICS, PROMPT, function_column
 from grpo.settings import Problems, listed
 
 FUNCTION = function_column("")  # begin of the columns of reward functions
-ROWS = 400  # of a log that are read at once: completions are long
-EXAMPLES = 3  # completions shown of each kind
+ROWS = 400  # of completions.csv that are in memory at once: completions are long
+EXAMPLES = 2  # completions shown of each kind
 HEAD, TAIL = 3000, 1500  # characters of a completion that are shown from its begin and its end
-# A file that is missing or damaged says nothing.
+HELDOUT_HEADER = ["", "Reward", "Regret", "Parse rate", "Best action", "Clipped"]
+# For watching, where a file that is missing or damaged says nothing.
 read_json = functools.partial(durable.read_json, empty=(OSError, ValueError))
-PHASES = ("wake", "handover", "generation", "sleep", "reward", "learn")  # of a step, in order
 
 
 class ReportError(RuntimeError):
     """There is nothing to report on, or nowhere to write; the message says what to do."""
-
-
-class Beginning(io.FileIO):
-    """The first `size` bytes of a file."""
-
-    size = 0
-
-    def readinto(self, buffer: Any) -> int:
-        return super().readinto(memoryview(buffer)[: max(0, self.size - self.tell())])
-
-
-def whole_size(path: Path) -> int:
-    """Bytes of a CSV up to the end of its last whole row."""
-    end = place = quotes = 0
-    with path.open("rb") as file:
-        for line in file:
-            place += len(line)
-            quotes += line.count(b'"')
-            if line.endswith(b"\n") and quotes % 2 == 0:  # else this line feed is inside a cell: not the end of a row
-                end = place
-    return end
-
-
-def read_log(path: Path, columns: Iterable[str]) -> Iterator[pandas.DataFrame]:
-    """metrics.csv or completions.csv, of which ROWS at a time are in memory: `step` a whole number, all else text.
-
-    A last row that is half written is left out; columns that the file lacks (it is older) are empty. Raises ReportError
-    where the file is not a log of this project, OSError where it cannot be read.
-    """
-    options = {"dtype": str, "na_filter": False, "encoding_errors": "replace", "on_bad_lines": "skip"}
-    with Beginning(path) as file:
-        if not (size := whole_size(path)):
-            yield pandas.DataFrame(columns=list(columns), dtype=str).astype({"step": int})
-            return
-        file.size = size
-        try:
-            for found in pandas.read_csv(io.BufferedReader(file), chunksize=ROWS, **options):
-                if "step" not in found:
-                    raise ReportError(f"{path} has no column `step`: it is not a log of train_grpo.py")
-                known = found[found["step"].str.fullmatch(r"\d{1,9}").astype(bool)]
-                yield known.reindex(columns=list(columns), fill_value="").fillna("").astype({"step": int})
-        except ValueError as error:  # pandas' own errors are ValueErrors
-            raise ReportError(f"{path} cannot be read as CSV ({error}); was it edited by another program?") from None
 
 
 def finite(values: pandas.Series) -> pandas.Series:
@@ -86,25 +42,20 @@ def finite(values: pandas.Series) -> pandas.Series:
 
 
 def read_metrics(path: Path) -> pandas.DataFrame:
-    """metrics.csv, one row a step in their order; every column but `step` and `time` holds floats, NaN where it is empty.
-
-    Of two rows for one step the later counts. Raises as `read_log`.
-    """
-    with path.open(encoding="utf-8", errors="replace") as file:
-        own = [name for name in next(csv.reader(file), []) if name.startswith(FUNCTION)]
-    columns = dict.fromkeys([*METRICS, *EVALUATED, *own])
-    found = pandas.concat(read_log(path, columns), ignore_index=True)
-    found = found.drop_duplicates("step", keep="last").sort_values("step", ignore_index=True)
-    numbers = [name for name in columns if name not in ("step", "time")]
-    return found.assign(**{name: finite(found[name]) for name in numbers})
-
-
-def phase_seconds(metrics: pandas.DataFrame) -> pandas.DataFrame:
-    """Seconds of each step by phase, columns PHASES; what was not measured is 0. Generation is the rest of the rollout."""
-    spent = metrics[[f"{name}_s" for name in ("rollout", *PHASES) if name != "generation"]].fillna(0.0)
-    spent.columns = [name.removesuffix("_s") for name in spent]
-    generation = spent["rollout"] - spent["wake"] - spent["handover"] - spent["sleep"]
-    return spent.assign(generation=generation.clip(lower=0.0))[list(PHASES)]
+    """metrics.csv: `step` holds whole numbers, `time` text, every other column finite numbers, NaN where there is none.
+    Raises ReportError where the file is no log of a run."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    whole = text[: text.rfind("\n") + 1]  # the row that is being written has no line feed yet
+    try:
+        rows = pandas.read_csv(io.StringIO(whole or "step\n"), dtype=str, on_bad_lines="skip")
+    except ValueError as error:  # pandas' own errors are ValueErrors
+        raise ReportError(f"{path} cannot be read as CSV ({error}); was it edited by another program?") from None
+    if "step" not in rows:
+        raise ReportError(f"{path} has no column `step`: it is not a log of train_grpo.py")
+    functions = [name for name in rows if name.startswith(FUNCTION)]
+    rows = rows.reindex(columns=[*METRICS, *functions])
+    rows = rows.assign(**{name: finite(rows[name]) for name in rows if name != "time"})
+    return rows.dropna(subset="step").astype({"step": int}).reset_index(drop=True)
 
 
 def number(value: Any) -> float:
@@ -116,42 +67,19 @@ def number(value: Any) -> float:
     return result if math.isfinite(result) else math.nan
 
 
-def part(found: Any, *names: str) -> dict[str, Any]:
+def part(record: Any, *names: str) -> dict[str, Any]:
     """The object at a path of names inside JSON; an empty one where there is none, or something else."""
     for name in names:
-        found = found.get(name) if isinstance(found, dict) else None
-    return found if isinstance(found, dict) else {}
-
-
-def interval(result: Mapping[str, Any], name: str) -> tuple[float, float, float]:
-    """A figure and the ends of its 95% interval; NaN where they are missing."""
-    value, low, high = (number(result.get(name + end)) for end in ("", "_low", "_high"))
-    return value, low, high
+        record = record.get(name) if isinstance(record, dict) else None
+    return record if isinstance(record, dict) else {}
 
 
 def spread(result: Mapping[str, Any], name: str, digits: str = ".3f", label: str = "") -> str:
     """A figure with its 95% interval where there is one: `0.521 (0.480 to 0.560)`; `-` without the figure."""
-    value, low, high = interval(result, name)
+    value, low, high = (number(result.get(name + end)) for end in ("", "_low", "_high"))
     if math.isnan(value):
         return "-"
     return f"{value:{digits}}" + ("" if math.isnan(low + high) else f" ({label}{low:{digits}} to {high:{digits}})")
-
-
-FUNCTIONS_HEADER = [
-    "Reward function", "First steps", "Last steps", "Held out, base", "Held out, trained", "Trained, greedy",
-]  # fmt: skip
-
-
-def function_rows(metrics: pandas.DataFrame, evaluation: Mapping[str, Any], steps: int) -> list[list[str]]:
-    """What each reward function of the run gave on average, below FUNCTIONS_HEADER: over the first and the last `steps`
-    training steps, and on the held-out prompts. Empty for runs of earlier versions."""
-    rows = []
-    for column in (name for name in metrics if name.startswith(FUNCTION)):
-        name, values = column.removeprefix(FUNCTION), metrics[column].dropna()
-        means = [f"{some.mean():.3f}" if len(some) else "-" for some in (values.head(steps), values.tail(steps))]
-        models = (part(evaluation, key, "functions", name) for key in ("before", "after", "after_greedy"))
-        rows.append([name, *means, *(spread(one, "reward") for one in models)])
-    return rows
 
 
 def duration(seconds: float) -> str:
@@ -159,9 +87,6 @@ def duration(seconds: float) -> str:
     if math.isnan(seconds):
         return "-"
     return f"{seconds:.1f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))
-
-
-HELDOUT_HEADER = ["", "Reward", "Regret", "Parse rate", "Best action", "Clipped", "Tokens"]
 
 
 def heldout_rows(evaluation: Mapping[str, Any]) -> list[list[str]]:
@@ -172,135 +97,112 @@ def heldout_rows(evaluation: Mapping[str, Any]) -> list[list[str]]:
         rows.append([f"always [{evaluation.get('constant_action')}]", spread(evaluation, "constant")])
     models = (("before", "base model"), ("after", "trained"))
     for key, label in (*models, *((f"{key}_greedy", f"{label}, greedy") for key, label in models)):
-        if found := part(evaluation, key):
-            figures = [spread(found, name) for name in ("reward", "regret")]
-            figures += [spread(found, name, ".2f") for name in ("parse_rate", "best_action_rate", "clipped_ratio")]
-            lengths = [number(found.get(name)) for name in ("tokens_mean", "tokens_max")]
-            length = "-" if math.isnan(sum(lengths)) else ", ".join(f"{one:,.0f}" for one in lengths)
-            rows.append([label, *figures, length])
+        if results := part(evaluation, key):
+            cells = [spread(results, name) for name in ("reward", "regret")]
+            cells += [spread(results, name, ".2f") for name in ("parse_rate", "best_action_rate", "clipped_ratio")]
+            rows.append([label, *cells])
     rows += [["oracle", spread(evaluation, "oracle")]] if "oracle" in evaluation else []
     return [row + [""] * (len(HELDOUT_HEADER) - len(row)) for row in rows]
 
 
-@dataclass
-class Completions:
-    """What the report needs of completions.csv: actions by step ('' where none was named) and the rows to show."""
-
-    count: int
-    actions: pandas.DataFrame  # how many completions: a row for each step, a column for each action
-    examples: dict[str, pandas.DataFrame]  # by what is shown of them
-
-
 def cut(text: str) -> str:
-    """A completion as it is shown: control characters made visible, and the middle of a long one left out."""
+    """A text as it is shown: control characters made visible, and the middle of a long one left out."""
     left_out = len(text) - HEAD - TAIL
     if left_out > 0:
         text = f"{text[:HEAD]}\n[... {left_out:,} characters left out ...]\n{text[-TAIL:]}"
-    text = text.replace("\r\n", "\n").replace("\r", "\n")
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]", "\ufffd", text)
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]", "\ufffd", text)
 
 
 def examples_of(rows: pandas.DataFrame) -> dict[str, pandas.DataFrame]:
     """The first of every kind among rows of completions.csv, one for each prompt; of equal ones the latest."""
-    rows = rows.assign(reward=finite(rows["reward"])).sort_values("step", ascending=False, kind="stable")
-    named, truncated = rows["parsed_action"] != "", rows["truncated"] == "1"
-    best = rows[rows["reward"].notna()].sort_values("reward", ascending=False, kind="stable")
-    # Data without reward columns names no actions at all: there every completion may be the worst.
-    worst = rows[rows["reward"].notna() & (named | (rows["best_action"] == ""))].sort_values("reward", kind="stable")
+    rows = rows.assign(reward=finite(rows["reward"]), step=finite(rows["step"]))
+    rows = rows.sort_values("step", ascending=False, kind="stable")
+    truncated = rows["truncated"] == "1"
+    unread = (rows["parsed_action"] == "") & (rows["best_action"] != "")  # Data without actions names none.
+    rewarded, answers = rows.dropna(subset="reward"), rows[~unread].dropna(subset="reward")
     kinds = {
-        "Highest reward": best,
-        "Lowest reward of an answer that parses": worst,
-        "No action could be read": rows[~named & ~truncated & (rows["best_action"] != "")],
+        "Highest reward": rewarded.sort_values("reward", ascending=False, kind="stable"),
+        "Lowest reward of an answer that parses": answers.sort_values("reward", kind="stable"),
+        "No action could be read": rows[unread & ~truncated],
         "Truncated at MAX_COMPLETION_LEN": rows[truncated],
     }
-    return {title: ranked.drop_duplicates("prompt_id").head(EXAMPLES) for title, ranked in kinds.items()}
+    return {kind: ranked.drop_duplicates("prompt_id").head(EXAMPLES) for kind, ranked in kinds.items() if len(ranked)}
 
 
 def read_prompts(record: Mapping[str, Any]) -> dict[str, str]:
-    """The run's prompts by prompt_id, from the training data that settings.json names; empty where that is gone or others
-    rows by now."""
-    if any(is_dataset(name) for name in listed(str(part(record, "settings").get("DATA", "")))):
+    """The run's prompts by prompt_id, from the training data that settings.json names; empty where that is gone or has
+    other rows by now."""
+    settings = part(record, "settings")
+    data, system, share = (settings.get(name, "") for name in ("DATA", "SYSTEM_PROMPT", "EVAL_SHARE"))
+    if any(is_dataset(name) for name in listed(data)):
         return {}  # a report asks no network
-    data, system = (str(part(record, "settings").get(name, "")) for name in ("DATA", "SYSTEM_PROMPT"))
     rows = read_rows("DATA", data, Problems(), system)
-    share = part(record, "settings").get("EVAL_SHARE")
-    splits = [rows, hold_out(rows, share).train if isinstance(share, float) else rows]  # with EVAL_DATA=auto the latter
-    same = rows and record.get("data_sha256") in map(data_fingerprint, splits)
-    return {row.id: "\n".join(text for _, text in row.messages) for row in rows} if same else {}
+    trained = [rows, hold_out(rows, share or 0.0).train]  # without EVAL_DATA the latter
+    if not rows or record.get("data_sha256") not in map(data_fingerprint, trained):
+        return {}
+    return {row.id: "\n".join(text for _, text in row.messages) for row in rows}
 
 
-def read_completions(path: Path, record: Mapping[str, Any] | None = None) -> Completions:
-    """completions.csv, of which only what is shown is kept; `record`: settings.json. Raises as `read_log`; a missing file is
-    an empty one."""
-    columns = dict.fromkeys([*COMPLETIONS, "prompt"])  # the latter where the file has it, else from the data
-    parts = read_log(path, columns) if path.is_file() else [pandas.DataFrame(columns=list(columns), dtype=str)]
-    best, actions = None, []
-    for rows in parts:
-        actions.append(rows.groupby(["step", "parsed_action"]).size())
-        rows = pandas.concat([best, rows])  # in the order of the file, which tells equal ones apart
-        best = rows[rows.index.isin([place for few in examples_of(rows).values() for place in few.index])]
-    sums = pandas.concat(actions).groupby(level=[0, 1]).sum()
-    prompts = read_prompts(record) if record and not best["prompt"].all() else {}
-    logged = [text or prompts.get(name, "") for name, text in zip(best["prompt_id"], best["prompt"], strict=True)]
-    best = best.assign(completion=best["completion"].map(cut), prompt=[cut(text) for text in logged])
-    return Completions(int(sums.sum()), sums.unstack(fill_value=0), examples_of(best))
+def read_examples(path: Path, record: Mapping[str, Any]) -> dict[str, pandas.DataFrame]:
+    """The rows of completions.csv to show, by kind, with their prompts: its own, else those of the training data that
+    `record`, settings.json, names."""
+    rows = pandas.DataFrame(columns=[*COMPLETIONS, PROMPT], dtype=str)
+    options = {"dtype": str, "na_filter": False, "encoding_errors": "replace", "on_bad_lines": "skip"}
+    try:
+        for chunk in pandas.read_csv(path, chunksize=ROWS, **options):
+            chunk = chunk.reindex(columns=rows.columns, fill_value="").fillna("")
+            kinds = examples_of(pandas.concat([rows, chunk], ignore_index=True)).values()
+            rows = pandas.concat(kinds).drop_duplicates() if kinds else rows
+    except (FileNotFoundError, pandas.errors.EmptyDataError, pandas.errors.ParserError):
+        pass  # There is no completion yet, or the last row is being written.
+    prompts = {} if rows[PROMPT].all() else read_prompts(record)
+    texts = [text or prompts.get(name, "") for name, text in zip(rows["prompt_id"], rows[PROMPT], strict=True)]
+    return examples_of(rows.assign(completion=rows["completion"].map(cut), prompt=[cut(text) for text in texts]))
 
 
 @dataclass
 class Run:
-    """Everything that a report is made of."""
+    """The figures and records of a run."""
 
     folder: Path
     metrics: pandas.DataFrame
-    completions: Completions
     record: dict[str, Any]  # settings.json
     evaluation: dict[str, Any]
     closed_loop: dict[str, Any]
-    best: dict[str, Any] = field(default_factory=dict)  # best/best.json
+    best: dict[str, Any]  # best/best.json
 
     @property
-    def settings(self) -> Mapping[str, Any]:
+    def settings(self) -> dict[str, Any]:
         return part(self.record, "settings")
 
     @property
-    def columns(self) -> list[str]:
-        """The columns of metrics.csv in which a step has a value; on a CPU those about GPU and vLLM have none."""
-        return [name for name in self.metrics if (self.metrics[name].notna() & (self.metrics[name] != "")).any()]
+    def choices(self) -> dict[str, tuple[Any, str]]:
+        """The automatic choices that have a reason: value and reason by name."""
+        choices = part(self.record, "choices").items()
+        return {name: tuple(choice) for name, choice in choices if isinstance(choice, list) and len(choice) == 2}
 
     @property
     def steps(self) -> int:
         return int(self.metrics["step"].max()) if len(self.metrics) else 0
 
-    @property
-    def total(self) -> int | None:
-        total = self.settings.get("TOTAL_STEPS")
-        return total if isinstance(total, int) else None
-
-    @property
-    def rewards(self) -> str:
-        """REWARDS, as set or as chosen."""
-        chosen = part(self.record, "choices").get("rewards")
-        return str(self.settings.get("REWARDS") or (chosen[0] if isinstance(chosen, list) and chosen else "action"))
-
     def evaluated(self) -> pandas.DataFrame:
-        """Columns EVALUATED by evaluated step, with the base model as step 0; empty where no step was evaluated."""
-        found = self.metrics.set_index("step").reindex(columns=EVALUATED).astype(float).dropna(how="all")
+        """Columns EVALUATED by evaluated step; the base model is step 0."""
+        rows = self.metrics.set_index("step")[list(EVALUATED)].dropna(how="all")
         for step, when, who in ((0, "before", "base"), (self.steps, "after", "trained")):
-            if len(found) and step not in found.index:
-                plant = part(self.closed_loop, "totals", who)
-                reward = part(self.evaluation, when).get("reward")
-                values = reward, plant.get("regret_percent"), plant.get("unserved_kwh")
-                found.loc[step] = [number(value) for value in values]
-        return found.dropna(how="all").sort_index()
+            plant, results = part(self.closed_loop, "totals", who), part(self.evaluation, when)
+            figures = results.get("reward"), plant.get("regret_percent"), plant.get("unserved_kwh")
+            if step not in rows.index:
+                rows.loc[step] = [number(figure) for figure in figures]
+        return rows.dropna(how="all").sort_index()
 
 
 def read_run(folder: Path) -> Run:
-    """Raises ReportError where the folder holds no run."""
-    if not folder.is_dir():
-        raise ReportError(f"{folder}: no such folder. Name a run's OUTPUT_DIR")
+    """Raises ReportError where the folder holds no run, or a damaged record of one."""
     if not (folder / "metrics.csv").is_file():
         raise ReportError(f"{folder}: no metrics.csv. Name a run's OUTPUT_DIR, after the run has loaded its model")
     names = ("settings", "evaluation", "closed_loop", "best/best")
-    record, *found = (read_json(folder / f"{name}.json") for name in names)
-    completions = read_completions(folder / "completions.csv", record)
-    return Run(folder, read_metrics(folder / "metrics.csv"), completions, record, *found)
+    try:
+        records = [durable.read_json(folder / f"{name}.json", empty=(FileNotFoundError,)) for name in names]
+    except ValueError as error:
+        raise ReportError(f"{folder}: {error}") from None
+    return Run(folder, read_metrics(folder / "metrics.csv"), *records)

@@ -24,11 +24,11 @@ from grpo.evaluate.exact import answer_probabilities
 from grpo.evaluate.plant import CLOSED_LOOP
 from grpo.model.expert_lora import experts_wrapped
 from grpo.model.load import in_working_type, load_generation_config, load_model, load_tokenizer
+from grpo.plan.hub import ModelFiles, checkpoint_gib, count_parameters, fetch_weights, find_model, read_json
+from grpo.plan.machine import GIB, Machine, installed_versions, read_machine
+from grpo.plan.memory import plan_engine
 from grpo.preflight.adapter import CONFIG, missing_files, on_experts
 from grpo.preflight.choices import choose_evaluation, choose_rollouts
-from grpo.preflight.hub import ModelFiles, checkpoint_gib, count_parameters, fetch_weights, find_model, read_json
-from grpo.preflight.machine import GIB, Machine, installed_versions, read_machine
-from grpo.preflight.memory import plan_engine
 from grpo.rollout.engine import EngineError, start_engine
 from grpo.rollout.prefill import shared_prefill
 from grpo.run.best import adapter_fault

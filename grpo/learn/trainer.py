@@ -26,17 +26,16 @@ from trl.kernels import ChunkedLogProbFunction
 
 from grpo.data.files import Row, column_names
 from grpo.data.prompts import StepRows, sampling_seed
-from grpo.data.scoring import Completion, read_completion, score
+from grpo.data.scoring import Completion, RewardError, read_completion, score
 from grpo.learn.timer import StepTimerCallback
-from grpo.learn.together import add_up, agree, gradients_of, in_parts, lead
+from grpo.learn.together import gradients_of, run_on_rank0, sum_over_ranks, sync_stop_signal
 from grpo.model.attention import KERNELS, attention_of, hidden_states
 from grpo.model.expert_lora import experts_wrapped
 from grpo.model.load import evaluating
 from grpo.model.packing import PackedBatch, cut_micro_batches, pack_batch, padded_like
 from grpo.phases import LINE_S, Phase, with_progress
-from grpo.preflight.memory import HEAD_TILE, Plan, micro_batch_tokens
+from grpo.plan.memory import HEAD_TILE, Plan, micro_batch_tokens
 from grpo.rollout.engine import Engine
-from grpo.rollout.noise import SharedNoise
 from grpo.rollout.prefill import shared_prefill
 from grpo.run.archive import model_card
 from grpo.run.best import read_best, which_to_load
@@ -119,7 +118,7 @@ class Trainer(GRPOTrainer):
         rewards: list[Callable[..., Any]],
     ):
         self.run = run
-        self.timer = StepTimerCallback(run.stop, lambda *now: agree(run.ranks, *now, self.state.global_step))
+        self.timer = StepTimerCallback(run.stop, lambda *now: sync_stop_signal(run.ranks, *now, self.state.global_step))
         s, names = run.settings, [function.__name__ for function in rewards]
         self.run_log: RunLog | None = None  # rank 0 writes
         if not run.ranks.rank:
@@ -161,6 +160,13 @@ class Trainer(GRPOTrainer):
         finish_checkpoint(checkpoint, *self.run_log.sync())
         rotate_checkpoints(self.run.folder, self.run.settings.SAVE_TOTAL_LIMIT)
 
+    def save_last_step(self) -> None:
+        """A checkpoint of the last finished step, where it has none, for a run that ends before the next step has
+        learned: weights, optimizer and logs are still those of the finished one."""
+        step = self.state.global_step
+        if step and not (self.run.folder / f"checkpoint-{step}").exists():
+            self._save_checkpoint(self.model, None)
+
     def _get_train_sampler(self, dataset: Any = None) -> StepRows:
         s = self.run.settings
         return StepRows(len(self.run.rows), s.SEED, s.TOTAL_STEPS * s.PROMPTS_PER_STEP, s.NUM_GENERATIONS)
@@ -173,38 +179,35 @@ class Trainer(GRPOTrainer):
         return [ids_of[prompt] for prompt in prompts], *rest
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
-        """Every rank generates for its own rows; all get all."""
+        """Every rank generates for its own rows, whole groups, with a seed of its own; all get all."""
         run, ranks, arguments = self.run, self.run.ranks, (images, multimodal_fields, num_generations, has_tool_images)
         stream = "train" if run.stream == "train" else "evaluation"
-        torch.manual_seed(sampling_seed(run.settings.SEED, self.state.global_step, stream))
-        seed, completion_ids, logprobs = torch.initial_seed(), [], None
+        seed = sampling_seed(run.settings.SEED, self.state.global_step, stream) + ranks.rank
+        torch.manual_seed(seed)
+        own, logprobs = ranks.share_out(len(prompt_ids), num_generations), None
         with self.timer.part("rollout"):
             if run.engine is not None:
-                policy = self.accelerator.unwrap_model(self.model)
-                own = ranks.share_out(len(prompt_ids), num_generations)
-                options = seed + ranks.rank, run.stream != "base", run.temperature  # other noise on every rank
-                mine = run.engine.rollout(policy, prompt_ids[own.start : own.stop], *options) if own else ([], [])
-                completion_ids, logprobs = (ranks.share_rows(*part) for part in zip(mine, "id", strict=True))
+                policy, options = self.accelerator.unwrap_model(self.model), (run.stream != "base", run.temperature)
+                own_ids, own_logprobs = [], []
+                if own:
+                    own_prompts = prompt_ids[own.start : own.stop]
+                    own_ids, own_logprobs = run.engine.rollout(policy, own_prompts, seed, *options)
+                completion_ids, logprobs = ranks.share_rows(own_ids, "i"), ranks.share_rows(own_logprobs, "d")
                 self.timer.used_gib = max(self.timer.used_gib, run.engine.used_gib)
             else:
-                base = self.accelerator.unwrap_model(self.model).get_base_model()
-                noise = SharedNoise(seed, base.device) if ranks.size > 1 and run.temperature != 0 else None
+                chunk_size, own_ids = -(-run.plan.generation_batch // ranks.size), []
                 with (
                     attention_of(self.model, "eager"),
                     evaluating(self.model),
                     self.generating_at(run.temperature),
-                    shared_prefill(base, noise),
-                    Phase("generating", "completion", len(prompt_ids), LINE_S) as phase,
+                    shared_prefill(self.base_model_of(self.model)),
+                    Phase("generating", "completion", len(own), LINE_S) as phase,
                 ):
-                    for rows, own in in_parts(ranks, len(prompt_ids), run.plan.generation_batch):
-                        if noise:
-                            noise.begin(range(own.start - rows.start, own.stop - rows.start), len(rows))
-                        chunk = prompt_ids[own.start : own.stop]
-                        mine = super()._generate_single_turn(chunk, *arguments)[0] if own else []
-                        completion_ids += (some := ranks.share_rows(mine, "i"))
-                        phase.done = len(completion_ids)
-                        if noise:
-                            noise.catch_up(max(map(len, some)), base.config.vocab_size)
+                    for start in range(own.start, own.stop, chunk_size):
+                        chunk = prompt_ids[start : min(start + chunk_size, own.stop)]
+                        own_ids += super()._generate_single_turn(chunk, *arguments)[0]
+                        phase.done = len(own_ids)
+                completion_ids = ranks.share_rows(own_ids, "i")
         self.rollout_tokens = sum(map(len, completion_ids))
         return completion_ids, logprobs
 
@@ -213,7 +216,7 @@ class Trainer(GRPOTrainer):
     ) -> list[list[int]]:
         """Token ids of one completion for each prompt, of which each stands there `samples` times, generated as the rollouts
         are at `temperature` (0: greedily), with the seed of `step`; `base`: without the adapter. For an evaluation: rank 0 is
-        asked, inside of `lead`, and asks the others."""
+        asked, inside of `run_on_rank0`, and asks the others."""
         run, now = self.run, self.state.global_step
         if not run.ranks.rank:
             asked = dict(prompt_ids=prompt_ids, samples=samples, base=base, step=step, temperature=temperature)
@@ -279,7 +282,13 @@ class Trainer(GRPOTrainer):
         # Not by TRL's _prepare_inputs, which shuffles completions for steps that learn from a part of them, by torch's own
         # generator: after a rollout by vLLM that is another on every rank. Here each learns from its own prompts, whole groups.
         with Phase(f"step {self.state.global_step + 1}", first_s=LINE_S):
-            batch = self._generate_and_score_completions(inputs)
+            tokens = self.state.num_input_tokens_seen
+            try:
+                batch = self._generate_and_score_completions(inputs)
+            except RewardError:
+                self.state.num_input_tokens_seen = tokens  # those of this step come again
+                self.save_last_step()
+                raise
             self._step += 1
             started = time.perf_counter()
             loss = self.learn(model, batch)
@@ -315,7 +324,7 @@ class Trainer(GRPOTrainer):
             total += loss.detach()
             sums.update(metrics)
         if self.run.ranks.size > 1:
-            add_up(self.run.ranks, [*gradients_of(model), total, logps, ratios])
+            sum_over_ranks(self.run.ranks, [*gradients_of(model), total, logps, ratios])
             parts, sums = self.run.ranks.share(sums), collections.Counter()
             for part in parts:
                 sums.update(part)
@@ -385,7 +394,7 @@ class Trainer(GRPOTrainer):
             with self.accelerator.autocast():
                 found, _ = self.compute_logps(base, hidden_states(base, packed, self.run.attention), packed.targets)
             logps[rows] = padded_like(batch["completion_mask"][rows], packed, found)
-        add_up(self.run.ranks, [logps])
+        sum_over_ranks(self.run.ranks, [logps])
         return logps, None, None
 
     def record_learning(self, batch: Batch, logps: Tensor, ratios: Tensor, sums: Mapping[str, float]) -> None:
@@ -412,7 +421,7 @@ class Trainer(GRPOTrainer):
             row["rollout_tokens_per_s"] = self.rollout_tokens / max(row["rollout_s"], 1e-9)
             row |= dict.fromkeys((*EVALUATED, "eval_s"))
             if self.is_evaluated(self.state.global_step):
-                row |= lead(self, self.measured) or {}
+                row |= run_on_rank0(self, self.measured) or {}
             # To the trackers; TRL has the means of the reward functions under names of its own.
             rates = self.run_log.rates if self.run_log else {}
             logs |= {name: value for name, value in (rates | row).items() if value is not None and "/" not in name}

@@ -12,9 +12,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from grpo.measure.outcome import outcome_figures
 from grpo.measure.proof_data import Scale
 from grpo.measure.proof_model import make
 from grpo.measure.record import SCRIPT, figure, read_json, steps_of, tabled, write
@@ -22,12 +24,6 @@ from grpo.model.gptoss_format import ModelError
 from grpo.model.warmup import Log
 from rewards import confidence_interval
 
-REWARDS = """
-heldout_random heldout_constant heldout_oracle reward_before regret_before reward_after regret_after | reward |
-reward_low_before reward_high_before reward_low_after reward_high_after | reward | 95% interval over prompts, those of a day together
-parse_rate_before best_action_rate_before parse_rate_after best_action_rate_after | share |
-reward_gain reward_low_gain reward_high_gain | reward | after minus before, paired by prompt
-"""
 OTHERS = """
 besides_embeddings | parameters |
 make_s | s | data, warm-up, checkpoint
@@ -44,7 +40,7 @@ steps | steps |
 
 
 def run_settings(options: argparse.Namespace, scale: Scale) -> dict[str, str]:
-    """The settings of train_grpo.py; those given with --set win. An interrupted run goes on unless its model changed."""
+    """The settings of train_grpo.py; those of --set win. An interrupted run continues unless its model changed."""
     return {
         "MODEL_ID": str(options.out / "model"),
         "DATA": str(options.out / "data" / "tes_train.csv"),
@@ -58,7 +54,7 @@ def run_settings(options: argparse.Namespace, scale: Scale) -> dict[str, str]:
 
 
 def stale(out: Path) -> bool:
-    """Whether the run in OUT/run began with another model than the one that is in OUT/model now."""
+    """Whether the run in OUT/run began with another model than OUT/model."""
     run, model = out / "run" / "settings.json", out / "model" / "warmup.json"
     return run.is_file() and model.is_file() and run.stat().st_mtime < model.stat().st_mtime
 
@@ -79,81 +75,64 @@ def train(options: argparse.Namespace, scale: Scale, log: Log) -> int:
     return code
 
 
-def reward_figures(evaluation: Mapping[str, Any]) -> tuple[list[dict[str, Any]], bool]:
-    """(figures of evaluation.json, whether held-out reward improved beyond its interval)."""
-    found = {f"heldout_{name}": evaluation[name] for name in ("random", "constant", "oracle")}
-    gain = evaluation.get("difference", {})
-    for when, part in (("before", evaluation["before"]), ("after", evaluation["after"]), ("gain", gain)):
-        found |= {f"{name}_{when}": value for name, value in part.items()}
-    return tabled(REWARDS, found), bool(gain) and gain["reward_low"] > 0
-
-
-def plant_figures(found: Mapping[str, Any]) -> tuple[list[dict[str, Any]], bool]:
-    """(figures of closed_loop.json, whether CO2 fell beyond its interval).
+def saved_figures(plant: Mapping[str, Any]) -> tuple[list[dict[str, Any]], bool]:
+    """(what the trained model saves in the closed loop, whether that is more than its interval).
 
     A policy could save CO2 by leaving load unserved or the storage empty, so what counts is `priced_kg`
     (docs/evaluation.md), per window, base minus trained, in pairs over windows.
     """
-    made, better = [], False
-    for name, total in found["totals"].items():
-        made.append(figure(f"co2_kg_{name}", total["co2_kg"], "kg", "all held-out windows"))
-        made.append(figure(f"unserved_kwh_{name}", total["unserved_kwh"], "kWh"))
-        if total.get("regret_percent") is not None:
-            low, high = total.get("regret_percent_low"), total.get("regret_percent_high")
-            note = "" if low is None or high is None else f"95% interval {low:.2f} to {high:.2f}"
-            made.append(figure(f"regret_percent_{name}", total["regret_percent"], "%", note))
+    figures, low = [], 0.0
     for key, note in (("co2_kg", "emissions alone"), ("priced_kg", "and unserved load and storage at their price")):
-        pairs = [[window["policies"][name]["mean"][key] for name in ("base", "trained")] for window in found["windows"]]
-        saved = [before - after for before, after in pairs]
+        policies = [window["policies"] for window in plant["windows"]]
+        saved = [policy["base"]["mean"][key] - policy["trained"]["mean"][key] for policy in policies]
         low, high = confidence_interval(saved)
-        better = low > 0  # the last one decides
-        made.append(figure(f"{key}_saved", math.fsum(saved) / len(saved), "kg/window", f"base minus trained, {note}"))
+        mean = math.fsum(saved) / len(saved)
+        figures.append(figure(f"{key}_saved", mean, "kg/window", f"base minus trained, {note}"))
         for end, value in (("low", low), ("high", high)):
-            made.append(figure(f"{key}_saved_{end}", value, "kg/window", "95%, in pairs over windows"))
-    return made, better
+            figures.append(figure(f"{key}_saved_{end}", value, "kg/window", "95%, in pairs over windows"))
+    return figures, low > 0  # of `priced_kg`, the last one
 
 
 def other_figures(out: Path) -> list[dict[str, Any]]:
     """Figures of the warm-up and of the run's own files, as far as they are there."""
-    found, record, seconds = {}, read_json(out / "model" / "warmup.json"), out / "train_seconds.txt"
+    values, record, seconds = {}, read_json(out / "model" / "warmup.json"), out / "train_seconds.txt"
     if record:
-        found |= {f"warmup_reward_{name}": stage["reward"] for name, stage in record["stages"].items()}
-        found |= {"besides_embeddings": record["besides_embeddings"], "make_s": record["seconds"]}
-        found["warmup_parse_rate"] = record["stages"]["stored"]["parse_rate"]
-        found["warmup_reward_loaded"] = record["loaded"]["reward"]
+        values |= {f"warmup_reward_{name}": stage["reward"] for name, stage in record["stages"].items()}
+        values |= {"besides_embeddings": record["besides_embeddings"], "make_s": record["seconds"]}
+        values["warmup_parse_rate"] = record["stages"]["stored"]["parse_rate"]
+        values["warmup_reward_loaded"] = record["loaded"]["reward"]
     if seconds.is_file():
-        found["train_s"] = float(seconds.read_text())
+        values["train_s"] = float(seconds.read_text())
     if (out / "run" / "metrics.csv").is_file():
         steps = steps_of(out / "run").dropna(subset=["reward"])
-        found |= {"train_reward_first5": steps.reward[:5].mean(), "train_reward_last5": steps.reward[-5:].mean()}
-        found |= {"step_s": steps.step_s[1:].mean(), "steps": len(steps)}
-    return tabled(OTHERS, found)
+        values |= {"train_reward_first5": steps.reward[:5].mean(), "train_reward_last5": steps.reward[-5:].mean()}
+        values |= {"step_s": steps.step_s[1:].mean(), "steps": len(steps)}
+    return tabled(OTHERS, values)
 
 
 def collect(options: argparse.Namespace, log: Log) -> int:
-    """Write the figures as JSON, copy the report; 0 if reward and closed loop improved, 1 if not."""
+    """Writes the figures as JSON, copies the report; returns 0 if reward and closed loop improved, else 1."""
     run = options.out / "run"
     evaluation, plant = read_json(run / "evaluation.json"), read_json(run / "closed_loop.json")
     if "before" not in evaluation or "after" not in evaluation:
         raise ModelError(f"{run / 'evaluation.json'} has no result before and after: run --stage train first")
-    made, learned = reward_figures(evaluation)
-    verdicts = {"held-out reward": learned, "closed loop": False}
+    figures, gain = outcome_figures(run), evaluation.get("difference", {}).get("reward_low", 0)
+    verdicts = {"held-out reward": gain > 0, "closed loop": False}
     if {"base", "trained"} <= plant.get("totals", {}).keys():
-        more, verdicts["closed loop"] = plant_figures(plant)
-        made += more
+        saved, verdicts["closed loop"] = saved_figures(plant)
+        figures += saved
     else:
         log(f"NOTE: {run / 'closed_loop.json'} holds no base and trained model: closed loop not collected")
-    made += other_figures(options.out)
     record = options.out / "command.txt"
     command = record.read_text(encoding="utf-8").strip() if record.is_file() else "python scripts/prove.py"
-    place = command.partition("MODEL_ID=")[2].partition("/model ")[0]  # where it lay says nothing
-    command = command.replace(f"={place}/", "=OUT/")
-    # Collected anywhere: machine and versions are those of the run.
-    there = read_json(run / "settings.json").get("machine", {})
-    words = "{gpu}, {gpu_total:.0f} GiB; {cores} cores {arch}" if there.get("gpus") else "no GPU; {cores} cores {arch}"
-    more = {"machine": words.format(**there), "versions": read_json(run / "versions.json")} if there else {}
-    told = f"python scripts/prove.py --scale {options.scale} --out OUT, which ran: {command}"
-    write(options.results, made, told, **more)
+    folder = command.partition("MODEL_ID=")[2].partition("/model ")[0]  # Where it lay says nothing.
+    command = command.replace(f"={folder}/", "=OUT/")
+    # The figures may be collected anywhere: machine and versions are those of the run.
+    facts = read_json(run / "settings.json").get("machine", {})
+    words = "{gpu}, {gpu_total:.0f} GiB; {cores} cores {arch}" if facts.get("gpus") else "no GPU; {cores} cores {arch}"
+    more = {"machine": words.format(**facts), "versions": read_json(run / "versions.json")} if facts else {}
+    shown = f"python scripts/prove.py --scale {options.scale} --out OUT, which ran: {command}"
+    write(options.results, figures + other_figures(options.out), shown, **more)
     report = run / "report.html"
     if report.is_file():
         shutil.copyfile(report, options.results.with_name(options.report_name))
@@ -165,21 +144,19 @@ def collect(options: argparse.Namespace, log: Log) -> int:
 
 
 def prove(options: argparse.Namespace, scale: Scale) -> int:
-    """The wanted stages that are not complete; returns the exit code."""
+    """Runs the wanted stages that are not complete; returns the exit code."""
     started = time.perf_counter()
+    log: Log = partial(print, flush=True)
 
-    def log(line: str) -> None:
-        print(line, flush=True)
-
-    def wanted(stage: str, complete: bool) -> bool:
+    def is_wanted(stage: str, complete: bool) -> bool:
         return options.stage in (stage, "all") and (options.force or not complete)
 
     try:
         options.out.mkdir(parents=True, exist_ok=True)
-        if wanted("make", (options.out / "model" / "warmup.json").is_file()):
+        if is_wanted("make", (options.out / "model" / "warmup.json").is_file()):
             make(options, scale, log)
         trained = "after" in read_json(options.out / "run" / "evaluation.json") and not stale(options.out)
-        if wanted("train", trained) and (code := train(options, scale, log)):
+        if is_wanted("train", trained) and (code := train(options, scale, log)):
             return code
         return collect(options, log) if options.stage in ("collect", "all") else 0
     except (ModelError, OSError) as error:

@@ -9,6 +9,7 @@ from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
+from grpo.measure.record import environment
 from grpo.model.gptoss_format import Shape
 from grpo.model.tiny import RECIPE as TINY_RECIPE
 from grpo.model.warmup import Recipe
@@ -16,11 +17,6 @@ from grpo.tasks.tes import dataset
 from grpo.tasks.tes.plant import DECISION_DAYS, START_KWH
 from grpo.tasks.tes.profiles import HELDOUT_START, TRAIN_START, profile_csv, synthetic_profile
 from grpo.tasks.tes.prompts import State
-
-
-def environment(text: str) -> dict[str, str]:
-    """NAME=VALUE words as settings of train_grpo.py."""
-    return dict(word.split("=") for word in text.split())
 
 
 @dataclass(frozen=True)
@@ -36,18 +32,19 @@ class Scale:
 # 43M weights besides the embeddings. hidden is a multiple of 256 and intermediate of 128, as vLLM's MXFP4 kernels like
 # them; head_dim is gpt-oss's.
 MID = Shape(layers=8, hidden=512, intermediate=384, experts=8, experts_per_token=4, heads=8, kv_heads=2, head_dim=64)
-# Neighbours first; then, in the second sliding layer, an hour's own numbers and the same number an hour earlier (a line of
-# the forecast has 26 tokens).
+# Neighbours first; then, in the second sliding layer, an hour's own numbers and the same number an hour earlier (a line
+# of the forecast has 26 tokens).
 MID_RECIPE = Recipe(
     MID, "full", windows=2400, probe_windows=60, seconds=300, steps=100_000, batch=64, lr=1e-3,
     distances=((1, 2, 3, 4, 5, 6, 7, 8), (1, 8, 6, 11, 17, 26, 20, 3), (), (0,)),
 )  # fmt: skip
-# PARITY=off: a model that is this even says the same fixed tokens with the check's adapter as without, and the check refuses
-# what it cannot tell apart (0.0005 nats with, 0.0001 without, on an H200).
-MID_RUN = """REWARDS=regret EVAL_SAMPLES=8 EVAL_STEPS=125 SEED=1 USE_VLLM=1 PARITY=off PROMPTS_PER_STEP=32 NUM_GENERATIONS=8
-    MAX_COMPLETION_LEN=24 TOTAL_STEPS=200 LEARNING_RATE=1.5e-3 LR_SCHEDULER=linear LORA_R=16 LORA_ALPHA=32 SAVE_STEPS=100"""
-SMALL_RUN = """REWARDS=regret EVAL_SAMPLES=2 SEED=1 USE_VLLM=0 PROMPTS_PER_STEP=8 NUM_GENERATIONS=8 MAX_COMPLETION_LEN=12
-    MAX_PROMPT_LEN=256 TOTAL_STEPS=4 LEARNING_RATE=4e-3 LORA_R=8 LORA_ALPHA=16 SAVE_STEPS=4
+# PARITY=off: a model that is this even says the same fixed tokens with the check's adapter as without, and the check
+# refuses what it cannot tell apart (0.0005 nats with, 0.0001 without, on an H200).
+MID_RUN = """REWARDS=regret EVAL_SAMPLES=8 EVAL_STEPS=125 SEED=1 USE_VLLM=1 PARITY=off PROMPTS_PER_STEP=32
+    NUM_GENERATIONS=8 MAX_COMPLETION_LEN=24 TOTAL_STEPS=200 LEARNING_RATE=1.5e-3 LR_SCHEDULER=linear LORA_R=16
+    LORA_ALPHA=32 SAVE_STEPS=100"""
+SMALL_RUN = """REWARDS=regret EVAL_SAMPLES=2 SEED=1 USE_VLLM=0 PROMPTS_PER_STEP=8 NUM_GENERATIONS=8
+    MAX_COMPLETION_LEN=12 MAX_PROMPT_LEN=256 TOTAL_STEPS=4 LEARNING_RATE=4e-3 LORA_R=8 LORA_ALPHA=16 SAVE_STEPS=4
     GRADIENT_CHECKPOINTING=0 REASONING_EFFORT=low"""
 CPU_RUN = SMALL_RUN + " EVAL_SAMPLES=8 PROMPTS_PER_STEP=16 TOTAL_STEPS=400 LR_SCHEDULER=linear SAVE_STEPS=100"
 SCALES = {
@@ -67,8 +64,9 @@ def write_data(folder: Path, scale: Scale) -> None:
     folder.mkdir(parents=True, exist_ok=True)
 
     def decisions(stream: int, count: int, start: date, energy: float | None) -> list[tuple[dict[str, Any], State]]:
-        made = dataset.synthetic_windows(DATA_SEED, stream, count, start)
-        return [one for window, rng in made for one in dataset.trajectory(window, rng, scale.recipe.prompt, energy)]
+        windows = dataset.synthetic_windows(DATA_SEED, stream, count, start)
+        prompt = scale.recipe.prompt
+        return [row for window, rng in windows for row in dataset.trajectory(window, rng, prompt, energy)]
 
     train = dataset.with_short_hours(
         decisions(dataset.TRAIN_STREAM, scale.train_windows, TRAIN_START, None),

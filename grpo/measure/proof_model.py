@@ -17,7 +17,7 @@ from grpo.model import gptoss_format as gptoss
 from grpo.model.load import load_model
 from grpo.model.tiny import make_tokenizer
 from grpo.model.warmup import Log, figures, warm_up
-from grpo.preflight.hub import count_parameters
+from grpo.plan.hub import count_parameters
 
 
 def make(options: argparse.Namespace, scale: Scale, log: Log) -> None:

@@ -1,190 +1,257 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM beside the trainer."""
+"""A run at any settings: its time, its memory, and whether the weights stay what the checkpoint says."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from statistics import mean
 from typing import Any
-from unittest import mock
 
-import pandas
 import psutil
 import torch
+from safetensors import safe_open
+from torch import Tensor
 
 from grpo.learn.trainer import Trainer
 from grpo.measure import watched
-from grpo.measure.record import read_json, shown, steps_of, tabled, write
-from grpo.model.attention import attention_of
+from grpo.measure.record import steps_of, tabled
+from grpo.measure.variants import Figures, Variant, keep, run_variants
+from grpo.model import load as model_load
+from grpo.model.experts import dequantize_mxfp4, expert_weights
+from grpo.model.load import TABLES, quantized_experts, tables_of
+from grpo.plan.targets import EXPERT_PARAMETERS
 from grpo.rollout import engine as rollout_engine
 from grpo.rollout.engine import Engine
 
-LONG_TOKENS = 2300
-ROLLOUT = """
-rollout_tok_s | tokens/s | 96 x 512 tokens, adapter on {targets}, {sync}; mean of those after the first; prefill of 12 prompts included
-hf_generate_tok_s | tokens/s | transformers' generate, 16 of the same prompts x 128 tokens, same process
-speedup | x | the two above
-rollout_compiled | kernels | compiled by Triton, or read from its cache, during the rollouts
-handover_s | s | ROLLOUT_SYNC={sync}
+# What `--kernels` adds to vLLM's arguments. Older cards have attention in Triton, and with a native adapter Marlin's
+# experts, which vLLM then takes by itself.
+KERNELS = {"own": {}, "older-cards": {"attention_backend": "TRITON_ATTN"}}
+SEED = 7  # of the rollout that is made twice
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+RUN = """
+step_s | s | {words}: {which}
+rollout_s learn_s | s | of that
+wake_s handover_s sleep_s | s | of the rollout; handover is the weight sync
+reward_s | s | decoding and scoring the completions
 sync_share | share | of the adapter's update that vLLM's weights held in the last step
-sleep_s wake_s | s | after the first
-asleep_gib | GiB | GPU memory that the sleeping engine holds before the first rollout, by the driver
-asleep_later_gib | GiB | the same after three steps, with what trainer and libraries took meanwhile
-same_seed_alike | completions | of 96: the same rollout twice, with one seed
-start_to_rollout_s | s | process start to first rollout, {caches}; mismatch check included, the bench's copy of the weights left out
-long_rollout_s | s | 16 completions, {long_tokens} tokens in all
-long_step_s | s | rollout, weight sync, waking and sleeping, and learning from as many tokens
-short_step_s | s | the whole step of 96 x 512
-short_learn_s | s | its learning
-job_peak_gib | GiB | by the driver, engine and CUDA context included
-parity_mean | nats | worst of fixed and sampled tokens, before and after a sleep
-parity_max | nats |
+rollout_tok_s | tokens/s | tokens by rollout_s
+generate_tok_s | tokens/s | tokens by the time of generating alone, prefill included
+startup_s | s | process start to the first step's learning; a machine's first child fills the compile caches
+job_peak_gib | GiB | by the driver, engine and CUDA context included; {free:.1f} GiB were free
+plan_error | share | plan of --check against that peak
+micro_batch | completions | of MAX_COMPLETION_LEN in a micro-batch
+rows | completions | that transformers generates at once
+asleep_gib | GiB | of the GPU that the sleeping engine holds before the first rollout
+host_gib | GiB | in host memory for the sleeping engine
+lent_gib | GiB | of the sleeping engine that stay on the GPU, in whole blocks of the allocator
+paged_gib | GiB | of the learner, in host memory while vLLM is awake
+parity_mean parity_max | nats | worst of fixed and sampled tokens, before and after a sleep
 parity_control_mean | nats | smallest with the trainer's adapter off
-base_changed_elements | | base weights of the trainer, bit for bit
-adapter_nonzero_lora_b | tensors | lora_B starts at 0: how many the three steps have moved
-hf_generate_many_tok_s | tokens/s | transformers' generate with 48 at once x 64 tokens
-speedup_many | x | rollout_tok_s by that
-start_cold_s | s | the same in the machine's first process: compile caches as that found them
+base_changed | tensors | of the trainer's frozen weights, whose sum of bits is another after training
+lent_tensors lent_changed | tensors | that vLLM lends, and those of them whose sum of bits is another after training
+experts_elements experts_different | elements | experts that vLLM lends, dequantized, against the checkpoint's bits
+tables_elements tables_different | elements | the same of embeddings and output head
+adapter_nonzero_lora_b | tensors | lora_B starts at 0: how many the steps have moved
+same_seed_alike | completions | the same rollout twice with one seed: how many are alike
 """
+COLUMNS = ("step_s", "rollout_s", "learn_s", "wake_s", "handover_s", "sleep_s", "reward_s")  # of metrics.csv
+UNTOUCHED = ("base_changed", "lent_changed", "experts_different", "tables_different")  # these must be 0
 
 
-def free_gib() -> float:
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info()[0] / 2**30
+def lent_tensors(policy: torch.nn.Module) -> dict[str, Tensor]:
+    """What vLLM has lent to the policy, by name."""
+    lent = {}
+    for number, experts in enumerate(quantized_experts(policy)):
+        for name, (values, scales, *_) in experts.shared.items():
+            lent |= {f"{number}.{name}.values": values, f"{number}.{name}.scales": scales}
+    return lent | (dict(zip(TABLES, tables_of(policy), strict=True)) if lent else {})
 
 
-class RolloutWatch:
-    """Watches a run's start and its rollouts. `found` holds figures, `base` the frozen weights with copies from before."""
+def frozen_tensors(policy: torch.nn.Module) -> dict[str, Tensor]:
+    """The policy's weights that do not learn, packed experts among them, by name."""
+    return {name: p for name, p in policy.named_parameters() if not p.requires_grad} | dict(policy.named_buffers())
 
-    def __init__(self) -> None:
-        self.born, self.copying, self.free = psutil.Process().create_time(), 0.0, 0.0
-        self.found: dict[str, Any] = {}
-        self.rollouts: list[dict[str, float]] = []
-        self.base: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+@torch.no_grad()
+def bit_sums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """A number for each tensor that changes when one of its elements does."""
+    return {
+        name: int(tensor.view(INTEGERS[tensor.element_size()]).sum(dtype=torch.int64))
+        for name, tensor in tensors.items()
+    }
+
+
+@torch.no_grad()
+def compare_with_checkpoint(base: torch.nn.Module, folder: Path) -> dict[str, int]:
+    """How many elements of the model's experts and tables were compared bit by bit with those of the checkpoint in
+    `folder`, and how many of these are different."""
+    shards, counts = {}, Counter()
+    for shard in sorted(folder.glob("model*.safetensors")):
+        with safe_open(shard, "pt") as file:
+            shards |= dict.fromkeys(file.keys(), shard)
+
+    def read(name: str) -> Tensor:
+        with safe_open(shards[name], "pt", device=str(base.device)) as file:
+            return file.get_tensor(name)
+
+    def count(kind: str, ours: Tensor, stored: Tensor) -> None:
+        if ours.shape != stored.shape:
+            raise ValueError(f"{kind}: {(*ours.shape,)} against the checkpoint's {(*stored.shape,)}")
+        different = int((ours.view(torch.int16) != stored.view(torch.int16)).sum())
+        counts.update({f"{kind}_elements": ours.numel(), f"{kind}_different": different})
+
+    for number, layer in enumerate(base.model.layers):
+        for name in EXPERT_PARAMETERS:
+            stem = f"model.layers.{number}.mlp.experts.{name}"
+            packed = read(f"{stem}_blocks"), read(f"{stem}_scales")
+            count("experts", expert_weights(layer.mlp.experts, name), dequantize_mxfp4(*packed))
+    for name in TABLES:
+        count("tables", base.get_parameter(name), read(name))
+    return dict(counts)
+
+
+def held_gib() -> dict[str, float]:
+    """GiB of the sleeping engine: in host memory, and on the GPU where it lends its weights."""
+    from vllm.device_allocator import get_mem_allocator_instance  # vLLM is optional
+
+    blocks = list(get_mem_allocator_instance().pointer_to_data.values())
+    host = sum(block.cpu_backup_tensor.numel() for block in blocks if block.cpu_backup_tensor is not None)
+    lent = sum(block.handle[1] for block in blocks if not block.is_asleep)
+    return {"host_gib": host / 2**30, "lent_gib": lent / 2**30}
+
+
+class RunWatch:
+    """Watches one run of the entry point: its start, its engine, its rollouts and the batch of its last step."""
+
+    def __init__(self, stack: contextlib.ExitStack, kernels: str) -> None:
+        self.stack, self.kernels = stack, KERNELS[kernels]
+        self.born, self.memory = psutil.Process().create_time(), watched.PeakMemory()
+        self.startup_s, self.asleep_gib = 0.0, None
+        self.lent: dict[str, Tensor] = {}
+        self.sums: dict[str, int] = {}
+        self.tok_s: list[float] = []  # of each rollout's generation
         self.prompt_ids: list[list[int]] = []
-        self.trainers: list[Trainer] = []
+        self.batch: dict[str, Tensor] = {}
+        self.trainers = stack.enter_context(watched.kept_trainers())
+        for owner, name, watch in (
+            (model_load, "load_base", self.load),
+            (rollout_engine, "engine_arguments", self.arguments),
+            (rollout_engine, "start_engine", self.start),
+            (Engine, "rollout", self.rollout),
+            (Trainer, "learn", self.learn),
+        ):
+            stack.enter_context(watched.intercept(owner, name, watch))
 
-    def start(self, start_engine: Callable[..., Engine], *given: Any) -> Engine:
-        started, self.free = time.perf_counter(), free_gib()
-        frozen = [p.detach() for p in self.trainers[0].model.parameters() if not p.requires_grad]
-        self.base = [(p, p.to("cpu", copy=True)) for p in frozen]
-        self.copying = time.perf_counter() - started
-        engine = start_engine(*given)
-        self.found["asleep_gib"] = self.free - free_gib()
+    def load(self, load_base: Callable[..., Any], *arguments: Any) -> Any:
+        # Sampling begins here and not earlier, since the checks would see this process's CUDA context on the GPU.
+        self.stack.enter_context(self.memory)
+        return load_base(*arguments)
+
+    def arguments(self, engine_arguments: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+        return engine_arguments(*arguments) | self.kernels
+
+    def start(self, start_engine: Callable[..., Engine], *arguments: Any) -> Engine:
+        before = watched.free_gib()
+        engine = start_engine(*arguments)
+        self.asleep_gib = before - watched.free_gib()
+        engine.stop_token_ids = []  # Every completion is as long as it may be.
+        self.remember(arguments[-1])
         return engine
 
-    def sync(self, sync_weights: Callable[..., None], engine: Engine, *given: Any, **named: Any) -> None:
-        with watched.weighed() as found:
-            sync_weights(engine, *given, **named)
-        engine.seconds["handover"] = found["seconds"]
+    def remember(self, policy: torch.nn.Module) -> None:
+        """Takes the sums of the policy's frozen and lent weights as they are before training."""
+        self.lent = lent_tensors(policy)
+        self.sums = bit_sums(frozen_tensors(policy) | self.lent)
 
-    def rollout(self, rollout: Callable[..., Any], engine: Engine, policy: Any, prompts: Any, *given: Any) -> Any:
-        from triton import knobs  # no Triton on a CPU
-
-        # Without the bench's own copy of the base weights, which no user's run makes.
-        self.found.setdefault("start_to_rollout_s", time.time() - self.born - self.copying)
-        compiled: list[dict[str, Any]] = []
-        with mock.patch.object(knobs.runtime, "jit_post_compile_hook", lambda **event: compiled.append(event)):
-            result = rollout(engine, policy, prompts, *given)
-        self.rollouts.append({"tokens": sum(map(len, result[0])), "compiled": len(compiled), **engine.seconds})
+    def rollout(self, rollout: Callable[..., Any], engine: Engine, policy: Any, prompts: Any, *arguments: Any) -> Any:
+        result = rollout(engine, policy, prompts, *arguments)
+        self.tok_s.append(sum(map(len, result[0])) / engine.seconds["generate"])
         self.prompt_ids = [list(ids) for ids in prompts]
         return result
 
-    def changed_elements(self) -> int:
-        """Elements of the base weights that differ bit for bit."""
-        changed = 0
-        for weight, before in self.base:
-            now, then = (t.contiguous().view(torch.uint8) for t in (weight, before.to(weight.device)))
-            changed += int((now != then).view(-1, weight.element_size()).any(dim=1).sum())
-        return changed
+    def learn(self, learn: Callable[..., Any], trainer: Trainer, model: torch.nn.Module, batch: Any) -> Any:
+        self.startup_s = self.startup_s or time.time() - self.born
+        self.batch = batch
+        if not self.sums:  # without an engine
+            self.remember(model)
+        return learn(trainer, model, batch)
+
+    def values(self, run: Path) -> dict[str, Any]:
+        """What the run's files, its plan and its weights say once it has ended."""
+        trainer, steps = self.trainers[0], steps_of(run)
+        later = steps[1:] if len(steps) > 1 else steps
+        plan, engine, parity, s = trainer.run.plan, trainer.run.engine, trainer.run.parity, trainer.run.settings
+        values: dict[str, Any] = {name: later[name].mean() for name in COLUMNS}
+        values["rollout_tok_s"] = values["generate_tok_s"] = later.rollout_tokens_per_s.mean()
+        values |= {"sync_share": steps.sync_share.iloc[-1], "startup_s": self.startup_s}
+        values |= {"job_peak_gib": self.memory.peak, "free": self.memory.before, "micro_batch": plan.micro_batch}
+        values["plan_error"] = plan.peak / self.memory.peak - 1 if self.memory.peak else None
+        if parity:
+            worst = {f"parity_{name}": max(row[name] for row in parity if name in row) for name in ("mean", "max")}
+            values |= worst | {"parity_control_mean": min(row["control_mean"] for row in parity)}
+        if engine:
+            values["generate_tok_s"] = mean(self.tok_s[1:] or self.tok_s)
+            values |= {"asleep_gib": self.asleep_gib, **held_gib()}
+            if engine.pages:
+                values["paged_gib"] = engine.pages.nbytes / 2**30
+        else:
+            values["rows"] = plan.generation_batch
+        sums = bit_sums(frozen_tensors(trainer.model) | self.lent)
+        changed = {name for name, bits in self.sums.items() if sums[name] != bits}
+        values["base_changed"] = len(changed - self.lent.keys())
+        if self.lent:
+            values |= {"lent_tensors": len(self.lent), "lent_changed": len(changed & self.lent.keys())}
+        adapter = [p for name, p in trainer.model.named_parameters() if "lora_B" in name]
+        values["adapter_nonzero_lora_b"] = sum(bool(p.any()) for p in adapter)
+        tokens = f"{s.PROMPTS_PER_STEP} x {s.NUM_GENERATIONS} completions, {later.tokens_mean.mean():.0f} tokens each"
+        values["size"] = f"{tokens}, EXPERTS={s.EXPERTS}"
+        values["which"] = "mean without the first step" if len(steps) > 1 else "the first step"
+        return {name: value for name, value in values.items() if value == value}  # NaN: the run has no such figure
 
 
-def hf_tokens_per_second(trainer: Trainer, prompt_ids: list[list[int]], tokens: int) -> float:
-    """transformers' generate on the same prompts, with its own attention and experts, on the GPU that vLLM just used."""
-    policy = trainer.accelerator.unwrap_model(trainer.model).eval()
-    base, ours = policy.get_base_model(), policy.config._experts_implementation
-    base.set_experts_implementation("grouped_mm")  # what transformers takes by itself
-    batch = trainer.processing_class.pad({"input_ids": prompt_ids}, padding_side="left", return_tensors="pt")
-    wanted = {"do_sample": True, "max_new_tokens": tokens, "min_new_tokens": tokens}
-    with (
-        watched.weighed() as found,
-        torch.no_grad(),
-        attention_of(policy, "eager"),
-        torch.autocast("cuda", torch.bfloat16),
-    ):
-        policy.generate(**batch.to(policy.device), **wanted)
-    base.set_experts_implementation(ours)
-    policy.train()
-    return len(prompt_ids) * tokens / found["seconds"]
+def measure_run(options: argparse.Namespace, stack: contextlib.ExitStack, **defaults: object) -> tuple[int, RunWatch]:
+    """Runs this child's variant; `defaults` are settings that it may change. Returns the exit code, and what watched
+    the run, from which its figures are kept."""
+    (variant,) = (variant for variant in options.variants if variant.name == options.child)
+    watch = RunWatch(stack, options.kernels)
+    if options.tokens:
+        stack.enter_context(watched.completions_of(options.tokens))
+    code = watched.run_entry(options, {**defaults, **variant.settings})
+    watch.memory.ended.set()
+    return code, watch
 
 
-def after_the_run(watch: RolloutWatch, run: Path) -> dict[str, Any]:
-    """What the three steps and their trainer still tell: figures by name."""
-    trainer = watch.trainers[0]
-    engine, policy = trainer.run.engine, trainer.accelerator.unwrap_model(trainer.model)
-    rollouts, parity = pandas.DataFrame(watch.rollouts), pandas.DataFrame(trainer.run.parity)
-    later = rollouts[1:]
-    found = {
-        "asleep_later_gib": watch.free - free_gib(),
-        "rollout_tok_s": (later.tokens / later.generate).mean(),
-        "rollout_compiled": int(rollouts.compiled.sum()),
-        **{f"{name}_s": later[name].mean() for name in ("handover", "sleep", "wake")},
-        "short_step_s": steps_of(run).step_s.iloc[-1],
-        **steps_of(run)[["sync_share"]].iloc[-1].dropna(),  # a native adapter has none
-        "short_learn_s": steps_of(run).learn_s.iloc[-1],
-        "job_peak_gib": steps_of(run).gpu_peak_gib.max(),
-        "parity_mean": parity["mean"].max(),
-        "parity_max": parity["max"].max(),
-        "parity_control_mean": parity.control_mean.min(),
-    }
-    twice = [engine.rollout(policy, watch.prompt_ids, 7)[0] for _ in range(2)]
-    found["same_seed_alike"] = sum(one == other for one, other in zip(*twice, strict=True))
-    found["hf_generate_tok_s"] = hf_tokens_per_second(trainer, watch.prompt_ids[:16], 128)
-    found["speedup"] = found["rollout_tok_s"] / found["hf_generate_tok_s"]
-    long = watched.given_step(trainer, [LONG_TOKENS] * 16)
-    found |= {"long_rollout_s": long["generate"], "long_step_s": long["rollout"] + long["learn"]}
-    found["long_tokens"] = long["tokens"]
-    found["base_changed_elements"] = watch.changed_elements()
-    lora_b = [parameter for name, parameter in policy.named_parameters() if "lora_B" in name]
-    found["adapter_nonzero_lora_b"] = sum(bool(parameter.any()) for parameter in lora_b)
-    with contextlib.suppress(torch.OutOfMemoryError):  # with 96 rows its eager attention wants more than is free
-        found["hf_generate_many_tok_s"] = hf_tokens_per_second(trainer, watch.prompt_ids[:48], 64)
-        found["speedup_many"] = found["rollout_tok_s"] / found["hf_generate_many_tok_s"]
-    return found
+def run_figures(variant: Variant, values: dict[str, Any], prefix: str) -> Figures:
+    """Figures of a variant's run."""
+    words = ", ".join(filter(None, [values["size"], variant.words]))
+    return tabled(RUN, values | {"words": words}, prefix)
 
 
 def rollout_child(options: argparse.Namespace) -> int:
-    """One child of `bench_rollout`: runs the entry point with its engine watched, and writes what it found."""
-    watch, warm = RolloutWatch(), options.child == "warm"
-    with watched.completions_of(512):
-        with (
-            watched.kept_trainers() as watch.trainers, watched.intercept(rollout_engine, "start_engine", watch.start),
-            watched.intercept(Engine, "sync_weights", watch.sync), watched.intercept(Engine, "rollout", watch.rollout),
-        ):  # fmt: skip
-            steps = {"TOTAL_STEPS": 1} if warm else {}
-            given = {"ROLLOUT_SYNC": options.sync, "LORA_TARGETS": options.targets} | steps
-            code = watched.run_w1(options, MAX_COMPLETION_LEN=LONG_TOKENS, **given)
-        if not (code or warm):
-            watch.found |= after_the_run(watch, Path(options.run))
-    watched.keep(options, watch.found)
-    return code
+    """Measures one variant in this process. Returns 1 if a weight is not the checkpoint's or was written."""
+    with contextlib.ExitStack() as stack:
+        code, watch = measure_run(options, stack, MAX_COMPLETION_LEN=512)
+        if code:
+            return code
+        values = watch.values(Path(options.run))
+        keep(options, values)
+        trainer = watch.trainers[0]
+        policy, engine = trainer.accelerator.unwrap_model(trainer.model), trainer.run.engine
+        is_whole_card = all(variant.free_gib is None for variant in options.variants if variant.name == options.child)
+        if watch.lent and is_whole_card:  # A small card has no room for the comparison.
+            values |= compare_with_checkpoint(policy.get_base_model(), Path(options.model))
+        if engine:
+            first, second = (engine.rollout(policy, watch.prompt_ids, SEED)[0] for _ in range(2))
+            values["same_seed_alike"] = sum(one == other for one, other in zip(first, second, strict=True))
+    keep(options, values, done=True)
+    return int(any(values.get(name) for name in UNTOUCHED))
 
 
 def bench_rollout(options: argparse.Namespace) -> int:
-    """Two children, then the figures. Exit code 1 where a base weight changed."""
-    if options.child:
-        return rollout_child(options)
-    found: dict[str, Any] = {"sync": options.sync, "targets": options.targets}
-    for child in ("short",) if options.warm_caches else ("warm", "short"):
-        if code := watched.run_child(options, child):
-            return code
-        found |= read_json(watched.child_result(options, child))
-        if child == "warm":
-            found["start_cold_s"] = found["start_to_rollout_s"]
-    found["caches"] = "caches as found" if options.warm_caches else "warm caches"
-    flags = ["--sync", options.sync, "--targets", options.targets, *["--warm-caches"] * options.warm_caches]
-    write(Path(options.out), tabled(ROLLOUT, found), shown("rollout", *flags))
-    return int(found["base_changed_elements"] != 0)
+    """The variants, one after the other. Returns 1 if one fails, or if a weight is not what it must be."""
+    return rollout_child(options) if options.child else run_variants(options, run_figures)

@@ -15,7 +15,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.hub_kernels import load_and_register_attn_kernel
 
 from grpo.model.packing import PackedBatch, may_attend
-from grpo.preflight.machine import FLASH_PACKAGES
+from grpo.plan.machine import FLASH_PACKAGES
 from grpo.settings import described
 
 
@@ -123,7 +123,7 @@ def flash3_backward(dout, q, k, v, out, lse, *shape):
 
 def flash4_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
     # Its own `learnable_sink` stays unused: before 4.0.0b26 the backward pass returned no gradient of it, and folding the
-    # sink in keeps one formula for all kernels, which scripts/bench.py holds to float64.
+    # sink in keeps one formula for all kernels, which the tests hold to float64.
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
     return _flash_attn_fwd, _flash_attn_bwd

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, GptOssConfig, GptOssForCausalLM, PreTrainedTokenizerFast
 
 from grpo.model.gptoss_format import BLOCK, BOS, EOS, PAD, SPECIAL_TOKENS, STOP_TOKENS, ModelError, Shape, config_dict
-from grpo.preflight.hub import WEIGHTS_INDEX, count_parameters
+from grpo.plan.hub import WEIGHTS_INDEX, count_parameters
 from grpo.run.durable import read_json
 
 DTYPES = {torch.bfloat16: "BF16", torch.uint8: "U8"}  # safetensors' names

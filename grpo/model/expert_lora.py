@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from grpo.model.experts import OURS, expert_weights
 from grpo.model.load import QuantizedExperts, quantized_experts
-from grpo.preflight.targets import EXPERT_PARAMETERS
+from grpo.plan.targets import EXPERT_PARAMETERS
 
 RANK_MULTIPLE = 8  # grouped products want rows of 16 bytes: smaller ranks are filled up with zeros
 

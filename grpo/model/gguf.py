@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from grpo.preflight.hub import read_json
+from grpo.plan.hub import read_json
 
 F32, BF16, MXFP4 = 0, 30, 39  # ggml's tensor types
 UINT32, INT32, FLOAT32, STRING, ARRAY = 4, 5, 6, 8, 9  # GGUF's value types

@@ -26,9 +26,9 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from grpo.model.attention import install_attention
 from grpo.model.experts import OURS, expert_weights, experts_forward
+from grpo.plan.hub import count_parameters, has_mxfp4
+from grpo.plan.machine import Machine
 from grpo.preflight.choices import choose_threads
-from grpo.preflight.hub import count_parameters, has_mxfp4
-from grpo.preflight.machine import Machine
 from grpo.settings import Settings
 
 # Embeddings and output head: with the experts what vLLM can lend.

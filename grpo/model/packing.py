@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from grpo.preflight.memory import bucket
+from grpo.plan.memory import bucket
 
 
 @dataclass(frozen=True, eq=False)

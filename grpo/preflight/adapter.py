@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo.preflight.hub import read_json
-from grpo.preflight.targets import UNKNOWN_LAYERS, canonical, expected_shapes, matched, peft_targets, place_of
+from grpo.plan.hub import read_json
+from grpo.plan.targets import UNKNOWN_LAYERS, canonical, expected_shapes, matched, peft_targets, place_of
 from grpo.run.best import adapter_fault
 from grpo.run.durable import file_sha256
 from grpo.run.folder import ADAPTER, RunState

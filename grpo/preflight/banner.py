@@ -6,13 +6,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from grpo.data.files import flat_rows
+from grpo.data.files import flat_rows, renamed_columns
+from grpo.plan.hub import count_parameters
+from grpo.plan.machine import Machine
+from grpo.plan.memory import Plan
+from grpo.plan.targets import hit_lines
 from grpo.preflight.checks import Preflight
 from grpo.preflight.choices import attention_warning, choose_epsilon_high, choose_steps, choose_threads
-from grpo.preflight.hub import count_parameters
-from grpo.preflight.machine import Machine
-from grpo.preflight.memory import Plan
-from grpo.preflight.targets import hit_lines
 from grpo.run.logs import banner_text
 from grpo.run.pace import UNKNOWN, Pace
 from grpo.run.ranks import Ranks
@@ -42,19 +42,27 @@ def facts(preflight_result: Preflight) -> Iterator[tuple[str, str]]:
     p, s, m, run = preflight_result, preflight_result.settings, preflight_result.machine, preflight_result.run
     gpu = f"{m.gpu}, {m.gpu_free:.1f} of {m.gpu_total:.1f} GiB free" if m.gpus else "no GPU"
     yield "machine", f"{gpu}; {m.cores} cores ({m.arch}), {m.ram_free:.1f} GiB of memory free"
-    yield "data", f"{len(p.rows)} training rows, {len(p.eval_rows)} held-out rows"
-    yield "held out", p.heldout_reason
+    if p.rows:
+        yield "data", f"{len(p.rows)} training rows, {len(p.eval_rows)} held-out rows"
+        yield "held out", p.heldout_reason
+    else:
+        yield "data", "no row that can be used, see below"
     batch = f"{s.PROMPTS_PER_STEP} prompts x {s.NUM_GENERATIONS} generations"
     yield "step", f"{batch} = {s.completions_per_step} completions"
-    epochs = s.TOTAL_STEPS * s.PROMPTS_PER_STEP / max(len(p.rows), 1)
+    length = f"{s.TOTAL_STEPS} steps"
+    if p.rows:
+        length += f", {s.TOTAL_STEPS * s.PROMPTS_PER_STEP / len(p.rows):.1f} epochs over the rows"
     if m.ranks > 1:
         yield "processes", processes_text(p)
     _, steps_reason = choose_steps(s.TOTAL_STEPS, s.NUM_TRAIN_EPOCHS, len(p.rows), s.PROMPTS_PER_STEP)
-    yield "length", f"{s.TOTAL_STEPS} steps, {epochs:.1f} epochs over the rows: {steps_reason}"
+    yield "length", f"{length}: {steps_reason}"
     so_far = Pace.read(run.folder / "metrics.csv", s.TOTAL_STEPS, s.EVAL_STEPS).left(run.step) if run.checkpoint else ""
     yield "time", so_far or f"{UNKNOWN}: training.log says it with each step from there on"
     functions = ", ".join(f"{name} x {weight:g}" for name, weight in p.reward_specs)
-    yield "rewards", f"{functions}: {p.rewards[1]}"
+    yield "rewards", f"{functions}: {p.rewards[1]}" if functions else "none that can be used, see below"
+    if any(":" in name for name, _ in p.reward_specs) and (renamed := renamed_columns(p.rows)):
+        names = ", ".join(f"`{name}` goes by `csv_{name}`" for name in renamed)
+        yield "columns", f"{names} to reward functions, which get something else under that name"
     yield "scaled by", ": ".join(p.scale_rewards)
     if s.INIT_ADAPTER:
         own = f"rank {s.LORA_R}, alpha {s.LORA_ALPHA:g} on {s.LORA_TARGETS}"
@@ -119,10 +127,9 @@ def processes_text(preflight_result: Preflight) -> str:
     """How many processes share a step, and what each gets of it."""
     m, prompts = preflight_result.machine, preflight_result.settings.PROMPTS_PER_STEP
     shares = ", ".join(str(len(Ranks(rank, m.ranks).share_out(prompts))) for rank in range(m.ranks))
-    ports = preflight_result.ranks.ports
     each = f"each with its own model{' and vLLM' * preflight_result.rollouts[0]}"
     there = f"{m.ranks} on {m.ranks // m.here} machines" if m.ranks > m.here else f"{m.ranks}"
-    return f"{there}, {each}: {shares} of {prompts} prompts; they speak on a port from {ports[0]} to {ports[-1]}"
+    return f"{there}, {each}: {shares} of {prompts} prompts"
 
 
 def memory_facts(plan: Plan, machine: Machine) -> Iterator[tuple[str, str]]:

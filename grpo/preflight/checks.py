@@ -18,11 +18,9 @@ from grpo.data.heldout import read_split
 from grpo.data.prompts import render_rows
 from grpo.data.reward_checks import check_heldout, check_rewards
 from grpo.data.scoring import REWARD_INTERFACE
-from grpo.preflight import choices, hub
-from grpo.preflight.adapter import check_start, start_adapter
-from grpo.preflight.choices import ATTENTION, VLLM_COLDEST, ClosedLoop
-from grpo.preflight.hub import ModelFiles
-from grpo.preflight.machine import (
+from grpo.plan import hub
+from grpo.plan.hub import ModelFiles
+from grpo.plan.machine import (
     FLASH_PACKAGES,
     GIB,
     TESTED,
@@ -33,7 +31,7 @@ from grpo.preflight.machine import (
     installed_versions,
     read_machine,
 )
-from grpo.preflight.memory import (
+from grpo.plan.memory import (
     BESIDE_VLLM,
     LORA_RANKS,
     Plan,
@@ -45,7 +43,10 @@ from grpo.preflight.memory import (
     memory_shortfall,
     without_vllm,
 )
-from grpo.preflight.targets import check_targets, expert_words, hits
+from grpo.plan.targets import check_targets, expert_words, hits
+from grpo.preflight import choices
+from grpo.preflight.adapter import check_start, start_adapter
+from grpo.preflight.choices import ATTENTION, VLLM_COLDEST, ClosedLoop
 from grpo.run.folder import RunState, existing_parent, inspect_run, run_folder
 from grpo.run.ranks import Ranks
 from grpo.settings import (

@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo.data.files import Row, find_files
 from grpo.data.heldout import demo_heldout, names_only
-from grpo.preflight.machine import FLASH_PACKAGES
+from grpo.plan.machine import FLASH_PACKAGES
 from grpo.settings import Problems, Settings
 
 ATTENTION = ("torch_flash", *FLASH_PACKAGES, "eager")

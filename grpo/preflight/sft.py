@@ -10,10 +10,10 @@ from pathlib import Path
 from grpo.data.files import SHOWN
 from grpo.data.heldout import read_split
 from grpo.data.prompts import answer_of
+from grpo.plan.hub import find_model
+from grpo.plan.machine import installed_versions
 from grpo.preflight.checks import Preflight, preflight
 from grpo.preflight.choices import choose_demo
-from grpo.preflight.hub import find_model
-from grpo.preflight.machine import installed_versions
 from grpo.settings import Problems, load_settings
 
 # Nothing is generated, scored or evaluated, and rows are padded, which only eager attention takes.

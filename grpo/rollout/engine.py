@@ -21,9 +21,9 @@ import torch
 from tqdm import tqdm
 
 from grpo.phases import LINE_S, Phase
-from grpo.preflight.machine import GIB
-from grpo.preflight.memory import BATCHED_TOKENS, EnginePlan, vllm_rank
-from grpo.preflight.targets import expert_words
+from grpo.plan.machine import GIB
+from grpo.plan.memory import BATCHED_TOKENS, EnginePlan, vllm_rank
+from grpo.plan.targets import expert_words
 from grpo.rollout.paged_weights import PagedWeights
 from grpo.rollout.shared_weights import share_weights
 from grpo.rollout.vllm_patches import close_process_group, keep_weights_asleep, patch_kernels, vllm_environment

@@ -12,22 +12,20 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from grpo.rollout.decode import decode
-from grpo.rollout.noise import SharedNoise
 
 
 @contextlib.contextmanager
-def shared_prefill(model: PreTrainedModel, noise: SharedNoise | None = None) -> Iterator[None]:
+def shared_prefill(model: PreTrainedModel) -> Iterator[None]:
     """For a while, `model.generate` computes equal rows of `input_ids` once, all but their last token, and goes on from
     copies of that cache (https://huggingface.co/docs/transformers/kv_cache#prefill-a-cache-prefix-caching). A group of 8
     completions costs an eighth of the prefill, in time and in memory. On a GPU the steps are those of `decode`, whose memory
-    is free again afterwards. `noise`: what tokens are drawn by, in the place of torch's generator."""
+    is free again afterwards."""
     stock = model.generate
 
     def generate(input_ids: Tensor, attention_mask: Tensor, **options: Any) -> Any:
         """`input_ids`, `attention_mask` (B, L), padded on the left, as `generate` takes them, and what it returns."""
         if input_ids.is_cuda:
-            loop = noise.drawing(decode) if noise else decode
-            ids = stock(input_ids=input_ids, attention_mask=attention_mask, **options, custom_generate=loop)
+            ids = stock(input_ids=input_ids, attention_mask=attention_mask, **options, custom_generate=decode)
             torch.cuda.empty_cache()  # a graph's memory serves nothing else before
             return ids
         rows, owner = torch.cat([input_ids, attention_mask], 1).unique(dim=0, return_inverse=True)
@@ -40,8 +38,6 @@ def shared_prefill(model: PreTrainedModel, noise: SharedNoise | None = None) -> 
                     input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
                 )
             cache.batch_select_indices(owner)
-        if noise:
-            options["custom_generate"] = noise.drawing(type(model)._sample)
         return stock(input_ids=input_ids, attention_mask=attention_mask, **options)
 
     model.generate = generate  # found before the class's own, by PEFT's models too

@@ -11,8 +11,9 @@ import logging
 import math
 import os
 import sys
+import textwrap
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, TextIO
@@ -25,11 +26,15 @@ from grpo.run.pace import Pace
 from grpo.settings import log
 from rewards import best_action
 
+BOX_WIDTH = 100  # columns at most: a wider box breaks in a usual terminal
+
 
 def banner_text(text: str) -> str:
     """A warning that is seen: a degraded run must not look like a normal one."""
-    bar = "=" * (len(text) + 4)
-    return f"\n{bar}\n| {text} |\n{bar}"
+    lines = textwrap.wrap(text, BOX_WIDTH - 4, break_long_words=False, break_on_hyphens=False) or [""]
+    width = max(map(len, lines))
+    bar = "=" * (width + 4)
+    return "\n".join(["", bar, *(f"| {line:<{width}} |" for line in lines), bar])
 
 
 # Every column of metrics.csv, in order: unit and meaning. docs/metrics.md is generated from this table.
@@ -82,7 +87,7 @@ COMPLETIONS = {
     "step": ("steps", "Optimizer step that the completion was sampled for."),
     "prompt_id": ("", "File name and row of the prompt; the first row below the header is 1."),
     "completion": ("", "Text as the model wrote it, special tokens included."),
-    "parsed_action": ("", "Action named in the final channel; empty where it names none."),
+    "parsed_action": ("", "Action named in the final channel; empty where it names none, or the row has no actions."),
     "reward": ("reward", "Weighted sum of the reward functions; nan where the completion is left out."),
     "best_action": ("", "Action with the row's highest reward; empty without reward columns."),
     "tokens": ("tokens", "Length of the completion, stop token included."),
@@ -151,6 +156,7 @@ def rewrite(path: Path, rows: Iterable[Sequence[Any]]) -> None:
 
 
 WARN_EVERY = 10  # steps between two warnings about the same thing
+EQUAL_STEPS = 5  # without a difference of rewards, before a run is told that it learns nothing
 TAUGHT = ("reward", "zero_std_fraction", "parse_rate")  # what `reward_warning` reads
 
 
@@ -171,7 +177,7 @@ GARBAGE_PAYS = (
     "last 10 steps: garbage is being learned. Let REWARDS pay less where rewards.final_channel finds no text"
 )
 EQUAL_REWARDS = (
-    "all completions of each prompt got the same reward in the last 5 steps: nothing is learned. Look at completions.csv: "
+    "all completions of each prompt got the same reward in {}: nothing {} learned. Look at completions.csv: "
     "where they read alike, raise TEMPERATURE or NUM_GENERATIONS; where they do not, REWARDS or the reward columns of DATA "
     "do not tell them apart"
 )
@@ -189,10 +195,10 @@ def parse_rate_warning(history: Sequence[float]) -> str | None:
     return UNPARSED.format(means[0]) if len(means) == 1 and means[0] < 0.5 else None
 
 
-def reward_warning(history: Sequence[tuple[float, float, float]]) -> str | None:
-    """A sentence when steps teach nothing: the last one has no reward at all, or the last 5 have none that differ inside
-    a group; boxed once a run that could answer has lost it for 10 such steps. `history`: mean reward, zero_std_fraction and
-    parse rate of each step. None while all is well."""
+def reward_warning(history: Sequence[tuple[float, float, float]], total_steps: int = 0) -> str | None:
+    """A sentence when steps teach nothing: the last one has no reward at all, or the last 5 (in a run of fewer
+    `total_steps`: all) have none that differ inside a group; boxed once a run that could answer has lost it for 10 such
+    steps. `history`: mean reward, zero_std_fraction and parse rate of each step. None while all is well."""
     if history and math.isnan(history[-1][0]):
         return NO_REWARD
     equal = next((i for i, (_, share, _) in enumerate(reversed(history)) if share < 1), len(history))
@@ -202,7 +208,11 @@ def reward_warning(history: Sequence[tuple[float, float, float]]) -> str | None:
         and any(rate for *_, rate in history)
     ):
         return banner_text(LOST.format(equal))
-    return EQUAL_REWARDS if equal >= 5 else None
+    if equal >= EQUAL_STEPS:
+        return EQUAL_REWARDS.format(f"the last {EQUAL_STEPS} steps", "is")
+    if equal and equal == len(history) == total_steps:
+        return EQUAL_REWARDS.format("every step of this run", "was")
+    return None
 
 
 LEAST_GROUPS = 5  # that hold both kinds of answers, before `garbage_warning` says anything
@@ -247,7 +257,7 @@ class RunLog:
             rows = list(csv.DictReader(file))
         self.pace = Pace(total_steps, eval_steps, rows)
         self.taught = [tuple(float(row[name] or "nan") for name in TAUGHT) for row in rows]
-        self.warned_at: dict[Callable[..., Any], int] = {}
+        self.warned_at: dict[str, int] = {}
         self.garbage: list[list[float]] = []  # see `garbage_warning`
         self.garbage_pays: str | None = None
 
@@ -300,9 +310,13 @@ class RunLog:
             f"; {left}" if left else "",
         )  # fmt: skip
         self.taught.append(tuple(float(shown[name] or "nan") for name in TAUGHT))
-        for warn, history in ((parse_rate_warning, [rate for *_, rate in self.taught]), (reward_warning, self.taught)):
-            if step - self.warned_at.get(warn, -WARN_EVERY) >= WARN_EVERY and (warning := warn(history)):
-                self.warned_at[warn] = step
+        warnings = {
+            "parse rate": parse_rate_warning([rate for *_, rate in self.taught]),
+            "reward": reward_warning(self.taught, self.total_steps),
+        }
+        for name, warning in warnings.items():
+            if warning and step - self.warned_at.get(name, -WARN_EVERY) >= WARN_EVERY:
+                self.warned_at[name] = step
                 log.warning(warning)
         if not self.garbage_pays and (warning := garbage_warning(self.garbage)):
             self.garbage_pays = warning

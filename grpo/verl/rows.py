@@ -15,8 +15,8 @@ from grpo.data.files import SHOWN, Row, label
 from grpo.data.heldout import read_split
 from grpo.data.prompts import answer_of
 from grpo.data.reward_checks import check_heldout, check_rewards
+from grpo.plan.hub import REAL_MODEL, has_mxfp4
 from grpo.preflight.choices import choose_demo, choose_rewards
-from grpo.preflight.hub import REAL_MODEL, has_mxfp4
 from grpo.run.durable import read_json, whole_file, write_text
 from grpo.settings import FIELDS, Problems, load_settings, one_line
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from grpo.preflight.machine import installed_versions, read_machine
+from grpo.plan.machine import installed_versions, read_machine
 from grpo.settings import ROOT
 from grpo.verl.rows import read_input, write_data
 

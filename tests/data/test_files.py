@@ -11,14 +11,24 @@ import json
 import math
 
 import pytest
-from conftest import RENDERED, write_csv
+from conftest import RENDERED, ROOT, write_csv
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from machines import only
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from grpo.data.files import SHOWN, Row, data_fingerprint, read_csv, read_rows, reward_columns
+from grpo.data.files import (
+    FOREIGN_PROMPTS,
+    SHOWN,
+    Row,
+    data_fingerprint,
+    data_prompt,
+    read_csv,
+    read_rows,
+    renamed_columns,
+    reward_columns,
+)
 from grpo.data.prompts import AT_ONCE, StepRows, answer_of, compiled, count_tokens, prompt_order, render, render_rows
 from grpo.settings import Problems, Settings
 
@@ -178,8 +188,83 @@ def test_every_bad_cell_is_listed_and_long_lists_are_cut(tmp_path):
         "row 2 (line 3), column reward_action_1",
         "row 3 (line 4), column reward_action_0",
     ]
-    _, problems = load(write_csv(tmp_path / "d.csv", HEADER, [[GOOD[0], "x", 1]] * 50))
+    _, problems = load(write_csv(tmp_path / "d.csv", HEADER, [[GOOD[0], f"x{n}", 1] for n in range(50)]))
     assert len(problems) == SHOWN + 1 and "and 30 more" in problems[-1]
+
+
+def test_a_problem_of_many_rows_is_told_once(tmp_path):
+    path = write_csv(tmp_path / "d.csv", HEADER, [GOOD, *[[GOOD[0], "x", 1]] * 50])
+    problem = only(load(path)[1])
+    assert problem.startswith(f"{path}, row 2 (line 3), column reward_action_0: 'x' is not a finite number")
+    assert problem.endswith(". The same in 49 more rows: 3, 4, 5, 6, 7, ...")
+    _, problems = load(write_csv(path, HEADER, [[GOOD[0], "x", ""], [GOOD[0], "x", 1]]))
+    assert len(problems) == 2 and problems[0].endswith(". The same in one more row: 2")
+    assert "column reward_action_1: the reward is missing" in problems[1] and "same" not in problems[1]
+
+
+def read_json_rows(path, **columns):
+    path.write_text(json.dumps(columns))
+    return load(path)
+
+
+def test_messages_are_a_prompt_where_there_is_no_other(tmp_path):
+    """As chat data has them; functions get the conversation as `prompts`, and the column as any other."""
+    path = tmp_path / "d.jsonl"
+    rows, problems = read_json_rows(path, messages=TALK, level=3)
+    assert not problems and rows[0].messages == (("system", "s"), ("user", "it's 7")) and rows[0].conversational
+    assert data_prompt(rows[0]) == TALK and reward_columns(rows[0]) == {"messages": TALK, "level": 3}
+    answered = [*TALK, {"role": "assistant", "content": "yes"}]
+    rows, problems = read_json_rows(path, messages=answered, prompt="7?")
+    assert not problems and rows[0].messages == (("user", "7?"),) and data_prompt(rows[0]) == "7?"
+    problem = only(read_json_rows(path, messages=answered)[1])
+    assert "column messages: it ends with the message of the role 'assistant'" in problem
+    assert 'data.map(lambda row: {"prompt": row["messages"][:-1]})' in problem
+    assert "column messages: it is neither text" in only(read_json_rows(path, messages="hello")[1])
+
+
+TOOL = [{"role": "user", "content": "Rain?"}, {"role": "tool", "content": "yes"}, {"role": "user", "content": "And?"}]
+
+
+def test_what_is_wrong_with_a_conversation_is_said(tmp_path):
+    path = tmp_path / "d.jsonl"
+    for talk, words in (
+        (TOOL, "column prompt: the role 'tool' is not known"),
+        ([TALK[1], TALK[0], TALK[1]], "column prompt: message 2 is of the role 'system'"),
+        ([{"role": "assistant", "content": "Hi"}, TALK[1]], "column prompt: message 1 is of the role 'assistant'"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "column prompt: the content of message 1 is not text"),
+        ([*TALK, {"role": "assistant", "content": "x"}], "it ends with the message of the role 'assistant'"),
+        ([], "it is neither text nor a list of messages"),
+    ):
+        assert words in only(read_json_rows(path, prompt=talk)[1])
+
+
+FOREIGN = {
+    "conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "it's 7"}, {"from": "gpt", "value": "a"}],
+    "chosen": [*TALK, {"role": "assistant", "content": "a"}],
+    "instruction": "Add.",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_other_formats_are_answered_with_the_line_that_makes_a_prompt(tmp_path, name):
+    """And the line does it; docs/data.md has it as well."""
+    row = {name: FOREIGN[name], "input": "3 and 4"}
+    problem = only(read_json_rows(tmp_path / "d.jsonl", **row)[1])
+    line = f'data.map(lambda row: {{"prompt": {FOREIGN_PROMPTS[name]}}})'
+    assert f"Make a `prompt` of `{name}`: {line}" in problem and "docs/data.md#prompts-of-other-formats" in problem
+    expected = "Add.\n\n3 and 4" if name == "instruction" else TALK
+    made = eval(FOREIGN_PROMPTS[name], {"row": row})
+    assert made == expected and not read_json_rows(tmp_path / "d.jsonl", prompt=made)[1]
+    docs = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    assert "".join(FOREIGN_PROMPTS[name].split()) in "".join(docs.split())
+
+
+def test_columns_keep_their_names_but_for_trls(tmp_path):
+    given = {"prompt_id": "mine", "invalid_reward": 7, "completion": "x", "log_metric": 1}
+    rows, problems = read_json_rows(tmp_path / "d.jsonl", prompt="Go", **given)
+    renamed = {"prompt_id": "mine", "invalid_reward": 7, "csv_completion": "x", "csv_log_metric": 1}
+    assert not problems and reward_columns(rows[0]) == renamed | {"csv_prompt": "Go"}
+    assert renamed_columns(rows) == ["completion", "log_metric"], "`prompt` is there as `prompts`"
 
 
 def test_globs_lists_and_missing_files(tmp_path, good_csv, monkeypatch):

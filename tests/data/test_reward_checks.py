@@ -16,13 +16,13 @@ from machines import only
 from grpo.data.files import Row, read_csv
 from grpo.data.reward_checks import FINAL, check_heldout, check_rewards, sample_rows, tried_text, try_rewards
 from grpo.data.scoring import reward_callable
-from grpo.preflight.hub import TINY_PATH
+from grpo.plan.hub import TINY_PATH
 from grpo.settings import Problems, Settings
 
 ROW = Row("d.csv", 1, (("user", "x"),), (0.0, 1.0), {"reward_action_0": 0.0, "reward_action_1": 1.0})
 MY_REWARDS = """NUMBER = 3
 def score(completions, **columns): return [1.0] * len(completions)
-def total(completions, *, prompt_id, reward_action_0, **columns): return [sum(reward_action_0)]
+def total(completions, *, reward_action_0, **columns): return [sum(reward_action_0)]
 def penalty(completions, **columns): return [-3.0 if "[" in text else 0.0 for text in completions]
 def brief(completions, **columns): return [5.0 if "final" in text and "[" not in text else 0.0 for text in completions]
 def length(completions, **columns): return [float(len(text)) for text in completions]
@@ -99,12 +99,16 @@ def my_rewards(tmp_path, monkeypatch):
         ("my_depth:score", "'my_depth:score' cannot be loaded: RecursionError"),
         ("my_rewards:leaves", "my_rewards:leaves raised SystemExit, which would end the run"),
         ("my_rewards:deep", "my_rewards:deep raised RecursionError"),
-        ("my_rewards:silent", "my_rewards:silent raised Silent. It was tried"),
+        (
+            "my_rewards:silent",
+            "my_rewards:silent raised Silent (my_rewards.py, line 20). It was tried before the run on made-up answers",
+        ),
         ("math:hypot", "math:hypot' cannot be loaded: ImportError: Python takes "),
         ("datasets:score", "/datasets.py: rename your file"),
         ("rewards:score", "/rewards.py: rename your file"),
         (":score", "cannot be loaded: ValueError: Empty module name"),
         ("builtins:max", "builtins:max raised TypeError"),
+        ("my_rewards.py:score", "; write my_rewards:score, without .py"),
     ],
 )
 def test_bad_rewards(text, message, my_rewards):
@@ -281,4 +285,22 @@ def test_the_example_of_the_docs_finds_its_answers(tmp_path, monkeypatch, capsys
     monkeypatch.chdir(tmp_path)
     assert not problems(*read_csv(path, Problems()), REWARDS="answers:exact")
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.endswith("completions=['final[0]'], ...) returned 1 for it")
+    assert "completions=['final[0]'], answer=['[0]'], ...) returned 1 for it" in line
+    assert line.endswith("; columns of a CSV are text, as in the file")
+
+
+def test_the_refusal_of_a_function_has_the_facts_that_mend_it(my_rewards):
+    """What prompts and completions were, and the columns with their types."""
+    row = dataclasses.replace(ROW, rewards=(), columns={"prompt": "x", "level": "3", "tags": ["a"]})
+    facts = "prompts and completions were text, as the prompts of DATA are; the columns, by keyword as well, are "
+    facts += "csv_prompt (str), level (str), tags (list)"
+    problem = only(problems(row, REWARDS="my_rewards:polite"))
+    assert "missing 1 required keyword-only argument: 'note'" in problem and problem.endswith(facts)
+    assert (
+        "made-up answers to 1 rows of DATA (one that stops before its final channel, an empty one, [0], [1])" in problem
+    )
+    talk = dataclasses.replace(row, columns={"prompt": [{"role": "user", "content": "x"}]}, conversational=True)
+    problem = only(problems(talk, REWARDS="my_rewards:polite"))
+    assert "prompts and completions were lists of messages, as the prompts of DATA are" in problem
+    problem = only(problems(row, talk, REWARDS="my_rewards:polite"))
+    assert "were text for rows whose prompt is text, lists of messages for the others" in problem

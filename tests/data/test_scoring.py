@@ -29,7 +29,7 @@ from grpo.settings import Settings
 REWARD_RESULTS = [
     ("[1, None, 0.5]", None), ("[True, 0, 1]", None), ("__import__('numpy').ones(3)", None), ("list(__import__('numpy').ones(3, 'float32'))", None),
     ("[1, 2]", "returned 2 rewards for 3"), ("None", "returned NoneType"), ("['a', 1, 2]", "returned 'a'"),
-    ("[1, 2, float('inf')]", "returned inf"), ("[1, 2, 10**400]", "returned 1000"), ("[1, 2, 1e20]", "returned 1e.20, which is neither"), ("[1 / 0]", "raised ZeroDivisionError"),
+    ("[1, 2, float('inf')]", "returned inf"), ("[1, 2, 10**400]", "returned 1000"), ("[1, 2, 1e20]", "returned 1e.20, which is neither"), ("[1 / 0]", r"raised ZeroDivisionError: division by zero \(returns_[0-9]+.py, line 2\)"),
 ]  # fmt: skip
 
 
@@ -53,6 +53,12 @@ def test_rates_of_completions():
     read = [Completion(row, "", action, tokens, cut) for action, tokens, cut in answers]
     rates = {"parse_rate": 0.5, "best_action_rate": 0.25, "clipped_ratio": 0.25, "tokens_mean": 25, "tokens_max": 40}
     assert completion_rates(read) == rates
+
+
+def test_a_completion_names_an_action_only_where_the_row_has_some():
+    row, text = Row("d.csv", 1, (("user", "x"),), (0.0, 1.0), {}), "<|channel|>final<|message|>[1]<|return|>"
+    assert read_completion(row, text, "", 3, False).action == 1
+    assert read_completion(dataclasses.replace(row, rewards=()), text, "", 3, False).action is None
 
 
 # As TRL's documentation has them (docs/source/grpo_trainer.md, "Using a custom reward function").

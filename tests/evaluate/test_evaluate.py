@@ -26,8 +26,8 @@ from stub_vllm import stub_engine
 import train_grpo
 from grpo.evaluate.plant import measure_closed_loop, plant_record
 from grpo.evaluate.standalone import VllmModel, recorded_settings
+from grpo.plan.hub import find_model
 from grpo.preflight.choices import ClosedLoop
-from grpo.preflight.hub import find_model
 from grpo.rollout.engine import EngineError
 from grpo.run.durable import sealed
 from grpo.settings import Settings, load_settings
@@ -237,5 +237,8 @@ def test_a_report_that_fails_does_not_fail_the_run(monkeypatch, tmp_path, caplog
     monkeypatch.setattr("grpo.evaluate.page.write_report", broken)
     with caplog.at_level(logging.WARNING, "train_grpo"):
         train_grpo.write_archive(tmp_path)
+        monkeypatch.setitem(sys.modules, "grpo.evaluate.page", None)  # as without matplotlib or jinja2
+        train_grpo.write_archive(tmp_path)
     assert "ZeroDivisionError: no rows" in caplog.text and (tmp_path.with_name(tmp_path.name + ".zip")).exists()
+    assert "ModuleNotFoundError" in caplog.text
     assert "scripts/report.py" in caplog.text

@@ -120,6 +120,8 @@ def test_the_table_of_a_run_that_an_earlier_version_began():
     }
     results["after"] = found | {"functions": {"a": found, "b": none}}
     lines = table(results).splitlines()
+    assert lines[0].endswith("95% interval over prompts, of a day together")
+    assert table(results | {"by_day": False}).splitlines()[0].endswith("95% interval over prompts")
     assert any("before training, greedy  -" in line for line in lines) and not any(
         "after - before" in line for line in lines
     )

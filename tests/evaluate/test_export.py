@@ -19,8 +19,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from grpo.evaluate.export import export
 from grpo.model.checkpoint import check_checkpoint, expected_tensors, write_tensors
-from grpo.preflight.hub import read_json
-from grpo.preflight.targets import LINEAR_MODULES, expected_shapes
+from grpo.plan.hub import read_json
+from grpo.plan.targets import LINEAR_MODULES, expected_shapes
 from grpo.run.folder import ADAPTER
 
 RANK, SCALE = 4, 1.5

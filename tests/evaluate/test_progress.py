@@ -20,9 +20,9 @@ from trainers import make
 
 from grpo.evaluate.progress import Figures, Progress, plant_warning
 from grpo.learn.trainer import kept_randomness
-from grpo.measure.damages import KINDS
+from grpo.measure.kills import KINDS
 from grpo.model.load import load_model
-from grpo.preflight.hub import find_model
+from grpo.plan.hub import find_model
 from grpo.run.best import best_fault, better, keep_best, read_best, recover_best, replace_best, which_to_load
 from grpo.run.folder import ADAPTER, BEST
 from grpo.settings import Problems, Settings

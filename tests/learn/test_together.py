@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""However many processes share a step, they learn the same and generate the same."""
+"""However many processes share a step, they learn the same, and each generates its own whole groups."""
 
 from __future__ import annotations
 
@@ -11,9 +11,17 @@ import torch
 from conftest import read_csv
 from ranked import in_ranks
 from trainers import make, plain_float32, seed_weights, step_of
+from trl import GRPOTrainer
 
 from grpo.data.prompts import sampling_seed
-from grpo.learn.together import adapter_of, agree, flat_adapter, give_files, lead
+from grpo.learn.together import (
+    CHECKPOINT_FILES,
+    adapter_of,
+    broadcast_checkpoint,
+    flat_adapter,
+    run_on_rank0,
+    sync_stop_signal,
+)
 from grpo.settings import FIELDS
 
 PROMPTS, GROUP, STEPS = 5, 3, 2  # 3 and 2 prompts for two processes; 2, 1, 1 and 1 for four
@@ -76,28 +84,37 @@ def test_the_same_update_and_the_same_rows(tiny, tmp_path):
 
 
 def generated(ranks, tiny, folder):
-    """Completions by seed, whole and in batches of 5, in training and in an evaluation that rank 0 alone asks for."""
+    """Completions by seed and batch, in training and in an evaluation that rank 0 alone asks for, and the sizes of this
+    rank's batches."""
     own = folder / str(ranks.rank)
     own.mkdir(parents=True)
-    trainer, found = make(tiny, own, ranks, MAX_COMPLETION_LEN=12, TEMPERATURE=1.3), {}
-    prompts = trainer._tokenize_prompts([row.prompt for row in trainer.run.rows for _ in range(3)][:11])[0]
-    for seed in range(3):
-        trainer.state.global_step = seed
-        for size in (11, 5):
-            trainer.run.plan = dataclasses.replace(trainer.run.plan, generation_batch=size)
-            found[seed, size] = trainer._generate_single_turn(prompts, None, {}, 3)[0]
+    trainer, rows, sizes = make(tiny, own, ranks, MAX_COMPLETION_LEN=12, TEMPERATURE=1.3), {}, []
+    generate = GRPOTrainer._generate_single_turn
+
+    def counted(self, prompt_ids, *arguments):
+        sizes.append(len(prompt_ids))
+        return generate(self, prompt_ids, *arguments)
+
+    prompts = trainer._tokenize_prompts([trainer.run.rows[n // 3].prompt for n in range(12)])[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GRPOTrainer, "_generate_single_turn", counted)
+        for trainer.state.global_step in range(2):
+            for size in (12, 5):
+                trainer.run.plan = dataclasses.replace(trainer.run.plan, generation_batch=size)
+                rows[trainer.state.global_step, size] = trainer._generate_single_turn(prompts, None, {}, 3)[0]
     for temperature in (0.5, 0.0):
-        found[temperature] = lead(trainer, trainer.answers, prompts[:3], 1, True, 7, temperature)
-    return found
+        rows[temperature] = run_on_rank0(trainer, trainer.answers, [prompts[0]] * 4, 1, True, 7, temperature)
+    return rows, sizes
 
 
-def test_the_same_completions(tiny, tmp_path):
-    (alone,) = in_ranks(1, generated, tiny, tmp_path / "1")
+def test_every_rank_draws_its_own_completions(tiny, tmp_path):
+    ((alone, _),) = in_ranks(1, generated, tiny, tmp_path / "1")
     assert len({str(rows) for rows in alone.values()}) == len(alone), "other seeds and batches draw other tokens"
-    for size in (2, 4):
-        first, *others = in_ranks(size, generated, tiny, tmp_path / str(size))
-        assert first == alone
-        assert all(other[key] == alone[key] for other in others for key in other if isinstance(key, tuple))
+    (first, sizes), (second, own_sizes) = in_ranks(2, generated, tiny, tmp_path / "2")
+    assert all(first[key] == second[key] for key in first if isinstance(key, tuple)), "all have all of them"
+    assert sizes == own_sizes == [6, 3, 3] * 2, "GENERATION_BATCH is what all generate at once"
+    assert first[0.5][:2] != first[0.5][2:], "the second rank's answers to the same prompt are others"
+    assert first[0.0] == alone[0.0], "greedily all are alike"
 
 
 def beside_engines(ranks, tiny, folder):
@@ -113,7 +130,7 @@ def beside_engines(ranks, tiny, folder):
     trainer.run.engine = SimpleNamespace(rollout=rollout, used_gib=0.0)
     prompts = [[n] for n in range(10)]
     found = trainer._generate_single_turn(prompts, None, {}, 2)
-    lead(trainer, trainer.answers, prompts[:2], 2, True, 0, 0.5)
+    run_on_rank0(trainer, trainer.answers, prompts[:2], 2, True, 0, 0.5)
     return asked, found
 
 
@@ -152,21 +169,23 @@ def test_an_adapter_that_is_not_rank_0s_ends_the_run(tiny, tmp_path):
 
 def test_any_ranks_signal_stops_all():
     model = torch.nn.Linear(2, 2)
-    assert in_ranks(3, lambda ranks: agree(ranks, 15 * (ranks.rank == 1), model, 3)) == [15] * 3
-    assert in_ranks(2, lambda ranks: agree(ranks, 0, model, 3)) == [0] * 2
+    assert in_ranks(3, lambda ranks: sync_stop_signal(ranks, 15 * (ranks.rank == 1), model, 3)) == [15] * 3
+    assert in_ranks(2, lambda ranks: sync_stop_signal(ranks, 0, model, 3)) == [0] * 2
 
 
-def test_every_rank_gets_rank_0s_files(tmp_path):
+def test_every_rank_gets_rank_0s_checkpoint(tmp_path):
+    """The files that a run continues from, and no other: whatever lies in rank 0's folder, it names nothing elsewhere."""
     folder = tmp_path / "checkpoint-2"
     folder.mkdir()
-    (folder / "a.pt").write_bytes(bytes(range(256)) * 9)
+    files = {name: name.encode() * 999 for name in CHECKPOINT_FILES}
+    for name, data in (files | {"manifest.json": b"{}", "README.md": b"x"}).items():
+        (folder / name).write_bytes(data)
 
-    def given(ranks):
-        place = tmp_path / str(ranks.rank)
-        place.mkdir()
-        assert give_files(ranks, None, place) is None
-        found = give_files(ranks, None if ranks.rank else folder, place)
-        return found.name, {path.name: path.read_bytes() for path in found.iterdir()}
+    def copied(ranks):
+        scratch = tmp_path / str(ranks.rank)
+        scratch.mkdir()
+        assert broadcast_checkpoint(ranks, None, scratch) is None
+        own = broadcast_checkpoint(ranks, None if ranks.rank else folder, scratch)
+        return own.name, {path.name: path.read_bytes() for path in scratch.iterdir()}
 
-    files = {"a.pt": bytes(range(256)) * 9}
-    assert in_ranks(2, given) == [("checkpoint-2", files), ("1", files)]
+    assert in_ranks(2, copied) == [("checkpoint-2", {}), ("1", files)]

@@ -20,8 +20,8 @@ from trl import GRPOConfig, GRPOTrainer
 from grpo.data.prompts import prompt_order
 from grpo.learn import trainer
 from grpo.model.load import load_model, load_tokenizer
+from grpo.plan.hub import read_json
 from grpo.preflight.checks import preflight
-from grpo.preflight.hub import read_json
 from grpo.settings import FIELDS, load_settings, parse_value
 
 

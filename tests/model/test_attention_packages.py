@@ -18,7 +18,7 @@ from transformers.integrations import hub_kernels
 
 import train_grpo
 from grpo.model.attention import KERNELS, unusable_attention
-from grpo.preflight.machine import FLASH_PACKAGES
+from grpo.plan.machine import FLASH_PACKAGES
 from grpo.run.ranks import Ranks
 
 FLASH = tuple(FLASH_PACKAGES)

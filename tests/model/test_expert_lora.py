@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, Mxfp4Config
 import train_grpo
 from grpo.model import experts
 from grpo.model.expert_lora import ExpertAdapter, base_norm, experts_wrapped, low_rank, update_norm
-from grpo.preflight.hub import read_json
-from grpo.preflight.targets import expected_shapes
+from grpo.plan.hub import read_json
+from grpo.plan.targets import expected_shapes
 from grpo.settings import Settings
 
 pytestmark = pytest.mark.numeric

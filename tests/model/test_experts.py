@@ -17,8 +17,8 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from grpo.model import experts
 from grpo.model.experts import activation, activation_backward, experts_forward
 from grpo.model.load import quantized_experts
-from grpo.preflight.machine import Machine
-from grpo.preflight.memory import plan_memory
+from grpo.plan.machine import Machine
+from grpo.plan.memory import plan_memory
 from grpo.settings import Settings
 
 pytestmark = pytest.mark.numeric

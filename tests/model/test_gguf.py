@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from grpo.model.experts import dequantize_mxfp4
 from grpo.model.gguf import ggml_mxfp4, metadata, vocabulary, write_gguf
-from grpo.preflight.hub import read_json
+from grpo.plan.hub import read_json
 
 KVALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12])  # ggml's, twice the codes' values
 SCALARS = {4: "<I", 5: "<i", 6: "<f"}

@@ -24,7 +24,7 @@ from grpo.model.gptoss_format import (
     quantize_experts,
     quantize_mxfp4,
 )
-from grpo.preflight.hub import count_parameters
+from grpo.plan.hub import count_parameters
 
 pytestmark = pytest.mark.numeric
 

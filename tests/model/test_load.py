@@ -20,7 +20,7 @@ from grpo.model.load import (
     load_tokenizer,
     quantized_experts,
 )
-from grpo.preflight.hub import read_json
+from grpo.plan.hub import read_json
 from grpo.settings import Settings
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo.model.packing import may_attend, pack_batch
-from grpo.preflight.memory import bucket
+from grpo.plan.memory import bucket
 
 pytestmark = pytest.mark.numeric
 

@@ -20,7 +20,7 @@ from grpo.model.load import load_model
 from grpo.model.tiny import RECIPE, make_tokenizer, write_tiny
 from grpo.model.warmup import figures
 from grpo.model.warmup_rows import PROBE_SEED, Answer, Rows, warmup_rows
-from grpo.preflight.hub import read_json
+from grpo.plan.hub import read_json
 from grpo.tasks.tes.dataset import synthetic_rows
 
 pytestmark = pytest.mark.numeric

@@ -13,10 +13,10 @@ import pytest
 from machines import only
 from safetensors.numpy import save_file
 
-from grpo.measure.damages import KINDS
+from grpo.measure.kills import KINDS
+from grpo.plan.hub import REAL_CONFIG, read_json
+from grpo.plan.targets import expected_shapes
 from grpo.preflight.adapter import check_start, start_adapter
-from grpo.preflight.hub import REAL_CONFIG, read_json
-from grpo.preflight.targets import expected_shapes
 from grpo.run.durable import begin_checkpoint, finish_checkpoint
 from grpo.run.folder import ADAPTER, COMPLETE, RunState, needed_files
 from grpo.settings import Problems, load_settings

@@ -10,11 +10,11 @@ from conftest import CLEAN
 from machines import CPU, H100, only
 from ranked import in_ranks
 
-from grpo.preflight.agree import agreed, follow
+from grpo.plan.hub import DOWNLOAD_GIB, REAL_CONFIG
+from grpo.plan.memory import NCCL_GIB, Shapes, plan_memory
+from grpo.preflight.agree import adopt_rank0_state, merge_rank_problems
 from grpo.preflight.banner import banner, memory_facts
 from grpo.preflight.checks import check_memory, check_settings, preflight
-from grpo.preflight.hub import DOWNLOAD_GIB, REAL_CONFIG
-from grpo.preflight.memory import Shapes, plan_memory
 from grpo.settings import Problems, Settings
 
 TWO, FOUR = (dataclasses.replace(H100, ranks=count, here=2) for count in (2, 4))
@@ -30,6 +30,9 @@ def test_a_plan_is_of_one_process():
 
     assert plan(TWO, PROMPTS_PER_STEP=7).engine == plan(H100, PROMPTS_PER_STEP=4).engine
     assert plan(TWO, PROMPTS_PER_STEP=7).micro_batch == plan(H100, PROMPTS_PER_STEP=4).micro_batch
+    assert (plan(TWO).nccl, plan(H100).nccl) == (NCCL_GIB, 0.0)
+    assert plan(TWO, PROMPTS_PER_STEP=8).learning_peak - plan(H100, PROMPTS_PER_STEP=4).learning_peak == NCCL_GIB
+    assert f"+ NCCL {NCCL_GIB:.2f} +" in plan(TWO).parts and "NCCL" not in plan(H100).parts
     small = [dataclasses.replace(machine, gpu_free=55.0) for machine in (H100, TWO)]
     alone, shared = (plan(machine, USE_VLLM=False).generation_batch for machine in small)
     assert shared > alone, "transformers generates a batch together"
@@ -80,11 +83,11 @@ def checked(ranks, tmp_path, own):
     """Problems, step, prompts of each and generation batch in a run of which each process sees its `own` environment."""
     environ = CLEAN | {"MODEL_ID": "tiny", "OUTPUT_DIR": str(tmp_path / "run"), "EVAL_SAMPLES": "0"} | own[ranks.rank]
     machine = H100 if environ.pop("GPU", "") else CPU
-    found = agreed(preflight(environ, machine, ranks))
+    found = merge_rank_problems(preflight(environ, machine, ranks))
     if found.problems:
         return list(found.problems)
     changed = dataclasses.replace(found.run, step=9) if not ranks.rank else found.run
-    known = follow(dataclasses.replace(found, run=changed))
+    known = adopt_rank0_state(dataclasses.replace(found, run=changed))
     return [
         known.run.step,
         known.plan.generation_batch,

@@ -14,10 +14,10 @@ import pytest
 from conftest import CLEAN, RENDERED, ROOT, run_script, write_csv
 from machines import CPU, H100, only
 
+from grpo.plan.hub import REAL_CONFIG, ModelFiles
+from grpo.plan.memory import Shapes
 from grpo.preflight import banner, checks
 from grpo.preflight.checks import check_disk, check_memory, check_settings, preflight
-from grpo.preflight.hub import REAL_CONFIG, ModelFiles
-from grpo.preflight.memory import Shapes
 from grpo.run.durable import write_sealed
 from grpo.run.folder import RunState
 from grpo.run.logs import banner_text
@@ -322,6 +322,12 @@ def test_long_prompts_are_named(tiny, tmp_path):
     assert f"{path}, row 2: the prompt has" in problem and "MAX_PROMPT_LEN is 256" in problem
     needed = problem.split("MAX_PROMPT_LEN=")[1]
     assert not preflight(CLEAN | environ | {"MAX_PROMPT_LEN": needed}, CPU).problems
+    write_csv(
+        path, HEADER, [*rows, [RENDERED.format("long " * 900), 0, 1], *[[RENDERED.format("long " * 400), 0, 1]] * 9]
+    )
+    problem = only(preflight(CLEAN | environ, CPU).problems)
+    assert f"{path}, row 3: the prompt has" in problem and "11 of 12 prompts are longer than that" in problem
+    assert f"set MAX_PROMPT_LEN={problem.split(' tokens')[0].rpartition(' ')[2]}" in problem
 
 
 def test_a_resumed_run_keeps_what_auto_chose(tmp_path):
@@ -369,6 +375,25 @@ def test_the_plan_lists_the_settings_that_are_not_at_their_defaults(tmp_path):
         return [line.split()[0] for line in settings if line]
 
     assert named() == ["MODEL_ID", "SEED", "OUTPUT_DIR"] and named(every_setting=True) == list(FIELDS)
+
+
+def test_columns_that_go_by_another_name_are_in_the_plan(tmp_path, monkeypatch):
+    """Where a function of the user's gets them; and reward functions that fail are none to list."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_plan.py").write_text(
+        "def score(completions, csv_completion, prompt_id, **columns):\n    return [1.0 for _ in completions]\n"
+    )
+    path = write_csv(tmp_path / "d.csv", ["user", "completion", "prompt_id"], [["Go", "x", "mine"]])
+    environ = {"MODEL_ID": "tiny", "DATA": str(path), "EVAL_SAMPLES": "0", "OUTPUT_DIR": str(tmp_path / "run")}
+    facts = dict(banner.facts(preflight(CLEAN | environ | {"REWARDS": "my_plan:score"}, CPU)))
+    assert facts["columns"].startswith("`completion` goes by `csv_completion` to reward functions")
+    assert "prompt_id" not in facts["columns"]
+    facts = dict(banner.facts(preflight(CLEAN | environ | {"REWARDS": "my_plan:none"}, CPU)))
+    assert "columns" not in facts and facts["rewards"] == "none that can be used, see below"
+    write_csv(path, ["text"], [["Go"]])
+    facts = dict(banner.facts(preflight(CLEAN | environ | {"REWARDS": "my_plan:score"}, CPU)))
+    assert facts["data"] == "no row that can be used, see below" and "held out" not in facts
+    assert "epochs" not in facts["length"]
 
 
 def test_a_run_is_warned_of_flat_rows(tiny, tmp_path):

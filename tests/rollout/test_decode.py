@@ -110,7 +110,7 @@ def test_the_trainers_rollouts_are_the_same(tiny, tmp_path, monkeypatch):
     prompts = [ids[n // 2 :] for n, ids in enumerate(prompts)]  # of different lengths
 
     @contextlib.contextmanager
-    def on_a_gpu(model, noise):
+    def on_a_gpu(model):
         stock = model.generate
         with monkeypatch.context() as patch:
             patch.setattr(model, "generate", lambda **given: stock(**given, custom_generate=decode), raising=False)

@@ -25,9 +25,9 @@ from stub_vllm import SYNCS, StubLLM, StubLoRARequest, StubSampling
 from grpo.evaluate.heldout import generate_completions
 from grpo.learn.timer import UtilizationSampler
 from grpo.phases import Phase
-from grpo.preflight.hub import DOWNLOAD_GIB, REAL_CONFIG
-from grpo.preflight.machine import GIB
-from grpo.preflight.memory import BATCHED_TOKENS, EnginePlan, capture_sizes, plan_memory
+from grpo.plan.hub import DOWNLOAD_GIB, REAL_CONFIG
+from grpo.plan.machine import GIB
+from grpo.plan.memory import BATCHED_TOKENS, EnginePlan, capture_sizes, plan_memory
 from grpo.rollout.engine import (
     WARM_UP_TOKENS,
     Engine,

@@ -24,9 +24,9 @@ from machines import H100
 from stub_vllm import SYNCS
 
 from grpo.evaluate.ask import serve_commands
+from grpo.plan.hub import REAL_CONFIG
+from grpo.plan.memory import LORA_RANKS, plan_memory
 from grpo.preflight.choices import VLLM_COLDEST
-from grpo.preflight.hub import REAL_CONFIG
-from grpo.preflight.memory import LORA_RANKS, plan_memory
 from grpo.rollout.engine import Engine, engine_arguments
 from grpo.rollout.vllm_patches import VLLM_SWITCHES, compile_router_once, vllm_environment
 from grpo.settings import ROOT, Settings

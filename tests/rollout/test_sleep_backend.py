@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from grpo.preflight.hub import REAL_CONFIG
+from grpo.plan.hub import REAL_CONFIG
 from grpo.rollout.vllm_patches import keep_weights_asleep
 
 KEEP = PAGESIZE  # bytes, in place of KEEP_BYTES

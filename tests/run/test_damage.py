@@ -11,7 +11,7 @@ import pytest
 from runs import assert_same_run, environment
 
 import train_grpo
-from grpo.measure.damages import KINDS
+from grpo.measure.kills import KINDS
 from grpo.run.durable import file_sha256, sealed
 from grpo.run.folder import ADAPTER, COMPLETE
 

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, SCRIPT, run_script
-from runs import ASKED, SETTINGS, environment, finish, go_on, has_line, start_held, wait_until
+from runs import ASKED, SETTINGS, assert_same_run, environment, finish, go_on, has_line, start_held, wait_until
 from safetensors import SafetensorError
 
 import train_grpo
@@ -40,7 +40,8 @@ def run_here(monkeypatch, tmp_path, tiny, quiet):
         for name, value in environment(tmp_path / "run", **settings).items():
             monkeypatch.setenv(name, value)
         quiet()  # of an earlier run
-        return train_grpo.main([]), (tmp_path / "run" / "training.log").read_text(encoding="utf-8")
+        code, folder = train_grpo.main([]), Path(os.environ["OUTPUT_DIR"])
+        return code, (folder / "training.log").read_text(encoding="utf-8")
 
     return run_once
 
@@ -166,6 +167,27 @@ def test_any_other_error_ends_with_what_the_same_command_does(run_here, user_mod
     assert not (tmp_path / "run" / "README.md").exists(), "a model card comes with an adapter"
 
 
+def test_a_reward_function_that_fails_loses_no_finished_step(run_here, user_module, tmp_path, capfd):
+    """At step 4, with a checkpoint at 2: one of step 3 is saved, and the run that goes on is the uninterrupted one."""
+    fixed = tmp_path / "fixed"
+    failing = f"columns['trainer_state'].global_step == 3 and not __import__('pathlib').Path({str(fixed)!r}).exists()"
+    user_module(f"return [1 / (not ({failing})) * len(one) for one in completions]")
+    settings = {"REWARDS": "action,mine:score=0.01", "TOTAL_STEPS": 5}
+    code, log = run_here(**settings)
+    shown = capfd.readouterr().out
+    raised = f"REWARDS: mine:score raised ZeroDivisionError: division by zero ({tmp_path}/mine.py, line 2)"
+    assert code == 1 and shown.rstrip().endswith(
+        f"{raised}; when its cause is fixed, the same command continues from step 3"
+    )
+    assert "Traceback" in log and "Traceback" not in shown
+    fixed.touch()
+    code, log = run_here(**settings)
+    assert code == 0 and "continuing from step 3" in log
+    folder, whole = tmp_path / "run", tmp_path / "whole" / "run"
+    assert run_here(**settings | {"OUTPUT_DIR": whole})[0] == 0
+    assert_same_run(folder, whole)
+
+
 def test_a_model_that_cannot_be_loaded_is_one_line(run_here, monkeypatch, capfd):
     """Whatever the libraries raise; where, is in training.log alone. A full disk is named as at any other time."""
     raised = [KeyError("lm_head.weight"), OSError(errno.ENOSPC, "No space left on device")]
@@ -188,6 +210,9 @@ def test_a_run_that_learns_nothing_says_so(run_here, user_module):
     settings = {"REWARDS": "mine:score", "INVALID_REWARD": 0}  # set, so that garbage may earn as much
     code, log = run_here(**settings, TOTAL_STEPS=4)
     assert code == 0 and "nothing is learned" not in log
+    assert log.count("the same reward in every step of this run: nothing was learned") == 1, (
+        "too short for the other one"
+    )
     code, log = run_here(**settings, TOTAL_STEPS=16)
     assert code == 0 and log.count("nothing is learned") == 2 and log.count("continuing from step 4") == 1
     before = log.split("nothing is learned")[0]

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tracemalloc
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,7 @@ from grpo.run.logs import (
     METRICS,
     CsvLog,
     RunLog,
+    banner_text,
     garbage_gains,
     garbage_warning,
     parse_rate_warning,
@@ -653,11 +655,22 @@ EQUAL, FINE, NONE, LOST = (0.5, 1.0, 0.9), (0.5, 0.9, 0.9), (math.nan, 0.0, 0.9)
         (reward_warning, [FINE] + [LOST] * 9, "nothing is learned"),
         (reward_warning, [FINE] + [LOST] * 9 + [EQUAL], "nothing is learned"),
         (reward_warning, [LOST] * 20, "nothing is learned"),  # it never could answer
+        (partial(reward_warning, total_steps=3), [EQUAL] * 2, None),
+        (partial(reward_warning, total_steps=3), [EQUAL] * 3, "in every step of this run: nothing was learned"),
+        (partial(reward_warning, total_steps=3), [EQUAL, FINE, EQUAL], None),
     ],
 )
 def test_warnings(warn, history, words):
     said = warn(history)
     assert said is None if words is None else words in said
+
+
+def test_a_box_fits_into_a_terminal():
+    text = " ".join(f"word{n}" for n in range(60))
+    lines = banner_text(text).splitlines()[1:]
+    assert len({len(line) for line in lines}) == 1 and len(lines[0]) <= 100 and len(lines) > 4
+    assert " ".join(line[2:-2].strip() for line in lines[1:-1]) == text
+    assert banner_text("brief") == "\n=========\n| brief |\n========="
 
 
 POEM = "<|channel|>final<|message|>A poem<|return|>"
@@ -676,7 +689,8 @@ def test_garbage_that_earns_more_than_answers_is_boxed_once(tmp_path, caplog):
         assert ("garbage is being learned" in caplog.text) is (step >= 10)
     said = "earned 0.45 more than the others to their prompts, on average of 10 groups of the last 10 steps: garbage is"
     (message,) = (record.getMessage() for record in caplog.records if "garbage" in record.getMessage())
-    assert message.startswith("\n====") and said in message
+    words = " ".join(line.strip("| ") for line in message.splitlines())
+    assert message.startswith("\n====") and said in words
 
 
 def test_garbage_is_compared_inside_its_groups():

@@ -25,6 +25,8 @@ from grpo.run.place import ADAPTER, EXIT
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
 # With TOP_P below 1 an evaluation is sampled, not exact; a rate that does not know TOTAL_STEPS.
 EVALUATED = {"EVAL_SAMPLES": 2, "EVAL_STEPS": 3, "TOP_P": 0.95, "LR_SCHEDULER": "constant"}
+# The same completions for any number of processes, and none of their groups cut in two by a batch.
+EVALUATED |= {"REWARDS": "action,paused:hold,fixed:nothing", "PROMPTS_PER_STEP": 4, "NUM_GENERATIONS": 3}
 
 
 def torchrun(*arguments: str, **settings: object) -> subprocess.CompletedProcess:
@@ -35,6 +37,11 @@ def torchrun(*arguments: str, **settings: object) -> subprocess.CompletedProcess
 def weights(folder: Path) -> torch.Tensor:
     """Every lora_B, which starts at 0: all of it was learned."""
     return torch.cat([tensor.flatten() for name, tensor in load_file(folder / ADAPTER).items() if "lora_B" in name])
+
+
+def difference(folder: Path, whole: Path) -> float:
+    """How far two adapters are apart, as a share of the second one."""
+    return ((weights(folder) - weights(whole)).norm() / weights(whole).norm()).item()
 
 
 def ended(folder: Path) -> tuple[int, str]:
@@ -48,7 +55,7 @@ def ended(folder: Path) -> tuple[int, str]:
 def assert_alike(folder: Path, whole: Path) -> None:
     """The same completions, evaluations and best step, and an adapter that differs by rounding only."""
     assert (folder / "completions.csv").read_bytes() == (whole / "completions.csv").read_bytes()
-    assert (weights(folder) - weights(whole)).norm() < 1e-4 * weights(whole).norm()
+    assert difference(folder, whole) < 1e-4  # 8e-6 here: Adam divides by small numbers, step after step
     one, two = (read_sealed(path / "evaluation.json")["after"] for path in (folder, whole))
     assert one["reward"] == pytest.approx(two["reward"]) and one["tokens_mean"] == two["tokens_mean"]
     assert read_sealed(folder / "best" / "best.json")["step"] == read_sealed(whole / "best" / "best.json")["step"]
@@ -75,6 +82,8 @@ def shared(tmp_path_factory) -> Path:
 
 def test_two_processes_leave_what_one_leaves(whole, shared):
     assert_alike(shared, whole)
+    first = difference(shared / "checkpoint-2", whole / "checkpoint-2")
+    assert first < 1e-5, first
     names = {path.name for path in whole.iterdir()}
     assert {path.name for path in shared.iterdir()} == names | {EXIT} and ended(shared)[0] == 0
     assert [row["step"] for row in read_csv(shared / "metrics.csv")] == list("123456")

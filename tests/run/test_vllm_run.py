@@ -15,7 +15,7 @@ from runs import assert_same_run
 from stub_vllm import stub_engine
 
 import train_grpo
-from grpo.preflight.machine import installed_versions
+from grpo.plan.machine import installed_versions
 from grpo.rollout.weight_sync import write_adapter
 from grpo.run.folder import last_checkpoint
 from grpo.settings import FIELDS, ROOT

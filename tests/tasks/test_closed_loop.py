@@ -17,7 +17,7 @@ from conftest import ROOT
 from grpo.data.files import read_csv
 from grpo.data.prompts import render, render_rows
 from grpo.phases import Phase
-from grpo.preflight.hub import find_model
+from grpo.plan.hub import find_model
 from grpo.settings import Problems, Settings
 from grpo.tasks.tes.closed_loop import (
     RULES,

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from grpo.preflight.hub import count_parameters, has_mxfp4
-from grpo.preflight.machine import GIB, Machine
-from grpo.preflight.targets import EXPERT_PARAMETERS, expert_words, matched, parameters
+from grpo.plan.hub import count_parameters, has_mxfp4
+from grpo.plan.machine import GIB, Machine
+from grpo.plan.targets import EXPERT_PARAMETERS, expert_words, matched, parameters
 from grpo.settings import MAY_CHANGE, Settings, show
 
 
@@ -56,10 +56,12 @@ class Plan:
     engine: EnginePlan | None = None
     prompt_len: int = 0  # of the longest prompt, in tokens
     paged: float = 0.0  # of the weights, in host memory while vLLM is awake
+    nccl: float = 0.0  # what adding up with other GPUs takes
 
     @property
     def rollout_peak(self) -> float:
-        return self.weights - self.paged + self.adapter + (self.engine.awake if self.engine else self.generation)
+        awake = self.engine.awake if self.engine else self.generation
+        return self.weights - self.paged + self.adapter + self.nccl + awake
 
     @property
     def on_host(self) -> float:
@@ -68,7 +70,8 @@ class Plan:
 
     @property
     def learning_peak(self) -> float:
-        return self.weights + self.adapter + self.learning + (self.engine.asleep if self.engine else 0.0)
+        asleep = self.engine.asleep if self.engine else 0.0
+        return self.weights + self.adapter + self.nccl + self.learning + asleep
 
     @property
     def peak(self) -> float:
@@ -81,7 +84,8 @@ class Plan:
         if engine := self.engine:
             rollout = f"vLLM awake {engine.awake:.2f} and learning {self.learning:.2f} + asleep {engine.asleep:.2f}"
         paged = f" (awake without {self.paged:.2f})" * bool(self.paged)
-        return f"weights {self.weights:.2f}{paged} + adapter {self.adapter:.2f} + the larger of {rollout}"
+        adapter = f"adapter {self.adapter:.2f}" + (f" + NCCL {self.nccl:.2f}" if self.nccl else "")
+        return f"weights {self.weights:.2f}{paged} + {adapter} + the larger of {rollout}"
 
 
 # Ten percent stay free for fragmentation and CUDA's own context; a CPU plans with half of what is free.
@@ -94,6 +98,9 @@ BESIDE_VLLM = ("shared", "paged")  # values of EXPERTS that make room for it
 PADDED = 1.08  # bytes of weights in vLLM, by those of the checkpoint: kernels pad experts by up to a tenth
 SWIZZLED = 1.035  # of experts that it lends, in the one layout that the learner reads (measured: 1.032)
 HEAD_TILE = 32768  # vocabulary of one tile of logits, as in TRL
+# A communicator's buffers, which grow with the bandwidth between the GPUs: 1.6 GB were seen
+# (https://github.com/NVIDIA/nccl/issues/864), 0.5 to 0.7 on A100s (.../964). Not measured here.
+NCCL_GIB = 1.5
 ASLEEP_GIB = 2.1  # left on the GPU by a sleeping engine and the CUDA context: graphs, workspaces, kernels (measured)
 
 
@@ -231,16 +238,19 @@ def plan_memory(
     if settings.EXPERTS != "bf16":
         weights += packed + layer_sizes(config)[0] * 2 * (1 - layers) / GIB
     adapter = parameters(config, settings.LORA_R, matched(settings.LORA_TARGETS, layers)) * 16 / GIB
+    nccl = NCCL_GIB if machine.gpus and machine.ranks > 1 else 0.0
     engine, paged = None, 0.0
     if engine_checkpoint is not None:
         shared, paged = settings.EXPERTS == "shared", (packed + tables) * (settings.EXPERTS == "paged")
         weights -= (packed + tables) * shared
-        engine = plan_engine(settings, config, machine, prompt_len, weights - paged + adapter, engine_checkpoint)
+        trainer = weights - paged + adapter + nccl
+        engine = plan_engine(settings, config, machine, prompt_len, trainer, engine_checkpoint)
         lent = (packed * SWIZZLED + tables) * shared
         engine = dataclasses.replace(engine, asleep=engine.asleep + lent, lent=lent)
     total, free = settings.completions_per_step, machine.gpu_free if machine.gpus else machine.ram_share
     own = -(-settings.PROMPTS_PER_STEP // machine.ranks) * settings.NUM_GENERATIONS  # completions of one process
-    room = free * (GPU_SHARE if machine.gpus else CPU_SHARE) - weights - adapter - (engine.asleep if engine else 0.0)
+    room = free * (GPU_SHARE if machine.gpus else CPU_SHARE) - weights - adapter - nccl
+    room -= engine.asleep if engine else 0.0
     where = f"{free:.1f} GiB free on the GPU" if machine.gpus else f"{free:.1f} GiB of free memory"
 
     learning = functools.partial(learning_gib, settings, config, prompt_len, attention, share)
@@ -268,7 +278,7 @@ def plan_memory(
     if engine and engine.lent and learning(micro) <= room - engine.on_host:
         engine = dataclasses.replace(engine, asleep=engine.asleep + engine.on_host, lent=engine.weights)
     choice = micro, micro_reason, chunk, chunk_reason
-    return Plan(weights, adapter, generation(chunk), learning(micro), *choice, engine, prompt_len, paged)
+    return Plan(weights, adapter, generation(chunk), learning(micro), *choice, engine, prompt_len, paged, nccl)
 
 
 def memory_shortfall(plan: Plan, machine: Machine) -> str:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo.data.files import is_blank
-from grpo.preflight.download import PARTIAL, download, refusal
-from grpo.preflight.machine import GIB
+from grpo.plan.download import PARTIAL, download, refusal
+from grpo.plan.machine import GIB
 from grpo.run.durable import read_json
 from grpo.settings import ROOT, Problems, one_line
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models from a Hub: what is asked for, what goes on after a break, what is said. Run: python -m pytest
-tests/preflight/test_download.py"""
+tests/plan/test_download.py"""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from huggingface_hub import close_session, constants, snapshot_download
 from machines import only
 from runs import wait_until
 
-from grpo.preflight import download
-from grpo.preflight.hub import checkpoint_gib, downloaded_gib, fetch_weights, find_model
-from grpo.preflight.machine import GIB
+from grpo.plan import download
+from grpo.plan.hub import checkpoint_gib, downloaded_gib, fetch_weights, find_model
+from grpo.plan.machine import GIB
 from grpo.settings import Problems
 
 MODEL = "org/model"
@@ -101,7 +101,7 @@ def test_a_second_start_goes_on_where_the_first_was_stopped(hub, tiny, tmp_path,
     hub.add(MODEL, files_of(tiny, BIG))
     hub.pause = 0.01
     code = (
-        "from grpo.preflight.hub import *; problems = Problems(); "
+        "from grpo.plan.hub import *; problems = Problems(); "
         f"fetch_weights({MODEL!r}, find_model({MODEL!r}, problems)); print(problems)"
     )
     process = subprocess.Popen(

@@ -17,9 +17,9 @@ from peft import LoraConfig, get_peft_model
 
 import train_grpo
 from grpo.model.load import load_model
-from grpo.preflight import memory
-from grpo.preflight.hub import DOWNLOAD_GIB, REAL_CONFIG
-from grpo.preflight.machine import GIB
+from grpo.plan import memory
+from grpo.plan.hub import DOWNLOAD_GIB, REAL_CONFIG
+from grpo.plan.machine import GIB
 from grpo.settings import MAY_CHANGE, Settings, parse_value
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench.py faults`: each fault comes in its phase, and what went by unseen or was lost is told."""
+"""`bench.py faults`: each fault comes in its phase, and a fault that went by unseen or a lost row is told."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from engines import trainer_with_engine
 
-from grpo.measure import faults, forks
+from grpo.measure import faults, record
 from grpo.rollout.engine import EngineError
 
 
@@ -55,37 +55,35 @@ def test_a_fault_comes_in_its_phase(child, fault):
 
 def test_what_was_not_seen_or_is_missing_fails(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("BENCH_COMMIT", "c1")
-    codes, said = [], ["vLLM: generating failed (RuntimeError: EngineCore died)"]
-    same = {"whole": True, "alike": 60, "of": 64}
-    monkeypatch.setattr(faults, "same_rows", lambda *given: same)
+    codes, words = [], ["vLLM: generating failed (RuntimeError: EngineCore died)"]
+    rows = {"whole": True, "alike": 60, "of": 64}
+    monkeypatch.setattr(faults, "same_rows", lambda *arguments: rows)
 
-    def run(options, folder, steps, fault=""):
+    def start(options, folder, steps, fault=""):
         assert steps == 6
-        return {"code": codes.pop(0), "seconds": 1.0, "line": said[0], "checkpoint": "checkpoint-2"}
+        return {"code": codes.pop(0), "seconds": 1.0, "line": words[0], "checkpoint": "checkpoint-2"}
 
-    monkeypatch.setattr(faults, "run", run)
-    options = SimpleNamespace(child=None, run=tmp_path / "run", out=tmp_path / "o.json", faults=["kill:wake", "dying:generate"], set=[("EXPERTS", "shared")])  # fmt: skip
+    monkeypatch.setattr(faults, "start_run", start)
+    options = SimpleNamespace(child=None, run=tmp_path / "run", out=tmp_path / "o.json", set=[])
+    options.faults = ["kill:wake", "dying:generate"]
 
-    def code(*given):
-        codes[:] = given
+    def code(*starts):
+        codes[:] = starts
         return faults.bench_faults(options)
 
     assert code(0, -9, 4, 0) == 0
-    record = json.loads(options.out.read_text())
-    assert record["command"].endswith("--set EXPERTS=shared --faults kill:wake dying:generate")
-    found = {one["name"]: one["value"] for one in record["figures"]}
-    assert found["kill_at_wake"] == found["dying_at_generate"] == 1 and found["completions_alike"] == 60
+    figures = {row["name"]: row["value"] for row in json.loads(options.out.read_text())["figures"]}
+    assert figures["kill_at_wake"] == figures["dying_at_generate"] == 1 and figures["completions_alike"] == 60
     assert code(0, 0, 4, 0) == code(0, -9, 0, 0) == code(0, -9, 4, 1) == code(1, -9, 4, 0) == code(0, -9, 1, 0) == 1
-    same["whole"] = False
+    rows["whole"] = False
     assert code(0, -9, 4, 0) == 1
-    same["whole"], said[0] = True, "the run failed"
+    rows["whole"], words[0] = True, "the run failed"
     assert code(0, -9, 4, 0) == 1, "of something else"
-    monkeypatch.setattr(faults, "was_seen", lambda *given: True)
-    monkeypatch.setattr(faults, "same_rows", lambda *given: (options.run / "x.tmp").touch() or same)
+    monkeypatch.setattr(faults, "was_seen", lambda *arguments: True)
+    monkeypatch.setattr(faults, "same_rows", lambda *arguments: (options.run / "x.tmp").touch() or rows)
     assert code(0, -9, 4, 0) == 1 and "x.tmp" in options.out.read_text()
-    (options.run / "mine").touch()
-    (options.run / forks.MARK).unlink()
-    assert code() == 2 and "no measurement made it" in capsys.readouterr().err and (options.run / "mine").exists()
+    (options.run / record.MARK).unlink()
+    assert code() == 2 and "no measurement made it" in capsys.readouterr().err
     options.faults = ["kill:sleeping"]
     assert faults.bench_faults(options) == 2 and "kill:sleeping" in capsys.readouterr().err
 
@@ -103,9 +101,9 @@ def test_the_last_words_are_those_of_this_start(tmp_path, monkeypatch):
 
     monkeypatch.setattr(faults.subprocess, "run", run)
     options = SimpleNamespace(model="m", data="d", set=[("EXPERTS", "shared=")])
-    found = [faults.run(options, tmp_path / "run", 2, "memory:learn:2") for _ in range(2)]
-    assert [one["line"] for one in found] == ["out of memory | free some", "20:16:00 I train_grpo: on"]
-    assert [faults.was_seen("memory:learn", one) for one in found] == [True, False]
+    starts = [faults.start_run(options, tmp_path / "run", 2, "memory:learn:2") for _ in range(2)]
+    assert [start["line"] for start in starts] == ["out of memory | free some", "20:16:00 I train_grpo: on"]
+    assert [faults.was_seen("memory:learn", start) for start in starts] == [True, False]
 
 
 def test_rows_are_compared_with_a_run_in_one_piece(tmp_path, monkeypatch):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The small files of a model: found, read, refused. Run: python -m pytest tests/preflight/test_hub.py"""
+"""The small files of a model: found, read, refused. Run: python -m pytest tests/plan/test_hub.py"""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo.data.files import Row
 from grpo.data.prompts import render_rows
-from grpo.preflight.hub import REAL_CONFIG, REAL_MODEL, ModelFiles, checkpoint_gib, count_parameters, find_model
-from grpo.preflight.machine import GIB
-from grpo.preflight.memory import Shapes
+from grpo.plan.hub import REAL_CONFIG, REAL_MODEL, ModelFiles, checkpoint_gib, count_parameters, find_model
+from grpo.plan.machine import GIB
+from grpo.plan.memory import Shapes
 from grpo.settings import Problems, Settings
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
-from grpo.preflight.machine import GIB
+from grpo.plan.machine import GIB
 
 PARTIAL = ".partial"  # the end of a file's name in the cache until it is whole
 SAY_EVERY = 30.0  # seconds between two lines about a download

@@ -10,8 +10,8 @@ import pytest
 from runs import environment
 
 import train_grpo
-from grpo.preflight.hub import REAL_CONFIG
-from grpo.preflight.targets import (
+from grpo.plan.hub import REAL_CONFIG
+from grpo.plan.targets import (
     EXPERT_PARAMETERS,
     LINEAR_MODULES,
     canonical,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The machine, its packages and trackers. Run: python -m pytest tests/preflight/test_machine.py"""
+"""The machine, its packages and trackers. Run: python -m pytest tests/plan/test_machine.py"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import psutil
 import pytest
 from machines import GOOD_VERSIONS, only, package_problems
 
-from grpo.preflight import machine
+from grpo.plan import machine
 from grpo.settings import Problems, Settings
 
 
@@ -43,7 +43,7 @@ def test_a_container_has_the_memory_of_its_limit(tmp_path, monkeypatch):
         assert machine.cgroup_free(tmp_path) == free
     monkeypatch.setattr(psutil, "virtual_memory", lambda: types.SimpleNamespace(available=2 * 2**30))
     for limit, free in ((1.0, 1.0), (math.inf, 2.0)):
-        monkeypatch.setattr("grpo.preflight.machine.cgroup_free", lambda limit=limit: limit)
+        monkeypatch.setattr("grpo.plan.machine.cgroup_free", lambda limit=limit: limit)
         assert machine.read_machine().ram_free == free
 
 
@@ -70,14 +70,14 @@ def test_attention_needs_its_package():
 
 @pytest.mark.parametrize(("trackers", "words"), [("mlflow", "is unknown"), ("tensorboard, none", "is not installed")])
 def test_trackers_are_known_and_installed(monkeypatch, trackers, words):
-    monkeypatch.setattr("grpo.preflight.machine.installed_versions", dict.fromkeys)
+    monkeypatch.setattr("grpo.plan.machine.installed_versions", dict.fromkeys)
     problems = Problems()
     machine.check_trackers(Settings(REPORT_TO=trackers), {}, problems)
     assert words in only(problems)
 
 
 def test_wandb_is_logged_in_before_anything_starts(tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo.preflight.machine.installed_versions", lambda names: dict.fromkeys(names, "1"))
+    monkeypatch.setattr("grpo.plan.machine.installed_versions", lambda names: dict.fromkeys(names, "1"))
     home = {"HOME": str(tmp_path)}
     problems = Problems()
     machine.check_trackers(Settings(REPORT_TO="trackio,wandb"), home, problems)

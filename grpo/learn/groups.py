@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the processes of a run speak: torch's process groups, a store, and who is gone.
+
+Simplified: every process has the whole model, so all that travels is what each learned, its rows and short messages. The
+groups are made directly, not by `init_process_group`: torch's default group stays free for vLLM, and a collective can only
+run on the group whose method it is. Messages are JSON, never pickles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import itertools
+import json
+import math
+import os
+import threading
+import time
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore, Work
+
+from grpo.run.ranks import RankLost, Ranks
+
+CONNECT_S = 300.0  # until all processes have come
+SILENT_ROUNDS = 45  # of a second each, after which a machine without a heartbeat is taken for lost
+GRACE_S = 20.0  # for a process to end by itself when another one is gone: torchrun kills it 30 s after it noticed
+# Nobody is lost for being slow: the heartbeat says who is gone, and gloo's own limit must not come first.
+GLOO_TIMEOUT = timedelta(days=30)
+NCCL_TIMEOUT = timedelta(hours=1)  # all ranks have met on gloo just before, so they are milliseconds apart
+
+
+def birth(pid: int) -> str:
+    """When a process of this machine started, in the kernel's clock ticks; '' where it has ended."""
+    try:
+        state, *fields = (
+            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        )
+    except OSError:
+        return ""
+    return "" if state in "ZX" else fields[18]
+
+
+class ConnectedRanks(Ranks):
+    """Several processes. Creating one waits for all of them, and raises RankLost where one does not come."""
+
+    def __init__(self, ranks: Ranks):
+        super().__init__(**{field.name: getattr(ranks, field.name) for field in dataclasses.fields(Ranks)})
+        self.lost: RankLost | None = None  # the first process that is gone
+        self.left = threading.Event()
+        self.rounds_waited = 0  # seconds since the store answered last
+        self.siblings: dict[int, tuple[int, str]] = {}  # process id and birth of the others on this machine
+        self.nccl: Any = None
+        self.store = self._open_store()
+        self._meet()
+        self.gloo = ProcessGroupGloo(PrefixStore("gloo", self.store), self.rank, self.size, GLOO_TIMEOUT)
+        self.machine = self.rank - self.local_rank  # known by the rank of its first process
+        places = self.share([self.machine, os.getpid(), birth(os.getpid())])
+        for rank, (machine, pid, born) in enumerate(places):
+            if machine == self.machine and rank != self.rank and birth(pid) == born != "":
+                self.siblings[rank] = pid, born
+        self.other_machines = sorted({machine for machine, *_ in places} - {self.machine})
+        self.threads = [threading.Thread(target=loop, daemon=True) for loop in (self._beat, self._guard)]
+        for thread in self.threads:
+            thread.start()
+
+    def _open_store(self) -> Store:
+        """A connection to the launcher's store: no process of the run listens for one."""
+        try:
+            store = TCPStore(self.address, self.port, timeout=timedelta(seconds=30), wait_for_workers=False)
+        except RuntimeError:
+            raise RankLost(0, message=f"nobody answers at {self.address}, port {self.port}") from None
+        store.set_timeout(timedelta(seconds=CONNECT_S))
+        return PrefixStore(f"train_grpo/{self.run_id}", store)
+
+    def _meet(self) -> None:
+        """Waits here, where a signal is answered, so that nobody has to in the groups' own start."""
+        deadline = time.monotonic() + CONNECT_S
+        self.store.set(f"here/{self.rank}", "")
+        while missing := [rank for rank in range(self.size) if not self.store.check([f"here/{rank}"])]:
+            if time.monotonic() > deadline:
+                raise RankLost(missing[0], message=f"it did not come within {CONNECT_S:.0f} s")
+            time.sleep(0.05)
+
+    # ---- Speaking ----
+
+    def _wait(self, work: Work) -> None:
+        """Waits as long as nobody is lost, however late others are, in short pauses between which signals are answered."""
+        pause = 0.0005
+        while not work.is_completed():
+            if self.lost:
+                raise self.lost
+            time.sleep(pause)
+            pause = min(pause * 1.2, 0.02)
+        try:
+            work.wait()
+        except RuntimeError as error:  # a connection broke: somebody is gone, and the heartbeat is about to learn who
+            for _ in range(10 * (SILENT_ROUNDS + 10)):
+                if self.lost:
+                    raise self.lost from None
+                time.sleep(0.1)
+            raise RuntimeError(f"the connection to another process broke ({error})") from None
+
+    def _share_bytes(self, data: bytes) -> list[bytes]:
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        self._wait(self.gloo.allgather([lengths], [torch.tensor([len(data)])]))
+        padded = torch.frombuffer(bytearray(data.ljust(int(max(lengths)) + 1, b"\0")), dtype=torch.uint8)
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        self._wait(self.gloo.allgather([parts], [padded]))
+        return [part[: int(length)].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
+
+    def share(self, value: Any) -> list[Any]:
+        return list(map(json.loads, self._share_bytes(json.dumps(value).encode())))
+
+    def share_rows(self, rows: Sequence[Sequence[float | None]], kind: str) -> list[Any]:
+        lengths = itertools.chain.from_iterable(self.share(list(map(len, rows))))
+        numbers = array(kind, (math.nan if value is None else value for row in rows for value in row))
+        shared = array(kind)
+        shared.frombytes(b"".join(self._share_bytes(numbers.tobytes())))
+        values = (None if value != value else value for value in shared)
+        return [list(itertools.islice(values, length)) for length in lengths]
+
+    def broadcast(self, value: Any = None) -> Any:
+        return self.share(None if self.rank else value)[0]
+
+    def broadcast_bytes(self, data: bytes = b"") -> bytes:
+        message = torch.zeros(self.broadcast(len(data)) + 1, dtype=torch.uint8)  # gloo takes no empty one
+        if not self.rank:
+            message[:-1] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
+        self.broadcast_tensor(message)
+        return message[:-1].numpy().tobytes()
+
+    def broadcast_tensor(self, tensor: Tensor) -> None:
+        self._wait(self.gloo.broadcast(tensor, 0))
+
+    def sum_tensor(self, tensor: Tensor) -> None:
+        self.summed_bytes += tensor.nbytes
+        if not tensor.is_cuda:
+            return self._wait(self.gloo.allreduce([tensor]))
+        # NCCL gives up on who comes later than its timeout: wait on gloo, which does not, until every GPU is ready.
+        torch.cuda.synchronize()
+        self._wait(self.gloo.barrier())
+        if self.nccl is None:
+            # Made at the first sum, after vLLM has captured its graphs. Its connection is its own, as what NCCL waits for
+            # there must not hold up the heartbeat.
+            nccl = torch.distributed.ProcessGroupNCCL
+            options = nccl.Options()
+            options._timeout = NCCL_TIMEOUT
+            self.nccl = nccl(PrefixStore("nccl", self._open_store()), self.rank, self.size, options)
+        self._wait(self.nccl.allreduce([tensor]))
+
+    # ---- Who is gone ----
+
+    def is_broken(self) -> bool:
+        return not self.left.is_set() and bool(self.lost or self._lost_sibling())
+
+    def _lost_sibling(self) -> int | None:
+        return next((rank for rank, (pid, born) in self.siblings.items() if birth(pid) != born), None)
+
+    def _report(self, rank: int, code: int = 1, message: str = "") -> RankLost:
+        """Writes down that a process is gone, unless another one went first; returns which one that is."""
+        return RankLost(*json.loads(self.store.compare_set("end", "", json.dumps([rank, code, message]))))
+
+    def _beat(self) -> None:
+        """Once a second says that this machine is alive, and looks for who is not. A process that is busy, held or stopped is
+        alive. The heartbeat is a machine's, not a process's: a machine that loses its power closes no connection."""
+        beats: dict[int, int] = {}
+        silent: Counter[int] = Counter()
+        while not self.lost and not self.left.wait(1):
+            try:
+                self.store.add(f"beat/{self.machine}", 1)
+                gone = self._lost_sibling()
+                if gone is not None or self.store.check(["end"]):
+                    self.lost = self._report(self.rank if gone is None else gone)
+                for machine in self.other_machines:
+                    beat = self.store.add(f"beat/{machine}", 0)
+                    silent[machine] = silent[machine] + 1 if beat == beats.get(machine) else 0
+                    beats[machine] = beat
+                    if silent[machine] > SILENT_ROUNDS:
+                        self.lost = self._report(machine)
+            except RuntimeError:  # the store is gone, and with it the launcher on rank 0's machine
+                self.lost = self.lost or RankLost(0)
+            self.rounds_waited = 0
+
+    def _guard(self) -> None:
+        """Ends this process where another one is gone and it does not notice: in a rollout, say, or where a store whose
+        machine is gone never answers."""
+        while not self.lost and not self.left.wait(1):
+            self.rounds_waited += 1
+            if self.rounds_waited > SILENT_ROUNDS:
+                self.lost = self.lost or RankLost(0)
+        if not self.left.wait(GRACE_S):
+            self.on_lost(self.lost)
+            os._exit(self.lost.code or 1)
+
+    def leave(self, code: int, message: str = "") -> None:
+        if self.left.is_set():
+            return
+        with contextlib.suppress(RuntimeError):
+            if not self.lost:
+                self._report(self.rank, code, message)
+        self.left.set()
+        for thread in self.threads:  # one that still speaks with the store when Python ends would abort the process
+            thread.join(2)
+        if self.nccl is not None:
+            self.nccl.abort()  # waits for nobody, as `shutdown` would
+        # Never destroyed: gloo's destructor waits for collectives that others may never join.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.gloo))
+        if self.rank == 0 and self.other_machines:
+            time.sleep(3)  # the store ends with rank 0's torchrun, and the others read there how the run ended

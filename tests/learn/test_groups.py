@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes of one run meet, speak, wait for who is late, and notice when one is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from ranked import in_ranks, launcher_store
+
+from grpo.learn import groups
+from grpo.learn.groups import ConnectedRanks
+from grpo.run.ranks import RankLost, Ranks
+
+SILENT = "ended without a word"
+
+
+def speak(ranks):
+    """A message, a broadcast, bytes, a tensor, and a sum of what is different on every rank."""
+    own = torch.tensor([2.0**-ranks.rank, float(ranks.rank), 1 / 3])
+    ranks.sum_tensor(own)
+    first = torch.full((3,), ranks.rank + 7)
+    ranks.broadcast_tensor(first)
+    data = ranks.broadcast_bytes(b"" if ranks.rank else bytes(range(256)) * 999)
+    messages = ranks.share([ranks.rank, float("nan"), None, "x" * ranks.rank])
+    empty = ranks.broadcast_bytes(b"")
+    assert not torch.distributed.is_initialized(), "TRL, accelerate and vLLM see one process"
+    return (
+        [m[0] for m in messages],
+        ranks.broadcast({"from": ranks.rank}),
+        own.tolist(),
+        first.tolist(),
+        len(data),
+        empty,
+    )
+
+
+SPOKEN = [0, 1, 2], {"from": 0}, [1.75, 3.0, pytest.approx(1.0)], [7, 7, 7], 256 * 999, b""
+
+
+def test_all_hear_the_same():
+    results = in_ranks(3, speak)
+    assert results == [SPOKEN] * 3 and len({str(result) for result in results}) == 1, "bit for bit"
+
+
+def test_rows_of_numbers_are_shared():
+    """Whole numbers and floats to the last bit, rows of any length, none at all from some, and what is unknown."""
+    ids = [[[1, 2**31 - 1], []], [], [[7]]]
+    floats = [[[0.1, None, -1e-300], []], [], [[math.nan]]]
+    expected = [[1, 2**31 - 1], [], [7]], [[0.1, None, -1e-300], [], [None]]
+
+    def share(ranks):
+        return ranks.share_rows(ids[ranks.rank], "i"), ranks.share_rows(floats[ranks.rank], "d")
+
+    assert in_ranks(3, share) == [expected] * 3
+
+
+def listening_ports(pids):
+    """Ports of these processes' listeners, with the addresses that they listen on (hexadecimal, as the kernel shows them)."""
+    inodes = set()
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").glob("*"):
+            with contextlib.suppress(OSError):
+                inodes.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    local = [row[1].split(":") for row in rows if row[3] == "0A" and row[9] in inodes]
+    return {int(port, 16): address for address, port in local}
+
+
+def test_strangers_do_not_disturb_and_listeners_are_local():
+    """Connections that stay silent and ones that say something else, to the store and to what gloo listens on, before the
+    processes have met and after."""
+    strangers, addresses = [], {}
+
+    def bother(port):
+        for said in (b"", b"GET / HTTP/1.1\r\n\r\n" * 9):
+            strangers.append(socket.create_connection(("127.0.0.1", port)))
+            strangers[-1].sendall(said)
+
+    def beside(port, host, pids):
+        bother(port)
+        while len(addresses) < 2:
+            addresses.update(listening_ports(pids))
+        for own in addresses:
+            bother(own)
+
+    def late(ranks):
+        if ranks.rank == 1:
+            time.sleep(1)
+        return speak(ranks)
+
+    assert in_ranks(3, late, beside=beside) == [SPOKEN] * 3
+    assert set(addresses.values()) == {"0100007F"}, "127.0.0.1 alone"
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_nobody_waits_for_ever(monkeypatch):
+    monkeypatch.setattr(groups, "CONNECT_S", 0.3)
+    with launcher_store() as (port, _), pytest.raises(RankLost, match="rank 1 ended: it did not come within"):
+        ConnectedRanks(Ranks(0, 2, 0, 2, "127.0.0.1", port))
+
+
+def state(pid):
+    """`T` of a stopped process, `Z` of one that has ended and is not reaped yet."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@pytest.mark.parametrize(("seconds", "machines"), [(4, 1), pytest.param(40, 1, marks=pytest.mark.slow),
+                                                   pytest.param(40, 2, marks=pytest.mark.slow)])  # fmt: skip
+def test_a_stopped_process_is_waited_for(monkeypatch, seconds, machines):
+    """On the same machine also where it is stopped for longer than a machine may be silent."""
+    if machines == 1:
+        monkeypatch.setattr(groups, "SILENT_ROUNDS", 2)
+
+    def go_on_later(port, host, pids):
+        while state(pids[1]) != "T":
+            time.sleep(0.05)
+        time.sleep(seconds)
+        os.kill(pids[1], signal.SIGCONT)
+
+    def stop(ranks):
+        ranks.share(0)
+        started = time.monotonic()
+        if ranks.rank:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return ranks.share(ranks.rank), time.monotonic() - started
+
+    results = in_ranks(2, stop, local_size=2 // machines, beside=go_on_later)
+    assert all(shared == [0, 1] and waited >= seconds for shared, waited in results)
+
+
+@pytest.mark.slow
+def test_a_process_that_is_120_s_late_is_waited_for():
+    def late(ranks):
+        if ranks.rank == 1:
+            time.sleep(120)
+        return speak(ranks)
+
+    assert in_ranks(3, late) == [SPOKEN] * 3
+
+
+@pytest.mark.parametrize("local_size", [3, 1])
+@pytest.mark.parametrize("dead", [0, 2])
+def test_who_is_killed_is_named(monkeypatch, dead, local_size):
+    """By all others, also where it had said something before. On another machine its silence says it."""
+    monkeypatch.setattr(groups, "SILENT_ROUNDS", 3)
+
+    def killed(ranks):
+        ranks.share(0)
+        if ranks.rank == dead:
+            os.kill(os.getpid(), signal.SIGKILL)
+        for _ in range(2):
+            ranks.share("a")
+
+    results = in_ranks(3, killed, local_size=local_size)
+    assert results[dead] is None
+    assert [str(result)[: len(SILENT) + 7] for result in results if result] == [f"rank {dead} {SILENT}"] * 2
+
+
+def test_a_sigterm_that_torchrun_sends_is_known_at_once():
+    """It comes within a tenth of a second after a process has ended."""
+
+    def killed(ranks):
+        ranks.share(0)
+        before = ranks.is_broken()
+        if ranks.rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while state(ranks.siblings[1][0]) != "Z":
+            time.sleep(0.01)
+        return before, ranks.is_broken()
+
+    assert in_ranks(2, killed) == [(False, True), None]
+
+
+def test_the_last_message_arrives():
+    """From a process that leaves in the middle of what all speak about, to those that wait and to one that is late."""
+
+    def fails(ranks):
+        if ranks.rank == 1:
+            ranks.leave(4, "vLLM: no memory")
+            return
+        time.sleep(2 * (ranks.rank == 2))
+        ranks.share(None)
+
+    first, _, third = in_ranks(3, fails)
+    assert [(error.rank, error.code, error.message) for error in (first, third)] == [(1, 4, "vLLM: no memory")] * 2
+
+
+def test_a_process_that_does_not_notice_is_ended(monkeypatch, tmp_path):
+    """In a rollout, say: with what it has to say about it."""
+    monkeypatch.setattr(groups, "GRACE_S", 0.2)
+
+    def busy(ranks):
+        if ranks.rank:
+            os._exit(1)
+        ranks.on_lost = lambda lost: (tmp_path / "said").write_text(str(lost))
+        time.sleep(100)
+
+    assert in_ranks(2, busy) == [None, None]
+    assert (tmp_path / "said").read_text().startswith(f"rank 1 {SILENT}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_store_that_is_gone_is_rank_0s_machine(monkeypatch, number):
+    """Whether it closes its connections or, as a machine without power, never answers again."""
+    monkeypatch.setattr(groups, "SILENT_ROUNDS", 3)
+
+    def beside(port, host, pids):
+        time.sleep(2)
+        os.kill(host, number)
+
+    def wait(ranks):
+        time.sleep(100 * (ranks.rank == 0))
+        ranks.share(0)
+
+    def end_0(port, host, pids):
+        beside(port, host, pids)
+        time.sleep(6)
+        os.kill(pids[0], signal.SIGKILL)
+
+    assert str(in_ranks(2, wait, local_size=1, beside=end_0)[1]).startswith(f"rank 0 {SILENT}")
+
+
+def test_a_signal_is_answered_while_others_are_waited_for():
+    def wait(ranks):
+        if ranks.rank:
+            time.sleep(3)
+            return None
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        started = time.monotonic()
+        try:
+            ranks.share(0)
+        except KeyboardInterrupt:
+            return time.monotonic() - started
+
+    assert in_ranks(2, wait)[0] < 2.5

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The warm-up that makes a model readable for GRPO: its layers, its rows, and what it teaches."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from grpo.measure.proof_data import SCALES
+from grpo.model.fast_layers import forward
+from grpo.model.gptoss_format import SPECIAL_TOKENS, TINY, Shape, quantize_experts
+from grpo.model.tiny import make_tokenizer
+from grpo.model.warmup import WarmUp, at_answer, figures, log_probs, new_model
+from grpo.model.warmup_rows import PROBE_SEED, WARMUP_SEED, Answer, Rows, readings, warmup_rows
+from grpo.tasks.tes.dataset import synthetic_windows, trajectory
+from grpo.tasks.tes.plant import Plant, step
+from grpo.tasks.tes.profiles import TRAIN_START
+
+pytestmark = pytest.mark.numeric
+
+SHAPE = Shape(
+    layers=4, hidden=64, intermediate=64, experts=4, experts_per_token=2, heads=4, kv_heads=2, head_dim=32, vocab=592,
+    sliding_window=12,
+)  # fmt: skip
+RECIPE = dataclasses.replace(SCALES["small"].recipe, shape=SHAPE, batch=8, steps=40)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """The tiny model's: a full prompt takes more of its tokens than o200k's, but only numbers differ between
+    prompts."""
+    return make_tokenizer(TINY.vocab)
+
+
+@pytest.fixture(scope="module")
+def rows(tokenizer) -> Rows:
+    return Rows(warmup_rows((7, 2, "compact")), tokenizer, Answer.of(tokenizer), "cpu")
+
+
+@pytest.fixture
+def model(tokenizer):
+    torch.manual_seed(0)
+    return new_model(RECIPE, tokenizer, {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS})
+
+
+def test_fast_layers_equal_transformers_in_values_and_gradients(model):
+    """Sinks, sliding window, grouped heads and experts against transformers' eager path, float32."""
+    ids = torch.randint(SHAPE.vocab, (2, 40), generator=torch.Generator().manual_seed(1))
+    direction = torch.randn(SHAPE.hidden, generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.sinks.uniform_(-3, 3)
+            layer.mlp.router.weight.mul_(20)
+    results = []
+    for fast in (True, False):
+        model.zero_grad()
+        if not fast:
+            model.set_attn_implementation("eager")
+            model.set_experts_implementation("eager")
+        hidden = forward(model, ids)
+        (hidden * direction).sum().backward()
+        results.append(
+            (hidden.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        )
+    (fast, fast_gradients), (slow, slow_gradients) = results
+    torch.testing.assert_close(fast, slow, atol=2e-5, rtol=1e-4)
+    assert slow_gradients.keys() == fast_gradients.keys()
+    for name, gradient in slow_gradients.items():
+        scale = gradient.abs().max().item()
+        torch.testing.assert_close(fast_gradients[name], gradient, atol=1e-4 * scale + 1e-6, rtol=1e-3, msg=name)
+
+
+def test_initial_heads_look_back_by_their_distance(model):
+    ids = torch.randint(SHAPE.vocab, (1, 30), generator=torch.Generator().manual_seed(2))
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        attentions = model(input_ids=ids, output_attentions=True, use_cache=False).attentions[0]
+    for head in range(SHAPE.heads):
+        distance = RECIPE.distances[0][head]
+        looked = attentions[0, head, 20:].argmax(-1)
+        assert (torch.arange(20, 30) - looked == distance).float().mean() >= 0.8  # content has a say too
+
+
+def test_rows_end_in_their_answer(rows, tokenizer):
+    answer = Answer.of(tokenizer)
+    ids, lengths = rows.batch(torch.arange(len(rows)))
+    assert ids.shape[1] % 8 == 0 and lengths.max() <= ids.shape[1]
+    assert all(row[n - len(answer.ids) : n].tolist() == answer.ids for row, n in zip(ids, lengths, strict=True))
+    assert rows.readings.mean(0).abs().max() < 1e-4
+    # What predicts a token stands before it.
+    before = at_answer(torch.arange(ids.shape[1]).expand(len(ids), -1)[..., None], lengths, len(answer.ids))[..., 0]
+    assert (ids.gather(1, before + 1) == torch.tensor(answer.ids)).all()
+
+
+def test_readings_are_what_the_hour_would_do():
+    """Against the plant itself; nothing in them ranks the actions."""
+    ((window, rng),) = synthetic_windows(3, 2, 1, TRAIN_START)
+    for _, state in trajectory(window, rng, "full", None):
+        now, plant = state.stamp.hour - 8, Plant()
+        done = step(plant, state.energy_kwh, [0, 1, 2, 3], state.load_kw[now], state.co2[now])
+        found = readings(state)
+        assert found[:4] == pytest.approx(done.energy_kwh) and found[8:10] == pytest.approx(done.unserved_kwh[:2])
+        assert found[10] == (done.unserved_kwh[0] > 0) and found[-1] == state.energy_kwh
+
+
+def test_figures_are_what_sampling_earns(model, rows, tokenizer, monkeypatch):
+    """A model that always ends its answer right and gives the actions 1/4 each earns what random actions do; one with
+    half of its probability elsewhere earns half."""
+    answer = Answer.of(tokenizer)
+    even = torch.zeros(len(answer.ids), SHAPE.vocab)
+    even[answer.action_at] = -math.inf
+    for share in (1.0, 0.5):
+        even[answer.action_at, answer.actions] = math.log(0.25 * share)
+        monkeypatch.setattr("grpo.model.warmup.log_probs", lambda model, hidden: even.expand(len(hidden), -1, -1))
+        found = figures(model, rows, answer, 40)
+        assert found["parse_rate"] == pytest.approx(share) and found["reward"] == pytest.approx(share / 4, rel=1e-3)
+
+
+def test_the_warm_up_learns_format_text_and_readings(model, rows, tokenizer):
+    """Few steps on few rows: each part of the loss falls, experts are then what MXFP4 can say, and stay so."""
+    answer, lines = Answer.of(tokenizer), []
+    training = WarmUp(model, rows, answer, RECIPE, 0)
+    before, explained = figures(model, rows, answer), training.explained()
+    ids, lengths = rows.batch(torch.arange(8))
+
+    def text() -> float:
+        with torch.no_grad():
+            logp = log_probs(model, forward(model, ids)[:, :-1]).gather(-1, ids[:, 1:, None])[..., 0]
+        return -logp[:, : int(lengths.min()) - len(answer.ids) - 1].mean().item()
+
+    first = text()
+    training.phase(0.9, RECIPE.lr, lines.append)
+    after = figures(model, rows, answer)
+    assert after["parse_rate"] > 10 * before["parse_rate"] and text() < first - 0.3
+    assert training.explained() > explained + 0.1 and training.step == 36
+    stored = quantize_experts(model)
+    kept = model.model.layers[1].mlp.experts.down_proj.clone()
+    training.phase(1.0, RECIPE.lr / 4, lines.append)
+    assert torch.equal(model.model.layers[1].mlp.experts.down_proj, kept) and len(stored) == 16
+
+
+def test_warm_up_rows_differ_from_all_others():
+    """Neither warm-up nor probe rows share a prompt with each other or with the data of the run."""
+    recipe = SCALES["mid"].recipe
+    warm = {row.prompt for row in warmup_rows((WARMUP_SEED, 3, "full"))}
+    probe = {row.prompt for row in warmup_rows((PROBE_SEED, 3, "full"))}
+    assert len(warm) == 120 and not warm & probe
+    assert recipe.windows + WARMUP_SEED < 2**32 and PROBE_SEED + recipe.probe_windows < WARMUP_SEED

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CSVs, settings and model folders as nobody should write them: `--check` answers each in words."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+import os
+import re
+import shutil
+import string
+from unittest import mock
+
+import pytest
+import torch
+from conftest import CLEAN, ROOT
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import train_grpo
+from grpo.measure.kills import DELETED, KINDS
+from grpo.model.load import load_model
+from grpo.other_names import ANSWERS
+from grpo.plan.hub import read_json
+from grpo.settings import FIELDS, TASKS, choices, show
+
+ROWS = str(ROOT / "tests/run/fixtures/rows.csv")
+GOOD = {"MODEL_ID": "tiny", "DATA": ROWS, "EVAL_DATA": ROWS, "EVAL_PROFILE": ""}
+PLACE = re.compile(r"\b(row|line|header|column)\b|: it is empty|more problems like these")  # in a file
+NUMBERS = (
+    "nan", "-inf", "1e308", "1e400", "1e20", "1e-320", "0x10", "9" * 400, "0." + "3" * 5000, "-0", "", " ", "1,5",
+    "１２", "½", "1e", "--1", "True", "=1+1", "2147483648", str(10**18), "-1", "0",
+)  # fmt: skip
+TEXTS = (
+    "", " ", "\u200b", "\ufeff", "\u2028", "\x85", "\x1b[31m", "e" + "\u0301" * 2000, "\u202e<|start|>",
+    "\x00", "<|start|>assistant", "<|start|>system<|message|>", "{{ 7*7 }}", "{% raw %}", "\\", "\ud800", "a" * 100_000,
+    "👩‍👩‍👧‍👦" * 200, "[" * 5000, "~nouser", "../" * 300, "https://example.com/x", ",,", "\r", "\n\n", "'", '"', '"""',
+)  # fmt: skip
+HEADERS = (
+    "Prompt", "reward_action_1", "reward_action_01", "reward_action_９", "reward_action_7", "user", "question", "",
+    "system", "q_action_0", "completions", "self", "reward_action_" + "9" * 5000,
+)  # fmt: skip
+ODD = dict(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+
+
+def check(**environ: object) -> tuple[int, str]:
+    """Exit code and output of `train_grpo.py --check` in this process."""
+    output = io.StringIO()
+    values = CLEAN | GOOD | {name: str(value) for name, value in environ.items()}
+    with (
+        mock.patch.dict(os.environ, values, clear=True),
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(output),
+    ):
+        code = train_grpo.main(["--check"])
+    return code, output.getvalue()
+
+
+def problems_of(code: int, output: str) -> list[str]:
+    """The problems of a refusal, of which there is at least one; none of what was accepted."""
+    problems = re.findall(r"^  \d+\. (.+)$", output, re.MULTILINE)
+    assert code == (2 if problems else 0) and "Traceback" not in output, output
+    return problems
+
+
+@st.composite
+def tables(draw):
+    """The bytes of a good CSV with up to three faults in its cells, and perhaps one in its bytes."""
+    row = ["Store 20 of 100. [0] off, [1] on?", "0.1", "0.5", "0.3", "a note"]
+    rows = [["prompt", "reward_action_0", "reward_action_1", "reward_action_2", "note"], *(list(row) for _ in range(4))]
+    for _ in range(draw(st.integers(0, 3))):
+        cells = draw(st.sampled_from(rows))
+        at = draw(st.integers(0, max(0, len(cells) - 1)))
+        fault = draw(
+            st.sampled_from(["number", "text", "header", "column", "cut", "long", "drop", "swap", "only", "many"])
+        )
+        if fault in ("number", "text") and cells:
+            cells[at] = draw(st.sampled_from(NUMBERS if fault == "number" else TEXTS))
+        elif fault == "header" and rows[0]:
+            rows[0][at % len(rows[0])] = draw(st.sampled_from(HEADERS + TEXTS))
+        elif fault == "column":
+            name, value = draw(st.sampled_from(HEADERS)), draw(st.sampled_from(NUMBERS))
+            rows = [[*cells, value if number else name] for number, cells in enumerate(rows)]
+        elif fault == "cut":
+            del cells[at:]
+        elif fault == "long":
+            cells += ["1"] * draw(st.sampled_from([1, 7, 3000]))
+        elif fault == "drop":
+            rows = [cells[:at] + cells[at + 1 :] for cells in rows]
+        elif fault == "swap":
+            rows[0], rows[-1] = rows[-1], rows[0]
+        elif fault == "only":
+            rows = rows[: draw(st.integers(1, 2))]
+        else:
+            rows += rows[1:] * 20
+    text = io.StringIO()
+    ends = draw(st.sampled_from(["\n", "\n", "\r\n", "\r", "\n\n", "\u2028"]))
+    csv.writer(text, delimiter=draw(st.sampled_from(",,,;\t|")), lineterminator=ends).writerows(rows)
+    encoding = draw(
+        st.sampled_from(["utf-8", "utf-8", "utf-8-sig", "utf-16", "utf-32", "latin-1", "shift_jis", "cp037"])
+    )
+    content = text.getvalue().encode(encoding, "surrogatepass" if encoding.startswith("utf") else "replace")
+    at, odd = (
+        draw(st.integers(0, len(content))),
+        draw(st.sampled_from([b"", b"", b"\0", b'"', b"\xff\xfe", b"\xed\xa0\x80"])),
+    )
+    return content[:at] + odd + content[at + draw(st.sampled_from([0, 0, 1, 10**6])) * bool(odd) :]
+
+
+@pytest.mark.slow
+@settings(max_examples=60, **ODD)
+@given(tables())
+def test_a_refused_csv_is_named_with_the_place_in_it(tmp_path, content):
+    path = tmp_path / "rows.csv"
+    path.write_bytes(content)
+    for problem in problems_of(*check(DATA=path, OUTPUT_DIR=tmp_path / "run")):
+        assert "rows.csv" not in problem or PLACE.search(problem), problem
+
+
+@st.composite
+def environments(draw):
+    """Between one and four settings, changed or mistyped, as an environment can hold them: without NUL."""
+    environ = {}
+    for name in draw(st.lists(st.sampled_from(list(FIELDS)), min_size=1, max_size=4, unique=True)):
+        good = st.sampled_from([show(FIELDS[name].default), *choices(name), "0", "1", "2", "auto", *TASKS])
+        letters = st.sampled_from(string.printable)
+        slipped = st.builds(
+            lambda value, at, letter: value[:at] + letter + value[at + 1 :], good, st.integers(0, 9), letters
+        )
+        value = draw(st.sampled_from(NUMBERS + TEXTS) | good | slipped)
+        at = draw(st.integers(0, len(name) - 1))
+        typed = draw(
+            st.sampled_from([name] * 9 + [name[:at] + name[at + 1 :], name.lower(), name + "S", *list(ANSWERS)[:3]])
+        )
+        environ[typed] = value.replace("\0", "\udcff").replace("\ud800", "\udced")
+    return environ
+
+
+@pytest.mark.slow
+@settings(max_examples=60, **ODD)
+@given(environments())
+def test_any_settings_are_accepted_or_refused(tmp_path, environ):
+    problems_of(*check(**{"OUTPUT_DIR": tmp_path / "run"} | environ))
+
+
+VALUES = (None, -1, 0, 1, 3, 1e308, "", "x", [], {}, [None], {"a": {}}, True, 10**9, 10**30, 0.5, "gpt_oss", [0, 1])
+
+
+@st.composite
+def spoiled_models(draw, folder, tiny):
+    """A copy of the tiny model with a file that is damaged, or one value of its JSON that is changed or deleted."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(tiny, folder)
+    files = sorted(path for path in folder.iterdir() if path.name != "warmup.json")
+    path = draw(st.sampled_from([path for path in files if path.suffix == ".json"] * 2 + files))
+    if path.suffix != ".json" or draw(st.booleans()):
+        (KINDS | DELETED)[draw(st.sampled_from(list(KINDS | DELETED)))](path)
+        return folder
+    record = parent = json.loads(path.read_text(encoding="utf-8"))
+    while True:
+        key = draw(st.sampled_from(sorted(parent) if isinstance(parent, dict) else range(len(parent))))
+        if not isinstance(parent[key], (dict, list)) or not parent[key] or draw(st.booleans()):
+            break
+        parent = parent[key]
+    if draw(st.integers(0, 4)):
+        parent[key] = draw(st.sampled_from(VALUES))
+    else:
+        del parent[key]
+    path.write_text(json.dumps(record), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.slow
+@settings(max_examples=40, **ODD)
+@given(st.data())
+def test_a_spoiled_model_is_refused_or_can_be_loaded_or_raises_there(tmp_path, tiny, data):
+    """Whatever `load_model` raises is one line of the run; what it loads can compute."""
+    folder = data.draw(spoiled_models(tmp_path / "model", tiny))
+    if problems := problems_of(*check(MODEL_ID=folder, OUTPUT_DIR=tmp_path / "run")):
+        assert "model" in " ".join(problems)
+        return
+    try:
+        model = load_model(str(folder), read_json(folder / "config.json"), "eager")
+    except Exception:
+        return
+    with torch.no_grad():
+        model(input_ids=torch.tensor([[1, 2, 3]]))
