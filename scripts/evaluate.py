@@ -10,7 +10,7 @@
     python scripts/evaluate.py runs/first --profile profiles/*.csv --samples 8 --vote
 
 With --data every row is answered and scored as the run scores its held-out rows. Without it the model controls the
-plant hour by hour, beside rules and the exact optimum: every window is three days of a profile (docs/data.md) from 150
+plant hour by hour, beside rules and the exact optimum: every window is three days of a profile (docs/plant.md) from 150
 kWh. All windows are asked in one batch an hour; the answer moves the plant, and the plant's new state makes the next
 prompt. docs/evaluation.md defines every figure.
 Exit codes: 0 done, 2 bad input (every problem is named), 4 vLLM failed, 1 anything else.

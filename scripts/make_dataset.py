@@ -9,7 +9,7 @@
              --start-kwh E  --explore P  --trajectories N  --short-share S  --vary F
 
 A row is one decision of the plant: the prompt, the exact value `q_action_k` of each of the four actions in that state,
-and the reward `reward_action_k`, the Boltzmann softmax of the four values. docs/data.md explains all of it.
+and the reward `reward_action_k`, the Boltzmann softmax of the four values. docs/plant.md explains all of it.
 Exit codes: 0 done, 1 `--check` found a difference, 2 bad input (every problem is named).
 """
 

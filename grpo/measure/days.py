@@ -48,7 +48,7 @@ def read_split(folder: Path, pattern: str, heldout: Sequence[str], **columns: st
     every problem."""
     paths = sorted(folder.glob(pattern))
     if not paths:
-        raise ProfileError([f"{folder}: holds no profile ({pattern}); docs/data.md says what one looks like"])
+        raise ProfileError([f"{folder}: holds no profile ({pattern}); docs/plant.md says what one looks like"])
     try:
         profiles = read_profiles(paths, ("full",), **columns)
     except ProfileError as error:
@@ -85,8 +85,7 @@ def write_data(split: Split, out: Path, prompt: str) -> dict[str, str]:
     """Writes training rows, held-out rows and held-out profiles below `out`, and returns the settings that name these
     files. Raises OSError.
 
-    Two real windows alone taught a policy that left a fifth of a warmer month's load unserved (docs/log.md,
-    2026-11-22)."""
+    Two real windows alone taught a policy that left a fifth of a warmer month's load unserved (docs/tried.md)."""
     walks = math.ceil(FEWEST_WINDOWS / split.windows("train"))
     more = {"trajectories": walks, "short_share": SHORT_SHARE, "vary": VARY}
     files = {
