@@ -43,8 +43,8 @@ from grpo.plan.hub import fetch_weights
 from grpo.preflight.adapter import lora_options
 from grpo.preflight.agree import adopt_rank0_state, merge_rank_problems
 from grpo.preflight.banner import banner
-from grpo.preflight.checks import Preflight, place_problem, preflight, run_records
-from grpo.preflight.choices import choose_epsilon_high
+from grpo.preflight.checks import place_problem, preflight, run_records
+from grpo.preflight.resolve import ResolvedRun
 from grpo.run.archive import write_zip
 from grpo.run.best import recover_best
 from grpo.run.ending import LastWords, end_quietly, write_end
@@ -106,14 +106,14 @@ def check_and_run(ranks: Ranks, only_check: bool) -> int:
     place = ranks.share(place_problem())
     if any(place):
         return fail(list(filter(None, place))[:1])
-    preflight_result = merge_rank_problems(preflight(os.environ, None, ranks))
-    print(banner(preflight_result, every_setting=only_check))
-    if preflight_result.problems:
-        return fail(preflight_result.problems)
+    resolved = merge_rank_problems(preflight(os.environ, None, ranks))
+    print(banner(resolved, every_setting=only_check))
+    if resolved.problems:
+        return fail(resolved.problems)
     if only_check:
         print("\nEvery check passed. Nothing was started.")
         return 0
-    return launch_all(preflight_result) if ranks.rank else run(preflight_result)
+    return launch_all(resolved) if ranks.rank else run(resolved)
 
 
 def fail(problems: Sequence[str]) -> int:
@@ -125,9 +125,9 @@ def fail(problems: Sequence[str]) -> int:
     return 2
 
 
-def run(preflight_result: Preflight) -> int:
+def run(resolved: ResolvedRun) -> int:
     """Everything from here on may take time, memory and a GPU. Returns the exit code."""
-    folder, where = preflight_result.run.folder, f"OUTPUT_DIR={preflight_result.settings.OUTPUT_DIR}"
+    folder, where = resolved.run.folder, f"OUTPUT_DIR={resolved.settings.OUTPUT_DIR}"
     try:
         lock = lock_run(folder)
     except OSError as error:
@@ -136,33 +136,33 @@ def run(preflight_result: Preflight) -> int:
     if lock is None:
         return fail([f"{where}: another process is writing there. Wait for it, or choose another one"])
     try:
-        if has_changed(preflight_result):
-            if preflight_result.settings.OVERWRITE:
+        if has_changed(resolved):
+            if resolved.settings.OVERWRITE:
                 what = "another process wrote there during the checks, and OVERWRITE=1 would delete that"
                 return fail([f"{where}: {what}. Look at it, then start again"])
             print("\nOUTPUT_DIR has changed during the checks; checking again\n")
-            preflight_result = preflight(os.environ, None, preflight_result.ranks)
-            print(banner(preflight_result))
-            if preflight_result.problems:
-                return fail(preflight_result.problems)
-        return launch_all(preflight_result)
+            resolved = preflight(os.environ, None, resolved.ranks)
+            print(banner(resolved))
+            if resolved.problems:
+                return fail(resolved.problems)
+        return launch_all(resolved)
     finally:
         lock.release()
 
 
-def has_changed(preflight_result: Preflight) -> bool:
+def has_changed(resolved: ResolvedRun) -> bool:
     """Whether OUTPUT_DIR, which is locked now, holds something else than when it was checked: another run may have ended."""
     problems = Problems()
-    now = inspect_run(preflight_result.settings, preflight_result.rows, problems)
-    return bool(problems) or now != preflight_result.run
+    now = inspect_run(resolved.settings, resolved.rows, problems)
+    return bool(problems) or now != resolved.run
 
 
-def launch_all(preflight_result: Preflight) -> int:
+def launch_all(resolved: ResolvedRun) -> int:
     """`launch`; under torchrun, which tells neither, this also writes the run's exit code and its reason into training.log
     and exit.json."""
-    ranks, folder = preflight_result.ranks, preflight_result.run.folder
+    ranks, folder = resolved.ranks, resolved.run.folder
     if not ranks.launched:
-        return launch(preflight_result)
+        return launch(resolved)
     logged, code = LastWords(), 1
     log.addHandler(logged)
     if ranks.rank:
@@ -178,11 +178,11 @@ def launch_all(preflight_result: Preflight) -> int:
                 return
             start_logging(folder)
             log.propagate = True
-        write_end(folder, lost.code, f"{lost}; {continuation(folder, vars(preflight_result.settings))}")
+        write_end(folder, lost.code, f"{lost}; {continuation(folder, vars(resolved.settings))}")
 
     ranks.on_lost = write_loss
     try:
-        code = launch(adopt_rank0_state(preflight_result))
+        code = launch(adopt_rank0_state(resolved))
         if not ranks.rank and code != 2:
             write_end(folder, code, logged.words)
     except RankLost as lost:
@@ -194,7 +194,7 @@ def launch_all(preflight_result: Preflight) -> int:
     return code
 
 
-def launch(preflight_result: Preflight) -> int:
+def launch(resolved: ResolvedRun) -> int:
     """Download the model's weights, make OUTPUT_DIR ready, then train. Returns the run's exit code, however it ends."""
     with Phase("importing torch and transformers"):  # here and in `train`: the preflight has passed
         import torch
@@ -204,19 +204,19 @@ def launch(preflight_result: Preflight) -> int:
         from grpo.rollout.engine import EngineError
         from grpo.rollout.parity import ParityError
 
-    state, s, ranks = preflight_result.run, preflight_result.settings, preflight_result.ranks
-    unusable = unseen_gpu(preflight_result.machine) or unusable_attention(preflight_result.attention[0])
+    state, s, ranks = resolved.run, resolved.settings, resolved.ranks
+    unusable = unseen_gpu(resolved.machine) or unusable_attention(resolved.attention)
     # One process of a machine downloads.
-    problem = unusable or (None if ranks.local_rank else fetch_weights(s.MODEL_ID, preflight_result.files))
+    problem = unusable or (None if ranks.local_rank else fetch_weights(s.MODEL_ID, resolved.files))
     if problems := list(dict.fromkeys(filter(None, ranks.share(problem)))):
         return fail(problems)
     try:
         try:
             if not ranks.rank:
-                prepare_run(state, s, run_records(preflight_result))
+                prepare_run(state, s, run_records(resolved))
                 recover_best(state.folder)
                 start_logging(state.folder)
-            return train(preflight_result)
+            return train(resolved)
         finally:
             ignore_signals()
     except KeyboardInterrupt as stop:
@@ -235,7 +235,7 @@ def launch(preflight_result: Preflight) -> int:
         return 4
     except torch.OutOfMemoryError as error:
         way = f"{'EXPERTS=mxfp4 takes less memory, or ' * (s.EXPERTS == 'bf16')}free some of the GPU"
-        if smaller := preflight_result.plan.micro_batch // 2:
+        if smaller := resolved.plan.micro_batch // 2:
             way = f"MICRO_BATCH={smaller} learns the same in smaller micro-batches"
         log.critical("out of memory: %s", str(error).splitlines()[0])
         log.critical("%s; then the same command continues", way)
@@ -259,7 +259,7 @@ def unloadable(error: Exception) -> int:
     return 1
 
 
-def train(preflight_result: Preflight) -> int:
+def train(resolved: ResolvedRun) -> int:
     """Load gpt-oss, attach the LoRA adapter, start vLLM asleep beside it, train, evaluate, zip. Returns the exit code of a
     run that ends as it should, or is interrupted."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -276,15 +276,15 @@ def train(preflight_result: Preflight) -> int:
     from grpo.rollout.engine import start_engine
     from grpo.rollout.parity import check_mismatch
 
-    s, state, plan, started = preflight_result.settings, preflight_result.run, preflight_result.plan, time.time()
-    folder, attention, packing = state.folder, preflight_result.attention[0], preflight_result.packing[0]
-    specs, model_path = preflight_result.reward_specs, str(preflight_result.files.folder)
-    ranks, stop = preflight_result.ranks, StopRequest()
+    s, state, plan, started = resolved.settings, resolved.run, resolved.plan, time.time()
+    folder, attention, packing = state.folder, resolved.attention, resolved.packing
+    specs, model_path = resolved.reward_specs, str(resolved.files.folder)
+    ranks, stop = resolved.ranks, StopRequest()
     stop.is_broken = ranks.is_broken
     if ranks.launched:
         stop.again_s = 10.0  # Slurm sends it to every process, and so does scripts/torchrun.sh
         stop.listen()
-    log.info("\n%s\n", banner(preflight_result), extra=FILE_ONLY)  # `main` printed it
+    log.info("\n%s\n", banner(resolved), extra=FILE_ONLY)  # `main` printed it
     if state.checkpoint:
         log.info("continuing from step %d", state.step)
     transformers.utils.logging.disable_default_handler()  # what transformers says goes into training.log
@@ -293,7 +293,7 @@ def train(preflight_result: Preflight) -> int:
     try:
         with Phase("loading the model") as phase:
             tokenizer = load_tokenizer(model_path)
-            model = load_base(s, model_path, preflight_result.files.config, attention)
+            model = load_base(s, model_path, resolved.files.config, attention)
             phase.result = f"{model.num_parameters() / 1e6:.2f}M parameters on {model.device}"
     except torch.OutOfMemoryError:
         raise
@@ -302,8 +302,8 @@ def train(preflight_result: Preflight) -> int:
             raise
         return unloadable(error)
 
-    context = RunContext(s, preflight_result.rows, plan, folder, attention, packing, stop, ranks=ranks)
-    options = grpo_options(s, torch.cuda.is_available(), specs, preflight_result.scale_rewards[0])
+    context = RunContext(s, resolved.rows, plan, folder, attention, packing, stop, ranks=ranks)
+    options = grpo_options(s, torch.cuda.is_available(), specs, resolved.scale_rewards, resolved.epsilon_high)
     scratch = tempfile.TemporaryDirectory() if ranks.rank else None  # OUTPUT_DIR is rank 0's
     output_dir = Path(scratch.name) if scratch else folder
     if ranks.rank:
@@ -322,10 +322,10 @@ def train(preflight_result: Preflight) -> int:
 
     stop.listen()
     try:
-        if preflight_result.rollouts[0]:
+        if resolved.use_vllm:
             context.engine = start_engine(s, plan.engine, model_path, trainer.eos_token_ids, trainer.model)
             check_mismatch(trainer)
-        progress = Progress(preflight_result)
+        progress = Progress(resolved)
         run_on_rank0(trainer, progress.before, trainer)
         stop.at_once = False  # from here on a signal waits for the end of its step and a checkpoint
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -363,8 +363,11 @@ TRLS = ("NUM_GENERATIONS", "TEMPERATURE", "TOP_P", "LEARNING_RATE", "WARMUP_STEP
         "LOSS_TYPE", "EPSILON", "GRADIENT_CHECKPOINTING", "SAVE_STEPS", "SEED")  # fmt: skip
 
 
-def grpo_options(s: Settings, cuda: bool, specs: Sequence[tuple[str, float]], scale_rewards: str) -> dict[str, Any]:
-    """Arguments of TRL's GRPOConfig for this run, given (name, weight) of its reward functions and how they are scaled."""
+def grpo_options(
+    s: Settings, cuda: bool, specs: Sequence[tuple[str, float]], scale_rewards: str, epsilon_high: float
+) -> dict[str, Any]:
+    """Arguments of TRL's GRPOConfig for this run, given (name, weight) of its reward functions, how they are scaled, and
+    the upper clip range."""
     trackers = [name for name in listed(s.REPORT_TO) if name != "none"]
     return {
         **{name.lower(): getattr(s, name) for name in TRLS},
@@ -376,7 +379,7 @@ def grpo_options(s: Settings, cuda: bool, specs: Sequence[tuple[str, float]], sc
         "max_completion_length": s.MAX_COMPLETION_LEN,
         "max_steps": s.TOTAL_STEPS,
         "lr_scheduler_type": s.LR_SCHEDULER,
-        "epsilon_high": choose_epsilon_high(s)[0],
+        "epsilon_high": epsilon_high,
         "mask_truncated_completions": s.MASK_TRUNCATED,
         "reward_weights": [weight for _, weight in specs],
         "scale_rewards": scale_rewards,

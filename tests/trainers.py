@@ -19,7 +19,7 @@ from grpo.learn.trainer import RunContext, Trainer
 from grpo.model.load import load_model, load_tokenizer
 from grpo.plan.hub import read_json
 from grpo.plan.memory import Plan
-from grpo.preflight.choices import choose_rewards, choose_scale_rewards
+from grpo.preflight.choices import choose_epsilon_high, choose_rewards, choose_scale_rewards
 from grpo.run.ranks import Ranks
 from grpo.run.signals import StopRequest
 from grpo.settings import Settings
@@ -43,7 +43,7 @@ def build(settings, tiny, folder, ranks=None, rows=None):
         load_model(str(tiny), read_json(tiny / "config.json"), "eager").float(),
         load_tokenizer(str(tiny)),
         LoraConfig(**train_grpo.lora_options(settings)),
-        GRPOConfig(**train_grpo.grpo_options(settings, False, specs, scale)),
+        GRPOConfig(**train_grpo.grpo_options(settings, False, specs, scale, choose_epsilon_high(settings)[0])),
         load_rewards(specs, settings),
     )
 

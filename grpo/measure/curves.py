@@ -44,7 +44,8 @@ from grpo.measure.record import figure, read_json, save, shown, tabled, write
 from grpo.measure.watched import child_result, intercept, keep, run_child
 from grpo.plan.hub import TINY_PATH
 from grpo.preflight.adapter import lora_options
-from grpo.preflight.checks import Preflight, preflight
+from grpo.preflight.checks import preflight
+from grpo.preflight.resolve import ResolvedRun
 from grpo.settings import choices
 
 BOUND = 0.01  # of reward: equivalent is a difference whose whole interval is smaller
@@ -138,9 +139,9 @@ def plain_trainer(ours: Trainer, parts: int = 1) -> GRPOTrainer:
     return plain
 
 
-def followed(trainer: GRPOTrainer, checked: Preflight, train: Callable[[], Any]) -> dict[str, Any]:
+def followed(trainer: GRPOTrainer, resolved: ResolvedRun, train: Callable[[], Any]) -> dict[str, Any]:
     """What `train` does to the held-out rewards of `trainer` (`Measured.curve`), and its seconds `s` without the measuring."""
-    measured, started = Measured(trainer, checked.eval_rows, checked.settings.EVAL_TEMPERATURE), time.perf_counter()
+    measured, started = Measured(trainer, resolved.eval_rows, resolved.settings.EVAL_TEMPERATURE), time.perf_counter()
     trainer.add_callback(measured)
     train()
     return measured.curve | {"s": time.perf_counter() - started - measured.seconds}
@@ -149,13 +150,13 @@ def followed(trainer: GRPOTrainer, checked: Preflight, train: Callable[[], Any])
 def train_both(main: Callable[[list[str]], int], arguments: list[str]) -> int:
     """The entry point's run, and where it trains plain TRL after it; writes RESULT. Returns the run's exit code."""
     torch.set_num_threads(1)
-    checked, found = preflight(os.environ | {"EVAL_SAMPLES": "1"}), {}  # the run itself reads no held-out rows
+    resolved, found = preflight(os.environ | {"EVAL_SAMPLES": "1"}), {}  # the run itself reads no held-out rows
 
     def watch(train: Any, ours: Trainer, *given: Any, **named: Any) -> None:
         start = flat_adapter(ours.model)
-        found["ours"] = followed(ours, checked, lambda: train(ours, *given, **named))
+        found["ours"] = followed(ours, resolved, lambda: train(ours, *given, **named))
         plain = plain_trainer(ours)
-        found["trl"] = followed(plain, checked, plain.train)
+        found["trl"] = followed(plain, resolved, plain.train)
         moved, apart = flat_adapter(ours.model) - start, flat_adapter(ours.model) - flat_adapter(plain.model)
         found["adapter_apart"] = (apart.norm() / moved.norm()).item()
         ours.run.folder.with_name(RESULT).write_text(json.dumps(found), encoding="utf-8")
@@ -218,14 +219,14 @@ def proof_child(options: argparse.Namespace) -> int:
     ours |= {"OUTPUT_DIR": Path(options.run).resolve() / way, "TOTAL_STEPS": options.steps, "SAVE_STEPS": options.steps}
     settings = {**SCALES["mid"].settings, **place, **ours, "EVAL_STEPS": 0, "EVAL_SAMPLES": 0, "OVERWRITE": 1}
     os.environ |= {name: str(value) for name, value in settings.items()}
-    checked = preflight(os.environ | {"EVAL_SAMPLES": "1"})
+    resolved = preflight(os.environ | {"EVAL_SAMPLES": "1"})
 
     def watch(train: Any, trainer: Trainer, *given: Any, **named: Any) -> None:
         if way == TRL:
             plain = plain_trainer(trainer, MICRO_BATCHES)
-            keep(options, followed(plain, checked, plain.train))
+            keep(options, followed(plain, resolved, plain.train))
         else:
-            keep(options, followed(trainer, checked, lambda: train(trainer, *given, **named)))
+            keep(options, followed(trainer, resolved, lambda: train(trainer, *given, **named)))
 
     with intercept(Trainer, "train", watch):
         return options.main([])

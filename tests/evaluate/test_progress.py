@@ -51,14 +51,14 @@ def test_a_plant_that_gets_worse_while_the_reward_rises_is_told(now, exact, warn
 
 
 def test_it_is_told_when_it_begins_and_at_the_end(tmp_path, caplog, monkeypatch):
-    check = SimpleNamespace(
-        evaluation=(True, ""),
-        best=("plant", ""),
+    resolved = SimpleNamespace(
+        exact=True,
+        best_by="plant",
         settings=Settings(),
         closed_loop=SimpleNamespace(cases=()),
         eval_rows=[],
     )
-    progress, trainer = Progress(check), SimpleNamespace(run=SimpleNamespace(folder=tmp_path))
+    progress, trainer = Progress(resolved), SimpleNamespace(run=SimpleNamespace(folder=tmp_path))
     progress.base = BASE
     monkeypatch.setattr("grpo.run.best.keep_best", lambda *given: {})
     told = []

@@ -121,10 +121,10 @@ def options(tiny, tmp_path, monkeypatch):
 
 
 def test_the_checks_let_a_measurement_begin(tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo.preflight.checks.read_machine", lambda: H100)
+    monkeypatch.setattr("grpo.preflight.resolve.read_machine", lambda: H100)
     versions = installed_versions
     found = lambda names: versions(names) | {"vllm": "0.26.0"}  # noqa: E731
-    monkeypatch.setattr("grpo.preflight.checks.installed_versions", found)
+    monkeypatch.setattr("grpo.preflight.resolve.installed_versions", found)
     given = {"model": "tiny", "data": str(record.ROOT / "data/tes_train_compact.csv"), "run": tmp_path / "run"}
     with mock.patch.dict(os.environ):
         options = SimpleNamespace(**given, main=lambda arguments: train_grpo.main(["--check"]))

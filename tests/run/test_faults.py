@@ -284,7 +284,7 @@ def test_a_second_ctrl_c_ends_the_run_with_one_line(tiny, tmp_path):
 def test_a_signal_to_a_run_that_is_ending_changes_nothing(run_here, monkeypatch, tmp_path, error, code, words):
     """Another supervisor's SIGTERM, milliseconds after the one that ended it; or while the zip of a failed run is made."""
 
-    def train(preflight_result):
+    def train(resolved):
         StopRequest().listen()
         raise error
 
