@@ -308,8 +308,15 @@ def train(resolved: ResolvedRun) -> int:
     output_dir = Path(scratch.name) if scratch else folder
     if ranks.rank:
         options |= {"output_dir": str(output_dir), "report_to": "none"}
+    progress = Progress(resolved)
     trainer = Trainer(
-        context, model, tokenizer, LoraConfig(**lora_options(s)), GRPOConfig(**options), load_rewards(specs, s)
+        context,
+        model,
+        tokenizer,
+        LoraConfig(**lora_options(s)),
+        GRPOConfig(**options),
+        load_rewards(specs, s),
+        measure=progress.during if resolved.eval_rows else None,
     )
     if not ranks.rank:
         trainer.add_callback(ReportRefreshCallback(folder))
@@ -325,7 +332,6 @@ def train(resolved: ResolvedRun) -> int:
         if resolved.use_vllm:
             context.engine = start_engine(s, plan.engine, model_path, trainer.eos_token_ids, trainer.model)
             check_mismatch(trainer)
-        progress = Progress(resolved)
         run_on_rank0(trainer, progress.before, trainer)
         stop.at_once = False  # from here on a signal waits for the end of its step and a checkpoint
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)

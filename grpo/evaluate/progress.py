@@ -72,12 +72,11 @@ class Progress:
         self.warned = False  # about the plant, in the evaluation before
 
     def before(self, trainer: Trainer) -> None:
-        """The base model, and INIT_ADAPTER as step 0; from then on the trainer measures every EVAL_STEPS steps."""
+        """The base model, and INIT_ADAPTER as step 0; after it `during` may be called every EVAL_STEPS steps."""
         if self.resolved.eval_rows:
             results = measure_rewards(trainer, self.resolved.eval_rows, self.exact, base=True)
             record = measure_closed_loop(self.resolved, trainer, base=True)
             self.base = Figures.of(0, results["before"]["reward"], record, base=True)
-            trainer.run.measure = self.during
             if self.resolved.settings.INIT_ADAPTER and not self.resolved.run.checkpoint:
                 self.during(trainer)  # it may be better than all that is learned from it
 

@@ -252,10 +252,15 @@ class RunLog:
         self.garbage_pays: str | None = None
 
     def write_completions(
-        self, step: int, read: Sequence[Completion], totals: Sequence[float], scores: Sequence[Sequence[float]] = ()
+        self,
+        step: int,
+        read: Sequence[Completion],
+        totals: Sequence[float],
+        scores: Sequence[Sequence[float]] = (),
+        zero_std_fraction: float | None = None,
     ) -> None:
         """Write a step's completions, each with its weighted reward and what each function gave it (N, F), and remember
-        their rates."""
+        their rates. `zero_std_fraction`: of their groups, those whose rewards are all the same."""
         given = {function_column(name): [row[i] for row in scores] for i, name in enumerate(self.functions)}
         self.completions.write(
             {
@@ -273,6 +278,8 @@ class RunLog:
             for i, (one, total) in enumerate(zip(read, totals, strict=True))
         )
         self.rates = completion_rates(read)
+        if zero_std_fraction is not None:
+            self.rates["zero_std_fraction"] = zero_std_fraction
         for name, values in given.items():
             kept = [value for value in values if not math.isnan(value)]
             self.rates[name] = fmean(kept) if kept else math.nan

@@ -154,7 +154,7 @@ def test_what_is_measured_reaches_logs_and_trackers_and_is_no_part_of_the_step(t
         torch.manual_seed(0)
         return {"heldout_reward": 0.25}
 
-    trainer.run.measure = measure
+    trainer.measure = measure
     trainer.add_callback(type("Tracker", (type(trainer.timer).__mro__[1],), {"on_log": lambda self, args, state, control, logs, **rest: logged.append(logs)}))  # fmt: skip
     trainer.train()
     rows = read_csv(tmp_path / "metrics.csv")
