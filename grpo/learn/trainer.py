@@ -183,10 +183,11 @@ class Trainer(GRPOTrainer):
         temperature: float | None = None,
         base: bool = False,
     ) -> tuple[list[list[int]], list[list[float | None]] | None]:
-        """Token ids of one completion for each prompt, of which each stands there `num_generations` times, and the engine's
-        log-probs of them, None where transformers generates. Every rank generates for its own rows, whole groups, with a
-        seed of its own, drawn from `seed_step` and `stream`; all get all. `temperature`: None is TEMPERATURE, 0 is greedy;
-        `base`: vLLM leaves the adapter out (of the trainer's own model the caller does)."""
+        """Token ids of one completion for each prompt, of which each stands there `num_generations` times, and the
+        engine's log-probs of them, None where transformers generates. Every rank generates for its own rows, whole
+        groups, with a seed of its own, drawn from `seed_step` and `stream`; all get all. `temperature`: None is
+        TEMPERATURE, 0 is greedy; `base`: vLLM leaves the adapter out, which of the trainer's own model the caller
+        disables."""
         run, ranks = self.run, self.run.ranks
         seed = sampling_seed(run.settings.SEED, seed_step, stream) + ranks.rank
         torch.manual_seed(seed)

@@ -102,7 +102,8 @@ def asked_text(resolved: ResolvedRun) -> str:
     """How many answers all sampled evaluations of a run ask for."""
     s = resolved.settings
     times = 1 + bool(s.INIT_ADAPTER) + Pace(s.TOTAL_STEPS, s.EVAL_STEPS).evaluations_left(0)
-    text = f"{times} times, and twice greedily: {(times * s.EVAL_SAMPLES + 2) * len(resolved.eval_rows):,} answers to held-out rows"
+    answers = (times * s.EVAL_SAMPLES + 2) * len(resolved.eval_rows)
+    text = f"{times} times, and twice greedily: {answers:,} answers to held-out rows"
     if resolved.closed_loop.prompt:
         from grpo.tasks.tes.closed_loop import DECISIONS  # late: numpy may be missing, which the checks name
 

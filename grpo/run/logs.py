@@ -10,6 +10,7 @@ import itertools
 import logging
 import math
 import os
+import select
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +21,6 @@ from typing import Any, TextIO
 from grpo.data.scoring import Completion, completion_rates, is_answer
 from grpo.phases import BAR
 from grpo.run.durable import forget_end, whole_file
-from grpo.run.ending import is_unread
 from grpo.run.pace import Pace
 from grpo.settings import log
 from rewards import best_action
@@ -359,3 +359,10 @@ def start_logging(folder: Path) -> None:
     logging.captureWarnings(True)
     for name, text in UNIMPORTANT.items():
         logging.getLogger(name).addFilter(lambda record, text=text: text not in record.getMessage())
+
+
+def is_unread(descriptor: int) -> bool:
+    """Whether nobody can read any more what is written there."""
+    poll = select.poll()
+    poll.register(descriptor, 0)  # errors and hang-ups are always reported
+    return bool(poll.poll(0))
