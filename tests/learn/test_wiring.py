@@ -85,8 +85,8 @@ WIRING = {
 }
 # Those which are neither TRL's nor PEFT's, and the room that uses them.
 ELSEWHERE = {
-    "MODEL_ID": "preflight", "ATTN_IMPL": "preflight", "EXPERTS": "preflight", "MICRO_BATCH": "preflight",
-    "PACKING": "preflight", "USE_VLLM": "preflight", "GENERATION_BATCH": "preflight", "VLLM_GPU_MEM": "preflight",
+    "MODEL_ID": "preflight", "ATTN_IMPL": "preflight", "EXPERTS": "preflight", "MICRO_BATCH": "plan",
+    "PACKING": "preflight", "USE_VLLM": "preflight", "GENERATION_BATCH": "preflight", "VLLM_GPU_MEM": "plan",
     "INVALID_REWARD": "data", "ROLLOUT_SYNC": "rollout", "VLLM_EAGER": "rollout", "PARITY": "rollout",
     "PARITY_LIMIT": "rollout", "IS_CORRECTION": "learn", "IS_CLIP_MAX": "learn", "INIT_ADAPTER": "preflight",
     "NUM_TRAIN_EPOCHS": "preflight",
