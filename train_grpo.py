@@ -35,25 +35,24 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from grpo.data.scoring import RewardError, load_rewards
+from grpo.data.scoring import load_rewards
 from grpo.phases import FILE_ONLY, Phase
 from grpo.plan.hub import fetch_weights
 from grpo.preflight.adapter import lora_options
 from grpo.preflight.agree import adopt_rank0_state, merge_rank_problems
 from grpo.preflight.banner import banner
-from grpo.preflight.checks import Preflight, place_problem, preflight, run_records
-from grpo.preflight.choices import choose_epsilon_high
+from grpo.preflight.checks import place_problem, preflight, run_records
+from grpo.preflight.resolve import ResolvedRun
 from grpo.run.archive import write_zip
 from grpo.run.best import recover_best
-from grpo.run.ending import LastWords, end_quietly, write_end
-from grpo.run.folder import continuation, full_disk, lock_output_dir, mark_complete, prepare_run, run_folder
+from grpo.run.ending import answer_failure, end_quietly, fail, record_end
+from grpo.run.folder import continuation, lock_output_dir, mark_complete, prepare_run
 from grpo.run.logs import start_logging
-from grpo.run.place import EXIT
 from grpo.run.ranks import RankLost, Ranks
 from grpo.run.signals import StopRequest, ignore_signals
-from grpo.settings import Settings, described, flag_answers, help_text, listed, log
+from grpo.settings import described, flag_answers, help_text, log
 
 if TYPE_CHECKING:
     from grpo.evaluate.progress import Progress
@@ -110,135 +109,57 @@ def check_and_run(ranks: Ranks, only_check: bool) -> int:
     try:
         if problems := list(filter(None, ranks.share(problem))):
             return fail(problems[:1])
-        preflight_result = merge_rank_problems(preflight(os.environ, None, ranks))
-        print(banner(preflight_result, every_setting=only_check))
-        if preflight_result.problems:
-            return fail(preflight_result.problems)
+        resolved = merge_rank_problems(preflight(os.environ, None, ranks))
+        print(banner(resolved, every_setting=only_check))
+        if resolved.problems:
+            return fail(resolved.problems)
         if only_check:
             print("\nEvery check passed. Nothing was started.")
             return 0
-        code = launch_all(preflight_result)
+        code = launch_all(resolved)
         return code
     finally:
         if lock:
             lock.release(remove=code == 2)
 
 
-def fail(problems: Sequence[str]) -> int:
-    """Print every problem; returns exit code 2."""
-    plural = "one problem" if len(problems) == 1 else f"{len(problems)} problems"
-    listing = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
-    end = "Nothing was started and nothing was changed."
-    print(f"\n{plural} to fix before the run can start:\n\n{listing}\n\n{end}", file=sys.stderr)
-    return 2
+def launch_all(resolved: ResolvedRun) -> int:
+    """`launch`; under torchrun, which tells neither, this also writes the run's exit code and its reason down."""
+    if not resolved.ranks.launched:
+        return launch(resolved)
+    folder, settings = resolved.run.folder, resolved.settings
+    return record_end(resolved.ranks, folder, settings, lambda: launch(adopt_rank0_state(resolved)))
 
 
-def launch_all(preflight_result: Preflight) -> int:
-    """`launch`; under torchrun, which tells neither, this also writes the run's exit code and its reason into training.log
-    and exit.json."""
-    ranks, folder = preflight_result.ranks, preflight_result.run.folder
-    if not ranks.launched:
-        return launch(preflight_result)
-    logged, code = LastWords(), 1
-    log.addHandler(logged)
-    if ranks.rank:
-        log.propagate = False
-
-    def write_loss(lost: RankLost) -> None:
-        """Rank 0 writes who is gone. Where rank 0 itself is, and wrote nothing, the first other rank does."""
-        if ranks.rank:
-            if lost.rank or lost.message:
-                return
-            time.sleep(2 * (ranks.rank - 1))
-            if (folder / EXIT).exists() or not (folder / "training.log").is_file():
-                return
-            start_logging(folder)
-            log.propagate = True
-        write_end(folder, lost.code, f"{lost}; {continuation(folder, vars(preflight_result.settings))}")
-
-    ranks.on_lost = write_loss
-    try:
-        code = launch(adopt_rank0_state(preflight_result))
-        if not ranks.rank and code != 2:
-            write_end(folder, code, logged.words)
-    except RankLost as lost:
-        code = lost.code
-        write_loss(lost)
-    finally:
-        log.removeHandler(logged)
-        ranks.leave(code, logged.words or f"exit code {code}")
-    return code
-
-
-def launch(preflight_result: Preflight) -> int:
+def launch(resolved: ResolvedRun) -> int:
     """Download the model's weights, make OUTPUT_DIR ready, then train. Returns the run's exit code, however it ends."""
     with Phase("importing torch and transformers"):  # here and in `train`: the preflight has passed
-        import torch
-
         from grpo.model.attention import unusable_attention
         from grpo.model.load import unseen_gpu
-        from grpo.rollout.engine import EngineError
-        from grpo.rollout.parity import ParityError
 
-    state, s, ranks = preflight_result.run, preflight_result.settings, preflight_result.ranks
-    unusable = unseen_gpu(preflight_result.machine) or unusable_attention(preflight_result.attention[0])
+    state, s, ranks = resolved.run, resolved.settings, resolved.ranks
+    unusable = unseen_gpu(resolved.machine) or unusable_attention(resolved.attention)
     # One process of a machine downloads.
-    problem = unusable or (None if ranks.local_rank else fetch_weights(s.MODEL_ID, preflight_result.files))
+    problem = unusable or (None if ranks.local_rank else fetch_weights(s.MODEL_ID, resolved.files))
     if problems := list(dict.fromkeys(filter(None, ranks.share(problem)))):
         return fail(problems)
     try:
         try:
             if not ranks.rank:
-                prepare_run(state, s, run_records(preflight_result))
+                prepare_run(state, s, run_records(resolved))
                 recover_best(state.folder)
                 start_logging(state.folder)
-            return train(preflight_result)
+            return train(resolved)
         finally:
             ignore_signals()
-    except KeyboardInterrupt as stop:
-        ignore_signals()  # where one more came just before the first call
-        log.warning("stopped at once; %s", continuation(state.folder, vars(s)))
-        return 128 + (stop.args[0] if stop.args else signal.SIGINT)
     except RankLost:
         raise
-    except ParityError as error:
-        log.critical("PARITY: %s", error)
-        return 3
-    except EngineError as error:
-        log.critical("vLLM: %s", error)
-        if not ranks.rank:
-            write_archive(state.folder)
-        return 4
-    except torch.OutOfMemoryError as error:
-        way = f"{'EXPERTS=mxfp4 takes less memory, or ' * (s.EXPERTS == 'bf16')}free some of the GPU"
-        if smaller := preflight_result.plan.micro_batch // 2:
-            way = f"MICRO_BATCH={smaller} learns the same in smaller micro-batches"
-        log.critical("out of memory: %s", str(error).splitlines()[0])
-        log.critical("%s; then the same command continues", way)
-        if not ranks.rank:
-            write_archive(state.folder)
-        return 1
-    except Exception as error:
-        again = continuation(state.folder, vars(s))
-        if disk := full_disk(error, state.folder):
-            log.critical("no space left on the disk of %s: free some, %s", disk, again)
-        elif isinstance(error, RewardError):
-            log.info("a reward function failed", exc_info=True, extra=FILE_ONLY)
-            log.critical("%s; when its cause is fixed, %s", error, again)
-        else:
-            log.critical("the run failed", exc_info=True)
-            log.critical("when its cause is fixed, %s", again)
-        return 1
+    except (Exception, KeyboardInterrupt) as error:
+        archive = None if ranks.rank else write_archive
+        return answer_failure(error, state.folder, s, resolved.plan.micro_batch, archive)
 
 
-def unloadable(error: Exception) -> int:
-    """Say in one line why the model cannot be loaded, and in training.log where that was raised; returns exit code 1."""
-    log.info("the model cannot be loaded", exc_info=error, extra=FILE_ONLY)
-    log.critical("model: %s", error if isinstance(error, ValueError) else described(error))
-    return 1
-
-
-def train(preflight_result: Preflight) -> int:
+def train(resolved: ResolvedRun) -> int:
     """Load gpt-oss, attach the LoRA adapter, start vLLM asleep beside it, train, evaluate, zip. Returns the exit code of a
     run that ends as it should, or is interrupted."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -249,46 +170,43 @@ def train(preflight_result: Preflight) -> int:
 
     from grpo.evaluate.progress import Progress
     from grpo.evaluate.refresh import ReportRefreshCallback
+    from grpo.learn.options import grpo_options
     from grpo.learn.together import answer_rank0, broadcast_adapter, broadcast_checkpoint, run_on_rank0
     from grpo.learn.trainer import RunContext, Trainer
-    from grpo.model.load import load_adapter, load_base, load_tokenizer
+    from grpo.model.load import load_adapter, load_to_train
     from grpo.rollout.engine import start_engine
     from grpo.rollout.parity import check_mismatch
 
-    s, state, plan, started = preflight_result.settings, preflight_result.run, preflight_result.plan, time.time()
-    folder, attention, packing = state.folder, preflight_result.attention[0], preflight_result.packing[0]
-    specs, model_path = preflight_result.reward_specs, str(preflight_result.files.folder)
-    ranks, stop = preflight_result.ranks, StopRequest()
+    s, state, plan, started = resolved.settings, resolved.run, resolved.plan, time.time()
+    folder, attention, packing = state.folder, resolved.attention, resolved.packing
+    specs, model_path = resolved.reward_specs, str(resolved.files.folder)
+    ranks, stop = resolved.ranks, StopRequest()
     stop.is_broken = ranks.is_broken
     if ranks.launched:
         stop.again_s = 10.0  # Slurm sends it to every process, and so does scripts/torchrun.sh
         stop.listen()
-    log.info("\n%s\n", banner(preflight_result), extra=FILE_ONLY)  # `main` printed it
+    log.info("\n%s\n", banner(resolved), extra=FILE_ONLY)  # `main` printed it
     if state.checkpoint:
         log.info("continuing from step %d", state.step)
     transformers.utils.logging.disable_default_handler()  # what transformers says goes into training.log
     transformers.utils.logging.enable_propagation()
 
-    try:
-        with Phase("loading the model") as phase:
-            tokenizer = load_tokenizer(model_path)
-            model = load_base(s, model_path, preflight_result.files.config, attention)
-            phase.result = f"{model.num_parameters() / 1e6:.2f}M parameters on {model.device}"
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # whatever the libraries raise for damage that the preflight cannot see
-        if full_disk(error, folder):
-            raise
-        return unloadable(error)
-
-    context = RunContext(s, preflight_result.rows, plan, folder, attention, packing, stop, ranks=ranks)
-    options = grpo_options(s, torch.cuda.is_available(), specs, preflight_result.scale_rewards[0])
+    tokenizer, model = load_to_train(s, model_path, resolved.files.config, attention, folder)
+    context = RunContext(s, resolved.rows, plan, folder, attention, packing, stop, ranks=ranks)
+    options = grpo_options(s, torch.cuda.is_available(), specs, resolved.scale_rewards, resolved.epsilon_high)
     scratch = tempfile.TemporaryDirectory() if ranks.rank else None  # OUTPUT_DIR is rank 0's
     output_dir = Path(scratch.name) if scratch else folder
     if ranks.rank:
         options |= {"output_dir": str(output_dir), "report_to": "none"}
+    progress = Progress(resolved)
     trainer = Trainer(
-        context, model, tokenizer, LoraConfig(**lora_options(s)), GRPOConfig(**options), load_rewards(specs, s)
+        context,
+        model,
+        tokenizer,
+        LoraConfig(**lora_options(s)),
+        GRPOConfig(**options),
+        load_rewards(specs, s),
+        measure=progress.during if resolved.eval_rows else None,
     )
     if not ranks.rank:
         trainer.add_callback(ReportRefreshCallback(folder))
@@ -301,10 +219,9 @@ def train(preflight_result: Preflight) -> int:
 
     stop.listen()
     try:
-        if preflight_result.rollouts[0]:
+        if resolved.use_vllm:
             context.engine = start_engine(s, plan.engine, model_path, trainer.eos_token_ids, trainer.model)
             check_mismatch(trainer)
-        progress = Progress(preflight_result)
         run_on_rank0(trainer, progress.before, trainer)
         stop.at_once = False  # from here on a signal waits for the end of its step and a checkpoint
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -335,49 +252,6 @@ def finish(trainer: Trainer, progress: Progress, started: float) -> int:
     mark_complete(folder, steps)
     log.info("complete: %d steps in %.0f s. Adapter: %s, download: %s", steps, time.time() - started, folder, archive)
     return 0
-
-
-# Settings that GRPOConfig knows by the same name.
-TRLS = ("NUM_GENERATIONS", "TEMPERATURE", "TOP_P", "LEARNING_RATE", "WARMUP_STEPS", "WEIGHT_DECAY", "MAX_GRAD_NORM", "BETA",
-        "LOSS_TYPE", "EPSILON", "GRADIENT_CHECKPOINTING", "SAVE_STEPS", "SEED")  # fmt: skip
-
-
-def grpo_options(s: Settings, cuda: bool, specs: Sequence[tuple[str, float]], scale_rewards: str) -> dict[str, Any]:
-    """Arguments of TRL's GRPOConfig for this run, given (name, weight) of its reward functions and how they are scaled."""
-    trackers = [name for name in listed(s.REPORT_TO) if name != "none"]
-    return {
-        **{name.lower(): getattr(s, name) for name in TRLS},
-        "output_dir": str(run_folder(s)),
-        # TRL sees the step's completions as one batch; `Trainer.training_step` cuts it into micro-batches.
-        "per_device_train_batch_size": s.completions_per_step,
-        "gradient_accumulation_steps": 1,
-        "steps_per_generation": 1,
-        "max_completion_length": s.MAX_COMPLETION_LEN,
-        "max_steps": s.TOTAL_STEPS,
-        "lr_scheduler_type": s.LR_SCHEDULER,
-        "epsilon_high": choose_epsilon_high(s)[0],
-        "mask_truncated_completions": s.MASK_TRUNCATED,
-        "reward_weights": [weight for _, weight in specs],
-        "scale_rewards": scale_rewards,
-        # gpt-oss's config carries a load-balancing coefficient that TRL would silently add to the loss
-        # (https://github.com/huggingface/trl/issues/7248).
-        "router_aux_loss_coef": 0.0,
-        # The engine is our own (grpo/rollout), and so is the correction for its log-probs: TRL's needs a whole forward
-        # pass before the loss (grpo/learn/trainer.py).
-        "use_vllm": False,
-        "vllm_importance_sampling_correction": False,
-        "bf16": cuda,
-        "use_cpu": not cuda,
-        "gradient_checkpointing_kwargs": {"use_reentrant": False},
-        "logging_steps": 1,
-        "disable_tqdm": True,  # the lines of the steps tell all; scripts/watch.py has a bar and the time left
-        "save_strategy": "steps",
-        "report_to": trackers or "none",
-        "run_name": run_folder(s).name,
-        "project": run_folder(s).name,  # trackio's; unset, all runs of a machine share one, `huggingface`
-        "data_seed": s.SEED,
-        "dataloader_pin_memory": cuda,
-    }
 
 
 def write_archive(folder: Path) -> Path:

@@ -29,19 +29,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the adapter")
-    check, answers = sft_preflight(os.environ, parser.parse_args(argv).out)
-    if check.problems:
-        print(*check.problems, sep="\n", file=sys.stderr)
+    resolved, answers = sft_preflight(os.environ, parser.parse_args(argv).out)
+    if resolved.problems:
+        print(*resolved.problems, sep="\n", file=sys.stderr)
         return 2
     from grpo.learn.sft import learn_answers  # heavy: after the checks
     from grpo.model.load import unseen_gpu
 
-    if problem := unseen_gpu(check.machine) or fetch_weights(check.settings.MODEL_ID, check.files):
+    if problem := unseen_gpu(resolved.machine) or fetch_weights(resolved.settings.MODEL_ID, resolved.files):
         print(problem, file=sys.stderr)
         return 2
-    s, rows = check.settings, sum(map(bool, answers))
+    s, rows = resolved.settings, sum(map(bool, answers))
     print(f"{s.MODEL_ID}: {s.TOTAL_STEPS} steps of {s.PROMPTS_PER_STEP} of {rows} rows with an answer", flush=True)
-    folder = learn_answers(check, answers)
+    folder = learn_answers(resolved, answers)
     print(f"adapter: {folder}. Next: INIT_ADAPTER={folder} python train_grpo.py")
     return 0
 

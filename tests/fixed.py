@@ -7,21 +7,21 @@ from __future__ import annotations
 import collections
 import zlib
 
-from trl import GRPOTrainer
+from grpo.learn.trainer import Trainer
 
 ANSWER = "<|channel|>analysis<|message|>{}<|end|><|start|>assistant<|channel|>final<|message|>[{}]<|return|>"
 
 
-def generate(self, prompt_ids, *arguments):
+def generate_own(self, prompt_ids, num_generations, own, temperature):
     places, texts = collections.Counter(), []
-    for ids in map(tuple, prompt_ids):
+    for ids in map(tuple, prompt_ids[own.start : own.stop]):
         places[ids] += 1
-        number = zlib.crc32(str((ids, places[ids], self.state.global_step, self.run.stream)).encode())
+        number = zlib.crc32(str((ids, places[ids], self.state.global_step, temperature)).encode())
         texts.append(ANSWER.format("so " * (number % 7), number % 5))
-    return self._tokenizer(texts, add_special_tokens=False)["input_ids"], None
+    return self._tokenizer(texts, add_special_tokens=False)["input_ids"]
 
 
-GRPOTrainer._generate_single_turn = generate
+Trainer.generate_own = generate_own
 
 
 def nothing(completions, **columns):

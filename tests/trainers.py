@@ -12,14 +12,15 @@ from conftest import RENDERED
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 
-import train_grpo
 from grpo.data.files import Row
 from grpo.data.scoring import load_rewards, reward_specs
+from grpo.learn.options import grpo_options
 from grpo.learn.trainer import RunContext, Trainer
 from grpo.model.load import load_model, load_tokenizer
 from grpo.plan.hub import read_json
 from grpo.plan.memory import Plan
-from grpo.preflight.choices import choose_rewards, choose_scale_rewards
+from grpo.preflight.adapter import lora_options
+from grpo.preflight.choices import choose_epsilon_high, choose_rewards, choose_scale_rewards
 from grpo.run.ranks import Ranks
 from grpo.run.signals import StopRequest
 from grpo.settings import Settings
@@ -42,8 +43,8 @@ def build(settings, tiny, folder, ranks=None, rows=None):
         RunContext(settings, rows, plan, folder, "eager", "prefix", StopRequest(), ranks=ranks or Ranks()),
         load_model(str(tiny), read_json(tiny / "config.json"), "eager").float(),
         load_tokenizer(str(tiny)),
-        LoraConfig(**train_grpo.lora_options(settings)),
-        GRPOConfig(**train_grpo.grpo_options(settings, False, specs, scale)),
+        LoraConfig(**lora_options(settings)),
+        GRPOConfig(**grpo_options(settings, False, specs, scale, choose_epsilon_high(settings)[0])),
         load_rewards(specs, settings),
     )
 

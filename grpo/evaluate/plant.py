@@ -11,7 +11,7 @@ from grpo.data.prompts import render
 from grpo.evaluate.heldout import exact_probabilities, generate_completions
 from grpo.learn.trainer import Trainer
 from grpo.phases import Phase
-from grpo.preflight.checks import Preflight
+from grpo.preflight.resolve import ResolvedRun
 from grpo.run.durable import is_intact, write_sealed
 from grpo.settings import log
 from grpo.tasks.tes.plant import Plant
@@ -21,11 +21,11 @@ from grpo.tasks.tes.record import GREEDY, Record, keep_models, new_record, run_e
 CLOSED_LOOP = "closed_loop.json"
 
 
-def run_plant(check: Preflight, trainer: Trainer, record: Record, name: str, greedy: bool = True) -> None:
+def run_plant(resolved: ResolvedRun, trainer: Trainer, record: Record, name: str, greedy: bool = True) -> None:
     """Let the model, `base` or `trained`, control the plant and put it into the record; `greedy`: its greedy answers too,
     which in an exact evaluation are there anyhow."""
     s, base = trainer.run.settings, name == "base"
-    plan, template = check.closed_loop, check.files.template
+    plan, template = resolved.closed_loop, resolved.files.template
     render_state = renderer(plan.prompt, lambda turns: render(template, turns, s.REASONING_EFFORT, s.PROMPT_DATE))
     if record["exact"]:
 
@@ -45,28 +45,28 @@ def run_plant(check: Preflight, trainer: Trainer, record: Record, name: str, gre
         run_model(record, policy, plan.cases, ask, render_state)
 
 
-def plant_record(check: Preflight, trainer: Trainer) -> Record:
+def plant_record(resolved: ResolvedRun, trainer: Trainer) -> Record:
     """closed_loop.json before a model was asked, with what the file holds of the base model."""
-    s, plan = trainer.run.settings, check.closed_loop
+    s, plan = trainer.run.settings, resolved.closed_loop
     given = (plan.cases, plan.profiles, s.EVAL_SAMPLES, False, sampling_of(s, plan.prompt))
-    record = new_record(*given, exact=check.evaluation[0])
+    record = new_record(*given, exact=resolved.exact)
     path = trainer.run.folder / CLOSED_LOOP
     if is_intact(path):
         keep_models(record, path, ("base",))
     return record
 
 
-def measure_closed_loop(check: Preflight, trainer: Trainer, base: bool) -> Record | None:
+def measure_closed_loop(resolved: ResolvedRun, trainer: Trainer, base: bool) -> Record | None:
     """closed_loop.json, which is returned: the base model or the trained adapter controls the plant through the windows of
     EVAL_PROFILE. A resumed run keeps the base model's. None where the closed loop does not run."""
-    if not check.closed_loop.prompt:
-        if check.closed_loop.has_plant:
-            log.info("no closed loop: %s", check.closed_loop.reason)
+    if not resolved.closed_loop.prompt:
+        if resolved.closed_loop.has_plant:
+            log.info("no closed loop: %s", resolved.reasons["closed_loop"])
         return None
-    name, record = "base" if base else "trained", plant_record(check, trainer)
+    name, record = "base" if base else "trained", plant_record(resolved, trainer)
     with Phase(f"closed loop, {name} model") as phase:
         if not {name, name + GREEDY} <= record["totals"].keys():
-            run_plant(check, trainer, record, name)
+            run_plant(resolved, trainer, record, name)
         write_sealed(trainer.run.folder / CLOSED_LOOP, record)
         regret = record["totals"][name]["regret_percent"]
         phase.result = "" if regret is None else f"regret {regret:.1f} % of the optimum's priced CO2"

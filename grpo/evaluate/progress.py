@@ -13,7 +13,7 @@ from grpo.evaluate.heldout import evaluate, measure_rewards
 from grpo.evaluate.plant import measure_closed_loop, plant_record, run_plant
 from grpo.learn.trainer import Trainer
 from grpo.phases import Phase
-from grpo.preflight.checks import Preflight
+from grpo.preflight.resolve import ResolvedRun
 from grpo.run import best
 from grpo.run.archive import model_card
 from grpo.run.durable import write_text
@@ -66,39 +66,38 @@ def plant_warning(base: Figures, now: Figures, exact: bool) -> str | None:
 class Progress:
     """Measures before, while and after a run trains. Without held-out rows it does nothing."""
 
-    def __init__(self, check: Preflight):
-        self.check, self.exact, self.by = check, check.evaluation[0], check.best[0]
+    def __init__(self, resolved: ResolvedRun):
+        self.resolved, self.exact, self.by = resolved, resolved.exact, resolved.best_by
         self.base: Figures | None = None
         self.warned = False  # about the plant, in the evaluation before
 
     def before(self, trainer: Trainer) -> None:
-        """The base model, and INIT_ADAPTER as step 0; from then on the trainer measures every EVAL_STEPS steps."""
-        if self.check.eval_rows:
-            results = measure_rewards(trainer, self.check.eval_rows, self.exact, base=True)
-            record = measure_closed_loop(self.check, trainer, base=True)
+        """The base model, and INIT_ADAPTER as step 0; after it `during` may be called every EVAL_STEPS steps."""
+        if self.resolved.eval_rows:
+            results = measure_rewards(trainer, self.resolved.eval_rows, self.exact, base=True)
+            record = measure_closed_loop(self.resolved, trainer, base=True)
             self.base = Figures.of(0, results["before"]["reward"], record, base=True)
-            trainer.run.measure = self.during
-            if self.check.settings.INIT_ADAPTER and not self.check.run.checkpoint:
+            if self.resolved.settings.INIT_ADAPTER and not self.resolved.run.checkpoint:
                 self.during(trainer)  # it may be better than all that is learned from it
 
     def during(self, trainer: Trainer) -> dict[str, float]:
         """Columns of metrics.csv, measured with the adapter as it is now."""
         with Phase(f"evaluation after step {trainer.state.global_step}"):
-            reward, record = evaluate(trainer, self.check.eval_rows, self.exact)["reward"], None
-            if self.check.closed_loop.prompt:
-                record = plant_record(self.check, trainer)
-                run_plant(self.check, trainer, record, "trained", greedy=False)
+            reward, record = evaluate(trainer, self.resolved.eval_rows, self.exact)["reward"], None
+            if self.resolved.closed_loop.prompt:
+                record = plant_record(self.resolved, trainer)
+                run_plant(self.resolved, trainer, record, "trained", greedy=False)
         now = Figures.of(trainer.state.global_step, reward, record)
         self.judge(trainer, now)
         return now.columns
 
     def after(self, trainer: Trainer) -> None:
         """The trained adapter, and the last words about the run."""
-        if not self.check.eval_rows:
-            log.info("nothing was measured, no rows are held out: %s", self.check.heldout_reason)
+        if not self.resolved.eval_rows:
+            log.info("nothing was measured, no rows are held out: %s", self.resolved.reasons["heldout"])
             return
-        results = measure_rewards(trainer, self.check.eval_rows, self.exact, base=False)
-        record = measure_closed_loop(self.check, trainer, base=False)
+        results = measure_rewards(trainer, self.resolved.eval_rows, self.exact, base=False)
+        record = measure_closed_loop(self.resolved, trainer, base=False)
         found = self.judge(trainer, Figures.of(trainer.state.global_step, results["after"]["reward"], record), True)
         if found:
             (log.info if found["better_than_base"] else log.warning)("best adapter: %s", found["in_words"])
@@ -115,9 +114,12 @@ class Progress:
         if warning and (last or not self.warned):
             log.warning(banner_text(warning))
         self.warned = warning is not None
-        s, evaluated = self.check.settings, self.check.closed_loop
+        s, evaluated = self.resolved.settings, self.resolved.closed_loop
         measured = {"samples": s.EVAL_SAMPLES, "temperature": s.EVAL_TEMPERATURE, "exact": self.exact}
-        measured |= {"windows": [case.name for case in evaluated.cases], "rows": data_fingerprint(self.check.eval_rows)}
+        measured |= {
+            "windows": [case.name for case in evaluated.cases],
+            "rows": data_fingerprint(self.resolved.eval_rows),
+        }
 
         def save(folder: Path, record: best.Record) -> None:
             trainer.accelerator.unwrap_model(trainer.model).save_pretrained(str(folder))

@@ -18,7 +18,8 @@ from trl import SFTConfig, SFTTrainer
 from grpo.model.expert_lora import experts_wrapped
 from grpo.model.load import load_adapter, load_base, load_tokenizer
 from grpo.preflight.adapter import lora_options
-from grpo.preflight.checks import Preflight, run_records
+from grpo.preflight.checks import run_records
+from grpo.preflight.resolve import ResolvedRun
 from grpo.run.archive import model_card
 from grpo.run.durable import write_text
 from grpo.run.folder import prepare_run, run_folder
@@ -73,23 +74,23 @@ def sft_options(s: Settings, cuda: bool, rows: int) -> dict[str, Any]:
     }
 
 
-def learn_answers(check: Preflight, answers: Sequence[str | None]) -> Path:
-    """Train an adapter on the answers to `check.rows`, of which those without (None) are left out, and write it to
+def learn_answers(resolved: ResolvedRun, answers: Sequence[str | None]) -> Path:
+    """Train an adapter on the answers to `resolved.rows`, of which those without (None) are left out, and write it to
     OUTPUT_DIR with its tokenizer, card and settings.json; returns the folder.
 
     Raises ValueError where the model cannot be loaded. OUTPUT_DIR changes only after training.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    s, folder = check.settings, check.run.folder
-    model_path = str(check.files.folder)
+    s, folder = resolved.settings, resolved.run.folder
+    model_path = str(resolved.files.folder)
     tokenizer = load_tokenizer(model_path)
-    model = load_base(s, model_path, check.files.config, "eager")
-    options = sft_options(s, torch.cuda.is_available(), check.plan.micro_batch)
+    model = load_base(s, model_path, resolved.files.config, "eager")
+    options = sft_options(s, torch.cuda.is_available(), resolved.plan.micro_batch)
     with experts_wrapped(model):
         trainer = SFTTrainer(
             model,
             SFTConfig(**options),
-            train_dataset=Dataset.from_dict(tokenized(tokenizer, [row.prompt for row in check.rows], answers)),
+            train_dataset=Dataset.from_dict(tokenized(tokenizer, [row.prompt for row in resolved.rows], answers)),
             processing_class=tokenizer,
             peft_config=LoraConfig(**lora_options(s)),
             callbacks=[Printer()],
@@ -98,7 +99,7 @@ def learn_answers(check: Preflight, answers: Sequence[str | None]) -> Path:
     if s.INIT_ADAPTER:
         load_adapter(trainer.model, s.INIT_ADAPTER)
     trainer.train()
-    prepare_run(check.run, s, run_records(check))
+    prepare_run(resolved.run, s, run_records(resolved))
     # PEFT's own card would name the path of the base model's files.
     trainer.model.create_or_update_model_card = lambda path: write_text(
         Path(path) / "README.md", model_card(s, s.TOTAL_STEPS, "")

@@ -6,14 +6,12 @@ from __future__ import annotations
 import collections
 import contextlib
 import math
-import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from datasets import Dataset
 from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOFunction
@@ -27,6 +25,7 @@ from trl.kernels import ChunkedLogProbFunction
 from grpo.data.files import Row, column_names
 from grpo.data.prompts import StepRows, sampling_seed
 from grpo.data.scoring import Completion, RewardError, read_completion, score
+from grpo.learn.sampling import importance_ratio, kept_randomness
 from grpo.learn.timer import StepTimerCallback
 from grpo.learn.together import gradients_of, run_on_rank0, sum_over_ranks, sync_stop_signal
 from grpo.model.attention import KERNELS, attention_of, hidden_states
@@ -57,28 +56,6 @@ TRL_FIGURES = {
 Batch = dict[str, Tensor]  # what TRL hands over for a step, or some of its rows
 
 
-def importance_ratio(logps: Tensor, sampled: Tensor, mask: Tensor, mode: str, most: float) -> Tensor:
-    """pi / mu for the policy's log-probs (B, C) and those with which the engine sampled (NaN: unknown, ratio 1), as TRL
-    computes it: truncated at `most`, or 0 above it, by token (B, C) or by sequence (B, 1)."""
-    difference = ((logps - sampled) * mask).nan_to_num(nan=0.0)
-    if mode.startswith("sequence"):
-        difference = difference.sum(-1, keepdim=True)
-    ratio = difference.exp()
-    return ratio.clamp(max=most) if mode.endswith("truncate") else ratio.masked_fill(ratio > most, 0.0)
-
-
-@contextlib.contextmanager
-def kept_randomness() -> Iterator[None]:
-    """Leave every random state as it was: torch's (CPU and GPUs), Python's and numpy's."""
-    python, arrays = random.getstate(), numpy.random.get_state()
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        random.setstate(python)
-        numpy.random.set_state(arrays)
-
-
 @dataclass
 class RunContext:
     """The run's settings, rows and choices, and what of it changes while it goes on: what trainer, engine, evaluation and
@@ -92,16 +69,14 @@ class RunContext:
     packing: str  # `prefix` or `none`
     stop: StopRequest
     engine: Engine | None = None  # None: transformers generates
-    stream: str = "train"  # or `evaluation`, or `base`: an evaluation without the adapter
-    temperature: float | None = None  # of an evaluation; None: TEMPERATURE
-    # What is measured every EVAL_STEPS steps: columns of metrics.csv. None: nothing is.
-    measure: Callable[[Trainer], dict[str, float]] | None = None
     parity: list[dict[str, Any]] = field(default_factory=list)  # what the mismatch check measured
     ranks: Ranks = field(default_factory=Ranks)
 
 
 class Trainer(GRPOTrainer):
     """GRPO with this project's prompts, completions and rewards, and each step's completions in few dense micro-batches.
+
+    `measure` gives columns of metrics.csv every EVAL_STEPS steps; None: nothing is measured while it trains.
 
     Tests hold the signatures of TRL's methods that it overrides. The loss is Liger's, and however the step is cut, loss and
     gradient are those of the whole batch. Nothing is computed twice: a prompt once for its completions, no padding, and no
@@ -116,8 +91,9 @@ class Trainer(GRPOTrainer):
         lora: LoraConfig,
         config: GRPOConfig,
         rewards: list[Callable[..., Any]],
+        measure: Callable[[Trainer], dict[str, float]] | None = None,
     ):
-        self.run = run
+        self.run, self.measure = run, measure
         self.timer = StepTimerCallback(run.stop, lambda *now: sync_stop_signal(run.ranks, *now, self.state.global_step))
         s, names = run.settings, [function.__name__ for function in rewards]
         self.run_log: RunLog | None = None  # rank 0 writes
@@ -179,37 +155,59 @@ class Trainer(GRPOTrainer):
         return [ids_of[prompt] for prompt in prompts], *rest
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
-        """Every rank generates for its own rows, whole groups, with a seed of its own; all get all."""
-        run, ranks, arguments = self.run, self.run.ranks, (images, multimodal_fields, num_generations, has_tool_images)
-        stream = "train" if run.stream == "train" else "evaluation"
-        seed = sampling_seed(run.settings.SEED, self.state.global_step, stream) + ranks.rank
+        """TRL's hook: a step's rollout."""
+        return self.generate(prompt_ids, num_generations, self.state.global_step)
+
+    def generate(
+        self,
+        prompt_ids: list[list[int]],
+        num_generations: int,
+        seed_step: int,
+        stream: str = "train",
+        temperature: float | None = None,
+        base: bool = False,
+    ) -> tuple[list[list[int]], list[list[float | None]] | None]:
+        """Token ids of one completion for each prompt, of which each stands there `num_generations` times, and the
+        engine's log-probs of them, None where transformers generates. Every rank generates for its own rows, whole
+        groups, with a seed of its own, drawn from `seed_step` and `stream`; all get all. `temperature`: None is
+        TEMPERATURE, 0 is greedy; `base`: vLLM leaves the adapter out, which of the trainer's own model the caller
+        disables."""
+        run, ranks = self.run, self.run.ranks
+        seed = sampling_seed(run.settings.SEED, seed_step, stream) + ranks.rank
         torch.manual_seed(seed)
         own, logprobs = ranks.share_out(len(prompt_ids), num_generations), None
         with self.timer.part("rollout"):
             if run.engine is not None:
-                policy, options = self.accelerator.unwrap_model(self.model), (run.stream != "base", run.temperature)
+                policy = self.accelerator.unwrap_model(self.model)
                 own_ids, own_logprobs = [], []
                 if own:
                     own_prompts = prompt_ids[own.start : own.stop]
-                    own_ids, own_logprobs = run.engine.rollout(policy, own_prompts, seed, *options)
+                    own_ids, own_logprobs = run.engine.rollout(policy, own_prompts, seed, not base, temperature)
                 completion_ids, logprobs = ranks.share_rows(own_ids, "i"), ranks.share_rows(own_logprobs, "d")
                 self.timer.used_gib = max(self.timer.used_gib, run.engine.used_gib)
             else:
-                chunk_size, own_ids = -(-run.plan.generation_batch // ranks.size), []
-                with (
-                    attention_of(self.model, "eager"),
-                    evaluating(self.model),
-                    self.generating_at(run.temperature),
-                    shared_prefill(self.base_model_of(self.model)),
-                    Phase("generating", "completion", len(own), LINE_S) as phase,
-                ):
-                    for start in range(own.start, own.stop, chunk_size):
-                        chunk = prompt_ids[start : min(start + chunk_size, own.stop)]
-                        own_ids += super()._generate_single_turn(chunk, *arguments)[0]
-                        phase.done = len(own_ids)
+                own_ids = self.generate_own(prompt_ids, num_generations, own, temperature)
                 completion_ids = ranks.share_rows(own_ids, "i")
         self.rollout_tokens = sum(map(len, completion_ids))
         return completion_ids, logprobs
+
+    def generate_own(
+        self, prompt_ids: list[list[int]], num_generations: int, own: range, temperature: float | None
+    ) -> list[list[int]]:
+        """Token ids of the completions of this rank's `own` prompts, by transformers, GENERATION_BATCH at once."""
+        chunk_size, own_ids = -(-self.run.plan.generation_batch // self.run.ranks.size), []
+        with (
+            attention_of(self.model, "eager"),
+            evaluating(self.model),
+            self.generating_at(temperature),
+            shared_prefill(self.base_model_of(self.model)),
+            Phase("generating", "completion", len(own), LINE_S) as phase,
+        ):
+            for start in range(own.start, own.stop, chunk_size):
+                chunk = prompt_ids[start : min(start + chunk_size, own.stop)]
+                own_ids += super()._generate_single_turn(chunk, None, {}, num_generations)[0]
+                phase.done = len(own_ids)
+        return own_ids
 
     def answers(
         self, prompt_ids: list[list[int]], samples: int, base: bool, step: int, temperature: float
@@ -217,16 +215,11 @@ class Trainer(GRPOTrainer):
         """Token ids of one completion for each prompt, of which each stands there `samples` times, generated as the rollouts
         are at `temperature` (0: greedily), with the seed of `step`; `base`: without the adapter. For an evaluation: rank 0 is
         asked, inside of `run_on_rank0`, and asks the others."""
-        run, now = self.run, self.state.global_step
-        if not run.ranks.rank:
-            asked = dict(prompt_ids=prompt_ids, samples=samples, base=base, step=step, temperature=temperature)
-            run.ranks.broadcast(asked)
-        run.stream, run.temperature, self.state.global_step = "base" if base else "evaluation", temperature, step
-        try:
-            with evaluating(self.model), self.model.disable_adapter() if base else contextlib.nullcontext():
-                return self._generate_single_turn(prompt_ids, None, {}, samples)[0]
-        finally:
-            run.stream, run.temperature, self.state.global_step = "train", None, now
+        if not self.run.ranks.rank:
+            request = dict(prompt_ids=prompt_ids, samples=samples, base=base, step=step, temperature=temperature)
+            self.run.ranks.broadcast(request)
+        with evaluating(self.model), self.model.disable_adapter() if base else contextlib.nullcontext():
+            return self.generate(prompt_ids, samples, step, "evaluation", temperature, base)[0]
 
     @contextlib.contextmanager
     def generating_at(self, temperature: float | None) -> Iterator[None]:
@@ -268,12 +261,13 @@ class Trainer(GRPOTrainer):
             per_function = torch.tensor(scores, dtype=torch.float32, device=self.accelerator.device)
             weights = self.reward_weights.to(per_function.device)
             totals = (per_function * weights).nansum(dim=1).masked_fill(per_function.isnan().all(dim=1), math.nan)
-            self.run_log.write_completions(self.state.global_step + 1, read, totals.tolist(), per_function.tolist())
             # TRL's own figure is the batch's with SCALE_REWARDS=batch, and leaves out groups with fewer than two rewards.
             groups = totals.view(-1, self.num_generations)
             least, most = groups.nan_to_num(nan=math.inf).amin(1), groups.nan_to_num(nan=-math.inf).amax(1)
-            self.run_log.rates["zero_std_fraction"] = (most <= least).float().mean().item()
-            self.run.ranks.broadcast(per_function.tolist())
+            zero_std = (most <= least).float().mean().item()
+            step, by_function = self.state.global_step + 1, per_function.tolist()
+            self.run_log.write_completions(step, read, totals.tolist(), by_function, zero_std)
+            self.run.ranks.broadcast(by_function)
         return per_function
 
     def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -432,11 +426,11 @@ class Trainer(GRPOTrainer):
 
     def measured(self) -> dict[str, float]:
         """Columns of metrics.csv that are measured after some steps."""
-        if not self.run.measure:
+        if not self.measure:
             return {}
         started = time.perf_counter()
         with kept_randomness():
-            figures = self.run.measure(self)
+            figures = self.measure(self)
         return figures | {"eval_s": time.perf_counter() - started}
 
     def is_evaluated(self, step: int) -> bool:

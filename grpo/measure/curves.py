@@ -41,7 +41,8 @@ from grpo.measure.variants import keep, kept, run_child
 from grpo.measure.watched import intercept
 from grpo.plan.hub import TINY_PATH
 from grpo.preflight.adapter import lora_options
-from grpo.preflight.checks import Preflight, preflight
+from grpo.preflight.checks import preflight
+from grpo.preflight.resolve import ResolvedRun
 
 BOUND = 0.01  # of reward: a difference is equivalent if its whole interval is smaller
 EVERY = 50  # steps between two measurements
@@ -140,10 +141,10 @@ def plain_trainer(ours: Trainer, parts: int = 1) -> GRPOTrainer:
     return plain
 
 
-def followed(trainer: GRPOTrainer, checked: Preflight, train: Callable[[], Any]) -> dict[str, Any]:
+def followed(trainer: GRPOTrainer, resolved: ResolvedRun, train: Callable[[], Any]) -> dict[str, Any]:
     """What `train` does to the held-out rewards of `trainer` (`Measured.curve`), and its seconds `s` without
     measuring."""
-    measured, started = Measured(trainer, checked.eval_rows, checked.settings.EVAL_TEMPERATURE), time.perf_counter()
+    measured, started = Measured(trainer, resolved.eval_rows, resolved.settings.EVAL_TEMPERATURE), time.perf_counter()
     trainer.add_callback(measured)
     train()
     return measured.curve | {"s": time.perf_counter() - started - measured.seconds}
@@ -157,13 +158,13 @@ def seed_child(options: argparse.Namespace) -> int:
     place = {"OUTPUT_DIR": Path(options.run).absolute() / options.child, "OVERWRITE": 1, "SEED": options.child}
     settings = {"MODEL_ID": "tiny", "TEMPERATURE": 1.0, **steps, **place, **dict(options.set)}
     os.environ |= {name: str(value) for name, value in settings.items()}
-    checked = preflight(os.environ | {"EVAL_SAMPLES": "1"})  # The run itself reads no held-out rows.
+    resolved = preflight(os.environ | {"EVAL_SAMPLES": "1"})  # The run itself reads no held-out rows.
 
     def watch(train: Any, ours: Trainer, *arguments: Any, **named: Any) -> None:
         start = flat_adapter(ours.model)
-        values = {"ours": followed(ours, checked, lambda: train(ours, *arguments, **named))}
+        values = {"ours": followed(ours, resolved, lambda: train(ours, *arguments, **named))}
         plain = plain_trainer(ours, options.trl_parts)
-        values["trl"] = followed(plain, checked, plain.train)
+        values["trl"] = followed(plain, resolved, plain.train)
         moved, apart = flat_adapter(ours.model) - start, flat_adapter(ours.model) - flat_adapter(plain.model)
         keep(options, values | {"adapter_apart": (apart.norm() / moved.norm()).item()}, done=True)
 

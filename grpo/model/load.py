@@ -26,10 +26,13 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from grpo.model.attention import install_attention
 from grpo.model.experts import OURS, expert_weights, experts_forward
+from grpo.phases import FILE_ONLY, Phase
 from grpo.plan.hub import count_parameters, has_mxfp4
 from grpo.plan.machine import Machine
 from grpo.preflight.choices import choose_threads
-from grpo.settings import Settings
+from grpo.run.ending import UnloadableModel
+from grpo.run.folder import full_disk
+from grpo.settings import Settings, described, log
 
 # Embeddings and output head: with the experts what vLLM can lend.
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")
@@ -188,6 +191,26 @@ def load_base(settings: Settings, model_path: str, config: Mapping[str, Any], at
     for module in quantized_experts(model):
         module.dequantize_again = not settings.GRADIENT_CHECKPOINTING
     return model
+
+
+def load_to_train(
+    settings: Settings, model_path: str, config: Mapping[str, Any], attention: str, folder: Path
+) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
+    """The tokenizer and `load_base` for a run in `folder`. Raises UnloadableModel, whose message is one line; where
+    that came from is in training.log."""
+    try:
+        with Phase("loading the model") as phase:
+            tokenizer = load_tokenizer(model_path)
+            model = load_base(settings, model_path, config, attention)
+            phase.result = f"{model.num_parameters() / 1e6:.2f}M parameters on {model.device}"
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever the libraries raise for damage that the preflight cannot see
+        if full_disk(error, folder):
+            raise
+        log.info("the model cannot be loaded", exc_info=error, extra=FILE_ONLY)
+        raise UnloadableModel(str(error) if isinstance(error, ValueError) else described(error)) from error
+    return tokenizer, model
 
 
 def load_adapter(policy: PeftModel, folder: str | Path) -> None:

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -74,19 +74,25 @@ def read_adapter(folder: Path, model: Mapping[str, Any] | None) -> dict[str, Any
     return {"LORA_R": rank, "LORA_ALPHA": float(alpha), "LORA_TARGETS": chosen}
 
 
-def start_adapter(
-    settings: Settings, sources: dict[str, str], model: Mapping[str, Any] | None, problems: Problems
-) -> tuple[Settings, str | None]:
-    """(settings with the rank, alpha and targets of INIT_ADAPTER, SHA-256 of its weights; None where there is none).
+@dataclass(frozen=True)
+class StartAdapter:
+    """What INIT_ADAPTER brings: rank, alpha and targets by the name of the setting, and the SHA-256 of its weights."""
 
-    `sources` learns where they come from. One that was set to something else is a problem, and so is what cannot be used.
-    """
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    digest: str | None = None  # None: the run starts from a fresh adapter
+
+
+def read_start_adapter(
+    settings: Settings, sources: Mapping[str, str], model: Mapping[str, Any] | None, problems: Problems
+) -> StartAdapter:
+    """The adapter that INIT_ADAPTER names, given where the settings came from. A problem is one that cannot be used,
+    and a setting of the user's that says something else."""
     folder, where = Path(settings.INIT_ADAPTER).expanduser(), f"INIT_ADAPTER={settings.INIT_ADAPTER}"
     if not settings.INIT_ADAPTER:
-        return settings, None
+        return StartAdapter()
     if missing := missing_files(folder):
         problems.add(where, f"{' and '.join(missing)} not found there", WHICH)
-        return settings, None
+        return StartAdapter()
     try:
         if fault := adapter_fault(folder):
             raise ValueError(fault)
@@ -94,16 +100,16 @@ def start_adapter(
         digest = file_sha256(folder / ADAPTER)
     except (OSError, ValueError) as error:
         problems.add(where, str(error), WHICH)
-        return settings, None
+        return StartAdapter()
     layers = model["num_hidden_layers"] if model else UNKNOWN_LAYERS
     for name, value in own.items():
         mine = getattr(settings, name)
         if sources[name] != "environment":
-            sources[name] = "INIT_ADAPTER"
-        elif matched(mine, layers) != matched(value, layers) if name == "LORA_TARGETS" else mine != value:
+            continue
+        if matched(mine, layers) != matched(value, layers) if name == "LORA_TARGETS" else mine != value:
             what = f"it was set to {show(mine)}, and the adapter in {settings.INIT_ADAPTER} has {show(value)}"
             problems.add(name, what, f"Unset it (the adapter's own is taken), or set {name}={show(value)}")
-    return dataclasses.replace(settings, **own), digest
+    return StartAdapter(own, digest)
 
 
 def check_start(settings: Settings, run: RunState, digest: str | None, problems: Problems) -> None:

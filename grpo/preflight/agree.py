@@ -6,20 +6,20 @@ from __future__ import annotations
 import dataclasses
 
 from grpo.data.files import data_fingerprint
-from grpo.preflight.checks import Preflight
+from grpo.preflight.resolve import ResolvedRun
 from grpo.settings import Problems, show
 
 
-def merge_rank_problems(checked: Preflight) -> Preflight:
-    """`checked` with the problems of all ranks, the same on each of them: one that only some have names these."""
-    ranks = checked.ranks
+def merge_rank_problems(resolved: ResolvedRun) -> ResolvedRun:
+    """`resolved` with the problems of all ranks, the same on each of them: one that only some have names these."""
+    ranks = resolved.ranks
     if ranks.size == 1:
-        return checked
-    facts = {name: show(value) for name, value in dataclasses.asdict(checked.settings).items()}
-    facts |= {"GPUs": str(checked.machine.gpus), "vLLM": "used" if checked.rollouts[0] else "not used"}
-    facts |= {"rows of DATA and EVAL_DATA": data_fingerprint([*checked.rows, *checked.eval_rows])[:8]}
-    chosen = [name for name, source in checked.sources.items() if source == "chosen"]
-    reports = ranks.share((list(checked.problems), facts, chosen))
+        return resolved
+    facts = {name: show(value) for name, value in dataclasses.asdict(resolved.settings).items()}
+    facts |= {"GPUs": str(resolved.machine.gpus), "vLLM": "used" if resolved.use_vllm else "not used"}
+    facts |= {"rows of DATA and EVAL_DATA": data_fingerprint([*resolved.rows, *resolved.eval_rows])[:8]}
+    chosen = [name for name, source in resolved.sources.items() if source == "chosen"]
+    reports = ranks.share((list(resolved.problems), facts, chosen))
     problems = Problems()
     for text in dict.fromkeys(text for theirs, *_ in reports for text in theirs):
         who = [rank for rank, (theirs, *_) in enumerate(reports) if text in theirs]
@@ -31,7 +31,7 @@ def merge_rank_problems(checked: Preflight) -> Preflight:
                 fix = f"Set {name} to one of the two"
             problems.add(name, f"{first} on rank 0 and {reports[others[0]][1][name]} on {ranks_text(others)}", fix)
             break  # the rest may follow from it
-    return dataclasses.replace(checked, problems=problems)
+    return dataclasses.replace(resolved, problems=problems)
 
 
 def ranks_text(ranks: list[int]) -> str:
@@ -39,11 +39,11 @@ def ranks_text(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
-def adopt_rank0_state(checked: Preflight) -> Preflight:
-    """`checked` with the step and the batch that rank 0, which has locked OUTPUT_DIR and looked at it, goes on from. Raises
-    RankLost where rank 0 does not go on."""
-    step, batch = checked.ranks.broadcast((checked.run.step, checked.plan.generation_batch))
-    if not checked.ranks.rank:
-        return checked
-    plan = dataclasses.replace(checked.plan, generation_batch=batch)
-    return dataclasses.replace(checked, plan=plan, run=dataclasses.replace(checked.run, step=step))
+def adopt_rank0_state(resolved: ResolvedRun) -> ResolvedRun:
+    """`resolved` with the step and the batch that rank 0, which has locked OUTPUT_DIR and looked at it, goes on from.
+    Raises RankLost where rank 0 does not go on."""
+    step, batch = resolved.ranks.broadcast((resolved.run.step, resolved.plan.generation_batch))
+    if not resolved.ranks.rank:
+        return resolved
+    plan = dataclasses.replace(resolved.plan, generation_batch=batch)
+    return dataclasses.replace(resolved, plan=plan, run=dataclasses.replace(resolved.run, step=step))

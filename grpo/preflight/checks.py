@@ -9,31 +9,24 @@ import platform
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo.data.files import Row, data_fingerprint
-from grpo.data.heldout import read_split
-from grpo.data.prompts import render_rows
+from grpo.data.files import data_fingerprint
 from grpo.data.reward_checks import check_heldout, check_rewards
 from grpo.plan import hub
 from grpo.plan.hub import ModelFiles
 from grpo.plan.machine import (
-    FLASH_PACKAGES,
     GIB,
     TESTED,
-    TESTED_VLLM,
     Machine,
     check_packages,
     check_trackers,
     installed_versions,
-    read_machine,
 )
 from grpo.plan.memory import (
     BESIDE_VLLM,
     LORA_RANKS,
-    Plan,
     Shapes,
     divisors,
     host_shortfall,
@@ -44,9 +37,10 @@ from grpo.plan.memory import (
 )
 from grpo.plan.targets import check_targets, expert_words, hits
 from grpo.preflight import choices
-from grpo.preflight.adapter import check_start, start_adapter
-from grpo.preflight.choices import ATTENTION, VLLM_COLDEST, ClosedLoop
-from grpo.run.folder import RunState, existing_parent, inspect_run, run_folder
+from grpo.preflight.adapter import check_start
+from grpo.preflight.choices import ATTENTION, VLLM_COLDEST
+from grpo.preflight.resolve import Facts, ResolvedRun, read_facts, resolve
+from grpo.run.folder import RunState, existing_parent, inspect_run
 from grpo.run.ranks import Ranks
 from grpo.settings import (
     MOST_COMPLETIONS,
@@ -138,33 +132,29 @@ def check_settings(settings: Settings, config: Mapping[str, Any] | None, machine
         problems.add("PROMPTS_PER_STEP", what, f"Set it to {machine.ranks} or higher, or start fewer processes")
 
 
-def resolve_steps(settings: Settings, sources: dict[str, str], rows: int, problems: Problems) -> Settings:
-    """The settings with the TOTAL_STEPS that NUM_TRAIN_EPOCHS asks for, given the number of training rows; `sources`
-    learns of it. Both at once are a problem."""
+def check_epochs(settings: Settings, sources: Mapping[str, str], rows: int, problems: Problems) -> None:
+    """NUM_TRAIN_EPOCHS and TOTAL_STEPS are not set both, and it is not too many steps for a number of training rows."""
     epochs = settings.NUM_TRAIN_EPOCHS
     if epochs is None:
-        return settings
+        return
     if sources["TOTAL_STEPS"] == "environment":
         what = f"it says {epochs:g} rounds over the rows, and TOTAL_STEPS={settings.TOTAL_STEPS} is set as well"
         problems.add("NUM_TRAIN_EPOCHS", what, "Unset one of the two")
-        return settings
+        return
     steps, _ = choices.choose_steps(settings.TOTAL_STEPS, epochs, rows, settings.PROMPTS_PER_STEP)
     if steps > MOST_WHOLE:
         what = f"{epochs:g} rounds over {rows} rows are {steps} steps, and {MOST_WHOLE} are the most"
         problems.add("NUM_TRAIN_EPOCHS", what, "Lower it")
-        return settings
-    sources["TOTAL_STEPS"] = "chosen"
-    return dataclasses.replace(settings, TOTAL_STEPS=steps)
 
 
 def check_shared(
-    settings: Settings, config: Mapping[str, Any] | None, machine: Machine, vllm: bool, sync: str, problems: Problems
+    settings: Settings, config: Mapping[str, Any] | None, machine: Machine, use_vllm: bool, problems: Problems
 ) -> None:
-    """Whether `vllm` generates, and for EXPERTS=shared with the kernels whose layout the learner reads."""
+    """Whether vLLM generates, and for EXPERTS=shared with the kernels whose layout the learner reads."""
     why, shared = "", settings.EXPERTS == "shared"
-    if settings.EXPERTS in BESIDE_VLLM and not vllm:
+    if settings.EXPERTS in BESIDE_VLLM and not use_vllm:
         why = f"{settings.EXPERTS} is for a run beside vLLM, which does not generate here"
-    elif shared and sync == "lora":
+    elif shared and settings.ROLLOUT_SYNC == "lora":
         why = "with ROLLOUT_SYNC=lora vLLM keeps its experts for other kernels"
     elif shared and not 9 <= machine.capability < 10:
         why = f"the learner reads them as on Hopper cards (capability 9.0), {machine.gpu} has {machine.capability}"
@@ -172,15 +162,6 @@ def check_shared(
         why = "vLLM has no output head where it is tied to the embeddings"
     if why:
         problems.add("EXPERTS", why, "Set EXPERTS=auto")
-
-
-def experts_of(settings: Settings, shapes: Shapes) -> tuple[str, str]:
-    """(EXPERTS, reason) of a run with these settings."""
-    kinds, gpu, asked = shapes.expert_kinds(settings), shapes.machine.gpus, settings.EXPERTS
-    # Plans take a moment: none where nothing is to be chosen.
-    tried = [dataclasses.replace(settings, EXPERTS=kind) for kind in kinds if asked is None]
-    fits = [one.EXPERTS for one in tried if not (gpu and shapes.shortfall(one))]
-    return choices.choose_experts(asked, kinds, fits)
 
 
 def check_memory(settings: Settings, shapes: Shapes, problems: Problems, resumed: bool = False) -> None:
@@ -233,49 +214,36 @@ def check_disk(settings: Settings, files: ModelFiles, adapter: float, problems: 
             problems.add(f"{name}={path}", what, f"Free space, or point {name} to a larger disk")
 
 
-@dataclass(frozen=True)
-class Preflight:
-    """Everything that is known about a run before anything heavy is imported. A choice is (what, reason)."""
-
-    settings: Settings
-    sources: dict[str, str]
-    problems: Problems
-    machine: Machine
-    files: ModelFiles | None
-    rows: list[Row]
-    eval_rows: list[Row]
-    reward_specs: list[tuple[str, float]]
-    heldout_reason: str  # how the held-out rows were told apart
-    garbage_warning: str | None
-    rewards: tuple[str, str]
-    scale_rewards: tuple[str, str]
-    attention: tuple[str, str]
-    packing: tuple[str, str]
-    rollouts: tuple[bool, str]
-    sync: tuple[str, str]
-    experts: tuple[str, str]
-    plan: Plan | None
-    run: RunState
-    closed_loop: ClosedLoop
-    evaluation: tuple[bool, str]  # exact or sampled
-    best: tuple[str, str]
-    init_adapter: str | None  # SHA-256 of its weights
-    ranks: Ranks = dataclasses.field(default_factory=Ranks)
-    warnings: list[str] = dataclasses.field(default_factory=list)  # about variables that are no settings
-
-
-def keep_choices(settings: Settings, rollouts: tuple[bool, str], plan: Plan, run: RunState, problems: Problems) -> Plan:
-    """The plan of a resumed run with what `auto` chose at its start: other batches would sample differently."""
-    engine, _ = run.choices.get("rollouts") or rollouts
+def continue_run(resolved: ResolvedRun, run: RunState, problems: Problems) -> ResolvedRun:
+    """The resolved run as it goes on from what OUTPUT_DIR holds, with the GENERATION_BATCH that `auto` chose at its
+    start: another one would sample differently. A problem where it generated otherwise."""
+    resolved, settings = dataclasses.replace(resolved, run=run), resolved.settings
+    if not run.checkpoint or not resolved.plan:
+        return resolved
+    began_with_vllm, _ = run.choices.get("rollouts") or resolved.choice("use_vllm")
     recorded = (run.choices.get("plan") or {}).get("generation_batch")
-    if engine != rollouts[0] and settings.USE_VLLM is None:
-        was, now = f"USE_VLLM={int(engine)}", f"USE_VLLM={int(rollouts[0])}"
-        what = f"the run in {run.folder} was started with {was}, now it is {int(rollouts[0])} ({rollouts[1]})"
+    if began_with_vllm != resolved.use_vllm and settings.USE_VLLM is None:
+        was, now = f"USE_VLLM={int(began_with_vllm)}", f"USE_VLLM={int(resolved.use_vllm)}"
+        what = f"the run in {run.folder} was started with {was}, now it is {int(resolved.use_vllm)}"
+        what += f" ({resolved.reasons['use_vllm']})"
         problems.add("USE_VLLM", what, f"Set {was} to continue as before, {now} to go on like this")
-    elif engine == rollouts[0] and recorded and settings.GENERATION_BATCH is None:
+    elif began_with_vllm == resolved.use_vllm and recorded and settings.GENERATION_BATCH is None:
         reason = "as the run was started"
-        return dataclasses.replace(plan, generation_batch=recorded, generation_batch_reason=reason)
-    return plan
+        plan = dataclasses.replace(resolved.plan, generation_batch=recorded, generation_batch_reason=reason)
+        return dataclasses.replace(resolved, plan=plan)
+    return resolved
+
+
+def check_same_model(resolved: ResolvedRun, problems: Problems) -> None:
+    """A run that goes on began with this model. Runs that do not say so began before data/tiny was there, with a tiny
+    model of their own."""
+    run, name = resolved.run, resolved.settings.MODEL_ID
+    if not run.checkpoint or not resolved.files:
+        return
+    began = run.choices.get("model")
+    if began not in (None, hub.config_digest(resolved.files.config)):
+        what = f"the run in {run.folder} began with another model of that name (its config.json differs)"
+        problems.add(f"MODEL_ID={name}", what, "Choose another OUTPUT_DIR, or set OVERWRITE=1")
 
 
 def place_problem() -> str | None:
@@ -287,101 +255,86 @@ def place_problem() -> str | None:
     return None if is_text(here) else f"current folder: {here!r} is no name in UTF-8. Rename it, or change into another"
 
 
-def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks: Ranks | None = None) -> Preflight:
-    """Every check that needs no training; all problems are collected, and nothing is written. OUTPUT_DIR is rank 0's."""
-    settings, sources, problems = load_settings(environ)
-    ranks = ranks or Ranks()
-    machine = dataclasses.replace(machine or read_machine(), ranks=ranks.size, here=ranks.local_size)
-    versions = installed_versions([*TESTED, *TESTED_VLLM])
-    rollouts = choices.choose_rollouts(settings.USE_VLLM, machine.gpus, settings.MODEL_ID == "tiny", versions["vllm"])
-    check_packages(settings, versions, problems, rollouts[0])
-    files = hub.find_model(settings.MODEL_ID, problems)
-    config = files.config if files else None
-    settings, init_adapter = start_adapter(settings, sources, config, problems)
-    sync = choices.choose_sync(settings.ROLLOUT_SYNC, bool(expert_words(settings.LORA_TARGETS)))
-    if settings.ROLLOUT_SYNC is None:
-        settings, sources["ROLLOUT_SYNC"] = dataclasses.replace(settings, ROLLOUT_SYNC=sync[0]), "chosen"
-    check_shared(settings, config, machine, rollouts[0], sync[0], problems)
+def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks: Ranks | None = None) -> ResolvedRun:
+    """The resolved run of the settings in `environ`, with all problems that can be known without training; nothing is
+    written. OUTPUT_DIR is rank 0's."""
+    loaded, sources, problems = load_settings(environ)
+    settings, sources = choices.choose_demo(loaded, sources)
+    facts = read_facts(settings, sources, machine, ranks or Ranks(), problems)
+    resolved = resolve(settings, sources, facts, problems)
+    garbage_warning = check_input(resolved, facts, environ, problems)
+    if not resolved.ranks.rank:
+        run = inspect_run(resolved.settings, resolved.rows, problems)
+        resolved = continue_run(resolved, run, problems)
+    check_run(resolved, problems)
+    _, warnings = unknown_variables(environ)
+    warnings += filter(None, [choices.attention_warning(resolved.attention), garbage_warning])
+    return dataclasses.replace(resolved, problems=Problems(dict.fromkeys(problems)), warnings=tuple(warnings))
+
+
+def check_input(resolved: ResolvedRun, facts: Facts, environ: Mapping[str, str], problems: Problems) -> str | None:
+    """Settings, packages, machine and rows go together, and the reward functions can score the rows. Returns a warning
+    where garbage pays."""
+    settings, machine, use_vllm = resolved.settings, resolved.machine, resolved.use_vllm
+    check_packages(settings, facts.versions, problems, use_vllm)
     check_trackers(settings, environ, problems)
-    settings, sources = choices.choose_demo(settings, sources)
-    split = read_split(settings, problems)
-    rows, eval_rows, longest = split.train, split.heldout, 0
-    settings = resolve_steps(settings, sources, len(rows), problems)
-    check_settings(settings, config, machine, problems)
-    ready = all(versions[name] for name in TESTED)  # tokenizers and numpy come with these packages
-    if ready and files and files.tokenizer:
-        both, longest = render_rows(settings, [*rows, *eval_rows], files.template, files.tokenizer, problems)
-        rows, eval_rows = both[: len(rows)], both[len(rows) :]
-    rewards, tokenizer = choices.choose_rewards(settings.REWARDS, rows), files.tokenizer if longest else None
-    specs, garbage = check_rewards(settings, rewards[0], rows, problems, tokenizer)
-    check_heldout(specs, settings, eval_rows, problems, tokenizer)
-    scale = choices.choose_scale_rewards(settings.SCALE_REWARDS, [name for name, _ in specs])
-    run = RunState(run_folder(settings)) if ranks.rank else inspect_run(settings, rows, problems)
-    check_start(settings, run, init_adapter, problems)
-    flash = installed_versions(package for package, _ in FLASH_PACKAGES.values())
-    installed = [name for name, version in flash.items() if version]
-    attention = choices.choose_attention(settings.ATTN_IMPL, machine.gpus, machine.capability, installed)
-    packing = choices.choose_packing(settings.PACKING, attention[0], machine.gpus)
-    plan, experts = None, (settings.EXPERTS or "bf16", "there is no model")
-    if files:
-        checkpoint = hub.checkpoint_gib(settings.MODEL_ID, files) if rollouts[0] and machine.gpus else None
-        prompt_len = longest or settings.MAX_PROMPT_LEN
-        shapes = Shapes(files.config, machine, prompt_len, attention[0], packing[0], checkpoint)
-        experts = experts_of(settings, shapes)
-        if settings.EXPERTS is None:
-            settings, sources["EXPERTS"] = dataclasses.replace(settings, EXPERTS=experts[0]), "chosen"
-        elif sources["EXPERTS"] == "default":
-            experts = experts[0], "the default"
-        plan = shapes.plan(settings)
-        if run.checkpoint:
-            plan = keep_choices(settings, rollouts, plan, run, problems)
-            if run.choices.get("model") not in (None, hub.config_digest(files.config)):
-                what = f"the run in {run.folder} began with another model of that name (its config.json differs)"
-                problems.add(f"MODEL_ID={settings.MODEL_ID}", what, "Choose another OUTPUT_DIR, or set OVERWRITE=1")
-        check_memory(settings, shapes, problems, run.checkpoint is not None)
-        check_disk(settings, files, plan.adapter, problems)
-    closed_loop = ClosedLoop("", "packages are missing")
-    if ready:
-        own_profile = sources["EVAL_PROFILE"] == "environment"
-        closed_loop = choices.plan_closed_loop(settings, eval_rows, rollouts[0], own_profile, problems)
-    parameters = hub.count_parameters(files.config)["total"] if files else 0
-    opened = any(not row.prompt.endswith("<|start|>assistant") for row in eval_rows if row.prompt)
-    evaluation = choices.choose_evaluation(
-        settings, rollouts[0], parameters, closed_loop.kind, opened, all(row.rewards for row in eval_rows)
-    )
-    best = choices.choose_best(settings, len(eval_rows), bool(closed_loop.prompt))
-    if best[0] == "plant" and not closed_loop.prompt:
-        problems.add("BEST_BY", f"the closed loop does not run ({closed_loop.reason})", "Set BEST_BY=auto or reward")
-    problems[:] = dict.fromkeys(problems)
-    chosen = (
-        split.reason, garbage, rewards, scale, attention, packing, rollouts, sync, experts, plan, run, closed_loop,
-        evaluation, best, init_adapter, ranks, unknown_variables(environ)[1],
-    )  # fmt: skip
-    return Preflight(settings, sources, problems, machine, files, rows, eval_rows, specs, *chosen)
+    check_epochs(settings, resolved.sources, len(resolved.rows), problems)
+    check_settings(settings, facts.config, machine, problems)
+    check_shared(settings, facts.config, machine, use_vllm, problems)
+    tokenizer = facts.files.tokenizer if facts.longest_prompt else None
+    specs, garbage_warning = check_rewards(settings, resolved.rewards, resolved.rows, problems, tokenizer)
+    check_heldout(specs, settings, resolved.eval_rows, problems, tokenizer)
+    if resolved.best_by == "plant" and not resolved.closed_loop.prompt:
+        why = f"the closed loop does not run ({resolved.reasons['closed_loop']})"
+        problems.add("BEST_BY", why, "Set BEST_BY=auto or reward")
+    return garbage_warning
 
 
-def run_records(preflight_result: Preflight) -> dict[str, dict[str, Any]]:
+def check_run(resolved: ResolvedRun, problems: Problems) -> None:
+    """The run starts or goes on from what it began with, and has memory and disk."""
+    settings, run = resolved.settings, resolved.run
+    check_start(settings, run, resolved.init_adapter, problems)
+    check_same_model(resolved, problems)
+    if resolved.shapes:
+        check_memory(settings, resolved.shapes, problems, run.checkpoint is not None)
+        check_disk(settings, resolved.files, resolved.plan.adapter, problems)
+
+
+# Choices in settings.json, by the name that they have there, and the field of ResolvedRun.
+RECORDED = {
+    "rewards": "rewards",
+    "scale_rewards": "scale_rewards",
+    "attention": "attention",
+    "packing": "packing",
+    "rollouts": "use_vllm",
+    "sync": "rollout_sync",
+    "experts": "experts",
+    "evaluation": "exact",
+    "best": "best_by",
+    "epsilon_high": "epsilon_high",
+    "threads": "threads",
+}
+
+
+def run_records(resolved: ResolvedRun) -> dict[str, dict[str, Any]]:
     """What OUTPUT_DIR keeps of a run, by file: every setting, every choice and its reason, and the packages' versions."""
-    p, settings = preflight_result, preflight_result.settings
-    parameters = hub.count_parameters(p.files.config)["total"] if p.files else 0
-    names = ("rewards", "scale_rewards", "attention", "packing", "rollouts", "sync", "experts", "evaluation", "best")
-    chosen = {name: getattr(p, name) for name in names}
+    settings, config = resolved.settings, resolved.files.config if resolved.files else None
+    chosen = {name: resolved.choice(field) for name, field in RECORDED.items()}
     chosen |= {
-        "lora_targets": dict(hits(settings.LORA_TARGETS, p.files.config, settings.LORA_R)) if p.files else None,
-        "epsilon_high": choices.choose_epsilon_high(settings),
-        "threads": choices.choose_threads(parameters, p.machine.gpus, os.environ),
-        "model": hub.config_digest(p.files.config) if p.files else None,
-        "init_adapter": p.init_adapter,
-        "heldout": [len(p.eval_rows), p.heldout_reason],
+        "lora_targets": dict(hits(settings.LORA_TARGETS, config, settings.LORA_R)) if config else None,
+        "model": hub.config_digest(config) if config else None,
+        "init_adapter": resolved.init_adapter,
+        "heldout": [len(resolved.eval_rows), resolved.reasons["heldout"]],
+        "plan": dataclasses.asdict(resolved.plan) if resolved.plan else None,
     }
     settings_json = {
         "settings": dataclasses.asdict(settings),
-        "sources": p.sources,
-        "choices": chosen | {"plan": dataclasses.asdict(p.plan) if p.plan else None},
-        "machine": dataclasses.asdict(p.machine),
-        "data_sha256": data_fingerprint(p.rows),
+        "sources": dict(resolved.sources),
+        "choices": chosen,
+        "machine": dataclasses.asdict(resolved.machine),
+        "data_sha256": data_fingerprint(resolved.rows),
         "command": " ".join([Path(sys.executable).name, *sys.argv]),
-        "resumed_from_step": p.run.step,
+        "resumed_from_step": resolved.run.step,
     }
     versions = {"python": platform.python_version()} | installed_versions([*TESTED, "vllm", "triton", "pandas"])
     return {"settings.json": settings_json, "versions.json": versions}

@@ -165,8 +165,7 @@ class ClosedLoop:
     """Whether the closed loop runs: `prompt` is `full` or `compact`, or empty where it does not. And with which windows:
     `cases` of grpo/tasks/tes/record.py."""
 
-    prompt: str
-    reason: str
+    prompt: str = ""
     profiles: tuple[str, ...] = ()
     cases: tuple[Any, ...] = ()
     kind: str | None = None  # of the held-out prompts
@@ -235,8 +234,8 @@ def choose_best(settings: Settings, heldout: int, closed_loop: bool) -> tuple[st
 
 def plan_closed_loop(
     settings: Settings, rows: Sequence[Row], engine: bool, chosen: bool, problems: Problems
-) -> ClosedLoop:
-    """Choose, and read the profiles; their problems are added."""
+) -> tuple[ClosedLoop, str]:
+    """(the closed loop of a run with the profiles read, reason); the problems of the profiles are added."""
     # Late: where packages are missing, numpy too, `check_packages` is to say so.
     from grpo.tasks.tes.closed_loop import DECISIONS
     from grpo.tasks.tes.profiles import ProfileError
@@ -247,12 +246,19 @@ def plan_closed_loop(
     runs, reason = choose_closed_loop(settings, kind, engine, chosen)
     named = bool(settings.EVAL_PROFILE)
     if not runs:
-        return ClosedLoop("", reason, kind=kind, named=named)
+        return ClosedLoop(kind=kind, named=named), reason
     paths, cases = find_files("EVAL_PROFILE", settings.EVAL_PROFILE, problems), []
     for path in paths:
         try:
             cases += read_cases(path)
         except ProfileError as error:
             problems += [f"EVAL_PROFILE: {line}" for line in error.problems]
-    why = f"{reason}; {len(cases)} windows of {settings.EVAL_PROFILE}, {DECISIONS} decisions one after the other"
-    return ClosedLoop(kind if cases else "", why, tuple(map(shown_path, paths)), tuple(cases), kind, named)
+    reason += f"; {len(cases)} windows of {settings.EVAL_PROFILE}, {DECISIONS} decisions one after the other"
+    closed_loop = ClosedLoop(
+        prompt=kind if cases else "",
+        profiles=tuple(map(shown_path, paths)),
+        cases=tuple(cases),
+        kind=kind,
+        named=named,
+    )
+    return closed_loop, reason

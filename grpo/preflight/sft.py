@@ -12,8 +12,9 @@ from grpo.data.heldout import read_split
 from grpo.data.prompts import answer_of
 from grpo.plan.hub import find_model
 from grpo.plan.machine import installed_versions
-from grpo.preflight.checks import Preflight, preflight
+from grpo.preflight.checks import preflight
 from grpo.preflight.choices import choose_demo
+from grpo.preflight.resolve import ResolvedRun
 from grpo.settings import Problems, load_settings
 
 # Nothing is generated, scored or evaluated, and rows are padded, which only eager attention takes.
@@ -37,8 +38,8 @@ def longest_answer(model_id: str, answers: Sequence[str]) -> int:
     return max((len(one.ids) for one in Tokenizer.from_file(str(files.tokenizer)).encode_batch(answers)), default=1)
 
 
-def sft_preflight(environ: Mapping[str, str], out: Path) -> tuple[Preflight, list[str | None]]:
-    """(the preflight of the settings in `environ` with OUTPUT_DIR=`out`, the answer of each row, None where there is
+def sft_preflight(environ: Mapping[str, str], out: Path) -> tuple[ResolvedRun, list[str | None]]:
+    """(the resolved run of the settings in `environ` with OUTPUT_DIR=`out`, the answer of each row, None where there is
     none).
 
     Rows that a run of train_grpo.py with these settings would hold out are left out here too: it may start from this
@@ -58,13 +59,19 @@ def sft_preflight(environ: Mapping[str, str], out: Path) -> tuple[Preflight, lis
             f"--out {out}", "it is not empty", "Name another folder, or set OVERWRITE=1 to replace the run in it"
         )
         changes["OVERWRITE"] = "1"  # the one word about it is enough
-    check = preflight(dict(environ) | changes)
+    resolved = preflight(dict(environ) | changes)
     train = {row.id for row in split.train}
-    rows = [row for row in check.rows if row.id in train]
-    check = dataclasses.replace(check, rows=rows, heldout_reason=split.reason)
-    if check.rows and not problems and not any(answers):
+    rows = [row for row in resolved.rows if row.id in train]
+    if rows and not problems and not any(answers):
         fix = "Add a column `answer`, or rewards that differ"
         problems.add("DATA", "no row has an answer, or an action better than others", fix)
-    check.problems.extend(problems[:SHOWN])
-    kept = {name: getattr(settings, name) for name in (*ONLY_LEARNING, "MAX_COMPLETION_LEN")}
-    return dataclasses.replace(check, settings=dataclasses.replace(check.settings, **kept)), answers
+    # Recorded is what the user set, not what the checks were asked for.
+    as_set = {name: getattr(settings, name) for name in (*ONLY_LEARNING, "MAX_COMPLETION_LEN")}
+    resolved = dataclasses.replace(
+        resolved,
+        settings=dataclasses.replace(resolved.settings, **as_set),
+        rows=rows,
+        reasons={**resolved.reasons, "heldout": split.reason},
+        problems=Problems([*resolved.problems, *problems[:SHOWN]]),
+    )
+    return resolved, answers

@@ -28,6 +28,7 @@ from grpo.rollout.paged_weights import PagedWeights
 from grpo.rollout.shared_weights import share_weights
 from grpo.rollout.vllm_patches import close_process_group, keep_weights_asleep, patch_kernels, vllm_environment
 from grpo.rollout.weight_sync import sync, write_adapter
+from grpo.run.ending import RunFailure
 from grpo.settings import Settings
 
 # Numbers of tokens in a prefill for which Triton compiles each kernel of gpt-oss-20b's experts and router in vLLM once (from
@@ -41,8 +42,11 @@ Rows = Sequence[Sequence[int]]  # token ids
 Generated = tuple[list[list[int]], list[list[float | None]]]  # token ids of completions, a log-prob for each of them
 
 
-class EngineError(RuntimeError):
+class EngineError(RunFailure):
     """vLLM failed in a way from which this process cannot recover; the last checkpoint can."""
+
+    code = 4
+    label = "vLLM"
 
 
 @contextlib.contextmanager

@@ -17,12 +17,17 @@ from grpo.model.packing import pack_batch
 from grpo.phases import Phase
 from grpo.rollout.engine import EngineError, Rows
 from grpo.rollout.weight_sync import lora_layers
+from grpo.run.ending import RunFailure
 from grpo.run.logs import banner_text
 from grpo.settings import log
 
 
-class ParityError(RuntimeError):
+class ParityError(RunFailure):
     """vLLM and the trainer give different log-probs for the same adapter."""
+
+    code = 3
+    label = "PARITY"
+    is_zipped = False
 
 
 PARITY_PROMPTS, PARITY_TOKENS, PARITY_SAMPLED = 4, 256, 32  # prompts, fixed tokens of each, sampled tokens of each

@@ -9,6 +9,7 @@ import io
 import logging
 import math
 import os
+import select
 import sys
 import textwrap
 import time
@@ -19,7 +20,6 @@ from typing import Any, TextIO
 
 from grpo.data.scoring import Completion, completion_rates, is_answer
 from grpo.phases import BAR
-from grpo.run.ending import is_unread
 from grpo.run.pace import Pace
 from grpo.settings import log
 from rewards import best_action
@@ -263,10 +263,15 @@ class RunLog:
         self.garbage_pays: str | None = None
 
     def write_completions(
-        self, step: int, read: Sequence[Completion], totals: Sequence[float], scores: Sequence[Sequence[float]] = ()
+        self,
+        step: int,
+        read: Sequence[Completion],
+        totals: Sequence[float],
+        scores: Sequence[Sequence[float]] = (),
+        zero_std_fraction: float | None = None,
     ) -> None:
         """Write a step's completions, each with its weighted reward and what each function gave it (N, F), and remember
-        their rates."""
+        their rates. `zero_std_fraction`: of their groups, those whose rewards are all the same."""
         given = {function_column(name): [row[i] for row in scores] for i, name in enumerate(self.functions)}
         self.completions.write(
             {
@@ -284,6 +289,8 @@ class RunLog:
             for i, (one, total) in enumerate(zip(read, totals, strict=True))
         )
         self.rates = completion_rates(read)
+        if zero_std_fraction is not None:
+            self.rates["zero_std_fraction"] = zero_std_fraction
         for name, values in given.items():
             kept = [value for value in values if not math.isnan(value)]
             self.rates[name] = fmean(kept) if kept else math.nan
@@ -367,3 +374,10 @@ def start_logging(folder: Path) -> None:
     logging.captureWarnings(True)
     for name, text in UNIMPORTANT.items():
         logging.getLogger(name).addFilter(lambda record, text=text: text not in record.getMessage())
+
+
+def is_unread(descriptor: int) -> bool:
+    """Whether nobody can read any more what is written there."""
+    poll = select.poll()
+    poll.register(descriptor, 0)  # errors and hang-ups are always reported
+    return bool(poll.poll(0))

@@ -207,15 +207,15 @@ def test_vllm_gets_the_adapter_from_its_folder(run, tiny, monkeypatch, tmp_path)
 
 
 def test_a_run_that_is_ended_in_the_closed_loop_leaves_no_part_of_it(monkeypatch, tmp_path):
-    plan = ClosedLoop("full", "", ("p.csv",), tuple(read_cases(PROFILE)))
+    plan = ClosedLoop("full", ("p.csv",), tuple(read_cases(PROFILE)))
     answers = [[[0]] * 4 * len(plan.cases), KeyboardInterrupt]  # as train_grpo's handler of signals does
     completions = mock.Mock(side_effect=answers)
     monkeypatch.setattr("grpo.evaluate.plant.generate_completions", completions)
     batch_decode = SimpleNamespace(batch_decode=lambda ids, **options: ["[0]"] * len(ids))
     trainer = SimpleNamespace(run=SimpleNamespace(settings=Settings(), folder=tmp_path), processing_class=batch_decode)
-    check = SimpleNamespace(closed_loop=plan, files=SimpleNamespace(template=""), evaluation=(False, ""))
+    resolved = SimpleNamespace(closed_loop=plan, files=SimpleNamespace(template=""), exact=False)
     with pytest.raises(KeyboardInterrupt):
-        measure_closed_loop(check, trainer, base=True)
+        measure_closed_loop(resolved, trainer, base=True)
     assert completions.call_count == 2 and not list(tmp_path.iterdir())
 
 

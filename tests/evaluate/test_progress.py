@@ -19,7 +19,7 @@ from peft import PeftModel
 from trainers import make
 
 from grpo.evaluate.progress import Figures, Progress, plant_warning
-from grpo.learn.trainer import kept_randomness
+from grpo.learn.sampling import kept_randomness
 from grpo.measure.kills import KINDS
 from grpo.model.load import load_model
 from grpo.plan.hub import find_model
@@ -51,14 +51,14 @@ def test_a_plant_that_gets_worse_while_the_reward_rises_is_told(now, exact, warn
 
 
 def test_it_is_told_when_it_begins_and_at_the_end(tmp_path, caplog, monkeypatch):
-    check = SimpleNamespace(
-        evaluation=(True, ""),
-        best=("plant", ""),
+    resolved = SimpleNamespace(
+        exact=True,
+        best_by="plant",
         settings=Settings(),
         closed_loop=SimpleNamespace(cases=()),
         eval_rows=[],
     )
-    progress, trainer = Progress(check), SimpleNamespace(run=SimpleNamespace(folder=tmp_path))
+    progress, trainer = Progress(resolved), SimpleNamespace(run=SimpleNamespace(folder=tmp_path))
     progress.base = BASE
     monkeypatch.setattr("grpo.run.best.keep_best", lambda *given: {})
     told = []
@@ -154,7 +154,7 @@ def test_what_is_measured_reaches_logs_and_trackers_and_is_no_part_of_the_step(t
         torch.manual_seed(0)
         return {"heldout_reward": 0.25}
 
-    trainer.run.measure = measure
+    trainer.measure = measure
     trainer.add_callback(type("Tracker", (type(trainer.timer).__mro__[1],), {"on_log": lambda self, args, state, control, logs, **rest: logged.append(logs)}))  # fmt: skip
     trainer.train()
     rows = read_csv(tmp_path / "metrics.csv")

@@ -98,12 +98,12 @@ def test_what_sft_refuses(runs, tmp_path, capsys, monkeypatch):
     assert "it is not empty. Name another folder, or set OVERWRITE=1" in capsys.readouterr().err
     header = ["prompt", "reward_action_0", "reward_action_1"]
     flat = write_csv(tmp_path / "flat.csv", header, [["which?", 1, 1]])
-    check, answers = sft_preflight(ENVIRON | {"DATA": str(flat)}, tmp_path / "out")
-    assert "no row has an answer, or an action better" in only(check.problems) and answers == [None]
+    resolved, answers = sft_preflight(ENVIRON | {"DATA": str(flat)}, tmp_path / "out")
+    assert "no row has an answer, or an action better" in only(resolved.problems) and answers == [None]
     prompt = RENDERED.format("which?") + "<|channel|>analysis<|message|>"
     opened = write_csv(tmp_path / "opened.csv", header, [[prompt, 0, 1]])
-    check, _ = sft_preflight(ENVIRON | {"DATA": str(opened)}, tmp_path / "out")
-    assert "opened.csv, row 1: the prompt opens '<|channel|>analysis<|message|>'" in only(check.problems)
+    resolved, _ = sft_preflight(ENVIRON | {"DATA": str(opened)}, tmp_path / "out")
+    assert "opened.csv, row 1: the prompt opens '<|channel|>analysis<|message|>'" in only(resolved.problems)
     texts = write_csv(tmp_path / "texts.csv", ["prompt", "answer"], [["which?", "north"], ["why?", "so"]])
     assert not sft_preflight(ENVIRON | {"DATA": str(texts)}, tmp_path / "out")[0].problems, "it needs no rewards"
 
@@ -112,8 +112,10 @@ def test_sft_leaves_out_what_a_run_on_these_rows_would_hold_out(tmp_path):
     rows = [["x" * n, 0, 1] for n in range(1, 41)]
     data = write_csv(tmp_path / "own.csv", ["question", "reward_action_0", "reward_action_1"], rows)
     given = ENVIRON | {"DATA": str(data)}
-    check, answers = sft_preflight(given, tmp_path / "out")
+    resolved, answers = sft_preflight(given, tmp_path / "out")
     run = preflight(given | {"OUTPUT_DIR": str(tmp_path / "run")})
-    assert [row.id for row in check.rows] == [row.id for row in run.rows] and len(answers) == len(check.rows) == 34
-    check, answers = sft_preflight(given | {"EVAL_SAMPLES": "0"}, tmp_path / "out")
-    assert len(answers) == len(check.rows) == 40
+    assert [row.id for row in resolved.rows] == [row.id for row in run.rows] and len(answers) == len(
+        resolved.rows
+    ) == 34
+    resolved, answers = sft_preflight(given | {"EVAL_SAMPLES": "0"}, tmp_path / "out")
+    assert len(answers) == len(resolved.rows) == 40

@@ -248,7 +248,7 @@ def test_a_prompt_is_tokenized_once_for_all_its_completions(tiny, tmp_path):
     tokenizer, asked = trainer.processing_class, []
     trainer.processing_class = lambda text: asked.append(list(text)) or tokenizer(text=text)
     assert trainer._tokenize_prompts([a, a, b, a]) == expected
-    trainer._generate_single_turn = lambda prompt_ids, *rest: (prompt_ids, None)
+    trainer.generate = lambda prompt_ids, *rest: (prompt_ids, None)
     assert generate_completions(trainer, [a, a, b, a], 2, base=False) == expected[0]
     assert asked == [[a, b]] * 2
 

@@ -85,8 +85,8 @@ WIRING = {
 }
 # Those which are neither TRL's nor PEFT's, and the room that uses them.
 ELSEWHERE = {
-    "MODEL_ID": "preflight", "ATTN_IMPL": "preflight", "EXPERTS": "preflight", "MICRO_BATCH": "preflight",
-    "PACKING": "preflight", "USE_VLLM": "preflight", "GENERATION_BATCH": "preflight", "VLLM_GPU_MEM": "preflight",
+    "MODEL_ID": "preflight", "ATTN_IMPL": "preflight", "EXPERTS": "preflight", "MICRO_BATCH": "plan",
+    "PACKING": "preflight", "USE_VLLM": "preflight", "GENERATION_BATCH": "preflight", "VLLM_GPU_MEM": "plan",
     "INVALID_REWARD": "data", "ROLLOUT_SYNC": "rollout", "VLLM_EAGER": "rollout", "PARITY": "rollout",
     "PARITY_LIMIT": "rollout", "IS_CORRECTION": "learn", "IS_CLIP_MAX": "learn", "INIT_ADAPTER": "preflight",
     "NUM_TRAIN_EPOCHS": "preflight",
@@ -223,8 +223,8 @@ def test_the_check_calls_a_reward_function_as_training_does(form, tiny, tmp_path
     assert len(check["prompts"]) == 4 * min(64, len(result.rows)), "garbage and two answers to each row that is tried"
     (tmp_path / "run").mkdir()
     ours = make(tiny, tmp_path / "run", rows=result.rows, REWARDS="test_wiring:record")
-    numbers = {row.id: n for n, row in enumerate(result.rows)}
-    inputs = [{"row": numbers[name]} for name in check["prompt_id"]]
+    numbers = {row.prompt: n for n, row in enumerate(result.rows)}
+    inputs = [{"row": numbers[name]} for name in check["rendered_prompts"]]
     ours._calculate_rewards(inputs, [], [], check["completion_ids"])
     training = CALLS[1]
     assert training.keys() == check.keys()
@@ -269,7 +269,6 @@ def test_training_calls_a_reward_function_as_trl_does(form, tiny, tmp_path):
         each._generate_and_score_completions([row for row in inputs for _ in range(2)])
     trl, training = CALLS
     assert training.keys() - trl.keys() - {"csv_prompt"} == {
-        "prompt_id",
         "raw_completions",
         "rendered_prompts",
         "truncated",

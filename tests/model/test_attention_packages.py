@@ -169,9 +169,8 @@ def test_metadata_without_a_module_ends_before_the_model_is_loaded(monkeypatch, 
     module, _ = STAND_INS[attention]
     monkeypatch.setitem(sys.modules, module.split(".")[0], None)
     monkeypatch.setattr("grpo.model.load.unseen_gpu", lambda machine: None)
-    chosen = attention, "set by ATTN_IMPL"
-    check = types.SimpleNamespace(run=None, settings=None, machine=CPU, attention=chosen, ranks=Ranks())
-    assert train_grpo.launch(check) == 2
+    resolved = types.SimpleNamespace(run=None, settings=None, machine=CPU, attention=attention, ranks=Ranks())
+    assert train_grpo.launch(resolved) == 2
     problem = capsys.readouterr().err
     distribution, install = FLASH_PACKAGES[attention]
     for part in (f"ATTN_IMPL: {attention}", distribution, "ModuleNotFoundError", install, "ATTN_IMPL=torch_flash"):

@@ -10,31 +10,39 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from machines import only
+from conftest import CLEAN
+from machines import CPU, only
 from safetensors.numpy import save_file
 
 from grpo.measure.kills import KINDS
 from grpo.plan.hub import REAL_CONFIG, read_json
 from grpo.plan.targets import expected_shapes
-from grpo.preflight.adapter import check_start, start_adapter
+from grpo.preflight.adapter import check_start, read_start_adapter
+from grpo.preflight.checks import preflight
 from grpo.run.durable import begin_checkpoint, finish_checkpoint
 from grpo.run.folder import ADAPTER, COMPLETE, RunState, needed_files
 from grpo.settings import Problems, load_settings
 
 
 def start(tiny, folder, model=None, **environ):
-    """(settings, their sources, digest, problems) of a run that starts from the adapter in `folder`."""
+    """(settings, StartAdapter, problems) of a run that starts from the adapter in `folder`."""
     settings, sources, problems = load_settings({"MODEL_ID": "tiny", "INIT_ADAPTER": str(folder)} | environ)
-    settings, digest = start_adapter(settings, sources, model or read_json(tiny / "config.json"), problems)
-    return settings, sources, digest, problems
+    adapter = read_start_adapter(settings, sources, model or read_json(tiny / "config.json"), problems)
+    return settings, adapter, problems
 
 
 def test_the_adapters_own_shape_is_taken(tiny, saved_adapter, tmp_path):
     for given in ({}, {"LORA_R": "3", "LORA_TARGETS": " v_proj,q_proj"}):
-        s, sources, digest, problems = start(tiny, saved_adapter, **given)
-        assert not problems and (s.LORA_R, s.LORA_ALPHA, s.LORA_TARGETS) == (3, 5.0, "q_proj,v_proj")
-        assert digest == hashlib.sha256((saved_adapter / ADAPTER).read_bytes()).hexdigest()
-        assert sources["LORA_ALPHA"] == "INIT_ADAPTER" and (sources["LORA_R"] == "environment") is bool(given)
+        s, adapter, problems = start(tiny, saved_adapter, **given)
+        assert not problems
+        assert adapter.settings == {"LORA_R": 3, "LORA_ALPHA": 5.0, "LORA_TARGETS": "q_proj,v_proj"}
+        assert adapter.digest == hashlib.sha256((saved_adapter / ADAPTER).read_bytes()).hexdigest()
+        environ = {"MODEL_ID": "tiny", "INIT_ADAPTER": str(saved_adapter), "OUTPUT_DIR": str(tmp_path / "run")}
+        resolved = preflight(CLEAN | environ | {"EVAL_SAMPLES": "0"} | given, CPU)
+        assert {name: getattr(resolved.settings, name) for name in adapter.settings} == adapter.settings
+        assert resolved.init_adapter == adapter.digest and not resolved.problems
+        assert resolved.sources["LORA_ALPHA"] == "INIT_ADAPTER"
+        assert (resolved.sources["LORA_R"] == "environment") is bool(given)
     assert saved_adapter.resolve() in needed_files(s), "OVERWRITE=1 must not delete it"
 
 
@@ -61,7 +69,8 @@ def test_experts_are_no_problem_where_the_model_is_one(tiny, tmp_path):
         settings, sources, problems = load_settings(
             {"INIT_ADAPTER": str(tmp_path), "LORA_R": "3", "LORA_TARGETS": "q_proj,experts"}
         )
-        assert start_adapter(settings, sources, model, problems)[0].LORA_TARGETS == "q_proj,experts" and not problems
+        adapter = read_start_adapter(settings, sources, model, problems)
+        assert adapter.settings["LORA_TARGETS"] == "q_proj,experts" and not problems
 
 
 def change_config(**changes):
@@ -104,10 +113,10 @@ def flip_a_weight(folder: Path) -> None:
 def test_what_cannot_be_started_from(tiny, saved_adapter, tmp_path, spoil, model, words):
     folder = Path(shutil.copytree(saved_adapter, tmp_path / "a"))
     spoil(folder)
-    settings, _, digest, problems = start(tiny, folder, model and read_json(tiny / "config.json") | model)
+    _, adapter, problems = start(tiny, folder, model and read_json(tiny / "config.json") | model)
     problem = only(problems)
     assert problem.startswith(f"INIT_ADAPTER={folder}: ") and all(word in problem for word in words), problem
-    assert digest is None and settings.LORA_R == 8
+    assert adapter.digest is None and not adapter.settings
 
 
 def test_a_checkpoint_out_of_a_zip_is_taken(tiny, saved_adapter, tmp_path):
@@ -120,7 +129,8 @@ def test_a_checkpoint_out_of_a_zip_is_taken(tiny, saved_adapter, tmp_path):
 
 
 def test_a_resumed_run_began_with_the_same_weights(tiny, saved_adapter, tmp_path):
-    s, _, digest, _ = start(tiny, saved_adapter)
+    s, adapter, _ = start(tiny, saved_adapter)
+    digest = adapter.digest
     for began, same in (({"init_adapter": digest}, True), ({"init_adapter": "other"}, False), ({"plan": None}, False)):
         problems = Problems()
         check_start(s, RunState(tmp_path, 2, tmp_path, True, began), digest, problems)

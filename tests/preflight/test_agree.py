@@ -83,15 +83,15 @@ def checked(ranks, tmp_path, own):
     """Problems, step, prompts of each and generation batch in a run of which each process sees its `own` environment."""
     environ = CLEAN | {"MODEL_ID": "tiny", "OUTPUT_DIR": str(tmp_path / "run"), "EVAL_SAMPLES": "0"} | own[ranks.rank]
     machine = H100 if environ.pop("GPU", "") else CPU
-    found = merge_rank_problems(preflight(environ, machine, ranks))
-    if found.problems:
-        return list(found.problems)
-    changed = dataclasses.replace(found.run, step=9) if not ranks.rank else found.run
-    known = adopt_rank0_state(dataclasses.replace(found, run=changed))
+    merged = merge_rank_problems(preflight(environ, machine, ranks))
+    if merged.problems:
+        return list(merged.problems)
+    changed = dataclasses.replace(merged.run, step=9) if not ranks.rank else merged.run
+    known = adopt_rank0_state(dataclasses.replace(merged, run=changed))
     return [
         known.run.step,
         known.plan.generation_batch,
-        "2, each with its own model: 4, 4 of 8 prompts" in banner(found),
+        "2, each with its own model: 4, 4 of 8 prompts" in banner(merged),
     ]
 
 

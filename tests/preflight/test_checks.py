@@ -16,12 +16,14 @@ from machines import CPU, H100, only
 
 from grpo.plan.hub import REAL_CONFIG, ModelFiles
 from grpo.plan.memory import Shapes
-from grpo.preflight import banner, checks
+from grpo.preflight import banner, checks, resolve
 from grpo.preflight.checks import check_disk, check_memory, check_settings, preflight
+from grpo.preflight.choices import ClosedLoop
 from grpo.run.durable import write_sealed
 from grpo.run.folder import RunState
 from grpo.run.logs import banner_text
-from grpo.settings import FIELDS, Problems, Settings
+from grpo.run.ranks import Ranks
+from grpo.settings import FIELDS, Problems, Settings, load_settings
 
 HEADER = ["prompt", "reward_action_0", "reward_action_1"]
 CONFLICTS = [
@@ -104,16 +106,17 @@ def test_settings_that_go_together():
 )  # fmt: skip
 def test_experts_are_shared_where_vllms_layout_is_known(capability, vllm, sync, word):
     problems, machine = Problems(), dataclasses.replace(H100, capability=capability)
-    checks.check_shared(Settings(), REAL_CONFIG, machine, vllm, sync, problems)
+    checks.check_shared(Settings(ROLLOUT_SYNC=sync), REAL_CONFIG, machine, vllm, problems)
     assert not problems
-    checks.check_shared(Settings(EXPERTS="paged"), REAL_CONFIG, machine, vllm, sync, problems)
+    checks.check_shared(Settings(EXPERTS="paged", ROLLOUT_SYNC=sync), REAL_CONFIG, machine, vllm, problems)
     assert len(problems) == (not vllm) and all("EXPERTS=auto" in one for one in problems), "on any card"
     problems.clear()
-    checks.check_shared(Settings(EXPERTS="shared"), REAL_CONFIG, machine, vllm, sync, problems)
+    shared = Settings(EXPERTS="shared", ROLLOUT_SYNC=sync)
+    checks.check_shared(shared, REAL_CONFIG, machine, vllm, problems)
     assert len(problems) == bool(word) and all(word in one and "EXPERTS=auto" in one for one in problems)
     if not word:
         tied = REAL_CONFIG | {"tie_word_embeddings": True}
-        checks.check_shared(Settings(EXPERTS="shared"), tied, machine, vllm, sync, problems)
+        checks.check_shared(shared, tied, machine, vllm, problems)
         assert "no output head" in only(problems)
         shapes = Shapes(tied, machine, 940, "torch_flash", "prefix", 12.9)
         assert "shared" not in shapes.expert_kinds(Settings()), "nor does auto take it"
@@ -130,8 +133,11 @@ def test_a_run_without_vllm_makes_no_room_for_it(kind, tmp_path):
     [({}, "merge", "chosen"), ({"LORA_TARGETS": "experts"}, "lora", "chosen"), ({"ROLLOUT_SYNC": "lora"}, "lora", "environment")],
 )  # fmt: skip
 def test_what_is_chosen_is_not_called_a_default(environ, sync, source):
-    result = preflight(CLEAN | {"MODEL_ID": "tiny"} | environ, CPU)
-    assert (result.settings.ROLLOUT_SYNC, result.sources["ROLLOUT_SYNC"]) == (sync, source) and not result.problems
+    resolved = preflight(CLEAN | {"MODEL_ID": "tiny"} | environ, CPU)
+    assert (resolved.settings.ROLLOUT_SYNC, resolved.sources["ROLLOUT_SYNC"]) == (
+        sync,
+        source,
+    ) and not resolved.problems
 
 
 @pytest.fixture
@@ -141,13 +147,13 @@ def asked(tmp_path):
 
 
 def test_epochs_are_resolved_to_steps_before_anything_uses_them(asked, tmp_path):
-    result = preflight(asked | {"NUM_TRAIN_EPOCHS": "2.5"}, CPU)
-    assert not result.problems and (result.settings.TOTAL_STEPS, result.sources["TOTAL_STEPS"]) == (255, "chosen")
-    length = dict(banner.facts(result))["length"]
+    resolved = preflight(asked | {"NUM_TRAIN_EPOCHS": "2.5"}, CPU)
+    assert not resolved.problems and (resolved.settings.TOTAL_STEPS, resolved.sources["TOTAL_STEPS"]) == (255, "chosen")
+    length = dict(banner.facts(resolved))["length"]
     assert length.startswith("255 steps, 2.5 epochs over the rows: NUM_TRAIN_EPOCHS=2.5 x 815 rows / 8 prompts")
-    assert checks.run_records(result)["settings.json"]["settings"]["TOTAL_STEPS"] == 255
-    result = preflight(asked | {"NUM_TRAIN_EPOCHS": "1", "WARMUP_STEPS": "102"}, CPU)
-    assert "rise over 102 steps, the run has 102" in only(result.problems)
+    assert checks.run_records(resolved)["settings.json"]["settings"]["TOTAL_STEPS"] == 255
+    resolved = preflight(asked | {"NUM_TRAIN_EPOCHS": "1", "WARMUP_STEPS": "102"}, CPU)
+    assert "rise over 102 steps, the run has 102" in only(resolved.problems)
     both = preflight(asked | {"NUM_TRAIN_EPOCHS": "1", "TOTAL_STEPS": "5"}, CPU)
     assert "TOTAL_STEPS=5 is set as well. Unset one of the two" in only(both.problems)
     most = preflight(asked | {"NUM_TRAIN_EPOCHS": "1e6", "PROMPTS_PER_STEP": "1"}, CPU)
@@ -158,16 +164,19 @@ def test_epochs_are_resolved_to_steps_before_anything_uses_them(asked, tmp_path)
 
 
 def test_variables_that_are_no_settings_are_warned_of_once(asked):
-    result = preflight(asked | {"STEPS": "5", "DEBUG": "1"}, CPU)
-    assert not result.problems and banner.banner(result).count("STEPS is set and is no setting: set TOTAL_STEPS=5") == 1
+    resolved = preflight(asked | {"STEPS": "5", "DEBUG": "1"}, CPU)
+    assert (
+        not resolved.problems
+        and banner.banner(resolved).count("STEPS is set and is no setting: set TOTAL_STEPS=5") == 1
+    )
 
 
 def test_the_threads_of_a_small_model_are_told_and_recorded(asked, monkeypatch):
     for threads, words in (("", "1: more would wait"), ("3", "set by OMP_NUM_THREADS=3")):
         monkeypatch.setenv("OMP_NUM_THREADS", threads)
-        result = preflight(asked, CPU)
-        assert words in dict(banner.facts(result))["threads"]
-        chosen, reason = checks.run_records(result)["settings.json"]["choices"]["threads"]
+        resolved = preflight(asked, CPU)
+        assert words in dict(banner.facts(resolved))["threads"]
+        chosen, reason = checks.run_records(resolved)["settings.json"]["choices"]["threads"]
         assert (
             chosen == (None if threads else 1)
             and reason in words + " for each other, so small are the operations of this model"
@@ -210,8 +219,8 @@ def test_memory():
 def test_experts_are_chosen_by_the_machine(capability, free, chosen):
     machine = dataclasses.replace(H100, capability=capability, gpu_free=free)
     shapes = dataclasses.replace(shapes_on(machine), checkpoint=12.9)
-    assert checks.experts_of(Settings(EXPERTS=None), shapes)[0] == chosen
-    lora = checks.experts_of(Settings(EXPERTS=None, ROLLOUT_SYNC="lora"), shapes)[0]
+    assert resolve.resolve_experts(Settings(EXPERTS=None), shapes)[0] == chosen
+    lora = resolve.resolve_experts(Settings(EXPERTS=None, ROLLOUT_SYNC="lora"), shapes)[0]
     assert lora == (chosen if capability < 9 else "bf16"), "vLLM keeps experts for other kernels then"
     assert not memory_problems(machine, 12.9, EXPERTS=chosen), "it fits"
 
@@ -220,11 +229,11 @@ def test_the_choice_of_experts_is_told_and_recorded(tmp_path):
     environ = CLEAN | {"MODEL_ID": "tiny", "OUTPUT_DIR": str(tmp_path / "run"), "EVAL_SAMPLES": "0"}
     told = ({}, "the default"), ({"EXPERTS": "auto"}, "fit beside all else"), ({"EXPERTS": "bf16"}, "set by EXPERTS")
     for asked, words in told:
-        result = preflight(environ | asked, CPU)
+        resolved = preflight(environ | asked, CPU)
         source = {"": "default", "auto": "chosen"}.get(asked.get("EXPERTS", ""), "environment")
-        assert not result.problems and (result.settings.EXPERTS, result.sources["EXPERTS"]) == ("bf16", source)
-        reason = checks.run_records(result)["settings.json"]["choices"]["experts"][1]
-        assert words in reason and dict(banner.facts(result))["experts"] == f"bf16: {reason}"
+        assert not resolved.problems and (resolved.settings.EXPERTS, resolved.sources["EXPERTS"]) == ("bf16", source)
+        reason = checks.run_records(resolved)["settings.json"]["choices"]["experts"][1]
+        assert words in reason and dict(banner.facts(resolved))["experts"] == f"bf16: {reason}"
 
 
 def test_it_says_what_evaluations_ask_for(tmp_path):
@@ -235,7 +244,7 @@ def test_it_says_what_evaluations_ask_for(tmp_path):
     text = "3 times, and twice greedily: 140 answers to held-out rows and 150 rollouts of the closed loop, one after the other"
     assert banner.asked_text(given) == f"{text}; training: 100 rollouts of 96 completions"
     given = types.SimpleNamespace(
-        settings=Settings(EVAL_STEPS=0, INIT_ADAPTER="a"), eval_rows=range(1), closed_loop=checks.ClosedLoop("", "")
+        settings=Settings(EVAL_STEPS=0, INIT_ADAPTER="a"), eval_rows=range(1), closed_loop=ClosedLoop()
     )
     assert banner.asked_text(given).startswith("3 times, and twice greedily: 14 answers to held-out rows; training")
     exact = CLEAN | {"MODEL_ID": "tiny", "OUTPUT_DIR": str(tmp_path / "run")}
@@ -330,12 +339,29 @@ def test_long_prompts_are_named(tiny, tmp_path):
     assert f"set MAX_PROMPT_LEN={problem.split(' tokens')[0].rpartition(' ')[2]}" in problem
 
 
-def test_a_resumed_run_keeps_what_auto_chose(tmp_path):
-    plan, run = shapes_on(H100).plan(Settings()), RunState(tmp_path, 4, tmp_path, True, {"rollouts": [False, ""], "plan": {"generation_batch": 6}})  # fmt: skip
-    problems = Problems()
-    kept = checks.keep_choices(Settings(), (False, ""), plan, run, problems)
-    assert (kept.generation_batch, kept.generation_batch_reason) == (6, "as the run was started") and not problems
-    assert checks.keep_choices(Settings(GENERATION_BATCH=12), (False, ""), plan, run, problems) == plan
+def test_a_resumed_run_keeps_what_auto_chose(asked, tmp_path):
+    choices = {"rollouts": [False, ""], "plan": {"generation_batch": 2}}
+    problems, run = Problems(), RunState(tmp_path, 4, tmp_path, True, choices)
+    fresh, chosen = preflight(asked, CPU), preflight(asked | {"GENERATION_BATCH": "16"}, CPU)
+    plan = checks.continue_run(fresh, run, problems).plan
+    assert (plan.generation_batch, plan.generation_batch_reason) == (2, "as the run was started") and not problems
+    assert checks.continue_run(chosen, run, problems) == dataclasses.replace(chosen, run=run) and not problems
+    choices["rollouts"] = [True, ""]
+    assert checks.continue_run(fresh, run, problems).plan == fresh.plan
+    assert "was started with USE_VLLM=1, now it is 0 (no GPU" in only(problems)
+
+
+def test_every_choice_has_its_reason_and_what_was_set_is_not_changed(asked):
+    """Settings stand in the run as they were set, but for those that say so."""
+    settings, sources, problems = load_settings(asked | {"NUM_TRAIN_EPOCHS": "1", "EXPERTS": "auto"})
+    before = dataclasses.replace(settings), dict(sources)
+    facts = resolve.read_facts(settings, sources, CPU, Ranks(), problems)
+    resolved = resolve.resolve(settings, sources, facts, problems)
+    assert (settings, sources) == before and not problems
+    assert all(resolved.reasons[field] for field in checks.RECORDED.values())
+    changed = {name for name in FIELDS if getattr(settings, name) != getattr(resolved.settings, name)}
+    assert changed == {"EXPERTS", "ROLLOUT_SYNC", "TOTAL_STEPS"}
+    assert {name for name in FIELDS if resolved.sources[name] == "chosen"} == changed
 
 
 def test_everything_at_once_exits_2_and_writes_nothing(tmp_path):
@@ -359,8 +385,8 @@ def test_the_real_model_without_a_gpu_is_one_clear_answer(tmp_path):
 
 
 def data_warnings(**environ):
-    result = preflight(CLEAN | {"MODEL_ID": "tiny"} | {k: str(v) for k, v in environ.items()}, CPU)
-    found, text = banner.data_warnings(result), banner.banner(result)
+    resolved = preflight(CLEAN | {"MODEL_ID": "tiny"} | {k: str(v) for k, v in environ.items()}, CPU)
+    found, text = banner.data_warnings(resolved), banner.banner(resolved)
     assert all(banner_text(warning) in text for warning in found)
     return found
 
@@ -368,10 +394,10 @@ def data_warnings(**environ):
 def test_the_plan_lists_the_settings_that_are_not_at_their_defaults(tmp_path):
     """All of them with --check. Listed is what was chosen and what the user set to something else."""
     environ = {"MODEL_ID": "tiny", "SEED": "7", "EPSILON": "0.2", "OUTPUT_DIR": str(tmp_path / "run")}
-    result = preflight(CLEAN | environ, CPU)
+    resolved = preflight(CLEAN | environ, CPU)
 
     def named(**options) -> list[str]:
-        settings = banner.banner(result, **options).partition("\nThis run\n")[0].splitlines()[1:]
+        settings = banner.banner(resolved, **options).partition("\nThis run\n")[0].splitlines()[1:]
         return [line.split()[0] for line in settings if line]
 
     assert named() == ["MODEL_ID", "SEED", "OUTPUT_DIR"] and named(every_setting=True) == list(FIELDS)
@@ -431,14 +457,14 @@ def test_the_plan_says_which_rows_are_held_out_and_names_no_plant_where_there_is
     rows = [["x" * n, n / 50, 1 - n / 50] for n in range(1, 41)]
     environ = CLEAN | {"MODEL_ID": "tiny", "OUTPUT_DIR": str(tmp_path / "run")}
     own = environ | {"DATA": str(write_csv(tmp_path / "d.csv", ["question", *HEADER[1:]], rows))}
-    result = preflight(own, CPU)
-    facts = dict(banner.facts(result))
-    assert not result.problems and (len(result.rows), len(result.eval_rows)) == (34, 6)
+    resolved = preflight(own, CPU)
+    facts = dict(banner.facts(resolved))
+    assert not resolved.problems and (len(resolved.rows), len(resolved.eval_rows)) == (34, 6)
     assert facts["data"] == "34 training rows, 6 held-out rows"
     assert facts["held out"].startswith("6 rows of DATA do not train: 6 of its 40 prompts")
-    assert result.best[0] == "reward" and "closed loop" not in facts
-    assert "plant" not in banner.banner(result)
-    assert checks.run_records(result)["settings.json"]["choices"]["heldout"] == [6, facts["held out"]]
+    assert resolved.best_by == "reward" and "closed loop" not in facts
+    assert "plant" not in banner.banner(resolved)
+    assert checks.run_records(resolved)["settings.json"]["choices"]["heldout"] == [6, facts["held out"]]
     none = dict(banner.facts(preflight(own | {"EVAL_SAMPLES": "0"}, CPU)))
     assert none["data"] == "40 training rows, 0 held-out rows" and none["evaluation"] == "none: EVAL_SAMPLES=0"
 
@@ -448,10 +474,10 @@ def test_rows_of_the_plant_need_a_profile_for_the_closed_loop(tiny, tmp_path):
     own, profile = tmp_path / "own.csv", "data/profile_heldout.csv"
     shutil.copy(ROOT / "data/tes_heldout_compact.csv", own)
     environ = CLEAN | {"MODEL_ID": "tiny", "OUTPUT_DIR": str(tmp_path / "run")}
-    result = preflight(environ | {"EVAL_DATA": str(own)}, CPU)
-    assert not result.closed_loop.prompt and result.best[0] == "reward"
-    assert dict(banner.facts(result))["closed loop"].startswith("off: set EVAL_PROFILE to the hourly profile")
-    assert preflight(environ | {"EVAL_DATA": str(own), "EVAL_PROFILE": profile}, CPU).best[0] == "plant"
+    resolved = preflight(environ | {"EVAL_DATA": str(own)}, CPU)
+    assert not resolved.closed_loop.prompt and resolved.best_by == "reward"
+    assert dict(banner.facts(resolved))["closed loop"].startswith("off: set EVAL_PROFILE to the hourly profile")
+    assert preflight(environ | {"EVAL_DATA": str(own), "EVAL_PROFILE": profile}, CPU).best_by == "plant"
     assert f" windows of {profile}, " in banner.banner(preflight(environ, CPU))
 
 
@@ -488,11 +514,11 @@ def test_a_run_is_warned_of_held_out_prompts_that_are_trained_on(tiny, tmp_path,
 
 
 def test_the_plan_says_how_long_it_takes_only_where_that_is_known(tiny, tmp_path):
-    result = preflight(CLEAN | {"MODEL_ID": "tiny", "OUTPUT_DIR": str(tmp_path), "TOTAL_STEPS": "10"}, CPU)
-    assert dict(banner.facts(result))["time"].startswith("time left not known before step 3")
+    resolved = preflight(CLEAN | {"MODEL_ID": "tiny", "OUTPUT_DIR": str(tmp_path), "TOTAL_STEPS": "10"}, CPU)
+    assert dict(banner.facts(resolved))["time"].startswith("time left not known before step 3")
     (tmp_path / "metrics.csv").write_text("step,step_s,eval_s\n" + "".join(f"{step},600,\n" for step in range(1, 5)))
-    assert "not known" in dict(banner.facts(result))["time"], "a run that begins anew"
-    resumed = dataclasses.replace(result, run=RunState(tmp_path, 4, tmp_path, True))
+    assert "not known" in dict(banner.facts(resolved))["time"], "a run that begins anew"
+    resumed = dataclasses.replace(resolved, run=RunState(tmp_path, 4, tmp_path, True))
     assert dict(banner.facts(resumed))["time"].startswith("about 1 h 0 min left, until ")
 
 
@@ -523,9 +549,9 @@ def test_the_real_check_refuses_garbage_that_pays_and_boxes_what_was_set(tiny, t
 def test_settings_json_holds_the_chosen_rewards(tiny, tmp_path, good_csv):
     environ = {"MODEL_ID": "tiny", "OUTPUT_DIR": str(tmp_path / "run"), "EVAL_SAMPLES": "0", "REWARDS": "auto"}
     for data, name, scale in ((good_csv, "action", "group"), ("data/tes_train_compact.csv", "regret", "batch")):
-        result = preflight(CLEAN | environ | {"DATA": str(data)}, CPU)
-        assert not result.problems and result.reward_specs == [(name, 1.0)]
-        chosen = checks.run_records(result)["settings.json"]["choices"]
+        resolved = preflight(CLEAN | environ | {"DATA": str(data)}, CPU)
+        assert not resolved.problems and resolved.reward_specs == [(name, 1.0)]
+        chosen = checks.run_records(resolved)["settings.json"]["choices"]
         assert chosen["rewards"][0] == name and chosen["scale_rewards"][0] == scale
     problem = only(preflight(CLEAN | environ | {"DATA": str(good_csv), "REWARDS": "shortfall"}, CPU).problems)
     assert problem.startswith(f"{good_csv}, columns: `shortfall` needs q_action_0")

@@ -172,18 +172,18 @@ def test_what_the_best_adapter_is_kept_by():
 def test_the_plan_reads_the_profiles_and_names_their_problems(tmp_path, good_csv):
     problems, settings = Problems(), Settings(EVAL_PROFILE=choices.DEMO_PROFILE)
     rows = read_csv(ROOT / "data" / "tes_heldout.csv", problems)
-    plan = choices.plan_closed_loop(settings, rows, True, False, problems)
+    plan, reason = choices.plan_closed_loop(settings, rows, True, False, problems)
     assert plan.prompt == "full" and len(plan.cases) == 5 and plan.profiles == ("data/profile_heldout.csv",)
-    assert not problems and "5 windows of data/profile_heldout.csv, 30 decisions" in plan.reason
-    other = choices.plan_closed_loop(settings, read_csv(good_csv, problems), True, True, problems)
-    assert not other.prompt and "no held-out prompts are those of the plant" in other.reason and not problems
+    assert not problems and "5 windows of data/profile_heldout.csv, 30 decisions" in reason
+    other, reason = choices.plan_closed_loop(settings, read_csv(good_csv, problems), True, True, problems)
+    assert not other.prompt and "no held-out prompts are those of the plant" in reason and not problems
     assert plan.has_plant and other.has_plant, "EVAL_PROFILE is named"
-    own = choices.plan_closed_loop(Settings(), read_csv(good_csv, problems), True, False, problems)
+    own, _ = choices.plan_closed_loop(Settings(), read_csv(good_csv, problems), True, False, problems)
     assert not own.prompt and not own.has_plant
-    assert choices.plan_closed_loop(Settings(), rows, True, False, problems).has_plant, "the rows are the plant's"
+    assert choices.plan_closed_loop(Settings(), rows, True, False, problems)[0].has_plant, "the rows are the plant's"
     (tmp_path / "bad.csv").write_text("datetime,co2,load\n2025-07-01 08:00,410,3\n")
     settings = Settings(EVAL_PROFILE=f"{tmp_path}/bad.csv,{tmp_path}/none.csv")
-    assert not choices.plan_closed_loop(settings, rows, True, False, problems).prompt
+    assert not choices.plan_closed_loop(settings, rows, True, False, problems)[0].prompt
     text = "\n".join(problems)
     assert "none.csv" in text and "bad.csv, row 1 (line 2), column 'co2': '410' is more than 2 kg/kWh" in text
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from expert_models import load
+from expert_models import config_of, load
 from peft import LoraConfig, get_peft_model
 from test_prefill import GROUPS, LENGTHS, asked
 from trainers import make, seed_weights
@@ -28,7 +28,7 @@ DRAWN = {"do_sample": True, "temperature": 0.7, "top_p": 1.0, "top_k": 0}
 def policy(tiny):
     """The tiny model with an adapter that is not zero, on weights that no machine's rounding depends on."""
     lora = LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    model = get_peft_model(in_working_type(load_model(str(tiny), {}, "eager")), lora).eval()
+    model = get_peft_model(in_working_type(load_model(str(tiny), config_of(tiny), "eager")), lora).eval()
     seed_weights(model)
     return model
 
@@ -116,11 +116,11 @@ def test_the_trainers_rollouts_are_the_same(tiny, tmp_path, monkeypatch):
             patch.setattr(model, "generate", lambda **given: stock(**given, custom_generate=decode), raising=False)
             yield
 
-    for trainer.run.temperature in (None, 0):
-        theirs = trainer._generate_single_turn(prompts, None, {}, 2)[0]
+    for temperature in (None, 0):
+        theirs = trainer.generate(prompts, 2, 0, temperature=temperature)[0]
         with monkeypatch.context() as patch:
             patch.setattr("grpo.learn.trainer.shared_prefill", on_a_gpu)
-            assert trainer._generate_single_turn(prompts, None, {}, 2)[0] == theirs
+            assert trainer.generate(prompts, 2, 0, temperature=temperature)[0] == theirs
         assert len(theirs) == 8 and max(map(len, theirs)) == NEW
 
 

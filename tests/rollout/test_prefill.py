@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from expert_models import config_of
 from trl.trainer.utils import pad
 
 from grpo.model.load import in_working_type, load_model
@@ -18,7 +19,7 @@ LENGTHS, GROUPS = (
 
 @pytest.fixture(scope="module")
 def model(tiny):
-    return in_working_type(load_model(str(tiny), {}, "eager"))
+    return in_working_type(load_model(str(tiny), config_of(tiny), "eager"))
 
 
 def asked(rows):

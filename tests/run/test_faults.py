@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 
 import train_grpo
 from grpo.evaluate import heldout
+from grpo.run import ending
 from grpo.run.archive import model_card
 from grpo.run.folder import COMPLETE, full_disk, last_checkpoint
 from grpo.run.logs import start_logging
@@ -309,7 +310,7 @@ def test_a_second_ctrl_c_ends_the_run_with_one_line(tiny, tmp_path):
 def test_a_signal_to_a_run_that_is_ending_changes_nothing(run_here, monkeypatch, tmp_path, error, code, words):
     """Another supervisor's SIGTERM, milliseconds after the one that ended it; or while the zip of a failed run is made."""
 
-    def train(preflight_result):
+    def train(resolved):
         StopRequest().listen()
         raise error
 
@@ -317,8 +318,8 @@ def test_a_signal_to_a_run_that_is_ending_changes_nothing(run_here, monkeypatch,
         return lambda *given: [os.kill(os.getpid(), number) for number in SIGNALS] and real(*given)
 
     monkeypatch.setattr(train_grpo, "train", train)
-    for name in ("continuation", "write_archive"):
-        monkeypatch.setattr(train_grpo, name, signalled(getattr(train_grpo, name)))
+    for module, name in ((ending, "continuation"), (train_grpo, "write_archive")):
+        monkeypatch.setattr(module, name, signalled(getattr(module, name)))
     ended, log = run_here()
     assert ended == code and words in log and (tmp_path / "run.zip").exists() is (code == 1)
 

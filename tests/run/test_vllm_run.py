@@ -43,10 +43,10 @@ class Run:
             for name, value in (RUN | {"OUTPUT_DIR": str(self.folder)} | settings).items():
                 patch.setenv(name, str(value))
             patch.setattr(sys, "argv", ["train_grpo.py"])
-            patch.setattr("grpo.preflight.checks.read_machine", lambda: H100)
+            patch.setattr("grpo.preflight.resolve.read_machine", lambda: H100)
             patch.setattr("grpo.model.load.unseen_gpu", lambda machine: None)
             found = lambda names: versions(names) | {"vllm": "0.26.0"}  # noqa: E731
-            patch.setattr("grpo.preflight.checks.installed_versions", found)
+            patch.setattr("grpo.preflight.resolve.installed_versions", found)
 
             def start_engine(*given):
                 engine = stub_engine(*given, prepare)

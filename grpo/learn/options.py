@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments of TRL's GRPOConfig for a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from grpo.run.folder import run_folder
+from grpo.settings import Settings, listed
+
+# Settings that GRPOConfig knows by the same name.
+TRLS = ("NUM_GENERATIONS", "TEMPERATURE", "TOP_P", "LEARNING_RATE", "WARMUP_STEPS", "WEIGHT_DECAY", "MAX_GRAD_NORM", "BETA",
+        "LOSS_TYPE", "EPSILON", "GRADIENT_CHECKPOINTING", "SAVE_STEPS", "SEED")  # fmt: skip
+
+
+def grpo_options(
+    s: Settings, cuda: bool, specs: Sequence[tuple[str, float]], scale_rewards: str, epsilon_high: float
+) -> dict[str, Any]:
+    """Arguments of TRL's GRPOConfig for this run, given (name, weight) of its reward functions, how they are scaled, and
+    the upper clip range."""
+    trackers = [name for name in listed(s.REPORT_TO) if name != "none"]
+    return {
+        **{name.lower(): getattr(s, name) for name in TRLS},
+        "output_dir": str(run_folder(s)),
+        # TRL sees the step's completions as one batch; `Trainer.training_step` cuts it into micro-batches.
+        "per_device_train_batch_size": s.completions_per_step,
+        "gradient_accumulation_steps": 1,
+        "steps_per_generation": 1,
+        "max_completion_length": s.MAX_COMPLETION_LEN,
+        "max_steps": s.TOTAL_STEPS,
+        "lr_scheduler_type": s.LR_SCHEDULER,
+        "epsilon_high": epsilon_high,
+        "mask_truncated_completions": s.MASK_TRUNCATED,
+        "reward_weights": [weight for _, weight in specs],
+        "scale_rewards": scale_rewards,
+        # gpt-oss's config carries a load-balancing coefficient that TRL would silently add to the loss
+        # (https://github.com/huggingface/trl/issues/7248).
+        "router_aux_loss_coef": 0.0,
+        # The engine is our own (grpo/rollout), and so is the correction for its log-probs: TRL's needs a whole forward
+        # pass before the loss (grpo/learn/trainer.py).
+        "use_vllm": False,
+        "vllm_importance_sampling_correction": False,
+        "bf16": cuda,
+        "use_cpu": not cuda,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        "logging_steps": 1,
+        "disable_tqdm": True,  # the lines of the steps tell all; scripts/watch.py has a bar and the time left
+        "save_strategy": "steps",
+        "report_to": trackers or "none",
+        "run_name": run_folder(s).name,
+        "project": run_folder(s).name,  # trackio's; unset, all runs of a machine share one, `huggingface`
+        "data_seed": s.SEED,
+        "dataloader_pin_memory": cuda,
+    }
