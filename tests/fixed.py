@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reward function that changes nothing. Where its module is imported, transformers' rollouts are made up from the prompt,
-a completion's place in its group and the step: the same ones for any number of processes."""
+"""A reward function that changes nothing. In a run that imports its module, transformers' rollouts are made up from the
+prompt, a completion's place in its group and the step: the same ones for any number of processes."""
 
 from __future__ import annotations
 
 import collections
+import sys
 import zlib
 
 from grpo.learn.trainer import Trainer
@@ -21,7 +22,9 @@ def generate_own(self, prompt_ids, num_generations, own, temperature):
     return self._tokenizer(texts, add_special_tokens=False)["input_ids"]
 
 
-Trainer.generate_own = generate_own
+# pytest looks for doctests in every module and imports this one too: its own process keeps the real method.
+if "pytest" not in sys.modules:
+    Trainer.generate_own = generate_own
 
 
 def nothing(completions, **columns):

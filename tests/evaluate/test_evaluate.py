@@ -65,7 +65,7 @@ def read(folder, name):
 
 def test_a_run_leaves_both_evaluations(run):
     result = read(run.folder, "evaluation.json")
-    assert {"random", "constant", "constant_action", "oracle", "samples", "temperature", "exact", "data_sha256", "sha256", "before", "before_greedy", "after", "after_greedy", "difference"} == set(result)  # fmt: skip
+    assert {"random", "constant", "constant_action", "oracle", "samples", "temperature", "exact", "data_sha256", "sha256", "before", "before_greedy", "after", "after_greedy", "difference", "by_day"} == set(result)  # fmt: skip
     assert result["temperature"] == 0.5 and result["exact"] is False
     for part in (result[name] for name in ("before", "before_greedy", "after", "after_greedy")):
         assert set(part) == EVAL | {"reward_by_prompt"} and len(part["reward_by_prompt"]) == 12

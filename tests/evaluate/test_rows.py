@@ -75,7 +75,9 @@ def test_a_run_without_a_plant_does_not_mention_one(weather):
     for text in (weather.output, *cards, report):
         assert text and not [word for word in ("plant", "closed loop", "unserved") if word in text.lower()]
     assert not (folder / "closed_loop.json").exists()
-    assert weather.split.reason.partition("(")[0] in report and "Day 0, 6:00" in report, "which rows, and their prompts"
+    assert weather.split.reason.partition("(")[0] in report and "Will it rain?" in report, (
+        "which rows, and their prompts"
+    )
 
 
 def test_the_same_command_continues_with_the_same_rows(weather):
@@ -98,7 +100,7 @@ def test_a_run_that_measured_nothing_says_so(tmp_path, tiny):
     assert "nothing was measured, no rows are held out: none: DATA has 3 days, and it takes 20" in done.stdout
     assert not (tmp_path / "run/evaluation.json").exists() and "plant" not in done.stdout
     report = (tmp_path / "run/report.html").read_text(encoding="utf-8")
-    assert "Held-out prompts were not evaluated: no rows are held out." in report
+    assert "Held-out prompts were not evaluated" in report
 
 
 def test_the_command_scores_any_rows_as_the_run_does(weather, capsys, monkeypatch):

@@ -249,9 +249,9 @@ def test_weights_are_compared_bit_by_bit(tiny, monkeypatch):
 
 
 def test_the_checks_let_a_measurement_begin(tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo.preflight.checks.read_machine", lambda: H100)
+    monkeypatch.setattr("grpo.preflight.resolve.read_machine", lambda: H100)
     versions = installed_versions
-    monkeypatch.setattr("grpo.preflight.checks.installed_versions", lambda names: versions(names) | {"vllm": "0.26.0"})
+    monkeypatch.setattr("grpo.preflight.resolve.installed_versions", lambda names: versions(names) | {"vllm": "0.26.0"})
     place = {"model": "tiny", "data": str(record.ROOT / "data/tes_train_compact.csv"), "run": tmp_path / "run"}
     with mock.patch.dict(os.environ):
         options = SimpleNamespace(**place, main=lambda arguments: train_grpo.main(["--check"]))

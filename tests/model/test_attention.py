@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from expert_models import config_of
 from packed_rows import DIM, HEADS, KEY_HEADS, REFERENCE, SCALE, normal
 
 from grpo.model.attention import KERNELS, SinkAttention, hidden_states, kernel_attention
@@ -90,7 +91,7 @@ def test_the_model_equals_stock_transformers(tiny, stock, monkeypatch, reference
     where only the norms and RoPE round to float32, so that the limit holds on every CPU and for any weights."""
     monkeypatch.setattr("grpo.model.experts.grouped_mm", by_expert)
     prompts, completions, expected, weights, gradients = stock
-    config = {"quantization_config": {"quant_method": "mxfp4"}}
+    config = config_of(tiny)
     model = load_model(str(tiny), config, attention, experts).double()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("experts" not in name)
