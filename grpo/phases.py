@@ -83,7 +83,8 @@ class Phase:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.ended.set()
-        Phase.active.remove(self)
+        # What is inside of this one and did not end, a generator that an exception left behind, ends with it.
+        del Phase.active[Phase.active.index(self) if self in Phase.active else len(Phase.active) :]
         if self.outermost:
             with BAR.wiped():
                 pass

@@ -64,7 +64,6 @@ def add_command(commands: argparse._SubParsersAction, name: str, text: str, mode
     command.add_argument("--run", default=f"runs/bench-{name}", help=RUN)
     settings = {"type": assignment, "action": "append", "default": [], "metavar": "NAME=VALUE"}
     command.add_argument("--set", help="a setting of the runs", **settings)
-    command.add_argument("--resume", action="store_true", help="leave out what has ended, with these options")
     command.add_argument("--child", help=argparse.SUPPRESS)
     if model:
         command.add_argument("--model", required=True, help="checkpoint folder")
@@ -100,6 +99,8 @@ def parse_args() -> argparse.Namespace:
     curves.add_argument("--trl-parts", type=int, default=1, help="micro-batches of a step in plain TRL's learning")
     faults = add_command(commands, "faults", "kills, full memory and a dying engine in each phase of a step", True)
     faults.add_argument("--faults", nargs="+", metavar="HOW:PHASE", help="these only, in this order")
+    for command in (rollout, step, many, curves):
+        command.add_argument("--resume", action="store_true", help="leave out what has ended, with these options")
     options = parser.parse_args()
     if options.command in ("rollout", "step"):
         options.variants = variants_of(parser, options)

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from grpo.data.scoring import RewardError
 from grpo.evaluate.rows import evaluate_rows
 from grpo.evaluate.standalone import InputError, evaluate_adapter
 from grpo.rollout.engine import EngineError
@@ -87,6 +88,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EngineError as error:
         print(f"vLLM: {error}", file=sys.stderr)
         return 4
+    except RewardError as error:
+        print(error, file=sys.stderr)
+        return 1
     print(text)
     print(f"written: {path}")
     if args.adapter and (best := read_best(args.adapter).get("in_words")):

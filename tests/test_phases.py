@@ -72,6 +72,11 @@ def test_phases_inside_of_another_one_add_to_its_lines(screen):
     lines = out.getvalue().splitlines()
     assert lines[0] == "evaluation ..." and lines[-1].startswith("evaluation: done")
     assert all(line.startswith("evaluation") for line in lines), "the inner ones have no lines of their own"
+    items = with_progress("learning", range(3))
+    with pytest.raises(ValueError), Phase("a step"):
+        next(items)
+        raise ValueError
+    assert not Phase.active, "an exception leaves no inner phase behind"
 
 
 def test_work_that_is_mostly_short_has_no_lines_at_begin_and_end(screen):

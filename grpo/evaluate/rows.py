@@ -15,7 +15,7 @@ from typing import Any
 from grpo.data.files import Row, column_names, label, read_rows
 from grpo.data.prompts import render_rows, sampling_seed
 from grpo.data.reward_checks import check_heldout, check_rewards
-from grpo.data.scoring import load_rewards
+from grpo.data.scoring import first_state, load_rewards
 from grpo.evaluate.heldout import add_models, new_results, table
 from grpo.evaluate.standalone import (
     TransformersModel,
@@ -30,11 +30,15 @@ from grpo.plan.hub import count_parameters
 from grpo.plan.machine import installed_versions, read_machine
 from grpo.preflight.choices import choose_evaluation, choose_rewards, choose_rollouts
 from grpo.run.durable import check_writable, write_named
-from grpo.settings import InputError, Settings, load_settings
+from grpo.settings import InputError, Settings, load_settings, show
 from grpo.tasks.tes.prompts import prompt_kind
 
 WORDS = ("Mean reward", "base model", "adapter", "adapter - base")  # of the table, as `table` takes them
-HOW = ("data_sha256", "samples", "temperature", "exact", "model", "adapter", "rewards")  # with others it is another one
+# Figures with another value of these are of another evaluation, and so are those sampled with other settings.
+HOW = ("data_sha256", "samples", "temperature", "exact", "model", "adapter", "rewards", "settings")
+SAMPLED_WITH = (
+    "MAX_COMPLETION_LEN", "TOP_P", "SEED", "INVALID_REWARD", "SYSTEM_PROMPT", "REASONING_EFFORT", "PROMPT_DATE",
+)  # fmt: skip
 
 
 class ModelAlone:
@@ -57,7 +61,7 @@ class ModelAlone:
         self.reward_func_names = [function.__name__ for function in self.reward_funcs]
         self.args = SimpleNamespace(reward_weights=[weight for _, weight in specs])
         self.columns = column_names(rows)
-        self.state = SimpleNamespace(global_step=0, max_steps=settings.TOTAL_STEPS)
+        self.state = first_state(settings.TOTAL_STEPS)
 
     def _tokenize_prompts(self, prompts: list[str]) -> tuple[list[str]]:
         """The prompts as they are: `complete` of the model tokenizes them."""
@@ -108,6 +112,7 @@ def evaluate_rows(options: argparse.Namespace) -> tuple[str, Path]:
         "adapter": adapter.resolve().name if adapter else None,
         "data": list(dict.fromkeys(label(row.file) for row in rows)),
         "rewards": [list(spec) for spec in specs],
+        "settings": {name: show(getattr(s, name)) for name in SAMPLED_WITH},
     }
     results |= earlier_base(path, results)
     engine = "vLLM" if use_vllm else "transformers"

@@ -244,6 +244,8 @@ def evaluate_adapter(options: argparse.Namespace) -> tuple[dict[str, Any], Path]
     environ = recorded_settings(adapter, os.environ) | ({"MODEL_ID": options.model} if options.model else {})
     s, _, problems = load_settings(environ)
     samples = options.samples or (s.EVAL_SAMPLES if adapter else 0) or 1
+    if options.vote and samples < 2:
+        problems.add("--vote", "there is one answer an hour, so nothing to count", "Add --samples of 2 or more")
     check_adapter(adapter, problems)
     path = options.out or (adapter or Path()) / CLOSED_LOOP
     if options.out or not problems:  # a folder that is no adapter's has been told already

@@ -283,7 +283,8 @@ def check_input(resolved: ResolvedRun, facts: Facts, environ: Mapping[str, str],
     check_shared(settings, facts.config, machine, use_vllm, problems)
     tokenizer = facts.files.tokenizer if facts.longest_prompt else None
     specs, garbage_warning = check_rewards(settings, resolved.rewards, resolved.rows, problems, tokenizer)
-    check_heldout(specs, settings, resolved.eval_rows, problems, tokenizer)
+    if settings.EVAL_DATA is not None:  # Rows held out of DATA have its columns.
+        check_heldout(specs, settings, resolved.eval_rows, problems, tokenizer)
     if resolved.best_by == "plant" and not resolved.closed_loop.prompt:
         why = f"the closed loop does not run ({resolved.reasons['closed_loop']})"
         problems.add("BEST_BY", why, "Set BEST_BY=auto or reward")

@@ -14,7 +14,7 @@ from grpo.plan.hub import find_model
 from grpo.plan.machine import installed_versions
 from grpo.preflight.checks import preflight
 from grpo.preflight.choices import choose_demo
-from grpo.preflight.resolve import ResolvedRun
+from grpo.preflight.resolve import ResolvedRun, resolve_steps
 from grpo.settings import Problems, load_settings
 
 # Nothing is generated, scored or evaluated, and rows are padded, which only eager attention takes.
@@ -45,7 +45,7 @@ def sft_preflight(environ: Mapping[str, str], out: Path) -> tuple[ResolvedRun, l
     Rows that a run of train_grpo.py with these settings would hold out are left out here too: it may start from this
     adapter."""
     settings, sources, answers, problems = *load_settings(environ)[:2], [], Problems()
-    settings, _ = choose_demo(settings, sources)
+    settings, sources = choose_demo(settings, sources)
     split = read_split(settings, Problems())  # the preflight tells of the problems of DATA
     for row in split.train:
         try:
@@ -67,11 +67,12 @@ def sft_preflight(environ: Mapping[str, str], out: Path) -> tuple[ResolvedRun, l
         problems.add("DATA", "no row has an answer, or an action better than others", fix)
     # Recorded is what the user set, not what the checks were asked for.
     as_set = {name: getattr(settings, name) for name in (*ONLY_LEARNING, "MAX_COMPLETION_LEN")}
+    steps, steps_reason = resolve_steps(settings, sources, sum(map(bool, answers)))
     resolved = dataclasses.replace(
         resolved,
-        settings=dataclasses.replace(resolved.settings, **as_set),
+        settings=dataclasses.replace(resolved.settings, **as_set, TOTAL_STEPS=steps),
         rows=rows,
-        reasons={**resolved.reasons, "heldout": split.reason},
+        reasons={**resolved.reasons, "heldout": split.reason, "total_steps": steps_reason},
         problems=Problems([*resolved.problems, *problems[:SHOWN]]),
     )
     return resolved, answers

@@ -359,7 +359,13 @@ def prepare_run(run: RunState, settings: Settings, records: Mapping[str, Mapping
 
 def cut_logs(folder: Path, checkpoint: Path | None) -> None:
     """Cut each log back to what it held when the checkpoint was made: the run writes the later rows again. Without a
-    checkpoint it begins them anew."""
+    checkpoint it begins them anew. A log that was moved away has no end in any checkpoint any more: a new one begins."""
+    missing = [name for name in LOGS if not (folder / name).exists()]
+    for manifest in [path / MANIFEST for _, path in checkpoints(folder)] if missing else ():
+        with contextlib.suppress(OSError, ValueError, KeyError):  # A damaged checkpoint is not continued anyway.
+            record = read_sealed(manifest)
+            ends = {name: end for name, end in record["ends"].items() if name not in missing}
+            write_sealed(manifest, record | {"ends": ends})
     ends = read_sealed(checkpoint / MANIFEST)["ends"] if checkpoint else {}
     for path in (folder / name for name in LOGS):
         if path.name not in ends:

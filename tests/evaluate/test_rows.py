@@ -131,6 +131,10 @@ def test_the_command_scores_any_rows_as_the_run_does(weather, capsys, monkeypatc
 SHORT = """
 def short(completions, note, **columns):
     return [-len(text) / 100 - float(n) for text, n in zip(completions, note)]
+def needs_epoch(completions, trainer_state, prompts, **columns):
+    if "question 5" in prompts and trainer_state.epoch is None or len(completions) > 30:
+        raise ValueError("no such row")
+    return [trainer_state.epoch] * len(completions)
 """
 
 
@@ -161,6 +165,13 @@ def test_rows_without_actions_are_sampled_and_scored_by_a_function(
         assert result[part]["reward_low"] <= result[part]["reward"] <= result[part]["reward_high"]
         assert result[part]["tokens_max"] <= 12
     assert {"reward", "reward_low", "reward_high"} == set(result["difference"])
+    monkeypatch.setenv("MAX_COMPLETION_LEN", "11")
+    assert ev.main([*arguments, "--samples", "3", "--base-too", "--out", "x.json"]) == 2, "other settings, no old base"
+    assert "it holds another evaluation" in capsys.readouterr().err
+    arguments[-1] = "short_answers:needs_epoch"
+    assert ev.main([*arguments, "--samples", "1", "--out", "y.json"]) == 0, "the state that the check gave"
+    assert ev.main([*arguments, "--samples", "6", "--out", "z.json"]) == 1
+    assert "short_answers:needs_epoch raised ValueError: no such row" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -117,5 +117,7 @@ def test_sft_leaves_out_what_a_run_on_these_rows_would_hold_out(tmp_path):
     assert [row.id for row in resolved.rows] == [row.id for row in run.rows] and len(answers) == len(
         resolved.rows
     ) == 34
+    epochs = given | {"NUM_TRAIN_EPOCHS": "2", "PROMPTS_PER_STEP": "4"}
+    assert sft_preflight(epochs, tmp_path / "out")[0].settings.TOTAL_STEPS == 17, "2 x 34 rows by 4"
     resolved, answers = sft_preflight(given | {"EVAL_SAMPLES": "0"}, tmp_path / "out")
     assert len(answers) == len(resolved.rows) == 40

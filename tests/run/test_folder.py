@@ -335,7 +335,9 @@ def test_a_log_that_was_edited_is_refused(tmp_path, name, reason, edit, words):
     state, problems = inspect(settings)
     assert not problems and state.notes[1] == f"{name} is not there: it begins again at step 5", "the way on"
     prepare_run(state, settings, {})
-    write_steps(folder, [5, 6], PER_STEP, saved=[6])
+    write_steps(folder, [5], PER_STEP, saved=[])
+    assert inspect(settings)[0].step == 4, "killed before the next checkpoint, it continues from the same one"
+    write_steps(folder, [6], PER_STEP, saved=[6])
     assert inspect(settings)[0].step == 6 and inspect(settings)[0].notes == ()
 
 
