@@ -41,7 +41,8 @@ METRICS = {
     "time": ("UTC", "When the step ended."),
     "reward": ("reward", "Mean weighted reward of the step's completions; those left out by NaN are not counted."),
     "reward_std": ("reward", "Standard deviation of those rewards."),
-    "zero_std_fraction": ("share", "Prompts whose completions all got the same reward: they teach nothing."),
+    "zero_std_fraction": ("share", "Prompts that teach nothing: their completions all got the same reward, and none learned from those of all actions."),
+    "expected_share": ("share", "Completions that learned from the rewards of all their actions; empty where EXPECTED_REWARD is off."),
     "parse_rate": ("share", "Completions whose final channel names exactly one action, or holds text where the row has no actions. Watch it: a falling rate means the format is being unlearned."),
     "best_action_rate": ("share", "Completions that name an action with the row's highest reward."),
     "clipped_ratio": ("share", "Completions that met MAX_COMPLETION_LEN without a stop token."),
@@ -269,9 +270,11 @@ class RunLog:
         totals: Sequence[float],
         scores: Sequence[Sequence[float]] = (),
         zero_std_fraction: float | None = None,
+        expected_share: float | None = None,
     ) -> None:
         """Write a step's completions, each with its weighted reward and what each function gave it (N, F), and remember
-        their rates. `zero_std_fraction`: of their groups, those whose rewards are all the same."""
+        their rates. `zero_std_fraction`: the share of their groups that teach nothing; `expected_share`: that of the
+        completions that learn from their expected reward."""
         given = {function_column(name): [row[i] for row in scores] for i, name in enumerate(self.functions)}
         self.completions.write(
             {
@@ -289,8 +292,8 @@ class RunLog:
             for i, (one, total) in enumerate(zip(read, totals, strict=True))
         )
         self.rates = completion_rates(read)
-        if zero_std_fraction is not None:
-            self.rates["zero_std_fraction"] = zero_std_fraction
+        shares = {"zero_std_fraction": zero_std_fraction, "expected_share": expected_share}
+        self.rates |= {name: share for name, share in shares.items() if share is not None}
         for name, values in given.items():
             kept = [value for value in values if not math.isnan(value)]
             self.rates[name] = fmean(kept) if kept else math.nan
