@@ -38,8 +38,8 @@ class RewardLookup:
         self.tokens: dict[int, list[int]] = {}  # by the number of actions
 
     def rewards_of_actions(self, row: Row, state: TrainerState) -> list[float]:
-        """Weighted rewards of an unreadable answer and of each action of `row`, summed over the looked-up functions; NaN
-        where one of them leaves an answer out."""
+        """Weighted rewards of an unreadable answer and of each action of `row`, summed over the looked-up functions;
+        NaN where one of them leaves an answer out."""
         if row.id not in self.tables:
             answers = ["", *(f"[{k}]" for k in range(len(row.rewards)))]
             texts = [tried_text(row.prompt, FINAL.format(answer)) for answer in answers]
@@ -75,7 +75,7 @@ class RewardLookup:
                 other = (action + 1) % actions
                 tried.append((i, place, other))
                 replaced.append([*tokens[:place], names[other], *tokens[place + 1 :]])
-        texts = self.tokenizer.batch_decode(replaced)
+        texts = self.tokenizer.batch_decode(replaced) if replaced else []  # Of no row it makes one empty text.
         for (i, place, other), text in zip(tried, texts, strict=True):
             row = read[i].row
             if rewards.parse_action(rewards.assistant_turn(row.prompt, text), len(row.rewards)) == other:

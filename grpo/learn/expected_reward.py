@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Expected reward at the answer: a completion learns from the rewards of all actions, not of the sampled one alone.
 
-A completion that answers with one `[k]` decides its reward at the token k. With p_k the policy's probability of action k
-there, r_k the reward of that action and r_invalid that of any other token, its expected reward is
+A completion that answers with one `[k]` decides its reward at the token k. With p_k the policy's probability of action
+k there, r_k the reward of that action and r_invalid that of any other token, its expected reward is
 
     V = sum_k p_k r_k + (1 - sum_k p_k) r_invalid + the sampled rewards of functions that cannot be looked up.
 
@@ -41,8 +41,8 @@ class AnswerRewards:
 
 @dataclass(frozen=True)
 class StepRewards:
-    """The AnswerRewards of a step's B completions as tensors. Rows with fewer than K actions are filled up with gains of
-    0, and so is every completion that is learned from as it was sampled: no formula below needs a mask for them."""
+    """The AnswerRewards of a step's B completions as tensors. Rows with fewer than K actions are filled up with gains
+    of 0, and so is every completion that is learned from as it was sampled: no formula below needs a mask for them."""
 
     column: Tensor  # (B,) int64, -1 where the completion is learned from as it was sampled
     tokens: Tensor  # (B, K) int64
@@ -113,8 +113,8 @@ def mean_and_scale(
 ) -> tuple[Tensor, Tensor]:
     """(mean of V over the `group` of each completion, what its advantage is divided by), both (B,).
 
-    The deviation is that of the mixture of all actions, not of V: V of equal prefixes is equal, and to divide by its own
-    deviation would amplify rounding.
+    The deviation is that of the mixture of all actions, not of V: V of equal prefixes is equal, and to divide by its
+    own deviation would amplify rounding.
     """
     values = expected_rewards(answers, probabilities)
     mean = values.view(-1, group).nanmean(1).repeat_interleave(group)

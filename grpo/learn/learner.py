@@ -29,18 +29,18 @@ Batch = dict[str, Tensor]  # what TRL hands over for a step, or some of its rows
 class Learner(GRPOTrainer):
     """The part of the trainer that learns from a rollout; `Trainer` adds the rollouts, rewards and logs.
 
-    The loss is Liger's, and however the step is cut, loss and gradient are those of the whole batch. Nothing is computed
-    twice: a prompt once for its completions, no padding, and no pass for old log-probs, as there is one optimizer step a
-    rollout: they are the current ones.
+    The loss is Liger's, and however the step is cut, loss and gradient are those of the whole batch. Nothing is
+    computed twice: a prompt once for its completions, no padding, and no pass for old log-probs, as there is one
+    optimizer step a rollout: they are the current ones.
     """
 
     run: RunContext
 
     def learn(self, model: torch.nn.Module, batch: Batch, answers: StepRewards | None = None) -> Tensor:
-        """Gradients of the loss of `batch`, from each rank's own prompts and added up: `prompt_ids` (B, P), `completion_ids`
-        (B, C), their masks, `advantages` (B,), and where they are known `sampling_per_token_logps` and
-        `ref_per_token_logps` (B, C); with EXPECTED_REWARD the rewards of all actions of its `answers`. Returns the loss, a
-        scalar."""
+        """Gradients of the loss of `batch`, from each rank's own prompts and added up: `prompt_ids` (B, P),
+        `completion_ids` (B, C), their masks, `advantages` (B,), and where they are known `sampling_per_token_logps` and
+        `ref_per_token_logps` (B, C); with EXPECTED_REWARD the rewards of all actions of its `answers`. Returns the
+        loss, a scalar."""
         s, base, mask = self.run.settings, self.base_model_of(model), batch["completion_mask"]
         means = slopes = torch.zeros(len(mask), device=mask.device)
         if answers is not None:
@@ -85,8 +85,8 @@ class Learner(GRPOTrainer):
         return self.accelerator.unwrap_model(model).get_base_model()
 
     def micro_batches(self, batch: Batch) -> Iterator[tuple[Tensor, PackedBatch]]:
-        """Indices (b,) of some completions and these packed, one micro-batch after the other: together all of `batch` that is
-        this rank's."""
+        """Indices (b,) of some completions and these packed, one micro-batch after the other: together all of `batch`
+        that is this rank's."""
         s, share, attention = self.run.settings, self.run.packing == "prefix", self.run.attention
         tokens, own = [], self.run.ranks.share_out(len(batch["prompt_ids"]), s.NUM_GENERATIONS)
         for kind in ("prompt", "completion"):
@@ -103,9 +103,9 @@ class Learner(GRPOTrainer):
             yield torch.tensor(rows, device=device) + own.start, packed
 
     def compute_logps(self, base: PreTrainedModel, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies (N,) of `targets` (N,) after `states` (N, hidden) of `base`. Logits are held for one tile
-        of tokens and vocabulary at a time. TRL's kernel: Liger's own streams several float32 copies of each
-        tile through memory, and a step of 12 x 8 x 512 tokens took 6.4 s with it, 5.2 s with TRL's (docs/tried.md)."""
+        """Log-probs and entropies (N,) of `targets` (N,) after `states` (N, hidden) of `base`. Logits are held for one
+        tile of tokens and vocabulary at a time. TRL's kernel: Liger's own streams several float32 copies of each tile
+        through memory, and a step of 12 x 8 x 512 tokens took 6.4 s with it, 5.2 s with TRL's (docs/tried.md)."""
         head = base.get_output_embeddings()
         return ChunkedLogProbFunction.apply(
             states, head.weight, head.bias, targets, self.temperature, HEAD_TILE, None, 1.0, ("entropy",)
@@ -114,9 +114,9 @@ class Learner(GRPOTrainer):
     def with_expected_rewards(
         self, base: PreTrainedModel, batch: Batch, answers: StepRewards
     ) -> tuple[Batch, Tensor, Tensor]:
-        """(`batch` with `advantages` (B, C) by token, means (B,), slopes (B,)): the loss also has -slope * (V - mean) of each
-        completion. One forward pass without gradient up to the answers comes before the learning: mean and deviation of
-        a step must be known before its first micro-batch learns."""
+        """(`batch` with `advantages` (B, C) by token, means (B,), slopes (B,)): the loss also has -slope * (V - mean)
+        of each completion. One forward pass without gradient up to the answers comes before the learning: mean and
+        deviation of a step must be known before its first micro-batch learns."""
         mask, group = batch["completion_mask"], self.num_generations
         probabilities = torch.zeros(answers.tokens.shape, device=mask.device)
         cut = batch | {"completion_mask": answers.up_to_answer(mask)}
@@ -138,9 +138,9 @@ class Learner(GRPOTrainer):
     def action_probabilities(
         self, base: PreTrainedModel, states: Tensor, packed: PackedBatch, answers: StepRewards, mask: Tensor
     ) -> Tensor:
-        """Probabilities (b, K) of the actions at the answers' tokens, after TEMPERATURE, from the `states` (N, hidden) that
-        predict the completion tokens of b completions with `mask` (b, C). Of a completion without such a token they are
-        those of any other place: nothing is gained there."""
+        """Probabilities (b, K) of the actions at the answers' tokens, after TEMPERATURE, from the `states` (N, hidden)
+        that predict the completion tokens of b completions with `mask` (b, C). Of a completion without such a token
+        they are those of any other place: nothing is gained there."""
         places = padded_like(mask, packed, torch.arange(len(states), device=states.device))
         at = places.gather(1, answers.column.clamp(min=0)[:, None])[:, 0]
         actions = answers.tokens.size(1)
@@ -157,8 +157,8 @@ class Learner(GRPOTrainer):
         return -torch.autograd.grad(self.liger(part, batch, logps)[0], logps)[0]
 
     def liger(self, part: Batch, batch: Batch, logps: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Liger's loss of the `part` of `batch` with log-probs (b, C), and its metrics. `advantages` are (b,), or (b, C): as
-        Liger spreads them over the last dimension, completions are then sequences of shape (b, 1, C)."""
+        """Liger's loss of the `part` of `batch` with log-probs (b, C), and its metrics. `advantages` are (b,), or (b,
+        C): as Liger spreads them over the last dimension, completions are then sequences of shape (b, 1, C)."""
         whole, names = (
             batch["completion_mask"],
             ("ref_per_token_logps", "old_per_token_logps", "importance_sampling_ratio"),
@@ -167,7 +167,8 @@ class Learner(GRPOTrainer):
         if part["advantages"].ndim == 2:
             tensors = [None if tensor is None else tensor.unsqueeze(1) for tensor in tensors]
         logps, mask, reference, old, ratio = tensors
-        # Liger's own luspo divides by the length, TRL's is a sum over tokens and a mean over completions: dr_grpo's with 1.
+        # Liger's own luspo divides by the length, TRL's is a sum over tokens and a mean over completions: dr_grpo's
+        # with 1.
         luspo = self.loss_type == "luspo"
         return LigerFusedLinearGRPOFunction.ppo_loss_fn(
             logps,
@@ -187,7 +188,8 @@ class Learner(GRPOTrainer):
         )
 
     def liger_loss(self, part: Batch, batch: Batch, logps: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, float]]:
-        """The share of the loss of `batch` that its `part` has, from log-probs and entropies (b, C), and sums for the logs."""
+        """The share of the loss of `batch` that its `part` has, from log-probs and entropies (b, C), and sums for the
+        logs."""
         loss, metrics = self.liger(part, batch, logps)
         names = ("kl", "clip_ratio/region_mean") if self.beta else ("clip_ratio/region_mean",)
         sums = {name: value.item() for name, value in zip(names, metrics, strict=True)}
@@ -212,7 +214,8 @@ class Learner(GRPOTrainer):
         return logps, None, None
 
     def record_learning(self, batch: Batch, logps: Tensor, ratios: Tensor, sums: Mapping[str, float]) -> None:
-        """The step's means under TRL's names, and how far the engine's log-probs are from the trainer's `logps` (B, C)."""
+        """The step's means under TRL's names, and how far the engine's log-probs are from the trainer's `logps` (B,
+        C)."""
         metrics, mask = self._metrics["train"], batch["completion_mask"].bool()
         for name, value in sums.items():
             metrics[name].append(value)

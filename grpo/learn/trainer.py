@@ -55,7 +55,8 @@ TRL_FIGURES = {
 
 
 class Trainer(Learner):
-    """GRPO with this project's prompts, completions and rewards. Tests hold the signatures of TRL's methods that it overrides.
+    """GRPO with this project's prompts, completions and rewards. Tests hold the signatures of TRL's methods that it
+    overrides.
 
     `measure` gives columns of metrics.csv every EVAL_STEPS steps; None: nothing is measured while it trains.
     """
@@ -107,8 +108,9 @@ class Trainer(Learner):
         )
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """Behind the last file of the checkpoint comes its manifest, and only then the oldest one goes. By step: transformers
-        goes by modification times, and would delete a new checkpoint where older ones are dated later. Rank 0's alone."""
+        """Behind the last file of the checkpoint comes its manifest, and only then the oldest one goes. By step:
+        transformers goes by modification times, and would delete a new checkpoint where older ones are dated later.
+        Rank 0's alone."""
         if self.run.ranks.rank:
             return
         checkpoint = self.run.folder / f"checkpoint-{self.state.global_step}"
@@ -193,9 +195,9 @@ class Trainer(Learner):
     def answers(
         self, prompt_ids: list[list[int]], samples: int, base: bool, step: int, temperature: float
     ) -> list[list[int]]:
-        """Token ids of one completion for each prompt, of which each stands there `samples` times, generated as the rollouts
-        are at `temperature` (0: greedily), with the seed of `step`; `base`: without the adapter. For an evaluation: rank 0 is
-        asked, inside of `run_on_rank0`, and asks the others."""
+        """Token ids of one completion for each prompt, of which each stands there `samples` times, generated as the
+        rollouts are at `temperature` (0: greedily), with the seed of `step`; `base`: without the adapter. For an
+        evaluation: rank 0 is asked, inside of `run_on_rank0`, and asks the others."""
         if not self.run.ranks.rank:
             request = dict(prompt_ids=prompt_ids, samples=samples, base=base, step=step, temperature=temperature)
             self.run.ranks.broadcast(request)
@@ -245,7 +247,8 @@ class Trainer(Learner):
             weights = self.reward_weights.to(per_function.device)
             totals = (per_function * weights).nansum(dim=1).masked_fill(per_function.isnan().all(dim=1), math.nan)
             answers = self.lookup.look_up(read, completion_ids_list, scores, self.state) if self.lookup else []
-            # TRL's own figure is the batch's with SCALE_REWARDS=batch, and leaves out groups with fewer than two rewards.
+            # TRL's own figure is the batch's with SCALE_REWARDS=batch, and leaves out groups with fewer than two
+            # rewards.
             groups = totals.view(-1, self.num_generations)
             least, most = groups.nan_to_num(nan=math.inf).amin(1), groups.nan_to_num(nan=-math.inf).amax(1)
             teaches = most > least
@@ -264,15 +267,17 @@ class Trainer(Learner):
         return per_function
 
     def set_step_rewards(self, answers: Sequence[Sequence[Any]]) -> None:
-        """Keeps the AnswerRewards of a step, as tuples, for its learning: TRL carries none from the rewards to there."""
+        """Keeps the AnswerRewards of a step, as tuples, for its learning: TRL carries none from the rewards to
+        there."""
         device = self.accelerator.device
         self.step_rewards = StepRewards.stack([AnswerRewards(*a) for a in answers], device) if answers else None
 
     def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Rollout, rewards, then forward and backward of each micro-batch. Returns the step's loss, a scalar."""
         model.train()
-        # Not by TRL's _prepare_inputs, which shuffles completions for steps that learn from a part of them, by torch's own
-        # generator: after a rollout by vLLM that is another on every rank. Here each learns from its own prompts, whole groups.
+        # Not by TRL's _prepare_inputs, which shuffles completions for steps that learn from a part of them, by torch's
+        # own generator: after a rollout by vLLM that is another on every rank. Here each learns from its own prompts,
+        # whole groups.
         with Phase(f"step {self.state.global_step + 1}", first_s=LINE_S):
             tokens = self.state.num_input_tokens_seen
             try:
@@ -288,8 +293,8 @@ class Trainer(Learner):
         return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """TRL merges its metrics into `logs`; a training step's become a row of metrics.csv, with what is measured after it
-        every EVAL_STEPS steps."""
+        """TRL merges its metrics into `logs`; a training step's become a row of metrics.csv, with what is measured
+        after it every EVAL_STEPS steps."""
         if stepped := "loss" in logs and self.model.training:
             row, engine = self.timer.figures(), self.run.engine
             for part in ("wake", "handover", "sleep"):

@@ -254,7 +254,7 @@ class RunLog:
         self.metrics = CsvLog(folder / "metrics.csv", [*METRICS, *own])
         self.completions = CsvLog(folder / "completions.csv", [*COMPLETIONS, *[PROMPT] * prompts, *own])
         self.total_steps = total_steps
-        self.rates: dict[str, float] = {}  # of the last completions, with the mean of each function
+        self.rates: dict[str, float | None] = {}  # of the last completions, with the mean of each function
         with (folder / "metrics.csv").open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         self.pace = Pace(total_steps, eval_steps, rows)
@@ -292,8 +292,9 @@ class RunLog:
             for i, (one, total) in enumerate(zip(read, totals, strict=True))
         )
         self.rates = completion_rates(read)
-        shares = {"zero_std_fraction": zero_std_fraction, "expected_share": expected_share}
-        self.rates |= {name: share for name, share in shares.items() if share is not None}
+        self.rates["expected_share"] = expected_share
+        if zero_std_fraction is not None:
+            self.rates["zero_std_fraction"] = zero_std_fraction
         for name, values in given.items():
             kept = [value for value in values if not math.isnan(value)]
             self.rates[name] = fmean(kept) if kept else math.nan
