@@ -54,7 +54,7 @@ class StepRewards:
     @classmethod
     def stack(cls, answers: Sequence[AnswerRewards], device: torch.device | str) -> StepRewards:
         """The tensors of a step's completions."""
-        width = max(len(answer.tokens) for answer in answers)
+        width = max(1, *(len(answer.tokens) for answer in answers))
 
         def padded(values: Sequence[float]) -> list[float]:
             return [*values, *[0] * (width - len(values))]

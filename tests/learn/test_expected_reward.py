@@ -12,7 +12,7 @@ import torch
 from conftest import RENDERED, read_csv
 from ranked import in_ranks
 from test_losses import normalize, rotate
-from trainers import loss_and_gradients, make, plain_float32, plain_trl, uniform
+from trainers import loss_and_gradients, make, plain_float32, plain_trl, policy_logps, uniform
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm, GptOssRotaryEmbedding
 
 from grpo.data.files import Row
@@ -34,6 +34,7 @@ pytestmark = pytest.mark.numeric
 DIRECT = "<|channel|>final<|message|>[{}]<|return|>"
 REASONED = "<|channel|>analysis<|message|>hour {}<|end|><|start|>assistant" + DIRECT
 LOSSES = [name for name in FIELDS["LOSS_TYPE"].metadata["choices"] if name != "vespo"]
+OTHER_WORDS = "<|channel|>final<|message|>hour [{}]<|return|>"
 REWARDS = (-1.0, 0.5, 0.0, -0.25)  # of the four actions
 INVALID = -1.15  # a tenth of the range below the worst
 
@@ -308,19 +309,17 @@ def test_the_importance_ratio_is_for_sampled_tokens(tiny, tmp_path):
     texts = (DIRECT.format(2), REASONED.format(9, 0))
 
     def gradient(at_answer, elsewhere, rewards="action"):
-        trainer = trainer_with(tiny, tmp_path, REWARDS=rewards, IS_CLIP_MAX=100.0)
+        trainer = trainer_with(tiny, new_folder(), REWARDS=rewards, IS_CLIP_MAX=100.0)
         inputs, answers = scored(trainer, texts)
-        policy = loss_and_logps(trainer, inputs)
+        policy = policy_logps(trainer, inputs)
         place = torch.arange(policy.size(1)) == answers.column[:, None]
         inputs["sampling_per_token_logps"] = policy - torch.where(place, at_answer, elsewhere)
         return gradient_of(trainer, inputs, answers)
 
-    def loss_and_logps(trainer, inputs):
-        ids, mask = (torch.cat([inputs[f"prompt_{of}"], inputs[f"completion_{of}"]], 1) for of in ("ids", "mask"))
-        with torch.no_grad():
-            return trainer._get_per_token_logps_and_entropies(
-                trainer.model, ids, mask, inputs["completion_ids"].size(1)
-            )[0]
+    def new_folder(names=iter("abcde")):
+        folder = tmp_path / next(names)
+        folder.mkdir()
+        return folder
 
     on_policy = gradient(0.0, 0.0)
     assert apart(gradient(0.7, 0.0), on_policy) < 1e-5
@@ -351,7 +350,7 @@ def test_functions_beside_are_sampled_and_own_ones_can_take_part(tiny, tmp_path)
     rewards = "action=2,test_expected_reward:twice_action=0.5,format=0.25"
     trainer = trainer_with(tiny, tmp_path, REWARDS=rewards)
     assert trainer.run.looked_up == (0, 1)
-    _, answers = scored(trainer, (DIRECT.format(2), DIRECT.format("2] ")[:-1]))
+    _, answers = scored(trainer, (DIRECT.format(2), OTHER_WORDS.format(2)))
     assert answers.others.tolist() == [0.25, 0.0]
     unreadable = 2 * INVALID + 0.5 * REWARDS[0]
     assert answers.base.tolist() == pytest.approx([unreadable + 0.25, unreadable])
@@ -373,7 +372,9 @@ def test_a_run_without_an_answer_learns_as_if_it_were_off(tiny, tmp_path):
     """Truncated and unreadable completions: the very gradient of the sampled rewards, and no part of a masked one."""
     texts = ("<|channel|>final<|message|>hour<|return|>", "<|channel|>analysis<|message|>[2]")
     for masked in (False, True):
-        trainer = trainer_with(tiny, tmp_path, MASK_TRUNCATED=masked, REWARDS="action,test_expected_reward:by_length")
+        folder = tmp_path / str(masked)
+        folder.mkdir()
+        trainer = trainer_with(tiny, folder, MASK_TRUNCATED=masked, REWARDS="action,test_expected_reward:by_length")
         inputs, answers = scored(trainer, texts)
         assert not answers.is_expected.any()
         expected = gradient_of(trainer, inputs, None)
@@ -390,13 +391,14 @@ def test_masked_completions_have_no_part_in_it(tiny, tmp_path):
     assert torch.equal(gradient_of(trainer, inputs, answers), gradient)
 
 
-# Completions, and the place of the token that names the action; None: it is learned from as it was sampled.
-PLACES = {
-    DIRECT.format(3): 4,
-    REASONED.format(3, 3): 12,
-    DIRECT.format("2] now")[:-10] + "<|return|>": None,  # the text that was cut has no stop token's text
+# Completions, and the action whose token decides; None: it is learned from as it was sampled.
+DECIDED = {
+    DIRECT.format(3): 3,
+    REASONED.format(3, 3): 3,
+    OTHER_WORDS.format(0): 0,
     DIRECT.format("1] [1"): None,
     DIRECT.format("1] [2"): None,
+    DIRECT.format("1] at 1 hour [1"): None,
     DIRECT.format(4): None,
     "<|channel|>analysis<|message|>[2]<|return|>": None,
     DIRECT.format(2).removesuffix("<|return|>"): None,
@@ -415,15 +417,13 @@ def completion_of(row, text, tokens=1):
     return Completion(row, text, action, tokens, not text.endswith("<|return|>"))
 
 
-@pytest.mark.parametrize(("text", "place"), PLACES.items())
-def test_the_answers_token(lookup, text, place):
+@pytest.mark.parametrize(("text", "action"), DECIDED.items())
+def test_the_answers_token(lookup, text, action):
     (row,) = rows_with(REWARDS)
-    ids = lookup.tokenizer(text=[text])["input_ids"]
-    (column,) = lookup.answer_columns([completion_of(row, text)], ids)
-    if place is None:
-        assert column == -1
-    else:
-        assert column == ids[0].index(action_tokens(lookup.tokenizer, 4)[3], len(ids[0]) - 3)
+    (ids,) = lookup.tokenizer(text=[text])["input_ids"]
+    (column,) = lookup.answer_columns([completion_of(row, text)], [ids])
+    assert column == (-1 if action is None else len(ids) - 3)
+    assert action is None or ids[column] == action_tokens(lookup.tokenizer, 4)[action]
 
 
 def test_the_answers_token_behind_an_opened_channel(lookup):
