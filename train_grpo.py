@@ -192,7 +192,9 @@ def train(resolved: ResolvedRun) -> int:
     transformers.utils.logging.enable_propagation()
 
     tokenizer, model = load_to_train(s, model_path, resolved.files.config, attention, folder)
-    context = RunContext(s, resolved.rows, plan, folder, attention, packing, stop, ranks=ranks)
+    context = RunContext(
+        s, resolved.rows, plan, folder, attention, packing, stop, ranks=ranks, looked_up=resolved.looked_up
+    )
     options = grpo_options(s, torch.cuda.is_available(), specs, resolved.scale_rewards, resolved.epsilon_high)
     scratch = tempfile.TemporaryDirectory() if ranks.rank else None  # OUTPUT_DIR is rank 0's
     output_dir = Path(scratch.name) if scratch else folder

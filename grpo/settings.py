@@ -71,6 +71,7 @@ class Settings:
     REWARDS: str | None = setting("Rewards", None, "", "Reward functions, `name=weight,...`: regret, action, best, shortfall, format, gsm8k, or `module:function`; `auto`: regret if every training row has q_action_k, else action.")
     INVALID_REWARD: float | None = setting("Rewards", None, "reward", "Reward of an answer that cannot be parsed; `auto`: a tenth of the row's range below its worst action; `nan` leaves it out of its group.", low=-MOST_REWARD, high=MOST_REWARD, nan=True)
     SCALE_REWARDS: str | None = setting("Rewards", None, "", "Divide advantages by the standard deviation of the group, of the batch, or not at all; `auto`: batch with regret or shortfall, else group.", choices=("group", "batch", "none"))
+    EXPECTED_REWARD: bool | None = setting("Rewards", None, "", "Learn at the answer `[k]` from the rewards of all actions, each by its probability, instead of the sampled action's alone; `auto`: where all rows have reward_action_k and REWARDS hold a function of the action alone.")
     MASK_TRUNCATED: bool = setting("Rewards", False, "", "Leave completions that met MAX_COMPLETION_LEN out of the loss (bad length then costs nothing).")
 
     USE_VLLM: bool | None = setting("Rollouts", None, "", "Generate with vLLM beside the trainer (MXFP4 weights, asleep while learning) instead of transformers; `auto`: on a GPU.", resume=True)

@@ -13,7 +13,7 @@ from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo.data.files import Row
-from grpo.data.scoring import load_rewards, reward_specs
+from grpo.data.scoring import is_by_action, load_rewards, reward_specs
 from grpo.learn.options import grpo_options
 from grpo.learn.trainer import RunContext, Trainer
 from grpo.model.load import load_model, load_tokenizer
@@ -38,9 +38,12 @@ def build(settings, tiny, folder, ranks=None, rows=None):
     rows = rows or four_rows()
     plan = Plan(0, 0, 0, 0, settings.MICRO_BATCH or 2, "test", 4, "test")
     specs = reward_specs(choose_rewards(settings.REWARDS, rows)[0])
+    looked_up = tuple(n for n, (name, _) in enumerate(specs) if settings.EXPECTED_REWARD and is_by_action(name))
     scale = choose_scale_rewards(settings.SCALE_REWARDS, [name for name, _ in specs])[0]
     return Trainer(
-        RunContext(settings, rows, plan, folder, "eager", "prefix", StopRequest(), ranks=ranks or Ranks()),
+        RunContext(
+            settings, rows, plan, folder, "eager", "prefix", StopRequest(), ranks=ranks or Ranks(), looked_up=looked_up
+        ),
         load_model(str(tiny), read_json(tiny / "config.json"), "eager").float(),
         load_tokenizer(str(tiny)),
         LoraConfig(**lora_options(settings)),

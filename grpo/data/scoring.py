@@ -241,6 +241,17 @@ def reward_callable(name: str, settings: Settings, title: str | None = None) -> 
     return reward
 
 
+def is_by_action(name: str) -> bool:
+    """Whether the reward function `name` of REWARDS depends on the row and the answered action alone, so that the reward
+    of every action can be looked up: those in ACTION_REWARDS, and the user's that have the attribute `by_action`."""
+    if ":" not in name:
+        return name in rewards.ACTION_REWARDS
+    try:
+        return bool(getattr(load_reward(name), "by_action", False))
+    except ValueError:  # The checks of the rewards report it.
+        return False
+
+
 def reward_titles(names: Sequence[str]) -> list[str]:
     """The names of reward functions in logs and columns: a function's own where no other has it, else with its module.
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the processes of a run speak: torch's process groups, a store, and who is gone.
 
-Simplified: every process has the whole model, so all that travels is what each learned, its rows and short messages. The
-groups are made directly, not by `init_process_group`: torch's default group stays free for vLLM, and a collective can only
-run on the group whose method it is. Messages are JSON, never pickles.
+Simplified: every process has the whole model, so all that travels is what each learned, its rows and short messages.
+The groups are made directly, not by `init_process_group`: torch's default group stays free for vLLM, and a collective
+can only run on the group whose method it is. Messages are JSON, never pickles.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ class ConnectedRanks(Ranks):
     # ---- Speaking ----
 
     def _wait(self, work: Work) -> None:
-        """Waits as long as nobody is lost, however late others are, in short pauses between which signals are answered."""
+        """Waits as long as nobody is lost, however late others are, in short pauses between which signals are
+        answered."""
         pause = 0.0005
         while not work.is_completed():
             if self.lost:
@@ -149,8 +150,8 @@ class ConnectedRanks(Ranks):
         torch.cuda.synchronize()
         self._wait(self.gloo.barrier())
         if self.nccl is None:
-            # Made at the first sum, after vLLM has captured its graphs. Its connection is its own, as what NCCL waits for
-            # there must not hold up the heartbeat.
+            # Made at the first sum, after vLLM has captured its graphs. Its connection is its own, as what NCCL waits
+            # for there must not hold up the heartbeat.
             nccl = torch.distributed.ProcessGroupNCCL
             options = nccl.Options()
             options._timeout = NCCL_TIMEOUT
@@ -170,8 +171,9 @@ class ConnectedRanks(Ranks):
         return RankLost(*json.loads(self.store.compare_set("end", "", json.dumps([rank, code, message]))))
 
     def _beat(self) -> None:
-        """Once a second says that this machine is alive, and looks for who is not. A process that is busy, held or stopped is
-        alive. The heartbeat is a machine's, not a process's: a machine that loses its power closes no connection."""
+        """Once a second says that this machine is alive, and looks for who is not. A process that is busy, held or
+        stopped is alive. The heartbeat is a machine's, not a process's: a machine that loses its power closes no
+        connection."""
         beats: dict[int, int] = {}
         silent: Counter[int] = Counter()
         while not self.lost and not self.left.wait(1):

@@ -10,15 +10,15 @@ from grpo.run.folder import run_folder
 from grpo.settings import Settings, listed
 
 # Settings that GRPOConfig knows by the same name.
-TRLS = ("NUM_GENERATIONS", "TEMPERATURE", "TOP_P", "LEARNING_RATE", "WARMUP_STEPS", "WEIGHT_DECAY", "MAX_GRAD_NORM", "BETA",
-        "LOSS_TYPE", "EPSILON", "GRADIENT_CHECKPOINTING", "SAVE_STEPS", "SEED")  # fmt: skip
+TRLS = ("NUM_GENERATIONS", "TEMPERATURE", "TOP_P", "LEARNING_RATE", "WARMUP_STEPS", "WEIGHT_DECAY", "MAX_GRAD_NORM",
+"BETA", "LOSS_TYPE", "EPSILON", "GRADIENT_CHECKPOINTING", "SAVE_STEPS", "SEED")  # fmt: skip
 
 
 def grpo_options(
     s: Settings, cuda: bool, specs: Sequence[tuple[str, float]], scale_rewards: str, epsilon_high: float
 ) -> dict[str, Any]:
-    """Arguments of TRL's GRPOConfig for this run, given (name, weight) of its reward functions, how they are scaled, and
-    the upper clip range."""
+    """Arguments of TRL's GRPOConfig for this run, given (name, weight) of its reward functions, how they are scaled,
+    and the upper clip range."""
     trackers = [name for name in listed(s.REPORT_TO) if name != "none"]
     return {
         **{name.lower(): getattr(s, name) for name in TRLS},

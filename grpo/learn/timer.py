@@ -46,8 +46,8 @@ class UtilizationSampler:
 
 
 class StepTimerCallback(TrainerCallback):
-    """Times each step and its parts, and ends training after a checkpoint when the run is asked to end: `asked` takes this
-    process's signal and the model, and returns any process's."""
+    """Times each step and its parts, and ends training after a checkpoint when the run is asked to end: `asked` takes
+    this process's signal and the model, and returns any process's."""
 
     def __init__(self, stop: StopRequest, asked: Callable[[int, torch.nn.Module], int]):
         self.stop, self.asked = stop, asked

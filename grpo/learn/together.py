@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processes of a run do together: add up what each learned, stay equal, and answer for rank 0's evaluations."""
+"""What the processes of a run do together: add up what each learned, stay equal, and answer for rank 0's
+evaluations."""
 
 from __future__ import annotations
 
@@ -70,8 +71,8 @@ def broadcast_checkpoint(ranks: Ranks, folder: Path | None, scratch: Path) -> Pa
 
 
 def sync_stop_signal(ranks: Ranks, signal: int, model: torch.nn.Module, step: int) -> int:
-    """The signal by which any process was asked to stop (0: none was), the same on all. Raises RuntimeError where an adapter
-    is not rank 0's any more."""
+    """The signal by which any process was asked to stop (0: none was), the same on all. Raises RuntimeError where an
+    adapter is not rank 0's any more."""
     if ranks.size == 1:
         return signal
     adapter = flat_adapter(model).cpu().view(torch.uint8).numpy()
@@ -83,15 +84,15 @@ def sync_stop_signal(ranks: Ranks, signal: int, model: torch.nn.Module, step: in
 
 
 def answer_rank0(trainer: Any) -> None:
-    """On the other ranks: generates this rank's share of what rank 0's function asks, until that function returns. Where
-    rank 0's process ends instead, this raises RankLost with its exit code."""
+    """On the other ranks: generates this rank's share of what rank 0's function asks, until that function returns.
+    Where rank 0's process ends instead, this raises RankLost with its exit code."""
     while request := trainer.run.ranks.broadcast():
         trainer.answers(**request)
 
 
 def run_on_rank0(trainer: Any, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls a function on rank 0 alone, which may ask the `trainer` for answers: all ranks generate them. Returns what it
-    does on rank 0, None on the others."""
+    """Calls a function on rank 0 alone, which may ask the `trainer` for answers: all ranks generate them. Returns what
+    it does on rank 0, None on the others."""
     ranks = trainer.run.ranks
     if ranks.rank:
         return answer_rank0(trainer)

@@ -3,47 +3,46 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
+import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
-from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOFunction
 from peft import LoraConfig
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_callback import PrinterCallback
-from trl import GRPOConfig, GRPOTrainer
-from trl.kernels import ChunkedLogProbFunction
+from trl import GRPOConfig
 
 from grpo.data.files import Row, column_names
 from grpo.data.prompts import StepRows, sampling_seed
 from grpo.data.scoring import Completion, RewardError, read_completion, score
-from grpo.learn.sampling import importance_ratio, kept_randomness
+from grpo.learn.answer_rewards import RewardLookup, expected_text
+from grpo.learn.context import RunContext
+from grpo.learn.expected_reward import (
+    AnswerRewards,
+    StepRewards,
+)
+from grpo.learn.learner import Learner
+from grpo.learn.sampling import kept_randomness
 from grpo.learn.timer import StepTimerCallback
-from grpo.learn.together import gradients_of, run_on_rank0, sum_over_ranks, sync_stop_signal
-from grpo.model.attention import KERNELS, attention_of, hidden_states
+from grpo.learn.together import run_on_rank0, sync_stop_signal
+from grpo.model.attention import attention_of
 from grpo.model.expert_lora import experts_wrapped
 from grpo.model.load import evaluating
-from grpo.model.packing import PackedBatch, cut_micro_batches, pack_batch, padded_like
-from grpo.phases import LINE_S, Phase, with_progress
-from grpo.plan.memory import HEAD_TILE, Plan, micro_batch_tokens
-from grpo.rollout.engine import Engine
+from grpo.phases import LINE_S, Phase
 from grpo.rollout.prefill import shared_prefill
 from grpo.run.archive import model_card
 from grpo.run.best import read_best, which_to_load
 from grpo.run.durable import begin_checkpoint, finish_checkpoint, write_text
 from grpo.run.folder import rotate_checkpoints
 from grpo.run.logs import EVALUATED, RunLog
-from grpo.run.ranks import Ranks
-from grpo.run.signals import StopRequest
-from grpo.settings import Settings
+from grpo.settings import log
 
 # Columns of metrics.csv that are TRL's own figures, and their names there.
 TRL_FIGURES = {
@@ -53,34 +52,13 @@ TRL_FIGURES = {
     "logp_diff_max": "sampling/sampling_logp_difference/max",
     "is_ratio_mean": "sampling/importance_sampling_ratio/mean",
 }  # fmt: skip
-Batch = dict[str, Tensor]  # what TRL hands over for a step, or some of its rows
 
 
-@dataclass
-class RunContext:
-    """The run's settings, rows and choices, and what of it changes while it goes on: what trainer, engine, evaluation and
-    mismatch check share."""
-
-    settings: Settings
-    rows: list[Row]
-    plan: Plan
-    folder: Path
-    attention: str  # of the learner, as ATTN_IMPL names it
-    packing: str  # `prefix` or `none`
-    stop: StopRequest
-    engine: Engine | None = None  # None: transformers generates
-    parity: list[dict[str, Any]] = field(default_factory=list)  # what the mismatch check measured
-    ranks: Ranks = field(default_factory=Ranks)
-
-
-class Trainer(GRPOTrainer):
-    """GRPO with this project's prompts, completions and rewards, and each step's completions in few dense micro-batches.
+class Trainer(Learner):
+    """GRPO with this project's prompts, completions and rewards. Tests hold the signatures of TRL's methods that it
+    overrides.
 
     `measure` gives columns of metrics.csv every EVAL_STEPS steps; None: nothing is measured while it trains.
-
-    Tests hold the signatures of TRL's methods that it overrides. The loss is Liger's, and however the step is cut, loss and
-    gradient are those of the whole batch. Nothing is computed twice: a prompt once for its completions, no padding, and no
-    pass for old log-probs, as there is one optimizer step a rollout: they are the current ones.
     """
 
     def __init__(
@@ -101,6 +79,10 @@ class Trainer(GRPOTrainer):
             self.run_log = RunLog(run.folder, s.TOTAL_STEPS, s.EVAL_STEPS, names, s.LOG_PROMPTS)
         self.columns = column_names(run.rows)  # that reward functions get with every row
         self.rollout_tokens = 0  # of the last rollout
+        self.lookup: RewardLookup | None = None  # None without EXPECTED_REWARD
+        if run.looked_up:
+            self.lookup = RewardLookup(rewards, config.reward_weights, run.looked_up, self.columns, tokenizer)
+        self.step_rewards: StepRewards | None = None  # of the last completions, with EXPECTED_REWARD
         # Only the index travels through TRL: the columns are looked up where they are needed.
         dataset = Dataset.from_dict({"prompt": [row.prompt for row in run.rows], "row": list(range(len(run.rows)))})
         with experts_wrapped(model):
@@ -126,8 +108,9 @@ class Trainer(GRPOTrainer):
         )
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """Behind the last file of the checkpoint comes its manifest, and only then the oldest one goes. By step: transformers
-        goes by modification times, and would delete a new checkpoint where older ones are dated later. Rank 0's alone."""
+        """Behind the last file of the checkpoint comes its manifest, and only then the oldest one goes. By step:
+        transformers goes by modification times, and would delete a new checkpoint where older ones are dated later.
+        Rank 0's alone."""
         if self.run.ranks.rank:
             return
         checkpoint = self.run.folder / f"checkpoint-{self.state.global_step}"
@@ -212,9 +195,9 @@ class Trainer(GRPOTrainer):
     def answers(
         self, prompt_ids: list[list[int]], samples: int, base: bool, step: int, temperature: float
     ) -> list[list[int]]:
-        """Token ids of one completion for each prompt, of which each stands there `samples` times, generated as the rollouts
-        are at `temperature` (0: greedily), with the seed of `step`; `base`: without the adapter. For an evaluation: rank 0 is
-        asked, inside of `run_on_rank0`, and asks the others."""
+        """Token ids of one completion for each prompt, of which each stands there `samples` times, generated as the
+        rollouts are at `temperature` (0: greedily), with the seed of `step`; `base`: without the adapter. For an
+        evaluation: rank 0 is asked, inside of `run_on_rank0`, and asks the others."""
         if not self.run.ranks.rank:
             request = dict(prompt_ids=prompt_ids, samples=samples, base=base, step=step, temperature=temperature)
             self.run.ranks.broadcast(request)
@@ -254,27 +237,47 @@ class Trainer(GRPOTrainer):
         checks before the run and the evaluations call them."""
         with self.timer.part("reward"):
             if self.run.ranks.rank:
-                return torch.tensor(self.run.ranks.broadcast(), device=self.accelerator.device)
+                by_function, answers = self.run.ranks.broadcast()
+                self.set_step_rewards(answers)
+                return torch.tensor(by_function, device=self.accelerator.device)
             read = self.read_completions([self.run.rows[x["row"]] for x in inputs], completion_ids_list)
             logs = self._log_completion_extra, self._log_metric
             scores = score(self.reward_funcs, read, completion_ids_list, self.columns, self.state, *logs)
             per_function = torch.tensor(scores, dtype=torch.float32, device=self.accelerator.device)
             weights = self.reward_weights.to(per_function.device)
             totals = (per_function * weights).nansum(dim=1).masked_fill(per_function.isnan().all(dim=1), math.nan)
-            # TRL's own figure is the batch's with SCALE_REWARDS=batch, and leaves out groups with fewer than two rewards.
+            answers = self.lookup.look_up(read, completion_ids_list, scores, self.state) if self.lookup else []
+            # TRL's own figure is the batch's with SCALE_REWARDS=batch, and leaves out groups with fewer than two
+            # rewards.
             groups = totals.view(-1, self.num_generations)
             least, most = groups.nan_to_num(nan=math.inf).amin(1), groups.nan_to_num(nan=-math.inf).amax(1)
-            zero_std = (most <= least).float().mean().item()
+            teaches = most > least
+            if answers:
+                differing = [len(set(answer.gains)) > 1 for answer in answers]
+                teaches |= torch.tensor(differing, device=teaches.device).view(groups.shape).any(1)
+            zero_std = 1 - teaches.float().mean().item()
             step, by_function = self.state.global_step + 1, per_function.tolist()
-            self.run_log.write_completions(step, read, totals.tolist(), by_function, zero_std)
-            self.run.ranks.broadcast(by_function)
+            share = sum(answer.column >= 0 for answer in answers) / len(answers) if answers else None
+            self.run_log.write_completions(step, read, totals.tolist(), by_function, zero_std, share)
+            if answers and self._step == 0:
+                log.info("%s", expected_text(read, answers))
+            answers = [dataclasses.astuple(answer) for answer in answers]
+            self.run.ranks.broadcast([by_function, answers])
+            self.set_step_rewards(answers)
         return per_function
+
+    def set_step_rewards(self, answers: Sequence[Sequence[Any]]) -> None:
+        """Keeps the AnswerRewards of a step, as tuples, for its learning: TRL carries none from the rewards to
+        there."""
+        device = self.accelerator.device
+        self.step_rewards = StepRewards.stack([AnswerRewards(*a) for a in answers], device) if answers else None
 
     def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Rollout, rewards, then forward and backward of each micro-batch. Returns the step's loss, a scalar."""
         model.train()
-        # Not by TRL's _prepare_inputs, which shuffles completions for steps that learn from a part of them, by torch's own
-        # generator: after a rollout by vLLM that is another on every rank. Here each learns from its own prompts, whole groups.
+        # Not by TRL's _prepare_inputs, which shuffles completions for steps that learn from a part of them, by torch's
+        # own generator: after a rollout by vLLM that is another on every rank. Here each learns from its own prompts,
+        # whole groups.
         with Phase(f"step {self.state.global_step + 1}", first_s=LINE_S):
             tokens = self.state.num_input_tokens_seen
             try:
@@ -285,128 +288,13 @@ class Trainer(GRPOTrainer):
                 raise
             self._step += 1
             started = time.perf_counter()
-            loss = self.learn(model, batch)
+            loss = self.learn(model, batch, self.step_rewards)
         self._metrics["train"]["step_time"].append(time.perf_counter() - started)
         return loss
 
-    def learn(self, model: torch.nn.Module, batch: Batch) -> Tensor:
-        """Gradients of the loss of `batch`, from each rank's own prompts and added up: `prompt_ids` (B, P), `completion_ids`
-        (B, C), their masks, `advantages` (B,), and where they are known `sampling_per_token_logps` and
-        `ref_per_token_logps` (B, C). Returns the loss, a scalar."""
-        s, base, mask = self.run.settings, self.base_model_of(model), batch["completion_mask"]
-        total = torch.zeros((), device=mask.device)
-        logps = torch.zeros(mask.shape, device=mask.device)
-        ratios = torch.zeros(mask.shape, device=mask.device)
-        sums: collections.Counter[str] = collections.Counter()
-        for rows, packed in with_progress("learning", self.micro_batches(batch), "micro-batch", first_s=LINE_S):
-            with self.accelerator.autocast():
-                states = hidden_states(base, packed, self.run.attention)
-                leaf = states.detach().requires_grad_()  # head and loss first: their memory is free before the rest
-                found, entropy = self.compute_logps(base, leaf, packed.targets)
-            part = {
-                name: value[rows] if torch.is_tensor(value) and value.ndim else value for name, value in batch.items()
-            }
-            found, entropy = (padded_like(part["completion_mask"], packed, values) for values in (found, entropy))
-            policy, sampled = found.detach(), part.get("sampling_per_token_logps")
-            logps[rows], ratios[rows] = policy, 1.0
-            if sampled is not None and s.IS_CORRECTION != "none":
-                ratio = importance_ratio(policy, sampled, part["completion_mask"], s.IS_CORRECTION, s.IS_CLIP_MAX)
-                part["importance_sampling_ratio"], ratios[rows] = ratio, ratio.expand_as(policy)
-            loss, metrics = self.liger_loss(part, batch, found, entropy)
-            loss.backward()
-            states.backward(leaf.grad)
-            total += loss.detach()
-            sums.update(metrics)
-        if self.run.ranks.size > 1:
-            sum_over_ranks(self.run.ranks, [*gradients_of(model), total, logps, ratios])
-            parts, sums = self.run.ranks.share(sums), collections.Counter()
-            for part in parts:
-                sums.update(part)
-        self.record_learning(batch, logps, ratios, sums)
-        return total
-
-    def base_model_of(self, model: torch.nn.Module) -> PreTrainedModel:
-        """The gpt-oss inside of PEFT's and accelerate's wrappers."""
-        return self.accelerator.unwrap_model(model).get_base_model()
-
-    def micro_batches(self, batch: Batch) -> Iterator[tuple[Tensor, PackedBatch]]:
-        """Indices (b,) of some completions and these packed, one micro-batch after the other: together all of `batch` that is
-        this rank's."""
-        s, share, attention = self.run.settings, self.run.packing == "prefix", self.run.attention
-        tokens, own = [], self.run.ranks.share_out(len(batch["prompt_ids"]), s.NUM_GENERATIONS)
-        for kind in ("prompt", "completion"):
-            ids, kept = (batch[f"{kind}_{of}"][own.start : own.stop].cpu() for of in ("ids", "mask"))
-            kept = kept.bool()
-            tokens.append([row.tolist() for row in ids[kept].split(kept.sum(1).tolist())])
-        prompts, completions = tokens
-        lengths = [(len(p), len(c)) for p, c in zip(prompts, completions, strict=True)]
-        most = micro_batch_tokens(s, self.run.plan.micro_batch, max(p for p, _ in lengths), share)
-        device = batch["completion_ids"].device
-        for rows in cut_micro_batches(list(map(tuple, prompts)), lengths, most, share):
-            chosen = [prompts[i] for i in rows], [completions[i] for i in rows]
-            packed = pack_batch(*chosen, share, attention in KERNELS, device)
-            yield torch.tensor(rows, device=device) + own.start, packed
-
-    def compute_logps(self, base: PreTrainedModel, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies (N,) of `targets` (N,) after `states` (N, hidden) of `base`. Logits are held for one tile
-        of tokens and vocabulary at a time. TRL's kernel: Liger's own streams several float32 copies of each
-        tile through memory, and a step of 12 x 8 x 512 tokens took 6.4 s with it, 5.2 s with TRL's (docs/tried.md)."""
-        head = base.get_output_embeddings()
-        return ChunkedLogProbFunction.apply(
-            states, head.weight, head.bias, targets, self.temperature, HEAD_TILE, None, 1.0, ("entropy",)
-        )[:2]
-
-    def liger_loss(self, part: Batch, batch: Batch, logps: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, float]]:
-        """The share of the loss of `batch` that its `part` has, from log-probs and entropies (b, C), and sums for the logs."""
-        whole = batch["completion_mask"]
-        # Liger's own luspo divides by the length, TRL's is a sum over tokens and a mean over completions: dr_grpo's with 1.
-        luspo = self.loss_type == "luspo"
-        loss, metrics = LigerFusedLinearGRPOFunction.ppo_loss_fn(
-            logps, part["completion_mask"], part["advantages"], whole,  # normalized by the whole step's tokens
-            ref_per_token_logps=part.get("ref_per_token_logps"), old_per_token_logps=part.get("old_per_token_logps"),
-            epsilon_low=self.epsilon_low, epsilon_high=self.epsilon_high, beta=self.beta,
-            loss_type="dr_grpo" if luspo else self.loss_type, max_completion_length=1 if luspo else self.max_completion_length,
-            use_bias_correction_kl=self.args.use_bias_correction_kl,
-            vllm_is_ratio=part.get("importance_sampling_ratio"), num_items_in_batch=batch["num_items_in_batch"],
-        )  # fmt: skip
-        names = ("kl", "clip_ratio/region_mean") if self.beta else ("clip_ratio/region_mean",)
-        sums = {name: value.item() for name, value in zip(names, metrics, strict=True)}
-        return loss, sums | {"entropy": (entropy.detach().sum() / whole.sum()).item()}
-
-    def _get_per_token_logps_and_entropies(
-        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False, **kwargs
-    ):
-        """Log-probs (B, C) of the last `logits_to_keep` tokens: TRL asks for those of the reference."""
-        keep = logits_to_keep
-        batch = {
-            "prompt_ids": input_ids[:, :-keep], "prompt_mask": attention_mask[:, :-keep],
-            "completion_ids": input_ids[:, -keep:], "completion_mask": attention_mask[:, -keep:],
-        }  # fmt: skip
-        logps = input_ids.new_zeros(batch["completion_ids"].shape, dtype=torch.float32)
-        base = self.base_model_of(model)
-        for rows, packed in self.micro_batches(batch):
-            with self.accelerator.autocast():
-                found, _ = self.compute_logps(base, hidden_states(base, packed, self.run.attention), packed.targets)
-            logps[rows] = padded_like(batch["completion_mask"][rows], packed, found)
-        sum_over_ranks(self.run.ranks, [logps])
-        return logps, None, None
-
-    def record_learning(self, batch: Batch, logps: Tensor, ratios: Tensor, sums: Mapping[str, float]) -> None:
-        """The step's means under TRL's names, and how far the engine's log-probs are from the trainer's `logps` (B, C)."""
-        metrics, mask = self._metrics["train"], batch["completion_mask"].bool()
-        for name, value in sums.items():
-            metrics[name].append(value)
-        if (sampled := batch.get("sampling_per_token_logps")) is not None:
-            difference = (logps - sampled).abs()
-            difference = difference[mask & ~difference.isnan()]
-            if difference.numel():
-                metrics["sampling/sampling_logp_difference/mean"].append(difference.mean().item())
-                metrics["sampling/sampling_logp_difference/max"].append(difference.max().item())
-            metrics["sampling/importance_sampling_ratio/mean"].append(ratios[mask].mean().item())
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """TRL merges its metrics into `logs`; a training step's become a row of metrics.csv, with what is measured after it
-        every EVAL_STEPS steps."""
+        """TRL merges its metrics into `logs`; a training step's become a row of metrics.csv, with what is measured
+        after it every EVAL_STEPS steps."""
         if stepped := "loss" in logs and self.model.training:
             row, engine = self.timer.figures(), self.run.engine
             for part in ("wake", "handover", "sleep"):

@@ -174,12 +174,14 @@ class RunWatch:
         self.prompt_ids = [list(ids) for ids in prompts]
         return result
 
-    def learn(self, learn: Callable[..., Any], trainer: Trainer, model: torch.nn.Module, batch: Any) -> Any:
+    def learn(
+        self, learn: Callable[..., Any], trainer: Trainer, model: torch.nn.Module, batch: Any, *arguments: Any
+    ) -> Any:
         self.startup_s = self.startup_s or time.time() - self.born
         self.batch = batch
         if not self.sums:  # without an engine
             self.remember(model)
-        return learn(trainer, model, batch)
+        return learn(trainer, model, batch, *arguments)
 
     def values(self, run: Path) -> dict[str, Any]:
         """What the run's files, its plan and its weights say once it has ended."""

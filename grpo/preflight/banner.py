@@ -63,6 +63,11 @@ def facts(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
         names = ", ".join(f"`{name}` goes by `csv_{name}`" for name in renamed)
         yield "columns", f"{names} to reward functions, which get something else under that name"
     yield "scaled by", f"{resolved.scale_rewards}: {reasons['scale_rewards']}"
+    expected, reason = resolved.choice("expected_reward")
+    yield (
+        "expected",
+        f"rewards of all actions at the answer: {reason}" if expected else f"no, sampled rewards: {reason}",
+    )
     if s.INIT_ADAPTER:
         own = f"rank {s.LORA_R}, alpha {s.LORA_ALPHA:g} on {s.LORA_TARGETS}"
         yield "adapter", f"starts from {s.INIT_ADAPTER}: {own}; KL and `before` mean the base model without it"

@@ -285,6 +285,14 @@ def check_input(resolved: ResolvedRun, facts: Facts, environ: Mapping[str, str],
     specs, garbage_warning = check_rewards(settings, resolved.rewards, resolved.rows, problems, tokenizer)
     if settings.EVAL_DATA is not None:  # Rows held out of DATA have its columns.
         check_heldout(specs, settings, resolved.eval_rows, problems, tokenizer)
+    if settings.EXPECTED_REWARD and not resolved.expected_reward:
+        why = f"it cannot be: {resolved.reasons['expected_reward']}"
+        problems.add("EXPECTED_REWARD", why, "Set EXPECTED_REWARD=auto, or change that")
+    if settings.TOP_P < 1 and use_vllm and settings.IS_CORRECTION != "none":
+        why = (
+            "vLLM's log-probs are those of the nucleus, the learner's of all tokens, so every importance ratio is wrong"
+        )
+        problems.add("TOP_P", f"with IS_CORRECTION={settings.IS_CORRECTION} {why}", "Set TOP_P=1 or IS_CORRECTION=none")
     if resolved.best_by == "plant" and not resolved.closed_loop.prompt:
         why = f"the closed loop does not run ({resolved.reasons['closed_loop']})"
         problems.add("BEST_BY", why, "Set BEST_BY=auto or reward")
@@ -305,6 +313,7 @@ def check_run(resolved: ResolvedRun, problems: Problems) -> None:
 RECORDED = {
     "rewards": "rewards",
     "scale_rewards": "scale_rewards",
+    "expected_reward": "expected_reward",
     "attention": "attention",
     "packing": "packing",
     "rollouts": "use_vllm",

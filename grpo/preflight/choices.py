@@ -140,6 +140,35 @@ def choose_scale_rewards(requested: str | None, names: Iterable[str]) -> tuple[s
     return "group", "rewards of different rows need not be comparable"
 
 
+def expected_reward_obstacle(settings: Settings, rows: Sequence[Row], names: Sequence[str]) -> str | None:
+    """Why no completion can learn from its expected reward, or None. `names`: the reward functions that depend on the row
+    and the answered action alone."""
+    if not names:
+        return "no function of REWARDS depends on the answered action alone"
+    bare = next((row.file for row in rows if not row.rewards), None)
+    if bare or not rows:
+        return f"{bare} has no reward_action_k" if bare else "there are no training rows"
+    if settings.INVALID_REWARD is not None and math.isnan(settings.INVALID_REWARD):
+        return "INVALID_REWARD=nan gives answers that cannot be read no reward"
+    if settings.LOSS_TYPE == "vespo":
+        return "LOSS_TYPE=vespo weights whole completions"
+    if settings.IS_CORRECTION.startswith("sequence"):
+        return f"IS_CORRECTION={settings.IS_CORRECTION} weights whole completions"
+    if settings.TOP_P < 1:
+        return "TOP_P below 1 samples from other probabilities than the learner's"
+    return None
+
+
+def choose_expected_reward(settings: Settings, rows: Sequence[Row], names: Sequence[str]) -> tuple[bool, str]:
+    """(whether completions learn from the expected reward at their answer, reason); arguments as for
+    `expected_reward_obstacle`."""
+    if settings.EXPECTED_REWARD is False:
+        return False, "set by EXPECTED_REWARD"
+    if obstacle := expected_reward_obstacle(settings, rows, names):
+        return False, obstacle
+    return True, f"every row has the reward of each action, and {', '.join(names)} can be looked up there"
+
+
 VLLM_COLDEST = 0.01  # _MAX_TEMP of vllm/sampling_params.py: smaller temperatures are raised to it
 
 

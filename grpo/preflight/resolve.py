@@ -12,7 +12,7 @@ from typing import Any
 from grpo.data.files import Row
 from grpo.data.heldout import read_split
 from grpo.data.prompts import render_rows
-from grpo.data.scoring import reward_specs
+from grpo.data.scoring import is_by_action, reward_specs
 from grpo.plan import hub
 from grpo.plan.hub import ModelFiles
 from grpo.plan.machine import FLASH_PACKAGES, TESTED, TESTED_VLLM, Machine, installed_versions, read_machine
@@ -103,6 +103,7 @@ class ResolvedRun:
     rewards: str
     reward_specs: list[tuple[str, float]]  # empty where `rewards` cannot be read
     scale_rewards: str
+    expected_reward: bool
     epsilon_high: float
     attention: str
     packing: str
@@ -126,6 +127,13 @@ class ResolvedRun:
     def rollout_sync(self) -> str:
         """ROLLOUT_SYNC, how vLLM gets the adapter."""
         return self.settings.ROLLOUT_SYNC
+
+    @property
+    def looked_up(self) -> tuple[int, ...]:
+        """Places in `reward_specs` of the functions whose reward of every action is looked up; empty without
+        EXPECTED_REWARD."""
+        names = [name for name, _ in self.reward_specs if self.expected_reward]
+        return tuple(n for n, name in enumerate(names) if is_by_action(name))
 
     def choice(self, name: str) -> list[Any]:
         """[value, reason] of a field, as settings.json records it."""
@@ -200,6 +208,9 @@ def resolve(settings: Settings, sources: Mapping[str, str], facts: Facts, proble
     rewards, reasons["rewards"] = choices.choose_rewards(settings.REWARDS, rows)
     specs = resolve_specs(rewards)
     scale, reasons["scale_rewards"] = choices.choose_scale_rewards(settings.SCALE_REWARDS, [name for name, _ in specs])
+    expected_reward, reasons["expected_reward"] = choices.choose_expected_reward(
+        settings, rows, [name for name, _ in specs if is_by_action(name)]
+    )
     epsilon_high, reasons["epsilon_high"] = choices.choose_epsilon_high(settings)
     parameters = hub.count_parameters(config)["total"] if config else 0
     threads, reasons["threads"] = choices.choose_threads(parameters, machine.gpus, os.environ)
@@ -229,6 +240,7 @@ def resolve(settings: Settings, sources: Mapping[str, str], facts: Facts, proble
         rewards=rewards,
         reward_specs=specs,
         scale_rewards=scale,
+        expected_reward=expected_reward,
         epsilon_high=epsilon_high,
         attention=attention,
         packing=packing,

@@ -41,7 +41,8 @@ METRICS = {
     "time": ("UTC", "When the step ended."),
     "reward": ("reward", "Mean weighted reward of the step's completions; those left out by NaN are not counted."),
     "reward_std": ("reward", "Standard deviation of those rewards."),
-    "zero_std_fraction": ("share", "Prompts whose completions all got the same reward: they teach nothing."),
+    "zero_std_fraction": ("share", "Prompts that teach nothing: their completions all got the same reward, and none learned from those of all actions."),
+    "expected_share": ("share", "Completions that learned from the rewards of all their actions; empty where EXPECTED_REWARD is off."),
     "parse_rate": ("share", "Completions whose final channel names exactly one action, or holds text where the row has no actions. Watch it: a falling rate means the format is being unlearned."),
     "best_action_rate": ("share", "Completions that name an action with the row's highest reward."),
     "clipped_ratio": ("share", "Completions that met MAX_COMPLETION_LEN without a stop token."),
@@ -253,7 +254,7 @@ class RunLog:
         self.metrics = CsvLog(folder / "metrics.csv", [*METRICS, *own])
         self.completions = CsvLog(folder / "completions.csv", [*COMPLETIONS, *[PROMPT] * prompts, *own])
         self.total_steps = total_steps
-        self.rates: dict[str, float] = {}  # of the last completions, with the mean of each function
+        self.rates: dict[str, float | None] = {}  # of the last completions, with the mean of each function
         with (folder / "metrics.csv").open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         self.pace = Pace(total_steps, eval_steps, rows)
@@ -269,9 +270,11 @@ class RunLog:
         totals: Sequence[float],
         scores: Sequence[Sequence[float]] = (),
         zero_std_fraction: float | None = None,
+        expected_share: float | None = None,
     ) -> None:
         """Write a step's completions, each with its weighted reward and what each function gave it (N, F), and remember
-        their rates. `zero_std_fraction`: of their groups, those whose rewards are all the same."""
+        their rates. `zero_std_fraction`: the share of their groups that teach nothing; `expected_share`: that of the
+        completions that learn from their expected reward."""
         given = {function_column(name): [row[i] for row in scores] for i, name in enumerate(self.functions)}
         self.completions.write(
             {
@@ -289,6 +292,7 @@ class RunLog:
             for i, (one, total) in enumerate(zip(read, totals, strict=True))
         )
         self.rates = completion_rates(read)
+        self.rates["expected_share"] = expected_share
         if zero_std_fraction is not None:
             self.rates["zero_std_fraction"] = zero_std_fraction
         for name, values in given.items():

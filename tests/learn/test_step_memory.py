@@ -57,7 +57,7 @@ def test_learning_never_holds_the_logits_of_the_whole_vocabulary(tiny, tmp_path,
         loss_and_gradients(trainer, inputs, 2)
     assert full_logits(shapes, trainer), "one tile holds the tiny vocabulary: it sees them where they are"
 
-    monkeypatch.setattr("grpo.learn.trainer.HEAD_TILE", TILE)
+    monkeypatch.setattr("grpo.learn.learner.HEAD_TILE", TILE)
     with Shapes() as shapes:
         loss_and_gradients(trainer, inputs)
     assert_tiled(shapes, trainer, inputs)
@@ -77,7 +77,7 @@ def test_the_reference_is_trls_and_never_holds_the_logits_of_the_whole_vocabular
     inputs = batch(trainer)
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
-    monkeypatch.setattr("grpo.learn.trainer.HEAD_TILE", TILE)
+    monkeypatch.setattr("grpo.learn.learner.HEAD_TILE", TILE)
     kept, found = inputs["completion_mask"].bool(), []
     for adapter in (contextlib.nullcontext, trainer.model.disable_adapter):
         with adapter(), torch.no_grad():

@@ -18,7 +18,7 @@ from trainers import build, make
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo.data.prompts import prompt_order
-from grpo.learn import trainer
+from grpo.learn import learner
 from grpo.model.load import load_model, load_tokenizer
 from grpo.plan.hub import read_json
 from grpo.preflight.checks import preflight
@@ -87,7 +87,7 @@ WIRING = {
 ELSEWHERE = {
     "MODEL_ID": "preflight", "ATTN_IMPL": "preflight", "EXPERTS": "preflight", "MICRO_BATCH": "plan",
     "PACKING": "preflight", "USE_VLLM": "preflight", "GENERATION_BATCH": "preflight", "VLLM_GPU_MEM": "plan",
-    "INVALID_REWARD": "data", "ROLLOUT_SYNC": "rollout", "VLLM_EAGER": "rollout", "PARITY": "rollout",
+    "INVALID_REWARD": "data", "EXPECTED_REWARD": "preflight", "ROLLOUT_SYNC": "rollout", "VLLM_EAGER": "rollout", "PARITY": "rollout",
     "PARITY_LIMIT": "rollout", "IS_CORRECTION": "learn", "IS_CLIP_MAX": "learn", "INIT_ADAPTER": "preflight",
     "NUM_TRAIN_EPOCHS": "preflight",
 }  # fmt: skip
@@ -125,7 +125,7 @@ def run(tiny, tmp_path_factory):
 
     seen.trainer.create_optimizer = create_optimizer
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer.LigerFusedLinearGRPOFunction, "ppo_loss_fn", loss)
+        patch.setattr(learner.LigerFusedLinearGRPOFunction, "ppo_loss_fn", loss)
         seen.trainer.train()
     seen.completions = read_csv(folder / "completions.csv")
     seen.order = [int(row["prompt_id"].split(":")[1]) - 1 for row in seen.completions[::3]]

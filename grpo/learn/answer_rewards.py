@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From sampled completions to what every action of their rows would have earned (EXPECTED_REWARD)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase, TrainerState
+
+import rewards
+from grpo.data.files import Row
+from grpo.data.reward_checks import FINAL, tried_text
+from grpo.data.scoring import Completion, Reward, read_completion, score, total
+from grpo.learn.expected_reward import AnswerRewards, action_tokens, last_place
+
+
+class RewardLookup:
+    """Looks up what each action of a row earns by those reward functions that depend on row and action alone.
+
+    The functions are asked about made-up completions that answer `[k]` and nothing else, as the checks before a run ask
+    them: so their own columns, weights and INVALID_REWARD hold, whatever they compute.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[Reward],
+        weights: Sequence[float],
+        looked_up: Sequence[int],
+        columns: Sequence[str],
+        tokenizer: PreTrainedTokenizerBase,
+    ):
+        """`functions` and `weights`: all of the run's; `looked_up`: the places of those that can be looked up;
+        `columns`: the names of all columns."""
+        self.functions, self.weights, self.looked_up = functions, weights, looked_up
+        self.columns, self.tokenizer = columns, tokenizer
+        self.tables: dict[str, list[float]] = {}  # by the row's id
+        self.tokens: dict[int, list[int]] = {}  # by the number of actions
+
+    def rewards_of_actions(self, row: Row, state: TrainerState) -> list[float]:
+        """Weighted rewards of an unreadable answer and of each action of `row`, summed over the looked-up functions;
+        NaN where one of them leaves an answer out."""
+        if row.id not in self.tables:
+            answers = ["", *(f"[{k}]" for k in range(len(row.rewards)))]
+            texts = [tried_text(row.prompt, FINAL.format(answer)) for answer in answers]
+            ids = self.tokenizer(text=texts, add_special_tokens=False)["input_ids"]
+            plain = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+            template = getattr(self.tokenizer, "response_template", None)
+            read = [
+                read_completion(row, text, bare, len(tokens), False, template)
+                for text, bare, tokens in zip(texts, plain, ids, strict=True)
+            ]
+            scores = score([self.functions[n] for n in self.looked_up], read, ids, self.columns, state)
+            weights = [self.weights[n] for n in self.looked_up]
+            self.tables[row.id] = [
+                math.fsum(weight * value for weight, value in zip(weights, values, strict=True)) for values in scores
+            ]
+        return self.tables[row.id]
+
+    def answer_columns(self, read: Sequence[Completion], ids: Sequence[Sequence[int]]) -> list[int]:
+        """Place of the token in each completion that names its action; -1 where the completion met MAX_COMPLETION_LEN,
+        or no single token decides the action.
+
+        The token is known by what happens without it: with that of another action in its place, the completion answers
+        that other action. So a number in the reasoning is never taken for it, nor one of two equal `[k]`.
+        """
+        columns, replaced, tried = [-1] * len(read), [], []
+        for i, (completion, tokens) in enumerate(zip(read, ids, strict=True)):
+            actions = len(completion.row.rewards)
+            if actions not in self.tokens:
+                self.tokens[actions] = action_tokens(self.tokenizer, actions) if actions else []
+            names, action = self.tokens[actions], completion.action
+            place = -1 if action is None or completion.truncated or not names else last_place(tokens, names[action])
+            if place >= 0:
+                other = (action + 1) % actions
+                tried.append((i, place, other))
+                replaced.append([*tokens[:place], names[other], *tokens[place + 1 :]])
+        texts = self.tokenizer.batch_decode(replaced) if replaced else []  # Of no row it makes one empty text.
+        for (i, place, other), text in zip(tried, texts, strict=True):
+            row = read[i].row
+            if rewards.parse_action(rewards.assistant_turn(row.prompt, text), len(row.rewards)) == other:
+                columns[i] = place
+        return columns
+
+    def look_up(
+        self,
+        read: Sequence[Completion],
+        ids: Sequence[Sequence[int]],
+        scores: Sequence[Sequence[float]],
+        state: TrainerState,
+    ) -> list[AnswerRewards]:
+        """The AnswerRewards of each completion, given its tokens and what each function gave it (NaN: left it out)."""
+        answers = []
+        for completion, column, values in zip(read, self.answer_columns(read, ids), scores, strict=True):
+            earned = [weight * value for weight, value in zip(self.weights, values, strict=True)]
+            looked_up = math.fsum(earned[n] for n in self.looked_up)
+            others = math.fsum(
+                value for n, value in enumerate(earned) if n not in self.looked_up and not math.isnan(value)
+            )
+            table = self.rewards_of_actions(completion.row, state) if column >= 0 else [math.nan]
+            if any(map(math.isnan, [*values, *table])):
+                answers.append(AnswerRewards(total(earned), others=others))
+                continue
+            unreadable, *actions = table
+            answers.append(
+                AnswerRewards(
+                    base=unreadable + others,
+                    column=column,
+                    tokens=self.tokens[len(actions)],
+                    gains=[reward - unreadable for reward in actions],
+                    others=others,
+                    surplus=looked_up - actions[completion.action],
+                )
+            )
+        return answers
+
+
+def expected_text(read: Sequence[Completion], answers: Sequence[AnswerRewards]) -> str:
+    """A line on how many completions of a step learn from their expected reward, and why the others do not."""
+    sampled = [completion for completion, answer in zip(read, answers, strict=True) if answer.column < 0]
+    truncated = sum(completion.truncated for completion in sampled)
+    unreadable = sum(completion.action is None and not completion.truncated for completion in sampled)
+    reasons = {
+        "met MAX_COMPLETION_LEN": truncated,
+        "cannot be read": unreadable,
+        "have no single token that decides the action, or no reward": len(sampled) - truncated - unreadable,
+    }
+    text = f"expected reward at the answer: {len(read) - len(sampled)} of {len(read)} completions of this step"
+    parts = [f"{count} {reason}" for reason, count in reasons.items() if count]
+    return f"{text}; the others are learned from as sampled: {', '.join(parts)}" if parts else text

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What trainer, engine, evaluation and mismatch check of a run share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpo.data.files import Row
+from grpo.plan.memory import Plan
+from grpo.rollout.engine import Engine
+from grpo.run.ranks import Ranks
+from grpo.run.signals import StopRequest
+from grpo.settings import Settings
+
+
+@dataclass
+class RunContext:
+    """The run's settings, rows and choices, and its state that changes while it goes on."""
+
+    settings: Settings
+    rows: list[Row]
+    plan: Plan
+    folder: Path
+    attention: str  # of the learner, as ATTN_IMPL names it
+    packing: str  # `prefix` or `none`
+    stop: StopRequest
+    engine: Engine | None = None  # None: transformers generates
+    parity: list[dict[str, Any]] = field(default_factory=list)  # figures of the mismatch check
+    ranks: Ranks = field(default_factory=Ranks)
+    looked_up: tuple[int, ...] = ()  # the reward functions that EXPECTED_REWARD looks up; empty: it is off

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Expected reward at the answer: a completion learns from the rewards of all actions, not of the sampled one alone.
+
+A completion that answers with one `[k]` decides its reward at the token k. With p_k the policy's probability of action
+k there, r_k the reward of that action and r_invalid that of any other token, its expected reward is
+
+    V = sum_k p_k r_k + (1 - sum_k p_k) r_invalid + the sampled rewards of functions that cannot be looked up.
+
+The answer's token gets the gradient of V itself, and the tokens before it get the advantage of V over the group's mean.
+Sources: Mean Actor-Critic (1709.00503), Expected Policy Gradients (1706.05374), VeriFree (2505.21493).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from grpo.data.prompts import ANSWER_AFTER, ANSWER_BEFORE
+
+EPSILON = 1e-4  # TRL adds it to the deviation that it divides by.
+
+
+@dataclass(frozen=True)
+class AnswerRewards:
+    """Where one completion names its action, and what each action would earn there, as numbers that JSON can carry.
+
+    A completion that is learned from as it was sampled has no column and no actions, and its sampled reward as `base`.
+    """
+
+    base: float  # reward of an unreadable answer and of `others`; NaN where every function left the completion out
+    column: int = -1  # place of the answer's token in the completion
+    tokens: Sequence[int] = ()  # (K,): the token that names each action
+    gains: Sequence[float] = ()  # (K,): weighted reward of each action beyond that of an unreadable answer
+    others: float = 0.0  # weighted sampled reward of the functions that are not looked up
+    surplus: float = 0.0  # sampled reward of the looked-up functions beyond that of the answered action
+
+
+@dataclass(frozen=True)
+class StepRewards:
+    """The AnswerRewards of a step's B completions as tensors. Rows with fewer than K actions are filled up with gains
+    of 0, and so is every completion that is learned from as it was sampled: no formula below needs a mask for them."""
+
+    column: Tensor  # (B,) int64, -1 where the completion is learned from as it was sampled
+    tokens: Tensor  # (B, K) int64
+    gains: Tensor  # (B, K)
+    base: Tensor  # (B,)
+    others: Tensor  # (B,)
+    surplus: Tensor  # (B,)
+
+    @classmethod
+    def stack(cls, answers: Sequence[AnswerRewards], device: torch.device | str) -> StepRewards:
+        """The tensors of a step's completions."""
+        width = max(1, *(len(answer.tokens) for answer in answers))
+
+        def padded(values: Sequence[float]) -> list[float]:
+            return [*values, *[0] * (width - len(values))]
+
+        def floats(values: Sequence[float] | Sequence[list[float]]) -> Tensor:
+            return torch.tensor(values, dtype=torch.float32, device=device)
+
+        return cls(
+            column=torch.tensor([answer.column for answer in answers], device=device),
+            tokens=torch.tensor([padded(answer.tokens) for answer in answers], dtype=torch.int64, device=device),
+            gains=floats([padded(answer.gains) for answer in answers]),
+            base=floats([answer.base for answer in answers]),
+            others=floats([answer.others for answer in answers]),
+            surplus=floats([answer.surplus for answer in answers]),
+        )
+
+    def __getitem__(self, rows: Tensor) -> StepRewards:
+        """Those of some completions, by their indices (b,)."""
+        return StepRewards(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+
+    @property
+    def is_expected(self) -> Tensor:
+        """(B,) bool: which completions learn from their expected reward."""
+        return self.column >= 0
+
+    def up_to_answer(self, mask: Tensor) -> Tensor:
+        """The completions' `mask` (B, C) with nothing behind the answer's token, and nothing at all of completions that
+        have none: what a pass for the probabilities of the actions has to compute."""
+        return mask * (torch.arange(mask.size(1), device=mask.device) <= self.column[:, None])
+
+
+def action_tokens(tokenizer: PreTrainedTokenizerBase, actions: int) -> list[int]:
+    """The token that names each of so many actions in `[k]`; empty where that takes several tokens, or others change
+    with it."""
+    texts = [f"{ANSWER_BEFORE}{k}{ANSWER_AFTER}" for k in range(actions)]
+    answers = tokenizer(text=texts, add_special_tokens=False)["input_ids"]
+    if len(set(map(len, answers))) > 1:
+        return []
+    differing = [tokens for tokens in zip(*answers, strict=True) if len(set(tokens)) > 1]
+    return list(differing[0]) if len(differing) == 1 else []
+
+
+def last_place(ids: Sequence[int], token: int) -> int:
+    """Where `token` stands for the last time in `ids`; -1 where it does not."""
+    return next((place for place in reversed(range(len(ids))) if ids[place] == token), -1)
+
+
+def expected_rewards(answers: StepRewards, probabilities: Tensor) -> Tensor:
+    """V (B,) of each completion, given the probabilities (B, K) of the actions; the sampled reward of one that has no
+    answer's token. NaN where every function left the completion out. Differentiable."""
+    return answers.base + (probabilities * answers.gains).sum(-1)
+
+
+def mean_and_scale(
+    answers: StepRewards, probabilities: Tensor, group: int, scale_rewards: str
+) -> tuple[Tensor, Tensor]:
+    """(mean of V over the `group` of each completion, what its advantage is divided by), both (B,).
+
+    The deviation is that of the mixture of all actions, not of V: V of equal prefixes is equal, and to divide by its
+    own deviation would amplify rounding.
+    """
+    values = expected_rewards(answers, probabilities)
+    mean = values.view(-1, group).nanmean(1).repeat_interleave(group)
+    if scale_rewards == "none":
+        return mean, torch.ones_like(mean)
+    invalid = (answers.base - mean)[:, None]
+    of_actions = (invalid + answers.gains).square() - invalid.square()  # 0 without a gain
+    variance = invalid[:, 0].square() + (probabilities * of_actions).sum(-1)
+    if scale_rewards == "batch":
+        variance = variance.nanmean().expand_as(mean)
+    else:
+        variance = variance.view(-1, group).nanmean(1).repeat_interleave(group)
+    return mean, variance.clamp(min=0).sqrt() + EPSILON  # Rounding may leave a little less than 0.
+
+
+def token_advantages(
+    answers: StepRewards, values: Tensor, mean: Tensor, scale: Tensor, sampled: Tensor, group: int, width: int
+) -> Tensor:
+    """Advantage (B, `width`) of each token of the completions, without the gradient of V at the answer's token.
+
+    Before that token it is the advantage of V. At it and behind it only the sampled rewards of the functions that are
+    not looked up count, and behind it what the looked-up ones gave beyond the answered action's reward. A completion
+    without an answer's token has the advantage of its sampled reward throughout. `sampled` (B,): the advantages of the
+    sampled rewards, which groups without any answer's token keep.
+    """
+    kept = answers.others.masked_fill(values.isnan(), torch.nan).view(-1, group)
+    others = answers.others - kept.nanmean(1).repeat_interleave(group)
+    place = torch.arange(width, device=values.device) - answers.column[:, None]  # 0 at the answer's token
+    behind = others[:, None] + answers.surplus[:, None] * (place > 0)
+    before = (values - mean)[:, None].expand(-1, width)
+    advantages = torch.where((place >= 0) & answers.is_expected[:, None], behind, before) / scale[:, None]
+    some_expected = answers.is_expected.view(-1, group).any(1).repeat_interleave(group)
+    return torch.where(some_expected[:, None], advantages.nan_to_num(nan=0.0), sampled[:, None])

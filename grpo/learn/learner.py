@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a scored batch to gradients: the loss of TRL's GRPOTrainer over few dense micro-batches."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator, Mapping
+
+import torch
+from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOFunction
+from torch import Tensor
+from transformers import PreTrainedModel
+from trl import GRPOTrainer
+from trl.kernels import ChunkedLogProbFunction
+
+from grpo.learn.context import RunContext
+from grpo.learn.expected_reward import StepRewards, expected_rewards, mean_and_scale, token_advantages
+from grpo.learn.sampling import importance_ratio
+from grpo.learn.together import gradients_of, sum_over_ranks
+from grpo.model.attention import KERNELS, hidden_states
+from grpo.model.load import evaluating
+from grpo.model.packing import PackedBatch, cut_micro_batches, pack_batch, padded_like
+from grpo.phases import LINE_S, with_progress
+from grpo.plan.memory import HEAD_TILE, micro_batch_tokens
+
+Batch = dict[str, Tensor]  # what TRL hands over for a step, or some of its rows
+
+
+class Learner(GRPOTrainer):
+    """The part of the trainer that learns from a rollout; `Trainer` adds the rollouts, rewards and logs.
+
+    The loss is Liger's, and however the step is cut, loss and gradient are those of the whole batch. Nothing is
+    computed twice: a prompt once for its completions, no padding, and no pass for old log-probs, as there is one
+    optimizer step a rollout: they are the current ones.
+    """
+
+    run: RunContext
+
+    def learn(self, model: torch.nn.Module, batch: Batch, answers: StepRewards | None = None) -> Tensor:
+        """Gradients of the loss of `batch`, from each rank's own prompts and added up: `prompt_ids` (B, P),
+        `completion_ids` (B, C), their masks, `advantages` (B,), and where they are known `sampling_per_token_logps` and
+        `ref_per_token_logps` (B, C); with EXPECTED_REWARD the rewards of all actions of its `answers`. Returns the
+        loss, a scalar."""
+        s, base, mask = self.run.settings, self.base_model_of(model), batch["completion_mask"]
+        means = slopes = torch.zeros(len(mask), device=mask.device)
+        if answers is not None:
+            batch, means, slopes = self.with_expected_rewards(base, batch, answers)
+        total = torch.zeros((), device=mask.device)
+        logps = torch.zeros(mask.shape, device=mask.device)
+        ratios = torch.zeros(mask.shape, device=mask.device)
+        sums: collections.Counter[str] = collections.Counter()
+        for rows, packed in with_progress("learning", self.micro_batches(batch), "micro-batch", first_s=LINE_S):
+            with self.accelerator.autocast():
+                states = hidden_states(base, packed, self.run.attention)
+                leaf = states.detach().requires_grad_()  # head and loss first: their memory is free before the rest
+                found, entropy = self.compute_logps(base, leaf, packed.targets)
+            part = {
+                name: value[rows] if torch.is_tensor(value) and value.ndim else value for name, value in batch.items()
+            }
+            found, entropy = (padded_like(part["completion_mask"], packed, values) for values in (found, entropy))
+            policy, sampled = found.detach(), part.get("sampling_per_token_logps")
+            logps[rows], ratios[rows] = policy, 1.0
+            if sampled is not None and s.IS_CORRECTION != "none":
+                ratio = importance_ratio(policy, sampled, part["completion_mask"], s.IS_CORRECTION, s.IS_CLIP_MAX)
+                part["importance_sampling_ratio"], ratios[rows] = ratio, ratio.expand_as(policy)
+            loss, metrics = self.liger_loss(part, batch, found, entropy)
+            if answers is not None and len(packed.targets):
+                own = answers[rows]
+                values = expected_rewards(own, self.action_probabilities(base, leaf, packed, own, mask[rows]))
+                loss = loss - (slopes[rows] * (values - means[rows]).nan_to_num()).sum()
+            loss.backward()
+            states.backward(leaf.grad)
+            total += loss.detach()
+            sums.update(metrics)
+        if self.run.ranks.size > 1:
+            sum_over_ranks(self.run.ranks, [*gradients_of(model), total, logps, ratios])
+            parts, sums = self.run.ranks.share(sums), collections.Counter()
+            for part in parts:
+                sums.update(part)
+        self.record_learning(batch, logps, ratios, sums)
+        return total
+
+    def base_model_of(self, model: torch.nn.Module) -> PreTrainedModel:
+        """The gpt-oss inside of PEFT's and accelerate's wrappers."""
+        return self.accelerator.unwrap_model(model).get_base_model()
+
+    def micro_batches(self, batch: Batch) -> Iterator[tuple[Tensor, PackedBatch]]:
+        """Indices (b,) of some completions and these packed, one micro-batch after the other: together all of `batch`
+        that is this rank's."""
+        s, share, attention = self.run.settings, self.run.packing == "prefix", self.run.attention
+        tokens, own = [], self.run.ranks.share_out(len(batch["prompt_ids"]), s.NUM_GENERATIONS)
+        for kind in ("prompt", "completion"):
+            ids, kept = (batch[f"{kind}_{of}"][own.start : own.stop].cpu() for of in ("ids", "mask"))
+            kept = kept.bool()
+            tokens.append([row.tolist() for row in ids[kept].split(kept.sum(1).tolist())])
+        prompts, completions = tokens
+        lengths = [(len(p), len(c)) for p, c in zip(prompts, completions, strict=True)]
+        most = micro_batch_tokens(s, self.run.plan.micro_batch, max(p for p, _ in lengths), share)
+        device = batch["completion_ids"].device
+        for rows in cut_micro_batches(list(map(tuple, prompts)), lengths, most, share):
+            chosen = [prompts[i] for i in rows], [completions[i] for i in rows]
+            packed = pack_batch(*chosen, share, attention in KERNELS, device)
+            yield torch.tensor(rows, device=device) + own.start, packed
+
+    def compute_logps(self, base: PreTrainedModel, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies (N,) of `targets` (N,) after `states` (N, hidden) of `base`. Logits are held for one
+        tile of tokens and vocabulary at a time. TRL's kernel: Liger's own streams several float32 copies of each tile
+        through memory, and a step of 12 x 8 x 512 tokens took 6.4 s with it, 5.2 s with TRL's (docs/tried.md)."""
+        head = base.get_output_embeddings()
+        return ChunkedLogProbFunction.apply(
+            states, head.weight, head.bias, targets, self.temperature, HEAD_TILE, None, 1.0, ("entropy",)
+        )[:2]
+
+    def with_expected_rewards(
+        self, base: PreTrainedModel, batch: Batch, answers: StepRewards
+    ) -> tuple[Batch, Tensor, Tensor]:
+        """(`batch` with `advantages` (B, C) by token, means (B,), slopes (B,)): the loss also has -slope * (V - mean)
+        of each completion. One forward pass without gradient up to the answers comes before the learning: mean and
+        deviation of a step must be known before its first micro-batch learns."""
+        mask, group = batch["completion_mask"], self.num_generations
+        probabilities = torch.zeros(answers.tokens.shape, device=mask.device)
+        cut = batch | {"completion_mask": answers.up_to_answer(mask)}
+        with torch.no_grad(), evaluating(self.model):
+            parts = self.micro_batches(cut)
+            for rows, packed in with_progress("expected rewards", parts, "micro-batch", first_s=LINE_S):
+                if len(packed.targets):
+                    with self.accelerator.autocast():
+                        states = hidden_states(base, packed, self.run.attention)
+                    own = answers[rows]
+                    probabilities[rows] = self.action_probabilities(base, states, packed, own, mask[rows])
+        sum_over_ranks(self.run.ranks, [probabilities])
+        values = expected_rewards(answers, probabilities)
+        means, scale = mean_and_scale(answers, probabilities, group, self.scale_rewards)
+        advantages = token_advantages(answers, values, means, scale, batch["advantages"], group, mask.size(1))
+        weights = self.token_weights(batch).gather(1, answers.column.clamp(min=0)[:, None])[:, 0]
+        return batch | {"advantages": advantages}, means, (weights / scale).masked_fill(~answers.is_expected, 0.0)
+
+    def action_probabilities(
+        self, base: PreTrainedModel, states: Tensor, packed: PackedBatch, answers: StepRewards, mask: Tensor
+    ) -> Tensor:
+        """Probabilities (b, K) of the actions at the answers' tokens, after TEMPERATURE, from the `states` (N, hidden)
+        that predict the completion tokens of b completions with `mask` (b, C). Of a completion without such a token
+        they are those of any other place: nothing is gained there."""
+        places = padded_like(mask, packed, torch.arange(len(states), device=states.device))
+        at = places.gather(1, answers.column.clamp(min=0)[:, None])[:, 0]
+        actions = answers.tokens.size(1)
+        with self.accelerator.autocast():
+            logps, _ = self.compute_logps(base, states[at].repeat_interleave(actions, 0), answers.tokens.flatten())
+        return logps.view(-1, actions).exp()
+
+    def token_weights(self, batch: Batch) -> Tensor:
+        """The weight (B, C) that LOSS_TYPE gives each token of `batch`: the slope of Liger's loss by its log-prob at an
+        advantage of 1."""
+        mask = batch["completion_mask"]
+        logps = torch.zeros(mask.shape, device=mask.device, requires_grad=True)
+        part = {"completion_mask": mask, "advantages": torch.ones(len(mask), device=mask.device)}
+        return -torch.autograd.grad(self.liger(part, batch, logps)[0], logps)[0]
+
+    def liger(self, part: Batch, batch: Batch, logps: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Liger's loss of the `part` of `batch` with log-probs (b, C), and its metrics. `advantages` are (b,), or (b,
+        C): as Liger spreads them over the last dimension, completions are then sequences of shape (b, 1, C)."""
+        whole, names = (
+            batch["completion_mask"],
+            ("ref_per_token_logps", "old_per_token_logps", "importance_sampling_ratio"),
+        )
+        tensors = [logps, part["completion_mask"], *map(part.get, names)]
+        if part["advantages"].ndim == 2:
+            tensors = [None if tensor is None else tensor.unsqueeze(1) for tensor in tensors]
+        logps, mask, reference, old, ratio = tensors
+        # Liger's own luspo divides by the length, TRL's is a sum over tokens and a mean over completions: dr_grpo's
+        # with 1.
+        luspo = self.loss_type == "luspo"
+        return LigerFusedLinearGRPOFunction.ppo_loss_fn(
+            logps,
+            mask,
+            part["advantages"],
+            whole,  # normalized by the whole step's tokens
+            ref_per_token_logps=reference,
+            old_per_token_logps=old,
+            epsilon_low=self.epsilon_low,
+            epsilon_high=self.epsilon_high,
+            beta=self.beta,
+            loss_type="dr_grpo" if luspo else self.loss_type,
+            max_completion_length=1 if luspo else self.max_completion_length,
+            use_bias_correction_kl=self.args.use_bias_correction_kl,
+            vllm_is_ratio=ratio,
+            num_items_in_batch=batch["num_items_in_batch"],
+        )
+
+    def liger_loss(self, part: Batch, batch: Batch, logps: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, float]]:
+        """The share of the loss of `batch` that its `part` has, from log-probs and entropies (b, C), and sums for the
+        logs."""
+        loss, metrics = self.liger(part, batch, logps)
+        names = ("kl", "clip_ratio/region_mean") if self.beta else ("clip_ratio/region_mean",)
+        sums = {name: value.item() for name, value in zip(names, metrics, strict=True)}
+        return loss, sums | {"entropy": (entropy.detach().sum() / batch["completion_mask"].sum()).item()}
+
+    def _get_per_token_logps_and_entropies(
+        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False, **kwargs
+    ):
+        """Log-probs (B, C) of the last `logits_to_keep` tokens: TRL asks for those of the reference."""
+        keep = logits_to_keep
+        batch = {
+            "prompt_ids": input_ids[:, :-keep], "prompt_mask": attention_mask[:, :-keep],
+            "completion_ids": input_ids[:, -keep:], "completion_mask": attention_mask[:, -keep:],
+        }  # fmt: skip
+        logps = input_ids.new_zeros(batch["completion_ids"].shape, dtype=torch.float32)
+        base = self.base_model_of(model)
+        for rows, packed in self.micro_batches(batch):
+            with self.accelerator.autocast():
+                found, _ = self.compute_logps(base, hidden_states(base, packed, self.run.attention), packed.targets)
+            logps[rows] = padded_like(batch["completion_mask"][rows], packed, found)
+        sum_over_ranks(self.run.ranks, [logps])
+        return logps, None, None
+
+    def record_learning(self, batch: Batch, logps: Tensor, ratios: Tensor, sums: Mapping[str, float]) -> None:
+        """The step's means under TRL's names, and how far the engine's log-probs are from the trainer's `logps` (B,
+        C)."""
+        metrics, mask = self._metrics["train"], batch["completion_mask"].bool()
+        for name, value in sums.items():
+            metrics[name].append(value)
+        if (sampled := batch.get("sampling_per_token_logps")) is not None:
+            difference = (logps - sampled).abs()
+            difference = difference[mask & ~difference.isnan()]
+            if difference.numel():
+                metrics["sampling/sampling_logp_difference/mean"].append(difference.mean().item())
+                metrics["sampling/sampling_logp_difference/max"].append(difference.max().item())
+            metrics["sampling/importance_sampling_ratio/mean"].append(ratios[mask].mean().item())
