@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A chat model's small files, of which verl would train the weights."""
+"""The small files of a chat model, without weights."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ PLAIN = (
 )
 
 
-def make_chat_model(place: Path, harmony: bool = False, **config: object) -> Path:
-    """A folder in `place` with the files of a model that answers in channels, or of a plain one."""
-    folder = place / ("harmony" if harmony else "plain")
+def make_chat_model(parent: Path, harmony: bool = False, **config: object) -> Path:
+    """A folder in `parent` with the files of a model that answers in Harmony's channels, or of a plain one."""
+    folder = parent / ("harmony" if harmony else "plain")
     folder.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(TINY_PATH / name, folder)

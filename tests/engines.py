@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainers on the tiny model with a stub of vLLM beside them, and what both give for the same tokens."""
+"""Trainers on the tiny model with a stub of vLLM beside them, and log-probs of both for the same tokens."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from trainers import make, plain_float32
 from grpo.rollout.engine import Engine
 from grpo.rollout.parity import score_tokens
 
-EXACT = 2e-4  # nats: both sides compute in float32, in another order
+EXACT = 2e-4  # Nats: both sides compute in float32, in another order.
 
 
 def trainer_with_engine(tiny, folder, dtype=torch.float32, **changes):
-    """A trainer in float32 without autocast and, in `trainer.run.engine`, a stub with the same weights as `dtype`, asleep."""
+    """A trainer in float32 without autocast, whose `run.engine` is a sleeping stub with its weights as `dtype`."""
     trainer = plain_float32(make(tiny, folder, **changes))
     settings = trainer.run.settings
     stub = StubLLM(tiny, enable_lora=settings.ROLLOUT_SYNC == "lora", dtype=dtype)
@@ -44,7 +44,7 @@ def prompts_of(trainer):
 
 
 def trainer_logps(trainer, prompts, completions=None, temperature=1.0):
-    """Of the completions' tokens, or where there are none of the prompts'."""
+    """Log-probs of the completions' tokens, or without completions of the prompts'."""
     if completions is None:
         return score_tokens(trainer, prompts, [1] * len(prompts), 1.0)
     rows = [list(p) + list(c) for p, c in zip(prompts, completions, strict=True)]
@@ -57,7 +57,7 @@ def apart(rows, values):
 
 
 def digest(model, adapter=False):
-    """A hash of each of the base's weights, or of the adapter's."""
+    """A hash of each base weight, or of each weight of the adapter."""
     return {
         name: hashlib.sha256(p.detach().contiguous().view(torch.uint8).numpy()).hexdigest()
         for name, p in model.named_parameters()

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reward function that changes nothing. In a run that imports its module, transformers' rollouts are made up from the
-prompt, a completion's place in its group and the step: the same ones for any number of processes."""
+"""A reward function without rewards, whose module replaces transformers' rollouts.
+
+The completions depend on the prompt, their position in the group and the step, so they are the same for any number of
+processes.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,15 @@ ANSWER = "<|channel|>analysis<|message|>{}<|end|><|start|>assistant<|channel|>fi
 
 
 def generate_own(self, prompt_ids, num_generations, own, temperature):
-    places, texts = collections.Counter(), []
+    positions, texts = collections.Counter(), []
     for ids in map(tuple, prompt_ids[own.start : own.stop]):
-        places[ids] += 1
-        number = zlib.crc32(str((ids, places[ids], self.state.global_step, temperature)).encode())
+        positions[ids] += 1
+        number = zlib.crc32(str((ids, positions[ids], self.state.global_step, temperature)).encode())
         texts.append(ANSWER.format("so " * (number % 7), number % 5))
     return self._tokenizer(texts, add_special_tokens=False)["input_ids"]
 
 
-# pytest looks for doctests in every module and imports this one too: its own process keeps the real method.
+# pytest, which imports every module to look for doctests, keeps the real method.
 if "pytest" not in sys.modules:
     Trainer.generate_own = generate_own
 

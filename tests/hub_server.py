@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Hub on this machine, for tests: models and datasets, tokens, gates, ranges, lines that break, uploads. No redirects, no
-xet, no LFS."""
+"""A Hub on this machine: models, datasets, tokens, gates, ranges, broken lines, uploads. No redirects, xet or LFS."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ CHUNK = 2**16
 @dataclass(frozen=True)
 class Repo:
     files: Mapping[str, bytes]
-    gated: bool = False  # its files are for those who were let in; its page is for all
+    gated: bool = False  # Its page is for all, its files are for those who were let in.
     private: bool = False
 
     @functools.cached_property
@@ -36,16 +35,21 @@ class Repo:
         return hashlib.sha1(b"".join(name.encode() + self.files[name] for name in sorted(self.files))).hexdigest()
 
 
+@functools.cache
+def etag(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
 def files_in(folder: Path) -> dict[str, bytes]:
     """The files of a folder by their paths in it, as `HubServer.add` takes them."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 class HubServer:
-    """`with HubServer() as hub`: serves what was added, under `hub.url`, and remembers what it was asked for.
+    """`with HubServer() as hub` serves what was added under `hub.url`, and records the requests.
 
-    asked: (method, path, Range or "") of each request. cut: path in the repository -> after how many bytes its line breaks,
-    once. pause: seconds between two parts of 64 KiB of a file.
+    asked: (method, path, Range or "") of each request. cut: path in the repository -> number of bytes after which the
+    connection breaks, once. pause: seconds between two parts of 64 KiB of a file.
     """
 
     def __init__(self) -> None:
@@ -53,9 +57,8 @@ class HubServer:
         self.asked: list[tuple[str, str, str]] = []
         self.cut: dict[str, int] = {}
         self.pause = 0.0
-        handler = type("BoundHandler", (Handler,), {"hub": self})
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self.server.handle_error = lambda *_: None  # a client that hung up
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("BoundHandler", (Handler,), {"hub": self}))
+        self.server.handle_error = lambda *_: None  # A client that hung up is no error.
         self.url = f"http://127.0.0.1:{self.server.server_port}"
 
     def __enter__(self) -> HubServer:
@@ -66,9 +69,9 @@ class HubServer:
         self.server.shutdown()
         self.server.server_close()
 
-    def add(self, name: str, files: Mapping[str, bytes], kind: str = "models", **more: bool) -> None:
-        """A repository `org/name` of kind `models` or `datasets`; `more` is `gated` or `private`."""
-        self.repos[kind, name] = Repo(files, **more)
+    def add(self, name: str, files: Mapping[str, bytes], kind: str = "models", **access: bool) -> None:
+        """A repository `org/name` of kind `models` or `datasets`; `access` is `gated` or `private`."""
+        self.repos[kind, name] = Repo(files, **access)
 
     def environ(self, home: Path) -> dict[str, str]:
         """Variables with which a process uses this Hub, and a cache of its own in `home`."""
@@ -77,11 +80,11 @@ class HubServer:
 
     def fetched(self) -> dict[str, list[str]]:
         """The files that were asked for by GET, and the Range of each request ("" for the whole file)."""
-        found: dict[str, list[str]] = {}
-        for method, path, wanted in self.asked:
+        ranges: dict[str, list[str]] = {}
+        for method, path, byte_range in self.asked:
             if method == "GET" and (match := FILE.match(path)):
-                found.setdefault(match[4], []).append(wanted)
-        return found
+                ranges.setdefault(match[4], []).append(byte_range)
+        return ranges
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -95,30 +98,29 @@ class Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_POST(self) -> None:
-        self.do_GET() if not (match := WRITE.match(self.path)) else self.do_write(match[1], match[2])
+        self.do_write(match[1], match[2]) if (match := WRITE.match(self.path)) else self.do_GET()
 
-    def do_write(self, name: str | None, what: str) -> None:
-        """What an upload asks for, of an account that may: every file comes inside its commit, none through LFS."""
-        lines = self.rfile.read(int(self.headers["Content-Length"])).splitlines()
+    def do_write(self, name: str | None, action: str) -> None:
+        """An upload's requests: every file comes inside its commit, none through LFS."""
+        posted = list(map(json.loads, self.rfile.read(int(self.headers["Content-Length"])).splitlines()))
         self.hub.asked.append((self.command, self.path, ""))
-        posted = [json.loads(line) for line in lines]
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
             self.refuse(403, "", "You have no write access")
-        elif what == "repos/create":
+        elif action == "repos/create":
             name = f"{posted[0]['organization']}/{posted[0]['name']}"
             self.hub.add(name, {}, private=posted[0].get("visibility") == "private")
             self.send_json({"url": f"{self.hub.url}/{name}", "name": name})
-        elif what == "preupload":
+        elif action == "preupload":
             plan = {"uploadMode": "regular", "shouldIgnore": False}
             self.send_json({"files": [plan | {"path": file["path"]} for file in posted[0]["files"]]})
-        elif what == "commit":
+        elif action == "commit":
             files = [line["value"] for line in posted if line["key"] == "file"]
             repo = self.hub.repos["models", name]
             sent = {file["path"]: base64.b64decode(file["content"]) for file in files}
             self.hub.repos["models", name] = Repo({**repo.files, **sent}, private=repo.private)
             self.send_json({"commitUrl": f"{self.hub.url}/{name}/commit/0", "commitOid": "0"})
         else:
-            self.send_json({})  # the card's metadata is fine
+            self.send_json({})  # The card's metadata is fine.
 
     def do_GET(self) -> None:
         posted = parse_qs(self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode())
@@ -132,17 +134,15 @@ class Handler(BaseHTTPRequestHandler):
             self.refuse(401, "", "Invalid credentials in Authorization header")
         elif path == "/api/whoami-v2":
             self.send_json({"type": "user", "name": "me"}) if token else self.refuse(401, "", "Who are you?")
-        elif repo is None or (repo.private and token != TOKEN):  # the Hub does not tell whether a private one is there
-            self.refuse(
-                *(404, "RepoNotFound", "Repository not found") if token else (401, "", "Invalid username or password.")
-            )
+        elif (repo is None or (repo.private and token != TOKEN)) and token:
+            self.refuse(404, "RepoNotFound", "Repository not found")
+        elif repo is None or (repo.private and token != TOKEN):  # The Hub does not tell whether a private one exists.
+            self.refuse(401, "", "Invalid username or password.")
         elif page and page[3] in ("tree", "paths-info"):
             folder = f"{page[4]}/" if page[4] else ""
-            files = [
-                one
-                for one in listing(repo)
-                if one["path"].startswith(folder) and one["path"] in posted.get("paths", repo.files)
-            ]
+            names = [name for name in posted.get("paths", repo.files) if name in repo.files and name.startswith(folder)]
+            sizes = {name: {"size": len(repo.files[name]), "oid": etag(repo.files[name])} for name in names}
+            files = [{"type": "file", "path": name} | size for name, size in sizes.items()]
             self.send_json(files) if files or not folder else self.refuse(404, "EntryNotFound", "Entry not found")
         elif page:
             self.send_json({"id": name, "sha": repo.commit, "siblings": [{"rfilename": name} for name in repo.files]})
@@ -166,12 +166,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def send_file(self, repo: Repo, name: str) -> None:
         content = repo.files[name]
-        wanted = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
-        first = int(wanted[1]) if wanted else 0
+        byte_range = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
+        first = int(byte_range[1]) if byte_range else 0
         headers = {"ETag": f'"{etag(content)}"', "X-Repo-Commit": repo.commit, "Accept-Ranges": "bytes"}
-        if wanted:
+        if byte_range:
             headers["Content-Range"] = f"bytes {first}-{len(content) - 1}/{len(content)}"
-        self.begin(206 if wanted else 200, headers | {"Content-Length": str(len(content) - first)})
+        self.begin(206 if byte_range else 200, headers | {"Content-Length": str(len(content) - first)})
         if self.command == "HEAD":
             return
         end = self.hub.cut.pop(name, len(content))
@@ -185,16 +185,3 @@ class Handler(BaseHTTPRequestHandler):
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
-
-
-@functools.cache
-def etag(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
-def listing(repo: Repo) -> list[dict[str, object]]:
-    """What the Hub says of every file of a repository."""
-    return [
-        {"type": "file", "path": name, "size": len(content), "oid": etag(content)}
-        for name, content in repo.files.items()
-    ]

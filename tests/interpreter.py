@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton's interpreter, which must be chosen before triton is imported: in a process of its own."""
+"""Runs code in Triton's interpreter, in a process of its own because it must be chosen before triton is imported."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from conftest import CLEAN, ROOT
 
 
 def third_party() -> Path:
-    """The folder in which vLLM's copy of triton_kernels lies; without it, the test is skipped."""
+    """The folder of vLLM's copy of triton_kernels; skips the test where it is missing."""
     if not (folder := vllm_source.cached_source() / "third_party").is_dir():
         pytest.skip("vLLM's source is not in the cache: `python tests/vllm_source.py` gets it (290 MiB)")
     return folder
 
 
 def interpreted(code: str, folder: Path = ROOT, *arguments: Path) -> None:
-    """Run `code`, which must print "all equal", with what `folder` has to import. Skipped without triton."""
+    """Runs `code`, which must print "all equal", with `folder` on its path; skips the test without triton."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
     environ = CLEAN | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Machines and package versions that tests pretend to have, and problems as they read them."""
+"""Machines and package versions that tests pretend to have, and the problems with them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GOOD_VERSIONS = {name: oldest for name, (oldest, _) in (TESTED | TESTED_VLLM).it
 
 
 def only(problems: Sequence[str]) -> str:
-    """The one problem that there is."""
+    """The only problem of a list."""
     assert len(problems) == 1, problems
     return problems[0]
 

@@ -10,7 +10,7 @@ from grpo.model.attention import Kernel
 
 REFERENCE = Kernel(reference_forward, reference_backward)
 HEADS, KEY_HEADS, DIM, SCALE = 4, 2, 8, 0.3
-# (queries, keys) of each packed sequence: as many keys as queries, keys of a prefix before them, a single query.
+# (queries, keys) of each packed sequence: with as many keys as queries, with keys of a prefix, with a single query.
 LENGTHS = [(5, 5), (3, 9), (1, 6), (7, 7)]
 
 
@@ -19,7 +19,7 @@ def normal(*shape, generator, dtype):
 
 
 def packed():
-    """q (Tq, Hq, D), k and v (Tk, Hkv, D) in float32, and what a kernel takes behind them, its window aside."""
+    """q (Tq, Hq, D), k and v (Tk, Hkv, D) in float32, and a kernel's further arguments without the window."""
     g = torch.Generator().manual_seed(0)
     queries, keys = zip(*LENGTHS, strict=True)
     cu_seqlens = [torch.tensor([0, *n]).cumsum(0).int() for n in (queries, keys)]

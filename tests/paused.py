@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reward function that changes nothing, and holds a run in step HOLD_AT until the file `go` lies beside its OUTPUT_DIR: so
-no test has to be faster than the run that it watches."""
+"""A reward function that holds a run in step HOLD_AT until the file `go` lies beside its OUTPUT_DIR.
+
+It gives no rewards. With it no test has to be faster than the run that it watches.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from pathlib import Path
 
 def hold(completions, *, trainer_state, log_metric, **columns):
     folder = Path(os.environ["OUTPUT_DIR"])
-    training = hasattr(log_metric, "__self__")  # the trainer's: preflight and evaluations call it too
+    training = hasattr(log_metric, "__self__")  # A method is the trainer's; checks and evaluations pass a function.
     held = training and trainer_state.global_step + 1 == int(os.environ.get("HOLD_AT", "0"))
     while held and not folder.with_name("go").exists():
         folder.with_name("held").touch()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several processes of one run, without torchrun: forks of the test, which has imported everything. One more holds the
-store, as torchrun's own process does."""
+"""Several processes of one run without torchrun: forks of the test, which has imported everything.
+
+One more process holds the store, as torchrun's own process does.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def _host(listener: socket.socket, port: int, ready: Any) -> None:
 
 @contextlib.contextmanager
 def launcher_store() -> Iterator[tuple[int, int]]:
-    """Port of a store, and the process that has it."""
+    """The port of a store, and the id of the process that holds it."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     ours, theirs = FORK.Pipe()
@@ -45,7 +47,7 @@ def launcher_store() -> Iterator[tuple[int, int]]:
 
 
 def _child(pipe: Any, ranks: Ranks, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
-    torch.set_num_threads(1)  # threads of the parent are not there
+    torch.set_num_threads(1)  # A fork has none of its parent's threads.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
         if ranks.size > 1:
@@ -65,9 +67,11 @@ def in_ranks(
     local_size: int = 0,
     beside: Callable[..., None] | None = None,
 ) -> list[Any]:
-    """What `function(ranks, *arguments)` returned or raised in each of `size` processes; None of one that died. `local_size`:
-    processes of what they take for one machine. `beside`, given the store's port and process id and those of the ranks, runs
-    in this process meanwhile."""
+    """What `function(ranks, *arguments)` returned or raised in each of `size` processes; None where a process died.
+
+    local_size: number of processes that take each other for one machine (default: all).
+    beside: runs in this process meanwhile, with the store's port and process id and the ids of the ranks.
+    """
     local_size = local_size or size
     with launcher_store() as (port, host):
         started = []

@@ -7,7 +7,7 @@ import torch
 
 
 def sequences(q, k, cu_seqlens_q, cu_seqlens_k, window):
-    """Per sequence: slices of the queries and of the keys, and the mask (queries, keys), True where a query sees a key."""
+    """Per sequence slices of queries and keys, and the mask (queries, keys): True where a query sees a key."""
     cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     for i in range(len(cu_seqlens_q) - 1):
         rows, cols = slice(cu_seqlens_q[i], cu_seqlens_q[i + 1]), slice(cu_seqlens_k[i], cu_seqlens_k[i + 1])
@@ -24,7 +24,7 @@ def scores_of(q, k, visible, scale):
 
 
 def reference_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, window):
-    """Plain torch; inner arithmetic in float64, so that only what a kernel's caller rounds is rounded; lse at least float32."""
+    """Computes in float64 and rounds the results: out (Tq, Hq, D) to q's type, lse (Hq, Tq) to at least float32."""
     wide_q, wide_k, wide_v = (x.double() for x in (q, k, v))
     out = torch.zeros_like(wide_q)
     lse = wide_q.new_full((q.shape[1], q.shape[0]), -torch.inf)
@@ -37,10 +37,7 @@ def reference_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seq
 
 
 def reference_backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, window):
-    """The kernels' own formula: probabilities from the lse passed in, rowsum(dout * out) from the out passed in.
-
-    Unlike autograd through the scores it therefore stays right for an out and lse that a sink was folded into.
-    """
+    """The kernels' own formula from lse and out, which stays right where a sink was folded into both."""
     wide_q, wide_k, wide_v, wide_dout, wide_out = (x.double() for x in (q, k, v, dout, out))
     group = q.shape[1] // k.shape[1]
     dq, dk, dv = (torch.zeros_like(x) for x in (wide_q, wide_k, wide_v))

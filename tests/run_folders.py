@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run folders as a run leaves them, written by hand."""
+"""Writes folders as a run leaves them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from grpo.settings import Problems, Settings
 ROW = Row("d.csv", 1, (("user", "x"),), (0.0, 1.0), {})
 PER_STEP = 96  # completions of a step with default settings
 
-EVAL = {"reward": 0.4, "reward_low": 0.37, "reward_high": 0.43, "regret": 0.3, "regret_low": 0.27, "regret_high": 0.33, "parse_rate": 0.99, "parse_rate_low": 0.98, "parse_rate_high": 1.0, "best_action_rate": 0.5, "clipped_ratio": 0.01, "tokens_mean": 7.0, "tokens_max": 12, "action_counts": [5, 2, 2, 1], "unparsed": 1}  # fmt: skip
+EVAL = {"reward": 0.4, "reward_low": 0.37, "reward_high": 0.43, "regret": 0.3, "regret_low": 0.27, "regret_high": 0.33}
+EVAL |= {"parse_rate": 0.99, "parse_rate_low": 0.98, "parse_rate_high": 1.0, "best_action_rate": 0.5, "unparsed": 1}
+EVAL |= {"clipped_ratio": 0.01, "tokens_mean": 7.0, "tokens_max": 12, "action_counts": [5, 2, 2, 1]}
 
 EVALUATION = {"random": 0.25, "constant": 0.5, "constant_action": 0, "oracle": 0.7, "samples": 8, "before": EVAL}
 EVALUATION |= {"temperature": 0.5, "exact": False, "before_greedy": EVAL}
@@ -26,22 +28,28 @@ EVALUATION |= {"after": EVAL | {"reward": 0.6, "reward_low": 0.57, "reward_high"
 EVALUATION |= {"difference": {"reward": 0.2, "reward_low": 0.15, "reward_high": 0.25}}
 
 
+STEP = {"parse_rate": 0.9, "best_action_rate": 0.5, "clipped_ratio": 0.1, "tokens_mean": 50, "tokens_max": 99}
+STEP |= {"zero_std_fraction": 0.1, "rollout_s": 2, "reward_s": 0.1, "learn_s": 3, "step_s": 5.1}
+STEP |= {"rollout_tokens_per_s": 900}
+GPU = {"entropy": 0.5, "logp_diff_mean": 0.02, "logp_diff_max": 0.9, "is_ratio_mean": 1.01, "wake_s": 0.4}
+GPU |= {"handover_s": 0.1, "sleep_s": 0.1, "gpu_peak_gib": 61.5, "gpu_utilization": 87.4}
+SETTINGS = {"TOTAL_STEPS": 30, "MODEL_ID": "tiny", "DATA": "/home/someone/days.csv", "EVAL_SAMPLES": 8}
+SETTINGS |= {"PROMPTS_PER_STEP": 8, "NUM_GENERATIONS": 8}
+
+
 def metrics_row(step: int, **cells: object) -> dict[str, object]:
-    row = dict.fromkeys(METRICS, "") | {"step": step, "time": f"2026-01-01T00:00:{step % 60:02}Z"}
-    row |= {"reward": 0.3 + step / 100, "parse_rate": 0.9, "best_action_rate": 0.5, "clipped_ratio": 0.1, "tokens_mean": 50, "tokens_max": 99, "zero_std_fraction": 0.1, "rollout_s": 2, "reward_s": 0.1, "learn_s": 3, "step_s": 5.1, "rollout_tokens_per_s": 900}  # fmt: skip
-    return row | cells
-
-
-GPU = {"entropy": 0.5, "logp_diff_mean": 0.02, "logp_diff_max": 0.9, "is_ratio_mean": 1.01, "wake_s": 0.4, "handover_s": 0.1, "sleep_s": 0.1, "gpu_peak_gib": 61.5, "gpu_utilization": 87.4}  # fmt: skip
+    """A row of metrics.csv with plausible figures, and `cells` in their places."""
+    time = f"2026-01-01T00:00:{step % 60:02}Z"
+    return dict.fromkeys(METRICS, "") | {"step": step, "time": time, "reward": 0.3 + step / 100} | STEP | cells
 
 
 def write_run(folder: Path, metrics: list[dict], completions: list[dict] | None = None, **files: dict) -> Path:
-    """A run's folder with the logs as the run writes them, and JSON files by their names."""
+    """A run's folder with both logs and JSON files by their names; metrics and completions are rows."""
     folder.mkdir(parents=True, exist_ok=True)
     CsvLog(folder / "metrics.csv", METRICS).write(metrics)
     if completions is not None:
         CsvLog(folder / "completions.csv", COMPLETIONS).write(completions)
-    record = {"settings": {"TOTAL_STEPS": 30, "MODEL_ID": "tiny", "DATA": "/home/someone/days.csv", "EVAL_SAMPLES": 8, "PROMPTS_PER_STEP": 8, "NUM_GENERATIONS": 8}, "machine": {"gpu": "", "cores": 2}}  # fmt: skip
+    record = {"settings": SETTINGS, "machine": {"gpu": "", "cores": 2}}
     for name, content in ({"settings": record} | files).items():
         (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
     return folder
@@ -82,6 +90,6 @@ def run_dir(tmp_path: Path, **changes: object) -> tuple[Settings, Path]:
 
 
 def inspect(settings: Settings, rows: Sequence[Row] = (ROW,), **changes: object) -> tuple[RunState, Problems]:
-    """What `inspect_run` makes of OUTPUT_DIR with changed settings."""
+    """The state of OUTPUT_DIR, and its problems, with changed settings."""
     problems = Problems()
     return inspect_run(dataclasses.replace(settings, **changes), rows, problems), problems

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of the entry point as a user starts them, and what they have come to."""
+"""Runs of the entry point as a user starts them, and their results."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from conftest import CLEAN, ROOT, SCRIPT
 from grpo.measure.kills import differences
 
 SETTINGS = {
-    "MODEL_ID": "tiny", "TOTAL_STEPS": 6, "SAVE_STEPS": 2, "PROMPTS_PER_STEP": 3, "NUM_GENERATIONS": 4, "EVAL_SAMPLES": 0, "TEMPERATURE": 1,
-    "DATA": "data/tes_heldout_compact.csv", "SEED": 5, "REWARDS": "action,paused:hold", "PYTHONPATH": str(ROOT / "tests"),
-    "EVAL_DATA": ROOT / "tests/run/fixtures/rows.csv",  # four rows without a plant: the closed loop would take minutes
+    "MODEL_ID": "tiny", "TOTAL_STEPS": 6, "SAVE_STEPS": 2, "PROMPTS_PER_STEP": 3, "NUM_GENERATIONS": 4, "SEED": 5,
+    "EVAL_SAMPLES": 0, "TEMPERATURE": 1, "DATA": "data/tes_heldout_compact.csv", "REWARDS": "action,paused:hold",
+    "EVAL_DATA": ROOT / "tests/run/fixtures/rows.csv",  # Four rows without a plant: the closed loop would take minutes.
+    "PYTHONPATH": str(ROOT / "tests"),
 }  # fmt: skip
 
 ASKED = "once more ends the run at once"
@@ -27,12 +28,13 @@ def environment(folder: Path, **settings: object) -> dict[str, str]:
 
 
 def start_held(folder: Path, step: int, *before: str, **settings: object) -> subprocess.Popen:
-    """A run that has done `step` steps, saved what it saves after them, and waits in the next one (see paused.py);
-    `before` is what stands before `python` on its command line."""
-    process = subprocess.Popen(
-        [*before, sys.executable, str(SCRIPT)], env=environment(folder, HOLD_AT=step + 1, **settings), cwd=ROOT, text=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    """A run that has done `step` steps, saved its files after them, and waits in the next one (see paused.py).
+
+    before: words in front of `python` on its command line.
+    """
+    command, environ = [*before, sys.executable, str(SCRIPT)], environment(folder, HOLD_AT=step + 1, **settings)
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen(command, env=environ, cwd=ROOT, text=True, **streams)
     wait_until(folder.with_name("held").exists, process)
     return process
 
@@ -47,17 +49,17 @@ def finish(process: subprocess.Popen) -> str:
 
 
 def has_line(folder: Path, words: str = ASKED) -> bool:
-    """Whether the run's training.log says these words."""
+    """Whether the run's training.log contains these words."""
     return words in (folder / "training.log").read_text(encoding="utf-8")
 
 
-def wait_until(true: Callable[[], bool], process: subprocess.Popen | None = None) -> None:
-    """Waits as long as the process lives: pytest's own limit ends what takes for ever."""
-    while not true():
-        assert process is None or process.poll() is None or true(), process.communicate()[0]
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen | None = None) -> None:
+    """Waits as long as the process lives; pytest's own limit ends an endless wait."""
+    while not condition():
+        assert process is None or process.poll() is None or condition(), process.communicate()[0]
         time.sleep(0.02)
 
 
 def assert_same_run(folder: Path, whole: Path) -> None:
-    """Every row that does not measure time is what the uninterrupted run wrote, and so is the adapter, bit for bit."""
+    """Both runs have the same rows, but for columns that measure time, and the same adapter, bit for bit."""
     assert not differences(folder, whole)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stub of vLLM on the CPU that keeps its contract, so that the rollout engine is tested without a GPU.
 
-What it keeps of vLLM 0.26 (files of that version in brackets):
-- a copy of the model of its own, which changes only by `apply_model` and `add_lora`; packed attention weights under vLLM's
-  names (model_executor/models/gpt_oss.py), with `.base_layer.` in them where LoRA is enabled;
+It keeps of vLLM 0.26 (files of that version in brackets):
+- a copy of the model, which changes only by `apply_model` and `add_lora`; packed attention weights under vLLM's names,
+  with `.base_layer.` in them where LoRA is enabled (model_executor/models/gpt_oss.py);
 - adapters: loaded once for an integer id, only one held, scale alpha / r, refused for a rank above `max_lora_rank`, a
   bias or an unknown module (lora/worker_manager.py, lora/peft_helper.py);
 - sampling from torch's global generator; log-probs after temperature; the stop token is part of a completion; log-probs
   of prompts ignore the temperature (v1/worker/gpu_model_runner.py);
 - a prefix cache keyed by the adapter's name (v1/core/kv_cache_utils.py), emptied by sleep and `reset_prefix_cache`.
-Stricter: vLLM hangs when it generates asleep, and returns wrong text where its prefix cache is stale; the stub raises.
+Where vLLM hangs because it is asleep, or returns wrong text because its prefix cache is stale, the stub raises.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PACKED = ("q_proj", "k_proj", "v_proj")
 
 @dataclass
 class StubSampling:
-    """vLLM's SamplingParams, as far as the engine uses it; an unknown argument is a TypeError there too."""
+    """vLLM's SamplingParams with the arguments that the engine uses; an unknown one is a TypeError there too."""
 
     n: int = 1
     temperature: float = 1.0
@@ -62,11 +62,11 @@ class StubLoRARequest:
 
 
 class StubLLM:
-    """vLLM's LLM on the model in `folder`. `calls` lists what was asked of it, in order.
+    """vLLM's LLM on the model in `folder`. `calls` lists the names of its calls in order.
 
-    To break it: `shift` and `noise` (standard deviation) are added to the log-probs it reports, `ignore_adapter` makes
-    it generate with the base, `keeps_first_adapter` with the first adapter that it got, and `fail` maps the name of a call
-    to (number of the call from 1, exception to raise).
+    To break it: `shift` and `noise` (standard deviation) are added to the log-probs that it reports, `ignore_adapter`
+    makes it generate with the base, `keeps_first_adapter` with the first adapter that it got, and `fail` maps a call's
+    name to (number of the call from 1, exception to raise).
     """
 
     def __init__(
@@ -124,14 +124,14 @@ class StubLLM:
         return hook
 
     def _adapt_experts(self, module: str):
-        """As `_stack_moe_lora_weights` of vllm/lora/model_manager.py reads PEFT's format: gate_up under `base_layer`."""
+        """Reads PEFT's format, gate_up under `base_layer`, as vLLM's `_stack_moe_lora_weights` does."""
 
         def hook(experts, inputs):
             experts.adapters = {}
-            # As `_match_target_modules` there: what is in no module of the list is left out without a word.
+            # As in `_match_target_modules` there, modules outside the list are silently left out.
             if module in self.active and "experts" in self.lora_target_modules and not self.ignore_adapter:
-                for name, place in (("gate_up_proj", f"{module}.base_layer"), ("down_proj", module)):
-                    a, b = self.active[place]
+                for name, key in (("gate_up_proj", f"{module}.base_layer"), ("down_proj", module)):
+                    a, b = self.active[key]
                     count = experts.num_experts
                     a, b = a.reshape(count, -1, a.shape[-1]), b.reshape(len(b), -1, count).permute(2, 0, 1)
                     experts.adapters[name] = a.transpose(1, 2).contiguous(), b.transpose(1, 2).contiguous()
@@ -172,7 +172,7 @@ class StubLLM:
             raise RuntimeError("LoRA is not enabled")
         if self.keeps_first_adapter and self.loaded:
             self.loaded[request.lora_int_id] = next(iter(self.loaded.values()))
-        elif request.lora_int_id not in self.loaded:  # an id that was seen is never read again
+        elif request.lora_int_id not in self.loaded:  # vLLM never reads an id twice.
             self.loaded = {request.lora_int_id: self._load(Path(request.lora_path))}
         return True
 
@@ -185,7 +185,7 @@ class StubLLM:
         for name in (name for name in tensors if "lora_A" in name):
             module, a, b = name.partition(".lora_")[0], tensors[name], tensors[name.replace("lora_A", "lora_B")]
             module = module.removeprefix("base_model.model.")
-            owner = self.model.get_submodule(module.removesuffix(".base_layer"))  # AttributeError: there is none
+            owner = self.model.get_submodule(module.removesuffix(".base_layer"))  # AttributeError without such a module
             assert a.shape[0] == b.shape[1] == config["r"] * getattr(owner, "num_experts", 1)
             adapter[module] = a.to(dtype), (b * (config["lora_alpha"] / config["r"])).to(dtype)
         return adapter
@@ -230,30 +230,33 @@ class StubLLM:
 
     def _sample(self, rows: Sequence[list[int]], each: Sequence[StubSampling]) -> list[Any]:
         """All rows in one batch, padded on the left, by transformers' generate."""
-        first, longest = each[0], max(map(len, rows))  # they differ in max_tokens alone
-        way = {"do_sample": True, "temperature": first.temperature, "top_p": first.top_p, "top_k": 0}
+        first, longest = each[0], max(map(len, rows))  # They differ in max_tokens alone.
+        options = {"do_sample": False}
+        if first.temperature:
+            options = {"do_sample": True, "temperature": first.temperature, "top_p": first.top_p, "top_k": 0}
         output = self.model.generate(
             torch.tensor([[0] * (longest - len(row)) + row for row in rows]),
             attention_mask=torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows]),
-            max_new_tokens=max(one.max_tokens for one in each), eos_token_id=first.stop_token_ids or [-1], pad_token_id=0,
-            **(way if first.temperature else {"do_sample": False}), return_dict_in_generate=True, output_scores=True,
+            max_new_tokens=max(sampling.max_tokens for sampling in each), eos_token_id=first.stop_token_ids or [-1],
+            pad_token_id=0, return_dict_in_generate=True, output_scores=True, **options,
         )  # fmt: skip
         tokens = output.sequences[:, longest:]
         logps = torch.stack(output.scores, 1).log_softmax(-1).gather(2, tokens[..., None])[..., 0]
         outputs = []
-        for ids, values, one in zip(tokens.tolist(), self._report(logps), each, strict=True):
+        for ids, values, sampling in zip(tokens.tolist(), self._report(logps), each, strict=True):
             end = next((n for n, token in enumerate(ids, 1) if token in first.stop_token_ids), len(ids))
-            end = min(end, one.max_tokens)
-            asked = self._logprobs(values[:end]) if first.logprobs is not None else None
-            outputs.append(SimpleNamespace(token_ids=ids[:end], logprobs=asked))
-        return [SimpleNamespace(prompt_logprobs=None, outputs=[one]) for one in outputs]
+            end = min(end, sampling.max_tokens)
+            logprobs = self._logprobs(values[:end]) if first.logprobs is not None else None
+            completion = SimpleNamespace(token_ids=ids[:end], logprobs=logprobs)
+            outputs.append(SimpleNamespace(prompt_logprobs=None, outputs=[completion]))
+        return outputs
 
     def _logprobs(self, values: list[float]) -> Any:
-        return SimpleNamespace(logprobs=values)  # as with flat_logprobs
+        return SimpleNamespace(logprobs=values)  # vLLM's form with flat_logprobs
 
 
 def stub_engine(settings, plan, model_path, stop_token_ids, policy=None, prepare=lambda stub: None) -> Engine:
-    """In place of `start_engine`: on a stub with the arguments that vLLM would get, asleep."""
+    """Takes the place of `start_engine`: a sleeping stub with the arguments that vLLM would get."""
     arguments = engine_arguments(settings, plan, model_path, 79.6)
     names = {"enable_lora", "max_lora_rank", "max_model_len", "lora_target_modules"} & set(arguments)
     stub = StubLLM(model_path, **{name: arguments[name] for name in names})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of scripts/cloud: what can be held without Docker, SkyPilot or a cloud."""
+"""The files of scripts/cloud, as far as they can be tested without Docker, SkyPilot or a cloud."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ CLOUD = ROOT / "scripts/cloud"
 DOCKERFILE = (CLOUD / "Dockerfile").read_text(encoding="utf-8")
 SKY_TEXT = (CLOUD / "sky.yaml").read_text(encoding="utf-8")
 SKY = yaml.safe_load(SKY_TEXT)
-SETTINGS = {name for _, name, *_ in settings_table()}
 IGNORED = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
 
 
@@ -39,21 +38,15 @@ def in_image(name: str) -> bool:
     return any(fnmatch.fnmatch(name, line[1:]) for line in IGNORED if line.startswith("!"))
 
 
-def test_the_image_has_what_setup_asks_for():
+def test_the_image_has_the_packages_that_setup_needs():
     """setup.sh ends with code 3 or 4 without these, which would show only where somebody builds the image."""
-    packages = " ".join(instructions("RUN"))
-    python = re.search(
-        r"^# vLLM and its kernels are tried most on ([\d.]+)\.", (ROOT / "scripts/setup.sh").read_text(), re.M
-    )
-    for package in (
-        "build-essential",
-        "ca-certificates",
-        *(f"python{python[1]}{part}" for part in ("", "-dev", "-venv")),
-    ):
+    packages, setup = " ".join(instructions("RUN")), (ROOT / "scripts/setup.sh").read_text()
+    python = "python" + re.search(r"^# vLLM and its kernels are tried most on ([\d.]+)\.", setup, re.M)[1]
+    for package in ("build-essential", "ca-certificates", python, f"{python}-dev", f"{python}-venv"):
         assert re.search(rf"\s{re.escape(package)}\s", packages), package
     assert re.search(r"bash scripts/setup\.sh --\$SET", packages) and "SET=gpu" in instructions("ARG")
     (base,) = instructions("FROM")
-    assert re.fullmatch(r"nvidia/cuda:13\.\d+\.\d+-base-ubuntu24\.04", base)  # Python 3.12 is Ubuntu 24.04's own
+    assert re.fullmatch(r"nvidia/cuda:13\.\d+\.\d+-base-ubuntu24\.04", base), "Python 3.12 is Ubuntu 24.04's own"
 
 
 def test_the_image_gets_the_code_and_nothing_else(tmp_path):
@@ -63,36 +56,34 @@ def test_the_image_gets_the_code_and_nothing_else(tmp_path):
         assert (ROOT / copied).is_file() and in_image(copied.split("/")[0]), copied
     for path in filter(lambda path: in_image(path.name), ROOT.iterdir()):
         shutil.copytree(path, tmp_path / path.name) if path.is_dir() else shutil.copy(path, tmp_path)
-    environ = CLEAN | {"MODEL_ID": "tiny", "PYTHONPATH": ""}
-    command = [sys.executable, "train_grpo.py", "--check"]
+    command, environ = [sys.executable, "train_grpo.py", "--check"], CLEAN | {"MODEL_ID": "tiny", "PYTHONPATH": ""}
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-def test_the_task_names_settings_and_files_that_are_there():
-    own = {"BUCKET", "RUN"}
+def test_the_task_names_settings_and_files_that_exist():
     names = {*SKY["envs"], *re.findall(r"--env ([A-Z_]+)=", SKY_TEXT)}
-    assert own <= names and names - own <= SETTINGS
+    assert {"BUCKET", "RUN"} <= names <= {"BUCKET", "RUN"} | {name for _, name, *_ in settings_table()}
     values = {name: value for name, value in SKY["envs"].items() if value is not None}
-    assert all(isinstance(value, str) for value in values.values())  # SkyPilot takes no numbers
-    # The two that are not settings must not be taken for mistyped ones.
+    assert all(isinstance(value, str) for value in values.values()), "SkyPilot takes no numbers"
+    # BUCKET and SkyPilot's own variables must not be taken for mistyped settings.
     assert not load_settings(values | {"BUCKET": "name", "SKYPILOT_TASK_ID": "1"})[2]
     for name in re.findall(r"(?:scripts|docs)/[\w/.-]*\w", SKY_TEXT):
         assert (ROOT / name).is_file(), name
+    for part in ("setup", "run"):
+        subprocess.run(["bash", "-n"], input=SKY[part], text=True, check=True)
 
 
 def test_the_task_writes_to_the_disk_and_copies_to_the_bucket():
     """A run in the bucket itself would have no locks and no atomic renames."""
     ((mount, bucket),) = SKY["file_mounts"].items()
-    assert bucket["name"] == "${BUCKET}" and SKY["envs"]["BUCKET"] is None  # nobody's bucket by default
+    assert bucket["name"] == "${BUCKET}" and SKY["envs"]["BUCKET"] is None, "nobody's bucket is the default"
     assert 'export OUTPUT_DIR="runs/$RUN"' in SKY["run"] and f'train_and_copy.sh "{mount}/$RUN"' in SKY["run"]
     assert SKY["resources"]["use_spot"] is True
     cards = [choice["accelerators"] for choice in SKY["resources"]["any_of"]]
     assert len(cards) == 3 and all(card.endswith(":1") for card in cards)
-    # Restarted without limit, so only after an end that another start mends: 128 + SIGTERM.
+    # SkyPilot restarts without limit, so only after an end that another start mends: 128 + SIGTERM.
     assert SKY["resources"]["job_recovery"]["recover_on_exit_codes"] == [128 + signal.SIGTERM]
-    for part in ("setup", "run"):
-        subprocess.run(["bash", "-n"], input=SKY[part], text=True, check=True)
 
 
 # As much of rsync as the script uses; $RSYNC_FAILS is a pattern of sources or targets that cannot be reached.
@@ -126,14 +117,12 @@ exit "${CODE:-0}"
 
 @pytest.fixture
 def machine(tmp_path) -> Iterator[Callable[..., subprocess.Popen]]:
-    """Starts train_and_copy.sh on the machine called `name`: with a folder of its own, and one bucket for all."""
+    """Starts train_and_copy.sh on the machine called `name`, with its own folder and one bucket for all."""
+    (tmp_path / "bin").mkdir()
     for name, text in {"rsync": RSYNC, "python": TRAINER}.items():
-        path = tmp_path / "bin" / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-        path.chmod(0o755)
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
     (tmp_path / "bucket").mkdir()
-
     processes = []
 
     def start(name: str, **environ: str) -> subprocess.Popen:
@@ -142,13 +131,12 @@ def machine(tmp_path) -> Iterator[Callable[..., subprocess.Popen]]:
         environ = CLEAN | {"PATH": path, "OUTPUT_DIR": "runs/first"} | environ
         command = ["bash", str(CLOUD / "train_and_copy.sh"), str(tmp_path / "bucket/first"), "0.1"]
         with (tmp_path / "errors.txt").open("a") as errors:
-            processes.append(
-                subprocess.Popen(command, cwd=tmp_path / name, env=environ, stderr=errors, start_new_session=True)
-            )
+            options = {"cwd": tmp_path / name, "env": environ, "stderr": errors, "start_new_session": True}
+            processes.append(subprocess.Popen(command, **options))
         return processes[-1]
 
     yield start
-    for process in processes:  # a trainer that the script left behind would wait for ever
+    for process in processes:  # A trainer that the script left behind would wait for ever.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
@@ -157,48 +145,40 @@ def files_in(folder) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
 
 
+def run_of(step: int) -> set[str]:
+    return {"first", "first/settings.json", f"first/checkpoint-{step}", "first.zip"}
+
+
 def test_a_run_is_copied_and_the_next_machine_continues_it(machine, tmp_path):
+    """The exit code is the run's; files that the run deleted are deleted in the copy, and the zip is the newer one."""
     bucket = tmp_path / "bucket"
-    assert machine("one").wait() == 0
-    assert files_in(bucket) == {"first", "first/settings.json", "first/checkpoint-1", "first.zip"}
-    # The code is the run's. What the run deleted is deleted in the copy, and the zip is the newer one.
-    assert machine("two", CODE="4").wait() == 4
-    assert files_in(bucket) == {"first", "first/settings.json", "first/checkpoint-2", "first.zip"}
+    assert machine("one").wait() == 0 and files_in(bucket) == run_of(1)
+    assert machine("two", CODE="4").wait() == 4 and files_in(bucket) == run_of(2) == files_in(tmp_path / "two/runs")
     assert (bucket / "first.zip").read_text() == "2\n"
-    assert files_in(tmp_path / "two/runs") == {"first", "first/settings.json", "first/checkpoint-2", "first.zip"}
-
-
-def test_a_machine_that_has_the_run_does_not_take_the_copy(machine, tmp_path):
-    assert machine("one").wait() == 0
-    shutil.rmtree(tmp_path / "bucket/first/checkpoint-1")
-    assert machine("one").wait() == 0
-    assert (tmp_path / "bucket/first/checkpoint-2").is_dir()
+    # A machine that has the run does not take the copy.
+    shutil.rmtree(bucket / "first/checkpoint-2")
+    assert machine("two").wait() == 0 and files_in(bucket) == run_of(3)
 
 
 def test_a_copy_that_was_cut_off_before_its_settings_is_no_run(machine, tmp_path):
-    """Taken as it is, it would be refused by the run: it holds files, but no run."""
+    """The trainer would refuse such a folder. An empty OUTPUT_DIR does not matter."""
     (tmp_path / "bucket/first/checkpoint-7").mkdir(parents=True)
-    (tmp_path / "one/runs/first").mkdir(parents=True)  # an empty folder is in nobody's way
+    (tmp_path / "one/runs/first").mkdir(parents=True)
     assert machine("one").wait() == 0
-    assert files_in(tmp_path / "one/runs") == {"first", "first/settings.json", "first/checkpoint-1", "first.zip"}
+    assert files_in(tmp_path / "one/runs") == run_of(1)
 
 
 @pytest.mark.parametrize(("environ", "code"), [({"RSYNC_FAILS": "*/bucket/first/"}, 23), ({"REFUSES": "1"}, 2)])
 def test_a_copy_is_never_replaced_by_less(machine, tmp_path, environ, code):
-    """Neither where it cannot be read, nor where the run is refused."""
+    """Neither where the copy cannot be read, nor where the run is refused."""
     assert machine("one").wait() == 0
     before = files_in(tmp_path / "bucket")
-    assert machine("two", **environ).wait() == code
-    assert files_in(tmp_path / "bucket") == before
-    assert not (tmp_path / "two/runs/first/checkpoint-1").is_dir() or environ == {"REFUSES": "1"}
-
-
-def test_files_of_somebody_else_in_the_folder_end_it(machine, tmp_path):
-    assert machine("one").wait() == 0
-    (tmp_path / "two/runs/first").mkdir(parents=True)
-    (tmp_path / "two/runs/first/thesis.txt").touch()
-    assert machine("two").wait() == 1
-    assert files_in(tmp_path / "two/runs/first") == {"thesis.txt"}
+    assert machine("two", **environ).wait() == code and files_in(tmp_path / "bucket") == before
+    assert "REFUSES" in environ or not (tmp_path / "two/runs/first/checkpoint-1").is_dir()
+    # Files of somebody else in OUTPUT_DIR stop the copy, too.
+    (tmp_path / "three/runs/first").mkdir(parents=True)
+    (tmp_path / "three/runs/first/thesis.txt").touch()
+    assert machine("three").wait() == 1 and files_in(tmp_path / "three/runs/first") == {"thesis.txt"}
 
 
 @pytest.mark.parametrize(("code", "expected"), [("0", 1), ("4", 4)])
@@ -208,18 +188,17 @@ def test_a_last_copy_that_fails_is_no_success(machine, tmp_path, code, expected)
     assert (tmp_path / "errors.txt").read_text().count("copy 5 of 5") == 1
 
 
-def test_a_signal_reaches_the_run_and_its_end_is_copied(machine, tmp_path):
+def test_a_signal_reaches_the_run(machine, tmp_path):
     process = machine("one", WAITS="1")
-    while not (tmp_path / "bucket/first/settings.json").is_file():  # copied while it trains
+    while not (tmp_path / "bucket/first/settings.json").is_file():  # It is copied while the run trains.
         assert process.poll() is None
         time.sleep(0.05)
     process.terminate()
     assert process.wait() == 143
 
 
-def test_the_command_says_what_it_needs(tmp_path):
-    command = ["bash", str(CLOUD / "train_and_copy.sh")]
+@pytest.mark.parametrize(("arguments", "code", "message"), [([], 2, "Usage: "), (["copy"], 1, "OUTPUT_DIR")])
+def test_the_command_names_its_missing_arguments(arguments, code, message):
+    command = ["bash", str(CLOUD / "train_and_copy.sh"), *arguments]
     done = subprocess.run(command, env=CLEAN, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stdout.startswith("Usage: ")
-    done = subprocess.run([*command, str(tmp_path)], env=CLEAN, capture_output=True, text=True)
-    assert done.returncode == 1 and "OUTPUT_DIR" in done.stderr
+    assert done.returncode == code and message in done.stdout + done.stderr

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documentation: generated parts are current, links lead somewhere, and what the pages name is there."""
+"""Documentation: generated parts are current, links work, and named files, settings and options exist."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from grpo.data.files import read_rows
 from grpo.settings import Problems, load_settings, settings_table
 
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
-CURRENT = [page for page in PAGES if page.name != "tried.md"]  # which may name what was removed since
+PAGES = [README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+CURRENT = [page for page in PAGES if page.name not in ("tried.md", "CHANGELOG.md")]  # These may name what was removed.
 RESULTS = sorted((ROOT / "docs" / "results").glob("*.json"))
-# Variables of other programs that the pages speak of, and constants: one of ours, the rest of the original script.
+# Variables of other programs that the pages mention, constants, and names of the original script.
 NOT_SETTINGS = {
-    "CUDA_VISIBLE_DEVICES", "FLASH_ATTENTION_FORCE_BUILD", "FLASH_ATTN_CUDA_ARCHS", "GLOO_SOCKET_IFNAME",
-    "GRADIENT_ACCUMULATION_STEPS", "NCCL_SOCKET_IFNAME",
-    "GRPO_COMPLETION_LOG_PATH", "GRPO_LOG_COMPLETIONS", "HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE",
-    "HF_TOKEN", "LD_LIBRARY_PATH", "MATRIX_GAIN", "MAX_JOBS",
-    "EPOCHS", "MODEL", "OMP_NUM_THREADS", "STEPS", "TORCH_COMPILE_DISABLE", "TRAIN_BATCH_SIZE",
-    "TRITON_CACHE_DIR", "VENV", "VERL_SOURCE", "VLLM_CACHE_ROOT", "WANDB_MODE", "WANDB_PROJECT", "XDG_CACHE_HOME",
+    "CUDA_VISIBLE_DEVICES", "EPOCHS", "FLASH_ATTENTION_FORCE_BUILD", "FLASH_ATTN_CUDA_ARCHS", "GLOO_SOCKET_IFNAME",
+    "GRADIENT_ACCUMULATION_STEPS", "GRPO_COMPLETION_LOG_PATH", "GRPO_LOG_COMPLETIONS", "HF_ENDPOINT", "HF_HOME",
+    "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_TOKEN", "LD_LIBRARY_PATH", "MATRIX_GAIN", "MAX_JOBS", "MODEL",
+    "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS", "STEPS", "TORCH_COMPILE_DISABLE", "TRAIN_BATCH_SIZE", "VENV",
+    "VERL_SOURCE", "WANDB_MODE", "WANDB_PROJECT",
 }  # fmt: skip
 
 
@@ -66,11 +65,44 @@ def test_named_settings_are_settings(page):
             assert not load_settings({name: value.rstrip(",;")})[2], (name, value)
 
 
-def test_the_readme_is_short_and_has_the_commands():
+FENCE = re.compile(r"^```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=lambda p: p.name)
+def test_options_in_commands_exist(page):
+    """Every `--option` behind a script of this repository stands in that script."""
+    code = "".join(FENCE.findall(page.read_text(encoding="utf-8"))).replace("\\\n", " ")
+    for script, arguments in re.findall(r"((?:scripts/[\w/]+|train_grpo)\.(?:py|sh))((?: [^#\n]*)?)", code):
+        text = (ROOT / script).read_text(encoding="utf-8")
+        options = re.findall(r"(?<=\s)--[a-z][\w-]*", arguments) if script != "scripts/torchrun.sh" else []
+        assert not [option for option in options if option not in text], (script, arguments)
+
+
+def test_pages_are_short_and_the_readme_has_the_commands():
+    for page in CURRENT:
+        generated = page.relative_to(ROOT).as_posix() in make_docs.GENERATED
+        assert generated or len(page.read_text(encoding="utf-8").split()) <= 1800, page.name
     text = README.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 120 and max(map(len, text.splitlines())) <= 200
+    assert len(text.splitlines()) <= 110 and max(map(len, text.splitlines())) <= 200
     for command in ("bash scripts/demo.sh", "bash scripts/test.sh", "python train_grpo.py --check"):
         assert re.search(rf"^{command} +#", text, re.MULTILINE), command
+
+
+def outline(text):
+    """The levels of the headings and the lines of code in their order, without comments, which are translated."""
+    lines = []
+    for number, part in enumerate(FENCE.split(text)):
+        if number % 2:  # The odd parts are the code between fences.
+            lines += [re.sub(r"\s+#.*", "", line) for line in part.splitlines()]
+        else:
+            lines += re.findall(r"^#+(?= )", part, re.MULTILINE)
+    return lines
+
+
+def test_the_japanese_readme_has_the_same_headings_and_commands():
+    english = outline(README.read_text(encoding="utf-8"))
+    assert len(english) > 20 and "bash scripts/demo.sh" in english
+    assert english == outline((ROOT / "docs" / "README.ja.md").read_text(encoding="utf-8"))
 
 
 def test_the_readmes_csv_is_accepted(tmp_path):
@@ -91,5 +123,6 @@ def test_results_say_where_they_come_from(path):
     assert set(record) - {"files", "source"} == {"command", "machine", "date", "versions", "commit", "figures"}
     assert re.fullmatch(r"\d{4}-\d{2}-\d{2}", record["date"])
     assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?|unknown", record["commit"])
-    assert record["figures"] and all(set(one) == {"name", "value", "unit", "note"} for one in record["figures"])
-    assert all(isinstance(one["value"], (int, float)) for one in record["figures"])
+    assert record["figures"]
+    for figure in record["figures"]:
+        assert set(figure) == {"name", "value", "unit", "note"} and isinstance(figure["value"], (int, float))

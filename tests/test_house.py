@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The house: imports go one way, light rooms stay light, nothing grows too long. Run: python -m pytest tests/test_house.py"""
+"""The house: imports go one way, light rooms stay light, nothing grows too long."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import functools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 from conftest import CLEAN, ROOT
 
-ROOMS = [  # in the order of a run: each may import those above it; the entry and scripts/ any
+ROOMS = [  # In the order of a run: each may import those before it; the entry and scripts/ any.
     "rewards", "grpo.other_names", "grpo.settings", "grpo.phases", "grpo.data", "grpo.tasks", "grpo.run", "grpo.plan",
     "grpo.preflight", "grpo.model", "grpo.rollout", "grpo.learn", "grpo.evaluate", "grpo.measure", "grpo.verl",
 ]  # fmt: skip
@@ -24,7 +24,7 @@ ENTRY = ROOT / "train_grpo.py"
 SCRIPTS = sorted((ROOT / "scripts").rglob("*.py"))
 FILES = [ROOT / "rewards.py", *sorted((ROOT / "grpo").rglob("*.py")), ENTRY, *SCRIPTS]
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
-MODULES |= {path.stem: path for path in SCRIPTS}  # scripts/ is on the path of what runs there
+MODULES |= {path.stem: path for path in SCRIPTS}  # scripts/ is on the path of a script that runs.
 LONGEST_MODULE, LONGEST_FUNCTION = 450, 80
 FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
 
@@ -35,8 +35,10 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def imports(path: Path, top: bool = False) -> Iterator[tuple[int, str]]:
-    """(line, module) of every import of a file; only those outside functions with `top`. `from grpo.data import files`
-    imports grpo.data.files."""
+    """(line, module) of every import of a file, with `top` only of those outside functions.
+
+    `from grpo.data import files` imports grpo.data.files.
+    """
     functions = [node for node in ast.walk(tree_of(path)) if top and isinstance(node, FUNCTIONS)]
     inside = {node for function in functions for node in ast.walk(function)}
     for node in set(ast.walk(tree_of(path))) - inside:
@@ -49,11 +51,11 @@ def imports(path: Path, top: bool = False) -> Iterator[tuple[int, str]]:
 
 
 def floor(module: str) -> int | None:
-    """Where a module's room stands in ROOMS; None for what is no room."""
+    """The position of a module's room in ROOMS; None for a module outside the rooms."""
     return next((n for n, room in enumerate(ROOMS) if module == room or module.startswith(f"{room}.")), None)
 
 
-def shown(path: Path, line: int) -> str:
+def position(path: Path, line: int) -> str:
     return f"{path.relative_to(ROOT)}:{line}"
 
 
@@ -70,7 +72,7 @@ def test_a_room_imports_only_rooms_above_it():
         for line, target in imports(path) if mine is not None else ():
             theirs = len(ROOMS) if target in MODULES and floor(target) is None and target != "grpo" else floor(target)
             if theirs is not None and theirs > mine:
-                upwards.append(f"{shown(path, line)}: {name} imports {target}")
+                upwards.append(f"{position(path, line)}: {name} imports {target}")
     assert not upwards, "\n".join(upwards)
 
 
@@ -82,44 +84,46 @@ def test_no_modules_import_each_other_in_a_circle():
         pytest.fail(" -> ".join(error.args[1]))
 
 
-# Imported in a function, for those who name a data set of the Hub or whose tokenizer has a response template. They
-# take a second, and load no torch.
+# Imported in a function, for data sets of the Hub and tokenizers with a response template; they load no torch.
 LATE = {("grpo/data/formats.py", "datasets"), ("grpo/data/scoring.py", "transformers.utils.chat_parsing")}
 
 
 def test_light_rooms_import_nothing_heavy():
-    light = [path for name, path in MODULES.items() if floor(name) in range(ROOMS.index("grpo.model"))]
-    targets = [(path, *found) for path in [*light, ENTRY] for found in imports(path, top=path == ENTRY)]
-    heavy = [target for target in targets if target[2].partition(".")[0] in HEAVY]
-    found = [f"{shown(p, n)}: {name}" for p, n, name in heavy if (str(p.relative_to(ROOT)), name) not in LATE]
-    assert not found, "\n".join(found)
+    heavy = []
+    for path in (
+        path for name, path in MODULES.items() if floor(name) in range(ROOMS.index("grpo.model")) or path == ENTRY
+    ):
+        for line, target in imports(path, top=path == ENTRY):
+            if target.partition(".")[0] in HEAVY and (str(path.relative_to(ROOT)), target) not in LATE:
+                heavy.append(f"{position(path, line)}: {target}")
+    assert not heavy, "\n".join(heavy)
 
 
-def test_what_light_rooms_import_is_light_too(tmp_path):
+def run_entry(folder: Path, *arguments: str, code: str, options: Sequence[str] = ()) -> subprocess.CompletedProcess:
+    """Runs `code` after `import train_grpo` in a process of its own; `options` are Python's."""
+    environ = CLEAN | {"MODEL_ID": "tiny", "OUTPUT_DIR": str(folder / "run"), "PYTHONPATH": ""}
+    code = f"import sys; sys.path.insert(0, {os.fspath(ROOT)!r}); import train_grpo; {code}"
+    command = [sys.executable, *options, "-c", code, *arguments]
+    return subprocess.run(command, env=environ, cwd=folder, capture_output=True, text=True)
+
+
+def test_a_check_loads_nothing_heavy(tmp_path):
     """Whatever the imports say: a check of the whole input loads nothing heavy."""
-    code = (
-        "import sys, train_grpo; code = train_grpo.main(['--check']);"
-        f"heavy = {HEAVY | {'pandas'}} & set(sys.modules); assert not heavy, heavy; sys.exit(code)"
-    )
-    environ = CLEAN | {"MODEL_ID": "tiny", "OUTPUT_DIR": str(tmp_path / "run")}
-    done = subprocess.run([sys.executable, "-c", code], env=environ, cwd=ROOT, capture_output=True, text=True)
+    heavy = f"heavy = {HEAVY | {'pandas'}} & set(sys.modules); assert not heavy, heavy; sys.exit(code)"
+    done = run_entry(tmp_path, code=f"code = train_grpo.main(['--check']); {heavy}")
     assert done.returncode == 0, done.stderr
     assert "Nothing was started" in done.stdout and not (tmp_path / "run").exists()
 
 
 def test_without_any_package_the_check_says_what_is_missing(tmp_path):
     """As in a shell whose environment was not activated: no site-packages at all."""
-    environ = CLEAN | {"MODEL_ID": "tiny", "OUTPUT_DIR": str(tmp_path / "run"), "PYTHONPATH": ""}
-    code = f"import sys; sys.path.insert(0, {os.fspath(ROOT)!r}); import train_grpo; sys.exit(train_grpo.main(sys.argv[1:]))"
-    command = [sys.executable, "-S", "-c", code]
-    done = subprocess.run([*command, "--check"], env=environ, cwd=tmp_path, capture_output=True, text=True)
+    bare = functools.partial(run_entry, tmp_path, code="sys.exit(train_grpo.main(sys.argv[1:]))", options=["-S"])
+    done = bare("--check")
     assert done.returncode == 2 and "one problem to fix" in done.stderr
-    assert (
-        ": torch, transformers, trl, peft," in done.stderr
-        and "Run `bash scripts/setup.sh`, then `source" in done.stderr
-    )
-    assert not subprocess.run([*command, "--help"], env=environ, cwd=tmp_path, capture_output=True).returncode
-    done = subprocess.run([*command, "--seed", "5"], env=environ, cwd=tmp_path, capture_output=True, text=True)
+    assert ": torch, transformers, trl, peft," in done.stderr
+    assert "Run `bash scripts/setup.sh`, then `source" in done.stderr
+    assert not bare("--help").returncode
+    done = bare("--seed", "5")
     assert done.returncode == 2 and "set SEED=5" in done.stderr
 
 
@@ -130,5 +134,5 @@ def test_no_module_and_no_function_is_too_long():
             long.append(f"{path.relative_to(ROOT)}: {count} lines")
         for node in ast.walk(tree_of(path)):
             if isinstance(node, FUNCTIONS) and (count := node.end_lineno - node.lineno + 1) > LONGEST_FUNCTION:
-                long.append(f"{shown(path, node.lineno)}: {node.name} has {count} lines")
+                long.append(f"{position(path, node.lineno)}: {node.name} has {count} lines")
     assert not long, "\n".join(long)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainers on the tiny model, and the loss and gradients that they compute."""
+"""Trainers on the tiny model, and their loss and gradients."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def four_rows():
 
 
 def build(settings, tiny, folder, ranks=None, rows=None):
-    """A trainer on the tiny model, over four rows unless told otherwise, built as `train_grpo.train` builds it."""
+    """A trainer on the tiny model, over four rows by default, built as `train_grpo.train` builds it."""
     rows = rows or four_rows()
     plan = Plan(0, 0, 0, 0, settings.MICRO_BATCH or 2, "test", 4, "test")
     specs = reward_specs(choose_rewards(settings.REWARDS, rows)[0])
@@ -61,7 +61,7 @@ def make(tiny, folder, ranks=None, rows=None, **changes):
 
 
 def plain_float32(trainer):
-    """Leave autocast out, so that two ways to the same number can be told apart from rounding."""
+    """Switches autocast off, so that a difference between two trainers is no rounding."""
     trainer.args.bf16 = False
     trainer.accelerator.state._mixed_precision = "no"
     trainer.accelerator.native_amp = False
@@ -69,13 +69,15 @@ def plain_float32(trainer):
 
 
 def uniform(generator, *shape):
-    """Numbers of mean 0 and variance 1 that are the same on every CPU: `randn`'s last bits depend on its instructions."""
+    """Numbers of mean 0 and variance 1, the same on every CPU: `randn`'s last bits depend on its instructions."""
     return (torch.rand(shape, generator=generator, dtype=torch.float64) - 0.5) * 12**0.5
 
 
 def step_of(trainer, count):
-    """`count` completions of a step (lists of tokens, one in three truncated) and what an engine says of them, around -6.5 nats,
-    one token unknown: the same whoever asks."""
+    """`count` completions of a step and an engine's log-probs of them, the same for every caller.
+
+    One completion in three is truncated. The log-probs are around -6.5 nats, and that of one token is None.
+    """
     generator, (stop, *_) = torch.Generator().manual_seed(trainer.state.global_step), trainer.eos_token_ids
     lengths = torch.randint(2, 9, (count,), generator=generator).tolist()
     ids = [torch.randint(3, 500, (n,), generator=generator).tolist() for n in lengths]
@@ -85,8 +87,10 @@ def step_of(trainer, count):
 
 
 def seed_weights(model):
-    """Weights that keep the size of what goes through them, log-probs around -6.5, and an adapter that is not zero: neither
-    depends on what a machine's training of the tiny model came to."""
+    """Sets weights that keep the size of activations, with log-probs around -6.5 and an adapter that is not zero.
+
+    So no test depends on how a machine trained the tiny model.
+    """
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -99,8 +103,10 @@ def seed_weights(model):
 
 
 def batch(trainer, beta=0.0, old=False, sampled=False, near=None):
-    """A step of two prompts with two completions each, all of different lengths, on seeded weights. Where policy, old
-    policy, engine and reference differ, they do so around `near` (4, 7), which is the policy where it is left out."""
+    """A step of two prompts with two completions each, all of different lengths, on seeded weights.
+
+    Log-probs of old policy, engine and reference differ around `near` (4, 7), by default the policy's own.
+    """
     seed_weights(trainer.model)
     generator, vocabulary = torch.Generator().manual_seed(1), trainer.model.config.vocab_size
     ids = lambda *shape: torch.randint(3, vocabulary, shape, generator=generator)  # noqa: E731
@@ -126,7 +132,7 @@ def batch(trainer, beta=0.0, old=False, sampled=False, near=None):
 
 @contextlib.contextmanager
 def plain_trl(trainer):
-    """The trainer without any of this file's methods."""
+    """The trainer with TRL's methods alone."""
     ours = trainer.__class__
     trainer.__class__ = GRPOTrainer
     try:
@@ -144,8 +150,7 @@ def policy_logps(trainer, inputs):
 
 
 def loss_and_gradients(trainer, inputs, micro_batch=None, packing=None, plain=False):
-    """(loss, all gradients as one vector) of a step: by `learn`, or `plain` by TRL alone, from padded rows. An importance
-    ratio for TRL comes from its own definition."""
+    """(loss, all gradients as one vector) of a step, by `learn` or with `plain` by TRL alone from padded rows."""
     run, s = trainer.run, trainer.run.settings
     trainer.model.train()
     trainer.model.zero_grad()

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The source of the vLLM that requirements.txt pins, for the tests that read it. Nothing is installed: only the .py files
-of its wheel are kept, in the user's cache.
+"""The source of the vLLM that requirements.txt pins, for the tests that read it. Nothing is installed.
 
-    python tests/vllm_source.py    # downloads 290 MiB once and keeps 33 MB of it
+python tests/vllm_source.py    # downloads 290 MiB once and keeps 33 MB of it, the .py files, in the user's cache
 """
 
 from __future__ import annotations
@@ -28,23 +27,19 @@ def pinned_version() -> str:
 
 
 def cached_source() -> Path:
-    """Where `fetch` keeps the package: ``$XDG_CACHE_HOME/train_grpo/vllm-<version>-<hash>``, or under ``~/.cache``."""
+    """The folder that `fetch` makes: ``$XDG_CACHE_HOME/train_grpo/vllm-<version>-<hash>``, or under ``~/.cache``."""
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     base = base if base.is_absolute() else Path.home() / ".cache"
     return base / "train_grpo" / f"vllm-{pinned_version()}-{SHA256[:12]}"
 
 
 def fetch() -> Path:
-    """The cached source, downloaded first where it is not there yet.
-
-    Raises:
-        OSError: pip could not download the wheel, or it is not the one of `SHA256`.
-    """
+    """The cached source, downloaded first if it is missing. Raises OSError without the wheel of `SHA256`."""
     target = cached_source()
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    # In the cache's own file system, so that the finished folder appears there at once or not at all.
+    # The scratch folder is in the cache's file system, so that the target appears there whole or not at all.
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         requirement = Path(scratch, "vllm.txt")
         requirement.write_text(f"vllm=={pinned_version()} --hash=sha256:{SHA256}\n", encoding="utf-8")
