@@ -66,7 +66,7 @@ def final_channel(text: str) -> str | None:
 
 
 def assistant_turn(prompt: str, completion: str) -> str:
-    """The completion behind what the prompt already holds of the assistant's turn. So a prompt may open the final channel
+    """The completion behind what the prompt already holds of the assistant's turn: a prompt may open the final channel
     itself, and a completion without special tokens is not taken for stripped text.
 
     >>> parse_action(assistant_turn("...<|start|>assistant<|channel|>final<|message|>", "[3]<|return|>"))
@@ -112,7 +112,7 @@ SHORTFALL = 2.0  # A difference of q: in the TES plant 12 kg CO2, as much as 1.2
 
 
 def regret_rows(columns: Mapping[str, Column]) -> list[list[float]]:
-    """Regret of each action in units of TEMPERATURE, (B, K): (q_best - q_k) / TEMPERATURE. In a row without `q_action_k`
+    """Regret of each action in units of TEMPERATURE, (B, K): (q_best - q_k) / TEMPERATURE. In a row without q_action_k
     the rewards must be their softmax: ln(r_best / r_k), with an r_k of at least SMALLEST, is the same.
 
     >>> [[round(x, 6) for x in row] for row in regret_rows({"reward_action_0": [math.e], "reward_action_1": [1.0]})]
@@ -150,12 +150,7 @@ def action(completions: Sequence[str], *, invalid_reward: float | None = None, *
 
 
 def best(completions: Sequence[str], *, invalid_reward: float | None = None, **columns: Column) -> list[float]:
-    """1.0 for an action whose reward is the row's highest, 0.0 for another, `invalid_reward` for no answer.
-
-    >>> table = {"reward_action_0": [0.1, 0.1], "reward_action_1": [0.9, 0.9]}
-    >>> best(["assistantfinal[1]", "assistantfinal[0]"], **table)
-    [1.0, 0.0]
-    """
+    """1.0 for an action whose reward is the row's highest, 0.0 for another, `invalid_reward` for no answer."""
     best_or_not = [[float(value == max(row)) for value in row] for row in reward_rows(columns)]
     return _scores(completions, best_or_not, invalid_reward)
 
@@ -183,12 +178,7 @@ def regret(completions: Sequence[str], *, invalid_reward: float | None = None, *
 
 def shortfall(completions: Sequence[str], *, invalid_reward: float | None = None, **columns: Column) -> list[float]:
     """-1.0 where the answered action is more than SHORTFALL worse than the best by `q_action_k`, else 0.0: a
-    penalty to be added to another reward with a weight.
-
-    >>> table = {"q_action_0": [-1.0, -1.0], "q_action_1": [-3.5, -3.5]}
-    >>> shortfall(["assistantfinal[0]", "assistantfinal[1]"], **table)
-    [0.0, -1.0]
-    """
+    penalty to be added to another reward with a weight."""
     rows = [[0.0 - (max(row) - value > SHORTFALL) for value in row] for row in reward_rows(columns, "q_action")]
     return _scores(completions, rows, invalid_reward)
 
@@ -219,9 +209,10 @@ def number_of(text: str) -> Decimal | None:
 def gsm8k(
     completions: Sequence[str], *, answer: Sequence[str], truncated: Sequence[bool] | None = None, **columns: Column
 ) -> list[float]:
-    """1.0 where the final channel's number is that of the column `answer` (`... #### 42`), else 0.0, as for a completion
-    that met MAX_COMPLETION_LEN: its number may be cut. Raises ValueError where `answer` holds no number. Source: K. Cobbe
-    et al., Training Verifiers to Solve Math Word Problems, 2021 (2110.14168).
+    """1.0 where the final channel's number is that of the column `answer` (`... #### 42`), else 0.0, as for a
+    completion that met MAX_COMPLETION_LEN: its number may be cut. Raises ValueError where `answer` holds no number.
+
+    Source: K. Cobbe et al., Training Verifiers to Solve Math Word Problems, 2021 (2110.14168).
 
     >>> gsm8k(["assistantfinalIt is 1,050.", "assistantfinal#### 42", "analysis42"], answer=["#### 1050"] * 3)
     [1.0, 0.0, 0.0]
@@ -243,11 +234,7 @@ REWARD_FUNCTIONS: dict[str, Reward] = ACTION_REWARDS | {"format": format, "gsm8k
 
 
 def best_action(row: Sequence[float]) -> int:
-    """The first action with the highest reward.
-
-    >>> best_action([0.2, 0.7, 0.1])
-    1
-    """
+    """The first action with the highest reward."""
     return max(range(len(row)), key=row.__getitem__)
 
 
@@ -279,11 +266,7 @@ STUDENT = (
 
 
 def student(degrees: int) -> float:
-    """Student's t, 97.5%; above the table by its first term beyond the normal distribution's.
-
-    >>> student(2), round(student(60), 3)
-    (4.303, 2.0)
-    """
+    """Student's t, 97.5%; above the table by its first term beyond the normal distribution's."""
     return STUDENT[degrees - 1] if degrees <= len(STUDENT) else 1.96 + (1.96**3 + 1.96) / (4 * degrees)
 
 
@@ -292,14 +275,14 @@ def confidence_interval(
 ) -> tuple[float, float]:
     """95% interval of sum(values) / sum(weights), (N,) each; without weights it is that of the mean.
 
-    Values that belong together (the completions of a prompt, the hours of a day) share a name in `clusters` (N,), and are
-    added up: drawn singly they would make the mean look surer than it is. From LEAST_RESAMPLED clusters on it is a
+    Values that belong together (the completions of a prompt, the hours of a day) share a name in `clusters` (N,) and
+    are added up: drawn singly they would make the mean look surer than it is. From LEAST_RESAMPLED clusters on it is a
     percentile bootstrap with a fixed seed, and with percentiles as far out as Student's t asks for so few (T. C.
-    Hesterberg, What Teachers Should Know About the Bootstrap, The American Statistician 69, 2015, "expanded percentile":
-    of five clusters the plain one holds the mean in 83% of cases, this one in 92%). Resamples whose weights sum to 0 or
-    less are left out. Of fewer clusters it is Student's t with the ratio's linearized error (W. G. Cochran, Sampling
-    Techniques, 1977, chapter 6), of one cluster the point alone. Raises ValueError without a value, or where the
-    weights are not as many as the values or never sum above 0.
+    Hesterberg, What Teachers Should Know About the Bootstrap, The American Statistician 69, 2015, "expanded
+    percentile": of five clusters the plain one holds the mean in 83% of cases, this one in 92%). Resamples whose
+    weights sum to 0 or less are left out. Of fewer clusters it is Student's t with the ratio's linearized error (W. G.
+    Cochran, Sampling Techniques, 1977, chapter 6), of one cluster the point alone. Raises ValueError without a value,
+    or where the weights are not as many as the values or never sum above 0.
 
     >>> [round(end, 3) for end in confidence_interval([0.0, 1.0, 2.0])]
     [-1.484, 3.484]
@@ -344,7 +327,7 @@ def score_probabilities(
     invalid_reward: float = 0.0,
     clusters: Sequence[Hashable] | None = None,
 ) -> Scores:
-    """Mean reward, regret and parse rate of a policy on N prompts, with 95% intervals over these or their `clusters` (N,).
+    """Mean reward, regret and parse rate of a policy on N prompts, with 95% intervals over these or `clusters`.
 
     `rows` are the rewards by prompt and action, (N, K), and `probabilities` (N, K) those of the same actions, or how
     often they were answered. What is left of 1 is no answer, which scores `invalid_reward`, or the row's lowest reward
@@ -389,11 +372,7 @@ def score_answers(
     invalid_reward: float = 0.0,
     clusters: Sequence[Hashable] | None = None,
 ) -> Scores:
-    """`score_probabilities` of the actions answered to each of N prompts, None where there was no answer.
-
-    >>> score_answers([[0.0, 1.0], [0.6, 0.4]], [[1, None], [0, 0]])["action_counts"]
-    [2, 1]
-    """
+    """`score_probabilities` of the actions answered to each of N prompts, None where there was no answer."""
     if len(rows) != len(answers):
         raise ValueError("every prompt needs at least one answer")
     shares = [

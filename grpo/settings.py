@@ -298,7 +298,7 @@ def settings_table() -> Iterator[tuple[str, str, str, str, str, str]]:
         flags = {"bool": "0 or 1", "bool | None": "auto, 0 or 1"}
         unit = "; ".join(filter(None, [flags.get(str(spec.type), meta["unit"]), *limits]))
         tiny = "" if meta["tiny"] is None else show(meta["tiny"])
-        yield meta["group"], name, show(spec.default) or "(empty)", tiny, unit, meta["text"]
+        yield meta["group"], name, show(getattr(Settings(), name)) or "(empty)", tiny, unit, meta["text"]
 
 
 def wrap(line: str, indent: int) -> str:

@@ -310,8 +310,8 @@ def read_file(
     try:
         header, records = read(own)
         actions = check_header(name, header, own)
-        rows = make_rows(name, header, () if own else records, actions if rewards else 0, system, own)
-        rows = list(with_progress(f"reading {name}", rows))
+        lazy = make_rows(name, header, () if own else records, actions if rewards else 0, system, own)
+        rows = list(with_progress(f"reading {name}", lazy))
     except UnreadableFile as error:
         problems.add(*error.args)
         return []

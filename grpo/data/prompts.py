@@ -164,8 +164,8 @@ def sampling_seed(seed: int, step: int, stream: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class StepRows:
-    """Row indices for TRL's dataloader: the first `count` prompts of the stream, each `generations` times in a row. They
-    are made as they are asked for: a list of TOTAL_STEPS=10**9 steps has no room in any memory."""
+    """Row indices for TRL's dataloader: the first `count` prompts of the stream, each `generations` times in a row.
+    They are made as they are asked for: a list of TOTAL_STEPS=10**9 steps has no room in any memory."""
 
     rows: int
     seed: int

@@ -371,7 +371,7 @@ class CountedTokenizer:
 
 
 def test_many_rows_cost_one_template_and_a_tokenizer_in_parts(tiny, monkeypatch):
-    """What 100,000 rows take grows with them alone: one compilation, one tokenizer, each prompt once, AT_ONCE at most."""
+    """Time and memory grow with the rows alone: one compilation, one tokenizer, each prompt once, AT_ONCE at most."""
     tokenizer = CountedTokenizer(tiny / "tokenizer.json", monkeypatch)
     compile_template.cache_clear()
     rows = 2 * [Row("d.csv", n, (("user", f"{n}"),), (), {}) for n in range(2 * AT_ONCE + 1)]
