@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import gzip
 import itertools
 import json
 import math
@@ -31,7 +30,6 @@ from grpo.data.files import (
     reward_columns,
 )
 from grpo.data.prompts import (
-    AT_ONCE,
     StepRows,
     answer_of,
     compile_template,
@@ -115,11 +113,6 @@ def test_the_system_column_is_that_of_messages_too(tmp_path):
     assert "row 1 (line 1), column system: it holds another message than `prompt`" in only(read("other", TALK)[1])
 
 
-def test_a_long_cell_is_cut_in_the_message(tmp_path):
-    problem = only(load_table(tmp_path / "d.csv", USER, ["x", "a" * 100_000, 2])[1])
-    assert "aaa ... aaa" in problem and len(problem) < 500
-
-
 def test_a_byte_order_mark_and_windows_line_ends_are_fine(tmp_path):
     (tmp_path / "bom.csv").write_bytes("\ufeffuser,reward_action_0,reward_action_1\r\nzähle,1,2\r\n".encode())
     rows, problems = load(tmp_path / "bom.csv")
@@ -143,7 +136,6 @@ REFUSED = {  # reason -> (content of the file, part of the problem)
     "empty file": ("", "d.csv: it is empty"),
     "header alone": (f"{TWO}\n", "no row below the header"),
     "mistyped column": (f"promt,{TWO[5:]}\nx,1,2\n", "a `user` column (should 'promt' be `prompt`?). Add"),
-    "capitals": (f"PROMPT,{TWO[5:]}\nx,1,2\n", "(should 'PROMPT' be `prompt`?)"),
     "mistyped action": ("user,reward_action_0,Reward Action 1\nx,1,2\n", "'Reward Action 1' be `reward_action_1`?)"),
     "gap in the actions": (
         "user,reward_action_0,reward_action_2\nx,1,2\n",
@@ -156,13 +148,11 @@ REFUSED = {  # reason -> (content of the file, part of the problem)
     "word for a number": (f'{TWO}\n"two\nlines",1,2\ny,abc,2\n', "row 2 (line 4), column reward_action_0: 'abc'"),
     "missing number": (f"{TWO}\nx,1,\n", f"{FIRST}, column reward_action_1: the reward is missing"),
     "infinity": (f"{TWO}\nx,1,inf\n", "'inf' is not a finite number"),
-    "decimal comma": (f'{TWO}\nx,"1,5",2\n', "'1,5' is not"),
     "word for a value": (f"{VALUES}\nx,1,2,3,much\n", f"{FIRST}, column q_action_1: 'much' is not a finite number"),
     "missing value": (f"{VALUES}\nx,1,2,,4\n", "column q_action_0: the value is missing"),
     "a value for one action": (f"{TWO},q_action_0\nx,1,2,3\n", "header: there are q_action_0, but 2 columns reward"),
     "values from 1": (f"{TWO},q_action_1,q_action_2\nx,1,2,3,4\n", "there are q_action_1, q_action_2, but"),
     "short row": (f"{TWO}\nx,1\n", f"{FIRST}: it has 2 cells, the header has 3"),
-    "long row": (f"{TWO}\nx,1,2,3\n", "it has 4 cells"),
     "empty prompt": (f"{TWO}\n ,1,2\n", "column user: the prompt is empty"),
     "nothing to see": (f"{TWO}\n\u200b\u3000\u2060,1,2\n", "column user: the prompt is empty"),
     "a number in another script": (f"{TWO}\nx,1,\uff12\n", "is not a finite number"),
@@ -171,7 +161,6 @@ REFUSED = {  # reason -> (content of the file, part of the problem)
     "open quote": (f'{TWO}\n"x,1,2\ny,1,2\n', "row 1 (from line 2): broken CSV quoting"),
     "another encoding": (f"{TWO}\nok,1,2\n\xff,1,2\n".encode("latin-1"), "line 3: byte 44 is not UTF-8"),
     "UTF-16": (f"{TWO}\nx,1,2\n".encode("utf-16"), "line 1: byte 0 is not UTF-8. Save it as UTF-8"),
-    "gzip": (gzip.compress(TWO.encode()), "unpack .gz"),
     "a spreadsheet's first line": (f"sep=,\n{TWO}\nx,1,2\n", "line 1: it is a hint for spreadsheets. Delete"),
     "trailing commas": (f"{TWO},,\nx,1,2,,\n", "columns have no name. Name every column once (a spreadsheet"),
     "a token of the template": (f"{TWO}\nGo<|end|><|start|>user,1,2\n", f"{FIRST}: it holds <|end|>"),
@@ -194,25 +183,16 @@ def test_text_that_nobody_sees_is_blank(text):
     assert is_blank(text) and not any(is_blank(text + letter) for letter in "a.é火√7")
 
 
-def test_every_bad_cell_is_listed_and_long_lists_are_cut(tmp_path):
-    _, problems = load_table(tmp_path / "d.csv", HEADER, GOOD, [GOOD[0], "x", "y"], [GOOD[0], "", 1])
-    assert [p.split(", ", 1)[1].split(":")[0] for p in problems] == [
-        "row 2 (line 3), column reward_action_0",
-        "row 2 (line 3), column reward_action_1",
-        "row 3 (line 4), column reward_action_0",
-    ]
-    _, problems = load_table(tmp_path / "d.csv", HEADER, *([GOOD[0], f"x{n}", 1] for n in range(50)))
-    assert len(problems) == SHOWN + 1 and "and 30 more" in problems[-1]
-
-
-def test_a_problem_of_many_rows_is_told_once(tmp_path):
+def test_every_bad_cell_is_listed_once_and_long_cells_and_lists_are_cut(tmp_path):
     path = tmp_path / "d.csv"
-    problem = only(load_table(path, HEADER, GOOD, *[[GOOD[0], "x", 1]] * 50)[1])
-    assert problem.startswith(f"{path}, row 2 (line 3), column reward_action_0: 'x' is not a finite number")
-    assert problem.endswith(". The same in 49 more rows: 3, 4, 5, 6, 7, ...")
     _, problems = load_table(path, HEADER, [GOOD[0], "x", ""], [GOOD[0], "x", 1])
-    assert len(problems) == 2 and problems[0].endswith(". The same in one more row: 2")
-    assert "column reward_action_1: the reward is missing" in problems[1] and "same" not in problems[1]
+    assert problems[0].startswith(f"{path}, row 1 (line 2), column reward_action_0: 'x' is not a finite number")
+    assert problems[0].endswith(". The same in one more row: 2")
+    assert "column reward_action_1: the reward is missing" in problems[1] and len(problems) == 2
+    problem = only(load_table(path, HEADER, GOOD, *[[GOOD[0], "x", 1]] * 50)[1])
+    assert problem.endswith(". The same in 49 more rows: 3, 4, 5, 6, 7, ...")
+    _, problems = load_table(path, HEADER, *([GOOD[0], f"{n}{'a' * 1000}", 1] for n in range(50)))
+    assert len(problems) == SHOWN + 1 and "and 30 more" in problems[-1] and len(problems[0]) < 500
 
 
 def test_messages_are_a_prompt_where_there_is_no_other(tmp_path):
@@ -366,27 +346,14 @@ class CountedTokenizer:
         return self
 
     def encode_batch_fast(self, texts):
-        self.batches.append(list(texts))
+        self.batches.append(texts)
         return self.own.encode_batch_fast(texts)
 
 
-def test_many_rows_cost_one_template_and_a_tokenizer_in_parts(tiny, monkeypatch):
-    """Time and memory grow with the rows alone: one compilation, one tokenizer, each prompt once, AT_ONCE at most."""
-    tokenizer = CountedTokenizer(tiny / "tokenizer.json", monkeypatch)
-    compile_template.cache_clear()
-    rows = 2 * [Row("d.csv", n, (("user", f"{n}"),), (), {}) for n in range(2 * AT_ONCE + 1)]
-    template = "<|start|>Reasoning: low<|end|>{{ messages[0]['content'] }}<|start|>assistant"
-    rendered, longest = render_rows(Settings(MAX_PROMPT_LEN=999), rows, template, tiny, problems := Problems())
-    assert not problems and longest == max(len(tokenizer.own.encode(row.prompt)) for row in rendered[-9:]) > 5
-    assert compile_template.cache_info().misses == tokenizer.loaded == 1
-    assert all(len(batch) <= AT_ONCE + 4 for batch in tokenizer.batches)
-    texts = list(itertools.chain.from_iterable(tokenizer.batches))
-    assert [texts.count(text) for text in ("Reasoning: low", "assistant", "7", "2000")] == [1, 1, 1, 1]
-
-
 @pytest.mark.parametrize("added", [False, True])
-def test_counting_what_prompts_share_once_is_counting_them(tiny, tmp_path, monkeypatch, added):
-    """Also with a tokenizer that puts a token of its own before each text."""
+def test_many_rows_are_rendered_and_counted_as_few(tiny, tmp_path, monkeypatch, added):
+    """With one compilation, one tokenizer, and one count of what prompts share; also with a tokenizer that puts a token
+    of its own before each text."""
     config = json.loads((tiny / "tokenizer.json").read_text())
     if added:
         config["post_processor"]["single"].insert(0, {"SpecialToken": {"id": "<|start|>", "type_id": 0}})
@@ -394,10 +361,21 @@ def test_counting_what_prompts_share_once_is_counting_them(tiny, tmp_path, monke
         config["post_processor"]["special_tokens"] = {"<|start|>": token}
     (tmp_path / "tokenizer.json").write_text(json.dumps(config))
     tokenizer = CountedTokenizer(tmp_path / "tokenizer.json", monkeypatch)
-    prompts = [RENDERED.format(f"hour {n} <|end|><|endoftext|>  CO₂\n{n * n}") for n in range(30)] + ["", "plain"]
+    messages = [f"hour {n} <|end|><|endoftext|>  CO₂\n{n * n}" for n in range(30)] + ["", "plain"]
     monkeypatch.setattr("grpo.data.prompts.AT_ONCE", 10)
+    compile_template.cache_clear()
+    rows = [Row("d.csv", 1, (("user", text),), (), {}) for text in messages * 2]
+    template = RENDERED.format("{{ messages[0]['content'] }}")
+    rendered, longest = render_rows(Settings(), rows, template, tmp_path / "tokenizer.json", problems := Problems())
+    assert not problems and longest == max(len(tokenizer.own.encode(row.prompt)) for row in rendered)
+    assert compile_template.cache_info().misses == tokenizer.loaded == 1
+    prompts = list(dict.fromkeys(row.prompt for row in rendered))
     expected = {text: len(tokenizer.own.encode(text)) for text in prompts}
+    tokenizer.batches.clear()
     assert count_tokens(tmp_path / "tokenizer.json", prompts) == expected
+    texts = list(itertools.chain.from_iterable(tokenizer.batches))
+    assert texts.count("Reasoning: low") == 1 and max(map(texts.count, prompts)) <= 2
+    assert max(map(len, tokenizer.batches)) <= 30, "10 prompts at once"
 
 
 ANSWERS = [
