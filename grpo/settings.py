@@ -20,22 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from grpo.other_names import ANSWERS, COMMON, FOREIGN
-from grpo.settings_table import FIELDS, Settings, Value
+from grpo.settings_table import FIELDS, TASKS, Settings, Value
 
 ROOT = Path(__file__).resolve().parents[1]
 log = logging.getLogger("train_grpo")
 MOST_WHOLE = 10**9  # The limit of whole numbers without one of their own: plans are computed with them.
 LEAST_FLOAT, MOST_FLOAT = 1e-30, 1e30  # Limits of the size of a number other than 0: products stay within float32.
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
-# A task is a set of defaults; a new one is its entry here, its name among TASK's choices, and a reward function.
-TASKS: dict[str, dict[str, Value]] = {
-    "tes": {},
-    "gsm8k": {
-        "DATA": "data/gsm8k_train.jsonl",
-        "REWARDS": "gsm8k",
-        "SYSTEM_PROMPT": "Solve the problem. End your answer with #### and the number alone.",
-    },
-}
 MAY_CHANGE = {name for name, spec in FIELDS.items() if spec.metadata.get("resume")}
 # Values that other programs take, and why they are refused here.
 REFUSED = {

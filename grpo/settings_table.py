@@ -12,6 +12,15 @@ from typing import TypeVar
 MOST_REWARD, MOST_WEIGHT, MOST_COMPLETIONS = 1e12, 1e4, 100_000
 Default = TypeVar("Default")
 Value = str | int | float | bool | None
+# A task is a set of defaults; a new one is its entry here and a reward function.
+TASKS: dict[str, dict[str, Value]] = {
+    "tes": {},
+    "gsm8k": {
+        "DATA": "data/gsm8k_train.jsonl",
+        "REWARDS": "gsm8k",
+        "SYSTEM_PROMPT": "Solve the problem. End your answer with #### and the number alone.",
+    },
+}
 
 
 def setting(group: str, default: Default, unit: str = "", text: str = "", **facts: Value | tuple[str, ...]) -> Default:
@@ -51,7 +60,7 @@ class Settings:
         "LoRA adapter that the run starts from instead of a fresh one, such as scripts/sft.py makes: its rank, alpha "
         "and targets take the place of the defaults. Empty: a fresh one.")
 
-    TASK: str = setting("Data", "tes", choices=("tes", "gsm8k"), text=
+    TASK: str = setting("Data", "tes", choices=tuple(TASKS), text=
         "What is learned: other defaults of DATA, REWARDS, SYSTEM_PROMPT and more (docs/tasks.md).")
     DATA: str = setting("Data", "data/tes_train.csv", tiny="data/tes_train_compact.csv", resume=True, text=
         "Training rows, separated by commas: CSV, JSON-lines and Parquet files, globs, data sets of the Hub "

@@ -78,12 +78,6 @@ def test_action_and_best_score_actions_and_format_looks_at_the_form_alone():
     assert rewards.format([*TEXTS, "assistantfinal [3] \n", "assistantfinal[1] because"]) == [1.0, 0.0, 1.0, 1.0, 0.0]
 
 
-def test_rows_of_different_width():
-    columns = {"reward_action_0": [0.1, 0.2], "reward_action_1": [0.3, 0.4], "reward_action_2": [None, 0.5]}
-    assert rewards.reward_rows(columns) == [[0.1, 0.3], [0.2, 0.4, 0.5]]
-    assert rewards.action(["assistantfinal[2]", "assistantfinal[2]"], **columns) == pytest.approx([0.08, 0.5])
-
-
 def table(name, *rows):
     """Columns `name`_0 .. of these rows, the shorter ones filled with None."""
     return {f"{name}_{k}": list(column) for k, column in enumerate(itertools.zip_longest(*rows))}

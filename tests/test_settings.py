@@ -92,13 +92,6 @@ def test_refused(reason):
     assert len(problems[0].splitlines()) == 1 and len(problems[0]) < 500
 
 
-def test_a_loop_of_links_is_no_folder(tmp_path):
-    (tmp_path / "a").symlink_to(tmp_path / "b")
-    (tmp_path / "b").symlink_to(tmp_path / "a")
-    for name in ("OUTPUT_DIR", "MODEL_ID", "INIT_ADAPTER"):
-        assert "symbolic links" in only(load_settings({name: str(tmp_path / "a" / "run")})[2])
-
-
 NUMBERS = st.from_regex(r"[-+]?[0-9._eE\u0661-\u0669\uff10-\uff19]{1,30}", fullmatch=True)
 ANY_TEXT = st.text(st.characters(exclude_characters="\0")) | NUMBERS
 
@@ -144,11 +137,6 @@ ERRORS = [  # variable, value, the remedy
     ("TOP_K", "50", "Leave it out: like TOP_P below 1"),
     ("WARMUP_RATIO", "0.1", "Set WARMUP_STEPS to 0.1 x TOTAL_STEPS"),
     ("GRADIENT_ACCUMULATION_STEPS", "4", "x gradient_accumulation_steps x GPUs / num_generations"),
-    ("REWARD_FUNCS", "mine", "module:function"),
-    ("NUM_ITERATIONS", "2", "one optimizer step a rollout"),
-    ("LOAD_IN_4BIT", "1", "Set EXPERTS=mxfp4"),
-    ("MAX_SEQ_LENGTH", "2048", "MAX_PROMPT_LEN and MAX_COMPLETION_LEN"),
-    ("VLLM_ENFORCE_EAGER", "1", "Set VLLM_EAGER=1"),
     ("ATTN_IMPLEMENTATION", "sdpa", "attention sinks"),
     ("LOSS_IMPL", "trl", "was removed, the loss is Liger's for every LOSS_TYPE, luspo included"),
     ("RESUME", "never", "was removed, the same command always continues the run, and OVERWRITE=1"),

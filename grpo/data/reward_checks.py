@@ -173,18 +173,18 @@ def try_rewards(
         return []
     answers = {n: [*GARBAGE, *(FINAL.format(f"[{k}]") for k in range(n or 2))] for n in {len(r.rewards) for r in rows}}
     sample = sample_rows(rows)
-    asked = [
+    pairs = [
         # Rows that were not rendered, for want of a tokenizer or a template, have a prompt that only begins the answer.
         (row if row.prompt else dataclasses.replace(row, prompt=START), text)
         for row in sample
         for text in answers[len(row.rewards)]
     ]
-    texts, template = [tried_text(row.prompt, text) for row, text in asked], response_template(tokenizer)
+    texts, template = [tried_text(row.prompt, text) for row, text in pairs], response_template(tokenizer)
     distinct = list(dict.fromkeys(texts))
     tokens = dict(zip(distinct, zip(*tokenize(distinct, tokenizer), strict=True), strict=True))
     completions = [
         scoring.read_completion(row, text, tokens[text][1], len(tokens[text][0]), False, template)
-        for (row, _), text in zip(asked, texts, strict=True)
+        for (row, _), text in zip(pairs, texts, strict=True)
     ]
     functions, state = scoring.load_rewards(specs, settings), scoring.first_state(settings.TOTAL_STEPS)
     first = len(GARBAGE)  # the first answer that can be read
@@ -193,7 +193,7 @@ def try_rewards(
         ids = [tokens[text][0] for text in texts]
         scores = scoring.score(functions, completions, ids, column_names(rows), state)
     except RewardError as error:
-        tried = f"It was tried before the run on made-up answers to {len(sample)} rows of DATA"
+        tried = f"It was tried before the run on made-up answers to {len(sample)} rows"
         raise RewardError(f"{error}. {tried}, such as ({call})") from error
     for n, (name, _) in enumerate(specs if shown else ()):
         if ":" in name:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import rewards
-from grpo.data.files import Conversation, Row, data_prompt, reward_columns
+from grpo.data.files import RESERVED_ARGUMENTS, Conversation, Row, data_prompt, reward_columns
 from grpo.data.formats import Cell, Columns
 from grpo.data.prompts import ANSWER_AFTER
 from grpo.settings import Settings, described, listed, nearest, one_line, read_number
@@ -27,10 +27,7 @@ from grpo.settings_table import MOST_REWARD, MOST_WEIGHT
 
 Reward = Callable[..., list[float | None]]
 # The arguments that every reward function gets beside the columns.
-GIVEN = {
-    "prompts", "completions", "completion_ids", "raw_completions", "rendered_prompts", "truncated", "trainer_state",
-    "log_extra", "log_metric",
-}  # fmt: skip
+GIVEN = RESERVED_ARGUMENTS - {"prompt", "completion", "environments"}
 
 
 def reward_specs(text: str) -> list[tuple[str, float]]:
@@ -189,8 +186,8 @@ def checked_rewards(name: str, values: Any, count: int) -> list[float | None]:
 
 
 def is_called_by_keyword(function: Callable[..., Any]) -> bool:
-    """Whether a reward function of the user's is called as TRL does it, all by keyword; else its first argument has a
-    name of its own, and gets the completions."""
+    """Whether a function of the user's is called as TRL does it, all by keyword; else its first argument has a name of
+    its own, and gets the completions."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # built into Python, without a signature
@@ -238,11 +235,7 @@ def reward_callable(name: str, settings: Settings, title: str | None = None) -> 
 
 
 def reward_titles(names: Sequence[str]) -> list[str]:
-    """The names of reward functions in logs and columns: a function's own where no other has it, else with its module.
-
-    >>> reward_titles(["action", "mine:score", "yours:score", "mine:other"])
-    ['action', 'mine:score', 'yours:score', 'other']
-    """
+    """The names of reward functions in logs and columns: their own where no other has it, else with the module."""
     short = [name.rpartition(":")[2] for name in names]
     return [name if short.count(last) > 1 else last for name, last in zip(names, short, strict=True)]
 

@@ -68,8 +68,8 @@ def test_what_a_prompt_may_be(tmp_path):
     assert not problems and [row.messages for row in rows] == [messages for _, messages in PROMPTS]
     assert all(row.conversational for row in rows), "the file has a user column"
     assert rows[2].columns["answer"] == {"a": [1]}, "columns keep their type"
-    asked = write(tmp_path / "e.jsonl", json.dumps(PROMPTS[0][0]))
-    assert not load(asked)[0][0].conversational
+    question = write(tmp_path / "e.jsonl", json.dumps(PROMPTS[0][0]))
+    assert not load(question)[0][0].conversational
 
 
 PAID = '{"user": "a", "reward_action_0": 1, "reward_action_1": '
@@ -124,10 +124,10 @@ def test_names_of_data_sets(tmp_path, monkeypatch):
     others = ["days/x.txt", "x/y.csv.gz", "mine/days", "mine/d.csv", "d", "a/b/c", "mine/*", "data/tiny"]
     assert [name for name in names + others if is_dataset(name)] == names
     assert label("a/b.v2:main") == "a/b.v2:main" and label("mine/days") == "days" and label("x/d.csv") == "d"
-    asked = []
+    calls = []
 
     def load_dataset(*arguments, **options):
-        asked.append((*arguments, options["split"]))
+        calls.append((*arguments, options["split"]))
         raise ConnectionError("no\nroute")
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
@@ -136,6 +136,6 @@ def test_names_of_data_sets(tmp_path, monkeypatch):
         assert not read_rows(setting, name, problems)
         assert only(problems).startswith(f"{name}: no file of that name is there")
         assert "(ConnectionError: no route)" in problems[0]
-    assert asked == [("a/b", None, "train"), ("a/b", None, "test"), ("a/b", "main", "dev")]
+    assert calls == [("a/b", None, "train"), ("a/b", None, "test"), ("a/b", "main", "dev")]
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **options: datasets.Dataset.from_list(ROWS))
     assert [row.id for row in read_rows("DATA", "a/b", Problems())] == ["a/b:1", "a/b:2"]

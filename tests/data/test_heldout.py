@@ -15,18 +15,18 @@ from grpo.data.heldout import LEAST_GROUPS, LEAST_HELD_OUT, MOST_HELD_OUT, date_
 from grpo.settings import Problems, Settings
 
 
-def asked(text, number=1, file="a.csv", **columns):
+def question(text, number=1, file="a.csv", **columns):
     return Row(file, number, (("user", text),), (0.0, 1.0), columns)
 
 
 def prompts(count, first=0, file="a.csv"):
-    return [asked(f"question {first + n}", n + 1, file) for n in range(count)]
+    return [question(f"question {first + n}", n + 1, file) for n in range(count)]
 
 
 def days(count, hours=3, column="timestamp"):
     stamps = [f"2025-{1 + day // 28:02}-{1 + day % 28:02}" for day in range(count)]
     pairs = ((stamp, hour) for stamp in stamps for hour in range(hours))
-    return [asked(f"{stamp} at {hour}", 1, **{column: f"{stamp}T{hour:02}:00:00"}) for stamp, hour in pairs]
+    return [question(f"{stamp} at {hour}", 1, **{column: f"{stamp}T{hour:02}:00:00"}) for stamp, hour in pairs]
 
 
 def keys(rows):
@@ -109,8 +109,8 @@ DATES = [
 
 @pytest.mark.parametrize(("columns", "day"), DATES)
 def test_the_day_of_a_row(columns, day):
-    assert date_of(asked("x", **columns)) == day
-    assert group_of(asked("x", **columns))[0] == ("day" if day else "prompt")
+    assert date_of(question("x", **columns)) == day
+    assert group_of(question("x", **columns))[0] == ("day" if day else "prompt")
 
 
 def test_settings_decide_what_is_held_out(tmp_path):

@@ -214,8 +214,8 @@ def test_functions_that_look_at_no_action_start_with_a_warning(my_rewards):
 
 def test_the_refusal_of_garbage_names_the_way_on(my_rewards):
     fix = "Let my_rewards:picky return less where rewards.parse_action finds no action"
-    way = "set INVALID_REWARD=0, which these functions do not get, to start with a warning instead"
-    assert only(problems_of(ROW, REWARDS="my_rewards:picky")).endswith(f"{fix} or {way}")
+    other = "set INVALID_REWARD=0, which these functions do not get, to start with a warning instead"
+    assert only(problems_of(ROW, REWARDS="my_rewards:picky")).endswith(f"{fix} or {other}")
     assert warning_of(ROW, REWARDS="my_rewards:picky", INVALID_REWARD=0.0).endswith(f"Garbage pays: {fix}")
 
 
