@@ -84,7 +84,7 @@ def read_csv_table(path: Path, problems: Problems) -> Table:
     return header, records()
 
 
-def table_of(name: object, rows: Sequence[Columns], lines: Sequence[int] = ()) -> Table:
+def table_of(name: str | Path, rows: Sequence[Columns], lines: Sequence[int] = ()) -> Table:
     """The table of rows, in which columns that only others have are None; `lines` where they begin. Raises
     UnreadableFile."""
     if not rows:
