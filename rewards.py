@@ -16,8 +16,8 @@ A reward function takes lists with one entry per completion:
 
 Those in this file get `completions` with their Harmony tokens; yours get what TRL gives them, by keyword, and these
 texts as `raw_completions` (docs/data.md, Your own rewards). `truncated` says which of them met `MAX_COMPLETION_LEN`,
-and `columns` holds every column of the file by its name, `reward_action_k` as numbers. `None` or NaN leaves a
-completion out of its group's mean and gives it no advantage (docs/data.md says what that teaches).
+and `columns` holds every column of the file by its name. `None` or NaN leaves a completion out of its group's mean and
+gives it no advantage (docs/data.md says what that teaches).
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from decimal import Decimal
 from statistics import NormalDist
 from typing import Any
+
+Column = Sequence[Any]  # The cells of a column: numbers, text, or whatever a JSON value holds.
+Scores = dict[str, Any]  # Figures by name, lists of figures among them.
 
 # https://cookbook.openai.com/articles/openai-harmony: a message is <|channel|>NAME...<|message|>TEXT, closed by one of
 # the tokens below. What stands between the name and <|message|> may name a recipient or a content type.
@@ -63,8 +66,8 @@ def final_channel(text: str) -> str | None:
 
 
 def assistant_turn(prompt: str, completion: str) -> str:
-    """The completion with what the prompt already holds of the assistant's turn, so that a prompt which itself opens
-    the final channel is understood, and a completion without any special token is never taken for stripped text.
+    """The completion behind what the prompt already holds of the assistant's turn: a prompt may open the final channel
+    itself, and a completion without special tokens is not taken for stripped text.
 
     >>> parse_action(assistant_turn("...<|start|>assistant<|channel|>final<|message|>", "[3]<|return|>"))
     3
@@ -89,30 +92,30 @@ def parse_action(text: str, actions: int = 4) -> int | None:
     return action if action is not None and action < actions else None
 
 
-def reward_rows(columns: Mapping[str, Sequence[Any]], name: str = "reward_action") -> list[list[float]]:
-    """Rewards by completion and action, shape (B, K), out of the columns `reward_action_0` .. `reward_action_{K-1}`, or of
-    another `name`. Files may differ in their number of actions: a row ends where its column is missing (None).
+def reward_rows(columns: Mapping[str, Column], name: str = "reward_action") -> list[list[float]]:
+    """Rewards by completion and action, shape (B, K), from the columns `name_0` .. `name_{K-1}`. Files may differ in
+    their number of actions: a row ends where its column is missing (None).
 
     >>> reward_rows({"reward_action_0": [0.1, 0.5], "reward_action_1": [0.9, 0.5], "day": [1, 2]})
     [[0.1, 0.9], [0.5, 0.5]]
     """
-    names = (f"{name}_{k}" for k in itertools.count())
-    rows = zip(*(columns[name] for name in itertools.takewhile(columns.__contains__, names)), strict=True)
+    names = itertools.takewhile(columns.__contains__, (f"{name}_{k}" for k in itertools.count()))
+    rows = zip(*(columns[name] for name in names), strict=True)
     return [[float(value) for value in row if value is not None] for row in rows]
 
 
-# Of the softmax over the values q_action_k that make_dataset.py writes as reward_action_k, and the unit of `regret`: in the
-# TES plant 0.3 kg CO2.
+# The unit of `regret`, and the temperature of the softmax over q_action_k that make_dataset.py writes as
+# reward_action_k: 0.3 kg CO2 in the TES plant.
 TEMPERATURE = 0.05
-SMALLEST = 5e-9  # a reward_action_k that is less reads 0 in a file of eight decimals
-SHORTFALL = 2.0  # in q: in the TES plant 12 kg CO2, as much as 1.2 kWh of unserved load
+SMALLEST = 5e-9  # A smaller reward_action_k reads 0 in a file of eight decimals.
+SHORTFALL = 2.0  # A difference of q: in the TES plant 12 kg CO2, as much as 1.2 kWh of unserved load.
 
 
-def regret_rows(columns: Mapping[str, Sequence[Any]]) -> list[list[float]]:
-    """Regret of each action in units of TEMPERATURE, (B, K): (q_best - q_k) / TEMPERATURE. A row without `q_action_k` needs
-    rewards that are their softmax, as ln(r_best / r_k) is the same; an r_k below SMALLEST counts as that.
+def regret_rows(columns: Mapping[str, Column]) -> list[list[float]]:
+    """Regret of each action in units of TEMPERATURE, (B, K): (q_best - q_k) / TEMPERATURE. In a row without q_action_k
+    the rewards must be their softmax: ln(r_best / r_k), with an r_k of at least SMALLEST, is the same.
 
-    >>> [[round(x, 6) for x in row] for row in regret_rows({"reward_action_0": [math.e / 4], "reward_action_1": [1 / 4]})]
+    >>> [[round(x, 6) for x in row] for row in regret_rows({"reward_action_0": [math.e], "reward_action_1": [1.0]})]
     [[0.0, 1.0]]
     """
     rows = reward_rows(columns)
@@ -125,8 +128,8 @@ def regret_rows(columns: Mapping[str, Sequence[Any]]) -> list[list[float]]:
 
 
 def _scores(completions: Sequence[str], rows: Sequence[Sequence[float]], invalid: float | None) -> list[float]:
-    """What each completion's action earns in its row. `invalid` None: an answer that names none earns a tenth of the row's
-    range less than its worst action, or 0.1 less where all are equal, so it never pays not to answer."""
+    """The reward of each completion's action in its row, or `invalid` where it names none. If that is None, it earns a
+    tenth of the row's range less than the worst action, or 0.1 less where all are equal: not to answer never pays."""
     scores = []
     for text, row in zip(completions, rows, strict=True):
         worst = min(row)
@@ -136,7 +139,7 @@ def _scores(completions: Sequence[str], rows: Sequence[Sequence[float]], invalid
     return scores
 
 
-def action(completions: Sequence[str], *, invalid_reward: float | None = None, **columns: Any) -> list[float]:
+def action(completions: Sequence[str], *, invalid_reward: float | None = None, **columns: Column) -> list[float]:
     """The CSV's reward for the action that each completion answers; `invalid_reward` where it answers none.
 
     >>> table = {"reward_action_0": [0.1, 0.1, 0.1], "reward_action_1": [0.9, 0.9, 0.9]}
@@ -146,24 +149,19 @@ def action(completions: Sequence[str], *, invalid_reward: float | None = None, *
     return _scores(completions, reward_rows(columns), invalid_reward)
 
 
-def best(completions: Sequence[str], *, invalid_reward: float | None = None, **columns: Any) -> list[float]:
-    """1.0 for an action whose reward is the row's highest, 0.0 for another, `invalid_reward` for no answer.
-
-    >>> table = {"reward_action_0": [0.1, 0.1], "reward_action_1": [0.9, 0.9]}
-    >>> best(["assistantfinal[1]", "assistantfinal[0]"], **table)
-    [1.0, 0.0]
-    """
+def best(completions: Sequence[str], *, invalid_reward: float | None = None, **columns: Column) -> list[float]:
+    """1.0 for an action whose reward is the row's highest, 0.0 for another, `invalid_reward` for no answer."""
     best_or_not = [[float(value == max(row)) for value in row] for row in reward_rows(columns)]
     return _scores(completions, best_or_not, invalid_reward)
 
 
-def regret(completions: Sequence[str], *, invalid_reward: float | None = None, **columns: Any) -> list[float]:
-    """-ln(1 + regret) of the answered action, its regret as of `regret_rows`: 0 for the best one.
+def regret(completions: Sequence[str], *, invalid_reward: float | None = None, **columns: Column) -> list[float]:
+    """-ln(1 + regret) of the answered action, with the regret of `regret_rows`: 0 for the best one.
 
-    The regret of a closed loop is the expected sum of these regrets along the policy's own path (the performance difference
-    lemma: S. Kakade, J. Langford, Approximately Optimal Approximate Reinforcement Learning, ICML 2002). The logarithm keeps
-    small and large ones visible, where a softmax is as good as 0 from 1 kg on. A completion that met MAX_COMPLETION_LEN
-    has not ended and counts as no answer: where text behind the action costs nothing, a policy learns to run on.
+    The regret of a closed loop is the expected sum of these regrets along the policy's own path (the performance
+    difference lemma: S. Kakade, J. Langford, Approximately Optimal Approximate Reinforcement Learning, ICML 2002). The
+    logarithm keeps small and large ones visible. A completion that met MAX_COMPLETION_LEN counts as no answer: where
+    text behind the action costs nothing, a policy learns to run on.
 
     >>> table = {"q_action_0": [-1.0] * 3, "q_action_1": [-1.05] * 3, "q_action_2": [-51.0] * 3}
     >>> table |= {f"reward_action_{k}": [0.0] * 3 for k in range(3)}
@@ -172,25 +170,20 @@ def regret(completions: Sequence[str], *, invalid_reward: float | None = None, *
     >>> round(regret(["assistantfinal[0] and"] * 3, truncated=[True] * 3, **table)[0], 2)
     -7.6
     """
-    ended = [not cut for cut in columns.get("truncated", [False] * len(completions))]
-    completions = [text if whole else "" for text, whole in zip(completions, ended, strict=True)]
+    truncated = columns.get("truncated", [False] * len(completions))
+    completions = ["" if cut else text for text, cut in zip(completions, truncated, strict=True)]
     rows = [[0.0 - math.log1p(value) for value in row] for row in regret_rows(columns)]
     return _scores(completions, rows, invalid_reward)
 
 
-def shortfall(completions: Sequence[str], *, invalid_reward: float | None = None, **columns: Any) -> list[float]:
-    """-1.0 where the answered action is more than SHORTFALL worse than the best by `q_action_k`, else 0.0: a penalty to be
-    added to another reward with a weight.
-
-    >>> table = {"q_action_0": [-1.0, -1.0], "q_action_1": [-3.5, -3.5]}
-    >>> shortfall(["assistantfinal[0]", "assistantfinal[1]"], **table)
-    [0.0, -1.0]
-    """
+def shortfall(completions: Sequence[str], *, invalid_reward: float | None = None, **columns: Column) -> list[float]:
+    """-1.0 where the answered action is more than SHORTFALL worse than the best by `q_action_k`, else 0.0: a
+    penalty to be added to another reward with a weight."""
     rows = [[0.0 - (max(row) - value > SHORTFALL) for value in row] for row in reward_rows(columns, "q_action")]
     return _scores(completions, rows, invalid_reward)
 
 
-def format(completions: Sequence[str], **columns: Any) -> list[float]:
+def format(completions: Sequence[str], **columns: Column) -> list[float]:
     """1.0 where the final channel is exactly one `[k]`, else 0.0. It looks at the form alone, not at the action.
 
     >>> format(["assistantfinal[1]", "assistantfinalI take [1].", "analysis[1]"])
@@ -201,23 +194,25 @@ def format(completions: Sequence[str], **columns: Any) -> list[float]:
 
 
 def number_of(text: str) -> Decimal | None:
-    """The first number behind the last `####` of a text, or without one its last number; thousands' commas, currency and percent
-    signs do not count, nor do trailing zeros when two are compared. None where there is none.
+    """The first number behind the last `####` of a text, or without one its last number; None where there is none.
+    Thousands' commas, currency and percent signs do not count, nor do trailing zeros when two are compared.
 
     >>> [number_of(text) for text in ("6 * 7 = 42 #### 42 of 50", "so $1,050.00.", "#### -$3", "#### none", "")]
     [Decimal('42'), Decimal('1050.00'), Decimal('-3'), None, None]
     """
-    found = _NUMBER.findall(text.rpartition("####")[2])
-    chosen = found[:1] if "####" in text else found[-1:]
-    return Decimal(chosen[0].replace(",", "").replace("$", "")) if chosen else None
+    numbers = _NUMBER.findall(text.rpartition("####")[2])
+    if not numbers:
+        return None
+    return Decimal(numbers[0 if "####" in text else -1].replace(",", "").replace("$", ""))
 
 
 def gsm8k(
-    completions: Sequence[str], *, answer: Sequence[str], truncated: Sequence[bool] | None = None, **columns: Any
+    completions: Sequence[str], *, answer: Sequence[str], truncated: Sequence[bool] | None = None, **columns: Column
 ) -> list[float]:
-    """1.0 where the final channel's number is that of the column `answer` (`... #### 42`), else 0.0, as for a completion
-    that met MAX_COMPLETION_LEN: its number may be cut. Source: K. Cobbe et al., Training Verifiers to Solve Math Word
-    Problems, 2021 (2110.14168). Raises ValueError where `answer` holds no number.
+    """1.0 where the final channel's number is that of the column `answer` (`... #### 42`), else 0.0, as for a
+    completion that met MAX_COMPLETION_LEN: its number may be cut. Raises ValueError where `answer` holds no number.
+
+    Source: K. Cobbe et al., Training Verifiers to Solve Math Word Problems, 2021 (2110.14168).
 
     >>> gsm8k(["assistantfinalIt is 1,050.", "assistantfinal#### 42", "analysis42"], answer=["#### 1050"] * 3)
     [1.0, 0.0, 0.0]
@@ -232,19 +227,14 @@ def gsm8k(
     return scores
 
 
-# Those that score the answered action, and take INVALID_REWARD where there is none; and all.
-ACTION_REWARDS: dict[str, Callable[..., list[float]]] = {
-    "action": action, "best": best, "regret": regret, "shortfall": shortfall,
-}  # fmt: skip
-REWARD_FUNCTIONS: dict[str, Callable[..., list[float]]] = ACTION_REWARDS | {"format": format, "gsm8k": gsm8k}
+# ACTION_REWARDS score the answered action, and take INVALID_REWARD where there is none.
+Reward = Callable[..., list[float]]
+ACTION_REWARDS: dict[str, Reward] = {"action": action, "best": best, "regret": regret, "shortfall": shortfall}
+REWARD_FUNCTIONS: dict[str, Reward] = ACTION_REWARDS | {"format": format, "gsm8k": gsm8k}
 
 
 def best_action(row: Sequence[float]) -> int:
-    """The first action with the highest reward.
-
-    >>> best_action([0.2, 0.7, 0.1])
-    1
-    """
+    """The first action with the highest reward."""
     return max(range(len(row)), key=row.__getitem__)
 
 
@@ -267,39 +257,33 @@ def baselines(rows: Sequence[Sequence[float]]) -> dict[str, float]:
 
 
 RESAMPLES, RESAMPLING_SEED = 2000, 20250106
+LEAST_RESAMPLED = 5  # The resamples of fewer clusters never reach far enough.
 # Student's t, 97.5%, for 1 to 28 degrees of freedom.
 STUDENT = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145,
     2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048,
 )  # fmt: skip
-LEAST_RESAMPLED = 5  # clusters: the resamples of fewer never reach far enough
 
 
 def student(degrees: int) -> float:
-    """Student's t, 97.5%; above the table by its first term beyond the normal distribution's.
-
-    >>> student(2), round(student(60), 3)
-    (4.303, 2.0)
-    """
+    """Student's t, 97.5%; above the table by its first term beyond the normal distribution's."""
     return STUDENT[degrees - 1] if degrees <= len(STUDENT) else 1.96 + (1.96**3 + 1.96) / (4 * degrees)
 
 
 def confidence_interval(
     values: Sequence[float], weights: Sequence[float] | None = None, clusters: Sequence[Hashable] | None = None
 ) -> tuple[float, float]:
-    """95% interval of sum(values) / sum(weights) over clusters, one value and one weight of each; without weights it is the mean.
+    """95% interval of sum(values) / sum(weights), (N,) each; without weights it is that of the mean.
 
-    What belongs together (the completions of a prompt, the hours of a day) must be one cluster: drawn singly it would look
-    surer than it is. `clusters` names that of each value, whose members are added up. From LEAST_RESAMPLED clusters on:
-    percentile bootstrap with a fixed seed, so that the same figures always give the same interval, and with percentiles as
-    far out as Student's t asks for so few (T. C. Hesterberg, What Teachers Should Know About the Bootstrap, The American
-    Statistician 69, 2015, "expanded percentile": of five clusters the plain one holds the mean in 83% of cases, this in 92);
-    resamples whose weights sum to 0 or less are left out. Of fewer: Student's t with the ratio's linearized error (W. G.
-    Cochran, Sampling Techniques, 1977, chapter 6), of one cluster the point alone.
-    Raises ValueError without a value, or where the weights are not as many as the values or never sum above 0.
+    Values that belong together (the completions of a prompt, the hours of a day) share a name in `clusters` (N,) and
+    are added up: drawn singly they would make the mean look surer than it is. From LEAST_RESAMPLED clusters on it is a
+    percentile bootstrap with a fixed seed, and with percentiles as far out as Student's t asks for so few (T. C.
+    Hesterberg, What Teachers Should Know About the Bootstrap, The American Statistician 69, 2015, "expanded
+    percentile": of five clusters the plain one holds the mean in 83% of cases, this one in 92%). Resamples whose
+    weights sum to 0 or less are left out. Of fewer clusters it is Student's t with the ratio's linearized error (W. G.
+    Cochran, Sampling Techniques, 1977, chapter 6), of one cluster the point alone. Raises ValueError without a value,
+    or where the weights are not as many as the values or never sum above 0.
 
-    >>> confidence_interval([0.5, 0.5, 0.5])
-    (0.5, 0.5)
     >>> [round(end, 3) for end in confidence_interval([0.0, 1.0, 2.0])]
     [-1.484, 3.484]
     """
@@ -307,10 +291,10 @@ def confidence_interval(
     if not values or len(weights) != len(values):
         raise ValueError(f"{len(values)} values and {len(weights)} weights make no interval")
     if clusters is not None:
-        totals: dict[Hashable, list[float]] = {}
+        totals: dict[Hashable, tuple[float, float]] = {}
         for value, weight, cluster in zip(values, weights, clusters, strict=True):
-            mine = totals.setdefault(cluster, [0.0, 0.0])
-            mine[0], mine[1] = mine[0] + value, mine[1] + weight
+            before = totals.get(cluster, (0.0, 0.0))
+            totals[cluster] = (before[0] + value, before[1] + weight)
         values, weights = zip(*totals.values(), strict=True)
     count, whole = len(values), math.fsum(weights)
     if whole <= 0:
@@ -327,9 +311,13 @@ def confidence_interval(
         if (total := sum(weights[i] for i in drawn)) > 0:
             means.append(sum(values[i] for i in drawn) / total)
     means.sort()
+
+    def percentile(share: float) -> float:
+        at = share * (len(means) - 1)
+        return means[int(at)] + (at - int(at)) * (means[math.ceil(at)] - means[int(at)])
+
     beyond = NormalDist().cdf(-math.sqrt(count / (count - 1)) * student(count - 1))
-    ends = (beyond * (len(means) - 1), (1 - beyond) * (len(means) - 1))
-    return tuple(means[int(at)] + (at - int(at)) * (means[math.ceil(at)] - means[int(at)]) for at in ends)
+    return percentile(beyond), percentile(1 - beyond)
 
 
 def score_probabilities(
@@ -338,44 +326,43 @@ def score_probabilities(
     answers: Sequence[float],
     invalid_reward: float = 0.0,
     clusters: Sequence[Hashable] | None = None,
-) -> dict[str, Any]:
-    """What a policy is worth on N prompts: mean reward, regret and parse rate with 95% intervals over prompts, or over `clusters`
-    of them, (N,).
+) -> Scores:
+    """Mean reward, regret and parse rate of a policy on N prompts, with 95% intervals over these or `clusters`.
 
-    rows: rewards by prompt and action, (N, K); probabilities: those of the same actions, (N, K), or how often they were
-    answered; what is left of 1 is no answer, which scores `invalid_reward`, or the row's lowest reward where that is nan.
-    answers (N,): how many each prompt stands for, its weight. Regret is the row's highest reward minus the mean.
-    `reward_by_prompt` is each prompt's mean, for `paired_difference`. Raises ValueError without prompts or answers.
+    `rows` are the rewards by prompt and action, (N, K), and `probabilities` (N, K) those of the same actions, or how
+    often they were answered. What is left of 1 is no answer, which scores `invalid_reward`, or the row's lowest reward
+    where that is nan. `answers` (N,) is each prompt's weight, the number of its answers. Regret is the row's highest
+    reward minus the mean. `reward_by_prompt` is for `paired_difference`. Raises ValueError without prompts or answers.
 
-    >>> made = score_probabilities([[0.0, 1.0], [0.6, 0.4]], [[0.0, 0.5], [1.0, 0.0]], [2, 2])
-    >>> made["reward"], round(made["regret"], 6), made["parse_rate"], made["action_counts"], made["unparsed"]
+    >>> scores = score_probabilities([[0.0, 1.0], [0.6, 0.4]], [[0.0, 0.5], [1.0, 0.0]], [2, 2])
+    >>> scores["reward"], round(scores["regret"], 6), scores["parse_rate"], scores["action_counts"], scores["unparsed"]
     (0.55, 0.25, 0.75, [2.0, 1.0], 1.0)
     """
     if not rows or len(rows) != len(answers) or not all(answers):
         raise ValueError("every prompt needs at least one answer")
-    made: dict[str, list[float]] = {"reward": [], "regret": [], "parse_rate": []}
+    figures: dict[str, list[float]] = {"reward": [], "regret": [], "parse_rate": []}
     best_named, counts = [], [0.0] * max(map(len, rows))
     for row, p, count in zip(rows, probabilities, answers, strict=True):
         lost, parsed = min(row) if math.isnan(invalid_reward) else invalid_reward, math.fsum(p)
         mean = math.fsum(a * b for a, b in zip(row, p, strict=True)) + lost * (1 - parsed)
-        made["reward"].append(mean)
-        made["regret"].append(max(row) - mean)
-        made["parse_rate"].append(parsed)
+        figures["reward"].append(mean)
+        figures["regret"].append(max(row) - mean)
+        figures["parse_rate"].append(parsed)
         best_named.append(count * math.fsum(b for a, b in zip(row, p, strict=True) if a == max(row)))
         counts = [c + count * b for c, b in itertools.zip_longest(counts, p, fillvalue=0.0)]
-    result: dict[str, Any] = {}
+    scores: Scores = {}
     # Weighted by the number of answers, so that the figures are means over completions whatever their distribution.
     weights = [count / max(answers) for count in answers]
-    for name, values in made.items():
+    for name, values in figures.items():
         sums = [v * w for v, w in zip(values, weights, strict=True)]
         low, high = confidence_interval(sums, weights, clusters)
-        result |= {name: math.fsum(sums) / math.fsum(weights), f"{name}_low": low, f"{name}_high": high}
-    count = math.fsum(answers)
-    return result | {
-        "best_action_rate": math.fsum(best_named) / count,
+        scores |= {name: math.fsum(sums) / math.fsum(weights), f"{name}_low": low, f"{name}_high": high}
+    total = math.fsum(answers)
+    return scores | {
+        "best_action_rate": math.fsum(best_named) / total,
         "action_counts": [round(value, 6) for value in counts],
-        "unparsed": round(count - math.fsum(counts), 6),
-        "reward_by_prompt": [round(value, 9) for value in made["reward"]],
+        "unparsed": round(total - math.fsum(counts), 6),
+        "reward_by_prompt": [round(value, 9) for value in figures["reward"]],
     }
 
 
@@ -384,25 +371,20 @@ def score_answers(
     answers: Sequence[Sequence[int | None]],
     invalid_reward: float = 0.0,
     clusters: Sequence[Hashable] | None = None,
-) -> dict[str, Any]:
-    """`score_probabilities` of answers: the actions answered to each of N prompts, None where there was none. Raises
-    ValueError without prompts or where a prompt has no answer.
-
-    >>> score_answers([[0.0, 1.0], [0.6, 0.4]], [[1, None], [0, 0]])["action_counts"]
-    [2, 1]
-    """
+) -> Scores:
+    """`score_probabilities` of the actions answered to each of N prompts, None where there was no answer."""
     if len(rows) != len(answers):
         raise ValueError("every prompt needs at least one answer")
     shares = [
-        [mine.count(k) / max(len(mine), 1) for k in range(len(row))] for row, mine in zip(rows, answers, strict=True)
+        [own.count(k) / max(len(own), 1) for k in range(len(row))] for row, own in zip(rows, answers, strict=True)
     ]
-    made = score_probabilities(rows, shares, list(map(len, answers)), invalid_reward, clusters)
-    return made | {"action_counts": list(map(round, made["action_counts"])), "unparsed": round(made["unparsed"])}
+    scores = score_probabilities(rows, shares, list(map(len, answers)), invalid_reward, clusters)
+    return scores | {"action_counts": list(map(round, scores["action_counts"])), "unparsed": round(scores["unparsed"])}
 
 
 def mean_of_known(values: Sequence[float | None], clusters: Sequence[Hashable] | None = None) -> dict[str, float]:
-    """Mean reward with a 95% interval over prompts, or over `clusters` of them (N,), of which None are left out. Raises
-    ValueError where all are."""
+    """Mean of the values that are not None, (N,), with a 95% interval over them or their `clusters`. Raises ValueError
+    where all are None."""
     pairs = zip(values, clusters or range(len(values)), strict=True)
     known = [(value, cluster) for value, cluster in pairs if value is not None]
     kept = [value for value, _ in known]
@@ -410,28 +392,27 @@ def mean_of_known(values: Sequence[float | None], clusters: Sequence[Hashable] |
     return {"reward": math.fsum(kept) / len(kept), "reward_low": low, "reward_high": high}
 
 
-def score_values(values: Sequence[Sequence[float]], clusters: Sequence[Hashable] | None = None) -> dict[str, Any]:
-    """`mean_of_known` of N prompts, given the rewards of each one's completions; NaN is left out, and a prompt without another
-    (None in `reward_by_prompt`) too. All None without any.
+def score_values(values: Sequence[Sequence[float]], clusters: Sequence[Hashable] | None = None) -> Scores:
+    """`mean_of_known` of N prompts, given the rewards of each one's completions. NaN is left out, and so
+    is a prompt without another reward (None in `reward_by_prompt`). All are None without any.
 
     >>> score_values([[0.0, 1.0], [math.nan], [1.0, math.nan]])
     {'reward': 0.75, 'reward_low': -2.4265, 'reward_high': 3.9265, 'reward_by_prompt': [0.5, None, 1.0]}
     """
     kept = [[value for value in row if not math.isnan(value)] for row in values]
     means = [round(math.fsum(row) / len(row), 9) if row else None for row in kept]
-    none = dict.fromkeys(("reward", "reward_low", "reward_high"))
-    return (mean_of_known(means, clusters) if any(kept) else none) | {"reward_by_prompt": means}
+    nothing = dict.fromkeys(("reward", "reward_low", "reward_high"))
+    return {**(mean_of_known(means, clusters) if any(kept) else nothing), "reward_by_prompt": means}
 
 
 def paired_difference(
     before: Sequence[float | None], after: Sequence[float | None], clusters: Sequence[Hashable] | None = None
 ) -> dict[str, float]:
-    """Mean of after - before over the same prompts, with a 95% interval over them, or over `clusters` of them (N,): a prompt that
-    is hard for both cancels out. One that is None in either is left out. Raises ValueError where all are.
+    """`mean_of_known` of after - before over the same prompts: what makes a prompt hard for both cancels out. A
+    prompt that is None in either is left out.
 
     >>> paired_difference([0.1, 0.9, None], [0.2, 1.0, 0.5])
     {'reward': 0.1, 'reward_low': 0.1, 'reward_high': 0.1}
     """
     pairs = zip(before, after, strict=True)
-    changes = [None if a is None or b is None else round(b - a, 9) for a, b in pairs]
-    return mean_of_known(changes, clusters)
+    return mean_of_known([None if a is None or b is None else round(b - a, 9) for a, b in pairs], clusters)

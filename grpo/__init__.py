@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rooms behind train_grpo.py, in the order in which a run passes through them: settings, data, tasks, run, preflight, model,
-rollout, learn, evaluate, measure. A room imports only rooms that stand before it."""
+"""The rooms behind train_grpo.py, in the order in which a run passes through them: settings, data, tasks, run, plan,
+preflight, model, rollout, learn, evaluate, measure. A room imports only rooms that stand before it."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
+from pathlib import Path
 
 if sys.version_info < (3, 11):  # noqa: UP036 - an older Python would end in a traceback of some import
     version = ".".join(map(str, sys.version_info[:3]))
     print(f"needs Python 3.11 or newer, and {sys.executable} is {version}: see docs/install.md", file=sys.stderr)
     sys.exit(2)
 
-from grpo.settings import keep_compiled_private
-
-keep_compiled_private()  # whichever script it is: before torch can be imported
+# torch compiles into a folder in /tmp whose name anybody can take before, and runs what lies there. So it is put below
+# the user's cache folder, where that can be written, before any script imports torch.
+with contextlib.suppress(OSError, RuntimeError):  # no access, no home
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "torchinductor"
+    if os.access(next(parent for parent in (folder, *folder.parents) if parent.exists()), os.W_OK):
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))

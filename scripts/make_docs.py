@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Write the parts of the documentation that code and recorded figures already know, so that no fact stands in two places.
+"""Write the parts of the documentation that code and recorded figures already hold, so that no fact stands twice.
 
     python scripts/make_docs.py             write the marked parts of README.md and docs/
     python scripts/make_docs.py --check     change nothing; exit code 1 and the file's name where one is out of date
@@ -60,14 +60,13 @@ def headline() -> str:
     """The README's sentence about speed and memory."""
     without, step = measured("generate-h200.json"), measured("step-h200.json")
     speedup = step["rollout_tok_s"] / without["generate_tok_s"]
-    text = (
-        "Measured on one H200, random weights in gpt-oss-20b's exact format: a step of 12 prompts x 8 completions x 512 "
-        f"tokens takes {step['w1_step_s']:.1f} s, {step['w1_learn_s']:.1f} s of it learning (TRL's padded path: "
-        f"{step['w1_learn_trl_s']:.1f} s); rollouts reach {step['rollout_tok_s']:,.0f} tokens/s, {speedup:.1f} times those "
-        f"without vLLM. The default job, with completions of up to 4,000 tokens, peaks at {step['job_peak_bf16_gib']:.0f} "
-        f"GiB, with `EXPERTS=mxfp4` and 512 tokens at {step['w1_job_peak_mxfp4_gib']:.0f} "
-        "([rollouts](docs/rollouts.md#measured), [learning](docs/learner.md#measured))."
-    )
+    text = f"""Measured on one H200, random weights in gpt-oss-20b's exact format: a step of 12 prompts x 8 completions
+        x 512 tokens takes {step["w1_step_s"]:.1f} s, {step["w1_learn_s"]:.1f} s of it learning (TRL's padded path:
+        {step["w1_learn_trl_s"]:.1f} s); rollouts reach {step["rollout_tok_s"]:,.0f} tokens/s, {speedup:.1f} times those
+        without vLLM. The default job, with completions of up to 4,000 tokens, peaks at
+        {step["job_peak_bf16_gib"]:.0f} GiB, with `EXPERTS=mxfp4` and 512 tokens at {step["w1_job_peak_mxfp4_gib"]:.0f}
+        ([rollouts](docs/rollouts.md#measured), [learning](docs/learner.md#measured))."""
+    text = " ".join(text.split())
     return textwrap.fill(text, 150, break_long_words=False, break_on_hyphens=False)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards: what counts as an answer, and what it is worth. Run: python -m pytest tests/test_rewards.py"""
+"""Rewards: what counts as an answer, and what it is worth."""
 
 from __future__ import annotations
 
@@ -21,10 +21,8 @@ FINAL = "<|start|>assistant<|channel|>final<|message|>"
 
 ANSWERS = [  # (completion as the model wrote it, action, reason)
     (f"{THINK}<|end|>{FINAL}[3]<|return|>", 3, "reasoning, then the final channel"),
-    ("<|channel|>final<|message|>[0]<|return|>", 0, "straight to the final channel"),
     (f"{THINK}<|end|>{FINAL}[2]", 2, "cut off right after the answer: it stands there"),
-    (f"{THINK}<|end|>{FINAL}I choose [2].<|return|>", 2, "words around it"),
-    (f"{THINK}<|end|>{FINAL}[2] ... [2]<|return|>", 2, "the same action twice"),
+    (f"{THINK}<|end|>{FINAL}I choose [2], so [2].<|return|>", 2, "words around it, and the same action twice"),
     (f"{THINK}<|end|>{FINAL}[ 1 ]\n<|return|>", 1, "spaces inside"),
     (f"{THINK}<|end|><|start|>assistant<|channel|>final <|constrain|>json<|message|>[1]<|return|>", 1, "content type"),
     (f"{FINAL}[0]<|end|>{FINAL}[1]<|return|>", 1, "the last final message counts"),
@@ -32,21 +30,16 @@ ANSWERS = [  # (completion as the model wrote it, action, reason)
 ]
 NO_ANSWERS = [
     (THINK, "cut off while reasoning"),
-    (f"{THINK} So [2].<|end|>", "[k] only inside the reasoning"),
     (f"{THINK}<|end|>{FINAL}", "the final channel is empty"),
     (f"{THINK}<|end|>{FINAL}[2", "cut off inside the answer"),
     (f"{THINK}<|end|>{FINAL}2<|return|>", "no brackets"),
     (f"{THINK}<|end|>{FINAL}[4]<|return|>", "no such action"),
-    (f"{THINK}<|end|>{FINAL}[-1]<|return|>", "negative"),
     (f"{THINK}<|end|>{FINAL}[1.5]<|return|>", "fraction"),
-    (f"{THINK}<|end|>{FINAL}[0] or [1]<|return|>", "two actions named"),
     (f"{THINK}<|end|>{FINAL}[0][1][2][3]<|return|>", "all actions named: hedging must not pay"),
     (f"{THINK} The answer: assistantfinal[2]", "the words of a channel, without its tokens"),
     ("assistantfinal[2]", "not a single token of the format (real completions keep theirs)"),
-    ("[2]", "no channel at all"),
     ("<|channel|>commentary<|message|>[2]<|end|>", "another channel"),
     ("<|channel|>finally<|message|>[2]<|end|>", "a channel that begins alike"),
-    ("", "nothing"),
     (f"{FINAL}[" + "1" * 5000 + "]", "a number that Python refuses to read"),
 ]
 STRIPPED = [
@@ -54,7 +47,6 @@ STRIPPED = [
     ("analysisIt says assistantfinal[1] there.assistantfinal[0]", 0, "the last one counts"),
     ("final[2]", 2, "no reasoning"),
     ("analysis[1] is best, so [1]", None, "never reached the final channel"),
-    ("analysis The final answer is [1]", None, "the word alone"),
 ]
 
 
@@ -78,21 +70,12 @@ TABLE = {"reward_action_0": [0.1, 0.1, 0.7], "reward_action_1": [0.9, 0.9, 0.7]}
 TEXTS = ["assistantfinal[1]", "analysis so [1]", "assistantfinal[0]"]
 
 
-def test_action_reward():
+def test_action_and_best_score_actions_and_format_looks_at_the_form_alone():
     assert rewards.action(TEXTS, **TABLE) == pytest.approx([0.9, 0.02, 0.7])
     assert rewards.action(TEXTS, invalid_reward=-1.0, **TABLE) == [0.9, -1.0, 0.7]
     assert math.isnan(rewards.action(TEXTS, invalid_reward=math.nan, **TABLE)[1])
-
-
-def test_best_counts_ties_and_format_looks_at_the_form_alone():
-    assert rewards.best(TEXTS, **TABLE) == [1.0, -0.1, 1.0]
+    assert rewards.best(TEXTS, **TABLE) == [1.0, -0.1, 1.0], "a tie is the best too"
     assert rewards.format([*TEXTS, "assistantfinal [3] \n", "assistantfinal[1] because"]) == [1.0, 0.0, 1.0, 1.0, 0.0]
-
-
-def test_rows_of_different_width():
-    columns = {"reward_action_0": [0.1, 0.2], "reward_action_1": [0.3, 0.4], "reward_action_2": [None, 0.5]}
-    assert rewards.reward_rows(columns) == [[0.1, 0.3], [0.2, 0.4, 0.5]]
-    assert rewards.action(["assistantfinal[2]", "assistantfinal[2]"], **columns) == pytest.approx([0.08, 0.5])
 
 
 def table(name, *rows):
@@ -122,9 +105,9 @@ def test_regret_is_the_same_from_values_and_from_their_softmax(q):
     weights = [math.exp((value - max(q)) / 0.05) for value in q]
     softmax, answers = [weight / sum(weights) for weight in weights], [f"assistantfinal[{k}]" for k in range(len(q))]
     columns = table("reward_action", *[softmax] * len(q), [0.5, 0.5])
-    one = rewards.regret([*answers, "assistantfinal[1]"], **columns | table("q_action", *[q] * len(q), [None]))
-    two = rewards.regret([*answers, "assistantfinal[1]"], **columns)
-    assert one == pytest.approx(two, abs=1e-6) and one[-1] == 0.0 and max(one) == 0.0
+    by_q = rewards.regret([*answers, "assistantfinal[1]"], **columns | table("q_action", *[q] * len(q), [None]))
+    by_softmax = rewards.regret([*answers, "assistantfinal[1]"], **columns)
+    assert by_q == pytest.approx(by_softmax, abs=1e-6) and by_q[-1] == 0.0 and max(by_q) == 0.0
 
 
 def test_shortfall_begins_above_twelve_kilograms():
@@ -160,7 +143,7 @@ def test_an_interval_covers_the_true_mean_as_often_as_it_says():
 
 
 def test_what_every_window_says_an_interval_says():
-    """Five windows, all of them better, some by much: Student's t, which takes the spread for symmetric, would not say so."""
+    """Five windows, all of them better, some by much: Student's t takes the spread for symmetric and would deny it."""
     low, high = rewards.confidence_interval([-30.0, -60.0, -90.0, -250.0, -650.0])
     assert -650 <= low < -400 and -75 < high <= -30
     low, high = rewards.confidence_interval([-30.0, -60.0, -90.0, -250.0, 20.0])
@@ -176,8 +159,8 @@ def test_a_ratio_and_clusters():
     twice = rewards.confidence_interval([0.0, 0.0, 1.0, 1.0, 2.0, 2.0], clusters=[1, 1, 2, 2, 3, 3])
     assert twice == (pytest.approx(low), pytest.approx(high)), "hours of a day are one observation"
     assert rewards.confidence_interval([0.0, 1.0], clusters=["a", "a"]) == (0.5, 0.5)
-    one, days = [[0.0, 1.0]] * 6, [1, 1, 2, 2, 3, 3]
-    scored = rewards.score_answers(one, [[0], [1]] * 3, clusters=days)
+    rows, days = [[0.0, 1.0]] * 6, [1, 1, 2, 2, 3, 3]
+    scored = rewards.score_answers(rows, [[0], [1]] * 3, clusters=days)
     assert scored["reward_low"] == scored["reward_high"] == 0.5, "each day earns as much"
     assert rewards.paired_difference([0.0] * 6, [0.0, 1.0] * 3, days)["reward_low"] == 0.5
     assert rewards.score_values([[0.0], [1.0]] * 3, days)["reward_high"] == 0.5
@@ -186,33 +169,28 @@ def test_a_ratio_and_clusters():
 def test_prompts_are_resampled_and_not_their_completions():
     """Sixteen equal answers to a prompt are one observation: the interval is that of the prompts alone."""
     rows, singles = [[0.0, 1.0]] * 20, [[k % 2] for k in range(20)]
-    one, many = (rewards.score_answers(rows, [mine * n for mine in singles]) for n in (1, 16))
-    assert (one["reward_low"], one["reward_high"]) == (many["reward_low"], many["reward_high"])
-    assert one["reward_high"] - one["reward_low"] > 0.35
-    assert rewards.score_answers(rows, singles) == one, "the seed is fixed"
+    few, many = (rewards.score_answers(rows, [answers * n for answers in singles]) for n in (1, 16))
+    assert (few["reward_low"], few["reward_high"]) == (many["reward_low"], many["reward_high"])
+    assert few["reward_high"] - few["reward_low"] > 0.35
+    assert rewards.score_answers(rows, singles) == few, "the seed is fixed"
 
 
 def test_a_pairing_cancels_what_the_prompts_have_in_common():
     before = [k / 20 for k in range(20)]
-    after = [value + 0.1 for value in before]
-    assert rewards.paired_difference(before, after) == {
-        name: pytest.approx(0.1) for name in ("reward", "reward_low", "reward_high")
-    }
+    difference = rewards.paired_difference(before, [value + 0.1 for value in before])
+    assert difference == pytest.approx({"reward": 0.1, "reward_low": 0.1, "reward_high": 0.1})
     with pytest.raises(ValueError):
-        rewards.paired_difference(before, after[1:])
+        rewards.paired_difference(before, before[1:])
 
 
-def test_unreadable_answers_score_what_they_are_said_to():
+def test_unreadable_answers_and_different_numbers_of_answers():
     rows, answers = [[0.2, 0.8], [0.4, 0.1]], [[None, 1], [None, 0]]
     for invalid, mean in ((0.0, (0.8 + 0.4) / 4), (-1.0, (0.8 + 0.4 - 2) / 4), (math.nan, (0.8 + 0.4 + 0.2 + 0.1) / 4)):
-        made = rewards.score_answers(rows, answers, invalid)
-        assert made["reward"] == pytest.approx(mean) and made["regret"] == pytest.approx(0.6 - mean)
-        assert made["unparsed"] == 2 and made["action_counts"] == [1, 1] and made["best_action_rate"] == 0.5
-
-
-def test_prompts_with_different_numbers_of_answers_count_by_their_answers():
-    made = rewards.score_answers([[0.0, 1.0], [0.0, 1.0]], [[1, 1, 1], [0]])
-    assert made["reward"] == 0.75 and made["reward_by_prompt"] == [1.0, 0.0]
+        scores = rewards.score_answers(rows, answers, invalid)
+        assert scores["reward"] == pytest.approx(mean) and scores["regret"] == pytest.approx(0.6 - mean)
+        assert scores["unparsed"] == 2 and scores["action_counts"] == [1, 1] and scores["best_action_rate"] == 0.5
+    scores = rewards.score_answers([[0.0, 1.0], [0.0, 1.0]], [[1, 1, 1], [0]])
+    assert scores["reward"] == 0.75 and scores["reward_by_prompt"] == [1.0, 0.0], "prompts count by their answers"
 
 
 def test_an_evaluation_of_nothing_is_an_error():

@@ -21,14 +21,14 @@ DEMO = {
 }
 DATE_COLUMNS = {"timestamp", "datetime", "date", "day", "time", "日時", "日付"}
 DATE = re.compile(r"\s*([0-9]{4})[-/]([0-9]{1,2})[-/]([0-9]{1,2})(?![0-9])")
-LEAST_GROUPS = 20  # days or prompts: of fewer, none is held out
-LEAST_HELD_OUT = 5  # days or prompts: fewer give no usable interval
+# In days or prompts: of fewer than LEAST_GROUPS none is held out; fewer than LEAST_HELD_OUT give no usable interval.
+LEAST_GROUPS, LEAST_HELD_OUT = 20, 5
 MOST_HELD_OUT = 64  # days or prompts that are held out, and rows that are evaluated
 
 
 @dataclass(frozen=True)
 class Split:
-    """The rows of a run: those that train, those that are evaluated, and how they were told apart."""
+    """The rows of a run that train, those that are evaluated, and how they were told apart."""
 
     train: list[Row]
     heldout: list[Row]
@@ -63,30 +63,29 @@ def hold_out(rows: Sequence[Row], share: float) -> Split:
     prompt in several rows, give each other away.
 
     The groups are ordered by a hash of the day or prompt alone, and the first ones are held out: all whose hash lies
-    below `share`, but at least LEAST_HELD_OUT and at most MOST_HELD_OUT. A group that was trained beside held-out ones is
-    never held out when others are added, because its place in the order can only move back. Of the held-out rows at
+    below `share`, but at least LEAST_HELD_OUT and at most MOST_HELD_OUT. A group that was trained beside held-out ones
+    is never held out when others are added, because its place in the order can only move back. Of the held-out rows at
     most MOST_HELD_OUT are evaluated, and none whose prompt is trained on another day.
     """
     if not share:
         return Split(list(rows), [], "EVAL_SHARE=0, all rows of DATA train")
     keys = [group_of(row) for row in rows]
-    place = {key: hash_of(key) for key in keys}
-    kinds = " and ".join(sorted({f"{kind}s" for kind, _ in place}))
-    if len(place) < LEAST_GROUPS:
-        reason = f"none: DATA has {len(place)} {kinds or 'prompts'}, and it takes {LEAST_GROUPS} to hold some out"
+    hashes = {key: hash_of(key) for key in keys}
+    kinds = " and ".join(sorted({f"{kind}s" for kind, _ in hashes}))
+    if len(hashes) < LEAST_GROUPS:
+        reason = f"none: DATA has {len(hashes)} {kinds or 'prompts'}, and it takes {LEAST_GROUPS} to hold some out"
         return Split(list(rows), [], reason)
-    count = min(max(sum(value < share for value in place.values()), LEAST_HELD_OUT), MOST_HELD_OUT)
-    chosen = set(sorted(place, key=place.__getitem__)[:count])
+    count = min(max(sum(value < share for value in hashes.values()), LEAST_HELD_OUT), MOST_HELD_OUT)
+    chosen = set(sorted(hashes, key=hashes.__getitem__)[:count])
     train = [row for row, key in zip(rows, keys, strict=True) if key not in chosen]
     trained = set(map(prompt_of, train))
     apart = [row for row, key in zip(rows, keys, strict=True) if key in chosen and prompt_of(row) not in trained]
     if not apart:
-        return Split(
-            list(rows), [], f"none: the prompts of the {count} {kinds} that a hash chose are in other rows too"
-        )
+        reason = f"none: the prompts of the {count} {kinds} that a hash chose are in other rows too"
+        return Split(list(rows), [], reason)
     evaluated = set(map(id, sorted(apart, key=lambda row: data_fingerprint([row]))[:MOST_HELD_OUT]))
     heldout = [row for row in apart if id(row) in evaluated]
-    reason = f"{len(rows) - len(train)} rows of DATA do not train: {count} of its {len(place)} {kinds}"
+    reason = f"{len(rows) - len(train)} rows of DATA do not train: {count} of its {len(hashes)} {kinds}"
     reason += f", chosen by a hash (EVAL_SHARE={share:g})"
     if len(heldout) < len(rows) - len(train):
         reason += f"; {len(heldout)} of them are evaluated"
@@ -94,7 +93,7 @@ def hold_out(rows: Sequence[Row], share: float) -> Split:
 
 
 def group_of(row: Row) -> tuple[str, str]:
-    """What a row is held out with: ("day", its date), or ("prompt", its prompt) where it carries no date."""
+    """The group that a row is held out with: ("day", its date), or ("prompt", its prompt) where it carries no date."""
     date = date_of(row)
     return ("day", date) if date else ("prompt", prompt_of(row))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward functions: found, and called with what TRL 1.16 gives them, by checks, training and evaluation alike."""
+"""Reward functions: loaded, and called with what TRL 1.16 gives them, by checks, training and evaluation alike."""
 
 from __future__ import annotations
 
@@ -19,29 +19,36 @@ from pathlib import Path
 from typing import Any
 
 import rewards
-from grpo.data.files import Row, data_prompt, reward_columns
+from grpo.data.files import RESERVED_ARGUMENTS, Conversation, Row, data_prompt, reward_columns
+from grpo.data.formats import Cell, Columns
 from grpo.data.prompts import ANSWER_AFTER
-from grpo.settings import MOST_REWARD, MOST_WEIGHT, Settings, described, listed, nearest, one_line, read_number
+from grpo.settings import Settings, described, listed, nearest, one_line, read_number
+from grpo.settings_table import MOST_REWARD, MOST_WEIGHT
+
+Reward = Callable[..., list[float | None]]
+# The arguments that every reward function gets beside the columns.
+GIVEN = RESERVED_ARGUMENTS - {"prompt", "completion", "environments"}
 
 
 def reward_specs(text: str) -> list[tuple[str, float]]:
-    """(name, weight) of each reward function in `REWARDS`; raises ValueError for what is not `name` or `name=weight`."""
-    specs = []
+    """(name, weight) of each reward function in `REWARDS`. Raises ValueError for a part that is not `name=weight`."""
+    specs: dict[str, float] = {}
     for part in listed(text):
-        name, equals, weight = part.partition("=")
+        name, equals, weight = (piece.strip() for piece in part.partition("="))
         try:
-            specs.append((name.strip(), read_number(weight.strip()) if equals else 1.0))
+            value = read_number(weight) if equals else 1.0
         except ValueError:
-            specs.append((name, math.nan))
-        if not math.isfinite(specs[-1][1]):
+            value = math.nan
+        if not math.isfinite(value):
             raise ValueError(f"weight {weight!r} of {name!r} is not a finite number")
-        if abs(specs[-1][1]) > MOST_WEIGHT:
+        if abs(value) > MOST_WEIGHT:
             raise ValueError(f"weight {weight!r} of {name!r} is more than {MOST_WEIGHT:g} in size")
+        if name in specs:
+            raise ValueError("a reward function is named twice")
+        specs[name] = value
     if not specs:
         raise ValueError("no reward function is named")
-    if len({name for name, _ in specs}) < len(specs):
-        raise ValueError("a reward function is named twice")
-    return specs
+    return list(specs.items())
 
 
 class RewardError(RuntimeError):
@@ -51,7 +58,7 @@ class RewardError(RuntimeError):
 @contextlib.contextmanager
 def users_code(here: str) -> Iterator[None]:
     """While code of the user's runs, it may import from the current folder `here`, last on Python's path. Afterwards no
-    library finds in there what it asks for, and the run is in that folder again, wherever the code went."""
+    library finds its imports in there, and the run is in that folder again, wherever the code went."""
     if added := here not in sys.path:
         sys.path.append(here)
     try:
@@ -63,47 +70,51 @@ def users_code(here: str) -> Iterator[None]:
             os.chdir(here)
 
 
-def load_reward(name: str) -> Callable[..., Sequence[float | None]]:
+def load_reward(name: str) -> Callable[..., Any]:
     """The reward function `name` of rewards.py, or `module:function` from any package or the current folder, which is
     looked into last: nothing in it takes a library's place. Raises ValueError."""
-    (module, colon, function), here = name.partition(":"), str(Path.cwd())
-    others = [place for place in sys.path if place not in ("", here)]
-    sys.path[:] = others + [here] * (len(others) < len(sys.path))
-    if name in rewards.REWARD_FUNCTIONS:
-        return rewards.REWARD_FUNCTIONS[name]
+    module, colon, function = name.partition(":")
     if not colon:
+        if name in rewards.REWARD_FUNCTIONS:
+            return rewards.REWARD_FUNCTIONS[name]
         known = rewards.REWARD_FUNCTIONS
         raise ValueError(f"{name!r} is unknown (there are {', '.join(known)}{nearest(name, known)})")
+    here = str(Path.cwd())
+    if {"", here} & set(sys.path):
+        sys.path[:] = [*(entry for entry in sys.path if entry not in ("", here)), here]
+    base = Path(here, *module.split("."))
     try:
         with users_code(here):
             loaded = importlib.import_module(module)
-        if taken := shadowed(loaded, Path(here, *module.split("."))):
-            raise ImportError(taken)
-        found = getattr(loaded, function)
+        own = [path.resolve() for path in (Path(f"{base}.py"), base / "__init__.py") if path.is_file()]
+        origin = getattr(loaded, "__file__", None) or "its own module"
+        if own and Path(origin).resolve() not in own:
+            raise ImportError(f"Python takes {origin} for it, not {own[0]}: rename your file")
+        reward = getattr(loaded, function)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever the user's module raises is the answer to give
         hint = f"; write {module.removesuffix('.py')}:{function}, without .py" if module.endswith(".py") else ""
-        raise ValueError(f"{name!r} cannot be loaded: {ended(error)}{hint}") from None
-    if not callable(found):
+        raise ValueError(f"{name!r} cannot be loaded: {describe_failure(error)}{hint}") from None
+    if not callable(reward):
         raise ValueError(f"{name!r} is no function")
-    return found
+    return reward
 
 
-def shadowed(module: types.ModuleType, own: Path) -> str | None:
-    """Where `module` is from, if that is not the file which the user has at `own`, without its ending."""
-    files = [path.resolve() for path in (Path(f"{own}.py"), own / "__init__.py") if path.is_file()]
-    found = getattr(module, "__file__", None)
-    if not files or (found and Path(found).resolve() in files):
-        return None
-    return f"Python takes {found or 'its own module'} for it, not {files[0]}: rename your file"
-
-
-def ended(error: BaseException) -> str:
-    """What was raised, in one line; in words where it would have ended the program."""
+def describe_failure(error: BaseException) -> str:
+    """The exception of a user's code in one line; a SystemExit, which would end the run, in words."""
     if isinstance(error, SystemExit):
         return f"{described(error)}, which would end the run: leave it, and a command line, to `if __name__ == ...`"
     return described(error)
+
+
+def error_place(error: BaseException, module: str) -> str:
+    """Where in the user's `module` an exception was raised, else where in any other file: ` (my_rewards.py, line 3)`.
+    It is empty where the function was not even entered."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first one is the call in this file
+    file = getattr(sys.modules.get(module), "__file__", None)
+    frames = [frame for frame in frames if frame.filename == file] or frames
+    return f" ({os.path.relpath(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
 
 
 def total(scores: Sequence[float]) -> float:
@@ -121,11 +132,16 @@ class Completion:
     action: int | None  # None too where the row has no actions
     tokens: int
     truncated: bool
-    decoded: str | list[dict[str, Any]] = ""  # as TRL hands it to reward functions, see `read_completion`
+    decoded: str | Conversation = ""  # as TRL hands it to reward functions, see `read_completion`
+
+    @property
+    def turn(self) -> str:
+        """The assistant's turn, with what the prompt opened of it."""
+        return rewards.assistant_turn(self.row.prompt, self.text)
 
 
 def read_completion(
-    row: Row, text: str, plain: str, tokens: int, truncated: bool, template: Mapping[str, Any] | None = None
+    row: Row, text: str, plain: str, tokens: int, truncated: bool, template: Mapping[str, Cell] | None = None
 ) -> Completion:
     """The completion of a row, given its text with special tokens and without them (`plain`).
 
@@ -133,14 +149,13 @@ def read_completion(
     one message with it. Where the tokenizer has a `response_template`, that parses the message."""
     turn = rewards.assistant_turn(row.prompt, text)
     action = rewards.parse_action(turn, len(row.rewards)) if row.rewards else None
-    decoded: str | list[dict[str, Any]] = plain
-    if not isinstance(data_prompt(row), str):
-        message = parsed_message(row.prompt, text, template) if template else None
-        decoded = [message or {"role": "assistant", "content": plain}]
-    return Completion(row, text, action, tokens, truncated, decoded)
+    if isinstance(data_prompt(row), str):
+        return Completion(row, text, action, tokens, truncated, plain)
+    message = parsed_message(row.prompt, text, template) if template else None
+    return Completion(row, text, action, tokens, truncated, [message or {"role": "assistant", "content": plain}])
 
 
-def parsed_message(prompt: str, text: str, template: Mapping[str, Any]) -> dict[str, Any] | None:
+def parsed_message(prompt: str, text: str, template: Mapping[str, Cell]) -> Columns | None:
     """The message that a tokenizer's `response_template` makes of a completion, finished as TRL's `parse_response`
     does; None where it cannot be parsed."""
     from transformers.utils.chat_parsing import parse_response  # late: few tokenizers have one. It imports no torch
@@ -153,55 +168,36 @@ def parsed_message(prompt: str, text: str, template: Mapping[str, Any]) -> dict[
     return message | {"content": content.removesuffix(ANSWER_AFTER[1:]) if isinstance(content, str) else content}
 
 
-def error_place(error: BaseException, module: str) -> str:
-    """Where in the user's `module` an exception was raised, else where in any other file: ` (my_rewards.py, line 3)`.
-    Nothing where the function was not even entered."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first one is the call in this file
-    file = getattr(sys.modules.get(module), "__file__", None)
-    frames = [frame for frame in frames if frame.filename == file] or frames
-    if not frames:
-        return ""
-    path = Path(frames[-1].filename)
-    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-    return f" ({shown}, line {frames[-1].lineno})"
-
-
 def checked_rewards(name: str, values: Any, count: int) -> list[float | None]:
-    """What reward function `name` returned for `count` completions, as a list; raises RewardError for what is none."""
+    """The rewards that function `name` returned for `count` completions. Raises RewardError where they are none."""
     returned = f"REWARDS: {name} returned"
+    values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, Sequence):
         raise RewardError(f"{returned} {type(values).__name__}, not a list of numbers")
     if len(values) != count:
         raise RewardError(f"{returned} {len(values)} rewards for {count} completions")
-    for value in values:
-        number = isinstance(value, (int, float))
-        if value is not None and not (number and (value != value or abs(value) <= MOST_REWARD)):
-            what = f"neither a finite number of at most {MOST_REWARD:g} in size nor None"
-            raise RewardError(f"{returned} {one_line(repr(value), 200)}, which is {what}")
-    return values
-
-
-Reward = Callable[..., list[float | None]]
-# What every reward function is given beside the columns.
-GIVEN = {
-    "prompts", "completions", "completion_ids", "raw_completions", "rendered_prompts", "truncated", "trainer_state",
-    "log_extra", "log_metric",
-}  # fmt: skip
+    numbers = [value.item() if hasattr(value, "item") else value for value in values]  # numpy's
+    for value in numbers:
+        is_number = isinstance(value, (int, float)) and (value != value or abs(value) <= MOST_REWARD)
+        if value is not None and not is_number:
+            problem = f"neither a finite number of at most {MOST_REWARD:g} in size nor None"
+            raise RewardError(f"{returned} {one_line(repr(value), 200)}, which is {problem}")
+    return numbers
 
 
 def is_called_by_keyword(function: Callable[..., Any]) -> bool:
-    """Whether a reward function of the user's is called as TRL does it, all by keyword; else its first argument has a name
-    of its own, and gets the completions."""
+    """Whether a function of the user's is called as TRL does it, all by keyword; else its first argument has a name of
+    its own, and gets the completions."""
     try:
-        parameters = list(inspect.signature(function).parameters.values())
+        parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # built into Python, without a signature
         return True
-    first = next((one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)), None)
-    return first is None or first in GIVEN or any(one.name == "completions" for one in parameters)
+    positional = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return not positional or positional[0] in GIVEN or "completions" in parameters
 
 
 def copied(name: str, value: Any) -> Any:
-    """An argument for one function alone: what it changes in place, neither the next one nor the rows see."""
+    """A copy of an argument: what one function changes in place, neither the next one nor the rows see."""
     if name == "completion_ids":
         return [list(ids) for ids in value]
     return copy.deepcopy(value) if isinstance(value, list) else value
@@ -227,14 +223,11 @@ def reward_callable(name: str, settings: Settings, title: str | None = None) -> 
             with users_code(here) if own else contextlib.nullcontext():
                 values = function(completions=texts, **arguments) if by_keyword else function(texts, **arguments)
                 values = asyncio.run(values) if inspect.iscoroutine(values) else values
-            values = values.tolist() if hasattr(values, "tolist") else values
-            if isinstance(values, Sequence):
-                values = [value.item() if hasattr(value, "item") else value for value in values]  # numpy's
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # sys.exit too: it would end the run as if it were complete
             place = error_place(error, name.partition(":")[0]) if own else ""
-            raise RewardError(f"REWARDS: {name} raised {ended(error)}{place}") from error
+            raise RewardError(f"REWARDS: {name} raised {describe_failure(error)}{place}") from error
         return checked_rewards(name, values, len(completions))
 
     reward.__name__ = title or name.rpartition(":")[2]
@@ -253,11 +246,7 @@ def is_by_action(name: str) -> bool:
 
 
 def reward_titles(names: Sequence[str]) -> list[str]:
-    """The names of reward functions in logs and columns: a function's own where no other has it, else with its module.
-
-    >>> reward_titles(["action", "mine:score", "yours:score", "mine:other"])
-    ['action', 'mine:score', 'yours:score', 'other']
-    """
+    """The names of reward functions in logs and columns: their own where no other has it, else with the module."""
     short = [name.rpartition(":")[2] for name in names]
     return [name if short.count(last) > 1 else last for name, last in zip(names, short, strict=True)]
 
@@ -268,16 +257,8 @@ def load_rewards(specs: Sequence[tuple[str, float]], settings: Settings) -> list
     return [reward_callable(name, settings, title) for name, title in zip(names, reward_titles(names), strict=True)]
 
 
-def no_log_extra(column: str, values: list[Any]) -> None:
-    """TRL's `log_extra` outside of training, where nothing is logged."""
-
-
-def no_log_metric(name: str, value: float) -> None:
-    """TRL's `log_metric` outside of training."""
-
-
 def first_state(total_steps: int) -> types.SimpleNamespace:
-    """What transformers' TrainerState holds before the first step, for calls without a trainer."""
+    """The fields of transformers' TrainerState before the first step, for calls without a trainer."""
     return types.SimpleNamespace(
         epoch=0, global_step=0, max_steps=total_steps, logging_steps=1, eval_steps=500, save_steps=500,
         train_batch_size=None, num_train_epochs=0, num_input_tokens_seen=0, total_flos=0, log_history=[],
@@ -287,27 +268,33 @@ def first_state(total_steps: int) -> types.SimpleNamespace:
     )  # fmt: skip
 
 
+def log_nothing(name: str, value: Any) -> None:
+    """TRL's `log_extra` and `log_metric` outside of training."""
+
+
 def score(
     functions: Sequence[Reward],
-    read: Sequence[Completion],
+    completions: Sequence[Completion],
     ids: Sequence[Sequence[int]],
     columns: Sequence[str],
     trainer_state: Any,
-    log_extra: Callable[..., None] = no_log_extra,
-    log_metric: Callable[..., None] = no_log_metric,
+    log_extra: Callable[..., None] = log_nothing,
+    log_metric: Callable[..., None] = log_nothing,
 ) -> list[list[float]]:
-    """What each function gives each completion (N, F), NaN for None. `ids`: their tokens; `columns`: the names of all
-    columns, which a row of another file has as None. Each function is called once, by the arguments that TRL gives
-    it."""
-    cells = [reward_columns(one.row) for one in read]
+    """The reward of each function for each completion (N, F), NaN for None. Each function is called once, by the
+    arguments that TRL gives it.
+
+    `ids` are the completions' tokens; `columns` are the names of all columns, which a row of another file has as None.
+    """
+    cells = [reward_columns(completion.row) for completion in completions]
     arguments: dict[str, Any] = {name: [row.get(name) for row in cells] for name in columns}
     arguments |= {
-        "prompts": [data_prompt(one.row) for one in read],
-        "completions": [one.decoded for one in read],
+        "prompts": [data_prompt(completion.row) for completion in completions],
+        "completions": [completion.decoded for completion in completions],
         "completion_ids": [list(tokens) for tokens in ids],
-        "raw_completions": [rewards.assistant_turn(one.row.prompt, one.text) for one in read],
-        "rendered_prompts": [one.row.prompt for one in read],
-        "truncated": [one.truncated for one in read],
+        "raw_completions": [completion.turn for completion in completions],
+        "rendered_prompts": [completion.row.prompt for completion in completions],
+        "truncated": [completion.truncated for completion in completions],
         "trainer_state": trainer_state,
         "log_extra": log_extra,
         "log_metric": log_metric,
@@ -316,21 +303,21 @@ def score(
     return [[math.nan if value is None else value for value in row] for row in zip(*values, strict=True)]
 
 
-def is_answer(one: Completion) -> bool:
-    """Whether a completion can be read: it names an action where its row has some, else its final channel holds text."""
-    if one.row.rewards:
-        return one.action is not None
-    return bool((rewards.final_channel(rewards.assistant_turn(one.row.prompt, one.text)) or "").strip())
+def is_answer(completion: Completion) -> bool:
+    """Whether a completion names an action where its row has some; else whether its final channel holds text."""
+    if completion.row.rewards:
+        return completion.action is not None
+    return bool((rewards.final_channel(completion.turn) or "").strip())
 
 
-def completion_rates(read: Sequence[Completion]) -> dict[str, float]:
+def completion_rates(completions: Sequence[Completion]) -> dict[str, float]:
     """Parse rate, best-action rate, clipped ratio and lengths of some completions."""
-    answered = [one for one in read if is_answer(one)]
-    best = [one for one in answered if one.row.rewards and one.row.rewards[one.action] == max(one.row.rewards)]
+    acted = [(completion.row.rewards, completion.action) for completion in completions]
+    count, lengths = len(completions), [completion.tokens for completion in completions]
     return {
-        "parse_rate": len(answered) / len(read),
-        "best_action_rate": len(best) / len(read),
-        "clipped_ratio": sum(one.truncated for one in read) / len(read),
-        "tokens_mean": sum(one.tokens for one in read) / len(read),
-        "tokens_max": max(one.tokens for one in read),
+        "parse_rate": sum(map(is_answer, completions)) / count,
+        "best_action_rate": sum(k is not None and row[k] == max(row) for row, k in acted) / count,
+        "clipped_ratio": sum(completion.truncated for completion in completions) / count,
+        "tokens_mean": sum(lengths) / count,
+        "tokens_max": max(lengths),
     }

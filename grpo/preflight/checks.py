@@ -43,7 +43,6 @@ from grpo.preflight.resolve import Facts, ResolvedRun, read_facts, resolve
 from grpo.run.folder import RunState, existing_parent, inspect_run
 from grpo.run.ranks import Ranks
 from grpo.settings import (
-    MOST_COMPLETIONS,
     MOST_WHOLE,
     Problems,
     Settings,
@@ -53,6 +52,7 @@ from grpo.settings import (
     path_fault,
     unknown_variables,
 )
+from grpo.settings_table import MOST_COMPLETIONS
 
 
 def check_attention(settings: Settings, machine: Machine, problems: Problems) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import datasets
 import pandas
 import pytest
 from conftest import RENDERED
@@ -21,7 +22,6 @@ ROWS = [
     {"user": "Go", "reward_action_0": 0, "reward_action_1": 0.5, "note": "a,b", "q_action_0": -1, "q_action_1": -0.5},
     {"user": "Stop\nnow", "reward_action_0": 1.5, "reward_action_1": 0, "note": "", "q_action_0": 0, "q_action_1": -2},
 ]
-LINES = "".join(json.dumps(row) + "\n\n" for row in ROWS)
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Go"}]
 
 
@@ -39,55 +39,60 @@ def test_the_same_rows_in_every_format(tmp_path):
     table = pandas.DataFrame(ROWS)
     table.to_csv(tmp_path / "d.csv", index=False)
     table.to_parquet(tmp_path / "d.parquet")
-    write(tmp_path / "d.jsonl", LINES)
+    write(tmp_path / "d.jsonl", "".join(json.dumps(row) + "\n\n" for row in ROWS))
     write(tmp_path / "d.json", json.dumps(ROWS))
-    made = [load(tmp_path / f"d.{ending}") for ending in ("csv", "parquet", "jsonl", "json")]
-    assert not any(problems for _, problems in made)
-    seen = [[(row.id, row.messages, row.rewards, row.q, row.columns["note"]) for row in rows] for rows, _ in made]
+    loaded = [load(tmp_path / f"d.{ending}") for ending in ("csv", "parquet", "jsonl", "json")]
+    assert not any(problems for _, problems in loaded)
+    seen = [[(row.id, row.messages, row.rewards, row.q, row.columns["note"]) for row in rows] for rows, _ in loaded]
     assert seen[0] == seen[1] == seen[2] == seen[3] and seen[0][1][0] == "d:2"
     assert seen[0][0][1:] == ((("user", "Go"),), (0.0, 0.5), (-1.0, -0.5), "a,b")
-    assert all(row.conversational for rows, _ in made for row in rows), "a user column: TRL's conversational form"
+    assert all(row.conversational for rows, _ in loaded for row in rows), "a user column: TRL's conversational form"
+
+
+OURS, BRIEF, GO = ("system", "Ours"), ("system", "Be brief."), ("user", "Go")
+PROMPTS = [  # row, its messages where the system prompt is "Ours"
+    ({"question": "6 * 7?", "answer": "#### 42"}, (OURS, ("user", "6 * 7?"))),
+    ({"prompt": CHAT}, (BRIEF, GO)),
+    ({"prompt": CHAT[1:], "answer": {"a": [1]}}, (OURS, GO)),
+    ({"prompt": [{"role": "developer", "content": "Mine"}, *CHAT[1:]]}, (("developer", "Mine"), GO)),
+    ({"prompt": RENDERED.format("x")}, (("rendered", RENDERED.format("x")),)),
+    ({"user": "Go", "system": "Mine"}, (("system", "Mine"), GO)),
+    ({"user": "Go", "system": None}, (OURS, GO)),
+]
 
 
 def test_what_a_prompt_may_be(tmp_path):
     """A question, a list of messages, rendered text; a system prompt where the row has none."""
-    rows = [
-        {"question": "6 * 7?", "answer": "#### 42"}, {"prompt": CHAT}, {"prompt": CHAT[1:], "answer": {"a": [1]}},
-        {"prompt": [{"role": "developer", "content": "Mine"}, *CHAT[1:]]}, {"prompt": RENDERED.format("x")}, {"user": "Go", "system": "Mine"}, {"user": "Go", "system": None},
-    ]  # fmt: skip
-    path = write(tmp_path / "d.jsonl", "\n".join(map(json.dumps, rows)))
-    made, problems = load(path, "Ours")
-    ours, chat = ("system", "Ours"), (("system", "Be brief."), ("user", "Go"))
-    assert not problems and [row.messages for row in made] == [
-        (ours, ("user", "6 * 7?")), chat, (ours, chat[1]), (("developer", "Mine"), chat[1]), (("rendered", RENDERED.format("x")),), (("system", "Mine"), chat[1]),
-        (ours, chat[1]),
-    ]  # fmt: skip
-    assert [row.conversational for row in load(path)[0]] == [True] * 7, "the file has a user column"
-    assert made[2].columns["answer"] == {"a": [1]}, "columns keep their type"
-    asked = write(tmp_path / "e.jsonl", json.dumps(rows[0]))
-    assert not load(asked)[0][0].conversational
+    path = write(tmp_path / "d.jsonl", "\n".join(json.dumps(row) for row, _ in PROMPTS))
+    rows, problems = load(path, "Ours")
+    assert not problems and [row.messages for row in rows] == [messages for _, messages in PROMPTS]
+    assert all(row.conversational for row in rows), "the file has a user column"
+    assert rows[2].columns["answer"] == {"a": [1]}, "columns keep their type"
+    question = write(tmp_path / "e.jsonl", json.dumps(PROMPTS[0][0]))
+    assert not load(question)[0][0].conversational
 
 
+PAID = '{"user": "a", "reward_action_0": 1, "reward_action_1": '
 REFUSED = [
     ("d.jsonl", '{"user": "a"}\n{"user": \n', "d.jsonl, line 2: it is not JSON"),
     ("d.jsonl", '{"user": "a"}\n[1]\n', "d.jsonl, line 2: it is no JSON object"),
     ("d.jsonl", '[{"user": "a"}, 3]', "d.jsonl, line 1: it is no JSON object"),
     ("d.jsonl", '{"user": ' + "[" * 10_000, "d.jsonl, line 1: it is not JSON"),
-    ("d.jsonl", json.dumps({f"c{k}": 1 for k in range(40_000)}), "d.jsonl, header: it has 40,000 columns"),
-    ("d.jsonl", '{"user": "a", "reward_action_0": 1, "reward_action_1": 1' + "0" * 400 + "}", "0 is not a finite number"),
+    ("d.jsonl", PAID + '2, "user": "b"}', "line 1: it is not JSON ('user' stands there twice)"),
+    ("d.jsonl", PAID + "1" + "0" * 400 + "}", "0 is not a finite number"),
+    ("d.jsonl", PAID + "true}", "column reward_action_1: True is not a finite"),
+    (
+        "d.jsonl",
+        PAID + '2}\n{"user": "b", "reward_action_0": 1}',
+        "row 2 (line 2), column reward_action_1: the reward is",
+    ),
     ("d.jsonl", '{"user": "a\\ud800"}', "row 1 (line 1): the prompt holds half a character"),
-    ("d.jsonl", '{"prompt": [{"role": "user", "content": "\\u200b"}]}', "column prompt: the user's message is empty"),
-    ("d.jsonl", "\n", "d.jsonl: it is empty"), ("d.parquet", "PAR1", "d.parquet: it is no Parquet file"),
+    ("d.jsonl", "\n", "d.jsonl: it is empty"),
+    ("d.parquet", "PAR1", "d.parquet: it is no Parquet file"),
     ("d.jsonl", '{"text": "a"}', "d.jsonl, header: there is neither a `prompt` nor a `user` column"),
     ("d.jsonl", '{"user": "a"}\n\n{"user": 3}', "d.jsonl, row 2 (line 3), column user: 3 is not text"),
     ("d.jsonl", '{"user": "a"}\n{"prompt": null}', "row 2 (line 2), column prompt: the prompt is empty"),
-    ("d.jsonl", '{"prompt": [{"role": "assistant", "content": "x"}]}', "column prompt: message 1 is of the role 'assistant'"),
-    ("d.jsonl", '{"prompt": [{"role": "user", "content": "x"}, {"role": "system", "content": "y"}, {"role": "user", "content": "z"}]}', "column prompt: message 2 is of the role 'system'"),
-    ("d.jsonl", '{"prompt": {"role": 3}}', "column prompt: it is neither text nor a list of messages"),
-    ("d.jsonl", '{"user": "a", "reward_action_0": 1, "reward_action_1": true}', "column reward_action_1: True is not a finite"),
-    ("d.jsonl", '{"user": "a", "reward_action_0": 1, "reward_action_1": 2}\n{"user": "b", "reward_action_0": 1}',
-     "row 2 (line 2), column reward_action_1: the reward is missing"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "text", "words"), REFUSED)
@@ -96,8 +101,14 @@ def test_what_is_refused(tmp_path, name, text, words):
     assert not rows and words in only(problems)
 
 
+KEYS = st.sampled_from(["user", "prompt", "role", "content", "reward_action_0"])
+SCALARS = st.none() | st.booleans() | st.floats() | st.text()
+JSON = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(KEYS, inner))
+CONTENTS = st.binary() | st.text().map(str.encode) | JSON.map(lambda value: json.dumps(value).encode())
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(content=st.one_of(st.binary(), st.text().map(str.encode), st.recursive(st.none() | st.booleans() | st.floats() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(["user", "prompt", "role", "content", "reward_action_0"]), inner)).map(lambda value: json.dumps(value).encode())), ending=st.sampled_from(["jsonl", "json", "parquet"]))  # fmt: skip
+@given(content=CONTENTS, ending=st.sampled_from(["jsonl", "json", "parquet"]))
 def test_any_content_gives_rows_or_problems(tmp_path, content, ending):
     path = tmp_path / f"d.{ending}"
     path.write_bytes(content)
@@ -106,35 +117,25 @@ def test_any_content_gives_rows_or_problems(tmp_path, content, ending):
 
 
 def test_names_of_data_sets(tmp_path, monkeypatch):
-    """`org/name` is one, with configuration and split; a file or a folder of that name is not, nor what ends as a file."""
+    """`org/name` is one, with configuration and split; a file or folder of that name is not, nor a file's ending."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine/days").mkdir(parents=True)
-    names = [
-        "openai/gsm8k",
-        "openai/gsm8k:main:train",
-        "a/b.v2",
-        "a/b:c:train[:9]",
-        "days/x.txt",
-        "x/y.csv.gz",
-        "mine/days",
-        "mine/d.csv",
-        "d",
-        "a/b/c",
-        "mine/*",
-        "data/tiny",
-    ]
-    assert [name for name in names if is_dataset(name)] == names[:4]
+    names = ["openai/gsm8k", "openai/gsm8k:main:train", "a/b.v2", "a/b:c:train[:9]"]
+    others = ["days/x.txt", "x/y.csv.gz", "mine/days", "mine/d.csv", "d", "a/b/c", "mine/*", "data/tiny"]
+    assert [name for name in names + others if is_dataset(name)] == names
     assert label("a/b.v2:main") == "a/b.v2:main" and label("mine/days") == "days" and label("x/d.csv") == "d"
-    asked = []
+    calls = []
 
     def load_dataset(*arguments, **options):
-        asked.append((*arguments, options["split"]))
+        calls.append((*arguments, options["split"]))
         raise ConnectionError("no\nroute")
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     for setting, name in (("DATA", "a/b"), ("EVAL_DATA", "a/b"), ("EVAL_DATA", "a/b:main:dev")):
         problems = Problems()
         assert not read_rows(setting, name, problems)
-        told = only(problems)
-        assert told.startswith(f"{name}: no file of that name is there") and "(ConnectionError: no route)" in told
-    assert asked == [("a/b", None, "train"), ("a/b", None, "test"), ("a/b", "main", "dev")]
+        assert only(problems).startswith(f"{name}: no file of that name is there")
+        assert "(ConnectionError: no route)" in problems[0]
+    assert calls == [("a/b", None, "train"), ("a/b", None, "test"), ("a/b", "main", "dev")]
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **options: datasets.Dataset.from_list(ROWS))
+    assert [row.id for row in read_rows("DATA", "a/b", Problems())] == ["a/b:1", "a/b:2"]

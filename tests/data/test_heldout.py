@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows are held out of DATA. Run: python -m pytest tests/data/test_heldout.py"""
+"""Which rows are held out of DATA."""
 
 from __future__ import annotations
 
@@ -15,21 +15,18 @@ from grpo.data.heldout import LEAST_GROUPS, LEAST_HELD_OUT, MOST_HELD_OUT, date_
 from grpo.settings import Problems, Settings
 
 
-def asked(text, number=1, file="a.csv", **columns):
+def question(text, number=1, file="a.csv", **columns):
     return Row(file, number, (("user", text),), (0.0, 1.0), columns)
 
 
 def prompts(count, first=0, file="a.csv"):
-    return [asked(f"question {first + n}", n + 1, file) for n in range(count)]
+    return [question(f"question {first + n}", n + 1, file) for n in range(count)]
 
 
 def days(count, hours=3, column="timestamp"):
     stamps = [f"2025-{1 + day // 28:02}-{1 + day % 28:02}" for day in range(count)]
-    return [
-        asked(f"{stamp} at {hour}", 1, **{column: f"{stamp}T{hour:02}:00:00"})
-        for stamp in stamps
-        for hour in range(hours)
-    ]
+    pairs = ((stamp, hour) for stamp in stamps for hour in range(hours))
+    return [question(f"{stamp} at {hour}", 1, **{column: f"{stamp}T{hour:02}:00:00"}) for stamp, hour in pairs]
 
 
 def keys(rows):
@@ -63,14 +60,10 @@ def test_neither_file_nor_place_nor_other_columns_decide():
     rows = prompts(60)
     held = keys(hold_out(rows, 0.2).heldout)
     moved = [dataclasses.replace(row, file="b.csv", number=99, rewards=(1.0, 0.0)) for row in reversed(rows)]
-    told = [dataclasses.replace(row, messages=(("system", "Be brief."), *row.messages)) for row in rows]
-    assert keys(hold_out(moved, 0.2).heldout) == keys(hold_out(told, 0.2).heldout) == held
-
-
-def test_a_prompt_in_several_rows_stays_together():
-    rows = [row for row in prompts(40) for _ in range(5)]
-    split = hold_out(rows, 0.2)
-    assert set(Counter(map(group_of, split.train)).values()) == {5}
+    briefed = [dataclasses.replace(row, messages=(("system", "Be brief."), *row.messages)) for row in rows]
+    assert keys(hold_out(moved, 0.2).heldout) == keys(hold_out(briefed, 0.2).heldout) == held
+    split = hold_out([row for row in rows for _ in range(5)], 0.2)
+    assert set(Counter(map(group_of, split.train)).values()) == {5}, "a prompt in several rows stays together"
     assert not keys(split.train) & keys(split.heldout)
 
 
@@ -103,17 +96,21 @@ def test_a_large_table_is_held_out_and_evaluated_in_part():
 
 
 DATES = [
-    ({"timestamp": "2025-09-01T08:00:00"}, "2025-09-01"), ({"Date": "2025/9/1"}, "2025-09-01"),
+    ({"timestamp": "2025-09-01T08:00:00"}, "2025-09-01"),
+    ({"Date": "2025/9/1"}, "2025-09-01"),
     ({"日時": "2025-09-01 08:00"}, "2025-09-01"),
-    ({"note": "x", "datetime": " 2025-09-1 8:00"}, "2025-09-01"), ({"day": "Monday"}, None), ({"time": "08:00"}, None),
-    ({"born": "2025-09-01"}, None), ({"timestamp": "2025-09-011"}, None), ({"timestamp": None}, None), ({}, None),
-]  # fmt: skip
+    ({"note": "x", "datetime": " 2025-09-1 8:00"}, "2025-09-01"),
+    ({"day": "Monday", "time": "08:00"}, None),
+    ({"born": "2025-09-01"}, None),
+    ({"timestamp": "2025-09-011"}, None),
+    ({"timestamp": None}, None),
+]
 
 
 @pytest.mark.parametrize(("columns", "day"), DATES)
 def test_the_day_of_a_row(columns, day):
-    assert date_of(asked("x", **columns)) == day
-    assert group_of(asked("x", **columns))[0] == ("day" if day else "prompt")
+    assert date_of(question("x", **columns)) == day
+    assert group_of(question("x", **columns))[0] == ("day" if day else "prompt")
 
 
 def test_settings_decide_what_is_held_out(tmp_path):

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward functions before a run: found, tried, refused where garbage pays. Run: python -m pytest
-tests/data/test_reward_checks.py"""
+"""Reward functions before a run: loaded, tried, refused where garbage pays."""
 
 from __future__ import annotations
 
@@ -20,6 +19,8 @@ from grpo.plan.hub import TINY_PATH
 from grpo.settings import Problems, Settings
 
 ROW = Row("d.csv", 1, (("user", "x"),), (0.0, 1.0), {"reward_action_0": 0.0, "reward_action_1": 1.0})
+BARE = dataclasses.replace(ROW, rewards=(), columns={"user": "x"})
+TOKENIZER = TINY_PATH / "tokenizer.json"
 MY_REWARDS = """NUMBER = 3
 def score(completions, **columns): return [1.0] * len(completions)
 def total(completions, *, reward_action_0, **columns): return [sum(reward_action_0)]
@@ -41,36 +42,40 @@ class Silent(Exception):
     def __str__(self): raise ValueError
 def silent(completions, **columns): raise Silent
 """
+ONES = "def score(completions, **columns): return [1.0 for _ in completions]\n"
 # Modules of the user's that must be named where they end the program, or are not the ones that Python takes.
 MODULES = {
+    "my_rewards": MY_REWARDS,
+    "my_broken": "def score(:\n",
     "my_helper": "zero = 0.0\n",
-    "my_place": "import os\nos.chdir('/')\ndef score(completions, **columns): return [os.chdir('/') or 0.0 for _ in completions]\n",
+    "my_place": "import os\nos.chdir('/')\ndef score(texts, **_): return [os.chdir('/') or 0.0 for _ in texts]\n",
     "my_exit": "import sys\nsys.exit(0)\n",
     "my_arguments": "import argparse\nargparse.ArgumentParser().parse_args(['--check'])\n",
     "my_depth": "def deeper(): return deeper()\ndeeper()\n",
-    "datasets": "def score(completions, **columns): return [1.0 for _ in completions]\n",
-    "rewards": "def score(completions, **columns): return [1.0 for _ in completions]\n",
-    "math": "def score(completions, **columns): return [1.0 for _ in completions]\n",
+    "datasets": ONES,
+    "rewards": ONES,
+    "math": ONES,
 }
-
-
-TOKENIZER = TINY_PATH / "tokenizer.json"
 
 
 def checked(*rows, REWARDS="action", **settings):
     """(problems, warning) of these rows and reward functions."""
-    found = Problems()
-    return found, check_rewards(Settings(**settings), REWARDS, rows, found, TOKENIZER)[1]
+    problems = Problems()
+    return problems, check_rewards(Settings(**settings), REWARDS, rows, problems, TOKENIZER)[1]
 
 
-def problems(*rows, **settings):
+def problems_of(*rows, **settings):
     return checked(*rows, **settings)[0]
+
+
+def warning_of(*rows, **settings):
+    problems, warning = checked(*rows, **settings)
+    assert not problems
+    return warning
 
 
 @pytest.fixture
 def my_rewards(tmp_path, monkeypatch):
-    (tmp_path / "my_rewards.py").write_text(MY_REWARDS)
-    (tmp_path / "my_broken.py").write_text("def score(:\n")
     for name, text in MODULES.items():
         (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.chdir(tmp_path)
@@ -78,83 +83,74 @@ def my_rewards(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "my_rewards", raising=False)  # of another test, whose folder was another
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("actoin", "the nearest is action"),
-        ("action=high", "weight 'high' of 'action' is not a finite number"),
-        ("action=inf", "not a finite number"),
-        ("", "no reward function"),
-        ("action,action=2", "named twice"),
-        ("nowhere:score", "cannot be loaded: ModuleNotFoundError"),
-        ("my_broken:score", "SyntaxError"),
-        ("my_rewards:scroe", "AttributeError"),
-        ("my_rewards:NUMBER", "is no function"),
-        ("my_rewards:total", "my_rewards:total returned 1 rewards for 4 completions"),
-        ("my_rewards:narrow", "narrow raised TypeError: narrow() got an unexpected keyword argument"),
-        ("action=1_0", "weight '1_0' of 'action' is not a finite number"),
-        ("action=1e5", "weight '1e5' of 'action' is more than 10000 in size"),
-        ("my_exit:score", "'my_exit:score' cannot be loaded: SystemExit: 0, which would end the run"),
-        ("my_arguments:score", "'my_arguments:score' cannot be loaded: SystemExit: 2"),
-        ("my_depth:score", "'my_depth:score' cannot be loaded: RecursionError"),
-        ("my_rewards:leaves", "my_rewards:leaves raised SystemExit, which would end the run"),
-        ("my_rewards:deep", "my_rewards:deep raised RecursionError"),
-        (
-            "my_rewards:silent",
-            "my_rewards:silent raised Silent (my_rewards.py, line 20). It was tried before the run on made-up answers",
-        ),
-        ("math:hypot", "math:hypot' cannot be loaded: ImportError: Python takes "),
-        ("datasets:score", "/datasets.py: rename your file"),
-        ("rewards:score", "/rewards.py: rename your file"),
-        (":score", "cannot be loaded: ValueError: Empty module name"),
-        ("builtins:max", "builtins:max raised TypeError"),
-        ("my_rewards.py:score", "; write my_rewards:score, without .py"),
-    ],
-)
+BAD = [
+    ("actoin", "the nearest is action"),
+    ("action=high", "weight 'high' of 'action' is not a finite number"),
+    ("action=inf", "not a finite number"),
+    ("action=1_0", "weight '1_0' of 'action' is not a finite number"),
+    ("action=1e5", "weight '1e5' of 'action' is more than 10000 in size"),
+    ("", "no reward function"),
+    ("action,action=2", "named twice"),
+    ("nowhere:score", "cannot be loaded: ModuleNotFoundError"),
+    ("my_broken:score", "SyntaxError"),
+    ("my_rewards:scroe", "AttributeError"),
+    ("my_rewards:NUMBER", "is no function"),
+    ("my_rewards:total", "my_rewards:total returned 1 rewards for 4 completions"),
+    ("my_rewards:narrow", "narrow raised TypeError: narrow() got an unexpected keyword argument"),
+    ("my_exit:score", "'my_exit:score' cannot be loaded: SystemExit: 0, which would end the run"),
+    ("my_arguments:score", "'my_arguments:score' cannot be loaded: SystemExit: 2"),
+    ("my_depth:score", "'my_depth:score' cannot be loaded: RecursionError"),
+    ("my_rewards:leaves", "my_rewards:leaves raised SystemExit, which would end the run"),
+    ("my_rewards:deep", "my_rewards:deep raised RecursionError"),
+    ("my_rewards:silent", "raised Silent (my_rewards.py, line 20). It was tried before the run on made-up answers"),
+    ("math:hypot", "math:hypot' cannot be loaded: ImportError: Python takes "),
+    ("datasets:score", "/datasets.py: rename your file"),
+    ("rewards:score", "/rewards.py: rename your file"),
+    (":score", "cannot be loaded: ValueError: Empty module name"),
+    ("builtins:max", "builtins:max raised TypeError"),
+    ("my_rewards.py:score", "; write my_rewards:score, without .py"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), BAD)
 def test_bad_rewards(text, message, my_rewards):
-    problem = only(problems(ROW, REWARDS=text))
+    problem = only(problems_of(ROW, REWARDS=text))
     assert message in problem and problem.startswith("REWARDS")
 
 
-def test_the_users_folder_takes_no_librarys_place(my_rewards, tmp_path, monkeypatch):
-    """It is looked into last, wherever it stood before."""
+def test_the_users_folder_is_looked_into_last_and_for_the_users_code_alone(my_rewards, tmp_path, monkeypatch):
+    """Libraries try to import what is not installed; a function may import late."""
+    for text in ("action", "action,my_rewards:late"):
+        assert not problems_of(ROW, REWARDS=text) and str(tmp_path) not in sys.path
     monkeypatch.setattr(sys, "path", ["", str(tmp_path), *sys.path])
-    problem = only(problems(ROW, REWARDS="datasets:score"))
+    problem = only(problems_of(ROW, REWARDS="datasets:score"))
     assert "Python takes /" in problem and problem.count("datasets") >= 3
     assert sys.path[-1] == str(tmp_path) and sys.path.count(str(tmp_path)) == 1 and "" not in sys.path
 
 
-def test_the_users_folder_is_looked_into_for_the_users_code_alone(my_rewards, tmp_path):
-    """Libraries try to import what is not installed; a function may import late."""
-    for text in ("action", "action,my_rewards:late"):
-        assert not problems(ROW, REWARDS=text) and str(tmp_path) not in sys.path
-
-
 def test_the_users_code_does_not_move_the_run(my_rewards, tmp_path):
     """Neither when it is imported nor when it is called: OUTPUT_DIR, DATA and the rest may be relative."""
-    assert not problems(dataclasses.replace(ROW, rewards=()), REWARDS="my_place:score")
-    assert Path.cwd() == tmp_path
+    assert not problems_of(BARE, REWARDS="my_place:score") and Path.cwd() == tmp_path
     reward = reward_callable("my_place:score", Settings())
     assert Path.cwd() == tmp_path and reward(["a"]) == [0.0] and Path.cwd() == tmp_path
 
 
 def test_rewards_of_ones_own_need_no_columns(my_rewards):
-    bare, found = dataclasses.replace(ROW, rewards=(), columns={"user": "x"}), Problems()
-    specs, warning = check_rewards(Settings(), "my_rewards:score=2,format", [bare], found)
-    assert specs == [("my_rewards:score", 2.0), ("format", 1.0)] and not found and not warning
-    problem = only(problems(bare))
+    specs, warning = check_rewards(Settings(), "my_rewards:score=2,format", [BARE], problems := Problems())
+    assert specs == [("my_rewards:score", 2.0), ("format", 1.0)] and not problems and not warning
+    problem = only(problems_of(BARE))
     assert "d.csv, columns: there is no column reward_action_0" in problem and "should" not in problem
-    named = dataclasses.replace(bare, columns={"user": "x", "Reward_Action_0": "1", "Reward_Action_1": "0"})
-    assert "(should 'Reward_Action_0' be `reward_action_0`?)" in only(problems(named))
+    named = dataclasses.replace(BARE, columns={"user": "x", "Reward_Action_0": "1", "Reward_Action_1": "0"})
+    assert "(should 'Reward_Action_0' be `reward_action_0`?)" in only(problems_of(named))
 
 
 def test_rows_that_teach_nothing():
     """Every action pays the same: a problem where all rows are like that, as long as nothing else is rewarded."""
     flat = dataclasses.replace(ROW, rewards=(0.5, 0.5))
     for text in ("action", "best", "action=2,best", "regret"):
-        assert "every row pays all its actions the same" in only(problems(flat, flat, REWARDS=text))
-        assert not problems(flat, flat, ROW, REWARDS=text)
-    assert not problems(flat, REWARDS="action,format") and not problems(flat, REWARDS="format")
+        assert "every row pays all its actions the same" in only(problems_of(flat, flat, REWARDS=text))
+        assert not problems_of(flat, flat, ROW, REWARDS=text)
+    assert not problems_of(flat, REWARDS="action,format") and not problems_of(flat, REWARDS="format")
 
 
 SOFTMAX = dataclasses.replace(ROW, rewards=(0.25, 0.75), columns={"reward_action_0": 0.25, "reward_action_1": 0.75})
@@ -162,16 +158,17 @@ VALUES = dataclasses.replace(SOFTMAX, q=(-1.0, -3.5))
 
 
 def test_what_regret_and_shortfall_need():
-    signs, scale = (dataclasses.replace(SOFTMAX, number=7, rewards=row) for row in ((-0.5, 1.5), (0.25, 0.752)))
-    for row in (signs, scale):
-        problem = only(problems(SOFTMAX, row, row, REWARDS="regret"))
+    for rewards in ((-0.5, 1.5), (0.25, 0.752)):
+        row = dataclasses.replace(SOFTMAX, number=7, rewards=rewards)
+        later = dataclasses.replace(row, number=8)
+        problem = only(problems_of(SOFTMAX, row, later, REWARDS="regret"))
         assert problem.startswith("d.csv, row 7: its rewards are no softmax") and "REWARDS=action" in problem
-        assert "q_action_k" in problem and not problems(row, REWARDS="best")
-        assert not problems(dataclasses.replace(row, q=(0.0, 1.0)), REWARDS="regret"), "its values tell"
-    assert not problems(dataclasses.replace(SOFTMAX, rewards=(0.25, 0.7509)), REWARDS="regret"), "rounded"
-    problem = only(problems(VALUES, SOFTMAX, REWARDS="action,shortfall=10"))
+        assert "q_action_k" in problem and not problems_of(row, REWARDS="best")
+        assert not problems_of(dataclasses.replace(row, q=(0.0, 1.0)), REWARDS="regret"), "its values tell"
+    assert not problems_of(dataclasses.replace(SOFTMAX, rewards=(0.25, 0.7509)), REWARDS="regret"), "rounded"
+    problem = only(problems_of(VALUES, SOFTMAX, REWARDS="action,shortfall=10"))
     assert problem.startswith("d.csv, columns: `shortfall` needs q_action_0")
-    assert not problems(VALUES, REWARDS="action,shortfall=10")
+    assert not problems_of(VALUES, REWARDS="action,shortfall=10")
 
 
 def test_garbage_never_pays():
@@ -179,58 +176,47 @@ def test_garbage_never_pays():
     negative = dataclasses.replace(VALUES, columns={"reward_action_0": -3.0, "reward_action_1": -1.0})
     for text in ("action", "best", "regret", "shortfall", "action,shortfall=10", "action,format=-0.01"):
         assert checked(negative, REWARDS=text) == ([], None), text
-    found, warning = checked(negative, REWARDS="action", INVALID_REWARD=-3.0)
-    assert not found and "earns -3 on average (action -3), a row's worst action -3. Garbage pays: unset it" in warning
     assert checked(negative, INVALID_REWARD=-3.1) == ([], None)
-    found, warning = checked(negative, REWARDS="regret", INVALID_REWARD=0.0)
-    assert not found and warning.startswith("INVALID_REWARD=0: an unreadable answer earns 0 on average")
-    found, warning = checked(negative, INVALID_REWARD=math.nan)
-    assert not found and "earns -2 on average (action nan)" in warning and "unlearns its format" in warning
-    problem = only(problems(negative, REWARDS="action=-1"))
-    assert problem.endswith("Give action weights above 0")
+    warning = warning_of(negative, INVALID_REWARD=-3.0)
+    assert "earns -3 on average (action -3), a row's worst action -3. Garbage pays: unset it" in warning
+    warning = warning_of(negative, REWARDS="regret", INVALID_REWARD=0.0)
+    assert warning.startswith("INVALID_REWARD=0: an unreadable answer earns 0 on average")
+    warning = warning_of(negative, INVALID_REWARD=math.nan)
+    assert "earns -2 on average (action nan)" in warning and "unlearns its format" in warning
+    assert only(problems_of(negative, REWARDS="action=-1")).endswith("Give action weights above 0")
 
 
 def test_garbage_that_a_function_of_ones_own_pays(my_rewards):
     """A penalty on answers, and none on what is no answer: six runs learned garbage from one like it."""
-    problem = only(problems(ROW, REWARDS="action,my_rewards:penalty=2"))
-    assert (
-        "an unreadable answer earns -0.1 on average (action -0.1, my_rewards:penalty 0), a row's worst action -6"
-        in problem
-    )
+    problem = only(problems_of(ROW, REWARDS="action,my_rewards:penalty=2"))
+    assert "answer earns -0.1 on average (action -0.1, my_rewards:penalty 0), a row's worst action -6" in problem
     assert "Let my_rewards:penalty return less where rewards.parse_action finds no action" in problem
     assert "or set INVALID_REWARD=-6.1" in problem
     assert checked(ROW, REWARDS="action,my_rewards:penalty=2", INVALID_REWARD=-6.1) == ([], None)
-    found, warning = checked(ROW, REWARDS="action,my_rewards:penalty", INVALID_REWARD=0.0)
-    assert not found and "my_rewards:penalty 0), a row's worst action -3. Garbage pays" in warning
-    for one in ("brief", "dreamy"):  # what pays is an empty final channel alone, or none
-        assert f"earns 4.9 on average (action -0.1, my_rewards:{one} 5)" in only(
-            problems(ROW, REWARDS=f"action,my_rewards:{one}")
-        )
-    assert "no function rewards any answer to the rows that were tried" in only(
-        problems(ROW, REWARDS="my_rewards:mute")
-    )
-    assert checked(dataclasses.replace(ROW, rewards=()), REWARDS="my_rewards:score") == ([], None), "no actions known"
+    warning = warning_of(ROW, REWARDS="action,my_rewards:penalty", INVALID_REWARD=0.0)
+    assert "my_rewards:penalty 0), a row's worst action -3. Garbage pays" in warning
+    for name in ("brief", "dreamy"):  # an empty final channel alone pays, or none
+        problem = only(problems_of(ROW, REWARDS=f"action,my_rewards:{name}"))
+        assert f"earns 4.9 on average (action -0.1, my_rewards:{name} 5)" in problem
+    problem = only(problems_of(ROW, REWARDS="my_rewards:mute"))
+    assert "no function rewards any answer to the rows that were tried" in problem
+    assert checked(BARE, REWARDS="my_rewards:score") == ([], None), "no actions known"
 
 
 def test_functions_that_look_at_no_action_start_with_a_warning(my_rewards):
     """Such as the first examples of TRL's documentation: the length of the text, that in tokens."""
     for name, worth in (("score", "1"), ("length", "19"), ("tokens", "11")):
-        found, warning = checked(ROW, REWARDS=f"my_rewards:{name}")
-        assert not found and f"an unreadable answer earns {worth} on average" in warning, name
+        warning = warning_of(ROW, REWARDS=f"my_rewards:{name}")
+        assert f"an unreadable answer earns {worth} on average" in warning, name
         assert "all actions of a row earn the same" in warning and "Add action or regret" in warning
-    assert len(problems(ROW, REWARDS="action=0.001,my_rewards:length")) == 1, "here the action counts"
+    assert len(problems_of(ROW, REWARDS="action=0.001,my_rewards:length")) == 1, "here the action counts"
 
 
 def test_the_refusal_of_garbage_names_the_way_on(my_rewards):
-    problem = only(problems(ROW, REWARDS="my_rewards:picky"))
-    assert "Let my_rewards:picky return less where rewards.parse_action finds no action" in problem
-    assert problem.endswith(
-        "or set INVALID_REWARD=0, which these functions do not get, to start with a warning instead"
-    )
-    found, warning = checked(ROW, REWARDS="my_rewards:picky", INVALID_REWARD=0.0)
-    assert not found and warning.endswith(
-        "Garbage pays: Let my_rewards:picky return less where rewards.parse_action finds no action"
-    )
+    fix = "Let my_rewards:picky return less where rewards.parse_action finds no action"
+    other = "set INVALID_REWARD=0, which these functions do not get, to start with a warning instead"
+    assert only(problems_of(ROW, REWARDS="my_rewards:picky")).endswith(f"{fix} or {other}")
+    assert warning_of(ROW, REWARDS="my_rewards:picky", INVALID_REWARD=0.0).endswith(f"Garbage pays: {fix}")
 
 
 def test_functions_are_tried_on_rows_of_every_file(my_rewards):
@@ -239,28 +225,25 @@ def test_functions_are_tried_on_rows_of_every_file(my_rewards):
     rows = [dataclasses.replace(ROW, number=n) for n in range(200)]
     sampled = sample_rows([*rows, noted])
     assert len(sampled) == 64 and noted in sampled and sampled == sample_rows([*rows, noted])
-    tried = try_rewards([("action", 2.0), ("my_rewards:polite", 1.0)], Settings(), [noted])
-    assert tried == [(noted, [[pytest.approx(-0.2), 0.5], [pytest.approx(-0.2), 0.5], [0.0, 0.5], [2.0, 0.5]])]
-    assert not problems(noted, ROW, REWARDS="action,my_rewards:polite")
-    assert "unexpected keyword argument" in only(problems(noted, ROW, REWARDS="my_rewards:narrow"))
-    assert "missing 1 required keyword-only argument: 'note'" in only(problems(ROW, REWARDS="my_rewards:polite"))
+    trials = try_rewards([("action", 2.0), ("my_rewards:polite", 1.0)], Settings(), [noted])
+    assert trials == [(noted, [[pytest.approx(-0.2), 0.5], [pytest.approx(-0.2), 0.5], [0.0, 0.5], [2.0, 0.5]])]
+    assert not problems_of(noted, ROW, REWARDS="action,my_rewards:polite")
+    assert "unexpected keyword argument" in only(problems_of(noted, ROW, REWARDS="my_rewards:narrow"))
 
 
 def test_held_out_rows_that_the_rewards_cannot_score(my_rewards):
     """They lack the actions, or a column that a function asks for."""
     for name, words in (("regret", "there is no column reward_action_0"), ("my_rewards:polite", "argument: 'note'")):
-        found = Problems()
-        check_heldout([(name, 1.0)], Settings(), [dataclasses.replace(ROW, rewards=(), columns={})], found, TOKENIZER)
-        assert words in only(found)
+        check_heldout([(name, 1.0)], Settings(), [BARE], problems := Problems(), TOKENIZER)
+        assert words in only(problems)
 
 
 def test_every_row_has_the_answer_that_gsm8k_compares_with():
     """Not only those that are tried; numbers need not be text."""
-    row = dataclasses.replace(ROW, rewards=())
-    rows = [dataclasses.replace(row, number=n, columns={"answer": 42 if n % 2 else "#### 42"}) for n in range(1, 300)]
-    assert not problems(*rows, REWARDS="gsm8k")
+    rows = [dataclasses.replace(BARE, columns={"answer": 42 if n % 2 else "#### 42"}) for n in range(1, 300)]
+    assert not problems_of(*rows, REWARDS="gsm8k")
     for bad in ({"answer": "#### none"}, {"answer": None}, {}):
-        problem = only(problems(*rows, dataclasses.replace(row, number=300, columns=bad), REWARDS="gsm8k"))
+        problem = only(problems_of(*rows, dataclasses.replace(BARE, number=300, columns=bad), REWARDS="gsm8k"))
         assert problem.startswith("d.csv, row 300, column answer: there is no number")
 
 
@@ -270,10 +253,18 @@ def test_an_answer_that_is_tried_goes_on_behind_its_prompt():
     assert tried_text("2 + 2?", FINAL) == FINAL
 
 
-def test_the_check_says_what_a_function_of_ones_own_was_given(my_rewards, capsys):
-    assert not problems(ROW, REWARDS="action,my_rewards:length=0.001")
+def test_the_check_shows_the_call_of_a_function_of_ones_own(my_rewards, capsys):
+    """In a line of its own, and where the call fails in the refusal."""
+    assert not problems_of(ROW, REWARDS="action,my_rewards:length=0.001")
     (line,) = capsys.readouterr().out.splitlines()
     assert line == "my_rewards:length(prompts=['x'], completions=['final[0]'], ...) returned 8 for it"
+    row = dataclasses.replace(BARE, columns={"prompt": "x", "level": "3", "tags": ["a"]})
+    problem = only(problems_of(row, REWARDS="my_rewards:polite"))
+    assert "missing 1 required keyword-only argument: 'note'" in problem and "made-up answers to 1 rows" in problem
+    assert problem.endswith("(prompts=['x'], completions=['final[0]'], level=['3'], tags=[['a']], ...)")
+    talk = dataclasses.replace(row, columns={"prompt": [{"role": "user", "content": "x"}]}, conversational=True)
+    problem = only(problems_of(talk, REWARDS="my_rewards:polite"))
+    assert "(prompts=[[{'role': 'user', 'content': 'x'}]], completions=[[{'role': 'assistant', 'con" in problem
 
 
 def test_the_example_of_the_docs_finds_its_answers(tmp_path, monkeypatch, capsys):
@@ -283,24 +274,6 @@ def test_the_example_of_the_docs_finds_its_answers(tmp_path, monkeypatch, capsys
     rows = [["What is 4+4? ", "[0]"], ["What is 4+5?", "[0]"]]
     path = write_csv(tmp_path / "train.csv", ["question", "answer"], rows)
     monkeypatch.chdir(tmp_path)
-    assert not problems(*read_csv(path, Problems()), REWARDS="answers:exact")
+    assert not problems_of(*read_csv(path, Problems()), REWARDS="answers:exact")
     (line,) = capsys.readouterr().out.splitlines()
     assert "completions=['final[0]'], answer=['[0]'], ...) returned 1 for it" in line
-    assert line.endswith("; columns of a CSV are text, as in the file")
-
-
-def test_the_refusal_of_a_function_has_the_facts_that_mend_it(my_rewards):
-    """What prompts and completions were, and the columns with their types."""
-    row = dataclasses.replace(ROW, rewards=(), columns={"prompt": "x", "level": "3", "tags": ["a"]})
-    facts = "prompts and completions were text, as the prompts of DATA are; the columns, by keyword as well, are "
-    facts += "csv_prompt (str), level (str), tags (list)"
-    problem = only(problems(row, REWARDS="my_rewards:polite"))
-    assert "missing 1 required keyword-only argument: 'note'" in problem and problem.endswith(facts)
-    assert (
-        "made-up answers to 1 rows of DATA (one that stops before its final channel, an empty one, [0], [1])" in problem
-    )
-    talk = dataclasses.replace(row, columns={"prompt": [{"role": "user", "content": "x"}]}, conversational=True)
-    problem = only(problems(talk, REWARDS="my_rewards:polite"))
-    assert "prompts and completions were lists of messages, as the prompts of DATA are" in problem
-    problem = only(problems(row, talk, REWARDS="my_rewards:polite"))
-    assert "were text for rows whose prompt is text, lists of messages for the others" in problem

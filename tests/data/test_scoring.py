@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward functions: what they are given, and what they may return. Run: python -m pytest tests/data/test_scoring.py"""
+"""Reward functions: what they get, and what they may return."""
 
 from __future__ import annotations
 
@@ -26,14 +26,23 @@ from grpo.data.scoring import (
 )
 from grpo.settings import Settings
 
-REWARD_RESULTS = [
-    ("[1, None, 0.5]", None), ("[True, 0, 1]", None), ("__import__('numpy').ones(3)", None), ("list(__import__('numpy').ones(3, 'float32'))", None),
-    ("[1, 2]", "returned 2 rewards for 3"), ("None", "returned NoneType"), ("['a', 1, 2]", "returned 'a'"),
-    ("[1, 2, float('inf')]", "returned inf"), ("[1, 2, 10**400]", "returned 1000"), ("[1, 2, 1e20]", "returned 1e.20, which is neither"), ("[1 / 0]", r"raised ZeroDivisionError: division by zero \(returns_[0-9]+.py, line 2\)"),
-]  # fmt: skip
+RESULTS = [
+    ("[1, None, 0.5]", None),
+    ("[True, 0, 1]", None),
+    ("__import__('numpy').ones(3)", None),
+    ("list(__import__('numpy').ones(3, 'float32'))", None),
+    ("[1, 2]", "returned 2 rewards for 3"),
+    ("None", "returned NoneType"),
+    ("['a', 1, 2]", "returned 'a'"),
+    ("[1, 2, float('inf')]", "returned inf"),
+    ("[1, 2, 10**400]", "returned 1000"),
+    ("[1, 2, 1e20]", "returned 1e.20, which is neither"),
+    ("[1 / 0]", r"raised ZeroDivisionError: division by zero \(returns_[0-9]+.py, line 2\)"),
+    ("__import__('json').loads('x')", r"raised JSONDecodeError: .*\(returns_[0-9]+.py, line 2\)"),
+]
 
 
-@pytest.mark.parametrize(("result", "message"), REWARD_RESULTS)
+@pytest.mark.parametrize(("result", "message"), RESULTS)
 @pytest.mark.parametrize("kind", ["def", "async def"])
 def test_what_a_reward_may_return(result, message, kind, tmp_path, monkeypatch):
     name = f"returns_{abs(hash((result, kind)))}"
@@ -50,9 +59,9 @@ def test_rates_of_completions():
     """Two of four answer, one of them the best action; one was cut off."""
     row = Row("d.csv", 1, (("user", "x"),), (0.0, 1.0), {})
     answers = [(1, 10, False), (0, 20, False), (None, 30, True), (None, 40, False)]
-    read = [Completion(row, "", action, tokens, cut) for action, tokens, cut in answers]
-    rates = {"parse_rate": 0.5, "best_action_rate": 0.25, "clipped_ratio": 0.25, "tokens_mean": 25, "tokens_max": 40}
-    assert completion_rates(read) == rates
+    rates = completion_rates([Completion(row, "", action, tokens, cut) for action, tokens, cut in answers])
+    assert rates.pop("tokens_mean") == 25 and rates.pop("tokens_max") == 40
+    assert rates == {"parse_rate": 0.5, "best_action_rate": 0.25, "clipped_ratio": 0.25}
 
 
 def test_a_completion_names_an_action_only_where_the_row_has_some():
@@ -93,27 +102,36 @@ def examples(tmp_path, monkeypatch):
     return name
 
 
-def scores(names, row, texts):
-    """What reward functions give these answers to a row, called as the trainer calls them; of one, without its list."""
-    specs = [(name, 1.0) for name in ([names] if isinstance(names, str) else names)]
-    read = [read_completion(row, TURN.format(text), PLAIN.format(text), 3, False) for text in texts]
-    values = score(load_rewards(specs, Settings()), read, [[1, 2, 3]] * len(read), list(row.columns), first_state(5))
-    return [one[0] for one in values] if isinstance(names, str) else values
+def scores_of(names, row, texts):
+    """The rewards of these answers to a row (N, F), with functions called as the trainer calls them."""
+    functions = load_rewards([(name, 1.0) for name in names], Settings())
+    completions = [read_completion(row, TURN.format(text), PLAIN.format(text), 3, False) for text in texts]
+    return score(functions, completions, [[1, 2, 3]] * len(texts), list(row.columns), first_state(5))
+
+
+def scores(name, row, texts):
+    return [value for (value,) in scores_of([name], row, texts)]
 
 
 TEXT = Row("d.jsonl", 1, (("user", "2 + 2?"),), (), {"ground_truth": "4", "task": "math"}, "<|start|>assistant")
 CHAT = dataclasses.replace(TEXT, conversational=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "row", "expected"),
-    [
-        ("by_ids", TEXT, [3.0, 3.0]), ("by_text", TEXT, [len(PLAIN.format(text)) for text in ("so 4", "boxed{4}")]),
-        ("form", CHAT, [1.0, 0.0]), ("boxed", TEXT, [0.0, 1.0]), ("math_only", TEXT, [6.0, 6.0]), ("math_only", CHAT, [1.0, 1.0]),
-        ("later", TEXT, [0.5, 0.5]), ("later", CHAT, [0.5, 0.5]), ("logged", CHAT, [1.0, 1.0]),
-        ("positional", TEXT, [1.0, 1.0]), ("positional", CHAT, [1.0, 1.0]),
-    ],
-)  # fmt: skip
+EXAMPLES = [
+    ("by_ids", TEXT, [3.0, 3.0]),
+    ("by_text", TEXT, [len(PLAIN.format(text)) for text in ("so 4", "boxed{4}")]),
+    ("form", CHAT, [1.0, 0.0]),
+    ("boxed", TEXT, [0.0, 1.0]),
+    ("math_only", TEXT, [6.0, 6.0]),
+    ("math_only", CHAT, [1.0, 1.0]),
+    ("later", TEXT, [0.5, 0.5]),
+    ("logged", CHAT, [1.0, 1.0]),
+    ("positional", TEXT, [1.0, 1.0]),
+    ("positional", CHAT, [1.0, 1.0]),
+]
+
+
+@pytest.mark.parametrize(("name", "row", "expected"), EXAMPLES)
 def test_trls_documented_examples_run_as_they_are(examples, name, row, expected):
     """By keyword, with strings or with messages; only a first argument of another name gets the turns by position."""
     assert scores(f"{examples}:{name}", row, ["so 4", "boxed{4}"]) == expected
@@ -122,20 +140,14 @@ def test_trls_documented_examples_run_as_they_are(examples, name, row, expected)
 SOLVED = dataclasses.replace(CHAT, columns={"solution": "$4$"})
 
 
-@pytest.mark.parametrize(
-    ("name", "texts", "expected"),
-    [
-        ("accuracy_reward", [r"\boxed{4}", r"\boxed{5}"], [1.0, 0.0]),
-        ("reasoning_accuracy_reward", [r"</think> \boxed{4}", r"</think> \boxed{5}"], [1.0, 0.0]),
-    ],
-)  # fmt: skip
-def test_trls_own_rewards_run_as_they_are(name, texts, expected):
-    assert scores(f"trl.rewards:{name}", SOLVED, texts) == expected
-
-
-def test_trls_reward_factories_by_a_module_of_ones_own(tmp_path, monkeypatch):
-    made = "repeated, long, cosine = get_repetition_penalty_reward(2), get_soft_overlong_punishment(4, 2), get_cosine_scaled_reward(9)"
-    (tmp_path / "my_made_rewards.py").write_text(f"from trl.rewards import *\n{made}\n")
+def test_trls_own_rewards_run_as_they_are(tmp_path, monkeypatch):
+    """Its functions by their names, its factories by a module of one's own."""
+    assert scores("trl.rewards:accuracy_reward", SOLVED, [r"\boxed{4}", r"\boxed{5}"]) == [1.0, 0.0]
+    texts = [r"</think> \boxed{4}", r"</think> \boxed{5}"]
+    assert scores("trl.rewards:reasoning_accuracy_reward", SOLVED, texts) == [1.0, 0.0]
+    calls = "repeated, long = get_repetition_penalty_reward(2), get_soft_overlong_punishment(4, 2)"
+    module = f"from trl.rewards import *\n{calls}\ncosine = get_cosine_scaled_reward(9)\n"
+    (tmp_path / "my_made_rewards.py").write_text(module)
     monkeypatch.chdir(tmp_path)
     assert scores("my_made_rewards:repeated", CHAT, ["x"]) == [0.0]
     assert scores("my_made_rewards:long", CHAT, ["x"]) == [-0.5]
@@ -166,7 +178,8 @@ def test_a_function_that_changes_its_lists_changes_nothing_for_others(row, tmp_p
     monkeypatch.chdir(tmp_path)
     row = dataclasses.replace(row, columns=row.columns | {"tags": ["a", "b"]})
     for _ in range(2):
-        values = scores(["my_greedy:takes", "my_greedy:looks", "my_greedy:delegates", "format"], row, ["[0]", "so"])
+        names = ["my_greedy:takes", "my_greedy:looks", "my_greedy:delegates", "format"]
+        values = scores_of(names, row, ["[0]", "so"])
         assert values == [[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 0.0, 0.0]]
     assert row.columns["tags"] == ["a", "b"]
 
@@ -196,12 +209,10 @@ def test_a_message_is_parsed_as_trl_parses_it(tiny):
         assert read_completion(row, text, plain, len(ids), False, gptoss_template).decoded == expected, text
         assert read_completion(row, text, plain, len(ids), False).decoded == [{"role": "assistant", "content": plain}]
         kinds.add(tuple(expected[0]))
-    assert (
-        len(kinds) >= 3
-        and parsed_message(prompt, "to=functions.f<|channel|>commentary json<|message|>{", gptoss_template) is None
-    )
+    assert len(kinds) >= 3
+    assert parsed_message(prompt, "to=functions.f<|channel|>commentary json<|message|>{", gptoss_template) is None
 
 
 def test_titles_tell_functions_apart():
-    specs = [("action", 1.0), ("one:score", 1.0), ("two:score", 1.0), ("one:last", 1.0)]
-    assert reward_titles([name for name, _ in specs]) == ["action", "one:score", "two:score", "last"]
+    names = ["action", "mine:score", "yours:score", "mine:last"]
+    assert reward_titles(names) == ["action", "mine:score", "yours:score", "last"]

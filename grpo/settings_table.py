@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of settings: every environment variable with its default, limits and meaning."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+# Rewards times their weights stay within 1e16: the squares of a step's MOST_COMPLETIONS then sum to less than float32's
+# 3e38. Beyond that their standard deviation is infinite, and every advantage is 0.
+MOST_REWARD, MOST_WEIGHT, MOST_COMPLETIONS = 1e12, 1e4, 100_000
+Default = TypeVar("Default")
+Value = str | int | float | bool | None
+# A task is a set of defaults; a new one is its entry here and a reward function.
+TASKS: dict[str, dict[str, Value]] = {
+    "tes": {},
+    "gsm8k": {
+        "DATA": "data/gsm8k_train.jsonl",
+        "REWARDS": "gsm8k",
+        "SYSTEM_PROMPT": "Solve the problem. End your answer with #### and the number alone.",
+    },
+}
+
+
+def setting(group: str, default: Default, unit: str = "", text: str = "", **facts: Value | tuple[str, ...]) -> Default:
+    """One setting: its group in `--help`, its default, its unit and what it means in one sentence.
+
+    `facts` may hold `tiny`, the default for `MODEL_ID=tiny` where that differs; `resume`, whether it may change when a
+    run is resumed; the limits `low` and `high` (inclusive), `above` and `choices`; `date` for a day; `nan` where NaN is
+    accepted; and for a path `room`, the bytes by which names that are written beside it are longer.
+    """
+    return field(default=default, metadata={"group": group, "unit": unit, "text": text, "tiny": None, **facts})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Every setting of a run; the field's name is the environment variable's. None means `auto`."""
+
+    # fmt: off
+    MODEL_ID: str = setting("Model", "openai/gpt-oss-20b", room=0, text=
+        "Hub id, local folder, or `tiny`: a gpt-oss of 0.3M parameters that comes with the project (data/tiny).")
+    ATTN_IMPL: str = setting("Model", "auto", resume=True, text=
+        "Attention of the learner: `auto`, `torch_flash` (FlashAttention 2 as torch ships it), `flash_attention_2`, "
+        "`flash_attention_3`, `flash_attention_4`, `eager`, or a Hub kernel (`kernels-community/...`).")
+    EXPERTS: str | None = setting("Model", "bf16", choices=("bf16", "mxfp4", "shared", "paged"), resume=True, text=
+        "The learner's experts on the GPU: `bf16` dequantized once, `mxfp4` quantized (a third of the memory) and "
+        "dequantized layer by layer, `shared` likewise those of vLLM, with its embeddings and head, on Hopper cards, "
+        "`paged` as mxfp4 and in host memory while vLLM is awake; `auto`: shared where that can be, else the first of "
+        "bf16, mxfp4 and paged that fits the GPU.")
+    LORA_R: int = setting("Model", 4, "rank", tiny=8, low=1, text="Rank of the LoRA adapter.")
+    LORA_ALPHA: float = setting("Model", 8.0, tiny=16.0, above=0, high=10_000, text=
+        "LoRA scale: updates are multiplied by LORA_ALPHA / LORA_R.")
+    LORA_TARGETS: str = setting("Model", "all-linear", text=
+        "What gets an adapter: `all-linear` (q, k, v and o projections) or some of these, `experts` of all layers or "
+        "`7.experts` of one, separated by commas.")
+    LORA_DROPOUT: float = setting("Model", 0.0, "share", low=0, high=0.9, text=
+        "Dropout on the adapter's input while learning.")
+    INIT_ADAPTER: str = setting("Model", "", "folder", room=0, text=
+        "LoRA adapter that the run starts from instead of a fresh one, such as scripts/sft.py makes: its rank, alpha "
+        "and targets take the place of the defaults. Empty: a fresh one.")
+
+    TASK: str = setting("Data", "tes", choices=tuple(TASKS), text=
+        "What is learned: other defaults of DATA, REWARDS, SYSTEM_PROMPT and more (docs/tasks.md).")
+    DATA: str = setting("Data", "data/tes_train.csv", tiny="data/tes_train_compact.csv", resume=True, text=
+        "Training rows, separated by commas: CSV, JSON-lines and Parquet files, globs, data sets of the Hub "
+        "(`org/name:config:split`).")
+    EVAL_DATA: str | None = setting("Data", None, resume=True, text=
+        "Held-out rows, named as in DATA, for the evaluations; `auto`: EVAL_SHARE of DATA is held out, and of the "
+        "demo's DATA the rows that come with it.")
+    EVAL_SHARE: float = setting("Data", 0.1, "share", low=0, high=0.5, text=
+        "Share of DATA that is held out where EVAL_DATA is auto: whole days where rows carry a date, else whole "
+        "prompts, 64 at most; 0 holds nothing out.")
+    EVAL_SAMPLES: int = setting("Data", 4, "completions", tiny=8, low=0, high=1000, resume=True, text=
+        "Completions per held-out prompt, and runs through the closed loop, in every evaluation; 0 skips them all.")
+    EVAL_TEMPERATURE: float = setting("Data", 0.5, above=0, high=10, resume=True, text=
+        "Sampling temperature of every evaluation; beside it the greedy answer is measured.")
+    EVAL_STEPS: int = setting("Data", 50, "steps", tiny=100, low=0, resume=True, text=
+        "Steps between two evaluations while it trains; 0: only before and after.")
+    BEST_BY: str | None = setting("Data", None, choices=("plant", "reward"), resume=True, text=
+        "Figure by which the best adapter of the evaluated steps is kept: `plant` (regret of the closed loop) or "
+        "`reward` (held-out); `auto`: plant where the closed loop runs.")
+    EVAL_PROFILE: str | None = setting("Data", None, resume=True, text=
+        "Hourly profiles for the closed loop before and after training, where the held-out prompts are the TES "
+        "plant's; `auto`: the demo's for the demo's rows, else no closed loop; empty skips it.")
+    SYSTEM_PROMPT: str = setting("Data", "", text=
+        "System message of rows that are not rendered and have none; gpt-oss's template puts it into the developer "
+        "message.")
+    REASONING_EFFORT: str = setting("Data", "medium", tiny="low", choices=("low", "medium", "high"), text=
+        "Reasoning effort that the chat template writes into prompts which are not rendered yet.")
+    PROMPT_DATE: str = setting("Data", "2025-11-06", "date", date=True, text=
+        "Current date that the chat template writes, fixed so that a resumed run sees the same prompts.")
+    MAX_PROMPT_LEN: int = setting("Data", 2048, "tokens", tiny=256, low=1, text=
+        "Longest prompt that is accepted; a longer one is an error, never cut.")
+
+    REWARDS: str | None = setting("Rewards", None, text=
+        "Reward functions, `name=weight,...`: regret, action, best, shortfall, format, gsm8k, or `module:function`; "
+        "`auto`: regret if every training row has q_action_k, else action.")
+    INVALID_REWARD: float | None = setting(
+        "Rewards", None, "reward", low=-MOST_REWARD, high=MOST_REWARD, nan=True, text=
+        "Reward of an answer that cannot be parsed; `auto`: a tenth of the row's range below its worst action; `nan` "
+        "leaves it out of its group.")
+    SCALE_REWARDS: str | None = setting("Rewards", None, choices=("group", "batch", "none"), text=
+        "Divide advantages by the standard deviation of the group, of the batch, or not at all; `auto`: batch with "
+        "regret or shortfall, else group.")
+    EXPECTED_REWARD: bool | None = setting("Rewards", None, text=
+        "Learn at the answer `[k]` from the rewards of all actions, each by its probability, instead of the sampled "
+        "action's alone; `auto`: where all rows have reward_action_k and REWARDS hold a function of the action alone.")
+    MASK_TRUNCATED: bool = setting("Rewards", False, text=
+        "Leave completions that met MAX_COMPLETION_LEN out of the loss (bad length then costs nothing).")
+
+    USE_VLLM: bool | None = setting("Rollouts", None, resume=True, text=
+        "Generate with vLLM beside the trainer (MXFP4 weights, asleep while learning) instead of transformers; "
+        "`auto`: on a GPU.")
+    ROLLOUT_SYNC: str | None = setting("Rollouts", None, choices=("merge", "lora"), resume=True, text=
+        "Weight sync, how vLLM gets the adapter: `merge` pushes merged attention weights, rounded at random, `lora` "
+        "loads the adapter natively; `auto`: lora with experts in LORA_TARGETS, else merge.")
+    VLLM_GPU_MEM: float | None = setting("Rollouts", None, "share", above=0, high=0.95, resume=True, text=
+        "The most of the whole GPU that vLLM may take while awake; `auto` plans it from one step's key-value cache "
+        "and the free memory.")
+    VLLM_EAGER: bool = setting("Rollouts", False, resume=True, text=
+        "Run vLLM without compilation and CUDA graphs: starts faster, generates slower (its kernels in Triton need a "
+        "C compiler all the same).")
+    IS_CORRECTION: str = setting(
+        "Rollouts", "token_truncate",
+        choices=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "none"), text=
+        "Importance-sampling correction of vLLM's probabilities, TRL's modes, or `none`.")
+    IS_CLIP_MAX: float = setting("Rollouts", 3.0, "ratio", above=1, text=
+        "Importance ratios are truncated or masked above this.")
+    PARITY: str = setting("Rollouts", "on", choices=("on", "off"), resume=True, text=
+        "Train/inference mismatch check: compare vLLM's log-probs with the trainer's before the first step, and stop "
+        "(exit code 3) where they differ.")
+    PARITY_LIMIT: float = setting("Rollouts", 0.05, "nats", above=0, resume=True, text=
+        "Largest mean difference of log-probs that the mismatch check accepts.")
+    PROMPTS_PER_STEP: int = setting("Rollouts", 12, "prompts", tiny=8, low=1, high=MOST_COMPLETIONS, text=
+        "Prompts per optimizer step.")
+    NUM_GENERATIONS: int = setting("Rollouts", 8, "completions", low=2, high=MOST_COMPLETIONS, text=
+        "Completions per prompt: the group that advantages compare.")
+    GENERATION_BATCH: int | None = setting("Rollouts", None, "completions", low=1, resume=True, text=
+        "Completions that transformers generates at once; must divide PROMPTS_PER_STEP x NUM_GENERATIONS; `auto` "
+        "plans it from the free memory.")
+    MAX_COMPLETION_LEN: int = setting("Rollouts", 4000, "tokens", tiny=12, low=1, text=
+        "Longest completion; one that meets it counts as truncated.")
+    TEMPERATURE: float = setting("Rollouts", 1.0, tiny=1.5, above=0, high=10, text=
+        "Sampling temperature of the rollouts; the loss uses the same.")
+    TOP_P: float = setting("Rollouts", 1.0, "probability", above=0, high=1, text=
+        "Nucleus sampling; below 1 the sampled and the trained distribution differ.")
+
+    TOTAL_STEPS: int = setting("Learner", 100, "steps", tiny=400, low=1, resume=True, text=
+        "Optimizer steps of the whole run, resumed parts included.")
+    NUM_TRAIN_EPOCHS: float | None = setting("Learner", None, "epochs", above=0, high=1e6, resume=True, text=
+        "Rounds over the training rows, in place of TOTAL_STEPS: that is then rows x NUM_TRAIN_EPOCHS / "
+        "PROMPTS_PER_STEP, rounded up; `auto`: TOTAL_STEPS says.")
+    LEARNING_RATE: float = setting("Learner", 5e-5, tiny=4e-3, above=0, high=1, text="Peak learning rate of AdamW.")
+    LR_SCHEDULER: str = setting(
+        "Learner", "constant_with_warmup", tiny="linear",
+        choices=("constant", "constant_with_warmup", "linear", "cosine"), text=
+        "Learning-rate schedule; linear and cosine fall to 0 at TOTAL_STEPS, so the rate jumps up again where a "
+        "finished run is given more steps.")
+    WARMUP_STEPS: int = setting("Learner", 0, "steps", low=0, text="Steps over which the learning rate rises from 0.")
+    WEIGHT_DECAY: float = setting("Learner", 0.0, low=0, high=10, text="AdamW's weight decay.")
+    MAX_GRAD_NORM: float = setting("Learner", 1.0, "norm", above=0, text="Gradients are scaled down to this norm.")
+    MICRO_BATCH: int | None = setting("Learner", None, "completions", low=1, resume=True, text=
+        "Completions of MAX_COMPLETION_LEN in one micro-batch (of shorter ones it takes more); a matter of memory, "
+        "never of what is learned; `auto` plans it.")
+    PACKING: str | None = setting("Learner", None, choices=("prefix", "none"), resume=True, text=
+        "`prefix` computes a prompt once for all its completions, `none` once for each; `auto`: prefix where the "
+        "attention supports it.")
+    GRADIENT_CHECKPOINTING: bool = setting("Learner", True, tiny=False, text=
+        "Recompute activations in the backward pass: much less memory, about a third more time.")
+    LOSS_TYPE: str = setting(
+        "Learner", "bnpo", choices=("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo"), text=
+        "GRPO variant, TRL's names; the loss is Liger's.")
+    BETA: float = setting("Learner", 0.0, low=0, high=1000, text=
+        "Weight of the KL penalty against the base model; 0 saves a forward pass.")
+    EPSILON: float = setting("Learner", 0.2, above=0, text="Lower clip range of the policy ratio.")
+    EPSILON_HIGH: float | None = setting("Learner", None, above=0, text=
+        "Upper clip range; `auto` is EPSILON, 5.0 for cispo.")
+    SEED: int = setting("Learner", 42, low=0, high=2**31 - 1, text=
+        "Seed of prompt order, adapter initialization and sampling.")
+
+    OUTPUT_DIR: str = setting("Output", "runs/gpt-oss-20b", tiny="runs/tiny", resume=True, room=16, text=
+        "Folder of the run; OUTPUT_DIR.zip is written beside it.")
+    LOG_PROMPTS: bool = setting("Output", False, text="Write each prompt into completions.csv, beside its completion.")
+    SAVE_STEPS: int = setting("Output", 10, "steps", tiny=50, low=1, resume=True, text="Steps between checkpoints.")
+    SAVE_TOTAL_LIMIT: int = setting("Output", 3, "checkpoints", low=1, resume=True, text="Checkpoints that are kept.")
+    OVERWRITE: bool = setting("Output", False, resume=True, text=
+        "Delete the run that is in OUTPUT_DIR and start again.")
+    REPORT_TO: str = setting("Output", "none", resume=True, text=
+        "Trackers of the Trainer, separated by commas: none, wandb, tensorboard, trackio.")
+    ALLOW_UNTESTED: bool = setting("Output", False, resume=True, text=
+        "Go on with package versions outside the tested range.")
+    IGNORE_VARS: str = setting("Output", "", resume=True, text=
+        "Variables of other programs that look like a mistyped setting, separated by commas.")
+    # fmt: on
+
+    @property
+    def completions_per_step(self) -> int:
+        return self.PROMPTS_PER_STEP * self.NUM_GENERATIONS
+
+
+FIELDS = {spec.name: spec for spec in dataclasses.fields(Settings)}
