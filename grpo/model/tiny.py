@@ -6,21 +6,20 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from grpo.model.checkpoint import new_directory, require_space, special_token_ids, write_checkpoint, write_json
-from grpo.model.gptoss_format import SPECIAL_TOKENS, TINY, TINY_SYSTEM, ModelError, chat_template
-from grpo.model.warmup import Recipe, warm_up
+from grpo.model.checkpoint import new_directory, require_space, write_json
+from grpo.model.gptoss_format import SPECIAL_TOKENS, TINY, ModelError
+from grpo.model.warmup import Log, Recipe, write_warmed_up
 from grpo.model.warmup_rows import EFFORTS
 from grpo.tasks.tes.dataset import synthetic_rows
 
 NUMBER = r" ?[0-9]{1,3}"  # a token of its own; every integer from 0 to 100 has one, with and without the space before
 LARGEST_NUMBER = 100
-BLANK = "\u0120"  # how byte-level BPE writes it
+BLANK = "\u0120"  # a space in the alphabet of byte-level BPE
 TOKENIZER_SEED = 10_001  # of synthetic_rows, beyond those that data files use
 RECIPE = Recipe(
     TINY, "compact", windows=1200, probe_windows=20, seconds=math.inf, steps=1200, batch=32, lr=4e-3,
@@ -29,7 +28,7 @@ RECIPE = Recipe(
 
 
 def _tokenizer_corpus() -> list[str]:
-    """Texts without numbers, to learn words from: what stands between the numbers of rendered prompts and answers."""
+    """The texts between the numbers of rendered prompts and answers, from which words are learned."""
     texts = []
     for row in synthetic_rows(TOKENIZER_SEED, 2):
         for effort in EFFORTS:
@@ -42,7 +41,8 @@ def make_tokenizer(vocab: int = TINY.vocab) -> Tokenizer:
     """A byte-level BPE tokenizer with exactly `vocab` entries, the same for every call.
 
     Merges that make the numbers come first, then those learned from the prompts' words; the special tokens come last.
-    Raises ModelError if `vocab` is too small for the numbers or larger than the prompts' words can fill."""
+    Raises ModelError if `vocab` is too small for the numbers or larger than the prompts' words can fill.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     numbers = [(str(n // 10), str(n % 10)) for n in range(10, LARGEST_NUMBER + 1)]
     numbers += [(BLANK, str(n)) for n in range(LARGEST_NUMBER + 1)]
@@ -52,8 +52,8 @@ def make_tokenizer(vocab: int = TINY.vocab) -> Tokenizer:
 
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    sizes = {"vocab_size": len(alphabet) + words, "initial_alphabet": alphabet}
-    learner.train_from_iterator(_tokenizer_corpus(), trainers.BpeTrainer(**sizes, show_progress=False))
+    trainer = trainers.BpeTrainer(vocab_size=len(alphabet) + words, initial_alphabet=alphabet, show_progress=False)
+    learner.train_from_iterator(_tokenizer_corpus(), trainer)
     learned = [tuple(pair) for pair in json.loads(learner.to_str())["model"]["merges"]]
     if len(learned) < words:
         raise ModelError(f"the prompts give {len(learned)} words, a vocabulary of {vocab} needs {words}")
@@ -66,18 +66,12 @@ def make_tokenizer(vocab: int = TINY.vocab) -> Tokenizer:
     return tokenizer
 
 
-def write_tiny(
-    out: Path, recipe: Recipe = RECIPE, force: bool = False, seed: int = 0, log: Callable[[str], None] = print
-) -> None:
-    """Warms up the tiny model on the CPU and writes its checkpoint, with figures in warmup.json, to the folder `out`.
+def write_tiny(out: Path, recipe: Recipe = RECIPE, force: bool = False, seed: int = 0, log: Log = print) -> None:
+    """Warm up the tiny model on the CPU and write its checkpoint, with figures in warmup.json, to the folder `out`.
 
-    The same seed gives the same model on the same machine. Raises ModelError before training, as `new_directory`."""
+    The same seed gives the same model on the same machine. Raises ModelError before training, as `new_directory` does.
+    """
     require_space(out, 64 * 2**20)
     with new_directory(out, force) as directory, torch.random.fork_rng([]):
-        tokenizer = make_tokenizer(recipe.shape.vocab)
-        token_ids = special_token_ids(tokenizer, recipe.shape.vocab)
-        tensors, stages, *_ = warm_up(recipe, tokenizer, token_ids, "cpu", seed, log)
-        write_checkpoint(
-            directory, recipe.shape, token_ids, lambda name, like: tensors[name], tokenizer, chat_template(*TINY_SYSTEM)
-        )
+        stages, _ = write_warmed_up(directory, recipe, make_tokenizer(recipe.shape.vocab), "cpu", seed, log)
         write_json(directory / "warmup.json", {"seed": seed, "steps": recipe.steps, **stages["stored"]})
