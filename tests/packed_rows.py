@@ -19,10 +19,11 @@ def normal(*shape, generator, dtype):
 
 
 def packed():
-    """q (Tq, Hq, D), k and v (Tk, Hkv, D) in float32, and what a kernel takes behind them, its window aside."""
+    """q (Tq, Hq, D), k and v (Tk, Hkv, D) in float32, and a kernel's shape without its window."""
     g = torch.Generator().manual_seed(0)
     queries, keys = zip(*LENGTHS, strict=True)
-    cu_seqlens = [torch.tensor([0, *n]).cumsum(0).int() for n in (queries, keys)]
+    shape = {f"cu_seqlens_{x}": torch.tensor([0, *n]).cumsum(0).int() for x, n in (("q", queries), ("k", keys))}
+    shape |= {"max_seqlen_q": max(queries), "max_seqlen_k": max(keys), "softmax_scale": SCALE}
     q = torch.randn(sum(queries), HEADS, DIM, generator=g)
     k, v = (torch.randn(sum(keys), KEY_HEADS, DIM, generator=g) for _ in range(2))
-    return q, k, v, (*cu_seqlens, max(queries), max(keys), SCALE)
+    return q, k, v, shape

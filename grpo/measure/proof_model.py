@@ -15,9 +15,8 @@ from grpo.measure.record import read_json
 from grpo.model import checkpoint
 from grpo.model import gptoss_format as gptoss
 from grpo.model.load import load_model
-from grpo.model.tiny import make_tokenizer
 from grpo.model.warmup import Log, figures, write_warmed_up
-from grpo.plan.hub import count_parameters
+from grpo.plan.hub import TINY_PATH, count_parameters
 
 
 def make(options: argparse.Namespace, scale: Scale, log: Log) -> None:
@@ -33,7 +32,7 @@ def make(options: argparse.Namespace, scale: Scale, log: Log) -> None:
     if options.tokenizer is None and recipe.prompt == "full":
         raise gptoss.ModelError("full prompts need --tokenizer DIR with tokenizer.json (o200k with Harmony's tokens)")
     write_data(options.out / "data", scale)
-    tokenizer = checkpoint.read_tokenizer(options.tokenizer) if options.tokenizer else make_tokenizer()
+    tokenizer = checkpoint.read_tokenizer(options.tokenizer or TINY_PATH)
     shape = replace(recipe.shape, vocab=(gptoss.TINY if options.tokenizer is None else gptoss.GPT_OSS_20B).vocab)
     recipe = replace(recipe, shape=shape)
     checkpoint.require_space(model_dir, checkpoint.checkpoint_bytes(shape) + 64 * 2**20)

@@ -6,8 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import NamedTuple, cast
 
 import torch
 from peft import PeftModel
@@ -43,119 +42,100 @@ def hidden_states(model: PreTrainedModel, batch: PackedBatch, attention: str) ->
     return out.last_hidden_state.flatten(0, 1)[batch.before]
 
 
-Functions = tuple[Callable[..., Any], Callable[..., Any]]  # a package's forward and backward function
-
-
-@dataclass(frozen=True)
-class Kernel:
+class Kernel(NamedTuple):
     """A flash kernel over sequences that lie one behind the other, causal, aligned at their ends, without sinks.
 
-    forward(q, k, v, *shape) -> (out, lse) and backward(dout, q, k, v, out, lse, *shape) -> (dq, dk, dv), where shape is
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, window. q and out are (Tq, Hq, D), k and v
-    (Tk, Hkv, D), cu_seqlens (S + 1,) int32, lse (Hq, Tq) float32 by the natural logarithm; window is None, or how many
-    keys a query looks back on, its own included. load() imports the package's functions; torch's own need no import.
+    forward(q, k, v, **shape) -> (out, lse) and backward(dout, q, k, v, out, lse, **shape) -> (dq, dk, dv). q and out
+    are (Tq, Hq, D), k and v (Tk, Hkv, D), lse (Hq, Tq) float32 by the natural logarithm. The shape has the packages'
+    names: cu_seqlens_q and cu_seqlens_k (S + 1,) int32, max_seqlen_q, max_seqlen_k, softmax_scale, and how many keys
+    before and behind its own a query sees, window_size_left (-1 is no limit) and window_size_right.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, ...]]
-    load: Callable[[], Functions] | None = None
 
 
-def bounds(window: int | None) -> dict[str, int]:
-    """How many keys before and behind its own a query sees; -1 is no limit."""
-    return {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
+SEQLENS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
 
-def keywords(shape: tuple) -> dict[str, Any]:
-    """A kernel's `shape` by the names that the packages give its parts."""
-    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale")
-    return dict(zip(names, shape[:-1], strict=True)) | bounds(shape[-1])
+def torch_flash() -> Kernel:
+    """The FlashAttention 2 that comes with torch."""
+
+    def forward(q, k, v, softmax_scale, **shape):
+        seqlens = [shape.pop(name) for name in SEQLENS]
+        return torch.ops.aten._flash_attention_forward(
+            q, k, v, *seqlens, 0.0, True, False, scale=softmax_scale, **shape
+        )[:2]
+
+    def backward(dout, q, k, v, out, lse, softmax_scale, **shape):
+        seqlens = [shape.pop(name) for name in SEQLENS]
+        # The random state is read only with dropout; its type and shape are those of torch.nn.attention.varlen.
+        state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+        return torch.ops.aten._flash_attention_backward(
+            dout, q, k, v, out, lse, *seqlens, 0.0, True, state, unused, scale=softmax_scale, **shape
+        )
+
+    return Kernel(forward, backward)
 
 
-def torch_flash_forward(q, k, v, *shape):
-    *seqlens, scale, window = shape
-    return torch.ops.aten._flash_attention_forward(q, k, v, *seqlens, 0.0, True, False, scale=scale, **bounds(window))[
-        :2
-    ]
-
-
-def torch_flash_backward(dout, q, k, v, out, lse, *shape):
-    *seqlens, scale, window = shape
-    # The random state is read only with dropout; its type and shape are those of torch.nn.attention.varlen.
-    state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-    return torch.ops.aten._flash_attention_backward(
-        dout, q, k, v, out, lse.contiguous(), *seqlens, 0.0, True, state, unused, scale=scale, **bounds(window)
-    )
-
-
-def flash2_functions() -> Functions:
+def flash_attention_2() -> Kernel:
     from flash_attn.flash_attn_interface import _flash_attn_varlen_backward, _flash_attn_varlen_forward
 
-    return _flash_attn_varlen_forward, _flash_attn_varlen_backward
+    def forward(q, k, v, **shape):
+        return _flash_attn_varlen_forward(q, k, v, **shape, dropout_p=0.0, causal=True)[:2]
+
+    def backward(dout, q, k, v, out, lse, **shape):
+        gradients = [x.new_empty(x.shape) for x in (q, k, v)]
+        shape |= {"dropout_p": 0.0, "causal": True, "softcap": 0.0, "alibi_slopes": None, "deterministic": False}
+        _flash_attn_varlen_backward(dout, q, k, v, out, lse, *gradients, **shape)
+        return tuple(gradients)
+
+    return Kernel(forward, backward)
 
 
-def flash2_forward(q, k, v, *shape):
-    return flash2_functions()[0](q, k, v, **keywords(shape), dropout_p=0.0, causal=True)[:2]
+def flash_attention_3() -> Kernel:
+    import flash_attn_3._C  # noqa: F401  registers the operators
 
-
-def flash2_backward(dout, q, k, v, out, lse, *shape):
-    gradients = [x.new_empty(x.shape) for x in (q, k, v)]
-    constants = {"dropout_p": 0.0, "causal": True, "softcap": 0.0, "alibi_slopes": None, "deterministic": False}
-    flash2_functions()[1](dout, q, k, v, out, lse.contiguous(), *gradients, **keywords(shape), **constants)
-    return tuple(gradients)
-
-
-def flash3_functions() -> Functions:
-    # These torch operators have kept their argument names since May 2025, the package's Python functions have not.
-    import flash_attn_3._C  # noqa: F401  registers them
-
-    return torch.ops.flash_attn_3.fwd, torch.ops.flash_attn_3.bwd
-
-
-def flash3_forward(q, k, v, *shape):
+    # These have kept their argument names since May 2025, the package's Python functions have not.
+    fwd, bwd = torch.ops.flash_attn_3.fwd, torch.ops.flash_attn_3.bwd
     # Arguments that have no default in older builds.
     absent = """k_new v_new q_v out cu_seqlens_k_new seqused_q seqused_k page_table kv_batch_idx leftpad_k
         rotary_cos rotary_sin seqlens_rotary q_descale k_descale v_descale"""
-    arguments = keywords(shape) | dict.fromkeys(absent.split())
-    return flash3_functions()[0](q, k, v, is_causal=True, num_splits=1, **arguments)[:2]
+
+    def forward(q, k, v, **shape):
+        return fwd(q, k, v, **shape, **dict.fromkeys(absent.split()), is_causal=True, num_splits=1)[:2]
+
+    def backward(dout, q, k, v, out, lse, **shape):
+        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+        shape |= {"seqused_q": None, "seqused_k": None, "is_causal": True, "deterministic": False}
+        bwd(dout, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, **shape)
+        return dq, dk, dv  # builds return different tuples, all of them fill these
+
+    return Kernel(forward, backward)
 
 
-def flash3_backward(dout, q, k, v, out, lse, *shape):
-    gradients = {"dq": q.new_empty(q.shape), "dk": k.new_empty(k.shape), "dv": v.new_empty(v.shape)}
-    constants = {"seqused_q": None, "seqused_k": None, "is_causal": True, "deterministic": False}
-    flash3_functions()[1](dout, q, k, v, out, lse.contiguous(), **gradients, **keywords(shape), **constants)
-    return tuple(gradients.values())  # builds return different tuples, all of them fill these
-
-
-def flash4_functions() -> Functions:
+def flash_attention_4() -> Kernel:
     # Its own `learnable_sink` stays unused: before 4.0.0b26 the backward pass returned no gradient of it, and folding
-    # the sink in keeps one formula for all kernels, which the tests hold to float64.
+    # the sink in keeps one formula for all kernels.
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
-    return _flash_attn_fwd, _flash_attn_bwd
+    def limits(shape):
+        # None, not -1, is "no limit" here, and causal excludes a left bound: a window is set by both bounds.
+        if shape["window_size_left"] == -1:
+            shape |= {"causal": True, "window_size_left": None, "window_size_right": None}
+        return shape
+
+    def forward(q, k, v, **shape):
+        return _flash_attn_fwd(q, k, v, return_lse=True, **limits(shape))[:2]
+
+    def backward(dout, q, k, v, out, lse, **shape):
+        return _flash_attn_bwd(q, k, v, out, dout, lse, **limits(shape))[:3]
+
+    return Kernel(forward, backward)
 
 
-def flash4_keywords(shape: tuple) -> dict[str, Any]:
-    # None, not -1, is "no limit" here, and causal excludes a left bound: a window is set by both bounds.
-    if shape[-1] is None:
-        return keywords(shape) | {"causal": True, "window_size_left": None, "window_size_right": None}
-    return keywords(shape)
-
-
-def flash4_forward(q, k, v, *shape):
-    return flash4_functions()[0](q, k, v, return_lse=True, **flash4_keywords(shape))[:2]
-
-
-def flash4_backward(dout, q, k, v, out, lse, *shape):
-    return flash4_functions()[1](q, k, v, out, dout, lse, **flash4_keywords(shape))[:3]
-
-
-KERNELS = {
-    "torch_flash": Kernel(torch_flash_forward, torch_flash_backward),
-    "flash_attention_2": Kernel(flash2_forward, flash2_backward, flash2_functions),
-    "flash_attention_3": Kernel(flash3_forward, flash3_backward, flash3_functions),
-    "flash_attention_4": Kernel(flash4_forward, flash4_backward, flash4_functions),
-}
+# Each of these imports its package, so that a broken one can be named before the model is loaded.
+KERNELS = {kernel.__name__: kernel for kernel in (torch_flash, flash_attention_2, flash_attention_3, flash_attention_4)}
 
 
 def unusable_attention(attention: str) -> str | None:
@@ -171,8 +151,8 @@ def unusable_attention(attention: str) -> str | None:
     try:
         if "/" in attention:
             load_and_register_attn_kernel(attention)
-        elif load := KERNELS[attention].load:
-            load()
+        else:
+            KERNELS[attention]()
     except Exception as error:  # a missing module, a missing function, a library built for another torch
         problem = f"ATTN_IMPL: {attention} was chosen, but {package} cannot be used ({described(error)})"
         return f"{problem}. {fix}, or set ATTN_IMPL=torch_flash"
@@ -200,7 +180,7 @@ def kernel_attention(
     if not isinstance(attention_mask, PackedBatch):
         raise TypeError(f"{name}: rows of the learner come as a PackedBatch, got {type(attention_mask).__name__}")
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
-    out = SinkAttention.apply(*flat, s_aux, attention_mask, KERNELS[name], scaling, sliding_window)
+    out = SinkAttention.apply(*flat, s_aux, attention_mask, KERNELS[name](), scaling, sliding_window)
     return out.unsqueeze(0), None
 
 
@@ -217,8 +197,9 @@ class SinkAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sink, batch, kernel, scale, window):
         n, keys = batch.queries, batch.keys
-        shape = batch.cu_seqlens_q, batch.cu_seqlens_k, batch.max_seqlen_q, batch.max_seqlen_k, scale, window
-        out, lse = kernel.forward(q[:n], k[keys], v[keys], *shape)
+        shape = {name: getattr(batch, name) for name in SEQLENS} | {"softmax_scale": scale}
+        shape |= {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
+        out, lse = kernel.forward(q[:n], k[keys], v[keys], **shape)
         total = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])  # (Hq, n)
         out = (out * (lse - total).exp().T[..., None]).to(q.dtype)
         ctx.save_for_backward(q, k, v, sink, out, total)
@@ -230,7 +211,7 @@ class SinkAttention(torch.autograd.Function):
         q, k, v, sink, out, total = ctx.saved_tensors
         n, keys = ctx.batch.queries, ctx.batch.keys
         gradient = gradient[:n].contiguous()
-        dq, dk, dv = ctx.kernel.backward(gradient, q[:n], k[keys], v[keys], out, total, *ctx.shape)
+        dq, dk, dv = ctx.kernel.backward(gradient, q[:n], k[keys], v[keys], out, total.contiguous(), **ctx.shape)
         # A prompt's key has a gradient from each of its completions: added up in float32.
         wide = torch.promote_types(k.dtype, torch.float32)
         dk, dv = (torch.zeros(k.shape, dtype=wide, device=k.device).index_add_(0, keys, d.to(wide)) for d in (dk, dv))
