@@ -32,7 +32,7 @@ FLASH2 = {  # flash_attn/flash_attn_interface.py of 2.7.0; later ones append arg
         max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
         alibi_slopes, deterministic, rng_state=None""",
 }
-FLASH3 = {  # the operators of hopper/flash_api.cpp as of May 2025; newer ones have the same arguments with more defaults
+FLASH3 = {  # the operators of hopper/flash_api.cpp as of May 2025; newer ones have more defaults
     "fwd": """q, k, v, k_new, v_new, q_v, out, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q, seqused_k,
         max_seqlen_q, max_seqlen_k, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin, seqlens_rotary,
         q_descale, k_descale, v_descale, softmax_scale, is_causal, window_size_left=-1, window_size_right=-1,
@@ -64,7 +64,7 @@ TORCHS_NAMES = {  # and those of the packages
 
 
 def compute(package, a):
-    """The result of a package's function, by the reference kernel, from the arguments `a` of a call, as it names them."""
+    """The result of a package's function by the reference kernel, from a call's arguments `a` as it names them."""
     a = {TORCHS_NAMES.get(name, name): value for name, value in a.items() if name not in ("rng_state", "unused")}
     causal = a.pop("is_causal" if package in ("flash_attention_3", "torch_flash") else "causal", False)
     shape = {name: a.pop(name) for name in (*SEQLENS, "softmax_scale")}
