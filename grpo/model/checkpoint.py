@@ -122,10 +122,10 @@ def write_checkpoint(
     stop |= {"bos_token_id": token_ids[BOS], "pad_token_id": token_ids[PAD]}
     write_json(directory / "generation_config.json", stop)
     if tokenizer is not None:
-        PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=PAD, model_max_length=131072,
-            padding_side="left", model_input_names=["input_ids", "attention_mask"], chat_template=template,
-        ).save_pretrained(directory)  # fmt: skip
+        options: dict[str, Any] = {"padding_side": "left", "model_input_names": ["input_ids", "attention_mask"]}
+        options |= {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD, "model_max_length": 131072}
+        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, **options)
+        fast.save_pretrained(directory)
     write_tensors(directory, expected_tensors(GptOssConfig.from_dict(config)), make)
     check_checkpoint(directory)
 

@@ -180,21 +180,20 @@ def widened(bits, power, like, COLUMNS: tl.constexpr, GROUPS: tl.constexpr):
 
 @triton.jit
 def packed_product(
-    even, odd, blocks, scales, offs, out, columns, depth,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr,
-):  # fmt: skip
+    even, odd, blocks, scales, offs, out, width, depth, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr
+):
     expert = tl.program_id(1)
     begin = tl.load(offs + expert - 1, expert > 0, 0)
     end = tl.load(offs + expert)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     groups = depth // 32
-    line = (expert.to(tl.int64) * columns + column) * groups  # of groups of 32 weights, one scale and 16 bytes each
+    line = (expert.to(tl.int64) * width + column) * groups  # of groups of 32 weights, one scale and 16 bytes each
     for start_row in range(begin, end, ROWS):
         row = start_row + tl.arange(0, ROWS)
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         for start in range(0, groups, GROUPS):
             group = start + tl.arange(0, GROUPS)
-            inside = (column < columns)[:, None] & (group < groups)[None, :]
+            inside = (column < width)[:, None] & (group < groups)[None, :]
             at = line[:, None] + group[None, :]
             scale = tl.load(scales + at, inside, 0).to(tl.int32)
             power = power_of(scale)[:, :, None]
@@ -207,5 +206,5 @@ def packed_product(
             mask = (row < end)[:, None] & (half < depth // 2)[None, :]
             total = tl.dot(tl.load(even + where, mask, 0.0), low, total)
             total = tl.dot(tl.load(odd + where, mask, 0.0), high, total)
-        place = out + row.to(tl.int64)[:, None] * columns + column[None, :]
-        tl.store(place, total.to(out.dtype.element_ty), (row < end)[:, None] & (column < columns)[None, :])
+        place = out + row.to(tl.int64)[:, None] * width + column[None, :]
+        tl.store(place, total.to(out.dtype.element_ty), (row < end)[:, None] & (column < width)[None, :])

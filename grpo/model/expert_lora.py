@@ -58,10 +58,9 @@ class ExpertAdapter(ParamWrapper):
         if not self.disable_adapters and self.active_adapters:
             a, b = low_rank(self)
             fill = (0, -a.shape[1] % RANK_MULTIPLE)
-            # In rows or columns, as the products take them: in PEFT's B the experts come last.
-            adapters[self.parameter_name] = (
-                pad(a.transpose(1, 2), fill).contiguous(), pad(b, fill).contiguous().transpose(1, 2)
-            )  # fmt: skip
+            # Products want contiguous rows or columns: in PEFT's B the experts come last.
+            a, b = pad(a.transpose(1, 2), fill).contiguous(), pad(b, fill).contiguous().transpose(1, 2)
+            adapters[self.parameter_name] = a, b
         try:
             return self.base_layer(x, *args, **kwargs)
         finally:

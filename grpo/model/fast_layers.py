@@ -16,9 +16,8 @@ FAST = "warmup"  # name of both fast layers in transformers
 
 
 def fast_attention(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float,
-    s_aux: Tensor, **_: object,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float, s_aux: Tensor, **kwargs
+) -> tuple[Tensor, None]:
     """Attention with sinks by PyTorch's fused kernels: the sink is one more key whose value is zero.
 
     Of `query` (B, H, T, D) and the keys, each head gets `PAD` dimensions more, of which one carries the sink's logit,

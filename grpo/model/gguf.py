@@ -36,6 +36,7 @@ SIZES = {  # llama.cpp's keys, and those of config.json
     "attention.key_length": "head_dim", "attention.value_length": "head_dim",
     "attention.sliding_window": "sliding_window",
 }  # fmt: skip
+Value = str | int | float | list[str] | list[int]  # of metadata
 Read = Callable[[str], torch.Tensor]  # a tensor of the checkpoint by its name
 # Name in GGUF, type, shape in elements, maker of its bytes.
 Part = tuple[str, int, list[int], Callable[[], torch.Tensor]]
@@ -87,12 +88,11 @@ def part_bytes(kind: int, shape: Sequence[int]) -> int:
     return elements // 32 * 17 if kind == MXFP4 else elements * {F32: 4, BF16: 2}[kind]
 
 
-def metadata(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+def metadata(config: Mapping[str, Any], name: str) -> dict[str, Value]:
     """The model's sizes under llama.cpp's keys, from its config.json."""
     yarn = config.get("rope_scaling") or config["rope_parameters"]
-    general = {"architecture": "gpt-oss", "type": "model", "name": name, "file_type": MOSTLY_MXFP4_MOE}
-    general["quantization_version"] = QUANTIZATION_VERSION
-    sizes = {key: config[source] for key, source in SIZES.items()} | {
+    sizes: dict[str, Value] = {key: config[source] for key, source in SIZES.items()}
+    sizes |= {
         "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
         "rope.freq_base": float(config.get("rope_theta") or yarn["rope_theta"]),
         "rope.scaling.type": yarn["rope_type"],
@@ -101,12 +101,17 @@ def metadata(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         "rope.scaling.yarn_beta_fast": float(yarn.get("beta_fast", 32)),
         "rope.scaling.yarn_beta_slow": float(yarn.get("beta_slow", 1)),
     }
-    return {f"general.{key}": value for key, value in general.items()} | {
-        f"gpt-oss.{key}": value for key, value in sizes.items()
+    general: dict[str, Value] = {
+        "general.architecture": "gpt-oss",
+        "general.type": "model",
+        "general.name": name,
+        "general.file_type": MOSTLY_MXFP4_MOE,
+        "general.quantization_version": QUANTIZATION_VERSION,
     }
+    return general | {f"gpt-oss.{key}": value for key, value in sizes.items()}
 
 
-def vocabulary(folder: Path, size: int, template: str | None) -> dict[str, Any]:
+def vocabulary(folder: Path, size: int, template: str | None) -> dict[str, Value]:
     """The tokenizer in `folder` under llama.cpp's keys, filled up to `size` tokens; it is declared as gpt-oss's own
     (`gpt-4o` there)."""
     tokenizer, config = read_json(folder / "tokenizer.json"), read_json(folder / "tokenizer_config.json")
@@ -118,7 +123,13 @@ def vocabulary(folder: Path, size: int, template: str | None) -> dict[str, Any]:
         ids[text], tokens[number] = number, text
         kinds[number] = CONTROL if token["special"] or re.fullmatch(r"<\|.*\|>", text) else USER_DEFINED
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in tokenizer["model"]["merges"]]
-    values: dict[str, Any] = {"model": "gpt2", "pre": "gpt-4o", "tokens": tokens, "token_type": kinds, "merges": merges}
+    values: dict[str, Value] = {
+        "model": "gpt2",
+        "pre": "gpt-4o",
+        "tokens": tokens,
+        "token_type": kinds,
+        "merges": merges,
+    }
     for key, target in (("bos_token", "bos"), ("eos_token", "eos"), ("pad_token", "padding")):
         token = config.get(key)
         text = token.get("content") if isinstance(token, dict) else token
@@ -134,7 +145,7 @@ def text_bytes(text: str) -> bytes:
     return struct.pack("<Q", len(data)) + data
 
 
-def value_bytes(value: str | float | list[str] | list[int]) -> bytes:
+def value_bytes(value: Value) -> bytes:
     """A value behind its type: text, whole number, float, or a list of texts or whole numbers."""
     if isinstance(value, list):
         kind = STRING if isinstance(value[0], str) else INT32
@@ -145,7 +156,7 @@ def value_bytes(value: str | float | list[str] | list[int]) -> bytes:
     return struct.pack("<If", FLOAT32, value) if isinstance(value, float) else struct.pack("<II", UINT32, value)
 
 
-def write_gguf(path: Path, values: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], read: Read) -> None:
+def write_gguf(path: Path, values: Mapping[str, Value], shapes: Mapping[str, Sequence[int]], read: Read) -> None:
     """Write the file: metadata `values`, then every tensor of a checkpoint with these `shapes`; memory holds one
     tensor."""
     plan, offset, head = list(parts(shapes, read)), 0, []

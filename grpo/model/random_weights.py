@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from grpo.model import checkpoint
-from grpo.model.gptoss_format import BLOCK, E2M1, E8M0_BIAS, GPT_OSS_20B, O200K_IDS, ModelError, Shape, chat_template
+from grpo.model.gptoss_format import BLOCK, E2M1, E8M0_BIAS, O200K_IDS, ModelError, Shape, chat_template
 
 # Standard deviations of random matrices, times 1 / sqrt(fan-in), so that rounding stays rounding at any width. With
 # 0.02 everywhere (gpt-oss's initializer_range) two exact BF16 implementations disagree by 0.25 to 0.5 nats a token,
@@ -57,9 +57,8 @@ def random_tensor(name: str, like: torch.Tensor, generator: torch.Generator) -> 
 
 
 def write_full(
-    out: Path, shape: Shape = GPT_OSS_20B, tokenizer: Path | None = None, device: str = "cpu", seed: int = 0,
-    force: bool = False,
-) -> Path:  # fmt: skip
+    out: Path, shape: Shape, tokenizer: Path | None = None, device: str = "cpu", seed: int = 0, force: bool = False
+) -> Path:
     """Write a checkpoint with random weights to `out`, with the tokenizer in the folder `tokenizer`, or without one.
 
     The noise is made on `device`; a seed gives other noise on another kind of device. `force` replaces an existing
