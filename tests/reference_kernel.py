@@ -7,7 +7,7 @@ import torch
 
 
 def sequences(q, cu_seqlens_q, cu_seqlens_k, window_size_left):
-    """Per sequence: slices of the queries and of the keys, and the mask (queries, keys), True where a query sees a key."""
+    """Per sequence: slices of the queries and of the keys, and the mask (queries, keys) of what a query sees."""
     cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     for i in range(len(cu_seqlens_q) - 1):
         rows, cols = slice(cu_seqlens_q[i], cu_seqlens_q[i + 1]), slice(cu_seqlens_k[i], cu_seqlens_k[i + 1])
@@ -24,8 +24,8 @@ def scores_of(q, k, visible, scale):
 
 
 def reference_forward(q, k, v, *, softmax_scale, max_seqlen_q, max_seqlen_k, window_size_right, **shape):
-    """Output in the type of `q` and lse in float32 at least, computed in float64, so that only callers round. The lse is
-    not contiguous, as a kernel may return it."""
+    """Output in the type of `q` and lse in float32 at least, computed in float64, so that only callers round. The lse
+    is not contiguous, as a kernel may return it."""
     wide_q, wide_k, wide_v = (x.double() for x in (q, k, v))
     out = torch.zeros_like(wide_q)
     lse = wide_q.new_full((q.shape[1], q.shape[0]), -torch.inf)

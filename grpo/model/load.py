@@ -102,7 +102,7 @@ def load_quantized(model_path: str, attention: str, device: str, packed: bool = 
 
 
 def load_generation_config(model_path: str) -> GenerationConfig:
-    """The checkpoint's generation_config.json (its stop tokens), or where there is none, the like of config.json."""
+    """The checkpoint's generation_config.json (its stop tokens); without such a file, those of config.json."""
     try:
         return GenerationConfig.from_pretrained(model_path)
     except OSError:
