@@ -10,7 +10,7 @@ from grpo.model.attention import Kernel
 
 REFERENCE = Kernel(reference_forward, reference_backward)
 HEADS, KEY_HEADS, DIM, SCALE = 4, 2, 8, 0.3
-# (queries, keys) of each packed sequence: with as many keys as queries, with keys of a prefix, with a single query.
+# (queries, keys) of each packed sequence: as many keys as queries, keys of a prefix before them, a single query.
 LENGTHS = [(5, 5), (3, 9), (1, 6), (7, 7)]
 
 
@@ -19,10 +19,11 @@ def normal(*shape, generator, dtype):
 
 
 def packed():
-    """q (Tq, Hq, D), k and v (Tk, Hkv, D) in float32, and a kernel's further arguments without the window."""
+    """q (Tq, Hq, D), k and v (Tk, Hkv, D) in float32, and a kernel's shape without its window."""
     g = torch.Generator().manual_seed(0)
     queries, keys = zip(*LENGTHS, strict=True)
-    cu_seqlens = [torch.tensor([0, *n]).cumsum(0).int() for n in (queries, keys)]
+    shape = {f"cu_seqlens_{x}": torch.tensor([0, *n]).cumsum(0).int() for x, n in (("q", queries), ("k", keys))}
+    shape |= {"max_seqlen_q": max(queries), "max_seqlen_k": max(keys), "softmax_scale": SCALE}
     q = torch.randn(sum(queries), HEADS, DIM, generator=g)
     k, v = (torch.randn(sum(keys), KEY_HEADS, DIM, generator=g) for _ in range(2))
-    return q, k, v, (*cu_seqlens, max(queries), max(keys), SCALE)
+    return q, k, v, shape

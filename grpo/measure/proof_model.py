@@ -15,9 +15,8 @@ from grpo.measure.record import read_json
 from grpo.model import checkpoint
 from grpo.model import gptoss_format as gptoss
 from grpo.model.load import load_model
-from grpo.model.tiny import make_tokenizer
-from grpo.model.warmup import Log, figures, warm_up
-from grpo.plan.hub import count_parameters
+from grpo.model.warmup import Log, figures, write_warmed_up
+from grpo.plan.hub import TINY_PATH, count_parameters
 
 
 def make(options: argparse.Namespace, scale: Scale, log: Log) -> None:
@@ -33,26 +32,23 @@ def make(options: argparse.Namespace, scale: Scale, log: Log) -> None:
     if options.tokenizer is None and recipe.prompt == "full":
         raise gptoss.ModelError("full prompts need --tokenizer DIR with tokenizer.json (o200k with Harmony's tokens)")
     write_data(options.out / "data", scale)
-    tokenizer = checkpoint.read_tokenizer(options.tokenizer) if options.tokenizer else make_tokenizer()
+    tokenizer = checkpoint.read_tokenizer(options.tokenizer or TINY_PATH)
     shape = replace(recipe.shape, vocab=(gptoss.TINY if options.tokenizer is None else gptoss.GPT_OSS_20B).vocab)
     recipe = replace(recipe, shape=shape)
-    token_ids = checkpoint.special_token_ids(tokenizer, shape.vocab)
     checkpoint.require_space(model_dir, checkpoint.checkpoint_bytes(shape) + 64 * 2**20)
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     parts = count_parameters(gptoss.config_dict(shape))
     body = parts["total"] - parts["embeddings"]
     log(f"{body:,} parameters besides the embeddings")
-    tensors, stages, probe, answer = warm_up(recipe, tokenizer, token_ids, options.device, options.seed, log)
-    template = gptoss.chat_template() if recipe.prompt == "full" else gptoss.chat_template(*gptoss.TINY_SYSTEM)
     with checkpoint.new_directory(model_dir, force=True) as directory:
-        checkpoint.write_checkpoint(directory, shape, token_ids, lambda name, like: tensors[name], tokenizer, template)
+        stages, probe = write_warmed_up(directory, recipe, tokenizer, options.device, options.seed, log)
         loaded = load_model(str(directory), read_json(directory / "config.json"), "eager").to(options.device).eval()
         record = {
             "besides_embeddings": body,
             "seconds": round(time.perf_counter() - started, 1),
             "recipe": asdict(recipe),
             "stages": stages,
-            "loaded": figures(loaded, probe, answer, 120),
+            "loaded": figures(loaded, probe, 120),
         }
         checkpoint.write_json(directory / "warmup.json", record)
     log(f"{model_dir} written and checked, {time.perf_counter() - started:.0f} s")

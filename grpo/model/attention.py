@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, cast
 
 import torch
+from peft import PeftModel
+from torch import Tensor
 from torch.nn.functional import pad
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.hub_kernels import load_and_register_attn_kernel
@@ -20,10 +21,10 @@ from grpo.settings import described
 
 
 def attention_masks(
-    batch: PackedBatch, attention: str, window: int, dtype: torch.dtype
-) -> dict[str, PackedBatch | torch.Tensor] | torch.Tensor:
-    """What the model gets as `attention_mask`: a dictionary by layer type, as GptOssModel takes it, or for a Hub kernel
-    the (R, T) mask of real tokens, from which transformers makes its own."""
+    batch: PackedBatch, attention: str, window: int | None, dtype: torch.dtype
+) -> dict[str, PackedBatch] | dict[str, Tensor] | Tensor:
+    """The model's `attention_mask`: a dictionary by layer type, as GptOssModel takes it, or for a Hub kernel the (R, T)
+    mask of real tokens, from which transformers makes its own."""
     windows = {"full_attention": None, "sliding_attention": window}
     if attention in KERNELS:
         return dict.fromkeys(windows, batch)
@@ -34,144 +35,132 @@ def attention_masks(
     return (batch.segment >= 0).long()
 
 
-def hidden_states(model: PreTrainedModel, batch: PackedBatch, attention: str) -> torch.Tensor:
+def hidden_states(model: PreTrainedModel, batch: PackedBatch, attention: str) -> Tensor:
     """States of the base `model` (without its head) that predict the completion tokens of `batch`: (N, hidden)."""
     masks = attention_masks(batch, attention, model.config.sliding_window, model.dtype)
     out = model.model(input_ids=batch.ids, position_ids=batch.positions, attention_mask=masks, use_cache=False)
     return out.last_hidden_state.flatten(0, 1)[batch.before]
 
 
-@dataclass(frozen=True)
-class Kernel:
+class Kernel(NamedTuple):
     """A flash kernel over sequences that lie one behind the other, causal, aligned at their ends, without sinks.
 
-    forward(q, k, v, *shape) -> (out, lse) and backward(dout, q, k, v, out, lse, *shape) -> (dq, dk, dv), where shape is
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, window. q, out (Tq, Hq, D); k, v (Tk, Hkv, D); cu_seqlens
-    (S + 1,) int32; lse (Hq, Tq) float32, natural logarithm; window None, or how many keys a query looks back on, its own
-    included. load() imports the two functions of the package that they call; with torch's own there is nothing to import.
+    forward(q, k, v, **shape) -> (out, lse) and backward(dout, q, k, v, out, lse, **shape) -> (dq, dk, dv). q and out
+    are (Tq, Hq, D), k and v (Tk, Hkv, D), lse (Hq, Tq) float32 by the natural logarithm. The shape has the packages'
+    names: cu_seqlens_q and cu_seqlens_k (S + 1,) int32, max_seqlen_q, max_seqlen_k, softmax_scale, and how many keys
+    before and behind its own a query sees, window_size_left (-1 is no limit) and window_size_right.
     """
 
-    forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-    load: Callable[[], tuple[Callable[..., Any], Callable[..., Any]]] | None = None
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, ...]]
 
 
-def bounds(window: int | None) -> dict[str, int]:
-    """How many keys before and behind its own a query sees; -1 is no limit."""
-    return {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
+SEQLENS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
 
-def keywords(shape: Sequence[Any]) -> dict[str, Any]:
-    """A kernel's `shape` by the names that the packages give its parts."""
-    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale")
-    return dict(zip(names, shape[:-1], strict=True)) | bounds(shape[-1])
+def torch_flash() -> Kernel:
+    """The FlashAttention 2 that comes with torch."""
+
+    def forward(q, k, v, softmax_scale, **shape):
+        seqlens = [shape.pop(name) for name in SEQLENS]
+        return torch.ops.aten._flash_attention_forward(
+            q, k, v, *seqlens, 0.0, True, False, scale=softmax_scale, **shape
+        )[:2]
+
+    def backward(dout, q, k, v, out, lse, softmax_scale, **shape):
+        seqlens = [shape.pop(name) for name in SEQLENS]
+        # The random state is read only with dropout; its type and shape are those of torch.nn.attention.varlen.
+        state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+        return torch.ops.aten._flash_attention_backward(
+            dout, q, k, v, out, lse, *seqlens, 0.0, True, state, unused, scale=softmax_scale, **shape
+        )
+
+    return Kernel(forward, backward)
 
 
-def torch_flash_forward(q, k, v, *shape):
-    *seqlens, scale, window = shape
-    rest = {"scale": scale} | bounds(window)
-    return torch.ops.aten._flash_attention_forward(q, k, v, *seqlens, 0.0, True, False, **rest)[:2]
-
-
-def torch_flash_backward(dout, q, k, v, out, lse, *shape):
-    *seqlens, scale, window = shape
-    # The random state is read only with dropout; its type and shape are those of torch.nn.attention.varlen.
-    state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-    return torch.ops.aten._flash_attention_backward(
-        dout, q, k, v, out, lse.contiguous(), *seqlens, 0.0, True, state, unused, scale=scale, **bounds(window)
-    )
-
-
-def flash2_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
+def flash_attention_2() -> Kernel:
     from flash_attn.flash_attn_interface import _flash_attn_varlen_backward, _flash_attn_varlen_forward
 
-    return _flash_attn_varlen_forward, _flash_attn_varlen_backward
+    def forward(q, k, v, **shape):
+        return _flash_attn_varlen_forward(q, k, v, **shape, dropout_p=0.0, causal=True)[:2]
+
+    def backward(dout, q, k, v, out, lse, **shape):
+        gradients = [x.new_empty(x.shape) for x in (q, k, v)]
+        shape |= {"dropout_p": 0.0, "causal": True, "softcap": 0.0, "alibi_slopes": None, "deterministic": False}
+        _flash_attn_varlen_backward(dout, q, k, v, out, lse, *gradients, **shape)
+        return tuple(gradients)
+
+    return Kernel(forward, backward)
 
 
-def flash2_forward(q, k, v, *shape):
-    return flash2_functions()[0](q, k, v, **keywords(shape), dropout_p=0.0, causal=True)[:2]
+def flash_attention_3() -> Kernel:
+    import flash_attn_3._C  # noqa: F401  registers the operators
 
-
-def flash2_backward(dout, q, k, v, out, lse, *shape):
-    gradients = [x.new_empty(x.shape) for x in (q, k, v)]
-    rest = {"dropout_p": 0.0, "causal": True, "softcap": 0.0, "alibi_slopes": None, "deterministic": False}
-    flash2_functions()[1](dout, q, k, v, out, lse.contiguous(), *gradients, **keywords(shape), **rest)
-    return gradients
-
-
-def flash3_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """FlashAttention 3's torch operators: their argument names hold since May 2025, those of its Python functions do not."""
-    import flash_attn_3._C  # noqa: F401  registers them
-
-    return torch.ops.flash_attn_3.fwd, torch.ops.flash_attn_3.bwd
-
-
-def flash3_forward(q, k, v, *shape):
+    # These have kept their argument names since May 2025, the package's Python functions have not.
+    fwd, bwd = torch.ops.flash_attn_3.fwd, torch.ops.flash_attn_3.bwd
     # Arguments that have no default in older builds.
-    absent = ("k_new", "v_new", "q_v", "out", "cu_seqlens_k_new", "seqused_q", "seqused_k", "page_table", "kv_batch_idx",
-              "leftpad_k", "rotary_cos", "rotary_sin", "seqlens_rotary", "q_descale", "k_descale", "v_descale")  # fmt: skip
-    rest = keywords(shape) | dict.fromkeys(absent)
-    return flash3_functions()[0](q, k, v, is_causal=True, num_splits=1, **rest)[:2]
+    absent = """k_new v_new q_v out cu_seqlens_k_new seqused_q seqused_k page_table kv_batch_idx leftpad_k
+        rotary_cos rotary_sin seqlens_rotary q_descale k_descale v_descale"""
+
+    def forward(q, k, v, **shape):
+        return fwd(q, k, v, **shape, **dict.fromkeys(absent.split()), is_causal=True, num_splits=1)[:2]
+
+    def backward(dout, q, k, v, out, lse, **shape):
+        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+        shape |= {"seqused_q": None, "seqused_k": None, "is_causal": True, "deterministic": False}
+        bwd(dout, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, **shape)
+        return dq, dk, dv  # builds return different tuples, all of them fill these
+
+    return Kernel(forward, backward)
 
 
-def flash3_backward(dout, q, k, v, out, lse, *shape):
-    gradients = dict(zip(("dq", "dk", "dv"), (x.new_empty(x.shape) for x in (q, k, v)), strict=True))
-    rest = {"seqused_q": None, "seqused_k": None, "is_causal": True, "deterministic": False}
-    flash3_functions()[1](dout, q, k, v, out, lse.contiguous(), **gradients, **keywords(shape), **rest)
-    return tuple(gradients.values())  # builds return different tuples, all of them fill these
-
-
-def flash4_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    # Its own `learnable_sink` stays unused: before 4.0.0b26 the backward pass returned no gradient of it, and folding the
-    # sink in keeps one formula for all kernels, which the tests hold to float64.
+def flash_attention_4() -> Kernel:
+    # Its own `learnable_sink` stays unused: before 4.0.0b26 the backward pass returned no gradient of it, and folding
+    # the sink in keeps one formula for all kernels.
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
-    return _flash_attn_fwd, _flash_attn_bwd
+    def limits(shape):
+        # None, not -1, is "no limit" here, and causal excludes a left bound: a window is set by both bounds.
+        if shape["window_size_left"] == -1:
+            shape |= {"causal": True, "window_size_left": None, "window_size_right": None}
+        return shape
+
+    def forward(q, k, v, **shape):
+        return _flash_attn_fwd(q, k, v, return_lse=True, **limits(shape))[:2]
+
+    def backward(dout, q, k, v, out, lse, **shape):
+        return _flash_attn_bwd(q, k, v, out, dout, lse, **limits(shape))[:3]
+
+    return Kernel(forward, backward)
 
 
-def flash4_keywords(shape: Sequence[Any]) -> dict[str, Any]:
-    # None, not -1, is "no limit" here, and causal excludes a left bound: a window is given by both bounds.
-    whole = {"causal": True, "window_size_left": None, "window_size_right": None}
-    return keywords(shape) | (whole if shape[-1] is None else {})
-
-
-def flash4_forward(q, k, v, *shape):
-    return flash4_functions()[0](q, k, v, return_lse=True, **flash4_keywords(shape))[:2]
-
-
-def flash4_backward(dout, q, k, v, out, lse, *shape):
-    return flash4_functions()[1](q, k, v, out, dout, lse, **flash4_keywords(shape))[:3]
-
-
-KERNELS = {
-    "torch_flash": Kernel(torch_flash_forward, torch_flash_backward),
-    "flash_attention_2": Kernel(flash2_forward, flash2_backward, flash2_functions),
-    "flash_attention_3": Kernel(flash3_forward, flash3_backward, flash3_functions),
-    "flash_attention_4": Kernel(flash4_forward, flash4_backward, flash4_functions),
-}
+# Each of these imports its package, so that a broken one can be named before the model is loaded.
+KERNELS = {kernel.__name__: kernel for kernel in (torch_flash, flash_attention_2, flash_attention_3, flash_attention_4)}
 
 
 def unusable_attention(attention: str) -> str | None:
-    """Why the package of this attention cannot be used although its metadata is there, or None. Imports it; a Hub kernel is
-    downloaded as well, where the cache does not have it."""
+    """Why the package of this attention cannot be used although its metadata is there, or None. Imports the package; a
+    Hub kernel is downloaded as well, where the cache does not have it."""
     if "/" in attention:
         package, fix = "the Hub kernel", "Check its name and the network, and that it has a build for this torch"
-        load = functools.partial(load_and_register_attn_kernel, attention)
     elif attention in FLASH_PACKAGES:
         package, install = FLASH_PACKAGES[attention]
-        fix, load = f"Install it again ({install}; see docs/install.md)", KERNELS[attention].load
+        fix = f"Install it again ({install}; see docs/install.md)"
     else:
         return None
     try:
-        load()
+        if "/" in attention:
+            load_and_register_attn_kernel(attention)
+        else:
+            KERNELS[attention]()
     except Exception as error:  # a missing module, a missing function, a library built for another torch
-        fix = f"{fix}, or set ATTN_IMPL=torch_flash"
-        return f"ATTN_IMPL: {attention} was chosen, but {package} cannot be used ({described(error)}). {fix}"
+        problem = f"ATTN_IMPL: {attention} was chosen, but {package} cannot be used ({described(error)})"
+        return f"{problem}. {fix}, or set ATTN_IMPL=torch_flash"
     return None
 
 
 def install_attention(attention: str) -> str:
-    """Register this project's attention with transformers; returns the name under which a model finds it.
+    """Register this project's attention with transformers; return the name under which a model finds it.
 
     https://huggingface.co/docs/transformers/attention_interface
     """
@@ -186,34 +175,35 @@ def install_attention(attention: str) -> str:
 def kernel_attention(
     name, module, query, key, value, attention_mask, scaling, sliding_window=None, s_aux=None, **kwargs
 ):
-    """transformers' attention interface over a flash kernel: `query` (1, Hq, T, D), `key` and `value` (1, Hkv, T, D),
-    `attention_mask` a PackedBatch, `s_aux` the sinks (Hq,). Returns (1, T, Hq, D)."""
+    """The flash kernel `name` behind transformers' attention interface: `query` (1, Hq, T, D), `key` and `value`
+    (1, Hkv, T, D), `attention_mask` a PackedBatch, `s_aux` the sinks (Hq,). Returns (1, T, Hq, D)."""
     if not isinstance(attention_mask, PackedBatch):
         raise TypeError(f"{name}: rows of the learner come as a PackedBatch, got {type(attention_mask).__name__}")
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
-    out = SinkAttention.apply(*flat, s_aux, attention_mask, KERNELS[name], scaling, sliding_window)
+    out = SinkAttention.apply(*flat, s_aux, attention_mask, KERNELS[name](), scaling, sliding_window)
     return out.unsqueeze(0), None
 
 
 class SinkAttention(torch.autograd.Function):
-    """Attention with sinks from a flash kernel without: apply(q, k, v, sink, batch, kernel, scale, window), q (T, Hq, D),
-    k and v (T, Hkv, D), sink (Hq,). Exact in q, k, v and sink.
+    """Attention with sinks from a flash kernel without: apply(q, k, v, sink, batch, kernel, scale, window) with
+    q (T, Hq, D), k and v (T, Hkv, D), sink (Hq,). Exact in q, k, v and sink.
 
     A sink is one more score in the softmax's denominator, with a value of 0. With lse' = logaddexp(lse, sink) and
-    out' = out * exp(lse - lse'), the kernel's own backward, given (out', lse'), computes P' = exp(S - lse') and
-    dS = P' * (dP - rowsum(dout * out')): just what the wider softmax has. What remains is dsink, the same formula at the
+    out' = out * exp(lse - lse'), the kernel's own backward on (out', lse') computes P' = exp(S - lse') and
+    dS = P' * (dP - rowsum(dout * out')), which is the gradient of the wider softmax. dsink is the same formula at the
     sink's own score: -sum over rows of exp(sink - lse') * rowsum(dout * out').
     """
 
     @staticmethod
     def forward(ctx, q, k, v, sink, batch, kernel, scale, window):
         n, keys = batch.queries, batch.keys
-        rest = batch.cu_seqlens_q, batch.cu_seqlens_k, batch.max_seqlen_q, batch.max_seqlen_k, scale, window
-        out, lse = kernel.forward(q[:n], k[keys], v[keys], *rest)
+        shape = {name: getattr(batch, name) for name in SEQLENS} | {"softmax_scale": scale}
+        shape |= {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
+        out, lse = kernel.forward(q[:n], k[keys], v[keys], **shape)
         total = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])  # (Hq, n)
         out = (out * (lse - total).exp().T[..., None]).to(q.dtype)
         ctx.save_for_backward(q, k, v, sink, out, total)
-        ctx.batch, ctx.kernel, ctx.rest = batch, kernel, rest
+        ctx.batch, ctx.kernel, ctx.shape = batch, kernel, shape
         return pad(out, (0, 0, 0, 0, 0, len(q) - n))
 
     @staticmethod
@@ -221,7 +211,7 @@ class SinkAttention(torch.autograd.Function):
         q, k, v, sink, out, total = ctx.saved_tensors
         n, keys = ctx.batch.queries, ctx.batch.keys
         gradient = gradient[:n].contiguous()
-        dq, dk, dv = ctx.kernel.backward(gradient, q[:n], k[keys], v[keys], out, total, *ctx.rest)
+        dq, dk, dv = ctx.kernel.backward(gradient, q[:n], k[keys], v[keys], out, total.contiguous(), **ctx.shape)
         # A prompt's key has a gradient from each of its completions: added up in float32.
         wide = torch.promote_types(k.dtype, torch.float32)
         dk, dv = (torch.zeros(k.shape, dtype=wide, device=k.device).index_add_(0, keys, d.to(wide)) for d in (dk, dv))
@@ -232,10 +222,15 @@ class SinkAttention(torch.autograd.Function):
         return pad(dq, (0, 0, 0, 0, 0, len(q) - n)), dk.to(k.dtype), dv.to(v.dtype), dsink, None, None, None, None
 
 
+def base_of(model: torch.nn.Module) -> PreTrainedModel:
+    """The model without PEFT's wrapper."""
+    return cast(PreTrainedModel, model.get_base_model() if isinstance(model, PeftModel) else model)
+
+
 @contextlib.contextmanager
 def attention_of(model: torch.nn.Module, implementation: str) -> Iterator[None]:
-    """Run `model` with another attention for a while: generation has a new shape at every token."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    """Run `model` with another attention inside the block: generation has a new shape at every token."""
+    base = base_of(model)
     before = base.config._attn_implementation
     base.set_attn_implementation(implementation)
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints in gpt-oss's format: written tensor by tensor into a folder that is complete or absent, and checked."""
+"""Checkpoints in gpt-oss's format: written into a folder that is complete or absent, and checked."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ from grpo.run.durable import read_json
 
 DTYPES = {torch.bfloat16: "BF16", torch.uint8: "U8"}  # safetensors' names
 SHARD_BYTES = 4 * 2**30
+MakeTensor = Callable[[str, torch.Tensor], torch.Tensor]  # from its name and a meta tensor of its type and shape
 
 
-def require_space(where: Path, needed: int) -> None:
-    """Raise ModelError if the file system that will hold `where` has fewer than `needed` bytes free."""
-    existing = next(parent for parent in (where.absolute(), *where.absolute().parents) if parent.exists())
+def require_space(out: Path, needed: int) -> None:
+    """Raise ModelError if the file system that will hold `out` has fewer than `needed` bytes free."""
+    existing = next(parent for parent in (out.absolute(), *out.absolute().parents) if parent.exists())
     free = shutil.disk_usage(existing).free
     if free < needed:
-        what = f"{where} needs {needed / 2**30:.2f} GiB and {existing} has {free / 2**30:.2f} GiB free"
-        raise ModelError(f"{what}: free some space, or choose another folder")
+        sizes = f"{out} needs {needed / 2**30:.2f} GiB and {existing} has {free / 2**30:.2f} GiB free"
+        raise ModelError(f"{sizes}: free some space, or choose another folder")
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether there is the config.json of a gpt-oss."""
+    """Whether the folder holds the config.json of a gpt-oss."""
     return read_json(path / "config.json", (OSError, ValueError)).get("model_type") == "gpt_oss"
 
 
@@ -46,15 +47,13 @@ def is_checkpoint(path: Path) -> bool:
 def new_directory(out: Path, force: bool) -> Iterator[Path]:
     """Yield a temporary sibling of `out` that becomes `out` by a rename if the body succeeds and is removed if not.
 
-    Raises:
-        ModelError: if `out` exists and is not empty, without `force`; with it, if it is no gpt-oss checkpoint (only
-            what this project could have written is ever replaced).
+    Raises ModelError if `out` is not empty, without `force`; with it, if `out` is no gpt-oss checkpoint: only what this
+    project could have written is ever replaced.
     """
     out = out.absolute()
     occupied = out.exists() and (not out.is_dir() or any(out.iterdir()))
     if occupied and not force:
-        fix = "move it away, choose another folder, or use --force"
-        raise ModelError(f"{out} exists and is not empty: {fix}")
+        raise ModelError(f"{out} exists and is not empty: move it away, choose another folder, or use --force")
     if occupied and not is_checkpoint(out):
         raise ModelError(f"{out} exists and holds no gpt-oss checkpoint, so it is not replaced: move it away")
     try:
@@ -64,7 +63,7 @@ def new_directory(out: Path, force: bool) -> Iterator[Path]:
         raise ModelError(f"cannot write beside {out}: {error}") from error
     try:
         yield temporary
-        temporary.chmod(0o755)  # mkdtemp's 0o700 would hide the model from other users, and so would safetensors' 0o600
+        temporary.chmod(0o755)  # mkdtemp's 0o700 would hide the model from others, and so would safetensors' 0o600
         for path in filter(Path.is_file, temporary.rglob("*")):
             path.chmod(0o644)
         if occupied:
@@ -77,9 +76,12 @@ def new_directory(out: Path, force: bool) -> Iterator[Path]:
 
 
 def expected_tensors(config: GptOssConfig) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint with this config, on the meta device: what transformers' own model holds in BF16; with
-    a quantization_config its expert matrices in MXFP4. Those are stored transposed against its modules: rows are outputs, the
-    quantized last dimension is the input; the rows of gate_up_proj alternate gate, up, gate, up."""
+    """Every tensor of a checkpoint with this config by name, on the meta device.
+
+    They are those of transformers' own model in BF16; with a quantization_config its expert matrices are in MXFP4.
+    Those are stored transposed against its modules: rows are outputs, the quantized last dimension is the input, and
+    the rows of gate_up_proj alternate gate, up, gate, up.
+    """
     quantized = getattr(config, "quantization_config", None) is not None
     with torch.device("meta"):
         expected: dict[str, torch.Tensor] = {}
@@ -100,7 +102,7 @@ def checkpoint_bytes(shape: Shape) -> int:
     return 2 * (count_parameters(config_dict(shape))["total"] - matrices) + matrices * 17 // 32
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -108,34 +110,32 @@ def write_checkpoint(
     directory: Path,
     shape: Shape,
     token_ids: Mapping[str, int],
-    make: Callable[[str, torch.Tensor], torch.Tensor],
+    make: MakeTensor,
     tokenizer: Tokenizer | None,
     template: str,
 ) -> None:
-    """Fill `directory` with a checkpoint and check it. `make` supplies each tensor, in order, from its name and a meta tensor
-    of its type and shape; memory holds one shard. Without a `tokenizer` the chat `template` is left out too."""
+    """Fill `directory` with a checkpoint, its tensors supplied by `make`, and check it. Without a `tokenizer` the chat
+    `template` is left out too."""
     config = config_dict(shape, token_ids)
     write_json(directory / "config.json", config)
     stop = {"do_sample": True, "eos_token_id": [token_ids[token] for token in STOP_TOKENS]}
     stop |= {"bos_token_id": token_ids[BOS], "pad_token_id": token_ids[PAD]}
     write_json(directory / "generation_config.json", stop)
     if tokenizer is not None:
-        PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=PAD, model_max_length=131072,
-            padding_side="left", model_input_names=["input_ids", "attention_mask"], chat_template=template,
-        ).save_pretrained(directory)  # fmt: skip
+        options: dict[str, Any] = {"padding_side": "left", "model_input_names": ["input_ids", "attention_mask"]}
+        options |= {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD, "model_max_length": 131072}
+        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, **options)
+        fast.save_pretrained(directory)
     write_tensors(directory, expected_tensors(GptOssConfig.from_dict(config)), make)
     check_checkpoint(directory)
 
 
-def write_tensors(
-    directory: Path, expected: Mapping[str, torch.Tensor], make: Callable[[str, torch.Tensor], torch.Tensor]
-) -> None:
-    """Write the `expected` tensors (of the meta device, by name), as `make` supplies them, in shards of SHARD_BYTES and their
-    index; memory holds one shard."""
+def write_tensors(directory: Path, expected: Mapping[str, torch.Tensor], make: MakeTensor) -> None:
+    """Write the `expected` tensors (of the meta device, by name), in order, as `make` supplies them, in shards of
+    SHARD_BYTES and their index; memory holds one shard."""
     split = split_torch_state_dict_into_shards(dict(expected), max_shard_size=SHARD_BYTES)
     for filename, names in split.filename_to_tensors.items():
-        # In no variable: that would hold the last shard while the next is made.
+        # The tensors are in no variable: that would hold the last shard while the next is made.
         save_file(
             {name: make(name, expected[name]).contiguous() for name in names}, directory / filename, {"format": "pt"}
         )
@@ -145,60 +145,59 @@ def write_tensors(
 
 
 def read_tokenizer(source: Path) -> Tokenizer:
-    """The tokenizer.json or, compressed, tokenizer.json.xz in the directory `source`; raises ModelError if it is missing or
-    cannot be read."""
-    found = [path for path in (source / "tokenizer.json", source / "tokenizer.json.xz") if path.is_file()]
-    if not found:
-        raise ModelError(f"{source} holds neither tokenizer.json nor tokenizer.json.xz")
+    """The tokenizer.json or, compressed, tokenizer.json.xz in the directory `source`; raises ModelError if it is
+    missing or cannot be read."""
+    plain, compressed = source / "tokenizer.json", source / "tokenizer.json.xz"
     try:
-        data = found[0].read_bytes()
-        return Tokenizer.from_buffer(lzma.decompress(data) if found[0].suffix == ".xz" else data)
+        if plain.is_file():
+            return Tokenizer.from_buffer(plain.read_bytes())
+        return Tokenizer.from_buffer(lzma.decompress(compressed.read_bytes()))
+    except FileNotFoundError:
+        raise ModelError(f"{source} holds neither tokenizer.json nor tokenizer.json.xz") from None
     except Exception as error:  # tokenizers raises nothing narrower
         raise ModelError(f"cannot read the tokenizer in {source}: {error}") from error
 
 
 def special_token_ids(tokenizer: Tokenizer, vocab: int) -> dict[str, int]:
     """Ids of `SPECIAL_TOKENS`. Raises ModelError if one is missing, or an id is beyond a model's `vocab` embeddings."""
-    ids = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
-    missing = [token for token, number in ids.items() if number is None]
-    if missing:
+    ids = tokenizer.get_vocab()
+    if missing := [token for token in SPECIAL_TOKENS if token not in ids]:
         raise ModelError(f"the tokenizer lacks Harmony's special tokens {', '.join(missing)}")
-    if (largest := max(tokenizer.get_vocab().values())) >= vocab:
+    if (largest := max(ids.values())) >= vocab:
         raise ModelError(f"the tokenizer has ids up to {largest}, the model {vocab} embeddings")
-    return ids
+    return {token: ids[token] for token in SPECIAL_TOKENS}
 
 
 def check_checkpoint(directory: Path) -> dict[str, int]:
     """Compare a checkpoint's files with what transformers expects: names, types, shapes, file sizes and the index.
 
-    Reads headers only, so that it takes seconds at full size; the weights' values are not looked at. Returns the numbers
-    of `tensors`, `files`, `bytes` (of tensors) and `parameters` (weights after dequantization).
-
-    Raises:
-        ModelError: naming the first ten differences, None for what is absent, or the file that cannot be read.
+    Reads headers only, so that it takes seconds at full size; the weights' values are not looked at. Returns the
+    numbers of `tensors`, `files`, `bytes` (of tensors) and `parameters` (weights after dequantization). Raises
+    ModelError naming the first ten differences, None for what is absent, or the file that cannot be read.
     """
     if not is_checkpoint(directory):
         raise ModelError(f"{directory} holds no config.json of model_type gpt_oss")
-    found, where, files = {}, {}, sorted(directory.glob("*.safetensors"))
-    for path in files:
+    stored: dict[str, tuple[str | int, ...]] = {}  # type and shape of each tensor
+    shards: dict[str, str] = {}  # the file that holds it
+    for path in sorted(directory.glob("*.safetensors")):
         try:
             with safe_open(path, "pt") as file:
                 for name in file.keys():  # noqa: SIM118  not a dictionary
-                    part = file.get_slice(name)
-                    found[name], where[name] = (part.get_dtype(), *part.get_shape()), path.name
+                    tensor = file.get_slice(name)
+                    stored[name], shards[name] = (tensor.get_dtype(), *tensor.get_shape()), path.name
         except (OSError, SafetensorError) as error:  # no safetensors, or another size than its header says
             raise ModelError(f"cannot read {path}: {error}") from error
     tensors = expected_tensors(AutoConfig.from_pretrained(directory))
     expected = {name: (DTYPES[tensor.dtype], *tensor.shape) for name, tensor in tensors.items()}
-    wrong = sorted({name for name, _ in expected.items() ^ found.items()})
-    problems = [f"{name} is {found.get(name)}, not {expected.get(name)}" for name in wrong]
-    index = directory / WEIGHTS_INDEX
-    named = json.loads(index.read_text(encoding="utf-8")).get("weight_map") if index.is_file() else None
-    if named != where and (index.is_file() or len(files) > 1):
+    different = sorted({name for name, _ in expected.items() ^ stored.items()})
+    problems = [f"{name} is {stored.get(name)}, not {expected.get(name)}" for name in different]
+    index, files = directory / WEIGHTS_INDEX, len(set(shards.values()))
+    indexed = read_json(index, (FileNotFoundError,)).get("weight_map")
+    if indexed != shards and (index.is_file() or files > 1):
         problems.insert(0, f"{index.name} does not say where the tensors are")
     if problems:
-        what = f"{directory} is not a complete gpt-oss checkpoint, {len(problems)} problems: "
-        raise ModelError(what + "; ".join(problems[:10]))
+        summary = f"{directory} is not a complete gpt-oss checkpoint, {len(problems)} problems: "
+        raise ModelError(summary + "; ".join(problems[:10]))
     parameters = count_parameters(read_json(directory / "config.json"))["total"]
     size = sum(tensor.nbytes for tensor in tensors.values())
-    return {"tensors": len(found), "files": len(files), "bytes": size, "parameters": parameters}
+    return {"tensors": len(stored), "files": files, "bytes": size, "parameters": parameters}

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels of the experts. Imported only where tensors are on a GPU: a CPU needs no triton.
+"""Triton kernels of the experts, imported only where tensors are on a GPU: a CPU needs no triton.
 
-Each kernel has a twin in plain torch in experts.py, which a test holds against it in Triton's interpreter; that of
-`dequantize_swizzled` is the plain layout's.
+A test compares each of them in Triton's interpreter with plain torch in experts.py.
 """
 
 from __future__ import annotations
@@ -38,7 +37,9 @@ def activation(gate_up, bias, expert, out, columns, limit: tl.constexpr, alpha: 
 
 
 @triton.jit
-def activation_backward(gate_up, bias, expert, gradient, out, columns, limit: tl.constexpr, alpha: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def activation_backward(
+    gate_up, bias, expert, gradient, out, columns, limit: tl.constexpr, alpha: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     gate_in, up_in = load_gate_up(gate_up, bias, row, tl.load(expert + row), columns, BLOCK)
     gate = tl.minimum(gate_in, limit)
@@ -75,7 +76,9 @@ def combine(rows, bias, expert, inverse, weights, out, columns, pairs: tl.conste
 
 
 @triton.jit
-def combine_backward(gradient, rows, bias, expert, inverse, weights, spread, d_weights, columns, pairs: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def combine_backward(
+    gradient, rows, bias, expert, inverse, weights, d_rows, d_weights, columns, pairs: tl.constexpr, BLOCK: tl.constexpr
+):
     pair = tl.program_id(0).to(tl.int64)
     row = tl.load(inverse + pair)
     at = tl.arange(0, BLOCK)
@@ -85,7 +88,7 @@ def combine_backward(gradient, rows, bias, expert, inverse, weights, spread, d_w
     value += tl.load(bias + tl.load(expert + row) * columns + at, mask, 0.0).to(tl.float32)
     tl.store(d_weights + pair, tl.sum(d * value, 0).to(d_weights.dtype.element_ty))
     scaled = d * tl.load(weights + pair).to(tl.float32)
-    tl.store(spread + row * columns + at, scaled.to(spread.dtype.element_ty), mask)
+    tl.store(d_rows + row * columns + at, scaled.to(d_rows.dtype.element_ty), mask)
 
 
 @triton.jit
@@ -113,7 +116,7 @@ def scaled(bits, power):
 
 @triton.jit
 def two_weights(low, high, power):
-    # The values need no more bits than a BF16 has, subnormal ones included, so that cutting a float32 off rounds nothing.
+    # The values need no more bits than a BF16 has, subnormal ones included: cutting a float32 off rounds nothing.
     low = scaled(low, power).to(tl.uint32, bitcast=True)
     high = scaled(high, power).to(tl.uint32, bitcast=True)
     return (low >> 16 | high & 0xFFFF0000).to(tl.int32, bitcast=True)
@@ -130,10 +133,15 @@ def dequantize(blocks, scales, out, groups, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def dequantize_swizzled(values, scales, out, rows, groups, value_lines, value_words, scale_lines, scale_shorts, GROUPS: tl.constexpr):  # fmt: skip
-    """16 rows of an expert's weights and GROUPS groups of 32 columns. In `values` these are 4 lines, and 64 columns of them 32
-    words: word [u, v] of (4, 4) in half t % 2 of line t // 2 holds, of rows t and t + 8, the weights of bytes 8 v + u and
-    8 v + u + 4, each byte two of them. In `scales` they are half of one line, and a short holds the scales of both rows."""
+def dequantize_swizzled(
+    values, scales, out, rows, groups, value_lines, value_words, scale_lines, scale_shorts, GROUPS: tl.constexpr
+):
+    """Dequantizes 16 rows of an expert's weights and GROUPS groups of 32 columns.
+
+    In `values` these rows are 4 lines, and 64 columns of them 32 words: word [u, v] of (4, 4) in half t % 2 of line t
+    // 2 holds, of rows t and t + 8, the weights of bytes 8 v + u and 8 v + u + 4, each byte two of them. In `scales`
+    the rows are half of one line, and a short holds the scales of both rows.
+    """
     sixteen = tl.program_id(1)
     expert = tl.program_id(2).to(tl.int64)
     values += (expert * value_lines + sixteen * 4) * value_words
@@ -144,7 +152,8 @@ def dequantize_swizzled(values, scales, out, rows, groups, value_lines, value_wo
     chunk = tl.program_id(0) * (GROUPS // 2) + tl.arange(0, GROUPS // 2)[None, :, None]
     word = row // 2 * value_words + chunk * 32 + row % 2 * 16 + tl.arange(0, 16)[None, None, :]
     bits = tl.load(values + word, chunk * 32 < value_words, 0).to(tl.uint32, bitcast=True)
-    # As the bytes of weights are ordered: a thread's next four words are those of 16 bytes, which it stores at once.
+    # This is the order of the weights' bytes: a thread's next four words are those of 16 bytes, which it stores at
+    # once.
     bits = tl.permute(tl.reshape(bits, (8, GROUPS // 2, 4, 4)), (0, 1, 3, 2))[:, :, :, None, :]
     bits = tl.reshape(tl.broadcast_to(bits, (8, GROUPS // 2, 4, 2, 4)), (8, GROUPS, 16))
 
@@ -152,8 +161,8 @@ def dequantize_swizzled(values, scales, out, rows, groups, value_lines, value_wo
     byte = tl.arange(0, 16)[None, None, :]
     inside, second = group < groups, byte // 4 % 2
     scale = tl.load(scales + group // 2 * 32 + row * 2 + group % 2, inside, 0).to(tl.int32)
-    # A word's halves hold the four first and the four second weights of a byte, each in the bits that it has in a BF16, the next
-    # three to the right of the one before; the bits of the last fill the gaps.
+    # A word's halves hold the first and the second weights of four bytes, each in the bits that it has in a BF16, the
+    # next three to the right of the weight before; the bits of the last fill the gaps.
     last = (bits << 1) & 0x80008000 | (bits >> 3) & 0x01800180 | (bits >> 7) & 0x00400040
     upper, lower = bits << second * 6, tl.where(second == 1, last, bits << 3)
     upper = two_weights((upper << 16) & 0x81C00000, upper & 0x81C00000, power_of(scale & 255))
@@ -170,19 +179,21 @@ def widened(bits, power, like, COLUMNS: tl.constexpr, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def packed_product(even, odd, blocks, scales, offs, out, columns, depth, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr):  # fmt: skip
+def packed_product(
+    even, odd, blocks, scales, offs, out, width, depth, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr
+):
     expert = tl.program_id(1)
     begin = tl.load(offs + expert - 1, expert > 0, 0)
     end = tl.load(offs + expert)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     groups = depth // 32
-    line = (expert.to(tl.int64) * columns + column) * groups  # of groups of 32 weights, one scale and 16 bytes each
+    line = (expert.to(tl.int64) * width + column) * groups  # of groups of 32 weights, one scale and 16 bytes each
     for start_row in range(begin, end, ROWS):
         row = start_row + tl.arange(0, ROWS)
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         for start in range(0, groups, GROUPS):
             group = start + tl.arange(0, GROUPS)
-            inside = (column < columns)[:, None] & (group < groups)[None, :]
+            inside = (column < width)[:, None] & (group < groups)[None, :]
             at = line[:, None] + group[None, :]
             scale = tl.load(scales + at, inside, 0).to(tl.int32)
             power = power_of(scale)[:, :, None]
@@ -195,5 +206,5 @@ def packed_product(even, odd, blocks, scales, offs, out, columns, depth, ROWS: t
             mask = (row < end)[:, None] & (half < depth // 2)[None, :]
             total = tl.dot(tl.load(even + where, mask, 0.0), low, total)
             total = tl.dot(tl.load(odd + where, mask, 0.0), high, total)
-        place = out + row.to(tl.int64)[:, None] * columns + column[None, :]
-        tl.store(place, total.to(out.dtype.element_ty), (row < end)[:, None] & (column < columns)[None, :])
+        place = out + row.to(tl.int64)[:, None] * width + column[None, :]
+        tl.store(place, total.to(out.dtype.element_ty), (row < end)[:, None] & (column < width)[None, :])

@@ -1,64 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""gpt-oss's layers as a supervised warm-up of a small model computes them: all at once, in few products."""
+"""gpt-oss's layers in few large products, for the supervised warm-up of a small model."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, GptOssForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-PAD_KEYS = 8  # kernels want sizes that are multiples of it
+PAD = 8  # kernels want sizes that are multiples of it
 FAST = "warmup"  # name of both fast layers in transformers
 
 
 def fast_attention(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor,
-    scaling: float,
-    s_aux: torch.Tensor,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
+    module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float, s_aux: Tensor, **kwargs
+) -> tuple[Tensor, None]:
     """Attention with sinks by PyTorch's fused kernels: the sink is one more key whose value is zero.
 
-    Kernels want sizes that are multiples of 8: the heads get 8 dimensions more, of which one carries the sink's logit,
-    and `PAD_KEYS` keys are added, of which the mask (1, 1, T, T + 8) shows the first. query (B, H, T, D).
+    Of `query` (B, H, T, D) and the keys, each head gets `PAD` dimensions more, of which one carries the sink's logit,
+    and `PAD` keys are added, of which the mask (1, 1, T, T + PAD) shows the first. Returns (B, T, H, D).
     """
     batch, heads, columns, size = query.shape
     groups = heads // key.shape[1]
     # Under autocast RoPE leaves float32 behind; the mask has the type to compute in.
     query, key, value = (x.to(attention_mask.dtype) for x in (query, key, value))
-    one = query.new_zeros(batch, heads, columns, 8)
-    one[..., 0] = 1
-    query = torch.cat((query, one), dim=-1)
-    key, value = (functional.pad(x.repeat_interleave(groups, dim=1), (0, 8)) for x in (key, value))
-    sinks = query.new_zeros(batch, heads, PAD_KEYS, size + 8)
+    unit = query.new_zeros(batch, heads, columns, PAD)
+    unit[..., 0] = 1
+    query = torch.cat((query, unit), dim=-1)
+    key, value = (functional.pad(x.repeat_interleave(groups, dim=1), (0, PAD)) for x in (key, value))
+    sinks = query.new_zeros(batch, heads, PAD, size + PAD)
     sinks[..., 0, size] = (s_aux / scaling).to(query.dtype)
     key = torch.cat((key, sinks), dim=2)
     value = torch.cat((value, torch.zeros_like(sinks)), dim=2)
-    # The fused kernel for a GPU that takes any mask; a CPU's own.
-    fused = SDPBackend.EFFICIENT_ATTENTION if query.device.type == "cuda" else SDPBackend.FLASH_ATTENTION
+    # The first is the fused kernel that takes any mask.
+    fused = SDPBackend.EFFICIENT_ATTENTION if query.is_cuda else SDPBackend.FLASH_ATTENTION
     with sdpa_kernel([fused, SDPBackend.MATH]):
         out = functional.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
     return out[..., :size].transpose(1, 2).contiguous(), None
 
 
-def fast_experts(
-    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
+def fast_experts(module: GptOssExperts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """All experts on all tokens (N, H) in three matrix products; those that the router left out get a weight of zero.
 
     Half of the arithmetic is wasted with 4 of 8, and it is still faster than a loop over experts.
     """
     experts, hidden, _ = module.gate_up_proj.shape
 
-    def project(columns: slice) -> torch.Tensor:
+    def project(columns: slice) -> Tensor:
         matrix = module.gate_up_proj[..., columns].permute(1, 0, 2).reshape(hidden, -1)
         return torch.addmm(module.gate_up_proj_bias[..., columns].reshape(-1), hidden_states, matrix)
 
@@ -73,24 +64,23 @@ def fast_experts(
     return (out + weights @ module.down_proj_bias).to(hidden_states.dtype)
 
 
-def masks(columns: int, window: int, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
-    """Additive masks of `fast_attention`, (1, 1, T, T + 8). Padding stands behind the tokens: causality hides it."""
-    visible = torch.ones(columns, columns, dtype=torch.bool, device=device).tril()
-    made = {}
-    for name, allowed in (("full_attention", visible), ("sliding_attention", visible.triu(1 - window))):
-        mask = torch.full((1, 1, columns, columns + PAD_KEYS), torch.finfo(dtype).min, dtype=dtype, device=device)
-        mask[0, 0, :, :columns].masked_fill_(allowed, 0)
-        mask[..., columns] = 0  # the sink
-        made[name] = mask
-    return made
+def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mask of `fast_attention`, (1, 1, T, T + PAD), for `visible` (T, T): which keys each query sees."""
+    shown = functional.pad(visible, (0, PAD))
+    shown[:, len(visible)] = True  # the sink
+    return torch.zeros_like(shown, dtype=dtype).masked_fill_(~shown, torch.finfo(dtype).min)[None, None]
 
 
-def forward(model: GptOssForCausalLM, ids: torch.Tensor) -> torch.Tensor:
+def forward(model: GptOssForCausalLM, ids: Tensor) -> Tensor:
     """Last hidden states (B, T, H) of rows padded on the right; with the fast layers in BF16 autocast on a GPU."""
-    fast, cuda = model.config._attn_implementation == FAST, ids.device.type == "cuda"
-    dtype = torch.bfloat16 if cuda else torch.float32
-    mask = masks(ids.shape[1], model.config.sliding_window, dtype, ids.device) if fast else None
-    with torch.autocast("cuda", torch.bfloat16, enabled=fast and cuda):
+    fast, mask = model.config._attn_implementation == FAST, None
+    if fast:
+        dtype = torch.bfloat16 if ids.is_cuda else torch.float32
+        # Padding stands behind the tokens, so that causality hides it.
+        causal = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).tril()
+        sliding = causal.triu(1 - (model.config.sliding_window or ids.shape[1]))
+        mask = {"full_attention": additive_mask(causal, dtype), "sliding_attention": additive_mask(sliding, dtype)}
+    with torch.autocast("cuda", torch.bfloat16, enabled=fast and ids.is_cuda):
         return model.model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""gpt-oss's format: sizes, MXFP4, chat template, config files."""
+"""The format of gpt-oss checkpoints: sizes, MXFP4, special tokens, config.json and chat template."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ import torch
 from transformers import PreTrainedModel
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from grpo.plan.hub import TINY_PATH, read_json
+
 BLOCK = 32  # elements that share one scale in MXFP4
 
 
 class ModelError(Exception):
-    """A problem the user can solve: the message says what is wrong and what to do; the command exits with 2."""
+    """A problem that the user can solve: its message says how, and the command exits with 2."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,6 @@ class Shape:
     head_dim: int = 64
     vocab: int = 201088
     sliding_window: int = 128
-    rope_theta: float = 150000.0
-    rope_factor: float = 32.0  # YaRN: the context is this many times the original one
-    original_context: int = 4096
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -49,9 +48,8 @@ TINY = Shape(
     sliding_window=32,
 )  # fmt: skip
 
-# MXFP4: four-bit floats in blocks of 32 that share a power-of-two scale
-
-# Magnitudes of e2m1, in the order of their codes; bit 3 of a code is the sign.
+# MXFP4 holds four-bit floats (e2m1) in blocks of 32 that share a power-of-two scale. These are the magnitudes in the
+# order of their codes; bit 3 of a code is the sign.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # Halfway points. Ties go to the even code: a tie at 0.25, 1.25, 2.5, 5.0 rounds down, at 0.75, 1.75, 3.5 up.
 E2M1_EDGES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
@@ -60,16 +58,14 @@ E2M1_MAX_EXPONENT = 2  # 6.0 = 1.5 * 2**2
 
 
 def quantize_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize along the last dimension to MXFP4 as the OCP Microscaling Formats specification 1.0, section 6.3, says.
+    """Quantize along the last dimension to MXFP4, by section 6.3 of the OCP Microscaling Formats specification 1.0.
 
     The scale of a block is 2 to the exponent of its largest magnitude, less 2; elements are rounded to nearest, ties to
     even, and saturate at 6 times the scale. Values that MXFP4 can represent come back exactly, signed zeros included.
 
-    Of a float tensor (..., K) returns the blocks, uint8 (..., K/32, 16), two codes to a byte, the element with the even
-    index in the low four bits, and the scales, uint8 (..., K/32), exponents with a bias of 127 (e8m0).
-
-    Raises:
-        ModelError: if K is not a multiple of 32, or a value is not finite.
+    A float tensor (..., K) becomes the blocks, uint8 (..., K/32, 16), two codes to a byte, the element with the even
+    index in the low four bits, and the scales, uint8 (..., K/32), exponents with a bias of 127 (e8m0). Raises
+    ModelError if K is not a multiple of 32, or if a value is not finite.
     """
     if weight.shape[-1] % BLOCK:
         raise ModelError(f"the last dimension must be a multiple of {BLOCK}, got {tuple(weight.shape)}")
@@ -91,8 +87,9 @@ def quantize_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quantize_experts(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Round a gpt-oss's experts to MXFP4 and freeze them; returns their blocks and scales by their names in a checkpoint."""
-    quantized = {}
+    """Round a gpt-oss's experts to MXFP4 in place and freeze them; return blocks and scales by their checkpoint
+    names."""
+    quantized: dict[str, torch.Tensor] = {}
     for name, weight in model.named_parameters():
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):  # (E, in, out)
             blocks, scales = quantize_mxfp4(weight.transpose(1, 2))
@@ -101,9 +98,7 @@ def quantize_experts(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return quantized
 
 
-# Chat template and special tokens
-
-# Harmony's special tokens, with their ids in openai/gpt-oss-20b, for checkpoints without a tokenizer.
+# Harmony's special tokens, with their ids in openai/gpt-oss-20b, which checkpoints without a tokenizer take.
 O200K_IDS = {
     "<|startoftext|>": 199998, "<|endoftext|>": 199999, "<|return|>": 200002, "<|constrain|>": 200003,
     "<|channel|>": 200005, "<|start|>": 200006, "<|end|>": 200007, "<|message|>": 200008, "<|call|>": 200012,
@@ -111,75 +106,42 @@ O200K_IDS = {
 SPECIAL_TOKENS = tuple(O200K_IDS)
 BOS, EOS, PAD = "<|startoftext|>", "<|return|>", "<|endoftext|>"
 STOP_TOKENS = ("<|return|>", "<|endoftext|>", "<|call|>")  # the order of gpt-oss-20b's generation_config.json
-TINY_SYSTEM = ("", "")  # nothing but date and effort, so that prompts stay short
-FULL_IDENTITY = "You are ChatGPT, a large language model trained by OpenAI.\nKnowledge cutoff: 2024-06\n"
-FULL_CHANNELS = "\n\n# Valid channels: analysis, commentary, final. Channel must be included for every message."
-_TEMPLATE = """\
-{#- Harmony layout, plain chats only: no tools. Variables: reasoning_effort, strftime_now. -#}
-{{- "<|start|>system<|message|>" + IDENTITY + "Current date: " + strftime_now("%Y-%m-%d") -}}
-{{- "\\n\\nReasoning: " + (reasoning_effort or "medium") + CHANNELS + "<|end|>" -}}
-{%- for message in messages -%}
-  {%- if message.role in ("system", "developer") -%}
-    {{- "<|start|>developer<|message|># Instructions\\n\\n" + message.content + "\\n\\n<|end|>" -}}
-  {%- elif message.role == "user" -%}
-    {{- "<|start|>user<|message|>" + message.content + "<|end|>" -}}
-  {%- elif message.role == "assistant" -%}
-    {{- "<|start|>assistant<|channel|>final<|message|>" + message.content -}}
-    {{- "<|return|>" if loop.last and not add_generation_prompt else "<|end|>" -}}
-  {%- else -%}
-    {{- raise_exception("unknown role " + message.role + ": use system, developer, user or assistant") -}}
-  {%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- "<|start|>assistant" -}}{%- endif -%}
-"""
+IDENTITY = "You are ChatGPT, a large language model trained by OpenAI.\nKnowledge cutoff: 2024-06\n"
+CHANNELS = "\n\n# Valid channels: analysis, commentary, final. Channel must be included for every message."
 
 
-def chat_template(identity: str = FULL_IDENTITY, channels: str = FULL_CHANNELS) -> str:
-    """`chat_template.jinja` in the Harmony layout of gpt-oss: `identity` opens the system message, before the date, and
-    `channels` closes it. Rendering takes ``reasoning_effort`` (default medium) and ``strftime_now`` (transformers has one).
+def chat_template(full: bool) -> str:
+    """`chat_template.jinja` in gpt-oss's Harmony layout: data/tiny's, whose system message holds date and effort alone
+    so that prompts stay short. With `full`, gpt-oss's identity opens that message and its channels close it.
+
+    Rendering takes ``reasoning_effort`` (default medium) and ``strftime_now`` (transformers has one).
     """
-    return _TEMPLATE.replace("IDENTITY", json.dumps(identity)).replace("CHANNELS", json.dumps(channels))
+    template = (TINY_PATH / "chat_template.jinja").read_text(encoding="utf-8")
+    if not full:
+        return template
+    template = template.replace('+ "" + "Current date', f'+ {json.dumps(IDENTITY)} + "Current date')
+    return template.replace('+ "" + "<|end|>"', f'+ {json.dumps(CHANNELS)} + "<|end|>"')
 
 
 def config_dict(shape: Shape, token_ids: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """`config.json` with the keys and spelling of openai/gpt-oss-20b; `token_ids` are those of `SPECIAL_TOKENS`, without
-    them all are 0: enough to count parameters."""
+    """`config.json` of a gpt-oss of this shape: data/tiny's, which has the keys and the spelling of openai/gpt-oss-20b.
+
+    `token_ids` are those of `SPECIAL_TOKENS`; without them all are 0, which is enough to count parameters.
+    """
     token_ids = token_ids or dict.fromkeys(SPECIAL_TOKENS, 0)
-    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-    yarn = {"rope_type": "yarn", "factor": shape.rope_factor, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
-    return {
-        "architectures": ["GptOssForCausalLM"],
-        "attention_bias": True,
-        "attention_dropout": 0.0,
-        "dtype": "bfloat16",
+    return read_json(TINY_PATH / "config.json") | {
         "eos_token_id": token_ids[EOS],
         "experts_per_token": shape.experts_per_token,
         "head_dim": shape.head_dim,
-        "hidden_act": "silu",
         "hidden_size": shape.hidden,
-        "initial_context_length": shape.original_context,
-        "initializer_range": 0.02,
         "intermediate_size": shape.intermediate,
         "layer_types": ["full_attention" if n % 2 else "sliding_attention" for n in range(shape.layers)],
-        "max_position_embeddings": int(shape.original_context * shape.rope_factor),
-        "model_type": "gpt_oss",
         "num_attention_heads": shape.heads,
         "num_experts_per_tok": shape.experts_per_token,
         "num_hidden_layers": shape.layers,
         "num_key_value_heads": shape.kv_heads,
         "num_local_experts": shape.experts,
-        "output_router_logits": False,
         "pad_token_id": token_ids[PAD],
-        "quantization_config": {"modules_to_not_convert": kept, "quant_method": "mxfp4"},
-        "rms_norm_eps": 1e-05,
-        "rope_scaling": yarn | {"original_max_position_embeddings": shape.original_context},
-        "rope_theta": shape.rope_theta,
-        "router_aux_loss_coef": 0.9,
         "sliding_window": shape.sliding_window,
-        "swiglu_limit": 7.0,
-        "tie_word_embeddings": False,
-        # As in the official file. Without it transformers takes a local tokenizer for one of Mistral's, and warns.
-        "transformers_version": "4.55.0.dev0",
-        "use_cache": True,
         "vocab_size": shape.vocab,
     }

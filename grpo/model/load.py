@@ -18,14 +18,13 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
-    GptOssConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from grpo.model.attention import install_attention
-from grpo.model.experts import OURS, expert_weights, experts_forward
+from grpo.model.attention import base_of, install_attention
+from grpo.model.experts import OURS, QuantizedExperts, expert_weights, quantized_experts
 from grpo.phases import FILE_ONLY, Phase
 from grpo.plan.hub import count_parameters, has_mxfp4
 from grpo.plan.machine import Machine
@@ -34,66 +33,40 @@ from grpo.run.ending import UnloadableModel
 from grpo.run.folder import full_disk
 from grpo.settings import Settings, described, log
 
-# Embeddings and output head: with the experts what vLLM can lend.
+# Embeddings and output head, which vLLM can lend, as it can the experts.
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 
 
-class QuantizedExperts(torch.nn.Module):
-    """A stand-in for a layer's GptOssExperts that keeps the checkpoint's own MXFP4 tensors, under their own names; not `packed`,
-    without weights, until grpo/rollout/shared_weights.py lends it those of vLLM: until then it cannot compute."""
-
-    is_transposed = True  # as GptOssExperts, (E, in, out): PEFT asks for it
-    dequantize_again = False  # in the backward pass (grpo/model/experts.py, FrozenProduct)
-
-    def __init__(self, config: GptOssConfig, packed: bool = True) -> None:
-        super().__init__()
-        # Of each matrix what `dequantize_swizzled` takes. No buffers: they are neither moved, converted nor saved.
-        self.shared: dict[str, tuple[torch.Tensor, torch.Tensor, int, int]] = {}
-        count, hidden, inner = config.num_local_experts, config.hidden_size, config.intermediate_size
-        for name, rows, columns in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):
-            if packed:
-                self.register_buffer(f"{name}_blocks", torch.empty(count, rows, columns // 32, 16, dtype=torch.uint8))
-                self.register_buffer(f"{name}_scales", torch.empty(count, rows, columns // 32, dtype=torch.uint8))
-            bias = torch.empty(count, rows, dtype=torch.bfloat16)
-            self.register_parameter(f"{name}_bias", torch.nn.Parameter(bias, requires_grad=False))
-
-    def forward(self, hidden_states, router_indices=None, routing_weights=None):
-        return experts_forward(self, hidden_states, router_indices, routing_weights)
-
-
-def quantized_experts(model: torch.nn.Module) -> list[QuantizedExperts]:
-    """Of every layer, in order."""
-    return [module for module in model.modules() if isinstance(module, QuantizedExperts)]
-
-
 def tables_of(model: torch.nn.Module) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
-    """TABLES of a model, PEFT's wrapper around it or not."""
-    return model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    """The parameters TABLES of a model, with or without PEFT's wrapper."""
+    embeddings, head = (base_of(model).get_parameter(name) for name in TABLES)
+    return embeddings, head
 
 
 def paged_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """What EXPERTS=paged moves: packed experts, embeddings and output head. Attention stays, which the weight sync reads."""
+    """The tensors that EXPERTS=paged moves: packed experts, embeddings and output head. Attention stays, because the
+    weight sync reads it."""
     for module in quantized_experts(model):
         yield from module.buffers(recurse=False)
     yield from dict.fromkeys(tables_of(model))  # once where they are tied
 
 
-# torch's allocator frees whole segments alone: requests from OWN_SEGMENT on have one, in multiples of SEGMENT_STEP, and what is
-# left over of that, if more than 1 MiB, it gives to others (c10/cuda/CUDACachingAllocator.cpp, should_split).
+# torch's allocator frees only whole segments: requests from OWN_SEGMENT on have one, in multiples of SEGMENT_STEP, of
+# which it gives a remainder of more than 1 MiB to others (c10/cuda/CUDACachingAllocator.cpp, should_split).
 OWN_SEGMENT, SEGMENT_STEP = 10 * 2**20, 2 * 2**20
 
 
-def alone(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy there that shares its segment of torch's allocator with nothing: an adapter's matrix behind a layer's experts would
-    keep all of their memory from being freed."""
+def copy_to_own_segment(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on `device` that shares its segment of torch's allocator with nothing: an adapter's matrix behind a
+    layer's experts would keep all of their memory from being freed."""
     size = max(OWN_SEGMENT, -(-tensor.nbytes // SEGMENT_STEP) * SEGMENT_STEP)
-    held = torch.empty(size, dtype=torch.uint8, device=device)[: tensor.nbytes]
-    return held.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
+    segment = torch.empty(size, dtype=torch.uint8, device=device)[: tensor.nbytes]
+    return segment.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
 
 
 def load_quantized(model_path: str, attention: str, device: str, packed: bool = True) -> PreTrainedModel:
-    """The model with its experts as they are in the checkpoint, everything else as `from_pretrained` has it; or, not `packed`,
-    without weights of experts, embeddings and head, for vLLM to lend: of the latter two stand-ins without memory, NaN everywhere.
+    """The model with its experts as they are in the checkpoint, everything else as `from_pretrained` has it. If not
+    `packed`, experts, embeddings and head have no weights, for vLLM to lend: the latter two are NaN without memory.
 
     transformers' own MXFP4 path computes with kernels that have no backward pass, so the module is exchanged. Raises
     ValueError where the checkpoint holds other tensors.
@@ -104,15 +77,17 @@ def load_quantized(model_path: str, attention: str, device: str, packed: bool = 
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
         for layer in model.model.layers:
             layer.mlp.experts = QuantizedExperts(config, packed)
-    folder = Path(model_path)
-    expected, tensors, left_out = model.state_dict(), {}, () if packed else ("_blocks", "_scales", *TABLES)
-    for name in () if packed else TABLES:
-        nothing = torch.full((), math.nan, dtype=expected[name].dtype, device=device)
-        tensors[name] = nothing.expand(expected[name].shape)
-    for shard in sorted(folder.glob("model*.safetensors")):  # an adapter beside them is none of the model's
+    expected, tensors = model.state_dict(), {}
+    lent: tuple[str, ...] = ()
+    if not packed:
+        lent = ("_blocks", "_scales", *TABLES)
+        for name in TABLES:
+            nan = torch.full((), math.nan, dtype=expected[name].dtype, device=device)
+            tensors[name] = nan.expand(expected[name].shape)
+    for shard in sorted(Path(model_path).glob("model*.safetensors")):  # an adapter beside them is none of the model's
         try:
             with safe_open(shard, "pt", device=device) as file:
-                names = (name for name in file.keys() if not name.endswith(left_out))  # noqa: SIM118
+                names = (name for name in file.keys() if not name.endswith(lent))  # noqa: SIM118
                 loaded = {name: file.get_tensor(name) for name in names}
         except SafetensorError as error:
             raise ValueError(f"{shard}: {error}. Download the model again") from error
@@ -120,14 +95,14 @@ def load_quantized(model_path: str, attention: str, device: str, packed: bool = 
     try:
         model.load_state_dict(tensors, assign=True)
     except RuntimeError as error:  # names every missing, unexpected or misshapen tensor
-        raise ValueError(f"{folder}: {' '.join(str(error).split())[:500]} ... Download the model again") from error
+        raise ValueError(f"{model_path}: {' '.join(str(error).split())[:500]} ... Download the model again") from error
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)
     model.generation_config = load_generation_config(model_path)
     return model.eval().requires_grad_(False)
 
 
 def load_generation_config(model_path: str) -> GenerationConfig:
-    """The checkpoint's generation_config.json (its stop tokens); without such a file, what config.json says."""
+    """The checkpoint's generation_config.json (its stop tokens); without such a file, those of config.json."""
     try:
         return GenerationConfig.from_pretrained(model_path)
     except OSError:
@@ -135,10 +110,11 @@ def load_generation_config(model_path: str) -> GenerationConfig:
 
 
 def dequantize_experts(model: PreTrainedModel) -> None:
-    """Dequantize what `load_quantized` loaded to BF16, layer by layer, into the modules that transformers would have.
+    """Dequantize the experts of `load_quantized` to BF16, layer by layer, into the modules that transformers would
+    have.
 
-    The values are those of `Mxfp4Config(dequantize=True)`, whose temporaries leave torch's allocator in pieces: some 8 GiB
-    on an H100, which vLLM cannot have while the trainer lives. On a GPU the weights are transposed views.
+    The values are those of `Mxfp4Config(dequantize=True)`, whose temporaries leave torch's allocator in pieces: some 8
+    GiB on an H100, which vLLM cannot have while the trainer lives. On a GPU the weights are transposed views.
     """
     for layer in model.model.layers:
         quantized = layer.mlp.experts
@@ -155,8 +131,8 @@ def dequantize_experts(model: PreTrainedModel) -> None:
 def load_model(model_path: str, config: Mapping[str, Any], attention: str, experts: str = "bf16") -> PreTrainedModel:
     """The base model in BF16 on the GPU, or on the CPU where there is none, with this project's attention and experts.
 
-    MXFP4 experts are dequantized, stay quantized with `experts` = `mxfp4`, and with `shared` are not loaded, as embeddings and
-    head: vLLM lends its own.
+    With `experts` = `bf16` MXFP4 experts are dequantized, with `mxfp4` and `paged` they stay quantized, and with
+    `shared` neither they nor embeddings and head are loaded, because vLLM lends its own.
     """
     name, device = install_attention(attention), "cuda:0" if torch.cuda.is_available() else "cpu"
     threads, _ = choose_threads(count_parameters(config)["total"], torch.cuda.device_count(), os.environ)
@@ -166,7 +142,7 @@ def load_model(model_path: str, config: Mapping[str, Any], attention: str, exper
         model = load_quantized(model_path, name, device, packed=experts != "shared")
         if experts == "paged":  # before the adapter takes the rest of their segments
             for tensor in paged_tensors(model):
-                tensor.data = alone(tensor.data, tensor.device)
+                tensor.data = copy_to_own_segment(tensor.data, tensor.device)
                 torch.cuda.empty_cache()  # each time: a smaller one would take a part of what this one leaves
         if experts != "bf16":
             return model
@@ -179,14 +155,14 @@ def load_model(model_path: str, config: Mapping[str, Any], attention: str, exper
 
 
 def in_working_type(model: PreTrainedModel) -> PreTrainedModel:
-    """The model as it computes: BF16 on a GPU; on a CPU float32, the same numbers, as many CPUs only emulate BF16, several
-    times slower."""
+    """The model as it computes: in BF16 on a GPU; on a CPU in float32 with the same numbers, as many CPUs only emulate
+    BF16, several times slower."""
     return model.float() if model.device.type == "cpu" else model
 
 
 def load_base(settings: Settings, model_path: str, config: Mapping[str, Any], attention: str) -> PreTrainedModel:
     """The base model to train an adapter on, under the name that PEFT writes into adapter_config.json."""
-    model = in_working_type(load_model(model_path, config, attention, settings.EXPERTS))
+    model = in_working_type(load_model(model_path, config, attention, settings.EXPERTS or "bf16"))
     model.name_or_path = model_path if settings.MODEL_ID == "tiny" else settings.MODEL_ID
     for module in quantized_experts(model):
         module.dequantize_again = not settings.GRADIENT_CHECKPOINTING
@@ -196,8 +172,8 @@ def load_base(settings: Settings, model_path: str, config: Mapping[str, Any], at
 def load_to_train(
     settings: Settings, model_path: str, config: Mapping[str, Any], attention: str, folder: Path
 ) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
-    """The tokenizer and `load_base` for a run in `folder`. Raises UnloadableModel, whose message is one line; where
-    that came from is in training.log."""
+    """The tokenizer and `load_base` for a run in `folder`. Raises UnloadableModel, whose message is one line; the
+    traceback goes to training.log."""
     try:
         with Phase("loading the model") as phase:
             tokenizer = load_tokenizer(model_path)
@@ -214,24 +190,28 @@ def load_to_train(
 
 
 def load_adapter(policy: PeftModel, folder: str | Path) -> None:
-    """Put the weights of the adapter in `folder` (of the same rank and targets) in place of the policy's own, to train on."""
+    """Replace the weights of the policy's adapter by those in `folder`, of the same rank and targets, to train on."""
     policy.load_adapter(str(Path(folder).expanduser()), "default", is_trainable=True)
 
 
 def load_tokenizer(model_path: str) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, padding on the left for generation. Raises ValueError where its configuration is damaged, and
-    whatever the libraries raise for that."""
+    """The model's tokenizer, padding on the left for generation. Raises ValueError where its configuration is damaged,
+    and whatever else the libraries raise for that."""
     tokenizer = AutoTokenizer.from_pretrained(model_path, padding_side="left")
-    odd = not isinstance(tokenizer.model_max_length, (int, float)) or not isinstance(tokenizer.model_input_names, list)
-    if odd or tokenizer.eos_token_id is None:
-        what = "names no stop token (eos_token)" if not odd else "is damaged (model_max_length or model_input_names)"
-        raise ValueError(f"{model_path}: tokenizer_config.json {what}. Download the model again")
+    names, length = tokenizer.model_input_names, tokenizer.model_max_length
+    problem = None
+    if not isinstance(length, (int, float)) or not isinstance(names, list):
+        problem = "is damaged (model_max_length or model_input_names)"
+    elif tokenizer.eos_token_id is None:
+        problem = "names no stop token (eos_token)"
+    if problem:
+        raise ValueError(f"{model_path}: tokenizer_config.json {problem}. Download the model again")
     return tokenizer
 
 
 @contextlib.contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Without dropout for a while."""
+    """Switch dropout off inside the block."""
     training = model.training
     model.eval()
     try:
@@ -244,5 +224,5 @@ def unseen_gpu(machine: Machine) -> str | None:
     """Why the machine's GPU is of no use to torch, or None."""
     if not machine.gpus or torch.cuda.is_available():
         return None
-    what = f"{machine.gpu} is there, but torch {torch.__version__} does not see it"
-    return f"torch: {what}. It needs driver 580 or newer and a build for CUDA: bash scripts/setup.sh"
+    problem = f"{machine.gpu} is there, but torch {torch.__version__} does not see it"
+    return f"torch: {problem}. It needs driver 580 or newer and a build for CUDA: bash scripts/setup.sh"

@@ -7,43 +7,43 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from grpo.plan.memory import bucket
+
+Tokens = Sequence[int]
 
 
 @dataclass(frozen=True, eq=False)
 class PackedBatch:
-    """How the tokens of one micro-batch lie in memory, and what each of them attends to.
+    """Where the tokens of one micro-batch lie in memory, and what each of them attends to.
 
-    R rows of T tokens, padded at their ends. A row holds groups one after the other; a group is a prompt and, behind it,
-    its completions: each of them attends to the prompt and, causally, to itself, as if it stood alone. Kernels take a
-    single row (R = 1) with keys gathered for each of S segments (a prompt or a completion); eager attention a mask.
+    R rows of T tokens are padded at their ends. A row holds groups one after the other; a group is a prompt and, behind
+    it, its completions: each of them attends to the prompt and, causally, to itself, as if it stood alone. Kernels take
+    a single row (R = 1) with keys gathered for each of S segments (a prompt or a completion); eager attention a mask.
     """
 
-    ids: torch.Tensor  # (R, T) int64
-    positions: torch.Tensor  # (R, T) int64, counted from the group's start of each prompt
-    group: torch.Tensor  # (R, T) int32, -1 for padding
-    segment: torch.Tensor  # (R, T) int32, 0 for the prompt, 1.. for its completions, -1 for padding
+    ids: Tensor  # (R, T) int64
+    positions: Tensor  # (R, T) int64, counted from the start of each group's prompt
+    group: Tensor  # (R, T) int32, -1 for padding
+    segment: Tensor  # (R, T) int32, 0 for the prompt, 1.. for its completions, -1 for padding
     queries: int  # real tokens of a single row, all at its front
-    keys: torch.Tensor  # (K,) int64: index of each gathered key
-    cu_seqlens_q: torch.Tensor  # (S + 1,) int32
-    cu_seqlens_k: torch.Tensor  # (S + 1,) int32
+    keys: Tensor  # (K,) int64: index of each gathered key
+    cu_seqlens_q: Tensor  # (S + 1,) int32
+    cu_seqlens_k: Tensor  # (S + 1,) int32
     max_seqlen_q: int
     max_seqlen_k: int
-    before: torch.Tensor  # (N,) int64: index of the state that predicts each completion token
-    targets: torch.Tensor  # (N,) int64: those tokens
-    rows: torch.Tensor  # (N,) int64: the completion that each of them belongs to
-    columns: torch.Tensor  # (N,) int64: its place in the completion
-
-
-Tokens = Sequence[int]
+    before: Tensor  # (N,) int64: index of the state that predicts each completion token
+    targets: Tensor  # (N,) int64: those tokens
+    rows: Tensor  # (N,) int64: the completion that each of them belongs to
+    columns: Tensor  # (N,) int64: its place in the completion
 
 
 def pack_batch(
     prompts: Sequence[Tokens], completions: Sequence[Tokens], share: bool, one_row: bool, device: torch.device | str
 ) -> PackedBatch:
-    """Pack some completions, each with its prompt (both as token ids): equal prompts stand there once if they `share`;
-    all groups stand in one row, or each in a row of its own. Indices count through all rows."""
+    """Pack completions, each with its prompt (both as token ids). Equal prompts stand there once if they `share`; all
+    groups stand in one row, or each in a row of its own. Indices count through all rows."""
     groups: dict[Hashable, list[int]] = {}
     for i, prompt in enumerate(prompts):
         groups.setdefault(tuple(prompt) if share else i, []).append(i)
@@ -54,24 +54,23 @@ def pack_batch(
     group, segment = (torch.full((len(lines), width), -1, dtype=torch.int32) for _ in range(2))
     keys, before, rows, columns, lengths_q, lengths_k = [], [], [], [], [0], [0]
     for r, line in enumerate(lines):
-        at = 0  # within the row
+        at = r * width
         for g, members in enumerate(line):
-            first = r * width + at
-            for number, i in enumerate([None, *members]):
-                tokens, offset = (prompts[members[0]], 0) if i is None else (completions[i], len(prompts[i]))
-                n, start = len(tokens), r * width + at
-                here, own = slice(at, at + n), torch.arange(start, start + n)
-                ids[r, here] = torch.tensor(tokens, dtype=torch.int64)
-                positions[r, here] = torch.arange(offset, offset + n)
-                group[r, here], segment[r, here] = g, number
+            prompt, first = prompts[members[0]], at
+            for number, tokens in enumerate([prompt, *(completions[i] for i in members)]):
+                offset = len(prompt) if number else 0
+                own = torch.arange(at, at + len(tokens))
+                ids.view(-1)[own] = torch.tensor(tokens, dtype=torch.int64)
+                positions.view(-1)[own] = torch.arange(offset, offset + len(tokens))
+                group.view(-1)[own], segment.view(-1)[own] = g, number
                 keys += [torch.arange(first, first + offset), own]
-                lengths_q.append(n)
-                lengths_k.append(offset + n)
-                if i is not None:  # the prompt's last token predicts the completion's first
-                    before.append(torch.cat([torch.tensor([first + offset - 1]), own])[:n])
-                    rows.append(torch.full((n,), i))
-                    columns.append(torch.arange(n))
-                at += n
+                lengths_q.append(len(tokens))
+                lengths_k.append(offset + len(tokens))
+                if number:  # the prompt's last token predicts the completion's first
+                    before.append(torch.cat([torch.tensor([first + offset - 1]), own])[: len(tokens)])
+                    rows.append(torch.full((len(tokens),), members[number - 1]))
+                    columns.append(torch.arange(len(tokens)))
+                at += len(tokens)
     tensors = {"ids": ids, "positions": positions, "group": group, "segment": segment, "targets": ids[segment > 0]}
     lists = {"keys": keys, "before": before, "rows": rows, "columns": columns}
     tensors |= {name: torch.cat(parts) for name, parts in lists.items()}
@@ -81,7 +80,7 @@ def pack_batch(
     return PackedBatch(queries=sizes[0], max_seqlen_q=max(lengths_q), max_seqlen_k=max(lengths_k), **tensors)
 
 
-def may_attend(batch: PackedBatch, window: int | None) -> torch.Tensor:
+def may_attend(batch: PackedBatch, window: int | None) -> Tensor:
     """(R, T, T) bool: what each token attends to. Padding attends to padding, so that no row of scores is empty."""
     group, segment, position = batch.group, batch.segment, batch.positions
     distance = position[:, :, None] - position[:, None, :]
@@ -93,15 +92,15 @@ def may_attend(batch: PackedBatch, window: int | None) -> torch.Tensor:
 def cut_micro_batches(
     prompts: Sequence[Hashable], lengths: Sequence[tuple[int, int]], most_tokens: int, share: bool
 ) -> list[list[int]]:
-    """Which completions go through the model together: their indices by micro-batch, at most `most_tokens` tokens in each
-    (or a single completion that has more). `lengths` are those of prompt and completion; equal `prompts` are computed once
-    a micro-batch if they `share`.
+    """Indices of the completions that go through the model together, by micro-batch: at most `most_tokens` tokens in
+    each (or a single completion that has more). `lengths` are those of prompt and completion; equal `prompts` are
+    computed once a micro-batch if they `share`.
 
     >>> cut_micro_batches("aab", [(10, 5), (10, 5), (10, 5)], most_tokens=20, share=True)
     [[0, 1], [2]]
     """
     cut: list[list[int]] = []
-    used, present = 0, set()
+    used, present = 0, set[Hashable]()
     # Groups stay together, in the order of their first completions.
     first = {prompt: i for i, prompt in reversed(list(enumerate(prompts)))}
     for i in sorted(range(len(prompts)), key=lambda i: (first[prompts[i]], i)):
@@ -116,6 +115,6 @@ def cut_micro_batches(
     return cut
 
 
-def padded_like(mask: torch.Tensor, batch: PackedBatch, values: torch.Tensor) -> torch.Tensor:
+def padded_like(mask: Tensor, batch: PackedBatch, values: Tensor) -> Tensor:
     """`values` (N,) of the batch's completion tokens as (B, C), zero beyond each completion; differentiable."""
     return values.new_zeros(mask.shape).index_put((batch.rows, batch.columns), values)

@@ -10,15 +10,13 @@ from pathlib import Path
 import torch
 
 from grpo.model import checkpoint
-from grpo.model.gptoss_format import BLOCK, E2M1, E8M0_BIAS, GPT_OSS_20B, O200K_IDS, ModelError, Shape, chat_template
+from grpo.model.gptoss_format import BLOCK, E2M1, E8M0_BIAS, O200K_IDS, ModelError, Shape, chat_template
 
-# Standard deviations of the random weights, chosen so that rounding stays rounding. With 0.02 everywhere (gpt-oss's
-# initializer_range) the model is chaotic: experts write as much into the residual stream as all there is, the fourth
-# and the fifth expert of a token are often nearly tied, so a rounding error swaps them and grows from layer to layer.
-# Two exact BF16 implementations then disagree by 0.25 to 0.5 nats a token, which hides most bugs. So experts write
-# little (a swap changes little), attention writes more (an adapter on it must show), router scores are spread (the
-# fourth expert weighs little), and embeddings are large against what one layer adds. docs/models.md has the figures.
-# Matrices: times 1 / sqrt(fan-in), so that other widths behave alike.
+# Standard deviations of random matrices, times 1 / sqrt(fan-in), so that rounding stays rounding at any width. With
+# 0.02 everywhere (gpt-oss's initializer_range) two exact BF16 implementations disagree by 0.25 to 0.5 nats a token,
+# because rounding swaps nearly tied experts, which write as much into the residual stream as all there is
+# (docs/models.md). So experts write little, attention writes more (an adapter on it must show), and router scores are
+# spread.
 MATRIX_GAIN = {
     "q_proj": 0.75,  # attention scores N(0, 1), with YaRN's factor of 1.81 on them: neither flat nor one-hot
     "k_proj": 0.75,
@@ -33,7 +31,7 @@ E2M1_RMS = math.sqrt(sum(value**2 for value in E2M1) / len(E2M1))  # 2.926, of e
 
 
 def random_tensor(name: str, like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Noise for one tensor of a full-size checkpoint, made on the generator's device; norms are ones.
+    """Noise for one tensor of a checkpoint, of the shape of `like`, made on the generator's device; norms are ones.
 
     An expert's blocks are even random codes. Its scales are two neighbouring powers of two, the larger one as often as
     the standard deviation of `MATRIX_GAIN` needs.
@@ -59,22 +57,18 @@ def random_tensor(name: str, like: torch.Tensor, generator: torch.Generator) -> 
 
 
 def write_full(
-    out: Path,
-    shape: Shape = GPT_OSS_20B,
-    tokenizer: Path | None = None,
-    device: str = "cpu",
-    seed: int = 0,
-    force=False,
+    out: Path, shape: Shape, tokenizer: Path | None = None, device: str = "cpu", seed: int = 0, force: bool = False
 ) -> Path:
-    """Writes a checkpoint with random weights to `out`, with the tokenizer in the folder `tokenizer`, or without one.
+    """Write a checkpoint with random weights to `out`, with the tokenizer in the folder `tokenizer`, or without one.
 
     The noise is made on `device`; a seed gives other noise on another kind of device. `force` replaces an existing
-    checkpoint. Raises ModelError for whatever keeps it from being made, a missing device too."""
-    # A smaller vocabulary has no such ids; the last ones stand in, so that generation still runs.
-    words, ids = None, {token: min(n, shape.vocab - 1) for token, n in O200K_IDS.items()}
+    checkpoint. Raises ModelError for whatever keeps it from being made, a missing device too.
+    """
     if tokenizer is not None:
         words = checkpoint.read_tokenizer(tokenizer)
         ids = checkpoint.special_token_ids(words, shape.vocab)
+    else:  # a small vocabulary lacks these ids: its last one stands in, so that generation still runs
+        words, ids = None, {token: min(n, shape.vocab - 1) for token, n in O200K_IDS.items()}
     checkpoint.require_space(out, checkpoint.checkpoint_bytes(shape) + 64 * 2**20)
     try:
         generator = torch.Generator(device=device).manual_seed(seed)
@@ -82,5 +76,5 @@ def write_full(
         raise ModelError(f"--device {device} is not usable here: {str(error).splitlines()[0]}") from error
     with checkpoint.new_directory(out, force) as directory:
         make = partial(random_tensor, generator=generator)
-        checkpoint.write_checkpoint(directory, shape, ids, make, words, chat_template())
+        checkpoint.write_checkpoint(directory, shape, ids, make, words, chat_template(full=True))
     return out

@@ -1,83 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiny model that comes with the project (data/tiny), and how it was made."""
+"""How the tiny model that comes with the project (data/tiny) was made."""
 
 from __future__ import annotations
 
-import json
 import math
-import re
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from grpo.model.checkpoint import new_directory, require_space, special_token_ids, write_checkpoint, write_json
-from grpo.model.gptoss_format import SPECIAL_TOKENS, TINY, TINY_SYSTEM, ModelError, chat_template
-from grpo.model.warmup import Recipe, warm_up
-from grpo.model.warmup_rows import EFFORTS
-from grpo.tasks.tes.dataset import synthetic_rows
+from grpo.model.checkpoint import new_directory, read_tokenizer, require_space, write_json
+from grpo.model.gptoss_format import TINY
+from grpo.model.warmup import Log, Recipe, write_warmed_up
+from grpo.plan.hub import TINY_PATH
 
-NUMBER = r" ?[0-9]{1,3}"  # a token of its own; every integer from 0 to 100 has one, with and without the space before
-LARGEST_NUMBER = 100
-BLANK = "\u0120"  # how byte-level BPE writes it
-TOKENIZER_SEED = 10_001  # of synthetic_rows, beyond those that data files use
 RECIPE = Recipe(
     TINY, "compact", windows=1200, probe_windows=20, seconds=math.inf, steps=1200, batch=32, lr=4e-3,
     distances=((1, 2, 3, 4), (0,)),
 )  # fmt: skip
 
 
-def _tokenizer_corpus() -> list[str]:
-    """Texts without numbers, to learn words from: what stands between the numbers of rendered prompts and answers."""
-    texts = []
-    for row in synthetic_rows(TOKENIZER_SEED, 2):
-        for effort in EFFORTS:
-            texts += [f"Current date: 2025-11-06\n\nReasoning: {effort}", "system", "developer", "user", "assistant"]
-        texts += [f"# Instructions\n\n{row['system']}\n\n", row["user"], "final", "[0]", "analysis", "commentary"]
-    return [piece for text in texts for piece in re.split(NUMBER, text) if piece]
+def write_tiny(out: Path, recipe: Recipe = RECIPE, force: bool = False, seed: int = 0, log: Log = print) -> None:
+    """Warm up the tiny model on the CPU and write its checkpoint, with figures in warmup.json, to the folder `out`.
 
-
-def make_tokenizer(vocab: int = TINY.vocab) -> Tokenizer:
-    """A byte-level BPE tokenizer with exactly `vocab` entries, the same for every call.
-
-    Merges that make the numbers come first, then those learned from the prompts' words; the special tokens come last.
-    Raises ModelError if `vocab` is too small for the numbers or larger than the prompts' words can fill."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    numbers = [(str(n // 10), str(n % 10)) for n in range(10, LARGEST_NUMBER + 1)]
-    numbers += [(BLANK, str(n)) for n in range(LARGEST_NUMBER + 1)]
-    words = vocab - len(alphabet) - len(numbers) - len(SPECIAL_TOKENS)
-    if words < 0:
-        raise ModelError(f"a vocabulary of {vocab} cannot hold all bytes, numbers and special tokens")
-
-    learner = Tokenizer(models.BPE())
-    learner.pre_tokenizer = as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    sizes = {"vocab_size": len(alphabet) + words, "initial_alphabet": alphabet}
-    learner.train_from_iterator(_tokenizer_corpus(), trainers.BpeTrainer(**sizes, show_progress=False))
-    learned = [tuple(pair) for pair in json.loads(learner.to_str())["model"]["merges"]]
-    if len(learned) < words:
-        raise ModelError(f"the prompts give {len(learned)} words, a vocabulary of {vocab} needs {words}")
-    merges = numbers + learned
-    entries = alphabet + ["".join(pair) for pair in merges]
-    tokenizer = Tokenizer(models.BPE(vocab={entry: n for n, entry in enumerate(entries)}, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(NUMBER), "isolated"), as_bytes])
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
-    return tokenizer
-
-
-def write_tiny(
-    out: Path, recipe: Recipe = RECIPE, force: bool = False, seed: int = 0, log: Callable[[str], None] = print
-) -> None:
-    """Warms up the tiny model on the CPU and writes its checkpoint, with figures in warmup.json, to the folder `out`.
-
-    The same seed gives the same model on the same machine. Raises ModelError before training, as `new_directory`."""
+    Its tokenizer is that of data/tiny: every integer from 0 to 100 is a token of its own, with and without the space
+    before, so that prompts are short and numbers are easy to read. The same seed gives the same model on the same
+    machine. Raises ModelError before training, as `new_directory` does.
+    """
     require_space(out, 64 * 2**20)
     with new_directory(out, force) as directory, torch.random.fork_rng([]):
-        tokenizer = make_tokenizer(recipe.shape.vocab)
-        token_ids = special_token_ids(tokenizer, recipe.shape.vocab)
-        tensors, stages, *_ = warm_up(recipe, tokenizer, token_ids, "cpu", seed, log)
-        write_checkpoint(
-            directory, recipe.shape, token_ids, lambda name, like: tensors[name], tokenizer, chat_template(*TINY_SYSTEM)
-        )
+        stages, _ = write_warmed_up(directory, recipe, read_tokenizer(TINY_PATH), "cpu", seed, log)
         write_json(directory / "warmup.json", {"seed": seed, "steps": recipe.steps, **stages["stored"]})

@@ -7,15 +7,18 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 from torch.nn import functional
 from transformers import GptOssConfig, GptOssForCausalLM
 
 from grpo.model import gptoss_format as gptoss
+from grpo.model.checkpoint import special_token_ids, write_checkpoint
 from grpo.model.fast_layers import FAST, forward
-from grpo.model.warmup_rows import ACTIONS, Answer, Rows, make_rows
+from grpo.model.warmup_rows import ACTIONS, Rows, make_rows
 
 Log = Callable[[str], None]
 # Standard deviations of the initial matrices, times 1 / sqrt(fan-in). With gpt-oss's 0.02 everywhere, narrow layers
@@ -24,10 +27,9 @@ INITIAL_GAIN = {
     "q_proj": 0.5, "k_proj": 0.5, "v_proj": 1.0, "o_proj": 0.5, "router": 1.0, "gate_up_proj": 1.0, "down_proj": 0.5,
     "lm_head": 0.8,
 }  # fmt: skip
-# Weights of the loss beside the action's own: the fixed tokens of the answer, the prompt's tokens, the readings.
+# Weights of the loss's terms beside the action's own: the answer's fixed tokens, the prompt's tokens, the readings.
 FORMAT_WEIGHT, TEXT_WEIGHT, READING_WEIGHT = 0.5, 0.2, 2.0
-TEXT_TOKENS = 8  # of each prompt, drawn again at every step: the text is always the same
-EXPERT_WEIGHTS = ("experts.gate_up_proj", "experts.down_proj")  # stored in MXFP4
+TEXT_TOKENS = 8  # of each prompt, drawn again at every step, as the text is always the same
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Recipe:
     """Everything that a warm-up is made from; changing anything changes the model."""
 
     shape: gptoss.Shape
-    prompt: str  # full or compact, as make_dataset.py's
+    prompt: str  # full or compact, as in make_dataset.py
     windows: int  # of warm-up rows, 40 rows each
     probe_windows: int  # of rows on which the warm-up is measured
     seconds: float  # budget of the warm-up; the schedule follows whichever of the two budgets runs out first
@@ -73,15 +75,18 @@ def new_model(recipe: Recipe, tokenizer: Tokenizer, token_ids: Mapping[str, int]
 
 
 def initial_numbers(model: GptOssForCausalLM, tokenizer: Tokenizer) -> None:
-    """Gives number tokens embeddings that vary smoothly with the number, with and without a blank before it.
+    """Give number tokens embeddings that vary smoothly with the number, with and without a blank before it.
 
-    Few steps see each number too rarely to learn from nothing that 37 lies by 38."""
+    A warm-up sees each number too rarely to learn from nothing that 37 lies by 38.
+    """
     texts = [f"{n:0{width}d}" for width in (1, 2, 3) for n in range(10**width)]
     numbers = {tokenizer.token_to_id(before + text): float(text) for text in texts for before in ("", "\u0120")}
     numbers.pop(None, None)  # not every number has a token, or one with a blank before it
     value = torch.tensor(list(numbers.values())).unsqueeze(1)
     fine, coarse = value / 100 * math.pi, value / 1000 * math.pi
-    waves = [fine * k for k in range(1, 7)] + [coarse * k for k in range(1, 9)] * (max(numbers.values()) > 100)
+    waves = [fine * k for k in range(1, 7)]
+    if max(numbers.values()) > 100:
+        waves += [coarse * k for k in range(1, 9)]
     # The logarithm tells 0 from 1 and 2: whether anything is short matters more than how much.
     linear = [value / 1000 - 0.3, (value / 100).clamp(max=1) - 0.5, value.log1p() / 7 - 0.5]
     features = torch.cat([*linear, *(w.sin() for w in waves), *(w.cos() for w in waves)], dim=1)
@@ -90,7 +95,7 @@ def initial_numbers(model: GptOssForCausalLM, tokenizer: Tokenizer) -> None:
 
 
 def initial_heads(model: GptOssForCausalLM, distances: Sequence[Sequence[int]]) -> None:
-    """Lets the heads of the first sliding layers look back by `distances`, the tokens of each head, layer after layer.
+    """Let the heads of the first sliding layers look back by `distances`, the tokens of each head, layer after layer.
 
     Fewer distances than heads are repeated; none leaves a layer as it is. A number must know which word precedes it
     before anything can find it, and from random weights such heads are the slowest thing to appear. The biases of q
@@ -115,27 +120,25 @@ def initial_heads(model: GptOssForCausalLM, distances: Sequence[Sequence[int]]) 
                 query[n, [p + size // 2 for p in pairs]] = length * angle.sin()
 
 
-def log_probs(model: GptOssForCausalLM, hidden: torch.Tensor) -> torch.Tensor:
+def log_probs(model: GptOssForCausalLM, hidden: Tensor) -> Tensor:
     """Log-probs (..., V) in float32 after hidden states (..., H)."""
     return model.lm_head(hidden.to(model.lm_head.weight.dtype)).float().log_softmax(-1)
 
 
-def at_answer(hidden: torch.Tensor, lengths: torch.Tensor, answer: int) -> torch.Tensor:
+def at_answer(hidden: Tensor, lengths: Tensor, answer: int) -> Tensor:
     """Hidden states (B, answer, H) that predict the last `answer` tokens of each row."""
     index = lengths[:, None] - answer - 1 + torch.arange(answer, device=lengths.device)
-    return hidden.gather(1, index.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
+    return hidden.take_along_dim(index[..., None], 1)
 
 
-def answer_log_probs(
-    model: GptOssForCausalLM, hidden: torch.Tensor, lengths: torch.Tensor, answer: Answer
-) -> tuple[torch.Tensor, torch.Tensor]:
+def answer_log_probs(model: GptOssForCausalLM, hidden: Tensor, lengths: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
     """Log-probs of each action (B, actions), and of the answer's other tokens together (B,)."""
-    logp = log_probs(model, at_answer(hidden, lengths, len(answer.ids)))
-    fixed = answer.fixed
-    return logp[:, answer.action_at, answer.actions], logp[:, fixed, torch.tensor(answer.ids)[fixed]].sum(-1)
+    logp = log_probs(model, at_answer(hidden, lengths, len(rows.answer)))
+    fixed = torch.tensor(rows.answer)[rows.fixed]
+    return logp[:, rows.action_at, rows.actions], logp[:, rows.fixed, fixed].sum(-1)
 
 
-def figures(model: GptOssForCausalLM, rows: Rows, answer: Answer, limit: int | None = None) -> dict[str, float]:
+def figures(model: GptOssForCausalLM, rows: Rows, limit: int | None = None) -> dict[str, float]:
     """What sampling at temperature 1 earns on up to `limit` rows, computed from the probabilities of the four answers.
 
     ``parse_rate`` is the probability of an answer ``[k]`` in the final channel; ``reward`` the mean reward, where an
@@ -146,7 +149,7 @@ def figures(model: GptOssForCausalLM, rows: Rows, answer: Answer, limit: int | N
     with torch.no_grad():
         for batch in indices.split(64):
             ids, lengths = rows.batch(batch.to(rows.ids.device))
-            actions, around = answer_log_probs(model, forward(model, ids), lengths, answer)
+            actions, around = answer_log_probs(model, forward(model, ids), lengths, rows)
             parts.append((actions + around.unsqueeze(-1)).exp().cpu())
     p, rewards = torch.cat(parts), rows.rewards[indices].cpu()
     return {
@@ -163,10 +166,11 @@ class WarmUp:
     """Supervised training, by which the model learns to read and never what to choose.
 
     It learns answers in the right form that name each action as often as another, whatever the prompt says. A linear
-    `probe`, thrown away afterwards, reads the rows' readings from a middle layer."""
+    `probe`, thrown away afterwards, reads the rows' readings from a middle layer.
+    """
 
-    def __init__(self, model: GptOssForCausalLM, rows: Rows, answer: Answer, recipe: Recipe, seed: int) -> None:
-        self.model, self.rows, self.answer, self.recipe = model, rows, answer, recipe
+    def __init__(self, model: GptOssForCausalLM, rows: Rows, recipe: Recipe, seed: int) -> None:
+        self.model, self.rows, self.recipe = model, rows, recipe
         self.device = rows.ids.device
         self.generator = torch.Generator(device=self.device).manual_seed(seed)
         self.probe = torch.nn.Linear(model.config.hidden_size, rows.readings.shape[1]).to(self.device)
@@ -183,26 +187,26 @@ class WarmUp:
         """How far the warm-up is, 0 to 1: by the seconds or by the steps, whichever is further."""
         return min(1.0, max(self.elapsed / self.recipe.seconds, self.step / self.recipe.steps))
 
-    def read(self, picked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Some rows' (loss beside the reading's, readings (B, R) as the probe gives them)."""
-        rows, answer, size = self.rows, self.answer, len(picked)
+    def read(self, picked: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss of the `picked` rows (B,) without that of their readings, and the readings (B, R) of the probe."""
+        rows, size = self.rows, len(picked)
         ids, lengths = rows.batch(picked)
-        before = lengths - len(answer.ids)
+        before = lengths - len(rows.answer)
         # The action's token is visible to the tokens behind it: show them all four.
         shown = torch.randint(ACTIONS, (size,), device=self.device, generator=self.generator)
-        named = torch.tensor(answer.actions, device=self.device)[shown, None]
-        ids.scatter_(1, (before + answer.action_at)[:, None], named)
-        middle: list[torch.Tensor] = []
+        named = torch.tensor(rows.actions, device=self.device)[shown, None]
+        ids.scatter_(1, (before + rows.action_at)[:, None], named)
+        middle: list[Tensor] = []
         hook = self.middle.register_forward_hook(lambda module, inputs, output: middle.append(output))
         hidden = forward(self.model, ids)
         hook.remove()
-        actions, around = answer_log_probs(self.model, hidden, lengths, answer)
-        # Next tokens of the prompt at some places.
+        actions, around = answer_log_probs(self.model, hidden, lengths, rows)
+        # The tokens behind TEXT_TOKENS random places of the prompt are predicted too.
         at = torch.rand(size, TEXT_TOKENS, device=self.device, generator=self.generator)
         at = (at * (before - 1)[:, None]).long()
-        states = hidden.gather(1, at.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
-        text = -log_probs(self.model, states).gather(-1, ids.gather(1, at + 1).unsqueeze(-1)).mean()
-        state = at_answer(middle[0], lengths, len(answer.ids))[:, answer.action_at].float()
+        logp = log_probs(self.model, hidden.take_along_dim(at[..., None], 1))
+        text = -logp.gather(-1, ids.gather(1, at + 1).unsqueeze(-1)).mean()
+        state = at_answer(middle[0], lengths, len(rows.answer))[:, rows.action_at].float()
         loss = -actions.mean() - FORMAT_WEIGHT * around.mean() + TEXT_WEIGHT * text
         return loss, self.probe(functional.rms_norm(state, state.shape[-1:]))
 
@@ -227,7 +231,7 @@ class WarmUp:
                 logged = self.elapsed
                 log(f"{logged:5.0f} s, step {self.step}: loss {loss.item():.3f}")
                 if not loss.isfinite():
-                    raise gptoss.ModelError("the warm-up's loss is not finite: try a smaller --lr")
+                    raise gptoss.ModelError("the warm-up's loss is not finite")
 
     def explained(self) -> float:
         """Share of the readings' variance that the probe explains, mean over the readings of up to 512 rows."""
@@ -237,36 +241,38 @@ class WarmUp:
         return 1 - (errors / self.rows.readings[picked].var(0).clamp(min=1e-3)).mean().item()
 
 
-def warm_up(
-    recipe: Recipe, tokenizer: Tokenizer, token_ids: Mapping[str, int], device: str, seed: int, log: Log
-) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, float]], Rows, Answer]:
-    """Makes a model and trains it.
+def write_warmed_up(
+    directory: Path, recipe: Recipe, tokenizer: Tokenizer, device: str, seed: int, log: Log
+) -> tuple[dict[str, dict[str, float]], Rows]:
+    """Make a model on `device`, warm it up by the `recipe` and write its checkpoint into `directory`.
 
-    Returns the tensors of its checkpoint by name (BF16, and uint8 for the experts); its `figures` on rows of their own
-    after reading, right after the experts were rounded to MXFP4, and as stored; and these rows and the answer.
+    Returns its `figures` after reading, right after the experts were rounded to MXFP4, and as stored, then the rows
+    that they were measured on. Raises ModelError for a tokenizer that does not fit.
     """
-    answer = Answer.of(tokenizer)
-    # Its workers start before CUDA does, and before the tokenizer's threads.
+    token_ids = special_token_ids(tokenizer, recipe.shape.vocab)
+    # The workers that make the rows start before CUDA does, and before the tokenizer's threads.
     row_sets = make_rows(recipe.prompt, recipe.windows, recipe.probe_windows)
-    rows, probe = (Rows(row_set, tokenizer, answer, device) for row_set in row_sets)
+    rows, probe = (Rows(row_set, tokenizer, device) for row_set in row_sets)
     log(f"{len(rows)} + {len(probe)} rows of up to {rows.ids.shape[1]} tokens")
     torch.manual_seed(seed)
-    model = new_model(recipe, tokenizer, token_ids).to(device)
-    training, stages = WarmUp(model, rows, answer, recipe, seed), {}
+    model = new_model(recipe, tokenizer, token_ids).to(device)  # type: ignore[arg-type]  # the wrapper loses `self`
+    training, stages = WarmUp(model, rows, recipe, seed), {}
 
     def measure(stage: str) -> None:
-        stages[stage] = figures(model, probe, answer) | {"explained": training.explained()}
+        stages[stage] = figures(model, probe) | {"explained": training.explained()}
         shown = " ".join(f"{name} {value:.3f}" for name, value in stages[stage].items())
         log(f"{training.elapsed:5.0f} s, step {training.step}, {stage}: {shown}")
 
     training.phase(1 - recipe.rounding, recipe.lr, log)
     measure("read")
-    stored = gptoss.quantize_experts(model)
+    tensors = gptoss.quantize_experts(model)
     measure("rounded")
     training.phase(1.0, recipe.lr * recipe.rounding_lr, log)
     for name, parameter in model.named_parameters():
-        if not name.endswith(EXPERT_WEIGHTS):
+        if f"{name}_blocks" not in tensors:
             parameter.data = parameter.data.bfloat16().float()  # as the checkpoint holds it
-            stored[name] = parameter.detach().to("cpu", torch.bfloat16)
+            tensors[name] = parameter.detach().to("cpu", torch.bfloat16)
     measure("stored")
-    return stored, stages, probe, answer
+    template = gptoss.chat_template(full=recipe.prompt == "full")
+    write_checkpoint(directory, recipe.shape, token_ids, lambda name, like: tensors[name], tokenizer, template)
+    return stages, probe

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a small model is warmed up on: the plant's prompts, and what each action would do in the hour."""
+"""Rows that a small model is warmed up on: the plant's prompts, and what each action would do in the hour."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from datetime import date, timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from tokenizers import Tokenizer
@@ -25,26 +24,6 @@ FIXED_DATE = "2025-04-07"  # compact prompts draw their dates around it
 WARMUP_SEED, PROBE_SEED = 40_000, 30_000  # of days, beyond those of data files; a window's own number is added
 
 
-@dataclass(frozen=True)
-class Answer:
-    """The tokens of ``ANSWER_BEFORE``, an action, ``ANSWER_AFTER``."""
-
-    ids: list[int]  # with action 0
-    action_at: int  # index of the action among them
-    actions: list[int]  # the token of each action
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer) -> Answer:
-        before = tokenizer.encode(ANSWER_BEFORE).ids
-        ids = tokenizer.encode(f"{ANSWER_BEFORE}0{ANSWER_AFTER}").ids
-        return cls(ids, len(before), [tokenizer.token_to_id(str(k)) for k in range(ACTIONS)])
-
-    @property
-    def fixed(self) -> list[int]:
-        """Indices of the other tokens."""
-        return [n for n in range(len(self.ids)) if n != self.action_at]
-
-
 class WarmupRow(NamedTuple):
     prompt: str
     rewards: list[float]  # of the actions, for the figures alone: nothing is learned from them
@@ -52,10 +31,11 @@ class WarmupRow(NamedTuple):
 
 
 def readings(state: State) -> list[float]:
-    """What there is to read in a prompt and to derive from it; nothing of it says which action is better.
+    """The numbers that a prompt states or implies; none of them says which action is better.
 
-    That is, for each action, the energy that it would leave stored and the load that it would leave unserved [kWh], and
-    of hour, prices and loads what a decision may depend on."""
+    They are, for each action, the energy that it would leave stored and the load that it would leave unserved [kWh],
+    and of hour, prices and loads what a decision may depend on.
+    """
     plant, now = state.plant, HOURS.index(state.stamp.hour)
     load, co2, later = state.load_kw[now], state.co2[now], state.co2[now + 1 :]
     balance = state.energy_kwh + plant.outputs_kw - load
@@ -68,7 +48,7 @@ def readings(state: State) -> list[float]:
     ]  # fmt: skip
 
 
-def rendered(row: Mapping[str, Any], number: int) -> str:
+def rendered(row: Mapping[str, str], number: int) -> str:
     """The prompt of a row of make_dataset.py as train_grpo.py sees it; compact ones vary in date and effort, so that
     neither means anything."""
     if "prompt" in row:
@@ -82,7 +62,7 @@ def rendered(row: Mapping[str, Any], number: int) -> str:
 
 
 def warmup_rows(job: tuple[int, int, str]) -> list[WarmupRow]:
-    """Every decision of `count` windows and ten short hours in each. job: (first seed, count, kind of prompt).
+    """Every decision of some windows and ten short hours in each. `job` is (first seed, windows, kind of prompt).
 
     Every window has a seed of its own and one of a year's dates, so that no row repeats and dates mean nothing.
     """
@@ -99,7 +79,7 @@ def warmup_rows(job: tuple[int, int, str]) -> list[WarmupRow]:
 
 
 def make_rows(kind: str, windows: int, probe_windows: int) -> tuple[list[WarmupRow], list[WarmupRow]]:
-    """(rows to learn from, rows to measure on) of that many windows, made on all cores: some 40 ms for a window."""
+    """Rows to learn from and rows to measure on, of that many windows each; all cores make them, in 40 ms a window."""
     jobs = [(WARMUP_SEED + n, min(50, windows - n), kind) for n in range(0, windows, 50)]
     with ProcessPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         *parts, probe = pool.map(warmup_rows, [*jobs, (PROBE_SEED, probe_windows, kind)])
@@ -108,11 +88,19 @@ def make_rows(kind: str, windows: int, probe_windows: int) -> tuple[list[WarmupR
 
 class Rows:
     """Warm-up rows on the device where they are used: `ids` (N, T) of prompt and answer, padded on the right, `lengths`
-    (N,), `rewards` (N, actions), and `readings` (N, R) with mean 0 and deviation 1."""
+    (N,), `rewards` (N, actions), and `readings` (N, R) with mean 0 and deviation 1.
 
-    def __init__(self, rows: list[WarmupRow], tokenizer: Tokenizer, answer: Answer, device: str) -> None:
+    `answer` has the tokens that each row ends in: ``ANSWER_BEFORE``, action 0 at index `action_at`, ``ANSWER_AFTER``;
+    `fixed` are the indices of its other tokens, `actions` the tokens of the actions.
+    """
+
+    def __init__(self, rows: list[WarmupRow], tokenizer: Tokenizer, device: str) -> None:
+        answers = [tokenizer.encode(f"{ANSWER_BEFORE}{k}{ANSWER_AFTER}").ids for k in range(ACTIONS)]
+        self.answer, self.action_at = answers[0], len(tokenizer.encode(ANSWER_BEFORE).ids)
+        self.fixed = [n for n in range(len(self.answer)) if n != self.action_at]
+        self.actions = [answer[self.action_at] for answer in answers]
         encodings = tokenizer.encode_batch([row.prompt for row in rows], add_special_tokens=False)
-        ids = [torch.tensor(encoding.ids + answer.ids, dtype=torch.int32) for encoding in encodings]
+        ids = [torch.tensor(encoding.ids + self.answer, dtype=torch.int32) for encoding in encodings]
         self.ids = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(device)
         self.lengths = torch.tensor([len(row) for row in ids], device=device)
         self.rewards = torch.tensor([row.rewards for row in rows], device=device)
@@ -123,7 +111,7 @@ class Rows:
         return len(self.ids)
 
     def batch(self, picked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(ids (B, T), lengths (B,)) of rows; T is a multiple of 8, as attention kernels want their masks."""
+        """Ids (B, T) and lengths (B,) of the `picked` rows; T is a multiple of 8, as attention kernels want it."""
         lengths = self.lengths[picked]
         columns = -(-int(lengths.max()) // 8) * 8
         ids = self.ids[picked, :columns].long()

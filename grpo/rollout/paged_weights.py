@@ -7,7 +7,7 @@ from mmap import PAGESIZE
 
 import torch
 
-from grpo.model.load import alone, paged_tensors
+from grpo.model.load import copy_to_own_segment, paged_tensors
 
 
 def pinned(size: int) -> torch.Tensor:
@@ -40,4 +40,4 @@ class PagedWeights:
     def enter(self) -> None:
         """Back onto the GPU. Raises torch.OutOfMemoryError."""
         for tensor, kept in self.held:
-            tensor.data = alone(kept, self.device)
+            tensor.data = copy_to_own_segment(kept, self.device)

@@ -21,7 +21,7 @@ PROMPTS, COMPLETIONS = [[1, 2, 3], [1, 2, 3], [4]], [[5, 6], [7], [8, 9, 5]]
 @pytest.fixture
 def reference(monkeypatch):
     """The reference kernel as a choice of ATTN_IMPL."""
-    monkeypatch.setitem(KERNELS, "reference", REFERENCE)
+    monkeypatch.setitem(KERNELS, "reference", lambda: REFERENCE)
 
 
 def error(a, b):
@@ -31,7 +31,7 @@ def error(a, b):
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
 def test_narrow_types_stay_near_float64(monkeypatch, dtype, tolerance, window):
-    """Through a batch with shared prompts and padding, whose gradient is zero. What float64 computes is right: see below.
+    """A batch with shared prompts and padding, whose gradient is zero; the next test shows that float64 is right.
     Gradients of a prompt's keys are added up in float32: on a GPU a BF16 sum of many completions would stop growing."""
     batch, added, add = pack_batch(PROMPTS, COMPLETIONS, True, True, "cpu"), [], torch.Tensor.index_add_
     monkeypatch.setattr(torch.Tensor, "index_add_", lambda x, *rest: added.append(x.dtype) or add(x, *rest))
@@ -41,7 +41,7 @@ def test_narrow_types_stay_near_float64(monkeypatch, dtype, tolerance, window):
     wide = [x.detach().double().requires_grad_() for x in inputs]
     assert batch.queries < batch.ids.shape[1], "padding is part of it"
     out, expected = (SinkAttention.apply(*x, batch, REFERENCE, SCALE, window) for x in (inputs, wide))
-    dout = torch.randn_like(out)
+    dout = torch.randn(out.shape, generator=generator).to(dtype)
     gradients, exact = torch.autograd.grad(out, inputs, dout), torch.autograd.grad(expected, wide, dout.double())
     for ours, other in zip((out, *gradients), (expected, *exact), strict=True):
         assert ours.dtype == dtype and error(ours.double(), other) < tolerance
@@ -64,9 +64,9 @@ def stock(tiny):
     ).double()
     model.set_experts_implementation("eager")
     g = torch.Generator().manual_seed(0)
-    draw = lambda n: torch.randint(3, model.config.vocab_size, (n,), generator=g).tolist()  # noqa: E731
-    prompts, completions = [draw(40), draw(40), draw(55)], [draw(9), draw(30), draw(17)]
-    prompts[1] = prompts[0]
+    lengths = (40, 55, 9, 30, 17)
+    first, second, *completions = (torch.randint(3, 592, (n,), generator=g).tolist() for n in lengths)
+    prompts = [first, first, second]
     length = max(len(p) + len(c) for p, c in zip(prompts, completions, strict=True))
     assert length > model.config.sliding_window, "the window must matter"
     ids, mask = torch.zeros(2, 3, length, dtype=torch.long)
@@ -74,9 +74,8 @@ def stock(tiny):
         ids[i, -len(tokens) :], mask[i, -len(tokens) :] = torch.tensor(tokens), 1
     positions = (mask.cumsum(1) - 1).clamp(min=0)  # RoPE is computed in float32: its rounding has to be the same
     logps = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits.log_softmax(-1)
-    logps = torch.cat(
-        [logps[i, -len(c) - 1 : -1].gather(1, torch.tensor(c)[:, None])[:, 0] for i, c in enumerate(completions)]
-    )
+    rows = [logps[i, -len(c) - 1 : -1].gather(1, torch.tensor(c)[:, None]) for i, c in enumerate(completions)]
+    logps = torch.cat(rows)[:, 0]
     weights = torch.randn(len(logps), generator=g)
     (logps * weights).sum().backward()
     gradients = {n: p.grad for n, p in model.named_parameters() if "experts" not in n}
@@ -101,10 +100,10 @@ def test_the_model_equals_stock_transformers(tiny, stock, monkeypatch, reference
     order = (batch.rows * 1000 + batch.columns).argsort()
     torch.testing.assert_close(logps[order], expected, rtol=0, atol=1e-6)
     (logps[order] * weights).sum().backward()
-    found = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
-    assert set(found) == set(gradients) and any("sinks" in name for name in found)
+    ours = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+    assert set(ours) == set(gradients) and any("sinks" in name for name in ours)
     for name, gradient in gradients.items():
-        assert error(found[name], gradient) < 1e-6, name
+        assert error(ours[name], gradient) < 1e-6, name
 
 
 def test_a_row_that_is_not_packed_is_an_error(reference):

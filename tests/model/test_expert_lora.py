@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA on experts, in BF16 and packed: values, gradients and files are those of plain PEFT on transformers' own experts."""
+"""LoRA on experts, in BF16 and packed: values, gradients and files are plain PEFT's on transformers' own experts."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from grpo.plan.targets import expected_shapes
 from grpo.settings import Settings
 
 pytestmark = pytest.mark.numeric
+IDS = torch.randint(500, (2, 30), generator=torch.Generator().manual_seed(3))
 TARGETS = "q_proj,1.experts,2.mlp.experts.gate_up_proj,2.mlp.experts.down_proj"
 
 
 def plain(tiny):
     """transformers' own model in float32."""
-    how = {"quantization_config": Mxfp4Config(dequantize=True), "attn_implementation": "eager"}
-    return AutoModelForCausalLM.from_pretrained(
-        tiny, dtype=torch.bfloat16, experts_implementation="eager", **how
-    ).float()
+    options = {"quantization_config": Mxfp4Config(dequantize=True), "attn_implementation": "eager"}
+    options |= {"experts_implementation": "eager", "dtype": torch.bfloat16}
+    return AutoModelForCausalLM.from_pretrained(tiny, **options).float()
 
 
 def adapted(model, wrapped, rank=3):
@@ -50,29 +50,40 @@ def ours(tiny, kind, rank=3):
     return adapted(model.train(), wrapped=True, rank=rank)
 
 
-def logits_and_gradients(policy, ids):
+@torch.no_grad()
+def logits_of(policy):
+    return policy(input_ids=IDS).logits
+
+
+def logits_and_gradients(policy, ids=IDS):
     logits = policy(input_ids=ids).logits
     direction = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
     (logits * direction).mean().backward()
     return logits.detach(), {n: p.grad for n, p in policy.named_parameters() if p.grad is not None}
 
 
+def assert_near(logits, expected):
+    torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize(("kind", "rank"), [("bf16", 3), ("mxfp4", 8)])
 def test_values_and_gradients_are_those_of_plain_peft(tiny, kind, rank):
-    ids = torch.randint(500, (2, 30), generator=torch.Generator().manual_seed(3))
     theirs = adapted(plain(tiny), wrapped=False, rank=rank)
     mine = ours(tiny, kind, rank)
     assert {type(m) for m in mine.modules() if isinstance(m, ParamWrapper)} == {ExpertAdapter}
     assert not any(isinstance(m, ExpertAdapter) for m in theirs.modules())
-    expected, gradients = logits_and_gradients(theirs, ids)
-    logits, found = logits_and_gradients(mine, ids)
-    torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-4)
-    assert found.keys() == gradients.keys() and sum("experts" in name for name in found) == 8
-    for name, gradient in gradients.items():
-        assert ((found[name] - gradient).norm() / gradient.norm()).item() < 1e-4, name
-    with mine.disable_adapter(), torch.no_grad():
-        bare = mine(input_ids=ids).logits
-    torch.testing.assert_close(bare, plain(tiny)(input_ids=ids).logits, atol=2e-4, rtol=1e-4)
+    # The shapes that PEFT asks for take no memory and are gone.
+    experts = mine.get_base_model().model.layers[1].mlp.experts.get_base_layer()
+    assert hasattr(experts, "gate_up_proj") == (kind == "bf16")
+    expected, expected_gradients = logits_and_gradients(theirs)
+    logits, gradients = logits_and_gradients(mine)
+    assert_near(logits, expected)
+    assert gradients.keys() == expected_gradients.keys() and sum("experts" in name for name in gradients) == 8
+    for name, gradient in expected_gradients.items():
+        assert ((gradients[name] - gradient).norm() / gradient.norm()).item() < 1e-4, name
+    with mine.disable_adapter():
+        bare = logits_of(mine)
+    assert_near(bare, logits_of(plain(tiny)))
     assert (bare - expected).abs().max() > 0.1, "the adapter matters"
 
 
@@ -95,54 +106,41 @@ def test_experts_without_rows_get_no_gradient(tiny, monkeypatch):
     product = experts.grouped_mm
     unwritten = lambda rows, weights, offs: product(rows, Unwritten.apply(weights, offs), offs=offs)  # noqa: E731
     monkeypatch.setattr(experts, "grouped_mm", unwritten)
-    _, found = logits_and_gradients(ours(tiny, "bf16"), torch.tensor([[3]]))
-    gradients = [gradient for name, gradient in found.items() if "experts" in name]
+    _, by_name = logits_and_gradients(ours(tiny, "bf16"), torch.tensor([[3]]))
+    gradients = [gradient for name, gradient in by_name.items() if "experts" in name]
     assert all(gradient.isfinite().all() for gradient in gradients)
     assert any((gradient == 0).any() for gradient in gradients), "one token does not meet all experts"
 
 
-def test_packed_experts_have_no_weights_afterwards(tiny):
-    """The shapes that PEFT asks for take no memory and are gone."""
-    mine = ours(tiny, "mxfp4")
-    packed = mine.get_base_model().model.layers[1].mlp.experts.get_base_layer()
-    assert not hasattr(packed, "gate_up_proj") and hasattr(packed, "gate_up_proj_blocks")
-
-
-def test_with_other_experts_of_transformers_peft_computes(tiny):
-    """They do not know of the factors: without them an adapter would be left out without a word."""
-    mine, ids = ours(tiny, "bf16"), torch.randint(500, (1, 20), generator=torch.Generator().manual_seed(3))
-    with torch.no_grad():
-        expected = mine(input_ids=ids).logits
-        mine.get_base_model().set_experts_implementation("eager")
-        torch.testing.assert_close(mine(input_ids=ids).logits, expected, atol=2e-4, rtol=1e-4)
-
-
-def test_what_peft_has_merged_is_not_added_again(tiny):
-    mine, ids = ours(tiny, "bf16"), torch.randint(500, (1, 20), generator=torch.Generator().manual_seed(3))
-    with torch.no_grad():
-        expected = mine(input_ids=ids).logits
-        mine.merge_adapter()
-        torch.testing.assert_close(mine(input_ids=ids).logits, expected, atol=2e-4, rtol=1e-4)
-        with mine.disable_adapter():
-            bare = mine(input_ids=ids).logits
-    torch.testing.assert_close(bare, plain(tiny)(input_ids=ids).logits, atol=2e-4, rtol=1e-4)
+def test_an_adapter_counts_once_whoever_computes(tiny, monkeypatch):
+    """Other experts of transformers do not know of the factors, PEFT may have merged them, and on cards for which torch
+    has no grouped product every expert computes."""
+    mine = ours(tiny, "bf16")
+    expected = logits_of(mine)
+    mine.get_base_model().set_experts_implementation("eager")
+    assert_near(logits_of(mine), expected)
+    mine.get_base_model().set_experts_implementation(experts.OURS)
+    mine.merge_adapter()
+    assert_near(logits_of(mine), expected)
+    with mine.disable_adapter():
+        assert_near(logits_of(mine), logits_of(plain(tiny)))
+    monkeypatch.setattr("grpo.model.experts.routed_experts", None)
+    monkeypatch.setattr("grpo.model.experts.grouped_mm_waits", lambda device: True)
+    assert_near(logits_of(ours(tiny, "mxfp4")), expected)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "mxfp4"])
 def test_the_saved_adapter_is_pefts(tiny, tmp_path, kind):
     """Names and shapes are those that the checks expect; plain PEFT loads it, and so do packed experts."""
-    mine, ids = ours(tiny, kind), torch.randint(500, (1, 20), generator=torch.Generator().manual_seed(3))
+    mine = ours(tiny, kind)
     mine.save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "adapter_model.safetensors")
-    assert {n: list(t.shape) for n, t in tensors.items()} == expected_shapes(
-        read_json(tiny / "config.json"), 3, TARGETS
-    )
-    with torch.no_grad():
-        expected = mine(input_ids=ids).logits
-        for base in (plain(tiny), load(tiny, "mxfp4").float()):
-            with experts_wrapped(base):
-                loaded = PeftModel.from_pretrained(base, str(tmp_path))
-            torch.testing.assert_close(loaded(input_ids=ids).logits, expected, atol=2e-4, rtol=1e-4)
+    shapes = {n: list(t.shape) for n, t in load_file(tmp_path / "adapter_model.safetensors").items()}
+    assert shapes == expected_shapes(read_json(tiny / "config.json"), 3, TARGETS)
+    expected = logits_of(mine)
+    for base in (plain(tiny), load(tiny, "mxfp4").float()):
+        with experts_wrapped(base):
+            loaded = PeftModel.from_pretrained(base, str(tmp_path))
+        assert_near(logits_of(loaded), expected)
 
 
 def test_norms_are_those_of_the_merged_matrices(tiny):
@@ -155,13 +153,3 @@ def test_norms_are_those_of_the_merged_matrices(tiny):
         torch.testing.assert_close(base_norm(layer), getattr(reference, name).norm(), rtol=1e-4, atol=0)
     query = mine.self_attn.q_proj
     torch.testing.assert_close(update_norm(query), query.get_delta_weight("default").norm(), rtol=1e-4, atol=0)
-
-
-def test_an_adapter_counts_where_every_expert_computes(tiny, monkeypatch):
-    """As on cards for which torch has no grouped product."""
-    mine, ids = ours(tiny, "mxfp4"), torch.randint(500, (1, 20), generator=torch.Generator().manual_seed(3))
-    with torch.no_grad():
-        expected = mine(input_ids=ids).logits
-        monkeypatch.setattr("grpo.model.experts.routed_experts", None)
-        monkeypatch.setattr("grpo.model.experts.grouped_mm_waits", lambda device: True)
-        torch.testing.assert_close(mine(input_ids=ids).logits, expected, atol=2e-4, rtol=1e-4)

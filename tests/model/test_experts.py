@@ -15,8 +15,7 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from grpo.model import experts
-from grpo.model.experts import activation, activation_backward, experts_forward
-from grpo.model.load import quantized_experts
+from grpo.model.experts import experts_forward, quantized_experts
 from grpo.plan.machine import Machine
 from grpo.plan.memory import plan_memory
 from grpo.settings import Settings
@@ -35,30 +34,24 @@ expert, order = index.flatten().sort()
 inverse = torch.empty_like(order).scatter_(0, order, torch.arange(S))
 
 
-def near(what, ours, plain):
-    torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5, msg=lambda text: what + ": " + text)
+def compare(name, ours, plain, inputs):
+    torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5, msg=lambda text: name + ": " + text)
+    gradient = torch.randn(plain.shape)
+    gradients = (torch.autograd.grad(out, inputs, gradient) for out in (ours, plain))
+    for ours, plain in zip(*gradients):
+        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5, msg=lambda text: name + " backward: " + text)
 
 
-gate_up, bias, gradient = torch.randn(S, 2 * I) * 6, torch.randn(E, 2 * I), torch.randn(S, I)
-out, wide = torch.full((S, I), torch.nan), torch.full((S, 2 * I), torch.nan)
-limits = dict(limit=t.GATE_LIMIT, alpha=t.GATE_ALPHA)
-t.launch_rows(K.activation, S, I, gate_up, bias, expert, out, **limits)
-near("activation", out, t.activation(gate_up, bias, expert))
-t.launch_rows(K.activation_backward, S, I, gate_up, bias, expert, gradient, wide, **limits)
-near("activation_backward", wide, t.activation_backward(gradient, gate_up, bias, expert))
-
-rows, bias, weights, gradient = torch.randn(S, H), torch.randn(E, H), torch.rand(N, k), torch.randn(N, H)
-out = torch.full((N, H), torch.nan)
-t.launch_rows(K.combine, N, H, rows, bias, expert, inverse, weights, out, pairs=k)
-near("combine", out, t.combine(rows, bias, expert, inverse, weights, k))
-out.fill_(torch.nan)
-t.launch_rows(K.combine, N, H, rows, None, expert, inverse, None, out, pairs=k)
-near("combine without weights", out, t.combine(rows, None, expert, inverse, None, k))
-spread, d_weights = torch.full_like(rows, torch.nan), torch.full_like(weights, torch.nan)
-t.launch_rows(K.combine_backward, S, H, gradient, rows, bias, expert, inverse, weights, spread, d_weights, pairs=k)
-for name, ours, plain in zip(("rows", "weights"), (spread, d_weights),
-                             t.combine_backward(gradient, rows, bias, expert, inverse, weights)):
-    near("combine_backward " + name, ours, plain)
+# Whole numbers lie on both sides of each clamp and at its limit.
+gate_up, bias = torch.randint(-6, 7, (S, 2 * I)) * 1.0, torch.randint(-5, 6, (E, 2 * I)) * 1.0
+gate_up.requires_grad_()
+compare("activation", t.Activation.apply(gate_up, bias, expert), t.activation(gate_up, bias, expert), [gate_up])
+rows, bias, weights, hidden = torch.randn(S, H), torch.randn(E, H), torch.rand(N, k), torch.randn(N, H)
+for tensor in (rows, weights, hidden):
+    tensor.requires_grad_()
+tensors = rows, bias, expert, inverse, weights
+compare("combine", t.Combine.apply(*tensors), t.combine(*tensors), [rows, weights])
+compare("spread", t.Spread.apply(hidden, expert, order, inverse, k), hidden[order // k], [hidden])
 
 blocks = torch.randint(0, 256, (E, 64, 2, 16), dtype=torch.uint8)
 blocks[:, :, 0] = torch.arange(16) * 17  # each code in the low and in the high bits, with each scale
@@ -94,15 +87,15 @@ torch.manual_seed(0)
 # No padding; padded columns; padded rows, and more groups than one program takes.
 for count, rows, groups in ((1, 256, 4), (2, 48, 3), (2, 277, 17)):
     blocks = torch.randint(0, 256, (count, rows, groups, 16), dtype=torch.uint8)
-    scales = torch.randperm(count * rows * groups).fmod(255).to(torch.uint8).view(count, rows, groups)  # each of 0 to 254
+    scales = torch.randperm(count * rows * groups).fmod(255).to(torch.uint8).view(count, rows, groups)  # 0 to 254
     # As _swizzle_mxfp4 of vllm/model_executor/layers/quantization/utils/mxfp4_utils.py does.
     values, padded = blocks.flatten(2).mT, pad(scales, (0, -groups % 4)).mT
     values = HopperMXValueLayout(values.shape, mx_axis=1).swizzle_data(values)
     swizzled = HopperMXScaleLayout(padded.shape, mx_axis=1, num_warps=8).swizzle_data(padded)
-    found, plain = dequantize_swizzled(values, swizzled, rows, groups * 32), dequantize_mxfp4(blocks, scales)
-    assert found.shape == plain.shape and found.dtype == plain.dtype and found.mT.is_contiguous()
+    ours, plain = dequantize_swizzled(values, swizzled, rows, groups * 32), dequantize_mxfp4(blocks, scales)
+    assert ours.shape == plain.shape and ours.dtype == plain.dtype and ours.mT.is_contiguous()
     # By their bits, so that -0 counts.
-    assert torch.equal(found.mT.view(torch.int16), plain.mT.contiguous().view(torch.int16)), (count, rows, groups)
+    assert torch.equal(ours.mT.view(torch.int16), plain.mT.contiguous().view(torch.int16)), (count, rows, groups)
 try:
     dequantize_swizzled(values, swizzled, rows + 256, groups * 32)
 except RuntimeError as error:
@@ -145,44 +138,32 @@ def test_frozen_experts_equal_transformers_grouped_mm(dtype, limit):
         every = experts.every_expert(module, states, index, weights, {})
     assert every.dtype == dtype and ((every - ours).norm() / ours.norm()).item() < limit
     gradient = torch.randn(ours.shape, generator=g).to(dtype)
-    found, expected = (torch.autograd.grad(x, (states, weights), gradient) for x in (ours, theirs))
-    for a, b in zip(found, expected, strict=True):
+    gradients = (torch.autograd.grad(x, (states, weights), gradient) for x in (ours, theirs))
+    for a, b in zip(*gradients, strict=True):
         assert a.dtype == b.dtype == dtype
         assert ((a - b).norm() / b.norm()).item() < limit
 
 
 @pytest.mark.parametrize(
-    ("major", "tokens", "grad", "every"), [(8, 256, False, 1), (12, 1, False, 1), (9, 9, False, 0), (10, 9, False, 0),
-                                           (8, 257, False, 0), (8, 9, True, 0)]
-)  # fmt: skip
+    ("major", "tokens", "grad", "every"),
+    [(8, 256, False, 1), (12, 1, False, 1), (9, 9, False, 0), (10, 9, False, 0), (8, 257, False, 0), (8, 9, True, 0)],
+)
 def test_every_expert_computes_where_grouped_mm_would_wait(monkeypatch, major, tokens, grad, every):
-    """Few tokens, nothing to learn, on cards (pretended) for which torch has no kernel; elsewhere it is as it was."""
-    taken, module = [], SimpleNamespace(gate_up_proj_bias=torch.zeros(1))
+    """That is for few tokens without gradients on cards (pretended) for which torch has no kernel."""
+    calls, module = [], SimpleNamespace(gate_up_proj_bias=torch.zeros(1))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
-    monkeypatch.setattr(experts, "every_expert", lambda *given: taken.append(1))
-    monkeypatch.setattr(experts, "routed_experts", lambda *given: taken.append(0))
+    monkeypatch.setattr(experts, "every_expert", lambda *arguments: calls.append(1))
+    monkeypatch.setattr(experts, "routed_experts", lambda *arguments: calls.append(0))
     states = MagicMock(device=torch.device("cuda"))
     states.to.return_value, states.__len__.return_value = states, tokens
     with torch.set_grad_enabled(grad):
         experts_forward(module, states, None, None)
-    assert taken == [every] and not experts.grouped_mm_waits(torch.device("cpu"))
-
-
-def test_activation_backward_is_that_of_autograd():
-    """On both sides of each clamp and at its limit; far below, where the slope is almost nothing, gates are not clamped."""
-    grid = torch.tensor([-20, -7.5, -7, -6.5, -1, 0, 0.3, 6.5, 7, 7.5, 20], dtype=torch.float64)
-    gate_up = torch.cartesian_prod(grid, grid).flatten()[None].requires_grad_()  # interleaved
-    bias, expert = torch.zeros(1, gate_up.shape[1], dtype=torch.float64), torch.zeros(1, dtype=torch.long)
-    gradient = torch.linspace(-2, 2, gate_up.shape[1] // 2, dtype=torch.float64)[None]
-    (expected,) = torch.autograd.grad(activation(gate_up, bias, expert), gate_up, gradient)
-    found = activation_backward(gradient, gate_up.detach(), bias, expert)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
-    assert not found[0, ::2][gate_up[0, ::2] > 7].any() and not found[0, 1::2][gate_up[0, 1::2].abs() > 7].any()
+    assert calls == [every] and not experts.grouped_mm_waits(torch.device("cpu"))
 
 
 def test_without_checkpointing_packed_experts_are_dequantized_again_instead_of_kept(tiny):
-    """What autograd keeps of packed experts beyond what it keeps of BF16 ones, which are there anyway: nothing where the
-    backward pass dequantizes again, else every layer's. The gradient is the same bit by bit, and so is the plan."""
+    """Beyond what autograd keeps with BF16 experts, which are there anyway, it keeps nothing where the backward pass
+    dequantizes again, else every layer's weights. The gradient is the same bit by bit, and so is the plan."""
     config, kept, gradients = config_of(tiny), {}, {}
     for kind, again in (("bf16", False), ("mxfp4", True), ("mxfp4", False)):
         model = load(tiny, kind).requires_grad_(False)

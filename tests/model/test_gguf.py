@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GGUF: read back as its specification says, every tensor is that of the checkpoint. Run: python -m pytest
-tests/model/test_gguf.py"""
+"""GGUF: read back as its specification says, every tensor is that of the checkpoint."""
 
 from __future__ import annotations
 
@@ -70,34 +69,33 @@ def file(tiny, tmp_path_factory):
 
 
 def test_every_tensor_is_the_checkpoints(tiny, file):
-    held, found = (
-        load_file(tiny / "model.safetensors"),
-        {name: torch.tensor(value) for name, value in file.tensors.items()},
-    )
+    stored = load_file(tiny / "model.safetensors")
+    tensors = {name: torch.tensor(value) for name, value in file.tensors.items()}
 
-    def same(name: str, expected: torch.Tensor, kind: int) -> None:
-        assert file.kinds[name] == kind and torch.equal(found.pop(name), expected.float()), name
+    def compare(name: str, expected: torch.Tensor, kind: int) -> None:
+        assert file.kinds[name] == kind and torch.equal(tensors.pop(name), expected.float()), name
 
+    names = {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
+    names |= {"attn_sinks": "self_attn.sinks", "ffn_gate_inp": "mlp.router"}
     for layer in range(3):
         block, source = f"blk.{layer}.", f"model.layers.{layer}."
         for kind in "qkvo":
             target = block + ("attn_output" if kind == "o" else f"attn_{kind}")
-            same(f"{target}.weight", held[f"{source}self_attn.{kind}_proj.weight"], 30)
-            same(f"{target}.bias", held[f"{source}self_attn.{kind}_proj.bias"], 0)
-        same(f"{block}attn_sinks.weight", held[f"{source}self_attn.sinks"], 0)
-        same(f"{block}attn_norm.weight", held[f"{source}input_layernorm.weight"], 0)
-        same(f"{block}post_attention_norm.weight", held[f"{source}post_attention_layernorm.weight"], 0)
-        same(f"{block}ffn_gate_inp.weight", held[f"{source}mlp.router.weight"], 0)
-        same(f"{block}ffn_gate_inp.bias", held[f"{source}mlp.router.bias"], 0)
+            compare(f"{target}.weight", stored[f"{source}self_attn.{kind}_proj.weight"], 30)
+            compare(f"{target}.bias", stored[f"{source}self_attn.{kind}_proj.bias"], 0)
+        for target, name in names.items():
+            name = source + name + ("" if name.endswith("sinks") else ".weight")
+            compare(f"{block}{target}.weight", stored[name], 0)
+        compare(f"{block}ffn_gate_inp.bias", stored[f"{source}mlp.router.bias"], 0)
         experts = f"{source}mlp.experts."
-        for part, rows, name in (("gate", slice(0, None, 2), "gate_up_proj"), ("up", slice(1, None, 2), "gate_up_proj"), ("down", slice(None), "down_proj")):  # fmt: skip
-            weights = dequantize_mxfp4(held[f"{experts}{name}_blocks"], held[f"{experts}{name}_scales"])
-            same(f"{block}ffn_{part}_exps.weight", weights.transpose(1, 2)[:, rows], 39)
-            same(f"{block}ffn_{part}_exps.bias", held[f"{experts}{name}_bias"][:, rows], 0)
-    same("token_embd.weight", held["model.embed_tokens.weight"], 30)
-    same("output_norm.weight", held["model.norm.weight"], 0)
-    same("output.weight", held["lm_head.weight"], 30)
-    assert not found
+        for part, first, step, name in (("gate", 0, 2, "gate_up"), ("up", 1, 2, "gate_up"), ("down", 0, 1, "down")):
+            weights = dequantize_mxfp4(stored[f"{experts}{name}_proj_blocks"], stored[f"{experts}{name}_proj_scales"])
+            compare(f"{block}ffn_{part}_exps.weight", weights.transpose(1, 2)[:, first::step], 39)
+            compare(f"{block}ffn_{part}_exps.bias", stored[f"{experts}{name}_proj_bias"][:, first::step], 0)
+    compare("token_embd.weight", stored["model.embed_tokens.weight"], 30)
+    compare("output_norm.weight", stored["model.norm.weight"], 0)
+    compare("output.weight", stored["lm_head.weight"], 30)
+    assert not tensors
 
 
 def test_codes_and_scales_keep_every_bit():
@@ -111,7 +109,12 @@ def test_codes_and_scales_keep_every_bit():
 def test_metadata_and_tokens(tiny, file):
     values, tokenizer = file.values, AutoTokenizer.from_pretrained(tiny)
     assert values["general.architecture"] == "gpt-oss" and values["tokenizer.chat_template"] == "{{ messages }}"
-    expected = {"block_count": 3, "expert_count": 4, "expert_used_count": 2, "attention.head_count_kv": 2, "attention.key_length": 32, "rope.freq_base": 150000.0, "rope.scaling.type": "yarn", "rope.scaling.factor": 32.0, "rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0, "rope.scaling.original_context_length": 4096, "attention.sliding_window": 32}  # fmt: skip
+    expected = {
+        "block_count": 3, "expert_count": 4, "expert_used_count": 2, "attention.head_count_kv": 2,
+        "attention.key_length": 32, "attention.sliding_window": 32, "rope.freq_base": 150000.0,
+        "rope.scaling.type": "yarn", "rope.scaling.factor": 32.0, "rope.scaling.yarn_beta_fast": 32.0,
+        "rope.scaling.yarn_beta_slow": 1.0, "rope.scaling.original_context_length": 4096,
+    }  # fmt: skip
     assert {name: values[f"gpt-oss.{name}"] for name in expected} == expected
     assert values["tokenizer.ggml.tokens"] == tokenizer.convert_ids_to_tokens(range(592))
     assert values["tokenizer.ggml.eos_token_id"] == tokenizer.eos_token_id

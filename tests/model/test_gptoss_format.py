@@ -11,19 +11,9 @@ from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer, GptOssConfig, GptOssForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from grpo.model import gptoss_format as gptoss
 from grpo.model.checkpoint import checkpoint_bytes
-from grpo.model.gptoss_format import (
-    E2M1,
-    GPT_OSS_20B,
-    O200K_IDS,
-    TINY,
-    TINY_SYSTEM,
-    ModelError,
-    chat_template,
-    config_dict,
-    quantize_experts,
-    quantize_mxfp4,
-)
+from grpo.model.gptoss_format import E2M1, GPT_OSS_20B, O200K_IDS, TINY, ModelError, config_dict, quantize_mxfp4
 from grpo.plan.hub import count_parameters
 
 pytestmark = pytest.mark.numeric
@@ -79,7 +69,7 @@ def test_quantizer_refuses(weight: torch.Tensor, message: str) -> None:
 def test_quantized_experts_are_those_that_the_model_computes_with() -> None:
     model = GptOssForCausalLM(GptOssConfig.from_dict(config_dict(TINY)))
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    quantized = quantize_experts(model)
+    quantized = gptoss.quantize_experts(model)
     for name, parameter in model.named_parameters():
         if f"{name}_blocks" in quantized:
             stored = convert_moe_packed_tensors(quantized.pop(f"{name}_blocks"), quantized.pop(f"{name}_scales"))
@@ -97,11 +87,9 @@ IDENTITY = "You are ChatGPT, a large language model trained by OpenAI.\nKnowledg
 CHANNELS = "\n\n# Valid channels: analysis, commentary, final. Channel must be included for every message."
 
 
-@pytest.mark.parametrize(
-    ("template", "identity", "channels"), [(chat_template(*TINY_SYSTEM), "", ""), (chat_template(), IDENTITY, CHANNELS)]
-)
-def test_template(tiny, template: str, identity: str, channels: str) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(tiny)
+@pytest.mark.parametrize(("full", "identity", "channels"), [(False, "", ""), (True, IDENTITY, CHANNELS)])
+def test_template(tiny, full: bool, identity: str, channels: str) -> None:
+    tokenizer, template = AutoTokenizer.from_pretrained(tiny), gptoss.chat_template(full)
 
     def render(*messages: dict[str, str], **kwargs) -> str:
         kwargs |= {"tokenize": False, "strftime_now": lambda form: "2026-01-02", "chat_template": template}

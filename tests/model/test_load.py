@@ -12,15 +12,8 @@ from expert_models import config_of, load
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
-from grpo.model.load import (
-    load_base,
-    load_generation_config,
-    load_model,
-    load_quantized,
-    load_tokenizer,
-    quantized_experts,
-)
-from grpo.plan.hub import read_json
+from grpo.model.experts import quantized_experts
+from grpo.model.load import load_base, load_generation_config, load_quantized, load_tokenizer
 from grpo.settings import Settings
 
 
@@ -29,10 +22,10 @@ def test_a_small_model_is_computed_by_one_thread(tiny, monkeypatch):
     """Unless OMP_NUM_THREADS says otherwise. Torch is imported by now: the number of its threads must change."""
     before = torch.get_num_threads()
     try:
-        for given, threads in (("2", 2), ("", 1)):
-            monkeypatch.setenv("OMP_NUM_THREADS", given)
+        for value, threads in (("2", 2), ("", 1)):
+            monkeypatch.setenv("OMP_NUM_THREADS", value)
             torch.set_num_threads(2)
-            load_model(str(tiny), read_json(tiny / "config.json"), "eager")
+            load(tiny, "bf16")
             assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
@@ -80,8 +73,8 @@ def test_blocks_and_scales_may_lie_in_different_files(tiny, tmp_path):
 
     folder = damaged(tiny, tmp_path / "model", part)
     save_file(scales, folder / "model-scales.safetensors", {"format": "pt"})
-    expected, found = (load(path, "bf16").state_dict() for path in (tiny, folder))
-    assert scales and all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    expected, tensors = (load(path, "bf16").state_dict() for path in (tiny, folder))
+    assert scales and all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
 
 
 @pytest.mark.parametrize(
@@ -104,21 +97,25 @@ def test_what_is_wrong_with_a_checkpoint_is_named(tiny, tmp_path, change, words)
 
 
 def test_what_else_lies_in_the_folder_and_what_does_not(tiny, tmp_path):
-    """An adapter beside the weights is not read; without generation_config.json stop tokens are those of config.json."""
+    """An adapter beside the weights is not read; without generation_config.json config.json has the stop tokens."""
     shutil.copytree(tiny, tmp_path / "model")
     save_file({"lora_A": torch.zeros(1)}, tmp_path / "model" / "adapter_model.safetensors")
     (tmp_path / "model" / "generation_config.json").unlink()
     model = load(tmp_path / "model", "bf16")
     assert model.generation_config.eos_token_id == config_of(tiny)["eos_token_id"]
     # evaluate.py's engine asks for them without a model
-    found = load_generation_config(str(tmp_path / "model"))
-    assert found.eos_token_id == config_of(tiny)["eos_token_id"]
+    generation_config = load_generation_config(str(tmp_path / "model"))
+    assert generation_config.eos_token_id == config_of(tiny)["eos_token_id"]
 
 
 @pytest.mark.parametrize(
     ("edit", "words"),
-    [({"eos_token": None}, "names no stop token"), ({"model_max_length": "x"}, "is damaged"), ({"model_input_names": None}, "is damaged")],
-)  # fmt: skip
+    [
+        ({"eos_token": None}, "names no stop token"),
+        ({"model_max_length": "x"}, "is damaged"),
+        ({"model_input_names": None}, "is damaged"),
+    ],
+)
 def test_a_tokenizer_config_that_no_run_could_use_is_named(tiny, tmp_path, edit, words):
     """Each ended in a traceback of the libraries, once the model was loaded."""
     shutil.copytree(tiny, tmp_path / "model")

@@ -9,12 +9,13 @@ import math
 import pytest
 import torch
 
-from grpo.measure.proof_data import SCALES
+from grpo.model.checkpoint import read_tokenizer
 from grpo.model.fast_layers import forward
-from grpo.model.gptoss_format import SPECIAL_TOKENS, TINY, Shape, quantize_experts
-from grpo.model.tiny import make_tokenizer
+from grpo.model.gptoss_format import SPECIAL_TOKENS, Shape, quantize_experts
+from grpo.model.tiny import RECIPE as TINY_RECIPE
 from grpo.model.warmup import WarmUp, at_answer, figures, log_probs, new_model
-from grpo.model.warmup_rows import PROBE_SEED, WARMUP_SEED, Answer, Rows, readings, warmup_rows
+from grpo.model.warmup_rows import PROBE_SEED, WARMUP_SEED, Rows, readings, warmup_rows
+from grpo.plan.hub import TINY_PATH
 from grpo.tasks.tes.dataset import synthetic_windows, trajectory
 from grpo.tasks.tes.plant import Plant, step
 from grpo.tasks.tes.profiles import TRAIN_START
@@ -25,19 +26,17 @@ SHAPE = Shape(
     layers=4, hidden=64, intermediate=64, experts=4, experts_per_token=2, heads=4, kv_heads=2, head_dim=32, vocab=592,
     sliding_window=12,
 )  # fmt: skip
-RECIPE = dataclasses.replace(SCALES["small"].recipe, shape=SHAPE, batch=8, steps=40)
+RECIPE = dataclasses.replace(TINY_RECIPE, shape=SHAPE, batch=8, steps=40)
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """The tiny model's: a full prompt takes more of its tokens than o200k's, but only numbers differ between
-    prompts."""
-    return make_tokenizer(TINY.vocab)
+    return read_tokenizer(TINY_PATH)
 
 
 @pytest.fixture(scope="module")
 def rows(tokenizer) -> Rows:
-    return Rows(warmup_rows((7, 2, "compact")), tokenizer, Answer.of(tokenizer), "cpu")
+    return Rows(warmup_rows((7, 2, "compact")), tokenizer, "cpu")
 
 
 @pytest.fixture
@@ -54,18 +53,17 @@ def test_fast_layers_equal_transformers_in_values_and_gradients(model):
         for layer in model.model.layers:
             layer.self_attn.sinks.uniform_(-3, 3)
             layer.mlp.router.weight.mul_(20)
-    results = []
-    for fast in (True, False):
+
+    def values_and_gradients():
         model.zero_grad()
-        if not fast:
-            model.set_attn_implementation("eager")
-            model.set_experts_implementation("eager")
         hidden = forward(model, ids)
         (hidden * direction).sum().backward()
-        results.append(
-            (hidden.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
-        )
-    (fast, fast_gradients), (slow, slow_gradients) = results
+        return hidden.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    fast, fast_gradients = values_and_gradients()
+    model.set_attn_implementation("eager")
+    model.set_experts_implementation("eager")
+    slow, slow_gradients = values_and_gradients()
     torch.testing.assert_close(fast, slow, atol=2e-5, rtol=1e-4)
     assert slow_gradients.keys() == fast_gradients.keys()
     for name, gradient in slow_gradients.items():
@@ -85,14 +83,16 @@ def test_initial_heads_look_back_by_their_distance(model):
 
 
 def test_rows_end_in_their_answer(rows, tokenizer):
-    answer = Answer.of(tokenizer)
+    answer = rows.answer
+    assert tokenizer.decode(answer, skip_special_tokens=False) == "<|channel|>final<|message|>[0]<|return|>"
+    assert [tokenizer.id_to_token(token) for token in rows.actions] == list("0123")
     ids, lengths = rows.batch(torch.arange(len(rows)))
     assert ids.shape[1] % 8 == 0 and lengths.max() <= ids.shape[1]
-    assert all(row[n - len(answer.ids) : n].tolist() == answer.ids for row, n in zip(ids, lengths, strict=True))
+    assert all(row[n - len(answer) : n].tolist() == answer for row, n in zip(ids, lengths, strict=True))
     assert rows.readings.mean(0).abs().max() < 1e-4
-    # What predicts a token stands before it.
-    before = at_answer(torch.arange(ids.shape[1]).expand(len(ids), -1)[..., None], lengths, len(answer.ids))[..., 0]
-    assert (ids.gather(1, before + 1) == torch.tensor(answer.ids)).all()
+    # The state that predicts a token stands before it.
+    before = at_answer(torch.arange(ids.shape[1]).expand(len(ids), -1)[..., None], lengths, len(answer))[..., 0]
+    assert (ids.gather(1, before + 1) == torch.tensor(answer)).all()
 
 
 def test_readings_are_what_the_hour_would_do():
@@ -101,39 +101,38 @@ def test_readings_are_what_the_hour_would_do():
     for _, state in trajectory(window, rng, "full", None):
         now, plant = state.stamp.hour - 8, Plant()
         done = step(plant, state.energy_kwh, [0, 1, 2, 3], state.load_kw[now], state.co2[now])
-        found = readings(state)
-        assert found[:4] == pytest.approx(done.energy_kwh) and found[8:10] == pytest.approx(done.unserved_kwh[:2])
-        assert found[10] == (done.unserved_kwh[0] > 0) and found[-1] == state.energy_kwh
+        values = readings(state)
+        assert values[:4] == pytest.approx(done.energy_kwh) and values[8:10] == pytest.approx(done.unserved_kwh[:2])
+        assert values[10] == (done.unserved_kwh[0] > 0) and values[-1] == state.energy_kwh
 
 
-def test_figures_are_what_sampling_earns(model, rows, tokenizer, monkeypatch):
+def test_figures_are_what_sampling_earns(model, rows, monkeypatch):
     """A model that always ends its answer right and gives the actions 1/4 each earns what random actions do; one with
     half of its probability elsewhere earns half."""
-    answer = Answer.of(tokenizer)
-    even = torch.zeros(len(answer.ids), SHAPE.vocab)
-    even[answer.action_at] = -math.inf
+    even = torch.zeros(len(rows.answer), SHAPE.vocab)
+    even[rows.action_at] = -math.inf
     for share in (1.0, 0.5):
-        even[answer.action_at, answer.actions] = math.log(0.25 * share)
+        even[rows.action_at, rows.actions] = math.log(0.25 * share)
         monkeypatch.setattr("grpo.model.warmup.log_probs", lambda model, hidden: even.expand(len(hidden), -1, -1))
-        found = figures(model, rows, answer, 40)
-        assert found["parse_rate"] == pytest.approx(share) and found["reward"] == pytest.approx(share / 4, rel=1e-3)
+        values = figures(model, rows, 40)
+        assert values["parse_rate"] == pytest.approx(share) and values["reward"] == pytest.approx(share / 4, rel=1e-3)
 
 
-def test_the_warm_up_learns_format_text_and_readings(model, rows, tokenizer):
+def test_the_warm_up_learns_format_text_and_readings(model, rows):
     """Few steps on few rows: each part of the loss falls, experts are then what MXFP4 can say, and stay so."""
-    answer, lines = Answer.of(tokenizer), []
-    training = WarmUp(model, rows, answer, RECIPE, 0)
-    before, explained = figures(model, rows, answer), training.explained()
+    lines = []
+    training = WarmUp(model, rows, RECIPE, 0)
+    before, explained = figures(model, rows), training.explained()
     ids, lengths = rows.batch(torch.arange(8))
 
     def text() -> float:
         with torch.no_grad():
             logp = log_probs(model, forward(model, ids)[:, :-1]).gather(-1, ids[:, 1:, None])[..., 0]
-        return -logp[:, : int(lengths.min()) - len(answer.ids) - 1].mean().item()
+        return -logp[:, : int(lengths.min()) - len(rows.answer) - 1].mean().item()
 
     first = text()
     training.phase(0.9, RECIPE.lr, lines.append)
-    after = figures(model, rows, answer)
+    after = figures(model, rows)
     assert after["parse_rate"] > 10 * before["parse_rate"] and text() < first - 0.3
     assert training.explained() > explained + 0.1 and training.step == 36
     stored = quantize_experts(model)
@@ -144,8 +143,7 @@ def test_the_warm_up_learns_format_text_and_readings(model, rows, tokenizer):
 
 def test_warm_up_rows_differ_from_all_others():
     """Neither warm-up nor probe rows share a prompt with each other or with the data of the run."""
-    recipe = SCALES["mid"].recipe
     warm = {row.prompt for row in warmup_rows((WARMUP_SEED, 3, "full"))}
     probe = {row.prompt for row in warmup_rows((PROBE_SEED, 3, "full"))}
     assert len(warm) == 120 and not warm & probe
-    assert recipe.windows + WARMUP_SEED < 2**32 and PROBE_SEED + recipe.probe_windows < WARMUP_SEED
+    assert PROBE_SEED + TINY_RECIPE.probe_windows < WARMUP_SEED
