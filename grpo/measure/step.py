@@ -5,21 +5,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pandas
 import torch
 from tokenizers import Tokenizer
 
-from grpo.learn.trainer import Trainer
-from grpo.measure.record import tabled
+from grpo.learn.trainer import Batch, Trainer
+from grpo.measure.record import Figure, Json, tabled
 from grpo.measure.rollout import measure_run, run_figures
-from grpo.measure.trl_path import compare_step, trl_learning
-from grpo.measure.variants import Figures, Variant, keep, run_variants
-from grpo.measure.watched import weighed
+from grpo.measure.trl_path import compare_step
+from grpo.measure.variants import Variant, run_variants, write_result
+from grpo.measure.watched import policy_of, weighed
 
 LONGEST = 4000  # tokens of a completion
 STEP = """
@@ -34,35 +31,36 @@ w1_speedup w1_speedup_without_pass | x | TRL's path against w1_learn_s, with and
 gradient_difference | share | adapter's gradient on 16 of them, this learner against TRL's path: 2-norms
 gradient_batching | share | TRL's path with micro-batches of 4 against 8
 gradient_wrong_prompt | share | this learner with the prompts exchanged against TRL's path
-w2_learn_trl_s | s | TRL's padded path, micro-batches of 4
 """
 
 
-def padded_batch(trainer: Trainer, lengths: list[int]) -> dict[str, torch.Tensor]:
+def padded_batch(trainer: Trainer, lengths: list[int]) -> Batch:
     """A step's batch as TRL pads it, (B, P) and (B, C), with random completions of these lengths after the run's first
     prompts, eight to a prompt."""
-    rows = trainer.run.rows
+    rows, policy = trainer.run.rows, policy_of(trainer)
     prompts = [rows[i // 8 % len(rows)].prompt for i in range(len(lengths))]
-    padded = trainer.processing_class(text=prompts, padding=True, padding_side="left", return_tensors="pt")
+    padded = trainer._tokenizer(text=prompts, padding=True, padding_side="left", return_tensors="pt")
     generator, shape = torch.Generator().manual_seed(0), (len(lengths), max(lengths))
+    vocabulary = policy.get_input_embeddings().weight.shape[0]
     batch = {
         "prompt_ids": padded["input_ids"],
         "prompt_mask": padded["attention_mask"],
-        "completion_ids": torch.randint(0, trainer.model.config.vocab_size, shape, generator=generator),
+        "completion_ids": torch.randint(0, vocabulary, shape, generator=generator),
         "completion_mask": (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long(),
         "advantages": torch.randn(len(lengths), generator=generator),
         "num_items_in_batch": torch.tensor(float(sum(lengths))),
     }
-    return {name: value.to(trainer.model.device) for name, value in batch.items()}
+    return {name: value.to(policy.device) for name, value in batch.items()}
 
 
-def our_learning(trainer: Trainer, batch: Mapping[str, torch.Tensor], repeats: int = 1) -> dict[str, float]:
-    """What `weighed` says of the last of `repeats` calls of `Trainer.learn`."""
+def our_learning(trainer: Trainer, batch: Batch, repeats: int = 1) -> dict[str, float]:
+    """The cost, as `weighed` has it, of the last of `repeats` calls of `Trainer.learn`."""
+    policy = policy_of(trainer)
     for _ in range(repeats):
         torch.cuda.empty_cache()
         with weighed() as cost:
-            trainer.learn(trainer.model, batch)
-        trainer.model.zero_grad(set_to_none=True)
+            trainer.learn(policy, batch)
+        policy.zero_grad(set_to_none=True)
     trainer._metrics["train"].clear()
     return cost
 
@@ -76,28 +74,18 @@ def real_lengths(path: Path, model: str) -> list[int]:
     return [lengths[i % len(lengths)] for i in range(96)]
 
 
-def trl_w2(trainer: Trainer, batch: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """TRL's path on W2; nothing if that does not fit."""
-    try:
-        trl_learning(trainer, batch, 4, least=1)
-        return {"w2_learn_trl_s": trl_learning(trainer, batch, 4)["seconds"]}
-    except torch.OutOfMemoryError as error:
-        print(f"bench: TRL's padded path does not fit W2: {str(error).splitlines()[0][:200]}", file=sys.stderr)
-        return {}
-
-
 def step_child(options: argparse.Namespace) -> int:
     """Measures one variant in this process: three steps through the entry point, learning alone, and what the options
     ask for besides."""
     with contextlib.ExitStack() as stack:
-        code, watch = measure_run(options, stack, MAX_COMPLETION_LEN=LONGEST)
+        code, watch = measure_run(options, stack, LONGEST)
         if code:
             return code
-        (trainer,), batch, values = watch.trainers, watch.batch, watch.values(Path(options.run))
-        trainer.model.train()
+        trainer, batch, values = watch.trainer, watch.batch, watch.values(Path(options.run))
+        policy_of(trainer).train()
         learning = our_learning(trainer, batch, 2)
         values |= {"w1_learn_s": learning["seconds"], "w1_learn_peak_gib": learning["peak_gib"]}
-        keep(options, values)
+        write_result(options, options.child, values)
         if trainer.run.settings.MAX_COMPLETION_LEN >= LONGEST:
             longest = our_learning(trainer, padded_batch(trainer, [LONGEST] * 16))
             values["long_learn_peak_gib"] = longest["peak_gib"]
@@ -105,16 +93,14 @@ def step_child(options: argparse.Namespace) -> int:
             lengths = real_lengths(Path(options.lengths), options.model)
             values |= {"w2_mean": sum(lengths) / len(lengths), "w2_max": max(lengths)}
             values["w2_learn_s"] = our_learning(trainer, padded_batch(trainer, lengths))["seconds"]
-        keep(options, values)
+        write_result(options, options.child, values)
         if options.trl and trainer.run.settings.EXPERTS == "bf16":  # TRL's path cannot compute with packed experts.
             values |= compare_step(trainer, batch, learning)
-            keep(options, values)
-            values |= trl_w2(trainer, padded_batch(trainer, lengths)) if options.lengths else {}
-    keep(options, values, done=True)
+    write_result(options, options.child, values, done=True)
     return 0
 
 
-def step_figures(variant: Variant, values: dict[str, Any], prefix: str) -> Figures:
+def step_figures(variant: Variant, values: Json, prefix: str) -> list[Figure]:
     """Figures of a variant: those of its run, and of learning."""
     return run_figures(variant, values, prefix) + tabled(STEP, values, prefix)
 
