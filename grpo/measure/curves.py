@@ -26,8 +26,7 @@ from unittest import mock
 import torch
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
-from transformers.training_args import TrainingArguments
+from transformers.trainer_callback import TrainerCallback
 from transformers.utils.quantization_config import Mxfp4Config
 from trl import GRPOConfig, GRPOTrainer
 
@@ -39,8 +38,7 @@ from grpo.evaluate.exact import answer_probabilities
 from grpo.learn.together import flat_adapter
 from grpo.learn.trainer import Trainer
 from grpo.measure.record import Figure, Json, figure, save, tabled, write
-from grpo.measure.variants import read_result, run_child, write_result
-from grpo.measure.watched import Function, intercept, policy_of
+from grpo.measure.variants import Function, intercept, policy_of, read_result, run_child, write_result
 from grpo.plan.hub import TINY_PATH
 from grpo.preflight.adapter import lora_options
 from grpo.preflight.checks import preflight
@@ -64,7 +62,7 @@ class RewardCurve(TrainerCallback):
         self.trainer, self.rows, self.temperatures, self.seconds = trainer, rows, (temperature, 0.0), 0.0
         self.rewards: dict[str, dict[str, float]] = {kind: {} for kind in KINDS}  # by step, as JSON writes it
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args, state, control, **kwargs):
         if state.global_step % EVERY and state.global_step < state.max_steps:
             return
         started, worth = time.perf_counter(), [row.rewards for row in self.rows]
@@ -80,9 +78,7 @@ class RewardCurve(TrainerCallback):
 class SameRandomNumbers(TrainerCallback):
     """Sets the seed of this project's rollouts before each step."""
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args, state, control, **kwargs):
         torch.manual_seed(sampling_seed(args.seed, state.global_step, "train"))
 
 

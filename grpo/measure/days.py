@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from grpo.measure.outcome import outcome_figures
-from grpo.measure.record import SCRIPT, Figure, Json, figure, read_json, steps_of, this_command, without_folders, write
+from grpo.measure import record
+from grpo.measure.record import Figure, figure
 from grpo.run.durable import file_sha256
 from grpo.settings import FIELDS
 from grpo.tasks.tes.dataset import SEED, SHORT_SHARE, profile_files, read_profiles
@@ -123,13 +123,12 @@ def hours_csv(profile: Profile) -> str:
 
 def run_figures(run: Path, split: Split, suffix: str) -> list[Figure]:
     """The windows of a split and the figures of its run, as far as that has them. `suffix` is put after the names."""
-    counts = {"train_windows": split.train, "heldout_windows": split.heldout}
     figures = [
-        figure(f"{name}{suffix}", window_count(profiles), "windows", "of three days")
-        for name, profiles in counts.items()
+        figure(f"train_windows{suffix}", window_count(split.train), "windows", "of three days"),
+        figure(f"heldout_windows{suffix}", window_count(split.heldout), "windows", "of three days"),
+        figure(f"steps{suffix}", len(record.steps_of(run)), "steps"),
     ]
-    figures.append(figure(f"steps{suffix}", len(steps_of(run)), "steps"))
-    return figures + outcome_figures(run, suffix=suffix)
+    return figures + record.outcome_figures(run, suffix=suffix)
 
 
 def read_splits(options: argparse.Namespace) -> list[Split]:
@@ -167,15 +166,15 @@ def days(options: argparse.Namespace) -> int:
         few = f" (fewer than {LEAST_WINDOWS}: no interval)" if held < LEAST_WINDOWS else ""
         names = f"train on {', '.join(split.train)}; held out {', '.join(split.heldout)}"
         print(f"{names}: {held} window(s){few}", flush=True)
-        if code := subprocess.run([sys.executable, str(SCRIPT)], env=os.environ | settings).returncode:
+        if code := subprocess.run([sys.executable, str(record.SCRIPT)], env=os.environ | settings).returncode:
             return code
-        plant = read_json(out / "run/closed_loop.json")
+        plant = record.read_json(out / "run/closed_loop.json")
         print(f"\n{table(plant)}" if plant else "\nthe closed loop was not run: training.log says why")
         print(f"report: {out / 'run/report.html'}", flush=True)
         figures += run_figures(out / "run", split, suffix)
     if options.results:
-        more: Json = {"files": file_records(splits[0], len(splits) > 1)}
+        more: record.Json = {"files": file_records(splits[0], len(splits) > 1)}
         more |= {"source": options.source} if options.source else {}
-        command = " ".join([*map(without_folders, own_settings), this_command()])
-        write(options.results, figures, command, more)
+        command = " ".join([*map(record.without_folders, own_settings), record.this_command()])
+        record.write(options.results, figures, command, more)
     return 0

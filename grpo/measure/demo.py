@@ -15,8 +15,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure as Drawing
 
-from grpo.measure.outcome import outcome_figures
-from grpo.measure.record import SCRIPT, figure, read_json, steps_of, write
+from grpo.measure.record import SCRIPT, figure, outcome_figures, read_json, steps_of, write
 from grpo.tasks.tes.closed_loop import RULES
 
 OF_SEED = ("_before", "_after", "_gain", "_base", "_trained", "_greedy")  # ends of figures that differ between seeds

@@ -15,8 +15,7 @@ import pandas
 import torch
 
 from grpo.measure.record import SCRIPT, Figure, Json, figure, steps_of, write
-from grpo.measure.variants import read_result, write_result
-from grpo.measure.watched import run_settings
+from grpo.measure.variants import read_result, run_settings, write_result
 
 GROUP, LARGE = 8, 4  # completions of a prompt; how many times the prompts of one GPU the large step has
 Results = Mapping[tuple[int, int], Json]  # what the steps took, by GPUs and prompts of the whole step

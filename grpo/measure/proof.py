@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 
-from grpo.measure.outcome import outcome_figures
+from grpo.measure import record
 from grpo.measure.proof_data import Scale, write_data
-from grpo.measure.record import SCRIPT, Figure, Json, figure, machine_words, read_json, steps_of, tabled, write
+from grpo.measure.record import Figure, figure, read_json
 from grpo.model import checkpoint
 from grpo.model import gptoss_format as gptoss
 from grpo.model.gptoss_format import ModelError
@@ -68,9 +68,9 @@ def make(options: argparse.Namespace, scale: Scale, log: Log) -> None:
         checkpoint.write_checkpoint(directory, shape, token_ids, lambda name, like: tensors[name], tokenizer, template)
         loaded = load_model(str(directory), read_json(directory / "config.json"), "eager").to(options.device).eval()
         seconds = round(time.perf_counter() - started, 1)
-        record = {"besides_embeddings": body, "seconds": seconds, "recipe": asdict(recipe), "stages": stages}
-        record["loaded"] = figures(loaded, probe, answer, 120)
-        checkpoint.write_json(directory / "warmup.json", record)
+        warmup = {"besides_embeddings": body, "seconds": seconds, "recipe": asdict(recipe), "stages": stages}
+        warmup["loaded"] = figures(loaded, probe, answer, 120)
+        checkpoint.write_json(directory / "warmup.json", warmup)
     log(f"{model_dir} written and checked, {time.perf_counter() - started:.0f} s")
 
 
@@ -106,16 +106,15 @@ def train(options: argparse.Namespace, scale: Scale, log: Log) -> int:
     settings = run_settings(options, scale)
     log(command_line(settings))
     started = time.perf_counter()
-    code = subprocess.run([sys.executable, str(SCRIPT)], env=os.environ | settings).returncode
+    code = subprocess.run([sys.executable, str(record.SCRIPT)], env=os.environ | settings).returncode
     seconds = time.perf_counter() - started
     shown = {name: value.replace(f"{options.out}/", "OUT/") for name, value in settings.items()}
-    record = {"command": command_line(shown), "seconds": round(seconds, 1)}
-    checkpoint.write_json(options.out / "train.json", record)
+    checkpoint.write_json(options.out / "train.json", {"command": command_line(shown), "seconds": round(seconds, 1)})
     log(f"train_grpo.py ended with exit code {code} after {seconds:.0f} s")
     return code
 
 
-def saved_figures(plant: Json) -> tuple[list[Figure], bool]:
+def saved_figures(plant: record.Json) -> tuple[list[Figure], bool]:
     """(what the trained model saves in the closed loop, whether that is more than its interval).
 
     A policy could save CO2 by leaving load unserved or the storage empty, so what counts is `priced_kg`
@@ -135,17 +134,17 @@ def saved_figures(plant: Json) -> tuple[list[Figure], bool]:
 
 def other_figures(out: Path) -> list[Figure]:
     """Figures of the warm-up and of the run's own files, as far as they are there."""
-    values: Json = {"train_s": read_json(out / "train.json").get("seconds")}
+    values: record.Json = {"train_s": read_json(out / "train.json").get("seconds")}
     if warmup := read_json(out / "model" / "warmup.json"):
         stages = {**warmup["stages"], "loaded": warmup["loaded"]}
         values |= {f"warmup_reward_{name}": stage["reward"] for name, stage in stages.items()}
         values |= {"besides_embeddings": warmup["besides_embeddings"], "make_s": warmup["seconds"]}
         values["warmup_parse_rate"] = stages["stored"]["parse_rate"]
     if (out / "run" / "metrics.csv").is_file():
-        steps = steps_of(out / "run").dropna(subset=["reward"])
+        steps = record.steps_of(out / "run").dropna(subset=["reward"])
         values |= {"train_reward_first5": steps.reward[:5].mean(), "train_reward_last5": steps.reward[-5:].mean()}
         values |= {"step_s": steps.step_s[1:].mean(), "steps": len(steps)}
-    return tabled(OTHERS, values)
+    return record.tabled(OTHERS, values)
 
 
 def collect(options: argparse.Namespace, log: Log) -> int:
@@ -154,7 +153,7 @@ def collect(options: argparse.Namespace, log: Log) -> int:
     evaluation, plant = read_json(run / "evaluation.json"), read_json(run / "closed_loop.json")
     if not {"before", "after"} <= evaluation.keys():
         raise ModelError(f"{run / 'evaluation.json'} has no result before and after: run --stage train first")
-    results, gain = outcome_figures(run), evaluation.get("difference", {}).get("reward_low", 0)
+    results, gain = record.outcome_figures(run), evaluation.get("difference", {}).get("reward_low", 0)
     verdicts = {"held-out reward": gain > 0, "closed loop": False}
     if {"base", "trained"} <= plant.get("totals", {}).keys():
         saved, verdicts["closed loop"] = saved_figures(plant)
@@ -167,8 +166,8 @@ def collect(options: argparse.Namespace, log: Log) -> int:
     # The figures may be collected anywhere: machine and versions are those of the run.
     facts, more = read_json(run / "settings.json").get("machine"), {}
     if facts:
-        more = {"machine": machine_words(facts), "versions": read_json(run / "versions.json")}
-    write(options.results, results + other_figures(options.out), command, more)
+        more = {"machine": record.machine_words(facts), "versions": read_json(run / "versions.json")}
+    record.write(options.results, results + other_figures(options.out), command, more)
     if (run / "report.html").is_file():
         shutil.copyfile(run / "report.html", options.results.with_name(options.report_name))
     else:

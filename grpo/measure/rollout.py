@@ -18,18 +18,17 @@ import torch
 from torch import Tensor
 
 from grpo.learn.trainer import Batch, Trainer
+from grpo.measure import variants
 from grpo.measure.record import Figure, Json, steps_of, tabled
-from grpo.measure.variants import Variant, run_variants, write_result
-from grpo.measure.watched import Function, free_gib, intercept, policy_of, run_settings
+from grpo.measure.variants import Function, Variant, free_gib, intercept, policy_of
 from grpo.model.load import TABLES, quantized_experts, tables_of
 from grpo.plan.machine import GIB, read_machine
 from grpo.rollout import engine as rollout_engine
-from grpo.rollout.engine import Engine, Generated, Rows
+from grpo.rollout.engine import Engine, Generated
 
 # What `--kernels` adds to vLLM's arguments. Older cards compute attention in Triton, and with a native adapter the
 # experts by Marlin, which vLLM then chooses by itself.
 KERNELS: dict[str, dict[str, str]] = {"own": {}, "older-cards": {"attention_backend": "TRITON_ATTN"}}
-SEED = 7  # of the rollout that is made twice
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 RUN = """
 step_s | s | {words}: {which}
@@ -50,8 +49,6 @@ parity_mean parity_max | nats | worst of fixed and sampled tokens, before and af
 parity_control_mean | nats | smallest with the trainer's adapter off
 base_changed | tensors | of the trainer's frozen weights, whose sum of bits is another after training
 lent_tensors lent_changed | tensors | that vLLM lends, and those of them whose sum of bits is another after training
-adapter_nonzero_lora_b | tensors | lora_B starts at 0: how many the steps have moved
-same_seed_alike | completions | the same rollout twice with one seed: how many are alike
 """
 COLUMNS = ("step_s", "rollout_s", "learn_s", "wake_s", "handover_s", "sleep_s", "reward_s")  # of metrics.csv
 UNTOUCHED = ("base_changed", "lent_changed")  # These must be 0.
@@ -93,7 +90,6 @@ class RunWatch:
         self.lent: dict[str, Tensor] = {}
         self.sums: dict[str, int] = {}
         self.tok_s: list[float] = []  # of each rollout's generation
-        self.prompt_ids: list[list[int]] = []
         stack.enter_context(intercept(rollout_engine, "engine_arguments", self.engine_arguments))
         stack.enter_context(intercept(rollout_engine, "start_engine", self.start_engine))
         stack.enter_context(intercept(Engine, "rollout", self.rollout))
@@ -117,12 +113,9 @@ class RunWatch:
         self.lent = lent_tensors(policy)
         self.sums = bit_sums(frozen_tensors(policy) | self.lent)
 
-    def rollout(
-        self, rollout: Function, engine: Engine, policy: torch.nn.Module, prompts: Rows, *arguments: Any
-    ) -> Generated:
-        result: Generated = rollout(engine, policy, prompts, *arguments)
+    def rollout(self, rollout: Function, engine: Engine, *arguments: Any) -> Generated:
+        result: Generated = rollout(engine, *arguments)
         self.tok_s.append(sum(map(len, result[0])) / engine.seconds["generate"])
-        self.prompt_ids = [list(ids) for ids in prompts]
         return result
 
     def learn(self, learn: Function, trainer: Trainer, model: torch.nn.Module, batch: Batch) -> Tensor:
@@ -158,8 +151,6 @@ class RunWatch:
         values["base_changed"] = len(changed - self.lent.keys())
         if self.lent:
             values |= {"lent_tensors": len(self.lent), "lent_changed": len(changed & self.lent.keys())}
-        lora_b = [p for name, p in policy.named_parameters() if "lora_B" in name]
-        values["adapter_nonzero_lora_b"] = sum(bool(p.any()) for p in lora_b)
         s, tokens = run.settings, later.tokens_mean.mean()
         completions = f"{s.PROMPTS_PER_STEP} x {s.NUM_GENERATIONS} completions, {tokens:.0f} tokens each"
         values["size"] = f"{completions}, EXPERTS={s.EXPERTS}"
@@ -172,7 +163,7 @@ def measure_run(options: argparse.Namespace, stack: contextlib.ExitStack, max_to
     and what watched the run."""
     (variant,) = (variant for variant in options.variants if variant.name == options.child)
     watch = RunWatch(stack, options.kernels, options.tokens)
-    os.environ |= run_settings(options, {"MAX_COMPLETION_LEN": max_tokens, **variant.settings})
+    os.environ |= variants.run_settings(options, {"MAX_COMPLETION_LEN": max_tokens, **variant.settings})
     return options.main([]), watch
 
 
@@ -189,15 +180,10 @@ def rollout_child(options: argparse.Namespace) -> int:
         if code:
             return code
         values = watch.values(Path(options.run))
-        write_result(options, options.child, values)
-        if engine := watch.trainer.run.engine:
-            policy = policy_of(watch.trainer)
-            first, second = (engine.rollout(policy, watch.prompt_ids, SEED)[0] for _ in range(2))
-            values["same_seed_alike"] = sum(ids == again for ids, again in zip(first, second, strict=True))
-    write_result(options, options.child, values, done=True)
+    variants.write_result(options, options.child, values, done=True)
     return int(any(values.get(name) for name in UNTOUCHED))
 
 
 def bench_rollout(options: argparse.Namespace) -> int:
     """The variants, one after the other. Returns 1 if one fails, or if a weight was written that does not learn."""
-    return rollout_child(options) if options.child else run_variants(options, run_figures)
+    return rollout_child(options) if options.child else variants.run_variants(options, run_figures)
