@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reward manager that tells functions what train_grpo.py tells them: special tokens, and whether a completion ended.
+"""A reward manager that passes on what train_grpo.py gives to reward functions: special tokens, and whether a
+completion ended.
 
-verl's own managers strip special tokens, and tell neither the tokens nor the end. verl's workers alone load this one.
+verl's own managers strip special tokens, and pass on neither the tokens nor the end. Only verl's workers load this one.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def compute_score(solution_str: str, extra_info: Mapping[str, Any], spec: str) -
     completion = read_completion(row, turn, plain, len(ids), truncated)
     with ONE_AT_A_TIME:
         weights, functions = load_spec(spec)
-        # The row itself has every column, and verl does not tell its step.
+        # The row itself has every column, and verl does not pass on its step.
         (values,) = score(functions, [completion], [ids], column_names([row]), first_state(0))
     reward = total([weight * value for weight, value in zip(weights.values(), values, strict=True)])
     if math.isnan(reward):
