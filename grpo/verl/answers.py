@@ -19,8 +19,7 @@ from grpo.verl.score import has_channels
 def prompt_and_answer(
     tokenizer: Any, messages: Sequence[Mapping[str, str]], answer: str, options: Mapping[str, Any]
 ) -> tuple[str, str]:
-    """(The rendered prompt, the text that the model is to write behind it). Raises ValueError where the chat template
-    writes an answer elsewhere."""
+    """(A rendered prompt, the text that the model is to write behind it). Raises ValueError where there is none."""
     prompt = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **options)
     if has_channels(tokenizer):  # `answer` is written in channels already
         return prompt, answer
@@ -32,8 +31,7 @@ def prompt_and_answer(
 
 
 class Answers(list[dict[str, torch.Tensor]]):
-    """The rows with an answer: `input_ids`, `position_ids` and `loss_mask` (L,), 1 on the answer's tokens. Raises
-    ValueError for a row that is too long, and for too few rows."""
+    """The rows with an answer: `input_ids`, `position_ids` and `loss_mask` (L,), 1 on the answer's tokens."""
 
     def __init__(self, parquet_files: str, tokenizer: Any, config: Mapping[str, Any], **_: Any):
         rows = [row for row in parquet.read_table(parquet_files).to_pylist() if row["answer"]]

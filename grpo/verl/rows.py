@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +39,9 @@ class VerlInput:
 
 def row_problem(row: Row) -> tuple[str, str, str] | None:
     """(Where, why, what to do) if a row cannot go to verl."""
-    where = f"{row.file}, row {row.number}"
+    where, rendered = f"{row.file}, row {row.number}", "the prompt is rendered, and verl renders every prompt itself"
     if row.messages[0][0] == "rendered":
-        reason = "the prompt is rendered, and verl renders every prompt itself"
-        return where, reason, "Give it as `user` and `system`, or as messages"
+        return where, rendered, "Give it as `user` and `system`, or as messages"
     for name, cell in row.columns.items():
         try:
             json.dumps(cell)
@@ -52,9 +51,8 @@ def row_problem(row: Row) -> tuple[str, str, str] | None:
     return None
 
 
-def as_messages(rows: Iterable[Row], problems: Problems) -> list[Row]:
+def as_messages(rows: Sequence[Row], problems: Problems) -> list[Row]:
     """The rows with their last message as the prompt that reward functions get."""
-    rows = list(rows)
     for problem in [problem for row in rows if (problem := row_problem(row))][:SHOWN]:
         problems.add(*problem)
     return [dataclasses.replace(row, prompt=row.messages[-1][1]) for row in rows]
@@ -63,10 +61,9 @@ def as_messages(rows: Iterable[Row], problems: Problems) -> list[Row]:
 def read_input(environ: Mapping[str, str], stage: str) -> tuple[VerlInput, Problems]:
     """Reads and checks a stage's input, and writes nothing. Returns the input and all problems."""
     settings, sources, problems = load_settings(environ)
-    for name in sorted(FIELDS.keys() - SHARED):
-        if sources[name] == "environment":
-            fix = "Unset it, and give verl's own option: docs/verl.md names the counterparts"
-            problems.add(name, "verl does not read this setting of train_grpo.py", fix)
+    fix = "Unset it, and give verl's own option: docs/verl.md names the counterparts"
+    for name in sorted(name for name in FIELDS.keys() - SHARED if sources[name] == "environment"):
+        problems.add(name, "verl does not read this setting of train_grpo.py", fix)
     model, folder = settings.MODEL_ID, Path(settings.MODEL_ID).expanduser().absolute()
     if model in ("tiny", REAL_MODEL) or has_mxfp4(read_json(folder / "config.json", (OSError, ValueError))):
         reason = "its experts are in MXFP4, and verl trains 16 bits"
@@ -93,17 +90,14 @@ def to_records(split: str, rows: Iterable[Row], columns: Mapping[str, None]) -> 
     `extra_info` holds the whole row as JSON: a column of Parquet has one type, a user's cells need not, and reward
     functions get what they get from train_grpo.py.
     """
-    records = []
+    records: list[dict[str, Any]] = []
     for index, row in enumerate(rows):
         answer, filled = answer_of(row) or "", dataclasses.replace(row, columns=dict(columns) | row.columns)
-        record = {
-            "data_source": label(row.file),
-            "answer": answer,
-            "prompt": [{"role": role, "content": text} for role, text in row.messages],
-            "reward_model": {"style": "rule", "ground_truth": rewards.final_channel(answer) or answer},
-            "extra_info": {"split": split, "index": index, "row": json.dumps(dataclasses.asdict(filled))},
-        }
-        records.append(record)
+        prompt = [{"role": role, "content": text} for role, text in row.messages]
+        truth = {"style": "rule", "ground_truth": rewards.final_channel(answer) or answer}
+        info = {"split": split, "index": index, "row": json.dumps(dataclasses.asdict(filled))}
+        record = {"data_source": label(row.file), "answer": answer, "prompt": prompt, "reward_model": truth}
+        records.append(record | {"extra_info": info})
     return records
 
 
@@ -121,4 +115,4 @@ def write_data(data: VerlInput) -> None:
             parquet.write_table(pyarrow.Table.from_pylist(to_records(split, rows, columns)), path)
     # A user's module is looked for in the folder in which the command was started.
     spec = {"rewards": data.reward_specs, "INVALID_REWARD": data.invalid_reward, "folder": os.getcwd()}
-    write_text(folder / "rewards.json", json.dumps(spec, indent=1) + "\n")
+    write_text(folder / "rewards.json", json.dumps(spec))

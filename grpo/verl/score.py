@@ -32,8 +32,8 @@ def load_spec(path: str) -> tuple[dict[str, float], list[Reward]]:
     """Weights by name, and the reward functions, of the rewards.json that `write_data` wrote."""
     spec = read_json(Path(path))
     os.chdir(spec["folder"])  # Ray's workers may be elsewhere, and a user's module lies there
-    weights = dict(spec["rewards"])
-    return weights, load_rewards(list(weights.items()), Settings(INVALID_REWARD=spec["INVALID_REWARD"]))
+    settings = Settings(INVALID_REWARD=spec["INVALID_REWARD"])
+    return dict(spec["rewards"]), load_rewards(spec["rewards"], settings)
 
 
 def as_turn(text: str, truncated: bool) -> str:
