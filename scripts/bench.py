@@ -113,10 +113,10 @@ def variants_of(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
 
     common, variants = dict(options.set), []
     for words in options.variant or [["run"]]:
-        name, _, room = words[0].partition("@")
+        name, _, free = words[0].partition("@")
         try:
             settings = common | dict(map(assignment, words[1:]))
-            variant = Variant(name, settings, float(room) if room else options.free_gib)
+            variant = Variant(name, settings, float(free) if free else options.free_gib)
         except (argparse.ArgumentTypeError, ValueError) as error:
             parser.error(f"--variant {words[0]}: {error}")
         problems = [f"no setting has the name {name}" for name in settings if name not in FIELDS]

@@ -55,7 +55,8 @@ def test_rows_tell_of_their_own_days_and_the_plant_sees_every_digit(tmp_path):
     split.heldout["last"] = night
     settings, rows = write_data(split, tmp_path / "out", "compact"), {}
     for name in ("DATA", "EVAL_DATA"):
-        rows[name] = [row for path in settings[name].split(",") for row in csv.DictReader(Path(path).open(newline=""))]
+        texts = [Path(path).read_text().splitlines(True) for path in settings[name].split(",")]
+        rows[name] = [row for lines in texts for row in csv.DictReader(lines)]
     train_days, heldout_days = ({row["timestamp"][:10] for row in rows[name]} for name in ("DATA", "EVAL_DATA"))
     assert len(rows["EVAL_DATA"]) == 30 and not train_days & heldout_days
     assert 3 * 7 * 30 < len(rows["DATA"]) < 900, "three windows walked through seven times, and short hours"

@@ -65,7 +65,8 @@ def test_collect_judges_by_intervals(tmp_path, monkeypatch, low, plant, code):
     (run / "evaluation.json").write_text(json.dumps(evaluation))
     (run / "closed_loop.json").write_text(json.dumps(plant))
     (run / "report.html").write_text("<html>")
-    (run / "settings.json").write_text(json.dumps({"machine": {"gpu": "H9", "gpus": 1, "gpu_total": 9.0, "cores": 7, "arch": "x"}}))  # fmt: skip
+    facts = {"gpu": "H9", "gpus": 1, "gpu_total": 9.0, "cores": 7, "arch": "x"}
+    (run / "settings.json").write_text(json.dumps({"machine": facts}))
     (run / "versions.json").write_text('{"torch": "9"}')
     assert prove.main(["--out", str(out), "--stage", "collect", "--results", str(results)]) == code
     record = json.loads(results.read_text())
