@@ -48,7 +48,7 @@ def test_two_seeds_learn_what_plain_trl_learns(tmp_path, monkeypatch, quiet):
     """In float32, to rounding; and not with another learning rate for TRL."""
     monkeypatch.setenv("BENCH_COMMIT", "c1")
     monkeypatch.setattr(sys, "argv", f"bench.py curves --run {tmp_path}/run --out {tmp_path}/out.json".split())
-    sys.argv += "--seeds 2 --steps 2 --set PROMPTS_PER_STEP=2".split()
+    sys.argv += ["--seeds", "2", "--steps", "2", "--set", "PROMPTS_PER_STEP=2"]
     options = bench.parse_args()
     options.main = train_grpo.main
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 from unittest import mock
 
 import bench
@@ -30,8 +29,8 @@ WORDS = f"""--model tiny --data {record.ROOT}/data/tes_heldout_compact.csv --chi
 
 @pytest.fixture
 def child(tmp_path, monkeypatch, quiet):
-    """Runs a child of `bench.py` on the tiny model; returns its exit code and the values that it has written. What a GPU
-    would say is pretended: 11 of its 16 GiB were free before, and at most 14 were in use; it is there after the run."""
+    """Runs a child of `bench.py` on the tiny model; returns its exit code and the values that it has written. A GPU is
+    pretended: 11 of its 16 GiB were free before, and at most 14 were in use; it is there after the run."""
     monkeypatch.setenv("BENCH_COMMIT", "c1")
     sizes = {"synchronize": None, "empty_cache": None, "reset_peak_memory_stats": None}
     sizes |= {"memory_allocated": 2**29, "max_memory_allocated": 2**30, "mem_get_info": (2 * 2**30, 2**34)}
