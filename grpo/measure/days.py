@@ -54,9 +54,8 @@ def choose_heldout(ordered: Sequence[Path], heldout: Sequence[str], folder: Path
         if unknown := names - {path.name for path in chosen}:
             raise ProfileError([f"--heldout {name}: {folder} has no such profile, only {present}" for name in unknown])
     if not 0 < len(chosen) < len(ordered):
-        count_words = "1 profile" if len(ordered) == 1 else f"{len(ordered)} profiles"
-        needs = "at least one must be trained on and one held out"
-        raise ProfileError([f"{folder}: {count_words}, {len(chosen)} held out; {needs}"])
+        counts = f"{len(ordered)} profile{'s' if len(ordered) > 1 else ''}, {len(chosen)} held out"
+        raise ProfileError([f"{folder}: {counts}; at least one must be trained on and one held out"])
     return chosen
 
 
@@ -175,6 +174,6 @@ def days(options: argparse.Namespace) -> int:
     if options.results:
         more: record.Json = {"files": file_records(splits[0], len(splits) > 1)}
         more |= {"source": options.source} if options.source else {}
-        command = " ".join([*map(record.without_folders, own_settings), record.this_command()])
-        record.write(options.results, figures, command, more)
+        words = [*map(record.without_folders, own_settings), record.this_command()]
+        record.write(options.results, figures, " ".join(words), more)
     return 0

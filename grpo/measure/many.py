@@ -18,7 +18,6 @@ from grpo.measure.record import SCRIPT, Figure, Json, figure, steps_of, write
 from grpo.measure.variants import read_result, run_settings, write_result
 
 GROUP, LARGE = 8, 4  # completions of a prompt; how many times the prompts of one GPU the large step has
-Results = Mapping[tuple[int, int], Json]  # what the steps took, by GPUs and prompts of the whole step
 
 
 def run_many(options: argparse.Namespace, gpus: int, prompts: int) -> Json:
@@ -41,13 +40,12 @@ def run_many(options: argparse.Namespace, gpus: int, prompts: int) -> Json:
     return values
 
 
-def many_figures(results: Results, prompts: int) -> list[Figure]:
-    """Figures of the runs that have ended, given the prompts of one GPU."""
+def many_figures(results: Mapping[tuple[int, int], Json], prompts: int) -> list[Figure]:
+    """Figures of the runs that have ended, by GPUs and prompts of the whole step, given the prompts of one GPU."""
     figures = []
     for (gpus, count), values in results.items():
-        name = f"{gpus}x{count * GROUP}"
+        name, tokens = f"{gpus}x{count * GROUP}", count * GROUP * values["tokens_mean"]
         size = f"{gpus} GPUs, {count} prompts x {GROUP} completions x {values['tokens_mean']:.0f} tokens in all"
-        tokens = count * GROUP * values["tokens_mean"]
         figures += [
             figure(f"{name}_step_s", values["step_s"], "s", f"{size}: mean of steps 2 and 3"),
             figure(f"{name}_rollout_s", values["rollout_s"], "s", "its rollout, until all have all of it"),

@@ -170,8 +170,6 @@ def collect(options: argparse.Namespace, log: Log) -> int:
     record.write(options.results, results + other_figures(options.out), command, more)
     if (run / "report.html").is_file():
         shutil.copyfile(run / "report.html", options.results.with_name(options.report_name))
-    else:
-        log(f"NOTE: {run / 'report.html'} is missing, so no report was copied")
     for name, passed in verdicts.items():
         log(f"{'PASS' if passed else 'FAIL'}: {name} {'improved' if passed else 'did not improve'} beyond its interval")
     return 0 if all(verdicts.values()) else 1
@@ -179,7 +177,6 @@ def collect(options: argparse.Namespace, log: Log) -> int:
 
 def prove(options: argparse.Namespace, scale: Scale) -> int:
     """Runs the wanted stages that are not complete; returns the exit code."""
-    started = time.perf_counter()
     log: Log = partial(print, flush=True)
 
     def is_wanted(stage: str, complete: bool) -> bool:
@@ -196,5 +193,3 @@ def prove(options: argparse.Namespace, scale: Scale) -> int:
     except (ModelError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    finally:
-        log(f"{time.perf_counter() - started:.0f} s in all")

@@ -163,9 +163,7 @@ def fresh_folder(path: Path) -> Path:
     """Makes an empty folder; one that an earlier measurement made is deleted first. Raises FileExistsError for a folder
     that no measurement made."""
     if path.exists() and not (path / MARK).is_file():
-        raise FileExistsError(
-            f"--run {path} exists, and no measurement made it. Name another folder, or delete it yourself"
-        )
+        raise FileExistsError(f"--run {path} exists, and no measurement made it: name another, or delete it yourself")
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
     (path / MARK).touch()

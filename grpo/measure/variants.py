@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of a measurement: how a run in this process is watched, and variants of it, each in a process of its own, which
-writes its figures while it goes on."""
+"""Runs of a measurement: watched in this process, or as variants, each measured in a process of its own."""
 
 from __future__ import annotations
 

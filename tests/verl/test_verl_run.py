@@ -130,8 +130,8 @@ def test_the_yaml_names_what_is_here():
         assert name in source and (name.split()[1] in text or name == "def compute_score")  # verl's default name
 
 
-# Prints the configuration that verl's main() would get, by the same Hydra, without importing verl. Its arguments are the
-# folder of verl's configurations and the options of the command.
+# Prints the configuration that verl's main() would get, by the same Hydra, without importing verl. Its arguments are
+# the folder of verl's configurations and the options of the command.
 STUB = """
 import json, sys, hydra
 import grpo.verl.lengths
