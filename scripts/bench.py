@@ -5,7 +5,7 @@
     python scripts/bench.py rollout --model M --data D --out rollout.json
     python scripts/bench.py rollout --model M --data D --out small.json --free-gib 22 --set EXPERTS=shared
     python scripts/bench.py rollout --model M --data D --out o.json --variant a LORA_R=8 --variant b@22 EXPERTS=paged
-    python scripts/bench.py step --model M --data D --out step.json --trl --lengths completions.csv
+    python scripts/bench.py step --model M --data D --out step.json --trl
     python scripts/bench.py many --model M --data D --out many.json --gpus 1 2
     python scripts/bench.py faults --model M --data D --out faults.json
     python scripts/bench.py demo --out docs/results/demo-cpu.json --figure docs/demo.png
@@ -18,8 +18,7 @@ instead, and records their time and memory, the mismatch check, and whether ever
 checkpoint says. Exit code 1 if a weight is not, or a variant fails.
 
 `step` does the same with MAX_COMPLETION_LEN=4000, of which completions take 512 tokens, and measures learning alone;
-with `--lengths` also from 96 completions with the lengths of a CSV (W2), with `--trl` by TRL's padded path on the same
-rollouts, where EXPERTS=bf16.
+with `--trl` also by TRL's padded path on the same rollouts, where EXPERTS=bf16.
 
 Both take `--set NAME=VALUE` for any setting, `--free-gib` to occupy the rest of the GPU, `--kernels older-cards` for
 what vLLM takes on such cards, and `--variant NAME[@GIB] [NAME=VALUE ...]` for several runs in one JSON, each in a
@@ -76,7 +75,6 @@ def parse_args() -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     rollout = add_command(commands, "rollout", "a run's time, memory and weights, at any settings", True)
     step = add_command(commands, "step", "the learner, alone and beside TRL's padded path", True)
-    step.add_argument("--lengths", help="CSV whose `completion` column gives the lengths of W2")
     step.add_argument("--trl", action="store_true", help="measure TRL's padded path as well")
     for command in (rollout, step):
         command.add_argument("--free-gib", type=float, help="GiB of the GPU that the run gets (default: all)")
@@ -115,10 +113,10 @@ def variants_of(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
 
     common, variants = dict(options.set), []
     for words in options.variant or [["run"]]:
-        name, _, room = words[0].partition("@")
+        name, _, free = words[0].partition("@")
         try:
             settings = common | dict(map(assignment, words[1:]))
-            variant = Variant(name, settings, float(room) if room else options.free_gib)
+            variant = Variant(name, settings, float(free) if free else options.free_gib)
         except (argparse.ArgumentTypeError, ValueError) as error:
             parser.error(f"--variant {words[0]}: {error}")
         problems = [f"no setting has the name {name}" for name in settings if name not in FIELDS]

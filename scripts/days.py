@@ -8,9 +8,9 @@
     python scripts/days.py profiles/ --heldout each --seeds 1 2 3     # each file, three seeds
     TOTAL_STEPS=50 python scripts/days.py profiles/ --results mine.json --source URL
 
-A profile is a CSV with one row an hour: docs/plant.md, "Your own days". OUT gets data/ (training rows, held-out rows and
-held-out profiles) and run/, the OUTPUT_DIR of train_grpo.py; with several runs, a folder with both for each. Settings
-of the environment pass through, so the same command continues what was interrupted.
+A profile is a CSV with one row an hour: docs/plant.md, "Your own days". OUT gets data/ (training rows, held-out rows
+and held-out profiles) and run/, the OUTPUT_DIR of train_grpo.py; with several runs, a folder with both for each.
+Settings of the environment pass through, so the same command continues what was interrupted.
 
 Exit codes: 0 done, 2 the profiles cannot be used (every problem is named); those of train_grpo.py where it fails.
 """

@@ -69,8 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from grpo.measure.proof import prove
     from grpo.measure.proof_data import SCALES
 
-    given = {name: getattr(options, name) for name in CHANGES}
-    changes = {name: value for name, value in given.items() if value is not None}
+    changes = {name: value for name in CHANGES if (value := getattr(options, name)) is not None}
     scale = SCALES[options.scale]
     return prove(options, replace(scale, recipe=replace(scale.recipe, **changes)))
 

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from conftest import CLEAN, ROOT, SCRIPT
-
-from grpo.measure.kills import differences
+from reliability import differences
 
 SETTINGS = {
     "MODEL_ID": "tiny", "TOTAL_STEPS": 6, "SAVE_STEPS": 2, "PROMPTS_PER_STEP": 3, "NUM_GENERATIONS": 4, "SEED": 5,

@@ -4,8 +4,7 @@ other settings, on a GPU beside vLLM.
 
 Both ask the same prompts in the same order and start from the same adapter. Before each step plain TRL gets this
 project's seed as well: a completion is then drawn by the same random numbers, and a seed's two curves differ by what
-the trainers do differently, not by luck. The numbers are as random as TRL's own, so neither mean changes by that. vLLM
-draws its own.
+the trainers do differently, not by luck. vLLM draws its own numbers.
 """
 
 from __future__ import annotations
@@ -17,28 +16,29 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, Mxfp4Config, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.trainer_callback import TrainerCallback
-from trl import GRPOTrainer
+from transformers.utils.quantization_config import Mxfp4Config
+from trl import GRPOConfig, GRPOTrainer
 
 import rewards
 from grpo.data.files import Row
 from grpo.data.prompts import sampling_seed
-from grpo.data.scoring import score
+from grpo.data.scoring import Reward, load_rewards, score
 from grpo.evaluate.exact import answer_probabilities
 from grpo.learn.together import flat_adapter
 from grpo.learn.trainer import Trainer
-from grpo.measure.record import figure, save, tabled, write
-from grpo.measure.variants import keep, kept, run_child
-from grpo.measure.watched import intercept
+from grpo.measure.record import Figure, Json, figure, save, tabled, write
+from grpo.measure.variants import Function, intercept, policy_of, read_result, run_child, write_result
 from grpo.plan.hub import TINY_PATH
 from grpo.preflight.adapter import lora_options
 from grpo.preflight.checks import preflight
@@ -51,29 +51,27 @@ SUMMARY = """
 equivalent | verdict | 1: the differences of both rewards after the last step lie within {bound:g}, intervals included
 seeds | seeds | {steps} steps each
 adapter_apart_median adapter_apart_largest | share | over seeds: distance of the adapters by the way training took
-reward_spread greedy_reward_spread | reward | standard deviation of this trainer's last reward over seeds
-seeds_unpaired greedy_seeds_unpaired | seeds | at least so many would decide, by that, without common random numbers
 ours_s trl_s | s | a seed's training, mean over seeds, one thread each
 """
 
 
-class Measured(TrainerCallback):
-    """`curve`: the exact held-out rewards of KINDS every EVERY steps and after the last; `seconds` that these took."""
+class RewardCurve(TrainerCallback):
+    """`rewards`: the exact held-out rewards of KINDS, every EVERY steps and after the last; these took `seconds`."""
 
     def __init__(self, trainer: GRPOTrainer, rows: Sequence[Row], temperature: float):
         self.trainer, self.rows, self.temperatures, self.seconds = trainer, rows, (temperature, 0.0), 0.0
-        self.curve: dict[str, dict[str, float]] = {kind: {} for kind in KINDS}  # by step, as JSON writes it
+        self.rewards: dict[str, dict[str, float]] = {kind: {} for kind in KINDS}  # by step, as JSON writes it
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step % EVERY and state.global_step < state.max_steps:
             return
         started, worth = time.perf_counter(), [row.rewards for row in self.rows]
         model = self.trainer.accelerator.unwrap_model(self.trainer.model).get_base_model()
-        prompts, tokenizer = [row.prompt for row in self.rows], self.trainer.processing_class
+        prompts, tokenizer = [row.prompt for row in self.rows], self.trainer._tokenizer
         for kind, temperature in zip(KINDS, self.temperatures, strict=True):
             p = answer_probabilities(model, tokenizer, prompts, temperature, len(worth[0])).tolist()
             scores = rewards.score_probabilities(worth, p, [1] * len(worth), math.nan)
-            self.curve[kind][str(state.global_step)] = scores["reward"]
+            self.rewards[kind][str(state.global_step)] = scores["reward"]
         self.seconds += time.perf_counter() - started
 
 
@@ -84,20 +82,11 @@ class SameRandomNumbers(TrainerCallback):
         torch.manual_seed(sampling_seed(args.seed, state.global_step, "train"))
 
 
-class Repeated:
+def repeated(rows: Sequence[int], size: int, times: int) -> list[int]:
     """The indices of `rows`, each `size` of them `times` times: TRL asks for a step's rows once for each of its
     micro-batches."""
-
-    def __init__(self, rows: Sequence[int], size: int, times: int):
-        self.rows, self.size, self.times = list(rows), size, times
-
-    def __len__(self) -> int:
-        return len(self.rows) * self.times
-
-    def __iter__(self) -> Iterator[int]:
-        for start in range(0, len(self.rows), self.size):
-            for _ in range(self.times):
-                yield from self.rows[start : start + self.size]
+    steps = [list(rows[start : start + size]) for start in range(0, len(rows), size)]
+    return [row for step in steps for row in step * times]
 
 
 def plain_model(model_id: str) -> PreTrainedModel:
@@ -105,49 +94,56 @@ def plain_model(model_id: str) -> PreTrainedModel:
     # Of transformers' own attention with sinks, `eager` needs nothing installed. Of its experts, `grouped_mm` is its
     # choice on a GPU, and `eager` the fastest on a CPU.
     cuda = torch.cuda.is_available()
-    model = AutoModelForCausalLM.from_pretrained(
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         TINY_PATH if model_id == "tiny" else model_id,
         dtype=torch.bfloat16,
         quantization_config=Mxfp4Config(dequantize=True),
         attn_implementation="eager",
         experts_implementation="grouped_mm" if cuda else "eager",
     )
-    return model.to("cuda:0") if cuda else model.float()
+    if cuda:
+        torch.nn.Module.cuda(model)
+    else:
+        model.float()
+    return model
 
 
-def plain_trainer(ours: Trainer, parts: int = 1) -> GRPOTrainer:
-    """TRL's own trainer for the run of `ours`: its arguments, rows and rewards, transformers' model and generate. It
-    learns from a step's completions in `parts` micro-batches."""
-    args, size = copy.copy(ours.args), ours.args.per_device_train_batch_size
+def plain_trainer(ours: Trainer, functions: Sequence[Reward], parts: int = 1) -> GRPOTrainer:
+    """TRL's own trainer for the run of `ours`: its arguments, rows and reward functions, transformers' model and
+    generate. It learns from a step's completions in `parts` micro-batches."""
+    args = copy.copy(ours.args)
+    assert isinstance(args, GRPOConfig)
+    size = args.per_device_train_batch_size
     args.output_dir, args.save_strategy = f"{args.output_dir}-trl", "no"
     args.per_device_train_batch_size = size // parts
     args.gradient_accumulation_steps = args.steps_per_generation = parts
 
-    def reward(completion_ids: list[list[int]], row: list[int], **columns: Any) -> list[float]:
+    def reward(completion_ids: list[list[int]], row: list[int], **columns: Any) -> list[float | None]:
         """Decodes with the special tokens that say which channel a text is in: TRL decodes without them."""
         completions = ours.read_completions([ours.run.rows[i] for i in row], completion_ids)
-        return [value for (value,) in score(ours.reward_funcs, completions, completion_ids, ours.columns, ours.state)]
+        return [value for (value,) in score(functions, completions, completion_ids, ours.columns, ours.state)]
 
     plain = GRPOTrainer(
         plain_model(ours.run.settings.MODEL_ID),
         reward,
         args,
         ours.train_dataset,
-        processing_class=ours.processing_class,
+        processing_class=ours._tokenizer,
         peft_config=LoraConfig(**lora_options(ours.run.settings)),
         callbacks=[SameRandomNumbers()],
     )
-    plain._get_train_sampler = lambda dataset=None: Repeated(ours._get_train_sampler(), size, parts)
+    rows = repeated(list(ours._get_train_sampler()), size, parts)
+    mock.patch.object(plain, "_get_train_sampler", return_value=rows).start()
     return plain
 
 
-def followed(trainer: GRPOTrainer, resolved: ResolvedRun, train: Callable[[], Any]) -> dict[str, Any]:
-    """What `train` does to the held-out rewards of `trainer` (`Measured.curve`), and its seconds `s` without
+def train_watched(trainer: GRPOTrainer, resolved: ResolvedRun, train: Callable[[], Any]) -> Json:
+    """Calls `train`. Returns the held-out rewards of `trainer` by kind and step, and `s`, the seconds without
     measuring."""
-    measured, started = Measured(trainer, resolved.eval_rows, resolved.settings.EVAL_TEMPERATURE), time.perf_counter()
-    trainer.add_callback(measured)
+    curve, started = RewardCurve(trainer, resolved.eval_rows, resolved.settings.EVAL_TEMPERATURE), time.perf_counter()
+    trainer.add_callback(curve)
     train()
-    return measured.curve | {"s": time.perf_counter() - started - measured.seconds}
+    return curve.rewards | {"s": time.perf_counter() - started - curve.seconds}
 
 
 def seed_child(options: argparse.Namespace) -> int:
@@ -155,29 +151,32 @@ def seed_child(options: argparse.Namespace) -> int:
     exit code. The settings are the demo's but for the steps and the temperature."""
     torch.set_num_threads(1)
     steps = {"TOTAL_STEPS": options.steps, "SAVE_STEPS": options.steps, "EVAL_STEPS": 0, "EVAL_SAMPLES": 0}
-    place = {"OUTPUT_DIR": Path(options.run).absolute() / options.child, "OVERWRITE": 1, "SEED": options.child}
-    settings = {"MODEL_ID": "tiny", "TEMPERATURE": 1.0, **steps, **place, **dict(options.set)}
+    paths = {"OUTPUT_DIR": Path(options.run).absolute() / options.child, "OVERWRITE": 1, "SEED": options.child}
+    settings = {"MODEL_ID": "tiny", "TEMPERATURE": 1.0, **steps, **paths, **dict(options.set)}
     os.environ |= {name: str(value) for name, value in settings.items()}
     resolved = preflight(os.environ | {"EVAL_SAMPLES": "1"})  # The run itself reads no held-out rows.
 
-    def watch(train: Any, ours: Trainer, *arguments: Any, **named: Any) -> None:
-        start = flat_adapter(ours.model)
-        values = {"ours": followed(ours, resolved, lambda: train(ours, *arguments, **named))}
-        plain = plain_trainer(ours, options.trl_parts)
-        values["trl"] = followed(plain, resolved, plain.train)
-        moved, apart = flat_adapter(ours.model) - start, flat_adapter(ours.model) - flat_adapter(plain.model)
-        keep(options, values | {"adapter_apart": (apart.norm() / moved.norm()).item()}, done=True)
+    def watch(train: Function, ours: Trainer, *arguments: Any, **named: Any) -> None:
+        start = flat_adapter(policy_of(ours))
+        values = {"ours": train_watched(ours, resolved, lambda: train(ours, *arguments, **named))}
+        functions = load_rewards(resolved.reward_specs, resolved.settings)
+        plain = plain_trainer(ours, functions, options.trl_parts)
+        values["trl"] = train_watched(plain, resolved, plain.train)
+        end = flat_adapter(policy_of(ours))
+        apart = end - flat_adapter(plain.accelerator.unwrap_model(plain.model))
+        values["adapter_apart"] = (apart.norm() / (end - start).norm()).item()
+        write_result(options, options.child, values, done=True)
 
     with intercept(Trainer, "train", watch):
         return options.main([])
 
 
-def curve_figures(seeds: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Figures of what `seed_child` measured by seed: the verdict and the spread, means over seeds at each measured
-    step, then both rewards of each seed after the last."""
+def curve_figures(seeds: Mapping[int, Json]) -> list[Figure]:
+    """Figures of some seeds, by number: the verdict, means over seeds at each measured step, then both rewards of each
+    seed after the last."""
     means, singles, apart = [], [], [seed["adapter_apart"] for seed in seeds.values()]
     steps = list(next(iter(seeds.values()))["ours"]["reward"])
-    facts: dict[str, Any] = {"equivalent": int(len(seeds) > 1), "seeds": len(seeds), "bound": BOUND, "steps": steps[-1]}
+    facts: Json = {"equivalent": int(len(seeds) > 1), "seeds": len(seeds), "bound": BOUND, "steps": steps[-1]}
     facts |= {"adapter_apart_median": statistics.median(apart), "adapter_apart_largest": max(apart)}
     facts |= {f"{name}_s": statistics.mean(seed[name]["s"] for seed in seeds.values()) for name in ("ours", "trl")}
     for kind, note in KINDS.items():
@@ -194,10 +193,6 @@ def curve_figures(seeds: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]
             ):
                 means.append(figure(f"{kind}_{name}", value, "reward", words))
         facts["equivalent"] &= int(low > -BOUND and high < BOUND)
-        if len(ours) > 1:
-            facts[f"{kind}_spread"] = spread = statistics.stdev(ours)
-            # The half width of the interval of the difference of two independent means is 1.96 * spread * sqrt(2 / n).
-            facts[f"{kind.removesuffix('reward')}seeds_unpaired"] = math.ceil(2 * (1.96 * spread / BOUND) ** 2)
         for seed, *pair in zip(seeds, ours, trl, strict=True):
             for name, value in zip(("ours", "trl"), pair, strict=True):
                 singles.append(figure(f"seed{seed}_{kind}_{name}", value, "reward"))
@@ -209,17 +204,15 @@ def bench_curves(options: argparse.Namespace) -> int:
     each. Returns 1 if the two trainers are not equivalent, or a seed failed."""
     if options.child:
         return seed_child(options)
-    waiting = range(1, options.seeds + 1)
-    if options.resume:
-        waiting = [seed for seed in waiting if not kept(options, str(seed))]
-    seeds, failed, figures = {}, 0, []
+    numbers = range(1, options.seeds + 1)
+    waiting = [str(seed) for seed in numbers if not (options.resume and read_result(options, str(seed)))]
+    failed, figures = False, []
     with ThreadPoolExecutor(options.jobs) as pool:
-        for code in itertools.chain([0], pool.map(partial(run_child, options), map(str, waiting))):
-            failed += code != 0
-            seeds = {seed: kept(options, str(seed)) for seed in range(1, options.seeds + 1)}
-            if ended := {seed: values for seed, values in seeds.items() if values}:
-                figures = curve_figures(ended)
+        for code in itertools.chain([0], pool.map(partial(run_child, options), waiting)):
+            failed |= code != 0
+            if seeds := {seed: values for seed in numbers if (values := read_result(options, str(seed)))}:
+                figures = curve_figures(seeds)
                 save(Path(options.out), figures)
     if figures:
         write(Path(options.out), figures)
-    return int(bool(failed) or not figures or not figures[0]["value"])
+    return int(failed or not figures or not figures[0]["value"])

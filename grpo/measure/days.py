@@ -9,16 +9,15 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from grpo.measure.outcome import outcome_figures
-from grpo.measure.record import SCRIPT, figure, read_json, steps_of, without_folders, write
+from grpo.measure import record
+from grpo.measure.record import Figure, figure
 from grpo.run.durable import file_sha256
 from grpo.settings import FIELDS
 from grpo.tasks.tes.dataset import SEED, SHORT_SHARE, profile_files, read_profiles
@@ -29,6 +28,10 @@ FEWEST_WINDOWS = 20  # to walk through, as in the demo's data: real ones, and va
 VARY = 2.0  # largest factor of a varied day's load
 
 
+def window_count(profiles: dict[str, Profile]) -> int:
+    return sum(len(windows(profile)) for profile in profiles.values())
+
+
 @dataclass(frozen=True)
 class Split:
     """Profiles by their file's name without ending."""
@@ -37,48 +40,52 @@ class Split:
     heldout: dict[str, Profile]
     paths: dict[str, Path]
 
-    def windows(self, name: str) -> int:
-        """The number of windows of `train` or `heldout`."""
-        return sum(len(windows(profile)) for profile in getattr(self, name).values())
+
+def choose_heldout(ordered: Sequence[Path], heldout: Sequence[str], folder: Path) -> list[Path]:
+    """The files that are held out of those of `folder`, which come in the `ordered` of their dates: as `read_split`
+    says. Raises ProfileError."""
+    if not heldout or (len(heldout) == 1 and heldout[0].isdigit()):
+        count = int(heldout[0]) if heldout else max(1, len(ordered) // 3)
+        chosen = list(ordered[max(0, len(ordered) - count) :])
+    else:
+        names = {Path(name).name for name in heldout}
+        chosen = [path for path in ordered if path.name in names]
+        present = ", ".join(path.name for path in ordered)
+        if unknown := names - {path.name for path in chosen}:
+            raise ProfileError([f"--heldout {name}: {folder} has no such profile, only {present}" for name in unknown])
+    if not 0 < len(chosen) < len(ordered):
+        counts = f"{len(ordered)} profile{'s' if len(ordered) > 1 else ''}, {len(chosen)} held out"
+        raise ProfileError([f"{folder}: {counts}; at least one must be trained on and one held out"])
+    return chosen
 
 
-def read_split(folder: Path, pattern: str, heldout: Sequence[str], **columns: str | None) -> Split:
+def read_split(
+    folder: Path, pattern: str, heldout: Sequence[str], co2_column: str | None = None, load_column: str | None = None
+) -> Split:
     """The profiles of a folder, split by files. `heldout` holds names of files, or how many of the last ones by date;
-    without it the last third is held out, at least one. `columns` are those of `read_profile`. Raises ProfileError with
-    every problem."""
+    without it the last third is held out, at least one. Raises ProfileError with every problem."""
     paths = sorted(folder.glob(pattern))
     if not paths:
         raise ProfileError([f"{folder}: holds no profile ({pattern}); docs/plant.md says what one looks like"])
     try:
-        profiles = read_profiles(paths, ("full",), **columns)
+        profiles = read_profiles(paths, ("full",), co2_column=co2_column, load_column=load_column)
     except ProfileError as error:
         advice = []
         if any("header: no datetime column" in problem for problem in error.problems):
             advice = ["--files PATTERN leaves out CSVs that are no profiles"]
         raise ProfileError([*error.problems, *advice]) from None
     ordered = sorted(paths, key=lambda path: profiles[path.stem].dates)
-    if not heldout or (len(heldout) == 1 and heldout[0].isdigit()):
-        count = int(heldout[0]) if heldout else max(1, len(ordered) // 3)
-        held = ordered[max(0, len(ordered) - count) :]
-    else:
-        names = {Path(name).name for name in heldout}
-        held = [path for path in ordered if path.name in names]
-        if unknown := names - {path.name for path in held}:
-            there = ", ".join(path.name for path in ordered)
-            raise ProfileError([f"--heldout {name}: {folder} has no such profile, only {there}" for name in unknown])
-    if not 0 < len(held) < len(ordered):
-        count = "1 profile" if len(ordered) == 1 else f"{len(ordered)} profiles"
-        needs = "at least one must be trained on and one held out"
-        raise ProfileError([f"{folder}: {count}, {len(held)} held out; {needs}"])
+    held = choose_heldout(ordered, heldout, folder)
     trained, problems = [path for path in ordered if path not in held], []
-    for train, other in itertools.product(trained, held):
-        if shared := sorted(set(profiles[train.stem].dates) & set(profiles[other.stem].dates)):
-            days = f"both have {', '.join(map(str, shared))}; take it out of one"
-            problems.append(f"{train.name} (to train on) and {other.name} (held out) {days}")
+    for path, other in itertools.product(trained, held):
+        if shared := sorted(set(profiles[path.stem].dates) & set(profiles[other.stem].dates)):
+            dates = ", ".join(map(str, shared))
+            pair = f"{path.name} (to train on) and {other.name} (held out)"
+            problems.append(f"{pair} both have {dates}; take it out of one")
     if problems:
         raise ProfileError(problems)
-    by_name = ({path.stem: profiles[path.stem] for path in side} for side in (trained, held))
-    return Split(*by_name, {path.stem: path for path in ordered})
+    train, heldout_profiles = ({path.stem: profiles[path.stem] for path in side} for side in (trained, held))
+    return Split(train, heldout_profiles, {path.stem: path for path in ordered})
 
 
 def write_data(split: Split, out: Path, prompt: str) -> dict[str, str]:
@@ -86,10 +93,10 @@ def write_data(split: Split, out: Path, prompt: str) -> dict[str, str]:
     files. Raises OSError.
 
     Two real windows alone taught a policy that left a fifth of a warmer month's load unserved (docs/tried.md)."""
-    walks = math.ceil(FEWEST_WINDOWS / split.windows("train"))
-    more = {"trajectories": walks, "short_share": SHORT_SHARE, "vary": VARY}
+    walks = math.ceil(FEWEST_WINDOWS / window_count(split.train))
+    train = profile_files(split.train, (prompt,), SEED, trajectories=walks, short_share=SHORT_SHARE, vary=VARY)
     files = {
-        ("DATA", "train"): dict(profile_files(split.train, (prompt,), SEED, **more)),
+        ("DATA", "train"): dict(train),
         ("EVAL_DATA", "heldout"): dict(profile_files(split.heldout, (prompt,), SEED)),
         ("EVAL_PROFILE", "profiles"): {f"{name}.csv": hours_csv(profile) for name, profile in split.heldout.items()},
     }
@@ -113,68 +120,60 @@ def hours_csv(profile: Profile) -> str:
     return to_csv(("datetime", "co2_kg_per_kwh", "load_kw"), rows)
 
 
-def run_figures(run: Path, split: Split, label: str) -> list[dict[str, Any]]:
-    """What the run of a split came to, as far as the run has it. `label` is put after the names, where several runs are
-    in one file."""
-    names = ("train", "heldout")
-    figures = [figure(f"{name}_windows{label}", split.windows(name), "windows", "of three days") for name in names]
-    figures.append(figure(f"steps{label}", len(steps_of(run)), "steps"))
-    return figures + outcome_figures(run, label=label)
+def run_figures(run: Path, split: Split, suffix: str) -> list[Figure]:
+    """The windows of a split and the figures of its run, as far as that has them. `suffix` is put after the names."""
+    figures = [
+        figure(f"train_windows{suffix}", window_count(split.train), "windows", "of three days"),
+        figure(f"heldout_windows{suffix}", window_count(split.heldout), "windows", "of three days"),
+        figure(f"steps{suffix}", len(record.steps_of(run)), "steps"),
+    ]
+    return figures + record.outcome_figures(run, suffix=suffix)
 
 
-def shown_command(
-    environ: Mapping[str, str], options: argparse.Namespace, chosen: Sequence[str], heldout: Sequence[str]
-) -> str:
-    """The command that was given, with the settings that it had from the environment besides those `chosen` here,
-    without folders of the machine."""
-    settings = [f"{name}={environ[name]}" for name in FIELDS if name in environ and name not in chosen]
-    words = [*settings, "python", "scripts/days.py", "FOLDER", "--model", options.model, "--heldout", *heldout]
-    if options.seeds:
-        words += ["--seeds", *map(str, options.seeds)]
-    return " ".join(map(without_folders, words))
-
-
-def splits(options: argparse.Namespace) -> list[Split]:
+def read_splits(options: argparse.Namespace) -> list[Split]:
     """The split that was asked for; with `--heldout each` one for each file, held out in turn. Raises ProfileError."""
-    columns = {"co2_column": options.co2_column, "load_column": options.load_column}
+    columns = options.co2_column, options.load_column
     each = options.heldout == ["each"]
-    first = read_split(options.folder, options.files, [] if each else options.heldout, **columns)
+    first = read_split(options.folder, options.files, [] if each else options.heldout, *columns)
     if not each:
         return [first]
-    return [read_split(options.folder, options.files, [path.name], **columns) for path in first.paths.values()]
+    return [read_split(options.folder, options.files, [path.name], *columns) for path in first.paths.values()]
+
+
+def file_records(split: Split, in_turn: bool) -> list[dict[str, str]]:
+    """The name of each profile, its SHA-256, and the set that it was in."""
+    records = []
+    for name, path in split.paths.items():
+        side = "heldout" if name in split.heldout else "train"
+        records.append({"name": path.name, "sha256": file_sha256(path), "set": "held out in turn" if in_turn else side})
+    return records
 
 
 def days(options: argparse.Namespace) -> int:
     """Makes the data, runs train_grpo.py for each split and seed, prints the plant's tables, writes the figures;
     returns the exit code of train_grpo.py. Raises ProfileError, OSError."""
-    figures, chosen = [], splits(options)
-    for split, seed in itertools.product(chosen, options.seeds or [None]):
-        label = f"/{next(iter(split.heldout))}" if len(chosen) > 1 else ""
-        label += f"/seed{seed}" if seed is not None else ""
-        out = options.out / label[1:].replace("/", "-")  # with one run the folder itself
+    figures, splits = [], read_splits(options)
+    own_settings = [f"{name}={os.environ[name]}" for name in FIELDS if name in os.environ]
+    for split, seed in itertools.product(splits, options.seeds or [None]):
+        suffix = f"/{next(iter(split.heldout))}" if len(splits) > 1 else ""
+        suffix += f"/seed{seed}" if seed is not None else ""
+        out = options.out / suffix[1:].replace("/", "-")  # With one run it is the folder itself.
         settings = write_data(split, out / "data", "compact" if options.model == "tiny" else "full")
         settings |= {"MODEL_ID": options.model, "OUTPUT_DIR": str(out / "run")}
         settings |= {"SEED": str(seed)} if seed is not None else {}
-        held = split.windows("heldout")
+        held = window_count(split.heldout)
         few = f" (fewer than {LEAST_WINDOWS}: no interval)" if held < LEAST_WINDOWS else ""
         names = f"train on {', '.join(split.train)}; held out {', '.join(split.heldout)}"
         print(f"{names}: {held} window(s){few}", flush=True)
-        if code := subprocess.run([sys.executable, str(SCRIPT)], env=os.environ | settings).returncode:
+        if code := subprocess.run([sys.executable, str(record.SCRIPT)], env=os.environ | settings).returncode:
             return code
-        plant = read_json(out / "run/closed_loop.json")
+        plant = record.read_json(out / "run/closed_loop.json")
         print(f"\n{table(plant)}" if plant else "\nthe closed loop was not run: training.log says why")
         print(f"report: {out / 'run/report.html'}", flush=True)
-        figures += run_figures(out / "run", split, label)
+        figures += run_figures(out / "run", split, suffix)
     if options.results:
-        held_out = ["each"] if len(chosen) > 1 else [chosen[0].paths[name].name for name in chosen[0].heldout]
-        more = {"files": [file_record(chosen[0], name, len(chosen) > 1) for name in chosen[0].paths]}
+        more: record.Json = {"files": file_records(splits[0], len(splits) > 1)}
         more |= {"source": options.source} if options.source else {}
-        write(options.results, figures, shown_command(os.environ, options, list(settings), held_out), **more)
+        words = [*map(record.without_folders, own_settings), record.this_command()]
+        record.write(options.results, figures, " ".join(words), more)
     return 0
-
-
-def file_record(split: Split, name: str, each: bool) -> dict[str, str]:
-    """A profile's name and SHA-256, and the set that it was in."""
-    side = "heldout" if name in split.heldout else "train"
-    path = split.paths[name]
-    return {"name": path.name, "sha256": file_sha256(path), "set": "held out in turn" if each else side}

@@ -8,16 +8,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-import matplotlib
-from matplotlib import pyplot as plt
+from matplotlib.figure import Figure as Drawing
 
-from grpo.measure.outcome import outcome_figures
-from grpo.measure.record import SCRIPT, figure, read_json, steps_of, write
+from grpo.measure.record import SCRIPT, figure, outcome_figures, read_json, steps_of, write
 from grpo.tasks.tes.closed_loop import RULES
 
 OF_SEED = ("_before", "_after", "_gain", "_base", "_trained", "_greedy")  # ends of figures that differ between seeds
@@ -44,47 +42,49 @@ def bench_demo(options: argparse.Namespace) -> int:
     plant gets better than the base model's on all seeds, and than the best rule's on nine of ten."""
     Path(options.run).mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(2) as pool:
-        runs = list(pool.map(partial(run_seed, options), range(1, options.seeds + 1)))
-    seeds = [regrets(run) for run, _ in runs]
-    rule, evaluation = min(RULES, key=seeds[0].__getitem__), read_json(runs[0][0] / "evaluation.json")
+        seconds = dict(pool.map(partial(run_seed, options), range(1, options.seeds + 1)))
+    seeds = {run: regrets(run) for run in seconds}
+    first = next(iter(seeds))
+    rule, evaluation = min(RULES, key=seeds[first].__getitem__), read_json(first / "evaluation.json")
     exactly = "exactly" if evaluation["exact"] else f"{evaluation['samples']} samples"
     notes = {"": f"at temperature {evaluation['temperature']:g}, {exactly}", "_greedy": "the likeliest answer"}
     figures, failed = [], False
-    for name in LEAST:
+    for name, least in LEAST.items():
         for kind, note in notes.items():
             limit = rule if name == "rule" else f"base{kind}"
-            better = sum(seed[f"trained{kind}"] < seed[limit] for seed in seeds)
+            better = sum(regret[f"trained{kind}"] < regret[limit] for regret in seeds.values())
             figures.append(figure(f"better_than_{name}{kind}", better, "seeds", f"of {len(seeds)}, {note}"))
-            failed |= better < LEAST[name] * len(seeds)
-    figures.append(figure("rule_regret", seeds[0][rule], "%", f"the best rule, {rule}"))
-    for number, (run, seconds) in enumerate(runs, 1):
+            failed |= better < least * len(seeds)
+    figures.append(figure("rule_regret", seeds[first][rule], "%", f"the best rule, {rule}"))
+    for number, run in enumerate(seeds, 1):
         rows = outcome_figures(run, f"seed{number}_")
         figures += [row for row in rows if number == 1 or row["name"].endswith(OF_SEED)]
-        figures.append(figure(f"seed{number}_total_s", seconds, "s", "process start to zip, beside another seed"))
-    plot_seeds(runs, seeds[0][rule], Path(options.figure))
+        figures.append(figure(f"seed{number}_total_s", seconds[run], "s", "process start to zip, beside another seed"))
+    plot_seeds(seeds, rule, Path(options.figure))
     write(Path(options.out), figures)
     return int(failed)
 
 
-def plot_seeds(runs: Sequence[tuple[Path, float]], rule: float, path: Path) -> None:
-    """Reward of the sampled completions over the steps, and regret of the plant at each evaluation, a line a seed."""
-    matplotlib.use("Agg")
-    plot, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), dpi=160)
+def plot_seeds(seeds: Mapping[Path, Mapping[str, float]], rule: str, path: Path) -> None:
+    """Reward of the sampled completions over the steps, and regret of the plant at each evaluation, a line a seed.
+    `seeds`: regret by policy, by folder of the run."""
+    drawing = Drawing(figsize=(9, 3.6), dpi=160)
+    left, right = drawing.subplots(1, 2)
     line = {"color": "#0b6e99", "alpha": 0.6, "linewidth": 1}
-    for run, _ in runs:
+    for run, policies in seeds.items():
         steps = steps_of(run).set_index("step")
-        steps.reward.rolling(20, min_periods=1).mean().plot(ax=left, **line)
-        regret, policies = steps.plant_regret.dropna(), regrets(run)
+        left.plot(steps.reward.rolling(20, min_periods=1).mean(), **line)
+        regret = steps.plant_regret.dropna()
         regret.loc[0], regret.loc[steps.index[-1]] = policies["base"], policies["trained"]
-        regret.sort_index().plot(ax=right, marker=".", markersize=4, **line)
-    right.axhline(rule, color="#555555", linewidth=0.8, linestyle=(0, (4, 3)))
-    right.text(steps.index[-1], rule * 1.1, f"best rule {rule:.1f} %", ha="right", fontsize=8, color="#333333")
-    count = {10: "ten seeds", 1: "one seed"}.get(len(runs), f"{len(runs)} seeds")
-    left.set(title=f"Reward, {count}", xlabel="optimizer step", ylabel="mean of the step's rows")
+        right.plot(regret.sort_index(), marker=".", markersize=4, **line)
+        limit = policies[rule]
+    right.axhline(limit, color="#555555", linewidth=0.8, linestyle=(0, (4, 3)))
+    right.text(steps.index[-1], limit * 1.1, f"best rule {limit:.1f} %", ha="right", fontsize=8, color="#333333")
+    left.set(title=f"Reward, {len(seeds)} seeds", xlabel="optimizer step", ylabel="mean of the step's rows")
     right.set(title="Plant's regret, held-out days", xlabel="optimizer step", ylabel="% above the optimum")
     right.set_yscale("log")
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
-    plot.tight_layout()
+    drawing.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
-    plot.savefig(path, metadata={"Software": None})
+    drawing.savefig(path, metadata={"Software": None})

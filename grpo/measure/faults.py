@@ -12,23 +12,25 @@ import sys
 import threading
 import time
 import zipfile
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
+from unittest import mock
 
 import pandas
+import torch
 
 from grpo.learn import trainer as learner
 from grpo.learn.trainer import Trainer
 from grpo.measure.record import BENCH, NOISE, SCRIPT, environment, figure, fresh_folder, write
-from grpo.measure.watched import intercept, occupy
+from grpo.measure.variants import Function, intercept, occupy
 from grpo.rollout.engine import Engine
 from grpo.run.folder import last_checkpoint
 
-# Phase -> the function that is the phase, and the seconds into it at which a kill comes. That is before its end on an
-# H200, also with the mid-size model (wake 0.023 s, sleep 0.006 s).
-PHASES = {
+# Phase -> the function that is the phase, and the seconds into it at which a kill comes: before its end on an H200,
+# also with the mid-size model (wake 0.023 s, sleep 0.006 s).
+PHASES: dict[str, tuple[type | ModuleType, str, float]] = {
     "wake": (Engine, "wake", 0.01),
     "sync": (Engine, "sync_weights", 0.005),
     "generate": (Engine, "generate", 0.2),
@@ -36,8 +38,7 @@ PHASES = {
     "learn": (Trainer, "learn", 0.1),
     "save": (learner, "finish_checkpoint", 0.0),
 }
-# The faults that can happen on a GPU: sleep and save take none of its memory, and only generating can die of the
-# engine.
+# Sleep and save take no memory of the GPU, and only while it generates does the engine work by itself.
 FAULTS = (
     *(f"kill:{phase}" for phase in PHASES),
     *(f"memory:{phase}" for phase in ("wake", "sync", "generate", "learn")),
@@ -52,51 +53,61 @@ EXPECTED = {"kill": ((-signal.SIGKILL,), ""), "memory": ((1, 4), "memory"), "dyi
 SPARE_GIB = 1 / 32  # that a full GPU has left
 
 
+class Start(NamedTuple):
+    """How one start of the command ended."""
+
+    code: int
+    seconds: float
+    message: str  # its last critical lines, or its last line where there are none
+    checkpoint: str  # the run's last one, `-` if it has none
+
+    def shows(self, fault: str) -> bool:
+        """Whether it ended as `fault` makes a run end, and not of something else."""
+        codes, words = EXPECTED[fault.partition(":")[0]]
+        return self.code in codes and words in self.message
+
+
 class Fault:
-    """The fault `kind:phase`, which comes once the learner has begun its step `step`."""
+    """The fault `kind:phase:step`: it comes in the phase's first call after the learner has begun that step."""
 
-    def __init__(self, fault: str, step: int):
-        self.kind, self.phase = fault.split(":")
-        self.step, self.armed, self.ballast = step, False, None
+    def __init__(self, words: str):
+        self.kind, self.phase, step = words.split(":")
+        self.step, self.armed = int(step), False
+        self.ballast: torch.Tensor | None = None
 
-    def learn(self, learn: Callable[..., Any], trainer: Trainer, *arguments: Any) -> Any:
-        self.armed = self.armed or trainer.state.global_step + 1 >= self.step
+    def learn(self, learn: Function, trainer: Trainer, *arguments: Any) -> Any:
+        self.armed |= trainer.state.global_step + 1 == self.step
         if self.phase == "learn":
             return self.strike(learn, trainer, *arguments)
         return learn(trainer, *arguments)
 
-    def strike(self, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    def strike(self, call: Function, *arguments: Any, **named: Any) -> Any:
         """Calls the phase's function, with the fault in its first call once it is armed."""
-        if self.armed and self.ballast is None:
-            self.ballast = ()
+        if self.armed:
+            self.armed = False
             if self.kind == "kill":
                 threading.Timer(PHASES[self.phase][2], os.kill, (os.getpid(), signal.SIGKILL)).start()
             elif self.kind == "memory":
                 self.ballast = occupy(SPARE_GIB)
             elif self.kind == "dying":
-                arguments[0].llm.generate = self.die
+                arguments[0].llm.generate = mock.Mock(side_effect=RuntimeError("EngineCore died"))
         return call(*arguments, **named)
-
-    def die(self, *arguments: Any, **named: Any) -> None:
-        raise RuntimeError("EngineCore died")
 
 
 def faults_child(options: argparse.Namespace) -> int:
-    """The entry point with one fault, `--child kind:phase:step`."""
-    kind, phase, step = options.child.split(":")
-    fault = Fault(f"{kind}:{phase}", int(step))
+    """The entry point with the fault `--child kind:phase:step`."""
+    fault = Fault(options.child)
     with ExitStack() as stack:
         stack.enter_context(intercept(Trainer, "learn", fault.learn))
-        if phase != "learn":
-            stack.enter_context(intercept(*PHASES[phase][:2], fault.strike))
+        if fault.phase != "learn":
+            stack.enter_context(intercept(*PHASES[fault.phase][:2], fault.strike))
         return options.main([])
 
 
-def start_run(options: argparse.Namespace, folder: Path, steps: int, fault: str = "") -> dict[str, Any]:
-    """One start of the command in `folder`, with a fault or to its end: exit code, seconds, last words, last
-    checkpoint."""
-    place = {"MODEL_ID": options.model, "DATA": options.data, "OUTPUT_DIR": str(folder.absolute())}
-    settings = {**environment(COMMON), **place, "TOTAL_STEPS": str(steps), **dict(options.set)}
+def start_run(options: argparse.Namespace, folder: Path, steps: int, fault: str = "") -> Start:
+    """Starts the command in `folder`, with a fault or to its end."""
+    paths = {"MODEL_ID": options.model, "DATA": options.data, "OUTPUT_DIR": str(folder.absolute())}
+    settings = {**environment(COMMON), **paths, "TOTAL_STEPS": str(steps), **dict(options.set)}
     command = [sys.executable, str(SCRIPT)]
     if fault:
         words = ["faults", "--out", "-", "--model", options.model, "--data", options.data, "--child", fault]
@@ -106,38 +117,31 @@ def start_run(options: argparse.Namespace, folder: Path, steps: int, fault: str 
         before = output.tell()
         code = subprocess.run(command, env=os.environ | settings, stdout=output, stderr=output, check=False).returncode
     lines = [line for line in log.read_bytes()[before:].decode(errors="replace").splitlines() if line.strip()]
-    words = [line.partition(CRITICAL)[2] for line in lines if CRITICAL in line] or lines[-1:]
+    messages = [line.partition(CRITICAL)[2] for line in lines if CRITICAL in line] or lines[-1:]
     checkpoint = last_checkpoint(folder)[1]
-    start = {"code": code, "seconds": time.perf_counter() - started, "line": " | ".join(words)[:500]}
-    start["checkpoint"] = checkpoint.name if checkpoint else "-"
-    print(f"{fault or 'no fault'}: exit code {code}, {start['checkpoint']}, {start['seconds']:.0f} s", flush=True)
-    print(f"  {start['line']}", flush=True)
+    name = checkpoint.name if checkpoint else "-"
+    start = Start(code, time.perf_counter() - started, " | ".join(messages)[:500], name)
+    print(f"{fault or 'no fault'}: exit code {code}, {name}, {start.seconds:.0f} s\n  {start.message}", flush=True)
     return start
 
 
-def was_seen(fault: str, start: dict[str, Any]) -> bool:
-    """Whether a start ended as its fault makes it end, and not of something else."""
-    codes, words = EXPECTED[fault.partition(":")[0]]
-    return start["code"] in codes and words in start["line"]
-
-
-def same_rows(folder: Path, whole: Path, steps: int) -> dict[str, Any]:
-    """Whether a run that was interrupted has every row of the uninterrupted one in `whole`, and how many completions
-    are the same (vLLM's kernels do not give the same bits in every process)."""
+def is_whole(folder: Path, uninterrupted: Path, steps: int) -> bool:
+    """Whether a run that was interrupted has every step once, the completions of all prompts that the uninterrupted one
+    has, and a zip that reads. vLLM's kernels do not give the same bits in every process."""
     metrics, completions = (pandas.read_csv(folder / name) for name in ("metrics.csv", "completions.csv"))
-    theirs = pandas.read_csv(whole / "completions.csv")
-    is_whole = metrics.step.tolist() == list(range(1, steps + 1)) and len(completions) == steps * COMPLETIONS
-    is_whole &= zipfile.ZipFile(folder.with_name(f"{folder.name}.zip")).testzip() is None
-    paired = len(completions) == len(theirs)
-    is_whole &= bool(paired and (completions.prompt_id == theirs.prompt_id).all())
-    alike = int((completions.completion == theirs.completion).sum()) if paired else 0
-    return {"whole": is_whole, "alike": alike, "of": len(theirs)}
+    expected = pandas.read_csv(uninterrupted / "completions.csv")
+    return (
+        metrics.step.tolist() == list(range(1, steps + 1))
+        and len(completions) == steps * COMPLETIONS
+        and completions.prompt_id.tolist() == expected.prompt_id.tolist()
+        and zipfile.ZipFile(folder.with_name(f"{folder.name}.zip")).testzip() is None
+    )
 
 
 def bench_faults(options: argparse.Namespace) -> int:
     """A run without a fault, and one that meets each fault of `--faults`, two steps apart, and is started again after
     each. Returns 1 if a fault went by unseen or a start ended of something else, the same command did not continue, a
-    step is missing or doubled, or a .tmp is left."""
+    step is missing or doubled, or a .tmp is left; 2 if a fault is unknown or the folder is another program's."""
     if options.child:
         return faults_child(options)
     faults = options.faults or FAULTS
@@ -151,24 +155,22 @@ def bench_faults(options: argparse.Namespace) -> int:
         return 2
     steps, unseen = SAVE_EVERY * (len(faults) + 1), 0
     whole = start_run(options, folder / "whole", steps)
-    note = f"{steps} steps without a fault, exit code {whole['code']}"
-    figures = [figure("whole_s", whole["seconds"], "s", note)]
+    note = f"{steps} steps without a fault, exit code {whole.code}"
+    figures = [figure("whole_s", whole.seconds, "s", note)]
     for number, fault in enumerate(faults, 1):
         # In the step before a checkpoint, so that the next thing is that it is saved, or lost with the kill.
         start = start_run(options, folder / "faults", steps, f"{fault}:{SAVE_EVERY * number}")
-        seen = was_seen(fault, start)
-        unseen += not seen
-        note = f"exit code {start['code']}, then at {start['checkpoint']}: {start['line'][:120]}"
-        figures.append(figure(fault.replace(":", "_at_"), int(seen), "seen", note))
+        unseen += not start.shows(fault)
+        note = f"exit code {start.code}, then at {start.checkpoint}: {start.message[:120]}"
+        figures.append(figure(fault.replace(":", "_at_"), int(start.shows(fault)), "seen", note))
     last = start_run(options, folder / "faults", steps)
-    rows = same_rows(folder / "faults", folder / "whole", steps)
+    whole_rows = is_whole(folder / "faults", folder / "whole", steps)
     stray = [path.name for path in folder.rglob("*.tmp")]
     figures += [
         figure("faults", len(faults), "faults", "of one run, one after the other, each followed by the same command"),
-        figure("completed", int(last["code"] == 0), "run", f"exit code {last['code']} of the last start"),
-        figure("rows_whole", int(rows["whole"]), "run", "every step once, every completion, a sound zip"),
+        figure("completed", int(last.code == 0), "run", f"exit code {last.code} of the last start"),
+        figure("rows_whole", int(whole_rows), "run", "every step once, every completion, a sound zip"),
         figure("stray", len(stray), "files", ", ".join(stray) or "no .tmp is left"),
-        figure("completions_alike", rows["alike"], "completions", f"of {rows['of']}, as in the run without a fault"),
     ]
     write(Path(options.out), figures)
-    return int(bool(unseen or last["code"] or whole["code"] or not rows["whole"] or stray))
+    return int(bool(unseen or last.code or whole.code or not whole_rows or stray))

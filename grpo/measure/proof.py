@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proof's run and the collection of its figures."""
+"""The proof: its data and model, its run, and the collection of its figures."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from grpo.measure.outcome import outcome_figures
-from grpo.measure.proof_data import Scale
-from grpo.measure.proof_model import make
-from grpo.measure.record import SCRIPT, figure, read_json, steps_of, tabled, write
+import torch
+
+from grpo.measure import record
+from grpo.measure.proof_data import Scale, write_data
+from grpo.measure.record import Figure, figure, read_json
+from grpo.model import checkpoint
+from grpo.model import gptoss_format as gptoss
 from grpo.model.gptoss_format import ModelError
-from grpo.model.warmup import Log
+from grpo.model.load import load_model
+from grpo.model.warmup import Log, figures, write_warmed_up
+from grpo.plan.hub import TINY_PATH, count_parameters
 from rewards import confidence_interval
 
 OTHERS = """
@@ -39,49 +43,80 @@ steps | steps |
 """
 
 
+def make(options: argparse.Namespace, scale: Scale, log: Log) -> None:
+    """Writes OUT/data and OUT/model, with figures of the warm-up in OUT/model/warmup.json. Raises ModelError where the
+    device, the tokenizer or the space is missing."""
+    started, model_dir, recipe = time.perf_counter(), options.out / "model", scale.recipe
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ModelError("--device cuda: PyTorch sees no GPU here; choose --device cpu --scale small")
+    if options.tokenizer is None and recipe.prompt == "full":
+        raise ModelError("full prompts need --tokenizer DIR with tokenizer.json (o200k with Harmony's tokens)")
+    write_data(options.out / "data", scale)
+    tokenizer = checkpoint.read_tokenizer(options.tokenizer or TINY_PATH)
+    shape = replace(recipe.shape, vocab=(gptoss.GPT_OSS_20B if options.tokenizer else gptoss.TINY).vocab)
+    checkpoint.require_space(model_dir, checkpoint.checkpoint_bytes(shape) + 64 * 2**20)
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    parts = count_parameters(gptoss.config_dict(shape))
+    body = parts["total"] - parts["embeddings"]
+    log(f"{body:,} parameters besides the embeddings")
+    recipe = replace(recipe, shape=shape)
+    with checkpoint.new_directory(model_dir, force=True) as directory:
+        stages, probe = write_warmed_up(directory, recipe, tokenizer, options.device, options.seed, log)
+        loaded = load_model(str(directory), read_json(directory / "config.json"), "eager").to(options.device).eval()
+        seconds = round(time.perf_counter() - started, 1)
+        warmup = {"besides_embeddings": body, "seconds": seconds, "recipe": asdict(recipe), "stages": stages}
+        warmup["loaded"] = figures(loaded, probe, 120)
+        checkpoint.write_json(directory / "warmup.json", warmup)
+    log(f"{model_dir} written and checked, {time.perf_counter() - started:.0f} s")
+
+
 def run_settings(options: argparse.Namespace, scale: Scale) -> dict[str, str]:
     """The settings of train_grpo.py; those of --set win. An interrupted run continues unless its model changed."""
+    out, overwrite = options.out, options.force or is_stale(options.out)
     return {
-        "MODEL_ID": str(options.out / "model"),
-        "DATA": str(options.out / "data" / "tes_train.csv"),
-        "EVAL_DATA": str(options.out / "data" / "tes_heldout.csv"),
-        "EVAL_PROFILE": str(options.out / "data" / "profile_heldout.csv"),
-        "OUTPUT_DIR": str(options.out / "run"),
+        "MODEL_ID": str(out / "model"),
+        "DATA": str(out / "data" / "tes_train.csv"),
+        "EVAL_DATA": str(out / "data" / "tes_heldout.csv"),
+        "EVAL_PROFILE": str(out / "data" / "profile_heldout.csv"),
+        "OUTPUT_DIR": str(out / "run"),
         **scale.settings,
-        **({"OVERWRITE": "1"} if options.force or stale(options.out) else {}),
+        **({"OVERWRITE": "1"} if overwrite else {}),
         **dict(options.set),
     }
 
 
-def stale(out: Path) -> bool:
+def is_stale(out: Path) -> bool:
     """Whether the run in OUT/run began with another model than OUT/model."""
     run, model = out / "run" / "settings.json", out / "model" / "warmup.json"
     return run.is_file() and model.is_file() and run.stat().st_mtime < model.stat().st_mtime
 
 
+def command_line(settings: dict[str, str]) -> str:
+    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in settings.items()), "python train_grpo.py"])
+
+
 def train(options: argparse.Namespace, scale: Scale, log: Log) -> int:
-    """Run train_grpo.py on OUT/model; its exit code. The command is kept in OUT/command.txt."""
+    """Runs train_grpo.py on OUT/model; returns its exit code. Its command and seconds are kept in OUT/train.json."""
     if not (options.out / "model" / "config.json").is_file():
         raise ModelError(f"{options.out / 'model'} is missing: run --stage make first")
     settings = run_settings(options, scale)
-    command = " ".join([*(f"{name}={shlex.quote(value)}" for name, value in settings.items()), "python train_grpo.py"])
-    (options.out / "command.txt").write_text(command + "\n", encoding="utf-8")
-    log(command)
+    log(command_line(settings))
     started = time.perf_counter()
-    code = subprocess.run([sys.executable, str(SCRIPT)], env=os.environ | settings).returncode
+    code = subprocess.run([sys.executable, str(record.SCRIPT)], env=os.environ | settings).returncode
     seconds = time.perf_counter() - started
-    (options.out / "train_seconds.txt").write_text(f"{seconds:.1f}\n", encoding="utf-8")
+    shown = {name: value.replace(f"{options.out}/", "OUT/") for name, value in settings.items()}
+    checkpoint.write_json(options.out / "train.json", {"command": command_line(shown), "seconds": round(seconds, 1)})
     log(f"train_grpo.py ended with exit code {code} after {seconds:.0f} s")
     return code
 
 
-def saved_figures(plant: Mapping[str, Any]) -> tuple[list[dict[str, Any]], bool]:
+def saved_figures(plant: record.Json) -> tuple[list[Figure], bool]:
     """(what the trained model saves in the closed loop, whether that is more than its interval).
 
     A policy could save CO2 by leaving load unserved or the storage empty, so what counts is `priced_kg`
     (docs/evaluation.md), per window, base minus trained, in pairs over windows.
     """
-    figures, low = [], 0.0
+    figures: list[Figure] = []
     for key, note in (("co2_kg", "emissions alone"), ("priced_kg", "and unserved load and storage at their price")):
         policies = [window["policies"] for window in plant["windows"]]
         saved = [policy["base"]["mean"][key] - policy["trained"]["mean"][key] for policy in policies]
@@ -90,54 +125,47 @@ def saved_figures(plant: Mapping[str, Any]) -> tuple[list[dict[str, Any]], bool]
         figures.append(figure(f"{key}_saved", mean, "kg/window", f"base minus trained, {note}"))
         for end, value in (("low", low), ("high", high)):
             figures.append(figure(f"{key}_saved_{end}", value, "kg/window", "95%, in pairs over windows"))
-    return figures, low > 0  # of `priced_kg`, the last one
+    return figures, low > 0  # The last one is that of `priced_kg`.
 
 
-def other_figures(out: Path) -> list[dict[str, Any]]:
+def other_figures(out: Path) -> list[Figure]:
     """Figures of the warm-up and of the run's own files, as far as they are there."""
-    values, record, seconds = {}, read_json(out / "model" / "warmup.json"), out / "train_seconds.txt"
-    if record:
-        values |= {f"warmup_reward_{name}": stage["reward"] for name, stage in record["stages"].items()}
-        values |= {"besides_embeddings": record["besides_embeddings"], "make_s": record["seconds"]}
-        values["warmup_parse_rate"] = record["stages"]["stored"]["parse_rate"]
-        values["warmup_reward_loaded"] = record["loaded"]["reward"]
-    if seconds.is_file():
-        values["train_s"] = float(seconds.read_text())
+    values: record.Json = {"train_s": read_json(out / "train.json").get("seconds")}
+    if warmup := read_json(out / "model" / "warmup.json"):
+        stages = {**warmup["stages"], "loaded": warmup["loaded"]}
+        values |= {f"warmup_reward_{name}": stage["reward"] for name, stage in stages.items()}
+        values |= {"besides_embeddings": warmup["besides_embeddings"], "make_s": warmup["seconds"]}
+        values["warmup_parse_rate"] = stages["stored"]["parse_rate"]
     if (out / "run" / "metrics.csv").is_file():
-        steps = steps_of(out / "run").dropna(subset=["reward"])
+        steps = record.steps_of(out / "run").dropna(subset=["reward"])
         values |= {"train_reward_first5": steps.reward[:5].mean(), "train_reward_last5": steps.reward[-5:].mean()}
         values |= {"step_s": steps.step_s[1:].mean(), "steps": len(steps)}
-    return tabled(OTHERS, values)
+    return record.tabled(OTHERS, values)
 
 
 def collect(options: argparse.Namespace, log: Log) -> int:
     """Writes the figures as JSON, copies the report; returns 0 if reward and closed loop improved, else 1."""
     run = options.out / "run"
     evaluation, plant = read_json(run / "evaluation.json"), read_json(run / "closed_loop.json")
-    if "before" not in evaluation or "after" not in evaluation:
+    if not {"before", "after"} <= evaluation.keys():
         raise ModelError(f"{run / 'evaluation.json'} has no result before and after: run --stage train first")
-    figures, gain = outcome_figures(run), evaluation.get("difference", {}).get("reward_low", 0)
+    results, gain = record.outcome_figures(run), evaluation.get("difference", {}).get("reward_low", 0)
     verdicts = {"held-out reward": gain > 0, "closed loop": False}
     if {"base", "trained"} <= plant.get("totals", {}).keys():
         saved, verdicts["closed loop"] = saved_figures(plant)
-        figures += saved
+        results += saved
     else:
         log(f"NOTE: {run / 'closed_loop.json'} holds no base and trained model: closed loop not collected")
-    record = options.out / "command.txt"
-    command = record.read_text(encoding="utf-8").strip() if record.is_file() else "python scripts/prove.py"
-    folder = command.partition("MODEL_ID=")[2].partition("/model ")[0]  # Where it lay says nothing.
-    command = command.replace(f"={folder}/", "=OUT/")
+    command = f"python scripts/prove.py --scale {options.scale} --out OUT"
+    if ran := read_json(options.out / "train.json").get("command"):
+        command += f", which ran: {ran}"
     # The figures may be collected anywhere: machine and versions are those of the run.
-    facts = read_json(run / "settings.json").get("machine", {})
-    words = "{gpu}, {gpu_total:.0f} GiB; {cores} cores {arch}" if facts.get("gpus") else "no GPU; {cores} cores {arch}"
-    more = {"machine": words.format(**facts), "versions": read_json(run / "versions.json")} if facts else {}
-    shown = f"python scripts/prove.py --scale {options.scale} --out OUT, which ran: {command}"
-    write(options.results, figures + other_figures(options.out), shown, **more)
-    report = run / "report.html"
-    if report.is_file():
-        shutil.copyfile(report, options.results.with_name(options.report_name))
-    else:
-        log(f"NOTE: {report} is missing, so no report was copied")
+    facts, more = read_json(run / "settings.json").get("machine"), {}
+    if facts:
+        more = {"machine": record.machine_words(facts), "versions": read_json(run / "versions.json")}
+    record.write(options.results, results + other_figures(options.out), command, more)
+    if (run / "report.html").is_file():
+        shutil.copyfile(run / "report.html", options.results.with_name(options.report_name))
     for name, passed in verdicts.items():
         log(f"{'PASS' if passed else 'FAIL'}: {name} {'improved' if passed else 'did not improve'} beyond its interval")
     return 0 if all(verdicts.values()) else 1
@@ -145,7 +173,6 @@ def collect(options: argparse.Namespace, log: Log) -> int:
 
 def prove(options: argparse.Namespace, scale: Scale) -> int:
     """Runs the wanted stages that are not complete; returns the exit code."""
-    started = time.perf_counter()
     log: Log = partial(print, flush=True)
 
     def is_wanted(stage: str, complete: bool) -> bool:
@@ -155,12 +182,10 @@ def prove(options: argparse.Namespace, scale: Scale) -> int:
         options.out.mkdir(parents=True, exist_ok=True)
         if is_wanted("make", (options.out / "model" / "warmup.json").is_file()):
             make(options, scale, log)
-        trained = "after" in read_json(options.out / "run" / "evaluation.json") and not stale(options.out)
+        trained = "after" in read_json(options.out / "run" / "evaluation.json") and not is_stale(options.out)
         if is_wanted("train", trained) and (code := train(options, scale, log)):
             return code
         return collect(options, log) if options.stage in ("collect", "all") else 0
     except (ModelError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    finally:
-        log(f"{time.perf_counter() - started:.0f} s in all")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The JSON that every measurement writes, and where it writes on the way."""
+"""The JSON that every measurement writes, the figures of a run's own files, and the folders of measurements."""
 
 from __future__ import annotations
 
@@ -13,27 +13,64 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import pandas
-import torch
 
-from grpo.plan.machine import installed_versions
+from grpo.plan.machine import installed_versions, read_machine
 from grpo.run import durable
 from grpo.settings import ROOT
 
 BENCH, SCRIPT = ROOT / "scripts" / "bench.py", ROOT / "train_grpo.py"
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "liger-kernel", "triton", "vllm")
-MARK = "made_by_a_measurement"  # a file in every folder that the next measurement may delete
+MARK = "made_by_a_measurement"  # A folder with this file may be deleted by the next measurement.
 NOISE = "grpo.measure.noise:noise"
+Json = dict[str, Any]  # an object of a JSON file
 read_json = functools.partial(durable.read_json, empty=(FileNotFoundError,))
+REWARDS = """
+heldout_random heldout_constant heldout_oracle reward_before regret_before reward_after regret_after | reward |
+reward_low_before reward_high_before reward_low_after reward_high_after | reward | 95% interval over days' prompts
+reward_before_greedy reward_after_greedy | reward | of the likeliest answer
+parse_rate_before best_action_rate_before parse_rate_after best_action_rate_after | share |
+reward_gain reward_low_gain reward_high_gain | reward | after minus before, paired by prompt
+"""
+UNITS = {"co2_kg": "kg", "unserved_kwh": "kWh", "regret_percent": "%"}  # of each policy's figures
+
+
+class Figure(TypedDict):
+    """A measured number, as the files under docs/results/ hold it."""
+
+    name: str
+    value: float
+    unit: str
+    note: str
+
+
+def figure(name: str, value: float, unit: str, note: str = "") -> Figure:
+    return Figure(name=name, value=value, unit=unit, note=note)
+
+
+def tabled(table: str, values: Json, prefix: str = "") -> list[Figure]:
+    """The figures of a table with lines `names | unit | note` that `values` holds, in the table's order. A note may
+    name other values in braces. `prefix` is put before every name."""
+    figures = []
+    for line in table.strip().splitlines():
+        names, unit, note = (cell.strip() for cell in line.split("|"))
+        present = [name for name in names.split() if values.get(name) is not None]
+        figures += [figure(prefix + name, values[name], unit, note.format(**values)) for name in present]
+    return figures
+
+
+def environment(words: str) -> dict[str, str]:
+    """The settings in a text of NAME=VALUE words."""
+    return dict(word.split("=", 1) for word in words.split())
 
 
 def commit() -> str:
-    """The commit that is measured, with `-dirty` behind it where the tree differs from it. Results are left out of the
-    comparison, because a measurement writes them while it runs. BENCH_COMMIT names the commit outside a checkout."""
+    """The commit that is measured, with `-dirty` behind it where the tree differs from it. Results do not count as a
+    difference, because a measurement writes them. BENCH_COMMIT names the commit outside of a checkout."""
     if name := os.environ.get("BENCH_COMMIT"):
         return name
 
@@ -47,37 +84,14 @@ def commit() -> str:
         return "unknown"
 
 
-def machine() -> str:
-    """Processor, memory and GPU in words."""
-    gpu = "no GPU"
-    if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        gpu = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
-    return f"{gpu}; {os.cpu_count()} cores {platform.machine()}; Python {platform.python_version()}"
-
-
-def environment(words: str) -> dict[str, str]:
-    """NAME=VALUE words as settings of train_grpo.py."""
-    return dict(word.split("=", 1) for word in words.split())
-
-
-def figure(name: str, value: float, unit: str, note: str = "") -> dict[str, Any]:
-    return {"name": name, "value": value, "unit": unit, "note": note}
-
-
-def tabled(table: str, values: Mapping[str, Any], prefix: str = "") -> list[dict[str, Any]]:
-    """Figures of a table with lines `names | unit | note`: those that `values` holds, in the table's order. A note may
-    name other values in braces. `prefix` is put before every name."""
-    figures = []
-    for line in table.strip().splitlines():
-        names, unit, note = (cell.strip() for cell in line.split("|"))
-        present = [name for name in names.split() if values.get(name) is not None]
-        figures += [figure(prefix + name, values[name], unit, note.format(**values)) for name in present]
-    return figures
+def machine_words(facts: Json) -> str:
+    """A machine in words, given the fields of a `Machine`, as a run's settings.json has them."""
+    gpu = f"{facts['gpu']}, {facts['gpu_total']:.0f} GiB" if facts["gpus"] else "no GPU"
+    return f"{gpu}; {facts['cores']} cores {facts['arch']}"
 
 
 def without_folders(word: str) -> str:
-    """A word of a command as a shell takes it. Of an absolute path only the name stays, as in `--set MODEL_ID=/a/b`."""
+    """A word of a command as a shell takes it, with the last part only of an absolute path."""
     return shlex.quote(re.sub(r"(^|=|,)/(?:[^/,]*/)*", r"\1", word))
 
 
@@ -87,24 +101,25 @@ def this_command() -> str:
     return " ".join(["python", f"{script.parent.name}/{script.name}", *map(without_folders, sys.argv[1:])])
 
 
-def save(path: Path, figures: Sequence[Mapping[str, Any]], command: str | None = None, **more: Any) -> None:
-    """Writes the measurement as JSON, in the form of all files under docs/results/; `more` are further keys."""
+def save(path: Path, figures: Sequence[Figure], command: str | None = None, more: Json | None = None) -> None:
+    """Writes the figures as JSON, in the form of all files under docs/results/. `more` are further keys, or what is put
+    in the place of this machine's facts."""
     record = {
         "command": command or this_command(),
-        "machine": machine(),
+        "machine": f"{machine_words(vars(read_machine()))}; Python {platform.python_version()}",
         "date": datetime.date.today().isoformat(),
         "versions": {name: version for name, version in installed_versions(PACKAGES).items() if version},
         "commit": commit(),
-        **more,
+        **(more or {}),
         "figures": figures,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
-def write(path: Path, figures: Sequence[Mapping[str, Any]], command: str | None = None, **more: Any) -> None:
-    """`save`, and the same on the screen."""
-    save(path, figures, command, **more)
+def write(path: Path, figures: Sequence[Figure], command: str | None = None, more: Json | None = None) -> None:
+    """Writes the figures as `save` does, and prints them."""
+    save(path, figures, command, more)
     for row in figures:
         print(f"{row['name']:<28} {row['value']:>14,.6g} {row['unit']:<10} {row['note']}")
     print(f"written: {path}")
@@ -115,13 +130,40 @@ def steps_of(run: Path) -> pandas.DataFrame:
     return pandas.read_csv(run / "metrics.csv")
 
 
+def reward_figures(evaluation: Json) -> list[Figure]:
+    """Held-out reward before and after; nothing if it was not measured at both times."""
+    if not {"before", "after"} <= evaluation.keys():
+        return []
+    values = {f"heldout_{name}": evaluation[name] for name in ("random", "constant", "oracle")}
+    for when in ("before", "after", "before_greedy", "after_greedy"):
+        values |= {f"{name}_{when}": value for name, value in evaluation.get(when, {}).items()}
+    values |= {f"{name}_gain": value for name, value in evaluation.get("difference", {}).items()}
+    return tabled(REWARDS, values)
+
+
+def plant_figures(plant: Json) -> list[Figure]:
+    """What each policy emits, leaves unserved and loses, over all held-out windows."""
+    figures = []
+    for policy, total in plant.get("totals", {}).items():
+        for name, unit in UNITS.items():
+            low, high = (total.get(f"{name}_{end}") for end in ("low", "high"))
+            note = "" if low is None or high is None else f"95% interval over windows {low:.2f} to {high:.2f}"
+            if total.get(name) is not None:
+                figures.append(figure(f"{name}_{policy}", total[name], unit, note))
+    return figures
+
+
+def outcome_figures(run: Path, prefix: str = "", suffix: str = "") -> list[Figure]:
+    """Reward and plant of a run, as far as it has measured them. `prefix` and `suffix` are put around the names."""
+    figures = reward_figures(read_json(run / "evaluation.json")) + plant_figures(read_json(run / "closed_loop.json"))
+    return [figure(f"{prefix}{row['name']}{suffix}", row["value"], row["unit"], row["note"]) for row in figures]
+
+
 def fresh_folder(path: Path) -> Path:
-    """An empty folder for all that a measurement makes; what an earlier measurement left there is deleted. Raises
-    FileExistsError for a folder that no measurement made."""
+    """Makes an empty folder; one that an earlier measurement made is deleted first. Raises FileExistsError for a folder
+    that no measurement made."""
     if path.exists() and not (path / MARK).is_file():
-        raise FileExistsError(
-            f"--run {path} exists, and no measurement made it. Name another folder, or delete it yourself"
-        )
+        raise FileExistsError(f"--run {path} exists, and no measurement made it: name another, or delete it yourself")
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
     (path / MARK).touch()

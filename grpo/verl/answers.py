@@ -19,7 +19,7 @@ from grpo.verl.score import has_channels
 def prompt_and_answer(
     tokenizer: Any, messages: Sequence[Mapping[str, str]], answer: str, options: Mapping[str, Any]
 ) -> tuple[str, str]:
-    """A rendered prompt, and the text that the model is to write behind it. Raises ValueError where there is none."""
+    """(A rendered prompt, the text that the model is to write behind it). Raises ValueError where there is none."""
     prompt = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **options)
     if has_channels(tokenizer):  # `answer` is written in channels already
         return prompt, answer

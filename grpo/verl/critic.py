@@ -23,9 +23,8 @@ def load_valuehead_model(
 ) -> PreTrainedModel:
     """A model with a head of one value per token, and the attention that its configuration names."""
     options = {"attn_implementation": model_config._attn_implementation, "trust_remote_code": trust_remote_code}
-    return AutoModelForTokenClassification.from_pretrained(
-        local_path, dtype=torch_dtype, config=model_config, **options
-    )
+    options |= {"dtype": torch_dtype, "config": model_config}
+    return AutoModelForTokenClassification.from_pretrained(local_path, **options)
 
 
 verl.utils.model.load_valuehead_model = load_valuehead_model

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reward manager that tells functions what train_grpo.py tells them: special tokens, and whether a completion ended.
+"""A reward manager that passes on special tokens and whether a completion ended, as train_grpo.py does.
 
-verl's own managers strip special tokens, and tell neither the tokens nor the end. verl's workers alone load this one.
+verl's own managers strip special tokens, and pass on neither the tokens nor the end. Only verl's workers load this one.
 """
 
 from __future__ import annotations
@@ -31,11 +31,9 @@ class RewardManager(RewardManagerBase):
         ids = ids[: int(item.batch["attention_mask"][-len(ids) :].sum())].tolist()
         truncated = not ids or (len(ids) >= self.limit and ids[-1] not in self.stops)
         added = {"truncated": truncated, "completion_ids": ids, "harmony": self.harmony}
-        call = functools.partial(
-            self.compute_score,
-            # In Harmony, special tokens separate the answer from the reasoning.
-            solution_str=self.tokenizer.decode(ids, skip_special_tokens=not self.harmony),
-            extra_info=dict(item.non_tensor_batch["extra_info"]) | added,
-        )
+        # In Harmony, special tokens separate the answer from the reasoning.
+        text = self.tokenizer.decode(ids, skip_special_tokens=not self.harmony)
+        info = dict(item.non_tensor_batch["extra_info"]) | added
+        call = functools.partial(self.compute_score, solution_str=text, extra_info=info)
         result = await self.loop.run_in_executor(None, call)
         return {"reward_score": result["score"], "reward_extra_info": result}

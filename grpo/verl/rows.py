@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,14 @@ from grpo.preflight.choices import choose_demo, choose_rewards
 from grpo.run.durable import read_json, whole_file, write_text
 from grpo.settings import FIELDS, Problems, load_settings, one_line
 
-# The settings of train_grpo.py that count here too. All that verl computes with stands in scripts/verl/*.yaml.
+# The settings of train_grpo.py that count here too. Those of verl itself are in scripts/verl/*.yaml.
 SHARED = {"MODEL_ID", "TASK", "DATA", "EVAL_DATA", "EVAL_SAMPLES", "EVAL_SHARE", "SYSTEM_PROMPT", "REWARDS"}
 SHARED |= {"INVALID_REWARD", "OUTPUT_DIR", "IGNORE_VARS"}
 
 
 @dataclasses.dataclass(frozen=True)
 class VerlInput:
-    """What all stages start from. `model` and `output_dir` are absolute: Ray's workers may be in another folder."""
+    """The input of every stage. `model` and `output_dir` are absolute: Ray's workers may be in another folder."""
 
     model: str
     output_dir: Path
@@ -37,12 +37,11 @@ class VerlInput:
     invalid_reward: float | None
 
 
-def fault_of(row: Row) -> tuple[str, str, str] | None:
-    """Where, why and what to do, if a row cannot go to verl."""
-    where = f"{row.file}, row {row.number}"
+def row_problem(row: Row) -> tuple[str, str, str] | None:
+    """(Where, why, what to do) if a row cannot go to verl."""
+    where, rendered = f"{row.file}, row {row.number}", "the prompt is rendered, and verl renders every prompt itself"
     if row.messages[0][0] == "rendered":
-        reason = "the prompt is rendered, and verl renders every prompt itself"
-        return where, reason, "Give it as `user` and `system`, or as messages"
+        return where, rendered, "Give it as `user` and `system`, or as messages"
     for name, cell in row.columns.items():
         try:
             json.dumps(cell)
@@ -52,21 +51,19 @@ def fault_of(row: Row) -> tuple[str, str, str] | None:
     return None
 
 
-def as_messages(rows: Iterable[Row], problems: Problems) -> list[Row]:
+def as_messages(rows: Sequence[Row], problems: Problems) -> list[Row]:
     """The rows with their last message as the prompt that reward functions get."""
-    rows = list(rows)
-    for fault in [fault for row in rows if (fault := fault_of(row))][:SHOWN]:
-        problems.add(*fault)
+    for problem in [problem for row in rows if (problem := row_problem(row))][:SHOWN]:
+        problems.add(*problem)
     return [dataclasses.replace(row, prompt=row.messages[-1][1]) for row in rows]
 
 
 def read_input(environ: Mapping[str, str], stage: str) -> tuple[VerlInput, Problems]:
-    """Reads and checks what a stage starts from, and writes nothing; all problems are collected."""
+    """Reads and checks a stage's input, and writes nothing. Returns the input and all problems."""
     settings, sources, problems = load_settings(environ)
-    for name in sorted(FIELDS.keys() - SHARED):
-        if sources[name] == "environment":
-            fix = "Unset it, and give verl's own option: docs/verl.md names the counterparts"
-            problems.add(name, "verl does not read this setting of train_grpo.py", fix)
+    fix = "Unset it, and give verl's own option: docs/verl.md names the counterparts"
+    for name in sorted(name for name in FIELDS.keys() - SHARED if sources[name] == "environment"):
+        problems.add(name, "verl does not read this setting of train_grpo.py", fix)
     model, folder = settings.MODEL_ID, Path(settings.MODEL_ID).expanduser().absolute()
     if model in ("tiny", REAL_MODEL) or has_mxfp4(read_json(folder / "config.json", (OSError, ValueError))):
         reason = "its experts are in MXFP4, and verl trains 16 bits"
@@ -88,19 +85,19 @@ def read_input(environ: Mapping[str, str], stage: str) -> tuple[VerlInput, Probl
 
 
 def to_records(split: str, rows: Iterable[Row], columns: Mapping[str, None]) -> list[dict[str, Any]]:
-    """Rows as verl's data sets hold them, with `answer` for SFT. A cell of `columns` that a row lacks is None.
+    """Rows as verl's data sets hold them, with `answer` for SFT. A row gets None in each of `columns` that it lacks.
 
     `extra_info` holds the whole row as JSON: a column of Parquet has one type, a user's cells need not, and reward
     functions get what they get from train_grpo.py.
     """
-    records = []
+    records: list[dict[str, Any]] = []
     for index, row in enumerate(rows):
         answer, filled = answer_of(row) or "", dataclasses.replace(row, columns=dict(columns) | row.columns)
-        record = {"data_source": label(row.file), "answer": answer}
-        record["prompt"] = [{"role": role, "content": text} for role, text in row.messages]
-        record["reward_model"] = {"style": "rule", "ground_truth": rewards.final_channel(answer) or answer}
-        record["extra_info"] = {"split": split, "index": index, "row": json.dumps(dataclasses.asdict(filled))}
-        records.append(record)
+        prompt = [{"role": role, "content": text} for role, text in row.messages]
+        truth = {"style": "rule", "ground_truth": rewards.final_channel(answer) or answer}
+        info = {"split": split, "index": index, "row": json.dumps(dataclasses.asdict(filled))}
+        record = {"data_source": label(row.file), "answer": answer, "prompt": prompt, "reward_model": truth}
+        records.append(record | {"extra_info": info})
     return records
 
 
@@ -118,4 +115,4 @@ def write_data(data: VerlInput) -> None:
             parquet.write_table(pyarrow.Table.from_pylist(to_records(split, rows, columns)), path)
     # A user's module is looked for in the folder in which the command was started.
     spec = {"rewards": data.reward_specs, "INVALID_REWARD": data.invalid_reward, "folder": os.getcwd()}
-    write_text(folder / "rewards.json", json.dumps(spec, indent=1) + "\n")
+    write_text(folder / "rewards.json", json.dumps(spec))

@@ -32,8 +32,8 @@ def load_spec(path: str) -> tuple[dict[str, float], list[Reward]]:
     """Weights by name, and the reward functions, of the rewards.json that `write_data` wrote."""
     spec = read_json(Path(path))
     os.chdir(spec["folder"])  # Ray's workers may be elsewhere, and a user's module lies there
-    weights = dict(spec["rewards"])
-    return weights, load_rewards(list(weights.items()), Settings(INVALID_REWARD=spec["INVALID_REWARD"]))
+    settings = Settings(INVALID_REWARD=spec["INVALID_REWARD"])
+    return dict(spec["rewards"]), load_rewards(spec["rewards"], settings)
 
 
 def as_turn(text: str, truncated: bool) -> str:
@@ -59,7 +59,7 @@ def compute_score(solution_str: str, extra_info: Mapping[str, Any], spec: str) -
     completion = read_completion(row, turn, plain, len(ids), truncated)
     with ONE_AT_A_TIME:
         weights, functions = load_spec(spec)
-        # The row itself has every column, and verl does not tell its step.
+        # The row itself has every column, and verl does not pass on its step.
         (values,) = score(functions, [completion], [ids], column_names([row]), first_state(0))
     reward = total([weight * value for weight, value in zip(weights.values(), values, strict=True)])
     if math.isnan(reward):

@@ -16,11 +16,11 @@ import runs
 import torch
 from conftest import ROOT, read_csv, run_script
 from peft import PeftModel
+from reliability import KINDS
 from trainers import make
 
 from grpo.evaluate.progress import Figures, Progress, plant_warning
 from grpo.learn.sampling import kept_randomness
-from grpo.measure.kills import KINDS
 from grpo.model.load import load_model
 from grpo.plan.hub import find_model
 from grpo.run.best import best_fault, better, keep_best, read_best, recover_best, replace_best, which_to_load

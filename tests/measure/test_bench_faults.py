@@ -1,125 +1,125 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench.py faults`: each fault comes in its phase, and a fault that went by unseen or a lost row is told."""
+"""`bench.py faults`: each fault comes in its phase, and a fault that went by unseen or a lost row fails."""
 
 from __future__ import annotations
 
-import json
+import argparse
+import os
 import signal
-from types import SimpleNamespace
+import subprocess
+import zipfile
+from unittest import mock
 
 import pytest
 import torch
 from engines import trainer_with_engine
 
 from grpo.measure import faults, record
+from grpo.measure.faults import Start
 from grpo.rollout.engine import EngineError
 
-
-class Struck(Exception):
-    """In place of a SIGKILL."""
-
-
-@pytest.fixture
-def child(tiny, tmp_path, monkeypatch):
-    """Options of a child with its fault, and its trainer; a kill raises Struck at once, a full GPU is pretended."""
-
-    def strike_now(seconds, kill, arguments):
-        assert arguments[1] == signal.SIGKILL and kill is faults.os.kill
-        return SimpleNamespace(start=lambda: (_ for _ in ()).throw(Struck))
-
-    def full(leave_gib):
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(faults.threading, "Timer", strike_now)
-    monkeypatch.setattr(faults, "occupy", full)
-    trainer = trainer_with_engine(tiny, tmp_path, TOTAL_STEPS=4, SAVE_STEPS=2)
-
-    def main(arguments):
-        trainer.train()
-        return 0
-
-    return lambda fault: SimpleNamespace(child=fault, main=main), trainer
+ERRORS = {"kill": KeyboardInterrupt, "memory": torch.OutOfMemoryError, "dying": EngineError}
 
 
 @pytest.mark.parametrize("fault", faults.FAULTS)
-def test_a_fault_comes_in_its_phase(child, fault):
-    options, trainer = child
-    how, phase = fault.split(":")
-    errors = {"kill": Struck, "memory": torch.OutOfMemoryError, "dying": EngineError}
-    with pytest.raises(errors[how]):
-        faults.bench_faults(options(f"{fault}:2"))
+def test_a_fault_comes_in_its_phase(tiny, tmp_path, monkeypatch, fault):
+    """A kill comes at once here, as a KeyboardInterrupt, and a full GPU is pretended."""
+    kind, phase = fault.split(":")
+    timer = mock.Mock(return_value=mock.Mock(start=mock.Mock(side_effect=KeyboardInterrupt)))
+    monkeypatch.setattr(faults.threading, "Timer", timer)
+    monkeypatch.setattr(faults, "occupy", mock.Mock(side_effect=torch.OutOfMemoryError))
+    trainer = trainer_with_engine(tiny, tmp_path, TOTAL_STEPS=4, SAVE_STEPS=2)
+    with pytest.raises(ERRORS[kind]):
+        faults.bench_faults(argparse.Namespace(child=f"{fault}:2", main=lambda arguments: trainer.train()))
+    if kind == "kill":
+        timer.assert_called_once_with(faults.PHASES[phase][2], os.kill, (os.getpid(), signal.SIGKILL))
     # In the second step's learning, in its checkpoint, or in the rollout that follows.
     assert trainer.state.global_step == {"learn": 1}.get(phase, 2)
     assert trainer.run.engine.asleep == (phase in ("wake", "learn", "save"))
 
 
-def test_what_was_not_seen_or_is_missing_fails(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def bench(tmp_path, monkeypatch):
+    """Calls bench_faults for a kill and a dying engine, with starts that end with these codes; returns its exit code
+    and the figures."""
     monkeypatch.setenv("BENCH_COMMIT", "c1")
-    codes, words = [], ["vLLM: generating failed (RuntimeError: EngineCore died)"]
-    rows = {"whole": True, "alike": 60, "of": 64}
-    monkeypatch.setattr(faults, "same_rows", lambda *arguments: rows)
+    rows = mock.Mock(return_value=True)
+    monkeypatch.setattr(faults, "is_whole", rows)
 
-    def start(options, folder, steps, fault=""):
-        assert steps == 6
-        return {"code": codes.pop(0), "seconds": 1.0, "line": words[0], "checkpoint": "checkpoint-2"}
+    def run(*codes, message="generating failed (RuntimeError: EngineCore died)", names=("kill:wake", "dying:generate")):
+        starts = [Start(code, 1.0, message, "checkpoint-2") for code in codes]
+        monkeypatch.setattr(faults, "start_run", mock.Mock(side_effect=starts))
+        out = tmp_path / "o.json"
+        code = faults.bench_faults(argparse.Namespace(child=None, run=tmp_path / "run", out=out, set=[], faults=names))
+        return code, {row["name"]: row for row in record.read_json(out).get("figures", [])}
 
-    monkeypatch.setattr(faults, "start_run", start)
-    options = SimpleNamespace(child=None, run=tmp_path / "run", out=tmp_path / "o.json", set=[])
-    options.faults = ["kill:wake", "dying:generate"]
-
-    def code(*starts):
-        codes[:] = starts
-        return faults.bench_faults(options)
-
-    assert code(0, -9, 4, 0) == 0
-    figures = {row["name"]: row["value"] for row in json.loads(options.out.read_text())["figures"]}
-    assert figures["kill_at_wake"] == figures["dying_at_generate"] == 1 and figures["completions_alike"] == 60
-    assert code(0, 0, 4, 0) == code(0, -9, 0, 0) == code(0, -9, 4, 1) == code(1, -9, 4, 0) == code(0, -9, 1, 0) == 1
-    rows["whole"] = False
-    assert code(0, -9, 4, 0) == 1
-    rows["whole"], words[0] = True, "the run failed"
-    assert code(0, -9, 4, 0) == 1, "of something else"
-    monkeypatch.setattr(faults, "was_seen", lambda *arguments: True)
-    monkeypatch.setattr(faults, "same_rows", lambda *arguments: (options.run / "x.tmp").touch() or rows)
-    assert code(0, -9, 4, 0) == 1 and "x.tmp" in options.out.read_text()
-    (options.run / record.MARK).unlink()
-    assert code() == 2 and "no measurement made it" in capsys.readouterr().err
-    options.faults = ["kill:sleeping"]
-    assert faults.bench_faults(options) == 2 and "kill:sleeping" in capsys.readouterr().err
+    run.rows, run.folder = rows, tmp_path / "run"
+    return run
 
 
-def test_the_last_words_are_those_of_this_start(tmp_path, monkeypatch):
-    words = [
+def test_faults_that_are_seen_and_continued_pass(bench):
+    code, figures = bench(0, -9, 4, 0)
+    assert code == 0 and figures["kill_at_wake"]["value"] == figures["dying_at_generate"]["value"] == 1
+    assert [call.args[2:] for call in faults.start_run.call_args_list] == [(6,), (6, "kill:wake:2"),
+                                                                           (6, "dying:generate:4"), (6,)]  # fmt: skip
+
+
+@pytest.mark.parametrize("codes", [(0, 0, 4, 0), (0, -9, 0, 0), (0, -9, 4, 1), (1, -9, 4, 0), (0, -9, 1, 0)])
+def test_an_exit_code_that_the_fault_does_not_explain_fails(bench, codes):
+    assert bench(*codes)[0] == 1
+
+
+def test_another_message_a_lost_row_and_a_stray_file_fail(bench):
+    assert bench(0, -9, 4, 0, message="the run failed")[0] == 1
+    bench.rows.return_value = False
+    assert bench(0, -9, 4, 0)[0] == 1
+    bench.rows.side_effect = lambda *arguments: (bench.folder / "x.tmp").touch() or True
+    code, figures = bench(0, -9, 4, 0)
+    assert code == 1 and figures["stray"]["note"] == "x.tmp"
+
+
+def test_an_unknown_fault_and_a_folder_of_others_are_refused(bench, capsys):
+    assert bench(names=["kill:sleeping"])[0] == 2 and "kill:sleeping" in capsys.readouterr().err
+    bench.folder.mkdir()
+    assert bench()[0] == 2 and "no measurement made it" in capsys.readouterr().err
+
+
+def test_the_message_is_that_of_this_start(tmp_path, monkeypatch):
+    outputs = [
         ["I train_grpo: memory", "C train_grpo: out of memory", "C train_grpo: free some", "bye"],
         ["I train_grpo: on"],
     ]
 
     def run(command, env, stdout, **more):
         assert (env["EXPERTS"], env["SAVE_STEPS"]) == ("shared=", "2")
-        stdout.write("".join(f"20:16:00 {line}\n" for line in words.pop(0)))
-        return SimpleNamespace(returncode=1)
+        stdout.write("".join(f"20:16:00 {line}\n" for line in outputs.pop(0)))
+        return subprocess.CompletedProcess(command, 1)
 
     monkeypatch.setattr(faults.subprocess, "run", run)
-    options = SimpleNamespace(model="m", data="d", set=[("EXPERTS", "shared=")])
+    options = argparse.Namespace(model="m", data="d", set=[("EXPERTS", "shared=")])
     starts = [faults.start_run(options, tmp_path / "run", 2, "memory:learn:2") for _ in range(2)]
-    assert [start["line"] for start in starts] == ["out of memory | free some", "20:16:00 I train_grpo: on"]
-    assert [faults.was_seen("memory:learn", start) for start in starts] == [True, False]
+    assert [start.message for start in starts] == ["out of memory | free some", "20:16:00 I train_grpo: on"]
+    assert [start.shows("memory:learn") for start in starts] == [True, False]
 
 
 def test_rows_are_compared_with_a_run_in_one_piece(tmp_path, monkeypatch):
     monkeypatch.setattr(faults, "COMPLETIONS", 2)
-    monkeypatch.setattr(faults.zipfile, "ZipFile", lambda path: SimpleNamespace(testzip=lambda: None))
 
-    def folder(name, steps, last="b"):
-        made = tmp_path / name
-        made.mkdir()
-        (made / "metrics.csv").write_text("step\n" + "".join(f"{n}\n" for n in steps))
-        rows = "".join(f"{n},p{n},a\n{n},p{n},{last}\n" for n in steps)
-        (made / "completions.csv").write_text(f"step,prompt_id,completion\n{rows}")
-        return made
+    def folder(name, steps, prompt="p"):
+        path = tmp_path / name
+        path.mkdir()
+        (path / "metrics.csv").write_text("step\n" + "".join(f"{n}\n" for n in steps))
+        rows = "".join(f"{n},p{n}\n{n},{prompt}{n}\n" for n in steps)
+        (path / "completions.csv").write_text(f"step,prompt_id\n{rows}")
+        with zipfile.ZipFile(path.with_name(f"{name}.zip"), "w") as archive:
+            archive.write(path / "metrics.csv")
+        return path
 
     whole = folder("whole", (1, 2))
-    assert faults.same_rows(folder("same", (1, 2)), whole, 2) == {"whole": True, "alike": 4, "of": 4}
-    assert faults.same_rows(folder("other", (1, 2), "c"), whole, 2) == {"whole": True, "alike": 2, "of": 4}
-    assert not faults.same_rows(folder("doubled", (1, 1)), whole, 2)["whole"]
-    assert not faults.same_rows(folder("short", (1,)), whole, 2)["whole"]
+    assert faults.is_whole(folder("same", (1, 2)), whole, 2)
+    for name, steps, prompt in (("other", (1, 2), "q"), ("doubled", (1, 1), "p"), ("short", (1,), "p")):
+        assert not faults.is_whole(folder(name, steps, prompt), whole, 2), name
+    content = bytearray((tmp_path / "same.zip").read_bytes())
+    content[content.index(b"step\n1")] ^= 1
+    (tmp_path / "same.zip").write_bytes(content)
+    assert not faults.is_whole(tmp_path / "same", whole, 2), "the zip does not read"

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import bench
 import pytest
@@ -20,6 +19,7 @@ def measure(tmp_path, monkeypatch):
     """`bench.py rollout` with two variants, of which those that `fails` names end with exit code 3: exit code, names
     and notes of the figures, the children that ran, and the GiB that were left to them."""
     monkeypatch.setenv("BENCH_COMMIT", "c1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
     def run(*more, fails=(), writes=True):
         children, left = [], []
@@ -31,11 +31,11 @@ def measure(tmp_path, monkeypatch):
             assert child.set == [("TOTAL_STEPS", "2")] and child.model == "m"
             if writes:
                 values = {"step_s": 2.0, "free": 22.0, "size": "12 x 8", "which": "mean"}
-                variants.keep(child, values, done=child.child not in fails)
-            return SimpleNamespace(returncode=3 if child.child in fails else 0)
+                variants.write_result(child, child.child, values, done=child.child not in fails)
+            return subprocess.CompletedProcess(command, 3 if child.child in fails else 0)
 
         monkeypatch.setattr(variants, "occupy", left.append)
-        monkeypatch.setattr(variants, "subprocess", SimpleNamespace(run=process))
+        monkeypatch.setattr(variants.subprocess, "run", process)
         out = ["--run", str(tmp_path / "new" / "run"), "--out", str(tmp_path / "out.json")]
         monkeypatch.setattr(sys, "argv", ["scripts/bench.py", *COMMAND.split(), *out, *more])
         code = bench.main()
@@ -45,7 +45,7 @@ def measure(tmp_path, monkeypatch):
     return run
 
 
-def test_each_variant_runs_alone_and_one_that_fails_leaves_the_others(measure, capsys):
+def test_each_variant_runs_alone_and_one_that_fails_leaves_the_others(measure, capsys, monkeypatch):
     code, notes, children, left = measure()
     assert code == 0 and children == ["a-22", "b"] and left == [22.0] and list(notes) == ["a_22_step_s", "b_step_s"]
     assert notes["a_22_step_s"].startswith("12 x 8, TOTAL_STEPS=2, EXPERTS=shared, all but 22 GiB of the GPU occupied")
@@ -55,13 +55,9 @@ def test_each_variant_runs_alone_and_one_that_fails_leaves_the_others(measure, c
     assert measure("--resume")[2] == ["a-22"], "which did not finish"
     assert measure("--resume")[2] == []
     assert measure("--resume", "--kernels", "older-cards")[2] == ["a-22", "b"], "another measurement"
-    assert measure(writes=False)[0] == 1, "old results are of no use"
-
-
-def test_results_of_another_commit_are_measured_again(measure, monkeypatch):
-    measure()
     monkeypatch.setenv("BENCH_COMMIT", "c2")
-    assert measure("--resume")[2] == ["a-22", "b"]
+    assert measure("--resume")[2] == ["a-22", "b"], "another commit"
+    assert measure(writes=False)[0] == 1, "old results are of no use"
 
 
 @pytest.mark.parametrize(
@@ -82,19 +78,18 @@ def test_a_variant_that_cannot_run_is_refused_before_any_does(measure, capsys, w
 
 
 def test_the_command_names_no_folder_of_the_machine(monkeypatch):
-    monkeypatch.setattr(
-        sys, "argv", ["/a/scripts/bench.py", "rollout", "--data", "/b/c d/*.csv,/e/f.csv", "runs/x", "A=/g/h"]
-    )
+    words = ["rollout", "--data", "/b/c d/*.csv,/e/f.csv", "runs/x", "A=/g/h"]
+    monkeypatch.setattr(sys, "argv", ["/a/scripts/bench.py", *words])
     assert record.this_command() == "python scripts/bench.py rollout --data '*.csv,f.csv' runs/x A=h"
 
 
 def test_results_make_no_commit_dirty_and_code_does(tmp_path, monkeypatch):
     monkeypatch.setattr(record, "ROOT", tmp_path)
     monkeypatch.delenv("BENCH_COMMIT", raising=False)
-    code, result = tmp_path / "code.py", tmp_path / "docs" / "results" / "one.json"
+    code, result = tmp_path / "code.py", tmp_path / "docs" / "results" / "a.json"
     result.parent.mkdir(parents=True)
-    code.write_text("1")
-    result.write_text("1")
+    for path in (code, result):
+        path.write_text("1")
     for words in ("init -q", "add .", "-c user.name=a -c user.email=a@b.c commit -qm a"):
         subprocess.run(["git", "-C", tmp_path, *words.split()], check=True)
     clean = record.commit()
@@ -102,13 +97,3 @@ def test_results_make_no_commit_dirty_and_code_does(tmp_path, monkeypatch):
     assert record.commit() == clean and len(clean) == 40
     code.write_text("2")
     assert record.commit() == clean + "-dirty"
-
-
-def test_a_folder_that_no_measurement_made_is_left_alone(tmp_path):
-    mine = tmp_path / "made" / "mine"
-    mine.parent.mkdir()
-    mine.touch()
-    with pytest.raises(FileExistsError, match="no measurement made it"):
-        record.fresh_folder(mine.parent)
-    (mine.parent / record.MARK).touch()
-    assert record.fresh_folder(mine.parent) == mine.parent and not mine.exists()

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from conftest import CLEAN
 from machines import CPU, only
+from reliability import KINDS
 from safetensors.numpy import save_file
 
-from grpo.measure.kills import KINDS
 from grpo.plan.hub import REAL_CONFIG, read_json
 from grpo.plan.targets import expected_shapes
 from grpo.preflight.adapter import check_start, read_start_adapter

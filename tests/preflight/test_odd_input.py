@@ -18,9 +18,9 @@ import torch
 from conftest import CLEAN, ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from reliability import DELETED, KINDS
 
 import train_grpo
-from grpo.measure.kills import DELETED, KINDS
 from grpo.model.load import load_model
 from grpo.other_names import ANSWERS
 from grpo.plan.hub import read_json

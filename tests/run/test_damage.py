@@ -8,10 +8,10 @@ import os
 import shutil
 
 import pytest
+from reliability import KINDS
 from runs import assert_same_run, environment
 
 import train_grpo
-from grpo.measure.kills import KINDS
 from grpo.run.durable import file_sha256, sealed
 from grpo.run.folder import ADAPTER, COMPLETE
 

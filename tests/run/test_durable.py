@@ -8,8 +8,8 @@ import json
 import os
 
 import pytest
+from reliability import KINDS
 
-from grpo.measure.kills import KINDS
 from grpo.run import durable
 from grpo.run.durable import MANIFEST, begin_checkpoint, damage, finish_checkpoint, is_intact, read_sealed, sealed
 from grpo.settings import Problems

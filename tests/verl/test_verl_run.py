@@ -101,9 +101,8 @@ def flat(config, prefix=""):
 
 def read_configs():
     """The options of each stage's own YAML by dotted key; grpo's over those of ppo."""
-    configs = {
-        stage: dict(flat(yaml.safe_load((CONFIGS / f"{stage}.yaml").read_text()))) for stage in ("sft", "ppo", "grpo")
-    }
+    texts = {stage: (CONFIGS / f"{stage}.yaml").read_text() for stage in ("sft", "ppo", "grpo")}
+    configs = {stage: dict(flat(yaml.safe_load(text))) for stage, text in texts.items()}
     return configs | {"grpo": configs["ppo"] | configs["grpo"]}
 
 
@@ -131,8 +130,8 @@ def test_the_yaml_names_what_is_here():
         assert name in source and (name.split()[1] in text or name == "def compute_score")  # verl's default name
 
 
-# What verl's main() would see, without importing verl: its configuration alone, by the same Hydra. It is called with the
-# folder of verl's configurations, and the options of the command.
+# Prints the configuration that verl's main() would get, by the same Hydra, without importing verl. Its arguments are
+# the folder of verl's configurations and the options of the command.
 STUB = """
 import json, sys, hydra
 import grpo.verl.lengths
@@ -143,9 +142,8 @@ def main(config):
 main()
 """
 # Options that verl reads and its own YAML does not list.
-UNLISTED = re.compile(
-    r".*(reward_kwargs|apply_chat_template_kwargs|override_config)\..*|critic.ppo_infer_max_token_len_per_gpu"
-)
+KWARGS = r".*(reward_kwargs|apply_chat_template_kwargs|override_config)\..*"
+UNLISTED = re.compile(rf"{KWARGS}|critic.ppo_infer_max_token_len_per_gpu")
 
 
 @pytest.mark.parametrize("stage", ["sft", "ppo", "grpo"])
@@ -159,12 +157,8 @@ def test_verl_knows_every_option(tmp_path, stage):
     environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
 
     def composed(*arguments):
-        stub = [
-            sys.executable,
-            str(tmp_path / "stub.py"),
-            os.path.join(VERL_SOURCE, "verl", "trainer", "config"),
-            *arguments,
-        ]
+        folder = os.path.join(VERL_SOURCE, "verl", "trainer", "config")
+        stub = [sys.executable, str(tmp_path / "stub.py"), folder, *arguments]
         done = subprocess.run(stub, capture_output=True, text=True, cwd=tmp_path, env=environ)
         assert done.returncode == 0, done.stderr
         return dict(flat(json.loads(done.stdout)))
@@ -179,9 +173,8 @@ def test_verl_knows_every_option(tmp_path, stage):
         return
     longest = config["data.max_prompt_length"] + config["data.max_response_length"]
     assert config["actor_rollout_ref.rollout.max_model_len"] == longest
-    micro_batches = {
-        value for key, value in config.items() if re.search("(ppo|log_prob|infer)_max_token_len_per_gpu", key)
-    }
+    of_tokens = re.compile(".*(ppo|log_prob|infer)_max_token_len_per_gpu")
+    micro_batches = {value for key, value in config.items() if of_tokens.fullmatch(key)}
     assert micro_batches == {2 * longest} and config["critic.ppo_mini_batch_size"] == config["data.train_batch_size"]
     assert config["critic.model.path"] == config["actor_rollout_ref.model.path"] == "some/llama"
 
@@ -250,9 +243,8 @@ def test_the_critic_takes_the_attention_that_the_options_name(monkeypatch):
     monkeypatch.delitem(sys.modules, "grpo.verl.critic", raising=False)
     from grpo.verl import critic
 
-    monkeypatch.setattr(
-        critic.AutoModelForTokenClassification, "from_pretrained", lambda *args, **options: (args, options)
-    )
+    loaded = lambda *arguments, **options: (arguments, options)  # noqa: E731
+    monkeypatch.setattr(critic.AutoModelForTokenClassification, "from_pretrained", loaded)
     load, config = sys.modules["verl.utils.model"].load_valuehead_model, SimpleNamespace(_attn_implementation="sdpa")
     args, options = load(local_path="folder", torch_dtype="bf16", model_config=config, trust_remote_code=False)
     assert args == ("folder",) and options["attn_implementation"] == "sdpa" and options["config"] is config
@@ -280,10 +272,8 @@ def test_the_manager_tells_tokens_and_end(monkeypatch):
         config = SimpleNamespace(data=SimpleNamespace(max_response_length=limit))
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         mask = torch.tensor([1] * (3 + len(ids)) + [0, 0])
-        item = SimpleNamespace(
-            batch={"responses": torch.tensor([*ids, 0, 0]), "attention_mask": mask},
-            non_tensor_batch={"extra_info": {"row": "r"}},
-        )
+        batch = {"responses": torch.tensor([*ids, 0, 0]), "attention_mask": mask}
+        item = SimpleNamespace(batch=batch, non_tensor_batch={"extra_info": {"row": "r"}})
         return ids, await RewardManager(config, tokenizer, compute_score).run_single([item])
 
     whole, unfinished = "<|channel|>final<|message|>[1]<|return|>", "<|channel|>final<|message|>[1]"
