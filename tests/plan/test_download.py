@@ -85,7 +85,7 @@ def test_only_what_is_needed_is_asked_for_and_once(hub, tiny, monkeypatch):
 
 
 def test_a_line_that_breaks_is_taken_up_and_progress_is_told(hub, tiny, monkeypatch, capsys):
-    monkeypatch.setattr(download, "SAY_EVERY", 0.05)
+    monkeypatch.setattr(download, "REPORT_S", 0.05)
     hub.add(MODEL, files_of(tiny, BIG))
     hub.cut[PARTS[0]] = 11 * 2**20
     folder, problems = fetch()
