@@ -372,7 +372,8 @@ def memory_advice(settings: Settings, shapes: Shapes, resumed: bool) -> str:
     trials = [trial for trial in trials if any(value != getattr(settings, name) for name, value in trial.items())]
     trials = [trial for trial in trials if not resumed or MAY_CHANGE.issuperset(trial)]
     together = {name: value for trial in trials for name, value in trial.items()}
-    for candidates in (trials, [together]):
+    beside_vllm = {name: value for trial in trials[:-1] for name, value in trial.items()}
+    for candidates in (trials, [beside_vllm], [together]):
         if remedies := [assignments(trial) for trial in candidates if shapes.fits(settings, trial)]:
             return f"With all else as set, {' or '.join(remedies)} fits"
     shorter = "" if resumed else "lower MAX_COMPLETION_LEN, "

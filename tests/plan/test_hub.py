@@ -18,7 +18,7 @@ from grpo.data.files import Row
 from grpo.data.prompts import render_rows
 from grpo.plan.hub import REAL_CONFIG, REAL_MODEL, ModelFiles, checkpoint_gib, count_parameters, find_model
 from grpo.plan.machine import GIB
-from grpo.plan.memory import Shapes
+from grpo.plan.memory import Shapes, plan_memory
 from grpo.settings import Problems, Settings
 
 
@@ -110,7 +110,7 @@ def test_a_model_folder_that_is_cut_or_has_a_bit_flipped(tiny, tmp_path, name, c
     if files:
         row = Row("d.csv", 1, (("system", "Be brief."), ("user", "hour 14 store 50")), (), {})
         render_rows(Settings(MODEL_ID=str(folder)), [row], files.template, files.tokenizer, problems)
-        Shapes(files.config, CPU, 100, "eager", "prefix", None).plan(Settings())
+        plan_memory(Settings(), Shapes(files.config, CPU, 100, "eager", "prefix"))
     assert len(problems) == (not files) or len(problems) == 1
     assert all(len(problem.splitlines()) == 1 for problem in problems)
     (folder / name).write_bytes(whole)
