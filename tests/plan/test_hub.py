@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The small files of a model: found, read, refused. Run: python -m pytest tests/plan/test_hub.py"""
+"""The small files of a model, and what is wrong with them. Run: python -m pytest tests/plan/test_hub.py"""
 
 from __future__ import annotations
 
@@ -68,11 +68,7 @@ def test_damaged_files_are_one_line(tiny, tmp_path):
         ("generation_config.json", "{", "generation_config.json cannot be read"),
         ("generation_config.json", '{"eos_token_id": [1, "2"]}', "eos_token_id [1, '2'], which is no token's number"),
         ("generation_config.json", '{"eos_token_id": [null]}', "eos_token_id [None], which is no token's number"),
-        (
-            "config.json",
-            json.dumps(config | {"attention_dropout": 1e9}),
-            "config.json says attention_dropout 1000000000.0",
-        ),
+        ("config.json", json.dumps(config | {"attention_dropout": 1e9}), "says attention_dropout 1000000000.0"),
         ("chat_template.jinja", b"\0\0", "chat_template.jinja cannot be read (it holds no text)"),
         ("generation_config.json", json.dumps({"eos_token_id": 10**30}), "which is no token's number"),
         ("tokenizer_config.json", "]", "tokenizer_config.json cannot be read"),

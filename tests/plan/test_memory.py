@@ -47,8 +47,8 @@ def test_quantized_experts_weigh_less():
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_shared_weights_are_the_engines(tied):
-    """They lie on the GPU once, awake and asleep. What the trainer lacks of `mxfp4`'s, the sleeping engine has, padded as
-    vLLM pads experts, and not in host memory; the rest is there where the GPU has no room for it at this MICRO_BATCH."""
+    """They are on the GPU once, awake and asleep. What the trainer lacks of `mxfp4`'s, the sleeping engine has, padded
+    as vLLM pads experts, and not in host memory; the rest is there if the GPU has no room for it."""
     config = REAL_CONFIG | {"tie_word_embeddings": tied}
     roomy = memory.plan_memory(Settings(EXPERTS="shared"), shapes(config=config, checkpoint=12.8)).engine
     assert roomy.lent == roomy.weights and roomy.asleep == pytest.approx(roomy.weights + 2.1) and roomy.on_host == 0
@@ -101,7 +101,7 @@ def test_paged_weights_are_away_while_vllm_is_awake():
 @pytest.mark.parametrize(("free", "length", "fits"), [(22, 4000, True), (20, 512, True), (20, 4000, False)])
 def test_shared_weights_fit_a_small_card(free, length, fits):
     """By hand, in GiB: the trainer has attention (1.2) and room for one layer's experts dequantized; the engine its
-    weights, of which all but attention stay, 2.1 of its own, and scratch; the cache takes what is left, if it can use it."""
+    weights, of which all but attention stay, 2.1 of its own, and scratch; the cache takes the rest."""
     machine = dataclasses.replace(H100, gpu_free=float(free))
     chosen = memory.plan_memory(Settings(EXPERTS="shared", MAX_COMPLETION_LEN=length), with_vllm(free))
     assert bool(memory.memory_shortfall(chosen, machine)) is not fits
@@ -125,8 +125,8 @@ def test_plan_obeys_and_grows():
 
 
 def test_learning_by_hand():
-    """76 tokens of prompt and one completion of 81,844: a bucket of 81,920 tokens. A token takes 2 x 2,880 x 24 bytes of
-    kept states and 248,320 of one layer's backward pass; beside them lie 39.1 GiB."""
+    """76 tokens of prompt and one completion of 81,844: a bucket of 81,920 tokens. A token takes 2 x 2,880 x 24 bytes
+    of kept states and 248,320 of one layer's backward pass; beside them lie 39.1 GiB."""
     long = shapes(prompt_len=76, attention="torch_flash", packing="prefix")
     chosen = memory.plan_memory(Settings(MAX_COMPLETION_LEN=81_844), long)
     assert chosen.micro_batch == 1
@@ -136,8 +136,8 @@ def test_learning_by_hand():
 
 @pytest.mark.parametrize("free", [22.0, 21.4])
 def test_a_step_without_vllm_fits_22_gib(free):
-    """With room for a CUDA context too. The cache by hand: 12 layers keep all 1,452 tokens of a row, 12 the last 128. On
-    a CPU all prompts of a batch are computed together."""
+    """With room for a CUDA context too. By hand: 12 layers cache all 1,452 tokens of a row, 12 the last 128.
+    On a CPU all prompts of a batch are computed together."""
     machine, job = dataclasses.replace(H100, gpu_free=free), {"EXPERTS": "mxfp4", "MAX_COMPLETION_LEN": 512}
     chosen = plan(machine, **job)
     cache = 96 * 2 * 8 * 64 * 2 * 12 * (1452 + 128)
