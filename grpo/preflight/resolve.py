@@ -121,7 +121,7 @@ def resolve_steps(settings: Settings, sources: Mapping[str, str], rows: int, pro
         fault = f"it says {epochs:g} rounds over the rows, and TOTAL_STEPS={total} is set as well"
         problems.add("NUM_TRAIN_EPOCHS", fault, "Unset one of the two")
         return total, "TOTAL_STEPS"
-    # Rounded first: 1.1 x 10 is 11.000000000000002 in floating point.
+    # Rounded first: 1.1 x 70 is 77.00000000000001 in floating point.
     steps = max(1, math.ceil(round(rows * epochs / prompts, 6)))
     if steps > MOST_WHOLE:
         fault = f"{epochs:g} rounds over {rows} rows are {steps} steps, and {MOST_WHOLE} are the most"

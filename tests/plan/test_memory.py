@@ -200,6 +200,7 @@ ADVICE = [  # Free GiB, settings, whether the run is resumed, config.json, and t
     (60.0, {"GRADIENT_CHECKPOINTING": False}, False, REAL_CONFIG, ["GRADIENT_CHECKPOINTING", "EXPERTS"]),
     (40.0, {"GRADIENT_CHECKPOINTING": False, "MICRO_BATCH": 8}, False, REAL_CONFIG,
      ["GRADIENT_CHECKPOINTING", "MICRO_BATCH", "EXPERTS"]),
+    (60.0, {"GRADIENT_CHECKPOINTING": False}, True, REAL_CONFIG, ["EXPERTS"]),
     (23.0, {}, False, REAL_CONFIG, ["EXPERTS"]),
     (20.0, {}, False, REAL_CONFIG, ["EXPERTS", "USE_VLLM"]),
     (19.0, {"EXPERTS": "paged"}, False, REAL_CONFIG, ["EXPERTS", "USE_VLLM"]),

@@ -14,7 +14,7 @@ import pytest
 from conftest import CLEAN, RENDERED, ROOT, run_script, write_csv
 from machines import CPU, H100, only
 
-from grpo.plan.hub import REAL_CONFIG, ModelFiles
+from grpo.plan.hub import REAL_CONFIG, ModelFiles, config_digest
 from grpo.plan.memory import Shapes
 from grpo.preflight import banner, checks, resolve
 from grpo.preflight.choices import ClosedLoop
@@ -168,8 +168,8 @@ def test_a_run_without_vllm_makes_no_room_for_it(tiny_run, kind):
     assert "does not generate here" in only(tiny_run(EXPERTS=kind).problems)
 
 
-STEPS = [  # NUM_TRAIN_EPOCHS, rows, PROMPTS_PER_STEP and the steps; 1.1 x 10 is more than 11 in floating point.
-    (None, 30, 12, 100), (1, 30, 12, 3), (2, 30, 12, 5), (1.1, 10, 1, 11), (0.1, 30, 1, 3), (0.01, 30, 12, 1),
+STEPS = [  # NUM_TRAIN_EPOCHS, rows, PROMPTS_PER_STEP and the steps; 1.1 x 70 is more than 77 in floating point.
+    (None, 30, 12, 100), (1, 30, 12, 3), (2, 30, 12, 5), (1.1, 70, 1, 77), (0.1, 30, 1, 3), (0.01, 30, 12, 1),
     (1, 0, 12, 100),
 ]  # fmt: skip
 
@@ -378,6 +378,14 @@ def test_a_resumed_run_keeps_what_auto_chose(tiny_run, tmp_path):
     assert "was started with USE_VLLM=1, now it is 0 (no GPU" in only(problems)
 
 
+def test_a_resumed_run_began_with_the_same_model(tiny_run, tmp_path):
+    fresh = tiny_run()
+    for digest, same in ((config_digest(fresh.config), True), ("another", False)):
+        problems, run = Problems(), RunState(tmp_path, 4, tmp_path, True, {"model": digest})
+        checks.check_same_model(dataclasses.replace(fresh, run=run), problems)
+        assert not problems if same else "began with another model of that name" in only(problems)
+
+
 def test_the_plan_lists_the_settings_that_are_not_at_their_defaults(tiny_run):
     """All of them with --check. Listed is what was chosen and what the user set to something else."""
     resolved = tiny_run(SEED=7, EPSILON=0.2, EVAL_SAMPLES=8)
@@ -438,6 +446,8 @@ def test_a_run_is_warned_where_nothing_is_held_out_or_it_is_trained_on(tiny_run,
         assert not data_warnings(tiny_run(**{"EVAL_SAMPLES": 8, "DATA": good_csv} | changes))
     rows = [[RENDERED.format(text), 0, 1] for text in ("question 3", "question 3", "question 7", "another")]
     other = write_csv(tmp_path / "other.csv", HEADER, rows)
+    bare = write_csv(tmp_path / "bare.csv", ["question"], [["What now?"]])
+    assert only(tiny_run(EVAL_SAMPLES=8, EVAL_DATA=bare).problems).startswith(f"{bare}, columns: ")
     warning = only(data_warnings(tiny_run(EVAL_SAMPLES=8, DATA=good_csv, EVAL_DATA=other)))
     assert warning.startswith("2 of 3 held-out prompts are in DATA as well")
 
