@@ -8,15 +8,15 @@
     DATA='days/*.csv' python train_grpo.py        the real run, on one GPU with 80 GB
     torchrun --nproc-per-node 2 train_grpo.py     the same run on two of them (docs/clusters.md)
 
-Settings are environment variables. This file is the whole story: check, load gpt-oss-20b, attach the LoRA adapter, start
-vLLM asleep beside it, train with TRL's GRPOTrainer, evaluate, zip. How each of them is done lies in grpo/, in rooms that a
-run passes through in this order: settings, data, tasks, run, preflight, model, rollout, learn, evaluate (measure is for
-benchmarks). Nothing heavy is imported before the preflight has passed.
+Settings are environment variables. This file is the whole story: check, load gpt-oss-20b, attach the LoRA adapter,
+start vLLM asleep beside it, train with TRL's GRPOTrainer, evaluate, zip. The folders of grpo/ do these, in the order of
+a run: settings, data, tasks, run, plan, preflight, model, rollout, learn, evaluate (measure is for benchmarks). Nothing
+heavy is imported before the preflight has passed.
 
 Exit codes: 0 the run is complete, 2 the input must be fixed (all problems are listed), 130, 143 or 129 interrupted by
 Ctrl-C, SIGTERM or a lost terminal (during training after a checkpoint was saved: the same command continues it), 3 vLLM
-and the trainer do not agree (the train/inference mismatch check), 4 vLLM failed (the same command continues from the last
-checkpoint), 1 anything else.
+and the trainer do not agree (the train/inference mismatch check), 4 vLLM failed (the same command continues from the
+last checkpoint), 1 anything else.
 
 What is simplified: a whole model on every GPU; one optimizer step per rollout, so the policy ratio is 1 until the first
 update of a step and clipping never acts; no reward model, only functions (rewards.py).
@@ -43,7 +43,7 @@ from grpo.plan.hub import fetch_weights
 from grpo.preflight.adapter import lora_options
 from grpo.preflight.agree import adopt_rank0_state, merge_rank_problems
 from grpo.preflight.banner import banner
-from grpo.preflight.checks import place_problem, preflight, run_records
+from grpo.preflight.checks import current_folder_problem, preflight, run_records
 from grpo.preflight.resolve import ResolvedRun
 from grpo.run.archive import write_zip
 from grpo.run.best import recover_best
@@ -62,12 +62,12 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     try:
-        ranks = Ranks.from_environment()  # first: from here on, TRL and vLLM each see a single process
+        ranks = Ranks.from_environment()  # First: from here on, TRL and vLLM each see a single process.
     except ValueError as error:
         return fail([str(error)])
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # no prompt or path is worth a UnicodeEncodeError
+            stream.reconfigure(errors="backslashreplace")  # No prompt or path is worth a UnicodeEncodeError.
     parser = argparse.ArgumentParser(
         prog="train_grpo.py", add_help=False, usage="[NAME=VALUE ...] python %(prog)s [--help | --check]"
     )
@@ -82,14 +82,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     code, message = 1, ""
     try:
         if ranks.size > 1:
-            from grpo.learn.groups import ConnectedRanks  # inside: it imports torch
+            from grpo.learn.groups import ConnectedRanks  # Inside, because it imports torch.
 
             ranks = ConnectedRanks(ranks)
         code = check_and_run(ranks, options.check)
     except RankLost as lost:
         code, message = lost.code, str(lost)
         print(f"\n{lost}: nothing was written to OUTPUT_DIR", file=sys.stderr)
-    except KeyboardInterrupt:  # `launch` answers the later ones
+    except KeyboardInterrupt:  # `launch` answers an interrupt that comes later.
         code = 128 + signal.SIGINT
         print("\ninterrupted before the run began: nothing was written to OUTPUT_DIR", file=sys.stderr)
     except Exception as error:
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def check_and_run(ranks: Ranks, only_check: bool) -> int:
     """Locks OUTPUT_DIR, so that no other run changes it, then checks, and where no process has a problem, runs. Returns
     the exit code. A start that is refused leaves nothing behind, not even the lock file."""
-    lock, problem, code = None, place_problem(), 2
+    lock, problem, code = None, current_folder_problem(), 2
     if not (problem or only_check or ranks.rank):
         lock, problem = lock_output_dir(os.environ)
     try:
@@ -133,11 +133,12 @@ def launch_all(resolved: ResolvedRun) -> int:
 
 def launch(resolved: ResolvedRun) -> int:
     """Download the model's weights, make OUTPUT_DIR ready, then train. Returns the run's exit code, however it ends."""
-    with Phase("importing torch and transformers"):  # here and in `train`: the preflight has passed
+    with Phase("importing torch and transformers"):  # Here and in `train`, after the preflight has passed.
         from grpo.model.attention import unusable_attention
         from grpo.model.load import unseen_gpu
 
     state, s, ranks = resolved.run, resolved.settings, resolved.ranks
+    assert resolved.files and resolved.plan  # A run that passed its checks has both.
     unusable = unseen_gpu(resolved.machine) or unusable_attention(resolved.attention)
     # One process of a machine downloads.
     problem = unusable or (None if ranks.local_rank else fetch_weights(s.MODEL_ID, resolved.files))
@@ -160,12 +161,12 @@ def launch(resolved: ResolvedRun) -> int:
 
 
 def train(resolved: ResolvedRun) -> int:
-    """Load gpt-oss, attach the LoRA adapter, start vLLM asleep beside it, train, evaluate, zip. Returns the exit code of a
-    run that ends as it should, or is interrupted."""
+    """Load gpt-oss, attach the LoRA adapter, start vLLM asleep beside it, train, evaluate, zip. Returns the exit code
+    of a run that ends as it should, or is interrupted."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import torch
     import transformers
-    from peft import LoraConfig
+    from peft import LoraConfig, PeftModel
     from trl import GRPOConfig
 
     from grpo.evaluate.progress import Progress
@@ -177,26 +178,27 @@ def train(resolved: ResolvedRun) -> int:
     from grpo.rollout.engine import start_engine
     from grpo.rollout.parity import check_mismatch
 
-    s, state, plan, started = resolved.settings, resolved.run, resolved.plan, time.time()
-    folder, attention, packing = state.folder, resolved.attention, resolved.packing
-    specs, model_path = resolved.reward_specs, str(resolved.files.folder)
+    s, state, files, plan = resolved.settings, resolved.run, resolved.files, resolved.plan
+    assert files and plan  # A run that passed its checks has both.
+    folder, attention, packing, started = state.folder, resolved.attention, resolved.packing, time.time()
+    specs, model_path = resolved.reward_specs, str(files.folder)
     ranks, stop = resolved.ranks, StopRequest()
     stop.is_broken = ranks.is_broken
     if ranks.launched:
-        stop.again_s = 10.0  # Slurm sends it to every process, and so does scripts/torchrun.sh
+        stop.again_s = 10.0  # Slurm and scripts/torchrun.sh send a signal to every process.
         stop.listen()
-    log.info("\n%s\n", banner(resolved), extra=FILE_ONLY)  # `main` printed it
+    log.info("\n%s\n", banner(resolved), extra=FILE_ONLY)  # The terminal has it already.
     if state.checkpoint:
         log.info("continuing from step %d", state.step)
-    transformers.utils.logging.disable_default_handler()  # what transformers says goes into training.log
+    transformers.utils.logging.disable_default_handler()  # The messages of transformers go into training.log.
     transformers.utils.logging.enable_propagation()
 
-    tokenizer, model = load_to_train(s, model_path, resolved.files.config, attention, folder)
+    tokenizer, model = load_to_train(s, model_path, files.config, attention, folder)
     context = RunContext(
         s, resolved.rows, plan, folder, attention, packing, stop, ranks=ranks, looked_up=resolved.looked_up
     )
     options = grpo_options(s, torch.cuda.is_available(), specs, resolved.scale_rewards, resolved.epsilon_high)
-    scratch = tempfile.TemporaryDirectory() if ranks.rank else None  # OUTPUT_DIR is rank 0's
+    scratch = tempfile.TemporaryDirectory() if ranks.rank else None  # Only rank 0 writes into OUTPUT_DIR.
     output_dir = Path(scratch.name) if scratch else folder
     if ranks.rank:
         options |= {"output_dir": str(output_dir), "report_to": "none"}
@@ -212,23 +214,24 @@ def train(resolved: ResolvedRun) -> int:
     )
     if not ranks.rank:
         trainer.add_callback(ReportRefreshCallback(folder))
-    trainable = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    policy: PeftModel = trainer.accelerator.unwrap_model(trainer.model)
+    trainable = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     log.info("adapter: %s trainable parameters on %s", f"{trainable:,}", s.LORA_TARGETS)
     if s.INIT_ADAPTER and not state.step:
-        load_adapter(trainer.model, s.INIT_ADAPTER)
-    broadcast_adapter(ranks, trainer.model)
+        load_adapter(policy, s.INIT_ADAPTER)
+    broadcast_adapter(ranks, policy)
     checkpoint = broadcast_checkpoint(ranks, state.checkpoint, output_dir)
 
     stop.listen()
     try:
-        if resolved.use_vllm:
-            context.engine = start_engine(s, plan.engine, model_path, trainer.eos_token_ids, trainer.model)
+        if plan.engine:
+            context.engine = start_engine(s, plan.engine, model_path, trainer.eos_token_ids, policy)
             check_mismatch(trainer)
         run_on_rank0(trainer, progress.before, trainer)
-        stop.at_once = False  # from here on a signal waits for the end of its step and a checkpoint
+        stop.at_once = False  # From here on a signal waits for the end of its step and a checkpoint.
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         if ranks.rank:
-            answer_rank0(trainer)  # raises RankLost with the exit code when rank 0 has finished the run
+            answer_rank0(trainer)  # This raises RankLost with the exit code when rank 0 has finished the run.
         return finish(trainer, progress, started)
     finally:
         if context.engine is not None and context.engine.folder:
@@ -236,15 +239,16 @@ def train(resolved: ResolvedRun) -> int:
 
 
 def finish(trainer: Trainer, progress: Progress, started: float) -> int:
-    """Save and evaluate what training came to, and zip: rank 0's part alone. Returns the exit code."""
+    """Save and evaluate the trained adapter, and zip: on rank 0 alone. Returns the exit code."""
     folder, stop = trainer.run.folder, trainer.run.stop
     trainer.save_model(str(folder))
+    assert trainer.processing_class
     trainer.processing_class.save_pretrained(str(folder))
     if not stop.signal:
         stop.at_once = True
         with contextlib.suppress(KeyboardInterrupt):
             progress.after(trainer)
-            trainer.write_model_card(folder)  # which now knows the last step's figures
+            trainer.write_model_card(folder)  # Rewritten here so that it includes the final figures.
         stop.at_once = False
     archive, steps = write_archive(folder), trainer.state.global_step
     if stop.signal:
@@ -257,11 +261,11 @@ def finish(trainer: Trainer, progress: Progress, started: float) -> int:
 
 
 def write_archive(folder: Path) -> Path:
-    """The run's report, then the zip that holds it with the rest; returns the zip's path. A report that fails must not fail
-    the run."""
+    """Write the run's report, then the zip that holds it with the rest; returns the zip's path. A report that fails
+    must not fail the run."""
     with Phase("writing the report and the zip") as phase:
         try:
-            # Inside: without matplotlib or jinja2 only the report is missing.
+            # Inside, so that without matplotlib or jinja2 only the report is missing.
             from grpo.evaluate.page import write_report
 
             write_report(folder)

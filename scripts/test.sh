@@ -55,5 +55,6 @@ export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 # The models in the tests are tiny: threads that wait for each other cost more than they bring, minutes on busy cores.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
-# One pytest for both, so that its last line counts everything; two processes, each with whole files.
-exec "$python" -m pytest -n 2 --dist loadfile --doctest-modules "$@"
+# One pytest for both, so that its last line counts everything; two processes, each with whole files, in the order of
+# tests/conftest.py: by the number of tests, files with a few long ones would come last.
+exec "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --doctest-modules "$@"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.metadata
 import math
 import netrc
@@ -17,13 +18,12 @@ import urllib.parse
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from grpo.settings import Problems, Settings, listed
 
 GIB = 2**30
-# ATTN_IMPL -> (distribution, how to install it). What transformers would take in their place knows no sinks in its backward
-# pass (https://github.com/huggingface/transformers/pull/42736); see grpo/model/attention.py.
+# ATTN_IMPL -> (distribution, how to install it). What transformers would take in their place knows no sinks in its
+# backward pass (https://github.com/huggingface/transformers/pull/42736); see grpo/model/attention.py.
 FLASH_PACKAGES = {
     "flash_attention_2": ("flash-attn", "build it from source"),
     "flash_attention_3": ("flash-attn-3", "build it from source, for Hopper cards"),
@@ -43,9 +43,9 @@ class Machine:
     cores: int = 1
     arch: str = ""
     capability: float = 0.0  # CUDA compute capability: 8.0 is Ampere, 9.0 Hopper, 10.0 Blackwell
-    compiler: str = "gcc"  # of C, as Triton finds it; empty where there is none
-    ranks: int = 1  # processes of the run
-    here: int = 1  # of them, on this machine: its memory is theirs together
+    compiler: str = "gcc"  # The C compiler that Triton finds; empty where there is none.
+    ranks: int = 1  # Processes of the run.
+    here: int = 1  # Processes of the run on this machine, which share its memory.
 
     @property
     def ram_share(self) -> float:
@@ -65,15 +65,15 @@ TESTED = {
     "liger-kernel": ("0.8.5", "0.9"),
     "huggingface_hub": ("1.33", "1.34"),
 }
-TESTED_VLLM = {"vllm": ("0.26", "0.27")}  # only where vLLM generates
-FLASH_ATTN_OLDEST = "2.7.0"  # the functions that the adapter calls took other arguments before
+TESTED_VLLM = {"vllm": ("0.26", "0.27")}  # Needed only where vLLM generates.
+FLASH_ATTN_OLDEST = "2.7.0"  # The functions that grpo/model/attention.py calls took other arguments before.
 
 
 def cgroup_free(root: Path = Path("/sys/fs/cgroup")) -> float:
-    """GiB that a container's memory limit (cgroup v2) leaves, page cache that can go counted as free; inf without a
-    limit. psutil shows a container the memory of its host."""
+    """GiB that a container's memory limit (cgroup v2) leaves, with page cache that can go; inf without a limit. psutil
+    shows a container the memory of its host."""
     with contextlib.suppress(OSError, ValueError, KeyError):
-        most = int((root / "memory.max").read_text())  # "max" where there is none
+        most = int((root / "memory.max").read_text())  # It says "max" where there is no limit.
         kept = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())["inactive_file"]
         return max(0.0, (most - int((root / "memory.current").read_text()) + int(kept)) / GIB)
     return math.inf
@@ -81,29 +81,32 @@ def cgroup_free(root: Path = Path("/sys/fs/cgroup")) -> float:
 
 def read_machine() -> Machine:
     """This machine: its visible GPUs by nvidia-smi, free memory, cores, a C compiler."""
-    facts: dict[str, Any] = {"cores": os.cpu_count() or 1, "arch": platform.machine()}
-    with contextlib.suppress(ImportError):  # a missing package is for `check_packages` to name
+    ram_free = 0.0
+    with contextlib.suppress(ImportError):  # `check_packages` names a missing package.
         import psutil
 
-        facts["ram_free"] = min(psutil.virtual_memory().available / GIB, cgroup_free())
+        ram_free = min(psutil.virtual_memory().available / GIB, cgroup_free())
     compilers = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang", "cc"]
-    facts["compiler"] = next(filter(shutil.which, compilers), "")
+    compiler = next(filter(shutil.which, compilers), "")
+    machine = Machine(ram_free=ram_free, cores=os.cpu_count() or 1, arch=platform.machine(), compiler=compiler)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None or visible.strip() not in ("", "-1"):
-        query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free,compute_cap", "--format=csv,noheader,nounits"]
-        query += [f"--id={visible}"] if visible else []
-        with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
-            shown = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
-            lines = shown.strip().splitlines()
-            name, total, free, capability = (cell.strip() for cell in lines[0].split(","))
-            facts |= {"gpu": name, "gpus": len(lines), "gpu_total": int(total) / 1024, "gpu_free": int(free) / 1024}
-            facts["capability"] = float(capability)
-    return Machine(**facts)
+    if visible is not None and visible.strip() in ("", "-1"):
+        return machine
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free,compute_cap", "--format=csv,noheader,nounits"]
+    query += [f"--id={visible}"] if visible else []
+    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
+        output = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+        lines = output.strip().splitlines()
+        name, total, free, capability = (cell.strip() for cell in lines[0].split(","))
+        machine = dataclasses.replace(machine, gpu=name, gpus=len(lines), gpu_total=int(total) / 1024)
+        machine = dataclasses.replace(machine, gpu_free=int(free) / 1024)
+        machine = dataclasses.replace(machine, capability=float(capability))  # Some drivers do not know it.
+    return machine
 
 
 def version_key(version: str) -> tuple[int, ...]:
     """Leading numbers of a version, comparable: 2.11.0+cu130 -> (2, 11, 0)."""
-    return tuple(int(part) for part in re.match(r"[\d.]*", version).group().split(".") if part)
+    return tuple(int(part) for part in re.findall(r"^[\d.]*", version)[0].split(".") if part)
 
 
 def installed_versions(names: Iterable[str]) -> dict[str, str | None]:
@@ -119,9 +122,8 @@ def check_packages(settings: Settings, versions: Mapping[str, str | None], probl
     """Every package is there in a tested version; the chosen FlashAttention is installed."""
     needed = TESTED | (TESTED_VLLM if use_vllm else {})
     if missing := [name for name in needed if versions.get(name) is None]:
-        what = f"not installed for {sys.executable}: {', '.join(missing)}"
         fix = "Run `bash scripts/setup.sh`, then `source .venv/bin/activate`"
-        problems.add("packages", what, fix)
+        problems.add("packages", f"not installed for {sys.executable}: {', '.join(missing)}", fix)
     for name, (oldest, untested) in needed.items():
         if (version := versions.get(name)) is None:
             continue
@@ -136,8 +138,8 @@ def check_packages(settings: Settings, versions: Mapping[str, str | None], probl
         if version is None:
             problems.add("ATTN_IMPL", f"{attention} needs the package {package}, which is not installed", fix)
         elif package == "flash-attn" and version_key(version) < version_key(FLASH_ATTN_OLDEST):
-            what = f"{attention} needs flash-attn {FLASH_ATTN_OLDEST} or newer, {version} is installed"
-            problems.add("ATTN_IMPL", what, fix)
+            fault = f"{attention} needs flash-attn {FLASH_ATTN_OLDEST} or newer, {version} is installed"
+            problems.add("ATTN_IMPL", fault, fix)
 
 
 def check_trackers(settings: Settings, environ: Mapping[str, str], problems: Problems) -> None:

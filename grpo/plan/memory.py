@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from grpo.plan.hub import count_parameters, has_mxfp4
+from grpo.plan.hub import ModelConfig, count_parameters, has_mxfp4
 from grpo.plan.machine import GIB, Machine
-from grpo.plan.targets import EXPERT_PARAMETERS, expert_words, matched, parameters
+from grpo.plan.targets import EXPERT_PARAMETERS, adapter_parameters, expert_words, target_matrices
 from grpo.settings import MAY_CHANGE, Settings, show
+
+Changes = Mapping[str, str | bool | None]  # Settings that are tried in place of those of a run.
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class EnginePlan:
     max_model_len: int
     max_num_seqs: int
     capture_sizes: tuple[int, ...]
-    lent: float = 0.0  # of the weights, what stays on the GPU: what the trainer reads, or all where there is room
+    lent: float = 0.0  # Weights that stay on the GPU: those that the trainer reads, or all where there is room.
 
     @property
     def on_host(self) -> float:
@@ -54,9 +54,9 @@ class Plan:
     generation_batch: int
     generation_batch_reason: str
     engine: EnginePlan | None = None
-    prompt_len: int = 0  # of the longest prompt, in tokens
-    paged: float = 0.0  # of the weights, in host memory while vLLM is awake
-    nccl: float = 0.0  # what adding up with other GPUs takes
+    prompt_len: int = 0  # Tokens of the longest prompt.
+    paged: float = 0.0  # Weights that are in host memory while vLLM is awake.
+    nccl: float = 0.0  # What adding up with other GPUs takes.
 
     @property
     def rollout_peak(self) -> float:
@@ -65,7 +65,7 @@ class Plan:
 
     @property
     def on_host(self) -> float:
-        """What of a GPU's weights is in host memory, at one time or another."""
+        """Weights that are in host memory at one time or another."""
         return self.paged + (self.engine.on_host if self.engine else 0.0)
 
     @property
@@ -79,29 +79,74 @@ class Plan:
 
     @property
     def parts(self) -> str:
-        """What the peak is made of, in words."""
-        rollout = f"generation {self.generation:.2f} and learning {self.learning:.2f}"
+        """The terms of the peak, in words."""
+        larger = f"generation {self.generation:.2f} and learning {self.learning:.2f}"
         if engine := self.engine:
-            rollout = f"vLLM awake {engine.awake:.2f} and learning {self.learning:.2f} + asleep {engine.asleep:.2f}"
-        paged = f" (awake without {self.paged:.2f})" * bool(self.paged)
-        adapter = f"adapter {self.adapter:.2f}" + (f" + NCCL {self.nccl:.2f}" if self.nccl else "")
-        return f"weights {self.weights:.2f}{paged} + {adapter} + the larger of {rollout}"
+            larger = f"vLLM awake {engine.awake:.2f} and learning {self.learning:.2f} + asleep {engine.asleep:.2f}"
+        paged = f" (awake without {self.paged:.2f})" if self.paged else ""
+        nccl = f" + NCCL {self.nccl:.2f}" if self.nccl else ""
+        return f"weights {self.weights:.2f}{paged} + adapter {self.adapter:.2f}{nccl} + the larger of {larger}"
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What the plan of a run depends on besides its settings."""
+
+    config: ModelConfig
+    machine: Machine
+    prompt_len: int  # Tokens of the longest prompt.
+    attention: str
+    packing: str = "none"
+    checkpoint: float | None = None  # GiB of the checkpoint that vLLM loads; None where transformers generates.
+
+    @property
+    def share_prompts(self) -> bool:
+        """Whether a prompt is computed once for all its completions."""
+        return self.packing == "prefix"
+
+    def expert_kinds(self, settings: Settings) -> tuple[str, ...]:
+        """Values of EXPERTS that a run with these settings can have, in the order in which `auto` tries them."""
+        if not has_mxfp4(self.config):
+            return ("bf16",)
+        if self.checkpoint is None or settings.USE_VLLM is False:
+            return ("bf16", "mxfp4")
+        if unshared_reason(settings.ROLLOUT_SYNC, self.config, self.machine):
+            return ("bf16", "mxfp4", "paged")
+        return ("shared", "bf16", "mxfp4", "paged")
+
+    def fits(self, settings: Settings, changes: Changes) -> bool:
+        """Whether a run with the settings after these `changes` fits GPU and host."""
+        changed = dataclasses.replace(settings, **changes)  # type: ignore[arg-type]
+        plan = plan_memory(changed, self)
+        return not (memory_shortfall(plan, self.machine) or host_shortfall(plan, self.machine))
+
+
+def unshared_reason(sync: str | None, config: ModelConfig | None, machine: Machine) -> str:
+    """Why the learner cannot read vLLM's weights, as EXPERTS=shared would have it, or '' where it can."""
+    if sync == "lora":
+        return "with ROLLOUT_SYNC=lora vLLM keeps its experts for other kernels"
+    if not 9 <= machine.capability < 10:
+        card = f"{machine.gpu} has {machine.capability}"
+        return f"the learner reads them as on Hopper cards (capability 9.0), {card}"
+    if config and config.get("tie_word_embeddings"):
+        return "vLLM has no output head where it is tied to the embeddings"
+    return ""
 
 
 # Ten percent stay free for fragmentation and CUDA's own context; a CPU plans with half of what is free.
 GPU_SHARE, CPU_SHARE = 0.9, 0.5
-MICRO_BATCH_TOKENS = 50_000  # tokens of a micro-batch beyond which more tokens gain nothing
-KV_BLOCK = 16  # tokens per block of vLLM's key-value cache
-BATCHED_TOKENS = 8192  # tokens of one prefill step of vLLM
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM takes as max_lora_rank
-BESIDE_VLLM = ("shared", "paged")  # values of EXPERTS that make room for it
-PADDED = 1.08  # bytes of weights in vLLM, by those of the checkpoint: kernels pad experts by up to a tenth
-SWIZZLED = 1.035  # of experts that it lends, in the one layout that the learner reads (measured: 1.032)
-HEAD_TILE = 32768  # vocabulary of one tile of logits, as in TRL
+MICRO_BATCH_TOKENS = 50_000  # Beyond so many tokens a micro-batch gains nothing from more of them.
+KV_BLOCK = 16  # Tokens per block of vLLM's key-value cache.
+BATCHED_TOKENS = 8192  # Tokens of one prefill step of vLLM.
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # The values that vLLM takes as max_lora_rank.
+BESIDE_VLLM = ("shared", "paged")  # Values of EXPERTS that make room for vLLM.
+PADDED = 1.08  # Bytes of weights in vLLM by those of the checkpoint: kernels pad experts by up to a tenth.
+SWIZZLED = 1.035  # The same of lent experts, in the one layout that the learner reads (measured: 1.032).
+HEAD_TILE = 32768  # Vocabulary of one tile of logits, as in TRL.
 # A communicator's buffers, which grow with the bandwidth between the GPUs: 1.6 GB were seen
 # (https://github.com/NVIDIA/nccl/issues/864), 0.5 to 0.7 on A100s (.../964). Not measured here.
 NCCL_GIB = 1.5
-ASLEEP_GIB = 2.1  # left on the GPU by a sleeping engine and the CUDA context: graphs, workspaces, kernels (measured)
+ASLEEP_GIB = 2.1  # A sleeping engine and the CUDA context leave on the GPU: graphs, workspaces, kernels (measured).
 
 
 def vllm_rank(rank: int) -> int:
@@ -120,13 +165,13 @@ def capture_sizes(most: int) -> tuple[int, ...]:
 
 
 def plan_engine(
-    settings: Settings, config: Mapping[str, Any], machine: Machine, prompt_len: int, trainer: float, checkpoint: float
+    settings: Settings, config: ModelConfig, machine: Machine, prompt_len: int, trainer: float, checkpoint: float
 ) -> EnginePlan:
     """vLLM's memory beside a trainer of `trainer` GiB, for a `checkpoint` of that many GiB on disk.
 
     The cache of one step: vLLM keeps full and sliding layers in one group each, and both draw blocks of KV_BLOCK tokens
-    from one pool (vllm/v1/core/kv_cache_utils.py). The whole blocks of a prompt are shared by its completions; a sliding
-    layer keeps its window, plus what two prefill steps have in flight."""
+    from one pool (vllm/v1/core/kv_cache_utils.py). The completions of a prompt share its whole blocks; a sliding layer
+    keeps its window, plus what two prefill steps have in flight."""
     kinds = config.get("layer_types") or ["sliding_attention", "full_attention"] * (config["num_hidden_layers"] // 2)
     layers = max(kinds.count("full_attention"), kinds.count("sliding_attention"), 1)
     block = layers * KV_BLOCK * 2 * config["num_key_value_heads"] * config["head_dim"] * 2 / GIB
@@ -143,16 +188,16 @@ def plan_engine(
     weights = checkpoint * PADDED
     # vLLM has room for an adapter on the experts of every layer then, whichever are named.
     if settings.ROLLOUT_SYNC == "lora" and expert_words(settings.LORA_TARGETS):
-        places = [(layer, name) for layer in range(config["num_hidden_layers"]) for name in EXPERT_PARAMETERS]
-        weights += parameters(config, vllm_rank(settings.LORA_R), places) * 2 / GIB
+        experts = [(layer, name) for layer in range(config["num_hidden_layers"]) for name in EXPERT_PARAMETERS]
+        weights += adapter_parameters(config, vllm_rank(settings.LORA_R), experts) * 2 / GIB
     inner = config["num_experts_per_tok"] * 3 * config["intermediate_size"] + 8 * config["hidden_size"]
     seqs = prompts * group
     # Activations of a prefill step, three float32 copies of a decode step's logits, graphs.
     scratch = (BATCHED_TOKENS * inner * 2 + seqs * config["vocab_size"] * 4 * 3) / GIB + 0.5
-    given, where = machine.gpu_free * 0.95 - trainer, "95% of the free memory, beside the trainer"
+    room, where = machine.gpu_free * 0.95 - trainer, "95% of the free memory, beside the trainer"
     if settings.VLLM_GPU_MEM is not None:
-        given, where = machine.gpu_total * settings.VLLM_GPU_MEM, f"VLLM_GPU_MEM={settings.VLLM_GPU_MEM:g}"
-    cache = max(min(max(wanted, least), given - weights - scratch), 0.0)
+        room, where = machine.gpu_total * settings.VLLM_GPU_MEM, f"VLLM_GPU_MEM={settings.VLLM_GPU_MEM:g}"
+    cache = max(min(max(wanted, least), room - weights - scratch), 0.0)
     completions = f"{group} completions of {settings.MAX_COMPLETION_LEN}"
     reason = f"one step: {prompts} prompts of {prompt_len} tokens x {completions}"
     if cache < wanted:
@@ -167,26 +212,25 @@ def divisors(total: int) -> list[int]:
     return sorted({*small, *(total // n for n in small)})
 
 
-def layer_sizes(config: Mapping[str, Any]) -> tuple[int, int]:
+def layer_sizes(config: ModelConfig) -> tuple[int, int]:
     """Elements, in one layer, of the experts' matrices and of a token's queries, keys and values."""
     experts = config["num_local_experts"] * 3 * config["hidden_size"] * config["intermediate_size"]
     return experts, (config["num_attention_heads"] + 2 * config["num_key_value_heads"]) * config["head_dim"]
 
 
-def learning_gib(
-    settings: Settings, config: Mapping[str, Any], prompt_len: int, attention: str, share: bool, rows: int
-) -> float:
+def learning_gib(settings: Settings, shapes: Shapes, rows: int) -> float:
     """GiB that a micro-batch of `rows` completions takes beside the weights, forward and backward."""
+    config, prompt_len = shapes.config, shapes.prompt_len
     layers, hidden, top = config["num_hidden_layers"], config["hidden_size"], config["num_experts_per_tok"]
-    tokens = bucket(micro_batch_tokens(settings, rows, prompt_len, share))
+    tokens = bucket(micro_batch_tokens(settings, rows, prompt_len, shapes.share_prompts))
     longest = prompt_len + settings.MAX_COMPLETION_LEN
-    if share:
+    if shapes.share_prompts:
         longest = bucket(prompt_len + min(rows, settings.NUM_GENERATIONS) * settings.MAX_COMPLETION_LEN)
-    scores = tokens * longest * config["num_attention_heads"] * 2 * 6 if attention == "eager" else 0
+    scores = tokens * longest * config["num_attention_heads"] * 2 * 6 if shapes.attention == "eager" else 0
     # Bytes of a token in one layer's backward pass: its experts' two products with their gradients; queries, keys,
     # values; norms in float32. The head has its turn before: states, their gradient, one tile of logits.
     per_token = 2 * top * (4 * config["intermediate_size"] + 3 * hidden) + 8 * layer_sizes(config)[1] + 16 * hidden
-    if expert_words(settings.LORA_TARGETS):  # the rows that go into both products, and what is added to their results
+    if expert_words(settings.LORA_TARGETS):  # The rows that go into both products, and what is added to their results.
         per_token += 2 * top * (3 * config["intermediate_size"] + 2 * hidden)
     kept = tokens * hidden * 2 * layers
     if not settings.GRADIENT_CHECKPOINTING:
@@ -194,7 +238,7 @@ def learning_gib(
         # and the norms' inputs (in float32 too) and results: half of what one layer's backward pass takes at its peak.
         kept_per_token = 2 * top * (2 * config["intermediate_size"] + hidden) + 16 * hidden
         kept_per_token += 2 * (layer_sizes(config)[1] + config["num_attention_heads"] * config["head_dim"])
-        if expert_words(settings.LORA_TARGETS):  # the rows that go into both products
+        if expert_words(settings.LORA_TARGETS):  # The rows that go into both products.
             kept_per_token += 2 * top * (config["intermediate_size"] + hidden)
         kept = (tokens * kept_per_token + scores) * layers
     scored = rows * settings.MAX_COMPLETION_LEN
@@ -202,83 +246,86 @@ def learning_gib(
     return (kept + max(tokens * per_token + scores, head)) / GIB + 0.1
 
 
-def generation_gib(settings: Settings, config: Mapping[str, Any], prompt_len: int, gpu: bool, rows: int) -> float:
-    """GiB that transformers takes beside the weights to generate `rows` completions at once: their key-value cache, of its
-    full size from the start on a GPU, and the larger of the prefill, there one prompt at a time, and a decoding step."""
+def generation_gib(settings: Settings, shapes: Shapes, completions: int) -> float:
+    """GiB that one process takes beside the weights to generate its part of so many completions by transformers: their
+    key-value cache, of its full size from the start on a GPU, and the larger of prefill and a decoding step."""
+    config, prompt_len, gpu = shapes.config, shapes.prompt_len, shapes.machine.gpus
+    rows = -(-completions // shapes.machine.ranks)
     layers, hidden, heads = config["num_hidden_layers"], config["hidden_size"], config["num_attention_heads"]
     length = prompt_len + settings.MAX_COMPLETION_LEN
     window = min(length, config.get("sliding_window") or length)
     cache = rows * 2 * config["num_key_value_heads"] * config["head_dim"] * 2 * (length + window) * layers / 2
     states = 2 * (4 * hidden + 4 * config["num_experts_per_tok"] * config["intermediate_size"])
+    # On a GPU prefill takes one prompt at a time.
     prefill = (1 if gpu else rows) * prompt_len * (heads * prompt_len * 2 * 3 + states)
     # Scores of one layer, and logits in float32 with what drawing a token makes of them.
     step = rows * (heads * length * 2 * 4 + config["vocab_size"] * 4 * 8)
     return (cache + max(prefill, step)) / GIB
 
 
-def plan_memory(
-    settings: Settings,
-    config: Mapping[str, Any],
-    machine: Machine,
-    prompt_len: int,
-    attention: str,
-    engine_checkpoint: float | None = None,
-    packing: str = "none",
-) -> Plan:
-    """Memory of a run and, from it, MICRO_BATCH and GENERATION_BATCH where they are `auto`: an estimate from BF16 weights
-    (experts of 4.25 bits and one layer dequantized with `mxfp4`; with `shared` they, embeddings and head are the engine's, which
-    keeps them asleep, with `paged` these are away while it is awake) and activations, float32 adapter with gradients and two
-    AdamW moments, checkpointed layer inputs plus one layer in full while learning, and the key-value cache plus one layer of
-    prefill or of a decoding step while generating. `prompt_len` is the longest prompt in tokens; `engine_checkpoint`
-    the size in GiB of the checkpoint that vLLM loads, None where transformers generates."""
-    layers, hidden, share = config["num_hidden_layers"], config["hidden_size"], packing == "prefix"
+def useful_micro_batch(settings: Settings, shapes: Shapes, completions: int) -> int:
+    """The most rows of a micro-batch that pay, of a process's `completions`: its products are large enough then, and
+    fixed costs are spread over enough tokens."""
+    if (shapes.prompt_len + settings.MAX_COMPLETION_LEN) * shapes.config["hidden_size"] < 100_000:
+        return 64
+
+    def tokens(rows: int) -> int:
+        return micro_batch_tokens(settings, rows, shapes.prompt_len, shapes.share_prompts)
+
+    return max(1, bisect.bisect_right(range(1, completions + 1), MICRO_BATCH_TOKENS, key=tokens))
+
+
+def plan_memory(settings: Settings, shapes: Shapes) -> Plan:
+    """Memory of a run and, from it, MICRO_BATCH and GENERATION_BATCH where they are `auto`.
+
+    An estimate from BF16 weights (with `mxfp4` experts of 4.25 bits and one layer dequantized; with `shared` they,
+    embeddings and head are the engine's, which keeps them asleep; with `paged` these are away while it is awake), a
+    float32 adapter with gradients and two AdamW moments, and the larger of rollout and learning."""
+    config, machine, layers = shapes.config, shapes.machine, shapes.config["num_hidden_layers"]
     counts = count_parameters(config)
     weights, tables = counts["total"] * 2 / GIB, counts["embeddings"] * 2 / GIB
     packed = layer_sizes(config)[0] * layers * 4.25 / 8 / GIB
     if settings.EXPERTS != "bf16":
         weights += packed + layer_sizes(config)[0] * 2 * (1 - layers) / GIB
-    adapter = parameters(config, settings.LORA_R, matched(settings.LORA_TARGETS, layers)) * 16 / GIB
+    matrices = target_matrices(settings.LORA_TARGETS, layers)
+    adapter = adapter_parameters(config, settings.LORA_R, matrices) * 16 / GIB
     nccl = NCCL_GIB if machine.gpus and machine.ranks > 1 else 0.0
-    engine, paged = None, 0.0
-    if engine_checkpoint is not None:
-        shared, paged = settings.EXPERTS == "shared", (packed + tables) * (settings.EXPERTS == "paged")
-        weights -= (packed + tables) * shared
+    engine, paged, lent = None, 0.0, 0.0
+    if shapes.checkpoint is not None and settings.USE_VLLM is not False:
+        if settings.EXPERTS == "shared":
+            weights -= packed + tables
+            lent = packed * SWIZZLED + tables
+        if settings.EXPERTS == "paged":
+            paged = packed + tables
         trainer = weights - paged + adapter + nccl
-        engine = plan_engine(settings, config, machine, prompt_len, trainer, engine_checkpoint)
-        lent = (packed * SWIZZLED + tables) * shared
+        engine = plan_engine(settings, config, machine, shapes.prompt_len, trainer, shapes.checkpoint)
         engine = dataclasses.replace(engine, asleep=engine.asleep + lent, lent=lent)
-    total, free = settings.completions_per_step, machine.gpu_free if machine.gpus else machine.ram_share
-    own = -(-settings.PROMPTS_PER_STEP // machine.ranks) * settings.NUM_GENERATIONS  # completions of one process
+
+    free = machine.gpu_free if machine.gpus else machine.ram_share
+    where = f"{free:.1f} GiB free on the GPU" if machine.gpus else f"{free:.1f} GiB of free memory"
     room = free * (GPU_SHARE if machine.gpus else CPU_SHARE) - weights - adapter - nccl
     room -= engine.asleep if engine else 0.0
-    where = f"{free:.1f} GiB free on the GPU" if machine.gpus else f"{free:.1f} GiB of free memory"
-
-    learning = functools.partial(learning_gib, settings, config, prompt_len, attention, share)
-
-    def generation(rows: int) -> float:  # that all processes share
-        return generation_gib(settings, config, prompt_len, bool(machine.gpus), -(-rows // machine.ranks))
-
-    # A larger micro-batch is no faster: its products are large enough, and fixed costs are spread over enough tokens.
-    most = 64
-    if (prompt_len + settings.MAX_COMPLETION_LEN) * hidden >= 100_000:
-        tokens = functools.partial(micro_batch_tokens, settings, prompt_len=prompt_len, share=share)
-        most = max(1, bisect.bisect_right(range(1, own + 1), MICRO_BATCH_TOKENS, key=tokens))
+    total = settings.completions_per_step
+    own = -(-settings.PROMPTS_PER_STEP // machine.ranks) * settings.NUM_GENERATIONS  # Completions of one process.
     micro, micro_reason = settings.MICRO_BATCH, "set by MICRO_BATCH"
     if micro is None:
-        micro = max((n for n in divisors(own) if n <= most and learning(n) <= room), default=1)
-        fit = f"whose {learning(micro):.1f} GiB fit beside the weights in {where}"
+        most = useful_micro_batch(settings, shapes, own)
+        fitting = (n for n in divisors(own) if n <= most and learning_gib(settings, shapes, n) <= room)
+        micro = max(fitting, default=1)
+        fit = f"whose {learning_gib(settings, shapes, micro):.1f} GiB fit beside the weights in {where}"
         micro_reason = f"largest divisor of {own} up to {most} {fit}"
     micro = min(micro, own)
     chunk, chunk_reason = settings.GENERATION_BATCH, "set by GENERATION_BATCH"
     if chunk is None:
-        chunk = max((n for n in divisors(total) if generation(n) <= room), default=1)
-        fit = f"whose cache and prefill ({generation(chunk):.1f} GiB) fit in {where}"
+        chunk = max((n for n in divisors(total) if generation_gib(settings, shapes, n) <= room), default=1)
+        fit = f"whose cache and prefill ({generation_gib(settings, shapes, chunk):.1f} GiB) fit in {where}"
         chunk_reason = f"largest divisor of {total} {fit}"
-    # Nothing is copied then when it sleeps and wakes: all of its weights stay where they are.
-    if engine and engine.lent and learning(micro) <= room - engine.on_host:
+    generation, learning = generation_gib(settings, shapes, chunk), learning_gib(settings, shapes, micro)
+    # Where there is room, all of the engine's weights stay: nothing is copied when it sleeps and wakes.
+    if engine and lent and learning <= room - engine.on_host:
         engine = dataclasses.replace(engine, asleep=engine.asleep + engine.on_host, lent=engine.weights)
-    choice = micro, micro_reason, chunk, chunk_reason
-    return Plan(weights, adapter, generation(chunk), learning(micro), *choice, engine, prompt_len, paged, nccl)
+    batches = micro, micro_reason, chunk, chunk_reason
+    return Plan(weights, adapter, generation, learning, *batches, engine, shapes.prompt_len, paged, nccl)
 
 
 def memory_shortfall(plan: Plan, machine: Machine) -> str:
@@ -288,9 +335,9 @@ def memory_shortfall(plan: Plan, machine: Machine) -> str:
         return f"vLLM would have {engine.cache:.1f} GiB of cache, one completion may need {engine.cache_least:.1f}"
     # vLLM's own plan leaves a margin; a share of the GPU that was set by hand may leave none.
     learning = f"learning in micro-batches of {plan.micro_batch}", plan.learning_peak, GPU_SHARE
-    for what, need, share in (learning, ("the rollout", plan.rollout_peak, 1.0 if engine else GPU_SHARE)):
+    for part, need, share in (learning, ("the rollout", plan.rollout_peak, 1.0 if engine else GPU_SHARE)):
         if need > free * share:
-            return f"{what} would need {need:.1f} GiB, {share:.0%} of what is free are {free * share:.1f}"
+            return f"{part} would need {need:.1f} GiB, {share:.0%} of what is free are {free * share:.1f}"
     return ""
 
 
@@ -298,77 +345,43 @@ def host_shortfall(plan: Plan, machine: Machine) -> str:
     """Why what a plan keeps in host memory does not fit beside the 2 GiB of a process, or '' where it does."""
     if not plan.on_host or plan.on_host + 2 <= machine.ram_share:
         return ""
-    many = f"each of {machine.here} sleeping engines" if machine.here > 1 else "the sleeping engine"
-    paged = ", with paged weights," * bool(plan.paged)
-    return f"{many}{paged} keeps {plan.on_host:.1f} GiB in host memory, {machine.ram_free:.1f} GiB are free"
+    engine = f"each of {machine.here} sleeping engines" if machine.here > 1 else "the sleeping engine"
+    if plan.paged:
+        engine += ", with paged weights,"
+    return f"{engine} keeps {plan.on_host:.1f} GiB in host memory, {machine.ram_free:.1f} GiB are free"
 
 
-@dataclass(frozen=True)
-class Shapes:
-    """What the plan of a run depends on besides its settings; `checkpoint` is its GiB where vLLM may generate."""
-
-    config: Mapping[str, Any]
-    machine: Machine
-    prompt_len: int
-    attention: str
-    packing: str
-    checkpoint: float | None
-
-    def plan(self, settings: Settings) -> Plan:
-        """The plan of a run with these settings."""
-        engine = None if settings.USE_VLLM is False else self.checkpoint
-        return plan_memory(settings, self.config, self.machine, self.prompt_len, self.attention, engine, self.packing)
-
-    def expert_kinds(self, settings: Settings) -> tuple[str, ...]:
-        """Values of EXPERTS that a run with these settings can have here, in the order in which `auto` tries them. `shared` reads what vLLM keeps for Hopper cards alone, and for no adapter of its own."""
-        if not has_mxfp4(self.config):
-            return ("bf16",)
-        vllm = self.checkpoint is not None and settings.USE_VLLM is not False
-        readable = vllm and settings.ROLLOUT_SYNC != "lora" and 9 <= self.machine.capability < 10
-        readable = readable and not self.config.get("tie_word_embeddings")  # vLLM has no head to lend then
-        return (*("shared",) * readable, "bf16", "mxfp4", *("paged",) * vllm)
-
-    def shortfall(self, settings: Settings) -> str:
-        """Why a run with these settings does not fit GPU or host, or '' where it does."""
-        plan = self.plan(settings)
-        return memory_shortfall(plan, self.machine) or host_shortfall(plan, self.machine)
-
-
-def without_vllm(settings: Settings) -> dict[str, Any]:
+def without_vllm(settings: Settings) -> Changes:
     """What changes for a run without vLLM, beside which alone some values of EXPERTS make sense."""
-    return ({"EXPERTS": "mxfp4"} if settings.EXPERTS in BESIDE_VLLM else {}) | {"USE_VLLM": False}
+    return {"EXPERTS": "mxfp4", "USE_VLLM": False} if settings.EXPERTS in BESIDE_VLLM else {"USE_VLLM": False}
 
 
-def in_words(changes: Mapping[str, Any]) -> list[str]:
-    """Each as a user sets it."""
-    return [f"{name}={show(value)}" for name, value in changes.items()]
+def assignments(changes: Changes) -> str:
+    """The changes as a user sets them."""
+    return " and ".join(f"{name}={show(value)}" for name, value in changes.items())
 
 
 def memory_advice(settings: Settings, shapes: Shapes, resumed: bool) -> str:
-    """What to change where a run does not fit the GPU: each setting that alone makes it fit, else all that need less."""
-
-    def stops(**changes: Any) -> str:
-        return shapes.shortfall(dataclasses.replace(settings, **changes))
-
-    each = {"VLLM_GPU_MEM": None, "GRADIENT_CHECKPOINTING": True, "GENERATION_BATCH": None, "MICRO_BATCH": None}
-    ways: list[dict[str, Any]] = [{name: value} for name, value in each.items()]
+    """What to change where a run does not fit the GPU: each setting that alone makes it fit, or all together."""
+    trials: list[Changes] = [{"VLLM_GPU_MEM": None}, {"GRADIENT_CHECKPOINTING": True}]
+    trials += [{"GENERATION_BATCH": None}, {"MICRO_BATCH": None}]
     if packed := [kind for kind in shapes.expert_kinds(settings) if kind != "bf16"]:
-        ways.append({"EXPERTS": next((kind for kind in packed if not stops(EXPERTS=kind)), "mxfp4")})
-    ways.append(without_vllm(settings))
-    ways = [way for way in ways if any(value != getattr(settings, name) for name, value in way.items())]
-    ways = [way for way in ways if not resumed or MAY_CHANGE.issuperset(way)]
-    if alone := [" with ".join(in_words(way)) for way in ways if not stops(**way)]:
-        return f"With all else as set, {' or '.join(alone)} fits"
-    smaller = {name: value for way in ways for name, value in way.items()}
-    length = {} if resumed else {"MAX_COMPLETION_LEN": 1}
-    if stops(**smaller | length):
-        return "No setting helps on this GPU: free some memory (nvidia-smi names its users), or rent a larger one"
-    less = ", ".join([*in_words(smaller), *(f"a lower {name}" for name in length)])
-    return f"These need less memory, together if need be: {less}. Or rent a larger GPU"
+        fitting = [kind for kind in packed if shapes.fits(settings, {"EXPERTS": kind})]
+        trials.append({"EXPERTS": fitting[0] if fitting else "mxfp4"})
+    trials.append(without_vllm(settings))
+    trials = [trial for trial in trials if any(value != getattr(settings, name) for name, value in trial.items())]
+    trials = [trial for trial in trials if not resumed or MAY_CHANGE.issuperset(trial)]
+    together = {name: value for trial in trials for name, value in trial.items()}
+    beside_vllm = {name: value for trial in trials[:-1] for name, value in trial.items()}
+    for candidates in (trials, [beside_vllm], [together]):
+        if remedies := [assignments(trial) for trial in candidates if shapes.fits(settings, trial)]:
+            return f"With all else as set, {' or '.join(remedies)} fits"
+    shorter = "" if resumed else "lower MAX_COMPLETION_LEN, "
+    return f"Free some memory (nvidia-smi names its users), {shorter}or rent a larger GPU"
 
 
 def bucket(length: int) -> int:
-    """`length` rounded up to at most an eighth more, so that few shapes occur and torch's allocator reuses its blocks."""
+    """`length` rounded up by at most an eighth, so that few shapes occur and torch's allocator reuses its blocks."""
     step = max(32, 2 ** (max(length - 1, 1).bit_length() - 4))
     return -(-length // step) * step
 

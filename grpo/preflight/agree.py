@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every process of a run checked for itself, put together: all problems once, and one run for all."""
+"""Puts together what every process of a run checked for itself: all problems once, and one run for all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grpo.settings import Problems, show
 
 
 def merge_rank_problems(resolved: ResolvedRun) -> ResolvedRun:
-    """`resolved` with the problems of all ranks, the same on each of them: one that only some have names these."""
+    """`resolved` with the problems of all ranks, the same on each: a problem that only some ranks have names these."""
     ranks = resolved.ranks
     if ranks.size == 1:
         return resolved
@@ -21,16 +21,16 @@ def merge_rank_problems(resolved: ResolvedRun) -> ResolvedRun:
     chosen = [name for name, source in resolved.sources.items() if source == "chosen"]
     reports = ranks.share((list(resolved.problems), facts, chosen))
     problems = Problems()
-    for text in dict.fromkeys(text for theirs, *_ in reports for text in theirs):
-        who = [rank for rank, (theirs, *_) in enumerate(reports) if text in theirs]
-        problems.append(text if len(who) == ranks.size else f"{text} ({ranks_text(who)})")
+    for text in dict.fromkeys(text for texts, *_ in reports for text in texts):
+        affected = [rank for rank, (texts, *_) in enumerate(reports) if text in texts]
+        problems.append(text if len(affected) == ranks.size else f"{text} ({ranks_text(affected)})")
     for name, first in reports[0][1].items() if not problems else ():
-        if others := [rank for rank, (_, theirs, _) in enumerate(reports) if theirs[name] != first]:
+        if others := [rank for rank, (_, values, _) in enumerate(reports) if values[name] != first]:
             fix = "Every process needs one GPU, and every machine the same settings, files and packages"
-            if any(name in names for *_, names in reports):  # by the memory of each GPU
+            if any(name in names for *_, names in reports):  # Each process chose it by the memory of its GPU.
                 fix = f"Set {name} to one of the two"
             problems.add(name, f"{first} on rank 0 and {reports[others[0]][1][name]} on {ranks_text(others)}", fix)
-            break  # the rest may follow from it
+            break  # The other differences may follow from this one.
     return dataclasses.replace(resolved, problems=problems)
 
 
@@ -40,10 +40,10 @@ def ranks_text(ranks: list[int]) -> str:
 
 
 def adopt_rank0_state(resolved: ResolvedRun) -> ResolvedRun:
-    """`resolved` with the step and the batch that rank 0, which has locked OUTPUT_DIR and looked at it, goes on from.
+    """`resolved` with the step and the batch that rank 0 goes on from, which has locked OUTPUT_DIR and inspected it.
     Raises RankLost where rank 0 does not go on."""
-    step, batch = resolved.ranks.broadcast((resolved.run.step, resolved.plan.generation_batch))
-    if not resolved.ranks.rank:
-        return resolved
-    plan = dataclasses.replace(resolved.plan, generation_batch=batch)
-    return dataclasses.replace(resolved, plan=plan, run=dataclasses.replace(resolved.run, step=step))
+    run, plan = resolved.run, resolved.plan
+    assert plan  # A run that passed its checks has one.
+    step, batch = resolved.ranks.broadcast((run.step, plan.generation_batch))
+    plan = dataclasses.replace(plan, generation_batch=batch)
+    return dataclasses.replace(resolved, plan=plan, run=dataclasses.replace(run, step=step))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of a run in words: what `--check` prints, and what a run begins with."""
+"""The plan of a run in words: `--check` prints it, and a run begins with it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from grpo.data.files import flat_rows, renamed_columns
 from grpo.plan.machine import Machine
 from grpo.plan.memory import Plan
-from grpo.plan.targets import hit_lines
+from grpo.plan.targets import target_lines
 from grpo.preflight.resolve import ResolvedRun
 from grpo.run.logs import banner_text
 from grpo.run.pace import UNKNOWN, Pace
@@ -16,7 +16,7 @@ from grpo.run.ranks import Ranks
 from grpo.settings import FIELDS, show
 from rewards import ACTION_REWARDS
 
-FOREIGN = 20  # names of them that are listed
+MOST_NAMES = 20  # The most files that no run wrote that are listed.
 
 
 def banner(resolved: ResolvedRun, every_setting: bool = False) -> str:
@@ -35,67 +35,72 @@ def banner(resolved: ResolvedRun, every_setting: bool = False) -> str:
 
 def facts(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
     """(title, text) of each line about the run itself."""
-    s, m, run, reasons = resolved.settings, resolved.machine, resolved.run, resolved.reasons
-    gpu = f"{m.gpu}, {m.gpu_free:.1f} of {m.gpu_total:.1f} GiB free" if m.gpus else "no GPU"
-    yield "machine", f"{gpu}; {m.cores} cores ({m.arch}), {m.ram_free:.1f} GiB of memory free"
-    rows = resolved.rows
+    s, machine, rows, reasons = resolved.settings, resolved.machine, resolved.rows, resolved.reasons
+    gpu = f"{machine.gpu}, {machine.gpu_free:.1f} of {machine.gpu_total:.1f} GiB free" if machine.gpus else "no GPU"
+    yield "machine", f"{gpu}; {machine.cores} cores ({machine.arch}), {machine.ram_free:.1f} GiB of memory free"
+    length = f"{s.TOTAL_STEPS} steps"
     if rows:
         yield "data", f"{len(rows)} training rows, {len(resolved.eval_rows)} held-out rows"
         yield "held out", reasons["heldout"]
+        length += f", {s.TOTAL_STEPS * s.PROMPTS_PER_STEP / len(rows):.1f} epochs over the rows"
     else:
         yield "data", "no row that can be used, see below"
     batch = f"{s.PROMPTS_PER_STEP} prompts x {s.NUM_GENERATIONS} generations"
     yield "step", f"{batch} = {s.completions_per_step} completions"
-    length = f"{s.TOTAL_STEPS} steps"
-    if rows:
-        length += f", {s.TOTAL_STEPS * s.PROMPTS_PER_STEP / len(rows):.1f} epochs over the rows"
-    if m.ranks > 1:
+    if machine.ranks > 1:
         yield "processes", processes_text(resolved)
     yield "length", f"{length}: {reasons['total_steps']}"
-    so_far = Pace.read(run.folder / "metrics.csv", s.TOTAL_STEPS, s.EVAL_STEPS).left(run.step) if run.checkpoint else ""
-    yield "time", so_far or f"{UNKNOWN}: training.log says it with each step from there on"
-    specs = resolved.reward_specs
-    if any(problem.startswith("REWARDS") for problem in resolved.problems):
-        specs = ()
-    functions = ", ".join(f"{name} x {weight:g}" for name, weight in specs)
-    yield "rewards", f"{functions}: {reasons['rewards']}" if functions else "none that can be used, see below"
-    if any(":" in name for name, _ in specs) and (renamed := renamed_columns(rows)):
-        names = ", ".join(f"`{name}` goes by `csv_{name}`" for name in renamed)
-        yield "columns", f"{names} to reward functions, which get something else under that name"
-    yield "scaled by", f"{resolved.scale_rewards}: {reasons['scale_rewards']}"
-    expected, reason = resolved.choice("expected_reward")
-    yield (
-        "expected",
-        f"rewards of all actions at the answer: {reason}" if expected else f"no, sampled rewards: {reason}",
-    )
+    run = resolved.run
+    left = Pace.read(run.folder / "metrics.csv", s.TOTAL_STEPS, s.EVAL_STEPS).left(run.step) if run.checkpoint else ""
+    yield "time", left or f"{UNKNOWN}: training.log says it with each step from there on"
+    yield from reward_facts(resolved)
     if s.INIT_ADAPTER:
-        own = f"rank {s.LORA_R}, alpha {s.LORA_ALPHA:g} on {s.LORA_TARGETS}"
-        yield "adapter", f"starts from {s.INIT_ADAPTER}: {own}; KL and `before` mean the base model without it"
-    if resolved.files and not m.gpus:
-        threads, reason = resolved.choice("threads")
-        yield "threads", f"{threads}: {reason}" if threads else reason
-    if resolved.files:
-        yield from (("adapter on", line) for line in hit_lines(s.LORA_TARGETS, resolved.files.config, s.LORA_R))
-    yield from ((name, ": ".join(resolved.choice(name))) for name in ("attention", "packing"))
+        shape = f"rank {s.LORA_R}, alpha {s.LORA_ALPHA:g} on {s.LORA_TARGETS}"
+        yield "adapter", f"starts from {s.INIT_ADAPTER}: {shape}; KL and `before` mean the base model without it"
+    if resolved.config and not machine.gpus:
+        yield "threads", f"{resolved.threads}: {reasons['threads']}" if resolved.threads else reasons["threads"]
+    if resolved.config:
+        yield from (("adapter on", line) for line in target_lines(s.LORA_TARGETS, resolved.config, s.LORA_R))
+    yield "attention", f"{resolved.attention}: {reasons['attention']}"
+    yield "packing", f"{resolved.packing}: {reasons['packing']}"
     yield "loss", f"{s.LOSS_TYPE} by liger: over chunked log-probs, the same as TRL's to five digits"
     yield "rollouts", f"{'vLLM' if resolved.use_vllm else 'transformers'}: {reasons['use_vllm']}"
     if resolved.use_vllm:
-        yield "weight sync", ": ".join(resolved.choice("rollout_sync"))
-    yield "experts", ": ".join(resolved.choice("experts"))
+        yield "weight sync", f"{resolved.rollout_sync}: {reasons['rollout_sync']}"
+    yield "experts", f"{resolved.experts}: {reasons['experts']}"
     yield from evaluation_facts(resolved)
-    high, reason = resolved.choice("epsilon_high")
-    yield "clip range", f"{s.EPSILON:g} below, {high:g} above: {reason}"
+    yield "clip range", f"{s.EPSILON:g} below, {resolved.epsilon_high:g} above: {reasons['epsilon_high']}"
     if resolved.plan:
-        yield from memory_facts(resolved.plan, m)
-    state = f"continues from step {run.step}" if run.checkpoint else "starts at step 0"
-    if run.exists and s.OVERWRITE:
-        state = "DELETES the run that is there (OVERWRITE=1)"
-        if run.foreign:
-            more = f" and {len(run.foreign) - FOREIGN} more" * (len(run.foreign) > FOREIGN)
-            state += f", and what no run wrote: {', '.join(run.foreign[:FOREIGN])}{more}"
+        yield from memory_facts(resolved.plan, machine)
+    yield "OUTPUT_DIR", f"{run.folder}: {output_dir_text(resolved)}"
+
+
+def reward_facts(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
+    """(title, text) of each line about the reward functions."""
+    is_unusable = any(problem.startswith("REWARDS") for problem in resolved.problems)
+    specs = [] if is_unusable else resolved.reward_specs
+    functions = ", ".join(f"{name} x {weight:g}" for name, weight in specs)
+    yield "rewards", f"{functions}: {resolved.reasons['rewards']}" if functions else "none that can be used, see below"
+    if any(":" in name for name, _ in specs) and (renamed := renamed_columns(resolved.rows)):
+        names = ", ".join(f"`{name}` goes by `csv_{name}`" for name in renamed)
+        yield "columns", f"{names} to reward functions, which get something else under that name"
+    yield "scaled by", f"{resolved.scale_rewards}: {resolved.reasons['scale_rewards']}"
+    learned = "rewards of all actions at the answer" if resolved.expected_reward else "no, sampled rewards"
+    yield "expected", f"{learned}: {resolved.reasons['expected_reward']}"
+
+
+def output_dir_text(resolved: ResolvedRun) -> str:
+    """What becomes of OUTPUT_DIR."""
+    run = resolved.run
     if any(problem.startswith("OUTPUT_DIR=") for problem in resolved.problems):
-        state = "cannot be used, see below"
-    yield "OUTPUT_DIR", f"{run.folder}: {state}"
+        return "cannot be used, see below"
+    if run.exists and resolved.settings.OVERWRITE:
+        foreign = ", ".join(run.foreign[:MOST_NAMES])
+        if len(run.foreign) > MOST_NAMES:
+            foreign += f" and {len(run.foreign) - MOST_NAMES} more"
+        no_run = f", and what no run wrote: {foreign}" if foreign else ""
+        return f"DELETES the run that is there (OVERWRITE=1){no_run}"
+    return f"continues from step {run.step}" if run.checkpoint else "starts at step 0"
 
 
 def evaluation_facts(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
@@ -103,16 +108,15 @@ def evaluation_facts(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
     s, reasons = resolved.settings, resolved.reasons
     if resolved.closed_loop.has_plant:
         yield "closed loop", f"{'on' if resolved.closed_loop.prompt else 'off'}: {reasons['closed_loop']}"
-    best, reason = resolved.choice("best_by")
     if not resolved.eval_rows:
-        yield "evaluation", f"none: {reason}"
+        yield "evaluation", f"none: {reasons['best_by']}"
         return
-    exact, way = resolved.choice("exact")
+    kind = "exact" if resolved.exact else "sampled"
     steps = f"every {s.EVAL_STEPS} steps" if s.EVAL_STEPS else "not while it trains"
-    yield "evaluation", f"{'exact' if exact else 'sampled'} at {s.EVAL_TEMPERATURE:g}, {way}; {steps}"
-    if not exact:
+    yield "evaluation", f"{kind} at {s.EVAL_TEMPERATURE:g}, {reasons['exact']}; {steps}"
+    if not resolved.exact:
         yield "that asks", asked_text(resolved)
-    yield "best adapter", f"by {best}: {reason}"
+    yield "best adapter", f"by {resolved.best_by}: {reasons['best_by']}"
 
 
 def asked_text(resolved: ResolvedRun) -> str:
@@ -122,7 +126,7 @@ def asked_text(resolved: ResolvedRun) -> str:
     answers = (times * s.EVAL_SAMPLES + 2) * len(resolved.eval_rows)
     text = f"{times} times, and twice greedily: {answers:,} answers to held-out rows"
     if resolved.closed_loop.prompt:
-        from grpo.tasks.tes.closed_loop import DECISIONS  # late: numpy may be missing, which the checks name
+        from grpo.tasks.tes.closed_loop import DECISIONS  # Inside, because numpy may be missing, which the checks say.
 
         text += f" and {(times + 2) * DECISIONS} rollouts of the closed loop, one after the other"
     return f"{text}; training: {s.TOTAL_STEPS} rollouts of {s.completions_per_step} completions"
@@ -130,11 +134,11 @@ def asked_text(resolved: ResolvedRun) -> str:
 
 def processes_text(resolved: ResolvedRun) -> str:
     """How many processes share a step, and what each gets of it."""
-    m, prompts = resolved.machine, resolved.settings.PROMPTS_PER_STEP
-    shares = ", ".join(str(len(Ranks(rank, m.ranks).share_out(prompts))) for rank in range(m.ranks))
-    each = f"each with its own model{' and vLLM' * resolved.use_vllm}"
-    there = f"{m.ranks} on {m.ranks // m.here} machines" if m.ranks > m.here else f"{m.ranks}"
-    return f"{there}, {each}: {shares} of {prompts} prompts"
+    machine, prompts = resolved.machine, resolved.settings.PROMPTS_PER_STEP
+    shares = ", ".join(str(len(Ranks(rank, machine.ranks).share_out(prompts))) for rank in range(machine.ranks))
+    own = "its own model and vLLM" if resolved.use_vllm else "its own model"
+    machines = f" on {machine.ranks // machine.here} machines" if machine.ranks > machine.here else ""
+    return f"{machine.ranks}{machines}, each with {own}: {shares} of {prompts} prompts"
 
 
 def memory_facts(plan: Plan, machine: Machine) -> Iterator[tuple[str, str]]:
@@ -143,40 +147,40 @@ def memory_facts(plan: Plan, machine: Machine) -> Iterator[tuple[str, str]]:
     if engine := plan.engine:
         parts = f"weights {engine.weights:.1f} + scratch {engine.scratch:.1f} + cache {engine.cache:.1f}"
         yield "vLLM awake", f"{parts} = {engine.awake:.1f} GiB; cache for {engine.cache_reason}"
-        small = sum(size == place for place, size in enumerate(engine.capture_sizes, 1))  # 1, 2, 3, ... without a gap
+        small = sum(size == number for number, size in enumerate(engine.capture_sizes, 1))  # 1, 2, 3, ... without a gap
         graphs = ", ".join([f"1 to {small}", *map(str, engine.capture_sizes[small:])])
         asleep = f"{engine.asleep:.1f} GiB on the GPU, {plan.on_host:.1f} GiB of host memory"
-        asleep += f", {plan.paged:.1f} of them experts, embeddings and head of the learner" * bool(plan.paged)
+        if plan.paged:
+            asleep += f", {plan.paged:.1f} of them experts, embeddings and head of the learner"
         if machine.here > 1:
             asleep += f" ({plan.on_host * machine.here:.0f} of {machine.here} engines, {machine.ram_free:.0f} are free)"
         yield "vLLM asleep", f"{asleep}; graphs for batches of {graphs}"
     else:
         yield "GENERATION_BATCH", f"{plan.generation_batch}: {plan.generation_batch_reason}"
-    yield "memory", f"{plan.parts} = {plan.peak:.2f} GiB{' per process' * (machine.ranks > 1)} (estimate)"
+    each = " per process" if machine.ranks > 1 else ""
+    yield "memory", f"{plan.parts} = {plan.peak:.2f} GiB{each} (estimate)"
 
 
 def data_warnings(resolved: ResolvedRun) -> list[str]:
-    """What a run with these rows has to be warned about: rows that teach nothing, an evaluation that is not held out,
-    or none at all."""
-    warnings, rows, held_out = [], resolved.rows, resolved.eval_rows
+    """Warnings about the rows: some that teach nothing, an evaluation that is not held out, or none at all."""
+    warnings, rows, settings = [], resolved.rows, resolved.settings
     flat = flat_rows(rows)
     if 2 * len(flat) > len(rows) and any(name in ACTION_REWARDS for name, _ in resolved.reward_specs):
         first = f"the first is {flat[0].file}, row {flat[0].number}"
         warnings.append(f"{len(flat)} of {len(rows)} rows pay all their actions the same and teach nothing; {first}")
-    told: dict[object, set[tuple[float, ...]]] = {}
+    rewards_of: dict[object, set[tuple[float, ...]]] = {}
     for row in rows:
-        told.setdefault(row.prompt or row.messages, set()).add(row.rewards)
-    if odd := sum(len(ways) > 1 for ways in told.values()):
+        rewards_of.setdefault(row.prompt or row.messages, set()).add(row.rewards)
+    if odd := sum(len(rewards) > 1 for rewards in rewards_of.values()):
+        several = f"{odd} of {len(rewards_of)} prompts stand in several rows with other rewards"
+        warnings.append(f"{several}: the model learns their mean")
+    if rows and not resolved.eval_rows and settings.EVAL_SAMPLES and settings.EVAL_SHARE:
         warnings.append(
-            f"{odd} of {len(told)} prompts stand in several rows with other rewards: the model learns their mean"
+            "Nothing is measured, so nothing will say whether the adapter beats the base model. Held out: "
+            f"{resolved.reasons['heldout']}. Set EVAL_DATA='...', or EVAL_SAMPLES=0 to skip this"
         )
-    if rows and not held_out and resolved.settings.EVAL_SAMPLES and resolved.settings.EVAL_SHARE:
-        what = "Nothing is measured, so nothing will say whether the adapter beats the base model"
-        warnings.append(
-            f"{what}. Held out: {resolved.reasons['heldout']}. Set EVAL_DATA='...', or EVAL_SAMPLES=0 to skip this"
-        )
-    asked = {row.prompt or row.messages for row in held_out}
-    if shared := len(told.keys() & asked):
-        what = f"{shared} of {len(asked)} held-out prompts are in DATA as well"
-        warnings.append(f"{what}: what they score was trained, not held out. Take them out of one of the two")
+    heldout = {row.prompt or row.messages for row in resolved.eval_rows}
+    if shared := len(rewards_of.keys() & heldout):
+        both = f"{shared} of {len(heldout)} held-out prompts are in DATA as well"
+        warnings.append(f"{both}: what they score was trained, not held out. Take them out of one of the two")
     return warnings

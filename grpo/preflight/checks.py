@@ -14,36 +14,18 @@ from typing import Any
 
 from grpo.data.files import data_fingerprint
 from grpo.data.reward_checks import check_heldout, check_rewards
-from grpo.plan import hub
-from grpo.plan.hub import ModelFiles
-from grpo.plan.machine import (
-    GIB,
-    TESTED,
-    Machine,
-    check_packages,
-    check_trackers,
-    installed_versions,
-)
-from grpo.plan.memory import (
-    BESIDE_VLLM,
-    LORA_RANKS,
-    Shapes,
-    divisors,
-    host_shortfall,
-    in_words,
-    memory_advice,
-    memory_shortfall,
-    without_vllm,
-)
-from grpo.plan.targets import check_targets, expert_words, hits
+from grpo.plan import hub, memory
+from grpo.plan.hub import ModelConfig, ModelFiles
+from grpo.plan.machine import GIB, TESTED, Machine, check_packages, check_trackers, installed_versions
+from grpo.plan.memory import Shapes, assignments, host_shortfall, memory_shortfall, plan_memory
+from grpo.plan.targets import check_targets, expert_words, target_lines
 from grpo.preflight import choices
 from grpo.preflight.adapter import check_start
 from grpo.preflight.choices import ATTENTION, VLLM_COLDEST
-from grpo.preflight.resolve import Facts, ResolvedRun, read_facts, resolve
+from grpo.preflight.resolve import ResolvedRun, read_facts, resolve
 from grpo.run.folder import RunState, existing_parent, inspect_run
 from grpo.run.ranks import Ranks
 from grpo.settings import (
-    MOST_WHOLE,
     Problems,
     Settings,
     is_text,
@@ -57,54 +39,62 @@ from grpo.settings_table import MOST_COMPLETIONS
 
 def check_attention(settings: Settings, machine: Machine, problems: Problems) -> None:
     """ATTN_IMPL is known, and the GPU can run it; PACKING goes with it."""
-    name, known, gpu = settings.ATTN_IMPL, ("auto", *ATTENTION), machine.gpu
-    capability = machine.capability if machine.gpus else 0  # 0 where it is unknown too
-    has = f"{gpu} has compute capability {capability:g}"
+    name, known = settings.ATTN_IMPL, ("auto", *ATTENTION)
+    capability = machine.capability if machine.gpus else 0  # Also 0 where it is unknown.
+    card = f"{machine.gpu} has compute capability {capability:g}"
     if name not in known and "/" not in name:
-        what = f"{name!r} is unknown{nearest(name, known)}"
-        problems.add("ATTN_IMPL", what, f"Use one of {', '.join(known)}, or a Hub kernel")
+        fix = f"Use one of {', '.join(known)}, or a Hub kernel"
+        problems.add("ATTN_IMPL", f"{name!r} is unknown{nearest(name, known)}", fix)
     elif name not in ("auto", "eager") and not machine.gpus:
         problems.add("ATTN_IMPL", f"{name} needs a GPU and none is visible", "Set ATTN_IMPL=eager (or auto)")
     if 0 < capability < 8:
         fix = "Take an A100, L40S, H100, GH200 or a newer card"
-        problems.add("GPU", f"{has}, BF16 and FlashAttention need 8.0", fix)
+        problems.add("GPU", f"{card}, BF16 and FlashAttention need 8.0", fix)
     if name == "flash_attention_3" and capability and not 9 <= capability < 10:
-        problems.add("ATTN_IMPL", f"{name} is made for Hopper, {has}", "Set ATTN_IMPL=auto")
+        problems.add("ATTN_IMPL", f"{name} is made for Hopper, {card}", "Set ATTN_IMPL=auto")
     if name == "flash_attention_4" and 0 < capability < 9:
-        problems.add("ATTN_IMPL", f"{name} needs compute capability 9.0, {has}", "Set ATTN_IMPL=auto")
+        problems.add("ATTN_IMPL", f"{name} needs compute capability 9.0, {card}", "Set ATTN_IMPL=auto")
     if settings.PACKING == "prefix" and name not in known:
         fix = f"Set PACKING=auto, or ATTN_IMPL to one of {', '.join(ATTENTION)}"
         problems.add("PACKING", f"{name} takes padded rows only", fix)
 
 
-def check_lora(settings: Settings, config: Mapping[str, Any] | None, problems: Problems) -> None:
-    """LORA_TARGETS matches something, and vLLM can follow by the chosen ROLLOUT_SYNC; so can it LORA_R."""
+def check_lora(settings: Settings, config: ModelConfig | None, problems: Problems) -> None:
+    """LORA_TARGETS matches something, and vLLM can follow by the chosen ROLLOUT_SYNC and at this LORA_R."""
     check_targets(settings.LORA_TARGETS, config, problems)
-    experts = expert_words(settings.LORA_TARGETS)
+    experts, most = expert_words(settings.LORA_TARGETS), max(memory.LORA_RANKS)
     if experts and settings.LORA_DROPOUT:
-        what = f"with {experts[0]} in LORA_TARGETS there is no dropout: PEFT has none for experts"
-        problems.add("LORA_DROPOUT", what, "Set LORA_DROPOUT=0")
+        fault = f"with {experts[0]} in LORA_TARGETS there is no dropout: PEFT has none for experts"
+        problems.add("LORA_DROPOUT", fault, "Set LORA_DROPOUT=0")
     if settings.USE_VLLM is False:
         return
     if experts and settings.ROLLOUT_SYNC == "merge":
-        what = f"merge brings vLLM the attention's weights alone, and LORA_TARGETS has {experts[0]}"
-        problems.add("ROLLOUT_SYNC", what, "Set ROLLOUT_SYNC=auto (which takes lora), or USE_VLLM=0")
-    if settings.ROLLOUT_SYNC == "lora" and max(LORA_RANKS) < settings.LORA_R:
-        what = f"vLLM takes adapters of rank {max(LORA_RANKS)} at most"
-        problems.add("LORA_R", what, f"Lower it, or set {'USE_VLLM=0' if experts else 'ROLLOUT_SYNC=merge'}")
+        fault = f"merge brings vLLM the attention's weights alone, and LORA_TARGETS has {experts[0]}"
+        problems.add("ROLLOUT_SYNC", fault, "Set ROLLOUT_SYNC=auto (which takes lora), or USE_VLLM=0")
+    if settings.ROLLOUT_SYNC == "lora" and most < settings.LORA_R:
+        fix = f"Lower it, or set {'USE_VLLM=0' if experts else 'ROLLOUT_SYNC=merge'}"
+        problems.add("LORA_R", f"vLLM takes adapters of rank {most} at most", fix)
 
 
-def check_settings(settings: Settings, config: Mapping[str, Any] | None, machine: Machine, problems: Problems) -> None:
-    """Settings that contradict each other, the model's config.json or the machine."""
-    total, chunk = settings.completions_per_step, settings.GENERATION_BATCH
-    numbers = f"{settings.PROMPTS_PER_STEP} x {settings.NUM_GENERATIONS} = {total}"
+def check_batches(settings: Settings, ranks: int, problems: Problems) -> None:
+    """The completions of a step are not too many, and can be cut into batches and shared by so many processes."""
+    prompts, total, chunk = settings.PROMPTS_PER_STEP, settings.completions_per_step, settings.GENERATION_BATCH
+    numbers = f"{prompts} x {settings.NUM_GENERATIONS} = {total}"
     if chunk and total % chunk:
-        near = min(divisors(total), key=lambda n: abs(n - chunk))
-        what = f"{chunk} does not divide PROMPTS_PER_STEP x NUM_GENERATIONS = {numbers}"
-        problems.add("GENERATION_BATCH", what, f"The nearest that does is {near}")
+        near = min(memory.divisors(total), key=lambda n: abs(n - chunk))
+        fault = f"{chunk} does not divide PROMPTS_PER_STEP x NUM_GENERATIONS = {numbers}"
+        problems.add("GENERATION_BATCH", fault, f"The nearest that does is {near}")
     if total > MOST_COMPLETIONS:
-        what = f"x NUM_GENERATIONS = {numbers} completions in one step, and {MOST_COMPLETIONS:,} are the most"
-        problems.add("PROMPTS_PER_STEP", what, "Lower one of the two")
+        fault = f"x NUM_GENERATIONS = {numbers} completions in one step, and {MOST_COMPLETIONS:,} are the most"
+        problems.add("PROMPTS_PER_STEP", fault, "Lower one of the two")
+    if ranks > prompts:
+        fault = f"{prompts} cannot be shared out among {ranks} processes, each needs one"
+        problems.add("PROMPTS_PER_STEP", fault, f"Set it to {ranks} or higher, or start fewer processes")
+
+
+def check_settings(settings: Settings, config: ModelConfig | None, machine: Machine, problems: Problems) -> None:
+    """Settings that contradict each other, the model's config.json or the machine."""
+    check_batches(settings, machine.ranks, problems)
     check_attention(settings, machine, problems)
     check_lora(settings, config, problems)
     if settings.EXPERTS not in ("bf16", None) and config and not hub.has_mxfp4(config):
@@ -112,88 +102,63 @@ def check_settings(settings: Settings, config: Mapping[str, Any] | None, machine
     if settings.USE_VLLM and not machine.gpus:
         problems.add("USE_VLLM", "vLLM beside the trainer needs a GPU and none is visible", "Set USE_VLLM=0")
     for name in ("TEMPERATURE", "EVAL_TEMPERATURE") if settings.USE_VLLM is not False and machine.gpus else ():
-        if VLLM_COLDEST <= getattr(settings, name) <= 2:
-            continue
-        what = f"vLLM samples no colder than {VLLM_COLDEST}, and vLLM takes at most 2"
-        problems.add(name, what, "Set it between the two, or USE_VLLM=0")
+        if not VLLM_COLDEST <= getattr(settings, name) <= 2:
+            fault = f"vLLM samples no colder than {VLLM_COLDEST}, and vLLM takes at most 2"
+            problems.add(name, fault, "Set it between the two, or USE_VLLM=0")
     if settings.WARMUP_STEPS >= settings.TOTAL_STEPS:
-        what = f"the learning rate would rise over {settings.WARMUP_STEPS} steps, the run has {settings.TOTAL_STEPS}"
-        problems.add("WARMUP_STEPS", what, "Lower it, or raise TOTAL_STEPS")
+        fault = f"the learning rate would rise over {settings.WARMUP_STEPS} steps, the run has {settings.TOTAL_STEPS}"
+        problems.add("WARMUP_STEPS", fault, "Lower it, or raise TOTAL_STEPS")
     if settings.LOSS_TYPE == "vespo" and settings.IS_CORRECTION.startswith("sequence"):
         problems.add("IS_CORRECTION", "vespo corrects sequences itself", "Set token_truncate or token_mask")
     if machine.gpus > 1:
         start = f"Start one for each (torchrun --nproc-per-node {machine.gpus} train_grpo.py, see docs/clusters.md)"
-        fix = f"{start}, or make one visible, e.g. CUDA_VISIBLE_DEVICES=0"
-        problems.add(
-            "CUDA_VISIBLE_DEVICES", f"{machine.gpus} GPUs are visible, a process of this program uses one", fix
-        )
-    if machine.ranks > settings.PROMPTS_PER_STEP:
-        what = f"{settings.PROMPTS_PER_STEP} cannot be shared out among {machine.ranks} processes, each needs one"
-        problems.add("PROMPTS_PER_STEP", what, f"Set it to {machine.ranks} or higher, or start fewer processes")
+        fault = f"{machine.gpus} GPUs are visible, a process of this program uses one"
+        problems.add("CUDA_VISIBLE_DEVICES", fault, f"{start}, or make one visible, e.g. CUDA_VISIBLE_DEVICES=0")
 
 
-def check_epochs(settings: Settings, sources: Mapping[str, str], rows: int, problems: Problems) -> None:
-    """NUM_TRAIN_EPOCHS and TOTAL_STEPS are not set both, and it is not too many steps for a number of training rows."""
-    epochs = settings.NUM_TRAIN_EPOCHS
-    if epochs is None:
-        return
-    if sources["TOTAL_STEPS"] == "environment":
-        what = f"it says {epochs:g} rounds over the rows, and TOTAL_STEPS={settings.TOTAL_STEPS} is set as well"
-        problems.add("NUM_TRAIN_EPOCHS", what, "Unset one of the two")
-        return
-    steps, _ = choices.choose_steps(settings.TOTAL_STEPS, epochs, rows, settings.PROMPTS_PER_STEP)
-    if steps > MOST_WHOLE:
-        what = f"{epochs:g} rounds over {rows} rows are {steps} steps, and {MOST_WHOLE} are the most"
-        problems.add("NUM_TRAIN_EPOCHS", what, "Lower it")
-
-
-def check_shared(
-    settings: Settings, config: Mapping[str, Any] | None, machine: Machine, use_vllm: bool, problems: Problems
+def check_experts(
+    settings: Settings, config: ModelConfig | None, machine: Machine, use_vllm: bool, problems: Problems
 ) -> None:
-    """Whether vLLM generates, and for EXPERTS=shared with the kernels whose layout the learner reads."""
-    why, shared = "", settings.EXPERTS == "shared"
-    if settings.EXPERTS in BESIDE_VLLM and not use_vllm:
-        why = f"{settings.EXPERTS} is for a run beside vLLM, which does not generate here"
-    elif shared and settings.ROLLOUT_SYNC == "lora":
-        why = "with ROLLOUT_SYNC=lora vLLM keeps its experts for other kernels"
-    elif shared and not 9 <= machine.capability < 10:
-        why = f"the learner reads them as on Hopper cards (capability 9.0), {machine.gpu} has {machine.capability}"
-    elif shared and config and config.get("tie_word_embeddings"):
-        why = "vLLM has no output head where it is tied to the embeddings"
-    if why:
-        problems.add("EXPERTS", why, "Set EXPERTS=auto")
+    """Where EXPERTS makes room for vLLM, that generates; with `shared` by kernels whose layout the learner reads."""
+    fault = ""
+    if settings.EXPERTS in memory.BESIDE_VLLM and not use_vllm:
+        fault = f"{settings.EXPERTS} is for a run beside vLLM, which does not generate here"
+    elif settings.EXPERTS == "shared":
+        fault = memory.unshared_reason(settings.ROLLOUT_SYNC, config, machine)
+    if fault:
+        problems.add("EXPERTS", fault, "Set EXPERTS=auto")
 
 
 def check_memory(settings: Settings, shapes: Shapes, problems: Problems, resumed: bool = False) -> None:
     """The model has as many positions, and the machine as much memory, as the run takes, `resumed` or not."""
-    plan, machine = shapes.plan(settings), shapes.machine
+    plan, machine = plan_memory(settings, shapes), shapes.machine
     engine, positions = plan.engine, shapes.config["max_position_embeddings"]
     room = positions - plan.prompt_len
     if room < settings.MAX_COMPLETION_LEN:
-        what = f"{settings.MAX_COMPLETION_LEN} are more than the model's {positions} positions"
+        fault = f"{settings.MAX_COMPLETION_LEN} are more than the model's {positions} positions"
         fix = f"Set it to {room} or lower" if room > 0 else "Shorten the prompts"
-        problems.add("MAX_COMPLETION_LEN", f"after a prompt of {plan.prompt_len} tokens, {what}", fix)
+        problems.add("MAX_COMPLETION_LEN", f"after a prompt of {plan.prompt_len} tokens, {fault}", fix)
+    fewer = ", or start fewer processes" if machine.here > 1 else ""
     if machine.gpus:
         if not machine.compiler:
-            what = "there is none, and the kernels of learner and engine are written in Triton, which needs one"
-            problems.add("C compiler", what, "apt install build-essential, or name one in CC")
+            fault = "there is none, and the kernels of learner and engine are written in Triton, which needs one"
+            problems.add("C compiler", fault, "apt install build-essential, or name one in CC")
         if shortfall := memory_shortfall(plan, machine):
             name = "VLLM_GPU_MEM" if engine and engine.cache < engine.cache_least else f"GPU {machine.gpu}"
-            what = f"{machine.gpu_free:.0f} of {machine.gpu_total:.0f} GiB are free, and {shortfall} ({plan.parts})"
-            problems.add(name, what, memory_advice(settings, shapes, resumed))
+            fault = f"{machine.gpu_free:.0f} of {machine.gpu_total:.0f} GiB are free, and {shortfall} ({plan.parts})"
+            problems.add(name, fault, memory.memory_advice(settings, shapes, resumed))
     elif plan.weights > 4:
-        what = f"no GPU is visible, and {settings.MODEL_ID} needs one ({plan.weights:.0f} GiB of BF16 weights)"
-        problems.add("MODEL_ID", what, "Run on a machine with an 80 GB GPU, or try MODEL_ID=tiny, which needs none")
+        fault = f"no GPU is visible, and {settings.MODEL_ID} needs one ({plan.weights:.0f} GiB of BF16 weights)"
+        problems.add("MODEL_ID", fault, "Run on a machine with an 80 GB GPU, or try MODEL_ID=tiny, which needs none")
     elif plan.peak > machine.ram_share > 0:
-        each = f" in each of {machine.here} processes" * (machine.here > 1)
-        what = f"the run needs about {plan.peak:.1f} GiB of memory{each} and {machine.ram_free:.1f} GiB are free"
-        problems.add("memory", what, "Lower MICRO_BATCH or MAX_COMPLETION_LEN" + ", or start fewer" * bool(each))
-    if short := host_shortfall(plan, machine):
-        others = [*({"EXPERTS": kind} for kind in shapes.expert_kinds(settings)), without_vllm(settings)]
-        fit = [way for way in others if not shapes.shortfall(dataclasses.replace(settings, **way))][:1]
-        ways = ["take a machine with more"] + ["start fewer processes"] * (machine.here > 1)
-        ways += ["set " + " and ".join(in_words(way)) for way in fit]
-        problems.add("memory", short, ", or ".join(["Free some", *ways]))
+        each = f" in each of {machine.here} processes" if fewer else ""
+        fault = f"the run needs about {plan.peak:.1f} GiB of memory{each} and {machine.ram_free:.1f} GiB are free"
+        problems.add("memory", fault, f"Lower MICRO_BATCH or MAX_COMPLETION_LEN{fewer}")
+    if shortfall := host_shortfall(plan, machine):
+        trials: list[memory.Changes] = [{"EXPERTS": kind} for kind in shapes.expert_kinds(settings)]
+        fitting = (trial for trial in [*trials, memory.without_vllm(settings)] if shapes.fits(settings, trial))
+        other = next((f", or set {assignments(trial)}" for trial in fitting), "")
+        problems.add("memory", shortfall, f"Free some, or take a machine with more{fewer}{other}")
 
 
 def check_disk(settings: Settings, files: ModelFiles, adapter: float, problems: Problems) -> None:
@@ -210,8 +175,8 @@ def check_disk(settings: Settings, files: ModelFiles, adapter: float, problems: 
         if need and (fault := path_fault(path)):
             problems.add(f"{name}={path}", fault, "Name a folder for it")
         elif need and (free := shutil.disk_usage(existing_parent(path)).free / GIB) < need:
-            what = f"{purpose} need {need:.1f} GiB and {free:.1f} GiB are free"
-            problems.add(f"{name}={path}", what, f"Free space, or point {name} to a larger disk")
+            fault = f"{purpose} need {need:.1f} GiB and {free:.1f} GiB are free"
+            problems.add(f"{name}={path}", fault, f"Free space, or point {name} to a larger disk")
 
 
 def continue_run(resolved: ResolvedRun, run: RunState, problems: Problems) -> ResolvedRun:
@@ -220,13 +185,13 @@ def continue_run(resolved: ResolvedRun, run: RunState, problems: Problems) -> Re
     resolved, settings = dataclasses.replace(resolved, run=run), resolved.settings
     if not run.checkpoint or not resolved.plan:
         return resolved
-    began_with_vllm, _ = run.choices.get("rollouts") or resolved.choice("use_vllm")
+    began_with_vllm, _ = run.choices.get("rollouts") or (resolved.use_vllm, "")
     recorded = (run.choices.get("plan") or {}).get("generation_batch")
     if began_with_vllm != resolved.use_vllm and settings.USE_VLLM is None:
-        was, now = f"USE_VLLM={int(began_with_vllm)}", f"USE_VLLM={int(resolved.use_vllm)}"
-        what = f"the run in {run.folder} was started with {was}, now it is {int(resolved.use_vllm)}"
-        what += f" ({resolved.reasons['use_vllm']})"
-        problems.add("USE_VLLM", what, f"Set {was} to continue as before, {now} to go on like this")
+        before, now = f"USE_VLLM={int(began_with_vllm)}", f"USE_VLLM={int(resolved.use_vllm)}"
+        fault = f"the run in {run.folder} was started with {before}, now it is {int(resolved.use_vllm)}"
+        fault += f" ({resolved.reasons['use_vllm']})"
+        problems.add("USE_VLLM", fault, f"Set {before} to continue as before, {now} to go on like this")
     elif began_with_vllm == resolved.use_vllm and recorded and settings.GENERATION_BATCH is None:
         reason = "as the run was started"
         plan = dataclasses.replace(resolved.plan, generation_batch=recorded, generation_batch_reason=reason)
@@ -235,18 +200,16 @@ def continue_run(resolved: ResolvedRun, run: RunState, problems: Problems) -> Re
 
 
 def check_same_model(resolved: ResolvedRun, problems: Problems) -> None:
-    """A run that goes on began with this model. Runs that do not say so began before data/tiny was there, with a tiny
-    model of their own."""
+    """A run that goes on began with this model."""
     run, name = resolved.run, resolved.settings.MODEL_ID
-    if not run.checkpoint or not resolved.files:
+    if not run.checkpoint or not resolved.config:
         return
-    began = run.choices.get("model")
-    if began not in (None, hub.config_digest(resolved.files.config)):
-        what = f"the run in {run.folder} began with another model of that name (its config.json differs)"
-        problems.add(f"MODEL_ID={name}", what, "Choose another OUTPUT_DIR, or set OVERWRITE=1")
+    if run.choices.get("model") not in (None, hub.config_digest(resolved.config)):
+        fault = f"the run in {run.folder} began with another model of that name (its config.json differs)"
+        problems.add(f"MODEL_ID={name}", fault, "Choose another OUTPUT_DIR, or set OVERWRITE=1")
 
 
-def place_problem() -> str | None:
+def current_folder_problem() -> str | None:
     """Why nothing can be done in the current folder, or None."""
     try:
         here = os.getcwd()
@@ -261,27 +224,30 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks:
     loaded, sources, problems = load_settings(environ)
     settings, sources = choices.choose_demo(loaded, sources)
     facts = read_facts(settings, sources, machine, ranks or Ranks(), problems)
-    resolved = resolve(settings, sources, facts, problems)
-    garbage_warning = check_input(resolved, facts, environ, problems)
+    resolved = resolve(settings, facts, problems)
+    garbage_warning = check_input(resolved, environ, problems)
     if not resolved.ranks.rank:
         run = inspect_run(resolved.settings, resolved.rows, problems)
         resolved = continue_run(resolved, run, problems)
-    check_run(resolved, problems)
+    check_start(resolved.settings, resolved.run, resolved.adapter.digest, problems)
+    check_same_model(resolved, problems)
+    if resolved.files and resolved.shapes and resolved.plan:
+        check_memory(resolved.settings, resolved.shapes, problems, resolved.run.checkpoint is not None)
+        check_disk(resolved.settings, resolved.files, resolved.plan.adapter, problems)
     _, warnings = unknown_variables(environ)
     warnings += filter(None, [choices.attention_warning(resolved.attention), garbage_warning])
     return dataclasses.replace(resolved, problems=Problems(dict.fromkeys(problems)), warnings=tuple(warnings))
 
 
-def check_input(resolved: ResolvedRun, facts: Facts, environ: Mapping[str, str], problems: Problems) -> str | None:
+def check_input(resolved: ResolvedRun, environ: Mapping[str, str], problems: Problems) -> str | None:
     """Settings, packages, machine and rows go together, and the reward functions can score the rows. Returns a warning
     where garbage pays."""
     settings, machine, use_vllm = resolved.settings, resolved.machine, resolved.use_vllm
-    check_packages(settings, facts.versions, problems, use_vllm)
+    check_packages(settings, resolved.versions, problems, use_vllm)
     check_trackers(settings, environ, problems)
-    check_epochs(settings, resolved.sources, len(resolved.rows), problems)
-    check_settings(settings, facts.config, machine, problems)
-    check_shared(settings, facts.config, machine, use_vllm, problems)
-    tokenizer = facts.files.tokenizer if facts.longest_prompt else None
+    check_settings(settings, resolved.config, machine, problems)
+    check_experts(settings, resolved.config, machine, use_vllm, problems)
+    tokenizer = resolved.files.tokenizer if resolved.files and resolved.longest_prompt else None
     specs, garbage_warning = check_rewards(settings, resolved.rewards, resolved.rows, problems, tokenizer)
     if settings.EVAL_DATA is not None:  # Rows held out of DATA have its columns.
         check_heldout(specs, settings, resolved.eval_rows, problems, tokenizer)
@@ -294,46 +260,30 @@ def check_input(resolved: ResolvedRun, facts: Facts, environ: Mapping[str, str],
         )
         problems.add("TOP_P", f"with IS_CORRECTION={settings.IS_CORRECTION} {why}", "Set TOP_P=1 or IS_CORRECTION=none")
     if resolved.best_by == "plant" and not resolved.closed_loop.prompt:
-        why = f"the closed loop does not run ({resolved.reasons['closed_loop']})"
-        problems.add("BEST_BY", why, "Set BEST_BY=auto or reward")
+        fault = f"the closed loop does not run ({resolved.reasons['closed_loop']})"
+        problems.add("BEST_BY", fault, "Set BEST_BY=auto or reward")
     return garbage_warning
 
 
-def check_run(resolved: ResolvedRun, problems: Problems) -> None:
-    """The run starts or goes on from what it began with, and has memory and disk."""
-    settings, run = resolved.settings, resolved.run
-    check_start(settings, run, resolved.init_adapter, problems)
-    check_same_model(resolved, problems)
-    if resolved.shapes:
-        check_memory(settings, resolved.shapes, problems, run.checkpoint is not None)
-        check_disk(settings, resolved.files, resolved.plan.adapter, problems)
-
-
-# Choices in settings.json, by the name that they have there, and the field of ResolvedRun.
+# Choices in settings.json by the name that they have there, and the field of ResolvedRun.
 RECORDED = {
-    "rewards": "rewards",
-    "scale_rewards": "scale_rewards",
-    "expected_reward": "expected_reward",
-    "attention": "attention",
-    "packing": "packing",
-    "rollouts": "use_vllm",
-    "sync": "rollout_sync",
-    "experts": "experts",
-    "evaluation": "exact",
-    "best": "best_by",
-    "epsilon_high": "epsilon_high",
-    "threads": "threads",
-}
+    "rewards": "rewards", "scale_rewards": "scale_rewards", "expected_reward": "expected_reward",
+    "attention": "attention", "packing": "packing",
+    "rollouts": "use_vllm", "sync": "rollout_sync", "experts": "experts", "evaluation": "exact", "best": "best_by",
+    "epsilon_high": "epsilon_high", "threads": "threads",
+}  # fmt: skip
 
 
 def run_records(resolved: ResolvedRun) -> dict[str, dict[str, Any]]:
-    """What OUTPUT_DIR keeps of a run, by file: every setting, every choice and its reason, and the packages' versions."""
-    settings, config = resolved.settings, resolved.files.config if resolved.files else None
-    chosen = {name: resolved.choice(field) for name, field in RECORDED.items()}
+    """The JSON files that OUTPUT_DIR keeps: every setting, every choice and its reason, and the packages' versions."""
+    settings, config = resolved.settings, resolved.config
+    chosen: dict[str, Any] = {
+        name: [getattr(resolved, field), resolved.reasons[field]] for name, field in RECORDED.items()
+    }
     chosen |= {
-        "lora_targets": dict(hits(settings.LORA_TARGETS, config, settings.LORA_R)) if config else None,
+        "lora_targets": list(target_lines(settings.LORA_TARGETS, config, settings.LORA_R)) if config else None,
         "model": hub.config_digest(config) if config else None,
-        "init_adapter": resolved.init_adapter,
+        "init_adapter": resolved.adapter.digest,
         "heldout": [len(resolved.eval_rows), resolved.reasons["heldout"]],
         "plan": dataclasses.asdict(resolved.plan) if resolved.plan else None,
     }

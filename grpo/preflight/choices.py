@@ -15,12 +15,17 @@ from grpo.plan.machine import FLASH_PACKAGES
 from grpo.settings import Problems, Settings
 
 ATTENTION = ("torch_flash", *FLASH_PACKAGES, "eager")
-MOST_ON_ONE_THREAD = 1_000_000  # parameters of a model that one thread computes fastest; `tiny` has 0.3 million
+MOST_ON_ONE_THREAD = 1_000_000  # Parameters of a model that one thread computes fastest; `tiny` has 0.3 million.
+MOST_EXACT = 10_000_000  # Parameters of a model whose probabilities take less time than sampling.
+LEAST_ANSWER = 8  # Tokens of MAX_COMPLETION_LEN that an answer `[k]` fits into.
+VLLM_COLDEST = 0.01  # The value of _MAX_TEMP in vllm/sampling_params.py: smaller temperatures are raised to it.
+DEMO_PROFILE = "data/profile_heldout.csv"
+DEMO_PLANT = {"data/tes_heldout.csv", "data/tes_heldout_compact.csv"}  # Rows of the days in DEMO_PROFILE.
 
 
 def choose_attention(requested: str, gpus: int, capability: float, installed: Iterable[str]) -> tuple[str, str]:
-    """(attention implementation of the learner, reason), given the installed distributions. All are exact with sinks, but
-    for Hub kernels (`attention_warning`); generation by transformers always uses eager attention."""
+    """(attention implementation of the learner, reason), given the `installed` distributions. All are exact with sinks,
+    but for Hub kernels (`attention_warning`); generation by transformers always uses eager attention."""
     if requested != "auto":
         return requested, "set by ATTN_IMPL"
     if not gpus:
@@ -34,9 +39,9 @@ def choose_attention(requested: str, gpus: int, capability: float, installed: It
 
 
 def attention_warning(attention: str) -> str | None:
-    """What a run with this attention has to be warned about, if anything. No Hub kernel is known to handle attention
-    sinks in its backward pass, and for a gpt-oss transformers loads the first one where another has `flash` in its name:
-    https://huggingface.co/kernels-community/vllm-flash-attn3/discussions/3"""
+    """A warning for a Hub kernel: none is known to handle attention sinks in its backward pass, and for a gpt-oss
+    transformers loads the first one where another has `flash` in its name
+    (https://huggingface.co/kernels-community/vllm-flash-attn3/discussions/3)."""
     warning = f"ATTN_IMPL={attention}: its gradients may be wrong (attention sinks). Use ATTN_IMPL=torch_flash"
     return warning if "/" in attention else None
 
@@ -70,8 +75,7 @@ def choose_sync(requested: str | None, experts: bool) -> tuple[str, str]:
     if requested is not None:
         return requested, "set by ROLLOUT_SYNC"
     if experts:
-        why = "LORA_TARGETS names experts, whose weights vLLM keeps in four bits: nothing can be merged into them"
-        return "lora", why
+        return "lora", "LORA_TARGETS names experts, which vLLM keeps in four bits: nothing can be merged into them"
     return "merge", "faster than lora, which only experts in LORA_TARGETS need"
 
 
@@ -83,10 +87,8 @@ EXPERTS_REASONS = {
 }
 
 
-def choose_experts(requested: str | None, kinds: Sequence[str], fits: Collection[str]) -> tuple[str, str]:
-    """(EXPERTS, reason), given its values that a run can have, in order, and with which of them it fits."""
-    if requested is not None:
-        return requested, "set by EXPERTS"
+def choose_experts(kinds: Sequence[str], fits: Collection[str]) -> tuple[str, str]:
+    """(EXPERTS, reason), given its values that a run can have, in order, and those with which it fits."""
     if len(kinds) == 1:
         return kinds[0], "the checkpoint's are not quantized"
     chosen = next((kind for kind in kinds if kind in fits), kinds[-1])
@@ -102,18 +104,8 @@ def choose_epsilon_high(settings: Settings) -> tuple[float, str]:
     return settings.EPSILON, "EPSILON on both sides"
 
 
-def choose_steps(total: int, epochs: float | None, rows: int, prompts: int) -> tuple[int, str]:
-    """(steps of the whole run, reason), given TOTAL_STEPS, NUM_TRAIN_EPOCHS, and the PROMPTS_PER_STEP of `rows` that a
-    step takes."""
-    if epochs is None or not rows:
-        return total, "TOTAL_STEPS"
-    # Rounded first: 1.1 x 10 is 11.000000000000002 in floating point.
-    steps = max(1, math.ceil(round(rows * epochs / prompts, 6)))
-    return steps, f"NUM_TRAIN_EPOCHS={epochs:g} x {rows} rows / {prompts} prompts a step, rounded up"
-
-
 def choose_threads(parameters: int, gpus: int, environ: Mapping[str, str]) -> tuple[int | None, str]:
-    """(threads that torch computes with on the CPU, None: torch's own choice, reason), given the model's parameters."""
+    """(threads that torch computes with on the CPU or None for torch's own choice, reason) for so many `parameters`."""
     if environ.get("OMP_NUM_THREADS"):
         return None, f"set by OMP_NUM_THREADS={environ['OMP_NUM_THREADS']}"
     if gpus or parameters > MOST_ON_ONE_THREAD:
@@ -132,7 +124,7 @@ def choose_rewards(requested: str | None, rows: Sequence[Row]) -> tuple[str, str
 
 
 def choose_scale_rewards(requested: str | None, names: Iterable[str]) -> tuple[str, str]:
-    """(SCALE_REWARDS, reason), given the reward functions."""
+    """(SCALE_REWARDS, reason), given the reward functions' names."""
     if requested is not None:
         return requested, "set by SCALE_REWARDS"
     if costs := [name for name in names if name in ("regret", "shortfall")]:
@@ -169,36 +161,27 @@ def choose_expected_reward(settings: Settings, rows: Sequence[Row], names: Seque
     return True, f"every row has the reward of each action, and {', '.join(names)} can be looked up there"
 
 
-VLLM_COLDEST = 0.01  # _MAX_TEMP of vllm/sampling_params.py: smaller temperatures are raised to it
-
-
-DEMO_PROFILE = "data/profile_heldout.csv"
-DEMO_PLANT = {"data/tes_heldout.csv", "data/tes_heldout_compact.csv"}  # rows of the days in DEMO_PROFILE
-
-
 def choose_demo(settings: Settings, sources: Mapping[str, str]) -> tuple[Settings, dict[str, str]]:
     """(settings, sources) with the demo's held-out rows as EVAL_DATA where DATA is the demo's, and with the demo's days
     as EVAL_PROFILE where the rows of both are the demo plant's. Elsewhere `auto` stays None: nothing of the demo says
     anything about rows of the user's own."""
-    heldout, chosen = demo_heldout(settings.DATA), {}
-    if heldout and settings.EVAL_DATA is None:
-        chosen["EVAL_DATA"] = heldout
-    is_demo = heldout in DEMO_PLANT and (settings.EVAL_DATA is None or names_only(settings.EVAL_DATA, heldout))
-    if is_demo and settings.EVAL_PROFILE is None:
-        chosen["EVAL_PROFILE"] = DEMO_PROFILE
-    return dataclasses.replace(settings, **chosen), {**sources, **dict.fromkeys(chosen, "chosen")}
+    heldout, eval_data, profile = demo_heldout(settings.DATA), settings.EVAL_DATA, settings.EVAL_PROFILE
+    if heldout in DEMO_PLANT and (eval_data is None or names_only(eval_data, heldout)) and profile is None:
+        profile = DEMO_PROFILE
+    demo = dataclasses.replace(settings, EVAL_DATA=heldout if eval_data is None else eval_data, EVAL_PROFILE=profile)
+    chosen = [name for name in ("EVAL_DATA", "EVAL_PROFILE") if getattr(demo, name) != getattr(settings, name)]
+    return demo, {**sources, **dict.fromkeys(chosen, "chosen")}
 
 
 @dataclass(frozen=True)
 class ClosedLoop:
-    """Whether the closed loop runs: `prompt` is `full` or `compact`, or empty where it does not. And with which windows:
-    `cases` of grpo/tasks/tes/record.py."""
+    """Whether the closed loop runs, and on which windows."""
 
-    prompt: str = ""
+    prompt: str = ""  # `full` or `compact`; empty where it does not run.
     profiles: tuple[str, ...] = ()
-    cases: tuple[Any, ...] = ()
-    kind: str | None = None  # of the held-out prompts
-    named: bool = False  # EVAL_PROFILE names a profile
+    cases: tuple[Any, ...] = ()  # Each a Case of grpo/tasks/tes/record.py, which needs numpy.
+    kind: str | None = None  # The kind of the held-out prompts.
+    named: bool = False  # Whether EVAL_PROFILE names a profile.
 
     @property
     def has_plant(self) -> bool:
@@ -208,7 +191,7 @@ class ClosedLoop:
 
 def choose_closed_loop(settings: Settings, kind: str | None, engine: bool, chosen: bool) -> tuple[bool, str]:
     """(whether the closed loop runs, reason). `kind` of the held-out prompts: full, compact, or None for others or
-    none; `engine`: vLLM generates; `chosen`: EVAL_PROFILE was set by the user."""
+    none; `engine`: whether vLLM generates; `chosen`: whether the user set EVAL_PROFILE."""
     if not settings.EVAL_SAMPLES:
         return False, "EVAL_SAMPLES=0"
     if settings.EVAL_PROFILE is not None and not settings.EVAL_PROFILE.strip():
@@ -222,16 +205,13 @@ def choose_closed_loop(settings: Settings, kind: str | None, engine: bool, chose
     return True, f"the held-out prompts are the plant's ({kind})"
 
 
-MOST_EXACT = 10_000_000  # parameters of a model whose probabilities take less time than sampling
-LEAST_ANSWER = 8  # tokens of MAX_COMPLETION_LEN that an answer `[k]` fits into
-
-
 def choose_evaluation(
     settings: Settings, engine: bool, parameters: int, kind: str | None, opened: bool = False, actions: bool = True
 ) -> tuple[bool, str]:
-    """(whether evaluations are exact, reason): by the probabilities of all answers instead of samples. `engine`: vLLM
-    generates; `kind`: as for `choose_closed_loop`; `opened`: some prompts hold the begin of the answer's channel;
-    `actions`: the rows have rewards of their actions."""
+    """(whether evaluations are exact, reason): by the probabilities of all answers instead of samples.
+
+    `engine`: whether vLLM generates; `kind`: as for `choose_closed_loop`; `opened`: whether prompts begin the answer's
+    channel; `actions`: whether the rows have rewards of their actions."""
     if not settings.EVAL_SAMPLES:
         return False, "EVAL_SAMPLES=0"
     sampled = f"{settings.EVAL_SAMPLES} answers a prompt"
@@ -243,15 +223,19 @@ def choose_evaluation(
         return False, f"{sampled}: exact takes too long for {parameters / 1e6:,.0f}M parameters"
     if kind == "full":
         return False, f"{sampled}: full prompts are too long and too many to ask all that can happen"
-    if settings.TOP_P < 1 or settings.MAX_COMPLETION_LEN < LEAST_ANSWER or opened:
-        what = "opened channels" if opened else "TOP_P below 1" if settings.TOP_P < 1 else "short MAX_COMPLETION_LEN"
-        return False, f"{sampled}: exact figures do not know {what}"
+    unknown = {
+        "opened channels": opened,
+        "TOP_P below 1": settings.TOP_P < 1,
+        "short MAX_COMPLETION_LEN": settings.MAX_COMPLETION_LEN < LEAST_ANSWER,
+    }
+    if hindrances := [words for words, applies in unknown.items() if applies]:
+        return False, f"{sampled}: exact figures do not know {' or '.join(hindrances)}"
     return True, f"all answers by their probability: {parameters / 1e6:.2g}M parameters, transformers generates"
 
 
 def choose_best(settings: Settings, heldout: int, closed_loop: bool) -> tuple[str, str]:
-    """(figure that the best adapter is kept by: `plant`, `reward`, or empty where nothing is measured, reason), given
-    how many rows are held out."""
+    """(the figure by which the best adapter is kept, reason): `plant`, `reward`, or empty where nothing is measured.
+    `heldout` is the number of held-out rows."""
     if not settings.EVAL_SAMPLES:
         return "", "EVAL_SAMPLES=0"
     if not heldout:
@@ -265,7 +249,7 @@ def plan_closed_loop(
     settings: Settings, rows: Sequence[Row], engine: bool, chosen: bool, problems: Problems
 ) -> tuple[ClosedLoop, str]:
     """(the closed loop of a run with the profiles read, reason); the problems of the profiles are added."""
-    # Late: where packages are missing, numpy too, `check_packages` is to say so.
+    # Inside, because numpy may be missing, which `check_packages` says.
     from grpo.tasks.tes.closed_loop import DECISIONS
     from grpo.tasks.tes.profiles import ProfileError
     from grpo.tasks.tes.prompts import prompt_kind
@@ -273,21 +257,14 @@ def plan_closed_loop(
 
     kind = prompt_kind([row.messages for row in rows]) if rows else None
     runs, reason = choose_closed_loop(settings, kind, engine, chosen)
-    named = bool(settings.EVAL_PROFILE)
     if not runs:
-        return ClosedLoop(kind=kind, named=named), reason
-    paths, cases = find_files("EVAL_PROFILE", settings.EVAL_PROFILE, problems), []
+        return ClosedLoop(kind=kind, named=bool(settings.EVAL_PROFILE)), reason
+    paths, cases = find_files("EVAL_PROFILE", settings.EVAL_PROFILE or "", problems), []
     for path in paths:
         try:
             cases += read_cases(path)
         except ProfileError as error:
             problems += [f"EVAL_PROFILE: {line}" for line in error.problems]
     reason += f"; {len(cases)} windows of {settings.EVAL_PROFILE}, {DECISIONS} decisions one after the other"
-    closed_loop = ClosedLoop(
-        prompt=kind if cases else "",
-        profiles=tuple(map(shown_path, paths)),
-        cases=tuple(cases),
-        kind=kind,
-        named=named,
-    )
-    return closed_loop, reason
+    prompt = kind if kind and cases else ""
+    return ClosedLoop(prompt, tuple(map(shown_path, paths)), tuple(cases), kind, named=True), reason

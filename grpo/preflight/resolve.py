@@ -4,19 +4,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from grpo.data.files import Row
 from grpo.data.heldout import read_split
 from grpo.data.prompts import render_rows
 from grpo.data.scoring import is_by_action, reward_specs
 from grpo.plan import hub
-from grpo.plan.hub import ModelFiles
+from grpo.plan.hub import ModelConfig, ModelFiles
 from grpo.plan.machine import FLASH_PACKAGES, TESTED, TESTED_VLLM, Machine, installed_versions, read_machine
-from grpo.plan.memory import Plan, Shapes
+from grpo.plan.memory import Plan, Shapes, plan_memory
 from grpo.plan.targets import expert_words
 from grpo.preflight import choices
 from grpo.preflight.adapter import StartAdapter, read_start_adapter
@@ -30,19 +30,20 @@ from grpo.settings import MOST_WHOLE, Problems, Settings
 class Facts:
     """What was read before anything is chosen: machine, packages, model, rows, and the adapter to start from."""
 
+    sources: Mapping[str, str]  # Where each setting came from.
     machine: Machine
     ranks: Ranks
     versions: Mapping[str, str | None]
-    flash_packages: list[str]  # those of FLASH_PACKAGES that are installed
+    flash_packages: list[str]  # Those of FLASH_PACKAGES that are installed.
     files: ModelFiles | None
     adapter: StartAdapter
     rows: list[Row]
     eval_rows: list[Row]
-    heldout_reason: str  # how the held-out rows were told apart
-    longest_prompt: int  # in tokens; 0 where no prompt could be rendered
+    heldout_reason: str
+    longest_prompt: int  # In tokens; 0 where no prompt could be rendered.
 
     @property
-    def config(self) -> Mapping[str, Any] | None:
+    def config(self) -> ModelConfig | None:
         """The model's config.json."""
         return self.files.config if self.files else None
 
@@ -56,19 +57,17 @@ def read_facts(
     settings: Settings, sources: Mapping[str, str], machine: Machine | None, ranks: Ranks, problems: Problems
 ) -> Facts:
     """Read all that a run is resolved from; what is wrong with it is added to `problems`."""
-    machine = dataclasses.replace(machine or read_machine(), ranks=ranks.size, here=ranks.local_size)
-    versions = installed_versions([*TESTED, *TESTED_VLLM])
     flash = installed_versions(package for package, _ in FLASH_PACKAGES.values())
     files = hub.find_model(settings.MODEL_ID, problems)
-    adapter = read_start_adapter(settings, sources, files.config if files else None, problems)
     split = read_split(settings, problems)
     facts = Facts(
-        machine=machine,
+        sources=sources,
+        machine=dataclasses.replace(machine or read_machine(), ranks=ranks.size, here=ranks.local_size),
         ranks=ranks,
-        versions=versions,
+        versions=installed_versions([*TESTED, *TESTED_VLLM]),
         flash_packages=[name for name, version in flash.items() if version],
         files=files,
-        adapter=adapter,
+        adapter=read_start_adapter(settings, sources, files.config if files else None, problems),
         rows=split.train,
         eval_rows=split.heldout,
         heldout_reason=split.reason,
@@ -76,57 +75,41 @@ def read_facts(
     )
     if not (facts.has_packages and files and files.tokenizer):
         return facts
-    every_row = [*split.train, *split.heldout]
+    every_row, count = [*split.train, *split.heldout], len(split.train)
     rendered, longest = render_rows(settings, every_row, files.template, files.tokenizer, problems)
-    count = len(split.train)
     return dataclasses.replace(facts, rows=rendered[:count], eval_rows=rendered[count:], longest_prompt=longest)
 
 
 @dataclass(frozen=True)
-class ResolvedRun:
-    """Everything that is known about a run before anything heavy is imported.
+class ResolvedRun(Facts):
+    """Everything that is known about a run before anything heavy is imported: what was read, and every choice.
 
-    `settings` are those that were set, with EXPERTS, ROLLOUT_SYNC and TOTAL_STEPS as they were chosen and the LoRA's as
-    INIT_ADAPTER has them: so they are recorded, and compared when a run continues. `sources` says where each came from.
-    `reasons` says why each value is what it is, by the name of its field here or of its setting in lower case.
+    `settings` are complete: with EXPERTS, ROLLOUT_SYNC and TOTAL_STEPS as they were chosen and the LoRA's as
+    INIT_ADAPTER has them. So they are recorded, and compared when a run continues. `reasons` says why each value is
+    what it is, by the name of its field here or of its setting in lower case.
     """
 
     settings: Settings
-    sources: Mapping[str, str]
     reasons: Mapping[str, str]
-    machine: Machine
-    ranks: Ranks
-    files: ModelFiles | None
-    rows: list[Row]
-    eval_rows: list[Row]
-    init_adapter: str | None  # SHA-256 of its weights
     rewards: str
-    reward_specs: list[tuple[str, float]]  # empty where `rewards` cannot be read
+    reward_specs: list[tuple[str, float]]  # (name, weight) of each function; empty where `rewards` cannot be read.
     scale_rewards: str
     expected_reward: bool
     epsilon_high: float
     attention: str
     packing: str
+    experts: str
+    rollout_sync: str
     use_vllm: bool
-    threads: int | None  # None: torch's own choice
-    shapes: Shapes | None  # None, as the plan, without a model
+    threads: int | None  # None is torch's own choice.
+    shapes: Shapes | None  # None without a model, as `plan`.
     plan: Plan | None
     closed_loop: ClosedLoop
-    exact: bool  # evaluations go through all answers by their probability, instead of samples
-    best_by: str  # `plant`, `reward`, or empty where nothing is measured
-    run: RunState  # of OUTPUT_DIR
+    exact: bool  # Evaluations go through all answers by their probability, instead of samples.
+    best_by: str  # `plant`, `reward`, or empty where nothing is measured.
+    run: RunState  # Of OUTPUT_DIR.
     problems: Problems = dataclasses.field(default_factory=Problems)
     warnings: tuple[str, ...] = ()
-
-    @property
-    def experts(self) -> str:
-        """EXPERTS of the learner."""
-        return self.settings.EXPERTS
-
-    @property
-    def rollout_sync(self) -> str:
-        """ROLLOUT_SYNC, how vLLM gets the adapter."""
-        return self.settings.ROLLOUT_SYNC
 
     @property
     def looked_up(self) -> tuple[int, ...]:
@@ -135,28 +118,34 @@ class ResolvedRun:
         names = [name for name, _ in self.reward_specs if self.expected_reward]
         return tuple(n for n, name in enumerate(names) if is_by_action(name))
 
-    def choice(self, name: str) -> list[Any]:
-        """[value, reason] of a field, as settings.json records it."""
-        return [getattr(self, name), self.reasons[name]]
 
-
-def resolve_steps(settings: Settings, sources: Mapping[str, str], rows: int) -> tuple[int, str]:
-    """(steps of the whole run, reason), given the number of training rows. Where `check_epochs` finds a problem, it is
-    TOTAL_STEPS as it was set."""
-    total, epochs = settings.TOTAL_STEPS, settings.NUM_TRAIN_EPOCHS
-    if sources["TOTAL_STEPS"] == "environment":
+def resolve_steps(settings: Settings, sources: Mapping[str, str], rows: int, problems: Problems) -> tuple[int, str]:
+    """(steps of the whole run, reason), given the number of training rows. Where NUM_TRAIN_EPOCHS is a problem, the
+    steps are TOTAL_STEPS."""
+    total, epochs, prompts = settings.TOTAL_STEPS, settings.NUM_TRAIN_EPOCHS, settings.PROMPTS_PER_STEP
+    if epochs is None:
         return total, "TOTAL_STEPS"
-    steps, reason = choices.choose_steps(total, epochs, rows, settings.PROMPTS_PER_STEP)
-    return (steps, reason) if steps <= MOST_WHOLE else (total, "TOTAL_STEPS")
+    if sources["TOTAL_STEPS"] == "environment":
+        fault = f"it says {epochs:g} rounds over the rows, and TOTAL_STEPS={total} is set as well"
+        problems.add("NUM_TRAIN_EPOCHS", fault, "Unset one of the two")
+        return total, "TOTAL_STEPS"
+    # Rounded first: 1.1 x 70 is 77.00000000000001 in floating point.
+    steps = max(1, math.ceil(round(rows * epochs / prompts, 6)))
+    if steps > MOST_WHOLE:
+        fault = f"{epochs:g} rounds over {rows} rows are {steps} steps, and {MOST_WHOLE} are the most"
+        problems.add("NUM_TRAIN_EPOCHS", fault, "Lower it")
+    if steps > MOST_WHOLE or not rows:
+        return total, "TOTAL_STEPS"
+    return steps, f"NUM_TRAIN_EPOCHS={epochs:g} x {rows} rows / {prompts} prompts a step, rounded up"
 
 
 def resolve_experts(settings: Settings, shapes: Shapes) -> tuple[str, str]:
     """(EXPERTS, reason) of a run with these settings."""
-    kinds, gpu, requested = shapes.expert_kinds(settings), shapes.machine.gpus, settings.EXPERTS
-    # Plans take a moment: none where nothing is to be chosen.
-    tried = [dataclasses.replace(settings, EXPERTS=kind) for kind in kinds if requested is None]
-    fits = [trial.EXPERTS for trial in tried if not (gpu and shapes.shortfall(trial))]
-    return choices.choose_experts(requested, kinds, fits)
+    if settings.EXPERTS is not None:
+        return settings.EXPERTS, "set by EXPERTS"
+    kinds = shapes.expert_kinds(settings)
+    fits = [kind for kind in kinds if not shapes.machine.gpus or shapes.fits(settings, {"EXPERTS": kind})]
+    return choices.choose_experts(kinds, fits)
 
 
 def resolve_specs(rewards: str) -> list[tuple[str, float]]:
@@ -167,29 +156,27 @@ def resolve_specs(rewards: str) -> list[tuple[str, float]]:
         return []
 
 
-def resolve_sources(settings: Settings, sources: Mapping[str, str], from_adapter: Collection[str]) -> dict[str, str]:
-    """Where each setting of a resolved run comes from, given where those that were set came from, and the names of
-    those that INIT_ADAPTER brings."""
-    origins = dict(sources)
-    origins |= {name: "INIT_ADAPTER" for name in from_adapter if sources[name] != "environment"}
+def resolve_sources(settings: Settings, facts: Facts) -> dict[str, str]:
+    """Where each setting of a resolved run comes from."""
+    sources = dict(facts.sources)
+    sources |= {name: "INIT_ADAPTER" for name in facts.adapter.settings if sources[name] != "environment"}
     if settings.NUM_TRAIN_EPOCHS is not None and sources["TOTAL_STEPS"] != "environment":
-        origins["TOTAL_STEPS"] = "chosen"
-    return origins | {name: "chosen" for name in ("EXPERTS", "ROLLOUT_SYNC") if getattr(settings, name) is None}
+        sources["TOTAL_STEPS"] = "chosen"
+    return sources | {name: "chosen" for name in ("EXPERTS", "ROLLOUT_SYNC") if getattr(settings, name) is None}
 
 
-def resolve(settings: Settings, sources: Mapping[str, str], facts: Facts, problems: Problems) -> ResolvedRun:
-    """Make every choice of a run that `auto` leaves open. `sources`: where each of the settings came from; `problems`
-    gets what is wrong with the files of EVAL_PROFILE, which are read only if the closed loop runs."""
-    machine, config, rows = facts.machine, facts.config, facts.rows
+def resolve(settings: Settings, facts: Facts, problems: Problems) -> ResolvedRun:
+    """Make every choice of a run that `auto` leaves open. What is wrong with NUM_TRAIN_EPOCHS and with the profiles of
+    the closed loop, which are read only if that runs, is added to `problems`."""
+    machine, rows, eval_rows = facts.machine, facts.rows, facts.eval_rows
     reasons = {"heldout": facts.heldout_reason}
     is_tiny, vllm = settings.MODEL_ID == "tiny", facts.versions["vllm"]
     use_vllm, reasons["use_vllm"] = choices.choose_rollouts(settings.USE_VLLM, machine.gpus, is_tiny, vllm)
-
-    from_adapter = facts.adapter.settings
-    targets = from_adapter.get("LORA_TARGETS", settings.LORA_TARGETS)
-    sync, reasons["rollout_sync"] = choices.choose_sync(settings.ROLLOUT_SYNC, bool(expert_words(targets)))
-    steps, reasons["total_steps"] = resolve_steps(settings, sources, len(rows))
-    concrete = dataclasses.replace(settings, **from_adapter, ROLLOUT_SYNC=sync, TOTAL_STEPS=steps)
+    settings = dataclasses.replace(settings, **facts.adapter.settings)
+    on_experts = bool(expert_words(settings.LORA_TARGETS))
+    sync, reasons["rollout_sync"] = choices.choose_sync(settings.ROLLOUT_SYNC, on_experts)
+    steps, reasons["total_steps"] = resolve_steps(settings, facts.sources, len(rows), problems)
+    sources, settings = resolve_sources(settings, facts), dataclasses.replace(settings, ROLLOUT_SYNC=sync)
 
     attention, reasons["attention"] = choices.choose_attention(
         settings.ATTN_IMPL, machine.gpus, machine.capability, facts.flash_packages
@@ -199,11 +186,11 @@ def resolve(settings: Settings, sources: Mapping[str, str], facts: Facts, proble
     if facts.files:
         checkpoint = hub.checkpoint_gib(settings.MODEL_ID, facts.files) if use_vllm and machine.gpus else None
         prompt_len = facts.longest_prompt or settings.MAX_PROMPT_LEN
-        shapes = Shapes(config, machine, prompt_len, attention, packing, checkpoint)
-        experts, reasons["experts"] = resolve_experts(concrete, shapes)
-        if sources["EXPERTS"] == "default":
+        shapes = Shapes(facts.files.config, machine, prompt_len, attention, packing, checkpoint)
+        experts, reasons["experts"] = resolve_experts(settings, shapes)
+        if facts.sources["EXPERTS"] == "default":
             reasons["experts"] = "the default"
-    concrete = dataclasses.replace(concrete, EXPERTS=experts)
+    settings = dataclasses.replace(settings, EXPERTS=experts, TOTAL_STEPS=steps)
 
     rewards, reasons["rewards"] = choices.choose_rewards(settings.REWARDS, rows)
     specs = resolve_specs(rewards)
@@ -212,31 +199,24 @@ def resolve(settings: Settings, sources: Mapping[str, str], facts: Facts, proble
         settings, rows, [name for name, _ in specs if is_by_action(name)]
     )
     epsilon_high, reasons["epsilon_high"] = choices.choose_epsilon_high(settings)
-    parameters = hub.count_parameters(config)["total"] if config else 0
+    parameters = hub.count_parameters(facts.config)["total"] if facts.config else 0
     threads, reasons["threads"] = choices.choose_threads(parameters, machine.gpus, os.environ)
 
     closed_loop, reasons["closed_loop"] = ClosedLoop(), "packages are missing"
     if facts.has_packages:
         own_profile = sources["EVAL_PROFILE"] == "environment"
         closed_loop, reasons["closed_loop"] = choices.plan_closed_loop(
-            settings, facts.eval_rows, use_vllm, own_profile, problems
+            settings, eval_rows, use_vllm, own_profile, problems
         )
-    opened = any(not row.prompt.endswith("<|start|>assistant") for row in facts.eval_rows if row.prompt)
-    have_rewards = all(row.rewards for row in facts.eval_rows)
+    opened = any(not row.prompt.endswith("<|start|>assistant") for row in eval_rows if row.prompt)
     exact, reasons["exact"] = choices.choose_evaluation(
-        settings, use_vllm, parameters, closed_loop.kind, opened, have_rewards
+        settings, use_vllm, parameters, closed_loop.kind, opened, all(row.rewards for row in eval_rows)
     )
-    best_by, reasons["best_by"] = choices.choose_best(settings, len(facts.eval_rows), bool(closed_loop.prompt))
+    best_by, reasons["best_by"] = choices.choose_best(settings, len(eval_rows), bool(closed_loop.prompt))
     return ResolvedRun(
-        settings=concrete,
-        sources=resolve_sources(settings, sources, from_adapter),
+        **vars(facts) | {"sources": sources},
+        settings=settings,
         reasons=reasons,
-        machine=machine,
-        ranks=facts.ranks,
-        files=facts.files,
-        rows=rows,
-        eval_rows=facts.eval_rows,
-        init_adapter=facts.adapter.digest,
         rewards=rewards,
         reward_specs=specs,
         scale_rewards=scale,
@@ -244,10 +224,12 @@ def resolve(settings: Settings, sources: Mapping[str, str], facts: Facts, proble
         epsilon_high=epsilon_high,
         attention=attention,
         packing=packing,
+        experts=experts,
+        rollout_sync=sync,
         use_vllm=use_vllm,
         threads=threads,
         shapes=shapes,
-        plan=shapes.plan(concrete) if shapes else None,
+        plan=plan_memory(settings, shapes) if shapes else None,
         closed_loop=closed_loop,
         exact=exact,
         best_by=best_by,

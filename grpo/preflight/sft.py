@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every check that scripts/sft.py needs: those of a run of train_grpo.py on the same settings, and the rows' answers."""
+"""Every check of scripts/sft.py: those of a run of train_grpo.py with the same settings, and the rows' answers."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ ONLY_LEARNING = {
 
 def longest_answer(model_id: str, answers: Sequence[str]) -> int:
     """Tokens of the longest answer, for the plan of the memory; characters where there is no tokenizer yet."""
-    files = find_model(model_id, Problems())  # the preflight tells of its problems
+    files = find_model(model_id, Problems())  # The preflight lists its problems.
     if not files or not files.tokenizer or not installed_versions(["tokenizers"])["tokenizers"]:
         return max(map(len, answers), default=1)
-    from tokenizers import Tokenizer  # late, so that the preflight can name packages that are missing
+    from tokenizers import Tokenizer  # Inside, so that the preflight can name packages that are missing.
 
-    return max((len(one.ids) for one in Tokenizer.from_file(str(files.tokenizer)).encode_batch(answers)), default=1)
+    encodings = Tokenizer.from_file(str(files.tokenizer)).encode_batch(answers)
+    return max((len(encoding.ids) for encoding in encodings), default=1)
 
 
 def sft_preflight(environ: Mapping[str, str], out: Path) -> tuple[ResolvedRun, list[str | None]]:
-    """(the resolved run of the settings in `environ` with OUTPUT_DIR=`out`, the answer of each row, None where there is
-    none).
+    """(the resolved run of the settings in `environ` with OUTPUT_DIR=`out`; each row's answer, None if it has none).
 
     Rows that a run of train_grpo.py with these settings would hold out are left out here too: it may start from this
     adapter."""
-    settings, sources, answers, problems = *load_settings(environ)[:2], [], Problems()
-    settings, sources = choose_demo(settings, sources)
-    split = read_split(settings, Problems())  # the preflight tells of the problems of DATA
+    problems, answers = Problems(), []
+    settings, sources = choose_demo(*load_settings(environ)[:2])
+    split = read_split(settings, Problems())  # The preflight lists the problems of DATA.
     for row in split.train:
         try:
             answers.append(answer_of(row))
@@ -55,19 +55,18 @@ def sft_preflight(environ: Mapping[str, str], out: Path) -> tuple[ResolvedRun, l
     longest = longest_answer(settings.MODEL_ID, [answer for answer in answers if answer])
     changes = ONLY_LEARNING | {"OUTPUT_DIR": str(out), "MAX_COMPLETION_LEN": str(longest)}
     if not settings.OVERWRITE and out.is_dir() and any(out.iterdir()):
-        problems.add(
-            f"--out {out}", "it is not empty", "Name another folder, or set OVERWRITE=1 to replace the run in it"
-        )
-        changes["OVERWRITE"] = "1"  # the one word about it is enough
+        fix = "Name another folder, or set OVERWRITE=1 to replace the run in it"
+        problems.add(f"--out {out}", "it is not empty", fix)
+        changes["OVERWRITE"] = "1"  # One problem about the folder is enough.
     resolved = preflight(dict(environ) | changes)
     train = {row.id for row in split.train}
     rows = [row for row in resolved.rows if row.id in train]
     if rows and not problems and not any(answers):
         fix = "Add a column `answer`, or rewards that differ"
         problems.add("DATA", "no row has an answer, or an action better than others", fix)
-    # Recorded is what the user set, not what the checks were asked for.
+    # settings.json records what the user set, without the changes for the checks.
     as_set = {name: getattr(settings, name) for name in (*ONLY_LEARNING, "MAX_COMPLETION_LEN")}
-    steps, steps_reason = resolve_steps(settings, sources, sum(map(bool, answers)))
+    steps, steps_reason = resolve_steps(settings, sources, sum(map(bool, answers)), Problems())
     resolved = dataclasses.replace(
         resolved,
         settings=dataclasses.replace(resolved.settings, **as_set, TOTAL_STEPS=steps),

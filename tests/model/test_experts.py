@@ -17,7 +17,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from grpo.model import experts
 from grpo.model.experts import experts_forward, quantized_experts
 from grpo.plan.machine import Machine
-from grpo.plan.memory import plan_memory
+from grpo.plan.memory import Shapes, plan_memory
 from grpo.settings import Settings
 
 pytestmark = pytest.mark.numeric
@@ -192,7 +192,7 @@ def test_without_checkpointing_packed_experts_are_dequantized_again_instead_of_k
 
     def learning(checkpointing, experts):
         settings = Settings(GRADIENT_CHECKPOINTING=checkpointing, MICRO_BATCH=1, EXPERTS=experts)
-        return plan_memory(settings, config, Machine(), 50, "eager").learning
+        return plan_memory(settings, Shapes(config, Machine(), 50, "eager")).learning
 
     assert learning(False, "mxfp4") == learning(False, "bf16") != learning(True, "bf16")
     assert learning(True, "mxfp4") == learning(True, "bf16")

@@ -32,9 +32,14 @@ PARTS = ("model-1.safetensors", "model-2.safetensors")
 def hub(tmp_path, monkeypatch):
     """A Hub that huggingface_hub uses in this process, with a cache of its own and no token."""
     with HubServer() as hub:
-        own = {"ENDPOINT": hub.url, "HUGGINGFACE_CO_URL_TEMPLATE": hub.url + "/{repo_id}/resolve/{revision}/{filename}",
-               "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": False, "HF_TOKEN_PATH": str(tmp_path / "token")}  # fmt: skip
-        for name, value in own.items():
+        constant = {
+            "ENDPOINT": hub.url,
+            "HUGGINGFACE_CO_URL_TEMPLATE": hub.url + "/{repo_id}/resolve/{revision}/{filename}",
+            "HF_HUB_CACHE": str(tmp_path / "hub"),
+            "HF_HUB_OFFLINE": False,
+            "HF_TOKEN_PATH": str(tmp_path / "token"),
+        }
+        for name, value in constant.items():
             monkeypatch.setattr(constants, name, value)
         for name, value in hub.environ(tmp_path).items():
             monkeypatch.setenv(name, value)
@@ -49,13 +54,8 @@ def files_of(tiny: Path, first: bytes = b"one", second: bytes = b"two") -> dict[
     files = {name: content for name, content in files_in(tiny).items() if name != "model.safetensors"}
     index = {"weight_map": {"a": PARTS[0], "b": PARTS[1], "c": PARTS[1]}}
     files |= {"model.safetensors.index.json": json.dumps(index).encode(), PARTS[0]: first, PARTS[1]: second}
-    others = (
-        "original/config.json",
-        "original/model.safetensors",
-        "metal/model.bin",
-        "model-old.safetensors",
-        "README.md",
-    )
+    others = ("original/config.json", "original/model.safetensors", "metal/model.bin", "model-old.safetensors")
+    others += ("README.md",)
     return files | dict.fromkeys(others, b"not to be asked for")
 
 
@@ -84,20 +84,20 @@ def test_only_what_is_needed_is_asked_for_and_once(hub, tiny, monkeypatch):
     assert not fetch()[1] and not hub.asked, "offline, from the cache"
 
 
-def test_a_line_that_breaks_is_taken_up_and_progress_is_told(hub, tiny, monkeypatch, capsys):
-    monkeypatch.setattr(download, "SAY_EVERY", 0.05)
+def test_a_broken_connection_is_resumed_and_progress_is_reported(hub, tiny, monkeypatch, capsys):
+    monkeypatch.setattr(download, "REPORT_S", 0.05)
     hub.add(MODEL, files_of(tiny, BIG))
     hub.cut[PARTS[0]] = 11 * 2**20
     folder, problems = fetch()
     assert not problems and (folder / PARTS[0]).read_bytes() == BIG
     assert hub.fetched()[PARTS[0]] == ["", f"bytes={10 * 2**20}-"]
-    told = capsys.readouterr().out.splitlines()
-    assert told[0].startswith(f"downloading {MODEL}: 0.00 of 0.01 GiB") and len(told) > 3
-    assert ": 0.01 of 0.01 GiB" in told[-1]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"downloading {MODEL}: 0.00 of 0.01 GiB") and len(lines) > 3
+    assert ": 0.01 of 0.01 GiB" in lines[-1]
 
 
-@pytest.mark.parametrize("way", [signal.SIGKILL, signal.SIGINT])
-def test_a_second_start_goes_on_where_the_first_was_stopped(hub, tiny, tmp_path, way):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_second_start_goes_on_where_the_first_was_stopped(hub, tiny, tmp_path, number):
     hub.add(MODEL, files_of(tiny, BIG))
     hub.pause = 0.01
     code = (
@@ -110,7 +110,7 @@ def test_a_second_start_goes_on_where_the_first_was_stopped(hub, tiny, tmp_path,
     )  # fmt: skip
     blobs = tmp_path / "hub/models--org--model/blobs"
     wait_until(lambda: sum(path.stat().st_size for path in blobs.glob("*.partial")) >= 10 * 2**20, process)
-    process.send_signal(way)
+    process.send_signal(number)
     process.wait()
     there = next(path.stat().st_size for path in blobs.glob("*.partial") if path.stat().st_size)
     hub.pause = 0
@@ -162,10 +162,8 @@ def test_weights_that_cannot_come_are_told_the_same_way(hub, tiny, tmp_path, mon
     for home in ("hub", "other"):  # with the small files, then without
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / home))
         problem = only(fetch()[1])
-        assert (
-            f"({hub.url}: [Errno {errno.ECONNREFUSED}] Connection refused). Check the network" in problem
-            and "\n" not in problem
-        )
+        refused = f"({hub.url}: [Errno {errno.ECONNREFUSED}] Connection refused). Check the network"
+        assert refused in problem and "\n" not in problem
 
 
 def test_the_server_also_has_datasets(hub, tmp_path):

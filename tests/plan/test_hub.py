@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The small files of a model: found, read, refused. Run: python -m pytest tests/plan/test_hub.py"""
+"""The small files of a model, and what is wrong with them. Run: python -m pytest tests/plan/test_hub.py"""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from grpo.data.files import Row
 from grpo.data.prompts import render_rows
 from grpo.plan.hub import REAL_CONFIG, REAL_MODEL, ModelFiles, checkpoint_gib, count_parameters, find_model
 from grpo.plan.machine import GIB
-from grpo.plan.memory import Shapes
+from grpo.plan.memory import Shapes, plan_memory
 from grpo.settings import Problems, Settings
 
 
@@ -68,11 +68,7 @@ def test_damaged_files_are_one_line(tiny, tmp_path):
         ("generation_config.json", "{", "generation_config.json cannot be read"),
         ("generation_config.json", '{"eos_token_id": [1, "2"]}', "eos_token_id [1, '2'], which is no token's number"),
         ("generation_config.json", '{"eos_token_id": [null]}', "eos_token_id [None], which is no token's number"),
-        (
-            "config.json",
-            json.dumps(config | {"attention_dropout": 1e9}),
-            "config.json says attention_dropout 1000000000.0",
-        ),
+        ("config.json", json.dumps(config | {"attention_dropout": 1e9}), "says attention_dropout 1000000000.0"),
         ("chat_template.jinja", b"\0\0", "chat_template.jinja cannot be read (it holds no text)"),
         ("generation_config.json", json.dumps({"eos_token_id": 10**30}), "which is no token's number"),
         ("tokenizer_config.json", "]", "tokenizer_config.json cannot be read"),
@@ -110,7 +106,7 @@ def test_a_model_folder_that_is_cut_or_has_a_bit_flipped(tiny, tmp_path, name, c
     if files:
         row = Row("d.csv", 1, (("system", "Be brief."), ("user", "hour 14 store 50")), (), {})
         render_rows(Settings(MODEL_ID=str(folder)), [row], files.template, files.tokenizer, problems)
-        Shapes(files.config, CPU, 100, "eager", "prefix", None).plan(Settings())
+        plan_memory(Settings(), Shapes(files.config, CPU, 100, "eager", "prefix"))
     assert len(problems) == (not files) or len(problems) == 1
     assert all(len(problem.splitlines()) == 1 for problem in problems)
     (folder / name).write_bytes(whole)

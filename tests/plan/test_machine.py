@@ -16,20 +16,20 @@ from grpo.settings import Problems, Settings
 
 
 def test_the_compiler_is_the_one_that_triton_takes(monkeypatch):
-    for found, compiler in ((("clang", "cc", "tcc"), "clang"), (("gcc", "clang"), "gcc"), ((), "")):
-        monkeypatch.setattr(shutil, "which", lambda name, found=found: name if name in found else None)
+    for commands, compiler in ((("clang", "cc", "tcc"), "clang"), (("gcc", "clang"), "gcc"), ((), "")):
+        monkeypatch.setattr(shutil, "which", lambda name, known=commands: name if name in known else None)
         monkeypatch.delenv("CC", raising=False)
         assert machine.read_machine().compiler == compiler
         monkeypatch.setenv("CC", "tcc")
-        assert machine.read_machine().compiler == ("tcc" if "tcc" in found else "")
+        assert machine.read_machine().compiler == ("tcc" if "tcc" in commands else "")
 
 
 def test_the_gpu_that_nvidia_smi_shows(monkeypatch, claimed_gpu):
     for name, value in claimed_gpu.items():
         monkeypatch.setenv(name, value)
-    found = machine.read_machine()
-    assert (found.gpu, found.gpus, found.capability) == ("NVIDIA H100 80GB HBM3", 1, 9.0)
-    assert (found.gpu_total, found.gpu_free) == (81559 / 1024, 79.0)
+    gpu = machine.read_machine()
+    assert (gpu.gpu, gpu.gpus, gpu.capability) == ("NVIDIA H100 80GB HBM3", 1, 9.0)
+    assert (gpu.gpu_total, gpu.gpu_free) == (81559 / 1024, 79.0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert machine.read_machine().gpus == 0
 

@@ -23,8 +23,18 @@ from grpo.plan.machine import GIB
 from grpo.settings import MAY_CHANGE, Settings, parse_value
 
 
+def shapes(machine=H100, config=REAL_CONFIG, prompt_len=940, attention="eager", packing="none", checkpoint=None):
+    return memory.Shapes(config, machine, prompt_len, attention, packing, checkpoint)
+
+
 def plan(machine=H100, prompt_len=940, checkpoint=None, **changes):
-    return memory.plan_memory(Settings(**changes), REAL_CONFIG, machine, prompt_len, "eager", checkpoint)
+    return memory.plan_memory(Settings(**changes), shapes(machine, prompt_len=prompt_len, checkpoint=checkpoint))
+
+
+def with_vllm(free=79.0, config=REAL_CONFIG, **machine):
+    """Shapes of a run beside vLLM, on a GPU with so many free GiB."""
+    machine = dataclasses.replace(H100, gpu_free=float(free), **machine)
+    return shapes(machine, config, 930, "torch_flash", "prefix", 12.9)
 
 
 def test_quantized_experts_weigh_less():
@@ -37,75 +47,63 @@ def test_quantized_experts_weigh_less():
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_shared_weights_are_the_engines(tied):
-    """They lie on the GPU once, awake and asleep: what the trainer lacks of `mxfp4`'s, the sleeping engine has, padded as vLLM
-    pads experts, and not in host memory; the rest is there where the GPU has no room for it at this MICRO_BATCH."""
-    config, asked = REAL_CONFIG | {"tie_word_embeddings": tied}, (H100, 940, "eager", 12.8)
-    roomy = memory.plan_memory(Settings(EXPERTS="shared"), config, *asked).engine
+    """They are on the GPU once, awake and asleep. What the trainer lacks of `mxfp4`'s, the sleeping engine has, padded
+    as vLLM pads experts, and not in host memory; the rest is there if the GPU has no room for it."""
+    config = REAL_CONFIG | {"tie_word_embeddings": tied}
+    roomy = memory.plan_memory(Settings(EXPERTS="shared"), shapes(config=config, checkpoint=12.8)).engine
     assert roomy.lent == roomy.weights and roomy.asleep == pytest.approx(roomy.weights + 2.1) and roomy.on_host == 0
-    asked = dataclasses.replace(H100, gpu_free=18.0), 940, "eager", 12.8
-    quantized, shared = (memory.plan_memory(Settings(EXPERTS=kind), config, *asked) for kind in ("mxfp4", "shared"))
+    tight = shapes(dataclasses.replace(H100, gpu_free=18.0), config, checkpoint=12.8)
+    quantized, shared = (memory.plan_memory(Settings(EXPERTS=kind), tight) for kind in ("mxfp4", "shared"))
     experts, tables = 24 * 32 * 3 * 2880**2 * 4.25 / 8 / GIB, (1 if tied else 2) * 201_088 * 2880 * 2 / GIB
     assert quantized.weights - shared.weights == pytest.approx(experts + tables)
     assert shared.learning_peak - quantized.learning_peak == pytest.approx(experts * 0.035)
-    there, theirs = shared.engine, quantized.engine
-    assert there.weights == theirs.weights and there.lent == pytest.approx(experts * 1.035 + tables)
-    assert there.asleep - theirs.asleep == pytest.approx(there.lent) and there.on_host == there.weights - there.lent
+    ours, theirs = shared.engine, quantized.engine
+    assert ours.weights == theirs.weights and ours.lent == pytest.approx(experts * 1.035 + tables)
+    assert ours.asleep - theirs.asleep == pytest.approx(ours.lent) and ours.on_host == ours.weights - ours.lent
     assert theirs.on_host == theirs.weights and not theirs.lent
     unchecked = {"EXPERTS": "shared", "GRADIENT_CHECKPOINTING": False, "MICRO_BATCH": 1}
     assert plan(**unchecked).learning == plan(**unchecked | {"EXPERTS": "mxfp4"}).learning
-    assert plan(EXPERTS="shared").weights == plan(EXPERTS="mxfp4").weights, (
-        "without an engine, for a plan that is refused anyway"
-    )
+    alone = plan(EXPERTS="shared")
+    assert alone.weights == plan(EXPERTS="mxfp4").weights, "without an engine, for a plan that is refused anyway"
 
 
 def test_the_least_memory_is_what_the_documentation_says():
     """docs/learner.md, to a tenth of a GiB."""
     text = " ".join((ROOT / "docs/learner.md").read_text(encoding="utf-8").split())
-    said = re.search(
-        r"needs ([\d.]+) GiB of free memory with `shared` and ([\d.]+) with `paged`, completions of 512 tokens ([\d.]+) and ([\d.]+), "
-        r"and without vLLM, with `mxfp4`, ([\d.]+) and ([\d.]+);", text,
-    )  # fmt: skip
+    figures = re.search(
+        r"needs ([\d.]+) GiB of free memory with `shared` and ([\d.]+) with `paged`, completions of 512 tokens "
+        r"([\d.]+) and ([\d.]+), and without vLLM, with `mxfp4`, ([\d.]+) and ([\d.]+);",
+        text,
+    ).groups()
     jobs = [("shared", 4000), ("paged", 4000), ("shared", 512), ("paged", 512), ("mxfp4", 4000), ("mxfp4", 512)]
-    for (kind, length), least in zip(jobs, map(float, said.groups()), strict=True):
+    for (kind, length), least in zip(jobs, map(float, figures), strict=True):
         settings = Settings(EXPERTS=kind, MAX_COMPLETION_LEN=length, ROLLOUT_SYNC="merge", USE_VLLM=kind != "mxfp4")
         for free, fits in ((least, True), (least - 0.2, False)):
             machine = dataclasses.replace(H100, gpu_free=free)
-            shapes = memory.Shapes(REAL_CONFIG, machine, 940, "torch_flash", "prefix", 12.8)
-            assert bool(memory.memory_shortfall(shapes.plan(settings), machine)) is not fits, (kind, length, free)
+            chosen = memory.plan_memory(settings, shapes(machine, REAL_CONFIG, 940, "torch_flash", "prefix", 12.8))
+            assert bool(memory.memory_shortfall(chosen, machine)) is not fits, (kind, length, free)
 
 
 def test_paged_weights_are_away_while_vllm_is_awake():
-    """All else is as with `mxfp4`: what is away is not on the GPU in a rollout, and in host memory beside the engine's weights."""
-    asked = REAL_CONFIG, H100, 940, "eager", 12.8
-    quantized, paged = (memory.plan_memory(Settings(EXPERTS=kind), *asked) for kind in ("mxfp4", "paged"))
+    """All else is as with `mxfp4`: in a rollout they are not on the GPU, but in host memory beside the engine's."""
+    quantized, paged = (plan(checkpoint=12.8, EXPERTS=kind) for kind in ("mxfp4", "paged"))
     away = (24 * 32 * 3 * 2880**2 * 4.25 / 8 + 2 * 201_088 * 2880 * 2) / GIB
     assert quantized.rollout_peak - paged.rollout_peak == pytest.approx(away)
     assert paged.on_host - quantized.on_host == pytest.approx(away) and quantized.on_host == quantized.engine.weights
-    assert (paged.weights, paged.learning_peak, paged.engine) == (
-        quantized.weights,
-        quantized.learning_peak,
-        quantized.engine,
-    )
-    assert (
-        f"weights {paged.weights:.2f} (awake without {away:.2f})" in paged.parts
-        and "awake without" not in quantized.parts
-    )
+    for name in ("weights", "learning_peak", "engine"):
+        assert getattr(paged, name) == getattr(quantized, name)
+    assert f"weights {paged.weights:.2f} (awake without {away:.2f})" in paged.parts
+    assert "awake without" not in quantized.parts
     alone = plan(EXPERTS="paged")
-    assert not alone.paged and alone.weights == quantized.weights, (
-        "without an engine, for a plan that is refused anyway"
-    )
+    assert not alone.paged and alone.weights == quantized.weights, "without an engine, for a plan that is refused"
 
 
-@pytest.mark.parametrize(
-    ("free", "length", "fits"), [(22, 4000, True), (22, 512, True), (20, 512, True), (20, 4000, False)]
-)
+@pytest.mark.parametrize(("free", "length", "fits"), [(22, 4000, True), (20, 512, True), (20, 4000, False)])
 def test_shared_weights_fit_a_small_card(free, length, fits):
-    """By hand, in GiB: the trainer has attention (1.2) and room for one layer's experts dequantized; the engine its weights, of
-    which all but attention stay, 2.1 of its own, and scratch; the cache takes what is left of the cache that a step wants."""
+    """By hand, in GiB: the trainer has attention (1.2) and room for one layer's experts dequantized; the engine its
+    weights, of which all but attention stay, 2.1 of its own, and scratch; the cache takes the rest."""
     machine = dataclasses.replace(H100, gpu_free=float(free))
-    chosen = memory.plan_memory(
-        Settings(EXPERTS="shared", MAX_COMPLETION_LEN=length), REAL_CONFIG, machine, 930, "torch_flash", 12.9, "prefix"
-    )
+    chosen = memory.plan_memory(Settings(EXPERTS="shared", MAX_COMPLETION_LEN=length), with_vllm(free))
     assert bool(memory.memory_shortfall(chosen, machine)) is not fits
     attention, layer = 24 * (2880 * 5120 + 4096 * 2880) * 2 / GIB, 32 * 3 * 2880**2 * 2 / GIB
     experts, tables = 24 * layer / 2 * 4.25 / 8, 2 * 201_088 * 2880 * 2 / GIB
@@ -115,8 +113,7 @@ def test_shared_weights_fit_a_small_card(free, length, fits):
     assert chosen.learning_peak == pytest.approx(asleep + chosen.learning)
     awake = chosen.weights + chosen.adapter + 12.9 * 1.08 + chosen.engine.scratch
     assert chosen.rollout_peak == pytest.approx(awake + chosen.engine.cache) and chosen.rollout_peak <= 0.95 * free
-    quantized = memory.plan_memory(Settings(EXPERTS="mxfp4"), REAL_CONFIG, machine, 930, "torch_flash", 12.9, "prefix")
-    assert memory.memory_shortfall(quantized, machine), "which is refused"
+    assert not with_vllm(free).fits(Settings(), {"EXPERTS": "mxfp4"})
 
 
 def test_plan_obeys_and_grows():
@@ -128,10 +125,10 @@ def test_plan_obeys_and_grows():
 
 
 def test_learning_by_hand():
-    """76 tokens of prompt and one completion of 81,844: a bucket of 81,920 tokens. A token takes 2 x 2,880 x 24 bytes of
-    kept states and 248,320 of one layer's backward pass; beside them lie 39.1 GiB."""
-    settings = Settings(MAX_COMPLETION_LEN=81_844)
-    chosen = memory.plan_memory(settings, REAL_CONFIG, H100, 76, "torch_flash", packing="prefix")
+    """76 tokens of prompt and one completion of 81,844: a bucket of 81,920 tokens. A token takes 2 x 2,880 x 24 bytes
+    of kept states and 248,320 of one layer's backward pass; beside them lie 39.1 GiB."""
+    long = shapes(prompt_len=76, attention="torch_flash", packing="prefix")
+    chosen = memory.plan_memory(Settings(MAX_COMPLETION_LEN=81_844), long)
     assert chosen.micro_batch == 1
     assert chosen.learning == pytest.approx(81_920 * (2 * 2880 * 24 + 248_320) / GIB + 0.1)
     assert chosen.learning_peak == pytest.approx(chosen.learning + 39.0, abs=0.1)
@@ -139,25 +136,26 @@ def test_learning_by_hand():
 
 @pytest.mark.parametrize("free", [22.0, 21.4])
 def test_a_step_without_vllm_fits_22_gib(free):
-    """With room for a CUDA context too. The cache by hand: 12 layers keep all 1,452 tokens of a row, 12 the last 128. On a
-    CPU all prompts of a batch are computed together."""
-    machine, asked = dataclasses.replace(H100, gpu_free=free), {"EXPERTS": "mxfp4", "MAX_COMPLETION_LEN": 512}
-    chosen = plan(machine, **asked)
+    """With room for a CUDA context too. By hand: 12 layers cache all 1,452 tokens of a row, 12 the last 128.
+    On a CPU all prompts of a batch are computed together."""
+    machine, job = dataclasses.replace(H100, gpu_free=free), {"EXPERTS": "mxfp4", "MAX_COMPLETION_LEN": 512}
+    chosen = plan(machine, **job)
     cache = 96 * 2 * 8 * 64 * 2 * 12 * (1452 + 128)
     step = 96 * (64 * 1452 * 2 * 4 + 201_088 * 4 * 8)
     assert chosen.generation_batch == 96 and chosen.generation == pytest.approx((cache + step) / GIB)
     assert not memory.memory_shortfall(chosen, machine) and "4.1 GiB) fit in 2" in chosen.generation_batch_reason
     assert plan(machine, EXPERTS="mxfp4").generation_batch == 32, "of 4,000 tokens"
     large = dataclasses.replace(CPU, ram_free=100.0)
-    assert plan(large, GENERATION_BATCH=96, **asked).generation > 5 * chosen.generation
+    assert plan(large, GENERATION_BATCH=96, **job).generation > 5 * chosen.generation
 
 
 def test_a_micro_batch_is_as_large_as_pays():
     """By the tokens that it really computes: short completions of shared prompts go through together."""
+    huge = dataclasses.replace(H100, gpu_free=2000.0)
     for length, packing, most in ((24, "prefix", 256), (512, "prefix", 64), (4000, "prefix", 8), (512, "none", 32)):
         settings = Settings(PROMPTS_PER_STEP=32, NUM_GENERATIONS=8, MAX_COMPLETION_LEN=length)
-        arguments = settings, REAL_CONFIG, dataclasses.replace(H100, gpu_free=2000.0), 940, "torch_flash"
-        assert memory.plan_memory(*arguments, packing=packing).micro_batch == most
+        chosen = memory.plan_memory(settings, shapes(huge, attention="torch_flash", packing=packing))
+        assert chosen.micro_batch == most
         assert memory.micro_batch_tokens(settings, most, 940, packing == "prefix") <= memory.MICRO_BATCH_TOKENS
 
 
@@ -174,12 +172,12 @@ def test_lora_size_is_pefts_own(tiny):
     settings = Settings(MODEL_ID="tiny", LORA_R=3)
     model = get_peft_model(load_model(str(tiny), config, "eager"), LoraConfig(**train_grpo.lora_options(settings)))
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    adapter = memory.plan_memory(settings, config, CPU, 100, "eager").adapter
+    adapter = memory.plan_memory(settings, shapes(CPU, config, 100)).adapter
     assert adapter * GIB == pytest.approx(trainable * 16)
 
 
 def test_a_tenth_of_the_gpu_stays_free_and_the_sleeping_engine_takes_its_part():
-    chosen = memory.plan_memory(Settings(MICRO_BATCH=24), REAL_CONFIG, H100, 940, "torch_flash", 13.8, "prefix")
+    chosen = memory.plan_memory(Settings(MICRO_BATCH=24), shapes(H100, REAL_CONFIG, 940, "torch_flash", "prefix", 13.8))
     assert chosen.learning_peak == pytest.approx(chosen.weights + chosen.adapter + chosen.learning + memory.ASLEEP_GIB)
     assert chosen.peak == chosen.learning_peak > chosen.rollout_peak
     for share, words in ((0.91, "learning in micro-batches of 24 would need"), (0.89, "")):
@@ -187,55 +185,53 @@ def test_a_tenth_of_the_gpu_stays_free_and_the_sleeping_engine_takes_its_part():
         assert shortfall.startswith(words) and bool(shortfall) is bool(words)
 
 
-def shapes_on(machine, config=REAL_CONFIG):
-    return memory.Shapes(config, machine, 930, "torch_flash", "prefix", 12.9)
+BF16_CONFIG = REAL_CONFIG | {"quantization_config": None}
+ADVICE = [  # Free GiB, settings, whether the run is resumed, config.json, and the settings that are named.
+    (56.0, {}, True, REAL_CONFIG, ["EXPERTS", "USE_VLLM"]),
+    (
+        79.0, {"VLLM_GPU_MEM": 0.9, "MAX_COMPLETION_LEN": 12_000}, False, REAL_CONFIG,
+        ["VLLM_GPU_MEM", "EXPERTS", "USE_VLLM"],
+    ),
+    (79.0, {"MICRO_BATCH": 60, "GENERATION_BATCH": 96}, False, REAL_CONFIG, ["MICRO_BATCH"]),
+    (
+        79.0, {"USE_VLLM": False, "GENERATION_BATCH": 96, "MAX_COMPLETION_LEN": 26_000}, False, REAL_CONFIG,
+        ["GENERATION_BATCH"],
+    ),
+    (60.0, {"GRADIENT_CHECKPOINTING": False}, False, REAL_CONFIG, ["GRADIENT_CHECKPOINTING", "EXPERTS"]),
+    (40.0, {"GRADIENT_CHECKPOINTING": False, "MICRO_BATCH": 8}, False, REAL_CONFIG,
+     ["GRADIENT_CHECKPOINTING", "MICRO_BATCH", "EXPERTS"]),
+    (60.0, {"GRADIENT_CHECKPOINTING": False}, True, REAL_CONFIG, ["EXPERTS"]),
+    (23.0, {}, False, REAL_CONFIG, ["EXPERTS"]),
+    (20.0, {}, False, REAL_CONFIG, ["EXPERTS", "USE_VLLM"]),
+    (19.0, {"EXPERTS": "paged"}, False, REAL_CONFIG, ["EXPERTS", "USE_VLLM"]),
+    (20.7, {"EXPERTS": "shared"}, True, REAL_CONFIG, ["EXPERTS", "EXPERTS", "USE_VLLM"]),
+    (40.0, {"GRADIENT_CHECKPOINTING": False, "MICRO_BATCH": 96}, False, BF16_CONFIG, []),
+    (30.0, {"MICRO_BATCH": 4, "EXPERTS": "bf16", "USE_VLLM": False}, False, REAL_CONFIG, ["EXPERTS"]),
+    (12.0, {}, False, REAL_CONFIG, []),
+    (15.0, {"GRADIENT_CHECKPOINTING": False}, True, REAL_CONFIG, []),
+]  # fmt: skip
 
 
-ADVICE = [
-    (56.0, {}, True, ["EXPERTS", "USE_VLLM"]),
-    (79.0, {"VLLM_GPU_MEM": 0.9, "MAX_COMPLETION_LEN": 12_000}, False, ["VLLM_GPU_MEM", "EXPERTS", "USE_VLLM"]),
-    (79.0, {"MICRO_BATCH": 60, "GENERATION_BATCH": 96}, False, ["MICRO_BATCH"]),
-    (79.0, {"USE_VLLM": False, "GENERATION_BATCH": 96, "MAX_COMPLETION_LEN": 26_000}, False, ["GENERATION_BATCH"]),
-    (60.0, {"GRADIENT_CHECKPOINTING": False}, False, ["GRADIENT_CHECKPOINTING", "EXPERTS"]),
-    (23.0, {}, False, ["EXPERTS"]),
-    (20.0, {}, False, []),
-    (20.0, {}, True, []),
-    (19.0, {"EXPERTS": "paged"}, False, ["EXPERTS", "USE_VLLM"]),
-    (20.7, {"EXPERTS": "shared"}, True, ["EXPERTS", "EXPERTS", "USE_VLLM"]),
-]
-
-
-@pytest.mark.parametrize(("free", "changes", "resumed", "alone"), ADVICE)
-def test_a_refusal_names_what_alone_fits(free, changes, resumed, alone):
-    machine, settings = dataclasses.replace(H100, gpu_free=free), Settings(**changes)
-    assert memory.memory_shortfall(shapes_on(machine).plan(settings), machine)
-    advice = memory.memory_advice(settings, shapes_on(machine), resumed)
-    named = re.findall(r"([A-Z_]+)=(\w+)", advice)
-    if not alone:
-        assert "together if need be: EXPERTS=mxfp4, USE_VLLM=0" in advice
-        assert ("a lower MAX_COMPLETION_LEN" in advice) is not resumed
-    else:
-        assert [name for name, _ in named] == alone and advice.endswith(" fits")
-        for way in advice.removeprefix("With all else as set, ").removesuffix(" fits").split(" or "):
-            changes = {name: parse_value(name, value) for name, value in re.findall(r"([A-Z_]+)=(\w+)", way)}
-            changed = dataclasses.replace(settings, **changes)
-            assert not memory.memory_shortfall(shapes_on(machine).plan(changed), machine), way
-    assert not resumed or {name for name, _ in named} <= MAY_CHANGE
+@pytest.mark.parametrize(("free", "changes", "resumed", "config", "named"), ADVICE)
+def test_a_refusal_names_settings_that_fit(free, changes, resumed, config, named):
+    """Each alone, or all together; none that a resumed run may not change."""
+    small, settings = with_vllm(free, config), Settings(**changes)
+    assert not small.fits(settings, {})
+    advice = memory.memory_advice(settings, small, resumed)
+    assert re.findall(r"([A-Z_]+)=", advice) == named and (not resumed or MAY_CHANGE.issuperset(named))
+    if not named:
+        assert "Free some memory" in advice and ("lower MAX_COMPLETION_LEN" in advice) is not resumed
+        return
+    assert advice.endswith(" fits")
+    for remedy in advice.removeprefix("With all else as set, ").removesuffix(" fits").split(" or "):
+        values = re.findall(r"([A-Z_]+)=([\w.]+)", remedy)
+        assert small.fits(settings, {name: parse_value(name, value) for name, value in values}), remedy
 
 
 def test_on_a_hopper_card_a_refusal_names_what_shares():
     for free, sync, kind in ((56.0, "merge", "shared"), (56.0, "lora", "mxfp4"), (23.0, "lora", "paged")):
-        shapes = shapes_on(dataclasses.replace(H100, gpu_free=free, capability=9.0))
-        advice = memory.memory_advice(Settings(ROLLOUT_SYNC=sync), shapes, False)
+        advice = memory.memory_advice(Settings(ROLLOUT_SYNC=sync), with_vllm(free, capability=9.0), False)
         assert re.search(r"EXPERTS=(\w+)", advice).group(1) == kind
-
-
-def test_where_no_setting_helps_it_says_so():
-    bf16, kept = REAL_CONFIG | {"quantization_config": None}, Settings(GRADIENT_CHECKPOINTING=False)
-    cases = (12.0, Settings(), REAL_CONFIG, False), (30.0, Settings(), bf16, False), (15.0, kept, REAL_CONFIG, True)
-    for free, settings, config, resumed in cases:  # too small; nothing to quantize to; a setting that may not change
-        shapes = shapes_on(dataclasses.replace(H100, gpu_free=free), config)
-        assert "No setting helps on this GPU" in memory.memory_advice(settings, shapes, resumed)
 
 
 def test_buckets_and_micro_batches_by_hand():
@@ -287,15 +283,12 @@ def test_capture_sizes(most):
     assert len(sizes) <= 16 + 4 * max(0, math.log2(most) - 4) + 1
 
 
-@given(st.integers(1, 3000))
-def test_divisors(total):
-    assert memory.divisors(total) == [n for n in range(1, total + 1) if total % n == 0]
-
-
 def test_a_plan_takes_as_long_whatever_the_size_of_a_step():
     """The most that the settings let through: no list of every number up to that."""
     settings = Settings(PROMPTS_PER_STEP=10**5, NUM_GENERATIONS=10**5, MAX_COMPLETION_LEN=10**9)
     for machine, checkpoint in ((H100, None), (H100, DOWNLOAD_GIB), (CPU, None)):
-        plan = memory.Shapes(REAL_CONFIG, machine, 10**9, "torch_flash", "prefix", checkpoint).plan(settings)
+        huge = shapes(machine, REAL_CONFIG, 10**9, "torch_flash", "prefix", checkpoint)
+        plan = memory.plan_memory(settings, huge)
         assert plan.micro_batch == plan.generation_batch == 1
     assert len(memory.divisors(10**10)) == 121
+    assert all(memory.divisors(total) == [n for n in range(1, total + 1) if total % n == 0] for total in range(1, 400))

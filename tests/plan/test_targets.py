@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LORA_TARGETS: what its words match, and what is said about it."""
+"""LORA_TARGETS: the matrices that its words match, and how they are reported."""
 
 from __future__ import annotations
 
@@ -10,33 +10,30 @@ import pytest
 from runs import environment
 
 import train_grpo
+from grpo.plan import targets
 from grpo.plan.hub import REAL_CONFIG
-from grpo.plan.targets import (
-    EXPERT_PARAMETERS,
-    LINEAR_MODULES,
-    canonical,
-    expected_shapes,
-    hit_lines,
-    matched,
-    parameters,
-    place_of,
-    spans,
-)
+from grpo.plan.targets import EXPERT_PARAMETERS, LINEAR_MODULES, shortest_targets, target_matrices
 
 
 @pytest.mark.parametrize(
-    ("targets", "count", "numbers"),
-    [("all-linear", 96, 1_990_656), ("q_proj,o_proj", 48, 1_339_392), ("7.experts", 2, 1_843_200), ("experts", 48, 44_236_800),
-     ("all-linear,q_proj,7.experts,7.mlp.experts.down_proj", 98, 3_833_856), ("layers.7.mlp.experts", 2, 1_843_200),
-     ("24.experts", 0, 0)],
-)  # fmt: skip
-def test_what_words_match_in_gpt_oss_20b(targets, count, numbers):
+    ("words", "count", "parameters"),
+    [
+        ("all-linear", 96, 1_990_656),
+        ("q_proj,o_proj", 48, 1_339_392),
+        ("7.experts", 2, 1_843_200),
+        ("experts", 48, 44_236_800),
+        ("all-linear,q_proj,7.experts,7.mlp.experts.down_proj", 98, 3_833_856),
+        ("layers.7.mlp.experts", 2, 1_843_200),
+        ("24.experts", 0, 0),
+    ],
+)
+def test_what_words_match_in_gpt_oss_20b(words, count, parameters):
     """At rank 4; 1,990,656 is PEFT's own count of `all-linear`."""
-    found = matched(targets, 24)
-    assert (len(found), parameters(REAL_CONFIG, 4, found)) == (count, numbers)
-    assert matched(canonical(found, 24), 24) == found
-    shapes = expected_shapes(REAL_CONFIG, 4, targets)
-    assert {place_of(name) for name in shapes} == found and len(shapes) == 2 * count
+    matrices = target_matrices(words, 24)
+    assert (len(matrices), targets.adapter_parameters(REAL_CONFIG, 4, matrices)) == (count, parameters)
+    assert target_matrices(shortest_targets(matrices, 24), 24) == matrices
+    shapes = targets.expected_shapes(REAL_CONFIG, 4, words)
+    assert {targets.matrix_of(name) for name in shapes} == matrices and len(shapes) == 2 * count
 
 
 def test_any_choice_has_a_name():
@@ -44,32 +41,33 @@ def test_any_choice_has_a_name():
     for _ in range(50):
         linear = [(layer, name) for name in LINEAR_MODULES if choose.random() < 0.5 for layer in range(5)]
         experts = [(layer, name) for layer in range(5) if choose.random() < 0.5 for name in EXPERT_PARAMETERS]
-        assert matched(canonical([*linear, *experts], 5), 5) == {*linear, *experts}
+        assert target_matrices(shortest_targets([*linear, *experts], 5), 5) == {*linear, *experts}
 
 
-def test_the_hits_in_words():
-    lines = list(hit_lines("all-linear, 7.experts,7.mlp.experts.down_proj,7.experts,99.experts", REAL_CONFIG, 4))
-    assert lines == [
-        "all-linear: layers 0 to 23, each q_proj 27,904 + k_proj 13,568 + v_proj 13,568 + o_proj 27,904 parameters = 1,990,656",
+def test_the_matches_in_words():
+    words = "all-linear, 7.experts,7.mlp.experts.down_proj,7.experts,99.experts"
+    all_linear = "q_proj 27,904 + k_proj 13,568 + v_proj 13,568 + o_proj 27,904"
+    assert list(targets.target_lines(words, REAL_CONFIG, 4)) == [
+        f"all-linear: layers 0 to 23, each {all_linear} parameters = 1,990,656",
         "7.experts: layer 7 gate_up_proj 1,105,920 + down_proj 737,280 parameters",
         "7.mlp.experts.down_proj: layer 7 down_proj 737,280 parameters",
         "99.experts: nothing",
     ]
-    assert spans([7, 23, 15]) == "7, 15, 23" and spans([0, 1, 2, 4, 5]) == "0 to 2, 4, 5"
+    assert targets.layers_text([7, 23, 15]) == "7, 15, 23" and targets.layers_text([4, 5]) == "4, 5"
 
 
 @pytest.mark.slow
-def test_a_run_on_experts_reports_its_hits_and_continues(tmp_path, monkeypatch, quiet, capsys):
-    """Packed, through the entry point: the report is printed and kept, a second start goes on, another run starts from the adapter."""
-    for name, value in environment(
-        tmp_path / "run", LORA_TARGETS="v_proj,1.experts", EXPERTS="mxfp4", LORA_R=3
-    ).items():
+def test_a_run_on_experts_reports_its_matches_and_continues(tmp_path, monkeypatch, quiet, capsys):
+    """Packed, through the entry point: the report is printed and kept, a second start goes on, and another run starts
+    from the adapter."""
+    settings = {"LORA_TARGETS": "v_proj,1.experts", "EXPERTS": "mxfp4", "LORA_R": 3, "TOTAL_STEPS": 2}
+    for name, value in environment(tmp_path / "run", **settings).items():
         monkeypatch.setenv(name, value)
     assert train_grpo.main([]) == 0
-    assert "1.experts: layer 1 gate_up_proj 2,304 + down_proj 1,536 parameters" in capsys.readouterr().out
-    kept = json.loads((tmp_path / "run" / "settings.json").read_text())["choices"]["lora_targets"]
-    assert kept["1.experts"] == {"1": {"gate_up_proj": 2304, "down_proj": 1536}} and set(kept["v_proj"]) == set("012")
-    monkeypatch.setenv("TOTAL_STEPS", "8")
+    line = "1.experts: layer 1 gate_up_proj 2,304 + down_proj 1,536 parameters"
+    assert line in capsys.readouterr().out
+    assert line in json.loads((tmp_path / "run" / "settings.json").read_text())["choices"]["lora_targets"]
+    monkeypatch.setenv("TOTAL_STEPS", "3")
     assert train_grpo.main([]) == 0
     monkeypatch.setenv("INIT_ADAPTER", str(tmp_path / "run"))
     monkeypatch.setenv("OUTPUT_DIR", str(tmp_path / "second"))

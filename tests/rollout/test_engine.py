@@ -27,7 +27,7 @@ from grpo.learn.timer import UtilizationSampler
 from grpo.phases import Phase
 from grpo.plan.hub import DOWNLOAD_GIB, REAL_CONFIG
 from grpo.plan.machine import GIB
-from grpo.plan.memory import BATCHED_TOKENS, EnginePlan, capture_sizes, plan_memory
+from grpo.plan.memory import BATCHED_TOKENS, EnginePlan, Shapes, capture_sizes, plan_memory
 from grpo.rollout.engine import (
     WARM_UP_TOKENS,
     Engine,
@@ -253,7 +253,8 @@ def test_answers_that_do_not_match_the_requests_are_errors(build, monkeypatch):
 
 def test_engine_arguments():
     def arguments(**changes):
-        plan = plan_memory(Settings(**changes), REAL_CONFIG, H100, 930, "eager", DOWNLOAD_GIB).engine
+        shapes = Shapes(REAL_CONFIG, H100, 930, "eager", checkpoint=DOWNLOAD_GIB)
+        plan = plan_memory(Settings(**changes), shapes).engine
         return plan, engine_arguments(Settings(**changes), plan, "/model", 79.6)
 
     engine, merge = arguments(SEED=7)

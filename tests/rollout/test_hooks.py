@@ -25,7 +25,7 @@ from stub_vllm import SYNCS
 
 from grpo.evaluate.ask import serve_commands
 from grpo.plan.hub import REAL_CONFIG
-from grpo.plan.memory import LORA_RANKS, plan_memory
+from grpo.plan.memory import LORA_RANKS, Shapes, plan_memory
 from grpo.preflight.choices import VLLM_COLDEST
 from grpo.rollout.engine import Engine, engine_arguments
 from grpo.rollout.vllm_patches import VLLM_SWITCHES, compile_router_once, vllm_environment
@@ -161,7 +161,7 @@ def test_vllm_has_every_name_that_is_imported(vllm):
 def test_vllm_takes_the_engine_arguments(vllm, sync, eager):
     """`LLM` passes what it does not name itself on to EngineArgs."""
     settings = Settings(ROLLOUT_SYNC=sync, VLLM_EAGER=eager)
-    plan = plan_memory(settings, REAL_CONFIG, H100, 930, "eager", 12.9).engine
+    plan = plan_memory(settings, Shapes(REAL_CONFIG, H100, 930, "eager", checkpoint=12.9)).engine
     arguments = engine_arguments(settings, plan, "/model", H100.gpu_total)
     init = vllm.find("vllm", "LLM").member("__init__")
     named = {name for name, p in init.signature.parameters.items() if p.kind != p.VAR_KEYWORD}
