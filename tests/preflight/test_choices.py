@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 from conftest import ROOT
@@ -109,6 +110,27 @@ def test_rewards_and_their_scale():
         chosen, reason = choices.choose_scale_rewards(None, names)
         assert chosen == scale and len(reason) > 10
     assert choices.choose_scale_rewards("none", ["regret"]) == ("none", "set by SCALE_REWARDS")
+
+
+NO_EXPECTED_REWARD = [
+    ({"EXPECTED_REWARD": False}, True, ["regret"], "set by EXPECTED_REWARD"),
+    ({}, True, [], "no function of REWARDS"),
+    ({"EXPECTED_REWARD": True}, False, ["regret"], "bare.csv has no reward_action_k"),
+    ({"INVALID_REWARD": math.nan}, True, ["regret"], "INVALID_REWARD=nan"),
+    ({"LOSS_TYPE": "vespo"}, True, ["regret"], "vespo"),
+    ({"IS_CORRECTION": "sequence_mask"}, True, ["regret"], "sequence_mask"),
+    ({"IS_CORRECTION": "sequence_truncate"}, True, ["regret"], "sequence_truncate"),
+    ({"TOP_P": 0.99}, True, ["regret"], "TOP_P"),
+]
+
+
+@pytest.mark.parametrize(("changes", "tables", "names", "word"), NO_EXPECTED_REWARD)
+def test_expected_reward_says_why_it_is_off(changes, tables, names, word):
+    rows = [Row("d.csv", 1, (("user", "x"),), (0.5, 0.1), {})]
+    rows += [] if tables else [Row("bare.csv", 1, (("user", "x"),), (), {})]
+    chosen, reason = choices.choose_expected_reward(Settings(**changes), rows, names)
+    assert not chosen and word in reason
+    assert choices.choose_expected_reward(Settings(), rows[:1], ["regret"])[0]
 
 
 CLOSED_LOOP = [
