@@ -29,7 +29,8 @@ from grpo.settings import Settings
 REWARD_RESULTS = [
     ("[1, None, 0.5]", None), ("[True, 0, 1]", None), ("__import__('numpy').ones(3)", None), ("list(__import__('numpy').ones(3, 'float32'))", None),
     ("[1, 2]", "returned 2 rewards for 3"), ("None", "returned NoneType"), ("['a', 1, 2]", "returned 'a'"),
-    ("[1, 2, float('inf')]", "returned inf"), ("[1, 2, 10**400]", "returned 1000"), ("[1, 2, 1e20]", "returned 1e.20, which is neither"), ("[1 / 0]", r"raised ZeroDivisionError: division by zero \(returns_[0-9]+.py, line 2\)"),
+    ("[1, 2, float('inf')]", "returned inf"), ("[1, 2, 10**400]", "returned 1000"), ("[1, 2, 1e20]", "returned 1e.20, which is neither"),
+    ("[1, 2, -1e20]", "returned -1e.20, which is neither"), ("[1 / 0]", r"raised ZeroDivisionError: division by zero \(returns_[0-9]+.py, line 2\)"),
 ]  # fmt: skip
 
 
