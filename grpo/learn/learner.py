@@ -119,10 +119,10 @@ class Learner(GRPOTrainer):
         """(`batch` with `advantages` (B, C) by token, means (B,), slopes (B,)): the loss also has -slope * (V - mean)
         of each completion. One forward pass without gradient up to the answers comes before the learning: mean and
         deviation of a step must be known before its first micro-batch learns."""
-        mask, group = batch["completion_mask"], self.num_generations
+        mask, group = batch["completion_mask"], self.run.settings.NUM_GENERATIONS
         probabilities = torch.zeros(answers.tokens.shape, device=mask.device)
         cut = batch | {"completion_mask": answers.up_to_answer(mask)}
-        with torch.no_grad(), evaluating(self.model):
+        with torch.no_grad(), evaluating(base):
             parts = self.micro_batches(cut)
             for rows, packed in with_progress("expected rewards", parts, "micro-batch", first_s=LINE_S):
                 if len(packed.targets):
