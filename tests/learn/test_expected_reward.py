@@ -243,15 +243,15 @@ def test_advantages_by_token():
 
 def test_a_sampled_completion_beside_expected_ones():
     """Its advantage is that of its reward, over the group's mean and deviation; a NaN leaves it out of them."""
-    answers = step_rewards([(-1.0, 0.0, 1.0), (-1.0,), (math.nan,)], (0.0,) * 3, (0.0,) * 3)
+    answers = step_rewards([(-1.0, 0.0, 1.0), (-1.0,), (math.nan,)], (0.4, 0.2, 0.0), (0.0,) * 3)
     p = torch.tensor([[0.5, 0.5], [0.6, 0.6], [0.6, 0.6]])
     values = expected_rewards(answers, p)
     means, scale = mean_and_scale(answers, p, 3, "group")
     advantages = token_advantages(answers, values, means, scale, torch.full((3,), 9.0), 3, 4)
-    # V is 0.5 and -1, so m is -0.25; the squares are 0.5 x 0.0625 + 0.5 x 1.5625 and 0.5625.
-    deviation = math.sqrt((0.8125 + 0.5625) / 2) + 1e-4
-    assert advantages[1].tolist() == pytest.approx([-0.75 / deviation] * 4)
-    assert advantages[0].tolist() == pytest.approx([0.75 / deviation] * 2 + [0.0] * 2, abs=1e-6)
+    # V is 0.9 and -0.8, so m is 0.05; the squares are 0.5 x 0.35^2 + 0.5 x 1.35^2 and 0.85^2; others have a mean of 0.3.
+    deviation = math.sqrt((0.9725 + 0.7225) / 2) + 1e-4
+    assert advantages[1].tolist() == pytest.approx([-0.85 / deviation] * 4)
+    assert advantages[0].tolist() == pytest.approx([0.85 / deviation] * 2 + [0.1 / deviation] * 2)
     assert advantages[2].tolist() == [0.0] * 4
 
 
