@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From sampled completions to what every action of their rows would have earned (EXPECTED_REWARD)."""
+"""From sampled completions to the rewards of all actions of their rows (EXPECTED_REWARD)."""
 
 from __future__ import annotations
 
@@ -70,8 +70,9 @@ class RewardLookup:
             if actions not in self.tokens:
                 self.tokens[actions] = action_tokens(self.tokenizer, actions) if actions else []
             names, action = self.tokens[actions], completion.action
-            place = -1 if action is None or completion.truncated or not names else last_place(tokens, names[action])
-            if place >= 0:
+            if action is None or completion.truncated or not names:
+                continue
+            if (place := last_place(tokens, names[action])) >= 0:
                 other = (action + 1) % actions
                 tried.append((i, place, other))
                 replaced.append([*tokens[:place], names[other], *tokens[place + 1 :]])
@@ -89,7 +90,8 @@ class RewardLookup:
         scores: Sequence[Sequence[float]],
         state: TrainerState,
     ) -> list[AnswerRewards]:
-        """The AnswerRewards of each completion, given its tokens and what each function gave it (NaN: left it out)."""
+        """The AnswerRewards of each completion, given its tokens and the score that each function gave it (NaN: the
+        function left it out)."""
         answers = []
         for completion, column, values in zip(read, self.answer_columns(read, ids), scores, strict=True):
             earned = [weight * value for weight, value in zip(self.weights, values, strict=True)]
@@ -97,8 +99,9 @@ class RewardLookup:
             others = math.fsum(
                 value for n, value in enumerate(earned) if n not in self.looked_up and not math.isnan(value)
             )
-            table = self.rewards_of_actions(completion.row, state) if column >= 0 else [math.nan]
-            if any(map(math.isnan, [*values, *table])):
+            action = completion.action
+            table = self.rewards_of_actions(completion.row, state) if column >= 0 else []
+            if action is None or not table or any(map(math.isnan, [*values, *table])):
                 answers.append(AnswerRewards(total(earned), others=others))
                 continue
             unreadable, *actions = table
@@ -109,7 +112,7 @@ class RewardLookup:
                     tokens=self.tokens[len(actions)],
                     gains=[reward - unreadable for reward in actions],
                     others=others,
-                    surplus=looked_up - actions[completion.action],
+                    surplus=looked_up - actions[action],
                 )
             )
         return answers

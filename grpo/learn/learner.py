@@ -53,17 +53,19 @@ class Learner(GRPOTrainer):
             with self.accelerator.autocast():
                 states = hidden_states(base, packed, self.run.attention)
                 leaf = states.detach().requires_grad_()  # head and loss first: their memory is free before the rest
-                found, entropy = self.compute_logps(base, leaf, packed.targets)
+                token_logps, entropy = self.compute_logps(base, leaf, packed.targets)
             part = {
                 name: value[rows] if torch.is_tensor(value) and value.ndim else value for name, value in batch.items()
             }
-            found, entropy = (padded_like(part["completion_mask"], packed, values) for values in (found, entropy))
-            policy, sampled = found.detach(), part.get("sampling_per_token_logps")
+            token_logps, entropy = (
+                padded_like(part["completion_mask"], packed, values) for values in (token_logps, entropy)
+            )
+            policy, sampled = token_logps.detach(), part.get("sampling_per_token_logps")
             logps[rows], ratios[rows] = policy, 1.0
             if sampled is not None and s.IS_CORRECTION != "none":
                 ratio = importance_ratio(policy, sampled, part["completion_mask"], s.IS_CORRECTION, s.IS_CLIP_MAX)
                 part["importance_sampling_ratio"], ratios[rows] = ratio, ratio.expand_as(policy)
-            loss, metrics = self.liger_loss(part, batch, found, entropy)
+            loss, metrics = self.liger_loss(part, batch, token_logps, entropy)
             if answers is not None and len(packed.targets):
                 own = answers[rows]
                 values = expected_rewards(own, self.action_probabilities(base, leaf, packed, own, mask[rows]))
@@ -117,10 +119,10 @@ class Learner(GRPOTrainer):
         """(`batch` with `advantages` (B, C) by token, means (B,), slopes (B,)): the loss also has -slope * (V - mean)
         of each completion. One forward pass without gradient up to the answers comes before the learning: mean and
         deviation of a step must be known before its first micro-batch learns."""
-        mask, group = batch["completion_mask"], self.num_generations
+        mask, group = batch["completion_mask"], self.run.settings.NUM_GENERATIONS
         probabilities = torch.zeros(answers.tokens.shape, device=mask.device)
         cut = batch | {"completion_mask": answers.up_to_answer(mask)}
-        with torch.no_grad(), evaluating(self.model):
+        with torch.no_grad(), evaluating(base):
             parts = self.micro_batches(cut)
             for rows, packed in with_progress("expected rewards", parts, "micro-batch", first_s=LINE_S):
                 if len(packed.targets):
@@ -159,14 +161,14 @@ class Learner(GRPOTrainer):
     def liger(self, part: Batch, batch: Batch, logps: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Liger's loss of the `part` of `batch` with log-probs (b, C), and its metrics. `advantages` are (b,), or (b,
         C): as Liger spreads them over the last dimension, completions are then sequences of shape (b, 1, C)."""
-        whole, names = (
-            batch["completion_mask"],
+        mask, names = (
+            part["completion_mask"],
             ("ref_per_token_logps", "old_per_token_logps", "importance_sampling_ratio"),
         )
-        tensors = [logps, part["completion_mask"], *map(part.get, names)]
+        reference, old, ratio = (part.get(name) for name in names)
         if part["advantages"].ndim == 2:
-            tensors = [None if tensor is None else tensor.unsqueeze(1) for tensor in tensors]
-        logps, mask, reference, old, ratio = tensors
+            logps, mask = logps.unsqueeze(1), mask.unsqueeze(1)
+            reference, old, ratio = (None if x is None else x.unsqueeze(1) for x in (reference, old, ratio))
         # Liger's own luspo divides by the length, TRL's is a sum over tokens and a mean over completions: dr_grpo's
         # with 1.
         luspo = self.loss_type == "luspo"
@@ -174,7 +176,7 @@ class Learner(GRPOTrainer):
             logps,
             mask,
             part["advantages"],
-            whole,  # normalized by the whole step's tokens
+            batch["completion_mask"],  # The loss is normalized by the whole step's tokens.
             ref_per_token_logps=reference,
             old_per_token_logps=old,
             epsilon_low=self.epsilon_low,
@@ -208,8 +210,10 @@ class Learner(GRPOTrainer):
         base = self.base_model_of(model)
         for rows, packed in self.micro_batches(batch):
             with self.accelerator.autocast():
-                found, _ = self.compute_logps(base, hidden_states(base, packed, self.run.attention), packed.targets)
-            logps[rows] = padded_like(batch["completion_mask"][rows], packed, found)
+                token_logps, _ = self.compute_logps(
+                    base, hidden_states(base, packed, self.run.attention), packed.targets
+                )
+            logps[rows] = padded_like(batch["completion_mask"][rows], packed, token_logps)
         sum_over_ranks(self.run.ranks, [logps])
         return logps, None, None
 

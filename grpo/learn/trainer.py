@@ -81,7 +81,7 @@ class Trainer(Learner):
         self.rollout_tokens = 0  # of the last rollout
         self.lookup: RewardLookup | None = None  # None without EXPECTED_REWARD
         if run.looked_up:
-            self.lookup = RewardLookup(rewards, config.reward_weights, run.looked_up, self.columns, tokenizer)
+            self.lookup = RewardLookup(rewards, config.reward_weights or [], run.looked_up, self.columns, tokenizer)
         self.step_rewards: StepRewards | None = None  # of the last completions, with EXPECTED_REWARD
         # Only the index travels through TRL: the columns are looked up where they are needed.
         dataset = Dataset.from_dict({"prompt": [row.prompt for row in run.rows], "row": list(range(len(run.rows)))})

@@ -148,11 +148,12 @@ def train_watched(trainer: GRPOTrainer, resolved: ResolvedRun, train: Callable[[
 
 def seed_child(options: argparse.Namespace) -> int:
     """One seed in this process: the entry point's run, and where that trains, plain TRL after it. Returns the run's
-    exit code. The settings are the demo's but for the steps and the temperature."""
+    exit code. The settings are the demo's but for the steps, the temperature and EXPECTED_REWARD: TRL learns from
+    sampled rewards."""
     torch.set_num_threads(1)
     steps = {"TOTAL_STEPS": options.steps, "SAVE_STEPS": options.steps, "EVAL_STEPS": 0, "EVAL_SAMPLES": 0}
     paths = {"OUTPUT_DIR": Path(options.run).absolute() / options.child, "OVERWRITE": 1, "SEED": options.child}
-    settings = {"MODEL_ID": "tiny", "TEMPERATURE": 1.0, **steps, **paths, **dict(options.set)}
+    settings = {"MODEL_ID": "tiny", "TEMPERATURE": 1.0, "EXPECTED_REWARD": 0, **steps, **paths, **dict(options.set)}
     os.environ |= {name: str(value) for name, value in settings.items()}
     resolved = preflight(os.environ | {"EVAL_SAMPLES": "1"})  # The run itself reads no held-out rows.
 

@@ -17,7 +17,8 @@ import psutil
 import torch
 from torch import Tensor
 
-from grpo.learn.trainer import Batch, Trainer
+from grpo.learn.learner import Batch
+from grpo.learn.trainer import Trainer
 from grpo.measure import variants
 from grpo.measure.record import Figure, Json, steps_of, tabled
 from grpo.measure.variants import Function, Variant, free_gib, intercept, policy_of
@@ -118,9 +119,7 @@ class RunWatch:
         self.tok_s.append(sum(map(len, result[0])) / engine.seconds["generate"])
         return result
 
-    def learn(
-        self, learn: Function, trainer: Trainer, model: torch.nn.Module, batch: Batch, *arguments: Any
-    ) -> Tensor:
+    def learn(self, learn: Function, trainer: Trainer, model: torch.nn.Module, batch: Batch, *arguments: Any) -> Tensor:
         self.startup_s = self.startup_s or time.time() - self.born
         self.trainer, self.batch = trainer, batch
         if not self.sums:  # There is no engine.

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from trl import GRPOTrainer
 
-from grpo.learn.trainer import Batch, Trainer
+from grpo.learn.learner import Batch
+from grpo.learn.trainer import Trainer
 from grpo.measure.record import Figure, Json, tabled
 from grpo.measure.rollout import measure_run, run_figures
 from grpo.measure.variants import Variant, policy_of, run_variants, weighed, write_result

@@ -129,6 +129,16 @@ def check_experts(
         problems.add("EXPERTS", fault, "Set EXPERTS=auto")
 
 
+def check_top_p(settings: Settings, use_vllm: bool, problems: Problems) -> None:
+    """vLLM's log-probs are comparable with the learner's: with TOP_P below 1 they are renormalized over the nucleus, and
+    every importance ratio would carry its probability (https://github.com/huggingface/trl/issues/6789)."""
+    if settings.TOP_P < 1 and use_vllm and settings.IS_CORRECTION != "none":
+        fault = (
+            "vLLM's log-probs are then those within the nucleus, the learner's are not: all importance ratios are wrong"
+        )
+        problems.add("TOP_P", fault, "Set TOP_P=1, or IS_CORRECTION=none")
+
+
 def check_memory(settings: Settings, shapes: Shapes, problems: Problems, resumed: bool = False) -> None:
     """The model has as many positions, and the machine as much memory, as the run takes, `resumed` or not."""
     plan, machine = plan_memory(settings, shapes), shapes.machine
@@ -247,6 +257,7 @@ def check_input(resolved: ResolvedRun, environ: Mapping[str, str], problems: Pro
     check_trackers(settings, environ, problems)
     check_settings(settings, resolved.config, machine, problems)
     check_experts(settings, resolved.config, machine, use_vllm, problems)
+    check_top_p(settings, use_vllm, problems)
     tokenizer = resolved.files.tokenizer if resolved.files and resolved.longest_prompt else None
     specs, garbage_warning = check_rewards(settings, resolved.rewards, resolved.rows, problems, tokenizer)
     if settings.EVAL_DATA is not None:  # Rows held out of DATA have its columns.
@@ -254,11 +265,6 @@ def check_input(resolved: ResolvedRun, environ: Mapping[str, str], problems: Pro
     if settings.EXPECTED_REWARD and not resolved.expected_reward:
         why = f"it cannot be: {resolved.reasons['expected_reward']}"
         problems.add("EXPECTED_REWARD", why, "Set EXPECTED_REWARD=auto, or change that")
-    if settings.TOP_P < 1 and use_vllm and settings.IS_CORRECTION != "none":
-        why = (
-            "vLLM's log-probs are those of the nucleus, the learner's of all tokens, so every importance ratio is wrong"
-        )
-        problems.add("TOP_P", f"with IS_CORRECTION={settings.IS_CORRECTION} {why}", "Set TOP_P=1 or IS_CORRECTION=none")
     if resolved.best_by == "plant" and not resolved.closed_loop.prompt:
         fault = f"the closed loop does not run ({resolved.reasons['closed_loop']})"
         problems.add("BEST_BY", fault, "Set BEST_BY=auto or reward")

@@ -37,6 +37,7 @@ RESULTS = [
     ("[1, 2, float('inf')]", "returned inf"),
     ("[1, 2, 10**400]", "returned 1000"),
     ("[1, 2, 1e20]", "returned 1e.20, which is neither"),
+    ("[1, 2, -1e20]", "returned -1e.20, which is neither"),
     ("[1 / 0]", r"raised ZeroDivisionError: division by zero \(returns_[0-9]+.py, line 2\)"),
     ("__import__('json').loads('x')", r"raised JSONDecodeError: .*\(returns_[0-9]+.py, line 2\)"),
 ]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 
@@ -13,8 +14,17 @@ from conftest import RENDERED
 from engines import set_adapter
 from trainers import make, plain_float32
 
+import rewards
 from grpo.evaluate.exact import ANSWER, answer_probabilities
-from grpo.evaluate.heldout import evaluate, exact_probabilities, expectation, generate_completions, table
+from grpo.evaluate.heldout import (
+    add_models,
+    day_of,
+    evaluate,
+    exact_probabilities,
+    expectation,
+    generate_completions,
+    table,
+)
 
 PROMPTS = [
     RENDERED.format(text) for text in ("hour 8 store 50 load 30", "hour 17 store 9 load 30 co2 41", "hour 8 store 7")
@@ -53,12 +63,13 @@ def test_it_is_the_product_of_the_tokens_probabilities(trainer, temperature):
     assert one[0] == pytest.approx(found[0, :4], rel=1e-4), "alone as among others"
 
 
-def test_the_window_of_the_sliding_layers_is_kept(trainer):
-    """A prompt much longer than it: what all prompts share lies outside."""
+@pytest.mark.parametrize("window", [16, 3])
+def test_the_window_of_the_sliding_layers_is_kept(trainer, window):
+    """A prompt much longer than it: what all prompts share lies outside. In a short one each key counts."""
     model, tokenizer = trainer.model.get_base_model().eval(), trainer.processing_class
-    model.config.sliding_window = 16
+    model.config.sliding_window = window
     for layer in model.model.layers[::2]:
-        layer.self_attn.sliding_window = 16
+        layer.self_attn.sliding_window = window
     prompts = [RENDERED.format("hour 8 " * 20 + end) for end in ("store 7", "load 30")]
     found = answer_probabilities(model, tokenizer, prompts, 1.0, 4)
     for prompt, row in zip(prompts, found, strict=True):
@@ -104,6 +115,28 @@ def test_held_out_figures_are_expectations(trainer):
     sampled = evaluate(trainer, rows, exact=False, greedy=True)
     greedy = evaluate(trainer, rows, exact=True, greedy=True)
     assert sampled["reward_by_prompt"] == greedy["reward_by_prompt"] and sampled["tokens_mean"] >= 1
+
+
+def test_intervals_are_over_days(trainer):
+    """The rows of a day together, and rows of another file apart from them; so is the difference of two models."""
+    dates = ("2025-09-01", "2025-09-01", "2025-09-02", "2025-09-02")
+    rows = [
+        dataclasses.replace(row, columns=row.columns | {"date": date}, rewards=tuple(np.roll(row.rewards, n)))
+        for n, (row, date) in enumerate(zip(trainer.run.rows, dates, strict=True))
+    ]
+    results = {"exact": True}
+    add_models(trainer, rows, results, ("before", "after"))
+    p = exact_probabilities(trainer, [row.prompt for row in rows], False, False, 4).tolist()
+    worth, samples = [row.rewards for row in rows], [trainer.run.settings.EVAL_SAMPLES] * 4
+    by_day, by_row = (rewards.score_probabilities(worth, p, samples, 0.0, clusters) for clusters in (dates, range(4)))
+    scores = [results[name]["reward_by_prompt"] for name in ("before", "after")]
+    for name in ("reward_low", "reward_high"):
+        assert results["after"][name] == pytest.approx(by_day[name]) != pytest.approx(by_row[name])
+        difference = rewards.paired_difference(*scores, dates)[name]
+        assert results["difference"][name] == difference != rewards.paired_difference(*scores)[name]
+    assert day_of(rows[0]) == day_of(rows[1]) != day_of(rows[2])
+    assert day_of(dataclasses.replace(rows[0], file="other.csv")) != day_of(rows[0])
+    assert day_of(trainer.run.rows[0]) != day_of(trainer.run.rows[1]), "rows without a date stand alone"
 
 
 def test_the_table_of_a_run_that_an_earlier_version_began():

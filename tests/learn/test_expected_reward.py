@@ -171,7 +171,10 @@ def test_it_does_not_depend_on_the_sampled_digit(tiny, tmp_path):
 
 def definition(tables, p, group, scale_rewards):
     """(m, S) by the sums of their definition, for tables of (r_invalid, r_k ...) and probabilities p."""
-    values = [sum(q * r for q, r in zip(ps, t[1:], strict=True)) + (1 - sum(ps)) * t[0] for t, ps in zip(tables, p)]
+    values = [
+        sum(q * r for q, r in zip(ps, rewards, strict=True)) + (1 - sum(ps)) * invalid
+        for (invalid, *rewards), ps in zip(tables, p, strict=True)
+    ]
     means, squares = [], []
     for i, (table, ps) in enumerate(zip(tables, p, strict=True)):
         members = [v for v in values[i // group * group :][:group] if not math.isnan(v)]
@@ -240,15 +243,15 @@ def test_advantages_by_token():
 
 def test_a_sampled_completion_beside_expected_ones():
     """Its advantage is that of its reward, over the group's mean and deviation; a NaN leaves it out of them."""
-    answers = step_rewards([(-1.0, 0.0, 1.0), (-1.0,), (math.nan,)], (0.0,) * 3, (0.0,) * 3)
+    answers = step_rewards([(-1.0, 0.0, 1.0), (-1.0,), (math.nan,)], (0.4, 0.2, 0.0), (0.0,) * 3)
     p = torch.tensor([[0.5, 0.5], [0.6, 0.6], [0.6, 0.6]])
     values = expected_rewards(answers, p)
     means, scale = mean_and_scale(answers, p, 3, "group")
     advantages = token_advantages(answers, values, means, scale, torch.full((3,), 9.0), 3, 4)
-    # V is 0.5 and -1, so m is -0.25; the squares are 0.5 x 0.0625 + 0.5 x 1.5625 and 0.5625.
-    deviation = math.sqrt((0.8125 + 0.5625) / 2) + 1e-4
-    assert advantages[1].tolist() == pytest.approx([-0.75 / deviation] * 4)
-    assert advantages[0].tolist() == pytest.approx([0.75 / deviation] * 2 + [0.0] * 2, abs=1e-6)
+    # V is 0.9 and -0.8, so m is 0.05; the squares are 0.5 x 0.35^2 + 0.5 x 1.35^2 and 0.85^2; others have a mean of 0.3.
+    deviation = math.sqrt((0.9725 + 0.7225) / 2) + 1e-4
+    assert advantages[1].tolist() == pytest.approx([-0.85 / deviation] * 4)
+    assert advantages[0].tolist() == pytest.approx([0.85 / deviation] * 2 + [0.1 / deviation] * 2)
     assert advantages[2].tolist() == [0.0] * 4
 
 
@@ -303,23 +306,18 @@ def test_advantages_by_token_are_those_by_completion_where_they_are_equal(tiny, 
     assert {name: values[-1] for name, values in trainer._metrics["train"].items() if values} == pytest.approx(metrics)
 
 
-def test_the_importance_ratio_is_for_sampled_tokens(tiny, tmp_path):
+def test_the_importance_ratio_is_for_sampled_tokens(tiny, tmp_path_factory):
     """The answer's token has none, as all actions stand there by their probability; the tokens before it have theirs, and
     so has the answer's for functions that are not looked up."""
     texts = (DIRECT.format(2), REASONED.format(9, 0))
 
     def gradient(at_answer, elsewhere, rewards="action"):
-        trainer = trainer_with(tiny, new_folder(), REWARDS=rewards, IS_CLIP_MAX=100.0)
+        trainer = trainer_with(tiny, tmp_path_factory.mktemp("run"), REWARDS=rewards, IS_CLIP_MAX=100.0)
         inputs, answers = scored(trainer, texts)
         policy = policy_logps(trainer, inputs)
         place = torch.arange(policy.size(1)) == answers.column[:, None]
         inputs["sampling_per_token_logps"] = policy - torch.where(place, at_answer, elsewhere)
         return gradient_of(trainer, inputs, answers)
-
-    def new_folder(names=iter("abcde")):
-        folder = tmp_path / next(names)
-        folder.mkdir()
-        return folder
 
     on_policy = gradient(0.0, 0.0)
     assert apart(gradient(0.7, 0.0), on_policy) < 1e-5

@@ -109,9 +109,9 @@ def test_a_step_computes_each_micro_batch_once(tiny, tmp_path, beta, checkpointi
         layers.clear()
         return result
 
-    def learn_and_keep(model, inputs):
+    def learn_and_keep(model, inputs, answers):
         batches.append(inputs)
-        return learn(model, inputs)
+        return learn(model, inputs, answers)
 
     trainer._generate_single_turn, trainer.learn = generate_uncounted, learn_and_keep
     trainer.train()

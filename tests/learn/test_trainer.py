@@ -293,6 +293,31 @@ def test_truncation_agrees_with_trl(tiny, tmp_path, masked):
     assert torch.equal(gradient, without) == masked
 
 
+def halved(completions, **columns):
+    """Half a point, and none for the third of four completions and for the last two."""
+    return [None if i in (2, 6, 7) else 0.5 for i in range(len(completions))]
+
+
+def one_in_four(completions, **columns):
+    """A point for the fourth completion, none for the last two."""
+    return [None if i > 5 else float(i == 3) for i in range(len(completions))]
+
+
+def test_groups_that_teach_nothing_and_completions_that_one_function_leaves_out(tiny, tmp_path):
+    """Two equal rewards, two different ones, one reward beside none, and no reward at all: the second group alone teaches.
+    A completion that one of two functions leaves out has the reward of the other."""
+    specs = "test_trainer:halved=2,test_trainer:one_in_four"
+    trainer = make(tiny, tmp_path, PROMPTS_PER_STEP=4, REWARDS=specs)
+    stop = trainer.eos_token_ids[0]
+    trainer._generate_single_turn = lambda *arguments: ([[5, stop]] * 8, None)
+    trainer.model.train()
+    inputs = [{"prompt": row.prompt, "row": n} for n, row in enumerate(trainer.run.rows) for _ in range(2)]
+    trainer._generate_and_score_completions(inputs)
+    rewards = [row["reward"] for row in read_csv(tmp_path / "completions.csv")]
+    assert rewards == ["1", "1", "0", "2", "1", "1", "nan", "nan"]
+    assert trainer.run_log.rates["zero_std_fraction"] == 3 / 4
+
+
 def test_generation_batches_are_put_together(tiny, tmp_path):
     trainer = make(tiny, tmp_path)
     trainer.run.plan = dataclasses.replace(trainer.run.plan, generation_batch=3)

@@ -45,6 +45,18 @@ def test_quantized_experts_weigh_less():
     assert wide.weights == pytest.approx(38.96, abs=0.01)
 
 
+def test_a_process_needs_2_gib_beside_what_its_engine_keeps_in_host_memory():
+    """For each of the processes of a machine."""
+    beside = plan(checkpoint=12.8)
+    assert beside.on_host > 10
+    for processes in (1, 2):
+        needed = processes * (beside.on_host + 2)
+        roomy = dataclasses.replace(H100, ram_free=needed + 0.01, here=processes)
+        assert not memory.host_shortfall(beside, roomy)
+        short = memory.host_shortfall(beside, dataclasses.replace(roomy, ram_free=needed - 0.01))
+        assert short.endswith(f"{needed - 0.01:.1f} GiB are free")
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_shared_weights_are_the_engines(tied):
     """They are on the GPU once, awake and asleep. What the trainer lacks of `mxfp4`'s, the sleeping engine has, padded

@@ -100,6 +100,37 @@ SHARED = [  # Capability, whether vLLM generates, ROLLOUT_SYNC, config.json, and
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("top_p", "vllm", "correction", "refused"),
+    [
+        (0.9, True, "token_mask", True),
+        (0.9, True, "none", False),
+        (0.9, False, "token_mask", False),
+        (1.0, True, "token_mask", False),
+    ],
+)
+def test_importance_ratios_need_the_log_probs_of_all_tokens(top_p, vllm, correction, refused):
+    problems = Problems()
+    checks.check_top_p(Settings(TOP_P=top_p, IS_CORRECTION=correction), vllm, problems)
+    assert len(problems) == refused and all("IS_CORRECTION=none" in problem for problem in problems)
+
+
+def test_expected_rewards_that_cannot_be_are_refused_where_they_were_asked_for(tmp_path):
+    environ = CLEAN | {"MODEL_ID": "tiny", "OUTPUT_DIR": str(tmp_path), "TOP_P": "0.9"}
+    resolved = preflight(environ, CPU)
+    assert not resolved.problems and not resolved.expected_reward and not resolved.looked_up
+    problem = only(preflight(environ | {"EXPECTED_REWARD": "1"}, CPU).problems)
+    assert problem.startswith("EXPECTED_REWARD: it cannot be: TOP_P") and "EXPECTED_REWARD=auto" in problem
+
+
+def test_expected_rewards_are_on_by_themselves(tmp_path):
+    resolved = preflight(CLEAN | {"MODEL_ID": "tiny", "OUTPUT_DIR": str(tmp_path), "REWARDS": "format,regret"}, CPU)
+    assert resolved.expected_reward and resolved.looked_up == (1,)
+    assert "format" not in resolved.reasons["expected_reward"] and "regret" in resolved.reasons["expected_reward"]
+    record = checks.run_records(resolved)["settings.json"]["choices"]
+    assert record["expected_reward"] == [True, resolved.reasons["expected_reward"]]
+
+
 @pytest.mark.parametrize(("capability", "vllm", "sync", "config", "word"), SHARED)
 def test_experts_are_shared_where_vllms_layout_is_known(capability, vllm, sync, config, word):
     """Nor does `auto` choose elsewhere what cannot be; `paged` goes with any card, sync and model beside vLLM."""

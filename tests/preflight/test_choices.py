@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 from conftest import ROOT
@@ -16,6 +17,27 @@ FA3, FA4 = "flash-attn-3", "flash-attn-4"
 BARE = Row("old.csv", 1, (("user", "x"),), (0.5, 0.5), {})
 VALUED = dataclasses.replace(BARE, file="new.csv", q=(-1.0, -1.0))
 KINDS = ("shared", "bf16", "mxfp4", "paged")
+
+
+NO_EXPECTED_REWARD = [
+    ({"EXPECTED_REWARD": False}, True, ["regret"], "set by EXPECTED_REWARD"),
+    ({}, True, [], "no function of REWARDS"),
+    ({"EXPECTED_REWARD": True}, False, ["regret"], "bare.csv has no reward_action_k"),
+    ({"INVALID_REWARD": math.nan}, True, ["regret"], "INVALID_REWARD=nan"),
+    ({"LOSS_TYPE": "vespo"}, True, ["regret"], "vespo"),
+    ({"IS_CORRECTION": "sequence_mask"}, True, ["regret"], "sequence_mask"),
+    ({"IS_CORRECTION": "sequence_truncate"}, True, ["regret"], "sequence_truncate"),
+    ({"TOP_P": 0.99}, True, ["regret"], "TOP_P"),
+]
+
+
+@pytest.mark.parametrize(("changes", "tables", "names", "word"), NO_EXPECTED_REWARD)
+def test_expected_reward_says_why_it_is_off(changes, tables, names, word):
+    rows = [Row("d.csv", 1, (("user", "x"),), (0.5, 0.1), {})]
+    rows += [] if tables else [Row("bare.csv", 1, (("user", "x"),), (), {})]
+    chosen, reason = choices.choose_expected_reward(Settings(**changes), rows, names)
+    assert not chosen and word in reason
+    assert choices.choose_expected_reward(Settings(), rows[:1], ["regret"])[0]
 
 
 def closed_loop(changes, kind, engine, chosen):
