@@ -20,8 +20,9 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from grpo.run.durable import MANIFEST, read_sealed
+from grpo.run.durable import read_sealed
 from grpo.run.folder import ADAPTER, BEST, COMPLETE, complete_steps
+from grpo.run.layout import MANIFEST
 from grpo.run.logs import METRICS
 from grpo.settings import ROOT
 

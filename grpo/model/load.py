@@ -31,7 +31,7 @@ from grpo.plan.hub import count_parameters, has_mxfp4
 from grpo.plan.machine import Machine
 from grpo.preflight.choices import choose_threads
 from grpo.run.ending import UnloadableModel
-from grpo.run.folder import full_disk
+from grpo.run.layout import full_disk
 from grpo.settings import Settings, described, log
 
 # Embeddings and output head: with the experts what vLLM can lend.

@@ -10,18 +10,17 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 RECENT = 10  # steps that the pace is taken from
-LEAST = 3  # steps before it is known: the first ones also compile and load
+LEAST = 3  # steps before the pace is known: the first ones also compile and load
 UNKNOWN = f"time left not known before step {LEAST}"
 
 
 class Pace:
-    """The times of a run of `total` steps, from the rows of its metrics.csv, evaluated every `eval_steps` steps (0: only
-    before and after)."""
+    """The times of a run of `total` steps, from the rows of its metrics.csv, evaluated every `eval_steps` steps (0:
+    only before and after)."""
 
-    def __init__(self, total: int, eval_steps: int, rows: Iterable[Mapping[str, Any]] = ()):
+    def __init__(self, total: int, eval_steps: int, rows: Iterable[Mapping[str, str | float | None]] = ()):
         self.total, self.eval_steps = total, eval_steps
         self.step_s: list[float] = []
         self.eval_s: list[float] = []
@@ -30,25 +29,25 @@ class Pace:
 
     @classmethod
     def read(cls, metrics: Path, total: int, eval_steps: int) -> Pace:
-        """From metrics.csv, which may be missing."""
+        """The pace by a metrics.csv, which may be missing."""
         with contextlib.suppress(OSError), metrics.open(newline="", encoding="utf-8", errors="replace") as file:
             return cls(total, eval_steps, csv.DictReader(file))
         return cls(total, eval_steps)
 
-    def add(self, row: Mapping[str, Any]) -> None:
-        """Take the times of one row, text or numbers; an empty cell, None and NaN are none."""
+    def add(self, row: Mapping[str, str | float | None]) -> None:
+        """Adds the times of a row, text or numbers; an empty cell, None and NaN do not count."""
         for column, seconds in (("step_s", self.step_s), ("eval_s", self.eval_s)):
-            with contextlib.suppress(KeyError, TypeError, ValueError):
-                if not math.isnan(value := float(row[column])):
+            with contextlib.suppress(ValueError):
+                if not math.isnan(value := float(row.get(column) or "nan")):
                     seconds.append(value)
 
     def evaluations_left(self, step: int) -> int:
-        """How many follow `step`, the last one included."""
+        """How many evaluations follow `step`, the last one included."""
         return 1 + ((self.total - 1) // self.eval_steps - step // self.eval_steps if self.eval_steps else 0)
 
     def seconds_left(self, step: int) -> float:
-        """From the end of `step` to that of the last evaluation [s]: steps at the median of the last RECENT, evaluations like
-        the last one (not counted while none is known). NaN before LEAST steps."""
+        """Seconds from the end of `step` to that of the last evaluation: steps at the median of the last RECENT,
+        evaluations like the last one (none while none is known). NaN before LEAST steps."""
         if len(self.step_s) < LEAST:
             return math.nan
         return (self.total - step) * median(self.step_s[-RECENT:]) + self.evaluations_left(step) * sum(self.eval_s[-1:])
@@ -59,7 +58,7 @@ class Pace:
             return ""
         now = time.time() if now is None else now
         hours, minutes = divmod(round(seconds / 60), 60)
-        words = f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else f"{seconds:.0f} s"
+        duration = f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else f"{seconds:.0f} s"
         start, end = time.localtime(now), time.localtime(now + seconds)
-        day = "" if start[:3] == end[:3] else "%a %d %b "
-        return f"about {words} left, until {time.strftime(f'{day}%H:%M', end)}"
+        clock = time.strftime("%H:%M" if start[:3] == end[:3] else "%a %d %b %H:%M", end)
+        return f"about {duration} left, until {clock}"

@@ -15,7 +15,7 @@ from conftest import ROOT
 from runs import environment, go_on, has_line, wait_until
 
 from grpo.run.folder import last_checkpoint
-from grpo.run.place import EXIT
+from grpo.run.layout import EXIT
 
 # srun starts its command once a node; scancel signals every process of the step, as slurmd does.
 COMMANDS = {

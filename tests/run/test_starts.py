@@ -16,7 +16,7 @@ import train_grpo
 from grpo.preflight.checks import preflight, run_records
 from grpo.run import folder
 from grpo.run.folder import prepare_run
-from grpo.run.place import lock_run
+from grpo.run.layout import lock_run
 from grpo.settings import ROOT
 
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from grpo.run.durable import read_sealed
 from grpo.run.folder import last_checkpoint
-from grpo.run.place import ADAPTER, EXIT
+from grpo.run.layout import ADAPTER, EXIT
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
 # With TOP_P below 1 an evaluation is sampled, not exact; a rate that does not know TOTAL_STEPS.

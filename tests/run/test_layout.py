@@ -18,7 +18,7 @@ from machines import only
 from run_folders import inspect, run_dir
 
 from grpo.run.folder import COMPLETE, prepare_run
-from grpo.run.place import lock_run
+from grpo.run.layout import lock_run
 from grpo.settings import Settings
 
 
@@ -139,7 +139,7 @@ def test_a_folder_in_the_place_of_a_file_is_refused(tmp_path, name):
 
 def test_a_run_folder_has_one_writer(tmp_path):
     code = (
-        f"import pathlib; from grpo.run.place import lock_run; print(lock_run(pathlib.Path({str(tmp_path / 'run')!r})))"
+        f"import pathlib; from grpo.run.layout import lock_run; print(lock_run(pathlib.Path({str(tmp_path / 'run')!r})))"
     )
     lock = lock_run(tmp_path / "run")
     for locked in (True, False):
