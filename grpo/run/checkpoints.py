@@ -55,8 +55,8 @@ def checkpoint_fault(checkpoint: Path, step: int) -> str | None:
                 return f"{name} is damaged"
     except FileNotFoundError:
         return f"{name} is missing" + (f" ({EARLIER})" if name == MANIFEST else "")
-    except ValueError as error:  # It names the manifest.
-        return str(error)
+    except ValueError as error:
+        return f"{MANIFEST} is damaged ({error})"
     except (OSError, KeyError) as error:
         return f"{name} cannot be read ({error})"
     if not isinstance(ends := record.get("ends"), dict):

@@ -136,7 +136,7 @@ def read_sealed(path: Path) -> Record:
     OSError where the file cannot be read, and ValueError where it does not say what was written."""
     record = read_json(path)
     if record.get(SEAL) not in (None, sealed(record)[SEAL]):
-        raise ValueError(f"{path.name} is damaged: it does not match its checksum")
+        raise ValueError(f"{path.name} does not match its checksum")
     record.pop(SEAL, None)
     return record
 
@@ -148,7 +148,7 @@ def is_intact(path: Path) -> bool:
     except OSError:
         return False
     except ValueError as error:
-        log.warning("%s; what it held is measured again", error)
+        log.warning("%s is damaged, and what it held is measured again: %s", path.name, error)
         return False
 
 

@@ -131,7 +131,7 @@ def damage_notes(folder: Path, step: int, fault_list: str) -> list[str]:
         except FileNotFoundError:
             continue
         except ValueError as error:
-            notes.append(f"{error}: the run goes on without it")
+            notes.append(f"{name} is damaged, and the run goes on without it: {error}")
     return notes
 
 

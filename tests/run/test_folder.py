@@ -258,9 +258,10 @@ def test_a_damaged_record_that_the_run_goes_on_without_is_named(tmp_path, name):
     settings, folder = run_dir(tmp_path)
     (folder / name).write_text(json.dumps(sealed({"steps": 4})))
     assert len(inspect(settings)[0].notes) == 1, "of checkpoint-6, cut off"
-    for text, fault in (("{", "cannot be read (Expecting"), ('{"steps": 4, "sha256": ""}', "is damaged: it does not")):
+    for text, fault in (("{", "cannot be read (Expecting"), ('{"steps": 4, "sha256": ""}', "does not match its")):
         (folder / name).write_text(text)
-        assert inspect(settings)[0].notes[1].startswith(f"{name} {fault}")
+        note = inspect(settings)[0].notes[1]
+        assert note.startswith(f"{name} is damaged, and the run goes on without it: {name} {fault}")
 
 
 def test_a_damaged_best_adapter_is_named(tmp_path):
