@@ -28,8 +28,8 @@ import pandas
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.evaluate.run_data import ReportError, number, part, read_json, read_metrics
 from grpo.run.folder import COMPLETE, continuation
-from grpo.run.pace import RECENT, UNKNOWN, Pace
 from grpo.run.layout import lock_path
+from grpo.run.logs import RECENT, UNKNOWN, Pace
 from grpo.settings import fold
 
 # A warning, an error or a critical message of training.log: `12:07:54 W train_grpo: ...`, or in the lines below it a box

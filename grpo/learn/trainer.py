@@ -40,9 +40,9 @@ from grpo.run.archive import model_card
 from grpo.run.best import read_best, which_to_load
 from grpo.run.checkpoints import begin_checkpoint, finish_checkpoint, rotate_checkpoints
 from grpo.run.durable import write_text
+from grpo.run.ending import StopRequest
 from grpo.run.logs import EVALUATED, RunLog
 from grpo.run.ranks import Ranks
-from grpo.run.signals import StopRequest
 from grpo.settings import Settings
 
 # Columns of metrics.csv that are TRL's own figures, and their names there.

@@ -8,10 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from typing import Any
 
 # torchrun and `accelerate launch` set these for each process. They are removed, so that TRL, accelerate, transformers
 # and vLLM each see one process with one GPU, and none of them shards or wraps the model.
@@ -112,11 +109,11 @@ class Ranks:
         """Rank 0's bytes; those of the others do not matter."""
         return data
 
-    def broadcast_tensor(self, tensor: Tensor) -> None:
-        """Fills a tensor on the CPU with rank 0's."""
+    def broadcast_tensor(self, tensor: Any) -> None:
+        """Fills a torch.Tensor on the CPU with rank 0's."""
 
-    def sum_tensor(self, tensor: Tensor) -> None:
-        """Fills a tensor with the sum of those of all ranks: the same bits on each of them."""
+    def sum_tensor(self, tensor: Any) -> None:
+        """Fills a torch.Tensor with the sum of those of all ranks: the same bits on each of them."""
 
     def is_broken(self) -> bool:
         """Whether another process is gone: then a SIGTERM is torchrun's, which ends all when one has ended."""

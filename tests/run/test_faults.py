@@ -23,9 +23,9 @@ from runs import ASKED, SETTINGS, assert_same_run, environment, finish, go_on, h
 import train_grpo
 from grpo.evaluate import heldout
 from grpo.run import ending
+from grpo.run.ending import SIGNALS, StopRequest
 from grpo.run.folder import COMPLETE, last_checkpoint
 from grpo.run.logs import start_logging
-from grpo.run.signals import SIGNALS, StopRequest
 from grpo.settings import log as run_log
 
 
@@ -194,8 +194,8 @@ def test_a_nan_reward_is_said(run_here, user_module):
 
 
 def test_a_lost_terminal_does_not_keep_the_run_from_saving(tiny, tmp_path):
-    """The real thing: the run on a terminal of its own, whose other end is closed. Every write to it fails then, and the
-    kernel sends SIGHUP."""
+    """The run has a terminal of its own, whose other end is closed: then every write to it fails, and the kernel sends
+    SIGHUP."""
     folder = tmp_path / "run"
     child, terminal = pty.fork()
     if not child:
@@ -258,7 +258,7 @@ def test_a_second_ctrl_c_ends_the_run_with_one_line(tiny, tmp_path):
     [(KeyboardInterrupt(signal.SIGTERM), 143, "stopped at once"), (torch.OutOfMemoryError("x"), 1, "out of memory")],
 )
 def test_a_signal_to_a_run_that_is_ending_changes_nothing(run_here, monkeypatch, tmp_path, error, code, words):
-    """Another supervisor's SIGTERM, milliseconds after the one that ended it; or while the zip of a failed run is made."""
+    """Another supervisor's SIGTERM comes milliseconds after the first one, or while a failed run is zipped."""
 
     def train(resolved):
         StopRequest().listen()

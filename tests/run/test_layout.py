@@ -146,11 +146,15 @@ def test_a_run_folder_has_one_writer(tmp_path):
         lock.release()
 
 
-def test_a_lock_that_is_taken_back_leaves_nothing_that_was_not_there(tmp_path):
+def test_a_lock_that_is_taken_back_or_fails_leaves_nothing_that_was_not_there(tmp_path, monkeypatch):
     folder = tmp_path / "new" / "sub" / "run"
     lock = lock_run(folder)
     assert [path.name for path in folder.parent.iterdir()] == [".run.lock"]
     lock.release(remove=True)
+    assert not list(tmp_path.iterdir())
+    with monkeypatch.context() as patch, pytest.raises(OSError):
+        patch.setattr("filelock.FileLock.acquire", lambda lock: os.close(-1))
+        lock_run(folder)
     assert not list(tmp_path.iterdir())
     lock_run(folder).release()
     lock_run(folder).release(remove=True)

@@ -100,7 +100,7 @@ UNREAD = ("<|channel|>analysis<|message|>Hm", "<|channel|>final<|message|> ")
 
 
 def test_garbage_that_earns_more_than_answers_is_boxed_once(tmp_path, caplog):
-    """Of rows without actions an empty final channel is no answer, and words in it are one; with actions only `[k]` is."""
+    """Rows without actions are answered by words in the final channel, not by an empty one."""
     free, log = dataclasses.replace(ROW, rewards=()), RunLog(tmp_path, 40)
     completions = [Completion(free, text, None, 9, False) for text in (POEM, *UNREAD, UNREAD[0])]
     for step in range(1, 31):

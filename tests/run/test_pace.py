@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from grpo.run.pace import LEAST, Pace
+from grpo.run.logs import LEAST, Pace
 
 NOON = time.mktime((2026, 3, 2, 12, 0, 0, 0, 0, -1))
 

@@ -262,7 +262,7 @@ def test_a_model_of_the_hub_is_taken_from_its_cache(tiny, tmp_path):
 
 
 def test_a_model_of_the_hub_is_downloaded(tiny, tmp_path):
-    """As a user does it: refused without a token, a run with it, then a look offline. Only the model's files are taken."""
+    """A user is refused without a token, runs with it, then checks offline. Only the model's files are taken."""
     settings = {"MODEL_ID": "org/tiny-gpt-oss", "OUTPUT_DIR": tmp_path / "run", "TOTAL_STEPS": 1, "PROMPTS_PER_STEP": 2,
                 "NUM_GENERATIONS": 2, "MAX_COMPLETION_LEN": 8, "USE_VLLM": 0, "ATTN_IMPL": "eager"}  # fmt: skip
     others = dict.fromkeys(("original/model.safetensors", "original/config.json", "metal/model.bin"), b"not to be read")
