@@ -72,7 +72,7 @@ def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> 
         fault, fix = "it holds files, but no run of this script (no settings.json)", "Empty it yourself"
         if (folder / SETTINGS).exists():
             fault = f"its settings.json is damaged ({error}): nothing else says what the run was started with"
-            fix = f"Put another copy in its place, such as that in {folder.name}.zip"
+            fix = "Put another copy in its place (the run's zip may have one)"
         problems.add(where, fault, f"{fix}, or {OTHER}")
         return RunState(folder)
     if settings.OVERWRITE:
@@ -94,8 +94,8 @@ def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> 
         return RunState(folder, exists=True)
     check_resume(settings, folder, max(step, complete_steps(folder)), before, problems)
     if rows and fingerprint != data_fingerprint(rows):
-        fix = "Restore the data, EVAL_DATA and EVAL_SAMPLES (held-out rows do not train) to continue it"
-        problems.add("DATA", f"the run in {folder} was started on other rows", f"{fix}, set OVERWRITE=1, or {OTHER}")
+        fix = f"Restore the data to continue it{earlier_heldout(settings, before)}, set OVERWRITE=1, or {OTHER}"
+        problems.add("DATA", f"the run in {folder} was started on other rows", fix)
     notes = []
     if not problems:
         notes = damage_notes(folder, step, fault_list)
@@ -145,13 +145,20 @@ def check_logs(folder: Path, step: int, checkpoint: Path, where: str, problems: 
             notes.append(f"{name} is not there: it begins again at step {step + 1}")
         elif not begins_with(path, end):
             fault = f"{name} is no longer what was written until {checkpoint.name}: it was edited or damaged"
-            fix = "Put another copy in its place, move it away to go on without its rows"
+            fix = "Put another copy in its place (the run's zip may have one), move it away to go on without its rows"
             problems.add(where, fault, f"{fix}, set OVERWRITE=1 to start again, or {OTHER}")
         elif not has_known_columns(path):
             fix = "Finish the run with the version that began it (up to commit 7add771: with that one)"
             fault = f"{name}: it has other columns than this version writes"
             problems.add(where, fault, f"{fix}, set OVERWRITE=1 to start again, or {OTHER}")
     return notes
+
+
+def earlier_heldout(settings: Settings, before: Record) -> str:
+    """The part of a sentence that names the settings by which a run may have held out other rows than it would now."""
+    names = [name for name in ("EVAL_DATA", "EVAL_SAMPLES") if before.get(name) != getattr(settings, name)]
+    values = " ".join(f"{name}={show(before.get(name))}" for name in names)
+    return f", with {values} as at its start if that is what changed (held-out rows do not train)" if values else ""
 
 
 def check_resume(settings: Settings, folder: Path, step: int, before: Record, problems: Problems) -> None:

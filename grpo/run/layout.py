@@ -123,8 +123,10 @@ def check_neighbours(folder: Path, where: str, problems: Problems) -> None:
     for label, path in (("its zip", archive), ("its unfinished zip", tmp_path_for(archive))):
         if path.exists() and not path.is_file():
             problems.add(where, f"{label} {path} is not a file", f"Move that away, or {OTHER}")
-        elif os.path.lexists(path) and path.parent.stat().st_mode & stat.S_ISVTX:  # As in /tmp, only owners delete.
-            if os.geteuid() not in (0, path.parent.stat().st_uid, path.lstat().st_uid):
+        elif os.path.lexists(path):
+            parent = path.parent.stat()
+            owners = (0, parent.st_uid, path.lstat().st_uid)
+            if parent.st_mode & stat.S_ISVTX and os.geteuid() not in owners:  # As in /tmp, only owners delete.
                 problems.add(where, f"{label} {path} is another user's", f"Have it removed, or {OTHER}")
 
 

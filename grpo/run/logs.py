@@ -246,11 +246,12 @@ class RunLog:
     ):
         self.function_columns = [function_column(name) for name in functions]
         prompt_column = [PROMPT] if prompts else []
-        self.metrics = CsvLog(folder / LOGS[0], [*METRICS, *self.function_columns])
-        self.completions = CsvLog(folder / LOGS[1], [*COMPLETIONS, *prompt_column, *self.function_columns])
+        metrics, completions = (folder / name for name in LOGS)
+        self.metrics = CsvLog(metrics, [*METRICS, *self.function_columns])
+        self.completions = CsvLog(completions, [*COMPLETIONS, *prompt_column, *self.function_columns])
         self.total_steps = total_steps
         self.rates: dict[str, float] = {}  # Of the last completions, with the mean of each function.
-        with (folder / LOGS[0]).open(newline="", encoding="utf-8") as file:
+        with metrics.open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         self.pace = Pace(total_steps, eval_steps, rows)
         self.reward_history = [read_teaching(row) for row in rows]
@@ -291,7 +292,7 @@ class RunLog:
 
     def sync(self) -> dict[str, tuple[int, str]]:
         """Waits until both CSVs are on the disk; returns their ends by name, for `finish_checkpoint`."""
-        return {LOGS[0]: self.metrics.sync(), LOGS[1]: self.completions.sync()}
+        return dict(zip(LOGS, (self.metrics.sync(), self.completions.sync()), strict=True))
 
     def write_step(self, step: int, figures: Mapping[str, float | None]) -> None:
         """Writes a step's row: `figures` by column of METRICS; those of its completions are known already."""

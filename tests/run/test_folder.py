@@ -49,7 +49,7 @@ def test_what_may_not_continue(tmp_path):
     assert "LEARNING_RATE: the run in" in problem and "started with 5e-05, now it is 1e-06" in problem
     assert "LOG_PROMPTS=0 to continue it" in only(inspect(settings, LOG_PROMPTS=True)[1]), "it adds a column"
     problem = only(inspect(settings, [dataclasses.replace(ROW, rewards=(1.0, 0.0))])[1])
-    assert "started on other rows" in problem and "Restore the data, EVAL_DATA and EVAL_SAMPLES" in problem
+    assert "started on other rows" in problem and "Restore the data to continue it, set OVERWRITE=1" in problem
     problem = only(inspect(settings, TOTAL_STEPS=3)[1])
     assert problem.startswith("TOTAL_STEPS: ") and "has 4 steps, more than 3. Set TOTAL_STEPS=4 or higher" in problem
     problem = only(inspect(settings, TOTAL_STEPS=3, NUM_TRAIN_EPOCHS=1.0)[1])
@@ -248,7 +248,7 @@ def test_damaged_records_are_refused_or_passed_over(tmp_path):
     for text in ("", "{", "[]", record.replace("5e-05", "6e-05"), record[:-90], '{"settings": 1, "data_sha256": ""}'):
         (folder / "settings.json").write_text(text)
         problem = only(inspect(settings)[1])
-        assert "its settings.json is damaged" in problem and "Put another copy in its place, such as that" in problem
+        assert "its settings.json is damaged" in problem and "Put another copy in its place (the run" in problem
     (folder / "settings.json").write_text(record)
     assert not inspect(settings)[1]
 
@@ -293,7 +293,7 @@ def test_a_log_that_was_edited_is_refused(tmp_path, name, edit, is_refused):
         return
     problem = only(problems)
     assert f"OUTPUT_DIR={folder}: {name} is no longer what was written until checkpoint-4" in problem
-    assert "Put another copy in its place, move it away" in problem
+    assert "Put another copy in its place (the run's zip may have one), move it away" in problem
     (folder / name).unlink()
     state, problems = inspect(settings)
     assert not problems and state.notes[1] == f"{name} is not there: it begins again at step 5", "the way on"
