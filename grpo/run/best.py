@@ -7,7 +7,6 @@ import contextlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from grpo.run.durable import Record, file_sha256, read_sealed, write_sealed
 from grpo.run.layout import ADAPTER, BEST, COMPLETE, MANIFEST, unused_path
@@ -58,9 +57,9 @@ def read_best(folder: Path) -> Record:
 def keep_best(
     folder: Path,
     by: str,
-    base: Mapping[str, Any],
-    measured: Mapping[str, Any],
-    values: Mapping[str, Any],
+    base: Mapping[str, float],
+    measured: Record,
+    values: Mapping[str, float],
     save: Callable[[Path, Record], None],
 ) -> Record:
     """Adds an evaluated step to best.json, which is returned, and puts its adapter into best/ where it is the best.
@@ -73,8 +72,8 @@ def keep_best(
     if values.get(name) is None or base.get(name) is None:
         return {}
     record = read_best(folder)
-    if (record.get("by"), record.get("measured")) != (by, dict(measured)):
-        record = {"by": by, "figure": name, "base": dict(base), "measured": dict(measured), "evaluated": []}
+    if (record.get("by"), record.get("measured")) != (by, measured):
+        record = {"by": by, "figure": name, "base": dict(base), "measured": measured, "evaluated": []}
     steps = {row["step"]: row for row in record["evaluated"]} | {values["step"]: dict(values)}
     record["evaluated"] = [steps[step] for step in sorted(steps)]
     if "step" not in record or better(by, values[name], record["value"]):

@@ -11,7 +11,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -119,14 +119,14 @@ def read_json(path: Path, empty: tuple[type[Exception], ...] = ()) -> Record:
     raise failure
 
 
-def sealed(record: Mapping[str, Any]) -> Record:
+def sealed(record: Record) -> Record:
     """A JSON record with the SHA-256 of its values, however the file is laid out."""
     plain = {name: value for name, value in record.items() if name != SEAL}
     normalized = json.loads(json.dumps(plain))  # Keys are strings from here on, which sort as `read_sealed` sorts them.
     return plain | {SEAL: hashlib.sha256(json.dumps(normalized, sort_keys=True).encode()).hexdigest()}
 
 
-def write_sealed(path: Path, record: Mapping[str, Any]) -> None:
+def write_sealed(path: Path, record: Record) -> None:
     """Writes a JSON record with its own checksum, whole or not at all."""
     write_text(path, json.dumps(sealed(record), indent=1) + "\n")
 

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from grpo.data.files import Row, data_fingerprint, find_files
 from grpo.run import layout
@@ -192,7 +191,7 @@ def needed_files(settings: Settings) -> set[Path]:
     return {path.resolve() for path in used | {Path(file) for file in files if file}}
 
 
-def prepare_run(run: RunState, settings: Settings, records: Mapping[str, Mapping[str, Any]]) -> None:
+def prepare_run(run: RunState, settings: Settings, records: Mapping[str, Record]) -> None:
     """Makes OUTPUT_DIR ready: deletes what OVERWRITE=1 allows, sets aside what a resumed run will write again, and
     writes `records` by the names of their JSON files."""
     folder = run.folder
@@ -231,7 +230,7 @@ def cut_logs(folder: Path, checkpoint: Path | None) -> None:
             os.truncate(path, ends[path.name][0])
 
 
-def continuation(folder: Path, settings: Mapping[str, Any]) -> str:
+def continuation(folder: Path, settings: Record) -> str:
     """What the same command does with the run in `folder` that ended before it was complete."""
     if (folder / DELETING).is_file():
         return "the same command deletes the rest and starts at step 0"

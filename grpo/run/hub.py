@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from grpo.run.durable import Record
 from grpo.settings import FIELDS, InputError, described, one_line, show
 
 MERGED_CODE = """```python
@@ -34,7 +34,7 @@ def short(text: str) -> str:
     return ", ".join(Path(part).name if part.startswith("/") else part for part in parts)
 
 
-def chosen_settings(sources: Mapping[str, str], values: Mapping[str, Any]) -> str:
+def chosen_settings(sources: Mapping[str, str], values: Record) -> str:
     """The settings that somebody chose, as a section of a card."""
     chosen = [name for name, spec in FIELDS.items() if spec.metadata["group"] != "Output"]
     chosen = [name for name in chosen if name in values and sources.get(name, "default") != "default"]

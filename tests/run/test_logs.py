@@ -7,6 +7,7 @@ import csv
 import dataclasses
 import hashlib
 import math
+import time
 from functools import partial
 
 import pytest
@@ -14,8 +15,10 @@ import pytest
 from grpo.data.files import Row
 from grpo.data.scoring import Completion
 from grpo.run.logs import (
+    LEAST,
     METRICS,
     CsvLog,
+    Pace,
     RunLog,
     banner_text,
     garbage_gains,
@@ -141,3 +144,38 @@ def test_garbage_is_compared_inside_its_groups():
 )
 def test_when_garbage_is_warned_about(steps, warns, reason):
     assert (garbage_warning(steps) is not None) is warns, reason
+
+
+def times(*step_s, **eval_s):
+    """Rows of metrics.csv with these times, and one more with that of an evaluation."""
+    return [{"step_s": str(value), "eval_s": ""} for value in step_s] + ([{"step_s": "", **eval_s}] if eval_s else [])
+
+
+@pytest.mark.parametrize(
+    ("rows", "total", "eval_steps", "seconds"),
+    [
+        (times(10, 10), 10, 0, math.nan),  # too few to know
+        (times(900, 10, 10), 10, 0, 70),  # the first step loads: a median
+        (times(*[99] * 20, *[1] * 10), 40, 0, 37),  # the last ten count
+        (times(1, 1, 1, eval_s="100"), 10, 4, 7 + 3 * 100),  # steps 4 and 8, and the end
+        (times(1, 1, 1, eval_s=100.0), 8, 4, 5 + 2 * 100),  # the last step is evaluated once
+        (times(1, 1, 1, eval_s="100"), 10, 0, 7 + 100),
+        (times(1, 1, 1, eval_s=None), 10, 4, 7),  # no evaluation was measured: none is invented
+    ],
+)
+def test_seconds_left_after_step_3(rows, total, eval_steps, seconds):
+    assert Pace(total, eval_steps, rows).seconds_left(LEAST) == pytest.approx(seconds, nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("step_s", "words"),
+    [
+        (60.0, "about 1 h 40 min left, until 13:40"),
+        (0.9, "about 2 min left, until 12:01"),
+        (0.1, "about 10 s left, until 12:00"),
+        (600.0, "about 16 h 40 min left, until Tue 03 Mar 04:40"),
+    ],
+)
+def test_the_time_left_has_the_hour_at_which_it_ends(step_s, words):
+    noon = time.mktime((2026, 3, 2, 12, 0, 0, 0, 0, -1))
+    assert Pace(103, 0, times(*[step_s] * 3)).left(3, noon) == words and Pace(9, 0).left(2) == ""
