@@ -47,11 +47,11 @@ from grpo.preflight.checks import current_folder_problem, preflight, run_records
 from grpo.preflight.resolve import ResolvedRun
 from grpo.run.archive import write_zip
 from grpo.run.best import recover_best
-from grpo.run.ending import answer_failure, end_quietly, fail, record_end
-from grpo.run.folder import continuation, lock_output_dir, mark_complete, prepare_run
+from grpo.run.ending import StopRequest, answer_failure, end_quietly, fail, ignore_signals, record_end
+from grpo.run.folder import continuation, mark_complete, prepare_run
+from grpo.run.layout import lock_output_dir
 from grpo.run.logs import start_logging
 from grpo.run.ranks import RankLost, Ranks
-from grpo.run.signals import StopRequest, ignore_signals
 from grpo.settings import described, flag_answers, help_text, log
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = described(error)
         raise
     finally:
-        ranks.leave(code, message or f"exit code {code}")
+        ranks.disconnect(code, message or f"exit code {code}")
     return code
 
 

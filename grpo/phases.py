@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run says about work that takes time: a line when it begins, lines or a bar meanwhile, a line when it ends.
+"""Lines about work that takes time: one when it begins, more or a bar meanwhile, one when it ends.
 
 A thread writes them, so that a call that returns nothing for minutes (vLLM compiles) is not silent either.
 """
@@ -47,7 +47,7 @@ class Bar:
             yield
 
     def show(self, text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # the terminal was closed
+        with contextlib.suppress(OSError, ValueError):  # The terminal was closed.
             sys.stdout.write(text)
             sys.stdout.flush()
 
@@ -56,10 +56,10 @@ BAR = Bar()
 
 
 class Phase:
-    """A piece of work, used in a `with`. Count what is finished in `done`, and put what the last line says into `result`.
+    """A piece of work, used in a `with`. Count what is finished in `done`; the last line says `result`.
 
-    Phases inside of another one only add to its lines: `closed loop, base model, decision 4 of 30, 12 s`. With
-    `first_s` there are no lines at begin and end, and none before so many seconds: for work that is mostly short.
+    Phases inside another one only add to its lines: `closed loop, base model, decision 4 of 30, 12 s`. With `first_s`
+    there are no lines at begin and end, and none before so many seconds: for work that is mostly short.
     """
 
     active: list[Phase] = []  # from the outermost to the innermost
@@ -68,22 +68,21 @@ class Phase:
         """`unit`: what is counted, in the singular, up to `total` (0: unknown)."""
         self.label, self.unit, self.total, self.first_s = label, unit, total, first_s
         self.done, self.result = 0, ""
-        self.ended = threading.Event()
+        self.finished = threading.Event()
 
     def __enter__(self) -> Phase:
         self.started = time.monotonic()
         self.outermost = not Phase.active
         Phase.active.append(self)
         if self.outermost:
-            self.in_terminal = sys.stdout.isatty()
             if not self.first_s:
                 write(f"{self.label} ...")
-            threading.Thread(target=self.watch, daemon=True).start()
+            threading.Thread(target=self.watch, args=[sys.stdout.isatty()], daemon=True).start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.ended.set()
-        # What is inside of this one and did not end, a generator that an exception left behind, ends with it.
+        self.finished.set()
+        # An inner phase that did not end, in a generator that an exception left behind, ends with this one.
         del Phase.active[Phase.active.index(self) if self in Phase.active else len(Phase.active) :]
         if self.outermost:
             with BAR.wiped():
@@ -98,29 +97,29 @@ class Phase:
 
     @property
     def count(self) -> str:
-        """How far it is: `decision 4 of 30`; empty where nothing is counted."""
-        of = f" of {self.total:,}" if self.total else ""
-        return f"{self.unit} {self.done:,}{of}" if self.unit else ""
+        """How far the work is: `decision 4 of 30`; empty where nothing is counted."""
+        of_total = f" of {self.total:,}" if self.total else ""
+        return f"{self.unit} {self.done:,}{of_total}" if self.unit else ""
 
-    def watch(self) -> None:
-        """Write lines, and in a terminal draw the bar, until the phase ends."""
+    def watch(self, in_terminal: bool) -> None:
+        """Writes lines, and in a terminal draws the bar, until the phase ends."""
         next_s = self.first_s or LINE_S
-        while not self.ended.wait(min(BAR_S, next_s) if self.in_terminal else max(0.01, next_s - self.seconds)):
+        while not self.finished.wait(min(BAR_S, next_s) if in_terminal else max(0.01, next_s - self.seconds)):
             phases = list(Phase.active)
             parts = [part for phase in phases for part in (phase.label, phase.count) if part]
             text = f"{', '.join(parts)}, {self.seconds:.0f} s"
-            counted = next((phase for phase in phases if phase.total), None)
-            has_bar = self.in_terminal and counted is not None
+            shares = [phase.done / phase.total for phase in phases if phase.total] if in_terminal else []
             if self.seconds >= next_s:
                 next_s = self.seconds + LINE_S
-                write(text, terminal=not has_bar)
-            with BAR.lock:  # so that nothing is drawn once the phase has wiped its bar
-                if has_bar and not self.ended.is_set():
-                    BAR.draw(counted.done / counted.total, text)
+                write(text, terminal=not shares)
+            with BAR.lock:  # Nothing may be drawn once the phase has wiped its bar.
+                if shares and not self.finished.is_set():
+                    BAR.draw(shares[0], text)
 
 
 def write(line: str, terminal: bool = True) -> None:
-    """A line into training.log and, with `terminal`, onto the screen; before there is a log, onto the screen alone."""
+    """Writes a line into training.log and, with `terminal`, onto the screen; before there is a log, onto the screen
+    alone."""
     if log.isEnabledFor(logging.INFO):
         log.info("%s", line, extra=None if terminal else FILE_ONLY)
     elif terminal:
@@ -131,7 +130,7 @@ def write(line: str, terminal: bool = True) -> None:
 def with_progress(
     label: str, items: Iterable[Item], unit: str = "row", total: int = 0, each: int = 1, first_s: float = ROWS_S
 ) -> Iterator[Item]:
-    """The same items, of `each` units, counted in a phase."""
+    """Yields the same items, of `each` units, counted in a phase."""
     with Phase(label, unit, total, first_s) as phase:
         for item in items:
             yield item

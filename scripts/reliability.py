@@ -36,8 +36,8 @@ from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from grpo.run.durable import MANIFEST, read_sealed
-from grpo.run.folder import ADAPTER, BEST, COMPLETE
+from grpo.run.durable import read_sealed
+from grpo.run.layout import ADAPTER, BEST, COMPLETE, MANIFEST
 from grpo.run.logs import METRICS
 from grpo.settings import MOST_WHOLE, ROOT, fold, number
 

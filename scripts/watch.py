@@ -28,8 +28,8 @@ import pandas
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.evaluate.run_data import ReportError, number, part, read_json, read_metrics
 from grpo.run.folder import COMPLETE, continuation
-from grpo.run.pace import RECENT, UNKNOWN, Pace
-from grpo.run.place import lock_of
+from grpo.run.layout import lock_path
+from grpo.run.logs import RECENT, UNKNOWN, Pace
 from grpo.settings import fold
 
 # A warning, an error or a critical message of training.log: `12:07:54 W train_grpo: ...`, or in the lines below it a box
@@ -43,7 +43,7 @@ CLEAR = "\x1b[H\x1b[J"
 def is_running(folder: Path) -> bool:
     """Whether a process holds the run's lock (`grpo.run.folder.lock_run`); true where that cannot be known."""
     # An error: it is held, or there is no lock file, as with a copy of a run or one that has not started.
-    with contextlib.suppress(OSError), lock_of(folder.resolve()).open("rb") as lock:
+    with contextlib.suppress(OSError), lock_path(folder.resolve()).open("rb") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return False
     return True

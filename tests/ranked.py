@@ -53,10 +53,10 @@ def _child(pipe: Any, ranks: Ranks, function: Callable[..., Any], arguments: Seq
         if ranks.size > 1:
             ranks = ConnectedRanks(ranks)
         pipe.send(function(ranks, *arguments))
-        ranks.leave(0)
+        ranks.disconnect(0)
     except Exception as error:
         pipe.send(error)
-        ranks.leave(1, str(error))
+        ranks.disconnect(1, str(error))
     os._exit(0)
 
 

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from grpo.data.files import Row, data_fingerprint
-from grpo.run.durable import begin_checkpoint, finish_checkpoint
+from grpo.run.checkpoints import begin_checkpoint, finish_checkpoint
 from grpo.run.folder import RunState, inspect_run
+from grpo.run.layout import ADAPTER
 from grpo.run.logs import COMPLETIONS, METRICS, CsvLog
-from grpo.run.place import ADAPTER
 from grpo.settings import Problems, Settings
 
 ROW = Row("d.csv", 1, (("user", "x"),), (0.0, 1.0), {})
@@ -73,7 +73,7 @@ def write_steps(folder: Path, steps: Iterable[int], per_step: int, saved: Iterab
         metrics.write([metrics_row(step)])
         completions.write([dict.fromkeys(COMPLETIONS, "x") | {"step": step, "reward": 0.5} for _ in range(per_step)])
         if step in saved:
-            write_checkpoint(folder, step, {"metrics.csv": metrics.end, "completions.csv": completions.end})
+            write_checkpoint(folder, step, {"metrics.csv": metrics.sync(), "completions.csv": completions.sync()})
 
 
 def run_dir(tmp_path: Path, **changes: object) -> tuple[Settings, Path]:

@@ -21,8 +21,8 @@ from grpo.plan.hub import read_json
 from grpo.plan.memory import Plan
 from grpo.preflight.adapter import lora_options
 from grpo.preflight.choices import choose_epsilon_high, choose_rewards, choose_scale_rewards
+from grpo.run.ending import StopRequest
 from grpo.run.ranks import Ranks
-from grpo.run.signals import StopRequest
 from grpo.settings import Settings
 
 

@@ -34,7 +34,7 @@ from grpo.preflight.adapter import WHICH, read_adapter, tensor_shapes
 from grpo.rollout.weight_sync import gained_along, share_of
 from grpo.run.archive import base_name
 from grpo.run.durable import sync_files, write_text
-from grpo.run.place import ADAPTER
+from grpo.run.layout import ADAPTER
 from grpo.settings import Problems, Settings, load_settings
 
 CONFIG = "config.json"

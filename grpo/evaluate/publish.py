@@ -17,7 +17,7 @@ from grpo.preflight.adapter import CONFIG, on_experts
 from grpo.run.archive import base_name, loading_code
 from grpo.run.durable import write_text
 from grpo.run.hub import MERGED_CODE, chosen_settings, table
-from grpo.run.place import ADAPTER, SETTINGS
+from grpo.run.layout import ADAPTER, SETTINGS
 from grpo.settings import Settings
 
 FORMS = {

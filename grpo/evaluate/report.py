@@ -9,7 +9,7 @@ from typing import Any
 
 from grpo.evaluate.run_data import Run, duration, number, part, spread
 from grpo.run.hub import short
-from grpo.run.place import ADAPTER, BEST
+from grpo.run.layout import ADAPTER, BEST
 from grpo.settings import show
 
 PLANT_HEADER = ["", "CO2, kg", "Unserved, kWh", "Storage cycled, kWh", "Regret, %", "Unparsed"]

@@ -203,7 +203,7 @@ class ConnectedRanks(Ranks):
             self.on_lost(self.lost)
             os._exit(self.lost.code or 1)
 
-    def leave(self, code: int, message: str = "") -> None:
+    def disconnect(self, code: int, message: str = "") -> None:
         if self.left.is_set():
             return
         with contextlib.suppress(RuntimeError):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from grpo.run.folder import run_folder
+from grpo.run.layout import run_folder
 from grpo.settings import Settings, listed
 
 # Settings that GRPOConfig knows by the same name.

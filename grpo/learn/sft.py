@@ -22,7 +22,8 @@ from grpo.preflight.checks import run_records
 from grpo.preflight.resolve import ResolvedRun
 from grpo.run.archive import model_card
 from grpo.run.durable import write_text
-from grpo.run.folder import prepare_run, run_folder
+from grpo.run.folder import prepare_run
+from grpo.run.layout import run_folder
 from grpo.settings import Settings
 
 # Settings that SFTConfig knows by the same name.

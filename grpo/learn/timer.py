@@ -14,7 +14,7 @@ import torch
 from transformers.trainer_callback import TrainerCallback
 
 from grpo.rollout.engine import gpu_used_gib
-from grpo.run.signals import StopRequest
+from grpo.run.ending import StopRequest
 
 SAMPLE_S = 0.5  # seconds between two samples of the GPU's utilization
 

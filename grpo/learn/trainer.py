@@ -39,8 +39,8 @@ from grpo.phases import LINE_S, Phase
 from grpo.rollout.prefill import shared_prefill
 from grpo.run.archive import model_card
 from grpo.run.best import read_best, which_to_load
-from grpo.run.durable import begin_checkpoint, finish_checkpoint, write_text
-from grpo.run.folder import rotate_checkpoints
+from grpo.run.checkpoints import begin_checkpoint, finish_checkpoint, rotate_checkpoints
+from grpo.run.durable import write_text
 from grpo.run.logs import EVALUATED, RunLog
 from grpo.settings import log
 

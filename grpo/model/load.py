@@ -30,7 +30,7 @@ from grpo.plan.hub import count_parameters, has_mxfp4
 from grpo.plan.machine import Machine
 from grpo.preflight.choices import choose_threads
 from grpo.run.ending import UnloadableModel
-from grpo.run.folder import full_disk
+from grpo.run.layout import full_disk
 from grpo.settings import Settings, described, log
 
 # Embeddings and output head, which vLLM can lend, as it can the experts.

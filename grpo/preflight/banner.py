@@ -10,8 +10,7 @@ from grpo.plan.machine import Machine
 from grpo.plan.memory import Plan
 from grpo.plan.targets import target_lines
 from grpo.preflight.resolve import ResolvedRun
-from grpo.run.logs import banner_text
-from grpo.run.pace import UNKNOWN, Pace
+from grpo.run.logs import UNKNOWN, Pace, banner_text
 from grpo.run.ranks import Ranks
 from grpo.settings import FIELDS, show
 from rewards import ACTION_REWARDS

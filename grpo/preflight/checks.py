@@ -23,7 +23,8 @@ from grpo.preflight import choices
 from grpo.preflight.adapter import check_start
 from grpo.preflight.choices import ATTENTION, VLLM_COLDEST
 from grpo.preflight.resolve import ResolvedRun, read_facts, resolve
-from grpo.run.folder import RunState, existing_parent, inspect_run
+from grpo.run.folder import RunState, inspect_run
+from grpo.run.layout import existing_parent
 from grpo.run.ranks import Ranks
 from grpo.settings import (
     Problems,

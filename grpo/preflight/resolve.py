@@ -21,7 +21,8 @@ from grpo.plan.targets import expert_words
 from grpo.preflight import choices
 from grpo.preflight.adapter import StartAdapter, read_start_adapter
 from grpo.preflight.choices import ClosedLoop
-from grpo.run.folder import RunState, run_folder
+from grpo.run.folder import RunState
+from grpo.run.layout import run_folder
 from grpo.run.ranks import Ranks
 from grpo.settings import MOST_WHOLE, Problems, Settings
 

@@ -11,32 +11,31 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from grpo.settings import Problems, log
 
-MANIFEST = "manifest.json"  # of a checkpoint: its last file
-EARLIER = "runs of versions that did not write it are finished by commit 7add771"
-SEAL = "sha256"  # key of a JSON record: the checksum of all its others
+SEAL = "sha256"  # The key of a JSON record under which the checksum of all its other values stands.
+Record = dict[str, Any]  # A JSON object: json.loads knows no more about its values.
 
 
 def sync(path: Path) -> None:
-    """Have what a file or folder holds on the disk, not in memory alone."""
-    number = os.open(path, os.O_RDONLY)
+    """Waits until a file or folder is on the disk, not in memory alone."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(number)
-    except OSError as error:  # some network file systems know no such thing for a folder
+        os.fsync(descriptor)
+    except OSError as error:  # Some network file systems cannot sync a folder.
         if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
-        os.close(number)
+        os.close(descriptor)
 
 
 def sync_files(folder: Path) -> list[Path]:
-    """Have all files below a folder on the disk; returns them in order. Who may read the folder may read its weights: safetensors
-    leaves them to their owner alone."""
+    """Syncs all files below a folder and returns them in order. Weights become as readable as their folder is:
+    safetensors writes them for their owner alone."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     for path in paths:
         if path.suffix == ".safetensors":
@@ -45,17 +44,16 @@ def sync_files(folder: Path) -> list[Path]:
     return paths
 
 
-def half_of(path: Path) -> Path:
-    """What a file is called while `whole_file` writes it."""
+def tmp_path_for(path: Path) -> Path:
+    """The name of a file while `whole_file` writes it."""
     return path.with_name(path.name + ".tmp")
 
 
 @contextlib.contextmanager
 def whole_file(path: Path, temporary: Path | None = None) -> Iterator[Path]:
-    """A new path to write to (`temporary`, or else `half_of` it), which takes the place of `path` when the block ends. Open it
-    with mode `x`: a link that somebody put there in the meantime is not followed. Nothing stays behind after an error, as a
-    part of a file would only fill a disk that is full already."""
-    temporary = temporary or half_of(path)
+    """Yields a new path to write to, which replaces `path` when the block ends. After an error neither a part of the
+    file nor the new path stays. Open it with mode `x`, so that a link which somebody put there is not followed."""
+    temporary = temporary or tmp_path_for(path)
     temporary.unlink(missing_ok=True)
     try:
         yield temporary
@@ -66,34 +64,34 @@ def whole_file(path: Path, temporary: Path | None = None) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all, whatever fails meanwhile."""
+    """Writes a file whole or not at all."""
     with whole_file(path) as temporary, temporary.open("x", encoding="utf-8") as file:
         file.write(text)
 
 
 def is_stream(path: Path) -> bool:
-    """Whether it is a pipe or a device, such as /dev/stdout: to be written to, never to be replaced by a file."""
+    """Whether the path is a pipe or a device such as /dev/stdout, which must not be replaced by a file."""
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def write_named(path: Path, text: str) -> None:
-    """`write_text` for a file that the user named, in a folder of theirs: a link leads to the file that is meant, that keeps its
-    permissions, and what is called as its half would be is another file of theirs."""
+    """`write_text` for a file that the user named: a link's target is written, a file keeps its permissions, and no
+    file of theirs beside it is touched."""
     if is_stream(path):
         path.write_text(text, encoding="utf-8")
         return
     path = Path(os.path.realpath(path))
-    half = path.with_name(f"{secrets.token_hex(8)}.tmp")
-    with whole_file(path, half) as temporary, temporary.open("x", encoding="utf-8") as file:
+    random_path = path.with_name(f"{secrets.token_hex(8)}.tmp")
+    with whole_file(path, random_path) as temporary, temporary.open("x", encoding="utf-8") as file:
         if path.exists():
             shutil.copymode(path, temporary)
         file.write(text)
 
 
 def check_writable(path: Path, problems: Problems) -> None:
-    """Add a problem where `write_named` could not write `path`. Tried, because permission bits do not tell all of it."""
+    """Adds a problem where `write_named` could not write `path`. Permission bits do not tell, so this tries it."""
     try:
-        if is_stream(path):  # a trial would end it for who reads it
+        if is_stream(path):  # Opening and closing a pipe would end it for its reader.
             return
         with contextlib.suppress(FileNotFoundError):
             os.close(os.open(path, os.O_WRONLY))
@@ -103,107 +101,57 @@ def check_writable(path: Path, problems: Problems) -> None:
         problems.add(str(path), f"cannot be written: {error.strerror}", "Name another --out, in a folder that exists")
 
 
-def checksum(record: Mapping[str, Any]) -> str:
-    """SHA-256 of what a JSON file of `record` says, however it is laid out."""
-    return hashlib.sha256(json.dumps(json.loads(json.dumps(record)), sort_keys=True).encode()).hexdigest()
-
-
-def read_json(path: Path, empty: tuple[type[Exception], ...] = ()) -> dict[str, Any]:
-    """The object in a JSON file; an empty one where `empty` are met. Raises OSError, and ValueError, which names the file,
-    for what is none."""
+def read_json(path: Path, empty: tuple[type[Exception], ...] = ()) -> Record:
+    """The object in a JSON file; an empty one instead of the errors in `empty`. Raises OSError where the file cannot be
+    read, and ValueError with the file's name where it holds no JSON object."""
+    failure: OSError | ValueError
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, TypeError, ValueError, RecursionError) as error:
-        raised = error if isinstance(error, OSError) else ValueError(f"{path.name} cannot be read ({error})")
-        if isinstance(raised, empty):
-            return {}
-        raise raised from None
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(record, dict):
+            return record
+        failure = ValueError(f"{path.name} holds no JSON object")
+    except OSError as error:
+        failure = error
+    except (ValueError, RecursionError) as error:
+        failure = ValueError(f"{path.name} cannot be read ({error})")
+    if isinstance(failure, empty):
+        return {}
+    raise failure
 
 
-def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A JSON record with its own checksum, for `read_sealed`."""
+def sealed(record: Record) -> Record:
+    """A JSON record with the SHA-256 of its values, however the file is laid out."""
     plain = {name: value for name, value in record.items() if name != SEAL}
-    return plain | {SEAL: checksum(plain)}
+    normalized = json.loads(json.dumps(plain))  # Keys are strings from here on, which sort as `read_sealed` sorts them.
+    return plain | {SEAL: hashlib.sha256(json.dumps(normalized, sort_keys=True).encode()).hexdigest()}
 
 
-def write_sealed(path: Path, record: Mapping[str, Any]) -> None:
-    """Write a JSON record with its own checksum, whole or not at all."""
+def write_sealed(path: Path, record: Record) -> None:
+    """Writes a JSON record with its own checksum, whole or not at all."""
     write_text(path, json.dumps(sealed(record), indent=1) + "\n")
 
 
-def read_sealed(path: Path) -> dict[str, Any]:
-    """A JSON object, without its checksum. One that has none is taken as it is: who edits a record deletes that line.
-
-    Raises OSError where it cannot be read, ValueError where it does not say what was written.
-    """
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except RecursionError as error:
-        raise ValueError(str(error)) from None
-    if not isinstance(record, dict):
-        raise ValueError("it is no JSON object")
-    if record.pop(SEAL, None) not in (None, checksum(record)):
-        raise ValueError("it does not match its checksum")
+def read_sealed(path: Path) -> Record:
+    """A JSON object without its checksum. One that has none is accepted: who edits a record deletes that line. Raises
+    OSError where the file cannot be read, and ValueError where it does not say what was written."""
+    record = read_json(path)
+    if record.get(SEAL) not in (None, sealed(record)[SEAL]):
+        raise ValueError(f"{path.name} does not match its checksum")
+    record.pop(SEAL, None)
     return record
 
 
 def is_intact(path: Path) -> bool:
-    """Whether measurements can be taken over from a sealed file; a damaged one is warned about."""
+    """Whether a sealed file of measurements can be used again; warns where it is damaged."""
     try:
         return bool(read_sealed(path))
     except OSError:
         return False
     except ValueError as error:
-        log.warning("%s is damaged (%s): what it held is measured again", path.name, error)
+        log.warning("%s is damaged, and what it held is measured again: %s", path.name, error)
         return False
 
 
 def file_sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def begins_with(path: Path, end: Sequence[Any]) -> bool:
-    """Whether a log still begins with what it held when a checkpoint was made: `end` is (bytes, SHA-256)."""
-    (left, expected), digest = end, hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(min(left, 2**20)):
-            digest.update(block)
-            left -= len(block)
-    return not left and digest.hexdigest() == expected
-
-
-def begin_checkpoint(checkpoint: Path) -> None:
-    """Mark a checkpoint as one that is being written: until `finish_checkpoint` its manifest is empty."""
-    checkpoint.mkdir(parents=True, exist_ok=True)
-    write_text(checkpoint / MANIFEST, "{}\n")
-    sync(checkpoint)
-
-
-def finish_checkpoint(checkpoint: Path, ends: Mapping[str, Sequence[Any]]) -> None:
-    """Write a checkpoint's manifest: the SHA-256 of each file by its name, and how many bytes each log holds with their
-    SHA-256 (`ends`). Everything that the manifest names is on the disk before the manifest is."""
-    paths = [path for path in sync_files(checkpoint) if path.name != MANIFEST]
-    files = {str(path.relative_to(checkpoint)): file_sha256(path) for path in paths}
-    write_sealed(checkpoint / MANIFEST, {"files": files, "ends": dict(ends)})
-    sync(checkpoint)
-    sync(checkpoint.parent)
-
-
-def damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint's files by its manifest, in words; None where all are as they were written."""
-    name = MANIFEST
-    try:
-        record = read_sealed(checkpoint / MANIFEST)
-        if not record:
-            return "it was cut off while it was written"
-        for name, expected in record["files"].items():
-            if file_sha256(checkpoint / name) != expected:
-                return f"{name} is damaged"
-        if not isinstance(record.get("ends"), dict):
-            return f"{MANIFEST} does not say how long the logs were ({EARLIER})"
-    except FileNotFoundError:
-        return f"{name} is missing" + (f" ({EARLIER})" if name == MANIFEST else "")
-    except (OSError, ValueError, KeyError) as error:
-        return f"{name} cannot be read ({error})"
-    return None

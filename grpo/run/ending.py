@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a run ends: the exit code and the last message of every failure, also under torchrun, whose own exit code is 1
-for every reason, and where nobody reads its output."""
+"""How a run ends: by a signal or a failure, with which exit code and which last message, also under torchrun, whose own
+exit code is 1 for every reason, and where nobody reads its output."""
 
 from __future__ import annotations
 
@@ -12,21 +12,66 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 
 from grpo.data.scoring import RewardError
 from grpo.phases import FILE_ONLY
 from grpo.run.durable import write_text
-from grpo.run.folder import continuation, full_disk
-from grpo.run.logs import is_unread, start_logging
-from grpo.run.place import EXIT
+from grpo.run.folder import continuation
+from grpo.run.layout import EXIT, full_disk
+from grpo.run.logs import detach_closed_terminal, is_unread, start_logging
 from grpo.run.ranks import RankLost, Ranks
-from grpo.run.signals import ignore_signals
 from grpo.settings import Settings, described, log, one_line
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def ignore_signals() -> None:
+    """For a run that is ending: no signal changes its last message and its exit code any more."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+class StopRequest:
+    """While the run trains, the first signal ends it after the step and a checkpoint, and the second one at once; at
+    any other time the first one ends it at once."""
+
+    def __init__(self) -> None:
+        self.signal = 0  # the number of the first signal; 0: there was none
+        self.at_once = True  # while there is nothing to lose: before training, and in the evaluation after it
+        self.is_broken: Callable[[], bool] = lambda: False  # `Ranks.is_broken` where there are several processes
+        self.again_s = 0.0  # seconds after the first signal in which another SIGTERM is the same request
+        self.received = 0.0
+
+    def listen(self) -> None:
+        """Handles the three signals. A SIGHUP that `nohup` ignores stays ignored."""
+        for number in SIGNALS:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self.receive)
+
+    def receive(self, number: int, frame: FrameType | None = None) -> None:
+        """Handles a signal; raises KeyboardInterrupt(number) to end the run at once. These ask for nothing:
+        - torchrun's SIGTERM where another process has ended: the run is about to say which one.
+        - a second SIGHUP: shell and kernel both send one when a terminal is lost.
+        """
+        same_request = number == signal.SIGTERM == self.signal and time.monotonic() < self.received + self.again_s
+        if self.is_broken() or same_request:
+            return
+        self.received = time.monotonic()
+        if number == signal.SIGHUP:
+            detach_closed_terminal()
+            if self.signal:
+                return
+        at_once = self.at_once or self.signal
+        self.signal, self.at_once = self.signal or number, False
+        if at_once:
+            raise KeyboardInterrupt(number)
+        log.warning("signal %d: finishing this step and saving a checkpoint; once more ends the run at once", number)
 
 
 class RunFailure(RuntimeError):
-    """A failure with an exit code of its own; `label` is what stands before its message. `is_zipped`: the run's zip is
-    written after it."""
+    """A failure with an exit code of its own; `label` stands before its message. `is_zipped`: the run's zip is written
+    after it."""
 
     code = 1
     label = "run"
@@ -41,18 +86,12 @@ class UnloadableModel(RunFailure):
 
 
 def fail(problems: Sequence[str]) -> int:
-    """Print every problem; returns exit code 2."""
-    plural = "one problem" if len(problems) == 1 else f"{len(problems)} problems"
+    """Prints every problem; returns exit code 2."""
+    count = "one problem" if len(problems) == 1 else f"{len(problems)} problems"
     listing = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
     end = "Nothing was started and nothing was changed."
-    print(f"\n{plural} to fix before the run can start:\n\n{listing}\n\n{end}", file=sys.stderr)
+    print(f"\n{count} to fix before the run can start:\n\n{listing}\n\n{end}", file=sys.stderr)
     return 2
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a GPU's memory ran out. Nothing raises that before torch is imported, which this module does not do."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(error, torch.OutOfMemoryError)
 
 
 def answer_failure(
@@ -62,30 +101,26 @@ def answer_failure(
     micro_batch: int,
     write_archive: Callable[[Path], object] | None,
 ) -> int:
-    """Log why the run in `folder` ended, and what to do next; returns the exit code. `write_archive` writes the run's
+    """Logs why the run in `folder` ended, and what to do next; returns the exit code. `write_archive` writes the run's
     zip; None on ranks other than 0."""
+    ignore_signals()  # One more may have come just before the caller ignored them.
+    again, code, is_zipped = continuation(folder, vars(settings)), 1, False
+    torch = sys.modules.get("torch")  # This module does not import it: where nobody has, no GPU's memory ran out.
     if isinstance(error, KeyboardInterrupt):
-        ignore_signals()  # where one more came just before the first call
-        log.warning("stopped at once; %s", continuation(folder, vars(settings)))
-        return 128 + (error.args[0] if error.args else signal.SIGINT)
-    if isinstance(error, RunFailure):
+        log.warning("stopped at once; %s", again)
+        code = 128 + (error.args[0] if error.args else signal.SIGINT)
+    elif isinstance(error, RunFailure):
         log.critical("%s: %s", error.label, error)
-        if write_archive and error.is_zipped:
-            write_archive(folder)
-        return error.code
-    if is_out_of_memory(error):
-        way = "free some of the GPU"
+        code, is_zipped = error.code, error.is_zipped
+    elif torch and isinstance(error, torch.OutOfMemoryError):
+        fix, is_zipped = "free some of the GPU", True
         if smaller := micro_batch // 2:
-            way = f"MICRO_BATCH={smaller} learns the same in smaller micro-batches"
+            fix = f"MICRO_BATCH={smaller} learns the same in smaller micro-batches"
         elif settings.EXPERTS == "bf16":
-            way = f"EXPERTS=mxfp4 takes less memory, or {way}"
+            fix = f"EXPERTS=mxfp4 takes less memory, or {fix}"
         log.critical("out of memory: %s", str(error).splitlines()[0])
-        log.critical("%s; then the same command continues", way)
-        if write_archive:
-            write_archive(folder)
-        return 1
-    again = continuation(folder, vars(settings))
-    if disk := full_disk(error, folder):
+        log.critical("%s; then the same command continues", fix)
+    elif disk := full_disk(error, folder):
         log.critical("no space left on the disk of %s: free some, %s", disk, again)
     elif isinstance(error, RewardError):
         log.info("a reward function failed", exc_info=error, extra=FILE_ONLY)
@@ -93,11 +128,13 @@ def answer_failure(
     else:
         log.critical("the run failed", exc_info=error)
         log.critical("when its cause is fixed, %s", again)
-    return 1
+    if write_archive and is_zipped:
+        write_archive(folder)
+    return code
 
 
 class LastMessageHandler(logging.Handler):
-    """Keeps what this program's log says last; what is critical before anything that follows."""
+    """Keeps the last message of this program's log. Critical ones outlast all that follow."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -106,8 +143,9 @@ class LastMessageHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         fatal = record.levelno >= logging.CRITICAL
         if fatal >= self.fatal:
-            raised = f" ({described(record.exc_info[1])})" if record.exc_info else ""
-            message = one_line(record.getMessage().strip()) + raised
+            message = one_line(record.getMessage().strip())
+            if record.exc_info and record.exc_info[1]:
+                message += f" ({described(record.exc_info[1])})"
             self.message = f"{self.message}; {message}" if self.fatal else message
             self.fatal = fatal
 
@@ -121,7 +159,7 @@ def record_end(ranks: Ranks, folder: Path, settings: Settings, run: Callable[[],
         log.propagate = False
 
     def write_loss(lost: RankLost) -> None:
-        """Rank 0 writes who is gone. Where rank 0 itself is, and wrote nothing, the first other rank does."""
+        """Rank 0 writes which rank is gone. Where rank 0 itself is, and wrote nothing, the first other rank does."""
         if ranks.rank:
             if lost.rank or lost.message:
                 return
@@ -142,26 +180,26 @@ def record_end(ranks: Ranks, folder: Path, settings: Settings, run: Callable[[],
         write_loss(lost)
     finally:
         log.removeHandler(last_message)
-        ranks.leave(code, last_message.message or f"exit code {code}")
+        ranks.disconnect(code, last_message.message or f"exit code {code}")
     return code
 
 
-def write_end(folder: Path, code: int, words: str) -> None:
-    """The exit code and its reason as the last line of training.log, and in EXIT."""
-    (log.warning if code else log.info)("exit code %d: %s", code, words)
+def write_end(folder: Path, code: int, reason: str) -> None:
+    """Writes the exit code and its reason as the last line of training.log, and into EXIT."""
+    (log.warning if code else log.info)("exit code %d: %s", code, reason)
     if folder.is_dir():
-        write_text(folder / EXIT, json.dumps({"code": code, "reason": words}) + "\n")
+        write_text(folder / EXIT, json.dumps({"code": code, "reason": reason}) + "\n")
 
 
 def end_quietly(main: Callable[[], int]) -> int:
-    """The exit code of `main`. Where it is cut short because the reader of its output has gone (`--help | head`), there
-    is no traceback, and the code is that of a command which SIGPIPE ends."""
-    code = 128 + signal.SIGPIPE
+    """The exit code of `main`. Where the reader of its output is gone (`--help | head`), there is no traceback, and the
+    code is that of a command which SIGPIPE ends."""
     try:
         code = main()
         sys.stdout.flush()
+        return code
     except BrokenPipeError:
         if not is_unread(sys.stdout.fileno()):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
-    return code
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends.
+        return 128 + signal.SIGPIPE

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way to the Hub: parts of a card, what would be uploaded, and the upload."""
+"""Publishing on the Hub: parts of a card, what would be uploaded, and the upload."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from grpo.run.durable import Record
 from grpo.settings import FIELDS, InputError, described, one_line, show
 
 MERGED_CODE = """```python
@@ -24,9 +24,8 @@ class PushError(RuntimeError):
 def table(header: list[str], rows: list[list[str]]) -> str:
     """A Markdown table, each cell on one line."""
     lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(
-        "| " + " | ".join(one_line(cell, 300).replace("|", "\\|") for cell in cells) + " |" for cells in lines
-    )
+    escaped = ([one_line(cell, 300).replace("|", "\\|") for cell in cells] for cells in lines)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in escaped)
 
 
 def short(text: str) -> str:
@@ -35,7 +34,7 @@ def short(text: str) -> str:
     return ", ".join(Path(part).name if part.startswith("/") else part for part in parts)
 
 
-def chosen_settings(sources: Mapping[str, str], values: Mapping[str, Any]) -> str:
+def chosen_settings(sources: Mapping[str, str], values: Record) -> str:
     """The settings that somebody chose, as a section of a card."""
     chosen = [name for name, spec in FIELDS.items() if spec.metadata["group"] != "Output"]
     chosen = [name for name in chosen if name in values and sources.get(name, "default") != "default"]
@@ -52,16 +51,19 @@ def listing(folder: Path, repo: str) -> str:
 
 
 def refused(repo: str, error: Exception) -> str:
-    """A line on what huggingface_hub raised, and what to do."""
-    fix = "Name it user/name or organization/name, and run `hf auth login` or set HF_TOKEN to a token that may write there"
-    return f"--push {repo}: it cannot be uploaded ({described(error)}). {fix}"
+    """What huggingface_hub raised, and what to do about it."""
+    name, token = (
+        "user/name or organization/name",
+        "run `hf auth login` or set HF_TOKEN to a token that may write there",
+    )
+    return f"--push {repo}: it cannot be uploaded ({described(error)}). Name it {name}, and {token}"
 
 
 def check_account(repo: str, dry: bool = False) -> None:
-    """Before anything takes time: the name is one that the Hub takes, and unless `dry` there is a Hub that knows the token.
+    """Checks, before anything takes time, that the Hub takes the name and, unless `dry`, that it knows the token.
     Raises InputError."""
     try:
-        from huggingface_hub import HfApi  # late: a card does without
+        from huggingface_hub import HfApi  # Late: a card does without it.
         from huggingface_hub.utils import validate_repo_id
 
         validate_repo_id(repo)
@@ -69,13 +71,13 @@ def check_account(repo: str, dry: bool = False) -> None:
             raise ValueError("that is no name of a repository")
         if not dry:
             HfApi().whoami()
-    except Exception as error:  # whatever huggingface_hub raises: no token, no network, a refusal
+    except Exception as error:  # huggingface_hub raises many types: no token, no network, a refusal.
         raise InputError(refused(repo, error)) from error
 
 
 def upload(folder: Path, repo: str) -> str:
-    """Upload all files of a folder to a model repository of the Hub, a new one being private; returns its address. Raises
-    PushError."""
+    """Uploads all files of a folder to a model repository of the Hub, a new one being private; returns its address.
+    Raises PushError."""
     try:
         from huggingface_hub import HfApi
 
@@ -83,5 +85,5 @@ def upload(folder: Path, repo: str) -> str:
         address = api.create_repo(repo, private=True, exist_ok=True)
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload by train_grpo.py's scripts")
         return str(address)
-    except Exception as error:  # as above, and whatever ends a long upload
+    except Exception as error:  # As above, and whatever ends a long upload.
         raise PushError(refused(repo, error)) from error

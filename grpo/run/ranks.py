@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process a GPU: which of the run's processes this one is, and what it speaks with the others about."""
+"""One process a GPU: which of the run's processes this one is, and what it exchanges with the others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# What torchrun and `accelerate launch` set for each process. The program removes it, so that TRL, accelerate, transformers
+# torchrun and `accelerate launch` set these for each process. They are removed, so that TRL, accelerate, transformers
 # and vLLM each see one process with one GPU, and none of them shards or wraps the model.
 LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LAUNCHER_PREFIXES = ("TORCHELASTIC_", "ACCELERATE_")
@@ -24,33 +24,32 @@ class RankLost(RuntimeError):
         self.rank, self.code, self.message = rank, code, message
 
     def __str__(self) -> str:
-        if self.message:
-            return f"rank {self.rank} ended: {self.message}"
-        return f"rank {self.rank} ended without a word (killed, or its machine is gone)"
+        reason = f": {self.message}" if self.message else " without a word (killed, or its machine is gone)"
+        return f"rank {self.rank} ended{reason}"
 
 
 @dataclass
 class Ranks:
-    """The processes of a run, each with a GPU; rank 0 writes and decides. This class is that of a process that runs alone,
-    and imports no torch; grpo/learn/groups.py has the one that speaks with others."""
+    """The processes of a run, each with a GPU; rank 0 writes and decides. This class is that of a process that runs
+    alone, and imports no torch; grpo/learn/groups.py has the one for several processes."""
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
-    address: str = ""  # of the launcher's store, a table of keys and values that all processes can read and write
+    address: str = ""  # of the launcher's store, a table of keys and values that all processes share
     port: int = 0
     run_id: str = ""  # differs for every start by the launcher, restarts included
     launched: bool = False  # by torchrun or a similar program, whose own exit code is the same for every failure
     summed_bytes: int = 0  # that were added up over all ranks, for the benchmark
-    # Called before a process is ended that did not notice in time that another one is gone.
+    # This is called before a process is ended that did not notice in time that another one is gone.
     on_lost: Callable[[RankLost], None] = lambda lost: None
 
     @classmethod
     def from_environment(cls, environ: MutableMapping[str, str] = os.environ) -> Ranks:
-        """This process's place in the run; removes the launcher's variables from `environ`. CUDA_VISIBLE_DEVICES then names
-        its one GPU (none where there are fewer GPUs than processes), so torch must not have used CUDA yet. All ranks but 0
-        fall silent. Raises ValueError for processes that cannot be one run."""
+        """Reads and removes the launcher's variables. CUDA_VISIBLE_DEVICES then names this process's GPU (none where
+        there are too few), so torch must not have used CUDA yet. All ranks but 0 print nothing from here on. Raises
+        ValueError for processes that cannot be one run."""
         if not all(environ.get(name) for name in LAUNCH_VARIABLES):
             return cls()
         rank, size, local_rank, local_size = (int(environ[name]) for name in LAUNCH_VARIABLES[:4])
@@ -69,44 +68,41 @@ class Ranks:
         if visible not in ("", "-1"):
             cards = visible.split(",") if visible else list(map(str, range(local_size)))
             environ["CUDA_VISIBLE_DEVICES"] = cards[local_rank].strip() if local_rank < len(cards) else ""
-        if (
-            local_size > 1
-        ):  # engines start at the same time: each gets its own ports and its own folder for compiled code
-            own = environ.get("VLLM_PORT", "")  # Kubernetes sets an address for a service of that name
-            first = int(own) if own.isdigit() else port + 1 if port < 60_000 else port - 5_000
+        if local_size > 1:  # vLLM's engines start at the same time, and share neither ports nor compiled code.
+            user_port = environ.get("VLLM_PORT", "")  # Kubernetes sets an address for a service of that name.
+            first = int(user_port) if user_port.isdigit() else port + 1 if port < 60_000 else port - 5_000
             environ["VLLM_PORT"] = str(first + 100 * local_rank)
             root = environ.get("VLLM_CACHE_ROOT") or os.path.join(environ.get("XDG_CACHE_HOME") or "~/.cache", "vllm")
             environ["VLLM_CACHE_ROOT"] = os.path.join(root, f"rank-{local_rank}") if local_rank else root
-        if 1 < size == local_size:  # on one machine, nobody else needs to reach what gloo and NCCL listen on
+        if 1 < size == local_size:  # On one machine, nobody else needs to reach what gloo and NCCL listen on.
             environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         if rank:
             sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-        for number in (signal.SIGINT, signal.SIGTERM):  # scripts/torchrun.sh has them ignored
+        for number in (signal.SIGINT, signal.SIGTERM):  # scripts/torchrun.sh has them ignored.
             signal.signal(number, signal.default_int_handler)
         return cls(rank, size, local_rank, local_size, address, port, run_id, launched=True)
 
     def share_out(self, count: int, group: int = 1) -> range:
-        """The part of `count` rows that is this process's: whole groups where `group` divides them; the first ranks have
-        one more where there is a rest."""
+        """This process's part of `count` rows, in whole groups where `group` divides them. The first ranks get the
+        rest."""
         group = group if count % group == 0 else 1
         groups = count // group
         start, stop = (groups // self.size * n + min(n, groups % self.size) for n in (self.rank, self.rank + 1))
         return range(start * group, stop * group)
 
-    # ---- Every process calls the same of these, in the same order; with several processes they raise RankLost ----
+    # Every process calls the same of these in the same order; with several processes they raise RankLost.
 
     def share(self, value: Any) -> list[Any]:
-        """Every rank's value, made of what JSON knows, in the order of the ranks, on all of them."""
+        """Every rank's value, which JSON must know, on all of them in the order of the ranks."""
         return [value]
 
     def share_rows(self, rows: Sequence[Sequence[float | None]], kind: str) -> list[Any]:
-        """Every rank's rows of numbers, in order, on all of them. `kind` is an array's (`i`, `d`); None and NaN both arrive
-        as None."""
+        """Every rank's rows of numbers in order. `kind` is an array's (`i`, `d`); NaN arrives as None."""
         return list(rows)
 
     def broadcast(self, value: Any = None) -> Any:
-        """Rank 0's value, made of what JSON knows; those of the others do not matter."""
+        """Rank 0's value, which JSON must know; those of the others do not matter."""
         return value
 
     def broadcast_bytes(self, data: bytes = b"") -> bytes:
@@ -120,8 +116,8 @@ class Ranks:
         """Fills a torch.Tensor with the sum of those of all ranks: the same bits on each of them."""
 
     def is_broken(self) -> bool:
-        """Whether another process is gone already: then a SIGTERM is torchrun's, which ends all when one has ended."""
+        """Whether another process is gone: then a SIGTERM is torchrun's, which ends all when one has ended."""
         return False
 
-    def leave(self, code: int, message: str = "") -> None:
+    def disconnect(self, code: int, message: str = "") -> None:
         """Tells the others how this process ends, and closes its connections."""

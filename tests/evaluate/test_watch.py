@@ -16,8 +16,8 @@ from conftest import CLEAN, ROOT
 from run_folders import GPU, metrics_row, write_checkpoint, write_run
 
 from grpo.run.folder import COMPLETE
+from grpo.run.layout import lock_run
 from grpo.run.logs import banner_text
-from grpo.run.place import lock_run
 
 SCRIPT = str(ROOT / "scripts" / "watch.py")
 

@@ -186,7 +186,7 @@ def test_the_last_message_arrives():
 
     def fails(ranks):
         if ranks.rank == 1:
-            ranks.leave(4, "vLLM: no memory")
+            ranks.disconnect(4, "vLLM: no memory")
             return
         time.sleep(2 * (ranks.rank == 2))
         ranks.share(None)

@@ -19,7 +19,7 @@ from grpo.plan.hub import REAL_CONFIG, read_json
 from grpo.plan.targets import expected_shapes
 from grpo.preflight.adapter import check_start, read_start_adapter
 from grpo.preflight.checks import preflight
-from grpo.run.durable import begin_checkpoint, finish_checkpoint
+from grpo.run.checkpoints import begin_checkpoint, finish_checkpoint
 from grpo.run.folder import ADAPTER, COMPLETE, RunState, needed_files
 from grpo.settings import Problems, load_settings
 

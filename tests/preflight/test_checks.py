@@ -117,14 +117,14 @@ def test_importance_ratios_need_the_log_probs_of_all_tokens(top_p, vllm, correct
 
 def test_expected_rewards_that_cannot_be_are_refused_where_they_were_asked_for(tmp_path):
     environ = CLEAN | {"MODEL_ID": "tiny", "OUTPUT_DIR": str(tmp_path), "TOP_P": "0.9"}
-    resolved = preflight(environ, CPU)
+    resolved = checks.preflight(environ, CPU)
     assert not resolved.problems and not resolved.expected_reward and not resolved.looked_up
-    problem = only(preflight(environ | {"EXPECTED_REWARD": "1"}, CPU).problems)
+    problem = only(checks.preflight(environ | {"EXPECTED_REWARD": "1"}, CPU).problems)
     assert problem.startswith("EXPECTED_REWARD: it cannot be: TOP_P") and "EXPECTED_REWARD=auto" in problem
 
 
 def test_expected_rewards_are_on_by_themselves(tmp_path):
-    resolved = preflight(CLEAN | {"MODEL_ID": "tiny", "OUTPUT_DIR": str(tmp_path), "REWARDS": "format,regret"}, CPU)
+    resolved = checks.preflight(CLEAN | {"MODEL_ID": "tiny", "OUTPUT_DIR": str(tmp_path), "REWARDS": "format,regret"}, CPU)
     assert resolved.expected_reward and resolved.looked_up == (1,)
     assert "format" not in resolved.reasons["expected_reward"] and "regret" in resolved.reasons["expected_reward"]
     record = checks.run_records(resolved)["settings.json"]["choices"]

@@ -12,9 +12,9 @@ import zipfile
 import pytest
 from huggingface_hub.constants import HF_HUB_CACHE
 
-from grpo.run.archive import write_zip
-from grpo.run.durable import read_sealed, sealed, whole_file, write_text
-from grpo.settings import ROOT
+from grpo.run.archive import model_card, write_zip
+from grpo.run.durable import read_sealed, sealed, write_text
+from grpo.settings import ROOT, Settings
 
 
 @pytest.fixture
@@ -23,13 +23,9 @@ def folder(tmp_path):
     folder = tmp_path / "real" / "ü & run"
     (folder / "checkpoint-2").mkdir(parents=True)
     (tmp_path / "link").symlink_to(folder.parent)
-    given = {
-        "OUTPUT_DIR": str(tmp_path / "link" / folder.name),
-        "MODEL_ID": "/models/mine",
-        "DATA": f"days/*.csv,{ROOT}/d.csv",
-    }
-    given["SYSTEM_PROMPT"] = f"Code is in {ROOT}/grpo"
-    record = {"settings": given, "command": f"python {ROOT}/train_grpo.py"}
+    settings = {"OUTPUT_DIR": str(tmp_path / "link" / folder.name), "MODEL_ID": "/models/mine"}
+    settings |= {"DATA": f"days/*.csv,{ROOT}/d.csv", "SYSTEM_PROMPT": f"Code is in {ROOT}/grpo"}
+    record = {"settings": settings, "command": f"python {ROOT}/train_grpo.py"}
     (folder / "settings.json").write_text(json.dumps(sealed(record)))
     (folder / "metrics.csv").write_text("step\n1\n")
     return folder
@@ -66,19 +62,18 @@ def test_no_path_of_the_machine_is_in_it(folder):
     assert record["command"] == "python ./train_grpo.py"
     assert json.loads(inside["adapter_config.json"])["base_model_name_or_path"] == "./data/tiny"
     assert inside["report.html"].decode() == "<p>ü &amp; run</p>"
-    told = f"Adapter: {name}, download: {name}.zip\n./grpo/x.py and python/lib/y.py\n/models/mine b".encode() + b"\xff"
-    assert inside["training.log"] == told, "and no other byte is another"
+    text = f"Adapter: {name}, download: {name}.zip\n./grpo/x.py and python/lib/y.py\n/models/mine b"
+    assert inside["training.log"] == text.encode() + b"\xff", "and no other byte is another"
 
 
 def test_no_place_outside_of_the_project_is_in_it(folder, monkeypatch, tmp_path):
     (tmp_path / "project").symlink_to(ROOT)
     monkeypatch.setattr(sys, "argv", [f"{tmp_path}/project/train_grpo.py"])
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    (folder / "training.log").write_text(
-        f"{os.__file__} {HF_HUB_CACHE}/models--x {tmp_path}/home/y {tmp_path}/project/train_grpo.py {ROOT}/d.csv {ROOT}/e.csv"
-    )
-    told = f"python/os.py hub/models--x ~/y ./train_grpo.py {ROOT}/d.csv ./e.csv"
-    assert unzipped(folder)["training.log"].decode() == told, "what was set stays"
+    python, project = f"{os.__file__} {HF_HUB_CACHE}/models--x", f"{tmp_path}/project/train_grpo.py"
+    (folder / "training.log").write_text(f"{python} {tmp_path}/home/y {project} {ROOT}/d.csv {ROOT}/e.csv")
+    text = f"python/os.py hub/models--x ~/y ./train_grpo.py {ROOT}/d.csv ./e.csv"
+    assert unzipped(folder)["training.log"].decode() == text, "what was set stays"
 
 
 def test_settings_have_the_checksum_of_what_the_zip_says(folder, tmp_path):
@@ -106,24 +101,22 @@ def test_files_dated_before_1980_are_taken(folder):
 
 def test_a_planted_link_is_not_written_through(folder, tmp_path):
     (tmp_path / "precious").write_text("mine")
-    for path in (
-        folder.with_name(folder.name + ".zip.tmp"),
-        folder.with_name(folder.name + ".zip"),
-        folder / "a.json.tmp",
-    ):
+    archive = folder.with_name(folder.name + ".zip")
+    for path in (archive.with_name(archive.name + ".tmp"), archive, folder / "a.json.tmp"):
         path.symlink_to(tmp_path / "precious")
     write_zip(folder)
     write_text(folder / "a.json", "{}")
     assert (tmp_path / "precious").read_text() == "mine" and (folder / "a.json").read_text() == "{}"
-    assert zipfile.is_zipfile(folder.with_name(folder.name + ".zip"))
+    assert zipfile.is_zipfile(archive)
 
 
-def test_a_file_is_written_whole_or_not_at_all(tmp_path):
-    path = tmp_path / "a.json"
-    write_text(path, "old")
-    with pytest.raises(OSError), whole_file(path) as temporary:
-        temporary.write_text("half")
-        raise OSError
-    with pytest.raises(UnicodeEncodeError):
-        write_text(path, "half \ud800")
-    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path], "a full disk keeps no part of a file"
+def test_the_model_card_names_a_hub_model_and_a_folder(tmp_path):
+    card = model_card(Settings(), 7, "action x 1")
+    header = card.split("---\n")[1]
+    assert "base_model: openai/gpt-oss-20b\n" in header and "library_name: peft\n" in header
+    assert 'from_pretrained("openai/gpt-oss-20b"' in card and "trained for 7 steps" in card
+    option = 'device_map="auto", quantization_config=Mxfp4Config(dequantize=True))'
+    assert "Mxfp4Config" not in card and option in model_card(Settings(LORA_TARGETS="q_proj,7.experts"), 7, "")
+    (tmp_path / "mine").mkdir()
+    card = model_card(Settings(MODEL_ID=str(tmp_path / "mine")), 7, "action x 1")
+    assert str(tmp_path) not in card and 'from_pretrained("mine"' in card and "base_model:" not in card

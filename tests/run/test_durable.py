@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Manifests and seals: what was damaged is told, whatever happened to it."""
+"""Files, manifests and checksums: damage is noticed, whatever happened."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ import os
 import pytest
 from reliability import KINDS
 
-from grpo.run import durable
-from grpo.run.durable import MANIFEST, begin_checkpoint, damage, finish_checkpoint, is_intact, read_sealed, sealed
+from grpo.run import checkpoints, durable
+from grpo.run.checkpoints import CUT_OFF, begin_checkpoint, checkpoint_fault, finish_checkpoint
+from grpo.run.durable import is_intact, read_sealed, sealed, whole_file, write_text
+from grpo.run.layout import ADAPTER, MANIFEST
 from grpo.settings import Problems
 
-FILES = {"adapter_model.safetensors": b"adapter", "optimizer.pt": b"optimizer", "sub/rng_state.pth": b"states"}
+FILES = {ADAPTER: b"adapter", "sub/rng_state.pth": b"states", "trainer_state.json": b'{"global_step": 3}'}
 
 
 @pytest.fixture
 def checkpoint(tmp_path):
     path = tmp_path / "checkpoint-3"
     begin_checkpoint(path)
-    assert damage(path) == "it was cut off while it was written"
+    assert checkpoint_fault(path, 3) == CUT_OFF
     (path / "sub").mkdir()
     for name, content in FILES.items():
         (path / name).write_bytes(content)
@@ -31,27 +33,28 @@ def checkpoint(tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", [*FILES, MANIFEST])
-def test_damage_is_told_and_names_the_file(checkpoint, name, kind):
-    assert damage(checkpoint) is None
+def test_damage_is_noticed_and_names_the_file(checkpoint, name, kind):
+    assert checkpoint_fault(checkpoint, 3) is None
     before = (checkpoint / name).read_bytes()
     KINDS[kind](checkpoint / name)
-    assert damage(checkpoint).startswith(name)
+    assert checkpoint_fault(checkpoint, 3).startswith(name)
     (checkpoint / name).write_bytes(before)
-    assert damage(checkpoint) is None
+    assert checkpoint_fault(checkpoint, 3) is None
     (checkpoint / name).unlink()
-    assert damage(checkpoint).startswith(f"{name} is missing")
-    assert ("finished by commit 7add771" in damage(checkpoint)) is (name == MANIFEST), "earlier versions wrote none"
+    fault = checkpoint_fault(checkpoint, 3)
+    assert fault.startswith(f"{name} is missing") and ("finished by commit 7add771" in fault) is (name == MANIFEST)
 
 
 def test_the_manifest_is_written_when_all_else_is_on_the_disk(checkpoint, monkeypatch):
-    synced, empty = [], lambda: read_sealed(checkpoint / MANIFEST) == {}
-    monkeypatch.setattr(durable, "sync", lambda path: synced.append((path.name, empty())))
+    synced, is_empty = [], lambda: read_sealed(checkpoint / MANIFEST) == {}
+    for module in (durable, checkpoints):
+        monkeypatch.setattr(module, "sync", lambda path: synced.append((path.name, is_empty())))
     begin_checkpoint(checkpoint)
     assert synced == [(f"{MANIFEST}.tmp", False), ("checkpoint-3", True)]
     synced.clear()
     finish_checkpoint(checkpoint, {})
-    files = [("adapter_model.safetensors", True), (MANIFEST, True), ("optimizer.pt", True), ("rng_state.pth", True)]
-    assert synced == [*files, (f"{MANIFEST}.tmp", True), ("checkpoint-3", False), (checkpoint.parent.name, False)]
+    files = [(name, True) for name in (ADAPTER, MANIFEST, "rng_state.pth", "trainer_state.json", f"{MANIFEST}.tmp")]
+    assert synced == [*files, ("checkpoint-3", False), (checkpoint.parent.name, False)]
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o700])
@@ -64,6 +67,17 @@ def test_who_may_read_a_folder_may_read_its_weights(tmp_path, mode):
     durable.sync_files(folder)
     modes = [(folder / name).stat().st_mode & 0o777 for name in ("adapter.safetensors", "own.txt")]
     assert modes == [0o600 | mode & 0o444, 0o600]
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "a.json"
+    write_text(path, "old")
+    with pytest.raises(OSError), whole_file(path) as temporary:
+        temporary.write_text("half")
+        raise OSError
+    with pytest.raises(UnicodeEncodeError):
+        write_text(path, "half \ud800")
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path], "a full disk keeps no part of a file"
 
 
 def test_what_lies_beside_a_file_that_a_user_names_is_theirs(tmp_path):
@@ -84,12 +98,12 @@ def test_a_file_that_may_not_be_written_is_no_target(tmp_path, monkeypatch):
     path, real, problems = tmp_path / "kept.csv", os.open, Problems()
     path.touch(0o400)
 
-    def refused(name, *more, **named):  # root may write everywhere
+    def refuse(name, *arguments, **options):  # root may write everywhere
         if os.fspath(name) == str(path):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        return real(name, *more, **named)
+        return real(name, *arguments, **options)
 
-    monkeypatch.setattr(os, "open", refused)
+    monkeypatch.setattr(os, "open", refuse)
     durable.check_writable(path, problems)
     assert problems == [f"{path}: cannot be written: Permission denied. Name another --out, in a folder that exists"]
 
@@ -114,15 +128,15 @@ def test_no_flipped_bit_changes_what_a_record_says(tmp_path, caplog):
     path.write_text("[" * 100_000)
     with pytest.raises(ValueError, match="recursion"):
         read_sealed(path)
-    told = 0
+    noticed = 0
     for bit in range(8 * len(whole)):
         path.write_bytes(bytes(byte ^ (1 << bit % 8) * (i == bit // 8) for i, byte in enumerate(whole)))
         try:
-            found = read_sealed(path)
-            assert {name: found.get(name) for name in record} == record, "the name of the checksum was hit"
+            values = read_sealed(path)
+            assert {name: values.get(name) for name in record} == record, "the name of the checksum was hit"
         except ValueError:
-            told += 1
-    assert told > 0.9 * 8 * len(whole) and not is_intact(path)
+            noticed += 1
+    assert noticed > 0.9 * 8 * len(whole) and not is_intact(path)
     assert "evaluation.json is damaged" in caplog.text and "measured again" in caplog.text
     path.write_text('{"steps": 12}')
     assert read_sealed(path) == {"steps": 12}, "who edited it has deleted the checksum"

@@ -7,6 +7,7 @@ import csv
 import dataclasses
 import hashlib
 import math
+import time
 from functools import partial
 
 import pytest
@@ -14,8 +15,10 @@ import pytest
 from grpo.data.files import Row
 from grpo.data.scoring import Completion
 from grpo.run.logs import (
+    LEAST,
     METRICS,
     CsvLog,
+    Pace,
     RunLog,
     banner_text,
     garbage_gains,
@@ -27,27 +30,29 @@ from grpo.run.logs import (
 ROW = Row("d.csv", 1, (("user", "x"),), (0.0, 1.0), {})
 
 
+def write_step(log, step, completions, totals):
+    """A step's rows in both logs; 1.0 is every figure that does not come from the completions."""
+    log.write_completions(step, completions, totals, [[]] * len(totals), 0.0)
+    log.write_step(step, {name: 1.0 for name in METRICS if name not in (*log.rates, "step", "time")})
+
+
 def test_rows_survive_carriage_returns(tmp_path):
-    path = tmp_path / "completions.csv"
-    written = [{"step": 1, "completion": "a\rb"}, {"step": 2, "completion": 'c\r\n"d"'}]
-    CsvLog(path, ["step", "completion"]).write(written)
+    path, texts = tmp_path / "completions.csv", ["a\rb", 'c\r\n"d"']
+    CsvLog(path, ["step", "completion"]).write({"step": 1, "completion": text} for text in texts)
     with path.open(newline="", encoding="utf-8") as file:
-        assert list(csv.reader(file)) == [["step", "completion"], ["1", "a\rb"], ["2", 'c\r\n"d"']]
+        assert list(csv.reader(file)) == [["step", "completion"], *(["1", text] for text in texts)]
 
 
 def test_a_log_knows_its_end_whether_resumed_or_not(tmp_path):
     """And refuses other columns than it has: nothing may stand under a wrong name."""
-    figures = {name: 1.0 for name in METRICS if name not in ("step", "time")}
     log = RunLog(tmp_path, 8, prompts=True)
     for step in (1, 2):
-        read = [Completion(ROW, "CO₂\r", None, 9, False)] * 2
-        log.write_completions(step, read, [0.1, 0.5])
-        log.write_step(step, {name: value for name, value in figures.items() if name not in log.rates})
+        write_step(log, step, [Completion(ROW, "CO₂\r", None, 9, False)] * 2, [0.1, 0.5])
         contents = {name: (tmp_path / name).read_bytes() for name in ("metrics.csv", "completions.csv")}
         ends = {name: (len(text), hashlib.sha256(text).hexdigest()) for name, text in contents.items()}
         assert log.sync() == ends
         log = RunLog(tmp_path, 8, prompts=True)
-        assert log.sync() == ends and [len(log.taught), len(log.pace.step_s)] == [step, step]
+        assert log.sync() == ends and [len(log.reward_history), len(log.pace.step_s)] == [step, step]
     with pytest.raises(ValueError, match="completions.csv has the columns step, .*, prompt, and this run has"):
         RunLog(tmp_path, 8)
 
@@ -81,8 +86,8 @@ EQUAL, FINE, NONE, LOST = (0.5, 1.0, 0.9), (0.5, 0.9, 0.9), (math.nan, 0.0, 0.9)
     ],
 )
 def test_warnings(warn, history, words):
-    said = warn(history)
-    assert said is None if words is None else words in said
+    warning = warn(history)
+    assert warning is None if words is None else words in warning
 
 
 def test_a_box_fits_into_a_terminal():
@@ -98,40 +103,29 @@ UNREAD = ("<|channel|>analysis<|message|>Hm", "<|channel|>final<|message|> ")
 
 
 def test_garbage_that_earns_more_than_answers_is_boxed_once(tmp_path, caplog):
-    """Of rows without actions an empty final channel is no answer, and words in it are one; with actions only `[k]` is."""
+    """Rows without actions are answered by words in the final channel, not by an empty one."""
     free, log = dataclasses.replace(ROW, rewards=()), RunLog(tmp_path, 40)
-    read = [Completion(free, text, None, 9, False) for text in (POEM, *UNREAD, UNREAD[0])]
-    figures = {name: 1.0 for name in METRICS if name not in ("step", "time")}
+    completions = [Completion(free, text, None, 9, False) for text in (POEM, *UNREAD, UNREAD[0])]
     for step in range(1, 31):
-        log.write_completions(step, read, [0.1, 0.5, 0.6, math.nan])
-        rates = log.rates
-        log.write_step(step, {name: value for name, value in figures.items() if name not in rates})
+        write_step(log, step, completions, [0.1, 0.5, 0.6, math.nan])
         assert ("garbage is being learned" in caplog.text) is (step >= 10)
-    said = "earned 0.45 more than the others to their prompts, on average of 10 groups of the last 10 steps: garbage is"
     (message,) = (record.getMessage() for record in caplog.records if "garbage" in record.getMessage())
-    words = " ".join(line.strip("| ") for line in message.splitlines())
-    assert message.startswith("\n====") and said in words
+    text = " ".join(line.strip("| ") for line in message.splitlines())
+    assert (
+        message.startswith("\n====")
+        and "earned 0.45 more than the others to their prompts, on average of 10 gr" in text
+    )
 
 
 def test_garbage_is_compared_inside_its_groups():
     """A hard prompt whose answers all earn little, and an unreadable one that is its worst: nothing is wrong there."""
     easy, hard = (dataclasses.replace(ROW, number=number) for number in (1, 2))
-    answers = [
-        (easy, 0, -0.1),
-        (easy, 1, -0.1),
-        (easy, None, -0.4),
-        (hard, 0, -9.0),
-        (hard, 1, -9.0),
-        (hard, None, -9.9),
-    ]
-    read = [Completion(row, POEM, action, 9, False) for row, action, _ in answers]
-    rewards = [reward for *_, reward in answers]
-    assert garbage_gains(read, rewards) == pytest.approx([-0.3, -0.9])
+    read = [Completion(row, POEM, action, 9, False) for row in (easy, hard) for action in (0, 1, None)]
+    assert garbage_gains(read, [-0.1, -0.1, -0.4, -9.0, -9.0, -9.9]) == pytest.approx([-0.3, -0.9])
     assert garbage_gains(read[1:3] + read[4:], [0.3, 0.3, 0.1, 0.3]) == pytest.approx([0.0, 0.2]), "equal is no gain"
     assert garbage_gains(read[:2] + read[5:], [1.0, 2.0, 3.0]) == [], "a group of one kind alone says nothing"
     assert garbage_gains(read, [math.nan, math.nan, 1.0, math.nan, 2.0, 3.0]) == [1.0], "nor does what was left out"
-    same = [0.1 + 0.2, 0.3, 0.3]
-    assert garbage_gains([read[0], read[1], read[2]], [same[0], same[0], same[1]]) == [0.0], "nor rounding"
+    assert garbage_gains(read[:3], [0.1 + 0.2, 0.1 + 0.2, 0.3]) == [0.0], "nor rounding"
 
 
 @pytest.mark.parametrize(
@@ -150,3 +144,38 @@ def test_garbage_is_compared_inside_its_groups():
 )
 def test_when_garbage_is_warned_about(steps, warns, reason):
     assert (garbage_warning(steps) is not None) is warns, reason
+
+
+def times(*step_s, **eval_s):
+    """Rows of metrics.csv with these times, and one more with that of an evaluation."""
+    return [{"step_s": str(value), "eval_s": ""} for value in step_s] + ([{"step_s": "", **eval_s}] if eval_s else [])
+
+
+@pytest.mark.parametrize(
+    ("rows", "total", "eval_steps", "seconds"),
+    [
+        (times(10, 10), 10, 0, math.nan),  # too few to know
+        (times(900, 10, 10), 10, 0, 70),  # the first step loads: a median
+        (times(*[99] * 20, *[1] * 10), 40, 0, 37),  # the last ten count
+        (times(1, 1, 1, eval_s="100"), 10, 4, 7 + 3 * 100),  # steps 4 and 8, and the end
+        (times(1, 1, 1, eval_s=100.0), 8, 4, 5 + 2 * 100),  # the last step is evaluated once
+        (times(1, 1, 1, eval_s="100"), 10, 0, 7 + 100),
+        (times(1, 1, 1, eval_s=None), 10, 4, 7),  # no evaluation was measured: none is invented
+    ],
+)
+def test_seconds_left_after_step_3(rows, total, eval_steps, seconds):
+    assert Pace(total, eval_steps, rows).seconds_left(LEAST) == pytest.approx(seconds, nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("step_s", "words"),
+    [
+        (60.0, "about 1 h 40 min left, until 13:40"),
+        (0.9, "about 2 min left, until 12:01"),
+        (0.1, "about 10 s left, until 12:00"),
+        (600.0, "about 16 h 40 min left, until Tue 03 Mar 04:40"),
+    ],
+)
+def test_the_time_left_has_the_hour_at_which_it_ends(step_s, words):
+    noon = time.mktime((2026, 3, 2, 12, 0, 0, 0, 0, -1))
+    assert Pace(103, 0, times(*[step_s] * 3)).left(3, noon) == words and Pace(9, 0).left(2) == ""

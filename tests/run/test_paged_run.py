@@ -37,11 +37,11 @@ class Gone(paged_weights.PagedWeights):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{"ROLLOUT_SYNC": "merge", "BETA": 0.04}, {"LORA_TARGETS": "all-linear,1.experts"}], ids=str)  # fmt: skip
+@pytest.mark.parametrize("changes", [{"ROLLOUT_SYNC": "merge", "BETA": 0.04}, {"LORA_TARGETS": "all-linear,1.experts"}])
 def test_nothing_reads_what_is_away(start, monkeypatch, tmp_path, changes):  # noqa: F811
     """With mismatch check, evaluations, checkpoints and a resume; `merge`, then `lora`."""
     monkeypatch.setattr(paged_weights, "pinned", lambda size: torch.zeros(size, dtype=torch.uint8))
-    plain, made = test_vllm_run.stub_engine, []
+    plain, engines = test_vllm_run.stub_engine, []
 
     def paging(settings, plan, path, eos, policy, prepare):
         engine = plain(settings, plan, path, eos, policy, prepare)
@@ -49,13 +49,13 @@ def test_nothing_reads_what_is_away(start, monkeypatch, tmp_path, changes):  # n
         engine.pages = Gone(policy)
         engine.pages.leave()
         engine.sleep()
-        made.append(engine)
+        engines.append(engine)
         return engine
 
     monkeypatch.setattr(test_vllm_run, "stub_engine", paging)
     held_out = tmp_path / "held_out.csv"
     held_out.write_bytes(b"".join((ROOT / RUN["DATA"]).read_bytes().splitlines(keepends=True)[:4]))
     run = start()
+    changes = changes | {"EXPERTS": "paged", "EVAL_SAMPLES": 2, "EVAL_STEPS": 1, "EVAL_DATA": held_out}
     for steps in (2, 3):
-        given = {"EVAL_SAMPLES": 2, "EVAL_STEPS": 1, "EVAL_DATA": held_out, "TOTAL_STEPS": steps}
-        assert run(EXPERTS="paged", **given, **changes) == 0 and made.pop().pages.places
+        assert run(**changes, TOTAL_STEPS=steps) == 0 and engines.pop().pages.places

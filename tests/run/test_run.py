@@ -13,11 +13,14 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, read_csv, run_script
 from hub_server import TOKEN, HubServer, files_in
+from reliability import KINDS
 from runs import SETTINGS, assert_same_run, finish, go_on, has_line, start_held, wait_until
 
 from grpo.data.prompts import prompt_order
 from grpo.run.best import read_best, which_to_load
+from grpo.run.durable import file_sha256, sealed
 from grpo.run.folder import COMPLETE, last_checkpoint
+from grpo.run.layout import ADAPTER
 from grpo.run.logs import COMPLETIONS, METRICS
 
 
@@ -35,8 +38,9 @@ def whole_run(tiny, tmp_path_factory) -> Path:
 
 def test_what_a_run_leaves(whole_run):
     names = {p.name for p in whole_run.iterdir()}
-    assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "chat_template.jinja", "training.log",
-            "metrics.csv", "completions.csv", "settings.json", "versions.json", "evaluation.json", "checkpoint-6"} <= names  # fmt: skip
+    expected = "adapter_model.safetensors adapter_config.json tokenizer.json chat_template.jinja training.log"
+    expected += " metrics.csv completions.csv settings.json versions.json evaluation.json checkpoint-6"
+    assert set(expected.split()) <= names and not list(whole_run.rglob("*.tmp"))
     metrics, completions = read_csv(whole_run / "metrics.csv"), read_csv(whole_run / "completions.csv")
     own = ["reward/action", "reward/hold"]
     assert list(metrics[0]) == [*METRICS, *own] and list(completions[0]) == [*COMPLETIONS, *own]
@@ -53,8 +57,7 @@ def test_what_a_run_leaves(whole_run):
     for name in ("loading the model", "held-out reward before training", "held-out reward after training"):
         assert lines.index(f"{name} ...") < next(n for n, line in enumerate(lines) if line.startswith(f"{name}: "))
     left = [line.split("; about ")[1:] for line in log.splitlines() if " step " in line and "/6: reward" in line]
-    assert [" left, until " in "".join(said) for said in left] == [False, False, True, True, True, False]
-    assert not list(whole_run.rglob("*.tmp"))
+    assert [" left, until " in "".join(words) for words in left] == [False, False, True, True, True, False]
 
 
 def test_rows_agree_with_the_csv_and_with_each_other(whole_run):
@@ -72,10 +75,10 @@ def test_rows_agree_with_the_csv_and_with_each_other(whole_run):
         mine = [row for row in completions if row["step"] == metric["step"]]
         assert [row["prompt_id"] for row in mine] == [mine[i - i % 4]["prompt_id"] for i in range(12)], "groups of four"
         mean = sum(float(row["reward"]) for row in mine) / 12
-        assert float(metric["reward"]) == pytest.approx(mean, abs=1e-5)
-        assert float(metric["parse_rate"]) == pytest.approx(sum(r["parsed_action"] != "" for r in mine) / 12, abs=1e-5)
-        assert float(metric["clipped_ratio"]) == pytest.approx(sum(r["truncated"] == "1" for r in mine) / 12, abs=1e-5)
-        assert float(metric["tokens_mean"]) == pytest.approx(sum(int(r["tokens"]) for r in mine) / 12, rel=1e-5)
+        rates = {"reward": mean, "parse_rate": sum(row["parsed_action"] != "" for row in mine) / 12}
+        rates["clipped_ratio"] = sum(row["truncated"] == "1" for row in mine) / 12
+        rates["tokens_mean"] = sum(int(row["tokens"]) for row in mine) / 12
+        assert {name: float(metric[name]) for name in rates} == pytest.approx(rates, rel=1e-5, abs=1e-5)
         assert float(metric["rollout_s"]) + float(metric["learn_s"]) <= float(metric["step_s"]) + 1e-3
     order = list(prompt_order(len(source), 5, 18))
     assert [int(r["prompt_id"].split(":")[1]) - 1 for r in completions[::4]] == order
@@ -85,10 +88,10 @@ def test_the_zip_holds_everything_but_optimizer_states(whole_run):
     with zipfile.ZipFile(whole_run.with_name("run.zip")) as archive:
         assert archive.testzip() is None
         inside = set(archive.namelist())
-        here, given = [str(path).encode() for path in (whole_run.parent, ROOT)], str(SETTINGS["EVAL_DATA"]).encode()
-        texts = {name: archive.read(name).replace(given, b"") for name in inside}
+        here, data = [str(path).encode() for path in (whole_run.parent, ROOT)], str(SETTINGS["EVAL_DATA"]).encode()
+        texts = {name: archive.read(name).replace(data, b"") for name in inside}
         assert not [name for name, text in texts.items() if any(path in text for path in here)], "but what was set"
-        assert given in archive.read("run/settings.json"), "else it is no longer this run's"
+        assert data in archive.read("run/settings.json"), "else it is no longer this run's"
         assert json.loads(archive.read("run/settings.json"))["settings"]["OUTPUT_DIR"] == "run"
         assert json.loads(archive.read("run/adapter_config.json"))["base_model_name_or_path"] == "./data/tiny"
     on_disk = {str(p.relative_to(whole_run.parent)) for p in whole_run.rglob("*") if p.is_file()}
@@ -106,29 +109,26 @@ def test_the_model_card(whole_run, monkeypatch, tiny):
     assert note.strip() == which_to_load(read_best(whole_run), 6).strip() and card.replace(note, "") == saved
     code = card.split("```python\n")[1].split("```")[0].replace('"data/tiny"', repr(str(tiny)))
     monkeypatch.chdir(whole_run)
-    found: dict = {}
-    exec(code.replace(', device_map="auto"', ""), found)
-    assert all(p.abs().sum() > 0 for name, p in found["model"].named_parameters() if "lora_" in name)
+    variables: dict = {}
+    exec(code.replace(', device_map="auto"', ""), variables)
+    assert all(p.abs().sum() > 0 for name, p in variables["model"].named_parameters() if "lora_" in name)
 
 
-def test_a_finished_run_is_not_touched(whole_run):
-    before = {p: p.stat().st_mtime_ns for p in whole_run.rglob("*")}
-    done = run_script(**SETTINGS | {"OUTPUT_DIR": whole_run})
-    assert done.returncode == 2 and "complete (6 of 6 steps)" in done.stderr
-    done = run_script(**SETTINGS | {"OUTPUT_DIR": whole_run, "TOTAL_STEPS": 8, "LEARNING_RATE": "1e-5"})
-    assert done.returncode == 2 and "LEARNING_RATE: the run in" in done.stderr
-    assert {p: p.stat().st_mtime_ns for p in whole_run.rglob("*")} == before
-
-
-def test_an_unpacked_zip_is_not_touched(whole_run, tmp_path):
-    """The command that made it says what it is; it neither replaces the adapter nor deletes a checkpoint."""
+def test_neither_a_finished_run_nor_an_unpacked_zip_is_touched(whole_run, tmp_path):
+    """The command that made a run says what it is; it neither replaces the adapter nor deletes a checkpoint."""
     with zipfile.ZipFile(whole_run.with_name("run.zip")) as archive:
         archive.extractall(tmp_path)
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    done = run_script(**SETTINGS | {"OUTPUT_DIR": tmp_path / "run", "TOTAL_STEPS": 8})
-    assert done.returncode == 2 and "it holds a trained adapter, but no checkpoint that can be" in done.stderr
+    refusals = [
+        (whole_run, {}, "complete (6 of 6 steps)"),
+        (whole_run, {"TOTAL_STEPS": 8, "LEARNING_RATE": "1e-5"}, "LEARNING_RATE: the run in"),
+        (tmp_path / "run", {"TOTAL_STEPS": 8}, "it holds a trained adapter, but no checkpoint that can be"),
+    ]
+    for folder, changes, problem in refusals:
+        before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        done = run_script(**SETTINGS | {"OUTPUT_DIR": folder} | changes)
+        assert done.returncode == 2 and problem in done.stderr
+        assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     assert "cannot be used, see below" in done.stdout and "starts at step 0" not in done.stdout
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def test_sigterm_saves_and_the_same_command_continues(whole_run, tmp_path):
@@ -169,9 +169,8 @@ def test_a_killed_run_continues_without_repeating_or_losing_rows(whole_run, tmp_
 def test_a_copy_of_a_run_continues_elsewhere(whole_run, tmp_path):
     """On another machine, that is: in another folder of another name, from a copy that was made after step 4."""
     folder = tmp_path / "other" / "copy"
-    shutil.copytree(
-        whole_run, folder, ignore=shutil.ignore_patterns("checkpoint-6", COMPLETE, "evaluation.json", "adapter_*")
-    )
+    later = shutil.ignore_patterns("checkpoint-6", COMPLETE, "evaluation.json", "adapter_*")
+    shutil.copytree(whole_run, folder, ignore=later)
     shutil.copytree(whole_run / "checkpoint-4", folder / "checkpoint-4", dirs_exist_ok=True)
     done = run_script(**SETTINGS | {"OUTPUT_DIR": folder})
     assert done.returncode == 0 and "continuing from step 4" in done.stdout, done.stdout + done.stderr
@@ -183,15 +182,22 @@ def test_a_copy_of_a_run_continues_elsewhere(whole_run, tmp_path):
 
 
 def test_a_run_killed_after_its_last_step_is_finished_by_the_same_command(whole_run, tmp_path):
+    """What damaged records held is measured again, with the same result."""
     folder = tmp_path / "run"
     shutil.copytree(whole_run, folder)
-    for name in (COMPLETE, "evaluation.json", "adapter_model.safetensors"):
+    for name in (COMPLETE, "adapter_model.safetensors"):
         (folder / name).unlink()
+    for name in ("evaluation.json", "best/best.json"):
+        KINDS["one bit"](folder / name)
     done = run_script(**SETTINGS | {"OUTPUT_DIR": folder, "EVAL_SAMPLES": 1})
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "run.zip").exists() and "Held-out mean reward" in done.stdout
-    one, two = (json.loads((run / "evaluation.json").read_text()) for run in (folder, whole_run))
-    assert one == two
+    for words in ("evaluation.json is damaged, and what it held is measured again", "best/: best.json cannot be read"):
+        assert words in done.stdout
+    records = [json.loads((run / "evaluation.json").read_text()) for run in (folder, whole_run)]
+    assert records[0] == records[1] and (folder / "superseded-best").is_dir()
+    adapter = {"steps": 6, "adapter_sha256": file_sha256(folder / ADAPTER)}
+    assert json.loads((folder / COMPLETE).read_text()) == sealed(adapter)
     assert_same_run(folder, whole_run)
 
 
@@ -234,31 +240,12 @@ def test_overwrite_starts_again_with_a_users_own_reward(tmp_path, whole_run):
             assert float(row["reward"]) > 2 / int(row["tokens"])
 
 
-def test_a_model_of_the_hub_is_taken_from_its_cache(tiny, tmp_path):
-    """By its id, offline; quantized experts too, where the repository holds its weights in other forms as well."""
-    cache = tmp_path / "hub" / "models--org--model"
-    snapshot = cache / "snapshots" / ("0" * 40)
-    (snapshot / "original").mkdir(parents=True)
-    for path in tiny.iterdir():
-        (snapshot / path.name).symlink_to(path)
-    (snapshot / "original" / "model.safetensors").write_bytes(b"not to be read")
-    (cache / "refs").mkdir()
-    (cache / "refs" / "main").write_text("0" * 40)
-    settings = {"MODEL_ID": "org/model", "EXPERTS": "mxfp4", "OUTPUT_DIR": tmp_path / "run", "TOTAL_STEPS": 1,
-                "HF_HUB_CACHE": tmp_path / "hub", "MAX_COMPLETION_LEN": 12, "REASONING_EFFORT": "low"}  # fmt: skip
-    done = run_script(**SETTINGS | settings)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "EXPERTS                mxfp4" in done.stdout and "complete: 1 steps" in done.stdout
-    adapter = json.loads((tmp_path / "run" / "adapter_config.json").read_text())
-    assert adapter["base_model_name_or_path"] == "org/model"
-    done = run_script("--check", **SETTINGS | settings | {"MODEL_ID": "org/other"})
-    assert done.returncode == 2 and "org/other is not in the cache and cannot be fetched" in done.stderr
-
-
 def test_a_model_of_the_hub_is_downloaded(tiny, tmp_path):
-    """As a user does it: refused without a token, a run with it, then a look offline; nothing but the model's own files is taken."""
-    settings = {"MODEL_ID": "org/tiny-gpt-oss", "OUTPUT_DIR": tmp_path / "run", "TOTAL_STEPS": 1, "PROMPTS_PER_STEP": 2,
-                "NUM_GENERATIONS": 2, "MAX_COMPLETION_LEN": 8, "USE_VLLM": 0, "ATTN_IMPL": "eager"}  # fmt: skip
+    """A user is refused without a token, runs with it on quantized experts, then checks offline. Only the model's files
+    are taken."""
+    settings = {"MODEL_ID": "org/tiny-gpt-oss", "OUTPUT_DIR": tmp_path / "run", "TOTAL_STEPS": 1, "EXPERTS": "mxfp4"}
+    settings |= {"PROMPTS_PER_STEP": 2, "NUM_GENERATIONS": 2, "MAX_COMPLETION_LEN": 8, "USE_VLLM": 0}
+    settings["ATTN_IMPL"] = "eager"
     others = dict.fromkeys(("original/model.safetensors", "original/config.json", "metal/model.bin"), b"not to be read")
     with HubServer() as hub:
         hub.add("org/tiny-gpt-oss", files_in(tiny) | others, gated=True)
@@ -268,13 +255,16 @@ def test_a_model_of_the_hub_is_downloaded(tiny, tmp_path):
         assert f"Accept its licence at {hub.url}/org/tiny-gpt-oss" in refused.stderr and not (tmp_path / "run").exists()
         done = run_script(**settings | {"HF_TOKEN": TOKEN})
         assert done.returncode == 0, done.stdout + done.stderr
-        assert "downloading org/tiny-gpt-oss: 0.00 of" in done.stdout and "complete: 1 steps" in done.stdout
+        for words in ("downloading org/tiny-gpt-oss: 0.00 of", "complete: 1 steps", "EXPERTS                mxfp4"):
+            assert words in done.stdout
         taken = {name for name, ranges in hub.fetched().items() if ranges == [""]}
         assert taken == set(hub.fetched()) == {path.name for path in tiny.iterdir()} - {"warmup.json"}
         hub.asked.clear()
         offline = settings | {"HF_HUB_OFFLINE": 1, "OUTPUT_DIR": tmp_path / "second"}
         done = run_script("--check", **offline)
         assert done.returncode == 0 and not hub.asked, done.stdout + done.stderr
+        done = run_script("--check", **offline | {"MODEL_ID": "org/other"})
+        assert done.returncode == 2 and "org/other is not in the cache and cannot be fetched" in done.stderr
     adapter = json.loads((tmp_path / "run" / "adapter_config.json").read_text())
     assert adapter["base_model_name_or_path"] == "org/tiny-gpt-oss"
 

@@ -15,7 +15,7 @@ from conftest import ROOT
 from runs import environment, go_on, has_line, wait_until
 
 from grpo.run.folder import last_checkpoint
-from grpo.run.place import EXIT
+from grpo.run.layout import EXIT
 
 # srun starts its command once a node; scancel signals every process of the step, as slurmd does.
 COMMANDS = {
@@ -23,7 +23,8 @@ COMMANDS = {
     "code=0; for job in $(jobs -p); do wait $job || code=1; done; exit $code",
     "scontrol": '[ "$1" = show ] && echo localhost || echo "$*" >> "$STEP.asked"',
     "squeue": 'cat "$STEP.state"',
-    "scancel": 'below() { for pid in $(pgrep -P $1); do echo $pid; below $pid; done; }; kill -TERM $(below "$(cat "$STEP")")',
+    "scancel": "below() { for pid in $(pgrep -P $1); do echo $pid; below $pid; done; }; "
+    'kill -TERM $(below "$(cat "$STEP")")',
 }
 
 
@@ -36,9 +37,8 @@ def commands(tools: Path) -> Path:
 
 
 def start(folder: Path, tools: Path, **settings: object) -> subprocess.Popen:
-    environ = environment(
-        folder, **{"SLURM_NNODES": 2, "SLURM_JOB_ID": os.getpid(), "SLURM_JOB_NODELIST": "two"} | settings
-    )
+    job = {"SLURM_NNODES": 2, "SLURM_JOB_ID": os.getpid(), "SLURM_JOB_NODELIST": "two"}
+    environ = environment(folder, **job | settings)
     environ |= {"PATH": f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}", "STEP": str(tools / "step")}
     command = ["bash", "scripts/slurm/train.sbatch"]
     return subprocess.Popen(command, env=environ, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)

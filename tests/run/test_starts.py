@@ -14,9 +14,9 @@ from runs import environment
 
 import train_grpo
 from grpo.preflight.checks import preflight, run_records
-from grpo.run import folder
+from grpo.run import layout
 from grpo.run.folder import prepare_run
-from grpo.run.place import lock_run
+from grpo.run.layout import lock_run
 from grpo.settings import ROOT
 
 
@@ -30,8 +30,8 @@ def start(monkeypatch, tmp_path, tiny, quiet):
         with monkeypatch.context() as patch:
             for name, value in environment(tmp_path / "run", **settings).items():
                 patch.setenv(name, value)
-            patch.setattr(folder, "lock_run", lambda path: [before(), lock_run(path)][1])
-            patch.setattr(train_grpo, "preflight", lambda *given: [meanwhile(), preflight(*given)][1])
+            patch.setattr(layout, "lock_run", lambda path: [before(), lock_run(path)][1])
+            patch.setattr(train_grpo, "preflight", lambda *arguments: [meanwhile(), preflight(*arguments)][1])
             patch.setattr(train_grpo, "launch", lambda result: launched.append(result.run) or 0)
             code = train_grpo.main(arguments)
         return code, launched[0] if launched else None
@@ -87,16 +87,15 @@ def test_a_disk_that_is_full_before_the_first_file_is_named(start, monkeypatch, 
         raise OSError(errno.ENOSPC, "No space left on device")
 
     assert start(full)[0] == 2
-    said = capfd.readouterr().err
-    assert ".run.lock cannot be taken (no space left on the disk of OUTPUT_DIR=" in said and "Traceback" not in said
+    printed = capfd.readouterr().err
+    assert ".run.lock cannot be taken (no space left on the disk of OUTPUT_DIR=" in printed
+    assert "Traceback" not in printed
     launch = train_grpo.launch
-    monkeypatch.setattr("grpo.run.folder.os.replace", full)
+    monkeypatch.setattr("grpo.run.durable.os.replace", full)
     for name, value in environment(tmp_path / "run").items():
         monkeypatch.setenv(name, value)
     assert launch(preflight(os.environ)) == 1
-    assert "no space left on the disk of" in caplog.text and "inodes" in caplog.text, (
-        "on stderr: there is no training.log yet"
-    )
+    assert "no space left on the disk of" in caplog.text and "inodes" in caplog.text
     assert "Traceback" not in caplog.text
     assert not list((tmp_path / "run").iterdir()), "no stray .tmp"
 
@@ -106,7 +105,6 @@ def test_what_torch_compiles_lies_in_the_users_cache(tmp_path, own):
     environ = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
     environ |= {"XDG_CACHE_HOME": str(tmp_path)} | ({"TORCHINDUCTOR_CACHE_DIR": own} if own else {})
     program = "import sys, os, grpo; assert 'torch' not in sys.modules; print(os.environ['TORCHINDUCTOR_CACHE_DIR'])"
-    ran = subprocess.run(
-        [sys.executable, "-c", program], env=environ, cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert ran.stdout.strip() == (own or str(tmp_path / "torchinductor"))
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == (own or str(tmp_path / "torchinductor"))

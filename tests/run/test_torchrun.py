@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from grpo.run.durable import read_sealed
 from grpo.run.folder import last_checkpoint
-from grpo.run.place import ADAPTER, EXIT
+from grpo.run.layout import ADAPTER, EXIT
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
 # With TOP_P below 1 an evaluation is sampled, not exact; a rate that does not know TOTAL_STEPS.
@@ -44,7 +44,7 @@ def difference(folder: Path, whole: Path) -> float:
     return ((weights(folder) - weights(whole)).norm() / weights(whole).norm()).item()
 
 
-def ended(folder: Path) -> tuple[int, str]:
+def read_exit(folder: Path) -> tuple[int, str]:
     """Exit code and reason, as exit.json says it and so does the last line of training.log."""
     record = json.loads((folder / EXIT).read_text(encoding="utf-8"))
     last = (folder / "training.log").read_text(encoding="utf-8").splitlines()[-1]
@@ -56,8 +56,8 @@ def assert_alike(folder: Path, whole: Path) -> None:
     """The same completions, evaluations and best step, and an adapter that differs by rounding only."""
     assert (folder / "completions.csv").read_bytes() == (whole / "completions.csv").read_bytes()
     assert difference(folder, whole) < 1e-4  # 8e-6 here: Adam divides by small numbers, step after step
-    one, two = (read_sealed(path / "evaluation.json")["after"] for path in (folder, whole))
-    assert one["reward"] == pytest.approx(two["reward"]) and one["tokens_mean"] == two["tokens_mean"]
+    ours, theirs = (read_sealed(path / "evaluation.json")["after"] for path in (folder, whole))
+    assert ours["reward"] == pytest.approx(theirs["reward"]) and ours["tokens_mean"] == theirs["tokens_mean"]
     assert read_sealed(folder / "best" / "best.json")["step"] == read_sealed(whole / "best" / "best.json")["step"]
 
 
@@ -85,7 +85,7 @@ def test_two_processes_leave_what_one_leaves(whole, shared):
     first = difference(shared / "checkpoint-2", whole / "checkpoint-2")
     assert first < 1e-5, first
     names = {path.name for path in whole.iterdir()}
-    assert {path.name for path in shared.iterdir()} == names | {EXIT} and ended(shared)[0] == 0
+    assert {path.name for path in shared.iterdir()} == names | {EXIT} and read_exit(shared)[0] == 0
     assert [row["step"] for row in read_csv(shared / "metrics.csv")] == list("123456")
     measured = [[row["heldout_reward"] for row in read_csv(run / "metrics.csv")] for run in (shared, whole)]
     assert measured[0] == measured[1] and measured[0][2]
@@ -94,8 +94,8 @@ def test_two_processes_leave_what_one_leaves(whole, shared):
 
 
 def test_a_sigterm_in_a_long_step_saves_it_and_any_number_continues(whole, tmp_path):
-    """By scripts/torchrun.sh, as torchrun gives no step more than 30 s; twice, as Slurm sends it to every process. Then one
-    process goes on, and two after that."""
+    """By scripts/torchrun.sh, as torchrun gives no step more than 30 s; twice, as Slurm sends it to every process. Then
+    one process goes on, and two after that."""
     folder, path = tmp_path / "run", f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     command = "exec bash scripts/torchrun.sh --nproc-per-node 2"
     process = start_held(folder, 2, "bash", "-c", command, PATH=path, **EVALUATED)
@@ -106,13 +106,12 @@ def test_a_sigterm_in_a_long_step_saves_it_and_any_number_continues(whole, tmp_p
     assert not (folder / "checkpoint-3").exists()
     go_on(folder)
     output = finish(process)
-    code, reason = ended(folder)
+    code, reason = read_exit(folder)
     assert process.returncode and code == 143 and "interrupted at step 3; the same command continues" in reason, output
     assert last_checkpoint(folder)[0] == 3 and (tmp_path / "run.zip").exists()
     done = run_script(**SETTINGS | EVALUATED | {"OUTPUT_DIR": folder, "TOTAL_STEPS": 4})
-    assert done.returncode == 0 and "continuing from step 3" in done.stdout and not (folder / EXIT).exists(), (
-        done.stderr
-    )
+    assert done.returncode == 0 and "continuing from step 3" in done.stdout, done.stderr
+    assert not (folder / EXIT).exists()
     done = torchrun(folder=folder, **EVALUATED)
     assert done.returncode == 0 and "continuing from step 4" in done.stdout, done.stdout + done.stderr
     assert_alike(folder, whole)
@@ -128,12 +127,10 @@ def test_a_killed_process_is_named_with_the_last_checkpoint(tmp_path, dead):
     wait_until(lambda: not Path(f"/proc/{ranks[str(dead).encode()]}/fd").exists() or process.poll() is not None)
     go_on(folder)
     output = finish(process)
-    code, reason = ended(folder)
+    code, reason = read_exit(folder)
     assert process.returncode == 1 and code == 1, output
-    assert (
-        reason
-        == f"rank {dead} ended without a word (killed, or its machine is gone); the same command continues from step 2"
-    )
+    lost = f"rank {dead} ended without a word (killed, or its machine is gone)"
+    assert reason == f"{lost}; the same command continues from step 2"
     assert not has_line(folder, ASKED), "the SIGTERM was torchrun's"
 
 
@@ -154,11 +151,11 @@ def test_the_reason_of_another_rank_is_the_runs(tmp_path):
         "import os\n"
         "if os.environ.get('RANK') == '1':\n"
         "    import grpo.model.load as load\n"
-        "    def broken(*given): raise ValueError('its file is damaged')\n"
+        "    def broken(*arguments): raise ValueError('its file is damaged')\n"
         "    load.load_base = broken\n"
     )
     path = f"{tmp_path}:{ROOT / 'tests'}:{ROOT}"
     done = torchrun(folder=tmp_path / "run", PYTHONPATH=path)
-    code, reason = ended(tmp_path / "run")
+    code, reason = read_exit(tmp_path / "run")
     assert done.returncode == 1 and code == 1
     assert reason.startswith("rank 1 ended: model: its file is damaged; the same command starts at step 0"), reason

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checkpoints of a run: written so that half of one is noticed after a kill, checked, and deleted in order."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from grpo.run.durable import file_sha256, read_json, read_sealed, sync, sync_files, write_sealed, write_text
+from grpo.run.layout import ADAPTER, MANIFEST, unused_path
+
+LogEnd = tuple[int, str]  # How many bytes a log holds, and their SHA-256.
+CUT_OFF = "it was cut off while it was written"
+EARLIER = "runs of versions that did not write it are finished by commit 7add771"
+
+
+def begin_checkpoint(checkpoint: Path) -> None:
+    """Marks a checkpoint as unfinished: its manifest stays empty until `finish_checkpoint`."""
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    write_text(checkpoint / MANIFEST, "{}\n")
+    sync(checkpoint)
+
+
+def finish_checkpoint(checkpoint: Path, ends: Mapping[str, LogEnd]) -> None:
+    """Writes a checkpoint's manifest: the SHA-256 of each file, and where each log ended (`ends`, by its name). All
+    that the manifest names is on the disk before the manifest is."""
+    paths = [path for path in sync_files(checkpoint) if path.name != MANIFEST]
+    files = {str(path.relative_to(checkpoint)): file_sha256(path) for path in paths}
+    write_sealed(checkpoint / MANIFEST, {"files": files, "ends": dict(ends)})
+    sync(checkpoint)
+    sync(checkpoint.parent)
+
+
+def begins_with(log_file: Path, end: LogEnd) -> bool:
+    """Whether a log still begins with the bytes that it held when a checkpoint was written."""
+    (left, expected), digest = end, hashlib.sha256()
+    with log_file.open("rb") as file:
+        while block := file.read(min(left, 2**20)):
+            digest.update(block)
+            left -= len(block)
+    return digest.hexdigest() == expected
+
+
+def checkpoint_fault(checkpoint: Path, step: int) -> str | None:
+    """Why the run cannot be continued from its checkpoint of `step`; None where it can."""
+    name = MANIFEST
+    try:
+        record = read_sealed(checkpoint / name)
+        if not record:
+            return CUT_OFF
+        for name, expected in record["files"].items():
+            if file_sha256(checkpoint / name) != expected:
+                return f"{name} is damaged"
+    except FileNotFoundError:
+        return f"{name} is missing" + (f" ({EARLIER})" if name == MANIFEST else "")
+    except ValueError as error:
+        return f"{MANIFEST} is damaged ({error})"
+    except (OSError, KeyError) as error:
+        return f"{name} cannot be read ({error})"
+    if not isinstance(ends := record.get("ends"), dict):
+        return f"{MANIFEST} does not say how long the logs were ({EARLIER})"
+    saved_step = read_json(checkpoint / "trainer_state.json", empty=(OSError, ValueError)).get("global_step")
+    if saved_step != step:
+        return f"its trainer_state.json is of step {saved_step}"
+    for name, (size, _) in ends.items():
+        log_file = checkpoint.parent / name
+        if log_file.is_file() and log_file.stat().st_size < size:  # The folder was copied while the run wrote.
+            return f"{name} is shorter than it was then (a copy of it, or moving it away, mends that)"
+    return None
+
+
+def checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """Step and folder of every checkpoint, whole or not, in order."""
+    steps = ((path.name.removeprefix("checkpoint-"), path) for path in folder.glob("checkpoint-*") if path.is_dir())
+    return sorted((int(step), path) for step, path in steps if step.isdigit())
+
+
+def find_checkpoint(folder: Path) -> tuple[int, Path | None, dict[Path, str]]:
+    """Step and folder of the last checkpoint that can be continued, 0 and None without one, and the fault of each later
+    one."""
+    faults: dict[Path, str] = {}
+    for step, path in reversed(checkpoints(folder)):
+        fault = checkpoint_fault(path, step)
+        if not fault:
+            return step, path, faults
+        faults[path] = fault
+    return 0, None, faults
+
+
+def last_checkpoint(folder: Path) -> tuple[int, Path | None]:
+    """Step and folder of the last checkpoint that can be continued; 0 and None without one."""
+    return find_checkpoint(folder)[:2]
+
+
+def rotate_checkpoints(folder: Path, limit: int) -> None:
+    """Deletes all checkpoints but the `limit` last ones by step. Modification times, by which transformers goes, say
+    nothing after a copy or where the clock was wrong."""
+    for _, path in checkpoints(folder)[:-limit]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def retire_checkpoint(checkpoint: Path) -> None:
+    """Renames a checkpoint that cannot be continued to `superseded-checkpoint-N`, which the Trainer neither counts nor
+    deletes. One without an adapter is deleted."""
+    if not (checkpoint / ADAPTER).is_file():
+        shutil.rmtree(checkpoint)
+        return
+    for half_written in checkpoint.glob("*.tmp"):
+        half_written.unlink()
+    checkpoint.rename(unused_path(checkpoint.parent, f"superseded-{checkpoint.name}"))

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OUTPUT_DIR: its lock, what is in the way beside it and in it, its disk, and how it is emptied."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from conftest import ROOT
+from machines import only
+from run_folders import inspect, run_dir
+from safetensors import SafetensorError
+
+from grpo.run.folder import prepare_run
+from grpo.run.layout import COMPLETE, full_disk, lock_output_dir, lock_run
+from grpo.settings import Settings
+
+
+class Killed(BaseException):
+    pass
+
+
+def killed_at(patch, moment):
+    """Lets this program make `moment` changes of the disk, and none after them."""
+    changes = itertools.count()
+
+    def until(change):
+        def call(*arguments, **options):
+            if next(changes) >= moment:
+                raise Killed
+            return change(*arguments, **options)
+
+        return call
+
+    for owner, name in ((shutil, "rmtree"), (Path, "unlink"), (os, "replace"), (Path, "open")):
+        patch.setattr(owner, name, until(getattr(owner, name)))
+
+
+def test_a_kill_inside_overwrites_deletion_leaves_a_folder_that_the_same_command_goes_on_with(tmp_path, monkeypatch):
+    moment, complete, messages = 0, False, set()
+    while not complete:
+        (tmp_path / str(moment)).mkdir()
+        settings, folder = run_dir(tmp_path / str(moment), OVERWRITE=True)
+        archive, record = folder.with_name("run.zip"), folder / "settings.json"
+        records = {record.name: {**json.loads(record.read_text()), "new": 1}}
+        for path in (folder / "notes.txt", folder / "metrics.csv", archive):
+            path.touch()
+        state, number = inspect(settings)[0], folder.stat().st_ino
+        with monkeypatch.context() as patch:
+            killed_at(patch, moment)
+            with contextlib.suppress(Killed):
+                prepare_run(state, settings, records)
+                complete = True
+        state, problems = inspect(settings, OVERWRITE=False)
+        untouched = state.step == 4 and (folder / "notes.txt").exists()
+        messages |= {problem.split(": ", 1)[1] for problem in problems}
+        assert problems or untouched or not state.exists or "new" in record.read_text(), "never half a run"
+        state, problems = inspect(settings)
+        assert not problems
+        prepare_run(state, settings, records)
+        assert [path.name for path in folder.iterdir()] == [record.name] and not archive.exists()
+        assert folder.stat().st_ino == number, "a mount point cannot be removed"
+        moment += 1
+    (message,) = messages
+    assert moment > 8 and "an OVERWRITE=1 that was deleting" in message and "Set OVERWRITE=1" in message
+
+
+def test_overwrite_names_what_it_deletes_that_no_run_wrote(tmp_path):
+    settings, folder = run_dir(tmp_path, OVERWRITE=True)
+    for inner in ("mine/deep", "best", "report", "runs/Nov22", "superseded-checkpoint-4.2", "superseded-adapter-last"):
+        (folder / inner).mkdir(parents=True)
+    own = "tokenizer_config.json special_tokens_map.json versions.json.tmp best/best.json checkpoint-4/rng_state.pth"
+    own += " report/best_action_rate_2.png runs/Nov22/events.out.tfevents.1.host.2.0"
+    mine = "checkpoint-4-mine checkpoint-4/notes.md metrics.csv.bak my_tokens.json notes.txt report/notes.md"
+    mine += " runs/Nov22/first.csv superseded-bestiary.txt thesis.tmp"
+    for name in f"{own} {mine}".split():
+        (folder / name).touch()
+    assert sorted(inspect(settings)[0].foreign) == sorted([*mine.split(), "mine/"])
+
+
+@pytest.mark.parametrize(
+    ("name", "label"), [(".run.lock", "its lock"), ("run.zip", "its zip"), ("run.zip.tmp", "its unfinished zip")]
+)
+def test_what_is_in_the_way_beside_the_folder_is_named(tmp_path, name, label):
+    (tmp_path / name).mkdir()
+    problem = only(inspect(Settings(OUTPUT_DIR=str(tmp_path / "run")))[1])
+    assert f"{label} {tmp_path / name} is not a file" in problem
+
+
+@pytest.mark.parametrize("name", ["run.zip", "run.zip.tmp"])
+def test_another_users_file_in_the_place_of_the_zip_is_named(tmp_path, name, monkeypatch):
+    """In a folder like /tmp, where the run could not replace it in the end."""
+    (tmp_path / name).symlink_to("theirs")
+    for mode, user, is_refused in ((0o777, 99, False), (0o1777, os.geteuid(), False), (0o1777, 99, True)):
+        tmp_path.chmod(mode)
+        monkeypatch.setattr(os, "geteuid", lambda user=user: user)
+        problems = inspect(Settings(OUTPUT_DIR=str(tmp_path / "run")))[1]
+        assert [f"{name} is another user's" in problem for problem in problems] == ([True] if is_refused else [])
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
+    (tmp_path / ".run.lock").symlink_to(tmp_path / "planted")
+    problem = only(inspect(Settings(OUTPUT_DIR=str(tmp_path / "run")))[1])
+    assert f"its lock {tmp_path / '.run.lock'} is a link" in problem
+    with pytest.raises(OSError):
+        lock_run(tmp_path / "run")
+    assert not (tmp_path / "planted").exists() and (tmp_path / ".run.lock").is_symlink()
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "tokenizer.json", "training.log", "best", "checkpoint-6"])
+def test_a_link_with_a_name_of_the_runs_own_is_refused(tmp_path, name):
+    """PEFT, the tokenizer, the Trainer and the log would write through it."""
+    settings, folder = run_dir(tmp_path)
+    shutil.rmtree(folder / "checkpoint-6")
+    (folder / "mine.csv").symlink_to(tmp_path / "mine.csv")
+    assert not inspect(settings)[1]
+    (folder / name).symlink_to(tmp_path / "planted")
+    assert f"{name} in it is a link" in only(inspect(settings)[1])
+    assert not inspect(settings, OVERWRITE=True)[1], "which deletes the link"
+
+
+@pytest.mark.parametrize("name", ["metrics.csv", "completions.csv", COMPLETE, "training.log"])
+def test_a_folder_in_the_place_of_a_file_is_refused(tmp_path, name):
+    settings, folder = run_dir(tmp_path)
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).mkdir()
+    assert f"{name} in it is not a file that you may read and write" in only(inspect(settings)[1])
+
+
+def test_a_run_folder_has_one_writer(tmp_path):
+    program = "import pathlib, sys; from grpo.run.layout import lock_run; print(lock_run(pathlib.Path(sys.argv[1])))"
+    command, lock = [sys.executable, "-c", program, str(tmp_path / "run")], lock_run(tmp_path / "run")
+    for locked in (True, False):
+        other = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert ("None" in other.stdout) is locked, other.stderr
+        lock.release()
+
+
+def test_a_lock_that_is_taken_back_or_fails_leaves_nothing_that_was_not_there(tmp_path, monkeypatch):
+    folder = tmp_path / "new" / "sub" / "run"
+    lock = lock_run(folder)
+    assert [path.name for path in folder.parent.iterdir()] == [".run.lock"]
+    lock.release(remove=True)
+    assert not list(tmp_path.iterdir())
+    with monkeypatch.context() as patch, pytest.raises(OSError):
+        patch.setattr("filelock.FileLock.acquire", lambda lock: os.close(-1))
+        lock_run(folder)
+    assert not list(tmp_path.iterdir())
+    lock_run(folder).release()
+    lock_run(folder).release(remove=True)
+    assert (folder.parent / ".run.lock").exists(), "an earlier run's"
+
+
+def test_a_lock_is_refused_where_another_process_writes_and_left_to_the_checks_where_no_run_can_be(tmp_path):
+    environ = {"OUTPUT_DIR": str(tmp_path / "run")}
+    lock, problem = lock_output_dir(environ)
+    refusal = "another process is writing there. Wait for it, or choose another OUTPUT_DIR"
+    assert lock_output_dir(environ) == (None, f"OUTPUT_DIR={tmp_path / 'run'}: {refusal}") and not problem
+    lock.release(remove=True)
+    (tmp_path / "file").touch()
+    for wrong in ({"OUTPUT_DIR": str(tmp_path / "file" / "run")}, {"OUTPUT_DIR": " "}, environ | {"SEED": "x"}):
+        assert lock_output_dir(wrong) == (None, None) and [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_which_errors_are_a_full_disk(monkeypatch, tmp_path):
+    def fill(*full_disks):
+        free = {str(path): 0 for path in full_disks}
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free.get(str(path), 1 << 40)))
+
+    written = RuntimeError("[enforce fail at inline_container.cc:668] . unexpected pos 64 vs 0")
+    streamed = RuntimeError("basic_ios::clear: iostream error")
+    full, ours = OSError(errno.ENOSPC, "x"), f"OUTPUT_DIR={tmp_path}"
+    has_room = f"{ours} (it has room: see `df -i` for its inodes, or a quota is met)"
+    fill(tmp_path)
+    assert [full_disk(error, tmp_path) for error in (written, streamed, full)] == [ours] * 3
+    assert full_disk(ValueError("a mistake, and the disk is full"), tmp_path) is None
+    fill(tempfile.gettempdir())
+    assert full_disk(written, tmp_path) is None, "not where checkpoints are written"
+    assert full_disk(full, tmp_path) == tempfile.gettempdir()
+    fill()
+    assert full_disk(OSError(errno.EDQUOT, "x"), tmp_path) == ours
+    assert full_disk(OSError(errno.ENOENT, "x"), tmp_path) is None
+    rusts = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    wrapped = RuntimeError("REWARDS: mine raised")
+    wrapped.__cause__ = full
+    assert [full_disk(error, tmp_path) for error in (rusts, wrapped)] == [has_room] * 2
+    for table, words in ((100, f"{ours} (no inodes left: delete files, however small)"), (0, has_room)):
+        # btrfs has no table of inodes, and says 0 of 0.
+        monkeypatch.setattr(os, "statvfs", lambda path, table=table: SimpleNamespace(f_files=table, f_favail=0))
+        assert full_disk(full, tmp_path) == words and (full_disk(written, tmp_path) is not None) is (table == 100)
