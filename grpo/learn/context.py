@@ -11,7 +11,7 @@ from grpo.data.files import Row
 from grpo.plan.memory import Plan
 from grpo.rollout.engine import Engine
 from grpo.run.ranks import Ranks
-from grpo.run.signals import StopRequest
+from grpo.run.ending import StopRequest
 from grpo.settings import Settings
 
 
