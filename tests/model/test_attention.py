@@ -54,14 +54,20 @@ def by_expert(rows, weights, offs):
     return torch.cat([part @ w for part, w in zip(rows.tensor_split(offs[:-1].tolist()), weights, strict=True)])
 
 
+def with_wide_heads(model):
+    """The model in float64; the tiny model's heads look at near tokens alone, but without these biases far beyond."""
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.bias.data.zero_()
+    return model.double()
+
+
 @pytest.fixture(scope="module")
 def stock(tiny):
     """Log-probs, their weights and gradients by transformers alone: padded rows, eager attention, float64."""
     from transformers import AutoModelForCausalLM, Mxfp4Config
 
-    model = AutoModelForCausalLM.from_pretrained(
-        tiny, dtype=torch.bfloat16, attn_implementation="eager", quantization_config=Mxfp4Config(dequantize=True)
-    ).double()
+    options = {"attn_implementation": "eager", "quantization_config": Mxfp4Config(dequantize=True)}
+    model = with_wide_heads(AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.bfloat16, **options))
     model.set_experts_implementation("eager")
     g = torch.Generator().manual_seed(0)
     lengths = (40, 55, 9, 30, 17)
@@ -91,7 +97,7 @@ def test_the_model_equals_stock_transformers(tiny, stock, monkeypatch, reference
     monkeypatch.setattr("grpo.model.experts.grouped_mm", by_expert)
     prompts, completions, expected, weights, gradients = stock
     config = config_of(tiny)
-    model = load_model(str(tiny), config, attention, experts).double()
+    model = with_wide_heads(load_model(str(tiny), config, attention, experts))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("experts" not in name)
     batch = pack_batch(prompts, completions, share, one_row, "cpu")
