@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import difflib
 import itertools
+import json
 import logging
 import math
 import os
@@ -30,6 +31,17 @@ log = logging.getLogger("train_grpo")
 MOST_REWARD, MOST_WEIGHT, MOST_COMPLETIONS = 1e12, 1e4, 100_000
 MOST_WHOLE = 10**9  # of a whole number without a limit of its own: plans are computed with it
 LEAST_FLOAT, MOST_FLOAT = 1e-30, 1e30  # in size, of a number other than 0: its products stay within float32
+# A task is a folder of grpo/tasks with a task.json, which grpo/tasks/simulator.py describes.
+TASK_FILES: dict[str, dict[str, Any]] = {
+    path.parent.name: json.loads(path.read_text(encoding="utf-8"))
+    for path in sorted((ROOT / "grpo" / "tasks").glob("*/task.json"))
+}
+TASKS: dict[str, dict[str, Any]] = {name: record.get("defaults", {}) for name, record in TASK_FILES.items()}
+# What the simulators of all tasks measure, by column of metrics.csv, and the names that BEST_BY takes for them.
+TASK_FIGURES: dict[str, dict[str, str]] = {
+    name: figure for record in TASK_FILES.values() for name, figure in record.get("figures", {}).items()
+}
+BEST_BY_NAMES = tuple(record["best_by"] for record in TASK_FILES.values() if "best_by" in record)
 
 
 def setting(group: str, default: Any, unit: str, text: str, **more: Any) -> Any:
@@ -54,15 +66,15 @@ class Settings:
     LORA_DROPOUT: float = setting("Model", 0.0, "share", "Dropout on the adapter's input while learning.", low=0, high=0.9)
     INIT_ADAPTER: str = setting("Model", "", "folder", "LoRA adapter that the run starts from instead of a fresh one, such as scripts/sft.py makes: its rank, alpha and targets take the place of the defaults. Empty: a fresh one.", room=0)
 
-    TASK: str = setting("Data", "tes", "", "What is learned: other defaults of DATA, REWARDS, SYSTEM_PROMPT and more (docs/tasks.md).", choices=("tes", "gsm8k"))
+    TASK: str = setting("Data", "tes", "", "What is learned: other defaults of DATA, REWARDS, SYSTEM_PROMPT and more (docs/tasks.md).", choices=tuple(TASK_FILES))
     DATA: str = setting("Data", "data/tes_train.csv", "", "Training rows, separated by commas: CSV, JSON-lines and Parquet files, globs, data sets of the Hub (`org/name:config:split`).", tiny="data/tes_train_compact.csv", resume=True)
     EVAL_DATA: str | None = setting("Data", None, "", "Held-out rows, named as in DATA, for the evaluations; `auto`: EVAL_SHARE of DATA is held out, and of the demo's DATA the rows that come with it.", resume=True)
     EVAL_SHARE: float = setting("Data", 0.1, "share", "Share of DATA that is held out where EVAL_DATA is auto: whole days where rows carry a date, else whole prompts, 64 at most; 0 holds nothing out.", low=0, high=0.5)
     EVAL_SAMPLES: int = setting("Data", 4, "completions", "Completions per held-out prompt, and runs through the closed loop, in every evaluation; 0 skips them all.", tiny=8, low=0, high=1000, resume=True)
     EVAL_TEMPERATURE: float = setting("Data", 0.5, "", "Sampling temperature of every evaluation; beside it the greedy answer is measured.", above=0, high=10, resume=True)
     EVAL_STEPS: int = setting("Data", 50, "steps", "Steps between two evaluations while it trains; 0: only before and after.", tiny=100, low=0, resume=True)
-    BEST_BY: str | None = setting("Data", None, "", "Figure by which the best adapter of the evaluated steps is kept: `plant` (regret of the closed loop) or `reward` (held-out); `auto`: plant where the closed loop runs.", choices=("plant", "reward"), resume=True)
-    EVAL_PROFILE: str | None = setting("Data", None, "", "Hourly profiles for the closed loop before and after training, where the held-out prompts are the TES plant's; `auto`: the demo's for the demo's rows, else no closed loop; empty skips it.", resume=True)
+    BEST_BY: str | None = setting("Data", None, "", "Figure by which the best adapter of the evaluated steps is kept: `reward` (held-out), or that of the task's simulator, `plant` (regret of the closed loop); `auto`: the latter where the simulator runs.", choices=(*BEST_BY_NAMES, "reward"), resume=True)
+    EVAL_PROFILE: str | None = setting("Data", None, "", "Input files of the task's simulator: hourly profiles of the TES plant for the closed loop before and after training, where the held-out prompts are the plant's; `auto`: the demo's for the demo's rows, else no simulation; empty skips it.", resume=True)
     SYSTEM_PROMPT: str = setting("Data", "", "", "System message of rows that are not rendered and have none; gpt-oss's template puts it into the developer message.")
     REASONING_EFFORT: str = setting("Data", "medium", "", "Reasoning effort that the chat template writes into prompts which are not rendered yet.", tiny="low", choices=("low", "medium", "high"))
     PROMPT_DATE: str = setting("Data", "2025-11-06", "date", "Current date that the chat template writes, fixed so that a resumed run sees the same prompts.", date=True)
@@ -121,14 +133,6 @@ class Settings:
 
 FIELDS = {f.name: f for f in dataclasses.fields(Settings)}
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
-# A task is a set of defaults; a new one is its entry here, its name among TASK's choices, and a reward function.
-TASKS: dict[str, dict[str, Any]] = {
-    "tes": {},
-    "gsm8k": {
-        "DATA": "data/gsm8k_train.jsonl", "REWARDS": "gsm8k",
-        "SYSTEM_PROMPT": "Solve the problem. End your answer with #### and the number alone.",
-    },
-}  # fmt: skip
 MAY_CHANGE = {name for name, spec in FIELDS.items() if spec.metadata["resume"]}
 # Values that other programs take, and why they are refused here.
 REFUSED = {

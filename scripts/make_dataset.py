@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulates a thermal energy storage (TES) plant and writes the CSVs that the trainer reads.
 
-    python scripts/make_dataset.py                      # write data/*.csv from seeded synthetic weather, and gsm8k_*.jsonl
-    python scripts/make_dataset.py --check              # regenerate, compare byte for byte with data/ (exit 1: differs)
-    python scripts/make_dataset.py --summary            # reward of random, best constant and oracle, for each CSV
-    python scripts/make_dataset.py --profile my.csv [more.csv ...] --out DIR      # the same from your own hourly data
-    options: --prompt full|compact|both  --seed N  --co2-column NAME  --load-column NAME
-             --start-kwh E  --explore P  --trajectories N  --short-share S  --vary F
+    python scripts/make_dataset.py                      # write data/*.csv from seeded synthetic weather, and
+    gsm8k_*.jsonl python scripts/make_dataset.py --check              # regenerate, compare byte for byte with data/
+    (exit 1: differs) python scripts/make_dataset.py --summary            # reward of random, best constant and oracle,
+    for each CSV python scripts/make_dataset.py --profile my.csv [more.csv ...] --out DIR      # the same from your own
+    hourly data options: --prompt full|compact|both  --seed N  --co2-column NAME  --load-column NAME --start-kwh E
+    --explore P  --trajectories N  --short-share S  --vary F
 
 A row is one decision of the plant: the prompt, the exact value `q_action_k` of each of the four actions in that state,
 and the reward `reward_action_k`, the Boltzmann softmax of the four values. docs/plant.md explains all of it.
@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.settings import number
-from grpo.tasks import gsm8k
+from grpo.tasks.gsm8k.dataset import files as gsm8k_files
 from grpo.tasks.tes import dataset
 from grpo.tasks.tes.plant import START_KWH, Plant
 from grpo.tasks.tes.profiles import ProfileError, decode, windows
@@ -66,7 +66,7 @@ def make(args: argparse.Namespace) -> dict[str, str]:
     """The files that were asked for, name -> text."""
     prompts = ("full", "compact") if args.prompt == "both" else (args.prompt,)
     if not args.profile:
-        return dict(dataset.synthetic_files(args.seed, prompts)) | gsm8k.files(args.seed)
+        return dict(dataset.synthetic_files(args.seed, prompts)) | gsm8k_files(args.seed)
     columns = {name: args.own.pop(name, None) for name in ("co2_column", "load_column")}
     profiles = dataset.read_profiles(map(Path, args.profile), prompts, **columns)
     for stem, profile in profiles.items():

@@ -140,6 +140,22 @@ def read_completion(
     return Completion(row, text, action, tokens, truncated, decoded)
 
 
+def read_completions(
+    tokenizer: Any, stops: Sequence[int], rows: Sequence[Row], completion_ids: Sequence[Sequence[int]]
+) -> list[Completion]:
+    """What the completions of `rows` say, decoded by a tokenizer of transformers with their special tokens and without.
+    Truncated is one that ended without one of the `stops` or padding: the same rule as TRL's clipped ratio and mask."""
+    ends = {*stops, tokenizer.pad_token_id}
+    texts, plain = (
+        tokenizer.batch_decode(list(completion_ids), skip_special_tokens=skipped) for skipped in (False, True)
+    )
+    template = getattr(tokenizer, "response_template", None)
+    return [
+        read_completion(row, text, bare, len(ids), ids[-1] not in ends, template)
+        for row, text, bare, ids in zip(rows, texts, plain, completion_ids, strict=True)
+    ]
+
+
 def parsed_message(prompt: str, text: str, template: Mapping[str, Any]) -> dict[str, Any] | None:
     """The message that a tokenizer's `response_template` makes of a completion, finished as TRL's `parse_response`
     does; None where it cannot be parsed."""

@@ -45,6 +45,7 @@ from grpo.run.ranks import Ranks
 from grpo.settings import (
     MOST_COMPLETIONS,
     MOST_WHOLE,
+    TASK_FILES,
     Problems,
     Settings,
     is_text,
@@ -285,7 +286,8 @@ def check_input(resolved: ResolvedRun, facts: Facts, environ: Mapping[str, str],
     specs, garbage_warning = check_rewards(settings, resolved.rewards, resolved.rows, problems, tokenizer)
     if settings.EVAL_DATA is not None:  # Rows held out of DATA have its columns.
         check_heldout(specs, settings, resolved.eval_rows, problems, tokenizer)
-    if resolved.best_by == "plant" and not resolved.closed_loop.prompt:
+    own = TASK_FILES[settings.TASK].get("best_by")
+    if resolved.best_by not in ("", "reward") and not (resolved.closed_loop.runs and resolved.best_by == own):
         why = f"the closed loop does not run ({resolved.reasons['closed_loop']})"
         problems.add("BEST_BY", why, "Set BEST_BY=auto or reward")
     return garbage_warning

@@ -6,13 +6,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
-from grpo.data.files import Row, find_files
+from grpo.data.files import Row
 from grpo.data.heldout import demo_heldout, names_only
 from grpo.plan.machine import FLASH_PACKAGES
-from grpo.settings import Problems, Settings
+from grpo.settings import TASK_FILES, Settings
 
 ATTENTION = ("torch_flash", *FLASH_PACKAGES, "eager")
 MOST_ON_ONE_THREAD = 1_000_000  # parameters of a model that one thread computes fastest; `tiny` has 0.3 million
@@ -143,54 +141,18 @@ def choose_scale_rewards(requested: str | None, names: Iterable[str]) -> tuple[s
 VLLM_COLDEST = 0.01  # _MAX_TEMP of vllm/sampling_params.py: smaller temperatures are raised to it
 
 
-DEMO_PROFILE = "data/profile_heldout.csv"
-DEMO_PLANT = {"data/tes_heldout.csv", "data/tes_heldout_compact.csv"}  # rows of the days in DEMO_PROFILE
-
-
 def choose_demo(settings: Settings, sources: Mapping[str, str]) -> tuple[Settings, dict[str, str]]:
-    """(settings, sources) with the demo's held-out rows as EVAL_DATA where DATA is the demo's, and with the demo's days
-    as EVAL_PROFILE where the rows of both are the demo plant's. Elsewhere `auto` stays None: nothing of the demo says
+    """(settings, sources) with the demo's held-out rows as EVAL_DATA where DATA is the demo's, and with the demo's inputs
+    of the task's simulator as EVAL_PROFILE where the rows of both are the demo's. Elsewhere `auto` stays None: nothing of the demo says
     anything about rows of the user's own."""
     heldout, chosen = demo_heldout(settings.DATA), {}
+    profile = TASK_FILES[settings.TASK].get("profiles", {}).get(heldout)
     if heldout and settings.EVAL_DATA is None:
         chosen["EVAL_DATA"] = heldout
-    is_demo = heldout in DEMO_PLANT and (settings.EVAL_DATA is None or names_only(settings.EVAL_DATA, heldout))
+    is_demo = profile and (settings.EVAL_DATA is None or names_only(settings.EVAL_DATA, heldout))
     if is_demo and settings.EVAL_PROFILE is None:
-        chosen["EVAL_PROFILE"] = DEMO_PROFILE
+        chosen["EVAL_PROFILE"] = profile
     return dataclasses.replace(settings, **chosen), {**sources, **dict.fromkeys(chosen, "chosen")}
-
-
-@dataclass(frozen=True)
-class ClosedLoop:
-    """Whether the closed loop runs: `prompt` is `full` or `compact`, or empty where it does not. And with which windows:
-    `cases` of grpo/tasks/tes/record.py."""
-
-    prompt: str = ""
-    profiles: tuple[str, ...] = ()
-    cases: tuple[Any, ...] = ()
-    kind: str | None = None  # of the held-out prompts
-    named: bool = False  # EVAL_PROFILE names a profile
-
-    @property
-    def has_plant(self) -> bool:
-        """Whether rows or settings are about the plant: a run on other data does not mention it."""
-        return bool(self.kind or self.named)
-
-
-def choose_closed_loop(settings: Settings, kind: str | None, engine: bool, chosen: bool) -> tuple[bool, str]:
-    """(whether the closed loop runs, reason). `kind` of the held-out prompts: full, compact, or None for others or
-    none; `engine`: vLLM generates; `chosen`: EVAL_PROFILE was set by the user."""
-    if not settings.EVAL_SAMPLES:
-        return False, "EVAL_SAMPLES=0"
-    if settings.EVAL_PROFILE is not None and not settings.EVAL_PROFILE.strip():
-        return False, "EVAL_PROFILE is empty"
-    if kind is None:
-        return False, "no held-out prompts are those of the plant in scripts/make_dataset.py"
-    if settings.EVAL_PROFILE is None:
-        return False, "set EVAL_PROFILE to the hourly profile of the held-out days to run it on the plant"
-    if settings.MODEL_ID != "tiny" and not engine and not chosen:
-        return False, "its hours in turn take transformers too long; set EVAL_PROFILE to run it nevertheless"
-    return True, f"the held-out prompts are the plant's ({kind})"
 
 
 MOST_EXACT = 10_000_000  # parameters of a model whose probabilities take less time than sampling
@@ -198,10 +160,10 @@ LEAST_ANSWER = 8  # tokens of MAX_COMPLETION_LEN that an answer `[k]` fits into
 
 
 def choose_evaluation(
-    settings: Settings, engine: bool, parameters: int, kind: str | None, opened: bool = False, actions: bool = True
+    settings: Settings, engine: bool, parameters: int, why_sampled: str = "", opened: bool = False, actions: bool = True
 ) -> tuple[bool, str]:
     """(whether evaluations are exact, reason): by the probabilities of all answers instead of samples. `engine`: vLLM
-    generates; `kind`: as for `choose_closed_loop`; `opened`: some prompts hold the begin of the answer's channel;
+    generates; `why_sampled`: that of the task's SimulationPlan; `opened`: some prompts hold the begin of the answer's channel;
     `actions`: the rows have rewards of their actions."""
     if not settings.EVAL_SAMPLES:
         return False, "EVAL_SAMPLES=0"
@@ -212,8 +174,8 @@ def choose_evaluation(
         return False, f"{sampled}: rows without reward_action_k have no actions to go through"
     if parameters > MOST_EXACT:
         return False, f"{sampled}: exact takes too long for {parameters / 1e6:,.0f}M parameters"
-    if kind == "full":
-        return False, f"{sampled}: full prompts are too long and too many to ask all that can happen"
+    if why_sampled:
+        return False, f"{sampled}: {why_sampled}"
     if settings.TOP_P < 1 or settings.MAX_COMPLETION_LEN < LEAST_ANSWER or opened:
         what = "opened channels" if opened else "TOP_P below 1" if settings.TOP_P < 1 else "short MAX_COMPLETION_LEN"
         return False, f"{sampled}: exact figures do not know {what}"
@@ -221,44 +183,14 @@ def choose_evaluation(
 
 
 def choose_best(settings: Settings, heldout: int, closed_loop: bool) -> tuple[str, str]:
-    """(figure that the best adapter is kept by: `plant`, `reward`, or empty where nothing is measured, reason), given
-    how many rows are held out."""
+    """(figure that the best adapter is kept by, as BEST_BY names it, or empty where nothing is measured, reason), given
+    how many rows are held out and whether the task's simulator runs."""
     if not settings.EVAL_SAMPLES:
         return "", "EVAL_SAMPLES=0"
     if not heldout:
         return "", "no rows are held out"
     if settings.BEST_BY is not None:
         return settings.BEST_BY, "set by BEST_BY"
-    return ("plant", "the closed loop runs") if closed_loop else ("reward", "measured on the held-out rows")
-
-
-def plan_closed_loop(
-    settings: Settings, rows: Sequence[Row], engine: bool, chosen: bool, problems: Problems
-) -> tuple[ClosedLoop, str]:
-    """(the closed loop of a run with the profiles read, reason); the problems of the profiles are added."""
-    # Late: where packages are missing, numpy too, `check_packages` is to say so.
-    from grpo.tasks.tes.closed_loop import DECISIONS
-    from grpo.tasks.tes.profiles import ProfileError
-    from grpo.tasks.tes.prompts import prompt_kind
-    from grpo.tasks.tes.record import read_cases, shown_path
-
-    kind = prompt_kind([row.messages for row in rows]) if rows else None
-    runs, reason = choose_closed_loop(settings, kind, engine, chosen)
-    named = bool(settings.EVAL_PROFILE)
-    if not runs:
-        return ClosedLoop(kind=kind, named=named), reason
-    paths, cases = find_files("EVAL_PROFILE", settings.EVAL_PROFILE, problems), []
-    for path in paths:
-        try:
-            cases += read_cases(path)
-        except ProfileError as error:
-            problems += [f"EVAL_PROFILE: {line}" for line in error.problems]
-    reason += f"; {len(cases)} windows of {settings.EVAL_PROFILE}, {DECISIONS} decisions one after the other"
-    closed_loop = ClosedLoop(
-        prompt=kind if cases else "",
-        profiles=tuple(map(shown_path, paths)),
-        cases=tuple(cases),
-        kind=kind,
-        named=named,
-    )
-    return closed_loop, reason
+    if closed_loop:
+        return TASK_FILES[settings.TASK]["best_by"], "the closed loop runs"
+    return "reward", "measured on the held-out rows"

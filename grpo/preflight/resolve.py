@@ -20,10 +20,10 @@ from grpo.plan.memory import Plan, Shapes
 from grpo.plan.targets import expert_words
 from grpo.preflight import choices
 from grpo.preflight.adapter import StartAdapter, read_start_adapter
-from grpo.preflight.choices import ClosedLoop
 from grpo.run.folder import RunState, run_folder
 from grpo.run.ranks import Ranks
 from grpo.settings import MOST_WHOLE, Problems, Settings
+from grpo.tasks.simulator import SimulationPlan, load_simulator
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,9 @@ class ResolvedRun:
     threads: int | None  # None: torch's own choice
     shapes: Shapes | None  # None, as the plan, without a model
     plan: Plan | None
-    closed_loop: ClosedLoop
+    closed_loop: SimulationPlan
     exact: bool  # evaluations go through all answers by their probability, instead of samples
-    best_by: str  # `plant`, `reward`, or empty where nothing is measured
+    best_by: str  # as BEST_BY names it, or empty where nothing is measured
     run: RunState  # of OUTPUT_DIR
     problems: Problems = dataclasses.field(default_factory=Problems)
     warnings: tuple[str, ...] = ()
@@ -204,18 +204,18 @@ def resolve(settings: Settings, sources: Mapping[str, str], facts: Facts, proble
     parameters = hub.count_parameters(config)["total"] if config else 0
     threads, reasons["threads"] = choices.choose_threads(parameters, machine.gpus, os.environ)
 
-    closed_loop, reasons["closed_loop"] = ClosedLoop(), "packages are missing"
-    if facts.has_packages:
-        own_profile = sources["EVAL_PROFILE"] == "environment"
-        closed_loop, reasons["closed_loop"] = choices.plan_closed_loop(
-            settings, facts.eval_rows, use_vllm, own_profile, problems
-        )
+    simulator = load_simulator(settings.TASK) if facts.has_packages else None
+    closed_loop = SimulationPlan()
+    if simulator:
+        template, own_profile = facts.files.template if facts.files else "", sources["EVAL_PROFILE"] == "environment"
+        closed_loop = simulator.plan(settings, facts.eval_rows, template, use_vllm, own_profile, problems)
+    reasons["closed_loop"] = closed_loop.reason
     opened = any(not row.prompt.endswith("<|start|>assistant") for row in facts.eval_rows if row.prompt)
     have_rewards = all(row.rewards for row in facts.eval_rows)
     exact, reasons["exact"] = choices.choose_evaluation(
-        settings, use_vllm, parameters, closed_loop.kind, opened, have_rewards
+        settings, use_vllm, parameters, closed_loop.why_sampled, opened, have_rewards
     )
-    best_by, reasons["best_by"] = choices.choose_best(settings, len(facts.eval_rows), bool(closed_loop.prompt))
+    best_by, reasons["best_by"] = choices.choose_best(settings, len(facts.eval_rows), closed_loop.runs)
     return ResolvedRun(
         settings=concrete,
         sources=resolve_sources(settings, sources, from_adapter),

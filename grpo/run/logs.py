@@ -21,7 +21,7 @@ from typing import Any, TextIO
 from grpo.data.scoring import Completion, completion_rates, is_answer
 from grpo.phases import BAR
 from grpo.run.pace import Pace
-from grpo.settings import log
+from grpo.settings import TASK_FIGURES, log
 from rewards import best_action
 
 BOX_WIDTH = 100  # columns at most: a wider box breaks in a usual terminal
@@ -66,8 +66,7 @@ METRICS = {
     "step_s": ("s", "Whole step, evaluation not counted."),
     "rollout_tokens_per_s": ("tokens/s", "Generated tokens per second of rollout."),
     "heldout_reward": ("reward", "Mean reward on the held-out prompts, measured after this step; empty in steps that are not a multiple of EVAL_STEPS, and in the last one, which evaluation.json has."),
-    "plant_regret": ("percent", "Regret of the closed loop, measured after this step."),
-    "plant_unserved_kwh": ("kWh", "Load that nothing served in the closed loop, summed over its windows."),
+    **{name: (figure["unit"], figure["meaning"]) for name, figure in TASK_FIGURES.items()},
     "eval_s": ("s", "Time of these measurements."),
     "gpu_peak_gib": ("GiB", "Most GPU memory that the driver says is in use (other programs' included), read where a rollout is generated, before vLLM sleeps, and where the step ends; empty without a GPU."),
     "gpu_utilization": (
@@ -78,7 +77,7 @@ METRICS = {
 }  # fmt: skip
 # Behind them stands, named by `function_column`, the unweighted mean of each reward function.
 # Empty in most steps.
-EVALUATED = ("heldout_reward", "plant_regret", "plant_unserved_kwh")
+EVALUATED = ("heldout_reward", *TASK_FIGURES)
 # Every column of completions.csv, in order.
 COMPLETIONS = {
     "step": ("steps", "Optimizer step that the completion was sampled for."),
@@ -113,10 +112,17 @@ def read_header(path: Path) -> list[str]:
         return next(csv.reader(file), [])
 
 
+def metric_columns(path: Path) -> list[str]:
+    """The columns of METRICS that metrics.csv at `path` has, or will have where it is not there yet: a run goes on without
+    the figures of a task that was added after it began."""
+    header = read_header(path) if path.exists() else []
+    return [name for name in METRICS if not header or name in header or name not in TASK_FIGURES]
+
+
 def check_columns(path: Path) -> str | None:
     """How the columns of an existing log differ from those that this version writes, in words; None where they do not.
     Those of reward functions and LOG_PROMPTS are not compared: the settings say which there are."""
-    known = {"metrics.csv": list(METRICS), "completions.csv": list(COMPLETIONS)}[path.name]
+    known = metric_columns(path) if path.name == "metrics.csv" else list(COMPLETIONS)
     header = [name for name in read_header(path) if name != PROMPT and not name.startswith(function_column(""))]
     if header == known:
         return None
@@ -250,7 +256,7 @@ class RunLog:
         self, folder: Path, total_steps: int, eval_steps: int = 0, functions: Sequence[str] = (), prompts: bool = False
     ):
         self.functions, own = functions, [function_column(name) for name in functions]
-        self.metrics = CsvLog(folder / "metrics.csv", [*METRICS, *own])
+        self.metrics = CsvLog(folder / "metrics.csv", [*metric_columns(folder / "metrics.csv"), *own])
         self.completions = CsvLog(folder / "completions.csv", [*COMPLETIONS, *[PROMPT] * prompts, *own])
         self.total_steps = total_steps
         self.rates: dict[str, float] = {}  # of the last completions, with the mean of each function

@@ -19,13 +19,13 @@ import evaluate as ev
 import pytest
 from closed_loop_schema import check_schema
 from conftest import CLEAN, RENDERED, ROOT, run_script
+from grpo.evaluate.plant import measure_closed_loop, plant_record
+from grpo.evaluate.standalone import VllmModel, recorded_settings
 from machines import H100
 from safetensors.torch import load_file, save_file
 from stub_vllm import stub_engine
 
 import train_grpo
-from grpo.evaluate.plant import measure_closed_loop, plant_record
-from grpo.evaluate.standalone import VllmModel, recorded_settings
 from grpo.plan.hub import find_model
 from grpo.preflight.choices import ClosedLoop
 from grpo.rollout.engine import EngineError

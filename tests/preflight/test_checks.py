@@ -18,12 +18,12 @@ from grpo.plan.hub import REAL_CONFIG, ModelFiles
 from grpo.plan.memory import Shapes
 from grpo.preflight import banner, checks, resolve
 from grpo.preflight.checks import check_disk, check_memory, check_settings, preflight
-from grpo.preflight.choices import ClosedLoop
 from grpo.run.durable import write_sealed
 from grpo.run.folder import RunState
 from grpo.run.logs import banner_text
 from grpo.run.ranks import Ranks
 from grpo.settings import FIELDS, Problems, Settings, load_settings
+from grpo.tasks.simulator import SimulationPlan
 
 HEADER = ["prompt", "reward_action_0", "reward_action_1"]
 CONFLICTS = [
@@ -239,12 +239,12 @@ def test_the_choice_of_experts_is_told_and_recorded(tmp_path):
 def test_it_says_what_evaluations_ask_for(tmp_path):
     """By hand: before, after 50 steps, after; a pass through the closed loop has 30 hours."""
     given = types.SimpleNamespace(
-        settings=Settings(), eval_rows=range(10), closed_loop=types.SimpleNamespace(prompt="full")
+        settings=Settings(), eval_rows=range(10), closed_loop=SimulationPlan(runs=True, rollouts=30)
     )
     text = "3 times, and twice greedily: 140 answers to held-out rows and 150 rollouts of the closed loop, one after the other"
     assert banner.asked_text(given) == f"{text}; training: 100 rollouts of 96 completions"
     given = types.SimpleNamespace(
-        settings=Settings(EVAL_STEPS=0, INIT_ADAPTER="a"), eval_rows=range(1), closed_loop=ClosedLoop()
+        settings=Settings(EVAL_STEPS=0, INIT_ADAPTER="a"), eval_rows=range(1), closed_loop=SimulationPlan()
     )
     assert banner.asked_text(given).startswith("3 times, and twice greedily: 14 answers to held-out rows; training")
     exact = CLEAN | {"MODEL_ID": "tiny", "OUTPUT_DIR": str(tmp_path / "run")}
@@ -475,7 +475,7 @@ def test_rows_of_the_plant_need_a_profile_for_the_closed_loop(tiny, tmp_path):
     shutil.copy(ROOT / "data/tes_heldout_compact.csv", own)
     environ = CLEAN | {"MODEL_ID": "tiny", "OUTPUT_DIR": str(tmp_path / "run")}
     resolved = preflight(environ | {"EVAL_DATA": str(own)}, CPU)
-    assert not resolved.closed_loop.prompt and resolved.best_by == "reward"
+    assert not resolved.closed_loop.runs and resolved.best_by == "reward"
     assert dict(banner.facts(resolved))["closed loop"].startswith("off: set EVAL_PROFILE to the hourly profile")
     assert preflight(environ | {"EVAL_DATA": str(own), "EVAL_PROFILE": profile}, CPU).best_by == "plant"
     assert f" windows of {profile}, " in banner.banner(preflight(environ, CPU))

@@ -8,9 +8,9 @@ import dataclasses
 import pytest
 from conftest import ROOT
 
-from grpo.data.files import Row, read_csv
+from grpo.data.files import Row
 from grpo.preflight import choices
-from grpo.settings import Problems, Settings, load_settings
+from grpo.settings import Settings, load_settings
 
 CHOSEN = [
     ("auto", 0, 0.0, ("flash-attn-3", "flash-attn-4"), "eager"), ("auto", 1, 9.0, (), "torch_flash"),
@@ -111,32 +111,12 @@ def test_rewards_and_their_scale():
     assert choices.choose_scale_rewards("none", ["regret"]) == ("none", "set by SCALE_REWARDS")
 
 
-CLOSED_LOOP = [
-    ({}, "full", True, False, True, "plant's (full)"),
-    ({"MODEL_ID": "tiny"}, "compact", False, False, True, "plant's (compact)"),
-    ({"EVAL_SAMPLES": 0}, "full", True, True, False, "EVAL_SAMPLES=0"),
-    ({"EVAL_PROFILE": " "}, "full", True, True, False, "EVAL_PROFILE is empty"),
-    ({"EVAL_PROFILE": None}, "full", True, False, False, "set EVAL_PROFILE to the hourly profile of the held-out days"),
-    ({"EVAL_PROFILE": None}, None, True, False, False, "no held-out prompts are those of the plant"),
-    ({}, None, True, True, False, "no held-out prompts are those of the plant"),
-    ({}, "full", False, False, False, "transformers too long"),
-    ({}, "full", False, True, True, "plant's"),
-]
-
-
-@pytest.mark.parametrize(("change", "kind", "engine", "chosen", "runs", "words"), CLOSED_LOOP)
-def test_whether_the_closed_loop_runs(change, kind, engine, chosen, runs, words):
-    settings = Settings(**{"EVAL_PROFILE": choices.DEMO_PROFILE} | change)
-    result = choices.choose_closed_loop(settings, kind, engine, chosen)
-    assert result[0] is runs and words in result[1]
-
-
 EXACT = [
-    ({}, False, 230_000, "compact", False, True, "0.23M parameters"), ({}, False, 10_000_000, None, False, True, "10M parameters"),
-    ({}, False, 10_000_001, "compact", False, False, "too long"), ({}, True, 230_000, "compact", False, False, "vLLM generates"),
-    ({}, False, 230_000, "full", False, False, "full prompts"), ({"TOP_P": 0.9}, False, 1, None, False, False, "TOP_P"),
-    ({"MAX_COMPLETION_LEN": 7}, False, 1, None, False, False, "MAX_COMPLETION_LEN"), ({}, False, 1, None, True, False, "opened channels"),
-    ({"EVAL_SAMPLES": 0}, False, 1, None, False, False, "EVAL_SAMPLES=0"),
+    ({}, False, 230_000, "", False, True, "0.23M parameters"), ({}, False, 10_000_000, "", False, True, "10M parameters"),
+    ({}, False, 10_000_001, "", False, False, "too long"), ({}, True, 230_000, "", False, False, "vLLM generates"),
+    ({}, False, 230_000, "full prompts", False, False, "full prompts"), ({"TOP_P": 0.9}, False, 1, "", False, False, "TOP_P"),
+    ({"MAX_COMPLETION_LEN": 7}, False, 1, "", False, False, "MAX_COMPLETION_LEN"), ({}, False, 1, "", True, False, "opened channels"),
+    ({"EVAL_SAMPLES": 0}, False, 1, "", False, False, "EVAL_SAMPLES=0"),
 ]  # fmt: skip
 
 
@@ -169,31 +149,13 @@ def test_what_the_best_adapter_is_kept_by():
     assert choices.choose_best(Settings(BEST_BY="reward"), 0, False) == ("", "no rows are held out")
 
 
-def test_the_plan_reads_the_profiles_and_names_their_problems(tmp_path, good_csv):
-    problems, settings = Problems(), Settings(EVAL_PROFILE=choices.DEMO_PROFILE)
-    rows = read_csv(ROOT / "data" / "tes_heldout.csv", problems)
-    plan, reason = choices.plan_closed_loop(settings, rows, True, False, problems)
-    assert plan.prompt == "full" and len(plan.cases) == 5 and plan.profiles == ("data/profile_heldout.csv",)
-    assert not problems and "5 windows of data/profile_heldout.csv, 30 decisions" in reason
-    other, reason = choices.plan_closed_loop(settings, read_csv(good_csv, problems), True, True, problems)
-    assert not other.prompt and "no held-out prompts are those of the plant" in reason and not problems
-    assert plan.has_plant and other.has_plant, "EVAL_PROFILE is named"
-    own, _ = choices.plan_closed_loop(Settings(), read_csv(good_csv, problems), True, False, problems)
-    assert not own.prompt and not own.has_plant
-    assert choices.plan_closed_loop(Settings(), rows, True, False, problems)[0].has_plant, "the rows are the plant's"
-    (tmp_path / "bad.csv").write_text("datetime,co2,load\n2025-07-01 08:00,410,3\n")
-    settings = Settings(EVAL_PROFILE=f"{tmp_path}/bad.csv,{tmp_path}/none.csv")
-    assert not choices.plan_closed_loop(settings, rows, True, False, problems)[0].prompt
-    text = "\n".join(problems)
-    assert "none.csv" in text and "bad.csv, row 1 (line 2), column 'co2': '410' is more than 2 kg/kWh" in text
-
-
+DEMO_PROFILE = "data/profile_heldout.csv"
 DEMO_ROWS, OWN = "data/tes_heldout_compact.csv", "tests/run/fixtures/rows.csv"
 DEMOS = [  # settings -> (EVAL_DATA, EVAL_PROFILE)
-    ({}, ("data/tes_heldout.csv", choices.DEMO_PROFILE)),
-    ({"MODEL_ID": "tiny"}, (DEMO_ROWS, choices.DEMO_PROFILE)),
-    ({"DATA": "data/tes_train_compact.csv", "EVAL_DATA": DEMO_ROWS}, (DEMO_ROWS, choices.DEMO_PROFILE)),
-    ({"DATA": str(ROOT / "data/tes_train_compact.csv")}, (DEMO_ROWS, choices.DEMO_PROFILE)),  # by its path
+    ({}, ("data/tes_heldout.csv", DEMO_PROFILE)),
+    ({"MODEL_ID": "tiny"}, (DEMO_ROWS, DEMO_PROFILE)),
+    ({"DATA": "data/tes_train_compact.csv", "EVAL_DATA": DEMO_ROWS}, (DEMO_ROWS, DEMO_PROFILE)),
+    ({"DATA": str(ROOT / "data/tes_train_compact.csv")}, (DEMO_ROWS, DEMO_PROFILE)),  # by its path
     ({"TASK": "gsm8k"}, ("data/gsm8k_heldout.jsonl", None)),
     ({"TASK": "gsm8k", "MODEL_ID": "tiny"}, ("data/gsm8k_heldout.jsonl", None)),
     ({"EVAL_PROFILE": ""}, ("data/tes_heldout.csv", "")),  # set by the user
