@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import csv
 import errno
+import io
 import json
 import os
 import shutil
@@ -49,8 +51,8 @@ def test_a_csv(adapter, tmp_path, capsys):
     assert all(f"[{row['action']}]" in row["completion"] for row in answers)
     assert "written" in capsys.readouterr().out
     assert ask.main([str(adapter), "--csv", str(asked), "--temperature", "5"]) == 0
-    header, *printed = capsys.readouterr().out.splitlines()
-    assert header.endswith(",action,completion") and len(printed) == 3
+    printed = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert list(printed[0])[-2:] == ["action", "completion"] and len(printed) == 3
     assert ask.main([str(adapter), "--csv", str(out)]) == 2
     assert "answers.csv, header: it has the columns action and completion" in capsys.readouterr().err
 

@@ -14,7 +14,8 @@ from engines import set_adapter
 from trainers import make, plain_float32
 
 from grpo.evaluate.exact import ANSWER, answer_probabilities
-from grpo.evaluate.heldout import evaluate, exact_probabilities, expectation, generate_completions, table
+from grpo.evaluate.heldout import expectation, trainer_evaluation
+from grpo.evaluate.models import TrainedModel
 
 PROMPTS = [
     RENDERED.format(text) for text in ("hour 8 store 50 load 30", "hour 17 store 9 load 30 co2 41", "hour 8 store 7")
@@ -68,14 +69,14 @@ def test_the_window_of_the_sliding_layers_is_kept(trainer):
 def test_sampled_answers_come_as_often_as_they_should(trainer):
     """At EVAL_TEMPERATURE, not at the rollouts'; each share within four standard errors."""
     count, tokenizer = 600, trainer.processing_class
-    ids = generate_completions(trainer, [PROMPTS[0]] * count, count, base=False)
-    said = Counter(tokenizer.batch_decode(ids))
-    (exact,) = exact_probabilities(trainer, PROMPTS[:1], False, False, 4)
+    model = TrainedModel(trainer)
+    answers = Counter(tokenizer.batch_decode(model.complete([PROMPTS[0]] * count, count)))
+    (exact,) = model.probabilities(PROMPTS[:1], 4, greedy=False, base=False)
     assert exact.max() < 0.99 and exact.sum() > 0.2, "certain answers, or none that can be read, show nothing"
     for action, p in enumerate(exact.tolist()):
-        share = said[ANSWER.format(action)] / count
+        share = answers[ANSWER.format(action)] / count
         assert abs(share - p) <= 4 * math.sqrt(p * (1 - p) / count) + 1 / count, (action, share, p)
-    (other,) = exact_probabilities(trainer, PROMPTS[:1], True, False, 4)
+    (other,) = model.probabilities(PROMPTS[:1], 4, greedy=False, base=True)
     assert abs(other - exact).max() > 0.002, "the base model's are others"
     base = trainer.model.get_base_model()
     (heated,) = answer_probabilities(base, tokenizer, PROMPTS[:1], trainer.run.settings.EVAL_TEMPERATURE, 4)
@@ -84,11 +85,11 @@ def test_sampled_answers_come_as_often_as_they_should(trainer):
 
 def test_temperature_0_is_greedy_generation(trainer):
     """Also where the greedy answer cannot be read: there no action has a probability."""
-    before = trainer.generation_config, trainer.generation_kwargs
+    before, model = (trainer.generation_config, trainer.generation_kwargs), TrainedModel(trainer)
     for strength in (0.02, 3.0):
         set_adapter(trainer, 2, strength)
-        texts = trainer.processing_class.batch_decode(generate_completions(trainer, PROMPTS, 1, False, temperature=0.0))
-        found = exact_probabilities(trainer, PROMPTS, False, True, 4)
+        texts = model.tokenizer.batch_decode(model.complete(PROMPTS, greedy=True))
+        found = model.probabilities(PROMPTS, 4, greedy=True, base=False)
         assert found.tolist() == [[float(text == ANSWER.format(k)) for k in range(4)] for text in texts]
     assert not found.any(), "the strong adapter's answers are none"
     assert before == (trainer.generation_config, trainer.generation_kwargs)
@@ -96,37 +97,15 @@ def test_temperature_0_is_greedy_generation(trainer):
 
 def test_held_out_figures_are_expectations(trainer):
     rows, s = trainer.run.rows, trainer.run.settings
-    found = evaluate(trainer, rows, exact=True)
-    p = exact_probabilities(trainer, [row.prompt for row in rows], False, False, 4)
+    exact = trainer_evaluation(trainer, rows, exact=True)
+    found = exact.measure()
+    p = exact.model.probabilities([row.prompt for row in rows], 4, greedy=False, base=False)
     assert found["reward"] == pytest.approx((p @ np.array(rows[0].rewards)).mean(), abs=1e-6)
     assert found["action_counts"] == pytest.approx((s.EVAL_SAMPLES * p.sum(0)).tolist(), abs=1e-5)
     assert found["parse_rate"] == pytest.approx(p.sum(1).mean()) and "tokens_mean" not in found
-    sampled = evaluate(trainer, rows, exact=False, greedy=True)
-    greedy = evaluate(trainer, rows, exact=True, greedy=True)
+    sampled = trainer_evaluation(trainer, rows, exact=False).measure(greedy=True)
+    greedy = exact.measure(greedy=True)
     assert sampled["reward_by_prompt"] == greedy["reward_by_prompt"] and sampled["tokens_mean"] >= 1
-
-
-def test_the_table_of_a_run_that_an_earlier_version_began():
-    """Its base has no figures of the functions; and one whose functions gave nothing at all has no difference."""
-    found = {"reward": 0.5, "reward_low": 0.4, "reward_high": 0.6, "parse_rate": 1.0}
-    none = dict.fromkeys(("reward", "reward_low", "reward_high"))
-    results = {
-        "exact": False,
-        "samples": 2,
-        "temperature": 0.5,
-        "before": found,
-        "before_greedy": none,
-        "after_greedy": found,
-    }
-    results["after"] = found | {"functions": {"a": found, "b": none}}
-    lines = table(results).splitlines()
-    assert lines[0].endswith("95% interval over prompts, of a day together")
-    assert table(results | {"by_day": False}).splitlines()[0].endswith("95% interval over prompts")
-    assert any("before training, greedy  -" in line for line in lines) and not any(
-        "after - before" in line for line in lines
-    )
-    at = lines.index("  a")
-    assert lines[at + 1].split() == ["before", "training", "-"] and lines[at + 3].endswith("0.500   0.400 to 0.600")
 
 
 @pytest.mark.parametrize(

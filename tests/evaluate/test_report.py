@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import html
 import json
 import re
@@ -21,14 +22,9 @@ from grpo.data.files import data_fingerprint, read_rows
 from grpo.evaluate import run_data
 from grpo.evaluate.figures import CURVES, curve, panel
 from grpo.evaluate.page import write_report
-from grpo.evaluate.report import plant_verdict, reward_verdict
-from grpo.evaluate.run_data import Run, read_examples, read_metrics, read_run
-from grpo.run.logs import METRICS
+from grpo.evaluate.report import reward_verdict
+from grpo.evaluate.run_data import read_examples, read_metrics, read_run
 from grpo.settings import Problems
-
-
-def run_of(evaluation: dict | None = None, closed_loop: dict | None = None) -> Run:
-    return Run(Path("x"), pandas.DataFrame(columns=list(METRICS)), {}, evaluation or {}, closed_loop or {}, {})
 
 
 def completion_row(step: int, text: str = "[1]", **cells: object) -> dict[str, object]:
@@ -97,15 +93,11 @@ VERDICTS = [(0.1, 0.3, "is better than"), (-0.1, 0.3, "cannot tell"), (-0.3, -0.
 
 
 @pytest.mark.parametrize("low, high, words", [*VERDICTS, (None, None, "cannot tell")])
-def test_verdicts_follow_the_interval(low, high, words):
-    """Reward is better when it is higher, regret when it is lower."""
+def test_the_verdict_follows_the_interval(full, low, high, words):
     difference = {"reward": 0.2, "reward_low": low, "reward_high": high}
-    verdict = reward_verdict(run_of(EVALUATION | {"difference": difference}))
+    run = dataclasses.replace(read_run(full), evaluation=EVALUATION | {"difference": difference})
+    verdict = reward_verdict(run)
     assert words in verdict and "+0.200" in verdict and ("95% interval" in verdict) == (low is not None)
-    record = closed_loop()
-    record["difference"] |= {"regret_percent_low": high and -high, "regret_percent_high": low and -low}
-    verdict = plant_verdict(run_of(closed_loop=record))
-    assert words in verdict and "-9.0" in verdict and "unserved: 0.0 kWh before, 7.0 after" in verdict
 
 
 @pytest.mark.parametrize("steps, figures", [(0, 0), (1, 0), (3, 7)])

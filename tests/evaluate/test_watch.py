@@ -33,7 +33,11 @@ def test_frame_shows_what_a_run_is_doing(tmp_path):
     (folder / "training.log").write_text("12:00:00 W train_grpo: parse rate fell\n")
     text = text_of(folder)
     words = ["20 of 30, about 2 min left, until", "0.500, mean of the last 10: 0.455", "0.90, clipped 0.10"]
-    words += ["61.5 GiB, busy 87 %", "0.512, plant regret 12.3 % after step 10", "W train_grpo: parse rate fell"]
+    words += [
+        "61.5 GiB, busy 87 %",
+        "held-out reward 0.512, plant_regret 12.3 after step 10",
+        "W train_grpo: parse rate fell",
+    ]
     assert [word for word in words if word not in text] == []
     assert max(map(len, text.splitlines())) <= 100
     text = text_of(write_run(tmp_path / "cpu", [metrics_row(1)]))

@@ -33,7 +33,8 @@ from grpo.tasks.tes.dataset import rows_csv, trajectory
 from grpo.tasks.tes.plant import HOURS, Plant, solve
 from grpo.tasks.tes.profiles import ProfileError
 from grpo.tasks.tes.prompts import prompt_kind, render_full, renderer
-from grpo.tasks.tes.record import add_policy, keep_models, new_record, read_cases, run_exact, run_model, table
+from grpo.tasks.tes.record import add_policy, keep_models, new_record, read_cases, run_exact, run_model
+from grpo.tasks.tes.simulator import SIMULATOR
 
 PLANT = Plant()
 CASES = read_cases(ROOT / "data" / "profile_heldout.csv")
@@ -58,10 +59,10 @@ def test_the_best_action_of_the_exact_values_reproduces_the_optimum(start, decis
         assert priced == pytest.approx(-PLANT.cost_scale * value + start * PLANT.cost_scale * price, abs=1e-6)
 
 
-@pytest.mark.parametrize(("decisions", "day"), ((30, 3), (10, 1), (11, 2), (1, 1)))
-def test_what_is_left_is_priced_by_the_day_after_the_last_decision(decisions, day):
-    low5 = sum(sorted(WINDOWS[0].co2[day].tolist())[:5]) / 5
-    assert end_price(WINDOWS[0], PLANT, decisions) == pytest.approx(low5 / 4)
+def test_what_is_left_is_priced_by_the_day_after_the_last_decision():
+    for decisions, day in ((30, 3), (10, 1), (11, 2), (1, 1)):
+        low5 = sum(sorted(WINDOWS[0].co2[day].tolist())[:5]) / 5
+        assert end_price(WINDOWS[0], PLANT, decisions) == pytest.approx(low5 / 4)
 
 
 @pytest.mark.parametrize("action", range(4))
@@ -190,28 +191,17 @@ def answering(*answers, unparsed_at=()):
 
 
 def test_it_says_which_decision_of_which_pass_it_is_at():
-    def parts_while_asked(run, answers):
-        parts = []
+    record, cases, phases = record_of(CASES[:2]), CASES[:2], []
 
-        def noted(*asked):
-            parts.append([phase.label or phase.count for phase in Phase.active])
-            return answers(*asked)
+    def ask(prompts, samples, hour):
+        phases.append([phase.label or phase.count for phase in Phase.active])
+        return answering("[1]")(prompts, samples, hour)
 
-        with Phase("closed loop", first_s=1000):
-            run(noted)
-        return parts
-
-    record, cases = record_of(CASES[:2]), CASES[:2]
-    for name, label in (("base", ""), ("base_greedy", "greedy")):
-        parts = parts_while_asked(
-            lambda ask, name=name: run_model(record, name, cases, ask, render_full), answering("[1]")
-        )
-        assert [part[-1] for part in parts] == [f"decision {n} of 30" for n in range(30)]
-        assert {tuple(part[:-1]) for part in parts} == {("closed loop", label)}
-    likeliest = lambda prompts, greedy: np.tile([0.0, 1.0, 0.0, 0.0], (len(prompts), 1))  # noqa: E731
-    exact = new_record(cases, ["p.csv"], 1, False, {}, exact=True)
-    parts = parts_while_asked(lambda chances: run_exact(exact, "base", cases, chances, render_full), likeliest)
-    assert [part[1] for part in parts] == ["greedy"] * 30 + [f"decision {n} of 30" for n in range(30)]
+    with Phase("closed loop", first_s=1000):
+        run_model(record, "base", cases, ask, render_full)
+        run_model(record, "base_greedy", cases, ask, render_full)
+    decisions = [f"decision {n} of 30" for n in range(30)]
+    assert phases == [["closed loop", label, decision] for label in ("", "greedy") for decision in decisions]
 
 
 def test_the_record_adds_up():
@@ -234,12 +224,9 @@ def test_the_record_adds_up():
     gap = totals["trained"]["regret_percent"] - totals["base"]["regret_percent"]
     assert change["regret_percent"] == pytest.approx(gap, abs=1e-4)
     assert change["regret_percent_low"] <= change["regret_percent"] <= change["regret_percent_high"]
-    text = table(record)
-    assert (
-        "follow_the_load" in text
-        and f"{4 * len(CASES)} of {60 * len(CASES)}" in text
-        and "trained against base" in text
-    )
+    text = SIMULATOR.table(record)
+    for words in ("follow the load", f"{4 * len(CASES)} of {60 * len(CASES)}", "trained against base"):
+        assert words in text
 
 
 def test_passes_are_averaged_and_the_first_is_shown():
@@ -295,9 +282,8 @@ def test_the_expected_loop_is_the_mean_over_all_that_can_happen(decisions):
             for name, values in outcome(trace, [window]).items():
                 mean[name] += weight * values[0]
         assert found.unparsed[w] == pytest.approx(unread) and found.dropped[w] < 1e-5
-        assert {name: pytest.approx(mean[name], rel=1e-4, abs=1e-4) for name in sums} == {
-            n: v[w] for n, v in sums.items()
-        }
+        for name, values in sums.items():
+            assert values[w] == pytest.approx(mean[name], rel=1e-4, abs=1e-4), name
 
 
 def test_states_are_merged_and_the_unlikely_ones_dropped(monkeypatch):
@@ -316,10 +302,8 @@ def test_states_are_merged_and_the_unlikely_ones_dropped(monkeypatch):
     found = expected_loop(WINDOWS[:1], PLANT, lambda states: np.tile([0.9, 0.0, 0.0, 0.1], (len(states), 1)))
     assert found.co2_kg[0] == pytest.approx(0.1 * most) and found.dropped[0] == pytest.approx(1 - 0.9**30)
     one = expected_loop(WINDOWS, PLANT, lambda states: np.tile([0.0, 1.0, 0.0, 0.0], (len(states), 1)))
-    assert (
-        one.co2_kg == pytest.approx(closed_loop(WINDOWS, PLANT, RULES["always_1"]).co2_kg.sum(1))
-        and not one.dropped.any()
-    )
+    certain = closed_loop(WINDOWS, PLANT, RULES["always_1"]).co2_kg.sum(1)
+    assert one.co2_kg == pytest.approx(certain) and not one.dropped.any()
 
 
 def test_an_exact_record_holds_the_greedy_path_and_the_expectation():
@@ -336,15 +320,11 @@ def test_an_exact_record_holds_the_greedy_path_and_the_expectation():
     assert record["totals"]["base_greedy"] == record_greedy["totals"]["base_greedy"] | {"answers": 90}
     base, greedy = (record["windows"][1]["policies"][name] for name in ("base", "base_greedy"))
     assert base["actions"] == greedy["actions"] and base["mean"] != greedy["mean"]
-    assert (
-        record["totals"]["base"]["unparsed"] == pytest.approx(0.1 * 3 * 30 * 4)
-        and record["totals"]["base"]["answers"] == 360
-    )
-    co2 = sum(
-        record["totals"][rule]["co2_kg"] * p for rule, p in (("always_1", 0.3), ("always_2", 0.6), ("always_3", 0.1))
-    )
-    assert record["totals"]["base"]["co2_kg"] == pytest.approx(co2, rel=1e-4), "emissions follow the output alone"
-    assert "from 150 kWh, exact" in table(record) and "base_greedy" in table(record)
+    totals, shares = record["totals"], {"always_1": 0.3, "always_2": 0.6, "always_3": 0.1}
+    assert totals["base"]["unparsed"] == pytest.approx(0.1 * 3 * 30 * 4) and totals["base"]["answers"] == 360
+    co2 = sum(totals[rule]["co2_kg"] * share for rule, share in shares.items())
+    assert totals["base"]["co2_kg"] == pytest.approx(co2, rel=1e-4), "emissions follow the output alone"
+    assert "from 150 kWh, exact" in SIMULATOR.table(record) and "base greedy" in SIMULATOR.table(record)
 
 
 @pytest.mark.parametrize("hours", (9, 24, 34))
