@@ -46,9 +46,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--samples", type=number(1, 1000, int), metavar="N", help=text)
     text = "(default closed_loop.json in RUN, with --data evaluation-NAME.json; without RUN in the current folder)"
     parser.add_argument("--out", type=Path, metavar="FILE", help=text)
-    text, profiles = "without --data: the simulator's input files (default %(default)s)", ["data/profile_heldout.csv"]
     simulated = parser.add_argument_group("without --data")
-    simulated.add_argument("--profile", nargs="+", metavar="CSV", default=profiles, help=text)
+    text = "input files of the simulator (default: its task's)"
+    simulated.add_argument("--profile", nargs="+", metavar="CSV", help=text)
     for simulator in filter(None, map(load_simulator, TASKS)):
         simulator.add_options(simulated)
     args = parser.parse_args(argv)

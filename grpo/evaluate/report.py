@@ -10,7 +10,7 @@ from grpo.run.hub import short
 from grpo.run.place import ADAPTER, BEST
 from grpo.settings import show
 from grpo.tasks.figure_text import judged, number, part, spread
-from grpo.tasks.simulator import ReportSection, load_simulator
+from grpo.tasks.simulator import ReportSection
 
 
 def reward_verdict(run: Run) -> str:
@@ -27,8 +27,7 @@ def reward_verdict(run: Run) -> str:
 
 def simulator_section(run: Run) -> ReportSection:
     """What the simulator of the run's task has to say; an empty section where nothing was simulated."""
-    simulator = load_simulator(str(run.settings.get("TASK", "tes"))) if run.closed_loop else None
-    return simulator.report(run.closed_loop) if simulator else ReportSection()
+    return run.simulator.report(run.closed_loop) if run.simulator else ReportSection()
 
 
 def adapter_advice(run: Run) -> str:

@@ -22,12 +22,13 @@ from grpo.run import durable
 from grpo.run.logs import COMPLETIONS, EVALUATED, METRICS, PROMPT, function_column
 from grpo.settings import Problems, listed
 from grpo.tasks.figure_text import number, part
+from grpo.tasks.simulator import Simulator, load_simulator
 
 FUNCTION = function_column("")  # begin of the columns of reward functions
 ROWS = 400  # of completions.csv that are in memory at once: completions are long
 EXAMPLES = 2  # completions shown of each kind
 HEAD, TAIL = 3000, 1500  # characters of a completion that are shown from its begin and its end
-# For watching, where a file that is missing or damaged says nothing.
+# For watching, where a file that is missing or damaged counts as an empty one.
 read_json = functools.partial(durable.read_json, empty=(OSError, ValueError))
 
 
@@ -98,7 +99,7 @@ def read_prompts(record: Mapping[str, Any]) -> dict[str, str]:
         return {}  # a report asks no network
     rows = read_rows("DATA", data, Problems(), system)
     trained = [rows, hold_out(rows, share or 0.0).train]  # without EVAL_DATA the latter
-    if not rows or record.get("data_sha256") not in [data_fingerprint(part_of_rows) for part_of_rows in trained]:
+    if not rows or record.get("data_sha256") not in [data_fingerprint(split) for split in trained]:
         return {}
     return {row.id: "\n".join(text for _, text in row.messages) for row in rows}
 
@@ -145,19 +146,25 @@ class Run:
     def steps(self) -> int:
         return int(self.metrics["step"].max()) if len(self.metrics) else 0
 
+    @property
+    def simulator(self) -> Simulator | None:
+        """That of the run's task; None where nothing was simulated."""
+        return load_simulator(str(self.settings.get("TASK", "tes"))) if self.closed_loop else None
+
     def evaluated(self) -> pandas.DataFrame:
         """Columns EVALUATED by evaluated step; the base model is step 0."""
         rows = self.metrics.set_index("step")[list(EVALUATED)].dropna(how="all")
-        for step, when, who in ((0, "before", "base"), (self.steps, "after", "trained")):
-            plant, results = part(self.closed_loop, "totals", who), part(self.evaluation, when)
-            figures = results.get("reward"), plant.get("regret_percent"), plant.get("unserved_kwh")
+        for step, when, name in ((0, "before", "base"), (self.steps, "after", "trained")):
+            figures = {"heldout_reward": part(self.evaluation, when).get("reward")}
+            if self.simulator and part(self.closed_loop, "totals", name):
+                figures |= self.simulator.figures(self.closed_loop, name)
             if step not in rows.index:
-                rows.loc[step] = [number(figure) for figure in figures]
+                rows.loc[step] = [number(figures.get(column)) for column in EVALUATED]
         return rows.dropna(how="all").sort_index()
 
 
 def read_run(folder: Path) -> Run:
-    """Raises ReportError where the folder holds no run, or a damaged record of one."""
+    """The run in a folder. Raises ReportError where there is none, or where a record of it is damaged."""
     if not (folder / "metrics.csv").is_file():
         raise ReportError(f"{folder}: no metrics.csv. Name a run's OUTPUT_DIR, after the run has loaded its model")
     names = ("settings", "evaluation", "closed_loop", "best/best")

@@ -12,7 +12,9 @@ A task is a folder grpo/tasks/NAME, chosen by TASK=NAME. Its task.json holds (do
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -90,10 +92,18 @@ class Simulator(ABC):
     def new_record(self, plan: Any, settings: Settings, samples: int, exact: bool) -> Record:
         """closed_loop.json before a model was asked: how it will be, and what other policies achieve."""
 
-    @abstractmethod
     def keep_models(self, record: Record, path: Path, names: Sequence[str] = ("base", "trained")) -> bool:
-        """Take over what the file at `path` holds of the models `names`, if it is the same measurement; returns whether
-        it is."""
+        """Take over what the file at `path` holds of the models `names`, greedy or not, if it is the same measurement:
+        all but `totals` is equal. Returns whether it is."""
+        try:
+            earlier = json.loads(path.read_text(encoding="utf-8"))
+            if any(earlier[key] != value for key, value in record.items() if key != "totals"):
+                return False
+            kept = {*names, *(name + GREEDY for name in names)} & earlier["totals"].keys()
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return False
+        record["totals"] |= {name: earlier["totals"][name] for name in kept}
+        return True
 
     @abstractmethod
     def run(self, plan: Any, record: Record, name: str, responder: Responder, greedy: bool = True) -> None:
@@ -123,9 +133,10 @@ class Simulator(ABC):
     def plan_by_hand(
         self, options: argparse.Namespace, settings: Settings, template: str | None, problems: Problems
     ) -> SimulationPlan:
-        """`plan` for scripts/evaluate.py, where the user asks for a simulation. `options.profile` are the files of
-        --profile. The plan's `reason` says how it was made."""
-        return self.plan(settings, [], template, False, True, problems)
+        """`plan` for scripts/evaluate.py, where the user asks for a simulation, with the files of --profile (None:
+        those of EVAL_PROFILE). The plan's `reason` says how it was made."""
+        profile = ",".join(options.profile) if options.profile else settings.EVAL_PROFILE
+        return self.plan(dataclasses.replace(settings, EVAL_PROFILE=profile), [], template, False, True, problems)
 
 
 def load_simulator(task: str) -> Simulator | None:

@@ -114,7 +114,7 @@ def test_a_run_measures_itself_and_keeps_its_best_adapter(measured, tiny):
     assert (evaluated[2]["heldout_reward"], evaluated[2]["plant_regret"]) == (evaluation["after"]["reward"], total)
     assert best["base_value"] == base and evaluation["exact"] is plant["exact"] is True
     assert best["value"] == min(figures["plant_regret"] for figures in evaluated)
-    assert f"step {best['step']} is" in output and "measured after step 2: heldout reward" in output
+    assert f"step {best['step']} is" in output and "measured after step 2: held-out reward" in output
     names = {ADAPTER, "adapter_config.json", "README.md", "best.json"}
     assert {path.name for path in (folder / BEST).iterdir()} == names
     model = load_model(str(tiny), find_model("tiny", Problems()).config, "eager")

@@ -24,6 +24,7 @@ from grpo.tasks.tes.prompts import State, prompt_kind, renderer, state_at
 from grpo.tasks.tes.record import Case
 
 HOURS = 24 * DECISION_DAYS
+PROFILE = "data/profile_heldout.csv"  # of the demo's held-out rows
 FULL_IS_SAMPLED = "full prompts are too long and too many to ask all that can happen"
 MODELS = ("base", "trained", "base_greedy", "trained_greedy", "optimum")  # the others are fixed rules
 HEADER = ("", "CO2, kg", "Unserved, kWh", "Storage cycled, kWh", "Regret, %", "Unparsed")
@@ -148,7 +149,7 @@ class ClosedLoop(Simulator):
         if options.vote and settings.EVAL_SAMPLES < 2:
             problems.add("--vote", "it needs --samples of 2 or more", "There is nothing to count else")
         paths = []
-        for name in options.profile:  # a name with a comma is one file here, not two as in a setting
+        for name in options.profile or [PROFILE]:  # a name with a comma is one file here, not two as in a setting
             paths += [Path(name)] if Path(name).is_file() else find_files("--profile", name, problems)
         kind, reason = recorded_prompt(settings) if options.prompt == "auto" else (options.prompt, "set by --prompt")
         plan = make_plan(settings, dict.fromkeys(paths, "--profile"), kind, template, problems, options)
