@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import json
 import logging
-import random
 import zipfile
 from types import SimpleNamespace
 
 import evaluate as ev
-import numpy
 import pytest
 import runs
 import torch
@@ -20,7 +18,6 @@ from trainers import make
 from transformers.trainer_callback import TrainerCallback
 
 from grpo.evaluate.progress import Progress
-from grpo.learn.sampling import kept_randomness
 from grpo.model.load import load_model
 from grpo.plan.hub import find_model
 from grpo.run.best import which_to_load
@@ -46,16 +43,6 @@ def test_a_warning_of_the_simulator_is_shown_when_it_begins_and_at_the_end(tmp_p
             progress.judge(trainer, columns, record, last=step == 6)
         shown.append("====" in caplog.text and "gets WORSE" in caplog.text)
     assert shown == [False, True, False, False, True, True]
-
-
-def test_random_states_are_kept():
-    drawn = lambda: (torch.rand(2).tolist(), random.random(), numpy.random.rand())  # noqa: E731
-    torch.manual_seed(1), random.seed(1), numpy.random.seed(1)
-    expected = drawn()
-    torch.manual_seed(1), random.seed(1), numpy.random.seed(1)
-    with kept_randomness():
-        torch.manual_seed(5), drawn()
-    assert drawn() == expected
 
 
 def test_what_is_measured_reaches_logs_and_trackers_and_is_no_part_of_the_step(tiny, tmp_path):

@@ -135,14 +135,9 @@ def test_markup_is_escaped_in_every_place_a_run_can_put_it(tmp_path):
     record = {"settings": dict.fromkeys(names, evil), "sources": {evil: evil, "DATA": evil}}
     record |= {"machine": {"gpu": evil}, "choices": {"rollouts": [evil, evil], evil: [True, evil]}}
     columns = {"prompt_id": evil, "parsed_action": evil, "best_action": evil, "tokens": evil}
-    folder = write_run(
-        tmp_path / f"run {evil.replace('/', '')}",
-        [metrics_row(1, time=evil), metrics_row(2, time=evil)],
-        [completion_row(1, evil, **columns)],
-        settings=record,
-        evaluation=EVALUATION | {"constant_action": evil},
-        closed_loop=closed_loop(evil),
-    )
+    files = {"settings": record, "evaluation": EVALUATION | {"constant_action": evil}, "closed_loop": closed_loop(evil)}
+    rows, samples = [metrics_row(1, time=evil), metrics_row(2, time=evil)], [completion_row(1, evil, **columns)]
+    folder = write_run(tmp_path / f"run {evil.replace('/', '')}", rows, samples, **files)
     (folder / "best").mkdir()
     (folder / "best" / "best.json").write_text(json.dumps({"in_words": evil}))
     logged = pandas.read_csv(folder / "completions.csv").assign(prompt=evil)

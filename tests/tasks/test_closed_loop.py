@@ -32,8 +32,8 @@ from grpo.tasks.tes.closed_loop import (
 from grpo.tasks.tes.dataset import rows_csv, trajectory
 from grpo.tasks.tes.plant import HOURS, Plant, solve
 from grpo.tasks.tes.profiles import ProfileError
-from grpo.tasks.tes.prompts import prompt_kind, render_full, renderer
-from grpo.tasks.tes.record import add_policy, keep_models, new_record, read_cases, run_exact, run_model
+from grpo.tasks.tes.prompts import prompt_kind, renderer
+from grpo.tasks.tes.record import ClosedLoopPlan, add_policy, keep_models, new_record, read_cases, run_exact, run_model
 from grpo.tasks.tes.simulator import SIMULATOR
 
 PLANT = Plant()
@@ -175,8 +175,12 @@ def test_votes_and_unreadable_answers():
         model_policy(lambda *_: ["", ""], str, 3, unparsed)(states[:1])
 
 
-def record_of(cases=CASES, samples=1, vote=False, hours=72, **sampling):
-    return new_record(cases, ["p.csv"], samples, vote, sampling, hours=hours)
+def plan_of(cases=CASES, **options):
+    return ClosedLoopPlan(profiles=("p.csv",), cases=tuple(cases), **options)
+
+
+def record_of(cases=CASES, samples=1, exact=False, seed=1, **options):
+    return new_record(plan_of(cases, **options), Settings(SEED=seed), samples, exact)
 
 
 def answering(*answers, unparsed_at=()):
@@ -198,16 +202,16 @@ def test_it_says_which_decision_of_which_pass_it_is_at():
         return answering("[1]")(prompts, samples, hour)
 
     with Phase("closed loop", first_s=1000):
-        run_model(record, "base", cases, ask, render_full)
-        run_model(record, "base_greedy", cases, ask, render_full)
+        run_model(plan_of(cases), record, "base", ask)
+        run_model(plan_of(cases), record, "base_greedy", ask)
     decisions = [f"decision {n} of 30" for n in range(30)]
     assert phases == [["closed loop", label, decision] for label in ("", "greedy") for decision in decisions]
 
 
 def test_the_record_adds_up():
     record = record_of(samples=2)
-    run_model(record, "base", CASES, answering("[1]"), render_full)
-    run_model(record, "trained", CASES, answering("[1]", unparsed_at=(3, 4)), render_full)
+    run_model(plan_of(), record, "base", answering("[1]"))
+    run_model(plan_of(), record, "trained", answering("[1]", unparsed_at=(3, 4)))
     check_schema(record, {"base", "trained"})
     totals = record["totals"]
     assert list(totals)[:3] == ["base", "trained", "optimum"]
@@ -249,7 +253,7 @@ def test_passes_are_averaged_and_the_first_is_shown():
 
 def test_a_vote_decides_each_hour():
     record = record_of(CASES[:3], samples=3, vote=True)
-    run_model(record, "base", CASES[:3], answering("[2]", "[0]", "[2]"), render_full)
+    run_model(plan_of(CASES[:3], vote=True), record, "base", answering("[2]", "[0]", "[2]"))
     mine, rule = (record["totals"][name] for name in ("base", "always_2"))
     assert mine["co2_kg"] == rule["co2_kg"] and mine["answers"] == 3 * 3 * 30
 
@@ -308,14 +312,14 @@ def test_states_are_merged_and_the_unlikely_ones_dropped(monkeypatch):
 
 def test_an_exact_record_holds_the_greedy_path_and_the_expectation():
     """The greedy answers are the same function at temperature 0; the hours of both are the greedy path's."""
-    record = new_record(CASES[:3], ["p.csv"], 4, False, {}, exact=True)
+    record = record_of(CASES[:3], 4, exact=True)
     record_greedy = record_of(CASES[:3])
-    run_model(record_greedy, "base_greedy", CASES[:3], answering("[2]"), render_full)
+    run_model(plan_of(CASES[:3]), record_greedy, "base_greedy", answering("[2]"))
 
     def probabilities(prompts, greedy):
         return np.tile([0.0, 0.0, 1.0, 0.0] if greedy else [0.0, 0.3, 0.6, 0.0], (len(prompts), 1))
 
-    run_exact(record, "base", CASES[:3], probabilities, render_full)
+    run_exact(plan_of(CASES[:3]), record, "base", probabilities)
     check_schema(record, {"base", "base_greedy"})
     assert record["totals"]["base_greedy"] == record_greedy["totals"]["base_greedy"] | {"answers": 90}
     base, greedy = (record["windows"][1]["policies"][name] for name in ("base", "base_greedy"))
@@ -338,7 +342,7 @@ def test_what_a_file_holds_of_the_models_is_kept_only_if_it_is_the_same_measurem
     path, cases = tmp_path / "closed_loop.json", CASES[:2]
     record = record_of(cases, seed=1)
     for name in ("base", "trained"):
-        run_model(record, name, cases, answering("[1]"), render_full)
+        run_model(plan_of(cases), record, name, answering("[1]"))
     path.write_text(json.dumps(record))
     again = record_of(cases, seed=1)
     assert keep_models(again, path) and again == record

@@ -229,8 +229,3 @@ def model_policy(ask: Ask, render: Callable[[State], str], votes: int, unparsed:
         return chosen
 
     return policy
-
-
-def decisions_in(hours: int) -> int:
-    """Decision hours among the first `hours` hours of a window."""
-    return sum(hour % 24 in HOURS for hour in range(hours))

@@ -14,12 +14,12 @@ import numpy as np
 import rewards
 from grpo.phases import ROWS_S, Phase
 from grpo.settings import ROOT, Settings
-from grpo.tasks.simulator import GREEDY, Record
+from grpo.tasks.simulator import GREEDY, Record, SimulationPlan
 from grpo.tasks.tes import closed_loop as loop
 from grpo.tasks.tes import profiles as tes_profiles
 from grpo.tasks.tes.plant import DECISION_DAYS, HOURS, START_KWH, Plant
 from grpo.tasks.tes.profiles import Window
-from grpo.tasks.tes.prompts import State
+from grpo.tasks.tes.prompts import State, render_full, state_at
 
 MODELS = ("base", "trained")
 ASKED = (*MODELS, *(name + GREEDY for name in MODELS))
@@ -61,28 +61,45 @@ def tidy(value: float | None) -> float | None:
     return value
 
 
-def new_record(
-    cases: Sequence[Case],
-    profiles: Sequence[str],
-    samples: int,
-    vote: bool,
-    sampling: Mapping[str, object],
-    start_kwh: float = START_KWH,
-    hours: int = 24 * DECISION_DAYS,
-    exact: bool = False,
-) -> Record:
-    """closed_loop.json with the rules and the optimum, before a model was asked. `sampling` says how it will be asked;
-    `exact`: by the probabilities of its answers."""
-    plant, windows, decisions = Plant(), [case.window for case in cases], loop.decisions_in(hours)
+@dataclass(frozen=True)
+class ClosedLoopPlan(SimulationPlan):
+    """The windows that a model controls, and how it is asked: `prompt` is `full` or `compact`."""
+
+    prompt: str = ""
+    profiles: tuple[str, ...] = ()
+    cases: tuple[Case, ...] = ()
+    render: Callable[[State], str] = render_full
+    start_kwh: float = START_KWH
+    hours: int = 24 * DECISION_DAYS  # of each window
+    vote: bool = False  # the majority of the answers decides, instead of each answer in a pass of its own
+
+    @property
+    def windows(self) -> list[Window]:
+        return [case.window for case in self.cases]
+
+    @property
+    def decisions(self) -> int:
+        return sum(hour % 24 in HOURS for hour in range(self.hours))
+
+    def opening_prompts(self) -> list[str]:
+        return [self.render(state_at(window, Plant(), 0, self.start_kwh)) for window in self.windows]
+
+
+def new_record(plan: ClosedLoopPlan, settings: Settings, samples: int, exact: bool = False) -> Record:
+    """closed_loop.json with the rules and the optimum, before a model was asked. `exact`: by the probabilities of its
+    answers."""
+    plant, windows, hours = Plant(), plan.windows, plan.hours
+    names = ("MODEL_ID", "EVAL_TEMPERATURE", "TOP_P", "MAX_COMPLETION_LEN", "SEED", "REASONING_EFFORT", "PROMPT_DATE")
     record: Record = {
-        "profiles": list(profiles),
-        "start_kwh": start_kwh,
+        "profiles": list(plan.profiles),
+        "start_kwh": plan.start_kwh,
         "samples": samples,
-        "vote": vote,
+        "vote": plan.vote,
         "exact": exact,
         "safe_action": loop.safe_action(plant),
         "safe_action_reason": loop.SAFE_REASON,
-        "sampling": dict(sampling),
+        # With others, figures are not the same measurement.
+        "sampling": {name.lower(): getattr(settings, name) for name in names} | {"prompt": plan.prompt},
         "windows": [
             {
                 "name": case.name,
@@ -92,12 +109,13 @@ def new_record(
                 "co2_kg_per_kwh": [tidy(value) for value in case.co2[:hours].tolist()],
                 "policies": {},
             }
-            for case in cases
+            for case in plan.cases
         ],
         "totals": {},
     }
-    for name, policy in {"optimum": loop.optimum(windows, plant, start_kwh, decisions), **loop.RULES}.items():
-        trace = loop.closed_loop(windows, plant, policy, start_kwh, decisions)
+    optimum = loop.optimum(windows, plant, plan.start_kwh, plan.decisions)
+    for name, policy in {"optimum": optimum, **loop.RULES}.items():
+        trace = loop.closed_loop(windows, plant, policy, plan.start_kwh, plan.decisions)
         add_policy(record, name, windows, trace, np.zeros(len(windows), int))
     return record
 
@@ -186,59 +204,46 @@ def keep_models(record: Record, path: Path, names: Sequence[str] = MODELS) -> bo
     return True
 
 
-def run_model(record: Record, name: str, cases: Sequence[Case], ask: loop.Ask, render: Callable[[State], str]) -> None:
-    """Let a model run through the cases and put it into the record as `name`, one of ASKED. With `vote`, `samples`
+def run_model(plan: ClosedLoopPlan, record: Record, name: str, ask: loop.Ask) -> None:
+    """Let a model run through the windows and put it into the record as `name`, one of ASKED. With `vote`, `samples`
     answers decide each hour; without, every window is run `samples` times, all of them side by side; a greedy one
     once."""
-    votes, passes = (record["samples"], 1) if record["vote"] else (1, record["samples"])
+    votes, passes = (record["samples"], 1) if plan.vote else (1, record["samples"])
     if name.endswith(GREEDY):
         votes = passes = 1
-    windows, decisions = [case.window for case in cases], loop.decisions_in(record["windows"][0]["hours"])
-    unparsed = np.zeros(len(windows) * passes, int)
-    policy = loop.model_policy(ask, render, votes, unparsed)
+    unparsed = np.zeros(len(plan.windows) * passes, int)
+    policy = loop.model_policy(ask, plan.render, votes, unparsed)
     with Phase("greedy" if name.endswith(GREEDY) else "", first_s=ROWS_S):
-        trace = loop.closed_loop(windows * passes, Plant(), policy, record["start_kwh"], decisions)
-    add_policy(record, name, windows, trace, unparsed, votes * trace.actions.size)
+        trace = loop.closed_loop(plan.windows * passes, Plant(), policy, plan.start_kwh, plan.decisions)
+    add_policy(record, name, plan.windows, trace, unparsed, votes * trace.actions.size)
 
 
 def run_exact(
-    record: Record,
-    name: str,
-    cases: Sequence[Case],
-    probabilities: Callable[[Sequence[str], bool], np.ndarray],
-    render: Callable[[State], str],
+    plan: ClosedLoopPlan, record: Record, name: str, probabilities: Callable[[Sequence[str], bool], np.ndarray]
 ) -> None:
     """As `run_model`, but all that can happen, by the probabilities of the answers: `probabilities(prompts, greedy)`
     are (N, K). Puts the model as `name` and as its greedy policy into the record; the hours of both are the greedy
     path's."""
-    windows, start = [case.window for case in cases], record["start_kwh"]
-    decisions = loop.decisions_in(record["windows"][0]["hours"])
-    unread, samples = np.zeros(len(windows), int), record["samples"]
+    windows, samples, unread = plan.windows, record["samples"], np.zeros(len(plan.windows), int)
 
     def likeliest(states: Sequence[State]) -> list[int | None]:
-        p = probabilities([render(state) for state in states], True)
+        p = probabilities([plan.render(state) for state in states], True)
         is_read = np.any(p > 0, axis=1)
         unread[:] += ~is_read
         pairs = zip(p.argmax(axis=1).tolist(), list(is_read), strict=True)
         return [action if known else None for action, known in pairs]
 
     def chances(states: Sequence[State]) -> np.ndarray:
-        return probabilities([render(state) for state in states], False)
+        return probabilities([plan.render(state) for state in states], False)
 
     with Phase("greedy", first_s=ROWS_S):
-        trace = loop.closed_loop(windows, Plant(), likeliest, start, decisions)
-    expected = loop.expected_loop(windows, Plant(), chances, start, decisions)
-    sums = loop.expected_outcome(expected, windows, start, decisions)
+        trace = loop.closed_loop(windows, Plant(), likeliest, plan.start_kwh, plan.decisions)
+    expected = loop.expected_loop(windows, Plant(), chances, plan.start_kwh, plan.decisions)
+    sums = loop.expected_outcome(expected, windows, plan.start_kwh, plan.decisions)
     add_policy(record, name, windows, trace, expected.unparsed * samples, trace.actions.size * samples, sums)
     for entry, dropped in zip(record["windows"], expected.dropped.tolist(), strict=True):
         entry["policies"][name]["dropped"] = tidy(dropped)
     add_policy(record, name + GREEDY, windows, trace, unread, trace.actions.size)
-
-
-def sampling_of(settings: Settings, prompt: str) -> dict[str, object]:
-    """The settings that decide what a model answers: with others, its figures are not the same measurement."""
-    names = ("MODEL_ID", "EVAL_TEMPERATURE", "TOP_P", "MAX_COMPLETION_LEN", "SEED", "REASONING_EFFORT", "PROMPT_DATE")
-    return {name.lower(): getattr(settings, name) for name in names} | {"prompt": prompt}
 
 
 def shown_path(path: Path) -> str:

@@ -6,8 +6,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from grpo.data.files import Row, find_files, read_rows
@@ -15,13 +14,12 @@ from grpo.data.prompts import render
 from grpo.settings import Problems, Settings, number
 from grpo.tasks.figure_text import aligned, judged, part, spread
 from grpo.tasks.figure_text import number as finite
-from grpo.tasks.simulator import GREEDY, Record, ReportSection, Responder, SimulationPlan, Simulator
+from grpo.tasks.simulator import GREEDY, Record, ReportSection, Responder, Simulator
 from grpo.tasks.tes import record as tes_record
-from grpo.tasks.tes.closed_loop import decisions_in
 from grpo.tasks.tes.plant import DECISION_DAYS, START_KWH, Plant
 from grpo.tasks.tes.profiles import ProfileError
-from grpo.tasks.tes.prompts import State, prompt_kind, renderer, state_at
-from grpo.tasks.tes.record import Case
+from grpo.tasks.tes.prompts import prompt_kind, renderer
+from grpo.tasks.tes.record import Case, ClosedLoopPlan
 
 HOURS = 24 * DECISION_DAYS
 PROFILE = "data/profile_heldout.csv"  # of the demo's held-out rows
@@ -32,22 +30,6 @@ NOTE = (
     "Totals over all windows. Regret: cost above the optimum's, in brackets its 95% interval over windows. Little CO2 "
     "is worth nothing where load stays unserved."
 )
-
-
-@dataclass(frozen=True)
-class ClosedLoopPlan(SimulationPlan):
-    """The windows that a model controls, and how its prompts are rendered: `prompt` is `full` or `compact`."""
-
-    prompt: str = ""
-    profiles: tuple[str, ...] = ()
-    cases: tuple[Case, ...] = ()
-    render: Callable[[State], str] = repr
-    start_kwh: float = START_KWH
-    hours: int = HOURS
-    vote: bool = False
-
-    def opening_prompts(self) -> list[str]:
-        return [self.render(state_at(case.window, Plant(), 0, self.start_kwh)) for case in self.cases]
 
 
 def why_not(settings: Settings, kind: str | None, use_vllm: bool, is_chosen: bool) -> str:
@@ -91,23 +73,22 @@ def make_plan(
     if prompt == "compact" and template is None:
         fix = "Add chat_template.jinja, or take full prompts"
         problems.add(f"MODEL_ID={settings.MODEL_ID}", "it has no chat template", fix)
-    effort, date, decisions = settings.REASONING_EFFORT, settings.PROMPT_DATE, decisions_in(options.hours_limit)
-    render_state = renderer(prompt, lambda turns: render(template or "", turns, effort, date))
-    return ClosedLoopPlan(
-        reason=f"{len(cases)} windows, {decisions} decisions one after the other",
+    effort, date = settings.REASONING_EFFORT, settings.PROMPT_DATE
+    plan = ClosedLoopPlan(
         runs=bool(cases),
         is_mentioned=True,
         why_sampled=FULL_IS_SAMPLED if prompt == "full" else "answers vote" if options.vote else "",
-        rollouts=decisions,
         episodes=tuple(case.name for case in cases),
         prompt=prompt,
         profiles=tuple(map(tes_record.shown_path, files)),
         cases=tuple(cases),
-        render=render_state,
+        render=renderer(prompt, lambda turns: render(template or "", turns, effort, date)),
         start_kwh=options.start_kwh,
         hours=options.hours_limit,
         vote=options.vote,
     )
+    reason = f"{len(cases)} windows, {plan.decisions} decisions one after the other"
+    return dataclasses.replace(plan, rollouts=plan.decisions, reason=reason)
 
 
 def recorded_prompt(settings: Settings) -> tuple[str, str]:
@@ -168,9 +149,7 @@ class ClosedLoop(Simulator):
         parser.add_argument("--load-column", metavar="NAME", help="cooling load [kW], where names do not tell")
 
     def new_record(self, plan: ClosedLoopPlan, settings: Settings, samples: int, exact: bool) -> Record:
-        sampling = tes_record.sampling_of(settings, plan.prompt)
-        how = (samples, plan.vote, sampling, plan.start_kwh, plan.hours, exact)
-        return tes_record.new_record(plan.cases, plan.profiles, *how)
+        return tes_record.new_record(plan, settings, samples, exact)
 
     def keep_models(self, record: Record, path: Path, names: Sequence[str] = ("base", "trained")) -> bool:
         return tes_record.keep_models(record, path, names)
@@ -178,11 +157,11 @@ class ClosedLoop(Simulator):
     def run(self, plan: ClosedLoopPlan, record: Record, name: str, responder: Responder, greedy: bool = True) -> None:
         if record["exact"]:
             probabilities = functools.partial(responder.probabilities, actions=len(Plant().ratios))
-            tes_record.run_exact(record, name, plan.cases, probabilities, plan.render)
+            tes_record.run_exact(plan, record, name, probabilities)
             return
         for is_greedy in (False, True) if greedy else (False,):
             ask = functools.partial(responder.texts, greedy=is_greedy)
-            tes_record.run_model(record, name + GREEDY if is_greedy else name, plan.cases, ask, plan.render)
+            tes_record.run_model(plan, record, name + GREEDY if is_greedy else name, ask)
 
     def figures(self, record: Record, name: str) -> dict[str, float]:
         total = record["totals"][name]
