@@ -29,7 +29,7 @@ from grpo.tasks.tes.profiles import ProfileError, decode, windows
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Reads the command line; exits with code 2 on a wrong one. What is only for profiles lies in `own`, if given."""
+    """Reads the command line; exits with code 2 on a wrong one. `own` holds the options for profiles that are set."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--check", action="store_true", help="regenerate and compare byte for byte, write nothing")
@@ -51,7 +51,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         group.add_argument("--vary", type=number(1, 10), metavar="F", help="loads of further walks times 1/F to F"),
     ]
     args = parser.parse_args(argv)
-    args.own = {one.dest: value for one in own if (value := getattr(args, one.dest)) is not None}
+    args.own = {action.dest: value for action in own if (value := getattr(args, action.dest)) is not None}
     if args.own and not args.profile:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in args.own)
         parser.error(f"{names}: only with --profile; the synthetic files have fixed settings")
@@ -70,10 +70,11 @@ def make(args: argparse.Namespace) -> dict[str, str]:
     columns = {name: args.own.pop(name, None) for name in ("co2_column", "load_column")}
     profiles = dataset.read_profiles(map(Path, args.profile), prompts, **columns)
     for stem, profile in profiles.items():
-        made = windows(profile)
-        used = {day for window in made for day in window.dates}
+        cut = windows(profile)
+        used = {day for window in cut for day in window.dates}
         spare = [str(day) for day in profile.dates if day not in used]
-        print(f"{stem}: {len(profile.dates)} days, {len(made)} window(s)" + f"; not used: {spare}" * bool(spare))
+        unused = f"; not used: {spare}" if spare else ""
+        print(f"{stem}: {len(profile.dates)} days, {len(cut)} window(s){unused}")
     return dict(dataset.profile_files(profiles, prompts, args.seed, **args.own))
 
 
@@ -83,10 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = Path(args.out) if args.out else dataset.DATA_DIR
     try:
         if args.summary:
-            found = {path.name: decode(path.read_bytes()) for path in sorted(out.glob("tes_*.csv"))}
-            if not found:
+            texts = {path.name: decode(path.read_bytes()) for path in sorted(out.glob("tes_*.csv"))}
+            if not texts:
                 raise ProfileError([f"{out}: no tes_*.csv in it; make them first or choose another --out"])
-            print(dataset.summary(found))
+            print(dataset.summary(texts))
             return 0
         files = make(args)
         if args.check:
@@ -100,8 +101,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, text in files.items():
             (out / name).write_bytes(text.encode())
     except ProfileError as error:
-        shown, rest = error.problems[:30], len(error.problems[30:])
-        print(*shown, *[f"... and {rest} more problem(s)"] * bool(rest), sep="\n", file=sys.stderr)
+        lines = error.problems[:30]
+        if rest := len(error.problems[30:]):
+            lines.append(f"... and {rest} more problem(s)")
+        print(*lines, sep="\n", file=sys.stderr)
         return 2
     except OSError as error:
         print(f"{error.filename or out}: {error.strerror}; choose another --out", file=sys.stderr)

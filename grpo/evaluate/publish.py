@@ -44,8 +44,8 @@ def run_of(adapter: Path) -> Path | None:
 def results(run: Run, adapter: Path) -> str:
     """What the run measured of this adapter: a step in best/ has its one figure, the last step all."""
     if not run.folder.samefile(adapter):
-        said = read_json(adapter / "best.json").get("in_words")
-        return f"{said[0].upper()}{said[1:]}." if said else f"`{adapter.name}` was not measured by itself."
+        words = read_json(adapter / "best.json").get("in_words")
+        return f"{words[0].upper()}{words[1:]}." if words else f"`{adapter.name}` was not measured by itself."
     verdicts = " ".join(filter(None, (reward_verdict(run), simulator_section(run).verdict)))
     measured = heldout_rows(run.evaluation)
     return verdicts + (f"\n\n{table(HEADER, measured)}" if measured else "")
@@ -81,12 +81,12 @@ def model_readme(
     of FORMS, the `share` of its update that survived, and `where` it is."""
     base, local = base_name(s)
     run = run_of(adapter) or adapter
-    grpo = (run / "metrics.csv").is_file()  # not of scripts/sft.py
-    tags = ", ".join(["grpo"] * grpo + [form or "lora"])
+    is_grpo = (run / "metrics.csv").is_file()  # scripts/sft.py writes none
+    tags = f"grpo, {form or 'lora'}" if is_grpo else form or "lora"
     named = "" if local else f"\nbase_model: {base}\nbase_model_relation: {'finetune' if form else 'adapter'}"
     code = {"": loading_code(base, on_experts(adapter)), "gguf": GGUF_CODE}.get(form, MERGED_CODE)
     kept = f" {share:.1%} of the adapter's update survived the rounding to BF16." if share is not None else ""
-    what = FORMS[form].format(base=base, where=where)
+    description = FORMS[form].format(base=base, where=where)
     return f"""---
 library_name: {LIBRARIES.get(form, "transformers")}
 pipeline_tag: text-generation
@@ -95,7 +95,7 @@ tags: [{tags}]{named}
 
 # {run.resolve().name}
 
-This is {what}.{kept}{GRPO * grpo}
+This is {description}.{kept}{GRPO if is_grpo else ""}
 
 {code}
 

@@ -65,8 +65,8 @@ def test_answers_never_replace_what_was_asked(adapter, tmp_path, capsys, name):
     before = asked.read_bytes()
     for out in (asked, link):
         assert ask.main([str(adapter), "--csv", str(asked), "--out", str(out)]) == 2
-        told = capsys.readouterr().err
-        assert f"--out {out}: it is the file of --csv {asked}" in told and "Name another" in told
+        error = capsys.readouterr().err
+        assert f"--out {out}: it is the file of --csv {asked}" in error and "Name another" in error
         assert asked.read_bytes() == before
 
 

@@ -93,8 +93,8 @@ def test_a_run_leaves_both_evaluations(run):
 
 
 def test_a_resumed_run_keeps_what_was_measured_before_it(run, tmp_path):
-    """Marked figures stay where they belong to the start, and are measured again where they belong to the end; all are at
-    another temperature."""
+    """Marked figures stay where they belong to the start, and are measured again where they belong to the end; all are
+    at another temperature."""
     folder = tmp_path / "run"
     shutil.copytree(run.folder, folder)
     result, record = read(folder, "evaluation.json"), read(folder, "closed_loop.json")
@@ -162,7 +162,8 @@ def test_wrong_input_is_named(arguments, words, capsys, monkeypatch):
 
 
 def test_a_result_that_could_not_be_written_is_found_before_the_model_is_asked(tmp_path, capsys, monkeypatch):
-    """By trying: what root may not write (/sys) or a full disk refuses is in no permission bit. A trial leaves no file."""
+    """By trying: what root may not write (/sys) or a full disk refuses is in no permission bit. A trial leaves no
+    file."""
 
     def full(**named):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -25,11 +25,11 @@ PROMPTS = [
 @pytest.fixture
 def trainer(tiny, tmp_path):
     """In float32, with an adapter that matters, whatever the tiny model is; answers of 12 tokens."""
-    made = plain_float32(
+    float_trainer = plain_float32(
         make(tiny, tmp_path, MAX_COMPLETION_LEN=12, EVAL_SAMPLES=3, EVAL_TEMPERATURE=1.5, INVALID_REWARD=0.0)
     )
-    set_adapter(made, 1, 0.02)
-    return made
+    set_adapter(float_trainer, 1, 0.02)
+    return float_trainer
 
 
 def by_hand(model, tokenizer, prompt, answer, temperature):
@@ -42,16 +42,17 @@ def by_hand(model, tokenizer, prompt, answer, temperature):
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
 def test_it_is_the_product_of_the_tokens_probabilities(trainer, temperature):
-    """For prompts of all lengths in one batch, doubled ones, and actions of two digits, whose tails differ in length."""
+    """For prompts of all lengths in one batch, doubled ones, and actions of two digits, whose tails differ in
+    length."""
     model, tokenizer = trainer.model.eval(), trainer.processing_class
-    found = answer_probabilities(model.get_base_model(), tokenizer, [*PROMPTS, PROMPTS[0]], temperature, 12)
-    assert found.shape == (4, 12) and np.array_equal(found[0], found[3])
-    for prompt, row in zip(PROMPTS, found, strict=False):
+    probabilities = answer_probabilities(model.get_base_model(), tokenizer, [*PROMPTS, PROMPTS[0]], temperature, 12)
+    assert probabilities.shape == (4, 12) and np.array_equal(probabilities[0], probabilities[3])
+    for prompt, row in zip(PROMPTS, probabilities, strict=False):
         for action in (0, 3, 11):
             expected = by_hand(model, tokenizer, prompt, ANSWER.format(action), temperature)
             assert row[action] == pytest.approx(expected, rel=1e-4), (prompt, action)
-    one = answer_probabilities(model.get_base_model(), tokenizer, PROMPTS[:1], temperature, 4)
-    assert one[0] == pytest.approx(found[0, :4], rel=1e-4), "alone as among others"
+    alone = answer_probabilities(model.get_base_model(), tokenizer, PROMPTS[:1], temperature, 4)
+    assert alone[0] == pytest.approx(probabilities[0, :4], rel=1e-4), "alone as among others"
 
 
 def test_the_window_of_the_sliding_layers_is_kept(trainer):
@@ -61,8 +62,8 @@ def test_the_window_of_the_sliding_layers_is_kept(trainer):
     for layer in model.model.layers[::2]:
         layer.self_attn.sliding_window = 16
     prompts = [RENDERED.format("hour 8 " * 20 + end) for end in ("store 7", "load 30")]
-    found = answer_probabilities(model, tokenizer, prompts, 1.0, 4)
-    for prompt, row in zip(prompts, found, strict=True):
+    probabilities = answer_probabilities(model, tokenizer, prompts, 1.0, 4)
+    for prompt, row in zip(prompts, probabilities, strict=True):
         assert row[2] == pytest.approx(by_hand(model, tokenizer, prompt, ANSWER.format(2), 1.0), rel=1e-4)
 
 
@@ -89,20 +90,20 @@ def test_temperature_0_is_greedy_generation(trainer):
     for strength in (0.02, 3.0):
         set_adapter(trainer, 2, strength)
         texts = model.tokenizer.batch_decode(model.complete(PROMPTS, greedy=True))
-        found = model.probabilities(PROMPTS, 4, greedy=True, base=False)
-        assert found.tolist() == [[float(text == ANSWER.format(k)) for k in range(4)] for text in texts]
-    assert not found.any(), "the strong adapter's answers are none"
+        probabilities = model.probabilities(PROMPTS, 4, greedy=True, base=False)
+        assert probabilities.tolist() == [[float(text == ANSWER.format(k)) for k in range(4)] for text in texts]
+    assert not probabilities.any(), "the strong adapter's answers are none"
     assert before == (trainer.generation_config, trainer.generation_kwargs)
 
 
 def test_held_out_figures_are_expectations(trainer):
     rows, s = trainer.run.rows, trainer.run.settings
     exact = trainer_evaluation(trainer, rows, exact=True)
-    found = exact.measure()
+    figures = exact.measure()
     p = exact.model.probabilities([row.prompt for row in rows], 4, greedy=False, base=False)
-    assert found["reward"] == pytest.approx((p @ np.array(rows[0].rewards)).mean(), abs=1e-6)
-    assert found["action_counts"] == pytest.approx((s.EVAL_SAMPLES * p.sum(0)).tolist(), abs=1e-5)
-    assert found["parse_rate"] == pytest.approx(p.sum(1).mean()) and "tokens_mean" not in found
+    assert figures["reward"] == pytest.approx((p @ np.array(rows[0].rewards)).mean(), abs=1e-6)
+    assert figures["action_counts"] == pytest.approx((s.EVAL_SAMPLES * p.sum(0)).tolist(), abs=1e-5)
+    assert figures["parse_rate"] == pytest.approx(p.sum(1).mean()) and "tokens_mean" not in figures
     sampled = trainer_evaluation(trainer, rows, exact=False).measure(greedy=True)
     greedy = exact.measure(greedy=True)
     assert sampled["reward_by_prompt"] == greedy["reward_by_prompt"] and sampled["tokens_mean"] >= 1

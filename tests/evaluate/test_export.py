@@ -102,13 +102,13 @@ def test_logits_are_those_of_base_and_adapter(base, adapter, exported):
 
 @pytest.mark.numeric
 @pytest.mark.parametrize(
-    ("modules", "parameters", "told"),
+    ("modules", "parameters", "where"),
     [
         (["q_proj"], ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], "attention and experts"),
         ([], ["1.mlp.experts.gate_up_proj", "1.mlp.experts.down_proj"], "experts"),
     ],
 )
-def test_experts_merge_as_peft_merges_them(modules, parameters, told, base, tmp_path, capsys):
+def test_experts_merge_as_peft_merges_them(modules, parameters, where, base, tmp_path, capsys):
     """PEFT in float32, on dequantized experts; what is left is one rounding, to the nearest."""
     model = load(base, quantization_config=Mxfp4Config(dequantize=True))
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -129,7 +129,7 @@ def test_experts_merge_as_peft_merges_them(modules, parameters, told, base, tmp_
         limit = 2**-8 * value.abs() + 1e-7 if name in changed else 0  # and what float32 loses where W and B A cancel
         assert ((held[name] - value).abs() <= limit).all(), name
     assert len(changed) == (9 if modules else 2)
-    assert f"merged into its {told}, in BF16" in (tmp_path / "out" / "README.md").read_text()
+    assert f"merged into its {where}, in BF16" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_what_the_adapter_leaves_alone_stays_as_it_is(base, adapter, exported):
@@ -208,8 +208,8 @@ def test_bad_input_is_one_line(fault, base, adapter, tmp_path, capsys, monkeypat
     before = sorted(tmp_path.rglob("*"))
     options = ["--model", str(model), "--out", str(tmp_path / "out"), *(a.format(base=model) for a in arguments)]
     assert main([str(mine), *options]) == 2
-    told = capsys.readouterr().err.strip()
-    assert message in told and len(told.splitlines()) == 1 and sorted(tmp_path.rglob("*")) == before
+    printed = capsys.readouterr().err.strip()
+    assert message in printed and len(printed.splitlines()) == 1 and sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_target_is_replaced_with_force_and_only_whole(adapter, base, tmp_path, capsys, monkeypatch):
@@ -234,8 +234,10 @@ def test_gguf_holds_what_was_merged(adapter, exported, tmp_path):
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
     changed = stored(merged)["model.layers.2.self_attn.o_proj.weight"].view(torch.uint8).numpy().tobytes()
     assert changed in (tmp_path / "out" / "model.gguf").read_bytes()
-    told = (tmp_path / "out" / "Modelfile").read_text()
-    assert "FROM ./model.gguf" in told and "<|start|>user<|message|>{{ .Prompt }}<|end|><|start|>assistant" in told
+    printed = (tmp_path / "out" / "Modelfile").read_text()
+    assert (
+        "FROM ./model.gguf" in printed and "<|start|>user<|message|>{{ .Prompt }}<|end|><|start|>assistant" in printed
+    )
 
 
 @pytest.mark.parametrize("arguments", [[], ["--dry-run", "--out", "x"], ["--to", "int8", "--out", "x"]])

@@ -41,8 +41,8 @@ def adapter(saved_adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 @contextlib.contextmanager
 def opened(path: Path, **more: object) -> Iterator[llama_cpp.Llama]:
     """The file in llama.cpp, on one thread, with keys and values in float32."""
-    one = {"n_threads": 1, "n_threads_batch": 1, "verbose": False, "type_k": 0, "type_v": 0}
-    with contextlib.closing(llama_cpp.Llama(str(path), **one, **more)) as model:
+    single_thread = {"n_threads": 1, "n_threads_batch": 1, "verbose": False, "type_k": 0, "type_v": 0}
+    with contextlib.closing(llama_cpp.Llama(str(path), **single_thread, **more)) as model:
         yield model
 
 

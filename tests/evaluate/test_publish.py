@@ -75,8 +75,8 @@ def test_a_merged_model(run, hub, tmp_path, capsys):
 @pytest.mark.parametrize("repo", ["bad name", "me/two words", "me/a--b", "me/x.git", "x", "me/" + 97 * "a"])
 def test_a_dry_run_refuses_what_the_hub_would(run, hub, capsys, repo):
     assert main([str(run), "--push", repo, "--dry-run"]) == 2
-    told = capsys.readouterr()
-    assert told.err.startswith(f"--push {repo}: ") and not told.out and not hub.asked
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"--push {repo}: ") and not printed.out and not hub.asked
 
 
 @pytest.mark.parametrize(
@@ -87,6 +87,6 @@ def test_what_the_hub_refuses(run, hub, tmp_path, capsys, monkeypatch, token, re
     """Before the export where that can be known; what was written stays."""
     monkeypatch.setenv("HF_TOKEN", token)
     assert main([str(run), "--out", str(tmp_path / "out"), "--push", repo]) == code
-    told = capsys.readouterr().err.splitlines()[-1]
-    assert told.startswith("--push") and message in told and "hf auth login" in told
+    printed = capsys.readouterr().err.splitlines()[-1]
+    assert printed.startswith("--push") and message in printed and "hf auth login" in printed
     assert (tmp_path / "out").exists() == (code == 1)

@@ -80,10 +80,12 @@ def test_the_page_of_a_full_run_is_one_file_without_network_and_tells_all(full):
         assert base64.b64decode(source.removeprefix("data:image/png;base64,")).startswith(b"\x89PNG")
     text = text_of(full)
     words = [
-        "\u5b9f\u9a13: training report", "30 of 30", "Held-out reward changed by +0.200", "At the plant regret went from",
-        "Load the adapter in best/: step 10 is the best.", "0.400 (0.370 to 0.430)", "base model, greedy", "|always 0|",
+        "\u5b9f\u9a13: training report", "30 of 30", "Held-out reward changed by +0.200",
+        "At the plant regret went from", "Load the adapter in best/: step 10 is the best.",
+        "0.400 (0.370 to 0.430)", "base model, greedy", "|always 0|",
         "|20.0 (15.0 to 22.0)|", "1 of 90", "characters left out", "|rollouts|", "|yes|", "|a GPU|",
-        "step 1, days:1: action 1, best 1,\nreward 0.9, 7 tokens", "\u51b7\u623f \ufffd[31m\nline\ufffdback <|message|>[1]",
+        "step 1, days:1: action 1, best 1,\nreward 0.9, 7 tokens",
+        "\u51b7\u623f \ufffd[31m\nline\ufffdback <|message|>[1]",
     ]  # fmt: skip
     assert [word for word in words if word not in text] == []
     assert "someone" not in text and "|DATA|" in text and "|LORA_R|" not in text

@@ -78,8 +78,8 @@ def test_warnings_are_the_last_ones_and_harmless(tmp_path):
     assert watch.read_warnings(log) == []
     lines = [f"12:00:{i:02} {'WIEC'[i % 4]} train_grpo: line {i}\n  Traceback of it" for i in range(20)]
     log.write_text("\n".join(lines) + "\n12:01:00 W x: \x1b[2Jred\u51b7\n12:01:01 I W x", encoding="utf-8")
-    found = watch.read_warnings(log)
-    assert [line.split(": ")[1] for line in found] == ["line 16", "line 18", "line 19", " [2Jred\u51b7"]
+    warnings = watch.read_warnings(log)
+    assert [line.split(": ")[1] for line in warnings] == ["line 16", "line 18", "line 19", " [2Jred\u51b7"]
     with log.open("a", encoding="utf-8") as file:
         file.write(f"\n12:01:02 W train_grpo: {banner_text('in a | box')}\n12:01:03 W train_grpo: plain\n| no box |\n")
         wide = " ".join(f"word{n}" for n in range(30))

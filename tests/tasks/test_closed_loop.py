@@ -140,7 +140,7 @@ def test_which_plant_the_prompts_are_of():
     full, compact = ([row.messages for row in read_csv(ROOT / "data" / n, Problems())[:3]] for n in names)
 
     def edited(messages, old, new):
-        return [[(role, text.replace(old, new)) for role, text in one] for one in messages]
+        return [[(role, text.replace(old, new)) for role, text in conversation] for conversation in messages]
 
     assert prompt_kind(full) == "full" and prompt_kind(compact) == "compact"
     for other in (
@@ -242,9 +242,9 @@ def test_passes_are_averaged_and_the_first_is_shown():
     shown = [a for a in first["policies"]["base"]["actions"] if a is not None]
     unparsed = [entry["policies"]["base"]["unparsed"] for entry in record["windows"]]
     assert shown == [0] * 30 and unparsed == [4, 6]
-    for entry, one in ((first, "always_0"), (second, "always_1")):
+    for entry, rule in ((first, "always_0"), (second, "always_1")):
         for key, value in entry["policies"]["base"]["mean"].items():
-            mean = (entry["policies"][one]["mean"][key] + entry["policies"]["always_3"]["mean"][key]) / 2
+            mean = (entry["policies"][rule]["mean"][key] + entry["policies"]["always_3"]["mean"][key]) / 2
             assert value == pytest.approx(mean, abs=1e-5)
     total = record["totals"]["base"]
     assert total["answers"] == 120 and total["unparsed"] == 10
@@ -268,16 +268,16 @@ def invented(state):
 def test_the_expected_loop_is_the_mean_over_all_that_can_happen(decisions):
     """Against every sequence of answers, unreadable ones among them, each run for itself and weighted."""
     windows = [WINDOWS[0], WINDOWS[3]]
-    found = expected_loop(windows, PLANT, lambda states: np.stack([*map(invented, states)]), 40.0, decisions)
-    sums = expected_outcome(found, windows, 40.0, decisions)
+    expectation = expected_loop(windows, PLANT, lambda states: np.stack([*map(invented, states)]), 40.0, decisions)
+    sums = expected_outcome(expectation, windows, 40.0, decisions)
     for w, window in enumerate(windows):
         mean, unread = dict.fromkeys(sums, 0.0), 0.0
         for answers in itertools.product((0, 1, 2, 3, None), repeat=decisions):
-            weight, given = 1.0, iter(answers)
+            weight, remaining = 1.0, iter(answers)
 
-            def policy(states, given=given):
+            def policy(states, remaining=remaining):
                 nonlocal weight
-                p, answer = invented(states[0]), next(given)
+                p, answer = invented(states[0]), next(remaining)
                 weight *= 1 - p.sum() if answer is None else p[answer]
                 return [answer]
 
@@ -285,7 +285,7 @@ def test_the_expected_loop_is_the_mean_over_all_that_can_happen(decisions):
             unread += weight * answers.count(None)
             for name, values in outcome(trace, [window]).items():
                 mean[name] += weight * values[0]
-        assert found.unparsed[w] == pytest.approx(unread) and found.dropped[w] < 1e-5
+        assert expectation.unparsed[w] == pytest.approx(unread) and expectation.dropped[w] < 1e-5
         for name, values in sums.items():
             assert values[w] == pytest.approx(mean[name], rel=1e-4, abs=1e-4), name
 
@@ -299,15 +299,15 @@ def test_states_are_merged_and_the_unlikely_ones_dropped(monkeypatch):
         most.append(len(states))
         return np.tile([0.5, 0.0, 1e-7, 0.5 - 1e-7], (len(states), 1))
 
-    found = expected_loop(WINDOWS[:1], PLANT, chances)
-    assert max(most) < 400 and 1e-7 < found.dropped[0] < 1e-3
+    expectation = expected_loop(WINDOWS[:1], PLANT, chances)
+    assert max(most) < 400 and 1e-7 < expectation.dropped[0] < 1e-3
     monkeypatch.setattr("grpo.tasks.tes.closed_loop.LEAST_PROBABILITY", 0.2)
     most = closed_loop(WINDOWS[:1], PLANT, RULES["always_3"]).co2_kg.sum()
-    found = expected_loop(WINDOWS[:1], PLANT, lambda states: np.tile([0.9, 0.0, 0.0, 0.1], (len(states), 1)))
-    assert found.co2_kg[0] == pytest.approx(0.1 * most) and found.dropped[0] == pytest.approx(1 - 0.9**30)
-    one = expected_loop(WINDOWS, PLANT, lambda states: np.tile([0.0, 1.0, 0.0, 0.0], (len(states), 1)))
+    expectation = expected_loop(WINDOWS[:1], PLANT, lambda states: np.tile([0.9, 0.0, 0.0, 0.1], (len(states), 1)))
+    assert expectation.co2_kg[0] == pytest.approx(0.1 * most) and expectation.dropped[0] == pytest.approx(1 - 0.9**30)
+    always_1 = expected_loop(WINDOWS, PLANT, lambda states: np.tile([0.0, 1.0, 0.0, 0.0], (len(states), 1)))
     certain = closed_loop(WINDOWS, PLANT, RULES["always_1"]).co2_kg.sum(1)
-    assert one.co2_kg == pytest.approx(certain) and not one.dropped.any()
+    assert always_1.co2_kg == pytest.approx(certain) and not always_1.dropped.any()
 
 
 def test_an_exact_record_holds_the_greedy_path_and_the_expectation():

@@ -87,7 +87,7 @@ def make_plan(
         hours=options.hours_limit,
         vote=options.vote,
     )
-    reason = f"{len(cases)} windows, {plan.decisions} decisions one after the other"
+    reason = f"{len(cases)} windows of {', '.join(plan.profiles)}, {plan.decisions} decisions one after the other"
     return dataclasses.replace(plan, rollouts=plan.decisions, reason=reason)
 
 
@@ -118,10 +118,9 @@ class ClosedLoop(Simulator):
             why_sampled = FULL_IS_SAMPLED if kind == "full" else ""
             is_mentioned = bool(kind or settings.EVAL_PROFILE)
             return ClosedLoopPlan(reason, is_mentioned=is_mentioned, why_sampled=why_sampled)
-        profiles = settings.EVAL_PROFILE or ""
-        files = dict.fromkeys(find_files("EVAL_PROFILE", profiles, problems), "EVAL_PROFILE")
+        files = dict.fromkeys(find_files("EVAL_PROFILE", settings.EVAL_PROFILE or "", problems), "EVAL_PROFILE")
         plan = make_plan(settings, files, kind or "", template, problems)
-        reason = f"the held-out prompts are the plant's ({kind}); {plan.reason} of {profiles}"
+        reason = f"the held-out prompts are the plant's ({kind}); {plan.reason}"
         return dataclasses.replace(plan, reason=reason)
 
     def plan_by_hand(
