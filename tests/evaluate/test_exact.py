@@ -104,9 +104,13 @@ def test_held_out_figures_are_expectations(trainer):
     assert figures["reward"] == pytest.approx((p @ np.array(rows[0].rewards)).mean(), abs=1e-6)
     assert figures["action_counts"] == pytest.approx((s.EVAL_SAMPLES * p.sum(0)).tolist(), abs=1e-5)
     assert figures["parse_rate"] == pytest.approx(p.sum(1).mean()) and "tokens_mean" not in figures
+    (function,) = figures["functions"].values()
+    by_columns = (p @ np.arange(4) / 10).mean()  # as the rows' columns have it; an answer without an action counts as 0
+    assert function["reward"] == pytest.approx(by_columns, abs=1e-6)
     sampled = trainer_evaluation(trainer, rows, exact=False).measure(greedy=True)
     greedy = exact.measure(greedy=True)
     assert sampled["reward_by_prompt"] == greedy["reward_by_prompt"] and sampled["tokens_mean"] >= 1
+    assert sum(sampled["action_counts"]) + sampled["unparsed"] == len(rows), "greedily each row is asked once"
 
 
 @pytest.mark.parametrize(
