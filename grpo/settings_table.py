@@ -4,23 +4,27 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass, field
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 # Rewards times their weights stay within 1e16: the squares of a step's MOST_COMPLETIONS then sum to less than float32's
 # 3e38. Beyond that their standard deviation is infinite, and every advantage is 0.
 MOST_REWARD, MOST_WEIGHT, MOST_COMPLETIONS = 1e12, 1e4, 100_000
 Default = TypeVar("Default")
 Value = str | int | float | bool | None
-# A task is a set of defaults; a new one is its entry here and a reward function.
-TASKS: dict[str, dict[str, Value]] = {
-    "tes": {},
-    "gsm8k": {
-        "DATA": "data/gsm8k_train.jsonl",
-        "REWARDS": "gsm8k",
-        "SYSTEM_PROMPT": "Solve the problem. End your answer with #### and the number alone.",
-    },
+# A task is a folder of grpo/tasks with a task.json, which grpo/tasks/simulator.py describes.
+TASK_FILES: dict[str, dict[str, Any]] = {
+    path.parent.name: json.loads(path.read_text(encoding="utf-8"))
+    for path in sorted((Path(__file__).parent / "tasks").glob("*/task.json"))
 }
+TASKS: dict[str, dict[str, Value]] = {name: record.get("defaults", {}) for name, record in TASK_FILES.items()}
+# What the simulators of all tasks measure, by column of metrics.csv, and the names that BEST_BY takes for them.
+TASK_FIGURES: dict[str, dict[str, str]] = {
+    name: figure for record in TASK_FILES.values() for name, figure in record.get("figures", {}).items()
+}
+BEST_BY_NAMES = tuple(record["best_by"] for record in TASK_FILES.values() if "best_by" in record)
 
 
 def setting(group: str, default: Default, unit: str = "", text: str = "", **facts: Value | tuple[str, ...]) -> Default:
@@ -77,12 +81,13 @@ class Settings:
         "Sampling temperature of every evaluation; beside it the greedy answer is measured.")
     EVAL_STEPS: int = setting("Data", 50, "steps", tiny=100, low=0, resume=True, text=
         "Steps between two evaluations while it trains; 0: only before and after.")
-    BEST_BY: str | None = setting("Data", None, choices=("plant", "reward"), resume=True, text=
-        "Figure by which the best adapter of the evaluated steps is kept: `plant` (regret of the closed loop) or "
-        "`reward` (held-out); `auto`: plant where the closed loop runs.")
+    BEST_BY: str | None = setting("Data", None, choices=(*BEST_BY_NAMES, "reward"), resume=True, text=
+        "Figure by which the best adapter of the evaluated steps is kept: `reward` (held-out), or that of the task's "
+        "simulator, `plant` (regret of the closed loop); `auto`: the latter where the simulator runs.")
     EVAL_PROFILE: str | None = setting("Data", None, resume=True, text=
-        "Hourly profiles for the closed loop before and after training, where the held-out prompts are the TES "
-        "plant's; `auto`: the demo's for the demo's rows, else no closed loop; empty skips it.")
+        "Input files of the task's simulator: hourly profiles of the TES plant for the closed loop before and after "
+        "training, where the held-out prompts are the plant's; `auto`: the demo's for the demo's rows, else no "
+        "simulation; empty skips it.")
     SYSTEM_PROMPT: str = setting("Data", "", text=
         "System message of rows that are not rendered and have none; gpt-oss's template puts it into the developer "
         "message.")

@@ -21,10 +21,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.evaluate.ask import as_csv, ask, serve_commands
-from grpo.evaluate.standalone import InputError
 from grpo.run.best import read_best
 from grpo.run.durable import write_named
-from grpo.settings import described, number
+from grpo.settings import InputError, described, number
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -66,8 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if best := read_best(args.adapter).get("in_words"):
             print(f"({args.adapter} is the last step's adapter; {best}: {args.adapter / 'best'})", file=sys.stderr)
         if not args.out:
-            s, files = prepare(args)
-            with staged_adapter(s, args.adapter, files.folder) as folder:
+            s, _, base = prepare(args)
+            with staged_adapter(s, args.adapter, base) as folder:
                 push(args, folder)
             return 0
         share = export(args)

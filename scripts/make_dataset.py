@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulates a thermal energy storage (TES) plant and writes the CSVs that the trainer reads.
 
-    python scripts/make_dataset.py                      # write data/*.csv from seeded synthetic weather, and gsm8k_*.jsonl
-    python scripts/make_dataset.py --check              # regenerate, compare byte for byte with data/ (exit 1: differs)
-    python scripts/make_dataset.py --summary            # reward of random, best constant and oracle, for each CSV
-    python scripts/make_dataset.py --profile my.csv [more.csv ...] --out DIR      # the same from your own hourly data
-    options: --prompt full|compact|both  --seed N  --co2-column NAME  --load-column NAME
-             --start-kwh E  --explore P  --trajectories N  --short-share S  --vary F
+    python scripts/make_dataset.py                      # write data/*.csv from seeded synthetic weather, and
+    gsm8k_*.jsonl python scripts/make_dataset.py --check              # regenerate, compare byte for byte with data/
+    (exit 1: differs) python scripts/make_dataset.py --summary            # reward of random, best constant and oracle,
+    for each CSV python scripts/make_dataset.py --profile my.csv [more.csv ...] --out DIR      # the same from your own
+    hourly data options: --prompt full|compact|both  --seed N  --co2-column NAME  --load-column NAME --start-kwh E
+    --explore P  --trajectories N  --short-share S  --vary F
 
 A row is one decision of the plant: the prompt, the exact value `q_action_k` of each of the four actions in that state,
 and the reward `reward_action_k`, the Boltzmann softmax of the four values. docs/plant.md explains all of it.
@@ -22,14 +22,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.settings import number
-from grpo.tasks import gsm8k
+from grpo.tasks.gsm8k.dataset import files as gsm8k_files
 from grpo.tasks.tes import dataset
 from grpo.tasks.tes.plant import START_KWH, Plant
 from grpo.tasks.tes.profiles import ProfileError, decode, windows
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Reads the command line; exits with code 2 on a wrong one. What is only for profiles lies in `own`, if given."""
+    """Reads the command line; exits with code 2 on a wrong one. `own` holds the options for profiles that are set."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--check", action="store_true", help="regenerate and compare byte for byte, write nothing")
@@ -51,7 +51,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         group.add_argument("--vary", type=number(1, 10), metavar="F", help="loads of further walks times 1/F to F"),
     ]
     args = parser.parse_args(argv)
-    args.own = {one.dest: value for one in own if (value := getattr(args, one.dest)) is not None}
+    args.own = {action.dest: value for action in own if (value := getattr(args, action.dest)) is not None}
     if args.own and not args.profile:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in args.own)
         parser.error(f"{names}: only with --profile; the synthetic files have fixed settings")
@@ -66,14 +66,15 @@ def make(args: argparse.Namespace) -> dict[str, str]:
     """The files that were asked for, name -> text."""
     prompts = ("full", "compact") if args.prompt == "both" else (args.prompt,)
     if not args.profile:
-        return dict(dataset.synthetic_files(args.seed, prompts)) | gsm8k.files(args.seed)
+        return dict(dataset.synthetic_files(args.seed, prompts)) | gsm8k_files(args.seed)
     columns = {name: args.own.pop(name, None) for name in ("co2_column", "load_column")}
     profiles = dataset.read_profiles(map(Path, args.profile), prompts, **columns)
     for stem, profile in profiles.items():
-        made = windows(profile)
-        used = {day for window in made for day in window.dates}
+        cut = windows(profile)
+        used = {day for window in cut for day in window.dates}
         spare = [str(day) for day in profile.dates if day not in used]
-        print(f"{stem}: {len(profile.dates)} days, {len(made)} window(s)" + f"; not used: {spare}" * bool(spare))
+        unused = f"; not used: {spare}" if spare else ""
+        print(f"{stem}: {len(profile.dates)} days, {len(cut)} window(s){unused}")
     return dict(dataset.profile_files(profiles, prompts, args.seed, **args.own))
 
 
@@ -83,10 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = Path(args.out) if args.out else dataset.DATA_DIR
     try:
         if args.summary:
-            found = {path.name: decode(path.read_bytes()) for path in sorted(out.glob("tes_*.csv"))}
-            if not found:
+            texts = {path.name: decode(path.read_bytes()) for path in sorted(out.glob("tes_*.csv"))}
+            if not texts:
                 raise ProfileError([f"{out}: no tes_*.csv in it; make them first or choose another --out"])
-            print(dataset.summary(found))
+            print(dataset.summary(texts))
             return 0
         files = make(args)
         if args.check:
@@ -100,8 +101,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, text in files.items():
             (out / name).write_bytes(text.encode())
     except ProfileError as error:
-        shown, rest = error.problems[:30], len(error.problems[30:])
-        print(*shown, *[f"... and {rest} more problem(s)"] * bool(rest), sep="\n", file=sys.stderr)
+        lines = error.problems[:30]
+        if rest := len(error.problems[30:]):
+            lines.append(f"... and {rest} more problem(s)")
+        print(*lines, sep="\n", file=sys.stderr)
         return 2
     except OSError as error:
         print(f"{error.filename or out}: {error.strerror}; choose another --out", file=sys.stderr)

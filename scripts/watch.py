@@ -5,9 +5,9 @@
     python scripts/watch.py runs/first            until it is complete; Ctrl-C ends watching
     python scripts/watch.py runs/first --once     one picture
 
-It only reads files, so it can be started before the run, beside it or after it, on another machine that sees the folder.
-Whether a process still runs is known from the lock beside the folder, where the file system shares locks. Without a
-terminal it prints one picture. Exit codes: 0, or 2 where RUN_DIR holds no run.
+It only reads files, so it can be started before the run, beside it or after it, on another machine that sees the
+folder. Whether a process still runs is known from the lock beside the folder, where the file system shares locks.
+Without a terminal it prints one picture. Exit codes: 0, or 2 where RUN_DIR holds no run.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ from typing import Any
 import pandas
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from grpo.evaluate.run_data import ReportError, number, part, read_json, read_metrics
+from grpo.evaluate.run_data import ReportError, read_json, read_metrics
 from grpo.run.folder import COMPLETE, continuation
 from grpo.run.layout import lock_path
 from grpo.run.logs import RECENT, UNKNOWN, Pace
 from grpo.settings import fold
+from grpo.settings_table import TASK_FIGURES
+from grpo.tasks.figure_text import number, part
 
-# A warning, an error or a critical message of training.log: `12:07:54 W train_grpo: ...`, or in the lines below it a box
-# (`banner_text`).
+# A warning, an error or a critical message of training.log: `12:07:54 W train_grpo: ...`, or in the lines below it a
+# box (`banner_text`).
 WARNING = re.compile(r"^(\d\d:\d\d:\d\d [WEC] [^\n]*?: )(?:\n=+\n((?:\| .* \|\n)+)=+$|(.*)$)", re.MULTILINE)
 DONE = "complete"
 WARNINGS, LONGEST = 4, 300  # lines shown, characters of one
@@ -76,8 +78,8 @@ def status_of(folder: Path, settings: Mapping[str, Any], metrics: pandas.DataFra
 
 
 def frame(folder: Path) -> tuple[list[str], bool]:
-    """The lines of a picture, and whether the run is complete. Nothing is remembered between two calls, so the run may be
-    resumed or made again meanwhile."""
+    """The lines of a picture, and whether the run is complete. Nothing is remembered between two calls, so the run may
+    be resumed or made again meanwhile."""
     settings = part(read_json(folder / "settings.json"), "settings")
     metrics = read_metrics(folder / "metrics.csv") if (folder / "metrics.csv").is_file() else pandas.DataFrame()
     status, warnings = status_of(folder, settings, metrics), read_warnings(folder / "training.log")
@@ -94,8 +96,9 @@ def frame(folder: Path) -> tuple[list[str], bool]:
         lines.append(f"GPU         {last['gpu_peak_gib']:.1f} GiB, busy {last['gpu_utilization']:.0f} % of the step")
     if len(evaluated := metrics[metrics["heldout_reward"].notna()]):
         row = evaluated.iloc[-1]
-        plant = "" if math.isnan(row["plant_regret"]) else f", plant regret {row['plant_regret']:.1f} %"
-        lines.append(f"measured    held-out reward {row['heldout_reward']:.3f}{plant} after step {row['step']}")
+        figures = [f"held-out reward {row['heldout_reward']:.3f}"]
+        figures += [f"{name} {row[name]:,.1f}" for name in TASK_FIGURES if not math.isnan(row[name])]
+        lines.append(f"measured    {', '.join(figures)} after step {row['step']}")
     return [*lines, *warnings], status == DONE
 
 

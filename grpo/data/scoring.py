@@ -16,7 +16,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import rewards
 from grpo.data.files import RESERVED_ARGUMENTS, Conversation, Row, data_prompt, reward_columns
@@ -24,6 +24,9 @@ from grpo.data.formats import Cell, Columns
 from grpo.data.prompts import ANSWER_AFTER
 from grpo.settings import Settings, described, listed, nearest, one_line, read_number
 from grpo.settings_table import MOST_REWARD, MOST_WEIGHT
+
+if TYPE_CHECKING:  # This room is light: it imports no transformers before a run.
+    from transformers import PreTrainedTokenizerBase
 
 Reward = Callable[..., list[float | None]]
 # The arguments that every reward function gets beside the columns.
@@ -153,6 +156,25 @@ def read_completion(
         return Completion(row, text, action, tokens, truncated, plain)
     message = parsed_message(row.prompt, text, template) if template else None
     return Completion(row, text, action, tokens, truncated, [message or {"role": "assistant", "content": plain}])
+
+
+def read_completions(
+    tokenizer: PreTrainedTokenizerBase,
+    stops: Sequence[int],
+    rows: Sequence[Row],
+    completion_ids: Sequence[Sequence[int]],
+) -> list[Completion]:
+    """What the completions of `rows` say, decoded by a tokenizer of transformers with their special tokens and without.
+    Truncated is one that ended without one of the `stops` or padding: the same rule as TRL's clipped ratio and mask."""
+    ends = {*stops, tokenizer.pad_token_id}
+    texts, plain = (
+        tokenizer.batch_decode(list(completion_ids), skip_special_tokens=skipped) for skipped in (False, True)
+    )
+    template = getattr(tokenizer, "response_template", None)
+    return [
+        read_completion(row, text, bare, len(ids), ids[-1] not in ends, template)
+        for row, text, bare, ids in zip(rows, texts, plain, completion_ids, strict=True)
+    ]
 
 
 def parsed_message(prompt: str, text: str, template: Mapping[str, Cell]) -> Columns | None:

@@ -9,7 +9,6 @@ import csv
 import dataclasses
 import io
 import json
-import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,14 +17,15 @@ from typing import Any
 import rewards
 from grpo.data.files import REWARD_COLUMN, Row, read_csv, read_messages
 from grpo.data.prompts import render_rows
-from grpo.evaluate.standalone import InputError, TransformersModel, check_adapter, check_model, recorded_settings
-from grpo.plan.hub import ModelFiles, fetch_weights, read_json
+from grpo.evaluate.adapter import check_model, load_run_settings
+from grpo.evaluate.models import start_model
+from grpo.plan.hub import ModelFiles, read_json
 from grpo.plan.machine import Machine, read_machine
 from grpo.plan.memory import vllm_rank
 from grpo.preflight.adapter import CONFIG, on_experts
 from grpo.rollout.engine import vllm_modules
 from grpo.run.durable import check_writable
-from grpo.settings import Problems, Settings, load_settings
+from grpo.settings import InputError, Problems, Settings
 
 EXAMPLE = "Which one? Answer [0] or [1]."
 ANSWER = ("action", "completion")  # columns of an answer, behind those of its row
@@ -33,13 +33,13 @@ URL = "http://localhost:8000/v1/completions"
 
 
 def read_prompts(options: argparse.Namespace, system: str, problems: Problems) -> list[Row]:
-    """The rows of --csv, or one of the prompt: rendered, or the user's message below --system; `system`: the run's, for
-    those without their own."""
+    """The rows of --csv, or one of the prompt: rendered, or the user's message below --system. `system` is the run's,
+    for those without their own."""
     if options.csv:
         rows = read_csv(options.csv, problems, options.system or system, rewards=False)
         if taken := [name for name in ANSWER if rows and name in rows[0].columns]:
-            what = f"it has the columns {' and '.join(taken)}, which the answers would overwrite"
-            problems.add(f"{options.csv}, header", what, "Rename them")
+            fault = f"it has the columns {' and '.join(taken)}, which the answers would overwrite"
+            problems.add(f"{options.csv}, header", fault, "Rename them")
         return rows
     prompt = EXAMPLE if options.prompt is None else options.prompt
     columns = {"prompt": prompt, "system": options.system}
@@ -47,53 +47,47 @@ def read_prompts(options: argparse.Namespace, system: str, problems: Problems) -
     return [Row("PROMPT", 1, messages, (), columns)]
 
 
-def prepare(options: argparse.Namespace) -> tuple[Settings, ModelFiles, str, list[Row]]:
-    """(settings of the adapter's run, files and path of its base model, rendered prompts) for the `options` of
-    scripts/ask.py. Raises InputError."""
-    given = {"MODEL_ID": options.model} if options.model else {}
-    s, _, problems = load_settings(recorded_settings(options.adapter, os.environ) | given)
-    check_adapter(options.adapter, problems)
+def prepare(options: argparse.Namespace) -> tuple[Settings, ModelFiles, list[Row]]:
+    """(settings of the adapter's run, files of its base model, rendered prompts) for the `options` of scripts/ask.py.
+    Raises InputError."""
+    s, problems = load_run_settings(options.adapter, MODEL_ID=options.model)
     # Where it is only served, the GPU is that of another machine.
     machine = Machine(gpus=1) if options.serve else read_machine()
     files = check_model(s, options.adapter, machine, problems)
     rows = read_prompts(options, s.SYSTEM_PROMPT, problems)
     if options.out:
         check_writable(options.out, problems)
-        with contextlib.suppress(OSError):  # one of them is not there
+        with contextlib.suppress(OSError):  # one of the two is not there
             if options.out.is_file() and options.out.samefile(options.csv):
-                what = f"it is the file of --csv {options.csv}, which the answers would replace"
-                problems.add(f"--out {options.out}", what, "Name another file")
+                fault = f"it is the file of --csv {options.csv}, which the answers would replace"
+                problems.add(f"--out {options.out}", fault, "Name another file")
     if files and files.tokenizer and not problems:
         rows, _ = render_rows(s, rows, files.template, files.tokenizer, problems)
-    if problems:
+    if files is None or problems:
         raise InputError(*dict.fromkeys(problems))
-    local = s.MODEL_ID == "tiny" or Path(s.MODEL_ID).is_dir()
-    return s, files, str(files.folder.resolve()) if local else s.MODEL_ID, rows
+    return s, files, rows
 
 
 def ask(options: argparse.Namespace) -> list[dict[str, Any]]:
     """The columns of every prompt's row with `action` (None: there is none to read) and `completion`, special tokens
     included. `options` are those of scripts/ask.py. Raises InputError before anything takes time."""
-    s, files, _, rows = prepare(options)
-    s = dataclasses.replace(s, EVAL_TEMPERATURE=options.temperature or 1.0)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if problem := fetch_weights(s.MODEL_ID, files):
-        raise InputError(problem)
-    model = TransformersModel(s, str(files.folder), files.config, options.adapter)
-    texts = model.ask([row.prompt for row in rows], s.SEED, options.base, greedy=not options.temperature)
-    answers, padding = [], model.tokenizer.pad_token
-    for row, text in zip(rows, texts, strict=True):
+    s, files, rows = prepare(options)
+    s = dataclasses.replace(s, EVAL_TEMPERATURE=options.temperature)
+    model = start_model(s, files, options.adapter, read_machine(), use_vllm=False)
+    ids = model.complete([row.prompt for row in rows], base=options.base)
+    answers, padding = [], str(model.tokenizer.pad_token)
+    for row, text in zip(rows, model.tokenizer.batch_decode(ids), strict=True):
         while text.endswith(padding):
             text = text.removesuffix(padding)
-        actions = sum(map(bool, map(REWARD_COLUMN.fullmatch, row.columns)))
+        actions = sum(REWARD_COLUMN.fullmatch(name) is not None for name in row.columns)
         action = rewards.parse_action(rewards.assistant_turn(row.prompt, text), actions or 10**9)
         answers.append(row.columns | dict(zip(ANSWER, (action, text), strict=True)))
     return answers
 
 
 def as_csv(answers: Sequence[dict[str, Any]]) -> str:
-    """The answers as a CSV: lists and objects, which JSON lines and Parquet may hold, in JSON, and half a character, which is
-    no UTF-8, by its number."""
+    """The answers as a CSV: lists and objects, which JSON lines and Parquet may hold, in JSON, and half a character,
+    which is no UTF-8, by its number."""
     text = io.StringIO()
     writer = csv.DictWriter(text, answers[0])
     writer.writeheader()
@@ -108,8 +102,10 @@ def as_csv(answers: Sequence[dict[str, Any]]) -> str:
 def serve_commands(options: argparse.Namespace) -> str:
     """A command that serves the adapter with vLLM, and one that asks it the prompt as the run rendered it. Raises
     InputError."""
-    s, _, path, rows = prepare(options)
-    adapter = options.adapter.resolve()
+    s, files, rows = prepare(options)
+    adapter, path = options.adapter.resolve(), s.MODEL_ID
+    if files.folder and (path == "tiny" or Path(path).is_dir()):
+        path = str(files.folder.resolve())
     name = adapter.name if adapter.name != "best" else adapter.parent.name
     rank = vllm_rank(read_json(adapter / CONFIG)["r"])
     # The completions endpoint takes the prompt as it is: the chat endpoint would render it with today's date.
@@ -118,8 +114,8 @@ def serve_commands(options: argparse.Namespace) -> str:
         "prompt": rows[0].prompt,
         "max_tokens": s.MAX_COMPLETION_LEN,
         "temperature": options.temperature,
+        "skip_special_tokens": False,  # they tell the final channel from the reasoning
     }
-    body["skip_special_tokens"] = False  # they tell the final channel from the reasoning
     serve = [
         f"vllm serve {shlex.quote(path)}",
         f"--enable-lora --lora-modules {shlex.quote(f'{name}={adapter}')}",

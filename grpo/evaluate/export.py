@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -16,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig
 
 from grpo.data.prompts import render
+from grpo.evaluate.adapter import load_run_settings
 from grpo.evaluate.publish import GGUF, copy_small, model_readme
-from grpo.evaluate.standalone import InputError, check_adapter, recorded_settings
 from grpo.model.checkpoint import (
     check_checkpoint,
     expected_tensors,
@@ -35,35 +33,37 @@ from grpo.rollout.weight_sync import gained_along, share_of
 from grpo.run.archive import base_name
 from grpo.run.durable import sync_files, write_text
 from grpo.run.layout import ADAPTER
-from grpo.settings import Problems, Settings, load_settings
+from grpo.settings import InputError, Problems, Settings
 
 CONFIG = "config.json"
 SMALL_FILES = 128 * 2**20  # bytes that tokenizer, template and card stay below
 
 
 class Merged:
-    """The tensors of the checkpoint in the folder `base` by name, with the adapter's added: W + scale * B @ A in float32,
-    rounded once, to the nearest BF16. Memory holds one tensor and the adapter. Raises InputError for an adapter that is not
-    finite."""
+    """The tensors of the checkpoint in the folder `base` by name, with the adapter's added: W + scale * B @ A in
+    float32, rounded once, to the nearest BF16. Memory holds one tensor and the adapter. Raises InputError for an
+    adapter that is not finite."""
 
     def __init__(self, base: Path, adapter: Path, scale: float) -> None:
+        self.base = base
         self.shards = {path.name: tensor_shapes(path) for path in sorted(base.glob("*.safetensors"))}
-        self.places = {name: base / shard for shard, names in self.shards.items() for name in names}
-        found, self.factors = load_file(adapter / ADAPTER), {}
-        for name, a in found.items():
+        self.shard_of = {name: base / shard for shard, names in self.shards.items() for name in names}
+        weights = load_file(adapter / ADAPTER)
+        self.factors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        for name, a in weights.items():
             if not torch.isfinite(a).all():
                 raise InputError(f"{adapter / ADAPTER}: {name} holds NaN or infinity. Export another checkpoint")
             if name.endswith(".lora_A.weight"):
-                b = found[name.replace(".lora_A.", ".lora_B.")]
+                b = weights[name.replace(".lora_A.", ".lora_B.")]
                 self.factors[checkpoint_name(name)] = (a.float(), b.float() * scale)
-        parts = {"experts" if ".experts." in name else "attention" for name in self.factors}
-        self.where = " and ".join(sorted(parts))
-        self.sums: list[torch.Tensor] = []
+        kinds = {"experts" if ".experts." in name else "attention" for name in self.factors}
+        self.where = " and ".join(sorted(kinds))
+        self.sums: list[torch.Tensor] = []  # for `share`
         self.elements = 0
 
     def stored(self, name: str) -> torch.Tensor:
-        """As it is in the base."""
-        with safe_open(self.places[name], "pt") as file:
+        """The tensor as the base has it."""
+        with safe_open(self.shard_of[name], "pt") as file:
             return file.get_tensor(name)
 
     def add(self, name: str, weight: torch.Tensor) -> torch.Tensor:
@@ -71,24 +71,24 @@ class Merged:
         if name not in self.factors:
             return weight
         (a, b), matrices = self.factors[name], weight.mT if weight.dim() == 3 else weight[None]
-        # Of E experts, A holds the rows of one after those of another, B their columns by turns.
+        # A holds the rows of one expert after those of another, B their columns by turns.
         every_a, every_b = a.view(len(matrices), -1, a.shape[1]), b.view(len(b), -1, len(matrices)).unbind(2)
-        for matrix, one_a, one_b in zip(matrices, every_a, every_b, strict=True):
+        for matrix, own_a, own_b in zip(matrices, every_a, every_b, strict=True):
             wide = matrix.float()
-            matrix.copy_(torch.addmm(wide, one_b, one_a))
-            self.sums.append(gained_along(one_a, one_b, matrix.float() - wide))
+            matrix.copy_(torch.addmm(wide, own_b, own_a))
+            self.sums.append(gained_along(own_a, own_b, matrix.float() - wide))
         self.elements += weight.numel()
         return weight
 
     def tensor(self, name: str) -> torch.Tensor:
-        """As it is stored; merged where the adapter changes it."""
+        """The tensor in the base's own format; merged where the adapter changes it."""
         weight = self.stored(name)  # the base's own file, mapped
         return self.add(name, weight.clone()) if name in self.factors else weight
 
     def dequantized(self, name: str) -> torch.Tensor:
-        """The same; experts (E, in, out) in BF16 where the base has them in MXFP4, exactly before they are merged. One expert
-        after another: all at once take four times their size meanwhile on a CPU."""
-        if f"{name}_blocks" not in self.places:
+        """The same; experts (E, in, out) in BF16 where the base has them in MXFP4, dequantized exactly before they are
+        merged. One expert after another: all at once take four times their size meanwhile on a CPU."""
+        if f"{name}_blocks" not in self.shard_of:
             return self.tensor(name)
         device = "cuda" if torch.cuda.is_available() else "cpu"  # which takes a minute for a layer of gpt-oss-20b
         every = zip(*(self.stored(f"{name}_{part}").split(1) for part in ("blocks", "scales")), strict=True)
@@ -96,50 +96,55 @@ class Merged:
         return self.add(name, torch.cat(wide))
 
     def share(self) -> float | None:
-        """How much of the adapter's update is in the merged tensors that were taken; None for an adapter that is zero."""
-        found = share_of(self.sums, self.elements)
-        return found[0] if found else None
+        """How much of the adapter's update is in the merged tensors that were taken; None for an adapter that is
+        zero."""
+        share = share_of(self.sums, self.elements)
+        return share[0] if share else None
 
 
 def write_mxfp4(merged: Merged, files: ModelFiles, s: Settings, folder: Path) -> None:
     """The base's own files, shard by shard: only what the adapter changes is another tensor."""
-    copy_small(files.folder, folder)
+    copy_small(merged.base, folder)
     for shard, names in merged.shards.items():
         save_file({name: merged.tensor(name) for name in names}, folder / shard, {"format": "pt"})
     for name in (CONFIG, WEIGHTS_INDEX):
-        if (files.folder / name).is_file():
-            shutil.copyfile(files.folder / name, folder / name)
+        if (merged.base / name).is_file():
+            shutil.copyfile(merged.base / name, folder / name)
     check_checkpoint(folder)
+
+
+def bf16_config(files: ModelFiles) -> dict[str, object]:
+    """config.json of the model in 16 bits throughout."""
+    return {name: value for name, value in files.config.items() if name != "quantization_config"}
 
 
 def write_bf16(merged: Merged, files: ModelFiles, s: Settings, folder: Path) -> None:
     """Every tensor as transformers' own model holds it, in shards of their own."""
-    copy_small(files.folder, folder)
-    config = bf16_config(files.config)
+    copy_small(merged.base, folder)
+    config = bf16_config(files)
     expected = expected_tensors(GptOssConfig.from_dict(config))
     write_tensors(folder, expected, lambda name, like: merged.dequantized(name))
     write_json(folder / CONFIG, config)
     check_checkpoint(folder)
 
 
-def bf16_config(config: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in config.items() if name != "quantization_config"}
-
-
 def write_llama_cpp(merged: Merged, files: ModelFiles, s: Settings, folder: Path) -> None:
     """model.gguf for llama.cpp, and a Modelfile for Ollama; config.json, by which --force knows the folder."""
-    about = vocabulary(files.folder, files.config["vocab_size"], files.template)
+    fields = metadata(files.config, base_name(s)[0])
+    fields |= vocabulary(merged.base, files.config["vocab_size"], files.template)
     shapes = {name: shape for names in merged.shards.values() for name, shape in names.items()}
-    write_gguf(folder / GGUF, metadata(files.config, base_name(s)[0]) | about, shapes, merged.tensor)
+    write_gguf(folder / GGUF, fields, shapes, merged.tensor)
     if files.template:
         write_text(folder / "Modelfile", modelfile(s, files.template))
-    shutil.copyfile(files.folder / CONFIG, folder / CONFIG)
+    shutil.copyfile(merged.base / CONFIG, folder / CONFIG)
 
 
 def modelfile(s: Settings, template: str) -> str:
     """For Ollama: prompts as the run rendered them, with its date and effort."""
     turns = [("system", "{{ .System }}"), ("user", "{{ .Prompt }}")]
-    with_system, without = (render(template, some, s.REASONING_EFFORT, s.PROMPT_DATE) for some in (turns, turns[1:]))
+    with_system, without = (
+        render(template, messages, s.REASONING_EFFORT, s.PROMPT_DATE) for messages in (turns, turns[1:])
+    )
     system = f'SYSTEM """{s.SYSTEM_PROMPT}"""\n' if s.SYSTEM_PROMPT else ""
     return f"""# ollama create NAME -f Modelfile (train_grpo.py has not tried it)
 FROM ./{GGUF}
@@ -153,53 +158,53 @@ Writer = Callable[[Merged, ModelFiles, Settings, Path], None]
 WRITERS: dict[str, Writer] = {"mxfp4": write_mxfp4, "bf16": write_bf16, "gguf": write_llama_cpp}
 
 
-def prepare(options: argparse.Namespace) -> tuple[Settings, ModelFiles]:
-    """(settings of the adapter's run, small files of its base model) for the `options` of scripts/export.py. Raises
-    InputError."""
-    given = {"MODEL_ID": options.model} if options.model else {}
-    s, _, problems = load_settings(recorded_settings(options.adapter, os.environ) | given)
-    check_adapter(options.adapter, problems)
+def prepare(options: argparse.Namespace) -> tuple[Settings, ModelFiles, Path]:
+    """(settings of the adapter's run, small files of its base model, their folder) for the `options` of
+    scripts/export.py. Raises InputError."""
+    s, problems = load_run_settings(options.adapter, MODEL_ID=options.model)
     files = None if problems else find_model(s.MODEL_ID, problems)
     if files is None or files.folder is None or problems:
         raise InputError(*dict.fromkeys(problems))
-    return s, files
+    return s, files, files.folder
 
 
-def check_merge(options: argparse.Namespace, files: ModelFiles) -> float:
-    """The scale of the adapter, which can be merged into a model with these files, in the format of --to, to --out. Raises
-    InputError."""
-    problems = Problems()
+def check_merge(options: argparse.Namespace, files: ModelFiles, base: Path) -> float:
+    """The scale of the adapter, which can be merged into a model with these files, in the format of --to, to --out.
+    Raises InputError."""
+    problems, scale = Problems(), 0.0
     if options.to != "bf16" and not has_mxfp4(files.config):
         problems.add(f"--to {options.to}", "the base model's experts are not in MXFP4", "Use --to bf16")
-    for kept in (options.adapter, files.folder):
+    for kept in (options.adapter, base):
         if kept.resolve().is_relative_to(options.out.resolve()):
             problems.add(f"--out {options.out}", f"{kept} would be replaced", "Name another folder")
     where = str(options.adapter)
     try:
-        found = tensor_shapes(options.adapter / ADAPTER)
-        if options.to != "bf16" and (other := [name for name in found if ".self_attn." not in name]):
+        others = [name for name in tensor_shapes(options.adapter / ADAPTER) if ".self_attn." not in name]
+        if options.to != "bf16" and others:
             # MXFP4's steps are a quarter of a weight and more: next to nothing of an update would outlast them.
-            what = f"it changes more than the attention ({other[0]}), and --to {options.to} keeps the experts' MXFP4"
-            problems.add(where, what, "Use --to bf16")
+            fault = f"it changes more than the attention ({others[0]}), and --to {options.to} keeps the experts' MXFP4"
+            problems.add(where, fault, "Use --to bf16")
         else:
-            own = read_adapter(options.adapter, files.config)
+            lora = read_adapter(options.adapter, files.config)
+            scale = lora["LORA_ALPHA"] / lora["LORA_R"]
     except (OSError, ValueError) as error:
         problems.add(where, str(error), WHICH)
     if problems:
         raise InputError(*problems)
-    return own["LORA_ALPHA"] / own["LORA_R"]
+    return scale
 
 
 def export(options: argparse.Namespace) -> float | None:
     """Write the merged model to --out, whole or not at all; returns the share of the adapter's update that is in it.
-    `options` are those of scripts/export.py. Raises InputError, and ModelError for a damaged base or where --out cannot be."""
-    s, files = prepare(options)
-    base, scale = files.folder, check_merge(options, files)
+    `options` are those of scripts/export.py. Raises InputError, and ModelError for a damaged base or where --out cannot
+    be."""
+    s, files, base = prepare(options)
+    scale = check_merge(options, files, base)
     if problem := fetch_weights(s.MODEL_ID, files):
         raise InputError(problem)
     check_checkpoint(base)
     merged = Merged(base, options.adapter, scale)
-    config = bf16_config(files.config) if options.to == "bf16" else files.config
+    config = bf16_config(files) if options.to == "bf16" else files.config
     size = sum(tensor.nbytes for tensor in expected_tensors(GptOssConfig.from_dict(config)).values())
     require_space(options.out, size + SMALL_FILES)
     with new_directory(options.out, options.force) as folder:

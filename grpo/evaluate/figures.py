@@ -6,22 +6,24 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Mapping
+from typing import Any
 
 import pandas
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from grpo.evaluate.run_data import FUNCTION, Run, number
+from grpo.evaluate.run_data import FUNCTION, Run
 from grpo.run.logs import EVALUATED, METRICS
+from grpo.settings_table import TASK_FIGURES
+from grpo.tasks.figure_text import number
 
 MEAN_OF = 10  # steps in a moving mean
 DPI = 160
 MEASURED = ["heldout_reward"]
 CURVES = {  # title: columns of metrics.csv
     "Held-out reward": MEASURED,
-    "Plant regret": ["plant_regret"],
-    "Unserved load": ["plant_unserved_kwh"],
+    **{figure["title"]: [name] for name, figure in TASK_FIGURES.items()},
     "Reward": ["reward"],
     "Parse rate": ["parse_rate"],
     "Best action": ["best_action_rate"],
@@ -38,7 +40,13 @@ FROM_ZERO = ("share", "tokens", "GiB", "percent", "kWh")  # units whose axis beg
 # Okabe and Ito's colours, which are distinguishable when colour-blind.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 REFERENCES = {"random": ":", "constant": "-.", "oracle": "--"}  # keys of evaluation.json, and their lines
-STYLE = {"font.size": 9.5, "legend.fontsize": 8.5, "legend.frameon": False, "axes.axisbelow": True, "axes.grid": True}
+STYLE: dict[str, Any] = {
+    "font.size": 9.5,
+    "legend.fontsize": 8.5,
+    "legend.frameon": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+}
 STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "grid.color": "#E6E6E6"}
 
 
@@ -55,14 +63,15 @@ def picture(axes: Axes, title: str, line: str) -> tuple[str, str, str]:
     """Title, the sentence below it and the PNG in base64; the legend stands above the axes, where it covers nothing."""
     if axes.get_legend_handles_labels()[1]:
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderaxespad=0.2, columnspacing=1.2)
-    buffer = io.BytesIO()
-    axes.figure.savefig(buffer, format="png", facecolor="white", metadata={"Software": None})
+    buffer, figure = io.BytesIO(), axes.get_figure(root=True)
+    assert figure is not None, "panel() makes axes in a figure"
+    figure.savefig(buffer, format="png", facecolor="white", metadata={"Software": None})
     return title, line, base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
 def curve(axes: Axes, values: pandas.DataFrame, references: Mapping[str, float]) -> None:
-    """Draw columns over steps, the index: a dot a step and a line through their moving mean. Evaluated steps are joined.
-    `references`: what other policies come to, as lines across."""
+    """Draw columns over steps, the index: a dot a step and a line through their moving mean. Evaluated steps are
+    joined. `references`: what other policies come to, as lines across."""
     # Training steps that are joined would be a barcode where the longest completion jumps between two lengths.
     for place, column in enumerate(values):
         points, colour = values[column].dropna(), PALETTE[place % len(PALETTE)]

@@ -10,7 +10,8 @@ import matplotlib.style
 
 from grpo.evaluate import report
 from grpo.evaluate.figures import STYLE, pictures
-from grpo.evaluate.run_data import HELDOUT_HEADER, ReportError, Run, heldout_rows, part, read_examples, read_run
+from grpo.evaluate.run_data import ReportError, Run, read_examples, read_run
+from grpo.evaluate.tables import HEADER, heldout_rows
 from grpo.run.durable import write_text
 from grpo.settings import described
 
@@ -24,13 +25,14 @@ def page_text(run: Run) -> str:
     """The page of a run."""
     with matplotlib.style.context(["default", STYLE]):  # whatever style the caller or the user has set
         drawn = pictures(run)
+    section = report.simulator_section(run)
     return TEMPLATES.get_template("page.html").render(
         name=run.folder.resolve().name,
-        verdicts=[report.reward_verdict(run), report.plant_verdict(run), report.adapter_advice(run)],
+        verdicts=[report.reward_verdict(run), section.verdict, report.adapter_advice(run)],
         facts=report.facts(run),
         pictures=drawn,
-        heldout=(HELDOUT_HEADER, heldout_rows(run.evaluation)),
-        plant=(report.PLANT_HEADER, report.plant_rows(part(run.closed_loop, "totals"))),
+        heldout=(HEADER, heldout_rows(run.evaluation)),
+        section=section,
         examples=read_examples(run.folder / "completions.csv", run.record),
         settings=(["Setting", "Value", "Set by"], report.settings_rows(run)),
         choices=(["Choice", "Value", "Reason"], report.choices_rows(run)),
@@ -38,8 +40,8 @@ def page_text(run: Run) -> str:
 
 
 def write_report(folder: Path) -> Path:
-    """Write `folder`/report.html; returns the page. Raises ReportError where there is no run in the folder, where a file
-    of it is damaged, or where the page cannot be written."""
+    """Write `folder`/report.html; returns the page. Raises ReportError where there is no run in the folder, where one
+    of its files is damaged, or where the page cannot be written."""
     page = folder / "report.html"
     try:
         # A lone surrogate in a JSON file cannot be written as UTF-8.

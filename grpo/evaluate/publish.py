@@ -10,8 +10,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from grpo.evaluate.report import facts, plant_verdict, reward_verdict
-from grpo.evaluate.run_data import HELDOUT_HEADER, ReportError, Run, heldout_rows, part, read_json, read_run
+from grpo.evaluate.report import facts, reward_verdict, simulator_section
+from grpo.evaluate.run_data import ReportError, Run, read_json, read_run
+from grpo.evaluate.tables import HEADER, heldout_rows
 from grpo.plan.hub import MODEL_FILES, WEIGHTS_INDEX
 from grpo.preflight.adapter import CONFIG, on_experts
 from grpo.run.archive import base_name, loading_code
@@ -19,6 +20,7 @@ from grpo.run.durable import write_text
 from grpo.run.hub import MERGED_CODE, chosen_settings, table
 from grpo.run.layout import ADAPTER, SETTINGS
 from grpo.settings import Settings
+from grpo.tasks.figure_text import part
 
 FORMS = {
     "": "a LoRA adapter for {base}",
@@ -42,11 +44,11 @@ def run_of(adapter: Path) -> Path | None:
 def results(run: Run, adapter: Path) -> str:
     """What the run measured of this adapter: a step in best/ has its one figure, the last step all."""
     if not run.folder.samefile(adapter):
-        said = read_json(adapter / "best.json").get("in_words")
-        return f"{said[0].upper()}{said[1:]}." if said else f"`{adapter.name}` was not measured by itself."
-    verdicts = " ".join(filter(None, (reward_verdict(run), plant_verdict(run))))
+        words = read_json(adapter / "best.json").get("in_words")
+        return f"{words[0].upper()}{words[1:]}." if words else f"`{adapter.name}` was not measured by itself."
+    verdicts = " ".join(filter(None, (reward_verdict(run), simulator_section(run).verdict)))
     measured = heldout_rows(run.evaluation)
-    return verdicts + (f"\n\n{table(HELDOUT_HEADER, measured)}" if measured else "")
+    return verdicts + (f"\n\n{table(HEADER, measured)}" if measured else "")
 
 
 def about_training(adapter: Path) -> str:
@@ -75,16 +77,16 @@ def about_training(adapter: Path) -> str:
 def model_readme(
     s: Settings, adapter: Path, form: str = "", share: float | None = None, where: str = "attention"
 ) -> str:
-    """README.md, as the Hub reads it, of the adapter of a run with settings `s`, or of what it was merged into: `form` of
-    FORMS, the `share` of its update that survived, and `where` it is."""
+    """README.md, as the Hub reads it, of the adapter of a run with settings `s`, or of what it was merged into: `form`
+    of FORMS, the `share` of its update that survived, and `where` it is."""
     base, local = base_name(s)
     run = run_of(adapter) or adapter
-    grpo = (run / "metrics.csv").is_file()  # not of scripts/sft.py
-    tags = ", ".join(["grpo"] * grpo + [form or "lora"])
+    is_grpo = (run / "metrics.csv").is_file()  # scripts/sft.py writes none
+    tags = f"grpo, {form or 'lora'}" if is_grpo else form or "lora"
     named = "" if local else f"\nbase_model: {base}\nbase_model_relation: {'finetune' if form else 'adapter'}"
     code = {"": loading_code(base, on_experts(adapter)), "gguf": GGUF_CODE}.get(form, MERGED_CODE)
     kept = f" {share:.1%} of the adapter's update survived the rounding to BF16." if share is not None else ""
-    what = FORMS[form].format(base=base, where=where)
+    description = FORMS[form].format(base=base, where=where)
     return f"""---
 library_name: {LIBRARIES.get(form, "transformers")}
 pipeline_tag: text-generation
@@ -93,7 +95,7 @@ tags: [{tags}]{named}
 
 # {run.resolve().name}
 
-This is {what}.{kept}{GRPO * grpo}
+This is {description}.{kept}{GRPO if is_grpo else ""}
 
 {code}
 
@@ -109,8 +111,8 @@ def copy_small(base: Path, folder: Path) -> None:
 
 @contextlib.contextmanager
 def staged_adapter(s: Settings, adapter: Path, base: Path) -> Iterator[Path]:
-    """A folder for a while with what is uploaded of an adapter: its weights, its config without paths of this machine, the
-    tokenizer of the model in the folder `base`, and the card."""
+    """A folder for a while with what is uploaded of an adapter: its weights, its config without paths of this machine,
+    the tokenizer of the model in the folder `base`, and the card."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shutil.copyfile(adapter / ADAPTER, folder / ADAPTER)

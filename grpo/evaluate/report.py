@@ -1,57 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run's report says in words and tables."""
+"""The sentences and tables of a run's report."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
-from typing import Any
 
-from grpo.evaluate.run_data import Run, duration, number, part, spread
+from grpo.evaluate.run_data import Run, duration
 from grpo.run.hub import short
 from grpo.run.layout import ADAPTER, BEST
 from grpo.settings import show
-
-PLANT_HEADER = ["", "CO2, kg", "Unserved, kWh", "Storage cycled, kWh", "Regret, %", "Unparsed"]
-MODELS = ("base", "trained", "base_greedy", "trained_greedy", "optimum")  # the others are fixed rules
-
-
-def judged(low: float, high: float) -> str:
-    """What the 95% interval of an improvement (positive: the trained model is better) says; NaN where there is none."""
-    if low > 0:
-        return "the trained model is better than the base model"
-    if high < 0:
-        return "the trained model is worse than the base model"
-    return "this evaluation cannot tell the trained model from the base model"
+from grpo.tasks.figure_text import judged, number, part, spread
+from grpo.tasks.simulator import ReportSection
 
 
 def reward_verdict(run: Run) -> str:
     """Whether training improved the held-out reward, in plain words."""
-    before, after, difference = (part(run.evaluation, key) for key in ("before", "after", "difference"))
+    before, after = part(run.evaluation, "before"), part(run.evaluation, "after")
     if not before or not after:
         return "Held-out prompts were not evaluated before and after training: the run goes on, or evaluates none."
-    rewards = number(before.get("reward")), number(after.get("reward"))
-    change = {"reward": rewards[1] - rewards[0]} | difference
+    old, new = number(before.get("reward")), number(after.get("reward"))
+    change = {"reward": new - old} | part(run.evaluation, "difference")
     verdict = judged(number(change.get("reward_low")), number(change.get("reward_high")))
     moved = spread(change, "reward", "+.3f", "95% interval ")
-    return f"Held-out reward changed by {moved}, from {rewards[0]:.3f} to {rewards[1]:.3f}: {verdict}."
+    return f"Held-out reward changed by {moved}, from {old:.3f} to {new:.3f}: {verdict}."
 
 
-def plant_verdict(run: Run) -> str:
-    """Whether the trained model runs the plant better than the base model, in plain words; empty without both."""
-    base, trained = part(run.closed_loop, "totals", "base"), part(run.closed_loop, "totals", "trained")
-    if not base or not trained:
-        return ""
-    change = part(run.closed_loop, "difference")
-    verdict = judged(-number(change.get("regret_percent_high")), -number(change.get("regret_percent_low")))
-    regrets, unserved = (
-        [number(totals.get(name)) for totals in (base, trained)] for name in ("regret_percent", "unserved_kwh")
-    )
-    moved = spread(change, "regret_percent", "+,.1f", "95% interval ")
-    return (
-        f"At the plant regret went from {regrets[0]:,.1f}% to {regrets[1]:,.1f}%, by {moved} points: {verdict}. "
-        f"Load left unserved: {unserved[0]:,.1f} kWh before, {unserved[1]:,.1f} after."
-    )
+def simulator_section(run: Run) -> ReportSection:
+    """What the simulator of the run's task has to say; an empty section where nothing was simulated."""
+    return run.simulator.report(run.closed_loop) if run.simulator else ReportSection()
 
 
 def adapter_advice(run: Run) -> str:
@@ -64,7 +40,7 @@ def adapter_advice(run: Run) -> str:
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
-    """What was run, in words."""
+    """(label, text) of the run's model, data, settings, machine and time."""
     settings, machine, seconds = run.settings, part(run.record, "machine"), run.metrics["step_s"].dropna()
     rewards, _ = run.choices.get("rewards", ("?", ""))
     known = defaultdict(lambda: "?", settings)
@@ -80,19 +56,8 @@ def facts(run: Run) -> list[tuple[str, str]]:
     return rows
 
 
-def plant_rows(totals: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """The table of closed_loop.json, below PLANT_HEADER: models first, then the fixed rules."""
-    rows = []
-    for name in sorted(totals, key=lambda name: name not in MODELS):
-        policy = totals[name]
-        cells = [f"{number(policy.get(key)):,.1f}" for key in ("co2_kg", "unserved_kwh", "storage_cycled_kwh")]
-        answers = f"{policy['unparsed']:.0f} of {policy['answers']}" if policy.get("answers") else ""
-        rows.append([name.replace("_", " "), *cells, spread(policy, "regret_percent", ",.1f"), answers])
-    return rows
-
-
 def settings_rows(run: Run) -> list[list[str]]:
-    """The settings that are not at their defaults, and who set them."""
+    """The settings that are not at their defaults, and where each was set."""
     sources = [(name, source) for name, source in part(run.record, "sources").items() if source != "default"]
     return [[name, short(show(run.settings.get(name))), str(source)] for name, source in sources]
 

@@ -21,13 +21,14 @@ from grpo.data.heldout import hold_out
 from grpo.run import durable
 from grpo.run.logs import COMPLETIONS, EVALUATED, METRICS, PROMPT, function_column
 from grpo.settings import Problems, listed
+from grpo.tasks.figure_text import number, part
+from grpo.tasks.simulator import Simulator, load_simulator
 
 FUNCTION = function_column("")  # begin of the columns of reward functions
 ROWS = 400  # of completions.csv that are in memory at once: completions are long
 EXAMPLES = 2  # completions shown of each kind
 HEAD, TAIL = 3000, 1500  # characters of a completion that are shown from its begin and its end
-HELDOUT_HEADER = ["", "Reward", "Regret", "Parse rate", "Best action", "Clipped"]
-# For watching, where a file that is missing or damaged says nothing.
+# For watching, where a file that is missing or damaged counts as an empty one.
 read_json = functools.partial(durable.read_json, empty=(OSError, ValueError))
 
 
@@ -58,51 +59,11 @@ def read_metrics(path: Path) -> pandas.DataFrame:
     return rows.dropna(subset="step").astype({"step": int}).reset_index(drop=True)
 
 
-def number(value: Any) -> float:
-    """A finite number, or NaN for anything else (an empty cell, `inf`, None)."""
-    try:
-        result = float(value)
-    except (TypeError, ValueError):
-        return math.nan
-    return result if math.isfinite(result) else math.nan
-
-
-def part(record: Any, *names: str) -> dict[str, Any]:
-    """The object at a path of names inside JSON; an empty one where there is none, or something else."""
-    for name in names:
-        record = record.get(name) if isinstance(record, dict) else None
-    return record if isinstance(record, dict) else {}
-
-
-def spread(result: Mapping[str, Any], name: str, digits: str = ".3f", label: str = "") -> str:
-    """A figure with its 95% interval where there is one: `0.521 (0.480 to 0.560)`; `-` without the figure."""
-    value, low, high = (number(result.get(name + end)) for end in ("", "_low", "_high"))
-    if math.isnan(value):
-        return "-"
-    return f"{value:{digits}}" + ("" if math.isnan(low + high) else f" ({label}{low:{digits}} to {high:{digits}})")
-
-
 def duration(seconds: float) -> str:
     """`6.7 s`, or `1:02:03` from a minute on; `-` where it is not known."""
     if math.isnan(seconds):
         return "-"
     return f"{seconds:.1f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))
-
-
-def heldout_rows(evaluation: Mapping[str, Any]) -> list[list[str]]:
-    """The table of evaluation.json, below HELDOUT_HEADER: the model before and after training between its references."""
-    rows = []
-    if "oracle" in evaluation:  # its rows have rewards of their actions
-        rows.append(["random action", spread(evaluation, "random")])
-        rows.append([f"always [{evaluation.get('constant_action')}]", spread(evaluation, "constant")])
-    models = (("before", "base model"), ("after", "trained"))
-    for key, label in (*models, *((f"{key}_greedy", f"{label}, greedy") for key, label in models)):
-        if results := part(evaluation, key):
-            cells = [spread(results, name) for name in ("reward", "regret")]
-            cells += [spread(results, name, ".2f") for name in ("parse_rate", "best_action_rate", "clipped_ratio")]
-            rows.append([label, *cells])
-    rows += [["oracle", spread(evaluation, "oracle")]] if "oracle" in evaluation else []
-    return [row + [""] * (len(HELDOUT_HEADER) - len(row)) for row in rows]
 
 
 def cut(text: str) -> str:
@@ -138,7 +99,7 @@ def read_prompts(record: Mapping[str, Any]) -> dict[str, str]:
         return {}  # a report asks no network
     rows = read_rows("DATA", data, Problems(), system)
     trained = [rows, hold_out(rows, share or 0.0).train]  # without EVAL_DATA the latter
-    if not rows or record.get("data_sha256") not in map(data_fingerprint, trained):
+    if not rows or record.get("data_sha256") not in [data_fingerprint(split) for split in trained]:
         return {}
     return {row.id: "\n".join(text for _, text in row.messages) for row in rows}
 
@@ -185,19 +146,25 @@ class Run:
     def steps(self) -> int:
         return int(self.metrics["step"].max()) if len(self.metrics) else 0
 
+    @property
+    def simulator(self) -> Simulator | None:
+        """That of the run's task; None where nothing was simulated."""
+        return load_simulator(str(self.settings.get("TASK", "tes"))) if self.closed_loop else None
+
     def evaluated(self) -> pandas.DataFrame:
         """Columns EVALUATED by evaluated step; the base model is step 0."""
         rows = self.metrics.set_index("step")[list(EVALUATED)].dropna(how="all")
-        for step, when, who in ((0, "before", "base"), (self.steps, "after", "trained")):
-            plant, results = part(self.closed_loop, "totals", who), part(self.evaluation, when)
-            figures = results.get("reward"), plant.get("regret_percent"), plant.get("unserved_kwh")
+        for step, when, name in ((0, "before", "base"), (self.steps, "after", "trained")):
+            figures = {"heldout_reward": part(self.evaluation, when).get("reward")}
+            if self.simulator and part(self.closed_loop, "totals", name):
+                figures |= self.simulator.figures(self.closed_loop, name)
             if step not in rows.index:
-                rows.loc[step] = [number(figure) for figure in figures]
+                rows.loc[step] = [number(figures.get(column)) for column in EVALUATED]
         return rows.dropna(how="all").sort_index()
 
 
 def read_run(folder: Path) -> Run:
-    """Raises ReportError where the folder holds no run, or a damaged record of one."""
+    """The run in a folder. Raises ReportError where there is none, or where a record of it is damaged."""
     if not (folder / "metrics.csv").is_file():
         raise ReportError(f"{folder}: no metrics.csv. Name a run's OUTPUT_DIR, after the run has loaded its model")
     names = ("settings", "evaluation", "closed_loop", "best/best")

@@ -10,8 +10,8 @@ from typing import Any
 from grpo.data.files import Row
 from grpo.plan.memory import Plan
 from grpo.rollout.engine import Engine
-from grpo.run.ranks import Ranks
 from grpo.run.ending import StopRequest
+from grpo.run.ranks import Ranks
 from grpo.settings import Settings
 
 

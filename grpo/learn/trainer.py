@@ -21,7 +21,7 @@ from trl import GRPOConfig
 
 from grpo.data.files import Row, column_names
 from grpo.data.prompts import StepRows, sampling_seed
-from grpo.data.scoring import Completion, RewardError, read_completion, score
+from grpo.data.scoring import Completion, RewardError, read_completions, score
 from grpo.learn.answer_rewards import RewardLookup, expected_text
 from grpo.learn.context import RunContext
 from grpo.learn.expected_reward import (
@@ -220,17 +220,8 @@ class Trainer(Learner):
             self.generation_config, self.generation_kwargs = before
 
     def read_completions(self, rows: Sequence[Row], completion_ids: Sequence[Sequence[int]]) -> list[Completion]:
-        """What the completions of `rows` say, decoded with their special tokens and without. Truncated is one that
-        ended without a stop token: the same rule as TRL's clipped ratio and mask."""
-        tokenizer, stops = self._tokenizer, (*self.eos_token_ids, self._tokenizer.pad_token_id)
-        texts, plain = (
-            tokenizer.batch_decode(list(completion_ids), skip_special_tokens=skipped) for skipped in (False, True)
-        )
-        template = getattr(tokenizer, "response_template", None)
-        return [
-            read_completion(row, text, bare, len(ids), ids[-1] not in stops, template)
-            for row, text, bare, ids in zip(rows, texts, plain, completion_ids, strict=True)
-        ]
+        """What the completions of `rows` say."""
+        return read_completions(self._tokenizer, self.eos_token_ids, rows, completion_ids)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         """Rank 0's: a reward function may be random, or ask a judge. The functions are called by `score`, as the

@@ -22,7 +22,8 @@ from grpo.run.durable import file_sha256
 from grpo.settings import FIELDS
 from grpo.tasks.tes.dataset import SEED, SHORT_SHARE, profile_files, read_profiles
 from grpo.tasks.tes.profiles import Profile, ProfileError, to_csv, windows
-from grpo.tasks.tes.record import LEAST_WINDOWS, table
+from grpo.tasks.tes.record import LEAST_WINDOWS
+from grpo.tasks.tes.simulator import SIMULATOR
 
 FEWEST_WINDOWS = 20  # to walk through, as in the demo's data: real ones, and varied ones where they are fewer
 VARY = 2.0  # largest factor of a varied day's load
@@ -168,7 +169,7 @@ def days(options: argparse.Namespace) -> int:
         if code := subprocess.run([sys.executable, str(record.SCRIPT)], env=os.environ | settings).returncode:
             return code
         plant = record.read_json(out / "run/closed_loop.json")
-        print(f"\n{table(plant)}" if plant else "\nthe closed loop was not run: training.log says why")
+        print(f"\n{SIMULATOR.table(plant)}" if plant else "\nthe closed loop was not run: training.log says why")
         print(f"report: {out / 'run/report.html'}", flush=True)
         figures += run_figures(out / "run", split, suffix)
     if options.results:

@@ -103,10 +103,10 @@ def output_dir_text(resolved: ResolvedRun) -> str:
 
 
 def evaluation_facts(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
-    """(title, text) of each line about what is measured; nothing about the plant in a run that has none."""
+    """(title, text) of each line about what is measured; nothing about a simulator in a run that is not about it."""
     s, reasons = resolved.settings, resolved.reasons
-    if resolved.closed_loop.has_plant:
-        yield "closed loop", f"{'on' if resolved.closed_loop.prompt else 'off'}: {reasons['closed_loop']}"
+    if resolved.closed_loop.is_mentioned:
+        yield "closed loop", f"{'on' if resolved.closed_loop.runs else 'off'}: {reasons['closed_loop']}"
     if not resolved.eval_rows:
         yield "evaluation", f"none: {reasons['best_by']}"
         return
@@ -124,10 +124,8 @@ def asked_text(resolved: ResolvedRun) -> str:
     times = 1 + bool(s.INIT_ADAPTER) + Pace(s.TOTAL_STEPS, s.EVAL_STEPS).evaluations_left(0)
     answers = (times * s.EVAL_SAMPLES + 2) * len(resolved.eval_rows)
     text = f"{times} times, and twice greedily: {answers:,} answers to held-out rows"
-    if resolved.closed_loop.prompt:
-        from grpo.tasks.tes.closed_loop import DECISIONS  # Inside, because numpy may be missing, which the checks say.
-
-        text += f" and {(times + 2) * DECISIONS} rollouts of the closed loop, one after the other"
+    if resolved.closed_loop.runs:
+        text += f" and {(times + 2) * resolved.closed_loop.rollouts} rollouts of the closed loop, one after the other"
     return f"{text}; training: {s.TOTAL_STEPS} rollouts of {s.completions_per_step} completions"
 
 

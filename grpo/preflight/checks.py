@@ -35,7 +35,7 @@ from grpo.settings import (
     path_fault,
     unknown_variables,
 )
-from grpo.settings_table import MOST_COMPLETIONS
+from grpo.settings_table import MOST_COMPLETIONS, TASK_FILES
 
 
 def check_attention(settings: Settings, machine: Machine, problems: Problems) -> None:
@@ -266,7 +266,8 @@ def check_input(resolved: ResolvedRun, environ: Mapping[str, str], problems: Pro
     if settings.EXPECTED_REWARD and not resolved.expected_reward:
         why = f"it cannot be: {resolved.reasons['expected_reward']}"
         problems.add("EXPECTED_REWARD", why, "Set EXPECTED_REWARD=auto, or change that")
-    if resolved.best_by == "plant" and not resolved.closed_loop.prompt:
+    own = TASK_FILES[settings.TASK].get("best_by")
+    if resolved.best_by not in ("", "reward") and not (resolved.closed_loop.runs and resolved.best_by == own):
         fault = f"the closed loop does not run ({resolved.reasons['closed_loop']})"
         problems.add("BEST_BY", fault, "Set BEST_BY=auto or reward")
     return garbage_warning

@@ -6,21 +6,18 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
-from grpo.data.files import Row, find_files
+from grpo.data.files import Row
 from grpo.data.heldout import demo_heldout, names_only
 from grpo.plan.machine import FLASH_PACKAGES
-from grpo.settings import Problems, Settings
+from grpo.settings import Settings
+from grpo.settings_table import TASK_FILES
 
 ATTENTION = ("torch_flash", *FLASH_PACKAGES, "eager")
 MOST_ON_ONE_THREAD = 1_000_000  # Parameters of a model that one thread computes fastest; `tiny` has 0.3 million.
 MOST_EXACT = 10_000_000  # Parameters of a model whose probabilities take less time than sampling.
 LEAST_ANSWER = 8  # Tokens of MAX_COMPLETION_LEN that an answer `[k]` fits into.
 VLLM_COLDEST = 0.01  # The value of _MAX_TEMP in vllm/sampling_params.py: smaller temperatures are raised to it.
-DEMO_PROFILE = "data/profile_heldout.csv"
-DEMO_PLANT = {"data/tes_heldout.csv", "data/tes_heldout_compact.csv"}  # Rows of the days in DEMO_PROFILE.
 
 
 def choose_attention(requested: str, gpus: int, capability: float, installed: Iterable[str]) -> tuple[str, str]:
@@ -162,56 +159,25 @@ def choose_expected_reward(settings: Settings, rows: Sequence[Row], names: Seque
 
 
 def choose_demo(settings: Settings, sources: Mapping[str, str]) -> tuple[Settings, dict[str, str]]:
-    """(settings, sources) with the demo's held-out rows as EVAL_DATA where DATA is the demo's, and with the demo's days
-    as EVAL_PROFILE where the rows of both are the demo plant's. Elsewhere `auto` stays None: nothing of the demo says
-    anything about rows of the user's own."""
+    """(settings, sources) with the demo's held-out rows as EVAL_DATA where DATA is the demo's, and with the demo's inputs
+    of the task's simulator as EVAL_PROFILE where the rows of both are the demo's. Elsewhere `auto` stays None: nothing
+    of the demo says anything about rows of the user's own."""
     heldout, eval_data, profile = demo_heldout(settings.DATA), settings.EVAL_DATA, settings.EVAL_PROFILE
-    if heldout in DEMO_PLANT and (eval_data is None or names_only(eval_data, heldout)) and profile is None:
-        profile = DEMO_PROFILE
+    own = TASK_FILES[settings.TASK].get("profiles", {}).get(heldout)
+    if own and profile is None and (eval_data is None or names_only(eval_data, heldout)):
+        profile = own
     demo = dataclasses.replace(settings, EVAL_DATA=heldout if eval_data is None else eval_data, EVAL_PROFILE=profile)
     chosen = [name for name in ("EVAL_DATA", "EVAL_PROFILE") if getattr(demo, name) != getattr(settings, name)]
     return demo, {**sources, **dict.fromkeys(chosen, "chosen")}
 
 
-@dataclass(frozen=True)
-class ClosedLoop:
-    """Whether the closed loop runs, and on which windows."""
-
-    prompt: str = ""  # `full` or `compact`; empty where it does not run.
-    profiles: tuple[str, ...] = ()
-    cases: tuple[Any, ...] = ()  # Each a Case of grpo/tasks/tes/record.py, which needs numpy.
-    kind: str | None = None  # The kind of the held-out prompts.
-    named: bool = False  # Whether EVAL_PROFILE names a profile.
-
-    @property
-    def has_plant(self) -> bool:
-        """Whether rows or settings are about the plant: a run on other data does not mention it."""
-        return bool(self.kind or self.named)
-
-
-def choose_closed_loop(settings: Settings, kind: str | None, engine: bool, chosen: bool) -> tuple[bool, str]:
-    """(whether the closed loop runs, reason). `kind` of the held-out prompts: full, compact, or None for others or
-    none; `engine`: whether vLLM generates; `chosen`: whether the user set EVAL_PROFILE."""
-    if not settings.EVAL_SAMPLES:
-        return False, "EVAL_SAMPLES=0"
-    if settings.EVAL_PROFILE is not None and not settings.EVAL_PROFILE.strip():
-        return False, "EVAL_PROFILE is empty"
-    if kind is None:
-        return False, "no held-out prompts are those of the plant in scripts/make_dataset.py"
-    if settings.EVAL_PROFILE is None:
-        return False, "set EVAL_PROFILE to the hourly profile of the held-out days to run it on the plant"
-    if settings.MODEL_ID != "tiny" and not engine and not chosen:
-        return False, "its hours in turn take transformers too long; set EVAL_PROFILE to run it nevertheless"
-    return True, f"the held-out prompts are the plant's ({kind})"
-
-
 def choose_evaluation(
-    settings: Settings, engine: bool, parameters: int, kind: str | None, opened: bool = False, actions: bool = True
+    settings: Settings, engine: bool, parameters: int, why_sampled: str = "", opened: bool = False, actions: bool = True
 ) -> tuple[bool, str]:
     """(whether evaluations are exact, reason): by the probabilities of all answers instead of samples.
 
-    `engine`: whether vLLM generates; `kind`: as for `choose_closed_loop`; `opened`: whether prompts begin the answer's
-    channel; `actions`: whether the rows have rewards of their actions."""
+    `engine`: whether vLLM generates; `why_sampled`: that of the task's SimulationPlan; `opened`: whether prompts begin
+    the answer's channel; `actions`: whether the rows have rewards of their actions."""
     if not settings.EVAL_SAMPLES:
         return False, "EVAL_SAMPLES=0"
     sampled = f"{settings.EVAL_SAMPLES} answers a prompt"
@@ -221,8 +187,8 @@ def choose_evaluation(
         return False, f"{sampled}: rows without reward_action_k have no actions to go through"
     if parameters > MOST_EXACT:
         return False, f"{sampled}: exact takes too long for {parameters / 1e6:,.0f}M parameters"
-    if kind == "full":
-        return False, f"{sampled}: full prompts are too long and too many to ask all that can happen"
+    if why_sampled:
+        return False, f"{sampled}: {why_sampled}"
     unknown = {
         "opened channels": opened,
         "TOP_P below 1": settings.TOP_P < 1,
@@ -234,37 +200,14 @@ def choose_evaluation(
 
 
 def choose_best(settings: Settings, heldout: int, closed_loop: bool) -> tuple[str, str]:
-    """(the figure by which the best adapter is kept, reason): `plant`, `reward`, or empty where nothing is measured.
-    `heldout` is the number of held-out rows."""
+    """(the figure by which the best adapter is kept, as BEST_BY names it, reason); the figure is empty where nothing is
+    measured. `heldout` is the number of held-out rows, `closed_loop` whether the task's simulator runs."""
     if not settings.EVAL_SAMPLES:
         return "", "EVAL_SAMPLES=0"
     if not heldout:
         return "", "no rows are held out"
     if settings.BEST_BY is not None:
         return settings.BEST_BY, "set by BEST_BY"
-    return ("plant", "the closed loop runs") if closed_loop else ("reward", "measured on the held-out rows")
-
-
-def plan_closed_loop(
-    settings: Settings, rows: Sequence[Row], engine: bool, chosen: bool, problems: Problems
-) -> tuple[ClosedLoop, str]:
-    """(the closed loop of a run with the profiles read, reason); the problems of the profiles are added."""
-    # Inside, because numpy may be missing, which `check_packages` says.
-    from grpo.tasks.tes.closed_loop import DECISIONS
-    from grpo.tasks.tes.profiles import ProfileError
-    from grpo.tasks.tes.prompts import prompt_kind
-    from grpo.tasks.tes.record import read_cases, shown_path
-
-    kind = prompt_kind([row.messages for row in rows]) if rows else None
-    runs, reason = choose_closed_loop(settings, kind, engine, chosen)
-    if not runs:
-        return ClosedLoop(kind=kind, named=bool(settings.EVAL_PROFILE)), reason
-    paths, cases = find_files("EVAL_PROFILE", settings.EVAL_PROFILE or "", problems), []
-    for path in paths:
-        try:
-            cases += read_cases(path)
-        except ProfileError as error:
-            problems += [f"EVAL_PROFILE: {line}" for line in error.problems]
-    reason += f"; {len(cases)} windows of {settings.EVAL_PROFILE}, {DECISIONS} decisions one after the other"
-    prompt = kind if kind and cases else ""
-    return ClosedLoop(prompt, tuple(map(shown_path, paths)), tuple(cases), kind, named=True), reason
+    if closed_loop:
+        return TASK_FILES[settings.TASK]["best_by"], "the closed loop runs"
+    return "reward", "measured on the held-out rows"

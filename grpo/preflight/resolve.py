@@ -20,11 +20,11 @@ from grpo.plan.memory import Plan, Shapes, plan_memory
 from grpo.plan.targets import expert_words
 from grpo.preflight import choices
 from grpo.preflight.adapter import StartAdapter, read_start_adapter
-from grpo.preflight.choices import ClosedLoop
 from grpo.run.folder import RunState
 from grpo.run.layout import run_folder
 from grpo.run.ranks import Ranks
 from grpo.settings import MOST_WHOLE, Problems, Settings
+from grpo.tasks.simulator import SimulationPlan, load_simulator
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,9 @@ class ResolvedRun(Facts):
     threads: int | None  # None is torch's own choice.
     shapes: Shapes | None  # None without a model, as `plan`.
     plan: Plan | None
-    closed_loop: ClosedLoop
+    closed_loop: SimulationPlan
     exact: bool  # Evaluations go through all answers by their probability, instead of samples.
-    best_by: str  # `plant`, `reward`, or empty where nothing is measured.
+    best_by: str  # As BEST_BY names it, or empty where nothing is measured.
     run: RunState  # Of OUTPUT_DIR.
     problems: Problems = dataclasses.field(default_factory=Problems)
     warnings: tuple[str, ...] = ()
@@ -203,17 +203,17 @@ def resolve(settings: Settings, facts: Facts, problems: Problems) -> ResolvedRun
     parameters = hub.count_parameters(facts.config)["total"] if facts.config else 0
     threads, reasons["threads"] = choices.choose_threads(parameters, machine.gpus, os.environ)
 
-    closed_loop, reasons["closed_loop"] = ClosedLoop(), "packages are missing"
-    if facts.has_packages:
-        own_profile = sources["EVAL_PROFILE"] == "environment"
-        closed_loop, reasons["closed_loop"] = choices.plan_closed_loop(
-            settings, eval_rows, use_vllm, own_profile, problems
-        )
+    simulator = load_simulator(settings.TASK) if facts.has_packages else None
+    closed_loop = SimulationPlan()
+    if simulator:
+        template, own_profile = facts.files.template if facts.files else "", sources["EVAL_PROFILE"] == "environment"
+        closed_loop = simulator.plan(settings, eval_rows, template, use_vllm, own_profile, problems)
+    reasons["closed_loop"] = closed_loop.reason
     opened = any(not row.prompt.endswith("<|start|>assistant") for row in eval_rows if row.prompt)
     exact, reasons["exact"] = choices.choose_evaluation(
-        settings, use_vllm, parameters, closed_loop.kind, opened, all(row.rewards for row in eval_rows)
+        settings, use_vllm, parameters, closed_loop.why_sampled, opened, all(row.rewards for row in eval_rows)
     )
-    best_by, reasons["best_by"] = choices.choose_best(settings, len(eval_rows), bool(closed_loop.prompt))
+    best_by, reasons["best_by"] = choices.choose_best(settings, len(eval_rows), closed_loop.runs)
     return ResolvedRun(
         **vars(facts) | {"sources": sources},
         settings=settings,

@@ -10,14 +10,18 @@ from pathlib import Path
 
 from grpo.run.durable import Record, file_sha256, read_sealed, write_sealed
 from grpo.run.layout import ADAPTER, BEST, COMPLETE, MANIFEST, unused_path
+from grpo.settings_table import TASK_FILES
 
-FIGURES = {"plant": "plant_regret", "reward": "heldout_reward"}  # The column of metrics.csv for each BEST_BY.
-WORDS = {"plant": "plant regret of {:.1f} %", "reward": "held-out reward of {:.3f}"}
+# The figure that each value of BEST_BY names, and how it reads in a sentence; of a simulator it is the first one.
+FIGURES, WORDS = {"reward": "heldout_reward"}, {"reward": "held-out reward of {:.3f}"}
+for task in filter(lambda task: "best_by" in task, TASK_FILES.values()):
+    FIGURES[task["best_by"]], figure = next(iter(task["figures"].items()))
+    WORDS[task["best_by"]] = figure["words"]
 
 
 def better(by: str, value: float, than: float) -> bool:
-    """Whether a value of the figure for `by` is better: a lower regret, a higher reward."""
-    return value < than if by == "plant" else value > than
+    """Whether a value of the figure that `by` names is better: a higher reward, or less of a simulator's figure."""
+    return value > than if by == "reward" else value < than
 
 
 def adapter_fault(folder: Path, records: Sequence[str] = ("best.json", COMPLETE, MANIFEST)) -> str | None:

@@ -24,12 +24,19 @@ from grpo.data.scoring import Completion, completion_rates, is_answer
 from grpo.phases import BAR
 from grpo.run.layout import LOGS
 from grpo.settings import log
+from grpo.settings_table import TASK_FIGURES
 from rewards import best_action
 
 COLUMNS = tomllib.loads(Path(__file__).with_name("columns.toml").read_text(encoding="utf-8"))
-METRICS: dict[str, list[str]] = COLUMNS["metrics.csv"]  # Unit and meaning of each column, in order.
+METRICS: dict[
+    str, list[str]
+] = {}  # Unit and meaning of each column, in order; those of the tasks' simulators included.
+for name, facts in COLUMNS["metrics.csv"].items():
+    METRICS[name] = facts
+    if name == "heldout_reward":
+        METRICS |= {figure: [spec["unit"], spec["meaning"]] for figure, spec in TASK_FIGURES.items()}
 COMPLETIONS: dict[str, list[str]] = COLUMNS["completions.csv"]
-EVALUATED = ("heldout_reward", "plant_regret", "plant_unserved_kwh")  # These are empty in most steps.
+EVALUATED = ("heldout_reward", *TASK_FIGURES)  # These are empty in most steps.
 PROMPT = "prompt"  # The column of completions.csv that LOG_PROMPTS=1 adds: the rendered prompt.
 Cell = str | float | None  # An int is a float to a type checker.
 
@@ -45,9 +52,16 @@ def read_header(path: Path) -> list[str]:
         return next(csv.reader(file), [])
 
 
+def metric_columns(path: Path) -> list[str]:
+    """The columns of METRICS that metrics.csv at `path` has, or will have where it is not there yet: a run continues
+    without the figures of a task that was added after it began."""
+    header = read_header(path) if path.exists() else []
+    return [name for name in METRICS if not header or name in header or name not in TASK_FIGURES]
+
+
 def has_known_columns(path: Path) -> bool:
     """Whether a log has the columns that this version writes. Those that settings add stand behind them."""
-    known = list(COLUMNS[path.name])
+    known = metric_columns(path) if path.name == LOGS[0] else list(COMPLETIONS)
     return read_header(path)[: len(known)] == known
 
 
@@ -247,7 +261,7 @@ class RunLog:
         self.function_columns = [function_column(name) for name in functions]
         prompt_column = [PROMPT] if prompts else []
         metrics, completions = (folder / name for name in LOGS)
-        self.metrics = CsvLog(metrics, [*METRICS, *self.function_columns])
+        self.metrics = CsvLog(metrics, [*metric_columns(metrics), *self.function_columns])
         self.completions = CsvLog(completions, [*COMPLETIONS, *prompt_column, *self.function_columns])
         self.total_steps = total_steps
         self.rates: dict[str, float | None] = {}  # Of the last completions, with the mean of each function.

@@ -24,25 +24,33 @@ from safetensors.torch import load_file, save_file
 from stub_vllm import stub_engine
 
 import train_grpo
-from grpo.evaluate.plant import measure_closed_loop, plant_record
-from grpo.evaluate.standalone import VllmModel, recorded_settings
+from grpo.evaluate.adapter import recorded_settings
+from grpo.evaluate.models import VllmModel
+from grpo.evaluate.simulation import measure_simulation, new_record
 from grpo.plan.hub import find_model
-from grpo.preflight.choices import ClosedLoop
 from grpo.rollout.engine import EngineError
 from grpo.run.durable import sealed
-from grpo.settings import Settings, load_settings
-from grpo.tasks.tes.record import ASKED, read_cases
+from grpo.settings import Problems, Settings, load_settings
+from grpo.tasks.tes.record import ASKED
+from grpo.tasks.tes.simulator import SIMULATOR, make_plan
 
 PROFILE = ROOT / "data" / "profile_heldout.csv"
 SETTINGS = {
-    "MODEL_ID": "tiny", "TOTAL_STEPS": 2, "SAVE_STEPS": 1, "PROMPTS_PER_STEP": 2, "NUM_GENERATIONS": 4, "EVAL_SAMPLES": 1,
-    "DATA": "data/tes_heldout_compact.csv", "SEED": 5, "LEARNING_RATE": "1e-2", "EVAL_STEPS": 1,
+    "MODEL_ID": "tiny", "TOTAL_STEPS": 2, "SAVE_STEPS": 1, "PROMPTS_PER_STEP": 2, "NUM_GENERATIONS": 4,
+    "EVAL_SAMPLES": 1, "DATA": "data/tes_heldout_compact.csv", "SEED": 5, "LEARNING_RATE": "1e-2", "EVAL_STEPS": 1,
     "TOP_P": 0.999,  # exact evaluations do not know it: these are sampled
 }  # fmt: skip
 
 
-EVAL = {"reward", "reward_low", "reward_high", "regret", "regret_low", "regret_high", "parse_rate", "parse_rate_low",
-        "parse_rate_high", "best_action_rate", "clipped_ratio", "tokens_mean", "tokens_max", "action_counts", "unparsed", "functions"}  # fmt: skip
+EVAL = {
+    "reward", "reward_low", "reward_high", "regret", "regret_low", "regret_high", "parse_rate", "parse_rate_low",
+    "parse_rate_high", "best_action_rate", "clipped_ratio", "tokens_mean", "tokens_max", "action_counts", "unparsed",
+    "functions", "reward_by_prompt",
+}  # fmt: skip
+EVALUATION = {
+    "random", "constant", "constant_action", "oracle", "samples", "temperature", "exact", "data_sha256", "sha256",
+    "before", "before_greedy", "after", "after_greedy", "difference", "by_day",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +73,9 @@ def read(folder, name):
 
 def test_a_run_leaves_both_evaluations(run):
     result = read(run.folder, "evaluation.json")
-    assert {"random", "constant", "constant_action", "oracle", "samples", "temperature", "exact", "data_sha256", "sha256", "before", "before_greedy", "after", "after_greedy", "difference", "by_day"} == set(result)  # fmt: skip
-    assert result["temperature"] == 0.5 and result["exact"] is False
+    assert set(result) == EVALUATION and result["temperature"] == 0.5 and result["exact"] is False
     for part in (result[name] for name in ("before", "before_greedy", "after", "after_greedy")):
-        assert set(part) == EVAL | {"reward_by_prompt"} and len(part["reward_by_prompt"]) == 12
+        assert set(part) == EVAL and len(part["reward_by_prompt"]) == 12
         assert part["reward"] + part["regret"] == pytest.approx(result["oracle"])
         assert sum(part["action_counts"]) + part["unparsed"] == 12 and len(part["action_counts"]) == 4
         assert part["parse_rate"] == pytest.approx(1 - part["unparsed"] / 12)
@@ -79,13 +86,15 @@ def test_a_run_leaves_both_evaluations(run):
     assert record["profiles"] == ["days.csv"] and record["samples"] == 1 and record["vote"] is False
     assert len(record["windows"]) == 3 and record["totals"]["base"]["answers"] == 90
     assert record["sampling"]["prompt"] == "compact" and record["sampling"]["eval_temperature"] == 0.5
-    for words in ("95% interval", "after - before", "charge_when_clean", "trained against base", "before training, greedy", "trained_greedy", "best adapter: step"):  # fmt: skip
+    shown = ["95% interval", "after - before", "charge when clean", "trained against base", "before training, greedy"]
+    for words in [*shown, "trained greedy", "best adapter: step"]:
         assert words in run.output
     assert "Traceback" not in (run.folder / "training.log").read_text(encoding="utf-8")
 
 
 def test_a_resumed_run_keeps_what_was_measured_before_it(run, tmp_path):
-    """Marked figures stay where they belong to the start, and are measured again where they belong to the end."""
+    """Marked figures stay where they belong to the start, and are measured again where they belong to the end; all are
+    at another temperature."""
     folder = tmp_path / "run"
     shutil.copytree(run.folder, folder)
     result, record = read(folder, "evaluation.json"), read(folder, "closed_loop.json")
@@ -101,20 +110,13 @@ def test_a_resumed_run_keeps_what_was_measured_before_it(run, tmp_path):
     assert result["before"]["reward"] == 0.123 != result["after"]["reward"]
     assert record["totals"]["base"]["unparsed"] == 3 * 77 and record["totals"]["trained"]["unparsed"] < 77
     assert "held-out reward before training: 0.123" in done.stdout
-
-
-def test_a_run_resumed_with_another_temperature_measures_its_base_again(run, tmp_path):
-    folder = tmp_path / "run"
-    shutil.copytree(run.folder, folder)
-    done = run_script(**run.settings | {"OUTPUT_DIR": folder, "TOTAL_STEPS": 3, "EVAL_TEMPERATURE": 5, "EVAL_STEPS": 0})
+    changes = {"OUTPUT_DIR": folder, "TOTAL_STEPS": 4, "EVAL_TEMPERATURE": 5, "EVAL_STEPS": 0}
+    done = run_script(**run.settings | changes)
     assert done.returncode == 0, done.stdout + done.stderr
-    for name, key in (("evaluation.json", "before"), ("closed_loop.json", "totals")):
-        before, after = read(run.folder, name), read(folder, name)
-        one, two = ((found[key] if key == "before" else found[key]["base"]) for found in (before, after))
-        assert one != two, name
-    assert read(folder, "closed_loop.json")["sampling"]["eval_temperature"] == 5
-    assert read(folder, "best/best.json")["measured"]["temperature"] == 5
-    assert [one["step"] for one in read(folder, "best/best.json")["evaluated"]] == [3], "figures at 0.5 are no match"
+    result, record, best = (read(folder, name) for name in ("evaluation.json", "closed_loop.json", "best/best.json"))
+    assert result["before"]["reward"] != 0.123 and record["totals"]["base"]["unparsed"] != 3 * 77
+    assert record["sampling"]["eval_temperature"] == best["measured"]["temperature"] == 5
+    assert [figures["step"] for figures in best["evaluated"]] == [4], "figures at 0.5 are no match"
 
 
 def test_the_command_evaluates_an_adapter_and_its_base(run, tmp_path):
@@ -140,12 +142,12 @@ def test_the_command_evaluates_an_adapter_and_its_base(run, tmp_path):
     ("arguments", "words"),
     [
         (("--base-too",), "only with --adapter"),
-        (("--vote",), "needs --samples"),
+        (("--vote", "--model", "tiny"), "needs --samples"),
         (("--hours-limit", "8"), "'8' is not int from 9 to 72"),
         (("--model", "tiny", "--adapter", "docs", "--profile", "nowhere.csv", "README.md"),
          "docs: adapter_config.json and adapter_model.safetensors are not there|no file matches 'nowhere.csv'|"
          "README.md, header"),
-        (("--model", "tiny", "--out", "nowhere/x.json"), "nowhere/x.json: cannot be written: No such file or directory"),
+        (("--model", "tiny", "--out", "nowhere/x.json"), "nowhere/x.json: cannot be written: No such file"),
         (("--model", "tiny", "--out", "docs"), "docs: cannot be written: Is a directory"),
     ],
 )  # fmt: skip
@@ -160,7 +162,8 @@ def test_wrong_input_is_named(arguments, words, capsys, monkeypatch):
 
 
 def test_a_result_that_could_not_be_written_is_found_before_the_model_is_asked(tmp_path, capsys, monkeypatch):
-    """By trying: what root may not write (/sys) or a full disk refuses is in no permission bit. A trial leaves nothing."""
+    """By trying: what root may not write (/sys) or a full disk refuses is in no permission bit. A trial leaves no
+    file."""
 
     def full(**named):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -186,18 +189,18 @@ def test_vllm_gets_the_adapter_from_its_folder(run, tiny, monkeypatch, tmp_path)
     shutil.copytree(run.folder, folder, ignore=shutil.ignore_patterns("checkpoint-*"))
     weights = load_file(folder / "adapter_model.safetensors")
     save_file({n: 50 * t if "lora_B" in n else t for n, t in weights.items()}, folder / "adapter_model.safetensors")
-    monkeypatch.setattr("grpo.evaluate.standalone.start_engine", stub_engine)
+    monkeypatch.setattr("grpo.evaluate.models.start_engine", stub_engine)
     settings, _, problems = load_settings(recorded_settings(folder, {"LORA_R": "1"}))
     files = find_model("tiny", problems)
     assert not problems and settings.SEED == 5
     prompts = [RENDERED.format(f"hour 8 store {kwh} load 30") for kwh in (50, 100, 150) for _ in range(2)]
     model = VllmModel(settings, files, str(tiny), folder, H100, prompts)
-    base, trained = model.ask(prompts, 7, base=True, greedy=True), model.ask(prompts, 7, greedy=True)
+    base, trained = (model.complete(prompts, 2, greedy=True, base=base) for base in (True, False))
     assert len(base) == len(trained) == 6 and base != trained
     stub = model.engine.llm
     assert [request and request.lora_path for request in stub.requests] == [None, str(folder.resolve())]
     assert stub.calls == ["sleep", "wake_up", "generate", "generate", "add_lora"], "awake from the start on"
-    assert all(text.startswith("<|channel|>final") for text in base)
+    assert all(text.startswith("<|channel|>final") for text in model.tokenizer.batch_decode(base))
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(config | {"target_parameters": ["1.mlp.experts.down_proj"]}))
     wider = VllmModel(settings, files, str(tiny), folder, H100, prompts).engine.llm.lora_target_modules
@@ -206,29 +209,35 @@ def test_vllm_gets_the_adapter_from_its_folder(run, tiny, monkeypatch, tmp_path)
         VllmModel(settings, files, str(tiny), None, dataclasses.replace(H100, gpu_free=0.0), prompts)
 
 
-def test_a_run_that_is_ended_in_the_closed_loop_leaves_no_part_of_it(monkeypatch, tmp_path):
-    plan = ClosedLoop("full", ("p.csv",), tuple(read_cases(PROFILE)))
-    answers = [[[0]] * 4 * len(plan.cases), KeyboardInterrupt]  # as train_grpo's handler of signals does
+@pytest.fixture
+def in_a_run(tmp_path):
+    """What an evaluation needs of a run over the demo's windows: (trainer, resolved run)."""
+    plan = make_plan(Settings(), {PROFILE: "EVAL_PROFILE"}, "full", None, Problems())
+    run = SimpleNamespace(settings=Settings(), folder=tmp_path)
+    trainer = SimpleNamespace(run=run, _tokenizer=mock.Mock(), eos_token_ids=[])
+    trainer._tokenizer.batch_decode = lambda ids, **options: ["[0]"] * len(ids)
+    return trainer, SimpleNamespace(closed_loop=plan, settings=run.settings, exact=False)
+
+
+def test_a_run_that_is_ended_in_the_closed_loop_leaves_no_part_of_it(monkeypatch, in_a_run, tmp_path):
+    trainer, resolved = in_a_run
+    answers = [[[0]] * 4 * 5, KeyboardInterrupt]  # as train_grpo's handler of signals raises it
     completions = mock.Mock(side_effect=answers)
-    monkeypatch.setattr("grpo.evaluate.plant.generate_completions", completions)
-    batch_decode = SimpleNamespace(batch_decode=lambda ids, **options: ["[0]"] * len(ids))
-    trainer = SimpleNamespace(run=SimpleNamespace(settings=Settings(), folder=tmp_path), processing_class=batch_decode)
-    resolved = SimpleNamespace(closed_loop=plan, files=SimpleNamespace(template=""), exact=False)
+    monkeypatch.setattr("grpo.evaluate.models.TrainedModel.complete", completions)
     with pytest.raises(KeyboardInterrupt):
-        measure_closed_loop(resolved, trainer, base=True)
+        measure_simulation(SIMULATOR, resolved, trainer, base=True)
     assert completions.call_count == 2 and not list(tmp_path.iterdir())
 
 
-def test_a_damaged_closed_loop_is_not_taken_over(monkeypatch, tmp_path, caplog):
-    taken = mock.Mock()
-    for name, stand_in in (("new_record", mock.Mock()), ("sampling_of", mock.Mock()), ("keep_models", taken)):
-        monkeypatch.setattr(f"grpo.evaluate.plant.{name}", stand_in)
-    trainer = SimpleNamespace(run=SimpleNamespace(settings=Settings(), folder=tmp_path))
+def test_a_damaged_closed_loop_is_not_taken_over(monkeypatch, in_a_run, tmp_path, caplog):
+    trainer, resolved = in_a_run
     whole = json.dumps(sealed({"start_kwh": 150.0}))
-    for text, times in ((whole, 1), (whole.replace("150", "151"), 1), ('{"start_kwh": 150.0}', 2)):
-        (tmp_path / "closed_loop.json").write_text(text)
-        plant_record(mock.MagicMock(), trainer)
-        assert taken.call_count == times
+    with monkeypatch.context() as patch:
+        patch.setattr("grpo.tasks.tes.record.keep_models", keep := mock.Mock())
+        for text, times in ((whole, 1), (whole.replace("150", "151"), 1), ('{"start_kwh": 150.0}', 2)):
+            (tmp_path / "closed_loop.json").write_text(text)
+            new_record(SIMULATOR, resolved, trainer)
+            assert keep.call_count == times
     assert caplog.text.count("closed_loop.json is damaged") == 1
 
 

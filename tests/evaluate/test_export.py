@@ -41,10 +41,8 @@ def base(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def write_lora(folder: Path, base: Path, size: float) -> Path:
     """A random adapter on all of the attention, whose update is of that size."""
-    generator, shapes = (
-        torch.Generator().manual_seed(0),
-        expected_shapes(read_json(base / "config.json"), RANK, "all-linear"),
-    )
+    generator = torch.Generator().manual_seed(0)
+    shapes = expected_shapes(read_json(base / "config.json"), RANK, "all-linear")
     folder.mkdir()
     save_file({name: size**0.5 * torch.randn(of, generator=generator) for name, of in shapes.items()}, folder / ADAPTER)
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": SCALE * RANK, "target_modules": list(LINEAR_MODULES)}
@@ -104,13 +102,13 @@ def test_logits_are_those_of_base_and_adapter(base, adapter, exported):
 
 @pytest.mark.numeric
 @pytest.mark.parametrize(
-    ("modules", "parameters", "told"),
+    ("modules", "parameters", "where"),
     [
         (["q_proj"], ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], "attention and experts"),
         ([], ["1.mlp.experts.gate_up_proj", "1.mlp.experts.down_proj"], "experts"),
     ],
 )
-def test_experts_merge_as_peft_merges_them(modules, parameters, told, base, tmp_path, capsys):
+def test_experts_merge_as_peft_merges_them(modules, parameters, where, base, tmp_path, capsys):
     """PEFT in float32, on dequantized experts; what is left is one rounding, to the nearest."""
     model = load(base, quantization_config=Mxfp4Config(dequantize=True))
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -131,15 +129,14 @@ def test_experts_merge_as_peft_merges_them(modules, parameters, told, base, tmp_
         limit = 2**-8 * value.abs() + 1e-7 if name in changed else 0  # and what float32 loses where W and B A cancel
         assert ((held[name] - value).abs() <= limit).all(), name
     assert len(changed) == (9 if modules else 2)
-    assert f"merged into its {told}, in BF16" in (tmp_path / "out" / "README.md").read_text()
+    assert f"merged into its {where}, in BF16" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_what_the_adapter_leaves_alone_stays_as_it_is(base, adapter, exported):
     form, out = exported
     before, after = stored(base), stored(out)
-    changed = {
-        name.split(".lora_")[0].removeprefix("base_model.model.") + ".weight" for name in load_file(adapter / ADAPTER)
-    }
+    layers = {name.split(".lora_")[0] for name in load_file(adapter / ADAPTER)}
+    changed = {name.removeprefix("base_model.model.") + ".weight" for name in layers}
     for name, tensor in before.items():
         if form == "bf16" and name.endswith("_scales"):
             continue
@@ -182,39 +179,37 @@ def edited(change, folder: Path) -> None:
     save_file(tensors, folder / ADAPTER)
 
 
-FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+def dequantized(config: Path) -> None:
+    config.write_text(json.dumps(read_json(config) | {"quantization_config": None}))
+
+
+FIRST, EXPERT = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", "x.mlp.experts.lora_A.weight"
 BAD = {
     "no adapter": (lambda a, b: (a / ADAPTER).unlink(), [], "adapter_model.safetensors is not there"),
     "other shapes": (lambda a, b: edited(lambda t: t.update({FIRST: torch.zeros(4, 7)}), a), [], "expected [4, 64]"),
-    "experts": (lambda a, b: edited(lambda t: t.update({"x.mlp.experts.lora_A.weight": torch.zeros(4, 7)}), a), [], "changes more than the attention (x.mlp.experts"),
+    "experts": (lambda a, b: edited(lambda t: t.update({EXPERT: torch.zeros(4, 7)}), a), [], f"attention ({EXPERT}"),
     "not finite": (lambda a, b: edited(lambda t: t[FIRST].fill_(torch.nan), a), [], "holds NaN or infinity"),
     "no base": (lambda a, b: None, ["--model", "./nowhere"], "neither a folder nor a Hub id"),
     "a shard is missing": (lambda a, b: next(b.glob("*.safetensors")).unlink(), [], "Copy the whole checkpoint"),
     "a damaged base": (lambda a, b: next(b.glob("*.safetensors")).write_bytes(b"no"), [], "cannot read"),
-    "not quantized": (lambda a, b: (b / "config.json").write_text(json.dumps({**read_json(b / "config.json"), "quantization_config": None})), [], "Use --to bf16"),
+    "not quantized": (lambda a, b: dequantized(b / "config.json"), [], "Use --to bf16"),
     "no room": (lambda a, b: None, [], "GiB free"),
     "itself": (lambda a, b: None, ["--out", "{base}", "--force"], "would be replaced"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", BAD)
-def test_bad_input_is_told_in_one_line(what, base, adapter, tmp_path, capsys, monkeypatch):
-    change, arguments, message = BAD[what]
+@pytest.mark.parametrize("fault", BAD)
+def test_bad_input_is_one_line(fault, base, adapter, tmp_path, capsys, monkeypatch):
+    change, arguments, message = BAD[fault]
     mine, model = (shutil.copytree(path, tmp_path / "in" / path.name) for path in (adapter, base))
     change(mine, model)
-    if what == "no room":
+    if fault == "no room":
         monkeypatch.setattr("shutil.disk_usage", lambda path: argparse.Namespace(free=2**20))
     before = sorted(tmp_path.rglob("*"))
-    asked = [
-        "--model",
-        str(model),
-        "--out",
-        str(tmp_path / "out"),
-        *(a.format(base=model, adapter=mine) for a in arguments),
-    ]
-    assert main([str(mine), *asked]) == 2
-    told = capsys.readouterr().err.strip()
-    assert message in told and len(told.splitlines()) == 1 and sorted(tmp_path.rglob("*")) == before
+    options = ["--model", str(model), "--out", str(tmp_path / "out"), *(a.format(base=model) for a in arguments)]
+    assert main([str(mine), *options]) == 2
+    printed = capsys.readouterr().err.strip()
+    assert message in printed and len(printed.splitlines()) == 1 and sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_target_is_replaced_with_force_and_only_whole(adapter, base, tmp_path, capsys, monkeypatch):
@@ -235,16 +230,14 @@ def test_gguf_holds_what_was_merged(adapter, exported, tmp_path):
     """Its own test reads every tensor; here one that the adapter changes, and what lies beside it."""
     form, merged = exported
     assert main([str(adapter), "--to", "gguf", "--out", str(tmp_path / "out")]) == 0
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "model.gguf",
-        "Modelfile",
-        "README.md",
-        "config.json",
-    }
+    names = {"model.gguf", "Modelfile", "README.md", "config.json"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
     changed = stored(merged)["model.layers.2.self_attn.o_proj.weight"].view(torch.uint8).numpy().tobytes()
     assert changed in (tmp_path / "out" / "model.gguf").read_bytes()
-    told = (tmp_path / "out" / "Modelfile").read_text()
-    assert "FROM ./model.gguf" in told and "<|start|>user<|message|>{{ .Prompt }}<|end|><|start|>assistant" in told
+    printed = (tmp_path / "out" / "Modelfile").read_text()
+    assert (
+        "FROM ./model.gguf" in printed and "<|start|>user<|message|>{{ .Prompt }}<|end|><|start|>assistant" in printed
+    )
 
 
 @pytest.mark.parametrize("arguments", [[], ["--dry-run", "--out", "x"], ["--to", "int8", "--out", "x"]])

@@ -64,10 +64,9 @@ def test_an_adapter_with_its_card(run, hub, tmp_path, capsys):
 def test_a_merged_model(run, hub, tmp_path, capsys):
     asked = [str(run), "--out", str(tmp_path / "out"), "--push", "me/merged"]
     assert main([*asked, "--dry-run"]) == 0 and not hub.asked
-    told = capsys.readouterr().out
-    assert (
-        "would be uploaded to me/merged" in told and "  model.safetensors  392," in told and "Held-out reward" in told
-    )
+    printed = capsys.readouterr().out
+    for words in ("would be uploaded to me/merged", "  model.safetensors  392,", "Held-out reward"):
+        assert words in printed
     assert main([*asked, "--force"]) == 0
     files = hub.repos["models", "me/merged"].files
     assert set(load(files["model.safetensors"])) and "library_name: transformers" in files["README.md"].decode()
@@ -76,22 +75,18 @@ def test_a_merged_model(run, hub, tmp_path, capsys):
 @pytest.mark.parametrize("repo", ["bad name", "me/two words", "me/a--b", "me/x.git", "x", "me/" + 97 * "a"])
 def test_a_dry_run_refuses_what_the_hub_would(run, hub, capsys, repo):
     assert main([str(run), "--push", repo, "--dry-run"]) == 2
-    told = capsys.readouterr()
-    assert told.err.startswith(f"--push {repo}: ") and not told.out and not hub.asked
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"--push {repo}: ") and not printed.out and not hub.asked
 
 
 @pytest.mark.parametrize(
     ("token", "repo", "code", "message"),
-    [
-        ("hf_wrong", "me/x", 2, "Invalid user token"),
-        (TOKEN, "x", 2, "user/name"),
-        (STRANGER, "me/x", 1, "no write access"),
-    ],
+    [("hf_wrong", "me/x", 2, "Invalid user token"), (STRANGER, "me/x", 1, "no write access")],
 )
 def test_what_the_hub_refuses(run, hub, tmp_path, capsys, monkeypatch, token, repo, code, message):
     """Before the export where that can be known; what was written stays."""
     monkeypatch.setenv("HF_TOKEN", token)
     assert main([str(run), "--out", str(tmp_path / "out"), "--push", repo]) == code
-    told = capsys.readouterr().err.splitlines()[-1]
-    assert told.startswith("--push") and message in told and "hf auth login" in told
+    printed = capsys.readouterr().err.splitlines()[-1]
+    assert printed.startswith("--push") and message in printed and "hf auth login" in printed
     assert (tmp_path / "out").exists() == (code == 1)

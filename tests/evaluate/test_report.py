@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import html
 import json
 import re
@@ -21,14 +22,9 @@ from grpo.data.files import data_fingerprint, read_rows
 from grpo.evaluate import run_data
 from grpo.evaluate.figures import CURVES, curve, panel
 from grpo.evaluate.page import write_report
-from grpo.evaluate.report import plant_verdict, reward_verdict
-from grpo.evaluate.run_data import Run, read_examples, read_metrics, read_run
-from grpo.run.logs import METRICS
+from grpo.evaluate.report import reward_verdict
+from grpo.evaluate.run_data import read_examples, read_metrics, read_run
 from grpo.settings import Problems
-
-
-def run_of(evaluation: dict | None = None, closed_loop: dict | None = None) -> Run:
-    return Run(Path("x"), pandas.DataFrame(columns=list(METRICS)), {}, evaluation or {}, closed_loop or {}, {})
 
 
 def completion_row(step: int, text: str = "[1]", **cells: object) -> dict[str, object]:
@@ -84,10 +80,12 @@ def test_the_page_of_a_full_run_is_one_file_without_network_and_tells_all(full):
         assert base64.b64decode(source.removeprefix("data:image/png;base64,")).startswith(b"\x89PNG")
     text = text_of(full)
     words = [
-        "\u5b9f\u9a13: training report", "30 of 30", "Held-out reward changed by +0.200", "At the plant regret went from",
-        "Load the adapter in best/: step 10 is the best.", "0.400 (0.370 to 0.430)", "base model, greedy", "|always 0|",
+        "\u5b9f\u9a13: training report", "30 of 30", "Held-out reward changed by +0.200",
+        "At the plant regret went from", "Load the adapter in best/: step 10 is the best.",
+        "0.400 (0.370 to 0.430)", "base model, greedy", "|always 0|",
         "|20.0 (15.0 to 22.0)|", "1 of 90", "characters left out", "|rollouts|", "|yes|", "|a GPU|",
-        "step 1, days:1: action 1, best 1,\nreward 0.9, 7 tokens", "\u51b7\u623f \ufffd[31m\nline\ufffdback <|message|>[1]",
+        "step 1, days:1: action 1, best 1,\nreward 0.9, 7 tokens",
+        "\u51b7\u623f \ufffd[31m\nline\ufffdback <|message|>[1]",
     ]  # fmt: skip
     assert [word for word in words if word not in text] == []
     assert "someone" not in text and "|DATA|" in text and "|LORA_R|" not in text
@@ -97,15 +95,11 @@ VERDICTS = [(0.1, 0.3, "is better than"), (-0.1, 0.3, "cannot tell"), (-0.3, -0.
 
 
 @pytest.mark.parametrize("low, high, words", [*VERDICTS, (None, None, "cannot tell")])
-def test_verdicts_follow_the_interval(low, high, words):
-    """Reward is better when it is higher, regret when it is lower."""
+def test_the_verdict_follows_the_interval(full, low, high, words):
     difference = {"reward": 0.2, "reward_low": low, "reward_high": high}
-    verdict = reward_verdict(run_of(EVALUATION | {"difference": difference}))
+    run = dataclasses.replace(read_run(full), evaluation=EVALUATION | {"difference": difference})
+    verdict = reward_verdict(run)
     assert words in verdict and "+0.200" in verdict and ("95% interval" in verdict) == (low is not None)
-    record = closed_loop()
-    record["difference"] |= {"regret_percent_low": high and -high, "regret_percent_high": low and -low}
-    verdict = plant_verdict(run_of(closed_loop=record))
-    assert words in verdict and "-9.0" in verdict and "unserved: 0.0 kWh before, 7.0 after" in verdict
 
 
 @pytest.mark.parametrize("steps, figures", [(0, 0), (1, 0), (3, 7)])
@@ -143,14 +137,9 @@ def test_markup_is_escaped_in_every_place_a_run_can_put_it(tmp_path):
     record = {"settings": dict.fromkeys(names, evil), "sources": {evil: evil, "DATA": evil}}
     record |= {"machine": {"gpu": evil}, "choices": {"rollouts": [evil, evil], evil: [True, evil]}}
     columns = {"prompt_id": evil, "parsed_action": evil, "best_action": evil, "tokens": evil}
-    folder = write_run(
-        tmp_path / f"run {evil.replace('/', '')}",
-        [metrics_row(1, time=evil), metrics_row(2, time=evil)],
-        [completion_row(1, evil, **columns)],
-        settings=record,
-        evaluation=EVALUATION | {"constant_action": evil},
-        closed_loop=closed_loop(evil),
-    )
+    files = {"settings": record, "evaluation": EVALUATION | {"constant_action": evil}, "closed_loop": closed_loop(evil)}
+    rows, samples = [metrics_row(1, time=evil), metrics_row(2, time=evil)], [completion_row(1, evil, **columns)]
+    folder = write_run(tmp_path / f"run {evil.replace('/', '')}", rows, samples, **files)
     (folder / "best").mkdir()
     (folder / "best" / "best.json").write_text(json.dumps({"in_words": evil}))
     logged = pandas.read_csv(folder / "completions.csv").assign(prompt=evil)

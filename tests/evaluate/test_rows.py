@@ -19,7 +19,7 @@ from stub_vllm import stub_engine
 from grpo.data import files
 from grpo.data.files import data_fingerprint
 from grpo.data.heldout import date_of, hold_out
-from grpo.evaluate import rows as any_rows
+from grpo.evaluate import by_hand
 from grpo.run.durable import read_sealed
 from grpo.settings import Problems
 
@@ -32,14 +32,14 @@ SETTINGS = {
 
 def forecasts(days):
     """Four hours a day: will it rain? The wind decides, and more or less surely."""
-    made = []
+    rows = []
     for day in range(days):
         for hour in (6, 10, 14, 18):
             wind = (7 * day + 5 * hour) % 40
             question = f"Day {day}, {hour}:00, wind {wind} m/s. Will it rain? Answer [0] no or [1] yes."
             date = f"2025-{1 + day // 28:02}-{1 + day % 28:02}"
-            made.append([date, question, "yes" if wind > 20 else "no", 1 - wind / 40, wind / 40])
-    return made
+            rows.append([date, question, "yes" if wind > 20 else "no", 1 - wind / 40, wind / 40])
+    return rows
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +75,7 @@ def test_a_run_without_a_plant_does_not_mention_one(weather):
     for text in (weather.output, *cards, report):
         assert text and not [word for word in ("plant", "closed loop", "unserved") if word in text.lower()]
     assert not (folder / "closed_loop.json").exists()
-    assert weather.split.reason.partition("(")[0] in report and "Will it rain?" in report, (
-        "which rows, and their prompts"
-    )
+    assert weather.split.reason.partition("(")[0] in report and "Will it rain?" in report
 
 
 def test_the_same_command_continues_with_the_same_rows(weather):
@@ -111,10 +109,8 @@ def test_the_command_scores_any_rows_as_the_run_does(weather, capsys, monkeypatc
     shown = capsys.readouterr()
     for words in ("20 rows, rewards action x 1", "exact at 0.5", "base model, greedy", "adapter - base", "oracle"):
         assert words in shown.out
-    result, own = (
-        json.loads((weather.folder / "evaluation-held.json").read_text()),
-        read_sealed(weather.folder / "evaluation.json"),
-    )
+    result = json.loads((weather.folder / "evaluation-held.json").read_text())
+    own = read_sealed(weather.folder / "evaluation.json")
     for part in ("before", "before_greedy", "after", "after_greedy"):
         assert result[part]["reward"] == pytest.approx(own[part]["reward"], abs=1e-5), part
         assert result[part]["functions"]["action"] == pytest.approx(own[part]["functions"]["action"], abs=1e-5)
@@ -147,9 +143,9 @@ def test_rows_without_actions_are_sampled_and_scored_by_a_function(
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "short_answers", raising=False)
     if engine == "vLLM":
-        monkeypatch.setattr("grpo.evaluate.standalone.start_engine", stub_engine)
-        monkeypatch.setattr(any_rows, "read_machine", lambda: H100)
-        monkeypatch.setattr(any_rows, "choose_rollouts", lambda *given: (True, "a stub"))
+        monkeypatch.setattr("grpo.evaluate.models.start_engine", stub_engine)
+        monkeypatch.setattr(by_hand, "read_machine", lambda: H100)
+        monkeypatch.setattr(by_hand, "choose_rollouts", lambda *arguments: (True, "a stub"))
     write_csv(tmp_path / "a.csv", ["prompt", "note"], [[f"question {n}", n / 10] for n in range(6)])
     monkeypatch.setenv("MAX_COMPLETION_LEN", "12")
     arguments = [str(saved_adapter), "--model", "tiny", "--data", "a.csv", "--rewards", "short_answers:short"]

@@ -33,7 +33,11 @@ def test_frame_shows_what_a_run_is_doing(tmp_path):
     (folder / "training.log").write_text("12:00:00 W train_grpo: parse rate fell\n")
     text = text_of(folder)
     words = ["20 of 30, about 2 min left, until", "0.500, mean of the last 10: 0.455", "0.90, clipped 0.10"]
-    words += ["61.5 GiB, busy 87 %", "0.512, plant regret 12.3 % after step 10", "W train_grpo: parse rate fell"]
+    words += [
+        "61.5 GiB, busy 87 %",
+        "held-out reward 0.512, plant_regret 12.3 after step 10",
+        "W train_grpo: parse rate fell",
+    ]
     assert [word for word in words if word not in text] == []
     assert max(map(len, text.splitlines())) <= 100
     text = text_of(write_run(tmp_path / "cpu", [metrics_row(1)]))
@@ -74,15 +78,14 @@ def test_warnings_are_the_last_ones_and_harmless(tmp_path):
     assert watch.read_warnings(log) == []
     lines = [f"12:00:{i:02} {'WIEC'[i % 4]} train_grpo: line {i}\n  Traceback of it" for i in range(20)]
     log.write_text("\n".join(lines) + "\n12:01:00 W x: \x1b[2Jred\u51b7\n12:01:01 I W x", encoding="utf-8")
-    found = watch.read_warnings(log)
-    assert [line.split(": ")[1] for line in found] == ["line 16", "line 18", "line 19", " [2Jred\u51b7"]
+    warnings = watch.read_warnings(log)
+    assert [line.split(": ")[1] for line in warnings] == ["line 16", "line 18", "line 19", " [2Jred\u51b7"]
     with log.open("a", encoding="utf-8") as file:
         file.write(f"\n12:01:02 W train_grpo: {banner_text('in a | box')}\n12:01:03 W train_grpo: plain\n| no box |\n")
-    assert [line[9:] for line in watch.read_warnings(log)][-2:] == ["W train_grpo: in a | box", "W train_grpo: plain"]
-    wide = " ".join(f"word{n}" for n in range(30))
-    with log.open("a", encoding="utf-8") as file:
+        wide = " ".join(f"word{n}" for n in range(30))
         file.write(f"12:01:04 W train_grpo: {banner_text(wide)}\n12:01:05 I train_grpo: plain\n")
-    assert watch.read_warnings(log)[-1] == f"12:01:04 W train_grpo: {wide}"
+    shown = [line.removeprefix("12:01:0") for line in watch.read_warnings(log)][-3:]
+    assert shown == ["2 W train_grpo: in a | box", "3 W train_grpo: plain", f"4 W train_grpo: {wide}"]
 
 
 def test_without_a_terminal_it_prints_one_picture(tmp_path):

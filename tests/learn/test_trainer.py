@@ -18,7 +18,7 @@ from trainers import batch, loss_and_gradients, make, plain_float32, plain_trl, 
 from trl import GRPOTrainer
 
 from grpo.data.prompts import sampling_seed
-from grpo.evaluate.heldout import generate_completions
+from grpo.evaluate.models import TrainedModel
 from grpo.learn.trainer import Trainer
 from grpo.model.packing import cut_micro_batches
 from grpo.settings import FIELDS
@@ -249,7 +249,7 @@ def test_a_prompt_is_tokenized_once_for_all_its_completions(tiny, tmp_path):
     trainer.processing_class = lambda text: asked.append(list(text)) or tokenizer(text=text)
     assert trainer._tokenize_prompts([a, a, b, a]) == expected
     trainer.generate = lambda prompt_ids, *rest: (prompt_ids, None)
-    assert generate_completions(trainer, [a, a, b, a], 2, base=False) == expected[0]
+    assert TrainedModel(trainer).complete([a, a, b, a], 2) == expected[0]
     assert asked == [[a, b]] * 2
 
 

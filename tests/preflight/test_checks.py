@@ -17,12 +17,12 @@ from machines import CPU, H100, only
 from grpo.plan.hub import REAL_CONFIG, ModelFiles, config_digest
 from grpo.plan.memory import Shapes
 from grpo.preflight import banner, checks, resolve
-from grpo.preflight.choices import ClosedLoop
 from grpo.run.durable import write_sealed
 from grpo.run.folder import RunState
 from grpo.run.logs import banner_text
 from grpo.run.ranks import Ranks
 from grpo.settings import FIELDS, Problems, Settings, load_settings
+from grpo.tasks.simulator import SimulationPlan
 
 HEADER = ["prompt", "reward_action_0", "reward_action_1"]
 USER_HEADER = ["user", *HEADER[1:]]
@@ -124,7 +124,9 @@ def test_expected_rewards_that_cannot_be_are_refused_where_they_were_asked_for(t
 
 
 def test_expected_rewards_are_on_by_themselves(tmp_path):
-    resolved = checks.preflight(CLEAN | {"MODEL_ID": "tiny", "OUTPUT_DIR": str(tmp_path), "REWARDS": "format,regret"}, CPU)
+    resolved = checks.preflight(
+        CLEAN | {"MODEL_ID": "tiny", "OUTPUT_DIR": str(tmp_path), "REWARDS": "format,regret"}, CPU
+    )
     assert resolved.expected_reward and resolved.looked_up == (1,)
     assert "format" not in resolved.reasons["expected_reward"] and "regret" in resolved.reasons["expected_reward"]
     record = checks.run_records(resolved)["settings.json"]["choices"]
@@ -293,12 +295,18 @@ def test_the_plan_says_how_many_answers_evaluations_ask_for(tiny_run):
     assert "that asks" in dict(banner.facts(sampled))
     for changes in ({"EVAL_SAMPLES": 4}, {"TOP_P": 0.9}):
         assert "that asks" not in dict(banner.facts(tiny_run(**changes)))
-    plant = {"settings": Settings(), "eval_rows": sampled.eval_rows[:10], "closed_loop": ClosedLoop("full")}
+    plant = {
+        "settings": Settings(),
+        "eval_rows": sampled.eval_rows[:10],
+        "closed_loop": SimulationPlan(runs=True, rollouts=30),
+    }
     answers = "3 times, and twice greedily: 140 answers to held-out rows"
     hours = "150 rollouts of the closed loop, one after the other; training: 100 rollouts of 96 completions"
     assert banner.asked_text(dataclasses.replace(sampled, **plant)) == f"{answers} and {hours}"
     settings = Settings(EVAL_STEPS=0, INIT_ADAPTER="a")
-    other = dataclasses.replace(sampled, settings=settings, eval_rows=sampled.eval_rows[:1], closed_loop=ClosedLoop())
+    other = dataclasses.replace(
+        sampled, settings=settings, eval_rows=sampled.eval_rows[:1], closed_loop=SimulationPlan()
+    )
     assert banner.asked_text(other).startswith("3 times, and twice greedily: 14 answers to held-out rows; training")
 
 
@@ -507,7 +515,7 @@ def test_rows_of_the_plant_need_a_profile_for_the_closed_loop(tiny_run, tmp_path
     own, profile = tmp_path / "own.csv", "data/profile_heldout.csv"
     shutil.copy(ROOT / "data/tes_heldout_compact.csv", own)
     resolved = tiny_run(EVAL_SAMPLES=8, EVAL_DATA=own)
-    assert not resolved.closed_loop.prompt and resolved.best_by == "reward"
+    assert not resolved.closed_loop.runs and resolved.best_by == "reward"
     assert dict(banner.facts(resolved))["closed loop"].startswith("off: set EVAL_PROFILE to the hourly profile")
     refused = tiny_run(EVAL_SAMPLES=8, EVAL_DATA=own, BEST_BY="plant")
     assert "BEST_BY: the closed loop does not run (set EVAL_PROFILE" in only(refused.problems)

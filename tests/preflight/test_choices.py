@@ -9,9 +9,9 @@ import math
 import pytest
 from conftest import ROOT
 
-from grpo.data.files import Row, read_csv
+from grpo.data.files import Row
 from grpo.preflight import choices
-from grpo.settings import Problems, Settings, load_settings
+from grpo.settings import Settings, load_settings
 
 FA3, FA4 = "flash-attn-3", "flash-attn-4"
 BARE = Row("old.csv", 1, (("user", "x"),), (0.5, 0.5), {})
@@ -40,13 +40,8 @@ def test_expected_reward_says_why_it_is_off(changes, tables, names, word):
     assert choices.choose_expected_reward(Settings(), rows[:1], ["regret"])[0]
 
 
-def closed_loop(changes, kind, engine, chosen):
-    settings = Settings(**{"EVAL_PROFILE": choices.DEMO_PROFILE} | changes)
-    return choices.choose_closed_loop(settings, kind, engine, chosen)
-
-
-def evaluation(changes, parameters=1, kind=None, engine=False, opened=False, actions=True):
-    return choices.choose_evaluation(Settings(**changes), engine, parameters, kind, opened, actions)
+def evaluation(changes, parameters=1, why_sampled="", engine=False, opened=False, actions=True):
+    return choices.choose_evaluation(Settings(**changes), engine, parameters, why_sampled, opened, actions)
 
 
 def best(changes, heldout=9, closed_loop=True):
@@ -96,24 +91,15 @@ CHOICES = [  # A function, its arguments, the choice, and words of the reason.
     (choices.choose_experts, (KINDS[1:], ["mxfp4", "paged"]), "mxfp4", "do not fit"),
     (choices.choose_experts, (KINDS[1:3], ()), "mxfp4", "do not fit"),
     (choices.choose_experts, (["bf16"], ()), "bf16", "not quantized"),
-    (closed_loop, ({}, "full", True, False), True, "plant's (full)"),
-    (closed_loop, ({"MODEL_ID": "tiny"}, "compact", False, False), True, "plant's (compact)"),
-    (closed_loop, ({"EVAL_SAMPLES": 0}, "full", True, True), False, "EVAL_SAMPLES=0"),
-    (closed_loop, ({"EVAL_PROFILE": " "}, "full", True, True), False, "EVAL_PROFILE is empty"),
-    (closed_loop, ({"EVAL_PROFILE": None}, "full", True, False), False, "set EVAL_PROFILE to the hourly profile"),
-    (closed_loop, ({"EVAL_PROFILE": None}, None, True, False), False, "no held-out prompts are those of the plant"),
-    (closed_loop, ({}, None, True, True), False, "no held-out prompts are those of the plant"),
-    (closed_loop, ({}, "full", False, False), False, "transformers too long"),
-    (closed_loop, ({}, "full", False, True), True, "plant's"),
-    (evaluation, ({}, 230_000, "compact"), True, "0.23M parameters"),
+    (evaluation, ({}, 230_000), True, "0.23M parameters"),
     (evaluation, ({}, 10_000_000), True, "10M parameters"),
-    (evaluation, ({}, 10_000_001, "compact"), False, "too long"),
-    (evaluation, ({}, 230_000, "compact", True), False, "vLLM generates"),
-    (evaluation, ({}, 230_000, "full"), False, "full prompts"),
+    (evaluation, ({}, 10_000_001), False, "too long"),
+    (evaluation, ({}, 230_000, "", True), False, "vLLM generates"),
+    (evaluation, ({}, 230_000, "full prompts are too long"), False, "full prompts"),
     (evaluation, ({"TOP_P": 0.9},), False, "do not know TOP_P below 1"),
     (evaluation, ({"MAX_COMPLETION_LEN": 7},), False, "short MAX_COMPLETION_LEN"),
-    (evaluation, ({}, 1, None, False, True), False, "opened channels"),
-    (evaluation, ({}, 1, None, False, False, False), False, "no actions"),
+    (evaluation, ({}, 1, "", False, True), False, "opened channels"),
+    (evaluation, ({}, 1, "", False, False, False), False, "no actions"),
     (evaluation, ({"EVAL_SAMPLES": 0},), False, "EVAL_SAMPLES=0"),
     (best, ({},), "plant", "closed loop runs"),
     (best, ({}, 9, False), "reward", "measured on the held-out rows"),
@@ -134,31 +120,13 @@ def test_only_hub_kernels_are_warned_of():
     assert all(choices.attention_warning(attention) is None for attention in choices.ATTENTION)
 
 
-def test_the_plan_reads_the_profiles_and_names_their_problems(tmp_path, good_csv):
-    problems, settings = Problems(), Settings(EVAL_PROFILE=choices.DEMO_PROFILE)
-    rows = read_csv(ROOT / "data" / "tes_heldout.csv", problems)
-    plan, reason = choices.plan_closed_loop(settings, rows, True, False, problems)
-    assert plan.prompt == "full" and len(plan.cases) == 5 and plan.profiles == ("data/profile_heldout.csv",)
-    assert not problems and "5 windows of data/profile_heldout.csv, 30 decisions" in reason
-    other, reason = choices.plan_closed_loop(settings, read_csv(good_csv, problems), True, True, problems)
-    assert not other.prompt and "no held-out prompts are those of the plant" in reason and not problems
-    assert plan.has_plant and other.has_plant, "EVAL_PROFILE is named"
-    own, _ = choices.plan_closed_loop(Settings(), read_csv(good_csv, problems), True, False, problems)
-    assert not own.prompt and not own.has_plant
-    assert choices.plan_closed_loop(Settings(), rows, True, False, problems)[0].has_plant, "the rows are the plant's"
-    (tmp_path / "bad.csv").write_text("datetime,co2,load\n2025-07-01 08:00,410,3\n")
-    settings = Settings(EVAL_PROFILE=f"{tmp_path}/bad.csv,{tmp_path}/none.csv")
-    assert not choices.plan_closed_loop(settings, rows, True, False, problems)[0].prompt
-    text = "\n".join(problems)
-    assert "none.csv" in text and "bad.csv, row 1 (line 2), column 'co2': '410' is more than 2 kg/kWh" in text
-
-
+DEMO_PROFILE = "data/profile_heldout.csv"
 DEMO_ROWS, OWN = "data/tes_heldout_compact.csv", "tests/run/fixtures/rows.csv"
 DEMOS = [  # Variables, and the EVAL_DATA and EVAL_PROFILE that they come to.
-    ({}, ("data/tes_heldout.csv", choices.DEMO_PROFILE)),
-    ({"MODEL_ID": "tiny"}, (DEMO_ROWS, choices.DEMO_PROFILE)),
-    ({"DATA": "data/tes_train_compact.csv", "EVAL_DATA": DEMO_ROWS}, (DEMO_ROWS, choices.DEMO_PROFILE)),
-    ({"DATA": str(ROOT / "data/tes_train_compact.csv")}, (DEMO_ROWS, choices.DEMO_PROFILE)),
+    ({}, ("data/tes_heldout.csv", DEMO_PROFILE)),
+    ({"MODEL_ID": "tiny"}, (DEMO_ROWS, DEMO_PROFILE)),
+    ({"DATA": "data/tes_train_compact.csv", "EVAL_DATA": DEMO_ROWS}, (DEMO_ROWS, DEMO_PROFILE)),
+    ({"DATA": str(ROOT / "data/tes_train_compact.csv")}, (DEMO_ROWS, DEMO_PROFILE)),
     ({"TASK": "gsm8k", "MODEL_ID": "tiny"}, ("data/gsm8k_heldout.jsonl", None)),
     ({"EVAL_PROFILE": ""}, ("data/tes_heldout.csv", "")),
     ({"EVAL_PROFILE": "mine.csv"}, ("data/tes_heldout.csv", "mine.csv")),

@@ -22,7 +22,7 @@ from engines import prompts_of, set_adapter, trainer_with_engine
 from machines import H100
 from stub_vllm import SYNCS, StubLLM, StubLoRARequest, StubSampling
 
-from grpo.evaluate.heldout import generate_completions
+from grpo.evaluate.models import TrainedModel
 from grpo.learn.timer import UtilizationSampler
 from grpo.phases import Phase
 from grpo.plan.hub import DOWNLOAD_GIB, REAL_CONFIG
@@ -161,7 +161,7 @@ def test_an_evaluation_of_the_base_leaves_the_adapter_out(build, monkeypatch):
     set_adapter(trainer, 1)
     monkeypatch.setattr(trainer.run.engine, "rollout", lambda *given: asked.append(given) or ([[2]] * 4, [[0.0]] * 4))
     for base in (True, False):
-        generate_completions(trainer, [row.prompt for row in trainer.run.rows], 1, base)
+        TrainedModel(trainer).complete([row.prompt for row in trainer.run.rows], base=base)
     expected = [(prompts_of(trainer), active, trainer.run.settings.EVAL_TEMPERATURE) for active in (False, True)]
     assert [(given[1], *given[3:]) for given in asked] == expected
 
@@ -182,7 +182,7 @@ def test_an_evaluation_has_its_own_temperature_and_no_log_probs(build, monkeypat
         assert texts == trainer.processing_class.batch_decode(
             engine.rollout(trainer.model, prompts, 2, temperature=0.0)[0]
         )
-    assert generate_completions(trainer, [row.prompt for row in trainer.run.rows], 1, False, temperature=temperature)
+    assert TrainedModel(trainer).generate([row.prompt for row in trainer.run.rows], 1, 0, temperature, False)
     assert asked[-1].temperature == temperature
 
 

@@ -21,7 +21,7 @@ from conftest import ROOT, SCRIPT, run_script
 from runs import ASKED, SETTINGS, assert_same_run, environment, finish, go_on, has_line, start_held, wait_until
 
 import train_grpo
-from grpo.evaluate import heldout
+from grpo.evaluate.heldout import HeldoutEvaluation
 from grpo.run import ending
 from grpo.run.ending import SIGNALS, StopRequest
 from grpo.run.folder import COMPLETE, last_checkpoint
@@ -54,16 +54,16 @@ def user_module(monkeypatch, tmp_path):
 @pytest.mark.parametrize("during", ["before", "after"])
 def test_a_signal_in_an_evaluation_ends_it_at_once(run_here, monkeypatch, tmp_path, during):
     """It may be long. Before training nothing is lost by it; after it the zip is still made."""
-    real = heldout.evaluate
+    real = HeldoutEvaluation.measure
 
-    def evaluate(trainer, rows, exact, base=False, greedy=False):
+    def measure(self, base=False, greedy=False):
         if base and during == "after":
-            return real(trainer, rows, exact, base, greedy)
+            return real(self, base, greedy)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(5)
         raise AssertionError("the signal did not end it")
 
-    monkeypatch.setattr("grpo.evaluate.heldout.evaluate", evaluate)
+    monkeypatch.setattr(HeldoutEvaluation, "measure", measure)
     code, log = run_here(EVAL_SAMPLES=1, TOTAL_STEPS=2, OVERWRITE=1)
     again = "the same command WITHOUT OVERWRITE=1"
     assert code == 143 and "finishing this step" not in log

@@ -13,7 +13,7 @@ from hub_server import HubServer
 
 from grpo.run.logs import COMPLETIONS, METRICS
 from grpo.settings import FIELDS, TASKS, choices, load_settings
-from grpo.tasks import gsm8k
+from grpo.tasks.gsm8k import dataset as gsm8k
 from grpo.tasks.tes.dataset import SEED
 
 SHORT = "def short(completions, **columns): return [-len(text) / 1000 for text in completions]\n"

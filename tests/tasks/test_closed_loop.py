@@ -32,8 +32,9 @@ from grpo.tasks.tes.closed_loop import (
 from grpo.tasks.tes.dataset import rows_csv, trajectory
 from grpo.tasks.tes.plant import HOURS, Plant, solve
 from grpo.tasks.tes.profiles import ProfileError
-from grpo.tasks.tes.prompts import prompt_kind, render_full, renderer
-from grpo.tasks.tes.record import add_policy, keep_models, new_record, read_cases, run_exact, run_model, table
+from grpo.tasks.tes.prompts import prompt_kind, renderer
+from grpo.tasks.tes.record import ClosedLoopPlan, add_policy, keep_models, new_record, read_cases, run_exact, run_model
+from grpo.tasks.tes.simulator import SIMULATOR
 
 PLANT = Plant()
 CASES = read_cases(ROOT / "data" / "profile_heldout.csv")
@@ -58,10 +59,10 @@ def test_the_best_action_of_the_exact_values_reproduces_the_optimum(start, decis
         assert priced == pytest.approx(-PLANT.cost_scale * value + start * PLANT.cost_scale * price, abs=1e-6)
 
 
-@pytest.mark.parametrize(("decisions", "day"), ((30, 3), (10, 1), (11, 2), (1, 1)))
-def test_what_is_left_is_priced_by_the_day_after_the_last_decision(decisions, day):
-    low5 = sum(sorted(WINDOWS[0].co2[day].tolist())[:5]) / 5
-    assert end_price(WINDOWS[0], PLANT, decisions) == pytest.approx(low5 / 4)
+def test_what_is_left_is_priced_by_the_day_after_the_last_decision():
+    for decisions, day in ((30, 3), (10, 1), (11, 2), (1, 1)):
+        low5 = sum(sorted(WINDOWS[0].co2[day].tolist())[:5]) / 5
+        assert end_price(WINDOWS[0], PLANT, decisions) == pytest.approx(low5 / 4)
 
 
 @pytest.mark.parametrize("action", range(4))
@@ -139,7 +140,7 @@ def test_which_plant_the_prompts_are_of():
     full, compact = ([row.messages for row in read_csv(ROOT / "data" / n, Problems())[:3]] for n in names)
 
     def edited(messages, old, new):
-        return [[(role, text.replace(old, new)) for role, text in one] for one in messages]
+        return [[(role, text.replace(old, new)) for role, text in conversation] for conversation in messages]
 
     assert prompt_kind(full) == "full" and prompt_kind(compact) == "compact"
     for other in (
@@ -174,8 +175,12 @@ def test_votes_and_unreadable_answers():
         model_policy(lambda *_: ["", ""], str, 3, unparsed)(states[:1])
 
 
-def record_of(cases=CASES, samples=1, vote=False, hours=72, **sampling):
-    return new_record(cases, ["p.csv"], samples, vote, sampling, hours=hours)
+def plan_of(cases=CASES, **options):
+    return ClosedLoopPlan(profiles=("p.csv",), cases=tuple(cases), **options)
+
+
+def record_of(cases=CASES, samples=1, exact=False, seed=1, **options):
+    return new_record(plan_of(cases, **options), Settings(SEED=seed), samples, exact)
 
 
 def answering(*answers, unparsed_at=()):
@@ -190,34 +195,23 @@ def answering(*answers, unparsed_at=()):
 
 
 def test_it_says_which_decision_of_which_pass_it_is_at():
-    def parts_while_asked(run, answers):
-        parts = []
+    record, cases, phases = record_of(CASES[:2]), CASES[:2], []
 
-        def noted(*asked):
-            parts.append([phase.label or phase.count for phase in Phase.active])
-            return answers(*asked)
+    def ask(prompts, samples, hour):
+        phases.append([phase.label or phase.count for phase in Phase.active])
+        return answering("[1]")(prompts, samples, hour)
 
-        with Phase("closed loop", first_s=1000):
-            run(noted)
-        return parts
-
-    record, cases = record_of(CASES[:2]), CASES[:2]
-    for name, label in (("base", ""), ("base_greedy", "greedy")):
-        parts = parts_while_asked(
-            lambda ask, name=name: run_model(record, name, cases, ask, render_full), answering("[1]")
-        )
-        assert [part[-1] for part in parts] == [f"decision {n} of 30" for n in range(30)]
-        assert {tuple(part[:-1]) for part in parts} == {("closed loop", label)}
-    likeliest = lambda prompts, greedy: np.tile([0.0, 1.0, 0.0, 0.0], (len(prompts), 1))  # noqa: E731
-    exact = new_record(cases, ["p.csv"], 1, False, {}, exact=True)
-    parts = parts_while_asked(lambda chances: run_exact(exact, "base", cases, chances, render_full), likeliest)
-    assert [part[1] for part in parts] == ["greedy"] * 30 + [f"decision {n} of 30" for n in range(30)]
+    with Phase("closed loop", first_s=1000):
+        run_model(plan_of(cases), record, "base", ask)
+        run_model(plan_of(cases), record, "base_greedy", ask)
+    decisions = [f"decision {n} of 30" for n in range(30)]
+    assert phases == [["closed loop", label, decision] for label in ("", "greedy") for decision in decisions]
 
 
 def test_the_record_adds_up():
     record = record_of(samples=2)
-    run_model(record, "base", CASES, answering("[1]"), render_full)
-    run_model(record, "trained", CASES, answering("[1]", unparsed_at=(3, 4)), render_full)
+    run_model(plan_of(), record, "base", answering("[1]"))
+    run_model(plan_of(), record, "trained", answering("[1]", unparsed_at=(3, 4)))
     check_schema(record, {"base", "trained"})
     totals = record["totals"]
     assert list(totals)[:3] == ["base", "trained", "optimum"]
@@ -234,12 +228,9 @@ def test_the_record_adds_up():
     gap = totals["trained"]["regret_percent"] - totals["base"]["regret_percent"]
     assert change["regret_percent"] == pytest.approx(gap, abs=1e-4)
     assert change["regret_percent_low"] <= change["regret_percent"] <= change["regret_percent_high"]
-    text = table(record)
-    assert (
-        "follow_the_load" in text
-        and f"{4 * len(CASES)} of {60 * len(CASES)}" in text
-        and "trained against base" in text
-    )
+    text = SIMULATOR.table(record)
+    for words in ("follow the load", f"{4 * len(CASES)} of {60 * len(CASES)}", "trained against base"):
+        assert words in text
 
 
 def test_passes_are_averaged_and_the_first_is_shown():
@@ -251,9 +242,9 @@ def test_passes_are_averaged_and_the_first_is_shown():
     shown = [a for a in first["policies"]["base"]["actions"] if a is not None]
     unparsed = [entry["policies"]["base"]["unparsed"] for entry in record["windows"]]
     assert shown == [0] * 30 and unparsed == [4, 6]
-    for entry, one in ((first, "always_0"), (second, "always_1")):
+    for entry, rule in ((first, "always_0"), (second, "always_1")):
         for key, value in entry["policies"]["base"]["mean"].items():
-            mean = (entry["policies"][one]["mean"][key] + entry["policies"]["always_3"]["mean"][key]) / 2
+            mean = (entry["policies"][rule]["mean"][key] + entry["policies"]["always_3"]["mean"][key]) / 2
             assert value == pytest.approx(mean, abs=1e-5)
     total = record["totals"]["base"]
     assert total["answers"] == 120 and total["unparsed"] == 10
@@ -262,7 +253,7 @@ def test_passes_are_averaged_and_the_first_is_shown():
 
 def test_a_vote_decides_each_hour():
     record = record_of(CASES[:3], samples=3, vote=True)
-    run_model(record, "base", CASES[:3], answering("[2]", "[0]", "[2]"), render_full)
+    run_model(plan_of(CASES[:3], vote=True), record, "base", answering("[2]", "[0]", "[2]"))
     mine, rule = (record["totals"][name] for name in ("base", "always_2"))
     assert mine["co2_kg"] == rule["co2_kg"] and mine["answers"] == 3 * 3 * 30
 
@@ -277,16 +268,16 @@ def invented(state):
 def test_the_expected_loop_is_the_mean_over_all_that_can_happen(decisions):
     """Against every sequence of answers, unreadable ones among them, each run for itself and weighted."""
     windows = [WINDOWS[0], WINDOWS[3]]
-    found = expected_loop(windows, PLANT, lambda states: np.stack([*map(invented, states)]), 40.0, decisions)
-    sums = expected_outcome(found, windows, 40.0, decisions)
+    expectation = expected_loop(windows, PLANT, lambda states: np.stack([*map(invented, states)]), 40.0, decisions)
+    sums = expected_outcome(expectation, windows, 40.0, decisions)
     for w, window in enumerate(windows):
         mean, unread = dict.fromkeys(sums, 0.0), 0.0
         for answers in itertools.product((0, 1, 2, 3, None), repeat=decisions):
-            weight, given = 1.0, iter(answers)
+            weight, remaining = 1.0, iter(answers)
 
-            def policy(states, given=given):
+            def policy(states, remaining=remaining):
                 nonlocal weight
-                p, answer = invented(states[0]), next(given)
+                p, answer = invented(states[0]), next(remaining)
                 weight *= 1 - p.sum() if answer is None else p[answer]
                 return [answer]
 
@@ -294,10 +285,9 @@ def test_the_expected_loop_is_the_mean_over_all_that_can_happen(decisions):
             unread += weight * answers.count(None)
             for name, values in outcome(trace, [window]).items():
                 mean[name] += weight * values[0]
-        assert found.unparsed[w] == pytest.approx(unread) and found.dropped[w] < 1e-5
-        assert {name: pytest.approx(mean[name], rel=1e-4, abs=1e-4) for name in sums} == {
-            n: v[w] for n, v in sums.items()
-        }
+        assert expectation.unparsed[w] == pytest.approx(unread) and expectation.dropped[w] < 1e-5
+        for name, values in sums.items():
+            assert values[w] == pytest.approx(mean[name], rel=1e-4, abs=1e-4), name
 
 
 def test_states_are_merged_and_the_unlikely_ones_dropped(monkeypatch):
@@ -309,42 +299,36 @@ def test_states_are_merged_and_the_unlikely_ones_dropped(monkeypatch):
         most.append(len(states))
         return np.tile([0.5, 0.0, 1e-7, 0.5 - 1e-7], (len(states), 1))
 
-    found = expected_loop(WINDOWS[:1], PLANT, chances)
-    assert max(most) < 400 and 1e-7 < found.dropped[0] < 1e-3
+    expectation = expected_loop(WINDOWS[:1], PLANT, chances)
+    assert max(most) < 400 and 1e-7 < expectation.dropped[0] < 1e-3
     monkeypatch.setattr("grpo.tasks.tes.closed_loop.LEAST_PROBABILITY", 0.2)
     most = closed_loop(WINDOWS[:1], PLANT, RULES["always_3"]).co2_kg.sum()
-    found = expected_loop(WINDOWS[:1], PLANT, lambda states: np.tile([0.9, 0.0, 0.0, 0.1], (len(states), 1)))
-    assert found.co2_kg[0] == pytest.approx(0.1 * most) and found.dropped[0] == pytest.approx(1 - 0.9**30)
-    one = expected_loop(WINDOWS, PLANT, lambda states: np.tile([0.0, 1.0, 0.0, 0.0], (len(states), 1)))
-    assert (
-        one.co2_kg == pytest.approx(closed_loop(WINDOWS, PLANT, RULES["always_1"]).co2_kg.sum(1))
-        and not one.dropped.any()
-    )
+    expectation = expected_loop(WINDOWS[:1], PLANT, lambda states: np.tile([0.9, 0.0, 0.0, 0.1], (len(states), 1)))
+    assert expectation.co2_kg[0] == pytest.approx(0.1 * most) and expectation.dropped[0] == pytest.approx(1 - 0.9**30)
+    always_1 = expected_loop(WINDOWS, PLANT, lambda states: np.tile([0.0, 1.0, 0.0, 0.0], (len(states), 1)))
+    certain = closed_loop(WINDOWS, PLANT, RULES["always_1"]).co2_kg.sum(1)
+    assert always_1.co2_kg == pytest.approx(certain) and not always_1.dropped.any()
 
 
 def test_an_exact_record_holds_the_greedy_path_and_the_expectation():
     """The greedy answers are the same function at temperature 0; the hours of both are the greedy path's."""
-    record = new_record(CASES[:3], ["p.csv"], 4, False, {}, exact=True)
+    record = record_of(CASES[:3], 4, exact=True)
     record_greedy = record_of(CASES[:3])
-    run_model(record_greedy, "base_greedy", CASES[:3], answering("[2]"), render_full)
+    run_model(plan_of(CASES[:3]), record_greedy, "base_greedy", answering("[2]"))
 
     def probabilities(prompts, greedy):
         return np.tile([0.0, 0.0, 1.0, 0.0] if greedy else [0.0, 0.3, 0.6, 0.0], (len(prompts), 1))
 
-    run_exact(record, "base", CASES[:3], probabilities, render_full)
+    run_exact(plan_of(CASES[:3]), record, "base", probabilities)
     check_schema(record, {"base", "base_greedy"})
     assert record["totals"]["base_greedy"] == record_greedy["totals"]["base_greedy"] | {"answers": 90}
     base, greedy = (record["windows"][1]["policies"][name] for name in ("base", "base_greedy"))
     assert base["actions"] == greedy["actions"] and base["mean"] != greedy["mean"]
-    assert (
-        record["totals"]["base"]["unparsed"] == pytest.approx(0.1 * 3 * 30 * 4)
-        and record["totals"]["base"]["answers"] == 360
-    )
-    co2 = sum(
-        record["totals"][rule]["co2_kg"] * p for rule, p in (("always_1", 0.3), ("always_2", 0.6), ("always_3", 0.1))
-    )
-    assert record["totals"]["base"]["co2_kg"] == pytest.approx(co2, rel=1e-4), "emissions follow the output alone"
-    assert "from 150 kWh, exact" in table(record) and "base_greedy" in table(record)
+    totals, shares = record["totals"], {"always_1": 0.3, "always_2": 0.6, "always_3": 0.1}
+    assert totals["base"]["unparsed"] == pytest.approx(0.1 * 3 * 30 * 4) and totals["base"]["answers"] == 360
+    co2 = sum(totals[rule]["co2_kg"] * share for rule, share in shares.items())
+    assert totals["base"]["co2_kg"] == pytest.approx(co2, rel=1e-4), "emissions follow the output alone"
+    assert "from 150 kWh, exact" in SIMULATOR.table(record) and "base greedy" in SIMULATOR.table(record)
 
 
 @pytest.mark.parametrize("hours", (9, 24, 34))
@@ -358,7 +342,7 @@ def test_what_a_file_holds_of_the_models_is_kept_only_if_it_is_the_same_measurem
     path, cases = tmp_path / "closed_loop.json", CASES[:2]
     record = record_of(cases, seed=1)
     for name in ("base", "trained"):
-        run_model(record, name, cases, answering("[1]"), render_full)
+        run_model(plan_of(cases), record, name, answering("[1]"))
     path.write_text(json.dumps(record))
     again = record_of(cases, seed=1)
     assert keep_models(again, path) and again == record

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plant and its optimum, the rewards made from it, and what prompts tell of it. Run: python -m pytest tests/tasks/test_tes_plant.py"""
+"""The plant and its optimum, the rewards made from it, and what prompts tell of it. Run: python -m pytest
+tests/tasks/test_tes_plant.py"""
 
 from __future__ import annotations
 
@@ -75,14 +76,6 @@ def test_step_conserves_energy(energy: float, action: int, load: float, co2: flo
     assert lost < 1e-9 or done.energy_kwh == 300
     by_hand = hour_by_hand(energy, output, load, co2)
     assert (done.energy_kwh, -done.reward) == (pytest.approx(by_hand[0], abs=1e-9), pytest.approx(by_hand[1], abs=1e-9))
-
-
-def test_step_broadcasts_and_charges_for_the_scheduled_output() -> None:
-    done = step(PLANT, np.array([0.0, 300.0])[:, None], np.arange(4), 50.0, 0.4)
-    assert done.energy_kwh.shape == done.reward.shape == done.unserved_kwh.shape == (2, 4)
-    np.testing.assert_allclose(done.emissions_kg[0], done.emissions_kg[1])  # a full storage saves nothing
-    np.testing.assert_allclose(done.emissions_kg[1], [0.0, 10 / 3, 20 / 3, 10.0])
-    assert done.energy_kwh[1, 3] == 300.0 and done.unserved_kwh[0, 0] == pytest.approx(50.0)
 
 
 def test_end_is_worth_the_five_lowest_hours_of_the_next_day() -> None:

@@ -51,7 +51,8 @@ GOOD = as_csv(profile_rows())
 JAPANESE = renamed("datetime", "CO2排出係数[kg-CO2/kWh]", "冷房需要[kW]")
 NOON = 13  # row of 12:00 on the first day
 AT_NOON = "row 13 (line 14)"
-# One cell of a good profile (row, column), a text that is accepted there and one that is not, and what the message says.
+# One cell of a good profile (row, column), a text that is accepted there and one that is not, and what the message
+# says.
 CELLS = {
     "not a number": (NOON, 2, "30", "30 kW", (AT_NOON, "'load'", "'30 kW'", "number")),
     "digits apart": (NOON, 2, "10", "1_0", (AT_NOON, "'load'", "number")),
@@ -158,9 +159,9 @@ def test_columns_by_name(tmp_path: Path) -> None:
 def test_heldout_profile_reads_back() -> None:
     profile = read_profile(ROOT / "data" / "profile_heldout.csv")
     cut = windows(profile)
-    made = synthetic_windows(SEED, HELDOUT_STREAM, 5, HELDOUT_START)
+    drawn = synthetic_windows(SEED, HELDOUT_STREAM, 5, HELDOUT_START)
     assert len(cut) == 5
-    for window, (expected, _) in zip(cut, made, strict=True):
+    for window, (expected, _) in zip(cut, drawn, strict=True):
         assert window.dates == expected.dates
         assert np.array_equal(window.co2, expected.co2) and np.array_equal(window.load_kw, expected.load_kw)
 

@@ -57,16 +57,17 @@ def closed_loop(
     """Runs W windows side by side for their first `decisions` decision hours; `policy` gets the W states of an hour and
     returns W actions. Night hours change nothing (no load, output 0) and are left out, as in `plant.solve`."""
     energy = np.full(len(windows), float(start_kwh))
-    steps: list[tuple[np.ndarray, ...]] = []
+    steps: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
     for t in with_progress("", range(decisions), "decision", decisions):
         day, i = divmod(t, len(HOURS))
-        chosen = policy([state_at(w, plant, t, e) for w, e in zip(windows, energy, strict=True)])
-        actions = np.array([safe_action(plant) if action is None else action for action in chosen], dtype=int)
+        answers = policy([state_at(w, plant, t, e) for w, e in zip(windows, energy, strict=True)])
+        actions = np.array([safe_action(plant) if answer is None else answer for answer in answers], dtype=int)
         load, co2 = (np.array([getattr(w, name)[day, i] for w in windows]) for name in ("load_kw", "co2"))
         after = tes.step(plant, energy, actions, load, co2)
         energy = after.energy_kwh
         steps.append((actions, plant.outputs_kw[actions], energy, after.emissions_kg, after.unserved_kwh))
-    return Trace(*(np.stack(column, axis=1) for column in zip(*steps, strict=True)), start_kwh=start_kwh)
+    chosen, output, storage, co2, unserved = (np.stack(column, axis=1) for column in zip(*steps, strict=True))
+    return Trace(chosen, output, storage, co2, unserved, start_kwh)
 
 
 @dataclass
@@ -89,24 +90,27 @@ def expected_loop(
     decisions: int = DECISIONS,
 ) -> Expectation:
     """`closed_loop` of all that can happen: hour by hour the probabilities of the storage energies that can be reached.
-    `chances` of S states are those of the K actions, (S, K); what is left of 1 is the safe action's. Energies that differ
-    by rounding are one state, states below LEAST_PROBABILITY are dropped and the others share theirs."""
-    count, safe, actions = len(windows), safe_action(plant), np.arange(len(plant.ratios))
+    `chances` of S states are those of the K actions, (S, K); what is left of 1 is the safe action's. Energies that
+    differ by rounding are one state, states below LEAST_PROBABILITY are dropped and the others share their
+    probability."""
+    count, actions = len(windows), np.arange(len(plant.ratios))
+    load_kw, co2 = (
+        np.stack([getattr(window, name) for window in windows]) for name in ("load_kw", "co2")
+    )  # (W, 4, 10)
     sums = Expectation(*np.zeros((6, count)))
     where, energy, weight = np.arange(count), np.full(count, float(start_kwh)), np.ones(count)
     for t in with_progress("", range(decisions), "decision", decisions):
         day, i = divmod(t, len(HOURS))
-        p = chances([state_at(windows[w], plant, t, e) for w, e in zip(where, energy, strict=True)]).astype(float)
-        none = 1 - p.sum(axis=1)
-        p[:, safe] += none
-        load, co2 = (
-            np.array([getattr(windows[w], name)[day, i] for w in where])[:, None] for name in ("load_kw", "co2")
-        )
-        after, joint = tes.step(plant, energy[:, None], actions, load, co2), weight[:, None] * p
+        states = [state_at(windows[w], plant, t, e) for w, e in zip(where.tolist(), energy, strict=True)]
+        p = chances(states).astype(float)
+        unread = 1 - p.sum(axis=1)
+        p[:, safe_action(plant)] += unread
+        after = tes.step(plant, energy[:, None], actions, load_kw[where, day, i, None], co2[where, day, i, None])
+        joint = weight[:, None] * p
         out = np.maximum(energy[:, None] - after.energy_kwh, 0.0)
         for name, values in (("co2_kg", after.emissions_kg), ("unserved_kwh", after.unserved_kwh), ("cycled_kwh", out)):
             np.add.at(getattr(sums, name), where, (joint * values).sum(axis=1))
-        np.add.at(sums.unparsed, where, weight * none)
+        np.add.at(sums.unparsed, where, weight * unread)
         where, energy, weight = merged(np.repeat(where, len(actions)), after.energy_kwh.ravel(), joint.ravel())
         kept = weight >= LEAST_PROBABILITY
         where, energy, weight = where[kept], energy[kept], weight[kept]
@@ -133,21 +137,24 @@ def end_price(window: Window, plant: Plant, decisions: int) -> float:
 def outcome(trace: Trace, windows: Sequence[Window]) -> dict[str, np.ndarray]:
     """`expected_outcome` of each pass through a window, where nothing is left to chance."""
     sums = trace.co2_kg.sum(axis=1), trace.unserved_kwh.sum(axis=1), trace.cycled_kwh
-    found = Expectation(trace.storage_kwh[:, -1], *sums, *np.zeros((2, len(windows))))
-    return expected_outcome(found, windows, trace.start_kwh, trace.actions.shape[1])
+    certain = Expectation(trace.storage_kwh[:, -1], *sums, *np.zeros((2, len(windows))))
+    return expected_outcome(certain, windows, trace.start_kwh, trace.actions.shape[1])
 
 
 def expected_outcome(
-    found: Expectation, windows: Sequence[Window], start_kwh: float, decisions: int
+    sums: Expectation, windows: Sequence[Window], start_kwh: float, decisions: int
 ) -> dict[str, np.ndarray]:
-    """The figures of `mean` in closed_loop.json, (W,). `priced_kg` is the plant's own objective of `plant.solve` in kg CO2:
-    emissions, plus 10 kg for each unserved kWh, minus the worth of what the storage gained. Nobody looks good by serving
-    nothing or by emptying the storage."""
+    """The figures of `mean` in closed_loop.json, (W,). `priced_kg` is the plant's own objective of `plant.solve` in kg
+    CO2: emissions, plus 10 kg for each unserved kWh, minus the worth of what the storage gained. Nobody looks good by
+    serving nothing or by emptying the storage."""
     price = np.array([end_price(window, Plant(), decisions) for window in windows])
-    unserved = Plant().unserved_kg_per_kwh * found.unserved_kwh
-    priced = found.co2_kg + unserved - (found.end_kwh - start_kwh) * price
-    sums = {"co2_kg": found.co2_kg, "unserved_kwh": found.unserved_kwh}
-    return sums | {"storage_cycled_kwh": found.cycled_kwh, "priced_kg": priced}
+    unserved = Plant().unserved_kg_per_kwh * sums.unserved_kwh
+    return {
+        "co2_kg": sums.co2_kg,
+        "unserved_kwh": sums.unserved_kwh,
+        "storage_cycled_kwh": sums.cycled_kwh,
+        "priced_kg": sums.co2_kg + unserved - (sums.end_kwh - start_kwh) * price,
+    }
 
 
 def follow_the_load(states: Sequence[State]) -> list[int]:
@@ -175,7 +182,12 @@ def first_output(plant: Plant, needed_kw: float) -> int:
     return int(enough[0]) if enough.size else len(plant.ratios) - 1
 
 
-RULES: dict[str, Policy] = {f"always_{k}": lambda states, k=k: [k] * len(states) for k in range(len(Plant().ratios))}
+def always(action: int) -> Policy:
+    """The same action in every hour."""
+    return lambda states: [action] * len(states)
+
+
+RULES: dict[str, Policy] = {f"always_{k}": always(k) for k in range(len(Plant().ratios))}
 RULES |= {"follow_the_load": follow_the_load, "charge_when_clean": charge_when_clean}
 
 
@@ -190,15 +202,16 @@ def optimum(windows: Sequence[Window], plant: Plant, start_kwh: float, decisions
 
     def policy(states: Sequence[State]) -> list[int]:
         t = next(hours)
-        values = (tes.q_values(one, t, s.energy_kwh) for one, s in zip(solutions, states, strict=True))
+        values = (tes.q_values(solution, t, s.energy_kwh) for solution, s in zip(solutions, states, strict=True))
         return [tes.best_action(q) for q in values]
 
     return policy
 
 
 def model_policy(ask: Ask, render: Callable[[State], str], votes: int, unparsed: np.ndarray) -> Policy:
-    """A model as a policy: prompts out of states, completions, parsed actions. `votes`: answers to each state, of which
-    the majority counts, or of equally frequent ones the first. Those that cannot be read are counted into `unparsed` (W,)."""
+    """A model as a policy: prompts out of states, completions, parsed actions. Of the `votes` answers to each state the
+    majority counts, or of equally frequent ones the first. Those that cannot be read are counted into `unparsed`
+    (W,)."""
     hours = itertools.count()
 
     def policy(states: Sequence[State]) -> list[int | None]:
@@ -212,12 +225,7 @@ def model_policy(ask: Ask, render: Callable[[State], str], votes: int, unparsed:
             answers = [rewards.parse_action(turn, len(state.plant.ratios)) for turn in turns]
             unparsed[n] += answers.count(None)
             counts = Counter(answer for answer in answers if answer is not None)
-            chosen.append(max(counts, key=counts.get, default=None))
+            chosen.append(max(counts, key=lambda action: counts[action], default=None))
         return chosen
 
     return policy
-
-
-def decisions_in(hours: int) -> int:
-    """Decision hours among the first `hours` hours of a window."""
-    return sum(hour % 24 in HOURS for hour in range(hours))

@@ -32,7 +32,8 @@ MOST_DRAWS = 200  # of short hours from each window of a profile
 DATA_DIR = ROOT / "data"
 CONTEXT_COLUMNS = {"full": ("prompt",), "compact": ("system", "user")}
 PLANT = Plant()
-Decision = tuple[dict[str, Any], State]  # a row of the CSV, and the state that its prompt tells
+CsvRow = dict[str, Any]  # cells by column
+Decision = tuple[CsvRow, State]  # a row of the CSV, and the state that its prompt describes
 
 
 def trajectory(
@@ -81,20 +82,20 @@ def short_hours(window: Window, rng: np.random.Generator, prompt: str) -> list[D
     The energies are random below the load, so hours without a load give none. Trajectories would give short hours of
     the morning almost alone, and a policy trained on those empties the storage before the last load of the day.
     """
-    made = []
+    decisions = []
     for i in range(len(HOURS)):
         day, share = int(rng.integers(DECISION_DAYS)), rng.random()
         load, t = window.load_kw[day, i], len(HOURS) * day + i
         energy = math.floor(10 * share * load) / 10
         if energy < load:
             rest = window.solve(PLANT, t, start_kwh=energy)
-            made.append(decision_at(window, t, energy, q_values(rest, 0, energy), prompt))
-    return made
+            decisions.append(decision_at(window, t, energy, q_values(rest, 0, energy), prompt))
+    return decisions
 
 
 def with_short_hours(
     decisions: Sequence[Decision], more: Iterable[tuple[Window, np.random.Generator]], prompt: str, share: float
-) -> list[dict[str, Any]]:
+) -> list[CsvRow]:
     """The rows of `decisions`, and behind them `short_hours` until these are `share` of all rows.
 
     A short hour's load exceeds the stored energy: it has to be served now, and not doing so costs a hundred times what
@@ -102,8 +103,8 @@ def with_short_hours(
     many (docs/evaluation.md). `more`: windows to take them from; where they end, so does the search.
     """
     rows, short = [row for row, _ in decisions], sum(state.short_kwh > 0 for _, state in decisions)
-    found = (row for window, rng in more for row, _ in short_hours(window, rng, prompt))
-    while short < share * len(rows) and (row := next(found, None)):
+    short_rows = (row for window, rng in more for row, _ in short_hours(window, rng, prompt))
+    while short < share * len(rows) and (row := next(short_rows, None)):
         rows.append(row)
         short += 1
     return rows
@@ -127,7 +128,7 @@ def short_windows(seed: int) -> Iterator[tuple[Window, np.random.Generator]]:
     return synthetic_windows(seed, SHORT_STREAM, None, TRAIN_START)
 
 
-def synthetic_rows(seed: int, windows: int) -> list[dict[str, Any]]:
+def synthetic_rows(seed: int, windows: int) -> list[CsvRow]:
     """Makes 30 compact rows for each of `windows` windows (system, user, q_action_k, reward_action_k as floats, ...).
 
     The days come from a random stream of their own, so no seed repeats the days of the files under data/. A window
@@ -135,11 +136,11 @@ def synthetic_rows(seed: int, windows: int) -> list[dict[str, Any]]:
     """
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed must be from 0 to 2**32 - 1, got {seed}")
-    made = synthetic_windows(seed, ROWS_STREAM, windows, TRAIN_START)
-    return [row for window, rng in made for row, _ in trajectory(window, rng, "compact", None)]
+    drawn = synthetic_windows(seed, ROWS_STREAM, windows, TRAIN_START)
+    return [row for window, rng in drawn for row, _ in trajectory(window, rng, "compact", None)]
 
 
-def rows_csv(rows: list[dict[str, Any]]) -> str:
+def rows_csv(rows: list[CsvRow]) -> str:
     """Writes rows as CSV text; eight decimals, so that all machines write the same bytes."""
     columns = list(rows[0])
     cells = [[f"{row[c]:.8f}" if isinstance(row[c], float) else row[c] for c in columns] for row in rows]
@@ -154,8 +155,8 @@ def synthetic_files(seed: int, prompts: Sequence[str]) -> Iterator[tuple[str, st
     )
     for split, stream, counts, start, start_kwh, share in splits:
         for prompt in prompts:
-            made = synthetic_windows(seed, stream, counts[prompt], start)
-            decisions = [one for window, rng in made for one in trajectory(window, rng, prompt, start_kwh)]
+            drawn = synthetic_windows(seed, stream, counts[prompt], start)
+            decisions = [decision for window, rng in drawn for decision in trajectory(window, rng, prompt, start_kwh)]
             rows = with_short_hours(decisions, short_windows(seed), prompt, share)
             yield file_name(split, prompt), rows_csv(rows)
     dates = [HELDOUT_START + timedelta(weeks=i) for i in range(max(HELDOUT_WINDOWS.values()))]
@@ -194,17 +195,18 @@ def profile_files(
     short_share: float = 0.0,
     vary: float = 1.0,
 ) -> Iterator[tuple[str, str]]:
-    """Yields (name, text) of the files made from the users' profiles; further trajectories start at random energies, and
-    their loads and those of short hours are varied (`varied`)."""
+    """Yields (name, text) of the files made from the users' profiles. Further trajectories start at random energies,
+    and their loads and those of short hours are `varied`."""
     for (stem, profile), prompt in itertools.product(profiles.items(), prompts):
-        decisions, made = [], list(enumerate(windows(profile)))
-        for (w, window), n in itertools.product(made, range(trajectories)):
+        numbered = list(enumerate(windows(profile)))
+        decisions: list[Decision] = []
+        for (w, window), n in itertools.product(numbered, range(trajectories)):
             rng = np.random.default_rng((seed, w, n))
             if n == 0:
                 decisions += trajectory(window, rng, prompt, start_kwh, explore)
             else:
                 decisions += trajectory(varied(window, rng, vary), rng, prompt, None, explore)
-        draws = itertools.product(range(trajectories, trajectories + MOST_DRAWS), made)
+        draws = itertools.product(range(trajectories, trajectories + MOST_DRAWS), numbered)
         drawn = ((window, np.random.default_rng((seed, w, n))) for n, (w, window) in draws)
         more = ((varied(window, rng, vary), rng) for window, rng in drawn)
         yield file_name(stem, prompt), rows_csv(with_short_hours(decisions, more, prompt, short_share))
@@ -214,7 +216,8 @@ def varied(window: Window, rng: np.random.Generator, most: float) -> Window:
     """The window with the load of each day times a factor of its own, log-uniform from 1 / most to most, 0.1 kW.
 
     A few real days show one season's loads, and a policy that has seen no other leaves the next season's unserved. The
-    values of a varied window are as exact: the plant is simulated (domain randomization, Tobin et al. 2017, 1703.06907).
+    values of a varied window are as exact: the plant is simulated (domain randomization, Tobin et al. 2017,
+    1703.06907).
     """
     if most == 1:
         return window
@@ -235,7 +238,7 @@ def differences(folder: Path, files: dict[str, str]) -> list[str]:
             wrong.append(f"{path}: missing")
         elif (stored := path.read_bytes()) != text.encode():
             pairs = itertools.zip_longest(stored.split(b"\n"), text.encode().split(b"\n"))
-            line = next(number for number, (one, other) in enumerate(pairs, 1) if one != other)
+            line = next(number for number, (old, new) in enumerate(pairs, 1) if old != new)
             wrong.append(f"{path}: differs from line {line} on")
     return wrong
 
@@ -250,13 +253,13 @@ def summary(texts: dict[str, str]) -> str:
         if not columns:
             continue
         try:
-            made = baselines([[float(row[c]) for c in columns] for row in table])
+            means = baselines([[float(row[c]) for c in columns] for row in table])
             best = np.bincount([int(row["optimal_action"]) for row in table], minlength=len(columns))
         except (KeyError, TypeError, ValueError) as error:
             raise ProfileError([f"{name}: is not a file of this program: {error!r}; make it again"]) from None
-        constant = f"{made['constant']:.3f} ([{made['constant_action']}])"
+        constant = f"{means['constant']:.3f} ([{means['constant_action']}])"
         share = "/".join(f"{100 * n / len(table):.0f}%" for n in best)
         lines.append(
-            f"{name:<{width}} {len(table):>5} {made['random']:>7.3f} {constant:>14} {made['oracle']:>7.3f}  {share}"
+            f"{name:<{width}} {len(table):>5} {means['random']:>7.3f} {constant:>14} {means['oracle']:>7.3f}  {share}"
         )
     return "\n".join(lines)

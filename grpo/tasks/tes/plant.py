@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from rewards import TEMPERATURE
 
@@ -42,17 +43,17 @@ class Step(NamedTuple):
     unserved_kwh: np.ndarray  # load that neither heat pump nor storage served
 
 
-def step(plant: Plant, energy_kwh: Any, action: Any, load_kw: Any, co2_kg_per_kwh: Any) -> Step:
+def step(plant: Plant, energy_kwh: ArrayLike, action: ArrayLike, load_kw: ArrayLike, co2_kg_per_kwh: ArrayLike) -> Step:
     """Runs the plant for one hour; all arguments broadcast against each other.
 
     The heat pump serves the load first, then the storage does. Surplus charges the storage up to its capacity, the rest
     is lost. Electricity follows the scheduled output, so heat that is lost costs as much as heat that is used.
     """
-    output = plant.outputs_kw[action]
-    balance = energy_kwh + (output - load_kw)  # one-hour steps: kW and kWh have the same number
+    output, load, co2 = plant.outputs_kw[np.asarray(action)], np.asarray(load_kw), np.asarray(co2_kg_per_kwh)
+    balance = np.asarray(energy_kwh) + (output - load)  # one-hour steps: kW and kWh have the same number
     energy = np.clip(balance, 0.0, plant.capacity_kwh)
     unserved = np.maximum(-balance, 0.0)
-    emissions = output / plant.cop * co2_kg_per_kwh
+    emissions = output / plant.cop * co2
     reward = -(emissions + plant.unserved_kg_per_kwh * unserved) / plant.cost_scale
     return Step(*np.broadcast_arrays(energy, reward, emissions, unserved))
 
@@ -79,7 +80,7 @@ class Solution:
 
 
 def solve(
-    plant: Plant, load_kw: Any, co2_kg_per_kwh: Any, price_per_kwh: float, start_kwh: Any = START_KWH
+    plant: Plant, load_kw: ArrayLike, co2_kg_per_kwh: ArrayLike, price_per_kwh: float, start_kwh: ArrayLike = START_KWH
 ) -> Solution:
     """Dynamic programming backwards over T decisions (night hours change nothing, so they are left out).
 
@@ -87,10 +88,10 @@ def solve(
     several, shape (S,). Raises ValueError where the shapes differ.
 
     An even grid of energies would not be exact: where a low output just fails to serve a load, the value falls by up to
-    10/6 per kWh within a fraction of a kWh, and interpolation smears that over a cell. So the nodes of each hour are the
-    energies that can be reached from `start_kwh`: their successors are nodes themselves, and the values there are exact.
-    They stay few because the outputs and the capacity are multiples of 100/3 kWh: an energy is determined by its last
-    visit to an empty or full storage and by the thirds put in since, at most 10 (t + 1) from one start.
+    10/6 per kWh within a fraction of a kWh, and interpolation smears that over a cell. So the nodes of each hour are
+    the energies that can be reached from `start_kwh`: their successors are nodes themselves, and the values there are
+    exact. They stay few because the outputs and the capacity are multiples of 100/3 kWh: an energy is determined by its
+    last visit to an empty or full storage and by the thirds put in since, at most 10 (t + 1) from one start.
     """
     load, co2 = np.asarray(load_kw, float), np.asarray(co2_kg_per_kwh, float)
     if load.ndim != 1 or load.shape != co2.shape:
@@ -127,6 +128,7 @@ def best_action(q: np.ndarray) -> int:
 
 
 def boltzmann(q: np.ndarray) -> np.ndarray:
-    """Softmax of action values, in units of TEMPERATURE, over the last axis; the largest is subtracted first, so nothing overflows."""
+    """Softmax of action values, in units of TEMPERATURE, over the last axis; the largest is subtracted first, so
+    nothing overflows."""
     weights = np.exp((q - q.max(axis=-1, keepdims=True)) / TEMPERATURE)
     return weights / weights.sum(axis=-1, keepdims=True)

@@ -10,15 +10,15 @@ import itertools
 import math
 import re
 import unicodedata
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from grpo.tasks.tes.plant import DECISION_DAYS, HOURS, Plant, Solution, solve, terminal_price
+from grpo.tasks.tes.plant import DECISION_DAYS, HOURS, START_KWH, Plant, Solution, solve, terminal_price
 
 TRAIN_START, HELDOUT_START = date(2025, 4, 7), date(2025, 9, 1)  # Mondays; a window starts on every Monday
 
@@ -40,10 +40,11 @@ class Window:
     co2: np.ndarray  # (4, 10) [kg/kWh]
     load_kw: np.ndarray  # (4, 10)
 
-    def solve(self, plant: Plant, first: int = 0, **options: Any) -> Solution:
-        """Solves the decisions of the window from number `first` on; options as of `solve`."""
+    def solve(self, plant: Plant, first: int = 0, start_kwh: ArrayLike = START_KWH) -> Solution:
+        """Solves the decisions of the window from number `first` on, for one storage energy at their start or
+        several."""
         load_kw, co2 = (values[:DECISION_DAYS].ravel()[first:] for values in (self.load_kw, self.co2))
-        return solve(plant, load_kw, co2, terminal_price(plant, self.co2[DECISION_DAYS]), **options)
+        return solve(plant, load_kw, co2, terminal_price(plant, self.co2[DECISION_DAYS]), start_kwh)
 
 
 def windows(profile: Profile) -> list[Window]:
@@ -109,7 +110,8 @@ DATETIME_FORMATS = ("%Y/%m/%d %H:%M", "%Y/%m/%d %H:%M:%S")  # beside ISO 8601: w
 
 def find_columns(header: list[str], chosen: dict[str, str | None]) -> tuple[dict[str, int], list[str]]:
     """Finds the datetime, co2 and load columns in a header; returns their positions and what is wrong with it."""
-    found, problems = {}, []
+    columns: dict[str, int] = {}
+    problems = []
     plain = [unicodedata.normalize("NFKC", name).strip().lower() for name in header]
     for kind, pattern in COLUMN_PATTERNS.items():
         name, option = chosen.get(kind), f"--{kind}-column"
@@ -117,7 +119,7 @@ def find_columns(header: list[str], chosen: dict[str, str | None]) -> tuple[dict
             matches = [i for i, column in enumerate(header) if column.strip() == name.strip()]
             missing = f"no column named {name!r} (asked for with {option}); the header has {header}"
         else:
-            others = {*found.values(), *(i for i, column in enumerate(header) if column in chosen.values())}
+            others = {*columns.values(), *(i for i, name in enumerate(header) if name in chosen.values())}
             matches = [i for i, column in enumerate(plain) if i not in others and re.search(pattern, column)]
             if kind == "datetime":  # the plain name wins over, say, time_of_use
                 matches = [i for i in matches if plain[i] == kind] or matches
@@ -126,22 +128,24 @@ def find_columns(header: list[str], chosen: dict[str, str | None]) -> tuple[dict
         if not matches:
             problems.append(missing)
             continue
-        found[kind] = matches[0]
+        columns[kind] = matches[0]
         if len(matches) > 1:
             advice = "rename the others" if kind == "datetime" else f"choose one with {option}"
             names = [header[i] for i in matches]
             problems.append(f"{len(matches)} columns could be the {kind} column: {names}; {advice}")
-    if not problems and found["co2"] == found["load"]:
-        problems.append(f"column {header[found['co2']]!r} cannot be both co2 and load")
-    return found, problems
+    if not problems and columns["co2"] == columns["load"]:
+        problems.append(f"column {header[columns['co2']]!r} cannot be both co2 and load")
+    return columns, problems
 
 
 def parse_datetime(text: str) -> datetime:
     """Reads the start of an hour in local time; raises ValueError with what is wrong."""
     stamp = None
-    for parse in (datetime.fromisoformat, *(lambda s, f=f: datetime.strptime(s, f) for f in DATETIME_FORMATS)):
+    with contextlib.suppress(ValueError):
+        stamp = datetime.fromisoformat(text)
+    for form in DATETIME_FORMATS:
         with contextlib.suppress(ValueError):
-            stamp = stamp or parse(text)
+            stamp = stamp or datetime.strptime(text, form)
     if stamp is None:
         raise ValueError("is not a date and time; write it like 2025-04-14 08:00:00")
     if stamp.tzinfo is not None:
@@ -183,7 +187,8 @@ def read_cells(path: Path) -> tuple[list[str], list[tuple[str, list[str]]]]:
     """The header of a CSV, and every row as (`row 1 (line 2)`, cells). Raises ProfileError."""
     try:
         reader = csv.reader(io.StringIO(decode(path.read_bytes()), newline=""))
-        header, rows = next(reader, []), []
+        header: list[str] = next(reader, [])
+        rows: list[tuple[str, list[str]]] = []
         line = reader.line_num + 1  # that the next row begins in
         for cells in reader:
             rows += [(f"row {len(rows) + 1} (line {line})", cells)] if cells else []
@@ -273,7 +278,7 @@ def profile_csv(profiles: Sequence[Profile]) -> str:
     return to_csv(("datetime", "co2_kg_per_kwh", "load_kw"), rows)
 
 
-def to_csv(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+def to_csv(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Writes a table as CSV text with plain line feeds."""
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")

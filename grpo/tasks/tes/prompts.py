@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a prompt tells of the plant before a decision."""
+"""The plant's state before a decision, and the prompts that describe it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from grpo.tasks.tes.profiles import Window
 
 @dataclass(frozen=True)
 class State:
-    """What a prompt tells of the plant before a decision; arrays cover the ten decision hours of a day, shape (10,)."""
+    """The plant before a decision, as a prompt describes it; arrays cover the ten decision hours of a day, shape
+    (10,)."""
 
     stamp: datetime  # start of the hour that is decided on
     energy_kwh: float
@@ -33,7 +34,7 @@ class State:
 
 
 def state_at(window: Window, plant: Plant, t: int, energy_kwh: float) -> State:
-    """What the prompt of decision t of a window tells, in the CSVs as in the closed loop."""
+    """The state that the prompt of decision t of a window describes, in the CSVs as in the closed loop."""
     day, i = divmod(t, len(HOURS))
     stamp = datetime.combine(window.dates[day], time(HOURS[i]))
     today, after = (window.load_kw[day], window.co2[day]), (window.load_kw[day + 1], window.co2[day + 1])
@@ -156,7 +157,8 @@ def whole(value: float) -> int:
 
 
 def prompt_kind(conversations: Sequence[Sequence[tuple[str, str]]]) -> str | None:
-    """Which renderer of make_dataset made these prompts: `full`, `compact`, or None where it was neither (or not one).
+    """Which renderer of make_dataset wrote these prompts: `full`, `compact`, or None where they are of neither or of
+    both.
 
     conversations: (role, text) pairs as `train_grpo.Row.messages`, one ("rendered", text) for a rendered prompt. Full
     prompts must say the same of task, plant and actions word for word: another plant is not the one simulated here.

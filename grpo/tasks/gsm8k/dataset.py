@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Invented problems in the format of GSM8K (Cobbe et al. 2021, 2110.14168): `question`, and `answer` that ends in #### N."""
+"""Invented problems in the format of GSM8K (Cobbe et al. 2021, 2110.14168): `question`, and `answer` that ends in
+#### N."""
 
 from __future__ import annotations
 
@@ -26,16 +27,13 @@ def problems(seed: int, split: str) -> Iterator[dict[str, str]]:
     """The rows of a split; no question is in both."""
     seen: set[str] = set()
     for name, count in ROWS.items():
-        draw, made = random.Random(f"{seed}/{name}"), 0
-        while made < count:
+        draw, before = random.Random(f"{seed}/{name}"), len(seen)
+        while len(seen) < before + count:
             story, row = draw.randrange(len(STORIES)), draw_row(draw)
-            if story == 2 and row["ab"] % row["e"]:
-                continue
             question, answer = (text.format(**row) for text in STORIES[story])
-            if question in seen:
+            if question in seen or story == 2 and row["rest"]:
                 continue
             seen.add(question)
-            made += 1
             if name == split:
                 yield {"question": question, "answer": f"{answer}\n#### {row[('left', 'more', 'each')[story]]}"}
 
@@ -46,7 +44,7 @@ def draw_row(draw: random.Random) -> dict[str, str | int]:
     c, d = draw.randint(1, a * b - 1), draw.randint(1, 6)
     name, things = draw.choice(NAMES), draw.choice(THINGS)
     numbers = {"a": a, "b": b, "c": c, "d": d, "e": a + d, "ab": a * b}
-    results = {"left": a * b - c, "more": a * b + c, "each": a * b // (a + d)}
+    results = {"left": a * b - c, "more": a * b + c, "each": a * b // (a + d), "rest": a * b % (a + d)}
     return numbers | results | {"name": name, "things": things}
 
 

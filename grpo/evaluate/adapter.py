@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The adapter that a command is given: the settings of its run, its files, and its base model's."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from grpo.plan.hub import ModelFiles, count_parameters, find_model, read_json
+from grpo.plan.machine import GIB, Machine
+from grpo.preflight.adapter import CONFIG, missing_files
+from grpo.run.best import adapter_fault
+from grpo.run.layout import SETTINGS
+from grpo.settings import Problems, Settings, load_settings, show
+
+# What the adapter's run recorded of its task, model and sampling; the rest belongs to the machine and comes from here.
+RECORDED = (
+    "MODEL_ID", "TASK", "REASONING_EFFORT", "PROMPT_DATE", "EVAL_TEMPERATURE", "TOP_P", "SEED", "DATA", "EVAL_DATA",
+    "EVAL_SAMPLES", "SYSTEM_PROMPT",
+)  # fmt: skip
+# Recorded too, but other rows than the run's may need others.
+REPLACEABLE = ("MAX_PROMPT_LEN", "MAX_COMPLETION_LEN", "REWARDS", "INVALID_REWARD")
+
+
+def recorded_settings(adapter: Path | None, environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment with what settings.json of the adapter's folder (or of the run that a checkpoint lies in) says,
+    of REPLACEABLE only those that are not set; where there is none, with the base model that adapter_config.json names,
+    if MODEL_ID is not set. REWARDS is what `auto` was in the run."""
+    for path in (adapter, adapter.resolve().parent) if adapter else ():
+        try:
+            record = read_json(path / SETTINGS)
+            values = dict(record["settings"])
+            if values.get("REWARDS", "") is None:
+                values["REWARDS"] = ((record.get("choices") or {}).get("rewards") or [None])[0]
+            replaceable, fixed = (
+                {name: show(values[name]) for name in names if name in values} for names in (REPLACEABLE, RECORDED)
+            )
+            return replaceable | dict(environ) | fixed
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        if adapter and (base := read_json(adapter / CONFIG).get("base_model_name_or_path")):
+            return {"MODEL_ID": str(base)} | dict(environ)
+    return dict(environ)
+
+
+def load_run_settings(adapter: Path | None, **changes: str | None) -> tuple[Settings, Problems]:
+    """The settings of the adapter's run with the `changes` that are not None, and what is wrong with them or with the
+    adapter's files."""
+    kept = {name: value for name, value in changes.items() if value}
+    settings, _, problems = load_settings(recorded_settings(adapter, os.environ) | kept)
+    if adapter:
+        check_adapter(adapter, problems)
+    return settings, problems
+
+
+def check_adapter(adapter: Path, problems: Problems) -> None:
+    """The files of an adapter are there, and its weights undamaged where its folder says what they were."""
+    fix = "Name a run's folder, its best/, or a checkpoint"
+    if not adapter.is_dir():
+        problems.add(str(adapter), "there is no such folder", fix)
+    elif missing := missing_files(adapter):
+        verb = "is" if len(missing) == 1 else "are"
+        problems.add(str(adapter), f"{' and '.join(missing)} {verb} not there", fix)
+    elif fault := adapter_fault(adapter):
+        problems.add(str(adapter), fault, fix)
+
+
+def check_model(settings: Settings, adapter: Path | None, machine: Machine, problems: Problems) -> ModelFiles | None:
+    """The files of MODEL_ID; None where there are problems, which are added."""
+    # Without its adapter there is nothing to look up: the base model may be another one than the default.
+    if adapter and missing_files(adapter):
+        return None
+    files = find_model(settings.MODEL_ID, problems)
+    if files and not machine.gpus and count_parameters(files.config)["total"] * 2 / GIB > 4:
+        problems.add("--model", f"{settings.MODEL_ID} needs a GPU and none is visible", "Run it where there is one")
+    return files

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models whose answers are evaluated: that of a run, or one without a trainer, by transformers or by vLLM."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from peft import PeftModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from grpo.data.files import Row
+from grpo.data.prompts import sampling_seed
+from grpo.data.scoring import Completion, read_completions
+from grpo.evaluate.exact import answer_probabilities
+from grpo.learn.trainer import Trainer
+from grpo.model.expert_lora import experts_wrapped
+from grpo.model.load import in_working_type, load_generation_config, load_model, load_tokenizer
+from grpo.plan.hub import ModelFiles, checkpoint_gib, fetch_weights
+from grpo.plan.machine import Machine
+from grpo.plan.memory import plan_engine
+from grpo.preflight.adapter import CONFIG, on_experts
+from grpo.rollout.engine import EngineError, start_engine
+from grpo.rollout.prefill import shared_prefill
+from grpo.settings import InputError, Settings
+
+MOST_AT_ONCE = 512  # sequences that vLLM is planned for: more wait their turn
+
+
+class EvaluatedModel(ABC):
+    """A base model, with its adapter or without, that answers rendered prompts."""
+
+    settings: Settings
+    tokenizer: PreTrainedTokenizerBase
+    stops: Sequence[int]  # ids of the tokens that end a completion
+
+    @abstractmethod
+    def generate(self, prompts: list[str], samples: int, step: int, temperature: float, base: bool) -> list[list[int]]:
+        """`complete` at a temperature, 0 for greedy answers."""
+
+    def complete(
+        self, prompts: Sequence[str], samples: int = 1, step: int = 0, greedy: bool = False, base: bool = False
+    ) -> list[list[int]]:
+        """Token ids of one completion of each prompt, up to the token that ends it, at EVAL_TEMPERATURE or greedily.
+        Each prompt stands there `samples` times in a row. Random numbers depend on SEED and `step` alone: they are the
+        same for every model. `base`: without the adapter."""
+        return self.generate(list(prompts), samples, step, self.temperature(greedy), base)
+
+    def temperature(self, greedy: bool) -> float:
+        return 0.0 if greedy else self.settings.EVAL_TEMPERATURE
+
+    def probabilities(self, prompts: Sequence[str], actions: int, greedy: bool, base: bool) -> np.ndarray:
+        """(N, K): `answer_probabilities` of N prompts, at EVAL_TEMPERATURE or greedily."""
+        raise NotImplementedError("vLLM does not compute the probabilities of whole answers")
+
+    def read(self, rows: Sequence[Row], completion_ids: Sequence[Sequence[int]]) -> list[Completion]:
+        """What the completions of `rows` say, read as in training."""
+        return read_completions(self.tokenizer, self.stops, rows, completion_ids)
+
+
+class TrainedModel(EvaluatedModel):
+    """The model of a run: it answers as its rollouts are generated, by the same engine and with the same lengths."""
+
+    def __init__(self, trainer: Trainer):
+        self.trainer, self.settings = trainer, trainer.run.settings
+        self.tokenizer, self.stops = trainer._tokenizer, trainer.eos_token_ids
+
+    def generate(self, prompts: list[str], samples: int, step: int, temperature: float, base: bool) -> list[list[int]]:
+        prompt_ids = self.trainer._tokenize_prompts(prompts)[0]
+        return self.trainer.answers(prompt_ids, samples, base, step, temperature)
+
+    def probabilities(self, prompts: Sequence[str], actions: int, greedy: bool, base: bool) -> np.ndarray:
+        policy = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        temperature = self.temperature(greedy)
+        with policy.disable_adapter() if base else contextlib.nullcontext():
+            return answer_probabilities(policy.get_base_model(), self.tokenizer, prompts, temperature, actions)
+
+
+class TransformersModel(EvaluatedModel):
+    """A model that transformers generates with (eager attention: exact at any length)."""
+
+    def __init__(self, settings: Settings, model_path: str, config: Mapping[str, Any], adapter: Path | None):
+        self.settings, self.tokenizer = settings, load_tokenizer(model_path)
+        experts = "bf16" if settings.EXPERTS == "bf16" else "mxfp4"  # there is no engine to share with
+        self.base: PreTrainedModel = in_working_type(load_model(model_path, config, "eager", experts)).eval()
+        self.stops = stop_tokens(self.base.generation_config.eos_token_id, self.tokenizer)
+        self.policy: PeftModel | None = None
+        if adapter is not None:
+            with experts_wrapped(self.base):
+                self.policy = PeftModel.from_pretrained(self.base, str(adapter)).eval()
+
+    def adapter_disabled(self, base: bool) -> contextlib.AbstractContextManager[None]:
+        """Leaves the adapter out for a while, where there is one and `base` asks for it."""
+        return self.policy.disable_adapter() if base and self.policy else contextlib.nullcontext()
+
+    def probabilities(self, prompts: Sequence[str], actions: int, greedy: bool, base: bool) -> np.ndarray:
+        temperature = self.temperature(greedy)
+        with self.adapter_disabled(base):
+            return answer_probabilities(self.base, self.tokenizer, prompts, temperature, actions)
+
+    @torch.no_grad()
+    def generate(self, prompts: list[str], samples: int, step: int, temperature: float, base: bool) -> list[list[int]]:
+        s, completions = self.settings, []
+        chunk = s.GENERATION_BATCH or 64
+        options: dict[str, Any] = {"do_sample": False}
+        if temperature:
+            options = {"do_sample": True, "temperature": temperature, "top_p": s.TOP_P, "top_k": 0}
+        options |= {"max_new_tokens": s.MAX_COMPLETION_LEN, "eos_token_id": self.stops}
+        torch.manual_seed(sampling_seed(s.SEED, step, "evaluation"))
+        model: Any = self.policy or self.base  # PeftModel hands `generate` on without saying so
+        with self.adapter_disabled(base), shared_prefill(self.base):
+            for start in range(0, len(prompts), chunk):
+                batch = self.tokenizer(text=prompts[start : start + chunk], padding=True, return_tensors="pt")
+                batch = batch.to(self.base.device)
+                ids = model.generate(**batch, **options, pad_token_id=self.tokenizer.pad_token_id)
+                for row in ids[:, batch["input_ids"].shape[1] :].tolist():
+                    end = next((i for i, token in enumerate(row) if token in self.stops), len(row))
+                    completions.append(row[: end + 1])
+        return completions
+
+
+class VllmModel(EvaluatedModel):
+    """A model that vLLM generates with: MXFP4 weights, the adapter loaded natively from its folder, as with
+    ROLLOUT_SYNC=lora. There is no trainer beside it, so it stays awake. `prompts` are those that are asked at once, of
+    a simulator the first ones. Raises EngineError."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        files: ModelFiles,
+        path: str,
+        adapter: Path | None,
+        machine: Machine,
+        prompts: Sequence[str],
+    ):
+        self.settings, self.tokenizer, self.adapter = settings, load_tokenizer(path), adapter
+        # The plan of a step serves here too: as many sequences as are asked at once, up to MOST_AT_ONCE, no trainer's
+        # memory. A simulator's first prompts are its longest; a little more for longer numbers.
+        s = dataclasses.replace(
+            settings,
+            ROLLOUT_SYNC="lora",
+            LORA_R=json.loads((adapter / CONFIG).read_text(encoding="utf-8"))["r"] if adapter else settings.LORA_R,
+            LORA_TARGETS="experts" if adapter and on_experts(adapter) else "all-linear",
+            PROMPTS_PER_STEP=min(len(prompts), MOST_AT_ONCE),
+            NUM_GENERATIONS=1,
+        )
+        longest = max(map(len, self.tokenizer(text=list(dict.fromkeys(prompts)))["input_ids"])) + 32
+        plan = plan_engine(s, files.config, machine, longest, 0.0, checkpoint_gib(settings.MODEL_ID, files))
+        if plan.cache < plan.cache_least:
+            need = plan.weights + plan.scratch + plan.cache_least
+            raise EngineError(f"it needs {need:.1f} GiB of the GPU, {machine.gpu_free:.1f} are free")
+        self.stops = stop_tokens(load_generation_config(path).eos_token_id, self.tokenizer)
+        self.engine = start_engine(s, plan, path, self.stops)
+        self.engine.wake()
+
+    def generate(self, prompts: list[str], samples: int, step: int, temperature: float, base: bool) -> list[list[int]]:
+        seed = sampling_seed(self.settings.SEED, step, "evaluation")
+        self.engine.use_adapter(None if base else self.adapter)
+        return self.engine.generate(self.tokenizer(text=prompts)["input_ids"], seed, temperature=temperature)[0]
+
+
+def start_model(
+    settings: Settings,
+    files: ModelFiles,
+    adapter: Path | None,
+    machine: Machine,
+    use_vllm: bool,
+    prompts: Sequence[str] = (),
+) -> TransformersModel | VllmModel:
+    """The base model, downloaded where it is not here, with its adapter. Raises InputError and EngineError."""
+    if problem := fetch_weights(settings.MODEL_ID, files):
+        raise InputError(problem)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if use_vllm:
+        return VllmModel(settings, files, str(files.folder), adapter, machine, prompts)
+    return TransformersModel(settings, str(files.folder), files.config, adapter)
+
+
+def stop_tokens(eos: int | Sequence[int] | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids that end a completion, as TRL collects them: the generation config's and the tokenizer's."""
+    ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    return ids if tokenizer.eos_token_id in ids else [tokenizer.eos_token_id, *ids]

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run's model acts in the simulator of its task: before and after training, and while it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from grpo.evaluate.models import EvaluatedModel, TrainedModel
+from grpo.learn.trainer import Trainer
+from grpo.phases import Phase
+from grpo.preflight.resolve import ResolvedRun
+from grpo.run.durable import is_intact, write_sealed
+from grpo.settings import log
+from grpo.tasks.simulator import GREEDY, Record, Simulator
+
+CLOSED_LOOP = "closed_loop.json"
+
+
+class ModelResponder:
+    """A model as a simulator asks it (`grpo.tasks.simulator.Responder`); `base`: without its adapter."""
+
+    def __init__(self, model: EvaluatedModel, base: bool):
+        self.model, self.base = model, base
+
+    def texts(self, prompts: Sequence[str], samples: int, moment: int, greedy: bool) -> list[str]:
+        asked = [prompt for prompt in prompts for _ in range(samples)]
+        # Step 0 has the random numbers of the held-out rows.
+        ids = self.model.complete(asked, samples, moment + 1, greedy, self.base)
+        return self.model.tokenizer.batch_decode(ids, skip_special_tokens=False)
+
+    def probabilities(self, prompts: Sequence[str], greedy: bool, actions: int) -> np.ndarray:
+        return self.model.probabilities(prompts, actions, greedy, self.base)
+
+
+def figures_text(figures: Mapping[str, float]) -> str:
+    """Columns of metrics.csv for a log line."""
+    return ", ".join(f"{name.replace('_', ' ')} {value:,.1f}" for name, value in figures.items())
+
+
+def new_record(simulator: Simulator, resolved: ResolvedRun, trainer: Trainer) -> Record:
+    """closed_loop.json before a model was asked, with what the file holds of the base model."""
+    s, path = resolved.settings, trainer.run.folder / CLOSED_LOOP
+    record = simulator.new_record(resolved.closed_loop, s, s.EVAL_SAMPLES, resolved.exact)
+    if is_intact(path):
+        simulator.keep_models(record, path, ("base",))
+    return record
+
+
+def measure_progress(simulator: Simulator, resolved: ResolvedRun, trainer: Trainer) -> Record:
+    """closed_loop.json with the adapter as it is now, without its greedy answers; it is not written."""
+    record = new_record(simulator, resolved, trainer)
+    simulator.run(resolved.closed_loop, record, "trained", ModelResponder(TrainedModel(trainer), False), greedy=False)
+    return record
+
+
+def measure_simulation(simulator: Simulator, resolved: ResolvedRun, trainer: Trainer, base: bool) -> Record:
+    """closed_loop.json, which is written and returned: the base model or the trained adapter acts in the simulator. A
+    resumed run keeps the base model's part."""
+    name, record = "base" if base else "trained", new_record(simulator, resolved, trainer)
+    with Phase(f"closed loop, {name} model") as phase:
+        if not {name, name + GREEDY} <= record["totals"].keys():
+            simulator.run(resolved.closed_loop, record, name, ModelResponder(TrainedModel(trainer), base))
+        write_sealed(trainer.run.folder / CLOSED_LOOP, record)
+        phase.result = figures_text(simulator.figures(record, name))
+    if not base:
+        log.info("\n%s\n", simulator.table(record))
+    return record

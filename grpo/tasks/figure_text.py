@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measured figures as text: for tables in the terminal and for the report of a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def number(value: object) -> float:
+    """A finite number, or NaN for anything else: an empty cell, `inf`, None."""
+    try:
+        result = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return math.nan
+    return result if math.isfinite(result) else math.nan
+
+
+def part(record: object, *names: str) -> dict[str, Any]:
+    """The object at a path of names inside JSON; an empty one where there is none, or something else."""
+    for name in names:
+        record = record.get(name) if isinstance(record, dict) else None
+    return record if isinstance(record, dict) else {}
+
+
+def spread(figures: Mapping[str, object], name: str, digits: str = ".3f", label: str = "") -> str:
+    """A figure with its 95% interval where there is one: `0.521 (0.480 to 0.560)`; `-` without the figure."""
+    value, low, high = (number(figures.get(name + end)) for end in ("", "_low", "_high"))
+    if math.isnan(value):
+        return "-"
+    interval = "" if math.isnan(low + high) else f" ({label}{low:{digits}} to {high:{digits}})"
+    return f"{value:{digits}}{interval}"
+
+
+def judged(low: float, high: float) -> str:
+    """What the 95% interval of an improvement (positive: the trained model is better) says; NaN where there is none."""
+    if low > 0:
+        return "the trained model is better than the base model"
+    if high < 0:
+        return "the trained model is worse than the base model"
+    return "this evaluation cannot tell the trained model from the base model"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The rows of a table as lines of a terminal: the first column to the left, the others to the right."""
+    columns = max(map(len, rows))
+    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(columns)]
+    lines = []
+    for row in rows:
+        others = [f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=False)]
+        lines.append("  ".join([f"  {row[0]:<{widths[0]}}", *others]).rstrip())
+    return lines

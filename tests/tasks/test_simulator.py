@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A task with a simulator of its own is one new folder, and nothing else changes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import CLEAN, ROOT, read_csv, write_csv
+
+from grpo.run.logs import METRICS, check_columns, metric_columns
+from grpo.settings import choices
+from grpo.settings_table import TASK_FILES
+from grpo.tasks.simulator import Simulator, load_simulator
+
+TASK = {
+    "defaults": {"DATA": "rows.csv", "EVAL_DATA": "rows.csv", "EVAL_PROFILE": "starts.txt"},
+    "best_by": "counter",
+    "figures": {
+        "counter_distance": {
+            "title": "Distance",
+            "unit": "steps",
+            "meaning": "How far the counter ends from ten.",
+            "words": "distance of {:.1f}",
+        }
+    },
+}
+SIMULATOR = """
+import dataclasses
+from rewards import assistant_turn, parse_action
+from grpo.data.files import find_files
+from grpo.data.prompts import render
+from grpo.tasks.simulator import GREEDY, ReportSection, SimulationPlan, Simulator
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(SimulationPlan):
+    starts: tuple = ()
+    render: object = None
+
+
+class Counter(Simulator):
+    def plan(self, settings, rows, template, use_vllm, is_chosen, problems):
+        files = find_files("EVAL_PROFILE", settings.EVAL_PROFILE, problems)
+        starts = tuple(int(line) for path in files for line in path.read_text().split())
+        effort, date = settings.REASONING_EFFORT, settings.PROMPT_DATE
+        reason, names = f"{len(starts)} counters, 3 moments", tuple(map(str, starts))
+        shown = lambda n: render(template, [("user", f"counter {n}")], effort, date)
+        return Plan(reason, True, True, "counters sample", 3, names, starts, shown)
+
+    def new_record(self, plan, settings, samples, exact):
+        return {"starts": list(plan.starts), "exact": exact, "totals": {"stay": {"distance": 5.0}}}
+
+    def run(self, plan, record, name, responder, greedy=True):
+        for policy, is_greedy in ((name, False), (name + GREEDY, True))[: 1 + greedy]:
+            counters = list(plan.starts)
+            for moment in range(plan.rollouts):
+                prompts = [plan.render(n) for n in counters]
+                texts = responder.texts(prompts, 1, moment, is_greedy)
+                turns = [assistant_turn(prompt, text) for prompt, text in zip(prompts, texts)]
+                counters = [n + (parse_action(turn, 2) or 0) for n, turn in zip(counters, turns)]
+            record["totals"][policy] = {"distance": sum(10 - n for n in counters) / len(counters)}
+
+    def figures(self, record, name):
+        return {"counter_distance": record["totals"][name]["distance"]}
+
+    def warning(self, base, now, record):
+        return f"counted at step {now['step']}"
+
+    def table(self, record):
+        return f"Counters end at {record['totals']['trained']}"
+
+    def report(self, record):
+        rows = [[name, str(total["distance"])] for name, total in record.get("totals", {}).items()]
+        return ReportSection("Counters were counted.", "Counters", ["", "Distance"], rows)
+
+
+SIMULATOR = Counter()
+"""
+
+
+@pytest.fixture(scope="module")
+def counters(tmp_path_factory):
+    """A copy of the project with the task `counter`, and its run of two steps."""
+    project = tmp_path_factory.mktemp("project")
+    for name in ("grpo", "scripts", "data/tiny"):
+        shutil.copytree(ROOT / name, project / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("train_grpo.py", "rewards.py"):
+        shutil.copy(ROOT / name, project / name)
+    task = project / "grpo" / "tasks" / "counter"
+    task.mkdir()
+    (task / "task.json").write_text(json.dumps(TASK))
+    (task / "simulator.py").write_text(SIMULATOR)
+    rows = [[f"counter {n}", 0.2, 0.8] for n in range(4)]
+    write_csv(project / "rows.csv", ["user", "reward_action_0", "reward_action_1"], rows)
+    (project / "starts.txt").write_text("3\n5\n")
+    settings = {
+        "MODEL_ID": "tiny", "TASK": "counter", "OUTPUT_DIR": "run", "TOTAL_STEPS": "2", "PROMPTS_PER_STEP": "2",
+        "NUM_GENERATIONS": "2", "EVAL_STEPS": "1", "EVAL_SAMPLES": "1",
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "train_grpo.py"], env=CLEAN | settings, cwd=project, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return project, done.stdout
+
+
+def test_a_run_of_a_new_task_is_simulated_measured_and_reported(counters):
+    project, output = counters
+    run = project / "run"
+    assert "closed loop   on: 2 counters, 3 moments" in output and "15 rollouts of the closed loop" in output
+    assert "counters sample" in output and "by counter: the closed loop runs" in output
+    assert "closed loop, base model: counter distance" in output and "counted at step 1" in output
+    record, best = (json.loads((run / name).read_text()) for name in ("closed_loop.json", "best/best.json"))
+    assert {"stay", "base", "trained", "base_greedy", "trained_greedy"} == set(record["totals"])
+    assert f"Counters end at {record['totals']['trained']}" in output
+    first, last = read_csv(run / "metrics.csv")
+    assert first["counter_distance"] and not last["counter_distance"] and not first["plant_regret"]
+    assert best["by"] == "counter" and best["measured"]["windows"] == ["3", "5"]
+    assert best["value"] == min(figures["counter_distance"] for figures in best["evaluated"])
+    assert f"with a distance of {best['value']:.1f}" in best["in_words"]
+    page = (run / "report.html").read_text(encoding="utf-8")
+    for words in ("Counters were counted.", "<h2>Counters</h2>", "trained_greedy", "<b>Distance</b>"):
+        assert words in page
+    assert "plant" not in output.lower() and "plant" not in (run / "README.md").read_text().lower()
+
+
+def test_the_command_asks_the_run_s_own_simulator(counters):
+    project, _ = counters
+    command = [sys.executable, "scripts/evaluate.py", "run", "--out", "by_hand.json"]
+    done = subprocess.run(command, env=CLEAN, cwd=project, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 counters, 3 moments" in done.stdout and "Counters end at" in done.stdout
+    totals = json.loads((project / "by_hand.json").read_text())["totals"]
+    assert totals["trained"] == json.loads((project / "run/closed_loop.json").read_text())["totals"]["trained"]
+
+
+def test_tasks_are_found_by_their_folders():
+    assert set(TASK_FILES) == set(choices("TASK")) == {"gsm8k", "tes"}
+    assert isinstance(load_simulator("tes"), Simulator) and load_simulator("gsm8k") is None
+
+
+def test_a_run_goes_on_without_the_columns_of_a_task_that_came_later(tmp_path):
+    path = tmp_path / "metrics.csv"
+    assert metric_columns(path) == list(METRICS), "a new run has them all"
+    older = [name for name in METRICS if name != "plant_regret"]
+    path.write_text(",".join([*older, "reward/action"]) + "\n")
+    assert metric_columns(path) == older and check_columns(path) is None
+    path.write_text(",".join(older[:-1]) + "\n")
+    assert "it has other columns" in check_columns(path)

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plant as its task's simulator: when it runs, and what it says of a model."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from conftest import ROOT
+
+from grpo.data.files import read_csv
+from grpo.settings import Problems, Settings
+from grpo.tasks.tes.simulator import SIMULATOR, why_not
+
+PROFILE = "data/profile_heldout.csv"
+RUNS = [  # settings, kind of prompts, vLLM, EVAL_PROFILE is the user's, why it does not run
+    ({}, "full", True, False, ""),
+    ({"MODEL_ID": "tiny"}, "compact", False, False, ""),
+    ({"EVAL_SAMPLES": 0}, "full", True, True, "EVAL_SAMPLES=0"),
+    ({"EVAL_PROFILE": " "}, "full", True, True, "EVAL_PROFILE is empty"),
+    ({"EVAL_PROFILE": None}, "full", True, False, "set EVAL_PROFILE to the hourly profile of the held-out days"),
+    ({"EVAL_PROFILE": None}, None, True, False, "no held-out prompts are those of the plant"),
+    ({}, None, True, True, "no held-out prompts are those of the plant"),
+    ({}, "full", False, False, "transformers too long"),
+    ({}, "full", False, True, ""),
+]
+
+
+@pytest.mark.parametrize(("change", "kind", "use_vllm", "is_chosen", "words"), RUNS)
+def test_whether_the_closed_loop_runs(change, kind, use_vllm, is_chosen, words):
+    reason = why_not(Settings(**{"EVAL_PROFILE": PROFILE} | change), kind, use_vllm, is_chosen)
+    assert words in reason and bool(words) is bool(reason)
+
+
+def test_the_plan_reads_the_profiles_and_names_their_problems(tmp_path, good_csv):
+    problems = Problems()
+    full, compact = (read_csv(ROOT / "data" / f"tes_heldout{end}.csv", problems) for end in ("", "_compact"))
+    other = read_csv(good_csv, problems)
+
+    def plan(rows, profile=PROFILE, template="{{ messages }}"):
+        return SIMULATOR.plan(Settings(EVAL_PROFILE=profile), rows, template, True, False, problems)
+
+    of_full, of_other = plan(full), plan(other)
+    assert of_full.prompt == "full" and len(of_full.episodes) == 5 and of_full.profiles == (PROFILE,)
+    assert of_full.runs and of_full.why_sampled and f"5 windows of {PROFILE}, 30 decisions one after" in of_full.reason
+    assert len(of_full.opening_prompts()) == 5 and of_full.opening_prompts()[0].endswith("<|start|>assistant")
+    assert not of_other.runs and not of_other.why_sampled and not problems
+    mentioned = [of_full, of_other, plan(other, None), plan(full, None)]
+    assert [plan_of.is_mentioned for plan_of in mentioned] == [True, True, False, True]
+    assert plan(full, None).why_sampled and not plan(compact).why_sampled and not problems
+    assert plan(compact, template=None).runs and "it has no chat template" in problems.pop()
+    (tmp_path / "bad.csv").write_text("datetime,co2,load\n2025-07-01 08:00,410,3\n")
+    assert not plan(full, f"{tmp_path}/bad.csv,{tmp_path}/none.csv").runs
+    text = "\n".join(problems)
+    assert "none.csv" in text and "bad.csv, row 1 (line 2), column 'co2': '410' is more than 2 kg/kWh" in text
+
+
+BASE = {"heldout_reward": 0.4, "plant_regret": 20.0, "plant_unserved_kwh": 10.0}
+WARNINGS = [  # reward, regret, low end of the interval of the regret's change, exact, warned
+    (0.5, 30.0, 4.0, True, True),
+    (0.5, 30.0, 4.0, False, True),
+    (0.5, 20.1, -4.0, True, True),
+    (0.5, 30.0, -0.1, False, False),  # chance
+    (0.5, 30.0, None, False, False),  # fewer than three windows
+    (0.5, 19.0, 1.0, True, False),
+    (0.4, 30.0, 4.0, True, False),  # the reward does not rise
+    (None, 30.0, 4.0, True, False),  # no function gave a reward
+]
+
+
+@pytest.mark.parametrize(("reward", "regret", "low", "exact", "is_warned"), WARNINGS)
+def test_a_plant_that_gets_worse_while_the_reward_rises_is_reported(reward, regret, low, exact, is_warned):
+    now = {"step": 5, "heldout_reward": reward, "plant_regret": regret, "plant_unserved_kwh": 90.0}
+    now = {name: value for name, value in now.items() if value is not None}
+    warning = SIMULATOR.warning(BASE, now, {"exact": exact, "difference": {"regret_percent_low": low}})
+    assert (warning is not None) is is_warned
+    for words in ("0.400 to 0.500", "20.0 to", "10 to 90 kWh", "#read-both", "step 5") if warning else ():
+        assert words in warning
+
+
+def totals(*names):
+    """A record in which `names` ran beside the base, the trained model and the optimum."""
+    policies = {}
+    for place, name in enumerate(("base", "trained", "optimum", *names)):
+        policies[name] = {"co2_kg": 100.0, "unserved_kwh": 7.0 * place, "storage_cycled_kwh": 5.0, "unparsed": 1}
+        policies[name] |= {"answers": 90, "regret_percent": 20.0 - place}
+    return {"totals": policies, "difference": {"regret_percent": -9.0}}
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "words"),
+    [(-3.0, -1.0, "is better"), (-3.0, 1.0, "cannot tell"), (1.0, 3.0, "is worse"), (None, None, "cannot tell")],
+)
+def test_the_verdict_follows_the_interval_and_a_lower_regret_is_better(low, high, words):
+    record = totals("always_0")
+    record["difference"] |= {"regret_percent_low": low, "regret_percent_high": high}
+    section = SIMULATOR.report(record)
+    assert words in section.verdict and "by -9.0" in section.verdict and "0.0 kWh before, 7.0 after" in section.verdict
+    assert [row[0] for row in section.rows] == ["base", "trained", "optimum", "always 0"]
+    assert section.rows[1] == ["trained", "100.0", "7.0", "5.0", "19.0", "1 of 90"]
+    assert not SIMULATOR.report({}).verdict and not SIMULATOR.report({}).rows
+
+
+def test_figures_are_columns_and_those_without_a_value_are_left_out():
+    record = totals()
+    record["totals"]["base"]["regret_percent"] = None
+    assert SIMULATOR.figures(record, "base") == {"plant_unserved_kwh": 0.0}
+    assert SIMULATOR.figures(record, "trained") == {"plant_regret": 19.0, "plant_unserved_kwh": 7.0}
+    assert not math.isnan(sum(SIMULATOR.figures(record, "trained").values()))
