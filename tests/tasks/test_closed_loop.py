@@ -328,6 +328,10 @@ def test_an_exact_record_holds_the_greedy_path_and_the_expectation():
     assert totals["base"]["unparsed"] == pytest.approx(0.1 * 3 * 30 * 4) and totals["base"]["answers"] == 360
     co2 = sum(totals[rule]["co2_kg"] * share for rule, share in shares.items())
     assert totals["base"]["co2_kg"] == pytest.approx(co2, rel=1e-4), "emissions follow the output alone"
+    unreadable = record_of(CASES[:3], 1, exact=True)
+    run_exact(plan_of(CASES[:3]), unreadable, "base", lambda prompts, greedy: np.zeros((len(prompts), 4)))
+    greedy, safe = (unreadable["totals"][name] for name in ("base_greedy", "always_3"))
+    assert greedy["unparsed"] == greedy["answers"] == 90 and greedy["priced_kg"] == safe["priced_kg"]
     assert "from 150 kWh, exact" in SIMULATOR.table(record) and "base greedy" in SIMULATOR.table(record)
 
 
