@@ -16,7 +16,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import rewards
 from grpo.data.files import RESERVED_ARGUMENTS, Conversation, Row, data_prompt, reward_columns
@@ -24,9 +24,6 @@ from grpo.data.formats import Cell, Columns
 from grpo.data.prompts import ANSWER_AFTER
 from grpo.settings import Settings, described, listed, nearest, one_line, read_number
 from grpo.settings_table import MOST_REWARD, MOST_WEIGHT
-
-if TYPE_CHECKING:  # This room is light: it imports no transformers before a run.
-    from transformers import PreTrainedTokenizerBase
 
 Reward = Callable[..., list[float | None]]
 # The arguments that every reward function gets beside the columns.
@@ -159,13 +156,15 @@ def read_completion(
 
 
 def read_completions(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Any,
     stops: Sequence[int],
     rows: Sequence[Row],
     completion_ids: Sequence[Sequence[int]],
 ) -> list[Completion]:
-    """What the completions of `rows` say, decoded by a tokenizer of transformers with their special tokens and without.
-    Truncated is one that ended without one of the `stops` or padding: the same rule as TRL's clipped ratio and mask."""
+    """What the completions of `rows` say, decoded by a tokenizer of transformers, which this light room cannot name.
+
+    They are decoded with their special tokens and without. Truncated is one that ended without one of the `stops` or
+    padding: the same rule as TRL's clipped ratio and mask."""
     ends = {*stops, tokenizer.pad_token_id}
     ids_lists = [list(ids) for ids in completion_ids]
     texts, plain = (tokenizer.batch_decode(ids_lists, skip_special_tokens=skipped) for skipped in (False, True))
