@@ -39,7 +39,9 @@ def setting(group: str, default: Default, unit: str = "", text: str = "", **fact
 
 @dataclass(frozen=True)
 class Settings:
-    """Every setting of a run; the field's name is the environment variable's. None means `auto`."""
+    """Every setting of a run; the field's name is the environment variable's. None means `auto`. A new one is a field
+    here: reading it, its limits and `--help` follow, docs/settings.md after `python scripts/make_docs.py`. What must
+    fit other settings is checked in grpo/preflight/checks.py, and `auto` is chosen in choices.py beside it."""
 
     # fmt: off
     MODEL_ID: str = setting("Model", "openai/gpt-oss-20b", room=0, text=
@@ -173,7 +175,7 @@ class Settings:
         "attention supports it.")
     GRADIENT_CHECKPOINTING: bool = setting("Learner", True, tiny=False, text=
         "Recompute activations in the backward pass: much less memory, about a third more time.")
-    LOSS_TYPE: str = setting(
+    LOSS_TYPE: str = setting(  # Each value is computed by `Learner.liger`, and the tests compare it with TRL's.
         "Learner", "bnpo", choices=("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo"), text=
         "GRPO variant, TRL's names; the loss is Liger's.")
     BETA: float = setting("Learner", 0.0, low=0, high=1000, text=

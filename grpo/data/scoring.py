@@ -331,7 +331,8 @@ def is_answer(completion: Completion) -> bool:
 
 
 def completion_rates(completions: Sequence[Completion]) -> dict[str, float]:
-    """Parse rate, best-action rate, clipped ratio and lengths of some completions."""
+    """Parse rate, best-action rate, clipped ratio and lengths of some completions: columns of metrics.csv. A held-out
+    evaluation takes the last three of them, and all else from `rewards.score_probabilities` or `score_values`."""
     acted = [(completion.row.rewards, completion.action) for completion in completions]
     count, lengths = len(completions), [completion.tokens for completion in completions]
     return {

@@ -21,7 +21,7 @@ from grpo.tasks.figure_text import number
 MEAN_OF = 10  # steps in a moving mean
 DPI = 160
 MEASURED = ["heldout_reward"]
-CURVES = {  # title: columns of metrics.csv
+CURVES = {  # title: columns of metrics.csv with one unit; their meanings are the sentence below the figure
     "Held-out reward": MEASURED,
     **{figure["title"]: [name] for name, figure in TASK_FIGURES.items()},
     "Reward": ["reward"],

@@ -159,8 +159,9 @@ class Learner(GRPOTrainer):
         return -torch.autograd.grad(self.liger(part, batch, logps)[0], logps)[0]
 
     def liger(self, part: Batch, batch: Batch, logps: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Liger's loss of the `part` of `batch` with log-probs (b, C), and its metrics. `advantages` are (b,), or (b,
-        C): as Liger spreads them over the last dimension, completions are then sequences of shape (b, 1, C)."""
+        """Liger's loss, as LOSS_TYPE names it, of the `part` of `batch` with log-probs (b, C), and its metrics.
+        `advantages` are (b,), or (b, C) with EXPECTED_REWARD: as Liger spreads them over the last dimension,
+        completions are then sequences of shape (b, 1, C)."""
         mask, names = (
             part["completion_mask"],
             ("ref_per_token_logps", "old_per_token_logps", "importance_sampling_ratio"),

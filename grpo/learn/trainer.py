@@ -110,7 +110,7 @@ class Trainer(Learner):
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """Behind the last file of the checkpoint comes its manifest, and only then the oldest one goes. By step:
         transformers goes by modification times, and would delete a new checkpoint where older ones are dated later.
-        Rank 0's alone."""
+        Rank 0's alone. Another file is written before the manifest, and INNER_FILES in grpo/run/layout.py names it."""
         if self.run.ranks.rank:
             return
         checkpoint = self.run.folder / f"checkpoint-{self.state.global_step}"

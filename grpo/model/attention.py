@@ -134,7 +134,8 @@ def flash_attention_4() -> Kernel:
     return Kernel(forward, backward)
 
 
-# Each of these imports its package, so that a broken one can be named before the model is loaded.
+# Each of these imports its package, so that a broken one can be named before the model is loaded. ATTN_IMPL takes those
+# that FLASH_PACKAGES in grpo/plan/machine.py lists too; the tests have a stand-in of each package.
 KERNELS = {kernel.__name__: kernel for kernel in (torch_flash, flash_attention_2, flash_attention_3, flash_attention_4)}
 
 
@@ -166,8 +167,8 @@ def install_attention(attention: str) -> str:
     """
     if attention not in KERNELS:
         return attention
-    # Not under its own name: transformers would look for a kernel on the Hub in its place.
-    name = "sinks_" + attention.replace("flash_attention_", "kernel_").replace("torch_flash", "kernel_torch")
+    # Not under its own name: for one with `flash` transformers would look for a kernel on the Hub in its place.
+    name = "sinks_" + attention.replace("flash", "kernel")
     AttentionInterface.register(name, functools.partial(kernel_attention, attention))
     return name
 

@@ -29,6 +29,7 @@ FLASH_PACKAGES = {
     "flash_attention_3": ("flash-attn-3", "build it from source, for Hopper cards"),
     "flash_attention_4": ("flash-attn-4", "pip install --no-deps flash-attn-4==4.0.0b26 quack-kernels==0.6.1"),
 }
+TRACKERS = ("none", "wandb", "tensorboard", "trackio")
 
 
 @dataclass(frozen=True)
@@ -143,10 +144,11 @@ def check_packages(settings: Settings, versions: Mapping[str, str | None], probl
 
 
 def check_trackers(settings: Settings, environ: Mapping[str, str], problems: Problems) -> None:
-    """The trackers are known, installed and logged in: wandb would raise after the model was loaded."""
+    """The trackers are known, installed and logged in: wandb would raise after the model was loaded. Each has
+    its package's name; the meaning of REPORT_TO and docs/report.md list them too."""
     for tracker in listed(settings.REPORT_TO):
-        if tracker not in ("none", "wandb", "tensorboard", "trackio"):
-            problems.add("REPORT_TO", f"{tracker!r} is unknown", "Use none, wandb, tensorboard or trackio")
+        if tracker not in TRACKERS:
+            problems.add("REPORT_TO", f"{tracker!r} is unknown", f"Use one of {', '.join(TRACKERS)}")
         elif tracker != "none" and installed_versions([tracker])[tracker] is None:
             problems.add("REPORT_TO", f"{tracker} is not installed", f"pip install {tracker}, or set REPORT_TO=none")
         elif tracker == "wandb" and not wandb_can_start(environ):

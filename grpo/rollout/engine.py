@@ -249,7 +249,8 @@ class Engine:
         self.asleep, self.current = False, False
 
     def sleep(self) -> None:
-        """Weights to host memory, but for lent ones, the cache dropped (and with it the prefix cache)."""
+        """Weights to host memory, but for lent ones, the cache dropped (and with it the prefix cache). The level alone
+        changes nothing: `KeepBackend` keeps the weights at any, which `wake` and the plan of host memory rely on."""
         if self.asleep:
             return
         # vLLM also raises where the GPU holds more afterwards, by whomever.

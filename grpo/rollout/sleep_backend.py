@@ -37,7 +37,7 @@ class KeepBackend(CuMemBackend):
         self.kept: dict[int, torch.Tensor] = {}  # address on the GPU -> bytes in host memory
 
     def suspend(self, level: int = 1) -> None:
-        """Sleep at level 1, the only one that the engine asks for."""
+        """Sleep as at level 1, whatever `level` says: the engine asks for no other."""
         self._state = "SUSPENDED"
         for pointer, data in get_mem_allocator_instance().pointer_to_data.items():
             if data.tag == LENT:

@@ -34,6 +34,7 @@ LOGS = ("metrics.csv", "completions.csv")
 # has the second one.
 NO_RUN = {SETTINGS + ".tmp", "lost+found"}
 OTHER = "choose another OUTPUT_DIR"
+# The names of all that a run writes: of other files in OUTPUT_DIR the banner says that OVERWRITE=1 deletes them too.
 FOLDERS = re.compile(
     r"(superseded-)?checkpoint-\d+(\.\d+)?|superseded-(adapter-(\d+|last)|best)(\.\d+)?|best(\.old|\.tmp)?|report|runs"
 )

@@ -161,7 +161,8 @@ def test_metadata_without_a_module_ends_before_the_model_is_loaded(monkeypatch, 
     module, _ = STAND_INS[attention]
     monkeypatch.setitem(sys.modules, module.split(".")[0], None)
     monkeypatch.setattr("grpo.model.load.unseen_gpu", lambda machine: None)
-    resolved = types.SimpleNamespace(run=None, settings=None, machine=CPU, attention=attention, ranks=Ranks())
+    used = {"machine": CPU, "attention": attention, "ranks": Ranks(), "files": "files", "plan": "plan"}
+    resolved = types.SimpleNamespace(run=None, settings=None, **used)
     assert train_grpo.launch(resolved) == 2
     problem = capsys.readouterr().err
     distribution, install = FLASH_PACKAGES[attention]
