@@ -16,7 +16,7 @@ from trl.trainer.utils import pad
 
 from grpo.model.load import in_working_type, load_model
 from grpo.rollout import decode as decoding
-from grpo.rollout.decode import DecodingStep, decode
+from grpo.rollout.decode import DecodingStep
 from grpo.rollout.prefill import shared_prefill
 
 LENGTHS = (70, 41, 55)  # tokens of three prompts; the sliding window has 32
@@ -42,23 +42,24 @@ def inputs_of(rows):
     return {"input_ids": pad(prompts, 0, "left"), "attention_mask": pad(masks, 0, "left")}
 
 
-def generate(policy, rows, sampling, custom=None, seed=1, **more):
-    """Ids (B, L + C) and the logits (C, B, V) that the tokens were drawn from, by transformers' loop or a custom one."""
+def generate(policy, rows, sampling, ours=True, seed=1, **more):
+    """Ids (B, L + C) and the logits (C, B, V) that the tokens were drawn from, by this loop or transformers' own."""
     logits = []
     torch.manual_seed(seed)
     options = {"max_new_tokens": NEW, "pad_token_id": 0, "eos_token_id": []} | sampling | more
     keep = lambda _, scores: logits.append(scores.clone()) or scores  # noqa: E731
-    with shared_prefill(policy.base_model.model) if custom else contextlib.nullcontext():
+    with shared_prefill(policy.base_model.model) if ours else contextlib.nullcontext():
         ids = policy.generate(**inputs_of(rows), **options, logits_processor=[keep])
     return ids, torch.stack(logits)
 
 
 def assert_alike(policy, rows, sampling, **more):
-    theirs, logits = generate(policy, rows, sampling, **more)
-    ours, our_logits = generate(policy, rows, sampling, decode, **more)
-    assert torch.equal(theirs, ours)
-    torch.testing.assert_close(our_logits, logits, atol=1e-3, rtol=1e-4)
-    return ours
+    (ids, logits), (expected, expected_logits) = (
+        generate(policy, rows, sampling, ours, **more) for ours in (True, False)
+    )
+    assert torch.equal(ids, expected)
+    torch.testing.assert_close(logits, expected_logits, atol=1e-3, rtol=1e-4)
+    return ids
 
 
 @pytest.mark.parametrize(
@@ -82,18 +83,18 @@ def test_rows_end_at_a_stop_token_and_are_padded(policy):
     assert not ids[behind].any() and behind[0, 10:].all() and behind[3, 5:].all()
     assert not behind[:, -1].all(), "others go on"
     everyone = free[:, -NEW + 2].tolist()
-    assert generate(policy, GROUPS, DRAWN, decode, eos_token_id=everyone)[0].shape[1] <= max(LENGTHS) + 3
+    assert generate(policy, GROUPS, DRAWN, eos_token_id=everyone)[0].shape[1] <= max(LENGTHS) + 3
 
 
 def test_a_seed_decides_and_so_does_the_adapter_of_that_moment(policy):
-    first, again, other = (generate(policy, GROUPS, DRAWN, decode, seed)[0] for seed in (1, 1, 2))
+    first, again, other = (generate(policy, GROUPS, DRAWN, seed=seed)[0] for seed in (1, 1, 2))
     assert torch.equal(first, again) and not torch.equal(first, other)
     lora_b = [weight for name, weight in policy.named_parameters() if "lora_B" in name]
     before = [weight.detach().clone() for weight in lora_b]
     torch._foreach_mul_([weight.data for weight in lora_b], -3.0)  # in place, as an optimizer does
     assert not torch.equal(first, assert_alike(policy, GROUPS, DRAWN))
     torch._foreach_copy_([weight.data for weight in lora_b], before)
-    assert torch.equal(first, generate(policy, GROUPS, DRAWN, decode)[0])
+    assert torch.equal(first, generate(policy, GROUPS, DRAWN)[0])
 
 
 def test_a_prompt_is_computed_once_and_alone(policy):
@@ -101,7 +102,7 @@ def test_a_prompt_is_computed_once_and_alone(policy):
     hook = policy.base_model.model.model.register_forward_pre_hook(
         lambda _, args, kw: passes.append(tuple(kw["input_ids"].shape)), with_kwargs=True
     )
-    generate(policy, GROUPS, GREEDY, decode)
+    generate(policy, GROUPS, GREEDY)
     hook.remove()
     assert "generate" not in vars(policy.base_model.model), "transformers' own loop is back"
     assert sorted(passes[:3]) == [(1, n) for n in sorted(LENGTHS)]
@@ -179,7 +180,7 @@ def test_where_no_graph_can_be_made_steps_are_launched_one_by_one(policy, graphs
     graphs.set_sync_debug_mode = refuse
     with caplog.at_level(logging.WARNING, "train_grpo"):
         assert_alike(policy, GROUPS, DRAWN)
-        generate(policy, (1, 1), DRAWN, decode)
+        generate(policy, (1, 1), DRAWN)
     assert tries == ["error"] and not PretendedGraph.replays
     assert caplog.text.count("no CUDA graph of a decoding step can be made here (called a synchronizing CUDA") == 1
 
@@ -187,7 +188,7 @@ def test_where_no_graph_can_be_made_steps_are_launched_one_by_one(policy, graphs
 def test_out_of_memory_is_no_reason_to_go_on(policy, graphs):
     graphs.set_sync_debug_mode = lambda mode: (_ for _ in ()).throw(MemoryError()) if mode else None
     with pytest.raises(MemoryError):
-        generate(policy, GROUPS, DRAWN, decode)
+        generate(policy, GROUPS, DRAWN)
 
 
 @pytest.mark.gpu
