@@ -81,7 +81,7 @@ class MismatchCheck:
         self.settings: Settings = run.settings
         self.engine: Engine = run.engine
         self.attention: str = run.attention
-        self.results: list[dict[str, Any]] = run.parity
+        self.results: list[dict[str, str | float]] = run.parity
         self.policy: PeftModel = trainer.accelerator.unwrap_model(trainer.model)
         self.autocast = trainer.accelerator.autocast
         texts = [row.prompt for row in run.rows[:PARITY_PROMPTS]]

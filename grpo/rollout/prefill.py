@@ -19,7 +19,7 @@ def shared_prefill(model: PreTrainedModel) -> Iterator[None]:
     completions it gets: a group of 8 costs an eighth of the prefill, in time and in memory."""
     stock = cast(Any, model).generate  # its own annotations accept no class of transformers
 
-    def generate(**options: Any) -> Any:
+    def generate(**options: Any) -> torch.Tensor:
         ids = stock(**options, custom_generate=decode)
         torch.cuda.empty_cache()  # the memory of a graph serves nothing else until then
         return ids

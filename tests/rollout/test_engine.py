@@ -147,7 +147,7 @@ def test_an_evaluation_has_its_own_temperature_and_no_log_probs(build, monkeypat
     assert [(sampling.temperature, sampling.logprobs, sampling.top_p) for sampling in requests] == expected
     assert temperature or ids == engine.rollout(trainer.model, prompts, 2, temperature=0.0)[0]
     active = []
-    monkeypatch.setattr(engine, "sync_weights", lambda *given: active.append(given[1]) or sync(*given))
+    monkeypatch.setattr(engine, "sync_weights", lambda policy, on, seed: active.append(on) or sync(policy, on, seed))
     for base in (True, False):
         texts = [row.prompt for row in trainer.run.rows]
         assert len(generate_completions(trainer, texts, 1, base, temperature=temperature)) == 4

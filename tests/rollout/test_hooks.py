@@ -138,7 +138,7 @@ ENGINE = ast.parse(textwrap.dedent(inspect.getsource(Engine)))
 
 
 def engine_calls(prefix: str) -> dict[str, list[tuple[int, set[str]]]]:
-    """The calls of Engine under `prefix`: name -> (number of positional arguments, names of the others) of each call."""
+    """The calls of Engine under `prefix`: name -> (number of positional arguments, names of the others) of each."""
     calls: dict[str, list[tuple[int, set[str]]]] = {}
     for node in ast.walk(ENGINE):
         if isinstance(node, ast.Call) and ast.unparse(node.func).startswith(prefix):
@@ -269,7 +269,7 @@ TEXTS = {  # excerpts of the source of a class or one of its members
     ("vllm.lora.layers.base_linear", "BaseLinearLayerWithLoRA"): ["self.base_layer ="],
     (GPT_OSS, "GptOssForCausalLM.packed_modules_mapping"): ["{'qkv_proj': ['q_proj', 'k_proj', 'v_proj']}"],
     (GPT_OSS, "GptOssForCausalLM.hf_to_vllm_mapper"): ["'.self_attn.': '.attn.'"],
-    # Lent weights: model.layers.N.mlp.experts.routed_experts.w13_weight, ...quant_method.w13_precision_config.weight_scale;
+    # Lent weights: model.layers.N.mlp.experts.routed_experts.w13_weight and ...quant_method.w13_precision_config;
     # model.embedding.weight and lm_head.weight, in BF16 and with rows behind the vocabulary's.
     (GPT_OSS, "GptOssModel.__init__"): [
         "self.embedding = VocabParallelEmbedding(self.config.vocab_size, self.config.hidden_size)",

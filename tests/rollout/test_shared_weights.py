@@ -74,8 +74,8 @@ assert set(shared.state_dict()) == names, "vLLM's experts are none of the model'
 lent = [w.data for layer in layers for w in vars(layer.mlp.experts.routed_experts).values() if hasattr(w, "data")]
 lent += [embedding.weight.data, head.weight.data]
 before = [tensor.clone() for tensor in lent]
-for expected, found in zip(learned(packed), learned(shared), strict=True):
-    assert expected.any() and torch.equal(expected, found)
+for expected, tensor in zip(learned(packed), learned(shared), strict=True):
+    assert expected.any() and torch.equal(expected, tensor)
 assert len(lent) == 2 * len(layers) + 2 and all(map(torch.equal, before, lent)), "written"
 layers[-1].mlp.experts.routed_experts.quant_method.w2_precision_config.weight_scale.storage.layout.num_warps = 4
 try:
