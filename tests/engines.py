@@ -10,7 +10,7 @@ from stub_vllm import StubLLM, StubLoRARequest, StubSampling
 from trainers import make, plain_float32
 
 from grpo.rollout.engine import Engine
-from grpo.rollout.parity import score_tokens
+from grpo.rollout.parity import MismatchCheck
 
 EXACT = 2e-4  # Nats: both sides compute in float32, in another order.
 
@@ -45,10 +45,11 @@ def prompts_of(trainer):
 
 def trainer_logps(trainer, prompts, completions=None, temperature=1.0):
     """Log-probs of the completions' tokens, or without completions of the prompts'."""
+    check = MismatchCheck(trainer)
     if completions is None:
-        return score_tokens(trainer, prompts, [1] * len(prompts), 1.0)
+        return check.trainer_logps(prompts, [1] * len(prompts), 1.0)
     rows = [list(p) + list(c) for p, c in zip(prompts, completions, strict=True)]
-    return score_tokens(trainer, rows, list(map(len, prompts)), temperature)
+    return check.trainer_logps(rows, list(map(len, prompts)), temperature)
 
 
 def apart(rows, values):

@@ -206,11 +206,8 @@ class StubLLM:
         if not all(0 < len(row) <= self.max_model_len for row in rows):
             raise ValueError(f"prompts of {[*map(len, rows)]} tokens, max_model_len is {self.max_model_len}")
         with torch.no_grad():
-            each = sampling_params if isinstance(sampling_params, list) else [sampling_params] * len(rows)
-            if len(each) != len(rows):
-                raise ValueError(f"{len(rows)} prompts with {len(each)} sampling parameters")
-            scored = each[0].prompt_logprobs is not None
-            outputs = [self._score(row) for row in rows] if scored else self._sample(rows, each)
+            is_scored = sampling_params.prompt_logprobs is not None
+            outputs = [self._score(row) for row in rows] if is_scored else self._sample(rows, sampling_params)
         bar = use_tqdm(total=len(rows), desc="Processed prompts")
         for _ in outputs:
             bar.update(1)
@@ -228,25 +225,28 @@ class StubLLM:
         positions = [{token: SimpleNamespace(logprob=v)} for token, v in zip(row[1:], values, strict=True)]
         return SimpleNamespace(prompt_logprobs=[None, *positions], outputs=[SimpleNamespace(token_ids=[0])])
 
-    def _sample(self, rows: Sequence[list[int]], each: Sequence[StubSampling]) -> list[Any]:
+    def _sample(self, rows: Sequence[list[int]], sampling: StubSampling) -> list[Any]:
         """All rows in one batch, padded on the left, by transformers' generate."""
-        first, longest = each[0], max(map(len, rows))  # They differ in max_tokens alone.
+        longest = max(map(len, rows))
         options = {"do_sample": False}
-        if first.temperature:
-            options = {"do_sample": True, "temperature": first.temperature, "top_p": first.top_p, "top_k": 0}
+        if sampling.temperature:
+            options = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
         output = self.model.generate(
             torch.tensor([[0] * (longest - len(row)) + row for row in rows]),
             attention_mask=torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows]),
-            max_new_tokens=max(sampling.max_tokens for sampling in each), eos_token_id=first.stop_token_ids or [-1],
-            pad_token_id=0, return_dict_in_generate=True, output_scores=True, **options,
-        )  # fmt: skip
+            max_new_tokens=sampling.max_tokens,
+            eos_token_id=sampling.stop_token_ids or [-1],
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_scores=True,
+            **options,
+        )
         tokens = output.sequences[:, longest:]
         logps = torch.stack(output.scores, 1).log_softmax(-1).gather(2, tokens[..., None])[..., 0]
         outputs = []
-        for ids, values, sampling in zip(tokens.tolist(), self._report(logps), each, strict=True):
-            end = next((n for n, token in enumerate(ids, 1) if token in first.stop_token_ids), len(ids))
-            end = min(end, sampling.max_tokens)
-            logprobs = self._logprobs(values[:end]) if first.logprobs is not None else None
+        for ids, values in zip(tokens.tolist(), self._report(logps), strict=True):
+            end = next((n for n, token in enumerate(ids, 1) if token in sampling.stop_token_ids), len(ids))
+            logprobs = self._logprobs(values[:end]) if sampling.logprobs is not None else None
             completion = SimpleNamespace(token_ids=ids[:end], logprobs=logprobs)
             outputs.append(SimpleNamespace(prompt_logprobs=None, outputs=[completion]))
         return outputs

@@ -1,20 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decoding loop of transformers' generate over a cache of fixed size, each step one CUDA graph."""
+"""The decoding loop of transformers' generate over a cache of fixed size; on a GPU each step is one CUDA graph."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    AttentionInterface,
-    DynamicCache,
-    GenerationConfig,
-    LogitsProcessorList,
-    PreTrainedModel,
-    StoppingCriteriaList,
-)
+from torch.nn import Module
+from transformers import AttentionInterface, DynamicCache, GenerationConfig, PreTrainedModel
 
 from grpo.model.attention import attention_of
 from grpo.settings import log
@@ -23,16 +18,16 @@ ATTENTION = "decoding"  # its name in transformers
 
 
 def decoding_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float, **_: Any
+    module: Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float, **_: Any
 ) -> tuple[Tensor, None]:
-    """transformers' eager attention with sinks for one new token a row: the same arithmetic, but the query heads of a group
-    share its keys, which eager attention copies for each: 2 GiB in a layer with 96 rows of 1,452 tokens.
+    """transformers' eager attention with sinks for one new token a row. The query heads of a group read the same keys,
+    which eager attention copies for each head: 2 GiB in a layer with 96 rows of 1,452 tokens.
 
-    `query` (B, Hq, 1, D), `key` and `value` (B, Hkv, S, D), `attention_mask` (B, 1, 1, S) added to the scores. Returns
-    (B, 1, Hq, D)."""
+    `query` (B, Hq, 1, D), `key` and `value` (B, Hkv, S, D), `attention_mask` (B, 1, 1, S) is added to the scores.
+    Returns (B, 1, Hq, D)."""
     grouped = query.reshape(len(query), key.shape[1], -1, query.shape[-1])  # (B, Hkv, G, D)
     scores = grouped @ key.transpose(2, 3) * scaling + attention_mask
-    sinks = module.sinks.view(1, key.shape[1], -1, 1).expand(len(query), -1, -1, -1)
+    sinks = module.get_parameter("sinks").view(1, key.shape[1], -1, 1).expand(len(query), -1, -1, -1)
     scores = torch.cat([scores, sinks], dim=-1)
     scores = scores - scores.max(dim=-1, keepdim=True).values
     weights = scores.softmax(dim=-1, dtype=scores.dtype)[..., :-1].to(value.dtype).contiguous()
@@ -46,16 +41,17 @@ AttentionInterface.register(ATTENTION, decoding_attention)
 def decode(
     model: PreTrainedModel,
     input_ids: Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
+    logits_processor: Callable[[Tensor, Tensor], Tensor],
+    stopping_criteria: Callable[[Tensor, None], Tensor],
     generation_config: GenerationConfig,
     **inputs: Any,
 ) -> Tensor:
-    """Ids (B, L + C) of prompts (B, L), padded on the left, and their completions: `custom_generate` of transformers'
-    generate, which prepares all arguments. Tokens are drawn and rows end as in its own loop, with the same random numbers.
+    """Ids (B, L + C) of prompts (B, L), padded on the left, and their completions. transformers' generate prepares the
+    arguments and calls it as `custom_generate`; tokens are drawn, and rows end, as in transformers' own loop.
 
     https://huggingface.co/docs/transformers/generation_strategies#custom-generation-methods
     """
+    assert generation_config.max_length is not None
     step = DecodingStep(model, inputs["attention_mask"], generation_config.max_length - 1)
     logits = step.prefill(input_ids, inputs["attention_mask"])
     unfinished = torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
@@ -75,17 +71,17 @@ def decode(
 
 
 class DecodingStep:
-    """What follows one more token in each of B rows, computed in buffers that stay where they are, as a CUDA graph wants it.
+    """Computes the logits after one more token in each of B rows, in buffers at fixed addresses as CUDA graphs need.
 
-    It is the model's key-value cache as well. That of a layer is a ring: column c of the padded rows lies in slot c modulo
-    the layer's size, which is that of all columns, or the sliding window. Rows that have ended go on: with few left a step
-    takes hardly less time, as the experts' weights are most of it.
+    It is the model's key-value cache as well. Each layer has a ring: column c of the padded rows lies in slot c modulo
+    the layer's size, which is the number of columns or the sliding window. Rows that have ended are computed on: with
+    few rows left a step takes hardly less time, as reading the experts' weights is most of it.
     """
 
-    graphs = True  # until one cannot be made here
+    graphs = True  # until a capture fails in this process
 
     def __init__(self, model: PreTrainedModel, mask: Tensor, columns: int):
-        """`mask` (B, L) of the prompts, `columns` of them and all completions but their last token."""
+        """`mask` (B, L) of the prompts, and the number of `columns` of prompts and completions without the last."""
         kinds, window, device = model.config.layer_types, model.config.sliding_window, mask.device
         columns = -(-columns // 8) * 8  # products want sizes that are multiples of 8
         sizes = {"full_attention": columns, "sliding_attention": min(window, columns)}
@@ -97,35 +93,37 @@ class DecodingStep:
         self.column = torch.tensor([mask.shape[1]], device=device)  # of the next token
         self.tokens = torch.zeros(len(mask), 1, dtype=torch.long, device=device)
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.logits = torch.empty(0)  # where the graph leaves them
+        self.logits = torch.empty(0)  # output buffer of the graph
         self.capturing = device.type == "cuda" and self.graphs
 
     def prefill(self, input_ids: Tensor, mask: Tensor) -> Tensor:
-        """Fill the cache with prompts `input_ids` and `mask` (B, L), each different one computed once and alone: together
-        their eager attention would take more memory than all the rest. Returns logits (B, V) of what follows."""
-        different, owner = torch.cat([input_ids, mask], 1).unique(dim=0, return_inverse=True)
+        """Fills the cache with prompts `input_ids` and `mask` (B, L) and returns the logits (B, V) after them. Equal
+        prompts are computed once, and each alone: eager attention over all together would take more memory than
+        anything else."""
+        prompts, owner = torch.cat([input_ids, mask], 1).unique(dim=0, return_inverse=True)
         logits = []
-        for number, (ids, kept) in enumerate(half.chunk(2) for half in different):
+        for number, (ids, kept) in enumerate(prompt.chunk(2) for prompt in prompts):
             rows, cache = (owner == number).nonzero()[:, 0], DynamicCache(config=self.model.config)
             out = self.model(input_ids=ids[kept.bool()][None], past_key_values=cache, use_cache=True, logits_to_keep=1)
             logits.append(out.logits[0, -1])
-            for layer, size in enumerate(self.sizes):
-                for stores, part in ((self.keys, cache.layers[layer].keys), (self.values, cache.layers[layer].values)):
-                    if len(stores) == layer:  # zeros, as a masked slot must not hold what is not a number
+            for layer, (size, states) in enumerate(zip(self.sizes, cache, strict=True)):
+                for stores, part in zip((self.keys, self.values), states[:2], strict=True):
+                    if len(stores) == layer:  # zeros, because a masked slot must not hold NaN
                         stores.append(part.new_zeros(len(input_ids), part.shape[1], size, part.shape[3]))
                     ring = part.new_zeros(1, part.shape[1], size, part.shape[3])
                     columns = torch.arange(mask.shape[1] - part.shape[2], mask.shape[1], device=part.device)
                     stores[layer][rows] = ring.index_copy_(2, columns % size, part)
         return torch.stack(logits)[owner]
 
-    def update(self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """transformers' cache interface: keep `key` and `value` (B, Hkv, 1, D) of this column; returns all of the layer's."""
+    def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """transformers' cache interface: stores `key` and `value` (B, Hkv, 1, D) of this column, and returns all of the
+        layer's."""
         for store, new in ((self.keys[layer], key), (self.values[layer], value)):
             store.index_copy_(2, self.column % self.sizes[layer], new)
         return self.keys[layer], self.values[layer]
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """Logits (B, V) of what follows `tokens` (B,), valid until the next call."""
+        """Logits (B, V) after `tokens` (B,), valid until the next call."""
         self.tokens.copy_(tokens[:, None])
         if self.capturing:
             self.capturing = False
@@ -136,31 +134,30 @@ class DecodingStep:
         return self.logits
 
     def run(self) -> Tensor:
-        """The step itself, without waiting for the GPU: logits (B, V) after `self.tokens`, which take the next column."""
+        """Computes the logits (B, V) after `self.tokens`, which take the next column, without waiting for the GPU."""
         masks, dtype = {}, self.keys[0].dtype
         for kind, slots in self.slots.items():
-            there = self.column - (self.column - slots) % len(slots)  # the column in each slot; before 0: none yet
+            column = self.column - (self.column - slots) % len(slots)  # in each slot; negative: none yet
             mask = torch.zeros(len(self.first), len(slots), dtype=dtype, device=slots.device)
-            masks[kind] = mask.masked_fill_(there < self.first, torch.finfo(dtype).min)[:, None, None]
-        out = self.model(
-            input_ids=self.tokens, position_ids=self.column - self.first, attention_mask=masks,
-            past_key_values=self, use_cache=True,
-        )  # fmt: skip
+            masks[kind] = mask.masked_fill_(column < self.first, torch.finfo(dtype).min)[:, None, None]
+        inputs = {"input_ids": self.tokens, "position_ids": self.column - self.first, "attention_mask": masks}
+        out = self.model(**inputs, past_key_values=self, use_cache=True)
         self.column += 1
         return out.logits[:, -1]
 
     def capture(self) -> None:
-        """Record `run` as a CUDA graph, for as long as this object lives: a rollout, in which no weight changes. Where that
-        fails, steps are launched kernel by kernel, as slow as transformers' own."""
+        """Records `run` as a CUDA graph for as long as this object lives, which is a rollout, in which no weight
+        changes. If that fails, steps are launched kernel by kernel, as slowly as by transformers."""
         graph, column, debug = torch.cuda.CUDAGraph(), self.column.clone(), torch.cuda.get_sync_debug_mode()
         capture = torch.cuda.graph(graph, capture_error_mode="thread_local")
         side = capture.capture_stream  # always the same one: each has workspaces, which stay
-        torch.cuda.empty_cache()  # what the prefill left belongs to another stream
+        assert side is not None
+        torch.cuda.empty_cache()  # the prefill's free blocks belong to another stream
         side.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(side):
-                # The first run compiles and loads kernels, the second raises where the host waits for the GPU: a capture
-                # that fails of it would leave torch's allocator in a state of its own.
+                # The first run compiles and loads kernels. The second raises where the host waits for the GPU: a
+                # capture that failed of it would leave torch's allocator broken.
                 for mode in ("default", "error"):
                     torch.cuda.set_sync_debug_mode(mode)
                     self.run()
@@ -172,9 +169,9 @@ class DecodingStep:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            DecodingStep.graphs, why = False, " ".join(str(error).split())[:300]
-            log.warning("rollouts are slow: no CUDA graph of a decoding step can be made here (%s)", why)
-            # A failed capture may leave the generator as if it went on.
+            DecodingStep.graphs, reason = False, " ".join(str(error).split())[:300]
+            log.warning("rollouts are slow: no CUDA graph of a decoding step can be made here (%s)", reason)
+            # A failed capture may leave the random generator in its capturing state.
             generator = torch.cuda.default_generators[column.device.index]
             generator.graphsafe_set_state(generator.clone_state())
         finally:

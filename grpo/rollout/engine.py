@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import Module
 from tqdm import tqdm
 
 from grpo.phases import LINE_S, Phase
@@ -31,9 +32,9 @@ from grpo.rollout.weight_sync import sync, write_adapter
 from grpo.run.ending import RunFailure
 from grpo.settings import Settings
 
-# Numbers of tokens in a prefill for which Triton compiles each kernel of gpt-oss-20b's experts and router in vLLM once (from
-# 33 tokens up). It compiles again for blocks of 16, 32, 64 and 128 rows (up to 135, 263, 519 tokens, and above), and where
-# a number that it is passed turns into a multiple of 16: the tokens, four or eight times as many, the blocks.
+# Numbers of tokens in a prefill for which Triton compiles each kernel of gpt-oss-20b's experts and router in vLLM once
+# (from 33 tokens up). It compiles again for blocks of 16, 32, 64 and 128 rows (up to 135, 263, 519 tokens, and above),
+# and where one of a kernel's numbers becomes a multiple of 16: the tokens, four or eight times as many, the blocks.
 WARM_UP_TOKENS = (
     72, 73, 101, 112, 136, 137, 160, 161, 265, 272, 301, 304, 521, 528, 912, 913, 1008, 1009,
 )  # fmt: skip
@@ -50,17 +51,18 @@ class EngineError(RunFailure):
 
 
 @contextlib.contextmanager
-def engine_faults(doing: str, advice: str) -> Iterator[None]:
-    """Say what the engine was doing and what helps. An in-process vLLM must not be used again after an exception."""
+def engine_faults(action: str, advice: str) -> Iterator[None]:
+    """Turns any exception into an EngineError that names the engine's action and what helps: an in-process vLLM must
+    not be used again after an exception."""
     try:
         yield
     except Exception as error:
         reason = (str(error).strip().splitlines() or [""])[0][:300]
-        raise EngineError(f"{doing} failed ({type(error).__name__}: {reason}). {advice}") from error
+        raise EngineError(f"{action} failed ({type(error).__name__}: {reason}). {advice}") from error
 
 
 def gpu_used_gib() -> float:
-    """GiB of the GPU that are in use, as the driver says: by this process and any other. 0 without a GPU."""
+    """GiB of the GPU that this process and all others use, by the driver's count. 0 without a GPU."""
     if not torch.cuda.is_available():
         return 0.0
     free, total = torch.cuda.mem_get_info()
@@ -68,13 +70,13 @@ def gpu_used_gib() -> float:
 
 
 def vllm_modules(experts: bool) -> list[str]:
-    """What vLLM is to adapt, with `experts` those of every layer too: what an adapter says of anything else it leaves out without
-    a word, and without such a list the router gets buffers and kernels as well."""
-    return ["qkv_proj", "o_proj"] + ["experts"] * experts
+    """The modules that vLLM adapts, with `experts` those of every layer too. vLLM silently ignores an adapter's other
+    modules; without a list it would give the router buffers and kernels as well."""
+    return ["qkv_proj", "o_proj", "experts"] if experts else ["qkv_proj", "o_proj"]
 
 
 def engine_arguments(settings: Settings, plan: EnginePlan, model_path: str, gpu_total: float) -> dict[str, Any]:
-    """Arguments of `vllm.LLM`: one engine in this process, MXFP4 weights as in the checkpoint, room as planned."""
+    """Arguments of `vllm.LLM`: one engine in this process, MXFP4 weights as in the checkpoint, memory as planned."""
     arguments: dict[str, Any] = {
         "model": model_path,
         "dtype": "bfloat16",
@@ -95,8 +97,8 @@ def engine_arguments(settings: Settings, plan: EnginePlan, model_path: str, gpu_
         "seed": settings.SEED,
     }
     if not settings.VLLM_EAGER:
-        # Decoding is what repeats; prefill runs compiled without a graph. One capture per size: every request carries
-        # the adapter, so no second set without it.
+        # Decoding repeats; prefill runs compiled without a graph. Every request carries the adapter, so each size is
+        # captured once, without a second set for requests without it.
         arguments["compilation_config"] = {
             "cudagraph_mode": "FULL_DECODE_ONLY",
             "cudagraph_capture_sizes": list(plan.capture_sizes),
@@ -110,66 +112,49 @@ def engine_arguments(settings: Settings, plan: EnginePlan, model_path: str, gpu_
 
 
 def start_engine(
-    settings: Settings,
-    plan: EnginePlan,
-    model_path: str,
-    stop_token_ids: Sequence[int],
-    policy: torch.nn.Module | None = None,
+    settings: Settings, plan: EnginePlan, model_path: str, stop_token_ids: Sequence[int], policy: Module | None = None
 ) -> Engine:
-    """Start vLLM beside the loaded trainer, whose `policy` gets its frozen weights with EXPERTS=shared and with `paged` gives
-    them away meanwhile, and put it to sleep. Raises EngineError."""
+    """Starts vLLM beside the loaded trainer, warms it up and puts it to sleep. With EXPERTS=shared `policy` reads the
+    engine's frozen weights; with `paged` its own wait in host memory meanwhile. Raises EngineError."""
     with Phase("starting vLLM") as phase:
-        engine = load_engine(settings, plan, model_path, stop_token_ids, policy)
+        total = torch.cuda.get_device_properties(0).total_memory / GIB
+        pages = None
+        if policy is not None and settings.EXPERTS == "paged":
+            advice = "Host memory may be short: free some, or set USE_VLLM=0 and EXPERTS=mxfp4"
+            with engine_faults("paging the experts out", advice):
+                pages = PagedWeights(policy)
+                pages.leave()
+        torch.cuda.empty_cache()
+        advice = "`--check` prints the plan; VLLM_EAGER=1 compiles less, USE_VLLM=0 does without vLLM"
+        with engine_faults("starting the engine", advice), vllm_environment():
+            from vllm import LLM, SamplingParams  # optional, and it reads its variables when it is imported
+            from vllm.lora.request import LoRARequest
+
+            patch_kernels()
+            llm = LLM(**engine_arguments(settings, plan, model_path, total))
+            keep_weights_asleep(llm)
+            atexit.register(close_process_group)
+        engine = Engine(llm, SamplingParams, LoRARequest, settings, stop_token_ids)
+        engine.pages = pages
+        engine.warm_up(plan.max_model_len)
+        if policy is not None and settings.EXPERTS == "shared":
+            engine.lend_weights(policy, whole=not plan.on_host)
         before = torch.cuda.mem_get_info()[0]
         engine.sleep()
         freed = torch.cuda.mem_get_info()[0] - before
-        freed += engine.pages.nbytes if engine.pages else 0  # which are back by now
+        freed += pages.nbytes if pages else 0  # the paged weights are back on the GPU by now
         phase.result = f"asleep, {freed / GIB:.1f} GiB freed, {engine.seconds['warm_up']:.1f} s of warm-up"
     return engine
 
 
-def load_engine(
-    settings: Settings,
-    plan: EnginePlan,
-    model_path: str,
-    stop_token_ids: Sequence[int],
-    policy: torch.nn.Module | None,
-) -> Engine:
-    """An awake engine, warmed up, that shares its weights or memory with `policy` as EXPERTS asks for."""
-    total = torch.cuda.get_device_properties(0).total_memory / GIB
-    pages = None
-    if policy is not None and settings.EXPERTS == "paged":
-        with engine_faults(
-            "paging the experts out", "Host memory may be short: free some, or set USE_VLLM=0 and EXPERTS=mxfp4"
-        ):
-            pages = PagedWeights(policy)
-            pages.leave()
-    torch.cuda.empty_cache()
-    advice = "`--check` prints the plan; VLLM_EAGER=1 compiles less, USE_VLLM=0 does without vLLM"
-    with engine_faults("starting the engine", advice), vllm_environment():
-        from vllm import LLM, SamplingParams  # optional, and it reads its variables when it is imported
-        from vllm.lora.request import LoRARequest
-
-        patch_kernels()
-        llm = LLM(**engine_arguments(settings, plan, model_path, total))
-        keep_weights_asleep(llm)
-        atexit.register(close_process_group)
-    engine = Engine(llm, SamplingParams, LoRARequest, settings, stop_token_ids)
-    engine.pages = pages
-    engine.warm_up(plan.max_model_len)
-    if policy is not None and settings.EXPERTS == "shared":
-        engine.lend_weights(policy, whole=not plan.on_host)
-    return engine
-
-
 class RequestBar(tqdm):
-    """The progress bar that vLLM fills, shown by nobody: it counts the finished requests of `phase`."""
+    """The progress bar that vLLM fills. It is not shown: it counts the finished requests of `phase`."""
 
     monitor_interval = 0  # no thread for a bar that is not drawn
 
     def __init__(self, phase: Phase, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options | {"file": io.StringIO()})
-        # vLLM also wraps the prompts that it takes in, which are not finished then.
+        # vLLM also wraps the prompts that it takes in, none of which is finished.
         self.phase = phase if self.iterable is None else None
 
     def update(self, n: float | None = 1) -> bool | None:
@@ -178,18 +163,19 @@ class RequestBar(tqdm):
         return super().update(n)
 
 
-def adapter_folder(policy: torch.nn.Module, memory: Path = Path("/dev/shm")) -> Path:
-    """A new folder for what PEFT would save of `policy`, that nobody else can read, or foresee its name and put a link there: in
-    `memory` where that has room, as a container's 64 MiB have not for all experts. Else the disk takes it (TMPDIR)."""
+def adapter_folder(policy: Module, memory: Path = Path("/dev/shm")) -> Path:
+    """A new folder for PEFT's files of `policy`, which nobody else can read, and whose name nobody can foresee and put
+    a link at. It lies in `memory` if there is room, otherwise on disk (TMPDIR): a container's /dev/shm of 64 MiB is too
+    small for an adapter on all experts."""
     needed = 4 * sum(p.numel() for p in policy.parameters() if p.requires_grad)  # BF16 takes half of it
-    room = shutil.disk_usage(memory).free if memory.is_dir() else 0
-    return Path(tempfile.mkdtemp(prefix="train_grpo-", dir=memory if room > needed else None))
+    free = shutil.disk_usage(memory).free if memory.is_dir() else 0
+    return Path(tempfile.mkdtemp(prefix="train_grpo-", dir=memory if free > needed else None))
 
 
 class Engine:
-    """One vLLM in this process: awake for rollouts, asleep (level 1) while the trainer learns. It holds no state of the
-    adapter that could be stale: `rollout` syncs the weights every time. `sampling` and `lora_request` are vLLM's
-    SamplingParams and LoRARequest, passed in so that tests can put a stub in vLLM's place. All that ask vLLM raise EngineError.
+    """One vLLM in this process: awake for rollouts, asleep (level 1) while the trainer learns. It keeps no adapter that
+    could be stale: `rollout` syncs the weights every time. `sampling` and `lora_request` are vLLM's SamplingParams and
+    LoRARequest, passed in so that tests can put a stub in vLLM's place. Methods that call vLLM raise EngineError.
     """
 
     def __init__(self, llm: Any, sampling: Any, lora_request: Any, settings: Settings, stop_token_ids: Sequence[int]):
@@ -197,12 +183,12 @@ class Engine:
         self.stop_token_ids = list(stop_token_ids)
         self.folder: Path | None = None  # of the native adapter, once there is one; the entry deletes it
         self.syncs = 0
-        self.request: Any = None  # the native adapter that the engine holds
+        self.request = None  # vLLM's LoRARequest of the native adapter that the engine holds
         self.current = False  # whether the weights were synced since the engine woke
-        self.share: tuple[float, float] | None = None  # what the last `sync` returned; unknown of a native adapter
+        self.share: tuple[float, float] | None = None  # returned by the last `sync`; unknown of a native adapter
         self.asleep = False
-        self.pages: PagedWeights | None = None  # of the learner's weights, what is only here while it sleeps
-        self.used_gib = 0.0  # of the GPU, by everything on it, when the last rollout was generated
+        self.pages: PagedWeights | None = None  # the learner's weights, on the GPU only while the engine sleeps
+        self.used_gib = 0.0  # of the GPU, by all processes, when the last rollout was generated
         self.seconds = dict.fromkeys(("warm_up", "wake", "handover", "generate", "sleep"), 0.0)
 
     @contextlib.contextmanager
@@ -212,22 +198,21 @@ class Engine:
         self.seconds[name] = time.perf_counter() - started
 
     def warm_up(self, max_model_len: int) -> None:
-        """Meet what a prefill of gpt-oss-20b compiles before the first rollout does: WARM_UP_TOKENS at a time, with the base
-        weights. Triton keeps it on disk for the next start. A native adapter takes other kernels (Marlin's), which are
-        not compiled by number of tokens."""
+        """Makes Triton compile now, with the base weights, whatever a prefill of gpt-oss-20b would make it compile in
+        the first rollouts (WARM_UP_TOKENS); it keeps the kernels on disk for the next start. A native adapter takes
+        Marlin's kernels instead, which are not compiled by number of tokens."""
         if self.settings.ROLLOUT_SYNC == "lora":
             return
         with self.timed("warm_up"), engine_faults("warming up", "USE_VLLM=0 needs no vLLM"):
-            once = self.sampling(temperature=0.0, max_tokens=1, detokenize=False)
+            parameters = self.sampling(temperature=0.0, max_tokens=1, detokenize=False)
             for tokens in WARM_UP_TOKENS:
-                # Tokens of any vocabulary, and no prefix of one size that is cached for the next.
-                row = random.Random(tokens).choices(range(500), k=tokens)
-                rows = [row[i : i + max_model_len - 1] for i in range(0, tokens, max_model_len - 1)]
-                self._run(rows, [once] * len(rows))
+                # Tokens of any vocabulary. They are random, so that no size finds a prefix of another in the cache.
+                ids = random.Random(tokens).choices(range(500), k=tokens)
+                self._run([ids[i : i + max_model_len - 1] for i in range(0, tokens, max_model_len - 1)], parameters)
 
-    def lend_weights(self, policy: torch.nn.Module, whole: bool = False) -> None:
-        """Let `policy`, loaded without them, read the experts, embeddings and head of the awake engine, which stay on the GPU
-        from then on; with `whole` all of its weights do."""
+    def lend_weights(self, policy: Module, whole: bool = False) -> None:
+        """Lets `policy`, loaded without them, read the awake engine's experts, embeddings and head, which stay on the
+        GPU from then on; with `whole` all of the engine's weights stay."""
         with engine_faults("lending the weights", "Set EXPERTS=paged"):
             from grpo.rollout.sleep_backend import lend  # it imports vLLM
 
@@ -235,12 +220,13 @@ class Engine:
             lend(None if whole else pointers)
 
     def wake(self) -> None:
-        """Weights and cache back onto the GPU. torch gives its free blocks back first: the engine maps memory past its
-        allocator and gets no second try (https://github.com/vllm-project/vllm/issues/15254)."""
+        """Brings weights and cache back onto the GPU. torch gives its free blocks back first: the engine maps memory
+        past torch's allocator and gets no second try (https://github.com/vllm-project/vllm/issues/15254)."""
         if not self.asleep:
             return
-        less = {"bf16": ", or set EXPERTS=mxfp4", "mxfp4": ", or set EXPERTS=paged"}.get(self.settings.EXPERTS, "")
-        advice = f"The GPU is too full beside the trainer: lower MICRO_BATCH or VLLM_GPU_MEM{less}"
+        advice = "The GPU is too full beside the trainer: lower MICRO_BATCH or VLLM_GPU_MEM"
+        if self.settings.EXPERTS in ("bf16", "mxfp4"):
+            advice += f", or set EXPERTS={'mxfp4' if self.settings.EXPERTS == 'bf16' else 'paged'}"
         with self.timed("wake"), engine_faults("waking the engine", advice):
             if self.pages:
                 self.pages.leave()
@@ -249,43 +235,45 @@ class Engine:
         self.asleep, self.current = False, False
 
     def sleep(self) -> None:
-        """Weights to host memory, but for lent ones, the cache dropped (and with it the prefix cache). The level alone
-        changes nothing: `KeepBackend` keeps the weights at any, which `wake` and the plan of host memory rely on."""
+        """Moves the weights that are not lent to host memory, and drops the cache with its prefixes.
+
+        The level alone changes nothing: `KeepBackend` keeps the weights at any level, which `wake` and the plan of host
+        memory rely on."""
         if self.asleep:
             return
-        # vLLM also raises where the GPU holds more afterwards, by whomever.
+        # vLLM also raises if the GPU holds more afterwards than before, even through another process.
         advice = "Host memory may be short, where its weights go, or another process took GPU memory meanwhile"
-        advice += "; a lower MICRO_BATCH leaves more for paged weights" * bool(self.pages)
+        if self.pages:
+            advice += "; a lower MICRO_BATCH leaves more for paged weights"
         with self.timed("sleep"), engine_faults("putting the engine to sleep", advice):
             self.llm.sleep(level=1)
             if self.pages:
                 self.pages.enter()
         self.asleep, self.current = True, False
 
-    def sync_weights(self, policy: torch.nn.Module, active: bool = True, seed: int | None = None) -> None:
-        """Give the awake engine the adapter as it is now (or one of zeros), and measure in `share` what arrived. `seed` (SEED
-        where it is left out) is that of random rounding. A native adapter gets an id and a name that were never used:
-        vLLM loads an id once, and keys its prefix cache by the name."""
+    def sync_weights(self, policy: Module, active: bool = True, seed: int | None = None) -> None:
+        """Gives the awake engine the adapter as it is now, or one of zeros if not `active`, and sets `share` to the
+        part of it that arrived. `seed` (default: SEED) is that of the random rounding. A native adapter gets an id and
+        a name that were never used: vLLM loads an id once, and keys its prefix cache by the name."""
         if self.asleep:
             raise EngineError("the weights were synced to a sleeping engine, whose buffers are not there")
         self.current, self.share, s = False, None, self.settings
         with self.timed("handover"), engine_faults("the weight sync", "Try the other ROLLOUT_SYNC (experts need lora)"):
             if s.ROLLOUT_SYNC == "lora":
                 self.syncs += 1
-                if self.folder is None:
-                    self.folder = adapter_folder(policy)
+                self.folder = self.folder or adapter_folder(policy)
                 write_adapter(policy, self.folder, s.LORA_R, active)
                 self.request = self.lora_request(f"adapter-{self.syncs}", self.syncs, str(self.folder))
                 self.llm.llm_engine.add_lora(self.request)
             else:
-                # Called in the worker, which is this process: tensors pass by reference.
-                given = policy, s.SEED if seed is None else seed, active
-                (self.share,) = self.llm.apply_model(lambda model: sync(model, *given))
+                # vLLM's worker is this process, so tensors pass by reference.
+                seed = s.SEED if seed is None else seed
+                (self.share,) = self.llm.apply_model(lambda model: sync(model, policy, seed, active))
                 self.llm.reset_prefix_cache()  # it was computed with other weights
         self.current = True
 
     def use_adapter(self, folder: Path | None) -> None:
-        """Generate with an adapter that PEFT saved, or with none, until the engine sleeps; needs ROLLOUT_SYNC=lora."""
+        """Generates with an adapter that PEFT saved, or with none, until the engine sleeps; needs ROLLOUT_SYNC=lora."""
         self.request = self.lora_request("adapter", 1, str(folder.resolve())) if folder else None
         self.current = True
 
@@ -293,43 +281,46 @@ class Engine:
         self,
         prompt_ids: Rows,
         seed: int,
-        max_tokens: int | Sequence[int] | None = None,
+        max_tokens: int | None = None,
         top_p: float | None = None,
         temperature: float | None = None,
     ) -> Generated:
-        """One completion for each row (a prompt stands there once for each of its completions), in order: ids, a stop token
-        included, and the log-prob of each sampled token after temperature. `seed` sets torch's generator, from which vLLM
-        draws in this process: a generator for each request would cost a kernel for each sequence and token. At another
-        `temperature` than TEMPERATURE (0: greedy) there are no log-probs: they would be another distribution's."""
+        """One completion for each row, in order; a prompt is repeated for each of its completions. Returns token ids,
+        the stop token included, and the log-prob of each token after temperature: none at another `temperature` than
+        TEMPERATURE (0: greedy), as they would be another distribution's. `seed` is that of torch's generator, from
+        which vLLM draws in this process: a generator for each request would cost a kernel per sequence and token."""
         if self.asleep or not self.current:
             raise EngineError("generating needs the engine awake and its weights synced")
-        s, most, rollout = self.settings, max_tokens or self.settings.MAX_COMPLETION_LEN, temperature is None
-        parameters = [
-            self.sampling(
-                n=1, temperature=s.TEMPERATURE if rollout else temperature, top_p=top_p or s.TOP_P, max_tokens=tokens,
-                logprobs=0 if rollout else None, flat_logprobs=rollout, stop_token_ids=self.stop_token_ids, detokenize=False,
-            )
-            for tokens in ([most] * len(prompt_ids) if isinstance(most, int) else most)
-        ]  # fmt: skip
+        s, is_rollout = self.settings, temperature is None
+        parameters = self.sampling(
+            n=1,
+            temperature=s.TEMPERATURE if is_rollout else temperature,
+            top_p=top_p or s.TOP_P,
+            max_tokens=max_tokens or s.MAX_COMPLETION_LEN,
+            logprobs=0 if is_rollout else None,
+            flat_logprobs=is_rollout,
+            stop_token_ids=self.stop_token_ids,
+            detokenize=False,
+        )
         with self.timed("generate"), engine_faults("generating", "Run the same command again: it continues"):
             torch.manual_seed(seed)
-            # A rollout makes millions of small objects, none of them garbage yet, and a collection visits every object of
-            # every library, up to half a second each.
+            # A rollout makes millions of small objects that live on, and each garbage collection meanwhile visits all
+            # objects of all libraries, for up to half a second.
             gc.disable()
             try:
                 outputs = [output.outputs[0] for output in self._run(prompt_ids, parameters)]
                 ids = [list(output.token_ids) for output in outputs]
-                known = [output.logprobs.logprobs for output in outputs] if rollout else []
+                known = [output.logprobs.logprobs for output in outputs] if is_rollout else []
                 values = [[None if math.isnan(v) else v for v in row] for row in known]
             finally:
                 gc.enable()
-            if rollout and list(map(len, ids)) != list(map(len, values)):
+            if is_rollout and list(map(len, ids)) != list(map(len, values)):
                 raise RuntimeError("the engine gave another number of log-probs than of tokens")
         return ids, values
 
     def score(self, rows: Rows) -> list[list[float]]:
-        """Log-probs of tokens 1..N-1 of each row, at temperature 1 whatever TEMPERATURE is. Keep rows short: vLLM holds
-        float32 logits of a whole row."""
+        """Log-probs of tokens 1..N-1 of each row, at temperature 1 whatever TEMPERATURE is. Rows must be short: vLLM
+        holds the float32 logits of a whole row."""
         parameters = self.sampling(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         with engine_faults("scoring", "PARITY=off skips the mismatch check"):
             outputs = self._run(rows, parameters)
@@ -348,17 +339,12 @@ class Engine:
         return outputs
 
     def rollout(
-        self,
-        policy: torch.nn.Module,
-        prompt_ids: Rows,
-        seed: int,
-        active: bool = True,
-        temperature: float | None = None,
+        self, policy: Module, prompt_ids: Rows, seed: int, active: bool = True, temperature: float | None = None
     ) -> Generated:
-        """Wake, sync the weights, generate, sleep. Returns what `generate` does."""
+        """Wakes, syncs the weights, generates and sleeps. Returns what `generate` does."""
         self.wake()
         self.sync_weights(policy, active, seed)
-        result = self.generate(prompt_ids, seed, temperature=temperature)
+        completions = self.generate(prompt_ids, seed, temperature=temperature)
         self.used_gib = gpu_used_gib()
         self.sleep()
-        return result
+        return completions

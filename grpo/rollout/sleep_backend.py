@@ -17,20 +17,22 @@ from vllm.device_allocator.sleep_mode_backend import CuMemBackend
 from grpo.rollout.paged_weights import pinned
 
 KEEP_BYTES = 32 * 2**20  # larger allocations hold experts and embeddings, which never change
-LENT = "lent"  # tag of what stays on the GPU asleep
+LENT = "lent"  # tag of allocations that stay on the GPU asleep
 
 
 def lend(pointers: Iterable[int] | None) -> None:
-    """From now on, let the allocations in which these addresses lie stay on the GPU, as the learner reads them; None: those of all
-    weights. vLLM must be awake."""
-    held = get_mem_allocator_instance().pointer_to_data
-    for pointer in [start for start, data in held.items() if data.tag == "weights"] if pointers is None else pointers:
-        (data,) = (data for start, data in held.items() if start <= pointer < start + data.handle[1])
+    """From now on, the allocations that contain these addresses (None: those of all weights) stay on the GPU while vLLM
+    sleeps, because the learner reads them. vLLM must be awake."""
+    allocations = get_mem_allocator_instance().pointer_to_data
+    if pointers is None:
+        pointers = [start for start, data in allocations.items() if data.tag == "weights"]
+    for pointer in pointers:
+        (data,) = (data for start, data in allocations.items() if start <= pointer < start + data.handle[1])
         data.tag = LENT
 
 
 class KeepBackend(CuMemBackend):
-    """vLLM's own backend with another way to fall asleep; waking copies whatever has a backup."""
+    """vLLM's own backend but for falling asleep; waking copies back whatever has a backup."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,6 +57,6 @@ class KeepBackend(CuMemBackend):
         torch.cuda.empty_cache()
 
     def resume(self, tags: list[str] | None = None) -> None:
-        """Wake what sleeps: vLLM's own maps whatever has one of the tags, mapped already or not."""
-        asleep = {data.tag for data in get_mem_allocator_instance().pointer_to_data.values() if data.is_asleep}
-        super().resume(sorted(asleep))
+        """Wakes only what sleeps: vLLM's own method maps all allocations of the tags, mapped already or not."""
+        allocations = get_mem_allocator_instance().pointer_to_data.values()
+        super().resume(sorted({data.tag for data in allocations if data.is_asleep}))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is changed inside vLLM, and in the process that it starts in, with the upstream issue or source file beside each."""
+"""Changes to vLLM and to the process that it starts in, each with its upstream issue or source file."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ COMPILER_VARIABLES = ("TORCHINDUCTOR_COMPILE_THREADS", "TORCHINDUCTOR_CACHE_DIR"
 
 @contextlib.contextmanager
 def vllm_environment() -> Iterator[None]:
-    """vLLM's variables while it starts, in this process; afterwards the compilers' variables are what they were."""
+    """Sets vLLM's variables while it starts in this process. Afterwards the compilers' variables are as before."""
     kept = {name: os.environ.get(name) for name in COMPILER_VARIABLES}
     for name, value in VLLM_SWITCHES.items():
         os.environ.setdefault(name, value)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in another process neither weights nor the seed would reach it
     # torch moves Triton's cache into its own, which vLLM keeps by settings, in a process that compiles but not in one
-    # that loads what was compiled: https://github.com/sgl-project/sglang-omni/issues/439
+    # that loads compiled code: https://github.com/sgl-project/sglang-omni/issues/439
     os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)
     try:
         yield
     finally:
-        for name, value in kept.items():
+        for name, before in kept.items():
             os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+            if before is not None:
+                os.environ[name] = before
 
 
 def patch_kernels() -> None:
-    """Repair vLLM's copy of triton_kernels before the engine compiles any of it. Where that fails a run is slower, no worse."""
+    """Repairs vLLM's copy of triton_kernels before the engine compiles any of it. A run on which that fails is slower,
+    and otherwise the same."""
     for patch in (compile_router_once, tune_decoding):
         try:
             from vllm.utils.import_utils import has_triton_kernels  # vLLM is optional
@@ -50,20 +51,20 @@ def patch_kernels() -> None:
             if has_triton_kernels():
                 patch()
         except Exception as error:
-            what = "vLLM's experts are not what they were (%s: %r): rollouts may take a little longer. Nothing else changes"
-            log.warning(what, patch.__name__, error)
+            message = "vLLM's experts are not what they were (%s: %r): rollouts may take a little longer"
+            log.warning(message, patch.__name__, error)
 
 
 def compile_router_once() -> None:
-    """Make a stride that two kernels of vLLM's router compile in as a constant an argument of theirs at run time.
+    """Turns a stride that two kernels of vLLM's router take as a compile-time constant into an argument.
 
     It is the number of tokens rounded up to 32, so every new size of a prefill compiled both kernels in the middle of a
-    rollout, 1.2 s on an H100. Upstream repaired it in the same way, after the copy of triton_kernels that vLLM 0.26 ships:
-    https://github.com/triton-lang/triton/issues/10872.
+    rollout, 1.2 s on an H100. Upstream repaired it in the same way, after the copy of triton_kernels that vLLM 0.26
+    ships: https://github.com/triton-lang/triton/issues/10872.
     """
     # By their full names: `from triton_kernels import topk` would load vLLM's copy under another name, a second time.
     tensor, topk = map(importlib.import_module, ("triton_kernels.tensor", "triton_kernels.topk"))
-    # The names as the two functions that launch the kernels see them.
+    # The kernels are replaced in the globals of the functions that launch them.
     for launcher, name, stride in (
         (topk.topk_forward, "_topk_forward", "stride_rn"),
         (tensor.sum_bitmatrix_rows, "_sum_bitmatrix_rows", "stride_bn"),
@@ -75,11 +76,12 @@ def compile_router_once() -> None:
 
 
 def tune_decoding() -> None:
-    """Let two blocks of the experts' products share a multiprocessor of a Hopper card while decoding: at most 128 registers a
-    thread (the second product takes 129), and tiles in plain order. The same bits, 3 to 8% sooner with 1 to 96 sequences.
+    """Lets two blocks of the experts' products share a multiprocessor of a Hopper card while decoding: at most 128
+    registers a thread (the second product takes 129), and tiles in plain order. The results are the same bits, 3 to 8%
+    sooner with 1 to 96 sequences.
 
-    For tiles of 16 rows alone, with gpt-oss-20b those of up to 135 tokens: larger ones would spill. triton_kernels' own setter,
-    update_opt_flags_constraints, knows neither the size nor these two flags (matmul_ogs_details/opt_flags.py).
+    Only tiles of 16 rows are tuned, gpt-oss-20b's for up to 135 tokens: larger ones would spill. triton_kernels' own
+    update_opt_flags_constraints knows neither the size nor these two flags (matmul_ogs_details/opt_flags.py).
     """
     scope = importlib.import_module("triton_kernels.matmul_ogs").matmul_ogs.__globals__
     choose = scope["make_opt_flags"]
@@ -89,15 +91,17 @@ def tune_decoding() -> None:
     @functools.wraps(choose)
     def tuned(*arguments: Any, **named: Any) -> Any:
         flags = choose(*arguments, **named)
+        if flags.block_m != 16:
+            return flags
         kernel = {**flags.target_kernel_kwargs, "maxnreg": 128}
-        return dataclasses.replace(flags, group_m=1, target_kernel_kwargs=kernel) if flags.block_m == 16 else flags
+        return dataclasses.replace(flags, group_m=1, target_kernel_kwargs=kernel)
 
     scope["make_opt_flags"] = tuned
 
 
 def keep_weights_asleep(llm: Any) -> None:
-    """Let vLLM sleep by grpo/rollout/sleep_backend.py. Backends are pluggable (vllm/device_allocator/sleep_mode_backend.py);
-    which one is taken is read at the first sleep."""
+    """Lets vLLM sleep by grpo/rollout/sleep_backend.py. Backends are pluggable, and vLLM reads which to take at the
+    first sleep (vllm/device_allocator/sleep_mode_backend.py)."""
     from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory  # vLLM is optional
 
     SleepModeBackendFactory.register_backend("keep", "grpo.rollout.sleep_backend", "KeepBackend")
@@ -105,6 +109,6 @@ def keep_weights_asleep(llm: Any) -> None:
 
 
 def close_process_group() -> None:
-    """Close what vLLM opened, at the very end: torch warns of it otherwise."""
+    """Closes vLLM's process group at the very end of the process: torch warns of an open one."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -66,8 +66,8 @@ def after_learning(monkeypatch, change):
     """`change(trainer)` is called after each step has learned."""
     learn = Trainer.learn
 
-    def changed(trainer, model, batch):
-        loss = learn(trainer, model, batch)
+    def changed(trainer, model, batch, *arguments):
+        loss = learn(trainer, model, batch, *arguments)
         change(trainer)
         return loss
 

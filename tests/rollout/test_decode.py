@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop over a cache of fixed size draws the tokens of transformers' own, with a graph (a pretended one) and without."""
+"""The loop over a cache of fixed size draws the tokens of transformers' own, with a (pretended) graph and without."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ import pytest
 import torch
 from expert_models import config_of, load
 from peft import LoraConfig, get_peft_model
-from test_prefill import GROUPS, LENGTHS, asked
 from trainers import make, seed_weights
+from trl.trainer.utils import pad
 
 from grpo.model.load import in_working_type, load_model
 from grpo.rollout import decode as decoding
-from grpo.rollout.decode import DecodingStep, decode
+from grpo.rollout.decode import DecodingStep
 from grpo.rollout.prefill import shared_prefill
 
-NEW = 40  # tokens: beyond the sliding window of 32
+LENGTHS = (70, 41, 55)  # tokens of three prompts; the sliding window has 32
+GROUPS = (0, 0, 1, 2, 0, 2)  # the prompt of each row
+NEW = 40  # tokens: beyond the sliding window
 GREEDY = {"do_sample": False}
 DRAWN = {"do_sample": True, "temperature": 0.7, "top_p": 1.0, "top_k": 0}
 
@@ -33,30 +35,43 @@ def policy(tiny):
     return model
 
 
-def generate(policy, rows, way, custom=None, seed=1, **more):
-    """Ids (B, L + C) and the logits (C, B, V) that the tokens were drawn from, by transformers' loop or another one."""
+def inputs_of(rows):
+    ids = torch.randint(5, 500, (3, max(LENGTHS)), generator=torch.Generator().manual_seed(3))
+    prompts = [ids[n, : LENGTHS[n]] for n in rows]
+    masks = [torch.ones_like(prompt) for prompt in prompts]
+    return {"input_ids": pad(prompts, 0, "left"), "attention_mask": pad(masks, 0, "left")}
+
+
+def generate(policy, rows, sampling, ours=True, seed=1, **more):
+    """Ids (B, L + C) and the logits (C, B, V) that the tokens were drawn from, by this loop or transformers' own."""
     logits = []
     torch.manual_seed(seed)
-    options = {"max_new_tokens": NEW, "pad_token_id": 0, "eos_token_id": [], "custom_generate": custom} | way | more
-    ids = policy.generate(**asked(rows), **options, logits_processor=[lambda _, now: logits.append(now.clone()) or now])
+    options = {"max_new_tokens": NEW, "pad_token_id": 0, "eos_token_id": []} | sampling | more
+    keep = lambda _, scores: logits.append(scores.clone()) or scores  # noqa: E731
+    with shared_prefill(policy.base_model.model) if ours else contextlib.nullcontext():
+        ids = policy.generate(**inputs_of(rows), **options, logits_processor=[keep])
     return ids, torch.stack(logits)
 
 
-def assert_alike(policy, rows, way, **more):
-    (theirs, logits), (ours, found) = (generate(policy, rows, way, custom, **more) for custom in (None, decode))
-    assert torch.equal(theirs, ours)
-    torch.testing.assert_close(found, logits, atol=1e-3, rtol=1e-4)
-    return ours
+def assert_alike(policy, rows, sampling, **more):
+    (ids, logits), (expected, expected_logits) = (
+        generate(policy, rows, sampling, ours, **more) for ours in (True, False)
+    )
+    assert torch.equal(ids, expected)
+    torch.testing.assert_close(logits, expected_logits, atol=1e-3, rtol=1e-4)
+    return ids
 
 
-@pytest.mark.parametrize("way", [GREEDY, DRAWN, DRAWN | {"temperature": 1.3, "top_p": 0.6}], ids=["greedy", "1", "0.6"])
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, DRAWN, DRAWN | {"temperature": 1.3, "top_p": 0.6}], ids=["greedy", "1", "0.6"]
+)
 @pytest.mark.parametrize("rows", [GROUPS, (0, 1), (2,)])
-def test_tokens_and_what_they_are_drawn_from_are_those_of_transformers(policy, rows, way):
+def test_tokens_and_what_they_are_drawn_from_are_those_of_transformers(policy, rows, sampling):
     """Rows of different lengths behind padding, past the sliding window, with the adapter and without."""
-    ids = assert_alike(policy, rows, way)
+    ids = assert_alike(policy, rows, sampling)
     assert ids.shape[1] == max(LENGTHS[n] for n in rows) + NEW
     with policy.disable_adapter():
-        assert not torch.equal(ids, assert_alike(policy, rows, way))
+        assert not torch.equal(ids, assert_alike(policy, rows, sampling))
 
 
 def test_rows_end_at_a_stop_token_and_are_padded(policy):
@@ -68,18 +83,18 @@ def test_rows_end_at_a_stop_token_and_are_padded(policy):
     assert not ids[behind].any() and behind[0, 10:].all() and behind[3, 5:].all()
     assert not behind[:, -1].all(), "others go on"
     everyone = free[:, -NEW + 2].tolist()
-    assert generate(policy, GROUPS, DRAWN, decode, eos_token_id=everyone)[0].shape[1] <= max(LENGTHS) + 3
+    assert generate(policy, GROUPS, DRAWN, eos_token_id=everyone)[0].shape[1] <= max(LENGTHS) + 3
 
 
 def test_a_seed_decides_and_so_does_the_adapter_of_that_moment(policy):
-    one, again, other = (generate(policy, GROUPS, DRAWN, decode, seed)[0] for seed in (1, 1, 2))
-    assert torch.equal(one, again) and not torch.equal(one, other)
+    first, again, other = (generate(policy, GROUPS, DRAWN, seed=seed)[0] for seed in (1, 1, 2))
+    assert torch.equal(first, again) and not torch.equal(first, other)
     lora_b = [weight for name, weight in policy.named_parameters() if "lora_B" in name]
     before = [weight.detach().clone() for weight in lora_b]
     torch._foreach_mul_([weight.data for weight in lora_b], -3.0)  # in place, as an optimizer does
-    assert not torch.equal(one, assert_alike(policy, GROUPS, DRAWN))
+    assert not torch.equal(first, assert_alike(policy, GROUPS, DRAWN))
     torch._foreach_copy_([weight.data for weight in lora_b], before)
-    assert torch.equal(one, generate(policy, GROUPS, DRAWN, decode)[0])
+    assert torch.equal(first, generate(policy, GROUPS, DRAWN)[0])
 
 
 def test_a_prompt_is_computed_once_and_alone(policy):
@@ -87,19 +102,11 @@ def test_a_prompt_is_computed_once_and_alone(policy):
     hook = policy.base_model.model.model.register_forward_pre_hook(
         lambda _, args, kw: passes.append(tuple(kw["input_ids"].shape)), with_kwargs=True
     )
-    generate(policy, GROUPS, GREEDY, decode)
+    generate(policy, GROUPS, GREEDY)
     hook.remove()
+    assert "generate" not in vars(policy.base_model.model), "transformers' own loop is back"
     assert sorted(passes[:3]) == [(1, n) for n in sorted(LENGTHS)]
     assert passes[3:] == [(len(GROUPS), 1)] * (NEW - 1), "the last token is never fed"
-
-
-@pytest.mark.parametrize(("cuda", "expected"), [(True, decode), (False, None)])
-def test_a_gpu_takes_this_loop(cuda, expected, monkeypatch):
-    rows = torch.ones(2, 1, dtype=torch.long)  # a token each: nothing to share
-    model = SimpleNamespace(generate=lambda **options: options.get("custom_generate"))
-    ids = SimpleNamespace(is_cuda=True) if cuda else rows
-    with shared_prefill(model):
-        assert model.generate(input_ids=ids, attention_mask=rows) is expected
 
 
 def test_the_trainers_rollouts_are_the_same(tiny, tmp_path, monkeypatch):
@@ -109,23 +116,16 @@ def test_the_trainers_rollouts_are_the_same(tiny, tmp_path, monkeypatch):
     prompts = trainer._tokenize_prompts([row.prompt for row in trainer.run.rows for _ in range(2)])[0]
     prompts = [ids[n // 2 :] for n, ids in enumerate(prompts)]  # of different lengths
 
-    @contextlib.contextmanager
-    def on_a_gpu(model):
-        stock = model.generate
-        with monkeypatch.context() as patch:
-            patch.setattr(model, "generate", lambda **given: stock(**given, custom_generate=decode), raising=False)
-            yield
-
     for temperature in (None, 0):
-        theirs = trainer.generate(prompts, 2, 0, temperature=temperature)[0]
+        ours = trainer.generate(prompts, 2, 0, temperature=temperature)[0]
         with monkeypatch.context() as patch:
-            patch.setattr("grpo.learn.trainer.shared_prefill", on_a_gpu)
-            assert trainer.generate(prompts, 2, 0, temperature=temperature)[0] == theirs
-        assert len(theirs) == 8 and max(map(len, theirs)) == NEW
+            patch.setattr("grpo.learn.trainer.shared_prefill", contextlib.nullcontext)
+            assert trainer.generate(prompts, 2, 0, temperature=temperature)[0] == ours
+        assert len(ours) == 8 and max(map(len, ours)) == NEW
 
 
 class PretendedGraph:
-    """Computes what was captured again, where the step's buffers lie now; `steps`: those that were made meanwhile."""
+    """Computes the captured step again in its buffers; `steps` are the steps of the test."""
 
     steps: list[DecodingStep] = []
     replays = 0
@@ -137,7 +137,7 @@ class PretendedGraph:
 
 @pytest.fixture
 def graphs(monkeypatch):
-    """CUDA graphs on a CPU, where a capture computes as well; returns what `torch.cuda` is meanwhile."""
+    """CUDA graphs on a CPU, where a capture computes as well; returns the replacement of `torch.cuda`."""
     nothing = lambda *_: None  # noqa: E731
     capture = contextlib.nullcontext()
     capture.capture_stream = SimpleNamespace(wait_stream=nothing)
@@ -150,8 +150,8 @@ def graphs(monkeypatch):
     )  # fmt: skip
     init = DecodingStep.__init__
 
-    def capturing(step, *given):
-        init(step, *given)
+    def capturing(step, *arguments):
+        init(step, *arguments)
         step.capturing = step.graphs
         PretendedGraph.steps.append(step)
 
@@ -180,7 +180,7 @@ def test_where_no_graph_can_be_made_steps_are_launched_one_by_one(policy, graphs
     graphs.set_sync_debug_mode = refuse
     with caplog.at_level(logging.WARNING, "train_grpo"):
         assert_alike(policy, GROUPS, DRAWN)
-        generate(policy, (1, 1), DRAWN, decode)
+        generate(policy, (1, 1), DRAWN)
     assert tries == ["error"] and not PretendedGraph.replays
     assert caplog.text.count("no CUDA graph of a decoding step can be made here (called a synchronizing CUDA") == 1
 
@@ -188,7 +188,7 @@ def test_where_no_graph_can_be_made_steps_are_launched_one_by_one(policy, graphs
 def test_out_of_memory_is_no_reason_to_go_on(policy, graphs):
     graphs.set_sync_debug_mode = lambda mode: (_ for _ in ()).throw(MemoryError()) if mode else None
     with pytest.raises(MemoryError):
-        generate(policy, GROUPS, DRAWN, decode)
+        generate(policy, GROUPS, DRAWN)
 
 
 @pytest.mark.gpu
@@ -197,7 +197,7 @@ def test_a_graph_computes_what_the_loop_does(tiny, monkeypatch):
     """And where a capture breaks off, drawing goes on."""
     monkeypatch.setattr(DecodingStep, "graphs", True)
     model = load(tiny, "mxfp4")
-    inputs = {name: value.cuda() for name, value in asked(GROUPS).items()}
+    inputs = {name: value.cuda() for name, value in inputs_of(GROUPS).items()}
 
     def drawn():
         torch.manual_seed(1)

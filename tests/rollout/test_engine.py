@@ -20,7 +20,7 @@ import triton
 from conftest import read_csv
 from engines import prompts_of, set_adapter, trainer_with_engine
 from machines import H100
-from stub_vllm import SYNCS, StubLLM, StubLoRARequest, StubSampling
+from stub_vllm import SYNCS, StubLoRARequest, StubSampling
 
 from grpo.evaluate.models import TrainedModel
 from grpo.learn.timer import UtilizationSampler
@@ -51,18 +51,16 @@ def build(tiny, tmp_path):
 def test_order_of_a_rollout(build, sync):
     trainer = build(ROLLOUT_SYNC=sync)
     engine, prompts = trainer.run.engine, prompts_of(trainer)
-    handing = ["add_lora"] if sync == "lora" else ["apply_model", "reset_prefix_cache"]
+    handover = ["add_lora"] if sync == "lora" else ["apply_model", "reset_prefix_cache"]
     for _ in range(2):
         engine.rollout(trainer.model, prompts, seed=1)
-    assert engine.llm.calls == ["wake_up", *handing, "generate", "sleep"] * 2
+    assert engine.llm.calls == ["wake_up", *handover, "generate", "sleep"] * 2
     assert engine.asleep and all(engine.seconds[name] > 0 for name in ("wake", "handover", "generate", "sleep"))
-    engine.sleep()
-    assert engine.llm.calls.count("sleep") == 2, "sleeping twice is once"
+    first, second = engine.llm.requests
     if sync == "lora":
-        one, two = engine.llm.requests
-        assert one.lora_int_id != two.lora_int_id and one.lora_name != two.lora_name
+        assert first.lora_int_id != second.lora_int_id and first.lora_name != second.lora_name
     else:
-        assert engine.llm.requests == [None, None]
+        assert first is second is None
 
 
 def test_a_seed_is_a_rollout(build):
@@ -72,56 +70,37 @@ def test_a_seed_is_a_rollout(build):
     torch.rand(5)
     assert engine.rollout(trainer.model, prompts, seed=7) == first
     assert engine.rollout(trainer.model, prompts, seed=8)[0] != first[0]
-    trainer.state.global_step = 3
-    one, two = (trainer._generate_single_turn(prompts, None, {}, 1) for _ in range(2))
-    trainer.state.global_step = 4
-    other = trainer._generate_single_turn(prompts, None, {}, 1)
-    assert one == two and one[0] != other[0], "the step is the seed"
-    assert [len(v) for v in one[1]] == [len(c) for c in one[0]], "TRL gets the log-probs"
+    turns = []
+    for trainer.state.global_step in (3, 3, 4):
+        turns.append(trainer._generate_single_turn(prompts, None, {}, 1))
+    assert turns[0] == turns[1] and turns[0][0] != turns[2][0], "the step is the seed"
+    assert [len(v) for v in turns[0][1]] == [len(c) for c in turns[0][0]], "TRL gets the log-probs"
 
 
-def test_a_step_learns_from_the_engines_log_probs(build):
-    """Through TRL's own loop: rollout, rewards, `training_step`; the step's mismatch and ratio are in its metrics."""
-    trainer = build(TOTAL_STEPS=1)
-    trainer.run.engine.llm.shift = -0.3
-    trainer.train()
-    (row,) = read_csv(trainer.run.folder / "metrics.csv")
-    assert float(row["logp_diff_mean"]) == pytest.approx(0.3, abs=1e-3)
-    assert float(row["is_ratio_mean"]) == pytest.approx(math.exp(0.3), abs=1e-2)
-
-
-def test_gpu_memory_is_what_is_in_use_awake_or_learning(build, monkeypatch):
-    """In GiB: 50 awake and 30 asleep in the first step, 20 and 25 in the second."""
+def test_the_metrics_of_steps_beside_the_engine(build, monkeypatch):
+    """Through TRL's own loop. GPU memory is the most that is in use, awake or learning: 50 GiB awake and 30 asleep in
+    the first step, 20 and 25 in the second. Utilization is the mean over each step, sampled by hand once in the rollout
+    (100%) and three times while it learns (50%); samples between the steps do not count."""
+    assert gpu_used_gib() == 0, "without a GPU"
     trainer = build(TOTAL_STEPS=2)
-    assert gpu_used_gib() == 0
-    used = lambda: ((30, 50), (25, 20))[min(trainer.state.global_step, 1)][not trainer.run.engine.asleep]  # noqa: E731
+    engine, generate, learn = trainer.run.engine, trainer.run.engine.generate, trainer.learn
+    engine.llm.shift = -0.3
+    used = lambda: ((30, 50), (25, 20))[min(trainer.state.global_step, 1)][not engine.asleep]  # noqa: E731
     for module in ("rollout.engine", "learn.timer"):
         monkeypatch.setattr(f"grpo.{module}.gpu_used_gib", used)
+    trainer.timer.sampler = sampler = UtilizationSampler(lambda: 50.0 if engine.asleep else 100.0)
+    sample = lambda: sampler.samples.append(sampler.read())  # noqa: E731
+    monkeypatch.setattr(engine, "generate", lambda *a, **k: (sample(), generate(*a, **k))[1])
+    monkeypatch.setattr(trainer, "learn", lambda *a: (sample(), sample(), sample(), learn(*a))[3])
+    sampler.samples.append(0.0)  # before the first step
     trainer.train()
-    assert [row["gpu_peak_gib"] for row in read_csv(trainer.run.folder / "metrics.csv")] == ["50", "25"]
+    rows = read_csv(trainer.run.folder / "metrics.csv")
+    assert float(rows[0]["logp_diff_mean"]) == pytest.approx(0.3, abs=1e-3)
+    assert float(rows[0]["is_ratio_mean"]) == pytest.approx(math.exp(0.3), abs=1e-2)
+    assert [(row["gpu_peak_gib"], row["gpu_utilization"]) for row in rows] == [("50", "62.5"), ("25", "62.5")]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (60 * GIB, 80 * GIB))
     assert gpu_used_gib() == 20
-
-
-class SamplerOfTests(UtilizationSampler):
-    """Reads 100 % while the engine is awake, 50 % while it sleeps, of a GPU that is not there."""
-
-    def __init__(self, trainer):
-        super().__init__(lambda: 50.0 if trainer.run.engine.asleep else 100.0)
-
-
-def test_gpu_utilization_is_the_mean_over_each_step(build, monkeypatch):
-    """Sampled by hand: once in the rollout, three times while it learns; what is between the steps does not count."""
-    trainer = build(TOTAL_STEPS=2)
-    trainer.timer.sampler = sampler = SamplerOfTests(trainer)
-    generate, learn = trainer.run.engine.generate, trainer.learn
-    take = lambda: sampler.samples.append(sampler.read())  # noqa: E731
-    monkeypatch.setattr(trainer.run.engine, "generate", lambda *a, **k: (take(), generate(*a, **k))[1])
-    monkeypatch.setattr(trainer, "learn", lambda *a: (take(), take(), take(), learn(*a))[3])
-    sampler.samples.append(0.0)  # before the first step
-    trainer.train()
-    assert [row["gpu_utilization"] for row in read_csv(trainer.run.folder / "metrics.csv")] == ["62.5", "62.5"]
 
 
 def test_the_utilization_is_sampled_in_the_background_until_training_ends(monkeypatch):
@@ -132,11 +111,7 @@ def test_the_utilization_is_sampled_in_the_background_until_training_ends(monkey
         time.sleep(0.001)
     assert 40 < sampler.mean() < 60
     sampler.ended.set()
-
-    def fails():
-        raise RuntimeError("Driver/library version mismatch")
-
-    broken = UtilizationSampler(fails)
+    broken = UtilizationSampler(lambda: 1 / 0)  # as NVML without a driver that fits
     broken.start()
     assert broken.mean() is None
 
@@ -156,34 +131,28 @@ def test_vllms_bar_counts_finished_requests_and_shows_nothing(capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_an_evaluation_of_the_base_leaves_the_adapter_out(build, monkeypatch):
-    trainer, asked = build(), []
-    set_adapter(trainer, 1)
-    monkeypatch.setattr(trainer.run.engine, "rollout", lambda *given: asked.append(given) or ([[2]] * 4, [[0.0]] * 4))
-    for base in (True, False):
-        TrainedModel(trainer).complete([row.prompt for row in trainer.run.rows], base=base)
-    expected = [(prompts_of(trainer), active, trainer.run.settings.EVAL_TEMPERATURE) for active in (False, True)]
-    assert [(given[1], *given[3:]) for given in asked] == expected
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.3])
 def test_an_evaluation_has_its_own_temperature_and_no_log_probs(build, monkeypatch, temperature):
-    """Log-probs at another temperature would be misread as the rollouts'; the rollouts keep theirs."""
+    """Log-probs at another temperature would be misread as the rollouts'; the rollouts keep theirs. An evaluation of
+    the base leaves the adapter out."""
     trainer = build(TEMPERATURE=1.5)
-    engine, prompts, asked = trainer.run.engine, prompts_of(trainer), []
-    whole = engine._run
-    monkeypatch.setattr(engine, "_run", lambda rows, given: asked.append(given[0]) or whole(rows, given))
+    set_adapter(trainer, 1)
+    engine, prompts, requests = trainer.run.engine, prompts_of(trainer), []
+    run, sync = engine._run, engine.sync_weights
+    monkeypatch.setattr(engine, "_run", lambda rows, sampling: requests.append(sampling) or run(rows, sampling))
     ids, values = engine.rollout(trainer.model, prompts, seed=1, temperature=temperature)
     assert len(ids) == 4 and values == []
     assert engine.rollout(trainer.model, prompts, seed=1)[1]
-    assert [(one.temperature, one.logprobs, one.top_p) for one in asked] == [(temperature, None, 1.0), (1.5, 0, 1.0)]
-    texts = trainer.processing_class.batch_decode(ids)
-    if not temperature:
-        assert texts == trainer.processing_class.batch_decode(
-            engine.rollout(trainer.model, prompts, 2, temperature=0.0)[0]
-        )
-    assert TrainedModel(trainer).generate([row.prompt for row in trainer.run.rows], 1, 0, temperature, False)
-    assert asked[-1].temperature == temperature
+    expected = [(temperature, None, 1.0), (1.5, 0, 1.0)]
+    assert [(sampling.temperature, sampling.logprobs, sampling.top_p) for sampling in requests] == expected
+    assert temperature or ids == engine.rollout(trainer.model, prompts, 2, temperature=0.0)[0]
+    active = []
+    monkeypatch.setattr(engine, "sync_weights", lambda policy, on, seed: active.append(on) or sync(policy, on, seed))
+    for base in (True, False):
+        texts = [row.prompt for row in trainer.run.rows]
+        assert TrainedModel(trainer).generate(texts, 1, 0, temperature, base)
+        assert requests[-1].temperature == temperature
+    assert active == [False, True]
 
 
 def test_generating_needs_an_awake_engine_with_the_adapter(build):
@@ -209,18 +178,10 @@ def test_a_missing_log_prob_is_none_for_trl(build):
     assert values == [[None] * len(row) for row in ids]
 
 
-def test_torch_gives_its_free_blocks_back_before_the_engine_wakes(build, monkeypatch):
-    """vLLM maps memory past torch's allocator, and nothing is tried a second time."""
-    engine = build().run.engine
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: engine.llm.calls.append("empty_cache"))
-    engine.wake()
-    assert engine.llm.calls == ["empty_cache", "wake_up"]
-
-
 @pytest.mark.parametrize(
     ("sync", "call", "error", "words"),
     [
-        ("merge", "wake_up", torch.OutOfMemoryError("CUDA out of memory"), ["waking", "OutOfMemoryError", "MICRO_BATCH"]),
+        ("merge", "wake_up", torch.OutOfMemoryError("full"), ["waking", "OutOfMemoryError", "or set EXPERTS=mxfp4"]),
         ("merge", "generate", RuntimeError("an illegal memory access\nlong trace"),
          ["generating failed (RuntimeError: an illegal memory access). ", "it continues"]),
         ("merge", "sleep", MemoryError(), ["Host memory"]),
@@ -229,7 +190,7 @@ def test_torch_gives_its_free_blocks_back_before_the_engine_wakes(build, monkeyp
     ],
 )  # fmt: skip
 def test_faults_name_what_failed_and_what_helps(build, sync, call, error, words):
-    trainer = build(ROLLOUT_SYNC=sync)
+    trainer = build(ROLLOUT_SYNC=sync, EXPERTS="bf16")
     trainer.run.engine.llm.fail[call] = (1, error)
     with pytest.raises(EngineError) as caught:
         trainer.run.engine.rollout(trainer.model, prompts_of(trainer), seed=1)
@@ -241,11 +202,11 @@ def test_answers_that_do_not_match_the_requests_are_errors(build, monkeypatch):
     engine, prompts = trainer.run.engine, prompts_of(trainer)
     engine.wake()
     engine.sync_weights(trainer.model)
-    whole = engine.llm.generate
-    monkeypatch.setattr(engine.llm, "generate", lambda *a, **k: whole(*a, **k)[1:])
+    generate = engine.llm.generate
+    monkeypatch.setattr(engine.llm, "generate", lambda *a, **k: generate(*a, **k)[1:])
     with pytest.raises(EngineError, match="3 of 4"):
         engine.generate(prompts, 1)
-    monkeypatch.setattr(engine.llm, "generate", whole)
+    monkeypatch.setattr(engine.llm, "generate", generate)
     monkeypatch.setattr(engine.llm, "_logprobs", lambda values: SimpleNamespace(logprobs=values[1:]))
     with pytest.raises(EngineError, match="number of log-probs"):
         engine.generate(prompts, 1)
@@ -260,7 +221,8 @@ def test_engine_arguments():
     engine, merge = arguments(SEED=7)
     expected = {"model": "/model", "dtype": "bfloat16", "seed": 7, "enable_sleep_mode": True, "max_model_len": 5120,
                 "logprobs_mode": "processed_logprobs", "generation_config": "vllm", "skip_tokenizer_init": True,
-                "kv_cache_memory_bytes": int(engine.cache * GIB), "max_num_seqs": 96, "enforce_eager": False}  # fmt: skip
+                "kv_cache_memory_bytes": int(engine.cache * GIB), "max_num_seqs": 96,
+                "enforce_eager": False}  # fmt: skip
     assert merge.items() >= expected.items() and "quantization" not in merge, "MXFP4 as the checkpoint says"
     assert merge["gpu_memory_utilization"] == pytest.approx(engine.awake / 79.6)
     captures = {"cudagraph_capture_sizes": list(capture_sizes(96)), "cudagraph_specialize_lora": False}
@@ -269,8 +231,8 @@ def test_engine_arguments():
     for r, rank in {1: 1, 2: 8, 8: 8, 9: 16, 16: 16, 200: 256}.items():
         _, native = arguments(ROLLOUT_SYNC="lora", LORA_R=r)
         assert {k: v for k, v in native.items() if k not in merge} == lora | {"max_lora_rank": rank}
-    plan, both = arguments(ROLLOUT_SYNC="lora", LORA_TARGETS="all-linear,7.experts")
-    assert both["lora_target_modules"] == ["qkv_proj", "o_proj", "experts"]
+    plan, with_experts = arguments(ROLLOUT_SYNC="lora", LORA_TARGETS="all-linear,7.experts")
+    assert with_experts["lora_target_modules"] == ["qkv_proj", "o_proj", "experts"]
     # Of rank 8, in BF16, on the experts of all 24 layers.
     assert (plan.weights - engine.weights) * GIB == pytest.approx(2 * 8 * 24 * 32 * (2880 + 5760 + 2 * 2880))
     assert arguments(ROLLOUT_SYNC="lora")[0].weights == engine.weights
@@ -278,8 +240,8 @@ def test_engine_arguments():
     assert eager["enforce_eager"] is True and "compilation_config" not in eager
 
 
-@pytest.mark.parametrize(("free", "there"), [(4 * 100 + 1, True), (4 * 100, False)])
-def test_an_adapter_that_has_no_room_in_memory_goes_to_the_disk(tmp_path, monkeypatch, free, there):
+@pytest.mark.parametrize(("free", "in_memory"), [(4 * 100 + 1, True), (4 * 100, False)])
+def test_an_adapter_that_has_no_room_in_memory_goes_to_the_disk(tmp_path, monkeypatch, free, in_memory):
     """A container's /dev/shm holds 64 MiB, and an adapter on all experts 88 MB."""
     policy, memory = torch.nn.Linear(10, 10), tmp_path / "shm"
     policy.bias.requires_grad = False
@@ -288,74 +250,74 @@ def test_an_adapter_that_has_no_room_in_memory_goes_to_the_disk(tmp_path, monkey
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     folder = adapter_folder(policy, memory)
-    assert folder.parent == (memory if there else tmp_path) and folder.stat().st_mode & 0o077 == 0
+    assert folder.parent == (memory if in_memory else tmp_path) and folder.stat().st_mode & 0o077 == 0
     assert adapter_folder(policy, tmp_path / "none").parent == tmp_path
 
 
 class Pages:
-    """In place of PagedWeights: tells what is asked of it."""
+    """In place of PagedWeights: writes down its calls."""
 
     nbytes = 0
 
-    def __init__(self, told):
-        self.leave, self.enter = lambda: told.append("leave"), lambda: told.append("enter")
+    def __init__(self, calls):
+        self.leave, self.enter = lambda: calls.append("leave"), lambda: calls.append("enter")
 
 
 def test_the_learners_weights_make_room_for_an_awake_engine(monkeypatch):
-    told = []
-    llm = SimpleNamespace(wake_up=lambda: told.append("wakes"), sleep=lambda level: told.append("sleeps"))
+    """And torch gives its free blocks back: vLLM maps memory past torch's allocator."""
+    calls = []
+    llm = SimpleNamespace(wake_up=lambda: calls.append("wakes"), sleep=lambda level: calls.append("sleeps"))
     engine = Engine(llm, StubSampling, StubLoRARequest, Settings(), [])
-    engine.pages = Pages(told)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: told.append("gives blocks back"))
+    engine.pages = Pages(calls)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("gives blocks back"))
     for _ in range(2):  # the second time there is nothing to do
         engine.sleep()
     for _ in range(2):
         engine.wake()
-    assert told == ["sleeps", "enter", "leave", "gives blocks back", "wakes"]
+    assert calls == ["sleeps", "enter", "leave", "gives blocks back", "wakes"]
 
 
-@pytest.mark.parametrize("own", [None, "/somewhere/else"])
-def test_triton_keeps_its_cache_where_the_next_start_looks(monkeypatch, own, tiny):
-    """torch would move it while vLLM starts; the trainer's own variables come back as they were."""
-    seen = {}
+@pytest.mark.parametrize(("experts", "cache"), [("paged", None), ("shared", "/somewhere/else")])
+def test_the_start_of_an_engine(monkeypatch, experts, cache):
+    """Paged weights leave before vLLM starts and come back when it sleeps; shared ones are lent while it is awake.
+    Triton keeps its cache where the next start looks, and the trainer's own variables come back as they were."""
+    environment, at_exit, calls = {}, [], []
 
-    class LLM(StubLLM):
-        def __init__(self, model, **arguments):
-            seen.update(os.environ)
-            told.append("vLLM starts")
-            os.environ["TRITON_CACHE_DIR"] = "/moved"
-            super().__init__(model, max_model_len=arguments["max_model_len"])
+    def start_llm(model, **arguments):
+        environment.update(os.environ)
+        calls.append("vLLM starts")
+        os.environ["TRITON_CACHE_DIR"] = "/moved"  # as torch does
+        return SimpleNamespace(sleep=lambda level: None)
 
     vllm, request = ModuleType("vllm"), ModuleType("vllm.lora.request")
-    vllm.LLM, vllm.SamplingParams, request.LoRARequest = LLM, StubSampling, StubLoRARequest
+    vllm.LLM, vllm.SamplingParams, request.LoRARequest = start_llm, StubSampling, StubLoRARequest
     for name, module in {"vllm": vllm, "vllm.lora": ModuleType("vllm.lora"), "vllm.lora.request": request}.items():
         monkeypatch.setitem(sys.modules, name, module)
     for name in ("patch_kernels", "keep_weights_asleep", "Engine.warm_up"):
-        monkeypatch.setattr(f"grpo.rollout.engine.{name}", lambda *given: None)
+        monkeypatch.setattr(f"grpo.rollout.engine.{name}", lambda *arguments: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 2**30))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("gives blocks back"))
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
-    if own:
-        monkeypatch.setenv("TRITON_CACHE_DIR", own)
-    at_exit, told = [], []
+    if cache:
+        monkeypatch.setenv("TRITON_CACHE_DIR", cache)
     monkeypatch.setattr("atexit.register", at_exit.append)
-    monkeypatch.setattr(
-        Engine, "lend_weights", lambda engine, policy, whole: told.append((policy, engine.asleep, whole))
-    )
-    monkeypatch.setattr("grpo.rollout.engine.PagedWeights", lambda policy: Pages(told))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: told.append("gives blocks back") if not own else None)
-    settings = Settings(EXPERTS="shared" if own else "paged")
-    engine = start_engine(settings, EnginePlan(1, 1, 1, "", 1, 1, 2048, 8, (1, 8)), str(tiny), [], "policy")
-    assert engine.asleep and close_process_group in at_exit
-    before = ["vLLM starts", ("policy", False, False)] if own else ["leave", "gives blocks back", "vLLM starts"]
-    assert told[: len(before)] == before and ("enter" in told) is (not own), "before it first sleeps"
-    assert seen["TRITON_CACHE_DIR"] == (own or triton.knobs.cache.dir)
-    assert os.environ.get("TRITON_CACHE_DIR") == own
+    lend = lambda engine, policy, whole: calls.append(("lends", policy, engine.asleep, whole))  # noqa: E731
+    monkeypatch.setattr(Engine, "lend_weights", lend)
+    monkeypatch.setattr("grpo.rollout.engine.PagedWeights", lambda policy: Pages(calls))
+    plan = EnginePlan(1, 1, 1, "", 1, 1, 2048, 8, (1, 8))
+    assert start_engine(Settings(EXPERTS=experts), plan, "/model", [], "policy").asleep
+    assert close_process_group in at_exit
+    start = ["gives blocks back", "vLLM starts"]
+    expected = {"paged": ["leave", *start, "enter"], "shared": [*start, ("lends", "policy", False, False)]}
+    assert calls == expected[experts]
+    assert environment["TRITON_CACHE_DIR"] == (cache or triton.knobs.cache.dir)
+    assert os.environ.get("TRITON_CACHE_DIR") == cache
 
 
 def compiled_for(tokens):
-    """What Triton compiles vLLM 0.26's kernels of experts and router for, in a prefill of so many tokens: the block's rows
-    (opt_flags.py), and whether the numbers that they are passed are multiples of 16 (matmul_ogs.py, routing.py, topk.py,
+    """The variants of vLLM 0.26's kernels of experts and router that Triton compiles in a prefill of so many tokens: by
+    the block's rows (opt_flags.py), and whether their numbers are multiples of 16 (matmul_ogs.py, routing.py, topk.py,
     reduce_bitmatrix.py of triton_kernels; 32 experts, 4 for each token)."""
     pairs, up = 4 * tokens, lambda n, size: -(-n // size)
     rows = max(16, min(128, 1 << (pairs // 32 - 1).bit_length()))
@@ -381,22 +343,20 @@ def test_the_warm_up_meets_all_that_a_prefill_compiles():
 
 @pytest.mark.parametrize("max_model_len", [4940, 200])
 def test_the_warm_up_prefills_its_numbers_of_tokens(tiny, max_model_len):
-    vocabulary = json.loads((tiny / "config.json").read_text())["vocab_size"]
-    calls = []
+    vocabulary, calls = json.loads((tiny / "config.json").read_text())["vocab_size"], []
 
     class LLM:
         def generate(self, prompts, parameters, use_tqdm, lora_request):
-            assert {(p.max_tokens, p.temperature) for p in parameters} == {(1, 0.0)}, "no draw, no decoding"
+            assert (parameters.max_tokens, parameters.temperature) == (1, 0.0), "no draw, no decoding"
             calls.append([row["prompt_token_ids"] for row in prompts])
             return prompts
 
     engine = Engine(LLM(), StubSampling, StubLoRARequest, Settings(), [])
     engine.warm_up(max_model_len)
     assert [sum(map(len, rows)) for rows in calls] == list(WARM_UP_TOKENS)
-    assert all(0 < len(row) < max_model_len for rows in calls for row in rows)
-    assert max(max(row) for rows in calls for row in rows) < vocabulary
-    starts = [tuple(row[:16]) for rows in calls for row in rows]
-    assert len(set(starts)) == len(starts), "nothing is found in the prefix cache"
+    rows = list(itertools.chain(*calls))
+    assert all(0 < len(row) < max_model_len and max(row) < vocabulary for row in rows)
+    assert len({tuple(row[:16]) for row in rows}) == len(rows), "no row has a prefix in the cache"
     assert engine.seconds["warm_up"] > 0
     Engine(LLM(), StubSampling, StubLoRARequest, Settings(ROLLOUT_SYNC="lora"), []).warm_up(max_model_len)
     assert len(calls) == len(WARM_UP_TOKENS), "a native adapter has other kernels"

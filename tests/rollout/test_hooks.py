@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What train_grpo.py relies on in vLLM: every name, looked up in its source (of the installed vLLM, or what
-tests/vllm_source.py has fetched), which is read and never imported."""
+"""Every name that train_grpo.py relies on in vLLM, looked up in the source of the installed vLLM or of the one that
+tests/vllm_source.py has fetched. The source is read and never imported."""
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import importlib.util
 import inspect
@@ -42,7 +43,7 @@ def top_level(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def names_of(node: ast.stmt) -> list[str]:
-    """What a statement defines: a class, a function, or variables."""
+    """The names that a statement defines: a class, a function, or variables."""
     if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
         return [node.name]
     targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
@@ -69,12 +70,12 @@ class Source:
         return path
 
     def find(self, module: str, name: str) -> Definition:
-        """What `from module import name` gives; imports are followed."""
+        """The definition behind `from module import name`; imports are followed."""
         path = self.path(module)
         statements = list(top_level(parsed(path).body))
-        if found := next((node for node in statements if name in names_of(node)), None):
-            return Definition(self, module, found)
         for node in statements:
+            if name in names_of(node):
+                return Definition(self, module, node)
             for alias in node.names if isinstance(node, ast.ImportFrom) else ():
                 if (alias.asname or alias.name) == name:
                     keep = module.split(".")
@@ -100,13 +101,12 @@ class Definition:
 
     def member(self, name: str) -> Definition:
         """A method or class variable, the class's own or a base's."""
-        if found := next((node for node in top_level(self.node.body) if name in names_of(node)), None):
-            return Definition(self.source, self.module, found)
+        for node in top_level(self.node.body):
+            if name in names_of(node):
+                return Definition(self.source, self.module, node)
         for base in self.node.bases:
-            try:
+            with contextlib.suppress(AssertionError):
                 return self.source.find(self.module, ast.unparse(base)).member(name)
-            except AssertionError:
-                continue
         raise AssertionError(f"{self.module}.{self.node.name} has no {name}")
 
     @property
@@ -138,7 +138,7 @@ ENGINE = ast.parse(textwrap.dedent(inspect.getsource(Engine)))
 
 
 def engine_calls(prefix: str) -> dict[str, list[tuple[int, set[str]]]]:
-    """What Engine calls under `prefix`: name -> (number of positional arguments, names of the others) of every call."""
+    """The calls of Engine under `prefix`: name -> (number of positional arguments, names of the others) of each."""
     calls: dict[str, list[tuple[int, set[str]]]] = {}
     for node in ast.walk(ENGINE):
         if isinstance(node, ast.Call) and ast.unparse(node.func).startswith(prefix):
@@ -233,15 +233,16 @@ ALLOCATOR, BACKENDS = "vllm.device_allocator", "vllm.device_allocator.sleep_mode
 GPT_OSS, LLM_ENGINE = "vllm.model_executor.models.gpt_oss", "vllm.v1.engine.llm_engine"
 WORKER, EMBEDDING = "vllm.v1.worker.gpu_worker", "vllm.model_executor.layers.vocab_parallel_embedding"
 MOE, SWIZZLE = "vllm.model_executor.layers.fused_moe", "vllm.model_executor.layers.quantization.utils.mxfp4_utils"
-FIELDS = {  # that are read: of prompts and outputs, of the configuration, of the allocator
+LAYOUTS = "triton_kernels.tensor_details.layout_details"
+FIELDS = {  # read of prompts and outputs, of the configuration, of the allocator
     ("vllm", "TokensPrompt"): {"prompt_token_ids"}, ("vllm", "CompletionOutput"): {"token_ids", "logprobs"},
     ("vllm.logprobs", "FlatLogprobs"): {"logprobs"}, ("vllm.logprobs", "Logprob"): {"logprob"},
-    ("triton_kernels.matmul_ogs", "PrecisionConfig"): {"weight_scale"}, ("triton_kernels.tensor", "Tensor"): {"storage"},
-    ("triton_kernels.tensor", "Storage"): {"data", "layout"},
+    ("triton_kernels.matmul_ogs", "PrecisionConfig"): {"weight_scale"},
+    ("triton_kernels.tensor", "Tensor"): {"storage"}, ("triton_kernels.tensor", "Storage"): {"data", "layout"},
     ("vllm.config", "ModelConfig"): {"sleep_mode_backend"}, ("vllm.config", "VllmConfig"): {"model_config"},
     (ALLOCATOR, "AllocationData"): {"handle", "tag", "cpu_backup_tensor", "is_asleep"},
 }  # fmt: skip
-TEXTS = {  # what a class or one of its members says
+TEXTS = {  # excerpts of the source of a class or one of its members
     ("vllm", "LLM"): ["self.llm_engine"], ("vllm", "RequestOutput"): ["self.outputs", "self.prompt_logprobs"],
     ("vllm.entrypoints.offline_utils", "OfflineInferenceMixin._run_engine"): [  # RequestBar is filled by it
         "tqdm_func = use_tqdm if callable(use_tqdm) else tqdm", "tqdm_func(total=num_requests,", "pbar.update(n)",
@@ -257,7 +258,8 @@ TEXTS = {  # what a class or one of its members says
     (f"{ALLOCATOR}.cumem", "CuMemAllocator"): ["self.pointer_to_data"],
     (f"{ALLOCATOR}.cumem", "CuMemAllocator.sleep"): ["size_in_bytes = handle[1]"],
     (f"{ALLOCATOR}.cumem", "CuMemAllocator.wake_up"): [  # whatever has a backup comes back
-        "create_and_map(handle)", "is_asleep = False", "if data.cpu_backup_tensor is not None:", "data.cpu_backup_tensor = None",
+        "create_and_map(handle)", "is_asleep = False", "if data.cpu_backup_tensor is not None:",
+        "data.cpu_backup_tensor = None",
         "if tags is None or data.tag in tags:",  # mapped or not
     ],
     # Pushed weights: model.layers.N.attn.qkv_proj.weight, attn.o_proj.weight; with LoRA, base_layer in between.
@@ -267,35 +269,41 @@ TEXTS = {  # what a class or one of its members says
     ("vllm.lora.layers.base_linear", "BaseLinearLayerWithLoRA"): ["self.base_layer ="],
     (GPT_OSS, "GptOssForCausalLM.packed_modules_mapping"): ["{'qkv_proj': ['q_proj', 'k_proj', 'v_proj']}"],
     (GPT_OSS, "GptOssForCausalLM.hf_to_vllm_mapper"): ["'.self_attn.': '.attn.'"],
-    # Lent weights: model.layers.N.mlp.experts.routed_experts.w13_weight, ...quant_method.w13_precision_config.weight_scale;
+    # Lent weights: model.layers.N.mlp.experts.routed_experts.w13_weight and ...quant_method.w13_precision_config;
     # model.embedding.weight and lm_head.weight, in BF16 and with rows behind the vocabulary's.
-    (GPT_OSS, "GptOssModel.__init__"): ["self.embedding = VocabParallelEmbedding(self.config.vocab_size, self.config.hidden_size)"],
-    (GPT_OSS, "GptOssForCausalLM.__init__"): ["self.lm_head = ParallelLMHead(self.config.vocab_size, self.config.hidden_size,"],
+    (GPT_OSS, "GptOssModel.__init__"): [
+        "self.embedding = VocabParallelEmbedding(self.config.vocab_size, self.config.hidden_size)",
+    ],
+    (GPT_OSS, "GptOssForCausalLM.__init__"): [
+        "self.lm_head = ParallelLMHead(self.config.vocab_size, self.config.hidden_size,",
+    ],
     (GPT_OSS, "GptOssForCausalLM.load_weights"): ["skip_prefixes=['lm_head.'] if self.config.tie_word_embeddings"],
     (EMBEDDING, "UnquantizedEmbeddingMethod.create_weights"): [
-        "torch.empty(sum(output_partition_sizes), input_size_per_partition, dtype=params_dtype)", "register_parameter('weight', weight)",
+        "torch.empty(sum(output_partition_sizes), input_size_per_partition, dtype=params_dtype)",
+        "register_parameter('weight', weight)",
     ],
     (EMBEDDING, "VocabParallelEmbedding.__init__"): ["quant_method = UnquantizedEmbeddingMethod()"],
     (GPT_OSS, "TransformerBlock.__init__"): ["self.mlp ="], (GPT_OSS, "MLPBlock"): ["self.experts = FusedMoE("],
     (f"{MOE}.runner.moe_runner", "MoERunner"): ["self.routed_experts = routed_experts"],
     (f"{MOE}.routed_experts", "RoutedExperts"): ["self.quant_method ="],
     ("vllm.model_executor.layers.quantization.mxfp4", "GptOssMxfp4MoEMethod._setup_kernel"): [
-        "layer.w13_weight = w13", "layer.w2_weight = w2", "self.w13_precision_config = w13_scale", "self.w2_precision_config = w2_scale",
+        "layer.w13_weight = w13", "self.w13_precision_config = w13_scale",
+        "layer.w2_weight = w2", "self.w2_precision_config = w2_scale",
     ],
     (SWIZZLE, "_swizzle_mxfp4"): ["num_warps=8", "make_default_matmul_mxfp4_w_layout(mx_axis=1)", "pad_k = -K % 4"],
-    ("triton_kernels.tensor_details.layout_details.hopper_value", "HopperMXValueLayout"): ["'HOPPER_VALUE'", "self.mx_axis", "self.mma_version"],
-    ("triton_kernels.tensor_details.layout_details.hopper_scale", "HopperMXScaleLayout"): ["'HOPPER_SCALE'", "self.mx_axis", "self.num_warps"],
+    (f"{LAYOUTS}.hopper_value", "HopperMXValueLayout"): ["'HOPPER_VALUE'", "self.mx_axis", "self.mma_version"],
+    (f"{LAYOUTS}.hopper_scale", "HopperMXScaleLayout"): ["'HOPPER_SCALE'", "self.mx_axis", "self.num_warps"],
 }  # fmt: skip
 
 
 def test_vllm_has_what_is_read_and_relied_on(vllm):
-    for place, fields in FIELDS.items():
-        assert not fields - set(vllm.find(*place).fields), place
+    for (module, name), fields in FIELDS.items():
+        assert not fields - set(vllm.find(module, name).fields), name
     for (module, name), texts in TEXTS.items():
         owner, _, member = name.partition(".")
-        found = vllm.find(module, owner)
-        text = found.member(member).text if member else found.text
-        assert all(one in text for one in texts), (module, name)
+        definition = vllm.find(module, owner)
+        text = (definition.member(member) if member else definition).text
+        assert all(excerpt in text for excerpt in texts), name
 
 
 def test_vllm_takes_a_sleep_backend(vllm):
@@ -310,21 +318,23 @@ def test_vllm_takes_a_sleep_backend(vllm):
     assert list(library.member("cudaMemcpy").signature.parameters)[1:] == ["dst", "src", "count"]
 
 
-ROUTER = (("topk", "topk_forward", "_topk_forward", "stride_rn"), ("tensor", "sum_bitmatrix_rows", "_sum_bitmatrix_rows", "stride_bn"))  # fmt: skip
+ROUTER = [
+    ("topk", "topk_forward", "_topk_forward", "stride_rn"),
+    ("tensor", "sum_bitmatrix_rows", "_sum_bitmatrix_rows", "stride_bn"),
+]
 
 
 @pytest.mark.parametrize("module, launcher, kernel, stride", ROUTER)
 def test_vllm_has_the_router_kernels_that_are_patched(vllm, module, launcher, kernel, stride):
-    """The kernel under this name in the globals of the function that launches it, the stride a constant. Where vLLM has
-    a newer triton_kernels, the stride is none, and `compile_router_once` can go."""
+    """The kernel is in the globals of the function that launches it, and the stride a constant. It is none in a newer
+    triton_kernels, with which `compile_router_once` can go."""
     patched = inspect.getsource(compile_router_once)
-    assert all(f'"{name}"' in patched for name in (f"triton_kernels.{module}", kernel, stride))
+    assert all(name in patched for name in (f'"triton_kernels.{module}"', f'"{kernel}"', f'"{stride}"'))
     assert f"{module}.{launcher}," in patched
     function = vllm.find(f"triton_kernels.{module}", launcher)
     assert f"{kernel}[" in function.text
-    arguments = vllm.find(function.module, kernel).node.args
-    annotation = {a.arg: a.annotation for a in arguments.args}[stride]
-    assert annotation is not None and "constexpr" in ast.unparse(annotation)
+    arguments = vllm.find(function.module, kernel).node.args.args
+    assert "constexpr" in next(ast.unparse(a.annotation) for a in arguments if a.arg == stride)
     vllm.find("vllm.utils.import_utils", "has_triton_kernels").signature.bind()
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The learner's frozen weights in host memory and back. On a CPU both places are the same memory, so copies are told by address."""
+"""The learner's frozen weights in host memory and back. On a CPU both are the same memory, so addresses tell copies
+apart."""
 
 from __future__ import annotations
 
@@ -17,15 +18,11 @@ pytestmark = pytest.mark.numeric
 @pytest.fixture
 def paged(tiny, monkeypatch):
     """(the tiny model with packed experts, its PagedWeights, the bytes that were pinned)."""
-    asked: list[int] = []
-
-    def plain(size):
-        asked.append(size)
-        return torch.zeros(size, dtype=torch.uint8)
-
-    monkeypatch.setattr(paged_weights, "pinned", plain)
+    sizes: list[int] = []
+    allocate = lambda size: sizes.append(size) or torch.zeros(size, dtype=torch.uint8)  # noqa: E731
+    monkeypatch.setattr(paged_weights, "pinned", allocate)
     model = load(tiny, "paged")
-    return model, paged_weights.PagedWeights(model), asked
+    return model, paged_weights.PagedWeights(model), sizes
 
 
 def weights(model):
@@ -39,9 +36,9 @@ def logits(model):
 
 
 def test_weights_leave_and_come_back_as_they_were(paged):
-    model, pages, asked = paged
+    model, pages, sizes = paged
     start, expected = {name: tensor.clone() for name, tensor in weights(model).items()}, logits(model)
-    assert sorted(asked) == sorted(tensor.nbytes for tensor in start.values()) and asked
+    assert sizes and sorted(sizes) == sorted(tensor.nbytes for tensor in start.values())
     for _ in range(2):
         there = weights(model)
         pages.leave()
@@ -56,9 +53,9 @@ def test_what_was_on_the_gpu_is_freed(paged):
     model, pages, _ = paged
     pages.enter()
     there = [StorageWeakRef(tensor.untyped_storage()) for tensor in weights(model).values()]
-    assert there and not any(one.expired() for one in there)
+    assert there and not any(storage.expired() for storage in there)
     pages.leave()
-    assert all(one.expired() for one in there)
+    assert all(storage.expired() for storage in there)
 
 
 def test_nothing_else_gets_a_part_of_their_segments(paged, tiny):
@@ -67,8 +64,8 @@ def test_nothing_else_gets_a_part_of_their_segments(paged, tiny):
     quantized = load(tiny, "mxfp4").state_dict()
     for _ in range(2):
         held = [tensor.untyped_storage() for tensor in paged_tensors(model)]
-        assert held and all(one.nbytes() >= OWN_SEGMENT and not one.nbytes() % SEGMENT_STEP for one in held)
-        assert len({one.data_ptr() for one in held}) == len(held)
+        assert held and all(s.nbytes() >= OWN_SEGMENT and not s.nbytes() % SEGMENT_STEP for s in held)
+        assert len({storage.data_ptr() for storage in held}) == len(held)
         assert all(torch.equal(tensor, quantized[name]) for name, tensor in model.state_dict().items())
         pages.leave()
         pages.enter()

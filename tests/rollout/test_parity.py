@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import logging
 import math
 import re
@@ -16,7 +17,9 @@ from stub_vllm import SYNCS
 
 from grpo.rollout import weight_sync
 from grpo.rollout.engine import EngineError
-from grpo.rollout.parity import ParityError, check_mismatch, parity_problem
+from grpo.rollout.parity import MismatchCheck, ParityError, check_mismatch, parity_problem
+
+MOMENTS = ("before the first step", "after a sleep")
 
 
 @pytest.fixture
@@ -35,9 +38,8 @@ def test_the_check_restores_the_adapter(build, sync, targets, agrees):
     trainer.model.train()
     if agrees:
         check_mismatch(trainer)
-        assert [(p["when"], p["kind"]) for p in trainer.run.parity] == [
-            (when, kind) for when in ("before the first step", "after a sleep") for kind in ("fixed tokens", "sampled tokens")
-        ]  # fmt: skip
+        kinds = [(result["when"], result["kind"]) for result in trainer.run.parity]
+        assert kinds == list(itertools.product(MOMENTS, ("fixed tokens", "sampled tokens")))
         bound = 0.02 if sync == "lora" else 1e-4  # the test adapter is rounded to BF16 on its way
         assert all(p["mean"] < bound and p["control_mean"] > 2 * p["mean"] for p in trainer.run.parity)
         assert trainer.run.parity[0]["control_mean"] > 0.1, "the test adapter is strong"
@@ -55,7 +57,7 @@ def test_the_check_restores_the_adapter(build, sync, targets, agrees):
 
 @pytest.mark.parametrize("sync", SYNCS)
 def test_an_engine_that_keeps_its_first_adapter_is_seen_after_a_sleep(build, sync):
-    """The engine takes the first adapter and generates with it for ever. Only another one in the second round shows it."""
+    """Only another adapter in the second round shows it."""
     trainer = build(ROLLOUT_SYNC=sync)
     trainer.run.engine.llm.keeps_first_adapter = True
     with pytest.raises(ParityError, match="^after a sleep, fixed tokens: vLLM and trainer differ"):
@@ -74,20 +76,10 @@ def test_a_small_update_that_does_not_arrive_is_seen(build, monkeypatch):
         check_mismatch(trainer)
     trainer.run.settings = dataclasses.replace(trainer.run.settings, LEARNING_RATE=0.1)
     check_mismatch(trainer)
-    assert digest(trainer.model, adapter=True) == before
-
-
-def test_an_engine_that_loses_small_updates_alone_is_seen(build, monkeypatch):
-    """Strong adapters agree; of the small one nothing is written."""
-    trainer = build()
-    apply = trainer.run.engine.llm.apply_model
-
-    def apply_model(function):
-        return apply(function if trainer.run.engine.llm.calls.count("apply_model") < 2 else lambda model: (0.98, 0.001))
-
-    monkeypatch.setattr(trainer.run.engine.llm, "apply_model", apply_model)
+    monkeypatch.setattr(weight_sync, "share_of", lambda *_: (0.98, 0.001))
     with pytest.raises(ParityError, match="^98.0% of an update"):
         check_mismatch(trainer)
+    assert digest(trainer.model, adapter=True) == before
 
 
 def breaks_in_decoding(stub, monkeypatch):
@@ -116,8 +108,8 @@ def breaks_in_its_sleep(stub, monkeypatch):
 
 
 def leaves_samples_out(stub, monkeypatch):
-    whole = stub._logprobs
-    monkeypatch.setattr(stub, "_logprobs", lambda values: whole([math.nan] * len(values)))
+    report = stub._logprobs
+    monkeypatch.setattr(stub, "_logprobs", lambda values: report([math.nan] * len(values)))
 
 
 @pytest.mark.parametrize(
@@ -139,12 +131,16 @@ def test_the_check_sees_what_is_wrong(build, monkeypatch, fault, seen):
     assert re.match(seen, str(caught.value))
 
 
-def test_certain_samples_are_no_failure(build):
-    """A model that is sure of every sampled token shows no adapter there; the fixed tokens do. (Low temperature, and
-    differences of a fifth of PARITY_LIMIT.)"""
-    trainer = build(TEMPERATURE=0.05)
-    trainer.run.engine.llm.noise = 0.012
-    check_mismatch(trainer)
+def test_certain_samples_are_no_failure(build, monkeypatch):
+    """A model that is sure of every sampled token shows no adapter there; the fixed tokens do."""
+    differences = MismatchCheck.differences
+
+    def certain(check, engine_rows, rows, *options):
+        figures = differences(check, engine_rows, rows, *options)
+        return figures if rows == check.fixed else figures | {"control_mean": figures["mean"]}
+
+    monkeypatch.setattr(MismatchCheck, "differences", certain)
+    check_mismatch(build())
 
 
 def test_a_check_that_is_off_says_so(build, caplog):

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The learner on vLLM's own weights: a model of its structure, with the tensors that vLLM's code makes of the checkpoint's."""
+"""The learner on vLLM's own weights: a stand-in with the tensors that vLLM's code makes of the checkpoint's."""
 
 from __future__ import annotations
 
+import operator
 import sys
 from types import SimpleNamespace as Some
 
@@ -14,14 +15,15 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
 from grpo.model.expert_lora import experts_wrapped
+from grpo.preflight.adapter import lora_options
 from grpo.rollout.engine import Engine, EngineError
 from grpo.rollout.shared_weights import SCALES, VALUES
 from grpo.settings import Settings
-from train_grpo import lora_options
 
 pytestmark = pytest.mark.numeric
 
 LEARNING = """
+import operator
 import sys
 from types import SimpleNamespace as Some
 import torch
@@ -72,8 +74,8 @@ assert set(shared.state_dict()) == names, "vLLM's experts are none of the model'
 lent = [w.data for layer in layers for w in vars(layer.mlp.experts.routed_experts).values() if hasattr(w, "data")]
 lent += [embedding.weight.data, head.weight.data]
 before = [tensor.clone() for tensor in lent]
-for expected, found in zip(learned(packed), learned(shared), strict=True):
-    assert expected.any() and torch.equal(expected, found)
+for expected, tensor in zip(learned(packed), learned(shared), strict=True):
+    assert expected.any() and torch.equal(expected, tensor)
 assert len(lent) == 2 * len(layers) + 2 and all(map(torch.equal, before, lent)), "written"
 layers[-1].mlp.experts.routed_experts.quant_method.w2_precision_config.weight_scale.storage.layout.num_warps = 4
 try:
@@ -84,16 +86,16 @@ except RuntimeError as error:
 
 
 def test_what_is_learned_on_vllms_weights_is_what_is_learned_on_ones_own(tiny):
-    """States, logits and gradients bit by bit; vLLM's tensors are not written, and other layouts not read. Before they are
-    lent, nothing is computed."""
+    """States, logits and gradients bit by bit; vLLM's tensors are not written, and other layouts not read. Before they
+    are lent, nothing is computed."""
     interpreted(LEARNING, third_party(), tiny)
 
 
 @pytest.fixture
 def engine(tiny, monkeypatch):
-    """A model without its weights, vLLM's with all that it lends, and an engine with the addresses that its sleep backend was
-    told of."""
-    policy, told = load(tiny, "shared"), []
+    """A model without its weights, vLLM's with all that it lends, an engine, and the addresses that its sleep backend
+    keeps on the GPU."""
+    policy, kept = load(tiny, "shared"), []
     config = Some(weight_scale=Some(storage=Some(layout=Some(**SCALES), data=torch.zeros(2))))
     weight = Some(storage=Some(layout=Some(**VALUES), data=torch.zeros(1)))
     method = Some(w13_precision_config=config, w2_precision_config=config)
@@ -102,23 +104,20 @@ def engine(tiny, monkeypatch):
     rows, hidden = policy.get_input_embeddings().weight.shape
     tables = [Some(weight=torch.nn.Parameter(torch.rand(rows + 7, hidden).bfloat16())) for _ in range(2)]
     vllm = Some(model=Some(layers=layers, embedding=tables[0]), lm_head=tables[1])
-    monkeypatch.setitem(
-        sys.modules,
-        "grpo.rollout.sleep_backend",
-        Some(lend=lambda given: told.extend(["all"] if given is None else given)),
-    )  # it imports vLLM
-    return policy, vllm, Engine(Some(apply_model=lambda function: [function(vllm)]), None, None, Settings(), []), told
+    backend = Some(lend=lambda pointers: kept.extend(["all"] if pointers is None else pointers))
+    monkeypatch.setitem(sys.modules, "grpo.rollout.sleep_backend", backend)  # the real one imports vLLM
+    return policy, vllm, Engine(Some(apply_model=lambda function: [function(vllm)]), None, None, Settings(), []), kept
 
 
 def lent(policy):
-    """What of the weights that vLLM lends a model has: of experts by layer, embeddings and head."""
+    """The weights that vLLM has lent a model: of experts by layer, embeddings and head."""
     experts = [layer.mlp.experts.shared for layer in policy.model.layers]
     tables = policy.get_input_embeddings().weight, policy.get_output_embeddings().weight
     return [*filter(None, experts), *(table for table in tables if not table.isnan().any())]
 
 
 def test_what_the_learner_reads_stays_on_the_gpu(engine):
-    policy, vllm, engine, told = engine
+    policy, vllm, engine, kept = engine
     held, layers = vllm.model.layers[0].mlp.experts.routed_experts, len(policy.model.layers)
     values, scales = held.w2_weight.storage.data, held.quant_method.w2_precision_config.weight_scale.storage.data
     tables = [policy.get_input_embeddings().weight, policy.get_output_embeddings().weight]
@@ -126,42 +125,50 @@ def test_what_the_learner_reads_stays_on_the_gpu(engine):
     assert [table.untyped_storage().nbytes() for table in tables] == [2, 2], "of nothing"
     engine.lend_weights(policy)
     addresses = [table.weight.data_ptr() for table in (vllm.model.embedding, vllm.lm_head)]
-    assert told == [values.data_ptr(), scales.data_ptr()] * 2 * layers + addresses
+    assert kept == [values.data_ptr(), scales.data_ptr()] * 2 * layers + addresses
     engine.lend_weights(policy, whole=True)
-    assert told.pop() == "all"
-    found = policy.model.layers[-1].mlp.experts.shared["down_proj"]
-    assert found[:2] == (values, scales) and found[2:] == (policy.config.hidden_size, policy.config.intermediate_size)
+    assert kept.pop() == "all"
+    shared = policy.model.layers[-1].mlp.experts.shared["down_proj"]
+    assert shared == (values, scales, policy.config.hidden_size, policy.config.intermediate_size)
     now = [policy.get_input_embeddings().weight, policy.get_output_embeddings().weight]
-    assert all(one is before for one, before in zip(now, tables, strict=True)), "the parameters that others may hold"
+    assert all(map(operator.is_, now, tables)), "the parameters that others may hold"
     assert [table.data_ptr() for table in now] == addresses and not any(table.requires_grad for table in now)
 
 
+def replace_experts(vllm):
+    vllm.model.layers[0].mlp.experts.routed_experts.w2_weight = torch.ones(2)
+
+
+def replace_table(change):
+    return lambda vllm: setattr(vllm.lm_head, "weight", change(vllm.lm_head.weight))
+
+
 OTHERS = {
-    "the experts of another kernel": lambda held: setattr(held.model.layers[0].mlp.experts.routed_experts, "w2_weight", torch.ones(2)),
-    "few rows": lambda held: setattr(held.lm_head, "weight", held.lm_head.weight[:-8]),
-    "another type": lambda held: setattr(held.lm_head, "weight", held.lm_head.weight.float()),
-    "another device": lambda held: setattr(held.model.embedding, "weight", held.model.embedding.weight.to("meta")),
-    "another order": lambda held: setattr(held.lm_head, "weight", held.lm_head.weight.T.contiguous().T),
-    "another name": lambda held: delattr(held, "lm_head"),
-}  # fmt: skip
+    "the experts of another kernel": replace_experts,
+    "few rows": replace_table(lambda table: table[:-8]),
+    "another type": replace_table(torch.Tensor.float),
+    "another device": replace_table(lambda table: table.to("meta")),
+    "another order": replace_table(lambda table: table.T.contiguous().T),
+    "another name": lambda vllm: delattr(vllm, "lm_head"),
+}
 
 
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
 def test_an_engine_that_keeps_a_weight_otherwise_lends_nothing(engine, other):
     """Such as Marlin's experts, which an engine with LoRA takes: parameters, without a configuration of the scales."""
-    policy, vllm, engine, told = engine
+    policy, vllm, engine, kept = engine
     other(vllm)
     with pytest.raises(EngineError, match="vLLM keeps its .*Set EXPERTS=paged"):
         engine.lend_weights(policy)
-    assert not told and not lent(policy)
+    assert not kept and not lent(policy)
 
 
 def test_tied_embeddings_are_not_shared(engine):
-    policy, _, engine, told = engine
+    policy, _, engine, kept = engine
     policy.config.tie_word_embeddings = True
     with pytest.raises(EngineError, match="tied"):
         engine.lend_weights(policy)
-    assert not told and not lent(policy)
+    assert not kept and not lent(policy)
 
 
 def test_what_is_lent_is_not_saved(engine, tmp_path):

@@ -64,9 +64,9 @@ class FakeGPU:
 
     def copied(self, direction: str) -> set[str]:
         """The blocks that were copied there since the last call, none of them twice."""
-        found, self.copies[direction] = self.copies[direction], []
-        assert len(set(found)) == len(found)
-        return set(found)
+        names, self.copies[direction] = self.copies[direction], []
+        assert len(set(names)) == len(names)
+        return set(names)
 
     def asleep(self) -> set[str]:
         return {self.names[pointer] for pointer, data in self.pointer_to_data.items() if data.is_asleep}
@@ -106,7 +106,7 @@ def asleep(monkeypatch):
     package.get_mem_allocator_instance = lambda: gpu
     cumem.libcudart, cumem.unmap_and_release = gpu, gpu.unmap_and_release
     backends.CuMemBackend = type("CuMemBackend", (FakeCuMemBackend,), {"gpu": gpu})
-    register = lambda name, *place: registry.update({name: place})  # noqa: E731
+    register = lambda name, *path: registry.update({name: path})  # noqa: E731
     backends.SleepModeBackendFactory = SimpleNamespace(register_backend=register)
     for module in (package, cumem, backends):
         monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -132,8 +132,8 @@ def asleep(monkeypatch):
 
 
 def test_three_sleeps(asleep):
-    """Large weights are copied to the host once, small ones, which are written in between, at every sleep, a cache never. All
-    weights come back as they were when they slept; asleep nothing is mapped."""
+    """Large weights are copied to the host once, small ones, which are written in between, at every sleep, a cache
+    never. All weights come back as they were when they slept; asleep nothing is mapped."""
     gpu, backend = asleep
     before = gpu.values()
     for value, copied in ((71, LARGE | SMALL), (72, SMALL), (73, SMALL)):

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 @triton.jit
-def {kernel}(x, {one}: tl.constexpr, {rows}{constant}, n_rows, BLOCK: tl.constexpr):
-    tl.store(x + {one} * {rows}, n_rows)
+def {kernel}(x, {columns}: tl.constexpr, {rows}{constant}, n_rows, BLOCK: tl.constexpr):
+    tl.store(x + {columns} * {rows}, n_rows)
 
 def {launcher}():
     return {kernel}
@@ -50,7 +50,7 @@ def has_triton_kernels():
 
 @pytest.fixture
 def router(tmp_path, monkeypatch):
-    """A function that puts a vLLM with a copy of triton_kernels in its place, and one that returns the modules that vLLM uses.
+    """A function that installs a fake vLLM with a copy of triton_kernels, and returns one that returns vLLM's kernels.
 
     As in vLLM 0.26 the copy gets its second name from an alias, so a module of it can be loaded under either.
     """
@@ -59,16 +59,20 @@ def router(tmp_path, monkeypatch):
         for name in [name for name in sys.modules if name.partition(".")[0] in ("vllm", "triton_kernels")]:
             del sys.modules[name]
 
-    def build(constant=": tl.constexpr", launcher="topk_forward", there=True, chooser="make_opt_flags", capability=9):
+    def build(
+        constant=": tl.constexpr", launcher="topk_forward", is_installed=True, chooser="make_opt_flags", capability=9
+    ):
         package, utils = tmp_path / "vllm" / "third_party" / "triton_kernels", tmp_path / "vllm" / "utils"
         package.mkdir(parents=True)
         utils.mkdir()
         for folder in (package, package.parent, utils.parent, utils):
             (folder / "__init__.py").touch()
-        (utils / "import_utils.py").write_text(IMPORT_UTILS if there else "def has_triton_kernels():\n    return False")
-        names = {"kernel": "_topk_forward", "one": "stride_rm", "rows": "stride_rn", "launcher": launcher}
+        (utils / "import_utils.py").write_text(
+            IMPORT_UTILS if is_installed else "def has_triton_kernels():\n    return False"
+        )
+        names = {"kernel": "_topk_forward", "columns": "stride_rm", "rows": "stride_rn", "launcher": launcher}
         (package / "topk.py").write_text(ROUTER.format(constant=constant, **names))
-        names = {"kernel": "_sum_bitmatrix_rows", "one": "stride_bm", "rows": "stride_bn"}
+        names = {"kernel": "_sum_bitmatrix_rows", "columns": "stride_bm", "rows": "stride_bn"}
         (package / "tensor.py").write_text(ROUTER.format(constant=constant, launcher="sum_bitmatrix_rows", **names))
         (package / "matmul_ogs.py").write_text(EXPERTS.format(chooser=chooser))
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (capability, 0))
@@ -98,13 +102,13 @@ def test_the_router_is_not_compiled_for_every_number_of_tokens(router, caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_what_needs_no_patch_is_left_alone(router, caplog, there):
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_what_needs_no_patch_is_left_alone(router, caplog, is_installed):
     """A router that upstream repaired, and a vLLM without triton_kernels."""
-    used = router(constant="", there=there)
+    used = router(constant="", is_installed=is_installed)
     patch_kernels()
-    assert not caplog.records and ("triton_kernels" in sys.modules) == there
-    if there:
+    assert not caplog.records and ("triton_kernels" in sys.modules) == is_installed
+    if is_installed:
         assert [kernel.fn.__module__ for kernel in used()] == ["triton_kernels.topk", "triton_kernels.tensor"]
 
 

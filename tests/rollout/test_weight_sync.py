@@ -24,14 +24,10 @@ def build(tiny, tmp_path):
     return functools.partial(trainer_with_engine, tiny, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("sync", "targets"),
-    [
-        *itertools.product(SYNCS, ["all-linear", "k_proj,o_proj", "q_proj"]),
-        ("lora", "q_proj,1.experts"),
-        ("lora", "experts"),
-    ],
-)
+TARGETS = [*itertools.product(SYNCS, ["all-linear", "k_proj,o_proj", "q_proj"]), ("lora", "q_proj,1.experts")]
+
+
+@pytest.mark.parametrize(("sync", "targets"), [*TARGETS, ("lora", "experts")])
 def test_rollouts_are_sampled_from_the_policy(build, sync, targets):
     """Log-probs of sampled tokens and of given ones, with a temperature, against the trainer's; and without adapter."""
     trainer = build(ROLLOUT_SYNC=sync, LORA_TARGETS=targets, TEMPERATURE=0.7)
@@ -61,8 +57,8 @@ def test_rollouts_are_sampled_from_the_policy(build, sync, targets):
 
 @pytest.mark.parametrize("sync", SYNCS)
 def test_every_rollout_uses_the_adapter_of_that_moment(build, sync):
-    """Three adapters, three rollouts; and two syncs without a sleep, which would have emptied the prefix cache. The policy
-    stays bit for bit, and nothing drifts on the engine's side either."""
+    """Also after syncs without a sleep, which would have emptied the prefix cache. The policy stays bit for bit, and
+    nothing drifts on the engine's side."""
     trainer = build(ROLLOUT_SYNC=sync)
     engine, prompts = trainer.run.engine, prompts_of(trainer)
     for seed in (1, 2, 3):
@@ -83,7 +79,8 @@ def test_what_is_written_for_vllm_is_pefts_format(build, tmp_path):
     trainer = build(ROLLOUT_SYNC="lora")
     set_adapter(trainer, 1)
     write_adapter(trainer.model, tmp_path, 4)
-    config, tensors = json.loads((tmp_path / "adapter_config.json").read_text()), load_file(tmp_path / "adapter_model.safetensors")  # fmt: skip
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
     assert config["lora_alpha"] == config["r"] == 4 and config["bias"] == "none", "B carries the scale"
     assert config["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
     state = {n.replace(".default", ""): p for n, p in trainer.model.named_parameters() if "lora_" in n}
@@ -102,24 +99,24 @@ def test_merged_weights_are_exact_in_float32_and_refused_where_they_do_not_fit(b
     exact = layer.get_base_layer().weight.double() + 2.0 * b.double() @ a.double()
     engine.wake()
     engine.sync_weights(trainer.model)
-    torch.testing.assert_close(engine.llm.packed["model.layers.0.attn.qkv_proj.weight"][: len(b)], exact.float())
+    qkv = "model.layers.0.attn.qkv_proj.weight"
+    torch.testing.assert_close(engine.llm.packed[qkv][: len(b)], exact.float())
     for rows in (slice(len(b) - 1), slice(len(b) + 1)):
-        monkeypatch.setattr(weight_sync, "vllm_place", lambda *given, rows=rows: ("model.layers.0.attn.qkv_proj.weight", rows))  # fmt: skip
+        monkeypatch.setattr(weight_sync, "vllm_weight", lambda *_, rows=rows: (qkv, rows))
         with pytest.raises(EngineError, match="must match the size"):
             engine.sync_weights(trainer.model)
 
 
 def test_random_rounding_keeps_the_mean_and_what_bf16_holds():
-    """To one of the two neighbours, with the odds that the distance says: -1 - 2^-9 is a quarter of the way to -1 - 2^-7."""
+    """Odds of the two neighbours follow the distance: -1 - 2^-9 is a quarter of the way to -1 - 2^-7."""
     generator = torch.Generator().manual_seed(0)
     exact = torch.tensor([0.0, 1.0, -1.0, 3e-38, -255.0, 1e-3]).bfloat16()
     assert torch.equal(rounded_at_random(exact.float().expand(99, -1), generator), exact.expand(99, -1))
     for value, lower, upper, odds in ((-1 - 2**-9, -1.0, -1 - 2**-7, 0.25), (3 + 3 * 2**-8, 3.0, 3 + 2**-6, 0.75)):
-        found = rounded_at_random(torch.full((40_000,), value), generator)
-        assert set(found.tolist()) == {lower, upper}
-        assert (found == upper).float().mean().item() == pytest.approx(odds, abs=0.01), (
-            "4.6 standard deviations or more"
-        )
+        rounded = rounded_at_random(torch.full((40_000,), value), generator)
+        assert set(rounded.tolist()) == {lower, upper}
+        share = (rounded == upper).float().mean().item()
+        assert share == pytest.approx(odds, abs=0.01), "4.6 standard deviations or more"
 
 
 @pytest.mark.parametrize(
@@ -141,24 +138,20 @@ def test_the_share_of_an_update_that_arrives_in_bf16(build, monkeypatch, nearest
     engine.sync_weights(policy)
     share, error = engine.share
     assert least - 0.01 - 4 * error < share < most + 0.01 + 4 * error and error < 0.05
-    both = asked = first = rows = 0
-    for number, layer in enumerate(layers.values()):
-        module, kind = f"model.layers.{number // 4}.attn", number % 4
-        name = f"{module}.{'o_proj' if kind == 3 else 'qkv_proj'}"
-        held = engine.llm.packed[f"{name}.weight"].double()
+    along = squared = 0.0
+    for name, layer in layers.items():
         weight = layer.get_base_layer().weight.double()
-        first = 0 if kind in (0, 3) else first + rows  # q, k, v lie one behind the other
-        rows = len(weight)
-        held = held[first : first + rows]
+        target, rows = weight_sync.vllm_weight(name, len(weight))
         update = 2.0 * layer.lora_B["default"].weight.double() @ layer.lora_A["default"].weight.double()
-        both, asked = both + ((held - weight) * update).sum(), asked + update.square().sum()
-    assert share == pytest.approx((both / asked).item(), abs=1e-5)
+        along += ((engine.llm.packed[target][rows].double() - weight) * update).sum().item()
+        squared += update.square().sum().item()
+    assert share == pytest.approx(along / squared, abs=1e-5)
     engine.sync_weights(policy, active=False)
     assert engine.share is None
 
 
 def test_only_what_is_adapted_is_read_of_the_policy(build):
-    """The embeddings, its first weight, may be elsewhere meanwhile, as with EXPERTS=paged: here they have no data at all."""
+    """The embeddings, its first weight, may be elsewhere meanwhile (EXPERTS=paged): here they have no data."""
     trainer = build(dtype=torch.bfloat16)
     set_adapter(trainer, 1)
     trainer.model.get_base_model().model.embed_tokens.to("meta")
