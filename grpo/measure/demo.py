@@ -142,7 +142,7 @@ def plot_seeds(seeds: Sequence[SeedResult], path: Path) -> None:
     for seed in seeds:
         reward = steps_of(seed.run).set_index("step").reward.rolling(20, min_periods=1).mean()
         left.plot(reward, color="#0b6e99", alpha=0.6, linewidth=1)
-    labels = []
+    labels: list[str] = []
     for name in REPORTED:
         first = len(labels)
         for policy in ("base", *ADAPTERS):
