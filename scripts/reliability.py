@@ -172,8 +172,7 @@ def prepare(folder: Path, part: str) -> None:
     for name, data, count in (("heldout.csv", "tes_heldout_compact.csv", 5), ("days.csv", "profile_heldout.csv", 97)):
         lines = (ROOT / "data" / data).read_text(encoding="utf-8").splitlines(True)
         (inputs / name).write_text("".join(lines[:count]), encoding="utf-8")
-    rows = "user,reward_action_0,reward_action_1\nStorage 20,0.2,0.9\nStorage 80,0.9,0.3\n"
-    (inputs / "rows.csv").write_text(rows, encoding="utf-8")
+    (inputs / "rows.csv").write_text("user,reward_action_0,reward_action_1\nStorage 20,0.2,0.9\nStorage 80,0.9,0.3\n")
     for name, command in (COMMANDS if part == "kills" else DAMAGED).items():
         if name == "3":
             shutil.copytree(whole / "2", whole / name)

@@ -167,9 +167,8 @@ def read_completions(
     """What the completions of `rows` say, decoded by a tokenizer of transformers with their special tokens and without.
     Truncated is one that ended without one of the `stops` or padding: the same rule as TRL's clipped ratio and mask."""
     ends = {*stops, tokenizer.pad_token_id}
-    texts, plain = (
-        tokenizer.batch_decode(list(completion_ids), skip_special_tokens=skipped) for skipped in (False, True)
-    )
+    ids_lists = [list(ids) for ids in completion_ids]
+    texts, plain = (tokenizer.batch_decode(ids_lists, skip_special_tokens=skipped) for skipped in (False, True))
     template = getattr(tokenizer, "response_template", None)
     return [
         read_completion(row, text, bare, len(ids), ids[-1] not in ends, template)
@@ -257,8 +256,8 @@ def reward_callable(name: str, settings: Settings, title: str | None = None) -> 
 
 
 def is_by_action(name: str) -> bool:
-    """Whether the reward function `name` of REWARDS depends on the row and the answered action alone, so that the reward
-    of every action can be looked up: those in ACTION_REWARDS, and the user's that have the attribute `by_action`."""
+    """Whether the reward function `name` of REWARDS depends on the row and the answered action alone, so that the
+    reward of every action can be looked up: those in ACTION_REWARDS, and the user's with the attribute `by_action`."""
     if ":" not in name:
         return name in rewards.ACTION_REWARDS
     try:

@@ -122,7 +122,7 @@ def write_bf16(merged: Merged, files: ModelFiles, s: Settings, folder: Path) -> 
     """Every tensor as transformers' own model holds it, in shards of their own."""
     copy_small(merged.base, folder)
     config = bf16_config(files)
-    expected = expected_tensors(GptOssConfig.from_dict(config))
+    expected = expected_tensors(GptOssConfig.from_dict(dict(config)))
     write_tensors(folder, expected, lambda name, like: merged.dequantized(name))
     write_json(folder / CONFIG, config)
     check_checkpoint(folder)
@@ -141,7 +141,7 @@ def write_llama_cpp(merged: Merged, files: ModelFiles, s: Settings, folder: Path
 
 def modelfile(s: Settings, template: str) -> str:
     """For Ollama: prompts as the run rendered them, with its date and effort."""
-    turns = [("system", "{{ .System }}"), ("user", "{{ .Prompt }}")]
+    turns = (("system", "{{ .System }}"), ("user", "{{ .Prompt }}"))
     with_system, without = (
         render(template, messages, s.REASONING_EFFORT, s.PROMPT_DATE) for messages in (turns, turns[1:])
     )
@@ -205,7 +205,7 @@ def export(options: argparse.Namespace) -> float | None:
     check_checkpoint(base)
     merged = Merged(base, options.adapter, scale)
     config = bf16_config(files) if options.to == "bf16" else files.config
-    size = sum(tensor.nbytes for tensor in expected_tensors(GptOssConfig.from_dict(config)).values())
+    size = sum(tensor.nbytes for tensor in expected_tensors(GptOssConfig.from_dict(dict(config))).values())
     require_space(options.out, size + SMALL_FILES)
     with new_directory(options.out, options.force) as folder:
         WRITERS[options.to](merged, files, s, folder)

@@ -130,8 +130,8 @@ def choose_scale_rewards(requested: str | None, names: Iterable[str]) -> tuple[s
 
 
 def expected_reward_obstacle(settings: Settings, rows: Sequence[Row], names: Sequence[str]) -> str | None:
-    """Why no completion can learn from its expected reward, or None. `names`: the reward functions that depend on the row
-    and the answered action alone."""
+    """Why no completion can learn from its expected reward, or None. `names`: the reward functions that depend on the
+    row and the answered action alone."""
     if not names:
         return "no function of REWARDS depends on the answered action alone"
     bare = next((row.file for row in rows if not row.rewards), None)
@@ -159,12 +159,12 @@ def choose_expected_reward(settings: Settings, rows: Sequence[Row], names: Seque
 
 
 def choose_demo(settings: Settings, sources: Mapping[str, str]) -> tuple[Settings, dict[str, str]]:
-    """(settings, sources) with the demo's held-out rows as EVAL_DATA where DATA is the demo's, and with the demo's inputs
-    of the task's simulator as EVAL_PROFILE where the rows of both are the demo's. Elsewhere `auto` stays None: nothing
-    of the demo says anything about rows of the user's own."""
+    """(settings, sources) with the demo's held-out rows as EVAL_DATA where DATA is the demo's, and with the demo's
+    inputs of the task's simulator as EVAL_PROFILE where the rows of both are the demo's. Elsewhere `auto` stays None:
+    nothing of the demo says anything about rows of the user's own."""
     heldout, eval_data, profile = demo_heldout(settings.DATA), settings.EVAL_DATA, settings.EVAL_PROFILE
     own = TASK_FILES[settings.TASK].get("profiles", {}).get(heldout)
-    if own and profile is None and (eval_data is None or names_only(eval_data, heldout)):
+    if heldout and own and profile is None and (eval_data is None or names_only(eval_data, heldout)):
         profile = own
     demo = dataclasses.replace(settings, EVAL_DATA=heldout if eval_data is None else eval_data, EVAL_PROFILE=profile)
     chosen = [name for name in ("EVAL_DATA", "EVAL_PROFILE") if getattr(demo, name) != getattr(settings, name)]

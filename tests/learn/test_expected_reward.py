@@ -397,6 +397,7 @@ DECIDED = {
     DIRECT.format("1] [1"): None,
     DIRECT.format("1] [2"): None,
     DIRECT.format("1] at 1 hour [1"): None,
+    DIRECT.format("1]1")[:-11] + "<|return|>": None,
     DIRECT.format(4): None,
     "<|channel|>analysis<|message|>[2]<|return|>": None,
     DIRECT.format(2).removesuffix("<|return|>"): None,

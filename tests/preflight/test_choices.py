@@ -109,7 +109,12 @@ CHOICES = [  # A function, its arguments, the choice, and words of the reason.
 ]
 
 
-@pytest.mark.parametrize(("choose", "arguments", "chosen", "words"), CHOICES, ids=lambda value: str(value)[:40])
+def readable(value):
+    """A test's id, without addresses: pytest-xdist wants the same ones in every process."""
+    return value.__name__ if callable(value) else str(value)[:40]
+
+
+@pytest.mark.parametrize(("choose", "arguments", "chosen", "words"), CHOICES, ids=readable)
 def test_a_choice_says_why(choose, arguments, chosen, words):
     value, reason = choose(*arguments)
     assert value == chosen and words in reason

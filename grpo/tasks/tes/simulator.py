@@ -87,7 +87,7 @@ def make_plan(
         prompt=prompt,
         profiles=tuple(map(tes_record.shown_path, files)),
         cases=tuple(cases),
-        render=renderer(prompt, lambda turns: render(template or "", turns, effort, date)),
+        render=renderer(prompt, lambda turns: render(template or "", tuple(turns), effort, date)),
         start_kwh=options.start_kwh,
         hours=options.hours_limit,
         vote=options.vote,
