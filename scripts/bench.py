@@ -28,7 +28,9 @@ options.
 `many` starts train_grpo.py by torchrun on 1, 2, ... GPUs: three steps with the same work for each (weak scaling), and
 with the same work in all, of 96 and of 384 completions (strong scaling).
 
-`demo` runs train_grpo.py on the tiny model for ten seeds and records reward and plant before and after training.
+`demo` runs train_grpo.py on the tiny model for ten seeds and lets the last and the best adapter control the plant
+through three sets of windows that chose neither. Exit code 1 unless the best ones are below the rule charge_when_clean
+on all seeds and sets.
 
 `curves` trains the tiny model by this trainer and by plain TRL's with the same prompts and random numbers, seed by
 seed, and compares the exact held-out reward. Exit code 1 unless the 95% interval of the difference lies within 0.01.

@@ -18,6 +18,7 @@ import fcntl
 import math
 import re
 import sys
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,13 +32,15 @@ from grpo.run.folder import COMPLETE, continuation
 from grpo.run.layout import lock_path
 from grpo.run.logs import RECENT, UNKNOWN, Pace
 from grpo.settings import fold
-from grpo.settings_table import TASK_FIGURES
 from grpo.tasks.figure_text import number, part
 
 # A warning, an error or a critical message of training.log: `12:07:54 W train_grpo: ...`, or in the lines below it a
 # box (`banner_text`).
 WARNING = re.compile(r"^(\d\d:\d\d:\d\d [WEC] [^\n]*?: )(?:\n=+\n((?:\| .* \|\n)+)=+$|(.*)$)", re.MULTILINE)
-DONE = "complete"
+# A line of training.log about an evaluation; the task's simulator may say more in it than metrics.csv holds.
+MEASURED = re.compile(r"^\d\d:\d\d:\d\d I train_grpo: measured (.*)$", re.MULTILINE)
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # Such characters would act on the terminal.
+DONE, LABEL = "complete", " " * 12
 WARNINGS, LONGEST = 4, 300  # lines shown, characters of one
 CLEAR = "\x1b[H\x1b[J"
 
@@ -51,15 +54,18 @@ def is_running(folder: Path) -> bool:
     return True
 
 
+def read_log(path: Path) -> str:
+    """The text of training.log; empty where it is not there yet."""
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
 def read_warnings(path: Path) -> list[str]:
     """The last warnings and errors of training.log, oldest first: the first line of each, or what stands in its box."""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    matches = WARNING.findall(text)[-WARNINGS:]
+    matches = WARNING.findall(read_log(path))[-WARNINGS:]
     lines = [
         head + (" ".join(re.findall(r"^\| (.*?) +\|$", box, re.MULTILINE)) or first) for head, box, first in matches
     ]
-    # Control characters would act on the terminal.
-    return [re.sub(r"[\x00-\x1f\x7f-\x9f]", " ", line[:LONGEST]) for line in lines]
+    return [CONTROL.sub(" ", line[:LONGEST]) for line in lines]
 
 
 def status_of(folder: Path, settings: Mapping[str, Any], metrics: pandas.DataFrame) -> str:
@@ -94,11 +100,9 @@ def frame(folder: Path) -> tuple[list[str], bool]:
     ]
     if not math.isnan(last["gpu_peak_gib"]):
         lines.append(f"GPU         {last['gpu_peak_gib']:.1f} GiB, busy {last['gpu_utilization']:.0f} % of the step")
-    if len(evaluated := metrics[metrics["heldout_reward"].notna()]):
-        row = evaluated.iloc[-1]
-        figures = [f"held-out reward {row['heldout_reward']:.3f}"]
-        figures += [f"{name} {row[name]:,.1f}" for name in TASK_FIGURES if not math.isnan(row[name])]
-        lines.append(f"measured    {', '.join(figures)} after step {row['step']}")
+    if evaluations := MEASURED.findall(read_log(folder / "training.log")):
+        text = CONTROL.sub(" ", evaluations[-1][:LONGEST])
+        lines += textwrap.wrap(text, 100, initial_indent="measured".ljust(len(LABEL)), subsequent_indent=LABEL)
     return [*lines, *warnings], status == DONE
 
 

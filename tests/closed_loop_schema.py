@@ -13,7 +13,7 @@ RECORD = {"profiles", "start_kwh", "samples", "vote", "exact", "safe_action", "s
 RECORD |= {"windows", "totals"}
 SERIES = ("actions", "output_kw", "storage_kwh", "co2_kg", "unserved_kwh")
 TOTALS = {"co2_kg", "unserved_kwh", "storage_cycled_kwh", "priced_kg", "regret_percent", "regret_percent_low"}
-TOTALS |= {"regret_percent_high", "unparsed", "answers"}
+TOTALS |= {"regret_percent_high", "unparsed", "answers", "unserved_windows", "worst_window", "worst_unserved_kwh"}
 
 
 def check_schema(record, models, hours=72):
@@ -29,7 +29,10 @@ def check_schema(record, models, hours=72):
             assert [action is None for action in policy["actions"]] == [h % 24 not in HOURS for h in range(hours)]
             assert None not in policy["storage_kwh"] and policy["storage_kwh"][7] == record["start_kwh"]
             assert isinstance(policy["unparsed"], float if "dropped" in policy else int)
-    for total in record["totals"].values():
+    for name, total in record["totals"].items():
         assert set(total) == TOTALS
+        unserved = {entry["policies"][name]["mean"]["unserved_kwh"]: entry["name"] for entry in record["windows"]}
+        assert total["worst_unserved_kwh"] == max(unserved)
+        assert total["worst_window"] == (unserved[max(unserved)] if total["unserved_windows"] else None)
         low, high = total["regret_percent_low"], total["regret_percent_high"]
         assert low is None or low <= total["regret_percent"] + 1e-6 <= high + 2e-6

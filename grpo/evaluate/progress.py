@@ -7,7 +7,7 @@ from pathlib import Path
 
 from grpo.data.files import data_fingerprint
 from grpo.evaluate.heldout import HeldoutEvaluation, measure_rewards, trainer_evaluation
-from grpo.evaluate.simulation import figures_text, measure_progress, measure_simulation
+from grpo.evaluate.simulation import measure_progress, measure_simulation
 from grpo.learn.trainer import Trainer
 from grpo.phases import Phase
 from grpo.preflight.resolve import ResolvedRun
@@ -50,7 +50,7 @@ class Progress:
         step = trainer.state.global_step
         when = f"after step {step}" if step else "INIT_ADAPTER before the first step"
         text = ["held-out reward -" if reward is None else f"held-out reward {reward:.3f}"]
-        text += [figures_text(self.simulator.figures(record, "trained"))] if self.simulator and record else []
+        text += [self.simulator.summary(record, "trained")] if self.simulator and record else []
         log.info("measured %s: %s", when, ", ".join(text))
         self.judge(trainer, columns, record)
         return columns

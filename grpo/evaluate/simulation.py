@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -34,11 +34,6 @@ class ModelResponder:
         return self.model.probabilities(prompts, actions, greedy, self.base)
 
 
-def figures_text(figures: Mapping[str, float]) -> str:
-    """Columns of metrics.csv for a log line."""
-    return ", ".join(f"{name.replace('_', ' ')} {value:,.1f}" for name, value in figures.items())
-
-
 def new_record(simulator: Simulator, resolved: ResolvedRun, trainer: Trainer) -> Record:
     """closed_loop.json before a model was asked, with what the file holds of the base model."""
     s, path = resolved.settings, trainer.run.folder / CLOSED_LOOP
@@ -63,7 +58,7 @@ def measure_simulation(simulator: Simulator, resolved: ResolvedRun, trainer: Tra
         if not {name, name + GREEDY} <= record["totals"].keys():
             simulator.run(resolved.closed_loop, record, name, ModelResponder(TrainedModel(trainer), base))
         write_sealed(trainer.run.folder / CLOSED_LOOP, record)
-        phase.result = figures_text(simulator.figures(record, name))
+        phase.result = simulator.summary(record, name)
     if not base:
         log.info("\n%s\n", simulator.table(record))
     return record

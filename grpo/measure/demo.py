@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo on several seeds."""
+"""The demo on several seeds, judged on windows that chose neither its settings nor its best adapter."""
 
 from __future__ import annotations
 
@@ -8,80 +8,153 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from matplotlib.figure import Figure as Drawing
 
-from grpo.measure.record import SCRIPT, figure, outcome_figures, read_json, steps_of, write
-from grpo.tasks.tes.closed_loop import RULES
+from grpo.measure.demo_windows import REPORTED, RULE, profile_text
+from grpo.measure.record import SCRIPT, Figure, Json, figure, read_json, reward_figures, steps_of, write
+from grpo.run.layout import BEST
+from grpo.settings import ROOT
+from grpo.tasks.simulator import GREEDY
+from grpo.tasks.tes.record import add_totals
+from grpo.tasks.tes.simulator import unserved_text
 
-OF_SEED = ("_before", "_after", "_gain", "_base", "_trained", "_greedy")  # ends of figures that differ between seeds
-LEAST = {"base": 1.0, "rule": 0.9}  # share of the seeds whose plant must beat the base model's, and the best rule's
+EVALUATE = ROOT / "scripts" / "evaluate.py"
+ADAPTERS = {"last": "", "best": BEST}  # where they lie in OUTPUT_DIR
+KINDS = {"": "at the evaluation's temperature", GREEDY: "the likeliest answer"}
+OF_SEED = ("_before", "_after", "_gain", "_greedy")  # ends of reward figures that differ between seeds
 
 
-def run_seed(options: argparse.Namespace, seed: int) -> tuple[Path, float]:
-    """Trains with `seed` and the demo's settings, as demo.sh has them; returns the run's folder and its seconds."""
+@dataclass(frozen=True)
+class SeedResult:
+    """A seed's run. `totals` are those of closed_loop.json by set of windows and policy: the rules, the optimum, `last`
+    and `best` for the adapters, for seed 1 `base` as well, and their greedy answers. `windows` counts those of a set.
+    """
+
+    run: Path
+    seconds: float
+    totals: dict[str, dict[str, Json]]
+    windows: dict[str, int]
+
+
+def write_profiles(folder: Path) -> dict[str, Path]:
+    """Writes the windows of demo_windows.py and returns the file of each set; a window's name begins with its stem."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = {name: folder / f"{name}.csv" for name in ("selection", *REPORTED)}
+    for name, path in paths.items():
+        path.write_text(profile_text(name), encoding="utf-8")
+    return paths
+
+
+def totals_by_set(record: Json) -> tuple[dict[str, dict[str, Json]], dict[str, int]]:
+    """closed_loop.json's totals for each reported set of windows alone, and how many windows the set has."""
+    totals, windows = {}, {}
+    for name in REPORTED:
+        of_set: Json = {"windows": [entry for entry in record["windows"] if entry["name"].startswith(f"{name}: ")]}
+        add_totals(of_set)
+        totals[name], windows[name] = of_set["totals"], len(of_set["windows"])
+    return totals, windows
+
+
+def run_seed(options: argparse.Namespace, profiles: Mapping[str, Path], seed: int) -> SeedResult:
+    """Trains with `seed` and the demo's settings, as demo.sh has them but for the windows that choose best/, and lets
+    both adapters control the plant through the reported windows."""
     run = Path(options.run) / f"seed-{seed}"
-    settings = {"MODEL_ID": "tiny", "SEED": str(seed), "OUTPUT_DIR": str(run), "OVERWRITE": "1", "OMP_NUM_THREADS": "1"}
+    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    settings = {"MODEL_ID": "tiny", "SEED": str(seed), "OUTPUT_DIR": str(run), "OVERWRITE": "1"}
+    settings |= {"EVAL_PROFILE": str(profiles["selection"])}
     started = time.perf_counter()
     with run.with_name(f"{run.name}.log").open("w") as log:
-        subprocess.run([sys.executable, SCRIPT], env=os.environ | settings | dict(options.set), check=True, stdout=log)
-    return run, time.perf_counter() - started
+        start = partial(subprocess.run, check=True, stdout=log)
+        start([sys.executable, SCRIPT], env=environ | settings | dict(options.set))
+        seconds = time.perf_counter() - started
+        totals: dict[str, dict[str, Json]] = {name: {} for name in REPORTED}
+        for adapter, folder in ADAPTERS.items():
+            path = run.with_name(f"{run.name}-{adapter}.json")
+            path.unlink(missing_ok=True)  # That of an earlier measurement is not replaced otherwise.
+            command = [sys.executable, EVALUATE, run / folder, "--out", path, "--profile"]
+            command += [profiles[name] for name in REPORTED]
+            # The base model is the same for all seeds.
+            start([*command, "--base-too"] if (seed, adapter) == (1, "last") else command, env=environ)
+            by_set, windows = totals_by_set(read_json(path))
+            for name, policies in by_set.items():
+                totals[name] |= {policy.replace("trained", adapter): total for policy, total in policies.items()}
+    return SeedResult(run, seconds, totals, windows)
 
 
-def regrets(run: Path) -> dict[str, float]:
-    """Regret in the closed loop by policy, in %."""
-    return {name: total["regret_percent"] for name, total in read_json(run / "closed_loop.json")["totals"].items()}
+def set_figures(seed: SeedResult, policy: str, prefix: str = "") -> list[Figure]:
+    """Regret of a policy and the load that it leaves unserved, for each set of windows."""
+    figures = []
+    for name in REPORTED:
+        total, windows = seed.totals[name][policy], seed.windows[name]
+        low, high = total["regret_percent_low"], total["regret_percent_high"]
+        note = "" if low is None else f"95% interval over {windows} windows {low:.2f} to {high:.2f}"
+        figures.append(figure(f"{prefix}{policy}_{name}_regret", total["regret_percent"], "%", note))
+        unserved = f"{prefix}{policy}_{name}_unserved_kwh"
+        figures.append(figure(unserved, total["unserved_kwh"], "kWh", unserved_text(total, windows)))
+    return figures
+
+
+def below_rule(seeds: Sequence[SeedResult], policy: str) -> int:
+    """On how many of the seeds x sets the regret of a policy is below the rule's."""
+    pairs = [(seed.totals[name][policy], seed.totals[name][RULE]) for seed in seeds for name in REPORTED]
+    return sum(total["regret_percent"] < rule["regret_percent"] for total, rule in pairs)
 
 
 def bench_demo(options: argparse.Namespace) -> int:
-    """Seeds 1 to `options.seeds`, two side by side: held-out reward and plant before and after. Returns 1 unless the
-    plant gets better than the base model's on all seeds, and than the best rule's on nine of ten."""
-    Path(options.run).mkdir(parents=True, exist_ok=True)
+    """Seeds 1 to `options.seeds`, two side by side: held-out reward before and after, and the plant by the last and the
+    best adapter. Returns 1 unless the best adapters, at the evaluation's temperature, are below the rule on all seeds
+    and sets."""
+    profiles = write_profiles(Path(options.run) / "profiles")
     with ThreadPoolExecutor(2) as pool:
-        seconds = dict(pool.map(partial(run_seed, options), range(1, options.seeds + 1)))
-    seeds = {run: regrets(run) for run in seconds}
-    first = next(iter(seeds))
-    rule, evaluation = min(RULES, key=seeds[first].__getitem__), read_json(first / "evaluation.json")
-    exactly = "exactly" if evaluation["exact"] else f"{evaluation['samples']} samples"
-    notes = {"": f"at temperature {evaluation['temperature']:g}, {exactly}", "_greedy": "the likeliest answer"}
-    figures, failed = [], False
-    for name, least in LEAST.items():
-        for kind, note in notes.items():
-            limit = rule if name == "rule" else f"base{kind}"
-            better = sum(regret[f"trained{kind}"] < regret[limit] for regret in seeds.values())
-            figures.append(figure(f"better_than_{name}{kind}", better, "seeds", f"of {len(seeds)}, {note}"))
-            failed |= better < least * len(seeds)
-    figures.append(figure("rule_regret", seeds[first][rule], "%", f"the best rule, {rule}"))
-    for number, run in enumerate(seeds, 1):
-        rows = outcome_figures(run, f"seed{number}_")
-        figures += [row for row in rows if number == 1 or row["name"].endswith(OF_SEED)]
-        figures.append(figure(f"seed{number}_total_s", seconds[run], "s", "process start to zip, beside another seed"))
-    plot_seeds(seeds, rule, Path(options.figure))
+        seeds = list(pool.map(partial(run_seed, options, profiles), range(1, options.seeds + 1)))
+    figures, count = [], len(seeds) * len(REPORTED)
+    for adapter in ADAPTERS:
+        for kind, how in KINDS.items():
+            note = f"of {count} seeds x sets below {RULE}, {how}"
+            figures.append(figure(f"{adapter}{kind}_below_rule", below_rule(seeds, adapter + kind), "counts", note))
+    for policy in (RULE, *(f"base{kind}" for kind in KINDS)):
+        figures += set_figures(seeds[0], policy)
+    for number, seed in enumerate(seeds, 1):
+        prefix = f"seed{number}_"
+        rewards = reward_figures(read_json(seed.run / "evaluation.json"))
+        rewards = [row for row in rewards if number == 1 or row["name"].endswith(OF_SEED)]
+        figures += [figure(prefix + row["name"], row["value"], row["unit"], row["note"]) for row in rewards]
+        for adapter in ADAPTERS:
+            for kind in KINDS:
+                figures += set_figures(seed, adapter + kind, prefix)
+        figures.append(figure(f"{prefix}total_s", seed.seconds, "s", "process start to zip, beside another seed"))
+    plot_seeds(seeds, Path(options.figure))
     write(Path(options.out), figures)
-    return int(failed)
+    return int(below_rule(seeds, "best") < count)
 
 
-def plot_seeds(seeds: Mapping[Path, Mapping[str, float]], rule: str, path: Path) -> None:
-    """Reward of the sampled completions over the steps, and regret of the plant at each evaluation, a line a seed.
-    `seeds`: regret by policy, by folder of the run."""
+def plot_seeds(seeds: Sequence[SeedResult], path: Path) -> None:
+    """Reward of the sampled completions over the steps, a line a seed, and regret of the plant by set of windows and
+    adapter, a dot a seed."""
     drawing = Drawing(figsize=(9, 3.6), dpi=160)
     left, right = drawing.subplots(1, 2)
-    line = {"color": "#0b6e99", "alpha": 0.6, "linewidth": 1}
-    for run, policies in seeds.items():
-        steps = steps_of(run).set_index("step")
-        left.plot(steps.reward.rolling(20, min_periods=1).mean(), **line)
-        regret = steps.plant_regret.dropna()
-        regret.loc[0], regret.loc[steps.index[-1]] = policies["base"], policies["trained"]
-        right.plot(regret.sort_index(), marker=".", markersize=4, **line)
-        limit = policies[rule]
-    right.axhline(limit, color="#555555", linewidth=0.8, linestyle=(0, (4, 3)))
-    right.text(steps.index[-1], limit * 1.1, f"best rule {limit:.1f} %", ha="right", fontsize=8, color="#333333")
+    for seed in seeds:
+        reward = steps_of(seed.run).set_index("step").reward.rolling(20, min_periods=1).mean()
+        left.plot(reward, color="#0b6e99", alpha=0.6, linewidth=1)
+    labels: list[str] = []
+    for name in REPORTED:
+        first = len(labels)
+        for policy in ("base", *ADAPTERS):
+            regrets = [seed.totals[name][policy]["regret_percent"] for seed in seeds if policy in seed.totals[name]]
+            right.plot([len(labels)] * len(regrets), regrets, "o", color="#0b6e99", alpha=0.6, markersize=4)
+            labels.append(f"{policy}\n{name}" if policy == "last" else policy)
+        limit = seeds[0].totals[name][RULE]["regret_percent"]
+        right.hlines(limit, first - 0.4, first + 2.4, color="#555555", linewidth=0.8, linestyle=(0, (4, 3)))
+        right.text(first + 2.4, limit * 1.1, f"rule {limit:.1f} %", ha="right", fontsize=8, color="#333333")
     left.set(title=f"Reward, {len(seeds)} seeds", xlabel="optimizer step", ylabel="mean of the step's rows")
-    right.set(title="Plant's regret, held-out days", xlabel="optimizer step", ylabel="% above the optimum")
+    right.set(title="Plant's regret by set of windows", ylabel="% above the optimum")
+    right.set_xticks(range(len(labels)), labels, fontsize=8)
     right.set_yscale("log")
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)

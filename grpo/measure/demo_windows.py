@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The windows on which the demo is judged, fixed before any setting of it was chosen.
 
-`selection` picks best/ and the settings, and is never reported. `shown` are the windows of data/profile_heldout.csv that
-a user sees. `others` are further days of the same synthetic weather. `varied` are days whose loads are multiplied by a
-factor of their own, log-uniform from a half to double, as another season or building would have them. The policy to beat
-on the reported sets is the rule `charge_when_clean`.
+`selection` picks best/ and the settings, and is never reported. `shown` are the windows of data/profile_heldout.csv
+that a user sees. `others` are further days of the same synthetic weather. `varied` are days whose loads are multiplied
+by a factor of their own, log-uniform from a half to double, as another season or building would have them. The policy
+to beat on the reported sets is the rule `charge_when_clean`.
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ reward_before_greedy reward_after_greedy | reward | of the likeliest answer
 parse_rate_before best_action_rate_before parse_rate_after best_action_rate_after | share |
 reward_gain reward_low_gain reward_high_gain | reward | after minus before, paired by prompt
 """
-UNITS = {"co2_kg": "kg", "unserved_kwh": "kWh", "regret_percent": "%"}  # of each policy's figures
+# Of each policy's figures.
+UNITS = {"co2_kg": "kg", "unserved_kwh": "kWh", "unserved_windows": "windows", "regret_percent": "%"}
 
 
 class Figure(TypedDict):
@@ -148,6 +149,8 @@ def plant_figures(plant: Json) -> list[Figure]:
         for name, unit in UNITS.items():
             low, high = (total.get(f"{name}_{end}") for end in ("low", "high"))
             note = "" if low is None or high is None else f"95% interval over windows {low:.2f} to {high:.2f}"
+            if name == "unserved_windows" and total.get(name):
+                note = f"worst {total['worst_window']}, {total['worst_unserved_kwh']:.2f} kWh"
             if total.get(name) is not None:
                 figures.append(figure(f"{name}_{policy}", total[name], unit, note))
     return figures

@@ -114,6 +114,11 @@ class Simulator(ABC):
     def figures(self, record: Record, name: str) -> dict[str, float]:
         """The columns of metrics.csv, as task.json names them, that have a value for the model `name`."""
 
+    def summary(self, record: Record, name: str) -> str:
+        """The figures of the model `name` for a line of the log."""
+        figures = self.figures(record, name).items()
+        return ", ".join(f"{column.replace('_', ' ')} {value:,.1f}" for column, value in figures)
+
     def warning(self, base: Mapping[str, float], now: Mapping[str, float], record: Record) -> str | None:
         """A sentence where the trained model acts worse than the base model while its held-out reward rises. `base` and
         `now` are columns of metrics.csv, `now` with `step`."""

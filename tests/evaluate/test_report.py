@@ -38,8 +38,9 @@ def closed_loop(*names: str) -> dict:
     for place, name in enumerate(("base", "trained", "optimum", *names)):
         totals[name] = {"co2_kg": 100.0, "unserved_kwh": 7.0 * place, "storage_cycled_kwh": 5.0, "unparsed": 1}
         totals[name] |= {"answers": 90, "regret_percent": 20.0 - place, "regret_percent_low": 15.0}
-        totals[name]["regret_percent_high"] = 22.0
-    return {"totals": totals, "difference": {"regret_percent": -9.0}}
+        totals[name] |= {"regret_percent_high": 22.0, "unserved_windows": place, "worst_unserved_kwh": 6.5}
+        totals[name]["worst_window"] = "days: 2025-07-07" if place else None
+    return {"totals": totals, "difference": {"regret_percent": -9.0}, "windows": [{}] * 5}
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +84,9 @@ def test_the_page_of_a_full_run_is_one_file_without_network_and_tells_all(full):
         "\u5b9f\u9a13: training report", "30 of 30", "Held-out reward changed by +0.200",
         "At the plant regret went from", "Load the adapter in best/: step 10 is the best.",
         "0.400 (0.370 to 0.430)", "base model, greedy", "|always 0|",
-        "|20.0 (15.0 to 22.0)|", "1 of 90", "characters left out", "|rollouts|", "|yes|", "|a GPU|",
+        "|20.0 (15.0 to 22.0)|", "1 of 90", "|0 of 5|", "|1 of 5|", "|days: 2025-07-07 (6.5)|",
+        "7.0 after, in 1 of 5 windows, worst days: 2025-07-07 with 6.5 kWh. Load stayed unserved in some",
+        "characters left out", "|rollouts|", "|yes|", "|a GPU|",
         "step 1, days:1: action 1, best 1,\nreward 0.9, 7 tokens",
         "\u51b7\u623f \ufffd[31m\nline\ufffdback <|message|>[1]",
     ]  # fmt: skip

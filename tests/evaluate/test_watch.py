@@ -28,14 +28,19 @@ def text_of(folder: Path) -> str:
 
 def test_frame_shows_what_a_run_is_doing(tmp_path):
     rows = [metrics_row(step, **GPU, step_s=10 if step > 5 else 1000) for step in range(1, 21)]
-    rows[9] |= {"heldout_reward": 0.512, "plant_regret": 12.34}
     folder = write_run(tmp_path / "first", rows)
-    (folder / "training.log").write_text("12:00:00 W train_grpo: parse rate fell\n")
+    evaluations = "".join(
+        f"12:00:00 I train_grpo: measured after step {step}: held-out reward 0.512, plant regret 12.3, plant unserved "
+        f"kwh {step}.0, in 1 of 5 windows, worst july: 2025-07-07 with {step}.0 kWh\n"
+        for step in (5, 10)
+    )
+    (folder / "training.log").write_text(f"{evaluations}12:00:00 W train_grpo: parse rate fell\n")
     text = text_of(folder)
     words = ["20 of 30, about 2 min left, until", "0.500, mean of the last 10: 0.455", "0.90, clipped 0.10"]
     words += [
         "61.5 GiB, busy 87 %",
-        "held-out reward 0.512, plant_regret 12.3 after step 10",
+        "measured    after step 10: held-out reward 0.512, plant regret 12.3,",
+        "\n            of 5 windows, worst july: 2025-07-07 with 10.0 kWh",
         "W train_grpo: parse rate fell",
     ]
     assert [word for word in words if word not in text] == []

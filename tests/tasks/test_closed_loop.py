@@ -33,7 +33,16 @@ from grpo.tasks.tes.dataset import rows_csv, trajectory
 from grpo.tasks.tes.plant import HOURS, Plant, solve
 from grpo.tasks.tes.profiles import ProfileError
 from grpo.tasks.tes.prompts import prompt_kind, renderer
-from grpo.tasks.tes.record import ClosedLoopPlan, add_policy, keep_models, new_record, read_cases, run_exact, run_model
+from grpo.tasks.tes.record import (
+    ClosedLoopPlan,
+    add_policy,
+    add_totals,
+    keep_models,
+    new_record,
+    read_cases,
+    run_exact,
+    run_model,
+)
 from grpo.tasks.tes.simulator import SIMULATOR
 
 PLANT = Plant()
@@ -231,6 +240,22 @@ def test_the_record_adds_up():
     text = SIMULATOR.table(record)
     for words in ("follow the load", f"{4 * len(CASES)} of {60 * len(CASES)}", "trained against base"):
         assert words in text
+
+
+def test_windows_with_unserved_load_are_counted_and_the_worst_is_named():
+    """A window counts above 0.05 kWh, the mean of its passes; a policy that serves all load names no window."""
+    record = record_of(CASES[:4])
+    names = [entry["name"] for entry in record["windows"]]
+    for kwh, count, worst in (((0.0, 0.05, 0.0, 0.0), 0, None), ((0.1, 0.051, 7.0, 0.05), 3, names[2])):
+        for entry, unserved in zip(record["windows"], kwh, strict=True):
+            entry["policies"]["always_3"]["mean"]["unserved_kwh"] = unserved
+        add_totals(record)
+        total = record["totals"]["always_3"]
+        assert (total["unserved_windows"], total["worst_window"], total["worst_unserved_kwh"]) == (
+            count,
+            worst,
+            max(kwh),
+        )
 
 
 def test_passes_are_averaged_and_the_first_is_shown():

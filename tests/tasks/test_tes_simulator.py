@@ -84,7 +84,7 @@ def totals(*names):
     for place, name in enumerate(("base", "trained", "optimum", *names)):
         policies[name] = {"co2_kg": 100.0, "unserved_kwh": 7.0 * place, "storage_cycled_kwh": 5.0, "unparsed": 1}
         policies[name] |= {"answers": 90, "regret_percent": 20.0 - place}
-    return {"totals": policies, "difference": {"regret_percent": -9.0}}
+    return {"totals": policies, "difference": {"regret_percent": -9.0}, "windows": [{}] * 5}
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,51 @@ def test_the_verdict_follows_the_interval_and_a_lower_regret_is_better(low, high
     section = SIMULATOR.report(record)
     assert words in section.verdict and "by -9.0" in section.verdict and "0.0 kWh before, 7.0 after" in section.verdict
     assert [row[0] for row in section.rows] == ["base", "trained", "optimum", "always 0"]
-    assert section.rows[1] == ["trained", "100.0", "7.0", "5.0", "19.0", "1 of 90"]
+    assert section.rows[1] == ["trained", "100.0", "5.0", "19.0", "1 of 90", "7.0"], "of an earlier version's file"
     assert not SIMULATOR.report({}).verdict and not SIMULATOR.report({}).rows
+
+
+UNSERVED = {"unserved_windows": 2, "worst_window": "july: 2025-07-07", "worst_unserved_kwh": 6.54}
+SERVED = {"unserved_windows": 0, "worst_window": None, "worst_unserved_kwh": 0.01}
+INTERVAL = {"regret_percent_low": 3.0, "regret_percent_high": 30.0}
+
+
+@pytest.mark.parametrize(
+    ("base", "trained", "is_marked"),
+    [
+        (SERVED | INTERVAL, UNSERVED | INTERVAL, True),
+        (UNSERVED | INTERVAL, SERVED | INTERVAL, True),
+        (SERVED | INTERVAL, SERVED | INTERVAL, False),
+        (SERVED, UNSERVED, False),  # Fewer than three windows give no interval.
+    ],
+)
+def test_unserved_windows_stand_beside_each_policy_and_qualify_its_interval(base, trained, is_marked):
+    record = totals() | {"start_kwh": 150.0, "samples": 1, "vote": False, "exact": True}
+    record["windows"] = [{"hours": 72}] * 5
+    record["totals"]["base"] |= base
+    record["totals"]["trained"] |= trained
+    record["totals"]["optimum"] |= SERVED
+    section, table = SIMULATOR.report(record), SIMULATOR.table(record)
+    for name, policy, row in (("base", base, section.rows[0]), ("trained", trained, section.rows[1])):
+        is_unserved = policy["unserved_windows"] == 2
+        assert row[6:] == (["2 of 5", "july: 2025-07-07 (6.5)"] if is_unserved else ["0 of 5"])
+        assert row[3].endswith(" *") == (is_unserved and is_marked)
+        line = "in 2 of 5 windows, worst july: 2025-07-07 with 6.5 kWh" if is_unserved else "in none of 5 windows"
+        assert SIMULATOR.summary(record, name).endswith(line)
+    assert f"0.0 kWh before, 7.0 after, {line}." in section.verdict
+    for text in (section.verdict, section.note, table.replace("\n    ", " ")):
+        assert ("an interval over few windows cannot show rare losses" in text) == is_marked
+    assert ("july: 2025-07-07 (6.5)" in table) == any(policy["worst_window"] for policy in (base, trained))
+
+
+def test_a_rule_that_leaves_load_qualifies_only_its_own_interval():
+    record = totals("always_0")
+    for policy in record["totals"].values():
+        policy |= SERVED | INTERVAL
+    record["totals"]["always_0"] |= UNSERVED
+    section = SIMULATOR.report(record)
+    assert [row[3].endswith("*") for row in section.rows] == [False, False, False, True]
+    assert "rare losses" in section.note and "rare losses" not in section.verdict
 
 
 def test_figures_are_columns_and_those_without_a_value_are_left_out():

@@ -24,6 +24,7 @@ from grpo.tasks.tes.prompts import State, render_full, state_at
 MODELS = ("base", "trained")
 ASKED = (*MODELS, *(name + GREEDY for name in MODELS))
 LEAST_WINDOWS = 3  # fewer give no interval
+UNSERVED_KWH = 0.05  # A window in which more load than this stays unserved is counted.
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,8 @@ def add_policy(
 
 
 def add_totals(record: Record) -> None:
-    """Totals over the windows, regret with its interval, and the difference of the two models, from `mean` alone."""
+    """Totals over the windows, regret with its interval, the windows with unserved load, and the difference of the two
+    models, from `mean` alone."""
     windows = [entry["policies"] for entry in record["windows"]]
     priced = {name: [policies[name]["mean"]["priced_kg"] for policies in windows] for name in windows[0]}
     best = priced["optimum"]
@@ -171,12 +173,18 @@ def add_totals(record: Record) -> None:
         figures = {"regret_percent": percent, "regret_percent_low": low, "regret_percent_high": high}
         return {name: tidy(value) for name, value in figures.items()}
 
+    def losses(name: str) -> dict[str, float | str | None]:
+        unserved = {entry["name"]: entry["policies"][name]["mean"]["unserved_kwh"] for entry in record["windows"]}
+        worst, most = max(unserved.items(), key=lambda item: item[1])
+        count = sum(kwh > UNSERVED_KWH for kwh in unserved.values())
+        return {"unserved_windows": count, "worst_window": worst if count else None, "worst_unserved_kwh": most}
+
     record["totals"] = {}
     for name in [name for name in (*ASKED, "optimum", *loop.RULES) if name in priced]:
         entries = [policies[name] for policies in windows]
         sums = {key: tidy(math.fsum(entry["mean"][key] for entry in entries)) for key in entries[0]["mean"]}
         counts = {key: tidy(sum(entry[key] for entry in entries)) for key in ("unparsed", "answers")}
-        record["totals"][name] = sums | regret(name, "optimum") | counts
+        record["totals"][name] = sums | losses(name) | regret(name, "optimum") | counts
     record.pop("difference", None)
     if priced.keys() >= set(MODELS):
         record["difference"] = regret("trained", "base")
