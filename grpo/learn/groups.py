@@ -63,11 +63,12 @@ class ConnectedRanks(Ranks):
         self._meet()
         self.gloo = ProcessGroupGloo(PrefixStore("gloo", self.store), self.rank, self.size, GLOO_TIMEOUT)
         self.machine = self.rank - self.local_rank  # known by the rank of its first process
-        places = self.share([self.machine, os.getpid(), birth(os.getpid())])
-        for rank, (machine, pid, born) in enumerate(places):
-            if machine == self.machine and rank != self.rank and birth(pid) == born != "":
+        processes = self.share([self.machine, os.getpid(), birth(os.getpid())])
+        # One that has ended since it shared its birth is watched too, and so it is noticed at once.
+        for rank, (machine, pid, born) in enumerate(processes):
+            if machine == self.machine and rank != self.rank and born:
                 self.siblings[rank] = pid, born
-        self.other_machines = sorted({machine for machine, *_ in places} - {self.machine})
+        self.other_machines = sorted({machine for machine, *_ in processes} - {self.machine})
         self.threads = [threading.Thread(target=loop, daemon=True) for loop in (self._beat, self._guard)]
         for thread in self.threads:
             thread.start()

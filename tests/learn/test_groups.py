@@ -196,17 +196,38 @@ def test_the_last_message_arrives():
 
 
 def test_a_process_that_does_not_notice_is_ended(monkeypatch, tmp_path):
-    """In a rollout, say: with what it has to say about it."""
+    """A process in a rollout is an example. It is ended after it was told which process is gone."""
     monkeypatch.setattr(groups, "GRACE_S", 0.2)
+    ready, message = tmp_path / "ready", tmp_path / "message"
 
     def busy(ranks):
         if ranks.rank:
+            while not ready.exists():
+                time.sleep(0.01)
             os._exit(1)
-        ranks.on_lost = lambda lost: (tmp_path / "said").write_text(str(lost))
+        ranks.on_lost = lambda lost: message.write_text(str(lost))
+        ready.touch()
         time.sleep(100)
+        return "was not ended"
 
     assert in_ranks(2, busy) == [None, None]
-    assert (tmp_path / "said").read_text().startswith(f"rank 1 {SILENT}")
+    assert message.read_text().startswith(f"rank 1 {SILENT}")
+
+
+def test_a_process_that_ends_while_the_others_connect_is_noticed(monkeypatch):
+    """It has shared its process id, but the others have not looked at the process yet."""
+    share = ConnectedRanks.share
+
+    def share_and_end(ranks, value):
+        processes = share(ranks, value)
+        if ranks.rank == 1:
+            os._exit(1)
+        while state(processes[1][1]) != "Z":
+            time.sleep(0.01)
+        return processes
+
+    monkeypatch.setattr(ConnectedRanks, "share", share_and_end)
+    assert in_ranks(2, lambda ranks: ranks.is_broken()) == [True, None]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
