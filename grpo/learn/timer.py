@@ -46,11 +46,13 @@ class UtilizationSampler:
 
 
 class StepTimerCallback(TrainerCallback):
-    """Times each step and its parts, and ends training after a checkpoint when the run is asked to end: `asked` takes
-    this process's signal and the model, and returns any process's."""
+    """Times each step and its parts, and ends training after a checkpoint when a signal asks the run to end.
 
-    def __init__(self, stop: StopRequest, asked: Callable[[int, torch.nn.Module], int]):
-        self.stop, self.asked = stop, asked
+    `sync_signal` takes the signal of this process and the model, and returns the signal of any process.
+    """
+
+    def __init__(self, stop: StopRequest, sync_signal: Callable[[int, torch.nn.Module], int]):
+        self.stop, self.sync_signal = stop, sync_signal
         self.parts = {"rollout": 0.0, "reward": 0.0}  # seconds of this step
         self.started = self.seconds = 0.0
         self.used_gib = 0.0  # most of the GPU that was seen in use in this step
@@ -98,7 +100,7 @@ class StepTimerCallback(TrainerCallback):
         self.utilization = self.sampler.mean() if self.sampler else None
         # torch keeps what learning took at its most, until the engine wakes.
         self.used_gib = max(self.used_gib, gpu_used_gib())
-        if signal := self.asked(self.stop.signal, kwargs["model"]):
+        if signal := self.sync_signal(self.stop.signal, kwargs["model"]):
             self.stop.signal = signal
             control.should_save = control.should_training_stop = True
         return control

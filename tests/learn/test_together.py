@@ -19,7 +19,6 @@ from grpo.learn.together import (
     adapter_of,
     broadcast_checkpoint,
     flat_adapter,
-    run_on_rank0,
     sync_stop_signal,
 )
 from grpo.settings import FIELDS
@@ -103,7 +102,7 @@ def generated(ranks, tiny, folder):
                 trainer.run.plan = dataclasses.replace(trainer.run.plan, generation_batch=size)
                 rows[trainer.state.global_step, size] = trainer._generate_single_turn(prompts, None, {}, 3)[0]
     for temperature in (0.5, 0.0):
-        rows[temperature] = run_on_rank0(trainer, trainer.answers, [prompts[0]] * 4, 1, True, 7, temperature)
+        rows[temperature] = trainer.run_on_rank0(trainer.answers, [prompts[0]] * 4, 1, True, 7, temperature)
     return rows, sizes
 
 
@@ -130,7 +129,7 @@ def beside_engines(ranks, tiny, folder):
     trainer.run.engine = SimpleNamespace(rollout=rollout, used_gib=0.0)
     prompts = [[n] for n in range(10)]
     found = trainer._generate_single_turn(prompts, None, {}, 2)
-    run_on_rank0(trainer, trainer.answers, prompts[:2], 2, True, 0, 0.5)
+    trainer.run_on_rank0(trainer.answers, prompts[:2], 2, True, 0, 0.5)
     return asked, found
 
 
