@@ -172,7 +172,7 @@ def train(resolved: ResolvedRun) -> int:
     from grpo.evaluate.progress import Progress
     from grpo.evaluate.refresh import ReportRefreshCallback
     from grpo.learn.options import grpo_options
-    from grpo.learn.together import answer_rank0, broadcast_adapter, broadcast_checkpoint, run_on_rank0
+    from grpo.learn.together import broadcast_adapter, broadcast_checkpoint
     from grpo.learn.trainer import RunContext, Trainer
     from grpo.model.load import load_adapter, load_to_train
     from grpo.rollout.engine import start_engine
@@ -227,11 +227,11 @@ def train(resolved: ResolvedRun) -> int:
         if plan.engine:
             context.engine = start_engine(s, plan.engine, model_path, trainer.eos_token_ids, policy)
             check_mismatch(trainer)
-        run_on_rank0(trainer, progress.before, trainer)
+        trainer.run_on_rank0(progress.before, trainer)
         stop.at_once = False  # From here on a signal waits for the end of its step and a checkpoint.
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         if ranks.rank:
-            answer_rank0(trainer)  # This raises RankLost with the exit code when rank 0 has finished the run.
+            trainer.answer_rank0()  # This raises RankLost with the exit code when rank 0 has finished the run.
         return finish(trainer, progress, started)
     finally:
         if context.engine is not None and context.engine.folder:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What trainer, engine, evaluation and mismatch check of a run share."""
+"""The state that trainer, engine, evaluation and mismatch check of a run share."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from grpo.settings import Settings
 
 @dataclass
 class RunContext:
-    """The run's settings, rows and choices, and its state that changes while it goes on."""
+    """The settings, rows and choices of a run, and its state that changes while it goes on."""
 
     settings: Settings
     rows: list[Row]
     plan: Plan
     folder: Path
-    attention: str  # of the learner, as ATTN_IMPL names it
-    packing: str  # `prefix` or `none`
+    attention: str  # The learner's attention, as ATTN_IMPL names it.
+    packing: str  # `prefix` or `none`.
     stop: StopRequest
-    engine: Engine | None = None  # None: transformers generates
-    parity: list[dict[str, Any]] = field(default_factory=list)  # figures of the mismatch check
+    engine: Engine | None = None  # None: transformers generates.
+    parity: list[dict[str, Any]] = field(default_factory=list)  # Figures of the mismatch check, beside their names.
     ranks: Ranks = field(default_factory=Ranks)
-    looked_up: tuple[int, ...] = ()  # the reward functions that EXPECTED_REWARD looks up; empty: it is off
+    looked_up: tuple[int, ...] = ()  # The reward functions that EXPECTED_REWARD looks up; empty where it is off.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the processes of a run speak: torch's process groups, a store, and who is gone.
+"""How the processes of a run speak to each other, and how they notice that one of them is gone.
 
-Simplified: every process has the whole model, so all that travels is what each learned, its rows and short messages.
+Simplified: every process has the whole model, so only gradients, rows of numbers and short messages travel.
 The groups are made directly, not by `init_process_group`: torch's default group stays free for vLLM, and a collective
 can only run on the group whose method it is. Messages are JSON, never pickles.
 """
@@ -22,20 +22,20 @@ from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore, Work
+from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, Store, TCPStore, Work
 
 from grpo.run.ranks import RankLost, Ranks
 
-CONNECT_S = 300.0  # until all processes have come
-SILENT_ROUNDS = 45  # of a second each, after which a machine without a heartbeat is taken for lost
-GRACE_S = 20.0  # for a process to end by itself when another one is gone: torchrun kills it 30 s after it noticed
+CONNECT_S = 300.0  # Seconds until all processes must have connected.
+SILENT_ROUNDS = 45  # A machine without a heartbeat for so many rounds of a second is taken for lost.
+GRACE_S = 20.0  # A process ends by itself so long after another one is gone: torchrun kills it after 30 s.
 # Nobody is lost for being slow: the heartbeat says who is gone, and gloo's own limit must not come first.
 GLOO_TIMEOUT = timedelta(days=30)
-NCCL_TIMEOUT = timedelta(hours=1)  # all ranks have met on gloo just before, so they are milliseconds apart
+NCCL_TIMEOUT = timedelta(hours=1)  # All ranks have met on gloo just before, so they are milliseconds apart.
 
 
 def birth(pid: int) -> str:
@@ -54,20 +54,22 @@ class ConnectedRanks(Ranks):
 
     def __init__(self, ranks: Ranks):
         super().__init__(**{field.name: getattr(ranks, field.name) for field in dataclasses.fields(Ranks)})
-        self.lost: RankLost | None = None  # the first process that is gone
+        self.lost: RankLost | None = None  # The first process that is gone.
         self.left = threading.Event()
-        self.rounds_waited = 0  # seconds since the store answered last
-        self.siblings: dict[int, tuple[int, str]] = {}  # process id and birth of the others on this machine
-        self.nccl: Any = None
+        self.rounds_waited = 0  # Seconds since the store answered last.
+        self.siblings: dict[int, tuple[int, str]] = {}  # Process id and birth of the others on this machine.
+        self.nccl: ProcessGroup | None = None  # Made at the first sum of tensors on GPUs.
         self.store = self._open_store()
         self._meet()
-        self.gloo = ProcessGroupGloo(PrefixStore("gloo", self.store), self.rank, self.size, GLOO_TIMEOUT)
-        self.machine = self.rank - self.local_rank  # known by the rank of its first process
-        places = self.share([self.machine, os.getpid(), birth(os.getpid())])
-        for rank, (machine, pid, born) in enumerate(places):
-            if machine == self.machine and rank != self.rank and birth(pid) == born != "":
+        gloo = ProcessGroupGloo(PrefixStore("gloo", self.store), self.rank, self.size, GLOO_TIMEOUT)
+        self.gloo = cast(ProcessGroup, gloo)  # A backend has the same collectives, which torch's stubs leave out.
+        self.machine = self.rank - self.local_rank  # A machine is known by the rank of its first process.
+        processes = self.share([self.machine, os.getpid(), birth(os.getpid())])
+        # One that has ended since it shared its birth is watched too, and so it is noticed at once.
+        for rank, (machine, pid, born) in enumerate(processes):
+            if machine == self.machine and rank != self.rank and born:
                 self.siblings[rank] = pid, born
-        self.other_machines = sorted({machine for machine, *_ in places} - {self.machine})
+        self.other_machines = sorted({machine for machine, *_ in processes} - {self.machine})
         self.threads = [threading.Thread(target=loop, daemon=True) for loop in (self._beat, self._guard)]
         for thread in self.threads:
             thread.start()
@@ -82,7 +84,7 @@ class ConnectedRanks(Ranks):
         return PrefixStore(f"train_grpo/{self.run_id}", store)
 
     def _meet(self) -> None:
-        """Waits here, where a signal is answered, so that nobody has to in the groups' own start."""
+        """Waits here, where a signal is answered, for all processes: the start of a group would block."""
         deadline = time.monotonic() + CONNECT_S
         self.store.set(f"here/{self.rank}", "")
         while missing := [rank for rank in range(self.size) if not self.store.check([f"here/{rank}"])]:
@@ -93,8 +95,8 @@ class ConnectedRanks(Ranks):
     # ---- Speaking ----
 
     def _wait(self, work: Work) -> None:
-        """Waits as long as nobody is lost, however late others are, in short pauses between which signals are
-        answered."""
+        """Waits as long as nobody is lost, however late others are. The pauses are short, as signals are answered
+        between them."""
         pause = 0.0005
         while not work.is_completed():
             if self.lost:
@@ -103,7 +105,7 @@ class ConnectedRanks(Ranks):
             pause = min(pause * 1.2, 0.02)
         try:
             work.wait()
-        except RuntimeError as error:  # a connection broke: somebody is gone, and the heartbeat is about to learn who
+        except RuntimeError as error:  # A connection broke, and the heartbeat is about to learn who is gone.
             for _ in range(10 * (SILENT_ROUNDS + 10)):
                 if self.lost:
                     raise self.lost from None
@@ -114,9 +116,9 @@ class ConnectedRanks(Ranks):
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         self._wait(self.gloo.allgather([lengths], [torch.tensor([len(data)])]))
         padded = torch.frombuffer(bytearray(data.ljust(int(max(lengths)) + 1, b"\0")), dtype=torch.uint8)
-        parts = [torch.empty_like(padded) for _ in range(self.size)]
-        self._wait(self.gloo.allgather([parts], [padded]))
-        return [part[: int(length)].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
+        messages = [torch.empty_like(padded) for _ in range(self.size)]
+        self._wait(self.gloo.allgather([messages], [padded]))
+        return [message[: int(length)].numpy().tobytes() for message, length in zip(messages, lengths, strict=True)]
 
     def share(self, value: Any) -> list[Any]:
         return list(map(json.loads, self._share_bytes(json.dumps(value).encode())))
@@ -133,7 +135,7 @@ class ConnectedRanks(Ranks):
         return self.share(None if self.rank else value)[0]
 
     def broadcast_bytes(self, data: bytes = b"") -> bytes:
-        message = torch.zeros(self.broadcast(len(data)) + 1, dtype=torch.uint8)  # gloo takes no empty one
+        message = torch.zeros(self.broadcast(len(data)) + 1, dtype=torch.uint8)  # Gloo takes no empty tensor.
         if not self.rank:
             message[:-1] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
         self.broadcast_tensor(message)
@@ -152,10 +154,11 @@ class ConnectedRanks(Ranks):
         if self.nccl is None:
             # Made at the first sum, after vLLM has captured its graphs. Its connection is its own, as what NCCL waits
             # for there must not hold up the heartbeat.
-            nccl = torch.distributed.ProcessGroupNCCL
-            options = nccl.Options()
+            backend = torch.distributed.ProcessGroupNCCL
+            options = backend.Options()
             options._timeout = NCCL_TIMEOUT
-            self.nccl = nccl(PrefixStore("nccl", self._open_store()), self.rank, self.size, options)
+            nccl = backend(PrefixStore("nccl", self._open_store()), self.rank, self.size, options)
+            self.nccl = cast(ProcessGroup, nccl)  # As with gloo.
         self._wait(self.nccl.allreduce([tensor]))
 
     # ---- Who is gone ----
@@ -167,12 +170,12 @@ class ConnectedRanks(Ranks):
         return next((rank for rank, (pid, born) in self.siblings.items() if birth(pid) != born), None)
 
     def _report(self, rank: int, code: int = 1, message: str = "") -> RankLost:
-        """Writes down that a process is gone, unless another one went first; returns which one that is."""
+        """Records in the store that a process is gone, unless another one is recorded; returns the recorded one."""
         return RankLost(*json.loads(self.store.compare_set("end", "", json.dumps([rank, code, message]))))
 
     def _beat(self) -> None:
-        """Once a second says that this machine is alive, and looks for who is not. A process that is busy, held or
-        stopped is alive. The heartbeat is a machine's, not a process's: a machine that loses its power closes no
+        """Tells the others once a second that this machine is alive, and looks for processes that are gone. A process
+        that is busy, held or stopped is alive. The heartbeat is that of a machine: one that loses its power closes no
         connection."""
         beats: dict[int, int] = {}
         silent: Counter[int] = Counter()
@@ -188,18 +191,18 @@ class ConnectedRanks(Ranks):
                     beats[machine] = beat
                     if silent[machine] > SILENT_ROUNDS:
                         self.lost = self._report(machine)
-            except RuntimeError:  # the store is gone, and with it the launcher on rank 0's machine
+            except RuntimeError:  # The store is gone, and with it the launcher on rank 0's machine.
                 self.lost = self.lost or RankLost(0)
             self.rounds_waited = 0
 
     def _guard(self) -> None:
-        """Ends this process where another one is gone and it does not notice: in a rollout, say, or where a store whose
-        machine is gone never answers."""
+        """Ends this process where another one is gone and it does not notice. It may be in a rollout, or wait for a
+        store whose machine is gone."""
         while not self.lost and not self.left.wait(1):
             self.rounds_waited += 1
             if self.rounds_waited > SILENT_ROUNDS:
                 self.lost = self.lost or RankLost(0)
-        if not self.left.wait(GRACE_S):
+        if self.lost and not self.left.wait(GRACE_S):
             self.on_lost(self.lost)
             os._exit(self.lost.code or 1)
 
@@ -210,11 +213,11 @@ class ConnectedRanks(Ranks):
             if not self.lost:
                 self._report(self.rank, code, message)
         self.left.set()
-        for thread in self.threads:  # one that still speaks with the store when Python ends would abort the process
+        for thread in self.threads:  # A thread that still uses the store when Python ends would abort the process.
             thread.join(2)
         if self.nccl is not None:
-            self.nccl.abort()  # waits for nobody, as `shutdown` would
+            self.nccl.abort()  # Unlike `shutdown`, this waits for nobody.
         # Never destroyed: gloo's destructor waits for collectives that others may never join.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.gloo))
         if self.rank == 0 and self.other_machines:
-            time.sleep(3)  # the store ends with rank 0's torchrun, and the others read there how the run ended
+            time.sleep(3)  # The store ends with rank 0's torchrun, and the others read there how the run ended.

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOFunction
+from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel
-from trl import GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer
 from trl.kernels import ChunkedLogProbFunction
 
 from grpo.learn.context import RunContext
@@ -23,7 +24,7 @@ from grpo.model.packing import PackedBatch, cut_micro_batches, pack_batch, padde
 from grpo.phases import LINE_S, with_progress
 from grpo.plan.memory import HEAD_TILE, micro_batch_tokens
 
-Batch = dict[str, Tensor]  # what TRL hands over for a step, or some of its rows
+Batch = dict[str, Tensor]  # The tensors that TRL makes of a step, or some rows of them.
 
 
 class Learner(GRPOTrainer):
@@ -35,12 +36,18 @@ class Learner(GRPOTrainer):
     """
 
     run: RunContext
+    # TRL allows other models and arguments; a run always has an adapter and GRPO's arguments.
+    model: PeftModel
+    args: GRPOConfig
 
     def learn(self, model: torch.nn.Module, batch: Batch, answers: StepRewards | None = None) -> Tensor:
-        """Gradients of the loss of `batch`, from each rank's own prompts and added up: `prompt_ids` (B, P),
-        `completion_ids` (B, C), their masks, `advantages` (B,), and where they are known `sampling_per_token_logps` and
-        `ref_per_token_logps` (B, C); with EXPECTED_REWARD the rewards of all actions of its `answers`. Returns the
-        loss, a scalar."""
+        """Computes the gradients of the loss of `batch`, each rank those of its own prompts, and adds them up. Returns
+        the loss, a scalar.
+
+        `batch` holds `prompt_ids` (B, P), `completion_ids` (B, C), their masks, `advantages` (B,), and where they are
+        known `sampling_per_token_logps` and `ref_per_token_logps` (B, C). `answers` are the rewards of all actions,
+        with EXPECTED_REWARD.
+        """
         s, base, mask = self.run.settings, self.base_model_of(model), batch["completion_mask"]
         means = slopes = torch.zeros(len(mask), device=mask.device)
         if answers is not None:
@@ -52,23 +59,21 @@ class Learner(GRPOTrainer):
         for rows, packed in with_progress("learning", self.micro_batches(batch), "micro-batch", first_s=LINE_S):
             with self.accelerator.autocast():
                 states = hidden_states(base, packed, self.run.attention)
-                leaf = states.detach().requires_grad_()  # head and loss first: their memory is free before the rest
+                # The backward pass of head and loss comes first: their memory is free before that of the layers.
+                leaf = states.detach().requires_grad_()
                 token_logps, entropy = self.compute_logps(base, leaf, packed.targets)
-            part = {
-                name: value[rows] if torch.is_tensor(value) and value.ndim else value for name, value in batch.items()
-            }
-            token_logps, entropy = (
-                padded_like(part["completion_mask"], packed, values) for values in (token_logps, entropy)
-            )
-            policy, sampled = token_logps.detach(), part.get("sampling_per_token_logps")
+            micro_batch = {name: value[rows] if value.ndim else value for name, value in batch.items()}
+            token_logps, entropy = (padded_like(mask[rows], packed, values) for values in (token_logps, entropy))
+            policy, sampled = token_logps.detach(), micro_batch.get("sampling_per_token_logps")
             logps[rows], ratios[rows] = policy, 1.0
             if sampled is not None and s.IS_CORRECTION != "none":
-                ratio = importance_ratio(policy, sampled, part["completion_mask"], s.IS_CORRECTION, s.IS_CLIP_MAX)
-                part["importance_sampling_ratio"], ratios[rows] = ratio, ratio.expand_as(policy)
-            loss, metrics = self.liger_loss(part, batch, token_logps, entropy)
+                ratio = importance_ratio(policy, sampled, mask[rows], s.IS_CORRECTION, s.IS_CLIP_MAX)
+                micro_batch["importance_sampling_ratio"], ratios[rows] = ratio, ratio.expand_as(policy)
+            loss, metrics = self.liger_loss(micro_batch, batch, token_logps, entropy)
             if answers is not None and len(packed.targets):
-                own = answers[rows]
-                values = expected_rewards(own, self.action_probabilities(base, leaf, packed, own, mask[rows]))
+                row_answers = answers[rows]
+                probabilities = self.action_probabilities(base, leaf, packed, row_answers, mask[rows])
+                values = expected_rewards(row_answers, probabilities)
                 loss = loss - (slopes[rows] * (values - means[rows]).nan_to_num()).sum()
             loss.backward()
             states.backward(leaf.grad)
@@ -76,9 +81,9 @@ class Learner(GRPOTrainer):
             sums.update(metrics)
         if self.run.ranks.size > 1:
             sum_over_ranks(self.run.ranks, [*gradients_of(model), total, logps, ratios])
-            parts, sums = self.run.ranks.share(sums), collections.Counter()
-            for part in parts:
-                sums.update(part)
+            sums_of_ranks, sums = self.run.ranks.share(sums), collections.Counter()
+            for rank_sums in sums_of_ranks:
+                sums.update(rank_sums)
         self.record_learning(batch, logps, ratios, sums)
         return total
 
@@ -87,27 +92,30 @@ class Learner(GRPOTrainer):
         return self.accelerator.unwrap_model(model).get_base_model()
 
     def micro_batches(self, batch: Batch) -> Iterator[tuple[Tensor, PackedBatch]]:
-        """Indices (b,) of some completions and these packed, one micro-batch after the other: together all of `batch`
-        that is this rank's."""
-        s, share, attention = self.run.settings, self.run.packing == "prefix", self.run.attention
-        tokens, own = [], self.run.ranks.share_out(len(batch["prompt_ids"]), s.NUM_GENERATIONS)
+        """The micro-batches of this rank's completions: their indices (b,) in `batch`, and the completions packed."""
+        s, share, one_row = self.run.settings, self.run.packing == "prefix", self.run.attention in KERNELS
+        rank_rows = self.run.ranks.share_out(len(batch["prompt_ids"]), s.NUM_GENERATIONS)
+        tokens = []
         for kind in ("prompt", "completion"):
-            ids, kept = (batch[f"{kind}_{of}"][own.start : own.stop].cpu() for of in ("ids", "mask"))
-            kept = kept.bool()
-            tokens.append([row.tolist() for row in ids[kept].split(kept.sum(1).tolist())])
+            ids, mask = (batch[f"{kind}_{name}"][rank_rows.start : rank_rows.stop].cpu() for name in ("ids", "mask"))
+            mask = mask.bool()
+            tokens.append([row.tolist() for row in ids[mask].split(mask.sum(1).tolist())])
         prompts, completions = tokens
-        lengths = [(len(p), len(c)) for p, c in zip(prompts, completions, strict=True)]
-        most = micro_batch_tokens(s, self.run.plan.micro_batch, max(p for p, _ in lengths), share)
+        lengths = [(len(prompt), len(completion)) for prompt, completion in zip(prompts, completions, strict=True)]
+        longest_prompt = max(length for length, _ in lengths)
+        token_limit = micro_batch_tokens(s, self.run.plan.micro_batch, longest_prompt, share)
         device = batch["completion_ids"].device
-        for rows in cut_micro_batches(list(map(tuple, prompts)), lengths, most, share):
-            chosen = [prompts[i] for i in rows], [completions[i] for i in rows]
-            packed = pack_batch(*chosen, share, attention in KERNELS, device)
-            yield torch.tensor(rows, device=device) + own.start, packed
+        for rows in cut_micro_batches(list(map(tuple, prompts)), lengths, token_limit, share):
+            packed = pack_batch([prompts[i] for i in rows], [completions[i] for i in rows], share, one_row, device)
+            yield torch.tensor(rows, device=device) + rank_rows.start, packed
 
     def compute_logps(self, base: PreTrainedModel, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies (N,) of `targets` (N,) after `states` (N, hidden) of `base`. Logits are held for one
-        tile of tokens and vocabulary at a time. TRL's kernel: Liger's own streams several float32 copies of each tile
-        through memory, and a step of 12 x 8 x 512 tokens took 6.4 s with it, 5.2 s with TRL's (docs/tried.md)."""
+        """Log-probs and entropies (N,) of `targets` (N,) after `states` (N, hidden) of `base`.
+
+        TRL's kernel holds logits for one tile of tokens and vocabulary at a time. Liger's own streams several float32
+        copies of each tile through memory: a step of 12 x 8 x 512 tokens took 6.4 s with it, 5.2 s with TRL's
+        (docs/tried.md).
+        """
         head = base.get_output_embeddings()
         return ChunkedLogProbFunction.apply(
             states, head.weight, head.bias, targets, self.temperature, HEAD_TILE, None, 1.0, ("entropy",)
@@ -116,20 +124,19 @@ class Learner(GRPOTrainer):
     def with_expected_rewards(
         self, base: PreTrainedModel, batch: Batch, answers: StepRewards
     ) -> tuple[Batch, Tensor, Tensor]:
-        """(`batch` with `advantages` (B, C) by token, means (B,), slopes (B,)): the loss also has -slope * (V - mean)
-        of each completion. One forward pass without gradient up to the answers comes before the learning: mean and
+        """(`batch` with `advantages` (B, C) by token, means (B,), slopes (B,)). The loss gets another term, -slope *
+        (V - mean) of each completion. This is a forward pass without gradient up to the answers, because mean and
         deviation of a step must be known before its first micro-batch learns."""
         mask, group = batch["completion_mask"], self.run.settings.NUM_GENERATIONS
         probabilities = torch.zeros(answers.tokens.shape, device=mask.device)
         cut = batch | {"completion_mask": answers.up_to_answer(mask)}
         with torch.no_grad(), evaluating(base):
-            parts = self.micro_batches(cut)
-            for rows, packed in with_progress("expected rewards", parts, "micro-batch", first_s=LINE_S):
+            micro_batches = self.micro_batches(cut)
+            for rows, packed in with_progress("expected rewards", micro_batches, "micro-batch", first_s=LINE_S):
                 if len(packed.targets):
                     with self.accelerator.autocast():
                         states = hidden_states(base, packed, self.run.attention)
-                    own = answers[rows]
-                    probabilities[rows] = self.action_probabilities(base, states, packed, own, mask[rows])
+                    probabilities[rows] = self.action_probabilities(base, states, packed, answers[rows], mask[rows])
         sum_over_ranks(self.run.ranks, [probabilities])
         values = expected_rewards(answers, probabilities)
         means, scale = mean_and_scale(answers, probabilities, group, self.scale_rewards)
@@ -141,13 +148,14 @@ class Learner(GRPOTrainer):
         self, base: PreTrainedModel, states: Tensor, packed: PackedBatch, answers: StepRewards, mask: Tensor
     ) -> Tensor:
         """Probabilities (b, K) of the actions at the answers' tokens, after TEMPERATURE, from the `states` (N, hidden)
-        that predict the completion tokens of b completions with `mask` (b, C). Of a completion without such a token
-        they are those of any other place: nothing is gained there."""
-        places = padded_like(mask, packed, torch.arange(len(states), device=states.device))
-        at = places.gather(1, answers.column.clamp(min=0)[:, None])[:, 0]
+        that predict the completion tokens of b completions with `mask` (b, C). For a completion without such a token
+        they are those at any place, which does no harm: its gains are 0."""
+        indices = padded_like(mask, packed, torch.arange(len(states), device=states.device))
+        answer_index = indices.gather(1, answers.column.clamp(min=0)[:, None])[:, 0]
         actions = answers.tokens.size(1)
+        answer_states = states[answer_index].repeat_interleave(actions, 0)
         with self.accelerator.autocast():
-            logps, _ = self.compute_logps(base, states[at].repeat_interleave(actions, 0), answers.tokens.flatten())
+            logps, _ = self.compute_logps(base, answer_states, answers.tokens.flatten())
         return logps.view(-1, actions).exp()
 
     def token_weights(self, batch: Batch) -> Tensor:
@@ -155,28 +163,26 @@ class Learner(GRPOTrainer):
         advantage of 1."""
         mask = batch["completion_mask"]
         logps = torch.zeros(mask.shape, device=mask.device, requires_grad=True)
-        part = {"completion_mask": mask, "advantages": torch.ones(len(mask), device=mask.device)}
-        return -torch.autograd.grad(self.liger(part, batch, logps)[0], logps)[0]
+        advantage_of_1 = {"completion_mask": mask, "advantages": torch.ones(len(mask), device=mask.device)}
+        return -torch.autograd.grad(self.liger(advantage_of_1, batch, logps)[0], logps)[0]
 
-    def liger(self, part: Batch, batch: Batch, logps: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Liger's loss, as LOSS_TYPE names it, of the `part` of `batch` with log-probs (b, C), and its metrics.
-        `advantages` are (b,), or (b, C) with EXPECTED_REWARD: as Liger spreads them over the last dimension,
-        completions are then sequences of shape (b, 1, C)."""
-        mask, names = (
-            part["completion_mask"],
-            ("ref_per_token_logps", "old_per_token_logps", "importance_sampling_ratio"),
-        )
-        reference, old, ratio = (part.get(name) for name in names)
-        if part["advantages"].ndim == 2:
+    def liger(self, micro_batch: Batch, batch: Batch, logps: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Liger's loss, as LOSS_TYPE names it, of a `micro_batch` of `batch` with log-probs (b, C), and its metrics.
+        Where `advantages` are (b, C) instead of (b,), completions become sequences of shape (b, 1, C), as Liger spreads
+        advantages over the last dimension."""
+        names = ("ref_per_token_logps", "old_per_token_logps", "importance_sampling_ratio")
+        reference, old, ratio = (micro_batch.get(name) for name in names)
+        mask, advantages = micro_batch["completion_mask"], micro_batch["advantages"]
+        if advantages.ndim == 2:
             logps, mask = logps.unsqueeze(1), mask.unsqueeze(1)
             reference, old, ratio = (None if x is None else x.unsqueeze(1) for x in (reference, old, ratio))
-        # Liger's own luspo divides by the length, TRL's is a sum over tokens and a mean over completions: dr_grpo's
-        # with 1.
+        # Liger's own luspo divides by the length. TRL's is a sum over tokens and a mean over completions, as dr_grpo
+        # computes it with a length of 1.
         luspo = self.loss_type == "luspo"
         return LigerFusedLinearGRPOFunction.ppo_loss_fn(
             logps,
             mask,
-            part["advantages"],
+            advantages,
             batch["completion_mask"],  # The loss is normalized by the whole step's tokens.
             ref_per_token_logps=reference,
             old_per_token_logps=old,
@@ -190,10 +196,12 @@ class Learner(GRPOTrainer):
             num_items_in_batch=batch["num_items_in_batch"],
         )
 
-    def liger_loss(self, part: Batch, batch: Batch, logps: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, float]]:
-        """The share of the loss of `batch` that its `part` has, from log-probs and entropies (b, C), and sums for the
+    def liger_loss(
+        self, micro_batch: Batch, batch: Batch, logps: Tensor, entropy: Tensor
+    ) -> tuple[Tensor, dict[str, float]]:
+        """What a `micro_batch` adds to the loss of `batch`, from log-probs and entropies (b, C), and sums for the
         logs."""
-        loss, metrics = self.liger(part, batch, logps)
+        loss, metrics = self.liger(micro_batch, batch, logps)
         names = ("kl", "clip_ratio/region_mean") if self.beta else ("clip_ratio/region_mean",)
         sums = {name: value.item() for name, value in zip(names, metrics, strict=True)}
         return loss, sums | {"entropy": (entropy.detach().sum() / batch["completion_mask"].sum()).item()}
@@ -202,25 +210,25 @@ class Learner(GRPOTrainer):
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False, **kwargs
     ):
         """Log-probs (B, C) of the last `logits_to_keep` tokens: TRL asks for those of the reference."""
-        keep = logits_to_keep
         batch = {
-            "prompt_ids": input_ids[:, :-keep], "prompt_mask": attention_mask[:, :-keep],
-            "completion_ids": input_ids[:, -keep:], "completion_mask": attention_mask[:, -keep:],
-        }  # fmt: skip
+            "prompt_ids": input_ids[:, :-logits_to_keep],
+            "prompt_mask": attention_mask[:, :-logits_to_keep],
+            "completion_ids": input_ids[:, -logits_to_keep:],
+            "completion_mask": attention_mask[:, -logits_to_keep:],
+        }
         logps = input_ids.new_zeros(batch["completion_ids"].shape, dtype=torch.float32)
         base = self.base_model_of(model)
         for rows, packed in self.micro_batches(batch):
             with self.accelerator.autocast():
-                token_logps, _ = self.compute_logps(
-                    base, hidden_states(base, packed, self.run.attention), packed.targets
-                )
+                states = hidden_states(base, packed, self.run.attention)
+                token_logps, _ = self.compute_logps(base, states, packed.targets)
             logps[rows] = padded_like(batch["completion_mask"][rows], packed, token_logps)
         sum_over_ranks(self.run.ranks, [logps])
         return logps, None, None
 
     def record_learning(self, batch: Batch, logps: Tensor, ratios: Tensor, sums: Mapping[str, float]) -> None:
-        """The step's means under TRL's names, and how far the engine's log-probs are from the trainer's `logps` (B,
-        C)."""
+        """Logs the step's means under TRL's names, and how far the engine's log-probs are from the trainer's `logps`
+        (B, C)."""
         metrics, mask = self._metrics["train"], batch["completion_mask"].bool()
         for name, value in sums.items():
             metrics[name].append(value)

@@ -9,8 +9,8 @@ from typing import Any
 from grpo.run.layout import run_folder
 from grpo.settings import Settings, listed
 
-# Settings that GRPOConfig knows by the same name.
-TRLS = ("NUM_GENERATIONS", "TEMPERATURE", "TOP_P", "LEARNING_RATE", "WARMUP_STEPS", "WEIGHT_DECAY", "MAX_GRAD_NORM",
+# GRPOConfig knows these settings by the same names.
+SHARED = ("NUM_GENERATIONS", "TEMPERATURE", "TOP_P", "LEARNING_RATE", "WARMUP_STEPS", "WEIGHT_DECAY", "MAX_GRAD_NORM",
 "BETA", "LOSS_TYPE", "EPSILON", "GRADIENT_CHECKPOINTING", "SAVE_STEPS", "SEED")  # fmt: skip
 
 
@@ -21,7 +21,7 @@ def grpo_options(
     and the upper clip range."""
     trackers = [name for name in listed(s.REPORT_TO) if name != "none"]
     return {
-        **{name.lower(): getattr(s, name) for name in TRLS},
+        **{name.lower(): getattr(s, name) for name in SHARED},
         "output_dir": str(run_folder(s)),
         # TRL sees the step's completions as one batch; `Trainer.training_step` cuts it into micro-batches.
         "per_device_train_batch_size": s.completions_per_step,

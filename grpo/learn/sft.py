@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from transformers import PreTrainedTokenizerBase
 from transformers.trainer_callback import PrinterCallback, TrainerCallback
 from trl import SFTConfig, SFTTrainer
@@ -26,9 +26,9 @@ from grpo.run.folder import prepare_run
 from grpo.run.layout import run_folder
 from grpo.settings import Settings
 
-# Settings that SFTConfig knows by the same name.
+# SFTConfig knows these settings by the same names.
 SHARED = ("LEARNING_RATE", "WARMUP_STEPS", "WEIGHT_DECAY", "MAX_GRAD_NORM", "GRADIENT_CHECKPOINTING", "SEED")
-LINES = 10  # that the training prints
+LINES = 10  # The training prints so many lines.
 
 
 class Printer(TrainerCallback):
@@ -44,16 +44,19 @@ class Printer(TrainerCallback):
 def tokenized(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], answers: Sequence[str | None]
 ) -> dict[str, list[list[int]]]:
-    """`input_ids` and `labels` of every row that has an answer: -100, which the loss leaves out, for each token of the
-    prompt. Both are tokenized by themselves, as a rollout's prompt and completion are."""
+    """`input_ids` and `labels` of every row that has an answer. The label of each token of the prompt is -100, which
+    the loss leaves out. Prompt and answer are tokenized by themselves, as prompt and completion of a rollout are."""
     pairs = [(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True) if answer]
-    asked, said = (tokenizer(text=list(texts))["input_ids"] for texts in zip(*pairs, strict=True))
-    both = list(zip(asked, said, strict=True))
-    return {"input_ids": [p + a for p, a in both], "labels": [[-100] * len(p) + a for p, a in both]}
+    prompt_ids, answer_ids = (tokenizer(text=list(texts))["input_ids"] for texts in zip(*pairs, strict=True))
+    rows = list(zip(prompt_ids, answer_ids, strict=True))
+    return {
+        "input_ids": [prompt + answer for prompt, answer in rows],
+        "labels": [[-100] * len(prompt) + answer for prompt, answer in rows],
+    }
 
 
 def sft_options(s: Settings, cuda: bool, rows: int) -> dict[str, Any]:
-    """Arguments of TRL's SFTConfig, given the most rows of a micro-batch; together they are PROMPTS_PER_STEP."""
+    """Arguments of TRL's SFTConfig. A micro-batch has at most `rows` rows, and a step PROMPTS_PER_STEP."""
     rows = max(n for n in range(1, min(rows, s.PROMPTS_PER_STEP) + 1) if s.PROMPTS_PER_STEP % n == 0)
     return {
         **{name.lower(): getattr(s, name) for name in SHARED},
@@ -62,8 +65,8 @@ def sft_options(s: Settings, cuda: bool, rows: int) -> dict[str, Any]:
         "gradient_accumulation_steps": s.PROMPTS_PER_STEP // rows,
         "max_steps": s.TOTAL_STEPS,
         "lr_scheduler_type": s.LR_SCHEDULER,
-        "max_length": None,  # nothing is cut: the preflight has measured the prompts
-        "router_aux_loss_coef": 0.0,  # as in train_grpo.py
+        "max_length": None,  # Nothing needs to be cut: the preflight has measured the prompts.
+        "router_aux_loss_coef": 0.0,  # It is off for the reason that grpo/learn/options.py gives.
         "bf16": cuda,
         "use_cpu": not cuda,
         "gradient_checkpointing_kwargs": {"use_reentrant": False},
@@ -76,17 +79,18 @@ def sft_options(s: Settings, cuda: bool, rows: int) -> dict[str, Any]:
 
 
 def learn_answers(resolved: ResolvedRun, answers: Sequence[str | None]) -> Path:
-    """Train an adapter on the answers to `resolved.rows`, of which those without (None) are left out, and write it to
-    OUTPUT_DIR with its tokenizer, card and settings.json; returns the folder.
+    """Train an adapter on the `answers` to `resolved.rows` (None: the row is left out), and write it to OUTPUT_DIR with
+    its tokenizer, card and settings.json; returns the folder.
 
     Raises ValueError where the model cannot be loaded. OUTPUT_DIR changes only after training.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    s, folder = resolved.settings, resolved.run.folder
-    model_path = str(resolved.files.folder)
+    s, folder, files, plan = resolved.settings, resolved.run.folder, resolved.files, resolved.plan
+    assert files and plan  # A run that passed its checks has both.
+    model_path = str(files.folder)
     tokenizer = load_tokenizer(model_path)
-    model = load_base(s, model_path, resolved.files.config, "eager")
-    options = sft_options(s, torch.cuda.is_available(), resolved.plan.micro_batch)
+    model = load_base(s, model_path, files.config, "eager")
+    options = sft_options(s, torch.cuda.is_available(), plan.micro_batch)
     with experts_wrapped(model):
         trainer = SFTTrainer(
             model,
@@ -97,14 +101,17 @@ def learn_answers(resolved: ResolvedRun, answers: Sequence[str | None]) -> Path:
             callbacks=[Printer()],
         )
     trainer.remove_callback(PrinterCallback)
+    policy: PeftModel = trainer.accelerator.unwrap_model(trainer.model)
     if s.INIT_ADAPTER:
-        load_adapter(trainer.model, s.INIT_ADAPTER)
+        load_adapter(policy, s.INIT_ADAPTER)
     trainer.train()
     prepare_run(resolved.run, s, run_records(resolved))
-    # PEFT's own card would name the path of the base model's files.
-    trainer.model.create_or_update_model_card = lambda path: write_text(
-        Path(path) / "README.md", model_card(s, s.TOTAL_STEPS, "")
-    )
-    trainer.model.save_pretrained(str(folder))
+
+    def write_model_card(output_dir: str) -> None:
+        write_text(Path(output_dir) / "README.md", model_card(s, s.TOTAL_STEPS, ""))
+
+    # PEFT's own card would name the path of the base model's files, and PEFT has no hook for another text.
+    policy.create_or_update_model_card = write_model_card  # type: ignore[method-assign]
+    policy.save_pretrained(str(folder))
     tokenizer.save_pretrained(str(folder))
     return folder

@@ -16,14 +16,14 @@ from transformers.trainer_callback import TrainerCallback
 from grpo.rollout.engine import gpu_used_gib
 from grpo.run.ending import StopRequest
 
-SAMPLE_S = 0.5  # seconds between two samples of the GPU's utilization
+SAMPLE_S = 0.5  # Seconds between two samples of the GPU's utilization.
 
 
 class UtilizationSampler:
     """Reads every SAMPLE_S seconds, in a thread, the share of time in which the GPU computed anything."""
 
     def __init__(self, read: Callable[[], float] | None = None):
-        """`read`: percent right now; by default of this process's GPU."""
+        """`read` returns the utilization right now, in percent; by default that of this process's GPU."""
         self.read = read or functools.partial(torch.cuda.utilization, torch.cuda.current_device())
         self.samples: list[float] = []
         self.ended = threading.Event()
@@ -46,16 +46,18 @@ class UtilizationSampler:
 
 
 class StepTimerCallback(TrainerCallback):
-    """Times each step and its parts, and ends training after a checkpoint when the run is asked to end: `asked` takes
-    this process's signal and the model, and returns any process's."""
+    """Times each step and its parts, and ends training after a checkpoint when a signal asks the run to end.
 
-    def __init__(self, stop: StopRequest, asked: Callable[[int, torch.nn.Module], int]):
-        self.stop, self.asked = stop, asked
-        self.parts = {"rollout": 0.0, "reward": 0.0}  # seconds of this step
+    `sync_signal` takes the signal of this process and the model, and returns the signal of any process.
+    """
+
+    def __init__(self, stop: StopRequest, sync_signal: Callable[[int, torch.nn.Module], int]):
+        self.stop, self.sync_signal = stop, sync_signal
+        self.parts = {"rollout": 0.0, "reward": 0.0}  # Seconds of this step.
         self.started = self.seconds = 0.0
-        self.used_gib = 0.0  # most of the GPU that was seen in use in this step
-        self.sampler: UtilizationSampler | None = None  # None without a GPU
-        self.utilization: float | None = None  # percent, mean of the last step
+        self.used_gib = 0.0  # The highest use of the GPU that was read in this step.
+        self.sampler: UtilizationSampler | None = None  # None without a GPU.
+        self.utilization: float | None = None  # The mean of the last step, in percent.
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -75,7 +77,7 @@ class StepTimerCallback(TrainerCallback):
         }
 
     def on_train_begin(self, args, state, control, **kwargs):
-        state.save_steps = args.save_steps  # a resumed run may change it; the Trainer takes the checkpoint's
+        state.save_steps = args.save_steps  # A resumed run may change it; the Trainer takes that of the checkpoint.
         if torch.cuda.is_available():
             self.sampler = UtilizationSampler()
             self.sampler.start()
@@ -88,7 +90,7 @@ class StepTimerCallback(TrainerCallback):
         self.parts = dict.fromkeys(self.parts, 0.0)
         self.used_gib = 0.0
         if self.sampler:
-            self.sampler.mean()  # what was sampled between the steps, during an evaluation, does not count
+            self.sampler.mean()  # Drops the samples between the steps, which are those of an evaluation.
         self.started = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -96,9 +98,9 @@ class StepTimerCallback(TrainerCallback):
             torch.cuda.synchronize()
         self.seconds = time.perf_counter() - self.started
         self.utilization = self.sampler.mean() if self.sampler else None
-        # torch keeps what learning took at its most, until the engine wakes.
+        # torch keeps the memory of learning until the engine wakes, so this reads its peak.
         self.used_gib = max(self.used_gib, gpu_used_gib())
-        if signal := self.asked(self.stop.signal, kwargs["model"]):
+        if signal := self.sync_signal(self.stop.signal, kwargs["model"]):
             self.stop.signal = signal
             control.should_save = control.should_training_stop = True
         return control

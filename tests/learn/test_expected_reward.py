@@ -106,8 +106,8 @@ def mixture(trainer, inputs, tokens):
 
 
 def enumerated(trainer, inputs, tokens):
-    """The sampled gradient's mean over every token of the vocabulary at each answer: completions end with that token, and
-    each weighs as much as the policy gives it."""
+    """The mean of the sampled gradient over every token of the vocabulary at each answer: completions end with that
+    token, and each weighs as much as the policy gives it."""
     probabilities, rewards, _, mean, deviation = mixture(trainer, inputs, tokens)
     advantages = (rewards - mean) / (deviation + 1e-4)
     gradient = 0.0
@@ -224,8 +224,9 @@ def test_a_policy_that_is_certain_has_no_deviation_and_no_nan():
 
 
 def test_advantages_by_token():
-    """Before the answer that of V, at it that of the other functions' sampled rewards, behind it also what the looked-up
-    ones gave beyond the action's; a completion as it was sampled has one for all, and one without a reward has none."""
+    """Before the answer it is the advantage of V, and at it that of the sampled rewards of the other functions. Behind
+    it the looked-up functions add what they gave beyond the reward of the action. A completion as it was sampled has
+    the same advantage at all tokens, and one without a reward has none."""
     others, surplus = (0.4, 0.0, 0.0, 0.0, 0.0, 0.6), (0.0, 0.3, 0.0, 0.0, 0.0, 0.0)
     answers, p = step_rewards(others=others, surplus=surplus), padded_chances()
     values = expected_rewards(answers, p)
@@ -248,7 +249,7 @@ def test_a_sampled_completion_beside_expected_ones():
     values = expected_rewards(answers, p)
     means, scale = mean_and_scale(answers, p, 3, "group")
     advantages = token_advantages(answers, values, means, scale, torch.full((3,), 9.0), 3, 4)
-    # V is 0.9 and -0.8, so m is 0.05; the squares are 0.5 x 0.35^2 + 0.5 x 1.35^2 and 0.85^2; others have a mean of 0.3.
+    # V is 0.9 and -0.8, so m is 0.05. The squares are 0.5 x 0.35^2 + 0.5 x 1.35^2 and 0.85^2. The mean of others is 0.3.
     deviation = math.sqrt((0.9725 + 0.7225) / 2) + 1e-4
     assert advantages[1].tolist() == pytest.approx([-0.85 / deviation] * 4)
     assert advantages[0].tolist() == pytest.approx([0.85 / deviation] * 2 + [0.1 / deviation] * 2)
@@ -307,8 +308,8 @@ def test_advantages_by_token_are_those_by_completion_where_they_are_equal(tiny, 
 
 
 def test_the_importance_ratio_is_for_sampled_tokens(tiny, tmp_path_factory):
-    """The answer's token has none, as all actions stand there by their probability; the tokens before it have theirs, and
-    so has the answer's for functions that are not looked up."""
+    """The answer's token has none, as all actions stand there by their probability. The tokens before it have theirs,
+    and so has the answer's for functions that are not looked up."""
     texts = (DIRECT.format(2), REASONED.format(9, 0))
 
     def gradient(at_answer, elsewhere, rewards="action"):
@@ -457,7 +458,8 @@ def test_the_first_step_says_which_are_sampled_and_why():
 
 
 def test_metrics_say_how_many_learned_so(tiny, tmp_path):
-    """A group whose completions agree teaches nevertheless, unless its actions pay the same; the last one cannot be read."""
+    """A group whose completions agree teaches nevertheless, unless its actions pay the same. The last group cannot be
+    read."""
     trainer = trainer_with(tiny, tmp_path, (REWARDS, (0.5, 0.5), REWARDS))
     scored(trainer, [DIRECT.format(1)] * 4 + ["<|channel|>final<|message|>hour<|return|>"] * 2)
     assert trainer.run_log.rates["zero_std_fraction"] == pytest.approx(2 / 3)
@@ -466,10 +468,10 @@ def test_metrics_say_how_many_learned_so(tiny, tmp_path):
 
 def learned(ranks, tiny, folder):
     """How two steps moved the adapter, and the gradient's first step."""
-    own = folder / str(ranks.rank)
-    own.mkdir(parents=True)
+    rank_folder = folder / str(ranks.rank)
+    rank_folder.mkdir(parents=True)
     trainer = trainer_with(
-        tiny, own, TWO_ROWS * 2, ranks, LEARNING_RATE=1e-3, SCALE_REWARDS="batch", REWARDS="action,format=0.3",
+        tiny, rank_folder, TWO_ROWS * 2, ranks, LEARNING_RATE=1e-3, SCALE_REWARDS="batch", REWARDS="action,format=0.3",
         SAVE_STEPS=9,
     )  # fmt: skip
     if ranks.rank:

@@ -23,9 +23,9 @@ SILENT = "ended without a word"
 
 
 def speak(ranks):
-    """A message, a broadcast, bytes, a tensor, and a sum of what is different on every rank."""
-    own = torch.tensor([2.0**-ranks.rank, float(ranks.rank), 1 / 3])
-    ranks.sum_tensor(own)
+    """Exchanges a message, a broadcast, bytes, a tensor, and a sum of numbers that differ between ranks."""
+    summed = torch.tensor([2.0**-ranks.rank, float(ranks.rank), 1 / 3])
+    ranks.sum_tensor(summed)
     first = torch.full((3,), ranks.rank + 7)
     ranks.broadcast_tensor(first)
     data = ranks.broadcast_bytes(b"" if ranks.rank else bytes(range(256)) * 999)
@@ -35,7 +35,7 @@ def speak(ranks):
     return (
         [m[0] for m in messages],
         ranks.broadcast({"from": ranks.rank}),
-        own.tolist(),
+        summed.tolist(),
         first.tolist(),
         len(data),
         empty,
@@ -63,7 +63,7 @@ def test_rows_of_numbers_are_shared():
 
 
 def listening_ports(pids):
-    """Ports of these processes' listeners, with the addresses that they listen on (hexadecimal, as the kernel shows them)."""
+    """The ports that these processes listen on, with the addresses as the kernel shows them, in hexadecimal."""
     inodes = set()
     for pid in pids:
         for link in Path(f"/proc/{pid}/fd").glob("*"):
@@ -75,21 +75,21 @@ def listening_ports(pids):
 
 
 def test_strangers_do_not_disturb_and_listeners_are_local():
-    """Connections that stay silent and ones that say something else, to the store and to what gloo listens on, before the
-    processes have met and after."""
+    """Some connections stay silent and others send HTTP, to the store and to gloo, before the processes have met and
+    after."""
     strangers, addresses = [], {}
 
     def bother(port):
-        for said in (b"", b"GET / HTTP/1.1\r\n\r\n" * 9):
+        for request in (b"", b"GET / HTTP/1.1\r\n\r\n" * 9):
             strangers.append(socket.create_connection(("127.0.0.1", port)))
-            strangers[-1].sendall(said)
+            strangers[-1].sendall(request)
 
     def beside(port, host, pids):
         bother(port)
         while len(addresses) < 2:
             addresses.update(listening_ports(pids))
-        for own in addresses:
-            bother(own)
+        for gloo_port in addresses:
+            bother(gloo_port)
 
     def late(ranks):
         if ranks.rank == 1:
@@ -196,17 +196,38 @@ def test_the_last_message_arrives():
 
 
 def test_a_process_that_does_not_notice_is_ended(monkeypatch, tmp_path):
-    """In a rollout, say: with what it has to say about it."""
+    """A process in a rollout is an example. It is ended after it was told which process is gone."""
     monkeypatch.setattr(groups, "GRACE_S", 0.2)
+    ready, message = tmp_path / "ready", tmp_path / "message"
 
     def busy(ranks):
         if ranks.rank:
+            while not ready.exists():
+                time.sleep(0.01)
             os._exit(1)
-        ranks.on_lost = lambda lost: (tmp_path / "said").write_text(str(lost))
+        ranks.on_lost = lambda lost: message.write_text(str(lost))
+        ready.touch()
         time.sleep(100)
+        return "was not ended"
 
     assert in_ranks(2, busy) == [None, None]
-    assert (tmp_path / "said").read_text().startswith(f"rank 1 {SILENT}")
+    assert message.read_text().startswith(f"rank 1 {SILENT}")
+
+
+def test_a_process_that_ends_while_the_others_connect_is_noticed(monkeypatch):
+    """It has shared its process id, but the others have not looked at the process yet."""
+    share = ConnectedRanks.share
+
+    def share_and_end(ranks, value):
+        processes = share(ranks, value)
+        if ranks.rank == 1:
+            os._exit(1)
+        while state(processes[1][1]) != "Z":
+            time.sleep(0.01)
+        return processes
+
+    monkeypatch.setattr(ConnectedRanks, "share", share_and_end)
+    assert in_ranks(2, lambda ranks: ranks.is_broken()) == [True, None]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

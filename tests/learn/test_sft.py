@@ -40,7 +40,7 @@ def runs(tmp_path_factory):
     settings = {name: str(value) for name, value in settings.items()}
     run = run_script(**settings)
     assert run.returncode == 0, run.stdout + run.stderr
-    return SimpleNamespace(sft=learn, grpo=folder / "grpo", settings=settings, said=done.stdout, output=run.stdout)
+    return SimpleNamespace(sft=learn, grpo=folder / "grpo", settings=settings, printed=done.stdout, output=run.stdout)
 
 
 def test_sft_teaches_the_answers_and_grpo_starts_there(runs):
@@ -63,7 +63,7 @@ def test_both_say_what_they_are(runs):
     assert "It started from the adapter in `" in (runs.grpo / "README.md").read_text()
     card = (runs.sft / "README.md").read_text()
     assert "12 steps with supervised fine-tuning" in card and str(ROOT) not in card
-    assert "step 12 of 12: loss" in runs.said and f"INIT_ADAPTER={runs.sft} python train_grpo.py" in runs.said
+    assert "step 12 of 12: loss" in runs.printed and f"INIT_ADAPTER={runs.sft} python train_grpo.py" in runs.printed
     settings = json.loads((runs.sft / "settings.json").read_text())["settings"]
     assert settings["MAX_COMPLETION_LEN"] == 12 and settings["EVAL_SAMPLES"] == 8, "the user's, for scripts/ask.py"
 
@@ -111,13 +111,13 @@ def test_what_sft_refuses(runs, tmp_path, capsys, monkeypatch):
 def test_sft_leaves_out_what_a_run_on_these_rows_would_hold_out(tmp_path):
     rows = [["x" * n, 0, 1] for n in range(1, 41)]
     data = write_csv(tmp_path / "own.csv", ["question", "reward_action_0", "reward_action_1"], rows)
-    given = ENVIRON | {"DATA": str(data)}
-    resolved, answers = sft_preflight(given, tmp_path / "out")
-    run = preflight(given | {"OUTPUT_DIR": str(tmp_path / "run")})
+    environ = ENVIRON | {"DATA": str(data)}
+    resolved, answers = sft_preflight(environ, tmp_path / "out")
+    run = preflight(environ | {"OUTPUT_DIR": str(tmp_path / "run")})
     assert [row.id for row in resolved.rows] == [row.id for row in run.rows] and len(answers) == len(
         resolved.rows
     ) == 34
-    epochs = given | {"NUM_TRAIN_EPOCHS": "2", "PROMPTS_PER_STEP": "4"}
+    epochs = environ | {"NUM_TRAIN_EPOCHS": "2", "PROMPTS_PER_STEP": "4"}
     assert sft_preflight(epochs, tmp_path / "out")[0].settings.TOTAL_STEPS == 17, "2 x 34 rows by 4"
-    resolved, answers = sft_preflight(given | {"EVAL_SAMPLES": "0"}, tmp_path / "out")
+    resolved, answers = sft_preflight(environ | {"EVAL_SAMPLES": "0"}, tmp_path / "out")
     assert len(answers) == len(resolved.rows) == 40

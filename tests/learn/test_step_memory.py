@@ -72,21 +72,23 @@ def test_learning_never_holds_the_logits_of_the_whole_vocabulary(tiny, tmp_path,
 
 
 def test_the_reference_is_trls_and_never_holds_the_logits_of_the_whole_vocabulary(tiny, tmp_path, monkeypatch):
-    """The pass for the KL term, as TRL asks for it, with and without the adapter; it would be old log-probs' pass as well."""
+    """The pass for the KL term, as TRL asks for it, with and without the adapter. A pass for old log-probs would be the
+    same."""
     trainer = plain_float32(make(tiny, tmp_path, TEMPERATURE=0.8))
     inputs = batch(trainer)
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
     monkeypatch.setattr("grpo.learn.learner.HEAD_TILE", TILE)
-    kept, found = inputs["completion_mask"].bool(), []
+    in_completion, passes = inputs["completion_mask"].bool(), []
     for adapter in (contextlib.nullcontext, trainer.model.disable_adapter):
         with adapter(), torch.no_grad():
             with Shapes() as shapes:
                 ours = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 7)[0]
             assert_tiled(shapes, trainer, inputs)
-            torch.testing.assert_close(ours[kept], policy_logps(trainer, inputs)[kept], rtol=1e-4, atol=1e-5)
-            found.append(ours[kept])
-    assert (found[0] - found[1]).abs().max() > 1e-2
+            theirs = policy_logps(trainer, inputs)
+            torch.testing.assert_close(ours[in_completion], theirs[in_completion], rtol=1e-4, atol=1e-5)
+            passes.append(ours[in_completion])
+    assert (passes[0] - passes[1]).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])
@@ -124,8 +126,8 @@ def test_a_step_computes_each_micro_batch_once(tiny, tmp_path, beta, checkpointi
 
 
 def test_packed_experts_train_save_and_resume_as_unpacked_ones(tiny, tmp_path):
-    """Three steps in BF16 against one in MXFP4, one more after a resume, and a last one resumed in BF16: every checkpoint
-    and every completion is the same, byte for byte."""
+    """Three steps in BF16 against one in MXFP4, one more after a resume, and a last one resumed in BF16. Every
+    checkpoint and every completion is the same, byte for byte."""
     settings = {
         "MODEL_ID": "tiny", "SAVE_STEPS": 1, "PROMPTS_PER_STEP": 2, "NUM_GENERATIONS": 4, "EVAL_SAMPLES": 0,
         "DATA": "data/tes_heldout_compact.csv", "SEED": 5, "LR_SCHEDULER": "constant",  # no function of TOTAL_STEPS

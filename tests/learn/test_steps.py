@@ -34,7 +34,7 @@ def trained(tiny, folder, loss_type, correction, plain):
     seed_weights(trainer.model)
     # AdamW's usual 1e-8 makes a whole step, up or down, of a gradient that is nothing but rounding.
     trainer.args.adam_epsilon, trainer.args.save_strategy, trainer.reward_funcs = 1e-4, "no", [reward]
-    trainer._generate_single_turn = lambda *given: step_of(trainer, PROMPTS * GROUP)
+    trainer._generate_single_turn = lambda *arguments: step_of(trainer, PROMPTS * GROUP)
     learned = [p for p in trainer.model.parameters() if p.requires_grad]
     before = torch.cat([p.detach().flatten() for p in learned])
     with plain_trl(trainer) if plain else contextlib.nullcontext():

@@ -19,7 +19,6 @@ from grpo.learn.together import (
     adapter_of,
     broadcast_checkpoint,
     flat_adapter,
-    run_on_rank0,
     sync_stop_signal,
 )
 from grpo.settings import FIELDS
@@ -36,17 +35,18 @@ def reward(completion_ids, **columns):
 
 def learned(ranks, tiny, folder):
     """How two steps with each LOSS_TYPE in turn moved the adapter, (8, P)."""
-    own = folder / str(ranks.rank)
-    own.mkdir(parents=True)
-    trainer = plain_float32(make(
-        tiny, own, ranks, TOTAL_STEPS=STEPS, PROMPTS_PER_STEP=PROMPTS, NUM_GENERATIONS=GROUP, BETA=0.1, LEARNING_RATE=1e-3,
-        TEMPERATURE=0.8, SCALE_REWARDS="batch", MASK_TRUNCATED=True, GRADIENT_CHECKPOINTING=False,
-    ))  # fmt: skip
-    trainer.args.adam_epsilon, trainer.args.save_strategy = 1e-4, "no"  # as in test_steps.py
-    trainer.reward_funcs = [None if ranks.rank else reward]  # only rank 0 calls it
+    rank_folder = folder / str(ranks.rank)
+    rank_folder.mkdir(parents=True)
+    trainer = make(
+        tiny, rank_folder, ranks, TOTAL_STEPS=STEPS, PROMPTS_PER_STEP=PROMPTS, NUM_GENERATIONS=GROUP, BETA=0.1,
+        LEARNING_RATE=1e-3, TEMPERATURE=0.8, SCALE_REWARDS="batch", MASK_TRUNCATED=True, GRADIENT_CHECKPOINTING=False,
+    )  # fmt: skip
+    plain_float32(trainer)
+    trainer.args.adam_epsilon, trainer.args.save_strategy = 1e-4, "no"  # They are those of test_steps.py.
+    trainer.reward_funcs = [None if ranks.rank else reward]  # Only rank 0 calls it.
 
-    def rollout(*given):
-        torch.manual_seed(ranks.rank)  # as after a real one: each rank drew other noise
+    def rollout(*arguments):
+        torch.manual_seed(ranks.rank)  # After a real rollout each rank has drawn other noise.
         return step_of(trainer, PROMPTS * GROUP)
 
     trainer._generate_single_turn = rollout
@@ -62,12 +62,12 @@ def learned(ranks, tiny, folder):
 
 @pytest.mark.numeric
 def test_the_same_update_and_the_same_rows(tiny, tmp_path):
-    ways = {size: in_ranks(size, learned, tiny, tmp_path / str(size)) for size in (1, 2, 4)}
-    alone, logs = torch.tensor(ways[1][0]), {}
+    updates = {size: in_ranks(size, learned, tiny, tmp_path / str(size)) for size in (1, 2, 4)}
+    alone, logs = torch.tensor(updates[1][0]), {}
     assert (alone.abs().mean(1) > 1e-5).all() and len({row.norm().item() for row in alone}) > 3
-    for size, found in ways.items():
-        assert all(one == found[0] for one in found), "bit for bit on every rank"
-        difference = (torch.tensor(found[0]) - alone).norm(dim=1) / alone.norm(dim=1)
+    for size, (first, *others) in updates.items():
+        assert all(other == first for other in others), "bit for bit on every rank"
+        difference = (torch.tensor(first) - alone).norm(dim=1) / alone.norm(dim=1)
         assert (difference < 1e-5).all(), (size, dict(zip(LOSSES, difference.tolist(), strict=True)))
         folder = tmp_path / str(size)
         assert {path.parent.name for path in folder.rglob("*.csv")} == {"0"}, "rank 0 writes"
@@ -84,11 +84,11 @@ def test_the_same_update_and_the_same_rows(tiny, tmp_path):
 
 
 def generated(ranks, tiny, folder):
-    """Completions by seed and batch, in training and in an evaluation that rank 0 alone asks for, and the sizes of this
-    rank's batches."""
-    own = folder / str(ranks.rank)
-    own.mkdir(parents=True)
-    trainer, rows, sizes = make(tiny, own, ranks, MAX_COMPLETION_LEN=12, TEMPERATURE=1.3), {}, []
+    """Completions by seed and batch, in training and in an evaluation that rank 0 alone asks for, and the sizes of the
+    batches of this rank."""
+    rank_folder = folder / str(ranks.rank)
+    rank_folder.mkdir(parents=True)
+    trainer, rows, sizes = make(tiny, rank_folder, ranks, MAX_COMPLETION_LEN=12, TEMPERATURE=1.3), {}, []
     generate = GRPOTrainer._generate_single_turn
 
     def counted(self, prompt_ids, *arguments):
@@ -103,7 +103,7 @@ def generated(ranks, tiny, folder):
                 trainer.run.plan = dataclasses.replace(trainer.run.plan, generation_batch=size)
                 rows[trainer.state.global_step, size] = trainer._generate_single_turn(prompts, None, {}, 3)[0]
     for temperature in (0.5, 0.0):
-        rows[temperature] = run_on_rank0(trainer, trainer.answers, [prompts[0]] * 4, 1, True, 7, temperature)
+        rows[temperature] = trainer.run_on_rank0(trainer.answers, [prompts[0]] * 4, 1, True, 7, temperature)
     return rows, sizes
 
 
@@ -118,42 +118,42 @@ def test_every_rank_draws_its_own_completions(tiny, tmp_path):
 
 
 def beside_engines(ranks, tiny, folder):
-    """What an engine on each rank was asked for, and what all have afterwards."""
-    own = folder / str(ranks.rank)
-    own.mkdir(parents=True)
-    trainer, asked = make(tiny, own, ranks), []
+    """The calls of the engine of each rank, and the completions that all ranks have afterwards."""
+    rank_folder = folder / str(ranks.rank)
+    rank_folder.mkdir(parents=True)
+    trainer, calls = make(tiny, rank_folder, ranks), []
 
     def rollout(policy, prompt_ids, seed, active, temperature):
-        asked.append((len(prompt_ids), seed, active, temperature))
+        calls.append((len(prompt_ids), seed, active, temperature))
         return [[row[0], 7] for row in prompt_ids], [[-float(row[0]), None] for row in prompt_ids]
 
     trainer.run.engine = SimpleNamespace(rollout=rollout, used_gib=0.0)
     prompts = [[n] for n in range(10)]
-    found = trainer._generate_single_turn(prompts, None, {}, 2)
-    run_on_rank0(trainer, trainer.answers, prompts[:2], 2, True, 0, 0.5)
-    return asked, found
+    completions = trainer._generate_single_turn(prompts, None, {}, 2)
+    trainer.run_on_rank0(trainer.answers, prompts[:2], 2, True, 0, 0.5)
+    return calls, completions
 
 
 def test_each_engine_generates_whole_groups_with_its_own_noise(tiny, tmp_path):
     """Five groups of two for three; a single one is the first rank's. The log-probs come with the tokens, in order."""
     (first, *others) = in_ranks(3, beside_engines, tiny, tmp_path)
-    assert [[rows for rows, *_ in asked] for asked, _ in (first, *others)] == [[4, 2], [4], [2]]
-    seeds = [asked[0][1] for asked, _ in (first, *others)]
+    assert [[rows for rows, *_ in calls] for calls, _ in (first, *others)] == [[4, 2], [4], [2]]
+    seeds = [calls[0][1] for calls, _ in (first, *others)]
     assert len(set(seeds)) == 3 and seeds[0] == sampling_seed(3, 0, "train"), "rank 0's is that of one process"
     assert first[0][1][2:] == (False, 0.5), "the base model's evaluation"
     expected = [[n, 7] for n in range(10)], [[-float(n), None] for n in range(10)]
-    assert all(tuple(found) == expected for _, found in (first, *others))
+    assert all(tuple(completions) == expected for _, completions in (first, *others))
 
 
 def diverging(ranks, tiny, folder):
-    own = folder / str(ranks.rank)
-    own.mkdir(parents=True)
-    trainer = make(tiny, own, ranks, PROMPTS_PER_STEP=3, TOTAL_STEPS=2, SAVE_STEPS=1)
+    rank_folder = folder / str(ranks.rank)
+    rank_folder.mkdir(parents=True)
+    trainer = make(tiny, rank_folder, ranks, PROMPTS_PER_STEP=3, TOTAL_STEPS=2, SAVE_STEPS=1)
     if ranks.rank == 1:
         step = trainer.create_optimizer
 
-        def wrong(*given):
-            optimizer = step(*given)
+        def wrong(*arguments):
+            optimizer = step(*arguments)
             optimizer.register_step_post_hook(lambda *_: adapter_of(trainer.model)[0].data.add_(1e-7))
             return optimizer
 
@@ -174,7 +174,7 @@ def test_any_ranks_signal_stops_all():
 
 
 def test_every_rank_gets_rank_0s_checkpoint(tmp_path):
-    """The files that a run continues from, and no other: whatever lies in rank 0's folder, it names nothing elsewhere."""
+    """They get the files that a run continues from, and no other file of rank 0's folder, whatever its name is."""
     folder = tmp_path / "checkpoint-2"
     folder.mkdir()
     files = {name: name.encode() * 999 for name in CHECKPOINT_FILES}
@@ -185,7 +185,7 @@ def test_every_rank_gets_rank_0s_checkpoint(tmp_path):
         scratch = tmp_path / str(ranks.rank)
         scratch.mkdir()
         assert broadcast_checkpoint(ranks, None, scratch) is None
-        own = broadcast_checkpoint(ranks, None if ranks.rank else folder, scratch)
-        return own.name, {path.name: path.read_bytes() for path in scratch.iterdir()}
+        checkpoint = broadcast_checkpoint(ranks, None if ranks.rank else folder, scratch)
+        return checkpoint.name, {path.name: path.read_bytes() for path in scratch.iterdir()}
 
     assert in_ranks(2, copied) == [("checkpoint-2", {}), ("1", files)]

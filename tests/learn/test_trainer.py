@@ -39,7 +39,8 @@ LOSSES = FIELDS["LOSS_TYPE"].metadata["choices"]
 
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_any_cut_agrees_with_plain_trl(tiny, tmp_path, loss_type):
-    """Float32; policy ratios away from 1, a KL term, the engine's log-probs: however the step is cut into micro-batches."""
+    """In float32, with policy ratios away from 1, a KL term and the engine's log-probs, however the step is cut into
+    micro-batches."""
     trainer = plain_float32(make(tiny, tmp_path, LOSS_TYPE=loss_type, TEMPERATURE=0.8))
     for case, options in CASES.items():
         trainer.beta = options.get("beta", 0.0)
@@ -66,8 +67,8 @@ def test_logged_means_are_those_of_the_whole_step(tiny, tmp_path):
     for micro_batch in (1, 2, 3, 4):
         metrics.clear()
         loss_and_gradients(trainer, inputs, micro_batch)
-        found = {name: metrics[name] for name in expected}
-        assert found == {name: [pytest.approx(value, rel=1e-4)] for name, value in expected.items()}, micro_batch
+        logged = {name: metrics[name] for name in expected}
+        assert logged == {name: [pytest.approx(value, rel=1e-4)] for name, value in expected.items()}, micro_batch
 
 
 def test_the_logged_mismatch_is_over_known_tokens_only(tiny, tmp_path):
@@ -127,8 +128,8 @@ def test_micro_batch_cuts(tiny, tmp_path, micro_batch, expected, packing):
     cut = list(trainer.micro_batches(inputs))
     assert [rows.tolist() for rows, _ in cut] == expected
     for rows, packed in cut:
-        own = [(9, 9, 12, 12)[i] for i in rows]
-        assert (packed.segment >= 0).sum() == sum(own if packing == "none" else set(own)) + 8 * len(rows)
+        prompts = [(9, 9, 12, 12)[i] for i in rows]
+        assert (packed.segment >= 0).sum() == sum(prompts if packing == "none" else set(prompts)) + 8 * len(rows)
         assert packed.targets.tolist() == ids[rows][packed.rows, packed.columns].tolist()
         assert len(packed.targets) == ids[rows].numel()
 
@@ -139,21 +140,21 @@ def test_micro_batch_cuts(tiny, tmp_path, micro_batch, expected, packing):
     st.integers(1, 60),
     st.booleans(),
 )
-def test_cut_micro_batches(drawn, most, share):
+def test_cut_micro_batches(drawn, token_limit, share):
     """Every completion once, groups together; one is full when the next completion would not have fitted."""
     prompt_lengths = (5, 1, 12, 7)
     prompts, lengths = [p for p, _ in drawn], [(prompt_lengths[p], c) for p, c in drawn]
-    cut = cut_micro_batches(prompts, lengths, most, share)
+    cut = cut_micro_batches(prompts, lengths, token_limit, share)
 
     def tokens(rows):
-        asked = [prompts[i] for i in rows]
-        return sum(prompt_lengths[p] for p in (set(asked) if share else asked)) + sum(lengths[i][1] for i in rows)
+        present = [prompts[i] for i in rows]
+        return sum(prompt_lengths[p] for p in (set(present) if share else present)) + sum(lengths[i][1] for i in rows)
 
     order = sum(cut, [])
     assert order == sorted(range(len(prompts)), key=lambda i: (prompts.index(prompts[i]), i))
-    assert all(rows and (tokens(rows) <= most or len(rows) == 1) for rows in cut)
+    assert all(rows and (tokens(rows) <= token_limit or len(rows) == 1) for rows in cut)
     for rows, following in zip(cut, cut[1:], strict=False):
-        assert tokens([*rows, following[0]]) > most
+        assert tokens([*rows, following[0]]) > token_limit
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])
@@ -171,7 +172,7 @@ def test_a_micro_batch_waits_for_the_device_twice_and_a_layer_never(tiny, tmp_pa
             return function(*arguments, **(options or {}))
 
     trainer = make(tiny, tmp_path, GRADIENT_CHECKPOINTING=checkpointing)
-    inputs, found = batch(trainer, sampled=True), {}
+    inputs, reads_of = batch(trainer, sampled=True), {}
     trainer.model.train()
     for count, micro_batch in ((1, 4), (4, 1)):
         trainer.run.plan = dataclasses.replace(trainer.run.plan, micro_batch=micro_batch)
@@ -181,9 +182,9 @@ def test_a_micro_batch_waits_for_the_device_twice_and_a_layer_never(tiny, tmp_pa
         trainer.micro_batches = lambda batch, cut=cut: cut
         with Reads() as reads:
             trainer.learn(trainer.model, inputs)
-        found[count] = reads.count
-    assert trainer.model.config.num_hidden_layers > 1 and found[1] > 2, "it sees what is read"
-    assert found[4] - found[1] == 3 * 2, found
+        reads_of[count] = reads.count
+    assert trainer.model.config.num_hidden_layers > 1 and reads_of[1] > 2, "it sees what is read"
+    assert reads_of[4] - reads_of[1] == 3 * 2, reads_of
 
 
 def test_a_step_moves_the_adapter_and_no_base_weight(tiny, tmp_path):
@@ -245,12 +246,12 @@ def test_a_prompt_is_tokenized_once_for_all_its_completions(tiny, tmp_path):
     a, b = (row.prompt for row in trainer.run.rows[:2])
     with plain_trl(trainer):
         expected = trainer._tokenize_prompts([a, a, b, a])
-    tokenizer, asked = trainer.processing_class, []
-    trainer.processing_class = lambda text: asked.append(list(text)) or tokenizer(text=text)
+    tokenizer, tokenized = trainer.processing_class, []
+    trainer.processing_class = lambda text: tokenized.append(list(text)) or tokenizer(text=text)
     assert trainer._tokenize_prompts([a, a, b, a]) == expected
     trainer.generate = lambda prompt_ids, *rest: (prompt_ids, None)
     assert TrainedModel(trainer).complete([a, a, b, a], 2) == expected[0]
-    assert asked == [[a, b]] * 2
+    assert tokenized == [[a, b]] * 2
 
 
 def test_sampling_seed_depends_on_seed_step_and_stream():
@@ -261,8 +262,8 @@ def test_sampling_seed_depends_on_seed_step_and_stream():
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_truncation_agrees_with_trl(tiny, tmp_path, masked):
-    """TRL's clipped ratio, TRL's mask (MASK_TRUNCATED) and completions.csv call the same completions truncated: those that
-    end with neither a stop token nor padding, however long they are. What is masked teaches nothing."""
+    """TRL's clipped ratio, TRL's mask (MASK_TRUNCATED) and completions.csv call the same completions truncated: those
+    that end with neither a stop token nor padding, however long they are. Masked completions teach nothing."""
     trainer = plain_float32(make(tiny, tmp_path, MASK_TRUNCATED=masked, PROMPTS_PER_STEP=4))
     pad = trainer._tokenizer.pad_token_id
     assert len(trainer.eos_token_ids) >= 2, "gpt-oss ends a turn with <|return|> or <|call|>"
@@ -281,8 +282,8 @@ def test_truncation_agrees_with_trl(tiny, tmp_path, masked):
 
     assert [row["truncated"] == "1" for row in read_csv(tmp_path / "completions.csv")] == truncated
     assert trainer._metrics["train"]["completions/clipped_ratio"] == [3 / 8]
-    kept = [0 if masked and cut else len(ids) for ids, cut in cases]
-    assert inputs["completion_mask"].sum(1).tolist() == kept and inputs["num_items_in_batch"] == sum(kept)
+    lengths = [0 if masked and cut else len(ids) for ids, cut in cases]
+    assert inputs["completion_mask"].sum(1).tolist() == lengths and inputs["num_items_in_batch"] == sum(lengths)
 
     inputs["advantages"] = torch.arange(1.0, 9.0)
     _, expected = loss_and_gradients(trainer, inputs, plain=True)
@@ -304,8 +305,8 @@ def one_in_four(completions, **columns):
 
 
 def test_groups_that_teach_nothing_and_completions_that_one_function_leaves_out(tiny, tmp_path):
-    """Two equal rewards, two different ones, one reward beside none, and no reward at all: the second group alone teaches.
-    A completion that one of two functions leaves out has the reward of the other."""
+    """The groups have two equal rewards, two different ones, one reward beside none, and no reward at all: the second
+    group alone teaches. A completion that one of two functions leaves out has the reward of the other."""
     specs = "test_trainer:halved=2,test_trainer:one_in_four"
     trainer = make(tiny, tmp_path, PROMPTS_PER_STEP=4, REWARDS=specs)
     stop = trainer.eos_token_ids[0]

@@ -36,8 +36,8 @@ def layers(run):
 
 def each(run, value):
     """What all LoRA layers have; a list of two where they differ."""
-    found = sorted({value(layer) for layer in layers(run).values()})
-    return found[0] if len(found) == 1 else found
+    values = sorted({value(layer) for layer in layers(run).values()})
+    return values[0] if len(values) == 1 else values
 
 
 def reward_weights(run):
@@ -50,8 +50,9 @@ def reward_scale(run):
     """SCALE_REWARDS, from what the loss got for the logged rewards of the first step, in whatever order."""
     rewards = torch.tensor([float(row["reward"]) for row in run.completions[:6]]).view(2, 3)
     scales = {"none": 1.0, "group": rewards.std(1, keepdim=True), "batch": rewards.std()}
-    found, centred = torch.cat(run.advantages)[:6].sort().values, rewards - rewards.mean(1, keepdim=True)
-    return [n for n, s in scales.items() if torch.allclose(found, (centred / s).flatten().sort().values, rtol=1e-2)]
+    advantages, centred = torch.cat(run.advantages)[:6].sort().values, rewards - rewards.mean(1, keepdim=True)
+    scaled = {name: (centred / scale).flatten().sort().values for name, scale in scales.items()}
+    return [name for name, values in scaled.items() if torch.allclose(advantages, values, rtol=1e-2)]
 
 
 # What is set, and where it is seen at work. Steps have two prompts with three completions each.
@@ -87,9 +88,9 @@ WIRING = {
 ELSEWHERE = {
     "MODEL_ID": "preflight", "ATTN_IMPL": "preflight", "EXPERTS": "preflight", "MICRO_BATCH": "plan",
     "PACKING": "preflight", "USE_VLLM": "preflight", "GENERATION_BATCH": "preflight", "VLLM_GPU_MEM": "plan",
-    "INVALID_REWARD": "data", "EXPECTED_REWARD": "preflight", "ROLLOUT_SYNC": "rollout", "VLLM_EAGER": "rollout", "PARITY": "rollout",
-    "PARITY_LIMIT": "rollout", "IS_CORRECTION": "learn", "IS_CLIP_MAX": "learn", "INIT_ADAPTER": "preflight",
-    "NUM_TRAIN_EPOCHS": "preflight",
+    "INVALID_REWARD": "data", "EXPECTED_REWARD": "preflight", "ROLLOUT_SYNC": "rollout", "VLLM_EAGER": "rollout",
+    "PARITY": "rollout", "PARITY_LIMIT": "rollout", "IS_CORRECTION": "learn", "IS_CLIP_MAX": "learn",
+    "INIT_ADAPTER": "preflight", "NUM_TRAIN_EPOCHS": "preflight",
 }  # fmt: skip
 
 
@@ -135,11 +136,11 @@ def run(tiny, tmp_path_factory):
 
 @pytest.mark.parametrize("name", WIRING)
 def test_a_setting_arrives_where_it_is_used(run, name):
-    text, found = WIRING[name]
+    text, read_value = WIRING[name]
     value, field = parse_value(name, text), FIELDS[name]
     tiny = field.metadata["tiny"]
     assert value != (field.default if tiny is None else tiny), "a default proves nothing"
-    assert found(run) == (pytest.approx(value) if isinstance(value, float) else value)
+    assert read_value(run) == (pytest.approx(value) if isinstance(value, float) else value)
 
 
 def test_trackers_know_the_run_by_its_folder(run):
@@ -169,9 +170,9 @@ CALLS: list[dict] = []  # the arguments of each call of `record`
 
 
 def record(prompts, completions, completion_ids, **columns):
-    """A reward function that remembers what it was given."""
-    own = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
-    CALLS.append(own | columns)
+    """A reward function that remembers its arguments."""
+    arguments = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
+    CALLS.append(arguments | columns)
     return [float(i % 3) for i in range(len(completions))]
 
 
@@ -180,7 +181,10 @@ OPENED = RENDERED.format("hour 8") + "<|channel|>final<|message|>"
 # Rows of each form as they are written to a file, and the settings that go with them.
 FORMS = {
     "question": ([{"question": "What is 4+4? ", "answer": "8"}, {"question": "hour 9?", "answer": "9"}], {}),
-    "text": ([{"prompt": " hour 8 ", "tags": ["a", {"b": 1}]}, {"prompt": "hour 9?", "tags": None}], {"SYSTEM_PROMPT": "Say."}),
+    "text": (
+        [{"prompt": " hour 8 ", "tags": ["a", {"b": 1}]}, {"prompt": "hour 9?", "tags": None}],
+        {"SYSTEM_PROMPT": "Say."},
+    ),
     "messages": ([{"prompt": TALK, "level": 3}, {"prompt": TALK[1:], "level": 4}], {"SYSTEM_PROMPT": "Say."}),
     "rendered": ([{"prompt": RENDERED.format("hour 8"), "note": "x"}, {"prompt": OPENED, "note": "y"}], {}),
     "actions": (
@@ -193,15 +197,15 @@ FORMS = {
 def checked_rows(tmp_path, form):
     """The preflight's result of rows of one of FORMS, or of the shipped GSM8K, with `record` as reward: CALLS holds
     its call."""
-    given, settings = FORMS.get(form, (None, {"TASK": "gsm8k"}))
+    form_rows, settings = FORMS.get(form, (None, {"TASK": "gsm8k"}))
     if form == "user":
         path = write_csv(
             tmp_path / "d.csv", ["user", "system", "note"], [[" hour 8", "Be brief.", "a"], ["hour 9", "", "b"]]
         )
     else:
         path = tmp_path / "d.jsonl"
-        lines = map(json.dumps, given or ())
-        path = ROOT / "data/gsm8k_train.jsonl" if given is None else path.write_text("\n".join(lines)) and path
+        path.write_text("\n".join(map(json.dumps, form_rows or ())))
+        path = ROOT / "data/gsm8k_train.jsonl" if form_rows is None else path
     environ = {"MODEL_ID": "tiny", "DATA": str(path), "EVAL_SAMPLES": "0", "OUTPUT_DIR": str(tmp_path / "checked")}
     CALLS.clear()
     result = preflight(CLEAN | environ | settings | {"REWARDS": "test_wiring:record"}, CPU)
@@ -212,7 +216,7 @@ def checked_rows(tmp_path, form):
 def types_in(value):
     """The types of a value and of all that it holds."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
-    return type(value), [(key, types_in(one)) for key, one in inner]
+    return type(value), [(key, types_in(member)) for key, member in inner]
 
 
 @pytest.mark.parametrize("form", [*FORMS, "user", "gsm8k"])
