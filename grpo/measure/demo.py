@@ -92,9 +92,7 @@ def set_figures(seed: SeedResult, policy: str, prefix: str = "") -> list[Figure]
     figures = []
     for name in REPORTED:
         total, windows = seed.totals[name][policy], seed.windows[name]
-        low, high = total["regret_percent_low"], total["regret_percent_high"]
-        note = "" if low is None else f"95% interval over {windows} windows {low:.2f} to {high:.2f}"
-        figures.append(figure(f"{prefix}{policy}_{name}_regret", total["regret_percent"], "%", note))
+        figures.append(figure(f"{prefix}{policy}_{name}_regret", total["regret_percent"], "%", f"{windows} windows"))
         unserved = f"{prefix}{policy}_{name}_unserved_kwh"
         figures.append(figure(unserved, total["unserved_kwh"], "kWh", unserved_text(total, windows)))
     return figures

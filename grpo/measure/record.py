@@ -149,8 +149,10 @@ def plant_figures(plant: Json) -> list[Figure]:
         for name, unit in UNITS.items():
             low, high = (total.get(f"{name}_{end}") for end in ("low", "high"))
             note = "" if low is None or high is None else f"95% interval over windows {low:.2f} to {high:.2f}"
-            if name == "unserved_windows" and total.get(name):
-                note = f"worst {total['worst_window']}, {total['worst_unserved_kwh']:.2f} kWh"
+            if total.get("unserved_windows"):
+                note += ", which cannot show rare losses" if note else ""
+                if name == "unserved_windows":
+                    note = f"worst {total['worst_window']}, {total['worst_unserved_kwh']:.2f} kWh"
             if total.get(name) is not None:
                 figures.append(figure(f"{name}_{policy}", total[name], unit, note))
     return figures
