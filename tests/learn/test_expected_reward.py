@@ -249,7 +249,8 @@ def test_a_sampled_completion_beside_expected_ones():
     values = expected_rewards(answers, p)
     means, scale = mean_and_scale(answers, p, 3, "group")
     advantages = token_advantages(answers, values, means, scale, torch.full((3,), 9.0), 3, 4)
-    # V is 0.9 and -0.8, so m is 0.05. The squares are 0.5 x 0.35^2 + 0.5 x 1.35^2 and 0.85^2. The mean of others is 0.3.
+    # V is 0.9 and -0.8, so m is 0.05. The squares are 0.5 x 0.35^2 + 0.5 x 1.35^2 and 0.85^2.
+    # The mean of others is 0.3.
     deviation = math.sqrt((0.9725 + 0.7225) / 2) + 1e-4
     assert advantages[1].tolist() == pytest.approx([-0.85 / deviation] * 4)
     assert advantages[0].tolist() == pytest.approx([0.85 / deviation] * 2 + [0.1 / deviation] * 2)
