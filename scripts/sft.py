@@ -1,15 +1,14 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Teaches an adapter the best answers of DATA (supervised fine-tuning); train_grpo.py can start from
-it.
+"""Teaches an adapter the best answers of DATA (supervised fine-tuning), to start train_grpo.py from.
 
     python scripts/sft.py --out runs/sft
     INIT_ADAPTER=runs/sft python train_grpo.py
 
 The settings are those of train_grpo.py (environment variables): MODEL_ID, DATA, LORA_*,
 PROMPTS_PER_STEP rows a step, TOTAL_STEPS, LEARNING_RATE, SEED, EXPERTS. A row's answer is its
-column `answer`, else its best action (docs/adapters.md). Exit codes: 0 done, 2 bad input (every
-problem is named), 1 anything else.
+column `answer`, else its best action (docs/adapters.md).
+Exit codes: 0 done, 2 bad input (every problem is named), 1 anything else.
 """
 
 from __future__ import annotations
