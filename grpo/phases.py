@@ -33,6 +33,7 @@ class Bar:
         self.drawn = False
 
     def draw(self, share: float, text: str) -> None:
+        """Draws the bar, filled by `share` (0 to 1), with a text behind it."""
         filled = round(CELLS * min(share, 1.0))
         line = f"[{'#' * filled}{'.' * (CELLS - filled)}] {text}"[: shutil.get_terminal_size().columns - 1]
         self.show(f"\r{line}\x1b[K")
@@ -40,6 +41,7 @@ class Bar:
 
     @contextlib.contextmanager
     def wiped(self) -> Iterator[None]:
+        """Takes the bar off the terminal while the block writes to it."""
         with self.lock:
             if self.drawn:
                 self.drawn = False
@@ -47,6 +49,7 @@ class Bar:
             yield
 
     def show(self, text: str) -> None:
+        """Writes to the terminal, if it is still there."""
         with contextlib.suppress(OSError, ValueError):  # The terminal was closed.
             sys.stdout.write(text)
             sys.stdout.flush()

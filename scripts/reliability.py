@@ -71,6 +71,7 @@ damage_different | runs | did not say so, or did not come to the result of an un
 
 
 def flip_bit(path: Path) -> int:
+    """Flips one bit in the middle of a file."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 4
     return path.write_bytes(content)

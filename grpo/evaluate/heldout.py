@@ -103,13 +103,13 @@ class HeldoutEvaluation:
     def expected_scores(self, shares: Sequence[Sequence[float]]) -> list[list[list[float]]]:
         """What each function gives the answers `[k]` by their `shares` (N, K), as (N, 1, F); the rest of 1 is an answer
         without an action."""
-        asked = [
+        questions = [
             (row, tried_text(row.prompt, text))
             for row in self.rows
             for text in (GARBAGE[0], *(FINAL.format(f"[{k}]") for k in range(len(row.rewards))))
         ]
-        ids = self.model.tokenizer(text=[text for _, text in asked])["input_ids"]
-        scores: Iterator[list[float]] = iter(self.scored([row for row, _ in asked], ids)[1])
+        ids = self.model.tokenizer(text=[text for _, text in questions])["input_ids"]
+        scores: Iterator[list[float]] = iter(self.scored([row for row, _ in questions], ids)[1])
         expected = []
         for row_shares in shares:
             every_share = [1 - math.fsum(row_shares), *row_shares]

@@ -25,9 +25,10 @@ class ModelResponder:
         self.model, self.base = model, base
 
     def texts(self, prompts: Sequence[str], samples: int, moment: int, greedy: bool) -> list[str]:
-        asked = [prompt for prompt in prompts for _ in range(samples)]
+        """`samples` completions of each prompt, in the order of the prompts; `moment` draws their random numbers."""
+        repeated = [prompt for prompt in prompts for _ in range(samples)]
         # Step 0 has the random numbers of the held-out rows.
-        ids = self.model.complete(asked, samples, moment + 1, greedy, self.base)
+        ids = self.model.complete(repeated, samples, moment + 1, greedy, self.base)
         return self.model.tokenizer.batch_decode(ids, skip_special_tokens=False)
 
     def probabilities(self, prompts: Sequence[str], greedy: bool, actions: int) -> np.ndarray:

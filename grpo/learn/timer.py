@@ -35,6 +35,7 @@ class UtilizationSampler:
             threading.Thread(target=self.sample, daemon=True).start()
 
     def sample(self) -> None:
+        """Reads the utilization every SAMPLE_S seconds, until the run has ended."""
         while not self.ended.wait(SAMPLE_S):
             with contextlib.suppress(Exception):
                 self.samples.append(self.read())

@@ -76,6 +76,7 @@ class Fault:
         self.ballast: torch.Tensor | None = None
 
     def learn(self, learn: Function, trainer: Trainer, *arguments: Any) -> Any:
+        """Learns as `learn` does, and strikes there if the fault belongs to learning."""
         self.armed |= trainer.state.global_step + 1 == self.step
         if self.phase == "learn":
             return self.strike(learn, trainer, *arguments)

@@ -100,6 +100,7 @@ class RunWatch:
         return engine_arguments(*arguments) | self.kernels
 
     def start_engine(self, start_engine: Function, *arguments: Any) -> Engine:
+        """Starts the engine, and notes what it holds while it sleeps."""
         before = free_gib()
         engine: Engine = start_engine(*arguments)
         self.asleep_gib = before - free_gib()
@@ -115,11 +116,13 @@ class RunWatch:
         self.sums = bit_sums(frozen_tensors(policy) | self.lent)
 
     def rollout(self, rollout: Function, engine: Engine, *arguments: Any) -> Generated:
+        """Generates as `rollout` does, and notes the tokens per second."""
         result: Generated = rollout(engine, *arguments)
         self.tok_s.append(sum(map(len, result[0])) / engine.seconds["generate"])
         return result
 
     def learn(self, learn: Function, trainer: Trainer, model: torch.nn.Module, batch: Batch, *arguments: Any) -> Tensor:
+        """Learns as `learn` does, and notes the time of the first call and the batch of the last."""
         self.startup_s = self.startup_s or time.time() - self.born
         self.trainer, self.batch = trainer, batch
         if not self.sums:  # There is no engine.

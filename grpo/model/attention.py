@@ -79,6 +79,7 @@ def torch_flash() -> Kernel:
 
 
 def flash_attention_2() -> Kernel:
+    """The kernels of the package flash-attn, version 2."""
     from flash_attn.flash_attn_interface import _flash_attn_varlen_backward, _flash_attn_varlen_forward
 
     def forward(q, k, v, **shape):
@@ -94,6 +95,7 @@ def flash_attention_2() -> Kernel:
 
 
 def flash_attention_3() -> Kernel:
+    """The kernels of flash-attn 3 for Hopper, as operators of torch."""
     import flash_attn_3._C  # noqa: F401  registers the operators
 
     # These have kept their argument names since May 2025, the package's Python functions have not.
@@ -115,6 +117,7 @@ def flash_attention_3() -> Kernel:
 
 
 def flash_attention_4() -> Kernel:
+    """The kernels of flash-attn 4, written in CuTe."""
     # Its own `learnable_sink` stays unused: before 4.0.0b26 the backward pass returned no gradient of it, and folding
     # the sink in keeps one formula for all kernels.
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd

@@ -17,6 +17,7 @@ def round_to(x, like):
 
 @triton.jit
 def load_gate_up(gate_up, bias, row, expert, columns, BLOCK: tl.constexpr):
+    """One row of `gate_up` (rows, 2 * columns) with its expert's bias, as (gate, up), each (BLOCK,)."""
     at = tl.arange(0, 2 * BLOCK)
     mask = at < 2 * columns
     both = tl.load(gate_up + row * 2 * columns + at, mask, 0.0).to(tl.float32)
@@ -26,6 +27,7 @@ def load_gate_up(gate_up, bias, row, expert, columns, BLOCK: tl.constexpr):
 
 @triton.jit
 def activation(gate_up, bias, expert, out, columns, limit: tl.constexpr, alpha: tl.constexpr, BLOCK: tl.constexpr):
+    """gpt-oss's gated activation of a row, (2 * columns,) to (columns,), rounded where torch rounds it."""
     row = tl.program_id(0).to(tl.int64)
     gate, up = load_gate_up(gate_up, bias, row, tl.load(expert + row), columns, BLOCK)
     gate = tl.minimum(gate, limit)
@@ -40,6 +42,7 @@ def activation(gate_up, bias, expert, out, columns, limit: tl.constexpr, alpha: 
 def activation_backward(
     gate_up, bias, expert, gradient, out, columns, limit: tl.constexpr, alpha: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """The gradient of `activation` by `gate_up`, (columns,) to (2 * columns,), for one row."""
     row = tl.program_id(0).to(tl.int64)
     gate_in, up_in = load_gate_up(gate_up, bias, row, tl.load(expert + row), columns, BLOCK)
     gate = tl.minimum(gate_in, limit)
@@ -56,6 +59,7 @@ def activation_backward(
 
 @triton.jit
 def combine(rows, bias, expert, inverse, weights, out, columns, pairs: tl.constexpr, BLOCK: tl.constexpr):
+    """Adds up a token's rows, one for each of its `pairs` experts, with their biases and router weights."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     mask = at < columns
@@ -79,6 +83,7 @@ def combine(rows, bias, expert, inverse, weights, out, columns, pairs: tl.conste
 def combine_backward(
     gradient, rows, bias, expert, inverse, weights, d_rows, d_weights, columns, pairs: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """The gradients of `combine` by one pair's row and by its router weight."""
     pair = tl.program_id(0).to(tl.int64)
     row = tl.load(inverse + pair)
     at = tl.arange(0, BLOCK)
@@ -116,6 +121,7 @@ def scaled(bits, power):
 
 @triton.jit
 def two_weights(low, high, power):
+    """Two weights as the BF16 halves of one int32, `low` first, from the bits that `first` and `second` return."""
     # The values need no more bits than a BF16 has, subnormal ones included: cutting a float32 off rounds nothing.
     low = scaled(low, power).to(tl.uint32, bitcast=True)
     high = scaled(high, power).to(tl.uint32, bitcast=True)
@@ -124,6 +130,7 @@ def two_weights(low, high, power):
 
 @triton.jit
 def dequantize(blocks, scales, out, groups, BLOCK: tl.constexpr):
+    """Dequantizes BLOCK groups of 32 MXFP4 weights, 16 bytes and one scale each, to BF16."""
     group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
     inside = group < groups
     power = power_of(tl.load(scales + group, inside, 0).to(tl.int32))
@@ -182,6 +189,8 @@ def widened(bits, power, like, COLUMNS: tl.constexpr, GROUPS: tl.constexpr):
 def packed_product(
     even, odd, blocks, scales, offs, out, width, depth, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr
 ):
+    """The product of an expert's rows with its packed weights, dequantized tile by tile. `even` and `odd` are the rows'
+    inputs (rows, depth / 2), split as the two weights of a byte are; `out` is (rows, width)."""
     expert = tl.program_id(1)
     begin = tl.load(offs + expert - 1, expert > 0, 0)
     end = tl.load(offs + expert)

@@ -287,6 +287,7 @@ def launch_rows(kernel: Any, rows: int, columns: int, *tensors: Tensor | None, *
 
 
 def kernels() -> ModuleType:
+    """The module of Triton's kernels."""
     # The import is late because triton comes with torch's builds for GPUs only.
     from grpo.model import expert_kernels
 

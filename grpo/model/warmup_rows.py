@@ -25,6 +25,8 @@ WARMUP_SEED, PROBE_SEED = 40_000, 30_000  # of days, beyond those of data files;
 
 
 class WarmupRow(NamedTuple):
+    """A prompt, and the numbers that a small model learns to read out of it."""
+
     prompt: str
     rewards: list[float]  # of the actions, for the figures alone: nothing is learned from them
     readings: list[float]

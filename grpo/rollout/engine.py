@@ -158,6 +158,7 @@ class RequestBar(tqdm):
         self.phase = phase if self.iterable is None else None
 
     def update(self, n: float | None = 1) -> bool | None:
+        """Counts `n` more requests as finished."""
         if self.phase is not None:
             self.phase.done += int(n or 0)
         return super().update(n)
@@ -193,6 +194,7 @@ class Engine:
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
+        """Notes the seconds that the block takes, under `name`."""
         started = time.perf_counter()
         yield
         self.seconds[name] = time.perf_counter() - started

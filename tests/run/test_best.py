@@ -26,7 +26,7 @@ def test_the_best_step_is_kept_and_a_step_measured_again_changes_nothing(tmp_pat
         assert kept(tmp_path, step, regret)["step"] == best
         assert (tmp_path / BEST / ADAPTER).read_text() == f"step {best}"
     record = read_best(tmp_path)
-    assert [one["step"] for one in record["evaluated"]] == [25, 50, 75, 100] and record["better_than_base"]
+    assert [row["step"] for row in record["evaluated"]] == [25, 50, 75, 100] and record["better_than_base"]
     assert (record["value"], record["base_value"], record["by"]) == (9.0, 20.0, "plant")
     assert "Load the adapter in `best/`" in which_to_load(record, 100) and "in this folder" in which_to_load(record, 50)
     assert kept(tmp_path, 125, None) == {} and read_best(tmp_path) == record, "a figure without a value chooses nothing"
@@ -41,7 +41,7 @@ def test_the_best_step_is_kept_and_a_step_measured_again_changes_nothing(tmp_pat
 def test_a_kill_while_the_best_is_replaced_loses_nothing(tmp_path, at, monkeypatch):
     kept(tmp_path, 25, 12.0)
 
-    def killed(*given):
+    def killed(*arguments):
         raise KeyboardInterrupt
 
     renames = iter([None, killed] if at == "second rename" else [killed])
@@ -49,7 +49,7 @@ def test_a_kill_while_the_best_is_replaced_loses_nothing(tmp_path, at, monkeypat
     if at == "write":
         monkeypatch.setattr("grpo.run.best.write_sealed", killed)
     elif "rename" in at:
-        monkeypatch.setattr(type(tmp_path), "rename", lambda *given: (next(renames) or rename)(*given))
+        monkeypatch.setattr(type(tmp_path), "rename", lambda *arguments: (next(renames) or rename)(*arguments))
     with pytest.raises(KeyboardInterrupt):
         save = killed if at == "save" else lambda new: (new / ADAPTER).write_text("step 50")
         replace_best(tmp_path, save, {"step": 50})
