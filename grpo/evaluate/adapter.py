@@ -15,7 +15,7 @@ from grpo.run.best import adapter_fault
 from grpo.run.layout import SETTINGS
 from grpo.settings import Problems, Settings, load_settings, show
 
-# What the adapter's run recorded of its task, model and sampling; the rest belongs to the machine and comes from here.
+# Settings that come from the record of the adapter's run; all others come from this command's environment.
 RECORDED = (
     "MODEL_ID", "TASK", "REASONING_EFFORT", "PROMPT_DATE", "EVAL_TEMPERATURE", "TOP_P", "SEED", "DATA", "EVAL_DATA",
     "EVAL_SAMPLES", "SYSTEM_PROMPT",

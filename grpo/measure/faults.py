@@ -113,11 +113,11 @@ def start_run(options: argparse.Namespace, folder: Path, steps: int, fault: str 
     if fault:
         words = ["faults", "--out", "-", "--model", options.model, "--data", options.data, "--child", fault]
         command = [sys.executable, str(BENCH), *words]
-    started, log = time.perf_counter(), folder.with_name(f"{folder.name}.log")
-    with log.open("a") as output:
-        before = output.tell()
+    started, log_path = time.perf_counter(), folder.with_name(f"{folder.name}.log")
+    with log_path.open("a") as output:
+        size_before = output.tell()
         code = subprocess.run(command, env=os.environ | settings, stdout=output, stderr=output, check=False).returncode
-    lines = [line for line in log.read_bytes()[before:].decode(errors="replace").splitlines() if line.strip()]
+    lines = [line for line in log_path.read_bytes()[size_before:].decode(errors="replace").splitlines() if line.strip()]
     messages = [line.partition(CRITICAL)[2] for line in lines if CRITICAL in line] or lines[-1:]
     checkpoint = last_checkpoint(folder)[1]
     name = checkpoint.name if checkpoint else "-"

@@ -31,7 +31,7 @@ class QuantizedExperts(torch.nn.Module):
 
     def __init__(self, config: GptOssConfig, packed: bool = True) -> None:
         super().__init__()
-        # The arguments of `dequantize_swizzled` for each matrix. These are no buffers, which would be moved and saved.
+        # The arguments of `dequantize_swizzled` for each matrix. Buffers would be moved and saved with the model.
         self.shared: dict[str, tuple[Tensor, Tensor, int, int]] = {}
         count, hidden, inner = config.num_local_experts, config.hidden_size, config.intermediate_size
         for name, rows, columns in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):

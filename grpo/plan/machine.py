@@ -22,8 +22,8 @@ from pathlib import Path
 from grpo.settings import Problems, Settings, listed
 
 GIB = 2**30
-# ATTN_IMPL -> (distribution, how to install it). What transformers would take in their place knows no sinks in its
-# backward pass (https://github.com/huggingface/transformers/pull/42736); see grpo/model/attention.py.
+# ATTN_IMPL -> (distribution, how to install it). Without the package transformers falls back to a kernel whose backward
+# pass ignores attention sinks (https://github.com/huggingface/transformers/pull/42736); see grpo/model/attention.py.
 FLASH_PACKAGES = {
     "flash_attention_2": ("flash-attn", "build it from source"),
     "flash_attention_3": ("flash-attn-3", "build it from source, for Hopper cards"),
@@ -153,7 +153,7 @@ def check_trackers(settings: Settings, environ: Mapping[str, str], problems: Pro
             problems.add("REPORT_TO", f"{tracker} is not installed", f"pip install {tracker}, or set REPORT_TO=none")
         elif tracker == "wandb" and not wandb_can_start(environ):
             fix = "Run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline"
-            problems.add("REPORT_TO", "wandb has no API key", fix)
+            problems.add("REPORT_TO", "it names wandb, and wandb has no API key", fix)
 
 
 def wandb_can_start(environ: Mapping[str, str]) -> bool:

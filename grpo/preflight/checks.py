@@ -230,8 +230,8 @@ def current_folder_problem() -> str | None:
 
 
 def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks: Ranks | None = None) -> ResolvedRun:
-    """The resolved run of the settings in `environ`, with all problems that can be known without training; nothing is
-    written. OUTPUT_DIR is rank 0's."""
+    """The resolved run of the settings in `environ`, with all problems that can be found without training. It writes
+    nothing, and only rank 0 reads OUTPUT_DIR."""
     loaded, sources, problems = load_settings(environ)
     settings, sources = choices.choose_demo(loaded, sources)
     facts = read_facts(settings, sources, machine, ranks or Ranks(), problems)

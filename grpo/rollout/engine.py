@@ -182,14 +182,16 @@ class Engine:
     def __init__(self, llm: Any, sampling: Any, lora_request: Any, settings: Settings, stop_token_ids: Sequence[int]):
         self.llm, self.sampling, self.lora_request, self.settings = llm, sampling, lora_request, settings
         self.stop_token_ids = list(stop_token_ids)
-        self.folder: Path | None = None  # of the native adapter, once there is one; the entry deletes it
+        # The folder of the adapter's files with ROLLOUT_SYNC=lora, once there is one; train_grpo.py deletes it.
+        self.folder: Path | None = None
         self.syncs = 0
-        self.request = None  # vLLM's LoRARequest of the native adapter that the engine holds
-        self.current = False  # whether the weights were synced since the engine woke
-        self.share: tuple[float, float] | None = None  # returned by the last `sync`; unknown of a native adapter
+        self.request = None  # The LoRARequest of the adapter that vLLM holds, with ROLLOUT_SYNC=lora.
+        self.is_synced = False  # Whether the weights were synced since the engine woke.
+        # The share of the adapter's update that vLLM's weights hold, and the error beyond it, of the last merge.
+        self.share: tuple[float, float] | None = None
         self.asleep = False
         self.pages: PagedWeights | None = None  # the learner's weights, on the GPU only while the engine sleeps
-        self.used_gib = 0.0  # of the GPU, by all processes, when the last rollout was generated
+        self.used_gib = 0.0  # GPU memory that all processes held when the last rollout was generated.
         self.seconds = dict.fromkeys(("warm_up", "wake", "handover", "generate", "sleep"), 0.0)
 
     @contextlib.contextmanager
@@ -234,7 +236,7 @@ class Engine:
                 self.pages.leave()
             torch.cuda.empty_cache()
             self.llm.wake_up()
-        self.asleep, self.current = False, False
+        self.asleep, self.is_synced = False, False
 
     def sleep(self) -> None:
         """Moves the weights that are not lent to host memory, and drops the cache with its prefixes.
@@ -251,7 +253,7 @@ class Engine:
             self.llm.sleep(level=1)
             if self.pages:
                 self.pages.enter()
-        self.asleep, self.current = True, False
+        self.asleep, self.is_synced = True, False
 
     def sync_weights(self, policy: Module, active: bool = True, seed: int | None = None) -> None:
         """Gives the awake engine the adapter as it is now, or one of zeros if not `active`, and sets `share` to the
@@ -259,7 +261,7 @@ class Engine:
         a name that were never used: vLLM loads an id once, and keys its prefix cache by the name."""
         if self.asleep:
             raise EngineError("the weights were synced to a sleeping engine, whose buffers are not there")
-        self.current, self.share, s = False, None, self.settings
+        self.is_synced, self.share, s = False, None, self.settings
         with self.timed("handover"), engine_faults("the weight sync", "Try the other ROLLOUT_SYNC (experts need lora)"):
             if s.ROLLOUT_SYNC == "lora":
                 self.syncs += 1
@@ -272,12 +274,12 @@ class Engine:
                 seed = s.SEED if seed is None else seed
                 (self.share,) = self.llm.apply_model(lambda model: sync(model, policy, seed, active))
                 self.llm.reset_prefix_cache()  # it was computed with other weights
-        self.current = True
+        self.is_synced = True
 
     def use_adapter(self, folder: Path | None) -> None:
         """Generates with an adapter that PEFT saved, or with none, until the engine sleeps; needs ROLLOUT_SYNC=lora."""
         self.request = self.lora_request("adapter", 1, str(folder.resolve())) if folder else None
-        self.current = True
+        self.is_synced = True
 
     def generate(
         self,
@@ -291,7 +293,7 @@ class Engine:
         the stop token included, and the log-prob of each token after temperature: none at another `temperature` than
         TEMPERATURE (0: greedy), as they would be another distribution's. `seed` is that of torch's generator, from
         which vLLM draws in this process: a generator for each request would cost a kernel per sequence and token."""
-        if self.asleep or not self.current:
+        if self.asleep or not self.is_synced:
             raise EngineError("generating needs the engine awake and its weights synced")
         s, is_rollout = self.settings, temperature is None
         parameters = self.sampling(

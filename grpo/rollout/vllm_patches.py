@@ -51,8 +51,7 @@ def patch_kernels() -> None:
             if has_triton_kernels():
                 patch()
         except Exception as error:
-            message = "vLLM's experts are not what they were (%s: %r): rollouts may take a little longer"
-            log.warning(message, patch.__name__, error)
+            log.warning("%s does not fit this vLLM (%r): rollouts may take a little longer", patch.__name__, error)
 
 
 def compile_router_once() -> None:
@@ -62,7 +61,7 @@ def compile_router_once() -> None:
     rollout, 1.2 s on an H100. Upstream repaired it in the same way, after the copy of triton_kernels that vLLM 0.26
     ships: https://github.com/triton-lang/triton/issues/10872.
     """
-    # By their full names: `from triton_kernels import topk` would load vLLM's copy under another name, a second time.
+    # Imported by their full names, as `from triton_kernels import topk` would load vLLM's copy a second time.
     tensor, topk = map(importlib.import_module, ("triton_kernels.tensor", "triton_kernels.topk"))
     # The kernels are replaced in the globals of the functions that launch them.
     for launcher, name, stride in (

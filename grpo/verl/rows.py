@@ -104,7 +104,7 @@ def to_records(split: str, rows: Iterable[Row], columns: Mapping[str, None]) -> 
 def write_data(data: VerlInput) -> None:
     """Writes train.parquet, heldout.parquet and rewards.json into OUTPUT_DIR/data."""
     import pyarrow
-    from pyarrow import parquet  # late: --help needs neither
+    from pyarrow import parquet  # Imported here, so that --help works without pyarrow.
 
     folder = data.output_dir / "data"
     folder.mkdir(parents=True, exist_ok=True)
@@ -113,6 +113,6 @@ def write_data(data: VerlInput) -> None:
     for split, rows in (("train", data.rows), ("heldout", data.eval_rows or data.rows)):
         with whole_file(folder / f"{split}.parquet") as path:
             parquet.write_table(pyarrow.Table.from_pylist(to_records(split, rows, columns)), path)
-    # A user's module is looked for in the folder in which the command was started.
+    # verl looks for a user's module of reward functions in the folder in which this command runs.
     spec = {"rewards": data.reward_specs, "INVALID_REWARD": data.invalid_reward, "folder": os.getcwd()}
     write_text(folder / "rewards.json", json.dumps(spec))
