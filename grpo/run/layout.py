@@ -143,7 +143,8 @@ def check_output_dir(settings: Settings, problems: Problems) -> bool:
     if not os.access(parent, os.W_OK):
         problems.add(where, f"{parent} is not writable", "Choose a folder that is")
     if folder.parent == folder or not os.access(existing_parent(folder.parent), os.W_OK):
-        problems.add(where, f"{folder}.zip cannot be written: its folder is read-only", "Choose a folder inside a writable one")
+        fault = f"{folder}.zip cannot be written: its folder is read-only"
+        problems.add(where, fault, "Choose a folder inside a writable one")
     if folder.name:
         check_neighbours(folder, where, problems)
     return bool(folder.name)
