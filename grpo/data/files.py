@@ -122,7 +122,7 @@ def check_header(path: str, header: Sequence[str], problems: Problems) -> int:
             problems.add(where, f"column {one_line(repr(name), 200)} stands there twice", "Name every column once")
         else:
             fix = "Name every column once (a spreadsheet leaves such ones as commas at the end of each line)"
-            problems.add(where, "columns have no name", fix)
+            problems.add(where, "some columns have no name", fix)
     if not {*PROMPT_COLUMNS, "messages"} & set(header):
         problem = "there is neither a `prompt` nor a `user` column" + near_column("prompt", header)
         fix = f"Add one of them (or `question`, or `messages`); {FORMATS_DOC} makes one of other columns"

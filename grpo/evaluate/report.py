@@ -44,7 +44,10 @@ def facts(run: Run) -> list[tuple[str, str]]:
     settings, machine, seconds = run.settings, part(run.record, "machine"), run.metrics["step_s"].dropna()
     rewards, _ = run.choices.get("rewards", ("?", ""))
     known = defaultdict(lambda: "?", settings)
-    known |= {"REWARDS": settings.get("REWARDS") or rewards, "EVAL_DATA": settings.get("EVAL_DATA") or "a part of DATA"}
+    known |= {
+        "REWARDS": settings.get("REWARDS") or rewards,
+        "EVAL_DATA": settings.get("EVAL_DATA") or "rows held out of DATA, if any",
+    }
     names = {"Model": "MODEL_ID", "Training data": "DATA", "Held-out data": "EVAL_DATA", "Rewards": "REWARDS"}
     rows = [(label, short(str(known[name]))) for label, name in names.items()]
     step = "{PROMPTS_PER_STEP} prompts x {NUM_GENERATIONS} completions of at most {MAX_COMPLETION_LEN} tokens"

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from grpo.run.ranks import Ranks
 
-# A run continues from these. Other ranks write files of these names only: no name comes from another process.
+# The files that a run continues from. The ranks that receive them write these names only, never a name that another
+# process sent.
 CHECKPOINT_FILES = (
     "adapter_config.json",
     "adapter_model.safetensors",

@@ -42,7 +42,7 @@ def activation(gate_up, bias, expert, out, columns, limit: tl.constexpr, alpha: 
 def activation_backward(
     gate_up, bias, expert, gradient, out, columns, limit: tl.constexpr, alpha: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The gradient of `activation` by `gate_up`, (columns,) to (2 * columns,), for one row."""
+    """One row of the gradient by `gate_up` (rows, 2 * columns), from that by the output of `activation`."""
     row = tl.program_id(0).to(tl.int64)
     gate_in, up_in = load_gate_up(gate_up, bias, row, tl.load(expert + row), columns, BLOCK)
     gate = tl.minimum(gate_in, limit)

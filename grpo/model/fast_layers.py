@@ -76,7 +76,7 @@ def forward(model: GptOssForCausalLM, ids: Tensor) -> Tensor:
     fast, mask = model.config._attn_implementation == FAST, None
     if fast:
         dtype = torch.bfloat16 if ids.is_cuda else torch.float32
-        # Padding stands behind the tokens, so that causality hides it.
+        # Padding comes after the tokens, so the causal mask hides it from them.
         causal = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).tril()
         sliding = causal.triu(1 - (model.config.sliding_window or ids.shape[1]))
         mask = {"full_attention": additive_mask(causal, dtype), "sliding_attention": additive_mask(sliding, dtype)}

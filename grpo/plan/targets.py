@@ -10,7 +10,7 @@ from typing import Any
 from grpo.plan.hub import ModelConfig
 from grpo.settings import Problems, listed, nearest
 
-# PEFT's `all-linear` reaches these in a gpt-oss: router and experts are raw parameters.
+# The modules that PEFT's `all-linear` adapts in a gpt-oss. Its router and experts are raw parameters, not modules.
 LINEAR_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 # `experts`, `7.experts`, or as PEFT's target_parameters spell it: `7.mlp.experts.gate_up_proj`, with any prefix.
@@ -159,7 +159,9 @@ def check_targets(targets: str, config: ModelConfig | None, problems: Problems) 
                 near = nearest(word, ("all-linear", *LINEAR_MODULES, "experts"))
             problems.add("LORA_TARGETS", f"{word!r} is nothing in gpt-oss that takes an adapter{near}", fix)
         elif not matrices:
-            problems.add("LORA_TARGETS", f"{word!r} matches nothing", f"The model has layers 0 to {layers - 1}")
+            problems.add(
+                "LORA_TARGETS", f"{word!r} matches nothing in the model", f"The model has layers 0 to {layers - 1}"
+            )
     if not listed(targets):
         problems.add("LORA_TARGETS", "it names no module", fix)
     matched = target_matrices(targets, layers)

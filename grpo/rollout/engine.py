@@ -97,8 +97,8 @@ def engine_arguments(settings: Settings, plan: EnginePlan, model_path: str, gpu_
         "seed": settings.SEED,
     }
     if not settings.VLLM_EAGER:
-        # Decoding repeats; prefill runs compiled without a graph. Every request carries the adapter, so each size is
-        # captured once, without a second set for requests without it.
+        # CUDA graphs are captured for decoding alone, whose batch sizes repeat; prefill runs compiled without graphs.
+        # Every request carries the adapter, so no second set of graphs is needed for requests without it.
         arguments["compilation_config"] = {
             "cudagraph_mode": "FULL_DECODE_ONLY",
             "cudagraph_capture_sizes": list(plan.capture_sizes),

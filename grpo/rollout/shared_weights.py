@@ -19,13 +19,13 @@ SCALES = {"name": "HOPPER_SCALE", "mx_axis": 1, "num_warps": 8}
 
 
 def share_weights(policy: torch.nn.Module, model: Any) -> list[int]:
-    """Lends `policy`, loaded without them, the weights of vLLM's GptOss `model` that never change: the experts of each
-    layer, embeddings and head. Returns the addresses of the tensors.
+    """Lets `policy`, loaded without experts, embeddings and head, use those of vLLM's GptOss `model`, which never
+    change. Returns the addresses of the tensors.
 
-    Raises RuntimeError, and lends nothing, if vLLM keeps them as other tensors or in another layout than on a Hopper
-    card: on other cards, and with LoRA, it takes other kernels."""
+    Raises RuntimeError, and changes nothing, if vLLM keeps them as other tensors or in another layout than on a Hopper
+    card: on other cards, and with vLLM's own LoRA, its experts have other kernels."""
     if base_of(policy).config.tie_word_embeddings:
-        raise RuntimeError("vLLM reads no head where the embeddings are tied to it")
+        raise RuntimeError("vLLM loads no head of its own where embeddings and head are tied")
     modules, tables, experts = quantized_experts(policy), tables_of(policy), []
     try:
         for module, layer in zip(modules, model.model.layers, strict=True):

@@ -59,7 +59,11 @@ def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> 
     if not folder.exists() or all(path.name in NO_RUN for path in folder.iterdir()):
         archive = layout.zip_path(folder)
         if archive.is_file() and not settings.OVERWRITE:
-            problems.add(where, f"{archive} of an earlier run is there", f"Move it away, set OVERWRITE=1, or {OTHER}")
+            problems.add(
+                where,
+                f"{archive} of an earlier run is there",
+                f"Move it away, set OVERWRITE=1 to replace it, or {OTHER}",
+            )
         return RunState(folder)
     deleting = (folder / DELETING).is_file()
     try:
@@ -141,13 +145,13 @@ def check_logs(folder: Path, step: int, checkpoint: Path, where: str, problems: 
     for name, end in read_sealed(checkpoint / MANIFEST)["ends"].items():
         path = folder / name
         if not path.exists():
-            notes.append(f"{name} is not there: it begins again at step {step + 1}")
+            notes.append(f"{name} is not there: a new one begins at step {step + 1}")
         elif not begins_with(path, end):
             fault = f"{name} is no longer what was written until {checkpoint.name}: it was edited or damaged"
             fix = "Put another copy in its place (the run's zip may have one), move it away to go on without its rows"
             problems.add(where, fault, f"{fix}, set OVERWRITE=1 to start again, or {OTHER}")
         elif not has_known_columns(path):
-            fix = "Finish the run with the version that began it (up to commit 7add771: with that one)"
+            fix = "Finish the run with the version that began it (commit 7add771 for one that began before it)"
             fault = f"{name}: it has other columns than this version writes"
             problems.add(where, fault, f"{fix}, set OVERWRITE=1 to start again, or {OTHER}")
     return notes

@@ -42,7 +42,7 @@ class Ranks:
     run_id: str = ""  # differs for every start by the launcher, restarts included
     launched: bool = False  # by torchrun or a similar program, whose own exit code is the same for every failure
     summed_bytes: int = 0  # that were added up over all ranks, for the benchmark
-    # This is called before a process is ended that did not notice in time that another one is gone.
+    # Called before this process is killed because it did not notice in time that another rank had died.
     on_lost: Callable[[RankLost], None] = lambda lost: None
 
     @classmethod

@@ -296,7 +296,7 @@ def test_a_log_that_was_edited_is_refused(tmp_path, name, edit, is_refused):
     assert "Put another copy in its place (the run's zip may have one), move it away" in problem
     (folder / name).unlink()
     state, problems = inspect(settings)
-    assert not problems and state.notes[1] == f"{name} is not there: it begins again at step 5", "the way on"
+    assert not problems and state.notes[1] == f"{name} is not there: a new one begins at step 5", "the way on"
     prepare_run(state, settings, {})
     write_steps(folder, [5], PER_STEP, saved=[])
     assert inspect(settings)[0].step == 4, "killed before the next checkpoint, it continues from the same one"
