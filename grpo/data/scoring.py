@@ -319,7 +319,9 @@ def score(
         "log_extra": log_extra,
         "log_metric": log_metric,
     }
-    values = [function(**arguments) for function in functions]
+    # Each function gets values of its own: one that changes a list in place changes nothing for the next.
+    plain = {name: arguments.pop(name) for name in ("trainer_state", "log_extra", "log_metric")}
+    values = [function(**copy.deepcopy(arguments), **plain) for function in functions]
     return [[math.nan if value is None else value for value in row] for row in zip(*values, strict=True)]
 
 

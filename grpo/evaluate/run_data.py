@@ -45,6 +45,10 @@ def finite(values: pandas.Series) -> pandas.Series:
 def read_metrics(path: Path) -> pandas.DataFrame:
     """metrics.csv: `step` holds whole numbers, `time` text, every other column finite numbers, NaN where there is none.
     Raises ReportError where the file is no log of a run."""
+    try:
+        durable.require_regular(path)
+    except ValueError as error:
+        raise ReportError(f"{path.parent}: {error}") from None
     text = path.read_text(encoding="utf-8", errors="replace")
     whole = text[: text.rfind("\n") + 1]  # the row that is being written has no line feed yet
     try:
@@ -110,12 +114,13 @@ def read_examples(path: Path, record: Mapping[str, Any]) -> dict[str, pandas.Dat
     rows = pandas.DataFrame(columns=[*COMPLETIONS, PROMPT], dtype=str)
     options = {"dtype": str, "na_filter": False, "encoding_errors": "replace", "on_bad_lines": "skip"}
     try:
+        durable.require_regular(path)
         for chunk in pandas.read_csv(path, chunksize=ROWS, **options):
             chunk = chunk.reindex(columns=rows.columns, fill_value="").fillna("")
             kinds = examples_of(pandas.concat([rows, chunk], ignore_index=True)).values()
             rows = pandas.concat(kinds).drop_duplicates() if kinds else rows
-    except (FileNotFoundError, pandas.errors.EmptyDataError, pandas.errors.ParserError):
-        pass  # There is no completion yet, or the last row is being written.
+    except (FileNotFoundError, ValueError):
+        pass  # There is no completion yet, the last row is being written, or the file is no CSV.
     prompts = {} if rows[PROMPT].all() else read_prompts(record)
     texts = [text or prompts.get(name, "") for name, text in zip(rows["prompt_id"], rows[PROMPT], strict=True)]
     return examples_of(rows.assign(completion=rows["completion"].map(cut), prompt=[cut(text) for text in texts]))

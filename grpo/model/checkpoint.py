@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import glob
 import json
 import lzma
 import os
@@ -44,6 +46,36 @@ def is_checkpoint(path: Path) -> bool:
 
 
 @contextlib.contextmanager
+def locked(folder: Path) -> Iterator[bool]:
+    """Whether this process could lock a folder, for as long as the block lasts. The lock ends with its process, however
+    that ends."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield True
+    except BlockingIOError:
+        yield False
+    finally:
+        os.close(descriptor)
+
+
+def remove_leftovers(out: Path) -> None:
+    """Deletes what processes that were killed left beside `out`. The earlier `out` comes back where it had been moved
+    away and nothing was put in its place."""
+    for leftover in out.parent.glob(f".{glob.escape(out.name)}-*.tmp"):
+        with contextlib.suppress(OSError), locked(leftover) as is_free:
+            if is_free:
+                shutil.rmtree(leftover, ignore_errors=True)
+    for old in out.parent.glob(f".{glob.escape(out.name)}-*.old"):
+        if old.with_suffix(".tmp").exists():  # Another process is about to put it there.
+            continue
+        if os.path.lexists(out):
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            os.replace(old, out)
+
+
+@contextlib.contextmanager
 def new_directory(out: Path, force: bool) -> Iterator[Path]:
     """Yield a temporary sibling of `out` that becomes `out` by a rename if the body succeeds and is removed if not.
 
@@ -51,6 +83,7 @@ def new_directory(out: Path, force: bool) -> Iterator[Path]:
     project could have written is ever replaced.
     """
     out = out.absolute()
+    remove_leftovers(out)
     occupied = out.exists() and (not out.is_dir() or any(out.iterdir()))
     if occupied and not force:
         raise ModelError(f"{out} exists and is not empty: move it away, choose another folder, or use --force")
@@ -62,15 +95,18 @@ def new_directory(out: Path, force: bool) -> Iterator[Path]:
     except OSError as error:
         raise ModelError(f"cannot write beside {out}: {error}") from error
     try:
-        yield temporary
-        temporary.chmod(0o755)  # mkdtemp's 0o700 would hide the model from others, and so would safetensors' 0o600
-        for path in filter(Path.is_file, temporary.rglob("*")):
-            path.chmod(0o644)
-        if occupied:
-            os.replace(out, old := temporary.with_suffix(".old"))
-        os.replace(temporary, out)  # replaces an empty directory too
-        if occupied:
-            shutil.rmtree(old)
+        with locked(temporary):
+            yield temporary
+            # mkdtemp makes folders, and safetensors files, for their owner alone.
+            os.umask(umask := os.umask(0o077))
+            temporary.chmod(0o777 & ~umask)
+            for path in filter(Path.is_file, temporary.rglob("*")):
+                path.chmod(0o666 & ~umask)
+            if occupied:
+                os.replace(out, old := temporary.with_suffix(".old"))
+            os.replace(temporary, out)  # This replaces an empty folder as well.
+            if occupied:
+                shutil.rmtree(old)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -33,6 +33,7 @@ from grpo.run.ending import UnloadableModel
 from grpo.run.layout import full_disk
 from grpo.settings import Settings, described, log
 
+LARGEST_WEIGHT = 1e6  # of an adapter; those of a trained one are far below 10
 # Embeddings and output head, which vLLM can lend, as it can the experts.
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 
@@ -190,8 +191,13 @@ def load_to_train(
 
 
 def load_adapter(policy: PeftModel, folder: str | Path) -> None:
-    """Replace the weights of the policy's adapter by those in `folder`, of the same rank and targets, to train on."""
+    """Replace the weights of the policy's adapter by those in `folder`, of the same rank and targets, to train on.
+    Raises UnloadableModel where a weight is not finite, or too large for any use."""
     policy.load_adapter(str(Path(folder).expanduser()), "default", is_trainable=True)
+    for name, parameter in policy.named_parameters():
+        if parameter.requires_grad and not parameter.detach().abs().max() < LARGEST_WEIGHT:  # NaN is not less either.
+            fault = f"its weight {name} is not finite, or {LARGEST_WEIGHT:.0e} and more"
+            raise UnloadableModel(f"INIT_ADAPTER={folder}: {fault}. Name another adapter (a run's best/, a checkpoint)")
 
 
 def load_tokenizer(model_path: str) -> PreTrainedTokenizerBase:

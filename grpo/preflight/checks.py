@@ -36,6 +36,7 @@ from grpo.settings import (
     unknown_variables,
 )
 from grpo.settings_table import MOST_COMPLETIONS, TASK_FILES
+from grpo.tasks.figure_text import part
 
 
 def check_attention(settings: Settings, machine: Machine, problems: Problems) -> None:
@@ -182,9 +183,12 @@ def check_disk(settings: Settings, files: ModelFiles, adapter: float, problems: 
     for name, path, need, purpose in (
         ("OUTPUT_DIR", Path(settings.OUTPUT_DIR), output, "checkpoints, logs and the zip"),
         (cache, home, download if download > 0.2 else 0.0, "the checkpoint's download"),
+        ("HOME", Path(os.path.expanduser("~")), 0.05, "the caches of PyTorch, Triton and the Hub's library"),
     ):
         if need and (fault := path_fault(path)):
             problems.add(f"{name}={path}", fault, "Name a folder for it")
+        elif need and not os.access(existing_parent(path), os.W_OK):
+            problems.add(f"{name}={path}", f"{purpose} cannot be written there", f"Point {name} to a folder of yours")
         elif need and (free := shutil.disk_usage(existing_parent(path)).free / GIB) < need:
             fault = f"{purpose} need {need:.1f} GiB and {free:.1f} GiB are free"
             problems.add(f"{name}={path}", fault, f"Free space, or point {name} to a larger disk")
@@ -196,14 +200,14 @@ def continue_run(resolved: ResolvedRun, run: RunState, problems: Problems) -> Re
     resolved, settings = dataclasses.replace(resolved, run=run), resolved.settings
     if not run.checkpoint or not resolved.plan:
         return resolved
-    began_with_vllm, _ = run.choices.get("rollouts") or (resolved.use_vllm, "")
-    recorded = (run.choices.get("plan") or {}).get("generation_batch")
+    rollouts, recorded = run.choices.get("rollouts"), part(run.choices, "plan").get("generation_batch")
+    began_with_vllm = bool(rollouts[0]) if isinstance(rollouts, list) and rollouts else resolved.use_vllm
     if began_with_vllm != resolved.use_vllm and settings.USE_VLLM is None:
         before, now = f"USE_VLLM={int(began_with_vllm)}", f"USE_VLLM={int(resolved.use_vllm)}"
         fault = f"the run in {run.folder} was started with {before}, now it is {int(resolved.use_vllm)}"
         fault += f" ({resolved.reasons['use_vllm']})"
         problems.add("USE_VLLM", fault, f"Set {before} to continue as before, {now} to go on like this")
-    elif began_with_vllm == resolved.use_vllm and recorded and settings.GENERATION_BATCH is None:
+    elif began_with_vllm == resolved.use_vllm and isinstance(recorded, int) and settings.GENERATION_BATCH is None:
         reason = "as the run was started"
         plan = dataclasses.replace(resolved.plan, generation_batch=recorded, generation_batch_reason=reason)
         return dataclasses.replace(resolved, plan=plan)

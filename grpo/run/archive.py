@@ -130,7 +130,8 @@ def write_zip(folder: Path) -> Path:
         for path in sorted(folder.rglob("*"), key=lambda path: (not path.is_relative_to(folder / BEST), path)):
             if path.is_symlink() or not path.is_file() or path.suffix in (*PICKLES, ".tmp"):
                 continue
-            name = path.relative_to(folder.parent)
+            # A zip's names are UTF-8; those of this file system may be any bytes.
+            name = os.fsencode(path.relative_to(folder.parent)).decode("utf-8", "backslashreplace")
             if path.name not in PATHS_IN:
                 archive.write(path, name)
                 continue

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from grpo.run.durable import Record, file_sha256, read_sealed, write_sealed
+from grpo.run.durable import Record, file_sha256, read_sealed, sync, sync_files, write_sealed
 from grpo.run.layout import ADAPTER, BEST, COMPLETE, MANIFEST, unused_path
 from grpo.settings_table import TASK_FILES
 
@@ -97,6 +97,7 @@ def replace_best(folder: Path, save: Callable[[Path], None], record: Record) -> 
     try:
         new.mkdir()
         save(new)
+        sync_files(new)  # A power cut after the old folder is gone must not find empty files in the new one.
         record["adapter_sha256"] = file_sha256(new / ADAPTER)
         write_sealed(new / "best.json", record)  # This comes last: with it the folder is whole.
     except Exception:  # A full disk has no room for a part of it.
@@ -105,6 +106,7 @@ def replace_best(folder: Path, save: Callable[[Path], None], record: Record) -> 
     if best.exists():
         best.rename(old)
     new.rename(best)
+    sync(folder)
     shutil.rmtree(old, ignore_errors=True)
 
 

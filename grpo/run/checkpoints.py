@@ -59,7 +59,7 @@ def checkpoint_fault(checkpoint: Path, step: int) -> str | None:
         return f"{MANIFEST} is damaged ({error})"
     except (OSError, KeyError) as error:
         return f"{name} cannot be read ({error})"
-    if not isinstance(ends := record.get("ends"), dict):
+    if (ends := record.get("ends")) is None:
         return f"{MANIFEST} does not say how long the logs were ({EARLIER})"
     saved_step = read_json(checkpoint / "trainer_state.json", empty=(OSError, ValueError)).get("global_step")
     if saved_step != step:
@@ -74,7 +74,7 @@ def checkpoint_fault(checkpoint: Path, step: int) -> str | None:
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """Step and folder of every checkpoint, whole or not, in order."""
     steps = ((path.name.removeprefix("checkpoint-"), path) for path in folder.glob("checkpoint-*") if path.is_dir())
-    return sorted((int(step), path) for step, path in steps if step.isdigit())
+    return sorted((int(step), path) for step, path in steps if step.isascii() and step.isdigit())
 
 
 def find_checkpoint(folder: Path) -> tuple[int, Path | None, dict[Path, str]]:

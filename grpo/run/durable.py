@@ -10,15 +10,32 @@ import json
 import os
 import secrets
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from grpo.settings import Problems, log
 
 SEAL = "sha256"  # The key of a JSON record under which the checksum of all its other values stands.
 Record = dict[str, Any]  # A JSON object: json.loads knows no more about its values.
+# The types of the values that are used of each record, by its file's name. `read_json` refuses other ones; a value may
+# be missing.
+TYPES: dict[str, dict[str, Any]] = {
+    "settings.json": {"settings": dict, "sources": dict, "choices": dict, "machine": dict, "data_sha256": str},
+    "deleting.json": {"settings": dict, "choices": dict, "data_sha256": str},
+    "manifest.json": {"files": dict[str, str], "ends": dict[str, tuple[int, str]]},
+    "complete.json": {"steps": int, "adapter_sha256": str},
+    "best.json": {
+        "by": str, "figure": str, "base": dict[str, float], "measured": dict, "evaluated": list[dict[str, float]],
+        "step": int, "value": float, "base_value": float, "better_than_base": bool, "in_words": str,
+        "adapter_sha256": str,
+    },
+    "evaluation.json": {"before": dict, "before_greedy": dict, "after": dict, "difference": dict},
+    "closed_loop.json": {"windows": list[dict], "totals": dict[str, dict]},
+}  # fmt: skip
+LARGEST = 2**28  # bytes of a file that is read at once; the records of the longest runs have a few million
 
 
 def sync(path: Path) -> None:
@@ -101,15 +118,50 @@ def check_writable(path: Path, problems: Problems) -> None:
         problems.add(str(path), f"cannot be written: {error.strerror}", "Name another --out, in a folder that exists")
 
 
+def require_regular(path: Path) -> int:
+    """The size of a file in bytes. Raises ValueError with its name where reading it might never end, as of a pipe, and
+    OSError where it is not there."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{path.name} is not a regular file")
+    return status.st_size
+
+
+def type_fault(value: object, kind: Any, name: str) -> str | None:
+    """Why a JSON value, called `name`, is not of the type `kind`, such as `int` or `dict[str, tuple[int, str]]`; None
+    where it is. A float may be whole; a tuple is a JSON array of that length."""
+    origin, arguments = get_origin(kind) or kind, get_args(kind)
+    accepted = {float: (int, float), tuple: (list,)}.get(origin, (origin,))
+    if not isinstance(value, accepted) or (isinstance(value, bool) and origin is not bool):
+        words = {dict: "an object", list: "an array", tuple: "an array", str: "a text", bool: "true or false"}
+        return f"`{name}` is not {words.get(origin, 'a number')}"
+    parts: list[tuple[object, Any]] = []
+    if isinstance(value, dict) and arguments:
+        parts = [(element, arguments[1]) for element in value.values()]
+    elif isinstance(value, list) and origin is tuple:
+        if len(value) != len(arguments):
+            return f"`{name}` has {len(value)} elements instead of {len(arguments)}"
+        parts = list(zip(value, arguments, strict=True))
+    elif isinstance(value, list) and arguments:
+        parts = [(element, arguments[0]) for element in value]
+    return next(filter(None, (type_fault(element, part, name) for element, part in parts)), None)
+
+
 def read_json(path: Path, empty: tuple[type[Exception], ...] = ()) -> Record:
     """The object in a JSON file; an empty one instead of the errors in `empty`. Raises OSError where the file cannot be
-    read, and ValueError with the file's name where it holds no JSON object."""
+    read, and ValueError with the file's name where it holds no JSON object, or a value of another type than TYPES
+    says."""
     failure: OSError | ValueError
     try:
+        if require_regular(path) > LARGEST:
+            raise ValueError(f"it is larger than {LARGEST / 2**20:.0f} MiB")
         record = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(record, dict):
-            return record
-        failure = ValueError(f"{path.name} holds no JSON object")
+        if not isinstance(record, dict):
+            raise ValueError("it holds no JSON object")
+        for name, kind in TYPES.get(path.name, {}).items():
+            if name in record and (fault := type_fault(record[name], kind, name)):
+                raise ValueError(fault)
+        return record
     except OSError as error:
         failure = error
     except (ValueError, RecursionError) as error:
@@ -153,5 +205,10 @@ def is_intact(path: Path) -> bool:
 
 
 def file_sha256(path: Path) -> str:
+    """The SHA-256 of a file. Raises OSError where it cannot be read, or is no regular file."""
+    try:
+        require_regular(path)
+    except ValueError as error:
+        raise OSError(errno.EINVAL, str(error)) from None
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -194,12 +194,14 @@ def write_end(folder: Path, code: int, reason: str) -> None:
 def end_quietly(main: Callable[[], int]) -> int:
     """The exit code of `main`. Where the reader of its output is gone (`--help | head`), there is no traceback, and the
     code is that of a command which SIGPIPE ends."""
+    code = None
     try:
         code = main()
         sys.stdout.flush()
         return code
-    except BrokenPipeError:
-        if not is_unread(sys.stdout.fileno()):
+    except OSError as error:
+        is_pipe = isinstance(error, BrokenPipeError) and is_unread(sys.stdout.fileno())
+        if code is None and not is_pipe:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends.
-        return 128 + signal.SIGPIPE
+        return 128 + signal.SIGPIPE if is_pipe or code is None else code

@@ -22,6 +22,7 @@ from statistics import fmean, median, stdev
 
 from grpo.data.scoring import Completion, completion_rates, is_answer
 from grpo.phases import BAR
+from grpo.run.durable import require_regular
 from grpo.run.layout import LOGS
 from grpo.settings import log
 from grpo.settings_table import TASK_FIGURES
@@ -215,15 +216,17 @@ class Pace:
     @classmethod
     def read(cls, metrics: Path, total: int, eval_steps: int) -> Pace:
         """The pace by a metrics.csv, which may be missing."""
-        with contextlib.suppress(OSError), metrics.open(newline="", encoding="utf-8", errors="replace") as file:
-            return cls(total, eval_steps, csv.DictReader(file))
+        with contextlib.suppress(OSError, ValueError, csv.Error):
+            require_regular(metrics)
+            with metrics.open(newline="", encoding="utf-8", errors="replace") as file:
+                return cls(total, eval_steps, csv.DictReader(file))
         return cls(total, eval_steps)
 
     def add(self, row: Mapping[str, Cell]) -> None:
-        """Adds the times of a row, text or numbers; an empty cell, None and NaN do not count."""
+        """Adds the times of a row, text or numbers; an empty cell, None and what is not finite do not count."""
         for column, seconds in (("step_s", self.step_s), ("eval_s", self.eval_s)):
             with contextlib.suppress(ValueError):
-                if not math.isnan(value := float(row.get(column) or "nan")):
+                if math.isfinite(value := float(row.get(column) or "nan")):
                     seconds.append(value)
 
     def evaluations_left(self, step: int) -> int:

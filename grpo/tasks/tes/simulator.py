@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -168,9 +169,10 @@ class ClosedLoop(Simulator):
             tes_record.run_model(plan, record, name + GREEDY if is_greedy else name, ask)
 
     def figures(self, record: Record, name: str) -> dict[str, float]:
-        total = record["totals"][name]
-        figures = {"plant_regret": total["regret_percent"], "plant_unserved_kwh": total["unserved_kwh"]}
-        return {column: value for column, value in figures.items() if value is not None}
+        total = part(record, "totals", name)
+        names = {"plant_regret": "regret_percent", "plant_unserved_kwh": "unserved_kwh"}
+        figures = {column: finite(total.get(key)) for column, key in names.items()}
+        return {column: value for column, value in figures.items() if not math.isnan(value)}
 
     def summary(self, record: Record, name: str) -> str:
         return f"{super().summary(record, name)}, {unserved_text(record['totals'][name], len(record['windows']))}"
