@@ -87,9 +87,8 @@ def test_rows_end_in_their_answer(rows, tokenizer):
     assert tokenizer.decode(answer, skip_special_tokens=False) == "<|channel|>final<|message|>[0]<|return|>"
     assert [tokenizer.id_to_token(token) for token in rows.actions] == list("0123")
     ids, lengths = rows.batch(torch.arange(len(rows)))
-    assert ids.shape[1] % 8 == 0 and lengths.max() <= ids.shape[1]
+    assert ids.shape[1] % 8 == 0 and rows.readings.mean(0).abs().max() < 1e-4
     assert all(row[n - len(answer) : n].tolist() == answer for row, n in zip(ids, lengths, strict=True))
-    assert rows.readings.mean(0).abs().max() < 1e-4
     # The state that predicts a token stands before it.
     before = at_answer(torch.arange(ids.shape[1]).expand(len(ids), -1)[..., None], lengths, len(answer))[..., 0]
     assert (ids.gather(1, before + 1) == torch.tensor(answer)).all()
@@ -120,9 +119,7 @@ def test_figures_are_what_sampling_earns(model, rows, monkeypatch):
 
 def test_the_warm_up_learns_format_text_and_readings(model, rows):
     """Few steps on few rows: each part of the loss falls, experts are then what MXFP4 can say, and stay so."""
-    lines = []
     training = WarmUp(model, rows, RECIPE, 0)
-    before, explained = figures(model, rows), training.explained()
     ids, lengths = rows.batch(torch.arange(8))
 
     def text() -> float:
@@ -130,19 +127,17 @@ def test_the_warm_up_learns_format_text_and_readings(model, rows):
             logp = log_probs(model, forward(model, ids)[:, :-1]).gather(-1, ids[:, 1:, None])[..., 0]
         return -logp[:, : int(lengths.min()) - len(rows.answer) - 1].mean().item()
 
-    first = text()
-    training.phase(0.9, RECIPE.lr, lines.append)
-    after = figures(model, rows)
-    assert after["parse_rate"] > 10 * before["parse_rate"] and text() < first - 0.3
+    before, explained, first = figures(model, rows), training.explained(), text()
+    training.phase(0.9, RECIPE.lr, print)
+    assert figures(model, rows)["parse_rate"] > 10 * before["parse_rate"] and text() < first - 0.3
     assert training.explained() > explained + 0.1 and training.step == 36
     stored = quantize_experts(model)
     kept = model.model.layers[1].mlp.experts.down_proj.clone()
-    training.phase(1.0, RECIPE.lr / 4, lines.append)
+    training.phase(1.0, RECIPE.lr / 4, print)
     assert torch.equal(model.model.layers[1].mlp.experts.down_proj, kept) and len(stored) == 16
 
 
 def test_warm_up_rows_differ_from_all_others():
-    """Neither warm-up nor probe rows share a prompt with each other or with the data of the run."""
     warm = {row.prompt for row in warmup_rows((WARMUP_SEED, 3, "full"))}
     probe = {row.prompt for row in warmup_rows((PROBE_SEED, 3, "full"))}
     assert len(warm) == 120 and not warm & probe

@@ -16,7 +16,7 @@ import shlex
 import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import vllm_source
@@ -55,6 +55,32 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+class Definition(NamedTuple):
+    """A class, function or variable: the module that it stands in, and its syntax tree."""
+
+    module: str
+    node: ast.stmt
+
+    @property
+    def text(self) -> str:
+        return ast.unparse(self.node)
+
+    @property
+    def fields(self) -> list[str]:
+        """Annotated variables of a class: those of a dataclass or struct, in order."""
+        return [node.target.id for node in self.node.body if isinstance(node, ast.AnnAssign)]
+
+    @property
+    def signature(self) -> inspect.Signature:
+        """A function's, every default None."""
+        arguments = ast.parse(self.text).body[0].args
+        arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
+        arguments.kw_defaults = [default and ast.Constant(None) for default in arguments.kw_defaults]
+        scope: dict[str, Any] = {}
+        exec(f"from __future__ import annotations\ndef function({ast.unparse(arguments)}): ...", scope)
+        return inspect.signature(scope["function"])
+
+
 class Source:
     """The package in `root`, and its copy of triton_kernels under that name."""
 
@@ -70,54 +96,29 @@ class Source:
         return path
 
     def find(self, module: str, name: str) -> Definition:
-        """The definition behind `from module import name`; imports are followed."""
+        """The definition behind `from module import name`, or that of a member (`LLM.sleep`); imports and base classes
+        are followed."""
+        name, _, member = name.partition(".")
         path = self.path(module)
-        statements = list(top_level(parsed(path).body))
-        for node in statements:
+        for node in top_level(parsed(path).body):
             if name in names_of(node):
-                return Definition(self, module, node)
+                return self.member(module, node, member) if member else Definition(module, node)
             for alias in node.names if isinstance(node, ast.ImportFrom) else ():
                 if (alias.asname or alias.name) == name:
                     keep = module.split(".")
                     keep = keep[: len(keep) - node.level + (path.name == "__init__.py")] if node.level else []
-                    return self.find(".".join([*keep, *filter(None, [node.module])]), alias.name)
+                    target = ".".join([*keep, *filter(None, [node.module])])
+                    return self.find(target, f"{alias.name}.{member}" if member else alias.name)
         raise AssertionError(f"{module} has no {name}")
 
-
-class Definition:
-    """A class, function or variable: where it stands, and its syntax tree."""
-
-    def __init__(self, source: Source, module: str, node: ast.stmt):
-        self.source, self.module, self.node = source, module, node
-
-    @property
-    def text(self) -> str:
-        return ast.unparse(self.node)
-
-    @property
-    def fields(self) -> list[str]:
-        """Annotated variables of a class: those of a dataclass or struct, in order."""
-        return [node.target.id for node in self.node.body if isinstance(node, ast.AnnAssign)]
-
-    def member(self, name: str) -> Definition:
-        """A method or class variable, the class's own or a base's."""
-        for node in top_level(self.node.body):
+    def member(self, module: str, owner: ast.stmt, name: str) -> Definition:
+        for node in top_level(owner.body):
             if name in names_of(node):
-                return Definition(self.source, self.module, node)
-        for base in self.node.bases:
+                return Definition(module, node)
+        for base in owner.bases:
             with contextlib.suppress(AssertionError):
-                return self.source.find(self.module, ast.unparse(base)).member(name)
-        raise AssertionError(f"{self.module}.{self.node.name} has no {name}")
-
-    @property
-    def signature(self) -> inspect.Signature:
-        """A function's, every default None."""
-        arguments = ast.parse(self.text).body[0].args
-        arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
-        arguments.kw_defaults = [default and ast.Constant(None) for default in arguments.kw_defaults]
-        scope: dict[str, Any] = {}
-        exec(f"from __future__ import annotations\ndef function({ast.unparse(arguments)}): ...", scope)
-        return inspect.signature(scope["function"])
+                return self.find(module, f"{ast.unparse(base)}.{name}")
+        raise AssertionError(f"{module}.{owner.name} has no {name}")
 
 
 @pytest.fixture(scope="module")
@@ -156,23 +157,21 @@ def test_vllm_has_every_name_that_is_imported(vllm):
         vllm.find(module, name)
 
 
-@pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("sync", SYNCS)
-def test_vllm_takes_the_engine_arguments(vllm, sync, eager):
+def test_vllm_takes_the_engine_arguments(vllm, sync):
     """`LLM` passes what it does not name itself on to EngineArgs."""
-    settings = Settings(ROLLOUT_SYNC=sync, VLLM_EAGER=eager)
+    settings = Settings(ROLLOUT_SYNC=sync)
     plan = plan_memory(settings, Shapes(REAL_CONFIG, H100, 930, "eager", checkpoint=12.9)).engine
     arguments = engine_arguments(settings, plan, "/model", H100.gpu_total)
-    init = vllm.find("vllm", "LLM").member("__init__")
+    init = vllm.find("vllm", "LLM.__init__")
     named = {name for name, p in init.signature.parameters.items() if p.kind != p.VAR_KEYWORD}
     call = next(n for n in ast.walk(init.node) if isinstance(n, ast.Call) and ast.unparse(n.func) == "EngineArgs")
     assert None in {keyword.arg for keyword in call.keywords}, "LLM passes no **kwargs on"
     passed_on = set(vllm.find("vllm", "EngineArgs").fields) - {keyword.arg for keyword in call.keywords}
     assert not set(arguments) - named - passed_on
-    if not eager:
-        compilation = arguments["compilation_config"]
-        assert not set(compilation) - set(vllm.find("vllm.config.compilation", "CompilationConfig").fields)
-        vllm.find("vllm.config.compilation", "CUDAGraphMode").member(compilation["cudagraph_mode"])
+    compilation = arguments["compilation_config"]
+    assert not set(compilation) - set(vllm.find("vllm.config.compilation", "CompilationConfig").fields)
+    vllm.find("vllm.config.compilation", f"CUDAGraphMode.{compilation['cudagraph_mode']}")
     assert repr(arguments["logprobs_mode"]) in vllm.find("vllm.config.model", "LogprobsMode").text
 
 
@@ -187,15 +186,14 @@ def test_vllm_takes_the_commands_that_serve_an_adapter(vllm, saved_adapter):
     words = shlex.split(serve)
     assert words[:2] == ["vllm", "serve"] and "--enable-lora" in words and f"saved={saved_adapter.resolve()}" in words
     assert words[words.index("--max-lora-rank") + 1] == "8", "the least that vLLM takes for a rank of 3"
-    known = set(re.findall(r'"(--[a-z-]+)"', vllm.find("vllm.engine.arg_utils", "EngineArgs").text.replace("'", '"')))
+    known = set(re.findall(r"'(--[a-z-]+)'", vllm.find("vllm.engine.arg_utils", "EngineArgs").text))
     frontend = vllm.find("vllm.entrypoints.openai.cli_args", "BaseFrontendArgs").fields
     known |= {"--" + name.replace("_", "-") for name in frontend}
-    options = {word for word in words if word.startswith("--")}
-    assert len(options) == 5 and options <= known, options - known
+    assert {word for word in words if word.startswith("--")} <= known
     words = shlex.split(curl)
     body = json.loads(words[words.index("-d") + 1])
-    fields = vllm.find("vllm.entrypoints.openai.completion.protocol", "CompletionRequest").fields
-    assert set(body) <= set(fields) and body["model"] == "saved" and body["prompt"].endswith("<|start|>assistant")
+    assert set(body) <= set(vllm.find("vllm.entrypoints.openai.completion.protocol", "CompletionRequest").fields)
+    assert body["model"] == "saved" and body["prompt"].endswith("<|start|>assistant")
     routes = vllm.path("vllm.entrypoints.openai.completion.api_router").read_text(encoding="utf-8")
     assert f'"{words[1].removeprefix("http://localhost:8000")}"' in routes
 
@@ -213,9 +211,9 @@ def test_vllm_takes_the_calls_of_the_engine(vllm):
     assert used == {"generate", "apply_model", "sleep", "wake_up", "reset_prefix_cache", "llm_engine.add_lora"}
     for name, forms in calls.items():
         *owner, method = name.removeprefix("self.llm.").split(".")
-        whole = vllm.find(*(("vllm.v1.engine.llm_engine", "LLMEngine") if owner else ("vllm", "LLM")))
+        whole = ("vllm.v1.engine.llm_engine", f"LLMEngine.{method}") if owner else ("vllm", f"LLM.{method}")
         for positional, keywords in forms:  # TypeError: it does not fit
-            whole.member(method).signature.bind(*[None] * (positional + 1), **dict.fromkeys(keywords))
+            vllm.find(*whole).signature.bind(*[None] * (positional + 1), **dict.fromkeys(keywords))
 
 
 def test_vllm_has_the_sampling_parameters_and_requests_of_the_engine(vllm):
@@ -230,10 +228,8 @@ def test_vllm_has_the_sampling_parameters_and_requests_of_the_engine(vllm):
 
 
 ALLOCATOR, BACKENDS = "vllm.device_allocator", "vllm.device_allocator.sleep_mode_backend"
-GPT_OSS, LLM_ENGINE = "vllm.model_executor.models.gpt_oss", "vllm.v1.engine.llm_engine"
-WORKER, EMBEDDING = "vllm.v1.worker.gpu_worker", "vllm.model_executor.layers.vocab_parallel_embedding"
-MOE, SWIZZLE = "vllm.model_executor.layers.fused_moe", "vllm.model_executor.layers.quantization.utils.mxfp4_utils"
-LAYOUTS = "triton_kernels.tensor_details.layout_details"
+GPT_OSS, WORKER = "vllm.model_executor.models.gpt_oss", "vllm.v1.worker.gpu_worker"
+QUANTIZATION = "vllm.model_executor.layers.quantization"
 FIELDS = {  # read of prompts and outputs, of the configuration, of the allocator
     ("vllm", "TokensPrompt"): {"prompt_token_ids"}, ("vllm", "CompletionOutput"): {"token_ids", "logprobs"},
     ("vllm.logprobs", "FlatLogprobs"): {"logprobs"}, ("vllm.logprobs", "Logprob"): {"logprob"},
@@ -243,56 +239,38 @@ FIELDS = {  # read of prompts and outputs, of the configuration, of the allocato
     (ALLOCATOR, "AllocationData"): {"handle", "tag", "cpu_backup_tensor", "is_asleep"},
 }  # fmt: skip
 TEXTS = {  # excerpts of the source of a class or one of its members
-    ("vllm", "LLM"): ["self.llm_engine"], ("vllm", "RequestOutput"): ["self.outputs", "self.prompt_logprobs"],
+    ("vllm", "RequestOutput"): ["self.outputs", "self.prompt_logprobs"],
     ("vllm.entrypoints.offline_utils", "OfflineInferenceMixin._run_engine"): [  # RequestBar is filled by it
         "tqdm_func = use_tqdm if callable(use_tqdm) else tqdm", "tqdm_func(total=num_requests,", "pbar.update(n)",
     ],
-    (LLM_ENGINE, "LLMEngine"): ["self.vllm_config"], (BACKENDS, "SleepModeBackend"): ["self._state"],
-    (BACKENDS, "SleepModeState"): ["'SUSPENDED'"], (BACKENDS, "CuMemBackend.resume"): [".wake_up(tags)"],
+    ("vllm.v1.engine.llm_engine", "LLMEngine"): ["self.vllm_config"],
+    (BACKENDS, "SleepModeBackend"): ["self._state"], (BACKENDS, "CuMemBackend.resume"): [".wake_up(tags)"],
     (BACKENDS, "SleepModeBackendFactory.create_backend"): ["model_config.sleep_mode_backend"],
     (WORKER, "Worker._get_sleep_mode_backend"): ["is None", "create_backend("],  # at the first sleep
     (WORKER, "Worker.sleep"): ["_get_sleep_mode_backend().suspend(level)"],
     (WORKER, "Worker.wake_up"): ["_get_sleep_mode_backend().resume(tags)"],
     (WORKER, "Worker.load_model"): ["tag='weights'"],  # the tag of what is copied
-    (ALLOCATOR, "HandleType"): ["tuple[int, int, int,"],
-    (f"{ALLOCATOR}.cumem", "CuMemAllocator"): ["self.pointer_to_data"],
-    (f"{ALLOCATOR}.cumem", "CuMemAllocator.sleep"): ["size_in_bytes = handle[1]"],
+    (f"{ALLOCATOR}.cumem", "CuMemAllocator"): ["self.pointer_to_data", "size_in_bytes = handle[1]"],
     (f"{ALLOCATOR}.cumem", "CuMemAllocator.wake_up"): [  # whatever has a backup comes back
-        "create_and_map(handle)", "is_asleep = False", "if data.cpu_backup_tensor is not None:",
-        "data.cpu_backup_tensor = None",
+        "create_and_map(handle)", "is_asleep = False", "data.cpu_backup_tensor = None",
         "if tags is None or data.tag in tags:",  # mapped or not
     ],
     # Pushed weights: model.layers.N.attn.qkv_proj.weight, attn.o_proj.weight; with LoRA, base_layer in between.
-    (GPT_OSS, "GptOssForCausalLM"): ["self.model ="], (GPT_OSS, "GptOssModel"): ["self.layers ="],
-    (GPT_OSS, "TransformerBlock"): ["self.attn ="],
     (GPT_OSS, "OAIAttention"): ["self.qkv_proj = QKVParallelLinear(", "self.o_proj ="],
     ("vllm.lora.layers.base_linear", "BaseLinearLayerWithLoRA"): ["self.base_layer ="],
     (GPT_OSS, "GptOssForCausalLM.packed_modules_mapping"): ["{'qkv_proj': ['q_proj', 'k_proj', 'v_proj']}"],
     (GPT_OSS, "GptOssForCausalLM.hf_to_vllm_mapper"): ["'.self_attn.': '.attn.'"],
     # Lent weights: model.layers.N.mlp.experts.routed_experts.w13_weight and ...quant_method.w13_precision_config;
-    # model.embedding.weight and lm_head.weight, in BF16 and with rows behind the vocabulary's.
-    (GPT_OSS, "GptOssModel.__init__"): [
-        "self.embedding = VocabParallelEmbedding(self.config.vocab_size, self.config.hidden_size)",
-    ],
-    (GPT_OSS, "GptOssForCausalLM.__init__"): [
-        "self.lm_head = ParallelLMHead(self.config.vocab_size, self.config.hidden_size,",
-    ],
-    (GPT_OSS, "GptOssForCausalLM.load_weights"): ["skip_prefixes=['lm_head.'] if self.config.tie_word_embeddings"],
-    (EMBEDDING, "UnquantizedEmbeddingMethod.create_weights"): [
-        "torch.empty(sum(output_partition_sizes), input_size_per_partition, dtype=params_dtype)",
-        "register_parameter('weight', weight)",
-    ],
-    (EMBEDDING, "VocabParallelEmbedding.__init__"): ["quant_method = UnquantizedEmbeddingMethod()"],
-    (GPT_OSS, "TransformerBlock.__init__"): ["self.mlp ="], (GPT_OSS, "MLPBlock"): ["self.experts = FusedMoE("],
-    (f"{MOE}.runner.moe_runner", "MoERunner"): ["self.routed_experts = routed_experts"],
-    (f"{MOE}.routed_experts", "RoutedExperts"): ["self.quant_method ="],
-    ("vllm.model_executor.layers.quantization.mxfp4", "GptOssMxfp4MoEMethod._setup_kernel"): [
+    # model.embedding.weight and lm_head.weight.
+    (GPT_OSS, "GptOssModel"): ["self.layers =", "self.embedding = VocabParallelEmbedding("],
+    (GPT_OSS, "GptOssForCausalLM.__init__"): ["self.model =", "self.lm_head = ParallelLMHead("],
+    (GPT_OSS, "MLPBlock"): ["self.experts = FusedMoE("],
+    ("vllm.model_executor.layers.fused_moe.runner.moe_runner", "MoERunner"): ["self.routed_experts = routed_experts"],
+    (f"{QUANTIZATION}.mxfp4", "GptOssMxfp4MoEMethod._setup_kernel"): [
         "layer.w13_weight = w13", "self.w13_precision_config = w13_scale",
         "layer.w2_weight = w2", "self.w2_precision_config = w2_scale",
     ],
-    (SWIZZLE, "_swizzle_mxfp4"): ["num_warps=8", "make_default_matmul_mxfp4_w_layout(mx_axis=1)", "pad_k = -K % 4"],
-    (f"{LAYOUTS}.hopper_value", "HopperMXValueLayout"): ["'HOPPER_VALUE'", "self.mx_axis", "self.mma_version"],
-    (f"{LAYOUTS}.hopper_scale", "HopperMXScaleLayout"): ["'HOPPER_SCALE'", "self.mx_axis", "self.num_warps"],
+    (f"{QUANTIZATION}.utils.mxfp4_utils", "_swizzle_mxfp4"): ["num_warps=8", "(mx_axis=1)", "pad_k = -K % 4"],
 }  # fmt: skip
 
 
@@ -300,22 +278,19 @@ def test_vllm_has_what_is_read_and_relied_on(vllm):
     for (module, name), fields in FIELDS.items():
         assert not fields - set(vllm.find(module, name).fields), name
     for (module, name), texts in TEXTS.items():
-        owner, _, member = name.partition(".")
-        definition = vllm.find(module, owner)
-        text = (definition.member(member) if member else definition).text
-        assert all(excerpt in text for excerpt in texts), name
+        assert all(excerpt in vllm.find(module, name).text for excerpt in texts), name
 
 
 def test_vllm_takes_a_sleep_backend(vllm):
-    """Of signatures: that of what KeepBackend overrides, of the registry, of the allocator's functions."""
-    base, factory = vllm.find(BACKENDS, "CuMemBackend"), vllm.find(BACKENDS, "SleepModeBackendFactory")
-    base.member("suspend").signature.bind(None, 1)
-    base.member("resume").signature.bind(None, None)
-    assert list(factory.member("register_backend").signature.parameters)[1:] == ["name", "module_path", "class_name"]
+    """Signatures of what KeepBackend overrides, of the registry, of the allocator's functions."""
+    vllm.find(BACKENDS, "CuMemBackend.suspend").signature.bind(None, 1)
+    vllm.find(BACKENDS, "CuMemBackend.resume").signature.bind(None, None)
+    register = vllm.find(BACKENDS, "SleepModeBackendFactory.register_backend").signature
+    assert list(register.parameters)[1:] == ["name", "module_path", "class_name"]
     vllm.find(ALLOCATOR, "get_mem_allocator_instance").signature.bind()
     vllm.find(f"{ALLOCATOR}.cumem", "unmap_and_release").signature.bind("handle")
-    library = vllm.find("vllm.distributed.device_communicators.cuda_wrapper", "CudaRTLibrary")
-    assert list(library.member("cudaMemcpy").signature.parameters)[1:] == ["dst", "src", "count"]
+    copy = vllm.find("vllm.distributed.device_communicators.cuda_wrapper", "CudaRTLibrary.cudaMemcpy").signature
+    assert list(copy.parameters)[1:] == ["dst", "src", "count"]
 
 
 ROUTER = [
