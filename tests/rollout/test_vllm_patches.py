@@ -41,86 +41,77 @@ IMPORT_UTILS = """
 import sys
 
 def has_triton_kernels():
-    import vllm.third_party.triton_kernels as triton_kernels
-
-    sys.modules["triton_kernels"] = triton_kernels
-    return True
+    if {is_installed}:
+        import vllm.third_party.triton_kernels
+        sys.modules["triton_kernels"] = vllm.third_party.triton_kernels
+    return {is_installed}
 """
 
 
 @pytest.fixture
-def router(tmp_path, monkeypatch):
-    """A function that installs a fake vLLM with a copy of triton_kernels, and returns one that returns vLLM's kernels.
-
-    As in vLLM 0.26 the copy gets its second name from an alias, so a module of it can be loaded under either.
-    """
+def install(tmp_path, monkeypatch):
+    """A function that installs a fake vLLM with a copy of triton_kernels. As in vLLM 0.26 the copy gets its second name
+    from an alias, so a module of it can be loaded under either."""
 
     def forget():
         for name in [name for name in sys.modules if name.partition(".")[0] in ("vllm", "triton_kernels")]:
             del sys.modules[name]
 
-    def build(
-        constant=": tl.constexpr", launcher="topk_forward", is_installed=True, chooser="make_opt_flags", capability=9
-    ):
-        package, utils = tmp_path / "vllm" / "third_party" / "triton_kernels", tmp_path / "vllm" / "utils"
-        package.mkdir(parents=True)
-        utils.mkdir()
-        for folder in (package, package.parent, utils.parent, utils):
-            (folder / "__init__.py").touch()
-        (utils / "import_utils.py").write_text(
-            IMPORT_UTILS if is_installed else "def has_triton_kernels():\n    return False"
-        )
-        names = {"kernel": "_topk_forward", "columns": "stride_rm", "rows": "stride_rn", "launcher": launcher}
-        (package / "topk.py").write_text(ROUTER.format(constant=constant, **names))
-        names = {"kernel": "_sum_bitmatrix_rows", "columns": "stride_bm", "rows": "stride_bn"}
-        (package / "tensor.py").write_text(ROUTER.format(constant=constant, launcher="sum_bitmatrix_rows", **names))
-        (package / "matmul_ogs.py").write_text(EXPERTS.format(chooser=chooser))
+    def build(constant=": tl.constexpr", is_installed=True, chooser="make_opt_flags", capability=9):
+        names = {"kernel": "_topk_forward", "columns": "stride_rm", "rows": "stride_rn", "launcher": "topk_forward"}
+        sums = {"kernel": "_sum_bitmatrix_rows", "columns": "stride_bm", "rows": "stride_bn"}
+        for path, text in {
+            "utils/import_utils.py": IMPORT_UTILS.format(is_installed=is_installed),
+            "third_party/triton_kernels/topk.py": ROUTER.format(constant=constant, **names),
+            "third_party/triton_kernels/tensor.py": ROUTER.format(constant=constant, launcher="sum_bitmatrix_rows", **sums),
+            "third_party/triton_kernels/matmul_ogs.py": EXPERTS.format(chooser=chooser),
+        }.items():
+            (tmp_path / "vllm" / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / "vllm" / path).write_text(text)
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (capability, 0))
         monkeypatch.syspath_prepend(tmp_path)
         forget()
-
-        def used():
-            from triton_kernels.tensor import sum_bitmatrix_rows
-            from triton_kernels.topk import topk_forward
-
-            return topk_forward(), sum_bitmatrix_rows()
-
-        return used
 
     yield build
     forget()
 
 
-def test_the_router_is_not_compiled_for_every_number_of_tokens(router, caplog):
-    used = router()
+def router():
+    """Its two kernels."""
+    from triton_kernels.tensor import sum_bitmatrix_rows
+    from triton_kernels.topk import topk_forward
+
+    return topk_forward(), sum_bitmatrix_rows()
+
+
+def test_the_router_is_not_compiled_for_every_number_of_tokens(install, caplog):
+    install()
     patch_kernels()
-    before = used()
+    before = router()
     constants = [[parameter.name for parameter in kernel.params if parameter.is_constexpr] for kernel in before]
     assert constants == [["stride_rm", "BLOCK"], ["stride_bm", "BLOCK"]]
     patch_kernels()
-    assert used() == before, "what is patched is left alone"
+    assert router() == before and not caplog.records, "what is patched is left alone"
+
+
+def test_a_router_that_upstream_repaired_is_left_alone(install, caplog):
+    install(constant="")
+    patch_kernels()
+    assert [kernel.fn.__module__ for kernel in router()] == ["triton_kernels.topk", "triton_kernels.tensor"]
     assert not caplog.records
 
 
-@pytest.mark.parametrize("is_installed", [True, False])
-def test_what_needs_no_patch_is_left_alone(router, caplog, is_installed):
-    """A router that upstream repaired, and a vLLM without triton_kernels."""
-    used = router(constant="", is_installed=is_installed)
+def test_a_vllm_without_the_kernels_is_left_alone(install, caplog):
+    install(is_installed=False)
     patch_kernels()
-    assert not caplog.records and ("triton_kernels" in sys.modules) == is_installed
-    if is_installed:
-        assert [kernel.fn.__module__ for kernel in used()] == ["triton_kernels.topk", "triton_kernels.tensor"]
+    assert not caplog.records and "triton_kernels" not in sys.modules
 
 
-@pytest.mark.parametrize(
-    ("moved", "patch"),
-    [({"launcher": "forward"}, "compile_router_once"), ({"chooser": "choose_flags"}, "tune_decoding")],
-)
-def test_what_moved_is_one_warning(router, caplog, moved, patch):
-    router(**moved)
+def test_what_moved_is_one_warning(install, caplog):
+    install(chooser="choose_flags")
     patch_kernels()
     (record,) = caplog.records
-    assert f"vLLM's experts are not what they were ({patch}: " in record.getMessage()
+    assert "vLLM's experts are not what they were (tune_decoding: " in record.getMessage()
 
 
 TUNED = (1, {"own": 1, "maxnreg": 128})
@@ -129,12 +120,12 @@ TUNED = (1, {"own": 1, "maxnreg": 128})
 @pytest.mark.parametrize(
     ("capability", "rows", "flags"), [(9, 16, TUNED), (9, 32, (8, {"own": 1})), (10, 16, (8, {"own": 1}))]
 )
-def test_decoding_on_hopper_gets_its_own_flags(router, caplog, capability, rows, flags):
+def test_decoding_on_hopper_gets_its_own_flags(install, caplog, capability, rows, flags):
     """Tiles of 16 rows, and nothing else about them changes; a second engine in the process tunes nothing twice."""
-    router(capability=capability)
+    install(capability=capability)
     patch_kernels()
     patch_kernels()
     from triton_kernels.matmul_ogs import OptFlags, matmul_ogs
 
     assert matmul_ogs(rows) == OptFlags(rows, *flags) and not caplog.records
-    assert matmul_ogs.__globals__["make_opt_flags"].__name__ == "make_opt_flags"
+    assert not hasattr(getattr(matmul_ogs.__globals__["make_opt_flags"], "__wrapped__", None), "__wrapped__")
