@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention with sinks over shared prompts, against stock transformers on padded rows."""
+"""Attention with sinks over shared prompts, against stock transformers."""
 
 from __future__ import annotations
 
@@ -57,25 +57,20 @@ def with_wide_heads(model):
 
 @pytest.fixture(scope="module")
 def stock(tiny):
-    """Log-probs, their weights and gradients by transformers alone: padded rows, eager attention, float64."""
+    """Log-probs, their weights and gradients by transformers alone, row by row: eager attention, float64."""
     from transformers import AutoModelForCausalLM, Mxfp4Config
 
     options = {"attn_implementation": "eager", "quantization_config": Mxfp4Config(dequantize=True)}
     model = with_wide_heads(AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.bfloat16, **options))
     model.set_experts_implementation("eager")
     g = torch.Generator().manual_seed(0)
-    lengths = (40, 55, 9, 30, 17)
-    first, second, *completions = (torch.randint(3, 592, (n,), generator=g).tolist() for n in lengths)
-    prompts = [first, first, second]
-    length = max(len(p) + len(c) for p, c in zip(prompts, completions, strict=True))
-    assert length > model.config.sliding_window, "the window must matter"
-    ids, mask = torch.zeros(2, 3, length, dtype=torch.long)
-    for i, tokens in enumerate(p + c for p, c in zip(prompts, completions, strict=True)):
-        ids[i, -len(tokens) :], mask[i, -len(tokens) :] = torch.tensor(tokens), 1
-    positions = (mask.cumsum(1) - 1).clamp(min=0)  # RoPE is computed in float32: its rounding has to be the same
-    logps = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits.log_softmax(-1)
-    rows = [logps[i, -len(c) - 1 : -1].gather(1, torch.tensor(c)[:, None]) for i, c in enumerate(completions)]
-    logps = torch.cat(rows)[:, 0]
+    first, second, *completions = (torch.randint(3, 592, (n,), generator=g).tolist() for n in (40, 55, 9, 30, 17))
+    prompts, rows = [first, first, second], []
+    assert len(first) > model.config.sliding_window, "the window must matter"
+    for prompt, completion in zip(prompts, completions, strict=True):
+        logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+        rows.append(logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0])
+    logps = torch.cat(rows)
     weights = torch.randn(len(logps), generator=g)
     (logps * weights).sum().backward()
     gradients = {n: p.grad for n, p in model.named_parameters() if "experts" not in n}

@@ -10,7 +10,6 @@ import torch
 from expert_models import load
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer, GenerationConfig
 
 from grpo.model.checkpoint import read_tokenizer
 from grpo.model.gptoss_format import SPECIAL_TOKENS, TINY
@@ -40,14 +39,6 @@ def test_numbers_are_single_tokens_and_special_tokens_come_last(tokenizer):
     size = tokenizer.get_vocab_size()
     assert size == TINY.vocab
     assert [tokenizer.token_to_id(token) for token in SPECIAL_TOKENS] == list(range(size - len(SPECIAL_TOKENS), size))
-
-
-def test_special_tokens_of_the_tokenizer(tiny):
-    tokenizer = AutoTokenizer.from_pretrained(tiny)
-    assert (tokenizer.eos_token, tokenizer.pad_token, tokenizer.padding_side) == ("<|return|>", "<|endoftext|>", "left")
-    generation = GenerationConfig.from_pretrained(tiny)
-    assert tokenizer.convert_ids_to_tokens(generation.eos_token_id) == ["<|return|>", "<|endoftext|>", "<|call|>"]
-    assert tokenizer.decode(tokenizer("<|channel|>final [3]").input_ids, skip_special_tokens=True) == "final [3]"
 
 
 def test_it_knows_the_format_and_not_the_choice(tiny, tokenizer):

@@ -11,7 +11,7 @@ import torch
 
 from grpo.model.checkpoint import read_tokenizer
 from grpo.model.fast_layers import forward
-from grpo.model.gptoss_format import SPECIAL_TOKENS, Shape, quantize_experts
+from grpo.model.gptoss_format import SPECIAL_TOKENS, TINY, quantize_experts
 from grpo.model.tiny import RECIPE as TINY_RECIPE
 from grpo.model.warmup import WarmUp, at_answer, figures, log_probs, new_model
 from grpo.model.warmup_rows import PROBE_SEED, WARMUP_SEED, Rows, readings, warmup_rows
@@ -22,11 +22,7 @@ from grpo.tasks.tes.profiles import TRAIN_START
 
 pytestmark = pytest.mark.numeric
 
-SHAPE = Shape(
-    layers=4, hidden=64, intermediate=64, experts=4, experts_per_token=2, heads=4, kv_heads=2, head_dim=32, vocab=592,
-    sliding_window=12,
-)  # fmt: skip
-RECIPE = dataclasses.replace(TINY_RECIPE, shape=SHAPE, batch=8, steps=40)
+RECIPE = dataclasses.replace(TINY_RECIPE, batch=8, steps=40)
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +43,8 @@ def model(tokenizer):
 
 def test_fast_layers_equal_transformers_in_values_and_gradients(model):
     """Sinks, sliding window, grouped heads and experts against transformers' eager path, float32."""
-    ids = torch.randint(SHAPE.vocab, (2, 40), generator=torch.Generator().manual_seed(1))
-    direction = torch.randn(SHAPE.hidden, generator=torch.Generator().manual_seed(4))
+    ids = torch.randint(TINY.vocab, (2, 40), generator=torch.Generator().manual_seed(1))
+    direction = torch.randn(TINY.hidden, generator=torch.Generator().manual_seed(4))
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.sinks.uniform_(-3, 3)
@@ -72,11 +68,11 @@ def test_fast_layers_equal_transformers_in_values_and_gradients(model):
 
 
 def test_initial_heads_look_back_by_their_distance(model):
-    ids = torch.randint(SHAPE.vocab, (1, 30), generator=torch.Generator().manual_seed(2))
+    ids = torch.randint(TINY.vocab, (1, 30), generator=torch.Generator().manual_seed(2))
     model.set_attn_implementation("eager")
     with torch.no_grad():
         attentions = model(input_ids=ids, output_attentions=True, use_cache=False).attentions[0]
-    for head in range(SHAPE.heads):
+    for head in range(TINY.heads):
         distance = RECIPE.distances[0][head]
         looked = attentions[0, head, 20:].argmax(-1)
         assert (torch.arange(20, 30) - looked == distance).float().mean() >= 0.8  # content has a say too
@@ -108,7 +104,7 @@ def test_readings_are_what_the_hour_would_do():
 def test_figures_are_what_sampling_earns(model, rows, monkeypatch):
     """A model that always ends its answer right and gives the actions 1/4 each earns what random actions do; one with
     half of its probability elsewhere earns half."""
-    even = torch.zeros(len(rows.answer), SHAPE.vocab)
+    even = torch.zeros(len(rows.answer), TINY.vocab)
     even[rows.action_at] = -math.inf
     for share in (1.0, 0.5):
         even[rows.action_at, rows.actions] = math.log(0.25 * share)
@@ -134,7 +130,7 @@ def test_the_warm_up_learns_format_text_and_readings(model, rows):
     stored = quantize_experts(model)
     kept = model.model.layers[1].mlp.experts.down_proj.clone()
     training.phase(1.0, RECIPE.lr / 4, print)
-    assert torch.equal(model.model.layers[1].mlp.experts.down_proj, kept) and len(stored) == 16
+    assert torch.equal(model.model.layers[1].mlp.experts.down_proj, kept) and len(stored) == 12
 
 
 def test_warm_up_rows_differ_from_all_others():

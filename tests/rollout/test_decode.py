@@ -173,24 +173,13 @@ def test_out_of_memory_is_no_reason_to_go_on(policy, graphs):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_a_graph_computes_what_the_loop_does(tiny, monkeypatch):
-    """And where a capture breaks off, drawing goes on."""
-    monkeypatch.setattr(DecodingStep, "graphs", True)
-    model = load(tiny, "mxfp4")
+    model, tokens = load(tiny, "mxfp4"), []
     inputs = {name: value.cuda() for name, value in inputs_of(GROUPS).items()}
-
-    def drawn():
+    for graphs in (True, False):
+        monkeypatch.setattr(DecodingStep, "graphs", graphs)
         torch.manual_seed(1)
         with shared_prefill(model):
-            return model.generate(**inputs, **DRAWN, max_new_tokens=NEW, pad_token_id=0, eos_token_id=[])
-
-    graphed = drawn()
-    assert DecodingStep.graphs, "the capture failed"
-    run, calls = DecodingStep.run, []
-
-    def waits_in_the_capture(step):
-        calls.append(step)
-        return run(step) + (step.column.item() * 0 if len(calls) == 3 else 0)
-
-    monkeypatch.setattr(DecodingStep, "run", waits_in_the_capture)
-    assert torch.equal(drawn(), graphed)
-    assert not DecodingStep.graphs and len(calls) == 3 + NEW - 1
+            options = DRAWN | {"max_new_tokens": NEW, "pad_token_id": 0, "eos_token_id": []}
+            tokens.append(model.generate(**inputs, **options))
+        assert DecodingStep.graphs == graphs, "the capture failed"
+    assert torch.equal(*tokens)

@@ -88,7 +88,7 @@ def test_the_metrics_of_steps_beside_the_engine(build, monkeypatch):
     assert gpu_used_gib() == 20
 
 
-def test_the_utilization_is_sampled_in_the_background_until_training_ends(monkeypatch):
+def test_the_utilization_is_sampled_in_the_background(monkeypatch):
     monkeypatch.setattr("grpo.learn.timer.SAMPLE_S", 0.001)
     sampler = UtilizationSampler(itertools.cycle([40, 60]).__next__)
     sampler.start()
@@ -148,13 +148,6 @@ def test_generating_needs_an_awake_engine_with_the_adapter(build):
     assert "generate" not in engine.llm.calls
 
 
-def test_a_missing_log_prob_is_none_for_trl(build):
-    trainer = build()
-    trainer.run.engine.llm.shift = math.nan
-    ids, values = trainer.run.engine.rollout(trainer.model, prompts_of(trainer), seed=1)
-    assert values == [[None] * len(row) for row in ids]
-
-
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
@@ -173,18 +166,21 @@ def test_faults_name_what_failed_and_what_helps(build, call, error, words):
     assert ("or set EXPERTS=mxfp4" in str(caught.value)) == (call == "wake_up")
 
 
-def test_answers_that_do_not_match_the_requests_are_errors(build, monkeypatch):
+def test_log_probs_and_answers_that_are_missing(build, monkeypatch):
+    """TRL takes None for a log-prob; another number of them, or of answers, is an error."""
     trainer = build()
     engine, prompts = trainer.run.engine, prompts_of(trainer)
+    engine.llm.shift = math.nan
+    ids, values = engine.rollout(trainer.model, prompts, seed=1)
+    assert values == [[None] * len(row) for row in ids]
     engine.wake()
     engine.sync_weights(trainer.model)
     generate = engine.llm.generate
-    monkeypatch.setattr(engine.llm, "generate", lambda *a, **k: generate(*a, **k)[1:])
-    with pytest.raises(EngineError, match="3 of 4"):
-        engine.generate(prompts, 1)
-    monkeypatch.setattr(engine.llm, "generate", generate)
     monkeypatch.setattr(engine.llm, "_logprobs", lambda values: SimpleNamespace(logprobs=values[1:]))
     with pytest.raises(EngineError, match="number of log-probs"):
+        engine.generate(prompts, 1)
+    monkeypatch.setattr(engine.llm, "generate", lambda *a, **k: generate(*a, **k)[1:])
+    with pytest.raises(EngineError, match="3 of 4"):
         engine.generate(prompts, 1)
 
 
@@ -218,8 +214,7 @@ def test_an_adapter_that_has_no_room_in_memory_goes_to_the_disk(tmp_path, monkey
     policy, memory = torch.nn.Linear(10, 10), tmp_path / "shm"
     policy.bias.requires_grad = False
     memory.mkdir()
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     folder = adapter_folder(policy, memory)
     assert folder.parent == (memory if in_memory else tmp_path) and folder.stat().st_mode & 0o077 == 0
@@ -273,26 +268,17 @@ def compiled_for(tokens):
     """The variants of vLLM 0.26's kernels of experts and router that Triton compiles in a prefill of so many tokens: by
     the block's rows (opt_flags.py), and whether their numbers are multiples of 16 (matmul_ogs.py, routing.py, topk.py,
     reduce_bitmatrix.py of triton_kernels; 32 experts, 4 for each token)."""
-    pairs, up = 4 * tokens, lambda n, size: -(-n // size)
+    pairs, parts = 4 * tokens, 4 * math.ceil(tokens / 128)
     rows = max(16, min(128, 1 << (pairs // 32 - 1).bit_length()))
-    blocks = up(pairs - 32 + 1, rows) + 32 - 1
-    parts = 4 * up(tokens, 128)
-    multiple = lambda *numbers: tuple(n % 16 == 0 for n in numbers)  # noqa: E731
-    return {
-        ("first product", rows, multiple(tokens, blocks)),
-        ("second product", rows, multiple(pairs, blocks)),
-        ("memset", multiple(2 * pairs, up(tokens, 32), parts)),
-        ("routing", multiple(tokens, parts)),
-        ("top k", multiple(tokens)),
-        ("sums", multiple(tokens, parts)),
-    }
+    blocks = math.ceil((pairs - 31) / rows) + 31
+    products = ("first", rows, tokens % 16 == 0, blocks % 16 == 0), ("second", rows, pairs % 16 == 0, blocks % 16 == 0)
+    memset = "memset", 2 * pairs % 16 == 0, math.ceil(tokens / 32) % 16 == 0, parts % 16 == 0
+    return {*products, memset, ("routing, top k and sums", tokens % 16 == 0, parts % 16 == 0)}
 
 
 def test_the_warm_up_meets_all_that_a_prefill_compiles():
-    kinds = {n: compiled_for(n) for n in range(33, BATCHED_TOKENS + 1)}
-    met = set().union(*map(kinds.get, WARM_UP_TOKENS))
-    missing = {n: kind - met for n, kind in kinds.items() if kind - met}
-    assert not missing, list(missing.items())[:3]
+    met = set().union(*map(compiled_for, WARM_UP_TOKENS))
+    assert [n for n in range(33, BATCHED_TOKENS + 1) if compiled_for(n) - met] == []
 
 
 def test_the_warm_up_prefills_its_numbers_of_tokens(tiny):
