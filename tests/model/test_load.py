@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 
 import pytest
@@ -73,19 +74,12 @@ def test_other_files(tiny, copy):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda t: t.pop("model.norm.weight"), 'Missing key.* "model.norm.weight"'),
-        (lambda t: t.update({"model.norm.weight": torch.zeros(7)}), r"size mismatch for model.norm.weight.*\[7\]"),
-        (None, "model.safetensors: "),
+        (lambda shard: os.truncate(shard, shard.stat().st_size - 100), "model.safetensors: "),
+        (lambda shard: save_file({"extra": torch.zeros(7)}, shard), "Missing key.*model.embed_tokens.weight"),
     ],
-    ids=["missing", "shape", "cut short"],
 )
 def test_what_is_wrong_with_a_checkpoint_is_named(copy, change, words):
-    shard = copy / "model.safetensors"
-    if change:
-        change(tensors := load_file(shard))
-        save_file(tensors, shard, {"format": "pt"})
-    else:
-        shard.write_bytes(shard.read_bytes()[:-100])
+    change(copy / "model.safetensors")
     with pytest.raises(ValueError, match=f"{words}.*Download the model again"):
         load_quantized(str(copy), "eager", "cpu")
 
