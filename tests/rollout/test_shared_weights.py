@@ -94,11 +94,8 @@ assert not any(table.requires_grad for table in tables), "the parameters that ot
 lent = []
 for layer in layers:
     held = layer.mlp.experts.routed_experts
-    for weight, config in zip(
-        (held.w13_weight, held.w2_weight),
-        (held.quant_method.w13_precision_config, held.quant_method.w2_precision_config),
-    ):
-        lent += [weight.storage.data, config.weight_scale.storage.data]
+    lent += [held.w13_weight.storage.data, held.quant_method.w13_precision_config.weight_scale.storage.data]
+    lent += [held.w2_weight.storage.data, held.quant_method.w2_precision_config.weight_scale.storage.data]
 lent += [embedding.weight.data, head.weight.data]
 assert addresses == [tensor.data_ptr() for tensor in lent]
 before = [tensor.clone() for tensor in lent]

@@ -16,7 +16,7 @@ from stub_vllm import SYNCS
 from grpo.rollout import weight_sync
 from grpo.rollout.engine import EngineError
 from grpo.rollout.parity import make_small
-from grpo.rollout.weight_sync import lora_layers, rounded_at_random, write_adapter
+from grpo.rollout.weight_sync import lora_layers, write_adapter
 
 
 @pytest.fixture
@@ -51,15 +51,11 @@ def test_rollouts_are_sampled_from_the_policy(build, sync, targets):
 
 
 @pytest.mark.parametrize("sync", SYNCS)
-def test_every_rollout_uses_the_adapter_of_that_moment(build, sync):
-    """Also after syncs without a sleep, which would have emptied the prefix cache. The policy stays bit for bit, and
-    nothing drifts on the engine's side."""
+def test_the_engine_has_the_adapter_of_the_last_sync(build, sync):
+    """Without a sleep, which would have emptied the prefix cache. The policy stays bit for bit, and nothing drifts on
+    the engine's side."""
     trainer = build(ROLLOUT_SYNC=sync)
     engine, prompts = trainer.run.engine, prompts_of(trainer)
-    for seed in (1, 2, 3):
-        set_adapter(trainer, seed)
-        ids, values = engine.rollout(trainer.model, prompts, seed=0)
-        assert apart(values, trainer_logps(trainer, prompts, ids)) < EXACT, f"adapter {seed}"
     engine.wake()
     for seed in (1, 2):
         set_adapter(trainer, seed)
@@ -99,18 +95,6 @@ def test_merged_weights_are_exact_in_float32_and_refused_where_they_do_not_fit(b
     monkeypatch.setattr(weight_sync, "vllm_weight", lambda *_: (qkv, slice(len(b) + 1)))
     with pytest.raises(EngineError, match="must match the size"):
         engine.sync_weights(trainer.model)
-
-
-def test_random_rounding_keeps_the_mean_and_what_bf16_holds():
-    """Odds of the two neighbours follow the distance: -1 - 2^-9 is a quarter of the way to -1 - 2^-7."""
-    generator = torch.Generator().manual_seed(0)
-    exact = torch.tensor([0.0, 1.0, -1.0, 3e-38, -255.0, 1e-3]).bfloat16()
-    assert torch.equal(rounded_at_random(exact.float().expand(99, -1), generator), exact.expand(99, -1))
-    for value, lower, upper, odds in ((-1 - 2**-9, -1.0, -1 - 2**-7, 0.25), (3 + 3 * 2**-8, 3.0, 3 + 2**-6, 0.75)):
-        rounded = rounded_at_random(torch.full((40_000,), value), generator)
-        assert set(rounded.tolist()) == {lower, upper}
-        share = (rounded == upper).float().mean().item()
-        assert share == pytest.approx(odds, abs=0.01), "4.6 standard deviations or more"
 
 
 @pytest.mark.parametrize(("nearest", "least", "most"), [(True, 0.0, 0.3), (False, 1, 1)])
