@@ -38,7 +38,10 @@ def test_rounding_is_to_nearest_within_the_range_of_the_block(values: list[float
     nearest = (weight[:, None] / scale[:, None] - grid).abs().amin(1) * scale
     error = (dequantized(blocks, scales).double() - weight).abs()
     assert torch.allclose(error, nearest, rtol=1e-6, atol=1e-37)
-    assert (weight.abs() < 8 * scale).all()  # the scale is not too small: only 6 to 8 saturates
+    # The scale is not too small, only 6 to 8 saturates, and not too large.
+    assert (weight.abs() < 8 * scale).all()
+    largest = weight.abs().view(2, 32).amax(1)
+    assert ((largest >= 4 * scale[::32]) | (scales == 0)).all()
 
 
 def test_ties_round_to_the_even_code() -> None:

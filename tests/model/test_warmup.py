@@ -22,7 +22,8 @@ from grpo.tasks.tes.profiles import TRAIN_START
 
 pytestmark = pytest.mark.numeric
 
-RECIPE = dataclasses.replace(TINY_RECIPE, batch=8, steps=40)
+# A window that is shorter than the rows of these tests.
+RECIPE = dataclasses.replace(TINY_RECIPE, shape=dataclasses.replace(TINY, sliding_window=12), batch=8, steps=40)
 
 
 @pytest.fixture(scope="module")
