@@ -16,7 +16,7 @@ from stub_vllm import SYNCS
 from grpo.rollout import weight_sync
 from grpo.rollout.engine import EngineError
 from grpo.rollout.parity import make_small
-from grpo.rollout.weight_sync import lora_layers, write_adapter
+from grpo.rollout.weight_sync import lora_layers, rounded_at_random, write_adapter
 
 
 @pytest.fixture
@@ -95,6 +95,16 @@ def test_merged_weights_are_exact_in_float32_and_refused_where_they_do_not_fit(b
     monkeypatch.setattr(weight_sync, "vllm_weight", lambda *_: (qkv, slice(len(b) + 1)))
     with pytest.raises(EngineError, match="must match the size"):
         engine.sync_weights(trainer.model)
+
+
+def test_random_rounding_keeps_the_mean_and_what_bf16_holds():
+    """Odds of the two neighbours follow the distance: 3 + 3 * 2^-8 is three quarters of the way to 3 + 2^-6."""
+    generator = torch.Generator().manual_seed(0)
+    exact = torch.tensor([0.0, 1.0, -1.0, 3e-38, -255.0, 1e-3]).bfloat16()
+    assert torch.equal(rounded_at_random(exact.float().expand(99, -1), generator), exact.expand(99, -1))
+    rounded = rounded_at_random(torch.full((40_000,), 3 + 3 * 2**-8), generator)
+    assert set(rounded.tolist()) == {3.0, 3 + 2**-6}
+    assert (rounded > 3).float().mean().item() == pytest.approx(0.75, abs=0.01), "4.6 standard deviations"
 
 
 @pytest.mark.parametrize(("nearest", "least", "most"), [(True, 0.0, 0.3), (False, 1, 1)])
