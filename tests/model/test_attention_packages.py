@@ -22,40 +22,32 @@ from grpo.run.ranks import Ranks
 
 FLASH = tuple(FLASH_PACKAGES)
 
-# The arguments, their order and defaults are those of the packages (https://github.com/Dao-AILab/flash-attention): a
-# call that does not fit them is a TypeError.
-FLASH2 = {  # flash_attn/flash_attn_interface.py of 2.7.0; later ones append arguments with a default
-    "_flash_attn_varlen_forward": """q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
-        softmax_scale, causal, window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None,
-        return_softmax=False, block_table=None, leftpad_k=None, seqused_k=None""",
-    "_flash_attn_varlen_backward": """dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k,
-        max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
-        alibi_slopes, deterministic, rng_state=None""",
-}
-FLASH3 = {  # the operators of hopper/flash_api.cpp as of May 2025; newer ones have more defaults
-    "fwd": """q, k, v, k_new, v_new, q_v, out, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q, seqused_k,
-        max_seqlen_q, max_seqlen_k, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin, seqlens_rotary,
-        q_descale, k_descale, v_descale, softmax_scale, is_causal, window_size_left=-1, window_size_right=-1,
-        attention_chunk=0, softcap=0.0, is_rotary_interleaved=False, scheduler_metadata=None, num_splits=0,
-        pack_gqa=None, sm_margin=0""",
-    "bwd": """dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-        max_seqlen_q, max_seqlen_k, softmax_scale, is_causal, window_size_left=-1, window_size_right=-1, softcap=0.0,
-        deterministic=False, sm_margin=0""",
-}
-FLASH4 = {  # flash_attn/cute/interface.py of 4.0.0b26; of the defaults behind the window, those that a call could name
-    "_flash_attn_fwd": """q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
-        max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None, causal=False,
-        softcap=None, window_size_left=None, window_size_right=None, learnable_sink=None, num_splits=1, pack_gqa=None,
-        return_lse=False, out=None, lse=None""",
-    "_flash_attn_bwd": """q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
-        window_size_right=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None,
-        max_seqlen_k=None, deterministic=False, dq=None, dk=None, dv=None, dlse=None, learnable_sink=None""",
-}
+# The arguments of the packages (https://github.com/Dao-AILab/flash-attention), in their order: a call that does not fit
+# them is a TypeError. Of those that have a default, only the ones that the adapters name.
+CUTE = """cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, softmax_scale=None, causal=False,
+    window_size_left=None, window_size_right=None"""
 STAND_INS = {
-    "flash_attention_2": ("flash_attn.flash_attn_interface", FLASH2),
-    "flash_attention_3": ("flash_attn_3._C", FLASH3),
-    "flash_attention_4": ("flash_attn.cute.interface", FLASH4),
-}
+    "flash_attention_2": ("flash_attn.flash_attn_interface", {  # of 2.7.0; later ones append arguments with a default
+        "_flash_attn_varlen_forward": """q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
+            softmax_scale, causal, window_size_left=-1, window_size_right=-1""",
+        "_flash_attn_varlen_backward": """dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k,
+            max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
+            alibi_slopes, deterministic""",
+    }),
+    "flash_attention_3": ("flash_attn_3._C", {  # the operators of hopper/flash_api.cpp as of May 2025
+        "fwd": """q, k, v, k_new, v_new, q_v, out, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q, seqused_k,
+            max_seqlen_q, max_seqlen_k, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin, seqlens_rotary,
+            q_descale, k_descale, v_descale, softmax_scale, is_causal, window_size_left=-1, window_size_right=-1,
+            num_splits=0""",
+        "bwd": """dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+            max_seqlen_q, max_seqlen_k, softmax_scale, is_causal, window_size_left=-1, window_size_right=-1,
+            deterministic=False""",
+    }),
+    "flash_attention_4": ("flash_attn.cute.interface", {  # of 4.0.0b26
+        "_flash_attn_fwd": f"q, k, v, qv=None, {CUTE}, return_lse=False",
+        "_flash_attn_bwd": f"q, k, v, out, dout, lse, {CUTE}",
+    }),
+}  # fmt: skip
 TORCH = "_flash_attention_forward", "_flash_attention_backward"
 TORCHS_NAMES = {  # and those of the packages
     "query": "q", "key": "k", "value": "v", "grad_out": "dout", "logsumexp": "softmax_lse", "cum_seq_q": "cu_seqlens_q",
@@ -122,6 +114,7 @@ def package(request, monkeypatch):
 @pytest.mark.parametrize("window", [-1, 2])
 def test_adapters_call_their_functions_right(package, window):
     """Output, log-sum-exp and gradients are the reference's."""
+    assert unusable_attention(package) is None
     kernel = KERNELS[package]()
     q, k, v, shape = packed()
     shape |= {"window_size_left": window, "window_size_right": 0}
@@ -132,41 +125,26 @@ def test_adapters_call_their_functions_right(package, window):
     assert all(map(torch.equal, gradients, reference_backward(*inputs, **shape)))
 
 
-def test_usable_packages_and_other_attention_have_no_problem(package):
-    assert not any(map(unusable_attention, (package, "torch_flash", "eager")))
-
-
 def test_a_hub_kernel_is_loaded_by_transformers_or_the_reason_is_named(monkeypatch):
     """The package `kernels` is in the GPU set only: a function stands in for its download here."""
     monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda: False)
     assert "the Hub kernel cannot be used (ImportError" in unusable_attention("org/flash-attn2")
-    names = []
-
-    def get_kernel(name, **options):
-        names.append(name)
-        if name == "org/none":
-            raise FileNotFoundError("no build for\ntorch 2.11")
-        return types.SimpleNamespace(flash_attn_varlen_func=print)
-
+    kernels = {"org/flash-attn2": types.SimpleNamespace(flash_attn_varlen_func=print)}
     monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda: True)
-    monkeypatch.setattr(hub_kernels, "get_kernel", get_kernel)
+    monkeypatch.setattr(hub_kernels, "get_kernel", lambda name, **options: kernels[name])
     assert unusable_attention("org/flash-attn2") is None
     problem = unusable_attention("org/none")
-    assert "no build for torch 2.11" in problem and "ATTN_IMPL=torch_flash" in problem
-    assert names == ["org/flash-attn2", "org/none"]
+    assert "cannot be used (ValueError" in problem and "set ATTN_IMPL=torch_flash" in problem
 
 
 @pytest.mark.parametrize("attention", FLASH)
 def test_metadata_without_a_module_ends_before_the_model_is_loaded(monkeypatch, capsys, attention):
     module, _ = STAND_INS[attention]
     monkeypatch.setitem(sys.modules, module.split(".")[0], None)
-    monkeypatch.setattr("grpo.model.load.unseen_gpu", lambda machine: None)
     used = {"machine": CPU, "attention": attention, "ranks": Ranks(), "files": "files", "plan": "plan"}
-    resolved = types.SimpleNamespace(run=None, settings=None, **used)
-    assert train_grpo.launch(resolved) == 2
+    assert train_grpo.launch(types.SimpleNamespace(run=None, settings=None, **used)) == 2
     problem = capsys.readouterr().err
-    distribution, install = FLASH_PACKAGES[attention]
-    for part in (f"ATTN_IMPL: {attention}", distribution, "ModuleNotFoundError", install, "ATTN_IMPL=torch_flash"):
+    for part in (f"ATTN_IMPL: {attention}", "ModuleNotFoundError", *FLASH_PACKAGES[attention], "ATTN_IMPL=torch_flash"):
         assert part in problem
 
 

@@ -28,18 +28,7 @@ def dequantized(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 REPRESENTABLE = [sign * value for value in E2M1 for sign in (1.0, -1.0)]
 
 
-@settings(deadline=None, max_examples=200)
-@given(
-    st.lists(st.lists(st.sampled_from(REPRESENTABLE), min_size=32, max_size=32), min_size=1, max_size=4),
-    st.integers(min_value=-110, max_value=120),
-)
-def test_representable_values_come_back_exactly_through_transformers(rows: list[list[float]], exponent: int) -> None:
-    weight = torch.ldexp(torch.tensor(rows), torch.tensor(exponent)).unsqueeze(0)  # [1, rows, 32]
-    back = dequantized(*quantize_mxfp4(weight))
-    assert torch.equal(back, weight) and torch.equal(torch.signbit(back), torch.signbit(weight))
-
-
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None)
 @given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=64, max_size=64))
 def test_rounding_is_to_nearest_within_the_range_of_the_block(values: list[float]) -> None:
     weight = torch.tensor(values, dtype=torch.float64)
@@ -49,7 +38,10 @@ def test_rounding_is_to_nearest_within_the_range_of_the_block(values: list[float
     nearest = (weight[:, None] / scale[:, None] - grid).abs().amin(1) * scale
     error = (dequantized(blocks, scales).double() - weight).abs()
     assert torch.allclose(error, nearest, rtol=1e-6, atol=1e-37)
-    assert (weight.abs() < 8 * scale).all()  # the scale is not too small: only 6 to 8 saturates
+    # The scale is not too small, only 6 to 8 saturates, and not too large.
+    assert (weight.abs() < 8 * scale).all()
+    largest = weight.abs().view(2, 32).amax(1)
+    assert ((largest >= 4 * scale[::32]) | (scales == 0)).all()
 
 
 def test_ties_round_to_the_even_code() -> None:
@@ -58,12 +50,11 @@ def test_ties_round_to_the_even_code() -> None:
     assert back[:8].tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0]
 
 
-@pytest.mark.parametrize(
-    ("weight", "message"), [(torch.zeros(2, 33), "multiple of 32"), (torch.full((32,), torch.nan), "NaN")]
-)
-def test_quantizer_refuses(weight: torch.Tensor, message: str) -> None:
-    with pytest.raises(ModelError, match=message):
-        quantize_mxfp4(weight)
+def test_quantizer_refuses() -> None:
+    with pytest.raises(ModelError, match="multiple of 32"):
+        quantize_mxfp4(torch.zeros(2, 33))
+    with pytest.raises(ModelError, match="NaN"):
+        quantize_mxfp4(torch.full((32,), torch.nan))
 
 
 def test_quantized_experts_are_those_that_the_model_computes_with() -> None:
@@ -80,37 +71,32 @@ def test_quantized_experts_are_those_that_the_model_computes_with() -> None:
     assert not quantized
 
 
-MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 or 2?"}]
 SYSTEM = "<|start|>system<|message|>{identity}Current date: 2026-01-02\n\nReasoning: {effort}{channels}<|end|>"
 REST = "<|start|>developer<|message|># Instructions\n\nBe brief.\n\n<|end|><|start|>user<|message|>1 or 2?<|end|>"
-IDENTITY = "You are ChatGPT, a large language model trained by OpenAI.\nKnowledge cutoff: 2024-06\n"
-CHANNELS = "\n\n# Valid channels: analysis, commentary, final. Channel must be included for every message."
 
 
-@pytest.mark.parametrize(("full", "identity", "channels"), [(False, "", ""), (True, IDENTITY, CHANNELS)])
-def test_template(tiny, full: bool, identity: str, channels: str) -> None:
+@pytest.mark.parametrize("full", [False, True])
+def test_template(tiny, full: bool) -> None:
     tokenizer, template = AutoTokenizer.from_pretrained(tiny), gptoss.chat_template(full)
+    identity, channels = (gptoss.IDENTITY, gptoss.CHANNELS) if full else ("", "")
 
-    def render(*messages: dict[str, str], **kwargs) -> str:
+    def render(*messages: tuple[str, str], **kwargs) -> str:
         kwargs |= {"tokenize": False, "strftime_now": lambda form: "2026-01-02", "chat_template": template}
-        return tokenizer.apply_chat_template(list(messages), **kwargs)
+        return tokenizer.apply_chat_template([{"role": role, "content": text} for role, text in messages], **kwargs)
 
     system = SYSTEM.format(identity=identity, effort="medium", channels=channels)
-    assert render(*MESSAGES, add_generation_prompt=True) == system + REST + "<|start|>assistant"
-    assert render(*MESSAGES, reasoning_effort="low") == system.replace("medium", "low") + REST
-    answer, final = {"role": "assistant", "content": "[1]"}, "<|start|>assistant<|channel|>final<|message|>[1]"
-    assert render(*MESSAGES, answer) == system + REST + final + "<|return|>"
-    developer = {"role": "developer", "content": "Be brief."}
-    again = render(developer, MESSAGES[1], answer, MESSAGES[1], add_generation_prompt=True)
+    rules, question, answer = ("system", "Be brief."), ("user", "1 or 2?"), ("assistant", "[1]")
+    assert render(rules, question, reasoning_effort="low") == system.replace("medium", "low") + REST
+    final = "<|start|>assistant<|channel|>final<|message|>[1]"
+    assert render(rules, question, answer) == f"{system}{REST}{final}<|return|>"
+    again = render(("developer", "Be brief."), question, answer, question, add_generation_prompt=True)
     assert again == f"{system}{REST}{final}<|end|><|start|>user<|message|>1 or 2?<|end|><|start|>assistant"
     with pytest.raises(TemplateError, match="unknown role tool"):
-        render({"role": "tool", "content": ""})
+        render(("tool", ""))
 
 
 def test_config_is_gpt_oss_20bs() -> None:
     config = config_dict(GPT_OSS_20B, O200K_IDS)
-    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-    assert config["quantization_config"] == {"modules_to_not_convert": kept, "quant_method": "mxfp4"}
     keys = ("eos_token_id", "pad_token_id", "max_position_embeddings")
     assert [config[key] for key in keys] == [200002, 199999, 131072]
     # total_size in openai/gpt-oss-20b's model.safetensors.index.json, and its number of weights

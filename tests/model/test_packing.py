@@ -55,11 +55,3 @@ def test_every_token_sees_what_it_would_in_its_own_row(pool, data, share, one_ro
                 last = len(keys) - n + row
                 kernel[starts[s] + row, keys[max(0, last + 1 - (window or width)) : last + 1]] = True
         assert torch.equal(kernel, mask[0, : batch.queries])
-
-
-@given(st.integers(1, 200_000))
-def test_buckets_are_few_and_waste_little(length):
-    """At most 8 of them in an octave."""
-    size = bucket(length)
-    eighth = max(32, 2 ** ((length - 1).bit_length() - 1) // 8) if length > 1 else 32
-    assert size % eighth == 0 and 0 <= size - length < eighth

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from expert_models import load
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer, GenerationConfig
 
 from grpo.model.checkpoint import read_tokenizer
 from grpo.model.gptoss_format import SPECIAL_TOKENS, TINY
@@ -19,7 +17,6 @@ from grpo.model.tiny import RECIPE, write_tiny
 from grpo.model.warmup import figures
 from grpo.model.warmup_rows import PROBE_SEED, Rows, warmup_rows
 from grpo.plan.hub import TINY_PATH, read_json
-from grpo.tasks.tes.dataset import synthetic_rows
 
 pytestmark = pytest.mark.numeric
 
@@ -29,7 +26,7 @@ def tokenizer():
     return read_tokenizer(TINY_PATH)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
 def test_any_text_survives(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
@@ -44,43 +41,14 @@ def test_numbers_are_single_tokens_and_special_tokens_come_last(tokenizer):
     assert [tokenizer.token_to_id(token) for token in SPECIAL_TOKENS] == list(range(size - len(SPECIAL_TOKENS), size))
 
 
-def test_special_tokens_of_the_tokenizer(tiny):
-    tokenizer = AutoTokenizer.from_pretrained(tiny)
-    assert (tokenizer.eos_token, tokenizer.pad_token, tokenizer.padding_side) == ("<|return|>", "<|endoftext|>", "left")
-    generation = GenerationConfig.from_pretrained(tiny)
-    assert tokenizer.convert_ids_to_tokens(generation.eos_token_id) == ["<|return|>", "<|endoftext|>", "<|call|>"]
-    assert tokenizer.decode(tokenizer("<|channel|>final [3]").input_ids, skip_special_tokens=True) == "final [3]"
-
-
-@pytest.fixture(scope="module")
-def model(tiny):
-    return load(tiny, "bf16").float()
-
-
-def test_it_knows_the_format_and_not_the_choice(model, tokenizer):
+def test_it_knows_the_format_and_not_the_choice(tiny, tokenizer):
     """Exactly, on rows of its own: it answers in the right form, names every action as often as another, and its
     likeliest action earns no more than the best constant one. Whatever a run shows afterwards was learned by GRPO."""
-    values = figures(model, Rows(warmup_rows((PROBE_SEED + 100, 10, "compact")), tokenizer, "cpu"))
+    model = load(tiny, "bf16").float()
+    values = figures(model, Rows(warmup_rows((PROBE_SEED + 100, 5, "compact")), tokenizer, "cpu"))
     assert values["parse_rate"] > 0.99
     assert values["reward"] == pytest.approx(values["random"], abs=0.01)
     assert values["greedy"] <= values["best_constant"] < 0.7 * values["oracle"]
-
-
-def test_sampled_answers_agree_with_the_figures(tiny, model):
-    tokenizer = AutoTokenizer.from_pretrained(tiny)
-    rows = synthetic_rows(4321, 4)
-    roles = {"developer": "system", "user": "user"}
-    chats = [[{"role": role, "content": row[column]} for role, column in roles.items()] for row in rows]
-    prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
-    encoded = tokenizer(prompts, return_tensors="pt", padding=True)
-    torch.manual_seed(0)
-    out = model.generate(**encoded, max_new_tokens=10, do_sample=True, temperature=1.0, top_k=0)
-    texts = tokenizer.batch_decode(out[:, encoded.input_ids.shape[1] :])
-    pattern = re.compile(r"<\|channel\|>final<\|message\|>\[([0-3])\]<\|return\|>(<\|endoftext\|>)*")
-    actions = [int(match[1]) for match in map(pattern.fullmatch, texts) if match]
-    assert len(actions) >= 0.95 * len(rows)
-    # Of 120 answers 30 name each action, give or take four standard deviations of 4.7.
-    assert all(abs(actions.count(k) - len(actions) / 4) < 19 for k in range(4))
 
 
 def test_the_shipped_files_are_what_the_recipe_makes(tiny, tmp_path):

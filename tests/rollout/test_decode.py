@@ -6,12 +6,13 @@ from __future__ import annotations
 import contextlib
 import logging
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from expert_models import config_of, load
 from peft import LoraConfig, get_peft_model
-from trainers import make, seed_weights
+from trainers import seed_weights
 from trl.trainer.utils import pad
 
 from grpo.model.load import in_working_type, load_model
@@ -63,9 +64,9 @@ def assert_alike(policy, rows, sampling, **more):
 
 
 @pytest.mark.parametrize(
-    "sampling", [GREEDY, DRAWN, DRAWN | {"temperature": 1.3, "top_p": 0.6}], ids=["greedy", "1", "0.6"]
+    ("rows", "sampling"),
+    [(GROUPS, GREEDY), (GROUPS, DRAWN), ((0, 1), DRAWN | {"temperature": 1.3, "top_p": 0.6}), ((2,), DRAWN)],
 )
-@pytest.mark.parametrize("rows", [GROUPS, (0, 1), (2,)])
 def test_tokens_and_what_they_are_drawn_from_are_those_of_transformers(policy, rows, sampling):
     """Rows of different lengths behind padding, past the sliding window, with the adapter and without."""
     ids = assert_alike(policy, rows, sampling)
@@ -76,6 +77,7 @@ def test_tokens_and_what_they_are_drawn_from_are_those_of_transformers(policy, r
 
 def test_rows_end_at_a_stop_token_and_are_padded(policy):
     free, _ = generate(policy, GROUPS, DRAWN)
+    assert not torch.equal(free, generate(policy, GROUPS, DRAWN, seed=2)[0])
     first, last = free[0, -NEW + 9].item(), free[3, -NEW + 4].item()
     ids = assert_alike(policy, GROUPS, DRAWN, eos_token_id=[first, last])[:, -NEW:]
     stops = torch.isin(ids, torch.tensor([first, last]))
@@ -84,17 +86,6 @@ def test_rows_end_at_a_stop_token_and_are_padded(policy):
     assert not behind[:, -1].all(), "others go on"
     everyone = free[:, -NEW + 2].tolist()
     assert generate(policy, GROUPS, DRAWN, eos_token_id=everyone)[0].shape[1] <= max(LENGTHS) + 3
-
-
-def test_a_seed_decides_and_so_does_the_adapter_of_that_moment(policy):
-    first, again, other = (generate(policy, GROUPS, DRAWN, seed=seed)[0] for seed in (1, 1, 2))
-    assert torch.equal(first, again) and not torch.equal(first, other)
-    lora_b = [weight for name, weight in policy.named_parameters() if "lora_B" in name]
-    before = [weight.detach().clone() for weight in lora_b]
-    torch._foreach_mul_([weight.data for weight in lora_b], -3.0)  # in place, as an optimizer does
-    assert not torch.equal(first, assert_alike(policy, GROUPS, DRAWN))
-    torch._foreach_copy_([weight.data for weight in lora_b], before)
-    assert torch.equal(first, generate(policy, GROUPS, DRAWN)[0])
 
 
 def test_a_prompt_is_computed_once_and_alone(policy):
@@ -109,109 +100,56 @@ def test_a_prompt_is_computed_once_and_alone(policy):
     assert passes[3:] == [(len(GROUPS), 1)] * (NEW - 1), "the last token is never fed"
 
 
-def test_the_trainers_rollouts_are_the_same(tiny, tmp_path, monkeypatch):
-    """In chunks, by TRL's call of generate through PEFT's model, at TEMPERATURE and TOP_P, greedy too."""
-    trainer = make(tiny, tmp_path, MAX_COMPLETION_LEN=NEW, TEMPERATURE=1.2, TOP_P=0.9)
-    seed_weights(trainer.model)
-    prompts = trainer._tokenize_prompts([row.prompt for row in trainer.run.rows for _ in range(2)])[0]
-    prompts = [ids[n // 2 :] for n, ids in enumerate(prompts)]  # of different lengths
-
-    for temperature in (None, 0):
-        ours = trainer.generate(prompts, 2, 0, temperature=temperature)[0]
-        with monkeypatch.context() as patch:
-            patch.setattr("grpo.learn.trainer.shared_prefill", contextlib.nullcontext)
-            assert trainer.generate(prompts, 2, 0, temperature=temperature)[0] == ours
-        assert len(ours) == 8 and max(map(len, ours)) == NEW
-
-
-class PretendedGraph:
-    """Computes the captured step again in its buffers; `steps` are the steps of the test."""
-
-    steps: list[DecodingStep] = []
-    replays = 0
-
-    def replay(self):
-        PretendedGraph.replays += 1
-        self.steps[-1].logits.copy_(self.steps[-1].run())
-
-
 @pytest.fixture
-def graphs(monkeypatch):
-    """CUDA graphs on a CPU, where a capture computes as well; returns the replacement of `torch.cuda`."""
-    nothing = lambda *_: None  # noqa: E731
-    capture = contextlib.nullcontext()
-    capture.capture_stream = SimpleNamespace(wait_stream=nothing)
-    generator = SimpleNamespace(graphsafe_set_state=nothing, clone_state=nothing)
-    cuda = SimpleNamespace(
-        CUDAGraph=PretendedGraph, empty_cache=nothing,
-        current_stream=lambda: SimpleNamespace(wait_stream=nothing), stream=lambda _: contextlib.nullcontext(),
-        graph=lambda graph, capture_error_mode: capture, get_sync_debug_mode=nothing, set_sync_debug_mode=nothing,
-        default_generators={None: generator}, OutOfMemoryError=MemoryError,
-    )  # fmt: skip
-    init = DecodingStep.__init__
+def cuda(monkeypatch):
+    """Takes the place of `torch.cuda`: CUDA graphs on a CPU, where a capture computes as well."""
+    steps, init = [], DecodingStep.__init__
+    replacement = MagicMock()
+    # A replay computes the captured step again in its buffers.
+    replacement.CUDAGraph().replay.side_effect = lambda: steps[-1].logits.copy_(steps[-1].run())
 
     def capturing(step, *arguments):
         init(step, *arguments)
         step.capturing = step.graphs
-        PretendedGraph.steps.append(step)
+        steps.append(step)
 
     monkeypatch.setattr(DecodingStep, "__init__", capturing)
     monkeypatch.setattr(DecodingStep, "graphs", True)
-    monkeypatch.setattr(PretendedGraph, "steps", [])
-    monkeypatch.setattr(PretendedGraph, "replays", 0)
-    monkeypatch.setattr(decoding, "torch", SimpleNamespace(**vars(torch) | {"cuda": cuda}))
-    return cuda
+    monkeypatch.setattr(decoding, "torch", SimpleNamespace(**vars(torch) | {"cuda": replacement}))
+    return replacement
 
 
-def test_runs_before_a_capture_leave_no_trace(policy, graphs):
+def test_runs_before_a_capture_leave_no_trace(policy, cuda):
     assert_alike(policy, GROUPS, DRAWN)
-    assert PretendedGraph.replays == NEW - 1
+    assert cuda.CUDAGraph().replay.call_count == NEW - 1
 
 
-def test_where_no_graph_can_be_made_steps_are_launched_one_by_one(policy, graphs, caplog):
-    """It is said once, and not tried again."""
-    tries = []
-
-    def refuse(mode):
-        if mode == "error":
-            tries.append(mode)
-            raise RuntimeError("called a synchronizing\nCUDA operation")
-
-    graphs.set_sync_debug_mode = refuse
+def test_where_no_graph_can_be_made_steps_are_launched_one_by_one(policy, cuda, caplog):
+    """It is logged once, and not tried again."""
+    cuda.set_sync_debug_mode.side_effect = [None, RuntimeError("called a synchronizing\nCUDA operation"), None]
     with caplog.at_level(logging.WARNING, "train_grpo"):
         assert_alike(policy, GROUPS, DRAWN)
         generate(policy, (1, 1), DRAWN)
-    assert tries == ["error"] and not PretendedGraph.replays
+    assert cuda.graph.call_count == 1 and not cuda.CUDAGraph().replay.called
     assert caplog.text.count("no CUDA graph of a decoding step can be made here (called a synchronizing CUDA") == 1
 
 
-def test_out_of_memory_is_no_reason_to_go_on(policy, graphs):
-    graphs.set_sync_debug_mode = lambda mode: (_ for _ in ()).throw(MemoryError()) if mode else None
-    with pytest.raises(MemoryError):
+def test_out_of_memory_is_no_reason_to_go_on(policy, cuda):
+    cuda.set_sync_debug_mode.side_effect = [None, torch.OutOfMemoryError(), None]
+    with pytest.raises(torch.OutOfMemoryError):
         generate(policy, GROUPS, DRAWN)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_a_graph_computes_what_the_loop_does(tiny, monkeypatch):
-    """And where a capture breaks off, drawing goes on."""
-    monkeypatch.setattr(DecodingStep, "graphs", True)
-    model = load(tiny, "mxfp4")
+    model, tokens = load(tiny, "mxfp4"), []
     inputs = {name: value.cuda() for name, value in inputs_of(GROUPS).items()}
-
-    def drawn():
+    for graphs in (True, False):
+        monkeypatch.setattr(DecodingStep, "graphs", graphs)
         torch.manual_seed(1)
         with shared_prefill(model):
-            return model.generate(**inputs, **DRAWN, max_new_tokens=NEW, pad_token_id=0, eos_token_id=[])
-
-    graphed = drawn()
-    assert DecodingStep.graphs, "the capture failed"
-    run, calls = DecodingStep.run, []
-
-    def waits_in_the_capture(step):
-        calls.append(step)
-        return run(step) + (step.column.item() * 0 if len(calls) == 3 else 0)
-
-    monkeypatch.setattr(DecodingStep, "run", waits_in_the_capture)
-    assert torch.equal(drawn(), graphed)
-    assert not DecodingStep.graphs and len(calls) == 3 + NEW - 1
+            options = DRAWN | {"max_new_tokens": NEW, "pad_token_id": 0, "eos_token_id": []}
+            tokens.append(model.generate(**inputs, **options))
+        assert DecodingStep.graphs == graphs, "the capture failed"
+    assert torch.equal(*tokens)

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every name that train_grpo.py relies on in vLLM, looked up in the source of the installed vLLM or of the one that
+"""What this project relies on in vLLM, looked up in the source of the installed vLLM or of the one that
 tests/vllm_source.py has fetched. The source is read and never imported."""
 
 from __future__ import annotations
 
 import ast
-import contextlib
 import functools
 import importlib.util
 import inspect
@@ -14,9 +13,8 @@ import os
 import re
 import shlex
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import vllm_source
@@ -29,25 +27,8 @@ from grpo.plan.hub import REAL_CONFIG
 from grpo.plan.memory import LORA_RANKS, Shapes, plan_memory
 from grpo.preflight.choices import VLLM_COLDEST
 from grpo.rollout.engine import Engine, engine_arguments
-from grpo.rollout.vllm_patches import VLLM_SWITCHES, compile_router_once, vllm_environment
+from grpo.rollout.vllm_patches import VLLM_SWITCHES
 from grpo.settings import ROOT, Settings
-
-
-def top_level(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements of a module or class, those under `if` and `try` included, not those of functions and classes."""
-    for node in body:
-        yield node
-        if isinstance(node, (ast.If, ast.Try)):
-            handlers = [statement for handler in getattr(node, "handlers", ()) for statement in handler.body]
-            yield from top_level([*node.body, *handlers, *node.orelse])
-
-
-def names_of(node: ast.stmt) -> list[str]:
-    """The names that a statement defines: a class, a function, or variables."""
-    if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
-        return [node.name]
-    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
 @functools.cache
@@ -55,294 +36,193 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-class Source:
-    """The package in `root`, and its copy of triton_kernels under that name."""
-
-    def __init__(self, root: Path):
-        self.root = root
-
-    def path(self, module: str) -> Path:
-        package, _, rest = module.partition(".")
-        base = self.root / "third_party" / package if package == "triton_kernels" else self.root
-        stem = base.joinpath(*rest.split(".")) if rest else base
-        path = stem / "__init__.py" if stem.is_dir() else stem.with_name(stem.name + ".py")
-        assert path.is_file(), f"vLLM has no module {module}"
-        return path
-
-    def find(self, module: str, name: str) -> Definition:
-        """The definition behind `from module import name`; imports are followed."""
-        path = self.path(module)
-        statements = list(top_level(parsed(path).body))
-        for node in statements:
-            if name in names_of(node):
-                return Definition(self, module, node)
-            for alias in node.names if isinstance(node, ast.ImportFrom) else ():
-                if (alias.asname or alias.name) == name:
-                    keep = module.split(".")
-                    keep = keep[: len(keep) - node.level + (path.name == "__init__.py")] if node.level else []
-                    return self.find(".".join([*keep, *filter(None, [node.module])]), alias.name)
-        raise AssertionError(f"{module} has no {name}")
+def defines(node: ast.AST, name: str) -> bool:
+    """Whether a statement defines a class, a function or a variable of that name."""
+    if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+        return node.name == name
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return any(isinstance(target, ast.Name) and target.id == name for target in targets)
 
 
-class Definition:
-    """A class, function or variable: where it stands, and its syntax tree."""
-
-    def __init__(self, source: Source, module: str, node: ast.stmt):
-        self.source, self.module, self.node = source, module, node
-
-    @property
-    def text(self) -> str:
-        return ast.unparse(self.node)
-
-    @property
-    def fields(self) -> list[str]:
-        """Annotated variables of a class: those of a dataclass or struct, in order."""
-        return [node.target.id for node in self.node.body if isinstance(node, ast.AnnAssign)]
-
-    def member(self, name: str) -> Definition:
-        """A method or class variable, the class's own or a base's."""
-        for node in top_level(self.node.body):
-            if name in names_of(node):
-                return Definition(self.source, self.module, node)
-        for base in self.node.bases:
-            with contextlib.suppress(AssertionError):
-                return self.source.find(self.module, ast.unparse(base)).member(name)
-        raise AssertionError(f"{self.module}.{self.node.name} has no {name}")
-
-    @property
-    def signature(self) -> inspect.Signature:
-        """A function's, every default None."""
-        arguments = ast.parse(self.text).body[0].args
-        arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
-        arguments.kw_defaults = [default and ast.Constant(None) for default in arguments.kw_defaults]
-        scope: dict[str, Any] = {}
-        exec(f"from __future__ import annotations\ndef function({ast.unparse(arguments)}): ...", scope)
-        return inspect.signature(scope["function"])
+def fields(node: ast.ClassDef) -> list[str]:
+    """Annotated variables of a class: those of a dataclass or struct, in order."""
+    return [part.target.id for part in node.body if isinstance(part, ast.AnnAssign)]
 
 
 @pytest.fixture(scope="module")
-def vllm() -> Source:
+def folder() -> Path:
+    """vLLM's package."""
     spec = importlib.util.find_spec("vllm")  # of a package without dots: nothing is imported
     # scripts/test.sh has an environment of its own without vLLM; scripts/setup.sh puts the GPU's beside it.
     beside = (ROOT / ".venv").glob("lib/python3.*/site-packages/vllm")
-    for folder in [*(spec.submodule_search_locations if spec else beside), vllm_source.cached_source()]:
-        if Path(folder).is_dir():
-            return Source(Path(folder))
+    for package in [*(spec.submodule_search_locations if spec else beside), vllm_source.cached_source()]:
+        if Path(package).is_dir():
+            return Path(package)
     missing = "vLLM's source is neither installed nor in the cache: `python tests/vllm_source.py` gets it (290 MiB)"
     if os.environ.get("CI"):
         pytest.fail(missing)
     pytest.skip(missing)
 
 
-ENGINE = ast.parse(textwrap.dedent(inspect.getsource(Engine)))
+@pytest.fixture(scope="module")
+def find(folder: Path) -> Callable[[str], ast.AST]:
+    """A function that finds the definition at a place, as `entrypoints/llm.py:LLM.sleep`."""
+
+    def search(place: str) -> ast.AST:
+        path, _, names = place.partition(":")
+        node: ast.AST = parsed(folder / path)
+        for name in names.split("."):
+            node = next((part for part in ast.walk(node) if defines(part, name)), None)
+            assert node, f"vLLM has no {place}"
+        return node
+
+    return search
 
 
-def engine_calls(prefix: str) -> dict[str, list[tuple[int, set[str]]]]:
-    """The calls of Engine under `prefix`: name -> (number of positional arguments, names of the others) of each."""
-    calls: dict[str, list[tuple[int, set[str]]]] = {}
-    for node in ast.walk(ENGINE):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith(prefix):
-            form = len(node.args), {keyword.arg for keyword in node.keywords}
-            calls.setdefault(ast.unparse(node.func), []).append(form)
-    return calls
-
-
-def test_vllm_has_every_name_that_is_imported(vllm):
+def test_vllm_has_every_name_that_is_imported(folder):
     nodes = [node for path in (ROOT / "grpo").rglob("*.py") for node in ast.walk(parsed(path))]
     imports = [n for n in nodes if isinstance(n, ast.ImportFrom) and (n.module or "").startswith("vllm")]
-    names = {(n.module, alias.name) for n in imports for alias in n.names}
-    assert {("vllm", "LLM"), ("vllm.device_allocator.cumem", "libcudart")} < names
-    for module, name in names:
-        vllm.find(module, name)
+    assert {"vllm", "vllm.device_allocator.cumem"} <= {node.module for node in imports}
+    for node in imports:
+        path = folder.joinpath(*node.module.split(".")[1:])
+        text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8")
+        assert all(re.search(rf"\b{alias.name}\b", text) for alias in node.names), ast.unparse(node)
 
 
-@pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("sync", SYNCS)
-def test_vllm_takes_the_engine_arguments(vllm, sync, eager):
+def test_vllm_takes_the_engine_arguments(find, sync):
     """`LLM` passes what it does not name itself on to EngineArgs."""
-    settings = Settings(ROLLOUT_SYNC=sync, VLLM_EAGER=eager)
+    settings = Settings(ROLLOUT_SYNC=sync)
     plan = plan_memory(settings, Shapes(REAL_CONFIG, H100, 930, "eager", checkpoint=12.9)).engine
     arguments = engine_arguments(settings, plan, "/model", H100.gpu_total)
-    init = vllm.find("vllm", "LLM").member("__init__")
-    named = {name for name, p in init.signature.parameters.items() if p.kind != p.VAR_KEYWORD}
-    call = next(n for n in ast.walk(init.node) if isinstance(n, ast.Call) and ast.unparse(n.func) == "EngineArgs")
+    init = find("entrypoints/llm.py:LLM.__init__")
+    named = {argument.arg for argument in (*init.args.args, *init.args.kwonlyargs)}
+    call = next(n for n in ast.walk(init) if isinstance(n, ast.Call) and ast.unparse(n.func) == "EngineArgs")
     assert None in {keyword.arg for keyword in call.keywords}, "LLM passes no **kwargs on"
-    passed_on = set(vllm.find("vllm", "EngineArgs").fields) - {keyword.arg for keyword in call.keywords}
+    passed_on = set(fields(find("engine/arg_utils.py:EngineArgs"))) - {keyword.arg for keyword in call.keywords}
     assert not set(arguments) - named - passed_on
-    if not eager:
-        compilation = arguments["compilation_config"]
-        assert not set(compilation) - set(vllm.find("vllm.config.compilation", "CompilationConfig").fields)
-        vllm.find("vllm.config.compilation", "CUDAGraphMode").member(compilation["cudagraph_mode"])
-    assert repr(arguments["logprobs_mode"]) in vllm.find("vllm.config.model", "LogprobsMode").text
+    compilation = arguments["compilation_config"]
+    assert not set(compilation) - set(fields(find("config/compilation.py:CompilationConfig")))
+    find(f"config/compilation.py:CUDAGraphMode.{compilation['cudagraph_mode']}")
+    assert repr(arguments["logprobs_mode"]) in ast.unparse(find("config/model.py:LogprobsMode"))
 
 
-def test_vllm_has_the_limits_that_preflight_holds(vllm):
-    assert ast.literal_eval(vllm.find("vllm.config.lora", "MaxLoRARanks").node.value.slice) == LORA_RANKS
-    assert ast.literal_eval(vllm.find("vllm.sampling_params", "_MAX_TEMP").node.value) == VLLM_COLDEST
+def test_vllm_has_the_limits_that_preflight_holds(find):
+    assert ast.literal_eval(find("config/lora.py:MaxLoRARanks").value.slice) == LORA_RANKS
+    assert ast.literal_eval(find("sampling_params.py:_MAX_TEMP").value) == VLLM_COLDEST
 
 
-def test_vllm_takes_the_commands_that_serve_an_adapter(vllm, saved_adapter):
+def test_vllm_takes_the_commands_that_serve_an_adapter(folder, find, saved_adapter):
     """scripts/ask.py --serve: options, their values, and the fields of the request."""
     serve, curl = serve_commands(parse_args([str(saved_adapter), "--serve"])).replace("\\\n", "").split("\n\n")
     words = shlex.split(serve)
     assert words[:2] == ["vllm", "serve"] and "--enable-lora" in words and f"saved={saved_adapter.resolve()}" in words
     assert words[words.index("--max-lora-rank") + 1] == "8", "the least that vLLM takes for a rank of 3"
-    known = set(re.findall(r'"(--[a-z-]+)"', vllm.find("vllm.engine.arg_utils", "EngineArgs").text.replace("'", '"')))
-    frontend = vllm.find("vllm.entrypoints.openai.cli_args", "BaseFrontendArgs").fields
-    known |= {"--" + name.replace("_", "-") for name in frontend}
-    options = {word for word in words if word.startswith("--")}
-    assert len(options) == 5 and options <= known, options - known
+    known = set(re.findall(r"'(--[a-z-]+)'", ast.unparse(find("engine/arg_utils.py:EngineArgs"))))
+    known |= {"--" + n.replace("_", "-") for n in fields(find("entrypoints/openai/cli_args.py:BaseFrontendArgs"))}
+    assert {word for word in words if word.startswith("--")} <= known
     words = shlex.split(curl)
-    body = json.loads(words[words.index("-d") + 1])
-    fields = vllm.find("vllm.entrypoints.openai.completion.protocol", "CompletionRequest").fields
-    assert set(body) <= set(fields) and body["model"] == "saved" and body["prompt"].endswith("<|start|>assistant")
-    routes = vllm.path("vllm.entrypoints.openai.completion.api_router").read_text(encoding="utf-8")
+    body, api = json.loads(words[words.index("-d") + 1]), "entrypoints/openai/completion"
+    assert set(body) <= set(fields(find(f"{api}/protocol.py:CompletionRequest")))
+    assert body["model"] == "saved" and body["prompt"].endswith("<|start|>assistant")
+    routes = (folder / api / "api_router.py").read_text(encoding="utf-8")
     assert f'"{words[1].removeprefix("http://localhost:8000")}"' in routes
 
 
-def test_vllm_reads_the_variables_that_are_set_for_it(vllm):
-    read = {node.value for node in ast.walk(parsed(vllm.path("vllm.envs"))) if isinstance(node, ast.Constant)}
+def test_vllm_reads_the_variables_that_are_set_for_it(folder):
+    read = {node.value for node in ast.walk(parsed(folder / "envs.py")) if isinstance(node, ast.Constant)}
     assert read >= {*VLLM_SWITCHES, "VLLM_ENABLE_V1_MULTIPROCESSING"}
-    assert '"VLLM_ENABLE_V1_MULTIPROCESSING"' in inspect.getsource(vllm_environment)
 
 
-def test_vllm_takes_the_calls_of_the_engine(vllm):
+def test_vllm_takes_the_calls_of_the_engine(find):
     """Every call that Engine makes, as it stands in its source."""
-    calls = engine_calls("self.llm.")
-    used = {name.removeprefix("self.llm.") for name in calls}
-    assert used == {"generate", "apply_model", "sleep", "wake_up", "reset_prefix_cache", "llm_engine.add_lora"}
-    for name, forms in calls.items():
-        *owner, method = name.removeprefix("self.llm.").split(".")
-        whole = vllm.find(*(("vllm.v1.engine.llm_engine", "LLMEngine") if owner else ("vllm", "LLM")))
-        for positional, keywords in forms:  # TypeError: it does not fit
-            whole.member(method).signature.bind(*[None] * (positional + 1), **dict.fromkeys(keywords))
+    places = {name: "entrypoints/llm.py:LLM" for name in ("generate", "apply_model", "sleep", "wake_up")}
+    places |= {"reset_prefix_cache": "entrypoints/llm.py:LLM", "add_lora": "v1/engine/llm_engine.py:LLMEngine"}
+    checked = set()
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(Engine)))):
+        if not isinstance(node, ast.Call):
+            continue
+        owner, _, name = ast.unparse(node.func).rpartition(".")
+        keywords = [keyword.arg for keyword in node.keywords]
+        if owner.startswith("self.llm"):
+            method = find(f"{places[name]}.{name}").args
+            names, first = [argument.arg for argument in method.args], 1 + len(node.args)  # with `self`
+            needed = set(names[first : len(names) - len(method.defaults)])
+            assert first <= len(names), name
+            assert needed <= set(keywords) <= {*names[first:], *(a.arg for a in method.kwonlyargs)}, name
+            checked.add(name)
+        elif name == "sampling":
+            assert not node.args and set(keywords) <= set(fields(find("sampling_params.py:SamplingParams")))
+        elif name == "lora_request":
+            assert len(node.args) == 3 and not keywords
+    assert checked == set(places)
+    assert fields(find("lora/request.py:LoRARequest"))[:3] == ["lora_name", "lora_int_id", "lora_path"]
 
 
-def test_vllm_has_the_sampling_parameters_and_requests_of_the_engine(vllm):
-    (forms,) = engine_calls("self.sampling").values()
-    assert all(positional == 0 for positional, _ in forms)
-    names = set().union(*(keywords for _, keywords in forms))
-    assert {"n", "temperature", "top_p", "logprobs", "flat_logprobs", "prompt_logprobs", "stop_token_ids"} < names
-    assert not names - set(vllm.find("vllm", "SamplingParams").fields)
-    (forms,) = engine_calls("self.lora_request").values()
-    assert forms and all(form == (3, set()) for form in forms)
-    assert vllm.find("vllm.lora.request", "LoRARequest").fields[:3] == ["lora_name", "lora_int_id", "lora_path"]
-
-
-ALLOCATOR, BACKENDS = "vllm.device_allocator", "vllm.device_allocator.sleep_mode_backend"
-GPT_OSS, LLM_ENGINE = "vllm.model_executor.models.gpt_oss", "vllm.v1.engine.llm_engine"
-WORKER, EMBEDDING = "vllm.v1.worker.gpu_worker", "vllm.model_executor.layers.vocab_parallel_embedding"
-MOE, SWIZZLE = "vllm.model_executor.layers.fused_moe", "vllm.model_executor.layers.quantization.utils.mxfp4_utils"
-LAYOUTS = "triton_kernels.tensor_details.layout_details"
-FIELDS = {  # read of prompts and outputs, of the configuration, of the allocator
-    ("vllm", "TokensPrompt"): {"prompt_token_ids"}, ("vllm", "CompletionOutput"): {"token_ids", "logprobs"},
-    ("vllm.logprobs", "FlatLogprobs"): {"logprobs"}, ("vllm.logprobs", "Logprob"): {"logprob"},
-    ("triton_kernels.matmul_ogs", "PrecisionConfig"): {"weight_scale"},
-    ("triton_kernels.tensor", "Tensor"): {"storage"}, ("triton_kernels.tensor", "Storage"): {"data", "layout"},
-    ("vllm.config", "ModelConfig"): {"sleep_mode_backend"}, ("vllm.config", "VllmConfig"): {"model_config"},
-    (ALLOCATOR, "AllocationData"): {"handle", "tag", "cpu_backup_tensor", "is_asleep"},
-}  # fmt: skip
-TEXTS = {  # excerpts of the source of a class or one of its members
-    ("vllm", "LLM"): ["self.llm_engine"], ("vllm", "RequestOutput"): ["self.outputs", "self.prompt_logprobs"],
-    ("vllm.entrypoints.offline_utils", "OfflineInferenceMixin._run_engine"): [  # RequestBar is filled by it
+BACKENDS, CUMEM = "device_allocator/sleep_mode_backend.py", "device_allocator/cumem.py"
+GPT_OSS, WORKER = "model_executor/models/gpt_oss.py", "v1/worker/gpu_worker.py"
+LAYERS, TRITON = "model_executor/layers", "third_party/triton_kernels"
+RELIED_ON = {  # excerpts of a definition's source
+    "inputs/llm.py:TokensPrompt": ["prompt_token_ids:"],
+    "outputs.py:CompletionOutput": ["token_ids:", "logprobs:"],
+    "outputs.py:RequestOutput": ["self.outputs", "self.prompt_logprobs"],
+    "logprobs.py:FlatLogprobs": ["logprobs:"],
+    "logprobs.py:Logprob": ["logprob:"],
+    "entrypoints/offline_utils.py:OfflineInferenceMixin._run_engine": [  # It fills RequestBar.
         "tqdm_func = use_tqdm if callable(use_tqdm) else tqdm", "tqdm_func(total=num_requests,", "pbar.update(n)",
     ],
-    (LLM_ENGINE, "LLMEngine"): ["self.vllm_config"], (BACKENDS, "SleepModeBackend"): ["self._state"],
-    (BACKENDS, "SleepModeState"): ["'SUSPENDED'"], (BACKENDS, "CuMemBackend.resume"): [".wake_up(tags)"],
-    (BACKENDS, "SleepModeBackendFactory.create_backend"): ["model_config.sleep_mode_backend"],
-    (WORKER, "Worker._get_sleep_mode_backend"): ["is None", "create_backend("],  # at the first sleep
-    (WORKER, "Worker.sleep"): ["_get_sleep_mode_backend().suspend(level)"],
-    (WORKER, "Worker.wake_up"): ["_get_sleep_mode_backend().resume(tags)"],
-    (WORKER, "Worker.load_model"): ["tag='weights'"],  # the tag of what is copied
-    (ALLOCATOR, "HandleType"): ["tuple[int, int, int,"],
-    (f"{ALLOCATOR}.cumem", "CuMemAllocator"): ["self.pointer_to_data"],
-    (f"{ALLOCATOR}.cumem", "CuMemAllocator.sleep"): ["size_in_bytes = handle[1]"],
-    (f"{ALLOCATOR}.cumem", "CuMemAllocator.wake_up"): [  # whatever has a backup comes back
-        "create_and_map(handle)", "is_asleep = False", "if data.cpu_backup_tensor is not None:",
-        "data.cpu_backup_tensor = None",
-        "if tags is None or data.tag in tags:",  # mapped or not
+    # Sleeping: the backend that is made at the first sleep, and what the allocator knows of each block.
+    "v1/engine/llm_engine.py:LLMEngine": ["self.vllm_config"],
+    "config/model.py:ModelConfig": ["sleep_mode_backend:"],
+    "config/vllm.py:VllmConfig": ["model_config:"],
+    f"{BACKENDS}:SleepModeBackend": ["self._state"],
+    f"{BACKENDS}:CuMemBackend": ["def suspend(self, level:", "def resume(self, tags:", ".wake_up(tags)"],
+    f"{BACKENDS}:SleepModeBackendFactory.register_backend": ["name: str, module_path: str, class_name: str"],
+    f"{BACKENDS}:SleepModeBackendFactory.create_backend": ["model_config.sleep_mode_backend"],
+    f"{WORKER}:Worker._get_sleep_mode_backend": ["is None", "create_backend("],
+    f"{WORKER}:Worker.sleep": ["_get_sleep_mode_backend().suspend(level)"],
+    f"{WORKER}:Worker.wake_up": ["_get_sleep_mode_backend().resume(tags)"],
+    f"{WORKER}:Worker.load_model": ["tag='weights'"],
+    "device_allocator/__init__.py:AllocationData": ["handle:", "tag:", "cpu_backup_tensor:", "is_asleep:"],
+    "device_allocator/__init__.py:get_mem_allocator_instance": ["get_mem_allocator_instance()"],
+    f"{CUMEM}:CuMemAllocator": ["self.pointer_to_data", "size_in_bytes = handle[1]"],
+    f"{CUMEM}:CuMemAllocator.wake_up": [  # Mapped already or not, and whatever has a backup comes back.
+        "if tags is None or data.tag in tags:", "create_and_map(handle)", "data.cpu_backup_tensor = None",
     ],
+    f"{CUMEM}:unmap_and_release": ["(allocation_handle:"],
+    "distributed/device_communicators/cuda_wrapper.py:CudaRTLibrary.cudaMemcpy": ["(self, dst:", "src:", "count:"],
     # Pushed weights: model.layers.N.attn.qkv_proj.weight, attn.o_proj.weight; with LoRA, base_layer in between.
-    (GPT_OSS, "GptOssForCausalLM"): ["self.model ="], (GPT_OSS, "GptOssModel"): ["self.layers ="],
-    (GPT_OSS, "TransformerBlock"): ["self.attn ="],
-    (GPT_OSS, "OAIAttention"): ["self.qkv_proj = QKVParallelLinear(", "self.o_proj ="],
-    ("vllm.lora.layers.base_linear", "BaseLinearLayerWithLoRA"): ["self.base_layer ="],
-    (GPT_OSS, "GptOssForCausalLM.packed_modules_mapping"): ["{'qkv_proj': ['q_proj', 'k_proj', 'v_proj']}"],
-    (GPT_OSS, "GptOssForCausalLM.hf_to_vllm_mapper"): ["'.self_attn.': '.attn.'"],
+    f"{GPT_OSS}:OAIAttention": ["self.qkv_proj = QKVParallelLinear(", "self.o_proj ="],
+    "lora/layers/base_linear.py:BaseLinearLayerWithLoRA": ["self.base_layer ="],
+    f"{GPT_OSS}:GptOssForCausalLM.packed_modules_mapping": ["{'qkv_proj': ['q_proj', 'k_proj', 'v_proj']}"],
+    f"{GPT_OSS}:GptOssForCausalLM.hf_to_vllm_mapper": ["'.self_attn.': '.attn.'"],
     # Lent weights: model.layers.N.mlp.experts.routed_experts.w13_weight and ...quant_method.w13_precision_config;
-    # model.embedding.weight and lm_head.weight, in BF16 and with rows behind the vocabulary's.
-    (GPT_OSS, "GptOssModel.__init__"): [
-        "self.embedding = VocabParallelEmbedding(self.config.vocab_size, self.config.hidden_size)",
-    ],
-    (GPT_OSS, "GptOssForCausalLM.__init__"): [
-        "self.lm_head = ParallelLMHead(self.config.vocab_size, self.config.hidden_size,",
-    ],
-    (GPT_OSS, "GptOssForCausalLM.load_weights"): ["skip_prefixes=['lm_head.'] if self.config.tie_word_embeddings"],
-    (EMBEDDING, "UnquantizedEmbeddingMethod.create_weights"): [
-        "torch.empty(sum(output_partition_sizes), input_size_per_partition, dtype=params_dtype)",
-        "register_parameter('weight', weight)",
-    ],
-    (EMBEDDING, "VocabParallelEmbedding.__init__"): ["quant_method = UnquantizedEmbeddingMethod()"],
-    (GPT_OSS, "TransformerBlock.__init__"): ["self.mlp ="], (GPT_OSS, "MLPBlock"): ["self.experts = FusedMoE("],
-    (f"{MOE}.runner.moe_runner", "MoERunner"): ["self.routed_experts = routed_experts"],
-    (f"{MOE}.routed_experts", "RoutedExperts"): ["self.quant_method ="],
-    ("vllm.model_executor.layers.quantization.mxfp4", "GptOssMxfp4MoEMethod._setup_kernel"): [
+    # model.embedding.weight and lm_head.weight.
+    f"{GPT_OSS}:GptOssModel": ["self.layers =", "self.embedding = VocabParallelEmbedding("],
+    f"{GPT_OSS}:GptOssForCausalLM": ["self.model =", "self.lm_head = ParallelLMHead("],
+    f"{GPT_OSS}:MLPBlock": ["self.experts = FusedMoE("],
+    f"{LAYERS}/fused_moe/runner/moe_runner.py:MoERunner": ["self.routed_experts = routed_experts"],
+    f"{LAYERS}/quantization/mxfp4.py:GptOssMxfp4MoEMethod._setup_kernel": [
         "layer.w13_weight = w13", "self.w13_precision_config = w13_scale",
         "layer.w2_weight = w2", "self.w2_precision_config = w2_scale",
     ],
-    (SWIZZLE, "_swizzle_mxfp4"): ["num_warps=8", "make_default_matmul_mxfp4_w_layout(mx_axis=1)", "pad_k = -K % 4"],
-    (f"{LAYOUTS}.hopper_value", "HopperMXValueLayout"): ["'HOPPER_VALUE'", "self.mx_axis", "self.mma_version"],
-    (f"{LAYOUTS}.hopper_scale", "HopperMXScaleLayout"): ["'HOPPER_SCALE'", "self.mx_axis", "self.num_warps"],
+    f"{LAYERS}/quantization/utils/mxfp4_utils.py:_swizzle_mxfp4": ["num_warps=8", "(mx_axis=1)", "pad_k = -K % 4"],
+    f"{TRITON}/matmul_ogs.py:PrecisionConfig": ["weight_scale:"],
+    f"{TRITON}/tensor.py:Tensor": ["storage:"],
+    f"{TRITON}/tensor.py:Storage": ["data:", "layout:"],
+    # Patched kernels. In a newer triton_kernels the strides are no constants, and `compile_router_once` can go.
+    f"{TRITON}/topk.py:topk_forward": ["_topk_forward["],
+    f"{TRITON}/topk_details/_topk_forward.py:_topk_forward": ["stride_rn: tl.constexpr"],
+    f"{TRITON}/reduction_details/reduce_bitmatrix.py:sum_bitmatrix_rows": ["_sum_bitmatrix_rows["],
+    f"{TRITON}/reduction_details/reduce_bitmatrix.py:_sum_bitmatrix_rows": ["stride_bn: tl.constexpr"],
+    f"{TRITON}/matmul_ogs.py:matmul_ogs": ["= make_opt_flags(", "**opt_flags.target_kernel_kwargs"],
+    f"{TRITON}/matmul_ogs_details/opt_flags.py:OptFlags": [
+        "@dataclass", "block_m:", "group_m:", "target_kernel_kwargs:",
+    ],
 }  # fmt: skip
 
 
-def test_vllm_has_what_is_read_and_relied_on(vllm):
-    for (module, name), fields in FIELDS.items():
-        assert not fields - set(vllm.find(module, name).fields), name
-    for (module, name), texts in TEXTS.items():
-        owner, _, member = name.partition(".")
-        definition = vllm.find(module, owner)
-        text = (definition.member(member) if member else definition).text
-        assert all(excerpt in text for excerpt in texts), name
-
-
-def test_vllm_takes_a_sleep_backend(vllm):
-    """Of signatures: that of what KeepBackend overrides, of the registry, of the allocator's functions."""
-    base, factory = vllm.find(BACKENDS, "CuMemBackend"), vllm.find(BACKENDS, "SleepModeBackendFactory")
-    base.member("suspend").signature.bind(None, 1)
-    base.member("resume").signature.bind(None, None)
-    assert list(factory.member("register_backend").signature.parameters)[1:] == ["name", "module_path", "class_name"]
-    vllm.find(ALLOCATOR, "get_mem_allocator_instance").signature.bind()
-    vllm.find(f"{ALLOCATOR}.cumem", "unmap_and_release").signature.bind("handle")
-    library = vllm.find("vllm.distributed.device_communicators.cuda_wrapper", "CudaRTLibrary")
-    assert list(library.member("cudaMemcpy").signature.parameters)[1:] == ["dst", "src", "count"]
-
-
-ROUTER = [
-    ("topk", "topk_forward", "_topk_forward", "stride_rn"),
-    ("tensor", "sum_bitmatrix_rows", "_sum_bitmatrix_rows", "stride_bn"),
-]
-
-
-@pytest.mark.parametrize("module, launcher, kernel, stride", ROUTER)
-def test_vllm_has_the_router_kernels_that_are_patched(vllm, module, launcher, kernel, stride):
-    """The kernel is in the globals of the function that launches it, and the stride a constant. It is none in a newer
-    triton_kernels, with which `compile_router_once` can go."""
-    patched = inspect.getsource(compile_router_once)
-    assert all(name in patched for name in (f'"triton_kernels.{module}"', f'"{kernel}"', f'"{stride}"'))
-    assert f"{module}.{launcher}," in patched
-    function = vllm.find(f"triton_kernels.{module}", launcher)
-    assert f"{kernel}[" in function.text
-    arguments = vllm.find(function.module, kernel).node.args.args
-    assert "constexpr" in next(ast.unparse(a.annotation) for a in arguments if a.arg == stride)
-    vllm.find("vllm.utils.import_utils", "has_triton_kernels").signature.bind()
-
-
-def test_vllm_has_the_expert_flags_that_are_patched(vllm):
-    """`make_opt_flags` in the globals of `matmul_ogs`, which calls it by that name, and the flags' fields."""
-    function = vllm.find("triton_kernels.matmul_ogs", "matmul_ogs")
-    assert "= make_opt_flags(" in function.text and "**opt_flags.target_kernel_kwargs" in function.text
-    choose = vllm.find(function.module, "make_opt_flags")
-    flags = vllm.find(choose.module, "OptFlags")
-    assert {"block_m", "group_m", "target_kernel_kwargs"} <= set(flags.fields)
-    assert "dataclass" in map(ast.unparse, flags.node.decorator_list), "dataclasses.replace needs one"
+@pytest.mark.parametrize("place", RELIED_ON)
+def test_vllm_has_what_is_relied_on(find, place):
+    text = ast.unparse(find(place))
+    assert [excerpt for excerpt in RELIED_ON[place] if excerpt not in text] == []

@@ -6,9 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import logging
 import math
-import re
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from engines import digest, set_adapter, trainer_with_engine
 from stub_vllm import SYNCS
 
 from grpo.rollout import weight_sync
-from grpo.rollout.engine import EngineError
 from grpo.rollout.parity import MismatchCheck, ParityError, check_mismatch, parity_problem
 
 MOMENTS = ("before the first step", "after a sleep")
@@ -27,32 +24,35 @@ def build(tiny, tmp_path):
     return functools.partial(trainer_with_engine, tiny, tmp_path)
 
 
-@pytest.mark.parametrize(("sync", "targets"), [*((sync, "all-linear") for sync in SYNCS), ("lora", "experts")])
-@pytest.mark.parametrize("agrees", [True, False])
-def test_the_check_restores_the_adapter(build, sync, targets, agrees):
+@pytest.mark.parametrize(("sync", "targets"), [("merge", "all-linear"), ("lora", "all-linear"), ("lora", "experts")])
+def test_an_engine_that_agrees_passes(build, sync, targets):
     trainer = build(ROLLOUT_SYNC=sync, TEMPERATURE=0.9, LORA_TARGETS=targets)
     set_adapter(trainer, 5)
-    engine = trainer.run.engine
-    engine.llm.ignore_adapter = not agrees
     before = digest(trainer.model), digest(trainer.model, adapter=True)
     trainer.model.train()
-    if agrees:
+    check_mismatch(trainer)
+    kinds = [(result["when"], result["kind"]) for result in trainer.run.parity]
+    assert kinds == list(itertools.product(MOMENTS, ("fixed tokens", "sampled tokens")))
+    bound = 0.02 if sync == "lora" else 1e-4  # the test adapter is rounded to BF16 on its way
+    assert all(p["mean"] < bound and p["control_mean"] > 2 * p["mean"] for p in trainer.run.parity)
+    assert trainer.run.parity[0]["control_mean"] > 0.1, "the test adapter is strong"
+    calls, rounds = trainer.run.engine.llm.calls, 2 if sync == "lora" else 3  # the last one with a small adapter
+    assert trainer.run.engine.asleep and calls.count("wake_up") == calls.count("sleep") == rounds
+    assert (digest(trainer.model), digest(trainer.model, adapter=True)) == before and trainer.model.training
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_an_engine_that_ignores_the_adapter_is_seen_and_the_adapter_restored(build, sync):
+    trainer = build(ROLLOUT_SYNC=sync, TEMPERATURE=0.9)
+    set_adapter(trainer, 5)
+    trainer.run.engine.llm.ignore_adapter = True
+    before = digest(trainer.model, adapter=True)
+    with pytest.raises(ParityError, match="ROLLOUT_SYNC.*ATTN_IMPL=eager.*USE_VLLM=0"):
         check_mismatch(trainer)
-        kinds = [(result["when"], result["kind"]) for result in trainer.run.parity]
-        assert kinds == list(itertools.product(MOMENTS, ("fixed tokens", "sampled tokens")))
-        bound = 0.02 if sync == "lora" else 1e-4  # the test adapter is rounded to BF16 on its way
-        assert all(p["mean"] < bound and p["control_mean"] > 2 * p["mean"] for p in trainer.run.parity)
-        assert trainer.run.parity[0]["control_mean"] > 0.1, "the test adapter is strong"
-        rounds = 2 if sync == "lora" else 3  # the last one with an adapter as small as a step makes it
-        assert engine.asleep and engine.llm.calls.count("wake_up") == engine.llm.calls.count("sleep") == rounds
-    else:
-        with pytest.raises(ParityError, match="ROLLOUT_SYNC.*ATTN_IMPL=eager.*USE_VLLM=0"):
-            check_mismatch(trainer)
-        trainer.run.settings = dataclasses.replace(trainer.run.settings, PARITY_LIMIT=50.0)
-        with pytest.raises(ParityError, match="cannot be told whether vLLM uses the adapter"):
-            check_mismatch(trainer)
-    assert (digest(trainer.model), digest(trainer.model, adapter=True)) == before
-    assert trainer.model.training
+    trainer.run.settings = dataclasses.replace(trainer.run.settings, PARITY_LIMIT=50.0)
+    with pytest.raises(ParityError, match="cannot be told whether vLLM uses the adapter"):
+        check_mismatch(trainer)
+    assert digest(trainer.model, adapter=True) == before
 
 
 @pytest.mark.parametrize("sync", SYNCS)
@@ -84,16 +84,8 @@ def test_a_small_update_that_does_not_arrive_is_seen(build, monkeypatch):
 
 def breaks_in_decoding(stub, monkeypatch):
     """As with wrong CUDA graphs: prefill is right."""
-    sample = stub._sample
-
-    def shifted(*arguments):
-        stub.shift = 0.1
-        try:
-            return sample(*arguments)
-        finally:
-            stub.shift = 0.0
-
-    monkeypatch.setattr(stub, "_sample", shifted)
+    report = stub._logprobs
+    monkeypatch.setattr(stub, "_logprobs", lambda values: report([value + 0.1 for value in values]))
 
 
 def breaks_in_its_sleep(stub, monkeypatch):
@@ -107,28 +99,20 @@ def breaks_in_its_sleep(stub, monkeypatch):
     monkeypatch.setattr(stub, "wake_up", wake_up)
 
 
-def leaves_samples_out(stub, monkeypatch):
-    report = stub._logprobs
-    monkeypatch.setattr(stub, "_logprobs", lambda values: report([math.nan] * len(values)))
-
-
 @pytest.mark.parametrize(
     ("fault", "seen"),
     [
-        (lambda stub, _: setattr(stub, "noise", 0.2), "before the first step, fixed tokens: .* differ by 0"),
         (lambda stub, _: setattr(stub, "shift", 0.1), "before the first step, fixed tokens: .* differ by 0"),
         (lambda stub, _: setattr(stub, "shift", math.nan), "before the first step, fixed tokens: .* differ by nan"),
         (breaks_in_decoding, "before the first step, sampled tokens"),
-        (leaves_samples_out, "before the first step, sampled tokens"),
         (breaks_in_its_sleep, "after a sleep, fixed tokens"),
     ],
 )
 def test_the_check_sees_what_is_wrong(build, monkeypatch, fault, seen):
     trainer = build()
     fault(trainer.run.engine.llm, monkeypatch)
-    with pytest.raises(ParityError) as caught:
+    with pytest.raises(ParityError, match=f"^{seen}"):
         check_mismatch(trainer)
-    assert re.match(seen, str(caught.value))
 
 
 def test_certain_samples_are_no_failure(build, monkeypatch):
@@ -143,19 +127,17 @@ def test_certain_samples_are_no_failure(build, monkeypatch):
     check_mismatch(build())
 
 
-def test_a_check_that_is_off_says_so(build, caplog):
+def test_a_check_that_is_off_is_logged(build, caplog):
     trainer = build(PARITY="off")
-    with caplog.at_level(logging.WARNING, "train_grpo"):
-        check_mismatch(trainer)
-    assert "| PARITY=off" in caplog.text and "======" in caplog.text and not trainer.run.engine.llm.calls
+    check_mismatch(trainer)
+    assert "| PARITY=off" in caplog.text and not trainer.run.engine.llm.calls
 
 
 @pytest.mark.parametrize(
     ("mean", "control", "words"),
     [
         (0.05, 0.2, None), (0.01, 0.021, None), (0.01, None, None), (0.0, 0.0, "cannot be told"),
-        (0.0, math.nan, "cannot be told"), (0.01, 0.019, "cannot be told"), (0.051, 0.2, "PARITY_LIMIT is 0.05"),
-        (math.nan, 0.2, "PARITY_LIMIT"), (math.inf, 0.2, "PARITY_LIMIT"),
+        (0.01, 0.019, "cannot be told"), (0.051, 0.2, "PARITY_LIMIT is 0.05"), (math.nan, 0.2, "PARITY_LIMIT"),
     ],
 )  # fmt: skip
 def test_parity_problem(mean, control, words):
@@ -163,17 +145,10 @@ def test_parity_problem(mean, control, words):
     assert problem is None if words is None else words in problem
 
 
-def test_an_engine_that_fails_while_a_mismatch_is_explained_does_not_hide_it(build, monkeypatch):
+def test_an_engine_that_fails_while_a_mismatch_is_explained_does_not_hide_it(build):
     """Exit code 3 is the mismatch's, whatever the engine does afterwards."""
     trainer = build()
     trainer.run.engine.llm.ignore_adapter = True
-    sync = trainer.run.engine.sync_weights
-
-    def fails(policy, active=True):
-        if not active:
-            raise EngineError("the engine is gone")
-        sync(policy, active)
-
-    monkeypatch.setattr(trainer.run.engine, "sync_weights", fails)
-    with pytest.raises(ParityError, match="could not be compared: the engine is gone"):
+    trainer.run.engine.llm.fail["apply_model"] = (2, RuntimeError("the engine is gone"))
+    with pytest.raises(ParityError, match="could not be compared: .*the engine is gone"):
         check_mismatch(trainer)

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import operator
 import sys
-from types import SimpleNamespace as Some
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from safetensors.torch import load_file
 from grpo.model.expert_lora import experts_wrapped
 from grpo.preflight.adapter import lora_options
 from grpo.rollout.engine import Engine, EngineError
-from grpo.rollout.shared_weights import SCALES, VALUES
 from grpo.settings import Settings
 
 pytestmark = pytest.mark.numeric
@@ -64,130 +62,83 @@ embedding, head = padded(packed.get_input_embeddings()), padded(packed.get_outpu
 engine = Some(model=Some(layers=layers, embedding=embedding), lm_head=head)
 names = set(shared.state_dict())
 assert {name for name in packed.state_dict() if not name.endswith(("_blocks", "_scales"))} == names
-try:
-    learned(shared)
-    raise SystemExit("computed without weights")
-except AttributeError:
-    pass
-share_weights(shared, engine)
+tables = shared.get_input_embeddings().weight, shared.get_output_embeddings().weight
+assert [table.untyped_storage().nbytes() for table in tables] == [2, 2], "of nothing"
+
+
+def refused(owner, name, value, words):  # an engine that keeps a weight otherwise lends nothing
+    kept = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        share_weights(shared, engine)
+        raise SystemExit(f"{name} was not refused")
+    except RuntimeError as error:
+        assert words in str(error), error
+    setattr(owner, name, kept)
+    assert not any(layer.mlp.experts.shared for layer in shared.model.layers)
+    assert all(table.isnan().all() for table in tables)
+
+
+last = layers[-1].mlp.experts.routed_experts
+refused(last, "w2_weight", torch.ones(2), "otherwise")  # as Marlin's, which an engine with LoRA takes
+refused(last.quant_method.w2_precision_config.weight_scale.storage.layout, "num_warps", 4, "experts as")
+refused(head, "weight", head.weight[:-8], "embeddings as")
+refused(head, "weight", head.weight.float(), "embeddings as")
+refused(head, "weight", head.weight.T.contiguous().T, "embeddings as")
+refused(shared.config, "tie_word_embeddings", True, "tied")
+
+addresses = share_weights(shared, engine)
 assert set(shared.state_dict()) == names, "vLLM's experts are none of the model's"
-lent = [w.data for layer in layers for w in vars(layer.mlp.experts.routed_experts).values() if hasattr(w, "data")]
+assert all(map(operator.is_, tables, (shared.get_input_embeddings().weight, shared.get_output_embeddings().weight)))
+assert not any(table.requires_grad for table in tables), "the parameters that others may hold"
+lent = []
+for layer in layers:
+    held = layer.mlp.experts.routed_experts
+    lent += [held.w13_weight.storage.data, held.quant_method.w13_precision_config.weight_scale.storage.data]
+    lent += [held.w2_weight.storage.data, held.quant_method.w2_precision_config.weight_scale.storage.data]
 lent += [embedding.weight.data, head.weight.data]
+assert addresses == [tensor.data_ptr() for tensor in lent]
 before = [tensor.clone() for tensor in lent]
 for expected, tensor in zip(learned(packed), learned(shared), strict=True):
     assert expected.any() and torch.equal(expected, tensor)
-assert len(lent) == 2 * len(layers) + 2 and all(map(torch.equal, before, lent)), "written"
-layers[-1].mlp.experts.routed_experts.quant_method.w2_precision_config.weight_scale.storage.layout.num_warps = 4
-try:
-    share_weights(shared, engine)
-except RuntimeError as error:
-    print("all equal", error)
+assert all(map(torch.equal, before, lent)), "written"
+print("all equal")
 """
 
 
 def test_what_is_learned_on_vllms_weights_is_what_is_learned_on_ones_own(tiny):
-    """States, logits and gradients bit by bit; vLLM's tensors are not written, and other layouts not read. Before they
-    are lent, nothing is computed."""
+    """States, logits and gradients bit by bit. vLLM's tensors are not written, and others than expected not read."""
     interpreted(LEARNING, third_party(), tiny)
 
 
-@pytest.fixture
-def engine(tiny, monkeypatch):
-    """A model without its weights, vLLM's with all that it lends, an engine, and the addresses that its sleep backend
-    keeps on the GPU."""
-    policy, kept = load(tiny, "shared"), []
-    config = Some(weight_scale=Some(storage=Some(layout=Some(**SCALES), data=torch.zeros(2))))
-    weight = Some(storage=Some(layout=Some(**VALUES), data=torch.zeros(1)))
-    method = Some(w13_precision_config=config, w2_precision_config=config)
-    held = Some(w13_weight=weight, w2_weight=weight, quant_method=method)
-    layers = [Some(mlp=Some(experts=Some(routed_experts=held)))] * len(policy.model.layers)
-    rows, hidden = policy.get_input_embeddings().weight.shape
-    tables = [Some(weight=torch.nn.Parameter(torch.rand(rows + 7, hidden).bfloat16())) for _ in range(2)]
-    vllm = Some(model=Some(layers=layers, embedding=tables[0]), lm_head=tables[1])
-    backend = Some(lend=lambda pointers: kept.extend(["all"] if pointers is None else pointers))
-    monkeypatch.setitem(sys.modules, "grpo.rollout.sleep_backend", backend)  # the real one imports vLLM
-    return policy, vllm, Engine(Some(apply_model=lambda function: [function(vllm)]), None, None, Settings(), []), kept
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_is_lent_stays_on_the_gpu(monkeypatch, whole):
+    """The addresses go to the sleep backend: of what the learner reads, or None for all of the engine's weights."""
+    lent = []
+    backend = SimpleNamespace(lend=lent.append)  # the real one imports vLLM
+    monkeypatch.setitem(sys.modules, "grpo.rollout.sleep_backend", backend)
+    monkeypatch.setattr("grpo.rollout.engine.share_weights", lambda policy, model: [policy, model])
+    llm = SimpleNamespace(apply_model=lambda function: [function("vllm")])
+    Engine(llm, None, None, Settings(), []).lend_weights("policy", whole)
+    assert lent == [None if whole else ["policy", "vllm"]]
 
 
-def lent(policy):
-    """The weights that vLLM has lent a model: of experts by layer, embeddings and head."""
-    experts = [layer.mlp.experts.shared for layer in policy.model.layers]
-    tables = policy.get_input_embeddings().weight, policy.get_output_embeddings().weight
-    return [*filter(None, experts), *(table for table in tables if not table.isnan().any())]
+def test_what_cannot_be_lent_names_another_setting(monkeypatch):
+    monkeypatch.setitem(sys.modules, "grpo.rollout.sleep_backend", SimpleNamespace(lend=None))
+    llm = SimpleNamespace(apply_model=lambda function: [function(SimpleNamespace())])
+    with pytest.raises(EngineError, match="lending the weights failed .*Set EXPERTS=paged"):
+        Engine(llm, None, None, Settings(), []).lend_weights(None)
 
 
-def test_what_the_learner_reads_stays_on_the_gpu(engine):
-    policy, vllm, engine, kept = engine
-    held, layers = vllm.model.layers[0].mlp.experts.routed_experts, len(policy.model.layers)
-    values, scales = held.w2_weight.storage.data, held.quant_method.w2_precision_config.weight_scale.storage.data
-    tables = [policy.get_input_embeddings().weight, policy.get_output_embeddings().weight]
-    assert not any(name.endswith(("_blocks", "_scales")) for name in policy.state_dict()) and not lent(policy)
-    assert [table.untyped_storage().nbytes() for table in tables] == [2, 2], "of nothing"
-    engine.lend_weights(policy)
-    addresses = [table.weight.data_ptr() for table in (vllm.model.embedding, vllm.lm_head)]
-    assert kept == [values.data_ptr(), scales.data_ptr()] * 2 * layers + addresses
-    engine.lend_weights(policy, whole=True)
-    assert kept.pop() == "all"
-    shared = policy.model.layers[-1].mlp.experts.shared["down_proj"]
-    assert shared == (values, scales, policy.config.hidden_size, policy.config.intermediate_size)
-    now = [policy.get_input_embeddings().weight, policy.get_output_embeddings().weight]
-    assert all(map(operator.is_, now, tables)), "the parameters that others may hold"
-    assert [table.data_ptr() for table in now] == addresses and not any(table.requires_grad for table in now)
-
-
-def replace_experts(vllm):
-    vllm.model.layers[0].mlp.experts.routed_experts.w2_weight = torch.ones(2)
-
-
-def replace_table(change):
-    return lambda vllm: setattr(vllm.lm_head, "weight", change(vllm.lm_head.weight))
-
-
-OTHERS = {
-    "the experts of another kernel": replace_experts,
-    "few rows": replace_table(lambda table: table[:-8]),
-    "another type": replace_table(torch.Tensor.float),
-    "another device": replace_table(lambda table: table.to("meta")),
-    "another order": replace_table(lambda table: table.T.contiguous().T),
-    "another name": lambda vllm: delattr(vllm, "lm_head"),
-}
-
-
-@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
-def test_an_engine_that_keeps_a_weight_otherwise_lends_nothing(engine, other):
-    """Such as Marlin's experts, which an engine with LoRA takes: parameters, without a configuration of the scales."""
-    policy, vllm, engine, kept = engine
-    other(vllm)
-    with pytest.raises(EngineError, match="vLLM keeps its .*Set EXPERTS=paged"):
-        engine.lend_weights(policy)
-    assert not kept and not lent(policy)
-
-
-def test_tied_embeddings_are_not_shared(engine):
-    policy, _, engine, kept = engine
-    policy.config.tie_word_embeddings = True
-    with pytest.raises(EngineError, match="tied"):
-        engine.lend_weights(policy)
-    assert not kept and not lent(policy)
-
-
-def test_what_is_lent_is_not_saved(engine, tmp_path):
+def test_what_is_lent_is_not_saved(tiny, tmp_path):
     """Nor does what libraries do with a model before the engine is there make a copy of the stand-ins."""
-    policy, _, engine, _ = engine
+    policy = load(tiny, "shared")
     with experts_wrapped(policy):
-        model = get_peft_model(policy, LoraConfig(**lora_options(Settings())))
+        model = get_peft_model(policy, LoraConfig(**lora_options(Settings(LORA_TARGETS="all-linear,experts"))))
     model.to(policy.device).train().enable_input_require_grads()
-    assert policy.get_input_embeddings().weight.untyped_storage().nbytes() == 2
-    engine.lend_weights(model)
+    table = policy.get_input_embeddings().weight
+    assert table.untyped_storage().nbytes() == 2
+    table.data = torch.zeros(table.shape, dtype=table.dtype)
     model.save_pretrained(str(tmp_path))
     (path,) = tmp_path.glob("*.safetensors")
     assert all("lora_" in name for name in load_file(path))
-
-
-def test_an_adapter_needs_none_of_their_weights(tiny):
-    shapes = []
-    for experts in ("mxfp4", "shared"):
-        with experts_wrapped(model := load(tiny, experts)):
-            model = get_peft_model(model, LoraConfig(**lora_options(Settings(LORA_TARGETS="all-linear,experts"))))
-        shapes.append({name: p.shape for name, p in model.named_parameters() if p.requires_grad})
-    assert shapes[0] and shapes[0] == shapes[1]

@@ -1,28 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is changed in vLLM's copy of triton_kernels, on modules written for the test."""
+"""What is changed in vLLM's copy of triton_kernels; functions of this file stand in for the copy's."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
-
-from grpo.rollout.vllm_patches import patch_kernels
-
-ROUTER = """
 import triton
 import triton.language as tl
 
+from grpo.rollout.vllm_patches import patch_kernels
+
+
 @triton.jit
-def {kernel}(x, {columns}: tl.constexpr, {rows}{constant}, n_rows, BLOCK: tl.constexpr):
-    tl.store(x + {columns} * {rows}, n_rows)
+def _topk_forward(x, stride_rm: tl.constexpr, stride_rn: tl.constexpr, n_rows):
+    tl.store(x + stride_rm * stride_rn, n_rows)
 
-def {launcher}():
-    return {kernel}
-"""
 
-EXPERTS = """
-import dataclasses
+@triton.jit
+def _sum_bitmatrix_rows(x, stride_bm: tl.constexpr, stride_bn: tl.constexpr, n_rows):
+    tl.store(x + stride_bm * stride_bn, n_rows)
+
+
+def topk_forward():
+    return _topk_forward
+
+
+def sum_bitmatrix_rows():
+    return _sum_bitmatrix_rows
+
 
 @dataclasses.dataclass
 class OptFlags:
@@ -30,97 +39,56 @@ class OptFlags:
     group_m: int
     target_kernel_kwargs: dict
 
-def {chooser}(rows):
-    return OptFlags(rows, 8, {{"own": 1}})
+
+def make_opt_flags(rows):
+    return OptFlags(rows, 8, {"own": 1})
+
 
 def matmul_ogs(rows):
-    return {chooser}(rows)
-"""
-
-IMPORT_UTILS = """
-import sys
-
-def has_triton_kernels():
-    import vllm.third_party.triton_kernels as triton_kernels
-
-    sys.modules["triton_kernels"] = triton_kernels
-    return True
-"""
+    return make_opt_flags(rows)
 
 
 @pytest.fixture
-def router(tmp_path, monkeypatch):
-    """A function that installs a fake vLLM with a copy of triton_kernels, and returns one that returns vLLM's kernels.
-
-    As in vLLM 0.26 the copy gets its second name from an alias, so a module of it can be loaded under either.
-    """
-
-    def forget():
-        for name in [name for name in sys.modules if name.partition(".")[0] in ("vllm", "triton_kernels")]:
-            del sys.modules[name]
-
-    def build(
-        constant=": tl.constexpr", launcher="topk_forward", is_installed=True, chooser="make_opt_flags", capability=9
-    ):
-        package, utils = tmp_path / "vllm" / "third_party" / "triton_kernels", tmp_path / "vllm" / "utils"
-        package.mkdir(parents=True)
-        utils.mkdir()
-        for folder in (package, package.parent, utils.parent, utils):
-            (folder / "__init__.py").touch()
-        (utils / "import_utils.py").write_text(
-            IMPORT_UTILS if is_installed else "def has_triton_kernels():\n    return False"
-        )
-        names = {"kernel": "_topk_forward", "columns": "stride_rm", "rows": "stride_rn", "launcher": launcher}
-        (package / "topk.py").write_text(ROUTER.format(constant=constant, **names))
-        names = {"kernel": "_sum_bitmatrix_rows", "columns": "stride_bm", "rows": "stride_bn"}
-        (package / "tensor.py").write_text(ROUTER.format(constant=constant, launcher="sum_bitmatrix_rows", **names))
-        (package / "matmul_ogs.py").write_text(EXPERTS.format(chooser=chooser))
-        monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (capability, 0))
-        monkeypatch.syspath_prepend(tmp_path)
-        forget()
-
-        def used():
-            from triton_kernels.tensor import sum_bitmatrix_rows
-            from triton_kernels.topk import topk_forward
-
-            return topk_forward(), sum_bitmatrix_rows()
-
-        return used
-
-    yield build
-    forget()
+def modules(monkeypatch):
+    """vLLM and triton_kernels on a Hopper card; what is patched comes back."""
+    for kernel in (_topk_forward, _sum_bitmatrix_rows):
+        monkeypatch.setitem(globals(), kernel.fn.__name__, kernel)
+        monkeypatch.setattr(kernel.fn, "__annotations__", dict(kernel.fn.__annotations__))
+    monkeypatch.setitem(globals(), "make_opt_flags", make_opt_flags)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    fakes = {
+        "vllm.utils.import_utils": SimpleNamespace(has_triton_kernels=lambda: True),
+        "triton_kernels": MagicMock(),  # with other modules: in vLLM its attributes are copies under another name
+        "triton_kernels.topk": SimpleNamespace(topk_forward=topk_forward),
+        "triton_kernels.tensor": SimpleNamespace(sum_bitmatrix_rows=sum_bitmatrix_rows),
+        "triton_kernels.matmul_ogs": SimpleNamespace(matmul_ogs=matmul_ogs),
+    }
+    for name, module in {"vllm": MagicMock(), "vllm.utils": MagicMock(), **fakes}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return fakes
 
 
-def test_the_router_is_not_compiled_for_every_number_of_tokens(router, caplog):
-    used = router()
+def test_the_router_is_not_compiled_for_every_number_of_tokens(modules, caplog):
     patch_kernels()
-    before = used()
+    before = topk_forward(), sum_bitmatrix_rows()
     constants = [[parameter.name for parameter in kernel.params if parameter.is_constexpr] for kernel in before]
-    assert constants == [["stride_rm", "BLOCK"], ["stride_bm", "BLOCK"]]
+    assert constants == [["stride_rm"], ["stride_bm"]]
+    patch_kernels()  # So is a router that upstream repaired.
+    assert (topk_forward(), sum_bitmatrix_rows()) == before and not caplog.records, "what is patched is left alone"
+
+
+def test_a_vllm_without_the_kernels_is_left_alone(modules, caplog):
+    modules["vllm.utils.import_utils"].has_triton_kernels = lambda: False
+    before = topk_forward(), make_opt_flags
     patch_kernels()
-    assert used() == before, "what is patched is left alone"
-    assert not caplog.records
+    assert (topk_forward(), make_opt_flags) == before and not caplog.records
 
 
-@pytest.mark.parametrize("is_installed", [True, False])
-def test_what_needs_no_patch_is_left_alone(router, caplog, is_installed):
-    """A router that upstream repaired, and a vLLM without triton_kernels."""
-    used = router(constant="", is_installed=is_installed)
-    patch_kernels()
-    assert not caplog.records and ("triton_kernels" in sys.modules) == is_installed
-    if is_installed:
-        assert [kernel.fn.__module__ for kernel in used()] == ["triton_kernels.topk", "triton_kernels.tensor"]
-
-
-@pytest.mark.parametrize(
-    ("moved", "patch"),
-    [({"launcher": "forward"}, "compile_router_once"), ({"chooser": "choose_flags"}, "tune_decoding")],
-)
-def test_what_moved_is_one_warning(router, caplog, moved, patch):
-    router(**moved)
+def test_what_moved_is_one_warning(modules, caplog):
+    del modules["triton_kernels.matmul_ogs"].matmul_ogs
     patch_kernels()
     (record,) = caplog.records
-    assert f"{patch} does not fit this vLLM (" in record.getMessage()
+    assert "tune_decoding does not fit this vLLM (" in record.getMessage()
 
 
 TUNED = (1, {"own": 1, "maxnreg": 128})
@@ -129,12 +97,10 @@ TUNED = (1, {"own": 1, "maxnreg": 128})
 @pytest.mark.parametrize(
     ("capability", "rows", "flags"), [(9, 16, TUNED), (9, 32, (8, {"own": 1})), (10, 16, (8, {"own": 1}))]
 )
-def test_decoding_on_hopper_gets_its_own_flags(router, caplog, capability, rows, flags):
+def test_decoding_on_hopper_gets_its_own_flags(modules, monkeypatch, caplog, capability, rows, flags):
     """Tiles of 16 rows, and nothing else about them changes; a second engine in the process tunes nothing twice."""
-    router(capability=capability)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (capability, 0))
     patch_kernels()
+    tuned = make_opt_flags
     patch_kernels()
-    from triton_kernels.matmul_ogs import OptFlags, matmul_ogs
-
-    assert matmul_ogs(rows) == OptFlags(rows, *flags) and not caplog.records
-    assert matmul_ogs.__globals__["make_opt_flags"].__name__ == "make_opt_flags"
+    assert make_opt_flags is tuned and matmul_ogs(rows) == OptFlags(rows, *flags) and not caplog.records
