@@ -19,9 +19,7 @@ from grpo.plan.targets import EXPERT_PARAMETERS, LINEAR_MODULES, shortest_target
     ("words", "count", "parameters"),
     [
         ("all-linear", 96, 1_990_656),
-        ("q_proj,o_proj", 48, 1_339_392),
         ("7.experts", 2, 1_843_200),
-        ("experts", 48, 44_236_800),
         ("all-linear,q_proj,7.experts,7.mlp.experts.down_proj", 98, 3_833_856),
         ("layers.7.mlp.experts", 2, 1_843_200),
         ("24.experts", 0, 0),
