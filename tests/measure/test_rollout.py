@@ -108,10 +108,7 @@ def test_a_weight_that_is_written_fails(child, monkeypatch, name):
 
     after_learning(monkeypatch, write)
     code, values = child("--set", "TOTAL_STEPS=1")
-    assert code == 1 and [values["lent_changed"], values["base_changed"]] == [
-        name == "lent_changed",
-        name == "base_changed",
-    ]
+    assert code == 1 and [key for key in ("lent_changed", "base_changed") if values[key]] == [name]
 
 
 def test_a_run_that_fails_fails(child):
@@ -150,15 +147,16 @@ def test_a_step_is_measured_beside_trls(child, monkeypatch):
     monkeypatch.setattr(step, "LONGEST", 12)
     trainers, gradients = [], []
     after_learning(monkeypatch, trainers.append)
-    code, values = child("--set", "TOTAL_STEPS=2", "--trl", "--variant", "run", "EXPERTS=bf16", command="step")
-    assert code == 0 and values["w1_trl_micro_batch"] in (8, 16) and values["long_learn_peak_gib"] == 0.5
+    words = "--set TOTAL_STEPS=1 --set PROMPTS_PER_STEP=1 --trl --variant run EXPERTS=bf16"
+    code, values = child(*words.split(), command="step")
+    assert code == 0 and values["w1_trl_micro_batch"] == 8 and values["long_learn_peak_gib"] == 0.5
     assert 0 < values["w1_trl_old_logps_s"] < values["w1_learn_trl_s"]
     assert 0 < values["w1_speedup_without_pass"] < values["w1_speedup"]
     named = {row["name"] for row in step.step_figures(Variant("run", {}), values, "")}
     assert {"step_s", "rollout_tok_s", "job_peak_gib", "w1_learn_s", "w1_learn_trl_s"} <= named
     trainer = trainers[0]
     trainer.accelerator.native_amp, policy = False, variants.policy_of(trainer).float()
-    batch = step.padded_batch(trainer, [12] * 16)
+    batch = step.padded_batch(trainer, [12] * 8)
     for micro in (None, 8, 4):
         trainer.learn(policy, batch) if micro is None else step.trl_learning(trainer, batch, micro)
         gradients.append(torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None]))
