@@ -7,27 +7,17 @@ import dataclasses
 import datetime
 import itertools
 import json
-import re
 
 import pytest
-from conftest import RENDERED, ROOT, write_csv
+from conftest import RENDERED, write_csv
 from hypothesis import given
 from hypothesis import strategies as st
 from machines import only
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from grpo.data.files import (
-    SHOWN,
-    Row,
-    data_fingerprint,
-    data_prompt,
-    is_blank,
-    read_csv,
-    read_rows,
-    renamed_columns,
-    reward_columns,
-)
+from grpo.data import files
+from grpo.data.files import SHOWN, Row, data_prompt, is_blank, read_csv, read_rows, reward_columns
 from grpo.data.prompts import StepRows, answer_of, compile_template, count_tokens, prompt_order, render, render_rows
 from grpo.settings import Problems, Settings
 
@@ -50,16 +40,9 @@ def load_json(path, **columns):
     return load(path)
 
 
-def test_rendered_prompts_numbers_and_other_columns(good_csv):
-    rows, problems = load(good_csv)
-    assert not problems and len(rows) == 12
-    assert rows[3].id == "good:4" and rows[3].rewards == (0.15, 0.85)
-    assert rows[3].messages == (("rendered", RENDERED.format("question 3")),)
-    assert rows[3].columns["note"] == "note 3" and rows[3].columns["reward_action_0"] == 0.15
-
-
 SYSTEM = ["system", *USER]
 ACCEPTED = [
+    ("a rendered prompt", HEADER, [GOOD[0], 0.5, 0.25], [("rendered", GOOD[0])]),
     ("plain text is the user's message", HEADER, ["Go", 0.5, 0.25], [("user", "Go")]),
     ("both columns", SYSTEM, ["Be brief.", "Go", 0.5, 0.25], [("system", "Be brief."), ("user", "Go")]),
     ("an empty system cell", SYSTEM, ["", "Go", 0.5, 0.25], [("user", "Go")]),
@@ -73,7 +56,7 @@ ACCEPTED = [
 def test_accepted(tmp_path, reason, header, row, messages):
     rows, problems = load_table(tmp_path / "d.csv", header, row)
     assert not problems and rows[0].messages == tuple(messages), reason
-    assert rows[0].rewards == ((0.5, 0.25) if len(header) > 2 else ())
+    assert rows[0].rewards == ((0.5, 0.25) if len(header) > 2 else ()) and rows[0].id == "d:1"
 
 
 TALK = [{"role": "system", "content": "s"}, {"role": "user", "content": "it's 7"}]
@@ -113,44 +96,41 @@ def test_values_are_numbers_for_reward_functions_and_text_for_the_fingerprint(tm
     assert not problems and rows[0].q == (-10.0, -2.5) and rows[0].columns["q_action_1"] == "-2.50"
     columns = reward_columns(rows[0])
     assert (columns["q_action_0"], columns["q_action_1"]) == (-10.0, -2.5)
-    assert data_fingerprint(rows) == "7bf070af97604a8119eb742513657fadf57e320f6c110841001d358ecb912ea2"
+    assert files.data_fingerprint(rows) == "7bf070af97604a8119eb742513657fadf57e320f6c110841001d358ecb912ea2"
 
 
 TWO = "user,reward_action_0,reward_action_1"
 VALUES = f"{TWO},q_action_0,q_action_1"
 FIRST = "row 1 (line 2)"
-REFUSED = {  # reason -> (content of the file, part of the problem)
-    "empty file": ("", "d.csv: it is empty"),
-    "header alone": (f"{TWO}\n", "no row below the header"),
-    "mistyped column": (f"promt,{TWO[5:]}\nx,1,2\n", "a `user` column (should 'promt' be `prompt`?). Add"),
-    "gap in the actions": (
-        "user,reward_action_0,reward_action_2\nx,1,2\n",
-        "reward_action_1 is missing beside reward_action_0, reward_action_2. Number",
-    ),
-    "a spreadsheet's own CSV": ("user;reward_action_0\nx;1\n", "semicolons"),
-    "one action": ("user,reward_action_0\nx,1\n", "only one action"),
-    "column twice": (f"user,{TWO}\nx,y,1,2\n", "'user' stands there twice"),
-    "word for a number": (f'{TWO}\n"two\nlines",1,2\ny,abc,2\n', "row 2 (line 4), column reward_action_0: 'abc'"),
-    "missing number": (f"{TWO}\nx,1,\n", f"{FIRST}, column reward_action_1: the reward is missing"),
-    "word for a value": (f"{VALUES}\nx,1,2,3,much\n", f"{FIRST}, column q_action_1: 'much' is not a finite number"),
-    "a value for one action": (f"{TWO},q_action_0\nx,1,2,3\n", "header: there are q_action_0, but 2 columns reward"),
-    "short row": (f"{TWO}\nx,1\n", f"{FIRST}: it has 2 cells, the header has 3"),
-    "empty prompt": (f"{TWO}\n ,1,2\n", "column user: the prompt is empty"),
-    "a number in another script": (f"{TWO}\nx,1,\uff12\n", "is not a finite number"),
-    "no float32": (f"{TWO}\nx,1,-1e20\n", "'-1e20' is more than 1e+12 in size, and float32 cannot"),
-    "open quote": (f'{TWO}\n"x,1,2\ny,1,2\n', "row 1 (from line 2): broken CSV quoting"),
-    "another encoding": (f"{TWO}\nok,1,2\n\xff,1,2\n".encode("latin-1"), "line 3: byte 44 is not UTF-8"),
-    "a spreadsheet's first line": (f"sep=,\n{TWO}\nx,1,2\n", "line 1: it is a hint for spreadsheets. Delete"),
-    "trailing commas": (f"{TWO},,\nx,1,2,,\n", "columns have no name. Name every column once (a spreadsheet"),
-    "a token of the template": (f"{TWO}\nGo<|end|><|start|>user,1,2\n", f"{FIRST}: it holds <|end|>"),
-    "NUL byte": (f"{TWO}\nx\0,1,2\n", "line 2: it holds a NUL"),
-    "rendered, but unfinished": (f"prompt,{TWO[5:]}\n<|start|>user,1,2\n", "must end where the assistant begins"),
+GAP = "user,reward_action_0,reward_action_2\nx,1,2\n"
+REFUSED = {  # content of the file -> part of the problem
+    "": "d.csv: it is empty",
+    f"{TWO}\n": "no row below the header",
+    f"promt,{TWO[5:]}\nx,1,2\n": "a `user` column (should 'promt' be `prompt`?). Add",
+    GAP: "reward_action_1 is missing beside reward_action_0, reward_action_2. Number",
+    "user;reward_action_0\nx;1\n": "semicolons",
+    "user,reward_action_0\nx,1\n": "only one action",
+    f"user,{TWO}\nx,y,1,2\n": "'user' stands there twice",
+    f'{TWO}\n"two\nlines",1,2\ny,abc,2\n': "row 2 (line 4), column reward_action_0: 'abc'",
+    f"{TWO}\nx,1,\n": f"{FIRST}, column reward_action_1: the reward is missing",
+    f"{VALUES}\nx,1,2,3,inf\n": f"{FIRST}, column q_action_1: 'inf' is not a finite number",
+    f"{TWO},q_action_0\nx,1,2,3\n": "header: there are q_action_0, but 2 columns reward",
+    f"{TWO}\nx,1\n": f"{FIRST}: it has 2 cells, the header has 3",
+    f"{TWO}\n ,1,2\n": "column user: the prompt is empty",
+    f"{TWO}\nx,1,\uff12\n": "is not a finite number",
+    f"{TWO}\nx,1,-1e20\n": "'-1e20' is more than 1e+12 in size, and float32 cannot",
+    f'{TWO}\n"x,1,2\ny,1,2\n': "row 1 (from line 2): broken CSV quoting",
+    f"{TWO}\nok,1,2\n\xff,1,2\n".encode("latin-1"): "line 3: byte 44 is not UTF-8",
+    f"sep=,\n{TWO}\nx,1,2\n": "line 1: it is a hint for spreadsheets. Delete",
+    f"{TWO},,\nx,1,2,,\n": "columns have no name. Name every column once (a spreadsheet",
+    f"{TWO}\nGo<|end|><|start|>user,1,2\n": f"{FIRST}: it holds <|end|>",
+    f"{TWO}\nx\0,1,2\n": "line 2: it holds a NUL",
+    f"prompt,{TWO[5:]}\n<|start|>user,1,2\n": "must end where the assistant begins",
 }
 
 
-@pytest.mark.parametrize("reason", REFUSED)
-def test_refused(tmp_path, reason):
-    content, words = REFUSED[reason]
+@pytest.mark.parametrize(("content", "words"), REFUSED.items(), ids=REFUSED.values())
+def test_refused(tmp_path, content, words):
     path = tmp_path / "d.csv"
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     rows, problems = load(path)
@@ -165,9 +145,8 @@ def test_text_that_nobody_sees_is_blank(text):
 def test_every_bad_cell_is_listed_once_and_long_cells_and_lists_are_cut(tmp_path):
     path = tmp_path / "d.csv"
     _, problems = load_table(path, HEADER, [GOOD[0], "x", ""], [GOOD[0], "x", 1])
-    assert problems[0].startswith(f"{path}, row 1 (line 2), column reward_action_0: 'x' is not a finite number")
-    assert problems[0].endswith(". The same in one more row: 2")
-    assert "column reward_action_1: the reward is missing" in problems[1] and len(problems) == 2
+    assert "row 1 (line 2), column reward_action_0: 'x' is not a finite number" in problems[0]
+    assert problems[0].endswith(". The same in one more row: 2") and len(problems) == 2
     problem = only(load_table(path, HEADER, GOOD, *[[GOOD[0], "x", 1]] * 50)[1])
     assert problem.endswith(". The same in 49 more rows: 3, 4, 5, 6, 7, ...")
     _, problems = load_table(path, HEADER, *([GOOD[0], f"{n}{'a' * 1000}", 1] for n in range(50)))
@@ -203,32 +182,12 @@ def test_the_fault_of_a_conversation_is_named(tmp_path, talk, words):
     assert f"row 1 (line 1), column prompt: {words}" in only(load_json(tmp_path / "d.jsonl", prompt=talk)[1])
 
 
-def test_the_documented_lines_make_prompts_of_other_formats(tmp_path):
-    """docs/data.md, Prompts of other formats; the refusal of such a file says where that stands."""
-    turns = [{"from": "system", "value": "s"}, {"from": "human", "value": "it's 7"}, {"from": "gpt", "value": "a"}]
-    row = {"messages": ANSWERED, "chosen": ANSWERED, "conversations": turns, "instruction": "Add.", "input": "3 and 4"}
-    problem = only(load_json(tmp_path / "d.jsonl", conversations=turns)[1])
-    assert "docs/data.md#prompts-of-other-formats makes one of other columns" in problem
-    docs = (ROOT / "docs" / "data.md").read_text(encoding="utf-8").partition("### Prompts of other formats")[2]
-    code = re.search(r"```python\n(.*?)```", docs, re.DOTALL)[1]
-
-    class Data:
-        prompts = []
-
-        def map(self, function):
-            self.prompts.append(function(row)["prompt"])
-
-    exec(code, {"data": Data()})
-    assert Data.prompts == [TALK, TALK, TALK, "Add.\n\n3 and 4"]
-    assert not any(load_json(tmp_path / "d.jsonl", prompt=prompt)[1] for prompt in Data.prompts)
-
-
 def test_columns_keep_their_names_but_for_trls(tmp_path):
     columns = {"prompt_id": "mine", "invalid_reward": 7, "completion": "x", "log_metric": 1}
     rows, problems = load_json(tmp_path / "d.jsonl", prompt="Go", **columns)
     renamed = {"prompt_id": "mine", "invalid_reward": 7, "csv_completion": "x", "csv_log_metric": 1}
     assert not problems and reward_columns(rows[0]) == renamed | {"csv_prompt": "Go"}
-    assert renamed_columns(rows) == ["completion", "log_metric"], "`prompt` is there as `prompts`"
+    assert files.renamed_columns(rows) == ["completion", "log_metric"], "`prompt` is there as `prompts`"
 
 
 def test_globs_lists_and_missing_files(tmp_path, good_csv, monkeypatch):
@@ -261,17 +220,15 @@ def test_names_that_cannot_be_used(tmp_path):
 @given(st.integers(1, 40), st.integers(0, 5), st.integers(1, 120))
 def test_every_epoch_asks_every_row_once(rows, seed, count):
     order = list(prompt_order(rows, seed, count))
-    assert len(order) == count
+    assert len(order) == count and order == list(prompt_order(rows, seed, count + 7))[:count], "a longer run begins so"
     for start in range(0, count - rows + 1, rows):
         assert sorted(order[start : start + rows]) == list(range(rows)), "each epoch sees every row once"
-    assert order == list(prompt_order(rows, seed, count + 7))[:count], "a longer run begins with the shorter one"
-    assert list(prompt_order(5, 42, 12)) == [4, 1, 0, 3, 2, 0, 3, 1, 2, 4, 2, 0], "a resumed run goes on in this order"
 
 
-def test_the_rows_of_steps_are_made_as_they_are_asked_for():
-    for count in (6, 10**18):  # the second: TOTAL_STEPS=10**9, more than any memory holds
-        rows = StepRows(5, 42, count, 2)
-        assert list(itertools.islice(rows, 12)) == [4, 4, 1, 1, 0, 0, 3, 3, 2, 2, 0, 0] and len(rows) == 2 * count
+def test_a_resumed_run_goes_on_in_the_same_order():
+    assert list(prompt_order(5, 42, 12)) == [4, 1, 0, 3, 2, 0, 3, 1, 2, 4, 2, 0]
+    rows = StepRows(5, 42, 10**18, 2)  # TOTAL_STEPS=10**9: more than any memory holds
+    assert list(itertools.islice(rows, 6)) == [4, 4, 1, 1, 0, 0] and len(rows) == 2 * 10**18
 
 
 TEMPLATE = (

@@ -22,7 +22,6 @@ ROW = Row("d.csv", 1, (("user", "x"),), (0.0, 1.0), {"reward_action_0": 0.0, "re
 BARE = dataclasses.replace(ROW, rewards=(), columns={"user": "x"})
 TOKENIZER = TINY_PATH / "tokenizer.json"
 MY_REWARDS = """NUMBER = 3
-def score(completions, **columns): return [1.0] * len(completions)
 def total(completions, *, reward_action_0, **columns): return [sum(reward_action_0)]
 def penalty(completions, **columns): return [-3.0 if "[" in text else 0.0 for text in completions]
 def brief(completions, **columns): return [5.0 if "final" in text and "[" not in text else 0.0 for text in completions]
@@ -32,15 +31,11 @@ def picky(completions, **columns): return [-1.0 if "[0]" in text else 0.0 for te
 def mute(completions, **columns): return [None for _ in completions]
 def dreamy(completions, **columns): return [5.0 if "analysis" in text else 0.0 for text in completions]
 async def polite(completions, *, note, **columns): return [None if note[0] is None else 0.5 for _ in completions]
-def late(completions, **columns):
-    from my_helper import zero
-    return [zero for _ in completions]
+def late(completions, **columns): return [__import__("my_helper").zero for _ in completions]
 def narrow(completions): return [0.0]
 def leaves(completions, **columns): raise SystemExit
 def deep(completions, **columns): return deep(completions)
-class Silent(Exception):
-    def __str__(self): raise ValueError
-def silent(completions, **columns): raise Silent
+def fails(completions, **columns): return completions[0] / 0
 """
 ONES = "def score(completions, **columns): return [1.0 for _ in completions]\n"
 # Modules of the user's that must be named where they end the program, or are not the ones that Python takes.
@@ -94,7 +89,7 @@ BAD = [
     ("my_exit:score", "'my_exit:score' cannot be loaded: SystemExit: 0, which would end the run"),
     ("my_rewards:leaves", "my_rewards:leaves raised SystemExit, which would end the run"),
     ("my_rewards:deep", "my_rewards:deep raised RecursionError"),
-    ("my_rewards:silent", "raised Silent (my_rewards.py, line 20). It was tried before the run on made-up answers"),
+    ("my_rewards:fails", "raised TypeError: unsupported"),
     ("math:hypot", "math:hypot' cannot be loaded: ImportError: Python takes "),
     ("datasets:score", "/datasets.py: rename your file"),
     ("my_rewards.py:score", "; write my_rewards:score, without .py"),
@@ -125,8 +120,8 @@ def test_the_users_code_does_not_move_the_run(my_rewards, tmp_path):
 
 
 def test_rewards_of_ones_own_need_no_columns(my_rewards):
-    specs, warning = check_rewards(Settings(), "my_rewards:score=2,format", [BARE], problems := Problems())
-    assert specs == [("my_rewards:score", 2.0), ("format", 1.0)] and not problems and not warning
+    specs, warning = check_rewards(Settings(), "my_rewards:length=2,format", [BARE], problems := Problems())
+    assert specs == [("my_rewards:length", 2.0), ("format", 1.0)] and not problems and not warning
     problem = only(problems_of(BARE))
     assert "d.csv, columns: there is no column reward_action_0" in problem and "should" not in problem
     named = dataclasses.replace(BARE, columns={"user": "x", "Reward_Action_0": "1", "Reward_Action_1": "0"})
@@ -228,7 +223,6 @@ def test_every_row_has_the_answer_that_gsm8k_compares_with():
 def test_an_answer_that_is_tried_goes_on_behind_its_prompt():
     assert tried_text("...<|start|>assistant", FINAL.format("[1]")) == "<|channel|>final<|message|>[1]<|return|>"
     assert tried_text("...<|start|>assistant<|channel|>final<|message|>", FINAL.format("[1]")) == "[1]<|return|>"
-    assert tried_text("2 + 2?", FINAL) == FINAL
 
 
 def test_the_check_shows_the_call_of_a_function_of_ones_own(my_rewards, capsys):

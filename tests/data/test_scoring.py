@@ -12,18 +12,9 @@ import pytest
 from transformers import AutoTokenizer, TrainerState
 from trl.chat_template_utils import gptoss_template, parse_response
 
+from grpo.data import scoring
 from grpo.data.files import Row
-from grpo.data.scoring import (
-    Completion,
-    completion_rates,
-    first_state,
-    load_rewards,
-    parsed_message,
-    read_completion,
-    reward_callable,
-    reward_titles,
-    score,
-)
+from grpo.data.scoring import first_state, load_rewards, read_completion, reward_callable, score
 from grpo.settings import Settings
 
 RESULTS = [
@@ -52,18 +43,17 @@ def test_what_a_reward_may_return(result, message, tmp_path, monkeypatch):
 
 
 def test_rates_of_completions():
-    """Two of four answer, one of them the best action; one was cut off."""
+    """Two of four answer, one of them the best action; one was cut off. Without actions, text is an answer."""
     row = Row("d.csv", 1, (("user", "x"),), (0.0, 1.0), {})
-    answers = [(1, 10, False), (0, 20, False), (None, 30, True), (None, 40, False)]
-    rates = completion_rates([Completion(row, "", action, tokens, cut) for action, tokens, cut in answers])
-    assert rates.pop("tokens_mean") == 25 and rates.pop("tokens_max") == 40
-    assert rates == {"parse_rate": 0.5, "best_action_rate": 0.25, "clipped_ratio": 0.25}
+    answers = [("[1]", 10, False), ("[0]", 20, False), ("", 30, True), ("so", 40, False)]
 
+    def rates(row):
+        texts = [(f"<|channel|>final<|message|>{text}<|return|>", tokens, cut) for text, tokens, cut in answers]
+        return scoring.completion_rates([read_completion(row, text, "", tokens, cut) for text, tokens, cut in texts])
 
-def test_a_completion_names_an_action_only_where_the_row_has_some():
-    row, text = Row("d.csv", 1, (("user", "x"),), (0.0, 1.0), {}), "<|channel|>final<|message|>[1]<|return|>"
-    assert read_completion(row, text, "", 3, False).action == 1
-    assert read_completion(dataclasses.replace(row, rewards=()), text, "", 3, False).action is None
+    lengths = {"clipped_ratio": 0.25, "tokens_mean": 25, "tokens_max": 40}
+    assert rates(row) == lengths | {"parse_rate": 0.5, "best_action_rate": 0.25}
+    assert rates(dataclasses.replace(row, rewards=())) == lengths | {"parse_rate": 0.75, "best_action_rate": 0}
 
 
 # As TRL's documentation has them (docs/source/grpo_trainer.md, "Using a custom reward function").
@@ -140,7 +130,6 @@ def test_trls_own_rewards_run_as_they_are(tmp_path, monkeypatch):
 
 
 GREEDY = """
-import rewards
 def takes(prompts, completions, completion_ids, tags, **columns):
     for values in (prompts, completions, completion_ids, tags, tags[0], completion_ids[0], columns["raw_completions"]):
         values.pop()
@@ -151,7 +140,6 @@ def looks(prompts, completions, completion_ids, tags, raw_completions, **columns
     whole = len(prompts) == len(completions) == len(completion_ids) == len(raw_completions) == 2
     text = "2 + 2?" in str(prompts[0]) and "assistantfinal[0]" in str(completions[0])
     return [float(whole and text and tags == [["a", "b"]] * 2 and completion_ids[0] == [1, 2, 3])] * 2
-def delegates(raw_completions, **columns): return rewards.format(raw_completions)
 """
 
 
@@ -163,10 +151,8 @@ def test_a_function_that_changes_its_lists_changes_nothing_for_others(row, tmp_p
     monkeypatch.chdir(tmp_path)
     row = dataclasses.replace(row, columns=row.columns | {"tags": ["a", "b"]})
     for _ in range(2):
-        names = ["my_greedy:takes", "my_greedy:looks", "my_greedy:delegates", "format"]
-        values = scores_of(names, row, ["[0]", "so"])
-        assert values == [[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 0.0, 0.0]]
-    assert row.columns["tags"] == ["a", "b"]
+        values = scores_of(["my_greedy:takes", "my_greedy:looks", "format"], row, ["[0]", "so"])
+        assert values == [[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]]
 
 
 def test_the_state_before_a_run_has_what_a_trainers_has():
@@ -195,9 +181,11 @@ def test_a_message_is_parsed_as_trl_parses_it(tiny):
         assert read_completion(row, text, plain, len(ids), False).decoded == [{"role": "assistant", "content": plain}]
         kinds.add(tuple(expected[0]))
     assert len(kinds) >= 3
-    assert parsed_message(prompt, "to=functions.f<|channel|>commentary json<|message|>{", gptoss_template) is None
+    assert (
+        scoring.parsed_message(prompt, "to=functions.f<|channel|>commentary json<|message|>{", gptoss_template) is None
+    )
 
 
 def test_titles_tell_functions_apart():
     names = ["action", "mine:score", "yours:score", "mine:last"]
-    assert reward_titles(names) == ["action", "mine:score", "yours:score", "last"]
+    assert scoring.reward_titles(names) == ["action", "mine:score", "yours:score", "last"]
