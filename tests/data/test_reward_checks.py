@@ -35,7 +35,9 @@ def late(completions, **columns): return [__import__("my_helper").zero for _ in 
 def narrow(completions): return [0.0]
 def leaves(completions, **columns): raise SystemExit
 def deep(completions, **columns): return deep(completions)
-def fails(completions, **columns): return completions[0] / 0
+class Silent(Exception):
+    def __str__(self): raise ValueError
+def silent(completions, **columns): raise Silent
 """
 ONES = "def score(completions, **columns): return [1.0 for _ in completions]\n"
 # Modules of the user's that must be named where they end the program, or are not the ones that Python takes.
@@ -89,7 +91,7 @@ BAD = [
     ("my_exit:score", "'my_exit:score' cannot be loaded: SystemExit: 0, which would end the run"),
     ("my_rewards:leaves", "my_rewards:leaves raised SystemExit, which would end the run"),
     ("my_rewards:deep", "my_rewards:deep raised RecursionError"),
-    ("my_rewards:fails", "raised TypeError: unsupported"),
+    ("my_rewards:silent", "raised Silent (my_rewards.py, line 17)"),
     ("math:hypot", "math:hypot' cannot be loaded: ImportError: Python takes "),
     ("datasets:score", "/datasets.py: rename your file"),
     ("my_rewards.py:score", "; write my_rewards:score, without .py"),

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plant and its optimum, the rewards made from it, and what prompts tell of it. Run: python -m pytest
-tests/tasks/test_tes_plant.py"""
+"""The plant and its optimum, the rewards made from it, and what prompts tell of it."""
 
 from __future__ import annotations
 
@@ -77,9 +76,6 @@ def test_step_conserves_energy(energy: float, action: int, load: float, co2: flo
     assert (done.energy_kwh, -done.reward) == (pytest.approx(by_hand[0], abs=1e-9), pytest.approx(by_hand[1], abs=1e-9))
 
 
-# ---- Rewards --------------------------------------------------------------------------------------------------------
-
-
 def test_softmax() -> None:
     q = np.array([-1.0, -1.05, -1.1, -1.0])  # differences of 0, 1, 2, 0 temperatures
     weights = np.exp([0.0, -1.0, -2.0, 0.0])
@@ -92,9 +88,6 @@ def test_softmax() -> None:
 def test_best_action_prefers_the_first_of_equals() -> None:
     assert best_action(np.array([-1.0, -0.5, -0.5 + 1e-12, -2.0])) == 1
     assert best_action(np.array([-1.0, -0.5, -0.5 + 1e-6, -2.0])) == 2
-
-
-# ---- Prompts --------------------------------------------------------------------------------------------------------
 
 
 def a_state(hour: int, energy: float = 150.0) -> State:
