@@ -26,8 +26,7 @@ def test_parameter_count_is_transformers_own(tiny):
 
 @pytest.mark.parametrize("model_id", ["./nowhere", "nowhere", "a/b/c", ""])
 def test_unknown_models(model_id):
-    problems = Problems()
-    assert find_model(model_id, problems) is None
+    assert find_model(model_id, problems := Problems()) is None
     assert "neither a folder nor a Hub id" in only(problems)
 
 
@@ -83,14 +82,12 @@ def test_damaged_files_are_one_line(tiny, tmp_path, name, damage, words):
 def test_every_shard_that_the_index_names_is_there(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(REAL_CONFIG))
     (tmp_path / "tokenizer.json").touch()
-    problems = Problems()
-    find_model(str(tmp_path), problems)
+    find_model(str(tmp_path), problems := Problems())
     assert "model.safetensors is missing" in only(problems)
-    problems.clear()
     index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors", "c": "two.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     (tmp_path / "one.safetensors").touch()
-    find_model(str(tmp_path), problems)
+    find_model(str(tmp_path), problems := Problems())
     assert "two.safetensors is missing" in only(problems)
 
 

@@ -228,6 +228,13 @@ def test_passes_are_averaged_and_the_first_is_shown():
     assert total["regret_percent_low"] is None and record["totals"]["always_3"]["regret_percent_high"] is None
 
 
+def test_a_vote_decides_each_hour():
+    record = record_of(CASES[:3], samples=3, vote=True)
+    run_model(plan_of(CASES[:3], vote=True), record, "base", answering("[2]", "[0]", "[2]"))
+    mine, rule = (record["totals"][name] for name in ("base", "always_2"))
+    assert mine["co2_kg"] == rule["co2_kg"] and mine["answers"] == 3 * 3 * 30
+
+
 def invented(state):
     """Probabilities of the four actions that depend on all of a state, and sum to less than 1."""
     x = np.sin(np.arange(1, 5) * (1 + state.energy_kwh / 40 + state.load_kw[state.stamp.hour - 8]))
