@@ -146,15 +146,6 @@ def test_lora_size_is_pefts_own(tiny):
     assert adapter * GIB == pytest.approx(trainable * 16)
 
 
-def test_a_tenth_of_the_gpu_stays_free_and_the_sleeping_engine_takes_its_part():
-    chosen = memory.plan_memory(Settings(MICRO_BATCH=24), shapes(H100, REAL_CONFIG, 940, "torch_flash", "prefix", 13.8))
-    assert chosen.learning_peak == pytest.approx(chosen.weights + chosen.adapter + chosen.learning + memory.ASLEEP_GIB)
-    assert chosen.peak == chosen.learning_peak > chosen.rollout_peak
-    for share, words in ((0.91, "learning in micro-batches of 24 would need"), (0.89, "")):
-        shortfall = memory.memory_shortfall(chosen, dataclasses.replace(H100, gpu_free=chosen.peak / share))
-        assert shortfall.startswith(words) and bool(shortfall) is bool(words)
-
-
 BF16_CONFIG = REAL_CONFIG | {"quantization_config": None}
 NO_CHECKPOINTING = {"GRADIENT_CHECKPOINTING": False}
 LONG = {"USE_VLLM": False, "GENERATION_BATCH": 96, "MAX_COMPLETION_LEN": 26_000}
