@@ -7,37 +7,18 @@ import dataclasses
 import datetime
 import itertools
 import json
-import math
-import re
 
 import pytest
-from conftest import RENDERED, ROOT, write_csv
-from hypothesis import HealthCheck, given, settings
+from conftest import RENDERED, write_csv
+from hypothesis import given
 from hypothesis import strategies as st
 from machines import only
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from grpo.data.files import (
-    SHOWN,
-    Row,
-    data_fingerprint,
-    data_prompt,
-    is_blank,
-    read_csv,
-    read_rows,
-    renamed_columns,
-    reward_columns,
-)
-from grpo.data.prompts import (
-    StepRows,
-    answer_of,
-    compile_template,
-    count_tokens,
-    prompt_order,
-    render,
-    render_rows,
-)
+from grpo.data import files
+from grpo.data.files import SHOWN, Row, data_prompt, is_blank, read_csv, read_rows, reward_columns
+from grpo.data.prompts import StepRows, answer_of, compile_template, count_tokens, prompt_order, render, render_rows
 from grpo.settings import Problems, Settings
 
 USER = ["user", "reward_action_0", "reward_action_1"]
@@ -59,33 +40,23 @@ def load_json(path, **columns):
     return load(path)
 
 
-def test_rendered_prompts_numbers_and_other_columns(good_csv):
-    rows, problems = load(good_csv)
-    assert not problems and len(rows) == 12
-    assert rows[3].id == "good:4" and rows[3].rewards == (0.15, 0.85)
-    assert rows[3].messages == (("rendered", RENDERED.format("question 3")),)
-    assert rows[3].columns["note"] == "note 3" and rows[3].columns["reward_action_0"] == 0.15
-
-
 SYSTEM = ["system", *USER]
 ACCEPTED = [
-    ("plain text is the user's message", HEADER, ["Go", 0, 1], ("user", "Go")),
-    ("both columns", SYSTEM, ["Be brief.", "Go", 0, 1], ("system", "Be brief."), ("user", "Go")),
-    ("no system column", USER, ["Go", 0, 1], ("user", "Go")),
-    ("an empty system cell", SYSTEM, ["", "Go", 0, 1], ("user", "Go")),
-    ("twelve actions", ["user", *[f"reward_action_{k}" for k in range(12)]], ["Go", *range(12)], ("user", "Go")),
-    ("columns in any order", ["user", "reward_action_1", "reward_action_0"], ["Go", 0.5, 0.25], ("user", "Go")),
-    ("no rewards: for functions of one's own", ["user"], ["Go"], ("user", "Go")),
-    ("no rewards: q_action_k is a column like others", ["user", "q_action_0"], ["Go", "why"], ("user", "Go")),
-    ("spaces, exponents, signs", [" user ", *USER[1:]], ["Go", " 1e-3 ", "-2"], ("user", "Go")),
+    ("a rendered prompt", HEADER, [GOOD[0], 0.5, 0.25], [("rendered", GOOD[0])]),
+    ("plain text is the user's message", HEADER, ["Go", 0.5, 0.25], [("user", "Go")]),
+    ("both columns", SYSTEM, ["Be brief.", "Go", 0.5, 0.25], [("system", "Be brief."), ("user", "Go")]),
+    ("an empty system cell", SYSTEM, ["", "Go", 0.5, 0.25], [("user", "Go")]),
+    ("columns in any order", ["user", "reward_action_1", "reward_action_0"], ["Go", 0.25, 0.5], [("user", "Go")]),
+    ("no rewards: q_action_k is a column like others", ["user", "q_action_0"], ["Go", "why"], [("user", "Go")]),
+    ("spaces, exponents, signs", [" user ", *USER[1:]], ["Go", " 5e-1 ", "+.25"], [("user", "Go")]),
 ]
 
 
-@pytest.mark.parametrize(("reason", "header", "row", "messages"), [(*case[:3], case[3:]) for case in ACCEPTED])
+@pytest.mark.parametrize(("reason", "header", "row", "messages"), ACCEPTED)
 def test_accepted(tmp_path, reason, header, row, messages):
     rows, problems = load_table(tmp_path / "d.csv", header, row)
-    assert not problems and rows[0].messages == messages, reason
-    assert len(rows[0].rewards) == sum("reward_action" in name for name in header)
+    assert not problems and rows[0].messages == tuple(messages), reason
+    assert rows[0].rewards == ((0.5, 0.25) if len(header) > 2 else ()) and rows[0].id == "d:1"
 
 
 TALK = [{"role": "system", "content": "s"}, {"role": "user", "content": "it's 7"}]
@@ -106,10 +77,9 @@ def test_the_system_column_is_that_of_messages_too(tmp_path):
     def read(system, talk):
         return load_json(tmp_path / "d.jsonl", reward_action_0=1, reward_action_1=2, prompt=talk, system=system)
 
-    for system in ("own", " own "):
-        rows, problems = read(system, TALK[1:])
-        assert not problems and rows[0].messages == (("system", "own"), ("user", "it's 7"))
-    assert not read("s", TALK)[1] and not read("", TALK)[1] and not read(None, TALK)[1]
+    rows, problems = read(" own ", TALK[1:])
+    assert not problems and rows[0].messages == (("system", "own"), ("user", "it's 7"))
+    assert not read("s", TALK)[1] and not read(None, TALK)[1]
     assert "row 1 (line 1), column system: it holds another message than `prompt`" in only(read("other", TALK)[1])
 
 
@@ -126,52 +96,41 @@ def test_values_are_numbers_for_reward_functions_and_text_for_the_fingerprint(tm
     assert not problems and rows[0].q == (-10.0, -2.5) and rows[0].columns["q_action_1"] == "-2.50"
     columns = reward_columns(rows[0])
     assert (columns["q_action_0"], columns["q_action_1"]) == (-10.0, -2.5)
-    assert data_fingerprint(rows) == "7bf070af97604a8119eb742513657fadf57e320f6c110841001d358ecb912ea2"
+    assert files.data_fingerprint(rows) == "7bf070af97604a8119eb742513657fadf57e320f6c110841001d358ecb912ea2"
 
 
 TWO = "user,reward_action_0,reward_action_1"
 VALUES = f"{TWO},q_action_0,q_action_1"
 FIRST = "row 1 (line 2)"
-REFUSED = {  # reason -> (content of the file, part of the problem)
-    "empty file": ("", "d.csv: it is empty"),
-    "header alone": (f"{TWO}\n", "no row below the header"),
-    "mistyped column": (f"promt,{TWO[5:]}\nx,1,2\n", "a `user` column (should 'promt' be `prompt`?). Add"),
-    "mistyped action": ("user,reward_action_0,Reward Action 1\nx,1,2\n", "'Reward Action 1' be `reward_action_1`?)"),
-    "gap in the actions": (
-        "user,reward_action_0,reward_action_2\nx,1,2\n",
-        "reward_action_1 is missing beside reward_action_0, reward_action_2. Number",
-    ),
-    "actions from 1": ("user,reward_action_1,reward_action_2\nx,1,2\n", "reward_action_0 is missing"),
-    "a spreadsheet's own CSV": ("user;reward_action_0\nx;1\n", "semicolons"),
-    "one action": ("user,reward_action_0\nx,1\n", "only one action"),
-    "column twice": (f"user,{TWO}\nx,y,1,2\n", "'user' stands there twice"),
-    "word for a number": (f'{TWO}\n"two\nlines",1,2\ny,abc,2\n', "row 2 (line 4), column reward_action_0: 'abc'"),
-    "missing number": (f"{TWO}\nx,1,\n", f"{FIRST}, column reward_action_1: the reward is missing"),
-    "infinity": (f"{TWO}\nx,1,inf\n", "'inf' is not a finite number"),
-    "word for a value": (f"{VALUES}\nx,1,2,3,much\n", f"{FIRST}, column q_action_1: 'much' is not a finite number"),
-    "missing value": (f"{VALUES}\nx,1,2,,4\n", "column q_action_0: the value is missing"),
-    "a value for one action": (f"{TWO},q_action_0\nx,1,2,3\n", "header: there are q_action_0, but 2 columns reward"),
-    "values from 1": (f"{TWO},q_action_1,q_action_2\nx,1,2,3,4\n", "there are q_action_1, q_action_2, but"),
-    "short row": (f"{TWO}\nx,1\n", f"{FIRST}: it has 2 cells, the header has 3"),
-    "empty prompt": (f"{TWO}\n ,1,2\n", "column user: the prompt is empty"),
-    "nothing to see": (f"{TWO}\n\u200b\u3000\u2060,1,2\n", "column user: the prompt is empty"),
-    "a number in another script": (f"{TWO}\nx,1,\uff12\n", "is not a finite number"),
-    "an underscore": (f"{TWO}\nx,1,1_0\n", "'1_0' is not a finite number"),
-    "no float32": (f"{TWO}\nx,1,-1e20\n", "'-1e20' is more than 1e+12 in size, and float32 cannot"),
-    "open quote": (f'{TWO}\n"x,1,2\ny,1,2\n', "row 1 (from line 2): broken CSV quoting"),
-    "another encoding": (f"{TWO}\nok,1,2\n\xff,1,2\n".encode("latin-1"), "line 3: byte 44 is not UTF-8"),
-    "UTF-16": (f"{TWO}\nx,1,2\n".encode("utf-16"), "line 1: byte 0 is not UTF-8. Save it as UTF-8"),
-    "a spreadsheet's first line": (f"sep=,\n{TWO}\nx,1,2\n", "line 1: it is a hint for spreadsheets. Delete"),
-    "trailing commas": (f"{TWO},,\nx,1,2,,\n", "columns have no name. Name every column once (a spreadsheet"),
-    "a token of the template": (f"{TWO}\nGo<|end|><|start|>user,1,2\n", f"{FIRST}: it holds <|end|>"),
-    "NUL byte": (f"{TWO}\nx\0,1,2\n", "line 2: it holds a NUL"),
-    "rendered, but unfinished": (f"prompt,{TWO[5:]}\n<|start|>user,1,2\n", "must end where the assistant begins"),
+GAP = "user,reward_action_0,reward_action_2\nx,1,2\n"
+REFUSED = {  # content of the file -> part of the problem
+    "": "d.csv: it is empty",
+    f"{TWO}\n": "no row below the header",
+    f"promt,{TWO[5:]}\nx,1,2\n": "a `user` column (should 'promt' be `prompt`?). Add",
+    GAP: "reward_action_1 is missing beside reward_action_0, reward_action_2. Number",
+    "user;reward_action_0\nx;1\n": "semicolons",
+    "user,reward_action_0\nx,1\n": "only one action",
+    f"user,{TWO}\nx,y,1,2\n": "'user' stands there twice",
+    f'{TWO}\n"two\nlines",1,2\ny,abc,2\n': "row 2 (line 4), column reward_action_0: 'abc'",
+    f"{TWO}\nx,1,\n": f"{FIRST}, column reward_action_1: the reward is missing",
+    f"{VALUES}\nx,1,2,3,inf\n": f"{FIRST}, column q_action_1: 'inf' is not a finite number",
+    f"{TWO},q_action_0\nx,1,2,3\n": "header: there are q_action_0, but 2 columns reward",
+    f"{TWO}\nx,1\n": f"{FIRST}: it has 2 cells, the header has 3",
+    f"{TWO}\n ,1,2\n": "column user: the prompt is empty",
+    f"{TWO}\nx,1,\uff12\n": "is not a finite number",
+    f"{TWO}\nx,1,-1e20\n": "'-1e20' is more than 1e+12 in size, and float32 cannot",
+    f'{TWO}\n"x,1,2\ny,1,2\n': "row 1 (from line 2): broken CSV quoting",
+    f"{TWO}\nok,1,2\n\xff,1,2\n".encode("latin-1"): "line 3: byte 44 is not UTF-8",
+    f"sep=,\n{TWO}\nx,1,2\n": "line 1: it is a hint for spreadsheets. Delete",
+    f"{TWO},,\nx,1,2,,\n": "columns have no name. Name every column once (a spreadsheet",
+    f"{TWO}\nGo<|end|><|start|>user,1,2\n": f"{FIRST}: it holds <|end|>",
+    f"{TWO}\nx\0,1,2\n": "line 2: it holds a NUL",
+    f"prompt,{TWO[5:]}\n<|start|>user,1,2\n": "must end where the assistant begins",
 }
 
 
-@pytest.mark.parametrize("reason", REFUSED)
-def test_refused(tmp_path, reason):
-    content, words = REFUSED[reason]
+@pytest.mark.parametrize(("content", "words"), REFUSED.items(), ids=REFUSED.values())
+def test_refused(tmp_path, content, words):
     path = tmp_path / "d.csv"
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     rows, problems = load(path)
@@ -186,9 +145,8 @@ def test_text_that_nobody_sees_is_blank(text):
 def test_every_bad_cell_is_listed_once_and_long_cells_and_lists_are_cut(tmp_path):
     path = tmp_path / "d.csv"
     _, problems = load_table(path, HEADER, [GOOD[0], "x", ""], [GOOD[0], "x", 1])
-    assert problems[0].startswith(f"{path}, row 1 (line 2), column reward_action_0: 'x' is not a finite number")
-    assert problems[0].endswith(". The same in one more row: 2")
-    assert "column reward_action_1: the reward is missing" in problems[1] and len(problems) == 2
+    assert "row 1 (line 2), column reward_action_0: 'x' is not a finite number" in problems[0]
+    assert problems[0].endswith(". The same in one more row: 2") and len(problems) == 2
     problem = only(load_table(path, HEADER, GOOD, *[[GOOD[0], "x", 1]] * 50)[1])
     assert problem.endswith(". The same in 49 more rows: 3, 4, 5, 6, 7, ...")
     _, problems = load_table(path, HEADER, *([GOOD[0], f"{n}{'a' * 1000}", 1] for n in range(50)))
@@ -205,7 +163,6 @@ def test_messages_are_a_prompt_where_there_is_no_other(tmp_path):
     assert not problems and rows[0].messages == (("user", "7?"),) and data_prompt(rows[0]) == "7?"
     problem = only(load_json(path, messages=ANSWERED)[1])
     assert "column messages: it ends with the message of the role 'assistant'" in problem
-    assert 'data.map(lambda row: {"prompt": row["messages"][:-1]})' in problem
     assert "column messages: it is neither text" in only(load_json(path, messages="hello")[1])
 
 
@@ -215,10 +172,8 @@ FAULTS = [
     ([ASKED, TALK[0], ASKED], "message 2 is of the role 'system'"),
     ([{"role": "assistant", "content": "Hi"}, ASKED], "message 1 is of the role 'assistant'"),
     ([{"role": "user", "content": [{"type": "text"}]}], "the content of message 1 is not text"),
-    (ANSWERED, "it ends with the message of the role 'assistant'"),
     ([{"role": "user", "content": "\u200b"}], "the user's message is empty"),
     ([], "it is neither text nor a list of messages"),
-    ({"role": 3}, "it is neither text nor a list of messages"),
 ]
 
 
@@ -227,32 +182,12 @@ def test_the_fault_of_a_conversation_is_named(tmp_path, talk, words):
     assert f"row 1 (line 1), column prompt: {words}" in only(load_json(tmp_path / "d.jsonl", prompt=talk)[1])
 
 
-def test_the_documented_lines_make_prompts_of_other_formats(tmp_path):
-    """docs/data.md, Prompts of other formats; the refusal of such a file says where that stands."""
-    turns = [{"from": "system", "value": "s"}, {"from": "human", "value": "it's 7"}, {"from": "gpt", "value": "a"}]
-    row = {"messages": ANSWERED, "chosen": ANSWERED, "conversations": turns, "instruction": "Add.", "input": "3 and 4"}
-    problem = only(load_json(tmp_path / "d.jsonl", conversations=turns)[1])
-    assert "docs/data.md#prompts-of-other-formats makes one of other columns" in problem
-    docs = (ROOT / "docs" / "data.md").read_text(encoding="utf-8").partition("### Prompts of other formats")[2]
-    code = re.search(r"```python\n(.*?)```", docs, re.DOTALL)[1]
-
-    class Data:
-        prompts = []
-
-        def map(self, function):
-            self.prompts.append(function(row)["prompt"])
-
-    exec(code, {"data": Data()})
-    assert Data.prompts == [TALK, TALK, TALK, "Add.\n\n3 and 4"]
-    assert not any(load_json(tmp_path / "d.jsonl", prompt=prompt)[1] for prompt in Data.prompts)
-
-
 def test_columns_keep_their_names_but_for_trls(tmp_path):
     columns = {"prompt_id": "mine", "invalid_reward": 7, "completion": "x", "log_metric": 1}
     rows, problems = load_json(tmp_path / "d.jsonl", prompt="Go", **columns)
     renamed = {"prompt_id": "mine", "invalid_reward": 7, "csv_completion": "x", "csv_log_metric": 1}
     assert not problems and reward_columns(rows[0]) == renamed | {"csv_prompt": "Go"}
-    assert renamed_columns(rows) == ["completion", "log_metric"], "`prompt` is there as `prompts`"
+    assert files.renamed_columns(rows) == ["completion", "log_metric"], "`prompt` is there as `prompts`"
 
 
 def test_globs_lists_and_missing_files(tmp_path, good_csv, monkeypatch):
@@ -270,47 +205,30 @@ def test_globs_lists_and_missing_files(tmp_path, good_csv, monkeypatch):
 
 
 def test_names_that_cannot_be_used(tmp_path):
-    """Of another user's home, too long, a loop of links, no UTF-8, or the same in two folders."""
+    """Of another user's home, a loop of links, no UTF-8, or the same in two folders."""
     (tmp_path / "loop.csv").symlink_to(tmp_path / "loop.csv")
     for path in (tmp_path / "b\udcff.csv", tmp_path / "1" / "same.csv", tmp_path / "2" / "same.csv"):
         path.parent.mkdir(exist_ok=True)
         write_csv(path, HEADER, [GOOD])
-    for name, words in (
-        ("~nobody-here/*.csv", "home"),
-        ("x" * 256, "255 bytes"),
-        (f"{tmp_path}/loop.csv", "symbolic"),
-        (f"{tmp_path}/b*.csv", "is not UTF-8. Rename the file"),
-        (f"{tmp_path}/?/same.csv", "same name"),
-    ):
+    names = {"~nobody-here/*.csv": "home", f"{tmp_path}/loop.csv": "symbolic", f"{tmp_path}/?/same.csv": "same name"}
+    for name, words in (names | {f"{tmp_path}/b*.csv": "is not UTF-8. Rename the file"}).items():
         problems = Problems()
         read_rows("DATA", name, problems)
         assert words in only(problems) and "\udcff" not in problems[0]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-@given(st.binary(max_size=200))
-def test_any_bytes_give_rows_or_problems_never_an_exception(tmp_path, content):
-    path = tmp_path / "bytes.csv"
-    path.write_bytes(f"{TWO}\n".encode() + content)
-    rows, problems = load(path)
-    assert bool(rows) != bool(problems)
-    assert all(math.isfinite(v) for row in rows for v in row.rewards)
-
-
 @given(st.integers(1, 40), st.integers(0, 5), st.integers(1, 120))
 def test_every_epoch_asks_every_row_once(rows, seed, count):
     order = list(prompt_order(rows, seed, count))
-    assert len(order) == count
+    assert len(order) == count and order == list(prompt_order(rows, seed, count + 7))[:count], "a longer run begins so"
     for start in range(0, count - rows + 1, rows):
         assert sorted(order[start : start + rows]) == list(range(rows)), "each epoch sees every row once"
-    assert order == list(prompt_order(rows, seed, count + 7))[:count], "a longer run begins with the shorter one"
-    assert list(prompt_order(5, 42, 12)) == [4, 1, 0, 3, 2, 0, 3, 1, 2, 4, 2, 0], "a resumed run goes on in this order"
 
 
-def test_the_rows_of_steps_are_made_as_they_are_asked_for():
-    for count in (6, 10**18):  # the second: TOTAL_STEPS=10**9, more than any memory holds
-        rows = StepRows(5, 42, count, 2)
-        assert list(itertools.islice(rows, 12)) == [4, 4, 1, 1, 0, 0, 3, 3, 2, 2, 0, 0] and len(rows) == 2 * count
+def test_a_resumed_run_goes_on_in_the_same_order():
+    assert list(prompt_order(5, 42, 12)) == [4, 1, 0, 3, 2, 0, 3, 1, 2, 4, 2, 0]
+    rows = StepRows(5, 42, 10**18, 2)  # TOTAL_STEPS=10**9: more than any memory holds
+    assert list(itertools.islice(rows, 6)) == [4, 4, 1, 1, 0, 0] and len(rows) == 2 * 10**18
 
 
 TEMPLATE = (
@@ -333,49 +251,27 @@ def test_rendering_is_transformers_own(tiny):
         assert "2025-11-06" in theirs and "high" in theirs
 
 
-class CountedTokenizer:
-    """The tokenizer of a file, which notes how often it was loaded and what it was given."""
-
-    def __init__(self, path, monkeypatch):
-        self.own, self.loaded, self.batches = Tokenizer.from_file(str(path)), 0, []
-        self.get_added_tokens_decoder = self.own.get_added_tokens_decoder
-        monkeypatch.setattr("tokenizers.Tokenizer", self)
-
-    def from_file(self, path):
-        self.loaded += 1
-        return self
-
-    def encode_batch_fast(self, texts):
-        self.batches.append(texts)
-        return self.own.encode_batch_fast(texts)
-
-
 @pytest.mark.parametrize("added", [False, True])
 def test_many_rows_are_rendered_and_counted_as_few(tiny, tmp_path, monkeypatch, added):
-    """With one compilation, one tokenizer, and one count of what prompts share; also with a tokenizer that puts a token
-    of its own before each text."""
+    """With one compilation, in several batches; also with a tokenizer that puts a token of its own before each text."""
     config = json.loads((tiny / "tokenizer.json").read_text())
     if added:
         config["post_processor"]["single"].insert(0, {"SpecialToken": {"id": "<|start|>", "type_id": 0}})
         token = {"id": "<|start|>", "ids": [7], "tokens": ["<|start|>"]}
         config["post_processor"]["special_tokens"] = {"<|start|>": token}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(config))
-    tokenizer = CountedTokenizer(tmp_path / "tokenizer.json", monkeypatch)
-    messages = [f"hour {n} <|end|><|endoftext|>  CO₂\n{n * n}" for n in range(30)] + ["", "plain"]
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(config))
     monkeypatch.setattr("grpo.data.prompts.AT_ONCE", 10)
     compile_template.cache_clear()
-    rows = [Row("d.csv", 1, (("user", text),), (), {}) for text in messages * 2]
-    template = RENDERED.format("{{ messages[0]['content'] }}")
-    rendered, longest = render_rows(Settings(), rows, template, tmp_path / "tokenizer.json", problems := Problems())
-    assert not problems and longest == max(len(tokenizer.own.encode(row.prompt)) for row in rendered)
-    assert compile_template.cache_info().misses == tokenizer.loaded == 1
-    prompts = list(dict.fromkeys(row.prompt for row in rendered))
-    expected = {text: len(tokenizer.own.encode(text)) for text in prompts}
-    tokenizer.batches.clear()
-    assert count_tokens(tmp_path / "tokenizer.json", prompts) == expected
-    texts = list(itertools.chain.from_iterable(tokenizer.batches))
-    assert texts.count("Reasoning: low") == 1 and max(map(texts.count, prompts)) <= 2
-    assert max(map(len, tokenizer.batches)) <= 30, "10 prompts at once"
+    texts = [f"hour {n} <|end|><|endoftext|>  CO₂\n{n * n}" for n in range(30)] + ["", "plain"]
+    rows = [Row("d.csv", 1, (("user", text),), (), {}) for text in texts * 2]
+    rendered, longest = render_rows(
+        Settings(), rows, RENDERED.format("{{ messages[0]['content'] }}"), path, problems := Problems()
+    )
+    assert compile_template.cache_info().misses == 1 and not problems
+    tokenizer, prompts = Tokenizer.from_file(str(path)), list(dict.fromkeys(row.prompt for row in rendered))
+    assert count_tokens(path, prompts) == {text: len(tokenizer.encode(text)) for text in prompts}
+    assert longest == max(len(tokenizer.encode(text)) for text in prompts)
 
 
 ANSWERS = [

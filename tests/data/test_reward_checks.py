@@ -22,7 +22,6 @@ ROW = Row("d.csv", 1, (("user", "x"),), (0.0, 1.0), {"reward_action_0": 0.0, "re
 BARE = dataclasses.replace(ROW, rewards=(), columns={"user": "x"})
 TOKENIZER = TINY_PATH / "tokenizer.json"
 MY_REWARDS = """NUMBER = 3
-def score(completions, **columns): return [1.0] * len(completions)
 def total(completions, *, reward_action_0, **columns): return [sum(reward_action_0)]
 def penalty(completions, **columns): return [-3.0 if "[" in text else 0.0 for text in completions]
 def brief(completions, **columns): return [5.0 if "final" in text and "[" not in text else 0.0 for text in completions]
@@ -32,9 +31,7 @@ def picky(completions, **columns): return [-1.0 if "[0]" in text else 0.0 for te
 def mute(completions, **columns): return [None for _ in completions]
 def dreamy(completions, **columns): return [5.0 if "analysis" in text else 0.0 for text in completions]
 async def polite(completions, *, note, **columns): return [None if note[0] is None else 0.5 for _ in completions]
-def late(completions, **columns):
-    from my_helper import zero
-    return [zero for _ in completions]
+def late(completions, **columns): return [__import__("my_helper").zero for _ in completions]
 def narrow(completions): return [0.0]
 def leaves(completions, **columns): raise SystemExit
 def deep(completions, **columns): return deep(completions)
@@ -50,10 +47,7 @@ MODULES = {
     "my_helper": "zero = 0.0\n",
     "my_place": "import os\nos.chdir('/')\ndef score(texts, **_): return [os.chdir('/') or 0.0 for _ in texts]\n",
     "my_exit": "import sys\nsys.exit(0)\n",
-    "my_arguments": "import argparse\nargparse.ArgumentParser().parse_args(['--check'])\n",
-    "my_depth": "def deeper(): return deeper()\ndeeper()\n",
     "datasets": ONES,
-    "rewards": ONES,
     "math": ONES,
 }
 
@@ -86,28 +80,20 @@ def my_rewards(tmp_path, monkeypatch):
 BAD = [
     ("actoin", "the nearest is action"),
     ("action=high", "weight 'high' of 'action' is not a finite number"),
-    ("action=inf", "not a finite number"),
-    ("action=1_0", "weight '1_0' of 'action' is not a finite number"),
     ("action=1e5", "weight '1e5' of 'action' is more than 10000 in size"),
     ("", "no reward function"),
     ("action,action=2", "named twice"),
     ("nowhere:score", "cannot be loaded: ModuleNotFoundError"),
     ("my_broken:score", "SyntaxError"),
-    ("my_rewards:scroe", "AttributeError"),
     ("my_rewards:NUMBER", "is no function"),
     ("my_rewards:total", "my_rewards:total returned 1 rewards for 4 completions"),
     ("my_rewards:narrow", "narrow raised TypeError: narrow() got an unexpected keyword argument"),
     ("my_exit:score", "'my_exit:score' cannot be loaded: SystemExit: 0, which would end the run"),
-    ("my_arguments:score", "'my_arguments:score' cannot be loaded: SystemExit: 2"),
-    ("my_depth:score", "'my_depth:score' cannot be loaded: RecursionError"),
     ("my_rewards:leaves", "my_rewards:leaves raised SystemExit, which would end the run"),
     ("my_rewards:deep", "my_rewards:deep raised RecursionError"),
-    ("my_rewards:silent", "raised Silent (my_rewards.py, line 20). It was tried before the run on made-up answers"),
+    ("my_rewards:silent", "raised Silent (my_rewards.py, line 17)"),
     ("math:hypot", "math:hypot' cannot be loaded: ImportError: Python takes "),
     ("datasets:score", "/datasets.py: rename your file"),
-    ("rewards:score", "/rewards.py: rename your file"),
-    (":score", "cannot be loaded: ValueError: Empty module name"),
-    ("builtins:max", "builtins:max raised TypeError"),
     ("my_rewards.py:score", "; write my_rewards:score, without .py"),
 ]
 
@@ -136,8 +122,8 @@ def test_the_users_code_does_not_move_the_run(my_rewards, tmp_path):
 
 
 def test_rewards_of_ones_own_need_no_columns(my_rewards):
-    specs, warning = check_rewards(Settings(), "my_rewards:score=2,format", [BARE], problems := Problems())
-    assert specs == [("my_rewards:score", 2.0), ("format", 1.0)] and not problems and not warning
+    specs, warning = check_rewards(Settings(), "my_rewards:length=2,format", [BARE], problems := Problems())
+    assert specs == [("my_rewards:length", 2.0), ("format", 1.0)] and not problems and not warning
     problem = only(problems_of(BARE))
     assert "d.csv, columns: there is no column reward_action_0" in problem and "should" not in problem
     named = dataclasses.replace(BARE, columns={"user": "x", "Reward_Action_0": "1", "Reward_Action_1": "0"})
@@ -147,10 +133,10 @@ def test_rewards_of_ones_own_need_no_columns(my_rewards):
 def test_rows_that_teach_nothing():
     """Every action pays the same: a problem where all rows are like that, as long as nothing else is rewarded."""
     flat = dataclasses.replace(ROW, rewards=(0.5, 0.5))
-    for text in ("action", "best", "action=2,best", "regret"):
+    for text in ("action=2,best", "regret"):
         assert "every row pays all its actions the same" in only(problems_of(flat, flat, REWARDS=text))
         assert not problems_of(flat, flat, ROW, REWARDS=text)
-    assert not problems_of(flat, REWARDS="action,format") and not problems_of(flat, REWARDS="format")
+    assert not problems_of(flat, REWARDS="action,format")
 
 
 SOFTMAX = dataclasses.replace(ROW, rewards=(0.25, 0.75), columns={"reward_action_0": 0.25, "reward_action_1": 0.75})
@@ -160,27 +146,22 @@ VALUES = dataclasses.replace(SOFTMAX, q=(-1.0, -3.5))
 def test_what_regret_and_shortfall_need():
     for rewards in ((-0.5, 1.5), (0.25, 0.752)):
         row = dataclasses.replace(SOFTMAX, number=7, rewards=rewards)
-        later = dataclasses.replace(row, number=8)
-        problem = only(problems_of(SOFTMAX, row, later, REWARDS="regret"))
+        problem = only(problems_of(SOFTMAX, row, dataclasses.replace(row, number=8), REWARDS="regret"))
         assert problem.startswith("d.csv, row 7: its rewards are no softmax") and "REWARDS=action" in problem
-        assert "q_action_k" in problem and not problems_of(row, REWARDS="best")
         assert not problems_of(dataclasses.replace(row, q=(0.0, 1.0)), REWARDS="regret"), "its values tell"
     assert not problems_of(dataclasses.replace(SOFTMAX, rewards=(0.25, 0.7509)), REWARDS="regret"), "rounded"
     problem = only(problems_of(VALUES, SOFTMAX, REWARDS="action,shortfall=10"))
     assert problem.startswith("d.csv, columns: `shortfall` needs q_action_0")
-    assert not problems_of(VALUES, REWARDS="action,shortfall=10")
 
 
 def test_garbage_never_pays():
     """Whatever the rewards are, as long as INVALID_REWARD is left alone; a number that pays is boxed, not refused."""
     negative = dataclasses.replace(VALUES, columns={"reward_action_0": -3.0, "reward_action_1": -1.0})
-    for text in ("action", "best", "regret", "shortfall", "action,shortfall=10", "action,format=-0.01"):
+    for text in ("action", "best", "regret", "action,shortfall=10", "action,format=-0.01"):
         assert checked(negative, REWARDS=text) == ([], None), text
     assert checked(negative, INVALID_REWARD=-3.1) == ([], None)
     warning = warning_of(negative, INVALID_REWARD=-3.0)
     assert "earns -3 on average (action -3), a row's worst action -3. Garbage pays: unset it" in warning
-    warning = warning_of(negative, REWARDS="regret", INVALID_REWARD=0.0)
-    assert warning.startswith("INVALID_REWARD=0: an unreadable answer earns 0 on average")
     warning = warning_of(negative, INVALID_REWARD=math.nan)
     assert "earns -2 on average (action nan)" in warning and "unlearns its format" in warning
     assert only(problems_of(negative, REWARDS="action=-1")).endswith("Give action weights above 0")
@@ -193,30 +174,24 @@ def test_garbage_that_a_function_of_ones_own_pays(my_rewards):
     assert "Let my_rewards:penalty return less where rewards.parse_action finds no action" in problem
     assert "or set INVALID_REWARD=-6.1" in problem
     assert checked(ROW, REWARDS="action,my_rewards:penalty=2", INVALID_REWARD=-6.1) == ([], None)
-    warning = warning_of(ROW, REWARDS="action,my_rewards:penalty", INVALID_REWARD=0.0)
-    assert "my_rewards:penalty 0), a row's worst action -3. Garbage pays" in warning
     for name in ("brief", "dreamy"):  # an empty final channel alone pays, or none
         problem = only(problems_of(ROW, REWARDS=f"action,my_rewards:{name}"))
         assert f"earns 4.9 on average (action -0.1, my_rewards:{name} 5)" in problem
     problem = only(problems_of(ROW, REWARDS="my_rewards:mute"))
     assert "no function rewards any answer to the rows that were tried" in problem
-    assert checked(BARE, REWARDS="my_rewards:score") == ([], None), "no actions known"
+    assert checked(BARE, REWARDS="my_rewards:length") == ([], None), "no actions known"
+    fix = "Let my_rewards:picky return less where rewards.parse_action finds no action"
+    assert f"{fix} or set INVALID_REWARD=0, which" in only(problems_of(ROW, REWARDS="my_rewards:picky"))
+    assert warning_of(ROW, REWARDS="my_rewards:picky", INVALID_REWARD=0.0).endswith(f"Garbage pays: {fix}")
 
 
 def test_functions_that_look_at_no_action_start_with_a_warning(my_rewards):
     """Such as the first examples of TRL's documentation: the length of the text, that in tokens."""
-    for name, worth in (("score", "1"), ("length", "19"), ("tokens", "11")):
+    for name, worth in (("length", "19"), ("tokens", "11")):
         warning = warning_of(ROW, REWARDS=f"my_rewards:{name}")
         assert f"an unreadable answer earns {worth} on average" in warning, name
         assert "all actions of a row earn the same" in warning and "Add action or regret" in warning
     assert len(problems_of(ROW, REWARDS="action=0.001,my_rewards:length")) == 1, "here the action counts"
-
-
-def test_the_refusal_of_garbage_names_the_way_on(my_rewards):
-    fix = "Let my_rewards:picky return less where rewards.parse_action finds no action"
-    other = "set INVALID_REWARD=0, which these functions do not get, to start with a warning instead"
-    assert only(problems_of(ROW, REWARDS="my_rewards:picky")).endswith(f"{fix} or {other}")
-    assert warning_of(ROW, REWARDS="my_rewards:picky", INVALID_REWARD=0.0).endswith(f"Garbage pays: {fix}")
 
 
 def test_functions_are_tried_on_rows_of_every_file(my_rewards):
@@ -250,7 +225,6 @@ def test_every_row_has_the_answer_that_gsm8k_compares_with():
 def test_an_answer_that_is_tried_goes_on_behind_its_prompt():
     assert tried_text("...<|start|>assistant", FINAL.format("[1]")) == "<|channel|>final<|message|>[1]<|return|>"
     assert tried_text("...<|start|>assistant<|channel|>final<|message|>", FINAL.format("[1]")) == "[1]<|return|>"
-    assert tried_text("2 + 2?", FINAL) == FINAL
 
 
 def test_the_check_shows_the_call_of_a_function_of_ones_own(my_rewards, capsys):
@@ -262,9 +236,6 @@ def test_the_check_shows_the_call_of_a_function_of_ones_own(my_rewards, capsys):
     problem = only(problems_of(row, REWARDS="my_rewards:polite"))
     assert "missing 1 required keyword-only argument: 'note'" in problem and "made-up answers to 1 rows" in problem
     assert problem.endswith("(prompts=['x'], completions=['final[0]'], level=['3'], tags=[['a']], ...)")
-    talk = dataclasses.replace(row, columns={"prompt": [{"role": "user", "content": "x"}]}, conversational=True)
-    problem = only(problems_of(talk, REWARDS="my_rewards:polite"))
-    assert "(prompts=[[{'role': 'user', 'content': 'x'}]], completions=[[{'role': 'assistant', 'con" in problem
 
 
 def test_the_example_of_the_docs_finds_its_answers(tmp_path, monkeypatch, capsys):

@@ -60,11 +60,11 @@ def bench(tmp_path, monkeypatch):
 def test_faults_that_are_seen_and_continued_pass(bench):
     code, figures = bench(0, -9, 4, 0)
     assert code == 0 and figures["kill_at_wake"]["value"] == figures["dying_at_generate"]["value"] == 1
-    assert [call.args[2:] for call in faults.start_run.call_args_list] == [(6,), (6, "kill:wake:2"),
-                                                                           (6, "dying:generate:4"), (6,)]  # fmt: skip
+    starts = [call.args[2:] for call in faults.start_run.call_args_list]
+    assert starts == [(6,), (6, "kill:wake:2"), (6, "dying:generate:4"), (6,)]
 
 
-@pytest.mark.parametrize("codes", [(0, 0, 4, 0), (0, -9, 0, 0), (0, -9, 4, 1), (1, -9, 4, 0), (0, -9, 1, 0)])
+@pytest.mark.parametrize("codes", [(0, 0, 4, 0), (0, -9, 0, 0), (0, -9, 4, 1), (1, -9, 4, 0)])
 def test_an_exit_code_that_the_fault_does_not_explain_fails(bench, codes):
     assert bench(*codes)[0] == 1
 
@@ -85,14 +85,11 @@ def test_an_unknown_fault_and_a_folder_of_others_are_refused(bench, capsys):
 
 
 def test_the_message_is_that_of_this_start(tmp_path, monkeypatch):
-    outputs = [
-        ["I train_grpo: memory", "C train_grpo: out of memory", "C train_grpo: free some", "bye"],
-        ["I train_grpo: on"],
-    ]
+    outputs = ["C train_grpo: out of memory\n20:16:00 C train_grpo: free some\nbye", "I train_grpo: on"]
 
     def run(command, env, stdout, **more):
         assert (env["EXPERTS"], env["SAVE_STEPS"]) == ("shared=", "2")
-        stdout.write("".join(f"20:16:00 {line}\n" for line in outputs.pop(0)))
+        stdout.write(f"20:16:00 {outputs.pop(0)}\n")
         return subprocess.CompletedProcess(command, 1)
 
     monkeypatch.setattr(faults.subprocess, "run", run)

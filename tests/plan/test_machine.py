@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The machine, its packages and trackers. Run: python -m pytest tests/plan/test_machine.py"""
+"""The machine, its packages and trackers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from grpo.plan import machine
 from grpo.settings import Problems, Settings
 
 
-def test_the_compiler_is_the_one_that_triton_takes(monkeypatch):
-    for commands, compiler in ((("clang", "cc", "tcc"), "clang"), (("gcc", "clang"), "gcc"), ((), "")):
-        monkeypatch.setattr(shutil, "which", lambda name, known=commands: name if name in known else None)
-        monkeypatch.delenv("CC", raising=False)
-        assert machine.read_machine().compiler == compiler
-        monkeypatch.setenv("CC", "tcc")
-        assert machine.read_machine().compiler == ("tcc" if "tcc" in commands else "")
+@pytest.mark.parametrize(
+    ("commands", "chosen", "compiler"),
+    [("clang cc tcc", None, "clang"), ("gcc clang", None, "gcc"), ("gcc tcc", "tcc", "tcc"), ("gcc", "tcc", "")],
+)
+def test_the_compiler_is_the_one_that_triton_takes(monkeypatch, commands, chosen, compiler):
+    monkeypatch.setattr(shutil, "which", lambda name: name if name in commands.split() else None)
+    monkeypatch.setenv("CC", chosen or "")
+    assert machine.read_machine().compiler == compiler
 
 
 def test_the_gpu_that_nvidia_smi_shows(monkeypatch, claimed_gpu):
@@ -56,7 +57,6 @@ def test_packages():
         assert f"{name}: version {version} is outside the tested range (from {limits})" in problem
         assert not package_problems(GOOD_VERSIONS | {name: version}, True, ALLOW_UNTESTED=True)
     assert not package_problems(GOOD_VERSIONS | {"torch": "2.11.0+cu130"})
-    assert ": vllm. Run `bash scripts/setup.sh`" in only(package_problems(GOOD_VERSIONS | {"vllm": None}, True))
     assert not package_problems(GOOD_VERSIONS | {"vllm": None}), "only where vLLM generates"
     assert not package_problems(machine.installed_versions(machine.TESTED)), "this environment"
 
@@ -65,28 +65,29 @@ def test_attention_needs_its_package():
     for attention, (package, _) in (machine.FLASH_PACKAGES | {"org/kernel": ("kernels", "")}).items():
         problem = only(package_problems(GOOD_VERSIONS, ATTN_IMPL=attention))
         assert f"{attention} needs the package {package}, which is not installed" in problem
-        assert "docs/install.md" in problem
 
 
-@pytest.mark.parametrize(("trackers", "words"), [("mlflow", "is unknown"), ("tensorboard, none", "is not installed")])
-def test_trackers_are_known_and_installed(monkeypatch, trackers, words):
-    monkeypatch.setattr("grpo.plan.machine.installed_versions", dict.fromkeys)
+TRACKERS = [
+    ("mlflow", None, "is unknown"),
+    ("tensorboard, none", None, "is not installed"),
+    ("trackio,wandb", "1", "wandb has no API key"),
+]
+
+
+@pytest.mark.parametrize(("trackers", "version", "words"), TRACKERS)
+def test_trackers_are_known_installed_and_logged_in(tmp_path, monkeypatch, trackers, version, words):
+    monkeypatch.setattr("grpo.plan.machine.installed_versions", lambda names: dict.fromkeys(names, version))
     problems = Problems()
-    machine.check_trackers(Settings(REPORT_TO=trackers), {}, problems)
+    machine.check_trackers(Settings(REPORT_TO=trackers), {"HOME": str(tmp_path)}, problems)
     assert words in only(problems)
 
 
-def test_wandb_is_logged_in_before_anything_starts(tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo.plan.machine.installed_versions", lambda names: dict.fromkeys(names, "1"))
+def test_where_wandb_finds_its_key(tmp_path):
     home = {"HOME": str(tmp_path)}
-    problems = Problems()
-    machine.check_trackers(Settings(REPORT_TO="trackio,wandb"), home, problems)
-    assert "wandb has no API key" in only(problems) and "WANDB_MODE=offline" in only(problems)
     for variable, value in (("API_KEY", "k"), ("MODE", "offline"), ("DISABLED", "true"), ("MODE", "online")):
         assert machine.wandb_can_start(home | {f"WANDB_{variable}": value}) is (value != "online")
     (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password secret\n")
     assert machine.wandb_can_start(home)
     assert not machine.wandb_can_start(home | {"WANDB_BASE_URL": "https://wandb.example.org/"})
-    assert not machine.wandb_can_start(home | {"NETRC": str(tmp_path / "none")})
     (tmp_path / ".netrc").write_text("machine\n")  # torn
     assert not machine.wandb_can_start(home)

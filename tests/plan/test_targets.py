@@ -19,9 +19,6 @@ from grpo.plan.targets import EXPERT_PARAMETERS, LINEAR_MODULES, shortest_target
     ("words", "count", "parameters"),
     [
         ("all-linear", 96, 1_990_656),
-        ("q_proj,o_proj", 48, 1_339_392),
-        ("7.experts", 2, 1_843_200),
-        ("experts", 48, 44_236_800),
         ("all-linear,q_proj,7.experts,7.mlp.experts.down_proj", 98, 3_833_856),
         ("layers.7.mlp.experts", 2, 1_843_200),
         ("24.experts", 0, 0),
@@ -31,7 +28,6 @@ def test_what_words_match_in_gpt_oss_20b(words, count, parameters):
     """At rank 4; 1,990,656 is PEFT's own count of `all-linear`."""
     matrices = target_matrices(words, 24)
     assert (len(matrices), targets.adapter_parameters(REAL_CONFIG, 4, matrices)) == (count, parameters)
-    assert target_matrices(shortest_targets(matrices, 24), 24) == matrices
     shapes = targets.expected_shapes(REAL_CONFIG, 4, words)
     assert {targets.matrix_of(name) for name in shapes} == matrices and len(shapes) == 2 * count
 
@@ -58,20 +54,12 @@ def test_the_matches_in_words():
 
 @pytest.mark.slow
 def test_a_run_on_experts_reports_its_matches_and_continues(tmp_path, monkeypatch, quiet, capsys):
-    """Packed, through the entry point: the report is printed and kept, a second start goes on, and another run starts
-    from the adapter."""
-    settings = {"LORA_TARGETS": "v_proj,1.experts", "EXPERTS": "mxfp4", "LORA_R": 3, "TOTAL_STEPS": 2}
-    for name, value in environment(tmp_path / "run", **settings).items():
-        monkeypatch.setenv(name, value)
-    assert train_grpo.main([]) == 0
+    """Packed, through the entry point: the report is printed and kept, and a second start goes on."""
+    settings = {"LORA_TARGETS": "v_proj,1.experts", "EXPERTS": "mxfp4", "LORA_R": 3}
+    for steps in (1, 2):
+        for name, value in environment(tmp_path / "run", TOTAL_STEPS=steps, **settings).items():
+            monkeypatch.setenv(name, value)
+        assert train_grpo.main([]) == 0
     line = "1.experts: layer 1 gate_up_proj 2,304 + down_proj 1,536 parameters"
     assert line in capsys.readouterr().out
     assert line in json.loads((tmp_path / "run" / "settings.json").read_text())["choices"]["lora_targets"]
-    monkeypatch.setenv("TOTAL_STEPS", "3")
-    assert train_grpo.main([]) == 0
-    monkeypatch.setenv("INIT_ADAPTER", str(tmp_path / "run"))
-    monkeypatch.setenv("OUTPUT_DIR", str(tmp_path / "second"))
-    for name in ("LORA_TARGETS", "LORA_R"):
-        monkeypatch.delenv(name)
-    assert train_grpo.main([]) == 0
-    assert "on v_proj,1.experts" in capsys.readouterr().out

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows, the files under data/, and scripts/make_dataset.py. Run: python -m pytest
-tests/tasks/test_tes_dataset.py"""
+"""The rows, the files under data/, and scripts/make_dataset.py."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ import csv
 import itertools
 import re
 import shutil
-from datetime import datetime
 from pathlib import Path
 
 import make_dataset as md
@@ -18,16 +16,13 @@ from conftest import ROOT
 from test_tes_profiles import GOOD, JAPANESE, as_csv, profile_rows
 
 from grpo.tasks.tes.dataset import (
-    ROWS_STREAM,
     SEED,
     profile_files,
     short_hours,
     short_windows,
     synthetic_rows,
     synthetic_windows,
-    trajectory,
     varied,
-    with_short_hours,
 )
 from grpo.tasks.tes.plant import HOURS, Plant, q_values
 from grpo.tasks.tes.profiles import TRAIN_START, Window, synthetic_profile, windows
@@ -36,42 +31,13 @@ DATA = ROOT / "data"
 NAMES = ("tes_train.csv", "tes_heldout.csv", "tes_train_compact.csv", "tes_heldout_compact.csv")
 
 
-def test_rows_of_a_window() -> None:
-    window = windows(synthetic_profile(4, 4))[0]
-    full, compact, optimal = (
-        [row for row, _ in trajectory(window, np.random.default_rng(0), prompt, explore=explore)]
-        for prompt, explore in (("full", 0.25), ("compact", 0.25), ("full", 0.0))
-    )
-    assert [row["timestep"] for row in full] == [*range(8, 18), *range(32, 42), *range(56, 66)]
-    assert [row["q_action_0"] for row in full] == [row["q_action_0"] for row in compact]
-    assert [datetime.fromisoformat(row["timestamp"]).hour for row in full] == [*HOURS] * 3
-    assert "energy [kWh]: 150\n" in full[0]["prompt"]
-    # Along the optimum, the best value falls by what the hour cost: Bellman's equation between rows.
-    for before, after in itertools.pairwise(optimal):
-        best = max(before[f"q_action_{k}"] for k in range(4))
-        day, hour = divmod(before["timestep"], 24)
-        output = 100.0 * before["optimal_action"] / 3
-        load, co2 = window.load_kw[day, hour - 8], window.co2[day, hour - 8]
-        energy = float(re.search(r"energy \[kWh\]: (\d+)", before["prompt"])[1])
-        unserved = max(0.0, load - output - energy - 0.5)
-        assert unserved == 0  # on such days the optimum serves all load
-        assert best == pytest.approx(-output / 4 * co2 / 6 + max(after[f"q_action_{k}"] for k in range(4)), abs=1e-9)
-
-
 def test_synthetic_rows() -> None:
     rows = synthetic_rows(3, 2)
-    assert len(rows) == 60 and rows == synthetic_rows(3, 2) and rows != synthetic_rows(4, 2)
-    assert rows[:30] == synthetic_rows(3, 1)
-    for row in rows:
-        assert isinstance(row["q_action_3"], float) and isinstance(row["reward_action_0"], float)
-        assert sum(row[f"reward_action_{k}"] for k in range(4)) == pytest.approx(1)
+    assert len(rows) == 60 and rows == synthetic_rows(3, 2) != synthetic_rows(4, 2)
     with pytest.raises(ValueError, match="seed must be"):
         synthetic_rows(2**32, 1)
     committed = (DATA / "tes_train_compact.csv").read_text() + (DATA / "tes_heldout_compact.csv").read_text()
     assert not any(row["user"] in committed for row in synthetic_rows(SEED, 2))
-
-
-# ---- Files and command line -----------------------------------------------------------------------------------------
 
 
 def test_all_problems_are_named_at_once(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -108,26 +74,6 @@ def test_train_and_heldout_share_nothing() -> None:
     streams.append(itertools.islice(short_windows(SEED), 20))
     days = [day.tobytes() for stream in streams for window, _ in stream for day in window.co2]
     assert len(days) == len(set(days)) == 4 * 20 * 4
-
-
-def test_short_hours_are_added_up_to_their_share() -> None:
-    drawn = synthetic_windows(5, ROWS_STREAM, 3, TRAIN_START)
-    decisions = [decision for window, rng in drawn for decision in trajectory(window, rng, "compact", None)]
-    first = [row for row, _ in decisions]
-    short = sum(state.short_kwh > 0 for _, state in decisions)
-    for row, (_, state) in zip(first, decisions, strict=True):
-        assert abs(int(re.search(r"short (\d+)", row["user"])[1]) - min(100, state.short_kwh)) <= 0.5
-    assert 0 < short < 0.2 * len(first)
-    for share in (0.0, 0.25, 0.5):
-        rows = with_short_hours(decisions, short_windows(5), "compact", share)
-        assert rows[:90] == first and with_short_hours(decisions, short_windows(5), "compact", share) == rows
-        added = [int(re.search(r"short (\d+)", row["user"])[1]) for row in rows[90:]]
-        count = short + len(added)
-        assert bool(added) == (share > 0) and (not added or share <= count / len(rows) < share + 1 / len(rows))
-        assert sum(kwh == 0 for kwh in added) <= 0.1 * len(added)  # less than half a kWh is told as 0
-    # Where further windows end, so does the search.
-    few = with_short_hours(decisions, itertools.islice(short_windows(5), 2), "compact", 0.9)
-    assert len(few) == 90 + 2 * len(HOURS)
 
 
 def test_short_hours_are_spread_over_the_day_and_exact() -> None:

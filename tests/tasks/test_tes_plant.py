@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plant and its optimum, the rewards made from it, and what prompts tell of it. Run: python -m pytest
-tests/tasks/test_tes_plant.py"""
+"""The plant and its optimum, the rewards made from it, and what prompts tell of it."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import math
-import re
 from datetime import datetime
 
 import numpy as np
@@ -17,7 +15,7 @@ from hypothesis import strategies as st
 
 from grpo.tasks.tes.plant import Plant, best_action, boltzmann, q_values, solve, step
 from grpo.tasks.tes.profiles import synthetic_profile, windows
-from grpo.tasks.tes.prompts import State, render_compact, render_full
+from grpo.tasks.tes.prompts import State, render_compact
 
 PLANT = Plant()
 
@@ -78,18 +76,6 @@ def test_step_conserves_energy(energy: float, action: int, load: float, co2: flo
     assert (done.energy_kwh, -done.reward) == (pytest.approx(by_hand[0], abs=1e-9), pytest.approx(by_hand[1], abs=1e-9))
 
 
-def test_end_is_worth_the_five_lowest_hours_of_the_next_day() -> None:
-    window = windows(synthetic_profile(7, 4))[0]
-    q = q_values(window.solve(PLANT, 29, start_kwh=200.0), 0, 200.0)
-    load, co2 = float(window.load_kw[2, 9]), float(window.co2[2, 9])
-    low = sum(sorted(window.co2[3])[:5]) / 5  # of the decision hours: nights do not count
-    energy, cost = hour_by_hand(200.0, 0.0, load, co2)
-    assert q[0] == pytest.approx(-cost + energy * low / 24, abs=1e-9)
-
-
-# ---- Rewards --------------------------------------------------------------------------------------------------------
-
-
 def test_softmax() -> None:
     q = np.array([-1.0, -1.05, -1.1, -1.0])  # differences of 0, 1, 2, 0 temperatures
     weights = np.exp([0.0, -1.0, -2.0, 0.0])
@@ -104,23 +90,10 @@ def test_best_action_prefers_the_first_of_equals() -> None:
     assert best_action(np.array([-1.0, -0.5, -0.5 + 1e-6, -2.0])) == 2
 
 
-# ---- Prompts --------------------------------------------------------------------------------------------------------
-
-
 def a_state(hour: int, energy: float = 150.0) -> State:
     """A state with numbers that can be told apart."""
     load, co2 = np.arange(20.0, 30.0), np.array([0.40, 0.35, 0.30, 0.25, 0.20, 0.21, 0.26, 0.31, 0.36, 0.41])
     return State(datetime(2025, 4, 14, hour), energy, load, co2, load + 10, co2 + 0.1)
-
-
-def test_full_prompt() -> None:
-    text = render_full(a_state(9, 87.6))
-    assert re.findall(r"<\|start\|>(\w+)", text) == ["system", "developer", "user", "assistant"]
-    assert text.endswith("<|end|><|start|>assistant") and text.count("<|end|>") == 3 and text.count("←Now!!!") == 1
-    assert "Current time [h]: 2025-04-14 09:00:00\n- Current TES energy [kWh]: 88\n" in text
-    assert "  - 08:00: past hour -> omitted (state uses zero)\n  - 09:00: load=21.0 kW, co2=0.350 kg-CO2/kWh  ←" in text
-    assert "load_mean=34.5 kW" in text and "co2_low5_avg=0.344 kg" in text and "co2_min=0.300 kg" in text
-    assert "in {0, 1, 2, 3}" in text and "{" not in text.split("<|start|>user")[1]
 
 
 def test_compact_prompt() -> None:

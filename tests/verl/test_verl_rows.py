@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows and rewards on their way through verl. Run: python -m pytest tests/verl/test_verl_rows.py"""
+"""Rows and rewards on their way through verl."""
 
 from __future__ import annotations
 
@@ -94,28 +94,18 @@ def test_what_verl_reads(environ):
     assert result["score"] == pytest.approx(0.1 - 0.5 - 9), "a module's own `score` gets messages, and is reward_score"
 
 
-def test_a_truncated_answer_earns_nothing(environ, tmp_path):
-    rows = "".join(f'{{"question": "{n}?", "answer": "so #### {n}"}}\n' for n in range(4))
-    (tmp_path / "sums.jsonl").write_text(rows)
-    settings = {"MODEL_ID": "some/llama", "TASK": "gsm8k", "DATA": "sums.jsonl", "EVAL_DATA": "sums.jsonl"}
-    _, records, spec = written(settings | {"OUTPUT_DIR": "sums"})
-    assert "End your answer with ####" in records[3]["prompt"][0]["content"]
-    scores = [compute_score("#### 3", as_rolled_out(records[3], cut), spec)["score"] for cut in (False, True)]
-    assert scores == [1.0, 0.0]
+RENDERS = "rendered.csv, row 1: the prompt is rendered, and verl renders every prompt itself"
+REFUSED = [
+    ({"MODEL_ID": "mxfp4"}, "its experts are in MXFP4, and verl trains 16 bits"),
+    ({"LEARNING_RATE": "1e-5"}, "LEARNING_RATE: verl does not read this setting of train_grpo.py. Unset it"),
+    ({"INVALID_REWARD": "nan"}, "INVALID_REWARD=nan: verl leaves no completion out"),
+    ({"DATA": "rendered.csv"}, RENDERS),
+    ({"DATA": "days.parquet"}, "days.parquet, row 1, column day: JSON cannot hold datetime.date(2026, 1, 1)"),
+    ({"DATA": "answers.csv"}, "answers.csv, columns: there is no column reward_action_0"),
+]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"MODEL_ID": "tiny"}, "its experts are in MXFP4, and verl trains 16 bits"),
-        ({"MODEL_ID": "mxfp4"}, "its experts are in MXFP4, and verl trains 16 bits"),
-        ({"LEARNING_RATE": "1e-5"}, "LEARNING_RATE: verl does not read this setting of train_grpo.py. Unset it"),
-        ({"INVALID_REWARD": "nan"}, "INVALID_REWARD=nan: verl leaves no completion out"),
-        ({"DATA": "rendered.csv"}, "rendered.csv, row 1: the prompt is rendered, and verl renders every prompt itself"),
-        ({"DATA": "days.parquet"}, "days.parquet, row 1, column day: JSON cannot hold datetime.date(2026, 1, 1)"),
-        ({"DATA": "answers.csv"}, "answers.csv, columns: there is no column reward_action_0"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
 def test_what_is_refused(environ, tmp_path, changes, message):
     header = ["prompt", "reward_action_0", "reward_action_1"]
     write_csv(tmp_path / "rendered.csv", header, [[RENDERED.format(n), 0.25, 0.75] for n in range(4)])
@@ -135,7 +125,7 @@ def test_sft_needs_no_rewards(environ, tmp_path):
 
 
 def test_a_completion_that_every_function_leaves_out_ends_the_run(environ):
-    _, records, spec = written(environ | {"REWARDS": "verl_mine:nothing"}, "sft")
+    _, records, spec = written(environ)
     with open(spec, "w") as file:  # the checks before a run refuse such a function
         json.dump({"rewards": [["verl_mine:nothing", 1.0]], "INVALID_REWARD": None, "folder": "."}, file)
     with pytest.raises(RuntimeError, match=r"verl_mine:nothing left out two:1 \(None\)"):
