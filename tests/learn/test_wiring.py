@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import CLEAN, RENDERED, ROOT, read_csv, write_csv
+from conftest import CLEAN, RENDERED, read_csv
 from datasets import Dataset
 from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOFunction
 from machines import CPU
@@ -19,6 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from grpo.data.prompts import prompt_order
 from grpo.learn import learner
+from grpo.learn.options import SHARED
 from grpo.model.load import load_model, load_tokenizer
 from grpo.plan.hub import read_json
 from grpo.preflight.checks import preflight
@@ -84,14 +85,6 @@ WIRING = {
     "SAVE_STEPS": ("1", lambda run: run.state["save_steps"]),
     "SAVE_TOTAL_LIMIT": ("2", lambda run: len(list(run.folder.glob("checkpoint-*")))),
 }
-# Those which are neither TRL's nor PEFT's, and the room that uses them.
-ELSEWHERE = {
-    "MODEL_ID": "preflight", "ATTN_IMPL": "preflight", "EXPERTS": "preflight", "MICRO_BATCH": "plan",
-    "PACKING": "preflight", "USE_VLLM": "preflight", "GENERATION_BATCH": "preflight", "VLLM_GPU_MEM": "plan",
-    "INVALID_REWARD": "data", "EXPECTED_REWARD": "preflight", "ROLLOUT_SYNC": "rollout", "VLLM_EAGER": "rollout",
-    "PARITY": "rollout", "PARITY_LIMIT": "rollout", "IS_CORRECTION": "learn", "IS_CLIP_MAX": "learn",
-    "INIT_ADAPTER": "preflight", "NUM_TRAIN_EPOCHS": "preflight",
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -147,13 +140,8 @@ def test_trackers_know_the_run_by_its_folder(run):
     assert run.trainer.args.project == run.trainer.args.run_name == run.folder.name
 
 
-def test_every_setting_of_the_learner_has_its_place():
-    groups = ("Model", "Rewards", "Rollouts", "Learner")
-    wanted = {name for name, field in FIELDS.items() if field.metadata["group"] in groups}
-    assert wanted - WIRING.keys() - ELSEWHERE.keys() == set(), "add it to the one or the other"
-    assert not WIRING.keys() & ELSEWHERE.keys() and not ELSEWHERE.keys() - wanted
-    for name, room in ELSEWHERE.items():
-        assert any(f".{name}" in path.read_text(encoding="utf-8") for path in (ROOT / "grpo" / room).glob("*.py")), name
+def test_no_setting_that_trl_gets_is_left_out():
+    assert WIRING.keys() >= set(SHARED)
 
 
 def test_the_seed_is_that_of_the_adapter(tiny, tmp_path):
@@ -166,13 +154,12 @@ def test_the_seed_is_that_of_the_adapter(tiny, tmp_path):
     assert torch.equal(first, again) and not torch.equal(first, second)
 
 
-CALLS: list[dict] = []  # the arguments of each call of `record`
+CALLS: list[dict] = []
 
 
 def record(prompts, completions, completion_ids, **columns):
     """A reward function that remembers its arguments."""
-    arguments = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
-    CALLS.append(arguments | columns)
+    CALLS.append({"prompts": prompts, "completions": completions, "completion_ids": completion_ids} | columns)
     return [float(i % 3) for i in range(len(completions))]
 
 
@@ -195,22 +182,15 @@ FORMS = {
 
 
 def checked_rows(tmp_path, form):
-    """The preflight's result of rows of one of FORMS, or of the shipped GSM8K, with `record` as reward: CALLS holds
-    its call."""
-    form_rows, settings = FORMS.get(form, (None, {"TASK": "gsm8k"}))
-    if form == "user":
-        path = write_csv(
-            tmp_path / "d.csv", ["user", "system", "note"], [[" hour 8", "Be brief.", "a"], ["hour 9", "", "b"]]
-        )
-    else:
-        path = tmp_path / "d.jsonl"
-        path.write_text("\n".join(map(json.dumps, form_rows or ())))
-        path = ROOT / "data/gsm8k_train.jsonl" if form_rows is None else path
+    """Rows of one of FORMS after the check before a run, with `record` as reward: CALLS holds the check's call."""
+    form_rows, settings = FORMS[form]
+    path = tmp_path / "d.jsonl"
+    path.write_text("\n".join(map(json.dumps, form_rows)))
     environ = {"MODEL_ID": "tiny", "DATA": str(path), "EVAL_SAMPLES": "0", "OUTPUT_DIR": str(tmp_path / "checked")}
     CALLS.clear()
     result = preflight(CLEAN | environ | settings | {"REWARDS": "test_wiring:record"}, CPU)
     assert not result.problems and len(CALLS) == 1
-    return result
+    return result.rows
 
 
 def types_in(value):
@@ -219,25 +199,28 @@ def types_in(value):
     return type(value), [(key, types_in(member)) for key, member in inner]
 
 
-@pytest.mark.parametrize("form", [*FORMS, "user", "gsm8k"])
+def assert_equal_arguments(call, other, names):
+    for name in names:
+        assert call[name] == other[name] and types_in(call[name]) == types_in(other[name]), name
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_the_check_calls_a_reward_function_as_training_does(form, tiny, tmp_path):
     """Argument by argument, for the completions that the check tries."""
-    result = checked_rows(tmp_path, form)
+    rows = checked_rows(tmp_path, form)
     (check,) = CALLS
-    assert len(check["prompts"]) == 4 * min(64, len(result.rows)), "garbage and two answers to each row that is tried"
-    (tmp_path / "run").mkdir()
-    ours = make(tiny, tmp_path / "run", rows=result.rows, REWARDS="test_wiring:record")
-    numbers = {row.prompt: n for n, row in enumerate(result.rows)}
+    assert len(check["prompts"]) == 4 * len(rows), "garbage and two answers to each row that is tried"
+    trainer = make(tiny, tmp_path, rows=rows, REWARDS="test_wiring:record")
+    numbers = {row.prompt: n for n, row in enumerate(rows)}
     inputs = [{"row": numbers[name]} for name in check["rendered_prompts"]]
-    ours._calculate_rewards(inputs, [], [], check["completion_ids"])
+    trainer._calculate_rewards(inputs, [], [], check["completion_ids"])
     training = CALLS[1]
     assert training.keys() == check.keys()
-    for name in check.keys() - {"trainer_state", "log_extra", "log_metric"}:
-        assert training[name] == check[name] and types_in(training[name]) == types_in(check[name]), name
-    for state in (check["trainer_state"], training["trainer_state"]):
+    assert_equal_arguments(training, check, check.keys() - {"trainer_state", "log_extra", "log_metric"})
+    for call in (check, training):
+        state = call["trainer_state"]
         assert (state.global_step, state.epoch, state.log_history) == (0, 0, [])
-    for name, arguments in (("log_extra", ("seen", [1.0])), ("log_metric", ("seen", 1.0))):
-        assert check[name](*arguments) is training[name](*arguments) is None
+        assert call["log_extra"]("seen", [1.0]) is call["log_metric"]("seen", 1.0) is None
 
 
 TEXTS = [
@@ -248,15 +231,11 @@ TEXTS = [
 ]
 
 
-@pytest.mark.parametrize("form", [*FORMS, "user", "gsm8k"])
+@pytest.mark.parametrize("form", FORMS)
 def test_training_calls_a_reward_function_as_trl_does(form, tiny, tmp_path):
     """TRL's own trainer beside this one, on the same rows as its users write them, with the same completions."""
-    rows = checked_rows(tmp_path, form).rows[:2]
-    prompts = [row.columns.get("prompt") or row.columns.get("question") for row in rows]
-    if form == "user":
-        prompts = [[TALK[0], {"role": "user", "content": " hour 8"}], [{"role": "user", "content": "hour 9"}]]
-    (tmp_path / "run").mkdir()
-    ours = make(tiny, tmp_path / "run", rows=rows, REWARDS="test_wiring:record")
+    rows = checked_rows(tmp_path, form)
+    ours = make(tiny, tmp_path, rows=rows, REWARDS="test_wiring:record")
     theirs = GRPOTrainer(
         load_model(str(tiny), read_json(tiny / "config.json"), "eager").float(),
         record,
@@ -265,24 +244,18 @@ def test_training_calls_a_reward_function_as_trl_does(form, tiny, tmp_path):
         processing_class=load_tokenizer(str(tiny)),
     )
     ids = theirs.processing_class(text=TEXTS)["input_ids"]
-    data = [row.columns | {"prompt": prompt} for prompt, row in zip(prompts, rows, strict=True)]
+    data = [row.columns | {"prompt": row.columns.get("prompt") or row.columns["question"]} for row in rows]
     CALLS.clear()
-    for each, inputs in ((theirs, data), (ours, [{"prompt": row.prompt, "row": n} for n, row in enumerate(rows)])):
-        each._generate_single_turn = lambda *arguments: (ids, None)
-        each.model.train()
-        each._generate_and_score_completions([row for row in inputs for _ in range(2)])
+    for trainer, inputs in ((theirs, data), (ours, [{"prompt": row.prompt, "row": n} for n, row in enumerate(rows)])):
+        trainer._generate_single_turn = lambda *arguments: (ids, None)
+        trainer.model.train()
+        trainer._generate_and_score_completions([row for row in inputs for _ in range(2)])
     trl, training = CALLS
-    assert training.keys() - trl.keys() - {"csv_prompt"} == {
-        "raw_completions",
-        "rendered_prompts",
-        "truncated",
-    }
-    assert not trl.keys() - training.keys()
-    for name in trl.keys() - {"trainer_state", "log_extra", "log_metric", "q_action_0", "q_action_1"}:  # q: as numbers
-        assert training[name] == trl[name] and types_in(training[name]) == types_in(trl[name]), name
+    assert trl.keys() <= training.keys()
+    assert training.keys() - trl.keys() - {"csv_prompt"} == {"raw_completions", "rendered_prompts", "truncated"}
+    differing = {"trainer_state", "log_extra", "log_metric", "q_action_0", "q_action_1"}  # q: as numbers
+    assert_equal_arguments(training, trl, trl.keys() - differing)
     assert type(trl["trainer_state"]) is type(training["trainer_state"])
-    for name in ("log_extra", "log_metric"):
-        assert trl[name].__func__ is training[name].__func__
     starts = ["<|start|>assistant"] * 4
     if form == "rendered":
         starts[2:] = [OPENED[OPENED.rindex("<|start|>") :]] * 2
