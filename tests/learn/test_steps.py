@@ -15,7 +15,7 @@ from grpo.settings import FIELDS
 pytestmark = pytest.mark.numeric
 
 STEPS, PROMPTS, GROUP = 5, 2, 4
-COMPARED = ("loss", "grad_norm", "reward", "reward_std", "frac_reward_zero_std", "kl", "completions/clipped_ratio")
+COMPARED = ("loss", "grad_norm", "reward", "reward_std", "frac_reward_zero_std", "kl", "entropy")
 
 
 def reward(completion_ids, **columns):

@@ -33,36 +33,31 @@ def trainer(tiny, tmp_path_factory):
     return plain_float32(make(tiny, tmp_path_factory.mktemp("shared"), TEMPERATURE=0.8))
 
 
-@pytest.mark.parametrize("options", [{"old": True, "beta": 0.1}, {"sampled": True}], ids=["off-policy", "engine"])
+CASES = {
+    "off-policy, KL": ({"old": True, "beta": 0.1}, []),
+    "engine": ({"sampled": True}, []),
+    "two masked": ({"sampled": True}, [2, 3]),
+    "all masked": ({"sampled": True}, [0, 1, 2, 3]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("loss_type", LOSSES)
-def test_any_cut_agrees_with_plain_trl(trainer, loss_type, options):
-    """In float32, with policy ratios away from 1 and a KL term or the engine's log-probs, however the step is cut into
-    micro-batches."""
+def test_any_cut_agrees_with_plain_trl(trainer, loss_type, case):
+    """In float32, however the step is cut into micro-batches: with policy ratios away from 1 and a KL term, with the
+    engine's log-probs, and with completions that MASK_TRUNCATED leaves without any token."""
+    options, masked = CASES[case]
     trainer.loss_type, trainer.beta = loss_type, options.get("beta", 0.0)
     inputs = batch(trainer, **options)
+    inputs["completion_mask"][masked] = 0
     expected_loss, expected = loss_and_gradients(trainer, inputs, plain=True)
-    assert expected.norm() > 1e-4, "a gradient of nothing proves nothing"
+    assert expected.norm() > 1e-4 or len(masked) == 4, "a gradient of nothing proves nothing"
     # vespo's loss holds log-probs themselves, which nearly cancel: its rounding is theirs.
     rounding = 1e-6 * policy_logps(trainer, inputs).abs().max().item() if loss_type == "vespo" else 3e-6
     for micro_batch, packing in ((1, "prefix"), (3, "prefix"), (2, "none")):
         loss, gradient = loss_and_gradients(trainer, inputs, micro_batch, packing)
         assert loss == pytest.approx(expected_loss, rel=1e-4, abs=rounding), (packing, micro_batch)
-        assert ((gradient - expected).norm() / expected.norm()).item() < 1e-4, (packing, micro_batch)
-
-
-def test_logged_means_are_those_of_the_whole_step(tiny, tmp_path):
-    """KL, entropy and clip ratio, means over tokens, whatever the cut; completions have 7, 4, 2 and 6 of them."""
-    trainer = plain_float32(make(tiny, tmp_path, BETA=0.1, TEMPERATURE=0.8))
-    inputs = batch(trainer, old=True, beta=0.1)
-    metrics = trainer._metrics["train"]
-    loss_and_gradients(trainer, inputs, plain=True)
-    expected = {name: metrics[name][-1] for name in ("kl", "entropy", "clip_ratio/region_mean")}
-    assert len(set(expected.values())) == 3 and all(expected.values()), expected
-    for micro_batch in (1, 3):
-        metrics.clear()
-        loss_and_gradients(trainer, inputs, micro_batch)
-        logged = {name: metrics[name] for name in expected}
-        assert logged == {name: [pytest.approx(value, rel=1e-4)] for name, value in expected.items()}, micro_batch
+        assert (gradient - expected).norm() <= 1e-4 * expected.norm(), (packing, micro_batch)
 
 
 def test_the_logged_mismatch_is_over_known_tokens_only(tiny, tmp_path):
@@ -93,36 +88,14 @@ def test_corrections_agree_with_plain_trl(tiny, tmp_path, mode):
     assert ((gradient - expected).norm() / expected.norm()).item() < 1e-4
 
 
-@pytest.mark.parametrize("masked", [[2, 3], [0, 1, 2, 3]], ids=str)
-@pytest.mark.parametrize("loss_type", LOSSES)
-def test_masked_completions(trainer, loss_type, masked):
-    """MASK_TRUNCATED leaves completions without any token, in the end all of them."""
-    trainer.loss_type, trainer.beta = loss_type, 0.0
-    inputs = batch(trainer, sampled=True)
-    inputs["completion_mask"][masked] = 0
-    expected_loss, expected = loss_and_gradients(trainer, inputs, plain=True)
-    for micro_batch in (1, 4):
-        loss, gradient = loss_and_gradients(trainer, inputs, micro_batch)
-        assert loss == pytest.approx(expected_loss, rel=1e-4, abs=1e-6), micro_batch
-        assert torch.isfinite(gradient).all() and (gradient - expected).norm() <= 1e-4 * expected.norm()
-
-
-@pytest.mark.parametrize("packing", ["prefix", "none"])
-@pytest.mark.parametrize(("micro_batch", "expected"), [(1, [[0], [1], [2], [3]]), (3, [[0, 1, 2], [3]])])
-def test_micro_batch_cuts(tiny, tmp_path, micro_batch, expected, packing):
-    """Completions of full length, so that MICRO_BATCH is exact; each micro-batch holds its own tokens and no others."""
+def test_micro_batch_is_exact_for_completions_of_full_length(tiny, tmp_path):
     trainer = make(tiny, tmp_path)
     inputs = batch(trainer)
     ids = torch.cat([inputs["completion_ids"]] * 2, 1)[:, :8]
     inputs |= {"completion_ids": ids, "completion_mask": torch.ones_like(ids)}
-    trainer.run.plan, trainer.run.packing = dataclasses.replace(trainer.run.plan, micro_batch=micro_batch), packing
-    cut = list(trainer.micro_batches(inputs))
-    assert [rows.tolist() for rows, _ in cut] == expected
-    for rows, packed in cut:
-        prompts = [(9, 9, 12, 12)[i] for i in rows]
-        assert (packed.segment >= 0).sum() == sum(prompts if packing == "none" else set(prompts)) + 8 * len(rows)
-        assert packed.targets.tolist() == ids[rows][packed.rows, packed.columns].tolist()
-        assert len(packed.targets) == ids[rows].numel()
+    for micro_batch, expected in ((1, [[0], [1], [2], [3]]), (3, [[0, 1, 2], [3]])):
+        trainer.run.plan = dataclasses.replace(trainer.run.plan, micro_batch=micro_batch)
+        assert [rows.tolist() for rows, _ in trainer.micro_batches(inputs)] == expected
 
 
 @hypothesis_settings(deadline=None)
@@ -177,16 +150,6 @@ def test_a_micro_batch_waits_for_the_device_twice_and_a_layer_never(tiny, tmp_pa
     assert reads_of[4] - reads_of[1] == 3 * 2, reads_of
 
 
-def test_a_step_moves_the_adapter_and_no_base_weight(tiny, tmp_path):
-    trainer = make(tiny, tmp_path, LEARNING_RATE=1e-2, PROMPTS_PER_STEP=4, NUM_GENERATIONS=4)
-    before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
-    trainer.train()
-    moved = {name for name, parameter in trainer.model.named_parameters() if not torch.equal(parameter, before[name])}
-    assert moved <= {name for name in before if "lora_" in name}
-    assert {name for name in before if "lora_B" in name} <= moved, "every lora_B has a gradient in the first step"
-    assert {name.split(".")[-4] for name in moved} == {"q_proj", "k_proj", "v_proj", "o_proj"}
-
-
 HOOKS = [
     "_get_train_sampler", "_tokenize_prompts", "_generate_single_turn", "_calculate_rewards", "training_step",
     "_get_per_token_logps_and_entropies", "log", "_save_checkpoint",
@@ -222,7 +185,7 @@ def test_sampling_seed_depends_on_seed_step_and_stream():
 @pytest.mark.parametrize("masked", [False, True])
 def test_truncation_agrees_with_trl(tiny, tmp_path, masked):
     """TRL's clipped ratio, TRL's mask (MASK_TRUNCATED) and completions.csv call the same completions truncated: those
-    that end with neither a stop token nor padding, however long they are. Masked completions teach nothing."""
+    that end with neither a stop token nor padding, however long they are."""
     trainer = plain_float32(make(tiny, tmp_path, MASK_TRUNCATED=masked, PROMPTS_PER_STEP=4))
     pad = trainer._tokenizer.pad_token_id
     assert len(trainer.eos_token_ids) >= 2, "gpt-oss ends a turn with <|return|> or <|call|>"
@@ -243,14 +206,6 @@ def test_truncation_agrees_with_trl(tiny, tmp_path, masked):
     assert trainer._metrics["train"]["completions/clipped_ratio"] == [3 / 8]
     lengths = [0 if masked and cut else len(ids) for ids, cut in cases]
     assert inputs["completion_mask"].sum(1).tolist() == lengths and inputs["num_items_in_batch"] == sum(lengths)
-
-    inputs["advantages"] = torch.arange(1.0, 9.0)
-    _, expected = loss_and_gradients(trainer, inputs, plain=True)
-    _, gradient = loss_and_gradients(trainer, inputs)
-    assert (gradient - expected).norm() < 1e-4 * expected.norm()
-    inputs["advantages"][torch.tensor(truncated)] = -9.0
-    _, without = loss_and_gradients(trainer, inputs)
-    assert torch.equal(gradient, without) == masked
 
 
 def halved(completions, **columns):

@@ -1,24 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every setting that goes to TRL or PEFT, from the environment to the place where it is used in three real steps; and
-what reward functions are given, by the checks before a run, in training and by TRL itself."""
+"""Every setting that goes to TRL or PEFT, from the environment into the trainer; and what reward functions are given,
+by the checks before a run, in training and by TRL itself."""
 
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import CLEAN, RENDERED, read_csv
+from conftest import CLEAN, RENDERED
 from datasets import Dataset
-from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOFunction
 from machines import CPU
 from peft.tuners.lora import LoraLayer
 from trainers import build, make
+from transformers import TrainerControl, TrainerState
 from trl import GRPOConfig, GRPOTrainer
 
-from grpo.data.prompts import prompt_order
-from grpo.learn import learner
 from grpo.learn.options import SHARED
 from grpo.model.load import load_model, load_tokenizer
 from grpo.plan.hub import read_json
@@ -26,118 +23,73 @@ from grpo.preflight.checks import preflight
 from grpo.settings import FIELDS, load_settings, parse_value
 
 
-def varied(completions, **columns):
-    """Rewards that differ inside each group, so that their scale can be told."""
-    return [float(number**2) for number in range(len(completions))]
+def layers(trainer):
+    return {name: layer for name, layer in trainer.model.named_modules() if isinstance(layer, LoraLayer)}
 
 
-def layers(run):
-    return {name: layer for name, layer in run.trainer.model.named_modules() if isinstance(layer, LoraLayer)}
-
-
-def each(run, value):
-    """What all LoRA layers have; a list of two where they differ."""
-    values = sorted({value(layer) for layer in layers(run).values()})
+def each(trainer, value):
+    """What all LoRA layers have; a list where they differ."""
+    values = sorted({value(layer) for layer in layers(trainer).values()})
     return values[0] if len(values) == 1 else values
 
 
-def reward_weights(run):
-    """REWARDS, where the logged rewards are what its weights make of its functions."""
-    rest = {round(float(row["reward"]) - 0.5 * (i % 6) ** 2, 4) for i, row in enumerate(run.completions)}
-    return "format=0.25,test_wiring:varied=0.5" if rest <= {0.0, 0.25} and 0.25 in rest else rest
-
-
-def reward_scale(run):
-    """SCALE_REWARDS, from what the loss got for the logged rewards of the first step, in whatever order."""
-    rewards = torch.tensor([float(row["reward"]) for row in run.completions[:6]]).view(2, 3)
-    scales = {"none": 1.0, "group": rewards.std(1, keepdim=True), "batch": rewards.std()}
-    advantages, centred = torch.cat(run.advantages)[:6].sort().values, rewards - rewards.mean(1, keepdim=True)
-    scaled = {name: (centred / scale).flatten().sort().values for name, scale in scales.items()}
-    return [name for name, values in scaled.items() if torch.allclose(advantages, values, rtol=1e-2)]
-
-
-# What is set, and where it is seen at work. Steps have two prompts with three completions each.
+# What is set, and where the trainer has it. Steps have two prompts with three completions each.
 WIRING = {
-    "LORA_R": ("3", lambda run: each(run, lambda layer: layer.lora_A["default"].weight.shape[0])),
-    "LORA_ALPHA": ("7.5", lambda run: each(run, lambda layer: layer.scaling["default"] * 3)),
-    "LORA_DROPOUT": ("0.25", lambda run: each(run, lambda layer: layer.lora_dropout["default"].p)),
-    "LORA_TARGETS": ("q_proj,v_proj", lambda run: ",".join(sorted({name.split(".")[-1] for name in layers(run)}))),
-    "REWARDS": ("format=0.25,test_wiring:varied=0.5", reward_weights),
-    "SCALE_REWARDS": ("none", lambda run: "".join(reward_scale(run))),
-    "MASK_TRUNCATED": ("1", lambda run: run.trainer.mask_truncated_completions),
-    "PROMPTS_PER_STEP": ("2", lambda run: len({row["prompt_id"] for row in run.completions[:6]})),
-    "NUM_GENERATIONS": ("3", lambda run: len(run.completions) / 3 / 2),
-    "MAX_COMPLETION_LEN": ("9", lambda run: run.generation.max_new_tokens),
-    "TEMPERATURE": ("1.3", lambda run: run.generation.temperature),
-    "TOP_P": ("0.9", lambda run: run.generation.top_p),
-    "TOTAL_STEPS": ("3", lambda run: run.trainer.state.global_step),
-    "LEARNING_RATE": ("0.003", lambda run: max(run.rates)),
-    "WARMUP_STEPS": ("2", lambda run: run.rates.index(max(run.rates))),
-    "LR_SCHEDULER": ("cosine", lambda run: run.trainer.lr_scheduler.lr_lambdas[0].func.__name__.split("_")[2]),
-    "WEIGHT_DECAY": ("0.125", lambda run: run.decay),
-    "MAX_GRAD_NORM": ("0.01", lambda run: round(max(run.norms), 6)),
-    "GRADIENT_CHECKPOINTING": ("1", lambda run: run.trainer.model.is_gradient_checkpointing),
-    "LOSS_TYPE": ("dapo", lambda run: run.losses[0]["loss_type"]),
-    "BETA": ("0.02", lambda run: run.losses[0]["beta"]),
-    "EPSILON": ("0.15", lambda run: run.losses[0]["epsilon_low"]),
-    "EPSILON_HIGH": ("0.35", lambda run: run.losses[0]["epsilon_high"]),
-    "SEED": ("7", lambda run: run.trainer.args.seed if run.order == list(prompt_order(4, 7, 6)) else run.order),
-    "SAVE_STEPS": ("1", lambda run: run.state["save_steps"]),
-    "SAVE_TOTAL_LIMIT": ("2", lambda run: len(list(run.folder.glob("checkpoint-*")))),
+    "LORA_R": ("3", lambda t: each(t, lambda layer: layer.lora_A["default"].weight.shape[0])),
+    "LORA_ALPHA": ("7.5", lambda t: each(t, lambda layer: layer.scaling["default"] * 3)),
+    "LORA_DROPOUT": ("0.25", lambda t: each(t, lambda layer: layer.lora_dropout["default"].p)),
+    "LORA_TARGETS": ("q_proj,v_proj", lambda t: ",".join(sorted({name.split(".")[-1] for name in layers(t)}))),
+    "REWARDS": ("format=0.25,action=0.5", lambda t: t.functions.replace(" x ", "=").replace(", ", ",")),
+    "SCALE_REWARDS": ("none", lambda t: t.scale_rewards),
+    "MASK_TRUNCATED": ("1", lambda t: t.mask_truncated_completions),
+    "PROMPTS_PER_STEP": ("2", lambda t: t.args.generation_batch_size / 3),
+    "NUM_GENERATIONS": ("3", lambda t: t.num_generations),
+    "MAX_COMPLETION_LEN": ("9", lambda t: t.generation_config.max_new_tokens),
+    "TEMPERATURE": ("1.3", lambda t: t.generation_config.temperature),
+    "TOP_P": ("0.9", lambda t: t.generation_config.top_p),
+    "TOTAL_STEPS": ("3", lambda t: t.args.max_steps),
+    "LEARNING_RATE": ("0.003", lambda t: t.args.learning_rate),
+    "WARMUP_STEPS": ("2", lambda t: t.args.warmup_steps),
+    "LR_SCHEDULER": ("cosine", lambda t: t.args.lr_scheduler_type.value),
+    "WEIGHT_DECAY": ("0.125", lambda t: t.args.weight_decay),
+    "MAX_GRAD_NORM": ("0.01", lambda t: t.args.max_grad_norm),
+    "GRADIENT_CHECKPOINTING": ("1", lambda t: t.args.gradient_checkpointing),
+    "LOSS_TYPE": ("dapo", lambda t: t.loss_type),
+    "BETA": ("0.02", lambda t: t.beta),
+    "EPSILON": ("0.15", lambda t: t.epsilon_low),
+    "EPSILON_HIGH": ("0.35", lambda t: t.epsilon_high),
+    "SEED": ("7", lambda t: t.args.seed if t.args.seed == t.args.data_seed else None),
+    "SAVE_STEPS": ("1", lambda t: t.args.save_steps),
 }
 
 
 @pytest.fixture(scope="module")
-def run(tiny, tmp_path_factory):
-    """Three steps, and what was seen of them."""
-    folder = tmp_path_factory.mktemp("wiring") / "run"
-    folder.mkdir()
+def trainer(tiny, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wiring")
     environ = {name: text for name, (text, _) in WIRING.items()}
     settings, sources, problems = load_settings(environ | {"MODEL_ID": "tiny", "OUTPUT_DIR": str(folder)})
     assert not problems and all(sources[name] == "environment" for name in WIRING)
-    seen = SimpleNamespace(folder=folder, trainer=build(settings, tiny, folder), losses=[], rates=[], norms=[])
-    seen.advantages = []
-    seen.generation = seen.trainer.generation_config
-
-    def watch(optimizer, *_):
-        (seen.decay,) = {group["weight_decay"] for group in optimizer.param_groups if group["weight_decay"]} or {0.0}
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        seen.rates.append(optimizer.param_groups[0]["lr"])
-        seen.norms.append(torch.nn.utils.get_total_norm(gradients).item())
-
-    def loss(logps, mask, advantages, whole, **options):
-        seen.losses.append(options)
-        seen.advantages.append(advantages)
-        return real(logps, mask, advantages, whole, **options)
-
-    real, make_optimizer = LigerFusedLinearGRPOFunction.ppo_loss_fn, seen.trainer.create_optimizer
-
-    def create_optimizer(*arguments):
-        optimizer = make_optimizer(*arguments)
-        optimizer.register_step_pre_hook(watch)
-        return optimizer
-
-    seen.trainer.create_optimizer = create_optimizer
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(learner.LigerFusedLinearGRPOFunction, "ppo_loss_fn", loss)
-        seen.trainer.train()
-    seen.completions = read_csv(folder / "completions.csv")
-    seen.order = [int(row["prompt_id"].split(":")[1]) - 1 for row in seen.completions[::3]]
-    seen.state = json.loads((folder / "checkpoint-3" / "trainer_state.json").read_text())
-    return seen
+    return build(settings, tiny, folder)
 
 
 @pytest.mark.parametrize("name", WIRING)
-def test_a_setting_arrives_where_it_is_used(run, name):
+def test_a_setting_arrives_where_it_is_used(trainer, name):
     text, read_value = WIRING[name]
     value, field = parse_value(name, text), FIELDS[name]
     tiny = field.metadata["tiny"]
     assert value != (field.default if tiny is None else tiny), "a default proves nothing"
-    assert read_value(run) == (pytest.approx(value) if isinstance(value, float) else value)
+    assert read_value(trainer) == (pytest.approx(value) if isinstance(value, float) else value)
 
 
-def test_trackers_know_the_run_by_its_folder(run):
-    assert run.trainer.args.project == run.trainer.args.run_name == run.folder.name
+def test_trackers_know_the_run_by_its_folder(trainer):
+    assert trainer.args.project == trainer.args.run_name == trainer.run.folder.name
+
+
+def test_a_changed_save_steps_holds_for_a_resumed_run(trainer):
+    """transformers takes that of the checkpoint otherwise."""
+    state = TrainerState(save_steps=50)
+    trainer.timer.on_train_begin(trainer.args, state, TrainerControl())
+    assert state.save_steps == 1
 
 
 def test_no_setting_that_trl_gets_is_left_out():
