@@ -40,7 +40,7 @@ def by_hand(model, tokenizer, prompt, answer, temperature):
     return (logits.double() / temperature).log_softmax(-1)[range(len(tokens)), tokens].sum().exp().item()
 
 
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+@pytest.mark.parametrize("temperature", [0.3, 2.5])
 def test_it_is_the_product_of_the_tokens_probabilities(trainer, temperature):
     """For prompts of all lengths in one batch, doubled ones, and actions of two digits, whose tails differ in
     length."""
@@ -70,7 +70,7 @@ def test_the_window_of_the_sliding_layers_is_kept(trainer, window):
 
 def test_sampled_answers_come_as_often_as_they_should(trainer):
     """At EVAL_TEMPERATURE, not at the rollouts'; each share within four standard errors."""
-    count, tokenizer = 600, trainer.processing_class
+    count, tokenizer = 300, trainer.processing_class
     model = TrainedModel(trainer)
     answers = Counter(tokenizer.batch_decode(model.complete([PROMPTS[0]] * count, count)))
     (exact,) = model.probabilities(PROMPTS[:1], 4, greedy=False, base=False)
@@ -114,10 +114,6 @@ def test_held_out_figures_are_expectations(trainer):
     assert sum(sampled["action_counts"]) + sampled["unparsed"] == len(rows), "greedily each row is asked once"
 
 
-@pytest.mark.parametrize(
-    ("shares", "values", "expected"),
-    [([0.5, 0.5], [1.0, 3.0], 2.0), ([0.5, 0.25, 0.25], [math.nan, 1.0, 3.0], 2.0), ([0.0, 1.0], [math.nan, 3.0], 3.0)],
-)
-def test_an_expectation_leaves_out_what_has_no_reward(shares, values, expected):
-    assert expectation(shares, values) == expected
-    assert math.isnan(expectation(shares, [math.nan] * len(values)))
+def test_an_expectation_leaves_out_what_has_no_reward():
+    assert expectation([0.5, 0.25, 0.25], [math.nan, 1.0, 3.0]) == 2.0
+    assert math.isnan(expectation([0.0, 1.0], [1.0, math.nan]))
