@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 
@@ -14,8 +15,9 @@ from engines import set_adapter
 from trainers import make, plain_float32
 
 from grpo.evaluate.exact import ANSWER, answer_probabilities
-from grpo.evaluate.heldout import expectation, trainer_evaluation
+from grpo.evaluate.heldout import expectation, measure_rewards, trainer_evaluation
 from grpo.evaluate.models import TrainedModel
+from grpo.run.durable import write_sealed
 
 PROMPTS = [
     RENDERED.format(text) for text in ("hour 8 store 50 load 30", "hour 17 store 9 load 30 co2 41", "hour 8 store 7")
@@ -112,6 +114,17 @@ def test_held_out_figures_are_expectations(trainer):
     greedy = exact.measure(greedy=True)
     assert sampled["reward_by_prompt"] == greedy["reward_by_prompt"] and sampled["tokens_mean"] >= 1
     assert sum(sampled["action_counts"]) + sampled["unparsed"] == len(rows), "greedily each row is asked once"
+
+
+def test_a_resumed_run_measures_again_what_it_measures_otherwise(trainer, tmp_path):
+    """A marked figure stays, but not at another temperature."""
+    evaluation = trainer_evaluation(trainer, trainer.run.rows, exact=True)
+    results = measure_rewards(evaluation, tmp_path, base=True)
+    results["before"]["reward"] = 0.123
+    write_sealed(tmp_path / "evaluation.json", results)
+    assert measure_rewards(evaluation, tmp_path, base=True)["before"]["reward"] == 0.123
+    evaluation.model.settings = dataclasses.replace(trainer.run.settings, EVAL_TEMPERATURE=0.7)
+    assert measure_rewards(evaluation, tmp_path, base=True)["before"]["reward"] != 0.123
 
 
 def test_an_expectation_leaves_out_what_has_no_reward():

@@ -8,7 +8,6 @@ import logging
 import zipfile
 from types import SimpleNamespace
 
-import evaluate as ev
 import pytest
 import runs
 import torch
@@ -109,19 +108,6 @@ def test_a_run_measures_itself_and_keeps_its_best_adapter(measured, tiny):
     assert ((folder / BEST / ADAPTER).read_bytes() == (folder / ADAPTER).read_bytes()) == (best["step"] == 5)
     with zipfile.ZipFile(folder.with_name("run.zip")) as archive:
         assert archive.namelist()[0].startswith(f"run/{BEST}/")
-
-
-def test_the_command_gives_the_exact_figures_of_the_run(measured, tmp_path, monkeypatch):
-    """Of its best adapter and its base, by the run's recorded temperature."""
-    folder, inputs = measured
-    monkeypatch.chdir(ROOT)
-    arguments = ["--base-too", "--profile", inputs["EVAL_PROFILE"], "--out", tmp_path / "x.json"]
-    assert ev.main(["--adapter", str(folder / BEST), *map(str, arguments)]) == 0
-    mine, own, best = read(tmp_path, "x.json"), read(folder, "closed_loop.json"), read(folder, "best/best.json")
-    assert mine["exact"] and mine["sampling"] == own["sampling"]
-    for name in ("base", "base_greedy"):
-        assert mine["totals"][name]["regret_percent"] == pytest.approx(own["totals"][name]["regret_percent"], abs=1e-3)
-    assert mine["totals"]["trained"]["regret_percent"] == pytest.approx(best["value"], abs=1e-3)
 
 
 def test_evaluations_leave_no_trace_in_what_is_learned(measured, tmp_path):

@@ -4,22 +4,16 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
-import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
 
 import watch
-from conftest import CLEAN, ROOT
 from run_folders import GPU, metrics_row, write_checkpoint, write_run
 
 from grpo.run.folder import COMPLETE
 from grpo.run.layout import lock_run
 from grpo.run.logs import banner_text
-
-SCRIPT = str(ROOT / "scripts" / "watch.py")
 
 
 def text_of(folder: Path) -> str:
@@ -83,33 +77,24 @@ def test_warnings_are_the_last_ones_and_harmless(tmp_path):
     assert [line[9:] for line in watch.read_warnings(log)] == ["W x: in a | box", "W x: a", f"W x: {wide}"]
 
 
-def test_without_a_terminal_it_prints_one_picture(tmp_path):
+def test_without_a_terminal_it_prints_one_picture(tmp_path, capsys):
+    assert watch.main([str(write_run(tmp_path / "run", [metrics_row(1)]))]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("1 of 30") == 1 and "\x1b" not in printed
+
+
+def test_in_a_terminal_it_follows_until_the_run_is_complete(tmp_path, capsys, monkeypatch):
     folder = write_run(tmp_path / "run", [metrics_row(1)])
-    (folder / "training.log").write_text("12:00:00 W x: \u51b7", encoding="utf-8")
-    options = {"env": CLEAN | {"PYTHONIOENCODING": "ascii"}, "capture_output": True, "text": True, "check": True}
-    printed = subprocess.run([sys.executable, SCRIPT, str(folder)], **options).stdout
-    assert printed.count("1 of 30") == 1 and "\x1b" not in printed and "W x: ?" in printed
-
-
-def test_in_a_terminal_it_follows_until_the_run_is_complete(tmp_path):
-    folder = write_run(tmp_path / "run", [metrics_row(1)])
-    terminal, end = pty.openpty()
-    with subprocess.Popen([sys.executable, SCRIPT, str(folder)], env=CLEAN, stdout=end, stderr=end) as watching:
-        os.close(end)
-        printed = b""
-
-        def read_until(words: bytes) -> None:
-            nonlocal printed
-            while words not in printed:  # pytest's own limit ends it
-                printed += os.read(terminal, 65536)
-
-        read_until(b"1 of 30")
-        write_run(folder, [metrics_row(2)])
-        read_until(b"2 of 30")
-        (folder / COMPLETE).write_text('{"steps": 30}')
-        read_until(b"2 of 30, complete")
-        assert watching.wait() == 0
-    os.close(terminal)
+    changes = [
+        lambda: write_run(folder, [metrics_row(2)]),
+        lambda: (folder / COMPLETE).write_text('{"steps": 30}'),
+    ]
+    monkeypatch.setattr(watch.time, "sleep", lambda seconds: changes.pop(0)())
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert watch.main([str(folder)]) == 0
+    pictures = capsys.readouterr().out.split(watch.CLEAR)[1:]
+    assert ["2 of 30" in picture for picture in pictures] == [False, True, True]
+    assert ["complete" in picture for picture in pictures] == [False, False, True]
 
 
 def test_what_is_no_run_is_one_line_and_so_is_ctrl_c(tmp_path, capsys, monkeypatch):

@@ -326,16 +326,6 @@ def test_a_run_without_an_answer_learns_as_if_it_were_off(tiny, tmp_path):
     assert expected.norm() > 1e-4 and apart(gradient_of(trainer, inputs, answers), expected) < 1e-6
 
 
-def test_masked_completions_have_no_part_in_it(tiny, tmp_path):
-    """MASK_TRUNCATED: a truncated completion counts for the mean, and teaches nothing itself."""
-    trainer = trainer_with(tiny, tmp_path, MASK_TRUNCATED=True)
-    inputs, answers = scored(trainer, (REASONED.format(9, 0), DIRECT.format(2).removesuffix("<|return|>")))
-    assert answers.is_expected.tolist() == [True, False]
-    gradient = gradient_of(trainer, inputs, answers)
-    inputs["completion_ids"][1, 0] += 1
-    assert torch.equal(gradient_of(trainer, inputs, answers), gradient)
-
-
 # Completions, and the action whose token decides; None: it is learned from as it was sampled.
 DECIDED = {
     DIRECT.format(3): 3,

@@ -102,22 +102,6 @@ def test_who_is_killed_is_named(monkeypatch, dead, local_size):
     assert [str(result)[: len(SILENT) + 7] for result in results if result] == [f"rank {dead} {SILENT}"] * 2
 
 
-def test_a_sigterm_that_torchrun_sends_is_known_at_once():
-    """It comes within a tenth of a second after a process has ended."""
-
-    def killed(ranks):
-        ranks.share(0)
-        before = ranks.is_broken()
-        ranks.share(0)  # Rank 0 has looked before rank 1 ends.
-        if ranks.rank:
-            os.kill(os.getpid(), signal.SIGKILL)
-        while state(ranks.siblings[1][0]) != "Z":
-            time.sleep(0.01)
-        return before, ranks.is_broken()
-
-    assert in_ranks(2, killed) == [(False, True), None]
-
-
 def test_the_last_message_arrives():
     """From a process that leaves in the middle of what all speak about, to those that wait and to one that is late."""
 

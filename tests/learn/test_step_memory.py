@@ -6,13 +6,14 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+from unittest import mock
 
 import pytest
 import torch
 from conftest import run_script
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from trainers import batch, loss_and_gradients, make, plain_float32, policy_logps
+from trainers import batch, loss_and_gradients, make, plain_float32, policy_logps, step_of
 
 pytestmark = pytest.mark.numeric
 
@@ -74,35 +75,19 @@ def test_the_reference_is_trls_and_never_holds_the_logits_of_the_whole_vocabular
 
 @pytest.mark.parametrize(("beta", "checkpointing"), [(0.0, False), (0.1, True)])
 def test_a_step_computes_each_micro_batch_once(tiny, tmp_path, beta, checkpointing):
-    """From the rollout's end to the optimizer: one forward pass of the model for each micro-batch, and with a KL term
-    the reference's before them. A layer is computed once more where it is checkpointed, and not a third time."""
+    """One forward pass of the model for each micro-batch, and with a KL term the reference's before them. A layer is
+    computed once more where it is checkpointed, and not a third time."""
     trainer = make(tiny, tmp_path, BETA=beta, GRADIENT_CHECKPOINTING=checkpointing, TOTAL_STEPS=1, MICRO_BATCH=1)
-    base = trainer.base_model_of(trainer.model)
-    forwards, layers, batches = [], [], []  # by call: whether it is in `learn`, and whether it is for a gradient
-    called = lambda calls: lambda *_: calls.append((bool(batches), torch.is_grad_enabled()))  # noqa: E731
-    base.model.register_forward_pre_hook(called(forwards))
-    base.model.layers[0].register_forward_pre_hook(called(layers))
-    generate, learn = trainer._generate_single_turn, trainer.learn
-
-    def generate_uncounted(*arguments):
-        result = generate(*arguments)
-        assert forwards and layers, "the hooks see a forward pass"
-        forwards.clear()
-        layers.clear()
-        return result
-
-    def learn_and_keep(model, inputs, answers):
-        batches.append(inputs)
-        return learn(model, inputs, answers)
-
-    trainer._generate_single_turn, trainer.learn = generate_uncounted, learn_and_keep
-    trainer.train()
-    (inputs,) = batches
-    count = len(list(trainer.micro_batches(inputs)))
-    assert count > 1
-    reference = [(False, False)] * (count if beta else 0)
-    assert forwards == reference + [(True, True)] * count
-    assert layers == reference + [(True, True)] * count * (2 if checkpointing else 1)
+    trainer._generate_single_turn = lambda *arguments: step_of(trainer, 4)
+    base, forwards, layers = trainer.base_model_of(trainer.model), [], []  # by call: whether it is for a gradient
+    base.model.register_forward_pre_hook(lambda *_: forwards.append(torch.is_grad_enabled()))
+    base.model.layers[0].register_forward_pre_hook(lambda *_: layers.append(torch.is_grad_enabled()))
+    with mock.patch.object(trainer, "learn", wraps=trainer.learn) as learn:
+        trainer.train()
+    count = len(list(trainer.micro_batches(learn.call_args.args[1])))
+    reference = [False] * (count if beta else 0)
+    assert count > 1 and forwards == reference + [True] * count
+    assert layers == reference + [True] * count * (2 if checkpointing else 1)
 
 
 def test_packed_experts_train_save_and_resume_as_unpacked_ones(tiny, tmp_path):

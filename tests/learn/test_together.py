@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import read_csv
 from ranked import in_ranks
+from test_steps import reward
 from trainers import make, plain_float32, seed_weights, step_of
 from trl import GRPOTrainer
 
@@ -27,11 +28,6 @@ from grpo.settings import FIELDS
 PROMPTS, GROUP, STEPS = 5, 3, 2  # 3 and 2 prompts for two processes; 2, 1, 1 and 1 for four
 LOSSES = FIELDS["LOSS_TYPE"].metadata["choices"]
 TIMES = {"time", "rollout_tokens_per_s", *(name for name in METRICS if name.endswith("_s"))}
-
-
-def reward(completion_ids, **columns):
-    """By the tokens; none where the first is a multiple of 5."""
-    return [None if ids[0] % 5 == 0 else sum(ids) % 17 / 17 for ids in completion_ids]
 
 
 def make_on(ranks, tiny, folder, **changes):

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainers import batch, loss_and_gradients, make, plain_float32, plain_trl, policy_logps
-from trl import GRPOTrainer
 
 from grpo.data.prompts import sampling_seed
 from grpo.evaluate.models import TrainedModel
@@ -148,20 +146,6 @@ def test_a_micro_batch_waits_for_the_device_twice_and_a_layer_never(tiny, tmp_pa
         reads_of[count] = reads.count
     assert trainer.model.config.num_hidden_layers > 1 and reads_of[1] > 2, "it sees what is read"
     assert reads_of[4] - reads_of[1] == 3 * 2, reads_of
-
-
-HOOKS = [
-    "_get_train_sampler", "_tokenize_prompts", "_generate_single_turn", "_calculate_rewards", "training_step",
-    "_get_per_token_logps_and_entropies", "log", "_save_checkpoint",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", HOOKS)
-def test_hook_points_of_trl_have_not_moved(name):
-    theirs, ours = (list(inspect.signature(getattr(owner, name)).parameters) for owner in (GRPOTrainer, Trainer))
-    if ours[-1] == "kwargs":  # arguments for images
-        theirs[len(ours) - 1 :] = ["kwargs"]
-    assert theirs == ours
 
 
 def test_a_prompt_is_tokenized_once_for_all_its_completions(tiny, tmp_path):
