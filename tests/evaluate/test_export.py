@@ -131,15 +131,8 @@ def test_experts_merge_as_peft_merges_them(modules, parameters, where, base, tmp
     assert f"merged into its {where}, in BF16" in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_what_the_adapter_leaves_alone_stays_as_it_is(base, adapter, exported):
+def test_files_beside_the_tensors_stay_as_they_are(base, exported):
     form, out = exported
-    before, after = stored(base), stored(out)
-    layers = {name.split(".lora_")[0] for name in load_file(adapter / ADAPTER)}
-    changed = {name.removeprefix("base_model.model.") + ".weight" for name in layers}
-    for name, tensor in before.items():
-        if form == "bf16" and name.endswith(("_blocks", "_scales")):
-            continue
-        assert (name in changed) != torch.equal(after[name], tensor), name
     same = ["tokenizer.json", "chat_template.jinja", "generation_config.json", "tokenizer_config.json"]
     same += ["config.json", "model.safetensors.index.json"] if form == "mxfp4" else []
     for name in same:

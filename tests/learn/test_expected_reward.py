@@ -329,7 +329,7 @@ def test_a_run_without_an_answer_learns_as_if_it_were_off(tiny, tmp_path):
 # Completions, and the action whose token decides; None: it is learned from as it was sampled.
 DECIDED = {
     DIRECT.format(3): 3,
-    REASONED.format(3, 3): 3,
+    REASONED.replace("hour {}", "3").format(3): 3,
     OTHER_WORDS.format(0): 0,
     DIRECT.format("1] [1"): None,
     DIRECT.format("1] at 1 hour [1"): None,

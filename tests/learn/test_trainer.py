@@ -132,7 +132,7 @@ def test_a_micro_batch_waits_for_the_device_twice_and_a_layer_never(tiny, tmp_pa
             self.count += by_mask or name in ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal")
             return function(*arguments, **(options or {}))
 
-    trainer = make(tiny, tmp_path, GRADIENT_CHECKPOINTING=True)
+    trainer = make(tiny, tmp_path)
     inputs, reads_of = batch(trainer, sampled=True), {}
     trainer.model.train()
     for count, micro_batch in ((1, 4), (4, 1)):
