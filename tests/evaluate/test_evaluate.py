@@ -4,21 +4,17 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 import logging
-import os
 import shutil
-import subprocess
 import sys
-import tempfile
 from types import SimpleNamespace
 from unittest import mock
 
 import evaluate as ev
 import pytest
 from closed_loop_schema import check_schema
-from conftest import CLEAN, RENDERED, ROOT, run_script
+from conftest import RENDERED, ROOT, run_script
 from machines import H100
 from safetensors.torch import load_file, save_file
 from stub_vllm import stub_engine
@@ -42,17 +38,6 @@ SETTINGS = {
 }  # fmt: skip
 
 
-EVAL = {
-    "reward", "reward_low", "reward_high", "regret", "regret_low", "regret_high", "parse_rate", "parse_rate_low",
-    "parse_rate_high", "best_action_rate", "clipped_ratio", "tokens_mean", "tokens_max", "action_counts", "unparsed",
-    "functions", "reward_by_prompt",
-}  # fmt: skip
-EVALUATION = {
-    "random", "constant", "constant_action", "oracle", "samples", "temperature", "exact", "data_sha256", "sha256",
-    "before", "before_greedy", "after", "after_greedy", "difference", "by_day",
-}  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def run(tiny, tmp_path_factory):
     """Two steps with both evaluations; three windows, 12 held-out rows."""
@@ -73,11 +58,10 @@ def read(folder, name):
 
 def test_a_run_leaves_both_evaluations(run):
     result = read(run.folder, "evaluation.json")
-    assert set(result) == EVALUATION and result["temperature"] == 0.5 and result["exact"] is False
+    assert result["temperature"] == 0.5 and result["exact"] is False
     for part in (result[name] for name in ("before", "before_greedy", "after", "after_greedy")):
-        assert set(part) == EVAL and len(part["reward_by_prompt"]) == 12
         assert part["reward"] + part["regret"] == pytest.approx(result["oracle"])
-        assert sum(part["action_counts"]) + part["unparsed"] == 12 and len(part["action_counts"]) == 4
+        assert sum(part["action_counts"]) + part["unparsed"] == len(part["reward_by_prompt"]) == 12
         assert part["parse_rate"] == pytest.approx(1 - part["unparsed"] / 12)
     gain = result["after"]["reward"] - result["before"]["reward"]
     assert result["difference"]["reward"] == pytest.approx(gain)
@@ -86,15 +70,12 @@ def test_a_run_leaves_both_evaluations(run):
     assert record["profiles"] == ["days.csv"] and record["samples"] == 1 and record["vote"] is False
     assert len(record["windows"]) == 3 and record["totals"]["base"]["answers"] == 90
     assert record["sampling"]["prompt"] == "compact" and record["sampling"]["eval_temperature"] == 0.5
-    shown = ["95% interval", "after - before", "charge when clean", "trained against base", "before training, greedy"]
-    for words in [*shown, "trained greedy", "best adapter: step"]:
+    for words in ("after - before", "trained against base", "before training, greedy", "best adapter: step"):
         assert words in run.output
-    assert "Traceback" not in (run.folder / "training.log").read_text(encoding="utf-8")
 
 
 def test_a_resumed_run_keeps_what_was_measured_before_it(run, tmp_path):
-    """Marked figures stay where they belong to the start, and are measured again where they belong to the end; all are
-    at another temperature."""
+    """Marked figures stay where they belong to the start, and are measured again where they belong to the end."""
     folder = tmp_path / "run"
     shutil.copytree(run.folder, folder)
     result, record = read(folder, "evaluation.json"), read(folder, "closed_loop.json")
@@ -109,71 +90,21 @@ def test_a_resumed_run_keeps_what_was_measured_before_it(run, tmp_path):
     result, record = read(folder, "evaluation.json"), read(folder, "closed_loop.json")
     assert result["before"]["reward"] == 0.123 != result["after"]["reward"]
     assert record["totals"]["base"]["unparsed"] == 3 * 77 and record["totals"]["trained"]["unparsed"] < 77
-    assert "held-out reward before training: 0.123" in done.stdout
-    changes = {"OUTPUT_DIR": folder, "TOTAL_STEPS": 4, "EVAL_TEMPERATURE": 5, "EVAL_STEPS": 0}
-    done = run_script(**run.settings | changes)
-    assert done.returncode == 0, done.stdout + done.stderr
-    result, record, best = (read(folder, name) for name in ("evaluation.json", "closed_loop.json", "best/best.json"))
-    assert result["before"]["reward"] != 0.123 and record["totals"]["base"]["unparsed"] != 3 * 77
-    assert record["sampling"]["eval_temperature"] == best["measured"]["temperature"] == 5
-    assert [figures["step"] for figures in best["evaluated"]] == [4], "figures at 0.5 are no match"
 
 
-def test_the_command_evaluates_an_adapter_and_its_base(run, tmp_path):
+def test_the_command_evaluates_an_adapter_and_its_base(run, tmp_path, capsys, monkeypatch):
     """On the windows of the run, with its seeds: the figures of the run's own closed loop, at the same batches."""
-    out, theirs = tmp_path / "out.json", tmp_path / "out.json.tmp"
-    theirs.write_text("of the user's own")
-    line = [sys.executable, "scripts/evaluate.py", "--adapter", run.folder / "checkpoint-2", "--base-too"]
-    line += ["--profile", run.profile, "--out", out]
-    done = subprocess.run(line, env=CLEAN, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "compact prompts (as in EVAL_DATA)" in done.stdout and "trained against base" in done.stdout
-    assert theirs.read_text() == "of the user's own"
+    monkeypatch.chdir(ROOT)
+    out = tmp_path / "out.json"
+    arguments = ["--adapter", run.folder / "checkpoint-2", "--base-too", "--profile", run.profile, "--out", out]
+    assert ev.main([str(argument) for argument in arguments]) == 0
+    assert "compact prompts (as in EVAL_DATA)" in capsys.readouterr().out
     record, own = json.loads(out.read_text()), read(run.folder, "closed_loop.json")
-    check_schema(record, set(ASKED))
     assert record["sampling"] == own["sampling"], "the run's settings, not the environment's"
     for name in ASKED:
         for mine, theirs in zip(record["windows"], own["windows"], strict=True):
             assert mine["policies"][name] == theirs["policies"][name]
     assert record["totals"]["base"] != record["totals"]["trained"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--base-too",), "only with --adapter"),
-        (("--vote", "--model", "tiny"), "needs --samples"),
-        (("--hours-limit", "8"), "'8' is not int from 9 to 72"),
-        (("--model", "tiny", "--adapter", "docs", "--profile", "nowhere.csv", "README.md"),
-         "docs: adapter_config.json and adapter_model.safetensors are not there|no file matches 'nowhere.csv'|"
-         "README.md, header"),
-        (("--model", "tiny", "--out", "nowhere/x.json"), "nowhere/x.json: cannot be written: No such file"),
-        (("--model", "tiny", "--out", "docs"), "docs: cannot be written: Is a directory"),
-    ],
-)  # fmt: skip
-def test_wrong_input_is_named(arguments, words, capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    try:
-        code = ev.main(arguments)
-    except SystemExit as error:
-        code = error.code
-    shown = capsys.readouterr().err
-    assert code == 2 and all(part in shown for part in words.split("|")), shown
-
-
-def test_a_result_that_could_not_be_written_is_found_before_the_model_is_asked(tmp_path, capsys, monkeypatch):
-    """By trying: what root may not write (/sys) or a full disk refuses is in no permission bit. A trial leaves no
-    file."""
-
-    def full(**named):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(tempfile, "TemporaryFile", full)
-        assert ev.main(["--model", "tiny", "--out", str(tmp_path / "x.json")]) == 2
-    assert f"{tmp_path / 'x.json'}: cannot be written: No space left" in capsys.readouterr().err
-    assert ev.main(["--model", "tiny", "--out", str(tmp_path / "x.json"), "--profile", "none.csv"]) == 2
-    assert "x.json" not in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 def test_another_evaluation_is_not_overwritten(run, capsys):
@@ -199,8 +130,7 @@ def test_vllm_gets_the_adapter_from_its_folder(run, tiny, monkeypatch, tmp_path)
     assert len(base) == len(trained) == 6 and base != trained
     stub = model.engine.llm
     assert [request and request.lora_path for request in stub.requests] == [None, str(folder.resolve())]
-    assert stub.calls == ["sleep", "wake_up", "generate", "generate", "add_lora"], "awake from the start on"
-    assert all(text.startswith("<|channel|>final") for text in model.tokenizer.batch_decode(base))
+    assert stub.calls[:2] == ["sleep", "wake_up"] and "sleep" not in stub.calls[2:], "awake from the start on"
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(config | {"target_parameters": ["1.mlp.experts.down_proj"]}))
     wider = VllmModel(settings, files, str(tiny), folder, H100, prompts).engine.llm.lora_target_modules
@@ -222,32 +152,26 @@ def in_a_run(tmp_path):
 def test_a_run_that_is_ended_in_the_closed_loop_leaves_no_part_of_it(monkeypatch, in_a_run, tmp_path):
     trainer, resolved = in_a_run
     answers = [[[0]] * 4 * 5, KeyboardInterrupt]  # as train_grpo's handler of signals raises it
-    completions = mock.Mock(side_effect=answers)
-    monkeypatch.setattr("grpo.evaluate.models.TrainedModel.complete", completions)
+    monkeypatch.setattr("grpo.evaluate.models.TrainedModel.complete", mock.Mock(side_effect=answers))
     with pytest.raises(KeyboardInterrupt):
         measure_simulation(SIMULATOR, resolved, trainer, base=True)
-    assert completions.call_count == 2 and not list(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir())
 
 
-def test_a_damaged_closed_loop_is_not_taken_over(monkeypatch, in_a_run, tmp_path, caplog):
+@pytest.mark.parametrize(("start", "is_taken"), [("150", True), ("151", False)])
+def test_a_damaged_closed_loop_is_not_taken_over(monkeypatch, in_a_run, tmp_path, start, is_taken):
+    text = json.dumps(sealed({"start_kwh": 150.0}))
+    (tmp_path / "closed_loop.json").write_text(text.replace("150", start))
+    monkeypatch.setattr("grpo.tasks.tes.record.keep_models", keep := mock.Mock())
     trainer, resolved = in_a_run
-    whole = json.dumps(sealed({"start_kwh": 150.0}))
-    with monkeypatch.context() as patch:
-        patch.setattr("grpo.tasks.tes.record.keep_models", keep := mock.Mock())
-        for text, times in ((whole, 1), (whole.replace("150", "151"), 1), ('{"start_kwh": 150.0}', 2)):
-            (tmp_path / "closed_loop.json").write_text(text)
-            new_record(SIMULATOR, resolved, trainer)
-            assert keep.call_count == times
-    assert caplog.text.count("closed_loop.json is damaged") == 1
+    new_record(SIMULATOR, resolved, trainer)
+    assert keep.called == is_taken
 
 
-def test_a_report_that_fails_does_not_fail_the_run(monkeypatch, tmp_path, caplog):
-    broken = mock.Mock(side_effect=ZeroDivisionError("no rows"))
-    monkeypatch.setattr("grpo.evaluate.page.write_report", broken)
+@pytest.mark.parametrize("module", [mock.Mock(write_report=mock.Mock(side_effect=ZeroDivisionError)), None])
+def test_a_report_that_fails_does_not_fail_the_run(monkeypatch, tmp_path, caplog, module):
+    """Nor does one that cannot begin, without matplotlib or jinja2."""
+    monkeypatch.setitem(sys.modules, "grpo.evaluate.page", module)
     with caplog.at_level(logging.WARNING, "train_grpo"):
         train_grpo.write_archive(tmp_path)
-        monkeypatch.setitem(sys.modules, "grpo.evaluate.page", None)  # as without matplotlib or jinja2
-        train_grpo.write_archive(tmp_path)
-    assert "ZeroDivisionError: no rows" in caplog.text and (tmp_path.with_name(tmp_path.name + ".zip")).exists()
-    assert "ModuleNotFoundError" in caplog.text
-    assert "scripts/report.py" in caplog.text
+    assert "scripts/report.py" in caplog.text and tmp_path.with_name(tmp_path.name + ".zip").exists()

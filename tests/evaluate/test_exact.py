@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 
@@ -14,8 +15,9 @@ from engines import set_adapter
 from trainers import make, plain_float32
 
 from grpo.evaluate.exact import ANSWER, answer_probabilities
-from grpo.evaluate.heldout import expectation, trainer_evaluation
+from grpo.evaluate.heldout import expectation, measure_rewards, trainer_evaluation
 from grpo.evaluate.models import TrainedModel
+from grpo.run.durable import write_sealed
 
 PROMPTS = [
     RENDERED.format(text) for text in ("hour 8 store 50 load 30", "hour 17 store 9 load 30 co2 41", "hour 8 store 7")
@@ -40,7 +42,7 @@ def by_hand(model, tokenizer, prompt, answer, temperature):
     return (logits.double() / temperature).log_softmax(-1)[range(len(tokens)), tokens].sum().exp().item()
 
 
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+@pytest.mark.parametrize("temperature", [0.3, 2.5])
 def test_it_is_the_product_of_the_tokens_probabilities(trainer, temperature):
     """For prompts of all lengths in one batch, doubled ones, and actions of two digits, whose tails differ in
     length."""
@@ -70,7 +72,7 @@ def test_the_window_of_the_sliding_layers_is_kept(trainer, window):
 
 def test_sampled_answers_come_as_often_as_they_should(trainer):
     """At EVAL_TEMPERATURE, not at the rollouts'; each share within four standard errors."""
-    count, tokenizer = 600, trainer.processing_class
+    count, tokenizer = 300, trainer.processing_class
     model = TrainedModel(trainer)
     answers = Counter(tokenizer.batch_decode(model.complete([PROMPTS[0]] * count, count)))
     (exact,) = model.probabilities(PROMPTS[:1], 4, greedy=False, base=False)
@@ -114,10 +116,17 @@ def test_held_out_figures_are_expectations(trainer):
     assert sum(sampled["action_counts"]) + sampled["unparsed"] == len(rows), "greedily each row is asked once"
 
 
-@pytest.mark.parametrize(
-    ("shares", "values", "expected"),
-    [([0.5, 0.5], [1.0, 3.0], 2.0), ([0.5, 0.25, 0.25], [math.nan, 1.0, 3.0], 2.0), ([0.0, 1.0], [math.nan, 3.0], 3.0)],
-)
-def test_an_expectation_leaves_out_what_has_no_reward(shares, values, expected):
-    assert expectation(shares, values) == expected
-    assert math.isnan(expectation(shares, [math.nan] * len(values)))
+def test_a_resumed_run_measures_again_what_it_measures_otherwise(trainer, tmp_path):
+    """A marked figure stays, but not at another temperature."""
+    evaluation = trainer_evaluation(trainer, trainer.run.rows, exact=True)
+    results = measure_rewards(evaluation, tmp_path, base=True)
+    results["before"]["reward"] = 0.123
+    write_sealed(tmp_path / "evaluation.json", results)
+    assert measure_rewards(evaluation, tmp_path, base=True)["before"]["reward"] == 0.123
+    evaluation.model.settings = dataclasses.replace(trainer.run.settings, EVAL_TEMPERATURE=0.7)
+    assert measure_rewards(evaluation, tmp_path, base=True)["before"]["reward"] != 0.123
+
+
+def test_an_expectation_leaves_out_what_has_no_reward():
+    assert expectation([0.5, 0.25, 0.25], [math.nan, 1.0, 3.0]) == 2.0
+    assert math.isnan(expectation([0.0, 1.0], [1.0, math.nan]))

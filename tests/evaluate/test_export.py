@@ -15,7 +15,6 @@ from export import main, parse_args
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from grpo.evaluate.export import export
 from grpo.model.checkpoint import check_checkpoint, expected_tensors, write_tensors
@@ -132,25 +131,13 @@ def test_experts_merge_as_peft_merges_them(modules, parameters, where, base, tmp
     assert f"merged into its {where}, in BF16" in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_what_the_adapter_leaves_alone_stays_as_it_is(base, adapter, exported):
+def test_files_beside_the_tensors_stay_as_they_are(base, exported):
     form, out = exported
-    before, after = stored(base), stored(out)
-    layers = {name.split(".lora_")[0] for name in load_file(adapter / ADAPTER)}
-    changed = {name.removeprefix("base_model.model.") + ".weight" for name in layers}
-    for name, tensor in before.items():
-        if form == "bf16" and name.endswith("_scales"):
-            continue
-        if form == "bf16" and name.endswith("_blocks"):
-            name = name.removesuffix("_blocks")
-            tensor = convert_moe_packed_tensors(tensor, before[f"{name}_scales"])
-        assert (name in changed) != torch.equal(after[name], tensor), name
-    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json", "tokenizer_config.json"):
+    same = ["tokenizer.json", "chat_template.jinja", "generation_config.json", "tokenizer_config.json"]
+    same += ["config.json", "model.safetensors.index.json"] if form == "mxfp4" else []
+    for name in same:
         assert (out / name).read_bytes() == (base / name).read_bytes()
     assert ("quantization_config" in read_json(out / "config.json")) == (form == "mxfp4")
-    if form == "mxfp4":
-        same = ["config.json", "model.safetensors.index.json"]
-        assert all((out / name).read_bytes() == (base / name).read_bytes() for name in same)
-        assert [path.name for path in out.glob("*.safetensors")] == [path.name for path in base.glob("*.safetensors")]
     assert all(path.stat().st_mode & 0o044 for path in out.iterdir()), "others may read it"
     assert "with a LoRA adapter merged into its attention" in (out / "README.md").read_text()
 
@@ -158,41 +145,37 @@ def test_what_the_adapter_leaves_alone_stays_as_it_is(base, adapter, exported):
 def test_the_share_that_survives(base, tmp_path, capsys):
     """Of an update so small that most of it rounds away; against the projection written out."""
     adapter, out = write_lora(tmp_path / "small", base, 2e-5), tmp_path / "merged"
-    options = argparse.Namespace(adapter=adapter, to="mxfp4", out=out, force=False, model=None)
-    share = export(options)
+    share = export(argparse.Namespace(adapter=adapter, to="mxfp4", out=out, force=False, model=None))
     before, after, factors = stored(base), stored(out), load_file(adapter / ADAPTER)
-    both = asked = 0.0
+    both = whole = 0.0
     for name in (name for name in factors if ".lora_A." in name):
         place = name.removeprefix("base_model.model.").replace(".lora_A.", ".")
         update = SCALE * factors[name.replace("lora_A", "lora_B")] @ factors[name]
         both += (update * (after[place].float() - before[place].float())).sum().item()
-        asked += (update * update).sum().item()
-    assert share == pytest.approx(both / asked, rel=1e-4) and 0.05 < share < 0.9
+        whole += (update * update).sum().item()
+    assert share == pytest.approx(both / whole, rel=1e-4) and 0.05 < share < 0.9
     write_lora(tmp_path / "zero", base, 0.0)
     assert main([str(tmp_path / "zero"), "--out", str(tmp_path / "same")]) == 0
     assert "the adapter is zero" in capsys.readouterr().out
 
 
-def edited(change, folder: Path) -> None:
-    tensors = load_file(folder / ADAPTER)
-    change(tensors)
-    save_file(tensors, folder / ADAPTER)
+def edit(folder: Path, name: str, tensor: torch.Tensor) -> None:
+    save_file(load_file(folder / ADAPTER) | {name: tensor}, folder / ADAPTER)
 
 
-def dequantized(config: Path) -> None:
+def dequantize(config: Path) -> None:
     config.write_text(json.dumps(read_json(config) | {"quantization_config": None}))
 
 
 FIRST, EXPERT = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", "x.mlp.experts.lora_A.weight"
 BAD = {
     "no adapter": (lambda a, b: (a / ADAPTER).unlink(), [], "adapter_model.safetensors is not there"),
-    "other shapes": (lambda a, b: edited(lambda t: t.update({FIRST: torch.zeros(4, 7)}), a), [], "expected [4, 64]"),
-    "experts": (lambda a, b: edited(lambda t: t.update({EXPERT: torch.zeros(4, 7)}), a), [], f"attention ({EXPERT}"),
-    "not finite": (lambda a, b: edited(lambda t: t[FIRST].fill_(torch.nan), a), [], "holds NaN or infinity"),
-    "no base": (lambda a, b: None, ["--model", "./nowhere"], "neither a folder nor a Hub id"),
+    "other shapes": (lambda a, b: edit(a, FIRST, torch.zeros(4, 7)), [], "expected [4, 64]"),
+    "experts": (lambda a, b: edit(a, EXPERT, torch.zeros(4, 7)), [], f"attention ({EXPERT}"),
+    "not finite": (lambda a, b: edit(a, FIRST, torch.full((4, 64), torch.nan)), [], "holds NaN or infinity"),
     "a shard is missing": (lambda a, b: next(b.glob("*.safetensors")).unlink(), [], "Copy the whole checkpoint"),
     "a damaged base": (lambda a, b: next(b.glob("*.safetensors")).write_bytes(b"no"), [], "cannot read"),
-    "not quantized": (lambda a, b: dequantized(b / "config.json"), [], "Use --to bf16"),
+    "not quantized": (lambda a, b: dequantize(b / "config.json"), [], "Use --to bf16"),
     "no room": (lambda a, b: None, [], "GiB free"),
     "itself": (lambda a, b: None, ["--out", "{base}", "--force"], "would be replaced"),
 }  # fmt: skip
@@ -228,19 +211,16 @@ def test_a_target_is_replaced_with_force_and_only_whole(adapter, base, tmp_path,
 
 def test_gguf_holds_what_was_merged(adapter, exported, tmp_path):
     """Its own test reads every tensor; here one that the adapter changes, and what lies beside it."""
-    form, merged = exported
+    _, merged = exported
     assert main([str(adapter), "--to", "gguf", "--out", str(tmp_path / "out")]) == 0
     names = {"model.gguf", "Modelfile", "README.md", "config.json"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
     changed = stored(merged)["model.layers.2.self_attn.o_proj.weight"].view(torch.uint8).numpy().tobytes()
     assert changed in (tmp_path / "out" / "model.gguf").read_bytes()
-    printed = (tmp_path / "out" / "Modelfile").read_text()
-    assert (
-        "FROM ./model.gguf" in printed and "<|start|>user<|message|>{{ .Prompt }}<|end|><|start|>assistant" in printed
-    )
+    assert "<|start|>user<|message|>{{ .Prompt }}<|end|>" in (tmp_path / "out" / "Modelfile").read_text()
 
 
-@pytest.mark.parametrize("arguments", [[], ["--dry-run", "--out", "x"], ["--to", "int8", "--out", "x"]])
+@pytest.mark.parametrize("arguments", [[], ["--dry-run", "--out", "x"]])
 def test_what_it_is_to_do_is_said(arguments):
     with pytest.raises(SystemExit, match="2"):
         parse_args(["run", *arguments])

@@ -8,7 +8,6 @@ import logging
 import zipfile
 from types import SimpleNamespace
 
-import evaluate as ev
 import pytest
 import runs
 import torch
@@ -20,7 +19,6 @@ from transformers.trainer_callback import TrainerCallback
 from grpo.evaluate.progress import Progress
 from grpo.model.load import load_model
 from grpo.plan.hub import find_model
-from grpo.run.best import which_to_load
 from grpo.run.folder import ADAPTER, BEST
 from grpo.settings import Problems, Settings
 from grpo.tasks.simulator import SimulationPlan
@@ -81,7 +79,7 @@ def measured(tiny, tmp_path_factory):
     inputs = {"EVAL_DATA": folder / "tes_heldout_compact.csv", "EVAL_PROFILE": folder / "profile_heldout.csv"}
     done = run_script(**runs.SETTINGS | SETTINGS | inputs | {"OUTPUT_DIR": folder / "run"})
     assert done.returncode == 0, done.stdout + done.stderr
-    return folder / "run", inputs, done.stdout
+    return folder / "run", inputs
 
 
 def read(folder, name):
@@ -89,11 +87,11 @@ def read(folder, name):
 
 
 def test_a_run_measures_itself_and_keeps_its_best_adapter(measured, tiny):
-    folder, _, output = measured
+    folder, _ = measured
     evaluation, plant, best = (read(folder, name) for name in ("evaluation.json", "closed_loop.json", "best/best.json"))
     rows, evaluated = read_csv(folder / "metrics.csv"), best["evaluated"]
     assert [bool(row["plant_regret"]) for row in rows] == [False, True, False, True, False]
-    assert [figures["step"] for figures in evaluated] == [2, 4, 5] and "exact at 0.5" in output
+    assert [figures["step"] for figures in evaluated] == [2, 4, 5]
     for row, figures in zip((rows[1], rows[3]), evaluated, strict=False):
         for name in ("heldout_reward", "plant_regret", "plant_unserved_kwh"):
             assert float(row[name]) == pytest.approx(figures[name], rel=1e-5)
@@ -101,36 +99,19 @@ def test_a_run_measures_itself_and_keeps_its_best_adapter(measured, tiny):
     assert (evaluated[2]["heldout_reward"], evaluated[2]["plant_regret"]) == (evaluation["after"]["reward"], total)
     assert best["base_value"] == base and evaluation["exact"] is plant["exact"] is True
     assert best["value"] == min(figures["plant_regret"] for figures in evaluated)
-    assert f"step {best['step']} is" in output and "measured after step 2: held-out reward" in output
-    names = {ADAPTER, "adapter_config.json", "README.md", "best.json"}
-    assert {path.name for path in (folder / BEST).iterdir()} == names
     model = load_model(str(tiny), find_model("tiny", Problems()).config, "eager")
     policy = PeftModel.from_pretrained(model, folder / BEST)
     assert any(p.abs().sum() > 0 for name, p in policy.named_parameters() if "lora_B" in name)
     mine, own = ((path / "README.md").read_text(encoding="utf-8") for path in (folder / BEST, folder))
-    assert f"trained for {best['step']} steps" in mine and best["in_words"][1:] in mine and '"..")' in mine
-    assert own.split("\n\n")[2] == which_to_load(best, 5).strip() and best["in_words"] in own
+    assert f"trained for {best['step']} steps" in mine and best["in_words"][1:] in mine
+    assert best["in_words"] in own
     assert ((folder / BEST / ADAPTER).read_bytes() == (folder / ADAPTER).read_bytes()) == (best["step"] == 5)
     with zipfile.ZipFile(folder.with_name("run.zip")) as archive:
-        first = [name.startswith(f"run/{BEST}/") for name in archive.namelist()]
-    assert first == sorted(first, reverse=True) and sum(first) == 4
-
-
-def test_the_command_gives_the_exact_figures_of_the_run(measured, tmp_path, monkeypatch):
-    """Of its best adapter and its base, by the run's recorded temperature."""
-    folder, inputs, _ = measured
-    monkeypatch.chdir(ROOT)
-    arguments = ["--base-too", "--profile", inputs["EVAL_PROFILE"], "--out", tmp_path / "x.json"]
-    assert ev.main(["--adapter", str(folder / BEST), *map(str, arguments)]) == 0
-    mine, own, best = read(tmp_path, "x.json"), read(folder, "closed_loop.json"), read(folder, "best/best.json")
-    assert mine["exact"] and mine["sampling"] == own["sampling"]
-    for name in ("base", "base_greedy"):
-        assert mine["totals"][name]["regret_percent"] == pytest.approx(own["totals"][name]["regret_percent"], abs=1e-3)
-    assert mine["totals"]["trained"]["regret_percent"] == pytest.approx(best["value"], abs=1e-3)
+        assert archive.namelist()[0].startswith(f"run/{BEST}/")
 
 
 def test_evaluations_leave_no_trace_in_what_is_learned(measured, tmp_path):
-    folder, inputs, _ = measured
+    folder, inputs = measured
     done = run_script(**runs.SETTINGS | SETTINGS | inputs | {"OUTPUT_DIR": tmp_path / "run", "EVAL_STEPS": 0})
     assert done.returncode == 0, done.stdout + done.stderr
     for name in (ADAPTER, "completions.csv"):
@@ -140,7 +121,7 @@ def test_evaluations_leave_no_trace_in_what_is_learned(measured, tmp_path):
 
 def test_a_killed_run_ends_with_the_same_figures_and_the_same_best(measured, tmp_path):
     """Killed after step 4 was measured, with its last checkpoint at 3: it is measured again."""
-    whole, inputs, _ = measured
+    whole, inputs = measured
     folder = tmp_path / "run"
     process = runs.start_held(folder, 4, **SETTINGS | inputs)
     process.kill()
@@ -152,5 +133,5 @@ def test_a_killed_run_ends_with_the_same_figures_and_the_same_best(measured, tmp
     runs.assert_same_run(folder, whole)
     for name in (ADAPTER, "best.json", "README.md"):  # adapter_config.json lists modules in any order
         assert (folder / BEST / name).read_bytes() == (whole / BEST / name).read_bytes(), name
-    assert read(folder, "evaluation.json") == read(whole, "evaluation.json")
-    assert read(folder, "closed_loop.json") == read(whole, "closed_loop.json")
+    for name in ("evaluation.json", "closed_loop.json"):
+        assert read(folder, name) == read(whole, name)

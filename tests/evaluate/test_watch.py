@@ -4,22 +4,16 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
-import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
 
 import watch
-from conftest import CLEAN, ROOT
 from run_folders import GPU, metrics_row, write_checkpoint, write_run
 
 from grpo.run.folder import COMPLETE
 from grpo.run.layout import lock_run
 from grpo.run.logs import banner_text
-
-SCRIPT = str(ROOT / "scripts" / "watch.py")
 
 
 def text_of(folder: Path) -> str:
@@ -29,20 +23,12 @@ def text_of(folder: Path) -> str:
 def test_frame_shows_what_a_run_is_doing(tmp_path):
     rows = [metrics_row(step, **GPU, step_s=10 if step > 5 else 1000) for step in range(1, 21)]
     folder = write_run(tmp_path / "first", rows)
-    evaluations = "".join(
-        f"12:00:00 I train_grpo: measured after step {step}: held-out reward 0.512, plant regret 12.3, plant unserved "
-        f"kwh {step}.0, in 1 of 5 windows, worst july: 2025-07-07 with {step}.0 kWh\n"
-        for step in (5, 10)
-    )
-    (folder / "training.log").write_text(f"{evaluations}12:00:00 W train_grpo: parse rate fell\n")
+    measured = "12:00:00 I train_grpo: measured after step {0}: held-out reward 0.512, in {0} windows" + " of many" * 9
+    log = [measured.format(5), measured.format(10), "12:00:00 W train_grpo: parse rate fell\n"]
+    (folder / "training.log").write_text("\n".join(log))
     text = text_of(folder)
     words = ["20 of 30, about 2 min left, until", "0.500, mean of the last 10: 0.455", "0.90, clipped 0.10"]
-    words += [
-        "61.5 GiB, busy 87 %",
-        "measured    after step 10: held-out reward 0.512, plant regret 12.3,",
-        "\n            of 5 windows, worst july: 2025-07-07 with 10.0 kWh",
-        "W train_grpo: parse rate fell",
-    ]
+    words += ["61.5 GiB, busy 87 %", "measured    after step 10: held-out", "\n" + 12 * " ", "parse rate fell"]
     assert [word for word in words if word not in text] == []
     assert max(map(len, text.splitlines())) <= 100
     text = text_of(write_run(tmp_path / "cpu", [metrics_row(1)]))
@@ -85,41 +71,30 @@ def test_warnings_are_the_last_ones_and_harmless(tmp_path):
     log.write_text("\n".join(lines) + "\n12:01:00 W x: \x1b[2Jred\u51b7\n12:01:01 I W x", encoding="utf-8")
     warnings = watch.read_warnings(log)
     assert [line.split(": ")[1] for line in warnings] == ["line 16", "line 18", "line 19", " [2Jred\u51b7"]
-    with log.open("a", encoding="utf-8") as file:
-        file.write(f"\n12:01:02 W train_grpo: {banner_text('in a | box')}\n12:01:03 W train_grpo: plain\n| no box |\n")
-        wide = " ".join(f"word{n}" for n in range(30))
-        file.write(f"12:01:04 W train_grpo: {banner_text(wide)}\n12:01:05 I train_grpo: plain\n")
-    shown = [line.removeprefix("12:01:0") for line in watch.read_warnings(log)][-3:]
-    assert shown == ["2 W train_grpo: in a | box", "3 W train_grpo: plain", f"4 W train_grpo: {wide}"]
+    wide = " ".join(f"word{n}" for n in range(30))
+    boxes = banner_text("in a | box"), banner_text(wide)
+    log.write_text(f"12:01:02 W x: {boxes[0]}\n12:01:03 W x: a\n| no box |\n12:01:04 W x: {boxes[1]}\n")
+    assert [line[9:] for line in watch.read_warnings(log)] == ["W x: in a | box", "W x: a", f"W x: {wide}"]
 
 
-def test_without_a_terminal_it_prints_one_picture(tmp_path):
+def test_without_a_terminal_it_prints_one_picture(tmp_path, capsys):
+    assert watch.main([str(write_run(tmp_path / "run", [metrics_row(1)]))]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("1 of 30") == 1 and "\x1b" not in printed
+
+
+def test_in_a_terminal_it_follows_until_the_run_is_complete(tmp_path, capsys, monkeypatch):
     folder = write_run(tmp_path / "run", [metrics_row(1)])
-    (folder / "training.log").write_text("12:00:00 W x: \u51b7", encoding="utf-8")
-    options = {"env": CLEAN | {"PYTHONIOENCODING": "ascii"}, "capture_output": True, "text": True, "check": True}
-    printed = subprocess.run([sys.executable, SCRIPT, str(folder)], **options).stdout
-    assert printed.count("1 of 30") == 1 and "\x1b" not in printed and "W x: ?" in printed
-
-
-def test_in_a_terminal_it_follows_until_the_run_is_complete(tmp_path):
-    folder = write_run(tmp_path / "run", [metrics_row(1)])
-    terminal, end = pty.openpty()
-    with subprocess.Popen([sys.executable, SCRIPT, str(folder)], env=CLEAN, stdout=end, stderr=end) as watching:
-        os.close(end)
-        printed = b""
-
-        def read_until(words: bytes) -> None:
-            nonlocal printed
-            while words not in printed:  # pytest's own limit ends it
-                printed += os.read(terminal, 65536)
-
-        read_until(b"1 of 30")
-        write_run(folder, [metrics_row(2)])
-        read_until(b"2 of 30")
-        (folder / COMPLETE).write_text('{"steps": 30}')
-        read_until(b"2 of 30, complete")
-        assert watching.wait() == 0
-    os.close(terminal)
+    changes = [
+        lambda: write_run(folder, [metrics_row(2)]),
+        lambda: (folder / COMPLETE).write_text('{"steps": 30}'),
+    ]
+    monkeypatch.setattr(watch.time, "sleep", lambda seconds: changes.pop(0)())
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert watch.main([str(folder)]) == 0
+    pictures = capsys.readouterr().out.split(watch.CLEAR)[1:]
+    assert ["2 of 30" in picture for picture in pictures] == [False, True, True]
+    assert ["complete" in picture for picture in pictures] == [False, False, True]
 
 
 def test_what_is_no_run_is_one_line_and_so_is_ctrl_c(tmp_path, capsys, monkeypatch):

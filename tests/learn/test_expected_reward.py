@@ -5,19 +5,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from itertools import product
+from statistics import fmean
 
 import pytest
+import test_losses
 import torch
 from conftest import RENDERED, read_csv
 from ranked import in_ranks
-from test_losses import normalize, rotate
 from trainers import loss_and_gradients, make, plain_float32, plain_trl, policy_logps, uniform
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm, GptOssRotaryEmbedding
 
 from grpo.data.files import Row
 from grpo.data.scoring import Completion
-from grpo.learn.answer_rewards import RewardLookup, expected_text
+from grpo.learn.answer_rewards import RewardLookup
 from grpo.learn.expected_reward import (
     AnswerRewards,
     StepRewards,
@@ -26,10 +25,13 @@ from grpo.learn.expected_reward import (
     mean_and_scale,
     token_advantages,
 )
+from grpo.learn.together import flat_adapter
 from grpo.model.load import load_tokenizer
 from grpo.settings import FIELDS
+from rewards import assistant_turn, parse_action
 
 pytestmark = pytest.mark.numeric
+in_float64 = test_losses.in_float64  # a fixture
 
 DIRECT = "<|channel|>final<|message|>[{}]<|return|>"
 REASONED = "<|channel|>analysis<|message|>hour {}<|end|><|start|>assistant" + DIRECT
@@ -94,22 +96,15 @@ def answer_probabilities(trainer, inputs, i):
     return (logits / trainer.temperature).softmax(-1)
 
 
-def mixture(trainer, inputs, tokens):
-    """By completion, V by its definition and the mean of (r - m)^2 over all tokens; and m, for one group."""
-    probabilities = [answer_probabilities(trainer, inputs, i) for i in range(len(inputs["prompt_ids"]))]
-    rewards = torch.full_like(probabilities[0], INVALID)
-    rewards[tokens] = torch.tensor(REWARDS)
-    values = torch.stack([(p * rewards).sum() for p in probabilities])
-    mean = values.mean()
-    squares = torch.stack([(p * (rewards - mean).square()).sum() for p in probabilities])
-    return probabilities, rewards, values, mean, squares.mean().sqrt()
-
-
 def enumerated(trainer, inputs, tokens):
     """The mean of the sampled gradient over every token of the vocabulary at each answer: completions end with that
     token, and each weighs as much as the policy gives it."""
-    probabilities, rewards, _, mean, deviation = mixture(trainer, inputs, tokens)
-    advantages = (rewards - mean) / (deviation + 1e-4)
+    probabilities = [answer_probabilities(trainer, inputs, i) for i in range(len(inputs["prompt_ids"]))]
+    rewards = torch.full_like(probabilities[0], INVALID)
+    rewards[tokens] = torch.tensor(REWARDS)
+    mean = torch.stack([(p * rewards).sum() for p in probabilities]).mean()
+    variance = torch.stack([(p * (rewards - mean).square()).sum() for p in probabilities]).mean()
+    advantages = (rewards - mean) / (variance.sqrt() + 1e-4)
     gradient = 0.0
     for i, p in enumerate(probabilities):
         end = int(inputs["completion_mask"][i].sum()) - 2
@@ -123,75 +118,35 @@ def enumerated(trainer, inputs, tokens):
     return gradient
 
 
-@pytest.fixture
-def in_float64(monkeypatch):
-    """Makes a trainer compute without float32 anywhere, so that a limit of 1e-5 holds on every CPU."""
-    monkeypatch.setattr(GptOssRMSNorm, "forward", normalize)
-    monkeypatch.setattr(GptOssRotaryEmbedding, "forward", rotate)
-
-    def convert(trainer):
-        def compute_logps(base, states, targets):
-            logps = (base.get_output_embeddings()(states) / trainer.temperature).log_softmax(-1)
-            return logps.gather(1, targets[:, None])[:, 0], -(logps.exp() * logps).sum(-1)
-
-        trainer.model.double().get_base_model().set_experts_implementation("eager")
-        trainer.compute_logps = compute_logps
-        torch.set_default_dtype(torch.float64)
-        return trainer
-
-    yield convert
-    torch.set_default_dtype(torch.float32)
-
-
-@pytest.mark.parametrize("texts", [(DIRECT.format(2), REASONED.format(9, 0)), (DIRECT.format(1), DIRECT.format(1))])
-def test_it_is_the_mean_of_the_sampled_gradient_over_all_answers(tiny, tmp_path, in_float64, texts):
-    """With mean and deviation held fixed, whatever the tokens behind the answer: different and equal prefixes."""
+def test_it_is_the_mean_of_the_sampled_gradient_over_all_answers(tiny, tmp_path, in_float64):
+    """With mean and deviation held fixed, whatever the tokens behind the answer."""
     trainer = in_float64(trainer_with(tiny, tmp_path, LOSS_TYPE="dr_grpo"))
-    inputs, answers = scored(trainer, texts)
+    inputs, answers = scored(trainer, (DIRECT.format(2), REASONED.format(9, 0)))
     tokens = action_tokens(trainer.processing_class, 4)
     gradient = gradient_of(trainer, inputs, answers)
     assert gradient.norm() > 1e-4
     assert apart(gradient, enumerated(trainer, inputs, tokens)) < 1e-6
 
 
-def test_it_does_not_depend_on_the_sampled_digit(tiny, tmp_path):
-    """That is the variance which goes: the sampled gradient is another one for every digit."""
-    trainer = trainer_with(tiny, tmp_path)
-    prefixes = (DIRECT, REASONED.format(9, "{}"))
-    expected, sampled = [], []
-    for digits in product(range(4), range(2)):
-        texts = [prefix.format(digit) for prefix, digit in zip(prefixes, digits, strict=True)]
-        inputs, answers = scored(trainer, texts)
-        expected.append(gradient_of(trainer, inputs, answers))
-        sampled.append(gradient_of(trainer, inputs, None))
-    mean = torch.stack(expected).mean(0)
-    assert max(apart(gradient, mean) for gradient in expected) < 1e-5
-    assert torch.stack(sampled).var(0).sum() > mean.norm() ** 2, "one sample's error is larger than what it estimates"
-
-
-def definition(tables, p, group, scale_rewards):
-    """(m, S) by the sums of their definition, for tables of (r_invalid, r_k ...) and probabilities p."""
-    values = [
-        sum(q * r for q, r in zip(ps, rewards, strict=True)) + (1 - sum(ps)) * invalid
-        for (invalid, *rewards), ps in zip(tables, p, strict=True)
-    ]
-    means, squares = [], []
-    for i, (table, ps) in enumerate(zip(tables, p, strict=True)):
-        members = [v for v in values[i // group * group :][:group] if not math.isnan(v)]
-        means.append(sum(members) / len(members))
-        rest = (1 - sum(ps)) * (table[0] - means[i]) ** 2
-        squares.append(sum(q * (r - means[i]) ** 2 for q, r in zip(ps, table[1:], strict=True)) + rest)
-    deviations = []
-    for i in range(len(tables)):
-        pool = squares if scale_rewards == "batch" else squares[i // group * group :][:group]
-        pool = [square for square in pool if not math.isnan(square)]
-        deviations.append(1.0 if scale_rewards == "none" else math.sqrt(sum(pool) / len(pool)) + 1e-4)
-    return means, deviations
-
-
 # (r_invalid, r_0, r_1, ...): other numbers of actions, a completion as it was sampled, and one that has no reward.
 TABLES = [(-1.2, -1.0, 1.0, 0.5), (-3.0, 2.0, -2.0, 0.0), (0.7,), (math.nan,), (-0.4, 0.1, 0.2), (-0.4, 0.1, 0.2)]
 CHANCES = [(0.2, 0.5, 0.2), (0.9, 0.05, 0.0), (), (), (0.99, 0.01), (0.3, 0.7)]
+
+
+def definition(group, scale_rewards):
+    """(m, S) of TABLES and CHANCES by the sums of their definition."""
+    pairs = zip(TABLES, CHANCES, strict=True)
+    outcomes = [[(1 - sum(ps), invalid), *zip(ps, rewards, strict=True)] for (invalid, *rewards), ps in pairs]
+    groups = [outcomes[i : i + group] for i in range(0, len(outcomes), group)]
+    groups = [[row for row in members if not math.isnan(row[0][1])] for members in groups]
+    means = [fmean(sum(p * r for p, r in row) for row in members) for members in groups]
+    squares = [
+        [sum(p * (r - mean) ** 2 for p, r in row) for row in members]
+        for mean, members in zip(means, groups, strict=True)
+    ]
+    pools = [sum(squares, [])] * len(groups) if scale_rewards == "batch" else squares
+    scales = [1.0 if scale_rewards == "none" else math.sqrt(fmean(pool)) + 1e-4 for pool in pools]
+    return [[value for value in values for _ in range(group)] for values in (means, scales)]
 
 
 def step_rewards(tables=TABLES, others=(0.0,) * 6, surplus=(0.0,) * 6):
@@ -212,80 +167,74 @@ def padded_chances():
 @pytest.mark.parametrize("scale_rewards", FIELDS["SCALE_REWARDS"].metadata["choices"])
 def test_mean_and_deviation_are_those_of_the_mixture(scale_rewards):
     means, scale = mean_and_scale(step_rewards(), padded_chances(), 2, scale_rewards)
-    expected_means, expected_scale = definition(TABLES, CHANCES, 2, scale_rewards)
+    expected_means, expected_scale = definition(2, scale_rewards)
     assert means.tolist() == pytest.approx(expected_means, rel=1e-5)
     assert scale.tolist() == pytest.approx(expected_scale, rel=1e-5)
 
 
-def test_a_policy_that_is_certain_has_no_deviation_and_no_nan():
-    answers = step_rewards([(-1e3, -1.0, 0.0)] * 2, (0.0,) * 2, (0.0,) * 2)
-    _, scale = mean_and_scale(answers, torch.tensor([[0.0, 1.0], [0.0, 1.0]]), 2, "group")
-    assert scale.tolist() == pytest.approx([1e-4] * 2)
+def test_a_policy_that_is_certain_divides_by_no_nan():
+    """Rounding leaves a variance below 0 here."""
+    answers = step_rewards([(-37.6, 0.4, 1.5)] * 2, (0.0,) * 2, (0.0,) * 2)
+    _, scale = mean_and_scale(answers, torch.tensor([[1.2e-7, 0.99999988]] * 2), 2, "group")
+    assert (scale >= 1e-4).all()
 
 
 def test_advantages_by_token():
     """Before the answer it is the advantage of V, and at it that of the sampled rewards of the other functions. Behind
     it the looked-up functions add what they gave beyond the reward of the action. A completion as it was sampled has
-    the same advantage at all tokens, and one without a reward has none."""
+    the same advantage at all tokens, and one without a reward has none and is left out of the means."""
     others, surplus = (0.4, 0.0, 0.0, 0.0, 0.0, 0.6), (0.0, 0.3, 0.0, 0.0, 0.0, 0.0)
     answers, p = step_rewards(others=others, surplus=surplus), padded_chances()
     values = expected_rewards(answers, p)
-    means, scale = mean_and_scale(answers, p, 2, "none")
-    # The second group has no answer: it keeps the advantages of the sampled rewards.
-    sampled = torch.tensor([9.0, 9.0, 0.25, 0.0, 9.0, 9.0])
-    advantages = token_advantages(answers, values, means, scale, sampled, 2, 5)
+    means, scale = mean_and_scale(answers, p, 3, "none")
+    advantages = token_advantages(answers, values, means, scale, torch.full((6,), 9.0), 3, 5)
     v = values.tolist()
-    before = [(v[0] - v[1]) / 2, (v[1] - v[0]) / 2, 0.25, 0.0, (v[4] - v[5]) / 2, (v[5] - v[4]) / 2]
-    at = [0.2, -0.2, 0.25, 0.0, -0.3, 0.3]
-    behind = [0.2, 0.1, 0.25, 0.0, -0.3, 0.3]
+    m, n = sum(v[:3]) / 3, sum(v[4:]) / 2
+    before = [v[0] - m, v[1] - m, v[2] - m, 0.0, v[4] - n, v[5] - n]
+    at = [0.8 / 3, -0.4 / 3, v[2] - m, 0.0, -0.3, 0.3]
+    behind = [0.8 / 3, -0.4 / 3 + 0.3, v[2] - m, 0.0, -0.3, 0.3]
     for column, expected in enumerate((before, before, at, behind, behind)):
         assert advantages[:, column].tolist() == pytest.approx(expected, abs=1e-6), column
-
-
-def test_a_sampled_completion_beside_expected_ones():
-    """Its advantage is that of its reward, over the group's mean and deviation; a NaN leaves it out of them."""
-    answers = step_rewards([(-1.0, 0.0, 1.0), (-1.0,), (math.nan,)], (0.4, 0.2, 0.0), (0.0,) * 3)
-    p = torch.tensor([[0.5, 0.5], [0.6, 0.6], [0.6, 0.6]])
-    values = expected_rewards(answers, p)
-    means, scale = mean_and_scale(answers, p, 3, "group")
-    advantages = token_advantages(answers, values, means, scale, torch.full((3,), 9.0), 3, 4)
-    # V is 0.9 and -0.8, so m is 0.05. The squares are 0.5 x 0.35^2 + 0.5 x 1.35^2 and 0.85^2; the mean of others is
-    # 0.3.
-    deviation = math.sqrt((0.9725 + 0.7225) / 2) + 1e-4
-    assert advantages[1].tolist() == pytest.approx([-0.85 / deviation] * 4)
-    assert advantages[0].tolist() == pytest.approx([0.85 / deviation] * 2 + [0.1 / deviation] * 2)
-    assert advantages[2].tolist() == [0.0] * 4
 
 
 MIXED = (DIRECT.format(2), REASONED.format(9, 0), REASONED.format(7, 3), "<|channel|>final<|message|>hour<|return|>")
 TWO_ROWS = (REWARDS, (0.3, 0.1, 0.2))  # the second with three actions
 
 
+@pytest.fixture(scope="module")
+def mixed_trainer(tiny, tmp_path_factory):
+    """With a KL term, a limit on the engine's ratios and a function beside; rows with four and with three actions."""
+    changes = {"BETA": 0.1, "IS_CLIP_MAX": 1.3, "REWARDS": "action,format=0.3", "SCALE_REWARDS": "batch"}
+    return trainer_with(tiny, tmp_path_factory.mktemp("mixed"), TWO_ROWS, **changes)
+
+
+def engine_logps(ids):
+    return [[-1.0 + 0.1 * n for n in range(len(row))] for row in ids]
+
+
 @pytest.mark.parametrize("loss_type", LOSSES)
-def test_any_cut_gives_the_same_gradient(tiny, tmp_path, loss_type):
-    """With a KL term, the engine's log-probs and a function beside; rows with four and with three actions."""
-    trainer = trainer_with(
-        tiny, tmp_path, TWO_ROWS, LOSS_TYPE=loss_type, BETA=0.1, REWARDS="action,format=0.3", SCALE_REWARDS="batch",
-        IS_CLIP_MAX=1.3,
-    )  # fmt: skip
+def test_any_cut_gives_the_same_gradient(mixed_trainer, loss_type):
+    trainer, mixed_trainer.loss_type = mixed_trainer, loss_type
     texts = (*MIXED[:2], REASONED.format(7, 1), MIXED[3])
-    inputs, answers = scored(trainer, texts, lambda ids: [[-1.0 + 0.1 * n for n in range(len(row))] for row in ids])
+    inputs, answers = scored(trainer, texts, engine_logps)
     assert answers.is_expected.tolist() == [True, True, True, False]
     first = gradient_of(trainer, inputs, answers, 4)
     assert first.norm() > 1e-4
-    for micro_batch, packing in ((1, "prefix"), (2, "prefix"), (3, "none"), (1, "none")):
+    for micro_batch, packing in ((1, "prefix"), (3, "none")):
         assert apart(gradient_of(trainer, inputs, answers, micro_batch, packing), first) < 1e-4, (micro_batch, packing)
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
-def test_the_answer_weighs_what_the_loss_gives_a_token(tiny, tmp_path, loss_type):
+def test_the_answer_weighs_what_the_loss_gives_a_token(mixed_trainer, loss_type, monkeypatch):
     """As TRL's own loss weighs it: its slope by each log-prob at an advantage of 1."""
-    trainer = trainer_with(tiny, tmp_path, TWO_ROWS, LOSS_TYPE=loss_type)
+    trainer, mixed_trainer.loss_type = mixed_trainer, loss_type
+    monkeypatch.setattr(trainer, "beta", 0.0)
     inputs, _ = scored(trainer, MIXED)
     inputs["completion_mask"][2] = 0
     logps = torch.zeros(inputs["completion_mask"].shape, requires_grad=True)
-    trainer._get_per_token_logps_and_entropies = lambda *arguments, **options: (logps, torch.zeros_like(logps), None)
-    with plain_trl(trainer):
+    figures = lambda *arguments, **options: (logps, torch.zeros_like(logps), None)  # noqa: E731
+    with plain_trl(trainer), monkeypatch.context() as patch:
+        patch.setattr(trainer, "_get_per_token_logps_and_entropies", figures)
         loss = trainer._compute_loss(trainer.model, inputs | {"advantages": torch.ones(4)})
     (slope,) = torch.autograd.grad(loss, logps)
     torch.testing.assert_close(trainer.token_weights(inputs), -slope, rtol=1e-5, atol=1e-9)
@@ -293,10 +242,10 @@ def test_the_answer_weighs_what_the_loss_gives_a_token(tiny, tmp_path, loss_type
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
-def test_advantages_by_token_are_those_by_completion_where_they_are_equal(tiny, tmp_path, loss_type):
+def test_advantages_by_token_are_those_by_completion_where_they_are_equal(mixed_trainer, loss_type):
     """So Liger's loss takes them as it takes its own: value, gradient and logged means, with ratios away from 1."""
-    trainer = trainer_with(tiny, tmp_path, TWO_ROWS, LOSS_TYPE=loss_type, BETA=0.1, IS_CLIP_MAX=1.3)
-    inputs, _ = scored(trainer, MIXED, lambda ids: [[-1.0 + 0.1 * n for n in range(len(row))] for row in ids])
+    trainer, mixed_trainer.loss_type = mixed_trainer, loss_type
+    inputs, _ = scored(trainer, MIXED, engine_logps)
     shape = inputs["completion_mask"].shape
     inputs["old_per_token_logps"] = torch.full(shape, -1.0)
     inputs["advantages"] = torch.tensor([1.3, -0.7, -1.1, 0.4])
@@ -308,24 +257,23 @@ def test_advantages_by_token_are_those_by_completion_where_they_are_equal(tiny, 
     assert {name: values[-1] for name, values in trainer._metrics["train"].items() if values} == pytest.approx(metrics)
 
 
-def test_the_importance_ratio_is_for_sampled_tokens(tiny, tmp_path_factory):
+@pytest.mark.parametrize("rewards", ["action", "action,test_expected_reward:by_length"])
+def test_the_importance_ratio_is_for_sampled_tokens(tiny, tmp_path, rewards):
     """The answer's token has none, as all actions stand there by their probability. The tokens before it have theirs,
     and so has the answer's for functions that are not looked up."""
-    texts = (DIRECT.format(2), REASONED.format(9, 0))
-
-    def gradient(at_answer, elsewhere, rewards="action"):
-        trainer = trainer_with(tiny, tmp_path_factory.mktemp("run"), REWARDS=rewards, IS_CLIP_MAX=100.0)
-        inputs, answers = scored(trainer, texts)
-        policy = policy_logps(trainer, inputs)
-        place = torch.arange(policy.size(1)) == answers.column[:, None]
-        inputs["sampling_per_token_logps"] = policy - torch.where(place, at_answer, elsewhere)
-        return gradient_of(trainer, inputs, answers)
-
-    on_policy = gradient(0.0, 0.0)
-    assert apart(gradient(0.7, 0.0), on_policy) < 1e-5
-    assert apart(gradient(0.0, 0.7), on_policy) > 1e-2
-    beside = "action,test_expected_reward:by_length"
-    assert apart(gradient(0.7, 0.0, beside), gradient(0.0, 0.0, beside)) > 1e-2
+    trainer = trainer_with(tiny, tmp_path, REWARDS=rewards, IS_CLIP_MAX=100.0)
+    inputs, answers = scored(trainer, (DIRECT.format(2), REASONED.format(9, 0)))
+    policy = policy_logps(trainer, inputs)
+    at_answer = torch.arange(policy.size(1)) == answers.column[:, None]
+    gradients = []
+    for mismatch in (torch.zeros_like(policy), 0.7 * at_answer, 0.7 * ~at_answer):
+        gradients.append(gradient_of(trainer, inputs | {"sampling_per_token_logps": policy - mismatch}, answers))
+    on_policy, off_at_answer, off_elsewhere = gradients
+    assert apart(off_elsewhere, on_policy) > 1e-2
+    if rewards == "action":
+        assert apart(off_at_answer, on_policy) < 1e-5
+    else:
+        assert apart(off_at_answer, on_policy) > 1e-2
 
 
 def by_length(completion_ids, **columns):
@@ -369,37 +317,22 @@ def test_a_completion_without_a_reward_is_sampled_as_before(tiny, tmp_path):
 
 
 def test_a_run_without_an_answer_learns_as_if_it_were_off(tiny, tmp_path):
-    """Truncated and unreadable completions: the very gradient of the sampled rewards, and no part of a masked one."""
+    """Truncated and unreadable completions: the very gradient of the sampled rewards."""
     texts = ("<|channel|>final<|message|>hour<|return|>", "<|channel|>analysis<|message|>[2]")
-    for masked in (False, True):
-        folder = tmp_path / str(masked)
-        folder.mkdir()
-        trainer = trainer_with(tiny, folder, MASK_TRUNCATED=masked, REWARDS="action,test_expected_reward:by_length")
-        inputs, answers = scored(trainer, texts)
-        assert not answers.is_expected.any()
-        expected = gradient_of(trainer, inputs, None)
-        assert expected.norm() > 1e-4 and apart(gradient_of(trainer, inputs, answers), expected) < 1e-6
-
-
-def test_masked_completions_have_no_part_in_it(tiny, tmp_path):
-    """MASK_TRUNCATED: a truncated completion counts for the mean, and teaches nothing itself."""
-    trainer = trainer_with(tiny, tmp_path, MASK_TRUNCATED=True)
-    inputs, answers = scored(trainer, (REASONED.format(9, 0), DIRECT.format(2).removesuffix("<|return|>")))
-    assert answers.is_expected.tolist() == [True, False]
-    gradient = gradient_of(trainer, inputs, answers)
-    inputs["completion_ids"][1, 0] += 1
-    assert torch.equal(gradient_of(trainer, inputs, answers), gradient)
+    trainer = trainer_with(tiny, tmp_path, REWARDS="action,test_expected_reward:by_length")
+    inputs, answers = scored(trainer, texts)
+    assert not answers.is_expected.any()
+    expected = gradient_of(trainer, inputs, None)
+    assert expected.norm() > 1e-4 and apart(gradient_of(trainer, inputs, answers), expected) < 1e-6
 
 
 # Completions, and the action whose token decides; None: it is learned from as it was sampled.
 DECIDED = {
     DIRECT.format(3): 3,
-    REASONED.format(3, 3): 3,
+    REASONED.replace("hour {}", "3").format(3): 3,
     OTHER_WORDS.format(0): 0,
     DIRECT.format("1] [1"): None,
-    DIRECT.format("1] [2"): None,
     DIRECT.format("1] at 1 hour [1"): None,
-    DIRECT.format("1]1")[:-11] + "<|return|>": None,
     DIRECT.format(4): None,
     "<|channel|>analysis<|message|>[2]<|return|>": None,
     DIRECT.format(2).removesuffix("<|return|>"): None,
@@ -411,11 +344,9 @@ def lookup(tiny):
     return RewardLookup([], [], [], [], load_tokenizer(str(tiny)))
 
 
-def completion_of(row, text, tokens=1):
-    from rewards import assistant_turn, parse_action
-
+def completion_of(row, text):
     action = parse_action(assistant_turn(row.prompt, text), len(row.rewards))
-    return Completion(row, text, action, tokens, not text.endswith("<|return|>"))
+    return Completion(row, text, action, 1, not text.endswith("<|return|>"))
 
 
 @pytest.mark.parametrize(("text", "action"), DECIDED.items())
@@ -435,8 +366,6 @@ def test_the_answers_token_behind_an_opened_channel(lookup):
 
 
 class PiecewiseTokenizer:
-    """Numbers of two digits take two tokens."""
-
     def __call__(self, text, **options):
         return {"input_ids": [list(part.encode()) for part in text]}
 
@@ -444,18 +373,6 @@ class PiecewiseTokenizer:
 def test_actions_of_several_tokens_are_sampled():
     assert action_tokens(PiecewiseTokenizer(), 10) == list(range(48, 58))
     assert action_tokens(PiecewiseTokenizer(), 11) == []
-
-
-def test_the_first_step_says_which_are_sampled_and_why():
-    (row,) = rows_with(REWARDS)
-    texts = (DIRECT.format(2), "<|channel|>", "<|channel|><|return|>", DIRECT.format("1] [1"))
-    read = [completion_of(row, text) for text in texts]
-    answers = [AnswerRewards(0.0, 4, [1], [1.0]), *[AnswerRewards(0.0)] * 3]
-    text = expected_text(read, answers)
-    assert text.startswith("expected reward at the answer: 1 of 4 completions of this step; the others are learned")
-    for reason in ("1 met MAX_COMPLETION_LEN", "1 cannot be read", "1 have no single token"):
-        assert reason in text
-    assert "others" not in expected_text(read[:1], answers[:1])
 
 
 def test_metrics_say_how_many_learned_so(tiny, tmp_path):
@@ -468,26 +385,23 @@ def test_metrics_say_how_many_learned_so(tiny, tmp_path):
 
 
 def learned(ranks, tiny, folder):
-    """How two steps moved the adapter, and the gradient's first step."""
-    rank_folder = folder / str(ranks.rank)
-    rank_folder.mkdir(parents=True)
-    trainer = trainer_with(
-        tiny, rank_folder, TWO_ROWS * 2, ranks, LEARNING_RATE=1e-3, SCALE_REWARDS="batch", REWARDS="action,format=0.3",
-        SAVE_STEPS=9,
-    )  # fmt: skip
+    """How two steps moved the adapter."""
+    folder = folder / str(ranks.rank)
+    folder.mkdir(parents=True)
+    changes = {"LEARNING_RATE": 1e-3, "SCALE_REWARDS": "batch", "REWARDS": "action,format=0.3"}
+    trainer = trainer_with(tiny, folder, TWO_ROWS * 2, ranks, **changes)
+    trainer.args.save_strategy = "no"
     if ranks.rank:
         trainer.reward_funcs = trainer.lookup.functions = [None, None]  # only rank 0 calls them
-    texts = (*MIXED[:2], REASONED.format(7, 1), MIXED[3]) * 2
-    ids = trainer.processing_class(text=list(texts))["input_ids"]
+    ids = trainer.processing_class(text=[*MIXED[:2], REASONED.format(7, 1), MIXED[3]] * 2)["input_ids"]
     trainer._generate_single_turn = lambda *arguments: (ids, None)
-    trainer.args.save_strategy = "no"
-    before = torch.cat([p.detach().flatten() for p in trainer.model.parameters() if p.requires_grad])
+    before = flat_adapter(trainer.model)
     trainer.train()
-    return (torch.cat([p.detach().flatten() for p in trainer.model.parameters() if p.requires_grad]) - before).tolist()
+    return (flat_adapter(trainer.model) - before).tolist()
 
 
 def test_two_processes_learn_what_one_does(tiny, tmp_path):
-    ((alone),) = in_ranks(1, learned, tiny, tmp_path / "1")
+    (alone,) = in_ranks(1, learned, tiny, tmp_path / "1")
     first, second = in_ranks(2, learned, tiny, tmp_path / "2")
     assert first == second and torch.tensor(alone).norm() > 1e-3
     assert apart(torch.tensor(first), torch.tensor(alone)) < 1e-4

@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import signal
-import socket
 import time
 from pathlib import Path
 
@@ -32,22 +30,14 @@ def speak(ranks):
     messages = ranks.share([ranks.rank, float("nan"), None, "x" * ranks.rank])
     empty = ranks.broadcast_bytes(b"")
     assert not torch.distributed.is_initialized(), "TRL, accelerate and vLLM see one process"
-    return (
-        [m[0] for m in messages],
-        ranks.broadcast({"from": ranks.rank}),
-        summed.tolist(),
-        first.tolist(),
-        len(data),
-        empty,
-    )
-
-
-SPOKEN = [0, 1, 2], {"from": 0}, [1.75, 3.0, pytest.approx(1.0)], [7, 7, 7], 256 * 999, b""
+    origin = ranks.broadcast({"from": ranks.rank})
+    return [m[0] for m in messages], origin, summed.tolist(), first.tolist(), len(data), empty
 
 
 def test_all_hear_the_same():
+    expected = [0, 1, 2], {"from": 0}, [1.75, 3.0, pytest.approx(1.0)], [7, 7, 7], 256 * 999, b""
     results = in_ranks(3, speak)
-    assert results == [SPOKEN] * 3 and len({str(result) for result in results}) == 1, "bit for bit"
+    assert results == [expected] * 3 and len({str(result) for result in results}) == 1, "bit for bit"
 
 
 def test_rows_of_numbers_are_shared():
@@ -62,46 +52,6 @@ def test_rows_of_numbers_are_shared():
     assert in_ranks(3, share) == [expected] * 3
 
 
-def listening_ports(pids):
-    """The ports that these processes listen on, with the addresses as the kernel shows them, in hexadecimal."""
-    inodes = set()
-    for pid in pids:
-        for link in Path(f"/proc/{pid}/fd").glob("*"):
-            with contextlib.suppress(OSError):
-                inodes.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
-    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
-    local = [row[1].split(":") for row in rows if row[3] == "0A" and row[9] in inodes]
-    return {int(port, 16): address for address, port in local}
-
-
-def test_strangers_do_not_disturb_and_listeners_are_local():
-    """Some connections stay silent and others send HTTP, to the store and to gloo, before the processes have met and
-    after."""
-    strangers, addresses = [], {}
-
-    def bother(port):
-        for request in (b"", b"GET / HTTP/1.1\r\n\r\n" * 9):
-            strangers.append(socket.create_connection(("127.0.0.1", port)))
-            strangers[-1].sendall(request)
-
-    def beside(port, host, pids):
-        bother(port)
-        while len(addresses) < 2:
-            addresses.update(listening_ports(pids))
-        for gloo_port in addresses:
-            bother(gloo_port)
-
-    def late(ranks):
-        if ranks.rank == 1:
-            time.sleep(1)
-        return speak(ranks)
-
-    assert in_ranks(3, late, beside=beside) == [SPOKEN] * 3
-    assert set(addresses.values()) == {"0100007F"}, "127.0.0.1 alone"
-    for stranger in strangers:
-        stranger.close()
-
-
 def test_nobody_waits_for_ever(monkeypatch):
     monkeypatch.setattr(groups, "CONNECT_S", 0.3)
     with launcher_store() as (port, _), pytest.raises(RankLost, match="rank 1 ended: it did not come within"):
@@ -113,17 +63,15 @@ def state(pid):
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-@pytest.mark.parametrize(("seconds", "machines"), [(4, 1), pytest.param(40, 1, marks=pytest.mark.slow),
-                                                   pytest.param(40, 2, marks=pytest.mark.slow)])  # fmt: skip
-def test_a_stopped_process_is_waited_for(monkeypatch, seconds, machines):
+@pytest.mark.parametrize(("machines", "rounds"), [(1, 2), (2, 45)])
+def test_a_stopped_process_is_waited_for(monkeypatch, machines, rounds):
     """On the same machine also where it is stopped for longer than a machine may be silent."""
-    if machines == 1:
-        monkeypatch.setattr(groups, "SILENT_ROUNDS", 2)
+    monkeypatch.setattr(groups, "SILENT_ROUNDS", rounds)
 
     def go_on_later(port, host, pids):
         while state(pids[1]) != "T":
             time.sleep(0.05)
-        time.sleep(seconds)
+        time.sleep(4)
         os.kill(pids[1], signal.SIGCONT)
 
     def stop(ranks):
@@ -134,21 +82,10 @@ def test_a_stopped_process_is_waited_for(monkeypatch, seconds, machines):
         return ranks.share(ranks.rank), time.monotonic() - started
 
     results = in_ranks(2, stop, local_size=2 // machines, beside=go_on_later)
-    assert all(shared == [0, 1] and waited >= seconds for shared, waited in results)
+    assert all(shared == [0, 1] and waited >= 4 for shared, waited in results)
 
 
-@pytest.mark.slow
-def test_a_process_that_is_120_s_late_is_waited_for():
-    def late(ranks):
-        if ranks.rank == 1:
-            time.sleep(120)
-        return speak(ranks)
-
-    assert in_ranks(3, late) == [SPOKEN] * 3
-
-
-@pytest.mark.parametrize("local_size", [3, 1])
-@pytest.mark.parametrize("dead", [0, 2])
+@pytest.mark.parametrize(("dead", "local_size"), [(0, 3), (2, 1)])
 def test_who_is_killed_is_named(monkeypatch, dead, local_size):
     """By all others, also where it had said something before. On another machine its silence says it."""
     monkeypatch.setattr(groups, "SILENT_ROUNDS", 3)
@@ -163,22 +100,6 @@ def test_who_is_killed_is_named(monkeypatch, dead, local_size):
     results = in_ranks(3, killed, local_size=local_size)
     assert results[dead] is None
     assert [str(result)[: len(SILENT) + 7] for result in results if result] == [f"rank {dead} {SILENT}"] * 2
-
-
-def test_a_sigterm_that_torchrun_sends_is_known_at_once():
-    """It comes within a tenth of a second after a process has ended."""
-
-    def killed(ranks):
-        ranks.share(0)
-        before = ranks.is_broken()
-        ranks.share(0)  # Rank 0 has looked before rank 1 ends.
-        if ranks.rank:
-            os.kill(os.getpid(), signal.SIGKILL)
-        while state(ranks.siblings[1][0]) != "Z":
-            time.sleep(0.01)
-        return before, ranks.is_broken()
-
-    assert in_ranks(2, killed) == [(False, True), None]
 
 
 def test_the_last_message_arrives():
@@ -235,20 +156,17 @@ def test_a_store_that_is_gone_is_rank_0s_machine(monkeypatch, number):
     """Whether it closes its connections or, as a machine without power, never answers again."""
     monkeypatch.setattr(groups, "SILENT_ROUNDS", 3)
 
-    def beside(port, host, pids):
-        time.sleep(2)
-        os.kill(host, number)
-
     def wait(ranks):
         time.sleep(100 * (ranks.rank == 0))
         ranks.share(0)
 
-    def end_0(port, host, pids):
-        beside(port, host, pids)
+    def end_host_then_rank_0(port, host, pids):
+        time.sleep(2)
+        os.kill(host, number)
         time.sleep(6)
         os.kill(pids[0], signal.SIGKILL)
 
-    assert str(in_ranks(2, wait, local_size=1, beside=end_0)[1]).startswith(f"rank 0 {SILENT}")
+    assert str(in_ranks(2, wait, local_size=1, beside=end_host_then_rank_0)[1]).startswith(f"rank 0 {SILENT}")
 
 
 def test_a_signal_is_answered_while_others_are_waited_for():

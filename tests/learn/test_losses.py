@@ -47,33 +47,30 @@ def two_layers(tmp_path_factory):
 
 
 @pytest.fixture
-def exact(monkeypatch, two_layers, tmp_path):
-    """A trainer without float32 anywhere: gpt-oss's norms, positions and experts and TRL's kernel for
+def in_float64(monkeypatch):
+    """Makes a trainer compute without float32 anywhere: gpt-oss's norms, positions and experts and TRL's kernel for
     log-probs are replaced."""
     monkeypatch.setattr(GptOssRMSNorm, "forward", normalize)
     monkeypatch.setattr(GptOssRotaryEmbedding, "forward", rotate)
 
-    def build(loss_type):
-        trainer = plain_float32(
-            make(two_layers, tmp_path, LOSS_TYPE=loss_type, BETA=0.1, TEMPERATURE=0.8, IS_CLIP_MAX=1.5)
-        )
-        trainer.model.double().get_base_model().set_experts_implementation("eager")
-
+    def convert(trainer):
         def compute_logps(base, states, targets):
-            logps = (base.get_output_embeddings()(states) / 0.8).log_softmax(-1)
+            logps = (base.get_output_embeddings()(states) / trainer.temperature).log_softmax(-1)
             return logps.gather(1, targets[:, None])[:, 0], -(logps.exp() * logps).sum(-1)
 
+        trainer.model.double().get_base_model().set_experts_implementation("eager")
         trainer.compute_logps = compute_logps
         torch.set_default_dtype(torch.float64)
         return trainer
 
-    yield build
+    yield convert
     torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("loss_type", GOLDEN)
-def test_losses_are_the_golden_ones(exact, loss_type):
-    trainer = exact(loss_type)
+def test_losses_are_the_golden_ones(in_float64, two_layers, tmp_path, loss_type):
+    trainer = make(two_layers, tmp_path, LOSS_TYPE=loss_type, BETA=0.1, TEMPERATURE=0.8, IS_CLIP_MAX=1.5)
+    in_float64(plain_float32(trainer))
     inputs = batch(trainer, beta=0.1, old=True, sampled=True, near=torch.full((4, 7), -6.5))
     loss, gradient = loss_and_gradients(trainer, inputs, 2)
     assert (loss, gradient.norm().item()) == pytest.approx(GOLDEN[loss_type], rel=1e-9)

@@ -40,7 +40,7 @@ def runs(tmp_path_factory):
     settings = {name: str(value) for name, value in settings.items()}
     run = run_script(**settings)
     assert run.returncode == 0, run.stdout + run.stderr
-    return SimpleNamespace(sft=learn, grpo=folder / "grpo", settings=settings, printed=done.stdout, output=run.stdout)
+    return SimpleNamespace(sft=learn, grpo=folder / "grpo", settings=settings)
 
 
 def test_sft_teaches_the_answers_and_grpo_starts_there(runs):
@@ -48,7 +48,7 @@ def test_sft_teaches_the_answers_and_grpo_starts_there(runs):
     before, start, after = result["before"]["reward"], best["evaluated"][0], result["after"]["reward"]
     assert start["step"] == 0 and start["heldout_reward"] > before + 0.05, "`before` is the base model's"
     assert after == pytest.approx(start["heldout_reward"], abs=1e-3)
-    assert best["base"]["heldout_reward"] == before and "measured INIT_ADAPTER before the first step" in runs.output
+    assert best["base"]["heldout_reward"] == before
     (row,) = read_csv(runs.grpo / "metrics.csv")
     assert float(row["kl"]) > 0.05, "the reference is the base model, not the start adapter"
     learned, trained = (load_file(folder / ADAPTER) for folder in (runs.sft, runs.grpo))
@@ -63,12 +63,11 @@ def test_both_say_what_they_are(runs):
     assert "It started from the adapter in `" in (runs.grpo / "README.md").read_text()
     card = (runs.sft / "README.md").read_text()
     assert "12 steps with supervised fine-tuning" in card and str(ROOT) not in card
-    assert "step 12 of 12: loss" in runs.printed and f"INIT_ADAPTER={runs.sft} python train_grpo.py" in runs.printed
     settings = json.loads((runs.sft / "settings.json").read_text())["settings"]
     assert settings["MAX_COMPLETION_LEN"] == 12 and settings["EVAL_SAMPLES"] == 8, "the user's, for scripts/ask.py"
 
 
-def test_a_resumed_run_keeps_its_start(runs, tmp_path):
+def test_a_resumed_run_keeps_its_start(runs):
     more = runs.settings | {"TOTAL_STEPS": "2"}
     assert not preflight(more).problems
     problems = preflight(more | {"INIT_ADAPTER": ""}).problems
@@ -96,14 +95,11 @@ def test_what_sft_refuses(runs, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("os.environ", dict(ENVIRON))
     assert sft.main(["--out", str(runs.grpo)]) == 2 and sorted(runs.grpo.iterdir()) == before
     assert "it is not empty. Name another folder, or set OVERWRITE=1" in capsys.readouterr().err
-    header = ["prompt", "reward_action_0", "reward_action_1"]
-    flat = write_csv(tmp_path / "flat.csv", header, [["which?", 1, 1]])
-    resolved, answers = sft_preflight(ENVIRON | {"DATA": str(flat)}, tmp_path / "out")
-    assert "no row has an answer, or an action better" in only(resolved.problems) and answers == [None]
-    prompt = RENDERED.format("which?") + "<|channel|>analysis<|message|>"
-    opened = write_csv(tmp_path / "opened.csv", header, [[prompt, 0, 1]])
-    resolved, _ = sft_preflight(ENVIRON | {"DATA": str(opened)}, tmp_path / "out")
-    assert "opened.csv, row 1: the prompt opens '<|channel|>analysis<|message|>'" in only(resolved.problems)
+    opened = RENDERED.format("which?") + "<|channel|>analysis<|message|>"
+    faults = {"no row has an answer, or an action": ["which?", 1, 1], "the prompt opens": [opened, 0, 1]}
+    for problem, row in faults.items():
+        data = write_csv(tmp_path / "own.csv", ["prompt", "reward_action_0", "reward_action_1"], [row])
+        assert problem in only(sft_preflight(ENVIRON | {"DATA": str(data)}, tmp_path / "out")[0].problems)
     texts = write_csv(tmp_path / "texts.csv", ["prompt", "answer"], [["which?", "north"], ["why?", "so"]])
     assert not sft_preflight(ENVIRON | {"DATA": str(texts)}, tmp_path / "out")[0].problems, "it needs no rewards"
 
@@ -111,13 +107,10 @@ def test_what_sft_refuses(runs, tmp_path, capsys, monkeypatch):
 def test_sft_leaves_out_what_a_run_on_these_rows_would_hold_out(tmp_path):
     rows = [["x" * n, 0, 1] for n in range(1, 41)]
     data = write_csv(tmp_path / "own.csv", ["question", "reward_action_0", "reward_action_1"], rows)
-    environ = ENVIRON | {"DATA": str(data)}
+    environ = ENVIRON | {"DATA": str(data), "NUM_TRAIN_EPOCHS": "2", "PROMPTS_PER_STEP": "4"}
     resolved, answers = sft_preflight(environ, tmp_path / "out")
     run = preflight(environ | {"OUTPUT_DIR": str(tmp_path / "run")})
-    assert [row.id for row in resolved.rows] == [row.id for row in run.rows] and len(answers) == len(
-        resolved.rows
-    ) == 34
-    epochs = environ | {"NUM_TRAIN_EPOCHS": "2", "PROMPTS_PER_STEP": "4"}
-    assert sft_preflight(epochs, tmp_path / "out")[0].settings.TOTAL_STEPS == 17, "2 x 34 rows by 4"
+    assert [row.id for row in resolved.rows] == [row.id for row in run.rows] and len(answers) == len(run.rows) == 34
+    assert resolved.settings.TOTAL_STEPS == 17, "2 x 34 rows by 4"
     resolved, answers = sft_preflight(environ | {"EVAL_SAMPLES": "0"}, tmp_path / "out")
     assert len(answers) == len(resolved.rows) == 40

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import read_csv
 from ranked import in_ranks
+from test_steps import reward
 from trainers import make, plain_float32, seed_weights, step_of
 from trl import GRPOTrainer
 
@@ -21,24 +22,25 @@ from grpo.learn.together import (
     flat_adapter,
     sync_stop_signal,
 )
+from grpo.run.logs import METRICS
 from grpo.settings import FIELDS
 
 PROMPTS, GROUP, STEPS = 5, 3, 2  # 3 and 2 prompts for two processes; 2, 1, 1 and 1 for four
 LOSSES = FIELDS["LOSS_TYPE"].metadata["choices"]
-TIMES = ("time", "rollout_tokens_per_s")
+TIMES = {"time", "rollout_tokens_per_s", *(name for name in METRICS if name.endswith("_s"))}
 
 
-def reward(completion_ids, **columns):
-    """By the tokens; none where the first is a multiple of 5."""
-    return [None if ids[0] % 5 == 0 else sum(ids) % 17 / 17 for ids in completion_ids]
+def make_on(ranks, tiny, folder, **changes):
+    """A trainer of one of several processes, in a folder of its own."""
+    folder = folder / str(ranks.rank)
+    folder.mkdir(parents=True)
+    return make(tiny, folder, ranks, **changes)
 
 
 def learned(ranks, tiny, folder):
     """How two steps with each LOSS_TYPE in turn moved the adapter, (8, P)."""
-    rank_folder = folder / str(ranks.rank)
-    rank_folder.mkdir(parents=True)
-    trainer = make(
-        tiny, rank_folder, ranks, TOTAL_STEPS=STEPS, PROMPTS_PER_STEP=PROMPTS, NUM_GENERATIONS=GROUP, BETA=0.1,
+    trainer = make_on(
+        ranks, tiny, folder, TOTAL_STEPS=STEPS, PROMPTS_PER_STEP=PROMPTS, NUM_GENERATIONS=GROUP, BETA=0.1,
         LEARNING_RATE=1e-3, TEMPERATURE=0.8, SCALE_REWARDS="batch", MASK_TRUNCATED=True, GRADIENT_CHECKPOINTING=False,
     )  # fmt: skip
     plain_float32(trainer)
@@ -72,23 +74,16 @@ def test_the_same_update_and_the_same_rows(tiny, tmp_path):
         folder = tmp_path / str(size)
         assert {path.parent.name for path in folder.rglob("*.csv")} == {"0"}, "rank 0 writes"
         completions, metrics = (read_csv(folder / "0" / name) for name in ("completions.csv", "metrics.csv"))
-        logs[size] = (
-            completions,
-            [
-                {name: float(row[name]) for name in row if row[name] and not name.endswith("_s") and name not in TIMES}
-                for row in metrics
-            ],
-        )
-        assert logs[size][0] == logs[1][0] and len(completions) == len(LOSSES) * STEPS * PROMPTS * GROUP
-        assert logs[size][1] == [pytest.approx(row, rel=1e-4, abs=1e-6) for row in logs[1][1]]
+        figures = [{name: float(row[name]) for name in row if row[name] and name not in TIMES} for row in metrics]
+        logs[size] = completions, figures
+        assert completions == logs[1][0] and len(completions) == len(LOSSES) * STEPS * PROMPTS * GROUP
+        assert figures == [pytest.approx(row, rel=1e-4, abs=1e-6) for row in logs[1][1]]
 
 
 def generated(ranks, tiny, folder):
     """Completions by seed and batch, in training and in an evaluation that rank 0 alone asks for, and the sizes of the
     batches of this rank."""
-    rank_folder = folder / str(ranks.rank)
-    rank_folder.mkdir(parents=True)
-    trainer, rows, sizes = make(tiny, rank_folder, ranks, MAX_COMPLETION_LEN=12, TEMPERATURE=1.3), {}, []
+    trainer, rows, sizes = make_on(ranks, tiny, folder, MAX_COMPLETION_LEN=12, TEMPERATURE=1.3), {}, []
     generate = GRPOTrainer._generate_single_turn
 
     def counted(self, prompt_ids, *arguments):
@@ -119,9 +114,7 @@ def test_every_rank_draws_its_own_completions(tiny, tmp_path):
 
 def beside_engines(ranks, tiny, folder):
     """The calls of the engine of each rank, and the completions that all ranks have afterwards."""
-    rank_folder = folder / str(ranks.rank)
-    rank_folder.mkdir(parents=True)
-    trainer, calls = make(tiny, rank_folder, ranks), []
+    trainer, calls = make_on(ranks, tiny, folder), []
 
     def rollout(policy, prompt_ids, seed, active, temperature):
         calls.append((len(prompt_ids), seed, active, temperature))
@@ -146,9 +139,7 @@ def test_each_engine_generates_whole_groups_with_its_own_noise(tiny, tmp_path):
 
 
 def diverging(ranks, tiny, folder):
-    rank_folder = folder / str(ranks.rank)
-    rank_folder.mkdir(parents=True)
-    trainer = make(tiny, rank_folder, ranks, PROMPTS_PER_STEP=3, TOTAL_STEPS=2, SAVE_STEPS=1)
+    trainer = make_on(ranks, tiny, folder, PROMPTS_PER_STEP=3, TOTAL_STEPS=2, SAVE_STEPS=1)
     if ranks.rank == 1:
         step = trainer.create_optimizer
 
