@@ -44,9 +44,6 @@ def test_the_image_has_the_packages_that_setup_needs():
     python = "python" + re.search(r"^# vLLM and its kernels are tried most on ([\d.]+)\.", setup, re.M)[1]
     for package in ("build-essential", "ca-certificates", python, f"{python}-dev", f"{python}-venv"):
         assert re.search(rf"\s{re.escape(package)}\s", packages), package
-    assert re.search(r"bash scripts/setup\.sh --\$SET", packages) and "SET=gpu" in instructions("ARG")
-    (base,) = instructions("FROM")
-    assert re.fullmatch(r"nvidia/cuda:13\.\d+\.\d+-base-ubuntu24\.04", base), "Python 3.12 is Ubuntu 24.04's own"
 
 
 def test_the_image_gets_the_code_and_nothing_else(tmp_path):
@@ -72,17 +69,8 @@ def test_the_task_names_settings_and_files_that_exist():
         assert (ROOT / name).is_file(), name
     for part in ("setup", "run"):
         subprocess.run(["bash", "-n"], input=SKY[part], text=True, check=True)
-
-
-def test_the_task_writes_to_the_disk_and_copies_to_the_bucket():
-    """A run in the bucket itself would have no locks and no atomic renames."""
-    ((mount, bucket),) = SKY["file_mounts"].items()
-    assert bucket["name"] == "${BUCKET}" and SKY["envs"]["BUCKET"] is None, "nobody's bucket is the default"
-    assert 'export OUTPUT_DIR="runs/$RUN"' in SKY["run"] and f'train_and_copy.sh "{mount}/$RUN"' in SKY["run"]
-    assert SKY["resources"]["use_spot"] is True
-    cards = [choice["accelerators"] for choice in SKY["resources"]["any_of"]]
-    assert len(cards) == 3 and all(card.endswith(":1") for card in cards)
     # SkyPilot restarts without limit, so only after an end that another start mends: 128 + SIGTERM.
+    assert SKY["resources"]["use_spot"] is True
     assert SKY["resources"]["job_recovery"]["recover_on_exit_codes"] == [128 + signal.SIGTERM]
 
 
@@ -181,10 +169,9 @@ def test_a_copy_is_never_replaced_by_less(machine, tmp_path, environ, code):
     assert machine("three").wait() == 1 and files_in(tmp_path / "three/runs/first") == {"thesis.txt"}
 
 
-@pytest.mark.parametrize(("code", "expected"), [("0", 1), ("4", 4)])
-def test_a_last_copy_that_fails_is_no_success(machine, tmp_path, code, expected):
+def test_a_last_copy_that_fails_is_no_success(machine, tmp_path):
     """With exit code 0 the machine would be given back, and the result lost with it."""
-    assert machine("one", CODE=code, RSYNC_FAILS="*first.zip").wait() == expected
+    assert machine("one", RSYNC_FAILS="*first.zip").wait() == 1
     assert (tmp_path / "errors.txt").read_text().count("copy 5 of 5") == 1
 
 
@@ -195,10 +182,3 @@ def test_a_signal_reaches_the_run(machine, tmp_path):
         time.sleep(0.05)
     process.terminate()
     assert process.wait() == 143
-
-
-@pytest.mark.parametrize(("arguments", "code", "message"), [([], 2, "Usage: "), (["copy"], 1, "OUTPUT_DIR")])
-def test_the_command_names_its_missing_arguments(arguments, code, message):
-    command = ["bash", str(CLOUD / "train_and_copy.sh"), *arguments]
-    done = subprocess.run(command, env=CLEAN, capture_output=True, text=True)
-    assert done.returncode == code and message in done.stdout + done.stderr
