@@ -17,8 +17,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPT, run_script
-from runs import ASKED, SETTINGS, assert_same_run, environment, finish, go_on, has_line, start_held, wait_until
+from conftest import ROOT, SCRIPT
+from runs import ASKED, assert_same_run, environment, finish, go_on, has_line, start_held, wait_until
 
 import train_grpo
 from grpo.evaluate.heldout import HeldoutEvaluation
@@ -76,7 +76,7 @@ def test_a_signal_in_an_evaluation_ends_it_at_once(run_here, monkeypatch, tmp_pa
 
 @pytest.mark.parametrize("moment", ["optimizer", "zip"])
 def test_a_full_disk_is_named(run_here, monkeypatch, tmp_path, moment):
-    """At step 4, with a checkpoint at 2: what torch and the system raise, and what the same command does."""
+    """At step 4, with a checkpoint at 2: what torch and the system raise."""
     folder = tmp_path / "run"
 
     def failing(real, error):
@@ -103,8 +103,6 @@ def test_a_full_disk_is_named(run_here, monkeypatch, tmp_path, moment):
     assert log.rstrip().endswith(f"no space left on the disk of {disk}: free some, {again}"), log
     assert code == 1 and "Traceback" not in log
     assert not list(tmp_path.glob("*.zip*"))
-    done = run_script(**SETTINGS | {"OUTPUT_DIR": folder, "TOTAL_STEPS": 4})
-    assert done.returncode == 0 and f"continuing from step {saved}" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
@@ -154,19 +152,15 @@ def test_a_reward_function_that_fails_loses_no_finished_step(run_here, user_modu
 
 
 def test_a_model_that_cannot_be_loaded_is_one_line(run_here, monkeypatch, capfd):
-    """Whatever the libraries raise; where, is in training.log alone. A full disk is named as at any other time."""
-    raised = [KeyError("lm_head.weight"), OSError(errno.ENOSPC, "No space left on device")]
+    """Whatever the libraries raise; where, is in training.log alone."""
 
     def load_base(*arguments):
-        raise raised.pop(0)
+        raise KeyError("lm_head.weight")
 
     monkeypatch.setattr("grpo.model.load.load_base", load_base)
     code, log = run_here(TOTAL_STEPS=2)
     assert code == 1 and log.rstrip().endswith("C train_grpo: model: KeyError: 'lm_head.weight'")
     assert "in load_base" in log and "Traceback" not in "".join(capfd.readouterr())
-    code, log = run_here(TOTAL_STEPS=2)
-    assert code == 1 and "no space left on the disk of OUTPUT_DIR=" in log.splitlines()[-1]
-    assert "the same command starts at step 0" in log.splitlines()[-1]
 
 
 def test_a_run_that_learns_nothing_says_so(run_here, user_module):
@@ -180,15 +174,6 @@ def test_a_run_that_learns_nothing_says_so(run_here, user_module):
     assert code == 0 and log.count("nothing is learned") == 2 and log.count("continuing from step 4") == 1
     before = log.split("nothing is learned")[0]
     assert "step 5/16" in before and "step 6/16" not in before
-
-
-def test_a_nan_reward_is_said(run_here, user_module):
-    # In the checks, which have no trainer and so a state of another type, it knows `[k]` from garbage.
-    known = "float('[' in message[-1]['content'])"
-    training = "type(columns['trainer_state']).__name__ == 'TrainerState'"
-    user_module(f"return [None if {training} else {known} for message in completions]")
-    code, log = run_here(REWARDS="mine:score", TOTAL_STEPS=2)
-    assert code == 0 and log.count("the reward is nan") == 1
 
 
 def test_a_lost_terminal_does_not_keep_the_run_from_saving(tiny, tmp_path):
@@ -270,16 +255,3 @@ def test_a_signal_to_a_run_that_is_ending_changes_nothing(run_here, monkeypatch,
         monkeypatch.setattr(module, name, signalled(getattr(module, name)))
     exit_code, log = run_here()
     assert exit_code == code and words in log and (tmp_path / "run.zip").exists() is (code == 1)
-
-
-@pytest.mark.parametrize("moment", ["preflight", "launch"])
-def test_ctrl_c_before_the_run_begins_is_one_line(monkeypatch, tmp_path, capsys, tiny, moment):
-    def stop(*arguments):
-        raise KeyboardInterrupt
-
-    for name, value in environment(tmp_path / "run").items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(train_grpo, moment, stop)
-    assert train_grpo.main([]) == 130
-    assert capsys.readouterr().err.strip() == "interrupted before the run began: nothing was written to OUTPUT_DIR"
-    assert not (tmp_path / "run").exists()

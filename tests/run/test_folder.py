@@ -52,11 +52,9 @@ def test_what_may_not_continue(tmp_path):
     assert "started on other rows" in problem and "Restore the data to continue it, set OVERWRITE=1" in problem
     problem = only(inspect(settings, TOTAL_STEPS=3)[1])
     assert problem.startswith("TOTAL_STEPS: ") and "has 4 steps, more than 3. Set TOTAL_STEPS=4 or higher" in problem
-    problem = only(inspect(settings, TOTAL_STEPS=3, NUM_TRAIN_EPOCHS=1.0)[1])
-    assert problem.startswith("NUM_TRAIN_EPOCHS: ") and "than 3. Raise NUM_TRAIN_EPOCHS, set OVERWRITE=1" in problem
+    assert "Raise NUM_TRAIN_EPOCHS, set" in only(inspect(settings, TOTAL_STEPS=3, NUM_TRAIN_EPOCHS=1.0)[1])
     assert not inspect(settings, TOTAL_STEPS=4)[1], "every step, but the evaluation and the zip are owed"
     (folder / COMPLETE).write_text("{}")
-    assert "Raise NUM_TRAIN_EPOCHS to train on" in only(inspect(settings, TOTAL_STEPS=4, NUM_TRAIN_EPOCHS=1.0)[1])
     assert "complete (4 of 4 steps)" in only(inspect(settings, TOTAL_STEPS=4)[1])
     assert not inspect(settings, TOTAL_STEPS=4, OVERWRITE=True)[1]
 
@@ -84,21 +82,28 @@ def test_a_trained_adapter_that_cannot_be_trained_on_is_not_replaced(tmp_path, s
         shutil.rmtree(folder / f"checkpoint-{step}")
     for name, text in files.items():
         (folder / name).write_text(text)
-    for changes in ({}, {"TOTAL_STEPS": 20}):
-        problem = only(inspect(settings, **changes)[1])
-        assert problem.startswith(f"OUTPUT_DIR={folder}: it holds {message}, but") and "OVERWRITE=1" in problem
-        assert f"scripts/evaluate.py --adapter {folder})" in problem and "choose another OUTPUT_DIR" in problem
+    problem = only(inspect(settings)[1])
+    assert problem.startswith(f"OUTPUT_DIR={folder}: it holds {message}, but") and "OVERWRITE=1" in problem
+    assert f"scripts/evaluate.py --adapter {folder})" in problem and "choose another OUTPUT_DIR" in problem
     assert not inspect(settings, OVERWRITE=True)[1]
 
 
 def test_what_may_continue_although_an_adapter_is_there(tmp_path):
+    """An earlier checkpoint is whole. No checkpoint with an adapter is deleted."""
     settings, folder = run_dir(tmp_path)
     (folder / ADAPTER).touch()
     assert not inspect(settings)[1], "interrupted: a whole checkpoint is there as well"
     strip(folder, 4)
-    assert not inspect(settings)[1] and inspect(settings)[0].step == 2, "an earlier checkpoint is whole"
+    for name in ("checkpoint-4-mine", "superseded-checkpoint-4"):
+        (folder / name).mkdir()
     (folder / COMPLETE).write_text('{"steps": 2}')
-    assert not inspect(settings)[1], "a complete run that is to train on"
+    state, problems = inspect(settings)
+    assert not problems and state.step == 2, "a complete run that is to train on"
+    prepare_run(state, settings, {})
+    assert not (folder / COMPLETE).exists(), "ended after this, nothing says any more that the run is complete"
+    names = ["checkpoint-2", "checkpoint-4-mine", "superseded-checkpoint-4", "superseded-checkpoint-4.2"]
+    assert sorted(path.name for path in folder.glob("*checkpoint-*")) == names
+    assert (folder / "superseded-checkpoint-4.2" / ADAPTER).is_file()
 
 
 def test_a_run_without_a_whole_checkpoint_starts_anew(tmp_path):
@@ -113,34 +118,17 @@ def test_a_run_without_a_whole_checkpoint_starts_anew(tmp_path):
     assert not any((folder / name).exists() for name in LOGS)
 
 
-@pytest.mark.parametrize("change", [lambda record: record.clear(), lambda record: record.pop("ends")])
-def test_a_run_of_an_earlier_version_is_refused_with_the_commit_that_finishes_it(tmp_path, change):
+@pytest.mark.parametrize("has_manifest", [False, True])
+def test_a_run_of_an_earlier_version_is_refused_with_the_commit_that_finishes_it(tmp_path, has_manifest):
     """Its checkpoints have no manifest, or one that says nothing of the logs."""
     settings, folder = run_dir(tmp_path)
-    shutil.rmtree(folder / "checkpoint-6")
     for step in (2, 4):
         path = folder / f"checkpoint-{step}" / MANIFEST
-        record = read_sealed(path)
-        change(record)
-        write_sealed(path, record) if record else path.unlink()
+        files = read_sealed(path)["files"]
+        write_sealed(path, {"files": files}) if has_manifest else path.unlink()
     problem = only(inspect(settings)[1])
-    assert "it holds the adapter of checkpoint-4, but no checkpoint that can be continued (checkpoint-4: " in problem
+    assert "it holds the adapter of checkpoint-4, but no checkpoint that can be continued (" in problem
     assert "finished by commit 7add771" in problem and "set OVERWRITE=1 to delete it" in problem
-
-
-def test_no_checkpoint_with_an_adapter_is_deleted(tmp_path):
-    settings, folder = run_dir(tmp_path)
-    strip(folder, 4)
-    (folder / "checkpoint-4-mine").mkdir()
-    (folder / COMPLETE).write_text('{"steps": 2}')
-    (folder / "superseded-checkpoint-4").mkdir()
-    state, problems = inspect(settings)
-    prepare_run(state, settings, {})
-    assert not problems and state.step == 2
-    assert not (folder / COMPLETE).exists(), "ended after this, nothing says any more that the run is complete"
-    names = ["checkpoint-2", "checkpoint-4-mine", "superseded-checkpoint-4", "superseded-checkpoint-4.2"]
-    assert sorted(path.name for path in folder.glob("*checkpoint-*")) == names
-    assert (folder / "superseded-checkpoint-4.2" / ADAPTER).is_file()
 
 
 def test_the_last_checkpoints_by_step_stay_and_so_do_superseded_ones(tmp_path):
@@ -159,18 +147,13 @@ def test_the_last_checkpoints_by_step_stay_and_so_do_superseded_ones(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
-@pytest.mark.parametrize("name", ["DATA", "EVAL_DATA", "EVAL_PROFILE"])
-def test_overwrite_never_deletes_a_file_that_a_setting_names(tmp_path, name):
-    """Not even one that this run would not read (EVAL_SAMPLES=0)."""
-    settings, folder = run_dir(tmp_path, OVERWRITE=True, EVAL_SAMPLES=0)
-    (folder / "sub").mkdir()
-    (folder / "sub" / "mine.csv").touch()
-    problem = only(inspect(settings, **{name: f"{folder}/*/mine.csv"})[1])
-    assert f"it would delete {folder / 'sub' / 'mine.csv'}, which" in problem
-
-
-def test_overwrite_never_deletes_a_users_reward_function(tmp_path, monkeypatch):
-    settings, folder = run_dir(tmp_path, OVERWRITE=True, REWARDS="reward_inside:score")
+def test_overwrite_never_deletes_what_the_run_needs(tmp_path, monkeypatch):
+    """Files that a setting names, even where this run would not read them, and the user's reward functions."""
+    settings, folder = run_dir(tmp_path, OVERWRITE=True, EVAL_SAMPLES=0, REWARDS="reward_inside:score")
+    (folder / "mine.csv").touch()
+    for name in ("DATA", "EVAL_DATA", "EVAL_PROFILE"):
+        problem = only(inspect(settings, **{name: f"{folder}/mine*.csv"})[1])
+        assert f"it would delete {folder / 'mine.csv'}, which" in problem
     (folder / "reward_inside.py").write_text("def score(completions, **columns): return [0.0] * len(completions)\n")
     monkeypatch.syspath_prepend(str(folder))
     load_reward(settings.REWARDS)
@@ -178,24 +161,19 @@ def test_overwrite_never_deletes_a_users_reward_function(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "reward_inside")
 
 
-def test_a_kill_while_a_run_writes_its_first_file_leaves_a_fresh_folder(tmp_path):
-    """Also on a disk of its own, in whose root the file system has a folder."""
+def test_a_folder_without_a_run_is_fresh(tmp_path):
+    """After a kill in the first file, and on a disk of its own, in whose root the file system has a folder. Beside a
+    zip a run would replace that."""
     settings = Settings(OUTPUT_DIR=str(tmp_path / "run"))
     (tmp_path / "run/lost+found").mkdir(parents=True)
     (tmp_path / "run/settings.json.tmp").write_text('{"settings": {"MOD')
-    state, problems = inspect(settings)
-    assert not problems and not state.exists
-    prepare_run(state, settings, {"settings.json": {"settings": {}, "data_sha256": ""}})
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["lost+found", "settings.json"]
-
-
-def test_a_zip_of_an_earlier_run_is_not_overwritten(tmp_path):
-    settings = Settings(OUTPUT_DIR=str(tmp_path / "run"))
     state, problems = inspect(settings)
     assert not problems and not state.exists and state.checkpoint is None
     (tmp_path / "run.zip").write_text("precious")
     assert "run.zip of an earlier run is there" in only(inspect(settings)[1])
     assert not inspect(settings, OVERWRITE=True)[1]
+    prepare_run(state, settings, {"settings.json": {"settings": {}, "data_sha256": ""}})
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["lost+found", "settings.json"]
 
 
 def test_folders_of_others_are_never_touched(tmp_path):
@@ -253,23 +231,20 @@ def test_damaged_records_are_refused_or_passed_over(tmp_path):
     assert not inspect(settings)[1]
 
 
-@pytest.mark.parametrize("name", RECORDS)
-def test_a_damaged_record_that_the_run_goes_on_without_is_named(tmp_path, name):
+def test_damaged_records_that_the_run_goes_on_without_are_named(tmp_path):
     settings, folder = run_dir(tmp_path)
-    (folder / name).write_text(json.dumps(sealed({"steps": 4})))
+    for name in RECORDS:
+        (folder / name).write_text(json.dumps(sealed({"steps": 4})))
     assert len(inspect(settings)[0].notes) == 1, "of checkpoint-6, cut off"
     for text, fault in (("{", "cannot be read (Expecting"), ('{"steps": 4, "sha256": ""}', "does not match its")):
-        (folder / name).write_text(text)
-        note = inspect(settings)[0].notes[1]
-        assert note.startswith(f"{name} is damaged, and the run goes on without it: {name} {fault}")
-
-
-def test_a_damaged_best_adapter_is_named(tmp_path):
-    settings, folder = run_dir(tmp_path)
+        for name in RECORDS:
+            (folder / name).write_text(text)
+        for name, note in zip(RECORDS, inspect(settings)[0].notes[1:], strict=True):
+            assert note.startswith(f"{name} is damaged, and the run goes on without it: {name} {fault}")
     (folder / "best").mkdir()
     (folder / "best" / "best.json").write_text(json.dumps(sealed({"step": 2, "adapter_sha256": "0"})))
     (folder / "best" / ADAPTER).write_text("flipped")
-    note = inspect(settings)[0].notes[-1]
+    note = inspect(settings)[0].notes[1]
     assert note.startswith("best/: adapter_model.safetensors is damaged: set aside, the choice of the best")
 
 
@@ -277,10 +252,8 @@ def test_a_damaged_best_adapter_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("edit", "is_refused"),
     [
-        pytest.param(lambda log: log, False, id="nothing"),
         pytest.param(lambda log: log[:90] + bytes([log[90] ^ 4]) + log[91:], True, id="a flipped bit"),
         pytest.param(lambda log: b"".join(log.splitlines(True)[:2] + log.splitlines(True)[3:]), True, id="a lost row"),
-        pytest.param(lambda log: log.replace(b"\n", b"\r\n"), True, id="other line ends"),
         pytest.param(lambda log: log + b"5,mine\n", False, id="a row that is written again"),
     ],
 )

@@ -67,17 +67,16 @@ def test_a_start_locks_first_and_then_checks_what_is_there(start, monkeypatch, t
 def test_a_refused_start_leaves_nothing_behind(start, tmp_path, capfd):
     """No folder above OUTPUT_DIR and no lock; but those of an earlier run."""
     deep = tmp_path / "new" / "run"
-    for wrong in ({"MODEL_ID": "/nowhere"}, {"SEED": "x"}, {"OUTPUT_DIR": tmp_path / "requirements.txt" / "run"}):
-        (tmp_path / "requirements.txt").touch()
+    for wrong in ({"MODEL_ID": "/nowhere"}, {"SEED": "x"}):
         assert start(**{"OUTPUT_DIR": deep} | wrong)[0] == 2
-        assert [path.name for path in tmp_path.iterdir()] == ["requirements.txt"], capfd.readouterr().err
-    (tmp_path / "requirements.txt").unlink()
+        assert not list(tmp_path.iterdir()), capfd.readouterr().err
 
     def interrupted():
         assert (deep.parent / ".run.lock").exists()
         raise KeyboardInterrupt
 
     assert start(meanwhile=interrupted, OUTPUT_DIR=deep)[0] == 130 and not list(tmp_path.iterdir())
+    assert "interrupted before the run began: nothing was written to OUTPUT_DIR" in capfd.readouterr().err
     (tmp_path / ".run.lock").touch()
     assert start(MODEL_ID="/nowhere")[0] == 2 and [path.name for path in tmp_path.iterdir()] == [".run.lock"]
 
@@ -95,8 +94,7 @@ def test_a_disk_that_is_full_before_the_first_file_is_named(start, monkeypatch, 
     for name, value in environment(tmp_path / "run").items():
         monkeypatch.setenv(name, value)
     assert launch(preflight(os.environ)) == 1
-    assert "no space left on the disk of" in caplog.text and "inodes" in caplog.text
-    assert "Traceback" not in caplog.text
+    assert "no space left on the disk of" in caplog.text and "Traceback" not in caplog.text
     assert not list((tmp_path / "run").iterdir()), "no stray .tmp"
 
 
