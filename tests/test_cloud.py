@@ -21,16 +21,9 @@ from conftest import CLEAN, ROOT
 from grpo.settings import load_settings, settings_table
 
 CLOUD = ROOT / "scripts/cloud"
-DOCKERFILE = (CLOUD / "Dockerfile").read_text(encoding="utf-8")
 SKY_TEXT = (CLOUD / "sky.yaml").read_text(encoding="utf-8")
 SKY = yaml.safe_load(SKY_TEXT)
 IGNORED = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
-
-
-def instructions(word: str) -> list[str]:
-    """The arguments of each instruction of the Dockerfile that is called `word`."""
-    joined = re.sub(r"\\\n\s*", "", re.sub(r"^#.*\n", "", DOCKERFILE, flags=re.MULTILINE))
-    return re.findall(rf"^{word} (.*)$", joined, re.MULTILINE)
 
 
 def in_image(name: str) -> bool:
@@ -38,19 +31,9 @@ def in_image(name: str) -> bool:
     return any(fnmatch.fnmatch(name, line[1:]) for line in IGNORED if line.startswith("!"))
 
 
-def test_the_image_has_the_packages_that_setup_needs():
-    """setup.sh ends with code 3 or 4 without these, which would show only where somebody builds the image."""
-    packages, setup = " ".join(instructions("RUN")), (ROOT / "scripts/setup.sh").read_text()
-    python = "python" + re.search(r"^# vLLM and its kernels are tried most on ([\d.]+)\.", setup, re.M)[1]
-    for package in ("build-essential", "ca-certificates", python, f"{python}-dev", f"{python}-venv"):
-        assert re.search(rf"\s{re.escape(package)}\s", packages), package
-
-
 def test_the_image_gets_the_code_and_nothing_else(tmp_path):
     """The files that .dockerignore lets through are enough for a run's checks; a user's data and runs stay outside."""
     assert IGNORED[0] == "*" and not any(map(in_image, ("mydata", "runs", ".venv", ".git", "my_rewards.py")))
-    for copied in (name for line in instructions("COPY") for name in line.split()[:-1] if name != "."):
-        assert (ROOT / copied).is_file() and in_image(copied.split("/")[0]), copied
     for path in filter(lambda path: in_image(path.name), ROOT.iterdir()):
         shutil.copytree(path, tmp_path / path.name) if path.is_dir() else shutil.copy(path, tmp_path)
     command, environ = [sys.executable, "train_grpo.py", "--check"], CLEAN | {"MODEL_ID": "tiny", "PYTHONPATH": ""}
@@ -61,9 +44,8 @@ def test_the_image_gets_the_code_and_nothing_else(tmp_path):
 def test_the_task_names_settings_and_files_that_exist():
     names = {*SKY["envs"], *re.findall(r"--env ([A-Z_]+)=", SKY_TEXT)}
     assert {"BUCKET", "RUN"} <= names <= {"BUCKET", "RUN"} | {name for _, name, *_ in settings_table()}
-    values = {name: value for name, value in SKY["envs"].items() if value is not None}
-    assert all(isinstance(value, str) for value in values.values()), "SkyPilot takes no numbers"
     # BUCKET and SkyPilot's own variables must not be taken for mistyped settings.
+    values = {name: value for name, value in SKY["envs"].items() if value is not None}
     assert not load_settings(values | {"BUCKET": "name", "SKYPILOT_TASK_ID": "1"})[2]
     for name in re.findall(r"(?:scripts|docs)/[\w/.-]*\w", SKY_TEXT):
         assert (ROOT / name).is_file(), name
