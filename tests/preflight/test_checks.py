@@ -87,14 +87,9 @@ def test_settings_that_go_together():
 
 
 def test_importance_ratios_need_the_log_probs_of_all_tokens():
-    for top_p, vllm, correction, refused in (
-        (0.9, True, "token_mask", True),
-        (0.9, True, "none", False),
-        (0.9, False, "token_mask", False),
-        (1.0, True, "token_mask", False),
-    ):
+    for vllm, correction, refused in ((True, "token_mask", 1), (True, "none", 0), (False, "token_mask", 0)):
         problems = Problems()
-        checks.check_top_p(Settings(TOP_P=top_p, IS_CORRECTION=correction), vllm, problems)
+        checks.check_top_p(Settings(TOP_P=0.9, IS_CORRECTION=correction), vllm, problems)
         assert len(problems) == refused and all("IS_CORRECTION=none" in problem for problem in problems)
 
 
@@ -144,27 +139,6 @@ def tiny_run(tmp_path):
     return resolved
 
 
-CHOSEN = [  # Variables, setting and field, the chosen value, where it came from, and words of the reason.
-    ({}, "EXPERTS", "bf16", "default", "the default"),
-    ({"EXPERTS": "auto"}, "EXPERTS", "bf16", "chosen", "fit beside all else"),
-    ({"EXPERTS": "bf16"}, "EXPERTS", "bf16", "environment", "set by EXPERTS"),
-    ({}, "ROLLOUT_SYNC", "merge", "chosen", "faster than lora"),
-    ({"LORA_TARGETS": "experts"}, "ROLLOUT_SYNC", "lora", "chosen", "names experts"),
-    ({"ROLLOUT_SYNC": "lora"}, "ROLLOUT_SYNC", "lora", "environment", "set by ROLLOUT_SYNC"),
-]
-
-
-@pytest.mark.parametrize(("environ", "name", "value", "source", "words"), CHOSEN)
-def test_a_choice_is_no_default_and_is_recorded_with_its_reason(tiny_run, environ, name, value, source, words):
-    resolved = tiny_run(**environ)
-    assert not resolved.problems and getattr(resolved, name.lower()) == getattr(resolved.settings, name) == value
-    assert resolved.sources[name] == source
-    recorded = checks.run_records(resolved)["settings.json"]["choices"][{"ROLLOUT_SYNC": "sync"}.get(name, "experts")]
-    assert recorded[0] == value and words in recorded[1]
-    if name == "EXPERTS":
-        assert dict(banner.facts(resolved))["experts"] == f"bf16: {recorded[1]}"
-
-
 def test_every_choice_has_its_reason_and_what_was_set_is_not_changed(tmp_path):
     """Settings stand in the run as they were set, but for those that say so."""
     environ = {"MODEL_ID": "tiny", "OUTPUT_DIR": str(tmp_path), "NUM_TRAIN_EPOCHS": "1", "EXPERTS": "auto"}
@@ -177,6 +151,14 @@ def test_every_choice_has_its_reason_and_what_was_set_is_not_changed(tmp_path):
     changed = {name for name in FIELDS if getattr(settings, name) != getattr(resolved.settings, name)}
     assert changed == {"EXPERTS", "ROLLOUT_SYNC", "TOTAL_STEPS"}
     assert {name for name in FIELDS if resolved.sources[name] == "chosen"} == changed
+    recorded = checks.run_records(resolved)["settings.json"]["choices"]
+    assert recorded["sync"][0] == "merge" and "fit beside all else" in recorded["experts"][1]
+
+
+def test_a_choice_that_depends_on_other_settings(tiny_run):
+    assert tiny_run().sources["EXPERTS"] == "default" and tiny_run().reasons["experts"] == "the default"
+    resolved = tiny_run(LORA_TARGETS="experts")
+    assert (resolved.rollout_sync, resolved.settings.ROLLOUT_SYNC) == ("lora", "lora")
 
 
 def test_what_is_checked_beside_settings_is_in_the_plan_too(tiny_run):
@@ -216,16 +198,6 @@ def test_epochs_are_resolved_to_steps_before_anything_uses_them(tiny_run):
         problems = Problems()
         resolve.resolve_steps(most, {"TOTAL_STEPS": "default"}, rows, problems)
         assert len(problems) == faults and all("1000000000 are the most" in problem for problem in problems)
-
-
-def test_the_threads_of_a_small_model_are_shown_and_recorded(tiny_run, monkeypatch):
-    cases = ("", 1, "more would wait"), ("3", None, "set by OMP_NUM_THREADS=3")
-    for variable, threads, words in cases:
-        monkeypatch.setenv("OMP_NUM_THREADS", variable)
-        resolved = tiny_run()
-        assert words in dict(banner.facts(resolved))["threads"]
-        chosen, reason = checks.run_records(resolved)["settings.json"]["choices"]["threads"]
-        assert chosen == threads and words in reason
 
 
 def shapes_on(machine, checkpoint=None):
@@ -383,18 +355,6 @@ def test_the_plan_lists_the_settings_that_are_not_at_their_defaults(tiny_run):
         return [line.split()[0] for line in settings if line]
 
     assert names() == ["MODEL_ID", "EVAL_SAMPLES", "SEED", "OUTPUT_DIR"] and names(every_setting=True) == list(FIELDS)
-
-
-def test_columns_that_go_by_another_name_are_in_the_plan(tiny_run, tmp_path, monkeypatch):
-    """Where a function of the user's gets them; and reward functions that fail are none to list."""
-    monkeypatch.chdir(tmp_path)
-    code = "def score(completions, csv_completion, prompt_id, **columns):\n    return [1.0 for _ in completions]\n"
-    (tmp_path / "my_plan.py").write_text(code)
-    path = write_csv(tmp_path / "d.csv", ["user", "completion", "prompt_id"], [["Go", "x", "mine"]])
-    plan = dict(banner.facts(tiny_run(DATA=path, REWARDS="my_plan:score")))
-    assert plan["columns"].startswith("`completion` goes by `csv_completion` to reward functions")
-    plan = dict(banner.facts(tiny_run(DATA=path, REWARDS="my_plan:none")))
-    assert "columns" not in plan and plan["rewards"] == "none that can be used, see below"
 
 
 def data_warnings(resolved):

@@ -144,19 +144,6 @@ def test_a_run_with_the_native_adapter_and_an_evaluation(start, tmp_path, tiny, 
     assert len(read_csv(run.folder / "metrics.csv")) == 2
 
 
-def test_a_run_goes_on_without_vllm_where_that_is_said(start, capfd):
-    """`auto` alone does not change how rollouts are generated, say on a machine without a GPU."""
-    run = start()
-    assert run(TOTAL_STEPS=1) == 0
-    capfd.readouterr()
-    assert run(TOTAL_STEPS=2, USE_VLLM="auto") == 2
-    printed = capfd.readouterr().err
-    assert "was started with USE_VLLM=1, now it is 0" in printed and "USE_VLLM=0 to go on like this" in printed
-    assert run(TOTAL_STEPS=2, USE_VLLM=0) == 0
-    assert [row["wake_s"] != "" for row in read_csv(run.folder / "metrics.csv")] == [True, False]
-    assert "as the run was started" not in run.read("training.log"), "GENERATION_BATCH=auto is planned again"
-
-
 def test_a_run_stops_where_vllm_and_trainer_do_not_agree(start, capfd):
     run = start()
     # Ignored, the adapter is 0.06 nats away on fixed tokens; used, 0.005.
