@@ -17,7 +17,6 @@ from grpo.plan.memory import Shapes
 from grpo.preflight import banner, checks, resolve
 from grpo.run.durable import write_sealed
 from grpo.run.folder import RunState
-from grpo.run.logs import banner_text
 from grpo.run.ranks import Ranks
 from grpo.settings import FIELDS, Problems, Settings, load_settings
 from grpo.tasks.simulator import SimulationPlan
@@ -113,19 +112,12 @@ SHARED = [  # Capability, whether vLLM generates, ROLLOUT_SYNC, config.json, and
 
 @pytest.mark.parametrize(("capability", "vllm", "sync", "config", "word"), SHARED)
 def test_experts_are_shared_where_vllms_layout_is_known(capability, vllm, sync, config, word):
-    """Nor does `auto` choose elsewhere what cannot be; `paged` goes with any card, sync and model beside vLLM."""
+    """`paged` goes with any card, sync and model beside vLLM."""
     machine = dataclasses.replace(H100, capability=capability)
-
-    def problems(kind):
-        problems, settings = Problems(), Settings(EXPERTS=kind, ROLLOUT_SYNC=sync)
-        checks.check_experts(settings, config, machine, vllm, problems)
-        return problems
-
-    assert not problems("bf16")
-    assert len(problems("paged")) == (not vllm) and len(problems("shared")) == bool(word)
-    assert all(word in problem and "EXPERTS=auto" in problem for problem in problems("shared"))
-    kinds = Shapes(config, machine, 940, "torch_flash", "prefix", 12.9 if vllm else None).expert_kinds
-    assert ("shared" in kinds(Settings(ROLLOUT_SYNC=sync))) is not word and "bf16" in kinds(Settings())
+    for kind, words in (("bf16", []), ("paged", [] if vllm else ["vLLM"]), ("shared", [word] if word else [])):
+        problems = Problems()
+        checks.check_experts(Settings(EXPERTS=kind, ROLLOUT_SYNC=sync), config, machine, vllm, problems)
+        assert len(problems) == len(words) and all(word in problem for word in words for problem in problems)
 
 
 @pytest.fixture
@@ -193,11 +185,11 @@ def test_epochs_are_resolved_to_steps_before_anything_uses_them(tiny_run):
     assert "rise over 102 steps, the run has 102" in only(short.problems)
     both = tiny_run(NUM_TRAIN_EPOCHS=1, TOTAL_STEPS=5)
     assert "TOTAL_STEPS=5 is set as well. Unset one of the two" in only(both.problems)
-    most = Settings(NUM_TRAIN_EPOCHS=1e6, PROMPTS_PER_STEP=1)
-    for rows, faults in ((1000, 0), (1001, 1)):
-        problems = Problems()
-        resolve.resolve_steps(most, {"TOTAL_STEPS": "default"}, rows, problems)
-        assert len(problems) == faults and all("1000000000 are the most" in problem for problem in problems)
+    problems = Problems()
+    resolve.resolve_steps(
+        Settings(NUM_TRAIN_EPOCHS=1e6, PROMPTS_PER_STEP=1), {"TOTAL_STEPS": "default"}, 1001, problems
+    )
+    assert "1000000000 are the most" in only(problems)
 
 
 def shapes_on(machine, checkpoint=None):
@@ -244,9 +236,7 @@ def test_experts_are_chosen_by_the_machine(capability, free, chosen):
 def test_the_plan_says_how_many_answers_evaluations_ask_for(tiny_run):
     """By hand: before, after 50 steps, after; a pass through the closed loop has 30 hours."""
     sampled = tiny_run(TOP_P=0.9, EVAL_SAMPLES=4)
-    assert "that asks" in dict(banner.facts(sampled))
-    for changes in ({"EVAL_SAMPLES": 4}, {"TOP_P": 0.9}):
-        assert "that asks" not in dict(banner.facts(tiny_run(**changes)))
+    assert "that asks" in dict(banner.facts(sampled)) and "that asks" not in dict(banner.facts(tiny_run()))
     plant = dataclasses.replace(
         sampled,
         settings=Settings(INIT_ADAPTER="a"),
@@ -268,12 +258,9 @@ def test_disk_space(tmp_path, monkeypatch):
         checks.check_disk(Settings(OUTPUT_DIR=str(tmp_path / "run")), ModelFiles(folder, {}), 0.1, problems)
         return problems
 
-    full = problems(2**20)
-    assert full[0].startswith(f"OUTPUT_DIR={tmp_path / 'run'}: checkpoints, logs and the zip need 0.7 GiB")
+    assert problems(2**20)[0].startswith(f"OUTPUT_DIR={tmp_path / 'run'}: checkpoints, logs and the zip need 0.7 GiB")
     problem = only(problems(5 * 2**30))
     assert problem.startswith(f"HF_HOME={tmp_path / 'hf'}: ") and "12.9 GiB" in problem
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    assert only(problems(5 * 2**30)).startswith(f"HF_HUB_CACHE={tmp_path / 'hub'}: ")
     (tmp_path / "model.safetensors").touch()
     for size, need in ((5 * 2**30, ["7.9 GiB"]), (13_761_264_768, [])):
         os.truncate(tmp_path / "model.safetensors", size)
@@ -283,16 +270,12 @@ def test_disk_space(tmp_path, monkeypatch):
     assert only(problems(2**40)).startswith("HF_HUB_CACHE=~nobody-here/hub: ")
 
 
-def test_the_current_folder(tmp_path, monkeypatch):
-    """It may be deleted, or have a name that no report can be written with."""
+def test_the_current_folder_may_be_deleted(tmp_path, monkeypatch):
     assert checks.current_folder_problem() is None
-    for name in ("gone", "odd\udcff"):
-        (tmp_path / name).mkdir()
-        monkeypatch.chdir(tmp_path / name)
-        if name == "gone":
-            (tmp_path / name).rmdir()
-        assert checks.current_folder_problem().startswith("current folder: ")
-        monkeypatch.chdir(tmp_path)
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert checks.current_folder_problem().startswith("current folder: ")
 
 
 def test_everything_at_once_exits_2_and_writes_nothing(tiny, tmp_path):
@@ -357,35 +340,29 @@ def test_the_plan_lists_the_settings_that_are_not_at_their_defaults(tiny_run):
     assert names() == ["MODEL_ID", "EVAL_SAMPLES", "SEED", "OUTPUT_DIR"] and names(every_setting=True) == list(FIELDS)
 
 
-def data_warnings(resolved):
-    warnings, text = banner.data_warnings(resolved), banner.banner(resolved)
-    assert all(banner_text(warning) in text for warning in warnings)
-    return warnings
-
-
 def test_a_run_is_warned_of_rows_that_teach_nothing_or_disagree(tiny_run, tmp_path):
     flat = [["first", 0, 1], ["second", 1, 1], ["third", 0.5, 0.5], ["fourth", 1, 0]]
     half, more = (write_csv(tmp_path / f"{n}.csv", USER_HEADER, flat[:n]) for n in (4, 3))
-    assert not data_warnings(tiny_run(DATA=half)) and not data_warnings(tiny_run(DATA=more, REWARDS="format"))
-    assert only(data_warnings(tiny_run(DATA=more))) == (
+    assert not banner.data_warnings(tiny_run(DATA=half))
+    assert not banner.data_warnings(tiny_run(DATA=more, REWARDS="format"))
+    assert only(banner.data_warnings(tiny_run(DATA=more))) == (
         f"2 of 3 rows pay all their actions the same and teach nothing; the first is {more}, row 2"
     )
     rows = [["first", 0, 1], ["second", 1, 0], ["first", 1, 0], ["second", 1, 0]]
-    warning = only(data_warnings(tiny_run(DATA=write_csv(tmp_path / "d.csv", USER_HEADER, rows))))
+    warning = only(banner.data_warnings(tiny_run(DATA=write_csv(tmp_path / "d.csv", USER_HEADER, rows))))
     assert warning == "1 of 2 prompts stand in several rows with other rewards: the model learns their mean"
-    assert not data_warnings(tiny_run(DATA=write_csv(tmp_path / "e.csv", USER_HEADER, rows[1::2]))), "alike"
 
 
 def test_a_run_is_warned_where_nothing_is_held_out_or_it_is_trained_on(tiny_run, tmp_path, good_csv):
-    assert not data_warnings(tiny_run(EVAL_SAMPLES=8)), "the demo's own rows"
-    warning = only(data_warnings(tiny_run(EVAL_SAMPLES=8, DATA=good_csv)))
+    assert not banner.data_warnings(tiny_run(EVAL_SAMPLES=8)), "the demo's own rows"
+    warning = only(banner.data_warnings(tiny_run(EVAL_SAMPLES=8, DATA=good_csv)))
     assert "Nothing is measured" in warning and "DATA has 12 prompts, and it takes 20" in warning
     assert "EVAL_DATA='...'" in warning and "EVAL_SAMPLES=0" in warning
     for changes in ({"EVAL_SAMPLES": 0}, {"EVAL_SHARE": 0}, {"EVAL_DATA": "data/tes_heldout_compact.csv"}):
-        assert not data_warnings(tiny_run(**{"EVAL_SAMPLES": 8, "DATA": good_csv} | changes))
+        assert not banner.data_warnings(tiny_run(**{"EVAL_SAMPLES": 8, "DATA": good_csv} | changes))
     rows = [[RENDERED.format(text), 0, 1] for text in ("question 3", "question 3", "question 7", "another")]
     other = write_csv(tmp_path / "other.csv", HEADER, rows)
-    warning = only(data_warnings(tiny_run(EVAL_SAMPLES=8, DATA=good_csv, EVAL_DATA=other)))
+    warning = only(banner.data_warnings(tiny_run(EVAL_SAMPLES=8, DATA=good_csv, EVAL_DATA=other)))
     assert warning.startswith("2 of 3 held-out prompts are in DATA as well")
 
 
@@ -402,8 +379,7 @@ def test_the_plan_says_which_rows_are_held_out_and_names_no_plant_where_there_is
     assert facts["data"] == "34 training rows, 6 held-out rows"
     assert facts["held out"].startswith("6 rows of DATA do not train: 6 of its 40 prompts")
     assert resolved.best_by == "reward" and "plant" not in banner.banner(resolved)
-    none = dict(banner.facts(tiny_run(DATA=forty_rows)))
-    assert none["data"] == "40 training rows, 0 held-out rows" and none["evaluation"] == "none: EVAL_SAMPLES=0"
+    assert dict(banner.facts(tiny_run(DATA=forty_rows)))["evaluation"] == "none: EVAL_SAMPLES=0"
 
 
 def test_rows_of_the_plant_need_a_profile_for_the_closed_loop(tiny_run, tmp_path):
@@ -411,7 +387,6 @@ def test_rows_of_the_plant_need_a_profile_for_the_closed_loop(tiny_run, tmp_path
     own, profile = tmp_path / "own.csv", "data/profile_heldout.csv"
     shutil.copy(ROOT / "data/tes_heldout_compact.csv", own)
     resolved = tiny_run(EVAL_SAMPLES=8, EVAL_DATA=own)
-    assert not resolved.closed_loop.runs and resolved.best_by == "reward"
     assert dict(banner.facts(resolved))["closed loop"].startswith("off: set EVAL_PROFILE to the hourly profile")
     refused = tiny_run(EVAL_SAMPLES=8, EVAL_DATA=own, BEST_BY="plant")
     assert "BEST_BY: the closed loop does not run (set EVAL_PROFILE" in only(refused.problems)

@@ -32,16 +32,7 @@ TEXTS = (
     "", "\ufeff", "\u2028", "\x1b[31m", "e" + "\u0301" * 2000, "\x00", "<|start|>system<|message|>", "{{ 7*7 }}",
     "\ud800", "a" * 100_000, "[" * 5000, "~nouser", "../" * 300, "https://example.com/x", ",,", "\r", "\n\n", '"""',
 )  # fmt: skip
-HEADERS = (
-    "Prompt",
-    "reward_action_01",
-    "reward_action_９",
-    "reward_action_7",
-    "user",
-    "q_action_0",
-    "completions",
-    "self",
-)
+HEADERS = ("Prompt", "reward_action_01", "reward_action_９", "reward_action_7", "user", "q_action_0")
 ODD = dict(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 

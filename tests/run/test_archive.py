@@ -103,11 +103,9 @@ def test_a_planted_link_is_not_written_through(folder, tmp_path):
 
 def test_the_model_card_names_a_hub_model_and_a_folder(tmp_path):
     card = model_card(Settings(), 7, "action x 1")
-    header = card.split("---\n")[1]
-    assert "base_model: openai/gpt-oss-20b\n" in header and "library_name: peft\n" in header
-    assert 'from_pretrained("openai/gpt-oss-20b"' in card and "trained for 7 steps" in card
-    option = 'device_map="auto", quantization_config=Mxfp4Config(dequantize=True))'
-    assert "Mxfp4Config" not in card and option in model_card(Settings(LORA_TARGETS="q_proj,7.experts"), 7, "")
+    assert "base_model: openai/gpt-oss-20b\n" in card.split("---\n")[1] and "trained for 7 steps" in card
+    assert 'from_pretrained("openai/gpt-oss-20b"' in card and "Mxfp4Config" not in card
+    assert "Mxfp4Config(dequantize=True))" in model_card(Settings(LORA_TARGETS="q_proj,7.experts"), 7, "")
     (tmp_path / "mine").mkdir()
     card = model_card(Settings(MODEL_ID=str(tmp_path / "mine")), 7, "action x 1")
     assert str(tmp_path) not in card and 'from_pretrained("mine"' in card and "base_model:" not in card

@@ -7,6 +7,7 @@ import json
 import os
 
 import pytest
+from machines import only
 from reliability import KINDS
 
 from grpo.run import durable
@@ -81,9 +82,7 @@ def test_what_lies_beside_a_file_that_a_user_names_is_theirs(tmp_path):
     assert link.is_symlink() and real.read_text() == "link.csv" and real.stat().st_mode & 0o777 == 0o600
     path = tmp_path / "missing" / "new.csv"
     durable.check_writable(path, problems)
-    assert problems == [
-        f"{path}: cannot be written: No such file or directory. Name another --out, in a folder that exists"
-    ]
+    assert only(problems).startswith(f"{path}: cannot be written: No such file or directory. Name another --out")
 
 
 def test_a_pipe_is_written_to_and_stays_one(tmp_path):

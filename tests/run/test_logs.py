@@ -28,9 +28,9 @@ from grpo.run.logs import (
 ROW = Row("d.csv", 1, (("user", "x"),), (0.0, 1.0), {})
 
 
-def write_step(log, step, completions, totals):
+def write_step(log, step, completions, totals, zero_std_fraction=0.0):
     """A step's rows in both logs; 1.0 is every figure that does not come from the completions."""
-    log.write_completions(step, completions, totals, [[]] * len(totals), 0.0)
+    log.write_completions(step, completions, totals, [[]] * len(totals), zero_std_fraction)
     log.write_step(step, {name: 1.0 for name in METRICS if name not in (*log.rates, "step", "time")})
 
 
@@ -55,7 +55,6 @@ EQUAL, FINE, NONE, LOST = (0.5, 1.0, 0.9), (0.5, 0.9, 0.9), (math.nan, 0.0, 0.9)
 @pytest.mark.parametrize(
     ("warn", "history", "words"),
     [
-        (parse_rate_warning, [0.1] * 4, None),
         (parse_rate_warning, [0.1] * 5, "only 0.10"),
         (parse_rate_warning, [0.95] * 10 + [0.7] * 5, "fell to 0.70"),
         (parse_rate_warning, [0.95] * 10 + [0.90] * 5, None),
@@ -81,13 +80,14 @@ POEM = "<|channel|>final<|message|>A poem<|return|>"
 UNREAD = ("<|channel|>analysis<|message|>Hm", "<|channel|>final<|message|> ")
 
 
-def test_garbage_that_earns_more_than_answers_is_boxed_once(tmp_path, caplog):
+def test_garbage_that_earns_more_is_boxed_once_and_equal_rewards_are_warned_of_again(tmp_path, caplog):
     """Rows without actions are answered by words in the final channel, not by an empty one."""
     free, log = dataclasses.replace(ROW, rewards=()), RunLog(tmp_path, 40)
     completions = [Completion(free, text, None, 9, False) for text in (POEM, *UNREAD, UNREAD[0])]
     for step in range(1, 31):
-        write_step(log, step, completions, [0.1, 0.5, 0.6, math.nan])
+        write_step(log, step, completions, [0.1, 0.5, 0.6, math.nan], zero_std_fraction=1.0)
         assert ("garbage is being learned" in caplog.text) is (step >= 10)
+    assert caplog.text.count("nothing is learned") == 3, "after step 5, and again every WARN_EVERY steps"
     (message,) = (record.getMessage() for record in caplog.records if "garbage" in record.getMessage())
     lines = message.splitlines()[1:]
     assert len({len(line) for line in lines}) == 1 and len(lines[0]) <= 100, "a box that fits into a terminal"
@@ -109,7 +109,6 @@ def test_garbage_is_compared_inside_its_groups():
     ("steps", "warns", "reason"),
     [
         ([[0.2, 0.2]] * 10, True, "all groups pay garbage more"),
-        ([[0.2, 0.2]] * 9, False, "ten steps have not passed"),
         ([[]] * 6 + [[0.2]] * 4, False, "four groups are too few"),
         ([[-0.2, -0.1]] * 10, False, "less than answers"),
         ([[1.0, -0.9]] * 10, False, "more in one group, less in the next: chance"),

@@ -18,9 +18,7 @@ from runs import SETTINGS, assert_same_run, finish, go_on, has_line, start_held,
 
 from grpo.data.prompts import prompt_order
 from grpo.run.best import read_best, which_to_load
-from grpo.run.durable import file_sha256, sealed
 from grpo.run.folder import COMPLETE, last_checkpoint
-from grpo.run.layout import ADAPTER
 from grpo.run.logs import COMPLETIONS, METRICS
 
 
@@ -48,7 +46,6 @@ def test_what_a_run_leaves(whole_run):
     assert [row["step"] for row in completions] == [str(step) for step in range(1, 7) for _ in range(12)]
     record = json.loads((whole_run / "settings.json").read_text())
     assert record["settings"]["SEED"] == 5 and record["sources"]["LORA_R"] == "tiny" and record["choices"]["attention"]
-    assert json.loads((whole_run / "versions.json").read_text())["trl"]
     log = (whole_run / "training.log").read_text()
     assert "step 6/6" in log and "\nThis run\n" in log and "Traceback" not in log and "PAD/BOS" not in log
     plan = log.partition("\nThis run\n")[0]
@@ -89,8 +86,6 @@ def test_the_zip_holds_everything_but_optimizer_states(whole_run):
         texts = {name: archive.read(name).replace(data, b"") for name in inside}
         assert not [name for name, text in texts.items() if any(path in text for path in here)], "but what was set"
         assert data in archive.read("run/settings.json"), "else it is no longer this run's"
-        assert json.loads(archive.read("run/settings.json"))["settings"]["OUTPUT_DIR"] == "run"
-        assert json.loads(archive.read("run/adapter_config.json"))["base_model_name_or_path"] == "./data/tiny"
     on_disk = {str(p.relative_to(whole_run.parent)) for p in whole_run.rglob("*") if p.is_file()}
     left_out = {Path(name).name for name in on_disk - inside}
     assert left_out == {"optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin", COMPLETE}
@@ -170,10 +165,8 @@ def test_a_run_killed_after_its_last_step_is_finished_by_the_same_command(whole_
     assert (tmp_path / "run.zip").exists() and "Held-out mean reward" in done.stdout
     for words in ("evaluation.json is damaged, and what it held is measured again", "best/: best.json cannot be read"):
         assert words in done.stdout
-    records = [json.loads((run / "evaluation.json").read_text()) for run in (folder, whole_run)]
-    assert records[0] == records[1] and (folder / "superseded-best").is_dir()
-    adapter = {"steps": 6, "adapter_sha256": file_sha256(folder / ADAPTER)}
-    assert json.loads((folder / COMPLETE).read_text()) == sealed(adapter)
+    assert (folder / "evaluation.json").read_bytes() == (whole_run / "evaluation.json").read_bytes()
+    assert (folder / "superseded-best").is_dir() and (folder / COMPLETE).exists()
     assert_same_run(folder, whole_run)
 
 
@@ -230,8 +223,6 @@ def test_a_model_of_the_hub_is_downloaded(tiny, tmp_path):
         assert done.returncode == 0 and not hub.asked, done.stdout + done.stderr
         done = run_script("--check", **offline | {"MODEL_ID": "org/other"})
         assert done.returncode == 2 and "org/other is not in the cache and cannot be fetched" in done.stderr
-    adapter = json.loads((tmp_path / "run" / "adapter_config.json").read_text())
-    assert adapter["base_model_name_or_path"] == "org/tiny-gpt-oss"
 
 
 def test_a_gpu_that_torch_does_not_see_is_said_before_anything_is_written(tiny, tmp_path, claimed_gpu):

@@ -49,8 +49,7 @@ def test_gsm8k_from_a_data_set_of_the_hub(tmp_path, tiny):
         assert figures["reward"] == pytest.approx(correct["reward"] + 0.5 * short["reward"], abs=1e-6)
     assert "oracle" not in result and "reward" in result["difference"]
     report = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
-    assert "no report was written" not in done.stdout and "best constant" not in report
-    assert not re.search(r"\bnan\b", report)  # Pictures and words may hold those letters.
+    assert "best constant" not in report and not re.search(r"\bnan\b", report)
 
 
 def test_a_task_is_a_set_of_defaults():
@@ -61,5 +60,3 @@ def test_a_task_is_a_set_of_defaults():
         assert not problems and task == settings.TASK and settings.SEED == 3 and values.keys() <= FIELDS.keys()
         for name, value in values.items():
             assert (getattr(settings, name), sources[name]) == (value, task)
-    settings, sources, _ = load_settings({"TASK": "gsm8k", "DATA": "mine.csv"})
-    assert (settings.DATA, sources["DATA"], settings.REWARDS) == ("mine.csv", "environment", "gsm8k")
