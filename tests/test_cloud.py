@@ -144,7 +144,6 @@ def test_a_copy_is_never_replaced_by_less(machine, tmp_path, environ, code):
     assert machine("one").wait() == 0
     before = files_in(tmp_path / "bucket")
     assert machine("two", **environ).wait() == code and files_in(tmp_path / "bucket") == before
-    assert "REFUSES" in environ or not (tmp_path / "two/runs/first/checkpoint-1").is_dir()
     # Files of somebody else in OUTPUT_DIR stop the copy, too.
     (tmp_path / "three/runs/first").mkdir(parents=True)
     (tmp_path / "three/runs/first/thesis.txt").touch()

@@ -32,7 +32,6 @@ from grpo.settings import (
 
 ACCEPTED = [
     ("TOTAL_STEPS", " 7 ", 7, "spaces around"),
-    ("OVERWRITE", "yes", True, "a word for true"),
     ("OVERWRITE", "OFF", False, "a word for false, upper case"),
     ("LOSS_TYPE", "BNPO", "bnpo", "choices ignore case"),
     ("INVALID_REWARD", "nan", math.nan, "nan is allowed here"),
@@ -45,8 +44,6 @@ REFUSED = {  # reason -> (setting, text, message)
     "a group of one compares nothing": ("NUM_GENERATIONS", "1", "at least 2"),
     "no probability": ("TOP_P", "1.01", "at most 1"),
     "transposed": ("LOSS_TYPE", "bpno", "the nearest is bnpo"),
-    "neither auto nor a number": ("MICRO_BATCH", "automatic", "whole number or auto"),
-    "auto is a choice": ("PACKING", "suffixes", "expected one of auto, prefix, none$"),
     "auto beside a boolean": ("USE_VLLM", "perhaps", "expected auto, 1 or 0"),
     "400 digits": ("TOTAL_STEPS", "1" * 400, "at most 1000000000"),
     "digits of another script": ("SEED", "\uff11", "expected a whole number"),
@@ -196,7 +193,6 @@ ANSWERED = [
     ("--resume-from-checkpoint latest", "leave it out: the same command continues"),
     ("--num_generations=8", "set NUM_GENERATIONS=8"),
     ("--invalid-penalty -0.5", "set INVALID_REWARD=-0.5"),
-    ("--use-vllm", "set USE_VLLM=1"),
     ("--no-mask-truncated-completions", "set MASK_TRUNCATED=0"),
     ("--lora-target-modules q_proj v_proj", "set LORA_TARGETS=q_proj,v_proj"),
     ("--lives 9", "no such setting"),

@@ -49,9 +49,7 @@ def best(changes, heldout=9, closed_loop=True):
 
 CHOICES = [  # A function, its arguments, the choice, and words of the reason.
     (choices.choose_attention, ("auto", 0, 0.0, (FA3, FA4)), "eager", "no GPU"),
-    (choices.choose_attention, ("auto", 1, 9.0, ("flash-attn", FA4)), "torch_flash", "exact with sinks"),
     (choices.choose_attention, ("auto", 1, 9.0, (FA3,)), "flash_attention_3", "Hopper"),
-    (choices.choose_attention, ("auto", 1, 8.9, (FA3,)), "torch_flash", "exact with sinks"),
     (choices.choose_attention, ("auto", 1, 10.0, (FA3,)), "torch_flash", "exact with sinks"),
     (choices.choose_attention, ("auto", 1, 10.0, (FA3, FA4)), "flash_attention_4", "Blackwell"),
     (choices.choose_attention, ("org/kernel", 1, 9.0, ()), "org/kernel", "set by ATTN_IMPL"),
@@ -62,12 +60,10 @@ CHOICES = [  # A function, its arguments, the choice, and words of the reason.
     (choices.choose_threads, (301_464, 0, {}), 1, "wait for each other"),
     (choices.choose_threads, (301_464, 0, {"OMP_NUM_THREADS": "4"}), None, "set by OMP_NUM_THREADS=4"),
     (choices.choose_threads, (301_464, 1, {}), None, "torch's own"),
-    (choices.choose_threads, (2_000_000, 0, {}), None, "torch's own"),
     (choices.choose_rollouts, (False, 1, False, "0.26.0"), False, "set by USE_VLLM"),
     (choices.choose_rollouts, (None, 0, False, "0.26.0"), False, "no GPU"),
     (choices.choose_rollouts, (None, 1, True, "0.26.0"), False, "tiny"),
     (choices.choose_rollouts, (None, 1, False, None), False, "NOT INSTALLED"),
-    (choices.choose_rollouts, (None, 1, False, "0.26.0"), True, "a GPU and vLLM"),
     (choices.choose_epsilon_high, (Settings(EPSILON=0.1),), 0.1, "EPSILON on both sides"),
     (choices.choose_epsilon_high, (Settings(EPSILON_HIGH=0.3),), 0.3, "set by EPSILON_HIGH"),
     (choices.choose_epsilon_high, (Settings(LOSS_TYPE="cispo"),), 5.0, "cispo"),
@@ -86,7 +82,6 @@ CHOICES = [  # A function, its arguments, the choice, and words of the reason.
     (evaluation, ({}, 10_000_000), True, "10M parameters"),
     (evaluation, ({}, 10_000_001), False, "too long"),
     (evaluation, ({}, 230_000, "", True), False, "vLLM generates"),
-    (evaluation, ({}, 230_000, "full prompts are too long"), False, "full prompts"),
     (evaluation, ({"TOP_P": 0.9},), False, "do not know TOP_P below 1"),
     (evaluation, ({"MAX_COMPLETION_LEN": 7},), False, "short MAX_COMPLETION_LEN"),
     (evaluation, ({}, 1, "", False, True), False, "opened channels"),
@@ -114,7 +109,6 @@ DEMO_PROFILE = "data/profile_heldout.csv"
 DEMO_ROWS, OWN = "data/tes_heldout_compact.csv", "tests/run/fixtures/rows.csv"
 DEMOS = [  # Variables, and the EVAL_DATA and EVAL_PROFILE that they come to.
     ({}, ("data/tes_heldout.csv", DEMO_PROFILE)),
-    ({"MODEL_ID": "tiny"}, (DEMO_ROWS, DEMO_PROFILE)),
     ({"DATA": "data/tes_train_compact.csv", "EVAL_DATA": DEMO_ROWS}, (DEMO_ROWS, DEMO_PROFILE)),
     ({"DATA": str(ROOT / "data/tes_train_compact.csv")}, (DEMO_ROWS, DEMO_PROFILE)),
     ({"TASK": "gsm8k", "MODEL_ID": "tiny"}, ("data/gsm8k_heldout.jsonl", None)),
@@ -122,7 +116,6 @@ DEMOS = [  # Variables, and the EVAL_DATA and EVAL_PROFILE that they come to.
     ({"EVAL_DATA": OWN}, (OWN, None)),  # The demo's days are not those of other rows.
     ({"DATA": OWN, "EVAL_DATA": DEMO_ROWS}, (DEMO_ROWS, None)),  # The plant is of no interest to other training rows.
     ({"DATA": OWN}, (None, None)),
-    ({"DATA": f"data/tes_train.csv,{OWN}"}, (None, None)),
 ]
 
 

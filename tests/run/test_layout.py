@@ -58,19 +58,18 @@ def test_overwrite_names_what_it_deletes_that_no_run_wrote(tmp_path):
     assert sorted(inspect(settings)[0].foreign) == sorted([*mine.split(), "mine/"])
 
 
-@pytest.mark.parametrize("name", [".run.lock", "run.zip", "run.zip.tmp"])
-def test_what_is_in_the_way_beside_the_folder_is_named(tmp_path, name):
-    (tmp_path / name).mkdir()
-    assert f"{tmp_path / name} is not a file" in only(inspect(Settings(OUTPUT_DIR=str(tmp_path / "run")))[1])
-
-
-def test_another_users_file_in_the_place_of_the_zip_is_named(tmp_path, monkeypatch):
-    """In a folder like /tmp, where the run could not replace it in the end."""
+def test_what_is_in_the_way_beside_the_folder_is_named(tmp_path, monkeypatch):
+    """Also another user's file in the place of the zip, in a folder like /tmp: the run could not replace it."""
+    settings = Settings(OUTPUT_DIR=str(tmp_path / "run"))
+    for name in (".run.lock", "run.zip", "run.zip.tmp"):
+        (tmp_path / name).mkdir()
+        assert f"{tmp_path / name} is not a file" in only(inspect(settings)[1])
+        (tmp_path / name).rmdir()
     (tmp_path / "run.zip").symlink_to("theirs")
     for mode, user, refused in ((0o777, 99, 0), (0o1777, os.geteuid(), 0), (0o1777, 99, 1)):
         tmp_path.chmod(mode)
         monkeypatch.setattr(os, "geteuid", lambda user=user: user)
-        problems = inspect(Settings(OUTPUT_DIR=str(tmp_path / "run")))[1]
+        problems = inspect(settings)[1]
         assert len(problems) == refused and all("run.zip is another user's" in problem for problem in problems)
 
 

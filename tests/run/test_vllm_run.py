@@ -111,7 +111,7 @@ def test_a_dying_engine_leaves_a_run_that_continues(whole, start):
     log = run.read("training.log")
     assert "vLLM: generating failed (RuntimeError: an illegal memory access" in log and "it continues" in log
     with zipfile.ZipFile(run.folder.with_name("run.zip")) as archive:
-        assert archive.testzip() is None and "run/checkpoint-2/adapter_model.safetensors" in archive.namelist()
+        assert "run/checkpoint-2/adapter_model.safetensors" in archive.namelist()
     assert last_checkpoint(run.folder)[0] == 2
     assert run() == 0 and "continuing from step 2" in run.read("training.log")
     assert_same_run(run.folder, whole.folder)
