@@ -226,10 +226,7 @@ def test_memory():
 )
 def test_experts_are_chosen_by_the_machine(capability, free, chosen):
     machine = dataclasses.replace(H100, capability=capability, gpu_free=free)
-    shapes = shapes_on(machine, 12.9)
-    assert resolve.resolve_experts(Settings(EXPERTS=None), shapes)[0] == chosen
-    lora = resolve.resolve_experts(Settings(EXPERTS=None, ROLLOUT_SYNC="lora"), shapes)[0]
-    assert lora == (chosen if capability < 9 else "bf16"), "vLLM keeps experts for other kernels then"
+    assert resolve.resolve_experts(Settings(EXPERTS=None), shapes_on(machine, 12.9))[0] == chosen
     assert not memory_problems(machine, 12.9, EXPERTS=chosen), "it fits"
 
 
@@ -309,24 +306,21 @@ def test_long_prompts_are_named(tiny_run, tmp_path):
     assert f"{path}, row 3: the prompt has" in problem and "2 of 3 prompts are longer than that" in problem
 
 
-def test_a_resumed_run_keeps_what_auto_chose(tiny_run, tmp_path):
+def test_a_resumed_run_keeps_what_auto_chose_and_began_with_the_same_model(tiny_run, tmp_path):
     choices = {"rollouts": [False, ""], "plan": {"generation_batch": 2}}
     problems, run = Problems(), RunState(tmp_path, 4, tmp_path, True, choices)
     fresh, chosen = tiny_run(), tiny_run(GENERATION_BATCH=16)
     plan = checks.continue_run(fresh, run, problems).plan
     assert (plan.generation_batch, plan.generation_batch_reason) == (2, "as the run was started") and not problems
     assert checks.continue_run(chosen, run, problems) == dataclasses.replace(chosen, run=run) and not problems
-    choices["rollouts"] = [True, ""]
+    choices["model"] = config_digest(fresh.config)
+    checks.check_same_model(dataclasses.replace(fresh, run=run), problems)
+    assert not problems
+    choices |= {"rollouts": [True, ""], "model": "another"}
     assert checks.continue_run(fresh, run, problems).plan == fresh.plan
-    assert "was started with USE_VLLM=1, now it is 0 (no GPU" in only(problems)
-
-
-def test_a_resumed_run_began_with_the_same_model(tiny_run, tmp_path):
-    fresh = tiny_run()
-    for digest, words in ((config_digest(fresh.config), []), ("another", ["began with another model of that name"])):
-        problems, run = Problems(), RunState(tmp_path, 4, tmp_path, True, {"model": digest})
-        checks.check_same_model(dataclasses.replace(fresh, run=run), problems)
-        assert len(problems) == len(words) and all(word in problem for word in words for problem in problems)
+    checks.check_same_model(dataclasses.replace(fresh, run=run), problems)
+    assert "was started with USE_VLLM=1, now it is 0 (no GPU" in problems[0]
+    assert "began with another model of that name" in only(problems[1:])
 
 
 def test_the_plan_lists_the_settings_that_are_not_at_their_defaults(tiny_run):

@@ -63,21 +63,20 @@ class Run:
 
 @pytest.fixture
 def start(monkeypatch, tmp_path, tiny, quiet):
-    return lambda name="run": Run(monkeypatch, tmp_path / name)
+    return lambda: Run(monkeypatch, tmp_path / "run")
 
 
 @pytest.fixture(scope="module")
-def straight():
+def straight(tmp_path_factory):
     """An uninterrupted run of four steps: made by the first test that needs it, kept for the others."""
-    return []
+    return Run(None, tmp_path_factory.mktemp("whole") / "run")
 
 
 @pytest.fixture
-def whole(straight, start):
-    if not straight:
-        straight.append(start("whole"))
-        assert straight[0]() == 0
-    return straight[0]
+def whole(straight, monkeypatch, quiet):
+    straight.monkeypatch = monkeypatch
+    assert straight.stubs or straight() == 0
+    return straight
 
 
 def test_a_run_with_vllm(whole):
