@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, SCRIPT
-from runs import ASKED, environment, finish, go_on, has_line, start_held, wait_until
+from runs import environment, go_on, has_line, start_held, wait_until
 
 import train_grpo
 from grpo.evaluate.heldout import HeldoutEvaluation
@@ -152,16 +152,3 @@ def test_a_second_hang_up_is_ignored_and_a_second_ctrl_c_is_not():
     with pytest.raises(KeyboardInterrupt) as stop:
         request.receive(signal.SIGINT)
     assert stop.value.args == (signal.SIGINT,) and request.signal == signal.SIGHUP
-
-
-def test_a_second_ctrl_c_ends_the_run_with_one_line(tiny, tmp_path):
-    """Held in its second step, the run ends by nothing else."""
-    folder = tmp_path / "run"
-    process = start_held(folder, 1, SAVE_STEPS=1)
-    process.send_signal(signal.SIGINT)
-    wait_until(lambda: has_line(folder), process)
-    process.send_signal(signal.SIGINT)
-    output = finish(process)
-    assert process.returncode == 130 and "Traceback" not in output and "KeyboardInterrupt" not in output
-    assert output.rstrip().endswith("stopped at once; the same command continues from step 1")
-    assert len(output.split(ASKED)[1].split("\n")) <= 3
