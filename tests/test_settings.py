@@ -128,7 +128,7 @@ def test_words_that_any_program_may_export_are_no_errors():
             assert unknown_variables(environ) == ([], [])
     assert "set TOTAL_STEPS=3; or IGNORE_VARS=STEPS" in only(unknown_variables({"STEPS": "3"})[1])
     assert "set OUTPUT_DIR='runs/my run'; or" in only(unknown_variables({"OUT": "runs/my run"})[1])
-    assert only(unknown_variables({"OUT": "days\udcff"})[1]).isascii(), "no log can hold it as it is"
+    assert only(unknown_variables({"DATA_DIR": "days\udcff"})[1]).isascii(), "no log can hold it as it is"
     assert unknown_variables(dict.fromkeys(FOREIGN.split(), "3")) == ([], [])
 
 
