@@ -185,10 +185,8 @@ def test_epochs_are_resolved_to_steps_before_anything_uses_them(tiny_run):
     assert "rise over 102 steps, the run has 102" in only(short.problems)
     both = tiny_run(NUM_TRAIN_EPOCHS=1, TOTAL_STEPS=5)
     assert "TOTAL_STEPS=5 is set as well. Unset one of the two" in only(both.problems)
-    problems = Problems()
-    resolve.resolve_steps(
-        Settings(NUM_TRAIN_EPOCHS=1e6, PROMPTS_PER_STEP=1), {"TOTAL_STEPS": "default"}, 1001, problems
-    )
+    problems, most = Problems(), Settings(NUM_TRAIN_EPOCHS=1e6, PROMPTS_PER_STEP=1)
+    resolve.resolve_steps(most, {"TOTAL_STEPS": "default"}, 1001, problems)
     assert "1000000000 are the most" in only(problems)
 
 
@@ -226,7 +224,9 @@ def test_memory():
 )
 def test_experts_are_chosen_by_the_machine(capability, free, chosen):
     machine = dataclasses.replace(H100, capability=capability, gpu_free=free)
-    assert resolve.resolve_experts(Settings(EXPERTS=None), shapes_on(machine, 12.9))[0] == chosen
+    for sync, kind in (("merge", chosen), ("lora", chosen if capability < 9 else "bf16")):
+        settings = Settings(EXPERTS=None, ROLLOUT_SYNC=sync)
+        assert resolve.resolve_experts(settings, shapes_on(machine, 12.9))[0] == kind
     assert not memory_problems(machine, 12.9, EXPERTS=chosen), "it fits"
 
 
