@@ -47,7 +47,6 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", CURRENT, ids=lambda p: p.name)
 def test_named_files_are_there(page):
-    """Every file or folder of this repository that a page names, in prose or in a command."""
     text = re.sub(r"https?://\S+", "", page.read_text(encoding="utf-8"))
     named = set(re.findall(r"(?<![\w/.-])((?:grpo|scripts|tests|data|docs|\.ci)/[\w/.-]*\w)", text))
     assert not [name for name in sorted(named) if not (ROOT / name).exists()]
@@ -70,7 +69,6 @@ FENCE = re.compile(r"^```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 @pytest.mark.parametrize("page", CURRENT, ids=lambda p: p.name)
 def test_options_in_commands_exist(page):
-    """Every `--option` behind a script of this repository stands in that script."""
     code = "".join(FENCE.findall(page.read_text(encoding="utf-8"))).replace("\\\n", " ")
     for script, arguments in re.findall(r"((?:scripts/[\w/]+|train_grpo)\.(?:py|sh))((?: [^#\n]*)?)", code):
         text = (ROOT / script).read_text(encoding="utf-8")

@@ -102,7 +102,6 @@ def run_entry(folder: Path, *arguments: str, code: str, options: Sequence[str] =
 
 
 def test_a_check_loads_nothing_heavy(tmp_path):
-    """Whatever the imports say: a check of the whole input loads nothing heavy."""
     heavy = f"heavy = {HEAVY | {'pandas'}} & set(sys.modules); assert not heavy, heavy; sys.exit(code)"
     done = run_entry(tmp_path, code=f"code = train_grpo.main(['--check']); {heavy}")
     assert done.returncode == 0, done.stderr
