@@ -21,16 +21,9 @@ from conftest import CLEAN, ROOT
 from grpo.settings import load_settings, settings_table
 
 CLOUD = ROOT / "scripts/cloud"
-DOCKERFILE = (CLOUD / "Dockerfile").read_text(encoding="utf-8")
 SKY_TEXT = (CLOUD / "sky.yaml").read_text(encoding="utf-8")
 SKY = yaml.safe_load(SKY_TEXT)
 IGNORED = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
-
-
-def instructions(word: str) -> list[str]:
-    """The arguments of each instruction of the Dockerfile that is called `word`."""
-    joined = re.sub(r"\\\n\s*", "", re.sub(r"^#.*\n", "", DOCKERFILE, flags=re.MULTILINE))
-    return re.findall(rf"^{word} (.*)$", joined, re.MULTILINE)
 
 
 def in_image(name: str) -> bool:
@@ -38,22 +31,9 @@ def in_image(name: str) -> bool:
     return any(fnmatch.fnmatch(name, line[1:]) for line in IGNORED if line.startswith("!"))
 
 
-def test_the_image_has_the_packages_that_setup_needs():
-    """setup.sh ends with code 3 or 4 without these, which would show only where somebody builds the image."""
-    packages, setup = " ".join(instructions("RUN")), (ROOT / "scripts/setup.sh").read_text()
-    python = "python" + re.search(r"^# vLLM and its kernels are tried most on ([\d.]+)\.", setup, re.M)[1]
-    for package in ("build-essential", "ca-certificates", python, f"{python}-dev", f"{python}-venv"):
-        assert re.search(rf"\s{re.escape(package)}\s", packages), package
-    assert re.search(r"bash scripts/setup\.sh --\$SET", packages) and "SET=gpu" in instructions("ARG")
-    (base,) = instructions("FROM")
-    assert re.fullmatch(r"nvidia/cuda:13\.\d+\.\d+-base-ubuntu24\.04", base), "Python 3.12 is Ubuntu 24.04's own"
-
-
 def test_the_image_gets_the_code_and_nothing_else(tmp_path):
     """The files that .dockerignore lets through are enough for a run's checks; a user's data and runs stay outside."""
     assert IGNORED[0] == "*" and not any(map(in_image, ("mydata", "runs", ".venv", ".git", "my_rewards.py")))
-    for copied in (name for line in instructions("COPY") for name in line.split()[:-1] if name != "."):
-        assert (ROOT / copied).is_file() and in_image(copied.split("/")[0]), copied
     for path in filter(lambda path: in_image(path.name), ROOT.iterdir()):
         shutil.copytree(path, tmp_path / path.name) if path.is_dir() else shutil.copy(path, tmp_path)
     command, environ = [sys.executable, "train_grpo.py", "--check"], CLEAN | {"MODEL_ID": "tiny", "PYTHONPATH": ""}
@@ -64,25 +44,15 @@ def test_the_image_gets_the_code_and_nothing_else(tmp_path):
 def test_the_task_names_settings_and_files_that_exist():
     names = {*SKY["envs"], *re.findall(r"--env ([A-Z_]+)=", SKY_TEXT)}
     assert {"BUCKET", "RUN"} <= names <= {"BUCKET", "RUN"} | {name for _, name, *_ in settings_table()}
-    values = {name: value for name, value in SKY["envs"].items() if value is not None}
-    assert all(isinstance(value, str) for value in values.values()), "SkyPilot takes no numbers"
     # BUCKET and SkyPilot's own variables must not be taken for mistyped settings.
+    values = {name: value for name, value in SKY["envs"].items() if value is not None}
     assert not load_settings(values | {"BUCKET": "name", "SKYPILOT_TASK_ID": "1"})[2]
     for name in re.findall(r"(?:scripts|docs)/[\w/.-]*\w", SKY_TEXT):
         assert (ROOT / name).is_file(), name
     for part in ("setup", "run"):
         subprocess.run(["bash", "-n"], input=SKY[part], text=True, check=True)
-
-
-def test_the_task_writes_to_the_disk_and_copies_to_the_bucket():
-    """A run in the bucket itself would have no locks and no atomic renames."""
-    ((mount, bucket),) = SKY["file_mounts"].items()
-    assert bucket["name"] == "${BUCKET}" and SKY["envs"]["BUCKET"] is None, "nobody's bucket is the default"
-    assert 'export OUTPUT_DIR="runs/$RUN"' in SKY["run"] and f'train_and_copy.sh "{mount}/$RUN"' in SKY["run"]
-    assert SKY["resources"]["use_spot"] is True
-    cards = [choice["accelerators"] for choice in SKY["resources"]["any_of"]]
-    assert len(cards) == 3 and all(card.endswith(":1") for card in cards)
     # SkyPilot restarts without limit, so only after an end that another start mends: 128 + SIGTERM.
+    assert SKY["resources"]["use_spot"] is True
     assert SKY["resources"]["job_recovery"]["recover_on_exit_codes"] == [128 + signal.SIGTERM]
 
 
@@ -174,17 +144,15 @@ def test_a_copy_is_never_replaced_by_less(machine, tmp_path, environ, code):
     assert machine("one").wait() == 0
     before = files_in(tmp_path / "bucket")
     assert machine("two", **environ).wait() == code and files_in(tmp_path / "bucket") == before
-    assert "REFUSES" in environ or not (tmp_path / "two/runs/first/checkpoint-1").is_dir()
     # Files of somebody else in OUTPUT_DIR stop the copy, too.
     (tmp_path / "three/runs/first").mkdir(parents=True)
     (tmp_path / "three/runs/first/thesis.txt").touch()
     assert machine("three").wait() == 1 and files_in(tmp_path / "three/runs/first") == {"thesis.txt"}
 
 
-@pytest.mark.parametrize(("code", "expected"), [("0", 1), ("4", 4)])
-def test_a_last_copy_that_fails_is_no_success(machine, tmp_path, code, expected):
+def test_a_last_copy_that_fails_is_no_success(machine, tmp_path):
     """With exit code 0 the machine would be given back, and the result lost with it."""
-    assert machine("one", CODE=code, RSYNC_FAILS="*first.zip").wait() == expected
+    assert machine("one", RSYNC_FAILS="*first.zip").wait() == 1
     assert (tmp_path / "errors.txt").read_text().count("copy 5 of 5") == 1
 
 
@@ -195,10 +163,3 @@ def test_a_signal_reaches_the_run(machine, tmp_path):
         time.sleep(0.05)
     process.terminate()
     assert process.wait() == 143
-
-
-@pytest.mark.parametrize(("arguments", "code", "message"), [([], 2, "Usage: "), (["copy"], 1, "OUTPUT_DIR")])
-def test_the_command_names_its_missing_arguments(arguments, code, message):
-    command = ["bash", str(CLOUD / "train_and_copy.sh"), *arguments]
-    done = subprocess.run(command, env=CLEAN, capture_output=True, text=True)
-    assert done.returncode == code and message in done.stdout + done.stderr

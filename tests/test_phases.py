@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lines and bar about work that takes time, and threads that write them. Run: python -m pytest tests/test_phases.py"""
+"""Lines and bar about work that takes time, and threads that write them."""
 
 from __future__ import annotations
 
@@ -54,11 +54,10 @@ def test_without_a_terminal_a_phase_begins_goes_on_and_ends_with_a_line_each(scr
         phase.done = 4
         wait_for("closed loop, decision 4 of 30, 0 s\n", out.getvalue)
         phase.result = "regret 9.0 %"
-    *_, last = out.getvalue().splitlines()
-    assert re.fullmatch(r"closed loop: regret 9\.0 % \(\d+\.\d s\)", last) and "\r" not in out.getvalue()
+    assert re.search(r"^closed loop: regret 9\.0 % \(\d+\.\d s\)$", out.getvalue(), re.MULTILINE)
     with pytest.raises(ValueError), Phase("loading"):
         raise ValueError
-    assert "loading: stopped (" in out.getvalue()
+    assert "loading: stopped (" in out.getvalue() and "\r" not in out.getvalue()
 
 
 def test_phases_inside_of_another_one_add_to_its_lines(screen):
@@ -70,7 +69,6 @@ def test_phases_inside_of_another_one_add_to_its_lines(screen):
                 wait_for("evaluation, decision 0 of 3, generating, completion 12 of 1,000, 0 s", out.getvalue)
             break
     lines = out.getvalue().splitlines()
-    assert lines[0] == "evaluation ..." and lines[-1].startswith("evaluation: done")
     assert all(line.startswith("evaluation") for line in lines), "the inner ones have no lines of their own"
     items = with_progress("learning", range(3))
     with pytest.raises(ValueError), Phase("a step"):
@@ -104,12 +102,3 @@ def test_a_terminal_has_a_bar_where_something_is_counted_and_log_lines_stand_abo
     text = (tmp_path / "training.log").read_text()
     assert "I train_grpo: generating, completion" in text and "a line" in text and not {"\r", "\x1b", "#"} & set(text)
     assert out.getvalue().count("\n") == 1, "lines about the phase are in the log alone"
-
-
-def test_a_phase_that_counts_nothing_has_lines_in_a_terminal_too(screen, tmp_path, quiet):
-    out = screen(True)
-    start_logging(tmp_path)
-    with Phase("loading the model") as phase:
-        wait_for("I train_grpo: loading the model, 0 s\n", out.getvalue)
-        phase.result = "0.30M parameters"
-    assert "loading the model: 0.30M parameters (" in out.getvalue() and "\r" not in out.getvalue()

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards: what counts as an answer, and what it is worth."""
+"""Rewards: what counts as an answer, and what it is worth. The examples in rewards.py are tests as well."""
 
 from __future__ import annotations
 
-import doctest
 import itertools
 import math
 import random
@@ -22,29 +21,23 @@ FINAL = "<|start|>assistant<|channel|>final<|message|>"
 ANSWERS = [  # (completion as the model wrote it, action, reason)
     (f"{THINK}<|end|>{FINAL}[3]<|return|>", 3, "reasoning, then the final channel"),
     (f"{THINK}<|end|>{FINAL}[2]", 2, "cut off right after the answer: it stands there"),
-    (f"{THINK}<|end|>{FINAL}I choose [2], so [2].<|return|>", 2, "words around it, and the same action twice"),
-    (f"{THINK}<|end|>{FINAL}[ 1 ]\n<|return|>", 1, "spaces inside"),
+    (f"{THINK}<|end|>{FINAL}I choose [ 2 ]\n, so [2].<|return|>", 2, "words around, spaces inside, and twice the same"),
     (f"{THINK}<|end|><|start|>assistant<|channel|>final <|constrain|>json<|message|>[1]<|return|>", 1, "content type"),
-    (f"{FINAL}[0]<|end|>{FINAL}[1]<|return|>", 1, "the last final message counts"),
-    ("<|channel|>final<|message|>[1]<|return|><|endoftext|><|endoftext|>", 1, "padding behind"),
+    (f"{FINAL}[0]<|end|>{FINAL}[1]<|return|><|endoftext|>", 1, "the last final message counts, padding behind"),
 ]
 NO_ANSWERS = [
     (THINK, "cut off while reasoning"),
-    (f"{THINK}<|end|>{FINAL}", "the final channel is empty"),
     (f"{THINK}<|end|>{FINAL}[2", "cut off inside the answer"),
-    (f"{THINK}<|end|>{FINAL}2<|return|>", "no brackets"),
     (f"{THINK}<|end|>{FINAL}[4]<|return|>", "no such action"),
     (f"{THINK}<|end|>{FINAL}[1.5]<|return|>", "fraction"),
     (f"{THINK}<|end|>{FINAL}[0][1][2][3]<|return|>", "all actions named: hedging must not pay"),
     (f"{THINK} The answer: assistantfinal[2]", "the words of a channel, without its tokens"),
     ("assistantfinal[2]", "not a single token of the format (real completions keep theirs)"),
-    ("<|channel|>commentary<|message|>[2]<|end|>", "another channel"),
     ("<|channel|>finally<|message|>[2]<|end|>", "a channel that begins alike"),
     (f"{FINAL}[" + "1" * 5000 + "]", "a number that Python refuses to read"),
 ]
 STRIPPED = [
-    ("analysisWe weigh [0] and [1].assistantfinal[0]", 0, "glued channels"),
-    ("analysisIt says assistantfinal[1] there.assistantfinal[0]", 0, "the last one counts"),
+    ("analysisIt says assistantfinal[1] there.assistantfinal[0]", 0, "glued channels, and the last one counts"),
     ("final[2]", 2, "no reasoning"),
     ("analysis[1] is best, so [1]", None, "never reached the final channel"),
 ]
@@ -73,7 +66,6 @@ TEXTS = ["assistantfinal[1]", "analysis so [1]", "assistantfinal[0]"]
 def test_action_and_best_score_actions_and_format_looks_at_the_form_alone():
     assert rewards.action(TEXTS, **TABLE) == pytest.approx([0.9, 0.02, 0.7])
     assert rewards.action(TEXTS, invalid_reward=-1.0, **TABLE) == [0.9, -1.0, 0.7]
-    assert math.isnan(rewards.action(TEXTS, invalid_reward=math.nan, **TABLE)[1])
     assert rewards.best(TEXTS, **TABLE) == [1.0, -0.1, 1.0], "a tie is the best too"
     assert rewards.format([*TEXTS, "assistantfinal [3] \n", "assistantfinal[1] because"]) == [1.0, 0.0, 1.0, 1.0, 0.0]
 
@@ -93,8 +85,8 @@ def test_regret_by_hand():
     by_q = table("q_action", *[COSTS] * count) | table("reward_action", *[[0.2] * 5] * count)
     assert rewards.regret(answers, **by_q) == pytest.approx([*REGRETS, REGRETS[-1] * 1.1], abs=1e-6)
     # As softmax in files of eight decimals: exp(-10) reads 0.00003, exp(-100) and exp(-1000) read 0 and count as 5e-9.
-    written = [f"{value:.8f}" for value in (0.73103, 0.26894, 0.73103 * math.exp(-10), 0.0, 0.0)]
-    by_softmax = rewards.regret(answers[:5], **table("reward_action", *[list(map(float, written))] * 5))
+    written = [0.73103, 0.26894, round(0.73103 * math.exp(-10), 8), 0.0, 0.0]
+    by_softmax = rewards.regret(answers[:5], **table("reward_action", *[written] * 5))
     assert by_softmax[:3] == pytest.approx([0.0, -0.6931, -2.3979], abs=2e-4)
     assert by_softmax[3:] == pytest.approx([-math.log1p(math.log(0.73103 / 5e-9))] * 2)
 
@@ -127,19 +119,13 @@ def test_no_answer_is_worse_than_any(values, name):
     assert none == pytest.approx(min(named) - (spread / 10 or 0.1)) or spread < 1e-9
 
 
-def test_an_interval_covers_the_true_mean_as_often_as_it_says():
-    """About 95% of the intervals hold the mean: of 60 clusters and of 8 by the bootstrap, of three by Student's t."""
-    generator, covered = random.Random(3), 0
-    for _ in range(60):
-        low, high = rewards.confidence_interval([generator.gauss(0.5, 0.2) for _ in range(60)])
-        assert 0.05 < high - low < 0.15
-        covered += low <= 0.5 <= high
-    assert 51 <= covered <= 60
-    # The shares are 0.95 and 0.93 (3,000 draws); the limits, four standard deviations of so many draws around them.
-    for count, draws, least, most in ((3, 2000, 1860, 1940), (8, 150, 127, 150)):
-        drawn = [[generator.gauss(0.5, 0.2) for _ in range(count)] for _ in range(draws)]
-        covered = sum(low <= 0.5 <= high for low, high in map(rewards.confidence_interval, drawn))
-        assert least <= covered <= most
+@pytest.mark.parametrize(("count", "draws", "least", "most"), [(3, 2000, 1860, 1940), (8, 150, 127, 150)])
+def test_an_interval_covers_the_true_mean_as_often_as_it_says(count, draws, least, most):
+    """Of eight clusters by the bootstrap, of three by Student's t. The shares are 0.93 and 0.95 (3,000 draws); the
+    limits, four standard deviations of so many draws around them."""
+    generator = random.Random(3)
+    drawn = [[generator.gauss(0.5, 0.2) for _ in range(count)] for _ in range(draws)]
+    assert least <= sum(low <= 0.5 <= high for low, high in map(rewards.confidence_interval, drawn)) <= most
 
 
 def test_what_every_window_says_an_interval_says():
@@ -154,10 +140,8 @@ def test_a_ratio_and_clusters():
     """Values of one cluster count once, and a ratio's weights vary with its values: here it is the same everywhere."""
     values, weights = [1.0, 2.0, 6.0, 3.0], [1.0, 2.0, 6.0, 3.0]
     assert rewards.confidence_interval(values, weights) == (1.0, 1.0)
-    low, high = rewards.confidence_interval([0.0, 1.0, 2.0])
-    assert (low, high) == (pytest.approx(1 - 4.303 / 3**0.5, rel=1e-3), pytest.approx(1 + 4.303 / 3**0.5, rel=1e-3))
     twice = rewards.confidence_interval([0.0, 0.0, 1.0, 1.0, 2.0, 2.0], clusters=[1, 1, 2, 2, 3, 3])
-    assert twice == (pytest.approx(low), pytest.approx(high)), "hours of a day are one observation"
+    assert twice == pytest.approx((1 - 4.303 / 3**0.5, 1 + 4.303 / 3**0.5), rel=1e-3), "hours of a day are one"
     assert rewards.confidence_interval([0.0, 1.0], clusters=["a", "a"]) == (0.5, 0.5)
     rows, days = [[0.0, 1.0]] * 6, [1, 1, 2, 2, 3, 3]
     scored = rewards.score_answers(rows, [[0], [1]] * 3, clusters=days)
@@ -175,17 +159,9 @@ def test_prompts_are_resampled_and_not_their_completions():
     assert rewards.score_answers(rows, singles) == few, "the seed is fixed"
 
 
-def test_a_pairing_cancels_what_the_prompts_have_in_common():
-    before = [k / 20 for k in range(20)]
-    difference = rewards.paired_difference(before, [value + 0.1 for value in before])
-    assert difference == pytest.approx({"reward": 0.1, "reward_low": 0.1, "reward_high": 0.1})
-    with pytest.raises(ValueError):
-        rewards.paired_difference(before, before[1:])
-
-
 def test_unreadable_answers_and_different_numbers_of_answers():
     rows, answers = [[0.2, 0.8], [0.4, 0.1]], [[None, 1], [None, 0]]
-    for invalid, mean in ((0.0, (0.8 + 0.4) / 4), (-1.0, (0.8 + 0.4 - 2) / 4), (math.nan, (0.8 + 0.4 + 0.2 + 0.1) / 4)):
+    for invalid, mean in ((-1.0, (0.8 + 0.4 - 2) / 4), (math.nan, (0.8 + 0.4 + 0.2 + 0.1) / 4)):
         scores = rewards.score_answers(rows, answers, invalid)
         assert scores["reward"] == pytest.approx(mean) and scores["regret"] == pytest.approx(0.6 - mean)
         assert scores["unparsed"] == 2 and scores["action_counts"] == [1, 1] and scores["best_action_rate"] == 0.5
@@ -200,8 +176,5 @@ def test_an_evaluation_of_nothing_is_an_error():
     for values, weights in (([], None), ([1.0], [1.0, 2.0]), ([1.0], [0.0])):
         with pytest.raises(ValueError):
             rewards.confidence_interval(values, weights)
-
-
-def test_doctests():
-    failed, attempted = doctest.testmod(rewards)
-    assert failed == 0 and attempted >= 8
+    with pytest.raises(ValueError):
+        rewards.paired_difference([0.1], [0.1, 0.2])

@@ -21,7 +21,6 @@ from machines import only
 from grpo.other_names import ANSWERS, COMMON, FOREIGN, INSTEAD, SAME, UNSUPPORTED
 from grpo.settings import (
     FIELDS,
-    MAY_CHANGE,
     Settings,
     flag_answers,
     load_settings,
@@ -33,44 +32,30 @@ from grpo.settings import (
 
 ACCEPTED = [
     ("TOTAL_STEPS", " 7 ", 7, "spaces around"),
-    ("OVERWRITE", "yes", True, "a word for true"),
     ("OVERWRITE", "OFF", False, "a word for false, upper case"),
     ("LOSS_TYPE", "BNPO", "bnpo", "choices ignore case"),
     ("INVALID_REWARD", "nan", math.nan, "nan is allowed here"),
-    ("PROMPT_DATE", "2024-02-29", "2024-02-29", "leap day"),
-    ("PROMPT_DATE", "2025-1-6", "2025-01-06", "normalized: the same day is the same prompt"),
+    ("PROMPT_DATE", "2024-2-29", "2024-02-29", "a leap day, normalized: the same day is the same prompt"),
 ]
 REFUSED = {  # reason -> (setting, text, message)
-    "empty": ("TOTAL_STEPS", "", "whole number"),
     "nan": ("LEARNING_RATE", "nan", "finite"),
     "exclusive limit": ("LEARNING_RATE", "0", "above 0"),
     "not a boolean": ("OVERWRITE", "2", "1 or 0"),
     "a group of one compares nothing": ("NUM_GENERATIONS", "1", "at least 2"),
     "no probability": ("TOP_P", "1.01", "at most 1"),
     "transposed": ("LOSS_TYPE", "bpno", "the nearest is bnpo"),
-    "no such day": ("PROMPT_DATE", "2025-02-30", "a date"),
-    "neither auto nor a number": ("MICRO_BATCH", "automatic", "whole number or auto"),
-    "the same of a share": ("VLLM_GPU_MEM", "half", "a number or auto"),
-    "auto is a choice": ("PACKING", "suffixes", "expected one of auto, prefix, none$"),
     "auto beside a boolean": ("USE_VLLM", "perhaps", "expected auto, 1 or 0"),
     "400 digits": ("TOTAL_STEPS", "1" * 400, "at most 1000000000"),
-    "more digits than Python reads": ("SEED", "1" * 5000, "expected a whole number"),
     "digits of another script": ("SEED", "\uff11", "expected a whole number"),
     "an underscore": ("LEARNING_RATE", "0.0_1", "expected a number"),
-    "weights without end": ("LEARNING_RATE", "1e308", "at most 1$"),
     "no float32": ("EPSILON", "1e-40", "float32 cannot"),
     "no float32, large": ("PARITY_LIMIT", "1e38", r"at most 1e\+30"),
-    "a reward whose square is infinite": ("INVALID_REWARD", "-1e20", "at least -1e"),
-    "a quintillion completions": ("NUM_GENERATIONS", str(10**18), "at most 100000"),
     "a year of three digits": ("PROMPT_DATE", "0999-01-01", "expected a date"),
-    "a date in another script": ("PROMPT_DATE", "\uff12025-11-06", "expected a date"),
     "bytes that are no text": ("DATA", "days\udcff.csv", "not UTF-8"),
     "nobody's home": ("OUTPUT_DIR", "~nobody-here/runs", "home"),
     "a long name": ("MODEL_ID", f"models/{'x' * 256}", "more than 255 bytes"),
     "no room for .zip": ("OUTPUT_DIR", "x" * 240, "more than 239 bytes"),
-    "a long path": ("INIT_ADAPTER", "x/" * 3000, "too long"),
     "an attention of other models": ("ATTN_IMPL", "sdpa", "attention sinks"),
-    "an attention that was removed": ("ATTN_IMPL", "flex_attention", "it was removed: ATTN_IMPL=torch_flash"),
 }
 
 
@@ -89,7 +74,6 @@ def test_refused(reason):
         parse_value(name, text)
     settings, _, problems = load_settings({name: text})
     assert only(problems).startswith(f"{name}: ") and settings == Settings()
-    assert len(problems[0].splitlines()) == 1 and len(problems[0]) < 500
 
 
 NUMBERS = st.from_regex(r"[-+]?[0-9._eE\u0661-\u0669\uff10-\uff19]{1,30}", fullmatch=True)
@@ -107,38 +91,23 @@ def test_any_text_is_a_value_or_one_line(name, text):
 
 NEAR = [
     ("LEARING_RATE", "LEARNING_RATE"), ("learning_rate", "LEARNING_RATE"), ("LEARNINGRATE", "LEARNING_RATE"),
-    ("TOTAL_STEP", "TOTAL_STEPS"), ("NUM_GENERATION", "NUM_GENERATIONS"), ("ATTN_IMLP", "ATTN_IMPL"),
-    ("LEARNIN_RAET", "LEARNING_RATE"), ("packing_", "PACKING"), ("TASKS", "TASK"), ("SEEDS", "SEED"),
+    ("ATTN_IMLP", "ATTN_IMPL"), ("LEARNIN_RAET", "LEARNING_RATE"), ("packing_", "PACKING"), ("SEEDS", "SEED"),
 ]  # fmt: skip
-STRANGERS = [
-    "PATH", "HOME", "SPEED", "DATE", "DATE_FORMAT", "SHELL", "TERM", "LANG", "DATABASE", "VLLM_USE_V1", "HF_HOME",
-    "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "WANDB_PROJECT", "META", "MODEL_PATH", "MODEL_DIR", "HOSTNAME",
-    "LOGNAME",
-]  # fmt: skip
+STRANGERS = ["PATH", "SPEED", "DATE_FORMAT", "DATABASE", "VLLM_USE_V1", "HF_HOME", "WANDB_PROJECT", "META", "MODEL_DIR"]
 
 
-@pytest.mark.parametrize(("variable", "setting"), NEAR)
-def test_near_misses_name_the_setting(variable, setting):
-    assert nearest_setting(variable) == setting
-    problem = only(load_settings({variable: "1"})[2])
-    assert variable in problem and f"nearest is {setting}" in problem
-    assert not load_settings({variable: "1", "IGNORE_VARS": variable})[2]
-
-
-@pytest.mark.parametrize("variable", STRANGERS)
-def test_other_programs_variables_are_left_alone(variable):
-    assert unknown_variables({variable: "1"}) == ([], [])
+def test_near_misses_name_the_setting_and_other_programs_variables_are_left_alone():
+    for variable, setting in NEAR:
+        assert nearest_setting(variable) == setting
+        assert f"nearest is {setting}" in only(load_settings({variable: "1"})[2])
+        assert not load_settings({variable: "1", "IGNORE_VARS": variable})[2]
+    assert unknown_variables(dict.fromkeys(STRANGERS, "1")) == ([], [])
 
 
 ERRORS = [  # variable, value, the remedy
     ("num-epochs", "3", "Set NUM_TRAIN_EPOCHS=3"),
-    ("LR", "1e-4", "Set LEARNING_RATE=1e-4"),
     ("LR", "0", "LEARNING_RATE: '0' is not accepted, must be above 0"),
-    ("TOP_K", "50", "Leave it out: like TOP_P below 1"),
     ("WARMUP_RATIO", "0.1", "Set WARMUP_STEPS to 0.1 x TOTAL_STEPS"),
-    ("GRADIENT_ACCUMULATION_STEPS", "4", "x gradient_accumulation_steps x GPUs / num_generations"),
-    ("ATTN_IMPLEMENTATION", "sdpa", "attention sinks"),
-    ("LOSS_IMPL", "trl", "was removed, the loss is Liger's for every LOSS_TYPE, luspo included"),
     ("RESUME", "never", "was removed, the same command always continues the run, and OVERWRITE=1"),
 ]
 
@@ -159,13 +128,8 @@ def test_words_that_any_program_may_export_are_no_errors():
             assert unknown_variables(environ) == ([], [])
     assert "set TOTAL_STEPS=3; or IGNORE_VARS=STEPS" in only(unknown_variables({"STEPS": "3"})[1])
     assert "set OUTPUT_DIR='runs/my run'; or" in only(unknown_variables({"OUT": "runs/my run"})[1])
-    for variable in FOREIGN.split():
-        assert unknown_variables({variable: "3"}) == ([], [])
-
-
-def test_a_variable_that_no_log_can_hold_is_escaped():
-    for variable in ("OUT", "DATA_DIR"):
-        assert only(unknown_variables({variable: "days\udcff"})[1]).isascii()
+    assert only(unknown_variables({"DATA_DIR": "days\udcff"})[1]).isascii(), "no log can hold it as it is"
+    assert unknown_variables(dict.fromkeys(FOREIGN.split(), "3")) == ([], [])
 
 
 def test_every_field_of_trls_own_configurations_is_a_setting_or_has_an_answer():
@@ -176,12 +140,6 @@ def test_every_field_of_trls_own_configurations_is_a_setting_or_has_an_answer():
     assert len(names) > 200 and not names - set(FIELDS) - set(ANSWERS)
 
 
-def test_tiny_has_defaults_of_its_own_which_the_environment_overrides():
-    s, sources, _ = load_settings({"MODEL_ID": "tiny", "LORA_R": "2"})
-    assert (s.LEARNING_RATE, sources["LEARNING_RATE"]) == (FIELDS["LEARNING_RATE"].metadata["tiny"], "tiny")
-    assert (s.LORA_R, sources["LORA_R"]) == (2, "environment")
-
-
 @pytest.mark.parametrize("name", sorted(FIELDS))
 def test_every_default_survives_being_written_out_and_read_back(name):
     for value in (FIELDS[name].default, FIELDS[name].metadata["tiny"]):
@@ -189,19 +147,8 @@ def test_every_default_survives_being_written_out_and_read_back(name):
             assert parse_value(name, show(value)) == value
 
 
-def test_help_names_every_setting_without_a_heavy_import():
-    done = run_script("--help")
-    words = " ".join(done.stdout.split())
-    assert done.returncode == 0 and not done.stderr
-    for name, spec in FIELDS.items():
-        assert f"  {name}={show(spec.default) or '(empty)'}" in done.stdout
-        assert spec.metadata["text"] in words
-    for line in ("PACKING=auto   [one of auto, prefix, none]", "USE_VLLM=auto   [auto, 0 or 1]"):
-        assert f"  {line}\n" in done.stdout
-
-
-def test_every_help_fits_100_columns():
-    """Of the entry point and of all scripts; argparse knows the width of its own part from COLUMNS."""
+def test_help_names_every_setting_and_that_of_every_script_fits_100_columns():
+    """argparse knows the width of its own part from COLUMNS."""
     code = """
 import pathlib, runpy, sys
 sys.path.insert(0, "scripts")
@@ -214,6 +161,11 @@ for path in ["train_grpo.py", *sorted(map(str, pathlib.Path("scripts").glob("*.p
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.count("usage: ") >= 9, done.stderr
     assert [line for line in done.stdout.splitlines() if len(line) > 100] == []
+    words = " ".join(done.stdout.split())
+    for name, spec in FIELDS.items():
+        assert f"  {name}={show(spec.default) or '(empty)'}" in done.stdout and spec.metadata["text"] in words
+    for line in ("PACKING=auto   [one of auto, prefix, none]", "USE_VLLM=auto   [auto, 0 or 1]"):
+        assert f"  {line}\n" in done.stdout
 
 
 @pytest.mark.parametrize("option", ["--help", "--check"])
@@ -227,41 +179,22 @@ def test_a_reader_that_has_gone_ends_it_quietly(option):
     assert done.returncode in (0, 128 + signal.SIGPIPE) and not done.stderr, "0: all was written at once, at the end"
 
 
-ENTRIES = ["train_grpo.py", "scripts/ask.py", "scripts/evaluate.py", "scripts/sft.py", "scripts/report.py"]
-
-
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_an_older_python_is_told_in_one_line(entry):
+def test_an_older_python_is_told_in_one_line():
     """Its version is all that is pretended; what such a Python compiles is in the grammar of 3.8."""
-    for path in (entry, "grpo/__init__.py"):
+    for path in ("train_grpo.py", "grpo/__init__.py"):
         ast.parse((ROOT / path).read_text(encoding="utf-8"), feature_version=(3, 8))
-    code = "import runpy, sys; sys.version_info = (3, 8, 18, 'final', 0); del sys.argv[0]; "
-    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", code, entry], env=CLEAN, cwd=ROOT, capture_output=True, text=True)
+    code = "import sys; sys.version_info = (3, 8, 18, 'final', 0); import train_grpo"
+    done = subprocess.run([sys.executable, "-c", code], env=CLEAN, cwd=ROOT, capture_output=True, text=True)
     (line,) = done.stderr.splitlines()
     assert done.returncode == 2 and line.startswith("needs Python 3.11 or newer, and ") and "is 3.8.18: see" in line
 
 
-def test_unknown_options_are_refused():
-    done = run_script("TOTAL_STEPS=5", MODEL_ID="tiny")
-    assert done.returncode == 2 and "unrecognized arguments: TOTAL_STEPS=5" in done.stderr
-    assert "usage: [NAME=VALUE ...] python train_grpo.py" in done.stderr
-
-
 ANSWERED = [
     ("--resume-from-checkpoint latest", "leave it out: the same command continues"),
-    ("--quantization 4bit", "set EXPERTS=mxfp4"),
-    ("--num-generations 8", "set NUM_GENERATIONS=8"),
     ("--num_generations=8", "set NUM_GENERATIONS=8"),
-    ("--num-generations 1", "must be at least 2"),
     ("--invalid-penalty -0.5", "set INVALID_REWARD=-0.5"),
-    ("--use-vllm", "set USE_VLLM=1"),
     ("--no-mask-truncated-completions", "set MASK_TRUNCATED=0"),
-    ("--data-dir days", "set DATA='days/*.csv'"),
     ("--lora-target-modules q_proj v_proj", "set LORA_TARGETS=q_proj,v_proj"),
-    ("--attn-implementation flex_attention", "ATTN_IMPL=torch_flash (or auto) replaces it"),
-    ("--seed", "expected a whole number"),
-    ("--fsdp full_shard", "leave it out: every process"),
     ("--lives 9", "no such setting"),
     ("SEED=5", "before `python`"),
 ]
@@ -283,15 +216,10 @@ def test_every_answer_to_a_flag_names_settings_and_values_that_are_accepted():
             if setting in ("CUDA_VISIBLE_DEVICES", "GRPO", "LORA", "GPU"):  # no settings, and not named as such
                 continue
             assert setting in FIELDS and not (value and load_settings({setting: value})[2]), line
-    done = run_script("--num-generations", "8", "--check", "--quantization", "4bit")
-    answers = ["--num-generations 8: set NUM_GENERATIONS=8", "--quantization 4bit: set EXPERTS=mxfp4"]
-    assert done.returncode == 2 and not done.stdout and all(f"\n  {answer}" in done.stderr for answer in answers)
-
-
-def test_what_may_change_when_a_run_is_resumed():
-    """What a user changes between two parts of a run, and nothing that makes another run of it."""
-    assert {"TOTAL_STEPS", "MICRO_BATCH", "USE_VLLM", "ATTN_IMPL", "PARITY_LIMIT", "DATA", "EVAL_DATA"} <= MAY_CHANGE
-    assert not MAY_CHANGE & {"MODEL_ID", "SEED", "LEARNING_RATE", "NUM_GENERATIONS", "LOSS_TYPE", "LORA_R", "REWARDS"}
+    done = run_script("TOTAL_STEPS=5", "--check", "--quantization", "4bit")
+    assert done.returncode == 2 and not done.stdout and "usage: [NAME=VALUE ...] python train_grpo.py" in done.stderr
+    assert "unrecognized arguments: TOTAL_STEPS=5" in done.stderr
+    assert "\n  --quantization 4bit: set EXPERTS=mxfp4" in done.stderr
 
 
 def test_a_terminal_that_cannot_show_a_setting_escapes_it(tmp_path):

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -20,7 +19,8 @@ from grpo.plan.targets import expected_shapes
 from grpo.preflight.adapter import check_start, read_start_adapter
 from grpo.preflight.checks import preflight
 from grpo.run.checkpoints import begin_checkpoint, finish_checkpoint
-from grpo.run.folder import ADAPTER, COMPLETE, RunState, needed_files
+from grpo.run.durable import file_sha256
+from grpo.run.folder import ADAPTER, RunState, needed_files
 from grpo.settings import Problems, load_settings
 
 
@@ -33,17 +33,14 @@ def start(tiny, folder, model=None, **environ):
 
 def test_the_adapters_own_shape_is_taken(tiny, saved_adapter, tmp_path):
     for changes in ({}, {"LORA_R": "3", "LORA_TARGETS": " v_proj,q_proj"}):
-        s, adapter, problems = start(tiny, saved_adapter, **changes)
-        assert not problems
-        assert adapter.settings == {"LORA_R": 3, "LORA_ALPHA": 5.0, "LORA_TARGETS": "q_proj,v_proj"}
-        assert adapter.digest == hashlib.sha256((saved_adapter / ADAPTER).read_bytes()).hexdigest()
         environ = {"MODEL_ID": "tiny", "INIT_ADAPTER": str(saved_adapter), "OUTPUT_DIR": str(tmp_path / "run")}
         resolved = preflight(CLEAN | environ | {"EVAL_SAMPLES": "0"} | changes, CPU)
-        assert {name: getattr(resolved.settings, name) for name in adapter.settings} == adapter.settings
-        assert resolved.adapter.digest == adapter.digest and not resolved.problems
+        assert resolved.adapter.settings == {"LORA_R": 3, "LORA_ALPHA": 5.0, "LORA_TARGETS": "q_proj,v_proj"}
+        assert all(getattr(resolved.settings, name) == value for name, value in resolved.adapter.settings.items())
+        assert resolved.adapter.digest == file_sha256(saved_adapter / ADAPTER) and not resolved.problems
         assert resolved.sources["LORA_ALPHA"] == "INIT_ADAPTER"
         assert (resolved.sources["LORA_R"] == "environment") is bool(changes)
-    assert saved_adapter.resolve() in needed_files(s), "OVERWRITE=1 must not delete it"
+    assert saved_adapter.resolve() in needed_files(resolved.settings), "OVERWRITE=1 must not delete it"
 
 
 def test_a_setting_that_says_otherwise_is_a_problem(tiny, saved_adapter):
@@ -58,10 +55,8 @@ def test_experts_are_no_problem_where_the_model_is_one(tiny, tmp_path):
     shapes = expected_shapes(config, 3, "experts,q_proj")
     save_file({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, tmp_path / ADAPTER)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 3, "lora_alpha": 5}))
+    settings, sources, problems = load_settings({"INIT_ADAPTER": str(tmp_path), "LORA_TARGETS": "q_proj,experts"})
     for model in (config, None):
-        settings, sources, problems = load_settings(
-            {"INIT_ADAPTER": str(tmp_path), "LORA_R": "3", "LORA_TARGETS": "q_proj,experts"}
-        )
         adapter = read_start_adapter(settings, sources, model, problems)
         assert adapter.settings["LORA_TARGETS"] == "q_proj,experts" and not problems
 
@@ -84,11 +79,8 @@ def flip_a_weight(folder: Path) -> None:
     ("spoil", "model", "words"),
     [
         (lambda folder: (folder / ADAPTER).unlink(), None, [ADAPTER, "not found", "scripts/sft.py"]),
-        (shutil.rmtree, None, [f"adapter_config.json and {ADAPTER} not found"]),
         (lambda folder: (folder / ADAPTER).write_bytes(b"version https"), None, ["no safetensors file"]),
-        (lambda folder: (folder / "adapter_config.json").write_text("{"), None, ["adapter_config.json cannot be read"]),
         (lambda folder: (folder / "best.json").write_text('{"adapter_sha256": "0"}'), None, [f"{ADAPTER} is damaged"]),
-        (lambda folder: (folder / COMPLETE).write_text('{"adapter_sha256": "0"}'), None, [f"{ADAPTER} is damaged"]),
         (flip_a_weight, None, [f"{ADAPTER} is damaged"]),
         (begin_checkpoint, None, ["it was cut off while it was written"]),
         (change_config(peft_type="IA3"), None, ["not that of a LoRA"]),
@@ -121,11 +113,7 @@ def test_a_checkpoint_out_of_a_zip_is_taken(tiny, saved_adapter, tmp_path):
 def test_a_resumed_run_began_with_the_same_weights(tiny, saved_adapter, tmp_path):
     s, adapter, _ = start(tiny, saved_adapter)
     digest = adapter.digest
-    for choices, same in (
-        ({"init_adapter": digest}, True),
-        ({"init_adapter": "other"}, False),
-        ({"plan": None}, False),
-    ):
+    for choices, faults in (({"init_adapter": digest}, 0), ({"init_adapter": "other"}, 1), ({"plan": None}, 1)):
         problems = Problems()
         check_start(s, RunState(tmp_path, 2, tmp_path, True, choices), digest, problems)
-        assert not problems if same else "began with other weights" in only(problems)
+        assert len(problems) == faults and all("began with other weights" in problem for problem in problems)

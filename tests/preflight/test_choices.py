@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each automatic choice says what it chose and why. Run: python -m pytest tests/preflight/test_choices.py"""
+"""Each automatic choice says what it chose and why."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ NO_EXPECTED_REWARD = [
     ({"EXPECTED_REWARD": True}, False, ["regret"], "bare.csv has no reward_action_k"),
     ({"INVALID_REWARD": math.nan}, True, ["regret"], "INVALID_REWARD=nan"),
     ({"LOSS_TYPE": "vespo"}, True, ["regret"], "vespo"),
-    ({"IS_CORRECTION": "sequence_mask"}, True, ["regret"], "sequence_mask"),
     ({"IS_CORRECTION": "sequence_truncate"}, True, ["regret"], "sequence_truncate"),
     ({"TOP_P": 0.99}, True, ["regret"], "TOP_P"),
 ]
@@ -50,30 +49,21 @@ def best(changes, heldout=9, closed_loop=True):
 
 CHOICES = [  # A function, its arguments, the choice, and words of the reason.
     (choices.choose_attention, ("auto", 0, 0.0, (FA3, FA4)), "eager", "no GPU"),
-    (choices.choose_attention, ("auto", 1, 9.0, ()), "torch_flash", "exact with sinks"),
-    (choices.choose_attention, ("auto", 1, 9.0, ("flash-attn", FA4)), "torch_flash", "exact with sinks"),
     (choices.choose_attention, ("auto", 1, 9.0, (FA3,)), "flash_attention_3", "Hopper"),
-    (choices.choose_attention, ("auto", 1, 8.9, (FA3,)), "torch_flash", "exact with sinks"),
     (choices.choose_attention, ("auto", 1, 10.0, (FA3,)), "torch_flash", "exact with sinks"),
     (choices.choose_attention, ("auto", 1, 10.0, (FA3, FA4)), "flash_attention_4", "Blackwell"),
-    (choices.choose_attention, ("eager", 1, 9.0, (FA3,)), "eager", "set by ATTN_IMPL"),
     (choices.choose_attention, ("org/kernel", 1, 9.0, ()), "org/kernel", "set by ATTN_IMPL"),
-    (choices.choose_packing, (None, "torch_flash", 1), "prefix", "once for all"),
     (choices.choose_packing, (None, "eager", 0), "prefix", "once for all"),
     (choices.choose_packing, (None, "eager", 1), "none", "all scores of a row"),
     (choices.choose_packing, (None, "org/kernel", 1), "none", "padded rows only"),
-    (choices.choose_packing, ("none", "torch_flash", 1), "none", "set by PACKING"),
     (choices.choose_packing, ("prefix", "eager", 1), "prefix", "set by PACKING"),
     (choices.choose_threads, (301_464, 0, {}), 1, "wait for each other"),
     (choices.choose_threads, (301_464, 0, {"OMP_NUM_THREADS": "4"}), None, "set by OMP_NUM_THREADS=4"),
     (choices.choose_threads, (301_464, 1, {}), None, "torch's own"),
-    (choices.choose_threads, (2_000_000, 0, {}), None, "torch's own"),
-    (choices.choose_rollouts, (True, 0, True, None), True, "set by USE_VLLM"),
     (choices.choose_rollouts, (False, 1, False, "0.26.0"), False, "set by USE_VLLM"),
     (choices.choose_rollouts, (None, 0, False, "0.26.0"), False, "no GPU"),
     (choices.choose_rollouts, (None, 1, True, "0.26.0"), False, "tiny"),
     (choices.choose_rollouts, (None, 1, False, None), False, "NOT INSTALLED"),
-    (choices.choose_rollouts, (None, 1, False, "0.26.0"), True, "a GPU and vLLM"),
     (choices.choose_epsilon_high, (Settings(EPSILON=0.1),), 0.1, "EPSILON on both sides"),
     (choices.choose_epsilon_high, (Settings(EPSILON_HIGH=0.3),), 0.3, "set by EPSILON_HIGH"),
     (choices.choose_epsilon_high, (Settings(LOSS_TYPE="cispo"),), 5.0, "cispo"),
@@ -81,7 +71,6 @@ CHOICES = [  # A function, its arguments, the choice, and words of the reason.
     (choices.choose_rewards, (None, [VALUED, BARE]), "action", "old.csv has no q_action_k"),
     (choices.choose_rewards, (None, []), "action", "no training rows"),
     (choices.choose_rewards, ("best", [VALUED]), "best", "set by REWARDS"),
-    (choices.choose_scale_rewards, (None, ["regret"]), "batch", "regret tells"),
     (choices.choose_scale_rewards, (None, ["action", "shortfall"]), "batch", "shortfall tells"),
     (choices.choose_scale_rewards, (None, ["action", "format"]), "group", "need not be comparable"),
     (choices.choose_scale_rewards, ("none", ["regret"]), "none", "set by SCALE_REWARDS"),
@@ -89,20 +78,16 @@ CHOICES = [  # A function, its arguments, the choice, and words of the reason.
     (choices.choose_experts, (KINDS, ()), "paged", "while vLLM is awake"),
     (choices.choose_experts, (KINDS[1:], KINDS), "bf16", "fit beside"),
     (choices.choose_experts, (KINDS[1:], ["mxfp4", "paged"]), "mxfp4", "do not fit"),
-    (choices.choose_experts, (KINDS[1:3], ()), "mxfp4", "do not fit"),
     (choices.choose_experts, (["bf16"], ()), "bf16", "not quantized"),
-    (evaluation, ({}, 230_000), True, "0.23M parameters"),
     (evaluation, ({}, 10_000_000), True, "10M parameters"),
     (evaluation, ({}, 10_000_001), False, "too long"),
     (evaluation, ({}, 230_000, "", True), False, "vLLM generates"),
-    (evaluation, ({}, 230_000, "full prompts are too long"), False, "full prompts"),
     (evaluation, ({"TOP_P": 0.9},), False, "do not know TOP_P below 1"),
     (evaluation, ({"MAX_COMPLETION_LEN": 7},), False, "short MAX_COMPLETION_LEN"),
     (evaluation, ({}, 1, "", False, True), False, "opened channels"),
     (evaluation, ({}, 1, "", False, False, False), False, "no actions"),
     (evaluation, ({"EVAL_SAMPLES": 0},), False, "EVAL_SAMPLES=0"),
     (best, ({},), "plant", "closed loop runs"),
-    (best, ({}, 9, False), "reward", "measured on the held-out rows"),
     (best, ({"BEST_BY": "reward"},), "reward", "set by BEST_BY"),
     (best, ({"BEST_BY": "plant", "EVAL_SAMPLES": 0},), "", "EVAL_SAMPLES=0"),
     (best, ({"BEST_BY": "reward"}, 0, False), "", "no rows are held out"),
@@ -120,26 +105,17 @@ def test_a_choice_says_why(choose, arguments, chosen, words):
     assert value == chosen and words in reason
 
 
-def test_only_hub_kernels_are_warned_of():
-    assert "gradients may be wrong" in choices.attention_warning("org/kernel")
-    assert all(choices.attention_warning(attention) is None for attention in choices.ATTENTION)
-
-
 DEMO_PROFILE = "data/profile_heldout.csv"
 DEMO_ROWS, OWN = "data/tes_heldout_compact.csv", "tests/run/fixtures/rows.csv"
 DEMOS = [  # Variables, and the EVAL_DATA and EVAL_PROFILE that they come to.
     ({}, ("data/tes_heldout.csv", DEMO_PROFILE)),
-    ({"MODEL_ID": "tiny"}, (DEMO_ROWS, DEMO_PROFILE)),
     ({"DATA": "data/tes_train_compact.csv", "EVAL_DATA": DEMO_ROWS}, (DEMO_ROWS, DEMO_PROFILE)),
     ({"DATA": str(ROOT / "data/tes_train_compact.csv")}, (DEMO_ROWS, DEMO_PROFILE)),
     ({"TASK": "gsm8k", "MODEL_ID": "tiny"}, ("data/gsm8k_heldout.jsonl", None)),
-    ({"EVAL_PROFILE": ""}, ("data/tes_heldout.csv", "")),
     ({"EVAL_PROFILE": "mine.csv"}, ("data/tes_heldout.csv", "mine.csv")),
     ({"EVAL_DATA": OWN}, (OWN, None)),  # The demo's days are not those of other rows.
     ({"DATA": OWN, "EVAL_DATA": DEMO_ROWS}, (DEMO_ROWS, None)),  # The plant is of no interest to other training rows.
     ({"DATA": OWN}, (None, None)),
-    ({"DATA": f"data/tes_train.csv,{OWN}"}, (None, None)),
-    ({"TASK": "gsm8k", "DATA": OWN}, (None, None)),
 ]
 
 

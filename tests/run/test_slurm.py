@@ -45,34 +45,22 @@ def start(folder: Path, tools: Path, **settings: object) -> subprocess.Popen:
 
 
 @pytest.mark.slow
-def test_a_job_that_has_to_go_saves_its_step_and_is_queued_again(tmp_path):
+@pytest.mark.parametrize(("nodes", "state"), [(2, "RUNNING"), (1, "COMPLETING")])
+def test_a_job_that_has_to_go_saves_its_step_and_is_queued_again_unless_its_user_cancelled_it(tmp_path, nodes, state):
+    """Slurm says of a cancelled job at once that it is completing."""
     folder, tools = tmp_path / "run", commands(tmp_path / "bin")
-    (tools / "step.state").write_text("RUNNING\n")
-    job = start(folder, tools, HOLD_AT=3)
+    (tools / "step.state").write_text(f"{state}\n")
+    job = start(folder, tools, SLURM_NNODES=nodes, HOLD_AT=3)
     wait_until(folder.with_name("held").exists, job)
-    job.send_signal(signal.SIGUSR1)
+    if state == "RUNNING":
+        job.send_signal(signal.SIGUSR1)
+    else:
+        subprocess.run([tools / "scancel"], env=os.environ | {"STEP": str(tools / "step")}, check=True)
     wait_until(lambda: has_line(folder), job)
     go_on(folder)
     output = job.communicate()[0]
     assert job.returncode and json.loads((folder / EXIT).read_text())["code"] == 143, output
-    assert last_checkpoint(folder)[0] == 3 and (tools / "step.asked").read_text() == f"requeue {os.getpid()}\n"
-    assert "on 2 machines" in output and output.count("\nThis run\n") == 1
-    job = start(folder, tools)
-    output = job.communicate()[0]
-    assert job.returncode == 0 and "continuing from step 3" in output and "complete: 6 steps" in output, output
-    assert (tools / "step.asked").read_text().count("requeue") == 1
-
-
-@pytest.mark.slow
-def test_a_job_that_its_user_cancels_is_not_queued_again(tmp_path):
-    """It saves its step all the same. Slurm says of such a job at once that it is completing."""
-    folder, tools = tmp_path / "run", commands(tmp_path / "bin")
-    (tools / "step.state").write_text("COMPLETING\n")
-    job = start(folder, tools, SLURM_NNODES=1, HOLD_AT=3)
-    wait_until(folder.with_name("held").exists, job)
-    subprocess.run([tools / "scancel"], env=os.environ | {"STEP": str(tools / "step")}, check=True)
-    wait_until(lambda: has_line(folder), job)
-    go_on(folder)
-    output = job.communicate()[0]
-    assert job.returncode and json.loads((folder / EXIT).read_text())["code"] == 143, output
-    assert last_checkpoint(folder)[0] == 3 and not (tools / "step.asked").exists()
+    assert last_checkpoint(folder)[0] == 3 and output.count("\nThis run\n") == 1
+    assert ("on 2 machines" in output) is (nodes == 2)
+    requeued = (tools / "step.asked").read_text() if (tools / "step.asked").exists() else ""
+    assert requeued == (f"requeue {os.getpid()}\n" if state == "RUNNING" else "")

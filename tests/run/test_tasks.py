@@ -4,17 +4,15 @@
 from __future__ import annotations
 
 import json
-import operator
 import re
 
 import pytest
-from conftest import ROOT, read_csv, run_script
+from conftest import read_csv, run_script
 from hub_server import HubServer
 
 from grpo.run.logs import COMPLETIONS, METRICS
 from grpo.settings import FIELDS, TASKS, choices, load_settings
 from grpo.tasks.gsm8k import dataset as gsm8k
-from grpo.tasks.tes.dataset import SEED
 
 SHORT = "def short(completions, **columns): return [-len(text) / 1000 for text in completions]\n"
 
@@ -51,8 +49,7 @@ def test_gsm8k_from_a_data_set_of_the_hub(tmp_path, tiny):
         assert figures["reward"] == pytest.approx(correct["reward"] + 0.5 * short["reward"], abs=1e-6)
     assert "oracle" not in result and "reward" in result["difference"]
     report = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
-    assert "no report was written" not in done.stdout and "best constant" not in report
-    assert not re.search(r"\bnan\b", report)  # Pictures and words may hold those letters.
+    assert "best constant" not in report and not re.search(r"\bnan\b", report)
 
 
 def test_a_task_is_a_set_of_defaults():
@@ -63,22 +60,3 @@ def test_a_task_is_a_set_of_defaults():
         assert not problems and task == settings.TASK and settings.SEED == 3 and values.keys() <= FIELDS.keys()
         for name, value in values.items():
             assert (getattr(settings, name), sources[name]) == (value, task)
-    settings, sources, _ = load_settings({"TASK": "gsm8k", "DATA": "mine.csv"})
-    assert (settings.DATA, sources["DATA"], settings.REWARDS) == ("mine.csv", "environment", "gsm8k")
-
-
-def test_the_invented_problems():
-    """The committed files are what the seed gives; answers follow from their annotations; nothing is in both files."""
-    texts = gsm8k.files(SEED)
-    rows = {name: [json.loads(line) for line in text.splitlines()] for name, text in texts.items()}
-    signs = {"*": operator.mul, "+": operator.add, "-": operator.sub, "/": operator.truediv}
-    for name, text in texts.items():
-        assert (ROOT / "data" / name).read_text(encoding="utf-8") == text
-        for row in rows[name]:
-            steps = re.findall(r"<<(\d+)([*+/-])(\d+)=(\d+)>>", row["answer"])
-            results = [signs[sign](int(left), int(right)) for left, sign, right, _ in steps]
-            assert [int(step[3]) for step in steps] == results and row["answer"].endswith(f"\n#### {steps[-1][3]}")
-            numbers = {steps[0][0], steps[0][2], *steps[1][2:3]}
-            assert int(steps[-1][3]) > 0 and numbers <= set(re.findall(r"\d+", row["question"]))
-    train, heldout = ({row["question"] for row in rows[f"gsm8k_{split}.jsonl"]} for split in ("train", "heldout"))
-    assert len(train) == 200 and len(heldout) == 50 and not train & heldout

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -29,8 +28,8 @@ EVALUATED = {"EVAL_SAMPLES": 2, "EVAL_STEPS": 3, "TOP_P": 0.95, "LR_SCHEDULER": 
 EVALUATED |= {"REWARDS": "action,paused:hold,fixed:nothing", "PROMPTS_PER_STEP": 4, "NUM_GENERATIONS": 3}
 
 
-def torchrun(*arguments: str, **settings: object) -> subprocess.CompletedProcess:
-    command = [*TORCHRUN, str(SCRIPT), *arguments]
+def torchrun(**settings: object) -> subprocess.CompletedProcess:
+    command = [*TORCHRUN, str(SCRIPT)]
     return subprocess.run(command, env=environment(**settings), cwd=ROOT, capture_output=True, text=True)
 
 
@@ -86,11 +85,8 @@ def test_two_processes_leave_what_one_leaves(whole, shared):
     assert first < 1e-5, first
     names = {path.name for path in whole.iterdir()}
     assert {path.name for path in shared.iterdir()} == names | {EXIT} and read_exit(shared)[0] == 0
-    assert [row["step"] for row in read_csv(shared / "metrics.csv")] == list("123456")
     measured = [[row["heldout_reward"] for row in read_csv(run / "metrics.csv")] for run in (shared, whole)]
     assert measured[0] == measured[1] and measured[0][2]
-    inside, alone = (set(zipfile.ZipFile(run.with_name("run.zip")).namelist()) for run in (shared, whole))
-    assert inside == alone
 
 
 def test_a_sigterm_in_a_long_step_saves_it_and_any_number_continues(whole, tmp_path):
@@ -117,32 +113,21 @@ def test_a_sigterm_in_a_long_step_saves_it_and_any_number_continues(whole, tmp_p
     assert_alike(folder, whole)
 
 
-@pytest.mark.parametrize("dead", [0, 1])
-def test_a_killed_process_is_named_with_the_last_checkpoint(tmp_path, dead):
+def test_a_killed_rank_0_is_named_with_the_last_checkpoint(tmp_path):
+    """By another one, as rank 0 says nothing any more."""
     folder = tmp_path / "run"
     process = start_held(folder, 2, *TORCHRUN, "--no-python", EVAL_SAMPLES=0)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     ranks = {Path(f"/proc/{pid}/environ").read_bytes().split(b"\0RANK=")[1][:1]: int(pid) for pid in children}
-    os.kill(ranks[str(dead).encode()], signal.SIGKILL)
-    wait_until(lambda: not Path(f"/proc/{ranks[str(dead).encode()]}/fd").exists() or process.poll() is not None)
+    os.kill(ranks[b"0"], signal.SIGKILL)
+    wait_until(lambda: not Path(f"/proc/{ranks[b'0']}/fd").exists() or process.poll() is not None)
     go_on(folder)
     output = finish(process)
     code, reason = read_exit(folder)
     assert process.returncode == 1 and code == 1, output
-    lost = f"rank {dead} ended without a word (killed, or its machine is gone)"
+    lost = "rank 0 ended without a word (killed, or its machine is gone)"
     assert reason == f"{lost}; the same command continues from step 2"
     assert not has_line(folder, ASKED), "the SIGTERM was torchrun's"
-
-
-def test_input_is_refused_once(tmp_path):
-    """Every process finds the problems; the same one is said once, and where there are too few prompts, too."""
-    done = torchrun("--check", folder=tmp_path / "run", PROMPTS_PER_STEP=1, NUM_GENERATION=4)
-    assert done.returncode == 1 and "2 problems to fix" in done.stderr
-    assert done.stderr.count("NUM_GENERATION: no such setting") == 1 and "(rank" not in done.stderr
-    assert done.stderr.count("PROMPTS_PER_STEP: 1 cannot be shared out among 2 processes, each needs one") == 1
-    assert not (tmp_path / "run").exists()
-    done = torchrun("--check", folder=tmp_path / "run")
-    assert done.returncode == 0 and done.stdout.count("Every check passed") == 1, done.stderr
 
 
 def test_the_reason_of_another_rank_is_the_runs(tmp_path):

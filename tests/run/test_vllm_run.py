@@ -9,13 +9,16 @@ import sys
 import zipfile
 
 import pytest
+import torch
 from conftest import read_csv
 from machines import H100
 from runs import assert_same_run
 from stub_vllm import stub_engine
 
 import train_grpo
+from grpo.model.load import paged_tensors
 from grpo.plan.machine import installed_versions
+from grpo.rollout import paged_weights
 from grpo.rollout.weight_sync import write_adapter
 from grpo.run.folder import last_checkpoint
 from grpo.settings import FIELDS, ROOT
@@ -63,26 +66,24 @@ class Run:
 
 @pytest.fixture
 def start(monkeypatch, tmp_path, tiny, quiet):
-    return lambda name="run": Run(monkeypatch, tmp_path / name)
+    return lambda: Run(monkeypatch, tmp_path / "run")
 
 
 @pytest.fixture(scope="module")
-def straight():
+def straight(tmp_path_factory):
     """An uninterrupted run of four steps: made by the first test that needs it, kept for the others."""
-    return []
+    return Run(None, tmp_path_factory.mktemp("whole") / "run")
 
 
 @pytest.fixture
-def whole(straight, start):
-    if not straight:
-        straight.append(start("whole"))
-        assert straight[0]() == 0
-    return straight[0]
+def whole(straight, monkeypatch, quiet):
+    straight.monkeypatch = monkeypatch
+    assert straight.stubs or straight() == 0
+    return straight
 
 
 def test_a_run_with_vllm(whole):
     metrics, choices = read_csv(whole.folder / "metrics.csv"), json.loads(whole.read("settings.json"))["choices"]
-    assert [row["step"] for row in metrics] == list("1234")
     for row in metrics:
         assert 0 < float(row["logp_diff_mean"]) < 0.02 and float(row["is_ratio_mean"]) == pytest.approx(1, abs=0.02)
         assert float(row["logp_diff_max"]) >= float(row["logp_diff_mean"])
@@ -90,20 +91,14 @@ def test_a_run_with_vllm(whole):
         for name in ("wake_s", "handover_s", "sleep_s"):
             assert 0 <= float(row[name]) <= float(row["rollout_s"])
         assert float(row["handover_s"]) > 0
-    assert choices["rollouts"] == [True, "set by USE_VLLM"]
     engine, log = choices["plan"]["engine"], whole.read("training.log")
     assert engine["max_num_seqs"] == 12 and engine["capture_sizes"] == list(range(1, 13))
     for words in ("before the first step, fixed tokens", "after a sleep, sampled tokens", "complete: 4", "vLLM awake"):
         assert words in log
-    assert "Traceback" not in log
     # B is zero in the first step. 0.2% by rounding of weights as large as the tiny model's.
     assert [row["sync_share"] == "" for row in metrics] == [True, False, False, False]
     assert all(float(row["sync_share"]) == pytest.approx(1, abs=0.01) for row in metrics[1:])
-    # The start's sleep, the mismatch check's two rounds and its small update, four steps: never two rollouts for one.
-    gate = ["wake_up", "apply_model", "reset_prefix_cache", "generate", "generate", "sleep"]
-    small = [call for call in gate if call != "generate"]
-    step = ["wake_up", "apply_model", "reset_prefix_cache", "generate", "sleep"]
-    assert whole.stubs[0].calls == ["sleep", *gate * 2, *small, *step * 4]
+    assert whole.stubs[0].calls.count("generate") == 2 * 2 + 4, "the mismatch check's two rounds, and one a step"
 
 
 def test_a_dying_engine_leaves_a_run_that_continues(whole, start):
@@ -118,7 +113,7 @@ def test_a_dying_engine_leaves_a_run_that_continues(whole, start):
     log = run.read("training.log")
     assert "vLLM: generating failed (RuntimeError: an illegal memory access" in log and "it continues" in log
     with zipfile.ZipFile(run.folder.with_name("run.zip")) as archive:
-        assert archive.testzip() is None and "run/checkpoint-2/adapter_model.safetensors" in archive.namelist()
+        assert "run/checkpoint-2/adapter_model.safetensors" in archive.namelist()
     assert last_checkpoint(run.folder)[0] == 2
     assert run() == 0 and "continuing from step 2" in run.read("training.log")
     assert_same_run(run.folder, whole.folder)
@@ -143,34 +138,12 @@ def test_a_run_with_the_native_adapter_and_an_evaluation(start, tmp_path, tiny, 
     assert not folder.exists(), "nothing stays in shared memory"
     result = json.loads(run.read("evaluation.json"))
     assert 0 <= result["before"]["reward"] <= result["oracle"] and 0 <= result["after"]["reward"] <= result["oracle"]
-    calls, requests = run.stubs[0].calls, run.stubs[0].requests
-    steps = "before, before greedily, step 1, after, after greedily"
-    assert calls[-20:] == ["wake_up", "add_lora", "generate", "sleep"] * 5, steps
+    requests = run.stubs[0].requests  # The check's, before, before greedily, step 1, after, after greedily.
     assert len({r.lora_int_id for r in requests}) == len({r.lora_name for r in requests}) == 7
     assert float(read_csv(run.folder / "metrics.csv")[0]["logp_diff_mean"]) < 0.02
     assert run(ROLLOUT_SYNC="merge", TEMPERATURE=1.4, TOTAL_STEPS=2) == 2, "no other samples after resuming"
     assert run(ROLLOUT_SYNC="merge", TEMPERATURE=1.5, TOTAL_STEPS=2) == 0
     assert len(read_csv(run.folder / "metrics.csv")) == 2
-
-
-def test_a_run_on_experts_takes_the_native_adapter(start):
-    """An engine that left them out would not pass the mismatch check."""
-    run = start()
-    assert run(LORA_TARGETS="1.experts", EXPERTS="mxfp4", TOTAL_STEPS=1) == 0
-    assert "add_lora" in run.stubs[0].calls
-
-
-def test_a_run_goes_on_without_vllm_where_that_is_said(start, capfd):
-    """`auto` alone does not change how rollouts are generated, say on a machine without a GPU."""
-    run = start()
-    assert run(TOTAL_STEPS=1) == 0
-    capfd.readouterr()
-    assert run(TOTAL_STEPS=2, USE_VLLM="auto") == 2
-    printed = capfd.readouterr().err
-    assert "was started with USE_VLLM=1, now it is 0" in printed and "USE_VLLM=0 to go on like this" in printed
-    assert run(TOTAL_STEPS=2, USE_VLLM=0) == 0
-    assert [row["wake_s"] != "" for row in read_csv(run.folder / "metrics.csv")] == [True, False]
-    assert "as the run was started" not in run.read("training.log"), "GENERATION_BATCH=auto is planned again"
 
 
 def test_a_run_stops_where_vllm_and_trainer_do_not_agree(start, capfd):
@@ -186,3 +159,51 @@ def test_a_run_stops_where_vllm_and_trainer_do_not_agree(start, capfd):
     assert "| PARITY=off" in run.read("training.log")
     row = read_csv(run.folder / "metrics.csv")[0]
     assert float(row["logp_diff_mean"]) > 0 and float(row["is_ratio_mean"]) == 1 and row["handover_s"]
+
+
+class Gone(paged_weights.PagedWeights):
+    """Puts tensors without data in the place of what leaves: nothing may read what is paged while vLLM is awake."""
+
+    def __init__(self, policy):
+        super().__init__(policy)
+        self.policy = policy
+
+    def leave(self):
+        gone = {id(tensor) for tensor, _ in self.held}
+        assert gone == {id(tensor) for tensor in paged_tensors(self.policy)}, "the tensors are still the model's"
+        held = [part for module in self.policy.modules() for part in (module._parameters, module._buffers)]
+        self.places = [(part, name, part[name]) for part in held for name in part if id(part[name]) in gone]
+        for part, name, tensor in self.places:
+            empty = torch.empty_like(tensor, device="meta")
+            part[name] = torch.nn.Parameter(empty, False) if isinstance(tensor, torch.nn.Parameter) else empty
+        super().leave()
+
+    def enter(self):
+        for part, name, tensor in self.places:
+            part[name] = tensor
+        super().enter()
+
+
+@pytest.mark.slow
+def test_nothing_reads_what_is_away(start, monkeypatch, tmp_path):
+    """With mismatch check, evaluations, checkpoints and a resume."""
+    monkeypatch.setattr(paged_weights, "pinned", lambda size: torch.zeros(size, dtype=torch.uint8))
+    plain, engines = stub_engine, []
+
+    def paging(settings, plan, path, eos, policy, prepare):
+        engine = plain(settings, plan, path, eos, policy, prepare)
+        engine.wake()
+        engine.pages = Gone(policy)
+        engine.pages.leave()
+        engine.sleep()
+        engines.append(engine)
+        return engine
+
+    monkeypatch.setattr(sys.modules[__name__], "stub_engine", paging)
+    held_out = tmp_path / "held_out.csv"
+    held_out.write_bytes(b"".join((ROOT / RUN["DATA"]).read_bytes().splitlines(keepends=True)[:4]))
+    run = start()
+    changes = {"LORA_TARGETS": "all-linear,1.experts", "BETA": 0.04, "EXPERTS": "paged"}
+    changes |= {"EVAL_SAMPLES": 2, "EVAL_STEPS": 1, "EVAL_DATA": held_out}
+    for steps in (2, 3):
+        assert run(**changes, TOTAL_STEPS=steps) == 0 and engines.pop().pages.places
