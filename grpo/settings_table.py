@@ -113,6 +113,9 @@ class Settings:
     EXPECTED_REWARD: bool | None = setting("Rewards", None, text=
         "Learn at the answer `[k]` from the rewards of all actions, each by its probability, instead of the sampled "
         "action's alone; `auto`: where all rows have reward_action_k and REWARDS hold a function of the action alone.")
+    DIRECT_ANSWERS: bool = setting("Rewards", False, text=
+        "Open the final channel up to `[` in every prompt, so that one token is the answer: nothing is sampled to "
+        "learn from, and each prompt of a step is computed once (docs/learner.md).")
     MASK_TRUNCATED: bool = setting("Rewards", False, text=
         "Leave completions that met MAX_COMPLETION_LEN out of the loss (bad length then costs nothing).")
 

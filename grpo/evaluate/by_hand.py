@@ -63,7 +63,7 @@ def simulate(options: argparse.Namespace) -> tuple[str, Path]:
     if files is None or problems:
         raise InputError(*dict.fromkeys(problems))
     tiny, vllm = s.MODEL_ID == "tiny", installed_versions(["vllm"])["vllm"]
-    use_vllm, why = choose_rollouts(s.USE_VLLM, machine.gpus, tiny, vllm)
+    use_vllm, why = choose_rollouts(s.USE_VLLM, machine.gpus, tiny, vllm, s.DIRECT_ANSWERS)
     parameters = count_parameters(files.config)["total"]
     exact, how = choose_evaluation(s, use_vllm, parameters, plan.why_sampled)
     record = simulator.new_record(plan, s, s.EVAL_SAMPLES, exact)
@@ -105,7 +105,7 @@ def evaluate_rows(options: argparse.Namespace) -> tuple[str, Path]:
     if files is None or problems:
         raise InputError(*dict.fromkeys(problems))
     vllm = installed_versions(["vllm"])["vllm"]
-    use_vllm, why = choose_rollouts(s.USE_VLLM, machine.gpus, s.MODEL_ID == "tiny", vllm)
+    use_vllm, why = choose_rollouts(s.USE_VLLM, machine.gpus, s.MODEL_ID == "tiny", vllm, s.DIRECT_ANSWERS)
     exact, how = choose_exact(s, rows, use_vllm, count_parameters(files.config)["total"])
     results = new_results(s, rows, exact) | {
         "model": s.MODEL_ID,

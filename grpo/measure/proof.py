@@ -26,6 +26,7 @@ from grpo.model.gptoss_format import ModelError
 from grpo.model.load import load_model
 from grpo.model.warmup import Log, figures, write_warmed_up
 from grpo.plan.hub import TINY_PATH, count_parameters
+from grpo.settings import parse_value
 from rewards import confidence_interval
 
 OTHERS = """
@@ -73,6 +74,8 @@ def make(options: argparse.Namespace, scale: Scale, log: Log) -> None:
 def run_settings(options: argparse.Namespace, scale: Scale) -> dict[str, str]:
     """The settings of train_grpo.py; those of --set win. An interrupted run continues unless its model changed."""
     out, overwrite = options.out, options.force or is_stale(options.out)
+    own = dict(options.set)
+    direct = parse_value("DIRECT_ANSWERS", own.get("DIRECT_ANSWERS", "0"))
     return {
         "MODEL_ID": str(out / "model"),
         "DATA": str(out / "data" / "tes_train.csv"),
@@ -80,8 +83,9 @@ def run_settings(options: argparse.Namespace, scale: Scale) -> dict[str, str]:
         "EVAL_PROFILE": str(out / "data" / "profile_heldout.csv"),
         "OUTPUT_DIR": str(out / "run"),
         **scale.settings,
+        **({"USE_VLLM": "auto"} if direct else {}),  # Nothing is generated.
         **({"OVERWRITE": "1"} if overwrite else {}),
-        **dict(options.set),
+        **own,
     }
 
 
