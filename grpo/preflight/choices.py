@@ -181,6 +181,8 @@ def choose_evaluation(
     if not settings.EVAL_SAMPLES:
         return False, "EVAL_SAMPLES=0"
     sampled = f"{settings.EVAL_SAMPLES} answers a prompt"
+    if not settings.EVAL_EXACT:
+        return False, f"{sampled}: EVAL_EXACT=0"
     if engine:
         return False, f"{sampled}: vLLM generates"
     if not actions:
