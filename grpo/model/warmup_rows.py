@@ -131,7 +131,9 @@ class Rows:
         ends = [answer(0, stated_numbers(row.prompt)) if reasons else self.answer for row in rows]
         if {len(end) for end in ends} != {len(self.answer)}:
             raise ModelError("the tokenizer splits numbers below 1000 into several tokens: a chain needs o200k")
-        ids = [torch.tensor(encoding.ids + end, dtype=torch.int32) for encoding, end in zip(encodings, ends, strict=True)]
+        ids = [
+            torch.tensor(encoding.ids + end, dtype=torch.int32) for encoding, end in zip(encodings, ends, strict=True)
+        ]
         self.ids = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(device)
         self.lengths = torch.tensor([len(row) for row in ids], device=device)
         self.rewards = torch.tensor([row.rewards for row in rows], device=device)
