@@ -18,7 +18,7 @@ from grpo.settings import Problems, Settings, load_settings, show
 # What the adapter's run recorded of its task, model and sampling; the rest belongs to the machine and comes from here.
 RECORDED = (
     "MODEL_ID", "TASK", "REASONING_EFFORT", "PROMPT_DATE", "EVAL_TEMPERATURE", "TOP_P", "SEED", "DATA", "EVAL_DATA",
-    "EVAL_SAMPLES", "SYSTEM_PROMPT",
+    "EVAL_SAMPLES", "EVAL_EXACT", "SYSTEM_PROMPT",
 )  # fmt: skip
 # Recorded too, but other rows than the run's may need others.
 REPLACEABLE = ("MAX_PROMPT_LEN", "MAX_COMPLETION_LEN", "REWARDS", "INVALID_REWARD")
