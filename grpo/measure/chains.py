@@ -29,15 +29,19 @@ def chain_figures(run: Path, heldout: Path) -> Json:
     model = start_model(settings, files, run, read_machine(), use_vllm=False)
     prompts = [row.prompt for row in rows]
     rewards = np.array([[float(str(row.columns[f"reward_action_{k}"])) for k in range(ACTIONS)] for row in rows])
-    chains, figures = {}, {}
+    chains: dict[str, list[str]] = {}
+    figures: dict[str, float] = {}
     for name in ("base", "trained"):
         completions = model.tokenizer.batch_decode(model.complete(prompts, base=name == "base"))
         chains[name] = [text.partition(ANSWER_BEFORE)[0] for text in completions]
         matches = [FORM.fullmatch(chain) for chain in chains[name]]
-        numbers, plans = zip(*((match.groups()[:-1], int(match[5])) if match else ((), -1) for match in matches))
+        plans = [int(match[5]) if match else -1 for match in matches]
         figures |= {f"plan_{k}_{name}": plans.count(k) / len(rows) for k in range(ACTIONS)}
         best = [plan == reward.argmax() for plan, reward in zip(plans, rewards, strict=True)]
-        right = [[*said] == stated_numbers(prompt) for said, prompt in zip(numbers, prompts, strict=True)]
+        right = [
+            match is not None and [*match.groups()[:-1]] == stated_numbers(prompt)
+            for match, prompt in zip(matches, prompts, strict=True)
+        ]
         figures |= {f"plan_best_{name}": float(np.mean(best)), f"numbers_right_{name}": float(np.mean(right))}
     for chain, answer in itertools.product(chains, chains):
         opened = [prompt + text for prompt, text in zip(prompts, chains[chain], strict=True)]

@@ -136,8 +136,8 @@ def at_answer(hidden: Tensor, lengths: Tensor, answer: int) -> Tensor:
 def answer_log_probs(
     model: GptOssForCausalLM, hidden: Tensor, ids: Tensor, lengths: Tensor, rows: Rows
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs of each action at each of the answer's choices (B, choices, actions), of its fixed tokens together (B,),
-    and of its numbers together (B,)."""
+    """Log-probs of each action at each of the answer's choices (B, choices, actions), of its fixed tokens together
+    (B,), and of its numbers together (B,)."""
     logp = log_probs(model, at_answer(hidden, lengths, len(rows.answer)))
     choices = torch.stack([logp[:, n, tokens] for n, tokens in zip(rows.choices, rows.actions, strict=True)], 1)
     tokens = at_answer(ids[:, 1:, None], lengths, len(rows.answer))

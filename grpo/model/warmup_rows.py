@@ -109,9 +109,9 @@ class Rows:
     (N,), `rewards` (N, actions), and `readings` (N, R) with mean 0 and deviation 1.
 
     `answer` has the tokens that a row ends in: ``ANSWER_BEFORE``, action 0, ``ANSWER_AFTER``, behind a ``CHAIN`` where
-    the model `reasons`. `choices` are the indices of the action in it, and of the plan before that in a chain; `actions`
-    the tokens of the actions at each of these. `numbers` are the indices of the chain's numbers, which vary by row, and
-    `fixed` those of the other tokens.
+    the model `reasons`. `choices` are the indices of the action in it, and of the plan before that in a chain;
+    `actions` the tokens of the actions at each of these. `numbers` are the indices of the chain's numbers, which vary
+    by row, and `fixed` those of the other tokens.
     """
 
     def __init__(self, rows: list[WarmupRow], tokenizer: Tokenizer, device: str, reasons: bool = False) -> None:

@@ -115,6 +115,7 @@ def test_a_scale_that_reasons_differs_in_its_chain_alone():
     settings, _, problems = load_settings(run_settings(prove.parse_args(["--out", "x", "--reason"]), scale))
     assert not problems and settings.MAX_COMPLETION_LEN > 29 and not settings.EVAL_EXACT
     assert dataclasses.replace(scale.recipe, follow=None) == plain.recipe
+    assert reasoning(SCALES["small"]).recipe.distances == ((1, 2, 3, 7), (0,))
     changed = {name for name, value in scale.settings.items() if plain.settings.get(name) != value}
     assert changed == {"MAX_COMPLETION_LEN", "EVAL_EXACT"} and scale.train_windows == plain.train_windows
 
