@@ -81,6 +81,9 @@ class Settings:
         "Completions per held-out prompt, and runs through the closed loop, in every evaluation; 0 skips them all.")
     EVAL_TEMPERATURE: float = setting("Data", 0.5, above=0, high=10, resume=True, text=
         "Sampling temperature of every evaluation; beside it the greedy answer is measured.")
+    EVAL_EXACT: bool = setting("Data", True, resume=True, text=
+        "Evaluate small models without vLLM by the probabilities of all answers `[k]` instead of samples; 0 for one "
+        "that reasons first.")
     EVAL_STEPS: int = setting("Data", 50, "steps", tiny=100, low=0, resume=True, text=
         "Steps between two evaluations while it trains; 0: only before and after.")
     BEST_BY: str | None = setting("Data", None, choices=(*BEST_BY_NAMES, "reward"), resume=True, text=

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from datetime import date, timedelta
 from typing import NamedTuple
@@ -13,6 +14,7 @@ import torch
 from tokenizers import Tokenizer
 
 from grpo.data.prompts import ANSWER_AFTER, ANSWER_BEFORE
+from grpo.model.gptoss_format import ModelError
 from grpo.tasks.tes import dataset
 from grpo.tasks.tes.plant import HOURS, low_co2
 from grpo.tasks.tes.profiles import TRAIN_START
@@ -21,6 +23,13 @@ from grpo.tasks.tes.prompts import State
 ACTIONS = 4
 EFFORTS = ("low", "medium", "high")
 FIXED_DATE = "2025-04-07"  # compact prompts draw their dates around it
+# What a model that reasons writes before its answer: numbers that the prompt states, then an action, its plan.
+CHAIN = "<|channel|>analysis<|message|>store {} load {} co2 {} next {} action {}<|end|><|start|>assistant"
+NUMBERS = re.compile(
+    r"store (\d+) load (\d+) co2 (\d+) next (\d+)|"  # compact prompts, then full ones
+    r"energy \[kWh\]: (\d+)$.*?load=(\d+)\.\d kW, co2=\d\.(\d+) kg-CO2/kWh  ←.*?low5_avg=\d\.(\d+)",
+    re.DOTALL | re.MULTILINE,
+)
 WARMUP_SEED, PROBE_SEED = 40_000, 30_000  # of days, beyond those of data files; a window's own number is added
 
 
@@ -48,6 +57,15 @@ def readings(state: State) -> list[float]:
         *stored, *lost, *(-balance[:2]).clip(0), float(balance[0] < 0), co2, gain, max(-gain, 0.0), (later < co2).sum(),
         need, state.stamp.hour, load, state.energy_kwh,
     ]  # fmt: skip
+
+
+def stated_numbers(prompt: str) -> list[str]:
+    """The four numbers of the CHAIN as a prompt writes them, so that a model can copy their tokens: stored energy, load
+    and CO2 intensity now, and that of the next day's cleanest hours."""
+    match = NUMBERS.search(prompt)
+    if match is None:
+        raise ValueError(f"no plant's prompt: {prompt[-200:]!r}")
+    return [number for number in match.groups() if number is not None]
 
 
 def rendered(row: Mapping[str, str], number: int) -> str:
@@ -92,17 +110,32 @@ class Rows:
     """Warm-up rows on the device where they are used: `ids` (N, T) of prompt and answer, padded on the right, `lengths`
     (N,), `rewards` (N, actions), and `readings` (N, R) with mean 0 and deviation 1.
 
-    `answer` has the tokens that each row ends in: ``ANSWER_BEFORE``, action 0 at index `action_at`, ``ANSWER_AFTER``;
-    `fixed` are the indices of its other tokens, `actions` the tokens of the actions.
+    `answer` has the tokens that a row ends in: ``ANSWER_BEFORE``, action 0, ``ANSWER_AFTER``, behind a ``CHAIN`` where
+    the model `reasons`. `choices` are the indices of the action in it, and of the plan before that in a chain;
+    `actions` the tokens of the actions at each of these. `numbers` are the indices of the chain's numbers, which vary
+    by row, and `fixed` those of the other tokens.
     """
 
-    def __init__(self, rows: list[WarmupRow], tokenizer: Tokenizer, device: str) -> None:
-        answers = [tokenizer.encode(f"{ANSWER_BEFORE}{k}{ANSWER_AFTER}").ids for k in range(ACTIONS)]
-        self.answer, self.action_at = answers[0], len(tokenizer.encode(ANSWER_BEFORE).ids)
-        self.fixed = [n for n in range(len(self.answer)) if n != self.action_at]
-        self.actions = [answer[self.action_at] for answer in answers]
+    def __init__(self, rows: list[WarmupRow], tokenizer: Tokenizer, device: str, reasons: bool = False) -> None:
+        def answer(action: int, numbers: Sequence[str]) -> list[int]:
+            chain = CHAIN.format(*numbers, action) if reasons else ""
+            return tokenizer.encode(f"{chain}{ANSWER_BEFORE}{action}{ANSWER_AFTER}").ids
+
+        def differing(other: list[int]) -> list[int]:
+            return [n for n, (a, b) in enumerate(zip(self.answer, other, strict=True)) if a != b]
+
+        answers = [answer(k, "0000") for k in range(ACTIONS)]
+        self.answer = answers[0]
+        self.choices, self.numbers = differing(answers[1]), differing(answer(0, "1111"))
+        self.fixed = [n for n in range(len(self.answer)) if n not in {*self.choices, *self.numbers}]
+        self.actions = [[answer[n] for answer in answers] for n in self.choices]
         encodings = tokenizer.encode_batch([row.prompt for row in rows], add_special_tokens=False)
-        ids = [torch.tensor(encoding.ids + self.answer, dtype=torch.int32) for encoding in encodings]
+        ends = [answer(0, stated_numbers(row.prompt)) if reasons else self.answer for row in rows]
+        if {len(end) for end in ends} != {len(self.answer)}:
+            raise ModelError("the tokenizer splits numbers below 1000 into several tokens: a chain needs o200k")
+        ids = [
+            torch.tensor(encoding.ids + end, dtype=torch.int32) for encoding, end in zip(encodings, ends, strict=True)
+        ]
         self.ids = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(device)
         self.lengths = torch.tensor([len(row) for row in ids], device=device)
         self.rewards = torch.tensor([row.rewards for row in rows], device=device)
@@ -118,3 +151,8 @@ class Rows:
         columns = -(-int(lengths.max()) // 8) * 8
         ids = self.ids[picked, :columns].long()
         return torch.nn.functional.pad(ids, (0, columns - ids.shape[1])), lengths
+
+    def name(self, ids: torch.Tensor, lengths: torch.Tensor, choice: int, named: torch.Tensor) -> None:
+        """Writes the actions `named` (B,) into the `ids` of a batch, at one of the `choices`."""
+        tokens = torch.tensor(self.actions[choice], device=ids.device)[named, None]
+        ids.scatter_(1, (lengths - len(self.answer) + self.choices[choice])[:, None], tokens)

@@ -284,7 +284,8 @@ def check_input(resolved: ResolvedRun, environ: Mapping[str, str], problems: Pro
 RECORDED = {
     "rewards": "rewards", "scale_rewards": "scale_rewards", "expected_reward": "expected_reward",
     "attention": "attention", "packing": "packing",
-    "rollouts": "use_vllm", "sync": "rollout_sync", "experts": "experts", "evaluation": "exact", "best": "best_by",
+    "rollouts": "use_vllm", "sync": "rollout_sync", "experts": "experts",
+    "evaluation": "exact", "simulation": "exact_loop", "best": "best_by",
     "epsilon_high": "epsilon_high", "threads": "threads",
 }  # fmt: skip
 

@@ -188,6 +188,8 @@ def choose_evaluation(
     if not settings.EVAL_SAMPLES:
         return False, "EVAL_SAMPLES=0"
     sampled = f"{settings.EVAL_SAMPLES} answers a prompt"
+    if not settings.EVAL_EXACT:
+        return False, f"{sampled}: EVAL_EXACT=0"
     if settings.DIRECT_ANSWERS and not why_sampled:
         return True, "all answers by their probability: DIRECT_ANSWERS, a forward pass tells them"
     if engine:
@@ -206,6 +208,15 @@ def choose_evaluation(
     if hindrances := [words for words, applies in unknown.items() if applies]:
         return False, f"{sampled}: exact figures do not know {' or '.join(hindrances)}"
     return True, f"all answers by their probability: {parameters / 1e6:.2g}M parameters, transformers generates"
+
+
+def choose_loop_evaluation(settings: Settings, exact: bool, reason: str, parameters: int) -> tuple[bool, str]:
+    """(whether the simulator is exact, reason), by `choose_evaluation`: of a large model that answers directly the
+    held-out rows are, while a simulator reaches hundreds of states in every hour."""
+    if not exact or parameters <= MOST_EXACT:
+        return exact, reason
+    sampled = f"{settings.EVAL_SAMPLES} passes"
+    return False, f"{sampled}: all states that can be reached take too long for {parameters / 1e6:,.0f}M parameters"
 
 
 def choose_best(settings: Settings, heldout: int, closed_loop: bool) -> tuple[str, str]:

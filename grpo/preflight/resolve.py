@@ -108,7 +108,8 @@ class ResolvedRun(Facts):
     shapes: Shapes | None  # None without a model, as `plan`.
     plan: Plan | None
     closed_loop: SimulationPlan
-    exact: bool  # Evaluations go through all answers by their probability, instead of samples.
+    exact: bool  # Held-out rows are evaluated by the probabilities of all answers, instead of samples.
+    exact_loop: bool  # The simulator goes through all states that can be reached, instead of samples of them.
     best_by: str  # As BEST_BY names it, or empty where nothing is measured.
     run: RunState  # Of OUTPUT_DIR.
     problems: Problems = dataclasses.field(default_factory=Problems)
@@ -217,6 +218,7 @@ def resolve(settings: Settings, facts: Facts, problems: Problems) -> ResolvedRun
     exact, reasons["exact"] = choices.choose_evaluation(
         settings, use_vllm, parameters, closed_loop.why_sampled, opened, all(row.rewards for row in eval_rows)
     )
+    exact_loop, reasons["exact_loop"] = choices.choose_loop_evaluation(settings, exact, reasons["exact"], parameters)
     best_by, reasons["best_by"] = choices.choose_best(settings, len(eval_rows), closed_loop.runs)
     return ResolvedRun(
         **vars(facts) | {"sources": sources},
@@ -237,6 +239,7 @@ def resolve(settings: Settings, facts: Facts, problems: Problems) -> ResolvedRun
         plan=plan_memory(settings, shapes) if shapes else None,
         closed_loop=closed_loop,
         exact=exact,
+        exact_loop=exact_loop,
         best_by=best_by,
         run=RunState(run_folder(settings)),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from grpo.model.fast_layers import forward
 from grpo.model.gptoss_format import SPECIAL_TOKENS, Shape, quantize_experts
 from grpo.model.tiny import RECIPE as TINY_RECIPE
 from grpo.model.warmup import WarmUp, at_answer, figures, log_probs, new_model
-from grpo.model.warmup_rows import PROBE_SEED, WARMUP_SEED, Rows, readings, warmup_rows
+from grpo.model.warmup_rows import PROBE_SEED, WARMUP_SEED, Rows, readings, stated_numbers, warmup_rows
 from grpo.plan.hub import TINY_PATH
 from grpo.tasks.tes.dataset import synthetic_windows, trajectory
 from grpo.tasks.tes.plant import Plant, step
@@ -37,6 +38,11 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def rows(tokenizer) -> Rows:
     return Rows(warmup_rows((7, 2, "compact")), tokenizer, "cpu")
+
+
+@pytest.fixture(scope="module")
+def chain_rows(tokenizer) -> Rows:
+    return Rows(warmup_rows((7, 2, "compact")), tokenizer, "cpu", reasons=True)
 
 
 @pytest.fixture
@@ -85,7 +91,7 @@ def test_initial_heads_look_back_by_their_distance(model):
 def test_rows_end_in_their_answer(rows, tokenizer):
     answer = rows.answer
     assert tokenizer.decode(answer, skip_special_tokens=False) == "<|channel|>final<|message|>[0]<|return|>"
-    assert [tokenizer.id_to_token(token) for token in rows.actions] == list("0123")
+    assert [[tokenizer.id_to_token(token) for token in tokens] for tokens in rows.actions] == [list("0123")]
     ids, lengths = rows.batch(torch.arange(len(rows)))
     assert ids.shape[1] % 8 == 0 and lengths.max() <= ids.shape[1]
     assert all(row[n - len(answer) : n].tolist() == answer for row, n in zip(ids, lengths, strict=True))
@@ -93,6 +99,28 @@ def test_rows_end_in_their_answer(rows, tokenizer):
     # The state that predicts a token stands before it.
     before = at_answer(torch.arange(ids.shape[1]).expand(len(ids), -1)[..., None], lengths, len(answer))[..., 0]
     assert (ids.gather(1, before + 1) == torch.tensor(answer)).all()
+
+
+def test_rows_that_reason_say_the_prompts_numbers_and_a_plan(chain_rows, tokenizer):
+    ids, lengths = chain_rows.batch(torch.arange(len(chain_rows)))
+    chain_rows.name(ids, lengths, 0, torch.full_like(lengths, 2))
+    chain_rows.name(ids, lengths, 1, torch.full_like(lengths, 3))
+    for row, length in zip(ids, lengths, strict=True):
+        text = tokenizer.decode(row[:length].tolist(), skip_special_tokens=False)
+        prompt, _, chain = text.rpartition("<|channel|>analysis<|message|>")
+        stated = re.search(r"store (\d+) load (\d+) co2 (\d+) next (\d+)", prompt)[0]
+        assert chain == (f"{stated} action 2<|end|><|start|>assistant<|channel|>final<|message|>[3]<|return|>")
+    assert len(chain_rows.numbers) == 4 and len(chain_rows.fixed) + 6 == len(chain_rows.answer)
+
+
+def test_full_prompts_state_the_numbers_of_the_hour_and_the_next_day():
+    (prompt,) = [row.prompt for row in warmup_rows((7, 1, "full"))[3:4]]
+    energy = re.search(r"energy \[kWh\]: (\d+)", prompt)[1]
+    now = re.search(r"load=(\d+)\.\d kW, co2=0\.(\d+) .*Now", prompt)
+    low = re.search(r"low5_avg=0\.(\d+)", prompt)[1]
+    assert prompt.count("load=") > 3 and stated_numbers(prompt) == [energy, now[1], now[2], low]
+    with pytest.raises(ValueError, match="no plant's prompt"):
+        stated_numbers("What is 2 + 2?")
 
 
 def test_readings_are_what_the_hour_would_do():
@@ -110,9 +138,10 @@ def test_figures_are_what_sampling_earns(model, rows, monkeypatch):
     """A model that always ends its answer right and gives the actions 1/4 each earns what random actions do; one with
     half of its probability elsewhere earns half."""
     even = torch.zeros(len(rows.answer), SHAPE.vocab)
-    even[rows.action_at] = -math.inf
+    (place,), (actions,) = rows.choices, rows.actions
+    even[place] = -math.inf
     for share in (1.0, 0.5):
-        even[rows.action_at, rows.actions] = math.log(0.25 * share)
+        even[place, actions] = math.log(0.25 * share)
         monkeypatch.setattr("grpo.model.warmup.log_probs", lambda model, hidden: even.expand(len(hidden), -1, -1))
         values = figures(model, rows, 40)
         assert values["parse_rate"] == pytest.approx(share) and values["reward"] == pytest.approx(share / 4, rel=1e-3)
@@ -139,6 +168,20 @@ def test_the_warm_up_learns_format_text_and_readings(model, rows):
     kept = model.model.layers[1].mlp.experts.down_proj.clone()
     training.phase(1.0, RECIPE.lr / 4, lines.append)
     assert torch.equal(model.model.layers[1].mlp.experts.down_proj, kept) and len(stored) == 16
+
+
+def test_a_warm_up_that_reasons_lets_answers_follow_plans_and_leaves_both_even(model, chain_rows):
+    """Figures of a model that quotes, plans and answers as the warm-up wants it are those of random actions; and few
+    steps move an untrained model there."""
+    recipe = dataclasses.replace(RECIPE, follow=0.7, steps=60)
+    training = WarmUp(model, chain_rows, recipe, 0)
+    before = figures(model, chain_rows)
+    training.phase(1.0, recipe.lr, [].append)
+    after = figures(model, chain_rows)
+    assert after["parse_rate"] > 10 * before["parse_rate"] and after["numbers"] > before["numbers"]
+    assert after["follows"] > before["follows"]
+    picked = torch.arange(4)
+    assert training.read(picked)[1].shape == (2, 4, chain_rows.readings.shape[1])
 
 
 def test_warm_up_rows_differ_from_all_others():
