@@ -107,6 +107,8 @@ def test_the_settings_of_a_scale_are_read_and_those_of_the_command_line_win(name
     assert options.steps == 5 and not load_settings(settings)[2] and "OVERWRITE" not in settings
     assert settings["LEARNING_RATE"] == "1e-3" and settings["TOTAL_STEPS"] == "7"
     assert settings["USE_VLLM"] == ("1" if name == "mid" else "0")
+    direct = run_settings(prove.parse_args(["--out", str(tmp_path), "--set", "DIRECT_ANSWERS=1"]), SCALES[name])
+    assert direct["USE_VLLM"] == "auto", "nothing is generated, and setting it is refused"
 
 
 def test_a_scale_that_reasons_differs_in_its_chain_alone():
