@@ -47,6 +47,7 @@ class Recipe:
     # Tokens back, for each head of each sliding layer. The first layer looks at neighbours, so that a number knows its
     # word. Heads of the last look at their own place: there the adapter finds what was read, and makes it a choice.
     distances: Sequence[Sequence[int]]
+    most_factor: float = 1.0  # of a day's load, its least is the reciprocal (dataset.varied)
     rounding: float = 0.2  # share of the budget in which the experts are frozen in 4 bit
     rounding_lr: float = 0.25  # the rate there, times lr
     # How often the answer of a model that reasons is the action that its chain named; None: it answers at once.
@@ -280,7 +281,7 @@ def write_warmed_up(
     """
     token_ids = special_token_ids(tokenizer, recipe.shape.vocab)
     # The workers that make the rows start before CUDA does, and before the tokenizer's threads.
-    row_sets = make_rows(recipe.prompt, recipe.windows, recipe.probe_windows)
+    row_sets = make_rows(recipe.prompt, recipe.windows, recipe.probe_windows, recipe.most_factor)
     rows, probe = (Rows(row_set, tokenizer, device, recipe.follow is not None) for row_set in row_sets)
     log(f"{len(rows)} + {len(probe)} rows of up to {rows.ids.shape[1]} tokens")
     torch.manual_seed(seed)

@@ -81,16 +81,18 @@ def rendered(row: Mapping[str, str], number: int) -> str:
     )
 
 
-def warmup_rows(job: tuple[int, int, str]) -> list[WarmupRow]:
-    """Every decision of some windows and ten short hours in each. `job` is (first seed, windows, kind of prompt).
+def warmup_rows(job: tuple[int, int, str, float]) -> list[WarmupRow]:
+    """Every decision of some windows and ten short hours in each. `job` is (first seed, windows, kind of prompt, most
+    factor of a day's load).
 
     Every window has a seed of its own and one of a year's dates, so that no row repeats and dates mean nothing.
     """
-    first, count, kind = job
+    first, count, kind, most = job
     rows = []
     for seed in range(first, first + count):
         start = TRAIN_START + timedelta(weeks=seed % 52)
-        for window, rng in dataset.synthetic_windows(seed, dataset.ROWS_STREAM, 1, start):
+        for plain, rng in dataset.synthetic_windows(seed, dataset.ROWS_STREAM, 1, start):
+            window = dataset.varied(plain, rng, most)
             decisions = dataset.trajectory(window, rng, kind, None) + dataset.short_hours(window, rng, kind)
             for number, (row, state) in enumerate(decisions):
                 rewards = [row[f"reward_action_{k}"] for k in range(ACTIONS)]
@@ -98,11 +100,13 @@ def warmup_rows(job: tuple[int, int, str]) -> list[WarmupRow]:
     return rows
 
 
-def make_rows(kind: str, windows: int, probe_windows: int) -> tuple[list[WarmupRow], list[WarmupRow]]:
+def make_rows(
+    kind: str, windows: int, probe_windows: int, most_factor: float
+) -> tuple[list[WarmupRow], list[WarmupRow]]:
     """Rows to learn from and rows to measure on, of that many windows each; all cores make them, in 40 ms a window."""
-    jobs = [(WARMUP_SEED + n, min(50, windows - n), kind) for n in range(0, windows, 50)]
+    jobs = [(WARMUP_SEED + n, min(50, windows - n), kind, most_factor) for n in range(0, windows, 50)]
     with ProcessPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        *parts, probe = pool.map(warmup_rows, [*jobs, (PROBE_SEED, probe_windows, kind)])
+        *parts, probe = pool.map(warmup_rows, [*jobs, (PROBE_SEED, probe_windows, kind, most_factor)])
     return [row for rows in parts for row in rows], probe
 
 

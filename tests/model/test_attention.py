@@ -71,7 +71,7 @@ def stock(tiny):
     model.set_experts_implementation("eager")
     g = torch.Generator().manual_seed(0)
     lengths = (40, 55, 9, 30, 17)
-    first, second, *completions = (torch.randint(3, 592, (n,), generator=g).tolist() for n in lengths)
+    first, second, *completions = (torch.randint(3, 792, (n,), generator=g).tolist() for n in lengths)
     prompts = [first, first, second]
     length = max(len(p) + len(c) for p, c in zip(prompts, completions, strict=True))
     assert length > model.config.sliding_window, "the window must matter"

@@ -25,7 +25,7 @@ def test_help_is_cheap() -> None:
 
 def test_check_command(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert mm.main(["check", str(tiny)]) == 0
-    assert "301,464 parameters" in capsys.readouterr().out
+    assert "327,064 parameters" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

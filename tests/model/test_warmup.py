@@ -24,7 +24,7 @@ from grpo.tasks.tes.profiles import TRAIN_START
 pytestmark = pytest.mark.numeric
 
 SHAPE = Shape(
-    layers=4, hidden=64, intermediate=64, experts=4, experts_per_token=2, heads=4, kv_heads=2, head_dim=32, vocab=592,
+    layers=4, hidden=64, intermediate=64, experts=4, experts_per_token=2, heads=4, kv_heads=2, head_dim=32, vocab=792,
     sliding_window=12,
 )  # fmt: skip
 RECIPE = dataclasses.replace(TINY_RECIPE, shape=SHAPE, batch=8, steps=40)
@@ -37,7 +37,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def rows(tokenizer) -> Rows:
-    return Rows(warmup_rows((7, 2, "compact")), tokenizer, "cpu")
+    return Rows(warmup_rows((7, 2, "compact", 1.0)), tokenizer, "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +186,7 @@ def test_a_warm_up_that_reasons_lets_answers_follow_plans_and_leaves_both_even(m
 
 def test_warm_up_rows_differ_from_all_others():
     """Neither warm-up nor probe rows share a prompt with each other or with the data of the run."""
-    warm = {row.prompt for row in warmup_rows((WARMUP_SEED, 3, "full"))}
-    probe = {row.prompt for row in warmup_rows((PROBE_SEED, 3, "full"))}
+    warm = {row.prompt for row in warmup_rows((WARMUP_SEED, 3, "full", 1.0))}
+    probe = {row.prompt for row in warmup_rows((PROBE_SEED, 3, "full", 1.0))}
     assert len(warm) == 120 and not warm & probe
     assert PROBE_SEED + TINY_RECIPE.probe_windows < WARMUP_SEED

@@ -152,7 +152,7 @@ def test_experts_are_shared_where_vllms_layout_is_known(capability, vllm, sync, 
 
 @pytest.fixture
 def tiny_run(tmp_path):
-    """Resolves a run of the tiny model's demo, of 815 training rows and 8 prompts a step."""
+    """Resolves a run of the tiny model's demo, of 783 training rows and 8 prompts a step."""
 
     def resolved(machine=CPU, **environ):
         settings = {"MODEL_ID": "tiny", "OUTPUT_DIR": tmp_path / "run", "EVAL_SAMPLES": 0} | environ
@@ -216,12 +216,12 @@ def test_steps_of_so_many_epochs(epochs, rows, prompts, steps):
 
 def test_epochs_are_resolved_to_steps_before_anything_uses_them(tiny_run):
     resolved = tiny_run(NUM_TRAIN_EPOCHS=2.5)
-    assert not resolved.problems and (resolved.settings.TOTAL_STEPS, resolved.sources["TOTAL_STEPS"]) == (255, "chosen")
+    assert not resolved.problems and (resolved.settings.TOTAL_STEPS, resolved.sources["TOTAL_STEPS"]) == (245, "chosen")
     length = dict(banner.facts(resolved))["length"]
-    assert length.startswith("255 steps, 2.5 epochs over the rows: NUM_TRAIN_EPOCHS=2.5 x 815 rows / 8 prompts")
-    assert checks.run_records(resolved)["settings.json"]["settings"]["TOTAL_STEPS"] == 255
-    short = tiny_run(NUM_TRAIN_EPOCHS=1, WARMUP_STEPS=102)
-    assert "rise over 102 steps, the run has 102" in only(short.problems)
+    assert length.startswith("245 steps, 2.5 epochs over the rows: NUM_TRAIN_EPOCHS=2.5 x 783 rows / 8 prompts")
+    assert checks.run_records(resolved)["settings.json"]["settings"]["TOTAL_STEPS"] == 245
+    short = tiny_run(NUM_TRAIN_EPOCHS=1, WARMUP_STEPS=98)
+    assert "rise over 98 steps, the run has 98" in only(short.problems)
     both = tiny_run(NUM_TRAIN_EPOCHS=1, TOTAL_STEPS=5)
     assert "TOTAL_STEPS=5 is set as well. Unset one of the two" in only(both.problems)
     most = Settings(NUM_TRAIN_EPOCHS=1e6, PROMPTS_PER_STEP=1)
