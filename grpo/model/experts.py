@@ -225,8 +225,9 @@ class Activation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        out = torch.empty_like(ctx.saved_tensors[0])
-        tensors = *ctx.saved_tensors, gradient.contiguous(), out
+        saved = ctx.saved_tensors  # Read once: torch's checkpointing unpacks them a single time.
+        out = torch.empty_like(saved[0])
+        tensors = *saved, gradient.contiguous(), out
         launch_rows(kernels().activation_backward, *gradient.shape, *tensors, limit=GATE_LIMIT, alpha=GATE_ALPHA)
         return out, None, None
 
@@ -244,9 +245,9 @@ class Combine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        rows, *_, weights = ctx.saved_tensors
+        saved = rows, *_, weights = ctx.saved_tensors  # Read once, as above.
         d_rows, d_weights = torch.empty_like(rows), torch.empty_like(weights)
-        tensors = gradient.contiguous(), *ctx.saved_tensors, d_rows, d_weights
+        tensors = gradient.contiguous(), *saved, d_rows, d_weights
         launch_rows(kernels().combine_backward, *rows.shape, *tensors, pairs=weights.shape[1])
         return d_rows, None, None, None, d_weights
 
