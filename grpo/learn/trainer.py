@@ -315,7 +315,7 @@ class Trainer(Learner):
             per_function = torch.tensor(scores, dtype=torch.float32, device=self.accelerator.device)
             weights = self.reward_weights.to(per_function.device)
             totals = (per_function * weights).nansum(dim=1).masked_fill(per_function.isnan().all(dim=1), math.nan)
-            answers: list[AnswerRewards] = []
+            answers = []
             if self.lookup and self.run.settings.DIRECT_ANSWERS:
                 answers = self.lookup.look_up_rows([completion.row for completion in read], self.state)
             elif self.lookup:

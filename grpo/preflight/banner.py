@@ -139,7 +139,7 @@ def processes_text(resolved: ResolvedRun) -> str:
     return f"{machine.ranks}{machines}, each with {own}: {shares} of {prompts} prompts"
 
 
-def memory_facts(plan: Plan, machine: Machine, direct: bool) -> Iterator[tuple[str, str]]:
+def memory_facts(plan: Plan, machine: Machine, direct: bool = False) -> Iterator[tuple[str, str]]:
     """(title, text) of each line about memory and batch sizes, of one process. `direct`: nothing is generated."""
     yield "MICRO_BATCH", f"{plan.micro_batch}: {plan.micro_batch_reason}"
     if engine := plan.engine:

@@ -88,9 +88,9 @@ WIRING = {
 ELSEWHERE = {
     "MODEL_ID": "preflight", "ATTN_IMPL": "preflight", "EXPERTS": "preflight", "MICRO_BATCH": "plan",
     "PACKING": "preflight", "USE_VLLM": "preflight", "GENERATION_BATCH": "preflight", "VLLM_GPU_MEM": "plan",
-    "INVALID_REWARD": "data", "EXPECTED_REWARD": "preflight", "ROLLOUT_SYNC": "rollout", "VLLM_EAGER": "rollout",
-    "PARITY": "rollout", "PARITY_LIMIT": "rollout", "IS_CORRECTION": "learn", "IS_CLIP_MAX": "learn",
-    "INIT_ADAPTER": "preflight", "NUM_TRAIN_EPOCHS": "preflight",
+    "INVALID_REWARD": "data", "EXPECTED_REWARD": "preflight", "DIRECT_ANSWERS": "learn", "ROLLOUT_SYNC": "rollout",
+    "VLLM_EAGER": "rollout", "PARITY": "rollout", "PARITY_LIMIT": "rollout", "IS_CORRECTION": "learn",
+    "IS_CLIP_MAX": "learn", "INIT_ADAPTER": "preflight", "NUM_TRAIN_EPOCHS": "preflight",
 }  # fmt: skip
 
 
