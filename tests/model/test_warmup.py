@@ -188,7 +188,7 @@ def test_answers_are_taught_to_follow_the_plan_that_is_shown(model, chain_rows, 
     plans = shown[0].float()
     assert plans.unique().tolist() == [0, 1, 2, 3] and len(shown) == 2
     assert loss.item() == pytest.approx((0.7 * plans + 0.1 * (6 - plans)).mean().item(), rel=1e-5)
-    assert readings.shape == (2, 40, chain_rows.readings.shape[1])
+    assert readings.shape == (40, chain_rows.readings.shape[1])
 
 
 def test_figures_of_a_model_that_reasons_count_all_plans(model, chain_rows, monkeypatch):
