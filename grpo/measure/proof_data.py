@@ -56,7 +56,9 @@ SCALES = {
 DATA_SEED = 20_000  # of days
 # A chain has 29 tokens with o200k. The exact evaluation of small models knows answers without one alone.
 REASON_RUN = environment("MAX_COMPLETION_LEN=40 EVAL_EXACT=0")
-FOLLOW = 0.7  # Most of a decision falls in the chain, as it does where a model reasons; the answer's token keeps a say.
+# A decision falls in the chain, as it does where a model reasons; the answer's token keeps a say. With 0.7, and
+# readings at the answer as well as at the plan, answers of the toy model overruled plans: chains were worth nothing.
+FOLLOW = 0.9
 PLAN_BACK = 7  # tokens from where the answer's action is predicted to the plan
 
 

@@ -185,7 +185,7 @@ class WarmUp:
 
     It learns answers in the right form that name each action as often as another, whatever the prompt says; where it
     reasons, so do its plans, which answers follow with the recipe's probability. A linear `probe`, thrown away
-    afterwards, reads the rows' readings from a middle layer, wherever an action is chosen.
+    afterwards, reads the rows' readings from a middle layer, where an action is named first.
     """
 
     def __init__(self, model: GptOssForCausalLM, rows: Rows, recipe: Recipe, seed: int) -> None:
@@ -207,8 +207,7 @@ class WarmUp:
         return min(1.0, max(self.elapsed / self.recipe.seconds, self.step / self.recipe.steps))
 
     def read(self, picked: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss of the `picked` rows (B,) without that of their readings, and what the probe reads at each of the
-        answer's choices, (choices, B, R)."""
+        """The loss of the `picked` rows (B,) without that of their readings, and the readings (B, R) of the probe."""
         rows, size = self.rows, len(picked)
         ids, lengths = rows.batch(picked)
         before = lengths - len(rows.answer)
@@ -230,12 +229,11 @@ class WarmUp:
         at = (at * (before - 1)[:, None]).long()
         logp = log_probs(self.model, hidden.take_along_dim(at[..., None], 1))
         text = -logp.gather(-1, ids.gather(1, at + 1).unsqueeze(-1)).mean()
-        states = at_answer(middle[0], lengths, len(rows.answer))
-        state = torch.cat([states[:, n] for n in rows.choices]).float()
+        state = at_answer(middle[0], lengths, len(rows.answer))[:, rows.choices[0]].float()
         loss = -(wanted * choices).sum(1).mean() - FORMAT_WEIGHT * around.mean() + TEXT_WEIGHT * text
         if rows.numbers:
             loss = loss - TEXT_WEIGHT * numbers.mean()
-        return loss, self.probe(functional.rms_norm(state, state.shape[-1:])).unflatten(0, (-1, size))
+        return loss, self.probe(functional.rms_norm(state, state.shape[-1:]))
 
     def phase(self, end: float, lr: float, log: Log) -> None:
         """Train until the progress is `end`, with a cosine of the rate. Raises ModelError if the loss is not finite."""
@@ -248,8 +246,7 @@ class WarmUp:
             optimizer.param_groups[0]["lr"] = lr * rise * (0.05 + 0.95 * (1 + math.cos(math.pi * done)) / 2)
             picked = torch.randint(len(self.rows), (self.recipe.batch,), device=self.device, generator=self.generator)
             loss, readings = self.read(picked)
-            stated = self.rows.readings[picked].expand_as(readings)
-            loss = loss + READING_WEIGHT * functional.smooth_l1_loss(readings, stated)
+            loss = loss + READING_WEIGHT * functional.smooth_l1_loss(readings, self.rows.readings[picked])
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(trained, 1.0)
@@ -267,7 +264,7 @@ class WarmUp:
         with torch.no_grad():
             limit = 512 if self.recipe.follow is None else 128
             picked = torch.arange(len(self.rows), device=self.device)[-limit:]
-            errors = (self.read(picked)[1] - self.rows.readings[picked]).square().mean((0, 1))
+            errors = (self.read(picked)[1] - self.rows.readings[picked]).square().mean(0)
         return 1 - (errors / self.rows.readings[picked].var(0).clamp(min=1e-3)).mean().item()
 
 

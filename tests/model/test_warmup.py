@@ -170,18 +170,37 @@ def test_the_warm_up_learns_format_text_and_readings(model, rows):
     assert torch.equal(model.model.layers[1].mlp.experts.down_proj, kept) and len(stored) == 16
 
 
-def test_a_warm_up_that_reasons_lets_answers_follow_plans_and_leaves_both_even(model, chain_rows):
-    """Figures of a model that quotes, plans and answers as the warm-up wants it are those of random actions; and few
-    steps move an untrained model there."""
-    recipe = dataclasses.replace(RECIPE, follow=0.7, steps=60)
-    training = WarmUp(model, chain_rows, recipe, 0)
-    before = figures(model, chain_rows)
-    training.phase(1.0, recipe.lr, [].append)
-    after = figures(model, chain_rows)
-    assert after["parse_rate"] > 10 * before["parse_rate"] and after["numbers"] > before["numbers"]
-    assert after["follows"] > before["follows"]
-    picked = torch.arange(4)
-    assert training.read(picked)[1].shape == (2, 4, chain_rows.readings.shape[1])
+def test_answers_are_taught_to_follow_the_plan_that_is_shown(model, chain_rows, monkeypatch):
+    """From a model whose log-probs of the four actions at the answer are 0, -1, -2 and -3, and 0 everywhere else."""
+    logp, shown, name = torch.zeros(len(chain_rows.answer), SHAPE.vocab), [], chain_rows.name
+    logp[chain_rows.choices[1], chain_rows.actions[1]] = -torch.arange(4.0)
+    monkeypatch.setattr(
+        "grpo.model.warmup.log_probs", lambda model, hidden: logp[: hidden.shape[1]].expand(len(hidden), -1, -1)
+    )
+
+    def watched(ids, lengths, choice, named):
+        shown.append(named)
+        name(ids, lengths, choice, named)
+
+    monkeypatch.setattr(chain_rows, "name", watched)
+    training = WarmUp(model, chain_rows, dataclasses.replace(RECIPE, follow=0.7), 0)
+    loss, readings = training.read(torch.arange(40))
+    plans = shown[0].float()
+    assert plans.unique().tolist() == [0, 1, 2, 3] and len(shown) == 2
+    assert loss.item() == pytest.approx((0.7 * plans + 0.1 * (6 - plans)).mean().item(), rel=1e-5)
+    assert readings.shape == (40, chain_rows.readings.shape[1])
+
+
+def test_figures_of_a_model_that_reasons_count_all_plans(model, chain_rows, monkeypatch):
+    shares, logp = torch.tensor([0.7, 0.1, 0.1, 0.1]), torch.zeros(len(chain_rows.answer), SHAPE.vocab)
+    logp[chain_rows.choices[0], chain_rows.actions[0]] = math.log(0.2)
+    logp[chain_rows.choices[1], chain_rows.actions[1]] = shares.log()
+    logp[chain_rows.numbers[0]] = math.log(0.5)
+    monkeypatch.setattr("grpo.model.warmup.log_probs", lambda model, hidden: logp.expand(len(hidden), -1, -1))
+    values = figures(model, chain_rows)
+    assert values["parse_rate"] == pytest.approx(0.8)  # a plan in four of five chains, and then an answer
+    assert values["reward"] == pytest.approx(0.8 * (chain_rows.rewards @ shares).mean().item())
+    assert (values["numbers"], values["follows"]) == pytest.approx((0.5, 0.25))
 
 
 def test_warm_up_rows_differ_from_all_others():
