@@ -81,6 +81,9 @@ class Settings:
         "Completions per held-out prompt, and runs through the closed loop, in every evaluation; 0 skips them all.")
     EVAL_TEMPERATURE: float = setting("Data", 0.5, above=0, high=10, resume=True, text=
         "Sampling temperature of every evaluation; beside it the greedy answer is measured.")
+    EVAL_EXACT: bool = setting("Data", True, resume=True, text=
+        "Evaluate small models without vLLM by the probabilities of all answers `[k]` instead of samples; 0 for one "
+        "that reasons first.")
     EVAL_STEPS: int = setting("Data", 50, "steps", tiny=100, low=0, resume=True, text=
         "Steps between two evaluations while it trains; 0: only before and after.")
     BEST_BY: str | None = setting("Data", None, choices=(*BEST_BY_NAMES, "reward"), resume=True, text=
@@ -113,6 +116,9 @@ class Settings:
     EXPECTED_REWARD: bool | None = setting("Rewards", None, text=
         "Learn at the answer `[k]` from the rewards of all actions, each by its probability, instead of the sampled "
         "action's alone; `auto`: where all rows have reward_action_k and REWARDS hold a function of the action alone.")
+    DIRECT_ANSWERS: bool = setting("Rewards", False, text=
+        "Open the final channel up to `[` in every prompt, so that one token is the answer: nothing is sampled to "
+        "learn from, and each prompt of a step is computed once (docs/learner.md).")
     MASK_TRUNCATED: bool = setting("Rewards", False, text=
         "Leave completions that met MAX_COMPLETION_LEN out of the loss (bad length then costs nothing).")
 

@@ -7,6 +7,7 @@
     python scripts/prove.py --out runs/proof --stage train --set LEARNING_RATE=1e-3
     python scripts/prove.py --out runs/proof --stage collect
     python scripts/prove.py --out runs/proof-cpu --scale cpu      # a toy model, 10 minutes of one CPU core
+    python scripts/prove.py --out runs/proof-reason --reason --device cuda --tokenizer o200k/    # with reasoning
     python scripts/prove.py --out runs/proof-small --scale small  # the same code in a minute, proves nothing
 
 `make` writes OUT/data (training rows, held-out rows and their hourly profile) and OUT/model: a gpt-oss that a
@@ -15,8 +16,9 @@ than chance. `train` runs train_grpo.py on it as a user would, in OUT/run. `coll
 closed-loop CO2 before and after, and writes them with the command as JSON; its exit code is 1 unless both improved. A
 stage that is complete is not repeated (--force does). docs/proof.md explains the recipe.
 
-What is simplified: the model never reasons, and the features that it needs are there before GRPO starts. So this shows
-that rollouts, rewards, gradients, weight sync and evaluation work together, not how much gpt-oss-20b would gain.
+What is simplified: the model reasons in one fixed form (--reason) or not at all, and the features that it needs are
+there before GRPO starts. So this shows that rollouts, rewards, gradients, weight sync and evaluation work together, not
+how much gpt-oss-20b would gain.
 
 Exit codes: 0 done, 1 the run did not improve, 2 a usage error; those of train_grpo.py where it fails.
 """
@@ -50,6 +52,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder of the proof: data/, model/, run/")
     add("--scale", choices=("mid", "small", "cpu"), default="mid", help="(default %(default)s)")
+    add("--reason", action="store_true", help="a short chain of reasoning before each answer, for every stage")
     add("--stage", choices=("make", "train", "collect", "all"), default="all")
     add("--device", default="cpu", help="of the warm-up: cpu (default), cuda, cuda:1, ...")
     add("--tokenizer", type=Path, help="folder with tokenizer.json or tokenizer.json.xz")
@@ -67,10 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse_args(argv)
     # Late: --help needs no torch.
     from grpo.measure.proof import prove
-    from grpo.measure.proof_data import SCALES
+    from grpo.measure.proof_data import SCALES, reasoning
 
     changes = {name: value for name in CHANGES if (value := getattr(options, name)) is not None}
-    scale = SCALES[options.scale]
+    scale = reasoning(SCALES[options.scale]) if options.reason else SCALES[options.scale]
     return prove(options, replace(scale, recipe=replace(scale.recipe, **changes)))
 
 

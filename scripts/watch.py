@@ -95,9 +95,10 @@ def frame(folder: Path) -> tuple[list[str], bool]:
     lines = [
         f"step        {last['step']} of {settings.get('TOTAL_STEPS', '?')}, {status}",
         f"reward      {last['reward']:.3f}, mean of the last {len(recent)}: {recent.mean():.3f}",
-        f"parse rate  {last['parse_rate']:.2f}, clipped {last['clipped_ratio']:.2f}",
-        f"length      {last['tokens_mean']:,.0f} tokens, longest {last['tokens_max']:,.0f}",
     ]
+    if not math.isnan(last["tokens_mean"]):  # Nothing is generated with DIRECT_ANSWERS.
+        lines.append(f"parse rate  {last['parse_rate']:.2f}, clipped {last['clipped_ratio']:.2f}")
+        lines.append(f"length      {last['tokens_mean']:,.0f} tokens, longest {last['tokens_max']:,.0f}")
     if not math.isnan(last["gpu_peak_gib"]):
         lines.append(f"GPU         {last['gpu_peak_gib']:.1f} GiB, busy {last['gpu_utilization']:.0f} % of the step")
     if evaluations := MEASURED.findall(read_log(folder / "training.log")):

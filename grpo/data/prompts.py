@@ -26,10 +26,24 @@ if TYPE_CHECKING:
 ANSWER_BEFORE, ANSWER_AFTER = "<|channel|>final<|message|>[", "]<|return|>"
 
 
-def answer_of(row: Row) -> str | None:
-    """The completion that a row asks for, behind what its prompt has opened of it: the `answer` column (the text of the
-    final channel, or from `<|channel|>` on all that the assistant writes), else its best action; None where all are
-    alike. Raises ValueError where the prompt opens another channel than the answer."""
+def opened_turn(prompt: str) -> str:
+    """What a rendered prompt already holds of the assistant's last message."""
+    return prompt.rpartition("<|start|>assistant")[2]
+
+
+def open_answer(prompt: str) -> str:
+    """A rendered prompt that ends in ANSWER_BEFORE, so that the next token names the action (DIRECT_ANSWERS). Raises
+    ValueError where it opens another channel."""
+    opened = opened_turn(prompt)
+    if not ANSWER_BEFORE.startswith(opened):
+        raise ValueError(f"the prompt opens {opened[-80:]!r}, behind which {ANSWER_BEFORE!r} cannot stand")
+    return prompt + ANSWER_BEFORE.removeprefix(opened)
+
+
+def answer_of(row: Row, direct: bool = False) -> str | None:
+    """The completion that a row asks for, behind what its prompt has opened of it (`direct`: ANSWER_BEFORE): the
+    `answer` column (the text of the final channel, or from `<|channel|>` on all that the assistant writes), else its
+    best action; None where all are alike. Raises ValueError where the prompt opens another channel than the answer."""
     answer, worth = row.columns.get("answer"), row.q or row.rewards
     text = "" if answer is None else str(answer).strip()
     if not text and len(set(worth)) < 2:
@@ -37,7 +51,9 @@ def answer_of(row: Row) -> str | None:
     if not text.startswith("<|channel|>"):
         text = ANSWER_BEFORE[:-1] + (text or f"[{worth.index(max(worth))}]")
     role, prompt = row.messages[0]
-    opened = prompt.rpartition("<|start|>assistant")[2] if role == "rendered" else ""
+    opened = opened_turn(prompt) if role == "rendered" else ""
+    if direct:
+        opened = ANSWER_BEFORE
     if not text.startswith(opened):
         raise ValueError(f"the prompt opens {opened!r}, and the answer begins with {text[: len(opened)]!r}")
     return text.removeprefix(opened).removesuffix(ANSWER_AFTER[1:]) + ANSWER_AFTER[1:]
@@ -92,6 +108,12 @@ def render_rows(
             except Exception as error:  # whatever a template raises, damaged or not
                 problem = f"its chat template fails on {row.file}, row {row.number} ({described(error)})"
                 problems.add(where, problem, "Download the model again, or write what its template takes")
+                return list(rows), 0
+        if settings.DIRECT_ANSWERS:
+            try:
+                prompt = open_answer(prompt)
+            except ValueError as error:
+                problems.add(f"{row.file}, row {row.number}", str(error), "End it with <|start|>assistant")
                 return list(rows), 0
         rendered.append(dataclasses.replace(row, prompt=prompt))
     try:

@@ -18,7 +18,7 @@ from grpo.settings import Problems, Settings, load_settings, show
 # Settings that come from the record of the adapter's run; all others come from this command's environment.
 RECORDED = (
     "MODEL_ID", "TASK", "REASONING_EFFORT", "PROMPT_DATE", "EVAL_TEMPERATURE", "TOP_P", "SEED", "DATA", "EVAL_DATA",
-    "EVAL_SAMPLES", "SYSTEM_PROMPT",
+    "EVAL_SAMPLES", "EVAL_EXACT", "SYSTEM_PROMPT", "DIRECT_ANSWERS",
 )  # fmt: skip
 # Recorded too, but other rows than the run's may need others.
 REPLACEABLE = ("MAX_PROMPT_LEN", "MAX_COMPLETION_LEN", "REWARDS", "INVALID_REWARD")

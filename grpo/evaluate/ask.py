@@ -112,7 +112,7 @@ def serve_commands(options: argparse.Namespace) -> str:
     body = {
         "model": name,
         "prompt": rows[0].prompt,
-        "max_tokens": s.MAX_COMPLETION_LEN,
+        "max_tokens": 1 if s.DIRECT_ANSWERS else s.MAX_COMPLETION_LEN,  # with the former, one token names the action
         "temperature": options.temperature,
         "skip_special_tokens": False,  # they tell the final channel from the reasoning
     }

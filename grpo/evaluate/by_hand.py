@@ -21,7 +21,7 @@ from grpo.evaluate.simulation import CLOSED_LOOP, ModelResponder
 from grpo.evaluate.tables import table
 from grpo.plan.hub import count_parameters
 from grpo.plan.machine import installed_versions, read_machine
-from grpo.preflight.choices import choose_evaluation, choose_rewards, choose_rollouts
+from grpo.preflight.choices import choose_evaluation, choose_loop_evaluation, choose_rewards, choose_rollouts
 from grpo.run.durable import check_writable, write_named
 from grpo.settings import InputError, Problems, Settings, show
 from grpo.tasks.simulator import load_simulator
@@ -63,9 +63,10 @@ def simulate(options: argparse.Namespace) -> tuple[str, Path]:
     if files is None or problems:
         raise InputError(*dict.fromkeys(problems))
     tiny, vllm = s.MODEL_ID == "tiny", installed_versions(["vllm"])["vllm"]
-    use_vllm, why = choose_rollouts(s.USE_VLLM, machine.gpus, tiny, vllm)
+    use_vllm, why = choose_rollouts(s.USE_VLLM, machine.gpus, tiny, vllm, s.DIRECT_ANSWERS)
     parameters = count_parameters(files.config)["total"]
     exact, how = choose_evaluation(s, use_vllm, parameters, plan.why_sampled)
+    exact, how = choose_loop_evaluation(s, exact, how, parameters)
     record = simulator.new_record(plan, s, s.EVAL_SAMPLES, exact)
     if not simulator.keep_models(record, path) and path.exists():
         raise InputError(f"{path}: {REPLACED}")
@@ -105,7 +106,7 @@ def evaluate_rows(options: argparse.Namespace) -> tuple[str, Path]:
     if files is None or problems:
         raise InputError(*dict.fromkeys(problems))
     vllm = installed_versions(["vllm"])["vllm"]
-    use_vllm, why = choose_rollouts(s.USE_VLLM, machine.gpus, s.MODEL_ID == "tiny", vllm)
+    use_vllm, why = choose_rollouts(s.USE_VLLM, machine.gpus, s.MODEL_ID == "tiny", vllm, s.DIRECT_ANSWERS)
     exact, how = choose_exact(s, rows, use_vllm, count_parameters(files.config)["total"])
     results = new_results(s, rows, exact) | {
         "model": s.MODEL_ID,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,12 +13,28 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.data.prompts import ANSWER_AFTER, ANSWER_BEFORE
+from grpo.learn.expected_reward import action_tokens
 from grpo.model.attention import attention_of
 from grpo.model.load import evaluating
 from grpo.phases import with_progress
 
 ANSWER = ANSWER_BEFORE + "{}" + ANSWER_AFTER
 BATCH_TOKENS = 4096  # that go through the model at once
+
+
+Chooser = Callable[[Sequence[Sequence[int]], float, Sequence[int]], tuple[torch.Tensor, torch.Tensor]]
+
+
+def direct_probabilities(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], actions: int, temperature: float, choose: Chooser
+) -> np.ndarray:
+    """(N, K): the probability of the token of each of K `actions` behind each of N prompts that end in ANSWER_BEFORE
+    (DIRECT_ANSWERS); at a temperature of 0 the likeliest token's is 1. What is left of 1 names no action. Equal prompts
+    are asked once. `choose(prompt_ids, temperature, tokens)` is `choose_tokens` of a model."""
+    position = {prompt: n for n, prompt in enumerate(dict.fromkeys(prompts))}
+    rows = tokenizer(text=list(position))["input_ids"]
+    _, probabilities = choose(rows, temperature, action_tokens(tokenizer, actions))
+    return probabilities.double().cpu().numpy()[[position[prompt] for prompt in prompts]]
 
 
 @torch.no_grad()

@@ -20,19 +20,22 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from grpo.data.files import Row
 from grpo.data.prompts import sampling_seed
 from grpo.data.scoring import Completion, read_completions
-from grpo.evaluate.exact import answer_probabilities
+from grpo.evaluate.exact import BATCH_TOKENS, answer_probabilities, direct_probabilities
 from grpo.learn.trainer import Trainer
 from grpo.model.expert_lora import experts_wrapped
 from grpo.model.load import in_working_type, load_generation_config, load_model, load_tokenizer
 from grpo.plan.hub import ModelFiles, checkpoint_gib, fetch_weights
-from grpo.plan.machine import Machine
+from grpo.plan.machine import FLASH_PACKAGES, Machine, installed_versions
 from grpo.plan.memory import plan_engine
 from grpo.preflight.adapter import CONFIG, on_experts
+from grpo.preflight.choices import ATTENTION, choose_attention
+from grpo.rollout.direct import choose_tokens, completions_of
 from grpo.rollout.engine import EngineError, start_engine
 from grpo.rollout.prefill import shared_prefill
 from grpo.settings import InputError, Settings
 
 MOST_AT_ONCE = 512  # sequences that vLLM is planned for: more wait their turn
+DIRECT_TOKENS = 16_384  # that go through a model at once to choose answers; eager attention takes BATCH_TOKENS
 
 
 class EvaluatedModel(ABC):
@@ -81,16 +84,26 @@ class TrainedModel(EvaluatedModel):
         policy = self.trainer.accelerator.unwrap_model(self.trainer.model)
         temperature = self.temperature(greedy)
         with policy.disable_adapter() if base else contextlib.nullcontext():
+            if self.settings.DIRECT_ANSWERS:
+                return direct_probabilities(self.tokenizer, prompts, actions, temperature, self.trainer.choose_answers)
             return answer_probabilities(policy.get_base_model(), self.tokenizer, prompts, temperature, actions)
 
 
 class TransformersModel(EvaluatedModel):
-    """A model that transformers generates with (eager attention: exact at any length)."""
+    """A model that transformers generates with, by eager attention, which is exact at any length. `attention`: with
+    DIRECT_ANSWERS, that of the passes which choose a token."""
 
-    def __init__(self, settings: Settings, model_path: str, config: Mapping[str, Any], adapter: Path | None):
-        self.settings, self.tokenizer = settings, load_tokenizer(model_path)
+    def __init__(
+        self,
+        settings: Settings,
+        model_path: str,
+        config: Mapping[str, Any],
+        adapter: Path | None,
+        attention: str = "eager",
+    ):
+        self.settings, self.tokenizer, self.attention = settings, load_tokenizer(model_path), attention
         experts = "bf16" if settings.EXPERTS == "bf16" else "mxfp4"  # there is no engine to share with
-        self.base: PreTrainedModel = in_working_type(load_model(model_path, config, "eager", experts)).eval()
+        self.base: PreTrainedModel = in_working_type(load_model(model_path, config, attention, experts)).eval()
         self.stops = stop_tokens(self.base.generation_config.eos_token_id, self.tokenizer)
         self.policy: PeftModel | None = None
         if adapter is not None:
@@ -104,7 +117,16 @@ class TransformersModel(EvaluatedModel):
     def probabilities(self, prompts: Sequence[str], actions: int, greedy: bool, base: bool) -> np.ndarray:
         temperature = self.temperature(greedy)
         with self.adapter_disabled(base):
+            if self.settings.DIRECT_ANSWERS:
+                return direct_probabilities(self.tokenizer, prompts, actions, temperature, self.choose_answers)
             return answer_probabilities(self.base, self.tokenizer, prompts, temperature, actions)
+
+    def choose_answers(
+        self, prompt_ids: Sequence[Sequence[int]], temperature: float, actions: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`choose_tokens` behind these prompts."""
+        limit = BATCH_TOKENS if self.attention == "eager" else DIRECT_TOKENS
+        return choose_tokens(self.base, prompt_ids, actions, temperature, self.attention, limit, share=True)
 
     @torch.no_grad()
     def generate(self, prompts: list[str], samples: int, step: int, temperature: float, base: bool) -> list[list[int]]:
@@ -115,6 +137,10 @@ class TransformersModel(EvaluatedModel):
             options = {"do_sample": True, "temperature": temperature, "top_p": s.TOP_P, "top_k": 0}
         options |= {"max_new_tokens": s.MAX_COMPLETION_LEN, "eos_token_id": self.stops}
         torch.manual_seed(sampling_seed(s.SEED, step, "evaluation"))
+        if s.DIRECT_ANSWERS:
+            with self.adapter_disabled(base):
+                tokens, _ = self.choose_answers(self.tokenizer(text=prompts)["input_ids"], temperature, [])
+            return completions_of(tokens, self.tokenizer)
         model: Any = self.policy or self.base  # PeftModel hands `generate` on without saying so
         with self.adapter_disabled(base), shared_prefill(self.base):
             for start in range(0, len(prompts), chunk):
@@ -181,7 +207,13 @@ def start_model(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if use_vllm:
         return VllmModel(settings, files, str(files.folder), adapter, machine, prompts)
-    return TransformersModel(settings, str(files.folder), files.config, adapter)
+    attention = "eager"
+    if settings.DIRECT_ANSWERS:
+        packages = installed_versions(package for package, _ in FLASH_PACKAGES.values())
+        flash = [name for name, version in packages.items() if version]
+        attention, _ = choose_attention(settings.ATTN_IMPL, machine.gpus, machine.capability, flash)
+        attention = attention if attention in ATTENTION else "eager"  # a Hub kernel takes padded rows
+    return TransformersModel(settings, str(files.folder), files.config, adapter, attention)
 
 
 def stop_tokens(eos: int | Sequence[int] | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -38,7 +38,7 @@ class ModelResponder:
 def new_record(simulator: Simulator, resolved: ResolvedRun, trainer: Trainer) -> Record:
     """closed_loop.json before a model was asked, with what the file holds of the base model."""
     s, path = resolved.settings, trainer.run.folder / CLOSED_LOOP
-    record = simulator.new_record(resolved.closed_loop, s, s.EVAL_SAMPLES, resolved.exact)
+    record = simulator.new_record(resolved.closed_loop, s, s.EVAL_SAMPLES, resolved.exact_loop)
     if is_intact(path):
         simulator.keep_models(record, path, ("base",))
     return record

@@ -117,6 +117,19 @@ class RewardLookup:
             )
         return answers
 
+    def look_up_rows(self, rows: Sequence[Row], state: TrainerState) -> list[AnswerRewards]:
+        """The AnswerRewards of completions whose first token names the action, whichever was chosen (DIRECT_ANSWERS): a
+        function of rows and policy alone. A row where a function leaves an answer out has no reward."""
+        answers = []
+        for row in rows:
+            unreadable, *actions = self.rewards_of_actions(row, state)
+            if any(map(math.isnan, (unreadable, *actions))):
+                answers.append(AnswerRewards(math.nan))
+                continue
+            tokens = self.tokens.setdefault(len(actions), action_tokens(self.tokenizer, len(actions)))
+            answers.append(AnswerRewards(unreadable, 0, tokens, [reward - unreadable for reward in actions]))
+        return answers
+
 
 def expected_text(read: Sequence[Completion], answers: Sequence[AnswerRewards]) -> str:
     """A line on how many completions of a step learn from their expected reward, and why the others do not."""

@@ -39,6 +39,9 @@ class Learner(GRPOTrainer):
     # TRL allows other models and arguments; a run always has an adapter and GRPO's arguments.
     model: PeftModel
     args: GRPOConfig
+    # With DIRECT_ANSWERS: the probabilities (B, K) of the actions that choosing a step's answers has computed, in the
+    # rows of this rank; zeros in the others'.
+    chosen_by: Tensor | None = None
 
     def learn(self, model: torch.nn.Module, batch: Batch, answers: StepRewards | None = None) -> Tensor:
         """Computes the gradients of the loss of `batch`, each rank those of its own prompts, and adds them up. Returns
@@ -125,9 +128,24 @@ class Learner(GRPOTrainer):
         self, base: PreTrainedModel, batch: Batch, answers: StepRewards
     ) -> tuple[Batch, Tensor, Tensor]:
         """(`batch` with `advantages` (B, C) by token, means (B,), slopes (B,)). The loss gets another term, -slope *
-        (V - mean) of each completion. This is a forward pass without gradient up to the answers, because mean and
-        deviation of a step must be known before its first micro-batch learns."""
+        (V - mean) of each completion."""
         mask, group = batch["completion_mask"], self.run.settings.NUM_GENERATIONS
+        if self.chosen_by is None:
+            probabilities = self.probabilities_of_step(base, batch, answers)
+        else:
+            probabilities = self.chosen_by[:, : answers.tokens.size(1)].clone()
+        sum_over_ranks(self.run.ranks, [probabilities])
+        values = expected_rewards(answers, probabilities)
+        means, scale = mean_and_scale(answers, probabilities, group, self.scale_rewards)
+        advantages = token_advantages(answers, values, means, scale, batch["advantages"], group, mask.size(1))
+        weights = self.token_weights(batch).gather(1, answers.column.clamp(min=0)[:, None])[:, 0]
+        return batch | {"advantages": advantages}, means, (weights / scale).masked_fill(~answers.is_expected, 0.0)
+
+    def probabilities_of_step(self, base: PreTrainedModel, batch: Batch, answers: StepRewards) -> Tensor:
+        """Probabilities (B, K) of the actions in the rows of this rank, zeros in the others'. This is a forward pass
+        without gradient up to the answers, because mean and deviation of a step must be known before its first
+        micro-batch learns."""
+        mask = batch["completion_mask"]
         probabilities = torch.zeros(answers.tokens.shape, device=mask.device)
         cut = batch | {"completion_mask": answers.up_to_answer(mask)}
         with torch.no_grad(), evaluating(base):
@@ -137,12 +155,7 @@ class Learner(GRPOTrainer):
                     with self.accelerator.autocast():
                         states = hidden_states(base, packed, self.run.attention)
                     probabilities[rows] = self.action_probabilities(base, states, packed, answers[rows], mask[rows])
-        sum_over_ranks(self.run.ranks, [probabilities])
-        values = expected_rewards(answers, probabilities)
-        means, scale = mean_and_scale(answers, probabilities, group, self.scale_rewards)
-        advantages = token_advantages(answers, values, means, scale, batch["advantages"], group, mask.size(1))
-        weights = self.token_weights(batch).gather(1, answers.column.clamp(min=0)[:, None])[:, 0]
-        return batch | {"advantages": advantages}, means, (weights / scale).masked_fill(~answers.is_expected, 0.0)
+        return probabilities
 
     def action_probabilities(
         self, base: PreTrainedModel, states: Tensor, packed: PackedBatch, answers: StepRewards, mask: Tensor

@@ -10,7 +10,7 @@ from grpo.run.layout import run_folder
 from grpo.settings import Settings, listed
 
 # GRPOConfig knows these settings by the same names.
-SHARED = ("NUM_GENERATIONS", "TEMPERATURE", "TOP_P", "LEARNING_RATE", "WARMUP_STEPS", "WEIGHT_DECAY", "MAX_GRAD_NORM",
+SHARED = ("TEMPERATURE", "TOP_P", "LEARNING_RATE", "WARMUP_STEPS", "WEIGHT_DECAY", "MAX_GRAD_NORM",
 "BETA", "LOSS_TYPE", "EPSILON", "GRADIENT_CHECKPOINTING", "SAVE_STEPS", "SEED")  # fmt: skip
 
 
@@ -23,6 +23,9 @@ def grpo_options(
     return {
         **{name.lower(): getattr(s, name) for name in SHARED},
         "output_dir": str(run_folder(s)),
+        # TRL refuses groups of one, which direct answers are: the step counts as one group until `Trainer` puts the
+        # true size in its place.
+        "num_generations": s.PROMPTS_PER_STEP if s.DIRECT_ANSWERS else s.NUM_GENERATIONS,
         # TRL sees the step's completions as one batch; `Trainer.training_step` cuts it into micro-batches.
         "per_device_train_batch_size": s.completions_per_step,
         "gradient_accumulation_steps": 1,

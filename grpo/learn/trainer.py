@@ -24,8 +24,8 @@ from grpo.data.prompts import StepRows, sampling_seed
 from grpo.data.scoring import Completion, Reward, RewardError, read_completions, score
 from grpo.learn.answer_rewards import RewardLookup, expected_text
 from grpo.learn.context import RunContext
-from grpo.learn.expected_reward import AnswerRewards, StepRewards
-from grpo.learn.learner import Learner
+from grpo.learn.expected_reward import AnswerRewards, StepRewards, action_tokens
+from grpo.learn.learner import Batch, Learner
 from grpo.learn.sampling import kept_randomness
 from grpo.learn.timer import StepTimerCallback
 from grpo.learn.together import sync_stop_signal
@@ -33,6 +33,8 @@ from grpo.model.attention import attention_of
 from grpo.model.expert_lora import experts_wrapped
 from grpo.model.load import evaluating
 from grpo.phases import LINE_S, Phase
+from grpo.plan.memory import micro_batch_tokens
+from grpo.rollout.direct import choose_tokens, completions_of
 from grpo.rollout.prefill import shared_prefill
 from grpo.run.archive import model_card
 from grpo.run.best import read_best, which_to_load
@@ -86,12 +88,16 @@ class Trainer(Learner):
         weights = config.reward_weights or [1.0] * len(rewards)  # The default is TRL's.
         self.run_log: RunLog | None = None  # Only rank 0 writes logs.
         if not run.ranks.rank:
-            self.run_log = RunLog(run.folder, s.TOTAL_STEPS, s.EVAL_STEPS, names, s.LOG_PROMPTS)
+            self.run_log = RunLog(run.folder, s.TOTAL_STEPS, s.EVAL_STEPS, names, s.LOG_PROMPTS, s.DIRECT_ANSWERS)
         self.columns = column_names(run.rows)  # Reward functions get them with every row.
         self.rollout_tokens = 0  # Tokens of the last rollout.
         self.lookup: RewardLookup | None = None  # None without EXPECTED_REWARD.
         if run.looked_up:
             self.lookup = RewardLookup(rewards, weights, run.looked_up, self.columns, tokenizer)
+        self.actions: list[int] = []  # With DIRECT_ANSWERS, the tokens of all actions that any row has.
+        if s.DIRECT_ANSWERS:
+            self.actions = action_tokens(tokenizer, max(len(row.rewards) for row in run.rows))
+            config.num_generations = s.NUM_GENERATIONS  # `grpo_options` says why it comes with another one.
         self.step_rewards: StepRewards | None = None  # Those of the last completions, with EXPECTED_REWARD.
         # Only the index travels through TRL: the columns are looked up where they are needed.
         dataset = Dataset.from_dict({"prompt": [row.prompt for row in run.rows], "row": list(range(len(run.rows)))})
@@ -187,7 +193,9 @@ class Trainer(Learner):
         completion_ids: list[list[int]] = []
         logprobs: list[list[float | None]] | None = None
         with self.timer.part("rollout"):
-            if run.engine is None:
+            if run.settings.DIRECT_ANSWERS:
+                completion_ids = self.choose_own(prompt_ids, rank_rows, temperature)
+            elif run.engine is None:
                 completion_ids = self.generate_own(prompt_ids, num_generations, rank_rows, temperature)
             else:
                 logprobs = []
@@ -199,6 +207,28 @@ class Trainer(Learner):
             completion_ids = ranks.share_rows(completion_ids, "i")
         self.rollout_tokens = sum(map(len, completion_ids))
         return completion_ids, logprobs
+
+    def choose_own(self, prompt_ids: list[list[int]], rank_rows: range, temperature: float | None) -> list[list[int]]:
+        """Token ids of the completions of this rank's rows with DIRECT_ANSWERS. For a step (`temperature` None) the
+        probabilities of all actions are kept for learning, which needs them before its first backward pass."""
+        own = prompt_ids[rank_rows.start : rank_rows.stop]
+        tokens, probabilities = self.choose_answers(own, self.temperature if temperature is None else temperature)
+        if temperature is None:
+            self.chosen_by = torch.zeros(len(prompt_ids), len(self.actions), device=tokens.device)
+            self.chosen_by[rank_rows.start : rank_rows.stop] = probabilities
+        return completions_of(tokens, self._tokenizer)
+
+    def choose_answers(
+        self, prompt_ids: Sequence[Sequence[int]], temperature: float, actions: Sequence[int] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`choose_tokens` behind these prompts, all on this rank, as the learner computes them; `actions`: None is all
+        of the run's."""
+        run, share = self.run, self.run.packing == "prefix"
+        longest = max(map(len, prompt_ids), default=0)
+        limit = micro_batch_tokens(run.settings, run.plan.micro_batch, longest, share)
+        base, tokens = self.base_model_of(self.model), self.actions if actions is None else actions
+        with self.accelerator.autocast():
+            return choose_tokens(base, prompt_ids, tokens, temperature, run.attention, limit, share)
 
     def generate_own(
         self, prompt_ids: list[list[int]], num_generations: int, rank_rows: range, temperature: float | None
@@ -285,7 +315,11 @@ class Trainer(Learner):
             per_function = torch.tensor(scores, dtype=torch.float32, device=self.accelerator.device)
             weights = self.reward_weights.to(per_function.device)
             totals = (per_function * weights).nansum(dim=1).masked_fill(per_function.isnan().all(dim=1), math.nan)
-            answers = self.lookup.look_up(read, completion_ids_list, scores, self.state) if self.lookup else []
+            answers = []
+            if self.lookup and self.run.settings.DIRECT_ANSWERS:
+                answers = self.lookup.look_up_rows([completion.row for completion in read], self.state)
+            elif self.lookup:
+                answers = self.lookup.look_up(read, completion_ids_list, scores, self.state)
             # TRL's own figure is the batch's with SCALE_REWARDS=batch, and leaves out groups with fewer than two
             # rewards.
             groups = totals.view(-1, self.num_generations)
@@ -327,9 +361,19 @@ class Trainer(Learner):
                 raise
             self._step += 1
             started = time.perf_counter()
+            if self.run.settings.DIRECT_ANSWERS:
+                batch = self.cut_to_answers(batch)
             loss = self.learn(model, batch, self.step_rewards)
         self._metrics["train"]["step_time"].append(time.perf_counter() - started)
         return loss
+
+    def cut_to_answers(self, batch: Batch) -> Batch:
+        """The `batch` of a step with the first token of each completion alone: nobody chose the tokens behind it, so
+        that neither loss nor entropy may count them, nor TRL's figures of lengths."""
+        for name in [name for name in self._metrics["train"] if name.startswith("completions/")]:
+            del self._metrics["train"][name]
+        cut = {name: value[:, :1] for name, value in batch.items() if value.ndim == 2 and "prompt" not in name}
+        return batch | cut | {"num_items_in_batch": cut["completion_mask"].sum()}
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Logs metrics, into which TRL merges its own. Those of a training step become a row of metrics.csv, with the
@@ -339,7 +383,8 @@ class Trainer(Learner):
             for name in ("wake", "handover", "sleep"):
                 row[f"{name}_s"] = engine.seconds[name] if engine else None
             row["sync_share"] = engine.share[0] if engine and engine.share else None
-            row["rollout_tokens_per_s"] = self.rollout_tokens / max(self.timer.parts["rollout"], 1e-9)
+            speed = self.rollout_tokens / max(self.timer.parts["rollout"], 1e-9)
+            row["rollout_tokens_per_s"] = None if self.run.settings.DIRECT_ANSWERS else speed
             row |= dict.fromkeys((*EVALUATED, "eval_s"))
             if self.is_evaluated(self.state.global_step):
                 row |= self.run_on_rank0(self.measured) or {}

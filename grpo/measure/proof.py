@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from grpo.measure import record
+from grpo.measure.chains import chain_figures
 from grpo.measure.proof_data import Scale, write_data
 from grpo.measure.record import Figure, figure, read_json
 from grpo.model import checkpoint
@@ -26,6 +27,7 @@ from grpo.model.gptoss_format import ModelError
 from grpo.model.load import load_model
 from grpo.model.warmup import Log, figures, write_warmed_up
 from grpo.plan.hub import TINY_PATH, count_parameters
+from grpo.settings import parse_value
 from rewards import confidence_interval
 
 OTHERS = """
@@ -40,6 +42,13 @@ train_s | s | train_grpo.py from start to zip
 train_reward_first5 train_reward_last5 | reward | mean of the first or the last 5 steps' rollouts
 step_s | s | mean, without the first step
 steps | steps |
+"""
+CHAINS = """
+plan_0_base plan_1_base plan_2_base plan_3_base plan_best_base | share | of held-out chains, before
+plan_0_trained plan_1_trained plan_2_trained plan_3_trained plan_best_trained | share | of held-out chains, after
+numbers_right_base numbers_right_trained | share | of held-out chains
+reward_chain_base_answer_base reward_chain_trained_answer_base | reward | expected, the base model's answers
+reward_chain_base_answer_trained reward_chain_trained_answer_trained | reward | expected, the trained model's answers
 """
 
 
@@ -73,6 +82,8 @@ def make(options: argparse.Namespace, scale: Scale, log: Log) -> None:
 def run_settings(options: argparse.Namespace, scale: Scale) -> dict[str, str]:
     """The settings of train_grpo.py; those of --set win. An interrupted run continues unless its model changed."""
     out, overwrite = options.out, options.force or is_stale(options.out)
+    own = dict(options.set)
+    direct = parse_value("DIRECT_ANSWERS", own.get("DIRECT_ANSWERS", "0"))
     return {
         "MODEL_ID": str(out / "model"),
         "DATA": str(out / "data" / "tes_train.csv"),
@@ -80,8 +91,9 @@ def run_settings(options: argparse.Namespace, scale: Scale) -> dict[str, str]:
         "EVAL_PROFILE": str(out / "data" / "profile_heldout.csv"),
         "OUTPUT_DIR": str(out / "run"),
         **scale.settings,
+        **({"USE_VLLM": "auto"} if direct else {}),  # Nothing is generated.
         **({"OVERWRITE": "1"} if overwrite else {}),
-        **dict(options.set),
+        **own,
     }
 
 
@@ -107,6 +119,9 @@ def train(options: argparse.Namespace, scale: Scale, log: Log) -> int:
     shown = {name: value.replace(f"{options.out}/", "OUT/") for name, value in settings.items()}
     checkpoint.write_json(options.out / "train.json", {"command": command_line(shown), "seconds": round(seconds, 1)})
     log(f"train_grpo.py ended with exit code {code} after {seconds:.0f} s")
+    if code == 0 and scale.recipe.follow is not None:  # While the run's machine is here: `collect` may be elsewhere.
+        figures = chain_figures(Path(settings["OUTPUT_DIR"]), Path(settings["EVAL_DATA"]))
+        checkpoint.write_json(options.out / "chains.json", figures)
     return code
 
 
@@ -156,14 +171,15 @@ def collect(options: argparse.Namespace, log: Log) -> int:
         results += saved
     else:
         log(f"NOTE: {run / 'closed_loop.json'} holds no base and trained model: closed loop not collected")
-    command = f"python scripts/prove.py --scale {options.scale} --out OUT"
+    command = f"python scripts/prove.py --scale {options.scale} --out OUT" + (" --reason" if options.reason else "")
     if ran := read_json(options.out / "train.json").get("command"):
         command += f", which ran: {ran}"
     # The figures may be collected anywhere: machine and versions are those of the run.
     facts, more = read_json(run / "settings.json").get("machine"), {}
     if facts:
         more = {"machine": record.machine_words(facts), "versions": read_json(run / "versions.json")}
-    record.write(options.results, results + other_figures(options.out), command, more)
+    results += other_figures(options.out) + record.tabled(CHAINS, read_json(options.out / "chains.json"))
+    record.write(options.results, results, command, more)
     if (run / "report.html").is_file():
         shutil.copyfile(run / "report.html", options.results.with_name(options.report_name))
     for name, passed in verdicts.items():

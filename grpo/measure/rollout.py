@@ -33,7 +33,8 @@ KERNELS: dict[str, dict[str, str]] = {"own": {}, "older-cards": {"attention_back
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 RUN = """
 step_s | s | {words}: {which}
-rollout_s learn_s | s | of that
+rows_per_minute | rows/min | prompts by step_s, each learned from once
+rollout_s learn_s | s | of that{first}
 wake_s handover_s sleep_s | s | of the rollout; handover is the weight sync
 reward_s | s | decoding and scoring the completions
 sync_share | share | of the adapter's update that vLLM's weights held in the last step
@@ -148,7 +149,7 @@ class RunWatch:
             values["asleep_gib"] = self.asleep_gib
             if run.engine.pages:
                 values["paged_gib"] = run.engine.pages.nbytes / GIB
-        else:
+        elif not run.settings.DIRECT_ANSWERS:
             values["rows"] = run.plan.generation_batch
         sums = bit_sums(frozen_tensors(policy) | self.lent)
         changed = {name for name, bits in self.sums.items() if sums[name] != bits}
@@ -157,7 +158,11 @@ class RunWatch:
             values |= {"lent_tensors": len(self.lent), "lent_changed": len(changed & self.lent.keys())}
         s, tokens = run.settings, later.tokens_mean.mean()
         completions = f"{s.PROMPTS_PER_STEP} x {s.NUM_GENERATIONS} completions, {tokens:.0f} tokens each"
-        values["size"] = f"{completions}, EXPERTS={s.EXPERTS}"
+        values["size"], values["first"] = f"{completions}, EXPERTS={s.EXPERTS}", ""
+        if s.DIRECT_ANSWERS:
+            values["size"] = f"DIRECT_ANSWERS, {s.PROMPTS_PER_STEP} prompts, EXPERTS={s.EXPERTS}"
+            values["first"] = "; the former is the pass that chooses the answers"
+            values["rows_per_minute"] = 60 * s.PROMPTS_PER_STEP / values["step_s"]
         values["which"] = "mean without the first step" if len(steps) > 1 else "the first step"
         return {name: value for name, value in values.items() if value == value}  # A figure that the run lacks is NaN.
 

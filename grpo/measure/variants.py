@@ -22,11 +22,16 @@ from peft import PeftModel
 from grpo.learn.trainer import Trainer
 from grpo.measure.record import BENCH, NOISE, Figure, Json, commit, environment, read_json, write
 from grpo.plan.machine import GIB
+from grpo.settings import parse_value
 
 Function = Callable[..., Any]  # a function of the project that is watched, with its own arguments
 # The settings of all runs. INVALID_REWARD is set because the checks then only warn that noise pays for garbage.
 COMMON = f"""USE_VLLM=1 PROMPTS_PER_STEP=12 NUM_GENERATIONS=8 TOTAL_STEPS=3 SAVE_STEPS=9 EVAL_SAMPLES=0 OVERWRITE=1
     REWARDS=action,{NOISE} INVALID_REWARD=0"""
+
+
+# What goes with DIRECT_ANSWERS: nothing is generated, and the reward of every action is looked up.
+DIRECT = environment("USE_VLLM=auto REWARDS=action")
 
 
 @contextlib.contextmanager
@@ -42,7 +47,10 @@ def run_settings(options: argparse.Namespace, settings: Mapping[str, str | int])
     """The settings of a run in OUTPUT_DIR=`options.run`: three steps of 12 prompts x 8 completions beside vLLM, unless
     `settings` say otherwise."""
     paths = {"MODEL_ID": options.model, "DATA": options.data, "OUTPUT_DIR": Path(options.run).absolute()}
-    return {name: str(value) for name, value in {**environment(COMMON), **paths, **settings}.items()}
+    common = environment(COMMON)
+    if parse_value("DIRECT_ANSWERS", str(settings.get("DIRECT_ANSWERS", 0))):
+        common |= DIRECT
+    return {name: str(value) for name, value in {**common, **paths, **settings}.items()}
 
 
 def policy_of(trainer: Trainer) -> PeftModel:

@@ -44,7 +44,7 @@ class Shape:
 
 GPT_OSS_20B = Shape()
 TINY = Shape(
-    layers=3, hidden=64, intermediate=64, experts=4, experts_per_token=2, heads=4, kv_heads=2, head_dim=32, vocab=592,
+    layers=3, hidden=64, intermediate=64, experts=4, experts_per_token=2, heads=4, kv_heads=2, head_dim=32, vocab=792,
     sliding_window=32,
 )  # fmt: skip
 

@@ -15,14 +15,14 @@ from grpo.plan.hub import TINY_PATH
 
 RECIPE = Recipe(
     TINY, "compact", windows=1200, probe_windows=20, seconds=math.inf, steps=1200, batch=32, lr=4e-3,
-    distances=((1, 2, 3, 4), (0,)),
+    distances=((1, 2, 3, 4), (0,)), most_factor=2.0,
 )  # fmt: skip
 
 
 def write_tiny(out: Path, recipe: Recipe = RECIPE, force: bool = False, seed: int = 0, log: Log = print) -> None:
     """Warm up the tiny model on the CPU and write its checkpoint, with figures in warmup.json, to the folder `out`.
 
-    Its tokenizer is that of data/tiny: every integer from 0 to 100 is a token of its own, with and without the space
+    Its tokenizer is that of data/tiny: every integer from 0 to 200 is a token of its own, with and without the space
     before, so that prompts are short and numbers are easy to read. The same seed gives the same model on the same
     machine. Raises ModelError before training, as `new_directory` does.
     """

@@ -47,8 +47,11 @@ class Recipe:
     # Tokens back, for each head of each sliding layer. The first layer looks at neighbours, so that a number knows its
     # word. Heads of the last look at their own place: there the adapter finds what was read, and makes it a choice.
     distances: Sequence[Sequence[int]]
+    most_factor: float = 1.0  # of a day's load, its least is the reciprocal (dataset.varied)
     rounding: float = 0.2  # share of the budget in which the experts are frozen in 4 bit
     rounding_lr: float = 0.25  # the rate there, times lr
+    # How often the answer of a model that reasons is the action that its chain named; None: it answers at once.
+    follow: float | None = None
 
 
 def new_model(recipe: Recipe, tokenizer: Tokenizer, token_ids: Mapping[str, int]) -> GptOssForCausalLM:
@@ -131,11 +134,16 @@ def at_answer(hidden: Tensor, lengths: Tensor, answer: int) -> Tensor:
     return hidden.take_along_dim(index[..., None], 1)
 
 
-def answer_log_probs(model: GptOssForCausalLM, hidden: Tensor, lengths: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    """Log-probs of each action (B, actions), and of the answer's other tokens together (B,)."""
+def answer_log_probs(
+    model: GptOssForCausalLM, hidden: Tensor, ids: Tensor, lengths: Tensor, rows: Rows
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs of each action at each of the answer's choices (B, choices, actions), of its fixed tokens together
+    (B,), and of its numbers together (B,)."""
     logp = log_probs(model, at_answer(hidden, lengths, len(rows.answer)))
-    fixed = torch.tensor(rows.answer)[rows.fixed]
-    return logp[:, rows.action_at, rows.actions], logp[:, rows.fixed, fixed].sum(-1)
+    choices = torch.stack([logp[:, n, tokens] for n, tokens in zip(rows.choices, rows.actions, strict=True)], 1)
+    tokens = at_answer(ids[:, 1:, None], lengths, len(rows.answer))
+    written = logp.gather(-1, tokens)[..., 0]
+    return choices, written[:, rows.fixed].sum(-1), written[:, rows.numbers].sum(-1)
 
 
 def figures(model: GptOssForCausalLM, rows: Rows, limit: int | None = None) -> dict[str, float]:
@@ -143,15 +151,24 @@ def figures(model: GptOssForCausalLM, rows: Rows, limit: int | None = None) -> d
 
     ``parse_rate`` is the probability of an answer ``[k]`` in the final channel; ``reward`` the mean reward, where an
     unparseable answer counts 0; ``greedy`` that of the likeliest action; ``random``, ``best_constant`` and ``oracle``
-    those of reference policies on the same rows.
+    those of reference policies on the same rows. Of a model that reasons, all four plans count, behind the right
+    numbers; ``numbers`` is the probability of these, ``follows`` that of the planned action.
     """
-    indices, parts = torch.arange(len(rows))[:: max(1, len(rows) // (limit or len(rows)))][:limit], []
+    indices, parts, chains = torch.arange(len(rows))[:: max(1, len(rows) // (limit or len(rows)))][:limit], [], []
+    reasons = len(rows.choices) > 1
     with torch.no_grad():
         for batch in indices.split(64):
             ids, lengths = rows.batch(batch.to(rows.ids.device))
-            actions, around = answer_log_probs(model, forward(model, ids), lengths, rows)
-            parts.append((actions + around.unsqueeze(-1)).exp().cpu())
+            p = torch.zeros(len(batch), ACTIONS, device=ids.device)
+            for plan in range(ACTIONS if reasons else 1):
+                if reasons:
+                    rows.name(ids, lengths, 0, torch.full_like(lengths, plan))
+                choices, around, numbers = answer_log_probs(model, forward(model, ids), ids, lengths, rows)
+                p += (choices[:, :-1, plan].sum(1, keepdim=True) + choices[:, -1] + around.unsqueeze(-1)).exp()
+                chains.append(torch.stack([numbers, choices[:, -1, plan]]).exp().mean(1).cpu())
+            parts.append(p.cpu())
     p, rewards = torch.cat(parts), rows.rewards[indices].cpu()
+    of_chains = zip(("numbers", "follows"), torch.stack(chains).mean(0).tolist(), strict=True)
     return {
         "parse_rate": p.sum(-1).mean().item(),
         "reward": (p * rewards).sum(-1).mean().item(),
@@ -159,14 +176,16 @@ def figures(model: GptOssForCausalLM, rows: Rows, limit: int | None = None) -> d
         "random": rewards.mean().item(),
         "best_constant": rewards.mean(0).max().item(),
         "oracle": rewards.amax(-1).mean().item(),
+        **(dict(of_chains) if reasons else {}),
     }
 
 
 class WarmUp:
     """Supervised training, by which the model learns to read and never what to choose.
 
-    It learns answers in the right form that name each action as often as another, whatever the prompt says. A linear
-    `probe`, thrown away afterwards, reads the rows' readings from a middle layer.
+    It learns answers in the right form that name each action as often as another, whatever the prompt says; where it
+    reasons, so do its plans, which answers follow with the recipe's probability. A linear `probe`, thrown away
+    afterwards, reads the rows' readings from a middle layer, where an action is named first.
     """
 
     def __init__(self, model: GptOssForCausalLM, rows: Rows, recipe: Recipe, seed: int) -> None:
@@ -192,22 +211,28 @@ class WarmUp:
         rows, size = self.rows, len(picked)
         ids, lengths = rows.batch(picked)
         before = lengths - len(rows.answer)
-        # The action's token is visible to the tokens behind it: show them all four.
-        shown = torch.randint(ACTIONS, (size,), device=self.device, generator=self.generator)
-        named = torch.tensor(rows.actions, device=self.device)[shown, None]
-        ids.scatter_(1, (before + rows.action_at)[:, None], named)
+        # The action's token is visible to the tokens behind it: show them all four. So is the plan's.
+        wanted = torch.ones(size, len(rows.choices), ACTIONS, device=self.device)  # probabilities times ACTIONS
+        for choice in range(len(rows.choices)):
+            shown = torch.randint(ACTIONS, (size,), device=self.device, generator=self.generator)
+            rows.name(ids, lengths, choice, shown)
+            if choice == 0 and self.recipe.follow is not None:
+                wanted[:, -1] = ACTIONS * (1 - self.recipe.follow) / (ACTIONS - 1)
+                wanted[:, -1].scatter_(1, shown[:, None], ACTIONS * self.recipe.follow)
         middle: list[Tensor] = []
         hook = self.middle.register_forward_hook(lambda module, inputs, output: middle.append(output))
         hidden = forward(self.model, ids)
         hook.remove()
-        actions, around = answer_log_probs(self.model, hidden, lengths, rows)
+        choices, around, numbers = answer_log_probs(self.model, hidden, ids, lengths, rows)
         # The tokens behind TEXT_TOKENS random places of the prompt are predicted too.
         at = torch.rand(size, TEXT_TOKENS, device=self.device, generator=self.generator)
         at = (at * (before - 1)[:, None]).long()
         logp = log_probs(self.model, hidden.take_along_dim(at[..., None], 1))
         text = -logp.gather(-1, ids.gather(1, at + 1).unsqueeze(-1)).mean()
-        state = at_answer(middle[0], lengths, len(rows.answer))[:, rows.action_at].float()
-        loss = -actions.mean() - FORMAT_WEIGHT * around.mean() + TEXT_WEIGHT * text
+        state = at_answer(middle[0], lengths, len(rows.answer))[:, rows.choices[0]].float()
+        loss = -(wanted * choices).sum(1).mean() - FORMAT_WEIGHT * around.mean() + TEXT_WEIGHT * text
+        if rows.numbers:
+            loss = loss - TEXT_WEIGHT * numbers.mean()
         return loss, self.probe(functional.rms_norm(state, state.shape[-1:]))
 
     def phase(self, end: float, lr: float, log: Log) -> None:
@@ -234,9 +259,11 @@ class WarmUp:
                     raise gptoss.ModelError("the warm-up's loss is not finite")
 
     def explained(self) -> float:
-        """Share of the readings' variance that the probe explains, mean over the readings of up to 512 rows."""
+        """Share of the readings' variance that the probe explains, mean over the readings of up to 512 rows; of 128
+        where the model reasons, whose log-probs at 29 tokens would take 12 GB for 512."""
         with torch.no_grad():
-            picked = torch.arange(len(self.rows), device=self.device)[-512:]
+            limit = 512 if self.recipe.follow is None else 128
+            picked = torch.arange(len(self.rows), device=self.device)[-limit:]
             errors = (self.read(picked)[1] - self.rows.readings[picked]).square().mean(0)
         return 1 - (errors / self.rows.readings[picked].var(0).clamp(min=1e-3)).mean().item()
 
@@ -251,8 +278,8 @@ def write_warmed_up(
     """
     token_ids = special_token_ids(tokenizer, recipe.shape.vocab)
     # The workers that make the rows start before CUDA does, and before the tokenizer's threads.
-    row_sets = make_rows(recipe.prompt, recipe.windows, recipe.probe_windows)
-    rows, probe = (Rows(row_set, tokenizer, device) for row_set in row_sets)
+    row_sets = make_rows(recipe.prompt, recipe.windows, recipe.probe_windows, recipe.most_factor)
+    rows, probe = (Rows(row_set, tokenizer, device, recipe.follow is not None) for row_set in row_sets)
     log(f"{len(rows)} + {len(probe)} rows of up to {rows.ids.shape[1]} tokens")
     torch.manual_seed(seed)
     model = new_model(recipe, tokenizer, token_ids).to(device)  # type: ignore[arg-type]  # the wrapper loses `self`

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from datetime import date, timedelta
 from typing import NamedTuple
@@ -13,6 +14,7 @@ import torch
 from tokenizers import Tokenizer
 
 from grpo.data.prompts import ANSWER_AFTER, ANSWER_BEFORE
+from grpo.model.gptoss_format import ModelError
 from grpo.tasks.tes import dataset
 from grpo.tasks.tes.plant import HOURS, low_co2
 from grpo.tasks.tes.profiles import TRAIN_START
@@ -21,6 +23,13 @@ from grpo.tasks.tes.prompts import State
 ACTIONS = 4
 EFFORTS = ("low", "medium", "high")
 FIXED_DATE = "2025-04-07"  # compact prompts draw their dates around it
+# What a model that reasons writes before its answer: numbers that the prompt states, then an action, its plan.
+CHAIN = "<|channel|>analysis<|message|>store {} load {} co2 {} next {} action {}<|end|><|start|>assistant"
+NUMBERS = re.compile(
+    r"store (\d+) load (\d+) co2 (\d+) next (\d+)|"  # compact prompts, then full ones
+    r"energy \[kWh\]: (\d+)$.*?load=(\d+)\.\d kW, co2=\d\.(\d+) kg-CO2/kWh  ←.*?low5_avg=\d\.(\d+)",
+    re.DOTALL | re.MULTILINE,
+)
 WARMUP_SEED, PROBE_SEED = 40_000, 30_000  # of days, beyond those of data files; a window's own number is added
 
 
@@ -50,6 +59,15 @@ def readings(state: State) -> list[float]:
     ]  # fmt: skip
 
 
+def stated_numbers(prompt: str) -> list[str]:
+    """The four numbers of the CHAIN as a prompt writes them, so that a model can copy their tokens: stored energy, load
+    and CO2 intensity now, and that of the next day's cleanest hours."""
+    match = NUMBERS.search(prompt)
+    if match is None:
+        raise ValueError(f"no plant's prompt: {prompt[-200:]!r}")
+    return [number for number in match.groups() if number is not None]
+
+
 def rendered(row: Mapping[str, str], number: int) -> str:
     """The prompt of a row of make_dataset.py as train_grpo.py sees it; compact ones vary in date and effort, so that
     neither means anything."""
@@ -63,16 +81,18 @@ def rendered(row: Mapping[str, str], number: int) -> str:
     )
 
 
-def warmup_rows(job: tuple[int, int, str]) -> list[WarmupRow]:
-    """Every decision of some windows and ten short hours in each. `job` is (first seed, windows, kind of prompt).
+def warmup_rows(job: tuple[int, int, str, float]) -> list[WarmupRow]:
+    """Every decision of some windows and ten short hours in each. `job` is (first seed, windows, kind of prompt, most
+    factor of a day's load).
 
     Every window has a seed of its own and one of a year's dates, so that no row repeats and dates mean nothing.
     """
-    first, count, kind = job
+    first, count, kind, most = job
     rows = []
     for seed in range(first, first + count):
         start = TRAIN_START + timedelta(weeks=seed % 52)
-        for window, rng in dataset.synthetic_windows(seed, dataset.ROWS_STREAM, 1, start):
+        for plain, rng in dataset.synthetic_windows(seed, dataset.ROWS_STREAM, 1, start):
+            window = dataset.varied(plain, rng, most)
             decisions = dataset.trajectory(window, rng, kind, None) + dataset.short_hours(window, rng, kind)
             for number, (row, state) in enumerate(decisions):
                 rewards = [row[f"reward_action_{k}"] for k in range(ACTIONS)]
@@ -80,11 +100,13 @@ def warmup_rows(job: tuple[int, int, str]) -> list[WarmupRow]:
     return rows
 
 
-def make_rows(kind: str, windows: int, probe_windows: int) -> tuple[list[WarmupRow], list[WarmupRow]]:
+def make_rows(
+    kind: str, windows: int, probe_windows: int, most_factor: float
+) -> tuple[list[WarmupRow], list[WarmupRow]]:
     """Rows to learn from and rows to measure on, of that many windows each; all cores make them, in 40 ms a window."""
-    jobs = [(WARMUP_SEED + n, min(50, windows - n), kind) for n in range(0, windows, 50)]
+    jobs = [(WARMUP_SEED + n, min(50, windows - n), kind, most_factor) for n in range(0, windows, 50)]
     with ProcessPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        *parts, probe = pool.map(warmup_rows, [*jobs, (PROBE_SEED, probe_windows, kind)])
+        *parts, probe = pool.map(warmup_rows, [*jobs, (PROBE_SEED, probe_windows, kind, most_factor)])
     return [row for rows in parts for row in rows], probe
 
 
@@ -92,17 +114,32 @@ class Rows:
     """Warm-up rows on the device where they are used: `ids` (N, T) of prompt and answer, padded on the right, `lengths`
     (N,), `rewards` (N, actions), and `readings` (N, R) with mean 0 and deviation 1.
 
-    `answer` has the tokens that each row ends in: ``ANSWER_BEFORE``, action 0 at index `action_at`, ``ANSWER_AFTER``;
-    `fixed` are the indices of its other tokens, `actions` the tokens of the actions.
+    `answer` has the tokens that a row ends in: ``ANSWER_BEFORE``, action 0, ``ANSWER_AFTER``, behind a ``CHAIN`` where
+    the model `reasons`. `choices` are the indices of the action in it, and of the plan before that in a chain;
+    `actions` the tokens of the actions at each of these. `numbers` are the indices of the chain's numbers, which vary
+    by row, and `fixed` those of the other tokens.
     """
 
-    def __init__(self, rows: list[WarmupRow], tokenizer: Tokenizer, device: str) -> None:
-        answers = [tokenizer.encode(f"{ANSWER_BEFORE}{k}{ANSWER_AFTER}").ids for k in range(ACTIONS)]
-        self.answer, self.action_at = answers[0], len(tokenizer.encode(ANSWER_BEFORE).ids)
-        self.fixed = [n for n in range(len(self.answer)) if n != self.action_at]
-        self.actions = [answer[self.action_at] for answer in answers]
+    def __init__(self, rows: list[WarmupRow], tokenizer: Tokenizer, device: str, reasons: bool = False) -> None:
+        def answer(action: int, numbers: Sequence[str]) -> list[int]:
+            chain = CHAIN.format(*numbers, action) if reasons else ""
+            return tokenizer.encode(f"{chain}{ANSWER_BEFORE}{action}{ANSWER_AFTER}").ids
+
+        def differing(other: list[int]) -> list[int]:
+            return [n for n, (a, b) in enumerate(zip(self.answer, other, strict=True)) if a != b]
+
+        answers = [answer(k, "0000") for k in range(ACTIONS)]
+        self.answer = answers[0]
+        self.choices, self.numbers = differing(answers[1]), differing(answer(0, "1111"))
+        self.fixed = [n for n in range(len(self.answer)) if n not in {*self.choices, *self.numbers}]
+        self.actions = [[answer[n] for answer in answers] for n in self.choices]
         encodings = tokenizer.encode_batch([row.prompt for row in rows], add_special_tokens=False)
-        ids = [torch.tensor(encoding.ids + self.answer, dtype=torch.int32) for encoding in encodings]
+        ends = [answer(0, stated_numbers(row.prompt)) if reasons else self.answer for row in rows]
+        if {len(end) for end in ends} != {len(self.answer)}:
+            raise ModelError("the tokenizer splits numbers below 1000 into several tokens: a chain needs o200k")
+        ids = [
+            torch.tensor(encoding.ids + end, dtype=torch.int32) for encoding, end in zip(encodings, ends, strict=True)
+        ]
         self.ids = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(device)
         self.lengths = torch.tensor([len(row) for row in ids], device=device)
         self.rewards = torch.tensor([row.rewards for row in rows], device=device)
@@ -118,3 +155,8 @@ class Rows:
         columns = -(-int(lengths.max()) // 8) * 8
         ids = self.ids[picked, :columns].long()
         return torch.nn.functional.pad(ids, (0, columns - ids.shape[1])), lengths
+
+    def name(self, ids: torch.Tensor, lengths: torch.Tensor, choice: int, named: torch.Tensor) -> None:
+        """Writes the actions `named` (B,) into the `ids` of a batch, at one of the `choices`."""
+        tokens = torch.tensor(self.actions[choice], device=ids.device)[named, None]
+        ids.scatter_(1, (lengths - len(self.answer) + self.choices[choice])[:, None], tokens)

@@ -263,6 +263,19 @@ def generation_gib(settings: Settings, shapes: Shapes, completions: int) -> floa
     return (cache + max(prefill, step)) / GIB
 
 
+def choosing_gib(settings: Settings, shapes: Shapes, rows: int) -> float:
+    """GiB beside the weights that choosing a token behind each prompt of a micro-batch takes (DIRECT_ANSWERS): a layer
+    forward, or the head, with logits of one position a prompt in BF16 and three times in float32."""
+    config = shapes.config
+    tokens = bucket(micro_batch_tokens(settings, rows, shapes.prompt_len, shapes.share_prompts))
+    per_token = 2 * config["num_experts_per_tok"] * (2 * config["intermediate_size"] + 2 * config["hidden_size"])
+    per_token += 4 * layer_sizes(config)[1] + 8 * config["hidden_size"]
+    scores = 0
+    if shapes.attention == "eager":
+        scores = tokens * (shapes.prompt_len + 1) * config["num_attention_heads"] * 2 * 3
+    return max(tokens * per_token + scores, rows * config["vocab_size"] * 14) / GIB
+
+
 def useful_micro_batch(settings: Settings, shapes: Shapes, completions: int) -> int:
     """The most rows of a micro-batch that pay, of a process's `completions`: its products are large enough then, and
     fixed costs are spread over enough tokens."""
@@ -316,11 +329,14 @@ def plan_memory(settings: Settings, shapes: Shapes) -> Plan:
         micro_reason = f"largest divisor of {own} up to {most} {fit}"
     micro = min(micro, own)
     chunk, chunk_reason = settings.GENERATION_BATCH, "set by GENERATION_BATCH"
-    if chunk is None:
+    if settings.DIRECT_ANSWERS:
+        chunk, chunk_reason = micro, "nothing is generated: the learner's micro-batches choose one token a prompt"
+    elif chunk is None:
         chunk = max((n for n in divisors(total) if generation_gib(settings, shapes, n) <= room), default=1)
         fit = f"whose cache and prefill ({generation_gib(settings, shapes, chunk):.1f} GiB) fit in {where}"
         chunk_reason = f"largest divisor of {total} {fit}"
-    generation, learning = generation_gib(settings, shapes, chunk), learning_gib(settings, shapes, micro)
+    generating = choosing_gib if settings.DIRECT_ANSWERS else generation_gib
+    generation, learning = generating(settings, shapes, chunk), learning_gib(settings, shapes, micro)
     # Where there is room, all of the engine's weights stay: nothing is copied when it sleeps and wakes.
     if engine and lent and learning <= room - engine.on_host:
         engine = dataclasses.replace(engine, asleep=engine.asleep + engine.on_host, lent=engine.weights)

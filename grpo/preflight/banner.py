@@ -44,8 +44,8 @@ def facts(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
         length += f", {s.TOTAL_STEPS * s.PROMPTS_PER_STEP / len(rows):.1f} epochs over the rows"
     else:
         yield "data", "no row that can be used, see below"
-    batch = f"{s.PROMPTS_PER_STEP} prompts x {s.NUM_GENERATIONS} generations"
-    yield "step", f"{batch} = {s.completions_per_step} completions"
+    batch = f"{s.PROMPTS_PER_STEP} prompts x {s.NUM_GENERATIONS} generations = {s.completions_per_step} completions"
+    yield "step", f"{s.PROMPTS_PER_STEP} prompts, each once" if s.DIRECT_ANSWERS else batch
     if machine.ranks > 1:
         yield "processes", processes_text(resolved)
     yield "length", f"{length}: {reasons['total_steps']}"
@@ -63,14 +63,15 @@ def facts(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
     yield "attention", f"{resolved.attention}: {reasons['attention']}"
     yield "packing", f"{resolved.packing}: {reasons['packing']}"
     yield "loss", f"{s.LOSS_TYPE} by liger: over chunked log-probs, the same as TRL's to five digits"
-    yield "rollouts", f"{'vLLM' if resolved.use_vllm else 'transformers'}: {reasons['use_vllm']}"
+    generator = "none" if s.DIRECT_ANSWERS else "vLLM" if resolved.use_vllm else "transformers"
+    yield "rollouts", f"{generator}: {reasons['use_vllm']}"
     if resolved.use_vllm:
         yield "weight sync", f"{resolved.rollout_sync}: {reasons['rollout_sync']}"
     yield "experts", f"{resolved.experts}: {reasons['experts']}"
     yield from evaluation_facts(resolved)
     yield "clip range", f"{s.EPSILON:g} below, {resolved.epsilon_high:g} above: {reasons['epsilon_high']}"
     if resolved.plan:
-        yield from memory_facts(resolved.plan, machine)
+        yield from memory_facts(resolved.plan, machine, s.DIRECT_ANSWERS)
     yield "OUTPUT_DIR", f"{run.folder}: {output_dir_text(resolved)}"
 
 
@@ -138,8 +139,8 @@ def processes_text(resolved: ResolvedRun) -> str:
     return f"{machine.ranks}{machines}, each with {own}: {shares} of {prompts} prompts"
 
 
-def memory_facts(plan: Plan, machine: Machine) -> Iterator[tuple[str, str]]:
-    """(title, text) of each line about memory and batch sizes, of one process."""
+def memory_facts(plan: Plan, machine: Machine, direct: bool = False) -> Iterator[tuple[str, str]]:
+    """(title, text) of each line about memory and batch sizes, of one process. `direct`: nothing is generated."""
     yield "MICRO_BATCH", f"{plan.micro_batch}: {plan.micro_batch_reason}"
     if engine := plan.engine:
         parts = f"weights {engine.weights:.1f} + scratch {engine.scratch:.1f} + cache {engine.cache:.1f}"
@@ -152,7 +153,7 @@ def memory_facts(plan: Plan, machine: Machine) -> Iterator[tuple[str, str]]:
         if machine.here > 1:
             asleep += f" ({plan.on_host * machine.here:.0f} of {machine.here} engines, {machine.ram_free:.0f} are free)"
         yield "vLLM asleep", f"{asleep}; graphs for batches of {graphs}"
-    else:
+    elif not direct:
         yield "GENERATION_BATCH", f"{plan.generation_batch}: {plan.generation_batch_reason}"
     each = " per process" if machine.ranks > 1 else ""
     yield "memory", f"{plan.parts} = {plan.peak:.2f} GiB{each} (estimate)"

@@ -22,6 +22,7 @@ from grpo.plan.targets import check_targets, expert_words, target_lines
 from grpo.preflight import choices
 from grpo.preflight.adapter import check_start
 from grpo.preflight.choices import ATTENTION, VLLM_COLDEST
+from grpo.preflight.direct import check_direct
 from grpo.preflight.resolve import ResolvedRun, read_facts, resolve
 from grpo.run.folder import RunState, inspect_run
 from grpo.run.layout import existing_parent
@@ -82,7 +83,7 @@ def check_batches(settings: Settings, ranks: int, problems: Problems) -> None:
     """The completions of a step are not too many, and can be cut into batches and shared by so many processes."""
     prompts, total, chunk = settings.PROMPTS_PER_STEP, settings.completions_per_step, settings.GENERATION_BATCH
     numbers = f"{prompts} x {settings.NUM_GENERATIONS} = {total}"
-    if chunk and total % chunk:
+    if chunk and total % chunk and not settings.DIRECT_ANSWERS:
         near = min(memory.divisors(total), key=lambda n: abs(n - chunk))
         fault = f"{chunk} does not divide PROMPTS_PER_STEP x NUM_GENERATIONS = {numbers}"
         problems.add("GENERATION_BATCH", fault, f"The nearest that does is {near}")
@@ -267,6 +268,8 @@ def check_input(resolved: ResolvedRun, environ: Mapping[str, str], problems: Pro
     specs, garbage_warning = check_rewards(settings, resolved.rewards, resolved.rows, problems, tokenizer)
     if settings.EVAL_DATA is not None:  # Rows held out of DATA have its columns.
         check_heldout(specs, settings, resolved.eval_rows, problems, tokenizer)
+    names, every_row = [name for name, _ in resolved.reward_specs], [*resolved.rows, *resolved.eval_rows]
+    check_direct(settings, resolved.sources, names, every_row, tokenizer, problems)
     if settings.EXPECTED_REWARD and not resolved.expected_reward:
         why = f"it cannot be: {resolved.reasons['expected_reward']}"
         problems.add("EXPECTED_REWARD", why, "Set EXPECTED_REWARD=auto, or change that")
@@ -281,7 +284,8 @@ def check_input(resolved: ResolvedRun, environ: Mapping[str, str], problems: Pro
 RECORDED = {
     "rewards": "rewards", "scale_rewards": "scale_rewards", "expected_reward": "expected_reward",
     "attention": "attention", "packing": "packing",
-    "rollouts": "use_vllm", "sync": "rollout_sync", "experts": "experts", "evaluation": "exact", "best": "best_by",
+    "rollouts": "use_vllm", "sync": "rollout_sync", "experts": "experts",
+    "evaluation": "exact", "simulation": "exact_loop", "best": "best_by",
     "epsilon_high": "epsilon_high", "threads": "threads",
 }  # fmt: skip
 

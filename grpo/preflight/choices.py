@@ -54,8 +54,15 @@ def choose_packing(requested: str | None, attention: str, gpus: int) -> tuple[st
     return "prefix", "a prompt is computed once for all its completions"
 
 
-def choose_rollouts(requested: bool | None, gpus: int, tiny: bool, vllm: str | None) -> tuple[bool, str]:
-    """(whether vLLM generates, reason)."""
+NOTHING_GENERATED = "DIRECT_ANSWERS chooses one token from a forward pass"
+
+
+def choose_rollouts(
+    requested: bool | None, gpus: int, tiny: bool, vllm: str | None, direct: bool = False
+) -> tuple[bool, str]:
+    """(whether vLLM generates, reason). `direct`: DIRECT_ANSWERS."""
+    if direct:
+        return False, NOTHING_GENERATED
     if requested is not None:
         return requested, "set by USE_VLLM"
     if not gpus:
@@ -141,7 +148,7 @@ def expected_reward_obstacle(settings: Settings, rows: Sequence[Row], names: Seq
         return "INVALID_REWARD=nan gives answers that cannot be read no reward"
     if settings.LOSS_TYPE == "vespo":
         return "LOSS_TYPE=vespo weights whole completions"
-    if settings.IS_CORRECTION.startswith("sequence"):
+    if settings.IS_CORRECTION.startswith("sequence") and not settings.DIRECT_ANSWERS:
         return f"IS_CORRECTION={settings.IS_CORRECTION} weights whole completions"
     if settings.TOP_P < 1:
         return "TOP_P below 1 samples from other probabilities than the learner's"
@@ -181,6 +188,10 @@ def choose_evaluation(
     if not settings.EVAL_SAMPLES:
         return False, "EVAL_SAMPLES=0"
     sampled = f"{settings.EVAL_SAMPLES} answers a prompt"
+    if not settings.EVAL_EXACT:
+        return False, f"{sampled}: EVAL_EXACT=0"
+    if settings.DIRECT_ANSWERS and not why_sampled:
+        return True, "all answers by their probability: DIRECT_ANSWERS, a forward pass tells them"
     if engine:
         return False, f"{sampled}: vLLM generates"
     if not actions:
@@ -197,6 +208,15 @@ def choose_evaluation(
     if hindrances := [words for words, applies in unknown.items() if applies]:
         return False, f"{sampled}: exact figures do not know {' or '.join(hindrances)}"
     return True, f"all answers by their probability: {parameters / 1e6:.2g}M parameters, transformers generates"
+
+
+def choose_loop_evaluation(settings: Settings, exact: bool, reason: str, parameters: int) -> tuple[bool, str]:
+    """(whether the simulator is exact, reason), by `choose_evaluation`: of a large model that answers directly the
+    held-out rows are, while a simulator reaches hundreds of states in every hour."""
+    if not exact or parameters <= MOST_EXACT:
+        return exact, reason
+    sampled = f"{settings.EVAL_SAMPLES} passes"
+    return False, f"{sampled}: all states that can be reached take too long for {parameters / 1e6:,.0f}M parameters"
 
 
 def choose_best(settings: Settings, heldout: int, closed_loop: bool) -> tuple[str, str]:

@@ -20,6 +20,7 @@ from grpo.plan.memory import Plan, Shapes, plan_memory
 from grpo.plan.targets import expert_words
 from grpo.preflight import choices
 from grpo.preflight.adapter import StartAdapter, read_start_adapter
+from grpo.preflight.direct import direct_settings
 from grpo.run.folder import RunState
 from grpo.run.layout import run_folder
 from grpo.run.ranks import Ranks
@@ -85,9 +86,10 @@ def read_facts(
 class ResolvedRun(Facts):
     """Everything that is known about a run before anything heavy is imported: what was read, and every choice.
 
-    `settings` are complete: with EXPERTS, ROLLOUT_SYNC and TOTAL_STEPS as they were chosen and the LoRA's as
-    INIT_ADAPTER has them. So they are recorded, and compared when a run continues. `reasons` says why each value is
-    what it is, by the name of its field here or of its setting in lower case.
+    `settings` are complete: with EXPERTS, ROLLOUT_SYNC and TOTAL_STEPS as they were chosen, the LoRA's as INIT_ADAPTER
+    has them, and what has no use with DIRECT_ANSWERS as `direct_settings` has it. So they are recorded, and compared
+    when a run continues. `reasons` says why each value is what it is, by the name of its field here or of its setting
+    in lower case.
     """
 
     settings: Settings
@@ -106,7 +108,8 @@ class ResolvedRun(Facts):
     shapes: Shapes | None  # None without a model, as `plan`.
     plan: Plan | None
     closed_loop: SimulationPlan
-    exact: bool  # Evaluations go through all answers by their probability, instead of samples.
+    exact: bool  # Held-out rows are evaluated by the probabilities of all answers, instead of samples.
+    exact_loop: bool  # The simulator goes through all states that can be reached, instead of samples of them.
     best_by: str  # As BEST_BY names it, or empty where nothing is measured.
     run: RunState  # Of OUTPUT_DIR.
     problems: Problems = dataclasses.field(default_factory=Problems)
@@ -172,12 +175,14 @@ def resolve(settings: Settings, facts: Facts, problems: Problems) -> ResolvedRun
     machine, rows, eval_rows = facts.machine, facts.rows, facts.eval_rows
     reasons = {"heldout": facts.heldout_reason}
     is_tiny, vllm = settings.MODEL_ID == "tiny", facts.versions["vllm"]
-    use_vllm, reasons["use_vllm"] = choices.choose_rollouts(settings.USE_VLLM, machine.gpus, is_tiny, vllm)
+    direct = settings.DIRECT_ANSWERS
+    use_vllm, reasons["use_vllm"] = choices.choose_rollouts(settings.USE_VLLM, machine.gpus, is_tiny, vllm, direct)
     settings = dataclasses.replace(settings, **facts.adapter.settings)
     on_experts = bool(expert_words(settings.LORA_TARGETS))
     sync, reasons["rollout_sync"] = choices.choose_sync(settings.ROLLOUT_SYNC, on_experts)
     steps, reasons["total_steps"] = resolve_steps(settings, facts.sources, len(rows), problems)
-    sources, settings = resolve_sources(settings, facts), dataclasses.replace(settings, ROLLOUT_SYNC=sync)
+    settings, sources = direct_settings(settings, resolve_sources(settings, facts))
+    settings = dataclasses.replace(settings, ROLLOUT_SYNC=sync)
 
     attention, reasons["attention"] = choices.choose_attention(
         settings.ATTN_IMPL, machine.gpus, machine.capability, facts.flash_packages
@@ -213,6 +218,7 @@ def resolve(settings: Settings, facts: Facts, problems: Problems) -> ResolvedRun
     exact, reasons["exact"] = choices.choose_evaluation(
         settings, use_vllm, parameters, closed_loop.why_sampled, opened, all(row.rewards for row in eval_rows)
     )
+    exact_loop, reasons["exact_loop"] = choices.choose_loop_evaluation(settings, exact, reasons["exact"], parameters)
     best_by, reasons["best_by"] = choices.choose_best(settings, len(eval_rows), closed_loop.runs)
     return ResolvedRun(
         **vars(facts) | {"sources": sources},
@@ -233,6 +239,7 @@ def resolve(settings: Settings, facts: Facts, problems: Problems) -> ResolvedRun
         plan=plan_memory(settings, shapes) if shapes else None,
         closed_loop=closed_loop,
         exact=exact,
+        exact_loop=exact_loop,
         best_by=best_by,
         run=RunState(run_folder(settings)),
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from grpo.data.files import SHOWN
 from grpo.data.heldout import read_split
-from grpo.data.prompts import answer_of
+from grpo.data.prompts import answer_of, open_answer
 from grpo.plan.hub import find_model
 from grpo.plan.machine import installed_versions
 from grpo.preflight.checks import preflight
@@ -25,6 +25,7 @@ ONLY_LEARNING = {
     "ATTN_IMPL": "eager",
     "PACKING": "none",
     "BEST_BY": "auto",
+    "DIRECT_ANSWERS": "0",  # `sft_preflight` opens the prompts itself.
 }
 
 
@@ -49,7 +50,7 @@ def sft_preflight(environ: Mapping[str, str], out: Path) -> tuple[ResolvedRun, l
     split = read_split(settings, Problems())  # The preflight lists the problems of DATA.
     for row in split.train:
         try:
-            answers.append(answer_of(row))
+            answers.append(answer_of(row, settings.DIRECT_ANSWERS))
         except ValueError as error:
             problems.add(f"{row.file}, row {row.number}", str(error), "Let both begin with the same channel")
     longest = longest_answer(settings.MODEL_ID, [answer for answer in answers if answer])
@@ -61,6 +62,8 @@ def sft_preflight(environ: Mapping[str, str], out: Path) -> tuple[ResolvedRun, l
     resolved = preflight(dict(environ) | changes)
     train = {row.id for row in split.train}
     rows = [row for row in resolved.rows if row.id in train]
+    if settings.DIRECT_ANSWERS and not resolved.problems:
+        rows = [dataclasses.replace(row, prompt=open_answer(row.prompt)) for row in rows]
     if rows and not problems and not any(answers):
         fix = "Add a column `answer`, or rewards that differ"
         problems.add("DATA", "no row has an answer, or an action better than others", fix)

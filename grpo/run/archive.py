@@ -12,6 +12,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+from grpo.data.prompts import ANSWER_BEFORE
 from grpo.run.durable import read_json, read_sealed, sealed, whole_file
 from grpo.run.layout import BEST, SETTINGS, run_folder, zip_path
 from grpo.settings import ROOT, Settings, listed
@@ -56,12 +57,16 @@ def model_card(s: Settings, step: int, functions: str, note: str = "", tokenizer
     if functions:
         tag, method, logs = "grpo", "GRPO ([paper](https://arxiv.org/abs/2402.03300))", ", `metrics.csv` each step"
         batch = f"{s.PROMPTS_PER_STEP} prompts a step with {s.NUM_GENERATIONS} completions each, rewards: {functions}"
+        if s.DIRECT_ANSWERS:
+            batch = f"{s.PROMPTS_PER_STEP} prompts a step, rewards of all actions: {functions}"
     else:
         tag, method, logs = "sft", "supervised fine-tuning", ""
         batch = f"{s.PROMPTS_PER_STEP} rows a step, their answers learned"
     if s.INIT_ADAPTER:
         origin = "/".join(Path(s.INIT_ADAPTER).expanduser().resolve().parts[-2:])
         batch += f".\nIt started from the adapter in `{origin}`, not from a fresh one"
+    if s.DIRECT_ANSWERS:
+        batch += f".\nIts prompts end in `{ANSWER_BEFORE}`: the next token names the action"
     paragraph = f"{note}\n" if note else ""
     return f"""---
 library_name: peft

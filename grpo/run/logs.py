@@ -38,6 +38,7 @@ for name, facts in COLUMNS["metrics.csv"].items():
         METRICS |= {figure: [spec["unit"], spec["meaning"]] for figure, spec in TASK_FIGURES.items()}
 COMPLETIONS: dict[str, list[str]] = COLUMNS["completions.csv"]
 EVALUATED = ("heldout_reward", *TASK_FIGURES)  # These are empty in most steps.
+GENERATED = ("parse_rate", "clipped_ratio", "tokens_mean", "tokens_max")  # These are of generated completions.
 PROMPT = "prompt"  # The column of completions.csv that LOG_PROMPTS=1 adds: the rendered prompt.
 Cell = str | float | None  # An int is a float to a type checker.
 
@@ -256,11 +257,19 @@ class RunLog:
     """The logs of OUTPUT_DIR: a step's completions and metrics, its line in training.log, and a warning where answers
     stop parsing or rewards stop teaching. A resumed run goes on with the history in metrics.csv.
 
-    functions: the reward functions' names; prompts: whether completions.csv holds the prompts."""
+    functions: the reward functions' names; prompts: whether completions.csv holds the prompts; direct: whether one
+    token of each completion is chosen (DIRECT_ANSWERS), so that nothing is said about their form and length."""
 
     def __init__(
-        self, folder: Path, total_steps: int, eval_steps: int = 0, functions: Sequence[str] = (), prompts: bool = False
+        self,
+        folder: Path,
+        total_steps: int,
+        eval_steps: int = 0,
+        functions: Sequence[str] = (),
+        prompts: bool = False,
+        direct: bool = False,
     ):
+        self.direct = direct
         self.function_columns = [function_column(name) for name in functions]
         prompt_column = [PROMPT] if prompts else []
         metrics, completions = (folder / name for name in LOGS)
@@ -296,8 +305,8 @@ class RunLog:
                 "parsed_action": completion.action,
                 "reward": f"{total:.6g}",
                 "best_action": best_action(completion.row.rewards) if completion.row.rewards else None,
-                "tokens": completion.tokens,
-                "truncated": int(completion.truncated),
+                "tokens": None if self.direct else completion.tokens,
+                "truncated": None if self.direct else int(completion.truncated),
                 PROMPT: completion.row.prompt,
                 **{name: f"{score:.6g}" for name, score in zip(self.function_columns, by_function, strict=True)},
             }
@@ -305,6 +314,8 @@ class RunLog:
         )
         shares = {"zero_std_fraction": zero_std_fraction, "expected_share": expected_share}
         self.rates = {**completion_rates(completions), **shares}
+        if self.direct:
+            self.rates |= dict.fromkeys(GENERATED)
         for name, values in zip(self.function_columns, zip(*scores, strict=True), strict=True):
             kept = [value for value in values if not math.isnan(value)]
             self.rates[name] = fmean(kept) if kept else math.nan
@@ -322,13 +333,22 @@ class RunLog:
         self.metrics.write([row])
         self.pace.add(row)
         left = self.pace.left(step) if step < self.total_steps else ""
+        names = ("parse_rate", "clipped_ratio", "tokens_mean", "step_s", "rollout_s", "learn_s")
+        parse_rate, clipped, tokens, step_s, rollout_s, learn_s = (float(row[name] or "nan") for name in names)
+        form = f", parse rate {parse_rate:.2f}, clipped {clipped:.2f}, {tokens:.0f} tokens"
+        first = "choose" if self.direct else "rollout"
         log.info(
-            "step %d/%d: reward %s, parse rate %.2f, clipped %.2f, %.0f tokens, %.1f s (rollout %.1f, learn %.1f)%s",
-            step, self.total_steps, row["reward"] or "nan",
-            *(float(row[name] or "nan") for name in
-              ("parse_rate", "clipped_ratio", "tokens_mean", "step_s", "rollout_s", "learn_s")),
+            "step %d/%d: reward %s%s, %.1f s (%s %.1f, learn %.1f)%s",
+            step,
+            self.total_steps,
+            row["reward"] or "nan",
+            "" if self.direct else form,
+            step_s,
+            first,
+            rollout_s,
+            learn_s,
             f"; {left}" if left else "",
-        )  # fmt: skip
+        )
         self.reward_history.append(read_teaching(row))
         warnings = {
             "parse rate": parse_rate_warning([parse_rate for *_, parse_rate in self.reward_history]),

@@ -146,7 +146,7 @@ def in_a_run(tmp_path):
     run = SimpleNamespace(settings=Settings(), folder=tmp_path)
     trainer = SimpleNamespace(run=run, _tokenizer=mock.Mock(), eos_token_ids=[])
     trainer._tokenizer.batch_decode = lambda ids, **options: ["[0]"] * len(ids)
-    return trainer, SimpleNamespace(closed_loop=plan, settings=run.settings, exact=False)
+    return trainer, SimpleNamespace(closed_loop=plan, settings=run.settings, exact_loop=False)
 
 
 def test_a_run_that_is_ended_in_the_closed_loop_leaves_no_part_of_it(monkeypatch, in_a_run, tmp_path):

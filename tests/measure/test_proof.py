@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 from conftest import CLEAN, ROOT
 
 from grpo.measure.proof import run_settings
-from grpo.measure.proof_data import SCALES
+from grpo.measure.proof_data import SCALES, reasoning
 from grpo.measure.record import plant_figures
 from grpo.model.checkpoint import check_checkpoint
 from grpo.settings import load_settings
@@ -90,6 +91,19 @@ def test_the_settings_of_a_scale_are_read_and_those_of_the_command_line_win(name
     assert options.steps == 5 and not load_settings(settings)[2] and "OVERWRITE" not in settings
     assert settings["LEARNING_RATE"] == "1e-3" and settings["TOTAL_STEPS"] == "7"
     assert settings["USE_VLLM"] == ("1" if name == "mid" else "0")
+    direct = run_settings(prove.parse_args(["--out", str(tmp_path), "--set", "DIRECT_ANSWERS=1"]), SCALES[name])
+    assert direct["USE_VLLM"] == "auto", "nothing is generated, and setting it is refused"
+
+
+def test_a_scale_that_reasons_differs_in_its_chain_alone():
+    plain = SCALES["mid"]
+    scale = reasoning(plain)
+    settings, _, problems = load_settings(run_settings(prove.parse_args(["--out", "x", "--reason"]), scale))
+    assert not problems and settings.MAX_COMPLETION_LEN > 29 and not settings.EVAL_EXACT
+    assert dataclasses.replace(scale.recipe, follow=None) == plain.recipe
+    assert reasoning(SCALES["small"]).recipe.distances == ((1, 2, 3, 7), (0,))
+    changed = {name for name, value in scale.settings.items() if plain.settings.get(name) != value}
+    assert changed == {"MAX_COMPLETION_LEN", "EVAL_EXACT"} and scale.train_windows == plain.train_windows
 
 
 @pytest.mark.slow

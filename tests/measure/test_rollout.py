@@ -110,6 +110,18 @@ def test_a_weight_that_is_written_fails(child, monkeypatch, name):
     assert code == 1 and [key for key in ("lent_changed", "base_changed") if values[key]] == [name]
 
 
+def test_direct_answers_are_measured_by_rows_a_minute(child):
+    """Without vLLM, and with figures of nothing that is generated."""
+    code, values = child("--set", "DIRECT_ANSWERS=1")
+    assert code == 0 and values["rows_per_minute"] == pytest.approx(120 / values["step_s"])
+    assert values["job_peak_gib"] == 9 and not values["base_changed"]
+    assert not values.keys() & {"rows", "rollout_tok_s", "generate_tok_s", "parity_mean", "asleep_gib"}
+    figures = rollout.run_figures(Variant("direct", {}, None), values, "")
+    notes = {row["name"]: row["note"] for row in figures}
+    assert notes["step_s"].startswith("DIRECT_ANSWERS, 2 prompts, EXPERTS=bf16")
+    assert "the pass that chooses" in notes["rollout_s"]
+
+
 def test_a_run_that_fails_fails(child):
     assert child("--data", "missing.csv") == (2, {})
 

@@ -64,7 +64,7 @@ def stock(tiny):
     model = with_wide_heads(AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.bfloat16, **options))
     model.set_experts_implementation("eager")
     g = torch.Generator().manual_seed(0)
-    first, second, *completions = (torch.randint(3, 592, (n,), generator=g).tolist() for n in (40, 55, 9, 30, 17))
+    first, second, *completions = (torch.randint(3, 792, (n,), generator=g).tolist() for n in (40, 55, 9, 30, 17))
     prompts, rows = [first, first, second], []
     assert len(first) > model.config.sliding_window, "the window must matter"
     for prompt, completion in zip(prompts, completions, strict=True):

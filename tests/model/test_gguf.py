@@ -105,7 +105,7 @@ def test_metadata_and_tokens(tiny, file):
         "rope.scaling.type": "yarn", "rope.scaling.factor": 32.0, "rope.scaling.yarn_beta_fast": 32.0,
     }  # fmt: skip
     assert {name: values[f"gpt-oss.{name}"] for name in expected} == expected
-    assert values["tokenizer.ggml.tokens"] == tokenizer.convert_ids_to_tokens(range(592))
+    assert values["tokenizer.ggml.tokens"] == tokenizer.convert_ids_to_tokens(range(792))
     assert values["tokenizer.ggml.eos_token_id"] == tokenizer.eos_token_id
     control = [n for n, kind in enumerate(values["tokenizer.ggml.token_type"]) if kind == 3]
     assert control == sorted(tokenizer.added_tokens_decoder)

@@ -9,7 +9,7 @@ import pytest
 
 def test_check_command(tiny, capsys):
     assert make_model.main(["check", str(tiny)]) == 0
-    assert "301,464 parameters" in capsys.readouterr().out
+    assert "327,064 parameters" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def test_any_text_survives(tokenizer, text):
 
 
 def test_numbers_are_single_tokens_and_special_tokens_come_last(tokenizer):
-    for n in range(101):
+    for n in range(201):
         assert len(tokenizer.encode(str(n)).ids) == len(tokenizer.encode(f" {n}").ids) == 1
         assert tokenizer.decode(tokenizer.encode(f"a {n}b{n}").ids) == f"a {n}b{n}"
     size = tokenizer.get_vocab_size()
@@ -45,7 +45,7 @@ def test_it_knows_the_format_and_not_the_choice(tiny, tokenizer):
     """Exactly, on rows of its own: it answers in the right form, names every action as often as another, and its
     likeliest action earns no more than the best constant one. Whatever a run shows afterwards was learned by GRPO."""
     model = load(tiny, "bf16").float()
-    values = figures(model, Rows(warmup_rows((PROBE_SEED + 100, 5, "compact")), tokenizer, "cpu"))
+    values = figures(model, Rows(warmup_rows((PROBE_SEED + 100, 10, "compact", 1.0)), tokenizer, "cpu"))
     assert values["parse_rate"] > 0.99
     assert values["reward"] == pytest.approx(values["random"], abs=0.01)
     assert values["greedy"] <= values["best_constant"] < 0.7 * values["oracle"]

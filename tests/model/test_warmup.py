@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from grpo.model.fast_layers import forward
 from grpo.model.gptoss_format import SPECIAL_TOKENS, TINY, quantize_experts
 from grpo.model.tiny import RECIPE as TINY_RECIPE
 from grpo.model.warmup import WarmUp, at_answer, figures, log_probs, new_model
-from grpo.model.warmup_rows import PROBE_SEED, WARMUP_SEED, Rows, readings, warmup_rows
+from grpo.model.warmup_rows import PROBE_SEED, WARMUP_SEED, Rows, readings, stated_numbers, warmup_rows
 from grpo.plan.hub import TINY_PATH
 from grpo.tasks.tes.dataset import synthetic_windows, trajectory
 from grpo.tasks.tes.plant import Plant, step
@@ -34,7 +35,12 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def rows(tokenizer) -> Rows:
-    return Rows(warmup_rows((7, 2, "compact")), tokenizer, "cpu")
+    return Rows(warmup_rows((7, 2, "compact", 1.0)), tokenizer, "cpu")
+
+
+@pytest.fixture(scope="module")
+def chain_rows(tokenizer) -> Rows:
+    return Rows(warmup_rows((7, 2, "compact")), tokenizer, "cpu", reasons=True)
 
 
 @pytest.fixture
@@ -83,13 +89,35 @@ def test_initial_heads_look_back_by_their_distance(model):
 def test_rows_end_in_their_answer(rows, tokenizer):
     answer = rows.answer
     assert tokenizer.decode(answer, skip_special_tokens=False) == "<|channel|>final<|message|>[0]<|return|>"
-    assert [tokenizer.id_to_token(token) for token in rows.actions] == list("0123")
+    assert [[tokenizer.id_to_token(token) for token in tokens] for tokens in rows.actions] == [list("0123")]
     ids, lengths = rows.batch(torch.arange(len(rows)))
     assert ids.shape[1] % 8 == 0 and rows.readings.mean(0).abs().max() < 1e-4
     assert all(row[n - len(answer) : n].tolist() == answer for row, n in zip(ids, lengths, strict=True))
     # The state that predicts a token stands before it.
     before = at_answer(torch.arange(ids.shape[1]).expand(len(ids), -1)[..., None], lengths, len(answer))[..., 0]
     assert (ids.gather(1, before + 1) == torch.tensor(answer)).all()
+
+
+def test_rows_that_reason_say_the_prompts_numbers_and_a_plan(chain_rows, tokenizer):
+    ids, lengths = chain_rows.batch(torch.arange(len(chain_rows)))
+    chain_rows.name(ids, lengths, 0, torch.full_like(lengths, 2))
+    chain_rows.name(ids, lengths, 1, torch.full_like(lengths, 3))
+    for row, length in zip(ids, lengths, strict=True):
+        text = tokenizer.decode(row[:length].tolist(), skip_special_tokens=False)
+        prompt, _, chain = text.rpartition("<|channel|>analysis<|message|>")
+        stated = re.search(r"store (\d+) load (\d+) co2 (\d+) next (\d+)", prompt)[0]
+        assert chain == (f"{stated} action 2<|end|><|start|>assistant<|channel|>final<|message|>[3]<|return|>")
+    assert len(chain_rows.numbers) == 4 and len(chain_rows.fixed) + 6 == len(chain_rows.answer)
+
+
+def test_full_prompts_state_the_numbers_of_the_hour_and_the_next_day():
+    (prompt,) = [row.prompt for row in warmup_rows((7, 1, "full"))[3:4]]
+    energy = re.search(r"energy \[kWh\]: (\d+)", prompt)[1]
+    now = re.search(r"load=(\d+)\.\d kW, co2=0\.(\d+) .*Now", prompt)
+    low = re.search(r"low5_avg=0\.(\d+)", prompt)[1]
+    assert prompt.count("load=") > 3 and stated_numbers(prompt) == [energy, now[1], now[2], low]
+    with pytest.raises(ValueError, match="no plant's prompt"):
+        stated_numbers("What is 2 + 2?")
 
 
 def test_readings_are_what_the_hour_would_do():
@@ -106,8 +134,9 @@ def test_readings_are_what_the_hour_would_do():
 def test_figures_are_what_sampling_earns(model, rows, monkeypatch):
     """A model that ends half of its answers right and gives the actions 1/4 each earns half of random actions."""
     even = torch.zeros(len(rows.answer), TINY.vocab)
-    even[rows.action_at] = -math.inf
-    even[rows.action_at, rows.actions] = math.log(0.125)
+    (place,), (actions,) = rows.choices, rows.actions
+    even[place] = -math.inf
+    even[place, actions] = math.log(0.125)
     monkeypatch.setattr("grpo.model.warmup.log_probs", lambda model, hidden: even.expand(len(hidden), -1, -1))
     values = figures(model, rows, 40)
     assert values["parse_rate"] == pytest.approx(0.5) and values["reward"] == pytest.approx(0.125, rel=1e-3)
@@ -133,8 +162,41 @@ def test_the_warm_up_learns_format_text_and_readings(model, rows):
     assert torch.equal(model.model.layers[1].mlp.experts.down_proj, kept) and len(stored) == 16
 
 
+def test_answers_are_taught_to_follow_the_plan_that_is_shown(model, chain_rows, monkeypatch):
+    """From a model whose log-probs of the four actions at the answer are 0, -1, -2 and -3, and 0 everywhere else."""
+    logp, shown, name = torch.zeros(len(chain_rows.answer), SHAPE.vocab), [], chain_rows.name
+    logp[chain_rows.choices[1], chain_rows.actions[1]] = -torch.arange(4.0)
+    monkeypatch.setattr(
+        "grpo.model.warmup.log_probs", lambda model, hidden: logp[: hidden.shape[1]].expand(len(hidden), -1, -1)
+    )
+
+    def watched(ids, lengths, choice, named):
+        shown.append(named)
+        name(ids, lengths, choice, named)
+
+    monkeypatch.setattr(chain_rows, "name", watched)
+    training = WarmUp(model, chain_rows, dataclasses.replace(RECIPE, follow=0.7), 0)
+    loss, readings = training.read(torch.arange(40))
+    plans = shown[0].float()
+    assert plans.unique().tolist() == [0, 1, 2, 3] and len(shown) == 2
+    assert loss.item() == pytest.approx((0.7 * plans + 0.1 * (6 - plans)).mean().item(), rel=1e-5)
+    assert readings.shape == (40, chain_rows.readings.shape[1])
+
+
+def test_figures_of_a_model_that_reasons_count_all_plans(model, chain_rows, monkeypatch):
+    shares, logp = torch.tensor([0.7, 0.1, 0.1, 0.1]), torch.zeros(len(chain_rows.answer), SHAPE.vocab)
+    logp[chain_rows.choices[0], chain_rows.actions[0]] = math.log(0.2)
+    logp[chain_rows.choices[1], chain_rows.actions[1]] = shares.log()
+    logp[chain_rows.numbers[0]] = math.log(0.5)
+    monkeypatch.setattr("grpo.model.warmup.log_probs", lambda model, hidden: logp.expand(len(hidden), -1, -1))
+    values = figures(model, chain_rows)
+    assert values["parse_rate"] == pytest.approx(0.8)  # a plan in four of five chains, and then an answer
+    assert values["reward"] == pytest.approx(0.8 * (chain_rows.rewards @ shares).mean().item())
+    assert (values["numbers"], values["follows"]) == pytest.approx((0.5, 0.25))
+
+
 def test_warm_up_rows_differ_from_all_others():
-    warm = {row.prompt for row in warmup_rows((WARMUP_SEED, 3, "full"))}
-    probe = {row.prompt for row in warmup_rows((PROBE_SEED, 3, "full"))}
+    warm = {row.prompt for row in warmup_rows((WARMUP_SEED, 3, "full", 1.0))}
+    probe = {row.prompt for row in warmup_rows((PROBE_SEED, 3, "full", 1.0))}
     assert len(warm) == 120 and not warm & probe
     assert PROBE_SEED + TINY_RECIPE.probe_windows < WARMUP_SEED

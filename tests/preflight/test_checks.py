@@ -122,7 +122,7 @@ def test_experts_are_shared_where_vllms_layout_is_known(capability, vllm, sync, 
 
 @pytest.fixture
 def tiny_run(tmp_path):
-    """Resolves a run of the tiny model's demo, of 815 training rows and 8 prompts a step."""
+    """Resolves a run of the tiny model's demo, of 783 training rows and 8 prompts a step."""
 
     def resolved(machine=CPU, **environ):
         settings = {"MODEL_ID": "tiny", "OUTPUT_DIR": tmp_path / "run", "EVAL_SAMPLES": 0} | environ
@@ -179,10 +179,10 @@ def test_steps_of_so_many_epochs(epochs, rows, prompts, steps):
 
 def test_epochs_are_resolved_to_steps_before_anything_uses_them(tiny_run):
     resolved = tiny_run(NUM_TRAIN_EPOCHS=2.5)
-    assert not resolved.problems and (resolved.settings.TOTAL_STEPS, resolved.sources["TOTAL_STEPS"]) == (255, "chosen")
-    assert "NUM_TRAIN_EPOCHS=2.5 x 815 rows / 8 prompts" in dict(banner.facts(resolved))["length"]
-    short = tiny_run(NUM_TRAIN_EPOCHS=1, WARMUP_STEPS=102)
-    assert "rise over 102 steps, the run has 102" in only(short.problems)
+    assert not resolved.problems and (resolved.settings.TOTAL_STEPS, resolved.sources["TOTAL_STEPS"]) == (245, "chosen")
+    assert "NUM_TRAIN_EPOCHS=2.5 x 783 rows / 8 prompts" in dict(banner.facts(resolved))["length"]
+    short = tiny_run(NUM_TRAIN_EPOCHS=1, WARMUP_STEPS=98)
+    assert "rise over 98 steps, the run has 98" in only(short.problems)
     both = tiny_run(NUM_TRAIN_EPOCHS=1, TOTAL_STEPS=5)
     assert "TOTAL_STEPS=5 is set as well. Unset one of the two" in only(both.problems)
     problems, most = Problems(), Settings(NUM_TRAIN_EPOCHS=1e6, PROMPTS_PER_STEP=1)

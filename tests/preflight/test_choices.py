@@ -87,6 +87,7 @@ CHOICES = [  # A function, its arguments, the choice, and words of the reason.
     (evaluation, ({}, 1, "", False, True), False, "opened channels"),
     (evaluation, ({}, 1, "", False, False, False), False, "no actions"),
     (evaluation, ({"EVAL_SAMPLES": 0},), False, "EVAL_SAMPLES=0"),
+    (evaluation, ({"EVAL_EXACT": False},), False, "EVAL_EXACT=0"),
     (best, ({},), "plant", "closed loop runs"),
     (best, ({"BEST_BY": "reward"},), "reward", "set by BEST_BY"),
     (best, ({"BEST_BY": "plant", "EVAL_SAMPLES": 0},), "", "EVAL_SAMPLES=0"),

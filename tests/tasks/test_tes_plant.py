@@ -108,6 +108,9 @@ def test_compact_prompt() -> None:
     assert " need 4 " in render_compact(a_state(8, 200.0))[1]  # 225 later, 200 - 20 left: 45 kWh
     flat = dataclasses.replace(a_state(8), co2=np.full(10, 0.3))
     assert " rank 0 " in render_compact(flat)[1]  # equal is not lower
+    # Loads above the heat pump's 100 kW are told; no more of an output than 100 kWh can be short or find room.
+    _, peak = render_compact(dataclasses.replace(a_state(15, 30.0), load_kw=np.full(10, 142.4)))
+    assert " load 142 " in peak and " short 100 room 100 need 28 " in peak and peak.endswith(" loads 142 142")
 
 
 @settings(max_examples=50, deadline=None)
@@ -117,4 +120,4 @@ def test_compact_prompt_is_short_and_small(hour: int, energy: float, hours: list
     state = State(datetime(2025, 4, 14, hour), energy, load[:10], co2[:10], load[10:], co2[10:])
     words = render_compact(state)[1].split()
     assert len(words) <= 40 and all(word.isalnum() for word in words)
-    assert all(0 <= int(word) <= 100 for word in words if word.isdigit())
+    assert all(0 <= int(word) <= 200 for word in words if word.isdigit())

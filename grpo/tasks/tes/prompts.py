@@ -129,7 +129,7 @@ def render_full(state: State) -> str:
 
 
 def render_compact(state: State) -> tuple[str, str]:
-    """Renders a state as (system, user): one short line of words and integers from 0 to 100, for a tiny model.
+    """Renders a state as (system, user): one short line of words and integers from 0 to 200, for a tiny model.
 
     hour   of the day                                 short  kWh that the load exceeds the stored energy by
     store  stored energy, percent of the capacity     room   kWh of output that load and free capacity can take
@@ -140,20 +140,20 @@ def render_compact(state: State) -> tuple[str, str]:
     """
     now = state.stamp.hour - HOURS[0]
     load, later_load, later_co2 = state.load_kw[now], state.load_kw[now + 1 :], state.co2[now + 1 :]
-    store, capacity = state.energy_kwh, state.plant.capacity_kwh
+    store, capacity, rated = state.energy_kwh, state.plant.capacity_kwh, state.plant.rated_kw
     next_co2, co2 = low_co2(state.next_co2), state.co2[now]
     need = later_load.sum() - max(store - load, 0.0)
     words = {"hour": state.stamp.hour, "store": 100 * store / capacity, "load": load, "co2": 100 * co2}
     words |= {"next": 100 * next_co2, "gain": 50 + 100 * (next_co2 - co2)}
-    words |= {"short": load - store, "room": load + capacity - store}
+    words |= {"short": min(rated, load - store), "room": min(rated, load + capacity - store)}
     words |= {"need": need / 10, "rank": (later_co2 < co2).sum(), "ahead": 100 * later_co2, "loads": later_load}
     texts = (" ".join([word, *map(str, map(whole, np.atleast_1d(value)))]) for word, value in words.items())
     return COMPACT_SYSTEM, " ".join(texts)
 
 
 def whole(value: float) -> int:
-    """Rounds to an integer and clips to 0..100: one token in the tiny model's vocabulary."""
-    return min(100, max(0, round(float(value))))
+    """Rounds to an integer and clips to 0..200: one token in the tiny model's vocabulary."""
+    return min(200, max(0, round(float(value))))
 
 
 def prompt_kind(conversations: Sequence[Sequence[tuple[str, str]]]) -> str | None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from grpo.data.files import Row, find_files, read_rows
-from grpo.data.prompts import render
+from grpo.data.prompts import open_answer, render
 from grpo.settings import Problems, Settings, number
 from grpo.tasks.figure_text import aligned, judged, part, spread
 from grpo.tasks.figure_text import number as finite
@@ -49,9 +49,17 @@ def why_not(settings: Settings, kind: str | None, use_vllm: bool, is_chosen: boo
         return "no held-out prompts are those of the plant in scripts/make_dataset.py"
     if settings.EVAL_PROFILE is None:
         return "set EVAL_PROFILE to the hourly profile of the held-out days to run it on the plant"
-    if settings.MODEL_ID != "tiny" and not use_vllm and not is_chosen:
+    if settings.MODEL_ID != "tiny" and not (use_vllm or settings.DIRECT_ANSWERS) and not is_chosen:
         return "its hours in turn take transformers too long; set EVAL_PROFILE to run it nevertheless"
     return ""
+
+
+def why_sampled(settings: Settings, kind: str | None, vote: bool = False) -> str:
+    """Why the model's answers are sampled, with prompts of this kind; empty where all of them can be asked. With
+    DIRECT_ANSWERS the probabilities of all answers to a prompt take one pass over it."""
+    if kind == "full" and not settings.DIRECT_ANSWERS:
+        return FULL_IS_SAMPLED
+    return "answers vote" if vote else ""
 
 
 # What scripts/evaluate.py may change, and a run leaves as it is.
@@ -80,15 +88,16 @@ def make_plan(
         fix = "Add chat_template.jinja, or take full prompts"
         problems.add(f"MODEL_ID={settings.MODEL_ID}", "it has no chat template", fix)
     effort, date = settings.REASONING_EFFORT, settings.PROMPT_DATE
+    shown = renderer(prompt, lambda turns: render(template or "", tuple(turns), effort, date))
     plan = ClosedLoopPlan(
         runs=bool(cases),
         is_mentioned=True,
-        why_sampled=FULL_IS_SAMPLED if prompt == "full" else "answers vote" if options.vote else "",
+        why_sampled=why_sampled(settings, prompt, options.vote),
         episodes=tuple(case.name for case in cases),
         prompt=prompt,
         profiles=tuple(map(tes_record.shown_path, files)),
         cases=tuple(cases),
-        render=renderer(prompt, lambda turns: render(template or "", tuple(turns), effort, date)),
+        render=(lambda state: open_answer(shown(state))) if settings.DIRECT_ANSWERS else shown,
         start_kwh=options.start_kwh,
         hours=options.hours_limit,
         vote=options.vote,
@@ -121,9 +130,8 @@ class ClosedLoop(Simulator):
     ) -> ClosedLoopPlan:
         kind = prompt_kind([row.messages for row in rows]) if rows else None
         if reason := why_not(settings, kind, use_vllm, is_chosen):
-            why_sampled = FULL_IS_SAMPLED if kind == "full" else ""
             is_mentioned = bool(kind or settings.EVAL_PROFILE)
-            return ClosedLoopPlan(reason, is_mentioned=is_mentioned, why_sampled=why_sampled)
+            return ClosedLoopPlan(reason, is_mentioned=is_mentioned, why_sampled=why_sampled(settings, kind))
         files = dict.fromkeys(find_files("EVAL_PROFILE", settings.EVAL_PROFILE or "", problems), "EVAL_PROFILE")
         plan = make_plan(settings, files, kind or "", template, problems)
         reason = f"the held-out prompts are the plant's ({kind}); {plan.reason}"

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Direct answers: a step's gradient is that of the mean of V / S by hand, and of GRPO with all answers enumerated."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+
+import pytest
+import torch
+from ranked import in_ranks
+from test_expected_reward import INVALID, LOSSES, REWARDS, apart, rows_with
+from trainers import make, plain_float32, uniform
+
+from grpo.data.prompts import open_answer
+from grpo.learn import learner
+from grpo.learn.expected_reward import action_tokens
+from grpo.rollout import direct
+from grpo.settings import FIELDS
+
+pytestmark = pytest.mark.numeric
+
+TABLES = (REWARDS, (0.3, 0.1, 0.2), (0.0, 1.0, 0.5, 0.25))  # the second row has three actions
+SCALINGS = FIELDS["SCALE_REWARDS"].metadata["choices"]
+
+
+def opened(rows):
+    return [dataclasses.replace(row, prompt=open_answer(row.prompt)) for row in rows]
+
+
+def direct_trainer(tiny, folder, tables=TABLES, ranks=None, **changes):
+    """A trainer as `train_grpo.train` builds it with DIRECT_ANSWERS, in float32, with an adapter that is not zero."""
+    settings = {"DIRECT_ANSWERS": True, "NUM_GENERATIONS": 1, "MAX_COMPLETION_LEN": 1, "EXPECTED_REWARD": True}
+    settings |= {"REWARDS": "action", "PROMPTS_PER_STEP": len(tables), "SCALE_REWARDS": "group", "TEMPERATURE": 1.3}
+    trainer = plain_float32(make(tiny, folder, ranks, opened(rows_with(*tables)), **settings | changes))
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(uniform(generator, *parameter.shape) * 0.5)
+    return trainer
+
+
+def gradient(trainer):
+    return torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.requires_grad])
+
+
+def step_gradient(trainer, micro_batch=4, packing="prefix"):
+    """The gradient of a whole step over all rows, choosing included, as one vector."""
+    trainer.run.plan, trainer.run.packing = dataclasses.replace(trainer.run.plan, micro_batch=micro_batch), packing
+    trainer.model.zero_grad()
+    trainer.training_step(trainer.model, [{"prompt": row.prompt, "row": n} for n, row in enumerate(trainer.run.rows)])
+    return gradient(trainer)
+
+
+def logps_by_hand(trainer, row):
+    """Log-probs (V,) of all tokens behind a row's prompt, from the whole model alone; differentiable."""
+    ids = torch.tensor(trainer.processing_class(text=[row.prompt])["input_ids"])
+    return (trainer.model(input_ids=ids, use_cache=False).logits[0, -1] / trainer.temperature).log_softmax(-1)
+
+
+def of_all_tokens(trainer, rewards):
+    """The reward (V,) of each token of the vocabulary."""
+    worst, best = min(rewards), max(rewards)
+    table = torch.full((trainer.model.config.vocab_size,), worst - 0.1 * (best - worst))
+    table[action_tokens(trainer.processing_class, len(rewards))] = torch.tensor(rewards)
+    return table
+
+
+def by_hand(trainer, scale_rewards, enumerate_tokens):
+    """The gradient of -mean(V / (S + eps)), or with `enumerate_tokens` that of GRPO's loss with every token of the
+    vocabulary as often as the policy draws it: -mean of sum_k p_k A_k log p_k, p_k and A_k held fixed."""
+    trainer.model.eval()
+    logps = [logps_by_hand(trainer, row) for row in trainer.run.rows]
+    tables = [of_all_tokens(trainer, row.rewards) for row in trainer.run.rows]
+    values = [(logp.exp() * table).sum() for logp, table in zip(logps, tables, strict=True)]
+    squares = torch.stack([
+        (logp.exp() * (table - value).square()).sum().detach()
+        for logp, table, value in zip(logps, tables, values, strict=True)
+    ])  # fmt: skip
+    variance = squares.mean().expand_as(squares) if scale_rewards == "batch" else squares
+    scale = torch.ones_like(squares) if scale_rewards == "none" else variance.sqrt() + 1e-4
+    losses = [-value / s for value, s in zip(values, scale, strict=True)]
+    if enumerate_tokens:
+        losses = [
+            -(logp.detach().exp() * (table - value.detach()) / s * logp).sum()
+            for logp, table, value, s in zip(logps, tables, values, scale, strict=True)
+        ]
+    trainer.model.zero_grad()
+    torch.stack(losses).mean().backward()
+    return gradient(trainer)
+
+
+@pytest.mark.parametrize("enumerate_tokens", [False, True])
+@pytest.mark.parametrize("scale_rewards", SCALINGS)
+def test_the_gradient_is_that_of_the_expected_reward(tiny, tmp_path, scale_rewards, enumerate_tokens):
+    trainer = direct_trainer(tiny, tmp_path, SCALE_REWARDS=scale_rewards)
+    expected = by_hand(trainer, scale_rewards, enumerate_tokens)
+    assert expected.norm() > 1e-4
+    assert apart(step_gradient(trainer), expected) < 1e-3
+
+
+@pytest.mark.parametrize("micro_batch, packing", [(1, "prefix"), (2, "prefix"), (3, "none"), (1, "none")])
+def test_any_cut_gives_the_same_gradient(tiny, tmp_path, micro_batch, packing):
+    """Two of the prompts are equal, so that they share a group where prompts are shared."""
+    trainer = direct_trainer(tiny, tmp_path, SCALE_REWARDS="batch")
+    trainer.run.rows[2] = dataclasses.replace(trainer.run.rows[2], prompt=trainer.run.rows[0].prompt)
+    whole = step_gradient(trainer)
+    assert whole.norm() > 1e-4 and apart(step_gradient(trainer, micro_batch, packing), whole) < 1e-4
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_every_loss_type_is_the_same(tiny, tmp_path, loss_type):
+    """One token a completion: there are no lengths to weigh, and MAX_COMPLETION_LEN divides nothing."""
+    trainer = direct_trainer(tiny, tmp_path, LOSS_TYPE=loss_type)
+    assert apart(step_gradient(trainer), by_hand(trainer, "group", False)) < 1e-3
+
+
+def test_it_does_not_depend_on_the_chosen_tokens(tiny, tmp_path):
+    """Whatever is chosen for the log, also a token that names no action."""
+    trainer, chosen, gradients = direct_trainer(tiny, tmp_path), Counter(), []
+    write = trainer.run_log.write_completions
+
+    def note(step, completions, *rest):
+        chosen.update(completion.action for completion in completions)
+        return write(step, completions, *rest)
+
+    trainer.run_log.write_completions = note
+    for step in range(8):
+        trainer.state.global_step = step
+        gradients.append(step_gradient(trainer))
+    trainer.model.zero_grad()
+    assert len(chosen) > 2 and all(apart(other, gradients[0]) < 1e-5 for other in gradients)
+
+
+def test_an_unreadable_token_learns_as_any_other(tiny, tmp_path, monkeypatch):
+    trainer = direct_trainer(tiny, tmp_path)
+    expected = step_gradient(trainer)
+    monkeypatch.setattr(torch, "multinomial", lambda chances, count: torch.full((len(chances), 1), 7))
+    assert torch.equal(step_gradient(trainer), expected)
+    assert trainer.run_log.rates["best_action_rate"] == 0 and trainer.run_log.rates["expected_share"] == 1
+
+
+def test_a_row_without_the_reward_of_an_action_teaches_nothing(tiny, tmp_path):
+    trainer = direct_trainer(tiny, tmp_path, REWARDS="action,test_direct:knows_all_but_the_first=0.5")
+    assert trainer.run.looked_up == (0, 1)
+    whole = step_gradient(trainer)
+    trainer.run.rows[0] = dataclasses.replace(trainer.run.rows[0], prompt=trainer.run.rows[1].prompt)
+    assert whole.isfinite().all() and whole.norm() > 1e-4 and apart(step_gradient(trainer), whole) < 1e-5
+
+
+def knows_all_but_the_first(completions, *, reward_action_0, **columns):
+    """None for one answer to the first row, the same for all others. The prompt holds the answer's `[`."""
+    pairs = zip(completions, reward_action_0, strict=True)
+    return [None if first == REWARDS[0] and text == "1]" else 0.5 for text, first in pairs]
+
+
+knows_all_but_the_first.by_action = True
+
+
+def test_a_step_is_two_forward_passes(tiny, tmp_path, monkeypatch):
+    """One chooses, without a gradient, and tells the probabilities that learning divides by; the other learns."""
+    passes = []
+    for module in (learner, direct):
+
+        def counted(*arguments, original=module.hidden_states):
+            passes.append(torch.is_grad_enabled())
+            return original(*arguments)
+
+        monkeypatch.setattr(module, "hidden_states", counted)
+    trainer = direct_trainer(tiny, tmp_path)
+    step_gradient(trainer)
+    assert passes == [False, True]
+
+
+def test_logits_are_held_for_one_position_of_a_prompt(tiny, tmp_path, monkeypatch):
+    trainer, shapes = direct_trainer(tiny, tmp_path), []
+    head = trainer.base_model_of(trainer.model).get_output_embeddings()
+    head.register_forward_hook(lambda module, arguments, logits: shapes.append(tuple(logits.shape)))
+    step_gradient(trainer, micro_batch=1)
+    assert shapes == [(1, trainer.model.config.vocab_size)] * 3
+
+
+def test_the_penalty_against_the_base_model_stays(tiny, tmp_path):
+    """BETA counts the chosen token alone, by TRL's k3."""
+    trainer, batches = direct_trainer(tiny, tmp_path, BETA=0.3), []
+    learn = trainer.learn
+    trainer.learn = lambda model, batch, answers: batches.append(batch) or learn(model, batch, answers)
+    whole = step_gradient(trainer)
+    (batch,) = batches
+    assert batch["completion_mask"].tolist() == [[1]] * 3 and batch["ref_per_token_logps"].shape == (3, 1)
+    expected = by_hand(trainer, "group", False)
+    trainer.model.zero_grad()
+    terms = []
+    for row, token in zip(trainer.run.rows, batch["completion_ids"][:, 0].tolist(), strict=True):
+        policy = logps_by_hand(trainer, row)[token]
+        with torch.no_grad(), trainer.model.disable_adapter():
+            difference = logps_by_hand(trainer, row)[token]
+        difference = difference - policy
+        terms.append(0.3 * (difference.exp() - difference - 1))
+    torch.stack(terms).mean().backward()
+    assert gradient(trainer).norm() > 1e-3 and apart(whole, expected + gradient(trainer)) < 1e-3
+    assert trainer._metrics["train"]["kl"][-1] == pytest.approx(torch.stack(terms).mean().item() / 0.3, rel=1e-3)
+
+
+def test_figures_are_those_of_the_chosen_token(tiny, tmp_path):
+    """Entropy is that behind the prompt, and TRL's figures of lengths are not logged."""
+    trainer = direct_trainer(tiny, tmp_path)
+    step_gradient(trainer)
+    trainer.model.eval()
+    with torch.no_grad():
+        logps = [logps_by_hand(trainer, row) for row in trainer.run.rows]
+    entropy = -sum((logp.exp() * logp).sum().item() for logp in logps) / len(logps)
+    metrics = trainer._metrics["train"]
+    assert metrics["entropy"] == [pytest.approx(entropy, rel=1e-4)]
+    assert not [name for name in metrics if name.startswith("completions/")]
+
+
+def test_probabilities_and_tokens_behind_prompts(tiny, tmp_path):
+    """Those of the model's own logits, in any micro-batches; a seed decides which tokens are drawn; 0 is greedy."""
+    trainer = direct_trainer(tiny, tmp_path)
+    prompts = [trainer.processing_class(text=[row.prompt])["input_ids"][0] for row in trainer.run.rows]
+    tokens = action_tokens(trainer.processing_class, 4)
+    trainer.model.eval()
+    with torch.no_grad():
+        logps = torch.stack([logps_by_hand(trainer, row) for row in trainer.run.rows])
+    base = trainer.base_model_of(trainer.model)
+    for limit in (1, 10_000):
+        _, chances = direct.choose_tokens(base, prompts, tokens, trainer.temperature, "eager", limit, True)
+        torch.testing.assert_close(chances, logps.exp()[:, tokens], rtol=1e-4, atol=1e-7)
+    chosen, chances = direct.choose_tokens(base, prompts, tokens, 0.0, "eager", 10_000, True)
+    assert chosen.tolist() == logps.argmax(-1).tolist()
+    assert torch.equal(chances, (chosen[:, None] == torch.tensor(tokens)).float())
+
+    def drawn(seed):
+        torch.manual_seed(seed)
+        many = direct.choose_tokens(base, prompts[:1] * 600, tokens, trainer.temperature, "eager", 10_000, True)
+        return many[0].tolist()
+
+    assert drawn(1) == drawn(1) != drawn(2)
+    share = drawn(1).count(tokens[0]) / 600
+    assert share == pytest.approx(logps[0, tokens[0]].exp().item(), abs=0.08), "four standard errors"
+
+
+def learned(ranks, tiny, folder, scale_rewards):
+    """How two steps moved the adapter."""
+    rank_folder = folder / str(ranks.rank)
+    rank_folder.mkdir(parents=True)
+    trainer = direct_trainer(
+        tiny, rank_folder, (*TABLES, REWARDS, REWARDS[::-1]), ranks, LEARNING_RATE=1e-3, SCALE_REWARDS=scale_rewards,
+        SAVE_STEPS=9,
+    )  # fmt: skip
+    if ranks.rank:
+        trainer.reward_funcs = trainer.lookup.functions = [None]  # only rank 0 calls them
+    trainer.args.save_strategy = "no"
+    before = torch.cat([p.detach().flatten() for p in trainer.model.parameters() if p.requires_grad])
+    trainer.train()
+    return (torch.cat([p.detach().flatten() for p in trainer.model.parameters() if p.requires_grad]) - before).tolist()
+
+
+@pytest.mark.parametrize("scale_rewards", ["batch", "group"])
+def test_two_processes_learn_what_one_does(tiny, tmp_path, scale_rewards):
+    (alone,) = in_ranks(1, learned, tiny, tmp_path / "1", scale_rewards)
+    first, second = in_ranks(2, learned, tiny, tmp_path / "2", scale_rewards)
+    assert first == second and torch.tensor(alone).norm() > 1e-3
+    assert apart(torch.tensor(first), torch.tensor(alone)) < 1e-3
+
+
+def test_the_reward_of_an_unreadable_token_is_that_of_the_checks(tiny, tmp_path):
+    trainer = direct_trainer(tiny, tmp_path, (REWARDS, (0.3, 0.1, 0.2)))
+    step_gradient(trainer)
+    answers = trainer.step_rewards
+    assert answers.column.tolist() == [0, 0] and not answers.others.any() and not answers.surplus.any()
+    assert answers.base.tolist() == pytest.approx([INVALID, 0.1 - 0.02])
+    assert answers.gains[0].tolist() == pytest.approx([reward - INVALID for reward in REWARDS])
+    assert math.isclose(answers.gains[1, 3].item(), 0)

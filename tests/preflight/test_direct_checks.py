@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DIRECT_ANSWERS before a run: what is refused, all of it at once, and what is resolved."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import CLEAN, RENDERED, ROOT, write_csv
+from machines import CPU, H100, only
+
+from grpo.data.files import Row
+from grpo.data.prompts import ANSWER_BEFORE, answer_of, open_answer
+from grpo.plan.hub import REAL_CONFIG
+from grpo.plan.memory import Shapes, choosing_gib, plan_memory
+from grpo.preflight.banner import banner
+from grpo.preflight.checks import preflight
+from grpo.preflight.direct import token_fault
+from grpo.settings import Settings
+
+HEADER = ["prompt", "reward_action_0", "reward_action_1"]
+START = "<|start|>assistant"
+
+
+@pytest.fixture
+def direct_run(tmp_path):
+    """Resolves a run with DIRECT_ANSWERS on the demo's data."""
+
+    def resolved(machine=CPU, **settings):
+        environ = {"MODEL_ID": "tiny", "DIRECT_ANSWERS": 1, "OUTPUT_DIR": tmp_path / "run"} | settings
+        return preflight(CLEAN | {name: str(value) for name, value in environ.items()}, machine)
+
+    return resolved
+
+
+REFUSED = [
+    ({"EXPECTED_REWARD": 0}, "EXPECTED_REWARD: DIRECT_ANSWERS samples nothing"),
+    ({"REWARDS": "regret,format=0.1,gsm8k"}, "REWARDS: format, gsm8k may depend on more than row and action"),
+    ({"TOP_P": 0.9}, "TOP_P: "),
+    ({"USE_VLLM": 1}, "USE_VLLM: nothing is generated"),
+    ({"NUM_GENERATIONS": 4}, "NUM_GENERATIONS: 4 completions of a prompt would be the same"),
+    ({"LOSS_TYPE": "vespo"}, "LOSS_TYPE: vespo weights sampled completions"),
+    ({"INVALID_REWARD": "nan"}, "INVALID_REWARD: DIRECT_ANSWERS needs the reward"),
+    ({"PROMPTS_PER_STEP": 1}, "PROMPTS_PER_STEP: DIRECT_ANSWERS computes each prompt once"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSED)
+def test_what_cannot_go_with_it_is_refused(direct_run, settings, message):
+    (problem,) = [text for text in direct_run(H100, **settings).problems if text.startswith(message)]
+    assert "DIRECT_ANSWERS=0" in problem
+
+
+def test_all_problems_are_listed_together(direct_run):
+    together = {name: value for settings, _ in REFUSED for name, value in settings.items()}
+    problems = direct_run(H100, **together).problems
+    for _, message in REFUSED:
+        assert any(text.startswith(message) for text in problems), message
+
+
+def test_rows_need_the_reward_of_each_action(direct_run, tmp_path, monkeypatch):
+    """Those of EVAL_DATA too, and also where the function would be content without."""
+    (tmp_path / "content.py").write_text("def score(completions, **columns):\n    return [0.5] * len(completions)\n")
+    with (tmp_path / "content.py").open("a") as file:
+        file.write("score.by_action = True\n")
+    monkeypatch.chdir(tmp_path)
+    bare = write_csv(tmp_path / "bare.csv", ["prompt"], [[RENDERED.format(f"question {i}")] for i in range(3)])
+    paid = write_csv(tmp_path / "paid.csv", HEADER, [[RENDERED.format(f"question {i}"), 0, 1] for i in range(3)])
+    for data, heldout in ((bare, paid), (paid, bare)):
+        problems = direct_run(DATA=data, EVAL_DATA=heldout, REWARDS="content:score").problems
+        assert any("bare.csv, columns: DIRECT_ANSWERS needs the reward of each action" in text for text in problems)
+    assert not direct_run(DATA=paid, EVAL_DATA=paid, REWARDS="content:score").problems
+
+
+def test_an_action_of_several_tokens_is_refused(direct_run, tiny, tmp_path):
+    """The tiny model's tokenizer has a token for each number up to 100."""
+    many = write_csv(
+        tmp_path / "many.csv",
+        ["prompt", *(f"reward_action_{k}" for k in range(102))],
+        [[RENDERED.format("question"), 1, *[0] * 101]],
+    )
+    problem = only(direct_run(DATA=many, EVAL_SAMPLES=0).problems)
+    assert "its tokenizer writes `101` of `[101]` in several" in problem
+    assert not token_fault(tiny / "tokenizer.json", 4)
+
+
+def test_what_a_run_resolves_to(direct_run):
+    """Also on a GPU with vLLM: groups of one, one token, no vLLM, and exact evaluation, with a line on each."""
+    for machine in (CPU, H100):
+        resolved = direct_run(machine, PROMPTS_PER_STEP=64, MAX_COMPLETION_LEN=4000)
+        assert not resolved.problems
+        s = resolved.settings
+        assert (s.NUM_GENERATIONS, s.MAX_COMPLETION_LEN, s.USE_VLLM, s.completions_per_step) == (1, 1, False, 64)
+        assert {resolved.sources[name] for name in ("NUM_GENERATIONS", "MAX_COMPLETION_LEN", "USE_VLLM")} == {"chosen"}
+        assert not resolved.use_vllm and resolved.plan.engine is None and resolved.expected_reward
+        assert resolved.exact and "DIRECT_ANSWERS" in resolved.reasons["exact"] and resolved.closed_loop.runs
+        text = banner(resolved)
+        assert "64 prompts, each once" in text and "rollouts      none: DIRECT_ANSWERS" in text
+        assert "GENERATION_BATCH" not in text and "generations" not in text
+        rendered = {row.prompt for row in [*resolved.rows, *resolved.eval_rows]}
+        assert all(prompt.endswith(START + ANSWER_BEFORE) for prompt in rendered)
+        assert all(prompt.endswith(START + ANSWER_BEFORE) for prompt in resolved.closed_loop.opening_prompts())
+    unused = direct_run(GENERATION_BATCH=5, IS_CORRECTION="sequence_mask", PROMPTS_PER_STEP=64)
+    assert not unused.problems and unused.expected_reward
+
+
+def test_full_prompts_of_a_large_model_are_evaluated_exactly_as_well(direct_run, tmp_path):
+    """Sampled evaluations say that these are too many; here a forward pass tells the probabilities of all answers."""
+    prompts = {"DATA": "data/tes_train.csv", "EVAL_DATA": "data/tes_heldout.csv", "MAX_PROMPT_LEN": 100_000}
+    resolved = direct_run(EVAL_PROFILE=ROOT / "data/profile_heldout.csv", **prompts)
+    assert resolved.exact and resolved.closed_loop.runs and not resolved.closed_loop.why_sampled
+
+
+@pytest.mark.parametrize("kind", ["shared", "paged"])
+def test_experts_beside_vllm_are_refused(direct_run, kind):
+    assert any("does not generate here" in text for text in direct_run(H100, EXPERTS=kind).problems)
+
+
+def test_the_plan_has_no_rollout(tiny):
+    """At full size: no cache of keys and values, and choosing takes less than learning."""
+    settings = Settings(DIRECT_ANSWERS=True, NUM_GENERATIONS=1, MAX_COMPLETION_LEN=1, PROMPTS_PER_STEP=256)
+    shapes = Shapes(REAL_CONFIG, H100, 900, "torch_flash", "prefix")
+    plan = plan_memory(settings, shapes)
+    assert plan.engine is None and plan.micro_batch == plan.generation_batch == 32
+    assert plan.generation == choosing_gib(settings, shapes, 32) < plan.learning
+    assert plan.peak < 70
+
+
+OPENED = [
+    (START, True),
+    (START + "<|channel|>final<|message|>", True),
+    (START + ANSWER_BEFORE, True),
+    (START + "<|channel|>analysis<|message|>So<|end|>" + START, True),
+    (START + "<|channel|>analysis<|message|>", False),
+    (START + ANSWER_BEFORE + "1", False),
+]
+
+
+@pytest.mark.parametrize(("end", "fits"), OPENED)
+def test_a_prompt_is_opened_up_to_the_bracket(end, fits):
+    if not fits:
+        with pytest.raises(ValueError, match="the prompt opens"):
+            open_answer(f"<|start|>user<|message|>x<|end|>{end}")
+        return
+    opened = open_answer(f"<|start|>user<|message|>x<|end|>{end}")
+    assert opened.endswith(START + ANSWER_BEFORE) and opened.count(ANSWER_BEFORE) == 1
+    assert open_answer(opened) == opened
+
+
+def test_a_prompt_that_opens_another_channel_is_refused(direct_run, tmp_path):
+    prompt = RENDERED.format("question") + "<|channel|>analysis<|message|>"
+    path = write_csv(tmp_path / "odd.csv", HEADER, [[RENDERED.format("fine"), 0, 1], [prompt, 0, 1]])
+    problem = only(direct_run(DATA=path, EVAL_SAMPLES=0).problems)
+    assert "odd.csv, row 2: the prompt opens '<|channel|>analysis<|message|>'" in problem
+
+
+def test_what_sft_teaches_then():
+    """The rest of the answer behind the opened channel; reasoning before it does not fit."""
+    row = Row("d.csv", 1, (("user", "x"),), (0.1, 0.9), {})
+    assert answer_of(row, direct=True) == "1]<|return|>"
+    reasoned = Row("d.csv", 1, (("user", "x"),), (0.1, 0.9), {"answer": "<|channel|>analysis<|message|>So<|end|>"})
+    with pytest.raises(ValueError, match="the prompt opens"):
+        answer_of(reasoned, direct=True)
