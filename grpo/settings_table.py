@@ -111,8 +111,7 @@ class Settings:
         "Reward of an answer that cannot be parsed; `auto`: a tenth of the row's range below its worst action; `nan` "
         "leaves it out of its group.")
     SCALE_REWARDS: str | None = setting("Rewards", None, choices=("group", "batch", "none"), text=
-        "Divide advantages by the standard deviation of the group, of the batch, or not at all; `auto`: batch with "
-        "regret or shortfall, else group.")
+        "Divide advantages by the standard deviation of the group, of the batch, or not at all; `auto`: group.")
     EXPECTED_REWARD: bool | None = setting("Rewards", None, text=
         "Learn at the answer `[k]` from the rewards of all actions, each by its probability, instead of the sampled "
         "action's alone; `auto`: where all rows have reward_action_k and REWARDS hold a function of the action alone.")

@@ -39,7 +39,7 @@ def build(settings, tiny, folder, ranks=None, rows=None):
     plan = Plan(0, 0, 0, 0, settings.MICRO_BATCH or 2, "test", 4, "test")
     specs = reward_specs(choose_rewards(settings.REWARDS, rows)[0])
     looked_up = tuple(n for n, (name, _) in enumerate(specs) if settings.EXPECTED_REWARD and is_by_action(name))
-    scale = choose_scale_rewards(settings.SCALE_REWARDS, [name for name, _ in specs])[0]
+    scale = choose_scale_rewards(settings.SCALE_REWARDS)[0]
     return Trainer(
         RunContext(
             settings, rows, plan, folder, "eager", "prefix", StopRequest(), ranks=ranks or Ranks(), looked_up=looked_up

@@ -127,13 +127,11 @@ def choose_rewards(requested: str | None, rows: Sequence[Row]) -> tuple[str, str
     return "action", f"{bare} has no q_action_k" if bare else "there are no training rows"
 
 
-def choose_scale_rewards(requested: str | None, names: Iterable[str]) -> tuple[str, str]:
-    """(SCALE_REWARDS, reason), given the reward functions' names."""
+def choose_scale_rewards(requested: str | None) -> tuple[str, str]:
+    """(SCALE_REWARDS, reason)."""
     if requested is not None:
         return requested, "set by SCALE_REWARDS"
-    if costs := [name for name in names if name in ("regret", "shortfall")]:
-        return "batch", f"{costs[0]} tells costly rows from others, and each group's own deviation would level them"
-    return "group", "rewards of different rows need not be comparable"
+    return "group", "by the batch's deviation a few costly rows decide, and a run may settle on the safest action"
 
 
 def expected_reward_obstacle(settings: Settings, rows: Sequence[Row], names: Sequence[str]) -> str | None:

@@ -200,7 +200,7 @@ def resolve(settings: Settings, facts: Facts, problems: Problems) -> ResolvedRun
 
     rewards, reasons["rewards"] = choices.choose_rewards(settings.REWARDS, rows)
     specs = resolve_specs(rewards)
-    scale, reasons["scale_rewards"] = choices.choose_scale_rewards(settings.SCALE_REWARDS, [name for name, _ in specs])
+    scale, reasons["scale_rewards"] = choices.choose_scale_rewards(settings.SCALE_REWARDS)
     expected_reward, reasons["expected_reward"] = choices.choose_expected_reward(
         settings, rows, [name for name, _ in specs if is_by_action(name)]
     )
