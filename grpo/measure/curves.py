@@ -38,11 +38,12 @@ from grpo.evaluate.exact import answer_probabilities
 from grpo.learn.together import flat_adapter
 from grpo.learn.trainer import Trainer
 from grpo.measure.record import Figure, Json, figure, save, tabled, write
-from grpo.measure.variants import Function, intercept, policy_of, read_result, run_child, write_result
+from grpo.measure.variants import Function, intercept, measure_child, policy_of, read_result, write_result
 from grpo.plan.hub import TINY_PATH
 from grpo.preflight.adapter import lora_options
 from grpo.preflight.checks import preflight
 from grpo.preflight.resolve import ResolvedRun
+from grpo.run.child import forwarding_signals
 
 BOUND = 0.01  # of reward: a difference is equivalent if its whole interval is smaller
 EVERY = 50  # steps between two measurements
@@ -208,8 +209,8 @@ def bench_curves(options: argparse.Namespace) -> int:
     numbers = range(1, options.seeds + 1)
     waiting = [str(seed) for seed in numbers if not (options.resume and read_result(options, str(seed)))]
     failed, figures = False, []
-    with ThreadPoolExecutor(options.jobs) as pool:
-        for code in itertools.chain([0], pool.map(partial(run_child, options), waiting)):
+    with forwarding_signals(), ThreadPoolExecutor(options.jobs) as pool:
+        for code in itertools.chain([0], pool.map(partial(measure_child, options), waiting)):
             failed |= code != 0
             if seeds := {seed: values for seed in numbers if (values := read_result(options, str(seed)))}:
                 figures = curve_figures(seeds)

@@ -7,7 +7,6 @@ import argparse
 import itertools
 import math
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import numpy as np
 
 from grpo.measure import record
 from grpo.measure.record import Figure, figure
+from grpo.run.child import run_child
 from grpo.run.durable import file_sha256
 from grpo.settings import FIELDS
 from grpo.tasks.tes.dataset import SEED, SHORT_SHARE, profile_files, read_profiles
@@ -166,7 +166,7 @@ def days(options: argparse.Namespace) -> int:
         few = f" (fewer than {LEAST_WINDOWS}: no interval)" if held < LEAST_WINDOWS else ""
         names = f"train on {', '.join(split.train)}; held out {', '.join(split.heldout)}"
         print(f"{names}: {held} window(s){few}", flush=True)
-        if code := subprocess.run([sys.executable, str(record.SCRIPT)], env=os.environ | settings).returncode:
+        if code := run_child([sys.executable, str(record.SCRIPT)], settings):
             return code
         plant = record.read_json(out / "run/closed_loop.json")
         print(f"\n{SIMULATOR.table(plant)}" if plant else "\nthe closed loop was not run: training.log says why")

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +16,7 @@ from matplotlib.figure import Figure as Drawing
 
 from grpo.measure.demo_windows import REPORTED, RULE, profile_text
 from grpo.measure.record import SCRIPT, Figure, Json, figure, read_json, reward_figures, steps_of, write
+from grpo.run.child import forwarding_signals, run_child
 from grpo.run.layout import BEST
 from grpo.settings import ROOT
 from grpo.tasks.simulator import GREEDY
@@ -65,22 +64,25 @@ def run_seed(options: argparse.Namespace, profiles: Mapping[str, Path], seed: in
     """Trains with `seed` and the demo's settings, as demo.sh has them but for the windows that choose best/, and lets
     both adapters control the plant through the reported windows."""
     run = Path(options.run) / f"seed-{seed}"
-    environ = os.environ | {"OMP_NUM_THREADS": "1"}
     settings = {"MODEL_ID": "tiny", "SEED": str(seed), "OUTPUT_DIR": str(run), "OVERWRITE": "1"}
     settings |= {"EVAL_PROFILE": str(profiles["selection"])}
     started = time.perf_counter()
     with run.with_name(f"{run.name}.log").open("w") as log:
-        start = partial(subprocess.run, check=True, stdout=log)
-        start([sys.executable, SCRIPT], env=environ | settings | dict(options.set))
+
+        def start(command: Sequence[str | Path], environ: Mapping[str, str]) -> None:
+            if code := run_child(command, {"OMP_NUM_THREADS": "1", **environ}, log):
+                raise RuntimeError(f"exit code {code}: {log.name} says why")
+
+        start([sys.executable, SCRIPT], settings | dict(options.set))
         seconds = time.perf_counter() - started
         totals: dict[str, dict[str, Json]] = {name: {} for name in REPORTED}
         for adapter, folder in ADAPTERS.items():
             path = run.with_name(f"{run.name}-{adapter}.json")
             path.unlink(missing_ok=True)  # That of an earlier measurement is not replaced otherwise.
-            command = [sys.executable, EVALUATE, run / folder, "--out", path, "--profile"]
+            command: list[str | Path] = [sys.executable, EVALUATE, run / folder, "--out", path, "--profile"]
             command += [profiles[name] for name in REPORTED]
             # The base model is the same for all seeds.
-            start([*command, "--base-too"] if (seed, adapter) == (1, "last") else command, env=environ)
+            start([*command, *(["--base-too"] if (seed, adapter) == (1, "last") else [])], {})
             by_set, windows = totals_by_set(read_json(path))
             for name, policies in by_set.items():
                 totals[name] |= {policy.replace("trained", adapter): total for policy, total in policies.items()}
@@ -109,7 +111,7 @@ def bench_demo(options: argparse.Namespace) -> int:
     best adapter. Returns 1 unless the best adapters, at the evaluation's temperature, are below the rule on all seeds
     and sets."""
     profiles = write_profiles(Path(options.run) / "profiles")
-    with ThreadPoolExecutor(2) as pool:
+    with forwarding_signals(), ThreadPoolExecutor(2) as pool:
         seeds = list(pool.map(partial(run_seed, options, profiles), range(1, options.seeds + 1)))
     figures, count = [], len(seeds) * len(REPORTED)
     for adapter in ADAPTERS:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -26,6 +25,7 @@ from grpo.learn.trainer import Trainer
 from grpo.measure.record import BENCH, NOISE, SCRIPT, environment, figure, fresh_folder, write
 from grpo.measure.variants import Function, intercept, occupy
 from grpo.rollout.engine import Engine
+from grpo.run.child import run_child
 from grpo.run.folder import last_checkpoint
 
 # Phase -> the function that is the phase, and the seconds into it at which a kill comes: before its end on an H200,
@@ -49,7 +49,7 @@ COMMON = f"""USE_VLLM=1 PARITY=off EVAL_SAMPLES=0 REWARDS=action,{NOISE} INVALID
     PROMPTS_PER_STEP={COMPLETIONS // 8} MAX_COMPLETION_LEN=128 SAVE_STEPS={SAVE_EVERY}"""
 CRITICAL = " C train_grpo: "  # in a line of training.log
 # Kind of fault -> exit codes that it may end with, and words that the run's last critical lines then hold.
-EXPECTED = {"kill": ((-signal.SIGKILL,), ""), "memory": ((1, 4), "memory"), "dying": ((4,), "EngineCore died")}
+EXPECTED = {"kill": ((128 + signal.SIGKILL,), ""), "memory": ((1, 4), "memory"), "dying": ((4,), "EngineCore died")}
 SPARE_GIB = 1 / 32  # that a full GPU has left
 
 
@@ -116,7 +116,7 @@ def start_run(options: argparse.Namespace, folder: Path, steps: int, fault: str 
     started, log_path = time.perf_counter(), folder.with_name(f"{folder.name}.log")
     with log_path.open("a") as output:
         size_before = output.tell()
-        code = subprocess.run(command, env=os.environ | settings, stdout=output, stderr=output, check=False).returncode
+        code = run_child(command, settings, output)
     lines = [line for line in log_path.read_bytes()[size_before:].decode(errors="replace").splitlines() if line.strip()]
     messages = [line.partition(CRITICAL)[2] for line in lines if CRITICAL in line] or lines[-1:]
     checkpoint = last_checkpoint(folder)[1]

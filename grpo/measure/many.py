@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -16,6 +14,7 @@ import torch
 
 from grpo.measure.record import SCRIPT, Figure, Json, figure, steps_of, write
 from grpo.measure.variants import read_result, run_settings, write_result
+from grpo.run.child import run_child
 
 GROUP, LARGE = 8, 4  # completions of a prompt; how many times the prompts of one GPU the large step has
 
@@ -30,7 +29,7 @@ def run_many(options: argparse.Namespace, gpus: int, prompts: int) -> Json:
     settings = run_settings(options, defaults | dict(options.set))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(gpus), str(SCRIPT)]
     started = time.time()
-    if subprocess.run(command, env=os.environ | settings, check=False).returncode:
+    if run_child(command, settings):
         return {}
     steps = steps_of(Path(options.run))
     values = {name: steps[name][1:].mean() for name in ("step_s", "rollout_s", "learn_s", "tokens_mean")}

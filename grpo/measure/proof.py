@@ -8,7 +8,6 @@ import math
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
@@ -27,6 +26,7 @@ from grpo.model.gptoss_format import ModelError
 from grpo.model.load import load_model
 from grpo.model.warmup import Log, figures, write_warmed_up
 from grpo.plan.hub import TINY_PATH, count_parameters
+from grpo.run.child import run_child
 from grpo.settings import parse_value
 from rewards import confidence_interval
 
@@ -114,7 +114,7 @@ def train(options: argparse.Namespace, scale: Scale, log: Log) -> int:
     settings = run_settings(options, scale)
     log(command_line(settings))
     started = time.perf_counter()
-    code = subprocess.run([sys.executable, str(record.SCRIPT)], env=os.environ | settings).returncode
+    code = run_child([sys.executable, str(record.SCRIPT)], settings)
     seconds = time.perf_counter() - started
     shown = {name: value.replace(f"{options.out}/", "OUT/") for name, value in settings.items()}
     checkpoint.write_json(options.out / "train.json", {"command": command_line(shown), "seconds": round(seconds, 1)})

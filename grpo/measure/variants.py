@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +21,7 @@ from peft import PeftModel
 from grpo.learn.trainer import Trainer
 from grpo.measure.record import BENCH, NOISE, Figure, Json, commit, environment, read_json, write
 from grpo.plan.machine import GIB
+from grpo.run.child import run_child
 from grpo.settings import parse_value
 
 Function = Callable[..., Any]  # a function of the project that is watched, with its own arguments
@@ -131,11 +131,11 @@ def read_result(options: argparse.Namespace, child: str, only_done: bool = False
     return record if is_ours else {}
 
 
-def run_child(options: argparse.Namespace, child: str) -> int:
+def measure_child(options: argparse.Namespace, child: str) -> int:
     """Runs this same command with `--child` in a new process. Returns its exit code, or 1 if it wrote no result."""
     path = result_path(options, child)
     path.unlink(missing_ok=True)
-    code = subprocess.run([sys.executable, str(BENCH), *sys.argv[1:], "--child", child], check=False).returncode
+    code = run_child([sys.executable, str(BENCH), *sys.argv[1:], "--child", child])
     if code or not path.exists():
         print(f"{child} ended with exit code {code}; {path} holds what it had measured, if any", file=sys.stderr)
     return code or int(not path.exists())
@@ -148,7 +148,7 @@ def run_variants(options: argparse.Namespace, figures_of: Callable[[Variant, Jso
     for variant in options.variants:
         if not (options.resume and read_result(options, variant.name, only_done=True)):
             ballast = occupy(variant.free_gib) if variant.free_gib else None
-            failed |= run_child(options, variant.name) != 0
+            failed |= measure_child(options, variant.name) != 0
             del ballast
             torch.cuda.empty_cache()
         if values := read_result(options, variant.name):

@@ -15,13 +15,13 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from grpo.plan.machine import installed_versions, read_machine
+from grpo.run.child import run_child
 from grpo.settings import ROOT
 from grpo.verl.rows import read_input, write_data
 
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.dry_run:
         return 0
     write_data(data)
-    return 1 if subprocess.run(command, env={**os.environ, **environ}).returncode else 0
+    return run_child(command, environ)
 
 
 if __name__ == "__main__":

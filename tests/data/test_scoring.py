@@ -189,3 +189,18 @@ def test_a_message_is_parsed_as_trl_parses_it(tiny):
 def test_titles_tell_functions_apart():
     names = ["action", "mine:score", "yours:score", "mine:last"]
     assert scoring.reward_titles(names) == ["action", "mine:score", "yours:score", "last"]
+
+
+def test_a_function_that_changes_its_columns_changes_nothing_for_the_next():
+    def spoil(note, completions, **_):
+        note[0].append("spoiled")
+        completions.clear()
+        return [0.0]
+
+    def count(note, completions, **_):
+        return [float(len(note[0]) + len(completions))]
+
+    row = Row("d.csv", 1, (("user", "x"),), (), {"note": ["a"]})
+    read = [read_completion(row, "hi", "hi", 1, False)]
+    assert score([spoil, count], read, [[1]], ["note"], None) == [[0.0, 2.0]]
+    assert row.columns["note"] == ["a"]

@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import subprocess
 import zipfile
 from unittest import mock
 
@@ -58,23 +57,23 @@ def bench(tmp_path, monkeypatch):
 
 
 def test_faults_that_are_seen_and_continued_pass(bench):
-    code, figures = bench(0, -9, 4, 0)
+    code, figures = bench(0, 137, 4, 0)
     assert code == 0 and figures["kill_at_wake"]["value"] == figures["dying_at_generate"]["value"] == 1
     starts = [call.args[2:] for call in faults.start_run.call_args_list]
     assert starts == [(6,), (6, "kill:wake:2"), (6, "dying:generate:4"), (6,)]
 
 
-@pytest.mark.parametrize("codes", [(0, 0, 4, 0), (0, -9, 0, 0), (0, -9, 4, 1), (1, -9, 4, 0)])
+@pytest.mark.parametrize("codes", [(0, 0, 4, 0), (0, 137, 0, 0), (0, 137, 4, 1), (1, 137, 4, 0)])
 def test_an_exit_code_that_the_fault_does_not_explain_fails(bench, codes):
     assert bench(*codes)[0] == 1
 
 
 def test_another_message_a_lost_row_and_a_stray_file_fail(bench):
-    assert bench(0, -9, 4, 0, message="the run failed")[0] == 1
+    assert bench(0, 137, 4, 0, message="the run failed")[0] == 1
     bench.rows.return_value = False
-    assert bench(0, -9, 4, 0)[0] == 1
+    assert bench(0, 137, 4, 0)[0] == 1
     bench.rows.side_effect = lambda *arguments: (bench.folder / "x.tmp").touch() or True
-    code, figures = bench(0, -9, 4, 0)
+    code, figures = bench(0, 137, 4, 0)
     assert code == 1 and figures["stray"]["note"] == "x.tmp"
 
 
@@ -87,12 +86,12 @@ def test_an_unknown_fault_and_a_folder_of_others_are_refused(bench, capsys):
 def test_the_message_is_that_of_this_start(tmp_path, monkeypatch):
     outputs = ["C train_grpo: out of memory\n20:16:00 C train_grpo: free some\nbye", "I train_grpo: on"]
 
-    def run(command, env, stdout, **more):
+    def run(command, env, stdout):
         assert (env["EXPERTS"], env["SAVE_STEPS"]) == ("shared=", "2")
         stdout.write(f"20:16:00 {outputs.pop(0)}\n")
-        return subprocess.CompletedProcess(command, 1)
+        return 1
 
-    monkeypatch.setattr(faults.subprocess, "run", run)
+    monkeypatch.setattr(faults, "run_child", run)
     options = argparse.Namespace(model="m", data="d", set=[("EXPERTS", "shared=")])
     starts = [faults.start_run(options, tmp_path / "run", 2, "memory:learn:2") for _ in range(2)]
     assert [start.message for start in starts] == ["out of memory | free some", "20:16:00 I train_grpo: on"]

@@ -57,7 +57,7 @@ def test_two_seeds_learn_what_plain_trl_learns(tmp_path, monkeypatch, quiet):
 
     pool = mock.MagicMock(__enter__=lambda pool: mock.Mock(map=map))
     monkeypatch.setattr(curves, "ThreadPoolExecutor", lambda jobs: pool)
-    monkeypatch.setattr(curves, "run_child", run_here)
+    monkeypatch.setattr(curves, "measure_child", run_here)
     assert curves.bench_curves(options) == 0
     rows = {row["name"]: row["value"] for row in read_json(tmp_path / "out.json")["figures"]}
     assert rows["seeds"] == 2 and 0 < rows["adapter_apart_largest"] < 1e-2
@@ -78,6 +78,6 @@ def test_two_seeds_learn_what_plain_trl_learns(tmp_path, monkeypatch, quiet):
 
     assert apart({"parts": 4}) < 1e-2, "in micro-batches, as a larger model needs it"
     assert apart({"rate": 0.5}) > 0.3
-    monkeypatch.setattr(curves, "run_child", lambda options, child: 1)
+    monkeypatch.setattr(curves, "measure_child", lambda options, child: 1)
     options.resume, options.seeds = True, 4
     assert curves.bench_curves(options) == 1, "a seed failed, and those that are done are not run again"

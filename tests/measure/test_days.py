@@ -6,7 +6,6 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
-import subprocess
 import sys
 from datetime import date, timedelta
 from pathlib import Path
@@ -72,18 +71,17 @@ def test_rows_tell_of_their_own_days_and_the_plant_sees_every_digit(tmp_path):
 
 def test_each_file_and_seed_has_its_run(tmp_path, monkeypatch):
     """With a folder, and names of its figures, of its own; the command names no folder of the machine."""
-    started, run = [], subprocess.run
+    started = []
 
-    def pretend(command, env=None, **options):
-        if not str(command[-1]).endswith("train_grpo.py"):
-            return run(command, env=env, **options)
+    def pretend(command, env):
+        assert str(command[-1]).endswith("train_grpo.py")
         out = Path(env["OUTPUT_DIR"])
         started.append((env["SEED"], Path(env["EVAL_PROFILE"]).name, out.relative_to(tmp_path).as_posix()))
         out.mkdir()
         (out / "metrics.csv").write_text("step\n")
-        return subprocess.CompletedProcess(command, 0)
+        return 0
 
-    monkeypatch.setattr(subprocess, "run", pretend)
+    monkeypatch.setattr("grpo.measure.days.run_child", pretend)
     monkeypatch.setenv("TOTAL_STEPS", "3")
     folder, results = fill(tmp_path / "days", ("a", "b")), tmp_path / "out.json"
     words = f"{folder} --out {tmp_path}/out --heldout each --seeds 1 2 --results {results}".split()
@@ -120,7 +118,7 @@ REFUSED = [  # What spoils the folder, options, and words of the answer.
 
 @pytest.mark.parametrize(("spoil", "options", "words"), REFUSED)
 def test_what_cannot_be_used_is_refused(tmp_path, capsys, monkeypatch, spoil, options, words):
-    monkeypatch.setattr(subprocess, "run", None)  # nothing is started
+    monkeypatch.setattr("grpo.measure.days.run_child", None)  # nothing is started
     folder = fill(tmp_path / "days")
     if spoil:
         spoil(folder)

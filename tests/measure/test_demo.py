@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -44,11 +43,11 @@ def judge(tmp_path, monkeypatch):
     def run_demo(kg: dict[tuple[int, str], float], unserved: dict[str, float]) -> tuple[int, dict, list]:
         started = []
 
-        def start(command, env, **options):
+        def start(command, env, log):
             started.append((command, env))
             if command[1] == demo.SCRIPT:
                 write_run(Path(env["OUTPUT_DIR"]), [metrics_row(step) for step in (1, 2)], evaluation=EVALUATION)
-                return
+                return 0
             path, profiles = command[command.index("--out") + 1], command[command.index("--profile") + 1 :]
             profiles = [word for word in profiles if isinstance(word, Path)]
             assert not path.exists() and all(profile.is_file() for profile in profiles)
@@ -57,6 +56,7 @@ def judge(tmp_path, monkeypatch):
             models = {"trained": kg.get((seed, adapter), {"last": LAST, "best": BEST}[adapter])}
             models |= {"base": 300.0} if "--base-too" in command else {}
             path.write_text(json.dumps(closed_loop(profiles, models, unserved)))
+            return 0
 
         words = f"demo --out {tmp_path}/o.json --figure {tmp_path}/f.png --run {tmp_path}/run --seeds 2"
         monkeypatch.setattr(sys, "argv", ["bench.py", *words.split(), "--set", "TOTAL_STEPS=2"])
@@ -64,7 +64,7 @@ def judge(tmp_path, monkeypatch):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
         (tmp_path / "run").mkdir(exist_ok=True)
         (tmp_path / "run" / "seed-1-last.json").write_text("of an earlier measurement")
-        monkeypatch.setattr(subprocess, "run", start)
+        monkeypatch.setattr(demo, "run_child", start)
         code = bench.main()
         return code, {row["name"]: row for row in read_json(tmp_path / "o.json")["figures"]}, started
 

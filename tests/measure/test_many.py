@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import bench
@@ -26,7 +25,7 @@ def test_two_processes_are_measured(tmp_path, monkeypatch):
     values = many.run_many(options, 2, 3)
     assert values.keys() == VALUES.keys() and 1 < values["startup_s"] < 900 and values["tokens_mean"] <= 8
     assert 0 < values["rollout_s"] + values["learn_s"] < values["step_s"] * 1.01
-    monkeypatch.setattr(many.subprocess, "run", lambda *words, **options: subprocess.CompletedProcess(words, 1))
+    monkeypatch.setattr(many, "run_child", lambda *arguments: 1)
     assert VALUES.keys() < many.run_many(options, 2, 3).keys(), "it is not run again"
     options.set = [("MAX_COMPLETION_LEN", "9")]
     assert not many.run_many(options, 2, 3), "another step is"

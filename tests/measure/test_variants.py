@@ -24,7 +24,7 @@ def measure(tmp_path, monkeypatch):
     def run(*more, fails=(), writes=True):
         children, left = [], []
 
-        def process(command, check):
+        def process(command):
             monkeypatch.setattr(sys, "argv", command[1:])
             child = bench.parse_args()
             children.append(child.child)
@@ -32,10 +32,10 @@ def measure(tmp_path, monkeypatch):
             if writes:
                 values = {"step_s": 2.0, "free": 22.0, "size": "12 x 8", "which": "mean"}
                 variants.write_result(child, child.child, values, done=child.child not in fails)
-            return subprocess.CompletedProcess(command, 3 if child.child in fails else 0)
+            return 3 if child.child in fails else 0
 
         monkeypatch.setattr(variants, "occupy", left.append)
-        monkeypatch.setattr(variants.subprocess, "run", process)
+        monkeypatch.setattr(variants, "run_child", process)
         out = ["--run", str(tmp_path / "new" / "run"), "--out", str(tmp_path / "out.json")]
         monkeypatch.setattr(sys, "argv", ["scripts/bench.py", *COMMAND.split(), *out, *more])
         code = bench.main()

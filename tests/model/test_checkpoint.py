@@ -113,3 +113,29 @@ def test_force_replaces_a_checkpoint(small, tmp_path):
         write_full(out, SMALL, small)
     write_full(out, SMALL, small, force=True)
     assert not (out / "left over").exists() and [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path):
+    """A folder that a living process writes stays; the earlier checkpoint comes back where nothing replaced it."""
+    out, left, busy = tmp_path / "model", tmp_path / ".model-1.tmp", tmp_path / ".model-2.tmp"
+    for folder in (left, busy, tmp_path / ".model-1.old", tmp_path / ".other-1.tmp"):
+        folder.mkdir()
+    (tmp_path / ".model-1.old" / "config.json").write_text('{"model_type": "gpt_oss"}')
+    with locked(busy) as is_free:
+        assert is_free
+        remove_leftovers(out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".model-2.tmp", ".other-1.tmp", "model"]
+    remove_leftovers(out)
+    assert not busy.exists() and (out / "config.json").is_file()
+
+
+@pytest.mark.parametrize(("umask", "modes"), [(0o022, (0o755, 0o644)), (0o077, (0o700, 0o600))])
+def test_a_written_folder_is_as_readable_as_the_umask_says(tmp_path, umask, modes):
+    before = os.umask(umask)
+    try:
+        with new_directory(tmp_path / "model", force=False) as folder:
+            (folder / "weights").write_text("x")
+    finally:
+        os.umask(before)
+    paths = tmp_path / "model", tmp_path / "model" / "weights"
+    assert tuple(path.stat().st_mode & 0o777 for path in paths) == modes

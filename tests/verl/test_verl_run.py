@@ -48,15 +48,15 @@ def settings(tmp_path, monkeypatch):
 @pytest.fixture
 def started(settings, monkeypatch):
     """In place of the start of verl: a mock that ends with exit code 0."""
-    started = mock.Mock(return_value=subprocess.CompletedProcess("", 0))
-    monkeypatch.setattr(script.subprocess, "run", started)
+    started = mock.Mock(return_value=0)
+    monkeypatch.setattr(script, "run_child", started)
     return started
 
 
 @pytest.mark.parametrize(("stage", "module"), [("sft", "sft_trainer"), ("ppo", "main_ppo"), ("grpo", "main_ppo")])
 def test_a_stage_writes_the_rows_and_starts_verl(started, tmp_path, stage, module):
     assert script.main([stage, "--gpus", "2", "data.train_batch_size=8"]) == 0
-    (command,), env = started.call_args.args, started.call_args.kwargs["env"]
+    command, env = started.call_args.args
     assert f"verl.trainer.{module}" in command and command[-1] == "data.train_batch_size=8"
     assert command[command.index("--config-name") + 1] == stage and "trainer.n_gpus_per_node=2" in command
     cpus = [int(word.partition("=")[2]) for word in command if word.startswith("ray_kwargs.ray_init.num_cpus=")]
@@ -75,8 +75,8 @@ def test_a_dry_run_runs_and_writes_nothing(started, tmp_path, capsys):
 
 
 def test_what_ends_early(started, capsys, monkeypatch):
-    started.return_value.returncode = 7
-    assert script.main(["grpo", "--gpus", "2"]) == 1
+    started.return_value = 7
+    assert script.main(["grpo", "--gpus", "2"]) == 7
     monkeypatch.setattr(script, "installed_versions", lambda names: {"verl": None})
     monkeypatch.setitem(os.environ, "TOTAL_STEPS", "5")
     assert script.main(["grpo", "--gpus", "2"]) == 2

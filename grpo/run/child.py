@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs that a script starts and waits for: signals reach them, and their exit codes come back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType, MappingProxyType
+from typing import IO
+
+from grpo.run.ending import SIGNALS
+
+_children: set[subprocess.Popen[bytes]] = set()
+_received: list[int] = []  # signals since `forwarding_signals` began
+_forwarding = False
+
+
+@contextlib.contextmanager
+def forwarding_signals() -> Iterator[None]:
+    """Inside the block SIGINT, SIGTERM and SIGHUP go to the child programs, which end as they promise, and this process
+    waits for them. Threads other than the main one cannot catch signals: start those inside of a block."""
+    global _forwarding
+    if _forwarding or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        _received.append(number)
+        for child in list(_children):
+            child.send_signal(number)
+
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    _forwarding = True
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:  # `nohup` ignores SIGHUP, and its children ignore it as well.
+            signal.signal(number, forward)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        _received.clear()
+        _forwarding = False
+
+
+def run_child(
+    command: Sequence[str | os.PathLike[str]],
+    environ: Mapping[str, str] = MappingProxyType({}),
+    output: IO | None = None,
+) -> int:
+    """Runs a program with this process's environment and `environ`, and returns its exit code, 128 + N where signal N
+    ended it. `output` takes what it prints; None shows that.
+
+    After a signal to this process it raises SystemExit, with the child's exit code where it has one: nothing else is to
+    be started.
+    """
+    with forwarding_signals():
+        if _received:
+            raise SystemExit(128 + _received[0])
+        # In a process group of its own it receives the terminal's Ctrl-C once, from here: the second one would end it
+        # at once.
+        child = subprocess.Popen(
+            command, env=os.environ | environ, stdout=output, stderr=output and subprocess.STDOUT, process_group=0
+        )
+        _children.add(child)
+        for number in _received[:]:  # One that came while the child started was sent to nobody.
+            child.send_signal(number)
+        try:
+            code = child.wait()
+        finally:
+            _children.discard(child)
+        code = 128 - code if code < 0 else code
+        if _received:
+            raise SystemExit(code or 128 + _received[0])
+        return code
