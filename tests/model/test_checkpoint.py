@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from grpo.model.checkpoint import check_checkpoint
+from grpo.model.checkpoint import check_checkpoint, locked, new_directory, remove_leftovers
 from grpo.model.gptoss_format import ModelError, Shape
 from grpo.model.random_weights import MATRIX_GAIN, write_full
 from grpo.plan.hub import TINY_PATH
 
 SMALL = Shape(
-    layers=2, hidden=64, intermediate=96, experts=4, experts_per_token=2, heads=4, kv_heads=2, head_dim=16, vocab=640
+    layers=2, hidden=64, intermediate=96, experts=4, experts_per_token=2, heads=4, kv_heads=2, head_dim=16, vocab=800
 )
 
 
@@ -87,7 +87,7 @@ def bend_a_shape(folder):
     [
         (cut_short, "cannot read .*model-.*safetensors"),
         (lambda folder: next(folder.glob("*.safetensors")).unlink(), "index.json does not say .* is None, not "),
-        (bend_a_shape, r"1 problems: model.embed_tokens.weight is \('BF16', 64, 640\), not \('BF16', 640, 64\)"),
+        (bend_a_shape, r"1 problems: model.embed_tokens.weight is \('BF16', 64, 800\), not \('BF16', 800, 64\)"),
     ],
 )
 def test_check_finds_damage(small, tmp_path, damage, message):
@@ -97,8 +97,8 @@ def test_check_finds_damage(small, tmp_path, damage, message):
 
 
 def test_tokenizer_must_fit(small, tmp_path):
-    with pytest.raises(ModelError, match="ids up to 591, the model 500"):
-        write_full(tmp_path / "a", dataclasses.replace(SMALL, vocab=500), small)
+    with pytest.raises(ModelError, match="ids up to 791, the model 700"):
+        write_full(tmp_path / "a", dataclasses.replace(SMALL, vocab=700), small)
     content = json.loads((small / "tokenizer.json").read_text())
     content["added_tokens"] = content["added_tokens"][:-1]
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))

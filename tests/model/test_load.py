@@ -10,11 +10,13 @@ import shutil
 import pytest
 import torch
 from expert_models import config_of, load
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from grpo.model.experts import quantized_experts
-from grpo.model.load import load_base, load_quantized, load_tokenizer
+from grpo.model.load import load_adapter, load_base, load_quantized, load_tokenizer
+from grpo.run.ending import UnloadableModel
 from grpo.settings import Settings
 
 
@@ -104,3 +106,16 @@ def test_packed_experts_are_dequantized_again_where_no_layer_is_recomputed(tiny,
     settings = Settings(EXPERTS="mxfp4", GRADIENT_CHECKPOINTING=checkpointing)
     modules = quantized_experts(load_base(settings, str(tiny), config_of(tiny), "eager"))
     assert modules and {module.dequantize_again for module in modules} == {not checkpointing}
+
+
+@pytest.mark.parametrize("value", [torch.nan, 1e38])
+def test_an_adapter_without_use_is_refused_by_name(tiny, saved_adapter, tmp_path, value):
+    folder = shutil.copytree(saved_adapter, tmp_path / "adapter")
+    tensors = load_file(folder / "adapter_model.safetensors")
+    name = next(name for name in tensors if "lora_A" in name)
+    tensors[name][0, 0] = value
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    policy = PeftModel.from_pretrained(load(tiny, "bf16"), str(saved_adapter), is_trainable=True)
+    with pytest.raises(UnloadableModel, match=rf"INIT_ADAPTER={folder}: its weight .*lora_A.* is not finite"):
+        load_adapter(policy, folder)
+    load_adapter(policy, saved_adapter)

@@ -426,3 +426,11 @@ def test_garbage_that_pays_is_refused_or_warned_of_where_it_was_set(tiny_run, tm
     warned = tiny_run(DATA=path, REWARDS="action,my_penalty:score", INVALID_REWARD=0)
     warning = "INVALID_REWARD=0: an unreadable answer earns 0 on average (action 0, my_penalty:score 0)"
     assert not warned.problems and f"\n| {warning}" in banner.banner(warned)
+
+
+def test_a_home_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    """PyTorch would end with a traceback while it is imported."""
+    monkeypatch.setenv("HOME", "/proc/nobody")
+    problems = Problems()
+    checks.check_disk(Settings(OUTPUT_DIR=str(tmp_path / "run"), MODEL_ID="tiny"), ModelFiles(None, {}), 0.1, problems)
+    assert only(problems).startswith("HOME=/proc/nobody: the caches of PyTorch, Triton and the Hub's library ")
