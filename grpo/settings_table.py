@@ -20,7 +20,7 @@ TASK_FILES: dict[str, dict[str, Any]] = {
     for path in sorted((Path(__file__).parent / "tasks").glob("*/task.json"))
 }
 TASKS: dict[str, dict[str, Value]] = {name: record.get("defaults", {}) for name, record in TASK_FILES.items()}
-# What the simulators of all tasks measure, by column of metrics.csv, and the names that BEST_BY takes for them.
+# The figures of all tasks' simulators by their column of metrics.csv, and the values of BEST_BY that choose by one.
 TASK_FIGURES: dict[str, dict[str, str]] = {
     name: figure for record in TASK_FILES.values() for name, figure in record.get("figures", {}).items()
 }

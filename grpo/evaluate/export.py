@@ -181,7 +181,7 @@ def check_merge(options: argparse.Namespace, files: ModelFiles, base: Path) -> f
     try:
         others = [name for name in tensor_shapes(options.adapter / ADAPTER) if ".self_attn." not in name]
         if options.to != "bf16" and others:
-            # MXFP4's steps are a quarter of a weight and more: next to nothing of an update would outlast them.
+            # MXFP4's values lie a quarter or more apart: rounding to them would erase nearly all of the update.
             fault = f"it changes more than the attention ({others[0]}), and --to {options.to} keeps the experts' MXFP4"
             problems.add(where, fault, "Use --to bf16")
         else:

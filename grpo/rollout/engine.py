@@ -87,7 +87,7 @@ def engine_arguments(settings: Settings, plan: EnginePlan, model_path: str, gpu_
         "max_num_seqs": plan.max_num_seqs,
         "max_num_batched_tokens": BATCHED_TOKENS,
         "kv_cache_memory_bytes": int(plan.cache * GIB),
-        # vLLM refuses to start unless this share of the GPU is free, even where the line above replaces it.
+        # kv_cache_memory_bytes replaces this share as the limit; vLLM still refuses to start unless it is free.
         "gpu_memory_utilization": max(0.01, min(0.9, plan.awake / gpu_total)),
         "logprobs_mode": "processed_logprobs",  # after temperature: what the importance correction compares
         "enable_prefix_caching": True,  # the completions of a prompt share it

@@ -12,7 +12,8 @@ from grpo.run.durable import Record, file_sha256, read_sealed, sync, sync_files,
 from grpo.run.layout import ADAPTER, BEST, COMPLETE, MANIFEST, unused_path
 from grpo.settings_table import TASK_FILES
 
-# The figure that each value of BEST_BY names, and how it reads in a sentence; of a simulator it is the first one.
+# The column of metrics.csv that each value of BEST_BY chooses by, and how it reads in a sentence. A simulator's is the
+# first of its figures in task.json.
 FIGURES, WORDS = {"reward": "heldout_reward"}, {"reward": "held-out reward of {:.3f}"}
 for task in filter(lambda task: "best_by" in task, TASK_FILES.values()):
     FIGURES[task["best_by"]], figure = next(iter(task["figures"].items()))

@@ -69,7 +69,7 @@ class Ranks:
             cards = visible.split(",") if visible else list(map(str, range(local_size)))
             environ["CUDA_VISIBLE_DEVICES"] = cards[local_rank].strip() if local_rank < len(cards) else ""
         if local_size > 1:  # vLLM's engines start at the same time, and share neither ports nor compiled code.
-            user_port = environ.get("VLLM_PORT", "")  # Kubernetes sets an address for a service of that name.
+            user_port = environ.get("VLLM_PORT", "")  # A service called `vllm` makes Kubernetes set it to a URL.
             first = int(user_port) if user_port.isdigit() else port + 1 if port < 60_000 else port - 5_000
             environ["VLLM_PORT"] = str(first + 100 * local_rank)
             root = environ.get("VLLM_CACHE_ROOT") or os.path.join(environ.get("XDG_CACHE_HOME") or "~/.cache", "vllm")
@@ -79,7 +79,7 @@ class Ranks:
             environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         if rank:
             sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-        for number in (signal.SIGINT, signal.SIGTERM):  # scripts/torchrun.sh has them ignored.
+        for number in (signal.SIGINT, signal.SIGTERM):  # scripts/torchrun.sh starts this with both ignored.
             signal.signal(number, signal.default_int_handler)
         return cls(rank, size, local_rank, local_size, address, port, run_id, launched=True)
 

@@ -18,7 +18,7 @@ from grpo.data.scoring import Reward, first_state, load_rewards, read_completion
 from grpo.run.durable import read_json
 from grpo.settings import Settings
 
-# verl scores in threads, and a user's function may be async or change the current folder.
+# verl scores in threads; a user's function may be async or change the current folder, so one thread scores at a time.
 ONE_AT_A_TIME = threading.Lock()
 
 
