@@ -42,7 +42,7 @@ def test_the_plan_reads_the_profiles_and_names_their_problems(tmp_path, good_csv
     assert of_full.runs and of_full.why_sampled and f"5 windows of {PROFILE}, 30 decisions one after" in of_full.reason
     assert len(of_full.opening_prompts()) == 5 and of_full.opening_prompts()[0].endswith("<|start|>assistant")
     plans = [of_full, plan(other), plan(other, None), plan(full, None)]
-    assert [made.is_mentioned for made in plans] == [True, True, False, True]
+    assert [plan_of_rows.is_mentioned for plan_of_rows in plans] == [True, True, False, True]
     assert plans[3].why_sampled and not plan(compact).why_sampled and not problems
     assert plan(compact, template=None).runs and "it has no chat template" in problems.pop()
     (tmp_path / "bad.csv").write_text("datetime,co2,load\n2025-07-01 08:00,410,3\n")
