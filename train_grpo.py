@@ -52,7 +52,7 @@ from grpo.run.folder import continuation, mark_complete, prepare_run
 from grpo.run.layout import lock_output_dir
 from grpo.run.logs import start_logging
 from grpo.run.ranks import RankLost, Ranks
-from grpo.settings import described, flag_answers, help_text, log
+from grpo.settings import flag_answers, format_exception, help_text, log
 
 if TYPE_CHECKING:
     from grpo.evaluate.progress import Progress
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = 128 + signal.SIGINT
         print("\ninterrupted before the run began: nothing was written to OUTPUT_DIR", file=sys.stderr)
     except Exception as error:
-        message = described(error)
+        message = format_exception(error)
         raise
     finally:
         ranks.disconnect(code, message or f"exit code {code}")
@@ -271,7 +271,7 @@ def write_archive(folder: Path) -> Path:
             write_report(folder)
         except Exception as error:
             again = f"python scripts/report.py {folder}"
-            log.warning("no report was written (%s); try again with: %s", described(error), again)
+            log.warning("no report was written (%s); try again with: %s", format_exception(error), again)
         archive = write_zip(folder)
         phase.result = f"{archive.stat().st_size / 1e6:.1f} MB"
     return archive

@@ -35,7 +35,7 @@ REFUSED = {
 }
 
 
-def listed(text: str) -> list[str]:
+def split_commas(text: str) -> list[str]:
     """The parts of a comma-separated setting, without spaces around them and without empty ones."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
@@ -100,7 +100,7 @@ def path_fault(path: str | Path, room: int = 0) -> str | None:
     return None
 
 
-def described(error: BaseException) -> str:
+def format_exception(error: BaseException) -> str:
     """Type and message of an exception in one line, even where it cannot be turned into text."""
     try:
         message = str(error)
@@ -217,7 +217,7 @@ def flag_answers(words: Sequence[str]) -> list[str]:
 def unknown_variables(environ: Mapping[str, str]) -> tuple[Problems, list[str]]:
     """Problems of variables that look like settings and are none, and warnings about words that any program exports."""
     problems, warnings = Problems(), []
-    for variable in sorted(set(environ) - set(FIELDS) - set(listed(environ.get("IGNORE_VARS", "")))):
+    for variable in sorted(set(environ) - set(FIELDS) - set(split_commas(environ.get("IGNORE_VARS", "")))):
         name, ignore = canonical_name(variable), f"IGNORE_VARS={variable} if it belongs to another program"
         value = environ[variable].strip().encode("utf-8", "backslashreplace").decode()
         if name in FOREIGN.split() or (name in COMMON.split() and not value):

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.evaluate.ask import as_csv, ask, serve_commands
 from grpo.run.best import read_best
 from grpo.run.durable import write_named
-from grpo.settings import InputError, described, number
+from grpo.settings import InputError, format_exception, number
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -63,7 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             write_named(args.out, as_csv(answers))
         except OSError as error:
-            print(f"{args.out}: not written ({described(error)}). The answers are printed instead", file=sys.stderr)
+            print(
+                f"{args.out}: not written ({format_exception(error)}). The answers are printed instead", file=sys.stderr
+            )
             print(as_csv(answers), end="")
             return 1
         print(f"written: {args.out}, {len(answers)} answers")

@@ -29,7 +29,7 @@ from grpo.evaluate.publish import staged_adapter
 from grpo.model.gptoss_format import ModelError
 from grpo.run.best import read_best
 from grpo.run.hub import PushError, check_account, listing, upload
-from grpo.settings import InputError, described
+from grpo.settings import InputError, format_exception
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     except (OSError, SafetensorError) as error:
-        print(f"not written: {described(error)}", file=sys.stderr)
+        print(f"not written: {format_exception(error)}", file=sys.stderr)
         return 1
     return 0
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from grpo.data.formats import Cell, Columns, Record, Table, UnreadableFile, is_dataset, read_dataset, reader_of
 from grpo.phases import with_progress
-from grpo.settings import ROOT, Problems, is_text, listed, one_line, path_fault, read_number
+from grpo.settings import ROOT, Problems, is_text, one_line, path_fault, read_number, split_commas
 from grpo.settings_table import MOST_REWARD
 
 REWARD_COLUMN = re.compile("reward_action_(0|[1-9][0-9]{0,5})")
@@ -72,7 +72,7 @@ def find_files(setting: str, text: str, problems: Problems) -> list[Path]:
     """The files that a setting names: paths or globs, relative to the current folder or else to this project's."""
     files: dict[Path, None] = {}
     fix = "Name existing files or a glob such as 'days/*.csv' (quoted)"
-    for part in listed(text):
+    for part in split_commas(text):
         if fault := path_fault(part):
             problems.add(setting, f"{part!r} cannot be read ({fault})", fix)
             continue
@@ -331,8 +331,8 @@ def read_csv(path: Path, problems: Problems, system: str = "", rewards: bool = T
 
 def read_rows(setting: str, text: str, problems: Problems, system: str = "") -> list[Row]:
     """The rows of every file, and of every data set of the Hub, that a setting names."""
-    datasets = [part for part in listed(text) if is_dataset(part)]
-    files = ",".join(part for part in listed(text) if part not in datasets)
+    datasets = [part for part in split_commas(text) if is_dataset(part)]
+    files = ",".join(part for part in split_commas(text) if part not in datasets)
     rows: list[Row] = []
     for path in find_files(setting, files, problems) if files or not datasets else ():
         rows += read_csv(path, problems, system)

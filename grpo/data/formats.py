@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo.settings import ROOT, Problems, described
+from grpo.settings import ROOT, Problems, format_exception
 
 Cell = Any  # Text in a CSV; whatever a value of JSON or Parquet is in other formats.
 Columns = dict[str, Cell]
@@ -170,6 +170,6 @@ def read_dataset(name: str, split: str, problems: Problems) -> Table:
         rows = datasets.load_dataset(repository, config or None, split=own or split).to_list()
     except Exception as error:  # it raises a dozen kinds, and their message is the answer
         fix = "Write org/name:config:split, check the network and HF_TOKEN, or name files that exist"
-        problem = f"no file of that name is there, and no data set could be loaded ({described(error)})"
+        problem = f"no file of that name is there, and no data set could be loaded ({format_exception(error)})"
         raise UnreadableFile(name, problem, fix) from None
     return table_of(name, rows)

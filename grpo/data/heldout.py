@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from grpo.data.files import INSTRUCTING, Row, data_fingerprint, find_files, read_rows
 from grpo.data.formats import is_dataset
-from grpo.settings import ROOT, Problems, Settings, listed
+from grpo.settings import ROOT, Problems, Settings, split_commas
 
 # Training files that come with the project -> the held-out files that belong to them.
 DEMO = {
@@ -42,7 +42,7 @@ def demo_heldout(data: str) -> str | None:
 
 def names_only(text: str, path: str) -> bool:
     """Whether a setting such as DATA names this one file of the project, and nothing beside it."""
-    if any(map(is_dataset, listed(text))):
+    if any(map(is_dataset, split_commas(text))):
         return False
     return [file.resolve() for file in find_files("DATA", text, Problems())] == [ROOT / path]
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from grpo.data.files import Messages, Row
 from grpo.phases import with_progress
-from grpo.settings import Problems, Settings, described
+from grpo.settings import Problems, Settings, format_exception
 
 if TYPE_CHECKING:
     import jinja2
@@ -106,7 +106,7 @@ def render_rows(
             try:
                 prompt = render(template, row.messages, settings.REASONING_EFFORT, settings.PROMPT_DATE)
             except Exception as error:  # whatever a template raises, damaged or not
-                problem = f"its chat template fails on {row.file}, row {row.number} ({described(error)})"
+                problem = f"its chat template fails on {row.file}, row {row.number} ({format_exception(error)})"
                 problems.add(where, problem, "Download the model again, or write what its template takes")
                 return list(rows), 0
         if settings.DIRECT_ANSWERS:
@@ -121,7 +121,7 @@ def render_rows(
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a panic of its Rust code is no Exception
-        problems.add(where, f"its tokenizer.json fails ({described(error)})", "Download the model again")
+        problems.add(where, f"its tokenizer.json fails ({format_exception(error)})", "Download the model again")
         return list(rows), 0
     too_long = [row for row in rendered if lengths[row.prompt] > settings.MAX_PROMPT_LEN]
     if too_long:

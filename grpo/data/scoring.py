@@ -22,7 +22,7 @@ import rewards
 from grpo.data.files import RESERVED_ARGUMENTS, Conversation, Row, data_prompt, reward_columns
 from grpo.data.formats import Cell, Columns
 from grpo.data.prompts import ANSWER_AFTER
-from grpo.settings import Settings, described, listed, nearest, one_line, read_number
+from grpo.settings import Settings, format_exception, nearest, one_line, read_number, split_commas
 from grpo.settings_table import MOST_REWARD, MOST_WEIGHT
 
 Reward = Callable[..., list[float | None]]
@@ -33,7 +33,7 @@ GIVEN = RESERVED_ARGUMENTS - {"prompt", "completion", "environments"}
 def reward_specs(text: str) -> list[tuple[str, float]]:
     """(name, weight) of each reward function in `REWARDS`. Raises ValueError for a part that is not `name=weight`."""
     specs: dict[str, float] = {}
-    for part in listed(text):
+    for part in split_commas(text):
         name, equals, weight = (piece.strip() for piece in part.partition("="))
         try:
             value = read_number(weight) if equals else 1.0
@@ -104,8 +104,10 @@ def load_reward(name: str) -> Callable[..., Any]:
 def describe_failure(error: BaseException) -> str:
     """The exception of a user's code in one line; a SystemExit, which would end the run, in words."""
     if isinstance(error, SystemExit):
-        return f"{described(error)}, which would end the run: leave it, and a command line, to `if __name__ == ...`"
-    return described(error)
+        return (
+            f"{format_exception(error)}, which would end the run: leave it, and a command line, to `if __name__ == ...`"
+        )
+    return format_exception(error)
 
 
 def error_place(error: BaseException, module: str) -> str:

@@ -97,8 +97,8 @@ def tree_probabilities(
     temperature: float,
 ) -> torch.Tensor:
     """(B, K) float64: the probabilities of K `answers` after each of B prompts, all as token ids. `shared` is the begin
-    of every prompt and `prompts` the rest. One pass: the answers' tree stands behind each prompt, and each tail attends
-    to all before it but not to the other tails."""
+    of every prompt and `prompts` the rest. One pass after the shared prefix: the answers' tree follows each
+    prompt, and each answer attends to the prompt and its own tokens, not to other answers."""
     tree, lengths, device = answer_tree(answers), [len(prompt) for prompt in prompts], model.device
     width = max(lengths) + len(tree.fed)
     shape = len(prompts), width
@@ -109,7 +109,7 @@ def tree_probabilities(
         positions[row, : n + len(tree.fed)] = torch.tensor([*range(n), *(n + p for p in tree.position)]) + len(shared)
         segments[row, : n + len(tree.fed)] = torch.tensor([0] * n + tree.segment)
     ids, positions, segments = ids.to(device), positions.to(device), segments.to(device)
-    cache = DynamicCache()  # without a config: every layer keeps all, the masks say how far it looks
+    cache = DynamicCache()  # without a config: every layer keeps all, and the masks say how far a layer looks
     if shared:
         model.model(input_ids=torch.tensor([list(shared)], device=device), past_key_values=cache, use_cache=True)
         cache.batch_repeat_interleave(len(prompts))

@@ -13,7 +13,7 @@ from grpo.evaluate.figures import STYLE, pictures
 from grpo.evaluate.run_data import ReportError, Run, read_examples, read_run
 from grpo.evaluate.tables import HEADER, heldout_rows
 from grpo.run.durable import write_text
-from grpo.settings import described
+from grpo.settings import format_exception
 
 # The template escapes every value by itself; nothing is marked as safe.
 TEMPLATES = jinja2.Environment(
@@ -49,6 +49,6 @@ def write_report(folder: Path) -> Path:
     except OSError as error:
         raise ReportError(f"the report cannot be written to {folder}: {error.strerror or error}") from error
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        message = f"{folder}: a file is not as the run wrote it ({described(error)})"
+        message = f"{folder}: a file is not as the run wrote it ({format_exception(error)})"
         raise ReportError(f"{message}; was it edited by another program?") from error
     return page

@@ -20,7 +20,7 @@ from grpo.data.formats import is_dataset
 from grpo.data.heldout import hold_out
 from grpo.run import durable
 from grpo.run.logs import COMPLETIONS, EVALUATED, METRICS, PROMPT, function_column
-from grpo.settings import Problems, listed
+from grpo.settings import Problems, split_commas
 from grpo.tasks.figure_text import number, part
 from grpo.tasks.simulator import Simulator, load_simulator
 
@@ -99,7 +99,7 @@ def read_prompts(record: Mapping[str, Any]) -> dict[str, str]:
     other rows by now."""
     settings = part(record, "settings")
     data, system, share = (settings.get(name, "") for name in ("DATA", "SYSTEM_PROMPT", "EVAL_SHARE"))
-    if any(is_dataset(name) for name in listed(data)):
+    if any(is_dataset(name) for name in split_commas(data)):
         return {}  # a report asks no network
     rows = read_rows("DATA", data, Problems(), system)
     trained = [rows, hold_out(rows, share or 0.0).train]  # without EVAL_DATA the latter

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo.run.layout import run_folder
-from grpo.settings import Settings, listed
+from grpo.settings import Settings, split_commas
 
 # GRPOConfig knows these settings by the same names.
 SHARED = ("TEMPERATURE", "TOP_P", "LEARNING_RATE", "WARMUP_STEPS", "WEIGHT_DECAY", "MAX_GRAD_NORM",
@@ -19,7 +19,7 @@ def grpo_options(
 ) -> dict[str, Any]:
     """Arguments of TRL's GRPOConfig for this run, given (name, weight) of its reward functions, how they are scaled,
     and the upper clip range."""
-    trackers = [name for name in listed(s.REPORT_TO) if name != "none"]
+    trackers = [name for name in split_commas(s.REPORT_TO) if name != "none"]
     return {
         **{name.lower(): getattr(s, name) for name in SHARED},
         "output_dir": str(run_folder(s)),

@@ -17,7 +17,7 @@ from transformers.integrations.hub_kernels import load_and_register_attn_kernel
 
 from grpo.model.packing import PackedBatch, may_attend
 from grpo.plan.machine import FLASH_PACKAGES
-from grpo.settings import described
+from grpo.settings import format_exception
 
 
 def attention_masks(
@@ -158,7 +158,7 @@ def unusable_attention(attention: str) -> str | None:
         else:
             KERNELS[attention]()
     except Exception as error:  # a missing module, a missing function, a library built for another torch
-        problem = f"ATTN_IMPL: {attention} was chosen, but {package} cannot be used ({described(error)})"
+        problem = f"ATTN_IMPL: {attention} was chosen, but {package} cannot be used ({format_exception(error)})"
         return f"{problem}. {fix}, or set ATTN_IMPL=torch_flash"
     return None
 

@@ -31,7 +31,7 @@ from grpo.plan.machine import Machine
 from grpo.preflight.choices import choose_threads
 from grpo.run.ending import UnloadableModel
 from grpo.run.layout import full_disk
-from grpo.settings import Settings, described, log
+from grpo.settings import Settings, format_exception, log
 
 LARGEST_WEIGHT = 1e6  # of an adapter; those of a trained one are far below 10
 # Embeddings and output head, which vLLM can lend, as it can the experts.
@@ -186,7 +186,7 @@ def load_to_train(
         if full_disk(error, folder):
             raise
         log.info("the model cannot be loaded", exc_info=error, extra=FILE_ONLY)
-        raise UnloadableModel(str(error) if isinstance(error, ValueError) else described(error)) from error
+        raise UnloadableModel(str(error) if isinstance(error, ValueError) else format_exception(error)) from error
     return tokenizer, model
 
 

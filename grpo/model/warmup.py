@@ -44,8 +44,8 @@ class Recipe:
     steps: int
     batch: int
     lr: float
-    # Tokens back, for each head of each sliding layer. The first layer looks at neighbours, so that a number knows its
-    # word. Heads of the last look at their own place: there the adapter finds what was read, and makes it a choice.
+    # How many tokens back each head of each sliding layer looks. The first layer looks at neighbours, so that a number
+    # knows its word. Heads of the last look at their own place: there the adapter turns what was read into an action.
     distances: Sequence[Sequence[int]]
     most_factor: float = 1.0  # of a day's load, its least is the reciprocal (dataset.varied)
     rounding: float = 0.2  # share of the budget in which the experts are frozen in 4 bit

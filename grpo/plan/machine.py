@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo.settings import Problems, Settings, listed
+from grpo.settings import Problems, Settings, split_commas
 
 GIB = 2**30
 # ATTN_IMPL -> (distribution, how to install it). Without the package transformers falls back to a kernel whose backward
@@ -146,7 +146,7 @@ def check_packages(settings: Settings, versions: Mapping[str, str | None], probl
 def check_trackers(settings: Settings, environ: Mapping[str, str], problems: Problems) -> None:
     """The trackers are known, installed and logged in: wandb would raise after the model was loaded. Each has
     its package's name; the meaning of REPORT_TO and docs/report.md list them too."""
-    for tracker in listed(settings.REPORT_TO):
+    for tracker in split_commas(settings.REPORT_TO):
         if tracker not in TRACKERS:
             problems.add("REPORT_TO", f"{tracker!r} is unknown", f"Use one of {', '.join(TRACKERS)}")
         elif tracker != "none" and installed_versions([tracker])[tracker] is None:

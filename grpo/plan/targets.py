@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from grpo.plan.hub import ModelConfig
-from grpo.settings import Problems, listed, nearest
+from grpo.settings import Problems, nearest, split_commas
 
 # The modules that PEFT's `all-linear` adapts in a gpt-oss. Its router and experts are raw parameters, not modules.
 LINEAR_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -47,18 +47,18 @@ def word_matrices(word: str, layers: int) -> list[Matrix] | None:
 
 def target_matrices(targets: str, layers: int) -> set[Matrix]:
     """The matrices that LORA_TARGETS matches in a model of `layers` layers."""
-    return {matrix for word in listed(targets) for matrix in word_matrices(word, layers) or ()}
+    return {matrix for word in split_commas(targets) for matrix in word_matrices(word, layers) or ()}
 
 
 def expert_words(targets: str) -> list[str]:
     """The words of LORA_TARGETS that name experts."""
-    return [word for word in listed(targets) if parse_experts(word)]
+    return [word for word in split_commas(targets) if parse_experts(word)]
 
 
 def peft_targets(targets: str) -> dict[str, Any]:
     """LORA_TARGETS as arguments of PEFT's LoraConfig."""
     linear, parameters = [], []
-    for word in listed(targets):
+    for word in split_commas(targets):
         if experts := parse_experts(word):
             prefix = "" if experts[0] is None else f"{experts[0]}."
             parameters += [f"{prefix}mlp.experts.{name}" for name in experts[1]]
@@ -132,7 +132,7 @@ def layers_text(layers: Collection[int]) -> str:
 
 def target_lines(targets: str, config: ModelConfig, rank: int) -> Iterator[str]:
     """For each word of LORA_TARGETS the matrices that it matches, with the parameters that an adapter has there."""
-    for word in dict.fromkeys(listed(targets)):
+    for word in dict.fromkeys(split_commas(targets)):
         matrices = word_matrices(word, config["num_hidden_layers"])
         if not matrices:
             yield f"{word}: nothing"
@@ -151,7 +151,7 @@ def check_targets(targets: str, config: ModelConfig | None, problems: Problems) 
     """Every word of LORA_TARGETS matches something, and both matrices of an expert. `config`: None if it is unknown."""
     layers = config["num_hidden_layers"] if config else UNKNOWN_LAYERS
     fix = f"Use all-linear, some of {', '.join(LINEAR_MODULES)}, experts (of all layers), or 7.experts (of layer 7)"
-    for word in listed(targets):
+    for word in split_commas(targets):
         matrices = word_matrices(word, layers)
         if matrices is None:
             near = "; the nearest is experts"  # By spelling, o_proj would be said to be near down_proj.
@@ -162,7 +162,7 @@ def check_targets(targets: str, config: ModelConfig | None, problems: Problems) 
             problems.add(
                 "LORA_TARGETS", f"{word!r} matches nothing in the model", f"The model has layers 0 to {layers - 1}"
             )
-    if not listed(targets):
+    if not split_commas(targets):
         problems.add("LORA_TARGETS", "it names no module", fix)
     matched = target_matrices(targets, layers)
     gate_up, down = ({layer for layer, name in matched if name == parameter} for parameter in EXPERT_PARAMETERS)

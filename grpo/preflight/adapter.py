@@ -15,7 +15,7 @@ from grpo.plan.targets import UNKNOWN_LAYERS, expected_shapes, target_matrices
 from grpo.run.best import adapter_fault
 from grpo.run.durable import file_sha256
 from grpo.run.folder import ADAPTER, RunState
-from grpo.settings import MOST_FLOAT, MOST_WHOLE, Problems, Settings, described, show
+from grpo.settings import MOST_FLOAT, MOST_WHOLE, Problems, Settings, format_exception, show
 
 CONFIG = "adapter_config.json"
 WHICH = "Name the folder of an adapter: a run's, its best/, a checkpoint, or what scripts/sft.py wrote"
@@ -47,7 +47,7 @@ def tensor_shapes(path: Path) -> dict[str, list[int]]:
             header = json.loads(file.read(size))
             return {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{path.name} is damaged or no safetensors file ({described(error)})") from None
+            raise ValueError(f"{path.name} is damaged or no safetensors file ({format_exception(error)})") from None
 
 
 def read_adapter(folder: Path, model: ModelConfig | None) -> dict[str, Any]:

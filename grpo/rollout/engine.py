@@ -123,7 +123,7 @@ def start_engine(
             advice = "Host memory may be short: free some, or set USE_VLLM=0 and EXPERTS=mxfp4"
             with engine_faults("paging the experts out", advice):
                 pages = PagedWeights(policy)
-                pages.leave()
+                pages.offload()
         torch.cuda.empty_cache()
         advice = "`--check` prints the plan; VLLM_EAGER=1 compiles less, USE_VLLM=0 does without vLLM"
         with engine_faults("starting the engine", advice), vllm_environment():
@@ -233,7 +233,7 @@ class Engine:
             advice += f", or set EXPERTS={'mxfp4' if self.settings.EXPERTS == 'bf16' else 'paged'}"
         with self.timed("wake"), engine_faults("waking the engine", advice):
             if self.pages:
-                self.pages.leave()
+                self.pages.offload()
             torch.cuda.empty_cache()
             self.llm.wake_up()
         self.asleep, self.is_synced = False, False
@@ -252,7 +252,7 @@ class Engine:
         with self.timed("sleep"), engine_faults("putting the engine to sleep", advice):
             self.llm.sleep(level=1)
             if self.pages:
-                self.pages.enter()
+                self.pages.reload()
         self.asleep, self.is_synced = True, False
 
     def sync_weights(self, policy: Module, active: bool = True, seed: int | None = None) -> None:

@@ -32,12 +32,12 @@ class PagedWeights:
             self.held.append((tensor, kept.copy_(tensor.data)))
         self.nbytes = sum(kept.nbytes for _, kept in self.held)
 
-    def leave(self) -> None:
+    def offload(self) -> None:
         """Frees the weights on the GPU, where torch holds the blocks until its cache is emptied."""
         for tensor, kept in self.held:
             tensor.data = kept
 
-    def enter(self) -> None:
+    def reload(self) -> None:
         """Copies the weights back onto the GPU. Raises torch.OutOfMemoryError."""
         for tensor, kept in self.held:
             tensor.data = copy_to_own_segment(kept, self.device)

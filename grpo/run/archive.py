@@ -15,7 +15,7 @@ from pathlib import Path
 from grpo.data.prompts import ANSWER_BEFORE
 from grpo.run.durable import read_json, read_sealed, sealed, whole_file
 from grpo.run.layout import BEST, SETTINGS, run_folder, zip_path
-from grpo.settings import ROOT, Settings, listed
+from grpo.settings import ROOT, Settings, split_commas
 
 TINY = "data/tiny"  # The tiny model's folder in the project.
 
@@ -105,7 +105,7 @@ def without_paths(folder: Path, text: str) -> str:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         settings = dict(read_json(folder / SETTINGS)["settings"])
         output_dir = Path(settings.pop("OUTPUT_DIR"))  # As it was set, perhaps through a link.
-        parts = (part for value in settings.values() if isinstance(value, str) for part in listed(value))
+        parts = (part for value in settings.values() if isinstance(value, str) for part in split_commas(value))
         names = {part: part for part in parts if Path(part).is_absolute()} | names
         names |= {str(output_dir): folder.name} if output_dir.is_absolute() else {}
     spelled: dict[str, str] = {}

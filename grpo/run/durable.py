@@ -115,7 +115,9 @@ def check_writable(path: Path, problems: Problems) -> None:
         with tempfile.TemporaryFile(dir=os.path.dirname(os.path.realpath(path))):
             pass
     except OSError as error:
-        problems.add(str(path), f"cannot be written: {error.strerror}", "Name another --out, in a folder that exists")
+        problems.add(
+            str(path), f"cannot be written: {error.strerror}", "Name another --out, in a folder that you may write to"
+        )
 
 
 def require_regular(path: Path) -> int:

@@ -21,7 +21,7 @@ from grpo.run.folder import continuation
 from grpo.run.layout import EXIT, full_disk
 from grpo.run.logs import detach_closed_terminal, is_unread, start_logging
 from grpo.run.ranks import RankLost, Ranks
-from grpo.settings import Settings, described, log, one_line
+from grpo.settings import Settings, format_exception, log, one_line
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -145,7 +145,7 @@ class LastMessageHandler(logging.Handler):
         if fatal >= self.fatal:
             message = one_line(record.getMessage().strip())
             if record.exc_info and record.exc_info[1]:
-                message += f" ({described(record.exc_info[1])})"
+                message += f" ({format_exception(record.exc_info[1])})"
             self.message = f"{self.message}; {message}" if self.fatal else message
             self.fatal = fatal
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from grpo.run.durable import Record
-from grpo.settings import FIELDS, InputError, described, one_line, show
+from grpo.settings import FIELDS, InputError, format_exception, one_line, show
 
 MERGED_CODE = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -56,7 +56,7 @@ def refused(repo: str, error: Exception) -> str:
         "user/name or organization/name",
         "run `hf auth login` or set HF_TOKEN to a token that may write there",
     )
-    return f"--push {repo}: it cannot be uploaded ({described(error)}). Name it {name}, and {token}"
+    return f"--push {repo}: it cannot be uploaded ({format_exception(error)}). Name it {name}, and {token}"
 
 
 def check_account(repo: str, dry: bool = False) -> None:

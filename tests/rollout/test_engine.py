@@ -243,7 +243,7 @@ def test_paged_weights_leave_and_shared_ones_are_lent_while_vllm_is_awake(monkey
     monkeypatch.setattr("atexit.register", at_exit.append)
     lend = lambda engine, policy, whole: calls.append(("lends", policy, engine.asleep, whole))  # noqa: E731
     monkeypatch.setattr(Engine, "lend_weights", lend)
-    pages = SimpleNamespace(nbytes=0, leave=log("leave"), enter=log("enter"))
+    pages = SimpleNamespace(nbytes=0, offload=log("offload"), reload=log("reload"))
     monkeypatch.setattr("grpo.rollout.engine.PagedWeights", lambda policy: pages)
     plan = EnginePlan(1, 1, 1, "", 1, 1, 2048, 8, (1, 8))
     engine = start_engine(Settings(EXPERTS=experts), plan, "/model", [], "policy")
@@ -254,7 +254,7 @@ def test_paged_weights_leave_and_shared_ones_are_lent_while_vllm_is_awake(monkey
     engine.wake()
     start, wake = ["gives blocks back", "vLLM starts"], ["gives blocks back", "wakes"]
     expected = {
-        "paged": ["leave", *start, "sleeps", "enter", "leave", *wake],
+        "paged": ["offload", *start, "sleeps", "reload", "offload", *wake],
         "shared": [*start, ("lends", "policy", False, False), "sleeps", *wake],
     }
     assert calls == expected[experts]

@@ -34,7 +34,7 @@ def test_weights_leave_free_the_gpu_and_come_back_as_they_were(tiny, monkeypatch
         assert all(s.nbytes() >= OWN_SEGMENT and not s.nbytes() % SEGMENT_STEP for s in held)
         assert len({storage.data_ptr() for storage in held}) == len(held)
         there = [StorageWeakRef(held.pop()) for _ in range(len(held))]
-        pages.leave()
+        pages.offload()
         assert all(storage.expired() for storage in there)
-        pages.enter()
+        pages.reload()
         assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())

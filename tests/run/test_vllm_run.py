@@ -168,7 +168,7 @@ class Gone(paged_weights.PagedWeights):
         super().__init__(policy)
         self.policy = policy
 
-    def leave(self):
+    def offload(self):
         gone = {id(tensor) for tensor, _ in self.held}
         assert gone == {id(tensor) for tensor in paged_tensors(self.policy)}, "the tensors are still the model's"
         held = [part for module in self.policy.modules() for part in (module._parameters, module._buffers)]
@@ -176,12 +176,12 @@ class Gone(paged_weights.PagedWeights):
         for part, name, tensor in self.places:
             empty = torch.empty_like(tensor, device="meta")
             part[name] = torch.nn.Parameter(empty, False) if isinstance(tensor, torch.nn.Parameter) else empty
-        super().leave()
+        super().offload()
 
-    def enter(self):
+    def reload(self):
         for part, name, tensor in self.places:
             part[name] = tensor
-        super().enter()
+        super().reload()
 
 
 @pytest.mark.slow
@@ -194,7 +194,7 @@ def test_nothing_reads_what_is_away(start, monkeypatch, tmp_path):
         engine = plain(settings, plan, path, eos, policy, prepare)
         engine.wake()
         engine.pages = Gone(policy)
-        engine.pages.leave()
+        engine.pages.offload()
         engine.sleep()
         engines.append(engine)
         return engine
