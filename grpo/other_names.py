@@ -47,7 +47,7 @@ SAME = {
     "SAVE_STEPS": "SAVE_EVERY SAVE_FREQ",
 }
 
-# What to do instead, where a value cannot simply be copied -> the names. {} stands for the value.
+# Advice, where a value cannot simply be copied -> the other tools' names for it. {} stands for the value.
 INSTEAD = {
     "set PROMPTS_PER_STEP, the prompts of a whole step (TRL's per_device_train_batch_size x "
     "gradient_accumulation_steps x GPUs / num_generations); micro-batches plan themselves":
@@ -91,7 +91,7 @@ INSTEAD = {
         "PUSH_TO_HUB HUB_MODEL_ID HUB_TOKEN HUB_PRIVATE_REPO HUB_STRATEGY HUB_ALWAYS_PUSH HUB_REVISION",
 }
 
-# Why there is nothing to set -> the names.
+# Why there is nothing to set -> the other tools' names for it.
 UNSUPPORTED = {
     "like TOP_P below 1, it would bend the sampled log-probs away from the trained ones "
     "(https://github.com/huggingface/trl/issues/6789)":

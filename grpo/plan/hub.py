@@ -176,7 +176,8 @@ def missing_shards(folder: Path) -> list[str]:
 
 
 def fetch_small_files(model_id: str, problems: Problems) -> Path | None:
-    """The folder with config, tokenizer and template of a Hub model: some 28 MB, from the cache if the Hub is away."""
+    """The folder with config, tokenizer and template of a Hub model: some 28 MB, from the cache if the Hub is
+    unreachable; None on failure."""
     try:
         from huggingface_hub import snapshot_download  # Inside, because it may be missing.
 
