@@ -129,8 +129,8 @@ def bench_demo(options: argparse.Namespace) -> int:
             for kind in KINDS:
                 figures += set_figures(seed, adapter + kind, prefix)
         figures.append(figure(f"{prefix}total_s", seed.seconds, "s", "process start to zip, beside another seed"))
+    write(Path(options.out), figures)  # First: the picture changes the working tree, whose commit this names.
     plot_seeds(seeds, Path(options.figure))
-    write(Path(options.out), figures)
     return int(below_rule(seeds, "best") < count)
 
 
