@@ -28,9 +28,9 @@ PROMPTS = [
 def trainer(tiny, tmp_path):
     """In float32, with an adapter that matters, whatever the tiny model is; answers of 12 tokens."""
     float_trainer = plain_float32(
-        make(tiny, tmp_path, MAX_COMPLETION_LEN=12, EVAL_SAMPLES=3, EVAL_TEMPERATURE=1.5, INVALID_REWARD=0.0)
+        make(tiny, tmp_path, MAX_COMPLETION_LEN=12, EVAL_SAMPLES=3, EVAL_TEMPERATURE=1.2, INVALID_REWARD=0.0)
     )
-    set_adapter(float_trainer, 1, 0.02)
+    set_adapter(float_trainer, 1, 0.003)
     return float_trainer
 
 
@@ -76,7 +76,7 @@ def test_sampled_answers_come_as_often_as_they_should(trainer):
     model = TrainedModel(trainer)
     answers = Counter(tokenizer.batch_decode(model.complete([PROMPTS[0]] * count, count)))
     (exact,) = model.probabilities(PROMPTS[:1], 4, greedy=False, base=False)
-    assert exact.max() < 0.99 and exact.sum() > 0.2, "certain answers, or none that can be read, show nothing"
+    assert exact.max() < 0.99 and exact.sum() > 0.1, "certain answers, or none that can be read, show nothing"
     for action, p in enumerate(exact.tolist()):
         share = answers[ANSWER.format(action)] / count
         assert abs(share - p) <= 4 * math.sqrt(p * (1 - p) / count) + 1 / count, (action, share, p)

@@ -196,7 +196,7 @@ DAMAGED = [
     (None, "", "no metrics.csv"),
     ("metrics.csv", "a,b\n1,2\n", "no column `step`"),
     ("evaluation.json", '{"before": 3', "evaluation.json cannot be read"),
-    ("closed_loop.json", '{"totals": {"base": 1}}', "not as the run wrote it"),
+    ("closed_loop.json", '{"totals": {"base": 1}}', "`totals` is not an object"),
     ("report.html", None, "cannot be written"),  # A folder stands in the way.
 ]
 

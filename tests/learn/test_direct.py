@@ -38,7 +38,7 @@ def direct_trainer(tiny, folder, tables=TABLES, ranks=None, **changes):
     with torch.no_grad():
         for name, parameter in trainer.model.named_parameters():
             if "lora_B" in name:
-                parameter.copy_(uniform(generator, *parameter.shape) * 0.5)
+                parameter.copy_(uniform(generator, *parameter.shape) * 0.25)
     return trainer
 
 

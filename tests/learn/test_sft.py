@@ -50,7 +50,7 @@ def test_sft_teaches_the_answers_and_grpo_starts_there(runs):
     assert after == pytest.approx(start["heldout_reward"], abs=1e-3)
     assert best["base"]["heldout_reward"] == before
     (row,) = read_csv(runs.grpo / "metrics.csv")
-    assert float(row["kl"]) > 0.05, "the reference is the base model, not the start adapter"
+    assert float(row["kl"]) > 0.02, "the reference is the base model, not the start adapter"
     learned, trained = (load_file(folder / ADAPTER) for folder in (runs.sft, runs.grpo))
     assert learned.keys() == trained.keys()
     assert max((learned[name] - trained[name]).abs().max() for name in learned) < 1e-6

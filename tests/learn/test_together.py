@@ -70,7 +70,7 @@ def test_the_same_update_and_the_same_rows(tiny, tmp_path):
     for size, (first, *others) in updates.items():
         assert all(other == first for other in others), "bit for bit on every rank"
         difference = (torch.tensor(first) - alone).norm(dim=1) / alone.norm(dim=1)
-        assert (difference < 1e-5).all(), (size, dict(zip(LOSSES, difference.tolist(), strict=True)))
+        assert (difference < 2e-5).all(), (size, dict(zip(LOSSES, difference.tolist(), strict=True)))
         folder = tmp_path / str(size)
         assert {path.parent.name for path in folder.rglob("*.csv")} == {"0"}, "rank 0 writes"
         completions, metrics = (read_csv(folder / "0" / name) for name in ("completions.csv", "metrics.csv"))
@@ -97,7 +97,7 @@ def generated(ranks, tiny, folder):
             for size in (12, 5):
                 trainer.run.plan = dataclasses.replace(trainer.run.plan, generation_batch=size)
                 rows[trainer.state.global_step, size] = trainer._generate_single_turn(prompts, None, {}, 3)[0]
-    for temperature in (0.5, 0.0):
+    for temperature in (1.0, 0.0):
         rows[temperature] = trainer.run_on_rank0(trainer.answers, [prompts[0]] * 4, 1, True, 7, temperature)
     return rows, sizes
 
@@ -108,7 +108,7 @@ def test_every_rank_draws_its_own_completions(tiny, tmp_path):
     (first, sizes), (second, own_sizes) = in_ranks(2, generated, tiny, tmp_path / "2")
     assert all(first[key] == second[key] for key in first if isinstance(key, tuple)), "all have all of them"
     assert sizes == own_sizes == [6, 3, 3] * 2, "GENERATION_BATCH is what all generate at once"
-    assert first[0.5][:2] != first[0.5][2:], "the second rank's answers to the same prompt are others"
+    assert first[1.0][:2] != first[1.0][2:], "the second rank's answers to the same prompt are others"
     assert first[0.0] == alone[0.0], "greedily all are alike"
 
 

@@ -40,7 +40,7 @@ def rows(tokenizer) -> Rows:
 
 @pytest.fixture(scope="module")
 def chain_rows(tokenizer) -> Rows:
-    return Rows(warmup_rows((7, 2, "compact")), tokenizer, "cpu", reasons=True)
+    return Rows(warmup_rows((7, 2, "compact", 1.0)), tokenizer, "cpu", reasons=True)
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_rows_that_reason_say_the_prompts_numbers_and_a_plan(chain_rows, tokeniz
 
 
 def test_full_prompts_state_the_numbers_of_the_hour_and_the_next_day():
-    (prompt,) = [row.prompt for row in warmup_rows((7, 1, "full"))[3:4]]
+    (prompt,) = [row.prompt for row in warmup_rows((7, 1, "full", 1.0))[3:4]]
     energy = re.search(r"energy \[kWh\]: (\d+)", prompt)[1]
     now = re.search(r"load=(\d+)\.\d kW, co2=0\.(\d+) .*Now", prompt)
     low = re.search(r"low5_avg=0\.(\d+)", prompt)[1]

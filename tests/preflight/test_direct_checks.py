@@ -71,14 +71,14 @@ def test_rows_need_the_reward_of_each_action(direct_run, tmp_path, monkeypatch):
 
 
 def test_an_action_of_several_tokens_is_refused(direct_run, tiny, tmp_path):
-    """The tiny model's tokenizer has a token for each number up to 100."""
+    """The tiny model's tokenizer has a token for each number up to 200."""
     many = write_csv(
         tmp_path / "many.csv",
-        ["prompt", *(f"reward_action_{k}" for k in range(102))],
-        [[RENDERED.format("question"), 1, *[0] * 101]],
+        ["prompt", *(f"reward_action_{k}" for k in range(202))],
+        [[RENDERED.format("question"), 1, *[0] * 201]],
     )
     problem = only(direct_run(DATA=many, EVAL_SAMPLES=0).problems)
-    assert "its tokenizer writes `101` of `[101]` in several" in problem
+    assert "its tokenizer writes `201` of `[201]` in several" in problem
     assert not token_fault(tiny / "tokenizer.json", 4)
 
 

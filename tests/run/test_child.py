@@ -29,7 +29,8 @@ print("saved", received, flush=True)
 sys.exit(128 + received[0])
 """
 PARENT = """
-import sys
+import signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # Under `nohup` it is ignored.
 from concurrent.futures import ThreadPoolExecutor
 from grpo.run.child import forwarding_signals, run_child
 command = [sys.executable, "-c", sys.argv[2]]
