@@ -95,7 +95,8 @@ def test_logits_are_those_of_base_and_adapter(base, adapter, exported):
     held = merged.state_dict()
     whole = policy.merge_and_unload().state_dict()
     for name, value in whole.items():
-        limit = 1.001 * 2**-8 * value.abs() if "self_attn" in name and "proj.weight" in name else 0
+        rounded = "self_attn" in name and "proj.weight" in name
+        limit = 1.001 * 2**-8 * value.abs() + 1e-7 if rounded else 0  # base and update may cancel
         assert ((held[name] - value).abs() <= limit).all(), name
 
 
