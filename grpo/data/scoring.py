@@ -309,21 +309,25 @@ def score(
     `ids` are the completions' tokens; `columns` are the names of all columns, which a row of another file has as None.
     """
     cells = [reward_columns(completion.row) for completion in completions]
-    arguments: dict[str, Any] = {name: [row.get(name) for row in cells] for name in columns}
-    arguments |= {
-        "prompts": [data_prompt(completion.row) for completion in completions],
-        "completions": [completion.decoded for completion in completions],
-        "completion_ids": [list(tokens) for tokens in ids],
-        "raw_completions": [completion.turn for completion in completions],
-        "rendered_prompts": [completion.row.prompt for completion in completions],
-        "truncated": [completion.truncated for completion in completions],
-        "trainer_state": trainer_state,
-        "log_extra": log_extra,
-        "log_metric": log_metric,
-    }
-    # Each function gets values of its own: one that changes a list in place changes nothing for the next.
-    plain = {name: arguments.pop(name) for name in ("trainer_state", "log_extra", "log_metric")}
-    values = [function(**copy.deepcopy(arguments), **plain) for function in functions]
+    turns = [completion.turn for completion in completions]
+
+    def arguments() -> dict[str, Any]:
+        """Values of its own for each function: one that changes them in place changes nothing for the next. Tokens are
+        numbers, and a step has too many of them for `deepcopy`."""
+        shared = {name: [row.get(name) for row in cells] for name in columns}
+        shared["prompts"] = [data_prompt(completion.row) for completion in completions]
+        shared["completions"] = [completion.decoded for completion in completions]
+        return copy.deepcopy(shared) | {
+            "completion_ids": [list(tokens) for tokens in ids],
+            "raw_completions": [*turns],
+            "rendered_prompts": [completion.row.prompt for completion in completions],
+            "truncated": [completion.truncated for completion in completions],
+            "trainer_state": trainer_state,
+            "log_extra": log_extra,
+            "log_metric": log_metric,
+        }
+
+    values = [function(**arguments()) for function in functions]
     return [[math.nan if value is None else value for value in row] for row in zip(*values, strict=True)]
 
 

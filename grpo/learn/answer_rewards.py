@@ -57,6 +57,12 @@ class RewardLookup:
             ]
         return self.tables[row.id]
 
+    def tokens_of(self, actions: int) -> list[int]:
+        """`action_tokens` of so many actions, asked of the tokenizer once; empty for a row without actions."""
+        if actions not in self.tokens:
+            self.tokens[actions] = action_tokens(self.tokenizer, actions) if actions else []
+        return self.tokens[actions]
+
     def answer_columns(self, read: Sequence[Completion], ids: Sequence[Sequence[int]]) -> list[int]:
         """Place of the token in each completion that names its action; -1 where the completion met MAX_COMPLETION_LEN,
         or no single token decides the action.
@@ -67,9 +73,7 @@ class RewardLookup:
         columns, replaced, tried = [-1] * len(read), [], []
         for i, (completion, tokens) in enumerate(zip(read, ids, strict=True)):
             actions = len(completion.row.rewards)
-            if actions not in self.tokens:
-                self.tokens[actions] = action_tokens(self.tokenizer, actions) if actions else []
-            names, action = self.tokens[actions], completion.action
+            names, action = self.tokens_of(actions), completion.action
             if action is None or completion.truncated or not names:
                 continue
             if (place := last_place(tokens, names[action])) >= 0:
@@ -126,8 +130,8 @@ class RewardLookup:
             if any(map(math.isnan, (unreadable, *actions))):
                 answers.append(AnswerRewards(math.nan))
                 continue
-            tokens = self.tokens.setdefault(len(actions), action_tokens(self.tokenizer, len(actions)))
-            answers.append(AnswerRewards(unreadable, 0, tokens, [reward - unreadable for reward in actions]))
+            gains = [reward - unreadable for reward in actions]
+            answers.append(AnswerRewards(unreadable, 0, self.tokens_of(len(actions)), gains))
         return answers
 
 
