@@ -124,8 +124,6 @@ PICTURE = "docs/step.svg"
 
 def renewed(page: str) -> str:
     """The page with its generated parts written again."""
-    if page == PICTURE:
-        return step_picture()
     text = (ROOT / page).read_text(encoding="utf-8")
     for name, make in GENERATED[page].items():
         begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
@@ -144,7 +142,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=fold(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only compare")
     check = parser.parse_args().check
-    new = {page: renewed(page) for page in (*GENERATED, PICTURE)}
+    new = {page: renewed(page) for page in GENERATED} | {PICTURE: step_picture()}
     stale = [page for page, text in new.items() if not is_current(ROOT / page, text)]
     if check and stale:
         print(f"out of date: {', '.join(stale)}. Run `python scripts/make_docs.py`", file=sys.stderr)

@@ -24,8 +24,8 @@ FORM = re.compile(re.escape(CHAIN).replace(r"\{\}", r"(\d+)"))
 def chain_figures(run: Path, heldout: Path) -> Json:
     """The chains of the base model and of the adapter in `run`, one for each held-out prompt at EVAL_TEMPERATURE, and
     the expected reward of both models' answers behind both models' chains; the answers are not sampled."""
-    asked = argparse.Namespace(adapter=run, model=None, serve=False, csv=heldout, system=None, out=None)
-    settings, files, rows = prepare(asked)
+    options = argparse.Namespace(adapter=run, model=None, serve=False, csv=heldout, system=None, out=None)
+    settings, files, rows = prepare(options)
     model = start_model(settings, files, run, read_machine(), use_vllm=False)
     prompts = [row.prompt for row in rows]
     rewards = np.array([[float(str(row.columns[f"reward_action_{k}"])) for k in range(ACTIONS)] for row in rows])

@@ -119,6 +119,12 @@ def installed_versions(names: Iterable[str]) -> dict[str, str | None]:
     return versions
 
 
+def installed_flash_packages() -> list[str]:
+    """The distributions of FLASH_PACKAGES that are installed."""
+    versions = installed_versions(package for package, _ in FLASH_PACKAGES.values())
+    return [name for name, version in versions.items() if version]
+
+
 def check_packages(settings: Settings, versions: Mapping[str, str | None], problems: Problems, use_vllm: bool) -> None:
     """Every package is there in a tested version; the chosen FlashAttention is installed."""
     needed = TESTED | (TESTED_VLLM if use_vllm else {})

@@ -15,7 +15,7 @@ from grpo.data.prompts import render_rows
 from grpo.data.scoring import is_by_action, reward_specs
 from grpo.plan import hub
 from grpo.plan.hub import ModelConfig, ModelFiles
-from grpo.plan.machine import FLASH_PACKAGES, TESTED, TESTED_VLLM, Machine, installed_versions, read_machine
+from grpo.plan.machine import TESTED, TESTED_VLLM, Machine, installed_flash_packages, installed_versions, read_machine
 from grpo.plan.memory import Plan, Shapes, plan_memory
 from grpo.plan.targets import expert_words
 from grpo.preflight import choices
@@ -59,7 +59,6 @@ def read_facts(
     settings: Settings, sources: Mapping[str, str], machine: Machine | None, ranks: Ranks, problems: Problems
 ) -> Facts:
     """Read all that a run is resolved from; what is wrong with it is added to `problems`."""
-    flash = installed_versions(package for package, _ in FLASH_PACKAGES.values())
     files = hub.find_model(settings.MODEL_ID, problems)
     split = read_split(settings, problems)
     facts = Facts(
@@ -67,7 +66,7 @@ def read_facts(
         machine=dataclasses.replace(machine or read_machine(), ranks=ranks.size, here=ranks.local_size),
         ranks=ranks,
         versions=installed_versions([*TESTED, *TESTED_VLLM]),
-        flash_packages=[name for name, version in flash.items() if version],
+        flash_packages=installed_flash_packages(),
         files=files,
         adapter=read_start_adapter(settings, sources, files.config if files else None, problems),
         rows=split.train,
