@@ -35,22 +35,22 @@ def adapter(saved_adapter, tmp_path):
 
 
 def test_one_prompt(adapter, capsys):
-    asked = [str(adapter), QUESTION, *SYSTEM]
-    assert ask.main([*asked, "--base"]) == 0
+    questions = [str(adapter), QUESTION, *SYSTEM]
+    assert ask.main([*questions, "--base"]) == 0
     completion, action = capsys.readouterr().out.splitlines()
     assert completion == f"<|channel|>final<|message|>[{action.removeprefix('action: ')}]<|return|>"
-    assert ask.main(asked) == 0 and completion not in capsys.readouterr().out, "random weights answer otherwise"
+    assert ask.main(questions) == 0 and completion not in capsys.readouterr().out, "random weights answer otherwise"
 
 
 def test_a_csv(adapter, tmp_path, capsys):
-    asked, out = tmp_path / "asked.csv", tmp_path / "answers.csv"
-    asked.write_text("".join((ROOT / "data" / "tes_heldout_compact.csv").read_text().splitlines(True)[:4]))
-    assert ask.main([str(adapter), "--csv", str(asked), "--out", str(out), "--base"]) == 0
-    rows, answers = read_csv(asked), read_csv(out)
+    questions, out = tmp_path / "asked.csv", tmp_path / "answers.csv"
+    questions.write_text("".join((ROOT / "data" / "tes_heldout_compact.csv").read_text().splitlines(True)[:4]))
+    assert ask.main([str(adapter), "--csv", str(questions), "--out", str(out), "--base"]) == 0
+    rows, answers = read_csv(questions), read_csv(out)
     assert [row["user"] for row in answers] == [row["user"] for row in rows] and len(rows) == 3
     assert all(f"[{row['action']}]" in row["completion"] for row in answers)
     assert "written" in capsys.readouterr().out
-    assert ask.main([str(adapter), "--csv", str(asked), "--temperature", "5"]) == 0
+    assert ask.main([str(adapter), "--csv", str(questions), "--temperature", "5"]) == 0
     printed = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert list(printed[0])[-2:] == ["action", "completion"] and len(printed) == 3
     assert ask.main([str(adapter), "--csv", str(out)]) == 2
@@ -58,45 +58,46 @@ def test_a_csv(adapter, tmp_path, capsys):
 
 
 def test_answers_never_replace_what_was_asked(adapter, tmp_path, capsys):
-    asked, link = write_csv(tmp_path / "asked.csv", ["prompt"], [["hi"]]), tmp_path / "link.csv"
-    link.symlink_to(asked)
-    before = asked.read_bytes()
-    for out in (asked, link):
-        assert ask.main([str(adapter), "--csv", str(asked), "--out", str(out)]) == 2
-        assert f"--out {out}: it is the file of --csv {asked}" in capsys.readouterr().err
-        assert asked.read_bytes() == before
+    questions, link = write_csv(tmp_path / "asked.csv", ["prompt"], [["hi"]]), tmp_path / "link.csv"
+    link.symlink_to(questions)
+    before = questions.read_bytes()
+    for out in (questions, link):
+        assert ask.main([str(adapter), "--csv", str(questions), "--out", str(out)]) == 2
+        assert f"--out {out}: it is the file of --csv {questions}" in capsys.readouterr().err
+        assert questions.read_bytes() == before
 
 
 def test_a_write_that_fails_loses_nothing(adapter, tmp_path, capsys, monkeypatch):
-    asked, out = write_csv(tmp_path / "asked.csv", ["prompt"], [["hi"]]), tmp_path / "answers.csv"
+    questions, out = write_csv(tmp_path / "asked.csv", ["prompt"], [["hi"]]), tmp_path / "answers.csv"
     out.write_text("earlier")
     monkeypatch.setattr("grpo.run.durable.sync", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
-    assert ask.main([str(adapter), "--csv", str(asked), "--out", str(out)]) == 1
+    assert ask.main([str(adapter), "--csv", str(questions), "--out", str(out)]) == 1
     printed = capsys.readouterr()
     assert f"{out}: not written" in printed.err and "No space left" in printed.err
     assert printed.out.startswith("prompt,action,completion\r\nhi,")
-    assert out.read_text() == "earlier" and {path.name for path in tmp_path.glob("*.*")} == {asked.name, out.name}
+    assert out.read_text() == "earlier" and {path.name for path in tmp_path.glob("*.*")} == {questions.name, out.name}
 
 
 def test_rewards_are_not_needed(adapter, tmp_path, capsys):
     """Cells of theirs pass through as they are."""
     header = ["prompt", "reward_action_0", "reward_action_1", "q_action_0", "q_action_1"]
-    asked, out = tmp_path / "asked.csv", tmp_path / "answers.csv"
-    write_csv(asked, header, [["hi", "", "", "", ""], ["ho", "0.50", "", "n/a", ""]])
-    assert ask.main([str(adapter), "--csv", str(asked), "--out", str(out)]) == 0, capsys.readouterr().err
-    assert [[row[name] for name in header] for row in read_csv(out)] == [list(row.values()) for row in read_csv(asked)]
+    questions, out = tmp_path / "asked.csv", tmp_path / "answers.csv"
+    write_csv(questions, header, [["hi", "", "", "", ""], ["ho", "0.50", "", "n/a", ""]])
+    assert ask.main([str(adapter), "--csv", str(questions), "--out", str(out)]) == 0, capsys.readouterr().err
+    answered = [[row[name] for name in header] for row in read_csv(out)]
+    assert answered == [list(row.values()) for row in read_csv(questions)]
 
 
 def test_messages_are_written_as_json(adapter, tmp_path):
     talk = [{"role": "user", "content": "Wie kühl's?"}]
-    asked, out = tmp_path / "asked.jsonl", tmp_path / "answers.csv"
-    asked.write_text(json.dumps({"prompt": talk, "tags": {"it's": None}, "half": "\ud800"}))
-    assert ask.main([str(adapter), "--csv", str(asked), "--out", str(out)]) == 0
+    questions, out = tmp_path / "asked.jsonl", tmp_path / "answers.csv"
+    questions.write_text(json.dumps({"prompt": talk, "tags": {"it's": None}, "half": "\ud800"}))
+    assert ask.main([str(adapter), "--csv", str(questions), "--out", str(out)]) == 0
     (row,) = read_csv(out)
     assert json.loads(row["prompt"]) == talk and "kühl" in row["prompt"] and row["half"] == "\\ud800"
     assert json.loads(row["tags"]) == {"it's": None}
     row = {name: cell for name, cell in row.items() if name not in ("action", "completion")}
-    assert ask.main([str(adapter), "--csv", str(write_csv(asked.with_suffix(".csv"), row, [row.values()]))]) == 0
+    assert ask.main([str(adapter), "--csv", str(write_csv(questions.with_suffix(".csv"), row, [row.values()]))]) == 0
 
 
 def test_lengths_come_from_the_environment_where_they_are_set(adapter, capsys, monkeypatch):

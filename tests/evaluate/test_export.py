@@ -148,13 +148,13 @@ def test_the_share_that_survives(base, tmp_path, capsys):
     adapter, out = write_lora(tmp_path / "small", base, 2e-5), tmp_path / "merged"
     share = export(argparse.Namespace(adapter=adapter, to="mxfp4", out=out, force=False, model=None))
     before, after, factors = stored(base), stored(out), load_file(adapter / ADAPTER)
-    both = whole = 0.0
+    shared = whole = 0.0
     for name in (name for name in factors if ".lora_A." in name):
         place = name.removeprefix("base_model.model.").replace(".lora_A.", ".")
         update = SCALE * factors[name.replace("lora_A", "lora_B")] @ factors[name]
-        both += (update * (after[place].float() - before[place].float())).sum().item()
+        shared += (update * (after[place].float() - before[place].float())).sum().item()
         whole += (update * update).sum().item()
-    assert share == pytest.approx(both / whole, rel=1e-4) and 0.05 < share < 0.9
+    assert share == pytest.approx(shared / whole, rel=1e-4) and 0.05 < share < 0.9
     write_lora(tmp_path / "zero", base, 0.0)
     assert main([str(tmp_path / "zero"), "--out", str(tmp_path / "same")]) == 0
     assert "the adapter is zero" in capsys.readouterr().out
