@@ -90,13 +90,14 @@ def parse_args() -> argparse.Namespace:
     many.add_argument("--gpus", nargs="+", type=int, default=[1, 2], help="numbers of GPUs (default 1 2)")
     many.add_argument("--prompts", type=int, default=12, help="of one GPU (default %(default)s)")
     demo = add_command(commands, "demo", "the demo on ten seeds, on the CPU", False)
-    demo.add_argument("--figure", required=True, help="PNG to write")
+    demo.add_argument("--figure", help="PNG to write (default: none)")
     demo.add_argument("--seeds", type=int, default=10, help="1 to this one (default %(default)s)")
     curves = add_command(commands, "curves", "learning curves beside plain TRL's", False)
     curves.add_argument("--seeds", type=int, default=20, help="1 to this one (default %(default)s)")
     curves.add_argument("--steps", type=int, default=150, help="TOTAL_STEPS (default %(default)s)")
-    curves.add_argument("--jobs", type=int, default=2, help="seeds side by side (default %(default)s)")
     curves.add_argument("--trl-parts", type=int, default=1, help="micro-batches of a step in plain TRL's learning")
+    for command in (demo, curves):
+        command.add_argument("--jobs", type=int, default=2, help="seeds side by side (default %(default)s)")
     faults = add_command(commands, "faults", "kills, full memory and a dying engine in each phase of a step", True)
     faults.add_argument("--faults", nargs="+", metavar="HOW:PHASE", help="these only, in this order")
     for command in (rollout, step, many, curves):

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from matplotlib.figure import Figure as Drawing
-
 from grpo.measure.demo_windows import REPORTED, RULE, profile_text
 from grpo.measure.record import SCRIPT, Figure, Json, figure, read_json, reward_figures, steps_of, write
 from grpo.run.child import forwarding_signals, run_child
@@ -107,11 +105,11 @@ def below_rule(seeds: Sequence[SeedResult], policy: str) -> int:
 
 
 def bench_demo(options: argparse.Namespace) -> int:
-    """Seeds 1 to `options.seeds`, two side by side: held-out reward before and after, and the plant by the last and the
-    best adapter. Returns 1 unless the best adapters, at the evaluation's temperature, are below the rule on all seeds
-    and sets."""
+    """Measures seeds 1 to `options.seeds`, `options.jobs` side by side: held-out reward before and after, and the plant
+    by the last and the best adapter. Returns 1 unless the best adapters, at the evaluation's temperature, are below
+    the rule on all seeds and sets."""
     profiles = write_profiles(Path(options.run) / "profiles")
-    with forwarding_signals(), ThreadPoolExecutor(2) as pool:
+    with forwarding_signals(), ThreadPoolExecutor(options.jobs) as pool:
         seeds = list(pool.map(partial(run_seed, options, profiles), range(1, options.seeds + 1)))
     figures, count = [], len(seeds) * len(REPORTED)
     for adapter in ADAPTERS:
@@ -128,15 +126,18 @@ def bench_demo(options: argparse.Namespace) -> int:
         for adapter in ADAPTERS:
             for kind in KINDS:
                 figures += set_figures(seed, adapter + kind, prefix)
-        figures.append(figure(f"{prefix}total_s", seed.seconds, "s", "process start to zip, beside another seed"))
+        figures.append(figure(f"{prefix}total_s", seed.seconds, "s", f"process start to zip, {options.jobs} side by side"))
     write(Path(options.out), figures)  # First: the picture changes the working tree, whose commit this names.
-    plot_seeds(seeds, Path(options.figure))
+    if options.figure:
+        plot_seeds(seeds, Path(options.figure))
     return int(below_rule(seeds, "best") < count)
 
 
 def plot_seeds(seeds: Sequence[SeedResult], path: Path) -> None:
     """Reward of the sampled completions over the steps, a line a seed, and regret of the plant by set of windows and
     adapter, a dot a seed."""
+    from matplotlib.figure import Figure as Drawing  # Late: a GPU machine measures without a picture.
+
     drawing = Drawing(figsize=(9, 3.6), dpi=160)
     left, right = drawing.subplots(1, 2)
     for seed in seeds:
