@@ -126,7 +126,8 @@ def bench_demo(options: argparse.Namespace) -> int:
         for adapter in ADAPTERS:
             for kind in KINDS:
                 figures += set_figures(seed, adapter + kind, prefix)
-        figures.append(figure(f"{prefix}total_s", seed.seconds, "s", f"process start to zip, {options.jobs} side by side"))
+        note = f"process start to zip, {options.jobs} seeds side by side"
+        figures.append(figure(f"{prefix}total_s", seed.seconds, "s", note))
     write(Path(options.out), figures)  # First: the picture changes the working tree, whose commit this names.
     if options.figure:
         plot_seeds(seeds, Path(options.figure))
