@@ -4,19 +4,72 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
+import os
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pandas
+import psutil
 import torch
 
-from grpo.measure.record import SCRIPT, Figure, Json, figure, steps_of, write
-from grpo.measure.variants import read_result, run_settings, write_result
+from grpo.learn.groups import ConnectedRanks
+from grpo.measure.record import BENCH, Figure, Json, figure, read_json, steps_of, write
+from grpo.measure.variants import Function, intercept, read_result, run_settings, write_result
+from grpo.plan.machine import GIB
 from grpo.run.child import run_child
 
 GROUP, LARGE = 8, 4  # completions of a prompt; how many times the prompts of one GPU the large step has
+
+
+def sums_path(options: argparse.Namespace) -> Path:
+    """Where rank 0 writes how long the sums over all GPUs took."""
+    return Path(options.run).absolute().with_name("many-sums.json")
+
+
+def many_child(options: argparse.Namespace) -> int:
+    """The entry point in one of torchrun's processes. Rank 0 writes size and time of the last step's largest sum over
+    all GPUs. Each sum is followed by a second one of the same size that is timed, because in the first one a GPU also
+    waits for slower ones."""
+    rank = os.environ["RANK"]  # The entry point removes torchrun's variables.
+    sums: list[tuple[int, float]] = []
+
+    def sum_twice(sum_tensor: Function, ranks: ConnectedRanks, tensor: torch.Tensor) -> None:
+        sum_tensor(ranks, tensor)
+        again, started = torch.zeros_like(tensor), time.perf_counter()
+        sum_tensor(ranks, again)
+        if tensor.is_cuda:
+            torch.cuda.synchronize()
+        sums.append((tensor.nbytes, time.perf_counter() - started))
+
+    with intercept(ConnectedRanks, "sum_tensor", sum_twice):
+        code: int = options.main([])
+    if rank == "0" and sums:
+        size = max(size for size, _ in sums)
+        seconds = [seconds for n, seconds in sums if n == size]
+        sums_path(options).write_text(json.dumps({"sum_mb": size / 1e6, "sum_ms": 1000 * seconds[-1]}))
+    return code
+
+
+@contextlib.contextmanager
+def host_memory() -> Iterator[Json]:
+    """Fills in `host_gib`, the most host memory that the block took beyond what was in use before."""
+    before, done, values = psutil.virtual_memory().available, threading.Event(), {"host_gib": 0.0}
+
+    def watch() -> None:
+        while not done.wait(0.5):
+            used = (before - psutil.virtual_memory().available) / GIB
+            values["host_gib"] = max(values["host_gib"], used)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    yield values
+    done.set()
+    watcher.join()
 
 
 def run_many(options: argparse.Namespace, gpus: int, prompts: int) -> Json:
@@ -27,14 +80,20 @@ def run_many(options: argparse.Namespace, gpus: int, prompts: int) -> Json:
         return values
     defaults = {"USE_VLLM": int(torch.cuda.is_available()), "MAX_COMPLETION_LEN": 512, "PROMPTS_PER_STEP": prompts}
     settings = run_settings(options, defaults | dict(options.set))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(gpus), str(SCRIPT)]
+    child_options = ["--model", options.model, "--data", options.data, "--run", options.run, "--out", "-"]
+    # Without "--" torchrun takes the program's --run for its own --run-path.
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(gpus), "--", str(BENCH), "many"]
+    sums_path(options).unlink(missing_ok=True)
     started = time.time()
-    if run_child(command, settings):
+    with host_memory() as memory:
+        code = run_child([*command, *child_options, "--child", child], settings)
+    if code:
         return {}
     steps = steps_of(Path(options.run))
     values = {name: steps[name][1:].mean() for name in ("step_s", "rollout_s", "learn_s", "tokens_mean")}
     first_end = pandas.to_datetime(steps.time[0], utc=True).timestamp()
     values["startup_s"] = first_end - steps.step_s[0] - started
+    values |= memory | read_json(sums_path(options))
     write_result(options, child, values, done=True)
     return values
 
@@ -51,7 +110,11 @@ def many_figures(results: Mapping[tuple[int, int], Json], prompts: int) -> list[
             figure(f"{name}_learn_s", values["learn_s"], "s", "its learning, gradients added up"),
             figure(f"{name}_tok_s", tokens / values["step_s"], "tokens/s", "of the step"),
             figure(f"{name}_startup_s", values["startup_s"], "s", "from the command to the first step"),
+            figure(f"{name}_host_gib", values["host_gib"], "GiB", "host memory that all processes took at most"),
         ]
+        if "sum_ms" in values:
+            note = f"a sum of {values['sum_mb']:.1f} MB over the GPUs: gradients, log-probs and ratios of a step"
+            figures.append(figure(f"{name}_sum_ms", values["sum_ms"], "ms", note))
         if gpus > 1 and count == prompts * gpus and (alone := results.get((1, prompts))):
             share = alone["step_s"] / values["step_s"]
             figures.append(figure(f"weak_{gpus}", share, "share", "one GPU's step by this one's"))
@@ -63,6 +126,8 @@ def many_figures(results: Mapping[tuple[int, int], Json], prompts: int) -> list[
 def bench_many(options: argparse.Namespace) -> int:
     """Weak scaling (PROMPTS on each GPU) and strong scaling (as many, and LARGE times as many, on all together).
     Returns 1 if a run fails."""
+    if options.child:
+        return many_child(options)
     results: dict[tuple[int, int], Json] = {}
     for gpus in options.gpus:
         for prompts in sorted({options.prompts, LARGE * options.prompts, gpus * options.prompts}):

@@ -13,6 +13,7 @@ from grpo.measure import many
 from grpo.measure.record import read_json
 
 VALUES = {"step_s": 8.0, "rollout_s": 4.0, "learn_s": 3.0, "tokens_mean": 512.0, "startup_s": 90.0}
+VALUES |= {"host_gib": 20.0}
 
 
 @pytest.mark.slow
@@ -23,7 +24,13 @@ def test_two_processes_are_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["bench.py", *command.split(), "--set", "MAX_COMPLETION_LEN=8"])
     options = bench.parse_args()
     values = many.run_many(options, 2, 3)
-    assert values.keys() == VALUES.keys() and 1 < values["startup_s"] < 900 and values["tokens_mean"] <= 8
+    assert (
+        values.keys() == VALUES.keys() | {"sum_mb", "sum_ms"}
+        and 1 < values["startup_s"] < 900
+        and values["tokens_mean"] <= 8
+    )
+    assert 0 < values["host_gib"] < 20 and 0 < values["sum_ms"] < 10_000
+    assert 0.01 < values["sum_mb"] < 1, "in float32: the adapter's gradients, and two numbers a token"
     assert 0 < values["rollout_s"] + values["learn_s"] < values["step_s"] * 1.01
     monkeypatch.setattr(many, "run_child", lambda *arguments: 1)
     assert VALUES.keys() < many.run_many(options, 2, 3).keys(), "it is not run again"
@@ -39,6 +46,7 @@ def test_weak_and_strong_scaling(tmp_path, monkeypatch):
     assert bench.main() == 0
     figures = {row["name"]: row["value"] for row in read_json(tmp_path / "many.json")["figures"]}
     scaling = {name: value for name, value in figures.items() if name.startswith(("weak", "strong"))}
+    assert figures["2x96_host_gib"] == 20 and "2x96_sum_ms" not in figures
     assert scaling == {"weak_2": 0.8, "strong_2x96": 1.6, "strong_2x384": 2.0}
     assert figures["2x384_tok_s"] == 384 * 512 / 15 and sum(name.endswith("_step_s") for name in figures) == 5
     monkeypatch.setattr(many, "run_many", lambda *arguments: {})
