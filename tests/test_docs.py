@@ -19,7 +19,7 @@ CURRENT = [page for page in PAGES if page.name not in ("tried.md", "CHANGELOG.md
 RESULTS = sorted((ROOT / "docs" / "results").glob("*.json"))
 # Variables of other programs that the pages mention, constants, and names of the original script.
 NOT_SETTINGS = {
-    "CUDA_VISIBLE_DEVICES", "EPOCHS", "FLASH_ATTENTION_FORCE_BUILD", "FLASH_ATTN_CUDA_ARCHS", "GLOO_SOCKET_IFNAME",
+    "CUDA_VISIBLE_DEVICES", "EPOCHS", "FLASH_ATTN_CUDA_ARCHS", "GLOO_SOCKET_IFNAME",
     "GRADIENT_ACCUMULATION_STEPS", "GRPO_COMPLETION_LOG_PATH", "GRPO_LOG_COMPLETIONS", "HF_ENDPOINT", "HF_HOME",
     "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_TOKEN", "LD_LIBRARY_PATH", "MATRIX_GAIN", "MAX_JOBS", "MODEL",
     "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS", "STEPS", "TORCH_COMPILE_DISABLE", "TRAIN_BATCH_SIZE", "VENV",
