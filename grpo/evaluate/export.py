@@ -13,9 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig
 
-from grpo.data.prompts import render
 from grpo.evaluate.adapter import load_run_settings
-from grpo.evaluate.publish import GGUF, copy_small, model_readme
+from grpo.evaluate.publish import copy_small, model_readme
 from grpo.model.checkpoint import (
     check_checkpoint,
     expected_tensors,
@@ -25,12 +24,10 @@ from grpo.model.checkpoint import (
     write_tensors,
 )
 from grpo.model.experts import dequantize_mxfp4
-from grpo.model.gguf import metadata, vocabulary, write_gguf
 from grpo.plan.hub import WEIGHTS_INDEX, ModelFiles, fetch_weights, find_model, has_mxfp4
 from grpo.plan.targets import checkpoint_name
 from grpo.preflight.adapter import WHICH, read_adapter, tensor_shapes
 from grpo.rollout.weight_sync import gained_along, share_of
-from grpo.run.archive import base_name
 from grpo.run.durable import sync_files, write_text
 from grpo.run.layout import ADAPTER
 from grpo.settings import InputError, Problems, Settings
@@ -102,7 +99,7 @@ class Merged:
         return share[0] if share else None
 
 
-def write_mxfp4(merged: Merged, files: ModelFiles, s: Settings, folder: Path) -> None:
+def write_mxfp4(merged: Merged, files: ModelFiles, folder: Path) -> None:
     """The base's own files, shard by shard: only what the adapter changes is another tensor."""
     copy_small(merged.base, folder)
     for shard, names in merged.shards.items():
@@ -118,7 +115,7 @@ def bf16_config(files: ModelFiles) -> dict[str, object]:
     return {name: value for name, value in files.config.items() if name != "quantization_config"}
 
 
-def write_bf16(merged: Merged, files: ModelFiles, s: Settings, folder: Path) -> None:
+def write_bf16(merged: Merged, files: ModelFiles, folder: Path) -> None:
     """Every tensor as transformers' own model holds it, in shards of their own."""
     copy_small(merged.base, folder)
     config = bf16_config(files)
@@ -128,34 +125,8 @@ def write_bf16(merged: Merged, files: ModelFiles, s: Settings, folder: Path) -> 
     check_checkpoint(folder)
 
 
-def write_llama_cpp(merged: Merged, files: ModelFiles, s: Settings, folder: Path) -> None:
-    """model.gguf for llama.cpp, and a Modelfile for Ollama; config.json, by which --force knows the folder."""
-    fields = metadata(files.config, base_name(s)[0])
-    fields |= vocabulary(merged.base, files.config["vocab_size"], files.template)
-    shapes = {name: shape for names in merged.shards.values() for name, shape in names.items()}
-    write_gguf(folder / GGUF, fields, shapes, merged.tensor)
-    if files.template:
-        write_text(folder / "Modelfile", modelfile(s, files.template))
-    shutil.copyfile(merged.base / CONFIG, folder / CONFIG)
-
-
-def modelfile(s: Settings, template: str) -> str:
-    """For Ollama: prompts as the run rendered them, with its date and effort."""
-    turns = (("system", "{{ .System }}"), ("user", "{{ .Prompt }}"))
-    with_system, without = (
-        render(template, messages, s.REASONING_EFFORT, s.PROMPT_DATE) for messages in (turns, turns[1:])
-    )
-    system = f'SYSTEM """{s.SYSTEM_PROMPT}"""\n' if s.SYSTEM_PROMPT else ""
-    return f"""# ollama create NAME -f Modelfile (train_grpo.py has not tried it)
-FROM ./{GGUF}
-TEMPLATE \"""{{{{ if .System }}}}{with_system}{{{{ else }}}}{without}{{{{ end }}}}\"""
-{system}PARAMETER stop "<|return|>"
-PARAMETER stop "<|call|>"
-"""
-
-
-Writer = Callable[[Merged, ModelFiles, Settings, Path], None]
-WRITERS: dict[str, Writer] = {"mxfp4": write_mxfp4, "bf16": write_bf16, "gguf": write_llama_cpp}
+Writer = Callable[[Merged, ModelFiles, Path], None]
+WRITERS: dict[str, Writer] = {"mxfp4": write_mxfp4, "bf16": write_bf16}
 
 
 def prepare(options: argparse.Namespace) -> tuple[Settings, ModelFiles, Path]:
@@ -208,7 +179,7 @@ def export(options: argparse.Namespace) -> float | None:
     size = sum(tensor.nbytes for tensor in expected_tensors(GptOssConfig.from_dict(dict(config))).values())
     require_space(options.out, size + SMALL_FILES)
     with new_directory(options.out, options.force) as folder:
-        WRITERS[options.to](merged, files, s, folder)
+        WRITERS[options.to](merged, files, folder)
         card = model_readme(s, options.adapter, options.to, merged.share(), merged.where)
         write_text(folder / "README.md", card)
         sync_files(folder)
