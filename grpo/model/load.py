@@ -201,17 +201,10 @@ def load_adapter(policy: PeftModel, folder: str | Path) -> None:
 
 
 def load_tokenizer(model_path: str) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, padding on the left for generation. Raises ValueError where its configuration is damaged,
-    and whatever else the libraries raise for that."""
+    """The model's tokenizer, padding on the left for generation. Raises ValueError for one without a stop token."""
     tokenizer = AutoTokenizer.from_pretrained(model_path, padding_side="left")
-    names, length = tokenizer.model_input_names, tokenizer.model_max_length
-    problem = None
-    if not isinstance(length, (int, float)) or not isinstance(names, list):
-        problem = "is damaged (model_max_length or model_input_names)"
-    elif tokenizer.eos_token_id is None:
-        problem = "names no stop token (eos_token)"
-    if problem:
-        raise ValueError(f"{model_path}: tokenizer_config.json {problem}. Download the model again")
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"{model_path}: tokenizer_config.json names no stop token (eos_token)")
     return tokenizer
 
 

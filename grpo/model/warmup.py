@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,9 +54,9 @@ class Recipe:
     follow: float | None = None
 
 
-def new_model(recipe: Recipe, tokenizer: Tokenizer, token_ids: Mapping[str, int]) -> GptOssForCausalLM:
+def new_model(recipe: Recipe, tokenizer: Tokenizer) -> GptOssForCausalLM:
     """A gpt-oss in float32 with the fast layers, and initial weights from which reading is learned quickly."""
-    config = gptoss.config_dict(recipe.shape, token_ids)
+    config = gptoss.config_dict(recipe.shape, special_token_ids(tokenizer))
     config.pop("quantization_config")
     model = GptOssForCausalLM._from_config(
         GptOssConfig.from_dict(config), dtype=torch.float32, attn_implementation=FAST, experts_implementation=FAST
@@ -276,13 +276,12 @@ def write_warmed_up(
     Returns its `figures` after reading, right after the experts were rounded to MXFP4, and as stored, then the rows
     that they were measured on. Raises ModelError for a tokenizer that does not fit.
     """
-    token_ids = special_token_ids(tokenizer, recipe.shape.vocab)
     # The workers that make the rows start before CUDA does, and before the tokenizer's threads.
     row_sets = make_rows(recipe.prompt, recipe.windows, recipe.probe_windows, recipe.most_factor)
     rows, probe = (Rows(row_set, tokenizer, device, recipe.follow is not None) for row_set in row_sets)
     log(f"{len(rows)} + {len(probe)} rows of up to {rows.ids.shape[1]} tokens")
     torch.manual_seed(seed)
-    model = new_model(recipe, tokenizer, token_ids).to(device)  # type: ignore[arg-type]  # the wrapper loses `self`
+    model = new_model(recipe, tokenizer).to(device)  # type: ignore[arg-type]  # the wrapper loses `self`
     training, stages = WarmUp(model, rows, recipe, seed), {}
 
     def measure(stage: str) -> None:
@@ -300,6 +299,5 @@ def write_warmed_up(
             parameter.data = parameter.data.bfloat16().float()  # as the checkpoint holds it
             tensors[name] = parameter.detach().to("cpu", torch.bfloat16)
     measure("stored")
-    template = gptoss.chat_template(full=recipe.prompt == "full")
-    write_checkpoint(directory, recipe.shape, token_ids, lambda name, like: tensors[name], tokenizer, template)
+    write_checkpoint(directory, recipe.shape, lambda name, like: tensors[name], tokenizer)
     return stages, probe
