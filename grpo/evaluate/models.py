@@ -29,9 +29,9 @@ from grpo.plan.machine import Machine
 from grpo.plan.memory import plan_engine
 from grpo.preflight.adapter import CONFIG, on_experts
 from grpo.preflight.choices import ATTENTION, choose_attention
+from grpo.rollout.decode import shared_prefill
 from grpo.rollout.direct import choose_tokens, completions_of
 from grpo.rollout.engine import EngineError, start_engine
-from grpo.rollout.prefill import shared_prefill
 from grpo.settings import InputError, Settings
 
 MOST_AT_ONCE = 512  # sequences that vLLM is planned for: more wait their turn

@@ -10,7 +10,6 @@ import gc
 import io
 import math
 import random
-import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -164,15 +163,6 @@ class RequestBar(tqdm):
         return super().update(n)
 
 
-def adapter_folder(policy: Module, memory: Path = Path("/dev/shm")) -> Path:
-    """A new folder for PEFT's files of `policy`, which nobody else can read, and whose name nobody can foresee and put
-    a link at. It lies in `memory` if there is room, otherwise on disk (TMPDIR): a container's /dev/shm of 64 MiB is too
-    small for an adapter on all experts."""
-    needed = 4 * sum(p.numel() for p in policy.parameters() if p.requires_grad)  # BF16 takes half of it
-    free = shutil.disk_usage(memory).free if memory.is_dir() else 0
-    return Path(tempfile.mkdtemp(prefix="train_grpo-", dir=memory if free > needed else None))
-
-
 class Engine:
     """One vLLM in this process: awake for rollouts, asleep (level 1) while the trainer learns. It keeps no adapter that
     could be stale: `rollout` syncs the weights every time. `sampling` and `lora_request` are vLLM's SamplingParams and
@@ -265,7 +255,8 @@ class Engine:
         with self.timed("handover"), engine_faults("the weight sync", "Try the other ROLLOUT_SYNC (experts need lora)"):
             if s.ROLLOUT_SYNC == "lora":
                 self.syncs += 1
-                self.folder = self.folder or adapter_folder(policy)
+                # Nobody else can read it, or foresee its name and put a link there.
+                self.folder = self.folder or Path(tempfile.mkdtemp(prefix="train_grpo-"))
                 write_adapter(policy, self.folder, s.LORA_R, active)
                 self.request = self.lora_request(f"adapter-{self.syncs}", self.syncs, str(self.folder))
                 self.llm.llm_engine.add_lora(self.request)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from grpo.model.attention import base_of
 from grpo.model.experts import quantized_experts
 from grpo.model.load import tables_of
 
@@ -24,8 +23,6 @@ def share_weights(policy: torch.nn.Module, model: Any) -> list[int]:
 
     Raises RuntimeError, and changes nothing, if vLLM keeps them as other tensors or in another layout than on a Hopper
     card: on other cards, and with vLLM's own LoRA, its experts have other kernels."""
-    if base_of(policy).config.tie_word_embeddings:
-        raise RuntimeError("vLLM loads no head of its own where embeddings and head are tied")
     modules, tables, experts = quantized_experts(policy), tables_of(policy), []
     try:
         for module, layer in zip(modules, model.model.layers, strict=True):

@@ -137,19 +137,12 @@ def test_frozen_experts_equal_transformers_grouped_mm(dtype, limit):
 
 @pytest.mark.parametrize(
     ("tokens", "grad", "packed", "adapters", "fused"),
-    [
-        (256, 0, 1, {}, True),
-        (257, 0, 1, {}, False),
-        (9, 1, 1, {}, False),
-        (9, 0, 0, {}, False),
-        (9, 0, 1, {1: 2}, False),
-    ],
+    [(256, 0, 1, {}, 1), (257, 0, 1, {}, 0), (9, 1, 1, {}, 0), (9, 0, 0, {}, 0), (9, 0, 1, {"down_proj": 1}, 0)],
 )
 def test_few_rows_are_multiplied_by_packed_weights(monkeypatch, tokens, grad, packed, adapters, fused):
     """On a GPU (pretended), without gradients and adapters."""
-    module = MagicMock(
-        spec=["gate_up_proj_bias", "adapters", *["gate_up_proj_blocks"][: int(packed)]], adapters=adapters
-    )
+    weights = "gate_up_proj_blocks" if packed else "gate_up_proj"
+    module = MagicMock(spec=["gate_up_proj_bias", "adapters", weights], adapters=adapters)
     states = MagicMock(is_cuda=True)
     states.to.return_value, states.__len__.return_value = states, tokens
     monkeypatch.setattr(experts, "routed_experts", lambda *arguments: arguments[-1])

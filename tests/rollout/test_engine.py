@@ -8,9 +8,7 @@ import itertools
 import json
 import math
 import os
-import shutil
 import sys
-import tempfile
 import time
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -34,7 +32,6 @@ from grpo.rollout.engine import (
     Engine,
     EngineError,
     RequestBar,
-    adapter_folder,
     engine_arguments,
     gpu_used_gib,
     start_engine,
@@ -202,19 +199,6 @@ def test_engine_arguments():
     # Of rank 8, in BF16, on the experts of all 24 layers.
     assert native.weights == engine.weights
     assert (plan.weights - engine.weights) * GIB == pytest.approx(2 * 8 * 24 * 32 * (2880 + 5760 + 2 * 2880))
-
-
-@pytest.mark.parametrize(("free", "in_memory"), [(4 * 100 + 1, True), (4 * 100, False)])
-def test_an_adapter_that_has_no_room_in_memory_goes_to_the_disk(tmp_path, monkeypatch, free, in_memory):
-    """A container's /dev/shm holds 64 MiB, and an adapter on all experts 88 MB."""
-    policy, memory = torch.nn.Linear(10, 10), tmp_path / "shm"
-    policy.bias.requires_grad = False
-    memory.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-    folder = adapter_folder(policy, memory)
-    assert folder.parent == (memory if in_memory else tmp_path) and folder.stat().st_mode & 0o077 == 0
-    assert adapter_folder(policy, tmp_path / "none").parent == tmp_path
 
 
 @pytest.mark.parametrize(("experts", "cache"), [("paged", None), ("shared", "/somewhere/else")])

@@ -85,7 +85,6 @@ refused(last.quant_method.w2_precision_config.weight_scale.storage.layout, "num_
 refused(head, "weight", head.weight[:-8], "embeddings as")
 refused(head, "weight", head.weight.float(), "embeddings as")
 refused(head, "weight", head.weight.T.contiguous().T, "embeddings as")
-refused(shared.config, "tie_word_embeddings", True, "tied")
 
 addresses = share_weights(shared, engine)
 assert set(shared.state_dict()) == names, "vLLM's experts are none of the model's"
