@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     # Late: torch takes seconds, which --help and a usage error need not.
     from grpo.model.gptoss_format import ModelError, Shape
     from grpo.model.random_weights import write_full
-    from grpo.model.tiny import write_tiny
+    from grpo.model.warmup import write_tiny
 
     try:
         if args.command == "full":

@@ -30,7 +30,6 @@ from grpo.plan.hub import count_parameters, has_mxfp4
 from grpo.plan.machine import Machine
 from grpo.preflight.choices import choose_threads
 from grpo.run.ending import UnloadableModel
-from grpo.run.layout import full_disk
 from grpo.settings import Settings, format_exception, log
 
 LARGEST_WEIGHT = 1e6  # of an adapter; those of a trained one are far below 10
@@ -171,10 +170,10 @@ def load_base(settings: Settings, model_path: str, config: Mapping[str, Any], at
 
 
 def load_to_train(
-    settings: Settings, model_path: str, config: Mapping[str, Any], attention: str, folder: Path
+    settings: Settings, model_path: str, config: Mapping[str, Any], attention: str
 ) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
-    """The tokenizer and `load_base` for a run in `folder`. Raises UnloadableModel, whose message is one line; the
-    traceback goes to training.log."""
+    """The tokenizer and `load_base` for a run. Raises UnloadableModel, whose message is one line; the traceback goes to
+    training.log."""
     try:
         with Phase("loading the model") as phase:
             tokenizer = load_tokenizer(model_path)
@@ -183,8 +182,6 @@ def load_to_train(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever the libraries raise for damage that the preflight cannot see
-        if full_disk(error, folder):
-            raise
         log.info("the model cannot be loaded", exc_info=error, extra=FILE_ONLY)
         raise UnloadableModel(str(error) if isinstance(error, ValueError) else format_exception(error)) from error
     return tokenizer, model

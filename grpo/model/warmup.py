@@ -16,9 +16,10 @@ from torch.nn import functional
 from transformers import GptOssConfig, GptOssForCausalLM
 
 from grpo.model import gptoss_format as gptoss
-from grpo.model.checkpoint import special_token_ids, write_checkpoint
+from grpo.model.checkpoint import new_directory, read_tokenizer, special_token_ids, write_checkpoint, write_json
 from grpo.model.fast_layers import FAST, forward
 from grpo.model.warmup_rows import ACTIONS, Rows, make_rows
+from grpo.plan.hub import TINY_PATH
 
 Log = Callable[[str], None]
 # Standard deviations of the initial matrices, times 1 / sqrt(fan-in). With gpt-oss's 0.02 everywhere, narrow layers
@@ -52,6 +53,13 @@ class Recipe:
     rounding_lr: float = 0.25  # the rate there, times lr
     # How often the answer of a model that reasons is the action that its chain named; None: it answers at once.
     follow: float | None = None
+
+
+# Of the tiny model that comes with the project (data/tiny).
+TINY_RECIPE = Recipe(
+    gptoss.TINY, "compact", windows=1200, probe_windows=20, seconds=math.inf, steps=1200, batch=32, lr=4e-3,
+    distances=((1, 2, 3, 4), (0,)), most_factor=2.0,
+)  # fmt: skip
 
 
 def new_model(recipe: Recipe, tokenizer: Tokenizer) -> GptOssForCausalLM:
@@ -301,3 +309,15 @@ def write_warmed_up(
     measure("stored")
     write_checkpoint(directory, recipe.shape, lambda name, like: tensors[name], tokenizer)
     return stages, probe
+
+
+def write_tiny(out: Path, recipe: Recipe = TINY_RECIPE, seed: int = 0, log: Log = print) -> None:
+    """Warm up the tiny model on the CPU and write its checkpoint, with figures in warmup.json, to the folder `out`.
+
+    Its tokenizer is that of data/tiny: every integer from 0 to 200 is a token of its own, with and without the space
+    before, so that prompts are short and numbers are easy to read. The same seed gives the same model on the same
+    machine. Raises ModelError before training, as `new_directory` does.
+    """
+    with new_directory(out) as directory, torch.random.fork_rng([]):
+        stages, _ = write_warmed_up(directory, recipe, read_tokenizer(TINY_PATH), "cpu", seed, log)
+        write_json(directory / "warmup.json", {"seed": seed, "steps": recipe.steps, **stages["stored"]})

@@ -9,7 +9,6 @@ import functools
 import gc
 import io
 import math
-import random
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -30,13 +29,6 @@ from grpo.rollout.vllm_patches import close_process_group, keep_weights_asleep, 
 from grpo.rollout.weight_sync import sync, write_adapter
 from grpo.run.ending import RunFailure
 from grpo.settings import Settings
-
-# Numbers of tokens in a prefill for which Triton compiles each kernel of gpt-oss-20b's experts and router in vLLM once
-# (from 33 tokens up). It compiles again for blocks of 16, 32, 64 and 128 rows (up to 135, 263, 519 tokens, and above),
-# and where one of a kernel's numbers becomes a multiple of 16: the tokens, four or eight times as many, the blocks.
-WARM_UP_TOKENS = (
-    72, 73, 101, 112, 136, 137, 160, 161, 265, 272, 301, 304, 521, 528, 912, 913, 1008, 1009,
-)  # fmt: skip
 
 Rows = Sequence[Sequence[int]]  # token ids
 Generated = tuple[list[list[int]], list[list[float | None]]]  # token ids of completions, a log-prob for each of them
@@ -113,7 +105,7 @@ def engine_arguments(settings: Settings, plan: EnginePlan, model_path: str, gpu_
 def start_engine(
     settings: Settings, plan: EnginePlan, model_path: str, stop_token_ids: Sequence[int], policy: Module | None = None
 ) -> Engine:
-    """Starts vLLM beside the loaded trainer, warms it up and puts it to sleep. With EXPERTS=shared `policy` reads the
+    """Starts vLLM beside the loaded trainer and puts it to sleep. With EXPERTS=shared `policy` reads the
     engine's frozen weights; with `paged` its own wait in host memory meanwhile. Raises EngineError."""
     with Phase("starting vLLM") as phase:
         total = torch.cuda.get_device_properties(0).total_memory / GIB
@@ -135,14 +127,13 @@ def start_engine(
             atexit.register(close_process_group)
         engine = Engine(llm, SamplingParams, LoRARequest, settings, stop_token_ids)
         engine.pages = pages
-        engine.warm_up(plan.max_model_len)
         if policy is not None and settings.EXPERTS == "shared":
             engine.lend_weights(policy, whole=not plan.on_host)
         before = torch.cuda.mem_get_info()[0]
         engine.sleep()
         freed = torch.cuda.mem_get_info()[0] - before
         freed += pages.nbytes if pages else 0  # the paged weights are back on the GPU by now
-        phase.result = f"asleep, {freed / GIB:.1f} GiB freed, {engine.seconds['warm_up']:.1f} s of warm-up"
+        phase.result = f"asleep, {freed / GIB:.1f} GiB freed"
     return engine
 
 
@@ -182,7 +173,7 @@ class Engine:
         self.asleep = False
         self.pages: PagedWeights | None = None  # the learner's weights, on the GPU only while the engine sleeps
         self.used_gib = 0.0  # GPU memory that all processes held when the last rollout was generated.
-        self.seconds = dict.fromkeys(("warm_up", "wake", "handover", "generate", "sleep"), 0.0)
+        self.seconds = dict.fromkeys(("wake", "handover", "generate", "sleep"), 0.0)
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -190,19 +181,6 @@ class Engine:
         started = time.perf_counter()
         yield
         self.seconds[name] = time.perf_counter() - started
-
-    def warm_up(self, max_model_len: int) -> None:
-        """Makes Triton compile now, with the base weights, whatever a prefill of gpt-oss-20b would make it compile in
-        the first rollouts (WARM_UP_TOKENS); it keeps the kernels on disk for the next start. A native adapter takes
-        Marlin's kernels instead, which are not compiled by number of tokens."""
-        if self.settings.ROLLOUT_SYNC == "lora":
-            return
-        with self.timed("warm_up"), engine_faults("warming up", "USE_VLLM=0 needs no vLLM"):
-            parameters = self.sampling(temperature=0.0, max_tokens=1, detokenize=False)
-            for tokens in WARM_UP_TOKENS:
-                # Tokens of any vocabulary. They are random, so that no size finds a prefix of another in the cache.
-                ids = random.Random(tokens).choices(range(500), k=tokens)
-                self._run([ids[i : i + max_model_len - 1] for i in range(0, tokens, max_model_len - 1)], parameters)
 
     def lend_weights(self, policy: Module, whole: bool = False) -> None:
         """Lets `policy`, loaded without them, read the awake engine's experts, embeddings and head, which stay on the

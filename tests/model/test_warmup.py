@@ -13,8 +13,7 @@ import torch
 from grpo.model.checkpoint import read_tokenizer
 from grpo.model.fast_layers import forward
 from grpo.model.gptoss_format import TINY, quantize_experts
-from grpo.model.tiny import RECIPE as TINY_RECIPE
-from grpo.model.warmup import WarmUp, at_answer, figures, log_probs, new_model
+from grpo.model.warmup import TINY_RECIPE, WarmUp, at_answer, figures, log_probs, new_model
 from grpo.model.warmup_rows import PROBE_SEED, WARMUP_SEED, Rows, readings, stated_numbers, warmup_rows
 from grpo.plan.hub import TINY_PATH
 from grpo.tasks.tes.dataset import synthetic_windows, trajectory

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import math
 import os
 import sys
@@ -19,16 +18,14 @@ import triton
 from conftest import read_csv
 from engines import prompts_of, set_adapter, trainer_with_engine
 from machines import H100
-from stub_vllm import SYNCS, StubLoRARequest, StubSampling
 
 from grpo.evaluate.models import TrainedModel
 from grpo.learn.timer import UtilizationSampler
 from grpo.phases import Phase
 from grpo.plan.hub import DOWNLOAD_GIB, REAL_CONFIG
 from grpo.plan.machine import GIB
-from grpo.plan.memory import BATCHED_TOKENS, EnginePlan, Shapes, capture_sizes, plan_memory
+from grpo.plan.memory import EnginePlan, Shapes, capture_sizes, plan_memory
 from grpo.rollout.engine import (
-    WARM_UP_TOKENS,
     Engine,
     EngineError,
     RequestBar,
@@ -216,7 +213,7 @@ def test_paged_weights_leave_and_shared_ones_are_lent_while_vllm_is_awake(monkey
 
     for name in ("vllm", "vllm.lora", "vllm.lora.request"):
         monkeypatch.setitem(sys.modules, name, MagicMock(LLM=start_llm))
-    for name in ("patch_kernels", "keep_weights_asleep", "Engine.warm_up"):
+    for name in ("patch_kernels", "keep_weights_asleep"):
         monkeypatch.setattr(f"grpo.rollout.engine.{name}", lambda *arguments: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 2**30))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
@@ -242,37 +239,3 @@ def test_paged_weights_leave_and_shared_ones_are_lent_while_vllm_is_awake(monkey
         "shared": [*start, ("lends", "policy", False, False), "sleeps", *wake],
     }
     assert calls == expected[experts]
-
-
-def compiled_for(tokens):
-    """The variants of vLLM 0.26's kernels of experts and router that Triton compiles in a prefill of so many tokens: by
-    the block's rows (opt_flags.py), and whether their numbers are multiples of 16 (matmul_ogs.py, routing.py, topk.py,
-    reduce_bitmatrix.py of triton_kernels; 32 experts, 4 for each token)."""
-    pairs, parts = 4 * tokens, 4 * math.ceil(tokens / 128)
-    rows = max(16, min(128, 1 << (pairs // 32 - 1).bit_length()))
-    blocks = math.ceil((pairs - 31) / rows) + 31
-    products = ("first", rows, tokens % 16 == 0, blocks % 16 == 0), ("second", rows, pairs % 16 == 0, blocks % 16 == 0)
-    memset = "memset", 2 * pairs % 16 == 0, math.ceil(tokens / 32) % 16 == 0, parts % 16 == 0
-    return {*products, memset, ("routing, top k and sums", tokens % 16 == 0, parts % 16 == 0)}
-
-
-def test_the_warm_up_meets_all_that_a_prefill_compiles():
-    met = set().union(*map(compiled_for, WARM_UP_TOKENS))
-    assert [n for n in range(33, BATCHED_TOKENS + 1) if compiled_for(n) - met] == []
-
-
-def test_the_warm_up_prefills_its_numbers_of_tokens(tiny):
-    vocabulary, calls = json.loads((tiny / "config.json").read_text())["vocab_size"], []
-
-    class LLM:
-        def generate(self, prompts, parameters, use_tqdm, lora_request):
-            assert (parameters.max_tokens, parameters.temperature) == (1, 0.0), "no draw, no decoding"
-            calls.append([row["prompt_token_ids"] for row in prompts])
-            return prompts
-
-    for sync in SYNCS:  # a native adapter has other kernels: it adds none
-        Engine(LLM(), StubSampling, StubLoRARequest, Settings(ROLLOUT_SYNC=sync), []).warm_up(max_model_len=200)
-    assert [sum(map(len, rows)) for rows in calls] == list(WARM_UP_TOKENS)
-    rows = list(itertools.chain(*calls))
-    assert all(0 < len(row) < 200 and max(row) < vocabulary for row in rows)
-    assert len({tuple(row[:16]) for row in rows}) == len(rows), "no row has a prefix in the cache"
