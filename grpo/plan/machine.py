@@ -10,7 +10,6 @@ import math
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -41,7 +40,6 @@ class Machine:
     cores: int = 1
     arch: str = ""
     capability: float = 0.0  # CUDA compute capability: 8.0 is Ampere, 9.0 Hopper, 10.0 Blackwell
-    compiler: str = "gcc"  # The C compiler that Triton finds; empty where there is none.
     ranks: int = 1  # Processes of the run.
     here: int = 1  # Processes of the run on this machine, which share its memory.
 
@@ -77,14 +75,13 @@ def cgroup_free(root: Path = Path("/sys/fs/cgroup")) -> float:
 
 
 def read_machine() -> Machine:
-    """This machine: its visible GPUs by nvidia-smi, free memory, cores, a C compiler."""
+    """This machine: its visible GPUs by nvidia-smi, free memory and cores."""
     ram_free = 0.0
     with contextlib.suppress(ImportError):  # `check_packages` names a missing package.
         import psutil
 
         ram_free = min(psutil.virtual_memory().available / GIB, cgroup_free())
-    compiler = os.environ.get("CC") or next(filter(shutil.which, ("gcc", "clang", "cc")), "")
-    machine = Machine(ram_free=ram_free, cores=os.cpu_count() or 1, arch=platform.machine(), compiler=compiler)
+    machine = Machine(ram_free=ram_free, cores=os.cpu_count() or 1, arch=platform.machine())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return machine

@@ -151,9 +151,6 @@ def check_memory(settings: Settings, shapes: Shapes, problems: Problems, resumed
         problems.add("MAX_COMPLETION_LEN", f"after a prompt of {plan.prompt_len} tokens, {fault}", fix)
     fewer = ", or start fewer processes" if machine.here > 1 else ""
     if machine.gpus:
-        if not machine.compiler:
-            fault = "there is none, and the kernels of learner and engine are written in Triton, which needs one"
-            problems.add("C compiler", fault, "apt install build-essential, or set CC to a compiler")
         if shortfall := memory_shortfall(plan, machine):
             name = "VLLM_GPU_MEM" if engine and engine.cache < engine.cache_least else f"GPU {machine.gpu}"
             fault = f"{machine.gpu_free:.0f} of {machine.gpu_total:.0f} GiB are free, and {shortfall} ({plan.parts})"

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import gc
-import io
 import math
 import tempfile
 import time
@@ -17,7 +15,6 @@ from typing import Any
 
 import torch
 from torch.nn import Module
-from tqdm import tqdm
 
 from grpo.phases import LINE_S, Phase
 from grpo.plan.machine import GIB
@@ -135,23 +132,6 @@ def start_engine(
         freed += pages.nbytes if pages else 0  # the paged weights are back on the GPU by now
         phase.result = f"asleep, {freed / GIB:.1f} GiB freed"
     return engine
-
-
-class RequestBar(tqdm):
-    """The progress bar that vLLM fills. It is not shown: it counts the finished requests of `phase`."""
-
-    monitor_interval = 0  # no thread for a bar that is not drawn
-
-    def __init__(self, phase: Phase, *arguments: Any, **options: Any):
-        super().__init__(*arguments, **options | {"file": io.StringIO()})
-        # vLLM also wraps the prompts that it takes in, none of which is finished.
-        self.phase = phase if self.iterable is None else None
-
-    def update(self, n: float | None = 1) -> bool | None:
-        """Counts `n` more requests as finished."""
-        if self.phase is not None:
-            self.phase.done += int(n or 0)
-        return super().update(n)
 
 
 class Engine:
@@ -304,9 +284,8 @@ class Engine:
 
     def _run(self, rows: Rows, parameters: Any) -> list[Any]:
         prompts = [{"prompt_token_ids": list(row)} for row in rows]
-        with Phase("generating", "completion", len(prompts), first_s=LINE_S) as phase:
-            bar = functools.partial(RequestBar, phase)
-            outputs = self.llm.generate(prompts, parameters, use_tqdm=bar, lora_request=self.request)
+        with Phase("generating", first_s=LINE_S):
+            outputs = self.llm.generate(prompts, parameters, use_tqdm=False, lora_request=self.request)
         if len(outputs) != len(prompts):
             raise RuntimeError(f"the engine returned {len(outputs)} of {len(prompts)} requests")
         return outputs

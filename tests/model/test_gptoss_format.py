@@ -7,8 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jinja2.exceptions import TemplateError
-from transformers import AutoTokenizer, GptOssConfig, GptOssForCausalLM
+from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from grpo.model import gptoss_format as gptoss
@@ -62,27 +61,6 @@ def test_quantized_experts_are_those_that_the_model_computes_with() -> None:
         else:
             assert torch.equal(parameter, before[name]) and parameter.requires_grad
     assert not quantized
-
-
-SYSTEM = "<|start|>system<|message|>Current date: 2026-01-02\n\nReasoning: medium<|end|>"
-REST = "<|start|>developer<|message|># Instructions\n\nBe brief.\n\n<|end|><|start|>user<|message|>1 or 2?<|end|>"
-
-
-def test_template(tiny) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(tiny)
-
-    def render(*messages: tuple[str, str], **kwargs) -> str:
-        kwargs |= {"tokenize": False, "strftime_now": lambda form: "2026-01-02"}
-        return tokenizer.apply_chat_template([{"role": role, "content": text} for role, text in messages], **kwargs)
-
-    rules, question, answer = ("system", "Be brief."), ("user", "1 or 2?"), ("assistant", "[1]")
-    assert render(rules, question, reasoning_effort="low") == SYSTEM.replace("medium", "low") + REST
-    final = "<|start|>assistant<|channel|>final<|message|>[1]"
-    assert render(rules, question, answer) == f"{SYSTEM}{REST}{final}<|return|>"
-    again = render(("developer", "Be brief."), question, answer, question, add_generation_prompt=True)
-    assert again == f"{SYSTEM}{REST}{final}<|end|><|start|>user<|message|>1 or 2?<|end|><|start|>assistant"
-    with pytest.raises(TemplateError, match="unknown role tool"):
-        render(("tool", ""))
 
 
 def test_config_is_gpt_oss_20bs() -> None:

@@ -4,25 +4,13 @@
 from __future__ import annotations
 
 import math
-import shutil
 import types
 
 import psutil
-import pytest
 from machines import GOOD_VERSIONS, only, package_problems
 
 from grpo.plan import machine
 from grpo.settings import Problems, Settings
-
-
-@pytest.mark.parametrize(
-    ("commands", "chosen", "compiler"),
-    [("clang cc", None, "clang"), ("gcc clang", None, "gcc"), ("gcc", "tcc", "tcc"), ("tcc", None, "")],
-)
-def test_the_compiler_is_the_one_that_triton_takes(monkeypatch, commands, chosen, compiler):
-    monkeypatch.setattr(shutil, "which", lambda name: name if name in commands.split() else None)
-    monkeypatch.setenv("CC", chosen or "")
-    assert machine.read_machine().compiler == compiler
 
 
 def test_the_gpu_that_nvidia_smi_shows(monkeypatch, claimed_gpu):

@@ -21,14 +21,12 @@ from machines import H100
 
 from grpo.evaluate.models import TrainedModel
 from grpo.learn.timer import UtilizationSampler
-from grpo.phases import Phase
 from grpo.plan.hub import DOWNLOAD_GIB, REAL_CONFIG
 from grpo.plan.machine import GIB
 from grpo.plan.memory import EnginePlan, Shapes, capture_sizes, plan_memory
 from grpo.rollout.engine import (
     Engine,
     EngineError,
-    RequestBar,
     engine_arguments,
     gpu_used_gib,
     start_engine,
@@ -93,18 +91,6 @@ def test_the_utilization_is_sampled_in_the_background(monkeypatch):
     broken = UtilizationSampler(lambda: 1 / 0)  # as NVML without a driver that fits
     broken.start()
     assert broken.mean() is None
-
-
-def test_vllms_bar_counts_finished_requests_and_shows_nothing(capsys):
-    """As vLLM's `_run_engine` fills it; the bar around the prompts that it takes in counts none."""
-    with Phase("generating", "completion", 3, first_s=1000) as phase:
-        assert list(RequestBar(phase, ["a", "b", "c"], desc="Rendering prompts")) == ["a", "b", "c"] and not phase.done
-        bar = RequestBar(phase, total=3, desc="Processed prompts", dynamic_ncols=True, postfix="0 toks/s")
-        bar.update(1)
-        bar.update(2)
-        assert phase.done == 3 and bar.format_dict["elapsed"] > 0, "vLLM divides by it"
-        bar.close()
-    assert capsys.readouterr() == ("", "")
 
 
 def test_an_evaluation_has_its_own_temperature_and_no_log_probs(build, monkeypatch):
