@@ -137,8 +137,6 @@ def kernel_attention(
 ):
     """The flash kernel `name` behind transformers' attention interface: `query` (1, Hq, T, D), `key` and `value`
     (1, Hkv, T, D), `attention_mask` a PackedBatch, `s_aux` the sinks (Hq,). Returns (1, T, Hq, D)."""
-    if not isinstance(attention_mask, PackedBatch):
-        raise TypeError(f"{name}: rows of the learner come as a PackedBatch, got {type(attention_mask).__name__}")
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
     out = SinkAttention.apply(*flat, s_aux, attention_mask, KERNELS[name](), scaling, sliding_window)
     return out.unsqueeze(0), None

@@ -55,9 +55,9 @@ def random_tensor(name: str, like: torch.Tensor, generator: torch.Generator) -> 
     return torch.empty(like.shape, dtype=torch.bfloat16).normal_(0.0, std, generator=generator)
 
 
-def write_full(out: Path, shape: Shape, tokenizer: Path, seed: int = 0) -> None:
+def write_full(out: Path, shape: Shape, tokenizer: Path) -> None:
     """Write a checkpoint with random weights to `out`, with the tokenizer in the folder `tokenizer`."""
-    words, generator = checkpoint.read_tokenizer(tokenizer), torch.Generator().manual_seed(seed)
+    words, generator = checkpoint.read_tokenizer(tokenizer), torch.Generator().manual_seed(0)
     with checkpoint.new_directory(out) as directory:
         make = partial(random_tensor, generator=generator)
         checkpoint.write_checkpoint(directory, shape, make, words)

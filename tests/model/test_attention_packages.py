@@ -13,7 +13,7 @@ import torch
 from packed_rows import packed
 from reference_kernel import reference_backward, reference_forward
 
-from grpo.model.attention import KERNELS, SEQLENS, install_attention
+from grpo.model.attention import KERNELS, SEQLENS
 from grpo.model.load import load_model
 from grpo.plan.machine import FLASH_PACKAGES
 
@@ -116,12 +116,3 @@ def test_metadata_without_a_module_ends_before_weights_are_loaded(monkeypatch, a
     monkeypatch.setitem(sys.modules, STAND_INS[attention][0].split(".")[0], None)
     with pytest.raises(ModuleNotFoundError):
         load_model("/nowhere", {}, attention)
-
-
-@pytest.mark.parametrize("missing", [0, 1], ids=["forward", "backward"])
-def test_a_package_without_the_functions_is_named(monkeypatch, package, missing):
-    module, functions = STAND_INS[package]
-    name = list(functions)[missing]
-    monkeypatch.delattr(torch.ops.flash_attn_3 if package == "flash_attention_3" else sys.modules[module], name)
-    with pytest.raises((ImportError, AttributeError), match=name):
-        install_attention(package)

@@ -8,20 +8,11 @@ import os
 import shutil
 
 import pytest
-import torch
 from machines import only
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo.plan.hub import REAL_CONFIG, REAL_MODEL, ModelFiles, checkpoint_gib, count_parameters, find_model
+from grpo.plan.hub import REAL_CONFIG, REAL_MODEL, ModelFiles, checkpoint_gib, find_model
 from grpo.plan.machine import GIB
 from grpo.settings import Problems
-
-
-def test_parameter_count_is_transformers_own(tiny):
-    config = json.loads((tiny / "config.json").read_text(encoding="utf-8"))
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny))
-    assert count_parameters(config)["total"] == model.num_parameters()
 
 
 @pytest.mark.parametrize("model_id", ["./nowhere", "nowhere", "a/b/c", ""])
