@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from hub_server import STRANGER, TOKEN, HubServer, files_in
 from huggingface_hub import close_session, constants, hf_hub_download
+from huggingface_hub.errors import LocalEntryNotFoundError
 from machines import only
 
-from grpo.plan.hub import checkpoint_gib, fetch_weights, find_model
+from grpo.plan.hub import checkpoint_gib, fetch_weights, find_model, refusal
 from grpo.plan.machine import GIB
 from grpo.settings import Problems
 
@@ -108,5 +109,7 @@ def test_weights_that_cannot_come_are_told_the_same_way(hub, tiny, monkeypatch):
     find_model(MODEL, Problems())
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     problem = only(fetch()[1])
-    print(problem)
     assert "HF_HUB_OFFLINE" in problem and "\n" not in problem
+    error = LocalEntryNotFoundError("Look at your connection.")
+    error.__cause__ = OSError("No route to host")
+    assert refusal(MODEL, error)[0].endswith("(No route to host)")
