@@ -147,7 +147,6 @@ class Engine:
         self.folder: Path | None = None
         self.syncs = 0
         self.request = None  # The LoRARequest of the adapter that vLLM holds, with ROLLOUT_SYNC=lora.
-        self.is_synced = False  # Whether the weights were synced since the engine woke.
         # The share of the adapter's update that vLLM's weights hold, and the error beyond it, of the last merge.
         self.share: tuple[float, float] | None = None
         self.asleep = False
@@ -184,7 +183,7 @@ class Engine:
                 self.pages.offload()
             torch.cuda.empty_cache()
             self.llm.wake_up()
-        self.asleep, self.is_synced = False, False
+        self.asleep = False
 
     def sleep(self) -> None:
         """Moves the weights that are not lent to host memory, and drops the cache with its prefixes.
@@ -201,15 +200,13 @@ class Engine:
             self.llm.sleep(level=1)
             if self.pages:
                 self.pages.reload()
-        self.asleep, self.is_synced = True, False
+        self.asleep = True
 
     def sync_weights(self, policy: Module, active: bool = True, seed: int | None = None) -> None:
         """Gives the awake engine the adapter as it is now, or one of zeros if not `active`, and sets `share` to the
         part of it that arrived. `seed` (default: SEED) is that of the random rounding. A native adapter gets an id and
         a name that were never used: vLLM loads an id once, and keys its prefix cache by the name."""
-        if self.asleep:
-            raise EngineError("the weights were synced to a sleeping engine, whose buffers are not there")
-        self.is_synced, self.share, s = False, None, self.settings
+        self.share, s = None, self.settings
         with self.timed("handover"), engine_faults("the weight sync", "Try the other ROLLOUT_SYNC (experts need lora)"):
             if s.ROLLOUT_SYNC == "lora":
                 self.syncs += 1
@@ -223,12 +220,10 @@ class Engine:
                 seed = s.SEED if seed is None else seed
                 (self.share,) = self.llm.apply_model(lambda model: sync(model, policy, seed, active))
                 self.llm.reset_prefix_cache()  # it was computed with other weights
-        self.is_synced = True
 
     def use_adapter(self, folder: Path | None) -> None:
         """Generates with an adapter that PEFT saved, or with none, until the engine sleeps; needs ROLLOUT_SYNC=lora."""
         self.request = self.lora_request("adapter", 1, str(folder.resolve())) if folder else None
-        self.is_synced = True
 
     def generate(
         self,
@@ -242,8 +237,6 @@ class Engine:
         the stop token included, and the log-prob of each token after temperature: none at another `temperature` than
         TEMPERATURE (0: greedy), as they would be another distribution's. `seed` is that of torch's generator, from
         which vLLM draws in this process: a generator for each request would cost a kernel per sequence and token."""
-        if self.asleep or not self.is_synced:
-            raise EngineError("generating needs the engine awake and its weights synced")
         s, is_rollout = self.settings, temperature is None
         parameters = self.sampling(
             n=1,

@@ -12,8 +12,7 @@ from huggingface_hub import close_session, constants, hf_hub_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 from machines import only
 
-from grpo.plan.hub import checkpoint_gib, fetch_weights, find_model, refusal
-from grpo.plan.machine import GIB
+from grpo.plan.hub import fetch_weights, find_model, refusal
 from grpo.settings import Problems
 
 MODEL = "org/model"
@@ -76,13 +75,11 @@ def test_only_what_is_needed_is_asked_for_and_once(hub, tiny, monkeypatch):
 def test_a_broken_connection_is_resumed_and_an_interrupted_download_goes_on_with_what_is_missing(hub, tiny):
     hub.add(MODEL, files_of(tiny, BIG))
     files = find_model(MODEL, Problems())
-    assert checkpoint_gib(MODEL, files) == 12.9, "until it is here"
     hf_hub_download(MODEL, PARTS[1])
     hub.asked.clear()
     hub.cut[PARTS[0]] = 11 * 2**20
     assert fetch_weights(MODEL, files) is None and (files.folder / PARTS[0]).read_bytes() == BIG
     assert hub.fetched() == {PARTS[0]: ["", f"bytes={10 * 2**20}-"]}
-    assert checkpoint_gib(MODEL, files) == (len(BIG) + 3) / GIB
 
 
 REFUSED = [

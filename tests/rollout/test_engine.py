@@ -112,22 +112,6 @@ def test_an_evaluation_has_its_own_temperature_and_no_log_probs(build, monkeypat
     assert asked == [(0.0, None), (0.0, None), (1.5, 0), (0.3, None), (0.3, None)]
 
 
-def test_generating_needs_an_awake_engine_with_the_adapter(build):
-    trainer = build()
-    engine, prompts = trainer.run.engine, prompts_of(trainer)
-    with pytest.raises(EngineError, match="sleeping engine"):
-        engine.sync_weights(trainer.model)
-    for _ in range(2):  # synced once and asleep since is not synced
-        with pytest.raises(EngineError, match="awake"):
-            engine.generate(prompts, 1)
-        engine.wake()
-        with pytest.raises(EngineError, match="synced"):
-            engine.generate(prompts, 1)
-        engine.sync_weights(trainer.model)
-        engine.sleep()
-    assert "generate" not in engine.llm.calls
-
-
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
