@@ -134,14 +134,12 @@ def launch_all(resolved: ResolvedRun) -> int:
 def launch(resolved: ResolvedRun) -> int:
     """Download the model's weights, make OUTPUT_DIR ready, then train. Returns the run's exit code, however it ends."""
     with Phase("importing torch and transformers"):  # Here and in `train`, after the preflight has passed.
-        from grpo.model.attention import unusable_attention
         from grpo.model.load import unseen_gpu
 
     state, s, ranks = resolved.run, resolved.settings, resolved.ranks
     assert resolved.files and resolved.plan  # A run that passed its checks has both.
-    unusable = unseen_gpu(resolved.machine) or unusable_attention(resolved.attention)
     # One process of a machine downloads.
-    problem = unusable or (None if ranks.local_rank else fetch_weights(s.MODEL_ID, resolved.files))
+    problem = unseen_gpu(resolved.machine) or (None if ranks.local_rank else fetch_weights(s.MODEL_ID, resolved.files))
     if problems := list(dict.fromkeys(filter(None, ranks.share(problem)))):
         return fail(problems)
     try:
@@ -193,7 +191,7 @@ def train(resolved: ResolvedRun) -> int:
     transformers.utils.logging.disable_default_handler()  # The messages of transformers go into training.log.
     transformers.utils.logging.enable_propagation()
 
-    tokenizer, model = load_to_train(s, model_path, files.config, attention, folder)
+    tokenizer, model = load_to_train(s, model_path, files.config, attention)
     context = RunContext(
         s, resolved.rows, plan, folder, attention, packing, stop, ranks=ranks, looked_up=resolved.looked_up
     )

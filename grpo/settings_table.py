@@ -48,7 +48,7 @@ class Settings:
         "Hub id, local folder, or `tiny`: a gpt-oss of 0.3M parameters that comes with the project (data/tiny).")
     ATTN_IMPL: str = setting("Model", "auto", resume=True, text=
         "Attention of the learner: `auto`, `torch_flash` (FlashAttention 2 as torch ships it), `flash_attention_2`, "
-        "`flash_attention_3`, `flash_attention_4`, `eager`, or a Hub kernel (`kernels-community/...`).")
+        "`flash_attention_3`, `eager`, or a Hub kernel (`kernels-community/...`).")
     EXPERTS: str | None = setting("Model", "bf16", choices=("bf16", "mxfp4", "shared", "paged"), resume=True, text=
         "How the learner holds the experts: `bf16` dequantized once; `mxfp4` quantized, in a third of the memory, each "
         "layer dequantized when it is needed; `shared` likewise, in vLLM's own copy (Hopper cards); `paged` as mxfp4, "

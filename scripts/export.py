@@ -29,7 +29,7 @@ from grpo.evaluate.publish import staged_adapter
 from grpo.model.gptoss_format import ModelError
 from grpo.run.best import read_best
 from grpo.run.hub import PushError, check_account, listing, upload
-from grpo.settings import InputError, format_exception
+from grpo.settings import format_exception
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -38,7 +38,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("adapter", type=Path, metavar="RUN_DIR", help="folder of the adapter")
     parser.add_argument("--to", choices=WRITERS, default="mxfp4", help="format of the merged model (default mxfp4)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the merged model to this new folder")
-    parser.add_argument("--force", action="store_true", help="replace a model that is there")
     parser.add_argument("--model", metavar="MODEL_ID", help="base model (default: what the run or the adapter names)")
     parser.add_argument(
         "--push", metavar="REPO", help="upload it to this repository of the Hub; without --out: the adapter"
@@ -81,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         if args.push:
             push(args, args.out)
-    except (InputError, ModelError) as error:
+    except (ModelError, ValueError) as error:
         print(*error.args, sep="\n", file=sys.stderr)
         return 2
     except PushError as error:

@@ -55,7 +55,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--reason", action="store_true", help="a short chain of reasoning before each answer, for every stage")
     add("--stage", choices=("make", "train", "collect", "all"), default="all")
     add("--device", default="cpu", help="of the warm-up: cpu (default), cuda, cuda:1, ...")
-    add("--tokenizer", type=Path, help="folder with tokenizer.json or tokenizer.json.xz")
+    add("--tokenizer", type=Path, help="folder with tokenizer.json")
     for name, (option, kind, text) in CHANGES.items():
         add(option, type=kind, help=text, dest=name)
     add("--seed", type=int, default=0, help="of weights and warm-up (default %(default)s)")

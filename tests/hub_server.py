@@ -9,7 +9,6 @@ import hashlib
 import json
 import re
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -49,14 +48,13 @@ class HubServer:
     """`with HubServer() as hub` serves what was added under `hub.url`, and records the requests.
 
     asked: (method, path, Range or "") of each request. cut: path in the repository -> number of bytes after which the
-    connection breaks, once. pause: seconds between two parts of 64 KiB of a file.
+    connection breaks, once.
     """
 
     def __init__(self) -> None:
         self.repos: dict[tuple[str, str], Repo] = {}
         self.asked: list[tuple[str, str, str]] = []
         self.cut: dict[str, int] = {}
-        self.pause = 0.0
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("BoundHandler", (Handler,), {"hub": self}))
         self.server.handle_error = lambda *_: None  # A client that hung up is no error.
         self.url = f"http://127.0.0.1:{self.server.server_port}"
@@ -177,7 +175,6 @@ class Handler(BaseHTTPRequestHandler):
         end = self.hub.cut.pop(name, len(content))
         for start in range(first, end, CHUNK):
             self.wfile.write(content[start : min(start + CHUNK, end)])
-            time.sleep(self.hub.pause)
         self.close_connection = end < len(content)
 
     def begin(self, status: int, headers: Mapping[str, str]) -> None:

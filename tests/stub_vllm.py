@@ -64,9 +64,9 @@ class StubLoRARequest:
 class StubLLM:
     """vLLM's LLM on the model in `folder`. `calls` lists the names of its calls in order.
 
-    To break it: `shift` and `noise` (standard deviation) are added to the log-probs that it reports, `ignore_adapter`
-    makes it generate with the base, `keeps_first_adapter` with the first adapter that it got, and `fail` maps a call's
-    name to (number of the call from 1, exception to raise).
+    To break it: `shift` is added to the log-probs that it reports, `ignore_adapter` makes it generate with the base,
+    `keeps_first_adapter` with the first adapter that it got, and `fail` maps a call's name to (number of the call from
+    1, exception to raise).
     """
 
     def __init__(
@@ -87,8 +87,7 @@ class StubLLM:
         self.asleep = False
         self.calls: list[str] = []
         self.requests: list[Any] = []
-        self.shift = self.noise = 0.0
-        self.noise_generator = torch.Generator().manual_seed(0)
+        self.shift = 0.0
         self.ignore_adapter = self.keeps_first_adapter = False
         self.fail: dict[str, tuple[int, BaseException]] = {}
         self.loaded: dict[int, dict[str, tuple[Any, Any]]] = {}  # int id -> module -> (A, scaled B)
@@ -207,16 +206,10 @@ class StubLLM:
             raise ValueError(f"prompts of {[*map(len, rows)]} tokens, max_model_len is {self.max_model_len}")
         with torch.no_grad():
             is_scored = sampling_params.prompt_logprobs is not None
-            outputs = [self._score(row) for row in rows] if is_scored else self._sample(rows, sampling_params)
-        bar = use_tqdm(total=len(rows), desc="Processed prompts")
-        for _ in outputs:
-            bar.update(1)
-        bar.close()
-        return outputs
+            return [self._score(row) for row in rows] if is_scored else self._sample(rows, sampling_params)
 
     def _report(self, values: torch.Tensor) -> list[float]:
-        noise = torch.randn(values.shape, generator=self.noise_generator) * self.noise
-        return (values.float() + self.shift + noise).tolist()
+        return (values.float() + self.shift).tolist()
 
     def _score(self, row: list[int]) -> Any:
         ids = torch.tensor([row])

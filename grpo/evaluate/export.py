@@ -13,30 +13,19 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig
 
-from grpo.data.prompts import render
 from grpo.evaluate.adapter import load_run_settings
-from grpo.evaluate.publish import GGUF, copy_small, model_readme
-from grpo.model.checkpoint import (
-    check_checkpoint,
-    expected_tensors,
-    new_directory,
-    require_space,
-    write_json,
-    write_tensors,
-)
+from grpo.evaluate.publish import copy_small, model_readme
+from grpo.model.checkpoint import expected_tensors, new_directory, write_json, write_tensors
 from grpo.model.experts import dequantize_mxfp4
-from grpo.model.gguf import metadata, vocabulary, write_gguf
 from grpo.plan.hub import WEIGHTS_INDEX, ModelFiles, fetch_weights, find_model, has_mxfp4
 from grpo.plan.targets import checkpoint_name
 from grpo.preflight.adapter import WHICH, read_adapter, tensor_shapes
 from grpo.rollout.weight_sync import gained_along, share_of
-from grpo.run.archive import base_name
 from grpo.run.durable import sync_files, write_text
 from grpo.run.layout import ADAPTER
 from grpo.settings import InputError, Problems, Settings
 
 CONFIG = "config.json"
-SMALL_FILES = 128 * 2**20  # bytes that tokenizer, template and card stay below
 
 
 class Merged:
@@ -102,7 +91,7 @@ class Merged:
         return share[0] if share else None
 
 
-def write_mxfp4(merged: Merged, files: ModelFiles, s: Settings, folder: Path) -> None:
+def write_mxfp4(merged: Merged, files: ModelFiles, folder: Path) -> None:
     """The base's own files, shard by shard: only what the adapter changes is another tensor."""
     copy_small(merged.base, folder)
     for shard, names in merged.shards.items():
@@ -110,52 +99,19 @@ def write_mxfp4(merged: Merged, files: ModelFiles, s: Settings, folder: Path) ->
     for name in (CONFIG, WEIGHTS_INDEX):
         if (merged.base / name).is_file():
             shutil.copyfile(merged.base / name, folder / name)
-    check_checkpoint(folder)
 
 
-def bf16_config(files: ModelFiles) -> dict[str, object]:
-    """config.json of the model in 16 bits throughout."""
-    return {name: value for name, value in files.config.items() if name != "quantization_config"}
-
-
-def write_bf16(merged: Merged, files: ModelFiles, s: Settings, folder: Path) -> None:
+def write_bf16(merged: Merged, files: ModelFiles, folder: Path) -> None:
     """Every tensor as transformers' own model holds it, in shards of their own."""
     copy_small(merged.base, folder)
-    config = bf16_config(files)
-    expected = expected_tensors(GptOssConfig.from_dict(dict(config)))
+    config = {name: value for name, value in files.config.items() if name != "quantization_config"}
+    expected = expected_tensors(GptOssConfig.from_dict(config))
     write_tensors(folder, expected, lambda name, like: merged.dequantized(name))
     write_json(folder / CONFIG, config)
-    check_checkpoint(folder)
 
 
-def write_llama_cpp(merged: Merged, files: ModelFiles, s: Settings, folder: Path) -> None:
-    """model.gguf for llama.cpp, and a Modelfile for Ollama; config.json, by which --force knows the folder."""
-    fields = metadata(files.config, base_name(s)[0])
-    fields |= vocabulary(merged.base, files.config["vocab_size"], files.template)
-    shapes = {name: shape for names in merged.shards.values() for name, shape in names.items()}
-    write_gguf(folder / GGUF, fields, shapes, merged.tensor)
-    if files.template:
-        write_text(folder / "Modelfile", modelfile(s, files.template))
-    shutil.copyfile(merged.base / CONFIG, folder / CONFIG)
-
-
-def modelfile(s: Settings, template: str) -> str:
-    """For Ollama: prompts as the run rendered them, with its date and effort."""
-    turns = (("system", "{{ .System }}"), ("user", "{{ .Prompt }}"))
-    with_system, without = (
-        render(template, messages, s.REASONING_EFFORT, s.PROMPT_DATE) for messages in (turns, turns[1:])
-    )
-    system = f'SYSTEM """{s.SYSTEM_PROMPT}"""\n' if s.SYSTEM_PROMPT else ""
-    return f"""# ollama create NAME -f Modelfile (train_grpo.py has not tried it)
-FROM ./{GGUF}
-TEMPLATE \"""{{{{ if .System }}}}{with_system}{{{{ else }}}}{without}{{{{ end }}}}\"""
-{system}PARAMETER stop "<|return|>"
-PARAMETER stop "<|call|>"
-"""
-
-
-Writer = Callable[[Merged, ModelFiles, Settings, Path], None]
-WRITERS: dict[str, Writer] = {"mxfp4": write_mxfp4, "bf16": write_bf16, "gguf": write_llama_cpp}
+Writer = Callable[[Merged, ModelFiles, Path], None]
+WRITERS: dict[str, Writer] = {"mxfp4": write_mxfp4, "bf16": write_bf16}
 
 
 def prepare(options: argparse.Namespace) -> tuple[Settings, ModelFiles, Path]:
@@ -168,15 +124,12 @@ def prepare(options: argparse.Namespace) -> tuple[Settings, ModelFiles, Path]:
     return s, files, files.folder
 
 
-def check_merge(options: argparse.Namespace, files: ModelFiles, base: Path) -> float:
+def check_merge(options: argparse.Namespace, files: ModelFiles) -> float:
     """The scale of the adapter, which can be merged into a model with these files, in the format of --to, to --out.
     Raises InputError."""
     problems, scale = Problems(), 0.0
     if options.to != "bf16" and not has_mxfp4(files.config):
         problems.add(f"--to {options.to}", "the base model's experts are not in MXFP4", "Use --to bf16")
-    for kept in (options.adapter, base):
-        if kept.resolve().is_relative_to(options.out.resolve()):
-            problems.add(f"--out {options.out}", f"{kept} would be replaced", "Name another folder")
     where = str(options.adapter)
     try:
         others = [name for name in tensor_shapes(options.adapter / ADAPTER) if ".self_attn." not in name]
@@ -196,19 +149,15 @@ def check_merge(options: argparse.Namespace, files: ModelFiles, base: Path) -> f
 
 def export(options: argparse.Namespace) -> float | None:
     """Write the merged model to --out, whole or not at all; returns the share of the adapter's update that is in it.
-    `options` are those of scripts/export.py. Raises InputError, and ModelError for a damaged base or where --out cannot
-    be."""
+    `options` are those of scripts/export.py. Raises InputError, ModelError where --out cannot be, and ValueError or
+    SafetensorError for a damaged base."""
     s, files, base = prepare(options)
-    scale = check_merge(options, files, base)
+    scale = check_merge(options, files)
     if problem := fetch_weights(s.MODEL_ID, files):
         raise InputError(problem)
-    check_checkpoint(base)
     merged = Merged(base, options.adapter, scale)
-    config = bf16_config(files) if options.to == "bf16" else files.config
-    size = sum(tensor.nbytes for tensor in expected_tensors(GptOssConfig.from_dict(dict(config))).values())
-    require_space(options.out, size + SMALL_FILES)
-    with new_directory(options.out, options.force) as folder:
-        WRITERS[options.to](merged, files, s, folder)
+    with new_directory(options.out) as folder:
+        WRITERS[options.to](merged, files, folder)
         card = model_readme(s, options.adapter, options.to, merged.share(), merged.where)
         write_text(folder / "README.md", card)
         sync_files(folder)

@@ -25,13 +25,13 @@ from grpo.learn.trainer import Trainer
 from grpo.model.expert_lora import experts_wrapped
 from grpo.model.load import in_working_type, load_generation_config, load_model, load_tokenizer
 from grpo.plan.hub import ModelFiles, checkpoint_gib, fetch_weights
-from grpo.plan.machine import Machine, installed_flash_packages
+from grpo.plan.machine import Machine
 from grpo.plan.memory import plan_engine
 from grpo.preflight.adapter import CONFIG, on_experts
 from grpo.preflight.choices import ATTENTION, choose_attention
+from grpo.rollout.decode import shared_prefill
 from grpo.rollout.direct import choose_tokens, completions_of
 from grpo.rollout.engine import EngineError, start_engine
-from grpo.rollout.prefill import shared_prefill
 from grpo.settings import InputError, Settings
 
 MOST_AT_ONCE = 512  # sequences that vLLM is planned for: more wait their turn
@@ -209,8 +209,7 @@ def start_model(
         return VllmModel(settings, files, str(files.folder), adapter, machine, prompts)
     attention = "eager"
     if settings.DIRECT_ANSWERS:
-        packages = installed_flash_packages()
-        attention, _ = choose_attention(settings.ATTN_IMPL, machine.gpus, machine.capability, packages)
+        attention, _ = choose_attention(settings.ATTN_IMPL, machine.gpus)
         attention = attention if attention in ATTENTION else "eager"  # a Hub kernel takes padded rows
     return TransformersModel(settings, str(files.folder), files.config, adapter, attention)
 

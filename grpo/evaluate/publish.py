@@ -26,14 +26,8 @@ FORMS = {
     "": "a LoRA adapter for {base}",
     "mxfp4": "{base} with a LoRA adapter merged into its {where}, its experts as they were, in MXFP4",
     "bf16": "{base} with a LoRA adapter merged into its {where}, in BF16 throughout",
-    "gguf": "{base} with a LoRA adapter merged into its {where}, for llama.cpp, its experts as they were, in MXFP4",
 }
-LIBRARIES = {"": "peft", "gguf": "gguf"}  # else transformers
-GGUF = "model.gguf"
 GRPO = "\nTrained by train_grpo.py with GRPO ([paper](https://arxiv.org/abs/2402.03300))."
-GGUF_CODE = f"""```bash
-llama-server -m {GGUF}
-```"""
 
 
 def run_of(adapter: Path) -> Path | None:
@@ -84,11 +78,11 @@ def model_readme(
     is_grpo = (run / "metrics.csv").is_file()  # scripts/sft.py writes none
     tags = f"grpo, {form or 'lora'}" if is_grpo else form or "lora"
     named = "" if local else f"\nbase_model: {base}\nbase_model_relation: {'finetune' if form else 'adapter'}"
-    code = {"": loading_code(base, on_experts(adapter)), "gguf": GGUF_CODE}.get(form, MERGED_CODE)
+    code = MERGED_CODE if form else loading_code(base, on_experts(adapter))
     kept = f" {share:.1%} of the adapter's update survived the rounding to BF16." if share is not None else ""
     description = FORMS[form].format(base=base, where=where)
     return f"""---
-library_name: {LIBRARIES.get(form, "transformers")}
+library_name: {"transformers" if form else "peft"}
 pipeline_tag: text-generation
 tags: [{tags}]{named}
 ---

@@ -34,8 +34,8 @@ from grpo.model.expert_lora import experts_wrapped
 from grpo.model.load import evaluating
 from grpo.phases import LINE_S, Phase
 from grpo.plan.memory import micro_batch_tokens
+from grpo.rollout.decode import shared_prefill
 from grpo.rollout.direct import choose_tokens, completions_of
-from grpo.rollout.prefill import shared_prefill
 from grpo.run.archive import model_card
 from grpo.run.best import read_best, which_to_load
 from grpo.run.checkpoints import begin_checkpoint, finish_checkpoint, rotate_checkpoints

@@ -11,8 +11,7 @@ from typing import Any
 
 from grpo.measure.record import environment
 from grpo.model.gptoss_format import Shape
-from grpo.model.tiny import RECIPE as TINY_RECIPE
-from grpo.model.warmup import Recipe
+from grpo.model.warmup import TINY_RECIPE, Recipe
 from grpo.tasks.tes import dataset
 from grpo.tasks.tes.plant import DECISION_DAYS, START_KWH
 from grpo.tasks.tes.profiles import HELDOUT_START, TRAIN_START, profile_csv, synthetic_profile

@@ -13,11 +13,8 @@ from peft import PeftModel
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.integrations.hub_kernels import load_and_register_attn_kernel
 
 from grpo.model.packing import PackedBatch, may_attend
-from grpo.plan.machine import FLASH_PACKAGES
-from grpo.settings import format_exception
 
 
 def attention_masks(
@@ -116,51 +113,9 @@ def flash_attention_3() -> Kernel:
     return Kernel(forward, backward)
 
 
-def flash_attention_4() -> Kernel:
-    """The kernels of flash-attn 4, written in CuTe."""
-    # Its own `learnable_sink` stays unused: before 4.0.0b26 the backward pass returned no gradient of it, and folding
-    # the sink in keeps one formula for all kernels.
-    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
-
-    def limits(shape):
-        # None, not -1, is "no limit" here, and causal excludes a left bound: a window is set by both bounds.
-        if shape["window_size_left"] == -1:
-            shape |= {"causal": True, "window_size_left": None, "window_size_right": None}
-        return shape
-
-    def forward(q, k, v, **shape):
-        return _flash_attn_fwd(q, k, v, return_lse=True, **limits(shape))[:2]
-
-    def backward(dout, q, k, v, out, lse, **shape):
-        return _flash_attn_bwd(q, k, v, out, dout, lse, **limits(shape))[:3]
-
-    return Kernel(forward, backward)
-
-
-# Each of these imports its package, so that a broken one can be named before the model is loaded. ATTN_IMPL takes those
-# that FLASH_PACKAGES in grpo/plan/machine.py lists too; the tests have a stand-in of each package.
-KERNELS = {kernel.__name__: kernel for kernel in (torch_flash, flash_attention_2, flash_attention_3, flash_attention_4)}
-
-
-def unusable_attention(attention: str) -> str | None:
-    """Why the package of this attention cannot be used although its metadata is there, or None. Imports the package; a
-    Hub kernel is downloaded as well, where the cache does not have it."""
-    if "/" in attention:
-        package, fix = "the Hub kernel", "Check its name and the network, and that it has a build for this torch"
-    elif attention in FLASH_PACKAGES:
-        package, install = FLASH_PACKAGES[attention]
-        fix = f"Install it again ({install}; see docs/install.md)"
-    else:
-        return None
-    try:
-        if "/" in attention:
-            load_and_register_attn_kernel(attention)
-        else:
-            KERNELS[attention]()
-    except Exception as error:  # a missing module, a missing function, a library built for another torch
-        problem = f"ATTN_IMPL: {attention} was chosen, but {package} cannot be used ({format_exception(error)})"
-        return f"{problem}. {fix}, or set ATTN_IMPL=torch_flash"
-    return None
+# Each of these imports its package. ATTN_IMPL takes those that FLASH_PACKAGES in grpo/plan/machine.py lists too; the
+# tests have a stand-in of each package.
+KERNELS = {kernel.__name__: kernel for kernel in (torch_flash, flash_attention_2, flash_attention_3)}
 
 
 def install_attention(attention: str) -> str:
@@ -170,6 +125,7 @@ def install_attention(attention: str) -> str:
     """
     if attention not in KERNELS:
         return attention
+    KERNELS[attention]()  # A package that is missing or broken raises here, before weights are loaded.
     # Not under its own name: for one with `flash` transformers would look for a kernel on the Hub in its place.
     name = "sinks_" + attention.replace("flash", "kernel")
     AttentionInterface.register(name, functools.partial(kernel_attention, attention))
@@ -181,8 +137,6 @@ def kernel_attention(
 ):
     """The flash kernel `name` behind transformers' attention interface: `query` (1, Hq, T, D), `key` and `value`
     (1, Hkv, T, D), `attention_mask` a PackedBatch, `s_aux` the sinks (Hq,). Returns (1, T, Hq, D)."""
-    if not isinstance(attention_mask, PackedBatch):
-        raise TypeError(f"{name}: rows of the learner come as a PackedBatch, got {type(attention_mask).__name__}")
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
     out = SinkAttention.apply(*flat, s_aux, attention_mask, KERNELS[name](), scaling, sliding_window)
     return out.unsqueeze(0), None

@@ -62,11 +62,8 @@ def experts_forward(module: Experts, hidden_states: Tensor, top_k_index: Tensor,
     """
     hidden, adapters = hidden_states.to(module.gate_up_proj_bias.dtype), getattr(module, "adapters", {})
     few = len(hidden) <= FEW and not torch.is_grad_enabled()
-    if few and hidden.is_cuda and not adapters and hasattr(module, "gate_up_proj_blocks"):
-        return routed_experts(module, hidden, top_k_index, top_k_weights, adapters, fused=True)
-    if few and grouped_mm_waits(hidden.device):
-        return every_expert(module, hidden, top_k_index, top_k_weights, adapters)
-    return routed_experts(module, hidden, top_k_index, top_k_weights, adapters)
+    fused = few and hidden.is_cuda and not adapters and hasattr(module, "gate_up_proj_blocks")
+    return routed_experts(module, hidden, top_k_index, top_k_weights, adapters, fused)
 
 
 # https://huggingface.co/docs/transformers/experts_interface
@@ -103,7 +100,7 @@ def packed_product(module: Experts, name: str, rows: Tensor, offs: Tensor) -> Te
 
 
 def routed_experts(
-    module: Experts, hidden: Tensor, index: Tensor, weights: Tensor, adapters: Adapters, fused: bool = False
+    module: Experts, hidden: Tensor, index: Tensor, weights: Tensor, adapters: Adapters, fused: bool
 ) -> Tensor:
     """Each token's experts, on a GPU by `packed_product` if `fused`. The values are those of transformers' grouped_mm
     experts bit by bit: the same products, and in between the same roundings to BF16, in two kernels instead of
@@ -126,31 +123,6 @@ def routed_experts(
     gate_up = project(spread, "gate_up_proj")  # (S, 2I)
     down = project(activation(gate_up, module.gate_up_proj_bias, expert), "down_proj")  # (S, H)
     return combine(down, module.down_proj_bias, expert, inverse, weights)
-
-
-def grouped_mm_waits(device: torch.device) -> bool:
-    """Whether torch has no kernel for `grouped_mm` there (it has for Hopper and data-centre Blackwell): the host then
-    waits for the offsets, which no CUDA graph can hold, and launches a product for each expert."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] not in (9, 10)
-
-
-def every_expert(module: Experts, hidden: Tensor, index: Tensor, weights: Tensor, adapters: Adapters) -> Tensor:
-    """`routed_experts` without gradients for few tokens, each computed by every expert: reading the weights takes
-    longer than the arithmetic, of which most is not used."""
-    count, tokens = len(module.gate_up_proj_bias), len(hidden)
-    expert = torch.arange(count, device=hidden.device)[:, None].expand(-1, tokens).flatten()
-
-    def project(rows: Tensor, name: str) -> Tensor:  # (E, N, in) -> (E * N, out)
-        out = torch.bmm(rows, expert_weights(module, name))
-        if name in adapters:
-            a, b = (factor.to(rows.dtype) for factor in adapters[name])
-            out = out + rows @ a @ b
-        return out.flatten(0, 1)
-
-    gate_up = project(hidden.expand(count, -1, -1), "gate_up_proj")
-    active = activation(gate_up, module.gate_up_proj_bias, expert).unflatten(0, (count, tokens))
-    row = (index * tokens + torch.arange(tokens, device=hidden.device)[:, None]).flatten()
-    return combine(project(active, "down_proj"), module.down_proj_bias, expert, row, weights)
 
 
 class FrozenProduct(torch.autograd.Function):

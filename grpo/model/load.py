@@ -30,7 +30,6 @@ from grpo.plan.hub import count_parameters, has_mxfp4
 from grpo.plan.machine import Machine
 from grpo.preflight.choices import choose_threads
 from grpo.run.ending import UnloadableModel
-from grpo.run.layout import full_disk
 from grpo.settings import Settings, format_exception, log
 
 LARGEST_WEIGHT = 1e6  # of an adapter; those of a trained one are far below 10
@@ -171,10 +170,10 @@ def load_base(settings: Settings, model_path: str, config: Mapping[str, Any], at
 
 
 def load_to_train(
-    settings: Settings, model_path: str, config: Mapping[str, Any], attention: str, folder: Path
+    settings: Settings, model_path: str, config: Mapping[str, Any], attention: str
 ) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
-    """The tokenizer and `load_base` for a run in `folder`. Raises UnloadableModel, whose message is one line; the
-    traceback goes to training.log."""
+    """The tokenizer and `load_base` for a run. Raises UnloadableModel, whose message is one line; the traceback goes to
+    training.log."""
     try:
         with Phase("loading the model") as phase:
             tokenizer = load_tokenizer(model_path)
@@ -183,8 +182,6 @@ def load_to_train(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever the libraries raise for damage that the preflight cannot see
-        if full_disk(error, folder):
-            raise
         log.info("the model cannot be loaded", exc_info=error, extra=FILE_ONLY)
         raise UnloadableModel(str(error) if isinstance(error, ValueError) else format_exception(error)) from error
     return tokenizer, model
@@ -201,17 +198,10 @@ def load_adapter(policy: PeftModel, folder: str | Path) -> None:
 
 
 def load_tokenizer(model_path: str) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, padding on the left for generation. Raises ValueError where its configuration is damaged,
-    and whatever else the libraries raise for that."""
+    """The model's tokenizer, padding on the left for generation. Raises ValueError for one without a stop token."""
     tokenizer = AutoTokenizer.from_pretrained(model_path, padding_side="left")
-    names, length = tokenizer.model_input_names, tokenizer.model_max_length
-    problem = None
-    if not isinstance(length, (int, float)) or not isinstance(names, list):
-        problem = "is damaged (model_max_length or model_input_names)"
-    elif tokenizer.eos_token_id is None:
-        problem = "names no stop token (eos_token)"
-    if problem:
-        raise ValueError(f"{model_path}: tokenizer_config.json {problem}. Download the model again")
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"{model_path}: tokenizer_config.json names no stop token (eos_token)")
     return tokenizer
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from grpo.model import checkpoint
-from grpo.model.gptoss_format import BLOCK, E2M1, E8M0_BIAS, O200K_IDS, ModelError, Shape, chat_template
+from grpo.model.gptoss_format import BLOCK, E2M1, E8M0_BIAS, Shape
 
 # Standard deviations of random matrices, times 1 / sqrt(fan-in), so that rounding stays rounding at any width. With
 # 0.02 everywhere (gpt-oss's initializer_range) two exact BF16 implementations disagree by 0.25 to 0.5 nats a token,
@@ -31,50 +31,33 @@ E2M1_RMS = math.sqrt(sum(value**2 for value in E2M1) / len(E2M1))  # 2.926, of e
 
 
 def random_tensor(name: str, like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Noise for one tensor of a checkpoint, of the shape of `like`, made on the generator's device; norms are ones.
+    """Noise for one tensor of a checkpoint, of the shape of `like`; norms are ones.
 
     An expert's blocks are even random codes. Its scales are two neighbouring powers of two, the larger one as often as
     the standard deviation of `MATRIX_GAIN` needs.
     """
-    device = generator.device
     *_, module, last = name.split(".")
     if last.endswith("_blocks"):
-        return torch.randint(0, 256, like.shape, dtype=torch.uint8, device=device, generator=generator)
+        return torch.randint(0, 256, like.shape, dtype=torch.uint8, generator=generator)
     if last.endswith("_scales"):
         scale = MATRIX_GAIN[last.removesuffix("_scales")] / math.sqrt(like.shape[-1] * BLOCK) / E2M1_RMS
         exponent = math.floor(math.log2(scale))
         share = ((scale / 2.0**exponent) ** 2 - 1) / 3  # the mean of squares: (1 - share) * 1 + share * 4
-        larger = torch.rand(like.shape, device=device, generator=generator) < share
+        larger = torch.rand(like.shape, generator=generator) < share
         return larger.to(torch.uint8) + (E8M0_BIAS + exponent)
     if "norm" in name:
-        return torch.ones(like.shape, dtype=torch.bfloat16, device=device)
+        return torch.ones(like.shape, dtype=torch.bfloat16)
     std = 1.0  # of sinks and embeddings
     if last.endswith("bias"):
         std = 0.02
     elif module in MATRIX_GAIN:
         std = MATRIX_GAIN[module] / math.sqrt(like.shape[-1])
-    return torch.empty(like.shape, dtype=torch.bfloat16, device=device).normal_(0.0, std, generator=generator)
+    return torch.empty(like.shape, dtype=torch.bfloat16).normal_(0.0, std, generator=generator)
 
 
-def write_full(
-    out: Path, shape: Shape, tokenizer: Path | None = None, device: str = "cpu", seed: int = 0, force: bool = False
-) -> Path:
-    """Write a checkpoint with random weights to `out`, with the tokenizer in the folder `tokenizer`, or without one.
-
-    The noise is made on `device`; a seed gives other noise on another kind of device. `force` replaces an existing
-    checkpoint. Raises ModelError for whatever keeps it from being made, a missing device too.
-    """
-    if tokenizer is not None:
-        words = checkpoint.read_tokenizer(tokenizer)
-        ids = checkpoint.special_token_ids(words, shape.vocab)
-    else:  # a small vocabulary lacks these ids: its last one stands in, so that generation still runs
-        words, ids = None, {token: min(n, shape.vocab - 1) for token, n in O200K_IDS.items()}
-    checkpoint.require_space(out, checkpoint.checkpoint_bytes(shape) + 64 * 2**20)
-    try:
-        generator = torch.Generator(device=device).manual_seed(seed)
-    except RuntimeError as error:
-        raise ModelError(f"--device {device} is not usable here: {str(error).splitlines()[0]}") from error
-    with checkpoint.new_directory(out, force) as directory:
+def write_full(out: Path, shape: Shape, tokenizer: Path) -> None:
+    """Write a checkpoint with random weights to `out`, with the tokenizer in the folder `tokenizer`."""
+    words, generator = checkpoint.read_tokenizer(tokenizer), torch.Generator().manual_seed(0)
+    with checkpoint.new_directory(out) as directory:
         make = partial(random_tensor, generator=generator)
-        checkpoint.write_checkpoint(directory, shape, ids, make, words, chat_template(full=True))
-    return out
+        checkpoint.write_checkpoint(directory, shape, make, words)

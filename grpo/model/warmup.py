@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,9 +16,10 @@ from torch.nn import functional
 from transformers import GptOssConfig, GptOssForCausalLM
 
 from grpo.model import gptoss_format as gptoss
-from grpo.model.checkpoint import special_token_ids, write_checkpoint
+from grpo.model.checkpoint import new_directory, read_tokenizer, special_token_ids, write_checkpoint, write_json
 from grpo.model.fast_layers import FAST, forward
 from grpo.model.warmup_rows import ACTIONS, Rows, make_rows
+from grpo.plan.hub import TINY_PATH
 
 Log = Callable[[str], None]
 # Standard deviations of the initial matrices, times 1 / sqrt(fan-in). With gpt-oss's 0.02 everywhere, narrow layers
@@ -54,9 +55,16 @@ class Recipe:
     follow: float | None = None
 
 
-def new_model(recipe: Recipe, tokenizer: Tokenizer, token_ids: Mapping[str, int]) -> GptOssForCausalLM:
+# Of the tiny model that comes with the project (data/tiny).
+TINY_RECIPE = Recipe(
+    gptoss.TINY, "compact", windows=1200, probe_windows=20, seconds=math.inf, steps=1200, batch=32, lr=4e-3,
+    distances=((1, 2, 3, 4), (0,)), most_factor=2.0,
+)  # fmt: skip
+
+
+def new_model(recipe: Recipe, tokenizer: Tokenizer) -> GptOssForCausalLM:
     """A gpt-oss in float32 with the fast layers, and initial weights from which reading is learned quickly."""
-    config = gptoss.config_dict(recipe.shape, token_ids)
+    config = gptoss.config_dict(recipe.shape, special_token_ids(tokenizer))
     config.pop("quantization_config")
     model = GptOssForCausalLM._from_config(
         GptOssConfig.from_dict(config), dtype=torch.float32, attn_implementation=FAST, experts_implementation=FAST
@@ -276,13 +284,12 @@ def write_warmed_up(
     Returns its `figures` after reading, right after the experts were rounded to MXFP4, and as stored, then the rows
     that they were measured on. Raises ModelError for a tokenizer that does not fit.
     """
-    token_ids = special_token_ids(tokenizer, recipe.shape.vocab)
     # The workers that make the rows start before CUDA does, and before the tokenizer's threads.
     row_sets = make_rows(recipe.prompt, recipe.windows, recipe.probe_windows, recipe.most_factor)
     rows, probe = (Rows(row_set, tokenizer, device, recipe.follow is not None) for row_set in row_sets)
     log(f"{len(rows)} + {len(probe)} rows of up to {rows.ids.shape[1]} tokens")
     torch.manual_seed(seed)
-    model = new_model(recipe, tokenizer, token_ids).to(device)  # type: ignore[arg-type]  # the wrapper loses `self`
+    model = new_model(recipe, tokenizer).to(device)  # type: ignore[arg-type]  # the wrapper loses `self`
     training, stages = WarmUp(model, rows, recipe, seed), {}
 
     def measure(stage: str) -> None:
@@ -300,6 +307,17 @@ def write_warmed_up(
             parameter.data = parameter.data.bfloat16().float()  # as the checkpoint holds it
             tensors[name] = parameter.detach().to("cpu", torch.bfloat16)
     measure("stored")
-    template = gptoss.chat_template(full=recipe.prompt == "full")
-    write_checkpoint(directory, recipe.shape, token_ids, lambda name, like: tensors[name], tokenizer, template)
+    write_checkpoint(directory, recipe.shape, lambda name, like: tensors[name], tokenizer)
     return stages, probe
+
+
+def write_tiny(out: Path, recipe: Recipe = TINY_RECIPE, seed: int = 0, log: Log = print) -> None:
+    """Warm up the tiny model on the CPU and write its checkpoint, with figures in warmup.json, to the folder `out`.
+
+    Its tokenizer is that of data/tiny: every integer from 0 to 200 is a token of its own, with and without the space
+    before, so that prompts are short and numbers are easy to read. The same seed gives the same model on the same
+    machine. Raises ModelError before training, as `new_directory` does.
+    """
+    with new_directory(out) as directory, torch.random.fork_rng([]):
+        stages, _ = write_warmed_up(directory, recipe, read_tokenizer(TINY_PATH), "cpu", seed, log)
+        write_json(directory / "warmup.json", {"seed": seed, "steps": recipe.steps, **stages["stored"]})

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo.data.files import is_blank
-from grpo.plan.download import PARTIAL, download, refusal
 from grpo.plan.machine import GIB
 from grpo.run.durable import read_json
 from grpo.settings import ROOT, Problems, one_line
@@ -57,7 +55,6 @@ MODEL_FILES = [
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "chat_template.*", WEIGHTS_INDEX,
 ]  # fmt: skip
-OTHERS = [name for name in MODEL_FILES if name.endswith(".json") and name not in ("config.json", "tokenizer.json")]
 DOWNLOAD_GIB = 12.9  # The size of the official checkpoint's safetensors.
 
 
@@ -85,9 +82,7 @@ def find_model(model_id: str, problems: Problems) -> ModelFiles | None:
     try:
         files = read_model_files(folder)
     except (OSError, ValueError) as error:
-        fix = "Download or build the checkpoint of a gpt-oss model again"
-        if isinstance(error, OtherModelError):
-            fix = f"Set MODEL_ID={REAL_MODEL}, tiny, or a model made from one of these"
+        fix = f"Set MODEL_ID={REAL_MODEL}, tiny, or a model made from one of these; download a damaged one again"
         problems.add(f"MODEL_ID={model_id}", one_line(str(error), 500), fix)
         return None
     for name in missing_shards(folder) if is_local else ():
@@ -95,76 +90,22 @@ def find_model(model_id: str, problems: Problems) -> ModelFiles | None:
     return files
 
 
-# No size in a config.json is larger: with one damaged digit, planning would never end.
-MOST_IN_CONFIG = 10**7
-
-
-class OtherModelError(ValueError):
-    """The model is whole, but of another kind than gpt-oss."""
-
-
-def check_config(config: ModelConfig) -> None:
-    """Raises OtherModelError where a config.json is that of another model, ValueError where it is damaged."""
-    kind, sizes = config.get("model_type"), [key for key, value in REAL_CONFIG.items() if isinstance(value, int)]
-    if kind != "gpt_oss" and isinstance(kind, str):
-        raise OtherModelError(f"this is a model of type {kind}, and this program trains gpt-oss (type gpt_oss)")
-    if kind != "gpt_oss":
-        raise ValueError(f"config.json says model_type {kind!r}, and that of a gpt-oss is gpt_oss")
-    if missing := [key for key in sizes if key not in config]:
-        raise ValueError(f"config.json lacks {', '.join(missing)}, which every gpt-oss has")
-    dropout = config.get("attention_dropout", 0)
-    valid = {key: type(config[key]) is int and 0 < config[key] <= MOST_IN_CONFIG for key in sizes}
-    valid["sliding_window"] |= config["sliding_window"] is None
-    valid["attention_dropout"] = type(dropout) in (int, float) and 0 <= dropout <= 1
-    valid["layer_types"] = isinstance(config.get("layer_types"), list | None)
-    valid["quantization_config"] = isinstance(config.get("quantization_config"), dict | None)
-    for key in (key for key, is_valid in valid.items() if not is_valid):
-        raise ValueError(f"config.json says {key} {config.get(key)!r}, which no gpt-oss has")
-
-
-def check_stop_tokens(config: ModelConfig) -> None:
-    """Raises ValueError where a token to stop at in generation_config.json is no token's number."""
-    for key in ("eos_token_id", "pad_token_id", "bos_token_id"):
-        ids = config.get(key)
-        tokens = ids if isinstance(ids, list) else [] if ids is None else [ids]
-        if not all(type(token) is int and 0 <= token < MOST_IN_CONFIG for token in tokens):
-            raise ValueError(f"generation_config.json says {key} {ids!r}, which is no token's number")
-
-
-def read_template(folder: Path, tokenizer_config: ModelConfig) -> str | None:
-    """The chat template in `folder`, or else in its tokenizer_config.json; None where there is none. Raises OSError or
-    ValueError where it is damaged."""
-    path = folder / "chat_template.jinja"
-    if path.exists():
-        try:
-            text = path.read_text(encoding="utf-8")
-        except ValueError as error:
-            raise ValueError(f"{path.name} cannot be read ({error})") from None
-        if is_blank(text):  # Every prompt would have no token.
-            raise ValueError(f"{path.name} cannot be read (it holds no text)")
-        return text
-    template = tokenizer_config.get("chat_template")
-    if template is not None and not isinstance(template, str):
-        raise ValueError("the chat_template in tokenizer_config.json is no text")
-    return template
-
-
 def read_model_files(folder: Path) -> ModelFiles:
     """The small files that lie in `folder`. Raises OSError or ValueError where it holds no gpt-oss with a tokenizer."""
     if not (folder / "config.json").exists():
         raise ValueError("config.json is missing")
-    config = read_json(folder / "config.json")
-    check_config(config)
-    # The loaders of a run read these files too, and raise whatever is wrong in them.
-    others = {name: read_json(folder / name) for name in OTHERS if (folder / name).exists()}
-    check_stop_tokens(others.get("generation_config.json", {}))
-    shards = others.get(WEIGHTS_INDEX, {"weight_map": {}}).get("weight_map")
-    if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
-        raise ValueError(f"{WEIGHTS_INDEX} names no files of weights")
-    if not (folder / "tokenizer.json").exists():
+    config, tokenizer, template = read_json(folder / "config.json"), folder / "tokenizer.json", None
+    if (kind := config.get("model_type")) != "gpt_oss":
+        raise ValueError(f"this is a model of type {kind}, and this program trains gpt-oss (type gpt_oss)")
+    if missing := [key for key in REAL_CONFIG if key not in config and key != "quantization_config"]:
+        raise ValueError(f"config.json lacks {', '.join(missing)}, which every gpt-oss has")
+    if not tokenizer.exists():
         raise ValueError("tokenizer.json is missing")
-    template = read_template(folder, others.get("tokenizer_config.json", {}))
-    return ModelFiles(folder, config, template, folder / "tokenizer.json")
+    if (folder / "chat_template.jinja").exists():
+        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    elif (folder / "tokenizer_config.json").exists():
+        template = read_json(folder / "tokenizer_config.json").get("chat_template")
+    return ModelFiles(folder, config, template, tokenizer)
 
 
 def missing_shards(folder: Path) -> list[str]:
@@ -173,6 +114,18 @@ def missing_shards(folder: Path) -> list[str]:
     with contextlib.suppress(OSError, ValueError, KeyError):
         shards = set(read_json(folder / WEIGHTS_INDEX)["weight_map"].values())
     return sorted(name for name in shards if not (folder / name).is_file())
+
+
+def refusal(model_id: str, error: BaseException) -> tuple[str, str]:
+    """Why a Hub model's files did not come, by what was raised, and what to do about it: a line each."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    if isinstance(error, LocalEntryNotFoundError):  # The error of the network lies behind it.
+        error = error.__cause__ or error
+    fault = f"{model_id} is not in the cache and cannot be fetched ({one_line(str(error), 300)})"
+    token = "for a gated or private model accept the licence on its page and run `hf auth login` or set HF_TOKEN"
+    network = "look at the network, HF_ENDPOINT, HF_HUB_OFFLINE and the disk"
+    return fault, f"Check the name; {token}; {network}. Or set MODEL_ID to a local folder or to tiny"
 
 
 def fetch_small_files(model_id: str, problems: Problems) -> Path | None:
@@ -193,18 +146,18 @@ def fetch_weights(model_id: str, files: ModelFiles) -> str | None:
     checkpoint. Returns what prevents it, or None."""
     problems = Problems()
     if files.folder and (names := missing_shards(files.folder)):
+        from huggingface_hub import snapshot_download  # Late, as it takes a second.
+
         try:
-            download(model_id, files.folder, names)
+            snapshot_download(model_id, revision=files.folder.name, allow_patterns=names)
         except Exception as error:  # Many things can end a long download.
             problems.add("MODEL_ID", *refusal(model_id, error))
     return problems[0] if problems else None
 
 
 def downloaded_gib(files: ModelFiles) -> float:
-    """Size of the checkpoint's weights that are on this machine, in GiB; those that came in part count."""
-    if not files.folder:
-        return 0.0
-    paths = [*files.folder.glob("*.safetensors"), *files.folder.glob(f"../../blobs/*{PARTIAL}")]
+    """Size of the checkpoint's weights that are on this machine, in GiB."""
+    paths = files.folder.glob("*.safetensors") if files.folder else ()
     return sum(path.stat().st_size for path in paths) / GIB
 
 

@@ -7,14 +7,11 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import math
-import netrc
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
-import urllib.parse
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +24,6 @@ GIB = 2**30
 FLASH_PACKAGES = {
     "flash_attention_2": ("flash-attn", "build it from source"),
     "flash_attention_3": ("flash-attn-3", "build it from source, for Hopper cards"),
-    "flash_attention_4": ("flash-attn-4", "pip install --no-deps flash-attn-4==4.0.0b26 quack-kernels==0.6.1"),
 }
 TRACKERS = ("none", "wandb", "tensorboard", "trackio")
 
@@ -44,7 +40,6 @@ class Machine:
     cores: int = 1
     arch: str = ""
     capability: float = 0.0  # CUDA compute capability: 8.0 is Ampere, 9.0 Hopper, 10.0 Blackwell
-    compiler: str = "gcc"  # The C compiler that Triton finds; empty where there is none.
     ranks: int = 1  # Processes of the run.
     here: int = 1  # Processes of the run on this machine, which share its memory.
 
@@ -67,7 +62,6 @@ TESTED = {
     "huggingface_hub": ("1.33", "1.34"),
 }
 TESTED_VLLM = {"vllm": ("0.26", "0.27")}  # Needed only where vLLM generates.
-FLASH_ATTN_OLDEST = "2.7.0"  # The functions that grpo/model/attention.py calls took other arguments before.
 
 
 def cgroup_free(root: Path = Path("/sys/fs/cgroup")) -> float:
@@ -81,15 +75,13 @@ def cgroup_free(root: Path = Path("/sys/fs/cgroup")) -> float:
 
 
 def read_machine() -> Machine:
-    """This machine: its visible GPUs by nvidia-smi, free memory, cores, a C compiler."""
+    """This machine: its visible GPUs by nvidia-smi, free memory and cores."""
     ram_free = 0.0
     with contextlib.suppress(ImportError):  # `check_packages` names a missing package.
         import psutil
 
         ram_free = min(psutil.virtual_memory().available / GIB, cgroup_free())
-    compilers = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang", "cc"]
-    compiler = next(filter(shutil.which, compilers), "")
-    machine = Machine(ram_free=ram_free, cores=os.cpu_count() or 1, arch=platform.machine(), compiler=compiler)
+    machine = Machine(ram_free=ram_free, cores=os.cpu_count() or 1, arch=platform.machine())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return machine
@@ -99,9 +91,8 @@ def read_machine() -> Machine:
         output = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
         lines = output.strip().splitlines()
         name, total, free, capability = (cell.strip() for cell in lines[0].split(","))
-        machine = dataclasses.replace(machine, gpu=name, gpus=len(lines), gpu_total=int(total) / 1024)
-        machine = dataclasses.replace(machine, gpu_free=int(free) / 1024)
-        machine = dataclasses.replace(machine, capability=float(capability))  # Some drivers do not know it.
+        machine = dataclasses.replace(machine, gpu=name, gpus=len(lines), capability=float(capability))
+        machine = dataclasses.replace(machine, gpu_total=int(total) / 1024, gpu_free=int(free) / 1024)
     return machine
 
 
@@ -119,12 +110,6 @@ def installed_versions(names: Iterable[str]) -> dict[str, str | None]:
     return versions
 
 
-def installed_flash_packages() -> list[str]:
-    """The distributions of FLASH_PACKAGES that are installed."""
-    versions = installed_versions(package for package, _ in FLASH_PACKAGES.values())
-    return [name for name, version in versions.items() if version]
-
-
 def check_packages(settings: Settings, versions: Mapping[str, str | None], problems: Problems, use_vllm: bool) -> None:
     """Every package is there in a tested version; the chosen FlashAttention is installed."""
     needed = TESTED | (TESTED_VLLM if use_vllm else {})
@@ -138,37 +123,19 @@ def check_packages(settings: Settings, versions: Mapping[str, str | None], probl
             fix = "Run `bash scripts/setup.sh` for the tested set, or set ALLOW_UNTESTED=1"
             problems.add(name, f"version {version} is outside the tested range (from {oldest}, below {untested})", fix)
     attention = settings.ATTN_IMPL
-    if package := "kernels" if "/" in attention else FLASH_PACKAGES.get(attention, ("", ""))[0]:
-        version = installed_versions([package])[package]
-        install = "bash scripts/setup.sh --gpu" if package == "kernels" else FLASH_PACKAGES[attention][1]
+    package, install = FLASH_PACKAGES.get(attention, ("", ""))
+    if "/" in attention:
+        package, install = "kernels", "bash scripts/setup.sh --gpu"
+    if package and installed_versions([package])[package] is None:
         fix = f"Install it ({install}; see docs/install.md), or set ATTN_IMPL=auto"
-        if version is None:
-            problems.add("ATTN_IMPL", f"{attention} needs the package {package}, which is not installed", fix)
-        elif package == "flash-attn" and version_key(version) < version_key(FLASH_ATTN_OLDEST):
-            fault = f"{attention} needs flash-attn {FLASH_ATTN_OLDEST} or newer, {version} is installed"
-            problems.add("ATTN_IMPL", fault, fix)
+        problems.add("ATTN_IMPL", f"{attention} needs the package {package}, which is not installed", fix)
 
 
-def check_trackers(settings: Settings, environ: Mapping[str, str], problems: Problems) -> None:
-    """The trackers are known, installed and logged in: wandb would raise after the model was loaded. Each has
-    its package's name; the meaning of REPORT_TO and docs/report.md list them too."""
+def check_trackers(settings: Settings, problems: Problems) -> None:
+    """The trackers are known and installed. Each has its package's name; the meaning of REPORT_TO and docs/report.md
+    list them too."""
     for tracker in split_commas(settings.REPORT_TO):
         if tracker not in TRACKERS:
             problems.add("REPORT_TO", f"{tracker!r} is unknown", f"Use one of {', '.join(TRACKERS)}")
         elif tracker != "none" and installed_versions([tracker])[tracker] is None:
             problems.add("REPORT_TO", f"{tracker} is not installed", f"pip install {tracker}, or set REPORT_TO=none")
-        elif tracker == "wandb" and not wandb_can_start(environ):
-            fix = "Run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline"
-            problems.add("REPORT_TO", "it names wandb, and wandb has no API key", fix)
-
-
-def wandb_can_start(environ: Mapping[str, str]) -> bool:
-    """Whether wandb needs no key or finds one: in the environment or in the netrc file that `wandb login` writes."""
-    enough = ("WANDB_DISABLED", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
-    if environ.get("WANDB_MODE", "online") != "online" or any(map(environ.get, enough)):
-        return True
-    path = environ.get("NETRC") or Path(environ.get("HOME", "~")).expanduser() / ".netrc"
-    host = urllib.parse.urlsplit(environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    with contextlib.suppress(OSError, netrc.NetrcParseError):
-        return netrc.netrc(path).authenticators(host) is not None
-    return False

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from grpo.plan.hub import ModelConfig
@@ -13,8 +13,7 @@ from grpo.settings import Problems, nearest, split_commas
 # The modules that PEFT's `all-linear` adapts in a gpt-oss. Its router and experts are raw parameters, not modules.
 LINEAR_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
-# `experts`, `7.experts`, or as PEFT's target_parameters spell it: `7.mlp.experts.gate_up_proj`, with any prefix.
-EXPERTS = re.compile(r"(?:(?:model\.)?(?:layers\.)?([0-9]{1,4})\.)?(?:mlp\.)?experts(?:\.(gate_up_proj|down_proj))?")
+EXPERTS = re.compile(r"(?:([0-9]{1,4})\.)?experts")  # `experts` of every layer, `7.experts` of one.
 UNKNOWN_LAYERS = 100  # The number of layers that is assumed without a config.json.
 # PEFT wraps the second parameter of a module around the first.
 STEMS = {"gate_up_proj": "mlp.experts.base_layer", "down_proj": "mlp.experts"}
@@ -26,23 +25,18 @@ TENSOR = re.compile(
 Matrix = tuple[int, str]  # Its layer, and one of LINEAR_MODULES or EXPERT_PARAMETERS.
 
 
-def parse_experts(word: str) -> tuple[int | None, tuple[str, ...]] | None:
-    """(layer, None for all of them; parameters) of a word that names experts; None for any other word."""
-    if not (match := EXPERTS.fullmatch(word)):
-        return None
-    layer, parameter = match.groups()
-    return int(layer) if layer else None, (parameter,) if parameter else EXPERT_PARAMETERS
-
-
 def word_matrices(word: str, layers: int) -> list[Matrix] | None:
     """The matrices that one word of LORA_TARGETS matches in a model of `layers` layers; None if it is no such word."""
-    if word == "all-linear" or word in LINEAR_MODULES:
-        names = LINEAR_MODULES if word == "all-linear" else (word,)
-        return [(layer, name) for layer in range(layers) for name in names]
-    if not (experts := parse_experts(word)):
+    numbers: Sequence[int] = range(layers)
+    names: Sequence[str] = LINEAR_MODULES
+    if match := EXPERTS.fullmatch(word):
+        names = EXPERT_PARAMETERS
+        numbers = [int(match[1])] if match[1] else numbers
+    elif word in LINEAR_MODULES:
+        names = (word,)
+    elif word != "all-linear":
         return None
-    numbers = range(layers) if experts[0] is None else [experts[0]]
-    return [(layer, name) for layer in numbers if layer < layers for name in experts[1]]
+    return [(layer, name) for layer in numbers if layer < layers for name in names]
 
 
 def target_matrices(targets: str, layers: int) -> set[Matrix]:
@@ -52,18 +46,14 @@ def target_matrices(targets: str, layers: int) -> set[Matrix]:
 
 def expert_words(targets: str) -> list[str]:
     """The words of LORA_TARGETS that name experts."""
-    return [word for word in split_commas(targets) if parse_experts(word)]
+    return [word for word in split_commas(targets) if EXPERTS.fullmatch(word)]
 
 
 def peft_targets(targets: str) -> dict[str, Any]:
     """LORA_TARGETS as arguments of PEFT's LoraConfig."""
-    linear, parameters = [], []
-    for word in split_commas(targets):
-        if experts := parse_experts(word):
-            prefix = "" if experts[0] is None else f"{experts[0]}."
-            parameters += [f"{prefix}mlp.experts.{name}" for name in experts[1]]
-        else:
-            linear.append(word)
+    words = expert_words(targets)
+    linear = [word for word in split_commas(targets) if word not in words]
+    parameters = [f"{word.replace('experts', 'mlp.experts')}.{name}" for word in words for name in EXPERT_PARAMETERS]
     options: dict[str, Any] = {"target_modules": "all-linear" if "all-linear" in linear else linear}
     return options | ({"target_parameters": parameters} if parameters else {})
 
@@ -124,39 +114,21 @@ def shortest_targets(matrices: Collection[Matrix], layers: int) -> str:
     return ",".join(words)
 
 
-def layers_text(layers: Collection[int]) -> str:
-    """`0 to 23` for layers without a gap, else each of them: `7, 15, 23`."""
-    first, last = min(layers), max(layers)
-    return f"{first} to {last}" if len(layers) == last - first + 1 > 2 else ", ".join(map(str, sorted(layers)))
-
-
 def target_lines(targets: str, config: ModelConfig, rank: int) -> Iterator[str]:
-    """For each word of LORA_TARGETS the matrices that it matches, with the parameters that an adapter has there."""
+    """For each word of LORA_TARGETS how many matrices it matches, and the parameters that an adapter has there."""
     for word in dict.fromkeys(split_commas(targets)):
-        matrices = word_matrices(word, config["num_hidden_layers"])
-        if not matrices:
-            yield f"{word}: nothing"
-            continue
-        layers = {layer for layer, _ in matrices}
-        of_layer = [matrix for matrix in matrices if matrix[0] == min(layers)]
-        counts = " + ".join(f"{matrix[1]} {adapter_parameters(config, rank, [matrix]):,}" for matrix in of_layer)
-        if len(layers) == 1:
-            yield f"{word}: layer {layers_text(layers)} {counts} parameters"
-        else:
-            total = adapter_parameters(config, rank, matrices)
-            yield f"{word}: layers {layers_text(layers)}, each {counts} parameters = {total:,}"
+        matrices = word_matrices(word, config["num_hidden_layers"]) or ()
+        yield f"{word}: {len(matrices)} matrices, {adapter_parameters(config, rank, matrices):,} parameters"
 
 
 def check_targets(targets: str, config: ModelConfig | None, problems: Problems) -> None:
-    """Every word of LORA_TARGETS matches something, and both matrices of an expert. `config`: None if it is unknown."""
+    """Every word of LORA_TARGETS matches something. `config`: None if it is unknown."""
     layers = config["num_hidden_layers"] if config else UNKNOWN_LAYERS
     fix = f"Use all-linear, some of {', '.join(LINEAR_MODULES)}, experts (of all layers), or 7.experts (of layer 7)"
     for word in split_commas(targets):
         matrices = word_matrices(word, layers)
         if matrices is None:
-            near = "; the nearest is experts"  # By spelling, o_proj would be said to be near down_proj.
-            if not word.endswith(EXPERT_PARAMETERS):
-                near = nearest(word, ("all-linear", *LINEAR_MODULES, "experts"))
+            near = nearest(word, ("all-linear", *LINEAR_MODULES, "experts"))
             problems.add("LORA_TARGETS", f"{word!r} is nothing in gpt-oss that takes an adapter{near}", fix)
         elif not matrices:
             problems.add(
@@ -164,9 +136,3 @@ def check_targets(targets: str, config: ModelConfig | None, problems: Problems) 
             )
     if not split_commas(targets):
         problems.add("LORA_TARGETS", "it names no module", fix)
-    matched = target_matrices(targets, layers)
-    gate_up, down = ({layer for layer, name in matched if name == parameter} for parameter in EXPERT_PARAMETERS)
-    if halves := gate_up ^ down:
-        names = " and ".join(EXPERT_PARAMETERS)
-        fault = f"only one of {names} in layers {layers_text(halves)}; vLLM takes both or none"
-        problems.add("LORA_TARGETS", fault, f"Name {min(halves)}.experts, which is both")

@@ -55,8 +55,6 @@ def check_attention(settings: Settings, machine: Machine, problems: Problems) ->
         problems.add("GPU", f"{card}, BF16 and FlashAttention need 8.0", fix)
     if name == "flash_attention_3" and capability and not 9 <= capability < 10:
         problems.add("ATTN_IMPL", f"{name} is made for Hopper, {card}", "Set ATTN_IMPL=auto")
-    if name == "flash_attention_4" and 0 < capability < 9:
-        problems.add("ATTN_IMPL", f"{name} needs compute capability 9.0, {card}", "Set ATTN_IMPL=auto")
     if settings.PACKING == "prefix" and name not in known:
         fix = f"Set PACKING=auto, or ATTN_IMPL to one of {', '.join(ATTENTION)}"
         problems.add("PACKING", f"{name} takes padded rows only", fix)
@@ -153,9 +151,6 @@ def check_memory(settings: Settings, shapes: Shapes, problems: Problems, resumed
         problems.add("MAX_COMPLETION_LEN", f"after a prompt of {plan.prompt_len} tokens, {fault}", fix)
     fewer = ", or start fewer processes" if machine.here > 1 else ""
     if machine.gpus:
-        if not machine.compiler:
-            fault = "there is none, and the kernels of learner and engine are written in Triton, which needs one"
-            problems.add("C compiler", fault, "apt install build-essential, or set CC to a compiler")
         if shortfall := memory_shortfall(plan, machine):
             name = "VLLM_GPU_MEM" if engine and engine.cache < engine.cache_least else f"GPU {machine.gpu}"
             fault = f"{machine.gpu_free:.0f} of {machine.gpu_total:.0f} GiB are free, and {shortfall} ({plan.parts})"
@@ -241,7 +236,7 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks:
     settings, sources = choices.choose_demo(loaded, sources)
     facts = read_facts(settings, sources, machine, ranks or Ranks(), problems)
     resolved = resolve(settings, facts, problems)
-    garbage_warning = check_input(resolved, environ, problems)
+    garbage_warning = check_input(resolved, problems)
     if not resolved.ranks.rank:
         run = inspect_run(resolved.settings, resolved.rows, problems)
         resolved = continue_run(resolved, run, problems)
@@ -255,12 +250,12 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks:
     return dataclasses.replace(resolved, problems=Problems(dict.fromkeys(problems)), warnings=tuple(warnings))
 
 
-def check_input(resolved: ResolvedRun, environ: Mapping[str, str], problems: Problems) -> str | None:
+def check_input(resolved: ResolvedRun, problems: Problems) -> str | None:
     """Settings, packages, machine and rows go together, and the reward functions can score the rows. Returns a warning
     where garbage pays."""
     settings, machine, use_vllm = resolved.settings, resolved.machine, resolved.use_vllm
     check_packages(settings, resolved.versions, problems, use_vllm)
-    check_trackers(settings, environ, problems)
+    check_trackers(settings, problems)
     check_settings(settings, resolved.config, machine, problems)
     check_experts(settings, resolved.config, machine, use_vllm, problems)
     check_top_p(settings, use_vllm, problems)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from grpo.data.files import Row
 from grpo.data.heldout import demo_heldout, names_only
@@ -20,18 +20,13 @@ LEAST_ANSWER = 8  # Tokens of MAX_COMPLETION_LEN that an answer `[k]` fits into.
 VLLM_COLDEST = 0.01  # The value of _MAX_TEMP in vllm/sampling_params.py: smaller temperatures are raised to it.
 
 
-def choose_attention(requested: str, gpus: int, capability: float, installed: Iterable[str]) -> tuple[str, str]:
-    """(attention implementation of the learner, reason), given the `installed` distributions. All are exact with sinks,
-    but for Hub kernels (`attention_warning`); generation by transformers always uses eager attention."""
+def choose_attention(requested: str, gpus: int) -> tuple[str, str]:
+    """(attention implementation of the learner, reason). All are exact with sinks, but for Hub kernels
+    (`attention_warning`); generation by transformers always uses eager attention."""
     if requested != "auto":
         return requested, "set by ATTN_IMPL"
     if not gpus:
         return "eager", "no GPU: eager is the only implementation with attention sinks on a CPU"
-    if "flash-attn-3" in installed and 9 <= capability < 10:
-        known = "on an H100 no faster than torch_flash at 2,083 tokens"  # docs/results/attention-h100.json
-        return "flash_attention_3", f"flash-attn-3 is installed, made for Hopper cards; {known}"
-    if "flash-attn-4" in installed and capability >= 10:
-        return "flash_attention_4", "flash-attn-4 is installed, made for Blackwell cards"
     return "torch_flash", "FlashAttention 2 as torch ships it, nothing to install; exact with sinks at any shape"
 
 

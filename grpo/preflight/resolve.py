@@ -15,7 +15,7 @@ from grpo.data.prompts import render_rows
 from grpo.data.scoring import is_by_action, reward_specs
 from grpo.plan import hub
 from grpo.plan.hub import ModelConfig, ModelFiles
-from grpo.plan.machine import TESTED, TESTED_VLLM, Machine, installed_flash_packages, installed_versions, read_machine
+from grpo.plan.machine import TESTED, TESTED_VLLM, Machine, installed_versions, read_machine
 from grpo.plan.memory import Plan, Shapes, plan_memory
 from grpo.plan.targets import expert_words
 from grpo.preflight import choices
@@ -36,7 +36,6 @@ class Facts:
     machine: Machine
     ranks: Ranks
     versions: Mapping[str, str | None]
-    flash_packages: list[str]  # Those of FLASH_PACKAGES that are installed.
     files: ModelFiles | None
     adapter: StartAdapter
     rows: list[Row]
@@ -66,7 +65,6 @@ def read_facts(
         machine=dataclasses.replace(machine or read_machine(), ranks=ranks.size, here=ranks.local_size),
         ranks=ranks,
         versions=installed_versions([*TESTED, *TESTED_VLLM]),
-        flash_packages=installed_flash_packages(),
         files=files,
         adapter=read_start_adapter(settings, sources, files.config if files else None, problems),
         rows=split.train,
@@ -183,9 +181,7 @@ def resolve(settings: Settings, facts: Facts, problems: Problems) -> ResolvedRun
     settings, sources = direct_settings(settings, resolve_sources(settings, facts))
     settings = dataclasses.replace(settings, ROLLOUT_SYNC=sync)
 
-    attention, reasons["attention"] = choices.choose_attention(
-        settings.ATTN_IMPL, machine.gpus, machine.capability, facts.flash_packages
-    )
+    attention, reasons["attention"] = choices.choose_attention(settings.ATTN_IMPL, machine.gpus)
     packing, reasons["packing"] = choices.choose_packing(settings.PACKING, attention, machine.gpus)
     shapes, experts, reasons["experts"] = None, settings.EXPERTS or "bf16", "there is no model"
     if facts.files:

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -68,6 +69,24 @@ def decode(
             if not unfinished.any():
                 return input_ids
             logits = step(tokens)
+
+
+@contextlib.contextmanager
+def shared_prefill(model: PreTrainedModel) -> Iterator[None]:
+    """Inside the block, `model.generate` takes the steps of `decode`, which computes each prompt once however many
+    completions it gets: a group of 8 costs an eighth of the prefill, in time and in memory."""
+    stock = cast(Any, model).generate  # its own annotations accept no class of transformers
+
+    def generate(**options: Any) -> torch.Tensor:
+        ids = stock(**options, custom_generate=decode)
+        torch.cuda.empty_cache()  # the memory of a graph serves nothing else until then
+        return ids
+
+    vars(model)["generate"] = generate  # PEFT's model finds it before the class's own
+    try:
+        yield
+    finally:
+        del vars(model)["generate"]
 
 
 class DecodingStep:

@@ -5,12 +5,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import gc
-import io
 import math
-import random
-import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -19,7 +15,6 @@ from typing import Any
 
 import torch
 from torch.nn import Module
-from tqdm import tqdm
 
 from grpo.phases import LINE_S, Phase
 from grpo.plan.machine import GIB
@@ -31,13 +26,6 @@ from grpo.rollout.vllm_patches import close_process_group, keep_weights_asleep, 
 from grpo.rollout.weight_sync import sync, write_adapter
 from grpo.run.ending import RunFailure
 from grpo.settings import Settings
-
-# Numbers of tokens in a prefill for which Triton compiles each kernel of gpt-oss-20b's experts and router in vLLM once
-# (from 33 tokens up). It compiles again for blocks of 16, 32, 64 and 128 rows (up to 135, 263, 519 tokens, and above),
-# and where one of a kernel's numbers becomes a multiple of 16: the tokens, four or eight times as many, the blocks.
-WARM_UP_TOKENS = (
-    72, 73, 101, 112, 136, 137, 160, 161, 265, 272, 301, 304, 521, 528, 912, 913, 1008, 1009,
-)  # fmt: skip
 
 Rows = Sequence[Sequence[int]]  # token ids
 Generated = tuple[list[list[int]], list[list[float | None]]]  # token ids of completions, a log-prob for each of them
@@ -114,7 +102,7 @@ def engine_arguments(settings: Settings, plan: EnginePlan, model_path: str, gpu_
 def start_engine(
     settings: Settings, plan: EnginePlan, model_path: str, stop_token_ids: Sequence[int], policy: Module | None = None
 ) -> Engine:
-    """Starts vLLM beside the loaded trainer, warms it up and puts it to sleep. With EXPERTS=shared `policy` reads the
+    """Starts vLLM beside the loaded trainer and puts it to sleep. With EXPERTS=shared `policy` reads the
     engine's frozen weights; with `paged` its own wait in host memory meanwhile. Raises EngineError."""
     with Phase("starting vLLM") as phase:
         total = torch.cuda.get_device_properties(0).total_memory / GIB
@@ -136,41 +124,14 @@ def start_engine(
             atexit.register(close_process_group)
         engine = Engine(llm, SamplingParams, LoRARequest, settings, stop_token_ids)
         engine.pages = pages
-        engine.warm_up(plan.max_model_len)
         if policy is not None and settings.EXPERTS == "shared":
             engine.lend_weights(policy, whole=not plan.on_host)
         before = torch.cuda.mem_get_info()[0]
         engine.sleep()
         freed = torch.cuda.mem_get_info()[0] - before
         freed += pages.nbytes if pages else 0  # the paged weights are back on the GPU by now
-        phase.result = f"asleep, {freed / GIB:.1f} GiB freed, {engine.seconds['warm_up']:.1f} s of warm-up"
+        phase.result = f"asleep, {freed / GIB:.1f} GiB freed"
     return engine
-
-
-class RequestBar(tqdm):
-    """The progress bar that vLLM fills. It is not shown: it counts the finished requests of `phase`."""
-
-    monitor_interval = 0  # no thread for a bar that is not drawn
-
-    def __init__(self, phase: Phase, *arguments: Any, **options: Any):
-        super().__init__(*arguments, **options | {"file": io.StringIO()})
-        # vLLM also wraps the prompts that it takes in, none of which is finished.
-        self.phase = phase if self.iterable is None else None
-
-    def update(self, n: float | None = 1) -> bool | None:
-        """Counts `n` more requests as finished."""
-        if self.phase is not None:
-            self.phase.done += int(n or 0)
-        return super().update(n)
-
-
-def adapter_folder(policy: Module, memory: Path = Path("/dev/shm")) -> Path:
-    """A new folder for PEFT's files of `policy`, which nobody else can read, and whose name nobody can foresee and put
-    a link at. It lies in `memory` if there is room, otherwise on disk (TMPDIR): a container's /dev/shm of 64 MiB is too
-    small for an adapter on all experts."""
-    needed = 4 * sum(p.numel() for p in policy.parameters() if p.requires_grad)  # BF16 takes half of it
-    free = shutil.disk_usage(memory).free if memory.is_dir() else 0
-    return Path(tempfile.mkdtemp(prefix="train_grpo-", dir=memory if free > needed else None))
 
 
 class Engine:
@@ -186,13 +147,12 @@ class Engine:
         self.folder: Path | None = None
         self.syncs = 0
         self.request = None  # The LoRARequest of the adapter that vLLM holds, with ROLLOUT_SYNC=lora.
-        self.is_synced = False  # Whether the weights were synced since the engine woke.
         # The share of the adapter's update that vLLM's weights hold, and the error beyond it, of the last merge.
         self.share: tuple[float, float] | None = None
         self.asleep = False
         self.pages: PagedWeights | None = None  # the learner's weights, on the GPU only while the engine sleeps
         self.used_gib = 0.0  # GPU memory that all processes held when the last rollout was generated.
-        self.seconds = dict.fromkeys(("warm_up", "wake", "handover", "generate", "sleep"), 0.0)
+        self.seconds = dict.fromkeys(("wake", "handover", "generate", "sleep"), 0.0)
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -200,19 +160,6 @@ class Engine:
         started = time.perf_counter()
         yield
         self.seconds[name] = time.perf_counter() - started
-
-    def warm_up(self, max_model_len: int) -> None:
-        """Makes Triton compile now, with the base weights, whatever a prefill of gpt-oss-20b would make it compile in
-        the first rollouts (WARM_UP_TOKENS); it keeps the kernels on disk for the next start. A native adapter takes
-        Marlin's kernels instead, which are not compiled by number of tokens."""
-        if self.settings.ROLLOUT_SYNC == "lora":
-            return
-        with self.timed("warm_up"), engine_faults("warming up", "USE_VLLM=0 needs no vLLM"):
-            parameters = self.sampling(temperature=0.0, max_tokens=1, detokenize=False)
-            for tokens in WARM_UP_TOKENS:
-                # Tokens of any vocabulary. They are random, so that no size finds a prefix of another in the cache.
-                ids = random.Random(tokens).choices(range(500), k=tokens)
-                self._run([ids[i : i + max_model_len - 1] for i in range(0, tokens, max_model_len - 1)], parameters)
 
     def lend_weights(self, policy: Module, whole: bool = False) -> None:
         """Lets `policy`, loaded without them, read the awake engine's experts, embeddings and head, which stay on the
@@ -236,7 +183,7 @@ class Engine:
                 self.pages.offload()
             torch.cuda.empty_cache()
             self.llm.wake_up()
-        self.asleep, self.is_synced = False, False
+        self.asleep = False
 
     def sleep(self) -> None:
         """Moves the weights that are not lent to host memory, and drops the cache with its prefixes.
@@ -253,19 +200,18 @@ class Engine:
             self.llm.sleep(level=1)
             if self.pages:
                 self.pages.reload()
-        self.asleep, self.is_synced = True, False
+        self.asleep = True
 
     def sync_weights(self, policy: Module, active: bool = True, seed: int | None = None) -> None:
         """Gives the awake engine the adapter as it is now, or one of zeros if not `active`, and sets `share` to the
         part of it that arrived. `seed` (default: SEED) is that of the random rounding. A native adapter gets an id and
         a name that were never used: vLLM loads an id once, and keys its prefix cache by the name."""
-        if self.asleep:
-            raise EngineError("the weights were synced to a sleeping engine, whose buffers are not there")
-        self.is_synced, self.share, s = False, None, self.settings
+        self.share, s = None, self.settings
         with self.timed("handover"), engine_faults("the weight sync", "Try the other ROLLOUT_SYNC (experts need lora)"):
             if s.ROLLOUT_SYNC == "lora":
                 self.syncs += 1
-                self.folder = self.folder or adapter_folder(policy)
+                # Nobody else can read it, or foresee its name and put a link there.
+                self.folder = self.folder or Path(tempfile.mkdtemp(prefix="train_grpo-"))
                 write_adapter(policy, self.folder, s.LORA_R, active)
                 self.request = self.lora_request(f"adapter-{self.syncs}", self.syncs, str(self.folder))
                 self.llm.llm_engine.add_lora(self.request)
@@ -274,12 +220,10 @@ class Engine:
                 seed = s.SEED if seed is None else seed
                 (self.share,) = self.llm.apply_model(lambda model: sync(model, policy, seed, active))
                 self.llm.reset_prefix_cache()  # it was computed with other weights
-        self.is_synced = True
 
     def use_adapter(self, folder: Path | None) -> None:
         """Generates with an adapter that PEFT saved, or with none, until the engine sleeps; needs ROLLOUT_SYNC=lora."""
         self.request = self.lora_request("adapter", 1, str(folder.resolve())) if folder else None
-        self.is_synced = True
 
     def generate(
         self,
@@ -293,8 +237,6 @@ class Engine:
         the stop token included, and the log-prob of each token after temperature: none at another `temperature` than
         TEMPERATURE (0: greedy), as they would be another distribution's. `seed` is that of torch's generator, from
         which vLLM draws in this process: a generator for each request would cost a kernel per sequence and token."""
-        if self.asleep or not self.is_synced:
-            raise EngineError("generating needs the engine awake and its weights synced")
         s, is_rollout = self.settings, temperature is None
         parameters = self.sampling(
             n=1,
@@ -335,9 +277,8 @@ class Engine:
 
     def _run(self, rows: Rows, parameters: Any) -> list[Any]:
         prompts = [{"prompt_token_ids": list(row)} for row in rows]
-        with Phase("generating", "completion", len(prompts), first_s=LINE_S) as phase:
-            bar = functools.partial(RequestBar, phase)
-            outputs = self.llm.generate(prompts, parameters, use_tqdm=bar, lora_request=self.request)
+        with Phase("generating", first_s=LINE_S):
+            outputs = self.llm.generate(prompts, parameters, use_tqdm=False, lora_request=self.request)
         if len(outputs) != len(prompts):
             raise RuntimeError(f"the engine returned {len(outputs)} of {len(prompts)} requests")
         return outputs

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from grpo.model.attention import base_of
 from grpo.model.experts import quantized_experts
 from grpo.model.load import tables_of
 
@@ -24,8 +23,6 @@ def share_weights(policy: torch.nn.Module, model: Any) -> list[int]:
 
     Raises RuntimeError, and changes nothing, if vLLM keeps them as other tensors or in another layout than on a Hopper
     card: on other cards, and with vLLM's own LoRA, its experts have other kernels."""
-    if base_of(policy).config.tie_word_embeddings:
-        raise RuntimeError("vLLM loads no head of its own where embeddings and head are tied")
     modules, tables, experts = quantized_experts(policy), tables_of(policy), []
     try:
         for module, layer in zip(modules, model.model.layers, strict=True):
@@ -34,7 +31,8 @@ def share_weights(policy: torch.nn.Module, model: Any) -> list[int]:
             gate_up = swizzled(routed.w13_weight, routed.quant_method.w13_precision_config)
             down = swizzled(routed.w2_weight, routed.quant_method.w2_precision_config)
             experts.append({"gate_up_proj": (*gate_up, 2 * inner, hidden), "down_proj": (*down, hidden, inner)})
-        rows = [rows_like(*pair) for pair in zip(tables, (model.model.embedding, model.lm_head), strict=True)]
+        pairs = zip(tables, (model.model.embedding, model.lm_head), strict=True)
+        rows = [module.weight.data[: len(table)] for table, module in pairs]  # vLLM pads tables to a multiple of 64.
     except AttributeError as error:
         raise RuntimeError(f"vLLM keeps its weights otherwise: {error}") from error
     for module, weights in zip(modules, experts, strict=True):
@@ -54,13 +52,3 @@ def swizzled(weight: Any, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
         if layout != expected:
             raise RuntimeError(f"vLLM keeps its experts as {layout}, not as {expected}")
     return storages[0].data, storages[1].data
-
-
-def rows_like(table: torch.Tensor, module: Any) -> torch.Tensor:
-    """The rows of vLLM's table that stand for `table`: vLLM pads it to a multiple of 64. Raises RuntimeError where they
-    differ in shape, type or device."""
-    rows = module.weight.data[: len(table)]
-    form, expected = ((*tensor.shape, tensor.dtype, tensor.device) for tensor in (rows, table))
-    if form != expected or not rows.is_contiguous():
-        raise RuntimeError(f"vLLM keeps its embeddings as {form}, not as {expected}")
-    return rows

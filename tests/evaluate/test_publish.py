@@ -65,7 +65,8 @@ def test_a_merged_model(run, hub, tmp_path, capsys):
     arguments = [str(run), "--out", str(tmp_path / "out"), "--push", "me/merged"]
     assert main([*arguments, "--dry-run"]) == 0 and not hub.asked
     assert "would be uploaded to me/merged" in capsys.readouterr().out
-    assert main([*arguments, "--force"]) == 0
+    shutil.rmtree(tmp_path / "out")
+    assert main(arguments) == 0
     files = hub.repos["models", "me/merged"].files
     assert set(load(files["model.safetensors"])) and "library_name: transformers" in files["README.md"].decode()
 

@@ -10,7 +10,7 @@ import torch
 from trainers import batch, loss_and_gradients, make, plain_float32
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm, GptOssRotaryEmbedding
 
-from grpo.model.tiny import RECIPE, write_tiny
+from grpo.model.warmup import TINY_RECIPE, write_tiny
 
 pytestmark = pytest.mark.numeric
 
@@ -41,7 +41,7 @@ def rotate(self, x, position_ids):
 def two_layers(tmp_path_factory):
     """A model of the shape that the golden losses were computed with; its weights are replaced by seeded ones."""
     folder = tmp_path_factory.mktemp("golden") / "model"
-    recipe = replace(RECIPE, shape=replace(RECIPE.shape, layers=2), windows=1, probe_windows=1, steps=1)
+    recipe = replace(TINY_RECIPE, shape=replace(TINY_RECIPE.shape, layers=2), windows=1, probe_windows=1, steps=1)
     write_tiny(folder, recipe, log=lambda line: None)
     return folder
 

@@ -8,7 +8,7 @@ import torch
 from expert_models import config_of
 from packed_rows import DIM, HEADS, KEY_HEADS, REFERENCE, SCALE, normal
 
-from grpo.model.attention import KERNELS, SinkAttention, hidden_states, kernel_attention
+from grpo.model.attention import KERNELS, SinkAttention, hidden_states
 from grpo.model.load import load_model
 from grpo.model.packing import pack_batch
 
@@ -106,8 +106,3 @@ def test_the_model_equals_stock_transformers(tiny, stock, monkeypatch, attention
     assert set(ours) == set(gradients) and any("sinks" in name for name in ours)
     for name, gradient in gradients.items():
         assert error(ours[name], gradient) < 1e-6, name
-
-
-def test_a_row_that_is_not_packed_is_an_error():
-    with pytest.raises(TypeError, match="come as a PackedBatch, got NoneType"):
-        kernel_attention("torch_flash", None, *torch.zeros(3, 1, 1, 2, 4), None, 1.0)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flash kernels without their packages and without a GPU: the adapters of FlashAttention 2, 3 and 4 and of torch's own
-on stand-ins with their signatures, and broken packages."""
+"""Flash kernels without their packages and without a GPU: the adapters of FlashAttention 2 and 3 and of torch's own on
+stand-ins with their signatures, and broken packages."""
 
 from __future__ import annotations
 
@@ -10,22 +10,17 @@ import types
 
 import pytest
 import torch
-from machines import CPU
 from packed_rows import packed
 from reference_kernel import reference_backward, reference_forward
-from transformers.integrations import hub_kernels
 
-import train_grpo
-from grpo.model.attention import KERNELS, SEQLENS, unusable_attention
+from grpo.model.attention import KERNELS, SEQLENS
+from grpo.model.load import load_model
 from grpo.plan.machine import FLASH_PACKAGES
-from grpo.run.ranks import Ranks
 
 FLASH = tuple(FLASH_PACKAGES)
 
 # The arguments of the packages (https://github.com/Dao-AILab/flash-attention), in their order: a call that does not fit
 # them is a TypeError. Of those that have a default, only the ones that the adapters name.
-CUTE = """cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, softmax_scale=None, causal=False,
-    window_size_left=None, window_size_right=None"""
 STAND_INS = {
     "flash_attention_2": ("flash_attn.flash_attn_interface", {  # of 2.7.0; later ones append arguments with a default
         "_flash_attn_varlen_forward": """q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
@@ -43,10 +38,6 @@ STAND_INS = {
             max_seqlen_q, max_seqlen_k, softmax_scale, is_causal, window_size_left=-1, window_size_right=-1,
             deterministic=False""",
     }),
-    "flash_attention_4": ("flash_attn.cute.interface", {  # of 4.0.0b26
-        "_flash_attn_fwd": f"q, k, v, qv=None, {CUTE}, return_lse=False",
-        "_flash_attn_bwd": f"q, k, v, out, dout, lse, {CUTE}",
-    }),
 }  # fmt: skip
 TORCH = "_flash_attention_forward", "_flash_attention_backward"
 TORCHS_NAMES = {  # and those of the packages
@@ -61,23 +52,19 @@ def compute(package, a):
     causal = a.pop("is_causal" if package in ("flash_attention_3", "torch_flash") else "causal", False)
     shape = {name: a.pop(name) for name in (*SEQLENS, "softmax_scale")}
     left, right = (a.pop(f"window_size_{side}", None) for side in ("left", "right"))
-    if package == "flash_attention_4":
-        assert left is right is None if causal else left >= 0 == right
-    else:
-        assert causal and right == 0
-    shape |= {"window_size_left": -1 if left is None else left, "window_size_right": 0}
+    assert causal and right == 0
+    shape |= {"window_size_left": left, "window_size_right": 0}
     for x in "qk":
         starts = shape[f"cu_seqlens_{x}"]
         assert starts.dtype == torch.int32 and shape[f"max_seqlen_{x}"] == int(starts.diff().max())
     q, k, v, out, dout = (a.pop(name, None) for name in ("q", "k", "v", "out", "dout"))
-    lse, targets = a.pop("softmax_lse", a.pop("lse", None)), [a.pop(name, None) for name in ("dq", "dk", "dv")]
-    returns_lse = a.pop("return_lse", package != "flash_attention_4")
+    lse, targets = a.pop("softmax_lse", None), [a.pop(name, None) for name in ("dq", "dk", "dv")]
     assert a.pop("num_splits", 1) == 1 and not any(a.values())
     if dout is None:
         out, lse = reference_forward(q, k, v, **shape)
-        return out, lse if returns_lse else None, None, None
+        return out, lse, None, None
     gradients = reference_backward(dout, q, k, v, out, lse, **shape)
-    if package in ("flash_attention_4", "torch_flash"):
+    if package == "torch_flash":
         return *gradients, None
     for target, gradient in zip(targets, gradients, strict=True):
         target.copy_(gradient)
@@ -114,7 +101,6 @@ def package(request, monkeypatch):
 @pytest.mark.parametrize("window", [-1, 2])
 def test_adapters_call_their_functions_right(package, window):
     """Output, log-sum-exp and gradients are the reference's."""
-    assert unusable_attention(package) is None
     kernel = KERNELS[package]()
     q, k, v, shape = packed()
     shape |= {"window_size_left": window, "window_size_right": 0}
@@ -125,32 +111,8 @@ def test_adapters_call_their_functions_right(package, window):
     assert all(map(torch.equal, gradients, reference_backward(*inputs, **shape)))
 
 
-def test_a_hub_kernel_is_loaded_by_transformers_or_the_reason_is_named(monkeypatch):
-    """The package `kernels` is in the GPU set only: a function stands in for its download here."""
-    monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda: False)
-    assert "the Hub kernel cannot be used (ImportError" in unusable_attention("org/flash-attn2")
-    kernels = {"org/flash-attn2": types.SimpleNamespace(flash_attn_varlen_func=print)}
-    monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda: True)
-    monkeypatch.setattr(hub_kernels, "get_kernel", lambda name, **options: kernels[name])
-    assert unusable_attention("org/flash-attn2") is None
-    problem = unusable_attention("org/none")
-    assert "cannot be used (ValueError" in problem and "set ATTN_IMPL=torch_flash" in problem
-
-
 @pytest.mark.parametrize("attention", FLASH)
-def test_metadata_without_a_module_ends_before_the_model_is_loaded(monkeypatch, capsys, attention):
-    module, _ = STAND_INS[attention]
-    monkeypatch.setitem(sys.modules, module.split(".")[0], None)
-    used = {"machine": CPU, "attention": attention, "ranks": Ranks(), "files": "files", "plan": "plan"}
-    assert train_grpo.launch(types.SimpleNamespace(run=None, settings=None, **used)) == 2
-    problem = capsys.readouterr().err
-    for part in (f"ATTN_IMPL: {attention}", "ModuleNotFoundError", *FLASH_PACKAGES[attention], "ATTN_IMPL=torch_flash"):
-        assert part in problem
-
-
-@pytest.mark.parametrize("missing", [0, 1], ids=["forward", "backward"])
-def test_a_package_without_the_functions_is_named(monkeypatch, package, missing):
-    module, functions = STAND_INS[package]
-    name = list(functions)[missing]
-    monkeypatch.delattr(torch.ops.flash_attn_3 if package == "flash_attention_3" else sys.modules[module], name)
-    assert name in unusable_attention(package)
+def test_metadata_without_a_module_ends_before_weights_are_loaded(monkeypatch, attention):
+    monkeypatch.setitem(sys.modules, STAND_INS[attention][0].split(".")[0], None)
+    with pytest.raises(ModuleNotFoundError):
+        load_model("/nowhere", {}, attention)

@@ -22,7 +22,7 @@ from grpo.settings import Settings
 
 pytestmark = pytest.mark.numeric
 IDS = torch.randint(500, (2, 30), generator=torch.Generator().manual_seed(3))
-TARGETS = "q_proj,1.experts,2.mlp.experts.gate_up_proj,2.mlp.experts.down_proj"
+TARGETS = "q_proj,1.experts,2.experts"
 
 
 def plain(tiny):
@@ -103,7 +103,7 @@ def test_experts_without_rows_get_no_gradient(tiny, monkeypatch):
     assert any((gradient == 0).any() for gradient in gradients), "one token does not meet all experts"
 
 
-def test_an_adapter_counts_once_whoever_computes(tiny, monkeypatch):
+def test_an_adapter_counts_once_whoever_computes(tiny):
     """Other experts of transformers do not know of the factors, and PEFT may have merged them."""
     mine = ours(tiny, "bf16")
     expected = logits_of(mine)
@@ -114,8 +114,6 @@ def test_an_adapter_counts_once_whoever_computes(tiny, monkeypatch):
     assert_near(logits_of(mine), expected)
     with mine.disable_adapter():
         assert_near(logits_of(mine), logits_of(plain(tiny)))
-    monkeypatch.setattr("grpo.model.experts.grouped_mm_waits", lambda device: True)  # every expert computes
-    assert_near(logits_of(ours(tiny, "mxfp4")), expected)
 
 
 def test_the_saved_adapter_is_pefts(tiny, tmp_path):

@@ -128,9 +128,6 @@ def test_frozen_experts_equal_transformers_grouped_mm(dtype, limit):
     ours = experts_forward(module, states, index, weights)
     theirs = grouped_mm_experts_forward(module, states, index, weights)
     assert torch.equal(ours, theirs)
-    with torch.no_grad():
-        every = experts.every_expert(module, states, index, weights, {})
-    assert every.dtype == dtype and ((every - ours).norm() / ours.norm()).item() < limit
     gradient = torch.randn(ours.shape, generator=g).to(dtype)
     gradients = (torch.autograd.grad(x, (states, weights), gradient) for x in (ours, theirs))
     for a, b in zip(*gradients, strict=True):
@@ -139,18 +136,18 @@ def test_frozen_experts_equal_transformers_grouped_mm(dtype, limit):
 
 
 @pytest.mark.parametrize(
-    ("major", "tokens", "grad", "every"), [(8, 256, 0, 1), (9, 9, 0, 0), (10, 9, 0, 0), (8, 257, 0, 0), (8, 9, 1, 0)]
+    ("tokens", "grad", "packed", "adapters", "fused"),
+    [(256, 0, 1, {}, 1), (257, 0, 1, {}, 0), (9, 1, 1, {}, 0), (9, 0, 0, {}, 0), (9, 0, 1, {"down_proj": 1}, 0)],
 )
-def test_every_expert_computes_where_grouped_mm_would_wait(monkeypatch, major, tokens, grad, every):
-    """That is for few tokens without gradients on cards (pretended) for which torch has no kernel."""
-    module, states = MagicMock(adapters={}), MagicMock(device=torch.device("cuda"), is_cuda=False)
+def test_few_rows_are_multiplied_by_packed_weights(monkeypatch, tokens, grad, packed, adapters, fused):
+    """On a GPU (pretended), without gradients and adapters."""
+    weights = "gate_up_proj_blocks" if packed else "gate_up_proj"
+    module = MagicMock(spec=["gate_up_proj_bias", "adapters", weights], adapters=adapters)
+    states = MagicMock(is_cuda=True)
     states.to.return_value, states.__len__.return_value = states, tokens
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
-    monkeypatch.setattr(experts, "every_expert", lambda *arguments: 1)
-    monkeypatch.setattr(experts, "routed_experts", lambda *arguments: 0)
+    monkeypatch.setattr(experts, "routed_experts", lambda *arguments: arguments[-1])
     with torch.set_grad_enabled(bool(grad)):
-        assert experts_forward(module, states, None, None) == every
-    assert not experts.grouped_mm_waits(torch.device("cpu"))
+        assert experts_forward(module, states, None, None) == fused
 
 
 def kept_and_gradient(model):

@@ -7,13 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jinja2.exceptions import TemplateError
-from transformers import AutoTokenizer, GptOssConfig, GptOssForCausalLM
+from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from grpo.model import gptoss_format as gptoss
-from grpo.model.checkpoint import checkpoint_bytes
-from grpo.model.gptoss_format import E2M1, GPT_OSS_20B, O200K_IDS, TINY, ModelError, config_dict, quantize_mxfp4
+from grpo.model.checkpoint import expected_tensors
+from grpo.model.gptoss_format import E2M1, GPT_OSS_20B, TINY, config_dict, quantize_mxfp4
 from grpo.plan.hub import count_parameters
 
 pytestmark = pytest.mark.numeric
@@ -50,13 +49,6 @@ def test_ties_round_to_the_even_code() -> None:
     assert back[:8].tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0]
 
 
-def test_quantizer_refuses() -> None:
-    with pytest.raises(ModelError, match="multiple of 32"):
-        quantize_mxfp4(torch.zeros(2, 33))
-    with pytest.raises(ModelError, match="NaN"):
-        quantize_mxfp4(torch.full((32,), torch.nan))
-
-
 def test_quantized_experts_are_those_that_the_model_computes_with() -> None:
     model = GptOssForCausalLM(GptOssConfig.from_dict(config_dict(TINY)))
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -71,34 +63,9 @@ def test_quantized_experts_are_those_that_the_model_computes_with() -> None:
     assert not quantized
 
 
-SYSTEM = "<|start|>system<|message|>{identity}Current date: 2026-01-02\n\nReasoning: {effort}{channels}<|end|>"
-REST = "<|start|>developer<|message|># Instructions\n\nBe brief.\n\n<|end|><|start|>user<|message|>1 or 2?<|end|>"
-
-
-@pytest.mark.parametrize("full", [False, True])
-def test_template(tiny, full: bool) -> None:
-    tokenizer, template = AutoTokenizer.from_pretrained(tiny), gptoss.chat_template(full)
-    identity, channels = (gptoss.IDENTITY, gptoss.CHANNELS) if full else ("", "")
-
-    def render(*messages: tuple[str, str], **kwargs) -> str:
-        kwargs |= {"tokenize": False, "strftime_now": lambda form: "2026-01-02", "chat_template": template}
-        return tokenizer.apply_chat_template([{"role": role, "content": text} for role, text in messages], **kwargs)
-
-    system = SYSTEM.format(identity=identity, effort="medium", channels=channels)
-    rules, question, answer = ("system", "Be brief."), ("user", "1 or 2?"), ("assistant", "[1]")
-    assert render(rules, question, reasoning_effort="low") == system.replace("medium", "low") + REST
-    final = "<|start|>assistant<|channel|>final<|message|>[1]"
-    assert render(rules, question, answer) == f"{system}{REST}{final}<|return|>"
-    again = render(("developer", "Be brief."), question, answer, question, add_generation_prompt=True)
-    assert again == f"{system}{REST}{final}<|end|><|start|>user<|message|>1 or 2?<|end|><|start|>assistant"
-    with pytest.raises(TemplateError, match="unknown role tool"):
-        render(("tool", ""))
-
-
 def test_config_is_gpt_oss_20bs() -> None:
-    config = config_dict(GPT_OSS_20B, O200K_IDS)
-    keys = ("eos_token_id", "pad_token_id", "max_position_embeddings")
-    assert [config[key] for key in keys] == [200002, 199999, 131072]
+    config = config_dict(GPT_OSS_20B)
+    assert config["max_position_embeddings"] == 131072
     # total_size in openai/gpt-oss-20b's model.safetensors.index.json, and its number of weights
-    assert checkpoint_bytes(GPT_OSS_20B) == 13_761_264_768
+    assert sum(tensor.nbytes for tensor in expected_tensors(GptOssConfig.from_dict(config)).values()) == 13_761_264_768
     assert count_parameters(config)["total"] == 20_914_757_184

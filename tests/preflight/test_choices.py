@@ -13,7 +13,6 @@ from grpo.data.files import Row
 from grpo.preflight import choices
 from grpo.settings import Settings, load_settings
 
-FA3, FA4 = "flash-attn-3", "flash-attn-4"
 BARE = Row("old.csv", 1, (("user", "x"),), (0.5, 0.5), {})
 VALUED = dataclasses.replace(BARE, file="new.csv", q=(-1.0, -1.0))
 KINDS = ("shared", "bf16", "mxfp4", "paged")
@@ -48,11 +47,9 @@ def best(changes, heldout=9, closed_loop=True):
 
 
 CHOICES = [  # A function, its arguments, the choice, and words of the reason.
-    (choices.choose_attention, ("auto", 0, 0.0, (FA3, FA4)), "eager", "no GPU"),
-    (choices.choose_attention, ("auto", 1, 9.0, (FA3,)), "flash_attention_3", "Hopper"),
-    (choices.choose_attention, ("auto", 1, 10.0, (FA3,)), "torch_flash", "exact with sinks"),
-    (choices.choose_attention, ("auto", 1, 10.0, (FA3, FA4)), "flash_attention_4", "Blackwell"),
-    (choices.choose_attention, ("org/kernel", 1, 9.0, ()), "org/kernel", "set by ATTN_IMPL"),
+    (choices.choose_attention, ("auto", 0), "eager", "no GPU"),
+    (choices.choose_attention, ("auto", 1), "torch_flash", "exact with sinks"),
+    (choices.choose_attention, ("org/kernel", 1), "org/kernel", "set by ATTN_IMPL"),
     (choices.choose_packing, (None, "eager", 0), "prefix", "once for all"),
     (choices.choose_packing, (None, "eager", 1), "none", "all scores of a row"),
     (choices.choose_packing, (None, "org/kernel", 1), "none", "padded rows only"),

@@ -17,8 +17,7 @@ from trl.trainer.utils import pad
 
 from grpo.model.load import in_working_type, load_model
 from grpo.rollout import decode as decoding
-from grpo.rollout.decode import DecodingStep
-from grpo.rollout.prefill import shared_prefill
+from grpo.rollout.decode import DecodingStep, shared_prefill
 
 LENGTHS = (70, 41, 55)  # tokens of three prompts; the sliding window has 32
 GROUPS = (0, 0, 1, 2, 0, 2)  # the prompt of each row

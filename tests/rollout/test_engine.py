@@ -5,12 +5,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import math
 import os
-import shutil
 import sys
-import tempfile
 import time
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -21,20 +18,15 @@ import triton
 from conftest import read_csv
 from engines import prompts_of, set_adapter, trainer_with_engine
 from machines import H100
-from stub_vllm import SYNCS, StubLoRARequest, StubSampling
 
 from grpo.evaluate.models import TrainedModel
 from grpo.learn.timer import UtilizationSampler
-from grpo.phases import Phase
 from grpo.plan.hub import DOWNLOAD_GIB, REAL_CONFIG
 from grpo.plan.machine import GIB
-from grpo.plan.memory import BATCHED_TOKENS, EnginePlan, Shapes, capture_sizes, plan_memory
+from grpo.plan.memory import EnginePlan, Shapes, capture_sizes, plan_memory
 from grpo.rollout.engine import (
-    WARM_UP_TOKENS,
     Engine,
     EngineError,
-    RequestBar,
-    adapter_folder,
     engine_arguments,
     gpu_used_gib,
     start_engine,
@@ -101,18 +93,6 @@ def test_the_utilization_is_sampled_in_the_background(monkeypatch):
     assert broken.mean() is None
 
 
-def test_vllms_bar_counts_finished_requests_and_shows_nothing(capsys):
-    """As vLLM's `_run_engine` fills it; the bar around the prompts that it takes in counts none."""
-    with Phase("generating", "completion", 3, first_s=1000) as phase:
-        assert list(RequestBar(phase, ["a", "b", "c"], desc="Rendering prompts")) == ["a", "b", "c"] and not phase.done
-        bar = RequestBar(phase, total=3, desc="Processed prompts", dynamic_ncols=True, postfix="0 toks/s")
-        bar.update(1)
-        bar.update(2)
-        assert phase.done == 3 and bar.format_dict["elapsed"] > 0, "vLLM divides by it"
-        bar.close()
-    assert capsys.readouterr() == ("", "")
-
-
 def test_an_evaluation_has_its_own_temperature_and_no_log_probs(build, monkeypatch):
     """Log-probs at another temperature would be misread as the rollouts'; the rollouts keep theirs. An evaluation of
     the base leaves the adapter out."""
@@ -130,22 +110,6 @@ def test_an_evaluation_has_its_own_temperature_and_no_log_probs(build, monkeypat
     assert active == [False, True]
     asked = [(sampling.temperature, sampling.logprobs) for sampling in requests]
     assert asked == [(0.0, None), (0.0, None), (1.5, 0), (0.3, None), (0.3, None)]
-
-
-def test_generating_needs_an_awake_engine_with_the_adapter(build):
-    trainer = build()
-    engine, prompts = trainer.run.engine, prompts_of(trainer)
-    with pytest.raises(EngineError, match="sleeping engine"):
-        engine.sync_weights(trainer.model)
-    for _ in range(2):  # synced once and asleep since is not synced
-        with pytest.raises(EngineError, match="awake"):
-            engine.generate(prompts, 1)
-        engine.wake()
-        with pytest.raises(EngineError, match="synced"):
-            engine.generate(prompts, 1)
-        engine.sync_weights(trainer.model)
-        engine.sleep()
-    assert "generate" not in engine.llm.calls
 
 
 @pytest.mark.parametrize(
@@ -204,19 +168,6 @@ def test_engine_arguments():
     assert (plan.weights - engine.weights) * GIB == pytest.approx(2 * 8 * 24 * 32 * (2880 + 5760 + 2 * 2880))
 
 
-@pytest.mark.parametrize(("free", "in_memory"), [(4 * 100 + 1, True), (4 * 100, False)])
-def test_an_adapter_that_has_no_room_in_memory_goes_to_the_disk(tmp_path, monkeypatch, free, in_memory):
-    """A container's /dev/shm holds 64 MiB, and an adapter on all experts 88 MB."""
-    policy, memory = torch.nn.Linear(10, 10), tmp_path / "shm"
-    policy.bias.requires_grad = False
-    memory.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-    folder = adapter_folder(policy, memory)
-    assert folder.parent == (memory if in_memory else tmp_path) and folder.stat().st_mode & 0o077 == 0
-    assert adapter_folder(policy, tmp_path / "none").parent == tmp_path
-
-
 @pytest.mark.parametrize(("experts", "cache"), [("paged", None), ("shared", "/somewhere/else")])
 def test_paged_weights_leave_and_shared_ones_are_lent_while_vllm_is_awake(monkeypatch, experts, cache):
     """From its start on. torch gives its free blocks back before: vLLM maps memory past torch's allocator. Triton keeps
@@ -232,7 +183,7 @@ def test_paged_weights_leave_and_shared_ones_are_lent_while_vllm_is_awake(monkey
 
     for name in ("vllm", "vllm.lora", "vllm.lora.request"):
         monkeypatch.setitem(sys.modules, name, MagicMock(LLM=start_llm))
-    for name in ("patch_kernels", "keep_weights_asleep", "Engine.warm_up"):
+    for name in ("patch_kernels", "keep_weights_asleep"):
         monkeypatch.setattr(f"grpo.rollout.engine.{name}", lambda *arguments: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 2**30))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
@@ -258,37 +209,3 @@ def test_paged_weights_leave_and_shared_ones_are_lent_while_vllm_is_awake(monkey
         "shared": [*start, ("lends", "policy", False, False), "sleeps", *wake],
     }
     assert calls == expected[experts]
-
-
-def compiled_for(tokens):
-    """The variants of vLLM 0.26's kernels of experts and router that Triton compiles in a prefill of so many tokens: by
-    the block's rows (opt_flags.py), and whether their numbers are multiples of 16 (matmul_ogs.py, routing.py, topk.py,
-    reduce_bitmatrix.py of triton_kernels; 32 experts, 4 for each token)."""
-    pairs, parts = 4 * tokens, 4 * math.ceil(tokens / 128)
-    rows = max(16, min(128, 1 << (pairs // 32 - 1).bit_length()))
-    blocks = math.ceil((pairs - 31) / rows) + 31
-    products = ("first", rows, tokens % 16 == 0, blocks % 16 == 0), ("second", rows, pairs % 16 == 0, blocks % 16 == 0)
-    memset = "memset", 2 * pairs % 16 == 0, math.ceil(tokens / 32) % 16 == 0, parts % 16 == 0
-    return {*products, memset, ("routing, top k and sums", tokens % 16 == 0, parts % 16 == 0)}
-
-
-def test_the_warm_up_meets_all_that_a_prefill_compiles():
-    met = set().union(*map(compiled_for, WARM_UP_TOKENS))
-    assert [n for n in range(33, BATCHED_TOKENS + 1) if compiled_for(n) - met] == []
-
-
-def test_the_warm_up_prefills_its_numbers_of_tokens(tiny):
-    vocabulary, calls = json.loads((tiny / "config.json").read_text())["vocab_size"], []
-
-    class LLM:
-        def generate(self, prompts, parameters, use_tqdm, lora_request):
-            assert (parameters.max_tokens, parameters.temperature) == (1, 0.0), "no draw, no decoding"
-            calls.append([row["prompt_token_ids"] for row in prompts])
-            return prompts
-
-    for sync in SYNCS:  # a native adapter has other kernels: it adds none
-        Engine(LLM(), StubSampling, StubLoRARequest, Settings(ROLLOUT_SYNC=sync), []).warm_up(max_model_len=200)
-    assert [sum(map(len, rows)) for rows in calls] == list(WARM_UP_TOKENS)
-    rows = list(itertools.chain(*calls))
-    assert all(0 < len(row) < 200 and max(row) < vocabulary for row in rows)
-    assert len({tuple(row[:16]) for row in rows}) == len(rows), "no row has a prefix in the cache"

@@ -168,9 +168,6 @@ RELIED_ON = {  # excerpts of a definition's source
     "outputs.py:RequestOutput": ["self.outputs", "self.prompt_logprobs"],
     "logprobs.py:FlatLogprobs": ["logprobs:"],
     "logprobs.py:Logprob": ["logprob:"],
-    "entrypoints/offline_utils.py:OfflineInferenceMixin._run_engine": [  # It fills RequestBar.
-        "tqdm_func = use_tqdm if callable(use_tqdm) else tqdm", "tqdm_func(total=num_requests,", "pbar.update(n)",
-    ],
     # Sleeping: the backend that is made at the first sleep, and what the allocator knows of each block.
     "v1/engine/llm_engine.py:LLMEngine": ["self.vllm_config"],
     "config/model.py:ModelConfig": ["sleep_mode_backend:"],
