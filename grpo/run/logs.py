@@ -21,7 +21,6 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 
 from grpo.data.scoring import Completion, completion_rates, is_answer
-from grpo.phases import BAR
 from grpo.run.durable import require_regular
 from grpo.run.layout import LOGS
 from grpo.settings import log
@@ -381,11 +380,7 @@ def detach_closed_terminal() -> None:
 
 
 class TerminalHandler(logging.StreamHandler):
-    """Writes to stdout, above the bar of a phase that goes on."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        with BAR.wiped():
-            super().emit(record)
+    """Writes to stdout for as long as somebody reads that."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         detach_closed_terminal()  # training.log has the message.
