@@ -30,7 +30,7 @@ from grpo.plan.hub import count_parameters, has_mxfp4
 from grpo.plan.machine import Machine
 from grpo.preflight.choices import choose_threads
 from grpo.run.ending import UnloadableModel
-from grpo.run.layout import full_disk
+from grpo.run.layout import is_full_disk
 from grpo.settings import Settings, format_exception, log
 
 LARGEST_WEIGHT = 1e6  # of an adapter; those of a trained one are far below 10
@@ -183,7 +183,7 @@ def load_to_train(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever the libraries raise for damage that the preflight cannot see
-        if full_disk(error, folder):
+        if is_full_disk(error, folder):
             raise
         log.info("the model cannot be loaded", exc_info=error, extra=FILE_ONLY)
         raise UnloadableModel(str(error) if isinstance(error, ValueError) else format_exception(error)) from error
