@@ -43,7 +43,7 @@ from grpo.plan.hub import fetch_weights
 from grpo.preflight.adapter import lora_options
 from grpo.preflight.agree import adopt_rank0_state, merge_rank_problems
 from grpo.preflight.banner import banner
-from grpo.preflight.checks import current_folder_problem, preflight, run_records
+from grpo.preflight.checks import preflight, run_records
 from grpo.preflight.resolve import ResolvedRun
 from grpo.run.archive import write_zip
 from grpo.run.best import recover_best
@@ -103,8 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def check_and_run(ranks: Ranks, only_check: bool) -> int:
     """Locks OUTPUT_DIR, so that no other run changes it, then checks, and where no process has a problem, runs. Returns
     the exit code. A start that is refused leaves nothing behind, not even the lock file."""
-    lock, problem, code = None, current_folder_problem(), 2
-    if not (problem or only_check or ranks.rank):
+    lock, problem, code = None, None, 2
+    if not (only_check or ranks.rank):
         lock, problem = lock_output_dir(os.environ)
     try:
         if problems := list(filter(None, ranks.share(problem))):

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import difflib
 import itertools
 import logging
@@ -13,26 +12,21 @@ import os
 import re
 import shlex
 import textwrap
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import date
 from operator import gt, le, lt
 from pathlib import Path
 from typing import Any
 
-from grpo.other_names import ANSWERS, COMMON, FOREIGN
+from grpo.other_names import ANSWERS, COMMON
 from grpo.settings_table import FIELDS, TASKS, Settings, Value
 
 ROOT = Path(__file__).resolve().parents[1]
 log = logging.getLogger("train_grpo")
 MOST_WHOLE = 10**9  # The limit of whole numbers without one of their own: plans are computed with them.
-LEAST_FLOAT, MOST_FLOAT = 1e-30, 1e30  # Limits of the size of a number other than 0: products stay within float32.
+MOST_FLOAT = 1e30  # The same of other numbers: products stay within float32.
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 MAY_CHANGE = {name for name, spec in FIELDS.items() if spec.metadata.get("resume")}
-# Values that other programs take, and why they are refused here.
-REFUSED = {
-    "ATTN_IMPL=flex_attention": "it was removed: ATTN_IMPL=torch_flash (or auto) replaces it",
-    "ATTN_IMPL=sdpa": "it knows no attention sinks, so transformers refuses it for gpt-oss: take auto",
-}
 
 
 def split_commas(text: str) -> list[str]:
@@ -86,16 +80,13 @@ def is_text(text: str) -> bool:
         return False
 
 
-def path_fault(path: str | Path, room: int = 0) -> str | None:
-    """Why there can be no file at `path`, or None, also where it is merely missing. `room`: the bytes by which names
-    that are written beside it are longer."""
-    if any(len(os.fsencode(part)) + room > 255 for part in Path(path).parts):
-        return f"a name in it has more than {255 - room} bytes"
+def path_fault(path: str | Path) -> str | None:
+    """Why there can be no file at `path`, or None, also where it is merely missing."""
     try:
         os.stat(Path(path).expanduser())
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, no access, no such user
+    except (OSError, RuntimeError, ValueError) as error:  # a long name, a loop of links, no access, no such user
         return getattr(error, "strerror", None) or str(error)
     return None
 
@@ -123,8 +114,6 @@ def parse_value(name: str, text: str) -> Value:
         raise ValueError("it holds bytes that are not UTF-8")
     if optional and text.lower() == "auto":
         return None
-    if reason := REFUSED.get(f"{name}={text}"):
-        raise ValueError(reason)
     if kind == "bool":
         if text.lower() not in TRUE + FALSE:
             raise ValueError("expected auto, 1 or 0" if optional else "expected 1 or 0")
@@ -134,19 +123,10 @@ def parse_value(name: str, text: str) -> Value:
             raise ValueError(f"expected one of {', '.join(known)}{nearest(text.lower(), known)}")
         return text.lower()
     if spec.get("date"):
-        return parse_date(text)
-    if "room" in spec and (fault := path_fault(text, spec["room"])):
+        return date.fromisoformat(text).isoformat()
+    if spec.get("path") and (fault := path_fault(text)):
         raise ValueError(fault)
     return text if kind == "str" else parse_number(text, kind == "int", bool(optional), spec)
-
-
-def parse_date(text: str) -> str:
-    """The day in the form 2025-11-06. Raises ValueError."""
-    with contextlib.suppress(ValueError):
-        # strftime writes an earlier year in three digits, and strptime does not read them.
-        if text.isascii() and (day := time.strptime(text, "%Y-%m-%d")).tm_year >= 1000:
-            return time.strftime("%Y-%m-%d", day)
-    raise ValueError("expected a date such as 2025-11-06")
 
 
 def parse_number(text: str, whole: bool, optional: bool, spec: Mapping[str, Any]) -> float:
@@ -163,8 +143,6 @@ def parse_number(text: str, whole: bool, optional: bool, spec: Mapping[str, Any]
     for limit, words, exceeds in (("low", "at least", lt), ("above", "above", le), ("high", "at most", gt)):
         if limit in limits and exceeds(value, limits[limit]):
             raise ValueError(f"must be {words} {show(limits[limit])}")
-    if not whole and 0 < abs(value) < LEAST_FLOAT:
-        raise ValueError(f"float32 cannot compute with it: the least in size is {LEAST_FLOAT:g}")
     return value
 
 
@@ -184,14 +162,6 @@ def nearest_setting(variable: str) -> str | None:
     return known.get(name) or known.get(name.replace("_", "")) or (near[0] if near else None)
 
 
-def remedy(answer: str, value: str) -> str:
-    """An answer of grpo/other_names.py with the value in it; where the setting that it names refuses it, the reason."""
-    if not answer.endswith("={}"):
-        return answer.replace("{}", value)
-    problems = load_settings({answer.removeprefix("set ").removesuffix("={}"): value})[2]
-    return problems[0] if problems else answer.replace("{}", shlex.quote(value) if value else "")
-
-
 def flag_answers(words: Sequence[str]) -> list[str]:
     """An answer to each part of a command line that is no option here: `--num-generations 8: set NUM_GENERATIONS=8`."""
     answers: list[str] = []
@@ -204,13 +174,10 @@ def flag_answers(words: Sequence[str]) -> list[str]:
         else:
             answers.append(f"{word}: settings stand before `python`")
     for flag, *values in flags:
-        name, value = canonical_name(flag), ",".join(values)
-        positive = name.removeprefix("NO_")
-        setting = nearest_setting(positive)
-        answer = ANSWERS.get(positive) or (f"set {setting}={{}}" if setting else "no such setting, --help lists them")
-        if not value and answer.endswith("={}") and "bool" in str(FIELDS[answer[len("set ") : -len("={}")]].type):
-            value = "1" if name == positive else "0"
-        answers.append(f"{' '.join([flag, *values])}: {remedy(answer, value)}")
+        name, value = canonical_name(flag), ",".join(values) or "1"
+        setting = nearest_setting(name)
+        answer = ANSWERS.get(name) or (f"set {setting}={{}}" if setting else "no such setting, --help lists them")
+        answers.append(f"{' '.join([flag, *values])}: {answer.replace('{}', shlex.quote(value))}")
     return answers
 
 
@@ -220,10 +187,8 @@ def unknown_variables(environ: Mapping[str, str]) -> tuple[Problems, list[str]]:
     for variable in sorted(set(environ) - set(FIELDS) - set(split_commas(environ.get("IGNORE_VARS", "")))):
         name, ignore = canonical_name(variable), f"IGNORE_VARS={variable} if it belongs to another program"
         value = environ[variable].strip().encode("utf-8", "backslashreplace").decode()
-        if name in FOREIGN.split() or (name in COMMON.split() and not value):
-            continue
         if answer := ANSWERS.get(name):
-            fix = one_line(remedy(answer, value), 300)
+            fix = one_line(answer.replace("{}", shlex.quote(value)), 300)
             if name in COMMON.split():
                 warnings.append(f"{variable} is set and is no setting: {fix}; or {ignore}")
             else:

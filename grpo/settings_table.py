@@ -32,7 +32,7 @@ def setting(group: str, default: Default, unit: str = "", text: str = "", **fact
 
     `facts` may hold `tiny`, the default for `MODEL_ID=tiny` where that differs; `resume`, whether it may change when a
     run is resumed; the limits `low` and `high` (inclusive), `above` and `choices`; `date` for a day; `nan` where NaN is
-    accepted; and for a path `room`, the bytes by which names that are written beside it are longer.
+    accepted; and `path` for a file or folder.
     """
     return field(default=default, metadata={"group": group, "unit": unit, "text": text, "tiny": None, **facts})
 
@@ -44,7 +44,7 @@ class Settings:
     fit other settings is checked in grpo/preflight/checks.py, and `auto` is chosen in choices.py beside it."""
 
     # fmt: off
-    MODEL_ID: str = setting("Model", "openai/gpt-oss-20b", room=0, text=
+    MODEL_ID: str = setting("Model", "openai/gpt-oss-20b", path=True, text=
         "Hub id, local folder, or `tiny`: a gpt-oss of 0.3M parameters that comes with the project (data/tiny).")
     ATTN_IMPL: str = setting("Model", "auto", resume=True, text=
         "Attention of the learner: `auto`, `torch_flash` (FlashAttention 2 as torch ships it), `flash_attention_2`, "
@@ -61,9 +61,9 @@ class Settings:
         "`7.experts` of one, separated by commas.")
     LORA_DROPOUT: float = setting("Model", 0.0, "share", low=0, high=0.9, text=
         "Dropout on the adapter's input while learning.")
-    INIT_ADAPTER: str = setting("Model", "", "folder", room=0, text=
-        "LoRA adapter that the run starts from, such as scripts/sft.py makes; its rank, alpha and targets take the "
-        "place of the defaults. Empty: a fresh one.")
+    INIT_ADAPTER: str = setting("Model", "", "folder", path=True, text=
+        "LoRA adapter that the run starts from instead of a fresh one, such as scripts/sft.py makes: its rank, alpha "
+        "and targets take the place of the defaults. Empty: a fresh one.")
 
     TASK: str = setting("Data", "tes", choices=tuple(TASKS), text=
         "What is learned: other defaults of DATA, REWARDS, SYSTEM_PROMPT and more (docs/tasks.md).")
@@ -186,7 +186,7 @@ class Settings:
     SEED: int = setting("Learner", 42, low=0, high=2**31 - 1, text=
         "Seed of prompt order, adapter initialization and sampling.")
 
-    OUTPUT_DIR: str = setting("Output", "runs/gpt-oss-20b", tiny="runs/tiny", resume=True, room=16, text=
+    OUTPUT_DIR: str = setting("Output", "runs/gpt-oss-20b", tiny="runs/tiny", resume=True, path=True, text=
         "Folder of the run; OUTPUT_DIR.zip is written beside it.")
     LOG_PROMPTS: bool = setting("Output", False, text="Write each prompt into completions.csv, beside its completion.")
     SAVE_STEPS: int = setting("Output", 10, "steps", tiny=50, low=1, resume=True, text="Steps between checkpoints.")

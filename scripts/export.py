@@ -28,7 +28,7 @@ from grpo.evaluate.export import WRITERS, export, prepare
 from grpo.evaluate.publish import staged_adapter
 from grpo.model.gptoss_format import ModelError
 from grpo.run.best import read_best
-from grpo.run.hub import PushError, check_account, listing, upload
+from grpo.run.hub import check_account, listing, upload
 from grpo.settings import format_exception
 
 
@@ -83,11 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ModelError, ValueError) as error:
         print(*error.args, sep="\n", file=sys.stderr)
         return 2
-    except PushError as error:
-        print(error, file=sys.stderr)
-        return 1
     except (OSError, SafetensorError) as error:
-        print(f"not written: {format_exception(error)}", file=sys.stderr)
+        print(f"it failed: {format_exception(error)}", file=sys.stderr)
         return 1
     return 0
 

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lines and bar about work that takes time, and threads that write them."""
+"""Lines about work that takes time, and threads that write them."""
 
 from __future__ import annotations
 
 import io
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,32 +12,17 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from grpo import phases
-from grpo.phases import BAR, Phase, with_progress
+from grpo.phases import Phase, with_progress
 from grpo.run.logs import start_logging
-from grpo.settings import log
-
-
-class Screen(io.StringIO):
-    def __init__(self, terminal: bool):
-        super().__init__()
-        self.terminal = terminal
-
-    def isatty(self) -> bool:
-        return self.terminal
 
 
 @pytest.fixture
-def screen(monkeypatch) -> Iterator[Callable[[bool], Screen]]:
-    """Puts a screen in the place of stdout, a terminal or none, and makes lines and bar come fast."""
-    for name in ("LINE_S", "BAR_S"):
-        monkeypatch.setattr(phases, name, 0.01)
-
-    def put(terminal: bool) -> Screen:
-        new = Screen(terminal)
-        monkeypatch.setattr(sys, "stdout", new)
-        return new
-
-    yield put
+def out(monkeypatch) -> Iterator[io.StringIO]:
+    """What is printed; lines come fast."""
+    screen = io.StringIO()
+    monkeypatch.setattr(phases, "LINE_S", 0.01)
+    monkeypatch.setattr(phases, "print", lambda line, flush: screen.write(f"{line}\n"), raising=False)
+    yield screen
     assert not Phase.active
 
 
@@ -47,8 +31,7 @@ def wait_for(words: str, read: Callable[[], str]) -> None:
         time.sleep(0.005)
 
 
-def test_without_a_terminal_a_phase_begins_goes_on_and_ends_with_a_line_each(screen):
-    out = screen(False)
+def test_a_phase_begins_goes_on_and_ends_with_a_line_each(out):
     with Phase("closed loop", "decision", 30) as phase:
         assert out.getvalue() == "closed loop ...\n"
         phase.done = 4
@@ -57,11 +40,10 @@ def test_without_a_terminal_a_phase_begins_goes_on_and_ends_with_a_line_each(scr
     assert re.search(r"^closed loop: regret 9\.0 % \(\d+\.\d s\)$", out.getvalue(), re.MULTILINE)
     with pytest.raises(ValueError), Phase("loading"):
         raise ValueError
-    assert "loading: stopped (" in out.getvalue() and "\r" not in out.getvalue()
+    assert "loading: stopped (" in out.getvalue()
 
 
-def test_phases_inside_of_another_one_add_to_its_lines(screen):
-    out = screen(False)
+def test_phases_inside_of_another_one_add_to_its_lines(out):
     with Phase("evaluation"):
         for _ in with_progress("", range(3), "decision", 3):
             with Phase("generating", "completion", 1_000) as inner:
@@ -77,8 +59,7 @@ def test_phases_inside_of_another_one_add_to_its_lines(screen):
     assert not Phase.active, "an exception leaves no inner phase behind"
 
 
-def test_work_that_is_mostly_short_has_no_lines_at_begin_and_end(screen):
-    out = screen(False)
+def test_work_that_is_mostly_short_has_no_lines_at_begin_and_end(out):
     assert list(with_progress("reading x.csv", "abc", first_s=1000)) == list("abc")
     assert out.getvalue() == ""
     for item in with_progress("reading x.csv", "abcd", total=3500, each=1000, first_s=0.01):
@@ -88,17 +69,9 @@ def test_work_that_is_mostly_short_has_no_lines_at_begin_and_end(screen):
     assert not [thread for thread in threading.enumerate() if getattr(thread, "_target", None) == Phase.watch]
 
 
-def test_a_terminal_has_a_bar_where_something_is_counted_and_log_lines_stand_above_it(screen, tmp_path, quiet):
-    out = screen(True)
+def test_the_log_has_the_lines_too(out, tmp_path, quiet):
     start_logging(tmp_path)
     with Phase("generating", "completion", 4, first_s=0.01) as phase:
         phase.done = 1
-        wait_for("completion 1 of 4", out.getvalue)
-        log.info("a line")
-        phase.done = 4
-        wait_for(f"\r[{'#' * phases.CELLS}] generating, completion 4 of 4, 0 s\x1b[K", out.getvalue)
-    assert re.search(r"\x1b\[K\r\x1b\[K\d\d:\d\d:\d\d I train_grpo: a line\n", out.getvalue()), "wiped before it"
-    assert out.getvalue().endswith("\r\x1b[K") and not BAR.drawn
-    text = (tmp_path / "training.log").read_text()
-    assert "I train_grpo: generating, completion" in text and "a line" in text and not {"\r", "\x1b", "#"} & set(text)
-    assert out.getvalue().count("\n") == 1, "lines about the phase are in the log alone"
+        wait_for("I train_grpo: generating, completion 1 of 4, 0 s\n", (tmp_path / "training.log").read_text)
+    assert not out.getvalue()

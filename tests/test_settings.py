@@ -4,11 +4,8 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import math
-import os
 import re
-import signal
 import subprocess
 import sys
 
@@ -18,7 +15,7 @@ from conftest import CLEAN, ROOT, run_script
 from hypothesis import strategies as st
 from machines import only
 
-from grpo.other_names import ANSWERS, COMMON, FOREIGN, INSTEAD, SAME, UNSUPPORTED
+from grpo.other_names import ANSWERS, COMMON, INSTEAD, SAME, UNSUPPORTED
 from grpo.settings import (
     FIELDS,
     Settings,
@@ -35,7 +32,7 @@ ACCEPTED = [
     ("OVERWRITE", "OFF", False, "a word for false, upper case"),
     ("LOSS_TYPE", "BNPO", "bnpo", "choices ignore case"),
     ("INVALID_REWARD", "nan", math.nan, "nan is allowed here"),
-    ("PROMPT_DATE", "2024-2-29", "2024-02-29", "a leap day, normalized: the same day is the same prompt"),
+    ("PROMPT_DATE", "20240229", "2024-02-29", "a leap day, normalized: the same day is the same prompt"),
 ]
 REFUSED = {  # reason -> (setting, text, message)
     "nan": ("LEARNING_RATE", "nan", "finite"),
@@ -48,14 +45,11 @@ REFUSED = {  # reason -> (setting, text, message)
     "400 digits": ("TOTAL_STEPS", "1" * 400, "at most 1000000000"),
     "digits of another script": ("SEED", "\uff11", "expected a whole number"),
     "an underscore": ("LEARNING_RATE", "0.0_1", "expected a number"),
-    "no float32": ("EPSILON", "1e-40", "float32 cannot"),
-    "no float32, large": ("PARITY_LIMIT", "1e38", r"at most 1e\+30"),
-    "a year of three digits": ("PROMPT_DATE", "0999-01-01", "expected a date"),
+    "no float32": ("PARITY_LIMIT", "1e38", r"at most 1e\+30"),
+    "no date": ("PROMPT_DATE", "2025-13-01", "month must be in 1..12"),
     "bytes that are no text": ("DATA", "days\udcff.csv", "not UTF-8"),
     "nobody's home": ("OUTPUT_DIR", "~nobody-here/runs", "home"),
-    "a long name": ("MODEL_ID", f"models/{'x' * 256}", "more than 255 bytes"),
-    "no room for .zip": ("OUTPUT_DIR", "x" * 240, "more than 239 bytes"),
-    "an attention of other models": ("ATTN_IMPL", "sdpa", "attention sinks"),
+    "a long name": ("MODEL_ID", "x" * 256, "name too long"),
 }
 
 
@@ -106,7 +100,6 @@ def test_near_misses_name_the_setting_and_other_programs_variables_are_left_alon
 
 ERRORS = [  # variable, value, the remedy
     ("num-epochs", "3", "Set NUM_TRAIN_EPOCHS=3"),
-    ("LR", "0", "LEARNING_RATE: '0' is not accepted, must be above 0"),
     ("WARMUP_RATIO", "0.1", "Set WARMUP_STEPS to 0.1 x TOTAL_STEPS"),
     ("RESUME", "never", "was removed, the same command always continues the run, and OVERWRITE=1"),
 ]
@@ -124,20 +117,10 @@ def test_words_that_any_program_may_export_are_no_errors():
     for variable in COMMON.split():
         problems, warnings = unknown_variables({variable: "3"})
         assert not problems and only(warnings).startswith(f"{variable} is set and is no setting: ")
-        for environ in ({variable: "3", "IGNORE_VARS": variable}, {variable: " "}):
-            assert unknown_variables(environ) == ([], [])
+        assert unknown_variables({variable: "3", "IGNORE_VARS": variable}) == ([], [])
     assert "set TOTAL_STEPS=3; or IGNORE_VARS=STEPS" in only(unknown_variables({"STEPS": "3"})[1])
     assert "set OUTPUT_DIR='runs/my run'; or" in only(unknown_variables({"OUT": "runs/my run"})[1])
     assert only(unknown_variables({"DATA_DIR": "days\udcff"})[1]).isascii(), "no log can hold it as it is"
-    assert unknown_variables(dict.fromkeys(FOREIGN.split(), "3")) == ([], [])
-
-
-def test_every_field_of_trls_own_configurations_is_a_setting_or_has_an_answer():
-    """TRL's GRPOConfig with all that it inherits from TrainingArguments, ModelConfig and ScriptArguments."""
-    trl = pytest.importorskip("trl")
-    classes = (trl.GRPOConfig, trl.ModelConfig, trl.ScriptArguments)
-    names = {field.name.upper() for kind in classes for field in dataclasses.fields(kind)}
-    assert len(names) > 200 and not names - set(FIELDS) - set(ANSWERS)
 
 
 @pytest.mark.parametrize("name", sorted(FIELDS))
@@ -168,17 +151,6 @@ for path in ["train_grpo.py", *sorted(map(str, pathlib.Path("scripts").glob("*.p
         assert f"  {line}\n" in done.stdout
 
 
-@pytest.mark.parametrize("option", ["--help", "--check"])
-def test_a_reader_that_has_gone_ends_it_quietly(option):
-    """`--help | head`: here the reader has gone before the first line."""
-    command = [sys.executable, str(ROOT / "train_grpo.py"), option]
-    reader, writer = os.pipe()
-    os.close(reader)
-    done = subprocess.run(command, env=CLEAN | {"MODEL_ID": "tiny"}, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE)
-    os.close(writer)
-    assert done.returncode in (0, 128 + signal.SIGPIPE) and not done.stderr, "0: all was written at once, at the end"
-
-
 def test_an_older_python_is_told_in_one_line():
     """Its version is all that is pretended; what such a Python compiles is in the grammar of 3.8."""
     for path in ("train_grpo.py", "grpo/__init__.py"):
@@ -193,7 +165,7 @@ ANSWERED = [
     ("--resume-from-checkpoint latest", "leave it out: the same command continues"),
     ("--num_generations=8", "set NUM_GENERATIONS=8"),
     ("--invalid-penalty -0.5", "set INVALID_REWARD=-0.5"),
-    ("--no-mask-truncated-completions", "set MASK_TRUNCATED=0"),
+    ("--mask-truncated-completions", "set MASK_TRUNCATED=1"),
     ("--lora-target-modules q_proj v_proj", "set LORA_TARGETS=q_proj,v_proj"),
     ("--lives 9", "no such setting"),
     ("SEED=5", "before `python`"),
@@ -209,12 +181,9 @@ def test_flags_of_other_trainers_are_answered_with_the_setting(typed, answer):
 def test_every_answer_to_a_flag_names_settings_and_values_that_are_accepted():
     names = [name for table in (SAME, INSTEAD, UNSUPPORTED) for group in table.values() for name in group.split()]
     assert len(names) == len(set(names)) == len(ANSWERS) and not set(names) & set(FIELDS)
-    assert set(SAME) <= set(FIELDS) and set(COMMON.split() + FOREIGN.split()) <= set(names)
-    for name in names:
-        (line,) = flag_answers([f"--{name.lower()}"])
+    assert set(SAME) <= set(FIELDS) and set(COMMON.split()) <= set(names)
+    for line in (*INSTEAD, *UNSUPPORTED):
         for setting, value in re.findall(r"\b([A-Z_]{4,})(?:=([\w.]+))?", line):
-            if setting in ("CUDA_VISIBLE_DEVICES", "GRPO", "LORA", "GPU"):  # no settings, and not named as such
-                continue
             assert setting in FIELDS and not (value and load_settings({setting: value})[2]), line
     done = run_script("TOTAL_STEPS=5", "--check", "--quantization", "4bit")
     assert done.returncode == 2 and not done.stdout and "usage: [NAME=VALUE ...] python train_grpo.py" in done.stderr

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the processes of a run speak to each other, and how they notice that one of them is gone.
 
-Simplified: every process has the whole model, so only gradients, rows of numbers and short messages travel.
+Simplified: every process has the whole model, so only gradients, token ids, log-probs and short messages travel.
 The groups are made directly, not by `init_process_group`: torch's default group stays free for vLLM, and a collective
 can only run on the group whose method it is. Messages are JSON, never pickles.
 """
@@ -11,15 +11,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import itertools
 import json
-import math
 import os
 import threading
 import time
-from array import array
 from collections import Counter
-from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -112,24 +108,15 @@ class ConnectedRanks(Ranks):
                 time.sleep(0.1)
             raise RuntimeError(f"the connection to another process broke ({error})") from None
 
-    def _share_bytes(self, data: bytes) -> list[bytes]:
+    def share(self, value: Any) -> list[Any]:
+        data = json.dumps(value, default=lambda scalar: scalar.item()).encode()  # NumPy's numbers are no JSON.
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         self._wait(self.gloo.allgather([lengths], [torch.tensor([len(data)])]))
         padded = torch.frombuffer(bytearray(data.ljust(int(max(lengths)) + 1, b"\0")), dtype=torch.uint8)
         messages = [torch.empty_like(padded) for _ in range(self.size)]
         self._wait(self.gloo.allgather([messages], [padded]))
-        return [message[: int(length)].numpy().tobytes() for message, length in zip(messages, lengths, strict=True)]
-
-    def share(self, value: Any) -> list[Any]:
-        return list(map(json.loads, self._share_bytes(json.dumps(value).encode())))
-
-    def share_rows(self, rows: Sequence[Sequence[float | None]], kind: str) -> list[Any]:
-        lengths = itertools.chain.from_iterable(self.share(list(map(len, rows))))
-        numbers = array(kind, (math.nan if value is None else value for row in rows for value in row))
-        shared = array(kind)
-        shared.frombytes(b"".join(self._share_bytes(numbers.tobytes())))
-        values = (None if value != value else value for value in shared)
-        return [list(itertools.islice(values, length)) for length in lengths]
+        texts = (message[: int(length)].numpy().tobytes() for message, length in zip(messages, lengths, strict=True))
+        return list(map(json.loads, texts))
 
     def broadcast(self, value: Any = None) -> Any:
         return self.share(None if self.rank else value)[0]
@@ -145,7 +132,6 @@ class ConnectedRanks(Ranks):
         self._wait(self.gloo.broadcast(tensor, 0))
 
     def sum_tensor(self, tensor: Tensor) -> None:
-        self.summed_bytes += tensor.nbytes
         if not tensor.is_cuda:
             return self._wait(self.gloo.allreduce([tensor]))
         # NCCL gives up on who comes later than its timeout: wait on gloo, which does not, until every GPU is ready.

@@ -135,8 +135,7 @@ class Trainer(Learner):
         """Saves on rank 0: the files of the checkpoint, then its manifest, and only then the oldest checkpoint goes.
 
         The oldest is that of the lowest step. transformers goes by modification times, and would delete a new
-        checkpoint where older ones are dated later. Another file is written before the manifest, and INNER_FILES in
-        grpo/run/layout.py names it.
+        checkpoint where older ones are dated later. Another file is written before the manifest.
         """
         if self.run_log is None:
             return
@@ -203,8 +202,8 @@ class Trainer(Learner):
                     rank_prompts = prompt_ids[rank_rows.start : rank_rows.stop]
                     completion_ids, logprobs = run.engine.rollout(self.model, rank_prompts, seed, not base, temperature)
                 self.timer.used_gib = max(self.timer.used_gib, run.engine.used_gib)
-                logprobs = ranks.share_rows(logprobs, "d")
-            completion_ids = ranks.share_rows(completion_ids, "i")
+                logprobs = ranks.share_rows(logprobs)
+            completion_ids = ranks.share_rows(completion_ids)
         self.rollout_tokens = sum(map(len, completion_ids))
         return completion_ids, logprobs
 

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,11 +27,6 @@ def count_parameters(config: ModelConfig) -> dict[str, int]:
     embeddings = config["vocab_size"] * hidden * (1 if config.get("tie_word_embeddings") else 2)
     total = layers * (attention + moe + 2 * hidden) + embeddings + hidden
     return {"total": total, "experts": layers * moe, "attention": layers * attention, "embeddings": embeddings}
-
-
-def config_digest(config: ModelConfig) -> str:
-    """A name for a config.json: a resumed run must find the base model that it began with."""
-    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def has_mxfp4(config: ModelConfig | None) -> bool:

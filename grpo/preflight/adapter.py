@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,11 +10,11 @@ from typing import Any
 
 from grpo.plan import targets
 from grpo.plan.hub import ModelConfig, read_json
-from grpo.plan.targets import UNKNOWN_LAYERS, expected_shapes, target_matrices
+from grpo.plan.targets import expected_shapes, target_matrices
 from grpo.run.best import adapter_fault
 from grpo.run.durable import file_sha256
 from grpo.run.folder import ADAPTER, RunState
-from grpo.settings import MOST_FLOAT, MOST_WHOLE, Problems, Settings, format_exception, show
+from grpo.settings import Problems, Settings, show
 
 CONFIG = "adapter_config.json"
 WHICH = "Name the folder of an adapter: a run's, its best/, a checkpoint, or what scripts/sft.py wrote"
@@ -38,35 +37,31 @@ def on_experts(folder: Path) -> bool:
 
 
 def tensor_shapes(path: Path) -> dict[str, list[int]]:
-    """Shape of every tensor by name, from the header of a safetensors file. Raises OSError and ValueError."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        if size > path.stat().st_size:
-            raise ValueError(f"{path.name} is cut off or no safetensors file")
-        try:
-            header = json.loads(file.read(size))
-            return {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{path.name} is damaged or no safetensors file ({format_exception(error)})") from None
+    """Shape of every tensor by name, from the header of a safetensors file. Raises ValueError where it is damaged, and
+    OSError."""
+    from safetensors import SafetensorError, safe_open  # Inside, so that the preflight can name missing packages.
+
+    try:
+        with safe_open(path, "np") as file:
+            return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{path.name} is damaged or no safetensors file ({error})") from None
 
 
-def read_adapter(folder: Path, model: ModelConfig | None) -> dict[str, Any]:
+def read_adapter(folder: Path, model: ModelConfig) -> dict[str, Any]:
     """LORA_R, LORA_ALPHA and LORA_TARGETS of the adapter in `folder`. Raises OSError, and ValueError with a sentence
-    where it cannot be read, or is not made for the model with this config.json (None: unknown)."""
+    where it cannot be read, or is not made for the model with this config.json."""
     config, shapes = read_json(folder / CONFIG), tensor_shapes(folder / ADAPTER)
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if config.get("peft_type") != "LORA" or type(rank) is not int or not isinstance(alpha, int | float):
         raise ValueError(f"{CONFIG} is not that of a LoRA adapter")
-    if not (0 < rank <= MOST_WHOLE and 0 < alpha <= MOST_FLOAT):
-        raise ValueError(f"{CONFIG} says r {rank} and lora_alpha {alpha}, which no LoRA has")
     for name in ("use_rslora", "alpha_pattern"):  # All other options show in the tensors.
         if config.get(name):
             fault = f"it was made with PEFT's {name}"
             raise ValueError(f"{fault}, and this program scales all modules by LORA_ALPHA / LORA_R")
     matrices = {matrix for name in shapes if (matrix := targets.matrix_of(name))}
-    layers = model["num_hidden_layers"] if model else 1 + max((layer for layer, _ in matrices), default=0)
-    words = targets.shortest_targets(matrices, layers)
-    expected = expected_shapes(model, rank, words) if model else shapes
+    words = targets.shortest_targets(matrices, model["num_hidden_layers"])
+    expected = expected_shapes(model, rank, words)
     for name in [*shapes, *expected]:
         if shapes.get(name) != expected.get(name):
             theirs, ours = (str(tensors.get(name, "not there")) for tensors in (shapes, expected))
@@ -92,16 +87,17 @@ def read_start_adapter(
         return StartAdapter()
     if missing := missing_files(folder):
         problems.add(where, f"{' and '.join(missing)} not found there", WHICH)
+    if missing or model is None:  # Without a model there is a problem already.
         return StartAdapter()
     try:
         if fault := adapter_fault(folder):
             raise ValueError(fault)
         own = read_adapter(folder, model)
         digest = file_sha256(folder / ADAPTER)
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         problems.add(where, str(error), WHICH)
         return StartAdapter()
-    layers = model["num_hidden_layers"] if model else UNKNOWN_LAYERS
+    layers = model["num_hidden_layers"]
     for name, value in own.items():
         setting = getattr(settings, name)
         same = setting == value
@@ -115,8 +111,7 @@ def read_start_adapter(
 
 def check_start(settings: Settings, run: RunState, digest: str | None, problems: Problems) -> None:
     """A resumed run began with these very weights: its name may hold others by now."""
-    is_unusable = any(problem.startswith("INIT_ADAPTER") for problem in problems)
-    if run.choices and not is_unusable and run.choices.get("init_adapter") != digest:
+    if digest and run.choices and run.choices.get("init_adapter") != digest:
         fault = f"the run in {run.folder} began with other weights than those that are there now"
         fix = "Put the adapter that it began with back, choose another OUTPUT_DIR, or set OVERWRITE=1"
         problems.add(f"INIT_ADAPTER={settings.INIT_ADAPTER}", fault, fix)

@@ -18,17 +18,14 @@ def merge_rank_problems(resolved: ResolvedRun) -> ResolvedRun:
     facts = {name: show(value) for name, value in dataclasses.asdict(resolved.settings).items()}
     facts |= {"GPUs": str(resolved.machine.gpus), "vLLM": "used" if resolved.use_vllm else "not used"}
     facts |= {"rows of DATA and EVAL_DATA": data_fingerprint([*resolved.rows, *resolved.eval_rows])[:8]}
-    chosen = [name for name, source in resolved.sources.items() if source == "chosen"]
-    reports = ranks.share((list(resolved.problems), facts, chosen))
+    reports = ranks.share((list(resolved.problems), facts))
     problems = Problems()
-    for text in dict.fromkeys(text for texts, *_ in reports for text in texts):
-        affected = [rank for rank, (texts, *_) in enumerate(reports) if text in texts]
+    for text in dict.fromkeys(text for texts, _ in reports for text in texts):
+        affected = [rank for rank, (texts, _) in enumerate(reports) if text in texts]
         problems.append(text if len(affected) == ranks.size else f"{text} ({ranks_text(affected)})")
     for name, first in reports[0][1].items() if not problems else ():
-        if others := [rank for rank, (_, values, _) in enumerate(reports) if values[name] != first]:
+        if others := [rank for rank, (_, values) in enumerate(reports) if values[name] != first]:
             fix = "Every process needs one GPU, and every machine the same settings, files and packages"
-            if any(name in names for *_, names in reports):  # Each process chose it by the memory of its GPU.
-                fix = f"Set {name} to one of the two"
             problems.add(name, f"{first} on rank 0 and {reports[others[0]][1][name]} on {ranks_text(others)}", fix)
             break  # The other differences may follow from this one.
     return dataclasses.replace(resolved, problems=problems)

@@ -5,17 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from grpo.data.files import flat_rows, renamed_columns
 from grpo.plan.machine import Machine
 from grpo.plan.memory import Plan
 from grpo.plan.targets import target_lines
 from grpo.preflight.resolve import ResolvedRun
-from grpo.run.logs import UNKNOWN, Pace, banner_text
+from grpo.run.logs import banner_text
 from grpo.run.ranks import Ranks
 from grpo.settings import FIELDS, show
-from rewards import ACTION_REWARDS
-
-MOST_NAMES = 20  # The most files that no run wrote that are listed.
 
 
 def banner(resolved: ResolvedRun, every_setting: bool = False) -> str:
@@ -50,8 +46,6 @@ def facts(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
         yield "processes", processes_text(resolved)
     yield "length", f"{length}: {reasons['total_steps']}"
     run = resolved.run
-    left = Pace.read(run.folder / "metrics.csv", s.TOTAL_STEPS, s.EVAL_STEPS).left(run.step) if run.checkpoint else ""
-    yield "time", left or f"{UNKNOWN}: training.log says it with each step from there on"
     yield from reward_facts(resolved)
     if s.INIT_ADAPTER:
         shape = f"rank {s.LORA_R}, alpha {s.LORA_ALPHA:g} on {s.LORA_TARGETS}"
@@ -66,8 +60,8 @@ def facts(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
     generator = "none" if s.DIRECT_ANSWERS else "vLLM" if resolved.use_vllm else "transformers"
     yield "rollouts", f"{generator}: {reasons['use_vllm']}"
     if resolved.use_vllm:
-        yield "weight sync", f"{resolved.rollout_sync}: {reasons['rollout_sync']}"
-    yield "experts", f"{resolved.experts}: {reasons['experts']}"
+        yield "weight sync", f"{s.ROLLOUT_SYNC}: {reasons['rollout_sync']}"
+    yield "experts", f"{s.EXPERTS}: {reasons['experts']}"
     yield from evaluation_facts(resolved)
     yield "clip range", f"{s.EPSILON:g} below, {resolved.epsilon_high:g} above: {reasons['epsilon_high']}"
     if resolved.plan:
@@ -81,9 +75,6 @@ def reward_facts(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
     specs = [] if is_unusable else resolved.reward_specs
     functions = ", ".join(f"{name} x {weight:g}" for name, weight in specs)
     yield "rewards", f"{functions}: {resolved.reasons['rewards']}" if functions else "none that can be used, see below"
-    if any(":" in name for name, _ in specs) and (renamed := renamed_columns(resolved.rows)):
-        names = ", ".join(f"`{name}` goes by `csv_{name}`" for name in renamed)
-        yield "columns", f"{names} to reward functions, which get something else under that name"
     yield "scaled by", f"{resolved.scale_rewards}: {resolved.reasons['scale_rewards']}"
     learned = "rewards of all actions at the answer" if resolved.expected_reward else "no, sampled rewards"
     yield "expected", f"{learned}: {resolved.reasons['expected_reward']}"
@@ -95,11 +86,7 @@ def output_dir_text(resolved: ResolvedRun) -> str:
     if any(problem.startswith("OUTPUT_DIR=") for problem in resolved.problems):
         return "cannot be used, see below"
     if run.exists and resolved.settings.OVERWRITE:
-        foreign = ", ".join(run.foreign[:MOST_NAMES])
-        if len(run.foreign) > MOST_NAMES:
-            foreign += f" and {len(run.foreign) - MOST_NAMES} more"
-        no_run = f", and what no run wrote: {foreign}" if foreign else ""
-        return f"DELETES the run that is there (OVERWRITE=1){no_run}"
+        return "DELETES the run that is there (OVERWRITE=1)"
     return f"continues from step {run.step}" if run.checkpoint else "starts at step 0"
 
 
@@ -114,20 +101,7 @@ def evaluation_facts(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
     kind = "exact" if resolved.exact else "sampled"
     steps = f"every {s.EVAL_STEPS} steps" if s.EVAL_STEPS else "not while it trains"
     yield "evaluation", f"{kind} at {s.EVAL_TEMPERATURE:g}, {reasons['exact']}; {steps}"
-    if not resolved.exact:
-        yield "that asks", asked_text(resolved)
     yield "best adapter", f"by {resolved.best_by}: {reasons['best_by']}"
-
-
-def asked_text(resolved: ResolvedRun) -> str:
-    """How many answers all sampled evaluations of a run ask for."""
-    s = resolved.settings
-    times = 1 + bool(s.INIT_ADAPTER) + Pace(s.TOTAL_STEPS, s.EVAL_STEPS).evaluations_left(0)
-    answers = (times * s.EVAL_SAMPLES + 2) * len(resolved.eval_rows)
-    text = f"{times} times, and twice greedily: {answers:,} answers to held-out rows"
-    if resolved.closed_loop.runs:
-        text += f" and {(times + 2) * resolved.closed_loop.rollouts} rollouts of the closed loop, one after the other"
-    return f"{text}; training: {s.TOTAL_STEPS} rollouts of {s.completions_per_step} completions"
 
 
 def processes_text(resolved: ResolvedRun) -> str:
@@ -160,25 +134,15 @@ def memory_facts(plan: Plan, machine: Machine, direct: bool = False) -> Iterator
 
 
 def data_warnings(resolved: ResolvedRun) -> list[str]:
-    """Warnings about the rows: some that teach nothing, an evaluation that is not held out, or none at all."""
+    """Warnings about an evaluation that is not held out, or none at all."""
     warnings, rows, settings = [], resolved.rows, resolved.settings
-    flat = flat_rows(rows)
-    if 2 * len(flat) > len(rows) and any(name in ACTION_REWARDS for name, _ in resolved.reward_specs):
-        first = f"the first is {flat[0].file}, row {flat[0].number}"
-        warnings.append(f"{len(flat)} of {len(rows)} rows pay all their actions the same and teach nothing; {first}")
-    rewards_of: dict[object, set[tuple[float, ...]]] = {}
-    for row in rows:
-        rewards_of.setdefault(row.prompt or row.messages, set()).add(row.rewards)
-    if odd := sum(len(rewards) > 1 for rewards in rewards_of.values()):
-        several = f"{odd} of {len(rewards_of)} prompts stand in several rows with other rewards"
-        warnings.append(f"{several}: the model learns their mean")
     if rows and not resolved.eval_rows and settings.EVAL_SAMPLES and settings.EVAL_SHARE:
         warnings.append(
             "Nothing is measured, so nothing will say whether the adapter beats the base model. Held out: "
             f"{resolved.reasons['heldout']}. Set EVAL_DATA='...', or EVAL_SAMPLES=0 to skip this"
         )
-    heldout = {row.prompt or row.messages for row in resolved.eval_rows}
-    if shared := len(rewards_of.keys() & heldout):
+    trained, heldout = ({row.prompt or row.messages for row in part} for part in (rows, resolved.eval_rows))
+    if shared := len(trained & heldout):
         both = f"{shared} of {len(heldout)} held-out prompts are in DATA as well"
         warnings.append(f"{both}: what they score was trained, not held out. Take them out of one of the two")
     return warnings

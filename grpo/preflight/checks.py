@@ -30,13 +30,11 @@ from grpo.run.ranks import Ranks
 from grpo.settings import (
     Problems,
     Settings,
-    is_text,
     load_settings,
     nearest,
-    path_fault,
     unknown_variables,
 )
-from grpo.settings_table import MOST_COMPLETIONS, TASK_FILES
+from grpo.settings_table import TASK_FILES
 from grpo.tasks.figure_text import part
 
 
@@ -44,50 +42,36 @@ def check_attention(settings: Settings, machine: Machine, problems: Problems) ->
     """ATTN_IMPL is known, and the GPU can run it; PACKING goes with it."""
     name, known = settings.ATTN_IMPL, ("auto", *ATTENTION)
     capability = machine.capability if machine.gpus else 0  # Also 0 where it is unknown.
-    card = f"{machine.gpu} has compute capability {capability:g}"
     if name not in known and "/" not in name:
         fix = f"Use one of {', '.join(known)}, or a Hub kernel"
         problems.add("ATTN_IMPL", f"{name!r} is unknown{nearest(name, known)}", fix)
     elif name not in ("auto", "eager") and not machine.gpus:
         problems.add("ATTN_IMPL", f"{name} needs a GPU and none is visible", "Set ATTN_IMPL=eager (or auto)")
     if 0 < capability < 8:
-        fix = "Take an A100, L40S, H100, GH200 or a newer card"
-        problems.add("GPU", f"{card}, BF16 and FlashAttention need 8.0", fix)
-    if name == "flash_attention_3" and capability and not 9 <= capability < 10:
-        problems.add("ATTN_IMPL", f"{name} is made for Hopper, {card}", "Set ATTN_IMPL=auto")
+        fault = f"{machine.gpu} has compute capability {capability:g}, BF16 and FlashAttention need 8.0"
+        problems.add("GPU", fault, "Take an A100, L40S, H100, GH200 or a newer card")
     if settings.PACKING == "prefix" and name not in known:
         fix = f"Set PACKING=auto, or ATTN_IMPL to one of {', '.join(ATTENTION)}"
         problems.add("PACKING", f"{name} takes padded rows only", fix)
 
 
 def check_lora(settings: Settings, config: ModelConfig | None, problems: Problems) -> None:
-    """LORA_TARGETS matches something, and vLLM can follow by the chosen ROLLOUT_SYNC and at this LORA_R."""
+    """LORA_TARGETS matches something, and vLLM can follow by the chosen ROLLOUT_SYNC."""
     check_targets(settings.LORA_TARGETS, config, problems)
-    experts, most = expert_words(settings.LORA_TARGETS), max(memory.LORA_RANKS)
-    if experts and settings.LORA_DROPOUT:
-        fault = f"with {experts[0]} in LORA_TARGETS there is no dropout: PEFT has none for experts"
-        problems.add("LORA_DROPOUT", fault, "Set LORA_DROPOUT=0")
-    if settings.USE_VLLM is False:
-        return
-    if experts and settings.ROLLOUT_SYNC == "merge":
+    experts = expert_words(settings.LORA_TARGETS)
+    if experts and settings.ROLLOUT_SYNC == "merge" and settings.USE_VLLM is not False:
         fault = f"merge brings vLLM the attention's weights alone, and LORA_TARGETS has {experts[0]}"
         problems.add("ROLLOUT_SYNC", fault, "Set ROLLOUT_SYNC=auto (which takes lora), or USE_VLLM=0")
-    if settings.ROLLOUT_SYNC == "lora" and most < settings.LORA_R:
-        fix = f"Lower it, or set {'USE_VLLM=0' if experts else 'ROLLOUT_SYNC=merge'}"
-        problems.add("LORA_R", f"vLLM takes adapters of rank {most} at most", fix)
 
 
 def check_batches(settings: Settings, ranks: int, problems: Problems) -> None:
-    """The completions of a step are not too many, and can be cut into batches and shared by so many processes."""
+    """The completions of a step can be cut into batches, and shared by so many processes."""
     prompts, total, chunk = settings.PROMPTS_PER_STEP, settings.completions_per_step, settings.GENERATION_BATCH
-    numbers = f"{prompts} x {settings.NUM_GENERATIONS} = {total}"
     if chunk and total % chunk and not settings.DIRECT_ANSWERS:
         near = min(memory.divisors(total), key=lambda n: abs(n - chunk))
-        fault = f"{chunk} does not divide PROMPTS_PER_STEP x NUM_GENERATIONS = {numbers}"
+        product = f"PROMPTS_PER_STEP x NUM_GENERATIONS = {prompts} x {settings.NUM_GENERATIONS} = {total}"
+        fault = f"{chunk} does not divide {product}"
         problems.add("GENERATION_BATCH", fault, f"The nearest that does is {near}")
-    if total > MOST_COMPLETIONS:
-        fault = f"x NUM_GENERATIONS = {numbers} completions in one step, and {MOST_COMPLETIONS:,} are the most"
-        problems.add("PROMPTS_PER_STEP", fault, "Lower one of the two")
     if ranks > prompts:
         fault = f"{prompts} cannot be shared out among {ranks} processes, each needs one"
         problems.add("PROMPTS_PER_STEP", fault, f"Set it to {ranks} or higher, or start fewer processes")
@@ -174,16 +158,14 @@ def check_disk(settings: Settings, files: ModelFiles, adapter: float, problems: 
     # Adapter and its two AdamW moments in float32, per kept checkpoint, plus the final adapter, the logs and the zip.
     output = adapter * (settings.SAVE_TOTAL_LIMIT + 2) + 0.2
     cache = "HF_HUB_CACHE" if os.environ.get("HF_HUB_CACHE") else "HF_HOME"
-    home = Path(os.environ.get(cache) or "~/.cache/huggingface")
+    home = Path(os.path.expanduser(os.environ.get(cache) or "~/.cache/huggingface"))
     download = hub.DOWNLOAD_GIB - hub.downloaded_gib(files) if settings.MODEL_ID == hub.REAL_MODEL else 0.0
     for name, path, need, purpose in (
         ("OUTPUT_DIR", Path(settings.OUTPUT_DIR), output, "checkpoints, logs and the zip"),
         (cache, home, download if download > 0.2 else 0.0, "the checkpoint's download"),
-        ("HOME", Path(os.path.expanduser("~")), 0.05, "the caches of PyTorch, Triton and the Hub's library"),
+        ("HOME", Path.home(), 0.05, "the caches of PyTorch, Triton and the Hub's library"),
     ):
-        if need and (fault := path_fault(path)):
-            problems.add(f"{name}={path}", fault, "Name a folder for it")
-        elif need and not os.access(existing_parent(path), os.W_OK):
+        if need and not os.access(existing_parent(path), os.W_OK):
             problems.add(f"{name}={path}", f"{purpose} cannot be written there", f"Point {name} to a folder of yours")
         elif need and (free := shutil.disk_usage(existing_parent(path)).free / GIB) < need:
             fault = f"{purpose} need {need:.1f} GiB and {free:.1f} GiB are free"
@@ -210,25 +192,6 @@ def continue_run(resolved: ResolvedRun, run: RunState, problems: Problems) -> Re
     return resolved
 
 
-def check_same_model(resolved: ResolvedRun, problems: Problems) -> None:
-    """A run that goes on began with this model."""
-    run, name = resolved.run, resolved.settings.MODEL_ID
-    if not run.checkpoint or not resolved.config:
-        return
-    if run.choices.get("model") not in (None, hub.config_digest(resolved.config)):
-        fault = f"the run in {run.folder} began with another model of that name (its config.json differs)"
-        problems.add(f"MODEL_ID={name}", fault, "Choose another OUTPUT_DIR, or set OVERWRITE=1")
-
-
-def current_folder_problem() -> str | None:
-    """Why nothing can be done in the current folder, or None."""
-    try:
-        here = os.getcwd()
-    except OSError as error:
-        return f"current folder: it cannot be found ({error.strerror}). Change into one that is there"
-    return None if is_text(here) else f"current folder: {here!r} is no name in UTF-8. Rename it, or change into another"
-
-
 def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks: Ranks | None = None) -> ResolvedRun:
     """The resolved run of the settings in `environ`, with all problems that can be found without training. It writes
     nothing, and only rank 0 reads OUTPUT_DIR."""
@@ -241,7 +204,6 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks:
         run = inspect_run(resolved.settings, resolved.rows, problems)
         resolved = continue_run(resolved, run, problems)
     check_start(resolved.settings, resolved.run, resolved.adapter.digest, problems)
-    check_same_model(resolved, problems)
     if resolved.files and resolved.shapes and resolved.plan:
         check_memory(resolved.settings, resolved.shapes, problems, resolved.run.checkpoint is not None)
         check_disk(resolved.settings, resolved.files, resolved.plan.adapter, problems)
@@ -264,7 +226,7 @@ def check_input(resolved: ResolvedRun, problems: Problems) -> str | None:
     if settings.EVAL_DATA is not None:  # Rows held out of DATA have its columns.
         check_heldout(specs, settings, resolved.eval_rows, problems, tokenizer)
     names, every_row = [name for name, _ in resolved.reward_specs], [*resolved.rows, *resolved.eval_rows]
-    check_direct(settings, resolved.sources, names, every_row, tokenizer, problems)
+    check_direct(settings, names, every_row, tokenizer, problems)
     if settings.EXPECTED_REWARD and not resolved.expected_reward:
         why = f"it cannot be: {resolved.reasons['expected_reward']}"
         problems.add("EXPECTED_REWARD", why, "Set EXPECTED_REWARD=auto, or change that")
@@ -278,8 +240,7 @@ def check_input(resolved: ResolvedRun, problems: Problems) -> str | None:
 # Choices in settings.json by the name that they have there, and the field of ResolvedRun.
 RECORDED = {
     "rewards": "rewards", "scale_rewards": "scale_rewards", "expected_reward": "expected_reward",
-    "attention": "attention", "packing": "packing",
-    "rollouts": "use_vllm", "sync": "rollout_sync", "experts": "experts",
+    "attention": "attention", "packing": "packing", "rollouts": "use_vllm",
     "evaluation": "exact", "simulation": "exact_loop", "best": "best_by",
     "epsilon_high": "epsilon_high", "threads": "threads",
 }  # fmt: skip
@@ -292,8 +253,9 @@ def run_records(resolved: ResolvedRun) -> dict[str, dict[str, Any]]:
         name: [getattr(resolved, field), resolved.reasons[field]] for name, field in RECORDED.items()
     }
     chosen |= {
+        "sync": [settings.ROLLOUT_SYNC, resolved.reasons["rollout_sync"]],
+        "experts": [settings.EXPERTS, resolved.reasons["experts"]],
         "lora_targets": list(target_lines(settings.LORA_TARGETS, config, settings.LORA_R)) if config else None,
-        "model": hub.config_digest(config) if config else None,
         "init_adapter": resolved.adapter.digest,
         "heldout": [len(resolved.eval_rows), resolved.reasons["heldout"]],
         "plan": dataclasses.asdict(resolved.plan) if resolved.plan else None,
@@ -304,7 +266,7 @@ def run_records(resolved: ResolvedRun) -> dict[str, dict[str, Any]]:
         "choices": chosen,
         "machine": dataclasses.asdict(resolved.machine),
         "data_sha256": data_fingerprint(resolved.rows),
-        "command": " ".join([Path(sys.executable).name, *sys.argv]),
+        "command": " ".join([Path(sys.executable).name, Path(sys.argv[0]).name, *sys.argv[1:]]),
         "resumed_from_step": resolved.run.step,
     }
     versions = {"python": platform.python_version()} | installed_versions([*TESTED, "vllm", "triton", "pandas"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from grpo.data.files import Row
 from grpo.data.heldout import demo_heldout, names_only
@@ -129,31 +129,30 @@ def choose_scale_rewards(requested: str | None) -> tuple[str, str]:
     return "group", "by the batch's deviation a few costly rows decide, and a run may settle on the safest action"
 
 
-def expected_reward_obstacle(settings: Settings, rows: Sequence[Row], names: Sequence[str]) -> str | None:
-    """Why no completion can learn from its expected reward, or None. `names`: the reward functions that depend on the
-    row and the answered action alone."""
+def expected_reward_obstacles(settings: Settings, rows: Sequence[Row], names: Sequence[str]) -> Iterator[str]:
+    """Each reason why no completion can learn from its expected reward. `names`: the reward functions that depend on
+    the row and the answered action alone."""
     if not names:
-        return "no function of REWARDS depends on the answered action alone"
+        yield "no function of REWARDS depends on the answered action alone"
     bare = next((row.file for row in rows if not row.rewards), None)
     if bare or not rows:
-        return f"{bare} has no reward_action_k" if bare else "there are no training rows"
+        yield f"{bare} has no reward_action_k" if bare else "there are no training rows"
     if settings.INVALID_REWARD is not None and math.isnan(settings.INVALID_REWARD):
-        return "INVALID_REWARD=nan gives answers that cannot be read no reward"
+        yield "INVALID_REWARD=nan gives answers that cannot be read no reward"
     if settings.LOSS_TYPE == "vespo":
-        return "LOSS_TYPE=vespo weights whole completions"
+        yield "LOSS_TYPE=vespo weights whole completions"
     if settings.IS_CORRECTION.startswith("sequence") and not settings.DIRECT_ANSWERS:
-        return f"IS_CORRECTION={settings.IS_CORRECTION} weights whole completions"
+        yield f"IS_CORRECTION={settings.IS_CORRECTION} weights whole completions"
     if settings.TOP_P < 1:
-        return "TOP_P below 1 samples from other probabilities than the learner's"
-    return None
+        yield "TOP_P below 1 samples from other probabilities than the learner's"
 
 
 def choose_expected_reward(settings: Settings, rows: Sequence[Row], names: Sequence[str]) -> tuple[bool, str]:
     """(whether completions learn from the expected reward at their answer, reason); arguments as for
-    `expected_reward_obstacle`."""
+    `expected_reward_obstacles`."""
     if settings.EXPECTED_REWARD is False:
         return False, "set by EXPECTED_REWARD"
-    if obstacle := expected_reward_obstacle(settings, rows, names):
+    for obstacle in expected_reward_obstacles(settings, rows, names):
         return False, obstacle
     return True, f"every row has the reward of each action, and {', '.join(names)} can be looked up there"
 

@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import html
-import json
 import os
 import re
 import sys
@@ -13,9 +10,9 @@ import zipfile
 from pathlib import Path
 
 from grpo.data.prompts import ANSWER_BEFORE
-from grpo.run.durable import read_json, read_sealed, sealed, whole_file
-from grpo.run.layout import BEST, SETTINGS, run_folder, zip_path
-from grpo.settings import ROOT, Settings, split_commas
+from grpo.run.durable import whole_file
+from grpo.run.layout import BEST, run_folder, zip_path
+from grpo.settings import ROOT, Settings
 
 TINY = "data/tiny"  # The tiny model's folder in the project.
 
@@ -87,47 +84,21 @@ To load it, from the folder of this file{path}:
 
 
 PICKLES = (".pt", ".pth", ".bin", ".pkl")  # Who loads one, say an optimizer state, runs the code in it.
-PATHS_IN = (SETTINGS, "training.log", "adapter_config.json", "report.html")  # These files name paths of the machine.
+PATHS_IN = ("training.log", "adapter_config.json", "report.html")  # These files name paths of the machine.
 
 
 def without_paths(folder: Path, text: str) -> str:
-    """A text of the run in `folder` without where that, the project, Python, the Hub's cache and the user's files lie
-    on this machine: OUTPUT_DIR becomes its name, the project `.`, the home folder `~`. Settings (DATA, a local
-    MODEL_ID) stay as they were set."""
-    from huggingface_hub.constants import HF_HUB_CACHE  # Late: the preflight says what is missing.
-
+    """A text of the run in `folder` without where that, the project, Python and the user's files lie on this machine:
+    OUTPUT_DIR becomes its name, the project `.`, the home folder `~`."""
     home = os.path.expanduser("~")
-    names = {} if home == "/" else {home: "~"}
-    names |= {HF_HUB_CACHE: "hub", os.path.dirname(os.__file__): "python", sys.prefix: "python"}
-    # The command and tracebacks name the project as it was reached, perhaps through a link.
-    reached = (ROOT, Path(sys.argv[0]).absolute().parent)
-    names |= {str(path): "." for path in reached if path.resolve() == ROOT} | {str(folder): folder.name}
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        settings = dict(read_json(folder / SETTINGS)["settings"])
-        output_dir = Path(settings.pop("OUTPUT_DIR"))  # As it was set, perhaps through a link.
-        parts = (part for value in settings.values() if isinstance(value, str) for part in split_commas(value))
-        names = {part: part for part in parts if Path(part).is_absolute()} | names
-        names |= {str(output_dir): folder.name} if output_dir.is_absolute() else {}
-    spelled: dict[str, str] = {}
-    for spell in (html.escape, lambda name: json.dumps(name)[1:-1], str):
-        spelled |= {spell(path): spell(name) for path, name in names.items()}
-    known = "|".join(map(re.escape, sorted(spelled, key=len, reverse=True)))
-    return re.sub(rf"(?<![\w.~/-])(?:{known})(?!\w)", lambda match: spelled[match[0]], text)
-
-
-def settings_without_paths(path: Path, text: str) -> str:
-    """settings.json of a zip: among the settings only OUTPUT_DIR is renamed, and the checksum fits the new values. A
-    damaged record stays damaged."""
-    with contextlib.suppress(ValueError, KeyError):
-        settings, record = read_sealed(path)["settings"], json.loads(text)
-        record["settings"] = settings | {"OUTPUT_DIR": record["settings"]["OUTPUT_DIR"]}
-        return json.dumps(sealed(record), indent=2) + "\n"
-    return text
+    names = {str(folder): folder.name, str(ROOT): ".", sys.prefix: "python"} | ({} if home == "/" else {home: "~"})
+    known = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+    return re.sub(rf"(?<![\w.~/-])(?:{known})(?!\w)", lambda match: names[match[0]], text)
 
 
 def write_zip(folder: Path) -> Path:
     """Writes OUTPUT_DIR.zip beside OUTPUT_DIR, whole or not at all: everything but pickles, links and unfinished files,
-    best/ first, and without paths of this machine."""
+    best/ first, and without paths of this machine but for those in the settings."""
     with (
         whole_file(zip_path(folder)) as temporary,
         zipfile.ZipFile(temporary, "x", zipfile.ZIP_DEFLATED, compresslevel=1, strict_timestamps=False) as archive,
@@ -141,8 +112,6 @@ def write_zip(folder: Path) -> Path:
                 archive.write(path, name)
                 continue
             text = without_paths(folder, path.read_text(encoding="utf-8", errors="surrogateescape"))
-            if path.name == SETTINGS:
-                text = settings_without_paths(path, text)
             entry = zipfile.ZipInfo.from_file(path, name, strict_timestamps=False)
             entry.compress_type = zipfile.ZIP_DEFLATED
             archive.writestr(entry, text.encode("utf-8", "surrogateescape"), compresslevel=1)

@@ -8,12 +8,11 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from grpo.run.durable import file_sha256, read_json, read_sealed, sync, sync_files, write_sealed, write_text
+from grpo.run.durable import file_sha256, read_sealed, sync, sync_files, write_sealed, write_text
 from grpo.run.layout import ADAPTER, MANIFEST, unused_path
 
 LogEnd = tuple[int, str]  # How many bytes a log holds, and their SHA-256.
 CUT_OFF = "it was cut off while it was written"
-EARLIER = "runs of versions that did not write it are finished by commit 7add771"
 
 
 def begin_checkpoint(checkpoint: Path) -> None:
@@ -36,6 +35,8 @@ def finish_checkpoint(checkpoint: Path, ends: Mapping[str, LogEnd]) -> None:
 def begins_with(log_file: Path, end: LogEnd) -> bool:
     """Whether a log still begins with the bytes that it held when a checkpoint was written."""
     (left, expected), digest = end, hashlib.sha256()
+    if not log_file.is_file():  # A pipe would be waited for.
+        return False
     with log_file.open("rb") as file:
         while block := file.read(min(left, 2**20)):
             digest.update(block)
@@ -43,27 +44,23 @@ def begins_with(log_file: Path, end: LogEnd) -> bool:
     return digest.hexdigest() == expected
 
 
-def checkpoint_fault(checkpoint: Path, step: int) -> str | None:
-    """Why the run cannot be continued from its checkpoint of `step`; None where it can."""
+def checkpoint_fault(checkpoint: Path) -> str | None:
+    """Why the run cannot be continued from its checkpoint; None where it can."""
     name = MANIFEST
     try:
         record = read_sealed(checkpoint / name)
         if not record:
             return CUT_OFF
+        ends = record["ends"]
         for name, expected in record["files"].items():
             if file_sha256(checkpoint / name) != expected:
                 return f"{name} is damaged"
     except FileNotFoundError:
-        return f"{name} is missing" + (f" ({EARLIER})" if name == MANIFEST else "")
+        return f"{name} is missing"
     except ValueError as error:
         return f"{MANIFEST} is damaged ({error})"
     except (OSError, KeyError) as error:
         return f"{name} cannot be read ({error})"
-    if (ends := record.get("ends")) is None:
-        return f"{MANIFEST} does not say how long the logs were ({EARLIER})"
-    saved_step = read_json(checkpoint / "trainer_state.json", empty=(OSError, ValueError)).get("global_step")
-    if saved_step != step:
-        return f"its trainer_state.json is of step {saved_step}"
     for name, (size, _) in ends.items():
         log_file = checkpoint.parent / name
         if log_file.is_file() and log_file.stat().st_size < size:  # The folder was copied while the run wrote.
@@ -82,7 +79,7 @@ def find_checkpoint(folder: Path) -> tuple[int, Path | None, dict[Path, str]]:
     one."""
     faults: dict[Path, str] = {}
     for step, path in reversed(checkpoints(folder)):
-        fault = checkpoint_fault(path, step)
+        fault = checkpoint_fault(path)
         if not fault:
             return step, path, faults
         faults[path] = fault

@@ -8,10 +8,7 @@ import errno
 import hashlib
 import json
 import os
-import secrets
-import shutil
 import stat
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -61,16 +58,11 @@ def sync_files(folder: Path) -> list[Path]:
     return paths
 
 
-def tmp_path_for(path: Path) -> Path:
-    """The name of a file while `whole_file` writes it."""
-    return path.with_name(path.name + ".tmp")
-
-
 @contextlib.contextmanager
-def whole_file(path: Path, temporary: Path | None = None) -> Iterator[Path]:
+def whole_file(path: Path) -> Iterator[Path]:
     """Yields a new path to write to, which replaces `path` when the block ends. After an error neither a part of the
     file nor the new path stays. Open it with mode `x`, so that a link which somebody put there is not followed."""
-    temporary = temporary or tmp_path_for(path)
+    temporary = path.with_name(path.name + ".tmp")
     temporary.unlink(missing_ok=True)
     try:
         yield temporary
@@ -86,38 +78,19 @@ def write_text(path: Path, text: str) -> None:
         file.write(text)
 
 
-def is_stream(path: Path) -> bool:
-    """Whether the path is a pipe or a device such as /dev/stdout, which must not be replaced by a file."""
-    return path.exists() and not path.is_file() and not path.is_dir()
-
-
 def write_named(path: Path, text: str) -> None:
-    """`write_text` for a file that the user named: a link's target is written, a file keeps its permissions, and no
-    file of theirs beside it is touched."""
-    if is_stream(path):
+    """`write_text` for a file that the user named: a link's target is written, and a pipe or a device such as
+    /dev/stdout is not replaced by a file."""
+    if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
-        return
-    path = Path(os.path.realpath(path))
-    random_path = path.with_name(f"{secrets.token_hex(8)}.tmp")
-    with whole_file(path, random_path) as temporary, temporary.open("x", encoding="utf-8") as file:
-        if path.exists():
-            shutil.copymode(path, temporary)
-        file.write(text)
+    else:
+        write_text(path.resolve(), text)
 
 
 def check_writable(path: Path, problems: Problems) -> None:
-    """Adds a problem where `write_named` could not write `path`. Permission bits do not tell, so this tries it."""
-    try:
-        if is_stream(path):  # Opening and closing a pipe would end it for its reader.
-            return
-        with contextlib.suppress(FileNotFoundError):
-            os.close(os.open(path, os.O_WRONLY))
-        with tempfile.TemporaryFile(dir=os.path.dirname(os.path.realpath(path))):
-            pass
-    except OSError as error:
-        problems.add(
-            str(path), f"cannot be written: {error.strerror}", "Name another --out, in a folder that you may write to"
-        )
+    """Adds a problem where `write_named` could not write `path`."""
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        problems.add(str(path), "cannot be written", "Name another --out, in a folder that you may write to")
 
 
 def require_regular(path: Path) -> int:

@@ -18,7 +18,7 @@ from grpo.data.scoring import RewardError
 from grpo.phases import FILE_ONLY
 from grpo.run.durable import write_text
 from grpo.run.folder import continuation
-from grpo.run.layout import EXIT, full_disk
+from grpo.run.layout import EXIT, is_full_disk
 from grpo.run.logs import detach_closed_terminal, is_unread, start_logging
 from grpo.run.ranks import RankLost, Ranks
 from grpo.settings import Settings, format_exception, log, one_line
@@ -120,8 +120,8 @@ def answer_failure(
             fix = f"EXPERTS=mxfp4 takes less memory, or {fix}"
         log.critical("out of memory: %s", str(error).splitlines()[0])
         log.critical("%s; then the same command continues", fix)
-    elif disk := full_disk(error, folder):
-        log.critical("no space left on the disk of %s: free some, %s", disk, again)
+    elif is_full_disk(error, folder):
+        log.critical("no space left on a disk (`df -h` and `df -i` tell which): %s. Free some, %s", error, again)
     elif isinstance(error, RewardError):
         log.info("a reward function failed", exc_info=error, extra=FILE_ONLY)
         log.critical("%s; when its cause is fixed, %s", error, again)

@@ -7,22 +7,17 @@ import contextlib
 import dataclasses
 import os
 import shlex
-import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from grpo.data.files import Row, data_fingerprint, find_files
+from grpo.data.files import Row, data_fingerprint
 from grpo.run import layout
 from grpo.run.best import best_fault
 from grpo.run.checkpoints import CUT_OFF, begins_with, checkpoints, find_checkpoint, last_checkpoint, retire_checkpoint
 from grpo.run.durable import Record, file_sha256, read_sealed, sync_files, write_sealed
 from grpo.run.layout import ADAPTER, BEST, COMPLETE, DELETING, EXIT, LOGS, MANIFEST, NO_RUN, OTHER, SETTINGS
-from grpo.run.logs import has_known_columns
 from grpo.settings import MAY_CHANGE, Problems, Settings, show
-
-RECORDS = ("evaluation.json", "closed_loop.json", COMPLETE)  # A run goes on without them where they are damaged.
 
 
 @dataclass(frozen=True)
@@ -34,7 +29,6 @@ class RunState:
     checkpoint: Path | None = None
     exists: bool = False
     choices: Record = field(default_factory=dict)
-    foreign: tuple[str, ...] = ()  # Files that OVERWRITE=1 deletes although no run writes their names.
     notes: tuple[str, ...] = ()  # What is damaged, and what the run does about it.
 
 
@@ -59,18 +53,13 @@ def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> 
     if not folder.exists() or all(path.name in NO_RUN for path in folder.iterdir()):
         archive = layout.zip_path(folder)
         if archive.is_file() and not settings.OVERWRITE:
-            problems.add(
-                where,
-                f"{archive} of an earlier run is there",
-                f"Move it away, set OVERWRITE=1 to replace it, or {OTHER}",
-            )
+            fix = f"Move it away, set OVERWRITE=1 to replace it, or {OTHER}"
+            problems.add(where, f"{archive} of an earlier run is there", fix)
         return RunState(folder)
     deleting = (folder / DELETING).is_file()
     try:
         record = read_sealed(folder / (DELETING if deleting else SETTINGS))
-        before, fingerprint, choices = record["settings"], record["data_sha256"], record.get("choices") or {}
-        if not isinstance(before, dict) or not isinstance(choices, dict):
-            raise ValueError("it holds no settings")
+        before, fingerprint, choices = record["settings"], record["data_sha256"], record.get("choices", {})
     except (OSError, ValueError, KeyError) as error:
         fault, fix = "it holds files, but no run of this script (no settings.json)", "Empty it yourself"
         if (folder / SETTINGS).exists():
@@ -79,25 +68,26 @@ def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> 
         problems.add(where, fault, f"{fix}, or {OTHER}")
         return RunState(folder)
     if settings.OVERWRITE:
-        for path in sorted(path for path in needed_files(settings) if path.is_relative_to(folder)):
-            problems.add("OVERWRITE", f"it would delete {path}, which this run needs", f"Move that away, or {OTHER}")
-        return RunState(folder, exists=True, foreign=layout.foreign_files(folder))
+        for name in ("MODEL_ID", "INIT_ADAPTER"):
+            path = Path(getattr(settings, name) or "/").expanduser()
+            if path.exists() and path.resolve().is_relative_to(folder):
+                problems.add("OVERWRITE", f"it would delete the folder that {name} names", f"Move that, or {OTHER}")
+        return RunState(folder, exists=True)
     if deleting:
         fault = "an OVERWRITE=1 that was deleting the run in it did not come to its end"
         problems.add(where, fault, f"Set OVERWRITE=1 to delete the rest and start again, or {OTHER}")
         return RunState(folder, exists=True)
-    layout.check_own_files(folder, where, problems)
     step, checkpoint, faults = find_checkpoint(folder)
     fault_list = "; ".join(f"{path.name}: {fault}" for path, fault in faults.items())
-    if adapter := unresumable_adapter(folder, step, faults):
-        reason = fault_list if fault_list and not step else "a run's zip has none"
+    if not step and (adapter := unresumable_adapter(folder, faults)):
+        reason = fault_list or "a run's zip has none"
         fix = f"Use it as it is (python scripts/evaluate.py --adapter {shlex.quote(str(folder))})"
         fault = f"it holds {adapter}, but no checkpoint that can be continued ({reason})"
         problems.add(where, fault, f"{fix}, set OVERWRITE=1 to delete it, or {OTHER}")
         return RunState(folder, exists=True)
     check_resume(settings, folder, max(step, complete_steps(folder)), before, problems)
     if rows and fingerprint != data_fingerprint(rows):
-        fix = f"Restore the data to continue it{earlier_heldout(settings, before)}, set OVERWRITE=1, or {OTHER}"
+        fix = f"Restore DATA, EVAL_DATA and EVAL_SAMPLES to continue it, set OVERWRITE=1, or {OTHER}"
         problems.add("DATA", f"the run in {folder} was started on other rows", fix)
     notes = []
     if not problems:
@@ -106,14 +96,9 @@ def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> 
     return RunState(folder, step, checkpoint, exists=True, choices=choices, notes=tuple(notes))
 
 
-def unresumable_adapter(folder: Path, step: int, faults: Mapping[Path, str]) -> str | None:
-    """The adapter of a later step that training on from `step` would replace; None where there is none. An unpacked zip
-    has one, and so does a run whose checkpoints were deleted. `faults` are those of the checkpoints after `step`."""
-    steps = complete_steps(folder)
-    if steps > step and not (step and (folder / f"checkpoint-{steps}").is_dir()):  # Damaged: `prepare_run` keeps both.
-        return f"a complete run of {steps} steps"
-    if step:
-        return None
+def unresumable_adapter(folder: Path, faults: Mapping[Path, str]) -> str | None:
+    """The adapter that training from step 0 would replace; None where there is none. An unpacked zip has one, and so
+    does a run whose checkpoints were deleted. `faults` are those of its checkpoints."""
     if (folder / ADAPTER).is_file():  # No run leaves it without a checkpoint.
         return "a trained adapter"
     written = [path.name for path, fault in faults.items() if fault != CUT_OFF and (path / ADAPTER).is_file()]
@@ -121,26 +106,19 @@ def unresumable_adapter(folder: Path, step: int, faults: Mapping[Path, str]) -> 
 
 
 def damage_notes(folder: Path, step: int, fault_list: str) -> list[str]:
-    """Notes on damage in spite of which the run goes on from `step`: of later checkpoints, best/ and records."""
+    """Notes on damage in spite of which the run goes on from `step`: of later checkpoints, and of best/."""
     notes = []
     if fault_list:
         consequence = f"continues from step {step}" if step else "starts at step 0"
         notes.append(f"{fault_list}: set aside, the run {consequence}")
     if fault := best_fault(folder / BEST):
         notes.append(f"{BEST}/: {fault}: set aside, the choice of the best adapter begins again")
-    for name in RECORDS:
-        try:
-            read_sealed(folder / name)
-        except FileNotFoundError:
-            continue
-        except ValueError as error:
-            notes.append(f"{name} is damaged, and the run goes on without it: {error}")
     return notes
 
 
 def check_logs(folder: Path, step: int, checkpoint: Path, where: str, problems: Problems) -> list[str]:
-    """Adds a problem where a log does not begin with the bytes that it held when the checkpoint was written, or has
-    columns of another version. Returns a note on each missing log: its owner may have moved it away to go on."""
+    """Adds a problem where a log does not begin with the bytes that it held when the checkpoint was written. Returns a
+    note on each missing log: its owner may have moved it away to go on."""
     notes = []
     for name, end in read_sealed(checkpoint / MANIFEST)["ends"].items():
         path = folder / name
@@ -150,18 +128,7 @@ def check_logs(folder: Path, step: int, checkpoint: Path, where: str, problems: 
             fault = f"{name} is no longer what was written until {checkpoint.name}: it was edited or damaged"
             fix = "Put another copy in its place (the run's zip may have one), move it away to go on without its rows"
             problems.add(where, fault, f"{fix}, set OVERWRITE=1 to start again, or {OTHER}")
-        elif not has_known_columns(path):
-            fix = "Finish the run with the version that began it (commit 7add771 for one that began before it)"
-            fault = f"{name}: it has other columns than this version writes"
-            problems.add(where, fault, f"{fix}, set OVERWRITE=1 to start again, or {OTHER}")
     return notes
-
-
-def earlier_heldout(settings: Settings, before: Record) -> str:
-    """The part of a sentence that names the settings by which a run may have held out other rows than it would now."""
-    names = [name for name in ("EVAL_DATA", "EVAL_SAMPLES") if before.get(name) != getattr(settings, name)]
-    values = " ".join(f"{name}={show(before.get(name))}" for name in names)
-    return f", with {values} as at its start if that is what changed (held-out rows do not train)" if values else ""
 
 
 def check_resume(settings: Settings, folder: Path, step: int, before: Record, problems: Problems) -> None:
@@ -183,18 +150,6 @@ def check_resume(settings: Settings, folder: Path, step: int, before: Record, pr
             problems.add(name, fault, f"Set {name}={show(before[name])} to continue it, {delete}")
 
 
-def needed_files(settings: Settings) -> set[Path]:
-    """The files that OVERWRITE=1 must not delete: data, model, start adapter, the user's reward functions with all that
-    they import, the working folder."""
-    used = {Path.cwd()}
-    for name in ("DATA", "EVAL_DATA", "EVAL_PROFILE"):  # Also where this run does not read them.
-        used.update(find_files(name, getattr(settings, name) or "", Problems()))
-    for folder in filter(None, (settings.MODEL_ID, settings.INIT_ADAPTER)):
-        used |= {Path(folder)} if Path(folder).exists() else set()
-    files = (getattr(module, "__dict__", {}).get("__file__") for module in [*sys.modules.values()])
-    return {path.resolve() for path in used | {Path(file) for file in files if file}}
-
-
 def prepare_run(run: RunState, settings: Settings, records: Mapping[str, Record]) -> None:
     """Makes OUTPUT_DIR ready: deletes what OVERWRITE=1 allows, sets aside what a resumed run will write again, and
     writes `records` by the names of their JSON files."""
@@ -202,19 +157,15 @@ def prepare_run(run: RunState, settings: Settings, records: Mapping[str, Record]
     if run.exists and settings.OVERWRITE:
         layout.delete_run(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    later = [path for step, path in checkpoints(folder) if step > run.step]  # Cut off, damaged, or without its logs.
-    if later and (folder / COMPLETE).exists():  # The adapter is the result of a finished run.
-        kept = layout.unused_path(folder, f"superseded-adapter-{complete_steps(folder) or 'last'}")
-        kept.mkdir()
-        for path in [*folder.glob("adapter_*"), *folder.glob("README.md")]:
-            shutil.copy2(path, kept)
     for name in (COMPLETE, EXIT):  # TOTAL_STEPS may have been raised.
         (folder / name).unlink(missing_ok=True)
-    for path in later:
-        retire_checkpoint(path)
+    for step, path in checkpoints(folder):
+        if step > run.step:  # It is cut off, damaged, or without its logs.
+            retire_checkpoint(path)
     cut_logs(folder, run.checkpoint)
     for name, record in records.items():
         write_sealed(folder / name, record)
+    (folder / DELETING).unlink(missing_ok=True)
 
 
 def cut_logs(folder: Path, checkpoint: Path | None) -> None:

@@ -17,10 +17,6 @@ tokenizer = AutoTokenizer.from_pretrained(".")
 ```"""
 
 
-class PushError(RuntimeError):
-    """The Hub did not take all of it; the message says why and what to do."""
-
-
 def table(header: list[str], rows: list[list[str]]) -> str:
     """A Markdown table, each cell on one line."""
     lines = [header, ["---"] * len(header), *rows]
@@ -50,15 +46,6 @@ def listing(folder: Path, repo: str) -> str:
     return "\n".join([f"would be uploaded to {repo} (made private if it is new):", *files, "", card])
 
 
-def refused(repo: str, error: Exception) -> str:
-    """What huggingface_hub raised, and what to do about it."""
-    name, token = (
-        "user/name or organization/name",
-        "run `hf auth login` or set HF_TOKEN to a token that may write there",
-    )
-    return f"--push {repo}: it cannot be uploaded ({format_exception(error)}). Name it {name}, and {token}"
-
-
 def check_account(repo: str, dry: bool = False) -> None:
     """Checks, before anything takes time, that the Hub takes the name and, unless `dry`, that it knows the token.
     Raises InputError."""
@@ -72,18 +59,16 @@ def check_account(repo: str, dry: bool = False) -> None:
         if not dry:
             HfApi().whoami()
     except Exception as error:  # huggingface_hub raises many types: no token, no network, a refusal.
-        raise InputError(refused(repo, error)) from error
+        fault = f"--push {repo}: it cannot be uploaded ({format_exception(error)})"
+        token = "run `hf auth login` or set HF_TOKEN to a token that may write there"
+        raise InputError(f"{fault}. Name it user/name or organization/name, and {token}") from error
 
 
 def upload(folder: Path, repo: str) -> str:
-    """Uploads all files of a folder to a model repository of the Hub, a new one being private; returns its address.
-    Raises PushError."""
-    try:
-        from huggingface_hub import HfApi
+    """Uploads all files of a folder to a model repository of the Hub, a new one being private; returns its address."""
+    from huggingface_hub import HfApi
 
-        api = HfApi()
-        address = api.create_repo(repo, private=True, exist_ok=True)
-        api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload by train_grpo.py's scripts")
-        return str(address)
-    except Exception as error:  # As above, and whatever ends a long upload.
-        raise PushError(refused(repo, error)) from error
+    api = HfApi()
+    address = api.create_repo(repo, private=True, exist_ok=True)
+    api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload by train_grpo.py's scripts")
+    return str(address)

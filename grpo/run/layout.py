@@ -9,14 +9,11 @@ import itertools
 import os
 import re
 import shutil
-import stat
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpo.run.durable import tmp_path_for
 from grpo.settings import Problems, Settings, load_settings
 
 if TYPE_CHECKING:
@@ -34,20 +31,13 @@ LOGS = ("metrics.csv", "completions.csv")
 # has the second one.
 NO_RUN = {SETTINGS + ".tmp", "lost+found"}
 OTHER = "choose another OUTPUT_DIR"
-# The names of all that a run writes: of other files in OUTPUT_DIR the banner says that OVERWRITE=1 deletes them too.
-FOLDERS = re.compile(
-    r"(superseded-)?checkpoint-\d+(\.\d+)?|superseded-(adapter-(\d+|last)|best)(\.\d+)?|best(\.old|\.tmp)?|report|runs"
-)
-FILES = re.compile(
-    r"((metrics|completions)\.csv|report\.html|training\.log|README\.md"
-    r"|(settings|deleting|versions|evaluation|closed_loop|complete|exit|adapter_config)\.json|adapter_model\.safetensors"
+# The names of all that a run writes, which is what OVERWRITE=1 deletes.
+OF_A_RUN = re.compile(
+    r"(superseded-)?checkpoint-\d+(\.\d+)?|superseded-(adapter-\w+|best)(\.\d+)?|best(\.old|\.tmp)?|adapter\.tmp"
+    r"|report|runs|((metrics|completions)\.csv|report\.html|training\.log|README\.md"
+    r"|(settings|versions|evaluation|closed_loop|complete|exit|adapter_config)\.json|adapter_model\.safetensors"
     r"|(tokenizer|tokenizer_config|special_tokens_map|added_tokens)\.json|chat_template\.jinja|tokenizer\.model"
     r"|training_args\.bin)(\.tmp)?"
-)
-# Files that stand in FOLDERS alone; tensorboard writes into runs/.
-INNER_FILES = re.compile(
-    r"((best|manifest|trainer_state)\.json)(\.tmp)?|(optimizer|scheduler)\.pt|rng_state(_\d+)?\.pth|[a-z_]+(_\d+)?\.png"
-    r"|events\.out\.tfevents\..*"
 )
 
 
@@ -113,27 +103,9 @@ def lock_run(folder: Path) -> RunLock | None:
     return lock
 
 
-def check_neighbours(folder: Path, where: str, problems: Problems) -> None:
-    """Adds problems where the lock or the zip beside OUTPUT_DIR cannot be written. A lock that is a link is refused:
-    others may have put it into a shared folder to have its target written to."""
-    lock, archive = lock_path(folder), zip_path(folder)
-    if lock.is_symlink():
-        problems.add(where, f"its lock {lock} is a link", f"Remove that, or {OTHER}")
-    elif lock.exists() and not (lock.is_file() and os.access(lock, os.W_OK)):
-        problems.add(where, f"its lock {lock} is not a file that you may write", f"Remove that, or {OTHER}")
-    for label, path in (("its zip", archive), ("its unfinished zip", tmp_path_for(archive))):
-        if path.exists() and not path.is_file():
-            problems.add(where, f"{label} {path} is not a file", f"Move that away, or {OTHER}")
-        elif os.path.lexists(path):
-            parent = path.parent.stat()
-            owners = (0, parent.st_uid, path.lstat().st_uid)
-            if parent.st_mode & stat.S_ISVTX and os.geteuid() not in owners:  # As in /tmp, only owners delete.
-                problems.add(where, f"{label} {path} is another user's", f"Have it removed, or {OTHER}")
-
-
 def check_output_dir(settings: Settings, problems: Problems) -> bool:
-    """Checks that OUTPUT_DIR, and the lock and the zip beside it, can be written. Returns False where the folder cannot
-    hold a run at all."""
+    """Checks that OUTPUT_DIR, and the zip beside it, can be written. Returns False where the folder cannot hold a run
+    at all."""
     folder, where = run_folder(settings), f"OUTPUT_DIR={settings.OUTPUT_DIR}"
     parent = existing_parent(folder)
     if not settings.OUTPUT_DIR.strip() or not parent.is_dir():
@@ -145,8 +117,6 @@ def check_output_dir(settings: Settings, problems: Problems) -> bool:
     if folder.parent == folder or not os.access(existing_parent(folder.parent), os.W_OK):
         fault = f"{folder}.zip cannot be written: its folder is read-only"
         problems.add(where, fault, "Choose a folder inside a writable one")
-    if folder.name:
-        check_neighbours(folder, where, problems)
     return bool(folder.name)
 
 
@@ -163,79 +133,34 @@ def lock_output_dir(environ: Mapping[str, str]) -> tuple[RunLock | None, str | N
     except ImportError:
         return None, None
     except OSError as error:
-        disk = full_disk(error, folder)
-        cause = f"no space left on the disk of {disk}" if disk else str(error)
-        reason = f"its lock {lock_path(folder)} cannot be taken ({cause}). Mend that"
+        reason = f"its lock {lock_path(folder)} cannot be taken ({error}). Mend that"
     return None, f"OUTPUT_DIR={settings.OUTPUT_DIR}: {reason}, or {OTHER}"
 
 
-def check_own_files(folder: Path, where: str, problems: Problems) -> None:
-    """Adds a problem for each of a run's names in OUTPUT_DIR that a link or the wrong kind of file has. PEFT, the
-    tokenizer and the Trainer would write through a link that others put there."""
-    for path in sorted(folder.iterdir()):
-        is_folder, is_file = FOLDERS.fullmatch(path.name), FILES.fullmatch(path.name)
-        fault = ""
-        if path.is_symlink() and (is_folder or is_file):
-            fault = "a link, which a run would write through"
-        elif is_folder and not path.is_dir():
-            fault = "not a folder"
-        elif is_file and not (path.is_file() and os.access(path, os.R_OK | os.W_OK)):
-            fault = "not a file that you may read and write"
-        if fault:
-            problems.add(where, f"{path.name} in it is {fault}", f"Move that away, or {OTHER}")
-
-
-def foreign_files(folder: Path) -> tuple[str, ...]:
-    """Names of the files in OUTPUT_DIR, and in a run's folders there, that no run of this script writes."""
-    names = []
-    for path in sorted(path for path in folder.iterdir() if path.name not in NO_RUN):
-        if not (FOLDERS.fullmatch(path.name) or FILES.fullmatch(path.name)):
-            names.append(f"{path.name}/" if path.is_dir() else path.name)
-        elif not path.is_symlink():
-            for inner in sorted(path.rglob("*")):
-                if not (inner.is_dir() or FILES.fullmatch(inner.name) or INNER_FILES.fullmatch(inner.name)):
-                    names.append(str(inner.relative_to(folder)))
-    return tuple(names)
-
-
 def delete_run(folder: Path) -> None:
-    """Deletes the zip of the run in `folder` and all that is in it. The folder itself stays, because it may be a mount
-    point. After a kill it holds DELETING, which tells `inspect_run` that the deletion had begun."""
+    """Deletes the run in `folder` and its zip. The folder itself stays, because it may be a mount point, and so does
+    what no run wrote. Until `prepare_run` has written a new run's settings the folder holds DELETING, which tells
+    `inspect_run` after a kill that the deletion had begun."""
     with contextlib.suppress(FileNotFoundError):  # An earlier deletion was killed after the renaming.
         os.replace(folder / SETTINGS, folder / DELETING)
     zip_path(folder).unlink(missing_ok=True)
     for path in folder.iterdir():
-        if path.name not in (DELETING, *NO_RUN):
+        if OF_A_RUN.fullmatch(path.name):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    (folder / DELETING).unlink()
 
 
 TORCH_WRITE_ERRORS = ("inline_container", "iostream error")  # Of its zip writer, and of the stream below it.
 
 
-def full_disk(error: BaseException, folder: Path) -> str | None:
-    """The disk that is full of bytes or of files, where an exception or its cause says so; None for any other.
-
-    safetensors and torch.save raise no OSError, and torch says the same of every failed write.
-    """
-    output_dir = f"OUTPUT_DIR={folder}"
-    disks = {output_dir: str(existing_parent(folder))}
-    disks |= {path: path for path in (tempfile.gettempdir(), "/dev/shm") if Path(path).exists()}
-    full = {}
-    for name, path in disks.items():
-        inodes = os.statvfs(path)
-        if shutil.disk_usage(path).free < 2**26:
-            full[name] = name
-        elif inodes.f_files and not inodes.f_favail:  # A file system without a table of inodes says 0 of 0.
-            full[name] = f"{name} (no inodes left: delete files, however small)"
+def is_full_disk(error: BaseException, folder: Path) -> bool:
+    """Whether an exception or its cause says that a disk, or a quota, is full of bytes or of files. safetensors and
+    torch.save raise no OSError, and torch says the same of every failed write: then the disk of `folder` is asked."""
     cause: BaseException | None = error
     while cause is not None:
         number, text = getattr(cause, "errno", None), str(cause)
-        if number == errno.ENOSPC or "No space left on device" in text:
-            has_room = f"{output_dir} (it has room: see `df -i` for its inodes, or a quota is met)"
-            return next(iter(full.values()), has_room)
-        torch_failed = output_dir in full and any(words in text for words in TORCH_WRITE_ERRORS)
-        if number == errno.EDQUOT or "Disk quota exceeded" in text or torch_failed:
-            return next(iter(full.values()), output_dir)
+        if number in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in text:
+            return True
+        if any(words in text for words in TORCH_WRITE_ERRORS):
+            return shutil.disk_usage(existing_parent(folder)).free < 2**26
         cause = cause.__cause__ or cause.__context__
-    return None
+    return False

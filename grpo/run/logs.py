@@ -18,11 +18,9 @@ import time
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 
-from grpo.data.scoring import Completion, completion_rates, is_answer
-from grpo.phases import BAR
-from grpo.run.durable import require_regular
+from grpo.data.scoring import Completion, completion_rates
 from grpo.run.layout import LOGS
 from grpo.settings import log
 from grpo.settings_table import TASK_FIGURES
@@ -54,19 +52,6 @@ def read_header(path: Path) -> list[str]:
         return next(csv.reader(file), [])
 
 
-def metric_columns(path: Path) -> list[str]:
-    """The columns of METRICS that metrics.csv at `path` has, or will have where it is not there yet: a run continues
-    without the figures of a task that was added after it began."""
-    header = read_header(path) if path.exists() else []
-    return [name for name in METRICS if not header or name in header or name not in TASK_FIGURES]
-
-
-def has_known_columns(path: Path) -> bool:
-    """Whether a log has the columns that this version writes. Those that settings add stand behind them."""
-    known = metric_columns(path) if path.name == LOGS[0] else list(COMPLETIONS)
-    return read_header(path)[: len(known)] == known
-
-
 class CsvLog:
     """A CSV that grows row by row; each row is flushed, so that a killed run keeps what it had. Raises ValueError where
     the file is there with other columns."""
@@ -79,7 +64,8 @@ class CsvLog:
         if not self.file.tell():
             self.write([{name: name for name in self.columns}])
         elif (header := read_header(path)) != self.columns:
-            raise ValueError(f"{path} has the columns {', '.join(header)}, and this run has {', '.join(self.columns)}")
+            columns = f"{path} has the columns {', '.join(header)}, and this run has {', '.join(self.columns)}"
+            raise ValueError(f"{columns}: finish the run with the version that began it")
 
     def write(self, rows: Iterable[Mapping[str, Cell]]) -> None:
         """Appends rows. Those with a carriage return are quoted whole: Python's writer leaves a lone one unquoted, and
@@ -102,9 +88,8 @@ class CsvLog:
 
 
 BOX_WIDTH = 100  # A wider box breaks in a usual terminal.
+WATCHED = ("reward", "zero_std_fraction", "parse_rate")  # The columns of metrics.csv that the run warns by.
 WARN_EVERY = 10  # Steps between two warnings about the same thing.
-EQUAL_STEPS = 5  # Steps without a difference of rewards after which the run warns that it learns nothing.
-LEAST_GROUPS = 5  # Groups with both kinds of answers that `garbage_warning` needs.
 UNLEARNED = (
     "parse rate fell to {:.2f} over the last 5 steps, its best was {:.2f}: the answer format is being unlearned. "
     "Lower LEARNING_RATE, leave INVALID_REWARD at auto, or raise MAX_COMPLETION_LEN if the clipped ratio is high"
@@ -117,18 +102,11 @@ NO_REWARD = (
     "the reward is nan: every completion of this step was left out, so it taught nothing. Look at completions.csv; set "
     "INVALID_REWARD to auto, or fix the function in REWARDS that returns nan or None"
 )
-GARBAGE_PAYS = (
-    "Answers that cannot be read earned {:.3g} more than the others to their prompts, on average of {} groups of the "
-    "last 10 steps: garbage is being learned. Let REWARDS pay less where rewards.final_channel finds no text"
-)
 EQUAL_REWARDS = (
-    "all completions of each prompt got the same reward in {}: nothing {} learned. Look at completions.csv: where they "
-    "read alike, raise TEMPERATURE or NUM_GENERATIONS; where they do not, REWARDS or the reward columns of DATA do not "
-    "tell them apart"
-)
-LOST = (
-    "Nothing was learned for {} steps, and nothing will be: no answer can be read any more, and those that cannot all "
-    "earn the same. End this run, and start another with a lower LEARNING_RATE; INIT_ADAPTER takes what is in best/"
+    "all completions of each prompt got the same reward in the last 5 steps: nothing is learned. Look at "
+    "completions.csv: where no answer can be read any more, end this run, and start another with a lower LEARNING_RATE "
+    "(INIT_ADAPTER takes what is in best/); where they read alike, raise TEMPERATURE or NUM_GENERATIONS; where they do "
+    "not, REWARDS or the reward columns of DATA do not tell them apart"
 )
 
 
@@ -149,53 +127,12 @@ def parse_rate_warning(history: Sequence[float]) -> str | None:
     return UNPARSED.format(means[0]) if len(means) == 1 and means[0] < 0.5 else None
 
 
-Teaching = tuple[float, float, float]  # Mean reward, zero_std_fraction and parse rate of a step.
-
-
-def read_teaching(row: Mapping[str, Cell]) -> Teaching:
-    """What `reward_warning` needs of a row of metrics.csv."""
-    reward, zero_std_fraction, parse_rate = (
-        float(row[name] or "nan") for name in ("reward", "zero_std_fraction", "parse_rate")
-    )
-    return reward, zero_std_fraction, parse_rate
-
-
-def reward_warning(history: Sequence[Teaching], total_steps: int = 0) -> str | None:
-    """A sentence when steps teach nothing: the last one has no reward, or the last 5 (all in a run of fewer
-    `total_steps`) have none that differ inside a group. It is boxed once a run that could answer has not for 10 such
-    steps. None while all is well."""
-    if history and math.isnan(history[-1][0]):
+def reward_warning(rewards: Sequence[float], shares: Sequence[float]) -> str | None:
+    """A sentence when steps teach nothing, by the mean reward and the zero_std_fraction of each step: the last one has
+    no reward, or the last 5 have none that differ inside a group. None while all is well."""
+    if math.isnan(rewards[-1]):
         return NO_REWARD
-    equal = next((i for i, (_, share, _) in enumerate(reversed(history)) if share < 1), len(history))
-    answered, recently = (any(rate for *_, rate in steps) for steps in (history, history[-WARN_EVERY:]))
-    if equal >= WARN_EVERY and answered and not recently:
-        return banner_text(LOST.format(equal))
-    if equal >= EQUAL_STEPS:
-        return EQUAL_REWARDS.format(f"the last {EQUAL_STEPS} steps", "is")
-    if equal and equal == len(history) == total_steps:
-        return EQUAL_REWARDS.format("every step of this run", "was")
-    return None
-
-
-def garbage_gains(completions: Sequence[Completion], totals: Sequence[float]) -> list[float]:
-    """By how much the answers of a step that cannot be read out-earn the others to the same prompt: the difference of
-    their mean rewards in each group that holds both. A reward of NaN does not count: that answer was left out."""
-    groups: dict[str, tuple[list[float], list[float]]] = {}
-    for completion, reward in zip(completions, totals, strict=True):
-        if not math.isnan(reward):
-            groups.setdefault(completion.row.id, ([], []))[is_answer(completion)].append(reward)
-    means = [(fmean(garbage), fmean(answers)) for garbage, answers in groups.values() if garbage and answers]
-    return [0.0 if math.isclose(garbage, answers) else garbage - answers for garbage, answers in means]
-
-
-def garbage_warning(history: Sequence[Sequence[float]]) -> str | None:
-    """A sentence when answers that cannot be read earned more than the others of their groups over the last 10 steps,
-    by more than chance: three standard errors. `history` holds the `garbage_gains` of each step."""
-    gains = [gain for step in history[-WARN_EVERY:] for gain in step]
-    if len(history) < WARN_EVERY or len(gains) < LEAST_GROUPS:
-        return None
-    mean, error = fmean(gains), stdev(gains) / math.sqrt(len(gains))
-    return GARBAGE_PAYS.format(mean, len(gains)) if mean > 3 * error else None
+    return EQUAL_REWARDS if len(shares) >= 5 and min(shares[-5:]) == 1 else None
 
 
 RECENT = 10  # steps that the pace is taken from
@@ -214,15 +151,6 @@ class Pace:
         for row in rows:
             self.add(row)
 
-    @classmethod
-    def read(cls, metrics: Path, total: int, eval_steps: int) -> Pace:
-        """The pace by a metrics.csv, which may be missing."""
-        with contextlib.suppress(OSError, ValueError, csv.Error):
-            require_regular(metrics)
-            with metrics.open(newline="", encoding="utf-8", errors="replace") as file:
-                return cls(total, eval_steps, csv.DictReader(file))
-        return cls(total, eval_steps)
-
     def add(self, row: Mapping[str, Cell]) -> None:
         """Adds the times of a row, text or numbers; an empty cell, None and what is not finite do not count."""
         for column, seconds in (("step_s", self.step_s), ("eval_s", self.eval_s)):
@@ -230,27 +158,23 @@ class Pace:
                 if math.isfinite(value := float(row.get(column) or "nan")):
                     seconds.append(value)
 
-    def evaluations_left(self, step: int) -> int:
-        """How many evaluations follow `step`, the last one included."""
-        return 1 + ((self.total - 1) // self.eval_steps - step // self.eval_steps if self.eval_steps else 0)
-
     def seconds_left(self, step: int) -> float:
         """Seconds from the end of `step` to that of the last evaluation: steps at the median of the last RECENT,
         evaluations like the last one (none while none is known). NaN before LEAST steps."""
         if len(self.step_s) < LEAST:
             return math.nan
-        return (self.total - step) * median(self.step_s[-RECENT:]) + self.evaluations_left(step) * sum(self.eval_s[-1:])
+        evaluations = 1  # The one after training.
+        if self.eval_steps:
+            evaluations += (self.total - 1) // self.eval_steps - step // self.eval_steps
+        return (self.total - step) * median(self.step_s[-RECENT:]) + evaluations * sum(self.eval_s[-1:])
 
-    def left(self, step: int, now: float | None = None) -> str:
-        """`about 1 h 40 min left, until 17:20`, by this machine's clock; empty where it is not known."""
+    def left(self, step: int) -> str:
+        """`about 1 h 40 min left`; empty where it is not known."""
         if math.isnan(seconds := self.seconds_left(step)):
             return ""
-        now = time.time() if now is None else now
         hours, minutes = divmod(round(seconds / 60), 60)
         duration = f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else f"{seconds:.0f} s"
-        start, end = time.localtime(now), time.localtime(now + seconds)
-        clock = time.strftime("%H:%M" if start[:3] == end[:3] else "%a %d %b %H:%M", end)
-        return f"about {duration} left, until {clock}"
+        return f"about {duration} left"
 
 
 class RunLog:
@@ -273,17 +197,15 @@ class RunLog:
         self.function_columns = [function_column(name) for name in functions]
         prompt_column = [PROMPT] if prompts else []
         metrics, completions = (folder / name for name in LOGS)
-        self.metrics = CsvLog(metrics, [*metric_columns(metrics), *self.function_columns])
+        self.metrics = CsvLog(metrics, [*METRICS, *self.function_columns])
         self.completions = CsvLog(completions, [*COMPLETIONS, *prompt_column, *self.function_columns])
         self.total_steps = total_steps
         self.rates: dict[str, float | None] = {}  # Of the last completions, with the mean of each function.
         with metrics.open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         self.pace = Pace(total_steps, eval_steps, rows)
-        self.reward_history = [read_teaching(row) for row in rows]
-        self.garbage_history: list[list[float]] = []
+        self.history = {name: [float(row[name] or "nan") for row in rows] for name in WATCHED}
         self.warned_at: dict[str, int] = {}
-        self.garbage_pays = False
 
     def write_completions(
         self,
@@ -319,7 +241,6 @@ class RunLog:
         for name, values in zip(self.function_columns, zip(*scores, strict=True), strict=True):
             kept = [value for value in values if not math.isnan(value)]
             self.rates[name] = fmean(kept) if kept else math.nan
-        self.garbage_history.append(garbage_gains(completions, totals))
 
     def sync(self) -> dict[str, tuple[int, str]]:
         """Waits until both CSVs are on the disk; returns their ends by name, for `finish_checkpoint`."""
@@ -332,35 +253,24 @@ class RunLog:
         row |= {name: f"{value:.6g}" for name, value in row.items() if isinstance(value, float)}
         self.metrics.write([row])
         self.pace.add(row)
-        left = self.pace.left(step) if step < self.total_steps else ""
         names = ("parse_rate", "clipped_ratio", "tokens_mean", "step_s", "rollout_s", "learn_s")
         parse_rate, clipped, tokens, step_s, rollout_s, learn_s = (float(row[name] or "nan") for name in names)
-        form = f", parse rate {parse_rate:.2f}, clipped {clipped:.2f}, {tokens:.0f} tokens"
+        line = f"step {step}/{self.total_steps}: reward {row['reward'] or 'nan'}"
+        if not self.direct:
+            line += f", parse rate {parse_rate:.2f}, clipped {clipped:.2f}, {tokens:.0f} tokens"
         first = "choose" if self.direct else "rollout"
-        log.info(
-            "step %d/%d: reward %s%s, %.1f s (%s %.1f, learn %.1f)%s",
-            step,
-            self.total_steps,
-            row["reward"] or "nan",
-            "" if self.direct else form,
-            step_s,
-            first,
-            rollout_s,
-            learn_s,
-            f"; {left}" if left else "",
-        )
-        self.reward_history.append(read_teaching(row))
-        warnings = {
-            "parse rate": parse_rate_warning([parse_rate for *_, parse_rate in self.reward_history]),
-            "reward": reward_warning(self.reward_history, self.total_steps),
-        }
+        line += f", {step_s:.1f} s ({first} {rollout_s:.1f}, learn {learn_s:.1f})"
+        if step < self.total_steps and (left := self.pace.left(step)):
+            line += f"; {left}"
+        log.info("%s", line)
+        for name, values in self.history.items():
+            values.append(float(row[name] or "nan"))
+        rewards, shares, parse_rates = self.history.values()
+        warnings = {"parse rate": parse_rate_warning(parse_rates), "reward": reward_warning(rewards, shares)}
         for name, warning in warnings.items():
             if warning and step - self.warned_at.get(name, -WARN_EVERY) >= WARN_EVERY:
                 self.warned_at[name] = step
                 log.warning(warning)
-        if not self.garbage_pays and (garbage := garbage_warning(self.garbage_history)):
-            self.garbage_pays = True
-            log.warning(banner_text(garbage))
 
 
 def is_unread(descriptor: int) -> bool:
@@ -381,11 +291,7 @@ def detach_closed_terminal() -> None:
 
 
 class TerminalHandler(logging.StreamHandler):
-    """Writes to stdout, above the bar of a phase that goes on."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        with BAR.wiped():
-            super().emit(record)
+    """Writes to stdout for as long as somebody reads that."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         detach_closed_terminal()  # training.log has the message.

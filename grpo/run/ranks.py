@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,6 @@ class Ranks:
     port: int = 0
     run_id: str = ""  # differs for every start by the launcher, restarts included
     launched: bool = False  # by torchrun or a similar program, whose own exit code is the same for every failure
-    summed_bytes: int = 0  # that were added up over all ranks, for the benchmark
     # Called before this process is killed because it did not notice in time that another rank had died.
     on_lost: Callable[[RankLost], None] = lambda lost: None
 
@@ -97,9 +96,9 @@ class Ranks:
         """Every rank's value, which JSON must know, on all of them in the order of the ranks."""
         return [value]
 
-    def share_rows(self, rows: Sequence[Sequence[float | None]], kind: str) -> list[Any]:
-        """Every rank's rows of numbers in order. `kind` is an array's (`i`, `d`); NaN arrives as None."""
-        return list(rows)
+    def share_rows(self, rows: list[Any]) -> list[Any]:
+        """Every rank's rows in order."""
+        return [row for rank_rows in self.share(rows) for row in rank_rows]
 
     def broadcast(self, value: Any = None) -> Any:
         """Rank 0's value, which JSON must know; those of the others do not matter."""

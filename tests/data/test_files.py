@@ -187,7 +187,6 @@ def test_columns_keep_their_names_but_for_trls(tmp_path):
     rows, problems = load_json(tmp_path / "d.jsonl", prompt="Go", **columns)
     renamed = {"prompt_id": "mine", "invalid_reward": 7, "csv_completion": "x", "csv_log_metric": 1}
     assert not problems and reward_columns(rows[0]) == renamed | {"csv_prompt": "Go"}
-    assert files.renamed_columns(rows) == ["completion", "log_metric"], "`prompt` is there as `prompts`"
 
 
 def test_globs_lists_and_missing_files(tmp_path, good_csv, monkeypatch):

@@ -86,6 +86,5 @@ def test_what_the_hub_refuses(run, hub, tmp_path, capsys, monkeypatch, token, re
     """Before the export where that can be known; what was written stays."""
     monkeypatch.setenv("HF_TOKEN", token)
     assert main([str(run), "--out", str(tmp_path / "out"), "--push", repo]) == code
-    printed = capsys.readouterr().err.splitlines()[-1]
-    assert printed.startswith("--push") and message in printed and "hf auth login" in printed
+    assert message in capsys.readouterr().err.splitlines()[-1]
     assert (tmp_path / "out").exists() == (code == 1)

@@ -27,7 +27,7 @@ def test_frame_shows_what_a_run_is_doing(tmp_path):
     log = [measured.format(5), measured.format(10), "12:00:00 W train_grpo: parse rate fell\n"]
     (folder / "training.log").write_text("\n".join(log))
     text = text_of(folder)
-    words = ["20 of 30, about 2 min left, until", "0.500, mean of the last 10: 0.455", "0.90, clipped 0.10"]
+    words = ["20 of 30, about 2 min left", "0.500, mean of the last 10: 0.455", "0.90, clipped 0.10"]
     words += ["61.5 GiB, busy 87 %", "measured    after step 10: held-out", "\n" + 12 * " ", "parse rate fell"]
     assert [word for word in words if word not in text] == []
     assert max(map(len, text.splitlines())) <= 100

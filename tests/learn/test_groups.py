@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from ranked import in_ranks, launcher_store
@@ -41,15 +41,9 @@ def test_all_hear_the_same():
 
 
 def test_rows_of_numbers_are_shared():
-    """Whole numbers and floats to the last bit, rows of any length, none at all from some, and what is unknown."""
-    ids = [[[1, 2**31 - 1], []], [], [[7]]]
-    floats = [[[0.1, None, -1e-300], []], [], [[math.nan]]]
-    expected = [[1, 2**31 - 1], [], [7]], [[0.1, None, -1e-300], [], [None]]
-
-    def share(ranks):
-        return ranks.share_rows(ids[ranks.rank], "i"), ranks.share_rows(floats[ranks.rank], "d")
-
-    assert in_ranks(3, share) == [expected] * 3
+    """Floats to the last bit, rows of any length, none at all from some, what is unknown, and NumPy's numbers."""
+    rows = [[[1, np.int64(7)], []], [], [[1 / 3, None, -1e-300, np.float32(0.1)]]]
+    assert in_ranks(3, lambda ranks: ranks.share_rows(rows[ranks.rank])) == [[*rows[0], *rows[2]]] * 3
 
 
 def test_nobody_waits_for_ever(monkeypatch):

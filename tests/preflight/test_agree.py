@@ -86,7 +86,7 @@ def checked(ranks, tmp_path, own):
         ({"SEED": "x"}, "SEED: 'x' is not accepted, expected a whole number. Unset it for the default (42) (rank 1)"),
         ({"SEED": "7"}, "SEED: 42 on rank 0 and 7 on rank 1. Every process"),
         ({"GPU": "1"}, "GPUs: 0 on rank 0 and 1 on rank 1. Every process needs one GPU"),
-        ({"EXPERTS": "mxfp4"}, "EXPERTS: bf16 on rank 0 and mxfp4 on rank 1. Set EXPERTS to one of the two"),
+        ({"EXPERTS": "mxfp4"}, "EXPERTS: bf16 on rank 0 and mxfp4 on rank 1. Every process"),
         ({"DATA": "data/tes_heldout_compact.csv"}, "DATA: data/tes_train_compact.csv on rank 0 and "),
     ],
 )

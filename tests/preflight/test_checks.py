@@ -12,24 +12,20 @@ import pytest
 from conftest import CLEAN, RENDERED, ROOT, run_script, write_csv
 from machines import CPU, H100, only
 
-from grpo.plan.hub import REAL_CONFIG, ModelFiles, config_digest
+from grpo.plan.hub import REAL_CONFIG, ModelFiles
 from grpo.plan.memory import Shapes
 from grpo.preflight import banner, checks, resolve
-from grpo.run.durable import write_sealed
 from grpo.run.folder import RunState
 from grpo.run.ranks import Ranks
 from grpo.settings import FIELDS, Problems, Settings, load_settings
-from grpo.tasks.simulator import SimulationPlan
 
 HEADER = ["prompt", "reward_action_0", "reward_action_1"]
 USER_HEADER = ["user", *HEADER[1:]]
-OLD, TWO_GPUS = dataclasses.replace(H100, capability=8.0), dataclasses.replace(H100, gpus=2)
+TWO_GPUS = dataclasses.replace(H100, gpus=2)
 CONFLICTS = [
     ({"GENERATION_BATCH": 5}, CPU, ["GENERATION_BATCH: 5 does not divide", "12 x 8 = 96", "nearest that does is 4"]),
-    ({"PROMPTS_PER_STEP": 50_001}, CPU, ["50001 x 8 = 400008 completions in one step, and 100,000 are the most"]),
     ({"ATTN_IMPL": "torch_flahs"}, H100, ["'torch_flahs' is unknown; the nearest is torch_flash", "flash_attention_3"]),
     ({"ATTN_IMPL": "torch_flash"}, CPU, ["needs a GPU"]),
-    ({"ATTN_IMPL": "flash_attention_3"}, OLD, ["made for Hopper"]),
     ({"ATTN_IMPL": "org/kernel", "PACKING": "prefix"}, H100, ["PACKING: org/kernel takes padded rows only"]),
     ({}, dataclasses.replace(H100, capability=7.5), ["GPU: ", "compute capability 7.5"]),
     ({"TEMPERATURE": 2.1}, H100, ["takes at most 2"]),
@@ -38,12 +34,9 @@ CONFLICTS = [
     ({"LOSS_TYPE": "vespo", "IS_CORRECTION": "sequence_mask"}, CPU, ["vespo"]),
     ({"LORA_TARGETS": "q_proj, v_porj"}, CPU, ["'v_porj' is nothing in gpt-oss", "nearest is v_proj"]),
     ({"LORA_TARGETS": "q_proj,24.experts"}, CPU, ["'24.experts' matches nothing", "layers 0 to 23"]),
-    ({"LORA_TARGETS": "7.experts", "LORA_DROPOUT": 0.1}, CPU, ["LORA_DROPOUT", "7.experts", "LORA_DROPOUT=0"]),
     ({"LORA_TARGETS": "experts", "ROLLOUT_SYNC": "merge"}, H100, ["ROLLOUT_SYNC", "experts", "auto", "USE_VLLM=0"]),
-    ({"LORA_TARGETS": "experts", "LORA_R": 513, "ROLLOUT_SYNC": "lora"}, H100, ["rank 512 at most", "set USE_VLLM=0"]),
     ({"LORA_TARGETS": ","}, CPU, ["names no module"]),
     ({"WARMUP_STEPS": 100}, CPU, ["rise over 100 steps, the run has 100"]),
-    ({"ROLLOUT_SYNC": "lora", "LORA_R": 513}, H100, ["rank 512 at most", "ROLLOUT_SYNC=merge"]),
     ({"USE_VLLM": True}, CPU, ["needs a GPU"]),
     ({}, TWO_GPUS, ["2 GPUs are visible", "torchrun --nproc-per-node 2 train_grpo.py", "CUDA_VISIBLE_DEVICES=0"]),
     ({"PROMPTS_PER_STEP": 3}, dataclasses.replace(H100, ranks=4, here=2), ["3 cannot be shared out among 4 processes"]),
@@ -70,12 +63,10 @@ def test_conflicts(changes, machine, messages):
 def test_settings_that_go_together():
     for words in (" all-linear ", "q_proj, o_proj", "experts,7.experts,q_proj"):
         assert not settings_problems(CPU, LORA_TARGETS=words)
-    for changes in ({"ROLLOUT_SYNC": "merge"}, {"LORA_R": 513}):
-        assert not settings_problems(H100, LORA_TARGETS="experts", USE_VLLM=False, **changes)
+    assert not settings_problems(H100, LORA_TARGETS="experts", USE_VLLM=False, ROLLOUT_SYNC="merge")
     assert not settings_problems(H100, TEMPERATURE=2.1, USE_VLLM=False) and not settings_problems(CPU, TEMPERATURE=2.1)
     assert not settings_problems(H100, TEMPERATURE=2.0, LOSS_TYPE="vespo")
-    for capability in (0.0, 9.0):  # It is 0 where it could not be read.
-        assert not settings_problems(dataclasses.replace(H100, capability=capability), ATTN_IMPL="flash_attention_3")
+    assert not settings_problems(dataclasses.replace(H100, capability=0.0)), "where it could not be read"
     assert not settings_problems(H100, REAL_CONFIG, USE_VLLM=True, EXPERTS="mxfp4")
     bf16 = REAL_CONFIG | {"quantization_config": None}
     assert "has no MXFP4 experts" in only(settings_problems(CPU, bf16, EXPERTS="mxfp4"))
@@ -145,8 +136,7 @@ def test_every_choice_has_its_reason_and_what_was_set_is_not_changed(tmp_path):
 
 def test_a_choice_that_depends_on_other_settings(tiny_run):
     assert tiny_run().sources["EXPERTS"] == "default" and tiny_run().reasons["experts"] == "the default"
-    resolved = tiny_run(LORA_TARGETS="experts")
-    assert (resolved.rollout_sync, resolved.settings.ROLLOUT_SYNC) == ("lora", "lora")
+    assert tiny_run(LORA_TARGETS="experts").settings.ROLLOUT_SYNC == "lora"
 
 
 def test_what_is_checked_beside_settings_is_in_the_plan_too(tiny_run):
@@ -181,9 +171,6 @@ def test_epochs_are_resolved_to_steps_before_anything_uses_them(tiny_run):
     assert "rise over 98 steps, the run has 98" in only(short.problems)
     both = tiny_run(NUM_TRAIN_EPOCHS=1, TOTAL_STEPS=5)
     assert "TOTAL_STEPS=5 is set as well. Unset one of the two" in only(both.problems)
-    problems, most = Problems(), Settings(NUM_TRAIN_EPOCHS=1e6, PROMPTS_PER_STEP=1)
-    resolve.resolve_steps(most, {"TOTAL_STEPS": "default"}, 1001, problems)
-    assert "1000000000 are the most" in only(problems)
 
 
 def shapes_on(machine, checkpoint=None):
@@ -225,21 +212,6 @@ def test_experts_are_chosen_by_the_machine(capability, free, chosen):
     assert not memory_problems(machine, 12.9, EXPERTS=chosen), "it fits"
 
 
-def test_the_plan_says_how_many_answers_evaluations_ask_for(tiny_run):
-    """By hand: before, after 50 steps, after; a pass through the closed loop has 30 hours."""
-    sampled = tiny_run(TOP_P=0.9, EVAL_SAMPLES=4)
-    assert "that asks" in dict(banner.facts(sampled)) and "that asks" not in dict(banner.facts(tiny_run()))
-    plant = dataclasses.replace(
-        sampled,
-        settings=Settings(INIT_ADAPTER="a"),
-        eval_rows=sampled.eval_rows[:10],
-        closed_loop=SimulationPlan(runs=True, rollouts=30),
-    )
-    answers = "4 times, and twice greedily: 180 answers to held-out rows"
-    hours = "180 rollouts of the closed loop, one after the other; training: 100 rollouts of 96 completions"
-    assert banner.asked_text(plant) == f"{answers} and {hours}"
-
-
 def test_disk_space(tmp_path, monkeypatch):
     """What is there of a download that broke off does not have to come again."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
@@ -258,16 +230,6 @@ def test_disk_space(tmp_path, monkeypatch):
         os.truncate(tmp_path / "model.safetensors", size)
         missing = problems(5 * 2**30, tmp_path)
         assert len(missing) == len(need) and all(words in problem for words in need for problem in missing)
-    monkeypatch.setenv("HF_HUB_CACHE", "~nobody-here/hub")
-    assert only(problems(2**40)).startswith("HF_HUB_CACHE=~nobody-here/hub: ")
-
-
-def test_the_current_folder_may_be_deleted(tmp_path, monkeypatch):
-    assert checks.current_folder_problem() is None
-    (tmp_path / "gone").mkdir()
-    monkeypatch.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    assert checks.current_folder_problem().startswith("current folder: ")
 
 
 def test_everything_at_once_exits_2_and_writes_nothing(tiny, tmp_path):
@@ -301,21 +263,16 @@ def test_long_prompts_are_named(tiny_run, tmp_path):
     assert f"{path}, row 3: the prompt has" in problem and "2 of 3 prompts are longer than that" in problem
 
 
-def test_a_resumed_run_keeps_what_auto_chose_and_began_with_the_same_model(tiny_run, tmp_path):
+def test_a_resumed_run_keeps_what_auto_chose(tiny_run, tmp_path):
     choices = {"rollouts": [False, ""], "plan": {"generation_batch": 2}}
     problems, run = Problems(), RunState(tmp_path, 4, tmp_path, True, choices)
     fresh, chosen = tiny_run(), tiny_run(GENERATION_BATCH=16)
     plan = checks.continue_run(fresh, run, problems).plan
     assert (plan.generation_batch, plan.generation_batch_reason) == (2, "as the run was started") and not problems
     assert checks.continue_run(chosen, run, problems) == dataclasses.replace(chosen, run=run) and not problems
-    choices["model"] = config_digest(fresh.config)
-    checks.check_same_model(dataclasses.replace(fresh, run=run), problems)
-    assert not problems
-    choices |= {"rollouts": [True, ""], "model": "another"}
+    choices["rollouts"] = [True, ""]
     assert checks.continue_run(fresh, run, problems).plan == fresh.plan
-    checks.check_same_model(dataclasses.replace(fresh, run=run), problems)
-    assert "was started with USE_VLLM=1, now it is 0 (no GPU" in problems[0]
-    assert "began with another model of that name" in only(problems[1:])
+    assert "was started with USE_VLLM=1, now it is 0 (no GPU" in only(problems)
 
 
 def test_the_plan_lists_the_settings_that_are_not_at_their_defaults(tiny_run):
@@ -327,19 +284,6 @@ def test_the_plan_lists_the_settings_that_are_not_at_their_defaults(tiny_run):
         return [line.split()[0] for line in settings if line]
 
     assert names() == ["MODEL_ID", "EVAL_SAMPLES", "SEED", "OUTPUT_DIR"] and names(every_setting=True) == list(FIELDS)
-
-
-def test_a_run_is_warned_of_rows_that_teach_nothing_or_disagree(tiny_run, tmp_path):
-    flat = [["first", 0, 1], ["second", 1, 1], ["third", 0.5, 0.5], ["fourth", 1, 0]]
-    half, more = (write_csv(tmp_path / f"{n}.csv", USER_HEADER, flat[:n]) for n in (4, 3))
-    assert not banner.data_warnings(tiny_run(DATA=half))
-    assert not banner.data_warnings(tiny_run(DATA=more, REWARDS="format"))
-    assert only(banner.data_warnings(tiny_run(DATA=more))) == (
-        f"2 of 3 rows pay all their actions the same and teach nothing; the first is {more}, row 2"
-    )
-    rows = [["first", 0, 1], ["second", 1, 0], ["first", 1, 0], ["second", 1, 0]]
-    warning = only(banner.data_warnings(tiny_run(DATA=write_csv(tmp_path / "d.csv", USER_HEADER, rows))))
-    assert warning == "1 of 2 prompts stand in several rows with other rewards: the model learns their mean"
 
 
 def test_a_run_is_warned_where_nothing_is_held_out_or_it_is_trained_on(tiny_run, tmp_path, good_csv):
@@ -381,30 +325,6 @@ def test_rows_of_the_plant_need_a_profile_for_the_closed_loop(tiny_run, tmp_path
     assert "BEST_BY: the closed loop does not run (set EVAL_PROFILE" in only(refused.problems)
     assert tiny_run(EVAL_SAMPLES=8, EVAL_DATA=own, EVAL_PROFILE=profile).best_by == "plant"
     assert f" windows of {profile}, " in banner.banner(tiny_run(EVAL_SAMPLES=8))
-
-
-def test_a_run_that_held_out_other_rows_is_not_silently_changed(tiny_run, forty_rows, tmp_path):
-    demo = {"EVAL_DATA": "data/tes_heldout_compact.csv", "EVAL_PROFILE": "data/profile_heldout.csv"}
-
-    def run(**changes):
-        return tiny_run(**{"DATA": forty_rows, "EVAL_SAMPLES": 8} | changes)
-
-    (tmp_path / "run").mkdir()
-    write_sealed(tmp_path / "run/settings.json", checks.run_records(run(OUTPUT_DIR="x"))["settings.json"])
-    assert not run().problems, "the same rows are held out again"
-    problem = only(run(EVAL_SAMPLES=0).problems)
-    assert "started on other rows" in problem and "with EVAL_SAMPLES=8 as at its start" in problem
-    assert "with EVAL_DATA=auto as at its start" in only(run(**demo).problems)
-    assert any("EVAL_SHARE=0.1 to continue it" in problem for problem in run(EVAL_SHARE=0.4).problems)
-
-
-def test_the_plan_says_how_long_it_takes_only_where_that_is_known(tiny_run, tmp_path):
-    resolved = tiny_run(OUTPUT_DIR=tmp_path, TOTAL_STEPS=10)
-    assert dict(banner.facts(resolved))["time"].startswith("time left not known before step 3")
-    (tmp_path / "metrics.csv").write_text("step,step_s,eval_s\n" + "".join(f"{step},600,\n" for step in range(1, 5)))
-    assert "not known" in dict(banner.facts(resolved))["time"], "a run that begins anew"
-    resumed = dataclasses.replace(resolved, run=RunState(tmp_path, 4, tmp_path, True))
-    assert dict(banner.facts(resumed))["time"].startswith("about 1 h 0 min left, until ")
 
 
 PENALTY = "def score(completions, **columns):\n    return [-9.0 if '[' in text else 0.0 for text in completions]\n"

@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import train_grpo
-from grpo.settings import FIELDS, TASKS, choices, show
 
 ROWS = str(ROOT / "tests/run/fixtures/rows.csv")
 GOOD = {"MODEL_ID": "tiny", "DATA": ROWS, "EVAL_DATA": ROWS, "EVAL_PROFILE": ""}
@@ -73,21 +72,3 @@ def test_a_refused_csv_is_named_with_the_place_in_it(tmp_path, content):
     path.write_bytes(content)
     for problem in problems_of(*check(DATA=path, OUTPUT_DIR=tmp_path / "run")):
         assert "rows.csv" not in problem or PLACE.search(problem), problem
-
-
-@st.composite
-def environments(draw):
-    """Between one and four settings, as an environment can hold them: without NUL."""
-    environ = {}
-    for name in draw(st.lists(st.sampled_from(list(FIELDS)), min_size=1, max_size=4, unique=True)):
-        good = st.sampled_from([show(FIELDS[name].default), *choices(name), "0", "1", "2", "auto", *TASKS])
-        value = draw(st.sampled_from(NUMBERS + TEXTS) | good)
-        environ[name] = value.replace("\0", "\udcff").replace("\ud800", "\udced")
-    return environ
-
-
-@pytest.mark.slow
-@settings(max_examples=60, **ODD)
-@given(environments())
-def test_any_settings_are_accepted_or_refused(tmp_path, environ):
-    problems_of(*check(**{"OUTPUT_DIR": tmp_path / "run"} | environ))

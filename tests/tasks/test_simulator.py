@@ -11,8 +11,6 @@ import sys
 import pytest
 from conftest import CLEAN, ROOT, read_csv, write_csv
 
-from grpo.run.logs import METRICS, has_known_columns, metric_columns
-
 FIGURE = {"title": "Distance", "unit": "steps", "meaning": "How far from ten.", "words": "distance of {:.1f}"}
 TASK = {
     "defaults": {"DATA": "rows.csv", "EVAL_DATA": "rows.csv", "EVAL_PROFILE": "starts.txt"},
@@ -123,13 +121,3 @@ def test_the_command_asks_the_run_s_own_simulator(counters):
     assert "2 counters" in done.stdout and "Counters end at" in done.stdout
     totals = json.loads((project / "by_hand.json").read_text())["totals"]
     assert totals["trained"] == json.loads((project / "run/closed_loop.json").read_text())["totals"]["trained"]
-
-
-def test_a_run_goes_on_without_the_columns_of_a_task_that_came_later(tmp_path):
-    path = tmp_path / "metrics.csv"
-    assert metric_columns(path) == list(METRICS), "a new run has them all"
-    older = [name for name in METRICS if name != "plant_regret"]
-    path.write_text(",".join([*older, "reward/action"]) + "\n")
-    assert metric_columns(path) == older and has_known_columns(path)
-    path.write_text(",".join(older[:-1]) + "\n")
-    assert not has_known_columns(path)
