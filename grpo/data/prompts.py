@@ -9,9 +9,7 @@ import hashlib
 import itertools
 import json
 import random
-import re
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -139,32 +137,15 @@ AT_ONCE = 1000  # prompts: what the tokenizer returns of one takes more memory t
 
 def count_tokens(tokenizer: Path, prompts: Sequence[str]) -> dict[str, int]:
     """Tokens of each prompt. Raises what the tokenizers package raises for a file that it cannot use, which may be no
-    Exception.
-
-    No token reaches across a special one, so the text between two of them is counted once for all prompts that share
-    it, such as the system message. Where a tokenizer adds tokens of its own, as the first of AT_ONCE prompts tells, all
-    are counted whole."""
+    Exception."""
     from tokenizers import Tokenizer  # late, as above
 
     loaded = Tokenizer.from_file(str(tokenizer))
-    special = sorted((token.content for token in loaded.get_added_tokens_decoder().values()), key=len, reverse=True)
-    border = re.compile("|".join(map(re.escape, special)) or "(?!)")
     lengths: dict[str, int] = {}
-    shared: dict[str, int] = {}  # tokens of texts that occurred twice
-
-    def count(texts: Sequence[str]) -> list[int]:
-        return list(map(len, loaded.encode_batch_fast(texts)))
-
     starts = range(0, len(prompts), AT_ONCE)
     for start in with_progress("counting tokens", starts, total=len(prompts), each=AT_ONCE):
         batch = prompts[start : start + AT_ONCE]
-        split = [border.split(prompt) for prompt in batch]
-        times = Counter(itertools.chain.from_iterable(split))
-        new = [text for text in times if text not in shared]
-        counted = shared | dict(zip(new, count(new), strict=True))
-        shared |= {text: counted[text] for text in new if times[text] > 1}
-        tokens = [len(texts) - 1 + sum(counted[text] for text in texts) for texts in split]
-        lengths |= zip(batch, tokens if count(batch[:1]) == tokens[:1] else count(batch), strict=True)
+        lengths |= zip(batch, map(len, loaded.encode_batch_fast(batch)), strict=True)
     return lengths
 
 

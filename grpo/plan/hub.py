@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo.data.files import is_blank
 from grpo.plan.download import PARTIAL, download, refusal
 from grpo.plan.machine import GIB
 from grpo.run.durable import read_json
@@ -140,7 +139,7 @@ def read_template(folder: Path, tokenizer_config: ModelConfig) -> str | None:
             text = path.read_text(encoding="utf-8")
         except ValueError as error:
             raise ValueError(f"{path.name} cannot be read ({error})") from None
-        if is_blank(text):  # Every prompt would have no token.
+        if not text.strip():  # Every prompt would have no token.
             raise ValueError(f"{path.name} cannot be read (it holds no text)")
         return text
     template = tokenizer_config.get("chat_template")
