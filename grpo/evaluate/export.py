@@ -13,7 +13,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig
 
-from grpo.data.prompts import render
 from grpo.evaluate.adapter import load_run_settings
 from grpo.evaluate.publish import GGUF, copy_small, model_readme
 from grpo.model.checkpoint import (
@@ -129,29 +128,12 @@ def write_bf16(merged: Merged, files: ModelFiles, s: Settings, folder: Path) -> 
 
 
 def write_llama_cpp(merged: Merged, files: ModelFiles, s: Settings, folder: Path) -> None:
-    """model.gguf for llama.cpp, and a Modelfile for Ollama; config.json, by which --force knows the folder."""
+    """model.gguf for llama.cpp; config.json, by which --force knows the folder."""
     fields = metadata(files.config, base_name(s)[0])
     fields |= vocabulary(merged.base, files.config["vocab_size"], files.template)
     shapes = {name: shape for names in merged.shards.values() for name, shape in names.items()}
     write_gguf(folder / GGUF, fields, shapes, merged.tensor)
-    if files.template:
-        write_text(folder / "Modelfile", modelfile(s, files.template))
     shutil.copyfile(merged.base / CONFIG, folder / CONFIG)
-
-
-def modelfile(s: Settings, template: str) -> str:
-    """For Ollama: prompts as the run rendered them, with its date and effort."""
-    turns = (("system", "{{ .System }}"), ("user", "{{ .Prompt }}"))
-    with_system, without = (
-        render(template, messages, s.REASONING_EFFORT, s.PROMPT_DATE) for messages in (turns, turns[1:])
-    )
-    system = f'SYSTEM """{s.SYSTEM_PROMPT}"""\n' if s.SYSTEM_PROMPT else ""
-    return f"""# ollama create NAME -f Modelfile (train_grpo.py has not tried it)
-FROM ./{GGUF}
-TEMPLATE \"""{{{{ if .System }}}}{with_system}{{{{ else }}}}{without}{{{{ end }}}}\"""
-{system}PARAMETER stop "<|return|>"
-PARAMETER stop "<|call|>"
-"""
 
 
 Writer = Callable[[Merged, ModelFiles, Settings, Path], None]

@@ -11,7 +11,6 @@ A task is a folder grpo/tasks/NAME, chosen by TASK=NAME. Its task.json holds (do
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib
 import json
@@ -28,17 +27,16 @@ if TYPE_CHECKING:  # the checks before a run name numpy where it is missing
     import numpy as np
 
 GREEDY = "_greedy"  # behind a model's name: its likeliest answers, one pass
-Record = dict[
-    str, Any
-]  # closed_loop.json: `totals` holds the figures of each policy, of `base` and `trained` among them
+# closed_loop.json: `totals` holds the figures of each policy, of `base` and `trained` among them.
+Record = dict[str, Any]
 
 
 class Responder(Protocol):
     """A model, with its adapter or without, that answers the prompts of a simulator."""
 
-    def texts(self, prompts: Sequence[str], samples: int, moment: int, greedy: bool) -> Sequence[str]:
-        """`samples` completions of each prompt, special tokens included. `moment` counts the simulator's questions:
-        each has random numbers of its own, the same ones for every model."""
+    def texts(self, prompts: Sequence[str], moment: int, greedy: bool) -> Sequence[str]:
+        """A completion of each prompt, special tokens included. `moment` counts the simulator's questions: each has
+        random numbers of its own, the same ones for every model."""
 
     def probabilities(self, prompts: Sequence[str], greedy: bool, actions: int) -> np.ndarray:
         """(N, K): how likely each of K actions is answered to each of N prompts. Only an exact evaluation asks this."""
@@ -132,15 +130,12 @@ class Simulator(ABC):
         """The record for report.html and for the adapter's card; `record` may be empty."""
         return ReportSection()
 
-    def add_options(self, parser: argparse._ActionsContainer) -> None:  # noqa: B027 - most have none
-        """Options of scripts/evaluate.py that only this simulator has."""
-
     def plan_by_hand(
-        self, options: argparse.Namespace, settings: Settings, template: str | None, problems: Problems
+        self, profiles: Sequence[str], settings: Settings, template: str | None, problems: Problems
     ) -> SimulationPlan:
-        """`plan` for scripts/evaluate.py, where the user asks for a simulation, with the files of --profile (None:
-        those of EVAL_PROFILE). The plan's `reason` says how it was made."""
-        profile = ",".join(options.profile) if options.profile else settings.EVAL_PROFILE
+        """`plan` for scripts/evaluate.py, where the user asks for a simulation, with the files `profiles` of --profile
+        (without any: those of EVAL_PROFILE). The plan's `reason` says how it was made."""
+        profile = ",".join(profiles) or settings.EVAL_PROFILE
         return self.plan(dataclasses.replace(settings, EVAL_PROFILE=profile), [], template, False, True, problems)
 
 

@@ -211,14 +211,13 @@ def test_a_target_is_replaced_with_force_and_only_whole(adapter, base, tmp_path,
 
 
 def test_gguf_holds_what_was_merged(adapter, exported, tmp_path):
-    """Its own test reads every tensor; here one that the adapter changes, and what lies beside it."""
+    """Its own test reads every tensor; here one that the adapter changes."""
     _, merged = exported
     assert main([str(adapter), "--to", "gguf", "--out", str(tmp_path / "out")]) == 0
-    names = {"model.gguf", "Modelfile", "README.md", "config.json"}
+    names = {"model.gguf", "README.md", "config.json"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
     changed = stored(merged)["model.layers.2.self_attn.o_proj.weight"].view(torch.uint8).numpy().tobytes()
     assert changed in (tmp_path / "out" / "model.gguf").read_bytes()
-    assert "<|start|>user<|message|>{{ .Prompt }}<|end|>" in (tmp_path / "out" / "Modelfile").read_text()
 
 
 @pytest.mark.parametrize("arguments", [[], ["--dry-run", "--out", "x"]])

@@ -36,8 +36,6 @@ NAMES = ("tes_train.csv", "tes_heldout.csv", "tes_train_compact.csv", "tes_heldo
 def test_synthetic_rows() -> None:
     rows = synthetic_rows(3, 2)
     assert len(rows) == 60 and rows == synthetic_rows(3, 2) != synthetic_rows(4, 2)
-    with pytest.raises(ValueError, match="seed must be"):
-        synthetic_rows(2**32, 1)
     committed = (DATA / "tes_train_compact.csv").read_text() + (DATA / "tes_heldout_compact.csv").read_text()
     assert not any(row["user"] in committed for row in synthetic_rows(SEED, 2))
 
@@ -51,8 +49,9 @@ def test_all_problems_are_named_at_once(tmp_path: Path, capsys: pytest.CaptureFi
     profiles = [str(tmp_path / name) for name in ("a.csv", "b.csv", "c.csv", "d.csv")]
     assert md.main(["--profile", *profiles, "--out", str(tmp_path / "out")]) == 2
     message = capsys.readouterr().err
-    parts = ["a.csv, row 9 (line 10), column 'co2'", "row 10 (line 11), column 'load'", "row 11 (line 12), column 'dat"]
-    assert all(part in message for part in [*parts, "2 day(s)", "c.csv: cannot", "more problem(s)"]), message
+    parts = ["a.csv, row 9, column 'co2'", "row 10, column 'load'", "row 11, column 'datetime'"]
+    parts += ["no 4 consecutive days", "c.csv: cannot", "more problem(s)"]
+    assert all(part in message for part in parts), message
     assert len(message.splitlines()) == 31 and not (tmp_path / "out").exists()
 
 
@@ -111,26 +110,8 @@ def test_check_passes_on_the_committed_files_and_names_what_differs(tmp_path: Pa
     (tmp_path / "profile_heldout.csv").unlink()
     assert md.main(["--check", "--out", str(tmp_path)]) == 1
     message = capsys.readouterr().err
-    line = stored[:at].count(b"\n") + 1
-    assert f"{tmp_path / name}: differs from line {line} on" in message and message.count("differs") == 1
+    assert f"{tmp_path / name}: differs" in message and message.count("differs") == 1
     assert "profile_heldout.csv: missing" in message
-
-
-def test_summary_tells_the_rewards_of_the_files(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert md.main(["--summary"]) == 0
-    text = capsys.readouterr().out
-    for name in NAMES:
-        rows = table(DATA / name)
-        rewards = [[float(row[f"reward_action_{k}"]) for k in range(4)] for row in rows]
-        oracle = sum(map(max, rewards)) / len(rows)
-        constant = max(sum(column) / len(rows) for column in zip(*rewards, strict=True))
-        (line,) = (line for line in text.splitlines() if line.startswith(name + " "))
-        assert line.split()[1] == str(len(rows)) and f"{oracle:.3f}" in line and f"{constant:.3f} ([" in line
-    assert md.main(["--summary", "--out", str(tmp_path)]) == 2
-    assert "no tes_*.csv" in capsys.readouterr().err
-    (tmp_path / "tes_x.csv").write_text("prompt,optimal_action,reward_action_0\nhello,0,much\n")
-    assert md.main(["--summary", "--out", str(tmp_path)]) == 2
-    assert "tes_x.csv" in capsys.readouterr().err
 
 
 def test_own_profiles(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -138,7 +119,7 @@ def test_own_profiles(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     long.write_text(as_csv(profile_rows(9)))
     short.write_bytes(JAPANESE.encode("utf-8-sig"))
     out = tmp_path / "out"
-    options = ["--out", str(out), "--prompt", "both", "--trajectories", "2", "--explore", "0", "--start-kwh", "120"]
+    options = ["--out", str(out), "--prompt", "both", "--trajectories", "2", "--explore", "0"]
     assert md.main(["--profile", str(long), str(short), *options]) == 0
     report = capsys.readouterr().out
     assert "long: 9 days, 2 window(s); not used: ['2025-04-21', '2025-04-22']" in report
@@ -146,7 +127,7 @@ def test_own_profiles(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert sorted(path.name for path in out.iterdir()) == names
     assert [len(table(out / name)) for name in names] == [120, 120, 60, 60]
     energies = re.findall(r"energy \[kWh\]: (\d+)", table(out / "tes_short.csv")[0]["prompt"])
-    assert energies == ["120"] and "energy [kWh]: 120\n" not in table(out / "tes_short.csv")[30]["prompt"]
+    assert energies == ["150"] and "energy [kWh]: 150\n" not in table(out / "tes_short.csv")[30]["prompt"]
     assert "load=32.5 kW, co2=0.312 kg-CO2/kWh" in table(out / "tes_short.csv")[0]["prompt"]
     # The same rows, and short hours behind them.
     more = tmp_path / "more"
@@ -204,9 +185,9 @@ def test_a_folder_of_own_files_holds_every_hour_once(tmp_path: Path) -> None:
 
 
 OWN = ["--profile", "a.csv", "--out", "x"]
-WRONG = [(OWN[:2], "--out"), (["--explore", "0.1"], "--profile"), (["--check", "--summary"], "not allowed")]
+WRONG = [(OWN[:2], "--out"), (["--explore", "0.1"], "--profile"), (["--check", *OWN], "not allowed")]
 WRONG += [(["--seed", "-1"], "from 0"), (["--seed", "x"], "'x'"), (["--prompt", "long"], "long")]
-WRONG += [([*OWN, "--explore", "2"], "from 0 to 1"), ([*OWN, "--start-kwh", "nan"], "from 0 to 300")]
+WRONG += [([*OWN, "--explore", "2"], "from 0 to 1"), ([*OWN, "--vary", "nan"], "from 1 to 10")]
 
 
 @pytest.mark.parametrize(("arguments", "reason"), WRONG)
@@ -217,10 +198,11 @@ def test_wrong_command_lines(arguments: list[str], reason: str, capsys: pytest.C
 
 
 def test_profiles_and_folders_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    profiles = [tmp_path / name for name in ("a.csv", "a_compact.csv")]
+    profiles = [tmp_path / name for name in ("a.csv", "b/a.csv")]
+    profiles[1].parent.mkdir()
     for path in profiles:
         path.write_text(GOOD)
-    assert md.main(["--profile", *map(str, profiles), "--prompt", "both", "--out", str(tmp_path)]) == 2
-    assert "tes_a_compact.csv too; rename" in capsys.readouterr().err
+    assert md.main(["--profile", *map(str, profiles), "--out", str(tmp_path)]) == 2
+    assert "b/a.csv: another profile has this name too; rename" in capsys.readouterr().err
     assert md.main(["--out", str(profiles[0])]) == 2
     assert "choose another --out" in capsys.readouterr().err
