@@ -11,7 +11,7 @@ from grpo.evaluate.models import EvaluatedModel, TrainedModel
 from grpo.learn.trainer import Trainer
 from grpo.phases import Phase
 from grpo.preflight.resolve import ResolvedRun
-from grpo.run.durable import is_intact, write_sealed
+from grpo.run.durable import is_intact, read_sealed, write_sealed
 from grpo.settings import log
 from grpo.tasks.simulator import GREEDY, Record, Simulator
 
@@ -39,7 +39,7 @@ def new_record(simulator: Simulator, resolved: ResolvedRun, trainer: Trainer) ->
     s, path = resolved.settings, trainer.run.folder / CLOSED_LOOP
     record = simulator.new_record(resolved.closed_loop, s, s.EVAL_SAMPLES, resolved.exact_loop)
     if is_intact(path):
-        simulator.keep_models(record, path, ("base",))
+        simulator.keep_base(record, read_sealed(path))
     return record
 
 

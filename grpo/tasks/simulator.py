@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -90,18 +89,12 @@ class Simulator(ABC):
     def new_record(self, plan: Any, settings: Settings, samples: int, exact: bool) -> Record:
         """closed_loop.json before a model was asked: how it will be, and what other policies achieve."""
 
-    def keep_models(self, record: Record, path: Path, names: Sequence[str] = ("base", "trained")) -> bool:
-        """Take over what the file at `path` holds of the models `names`, greedy or not, if it is the same measurement:
-        all but `totals` is equal. Returns whether it is."""
-        try:
-            earlier = json.loads(path.read_text(encoding="utf-8"))
-            if any(earlier[key] != value for key, value in record.items() if key != "totals"):
-                return False
-            kept = {*names, *(name + GREEDY for name in names)} & earlier["totals"].keys()
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return False
-        record["totals"] |= {name: earlier["totals"][name] for name in kept}
-        return True
+    def keep_base(self, record: Record, earlier: Record) -> None:
+        """Take over what an earlier closed_loop.json holds of the base model, if it is the same measurement: all but
+        `totals` is equal."""
+        if all(earlier.get(key) == value for key, value in record.items() if key != "totals"):
+            kept = {"base", "base" + GREEDY} & earlier["totals"].keys()
+            record["totals"] |= {name: earlier["totals"][name] for name in kept}
 
     @abstractmethod
     def run(self, plan: Any, record: Record, name: str, responder: Responder, greedy: bool = True) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -153,25 +152,19 @@ def add_totals(record: Record) -> None:
         record["difference"] = regret("trained", "base")
 
 
-def keep_models(record: Record, path: Path, names: Sequence[str] = MODELS) -> bool:
-    """Take over what `path` holds of the models `names`, sampled and greedy, if it is of the same windows, samples and
-    settings; returns whether it is. A file that is not there, or cannot be read, is of no measurement."""
+def keep_base(record: Record, earlier: Record) -> None:
+    """Take over what an earlier record holds of the base model, sampled and greedy, if it is of the same windows,
+    samples and settings."""
 
     def how(measured: Record) -> list[object]:
-        inputs = [[window[key] for key in ("name", "load_kw", "co2_kg_per_kwh")] for window in measured["windows"]]
-        return [measured[key] for key in ("samples", "exact", "sampling")] + inputs
+        inputs = [[window.get(key) for key in ("name", "load_kw", "co2_kg_per_kwh")] for window in measured["windows"]]
+        return [measured.get(key) for key in ("samples", "exact", "sampling")] + inputs
 
-    try:
-        earlier = json.loads(path.read_text(encoding="utf-8"))
-        if how(record) != how(earlier):
-            return False
+    if how(record) == how(earlier):
         for entry, old in zip(record["windows"], earlier["windows"], strict=True):
-            kept = [name for model in names for name in (model, model + GREEDY) if name in old["policies"]]
+            kept = {"base", "base" + GREEDY} & old["policies"].keys()
             entry["policies"] |= {name: old["policies"][name] for name in kept}
         add_totals(record)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
-    return True
 
 
 def run_model(plan: ClosedLoopPlan, record: Record, name: str, ask: loop.Ask) -> None:

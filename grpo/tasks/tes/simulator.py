@@ -131,8 +131,8 @@ class ClosedLoop(Simulator):
     def new_record(self, plan: ClosedLoopPlan, settings: Settings, samples: int, exact: bool) -> Record:
         return tes_record.new_record(plan, settings, samples, exact)
 
-    def keep_models(self, record: Record, path: Path, names: Sequence[str] = ("base", "trained")) -> bool:
-        return tes_record.keep_models(record, path, names)
+    def keep_base(self, record: Record, earlier: Record) -> None:
+        tes_record.keep_base(record, earlier)
 
     def run(self, plan: ClosedLoopPlan, record: Record, name: str, responder: Responder, greedy: bool = True) -> None:
         if record["exact"]:
