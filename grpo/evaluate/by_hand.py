@@ -6,10 +6,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
-from grpo.data.files import Row, label, read_rows
+from grpo.data.files import label, read_rows
 from grpo.data.prompts import render_rows
 from grpo.data.reward_checks import check_heldout, check_rewards
 from grpo.data.scoring import first_state, load_rewards
@@ -106,7 +105,9 @@ def evaluate_rows(options: argparse.Namespace) -> tuple[str, Path]:
     if files is None or problems:
         raise InputError(*dict.fromkeys(problems))
     use_vllm, engine = choose_engine(s, machine)
-    exact, how = choose_exact(s, rows, use_vllm, count_parameters(files.config)["total"])
+    opened = any(not row.prompt.endswith("<|start|>assistant") for row in rows)
+    actions, parameters = all(row.rewards for row in rows), count_parameters(files.config)["total"]
+    exact, how = choose_evaluation(s, use_vllm, parameters, "", opened, actions)
     results = new_results(s, rows, exact) | {
         "model": s.MODEL_ID,
         "adapter": options.run.resolve().name if options.run else None,
@@ -124,13 +125,3 @@ def evaluate_rows(options: argparse.Namespace) -> tuple[str, Path]:
     evaluation.add_models(results, [{"base": "before", "trained": "after"}[name] for name in asked_models(options)])
     write_named(path, json.dumps(results, indent=1) + "\n")
     return table(results, WORDS), path
-
-
-def choose_exact(s: Settings, rows: Sequence[Row], use_vllm: bool, parameters: int) -> tuple[bool, str]:
-    """`choose_evaluation` of these rows, as a run chooses."""
-    simulator = load_simulator(s.TASK)
-    without_profile = dataclasses.replace(s, EVAL_PROFILE="")
-    plan = simulator.plan(without_profile, rows, "", use_vllm, False, Problems()) if simulator else None
-    opened = any(not row.prompt.endswith("<|start|>assistant") for row in rows)
-    actions = all(row.rewards for row in rows)
-    return choose_evaluation(s, use_vllm, parameters, plan.why_sampled if plan else "", opened, actions)

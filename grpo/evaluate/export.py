@@ -55,8 +55,6 @@ class Merged:
             if name.endswith(".lora_A.weight"):
                 b = weights[name.replace(".lora_A.", ".lora_B.")]
                 self.factors[checkpoint_name(name)] = (a.float(), b.float() * scale)
-        kinds = {"experts" if ".experts." in name else "attention" for name in self.factors}
-        self.where = " and ".join(sorted(kinds))
         self.sums: list[torch.Tensor] = []  # for `share`
         self.elements = 0
 
@@ -191,7 +189,6 @@ def export(options: argparse.Namespace) -> float | None:
     require_space(options.out, size + SMALL_FILES)
     with new_directory(options.out, options.force) as folder:
         WRITERS[options.to](merged, files, s, folder)
-        card = model_readme(s, options.adapter, options.to, merged.share(), merged.where)
-        write_text(folder / "README.md", card)
+        write_text(folder / "README.md", model_readme(s, options.adapter, options.to, merged.share()))
         sync_files(folder)
     return merged.share()

@@ -24,9 +24,9 @@ from grpo.tasks.figure_text import part
 
 FORMS = {
     "": "a LoRA adapter for {base}",
-    "mxfp4": "{base} with a LoRA adapter merged into its {where}, its experts as they were, in MXFP4",
-    "bf16": "{base} with a LoRA adapter merged into its {where}, in BF16 throughout",
-    "gguf": "{base} with a LoRA adapter merged into its {where}, for llama.cpp, its experts as they were, in MXFP4",
+    "mxfp4": "{base} with a LoRA adapter merged into it, its experts as they were, in MXFP4",
+    "bf16": "{base} with a LoRA adapter merged into it, in BF16 throughout",
+    "gguf": "{base} with a LoRA adapter merged into it, for llama.cpp, its experts as they were, in MXFP4",
 }
 LIBRARIES = {"": "peft", "gguf": "gguf"}  # else transformers
 GGUF = "model.gguf"
@@ -74,11 +74,9 @@ def about_training(adapter: Path) -> str:
 {settings}"""
 
 
-def model_readme(
-    s: Settings, adapter: Path, form: str = "", share: float | None = None, where: str = "attention"
-) -> str:
+def model_readme(s: Settings, adapter: Path, form: str = "", share: float | None = None) -> str:
     """README.md, as the Hub reads it, of the adapter of a run with settings `s`, or of what it was merged into: `form`
-    of FORMS, the `share` of its update that survived, and `where` it is."""
+    of FORMS, the `share` of its update that survived."""
     base, local = base_name(s)
     run = run_of(adapter) or adapter
     is_grpo = (run / "metrics.csv").is_file()  # scripts/sft.py writes none
@@ -86,7 +84,7 @@ def model_readme(
     named = "" if local else f"\nbase_model: {base}\nbase_model_relation: {'finetune' if form else 'adapter'}"
     code = {"": loading_code(base, on_experts(adapter)), "gguf": GGUF_CODE}.get(form, MERGED_CODE)
     kept = f" {share:.1%} of the adapter's update survived the rounding to BF16." if share is not None else ""
-    description = FORMS[form].format(base=base, where=where)
+    description = FORMS[form].format(base=base)
     return f"""---
 library_name: {LIBRARIES.get(form, "transformers")}
 pipeline_tag: text-generation

@@ -205,24 +205,18 @@ def test_an_answer_that_is_tried_goes_on_behind_its_prompt():
     assert tried_text("...<|start|>assistant<|channel|>final<|message|>", FINAL.format("[1]")) == "[1]<|return|>"
 
 
-def test_the_check_shows_the_call_of_a_function_of_ones_own(my_rewards, capsys):
-    """In a line of its own, and where the call fails in the refusal."""
-    assert not problems_of(ROW, REWARDS="action,my_rewards:length=0.001")
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line == "my_rewards:length(prompts=['x'], completions=['final[0]'], ...) returned 8 for it"
-    row = dataclasses.replace(BARE, columns={"prompt": "x", "level": "3", "tags": ["a"]})
-    problem = only(problems_of(row, REWARDS="my_rewards:polite"))
-    assert "missing 1 required keyword-only argument: 'note'" in problem and "made-up answers to 1 rows" in problem
-    assert problem.endswith("(prompts=['x'], completions=['final[0]'], level=['3'], tags=[['a']], ...)")
+def test_a_call_that_fails_is_shown(my_rewards):
+    problem = only(problems_of(BARE, REWARDS="my_rewards:polite"))
+    assert "missing 1 required keyword-only argument: 'note'" in problem
+    assert problem.endswith("made-up answers to 1 rows, such as 'final[1]'")
 
 
-def test_the_example_of_the_docs_finds_its_answers(tmp_path, monkeypatch, capsys):
+def test_the_example_of_the_docs_finds_its_answers(tmp_path, monkeypatch):
     text = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
     example = text[text.index("# answers.py, used as") :].partition("```")[0]
     (tmp_path / "answers.py").write_text(example)
     rows = [["What is 4+4? ", "[0]"], ["What is 4+5?", "[0]"]]
     path = write_csv(tmp_path / "train.csv", ["question", "answer"], rows)
     monkeypatch.chdir(tmp_path)
-    assert not problems_of(*read_csv(path, Problems()), REWARDS="answers:exact")
-    (line,) = capsys.readouterr().out.splitlines()
-    assert "completions=['final[0]'], answer=['[0]'], ...) returned 1 for it" in line
+    trials = try_rewards([("answers:exact", 1.0)], Settings(), read_csv(path, Problems()), TOKENIZER)
+    assert [answers[2:] for _, answers in trials] == [[[1.0], [0.0]]] * 2, "of [0] and of [1]"
