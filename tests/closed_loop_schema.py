@@ -22,7 +22,7 @@ def check_schema(record, models):
         assert len(entry["load_kw"]) == 30 and len(entry["co2_kg_per_kwh"]) == 40
         for policy in entry["policies"].values():
             assert len(policy["actions"]) == len(policy["storage_kwh"]) == 30
-            assert isinstance(policy["unparsed"], float if "dropped" in policy else int)
+            assert isinstance(policy["unparsed"], (int, float))
     for name, total in record["totals"].items():
         assert set(total) == TOTALS
         unserved = {entry["policies"][name]["mean"]["unserved_kwh"]: entry["name"] for entry in record["windows"]}

@@ -327,17 +327,12 @@ def reward_columns(row: Row) -> Columns:
     return columns | {f"q_action_{k}": value for k, value in enumerate(row.q)}
 
 
-def distinct_columns(rows: Iterable[Row]) -> list[Row]:
-    """One row of each set of columns."""
-    return list({tuple(row.columns): row for row in rows}.values())
-
-
 def renamed_columns(rows: Iterable[Row]) -> list[str]:
     """The columns that reward functions get under another name; not `prompt`, which they get as `prompts`."""
-    names = dict.fromkeys(name for row in distinct_columns(rows) for name in row.columns)
+    names = dict.fromkeys(name for row in rows for name in row.columns)
     return [name for name in names if name in RESERVED_ARGUMENTS and name != "prompt"]
 
 
 def column_names(rows: Iterable[Row]) -> list[str]:
     """The names of `reward_columns` of all these rows, in order: reward functions get every column with every row."""
-    return list(dict.fromkeys(name for row in distinct_columns(rows) for name in reward_columns(row)))
+    return list(dict.fromkeys(name for row in rows for name in reward_columns(row)))

@@ -240,26 +240,25 @@ def test_the_expected_loop_is_the_mean_over_all_that_can_happen(monkeypatch):
             unread += weight * answers.count(None)
             for name, values in loop.outcome(trace, [window]).items():
                 mean[name] += weight * values[0]
-        assert expectation.unparsed[w] == pytest.approx(unread) and expectation.dropped[w] < 1e-5
+        assert expectation.unparsed[w] == pytest.approx(unread)
         for name, values in sums.items():
             assert values[w] == pytest.approx(mean[name], rel=1e-4, abs=1e-4), name
 
 
 def test_states_are_merged_and_the_unlikely_ones_dropped(monkeypatch):
-    """No more states than energies that can be reached; a chance of 1 in 10 million is left out, and said. What is left
-    counts for all."""
+    """No more states than energies that can be reached. What is left of those that are dropped counts for all."""
     most = []
 
     def chances(states):
         most.append(len(states))
         return np.tile([0.5, 0.0, 1e-7, 0.5 - 1e-7], (len(states), 1))
 
-    expectation = loop.expected_loop(WINDOWS[:1], chances)
-    assert max(most) < 400 and 1e-7 < expectation.dropped[0] < 1e-3
+    loop.expected_loop(WINDOWS[:1], chances)
+    assert max(most) < 400
     monkeypatch.setattr("grpo.tasks.tes.closed_loop.LEAST_PROBABILITY", 0.2)
     most = closed_loop(WINDOWS[:1], RULES["always_3"]).co2_kg.sum()
     expectation = loop.expected_loop(WINDOWS[:1], lambda states: np.tile([0.9, 0.0, 0.0, 0.1], (len(states), 1)))
-    assert expectation.co2_kg[0] == pytest.approx(0.1 * most) and expectation.dropped[0] == pytest.approx(1 - 0.9**30)
+    assert expectation.co2_kg[0] == pytest.approx(0.1 * most)
 
 
 def test_an_exact_record_holds_the_greedy_path_and_the_expectation():

@@ -68,7 +68,6 @@ class Expectation:
     unserved_kwh: np.ndarray
     cycled_kwh: np.ndarray
     unparsed: np.ndarray  # answers that cannot be read
-    dropped: np.ndarray  # probability of the states that were left out
 
 
 def expected_loop(windows: Sequence[Window], chances: Callable[[Sequence[State]], np.ndarray]) -> Expectation:
@@ -78,7 +77,7 @@ def expected_loop(windows: Sequence[Window], chances: Callable[[Sequence[State]]
     probability."""
     count, actions = len(windows), np.arange(len(PLANT.ratios))
     load_kw, co2 = (np.stack([getattr(w, name) for w in windows]) for name in ("load_kw", "co2"))  # (W, 4, 10)
-    sums = Expectation(*np.zeros((6, count)))
+    sums = Expectation(*np.zeros((5, count)))
     where, energy, weight = np.arange(count), np.full(count, START_KWH), np.ones(count)
     for t in with_progress("", range(DECISIONS), "decision", DECISIONS):
         day, i = divmod(t, len(HOURS))
@@ -96,7 +95,6 @@ def expected_loop(windows: Sequence[Window], chances: Callable[[Sequence[State]]
         kept = weight >= LEAST_PROBABILITY
         where, energy, weight = where[kept], energy[kept], weight[kept]
         whole = np.bincount(where, weight, count)
-        sums.dropped = 1 - (1 - sums.dropped) * np.minimum(whole, 1.0)
         weight = weight / whole[where]
     sums.end_kwh = np.bincount(where, weight * energy, count)
     return sums
@@ -113,7 +111,7 @@ def merged(where: np.ndarray, energy: np.ndarray, weight: np.ndarray) -> tuple[n
 def outcome(trace: Trace, windows: Sequence[Window]) -> dict[str, np.ndarray]:
     """`expected_outcome` of each pass through a window, where nothing is left to chance."""
     sums = trace.co2_kg.sum(axis=1), trace.unserved_kwh.sum(axis=1), trace.cycled_kwh
-    return expected_outcome(Expectation(trace.storage_kwh[:, -1], *sums, *np.zeros((2, len(windows)))), windows)
+    return expected_outcome(Expectation(trace.storage_kwh[:, -1], *sums, np.zeros(len(windows))), windows)
 
 
 def expected_outcome(sums: Expectation, windows: Sequence[Window]) -> dict[str, np.ndarray]:

@@ -201,6 +201,4 @@ def run_exact(
     expected = loop.expected_loop(windows, chances)
     sums = loop.expected_outcome(expected, windows)
     add_policy(record, name, windows, trace, expected.unparsed * samples, trace.actions.size * samples, sums)
-    for entry, dropped in zip(record["windows"], expected.dropped.tolist(), strict=True):
-        entry["policies"][name]["dropped"] = tidy(dropped)
     add_policy(record, name + GREEDY, windows, trace, unread, trace.actions.size)
