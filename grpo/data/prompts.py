@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import itertools
 import json
 import random
 import time
@@ -163,21 +162,3 @@ def prompt_order(rows: int, seed: int, count: int) -> Iterator[int]:
 def sampling_seed(seed: int, step: int, stream: str) -> int:
     """Seed of one generation: a function of SEED and the step, so that a resumed run samples what it would have."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{stream}/{step}".encode()).digest()[:8], "big") >> 1
-
-
-@dataclasses.dataclass(frozen=True)
-class StepRows:
-    """Row indices for TRL's dataloader: the first `count` prompts of the stream, each `generations` times in a row.
-    They are made as they are asked for: a list of TOTAL_STEPS=10**9 steps has no room in any memory."""
-
-    rows: int
-    seed: int
-    count: int
-    generations: int
-
-    def __len__(self) -> int:
-        return self.count * self.generations
-
-    def __iter__(self) -> Iterator[int]:
-        for row in prompt_order(self.rows, self.seed, self.count):
-            yield from itertools.repeat(row, self.generations)

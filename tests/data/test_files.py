@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import itertools
 import json
 
 import pytest
@@ -18,7 +17,7 @@ from transformers import AutoTokenizer
 
 from grpo.data import files
 from grpo.data.files import SHOWN, Row, data_prompt, read_csv, read_rows, reward_columns
-from grpo.data.prompts import StepRows, answer_of, compile_template, count_tokens, prompt_order, render, render_rows
+from grpo.data.prompts import answer_of, compile_template, count_tokens, prompt_order, render, render_rows
 from grpo.settings import Problems, Settings
 
 USER = ["user", "reward_action_0", "reward_action_1"]
@@ -214,8 +213,6 @@ def test_every_epoch_asks_every_row_once(rows, seed, count):
 
 def test_a_resumed_run_goes_on_in_the_same_order():
     assert list(prompt_order(5, 42, 12)) == [4, 1, 0, 3, 2, 0, 3, 1, 2, 4, 2, 0]
-    rows = StepRows(5, 42, 10**18, 2)  # TOTAL_STEPS=10**9: more than any memory holds
-    assert list(itertools.islice(rows, 6)) == [4, 4, 1, 1, 0, 0] and len(rows) == 2 * 10**18
 
 
 TEMPLATE = (
