@@ -24,8 +24,6 @@ from grpo.run.durable import check_writable, write_named
 from grpo.settings import InputError, Problems, Settings
 from grpo.tasks.simulator import load_simulator
 
-WORDS = ("Mean reward", "base model", "adapter", "adapter - base")  # of the table, as `table` takes them
-
 
 def asked_models(options: argparse.Namespace) -> tuple[str, ...]:
     """Which models the options ask for: the adapter or, without one, its base model, or both."""
@@ -124,4 +122,4 @@ def evaluate_rows(options: argparse.Namespace) -> tuple[str, Path]:
     evaluation = HeldoutEvaluation(model, rows, exact, names, functions, weights, first_state(s.TOTAL_STEPS))
     evaluation.add_models(results, [{"base": "before", "trained": "after"}[name] for name in asked_models(options)])
     write_named(path, json.dumps(results, indent=1) + "\n")
-    return table(results, WORDS), path
+    return table(results), path

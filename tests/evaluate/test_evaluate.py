@@ -70,7 +70,7 @@ def test_a_run_leaves_both_evaluations(run):
     assert record["profiles"] == ["days.csv"] and record["samples"] == 1
     assert len(record["windows"]) == 3 and record["totals"]["base"]["answers"] == 90
     assert record["sampling"]["prompt"] == "compact" and record["sampling"]["eval_temperature"] == 0.5
-    for words in ("after - before", "trained against base", "before training, greedy", "best adapter: step"):
+    for words in ("trained - base model", "trained against base", "base model, greedy", "best adapter: step"):
         assert words in run.output
 
 
