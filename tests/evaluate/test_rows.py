@@ -12,15 +12,14 @@ from types import SimpleNamespace
 
 import evaluate as ev
 import pytest
-from conftest import CLEAN, ROOT, read_csv, run_script, write_csv
-from machines import H100, only
+from conftest import ROOT, read_csv, run_script, write_csv
+from machines import H100
 from stub_vllm import stub_engine
 
 from grpo.data import files
 from grpo.data.files import data_fingerprint
 from grpo.data.heldout import date_of, hold_out
 from grpo.evaluate import by_hand
-from grpo.preflight.checks import preflight
 from grpo.run.durable import read_sealed
 from grpo.settings import Problems
 
@@ -75,14 +74,6 @@ def test_a_run_without_a_plant_does_not_mention_one(weather):
         assert text and not [word for word in ("plant", "closed loop", "unserved") if word in text.lower()]
     assert not (folder / "closed_loop.json").exists()
     assert weather.split.reason.partition("(")[0] in report and "Will it rain?" in report
-
-
-def test_the_same_command_continues_with_the_same_rows(weather):
-    environ = SETTINGS | {"DATA": weather.data, "OUTPUT_DIR": weather.folder, "TOTAL_STEPS": 4}
-    environ = CLEAN | {name: str(value) for name, value in environ.items()}
-    assert not preflight(environ).problems
-    more = write_csv(weather.data.with_name("more.csv"), HEADER, forecasts(40))
-    assert "was started on other rows" in only(preflight(environ | {"DATA": str(more)}).problems)
 
 
 def test_the_command_scores_any_rows_as_the_run_does(weather, capsys, monkeypatch):

@@ -84,14 +84,8 @@ def test_rules_do_what_they_say():
 
 
 def test_an_unreadable_answer_takes_the_safe_action():
-    rows = [[0] * 30 for _ in WINDOWS]
-    rows[1] = [None] * 30
-    rows[2][4] = None
-    trace = closed_loop(WINDOWS, replay(rows))
-    assert trace.actions[1].tolist() == [3] * 30 and trace.actions[2, 4] == 3 and trace.actions[0].max() == 0
-    assert trace.unserved_kwh[1].max() == 0
-    most = closed_loop(WINDOWS, RULES["always_3"]).co2_kg.sum(axis=1)
-    assert trace.co2_kg[1].sum() == pytest.approx(most[1]), "no answer emits the most"
+    trace = closed_loop(WINDOWS[:2], replay([[None] * 30, [0, None] * 15]))
+    assert trace.actions.tolist() == [[3] * 30, [0, 3] * 15] and trace.unserved_kwh[0].max() == 0
 
 
 @pytest.mark.parametrize("kind", ("full", "compact"))
