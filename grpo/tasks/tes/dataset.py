@@ -219,14 +219,3 @@ def varied(window: Window, rng: np.random.Generator, most: float) -> Window:
 def file_name(stem: str, prompt: str) -> str:
     """Name of a data file: the split or the profile's stem, and a suffix for the compact prompt."""
     return f"tes_{stem}.csv" if prompt == "full" else f"tes_{stem}_compact.csv"
-
-
-def differences(folder: Path, files: dict[str, str]) -> list[str]:
-    """What in a folder differs from files (name -> text), a line each."""
-    wrong = []
-    for path, text in ((folder / name, text) for name, text in files.items()):
-        if not path.is_file():
-            wrong.append(f"{path}: missing")
-        elif path.read_bytes() != text.encode():
-            wrong.append(f"{path}: differs")
-    return wrong
