@@ -168,7 +168,6 @@ def train(resolved: ResolvedRun) -> int:
     from trl import GRPOConfig
 
     from grpo.evaluate.progress import Progress
-    from grpo.evaluate.refresh import ReportRefreshCallback
     from grpo.learn.options import grpo_options
     from grpo.learn.together import broadcast_adapter, broadcast_checkpoint
     from grpo.learn.trainer import RunContext, Trainer
@@ -210,8 +209,6 @@ def train(resolved: ResolvedRun) -> int:
         load_rewards(specs, s),
         measure=progress.during if resolved.eval_rows else None,
     )
-    if not ranks.rank:
-        trainer.add_callback(ReportRefreshCallback(folder))
     policy: PeftModel = trainer.accelerator.unwrap_model(trainer.model)
     trainable = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     log.info("adapter: %s trainable parameters on %s", f"{trainable:,}", s.LORA_TARGETS)

@@ -3,7 +3,7 @@
 """Ask an adapter a prompt or a CSV of prompts, or print how to serve it with vLLM.
 
     python scripts/ask.py runs/first/best "What now? Answer [0], [1] or [2]."
-    python scripts/ask.py runs/first/best --csv prompts.csv --out answers.csv
+    python scripts/ask.py runs/first/best --csv prompts.csv > answers.csv
     python scripts/ask.py runs/first/best --serve   # prints vllm serve ..., curl ...
 
 The adapter is a run's folder (its last step), its best/, a checkpoint, or any LoRA of PEFT.
@@ -15,6 +15,7 @@ Exit codes: 0 done, 2 bad input (every problem is named), 1 anything else.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,8 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.evaluate.ask import as_csv, ask, serve_commands
 from grpo.run.best import read_best
-from grpo.run.durable import write_named
-from grpo.settings import InputError, format_exception, number
+from grpo.settings import InputError, number
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -33,7 +33,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("prompt", nargs="?", help="the user's message, or a conversation rendered in Harmony")
     parser.add_argument("--system", default="", metavar="TEXT", help="system message to go with it")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="prompts as in DATA, instead of one")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the answers to this CSV (default: print them)")
     parser.add_argument("--temperature", type=number(0, 10), default=0.0, metavar="T", help="0: greedy (default)")
     parser.add_argument("--model", metavar="MODEL_ID", help="base model (default: what the run or the adapter names)")
     parser.add_argument("--base", action="store_true", help="ask the base model, without the adapter")
@@ -41,8 +40,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_intermixed_args(argv)  # the prompt may also stand behind options
     if bool(args.csv) + (args.prompt is not None) + (args.serve and args.prompt is None) != 1:
         parser.error("give a prompt, or --csv FILE, or --serve (with a prompt or without)")
-    if args.out and not args.csv:
-        parser.error("--out: only with --csv")
     return args
 
 
@@ -53,23 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.serve:
             print(serve_commands(args))
             return 0
-        answers = ask(args)
+        with contextlib.redirect_stdout(sys.stderr):  # Progress is not for the file that answers may go to.
+            answers = ask(args)
     except InputError as error:
         print(*error.args, sep="\n", file=sys.stderr)
         return 2
     if best := read_best(args.adapter).get("in_words"):
         print(f"({args.adapter} holds the last step's adapter; {best}: {args.adapter / 'best'})", file=sys.stderr)
-    if args.out:
-        try:
-            write_named(args.out, as_csv(answers))
-        except OSError as error:
-            print(
-                f"{args.out}: not written ({format_exception(error)}). The answers are printed instead", file=sys.stderr
-            )
-            print(as_csv(answers), end="")
-            return 1
-        print(f"written: {args.out}, {len(answers)} answers")
-    elif args.csv:
+    if args.csv:
         print(as_csv(answers), end="")
     else:
         print(f"{answers[0]['completion']}\naction: {answers[0]['action']}")

@@ -38,8 +38,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seeds", nargs="+", type=int, default=[], metavar="SEED", help="a run for each (default SEED's)")
     add("--out", type=Path, default=Path("runs/days"), help="folder of data and run (default %(default)s)")
     add("--model", default=model, help="MODEL_ID; `tiny` reads compact prompts (default %(default)s)")
-    add("--co2-column", metavar="NAME", help="CO2 intensity [kg/kWh], where names do not tell")
-    add("--load-column", metavar="NAME", help="cooling load [kW], where names do not tell")
     add("--results", type=Path, metavar="JSON", help="write the figures, with the SHA-256 of every profile")
     add("--source", metavar="URL", help="where the profiles come from, for --results")
     return parser.parse_args(argv)

@@ -7,7 +7,7 @@
     python scripts/evaluate.py runs/first --data my.csv --rewards mine:score
     python scripts/evaluate.py runs/first                           # without --data: the plant, in closed loop
     python scripts/evaluate.py --model tiny                         # a base model
-    python scripts/evaluate.py runs/first --profile profiles/*.csv --samples 8 --vote
+    python scripts/evaluate.py runs/first --profile profiles/*.csv --samples 8
 
 With --data every row is answered and scored as the run scores its held-out rows. Without it the model controls the
 plant hour by hour, beside rules and the exact optimum: every window is three days of a profile (docs/plant.md) from 150
@@ -28,8 +28,7 @@ from grpo.data.scoring import RewardError
 from grpo.evaluate.by_hand import evaluate_rows, simulate
 from grpo.rollout.engine import EngineError
 from grpo.run.best import read_best
-from grpo.settings import TASKS, InputError, number
-from grpo.tasks.simulator import load_simulator
+from grpo.settings import InputError, number
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -37,31 +36,23 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     about = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(description=about, allow_abbrev=False)
     parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="a run's folder, its best/, or a checkpoint")
-    parser.add_argument("--adapter", type=Path, metavar="DIR", help="the same as RUN")
     parser.add_argument("--data", nargs="+", metavar="FILE", help="score these rows, read as DATA is, instead")
     parser.add_argument("--rewards", metavar="REWARDS", help="with --data: reward functions (default: the run's)")
-    parser.add_argument("--base-too", action="store_true", help="evaluate the base model as well (with --adapter)")
+    parser.add_argument("--base-too", action="store_true", help="evaluate the base model as well (with RUN)")
     parser.add_argument("--model", metavar="MODEL_ID", help="base model (default: the adapter's run's, or MODEL_ID)")
-    text = "answers to each row, or passes of the simulator (default: the run's EVAL_SAMPLES, else 1)"
+    text = "answers to each row, or passes of the simulator (default: the run's EVAL_SAMPLES)"
     parser.add_argument("--samples", type=number(1, 1000, int), metavar="N", help=text)
-    text = "(default closed_loop.json in RUN, with --data evaluation-NAME.json; without RUN in the current folder)"
+    text = "(default evaluation-NAME.json in RUN, else in the current folder; NAME: of --data, or closed_loop)"
     parser.add_argument("--out", type=Path, metavar="FILE", help=text)
-    simulated = parser.add_argument_group("without --data")
-    text = "input files of the simulator (default: its task's)"
-    simulated.add_argument("--profile", nargs="+", metavar="CSV", help=text)
-    for simulator in filter(None, map(load_simulator, TASKS)):
-        simulator.add_options(simulated)
+    text = "without --data: input files of the simulator (default: its task's)"
+    parser.add_argument("--profile", nargs="+", metavar="CSV", help=text)
     args = parser.parse_args(argv)
-    if args.run and args.adapter:
-        parser.error("--adapter: it is the same as RUN, give one of the two")
-    args.adapter = args.adapter or args.run
     if args.rewards and not args.data:
         parser.error("--rewards: only with --data")
-    for action in simulated._group_actions if args.data else ():
-        if getattr(args, action.dest) != action.default:
-            parser.error(f"{action.option_strings[0]}: only without --data")
-    if args.base_too and args.adapter is None:
-        parser.error("--base-too: only with --adapter or RUN; without it the base model is what is evaluated")
+    if args.profile and args.data:
+        parser.error("--profile: only without --data")
+    if args.base_too and args.run is None:
+        parser.error("--base-too: only with RUN; without it the base model is what is evaluated")
     return args
 
 
@@ -81,8 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     print(text)
     print(f"written: {path}")
-    if args.adapter and (best := read_best(args.adapter).get("in_words")):
-        print(f"({args.adapter} holds the last step's adapter; {best}: {args.adapter / 'best'})", file=sys.stderr)
+    if args.run and (best := read_best(args.run).get("in_words")):
+        print(f"({args.run} holds the last step's adapter; {best}: {args.run / 'best'})", file=sys.stderr)
     return 0
 
 

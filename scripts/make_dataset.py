@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulates a thermal energy storage (TES) plant and writes the CSVs that the trainer reads.
 
-    python scripts/make_dataset.py                      # write data/*.csv from seeded synthetic weather, and
-    gsm8k_*.jsonl python scripts/make_dataset.py --check              # regenerate, compare byte for byte with data/
-    (exit 1: differs) python scripts/make_dataset.py --summary            # reward of random, best constant and oracle,
-    for each CSV python scripts/make_dataset.py --profile my.csv [more.csv ...] --out DIR      # the same from your own
-    hourly data options: --prompt full|compact|both  --seed N  --co2-column NAME  --load-column NAME --start-kwh E
-    --explore P  --trajectories N  --short-share S  --vary F
+    python scripts/make_dataset.py              # write data/*.csv from seeded synthetic weather
+    python scripts/make_dataset.py --check      # regenerate, compare byte for byte with data/ (exit 1: differs)
+    python scripts/make_dataset.py --profile my.csv [more.csv ...] --out DIR   # the same from your own hourly data
 
 A row is one decision of the plant: the prompt, the exact value `q_action_k` of each of the four actions in that state,
 and the reward `reward_action_k`, the Boltzmann softmax of the four values. docs/plant.md explains all of it.
@@ -22,10 +19,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.settings import number
-from grpo.tasks.gsm8k.dataset import files as gsm8k_files
 from grpo.tasks.tes import dataset
-from grpo.tasks.tes.plant import START_KWH, Plant
-from grpo.tasks.tes.profiles import ProfileError, decode, windows
+from grpo.tasks.tes.profiles import ProfileError, windows
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -33,18 +28,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--check", action="store_true", help="regenerate and compare byte for byte, write nothing")
-    mode.add_argument("--summary", action="store_true", help="tabulate the files that exist, write nothing")
     mode.add_argument("--profile", nargs="+", metavar="CSV", help="your own hourly profiles instead of synthetic days")
     parser.add_argument("--out", metavar="DIR", help="where the files are (default data/; required with --profile)")
     prompts, about = ("full", "compact", "both"), "(default both, with --profile full: every hour once)"
     parser.add_argument("--prompt", choices=prompts, help=about)
     seed = number(0, 2**32 - 1, int)
     parser.add_argument("--seed", type=seed, default=dataset.SEED, help="random seed (default %(default)s)")
-    group, energy = parser.add_argument_group("with --profile"), number(0, Plant().capacity_kwh)
+    group = parser.add_argument_group("with --profile")
     own = [
-        group.add_argument("--co2-column", metavar="NAME", help="CO2 intensity [kg/kWh], where names do not tell"),
-        group.add_argument("--load-column", metavar="NAME", help="cooling load [kW], where names do not tell"),
-        group.add_argument("--start-kwh", type=energy, metavar="E", help=f"stored at first (default {START_KWH:g})"),
         group.add_argument("--explore", type=number(0, 1), metavar="P", help="share of random actions (default 0.25)"),
         group.add_argument("--trajectories", type=number(1, 1000, int), metavar="N", help="a window (default 1)"),
         group.add_argument("--short-share", type=number(0, 0.9), metavar="S", help="least share of short hours"),
@@ -66,9 +57,8 @@ def make(args: argparse.Namespace) -> dict[str, str]:
     """The files that were asked for, name -> text."""
     prompts = ("full", "compact") if args.prompt == "both" else (args.prompt,)
     if not args.profile:
-        return dict(dataset.synthetic_files(args.seed, prompts)) | gsm8k_files(args.seed)
-    columns = {name: args.own.pop(name, None) for name in ("co2_column", "load_column")}
-    profiles = dataset.read_profiles(map(Path, args.profile), prompts, **columns)
+        return dict(dataset.synthetic_files(args.seed, prompts))
+    profiles = dataset.read_profiles(map(Path, args.profile))
     for stem, profile in profiles.items():
         cut = windows(profile)
         used = {day for window in cut for day in window.dates}
@@ -83,17 +73,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     out = Path(args.out) if args.out else dataset.DATA_DIR
     try:
-        if args.summary:
-            texts = {path.name: decode(path.read_bytes()) for path in sorted(out.glob("tes_*.csv"))}
-            if not texts:
-                raise ProfileError([f"{out}: no tes_*.csv in it; make them first or choose another --out"])
-            print(dataset.summary(texts))
-            return 0
         files = make(args)
         if args.check:
-            if wrong := dataset.differences(out, files):
+            paths = {out / name: text.encode() for name, text in files.items()}
+            if wrong := [path for path, text in paths.items() if not path.is_file() or path.read_bytes() != text]:
                 again = f"make them again with: python scripts/make_dataset.py --seed {args.seed} --out {out}"
-                print(*wrong, again, sep="\n", file=sys.stderr)
+                print(*(f"{path}: differs" for path in wrong), again, sep="\n", file=sys.stderr)
                 return 1
             print(f"{len(files)} files in {out} are what seed {args.seed} gives")
             return 0
@@ -109,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"{error.filename or out}: {error.strerror}; choose another --out", file=sys.stderr)
         return 2
-    print(f"wrote {', '.join(files)} to {out}\n{dataset.summary(files)}")
+    print(f"wrote {', '.join(files)} to {out}")
     return 0
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import difflib
 import functools
 import glob
 import hashlib
@@ -36,8 +35,7 @@ RESERVED_ARGUMENTS = {
 PROMPT_COLUMNS = ("prompt", "user", "question")
 FORMATS_DOC = "docs/data.md#prompts-of-other-formats"
 SHOWN = 20  # problems listed per file; the rest is counted
-ROW_PLACE = re.compile(r", row ([0-9]+)(?: \(line [0-9]+\))?(?=[,:])")
-ROWS_NAMED = 5  # rows that are named for the same problem
+ROW_PLACE = re.compile(r", row [0-9]+(?: \(line [0-9]+\))?(?=[,:])")
 SPECIAL = re.compile(r"<\|(?:start|end|message|channel|return|call|constrain|startoftext|endoftext)\|>")  # Harmony's
 INSTRUCTING = ("system", "developer")  # roles of which gpt-oss's template takes the first message alone
 Messages = tuple[tuple[str, str], ...]
@@ -82,26 +80,20 @@ def find_files(setting: str, text: str, problems: Problems) -> list[Path]:
         matches = next(filter(None, existing), [])
         if not matches:
             problems.add(setting, f"no file matches {part!r}", fix)
-        for path in matches:
-            if is_text(str(path)):
-                files[path] = None
-            else:
-                problems.add(setting, f"the name {str(path)!r} is not UTF-8", "Rename the file")
+        files |= dict.fromkeys(matches)
     if not text.strip():
         problems.add(setting, "it is empty", fix)
     return list(files)
 
 
-def near_column(name: str, header: Iterable[str]) -> str:
-    """A question in brackets that names the column which was probably meant to be `name`, or nothing."""
-    others = {column.lower(): column for column in header if not REWARD_COLUMN.fullmatch(column)}
-    near = difflib.get_close_matches(name, others, 1, 0.6)
-    return f" (should {others[near[0]]!r} be `{name}`?)" if near else ""
-
-
 def no_actions(row: Row) -> str:
     """The problem of a file without rewards, of which this is a row."""
-    return "there is no column reward_action_0, reward_action_1, ..." + near_column("reward_action_0", row.columns)
+    return f"there is no column reward_action_0, reward_action_1, ... among {named(row.columns)}"
+
+
+def named(columns: Iterable[str]) -> str:
+    """The names of columns for a problem, in which a mistyped one is seen."""
+    return one_line(", ".join(columns), 200)
 
 
 def flat_rows(rows: Iterable[Row]) -> list[Row]:
@@ -110,32 +102,24 @@ def flat_rows(rows: Iterable[Row]) -> list[Row]:
 
 
 def check_header(path: str, header: Sequence[str], problems: Problems) -> int:
-    """The number of actions that the columns name. Adds problems where these cannot be the columns of a training file,
-    and raises UnreadableFile where they are no columns at all."""
+    """The number of actions that the columns name. Adds problems where these cannot be the columns of a training
+    file."""
     where = f"{path}, header"
-    if len(header) == 1 and (";" in header[0] or "\t" in header[0]):
-        raise UnreadableFile(where, "its cells are separated by semicolons or tabs", "Save it with commas")
-    if header and header[0].startswith("sep="):
-        raise UnreadableFile(f"{path}, line 1", "it is a hint for spreadsheets", "Delete the line")
-    for name in sorted(name for name, count in Counter(header).items() if count > 1):
-        if name:
+    for name, count in Counter(header).items():
+        if count > 1:
             problems.add(where, f"column {one_line(repr(name), 200)} stands there twice", "Name every column once")
-        else:
-            fix = "Name every column once (a spreadsheet leaves such ones as commas at the end of each line)"
-            problems.add(where, "some columns have no name", fix)
     if not {*PROMPT_COLUMNS, "messages"} & set(header):
-        problem = "there is neither a `prompt` nor a `user` column" + near_column("prompt", header)
+        problem = f"there is neither a `prompt` nor a `user` column among {named(header)}"
         fix = f"Add one of them (or `question`, or `messages`); {FORMATS_DOC} makes one of other columns"
         problems.add(where, problem, fix)
     actions = sorted(int(match[1]) for match in map(REWARD_COLUMN.fullmatch, header) if match)
     values = sorted(int(match[1]) for match in map(Q_COLUMN.fullmatch, header) if match)
     gap = next((k for k in range(len(actions)) if k not in actions), None)
     if gap is not None:
-        problem = f"reward_action_{gap} is missing beside {', '.join(f'reward_action_{k}' for k in actions)}"
-        problem += near_column(f"reward_action_{gap}", header)
+        problem = f"reward_action_{gap} is missing among {named(header)}"
         problems.add(where, problem, "Number the actions from 0 without a gap")
     elif len(actions) == 1:
-        problem = "there is only one action, reward_action_0" + near_column("reward_action_1", header)
+        problem = f"there is only one action, reward_action_0, among {named(header)}"
         problems.add(where, problem, "GRPO needs at least two actions to compare")
     if actions and values and values != actions:
         problem = f"there are {', '.join(f'q_action_{k}' for k in values)}, but {len(actions)} columns reward_action_k"
@@ -154,21 +138,12 @@ def read_numbers(where: str, columns: Columns, names: Sequence[str], problems: P
             number = math.nan
         if isinstance(cell, bool) or not math.isfinite(number):
             problem = f"{one_line(repr(cell), 200)} is not a finite number"
-            if cell in ("", None):
-                problem = "the value is missing" if name.startswith("q_") else "the reward is missing"
             problems.add(f"{where}, column {name}", problem, "Every action needs a number, in plain digits")
         elif abs(number) > MOST_REWARD:
-            problem = (
-                f"{cell!r} is more than {MOST_REWARD:g} in size, and float32 cannot sum the squares of such rewards"
-            )
+            problem = f"{cell!r} is more than {MOST_REWARD:g} in size, too much for float32"
             problems.add(f"{where}, column {name}", problem, "Divide all of them by the same number")
         numbers[name] = number
     return numbers
-
-
-def is_blank(text: str) -> bool:
-    """Whether there is nothing to see: spaces, controls and characters without a width alone."""
-    return not any(letter.isprintable() and letter != " " for letter in text)
 
 
 def as_conversation(prompt: Cell) -> Cell:
@@ -192,32 +167,21 @@ def read_conversation(where: str, name: str, prompt: Cell, problems: Problems) -
     """Messages of a column `name` that holds a list of them, as TRL's data sets do; none after a problem."""
     try:
         messages = tuple((message["role"], message["content"]) for message in prompt)
-        fault = conversation_fault(name, messages)
-    except (TypeError, KeyError, IndexError):
-        problem = "it is neither text nor a list of messages with `role` and `content`"
-        fault = problem, 'Write text, or [{"role": "user", "content": "..."}]'
-    if fault:
-        problems.add(f"{where}, column {name}", *fault)
-        return ()
-    return messages
-
-
-def conversation_fault(name: str, messages: Messages) -> tuple[str, str] | None:
-    """The problem of the messages of a column `name`, and what to do. Raises IndexError where there are none."""
-    order = "system or developer first, then user and assistant"
-    for number, (role, text) in enumerate(messages, 1):
-        if role not in (*INSTRUCTING, "user", "assistant"):
-            problem = f"the role {one_line(repr(role), 200)} is not known ({order})"
-            return problem, "Leave such messages out, or write the whole prompt rendered, as text"
-        if (number == 1 and role == "assistant") or (number > 1 and role in INSTRUCTING):
-            return f"message {number} is of the role {role!r} ({order})", "Put the messages in this order"
-        if not isinstance(text, str):
-            return f"the content of message {number} is not text", "Write it as text"
-    role, text = messages[-1]
-    if role != "user":
+    except (TypeError, KeyError):
+        messages = ()
+    roles = [role for role, _ in messages]
+    allowed = [(*INSTRUCTING, "user"), *[("user", "assistant")] * len(roles[1:])]
+    known = all(role in choice for role, choice in zip(roles, allowed, strict=False))
+    if not messages or not known or not all(isinstance(text, str) for _, text in messages):
+        problem = "it is no list of messages with text: system or developer first, then user and assistant"
+        fix = 'Write [{"role": "user", "content": "..."}], or the whole prompt as text'
+    elif roles[-1] != "user" or not messages[-1][1].strip():
+        problem = f"it ends with a message of the role {roles[-1]!r}, not with the user's question"
         fix = f'Leave the answer out: data.map(lambda row: {{"prompt": row["{name}"][:-1]}}) ({FORMATS_DOC})'
-        return f"it ends with the message of the role {role!r}, not with the user's", fix
-    return ("the user's message is empty", "Fill it in or remove the row") if is_blank(text) else None
+    else:
+        return messages
+    problems.add(f"{where}, column {name}", problem, fix)
+    return ()
 
 
 def read_messages(where: str, columns: Columns, system: str, problems: Problems) -> Messages:
@@ -226,13 +190,8 @@ def read_messages(where: str, columns: Columns, system: str, problems: Problems)
     conversation = as_conversation(columns.get(column))
     if column == "messages" or not isinstance(conversation, (str, type(None))):
         messages = read_conversation(where, column, conversation, problems)
-        own = str(columns.get("system") or "").strip()
-        if messages and messages[0][0] in INSTRUCTING:
-            if not is_blank(own) and own != messages[0][1].strip():
-                problem = f"it holds another message than `{column}` begins with"
-                problems.add(f"{where}, column system", problem, "Leave one of the two out")
-            return messages
-        return (("system", own or system), *messages) if own or system else messages
+        own = str(columns.get("system") or "").strip() or system
+        return (("system", own), *messages) if own and messages and messages[0][0] not in INSTRUCTING else messages
     cells = {name: "" if columns.get(name) is None else columns[name] for name in (*PROMPT_COLUMNS, "system")}
     for name, cell in cells.items():
         if not isinstance(cell, str):
@@ -253,7 +212,7 @@ def read_messages(where: str, columns: Columns, system: str, problems: Problems)
 
 def filled_column(columns: Columns) -> str:
     """The first of PROMPT_COLUMNS that holds text; an empty string where none does."""
-    return next((name for name in PROMPT_COLUMNS if not is_blank(columns.get(name) or "")), "")
+    return next((name for name in PROMPT_COLUMNS if (columns.get(name) or "").strip()), "")
 
 
 def make_rows(
@@ -282,20 +241,11 @@ def make_rows(
 
 
 def merge_alike(problems: Iterable[str]) -> list[str]:
-    """Problems of one file; one of several rows stands there once, with the first row and how many more there are."""
+    """Problems of one file; one of several rows stands there once, with the first row and how many others there are."""
     alike: dict[str, list[str]] = {}
     for problem in problems:
         alike.setdefault(ROW_PLACE.sub("", problem, count=1), []).append(problem)
-    merged = []
-    for first, *more in alike.values():
-        if more:
-            numbers = [match[1] for match in map(ROW_PLACE.search, more[:ROWS_NAMED]) if match]
-            if len(more) > ROWS_NAMED:
-                numbers.append("...")
-            rows = "one more row" if len(more) == 1 else f"{len(more)} more rows"
-            first += f". The same in {rows}: {', '.join(numbers)}"
-        merged.append(first)
-    return merged
+    return [f"{first}. Further rows like it: {len(more)}" if more else first for first, *more in alike.values()]
 
 
 def read_file(
@@ -367,7 +317,7 @@ def data_prompt(row: Row) -> str | Conversation:
     if not row.conversational:
         return text
     system = row.columns.get("system") or ""
-    messages = [] if is_blank(system) else [{"role": "system", "content": system}]
+    messages = [] if not system.strip() else [{"role": "system", "content": system}]
     return [*messages, {"role": "user", "content": text}]
 
 
@@ -382,6 +332,12 @@ def distinct_columns(rows: Iterable[Row]) -> list[Row]:
     return list({tuple(row.columns): row for row in rows}.values())
 
 
+def renamed_columns(rows: Iterable[Row]) -> list[str]:
+    """The columns that reward functions get under another name; not `prompt`, which they get as `prompts`."""
+    names = dict.fromkeys(name for row in rows for name in row.columns)
+    return [name for name in names if name in RESERVED_ARGUMENTS and name != "prompt"]
+
+
 def column_names(rows: Iterable[Row]) -> list[str]:
     """The names of `reward_columns` of all these rows, in order: reward functions get every column with every row."""
-    return list(dict.fromkeys(name for row in distinct_columns(rows) for name in reward_columns(row)))
+    return list(dict.fromkeys(name for row in rows for name in reward_columns(row)))

@@ -8,7 +8,6 @@ import io
 import json
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,42 +26,29 @@ class UnreadableFile(Exception):
     """A file without a single row to look at; its arguments are those of `Problems.add`."""
 
 
-def read_content(path: Path) -> bytes:
-    """The bytes of a file. Raises UnreadableFile."""
+def read_text(path: Path) -> str:
+    """The text of a file in UTF-8, with or without a byte order mark. Raises UnreadableFile."""
     try:
-        return path.read_bytes()
+        # Without the translation of line ends, which may stand in cells.
+        return path.read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise UnreadableFile(path, f"cannot be read ({error.strerror})", "Check the path and its permissions") from None
-
-
-def decode(path: Path, content: bytes) -> str:
-    """UTF-8, with or without a byte order mark. Raises UnreadableFile."""
-    try:
-        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        where = f"{path}, line {content[: error.start].count(bytes([10])) + 1}"
         fix = "Save it as UTF-8 (a workbook as 'CSV UTF-8'), unpack .gz and .zip, name Parquet .parquet"
-        raise UnreadableFile(where, f"byte {error.start} is not UTF-8", fix) from None
+        raise UnreadableFile(path, f"byte {error.start} is not UTF-8", fix) from None
 
 
 def split_csv(path: Path) -> Iterator[tuple[int, list[str]]]:
     """(line that it begins in, cells) of the header and of every row of a CSV but empty ones. Raises UnreadableFile."""
-    content, start, rows = read_content(path), 1, 0
-    decode(path, content)  # Only checks it: io.StringIO of the text would hold four bytes for each character.
-    if b"\0" in content:
-        where = f"{path}, line {content.partition(bytes(1))[0].count(bytes([10])) + 1}"
-        raise UnreadableFile(where, "it holds a NUL byte", "Export the CSV again; UTF-16 must become UTF-8")
-    reader = csv.reader(io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig", newline=""), strict=True)
+    reader, start = csv.reader(io.StringIO(read_text(path), newline=""), strict=True), 1
     try:
         for cells in reader:
             if cells:
-                rows += 1
                 yield start, cells
             start = reader.line_num + 1
     except csv.Error as error:
-        where = f"{path}, row {rows} (from line {start})" if rows else f"{path}, line {start}"
         fix = "Close every quote, and double quotes inside a quoted cell"
-        raise UnreadableFile(where, f"broken CSV quoting ({error})", fix) from None
+        raise UnreadableFile(f"{path}, from line {start} on", f"broken CSV quoting ({error})", fix) from None
 
 
 def read_csv_table(path: Path, problems: Problems) -> Table:
@@ -99,27 +85,18 @@ def table_of(name: str | Path, rows: Sequence[Columns], lines: Sequence[int] = (
     return header, records()
 
 
-def unique_keys(pairs: Sequence[tuple[str, Cell]]) -> Columns:
-    """A JSON object. Raises ValueError where a key stands in it twice: the first value would be lost without a word."""
-    columns = dict(pairs)
-    if len(columns) < len(pairs):
-        key = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"{key!r} stands there twice")
-    return columns
-
-
 def read_json_table(path: Path, problems: Problems) -> Table:
     """The table of JSON lines, one object a line, or of one JSON list of objects. Raises UnreadableFile."""
-    text, line = decode(path, read_content(path)), 1
+    text, line = read_text(path), 1
     fix = "Write one JSON object a line, as datasets' to_json does"
     try:
         if text.lstrip().startswith("["):
-            values = [(1, value) for value in json.loads(text, object_pairs_hook=unique_keys)]
+            values = [(1, value) for value in json.loads(text)]
         else:
             values = []
             for line, row in enumerate(text.split("\n"), 1):
                 if row.strip():
-                    values.append((line, json.loads(row, object_pairs_hook=unique_keys)))
+                    values.append((line, json.loads(row)))
     except (ValueError, RecursionError) as error:
         raise UnreadableFile(f"{path}, line {line}", f"it is not JSON ({error})", fix) from None
     for line, value in values:
@@ -130,12 +107,10 @@ def read_json_table(path: Path, problems: Problems) -> Table:
 
 def read_parquet_table(path: Path, problems: Problems) -> Table:
     """The table of a Parquet file. Raises UnreadableFile."""
+    from pyarrow import ArrowException, parquet  # late: most runs read CSVs
+
     try:
-        from pyarrow import ArrowException, parquet  # late: most runs read CSVs
-    except ImportError as error:
-        raise UnreadableFile(path, f"Parquet needs pyarrow ({error})", "Run pip install pyarrow") from None
-    try:
-        return table_of(path, parquet.read_table(io.BytesIO(read_content(path))).to_pylist())
+        return table_of(path, parquet.read_table(path).to_pylist())
     except (ArrowException, OSError, ValueError, OverflowError) as error:
         problem = f"it is no Parquet file ({str(error)[:300]})"
         raise UnreadableFile(path, problem, "Download or write it again") from None

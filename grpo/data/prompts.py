@@ -6,12 +6,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import itertools
 import json
 import random
-import re
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -139,32 +136,15 @@ AT_ONCE = 1000  # prompts: what the tokenizer returns of one takes more memory t
 
 def count_tokens(tokenizer: Path, prompts: Sequence[str]) -> dict[str, int]:
     """Tokens of each prompt. Raises what the tokenizers package raises for a file that it cannot use, which may be no
-    Exception.
-
-    No token reaches across a special one, so the text between two of them is counted once for all prompts that share
-    it, such as the system message. Where a tokenizer adds tokens of its own, as the first of AT_ONCE prompts tells, all
-    are counted whole."""
+    Exception."""
     from tokenizers import Tokenizer  # late, as above
 
     loaded = Tokenizer.from_file(str(tokenizer))
-    special = sorted((token.content for token in loaded.get_added_tokens_decoder().values()), key=len, reverse=True)
-    border = re.compile("|".join(map(re.escape, special)) or "(?!)")
     lengths: dict[str, int] = {}
-    shared: dict[str, int] = {}  # tokens of texts that occurred twice
-
-    def count(texts: Sequence[str]) -> list[int]:
-        return list(map(len, loaded.encode_batch_fast(texts)))
-
     starts = range(0, len(prompts), AT_ONCE)
     for start in with_progress("counting tokens", starts, total=len(prompts), each=AT_ONCE):
         batch = prompts[start : start + AT_ONCE]
-        split = [border.split(prompt) for prompt in batch]
-        times = Counter(itertools.chain.from_iterable(split))
-        new = [text for text in times if text not in shared]
-        counted = shared | dict(zip(new, count(new), strict=True))
-        shared |= {text: counted[text] for text in new if times[text] > 1}
-        tokens = [len(texts) - 1 + sum(counted[text] for text in texts) for texts in split]
-        lengths |= zip(batch, tokens if count(batch[:1]) == tokens[:1] else count(batch), strict=True)
+        lengths |= zip(batch, map(len, loaded.encode_batch_fast(batch)), strict=True)
     return lengths
 
 
@@ -182,21 +162,3 @@ def prompt_order(rows: int, seed: int, count: int) -> Iterator[int]:
 def sampling_seed(seed: int, step: int, stream: str) -> int:
     """Seed of one generation: a function of SEED and the step, so that a resumed run samples what it would have."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{stream}/{step}".encode()).digest()[:8], "big") >> 1
-
-
-@dataclasses.dataclass(frozen=True)
-class StepRows:
-    """Row indices for TRL's dataloader: the first `count` prompts of the stream, each `generations` times in a row.
-    They are made as they are asked for: a list of TOTAL_STEPS=10**9 steps has no room in any memory."""
-
-    rows: int
-    seed: int
-    count: int
-    generations: int
-
-    def __len__(self) -> int:
-        return self.count * self.generations
-
-    def __iter__(self) -> Iterator[int]:
-        for row in prompt_order(self.rows, self.seed, self.count):
-            yield from itertools.repeat(row, self.generations)

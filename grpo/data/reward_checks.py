@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
-import json
 import math
 import random
 from collections.abc import Collection, Sequence
@@ -15,11 +13,10 @@ from statistics import fmean
 
 import rewards
 from grpo.data import scoring
-from grpo.data.files import PROMPT_COLUMNS, RESERVED_ARGUMENTS, Row, column_names, data_prompt, flat_rows, no_actions
-from grpo.data.formats import Columns
+from grpo.data.files import Row, column_names, flat_rows, no_actions
 from grpo.data.prompts import ANSWER_AFTER, ANSWER_BEFORE
-from grpo.data.scoring import Completion, RewardError, total
-from grpo.settings import Problems, Settings, one_line, show
+from grpo.data.scoring import RewardError, total
+from grpo.settings import Problems, Settings, show
 
 Specs = Sequence[tuple[str, float]]  # (name, weight) of each reward function
 Trial = tuple[Row, list[list[float]]]  # a row, and the reward of each function for each answer to it, GARBAGE first
@@ -28,7 +25,6 @@ START = "<|start|>assistant"
 FINAL = START + ANSWER_BEFORE[:-1] + "{}" + ANSWER_AFTER[1:]
 # Answers that cannot be read: one that stopped before its final channel, and one that is empty there.
 GARBAGE = ("<|start|>assistant<|channel|>analysis<|message|>The load is<|return|>", FINAL.format(""))
-COLUMNS_SHOWN = 5  # in the line about a call
 
 
 def check_rewards(
@@ -49,7 +45,7 @@ def check_rewards(
     try:
         # Without the columns that the project's own functions need, the user's are tried alone.
         able = specs if complete else [spec for spec in specs if ":" in spec[0]]
-        trials = try_rewards(able, settings, rows, tokenizer, shown=True)
+        trials = try_rewards(able, settings, rows, tokenizer)
     except RewardError as error:
         problems.append(str(error))
         return [], None
@@ -143,32 +139,12 @@ def tokenize(texts: Sequence[str], tokenizer: Path | None) -> tuple[list[list[in
     return ids, loaded.decode_batch(ids, skip_special_tokens=True)
 
 
-def response_template(tokenizer: Path | None) -> Columns | None:
-    """The template by which the tokenizer parses a message, if the tokenizer_config.json beside its file has one."""
-    if tokenizer:
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            return json.loads(tokenizer.with_name("tokenizer_config.json").read_bytes()).get("response_template")
-    return None
-
-
-def call_text(completion: Completion) -> str:
-    """The arguments that functions of the user's get for one completion."""
-    row = completion.row
-    hidden = (*PROMPT_COLUMNS, *RESERVED_ARGUMENTS)
-    own = [key for key in row.columns if key not in hidden and not key.startswith(("reward_action_", "q_action_"))]
-    cells = {"prompts": data_prompt(row), "completions": completion.decoded}
-    cells |= {key: row.columns[key] for key in own[:COLUMNS_SHOWN]}
-    return ", ".join(f"{key}=[{one_line(repr(cell), 80)}]" for key, cell in cells.items()) + ", ..."
-
-
-def try_rewards(
-    specs: Specs, settings: Settings, rows: Sequence[Row], tokenizer: Path | None = None, shown: bool = False
-) -> list[Trial]:
+def try_rewards(specs: Specs, settings: Settings, rows: Sequence[Row], tokenizer: Path | None = None) -> list[Trial]:
     """The rewards that GARBAGE and every action earn in a sample of rows, NaN where a function leaves an answer out.
 
     Rows without actions are asked for [0] and [1]. Each function is called once, as in training, with completions in
-    tokens of `tokenizer`, a tokenizer.json: a mistake costs a second here and an hour in a run. `shown`: prints the
-    first call of each function of the user's. Raises RewardError with what a function raised or returned."""
+    tokens of `tokenizer`, a tokenizer.json: a mistake costs a second here and an hour in a run. Raises
+    RewardError with what a function raised or returned."""
     if not rows:
         return []
     answers = {n: [*GARBAGE, *(FINAL.format(f"[{k}]") for k in range(n or 2))] for n in {len(r.rewards) for r in rows}}
@@ -179,25 +155,20 @@ def try_rewards(
         for row in sample
         for text in answers[len(row.rewards)]
     ]
-    texts, template = [tried_text(row.prompt, text) for row, text in pairs], response_template(tokenizer)
+    texts = [tried_text(row.prompt, text) for row, text in pairs]
     distinct = list(dict.fromkeys(texts))
     tokens = dict(zip(distinct, zip(*tokenize(distinct, tokenizer), strict=True), strict=True))
     completions = [
-        scoring.read_completion(row, text, tokens[text][1], len(tokens[text][0]), False, template)
+        scoring.read_completion(row, text, tokens[text][1], len(tokens[text][0]), False)
         for (row, _), text in zip(pairs, texts, strict=True)
     ]
     functions, state = scoring.load_rewards(specs, settings), scoring.first_state(settings.TOTAL_STEPS)
-    first = len(GARBAGE)  # the first answer that can be read
-    call = call_text(completions[first])
     try:
         ids = [tokens[text][0] for text in texts]
         scores = scoring.score(functions, completions, ids, column_names(rows), state)
     except RewardError as error:
         tried = f"It was tried before the run on made-up answers to {len(sample)} rows"
-        raise RewardError(f"{error}. {tried}, such as ({call})") from error
-    for n, (name, _) in enumerate(specs if shown else ()):
-        if ":" in name:
-            print(f"{name}({call}) returned {scores[first][n]:g} for it", flush=True)
+        raise RewardError(f"{error}. {tried}, such as {completions[-1].decoded!r}") from error
     weighted = iter([weight * value for (_, weight), value in zip(specs, values, strict=True)] for values in scores)
     return [(row, list(itertools.islice(weighted, len(answers[len(row.rewards)])))) for row in sample]
 
@@ -231,22 +202,12 @@ def check_garbage(specs: Specs, trials: Sequence[Trial], settings: Settings, pro
     means = [total(scores) / len(kind) for scores in zip(*(scores for _, scores in kind), strict=True)]
     parts = ", ".join(f"{name} {value:.3g}" for (name, _), value in zip(specs, means, strict=True))
     problem = f"an unreadable answer earns {most:.3g} on average ({parts}), a row's worst action {least:.3g}"
-    own = [name for name, _ in specs if name not in rewards.ACTION_REWARDS]
-    fixes = [f"Let {' and '.join(own)} return less where rewards.parse_action finds no action"] if own else []
-    invalid = settings.INVALID_REWARD
-    if invalid is not None:
-        effect = "costs nothing, and a model unlearns its format" if math.isnan(invalid) else "pays"
-        fix = fixes[0] if len(own) == len(specs) else "unset it"
-        return f"INVALID_REWARD={show(invalid)}: {problem}. Garbage {effect}: {fix}"
+    if settings.INVALID_REWARD is not None:
+        return f"INVALID_REWARD={show(settings.INVALID_REWARD)}: {problem}, so a run may learn garbage"
     if alike:
         fix = "Add action or regret to REWARDS if [k] is the answer that is wanted"
         return f"REWARDS: {problem}, and all actions of a row earn the same: a run may learn to answer none. {fix}"
-    weight = math.fsum(weight for name, weight in specs if name not in own)
-    if weight > 0:
-        room = least - math.fsum(value for (name, _), value in zip(specs, means, strict=True) if name in own)
-        fixes.append(f"set INVALID_REWARD={math.floor(10 * room / weight) / 10 - 0.1:.1f}")
-    elif len(own) == len(specs):
-        fixes.append("set INVALID_REWARD=0, which these functions do not get, to start with a warning instead")
-    fix = " or ".join(fixes) or f"Give {' and '.join(name for name, _ in specs)} weights above 0"
-    problems.add("REWARDS", f"{problem}, so a run would learn garbage", fix)
+    own = " and ".join(name for name, _ in specs if name not in rewards.ACTION_REWARDS)
+    fix = f"Let {own} return less where rewards.parse_action finds no action" if own else "Give actions weights above 0"
+    problems.add("REWARDS", f"{problem}, so a run would learn garbage", f"{fix}, or set INVALID_REWARD")
     return None

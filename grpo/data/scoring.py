@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import importlib
 import inspect
@@ -13,15 +12,13 @@ import os
 import sys
 import traceback
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import rewards
 from grpo.data.files import RESERVED_ARGUMENTS, Conversation, Row, data_prompt, reward_columns
-from grpo.data.formats import Cell, Columns
-from grpo.data.prompts import ANSWER_AFTER
 from grpo.settings import Settings, format_exception, nearest, one_line, read_number, split_commas
 from grpo.settings_table import MOST_REWARD, MOST_WEIGHT
 
@@ -55,59 +52,26 @@ class RewardError(RuntimeError):
     """A reward function raised something, or returned what are no rewards; the message names it."""
 
 
-@contextlib.contextmanager
-def users_code(here: str) -> Iterator[None]:
-    """While code of the user's runs, it may import from the current folder `here`, last on Python's path. Afterwards no
-    library finds its imports in there, and the run is in that folder again, wherever the code went."""
-    if added := here not in sys.path:
-        sys.path.append(here)
-    try:
-        yield
-    finally:
-        if added and here in sys.path:
-            sys.path.remove(here)
-        with contextlib.suppress(OSError):  # it was deleted
-            os.chdir(here)
-
-
 def load_reward(name: str) -> Callable[..., Any]:
     """The reward function `name` of rewards.py, or `module:function` from any package or the current folder, which is
-    looked into last: nothing in it takes a library's place. Raises ValueError."""
+    looked into last. Raises ValueError."""
     module, colon, function = name.partition(":")
     if not colon:
         if name in rewards.REWARD_FUNCTIONS:
             return rewards.REWARD_FUNCTIONS[name]
         known = rewards.REWARD_FUNCTIONS
         raise ValueError(f"{name!r} is unknown (there are {', '.join(known)}{nearest(name, known)})")
-    here = str(Path.cwd())
-    if {"", here} & set(sys.path):
-        sys.path[:] = [*(entry for entry in sys.path if entry not in ("", here)), here]
-    base = Path(here, *module.split("."))
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)
     try:
-        with users_code(here):
-            loaded = importlib.import_module(module)
-        own = [path.resolve() for path in (Path(f"{base}.py"), base / "__init__.py") if path.is_file()]
-        origin = getattr(loaded, "__file__", None) or "its own module"
-        if own and Path(origin).resolve() not in own:
-            raise ImportError(f"Python takes {origin} for it, not {own[0]}: rename your file")
-        reward = getattr(loaded, function)
+        reward = getattr(importlib.import_module(module), function)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # whatever the user's module raises is the answer to give
-        hint = f"; write {module.removesuffix('.py')}:{function}, without .py" if module.endswith(".py") else ""
-        raise ValueError(f"{name!r} cannot be loaded: {describe_failure(error)}{hint}") from None
+    except BaseException as error:  # Whatever the user's module raises is the answer to give.
+        raise ValueError(f"{name!r} cannot be loaded: {format_exception(error)}") from None
     if not callable(reward):
         raise ValueError(f"{name!r} is no function")
     return reward
-
-
-def describe_failure(error: BaseException) -> str:
-    """The exception of a user's code in one line; a SystemExit, which would end the run, in words."""
-    if isinstance(error, SystemExit):
-        return (
-            f"{format_exception(error)}, which would end the run: leave it, and a command line, to `if __name__ == ...`"
-        )
-    return format_exception(error)
 
 
 def error_place(error: BaseException, module: str) -> str:
@@ -142,19 +106,16 @@ class Completion:
         return rewards.assistant_turn(self.row.prompt, self.text)
 
 
-def read_completion(
-    row: Row, text: str, plain: str, tokens: int, truncated: bool, template: Mapping[str, Cell] | None = None
-) -> Completion:
+def read_completion(row: Row, text: str, plain: str, tokens: int, truncated: bool) -> Completion:
     """The completion of a row, given its text with special tokens and without them (`plain`).
 
     As in TRL 1.16 (GRPOTrainer._generate), functions get `plain`, or where the prompt is a list of messages a list of
-    one message with it. Where the tokenizer has a `response_template`, that parses the message."""
+    one message with it."""
     turn = rewards.assistant_turn(row.prompt, text)
     action = rewards.parse_action(turn, len(row.rewards)) if row.rewards else None
-    if isinstance(data_prompt(row), str):
-        return Completion(row, text, action, tokens, truncated, plain)
-    message = parsed_message(row.prompt, text, template) if template else None
-    return Completion(row, text, action, tokens, truncated, [message or {"role": "assistant", "content": plain}])
+    is_text = isinstance(data_prompt(row), str)
+    decoded = plain if is_text else [{"role": "assistant", "content": plain}]
+    return Completion(row, text, action, tokens, truncated, decoded)
 
 
 def read_completions(
@@ -170,24 +131,10 @@ def read_completions(
     ends = {*stops, tokenizer.pad_token_id}
     ids_lists = [list(ids) for ids in completion_ids]
     texts, plain = (tokenizer.batch_decode(ids_lists, skip_special_tokens=skipped) for skipped in (False, True))
-    template = getattr(tokenizer, "response_template", None)
     return [
-        read_completion(row, text, bare, len(ids), ids[-1] not in ends, template)
+        read_completion(row, text, bare, len(ids), ids[-1] not in ends)
         for row, text, bare, ids in zip(rows, texts, plain, completion_ids, strict=True)
     ]
-
-
-def parsed_message(prompt: str, text: str, template: Mapping[str, Cell]) -> Columns | None:
-    """The message that a tokenizer's `response_template` makes of a completion, finished as TRL's `parse_response`
-    does; None where it cannot be parsed."""
-    from transformers.utils.chat_parsing import parse_response  # late: few tokenizers have one. It imports no torch
-
-    try:
-        message = parse_response(text, dict(template), prefix=prompt)
-    except (ValueError, TypeError):
-        return None
-    content = message.get("content") or ""
-    return message | {"content": content.removesuffix(ANSWER_AFTER[1:]) if isinstance(content, str) else content}
 
 
 def checked_rewards(name: str, values: Any, count: int) -> list[float | None]:
@@ -218,39 +165,28 @@ def is_called_by_keyword(function: Callable[..., Any]) -> bool:
     return not positional or positional[0] in GIVEN or "completions" in parameters
 
 
-def copied(name: str, value: Any) -> Any:
-    """A copy of an argument: what one function changes in place, neither the next one nor the rows see."""
-    if name == "completion_ids":
-        return [list(ids) for ids in value]
-    return copy.deepcopy(value) if isinstance(value, list) else value
-
-
 def reward_callable(name: str, settings: Settings, title: str | None = None) -> Reward:
     """A reward function, `async` or not, as `score` calls it: named `title` for the logs, given INVALID_REWARD, its
     errors named.
 
     One of the user's is called by keyword with what TRL gives it. The project's own, and the user's with a first
     argument of another name than TRL's, get the completions with their special tokens there."""
-    function, own, here = load_reward(name), ":" in name, str(Path.cwd())
+    function, own = load_reward(name), ":" in name
     options = {"invalid_reward": settings.INVALID_REWARD} if name in rewards.ACTION_REWARDS else {}
     by_keyword = own and is_called_by_keyword(function)
 
     def reward(completions: list[Any], **columns: Any) -> list[float | None]:
         texts = completions if by_keyword else columns.get("raw_completions", completions)
-        arguments = columns | options
-        if own:
-            texts = copied("completions", texts)
-            arguments = {key: copied(key, value) for key, value in arguments.items()}
+        arguments, count = columns | options, len(completions)  # A function may change the list.
         try:
-            with users_code(here) if own else contextlib.nullcontext():
-                values = function(completions=texts, **arguments) if by_keyword else function(texts, **arguments)
-                values = asyncio.run(values) if inspect.iscoroutine(values) else values
+            values = function(completions=texts, **arguments) if by_keyword else function(texts, **arguments)
+            values = asyncio.run(values) if inspect.iscoroutine(values) else values
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # sys.exit too: it would end the run as if it were complete
             place = error_place(error, name.partition(":")[0]) if own else ""
-            raise RewardError(f"REWARDS: {name} raised {describe_failure(error)}{place}") from error
-        return checked_rewards(name, values, len(completions))
+            raise RewardError(f"REWARDS: {name} raised {format_exception(error)}{place}") from error
+        return checked_rewards(name, values, count)
 
     reward.__name__ = title or name.rpartition(":")[2]
     return reward
@@ -280,14 +216,8 @@ def load_rewards(specs: Sequence[tuple[str, float]], settings: Settings) -> list
 
 
 def first_state(total_steps: int) -> types.SimpleNamespace:
-    """The fields of transformers' TrainerState before the first step, for calls without a trainer."""
-    return types.SimpleNamespace(
-        epoch=0, global_step=0, max_steps=total_steps, logging_steps=1, eval_steps=500, save_steps=500,
-        train_batch_size=None, num_train_epochs=0, num_input_tokens_seen=0, total_flos=0, log_history=[],
-        best_metric=None, best_global_step=None, best_model_checkpoint=None, is_local_process_zero=True,
-        is_world_process_zero=True, is_hyper_param_search=False, trial_name=None, trial_params=None,
-        stateful_callbacks={},
-    )  # fmt: skip
+    """What reward functions read of transformers' TrainerState, before the first step: for calls without a trainer."""
+    return types.SimpleNamespace(epoch=0, global_step=0, max_steps=total_steps, log_history=[])
 
 
 def log_nothing(name: str, value: Any) -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import csv
 import dataclasses
 import io
@@ -24,7 +23,6 @@ from grpo.plan.machine import Machine, read_machine
 from grpo.plan.memory import vllm_rank
 from grpo.preflight.adapter import CONFIG, on_experts
 from grpo.rollout.engine import vllm_modules
-from grpo.run.durable import check_writable
 from grpo.settings import InputError, Problems, Settings
 
 EXAMPLE = "Which one? Answer [0] or [1]."
@@ -36,11 +34,7 @@ def read_prompts(options: argparse.Namespace, system: str, problems: Problems) -
     """The rows of --csv, or one of the prompt: rendered, or the user's message below --system. `system` is the run's,
     for those without their own."""
     if options.csv:
-        rows = read_csv(options.csv, problems, options.system or system, rewards=False)
-        if taken := [name for name in ANSWER if rows and name in rows[0].columns]:
-            fault = f"it has the columns {' and '.join(taken)}, which the answers would overwrite"
-            problems.add(f"{options.csv}, header", fault, "Rename them")
-        return rows
+        return read_csv(options.csv, problems, options.system or system, rewards=False)
     prompt = EXAMPLE if options.prompt is None else options.prompt
     columns = {"prompt": prompt, "system": options.system}
     messages = read_messages("PROMPT", columns, system, problems)
@@ -55,12 +49,6 @@ def prepare(options: argparse.Namespace) -> tuple[Settings, ModelFiles, list[Row
     machine = Machine(gpus=1) if options.serve else read_machine()
     files = check_model(s, options.adapter, machine, problems)
     rows = read_prompts(options, s.SYSTEM_PROMPT, problems)
-    if options.out:
-        check_writable(options.out, problems)
-        with contextlib.suppress(OSError):  # one of the two is not there
-            if options.out.is_file() and options.out.samefile(options.csv):
-                fault = f"it is the file of --csv {options.csv}, which the answers would replace"
-                problems.add(f"--out {options.out}", fault, "Name another file")
     if files and files.tokenizer and not problems:
         rows, _ = render_rows(s, rows, files.template, files.tokenizer, problems)
     if files is None or problems:

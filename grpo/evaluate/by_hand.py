@@ -6,78 +6,79 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import time
-from collections.abc import Sequence
 from pathlib import Path
 
-from grpo.data.files import Row, label, read_rows
+from grpo.data.files import label, read_rows
 from grpo.data.prompts import render_rows
 from grpo.data.reward_checks import check_heldout, check_rewards
 from grpo.data.scoring import first_state, load_rewards
 from grpo.evaluate.adapter import check_model, load_run_settings
-from grpo.evaluate.heldout import HeldoutEvaluation, Results, new_results
+from grpo.evaluate.heldout import HeldoutEvaluation, new_results
 from grpo.evaluate.models import start_model
-from grpo.evaluate.simulation import CLOSED_LOOP, ModelResponder
+from grpo.evaluate.simulation import ModelResponder
 from grpo.evaluate.tables import table
 from grpo.plan.hub import count_parameters
-from grpo.plan.machine import installed_versions, read_machine
+from grpo.plan.machine import Machine, installed_versions, read_machine
 from grpo.preflight.choices import choose_evaluation, choose_loop_evaluation, choose_rewards, choose_rollouts
 from grpo.run.durable import check_writable, write_named
-from grpo.settings import InputError, Problems, Settings, show
+from grpo.settings import InputError, Problems, Settings
 from grpo.tasks.simulator import load_simulator
-
-WORDS = ("Mean reward", "base model", "adapter", "adapter - base")  # of the table, as `table` takes them
-# Figures with another value of these are of another evaluation, and so are those sampled with other settings.
-HOW = ("data_sha256", "samples", "temperature", "exact", "model", "adapter", "rewards", "settings")
-SAMPLED_WITH = (
-    "MAX_COMPLETION_LEN", "TOP_P", "SEED", "INVALID_REWARD", "SYSTEM_PROMPT", "REASONING_EFFORT", "PROMPT_DATE",
-)  # fmt: skip
-REPLACED = "it holds another evaluation (other rows, windows, rewards, samples or settings). Name another --out"
 
 
 def asked_models(options: argparse.Namespace) -> tuple[str, ...]:
     """Which models the options ask for: the adapter or, without one, its base model, or both."""
     if options.base_too:
         return "base", "trained"
-    return ("trained",) if options.adapter else ("base",)
+    return ("trained",) if options.run else ("base",)
+
+
+def read_settings(options: argparse.Namespace) -> tuple[Settings, Problems]:
+    """The settings of the adapter's run with those of the options, and what is wrong with them."""
+    s, problems = load_run_settings(options.run, MODEL_ID=options.model, REWARDS=options.rewards)
+    return dataclasses.replace(s, EVAL_SAMPLES=options.samples or s.EVAL_SAMPLES or 1), problems
+
+
+def output_path(options: argparse.Namespace, name: str, problems: Problems) -> Path:
+    """The file of --out, or evaluation-`name`.json in the adapter's folder; where it cannot be written is a problem."""
+    path: Path = options.out or (options.run or Path()) / f"evaluation-{name}.json"
+    if options.out or not problems:  # a folder that is no adapter's has its own problem already
+        check_writable(path, problems)
+    return path
+
+
+def choose_engine(s: Settings, machine: Machine) -> tuple[bool, str]:
+    """Whether vLLM generates, and a text for the log that says why."""
+    vllm = installed_versions(["vllm"])["vllm"]
+    use_vllm, why = choose_rollouts(s.USE_VLLM, machine.gpus, s.MODEL_ID == "tiny", vllm, s.DIRECT_ANSWERS)
+    return use_vllm, f"{'vLLM' if use_vllm else 'transformers'}: {why}"
 
 
 def simulate(options: argparse.Namespace) -> tuple[str, Path]:
-    """Let models act in the simulator of their task, and write closed_loop.json. `options` are those of
-    scripts/evaluate.py. Returns (the table, the file's path).
+    """Let models act in the simulator of their task, and write its record. `options` are those of scripts/evaluate.py.
+    Returns (the table, the file's path).
 
     Raises InputError before anything takes time, EngineError where vLLM fails.
     """
-    adapter = options.adapter
-    s, problems = load_run_settings(adapter, MODEL_ID=options.model)
-    s = dataclasses.replace(s, EVAL_SAMPLES=options.samples or (s.EVAL_SAMPLES if adapter else 0) or 1)
-    path = options.out or (adapter or Path()) / CLOSED_LOOP
-    if options.out or not problems:  # a folder that is no adapter's has its own problem already
-        check_writable(path, problems)
+    s, problems = read_settings(options)
+    path = output_path(options, "closed_loop", problems)
     machine = read_machine()
-    files = check_model(s, adapter, machine, problems)
+    files = check_model(s, options.run, machine, problems)
     simulator = load_simulator(s.TASK)
     if simulator is None:
         raise InputError(*problems, f"TASK={s.TASK}: it has no simulator. Name rows with --data")
-    plan = simulator.plan_by_hand(options, s, files.template if files else "", problems)
+    plan = simulator.plan_by_hand(options.profile or [], s, files.template if files else "", problems)
     if files is None or problems:
         raise InputError(*dict.fromkeys(problems))
-    tiny, vllm = s.MODEL_ID == "tiny", installed_versions(["vllm"])["vllm"]
-    use_vllm, why = choose_rollouts(s.USE_VLLM, machine.gpus, tiny, vllm, s.DIRECT_ANSWERS)
+    use_vllm, engine = choose_engine(s, machine)
     parameters = count_parameters(files.config)["total"]
     exact, how = choose_evaluation(s, use_vllm, parameters, plan.why_sampled)
     exact, how = choose_loop_evaluation(s, exact, how, parameters)
     record = simulator.new_record(plan, s, s.EVAL_SAMPLES, exact)
-    if not simulator.keep_models(record, path) and path.exists():
-        raise InputError(f"{path}: {REPLACED}")
-    engine = "vLLM" if use_vllm else "transformers"
-    print(f"{s.MODEL_ID}, {plan.reason}, {'exact' if exact else 'sampled'}: {how}; {engine}: {why}", flush=True)
-    model = start_model(s, files, adapter, machine, use_vllm, plan.opening_prompts() * s.EVAL_SAMPLES)
+    print(f"{s.MODEL_ID}, {plan.reason}, {'exact' if exact else 'sampled'}: {how}; {engine}", flush=True)
+    model = start_model(s, files, options.run, machine, use_vllm, plan.opening_prompts() * s.EVAL_SAMPLES)
     for name in asked_models(options):
-        started = time.perf_counter()
         simulator.run(plan, record, name, ModelResponder(model, name == "base"))
-        write_named(path, json.dumps(record, indent=1) + "\n")
-        print(f"{name}: {time.perf_counter() - started:.1f} s", flush=True)
+    write_named(path, json.dumps(record, indent=1) + "\n")
     return simulator.table(record), path
 
 
@@ -87,17 +88,13 @@ def evaluate_rows(options: argparse.Namespace) -> tuple[str, Path]:
 
     Raises InputError before anything takes time, EngineError where vLLM fails.
     """
-    adapter = options.adapter
-    s, problems = load_run_settings(adapter, MODEL_ID=options.model, REWARDS=options.rewards)
-    s = dataclasses.replace(s, EVAL_SAMPLES=options.samples or s.EVAL_SAMPLES or 1)
+    s, problems = read_settings(options)
     rows = read_rows("--data", ",".join(options.data), problems, s.SYSTEM_PROMPT)
-    path = options.out or (adapter or Path()) / f"evaluation-{file_name(rows)}.json"
-    if options.out or not problems:
-        check_writable(path, problems)
+    path = output_path(options, label(rows[0].file).replace("/", "-") if rows else "rows", problems)
     requested, _ = choose_rewards(s.REWARDS, rows)
     specs, _ = check_rewards(s, requested, [], problems)  # that these functions exist
     machine, longest = read_machine(), 0
-    files = check_model(s, adapter, machine, problems)
+    files = check_model(s, options.run, machine, problems)
     if files and files.tokenizer and not problems:
         rows, longest = render_rows(s, rows, files.template, files.tokenizer, problems)
     if specs:
@@ -105,54 +102,24 @@ def evaluate_rows(options: argparse.Namespace) -> tuple[str, Path]:
         check_heldout(specs, s, rows, problems, tokenizer, "--data", "name other --rewards")
     if files is None or problems:
         raise InputError(*dict.fromkeys(problems))
-    vllm = installed_versions(["vllm"])["vllm"]
-    use_vllm, why = choose_rollouts(s.USE_VLLM, machine.gpus, s.MODEL_ID == "tiny", vllm, s.DIRECT_ANSWERS)
-    exact, how = choose_exact(s, rows, use_vllm, count_parameters(files.config)["total"])
+    use_vllm, engine = choose_engine(s, machine)
+    opened = any(not row.prompt.endswith("<|start|>assistant") for row in rows)
+    actions, parameters = all(row.rewards for row in rows), count_parameters(files.config)["total"]
+    exact, how = choose_evaluation(s, use_vllm, parameters, "", opened, actions)
     results = new_results(s, rows, exact) | {
         "model": s.MODEL_ID,
-        "adapter": adapter.resolve().name if adapter else None,
+        "adapter": options.run.resolve().name if options.run else None,
         "data": list(dict.fromkeys(label(row.file) for row in rows)),
         "rewards": [list(spec) for spec in specs],
-        "settings": {name: show(getattr(s, name)) for name in SAMPLED_WITH},
     }
-    results |= earlier_base(path, results)
-    engine, shown = "vLLM" if use_vllm else "transformers", ", ".join(f"{name} x {weight:g}" for name, weight in specs)
+    shown = ", ".join(f"{name} x {weight:g}" for name, weight in specs)
     print(f"{s.MODEL_ID}, {len(rows)} rows, rewards {shown}", flush=True)
-    print(f"{'exact' if exact else 'sampled'} at {s.EVAL_TEMPERATURE:g}, {how}; {engine}: {why}", flush=True)
+    print(f"{'exact' if exact else 'sampled'} at {s.EVAL_TEMPERATURE:g}, {how}; {engine}", flush=True)
     prompts = [row.prompt for row in rows for _ in range(s.EVAL_SAMPLES)]
-    model = start_model(s, files, adapter, machine, use_vllm, prompts)
+    model = start_model(s, files, options.run, machine, use_vllm, prompts)
     functions = load_rewards(specs, s)
     names, weights = [function.__name__ for function in functions], [weight for _, weight in specs]
     evaluation = HeldoutEvaluation(model, rows, exact, names, functions, weights, first_state(s.TOTAL_STEPS))
     evaluation.add_models(results, [{"base": "before", "trained": "after"}[name] for name in asked_models(options)])
     write_named(path, json.dumps(results, indent=1) + "\n")
-    return table(results, WORDS), path
-
-
-def choose_exact(s: Settings, rows: Sequence[Row], use_vllm: bool, parameters: int) -> tuple[bool, str]:
-    """`choose_evaluation` of these rows, as a run chooses."""
-    simulator = load_simulator(s.TASK)
-    without_profile = dataclasses.replace(s, EVAL_PROFILE="")
-    plan = simulator.plan(without_profile, rows, "", use_vllm, False, Problems()) if simulator else None
-    opened = any(not row.prompt.endswith("<|start|>assistant") for row in rows)
-    actions = all(row.rewards for row in rows)
-    return choose_evaluation(s, use_vllm, parameters, plan.why_sampled if plan else "", opened, actions)
-
-
-def file_name(rows: Sequence[Row]) -> str:
-    """A part of a file's name that says which rows were evaluated: that of the first file."""
-    return label(rows[0].file).replace("/", "-").replace(":", "-") if rows else "rows"
-
-
-def earlier_base(path: Path, results: Results) -> Results:
-    """What the file at `path` holds of the base model, which is not asked again. Raises InputError where it holds
-    another evaluation, which this one would replace."""
-    if not path.is_file():
-        return {}
-    try:
-        earlier = json.loads(path.read_text(encoding="utf-8"))
-        if all(earlier[name] == results[name] for name in HOW):
-            return {name: earlier[name] for name in ("before", "before_greedy") if name in earlier}
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    raise InputError(f"{path}: {REPLACED}")
+    return table(results), path

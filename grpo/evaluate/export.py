@@ -45,8 +45,6 @@ class Merged:
             if name.endswith(".lora_A.weight"):
                 b = weights[name.replace(".lora_A.", ".lora_B.")]
                 self.factors[checkpoint_name(name)] = (a.float(), b.float() * scale)
-        kinds = {"experts" if ".experts." in name else "attention" for name in self.factors}
-        self.where = " and ".join(sorted(kinds))
         self.sums: list[torch.Tensor] = []  # for `share`
         self.elements = 0
 
@@ -158,7 +156,7 @@ def export(options: argparse.Namespace) -> float | None:
     merged = Merged(base, options.adapter, scale)
     with new_directory(options.out) as folder:
         WRITERS[options.to](merged, files, folder)
-        card = model_readme(s, options.adapter, options.to, merged.share(), merged.where)
+        card = model_readme(s, options.adapter, options.to, merged.share())
         write_text(folder / "README.md", card)
         sync_files(folder)
     return merged.share()

@@ -36,9 +36,6 @@ CURVES = {  # title: columns of metrics.csv with one unit; their meanings are th
     "GPU utilization": ["gpu_utilization"],
 }
 PHASES = ("wake_s", "handover_s", "generation_s", "sleep_s", "reward_s", "learn_s")
-FROM_ZERO = ("share", "tokens", "GiB", "percent", "kWh")  # units whose axis begins at 0
-# Okabe and Ito's colours, which are distinguishable when colour-blind.
-PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 REFERENCES = {"random": ":", "constant": "-.", "oracle": "--"}  # keys of evaluation.json, and their lines
 STYLE: dict[str, Any] = {
     "font.size": 9.5,
@@ -74,7 +71,7 @@ def curve(axes: Axes, values: pandas.DataFrame, references: Mapping[str, float])
     joined. `references`: what other policies come to, as lines across."""
     # Training steps that are joined would be a barcode where the longest completion jumps between two lengths.
     for place, column in enumerate(values):
-        points, colour = values[column].dropna(), PALETTE[place % len(PALETTE)]
+        points, colour = values[column].dropna(), f"C{place}"
         label = column.removeprefix(FUNCTION) if values.shape[1] > 1 else None
         if column in EVALUATED:
             axes.plot(points, "o-", color=colour, markersize=5, label=label)
@@ -83,9 +80,6 @@ def curve(axes: Axes, values: pandas.DataFrame, references: Mapping[str, float])
             axes.plot(points.rolling(MEAN_OF, min_periods=1).mean(), color=colour, label=label)
     for name, value in references.items():
         axes.axhline(value, color="#666666", linestyle=REFERENCES[name], label=f"{name} {value:.2f}")
-    if axes.get_ylabel() in FROM_ZERO:
-        top = max(0.1, 1.08 * values.max(axis=None))
-        axes.set_ylim(-0.03 * top, top)
 
 
 def phases(axes: Axes, metrics: pandas.DataFrame) -> None:
@@ -95,7 +89,7 @@ def phases(axes: Axes, metrics: pandas.DataFrame) -> None:
     spent = spent.assign(generation_s=generation.clip(lower=0.0).fillna(0.0))
     spent = spent.loc[:, spent.any()]
     labels = [phase.removesuffix("_s").replace("handover", "weight sync") for phase in spent]
-    axes.stackplot(metrics["step"], spent.to_numpy().T, labels=labels, colors=PALETTE[: len(labels)], step="mid")
+    axes.stackplot(metrics["step"], spent.to_numpy().T, labels=labels, step="mid")
 
 
 def pictures(run: Run) -> list[tuple[str, str, str]]:

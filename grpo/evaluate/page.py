@@ -23,7 +23,8 @@ TEMPLATES = jinja2.Environment(
 
 def page_text(run: Run) -> str:
     """The page of a run."""
-    with matplotlib.style.context(["default", STYLE]):  # whatever style the caller or the user has set
+    # Whatever style the caller or the user has set.
+    with matplotlib.style.context(["default", "tableau-colorblind10", STYLE]):
         drawn = pictures(run)
     section = report.simulator_section(run)
     return TEMPLATES.get_template("page.html").render(

@@ -24,8 +24,8 @@ from grpo.tasks.figure_text import part
 
 FORMS = {
     "": "a LoRA adapter for {base}",
-    "mxfp4": "{base} with a LoRA adapter merged into its {where}, its experts as they were, in MXFP4",
-    "bf16": "{base} with a LoRA adapter merged into its {where}, in BF16 throughout",
+    "mxfp4": "{base} with a LoRA adapter merged into it, its experts as they were, in MXFP4",
+    "bf16": "{base} with a LoRA adapter merged into it, in BF16 throughout",
 }
 GRPO = "\nTrained by train_grpo.py with GRPO ([paper](https://arxiv.org/abs/2402.03300))."
 
@@ -68,11 +68,9 @@ def about_training(adapter: Path) -> str:
 {settings}"""
 
 
-def model_readme(
-    s: Settings, adapter: Path, form: str = "", share: float | None = None, where: str = "attention"
-) -> str:
+def model_readme(s: Settings, adapter: Path, form: str = "", share: float | None = None) -> str:
     """README.md, as the Hub reads it, of the adapter of a run with settings `s`, or of what it was merged into: `form`
-    of FORMS, the `share` of its update that survived, and `where` it is."""
+    of FORMS, the `share` of its update that survived."""
     base, local = base_name(s)
     run = run_of(adapter) or adapter
     is_grpo = (run / "metrics.csv").is_file()  # scripts/sft.py writes none
@@ -80,7 +78,7 @@ def model_readme(
     named = "" if local else f"\nbase_model: {base}\nbase_model_relation: {'finetune' if form else 'adapter'}"
     code = MERGED_CODE if form else loading_code(base, on_experts(adapter))
     kept = f" {share:.1%} of the adapter's update survived the rounding to BF16." if share is not None else ""
-    description = FORMS[form].format(base=base, where=where)
+    description = FORMS[form].format(base=base)
     return f"""---
 library_name: {"transformers" if form else "peft"}
 pipeline_tag: text-generation

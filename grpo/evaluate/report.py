@@ -50,11 +50,6 @@ def facts(run: Run) -> list[tuple[str, str]]:
     }
     names = {"Model": "MODEL_ID", "Training data": "DATA", "Held-out data": "EVAL_DATA", "Rewards": "REWARDS"}
     rows = [(label, short(str(known[name]))) for label, name in names.items()]
-    step = "{PROMPTS_PER_STEP} prompts x {NUM_GENERATIONS} completions of at most {MAX_COMPLETION_LEN} tokens"
-    adapter = "LoRA, rank {LORA_R}, on {LORA_TARGETS}; learning rate {LEARNING_RATE}"
-    if settings.get("DIRECT_ANSWERS"):
-        step = "{PROMPTS_PER_STEP} prompts, behind each of which one token names the action"
-    rows += [("A step", step.format_map(known)), ("Adapter", adapter.format_map(known))]
     rows.append(("Machine", str(machine.get("gpu") or f"no GPU, {machine.get('cores', '?')} cores")))
     time = f"{duration(seconds.sum())}, median {duration(seconds.median())} a step"
     rows.append(("Steps", f"{run.steps} of {known['TOTAL_STEPS']}; {time}"))

@@ -11,7 +11,7 @@ from grpo.evaluate.models import EvaluatedModel, TrainedModel
 from grpo.learn.trainer import Trainer
 from grpo.phases import Phase
 from grpo.preflight.resolve import ResolvedRun
-from grpo.run.durable import is_intact, write_sealed
+from grpo.run.durable import is_intact, read_sealed, write_sealed
 from grpo.settings import log
 from grpo.tasks.simulator import GREEDY, Record, Simulator
 
@@ -24,11 +24,10 @@ class ModelResponder:
     def __init__(self, model: EvaluatedModel, base: bool):
         self.model, self.base = model, base
 
-    def texts(self, prompts: Sequence[str], samples: int, moment: int, greedy: bool) -> list[str]:
-        """`samples` completions of each prompt, in the order of the prompts; `moment` draws their random numbers."""
-        repeated = [prompt for prompt in prompts for _ in range(samples)]
+    def texts(self, prompts: Sequence[str], moment: int, greedy: bool) -> list[str]:
+        """A completion of each prompt; `moment` draws their random numbers."""
         # Step 0 has the random numbers of the held-out rows.
-        ids = self.model.complete(repeated, samples, moment + 1, greedy, self.base)
+        ids = self.model.complete(prompts, 1, moment + 1, greedy, self.base)
         return self.model.tokenizer.batch_decode(ids, skip_special_tokens=False)
 
     def probabilities(self, prompts: Sequence[str], greedy: bool, actions: int) -> np.ndarray:
@@ -40,7 +39,7 @@ def new_record(simulator: Simulator, resolved: ResolvedRun, trainer: Trainer) ->
     s, path = resolved.settings, trainer.run.folder / CLOSED_LOOP
     record = simulator.new_record(resolved.closed_loop, s, s.EVAL_SAMPLES, resolved.exact_loop)
     if is_intact(path):
-        simulator.keep_models(record, path, ("base",))
+        simulator.keep_base(record, read_sealed(path))
     return record
 
 

@@ -3,29 +3,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from grpo.tasks.figure_text import aligned, part, spread
 
 HEADER = ["", "Reward", "Regret", "Parse rate", "Best action", "Clipped"]
-IN_A_RUN = ("Held-out mean reward", "before training", "after training", "after - before")
+# What to call the models of evaluation.json, by their keys.
+MODEL_NAMES = {
+    "before": "base model",
+    "after": "trained",
+    "before_greedy": "base model, greedy",
+    "after_greedy": "trained, greedy",
+}
 
 
-def model_names(base: str, trained: str) -> dict[str, str]:
-    """What to call the models of evaluation.json, by their keys."""
-    names = {"before": base, "after": trained}
-    return names | {f"{key}_greedy": f"{name}, greedy" for key, name in names.items()}
-
-
-def heldout_rows(evaluation: Mapping[str, Any], base: str = "base model", trained: str = "trained") -> list[list[str]]:
+def heldout_rows(evaluation: Mapping[str, Any]) -> list[list[str]]:
     """The rows below HEADER: both models between a random, the best constant and the best possible choice of
     actions."""
     rows = []
     if "oracle" in evaluation:  # its rows have rewards of their actions
         rows.append(["random action", spread(evaluation, "random")])
         rows.append([f"always [{evaluation.get('constant_action')}]", spread(evaluation, "constant")])
-    for key, name in model_names(base, trained).items():
+    for key, name in MODEL_NAMES.items():
         if figures := part(evaluation, key):
             cells = [spread(figures, column) for column in ("reward", "regret")]
             shares = [spread(figures, column, ".2f") for column in ("parse_rate", "best_action_rate", "clipped_ratio")]
@@ -34,22 +34,20 @@ def heldout_rows(evaluation: Mapping[str, Any], base: str = "base model", traine
     return [row + [""] * (len(HEADER) - len(row)) for row in rows]
 
 
-def table(results: Mapping[str, Any], words: Sequence[str] = IN_A_RUN) -> str:
-    """evaluation.json for the terminal. `words`: its title, and what base model, adapter and their difference are
-    called."""
-    title, base, trained, difference = words
+def table(results: Mapping[str, Any]) -> str:
+    """evaluation.json for the terminal."""
     samples = "one completion" if results["samples"] == 1 else f"{results['samples']} completions"
     how = "exact" if results["exact"] else f"{samples} a prompt"
     over = "prompts, of a day together" if results["by_day"] else "prompts"
     # Only rewards keep their intervals: a terminal is narrow.
-    rows = [row[:2] + [cell.partition(" (")[0] for cell in row[2:]] for row in heldout_rows(results, base, trained)]
+    rows = [row[:2] + [cell.partition(" (")[0] for cell in row[2:]] for row in heldout_rows(results)]
     if "difference" in results:
-        rows.append([difference, spread(results["difference"], "reward", "+.3f")])
-    names = {key: name for key, name in model_names(base, trained).items() if key in results}
+        rows.append(["trained - base model", spread(results["difference"], "reward", "+.3f")])
+    names = {key: name for key, name in MODEL_NAMES.items() if key in results}
     functions = dict.fromkeys(name for key in names for name in results[key].get("functions", {}))
     for function in functions if len(functions) > 1 or "oracle" in results else ():
         rows.append([f"{function}:"])
         scores = {name: part(results[key], "functions", function) for key, name in names.items()}
         rows += [[f"  {name}", spread(figures, "reward")] for name, figures in scores.items()]
-    heading = f"{title} at temperature {results['temperature']:g}, {how}, 95% interval over {over}"
+    heading = f"Mean reward at temperature {results['temperature']:g}, {how}, 95% interval over {over}"
     return "\n".join([heading, *aligned([HEADER, *rows])])

@@ -45,9 +45,8 @@ class RewardLookup:
             texts = [tried_text(row.prompt, FINAL.format(answer)) for answer in answers]
             ids = self.tokenizer(text=texts, add_special_tokens=False)["input_ids"]
             plain = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-            template = getattr(self.tokenizer, "response_template", None)
             read = [
-                read_completion(row, text, bare, len(tokens), False, template)
+                read_completion(row, text, bare, len(tokens), False)
                 for text, bare, tokens in zip(texts, plain, ids, strict=True)
             ]
             scores = score([self.functions[n] for n in self.looked_up], read, ids, self.columns, state)

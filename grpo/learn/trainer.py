@@ -20,7 +20,7 @@ from transformers.trainer_callback import PrinterCallback
 from trl import GRPOConfig
 
 from grpo.data.files import Row, column_names
-from grpo.data.prompts import StepRows, sampling_seed
+from grpo.data.prompts import prompt_order, sampling_seed
 from grpo.data.scoring import Completion, Reward, RewardError, read_completions, score
 from grpo.learn.answer_rewards import RewardLookup, expected_text
 from grpo.learn.context import RunContext
@@ -152,10 +152,11 @@ class Trainer(Learner):
         if step and not (self.run.folder / f"checkpoint-{step}").exists():
             self._save_checkpoint(self.model, None)
 
-    # A dataloader takes any iterable of indices; StepRows is no Sampler, as the room of data imports no torch.
-    def _get_train_sampler(self, dataset: Dataset | None = None) -> StepRows:  # type: ignore[override]
+    # A dataloader takes any sequence of indices: here the prompts' order, each prompt for all its completions.
+    def _get_train_sampler(self, dataset: Dataset | None = None) -> list[int]:  # type: ignore[override]
         s = self.run.settings
-        return StepRows(len(self.run.rows), s.SEED, s.TOTAL_STEPS * s.PROMPTS_PER_STEP, s.NUM_GENERATIONS)
+        order = prompt_order(len(self.run.rows), s.SEED, s.TOTAL_STEPS * s.PROMPTS_PER_STEP)
+        return [row for row in order for _ in range(s.NUM_GENERATIONS)]
 
     def _tokenize_prompts(self, prompts: list):
         """Tokenizes each prompt once, however many completions it gets: 256 prompts of 890 tokens take a third of a

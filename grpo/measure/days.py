@@ -60,19 +60,17 @@ def choose_heldout(ordered: Sequence[Path], heldout: Sequence[str], folder: Path
     return chosen
 
 
-def read_split(
-    folder: Path, pattern: str, heldout: Sequence[str], co2_column: str | None = None, load_column: str | None = None
-) -> Split:
+def read_split(folder: Path, pattern: str, heldout: Sequence[str]) -> Split:
     """The profiles of a folder, split by files. `heldout` holds names of files, or how many of the last ones by date;
     without it the last third is held out, at least one. Raises ProfileError with every problem."""
     paths = sorted(folder.glob(pattern))
     if not paths:
         raise ProfileError([f"{folder}: holds no profile ({pattern}); docs/plant.md says what one looks like"])
     try:
-        profiles = read_profiles(paths, ("full",), co2_column=co2_column, load_column=load_column)
+        profiles = read_profiles(paths)
     except ProfileError as error:
         advice = []
-        if any("header: no datetime column" in problem for problem in error.problems):
+        if any("header: 0 columns could be the datetime" in problem for problem in error.problems):
             advice = ["--files PATTERN leaves out CSVs that are no profiles"]
         raise ProfileError([*error.problems, *advice]) from None
     ordered = sorted(paths, key=lambda path: profiles[path.stem].dates)
@@ -133,12 +131,11 @@ def run_figures(run: Path, split: Split, suffix: str) -> list[Figure]:
 
 def read_splits(options: argparse.Namespace) -> list[Split]:
     """The split that was asked for; with `--heldout each` one for each file, held out in turn. Raises ProfileError."""
-    columns = options.co2_column, options.load_column
     each = options.heldout == ["each"]
-    first = read_split(options.folder, options.files, [] if each else options.heldout, *columns)
+    first = read_split(options.folder, options.files, [] if each else options.heldout)
     if not each:
         return [first]
-    return [read_split(options.folder, options.files, [path.name], *columns) for path in first.paths.values()]
+    return [read_split(options.folder, options.files, [path.name]) for path in first.paths.values()]
 
 
 def file_records(split: Split, in_turn: bool) -> list[dict[str, str]]:

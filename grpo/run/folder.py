@@ -81,7 +81,7 @@ def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> 
     fault_list = "; ".join(f"{path.name}: {fault}" for path, fault in faults.items())
     if not step and (adapter := unresumable_adapter(folder, faults)):
         reason = fault_list or "a run's zip has none"
-        fix = f"Use it as it is (python scripts/evaluate.py --adapter {shlex.quote(str(folder))})"
+        fix = f"Use it as it is (python scripts/evaluate.py {shlex.quote(str(folder))})"
         fault = f"it holds {adapter}, but no checkpoint that can be continued ({reason})"
         problems.add(where, fault, f"{fix}, set OVERWRITE=1 to delete it, or {OTHER}")
         return RunState(folder, exists=True)

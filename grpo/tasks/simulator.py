@@ -11,10 +11,8 @@ A task is a folder grpo/tasks/NAME, chosen by TASK=NAME. Its task.json holds (do
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,17 +26,16 @@ if TYPE_CHECKING:  # the checks before a run name numpy where it is missing
     import numpy as np
 
 GREEDY = "_greedy"  # behind a model's name: its likeliest answers, one pass
-Record = dict[
-    str, Any
-]  # closed_loop.json: `totals` holds the figures of each policy, of `base` and `trained` among them
+# closed_loop.json: `totals` holds the figures of each policy, of `base` and `trained` among them.
+Record = dict[str, Any]
 
 
 class Responder(Protocol):
     """A model, with its adapter or without, that answers the prompts of a simulator."""
 
-    def texts(self, prompts: Sequence[str], samples: int, moment: int, greedy: bool) -> Sequence[str]:
-        """`samples` completions of each prompt, special tokens included. `moment` counts the simulator's questions:
-        each has random numbers of its own, the same ones for every model."""
+    def texts(self, prompts: Sequence[str], moment: int, greedy: bool) -> Sequence[str]:
+        """A completion of each prompt, special tokens included. `moment` counts the simulator's questions: each has
+        random numbers of its own, the same ones for every model."""
 
     def probabilities(self, prompts: Sequence[str], greedy: bool, actions: int) -> np.ndarray:
         """(N, K): how likely each of K actions is answered to each of N prompts. Only an exact evaluation asks this."""
@@ -92,18 +89,12 @@ class Simulator(ABC):
     def new_record(self, plan: Any, settings: Settings, samples: int, exact: bool) -> Record:
         """closed_loop.json before a model was asked: how it will be, and what other policies achieve."""
 
-    def keep_models(self, record: Record, path: Path, names: Sequence[str] = ("base", "trained")) -> bool:
-        """Take over what the file at `path` holds of the models `names`, greedy or not, if it is the same measurement:
-        all but `totals` is equal. Returns whether it is."""
-        try:
-            earlier = json.loads(path.read_text(encoding="utf-8"))
-            if any(earlier[key] != value for key, value in record.items() if key != "totals"):
-                return False
-            kept = {*names, *(name + GREEDY for name in names)} & earlier["totals"].keys()
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return False
-        record["totals"] |= {name: earlier["totals"][name] for name in kept}
-        return True
+    def keep_base(self, record: Record, earlier: Record) -> None:
+        """Take over what an earlier closed_loop.json holds of the base model, if it is the same measurement: all but
+        `totals` is equal."""
+        if all(earlier.get(key) == value for key, value in record.items() if key != "totals"):
+            kept = {"base", "base" + GREEDY} & earlier["totals"].keys()
+            record["totals"] |= {name: earlier["totals"][name] for name in kept}
 
     @abstractmethod
     def run(self, plan: Any, record: Record, name: str, responder: Responder, greedy: bool = True) -> None:
@@ -132,15 +123,12 @@ class Simulator(ABC):
         """The record for report.html and for the adapter's card; `record` may be empty."""
         return ReportSection()
 
-    def add_options(self, parser: argparse._ActionsContainer) -> None:  # noqa: B027 - most have none
-        """Options of scripts/evaluate.py that only this simulator has."""
-
     def plan_by_hand(
-        self, options: argparse.Namespace, settings: Settings, template: str | None, problems: Problems
+        self, profiles: Sequence[str], settings: Settings, template: str | None, problems: Problems
     ) -> SimulationPlan:
-        """`plan` for scripts/evaluate.py, where the user asks for a simulation, with the files of --profile (None:
-        those of EVAL_PROFILE). The plan's `reason` says how it was made."""
-        profile = ",".join(options.profile) if options.profile else settings.EVAL_PROFILE
+        """`plan` for scripts/evaluate.py, where the user asks for a simulation, with the files `profiles` of --profile
+        (without any: those of EVAL_PROFILE). The plan's `reason` says how it was made."""
+        profile = ",".join(profiles) or settings.EVAL_PROFILE
         return self.plan(dataclasses.replace(settings, EVAL_PROFILE=profile), [], template, False, True, problems)
 
 

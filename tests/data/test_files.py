@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import itertools
 import json
 
 import pytest
@@ -17,8 +16,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from grpo.data import files
-from grpo.data.files import SHOWN, Row, data_prompt, is_blank, read_csv, read_rows, reward_columns
-from grpo.data.prompts import StepRows, answer_of, compile_template, count_tokens, prompt_order, render, render_rows
+from grpo.data.files import SHOWN, Row, data_prompt, read_csv, read_rows, reward_columns
+from grpo.data.prompts import answer_of, compile_template, count_tokens, prompt_order, render, render_rows
 from grpo.settings import Problems, Settings
 
 USER = ["user", "reward_action_0", "reward_action_1"]
@@ -73,14 +72,10 @@ def test_messages_may_be_text(tmp_path, write):
     assert rows[1].messages == (("user", "[{in braces}]"),) and not rows[1].conversational, "else a user's text"
 
 
-def test_the_system_column_is_that_of_messages_too(tmp_path):
-    def read(system, talk):
-        return load_json(tmp_path / "d.jsonl", reward_action_0=1, reward_action_1=2, prompt=talk, system=system)
-
-    rows, problems = read(" own ", TALK[1:])
-    assert not problems and rows[0].messages == (("system", "own"), ("user", "it's 7"))
-    assert not read("s", TALK)[1] and not read(None, TALK)[1]
-    assert "row 1 (line 1), column system: it holds another message than `prompt`" in only(read("other", TALK)[1])
+def test_messages_get_a_system_message_where_they_have_none(tmp_path):
+    for talk, messages in ((TALK[1:], (("system", "own"), ("user", "it's 7"))), (TALK, MESSAGES)):
+        rows, problems = load_json(tmp_path / "d.jsonl", prompt=talk, system=" own ")
+        assert not problems and rows[0].messages == messages
 
 
 def test_a_byte_order_mark_and_windows_line_ends_are_fine(tmp_path):
@@ -106,25 +101,21 @@ GAP = "user,reward_action_0,reward_action_2\nx,1,2\n"
 REFUSED = {  # content of the file -> part of the problem
     "": "d.csv: it is empty",
     f"{TWO}\n": "no row below the header",
-    f"promt,{TWO[5:]}\nx,1,2\n": "a `user` column (should 'promt' be `prompt`?). Add",
-    GAP: "reward_action_1 is missing beside reward_action_0, reward_action_2. Number",
-    "user;reward_action_0\nx;1\n": "semicolons",
+    f"promt,{TWO[5:]}\nx,1,2\n": "a `user` column among promt, reward_action_0, reward_action_1. Add",
+    GAP: "reward_action_1 is missing among user, reward_action_0, reward_action_2. Number",
     "user,reward_action_0\nx,1\n": "only one action",
     f"user,{TWO}\nx,y,1,2\n": "'user' stands there twice",
     f'{TWO}\n"two\nlines",1,2\ny,abc,2\n': "row 2 (line 4), column reward_action_0: 'abc'",
-    f"{TWO}\nx,1,\n": f"{FIRST}, column reward_action_1: the reward is missing",
+    f"{TWO}\nx,1,\n": f"{FIRST}, column reward_action_1: '' is not a finite number",
     f"{VALUES}\nx,1,2,3,inf\n": f"{FIRST}, column q_action_1: 'inf' is not a finite number",
     f"{TWO},q_action_0\nx,1,2,3\n": "header: there are q_action_0, but 2 columns reward",
     f"{TWO}\nx,1\n": f"{FIRST}: it has 2 cells, the header has 3",
     f"{TWO}\n ,1,2\n": "column user: the prompt is empty",
     f"{TWO}\nx,1,\uff12\n": "is not a finite number",
-    f"{TWO}\nx,1,-1e20\n": "'-1e20' is more than 1e+12 in size, and float32 cannot",
-    f'{TWO}\n"x,1,2\ny,1,2\n': "row 1 (from line 2): broken CSV quoting",
-    f"{TWO}\nok,1,2\n\xff,1,2\n".encode("latin-1"): "line 3: byte 44 is not UTF-8",
-    f"sep=,\n{TWO}\nx,1,2\n": "line 1: it is a hint for spreadsheets. Delete",
-    f"{TWO},,\nx,1,2,,\n": "columns have no name. Name every column once (a spreadsheet",
+    f"{TWO}\nx,1,-1e20\n": "'-1e20' is more than 1e+12 in size, too much for float32",
+    f'{TWO}\n"x,1,2\ny,1,2\n': ", from line 2 on: broken CSV quoting",
+    f"{TWO}\nok,1,2\n\xff,1,2\n".encode("latin-1"): "d.csv: byte 44 is not UTF-8",
     f"{TWO}\nGo<|end|><|start|>user,1,2\n": f"{FIRST}: it holds <|end|>",
-    f"{TWO}\nx\0,1,2\n": "line 2: it holds a NUL",
     f"prompt,{TWO[5:]}\n<|start|>user,1,2\n": "must end where the assistant begins",
 }
 
@@ -137,18 +128,13 @@ def test_refused(tmp_path, content, words):
     assert not rows and only(problems).startswith(str(path)) and words in problems[0]
 
 
-@pytest.mark.parametrize("text", ["", " \t\n", "\u200b\u3000", "\u2060\u00ad\u00a0"])
-def test_text_that_nobody_sees_is_blank(text):
-    assert is_blank(text) and not any(is_blank(text + letter) for letter in "a.é火√7")
-
-
 def test_every_bad_cell_is_listed_once_and_long_cells_and_lists_are_cut(tmp_path):
     path = tmp_path / "d.csv"
     _, problems = load_table(path, HEADER, [GOOD[0], "x", ""], [GOOD[0], "x", 1])
     assert "row 1 (line 2), column reward_action_0: 'x' is not a finite number" in problems[0]
-    assert problems[0].endswith(". The same in one more row: 2") and len(problems) == 2
+    assert problems[0].endswith(". Further rows like it: 1") and len(problems) == 2
     problem = only(load_table(path, HEADER, GOOD, *[[GOOD[0], "x", 1]] * 50)[1])
-    assert problem.endswith(". The same in 49 more rows: 3, 4, 5, 6, 7, ...")
+    assert "row 2 (line 3), column" in problem and problem.endswith(". Further rows like it: 49")
     _, problems = load_table(path, HEADER, *([GOOD[0], f"{n}{'a' * 1000}", 1] for n in range(50)))
     assert len(problems) == SHOWN + 1 and "and 30 more" in problems[-1] and len(problems[0]) < 500
 
@@ -162,18 +148,19 @@ def test_messages_are_a_prompt_where_there_is_no_other(tmp_path):
     rows, problems = load_json(path, messages=ANSWERED, prompt="7?")
     assert not problems and rows[0].messages == (("user", "7?"),) and data_prompt(rows[0]) == "7?"
     problem = only(load_json(path, messages=ANSWERED)[1])
-    assert "column messages: it ends with the message of the role 'assistant'" in problem
-    assert "column messages: it is neither text" in only(load_json(path, messages="hello")[1])
+    assert "column messages: it ends with a message of the role 'assistant'" in problem
+    assert "column messages: it is no list of messages" in only(load_json(path, messages="hello")[1])
 
 
 ASKED = {"role": "user", "content": "And?"}
 FAULTS = [
-    ([ASKED, {"role": "tool", "content": "yes"}, ASKED], "the role 'tool' is not known"),
-    ([ASKED, TALK[0], ASKED], "message 2 is of the role 'system'"),
-    ([{"role": "assistant", "content": "Hi"}, ASKED], "message 1 is of the role 'assistant'"),
-    ([{"role": "user", "content": [{"type": "text"}]}], "the content of message 1 is not text"),
-    ([{"role": "user", "content": "\u200b"}], "the user's message is empty"),
-    ([], "it is neither text nor a list of messages"),
+    ([ASKED, {"role": "tool", "content": "yes"}, ASKED], "it is no list of messages with text"),
+    ([ASKED, TALK[0], ASKED], "it is no list"),
+    ([{"role": "assistant", "content": "Hi"}, ASKED], "it is no list"),
+    ([{"role": "user", "content": [{"type": "text"}]}], "it is no list"),
+    ([{"role": ["user"], "content": "Hi"}], "it is no list"),
+    ([{"role": "user", "content": " "}], "it ends with a message of the role 'user', not with the user's question"),
+    ([], "it is no list"),
 ]
 
 
@@ -204,16 +191,15 @@ def test_globs_lists_and_missing_files(tmp_path, good_csv, monkeypatch):
 
 
 def test_names_that_cannot_be_used(tmp_path):
-    """Of another user's home, a loop of links, no UTF-8, or the same in two folders."""
+    """Of another user's home, a loop of links, or the same in two folders."""
     (tmp_path / "loop.csv").symlink_to(tmp_path / "loop.csv")
-    for path in (tmp_path / "b\udcff.csv", tmp_path / "1" / "same.csv", tmp_path / "2" / "same.csv"):
+    for path in (tmp_path / "1" / "same.csv", tmp_path / "2" / "same.csv"):
         path.parent.mkdir(exist_ok=True)
         write_csv(path, HEADER, [GOOD])
     names = {"~nobody-here/*.csv": "home", f"{tmp_path}/loop.csv": "symbolic", f"{tmp_path}/?/same.csv": "same name"}
-    for name, words in (names | {f"{tmp_path}/b*.csv": "is not UTF-8. Rename the file"}).items():
-        problems = Problems()
-        read_rows("DATA", name, problems)
-        assert words in only(problems) and "\udcff" not in problems[0]
+    for name, words in names.items():
+        read_rows("DATA", name, problems := Problems())
+        assert words in only(problems)
 
 
 @given(st.integers(1, 40), st.integers(0, 5), st.integers(1, 120))
@@ -226,8 +212,6 @@ def test_every_epoch_asks_every_row_once(rows, seed, count):
 
 def test_a_resumed_run_goes_on_in_the_same_order():
     assert list(prompt_order(5, 42, 12)) == [4, 1, 0, 3, 2, 0, 3, 1, 2, 4, 2, 0]
-    rows = StepRows(5, 42, 10**18, 2)  # TOTAL_STEPS=10**9: more than any memory holds
-    assert list(itertools.islice(rows, 6)) == [4, 4, 1, 1, 0, 0] and len(rows) == 2 * 10**18
 
 
 TEMPLATE = (
@@ -250,23 +234,15 @@ def test_rendering_is_transformers_own(tiny):
         assert "2025-11-06" in theirs and "high" in theirs
 
 
-@pytest.mark.parametrize("added", [False, True])
-def test_many_rows_are_rendered_and_counted_as_few(tiny, tmp_path, monkeypatch, added):
-    """With one compilation, in several batches; also with a tokenizer that puts a token of its own before each text."""
-    config = json.loads((tiny / "tokenizer.json").read_text())
-    if added:
-        config["post_processor"]["single"].insert(0, {"SpecialToken": {"id": "<|start|>", "type_id": 0}})
-        token = {"id": "<|start|>", "ids": [7], "tokens": ["<|start|>"]}
-        config["post_processor"]["special_tokens"] = {"<|start|>": token}
-    path = tmp_path / "tokenizer.json"
-    path.write_text(json.dumps(config))
+def test_many_rows_are_rendered_and_counted_as_few(tiny, monkeypatch):
+    """With one compilation, in several batches."""
+    path = tiny / "tokenizer.json"
     monkeypatch.setattr("grpo.data.prompts.AT_ONCE", 10)
     compile_template.cache_clear()
     texts = [f"hour {n} <|end|><|endoftext|>  CO₂\n{n * n}" for n in range(30)] + ["", "plain"]
     rows = [Row("d.csv", 1, (("user", text),), (), {}) for text in texts * 2]
-    rendered, longest = render_rows(
-        Settings(), rows, RENDERED.format("{{ messages[0]['content'] }}"), path, problems := Problems()
-    )
+    template = RENDERED.format("{{ messages[0]['content'] }}")
+    rendered, longest = render_rows(Settings(), rows, template, path, problems := Problems())
     assert compile_template.cache_info().misses == 1 and not problems
     tokenizer, prompts = Tokenizer.from_file(str(path)), list(dict.fromkeys(row.prompt for row in rendered))
     assert count_tokens(path, prompts) == {text: len(tokenizer.encode(text)) for text in prompts}

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from pathlib import Path
 
 import pytest
 from conftest import ROOT, write_csv
@@ -14,7 +13,6 @@ from machines import only
 
 from grpo.data.files import Row, read_csv
 from grpo.data.reward_checks import FINAL, check_heldout, check_rewards, sample_rows, tried_text, try_rewards
-from grpo.data.scoring import reward_callable
 from grpo.plan.hub import TINY_PATH
 from grpo.settings import Problems, Settings
 
@@ -39,16 +37,13 @@ class Silent(Exception):
     def __str__(self): raise ValueError
 def silent(completions, **columns): raise Silent
 """
-ONES = "def score(completions, **columns): return [1.0 for _ in completions]\n"
-# Modules of the user's that must be named where they end the program, or are not the ones that Python takes.
+# Modules of the user's; Python takes its own module for the last one.
 MODULES = {
     "my_rewards": MY_REWARDS,
     "my_broken": "def score(:\n",
     "my_helper": "zero = 0.0\n",
-    "my_place": "import os\nos.chdir('/')\ndef score(texts, **_): return [os.chdir('/') or 0.0 for _ in texts]\n",
     "my_exit": "import sys\nsys.exit(0)\n",
-    "datasets": ONES,
-    "math": ONES,
+    "math": "def score(completions, **columns): return [1.0 for _ in completions]\n",
 }
 
 
@@ -88,13 +83,12 @@ BAD = [
     ("my_rewards:NUMBER", "is no function"),
     ("my_rewards:total", "my_rewards:total returned 1 rewards for 4 completions"),
     ("my_rewards:narrow", "narrow raised TypeError: narrow() got an unexpected keyword argument"),
-    ("my_exit:score", "'my_exit:score' cannot be loaded: SystemExit: 0, which would end the run"),
-    ("my_rewards:leaves", "my_rewards:leaves raised SystemExit, which would end the run"),
+    ("my_exit:score", "'my_exit:score' cannot be loaded: SystemExit: 0"),
+    ("my_rewards:leaves", "my_rewards:leaves raised SystemExit (my_rewards.py, line 13)"),
     ("my_rewards:deep", "my_rewards:deep raised RecursionError"),
     ("my_rewards:silent", "raised Silent (my_rewards.py, line 17)"),
-    ("math:hypot", "math:hypot' cannot be loaded: ImportError: Python takes "),
-    ("datasets:score", "/datasets.py: rename your file"),
-    ("my_rewards.py:score", "; write my_rewards:score, without .py"),
+    ("math:score", "'math:score' cannot be loaded: AttributeError: module 'math' has no attribute 'score'"),
+    ("my_rewards.py:score", "cannot be loaded: ModuleNotFoundError: No module named 'my_rewards.py'"),
 ]
 
 
@@ -104,30 +98,17 @@ def test_bad_rewards(text, message, my_rewards):
     assert message in problem and problem.startswith("REWARDS")
 
 
-def test_the_users_folder_is_looked_into_last_and_for_the_users_code_alone(my_rewards, tmp_path, monkeypatch):
-    """Libraries try to import what is not installed; a function may import late."""
-    for text in ("action", "action,my_rewards:late"):
-        assert not problems_of(ROW, REWARDS=text) and str(tmp_path) not in sys.path
-    monkeypatch.setattr(sys, "path", ["", str(tmp_path), *sys.path])
-    problem = only(problems_of(ROW, REWARDS="datasets:score"))
-    assert "Python takes /" in problem and problem.count("datasets") >= 3
-    assert sys.path[-1] == str(tmp_path) and sys.path.count(str(tmp_path)) == 1 and "" not in sys.path
-
-
-def test_the_users_code_does_not_move_the_run(my_rewards, tmp_path):
-    """Neither when it is imported nor when it is called: OUTPUT_DIR, DATA and the rest may be relative."""
-    assert not problems_of(BARE, REWARDS="my_place:score") and Path.cwd() == tmp_path
-    reward = reward_callable("my_place:score", Settings())
-    assert Path.cwd() == tmp_path and reward(["a"]) == [0.0] and Path.cwd() == tmp_path
+def test_the_users_folder_is_looked_into_last(my_rewards, tmp_path):
+    """Also by a function that imports late."""
+    assert not problems_of(ROW, REWARDS="action,my_rewards:late") and sys.path[-1] == str(tmp_path)
 
 
 def test_rewards_of_ones_own_need_no_columns(my_rewards):
     specs, warning = check_rewards(Settings(), "my_rewards:length=2,format", [BARE], problems := Problems())
     assert specs == [("my_rewards:length", 2.0), ("format", 1.0)] and not problems and not warning
-    problem = only(problems_of(BARE))
-    assert "d.csv, columns: there is no column reward_action_0" in problem and "should" not in problem
-    named = dataclasses.replace(BARE, columns={"user": "x", "Reward_Action_0": "1", "Reward_Action_1": "0"})
-    assert "(should 'Reward_Action_0' be `reward_action_0`?)" in only(problems_of(named))
+    other = dataclasses.replace(BARE, columns={"user": "x", "Reward_Action_0": "1"})
+    words = "d.csv, columns: there is no column reward_action_0, reward_action_1, ... among user, Reward_Action_0"
+    assert words in only(problems_of(other))
 
 
 def test_rows_that_teach_nothing():
@@ -161,10 +142,9 @@ def test_garbage_never_pays():
         assert checked(negative, REWARDS=text) == ([], None), text
     assert checked(negative, INVALID_REWARD=-3.1) == ([], None)
     warning = warning_of(negative, INVALID_REWARD=-3.0)
-    assert "earns -3 on average (action -3), a row's worst action -3. Garbage pays: unset it" in warning
-    warning = warning_of(negative, INVALID_REWARD=math.nan)
-    assert "earns -2 on average (action nan)" in warning and "unlearns its format" in warning
-    assert only(problems_of(negative, REWARDS="action=-1")).endswith("Give action weights above 0")
+    assert "earns -3 on average (action -3), a row's worst action -3, so a run may learn garbage" in warning
+    assert "earns -2 on average (action nan)" in warning_of(negative, INVALID_REWARD=math.nan)
+    assert "Give actions weights above 0, or" in only(problems_of(negative, REWARDS="action=-1"))
 
 
 def test_garbage_that_a_function_of_ones_own_pays(my_rewards):
@@ -172,7 +152,6 @@ def test_garbage_that_a_function_of_ones_own_pays(my_rewards):
     problem = only(problems_of(ROW, REWARDS="action,my_rewards:penalty=2"))
     assert "answer earns -0.1 on average (action -0.1, my_rewards:penalty 0), a row's worst action -6" in problem
     assert "Let my_rewards:penalty return less where rewards.parse_action finds no action" in problem
-    assert "or set INVALID_REWARD=-6.1" in problem
     assert checked(ROW, REWARDS="action,my_rewards:penalty=2", INVALID_REWARD=-6.1) == ([], None)
     for name in ("brief", "dreamy"):  # an empty final channel alone pays, or none
         problem = only(problems_of(ROW, REWARDS=f"action,my_rewards:{name}"))
@@ -180,9 +159,8 @@ def test_garbage_that_a_function_of_ones_own_pays(my_rewards):
     problem = only(problems_of(ROW, REWARDS="my_rewards:mute"))
     assert "no function rewards any answer to the rows that were tried" in problem
     assert checked(BARE, REWARDS="my_rewards:length") == ([], None), "no actions known"
-    fix = "Let my_rewards:picky return less where rewards.parse_action finds no action"
-    assert f"{fix} or set INVALID_REWARD=0, which" in only(problems_of(ROW, REWARDS="my_rewards:picky"))
-    assert warning_of(ROW, REWARDS="my_rewards:picky", INVALID_REWARD=0.0).endswith(f"Garbage pays: {fix}")
+    assert "Let my_rewards:picky return less" in only(problems_of(ROW, REWARDS="my_rewards:picky"))
+    assert "may learn garbage" in warning_of(ROW, REWARDS="my_rewards:picky", INVALID_REWARD=0.0)
 
 
 def test_functions_that_look_at_no_action_start_with_a_warning(my_rewards):
@@ -227,24 +205,18 @@ def test_an_answer_that_is_tried_goes_on_behind_its_prompt():
     assert tried_text("...<|start|>assistant<|channel|>final<|message|>", FINAL.format("[1]")) == "[1]<|return|>"
 
 
-def test_the_check_shows_the_call_of_a_function_of_ones_own(my_rewards, capsys):
-    """In a line of its own, and where the call fails in the refusal."""
-    assert not problems_of(ROW, REWARDS="action,my_rewards:length=0.001")
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line == "my_rewards:length(prompts=['x'], completions=['final[0]'], ...) returned 8 for it"
-    row = dataclasses.replace(BARE, columns={"prompt": "x", "level": "3", "tags": ["a"]})
-    problem = only(problems_of(row, REWARDS="my_rewards:polite"))
-    assert "missing 1 required keyword-only argument: 'note'" in problem and "made-up answers to 1 rows" in problem
-    assert problem.endswith("(prompts=['x'], completions=['final[0]'], level=['3'], tags=[['a']], ...)")
+def test_a_call_that_fails_is_shown(my_rewards):
+    problem = only(problems_of(BARE, REWARDS="my_rewards:polite"))
+    assert "missing 1 required keyword-only argument: 'note'" in problem
+    assert problem.endswith("made-up answers to 1 rows, such as 'final[1]'")
 
 
-def test_the_example_of_the_docs_finds_its_answers(tmp_path, monkeypatch, capsys):
+def test_the_example_of_the_docs_finds_its_answers(tmp_path, monkeypatch):
     text = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
     example = text[text.index("# answers.py, used as") :].partition("```")[0]
     (tmp_path / "answers.py").write_text(example)
     rows = [["What is 4+4? ", "[0]"], ["What is 4+5?", "[0]"]]
     path = write_csv(tmp_path / "train.csv", ["question", "answer"], rows)
     monkeypatch.chdir(tmp_path)
-    assert not problems_of(*read_csv(path, Problems()), REWARDS="answers:exact")
-    (line,) = capsys.readouterr().out.splitlines()
-    assert "completions=['final[0]'], answer=['[0]'], ...) returned 1 for it" in line
+    trials = try_rewards([("answers:exact", 1.0)], Settings(), read_csv(path, Problems()), TOKENIZER)
+    assert [answers[2:] for _, answers in trials] == [[[1.0], [0.0]]] * 2, "of [0] and of [1]"

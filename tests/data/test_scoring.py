@@ -5,12 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import random
 import sys
 
 import pytest
-from transformers import AutoTokenizer, TrainerState
-from trl.chat_template_utils import gptoss_template, parse_response
 
 from grpo.data import scoring
 from grpo.data.files import Row
@@ -155,52 +152,6 @@ def test_a_function_that_changes_its_lists_changes_nothing_for_others(row, tmp_p
         assert values == [[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]]
 
 
-def test_the_state_before_a_run_has_what_a_trainers_has():
-    fresh, ours = vars(TrainerState()), vars(first_state(7))
-    assert ours.keys() >= fresh.keys() - {"stateful_callbacks"} and (ours["max_steps"], ours["global_step"]) == (7, 0)
-    for name, value in fresh.items():
-        if name not in ("max_steps", "logging_steps"):
-            assert ours[name] == value, name
-
-
-def test_a_message_is_parsed_as_trl_parses_it(tiny):
-    """Where the tokenizer has a response template, such as TRL's own for gpt-oss; else it is the whole text."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny)
-    tokenizer.response_template = gptoss_template
-    prompt, draw = "<|start|>user<|message|>hour 8<|end|><|start|>assistant", random.Random(1)
-    pieces = ["<|channel|>final<|message|>", "<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant", "[0]"]
-    pieces += [" so", "<|return|>", "to=functions.f<|channel|>commentary json<|message|>", "{}", "<|call|>"]
-    prefix, kinds = tokenizer(prompt)["input_ids"], set()
-    for _ in range(400):
-        text = "".join(draw.choices(pieces, k=draw.randint(1, 6)))
-        ids = tokenizer(text)["input_ids"]
-        row = dataclasses.replace(CHAT, prompt=prompt)
-        plain = tokenizer.decode(ids, skip_special_tokens=True)
-        expected = [parse_response(tokenizer, ids, prefix=prefix)]
-        assert read_completion(row, text, plain, len(ids), False, gptoss_template).decoded == expected, text
-        assert read_completion(row, text, plain, len(ids), False).decoded == [{"role": "assistant", "content": plain}]
-        kinds.add(tuple(expected[0]))
-    assert len(kinds) >= 3
-    assert (
-        scoring.parsed_message(prompt, "to=functions.f<|channel|>commentary json<|message|>{", gptoss_template) is None
-    )
-
-
 def test_titles_tell_functions_apart():
     names = ["action", "mine:score", "yours:score", "mine:last"]
     assert scoring.reward_titles(names) == ["action", "mine:score", "yours:score", "last"]
-
-
-def test_a_function_that_changes_its_columns_changes_nothing_for_the_next():
-    def spoil(note, completions, **_):
-        note[0].append("spoiled")
-        completions.clear()
-        return [0.0]
-
-    def count(note, completions, **_):
-        return [float(len(note[0]) + len(completions))]
-
-    row = Row("d.csv", 1, (("user", "x"),), (), {"note": ["a"]})
-    read = [read_completion(row, "hi", "hi", 1, False)]
-    assert score([spoil, count], read, [[1]], ["note"], None) == [[0.0, 2.0]]
-    assert row.columns["note"] == ["a"]

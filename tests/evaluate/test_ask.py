@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 import csv
-import errno
 import io
 import json
 import shutil
-from unittest import mock
 
 import ask
 import pytest
@@ -34,6 +32,13 @@ def adapter(saved_adapter, tmp_path):
     return folder
 
 
+def answers_of(capsys, adapter, questions, *options):
+    """The rows of the CSV that is printed for a file of questions."""
+    capsys.readouterr()
+    assert ask.main([str(adapter), "--csv", str(questions), *options]) == 0
+    return list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+
+
 def test_one_prompt(adapter, capsys):
     questions = [str(adapter), QUESTION, *SYSTEM]
     assert ask.main([*questions, "--base"]) == 0
@@ -43,61 +48,32 @@ def test_one_prompt(adapter, capsys):
 
 
 def test_a_csv(adapter, tmp_path, capsys):
-    questions, out = tmp_path / "asked.csv", tmp_path / "answers.csv"
+    questions = tmp_path / "asked.csv"
     questions.write_text("".join((ROOT / "data" / "tes_heldout_compact.csv").read_text().splitlines(True)[:4]))
-    assert ask.main([str(adapter), "--csv", str(questions), "--out", str(out), "--base"]) == 0
-    rows, answers = read_csv(questions), read_csv(out)
+    rows, answers = read_csv(questions), answers_of(capsys, adapter, questions, "--base")
     assert [row["user"] for row in answers] == [row["user"] for row in rows] and len(rows) == 3
     assert all(f"[{row['action']}]" in row["completion"] for row in answers)
-    assert "written" in capsys.readouterr().out
-    assert ask.main([str(adapter), "--csv", str(questions), "--temperature", "5"]) == 0
-    printed = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
-    assert list(printed[0])[-2:] == ["action", "completion"] and len(printed) == 3
-    assert ask.main([str(adapter), "--csv", str(out)]) == 2
-    assert "answers.csv, header: it has the columns action and completion" in capsys.readouterr().err
-
-
-def test_answers_never_replace_what_was_asked(adapter, tmp_path, capsys):
-    questions, link = write_csv(tmp_path / "asked.csv", ["prompt"], [["hi"]]), tmp_path / "link.csv"
-    link.symlink_to(questions)
-    before = questions.read_bytes()
-    for out in (questions, link):
-        assert ask.main([str(adapter), "--csv", str(questions), "--out", str(out)]) == 2
-        assert f"--out {out}: it is the file of --csv {questions}" in capsys.readouterr().err
-        assert questions.read_bytes() == before
-
-
-def test_a_write_that_fails_loses_nothing(adapter, tmp_path, capsys, monkeypatch):
-    questions, out = write_csv(tmp_path / "asked.csv", ["prompt"], [["hi"]]), tmp_path / "answers.csv"
-    out.write_text("earlier")
-    monkeypatch.setattr("grpo.run.durable.sync", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
-    assert ask.main([str(adapter), "--csv", str(questions), "--out", str(out)]) == 1
-    printed = capsys.readouterr()
-    assert f"{out}: not written" in printed.err and "No space left" in printed.err
-    assert printed.out.startswith("prompt,action,completion\r\nhi,")
-    assert out.read_text() == "earlier" and {path.name for path in tmp_path.glob("*.*")} == {questions.name, out.name}
+    assert list(answers[0])[-2:] == ["action", "completion"]
+    assert len(answers_of(capsys, adapter, questions, "--temperature", "5")) == 3
 
 
 def test_rewards_are_not_needed(adapter, tmp_path, capsys):
     """Cells of theirs pass through as they are."""
     header = ["prompt", "reward_action_0", "reward_action_1", "q_action_0", "q_action_1"]
-    questions, out = tmp_path / "asked.csv", tmp_path / "answers.csv"
-    write_csv(questions, header, [["hi", "", "", "", ""], ["ho", "0.50", "", "n/a", ""]])
-    assert ask.main([str(adapter), "--csv", str(questions), "--out", str(out)]) == 0, capsys.readouterr().err
-    answered = [[row[name] for name in header] for row in read_csv(out)]
+    questions = write_csv(tmp_path / "asked.csv", header, [["hi", "", "", "", ""], ["ho", "0.50", "", "n/a", ""]])
+    answered = [[row[name] for name in header] for row in answers_of(capsys, adapter, questions)]
     assert answered == [list(row.values()) for row in read_csv(questions)]
 
 
-def test_messages_are_written_as_json(adapter, tmp_path):
+def test_messages_are_written_as_json(adapter, tmp_path, capsys):
     talk = [{"role": "user", "content": "Wie kühl's?"}]
-    questions, out = tmp_path / "asked.jsonl", tmp_path / "answers.csv"
+    questions = tmp_path / "asked.jsonl"
     questions.write_text(json.dumps({"prompt": talk, "tags": {"it's": None}, "half": "\ud800"}))
-    assert ask.main([str(adapter), "--csv", str(questions), "--out", str(out)]) == 0
-    (row,) = read_csv(out)
+    (row,) = answers_of(capsys, adapter, questions)
     assert json.loads(row["prompt"]) == talk and "kühl" in row["prompt"] and row["half"] == "\\ud800"
     assert json.loads(row["tags"]) == {"it's": None}
-    row = {name: cell for name, cell in row.items() if name not in ("action", "completion")}
-    assert ask.main([str(adapter), "--csv", str(write_csv(questions.with_suffix(".csv"), row, [row.values()]))]) == 0
+    again = write_csv(questions.with_suffix(".csv"), row, [row.values()])
+    assert answers_of(capsys, adapter, again) == [row], "what was answered may be asked again"
 
 
 def test_lengths_come_from_the_environment_where_they_are_set(adapter, capsys, monkeypatch):
@@ -140,6 +116,6 @@ def test_a_folder_that_is_not_there_is_one_problem(tmp_path, capsys):
 
 def test_a_command_line_asks_for_one_thing():
     assert ask.parse_args(["run", "--base", "hi"]).prompt == "hi", "it may stand behind options"
-    for arguments in ([], ["hello", "--csv", "a.csv"], ["--csv", "a.csv", "--serve"], ["hi", "--out", "b"]):
+    for arguments in ([], ["hello", "--csv", "a.csv"], ["--csv", "a.csv", "--serve"]):
         with pytest.raises(SystemExit, match="2"):
             ask.parse_args(["run", *arguments])

@@ -17,7 +17,7 @@ from run_folders import EVALUATION, GPU, metrics_row, write_run
 
 from grpo.data.files import data_fingerprint, read_rows
 from grpo.evaluate import run_data
-from grpo.evaluate.figures import CURVES, curve, panel
+from grpo.evaluate.figures import CURVES
 from grpo.evaluate.page import write_report
 from grpo.evaluate.report import reward_verdict
 from grpo.evaluate.run_data import read_examples, read_metrics, read_run
@@ -172,16 +172,6 @@ def test_examples_show_their_prompt_where_it_is_known(tmp_path):
     assert list(read_examples(path, record)["Highest reward"]["prompt"]) == ["", ""]
     pandas.read_csv(path).assign(prompt="in the log?").to_csv(path, index=False)
     assert list(read_examples(path, record)["Highest reward"]["prompt"]) == ["in the log?"] * 2
-
-
-def test_steps_are_dots_and_evaluated_steps_are_joined():
-    """A line through lengths that jump between two values would be a barcode."""
-    lengths = [[12.0, 7.0][step % 2] for step in range(100)]
-    curve(axes := panel("tokens"), pandas.DataFrame({"tokens_max": lengths}), {})
-    dots, mean = axes.lines
-    assert dots.get_linestyle() == "None" and set(mean.get_ydata()[10:]) == {9.5}
-    curve(axes := panel("reward"), pandas.DataFrame({"heldout_reward": [0.1, None, 0.3]}), {})
-    assert list(axes.lines[0].get_ydata()) == [0.1, 0.3] and axes.lines[0].get_linestyle() == "-"
 
 
 def test_evaluated_steps_lie_between_the_base_model_and_the_trained_one(full, tmp_path):

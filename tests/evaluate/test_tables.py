@@ -17,15 +17,15 @@ def test_the_table_of_the_terminal_names_models_references_and_functions():
     lines = [line.split() for line in table(results).splitlines()]
     assert " ".join(lines[0]).endswith("0.5, 2 completions a prompt, 95% interval over prompts, of a day together")
     spread = ["0.500", "(0.400", "to", "0.600)"]
-    assert ["before", "training", *spread, "-", "1.00", "-", "-"] in lines
-    assert ["before", "training,", "greedy", "-", "-", "-", "-", "-"] in lines
-    assert lines[lines.index(["a:"]) + 2] == ["after", "training", *spread]
+    assert ["base", "model", *spread, "-", "1.00", "-", "-"] in lines
+    assert ["base", "model,", "greedy", "-", "-", "-", "-", "-"] in lines
+    assert lines[lines.index(["a:"]) + 2] == ["trained", *spread]
 
 
 def test_a_run_s_table_has_references_and_the_difference():
-    shown = table(EVALUATION | {"by_day": False, "exact": True}, ("Title", "the base", "mine", "mine - base"))
+    shown = table(EVALUATION | {"by_day": False, "exact": True})
     assert shown.partition("\n")[0].endswith("exact, 95% interval over prompts")
-    for words in ("always [0]", "oracle", "mine - base", "+0.200 (+0.150 to +0.250)"):
+    for words in ("always [0]", "oracle", "trained - base model", "+0.200 (+0.150 to +0.250)"):
         assert words in shown
 
 

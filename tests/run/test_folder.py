@@ -71,7 +71,7 @@ def test_a_trained_adapter_that_cannot_be_trained_on_is_not_replaced(tmp_path, m
         (folder / ADAPTER).touch()
     problem = only(inspect(settings)[1])
     assert problem.startswith(f"OUTPUT_DIR={folder}: it holds {message}, but") and "OVERWRITE=1" in problem
-    assert f"scripts/evaluate.py --adapter {folder})" in problem and "choose another OUTPUT_DIR" in problem
+    assert f"scripts/evaluate.py {folder})" in problem and "choose another OUTPUT_DIR" in problem
     assert not inspect(settings, OVERWRITE=True)[1]
 
 

@@ -28,7 +28,7 @@ def whole_run(tiny, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("whole") / "run"
     done = run_script(**SETTINGS | {"OUTPUT_DIR": folder, "EVAL_SAMPLES": 1})
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "Held-out mean reward" in done.stdout and "complete: 6 steps" in done.stdout
+    assert "Mean reward at temperature" in done.stdout and "complete: 6 steps" in done.stdout
     assert done.stdout.count("\nThis run\n") == 1, "the plan, once; training.log has it as well"
     assert "%|" not in done.stderr and "{'loss'" not in done.stdout, "neither bars nor the Trainer's own lines"
     return folder
@@ -163,7 +163,7 @@ def test_a_run_killed_after_its_last_step_is_finished_by_the_same_command(whole_
         KINDS["one bit"](folder / name)
     done = run_script(**SETTINGS | {"OUTPUT_DIR": folder, "EVAL_SAMPLES": 1})
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "run.zip").exists() and "Held-out mean reward" in done.stdout
+    assert (tmp_path / "run.zip").exists() and "Mean reward at temperature" in done.stdout
     for words in ("evaluation.json is damaged, and what it held is measured again", "best/: best.json cannot be read"):
         assert words in done.stdout
     assert (folder / "evaluation.json").read_bytes() == (whole_run / "evaluation.json").read_bytes()

@@ -45,7 +45,7 @@ class Counter(Simulator):
             counters = list(plan.starts)
             for moment in range(plan.rollouts):
                 prompts = [plan.render(n) for n in counters]
-                texts = responder.texts(prompts, 1, moment, is_greedy)
+                texts = responder.texts(prompts, moment, is_greedy)
                 turns = [assistant_turn(prompt, text) for prompt, text in zip(prompts, texts)]
                 counters = [n + (parse_action(turn, 2) or 0) for n, turn in zip(counters, turns)]
             record["totals"][policy] = {"distance": sum(10 - n for n in counters) / len(counters)}

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +18,6 @@ from grpo.tasks.tes import profiles as days
 from grpo.tasks.tes.plant import DECISION_DAYS, HOURS, START_KWH, Plant, best_action, boltzmann, q_values, step
 from grpo.tasks.tes.profiles import HELDOUT_START, TRAIN_START, Profile, ProfileError, Window, windows
 from grpo.tasks.tes.prompts import State, render_compact, render_full, state_at
-from rewards import baselines
 
 EXPLORE = 0.25  # share of decisions on a trajectory that are random instead of optimal
 SHORT_SHARE = 0.3  # of the rows of the committed training files: hours whose load exceeds the stored energy
@@ -133,10 +130,8 @@ def synthetic_rows(seed: int, windows: int) -> list[CsvRow]:
     """Makes 30 compact rows for each of `windows` windows (system, user, q_action_k, reward_action_k as floats, ...).
 
     The days come from a random stream of their own, so no seed repeats the days of the files under data/. A window
-    takes some 5 ms. Raises ValueError for a seed outside 0 to 2**32 - 1, where streams could overlap.
+    takes some 5 ms.
     """
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"seed must be from 0 to 2**32 - 1, got {seed}")
     drawn = synthetic_windows(seed, ROWS_STREAM, windows, TRAIN_START)
     return [row for window, rng in drawn for row, _ in trajectory(window, rng, "compact", None)]
 
@@ -165,20 +160,16 @@ def synthetic_files(seed: int, prompts: Sequence[str]) -> Iterator[tuple[str, st
     yield "profile_heldout.csv", days.profile_csv(blocks)
 
 
-def read_profiles(paths: Iterable[Path], prompts: Sequence[str], **columns: str | None) -> dict[str, Profile]:
-    """Users' profiles by their file's stem; columns: as of `read_profile`.
-
-    Raises ProfileError with the problems of every file, before anything is made of any.
-    """
+def read_profiles(paths: Iterable[Path]) -> dict[str, Profile]:
+    """Users' profiles by their file's stem. Raises ProfileError with the problems of every file, before anything is
+    made of any."""
     profiles: dict[str, Profile] = {}
     problems: list[str] = []
     for path in paths:
-        taken = {file_name(stem, prompt) for stem in profiles for prompt in prompts}
-        if doubled := sorted(taken & {file_name(path.stem, prompt) for prompt in prompts}):
-            problems.append(f"{path}: another profile makes {', '.join(doubled)} too; rename one of them")
-            continue
+        if path.stem in profiles:
+            problems.append(f"{path}: another profile has this name too; rename one of them")
         try:
-            profiles[path.stem] = days.read_profile(path, **columns)
+            profiles[path.stem] = days.read_profile(path)
         except ProfileError as error:
             problems += error.problems
     if problems:
@@ -190,7 +181,6 @@ def profile_files(
     profiles: dict[str, Profile],
     prompts: Sequence[str],
     seed: int,
-    start_kwh: float = START_KWH,
     explore: float = EXPLORE,
     trajectories: int = 1,
     short_share: float = 0.0,
@@ -204,7 +194,7 @@ def profile_files(
         for (w, window), n in itertools.product(numbered, range(trajectories)):
             rng = np.random.default_rng((seed, w, n))
             if n == 0:
-                decisions += trajectory(window, rng, prompt, start_kwh, explore)
+                decisions += trajectory(window, rng, prompt, START_KWH, explore)
             else:
                 decisions += trajectory(varied(window, rng, vary), rng, prompt, None, explore)
         draws = itertools.product(range(trajectories, trajectories + MOST_DRAWS), numbered)
@@ -229,38 +219,3 @@ def varied(window: Window, rng: np.random.Generator, most: float) -> Window:
 def file_name(stem: str, prompt: str) -> str:
     """Name of a data file: the split or the profile's stem, and a suffix for the compact prompt."""
     return f"tes_{stem}.csv" if prompt == "full" else f"tes_{stem}_compact.csv"
-
-
-def differences(folder: Path, files: dict[str, str]) -> list[str]:
-    """What in a folder differs from files (name -> text), a line each."""
-    wrong = []
-    for path, text in ((folder / name, text) for name, text in files.items()):
-        if not path.is_file():
-            wrong.append(f"{path}: missing")
-        elif (stored := path.read_bytes()) != text.encode():
-            pairs = itertools.zip_longest(stored.split(b"\n"), text.encode().split(b"\n"))
-            line = next(number for number, (old, new) in enumerate(pairs, 1) if old != new)
-            wrong.append(f"{path}: differs from line {line} on")
-    return wrong
-
-
-def summary(texts: dict[str, str]) -> str:
-    """Tabulates the baselines of data files (name -> CSV text); files without reward columns are left out."""
-    width = max(map(len, texts), default=0)
-    lines = [f"{'file':<{width}}  rows  random  best constant  oracle  optimal actions 0/1/2/3"]
-    for name, text in texts.items():
-        table = list(csv.DictReader(io.StringIO(text, newline="")))
-        columns = sorted(c for c in (table[0] if table else {}) if c.startswith("reward_action_"))
-        if not columns:
-            continue
-        try:
-            means = baselines([[float(row[c]) for c in columns] for row in table])
-            best = np.bincount([int(row["optimal_action"]) for row in table], minlength=len(columns))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ProfileError([f"{name}: is not a file of this program: {error!r}; make it again"]) from None
-        constant = f"{means['constant']:.3f} ([{means['constant_action']}])"
-        share = "/".join(f"{100 * n / len(table):.0f}%" for n in best)
-        lines.append(
-            f"{name:<{width}} {len(table):>5} {means['random']:>7.3f} {constant:>14} {means['oracle']:>7.3f}  {share}"
-        )
-    return "\n".join(lines)

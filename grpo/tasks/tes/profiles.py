@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
-import itertools
 import math
 import re
 import unicodedata
@@ -108,33 +107,19 @@ COLUMN_PATTERNS = {"datetime": r"date|time|日時", "co2": r"co2|carbon", "load"
 DATETIME_FORMATS = ("%Y/%m/%d %H:%M", "%Y/%m/%d %H:%M:%S")  # beside ISO 8601: what spreadsheets write
 
 
-def find_columns(header: list[str], chosen: dict[str, str | None]) -> tuple[dict[str, int], list[str]]:
-    """Finds the datetime, co2 and load columns in a header; returns their positions and what is wrong with it."""
-    columns: dict[str, int] = {}
+def find_columns(header: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Finds the datetime, co2 and load columns in a header; returns their names and what is wrong with it."""
+    columns: dict[str, str] = {}
     problems = []
-    plain = [unicodedata.normalize("NFKC", name).strip().lower() for name in header]
+    plain = {name: unicodedata.normalize("NFKC", name).strip().lower() for name in header}
     for kind, pattern in COLUMN_PATTERNS.items():
-        name, option = chosen.get(kind), f"--{kind}-column"
-        if name is not None:
-            matches = [i for i, column in enumerate(header) if column.strip() == name.strip()]
-            missing = f"no column named {name!r} (asked for with {option}); the header has {header}"
-        else:
-            others = {*columns.values(), *(i for i, name in enumerate(header) if name in chosen.values())}
-            matches = [i for i, column in enumerate(plain) if i not in others and re.search(pattern, column)]
-            if kind == "datetime":  # the plain name wins over, say, time_of_use
-                matches = [i for i in matches if plain[i] == kind] or matches
-            advice = "one row an hour" if kind == "datetime" else f"or name it with {option}"
-            missing = f"no {kind} column: a header should contain one of {pattern}, {advice}; it has {header}"
-        if not matches:
-            problems.append(missing)
-            continue
-        columns[kind] = matches[0]
-        if len(matches) > 1:
-            advice = "rename the others" if kind == "datetime" else f"choose one with {option}"
-            names = [header[i] for i in matches]
-            problems.append(f"{len(matches)} columns could be the {kind} column: {names}; {advice}")
-    if not problems and columns["co2"] == columns["load"]:
-        problems.append(f"column {header[columns['co2']]!r} cannot be both co2 and load")
+        matches = [name for name in header if name not in columns.values() and re.search(pattern, plain[name])]
+        matches = [name for name in matches if plain[name] == kind] or matches  # The plain name wins.
+        if len(matches) != 1:
+            problem = f"{len(matches)} columns could be the {kind} column ({pattern}) of {list(header)}"
+            problems.append(f"{problem}; name one of them {kind}, separated from others by commas")
+        if matches:
+            columns[kind] = matches[0]
     return columns, problems
 
 
@@ -146,12 +131,8 @@ def parse_datetime(text: str) -> datetime:
     for form in DATETIME_FORMATS:
         with contextlib.suppress(ValueError):
             stamp = stamp or datetime.strptime(text, form)
-    if stamp is None:
-        raise ValueError("is not a date and time; write it like 2025-04-14 08:00:00")
-    if stamp.tzinfo is not None:
-        raise ValueError("has a UTC offset; write the plant's local time without one")
-    if (stamp.minute, stamp.second, stamp.microsecond) != (0, 0, 0):
-        raise ValueError("is not a full hour; give hourly means, one row an hour")
+    if stamp is None or stamp.tzinfo or (stamp.minute, stamp.second, stamp.microsecond) != (0, 0, 0):
+        raise ValueError("is no full hour in local time; write it like 2025-04-14 08:00:00, one row an hour")
     return stamp
 
 
@@ -160,111 +141,85 @@ def parse_number(text: str, kind: str, stamp: datetime | None) -> float:
     value = math.nan
     with contextlib.suppress(ValueError):
         value = float(text.replace("_", "?"))  # Python would read 1_0 as 10
-    at_night = kind == "load" and value > 0 and stamp and stamp.hour not in HOURS
-    wrong = {
-        "is empty; fill it in": not text,
-        "is not a finite number; fill it in, with a decimal point and no unit": not math.isfinite(value),
-        "is negative; it must be 0 or more": value < 0,
-        "is more than 2 kg/kWh; divide by 1000 if it is in g/kWh": kind == "co2" and value > 2.0,
-        f"is a load outside {HOURS[0]:02d}:00-{HOURS[-1]:02d}:00, which is not simulated; set it to 0": at_night,
-    }
-    if reason := next((reason for reason, is_so in wrong.items() if is_so), None):
-        raise ValueError(reason)
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError("is no number of 0 or more; write it with a decimal point and no unit")
+    if kind == "co2" and value > 2.0:
+        raise ValueError("is more than 2 kg/kWh; divide by 1000 if it is in g/kWh")
+    if kind == "load" and value > 0 and stamp and stamp.hour not in HOURS:
+        raise ValueError(f"is a load outside {HOURS[0]:02d}:00-{HOURS[-1]:02d}:00, which is not simulated; set it to 0")
     return value
 
 
-def decode(raw: bytes) -> str:
-    """Decodes a CSV in UTF-8 (with or without byte order mark) or CP932; raises ValueError with what to do."""
-    if raw.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in raw:
-        raise ValueError("is not UTF-8 text (UTF-16 or binary); save it as a CSV in UTF-8")
-    for encoding in ("utf-8-sig", "cp932"):
-        with contextlib.suppress(UnicodeDecodeError):
-            return raw.decode(encoding)
-    raise ValueError("is neither UTF-8 nor CP932 (Shift JIS); save it as a CSV in UTF-8")
-
-
-def read_cells(path: Path) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    """The header of a CSV, and every row as (`row 1 (line 2)`, cells). Raises ProfileError."""
+def read_table(path: Path) -> tuple[list[str], list[list[str]]]:
+    """The header and the rows of a CSV in UTF-8 (with or without byte order mark) or CP932. Raises ProfileError."""
     try:
-        reader = csv.reader(io.StringIO(decode(path.read_bytes()), newline=""))
-        header: list[str] = next(reader, [])
-        rows: list[tuple[str, list[str]]] = []
-        line = reader.line_num + 1  # that the next row begins in
-        for cells in reader:
-            rows += [(f"row {len(rows) + 1} (line {line})", cells)] if cells else []
-            line = reader.line_num + 1
+        content = path.read_bytes()
+        try:
+            text = content.decode("utf-8-sig")
+        except UnicodeDecodeError:
+            text = content.decode("cp932")
+        header, *rows = filter(None, csv.reader(io.StringIO(text, newline="")))
     except OSError as error:
         raise ProfileError([f"{path}: cannot be read: {error.strerror}"]) from None
-    except (ValueError, csv.Error) as error:
-        raise ProfileError([f"{path}: {error}"]) from None
-    if not any(cell.strip() for cell in header):
-        raise ProfileError([f"{path}: is empty; the first line must name the columns"])
-    if len(header) < 3:
-        raise ProfileError([f"{path}, header: only {len(header)} column(s) {header}; separate three by commas"])
+    except UnicodeDecodeError:
+        raise ProfileError([f"{path}: is neither UTF-8 nor CP932 (Shift JIS); save it as a CSV in UTF-8"]) from None
+    except ValueError:  # There is no first line to unpack.
+        raise ProfileError([f"{path}: is empty; the first line must name the columns"]) from None
     return header, rows
 
 
-def read_profile(path: str | Path, co2_column: str | None = None, load_column: str | None = None) -> Profile:
+def read_profile(path: str | Path) -> Profile:
     """Reads hourly data from a CSV with a datetime, a CO2 intensity [kg/kWh] and a cooling load [kW] column.
 
-    Columns are found by name (English or Japanese) unless they are named here. Days must be complete in the decision
-    hours; night hours may be missing. A file may hold several blocks of consecutive days, each of four days or more.
-    Raises ProfileError listing every problem with file, row (1 is the first below the header), line and column.
+    Columns are found by name (English or Japanese). Days must be complete in the decision hours; night hours may be
+    missing. A file may hold several blocks of consecutive days. Raises ProfileError listing every problem with file,
+    row (1 is the first below the header) and column.
     """
-    header, rows = read_cells(path := Path(path))
-    columns, problems = find_columns(header, {"co2": co2_column, "load": load_column})
+    header, rows = read_table(path := Path(path))
+    columns, problems = find_columns(header)
     if problems:
         raise ProfileError([f"{path}, header: {problem}" for problem in problems])
-    hours: dict[datetime, tuple[dict[str, float], str]] = {}  # what the hour's first row holds, and where it stands
-    for here, row in rows:
-        if not any(cell.strip() for cell in row):
+    hours: dict[datetime, dict[str, float]] = {}
+    for number, cells in enumerate(rows, 1):
+        if not any(cell.strip() for cell in cells):
             continue  # empty cells, as spreadsheets leave them behind the table
-        if len(row) != len(header):
-            problems.append(f"{path}, {here}: {len(row)} cells, the header has {len(header)} columns")
+        if len(cells) != len(header):
+            problems.append(f"{path}, row {number}: {len(cells)} cells, the header has {len(header)} columns")
             continue
         stamp, values = None, {}
         for kind, column in columns.items():  # datetime first
-            text = row[column].strip()
+            text = cells[header.index(column)].strip()
             try:
                 if kind == "datetime":
                     stamp = parse_datetime(text)
                 else:
                     values[kind] = parse_number(text, kind, stamp)
             except ValueError as error:
-                problems.append(f"{path}, {here}, column {header[column]!r}: {text!r} {error}")
-        if stamp is None:
-            continue
-        where = f"{path}, {here}, column {header[columns['datetime']]!r}: '{stamp}'"
+                problems.append(f"{path}, row {number}, column {column!r}: {text!r} {error}")
         if stamp in hours:
-            problems.append(f"{where} is in {hours[stamp][1]} already; keep one of them")
-        elif hours and stamp < (previous := next(reversed(hours))):
-            problems.append(f"{where} comes after '{previous}'; sort the rows by time")
-        hours.setdefault(stamp, (values, here))
+            problems.append(f"{path}, row {number}: '{stamp}' stands there twice; keep one of them")
+        elif stamp:
+            hours[stamp] = values
     problems += [f"{path}: {problem}" for problem in day_problems(hours)]
     if problems:
         raise ProfileError(problems)
     dates = tuple(sorted({stamp.date() for stamp in hours}))
-    table = np.full((2, len(dates), 24), np.nan)
-    for stamp, (values, _) in hours.items():
-        table[:, dates.index(stamp.date()), stamp.hour] = values["co2"], values["load"]
-    return Profile(dates, *table)
+    co2_and_load = np.full((2, len(dates), 24), np.nan)
+    for stamp, values in hours.items():
+        co2_and_load[:, dates.index(stamp.date()), stamp.hour] = values["co2"], values["load"]
+    return Profile(dates, *co2_and_load)
 
 
 def day_problems(stamps: Collection[datetime]) -> list[str]:
     """What hinders cutting the days of these hours into windows."""
-    dates, needed = sorted({stamp.date() for stamp in stamps}), DECISION_DAYS + 1
-    problems = []
+    dates, problems = sorted({stamp.date() for stamp in stamps}), []
     for day in dates:
         missing = [f"{hour:02d}:00" for hour in HOURS if datetime.combine(day, time(hour)) not in stamps]
         if missing:
             problems.append(f"{day}: no row for {' '.join(missing)}; every day needs each decision hour")
-    if len(dates) < needed:
-        return [*problems, f"{len(dates)} day(s); at least {needed} are needed (three to decide on, one after)"]
-    starts = [i for i, day in enumerate(dates) if i == 0 or (day - dates[i - 1]).days != 1] + [len(dates)]
-    for start, end in itertools.pairwise(starts):
-        if end - start < needed:
-            span = f"{dates[start]} to {dates[end - 1]}: {end - start} consecutive day(s), {needed} are needed"
-            problems.append(f"{span}; add the days missing around them or take these out")
+    spans = zip(dates, dates[DECISION_DAYS:], strict=False)
+    if not any((last - first).days == DECISION_DAYS for first, last in spans):
+        problems.append(f"there are no {DECISION_DAYS + 1} consecutive days (three to decide on, one after)")
     return problems
 
 

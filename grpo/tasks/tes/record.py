@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +12,11 @@ import numpy as np
 
 import rewards
 from grpo.phases import ROWS_S, Phase
-from grpo.settings import ROOT, Settings
+from grpo.settings import Settings
 from grpo.tasks.simulator import GREEDY, Record, SimulationPlan
 from grpo.tasks.tes import closed_loop as loop
 from grpo.tasks.tes import profiles as tes_profiles
-from grpo.tasks.tes.plant import DECISION_DAYS, HOURS, START_KWH, Plant
+from grpo.tasks.tes.plant import DECISION_DAYS, START_KWH
 from grpo.tasks.tes.profiles import Window
 from grpo.tasks.tes.prompts import State, render_full, state_at
 
@@ -29,37 +28,21 @@ UNSERVED_KWH = 0.05  # A window in which more load than this stays unserved is c
 
 @dataclass(frozen=True)
 class Case:
-    """A window with its name and the CO2 intensity of all its hours, shape (72,), NaN where the file has no such
-    hour."""
+    """A window and its name."""
 
     name: str
     window: Window
-    co2: np.ndarray
 
 
-def read_cases(path: Path, co2_column: str | None = None, load_column: str | None = None) -> list[Case]:
+def read_cases(path: Path) -> list[Case]:
     """The windows of a profile CSV. Raises ProfileError with every problem of the file."""
-    profile = tes_profiles.read_profile(path, co2_column, load_column)
-    cases = []
-    for window in tes_profiles.windows(profile):
-        first = profile.dates.index(window.dates[0])
-        co2 = profile.co2[first : first + DECISION_DAYS].ravel()
-        cases.append(Case(f"{path.stem}: {window.dates[0]}", window, co2))
-    return cases
-
-
-def hourly(values: np.ndarray, hours: int, night: float | None) -> list[float | None]:
-    """Decision hours, shape (T,), as a list of all `hours` from midnight of the first day, with `night` in the
-    others."""
-    decided = iter(values.tolist())
-    return [tidy(next(decided)) if hour % 24 in HOURS else night for hour in range(hours)]
+    windows = tes_profiles.windows(tes_profiles.read_profile(path))
+    return [Case(f"{path.stem}: {window.dates[0]}", window) for window in windows]
 
 
 def tidy(value: float | None) -> float | None:
-    """A number for JSON: six decimals, None for NaN, which JSON does not know."""
-    if isinstance(value, float):
-        return None if math.isnan(value) else round(value, 6) + 0.0
-    return value
+    """A number for JSON: six decimals."""
+    return round(value, 6) + 0.0 if isinstance(value, float) else value
 
 
 @dataclass(frozen=True)
@@ -70,54 +53,39 @@ class ClosedLoopPlan(SimulationPlan):
     profiles: tuple[str, ...] = ()
     cases: tuple[Case, ...] = ()
     render: Callable[[State], str] = render_full
-    start_kwh: float = START_KWH
-    hours: int = 24 * DECISION_DAYS  # of each window
-    vote: bool = False  # the majority of the answers decides, instead of each answer in a pass of its own
 
     @property
     def windows(self) -> list[Window]:
         return [case.window for case in self.cases]
 
-    @property
-    def decisions(self) -> int:
-        return sum(hour % 24 in HOURS for hour in range(self.hours))
-
     def opening_prompts(self) -> list[str]:
-        return [self.render(state_at(window, Plant(), 0, self.start_kwh)) for window in self.windows]
+        return [self.render(state_at(window, loop.PLANT, 0, START_KWH)) for window in self.windows]
 
 
 def new_record(plan: ClosedLoopPlan, settings: Settings, samples: int, exact: bool = False) -> Record:
     """closed_loop.json with the rules and the optimum, before a model was asked. `exact`: by the probabilities of its
-    answers."""
-    plant, windows, hours = Plant(), plan.windows, plan.hours
+    answers. Hours are decision hours, 08:00 to 17:00 of three days."""
     names = ("MODEL_ID", "EVAL_TEMPERATURE", "TOP_P", "MAX_COMPLETION_LEN", "SEED", "REASONING_EFFORT", "PROMPT_DATE")
     record: Record = {
         "profiles": list(plan.profiles),
-        "start_kwh": plan.start_kwh,
         "samples": samples,
-        "vote": plan.vote,
         "exact": exact,
-        "safe_action": loop.safe_action(plant),
-        "safe_action_reason": loop.SAFE_REASON,
         # With others, figures are not the same measurement.
         "sampling": {name.lower(): getattr(settings, name) for name in names} | {"prompt": plan.prompt},
         "windows": [
             {
                 "name": case.name,
-                "start": f"{case.window.dates[0]} 00:00",
-                "hours": hours,
-                "load_kw": hourly(case.window.load_kw.ravel(), hours, 0.0),
-                "co2_kg_per_kwh": [tidy(value) for value in case.co2[:hours].tolist()],
+                "load_kw": case.window.load_kw[:DECISION_DAYS].ravel().tolist(),
+                "co2_kg_per_kwh": case.window.co2.ravel().tolist(),  # With the day after, which prices what is left.
                 "policies": {},
             }
             for case in plan.cases
         ],
         "totals": {},
     }
-    optimum = loop.optimum(windows, plant, plan.start_kwh, plan.decisions)
-    for name, policy in {"optimum": optimum, **loop.RULES}.items():
-        trace = loop.closed_loop(windows, plant, policy, plan.start_kwh, plan.decisions)
-        add_policy(record, name, windows, trace, np.zeros(len(windows), int))
+    for name, policy in {"optimum": loop.optimum(plan.windows), **loop.RULES}.items():
+        trace = loop.closed_loop(plan.windows, policy)
+        add_policy(record, name, plan.windows, trace, np.zeros(len(plan.windows), int))
     return record
 
 
@@ -139,16 +107,10 @@ def add_policy(
     count = len(windows)
     sums = sums or loop.outcome(trace, list(windows) * (len(trace.actions) // count))
     for i, entry in enumerate(record["windows"]):
-        rows, hours = slice(i, None, count), entry["hours"]
-        storage = [trace.start_kwh]  # a night keeps it
-        for value in hourly(trace.storage_kwh[i], hours, None):
-            storage.append(storage[-1] if value is None else value)
+        rows = slice(i, None, count)
         entry["policies"][name] = {
-            "actions": hourly(trace.actions[i], hours, None),
-            "output_kw": hourly(trace.output_kw[i], hours, 0.0),
-            "storage_kwh": storage[1:],
-            "co2_kg": hourly(trace.co2_kg[i], hours, 0.0),
-            "unserved_kwh": hourly(trace.unserved_kwh[i], hours, 0.0),
+            "actions": trace.actions[i].tolist(),
+            "storage_kwh": [tidy(value) for value in trace.storage_kwh[i].tolist()],
             "unparsed": tidy(unparsed[rows].sum().item()),
             "answers": answers // count,
             "mean": {key: tidy(float(values[rows].mean())) for key, values in sums.items()},
@@ -190,40 +152,30 @@ def add_totals(record: Record) -> None:
         record["difference"] = regret("trained", "base")
 
 
-def keep_models(record: Record, path: Path, names: Sequence[str] = MODELS) -> bool:
-    """Take over what `path` holds of the models `names`, sampled and greedy, if it is of the same windows, samples and
-    settings; returns whether it is. A file that is not there, or cannot be read, is of no measurement."""
+def keep_base(record: Record, earlier: Record) -> None:
+    """Take over what an earlier record holds of the base model, sampled and greedy, if it is of the same windows,
+    samples and settings."""
 
     def how(measured: Record) -> list[object]:
-        settings = [measured.get(key) for key in ("start_kwh", "samples", "vote", "exact", "safe_action", "sampling")]
-        inputs = ("name", "hours", "load_kw", "co2_kg_per_kwh")
-        return settings + [window[key] for window in measured["windows"] for key in inputs]
+        inputs = [[window.get(key) for key in ("name", "load_kw", "co2_kg_per_kwh")] for window in measured["windows"]]
+        return [measured.get(key) for key in ("samples", "exact", "sampling")] + inputs
 
-    try:
-        earlier = json.loads(path.read_text(encoding="utf-8"))
-        if how(record) != how(earlier):
-            return False
+    if how(record) == how(earlier):
         for entry, old in zip(record["windows"], earlier["windows"], strict=True):
-            kept = [name for model in names for name in (model, model + GREEDY) if name in old["policies"]]
+            kept = {"base", "base" + GREEDY} & old["policies"].keys()
             entry["policies"] |= {name: old["policies"][name] for name in kept}
         add_totals(record)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
-    return True
 
 
 def run_model(plan: ClosedLoopPlan, record: Record, name: str, ask: loop.Ask) -> None:
-    """Let a model run through the windows and put it into the record as `name`, one of ASKED. With `vote`, `samples`
-    answers decide each hour; without, every window is run `samples` times, all of them side by side; a greedy one
-    once."""
-    votes, passes = (record["samples"], 1) if plan.vote else (1, record["samples"])
-    if name.endswith(GREEDY):
-        votes = passes = 1
+    """Let a model run through the windows and put it into the record as `name`, one of ASKED: `samples` times, all of
+    them side by side, a greedy one once."""
+    passes = 1 if name.endswith(GREEDY) else record["samples"]
     unparsed = np.zeros(len(plan.windows) * passes, int)
-    policy = loop.model_policy(ask, plan.render, votes, unparsed)
+    policy = loop.model_policy(ask, plan.render, unparsed)
     with Phase("greedy" if name.endswith(GREEDY) else "", first_s=ROWS_S):
-        trace = loop.closed_loop(plan.windows * passes, Plant(), policy, plan.start_kwh, plan.decisions)
-    add_policy(record, name, plan.windows, trace, unparsed, votes * trace.actions.size)
+        trace = loop.closed_loop(plan.windows * passes, policy)
+    add_policy(record, name, plan.windows, trace, unparsed, trace.actions.size)
 
 
 def run_exact(
@@ -245,18 +197,8 @@ def run_exact(
         return probabilities([plan.render(state) for state in states], False)
 
     with Phase("greedy", first_s=ROWS_S):
-        trace = loop.closed_loop(windows, Plant(), likeliest, plan.start_kwh, plan.decisions)
-    expected = loop.expected_loop(windows, Plant(), chances, plan.start_kwh, plan.decisions)
-    sums = loop.expected_outcome(expected, windows, plan.start_kwh, plan.decisions)
+        trace = loop.closed_loop(windows, likeliest)
+    expected = loop.expected_loop(windows, chances)
+    sums = loop.expected_outcome(expected, windows)
     add_policy(record, name, windows, trace, expected.unparsed * samples, trace.actions.size * samples, sums)
-    for entry, dropped in zip(record["windows"], expected.dropped.tolist(), strict=True):
-        entry["policies"][name]["dropped"] = tidy(dropped)
     add_policy(record, name + GREEDY, windows, trace, unread, trace.actions.size)
-
-
-def shown_path(path: Path) -> str:
-    """A path for the record: relative to the project or the current folder where it lies inside."""
-    for base in (ROOT, Path.cwd()):
-        if path.resolve().is_relative_to(base):
-            return path.resolve().relative_to(base).as_posix()
-    return path.name

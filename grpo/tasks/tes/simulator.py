@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import math
@@ -13,17 +12,16 @@ from pathlib import Path
 
 from grpo.data.files import Row, find_files, read_rows
 from grpo.data.prompts import open_answer, render
-from grpo.settings import Problems, Settings, number
+from grpo.settings import Problems, Settings
 from grpo.tasks.figure_text import aligned, judged, part, spread
 from grpo.tasks.figure_text import number as finite
 from grpo.tasks.simulator import GREEDY, Record, ReportSection, Responder, Simulator
 from grpo.tasks.tes import record as tes_record
-from grpo.tasks.tes.plant import DECISION_DAYS, START_KWH, Plant
+from grpo.tasks.tes.closed_loop import DECISIONS, PLANT
 from grpo.tasks.tes.profiles import ProfileError
 from grpo.tasks.tes.prompts import prompt_kind, renderer
 from grpo.tasks.tes.record import Case, ClosedLoopPlan
 
-HOURS = 24 * DECISION_DAYS
 PROFILE = "data/profile_heldout.csv"  # of the demo's held-out rows
 FULL_IS_SAMPLED = "full prompts are too long and too many to ask all that can happen"
 MODELS = ("base", "trained", "base_greedy", "trained_greedy", "optimum")  # the others are fixed rules
@@ -54,56 +52,41 @@ def why_not(settings: Settings, kind: str | None, use_vllm: bool, is_chosen: boo
     return ""
 
 
-def why_sampled(settings: Settings, kind: str | None, vote: bool = False) -> str:
+def why_sampled(settings: Settings, kind: str | None) -> str:
     """Why the model's answers are sampled, with prompts of this kind; empty where all of them can be asked. With
     DIRECT_ANSWERS the probabilities of all answers to a prompt take one pass over it."""
-    if kind == "full" and not settings.DIRECT_ANSWERS:
-        return FULL_IS_SAMPLED
-    return "answers vote" if vote else ""
-
-
-# What scripts/evaluate.py may change, and a run leaves as it is.
-DEFAULTS = argparse.Namespace(
-    vote=False, hours_limit=HOURS, start_kwh=START_KWH, prompt="auto", co2_column=None, load_column=None
-)
+    return FULL_IS_SAMPLED if kind == "full" and not settings.DIRECT_ANSWERS else ""
 
 
 def make_plan(
-    settings: Settings,
-    files: Mapping[Path, str],
-    prompt: str,
-    template: str | None,
-    problems: Problems,
-    options: argparse.Namespace = DEFAULTS,
+    settings: Settings, files: Sequence[Path], where: str, prompt: str, template: str | None, problems: Problems
 ) -> ClosedLoopPlan:
-    """The closed loop over the windows of profiles, `files` by the setting or option that names them; what is wrong
+    """The closed loop over the windows of profiles, `files`, which the setting or option `where` names; what is wrong
     with them is added to `problems`. It does not run without a window."""
     cases: list[Case] = []
-    for path, name in files.items():
+    for path in files:
         try:
-            cases += tes_record.read_cases(path, options.co2_column, options.load_column)
+            cases += tes_record.read_cases(path)
         except ProfileError as error:
-            problems += [f"{name}: {line}" for line in error.problems]
+            problems += [f"{where}: {line}" for line in error.problems]
     if prompt == "compact" and template is None:
         fix = "Add chat_template.jinja, or take full prompts"
         problems.add(f"MODEL_ID={settings.MODEL_ID}", "it has no chat template", fix)
     effort, date = settings.REASONING_EFFORT, settings.PROMPT_DATE
     shown = renderer(prompt, lambda turns: render(template or "", tuple(turns), effort, date))
-    plan = ClosedLoopPlan(
+    profiles = tuple(path.name for path in files)
+    return ClosedLoopPlan(
+        reason=f"{len(cases)} windows of {', '.join(profiles)}, {DECISIONS} decisions one after the other",
         runs=bool(cases),
         is_mentioned=True,
-        why_sampled=why_sampled(settings, prompt, options.vote),
+        why_sampled=why_sampled(settings, prompt),
+        rollouts=DECISIONS,
         episodes=tuple(case.name for case in cases),
         prompt=prompt,
-        profiles=tuple(map(tes_record.shown_path, files)),
+        profiles=profiles,
         cases=tuple(cases),
         render=(lambda state: open_answer(shown(state))) if settings.DIRECT_ANSWERS else shown,
-        start_kwh=options.start_kwh,
-        hours=options.hours_limit,
-        vote=options.vote,
     )
-    reason = f"{len(cases)} windows of {', '.join(plan.profiles)}, {plan.decisions} decisions one after the other"
-    return dataclasses.replace(plan, rollouts=plan.decisions, reason=reason)
 
 
 def recorded_prompt(settings: Settings) -> tuple[str, str]:
@@ -132,44 +115,28 @@ class ClosedLoop(Simulator):
         if reason := why_not(settings, kind, use_vllm, is_chosen):
             is_mentioned = bool(kind or settings.EVAL_PROFILE)
             return ClosedLoopPlan(reason, is_mentioned=is_mentioned, why_sampled=why_sampled(settings, kind))
-        files = dict.fromkeys(find_files("EVAL_PROFILE", settings.EVAL_PROFILE or "", problems), "EVAL_PROFILE")
-        plan = make_plan(settings, files, kind or "", template, problems)
+        files = find_files("EVAL_PROFILE", settings.EVAL_PROFILE or "", problems)
+        plan = make_plan(settings, files, "EVAL_PROFILE", kind or "", template, problems)
         reason = f"the held-out prompts are the plant's ({kind}); {plan.reason}"
         return dataclasses.replace(plan, reason=reason)
 
     def plan_by_hand(
-        self, options: argparse.Namespace, settings: Settings, template: str | None, problems: Problems
+        self, profiles: Sequence[str], settings: Settings, template: str | None, problems: Problems
     ) -> ClosedLoopPlan:
-        if options.vote and settings.EVAL_SAMPLES < 2:
-            problems.add("--vote", "it needs --samples of 2 or more", "There is nothing to count else")
-        paths = []
-        for name in options.profile or [PROFILE]:  # a name with a comma is one file here, not two as in a setting
-            paths += [Path(name)] if Path(name).is_file() else find_files("--profile", name, problems)
-        kind, reason = recorded_prompt(settings) if options.prompt == "auto" else (options.prompt, "set by --prompt")
-        plan = make_plan(settings, dict.fromkeys(paths, "--profile"), kind, template, problems, options)
+        files = find_files("--profile", ",".join(profiles or [PROFILE]), problems)
+        kind, reason = recorded_prompt(settings)
+        plan = make_plan(settings, files, "--profile", kind, template, problems)
         return dataclasses.replace(plan, reason=f"{kind} prompts ({reason}), {plan.reason}")
-
-    def add_options(self, parser: argparse._ActionsContainer) -> None:
-        energy, hours = number(0, Plant().capacity_kwh), number(9, HOURS, int)
-        parser.add_argument("--vote", action="store_true", help="the majority of N answers decides each hour")
-        text = "only the first H hours of each window (default %(default)s)"
-        parser.add_argument("--hours-limit", type=hours, default=HOURS, metavar="H", help=text)
-        text = "stored at the start (default %(default)g)"
-        parser.add_argument("--start-kwh", type=energy, default=START_KWH, metavar="E", help=text)
-        text = "auto: as the held-out rows of the run (default %(default)s)"
-        parser.add_argument("--prompt", choices=("auto", "full", "compact"), default="auto", help=text)
-        parser.add_argument("--co2-column", metavar="NAME", help="CO2 intensity [kg/kWh], where names do not tell")
-        parser.add_argument("--load-column", metavar="NAME", help="cooling load [kW], where names do not tell")
 
     def new_record(self, plan: ClosedLoopPlan, settings: Settings, samples: int, exact: bool) -> Record:
         return tes_record.new_record(plan, settings, samples, exact)
 
-    def keep_models(self, record: Record, path: Path, names: Sequence[str] = ("base", "trained")) -> bool:
-        return tes_record.keep_models(record, path, names)
+    def keep_base(self, record: Record, earlier: Record) -> None:
+        tes_record.keep_base(record, earlier)
 
     def run(self, plan: ClosedLoopPlan, record: Record, name: str, responder: Responder, greedy: bool = True) -> None:
         if record["exact"]:
-            probabilities = functools.partial(responder.probabilities, actions=len(Plant().ratios))
+            probabilities = functools.partial(responder.probabilities, actions=len(PLANT.ratios))
             tes_record.run_exact(plan, record, name, probabilities)
             return
         for is_greedy in (False, True) if greedy else (False,):
@@ -205,11 +172,8 @@ class ClosedLoop(Simulator):
         )
 
     def table(self, record: Record) -> str:
-        count, hours = len(record["windows"]), record["windows"][0]["hours"]
-        samples = record["samples"]
-        how = f"the majority of {samples} answers" if record["vote"] else f"{samples} passes"
-        how = "exact" if record["exact"] else how
-        lines = [f"Closed loop, {count} windows of {hours} hours from {record['start_kwh']:g} kWh, {how}"]
+        how = "exact" if record["exact"] else f"{record['samples']} passes"
+        lines = [f"Closed loop, {len(record['windows'])} windows of three days, {how}"]
         lines += aligned([HEADER, *policy_rows(record)])
         if "difference" in record:
             change = spread(record["difference"], "regret_percent", "+.1f", "95% interval ")
@@ -229,11 +193,10 @@ class ClosedLoop(Simulator):
             moved = spread(change, "regret_percent", "+,.1f", "95% interval ")
             verdict = (
                 f"At the plant regret went from {regret[0]:,.1f}% to {regret[1]:,.1f}%, by {moved} points: {better}. "
-                f"Load left unserved: {unserved[0]:,.1f} kWh before, {unserved[1]:,.1f} after"
+                f"Load left unserved: {unserved[0]:,.1f} kWh before, {unserved[1]:,.1f} after, "
+                f"{unserved_text(trained, len(record['windows']))}."
             )
-            if "unserved_windows" in trained:
-                verdict += f", {unserved_text(trained, len(record['windows']))}"
-            verdict += f". {RARE_LOSSES}" if hides_losses(base) or hides_losses(trained) else "."
+            verdict += f" {RARE_LOSSES}" if hides_losses(base) or hides_losses(trained) else ""
         is_marked = any(map(hides_losses, part(record, "totals").values()))
         note = f"{NOTE} * {RARE_LOSSES}" if is_marked else NOTE
         return ReportSection(verdict, "Closed loop at the plant", HEADER, policy_rows(record), note)
@@ -261,9 +224,8 @@ def policy_rows(record: Record) -> list[list[str]]:
         co2, cycled, unserved = (f"{finite(policy.get(key)):,.1f}" for key in keys)
         regret = spread(policy, "regret_percent", ",.1f") + (" *" if hides_losses(policy) else "")
         answers = f"{policy['unparsed']:.0f} of {policy['answers']}" if policy.get("answers") else ""
-        row = [name.replace("_", " "), co2, cycled, regret, answers, unserved]
-        if "unserved_windows" in policy:  # An earlier version did not count them.
-            row.append(f"{policy['unserved_windows']} of {len(record['windows'])}")
+        windows = f"{policy['unserved_windows']} of {len(record['windows'])}"
+        row = [name.replace("_", " "), co2, cycled, regret, answers, unserved, windows]
         if policy.get("worst_window"):
             row.append(f"{policy['worst_window']} ({policy['worst_unserved_kwh']:,.1f})")
         rows.append(row)
