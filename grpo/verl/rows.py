@@ -39,10 +39,7 @@ class VerlInput:
 
 def as_messages(rows: Sequence[Row], problems: Problems) -> list[Row]:
     """The rows with their last message as the prompt that reward functions get. A rendered prompt is a problem."""
-    reason, fix = (
-        "the prompt is rendered, and verl renders every prompt itself",
-        "Give `user` and `system`, or messages",
-    )
+    reason, fix = "it is rendered, and verl renders every prompt itself", "Give `user` and `system`, or messages"
     for row in [row for row in rows if row.messages[0][0] == "rendered"][:SHOWN]:
         problems.add(f"{row.file}, row {row.number}", reason, fix)
     return [dataclasses.replace(row, prompt=row.messages[-1][1]) for row in rows]
