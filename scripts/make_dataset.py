@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulates a thermal energy storage (TES) plant and writes the CSVs that the trainer reads.
 
-    python scripts/make_dataset.py                      # data/*.csv from seeded synthetic weather, and gsm8k_*.jsonl
-    python scripts/make_dataset.py --check              # compare byte for byte with data/ (exit code 1: they differ)
-    python scripts/make_dataset.py --summary            # reward of random, best constant and oracle, for each CSV
-    python scripts/make_dataset.py --profile my.csv [more.csv ...] --out DIR      # the same from your own hourly data
+    python scripts/make_dataset.py                      # write data/*.csv from seeded synthetic weather, and
+    gsm8k_*.jsonl python scripts/make_dataset.py --check              # regenerate, compare byte for byte with data/
+    (exit 1: differs) python scripts/make_dataset.py --summary            # reward of random, best constant and oracle,
+    for each CSV python scripts/make_dataset.py --profile my.csv [more.csv ...] --out DIR      # the same from your own
+    hourly data options: --prompt full|compact|both  --seed N  --co2-column NAME  --load-column NAME --start-kwh E
+    --explore P  --trajectories N  --short-share S  --vary F
 
 A row is one decision of the plant: the prompt, the exact value `q_action_k` of each of the four actions in that state,
 and the reward `reward_action_k`, the Boltzmann softmax of the four values. docs/plant.md explains all of it.
