@@ -12,12 +12,12 @@
 M is the folder of a checkpoint (docs/models.md, "Full"), D training CSVs.
 
 `rollout` runs three steps of 12 prompts x 8 completions x 512 tokens through the entry point, or what the settings say
-instead, and records their time and memory, the mismatch check, and whether every weight is what it was, and what the
-checkpoint says. Exit code 1 if a weight is not, or a variant fails. It takes `--set NAME=VALUE` for any setting,
-`--free-gib` to occupy the rest of the GPU, `--tokens` for shorter completions than MAX_COMPLETION_LEN (whose memory is
-planned nevertheless), `--kernels older-cards` for what vLLM takes on such cards, and
-`--variant NAME[@GIB] [NAME=VALUE ...]` for several runs in one JSON, each in a process of its own. The JSON is written
-after each; `--resume` leaves out what has ended with this commit and these options.
+instead, and records their time and memory, the mismatch check, and whether every weight is what it was. Exit code 1 if
+one is not, or a variant fails. It takes `--set NAME=VALUE` for any setting, `--free-gib` to occupy the rest of the GPU,
+`--tokens` for shorter completions than MAX_COMPLETION_LEN (whose memory is planned nevertheless), `--kernels
+older-cards` for what vLLM takes on such cards, and `--variant NAME[@GIB] [NAME=VALUE ...]` for several runs in one
+JSON, each in a process of its own. The JSON is written after each; `--resume` leaves out what has ended with this
+commit and these options.
 
 `many` starts train_grpo.py by torchrun on 1, 2, ... GPUs: three steps with the same work for each (weak scaling), and
 with the same work in all, of 96 and of 384 completions (strong scaling).

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import Counter
 
 import pytest
 import torch
 from ranked import in_ranks
-from test_expected_reward import INVALID, LOSSES, REWARDS, apart, rows_with
+from test_expected_reward import LOSSES, REWARDS, apart, rows_with
 from trainers import make, plain_float32, uniform
 
 from grpo.data.prompts import open_answer
@@ -250,13 +249,3 @@ def test_two_processes_learn_what_one_does(tiny, tmp_path, scale_rewards):
     first, second = in_ranks(2, learned, tiny, tmp_path / "2", scale_rewards)
     assert first == second and torch.tensor(alone).norm() > 1e-3
     assert apart(torch.tensor(first), torch.tensor(alone)) < 1e-3
-
-
-def test_the_reward_of_an_unreadable_token_is_that_of_the_checks(tiny, tmp_path):
-    trainer = direct_trainer(tiny, tmp_path, (REWARDS, (0.3, 0.1, 0.2)))
-    step_gradient(trainer)
-    answers = trainer.step_rewards
-    assert answers.column.tolist() == [0, 0] and not answers.others.any() and not answers.surplus.any()
-    assert answers.base.tolist() == pytest.approx([INVALID, 0.1 - 0.02])
-    assert answers.gains[0].tolist() == pytest.approx([reward - INVALID for reward in REWARDS])
-    assert math.isclose(answers.gains[1, 3].item(), 0)
