@@ -5,25 +5,19 @@
     python scripts/bench.py rollout --model M --data D --out rollout.json
     python scripts/bench.py rollout --model M --data D --out small.json --free-gib 22 --set EXPERTS=shared
     python scripts/bench.py rollout --model M --data D --out o.json --variant a LORA_R=8 --variant b@22 EXPERTS=paged
-    python scripts/bench.py step --model M --data D --out step.json --trl
     python scripts/bench.py many --model M --data D --out many.json --gpus 1 2
     python scripts/bench.py faults --model M --data D --out faults.json
     python scripts/bench.py demo --out docs/results/demo-cpu.json --figure docs/demo.png
-    python scripts/bench.py curves --out docs/results/curves-cpu.json
 
 M is the folder of a checkpoint (docs/models.md, "Full"), D training CSVs.
 
 `rollout` runs three steps of 12 prompts x 8 completions x 512 tokens through the entry point, or what the settings say
-instead, and records their time and memory, the mismatch check, and whether every weight is what it was, and what the
-checkpoint says. Exit code 1 if a weight is not, or a variant fails.
-
-`step` does the same with MAX_COMPLETION_LEN=4000, of which completions take 512 tokens, and measures learning alone;
-with `--trl` also by TRL's padded path on the same rollouts, where EXPERTS=bf16.
-
-Both take `--set NAME=VALUE` for any setting, `--free-gib` to occupy the rest of the GPU, `--kernels older-cards` for
-what vLLM takes on such cards, and `--variant NAME[@GIB] [NAME=VALUE ...]` for several runs in one JSON, each in a
-process of its own. The JSON is written after each; `--resume` leaves out what has ended with this commit and these
-options.
+instead, and records their time and memory, the mismatch check, and whether every weight is what it was. Exit code 1 if
+one is not, or a variant fails. It takes `--set NAME=VALUE` for any setting, `--free-gib` to occupy the rest of the GPU,
+`--tokens` for shorter completions than MAX_COMPLETION_LEN (whose memory is planned nevertheless), `--kernels
+older-cards` for what vLLM takes on such cards, and `--variant NAME[@GIB] [NAME=VALUE ...]` for several runs in one
+JSON, each in a process of its own. The JSON is written after each; `--resume` leaves out what has ended with this
+commit and these options.
 
 `many` starts train_grpo.py by torchrun on 1, 2, ... GPUs: three steps with the same work for each (weak scaling), and
 with the same work in all, of 96 and of 384 completions (strong scaling).
@@ -31,11 +25,6 @@ with the same work in all, of 96 and of 384 completions (strong scaling).
 `demo` runs train_grpo.py on the tiny model for ten seeds and lets the last and the best adapter control the plant
 through three sets of windows that chose neither. Exit code 1 unless the best ones are below the rule charge_when_clean
 on all seeds and sets.
-
-`curves` trains the tiny model by this trainer and by plain TRL's with the same prompts and random numbers, seed by
-seed, and compares the exact held-out reward. Exit code 1 unless the 95% interval of the difference lies within 0.01.
-With `--set MODEL_ID=OUT/model` and the other settings of a proof (docs/proof.md) it does so on a GPU, this trainer
-beside vLLM.
 
 `faults` runs the entry point once as it is and once with kills, a full GPU and a dying engine in each phase of a step,
 started again after each (docs/reliability.md, "On a GPU"). Exit code 1 if a start does not end as it should, or a step
@@ -53,7 +42,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train_grpo
-from grpo.settings import FIELDS, assignment, fold, load_settings
+from grpo.settings import FIELDS, assignment, fold
 
 RUN = "OUTPUT_DIR of the runs; deleted first (default %(default)s)"
 
@@ -76,58 +65,42 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=fold(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     rollout = add_command(commands, "rollout", "a run's time, memory and weights, at any settings", True)
-    step = add_command(commands, "step", "the learner, alone and beside TRL's padded path", True)
-    step.add_argument("--trl", action="store_true", help="measure TRL's padded path as well")
-    for command in (rollout, step):
-        command.add_argument("--free-gib", type=float, help="GiB of the GPU that the run gets (default: all)")
-        command.add_argument("--kernels", choices=("own", "older-cards"), default="own", help="of vLLM's attention")
-        tokens = 512 if command is step else None
-        command.add_argument("--tokens", type=int, default=tokens, help="vLLM's completions end after so many")
-        command.add_argument(
-            "--variant", nargs="+", action="append", metavar="WORD", help="NAME[@GIB] [NAME=VALUE ...]"
-        )
+    rollout.add_argument("--free-gib", type=float, help="GiB of the GPU that the run gets (default: all)")
+    rollout.add_argument("--kernels", choices=("own", "older-cards"), default="own", help="of vLLM's attention")
+    rollout.add_argument("--tokens", type=int, help="vLLM's completions end after so many")
+    rollout.add_argument("--variant", nargs="+", action="append", metavar="WORD", help="NAME[@GIB] [NAME=VALUE ...]")
     many = add_command(commands, "many", "the same step on 1, 2, ... GPUs", True)
     many.add_argument("--gpus", nargs="+", type=int, default=[1, 2], help="numbers of GPUs (default 1 2)")
     many.add_argument("--prompts", type=int, default=12, help="of one GPU (default %(default)s)")
     demo = add_command(commands, "demo", "the demo on ten seeds, on the CPU", False)
     demo.add_argument("--figure", help="PNG to write (default: none)")
     demo.add_argument("--seeds", type=int, default=10, help="1 to this one (default %(default)s)")
-    curves = add_command(commands, "curves", "learning curves beside plain TRL's", False)
-    curves.add_argument("--seeds", type=int, default=20, help="1 to this one (default %(default)s)")
-    curves.add_argument("--steps", type=int, default=150, help="TOTAL_STEPS (default %(default)s)")
-    curves.add_argument("--trl-parts", type=int, default=1, help="micro-batches of a step in plain TRL's learning")
-    for command in (demo, curves):
-        command.add_argument("--jobs", type=int, default=2, help="seeds side by side (default %(default)s)")
+    demo.add_argument("--jobs", type=int, default=2, help="seeds side by side (default %(default)s)")
     faults = add_command(commands, "faults", "kills, full memory and a dying engine in each phase of a step", True)
     faults.add_argument("--faults", nargs="+", metavar="HOW:PHASE", help="these only, in this order")
-    for command in (rollout, step, many, curves):
+    for command in (rollout, many):
         command.add_argument("--resume", action="store_true", help="leave out what has ended, with these options")
     options = parser.parse_args()
-    if options.command in ("rollout", "step"):
-        options.variants = variants_of(parser, options)
-    if unknown := [name for name, _ in options.set if name not in FIELDS]:
-        parser.error(f"--set: {', '.join(unknown)}: no setting has this name (docs/settings.md)")
+    names = [name for name, _ in options.set]
+    if options.command == "rollout":
+        options.variants = variants_of(options)
+        names += [name for variant in options.variants for name in variant.settings]
+        if len({variant.name for variant in options.variants}) < len(options.variants):
+            parser.error("--variant: each needs a name of its own")
+    if unknown := [name for name in names if name not in FIELDS]:
+        parser.error(f"{', '.join(unknown)}: no setting has this name (docs/settings.md)")
     return options
 
 
-def variants_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list:
+def variants_of(options: argparse.Namespace) -> list:
     """The variants that the options name; a single one, `run`, if they name none."""
     from grpo.measure.variants import Variant  # late: --help needs no torch
 
-    common, variants = dict(options.set), []
+    variants = []
     for words in options.variant or [["run"]]:
         name, _, free = words[0].partition("@")
-        try:
-            settings = common | dict(map(assignment, words[1:]))
-            variant = Variant(name, settings, float(free) if free else options.free_gib)
-        except (argparse.ArgumentTypeError, ValueError) as error:
-            parser.error(f"--variant {words[0]}: {error}")
-        problems = [f"no setting has the name {name}" for name in settings if name not in FIELDS]
-        if problems := problems + list(load_settings(settings)[2]):
-            parser.error(f"--variant {variant.name}: {'; '.join(problems)}")
-        variants.append(variant)
-    if len({variant.name for variant in variants}) < len(variants):
-        parser.error("--variant: each needs a name of its own")
+        settings = dict(options.set) | dict(map(assignment, words[1:]))
+        variants.append(Variant(name, settings, float(free) if free else options.free_gib))
     return variants
 
 

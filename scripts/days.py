@@ -5,12 +5,10 @@
     python scripts/days.py profiles/                                  # holds out the last third
     python scripts/days.py profiles/ --heldout 2 --out runs/mine      # the last two by date
     python scripts/days.py profiles/ --heldout may.csv --model tiny   # on a CPU
-    python scripts/days.py profiles/ --heldout each --seeds 1 2 3     # each file, three seeds
-    TOTAL_STEPS=50 python scripts/days.py profiles/ --results mine.json --source URL
+    TOTAL_STEPS=50 python scripts/days.py profiles/                   # settings pass through
 
 A profile is a CSV with one row an hour: docs/plant.md, "Your own days". OUT gets data/ (training rows, held-out rows
-and held-out profiles) and run/, the OUTPUT_DIR of train_grpo.py; with several runs, a folder with both for each.
-Settings of the environment pass through, so the same command continues what was interrupted.
+and held-out profiles) and run/, the OUTPUT_DIR of train_grpo.py. The same command continues what was interrupted.
 
 Exit codes: 0 done, 2 the profiles cannot be used (every problem is named); those of train_grpo.py where it fails.
 """
@@ -33,13 +31,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add, model = parser.add_argument, os.environ.get("MODEL_ID") or Settings.MODEL_ID
     add("folder", metavar="FOLDER", type=Path, help="of hourly profiles")
     add("--files", default="*.csv", metavar="PATTERN", help="which of its files are profiles (default %(default)s)")
-    held = "files held out, or how many of the last ones, or each in turn"
-    add("--heldout", nargs="+", default=[], metavar="N|FILE|each", help=held)
-    add("--seeds", nargs="+", type=int, default=[], metavar="SEED", help="a run for each (default SEED's)")
+    add("--heldout", nargs="+", default=[], metavar="N|FILE", help="files held out, or how many of the last ones")
     add("--out", type=Path, default=Path("runs/days"), help="folder of data and run (default %(default)s)")
     add("--model", default=model, help="MODEL_ID; `tiny` reads compact prompts (default %(default)s)")
-    add("--results", type=Path, metavar="JSON", help="write the figures, with the SHA-256 of every profile")
-    add("--source", metavar="URL", help="where the profiles come from, for --results")
     return parser.parse_args(argv)
 
 

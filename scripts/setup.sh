@@ -5,15 +5,12 @@ set -euo pipefail
 PYTHON_VERSIONS="3.11 3.12 3.13"
 # PyPI's torch is the CUDA build. uv knows where PyTorch keeps the CPU one, so that no package host stands in this file.
 UV_VERSION=0.13.8
-# Free space asked for, in GB: the finished environment, and what pip keeps in its cache beside it.
-GPU_DISK_GB=14
-CPU_DISK_GB=4
 # torch in requirements.txt is built for CUDA 13, which needs at least this NVIDIA driver.
 MIN_DRIVER=580
 
 usage() {
     cat <<'HELP'
-Usage: bash scripts/setup.sh [--cpu | --gpu] [--recreate] [--dry-run]
+Usage: bash scripts/setup.sh [--cpu | --gpu] [--dry-run]
 
 Makes a Python environment in .venv and installs the packages of requirements.txt (GPU) or requirements-cpu.txt (CPU).
 With neither --cpu nor --gpu it takes the GPU set when nvidia-smi finds a GPU. A second run with nothing changed does
@@ -21,7 +18,6 @@ nothing.
 
   --cpu          install the CPU set
   --gpu          install the GPU set, also where no GPU is seen (to prepare an image, say)
-  --recreate     delete an environment that this script made before, and make a new one
   --dry-run      print the decisions and stop
   --help         print this text
 
@@ -31,8 +27,8 @@ Settings (environment variables):
   ALLOW_UNTESTED=1  go on beside an NVIDIA driver that is too old
 
 Exit codes: 0 done; 1 a package could not be installed; 2 wrong option, or a folder that this script will not touch;
-3 no fitting Python; 4 the system lacks something (driver, disk space, C library, compiler); 5 installed, but the check
-afterwards failed.
+3 no fitting Python; 4 the system lacks something (driver, C library, compiler); 5 installed, but the check afterwards
+failed.
 HELP
 }
 
@@ -44,14 +40,13 @@ die() {
 }
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-kind="" recreate=no dry_run=no
+kind="" dry_run=no
 for option in "$@"; do
     case "$option" in
         --cpu | --gpu)
             [ "${kind:-${option#--}}" = "${option#--}" ] || die 2 "--cpu and --gpu exclude each other"
             kind=${option#--} reason="$option was given"
             ;;
-        --recreate) recreate=yes ;;
         --dry-run) dry_run=yes ;;
         -h | --help) usage && exit 0 ;;
         *) usage >&2 && die 2 "unknown option '$option'" ;;
@@ -66,8 +61,8 @@ if [ -z "$kind" ]; then
     kind=cpu reason="nvidia-smi finds no GPU"
     [ -z "$gpu" ] || kind=gpu reason="nvidia-smi reports $gpu"
 fi
-requirements=requirements.txt need_gb=$GPU_DISK_GB
-[ "$kind" = gpu ] || requirements=requirements-cpu.txt need_gb=$CPU_DISK_GB
+requirements=requirements.txt
+[ "$kind" = gpu ] || requirements=requirements-cpu.txt
 say "set: $kind, from $requirements ($reason)"
 
 # The stamp is written last: an install that broke off has "incomplete" in it and is taken up again. Only a folder with
@@ -75,13 +70,13 @@ say "set: $kind, from $requirements ($reason)"
 venv=${VENV:-.venv} stamp=${VENV:-.venv}/.setup-stamp
 have=$(cat "$stamp" 2>/dev/null) || have=""
 want="$kind $(sha256sum "$requirements" | cut -d' ' -f1)"
-if [ "$recreate" = no ] && [ "$have" = "$want" ] && [ -x "$venv/bin/python" ]; then
+if [ "$have" = "$want" ] && [ -x "$venv/bin/python" ]; then
     say "$venv is up to date with $requirements: nothing to do"
     exit 0
 elif [ -z "$have" ] && [ -n "$(ls -A "$venv" 2>/dev/null)" ]; then
     die 2 "$venv exists and was not made by this script: name another folder with VENV=DIR, or delete it"
-elif [ -n "$have" ] && [ "${have%% *}" != "$kind" ] && [ "$recreate" = no ]; then
-    die 2 "$venv holds the ${have%% *} set, not $kind: take another folder (VENV=.venv-$kind), or add --recreate"
+elif [ -n "$have" ] && [ "${have%% *}" != "$kind" ]; then
+    die 2 "$venv holds the ${have%% *} set, not $kind: take another folder (VENV=.venv-$kind), or delete it"
 fi
 
 # --- which Python ------------------------------------------------------------------------------------------------------
@@ -91,9 +86,6 @@ python_version() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2
 candidates=(python3.12 python3 python3.13 python3.11)
 [ "$kind" = gpu ] || candidates=(python3 "${candidates[@]}")
 [ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
-# As $(uv python find 3.12) leaves it where there is none: another Python would be a surprise.
-[ -n "${PYTHON-unset}" ] ||
-    die 3 "PYTHON is set but empty: name a Python (uv python install 3.12 brings one), or unset it"
 python="" version=""
 for candidate in "${candidates[@]}"; do
     version=$(python_version "$candidate") || continue
@@ -104,8 +96,6 @@ done
   any other Linux:         pip install uv && uv python install 3.12
                            PYTHON=\"\$(uv python find 3.12)\" bash scripts/setup.sh"
 say "python: $(command -v "$python"), version $version"
-"$python" -c 'import ensurepip, venv' 2>/dev/null ||
-    die 3 "Python $version lacks venv or ensurepip: apt install python$version-venv (on Debian also: python3-venv)"
 
 # --- does the system fit? ----------------------------------------------------------------------------------------------
 if [ "$kind" = gpu ]; then
@@ -113,19 +103,10 @@ if [ "$kind" = gpu ]; then
     if [ -z "$gpu" ]; then
         warn "no GPU is seen: the set is installed, but whether it runs cannot be checked"
     elif ! [ "${driver%%.*}" -ge "$MIN_DRIVER" ] 2>/dev/null; then
-        # CUDA's forward-compatibility package puts a newer libcuda in front of an older driver; 13000 is CUDA 13.0.
-        cuda=$("$python" -c 'import ctypes
-version = ctypes.c_int()
-ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
-print(version.value)' 2>/dev/null) || cuda=0
         old="the NVIDIA driver is $driver; torch here is built for CUDA 13, which needs driver $MIN_DRIVER or newer"
-        if [ "$cuda" -ge 13000 ]; then
-            warn "$old. libcuda is of CUDA $((cuda / 1000)) (forward compatibility): untried here, so it goes on"
-        elif [ "${ALLOW_UNTESTED:-0}" = 1 ]; then
-            warn "$old. ALLOW_UNTESTED=1: it goes on"
-        else
+        [ "${ALLOW_UNTESTED:-0}" = 1 ] ||
             die 4 "$old. Take an image with a newer driver (docs/install.md#older-drivers has two other ways)"
-        fi
+        warn "$old. ALLOW_UNTESTED=1: it goes on"
     fi
     # With an older C library packages have no wheel: llguidance below 2.31 on x86_64, pynvvideocodec below 2.34 on aarch64.
     glibc=$(getconf GNU_LIBC_VERSION 2>/dev/null | cut -d' ' -f2) || glibc="0 (another C library)"
@@ -135,13 +116,6 @@ print(version.value)' 2>/dev/null) || cuda=0
     headers=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
     [ -f "$headers/Python.h" ] || die 4 "Python's headers are missing: apt install python$version-dev"
 fi
-place=$venv
-while [ ! -d "$place" ]; do place=$(dirname "$place"); done
-free_gb=$(($(df -Pk "$place" | awk 'NR == 2 { print $4 }') * 1024 / 1000000000))
-say "disk: $free_gb GB free at $(cd "$place" && pwd), $need_gb GB asked for (environment and package cache)"
-# An environment that is already half there needs less, so only a new one is refused.
-[ "$free_gb" -ge "$need_gb" ] || [ -n "$have" ] ||
-    die 4 "not enough disk space: free some, or name a folder on another disk with VENV=DIR"
 
 [ "$dry_run" = no ] || { say "--dry-run: stopping before anything is made" && exit 0; }
 
@@ -149,8 +123,8 @@ say "disk: $free_gb GB free at $(cd "$place" && pwd), $need_gb GB asked for (env
 vpython=$venv/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 [ -t 1 ] || export PIP_QUIET=1
-if [ -n "$have" ] && { [ "$recreate" = yes ] || [ "$(python_version "$vpython")" != "$version" ]; }; then
-    say "environment: the $venv that is there is deleted"
+if [ -n "$have" ] && [ "$(python_version "$vpython")" != "$version" ]; then
+    say "environment: the $venv that is there is of another Python and is deleted"
     rm -rf "$venv"
 fi
 say "environment: $venv"

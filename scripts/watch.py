@@ -1,9 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Follow a run in the terminal: step, time left, reward, parse rate, lengths, GPU, last warnings.
+"""Follow a run in the terminal: step, time left, reward, parse rate, lengths, GPU, last warnings and evaluations.
 
-    python scripts/watch.py runs/first            until it is complete; Ctrl-C ends watching
-    python scripts/watch.py runs/first --once     one picture
+    python scripts/watch.py runs/first     until it is complete; Ctrl-C ends watching
 
 It only reads files, so it can be started before the run, beside it or after it, on another machine that sees the
 folder. Whether a process still runs is known from the lock beside the folder, where the file system shares locks.
@@ -18,7 +17,6 @@ import fcntl
 import math
 import re
 import sys
-import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,14 +32,12 @@ from grpo.run.logs import RECENT, UNKNOWN, Pace
 from grpo.settings import fold
 from grpo.tasks.figure_text import number, part
 
-# A warning, an error or a critical message of training.log: `12:07:54 W train_grpo: ...`, or in the lines below it a
-# box (`banner_text`).
-WARNING = re.compile(r"^(\d\d:\d\d:\d\d [WEC] [^\n]*?: )(?:\n=+\n((?:\| .* \|\n)+)=+$|(.*)$)", re.MULTILINE)
-# A line of training.log about an evaluation; the task's simulator may say more in it than metrics.csv holds.
-MEASURED = re.compile(r"^\d\d:\d\d:\d\d I train_grpo: measured (.*)$", re.MULTILINE)
+# Lines of training.log with a warning, an error or a critical message (`12:07:54 W train_grpo: ...`), of the box below
+# one (`banner_text`), and about an evaluation.
+NEWS = re.compile(r"^(?:\d\d:\d\d:\d\d (?:[WEC] .*: .+|I train_grpo: measured .*)|\| .* \|)$", re.MULTILINE)
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # Such characters would act on the terminal.
-DONE, LABEL = "complete", " " * 12
-WARNINGS, LONGEST = 4, 300  # lines shown, characters of one
+DONE = "complete"
+SHOWN, LONGEST = 5, 300  # lines of NEWS, characters of one
 CLEAR = "\x1b[H\x1b[J"
 
 
@@ -54,18 +50,10 @@ def is_running(folder: Path) -> bool:
     return True
 
 
-def read_log(path: Path) -> str:
-    """The text of training.log; empty where it is not there yet."""
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-
-
-def read_warnings(path: Path) -> list[str]:
-    """The last warnings and errors of training.log, oldest first: the first line of each, or what stands in its box."""
-    matches = WARNING.findall(read_log(path))[-WARNINGS:]
-    lines = [
-        head + (" ".join(re.findall(r"^\| (.*?) +\|$", box, re.MULTILINE)) or first) for head, box, first in matches
-    ]
-    return [CONTROL.sub(" ", line[:LONGEST]) for line in lines]
+def read_news(path: Path) -> list[str]:
+    """The last warnings, errors and evaluations of training.log, oldest first; none where it is not there yet."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    return [CONTROL.sub(" ", line[:LONGEST]) for line in NEWS.findall(text)[-SHOWN:]]
 
 
 def status_of(folder: Path, settings: Mapping[str, Any], metrics: pandas.DataFrame) -> str:
@@ -88,9 +76,9 @@ def frame(folder: Path) -> tuple[list[str], bool]:
     be resumed or made again meanwhile."""
     settings = part(read_json(folder / "settings.json"), "settings")
     metrics = read_metrics(folder / "metrics.csv") if (folder / "metrics.csv").is_file() else pandas.DataFrame()
-    status, warnings = status_of(folder, settings, metrics), read_warnings(folder / "training.log")
+    status, news = status_of(folder, settings, metrics), read_news(folder / "training.log")
     if not len(metrics):
-        return [status, *warnings], status == DONE
+        return [status, *news], status == DONE
     last, recent = metrics.iloc[-1], metrics["reward"].tail(RECENT)
     lines = [
         f"step        {last['step']} of {settings.get('TOTAL_STEPS', '?')}, {status}",
@@ -101,22 +89,18 @@ def frame(folder: Path) -> tuple[list[str], bool]:
         lines.append(f"length      {last['tokens_mean']:,.0f} tokens, longest {last['tokens_max']:,.0f}")
     if not math.isnan(last["gpu_peak_gib"]):
         lines.append(f"GPU         {last['gpu_peak_gib']:.1f} GiB, busy {last['gpu_utilization']:.0f} % of the step")
-    if evaluations := MEASURED.findall(read_log(folder / "training.log")):
-        text = CONTROL.sub(" ", evaluations[-1][:LONGEST])
-        lines += textwrap.wrap(text, 100, initial_indent="measured".ljust(len(LABEL)), subsequent_indent=LABEL)
-    return [*lines, *warnings], status == DONE
+    return [*lines, *news], status == DONE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=fold(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="OUTPUT_DIR of a run; it may not be there yet")
-    parser.add_argument("--once", action="store_true", help="print one picture and exit")
     options = parser.parse_args(arguments)
     if options.run_dir.exists() and not options.run_dir.is_dir():
         print(f"watch: {options.run_dir} is not a folder. Name a run's OUTPUT_DIR", file=sys.stderr)
         return 2
     sys.stdout.reconfigure(errors="replace")  # an encoding without some character must not end the watching
-    is_once = options.once or not sys.stdout.isatty()
+    is_once = not sys.stdout.isatty()
     try:
         while True:
             lines, is_complete = frame(options.run_dir)

@@ -98,19 +98,8 @@ def gpu(driver):
     return {"nvidia-smi": f"echo 'NVIDIA H100 80GB HBM3, {driver}, 9.0'"}
 
 
-def stub_python(case):
-    """A Python that answers one call as `case` says and hands every other one to the real Python."""
-    return {"stub-python": f'case "$*" in {case} ;; esac; exec {sys.executable} "$@"'}
-
-
 OLD_DRIVER = "ERROR: the NVIDIA driver is 570.86.15"
 OLD_PYTHONS = dict.fromkeys(["python3", "python3.11", "python3.12", "python3.13"], "echo 3.8")
-FULL_DISK = {"df": "printf 'head\\nfs 9 9 1000000 9%% /\\n'"}
-
-
-def old_driver(libcuda):
-    """nvidia-smi of an old driver, and a Python whose question for libcuda's version is answered by `libcuda`."""
-    return gpu("570.86.15") | stub_python(f"*cuDriverGetVersion*) {libcuda}; exit")
 
 
 @pytest.mark.parametrize(
@@ -119,18 +108,14 @@ def old_driver(libcuda):
         (["--nonsense"], {}, {}, 2, "unknown option"),
         (["--cpu", "--gpu"], {}, {}, 2, "exclude each other"),
         (["--cpu"], {"PYTHON": None}, OLD_PYTHONS, 3, "apt install python3.12"),
-        (["--cpu"], {"PYTHON": ""}, {}, 3, "PYTHON is set but empty"),
-        (["--cpu"], {"PYTHON": "stub-python"}, stub_python("*ensurepip*) exit 1"), 3, f".{sys.version_info[1]}-venv"),
-        (["--cpu"], {}, FULL_DISK, 4, "not enough disk space"),
         ([], {}, {"nvidia-smi": "exit 9"}, None, "set: cpu, from requirements-cpu.txt"),
         ([], {}, gpu("580.10"), None, "set: gpu, from requirements.txt"),
-        ([], {"PYTHON": "stub-python", "ALLOW_UNTESTED": "0"}, old_driver("echo 12080"), 4, OLD_DRIVER),
-        ([], {"PYTHON": "stub-python"}, old_driver("echo 13000"), None, "forward compatibility"),
-        ([], {"PYTHON": "stub-python", "ALLOW_UNTESTED": "1"}, old_driver("exit 1"), None, "ALLOW_UNTESTED=1: it"),
+        ([], {"ALLOW_UNTESTED": "0"}, gpu("570.86.15"), 4, OLD_DRIVER),
+        ([], {"ALLOW_UNTESTED": "1"}, gpu("570.86.15"), None, "ALLOW_UNTESTED=1: it"),
     ],
 )
 def test_setup_decides_before_anything_is_made(setup, tmp_path, arguments, settings, commands, code, message):
-    """Without an expected code the rest depends on this machine (compiler, headers, disk)."""
+    """Without an expected code the rest depends on this machine (compiler, headers)."""
     done = setup(*arguments, "--dry-run", commands=commands, **settings)
     assert message in done.stdout + done.stderr and code in (None, done.returncode), done.stderr
     assert ("needs driver 580" in done.stderr) == ("570.86.15" in commands.get("nvidia-smi", ""))
@@ -144,8 +129,8 @@ def test_setup_leaves_foreign_folders_alone(setup, tmp_path):
     precious.write_text("kept")
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv/.setup-stamp").write_text("gpu 0123\n")
-    for extra, venv, message in ((["--recreate"], "mine", "not made by this"), ([], None, "--recreate")):
-        done = setup("--cpu", *extra, VENV=venv)
+    for venv, message in (("mine", "not made by this"), (None, "holds the gpu set")):
+        done = setup("--cpu", VENV=venv)
         assert done.returncode == 2 and message in done.stderr
     assert precious.read_text() == "kept"
 
@@ -186,6 +171,3 @@ def test_setup_looks_for_torchs_cpu_build_first(setup, tmp_path, fail, expected,
     with (tmp_path / "requirements-cpu.txt").open("a") as file:
         file.write("# changed\n")
     assert "nothing to do" not in setup("--cpu", "--dry-run", **settings).stdout
-    (tmp_path / ".venv/old").touch()
-    assert setup("--cpu", "--recreate", FAIL="", **settings).returncode == 0
-    assert not (tmp_path / ".venv/old").exists() and (tmp_path / ".venv/bin/python").exists()

@@ -16,7 +16,6 @@ from trl.kernels import ChunkedLogProbFunction
 
 from grpo.learn.context import RunContext
 from grpo.learn.expected_reward import StepRewards, expected_rewards, mean_and_scale, token_advantages
-from grpo.learn.sampling import importance_ratio
 from grpo.learn.together import gradients_of, sum_over_ranks
 from grpo.model.attention import KERNELS, hidden_states
 from grpo.model.load import evaluating
@@ -25,6 +24,16 @@ from grpo.phases import LINE_S, with_progress
 from grpo.plan.memory import HEAD_TILE, micro_batch_tokens
 
 Batch = dict[str, Tensor]  # The tensors that TRL makes of a step, or some rows of them.
+
+
+def importance_ratio(logps: Tensor, sampled: Tensor, mask: Tensor, mode: str, limit: float) -> Tensor:
+    """pi / mu for the policy's log-probs (B, C) and those with which the engine sampled (NaN: unknown, ratio 1), as TRL
+    computes it: truncated at `limit`, or 0 above it, by token (B, C) or by sequence (B, 1)."""
+    difference = ((logps - sampled) * mask).nan_to_num(nan=0.0)
+    if mode.startswith("sequence"):
+        difference = difference.sum(-1, keepdim=True)
+    ratio = difference.exp()
+    return ratio.clamp(max=limit) if mode.endswith("truncate") else ratio.masked_fill(ratio > limit, 0.0)
 
 
 class Learner(GRPOTrainer):

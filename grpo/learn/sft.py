@@ -12,7 +12,6 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from transformers import PreTrainedTokenizerBase
-from transformers.trainer_callback import PrinterCallback, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from grpo.model.expert_lora import experts_wrapped
@@ -29,16 +28,6 @@ from grpo.settings import Settings
 # SFTConfig knows these settings by the same names.
 SHARED = ("LEARNING_RATE", "WARMUP_STEPS", "WEIGHT_DECAY", "MAX_GRAD_NORM", "GRADIENT_CHECKPOINTING", "SEED")
 LINES = 10  # The training prints so many lines.
-
-
-class Printer(TrainerCallback):
-    """Prints loss and accuracy on the answers' tokens."""
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if logs and "loss" in logs:
-            share = logs.get("mean_token_accuracy", float("nan"))
-            text = f"loss {float(logs['loss']):.4f}, {float(share):.1%} of the answers' tokens right"
-            print(f"step {state.global_step} of {state.max_steps}: {text}", flush=True)
 
 
 def tokenized(
@@ -98,9 +87,7 @@ def learn_answers(resolved: ResolvedRun, answers: Sequence[str | None]) -> Path:
             train_dataset=Dataset.from_dict(tokenized(tokenizer, [row.prompt for row in resolved.rows], answers)),
             processing_class=tokenizer,
             peft_config=LoraConfig(**lora_options(s)),
-            callbacks=[Printer()],
         )
-    trainer.remove_callback(PrinterCallback)
     policy: PeftModel = trainer.accelerator.unwrap_model(trainer.model)
     if s.INIT_ADAPTER:
         load_adapter(policy, s.INIT_ADAPTER)

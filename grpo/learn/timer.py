@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,33 +18,6 @@ from grpo.run.ending import StopRequest
 SAMPLE_S = 0.5  # Seconds between two samples of the GPU's utilization.
 
 
-class UtilizationSampler:
-    """Reads every SAMPLE_S seconds, in a thread, the share of time in which the GPU computed anything."""
-
-    def __init__(self, read: Callable[[], float] | None = None):
-        """`read` returns the utilization right now, in percent; by default that of this process's GPU."""
-        self.read = read or functools.partial(torch.cuda.utilization, torch.cuda.current_device())
-        self.samples: list[float] = []
-        self.ended = threading.Event()
-
-    def start(self) -> None:
-        """Samples nothing where NVML cannot be read: its package comes with vLLM, and not every driver answers."""
-        with contextlib.suppress(Exception):
-            self.read()
-            threading.Thread(target=self.sample, daemon=True).start()
-
-    def sample(self) -> None:
-        """Reads the utilization every SAMPLE_S seconds, until the run has ended."""
-        while not self.ended.wait(SAMPLE_S):
-            with contextlib.suppress(Exception):
-                self.samples.append(self.read())
-
-    def mean(self) -> float | None:
-        """Mean of the samples since the last call, in percent; None where there are none."""
-        samples, self.samples = self.samples, []
-        return fmean(samples) if samples else None
-
-
 class StepTimerCallback(TrainerCallback):
     """Times each step and its parts, and ends training after a checkpoint when a signal asks the run to end.
 
@@ -57,8 +29,9 @@ class StepTimerCallback(TrainerCallback):
         self.parts = {"rollout": 0.0, "reward": 0.0}  # Seconds of this step.
         self.started = self.seconds = 0.0
         self.used_gib = 0.0  # The highest use of the GPU that was read in this step.
-        self.sampler: UtilizationSampler | None = None  # None without a GPU.
-        self.utilization: float | None = None  # The mean of the last step, in percent.
+        self.utilizations: list[float] = []  # Samples of this step, in percent.
+        self.utilization: float | None = None  # The mean of the last step, in percent; None without samples.
+        self.ended = threading.Event()
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -66,6 +39,13 @@ class StepTimerCallback(TrainerCallback):
         started = time.perf_counter()
         yield
         self.parts[name] += time.perf_counter() - started
+
+    def sample_utilization(self, device: int) -> None:
+        """Reads every SAMPLE_S seconds the share of time in which the GPU computed anything, until training has ended.
+        Reads nothing where NVML does not answer: its package comes with vLLM, and not every driver fits."""
+        with contextlib.suppress(Exception):
+            while not self.ended.wait(SAMPLE_S):
+                self.utilizations.append(torch.cuda.utilization(device))
 
     def figures(self) -> dict[str, float | None]:
         """Columns of metrics.csv: the times of the last step in seconds, the GPU's memory in GiB, its utilization."""
@@ -80,25 +60,23 @@ class StepTimerCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         state.save_steps = args.save_steps  # A resumed run may change it; the Trainer takes that of the checkpoint.
         if torch.cuda.is_available():
-            self.sampler = UtilizationSampler()
-            self.sampler.start()
+            device = torch.cuda.current_device()
+            threading.Thread(target=self.sample_utilization, args=[device], daemon=True).start()
 
     def on_train_end(self, args, state, control, **kwargs):
-        if self.sampler:
-            self.sampler.ended.set()
+        self.ended.set()
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.parts = dict.fromkeys(self.parts, 0.0)
         self.used_gib = 0.0
-        if self.sampler:
-            self.sampler.mean()  # Drops the samples between the steps, which are those of an evaluation.
+        self.utilizations = []  # Drops the samples between the steps, which are those of an evaluation.
         self.started = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.seconds = time.perf_counter() - self.started
-        self.utilization = self.sampler.mean() if self.sampler else None
+        self.utilization = fmean(self.utilizations) if self.utilizations else None
         # torch keeps the memory of learning until the engine wakes, so this reads its peak.
         self.used_gib = max(self.used_gib, gpu_used_gib())
         if signal := self.sync_signal(self.stop.signal, kwargs["model"]):

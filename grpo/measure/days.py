@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,15 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
-from grpo.measure import record
-from grpo.measure.record import Figure, figure
+from grpo.measure.record import SCRIPT
 from grpo.run.child import run_child
-from grpo.run.durable import file_sha256
-from grpo.settings import FIELDS
 from grpo.tasks.tes.dataset import SEED, SHORT_SHARE, profile_files, read_profiles
 from grpo.tasks.tes.profiles import Profile, ProfileError, to_csv, windows
 from grpo.tasks.tes.record import LEAST_WINDOWS
-from grpo.tasks.tes.simulator import SIMULATOR
 
 FEWEST_WINDOWS = 20  # to walk through, as in the demo's data: real ones, and varied ones where they are fewer
 VARY = 2.0  # largest factor of a varied day's load
@@ -39,7 +34,6 @@ class Split:
 
     train: dict[str, Profile]
     heldout: dict[str, Profile]
-    paths: dict[str, Path]
 
 
 def choose_heldout(ordered: Sequence[Path], heldout: Sequence[str], folder: Path) -> list[Path]:
@@ -66,13 +60,7 @@ def read_split(folder: Path, pattern: str, heldout: Sequence[str]) -> Split:
     paths = sorted(folder.glob(pattern))
     if not paths:
         raise ProfileError([f"{folder}: holds no profile ({pattern}); docs/plant.md says what one looks like"])
-    try:
-        profiles = read_profiles(paths)
-    except ProfileError as error:
-        advice = []
-        if any("header: 0 columns could be the datetime" in problem for problem in error.problems):
-            advice = ["--files PATTERN leaves out CSVs that are no profiles"]
-        raise ProfileError([*error.problems, *advice]) from None
+    profiles = read_profiles(paths)
     ordered = sorted(paths, key=lambda path: profiles[path.stem].dates)
     held = choose_heldout(ordered, heldout, folder)
     trained, problems = [path for path in ordered if path not in held], []
@@ -83,8 +71,7 @@ def read_split(folder: Path, pattern: str, heldout: Sequence[str]) -> Split:
             problems.append(f"{pair} both have {dates}; take it out of one")
     if problems:
         raise ProfileError(problems)
-    train, heldout_profiles = ({path.stem: profiles[path.stem] for path in side} for side in (trained, held))
-    return Split(train, heldout_profiles, {path.stem: path for path in ordered})
+    return Split(*({path.stem: profiles[path.stem] for path in side} for side in (trained, held)))
 
 
 def write_data(split: Split, out: Path, prompt: str) -> dict[str, str]:
@@ -119,59 +106,13 @@ def hours_csv(profile: Profile) -> str:
     return to_csv(("datetime", "co2_kg_per_kwh", "load_kw"), rows)
 
 
-def run_figures(run: Path, split: Split, suffix: str) -> list[Figure]:
-    """The windows of a split and the figures of its run, as far as that has them. `suffix` is put after the names."""
-    figures = [
-        figure(f"train_windows{suffix}", window_count(split.train), "windows", "of three days"),
-        figure(f"heldout_windows{suffix}", window_count(split.heldout), "windows", "of three days"),
-        figure(f"steps{suffix}", len(record.steps_of(run)), "steps"),
-    ]
-    return figures + record.outcome_figures(run, suffix=suffix)
-
-
-def read_splits(options: argparse.Namespace) -> list[Split]:
-    """The split that was asked for; with `--heldout each` one for each file, held out in turn. Raises ProfileError."""
-    each = options.heldout == ["each"]
-    first = read_split(options.folder, options.files, [] if each else options.heldout)
-    if not each:
-        return [first]
-    return [read_split(options.folder, options.files, [path.name]) for path in first.paths.values()]
-
-
-def file_records(split: Split, in_turn: bool) -> list[dict[str, str]]:
-    """The name of each profile, its SHA-256, and the set that it was in."""
-    records = []
-    for name, path in split.paths.items():
-        side = "heldout" if name in split.heldout else "train"
-        records.append({"name": path.name, "sha256": file_sha256(path), "set": "held out in turn" if in_turn else side})
-    return records
-
-
 def days(options: argparse.Namespace) -> int:
-    """Makes the data, runs train_grpo.py for each split and seed, prints the plant's tables, writes the figures;
-    returns the exit code of train_grpo.py. Raises ProfileError, OSError."""
-    figures, splits = [], read_splits(options)
-    own_settings = [f"{name}={os.environ[name]}" for name in FIELDS if name in os.environ]
-    for split, seed in itertools.product(splits, options.seeds or [None]):
-        suffix = f"/{next(iter(split.heldout))}" if len(splits) > 1 else ""
-        suffix += f"/seed{seed}" if seed is not None else ""
-        out = options.out / suffix[1:].replace("/", "-")  # With one run it is the folder itself.
-        settings = write_data(split, out / "data", "compact" if options.model == "tiny" else "full")
-        settings |= {"MODEL_ID": options.model, "OUTPUT_DIR": str(out / "run")}
-        settings |= {"SEED": str(seed)} if seed is not None else {}
-        held = window_count(split.heldout)
-        few = f" (fewer than {LEAST_WINDOWS}: no interval)" if held < LEAST_WINDOWS else ""
-        names = f"train on {', '.join(split.train)}; held out {', '.join(split.heldout)}"
-        print(f"{names}: {held} window(s){few}", flush=True)
-        if code := run_child([sys.executable, str(record.SCRIPT)], settings):
-            return code
-        plant = record.read_json(out / "run/closed_loop.json")
-        print(f"\n{SIMULATOR.table(plant)}" if plant else "\nthe closed loop was not run: training.log says why")
-        print(f"report: {out / 'run/report.html'}", flush=True)
-        figures += run_figures(out / "run", split, suffix)
-    if options.results:
-        more: record.Json = {"files": file_records(splits[0], len(splits) > 1)}
-        more |= {"source": options.source} if options.source else {}
-        words = [*map(record.without_folders, own_settings), record.this_command()]
-        record.write(options.results, figures, " ".join(words), more)
-    return 0
+    """Makes the data and runs train_grpo.py on it; returns its exit code. Raises ProfileError, OSError."""
+    split = read_split(options.folder, options.files, options.heldout)
+    settings = write_data(split, options.out / "data", "compact" if options.model == "tiny" else "full")
+    settings |= {"MODEL_ID": options.model, "OUTPUT_DIR": str(options.out / "run")}
+    held = window_count(split.heldout)
+    few = f" (fewer than {LEAST_WINDOWS}: no interval)" if held < LEAST_WINDOWS else ""
+    names = f"train on {', '.join(split.train)}; held out {', '.join(split.heldout)}"
+    print(f"{names}: {held} window(s){few}", flush=True)
+    return run_child([sys.executable, str(SCRIPT)], settings)

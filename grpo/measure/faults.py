@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import pandas
-import torch
 
 from grpo.learn import trainer as learner
 from grpo.learn.trainer import Trainer
@@ -26,7 +25,6 @@ from grpo.measure.record import BENCH, NOISE, SCRIPT, environment, figure, fresh
 from grpo.measure.variants import Function, intercept, occupy
 from grpo.rollout.engine import Engine
 from grpo.run.child import run_child
-from grpo.run.folder import last_checkpoint
 
 # Phase -> the function that is the phase, and the seconds into it at which a kill comes: before its end on an H200,
 # also with the mid-size model (wake 0.023 s, sleep 0.006 s).
@@ -44,11 +42,11 @@ FAULTS = (
     *(f"memory:{phase}" for phase in ("wake", "sync", "generate", "learn")),
     "dying:generate",
 )
-SAVE_EVERY, COMPLETIONS = 2, 16
+SAVE_EVERY = 2  # steps
 COMMON = f"""USE_VLLM=1 PARITY=off EVAL_SAMPLES=0 REWARDS=action,{NOISE} INVALID_REWARD=0 NUM_GENERATIONS=8
-    PROMPTS_PER_STEP={COMPLETIONS // 8} MAX_COMPLETION_LEN=128 SAVE_STEPS={SAVE_EVERY}"""
+    PROMPTS_PER_STEP=2 MAX_COMPLETION_LEN=128 SAVE_STEPS={SAVE_EVERY}"""
 CRITICAL = " C train_grpo: "  # in a line of training.log
-# Kind of fault -> exit codes that it may end with, and words that the run's last critical lines then hold.
+# Kind of fault -> exit codes that it may end with, and words that the run's critical lines then hold.
 EXPECTED = {"kill": ((128 + signal.SIGKILL,), ""), "memory": ((1, 4), "memory"), "dying": ((4,), "EngineCore died")}
 SPARE_GIB = 1 / 32  # that a full GPU has left
 
@@ -58,8 +56,7 @@ class Start(NamedTuple):
 
     code: int
     seconds: float
-    message: str  # its last critical lines, or its last line where there are none
-    checkpoint: str  # the run's last one, `-` if it has none
+    message: str  # its critical lines, or its last line where there are none
 
     def shows(self, fault: str) -> bool:
         """Whether it ended as `fault` makes a run end, and not of something else."""
@@ -67,41 +64,33 @@ class Start(NamedTuple):
         return self.code in codes and words in self.message
 
 
-class Fault:
-    """The fault `kind:phase:step`: it comes in the phase's first call after the learner has begun that step."""
+def faults_child(options: argparse.Namespace) -> int:
+    """The entry point with the fault `--child kind:phase:step`: it comes in the phase's first call after the learner
+    has begun that step."""
+    kind, phase, step = options.child.split(":")
+    owner, name, delay = PHASES[phase]
+    is_armed, ballast = False, []
 
-    def __init__(self, words: str):
-        self.kind, self.phase, step = words.split(":")
-        self.step, self.armed = int(step), False
-        self.ballast: torch.Tensor | None = None
-
-    def learn(self, learn: Function, trainer: Trainer, *arguments: Any) -> Any:
-        """Learns as `learn` does, and strikes there if the fault belongs to learning."""
-        self.armed |= trainer.state.global_step + 1 == self.step
-        if self.phase == "learn":
-            return self.strike(learn, trainer, *arguments)
+    def arm(learn: Function, trainer: Trainer, *arguments: Any) -> Any:
+        nonlocal is_armed
+        is_armed |= trainer.state.global_step + 1 == int(step)
         return learn(trainer, *arguments)
 
-    def strike(self, call: Function, *arguments: Any, **named: Any) -> Any:
-        """Calls the phase's function, with the fault in its first call once it is armed."""
-        if self.armed:
-            self.armed = False
-            if self.kind == "kill":
-                threading.Timer(PHASES[self.phase][2], os.kill, (os.getpid(), signal.SIGKILL)).start()
-            elif self.kind == "memory":
-                self.ballast = occupy(SPARE_GIB)
-            elif self.kind == "dying":
+    def strike(call: Function, *arguments: Any, **named: Any) -> Any:
+        nonlocal is_armed
+        if is_armed:
+            is_armed = False
+            if kind == "kill":
+                threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            elif kind == "memory":
+                ballast.append(occupy(SPARE_GIB))
+            else:
                 arguments[0].llm.generate = mock.Mock(side_effect=RuntimeError("EngineCore died"))
         return call(*arguments, **named)
 
-
-def faults_child(options: argparse.Namespace) -> int:
-    """The entry point with the fault `--child kind:phase:step`."""
-    fault = Fault(options.child)
     with ExitStack() as stack:
-        stack.enter_context(intercept(Trainer, "learn", fault.learn))
-        if fault.phase != "learn":
-            stack.enter_context(intercept(*PHASES[fault.phase][:2], fault.strike))
+        stack.enter_context(intercept(owner, name, strike))
+        stack.enter_context(intercept(Trainer, "learn", arm))  # Around `strike` where that is learning itself.
         return options.main([])
 
 
@@ -117,12 +106,10 @@ def start_run(options: argparse.Namespace, folder: Path, steps: int, fault: str 
     with log_path.open("a") as output:
         size_before = output.tell()
         code = run_child(command, settings, output)
-    lines = [line for line in log_path.read_bytes()[size_before:].decode(errors="replace").splitlines() if line.strip()]
-    messages = [line.partition(CRITICAL)[2] for line in lines if CRITICAL in line] or lines[-1:]
-    checkpoint = last_checkpoint(folder)[1]
-    name = checkpoint.name if checkpoint else "-"
-    start = Start(code, time.perf_counter() - started, " | ".join(messages)[:500], name)
-    print(f"{fault or 'no fault'}: exit code {code}, {name}, {start.seconds:.0f} s\n  {start.message}", flush=True)
+    lines = log_path.read_bytes()[size_before:].decode(errors="replace").splitlines()
+    message = " | ".join([line.partition(CRITICAL)[2] for line in lines if CRITICAL in line] or lines[-1:])
+    start = Start(code, time.perf_counter() - started, message)
+    print(f"{fault or 'no fault'}: exit code {code}, {start.seconds:.0f} s. {message}", flush=True)
     return start
 
 
@@ -133,7 +120,6 @@ def is_whole(folder: Path, uninterrupted: Path, steps: int) -> bool:
     expected = pandas.read_csv(uninterrupted / "completions.csv")
     return (
         metrics.step.tolist() == list(range(1, steps + 1))
-        and len(completions) == steps * COMPLETIONS
         and completions.prompt_id.tolist() == expected.prompt_id.tolist()
         and zipfile.ZipFile(folder.with_name(f"{folder.name}.zip")).testzip() is None
     )
@@ -142,36 +128,27 @@ def is_whole(folder: Path, uninterrupted: Path, steps: int) -> bool:
 def bench_faults(options: argparse.Namespace) -> int:
     """A run without a fault, and one that meets each fault of `--faults`, two steps apart, and is started again after
     each. Returns 1 if a fault went by unseen or a start ended of something else, the same command did not continue, a
-    step is missing or doubled, or a .tmp is left; 2 if a fault is unknown or the folder is another program's."""
+    step is missing or doubled, or a .tmp is left."""
     if options.child:
         return faults_child(options)
-    faults = options.faults or FAULTS
-    if unknown := [fault for fault in faults if fault not in FAULTS]:
-        print(f"no such fault: {', '.join(unknown)}. There are: {', '.join(FAULTS)}", file=sys.stderr)
-        return 2
-    try:
-        folder = fresh_folder(Path(options.run))
-    except FileExistsError as error:
-        print(error, file=sys.stderr)
-        return 2
-    steps, unseen = SAVE_EVERY * (len(faults) + 1), 0
+    folder, faults = fresh_folder(Path(options.run)), options.faults or FAULTS
+    steps = SAVE_EVERY * (len(faults) + 1)
     whole = start_run(options, folder / "whole", steps)
-    note = f"{steps} steps without a fault, exit code {whole.code}"
-    figures = [figure("whole_s", whole.seconds, "s", note)]
+    figures = [figure("whole_s", whole.seconds, "s", f"{steps} steps without a fault, exit code {whole.code}")]
+    all_seen = True
     for number, fault in enumerate(faults, 1):
         # In the step before a checkpoint, so that the next thing is that it is saved, or lost with the kill.
         start = start_run(options, folder / "faults", steps, f"{fault}:{SAVE_EVERY * number}")
-        unseen += not start.shows(fault)
-        note = f"exit code {start.code}, then at {start.checkpoint}: {start.message[:120]}"
+        all_seen &= start.shows(fault)
+        note = f"exit code {start.code}: {start.message[:120]}"
         figures.append(figure(fault.replace(":", "_at_"), int(start.shows(fault)), "seen", note))
     last = start_run(options, folder / "faults", steps)
-    whole_rows = is_whole(folder / "faults", folder / "whole", steps)
+    has_all_rows = is_whole(folder / "faults", folder / "whole", steps)
     stray = [path.name for path in folder.rglob("*.tmp")]
     figures += [
-        figure("faults", len(faults), "faults", "of one run, one after the other, each followed by the same command"),
         figure("completed", int(last.code == 0), "run", f"exit code {last.code} of the last start"),
-        figure("rows_whole", int(whole_rows), "run", "every step once, every completion, a sound zip"),
+        figure("rows_whole", int(has_all_rows), "run", "every step once, every completion, a sound zip"),
         figure("stray", len(stray), "files", ", ".join(stray) or "no .tmp is left"),
     ]
     write(Path(options.out), figures)
-    return int(bool(unseen or last.code or whole.code or not whole_rows or stray))
+    return int(not (all_seen and has_all_rows) or bool(last.code or whole.code or stray))

@@ -76,7 +76,7 @@ def run_many(options: argparse.Namespace, gpus: int, prompts: int) -> Json:
     """What three steps of so many prompts took on so many GPUs, with `--resume` perhaps in an earlier call; empty if
     the run failed."""
     child = f"{gpus}x{prompts}"
-    if options.resume and (values := read_result(options, child, only_done=True)):
+    if options.resume and (values := read_result(options, child)):
         return values
     defaults = {"USE_VLLM": int(torch.cuda.is_available()), "MAX_COMPLETION_LEN": 512, "PROMPTS_PER_STEP": prompts}
     settings = run_settings(options, defaults | dict(options.set))
@@ -94,7 +94,7 @@ def run_many(options: argparse.Namespace, gpus: int, prompts: int) -> Json:
     first_end = pandas.to_datetime(steps.time[0], utc=True).timestamp()
     values["startup_s"] = first_end - steps.step_s[0] - started
     values |= memory | read_json(sums_path(options))
-    write_result(options, child, values, done=True)
+    write_result(options, child, values)
     return values
 
 

@@ -164,7 +164,8 @@ def collect(options: argparse.Namespace, log: Log) -> int:
     evaluation, plant = read_json(run / "evaluation.json"), read_json(run / "closed_loop.json")
     if not {"before", "after"} <= evaluation.keys():
         raise ModelError(f"{run / 'evaluation.json'} has no result before and after: run --stage train first")
-    results, gain = record.outcome_figures(run), evaluation.get("difference", {}).get("reward_low", 0)
+    results = record.reward_figures(evaluation) + record.plant_figures(plant)
+    gain = evaluation.get("difference", {}).get("reward_low", 0)
     verdicts = {"held-out reward": gain > 0, "closed loop": False}
     if {"base", "trained"} <= plant.get("totals", {}).keys():
         saved, verdicts["closed loop"] = saved_figures(plant)

@@ -91,15 +91,11 @@ def machine_words(facts: Json) -> str:
     return f"{gpu}; {facts['cores']} cores {facts['arch']}"
 
 
-def without_folders(word: str) -> str:
-    """A word of a command as a shell takes it, with the last part only of an absolute path."""
-    return shlex.quote(re.sub(r"(^|=|,)/(?:[^/,]*/)*", r"\1", word))
-
-
 def this_command() -> str:
-    """The command that runs now, without the folders of this machine."""
+    """The command that runs now, with the last part only of an absolute path."""
     script = Path(sys.argv[0])
-    return " ".join(["python", f"{script.parent.name}/{script.name}", *map(without_folders, sys.argv[1:])])
+    words = [re.sub(r"(^|=|,)/(?:[^/,]*/)*", r"\1", word) for word in sys.argv[1:]]
+    return shlex.join(["python", f"{script.parent.name}/{script.name}", *words])
 
 
 def save(path: Path, figures: Sequence[Figure], command: str | None = None, more: Json | None = None) -> None:
@@ -156,12 +152,6 @@ def plant_figures(plant: Json) -> list[Figure]:
             if total.get(name) is not None:
                 figures.append(figure(f"{name}_{policy}", total[name], unit, note))
     return figures
-
-
-def outcome_figures(run: Path, prefix: str = "", suffix: str = "") -> list[Figure]:
-    """Reward and plant of a run, as far as it has measured them. `prefix` and `suffix` are put around the names."""
-    figures = reward_figures(read_json(run / "evaluation.json")) + plant_figures(read_json(run / "closed_loop.json"))
-    return [figure(f"{prefix}{row['name']}{suffix}", row["value"], row["unit"], row["note"]) for row in figures]
 
 
 def fresh_folder(path: Path) -> Path:

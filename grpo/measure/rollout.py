@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,12 +21,13 @@ from torch import Tensor
 from grpo.learn.learner import Batch
 from grpo.learn.trainer import Trainer
 from grpo.measure import variants
-from grpo.measure.record import Figure, Json, steps_of, tabled
-from grpo.measure.variants import Function, Variant, free_gib, intercept, policy_of
+from grpo.measure.record import BENCH, Figure, Json, steps_of, tabled, write
+from grpo.measure.variants import Function, Variant, free_gib, intercept, occupy, policy_of
 from grpo.model.load import TABLES, quantized_experts, tables_of
 from grpo.plan.machine import GIB, read_machine
 from grpo.rollout import engine as rollout_engine
 from grpo.rollout.engine import Engine, Generated
+from grpo.run.child import run_child
 
 # What `--kernels` adds to vLLM's arguments. Older cards compute attention in Triton, and with a native adapter the
 # experts by Marlin, which vLLM then chooses by itself.
@@ -167,15 +169,6 @@ class RunWatch:
         return {name: value for name, value in values.items() if value == value}  # A figure that the run lacks is NaN.
 
 
-def measure_run(options: argparse.Namespace, stack: contextlib.ExitStack, max_tokens: int) -> tuple[int, RunWatch]:
-    """Runs this child's variant, with MAX_COMPLETION_LEN=`max_tokens` unless that has another. Returns the exit code,
-    and what watched the run."""
-    (variant,) = (variant for variant in options.variants if variant.name == options.child)
-    watch = RunWatch(stack, options.kernels, options.tokens)
-    os.environ |= variants.run_settings(options, {"MAX_COMPLETION_LEN": max_tokens, **variant.settings})
-    return options.main([]), watch
-
-
 def run_figures(variant: Variant, values: Json, prefix: str) -> list[Figure]:
     """Figures of a variant's run."""
     words = ", ".join(filter(None, [values["size"], variant.describe()]))
@@ -183,16 +176,36 @@ def run_figures(variant: Variant, values: Json, prefix: str) -> list[Figure]:
 
 
 def rollout_child(options: argparse.Namespace) -> int:
-    """Measures one variant in this process. Returns 1 if a weight was written that does not learn."""
+    """Measures one variant in this process. Returns the run's exit code, or 1 if a weight was written that does not
+    learn."""
+    (variant,) = (variant for variant in options.variants if variant.name == options.child)
     with contextlib.ExitStack() as stack:
-        code, watch = measure_run(options, stack, 512)
-        if code:
+        watch = RunWatch(stack, options.kernels, options.tokens)
+        os.environ |= variants.run_settings(options, {"MAX_COMPLETION_LEN": 512, **variant.settings})
+        if code := options.main([]):
             return code
         values = watch.values(Path(options.run))
-    variants.write_result(options, options.child, values, done=True)
+    variants.write_result(options, options.child, values)
     return int(any(values.get(name) for name in UNTOUCHED))
 
 
 def bench_rollout(options: argparse.Namespace) -> int:
-    """The variants, one after the other. Returns 1 if one fails, or if a weight was written that does not learn."""
-    return rollout_child(options) if options.child else variants.run_variants(options, run_figures)
+    """The variants, one after the other, each in a process of its own; the JSON is written after each. Returns 1 if one
+    fails, or if a weight was written that does not learn."""
+    if options.child:
+        return rollout_child(options)
+    failed, figures = False, []
+    for variant in options.variants:
+        if not (options.resume and variants.read_result(options, variant.name)):
+            variants.result_path(options, variant.name).unlink(missing_ok=True)
+            ballast = occupy(variant.free_gib) if variant.free_gib else None
+            if code := run_child([sys.executable, str(BENCH), *sys.argv[1:], "--child", variant.name]):
+                print(f"{variant.name} ended with exit code {code}", file=sys.stderr)
+                failed = True
+            del ballast
+            torch.cuda.empty_cache()
+        if values := variants.read_result(options, variant.name):
+            prefix = f"{variant.name.replace('-', '_')}_" if options.variant else ""
+            figures += run_figures(variant, values, prefix)
+            write(Path(options.out), figures)
+    return int(failed)

@@ -18,7 +18,7 @@ from grpo.data.reward_checks import check_heldout, check_rewards
 from grpo.plan.hub import REAL_MODEL, has_mxfp4
 from grpo.preflight.choices import choose_demo, choose_rewards
 from grpo.run.durable import read_json, whole_file, write_text
-from grpo.settings import FIELDS, Problems, load_settings, one_line
+from grpo.settings import FIELDS, Problems, load_settings
 
 # The settings of train_grpo.py that count here too. Those of verl itself are in scripts/verl/*.yaml.
 SHARED = {"MODEL_ID", "TASK", "DATA", "EVAL_DATA", "EVAL_SAMPLES", "EVAL_SHARE", "SYSTEM_PROMPT", "REWARDS"}
@@ -37,24 +37,11 @@ class VerlInput:
     invalid_reward: float | None
 
 
-def row_problem(row: Row) -> tuple[str, str, str] | None:
-    """(Where, why, what to do) if a row cannot go to verl."""
-    where, rendered = f"{row.file}, row {row.number}", "the prompt is rendered, and verl renders every prompt itself"
-    if row.messages[0][0] == "rendered":
-        return where, rendered, "Give it as `user` and `system`, or as messages"
-    for name, cell in row.columns.items():
-        try:
-            json.dumps(cell)
-        except (TypeError, ValueError):
-            reason = f"JSON cannot hold {one_line(repr(cell), 200)}"
-            return f"{where}, column {name}", reason, "Write it as text or a number"
-    return None
-
-
 def as_messages(rows: Sequence[Row], problems: Problems) -> list[Row]:
-    """The rows with their last message as the prompt that reward functions get."""
-    for problem in [problem for row in rows if (problem := row_problem(row))][:SHOWN]:
-        problems.add(*problem)
+    """The rows with their last message as the prompt that reward functions get. A rendered prompt is a problem."""
+    reason, fix = "it is rendered, and verl renders every prompt itself", "Give `user` and `system`, or messages"
+    for row in [row for row in rows if row.messages[0][0] == "rendered"][:SHOWN]:
+        problems.add(f"{row.file}, row {row.number}", reason, fix)
     return [dataclasses.replace(row, prompt=row.messages[-1][1]) for row in rows]
 
 

@@ -11,12 +11,10 @@ from conftest import read_csv
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 from trainers import batch, loss_and_gradients, make, plain_float32, plain_trl, policy_logps
 
 from grpo.data.prompts import sampling_seed
 from grpo.evaluate.models import TrainedModel
-from grpo.learn.trainer import Trainer
 from grpo.model.packing import cut_micro_batches
 from grpo.settings import FIELDS
 
@@ -117,35 +115,6 @@ def test_cut_micro_batches(drawn, token_limit, share):
     assert all(rows and (tokens(rows) <= token_limit or len(rows) == 1) for rows in cut)
     for rows, following in zip(cut, cut[1:], strict=False):
         assert tokens([*rows, following[0]]) > token_limit
-
-
-def test_a_micro_batch_waits_for_the_device_twice_and_a_layer_never(tiny, tmp_path):
-    """Values that the host reads: each of them drains a GPU's queue. Two are logged for a micro-batch."""
-
-    class Reads(TorchDispatchMode):
-        count = 0
-
-        def __torch_dispatch__(self, function, types, arguments=(), options=None):
-            name = function.overloadpacket.__name__
-            indices = arguments[1] if name in ("index", "index_put", "index_put_") else ()
-            by_mask = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
-            self.count += by_mask or name in ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal")
-            return function(*arguments, **(options or {}))
-
-    trainer = make(tiny, tmp_path)
-    inputs, reads_of = batch(trainer, sampled=True), {}
-    trainer.model.train()
-    for count, micro_batch in ((1, 4), (4, 1)):
-        trainer.run.plan = dataclasses.replace(trainer.run.plan, micro_batch=micro_batch)
-        trainer.run.packing = "none"
-        cut = list(Trainer.micro_batches(trainer, inputs))  # before they are counted: they are packed on the host
-        assert len(cut) == count
-        trainer.micro_batches = lambda batch, cut=cut: cut
-        with Reads() as reads:
-            trainer.learn(trainer.model, inputs)
-        reads_of[count] = reads.count
-    assert trainer.model.config.num_hidden_layers > 1 and reads_of[1] > 2, "it sees what is read"
-    assert reads_of[4] - reads_of[1] == 3 * 2, reads_of
 
 
 def test_a_prompt_is_tokenized_once_for_all_its_completions(tiny, tmp_path):

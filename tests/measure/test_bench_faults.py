@@ -14,7 +14,6 @@ import torch
 from engines import trainer_with_engine
 
 from grpo.measure import faults, record
-from grpo.measure.faults import Start
 from grpo.rollout.engine import EngineError
 
 ERRORS = {"kill": KeyboardInterrupt, "memory": torch.OutOfMemoryError, "dying": EngineError}
@@ -37,85 +36,59 @@ def test_a_fault_comes_in_its_phase(tiny, tmp_path, monkeypatch, fault):
     assert trainer.run.engine.asleep == (phase in ("wake", "learn", "save"))
 
 
-@pytest.fixture
-def bench(tmp_path, monkeypatch):
-    """Calls bench_faults for a kill and a dying engine, with starts that end with these codes; returns its exit code
-    and the figures."""
+DEAD = "generating failed (RuntimeError: EngineCore died)"
+# Exit codes of the four starts, the message of each, prompts of the second run's steps, and what bench.py returns.
+ENDS = [
+    ((0, 137, 4, 0), DEAD, "ab", 0),
+    ((0, 0, 4, 0), DEAD, "ab", 1),  # The kill went by unseen,
+    ((0, 137, 0, 0), DEAD, "ab", 1),  # or the dying engine.
+    ((0, 137, 4, 1), DEAD, "ab", 1),  # The same command did not continue.
+    ((1, 137, 4, 0), DEAD, "ab", 1),  # The run without a fault failed.
+    ((0, 137, 4, 0), "the run failed", "ab", 1),  # It ended of something else.
+    ((0, 137, 4, 0), DEAD, "aa", 1),  # A completion is another's,
+    ((0, 137, 4, 0), DEAD, "a", 1),  # or a step is missing.
+]
+
+
+@pytest.mark.parametrize(("codes", "message", "prompts", "expected"), ENDS)
+def test_faults_must_be_seen_and_continued(tmp_path, monkeypatch, codes, message, prompts, expected):
+    """A kill and a dying engine, with runs that are pretended: each start writes the whole run."""
     monkeypatch.setenv("BENCH_COMMIT", "c1")
-    rows = mock.Mock(return_value=True)
-    monkeypatch.setattr(faults, "is_whole", rows)
+    monkeypatch.setattr(faults, "SAVE_EVERY", 1)
+    starts, remaining = [], list(codes)
 
-    def run(*codes, message="generating failed (RuntimeError: EngineCore died)", names=("kill:wake", "dying:generate")):
-        starts = [Start(code, 1.0, message, "checkpoint-2") for code in codes]
-        monkeypatch.setattr(faults, "start_run", mock.Mock(side_effect=starts))
-        out = tmp_path / "o.json"
-        code = faults.bench_faults(argparse.Namespace(child=None, run=tmp_path / "run", out=out, set=[], faults=names))
-        return code, {row["name"]: row for row in record.read_json(out).get("figures", [])}
+    def run(command, env, output):
+        assert (env["EXPERTS"], env["SAVE_STEPS"], env["TOTAL_STEPS"]) == ("shared", "2", "3")
+        starts.append(command[command.index("--child") + 1] if "--child" in command else "")
+        folder = tmp_path / "run" / ("faults" if len(starts) > 1 else "whole")
+        folder.mkdir(exist_ok=True)
+        ids = "abc" if len(starts) == 1 else prompts + "c"
+        steps = "".join(f"{n}\n" for n, _ in enumerate(ids, 1))
+        (folder / "metrics.csv").write_text(f"step\n{steps}")
+        (folder / "completions.csv").write_text("prompt_id\n" + "\n".join(ids))
+        with zipfile.ZipFile(folder.with_name(f"{folder.name}.zip"), "w") as archive:
+            archive.write(folder / "metrics.csv")
+        output.write(f"20:16:00 C train_grpo: {message}\nbye\n")
+        return remaining.pop(0)
 
-    run.rows, run.folder = rows, tmp_path / "run"
-    return run
-
-
-def test_faults_that_are_seen_and_continued_pass(bench):
-    code, figures = bench(0, 137, 4, 0)
-    assert code == 0 and figures["kill_at_wake"]["value"] == figures["dying_at_generate"]["value"] == 1
-    starts = [call.args[2:] for call in faults.start_run.call_args_list]
-    assert starts == [(6,), (6, "kill:wake:2"), (6, "dying:generate:4"), (6,)]
-
-
-@pytest.mark.parametrize("codes", [(0, 0, 4, 0), (0, 137, 0, 0), (0, 137, 4, 1), (1, 137, 4, 0)])
-def test_an_exit_code_that_the_fault_does_not_explain_fails(bench, codes):
-    assert bench(*codes)[0] == 1
-
-
-def test_another_message_a_lost_row_and_a_stray_file_fail(bench):
-    assert bench(0, 137, 4, 0, message="the run failed")[0] == 1
-    bench.rows.return_value = False
-    assert bench(0, 137, 4, 0)[0] == 1
-    bench.rows.side_effect = lambda *arguments: (bench.folder / "x.tmp").touch() or True
-    code, figures = bench(0, 137, 4, 0)
-    assert code == 1 and figures["stray"]["note"] == "x.tmp"
-
-
-def test_an_unknown_fault_and_a_folder_of_others_are_refused(bench, capsys):
-    assert bench(names=["kill:sleeping"])[0] == 2 and "kill:sleeping" in capsys.readouterr().err
-    bench.folder.mkdir()
-    assert bench()[0] == 2 and "no measurement made it" in capsys.readouterr().err
+    monkeypatch.setattr(faults, "run_child", run)
+    names, out = ["kill:wake", "dying:generate"], tmp_path / "o.json"
+    options = {"run": tmp_path / "run", "out": out, "model": "m", "data": "d", "set": [("EXPERTS", "shared")]}
+    assert faults.bench_faults(argparse.Namespace(child=None, faults=names, **options)) == expected
+    assert starts == ["", "kill:wake:1", "dying:generate:2", ""]
+    figures = {row["name"]: row["value"] for row in record.read_json(out)["figures"]}
+    assert figures["kill_at_wake"] == (codes[1] == 137) and figures["rows_whole"] == (prompts == "ab")
 
 
 def test_the_message_is_that_of_this_start(tmp_path, monkeypatch):
     outputs = ["C train_grpo: out of memory\n20:16:00 C train_grpo: free some\nbye", "I train_grpo: on"]
 
     def run(command, env, stdout):
-        assert (env["EXPERTS"], env["SAVE_STEPS"]) == ("shared=", "2")
         stdout.write(f"20:16:00 {outputs.pop(0)}\n")
         return 1
 
     monkeypatch.setattr(faults, "run_child", run)
-    options = argparse.Namespace(model="m", data="d", set=[("EXPERTS", "shared=")])
+    options = argparse.Namespace(model="m", data="d", set=[])
     starts = [faults.start_run(options, tmp_path / "run", 2, "memory:learn:2") for _ in range(2)]
     assert [start.message for start in starts] == ["out of memory | free some", "20:16:00 I train_grpo: on"]
     assert [start.shows("memory:learn") for start in starts] == [True, False]
-
-
-def test_rows_are_compared_with_a_run_in_one_piece(tmp_path, monkeypatch):
-    monkeypatch.setattr(faults, "COMPLETIONS", 2)
-
-    def folder(name, steps, prompt="p"):
-        path = tmp_path / name
-        path.mkdir()
-        (path / "metrics.csv").write_text("step\n" + "".join(f"{n}\n" for n in steps))
-        rows = "".join(f"{n},p{n}\n{n},{prompt}{n}\n" for n in steps)
-        (path / "completions.csv").write_text(f"step,prompt_id\n{rows}")
-        with zipfile.ZipFile(path.with_name(f"{name}.zip"), "w") as archive:
-            archive.write(path / "metrics.csv")
-        return path
-
-    whole = folder("whole", (1, 2))
-    assert faults.is_whole(folder("same", (1, 2)), whole, 2)
-    for name, steps, prompt in (("other", (1, 2), "q"), ("doubled", (1, 1), "p"), ("short", (1,), "p")):
-        assert not faults.is_whole(folder(name, steps, prompt), whole, 2), name
-    content = bytearray((tmp_path / "same.zip").read_bytes())
-    content[content.index(b"step\n1")] ^= 1
-    (tmp_path / "same.zip").write_bytes(content)
-    assert not faults.is_whole(tmp_path / "same", whole, 2), "the zip does not read"

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import csv
-import hashlib
 import json
-import sys
 from datetime import date, timedelta
 from pathlib import Path
 
@@ -69,32 +67,6 @@ def test_rows_tell_of_their_own_days_and_the_plant_sees_every_digit(tmp_path):
     assert "tes_last.csv" in write_data(split, tmp_path / "out", "full")["EVAL_DATA"]
 
 
-def test_each_file_and_seed_has_its_run(tmp_path, monkeypatch):
-    """With a folder, and names of its figures, of its own; the command names no folder of the machine."""
-    started = []
-
-    def pretend(command, env):
-        assert str(command[-1]).endswith("train_grpo.py")
-        out = Path(env["OUTPUT_DIR"])
-        started.append((env["SEED"], Path(env["EVAL_PROFILE"]).name, out.relative_to(tmp_path).as_posix()))
-        out.mkdir()
-        (out / "metrics.csv").write_text("step\n")
-        return 0
-
-    monkeypatch.setattr("grpo.measure.days.run_child", pretend)
-    monkeypatch.setenv("TOTAL_STEPS", "3")
-    folder, results = fill(tmp_path / "days", ("a", "b")), tmp_path / "out.json"
-    words = f"{folder} --out {tmp_path}/out --heldout each --seeds 1 2 --results {results}".split()
-    monkeypatch.setattr(sys, "argv", ["/here/scripts/days.py", *words])
-    assert script.main(words) == 0
-    assert started == [(seed, f"{name}.csv", f"out/{name}-seed{seed}/run") for name in "ab" for seed in "12"]
-    record = json.loads(results.read_text())
-    assert [row["name"] for row in record["figures"]][:2] == ["train_windows/a/seed1", "heldout_windows/a/seed1"]
-    assert {file["set"] for file in record["files"]} == {"held out in turn"}
-    command = "TOTAL_STEPS=3 python scripts/days.py days --out out --heldout each --seeds 1 2 --results out.json"
-    assert record["command"] == command
-
-
 def ambiguous(folder):
     path = folder / "b.csv"
     path.write_text(path.read_text().replace("load_kw", "load_kw,cooling_kw", 1).replace(".0\n", ".0,1\n"))
@@ -112,7 +84,6 @@ REFUSED = [  # What spoils the folder, options, and words of the answer.
         f"b.csv (to train on) and last.csv (held out) both have {DAYS_OF_B}; take",
     ),
     (ambiguous, [], "2 columns could be the load column ("),
-    (lambda folder: (folder / "notes.csv").write_text("a,b,c\n"), [], "notes.csv, header: 0 columns could be the date"),
 ]
 
 
@@ -123,35 +94,25 @@ def test_what_cannot_be_used_is_refused(tmp_path, capsys, monkeypatch, spoil, op
     if spoil:
         spoil(folder)
     assert script.main([str(folder), "--out", str(tmp_path / "out"), *options]) == 2
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert words in lines[0] and not (tmp_path / "out").exists()
-    assert lines[-1].startswith("--files PATTERN leaves out") == ("notes" in words)
+    assert words in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_two_steps_on_real_files_of_days(tmp_path, capfd, monkeypatch):
-    folder, results = fill(tmp_path / "days", ("a", "b")), tmp_path / "out.json"
+    folder, out = fill(tmp_path / "days", ("a", "b")), tmp_path / "out"
     settings = {"TOTAL_STEPS": "2", "PROMPTS_PER_STEP": "2", "NUM_GENERATIONS": "2", "EVAL_SAMPLES": "1"}
     for name, value in (CLEAN | settings).items():
         monkeypatch.setenv(name, value)
-    options = ["--files", "[ab].csv", "--results", str(results), "--source", "https://example.org/days"]
     (folder / "notes.csv").write_text("no,profile\n")
-    assert script.main([str(folder), "--out", str(tmp_path / "out"), "--model", "tiny", *options]) == 0
+    words = [str(folder), "--files", "[ab].csv", "--out", str(out), "--model", "tiny"]
+    assert script.main(words) == 0
     shown = capfd.readouterr().out
     assert "train on a; held out b: 1 window(s) (fewer than 3: no interval)" in shown
-    assert "charge_when_clean" in shown and (tmp_path / "out/run/report.html").is_file()
-    record = json.loads(results.read_text())
-    assert record["source"] == "https://example.org/days"
-    hashes = [(f"{name}.csv", hashlib.sha256((folder / f"{name}.csv").read_bytes()).hexdigest()) for name in "ab"]
-    assert [(file["name"], file["sha256"]) for file in record["files"]] == hashes
-    assert [file["set"] for file in record["files"]] == ["train", "heldout"]
-    figures = {row["name"]: row["value"] for row in record["figures"]}
-    assert figures["steps"] == 2 and figures["train_windows"] == figures["heldout_windows"] == 1
-    assert {"reward_before", "reward_after", "regret_percent_base", "unserved_kwh_trained"} <= figures.keys()
+    assert "charge when clean" in shown and (out / "run/report.html").is_file()
     # The plant was run on the days held out, and on nothing else.
-    (window,) = json.loads((tmp_path / "out/run/closed_loop.json").read_text())["windows"]
-    assert window["name"] == f"b: {MONDAY + timedelta(days=7)}"
+    (window,) = json.loads((out / "run/closed_loop.json").read_text())["windows"]
+    assert window["name"] == f"b: {MONDAY + timedelta(days=7)}" and "trained" in window["policies"]
     assert window["load_kw"][:10] == tes.windows(read_profile(folder / "b.csv"))[0].load_kw[0].tolist()
     # The exit code of a run that fails is passed on.
     monkeypatch.setenv("LEARNING_RAT", "1")
-    assert script.main([str(folder), "--out", str(tmp_path / "out"), "--files", "[ab].csv", "--model", "tiny"]) == 2
+    assert script.main(words) == 2
     assert "LEARNING_RATE" in capfd.readouterr().err

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench.py rollout` and `step`: what a child measures of a run of the entry point, with a stub in vLLM's place."""
+"""`bench.py rollout`: what a child measures of a run of the entry point, with a stub in vLLM's place."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stub_vllm import stub_engine
 import train_grpo
 from grpo.learn import timer
 from grpo.learn.trainer import Trainer
-from grpo.measure import record, rollout, step, variants
+from grpo.measure import record, rollout, variants
 from grpo.measure.variants import Variant
 from grpo.model.load import TABLES
 from grpo.plan.machine import Machine, installed_versions
@@ -32,9 +32,7 @@ def child(tmp_path, monkeypatch, quiet):
     """Runs a child of `bench.py` on the tiny model; returns its exit code and the values that it has written. A GPU is
     pretended: 11 of its 16 GiB were free before, and at most 14 were in use; it is there after the run."""
     monkeypatch.setenv("BENCH_COMMIT", "c1")
-    sizes = {"synchronize": None, "empty_cache": None, "reset_peak_memory_stats": None}
-    sizes |= {"memory_allocated": 2**29, "max_memory_allocated": 2**30, "mem_get_info": (2 * 2**30, 2**34)}
-    for name, size in sizes.items():
+    for name, size in {"synchronize": None, "empty_cache": None, "mem_get_info": (2 * 2**30, 2**34)}.items():
         monkeypatch.setattr(torch.cuda, name, lambda size=size: size)
     monkeypatch.setattr(rollout, "read_machine", lambda: Machine(gpu_free=11.0))
     monkeypatch.setattr(timer, "gpu_used_gib", lambda: 14.0)
@@ -49,14 +47,14 @@ def child(tmp_path, monkeypatch, quiet):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         return code
 
-    def run(*words, command="rollout"):
-        sys_argv = ["bench.py", command, *WORDS.split(), "--run", f"{tmp_path}/run", "--out", f"{tmp_path}/out", *words]
-        monkeypatch.setattr(sys, "argv", sys_argv)
-        run.options = bench.parse_args()
-        run.options.main = main
+    def run(*words):
+        paths = ["--run", f"{tmp_path}/run", "--out", f"{tmp_path}/out"]
+        monkeypatch.setattr(sys, "argv", ["bench.py", "rollout", *WORDS.split(), *paths, *words])
+        options = bench.parse_args()
+        options.main = main
         with mock.patch.dict(os.environ):
-            code = {"rollout": rollout.bench_rollout, "step": step.bench_step}[command](run.options)
-        return code, variants.read_result(run.options, "run", only_done=True)
+            code = rollout.bench_rollout(options)
+        return code, variants.read_result(options, "run")
 
     run.folder = tmp_path / "run"
     return run
@@ -131,47 +129,6 @@ def test_rollouts_without_vllm(child):
     steps = record.steps_of(child.folder)[1:]
     assert code == 0 and values["rows"] >= 4 and values["generate_tok_s"] == steps.rollout_tokens_per_s.mean()
     assert not {"wake_s", "asleep_gib", "parity_mean"} & values.keys() and not values["base_changed"]
-
-
-def test_a_step_is_measured_beside_trls(child, monkeypatch):
-    """TRL's path is TRL's own, in micro-batches of any size: it gives the gradient that this learner gives."""
-    monkeypatch.setattr(step, "ATTENTION", "eager")
-    monkeypatch.setattr(step, "LONGEST", 12)
-    trainers, gradients = [], []
-    after_learning(monkeypatch, trainers.append)
-    words = "--set TOTAL_STEPS=1 --set PROMPTS_PER_STEP=1 --trl --variant run EXPERTS=bf16"
-    code, values = child(*words.split(), command="step")
-    assert code == 0 and values["w1_trl_micro_batch"] == 8 and values["long_learn_peak_gib"] == 0.5
-    assert 0 < values["w1_trl_old_logps_s"] < values["w1_learn_trl_s"]
-    assert 0 < values["w1_speedup_without_pass"] < values["w1_speedup"]
-    named = {row["name"] for row in step.step_figures(Variant("run", {}), values, "")}
-    assert {"step_s", "rollout_tok_s", "job_peak_gib", "w1_learn_s", "w1_learn_trl_s"} <= named
-    trainer = trainers[0]
-    trainer.accelerator.native_amp, policy = False, variants.policy_of(trainer).float()
-    batch = step.padded_batch(trainer, [12] * 8)
-    for micro in (None, 8, 4):
-        trainer.learn(policy, batch) if micro is None else step.trl_learning(trainer, batch, micro)
-        gradients.append(torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None]))
-        policy.zero_grad()
-    ours, theirs, in_fours = gradients
-    assert (ours - theirs).norm() < 1e-4 * theirs.norm() and (in_fours - theirs).norm() < 1e-4 * theirs.norm()
-
-
-@pytest.mark.parametrize("room, fits, best", [(99, 99, 24), (16, 99, 16), (1, 99, 8), (99, 16, 16)])
-def test_trls_path_is_timed_at_its_best_micro_batch(monkeypatch, room, fits, best):
-    """Of those that take no more memory than this learner; here as many GiB as completions, fastest at 24."""
-    tried = []
-
-    def learning(trainer, batch, micro, only_first=False):
-        tried.append(micro)
-        if micro > fits:
-            raise torch.OutOfMemoryError
-        return {"seconds": abs(micro - 24), "peak_gib": micro, "micro": micro}
-
-    monkeypatch.setattr(step, "trl_learning", learning)
-    monkeypatch.setattr(step, "policy_of", lambda trainer: torch.nn.Linear(1, 1))
-    assert step.fastest_trl("trainer", {"advantages": torch.ones(48)}, room)["micro"] == best
-    assert max(tried) <= 48, "never more than there are"
 
 
 def test_what_vllm_lends_is_summed_bit_by_bit(tiny):

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import os
 import sys
@@ -20,7 +19,6 @@ from engines import prompts_of, set_adapter, trainer_with_engine
 from machines import H100
 
 from grpo.evaluate.models import TrainedModel
-from grpo.learn.timer import UtilizationSampler
 from grpo.plan.hub import DOWNLOAD_GIB, REAL_CONFIG
 from grpo.plan.machine import GIB
 from grpo.plan.memory import EnginePlan, Shapes, capture_sizes, plan_memory
@@ -65,11 +63,10 @@ def test_the_metrics_of_steps_beside_the_engine(build, monkeypatch):
     used = lambda: ((30, 50), (25, 20))[min(trainer.state.global_step, 1)][not engine.asleep]  # noqa: E731
     for module in ("rollout.engine", "learn.timer"):
         monkeypatch.setattr(f"grpo.{module}.gpu_used_gib", used)
-    trainer.timer.sampler = sampler = UtilizationSampler(lambda: 50.0 if engine.asleep else 100.0)
-    sample = lambda: sampler.samples.append(sampler.read())  # noqa: E731
+    sample = lambda: trainer.timer.utilizations.append(50.0 if engine.asleep else 100.0)  # noqa: E731
     monkeypatch.setattr(engine, "generate", lambda *a, **k: (sample(), generate(*a, **k))[1])
     monkeypatch.setattr(trainer, "learn", lambda *a: (sample(), sample(), sample(), learn(*a))[3])
-    sampler.samples.append(0.0)  # before the first step
+    trainer.timer.utilizations.append(0.0)  # before the first step
     trainer.train()
     rows = read_csv(trainer.run.folder / "metrics.csv")
     assert float(rows[0]["logp_diff_mean"]) == pytest.approx(0.3, abs=1e-3)
@@ -80,17 +77,17 @@ def test_the_metrics_of_steps_beside_the_engine(build, monkeypatch):
     assert gpu_used_gib() == 20
 
 
-def test_the_utilization_is_sampled_in_the_background(monkeypatch):
+def test_the_utilization_is_sampled_in_the_background(build, monkeypatch):
+    """Of this process's own GPU, until NVML does not answer any more."""
+    timer, readings, devices = build(TOTAL_STEPS=1).timer, iter([40.0, 60.0]), []
     monkeypatch.setattr("grpo.learn.timer.SAMPLE_S", 0.001)
-    sampler = UtilizationSampler(itertools.cycle([40, 60]).__next__)
-    sampler.start()
-    while len(sampler.samples) < 10:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "utilization", lambda device: devices.append(device) or next(readings))
+    timer.on_train_begin(SimpleNamespace(save_steps=1), SimpleNamespace(), None)
+    while len(devices) < 3:
         time.sleep(0.001)
-    assert 40 < sampler.mean() < 60
-    sampler.ended.set()
-    broken = UtilizationSampler(lambda: 1 / 0)  # as NVML without a driver that fits
-    broken.start()
-    assert broken.mean() is None
+    assert timer.utilizations == [40.0, 60.0] and devices == [3, 3, 3]
 
 
 def test_an_evaluation_has_its_own_temperature_and_no_log_probs(build, monkeypatch):

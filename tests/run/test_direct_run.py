@@ -62,7 +62,7 @@ def test_report_and_watching_leave_these_out(direct_run, capsys):
     assert not [
         title for title in ("Parse rate</b>", "Completion length", "Clipped ratio", " tokens</div>") if title in page
     ]
-    assert watch.main([str(direct_run.folder), "--once"]) == 0
+    assert watch.main([str(direct_run.folder)]) == 0
     picture = capsys.readouterr().out
     assert "reward" in picture and "nan" not in picture and "parse rate" not in picture and "length" not in picture
 

@@ -7,9 +7,7 @@ import json
 import math
 import random
 import sys
-from datetime import date
 
-import pyarrow
 import pytest
 from conftest import RENDERED, write_csv
 from pyarrow import parquet
@@ -94,13 +92,12 @@ def test_what_verl_reads(environ):
     assert result["score"] == pytest.approx(0.1 - 0.5 - 9), "a module's own `score` gets messages, and is reward_score"
 
 
-RENDERS = "rendered.csv, row 1: the prompt is rendered, and verl renders every prompt itself"
+RENDERS = "rendered.csv, row 1: it is rendered, and verl renders every prompt itself"
 REFUSED = [
     ({"MODEL_ID": "mxfp4"}, "its experts are in MXFP4, and verl trains 16 bits"),
     ({"LEARNING_RATE": "1e-5"}, "LEARNING_RATE: verl does not read this setting of train_grpo.py. Unset it"),
     ({"INVALID_REWARD": "nan"}, "INVALID_REWARD=nan: verl leaves no completion out"),
     ({"DATA": "rendered.csv"}, RENDERS),
-    ({"DATA": "days.parquet"}, "days.parquet, row 1, column day: JSON cannot hold datetime.date(2026, 1, 1)"),
     ({"DATA": "answers.csv"}, "answers.csv, columns: there is no column reward_action_0"),
 ]
 
@@ -110,8 +107,6 @@ def test_what_is_refused(environ, tmp_path, changes, message):
     header = ["prompt", "reward_action_0", "reward_action_1"]
     write_csv(tmp_path / "rendered.csv", header, [[RENDERED.format(n), 0.25, 0.75] for n in range(4)])
     write_csv(tmp_path / "answers.csv", ["prompt", "answer"], [[f"{n}?", "so"] for n in range(4)])
-    table = pyarrow.Table.from_pylist([{"prompt": f"{n}?", "answer": "so", "day": date(2026, 1, 1)} for n in range(4)])
-    parquet.write_table(table, tmp_path / "days.parquet")
     (tmp_path / "mxfp4").mkdir()
     (tmp_path / "mxfp4" / "config.json").write_text('{"quantization_config": {"quant_method": "mxfp4"}}')
     _, problems = read_input(environ | {"REWARDS": "action"} | changes, "ppo")
