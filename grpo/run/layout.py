@@ -36,7 +36,7 @@ NO_RUN = {SETTINGS + ".tmp", "lost+found"}
 OTHER = "choose another OUTPUT_DIR"
 # The names of all that a run writes: of other files in OUTPUT_DIR the banner says that OVERWRITE=1 deletes them too.
 FOLDERS = re.compile(
-    r"(superseded-)?checkpoint-\d+(\.\d+)?|superseded-(adapter-(\d+|last)|best)(\.\d+)?|best(\.old|\.tmp)?|report|runs"
+    r"(superseded-)?checkpoint-\d+(\.\d+)?|superseded-(adapter-(\d+|last)|best)(\.\d+)?|best(\.old|\.tmp)?|adapter\.tmp|report|runs"
 )
 FILES = re.compile(
     r"((metrics|completions)\.csv|report\.html|training\.log|README\.md"
