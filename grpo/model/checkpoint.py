@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import glob
 import json
 import lzma
@@ -24,7 +23,7 @@ from transformers import AutoConfig, GptOssConfig, GptOssForCausalLM, PreTrained
 
 from grpo.model.gptoss_format import BLOCK, BOS, EOS, PAD, SPECIAL_TOKENS, STOP_TOKENS, ModelError, Shape, config_dict
 from grpo.plan.hub import WEIGHTS_INDEX, count_parameters
-from grpo.run.durable import read_json
+from grpo.run.durable import locked, read_json
 
 DTYPES = {torch.bfloat16: "BF16", torch.uint8: "U8"}  # safetensors' names
 SHARD_BYTES = 4 * 2**30
@@ -43,20 +42,6 @@ def require_space(out: Path, needed: int) -> None:
 def is_checkpoint(path: Path) -> bool:
     """Whether the folder holds the config.json of a gpt-oss."""
     return read_json(path / "config.json", (OSError, ValueError)).get("model_type") == "gpt_oss"
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[bool]:
-    """Whether this process could lock a folder, for as long as the block lasts. The lock ends with its process, however
-    that ends."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield True
-    except BlockingIOError:
-        yield False
-    finally:
-        os.close(descriptor)
 
 
 def remove_leftovers(out: Path) -> None:

@@ -29,6 +29,7 @@ from grpo.rollout.paged_weights import PagedWeights
 from grpo.rollout.shared_weights import share_weights
 from grpo.rollout.vllm_patches import close_process_group, keep_weights_asleep, patch_kernels, vllm_environment
 from grpo.rollout.weight_sync import sync, write_adapter
+from grpo.run.durable import scratch_folder
 from grpo.run.ending import RunFailure
 from grpo.settings import Settings
 
@@ -165,12 +166,11 @@ class RequestBar(tqdm):
 
 
 def adapter_folder(policy: Module, memory: Path = Path("/dev/shm")) -> Path:
-    """A new folder for PEFT's files of `policy`, which nobody else can read, and whose name nobody can foresee and put
-    a link at. It lies in `memory` if there is room, otherwise on disk (TMPDIR): a container's /dev/shm of 64 MiB is too
-    small for an adapter on all experts."""
+    """A `scratch_folder` for PEFT's files of `policy`. It lies in `memory` if there is room, otherwise on disk
+    (TMPDIR): a container's /dev/shm of 64 MiB is too small for an adapter on all experts."""
     needed = 4 * sum(p.numel() for p in policy.parameters() if p.requires_grad)  # BF16 takes half of it
     free = shutil.disk_usage(memory).free if memory.is_dir() else 0
-    return Path(tempfile.mkdtemp(prefix="train_grpo-", dir=memory if free > needed else None))
+    return scratch_folder(memory if free > needed else Path(tempfile.gettempdir()))
 
 
 class Engine:

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import CLEAN
+from damage import KINDS
 from machines import CPU, only
-from reliability import KINDS
 from safetensors.numpy import save_file
 
 from grpo.plan.hub import REAL_CONFIG, read_json
