@@ -8,7 +8,7 @@ import itertools
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, time
 from pathlib import Path
@@ -17,8 +17,10 @@ import numpy as np
 
 from grpo.measure import record
 from grpo.measure.record import Figure, figure
+from grpo.preflight.checks import preflight
 from grpo.run.child import run_child
 from grpo.run.durable import file_sha256
+from grpo.run.folder import IS_COMPLETE
 from grpo.settings import FIELDS
 from grpo.tasks.tes.dataset import SEED, SHORT_SHARE, profile_files, read_profiles
 from grpo.tasks.tes.profiles import Profile, ProfileError, to_csv, windows
@@ -150,6 +152,12 @@ def file_records(split: Split, in_turn: bool) -> list[dict[str, str]]:
     return records
 
 
+def is_complete(settings: Mapping[str, str]) -> bool:
+    """Whether the run with these settings is complete, which is the only reason why train_grpo.py would refuse it."""
+    problems = preflight(os.environ | settings).problems
+    return len(problems) == 1 and IS_COMPLETE in problems[0]
+
+
 def days(options: argparse.Namespace) -> int:
     """Makes the data, runs train_grpo.py for each split and seed, prints the plant's tables, writes the figures;
     returns the exit code of train_grpo.py. Raises ProfileError, OSError."""
@@ -166,7 +174,9 @@ def days(options: argparse.Namespace) -> int:
         few = f" (fewer than {LEAST_WINDOWS}: no interval)" if held < LEAST_WINDOWS else ""
         names = f"train on {', '.join(split.train)}; held out {', '.join(split.heldout)}"
         print(f"{names}: {held} window(s){few}", flush=True)
-        if code := run_child([sys.executable, str(record.SCRIPT)], settings):
+        if is_complete(settings):
+            print(f"{out / 'run'} is complete")
+        elif code := run_child([sys.executable, str(record.SCRIPT)], settings):
             return code
         plant = record.read_json(out / "run/closed_loop.json")
         print(f"\n{SIMULATOR.table(plant)}" if plant else "\nthe closed loop was not run: training.log says why")

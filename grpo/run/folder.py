@@ -22,6 +22,7 @@ from grpo.run.layout import ADAPTER, BEST, COMPLETE, DELETING, EXIT, LOGS, MANIF
 from grpo.run.logs import has_known_columns
 from grpo.settings import MAY_CHANGE, Problems, Settings, show
 
+IS_COMPLETE = "it holds a run that is complete"  # Begins the problem of such an OUTPUT_DIR.
 RECORDS = ("evaluation.json", "closed_loop.json", COMPLETE)  # A run goes on without them where they are damaged.
 
 
@@ -174,7 +175,7 @@ def check_resume(settings: Settings, folder: Path, step: int, before: Record, pr
         fix = f"Set TOTAL_STEPS={step} or higher" if length == "TOTAL_STEPS" else f"Raise {length}"
         problems.add(length, fault, f"{fix}, set {delete}")
     elif step >= settings.TOTAL_STEPS and (folder / COMPLETE).exists():
-        fault = f"it holds a run that is complete ({step} of {settings.TOTAL_STEPS} steps)"
+        fault = f"{IS_COMPLETE} ({step} of {settings.TOTAL_STEPS} steps)"
         problems.add(where, fault, f"Raise {length} to train on, set {delete}")
     for name, value in dataclasses.asdict(settings).items():
         if name not in MAY_CHANGE and name in before and show(before[name]) != show(value):
