@@ -151,6 +151,10 @@ def test_two_steps_on_real_files_of_days(tmp_path, capfd, monkeypatch):
     (window,) = json.loads((tmp_path / "out/run/closed_loop.json").read_text())["windows"]
     assert window["name"] == f"b: {MONDAY + timedelta(days=7)}"
     assert window["load_kw"][8:18] == tes.windows(read_profile(folder / "b.csv"))[0].load_kw[0].tolist()
+    # Again, as after an interrupt between two runs: what is complete is not refused, and its figures are written.
+    results.unlink()
+    assert script.main([str(folder), "--out", str(tmp_path / "out"), "--model", "tiny", *options]) == 0
+    assert "run is complete" in capfd.readouterr().out and json.loads(results.read_text())["figures"]
     # The exit code of a run that fails is passed on.
     monkeypatch.setenv("LEARNING_RAT", "1")
     assert script.main([str(folder), "--out", str(tmp_path / "out"), "--files", "[ab].csv", "--model", "tiny"]) == 2
