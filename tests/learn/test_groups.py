@@ -6,9 +6,12 @@ from __future__ import annotations
 import math
 import os
 import signal
+import socket
+import struct
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from ranked import in_ranks, launcher_store
@@ -185,3 +188,28 @@ def test_a_signal_is_answered_while_others_are_waited_for():
             return time.monotonic() - started
 
     assert in_ranks(2, wait)[0] < 2.5
+
+
+def test_strangers_that_connect_are_no_ranks(tmp_path):
+    """They stay silent or send garbage or a length of 2^62, and nobody listens but on the loopback."""
+    strangers, addresses = [], set()
+
+    def connect(port, host, pids):
+        for pid in pids:
+            listeners = []
+            while not listeners:
+                connections = psutil.Process(pid).net_connections("tcp")
+                listeners = [connection.laddr for connection in connections if connection.status == "LISTEN"]
+            addresses.update(listener.ip for listener in listeners)
+            for data in (b"", b"", b"", os.urandom(4096), struct.pack("<Q", 2**62) * 8):
+                strangers.append(socket.create_connection(listeners[0]))
+                strangers[-1].sendall(data)
+        (tmp_path / "connected").touch()
+
+    def share(ranks):
+        while not (tmp_path / "connected").exists():
+            time.sleep(0.01)
+        return ranks.share(ranks.rank)
+
+    assert in_ranks(2, share, beside=connect) == [[0, 1]] * 2
+    assert addresses == {"127.0.0.1"} and len(strangers) == 10
