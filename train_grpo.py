@@ -47,6 +47,7 @@ from grpo.preflight.checks import preflight, run_records
 from grpo.preflight.resolve import ResolvedRun
 from grpo.run.archive import write_zip
 from grpo.run.best import recover_best
+from grpo.run.durable import scratch_folder
 from grpo.run.ending import StopRequest, answer_failure, end_quietly, fail, ignore_signals, record_end
 from grpo.run.folder import continuation, mark_complete, prepare_run
 from grpo.run.layout import lock_output_dir
@@ -195,8 +196,8 @@ def train(resolved: ResolvedRun) -> int:
         s, resolved.rows, plan, folder, attention, packing, stop, ranks=ranks, looked_up=resolved.looked_up
     )
     options = grpo_options(s, torch.cuda.is_available(), specs, resolved.scale_rewards, resolved.epsilon_high)
-    scratch = tempfile.TemporaryDirectory() if ranks.rank else None  # Only rank 0 writes into OUTPUT_DIR.
-    output_dir = Path(scratch.name) if scratch else folder
+    # Only rank 0 writes into OUTPUT_DIR.
+    output_dir = scratch_folder(Path(tempfile.gettempdir())) if ranks.rank else folder
     if ranks.rank:
         options |= {"output_dir": str(output_dir), "report_to": "none"}
     progress = Progress(resolved)

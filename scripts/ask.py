@@ -23,6 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.evaluate.ask import as_csv, ask, serve_commands
 from grpo.run.best import read_best
+from grpo.run.ending import run_script
 from grpo.settings import InputError, number
 
 
@@ -65,4 +66,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

@@ -42,6 +42,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train_grpo
+from grpo.run.ending import run_script
 from grpo.settings import FIELDS, assignment, fold
 
 RUN = "OUTPUT_DIR of the runs; deleted first (default %(default)s)"
@@ -112,4 +113,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

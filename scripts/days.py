@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from grpo.run.ending import run_script
 from grpo.settings import Settings, fold
 from grpo.tasks.tes.profiles import ProfileError
 
@@ -51,4 +52,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

@@ -28,6 +28,7 @@ from grpo.data.scoring import RewardError
 from grpo.evaluate.by_hand import evaluate_rows, simulate
 from grpo.rollout.engine import EngineError
 from grpo.run.best import read_best
+from grpo.run.ending import run_script
 from grpo.settings import InputError, number
 
 
@@ -78,4 +79,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

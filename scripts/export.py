@@ -28,6 +28,7 @@ from grpo.evaluate.export import WRITERS, export, prepare
 from grpo.evaluate.publish import staged_adapter
 from grpo.model.gptoss_format import ModelError
 from grpo.run.best import read_best
+from grpo.run.ending import run_script
 from grpo.run.hub import check_account, listing, upload
 from grpo.settings import format_exception
 
@@ -90,4 +91,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

@@ -32,6 +32,7 @@ from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from grpo.run.ending import run_script
 from grpo.settings import ROOT, assignment
 
 # Fields of a Scale's recipe that an option changes.
@@ -78,4 +79,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

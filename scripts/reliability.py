@@ -1,296 +1,315 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Kill commands and damage their checkpoints: nothing may be lost, nothing be silently wrong.
+"""Kill and interrupt every program of the project: nothing may be lost, be silently wrong, or stay behind.
 
-    python scripts/reliability.py --out docs/results/reliability.json    # all of it, in about an hour of two cores
-    python scripts/reliability.py --part kills --size 5 --out few.json   # each command once
-    python scripts/reliability.py --part kills --only 13 --out one.json  # case 13 again
+    python scripts/reliability.py --out all.json --jobs 24                 # in about 15 minutes of 32 cores
+    python scripts/reliability.py --part kills --only sft export --size 5 --out few.json
+    python scripts/reliability.py --part kills --only sft/13 --out one.json   # case 13 again
+    python scripts/reliability.py --jobs 24 --minutes 8 --out some.json    # no case begins later
 
-docs/reliability.md, "The campaign", says what the parts do. They run on a CPU, without a network. A case's choices
-depend on its number and the seed alone, kills after a delay also on the machine's speed. The folder of a case with a
-finding is kept. The JSON is written after each case.
+docs/reliability.md, "The campaign", says what the parts do. All runs on CPU cores, without a network. A case's choices
+depend on its name and the seed alone, kills after a delay also on the machine's speed. The folder of a case with a
+finding is kept. The JSON is written every ten seconds.
 
-Exit codes: 0 no finding, 1 findings (printed, with how to do them again), 2 --run is a folder that no campaign made.
+Exit codes: 0 no finding, 1 findings (printed, with how to do them again), 2 bad options.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import hashlib
 import itertools
+import json
 import os
 import random
 import re
-import runpy
 import shutil
 import signal
+import socket
 import subprocess
 import sys
-import threading
+import time
+import tomllib
 import zipfile
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from grpo.run.durable import read_sealed
-from grpo.run.layout import ADAPTER, BEST, COMPLETE, MANIFEST
+from grpo.measure.strike import CASE, MOMENT, NO_SIGNAL, OPERATIONS, STRUCK, Moment, send_signal
+from grpo.run.layout import ADAPTER
 from grpo.run.logs import METRICS
 from grpo.settings import MOST_WHOLE, ROOT, fold, number
 
-# The commands that are killed, as a user would type them, without `python`: the smallest runs that still save, rotate,
-# evaluate and zip. `{case}` is the folder of one case, in which each leaves `run` and `run.zip`, `{inputs}` that of the
-# inputs.
-SMALL = """MODEL_ID=tiny TOTAL_STEPS=4 SAVE_STEPS=1 SAVE_TOTAL_LIMIT=2 PROMPTS_PER_STEP=2 NUM_GENERATIONS=4
-    EVAL_SAMPLES=0 MAX_COMPLETION_LEN=6 DATA=data/tes_heldout_compact.csv LR_SCHEDULER=constant REWARDS=action
-    OUTPUT_DIR={case}/run"""
-EVALUATED = f"{SMALL} EVAL_SAMPLES=1 EVAL_STEPS=2 EVAL_DATA={{inputs}}/rows.csv EVAL_PROFILE= BEST_BY=reward"
-PLANT = "EVAL_SAMPLES=1 EVAL_STEPS=0 EVAL_DATA={inputs}/heldout.csv EVAL_PROFILE={inputs}/days.csv SAVE_STEPS=2"
-COMMANDS = {
-    "padded": f"{SMALL} PACKING=none train_grpo.py",
-    "packed": f"{SMALL} PACKING=prefix SAVE_STEPS=2 LOG_PROMPTS=1 LR_SCHEDULER=linear train_grpo.py",
-    "dropout": f"{SMALL} LORA_DROPOUT=0.1 SAVE_STEPS=3 SAVE_TOTAL_LIMIT=1 train_grpo.py",
-    "evaluated": f"{EVALUATED} train_grpo.py",
-    "plant": f"{SMALL} {PLANT} train_grpo.py",
-}
-# The command whose checkpoint is damaged after two steps, and that then gets a third.
-DAMAGED = {str(steps): f"{EVALUATED} EVAL_STEPS=0 TOTAL_STEPS={steps} train_grpo.py" for steps in (2, 3)}
-SIGNALS = {"KILL": 7, "TERM": 1, "INT": 1, "HUP": 1}  # how many of ten
-KILLS = 60  # cases, unless --size says otherwise; of damage all that there are
-OUTPUT, OPERATIONS = "output.txt", "operations.txt"  # in a case's folder: what its starts printed; see `watch_files`
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+PARTS = ("kills", "signals")
+OUTPUT, TEMPORARY = "output.txt", "tmp"  # In a case's folder; the last one is its TMPDIR.
+TORCHRUNS = "torchelastic_"  # Empty folders that torchrun always leaves in TMPDIR.
+LATE_S = {"kills": 120.0, "signals": 5.0}  # In which all processes of a case end after its first one has.
+NOT_COMPARED = ("sha256", "seconds", "date", "machine", "command", "commit", "versions")  # Keys of JSON files.
 FIGURES = """
-kills_cases | runs | killed at random moments and continued by the same command until complete; {kills_asked} asked for
-kills_different | runs | of these differ from the uninterrupted run, or left something stray
-kills | kills | half just before a random file operation, half up to a second later; at most four of a run
-damage_cases | files | damaged, each in a run of its own; {damage_asked} asked for
-damage_different | runs | did not say so, or did not come to the result of an undamaged run
+{0}_cases | runs | of {{{0}_asked}} asked for
+{0}_signals | signals | struck them
+{0}_different | runs | did not end or continue as they should, had another result, or left something behind
+"""
+HOOK = f"""import sys
+sys.path.insert(0, {str(ROOT)!r})
+from grpo.measure.strike import watch_files
+sys.path.pop(0)
+watch_files()
 """
 
 
-def flip_bit(path: Path) -> int:
-    """Flips one bit in the middle of a file."""
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 4
-    return path.write_bytes(content)
+class Program(NamedTuple):
+    """A program as reliability.toml describes it."""
+
+    kills: int
+    signals: int
+    command: str
+    results: str
+    start: str = ""
 
 
-KINDS: dict[str, Callable[[Path], int]] = {  # what crashes and disks do to a file
-    "truncated": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
-    "zeroed": lambda path: path.write_bytes(bytes(path.stat().st_size)),
-    "emptied": lambda path: path.write_bytes(b""),
-    "one bit": flip_bit,
-    "garbage": lambda path: path.write_bytes(hashlib.shake_128(b"garbage").digest(path.stat().st_size)),
-}
-DELETED = {"deleted": Path.unlink}
+def read_programs() -> dict[str, Program]:
+    """The programs of reliability.toml by their names, with its texts put in. `{case}` and `{inputs}` stay."""
+    tables = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    texts, programs = tables.pop("texts"), {}
+    for name, table in tables.items():
+        for _ in range(2):  # A text may name another one.
+            for key, text in texts.items():
+                table |= {field: table[field].replace(f"{{{key}}}", text) for field in ("command", "results")}
+        programs[name] = Program(**table)
+    return programs
 
 
-def watch_files(case: Path, operation: int, number: int, delay: float) -> None:
-    """In the command's own process: counts its file operations in `case` into OPERATIONS, and before the one with the
-    number `operation`, or `delay` seconds after it began, sends this process the signal `number`. It sees what Python
-    opens for writing, makes, renames and deletes; delayed signals also meet the insides of torch.save."""
-    begin, count = f"{case}/", 0
-    kinds = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink")
-    for name in (signal.SIGTERM, signal.SIGHUP):  # The shell that started all this may ignore them.
-        signal.signal(name, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    record = os.open(case / OPERATIONS, os.O_CREAT | os.O_WRONLY)
-    timer = threading.Timer(delay, os.kill, (os.getpid(), number))
-    timer.daemon = True
-
-    def hook(event: str, arguments: tuple) -> None:
-        nonlocal count
-        if event not in kinds or not str(arguments[0]).startswith(begin):
-            return
-        if event == "open" and not arguments[2] & (os.O_WRONLY | os.O_RDWR):
-            return
-        count += 1
-        if count == operation:
-            timer.start() if delay else os.kill(os.getpid(), number)
-        os.pwrite(record, f"{count:9d}".encode(), 0)
-
-    sys.addaudithook(hook)
+PROGRAMS = read_programs()
 
 
-def run_command(command: str, case: Path, operation: int = 0, number: int = 0, delay: float = 0.0) -> int:
-    """Runs the command in `case` and returns its exit code, that of a signal negative. The rest are those of
-    `watch_files`, which sends no signal at operation 0."""
-    case.mkdir(parents=True, exist_ok=True)
-    inherited = ("PATH", "HOME", "LANG", "XDG_CACHE_HOME", "TMPDIR")
+def run_command(program: Program, case: Path, moment: Moment = NO_SIGNAL, late_s: float = LATE_S["kills"]) -> int:
+    """Runs a program in `case` and returns its exit code, that of a signal negative. Raises RuntimeError where other
+    processes of it go on for `late_s` after that."""
+    folder = case.parents[1]
+    for name in (OPERATIONS, TEMPORARY):
+        (case / name).mkdir(parents=True, exist_ok=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    inherited = ("PATH", "HOME", "LANG", "XDG_CACHE_HOME", "LD_LIBRARY_PATH", "PYTHONPATH")
     environment = {name: os.environ[name] for name in inherited if name in os.environ} | {"OMP_NUM_THREADS": "1"}
     environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
-    words = [word.format(case=case, inputs=case.parents[1] / "inputs") for word in command.split()]
-    settings = dict(word.split("=", 1) for word in words if word.partition("=")[0].isupper())
-    watched = ["--child", str(case), str(operation), str(number), str(delay), *words[-1:]]
+    environment |= {CASE: str(case), MOMENT: " ".join(moment), "TMPDIR": str(case / TEMPORARY)}
+    environment["PYTHONPATH"] = f"{folder / 'hook'}:{environment.get('PYTHONPATH', '')}".rstrip(":")
+    environment["PYTHONHASHSEED"] = "0"  # PEFT writes a set as a list.
+    environment["PET_MASTER_PORT"] = str(port)  # torchrun's own would be the same for all cases.
+    words = [word.format(case=case, inputs=folder / "inputs") for word in program.command.split()]
+    settings = list(itertools.takewhile(lambda word: word.partition("=")[0].isupper(), words))
+    environment |= dict(word.split("=", 1) for word in settings)
+    command = [sys.executable, *words[len(settings) :]]
     with (case / OUTPUT).open("ab") as output:
-        return subprocess.run(
-            [sys.executable, __file__, *watched], env=environment | settings, cwd=ROOT, timeout=900,
-            stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-        ).returncode  # fmt: skip
+        code = subprocess.run(
+            command, env=environment, cwd=ROOT, timeout=300, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+        ).returncode
+    deadline = time.monotonic() + late_s
+    while count := send_signal(str(case), "all", 0):
+        if time.monotonic() > deadline:
+            send_signal(str(case), "all", signal.SIGKILL)
+            raise RuntimeError(f"{count} process(es) went on for {late_s:.0f} s after {' '.join(moment)}")
+        time.sleep(0.1)
+    return code
 
 
-def steps_in(run: Path) -> list[dict[str, str]]:
-    """metrics.csv without its times: rows by column, those of the reward functions among them."""
-    with (run / "metrics.csv").open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        columns = [name for name in reader.fieldnames or () if not (name in METRICS and name.endswith(("_s", "time")))]
-        return [{name: row[name] for name in columns} for row in reader]
+def content(path: Path, case: Path) -> object:
+    """What a result of a case holds, without times and without the case's own path."""
+    if path.name == "metrics.csv":
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+        timed = {name for name in METRICS if name.endswith(("_s", "time"))}
+        return [{name: value for name, value in row.items() if name not in timed} for row in rows]
+    if path.suffix == ".zip":
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip(), archive.read(f"{path.stem}/{ADAPTER}")
+    data = path.read_bytes().replace(str(case).encode(), b"{case}")
+    if path.suffix != ".json":
+        return data
+    record = json.loads(data)
+    for row in record["figures"] if isinstance(record.get("figures"), list) else ():
+        row["value"] = None if row["unit"] in ("s", "tokens/s") else row["value"]
+    return {name: value for name, value in record.items() if name not in NOT_COMPARED}
 
 
-def differences(run: Path, whole: Path) -> list[str]:
-    """Files of a run that differ from the uninterrupted one in `whole`: rows that do not measure time, and the adapter,
-    bit for bit."""
-    names = ("completions.csv", ADAPTER)
-    different = [name for name in names if (run / name).read_bytes() != (whole / name).read_bytes()]
-    return different + (["metrics.csv"] if steps_in(run) != steps_in(whole) else [])
+def differences(program: Program, case: Path, whole: Path) -> list[str]:
+    """The results in `case` that are not as in the undisturbed case `whole`."""
+    names = [path.relative_to(whole) for pattern in program.results.split() for path in sorted(whole.glob(pattern))]
+    return [
+        str(name)
+        for name in names
+        if not (case / name).exists() or content(case / name, case) != content(whole / name, whole)
+    ]
 
 
-def faults_of(case: Path, whole: Path) -> list[str]:
-    """The faults of the complete run in `case`/run: what differs from the one in `whole`, records and the best adapter
-    among it, stray files, the zip, a traceback."""
-    run = case / "run"
-    faults = differences(run, whole)
-    for name in ("evaluation.json", "closed_loop.json", f"{BEST}/best.json"):
-        if (whole / name).is_file() and read_sealed(run / name) != read_sealed(whole / name):
-            faults.append(name)
-    best = f"{BEST}/{ADAPTER}"
-    if (whole / best).exists() and (run / best).read_bytes() != (whole / best).read_bytes():
-        faults.append(best)
-    faults += [f"stray {path.name}" for path in case.rglob("*") if path.name.endswith((".tmp", ".old"))]
-    with zipfile.ZipFile(case / "run.zip") as archive:
-        if archive.testzip() or archive.read(f"run/{ADAPTER}") != (run / ADAPTER).read_bytes():
-            faults.append("the zip")
-    return faults + (["a traceback"] if "Traceback" in (case / OUTPUT).read_text(errors="replace") else [])
+def faults_of(program: Program, case: Path, whole: Path) -> list[str]:
+    """The faults of a case that has come to its end: what differs from the undisturbed one, stray files and temporary
+    folders, a traceback."""
+    faults = differences(program, case, whole)
+    stray = [path.name for path in case.rglob("*") if path.name.endswith((".tmp", ".old"))]
+    stray += [path.name for path in (case / TEMPORARY).iterdir() if not path.name.startswith(TORCHRUNS)]
+    faults += [f"stray {name}" for name in stray]
+    tracebacks = re.findall(r"Traceback \(most.*\n(?: .*\n)+", (case / OUTPUT).read_text(errors="replace"))
+    # A signal may interrupt an import, and torchrun shows one where a process of it was killed.
+    if any(not re.search("<frozen importlib|torch/distributed/run.py", traceback) for traceback in tracebacks):
+        faults.append("a traceback")
+    return faults
 
 
-def prepare(folder: Path, part: str) -> None:
-    """Makes the uninterrupted runs that a part compares with, in folder/whole, and their inputs. Raises RuntimeError if
-    one fails."""
-    inputs, whole = folder / "inputs", folder / "whole"
-    inputs.mkdir(exist_ok=True)
-    for name, data, count in (("heldout.csv", "tes_heldout_compact.csv", 5), ("days.csv", "profile_heldout.csv", 97)):
-        lines = (ROOT / "data" / data).read_text(encoding="utf-8").splitlines(True)
-        (inputs / name).write_text("".join(lines[:count]), encoding="utf-8")
+def begin(name: str, case: Path, folder: Path) -> None:
+    """Makes the folder of a case, as the program that it starts from has left it."""
+    if start := PROGRAMS[name].start:
+        shutil.copytree(folder / "whole" / start, case, ignore=shutil.ignore_patterns(OUTPUT, OPERATIONS))
+
+
+def run_whole(folder: Path, name: str) -> None:
+    """Runs a program undisturbed, in folder/whole. Raises RuntimeError if it fails; a proof so small proves nothing."""
+    whole = folder / "whole" / name
+    if not whole.exists():
+        begin(name, whole, folder)
+        if (code := run_command(PROGRAMS[name], whole)) != (name == "prove"):
+            raise RuntimeError(f"the undisturbed {name} in {whole} ended with {code}")
+
+
+def prepare(folder: Path, names: list[str], jobs: int) -> None:
+    """Makes the inputs, an adapter among them, and the undisturbed case of each program."""
+    inputs = folder / "inputs"
+    for path in (inputs / "profiles", folder / "hook"):
+        path.mkdir(parents=True, exist_ok=True)
+    (folder / "hook" / "sitecustomize.py").write_text(HOOK)
+    rows, (header, *hours) = (
+        (ROOT / "data" / name).read_text(encoding="utf-8").splitlines(True)
+        for name in ("tes_heldout_compact.csv", "profile_heldout.csv")
+    )
+    (inputs / "heldout.csv").write_text("".join(rows[:5]), encoding="utf-8")
+    for name, part in {"days.csv": hours[:96], "profiles/a.csv": hours[:96], "profiles/b.csv": hours[96:192]}.items():
+        (inputs / name).write_text(header + "".join(part), encoding="utf-8")
     (inputs / "rows.csv").write_text("user,reward_action_0,reward_action_1\nStorage 20,0.2,0.9\nStorage 80,0.9,0.3\n")
-    for name, command in (COMMANDS if part == "kills" else DAMAGED).items():
-        if name == "3":
-            shutil.copytree(whole / "2", whole / name)
-        if code := run_command(command, whole / name):
-            raise RuntimeError(f"the uninterrupted run in {whole / name} ended with {code}")
+    if any("{inputs}/adapter" in PROGRAMS[name].command for name in names):
+        run_whole(folder, "sft")
+        shutil.copytree(folder / "whole" / "sft" / "adapter", inputs / "adapter", dirs_exist_ok=True)
+    starts = sorted({PROGRAMS[name].start for name in names} - {""})
+    with ThreadPoolExecutor(jobs) as pool:
+        for group in (starts, names):
+            list(pool.map(lambda name: run_whole(folder, name), group))
 
 
-def kill(folder: Path, case: Path, seed: int, number: int, counts: Counter[str]) -> str:
-    """One run, killed one to four times, its continuations too, then compared. Returns its faults in words."""
-    rng, name = random.Random(f"kills {seed} {number}"), list(COMMANDS)[number % len(COMMANDS)]
-    operations, moments = int((folder / "whole" / name / OPERATIONS).read_text()), []
-    for _ in range(rng.choices((1, 2, 3, 4), (5, 3, 1, 1))[0]):
-        word = rng.choices(list(SIGNALS), list(SIGNALS.values()))[0]
-        signal_number, operation = getattr(signal, f"SIG{word}"), rng.randint(1, operations)
-        delay = rng.choice((0.0, rng.uniform(0, 1)))
-        code = run_command(COMMANDS[name], case, operation, signal_number, delay)
-        if code not in (-signal_number, 128 + signal_number):  # It has ended before the signal came, or by itself.
+def attack(folder: Path, part: str, name: str, number: int, seed: int) -> tuple[str, int]:
+    """One case, killed one to three times, its continuations too, or interrupted once; then continued and compared.
+    Returns (its faults in words, how many signals struck)."""
+    rng, program, whole = random.Random(f"{part} {seed} {name} {number}"), PROGRAMS[name], folder / "whole" / name
+    case, expected, moments = folder / part / f"{name}-{number}", int(name == "prove"), []
+    begin(name, case, folder)
+    roles = {path.name: int(path.read_text()) for path in (whole / OPERATIONS).iterdir()}
+    for _ in range(1 if part == "signals" else rng.choices((1, 2, 3), (7, 2, 1))[0]):
+        role, sent, scope = rng.choice(sorted(roles)), SIGNALS[number % 2], "first"
+        if part == "kills":
+            sent, scope = signal.SIGKILL, rng.choice(("self", "first", "all"))
+        delay = rng.choice((0.0, 0.0, rng.uniform(0, 1)))
+        moment = Moment(role, str(rng.randint(1, roles[role])), str(int(sent)), f"{delay:.3f}", scope)
+        struck = case / OPERATIONS / STRUCK
+        code = run_command(program, case, moment, LATE_S[part])
+        if not struck.exists():  # It has ended before.
             break
-        moments.append(f"{word} {delay:.2f} s after file operation {operation}")
+        struck.unlink()
+        moments.append(" ".join(moment))
+        # torchrun, which bench.py starts, ends with 1 whatever ended its processes.
+        if part == "signals" and code not in (expected, -sent, 128 + sent, int(name == "bench")):
+            return f"ended with exit code {code} after {moments[-1]}", 1
     else:
-        code = run_command(COMMANDS[name], case)
-    counts.update(kills_cases=1, kills=len(moments))
-    faults = [f"ended with exit code {code}"] if code else faults_of(case, folder / "whole" / name / "run")
-    return f"{', '.join(faults)}; {name}: {', '.join(moments)}" if faults else ""
-
-
-def damages(folder: Path) -> list[tuple[str, str, str]]:
-    """Every (state of the run, file, kind of damage), shuffled: each file of its last checkpoint, of a run that is
-    complete and of one that was interrupted."""
-    run = folder / "whole" / "2" / "run"
-    names = sorted(str(path.relative_to(run)) for path in (run / "checkpoint-2").rglob("*") if path.is_file())
-    cases = list(itertools.product(("complete", "interrupted"), names, KINDS | DELETED))
-    random.Random("damages").shuffle(cases)
-    return cases
-
-
-def damage(folder: Path, case: Path, seed: int, number: int, counts: Counter[str]) -> str:
-    """One damaged file in a copy of a run of two steps, which gets a third, then compared. Returns its faults in
-    words."""
-    state, name, kind = damages(folder)[number]
-    run, base = case / "run", Path(name).name
-    shutil.copytree(folder / "whole" / "2" / "run", run)
-    if state == "interrupted":
-        (run / COMPLETE).unlink()
-        (run / ADAPTER).unlink()
-    (KINDS | DELETED)[kind](run / name)
-    code = run_command(DAMAGED["3"], case)
-    faults = [f"ended with {code}"] if code else faults_of(case, folder / "whole" / "3" / "run")
-    message = rf"checkpoint-2: {re.escape(base)} (is|cannot)"
-    if base == MANIFEST and kind == "deleted":
-        message = "has no manifest.json"
-    if not re.search(message, (case / OUTPUT).read_text(errors="replace")):
-        faults.append("not told")
-    counts["damage_cases"] += 1
-    return f"{', '.join(faults)}: {name} of a run that was {state}, {kind}" if faults else ""
-
-
-PARTS = {"kills": kill, "damage": damage}
+        code = run_command(program, case)
+    # What was complete when it was killed may be refused.
+    fails = code != expected and (code != 2 or differences(program, case, whole))
+    faults = [f"ended with exit code {code}"] if fails else faults_of(program, case, whole)
+    return f"{', '.join(faults)}; {', '.join(moments)}" if faults else "", len(moments)
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=fold(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     add, count = parser.add_argument, number(1, MOST_WHOLE, int)
-    add("--out", required=True, help="JSON to write")
-    add("--part", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help="kills, damage, or both")
-    add("--size", type=count, help="of each part: how many cases")
+    add("--out", required=True, type=Path, help="JSON to write")
+    add("--part", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help="kills, signals, or both (default)")
+    add("--only", nargs="+", default=[], metavar="NAME[/NUMBER]", help=f"programs or cases, of {', '.join(PROGRAMS)}")
+    add("--size", type=count, help="at most so many cases of each program and part")
     add("--seed", type=int, default=1, help="of every choice (default 1)")
-    add("--only", type=int, metavar="NUMBER", help="this case of the part")
-    add("--jobs", type=count, default=2, help="processes side by side (default 2)")
-    add("--run", default="runs/reliability", help="folder of all runs; the last campaign's is deleted")
-    return parser.parse_args()
+    add("--jobs", type=count, default=2, help="cases side by side (default 2)")
+    add("--minutes", type=number(0, 10**6), default=10**6, help="no case begins later (default: no limit)")
+    add(
+        "--run", type=Path, default=Path("runs/reliability"), help="folder of all cases; the last campaign's is deleted"
+    )
+    options = parser.parse_args()
+    options.chosen = dict(word.partition("/")[::2] for word in options.only or PROGRAMS)
+    if unknown := set(options.chosen) - set(PROGRAMS):
+        parser.error(f"--only {min(unknown)}: no program has this name")
+    return options
+
+
+def chosen_cases(options: argparse.Namespace) -> list[tuple[str, str, int]]:
+    """(part, program, number) of the cases that the options name. When the time is over, each program has had about
+    the same share of its own."""
+    shares = []
+    for part, (name, chosen) in itertools.product(options.part, options.chosen.items()):
+        most = getattr(PROGRAMS[name], part)
+        numbers = [int(chosen)] if chosen else range(min(most, options.size or most))
+        shares += [(place / len(numbers), part, name, case) for place, case in enumerate(numbers)]
+    return [(part, name, case) for _, part, name, case in sorted(shares, key=lambda share: share[0])]
 
 
 def run_campaign(options: argparse.Namespace, folder: Path) -> int:
-    """Runs all cases of the chosen parts; returns the exit code."""
+    """Runs the chosen cases; returns the exit code."""
     from grpo.measure.record import save, tabled, write  # late: --help needs no torch
 
-    counts, values = Counter[str](), dict[str, int]()
+    deadline, cases, values = time.monotonic() + 60 * options.minutes, chosen_cases(options), Counter[str]()
+    prepare(folder, sorted({name for _, name, _ in cases}), options.jobs)
+    values.update(f"{part}_{name}_asked" for part, name, _ in cases)
+    saved = 0.0
+    table = "".join(
+        FIGURES.format(subject).lstrip() for subject in dict.fromkeys(f"{p}_{name}" for p, name, _ in cases)
+    )
 
-    def run_case(part: str, number: int) -> str:
-        case = folder / part / str(number)
+    def run_case(case: tuple[str, str, int]) -> tuple[str, int] | None:
+        part, name, number = case
+        if time.monotonic() > deadline:
+            return None
         try:
-            finding = PARTS[part](folder, case, options.seed, number, counts)
-        except Exception as error:  # A start that hangs, or a file that is not there.
-            finding = f"{type(error).__name__}: {error}"
+            finding, signals = attack(folder, part, name, number, options.seed)
+        except Exception as error:  # A start that hangs, a process that goes on, or a file that is not there.
+            finding, signals = f"{type(error).__name__}: {error}", 0
+            send_signal(str(folder / part / f"{name}-{number}"), "all", signal.SIGKILL)
         if not finding:
-            shutil.rmtree(case)
-        return finding
+            shutil.rmtree(folder / part / f"{name}-{number}")
+        return finding, signals
 
-    for part in options.part:
-        prepare(folder, part)
-        count = len(damages(folder)) if part == "damage" else options.size or KILLS
-        numbers = [options.only] if options.only is not None else list(range(count))[: options.size]
-        values |= {f"{part}_asked": len(numbers), f"{part}_different": 0}
-        with ThreadPoolExecutor(options.jobs) as pool:
-            for number, finding in zip(numbers, pool.map(partial(run_case, part), numbers), strict=True):
-                if finding:
-                    values[f"{part}_different"] += 1
-                    again = f"--part {part} --seed {options.seed} --only {number}"
-                    print(f"FOUND {part} {number}: {finding}\n  in {folder / part}; again: {again}", flush=True)
-                save(Path(options.out), tabled(FIGURES, {**counts, **values}))
-    write(Path(options.out), tabled(FIGURES, {**counts, **values}))
-    return int(any(values[f"{part}_different"] for part in options.part))
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for (part, name, number), outcome in zip(cases, pool.map(run_case, cases), strict=True):
+            if outcome is None:
+                continue
+            finding, signals = outcome
+            subject = f"{part}_{name}"
+            different = {f"{subject}_different": int(bool(finding))}
+            values.update({f"{subject}_cases": 1, f"{subject}_signals": signals} | different)
+            if finding:
+                again = f"--part {part} --seed {options.seed} --only {name}/{number}"
+                print(f"FOUND {part} {name}/{number}: {finding}\n  in {folder / part}; again: {again}", flush=True)
+            if time.monotonic() > saved + 10:  # Asking for this machine's facts takes a second.
+                save(options.out, tabled(table, values))
+                saved = time.monotonic()
+    write(options.out, tabled(table, values))
+    return int(any(values[f"{part}_{name}_different"] for part, name, _ in cases))
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["--child"]:  # This is the process that is killed: it runs a script of the project.
-        case, operation, signal_number, delay, script = sys.argv[2:]
-        watch_files(Path(case), int(operation), int(signal_number), float(delay))
-        sys.argv, sys.path[0] = [script], str(ROOT)
-        runpy.run_path(script, run_name="__main__")
-        return 0
     options = parse_args()
     from grpo.measure.record import fresh_folder  # late: --help needs no torch
 
     try:
-        folder = fresh_folder(Path(options.run).resolve())
+        folder = fresh_folder(options.run.resolve())
     except FileExistsError as error:
         print(error, file=sys.stderr)
         return 2

@@ -22,6 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.plan.hub import fetch_weights
 from grpo.preflight.sft import sft_preflight
+from grpo.run.ending import run_script
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,4 +47,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

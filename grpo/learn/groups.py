@@ -150,7 +150,7 @@ class ConnectedRanks(Ranks):
     # ---- Who is gone ----
 
     def is_broken(self) -> bool:
-        return not self.left.is_set() and bool(self.lost or self._lost_sibling())
+        return not self.left.is_set() and (self.lost is not None or self._lost_sibling() is not None)
 
     def _lost_sibling(self) -> int | None:
         return next((rank for rank, (pid, born) in self.siblings.items() if birth(pid) != born), None)

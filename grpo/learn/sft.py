@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,14 @@ from grpo.preflight.adapter import lora_options
 from grpo.preflight.checks import run_records
 from grpo.preflight.resolve import ResolvedRun
 from grpo.run.archive import model_card
-from grpo.run.durable import write_text
+from grpo.run.durable import sync_files, write_text
 from grpo.run.folder import prepare_run
-from grpo.run.layout import run_folder
+from grpo.run.layout import ADAPTER, run_folder
 from grpo.settings import Settings
 
 # SFTConfig knows these settings by the same names.
 SHARED = ("LEARNING_RATE", "WARMUP_STEPS", "WEIGHT_DECAY", "MAX_GRAD_NORM", "GRADIENT_CHECKPOINTING", "SEED")
+UNFINISHED = "adapter.tmp"  # The folder in OUTPUT_DIR that the adapter is written to.
 LINES = 10  # The training prints so many lines.
 
 
@@ -99,6 +101,13 @@ def learn_answers(resolved: ResolvedRun, answers: Sequence[str | None]) -> Path:
 
     # PEFT's own card would name the path of the base model's files, and PEFT has no hook for another text.
     policy.create_or_update_model_card = write_model_card  # type: ignore[method-assign]
-    policy.save_pretrained(str(folder))
-    tokenizer.save_pretrained(str(folder))
+    unfinished = folder / UNFINISHED
+    shutil.rmtree(unfinished, ignore_errors=True)  # That of a start which was killed.
+    policy.save_pretrained(str(unfinished))
+    tokenizer.save_pretrained(str(unfinished))
+    last = folder / f"{ADAPTER}.tmp"
+    for path in sync_files(unfinished):
+        os.replace(path, last if path.name == ADAPTER else folder / path.name)
+    unfinished.rmdir()
+    os.replace(last, folder / ADAPTER)  # This comes last: with it the folder is whole.
     return folder

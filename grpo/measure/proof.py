@@ -27,6 +27,7 @@ from grpo.model.load import load_model
 from grpo.model.warmup import Log, figures, write_warmed_up
 from grpo.plan.hub import TINY_PATH, count_parameters
 from grpo.run.child import run_child
+from grpo.run.folder import complete_steps
 from grpo.settings import parse_value
 from rewards import confidence_interval
 
@@ -199,7 +200,7 @@ def prove(options: argparse.Namespace, scale: Scale) -> int:
         options.out.mkdir(parents=True, exist_ok=True)
         if is_wanted("make", (options.out / "model" / "warmup.json").is_file()):
             make(options, scale, log)
-        trained = "after" in read_json(options.out / "run" / "evaluation.json") and not is_stale(options.out)
+        trained = complete_steps(options.out / "run") > 0 and not is_stale(options.out)
         if is_wanted("train", trained) and (code := train(options, scale, log)):
             return code
         return collect(options, log) if options.stage in ("collect", "all") else 0

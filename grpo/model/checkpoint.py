@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -20,6 +19,7 @@ from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedTokenizerFas
 
 from grpo.model.gptoss_format import BLOCK, BOS, EOS, PAD, SPECIAL_TOKENS, STOP_TOKENS, ModelError, Shape, config_dict
 from grpo.plan.hub import TINY_PATH, WEIGHTS_INDEX
+from grpo.run.durable import locked
 
 SHARD_BYTES = 4 * 2**30
 MakeTensor = Callable[[str, torch.Tensor], torch.Tensor]  # from its name and a meta tensor of its type and shape
@@ -37,9 +37,9 @@ def new_directory(out: Path) -> Iterator[Path]:
         raise ModelError(f"{out} exists and is not empty: remove it, or choose another folder")
     temporary = out.with_name(f".{out.name}.tmp")
     temporary.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(temporary, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with locked(temporary) as is_free:
+        if not is_free:
+            raise ModelError(f"another process is writing {out}")
         for leftover in temporary.iterdir():
             leftover.unlink()
         try:
@@ -50,10 +50,6 @@ def new_directory(out: Path) -> Iterator[Path]:
             os.replace(temporary, out)  # This replaces an empty folder as well.
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-    except BlockingIOError:
-        raise ModelError(f"another process is writing {out}") from None
-    finally:
-        os.close(descriptor)
 
 
 def expected_tensors(config: GptOssConfig) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from grpo.plan.machine import installed_versions
 from grpo.preflight.checks import preflight
 from grpo.preflight.choices import choose_demo
 from grpo.preflight.resolve import ResolvedRun, resolve_steps
+from grpo.run.layout import ADAPTER, DELETING, NO_RUN, SETTINGS
 from grpo.settings import Problems, load_settings
 
 # Nothing is generated, scored or evaluated, and rows are padded, which only eager attention takes.
@@ -40,6 +41,12 @@ def longest_answer(model_id: str, answers: Sequence[str]) -> int:
     return max((len(encoding.ids) for encoding in encodings), default=1)
 
 
+def was_killed(out: Path) -> bool:
+    """Whether `out` holds what a scripts/sft.py that was killed has left: it writes the adapter last, and no log."""
+    names = {path.name for path in out.iterdir()}
+    return names <= NO_RUN or (bool(names & {SETTINGS, DELETING}) and not names & {ADAPTER, "training.log"})
+
+
 def sft_preflight(environ: Mapping[str, str], out: Path) -> tuple[ResolvedRun, list[str | None]]:
     """(the resolved run of the settings in `environ` with OUTPUT_DIR=`out`; each row's answer, None if it has none).
 
@@ -56,9 +63,10 @@ def sft_preflight(environ: Mapping[str, str], out: Path) -> tuple[ResolvedRun, l
     longest = longest_answer(settings.MODEL_ID, [answer for answer in answers if answer])
     changes = ONLY_LEARNING | {"OUTPUT_DIR": str(out), "MAX_COMPLETION_LEN": str(longest)}
     if not settings.OVERWRITE and out.is_dir() and any(out.iterdir()):
-        fix = "Name another folder, or set OVERWRITE=1 to replace the run in it"
-        problems.add(f"--out {out}", "it is not empty", fix)
         changes["OVERWRITE"] = "1"  # One problem about the folder is enough.
+        if not was_killed(out):
+            fix = "Name another folder, or set OVERWRITE=1 to replace the run in it"
+            problems.add(f"--out {out}", "it is not empty", fix)
     resolved = preflight(dict(environ) | changes)
     train = {row.id for row in split.train}
     rows = [row for row in resolved.rows if row.id in train]
@@ -68,7 +76,7 @@ def sft_preflight(environ: Mapping[str, str], out: Path) -> tuple[ResolvedRun, l
         fix = "Add a column `answer`, or rewards that differ"
         problems.add("DATA", "no row has an answer, or an action better than others", fix)
     # settings.json records what the user set, without the changes for the checks.
-    as_set = {name: getattr(settings, name) for name in (*ONLY_LEARNING, "MAX_COMPLETION_LEN")}
+    as_set = {name: getattr(settings, name) for name in (*ONLY_LEARNING, "MAX_COMPLETION_LEN", "OVERWRITE")}
     steps, steps_reason = resolve_steps(settings, sources, sum(map(bool, answers)), Problems())
     resolved = dataclasses.replace(
         resolved,

@@ -24,6 +24,7 @@ from grpo.rollout.paged_weights import PagedWeights
 from grpo.rollout.shared_weights import share_weights
 from grpo.rollout.vllm_patches import close_process_group, keep_weights_asleep, patch_kernels, vllm_environment
 from grpo.rollout.weight_sync import sync, write_adapter
+from grpo.run.durable import scratch_folder
 from grpo.run.ending import RunFailure
 from grpo.settings import Settings
 
@@ -211,7 +212,7 @@ class Engine:
             if s.ROLLOUT_SYNC == "lora":
                 self.syncs += 1
                 # Nobody else can read it, or foresee its name and put a link there.
-                self.folder = self.folder or Path(tempfile.mkdtemp(prefix="train_grpo-"))
+                self.folder = self.folder or scratch_folder(Path(tempfile.gettempdir()))
                 write_adapter(policy, self.folder, s.LORA_R, active)
                 self.request = self.lora_request(f"adapter-{self.syncs}", self.syncs, str(self.folder))
                 self.llm.llm_engine.add_lora(self.request)

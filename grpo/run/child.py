@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -14,6 +15,8 @@ from typing import IO
 
 from grpo.run.ending import SIGNALS
 
+PR_SET_PDEATHSIG = 1  # Of prctl(2).
+_libc = ctypes.CDLL(None)
 _children: set[subprocess.Popen[bytes]] = set()
 _received: list[int] = []  # signals since `forwarding_signals` began
 _forwarding = False
@@ -47,6 +50,11 @@ def forwarding_signals() -> Iterator[None]:
         _forwarding = False
 
 
+def _end_with_parent() -> None:
+    """In a child: asks Linux for a SIGTERM when this script is killed, so that no run goes on which nobody sees."""
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def run_child(
     command: Sequence[str | os.PathLike[str]],
     environ: Mapping[str, str] = MappingProxyType({}),
@@ -64,7 +72,12 @@ def run_child(
         # In a process group of its own it receives the terminal's Ctrl-C once, from here: the second one would end it
         # at once.
         child = subprocess.Popen(
-            command, env=os.environ | environ, stdout=output, stderr=output and subprocess.STDOUT, process_group=0
+            command,
+            env=os.environ | environ,
+            stdout=output,
+            stderr=output and subprocess.STDOUT,
+            process_group=0,
+            preexec_fn=_end_with_parent if hasattr(_libc, "prctl") else None,  # Only Linux has it.
         )
         _children.add(child)
         for number in _received[:]:  # One that came while the child started was sent to nobody.

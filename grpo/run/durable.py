@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
+import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -32,6 +36,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "evaluation.json": {"before": dict, "before_greedy": dict, "after": dict, "difference": dict},
     "closed_loop.json": {"windows": list[dict], "totals": dict[str, dict]},
 }  # fmt: skip
+SCRATCH = "train_grpo-scratch-"  # Begins the names of folders that a process needs while it runs.
 LARGEST = 2**28  # bytes of a file that is read at once; the records of the longest runs have a few million
 
 
@@ -91,6 +96,37 @@ def check_writable(path: Path, problems: Problems) -> None:
     """Adds a problem where `write_named` could not write `path`."""
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         problems.add(str(path), "cannot be written", "Name another --out, in a folder that you may write to")
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[bool]:
+    """Whether this process could lock a folder, for as long as the block lasts. The lock ends with its process, however
+    that ends."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield True
+    except BlockingIOError:
+        yield False
+    finally:
+        os.close(descriptor)
+
+
+def scratch_folder(parent: Path) -> Path:
+    """A new folder in `parent` that nobody else can read, and whose name nobody can foresee and put a link at. It is
+    deleted when this process ends, or where that was killed, by the next process that makes one."""
+    for leftover in parent.glob(f"{SCRATCH}*"):
+        with contextlib.suppress(OSError):
+            if leftover.lstat().st_uid == os.geteuid():
+                with locked(leftover) as is_free:
+                    if is_free:
+                        shutil.rmtree(leftover, ignore_errors=True)
+    unlocked = Path(tempfile.mkdtemp(prefix=f"new-{SCRATCH}", dir=parent))
+    with contextlib.suppress(OSError):  # A file system without locks; there nothing is taken for a leftover.
+        fcntl.flock(os.open(unlocked, os.O_RDONLY), fcntl.LOCK_EX)  # Until this process ends.
+    folder = unlocked.rename(unlocked.with_name(unlocked.name.removeprefix("new-")))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def require_regular(path: Path) -> int:

@@ -205,3 +205,22 @@ def end_quietly(main: Callable[[], int]) -> int:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends.
         return 128 + signal.SIGPIPE if is_pipe or code is None else code
+
+
+def run_script(main: Callable[[], int]) -> int:
+    """`end_quietly` for a script whose work is lost when it is interrupted. The first SIGINT, SIGTERM or SIGHUP ends it
+    by KeyboardInterrupt, so that its temporary files are removed; the second one ends it at once."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        for handled in SIGNALS:
+            signal.signal(handled, signal.SIG_DFL)
+        raise KeyboardInterrupt(number)
+
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` ignores SIGHUP.
+            signal.signal(number, interrupt)
+    try:
+        return end_quietly(main)
+    except KeyboardInterrupt as error:
+        print("\ninterrupted", file=sys.stderr)
+        return 128 + (error.args[0] if error.args else signal.SIGINT)

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import struct
 import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from ranked import in_ranks, launcher_store
@@ -129,20 +132,22 @@ def test_a_process_that_does_not_notice_is_ended(monkeypatch, tmp_path):
     assert message.read_text().startswith(f"rank 1 {SILENT}")
 
 
-def test_a_process_that_ends_while_the_others_connect_is_noticed(monkeypatch):
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_process_that_ends_while_the_others_connect_is_noticed(monkeypatch, dead):
     """It has shared its process id, but the others have not looked at the process yet."""
     share = ConnectedRanks.share
 
     def share_and_end(ranks, value):
         processes = share(ranks, value)
-        if ranks.rank == 1:
+        if ranks.rank == dead:
             os._exit(1)
-        while state(processes[1][1]) != "Z":
+        while state(processes[dead][1]) != "Z":
             time.sleep(0.01)
         return processes
 
     monkeypatch.setattr(ConnectedRanks, "share", share_and_end)
-    assert in_ranks(2, lambda ranks: ranks.is_broken()) == [True, None]
+    monkeypatch.setattr(ConnectedRanks, "_beat", lambda ranks: None)  # A signal may come before its first look.
+    assert in_ranks(2, lambda ranks: ranks.is_broken())[1 - dead] is True
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -177,3 +182,28 @@ def test_a_signal_is_answered_while_others_are_waited_for():
             return time.monotonic() - started
 
     assert in_ranks(2, wait)[0] < 2.5
+
+
+def test_strangers_that_connect_are_no_ranks(tmp_path):
+    """They stay silent or send garbage or a length of 2^62, and nobody listens but on the loopback."""
+    strangers, addresses = [], set()
+
+    def connect(port, host, pids):
+        for pid in pids:
+            listeners = []
+            while not listeners:
+                connections = psutil.Process(pid).net_connections("tcp")
+                listeners = [connection.laddr for connection in connections if connection.status == "LISTEN"]
+            addresses.update(listener.ip for listener in listeners)
+            for data in (b"", b"", b"", os.urandom(4096), struct.pack("<Q", 2**62) * 8):
+                strangers.append(socket.create_connection(listeners[0]))
+                strangers[-1].sendall(data)
+        (tmp_path / "connected").touch()
+
+    def share(ranks):
+        while not (tmp_path / "connected").exists():
+            time.sleep(0.01)
+        return ranks.share(ranks.rank)
+
+    assert in_ranks(2, share, beside=connect) == [[0, 1]] * 2
+    assert addresses == {"127.0.0.1"} and len(strangers) == 10

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -33,14 +34,15 @@ def runs(tmp_path_factory):
     learn, held_out = folder / "sft", folder / "held_out.csv"
     held_out.write_text("".join(COMPACT.read_text().splitlines(True)[:13]))
     command = [sys.executable, "scripts/sft.py", "--out", str(learn)]
-    done = subprocess.run(command, env=ENVIRON | {"TOTAL_STEPS": "12"}, cwd=ROOT, capture_output=True, text=True)
+    environ = ENVIRON | {"TOTAL_STEPS": "12"}
+    done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     settings = ENVIRON | {"INIT_ADAPTER": learn, "OUTPUT_DIR": folder / "grpo", "TOTAL_STEPS": 1, "LEARNING_RATE": 1e-9}
     settings |= {"EVAL_DATA": held_out, "EVAL_PROFILE": "", "BETA": 0.1, "PROMPTS_PER_STEP": 2, "NUM_GENERATIONS": 4}
     settings = {name: str(value) for name, value in settings.items()}
     run = run_script(**settings)
     assert run.returncode == 0, run.stdout + run.stderr
-    return SimpleNamespace(sft=learn, grpo=folder / "grpo", settings=settings)
+    return SimpleNamespace(sft=learn, grpo=folder / "grpo", settings=settings, environ=environ)
 
 
 def test_sft_teaches_the_answers_and_grpo_starts_there(runs):
@@ -95,6 +97,7 @@ def test_what_sft_refuses(runs, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("os.environ", dict(ENVIRON))
     assert sft.main(["--out", str(runs.grpo)]) == 2 and sorted(runs.grpo.iterdir()) == before
     assert "it is not empty. Name another folder, or set OVERWRITE=1" in capsys.readouterr().err
+    assert "it is not empty" in only(sft_preflight(runs.environ, runs.sft)[0].problems)
     opened = RENDERED.format("which?") + "<|channel|>analysis<|message|>"
     faults = {"no row has an answer, or an action": ["which?", 1, 1], "the prompt opens": [opened, 0, 1]}
     for problem, row in faults.items():
@@ -102,6 +105,16 @@ def test_what_sft_refuses(runs, tmp_path, capsys, monkeypatch):
         assert problem in only(sft_preflight(ENVIRON | {"DATA": str(data)}, tmp_path / "out")[0].problems)
     texts = write_csv(tmp_path / "texts.csv", ["prompt", "answer"], [["which?", "north"], ["why?", "so"]])
     assert not sft_preflight(ENVIRON | {"DATA": str(texts)}, tmp_path / "out")[0].problems, "it needs no rewards"
+
+
+def test_sft_goes_on_where_it_was_killed_while_it_wrote(runs, tmp_path):
+    out = tmp_path / "sft"
+    shutil.copytree(runs.sft, out)
+    assert {path.name for path in out.iterdir()} >= {"settings.json", "README.md", "tokenizer.json"}
+    (out / ADAPTER).rename(out / f"{ADAPTER}.tmp")
+    assert not sft_preflight(runs.environ, out)[0].problems
+    (out / "training.log").touch()
+    assert "it is not empty" in only(sft_preflight(runs.environ, out)[0].problems), "that is a run of train_grpo.py"
 
 
 def test_sft_leaves_out_what_a_run_on_these_rows_would_hold_out(tmp_path):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from conftest import CLEAN
+from damage import KINDS
 from machines import CPU, only
-from reliability import KINDS
 
 from grpo.plan.hub import REAL_CONFIG, read_json
 from grpo.preflight.adapter import check_start, read_start_adapter

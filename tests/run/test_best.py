@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pytest
-from reliability import KINDS
+from damage import KINDS
 
 from grpo.run.best import best_fault, better, keep_best, read_best, recover_best, replace_best, which_to_load
 from grpo.run.folder import ADAPTER, BEST

@@ -68,3 +68,17 @@ def test_a_signal_reaches_the_child_once_and_nothing_else_is_started(tmp_path, k
     assert parent.wait() == 128 + number, output.read_text()
     lines = Path(output).read_text().split("\n")
     assert lines == ["listening", f"saved [{int(number)}]", ""], "no traceback, and no second child"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a child that its parent was killed")
+def test_a_killed_script_leaves_no_child(tmp_path):
+    output = tmp_path / "output"
+    with output.open("w") as file:
+        command, environ = [sys.executable, "-c", PARENT, "plain", CHILD], CLEAN | {"PYTHONPATH": str(ROOT)}
+        parent = subprocess.Popen(command, stdout=file, stderr=file, cwd=tmp_path, env=environ)
+    while "listening" not in output.read_text() and parent.poll() is None:
+        time.sleep(0.02)
+    parent.kill()
+    while "saved" not in output.read_text():
+        time.sleep(0.02)
+    assert f"saved [{int(signal.SIGTERM)}]" in output.read_text(), "it ends as it promises"

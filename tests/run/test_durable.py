@@ -5,10 +5,14 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+from conftest import CLEAN, ROOT
+from damage import KINDS
 from machines import only
-from reliability import KINDS
 
 from grpo.run import durable
 from grpo.run.checkpoints import CUT_OFF, begin_checkpoint, checkpoint_fault, finish_checkpoint
@@ -105,3 +109,24 @@ def test_no_flipped_bit_changes_what_a_record_says(tmp_path, caplog):
     path.write_text('{"steps": 12}')
     assert read_sealed(path) == {"steps": 12}, "who edited it has deleted the checksum"
     assert not is_intact(tmp_path / "none.json")
+
+
+def test_a_scratch_folder_of_a_process_that_was_killed_is_deleted_by_the_next(tmp_path):
+    """Not one that is in use, nor anything of another name."""
+    code = "import sys, time, pathlib; from grpo.run.durable import scratch_folder as new\n"
+    code += "path = new(pathlib.Path(sys.argv[1])); (path / 'a').touch(); print(path, flush=True); time.sleep(60)"
+    (tmp_path / "train_grpo-main").mkdir()
+
+    def start():
+        command = [sys.executable, "-c", code, str(tmp_path)]
+        process = subprocess.Popen(command, env=CLEAN | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True)
+        return process, Path(process.stdout.readline().strip())
+
+    (killed, old), (living, used) = start(), start()
+    killed.kill()
+    killed.wait()
+    new = durable.scratch_folder(tmp_path)
+    assert {*tmp_path.iterdir()} == {used, new, tmp_path / "train_grpo-main"} and (used / "a").exists()
+    assert new.stat().st_mode & 0o777 == 0o700 and old != used
+    living.terminate()
+    living.communicate()

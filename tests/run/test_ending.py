@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exit code of a program whose output nobody can take."""
+"""How programs end: whose output nobody can take, and that are interrupted."""
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -31,3 +33,36 @@ def test_a_reader_that_is_gone_is_the_signal_of_a_pipe():
     command = f"{sys.executable} -c '{CODE}' 1000000 | head -c 1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, env=CLEAN | {"PYTHONPATH": str(ROOT)})
     assert done.returncode == 141 and not done.stderr, done.stderr
+
+
+SCRIPT = """
+import pathlib, sys, time
+from grpo.run.ending import run_script
+def main():
+    try:
+        print("working", flush=True)
+        time.sleep(60)
+    finally:
+        pathlib.Path("cleaned").touch()
+        time.sleep(60 * (sys.argv[1] == "twice"))
+sys.exit(run_script(main))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_script_cleans_up_and_says_so(tmp_path, number):
+    environ = CLEAN | {"PYTHONPATH": str(ROOT)}
+    for times in ("once", "twice"):
+        process = subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, times], env=environ, cwd=tmp_path, stdout=-1, stderr=-1, text=True
+        )
+        assert process.stdout.readline() == "working\n"
+        process.send_signal(number)
+        while times == "twice" and not (tmp_path / "cleaned").exists():
+            time.sleep(0.01)
+        if times == "twice":
+            process.send_signal(number)
+        error = process.communicate()[1]
+        expected = (128 + number, "\ninterrupted\n") if times == "once" else (-number, "")
+        assert (process.returncode, error) == expected and (tmp_path / "cleaned").exists()
+        (tmp_path / "cleaned").unlink()

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, read_csv, run_script
+from damage import KINDS
 from hub_server import TOKEN, HubServer, files_in
-from reliability import KINDS
 from runs import SETTINGS, assert_same_run, finish, go_on, has_line, start_held, wait_until
 
 from grpo.data.prompts import prompt_order
