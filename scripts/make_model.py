@@ -40,6 +40,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     for command in (tiny, full):
         command.add_argument("--out", type=Path, required=True, help="new directory to write")
     full.add_argument("--tokenizer", type=Path, required=True, help="directory with the tokenizer.json to copy")
+    full.add_argument("--device", default="cpu", help="where the weights are drawn: cpu (default) or cuda")
     full.add_argument("--layers", type=int, default=24, help="number of layers, 0.45 GiB each (default 24)")
     return parser.parse_args(argv)
 
@@ -53,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         if args.command == "full":
-            write_full(args.out, Shape(layers=args.layers), args.tokenizer)
+            write_full(args.out, Shape(layers=args.layers), args.tokenizer, args.device)
         else:
             write_tiny(args.out)
             print(FIGURES.format(**json.loads((args.out / "warmup.json").read_text(encoding="utf-8"))))

@@ -37,13 +37,14 @@ def random_tensor(name: str, like: torch.Tensor, generator: torch.Generator) -> 
     the standard deviation of `MATRIX_GAIN` needs.
     """
     *_, module, last = name.split(".")
+    device = generator.device
     if last.endswith("_blocks"):
-        return torch.randint(0, 256, like.shape, dtype=torch.uint8, generator=generator)
+        return torch.randint(0, 256, like.shape, dtype=torch.uint8, generator=generator, device=device)
     if last.endswith("_scales"):
         scale = MATRIX_GAIN[last.removesuffix("_scales")] / math.sqrt(like.shape[-1] * BLOCK) / E2M1_RMS
         exponent = math.floor(math.log2(scale))
         share = ((scale / 2.0**exponent) ** 2 - 1) / 3  # the mean of squares: (1 - share) * 1 + share * 4
-        larger = torch.rand(like.shape, generator=generator) < share
+        larger = torch.rand(like.shape, generator=generator, device=device) < share
         return larger.to(torch.uint8) + (E8M0_BIAS + exponent)
     if "norm" in name:
         return torch.ones(like.shape, dtype=torch.bfloat16)
@@ -52,12 +53,13 @@ def random_tensor(name: str, like: torch.Tensor, generator: torch.Generator) -> 
         std = 0.02
     elif module in MATRIX_GAIN:
         std = MATRIX_GAIN[module] / math.sqrt(like.shape[-1])
-    return torch.empty(like.shape, dtype=torch.bfloat16).normal_(0.0, std, generator=generator)
+    return torch.empty(like.shape, dtype=torch.bfloat16, device=device).normal_(0.0, std, generator=generator)
 
 
-def write_full(out: Path, shape: Shape, tokenizer: Path) -> None:
-    """Write a checkpoint with random weights to `out`, with the tokenizer in the folder `tokenizer`."""
-    words, generator = checkpoint.read_tokenizer(tokenizer), torch.Generator().manual_seed(0)
+def write_full(out: Path, shape: Shape, tokenizer: Path, device: str) -> None:
+    """Write a checkpoint with random weights, drawn on `device`, to `out`, with the tokenizer in the folder
+    `tokenizer`."""
+    words, generator = checkpoint.read_tokenizer(tokenizer), torch.Generator(device).manual_seed(0)
     with checkpoint.new_directory(out) as directory:
         make = partial(random_tensor, generator=generator)
         checkpoint.write_checkpoint(directory, shape, make, words)
