@@ -50,10 +50,9 @@ class Settings:
         "Attention of the learner: `auto`, `torch_flash` (FlashAttention 2 as torch ships it), `flash_attention_2`, "
         "`flash_attention_3`, `flash_attention_4`, `eager`, or a Hub kernel (`kernels-community/...`).")
     EXPERTS: str | None = setting("Model", "bf16", choices=("bf16", "mxfp4", "shared", "paged"), resume=True, text=
-        "The learner's experts on the GPU: `bf16` dequantized once, `mxfp4` quantized (a third of the memory) and "
-        "dequantized layer by layer, `shared` likewise those of vLLM, with its embeddings and head, on Hopper cards, "
-        "`paged` as mxfp4 and in host memory while vLLM is awake; `auto`: shared where that can be, else the first of "
-        "bf16, mxfp4 and paged that fits the GPU.")
+        "How the learner holds the experts: `bf16` dequantized once; `mxfp4` quantized, in a third of the memory, each "
+        "layer dequantized when it is needed; `shared` likewise, in vLLM's own copy (Hopper cards); `paged` as mxfp4, "
+        "in host memory while vLLM is awake; `auto`: the first of shared, bf16, mxfp4 and paged that fits.")
     LORA_R: int = setting("Model", 4, "rank", tiny=8, low=1, text="Rank of the LoRA adapter.")
     LORA_ALPHA: float = setting("Model", 8.0, tiny=16.0, above=0, high=10_000, text=
         "LoRA scale: updates are multiplied by LORA_ALPHA / LORA_R.")
@@ -63,8 +62,8 @@ class Settings:
     LORA_DROPOUT: float = setting("Model", 0.0, "share", low=0, high=0.9, text=
         "Dropout on the adapter's input while learning.")
     INIT_ADAPTER: str = setting("Model", "", "folder", path=True, text=
-        "LoRA adapter that the run starts from instead of a fresh one, such as scripts/sft.py makes: its rank, alpha "
-        "and targets take the place of the defaults. Empty: a fresh one.")
+        "LoRA adapter that the run starts from, such as scripts/sft.py makes; its rank, alpha and targets take the "
+        "place of the defaults. Empty: a fresh one.")
 
     TASK: str = setting("Data", "tes", choices=tuple(TASKS), text=
         "What is learned: other defaults of DATA, REWARDS, SYSTEM_PROMPT and more (docs/tasks.md).")
@@ -76,7 +75,7 @@ class Settings:
         "demo's DATA the rows that come with it.")
     EVAL_SHARE: float = setting("Data", 0.1, "share", low=0, high=0.5, text=
         "Share of DATA that is held out where EVAL_DATA is auto: whole days where rows carry a date, else whole "
-        "prompts, 64 at most; 0 holds nothing out.")
+        "prompts; 0 holds nothing out.")
     EVAL_SAMPLES: int = setting("Data", 4, "completions", tiny=8, low=0, high=1000, resume=True, text=
         "Completions per held-out prompt, and runs through the closed loop, in every evaluation; 0 skips them all.")
     EVAL_TEMPERATURE: float = setting("Data", 0.5, above=0, high=10, resume=True, text=
@@ -87,12 +86,11 @@ class Settings:
     EVAL_STEPS: int = setting("Data", 50, "steps", tiny=100, low=0, resume=True, text=
         "Steps between two evaluations while it trains; 0: only before and after.")
     BEST_BY: str | None = setting("Data", None, choices=(*BEST_BY_NAMES, "reward"), resume=True, text=
-        "Figure by which the best adapter of the evaluated steps is kept: `reward` (held-out), or that of the task's "
-        "simulator, `plant` (regret of the closed loop); `auto`: the latter where the simulator runs.")
+        "Figure that chooses the best adapter: held-out `reward`, or that of the task's simulator, `plant` (regret of "
+        "the closed loop); `auto`: the latter where the simulator runs.")
     EVAL_PROFILE: str | None = setting("Data", None, resume=True, text=
-        "Input files of the task's simulator: hourly profiles of the TES plant for the closed loop before and after "
-        "training, where the held-out prompts are the plant's; `auto`: the demo's for the demo's rows, else no "
-        "simulation; empty skips it.")
+        "Input files of the task's simulator: hourly profiles for the plant's closed loop; `auto`: the demo's for the "
+        "demo's rows, else no simulation; empty skips it.")
     SYSTEM_PROMPT: str = setting("Data", "", text=
         "System message of rows that are not rendered and have none; gpt-oss's template puts it into the developer "
         "message.")
@@ -116,8 +114,8 @@ class Settings:
         "Learn at the answer `[k]` from the rewards of all actions, each by its probability, instead of the sampled "
         "action's alone; `auto`: where all rows have reward_action_k and REWARDS hold a function of the action alone.")
     DIRECT_ANSWERS: bool = setting("Rewards", False, text=
-        "Open the final channel up to `[` in every prompt, so that one token is the answer: nothing is sampled to "
-        "learn from, and each prompt of a step is computed once (docs/learner.md).")
+        "End every prompt in the final channel with `[`, so that one token is the answer and nothing has to be sampled "
+        "to learn from (docs/learner.md).")
     MASK_TRUNCATED: bool = setting("Rewards", False, text=
         "Leave completions that met MAX_COMPLETION_LEN out of the loss (bad length then costs nothing).")
 
@@ -131,8 +129,7 @@ class Settings:
         "The most of the whole GPU that vLLM may take while awake; `auto` plans it from one step's key-value cache "
         "and the free memory.")
     VLLM_EAGER: bool = setting("Rollouts", False, resume=True, text=
-        "Run vLLM without compilation and CUDA graphs: starts faster, generates slower (its kernels in Triton need a "
-        "C compiler all the same).")
+        "Run vLLM without compilation and CUDA graphs: it starts faster and generates more slowly.")
     IS_CORRECTION: str = setting(
         "Rollouts", "token_truncate",
         choices=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "none"), text=
@@ -161,8 +158,7 @@ class Settings:
     TOTAL_STEPS: int = setting("Learner", 100, "steps", tiny=400, low=1, resume=True, text=
         "Optimizer steps of the whole run, resumed parts included.")
     NUM_TRAIN_EPOCHS: float | None = setting("Learner", None, "epochs", above=0, high=1e6, resume=True, text=
-        "Rounds over the training rows, in place of TOTAL_STEPS: that is then rows x NUM_TRAIN_EPOCHS / "
-        "PROMPTS_PER_STEP, rounded up; `auto`: TOTAL_STEPS says.")
+        "Rounds over the training rows, in place of TOTAL_STEPS; `auto`: TOTAL_STEPS says.")
     LEARNING_RATE: float = setting("Learner", 5e-5, tiny=4e-3, above=0, high=1, text="Peak learning rate of AdamW.")
     LR_SCHEDULER: str = setting(
         "Learner", "constant_with_warmup", tiny="linear",
@@ -173,8 +169,7 @@ class Settings:
     WEIGHT_DECAY: float = setting("Learner", 0.0, low=0, high=10, text="AdamW's weight decay.")
     MAX_GRAD_NORM: float = setting("Learner", 1.0, "norm", above=0, text="Gradients are scaled down to this norm.")
     MICRO_BATCH: int | None = setting("Learner", None, "completions", low=1, resume=True, text=
-        "Completions of MAX_COMPLETION_LEN in one micro-batch (of shorter ones it takes more); a matter of memory, "
-        "never of what is learned; `auto` plans it.")
+        "Completions of MAX_COMPLETION_LEN in one micro-batch, a matter of memory, not of learning; `auto` plans it.")
     PACKING: str | None = setting("Learner", None, choices=("prefix", "none"), resume=True, text=
         "`prefix` computes a prompt once for all its completions, `none` once for each; `auto`: prefix where the "
         "attention supports it.")

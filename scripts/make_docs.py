@@ -22,10 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.run.logs import COMPLETIONS, METRICS
 from grpo.settings import ROOT, fold, settings_table
 
-# What a first real run decides; everything else has a default that fits the TES data.
+# What a first real run decides beside DATA and OUTPUT_DIR, which stand in the README's commands.
 KEY_SETTINGS = (
-    "MODEL_ID", "DATA", "TOTAL_STEPS", "PROMPTS_PER_STEP", "NUM_GENERATIONS", "MAX_COMPLETION_LEN", "LEARNING_RATE",
-    "LORA_R", "REWARDS", "OUTPUT_DIR",
+    "REWARDS", "TOTAL_STEPS", "PROMPTS_PER_STEP", "NUM_GENERATIONS", "MAX_COMPLETION_LEN", "LEARNING_RATE", "LORA_R",
 )  # fmt: skip
 
 
@@ -60,12 +59,11 @@ def headline() -> str:
     """The README's sentence about speed and memory."""
     without, step = measured("generate-h200.json"), measured("step-h200.json")
     speedup = step["rollout_tok_s"] / without["generate_tok_s"]
-    text = f"""Measured on one H200, random weights in gpt-oss-20b's exact format. Rollouts reach
-        {step["rollout_tok_s"]:,.0f} tokens/s, {speedup:.1f} times those without vLLM. The default job, with completions
-        of up to 4,000 tokens, peaks at {step["job_peak_bf16_gib"]:.0f} GiB
-        ([rollouts](docs/rollouts.md#measured), [learning](docs/learner.md#measured))."""
+    text = f"""On one H200, with random weights, rollouts reach {step["rollout_tok_s"]:,.0f} tokens/s,
+        {speedup:.1f} times those without vLLM, and the default job, with completions of up to 4,000 tokens, peaks at
+        {step["job_peak_bf16_gib"]:.0f} GiB ([figures](docs/learner.md#measured))."""
     text = " ".join(text.split())
-    return textwrap.fill(text, 150, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def step_bars() -> list[tuple[str, float, float, float]]:

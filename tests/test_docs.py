@@ -19,11 +19,9 @@ CURRENT = [page for page in PAGES if page.name not in ("tried.md", "CHANGELOG.md
 RESULTS = sorted((ROOT / "docs" / "results").glob("*.json"))
 # Variables of other programs that the pages mention, constants, and names of the original script.
 NOT_SETTINGS = {
-    "CUDA_VISIBLE_DEVICES", "EPOCHS", "FLASH_ATTENTION_FORCE_BUILD", "FLASH_ATTN_CUDA_ARCHS", "GLOO_SOCKET_IFNAME",
-    "GRADIENT_ACCUMULATION_STEPS", "GRPO_COMPLETION_LOG_PATH", "GRPO_LOG_COMPLETIONS", "HF_ENDPOINT", "HF_HOME",
-    "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_TOKEN", "LD_LIBRARY_PATH", "MATRIX_GAIN", "MAX_JOBS", "MODEL",
-    "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS", "STEPS", "TORCH_COMPILE_DISABLE", "TRAIN_BATCH_SIZE", "VENV",
-    "VERL_SOURCE", "WANDB_MODE", "WANDB_PROJECT",
+    "EPOCHS", "FLASH_ATTN_CUDA_ARCHS", "GLOO_SOCKET_IFNAME", "GRADIENT_ACCUMULATION_STEPS", "HF_ENDPOINT", "HF_HOME",
+    "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_TOKEN", "LD_LIBRARY_PATH", "MATRIX_GAIN", "MAX_JOBS", "NCCL_SOCKET_IFNAME",
+    "OMP_NUM_THREADS", "TORCH_COMPILE_DISABLE", "TRAIN_BATCH_SIZE", "VENV", "VERL_SOURCE", "WANDB_PROJECT",
 }  # fmt: skip
 
 
@@ -80,8 +78,14 @@ def test_pages_are_short():
     for page in CURRENT:
         generated = page.relative_to(ROOT).as_posix() in make_docs.GENERATED
         assert generated or len(page.read_text(encoding="utf-8").split()) <= 1800, page.name
-    lines = README.read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 110 and max(map(len, lines)) <= 200
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 110
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_lines_are_narrow(page):
+    """Like code, text is read beside a diff; the rows of tables cannot be wrapped."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert not [line for line in lines if len(line) > 120 and not line.startswith("|")]
 
 
 def outline(text):
@@ -97,7 +101,7 @@ def outline(text):
 
 def test_the_japanese_readme_has_the_same_headings_and_commands():
     english = outline(README.read_text(encoding="utf-8"))
-    assert len(english) > 20 and "bash scripts/demo.sh" in english
+    assert len(english) > 15 and "bash scripts/demo.sh" in english
     assert english == outline((ROOT / "docs" / "README.ja.md").read_text(encoding="utf-8"))
 
 
