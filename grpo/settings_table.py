@@ -62,8 +62,8 @@ class Settings:
     LORA_DROPOUT: float = setting("Model", 0.0, "share", low=0, high=0.9, text=
         "Dropout on the adapter's input while learning.")
     INIT_ADAPTER: str = setting("Model", "", "folder", path=True, text=
-        "LoRA adapter that the run starts from instead of a fresh one, such as scripts/sft.py makes: its rank, alpha "
-        "and targets take the place of the defaults. Empty: a fresh one.")
+        "LoRA adapter that the run starts from, such as scripts/sft.py makes; its rank, alpha and targets take the "
+        "place of the defaults. Empty: a fresh one.")
 
     TASK: str = setting("Data", "tes", choices=tuple(TASKS), text=
         "What is learned: other defaults of DATA, REWARDS, SYSTEM_PROMPT and more (docs/tasks.md).")
