@@ -211,10 +211,10 @@ def test_a_model_of_the_hub_is_downloaded(tiny, tmp_path):
         settings = SETTINGS | settings | hub.environ(tmp_path / "home")
         refused = run_script(**settings)
         assert refused.returncode == 2 and "one problem" in refused.stderr and "Traceback" not in refused.stderr
-        assert f"Accept its licence at {hub.url}/org/tiny-gpt-oss" in refused.stderr and not (tmp_path / "run").exists()
+        assert "accept the licence on its page" in refused.stderr and not (tmp_path / "run").exists()
         done = run_script(**settings | {"HF_TOKEN": TOKEN})
         assert done.returncode == 0, done.stdout + done.stderr
-        for words in ("downloading org/tiny-gpt-oss: 0.00 of", "complete: 1 steps", "EXPERTS                mxfp4"):
+        for words in ("complete: 1 steps", "EXPERTS                mxfp4"):
             assert words in done.stdout
         taken = {name for name, ranges in hub.fetched().items() if ranges == [""]}
         assert taken == set(hub.fetched()) == {path.name for path in tiny.iterdir()} - {"warmup.json"}
