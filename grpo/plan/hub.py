@@ -139,7 +139,7 @@ def read_template(folder: Path, tokenizer_config: ModelConfig) -> str | None:
             text = path.read_text(encoding="utf-8")
         except ValueError as error:
             raise ValueError(f"{path.name} cannot be read ({error})") from None
-        if not text.strip():  # Every prompt would have no token.
+        if not text.strip("\0 \t\r\n"):  # Every prompt would have no token.
             raise ValueError(f"{path.name} cannot be read (it holds no text)")
         return text
     template = tokenizer_config.get("chat_template")
