@@ -35,7 +35,8 @@ def read_text(path: Path) -> str:
         raise UnreadableFile(path, f"cannot be read ({error.strerror})", "Check the path and its permissions") from None
     except UnicodeDecodeError as error:
         fix = "Save it as UTF-8 (a workbook as 'CSV UTF-8'), unpack .gz and .zip, name Parquet .parquet"
-        raise UnreadableFile(path, f"byte {error.start} is not UTF-8", fix) from None
+        line = error.object[: error.start].count(b"\n") + 1
+        raise UnreadableFile(f"{path}, line {line}", f"byte {error.start} is not UTF-8", fix) from None
 
 
 def split_csv(path: Path) -> Iterator[tuple[int, list[str]]]:
