@@ -324,7 +324,7 @@ def test_rows_of_the_plant_need_a_profile_for_the_closed_loop(tiny_run, tmp_path
     refused = tiny_run(EVAL_SAMPLES=8, EVAL_DATA=own, BEST_BY="plant")
     assert "BEST_BY: the closed loop does not run (set EVAL_PROFILE" in only(refused.problems)
     assert tiny_run(EVAL_SAMPLES=8, EVAL_DATA=own, EVAL_PROFILE=profile).best_by == "plant"
-    assert f" windows of {profile}, " in banner.banner(tiny_run(EVAL_SAMPLES=8))
+    assert " windows of profile_heldout.csv, " in banner.banner(tiny_run(EVAL_SAMPLES=8))
 
 
 PENALTY = "def score(completions, **columns):\n    return [-9.0 if '[' in text else 0.0 for text in completions]\n"
