@@ -129,11 +129,12 @@ def bench_many(options: argparse.Namespace) -> int:
     if options.child:
         return many_child(options)
     results: dict[tuple[int, int], Json] = {}
-    for gpus in options.gpus:
-        for prompts in sorted({options.prompts, LARGE * options.prompts, gpus * options.prompts}):
-            results[gpus, prompts] = run_many(options, gpus, prompts)
-            if not results[gpus, prompts]:
-                print(f"{prompts} prompts on {gpus} GPUs: the run failed, see above", file=sys.stderr)
-                return 1
-            write(Path(options.out), many_figures(results, options.prompts))
+    # The large step comes last, as it takes longest.
+    sizes = {(options.prompts * size, gpus) for gpus in options.gpus for size in (1, gpus, LARGE)}
+    for prompts, gpus in sorted(sizes):
+        results[gpus, prompts] = run_many(options, gpus, prompts)
+        if not results[gpus, prompts]:
+            print(f"{prompts} prompts on {gpus} GPUs: the run failed, see above", file=sys.stderr)
+            return 1
+        write(Path(options.out), many_figures(results, options.prompts))
     return 0
