@@ -45,7 +45,7 @@ from grpo.settings import MOST_WHOLE, ROOT, fold, number
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PARTS = ("kills", "signals")
 OUTPUT, TEMPORARY = "output.txt", "tmp"  # In a case's folder; the last one is its TMPDIR.
-TORCHRUNS = "torchelastic_"  # Empty folders that torchrun always leaves in TMPDIR.
+OF_OTHERS = r"torchelastic_.*|[a-z0-9_]{8}"  # In TMPDIR: of torchrun, always, and of Python's tempfile when it begins.
 LATE_S = {"kills": 120.0, "signals": 5.0}  # In which all processes of a case end after its first one has.
 NOT_COMPARED = ("sha256", "seconds", "date", "machine", "command", "commit", "versions")  # Keys of JSON files.
 FIGURES = """
@@ -153,7 +153,7 @@ def faults_of(program: Program, case: Path, whole: Path) -> list[str]:
     folders, a traceback."""
     faults = differences(program, case, whole)
     stray = [path.name for path in case.rglob("*") if path.name.endswith((".tmp", ".old"))]
-    stray += [path.name for path in (case / TEMPORARY).iterdir() if not path.name.startswith(TORCHRUNS)]
+    stray += [path.name for path in (case / TEMPORARY).iterdir() if not re.fullmatch(OF_OTHERS, path.name)]
     faults += [f"stray {name}" for name in stray]
     tracebacks = re.findall(r"Traceback \(most.*\n(?: .*\n)+", (case / OUTPUT).read_text(errors="replace"))
     # A signal may interrupt an import, and torchrun shows one where a process of it was killed.
