@@ -42,6 +42,8 @@ from grpo.run.layout import ADAPTER
 from grpo.run.logs import METRICS
 from grpo.settings import MOST_WHOLE, ROOT, fold, number
 
+# Tracebacks that are no fault: of an interrupted import, and torchrun's own where a process of it was killed.
+INTERRUPTED_IMPORT = r"<frozen importlib|in <module>\n +(?:from|import) |torch/distributed/run.py"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PARTS = ("kills", "signals")
 OUTPUT, TEMPORARY = "output.txt", "tmp"  # In a case's folder; the last one is its TMPDIR.
@@ -134,7 +136,7 @@ def content(path: Path, case: Path) -> object:
         return data
     record = json.loads(data)
     for row in record["figures"] if isinstance(record.get("figures"), list) else ():
-        row["value"] = None if row["unit"] in ("s", "tokens/s") else row["value"]
+        row["value"] = None if row["unit"] in ("s", "tokens/s", "GiB") else row["value"]
     return {name: value for name, value in record.items() if name not in NOT_COMPARED}
 
 
@@ -156,8 +158,7 @@ def faults_of(program: Program, case: Path, whole: Path) -> list[str]:
     stray += [path.name for path in (case / TEMPORARY).iterdir() if not re.fullmatch(OF_OTHERS, path.name)]
     faults += [f"stray {name}" for name in stray]
     tracebacks = re.findall(r"Traceback \(most.*\n(?: .*\n)+", (case / OUTPUT).read_text(errors="replace"))
-    # A signal may interrupt an import, and torchrun shows one where a process of it was killed.
-    if any(not re.search("<frozen importlib|torch/distributed/run.py", traceback) for traceback in tracebacks):
+    if any(not re.search(INTERRUPTED_IMPORT, traceback) for traceback in tracebacks):
         faults.append("a traceback")
     return faults
 
