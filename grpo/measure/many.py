@@ -129,9 +129,9 @@ def bench_many(options: argparse.Namespace) -> int:
     if options.child:
         return many_child(options)
     results: dict[tuple[int, int], Json] = {}
-    # The large step comes last, as it takes longest.
+    # Weak scaling comes first, and the large step last, as it takes longest.
     sizes = {(options.prompts * size, gpus) for gpus in options.gpus for size in (1, gpus, LARGE)}
-    for prompts, gpus in sorted(sizes):
+    for prompts, gpus in sorted(sizes, key=lambda size: (size[0] != size[1] * options.prompts, size)):
         results[gpus, prompts] = run_many(options, gpus, prompts)
         if not results[gpus, prompts]:
             print(f"{prompts} prompts on {gpus} GPUs: the run failed, see above", file=sys.stderr)
