@@ -47,7 +47,7 @@ INTERRUPTED_IMPORT = r"<frozen importlib|in <module>\n +(?:from|import) |torch/d
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PARTS = ("kills", "signals")
 OUTPUT, TEMPORARY = "output.txt", "tmp"  # In a case's folder; the last one is its TMPDIR.
-# In TMPDIR: of torchrun, always; of Python's tempfile when it begins; and of libraries, such as Triton, that are killed.
+# In TMPDIR: of torchrun, always; of Python's tempfile when it begins; and of killed libraries, such as Triton.
 OF_OTHERS = r"torchelastic_.*|(?:tmp)?[a-z0-9_]{8}"
 LATE_S = {"kills": 120.0, "signals": 40.0}  # In which all processes of a case end after its first one has.
 NOT_COMPARED = ("sha256", "seconds", "date", "machine", "command", "commit", "versions")  # Keys of JSON files.
