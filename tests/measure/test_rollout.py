@@ -116,7 +116,7 @@ def test_direct_answers_are_measured_by_rows_a_minute(child):
     assert not values.keys() & {"rows", "rollout_tok_s", "generate_tok_s", "parity_mean", "asleep_gib"}
     figures = rollout.run_figures(Variant("direct", {}, None), values, "")
     notes = {row["name"]: row["note"] for row in figures}
-    assert notes["step_s"].startswith("DIRECT_ANSWERS, 2 prompts, EXPERTS=bf16")
+    assert notes["step_s"].startswith("DIRECT_ANSWERS, 2 prompts, EXPERTS=mxfp4")
     assert "the pass that chooses" in notes["rollout_s"]
 
 
