@@ -48,8 +48,8 @@ class Learner(GRPOTrainer):
     # TRL allows other models and arguments; a run always has an adapter and GRPO's arguments.
     model: PeftModel
     args: GRPOConfig
-    # With DIRECT_ANSWERS: the probabilities (B, K) of the actions that choosing a step's answers has computed, in the
-    # rows of this rank; zeros in the others'.
+    # With DIRECT_ANSWERS, the probabilities (B, K) of the actions, as computed when a step's answers were chosen; zeros
+    # in the rows of other ranks.
     chosen_by: Tensor | None = None
 
     def learn(self, model: torch.nn.Module, batch: Batch, answers: StepRewards | None = None) -> Tensor:
@@ -151,7 +151,7 @@ class Learner(GRPOTrainer):
         return batch | {"advantages": advantages}, means, (weights / scale).masked_fill(~answers.is_expected, 0.0)
 
     def probabilities_of_step(self, base: PreTrainedModel, batch: Batch, answers: StepRewards) -> Tensor:
-        """Probabilities (B, K) of the actions in the rows of this rank, zeros in the others'. This is a forward pass
+        """Probabilities (B, K) of the actions in this rank's rows, zeros in other ranks'. This is a forward pass
         without gradient up to the answers, because mean and deviation of a step must be known before its first
         micro-batch learns."""
         mask = batch["completion_mask"]
