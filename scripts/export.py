@@ -53,7 +53,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def push(args: argparse.Namespace, folder: Path) -> None:
-    """Upload a folder, or print what that would be."""
+    """Uploads a folder, or with --dry-run prints what would be uploaded."""
     print(listing(folder, args.push) if args.dry_run else f"uploaded: {upload(folder, args.push)}")
 
 

@@ -20,12 +20,12 @@ from grpo.tasks.tes.prompts import State
 
 @dataclass(frozen=True)
 class Scale:
-    """Everything that a proof is made from."""
+    """The model and the data that a proof starts from, and the settings of its run."""
 
-    recipe: Recipe  # of the model that GRPO starts from
-    train_windows: int  # of the rows for GRPO; short hours of more windows come on top
+    recipe: Recipe  # warm-up of the model that GRPO starts from
+    train_windows: int  # windows of the rows for GRPO, without those of the short hours
     heldout_windows: int
-    settings: Mapping[str, str]  # of train_grpo.py
+    settings: Mapping[str, str]  # settings of train_grpo.py
 
 
 # 43M weights besides the embeddings. hidden is a multiple of 256 and intermediate of 128, as vLLM's MXFP4 kernels like
@@ -52,7 +52,7 @@ SCALES = {
     "cpu": Scale(replace(TINY_RECIPE, steps=1500), 60, 32, environment(CPU_RUN)),
     "small": Scale(replace(TINY_RECIPE, windows=20, probe_windows=4, steps=60), 10, 4, environment(SMALL_RUN)),
 }
-DATA_SEED = 20_000  # of days
+DATA_SEED = 20_000  # seed of the generated days
 # A chain has 29 tokens with o200k. The exact evaluation of small models knows answers without one alone.
 REASON_RUN = environment("MAX_COMPLETION_LEN=40 EVAL_EXACT=0")
 # A decision falls in the chain, as it does where a model reasons; the answer's token keeps a say. With 0.7, and
