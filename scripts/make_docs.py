@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Write the parts of the documentation that code and recorded figures already hold, so that no fact stands twice.
+"""Write the parts of the documentation that code and recorded figures already hold, so that nobody edits a fact twice.
 
     python scripts/make_docs.py
 

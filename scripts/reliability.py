@@ -89,7 +89,7 @@ PROGRAMS = read_programs()
 
 
 def run_command(program: Program, case: Path, moment: Moment = NO_SIGNAL, late_s: float = LATE_S["kills"]) -> int:
-    """Runs a program in `case` and returns its exit code, that of a signal negative. Raises RuntimeError where other
+    """Runs a program in `case` and returns its exit code, -N after signal N. Raises RuntimeError where other
     processes of the case go on for more than `late_s` seconds."""
     folder = case.parents[1]
     for name in (OPERATIONS, TEMPORARY):

@@ -30,8 +30,8 @@ class RewardLookup:
         columns: Sequence[str],
         tokenizer: PreTrainedTokenizerBase,
     ):
-        """`functions` and `weights`: all of the run's; `looked_up`: the indices of those that can be looked up;
-        `columns`: the names of all columns."""
+        """`functions` and `weights` are all of the run's; `looked_up` holds the indices of the functions that can be
+        looked up, `columns` the names of all columns."""
         self.functions, self.weights, self.looked_up = functions, weights, looked_up
         self.columns, self.tokenizer = columns, tokenizer
         self.tables: dict[str, list[float]] = {}  # row id -> rewards

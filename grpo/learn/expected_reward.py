@@ -111,7 +111,7 @@ def expected_rewards(answers: StepRewards, probabilities: Tensor) -> Tensor:
 def mean_and_scale(
     answers: StepRewards, probabilities: Tensor, group: int, scale_rewards: str
 ) -> tuple[Tensor, Tensor]:
-    """(mean of V over the `group` of each completion, what its advantage is divided by), both (B,).
+    """(mean of V over each completion's `group`, the scale by which its advantage is divided), both (B,).
 
     The deviation is that of the mixture of all actions, not of V: V of equal prefixes is equal, and to divide by its
     own deviation would amplify rounding.

@@ -53,8 +53,8 @@ class Learner(GRPOTrainer):
     chosen_by: Tensor | None = None
 
     def learn(self, model: torch.nn.Module, batch: Batch, answers: StepRewards | None = None) -> Tensor:
-        """Computes the gradients of the loss of `batch`, each rank those of its own prompts, and adds them up. Returns
-        the loss, a scalar.
+        """Computes the gradients of the loss of `batch`, on each rank for its own prompts, and sums them over ranks.
+        Returns the loss, a scalar.
 
         `batch` holds `prompt_ids` (B, P), `completion_ids` (B, C), their masks, `advantages` (B,), and where they are
         known `sampling_per_token_logps` and `ref_per_token_logps` (B, C). `answers` are the rewards of all actions,
@@ -71,7 +71,7 @@ class Learner(GRPOTrainer):
         for rows, packed in with_progress("learning", self.micro_batches(batch), "micro-batch", first_s=LINE_S):
             with self.accelerator.autocast():
                 states = hidden_states(base, packed, self.run.attention)
-                # The backward pass of head and loss comes first: their memory is free before that of the layers.
+                # The backward pass of head and loss comes first: their memory is freed before the layers need theirs.
                 leaf = states.detach().requires_grad_()
                 token_logps, entropy = self.compute_logps(base, leaf, packed.targets)
             micro_batch = {name: value[rows] if value.ndim else value for name, value in batch.items()}
@@ -231,7 +231,7 @@ class Learner(GRPOTrainer):
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False, **kwargs
     ):
-        """Log-probs (B, C) of the last `logits_to_keep` tokens: TRL asks for those of the reference."""
+        """Log-probs (B, C) of the last `logits_to_keep` tokens: TRL calls this for the reference model."""
         batch = {
             "prompt_ids": input_ids[:, :-logits_to_keep],
             "prompt_mask": attention_mask[:, :-logits_to_keep],

@@ -69,7 +69,7 @@ class StepTimerCallback(TrainerCallback):
     def on_step_begin(self, args, state, control, **kwargs):
         self.parts = dict.fromkeys(self.parts, 0.0)
         self.used_gib = 0.0
-        self.utilizations = []  # Drops the samples between the steps, which are those of an evaluation.
+        self.utilizations = []  # This drops samples taken between the steps, in an evaluation.
         self.started = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):

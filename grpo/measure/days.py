@@ -96,8 +96,8 @@ def write_data(split: Split, out: Path, prompt: str) -> dict[str, str]:
 
 
 def hours_csv(profile: Profile) -> str:
-    """A profile with the column names that need no choice, and every digit: the closed loop must see what the rows
-    tell."""
+    """A profile as CSV, with the columns' standard names and every digit, so that the closed loop sees the numbers that
+    the rows show."""
     rows = [
         (datetime.combine(day, time(hour)), float(co2[hour]), float(load[hour]))
         for day, co2, load in zip(profile.dates, profile.co2, profile.load_kw, strict=True)

@@ -29,9 +29,9 @@ OF_SEED = ("_before", "_after", "_gain", "_greedy")  # ends of the names of rewa
 
 @dataclass(frozen=True)
 class SeedResult:
-    """A seed's run. `totals` are those of closed_loop.json by set of windows and policy: the rules, the optimum, `last`
-    and `best` for the adapters, for seed 1 `base` as well, and their greedy answers. `windows` counts those of a set.
-    """
+    """A seed's run. `totals` holds the totals of closed_loop.json by set of windows and by policy: the rules, the
+    optimum, `last` and `best` for the adapters, for seed 1 `base` as well, and their greedy answers. `windows` is the
+    number of windows in each set."""
 
     run: Path
     seconds: float

@@ -23,7 +23,7 @@ from grpo.measure.variants import Function, intercept, read_result, run_settings
 from grpo.plan.machine import GIB
 from grpo.run.child import run_child
 
-GROUP, LARGE = 8, 4  # completions of a prompt; the large step's prompts by those of one GPU
+GROUP, LARGE = 8, 4  # completions of a prompt; the large step's prompts, in multiples of one GPU's
 
 
 def sums_path(options: argparse.Namespace) -> Path:

@@ -28,8 +28,8 @@ class Scale:
     settings: Mapping[str, str]  # settings of train_grpo.py
 
 
-# 43M weights besides the embeddings. hidden is a multiple of 256 and intermediate of 128, as vLLM's MXFP4 kernels like
-# them; head_dim is gpt-oss's.
+# It has 43M weights besides the embeddings. hidden is a multiple of 256 and intermediate of 128, which vLLM's MXFP4
+# kernels prefer; head_dim is gpt-oss's.
 MID = Shape(layers=8, hidden=512, intermediate=384, experts=8, experts_per_token=4, heads=8, kv_heads=2, head_dim=64)
 # Neighbours first; then, in the second sliding layer, an hour's own numbers and the same number an hour earlier (a line
 # of the forecast has 26 tokens).
@@ -37,7 +37,7 @@ MID_RECIPE = Recipe(
     MID, "full", windows=2400, probe_windows=60, seconds=300, steps=100_000, batch=64, lr=1e-3,
     distances=((1, 2, 3, 4, 5, 6, 7, 8), (1, 8, 6, 11, 17, 26, 20, 3), (), (0,)),
 )  # fmt: skip
-# PARITY=off: a model that is this even says the same fixed tokens with the check's adapter as without, and the check
+# PARITY=off: this model is so even that the check's adapter hardly changes the log-probs of fixed tokens, and the check
 # refuses what it cannot tell apart (0.0005 nats with, 0.0001 without, on an H200).
 MID_RUN = """REWARDS=regret EVAL_SAMPLES=8 EVAL_STEPS=125 SEED=1 USE_VLLM=1 PARITY=off PROMPTS_PER_STEP=32
     NUM_GENERATIONS=8 MAX_COMPLETION_LEN=24 TOTAL_STEPS=200 LEARNING_RATE=1.5e-3 LR_SCHEDULER=linear LORA_R=16

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signals at chosen moments of a program, whatever processes it has; for scripts/reliability.py, which makes every
-Python process of a case begin with `watch_files`."""
+"""Sends signals to a program at chosen moments of any of its processes. scripts/reliability.py makes every Python
+process of a case begin with `watch_files`."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class DecodingStep:
     graphs = True  # A capture that fails sets it to False for this process.
 
     def __init__(self, model: PreTrainedModel, mask: Tensor, columns: int):
-        """`mask` (B, L) of the prompts, and the number of `columns` of prompts and completions without the last."""
+        """`mask` (B, L) is the prompts'; `columns` is the length of prompts and completions without the last token."""
         kinds, window, device = model.config.layer_types, model.config.sliding_window, mask.device
         columns = -(-columns // 8) * 8  # products want sizes that are multiples of 8
         sizes = {"full_attention": columns, "sliding_attention": min(window, columns)}

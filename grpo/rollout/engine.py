@@ -59,7 +59,7 @@ def gpu_used_gib() -> float:
 
 
 def vllm_modules(experts: bool) -> list[str]:
-    """The modules that vLLM adapts, with `experts` those of every layer too. vLLM silently ignores an adapter's other
+    """The modules that vLLM adapts, with `experts` every layer's experts too. vLLM silently ignores an adapter's other
     modules; without a list it would give the router buffers and kernels as well."""
     return ["qkv_proj", "o_proj", "experts"] if experts else ["qkv_proj", "o_proj"]
 
@@ -70,7 +70,7 @@ def engine_arguments(settings: Settings, plan: EnginePlan, model_path: str, gpu_
         "model": model_path,
         "dtype": "bfloat16",
         "skip_tokenizer_init": True,  # token ids in, token ids out
-        "generation_config": "vllm",  # no sampling defaults and no stop tokens but those of each request
+        "generation_config": "vllm",  # sampling and stop tokens come with each request alone
         "enable_sleep_mode": True,
         "max_model_len": plan.max_model_len,
         "max_num_seqs": plan.max_num_seqs,

@@ -32,7 +32,7 @@ def lend(pointers: Iterable[int] | None) -> None:
 
 
 class KeepBackend(CuMemBackend):
-    """vLLM's own backend but for falling asleep; waking copies back whatever has a backup."""
+    """vLLM's own backend with another way to fall asleep; waking copies back the allocations that have a backup."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ import triton
 
 from grpo.settings import log
 
-# The level of logging is what TRL sets; below it vLLM warns of every kernel that a rollout compiles (vllm/envs.py).
+# TRL sets the same level of logging; below it vLLM warns of every kernel that a rollout compiles (vllm/envs.py).
 VLLM_SWITCHES = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 # vLLM redirects these for its own compilation (vllm/compilation/); the trainer's kernels must not follow.
 COMPILER_VARIABLES = ("TORCHINDUCTOR_COMPILE_THREADS", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")

@@ -101,7 +101,7 @@ def replace_best(folder: Path, save: Callable[[Path], None], record: Record) -> 
         sync_files(new)  # A power cut after the old folder is gone must not find empty files in the new one.
         record["adapter_sha256"] = file_sha256(new / ADAPTER)
         write_sealed(new / "best.json", record)  # This comes last: with it the folder is whole.
-    except Exception:  # A full disk has no room for a part of it.
+    except Exception:  # A full disk needs the room that the unfinished folder takes.
         shutil.rmtree(new, ignore_errors=True)
         raise
     if best.exists():

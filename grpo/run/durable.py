@@ -20,7 +20,7 @@ from typing import Any, get_args, get_origin
 from grpo.settings import Problems, log
 
 SEAL = "sha256"  # The key of a JSON record under which the checksum of all its other values stands.
-Record = dict[str, Any]  # A JSON object: json.loads knows no more about its values.
+Record = dict[str, Any]  # A JSON object, whose values may be of any type.
 # File name -> the types of the values that are read from its record. `read_json` refuses other types; a value may be
 # missing.
 TYPES: dict[str, dict[str, Any]] = {
@@ -216,7 +216,7 @@ def is_intact(path: Path) -> bool:
 
 
 def file_sha256(path: Path) -> str:
-    """The SHA-256 of a file. Raises OSError where it cannot be read, or is no regular file."""
+    """The SHA-256 of a file. Raises OSError where it cannot be read, or is not a regular file."""
     try:
         require_regular(path)
     except ValueError as error:

@@ -30,8 +30,8 @@ class RankLost(RuntimeError):
 
 @dataclass
 class Ranks:
-    """The processes of a run, each with a GPU; rank 0 writes and decides. This class is that of a process that runs
-    alone, and imports no torch; grpo/learn/groups.py has the one for several processes."""
+    """The processes of a run, each with a GPU; rank 0 writes and decides. This class serves a process that runs alone,
+    and does not import torch; grpo/learn/groups.py has the class for several processes."""
 
     rank: int = 0
     size: int = 1
@@ -83,8 +83,8 @@ class Ranks:
         return cls(rank, size, local_rank, local_size, address, port, run_id, launched=True)
 
     def share_out(self, count: int, group: int = 1) -> range:
-        """This process's part of `count` rows, in whole groups where `group` divides them. The first ranks get the
-        rest."""
+        """This process's part of `count` rows, in whole groups where `group` divides them. Where the ranks cannot get
+        equal parts, the first ones get more."""
         group = group if count % group == 0 else 1
         groups = count // group
         start, stop = (groups // self.size * n + min(n, groups % self.size) for n in (self.rank, self.rank + 1))
