@@ -79,7 +79,7 @@ class RewardLookup:
                 other = (action + 1) % actions
                 tried.append((i, place, other))
                 replaced.append([*tokens[:place], names[other], *tokens[place + 1 :]])
-        texts = self.tokenizer.batch_decode(replaced) if replaced else []  # Without rows it makes one empty text.
+        texts = self.tokenizer.batch_decode(replaced) if replaced else []  # Without rows, batch_decode makes one text.
         for (i, place, other), text in zip(tried, texts, strict=True):
             row = completions[i].row
             if rewards.parse_action(rewards.assistant_turn(row.prompt, text), len(row.rewards)) == other:

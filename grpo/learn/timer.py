@@ -58,7 +58,7 @@ class StepTimerCallback(TrainerCallback):
         }
 
     def on_train_begin(self, args, state, control, **kwargs):
-        state.save_steps = args.save_steps  # A resumed run may change it, which the Trainer would ignore.
+        state.save_steps = args.save_steps  # The Trainer would ignore that a resumed run changes SAVE_STEPS.
         if torch.cuda.is_available():
             device = torch.cuda.current_device()
             threading.Thread(target=self.sample_utilization, args=[device], daemon=True).start()

@@ -67,8 +67,8 @@ class CsvLog:
             raise ValueError(f"{columns}: finish the run with the version that began it")
 
     def write(self, rows: Iterable[Mapping[str, Cell]]) -> None:
-        """Appends rows. Those with a carriage return are quoted whole: Python's writer leaves a lone one unquoted, and
-        the row would read back as two."""
+        """Appends rows. Those with a carriage return are quoted whole, because Python's writer does not quote a cell
+        for that alone, and the row would read back as two."""
         text = io.StringIO(newline="")
         plain = csv.writer(text, lineterminator="\n")
         quoted = csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_ALL)

@@ -37,7 +37,7 @@ class Answers(list[dict[str, torch.Tensor]]):
         rows = [row for row in parquet.read_table(parquet_files).to_pylist() if row["answer"]]
         if len(rows) < config["train_batch_size"]:
             size = f"data.train_batch_size is {config['train_batch_size']}"
-            raise ValueError(f"{len(rows)} rows have an `answer` or an action better than others, and {size}")
+            raise ValueError(f"only {len(rows)} rows have an `answer` or a best action, and {size}")
         for row in rows:
             texts = prompt_and_answer(tokenizer, row["prompt"], row["answer"], config["apply_chat_template_kwargs"])
             prompt, answer = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
