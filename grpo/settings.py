@@ -101,7 +101,7 @@ def format_exception(error: BaseException) -> str:
 
 
 def choices(name: str) -> tuple[str, ...]:
-    """The words that setting `name` takes, `auto` first where it takes that; empty where any text or number will do."""
+    """The words that setting `name` takes, `auto` first where it takes that; empty where it has no list of words."""
     words = FIELDS[name].metadata.get("choices", ())
     return ("auto", *words) if words and str(FIELDS[name].type).endswith("| None") else words
 

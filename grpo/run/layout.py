@@ -77,7 +77,7 @@ class RunLock:
     created: list[Path]
 
     def release(self, remove: bool = False) -> None:
-        """Lets others write to OUTPUT_DIR. `remove` deletes the files made for the lock: a start was refused."""
+        """Lets others write to OUTPUT_DIR. `remove` deletes files and folders made for it: a start was refused."""
         for path in self.created if remove else ():
             with contextlib.suppress(OSError):  # It may not exist, or hold other people's files by now.
                 path.rmdir() if path.is_dir() else path.unlink()
