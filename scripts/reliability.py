@@ -47,8 +47,9 @@ INTERRUPTED_IMPORT = r"<frozen importlib|in <module>\n +(?:from|import) |torch/d
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PARTS = ("kills", "signals")
 OUTPUT, TEMPORARY = "output.txt", "tmp"  # A case's output and its TMPDIR, in its folder.
-OF_OTHERS = r"torchelastic_.*|[a-z0-9_]{8}"  # What torchrun and Python's tempfile leave in TMPDIR.
-LATE_S = {"kills": 120.0, "signals": 5.0}  # Seconds in which the others end after the first process.
+# What torchrun, Python's tempfile, and killed libraries such as Triton leave in TMPDIR.
+OF_OTHERS = r"torchelastic_.*|(?:tmp)?[a-z0-9_]{8}"
+LATE_S = {"kills": 120.0, "signals": 40.0}  # Seconds in which the others end after the first process.
 NOT_COMPARED = ("sha256", "seconds", "date", "machine", "command", "commit", "versions")  # keys of JSON files
 FIGURES = """
 {0}_cases | runs | of {{{0}_asked}} asked for
